@@ -29,7 +29,7 @@ pub use clauses::{Breaker, CLAUSES, Clause, Runs};
 pub use corpus::replay;
 pub use device::{Device, TestDevice};
 pub use executor::run;
-pub use far::{Far, Limit, PostSpec, Sent, cpu_time};
+pub use far::{Far, HungPage, Limit, PostSpec, Sent, cpu_time};
 pub use faults::{Ended, Moment, Trouble, fault};
 pub use hosts::{Host, Hosts, refused_behind, run_one_test};
 pub use mutation::fuzz;

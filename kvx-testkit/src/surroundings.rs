@@ -80,8 +80,8 @@ pub struct Holdings {
 }
 
 impl Holdings {
-    /// Those of this process.
-    pub(crate) fn of_this_process() -> std::io::Result<Self> {
+    /// Those of this process. Errors: there is no `/proc`.
+    pub fn of_this_process() -> std::io::Result<Self> {
         let status = std::fs::read_to_string("/proc/self/status")?;
         let number = |name: &str| {
             let line = status.lines().find_map(|line| line.strip_prefix(name));
@@ -96,7 +96,7 @@ impl Holdings {
     }
 
     /// Says what there is more of than `earlier`, where that is more than the ups and downs of work.
-    pub(crate) fn beyond(self, earlier: Self) -> Option<String> {
+    pub fn beyond(self, earlier: Self) -> Option<String> {
         let allowed = [
             ("descriptors", self.descriptors, earlier.descriptors + 8),
             ("threads", self.threads, earlier.threads + 4),

@@ -1,9 +1,11 @@
 //! Ranks of an engine in processes of their own. The engine computes and checks in their memory, which is a file of
 //! both.
 
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvx::connector::engine::WorkerRank;
@@ -11,6 +13,7 @@ use kvx::connector::runtime::{Connector, Rank};
 use kvx::{Error, Kind, Result};
 use serde::{Deserialize, Serialize};
 
+use crate::checking::{self, Checks};
 use crate::engine::refused;
 use crate::fleet::{self, CUT_OFF};
 use crate::model::{RankMemory, Shape};
@@ -28,33 +31,39 @@ struct RankSetup {
 }
 
 /// Starts all ranks of an engine, and waits until they have joined it.
-pub(crate) fn start(connector: &Connector, shape: &Shape) -> Result<(Vec<RankMemory>, Vec<Child>)> {
+pub(crate) fn start(connector: &Connector, shape: &Shape) -> Result<(Vec<RankMemory>, Vec<Child>, Checks)> {
     let path = std::env::temp_dir().join(format!("kvx-engine-{}", std::process::id()));
     let joined = connector.group(&path, CUT_OFF);
     let program = std::env::current_exe().map_err(refused)?;
-    let (mut memories, mut processes) = (Vec::new(), Vec::new());
+    let (mut memories, mut processes, mut checks) = (Vec::new(), Vec::new(), None);
     for rank in shape.ranks() {
         let (memory, file) = RankMemory::shared(shape, rank)?;
         let setup = RankSetup { shape: shape.clone(), rank: (rank.pp, rank.tp), path: path.clone() };
         let mut command = Command::new(&program);
         command.env(VARIABLE, serde_json::to_string(&setup).expect("it is JSON"));
-        processes.push(command.env_remove(fleet::VARIABLE).stdin(file).spawn().map_err(refused)?);
+        let (ours, theirs) = UnixStream::pair().map_err(refused)?;
+        command.env_remove(fleet::VARIABLE).stdin(file).stdout(OwnedFd::from(theirs));
+        processes.push(command.spawn().map_err(refused)?);
+        checks.get_or_insert(Checks::Apart(ours));
         memories.push(memory);
     }
     let joined = joined.wait(2 * CUT_OFF);
     std::fs::remove_file(&path).ok();
-    joined.map(|()| (memories, processes))
+    let checks = checks.ok_or_else(|| refused("an engine without ranks"))?;
+    joined.map(|()| (memories, processes, checks))
 }
 
 /// The whole life of a rank: it ends with its engine.
 pub(crate) fn run(setup: &str) -> ! {
     let RankSetup { shape, rank: (pp, tp), path } =
         serde_json::from_str(setup).expect("the engine writes it");
-    let live = || -> Result<()> {
+    let answers = kvx_testkit::answers_apart().expect("the engine hears this rank on standard output");
+    let live = move || -> Result<()> {
         let rank = WorkerRank { pp, tp };
         let file = std::io::stdin().as_fd().try_clone_to_owned().map_err(refused)?;
         let joined = Rank::join(path, rank, kvx::registry(), CUT_OFF)?;
-        let memory = RankMemory::adopt(&shape, rank, file)?;
+        let memory = Arc::new(RankMemory::adopt(&shape, rank, file)?);
+        checking::serve(Arc::clone(&memory), answers);
         joined.register(memory.caches()?, [memory.memory.clone()])?;
         joined
             .wait(LIFE)

@@ -11,10 +11,12 @@ use kvx::connector::params::TransferParams;
 use kvx::connector::runtime::{Connector, Decode, Fetch, Held, Lease, LoadError, Prefill, Released};
 use kvx::connector::wire::CompatibilityFactors;
 use kvx::{Error, Kind, Result};
+use kvx_testkit::Holdings;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::apart;
+use crate::checking::{Checks, Expected};
 use crate::log::Log;
 use crate::model::{RankMemory, Shape};
 use crate::queue::{self, Queue};
@@ -49,6 +51,10 @@ pub(crate) enum Order {
     Spoil { request: String, block: usize },
     /// Begins to load a prompt whose first blocks are cached here.
     Decode { request: String, prompt: u64, tokens: u32, cached: u32, params: Value, within: Duration },
+    /// The same, and holds the check of its digests. Answer: whether it does.
+    Check { request: String, prompt: u64, tokens: u32, params: Value, within: Duration },
+    /// No check is held any more.
+    LetGo,
     /// The same request of the engine's queue: it has no blocks yet.
     Arrive { request: String, prompt: u64, tokens: u32, params: Value, within: Duration },
     /// Gives it blocks: its load begins, unless it is over already.
@@ -65,6 +71,8 @@ pub(crate) enum Order {
     Vacate,
     /// Blocks that nobody has.
     Free,
+    /// What its process holds.
+    Holdings,
     /// What it has logged.
     Log,
 }
@@ -79,7 +87,9 @@ pub(crate) enum Answer {
     },
     Params(Value),
     Done,
+    Held(bool),
     Free(u32),
+    Holdings(Holdings),
     Log(String),
     Loaded {
         tokens: u32,
@@ -124,6 +134,7 @@ struct Engine {
     /// Blocks that a failed load may still fill.
     held: Vec<(Holder, Vec<u32>)>,
     queue: Queue,
+    checks: Checks,
     /// A prompt, and its blocks.
     occupied: (u64, Vec<u32>),
     log: Log,
@@ -210,9 +221,12 @@ impl Engine {
             connector.rank(worker)?.register(caches, [Arc::clone(&rank.memory)])?;
             Ok(rank)
         };
-        let (ranks, processes) = match spec.apart {
+        let (ranks, processes, checks) = match spec.apart {
             true => apart::start(&connector, &spec.shape)?,
-            false => (spec.shape.ranks().map(register).collect::<Result<_>>()?, Vec::new()),
+            false => {
+                let ranks = spec.shape.ranks().map(register).collect::<Result<_>>()?;
+                (ranks, Vec::new(), Checks::Here(None))
+            }
         };
         Ok(Engine {
             connector,
@@ -224,6 +238,7 @@ impl Engine {
             leases: Vec::new(),
             held: Vec::new(),
             queue: Queue::default(),
+            checks,
             occupied: (0, Vec::new()),
             log,
         })
@@ -256,10 +271,17 @@ impl Engine {
                     rank.fill(prompt, &blocks, 0..tokens)?;
                 }
                 let lists = BlockLists::single(&blocks[..]);
-                let (lease, params) = Prefill::new(&self.connector).publish(&*request, lists, tokens)?;
-                self.leases.push((lease, blocks));
-                let params = params.to_value(self.connector.settings().dialect);
-                Ok(Answer::Params(params.map_err(refused)?))
+                match Prefill::new(&self.connector).publish(&*request, lists, tokens) {
+                    Ok((lease, params)) => {
+                        self.leases.push((lease, blocks));
+                        let params = params.to_value(self.connector.settings().dialect);
+                        Ok(Answer::Params(params.map_err(refused)?))
+                    }
+                    Err(error) => {
+                        self.free.extend(blocks);
+                        Err(error)
+                    }
+                }
             }
             Order::Spoil { request, block } => {
                 let mut published =
@@ -279,6 +301,26 @@ impl Engine {
                 let begun = Instant::now();
                 let fetch = Some(Decode::new(&self.connector).fetch(&*request, &params, wanted, within));
                 self.loads.insert(request, Load { fetch, begun, prompt, blocks, cached, tokens });
+                Ok(Answer::Done)
+            }
+            Order::Check { request, prompt, tokens, params, within } => {
+                let params = parsed(&params)?;
+                let blocks = self.take(tokens)?;
+                // Not as a prefill has it where nothing was computed: so all that arrives is seen.
+                let all = 0..blocks.len() as u32 * self.shape.logical();
+                self.ranks.iter().try_for_each(|rank| rank.fill(u64::MAX, &blocks, all.clone()))?;
+                let expected = Expected { prompt, blocks: blocks.clone(), tokens };
+                let (connector, loads) = (&self.connector, &mut self.loads);
+                let held = self.checks.hold(&self.ranks[0], &expected, || {
+                    let (begun, wanted) = (Instant::now(), BlockLists::single(&blocks[..]));
+                    let fetch = Some(Decode::new(connector).fetch(&*request, &params, wanted, within));
+                    loads.insert(request, Load { fetch, begun, prompt, blocks, cached: 0, tokens });
+                    Ok(())
+                })?;
+                Ok(Answer::Held(held))
+            }
+            Order::LetGo => {
+                self.checks.let_go();
                 Ok(Answer::Done)
             }
             Order::Arrive { request, prompt, tokens, params, within } => {
@@ -331,6 +373,7 @@ impl Engine {
                 self.sweep();
                 Ok(Answer::Free(self.free.len() as u32))
             }
+            Order::Holdings => Holdings::of_this_process().map(Answer::Holdings).map_err(refused),
             Order::Log => Ok(Answer::Log(self.log.text())),
         }
     }

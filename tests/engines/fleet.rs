@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use kvx_testkit::{Child, Failure, Grandchild, Host};
+use kvx_testkit::{Child, Failure, Grandchild, Holdings, Host};
 use serde_json::{Value, json};
 
 use crate::engine::{Answer, Order, Spec};
@@ -90,7 +90,8 @@ impl Engine {
     /// Computes and publishes a prompt; the parameters.
     pub(crate) fn prefill(&mut self, request: &str, prompt: u64, tokens: u32) -> Result<Value, Failure> {
         let order = Order::Prefill { request: request.to_owned(), prompt, tokens };
-        match self.ask(&order, CUT_OFF)? {
+        // A rank that stands still may hold it as long as that.
+        match self.ask(&order, 2 * CUT_OFF)? {
             Answer::Params(params) => Ok(params),
             answer => other("parameters", answer),
         }
@@ -111,6 +112,26 @@ impl Engine {
         let Load { request, prompt, tokens, cached } = *load;
         let (request, params) = (request.to_owned(), params.clone());
         self.done(&Order::Decode { request, prompt, tokens, cached, params, within }, "a load")
+    }
+
+    /// Begins to load it, and holds the check of its digests, if it can: whether it does.
+    pub(crate) fn check(
+        &mut self,
+        load: &Load<'_>,
+        params: &Value,
+        within: Duration,
+    ) -> Result<bool, Failure> {
+        let Load { request, prompt, tokens, .. } = *load;
+        let (request, params) = (request.to_owned(), params.clone());
+        match self.ask(&Order::Check { request, prompt, tokens, params, within }, CUT_OFF)? {
+            Answer::Held(held) => Ok(held),
+            answer => other("a check", answer),
+        }
+    }
+
+    /// Lets a check go on that it holds, if it does.
+    pub(crate) fn let_go(&mut self) -> Result<(), Failure> {
+        self.done(&Order::LetGo, "a check that goes on")
     }
 
     /// A request for it arrives, and waits for blocks.
@@ -224,6 +245,14 @@ impl Engine {
         match self.ask(&Order::Free, CUT_OFF)? {
             Answer::Free(blocks) => Ok(blocks),
             answer => other("a number of blocks", answer),
+        }
+    }
+
+    /// What its process holds.
+    pub(crate) fn holdings(&mut self) -> Result<Holdings, Failure> {
+        match self.ask(&Order::Holdings, CUT_OFF)? {
+            Answer::Holdings(holdings) => Ok(holdings),
+            answer => other("what a process holds", answer),
         }
     }
 

@@ -5,6 +5,9 @@ use std::sync::{Arc, Mutex};
 
 use tracing_subscriber::fmt::format::FmtSpan;
 
+/// Bytes that are kept.
+const MOST: usize = 1 << 20;
+
 #[derive(Clone, Default)]
 pub(crate) struct Log(Arc<Mutex<Vec<u8>>>);
 
@@ -25,7 +28,12 @@ impl Log {
 
 impl Write for Log {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
+        let mut log = self.0.lock().unwrap();
+        // Who works for hours does not grow by it.
+        if log.len() > MOST {
+            log.drain(..MOST / 2);
+        }
+        log.extend_from_slice(bytes);
         Ok(bytes.len())
     }
 

@@ -9,6 +9,7 @@
 #[allow(dead_code, reason = "each test program uses its part")]
 mod adapter;
 mod apart;
+mod checking;
 mod dialects;
 mod digests;
 mod engine;
@@ -22,6 +23,7 @@ mod mooncake_python;
 mod python;
 mod queue;
 mod secrets;
+mod soak;
 /// Where the tests' UCX is.
 #[path = "../../kvx-ucx/tests/versions/mod.rs"]
 mod ucx;
@@ -83,8 +85,11 @@ fn main() -> ExitCode {
         .chain(mooncake_python::cases())
         .chain(secrets::cases())
         .chain(hosts::cases());
-    // What is wanted may be the table alone.
-    let cases = others.filter(|_| !faults::table::is_all()).chain(faults::table::cases());
+    // What is wanted may be the table or the soak alone.
+    let alone = (faults::table::is_all(), soak::is_all());
+    let others = others.filter(|_| alone == (false, false));
+    let table = faults::table::cases().into_iter().filter(|_| !alone.1);
+    let cases = others.chain(table).chain(soak::cases().into_iter().filter(|_| !alone.0));
     let trials = cases.filter(|case| case.tier.runs()).map(|Case { name, backend, run, .. }| {
         let title = format!("{backend}::{name}");
         Trial::test(title.clone(), move || {

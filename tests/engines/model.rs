@@ -1,5 +1,6 @@
 //! A model of which every byte says where it belongs: `f(prompt, layer, head, token)` stands in the blocks.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -15,6 +16,9 @@ use crate::engine::refused;
 
 /// Bytes of a head's content of one token.
 const CONTENT: usize = 32;
+
+/// Stands where nothing was computed.
+const POISON: u8 = 0xee;
 
 /// How an engine keeps the model. Engines of one test differ in `pp` and what follows it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -213,6 +217,31 @@ impl RankMemory {
         Ok(wrong)
     }
 
+    /// Where each kernel block of these lies, and what a prefill has there.
+    pub(crate) fn expected(&self, prompt: u64, blocks: &[u32], tokens: u32) -> Result<Vec<(usize, Vec<u8>)>> {
+        let (each, len) = (self.shape.kernel_per_logical, self.shape.block_len());
+        let mut expected = BTreeMap::new();
+        for layer in self.layers() {
+            for block in blocks.iter().flat_map(|logical| logical * each..(logical + 1) * each) {
+                expected.insert(self.offset(layer, block, 0, 0), vec![POISON; len]);
+            }
+        }
+        self.walk(prompt, blocks, 0..tokens, |at, content| {
+            if let Some(bytes) = expected.get_mut(&(at / len * len)) {
+                bytes[at % len..][..CONTENT].copy_from_slice(&content);
+            }
+            Ok(())
+        })?;
+        Ok(expected.into_iter().collect())
+    }
+
+    /// Where the last of these blocks lies, in the last layer.
+    pub(crate) fn last(&self, blocks: &[u32]) -> usize {
+        let each = self.shape.kernel_per_logical;
+        let last = blocks.last().map_or(0, |logical| logical * each + each - 1);
+        self.offset(self.layers().end - 1, last, 0, 0)
+    }
+
     /// Flips a bit in a block of the last layer.
     pub(crate) fn spoil(&self, logical: u32) -> Result<()> {
         let last = self.layers().end - 1;
@@ -225,7 +254,7 @@ impl RankMemory {
     /// Overwrites whole blocks, as another request would.
     pub(crate) fn poison(&self, blocks: &[u32]) -> Result<()> {
         let shape = &self.shape;
-        let bytes = vec![0xee; shape.block_len()];
+        let bytes = vec![POISON; shape.block_len()];
         for layer in self.layers() {
             for logical in blocks {
                 for kernel in 0..shape.kernel_per_logical {

@@ -85,6 +85,8 @@ pub(crate) enum GpuOptions {
 /// The options of `cargo xtask soak`.
 #[derive(Debug, PartialEq)]
 pub(crate) struct SoakOptions {
+    /// Engines and their loads, not agents.
+    pub(crate) connector: bool,
     /// For how long over each backend.
     pub(crate) minutes: u64,
     /// Only over backends whose names contain one of these; empty means all.
@@ -93,7 +95,7 @@ pub(crate) struct SoakOptions {
 
 impl Default for SoakOptions {
     fn default() -> Self {
-        SoakOptions { minutes: 60, only: Vec::new() }
+        SoakOptions { connector: false, minutes: 60, only: Vec::new() }
     }
 }
 
@@ -287,6 +289,7 @@ fn parse_soak(mut arguments: impl Iterator<Item = String>) -> Result<Request, St
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
             "--help" | "-h" => return Ok(Request::Help),
+            "connector" => options.connector = true,
             "--minutes" => {
                 let minutes = arguments.next().and_then(|minutes| minutes.parse().ok());
                 let sensible = minutes.filter(|minutes| (1..=10_080).contains(minutes));
@@ -395,16 +398,18 @@ commands:
       of an hour, 5 GiB of memory, on a machine that is quiet meanwhile
         --times N      how often everything runs, instead of 5 times
         --only PART    only runs with this in their names (`SHM 4K`, `TCP`, `costs`), may be repeated
-  soak [--minutes N] [--only BACKEND]...
+  soak [connector] [--minutes N] [--only BACKEND]...
       random work with 200 peers that are killed, restarted and revoked, over each backend in turn: what is wrong,
       or grows (descriptors, threads, memory, quarantine), fails; docs/reliability.md has the last result
+        connector      two prefills and two decodes, whose loads are given up by the thousand, over TCP and SHM
         --minutes N    for so long over each, instead of an hour
         --only BACKEND only over this one, may be repeated
   faults [connector] [--only PART]
       peers that are killed, stopped, cut off, out of descriptors or threads and more, before a link, while idle, amid
       reads and writes: how transfers end and when, when their memory is free, when work goes on, as the table that
       docs/reliability.md has; twenty minutes
-        connector      engines and their ranks, and the loads between them; five minutes
+        connector      engines and their ranks, and the loads between them: docs/reliability-of-loads.md; a third of an
+                       hour
         --only PART    only over this backend, or with this trouble; once
   fuzz [--seconds N] [--keep] [TARGET]...
       try what kvx reads from others with inputs that libFuzzer makes, under AddressSanitizer, and print a table; needs
@@ -478,8 +483,10 @@ mod tests {
         assert_eq!(words("soak"), Ok(Request::Soak(SoakOptions::default())));
         assert_eq!(
             words("soak --minutes 5 --only TCP"),
-            Ok(Request::Soak(SoakOptions { minutes: 5, only: vec!["TCP".into()] }))
+            Ok(Request::Soak(SoakOptions { minutes: 5, only: vec!["TCP".into()], connector: false }))
         );
+        let connector = SoakOptions { connector: true, ..SoakOptions::default() };
+        assert_eq!(words("soak connector"), Ok(Request::Soak(connector)));
         let only = || Some("TCP".into());
         assert_eq!(words("faults --only TCP"), Ok(Request::Faults { connector: false, only: only() }));
         let connector = Ok(Request::Faults { connector: true, only: only() });

@@ -15,8 +15,11 @@ type Row<'a> = [&'a str; 7];
 /// Has every trouble at every moment over each backend, or what is named; false if anything was wrong.
 pub(crate) fn run(connector: bool, only: Option<&str>) -> Result<bool> {
     let test = if connector { "engines" } else { "faults" };
-    let mut cargo = process::cargo(["test", "--release", "--package", "kvx-transfer", "--test", test, "--"]);
-    cargo.arg("--nocapture").args(only).env("KVX_FAULTS_ALL", "1");
+    let mut cargo = process::cargo(["test", "--release", "--package", "kvx-transfer", "--test", test]);
+    if connector {
+        cargo.args(["--features", "connector"]);
+    }
+    cargo.args(["--", "--nocapture"]).args(only).env("KVX_FAULTS_ALL", "1");
     let finished = process::run(cargo, LIMIT, Output::Shown)?;
     let rows = rows(&finished.output);
     if rows.is_empty() {

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::sync::Arc;
 
 use kvx_core::{Error, Kind, Memory, Result};
 use rustix::mm::{Advice, UserfaultfdFlags, madvise, userfaultfd};
@@ -75,39 +76,81 @@ fn mapped() -> std::io::Result<u64> {
 }
 
 /// A page that does not come: whoever touches it waits, until this is dropped.
-pub(super) struct HungPage {
+pub struct HungPage {
     /// Who asks for the page is kept waiting for as long as this is open.
-    _keeper: OwnedFd,
+    keeper: OwnedFd,
+    address: usize,
+    _memory: Arc<Memory>,
 }
 
-/// As `struct uffdio_api`, `uffdio_register` and their requests in `linux/userfaultfd.h`.
+/// As `struct uffdio_api`, `uffdio_register`, `uffd_msg` and their numbers in `linux/userfaultfd.h`.
 const API: u64 = 0xaa;
 const REQUEST_API: libc::Ioctl = 0xc018_aa3f_u32 as libc::Ioctl;
 const REQUEST_REGISTER: libc::Ioctl = 0xc020_aa00_u32 as libc::Ioctl;
 const MISSING: u64 = 1;
+/// The page is there, and is not mapped.
+const MINOR: u64 = 1 << 2;
+const MINOR_OF_FILES: u64 = 1 << 10;
+const USERS_ONLY: u32 = 1;
+const MESSAGE: usize = 32;
 
 impl HungPage {
     /// One in the middle of this memory of the program's own, which loses what was there.
-    pub(super) fn of(memory: &Memory) -> Result<Self> {
+    pub(super) fn of(memory: &Arc<Memory>) -> Result<Self> {
+        let page = HungPage::at(memory, memory.len() / 2, MISSING)?;
+        page.take_away()?;
+        Ok(page)
+    }
+
+    /// The one that holds this byte of a pool of kvx's, or of an adopted memory file, which keeps what is there. It
+    /// comes until it is [taken away](HungPage::take_away). Only threads that are not within the kernel should touch
+    /// it then: system calls fail there. Errors: `Unavailable`, as before Linux 5.14.
+    pub fn of_file(memory: &Arc<Memory>, offset: usize) -> Result<Self> {
+        // It is mapped before it is asked for: else it would not come from now on.
+        memory.copy_out(offset, &mut [0])?;
+        HungPage::at(memory, offset, MINOR)
+    }
+
+    fn at(memory: &Arc<Memory>, offset: usize, mode: u64) -> Result<Self> {
         let page = rustix::param::page_size();
-        let middle = (memory.as_ptr() as usize + memory.len() / 2).next_multiple_of(page);
-        let refused = |cause: std::io::Error| {
-            Error::os("no userfaultfd: run it as root", cause).kind_is(Kind::Unavailable)
+        let address = match mode {
+            MISSING => (memory.as_ptr() as usize + offset).next_multiple_of(page),
+            _ => (memory.as_ptr() as usize + offset) / page * page,
+        };
+        // What the kernel itself would have to wait for is a privilege.
+        let (features, flags) = match mode {
+            MISSING => (0, UserfaultfdFlags::empty()),
+            _ => (MINOR_OF_FILES, UserfaultfdFlags::from_bits_retain(USERS_ONLY)),
         };
         // SAFETY: the descriptor is only asked for pages of `memory`, below.
-        let keeper = unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }
+        let keeper = unsafe { userfaultfd(flags | UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }
             .map_err(|cause| refused(cause.into()))?;
-        let mut asked = [API, 0, 0, 0];
-        let mut place = [middle as u64, page as u64, MISSING, 0];
+        let mut asked = [API, features, 0, 0];
+        let mut place = [address as u64, page as u64, mode, 0];
         for (request, words) in [(REQUEST_API, &mut asked), (REQUEST_REGISTER, &mut place)] {
             // SAFETY: the words are as long as what the request reads and writes.
             if unsafe { libc::ioctl(keeper.as_raw_fd(), request, words.as_mut_ptr()) } != 0 {
                 return Err(refused(std::io::Error::last_os_error()));
             }
         }
-        // SAFETY: the page lies within memory that lives, is the program's own, and whose content nobody relies on.
-        unsafe { madvise(middle as *mut _, page, Advice::LinuxDontNeed) }
-            .map_err(|cause| refused(cause.into()))?;
-        Ok(HungPage { _keeper: keeper })
+        Ok(HungPage { keeper, address, _memory: Arc::clone(memory) })
     }
+
+    /// From now on it does not come.
+    pub fn take_away(&self) -> Result<()> {
+        // SAFETY: the page lies within memory that lives, and is either the program's own, whose content nobody relies
+        // on, or of a file, which keeps it.
+        unsafe { madvise(self.address as *mut _, rustix::param::page_size(), Advice::LinuxDontNeed) }
+            .map_err(|cause| refused(cause.into()))
+    }
+
+    /// Whether a thread has begun to wait for it since this was asked last.
+    pub fn is_touched(&self) -> bool {
+        let mut message = [0_u8; MESSAGE];
+        rustix::io::read(&self.keeper, &mut message).is_ok_and(|read| read == MESSAGE)
+    }
+}
+
+fn refused(cause: std::io::Error) -> Error {
+    Error::os("no userfaultfd: run it as root", cause).kind_is(Kind::Unavailable)
 }

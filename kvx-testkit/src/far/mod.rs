@@ -19,8 +19,8 @@ use crate::surroundings::{Holdings, Surroundings};
 
 pub use self::end::cpu_time;
 pub(crate) use self::end::serve;
-pub use self::limits::Limit;
 pub(crate) use self::limits::limit;
+pub use self::limits::{HungPage, Limit};
 pub use self::words::{PostSpec, Sent};
 
 /// How long a far end may take to answer a command, beyond the command's own deadline.

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use super::*;
+use crate::checking;
 use crate::engine::Answer;
 use crate::model::Shape;
 
@@ -18,6 +19,10 @@ pub(crate) fn is_all() -> bool {
 const WITHIN: Duration = Duration::from_secs(2);
 /// When a rank is missed that stands still, and two seconds: until then its leases may have been extended.
 const MISSED: Duration = Duration::from_secs(12);
+/// Until then a rank that stands still holds its engine's step: it is missed.
+const STEP: Duration = Duration::from_secs(10);
+/// How many loads may be checked before the check of one is held.
+const CHECKS: u32 = 200;
 /// How long somebody stands still who goes on.
 const A_WHILE: Duration = Duration::from_secs(5);
 
@@ -46,11 +51,13 @@ enum Moment {
     InTheHandshake,
     Queued,
     Reading,
+    /// All has arrived, and is compared with its digests.
+    Checking,
     ToldNotFreed,
     Idle,
 }
 
-use Moment::{BeforeTheHandshake, Idle, InTheHandshake, Queued, Reading, ToldNotFreed};
+use Moment::{BeforeTheHandshake, Checking, Idle, InTheHandshake, Queued, Reading, ToldNotFreed};
 use Subject::{DecodeEngine, DecodeRank, PrefillEngine, PrefillRank};
 use Trouble::{Aborted, Killed, Renamed, Restarted, Stopped, StoppedAWhile};
 
@@ -85,6 +92,7 @@ impl fmt::Display for Moment {
             InTheHandshake => "in the handshake",
             Queued => "queued",
             Reading => "reading",
+            Checking => "checking",
             ToldNotFreed => "told, not freed",
             Idle => "idle",
         })
@@ -114,23 +122,38 @@ pub(crate) fn cases() -> Vec<Case> {
     let mut rows = Vec::new();
     for subject in [PrefillRank, PrefillEngine, DecodeRank, DecodeEngine] {
         for trouble in [Killed, StoppedAWhile, Stopped, Restarted, Renamed, Aborted] {
-            for moment in [BeforeTheHandshake, InTheHandshake, Queued, Reading, ToldNotFreed, Idle] {
+            for moment in [BeforeTheHandshake, InTheHandshake, Queued, Reading, Checking, ToldNotFreed, Idle]
+            {
                 rows.extend(can_be(subject, trouble, moment).then_some((subject, trouble, moment)));
             }
         }
     }
     let all = is_all();
-    let (tier, backends): (_, &[&str]) =
-        if all { (Tier::Fast, &["TCP", "SHM"]) } else { (Tier::Whole, &["TCP"]) };
+    let (tier, backends): (_, &[&str]) = match all {
+        true => (Tier::Fast, &["TCP", "SHM", "UCX", "LIBFABRIC", "RIXL"]),
+        false => (Tier::Whole, &["TCP"]),
+    };
     let mut cases = Vec::new();
     for backend in backends {
         for (at, (subject, trouble, moment)) in rows.iter().copied().enumerate() {
             if all || at % 3 == 0 {
                 let name = format!("{subject} {trouble}, {moment}");
-                let run = move |backend: &str| {
-                    Run { two: two(backend, subject)?, subject, trouble, moment }.run(backend)
+                let title = name.clone();
+                let needed = move |backend: &str| match moment {
+                    Checking => checking::can_be_held().and_then(|()| that_outlive_kills(backend)),
+                    _ => that_outlive_kills(backend),
                 };
-                cases.push(Case::new(name, backend, tier, run));
+                let run_or_say = move |backend: &str| match needed(backend) {
+                    Ok(variables) => {
+                        let two = two(backend, variables, subject, moment == Checking)?;
+                        Run { two, subject, trouble, moment }.run(backend)
+                    }
+                    Err((reason, cure)) => {
+                        skip(&format!("{backend}::{title}"), &reason, cure);
+                        Ok(())
+                    }
+                };
+                cases.push(Case::new(name, backend, tier, run_or_say));
             }
         }
     }
@@ -138,10 +161,19 @@ pub(crate) fn cases() -> Vec<Case> {
 }
 
 /// Two engines. That subject rank it is about has two, in processes of their own.
-fn two(backend: &str, subject: Subject) -> Result<Two, Failure> {
+fn two(
+    backend: &str,
+    variables: Vec<(String, String)>,
+    subject: Subject,
+    digests: bool,
+) -> Result<Two, Failure> {
     let start = |id, apart: bool| {
-        let shape = Shape { tp: if apart { 2 } else { 1 }, ..Shape::default() };
-        Engine::start(Spec { apart, shape, ..spec(id, backend) })
+        // Digests are of whole blocks of the prefill's ranks: it has as many as the decode.
+        let two = apart || digests && subject == DecodeRank;
+        let shape = Shape { tp: if two { 2 } else { 1 }, ..Shape::default() };
+        let mut spec = Spec { apart, shape, variables: variables.clone(), ..spec(id, backend) };
+        spec.extra["kvx_digest"] = digests.into();
+        Engine::start(spec)
     };
     let prefill = start("prefill", subject == PrefillRank)?;
     Ok(Two { prefill, decode: start("decode", subject == DecodeRank)?, last: 0 })
@@ -162,8 +194,7 @@ impl Run {
             self.two.works()?;
             self.two.all_free()?;
         }
-        let published = self.two.published()?;
-        self.reach(&published)?;
+        let published = self.reach()?;
         let since = Instant::now();
         self.cause_trouble(&published.0)?;
         if self.is_held() && !self.is_held_itself() {
@@ -173,8 +204,15 @@ impl Run {
         if waits {
             self.go_on_after(since)?;
         }
-        let ended = self.end(&published)?;
+        if moment == Checking && !(subject == DecodeEngine && matches!(trouble, Killed | Stopped)) {
+            self.two.decode.let_go()?;
+        }
+        let mut ended = self.end(&published)?;
         let after = ended.as_ref().map(|_| since.elapsed());
+        if moment == Checking && subject == PrefillRank && trouble == Stopped {
+            let step = self.step_with_digests()?.as_millis();
+            ended = ended.map(|ended| format!("{ended}, next step held {step}"));
+        }
         if trouble == StoppedAWhile && !waits {
             self.go_on_after(since)?;
         }
@@ -198,19 +236,34 @@ impl Run {
     }
 
     /// Brings a load to the moment.
-    fn reach(&mut self, published: &Published) -> Check {
+    fn reach(&mut self) -> Result<Published, Failure> {
+        let published = self.two.published()?;
         match self.moment {
-            BeforeTheHandshake | Idle => Ok(()),
-            Queued => self.two.decode.arrive(&load(&published.0), &published.1, WITHIN),
+            BeforeTheHandshake | Idle => {}
+            Queued => self.two.decode.arrive(&load(&published.0), &published.1, WITHIN)?,
             InTheHandshake | Reading => {
                 self.hold()?;
-                self.two.begin(published, WITHIN)
+                self.two.begin(&published, WITHIN)?;
             }
+            Checking => return self.check(published),
             ToldNotFreed => {
-                self.two.begin(published, CUT_OFF)?;
-                self.two.decode.arrives(&published.0, TOKENS)
+                self.two.begin(&published, CUT_OFF)?;
+                self.two.decode.arrives(&published.0, TOKENS)?;
             }
         }
+        Ok(published)
+    }
+
+    /// Brings a load there whose check is held: another one, where a check was over before it could be.
+    fn check(&mut self, mut published: Published) -> Result<Published, Failure> {
+        for _ in 0..CHECKS {
+            if self.two.decode.check(&load(&published.0), &published.1, WITHIN)? {
+                return Ok(published);
+            }
+            self.two.decode.arrives(&published.0, TOKENS)?;
+            published = self.two.published()?;
+        }
+        Err(Failure::new(format!("{CHECKS} checks were over before they could be held")))
     }
 
     /// The prefill stands still, so that the load does.
@@ -268,13 +321,24 @@ impl Run {
         if subject.is_rank() { engine.ranks[0].go_on() } else { engine.process().go_on() }
     }
 
+    /// How long a rank that stands still holds the prefill's step, which awaits the digests of what it publishes.
+    fn step_with_digests(&mut self) -> Result<Duration, Failure> {
+        let began = Instant::now();
+        self.two.published()?;
+        let took = began.elapsed();
+        ensure(took <= STEP + GRACE, || format!("a step took {took:?}"))?;
+        Ok(took)
+    }
+
     /// How the load ends; nothing, where nobody is there to hear it.
     fn end(&mut self, published: &Published) -> Result<Option<String>, Failure> {
         match (self.subject, self.trouble, self.moment) {
             (_, _, ToldNotFreed) => return Ok(None),
             (DecodeEngine, Killed | Stopped | Aborted, _) => return Ok(None),
             // The old one's loads have gone with it.
-            (DecodeEngine, Restarted | Renamed, Queued | InTheHandshake | Reading) => return Ok(None),
+            (DecodeEngine, Restarted | Renamed, Queued | InTheHandshake | Reading | Checking) => {
+                return Ok(None);
+            }
             (_, _, BeforeTheHandshake | Idle) => self.two.begin(published, WITHIN)?,
             // Who knows that a rank is lost orders nothing.
             (DecodeRank, Killed, Queued) if self.two.decode.admit(&published.0).is_err() => {
@@ -283,7 +347,7 @@ impl Run {
             }
             (DecodeRank, Killed, Queued) => {}
             (_, _, Queued) => self.two.decode.admit(&published.0)?,
-            (_, _, InTheHandshake | Reading) => {}
+            (_, _, InTheHandshake | Reading | Checking) => {}
         }
         let began = Instant::now();
         let answer = self.two.decode.outcome(&published.0, WITHIN + GRACE)?;
@@ -304,8 +368,16 @@ impl Run {
             let is_missed = subject == PrefillRank && trouble == Stopped;
             self.two.prefill.all_free(if is_missed { MISSED } else { BLOCKS_BACK })?;
         }
-        if subject == DecodeRank && trouble == Stopped {
+        let are_kept = match (subject, trouble) {
             // It may still write when it goes on: what it was to fill is nobody's any more.
+            (DecodeRank, Stopped) => true,
+            // So may a library, of which the backend says that it needs the peer to be done: until the prefill is gone.
+            (PrefillRank | PrefillEngine, Stopped) if !self.two.reads_end_alone()? => {
+                self.two.decode.all_free(BLOCKS_BACK).is_err()
+            }
+            _ => false,
+        };
+        if are_kept {
             let (free, all) = (self.two.decode.free()?, self.two.decode.spec.shape.blocks);
             ensure(all - free <= TOKENS.div_ceil(self.two.decode.spec.shape.logical()), || {
                 format!("{free} of {all}")

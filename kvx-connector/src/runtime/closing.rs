@@ -109,9 +109,9 @@ pub(super) async fn close(shared: Arc<Shared>, Closing { deadline, agents, away 
     let (mut registered, mut giving_back) = (Vec::new(), Vec::new());
     for held in shared.state.lock().ranks.values_mut() {
         registered.extend(held.registered.take());
-        for (given_back, ending) in held.giving_back.drain(..) {
-            registered.push(given_back);
-            giving_back.push(ending);
+        for given in held.giving_back.drain(..) {
+            registered.push(given.registered);
+            giving_back.push(given.ending);
         }
     }
     let mut result = Ok(());

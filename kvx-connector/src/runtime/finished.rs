@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::awaited::LoadEnd;
-use super::group::await_digests;
+use super::group::{Away, await_digests};
 use super::prefill::Released;
 use super::slot::Slot;
 use super::state::{Shared, State};
@@ -108,6 +108,9 @@ impl State {
         let mut finished = self.scheduler.request_finished(now, request, ending);
         if wrong && given == Status::Failed && !blocks.is_empty() {
             finished.withheld.get_or_insert(match self.published {
+                _ if self.ranks.values().filter_map(|held| held.worker.away()).any(Away::has_given_back) => {
+                    "a rank of this engine has given its caches back: call JoinedRank::register there"
+                }
                 _ if self.missing().is_some() => {
                     "a rank of this engine is not there: Connector::group says which"
                 }

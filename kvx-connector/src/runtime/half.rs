@@ -77,6 +77,14 @@ impl Half {
         }
     }
 
+    /// Its caches are given back.
+    pub(super) fn give_back(&mut self, now: Time) {
+        match self {
+            Half::Nixl(worker) => worker.caches_given_back(now),
+            other => other.shutdown(now),
+        }
+    }
+
     pub(super) fn move_resolved(&mut self, now: Time, id: MoveId, result: Result<Transferred, MoveFailure>) {
         here!(self, worker => worker.move_resolved(now, id, result), _ => ());
     }

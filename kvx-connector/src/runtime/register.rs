@@ -4,12 +4,33 @@ use std::sync::Arc;
 
 use kvx_core::{Agent, Completion, Deadline, DeviceAccess, Error, Kind, Memory, Result, Ticket};
 
+use super::group::{Away, Knowing, Lead};
+use super::half::Half;
 use super::listening::Listening;
 use super::rank::Registered;
-use super::state::{RankState, Shared};
+use super::state::{RankState, Shared, State};
 use super::words::{Published, Scratch, WORDS};
 use crate::engine::{PoolBlocks, WorkerRank};
 use crate::mapping::Caches;
+use crate::wire::group::ToHead;
+use crate::wire::mooncake::PullRequest;
+
+/// Caches on their way back to the engine, or of which nobody knows whether they are.
+pub(super) struct GivingBack {
+    pub(super) registered: Arc<Registered>,
+    /// In the process of a rank: whether its engine knows.
+    pub(super) knowing: Option<Knowing>,
+    pub(super) ending: tokio::task::JoinHandle<()>,
+}
+
+/// Who hears of caches that are taken into use.
+pub(super) enum Told {
+    /// Peers have, as the engine's registration of that number, where the side channel counts them; and what a
+    /// MooncakeConnector says of them.
+    Peers(Option<u64>, Option<Box<PullRequest>>),
+    /// The engine of this rank, in the same moment.
+    Engine(Vec<u8>),
+}
 
 impl Shared {
     pub(super) fn register(
@@ -26,9 +47,7 @@ impl Shared {
         let pool = PoolBlocks::of(caches.geometry());
         let (agent, others) = {
             let state = self.state.lock();
-            let has_words = |other: &RankState| other.registered.is_some() || other.worker.away().is_some();
-            let others = state.ranks.iter().any(|(at, other)| *at != rank && has_words(other));
-            let others = others && state.published.is_some();
+            let others = state.others_have_words(rank);
             let Some(held) = state.ranks.get(&rank) else {
                 return invalid(format!("there is no worker pp {} tp {}", rank.pp, rank.tp));
             };
@@ -71,7 +90,8 @@ impl Shared {
             Listening::Mooncake(_) => (None, Some(self.own_description(rank, &registered)?)),
         };
         // One count of registrations, for the side channel and the scheduler.
-        self.take_up(rank, registered, generation, own).inspect_err(|_| side.withdraw(self, rank))?;
+        let told = Told::Peers(generation, own.map(Box::new));
+        self.take_up(rank, registered, told).inspect_err(|_| side.withdraw(self, rank))?;
         match side {
             Listening::Nixl(_) => Ok(()),
             Listening::Mooncake(channels) => channels.publish(self, rank),
@@ -116,6 +136,43 @@ impl Shared {
         Registered::new((agent, scratch), caches, memory, self.digests(), words)
     }
 
+    /// Takes caches that are registered into use. Errors: `Closed`, and they are given up with their agent.
+    pub(super) fn take_up(&self, rank: WorkerRank, registered: Registered, told: Told) -> Result<()> {
+        let mut state = self.state.lock();
+        if state.is_closing() {
+            // The shutdown has not seen an agent that is new here: it ends with this.
+            return Err(closed());
+        }
+        let own = match told {
+            Told::Peers(generation, own) => {
+                generation.into_iter().for_each(|generation| state.scheduler.registered(generation));
+                own
+            }
+            Told::Engine(metadata) => {
+                if let Some(head) = &state.head {
+                    head.say(ToHead::Registered(metadata));
+                }
+                None
+            }
+        };
+        let (agent, scratch) = (registered.agent.clone(), Arc::clone(&registered.scratch));
+        if let Some(held) = state.ranks.get_mut(&rank) {
+            if let (Half::Mooncake(worker), Some(own)) = (&mut held.worker, own) {
+                worker.describe(*own);
+            }
+            if let Half::Nixl(worker) = &mut held.worker {
+                worker.caches_taken_up();
+            }
+            held.registered = Some(Arc::new(registered));
+            if held.agent.replace((agent.clone(), scratch)).is_none() {
+                state.unheard.push((rank, agent));
+            }
+        }
+        drop(state);
+        self.wake_up.notify_one();
+        Ok(())
+    }
+
     pub(super) fn give_back(self: &Arc<Self>, rank: WorkerRank, deadline: Deadline) -> Completion<()> {
         let (done, ticket) = Completion::with_ticket();
         let mut state = self.state.lock();
@@ -126,20 +183,41 @@ impl Shared {
         }
         if state.ranks.get(&rank).is_some_and(|held| held.worker.away().is_some()) {
             drop(state);
-            let why = "the caches of a rank in a process of its own are given back there, when it leaves";
+            let why = "a rank in a process of its own gives its caches back there (JoinedRank::give_back)";
             ticket.settle(Err(Error::new(Kind::Invalid, why)));
             return done;
         }
         let mut unused = Some(ticket);
-        if let Some(held) = state.ranks.get_mut(&rank) {
-            held.worker.shutdown(self.clock.now());
+        // What was published before goes to the workers before.
+        let now = self.clock.now();
+        let ready = state.scheduler.take_ready(now, None);
+        state.pass_on(now, ready);
+        let State { ranks, head, published, .. } = &mut *state;
+        if let Some(held) = ranks.get_mut(&rank) {
+            held.worker.give_back(now);
             held.links.clear();
-            held.giving_back.retain(|(_, earlier)| !earlier.is_finished());
-            if let Some(registered) = held.registered.take()
+            let given = match held.registered.take() {
+                Some(registered) => {
+                    held.giving_back.retain(|earlier| !earlier.ending.is_finished());
+                    published.iter_mut().for_each(Published::release_all);
+                    // In the order in which caches come and go: the engine hears of both under this lock.
+                    Some((registered, head.as_mut().map(Lead::give_back)))
+                }
+                // Those that nobody knows of yet are asked for once more.
+                None => {
+                    held.giving_back.last().map(|last| (Arc::clone(&last.registered), last.knowing.clone()))
+                }
+            };
+            if let Some((registered, knowing)) = given
                 && let Some(ticket) = unused.take()
             {
-                let ending = Arc::clone(self).revoke(Arc::clone(&registered), deadline, ticket);
-                held.giving_back.push((registered, self.runtime.spawn(ending)));
+                let given_back =
+                    Arc::clone(self).revoke(rank, Arc::clone(&registered), knowing.clone(), deadline, ticket);
+                held.giving_back.push(GivingBack {
+                    registered,
+                    knowing,
+                    ending: self.runtime.spawn(given_back),
+                });
             }
         }
         drop(state);
@@ -153,12 +231,51 @@ impl Shared {
         done
     }
 
-    async fn revoke(self: Arc<Self>, registered: Arc<Registered>, deadline: Deadline, ticket: Ticket) {
-        match registered.revoke(deadline).await {
+    async fn revoke(
+        self: Arc<Self>,
+        rank: WorkerRank,
+        registered: Arc<Registered>,
+        knowing: Option<Knowing>,
+        deadline: Deadline,
+        ticket: Ticket,
+    ) {
+        let mut result = registered.revoke(deadline).await;
+        if let Some(knowing) = knowing.filter(|_| result.is_ok()) {
+            result = knowing.known(deadline).await;
+        }
+        if result.is_ok() {
+            self.forget_given_back(rank, &registered);
+        }
+        drop(registered);
+        match result {
             // The agent was shut down meanwhile, and that says whether anything touches the memory.
             Err(error) if error.kind() == Kind::Closed => self.settle_at_end(ticket),
             result => ticket.settle(result),
         }
+    }
+
+    /// The memory of caches that are known to be given back goes with the engine's last word of it. For the task that
+    /// has found so.
+    fn forget_given_back(&self, rank: WorkerRank, registered: &Arc<Registered>) {
+        let own = tokio::task::id();
+        let mut state = self.state.lock();
+        let over = |given: &mut GivingBack| {
+            let same = Arc::ptr_eq(&given.registered, registered);
+            given.ending.id() == own || same && given.ending.is_finished()
+        };
+        let held = state.ranks.get_mut(&rank);
+        let over: Vec<_> = held.into_iter().flat_map(|held| held.giving_back.extract_if(.., over)).collect();
+        drop(state);
+        drop(over); // memory may go with it
+    }
+}
+
+impl State {
+    /// Whether another rank has caches, or is about to register some: they all have the same words.
+    pub(super) fn others_have_words(&self, rank: WorkerRank) -> bool {
+        let has_words =
+            |held: &RankState| held.registered.is_some() || held.worker.away().is_some_and(Away::has_words);
+        self.published.is_some() && self.ranks.iter().any(|(at, held)| *at != rank && has_words(held))
     }
 }
 

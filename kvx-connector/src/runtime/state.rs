@@ -17,14 +17,14 @@ use super::builder::Setup;
 use super::clock::Clock;
 use super::closing::Shutdown;
 use super::connect::Link;
-use super::group::{Gathering, Granting};
+use super::group::{Away, Gathering, Granting, Lead};
 use super::half::Half;
 use super::listening::Listening;
 use super::metrics::Metrics;
 use super::mooncake::Room;
 use super::push::{Grant, Granted};
 use super::rank::Registered;
-use super::register::closed;
+use super::register::GivingBack;
 use super::side::Asker;
 use super::trace::Traces;
 use super::words::{Published, Scratch};
@@ -34,7 +34,6 @@ use crate::engine::{
 };
 use crate::params::OlderMooncakeParams;
 use crate::wire::group::ToHead;
-use crate::wire::mooncake::PullRequest;
 
 /// One connector, as its handles and its thread see it.
 pub(super) struct Shared {
@@ -84,7 +83,7 @@ pub(super) struct State {
     /// Ranks in processes of their own, which join here.
     pub(super) gathering: Option<Gathering>,
     /// The engine of this rank, where that is in another process.
-    pub(super) head: Option<UnboundedSender<ToHead>>,
+    pub(super) head: Option<Lead>,
     pub(super) closing: Option<Shutdown>,
     /// The thread ends: whether nothing touches any block any more.
     pub(super) over: Option<Result<()>>,
@@ -101,7 +100,7 @@ pub(super) struct RankState {
     /// Those that may be cancelled: rung when they are.
     pub(super) moves: HashMap<MoveId, Arc<Notify>>,
     /// Caches on their way back to the engine; a shutdown waits for them.
-    pub(super) giving_back: Vec<(Arc<Registered>, tokio::task::JoinHandle<()>)>,
+    pub(super) giving_back: Vec<GivingBack>,
 }
 
 impl Shared {
@@ -126,7 +125,7 @@ impl Shared {
         runtime: tokio::runtime::Handle,
     ) -> Result<Self> {
         let shared = Self::new(setup, [rank], Clock::new(), secret, runtime)?;
-        shared.state.lock().head = Some(head);
+        shared.state.lock().head = Some(Lead::new(head));
         Ok(shared)
     }
 
@@ -295,38 +294,6 @@ impl Shared {
         self.wake_up.notify_one();
     }
 
-    /// Takes caches that are registered into use, as the engine's registration of that number, where this process
-    /// counts them. Errors: `Closed`, and they are given up with their agent.
-    pub(super) fn take_up(
-        &self,
-        rank: WorkerRank,
-        registered: Registered,
-        generation: Option<u64>,
-        own: Option<PullRequest>,
-    ) -> Result<()> {
-        let mut state = self.state.lock();
-        if state.is_closing() {
-            // The shutdown has not seen an agent that is new here: it ends with this.
-            return Err(closed());
-        }
-        if let Some(generation) = generation {
-            state.scheduler.registered(generation);
-        }
-        let (agent, scratch) = (registered.agent.clone(), Arc::clone(&registered.scratch));
-        if let Some(held) = state.ranks.get_mut(&rank) {
-            if let (Half::Mooncake(worker), Some(own)) = (&mut held.worker, own) {
-                worker.describe(own);
-            }
-            held.registered = Some(Arc::new(registered));
-            if held.agent.replace((agent.clone(), scratch)).is_none() {
-                state.unheard.push((rank, agent));
-            }
-        }
-        drop(state);
-        self.wake_up.notify_one();
-        Ok(())
-    }
-
     /// Begins the load of one request on all workers, without a step.
     pub(super) fn begin(&self, request: &RequestId) {
         let now = self.clock.now();
@@ -391,8 +358,12 @@ impl State {
     }
 
     pub(super) fn check_blocks(&self, blocks: &BlockLists, groups: usize) -> Result<()> {
-        if let Some(why) = self.missing() {
+        let mut away = self.ranks.values().filter_map(|held| held.worker.away());
+        if let Some(why) = away.clone().filter(|away| !away.has_given_back()).find_map(Away::missing) {
             return Err(Error::new(Kind::PeerLost, format!("a rank of this engine is not there: {why}")));
+        }
+        if let Some(why) = away.find_map(Away::missing) {
+            return Err(Error::new(Kind::Invalid, format!("{why}: call JoinedRank::register there")));
         }
         let Some(pool) = &self.pool else {
             return Err(Error::new(Kind::Invalid, "no caches are registered: call Rank::register first"));
@@ -451,11 +422,12 @@ impl State {
         let outputs =
             self.ranks.values_mut().enumerate().map(|(at, held)| (at, held.worker.get_finished(now)));
         let mut outputs: Vec<_> = outputs.filter(|(_, output)| !output.is_empty()).collect();
-        if let Some(head) = self.head.clone() {
+        if self.head.is_some() {
             let over = outputs.iter().flat_map(|(_, output)| &output.finished_recving);
             over.for_each(|request| self.end_grants(request));
-            let output = outputs.into_iter().map(|(_, output)| ToHead::Output(output));
-            output.for_each(|output| drop(head.send(output))); // an engine that has gone needs to hear nothing
+            if let Some(head) = &self.head {
+                outputs.into_iter().for_each(|(_, output)| head.say(ToHead::Output(output)));
+            }
             return (false, Vec::new());
         }
         for (_, output) in &mut outputs {

@@ -123,6 +123,12 @@ impl Published {
         std::mem::take(&mut self.fresh)
     }
 
+    /// Caches of a worker go: what was published is whole no more, whatever is registered next.
+    pub(super) fn release_all(&mut self) {
+        let requests: Vec<RequestId> = self.requests.keys().cloned().collect();
+        requests.iter().for_each(|request| self.release(request));
+    }
+
     /// No peer may read the blocks of this request any more; those that are in no other request are stale from now on.
     pub(super) fn release(&mut self, request: &RequestId) {
         let Some(blocks) = self.requests.remove(request) else { return };

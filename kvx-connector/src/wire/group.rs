@@ -44,6 +44,8 @@ pub(crate) enum ToRank {
     Grant(RequestId),
     /// What may be written into for a request, on all ranks; or why nothing may.
     Grants { request: RequestId, told: Result<Vec<PushGrant>, String> },
+    /// The engine knows of caches that were given back.
+    GivenBack,
 }
 
 /// From a rank to its engine.
@@ -67,6 +69,8 @@ pub(crate) enum ToHead {
     Granted { request: RequestId, told: Result<Vec<Vec<u8>>, String> },
     /// What peers may write into for a request, of all ranks, is asked for.
     GrantsOfAll(RequestId),
+    /// It gives its caches back, and may register others.
+    GivesBack,
 }
 
 impl ToRank {
@@ -90,6 +94,7 @@ impl ToRank {
                     writer.list(grants, |writer, grant| grant.write(writer));
                 });
             }),
+            ToRank::GivenBack => message(9, |_| ()),
             ToRank::Digest { number, fresh } => message(6, |writer| {
                 writer.array(2);
                 writer.unsigned(*number);
@@ -129,6 +134,7 @@ impl ToRank {
                 let grants = |reader: &mut Reader<'_>| reader.list(PushGrant::MAX, PushGrant::read);
                 ToRank::Grants { request, told: read_result(&mut reader, grants)? }
             }
+            9 => ToRank::GivenBack,
             other => return Err(reader.malformed(format_args!("{other} names no message"))),
         };
         reader.end()?;
@@ -169,6 +175,7 @@ impl ToHead {
                 result(writer, told, |writer, regions| PushGrant::write_regions(writer, regions));
             }),
             ToHead::GrantsOfAll(request) => message(8, |writer| writer.text(request.as_str())),
+            ToHead::GivesBack => message(9, |_| ()),
         }
     }
 
@@ -206,6 +213,7 @@ impl ToHead {
                 ToHead::Granted { request, told: read_result(&mut reader, PushGrant::read_regions)? }
             }
             8 => ToHead::GrantsOfAll(read_request(&mut reader)?),
+            9 => ToHead::GivesBack,
             other => return Err(reader.malformed(format_args!("{other} names no message"))),
         };
         reader.end()?;

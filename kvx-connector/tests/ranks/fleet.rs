@@ -70,7 +70,12 @@ impl Fleet {
         Fleet::awaited(builder(engine, &extra(backend)), engine, tp, deadline)
     }
 
-    fn awaited(builder: Builder, engine: &str, tp: u32, deadline: Duration) -> (Self, Completion<()>) {
+    pub(crate) fn awaited(
+        builder: Builder,
+        engine: &str,
+        tp: u32,
+        deadline: Duration,
+    ) -> (Self, Completion<()>) {
         let connector = builder.workers(tp, 1).build_blocking().unwrap();
         let path = path(engine);
         let whole = connector.group(&path, deadline);
@@ -83,6 +88,12 @@ impl Fleet {
             heard(rank)
         };
         self.ranks.iter_mut().map(ask).collect()
+    }
+
+    /// Asks one of its ranks alone.
+    pub(crate) fn ask_one(&mut self, rank: usize, line: &str) -> String {
+        self.ranks[rank].say(line).unwrap_or_else(|why| panic!("{why}"));
+        heard(&self.ranks[rank])
     }
 
     /// Computes tokens of a request into these blocks, on all ranks.

@@ -6,6 +6,7 @@
 mod digests;
 mod faults;
 mod fleet;
+mod giving_back;
 mod loads;
 mod pushes;
 mod rank;
@@ -47,6 +48,8 @@ fn trials() -> Vec<Trial> {
     both(loads::CASES)
         .chain(both(digests::CASES))
         .chain(both(pushes::CASES))
+        .chain(both(giving_back::WITH_LOADS))
+        .chain(over("SHM", giving_back::CASES))
         .chain(both(faults::WITH_LOADS))
         .chain(over("SHM", faults::CASES))
         .collect()

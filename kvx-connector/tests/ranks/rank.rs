@@ -21,7 +21,7 @@ pub(crate) fn serve(spec: &str) {
         Ok(joined) => joined,
         Err(error) => return answer(&error.to_string()),
     };
-    let memory = pool_of(tp, blocks.max(1));
+    let (mut memory, mut blocks) = (pool_of(tp, blocks.max(1)), blocks);
     if blocks > 0 {
         match joined.register(caches(&memory, tp), [Arc::clone(&memory)]) {
             Ok(()) => answer("ready"),
@@ -30,12 +30,12 @@ pub(crate) fn serve(spec: &str) {
     } else {
         answer("joined");
     }
-    let part = Part { pool: &memory, tp, rank: rank % tp, blocks };
     for line in std::io::stdin().lines() {
         let line = line.unwrap();
         let words: Vec<&str> = line.split(' ').collect();
         let numbers =
             |text: &str| -> Vec<u32> { text.split(',').map(|word| word.parse().unwrap()).collect() };
+        let part = Part { pool: &memory, tp, rank: rank % tp, blocks };
         match words[..] {
             ["compute", request, blocks, tokens] => {
                 part.compute(request.parse().unwrap(), &numbers(blocks), tokens.parse().unwrap());
@@ -50,6 +50,25 @@ pub(crate) fn serve(spec: &str) {
                 Some(Ok(())) => "ended".to_owned(),
                 Some(Err(error)) => error.to_string(),
             }),
+            // Other memory, of so many blocks.
+            ["register", count] => {
+                blocks = count.parse().unwrap();
+                memory = pool_of(tp, blocks);
+                match joined.register(caches(&memory, tp), [Arc::clone(&memory)]) {
+                    Ok(()) => answer("ready"),
+                    Err(error) => answer(&error.to_string()),
+                }
+            }
+            ["give_back", millis] => {
+                let limit = Duration::from_millis(millis.parse().unwrap());
+                let given = joined.give_back(limit).wait(LIMIT);
+                answer(
+                    &given.map_or_else(
+                        |error| format!("{:?}: {error}", error.kind()),
+                        |()| "given back".into(),
+                    ),
+                );
+            }
             ["leave"] => answer(&format!("{:?}", joined.leave(LIMIT).wait(LIMIT))),
             _ => panic!("{line}"),
         }

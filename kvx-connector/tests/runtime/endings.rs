@@ -188,3 +188,16 @@ fn the_policy_says_what_becomes_of_a_request_whose_load_failed() {
     let error = fetch.wait(LIMIT).unwrap().unwrap_err();
     assert_eq!((error.failure, error.then), (LoadFailure::Stale, Then::Recompute { computed: 0 }));
 }
+
+#[test]
+fn what_was_published_before_caches_were_given_back_is_not_loaded() {
+    for start in [Engine::new, Engine::pushing] {
+        let (mut prefill, decode) = (start("prefill", "{}", 2), start("decode", "{}", 1));
+        prefill.compute(1, &[5], BLOCK);
+        let (_lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+        // The other worker keeps its caches, and so the words of all blocks.
+        prefill.register_one_anew(0);
+        let fetch = Decode::new(&decode.connector).fetch("r", &params, lists(&[1]), Duration::from_secs(3));
+        fetch.wait(LIMIT).unwrap().unwrap_err();
+    }
+}

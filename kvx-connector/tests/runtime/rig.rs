@@ -158,11 +158,15 @@ impl Engine {
 
     /// Gives the caches back and registers others.
     pub(crate) fn register_anew(&mut self) {
-        for (rank, held) in self.ranks.iter().zip(&mut self.pools) {
-            rank.give_back(LIMIT).wait(LIMIT).unwrap();
-            *held = pool(self.tp);
-            rank.clone().register(caches(held, self.tp), [Arc::clone(held)]).unwrap();
-        }
+        (0..self.ranks.len()).for_each(|at| self.register_one_anew(at));
+    }
+
+    /// The same of one worker.
+    pub(crate) fn register_one_anew(&mut self, at: usize) {
+        let (rank, held) = (&self.ranks[at], &mut self.pools[at]);
+        rank.give_back(LIMIT).wait(LIMIT).unwrap();
+        *held = pool(self.tp);
+        rank.clone().register(caches(held, self.tp), [Arc::clone(held)]).unwrap();
     }
 
     /// One step: what was ordered goes to the workers.

@@ -45,6 +45,8 @@ pub struct Worker {
     pushes: Pushes,
     /// Heartbeats for engines that are being connected to.
     heartbeats: BTreeMap<EngineId, Heartbeat>,
+    /// Its caches were given back, and it has no others yet.
+    gave_back: bool,
     actions: VecDeque<Action>,
     output: WorkerOutput,
 }
@@ -72,6 +74,7 @@ impl Worker {
             sends: Sends::new(settings.lease(), settings.consumers, settings.tp_size),
             pushes: Pushes::new(settings.push_timeout),
             heartbeats: BTreeMap::new(),
+            gave_back: false,
             actions: VecDeque::new(),
             output: WorkerOutput::default(),
             settings,
@@ -115,6 +118,12 @@ impl Worker {
         }
         for order in meta.send {
             let request = order.request;
+            if self.gave_back && order.push.is_some() {
+                // It was published before: whatever is registered next holds something else.
+                self.sends.dropped(&request);
+                self.output.finished_sending.push(request);
+                continue;
+            }
             if self.sends.keep(request.clone(), ours(order.expires)) {
                 self.output.finished_sending.push(request);
             } else if let Some(blocks) = order.push {
@@ -166,6 +175,22 @@ impl Worker {
         self.peers.forget_all(&mut self.actions);
         self.waiting.clear();
         self.heartbeats.clear();
+    }
+
+    /// Its caches are given back: all ends as in [`shutdown`](Self::shutdown), and what it would have written to peers
+    /// is written no more.
+    pub fn caches_given_back(&mut self, now: Time) {
+        self.shutdown();
+        self.gave_back = true;
+        if self.settings.mode == TransferMode::Push {
+            let kept: Vec<_> = self.sends.all().chain(self.pushes.all()).cloned().collect();
+            kept.into_iter().for_each(|request| self.take_back(now, &request));
+        }
+    }
+
+    /// It has caches.
+    pub fn caches_taken_up(&mut self) {
+        self.gave_back = false;
     }
 
     /// Loads, moves, kept blocks and connections that it still knows of.

@@ -144,6 +144,11 @@ impl Pushes {
         self.running.get(request)?.connection
     }
 
+    /// All requests that are being written.
+    pub(super) fn all(&self) -> impl Iterator<Item = &RequestId> {
+        self.running.keys()
+    }
+
     /// A lease has ended. True: the blocks may be freed now; else with the last write.
     pub(super) fn expired(&mut self, request: &RequestId) -> bool {
         self.take_ready(request.as_str());

@@ -111,6 +111,11 @@ impl Sends {
         self.kept.contains_key(request)
     }
 
+    /// All requests that are kept.
+    pub(super) fn all(&self) -> impl Iterator<Item = &RequestId> {
+        self.kept.keys()
+    }
+
     /// A peer still wants a request. False: it is not kept under that name.
     pub(super) fn renew(&mut self, now: Time, request: &str) -> bool {
         let Some(lease) = self.lease else { return true };

@@ -31,6 +31,8 @@ enum Standing {
     Joined { pid: i32 },
     /// Its caches are registered.
     Registered { pid: i32, metadata: Box<NixlAgentMetadata> },
+    /// It has given them back, and has not registered others.
+    GaveBack { pid: i32 },
     /// It is gone, and does not come back. `proven`: its process touches no memory any more.
     Lost { why: Arc<str>, proven: bool },
 }
@@ -44,6 +46,8 @@ pub(in crate::runtime) struct Away {
     /// Its prefill writes: it reads its own blocks itself.
     pushes: bool,
     standing: Standing,
+    /// It was given words for the caches that it has, or is about to register.
+    has_words: bool,
     to: Option<Sender<Down>>,
     loads: BTreeMap<RequestId, BlockLists>,
     sends: BTreeSet<RequestId>,
@@ -64,6 +68,7 @@ impl Away {
             rank,
             pushes,
             standing: Standing::Awaited,
+            has_words: false,
             to: None,
             loads: BTreeMap::new(),
             sends: BTreeSet::new(),
@@ -81,7 +86,9 @@ impl Away {
     pub(super) fn join(&mut self, pid: i32) -> Result<Receiver<Down>> {
         match &self.standing {
             Standing::Awaited => {}
-            Standing::Joined { pid: first } | Standing::Registered { pid: first, .. } => {
+            Standing::Joined { pid: first }
+            | Standing::Registered { pid: first, .. }
+            | Standing::GaveBack { pid: first } => {
                 return Err(Error::new(
                     Kind::Invalid,
                     format!(
@@ -100,16 +107,49 @@ impl Away {
     /// It has registered its caches.
     pub(super) fn registered(&mut self, registered: NixlAgentMetadata) -> Result<()> {
         match &self.standing {
-            Standing::Joined { pid } => {
+            Standing::Joined { .. } | Standing::GaveBack { .. } if !self.has_words => Err(out_of_turn()),
+            Standing::Joined { pid } | Standing::GaveBack { pid } => {
                 self.standing = Standing::Registered { pid: *pid, metadata: Box::new(registered) };
                 Ok(())
             }
             Standing::Lost { why, .. } => Err(Error::new(Kind::Closed, why.to_string())),
-            _ => Err(Error::new(
+            Standing::Awaited | Standing::Registered { .. } => Err(Error::new(
                 Kind::Invalid,
-                format!("{} has registered its caches already: a rank does so once", name(self.rank)),
+                format!("{} has registered its caches already: it gives them back first", name(self.rank)),
             )),
         }
+    }
+
+    /// It is given words, for caches that it registers next. Errors: it has some.
+    pub(super) fn has_words_now(&mut self) -> Result<()> {
+        match &self.standing {
+            Standing::Registered { .. } => return Err(out_of_turn()),
+            Standing::Lost { why, .. } => return Err(Error::new(Kind::Closed, why.to_string())),
+            Standing::Awaited | Standing::Joined { .. } | Standing::GaveBack { .. } => {}
+        }
+        self.has_words = true;
+        Ok(())
+    }
+
+    /// Whether it has caches, or is about to register some: their words are those of the engine's other ranks.
+    pub(in crate::runtime) fn has_words(&self) -> bool {
+        self.has_words
+    }
+
+    /// It gives its caches back. Errors: it has none.
+    pub(super) fn gave_back(&mut self) -> Result<()> {
+        match &self.standing {
+            Standing::Registered { pid, .. } => self.standing = Standing::GaveBack { pid: *pid },
+            Standing::Lost { why, .. } => return Err(Error::new(Kind::Closed, why.to_string())),
+            _ => return Err(out_of_turn()),
+        }
+        self.has_words = false;
+        Ok(())
+    }
+
+    /// Whether it is there, and has given its caches back.
+    pub(in crate::runtime) fn has_given_back(&self) -> bool {
+        matches!(self.standing, Standing::GaveBack { .. })
     }
 
     /// What peers are told of it.
@@ -128,6 +168,10 @@ impl Away {
                 let rank = name(self.rank);
                 Some(format!("{rank} (process {pid}) has joined, and not registered its caches"))
             }
+            Standing::GaveBack { pid } => {
+                let rank = name(self.rank);
+                Some(format!("{rank} (process {pid}) has given its caches back, and not registered others"))
+            }
             Standing::Registered { .. } => None,
             Standing::Lost { why, .. } => Some(why.to_string()),
         }
@@ -145,7 +189,8 @@ impl Away {
         match self.standing {
             // Nothing that is reported is ordered before all have come.
             Standing::Awaited | Standing::Joined { .. } => {}
-            Standing::Registered { .. } => self.send(ToRank::Step(meta), None),
+            // Loads that were ordered before caches were given back fail there, as all others.
+            Standing::Registered { .. } | Standing::GaveBack { .. } => self.send(ToRank::Step(meta), None),
             Standing::Lost { .. } => self.fail_what_is_open(),
         }
     }
@@ -238,7 +283,9 @@ impl Away {
                 proven = true;
                 String::new()
             }
-            Standing::Joined { pid } | Standing::Registered { pid, .. } => format!(" (process {pid})"),
+            Standing::Joined { pid } | Standing::Registered { pid, .. } | Standing::GaveBack { pid } => {
+                format!(" (process {pid})")
+            }
         };
         let why: Arc<str> = format!("{}{process}: {why}", name(self.rank)).into();
         match self.ending {
@@ -283,7 +330,7 @@ impl Away {
         let ending = Slot::new();
         match self.standing {
             Standing::Awaited | Standing::Lost { .. } => ending.set(self.gone()),
-            Standing::Joined { .. } | Standing::Registered { .. } => {
+            Standing::Joined { .. } | Standing::Registered { .. } | Standing::GaveBack { .. } => {
                 self.ending = Some(Arc::clone(&ending));
                 self.send(ToRank::End(deadline.left()), None);
             }
@@ -301,6 +348,11 @@ impl Away {
             _ => Ok(()),
         }
     }
+}
+
+/// What a rank says when it does not come next.
+pub(super) fn out_of_turn() -> Error {
+    Error::new(Kind::Malformed, "a message out of turn")
 }
 
 /// A rank in words.

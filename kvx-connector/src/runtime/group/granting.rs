@@ -39,6 +39,11 @@ impl Granting {
         self.told.remove(request);
         self.asked.remove(request);
     }
+
+    /// The engine of this rank has gone: nothing that it was asked for is told any more.
+    pub(super) fn forget_all(&mut self) {
+        self.asked.clear();
+    }
 }
 
 impl State {
@@ -72,10 +77,11 @@ impl Shared {
     pub(in crate::runtime) async fn granted_by_all(self: &Arc<Self>, request: &RequestId) -> Told {
         let asked = {
             let mut state = self.state.lock();
-            state.head.clone().map(|head| {
+            let State { head, granting, .. } = &mut *state;
+            head.as_ref().map(|head| {
                 let (sender, answer) = oneshot::channel();
-                state.granting.asked.insert(request.clone(), sender);
-                head.send(ToHead::GrantsOfAll(request.clone())).ok(); // an engine that has gone answers nothing
+                granting.asked.insert(request.clone(), sender);
+                head.say(ToHead::GrantsOfAll(request.clone())); // an engine that has gone answers nothing
                 answer
             })
         };
@@ -152,11 +158,6 @@ impl Shared {
         if let Some(asked) = self.state.lock().granting.asked.remove(request) {
             asked.send(told.map_err(refused)).ok(); // the load may be over
         }
-    }
-
-    /// The engine has gone: it answers nothing any more.
-    pub(super) fn forget_what_was_asked(&self) {
-        self.state.lock().granting.asked.clear();
     }
 }
 

@@ -14,6 +14,7 @@ use tokio::time::{sleep, timeout, timeout_at};
 
 use super::super::connector::Connector;
 use super::super::rank::Rank;
+use super::super::register::Told;
 use super::super::slot::{Slot, until};
 use super::super::state::Shared;
 use super::super::thread::{drive, on_its_own};
@@ -76,8 +77,9 @@ impl JoinedRank {
         self.rank
     }
 
-    /// Registers the caches of this rank, once: `memory` holds all their regions, each in one piece of it. Peers may
-    /// load from them when all ranks of the engine have. May block: registering can pin pages, and the engine is asked.
+    /// Registers the caches of this rank: `memory` holds all their regions, each in one piece of it. The first time,
+    /// and after [`give_back`](Self::give_back). Peers may load from them when all ranks of the engine have caches. May
+    /// block: registering can pin pages, and the engine is asked.
     ///
     /// # Errors
     /// As [`Rank::register`]; `TimedOut` and `PeerLost`: the engine does not answer.
@@ -90,7 +92,8 @@ impl JoinedRank {
         shared.check_block_size(&caches)?;
         let _one_at_a_time = self.link.asking.lock();
         if shared.registered(self.rank).is_some() {
-            return Err(Error::new(Kind::Invalid, "this rank has registered its caches: it does so once"));
+            let why = "this rank has registered its caches: give them back first (JoinedRank::give_back)";
+            return Err(Error::new(Kind::Invalid, why));
         }
         let pool = PoolBlocks::of(caches.geometry());
         let words = (pool.most() as usize + 1) * super::super::words::WORD as usize;
@@ -98,10 +101,24 @@ impl JoinedRank {
         let missing = || Error::new(Kind::Malformed, "the engine has sent no file of words");
         let words = || Ok(Arc::new(Memory::adopt_file(file.ok_or_else(missing)?, words)?));
         let memory = memory.into_iter().map(Into::into).collect();
-        let registered = shared.open(self.rank, None, caches, memory, words)?;
+        let agent = shared.state.lock().ranks.get(&self.rank).and_then(|held| held.agent.clone());
+        let registered = shared.open(self.rank, agent, caches, memory, words)?;
         let metadata = shared.setup.metadata(&registered)?;
-        shared.take_up(self.rank, registered, None, None)?;
-        self.link.ask(ToHead::Registered(metadata.encode())).map(drop)
+        // Said as they are taken up: whoever gives them back at once says so after this.
+        let taken_up = || shared.take_up(self.rank, registered, Told::Engine(metadata.encode()));
+        self.link.answer_to(taken_up).map(drop)
+    }
+
+    /// Gives the caches back, before sleep for example: peers are refused, and loads in flight end. When the completion
+    /// is `Ok`, nobody else touches the memory any more, the engine publishes and loads nothing, and caches may be
+    /// [registered](Self::register) anew, of another number of blocks too once no rank of the engine has any left.
+    /// Peers that come back shake hands again.
+    ///
+    /// # Errors
+    /// As [`Rank::give_back`]; `TimedOut`: nobody touches the memory any more, and the engine had not said by the
+    /// deadline that it knows of it. After either it may be called again, and waits again.
+    pub fn give_back(&self, deadline: impl Into<Deadline>) -> Completion<()> {
+        self.connector.shared().give_back(self.rank, deadline.into())
     }
 
     /// Ends when the engine has ended, or let this rank go. `Ok`: it was the engine's wish, and nothing touches the
@@ -142,11 +159,16 @@ impl fmt::Debug for JoinedRank {
 impl Link {
     /// Asks the engine. One that does not answer in time is lost: a later answer would be taken for another question's.
     fn ask(&self, question: ToHead) -> Result<Option<OwnedFd>> {
+        self.answer_to(|| self.up.send(question).map_err(|_| self.lost()))
+    }
+
+    /// The same, where `ask` says it.
+    fn answer_to(&self, ask: impl FnOnce() -> Result<()>) -> Result<Option<OwnedFd>> {
         if self.gone.get().is_some() {
             return Err(self.lost());
         }
         drop(self.answer.take()); // of a question that was given up
-        self.up.send(question).map_err(|_| self.lost())?;
+        ask()?;
         self.answer.wait(PATIENCE.into()).unwrap_or_else(|| {
             let late = Error::new(
                 Kind::TimedOut,
@@ -258,6 +280,7 @@ async fn obey(shared: Arc<Shared>, rank: WorkerRank, link: Arc<Link>, mut incomi
             Ok(ToRank::Step(meta)) => shared.take_step(rank, meta),
             Ok(ToRank::Words) => link.answer.set(Ok(incoming.take_file())),
             Ok(ToRank::Taken) => link.answer.set(Ok(None)),
+            Ok(ToRank::GivenBack) => shared.engine_knows(),
             Ok(ToRank::Refused(why)) => {
                 break Error::new(Kind::Invalid, format!("the engine refuses this rank: {why}"));
             }
@@ -276,7 +299,7 @@ async fn obey(shared: Arc<Shared>, rank: WorkerRank, link: Arc<Link>, mut incomi
         link.gone.set(gone.clone()).ok();
     }
     link.answer.set(Err(gone));
-    shared.forget_what_was_asked();
+    shared.forget_the_engine();
     drop(shared.shutdown(ALONE.into()));
 }
 

@@ -5,12 +5,18 @@
 //! what of it the rest of the runtime sees.
 
 mod away;
+mod caches;
 mod digesting;
 mod granting;
 mod head;
 mod joined;
+mod lead;
+mod serving;
 mod setup;
 mod stream;
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "what fails here is the test")]
+mod tests;
 
 use std::time::Duration;
 
@@ -19,6 +25,7 @@ pub(super) use self::digesting::await_digests;
 pub(super) use self::granting::Granting;
 pub(super) use self::head::Gathering;
 pub use self::joined::JoinedRank;
+pub(super) use self::lead::{Knowing, Lead};
 
 /// A rank says this often that it lives.
 const PULSE: Duration = Duration::from_secs(1);

@@ -1,0 +1,76 @@
+//! The engine, as the process of a rank sees it.
+
+use kvx_core::{Deadline, Error, Kind, Result};
+use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::watch;
+use tokio::time::timeout;
+
+use super::super::state::Shared;
+use crate::wire::group::ToHead;
+
+/// Where the engine is told what happens here.
+pub(in crate::runtime) struct Lead {
+    up: UnboundedSender<ToHead>,
+    /// How often it was told that caches are given back.
+    told: u64,
+    /// How often it has said that it knows.
+    knows: watch::Sender<u64>,
+}
+
+impl Lead {
+    pub(in crate::runtime) fn new(up: UnboundedSender<ToHead>) -> Self {
+        Lead { up, told: 0, knows: watch::Sender::new(0) }
+    }
+
+    /// Says something. An engine that has gone needs to hear nothing.
+    pub(in crate::runtime) fn say(&self, what: ToHead) {
+        self.up.send(what).ok();
+    }
+
+    /// Says that this rank gives its caches back.
+    pub(in crate::runtime) fn give_back(&mut self) -> Knowing {
+        self.told += 1;
+        self.say(ToHead::GivesBack);
+        Knowing { number: self.told, knows: self.knows.subscribe() }
+    }
+}
+
+/// That the engine knows of caches that are given back, some time.
+#[derive(Clone, Debug)]
+pub(in crate::runtime) struct Knowing {
+    number: u64,
+    knows: watch::Receiver<u64>,
+}
+
+impl Knowing {
+    /// Errors: `TimedOut`.
+    pub(in crate::runtime) async fn known(mut self, deadline: Deadline) -> Result<()> {
+        match timeout(deadline.left(), self.knows.wait_for(|knows| *knows >= self.number)).await {
+            // Who is gone with this process asks nothing.
+            Ok(_) => Ok(()),
+            Err(_) => Err(Error::new(
+                Kind::TimedOut,
+                "the caches are given back, and the engine had not said by the deadline that it knows: peers are \
+                 refused by this rank alone",
+            )),
+        }
+    }
+}
+
+impl Shared {
+    /// The engine knows of caches that were given back.
+    pub(super) fn engine_knows(&self) {
+        if let Some(lead) = &self.state.lock().head {
+            lead.knows.send_modify(|knows| *knows = knows.saturating_add(1));
+        }
+    }
+
+    /// The engine has gone: it answers nothing any more, and nobody waits for that.
+    pub(super) fn forget_the_engine(&self) {
+        let mut state = self.state.lock();
+        state.granting.forget_all();
+        if let Some(lead) = &state.head {
+            lead.knows.send_replace(u64::MAX);
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! What a rank may say, and when.
+
+use std::time::Duration;
+
+use kvx_config::{KvTransferConfig, Surroundings};
+use kvx_core::{Kind, Registry};
+
+use super::super::connector::Connector;
+use crate::Dialect;
+use crate::engine::{BlockLists, PoolBlocks, WorkerRank};
+use crate::wire::group::ToHead;
+use crate::wire::{CompatibilityFactors, NixlAgentMetadata};
+
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// An engine of two ranks, which are to join.
+fn engine(path: &std::path::Path) -> Connector {
+    let json = r#"{"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": "e"}"#;
+    let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
+    let config = KvTransferConfig::from_json(json, &surroundings).unwrap();
+    let mut factors = CompatibilityFactors::new(Dialect::default(), "a model");
+    (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (1, 4, 1);
+    let builder = Connector::builder(&config, Registry::new()).model(factors).block_size(16).workers(2, 1);
+    let connector = builder.any_port().build_blocking().unwrap();
+    drop(connector.group(path, LIMIT));
+    connector
+}
+
+fn pool(blocks: u32) -> ToHead {
+    ToHead::Pool(PoolBlocks { groups: [(0, blocks)].into(), others: blocks })
+}
+
+fn metadata() -> ToHead {
+    ToHead::Registered(NixlAgentMetadata::new("e", Dialect::default()).encode())
+}
+
+#[test]
+fn what_a_rank_says_out_of_turn_is_refused() {
+    let path = std::env::temp_dir().join(format!("kvx-turns-{}", std::process::id()));
+    let connector = engine(&path);
+    let shared = connector.shared();
+    let [one, other] = [0, 1].map(|tp| WorkerRank { pp: 0, tp });
+    let _down = [one, other].map(|rank| shared.seat(rank, 1).unwrap());
+    let hears = |rank, message| shared.heard(rank, message);
+    let refused = |rank, message| {
+        let error = hears(rank, message).unwrap_err();
+        assert_eq!(error.kind(), Kind::Malformed, "{error}");
+    };
+    let check = |block: u32| shared.state.lock().check_blocks(&BlockLists::single([block]), 1);
+
+    // Before anything is registered.
+    refused(one, ToHead::GivesBack);
+    refused(one, metadata());
+    hears(one, pool(8)).unwrap();
+    refused(one, ToHead::GivesBack);
+    // Words may be asked for again, of other blocks too as long as nobody else has some.
+    hears(one, pool(9)).unwrap();
+    assert_eq!(hears(other, pool(8)).unwrap_err().kind(), Kind::Invalid);
+    hears(one, metadata()).unwrap();
+    hears(other, pool(9)).unwrap();
+    hears(other, metadata()).unwrap();
+    refused(other, pool(9));
+    assert_eq!(hears(other, metadata()).unwrap_err().kind(), Kind::Invalid);
+    check(8).unwrap();
+
+    // Twice.
+    hears(one, ToHead::GivesBack).unwrap();
+    refused(one, ToHead::GivesBack);
+    refused(one, metadata());
+    assert!(check(8).unwrap_err().to_string().contains("pp 0 tp 0"));
+    // The other one still has its own.
+    assert_eq!(hears(one, pool(7)).unwrap_err().kind(), Kind::Invalid);
+    hears(other, ToHead::GivesBack).unwrap();
+    hears(one, pool(7)).unwrap();
+    hears(one, metadata()).unwrap();
+    check(6).unwrap_err();
+    hears(other, pool(7)).unwrap();
+    hears(other, metadata()).unwrap();
+    check(6).unwrap();
+    assert_eq!(check(8).unwrap_err().kind(), Kind::OutOfBounds);
+
+    // One that is lost gives nothing back.
+    shared.lose(one, "a test", true);
+    assert_eq!(hears(one, ToHead::GivesBack).unwrap_err().kind(), Kind::Closed);
+    assert_eq!(hears(one, pool(7)).unwrap_err().kind(), Kind::Closed);
+    shared.lose(other, "a test", true);
+    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+}

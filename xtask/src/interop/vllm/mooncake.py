@@ -9,6 +9,7 @@ from servers import Fleet, check, clean_environment, row
 
 SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "without_a_gpu")
 LEASE = 30  # seconds that blocks wait for a decode; 480 unless they are told
+PATIENCE = LEASE + 60 + 10  # a vLLM that decodes waits so long for a prefill that is gone
 REFUSES = "current_device_index"  # where a vLLM without a card ends
 
 

@@ -60,9 +60,13 @@ impl Granted {
         self.0.iter().map(grant).collect()
     }
 
+    pub(super) fn regions(&self) -> impl Iterator<Item = &Region> {
+        self.0.values().flatten()
+    }
+
     /// Ends when nobody writes by it any more. `Err`: that will never be known.
     pub(super) async fn revoked(&self) -> Result<()> {
-        let regions = || self.0.values().flatten();
+        let regions = || self.regions();
         // All at once; then each is waited for.
         let begun: Vec<_> = regions().map(|region| region.revoke(AGAIN)).collect();
         drop(begun);
@@ -148,13 +152,19 @@ impl Shared {
         };
         let granted = Arc::new(Granted::new(number, &ranks)?);
         let mut state = self.state.lock();
-        if !state.is_loading(request) || state.grants.contains_key(request) {
-            // It has ended meanwhile, and nobody was told of this.
+        let still_has = |(rank, own): &(WorkerRank, Arc<Registered>)| {
+            let now = state.ranks.get(rank).and_then(|held| held.registered.as_ref());
+            now.is_some_and(|now| Arc::ptr_eq(now, own))
+        };
+        let all_there = ranks.iter().all(still_has);
+        if !all_there || !state.is_loading(request) || state.grants.contains_key(request) {
+            // It has ended meanwhile, or its caches were given back, and nobody was told of this.
             state.spent.push(granted);
             drop(state);
             self.wake_up.notify_one();
             return Err(over());
         }
+        ranks.iter().for_each(|(_, own)| own.has_granted(&granted));
         state.grants.insert(request.clone(), Grant::Given(Arc::clone(&granted)));
         Ok(granted)
     }

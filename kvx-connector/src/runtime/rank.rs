@@ -1,14 +1,16 @@
 //! One worker of the engine: its agent, and the caches that it has registered.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
+use kvx_core::sync::Mutex;
 use kvx_core::{
     Agent, Completion, Deadline, Error, GridSet, Kind, Memory, MemoryKind, PeerRegion, Place, Region, Result,
 };
 
 use super::connector::Connector;
 use super::digests::{DIGESTS, Digests};
+use super::push::Granted;
 use super::words::{Scratch, WORDS};
 use crate::engine::WorkerRank;
 use crate::mapping::{Caches, Geometry, RegionGrid};
@@ -80,6 +82,8 @@ pub(super) struct Registered {
     regions: Vec<Region>,
     pub(super) words: Region,
     pub(super) digests: Option<Digests>,
+    /// What peers may write into for requests.
+    granted: Mutex<Vec<Weak<Granted>>>,
     /// Read while blocks are finished or hashed: this process itself touches them then.
     pub(super) finishing: tokio::sync::RwLock<()>,
 }
@@ -99,7 +103,8 @@ impl Registered {
             regions.push(agent.register(&format!("{POOL}{:x}", memory.address()), memory)?);
         }
         let finishing = tokio::sync::RwLock::new(());
-        let registered = Registered { agent, caches, scratch, regions, words, digests, finishing };
+        let granted = Mutex::default();
+        let registered = Registered { agent, caches, scratch, regions, words, digests, granted, finishing };
         for at in 0..registered.geometry().regions().len() {
             registered.place(at as u32)?;
         }
@@ -160,10 +165,22 @@ impl Registered {
         self.regions.iter().map(grant).collect()
     }
 
+    /// Notes what was granted: it is taken back with everything else.
+    pub(super) fn has_granted(&self, granted: &Arc<Granted>) {
+        let mut all = self.granted.lock();
+        all.retain(|earlier| earlier.strong_count() > 0);
+        all.push(Arc::downgrade(granted));
+    }
+
     /// Takes everything back.
     pub(super) async fn revoke(&self, deadline: Deadline) -> Result<()> {
         let digests = self.digests.iter().map(|digests| &digests.region);
-        let regions = self.regions.iter().chain([&self.words]).chain(digests);
+        let grants: Vec<_> = self.granted.lock().iter().filter_map(Weak::upgrade).collect();
+        let lies_here = |granted: &&Region| {
+            self.regions.iter().any(|region| Arc::ptr_eq(region.memory(), granted.memory()))
+        };
+        let granted = grants.iter().flat_map(|granted| granted.regions()).filter(lies_here);
+        let regions = self.regions.iter().chain([&self.words]).chain(digests).chain(granted);
         let revoked: Vec<_> = regions.map(|region| region.revoke(deadline)).collect();
         let mut result = self.finished(deadline).await;
         for revoked in revoked {

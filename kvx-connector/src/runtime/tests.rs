@@ -184,6 +184,20 @@ fn late(connector: &Connector) -> (usize, usize) {
 }
 
 #[test]
+fn what_was_granted_is_given_back_with_the_caches() {
+    let connector = connector(1);
+    let rank = register(&connector, 0).unwrap();
+    let (_silent, params) = silent();
+    let request = RequestId::from("r");
+    ordered(&connector, &request, &params);
+    let granted = connector.shared().grant(&request).unwrap();
+    granted.told().unwrap();
+    rank.give_back(LIMIT).wait(LIMIT).unwrap();
+    assert_eq!(granted.told().unwrap_err().kind(), Kind::Revoked);
+    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+}
+
+#[test]
 fn a_load_that_ends_is_heard_before_it_can_be_given_up() {
     let connector = connector(1);
     register(&connector, 0).unwrap();

@@ -413,7 +413,8 @@ impl MooncakeWorker {
         }
     }
 
-    /// The fence of a request takes long: a load that has failed says so now, and that its blocks are free when they are.
+    /// The fence of a request takes long: a load that has failed says so now, and that its blocks are free when they
+    /// are.
     pub fn fence_is_slow(&mut self, request: &RequestId) {
         let Some(load) = self.loads.get(request).filter(|load| load.order.awaited && !load.cancelled) else {
             return;

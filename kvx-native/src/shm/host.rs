@@ -130,8 +130,8 @@ impl PeerProcess {
         }
     }
 
-    /// Whether the process has ended, of whose `socket` the end was seen, or is about to. One that dies closes its files
-    /// before it counts as dead, on a busy machine long before; one that leaves closes one direction first.
+    /// Whether the process has ended, of whose `socket` the end was seen, or is about to. One that dies closes its
+    /// files before it counts as dead, on a busy machine long before; one that leaves closes one direction first.
     pub(crate) fn ended_with(&self, socket: BorrowedFd<'_>) -> bool {
         let hung_up =
             matches!(poll_now(&mut [PollFd::from_borrowed_fd(socket, PollFlags::empty())]), Ok(1..));

@@ -89,9 +89,19 @@ impl Engine {
 
     /// Computes and publishes a prompt; the parameters.
     pub(crate) fn prefill(&mut self, request: &str, prompt: u64, tokens: u32) -> Result<Value, Failure> {
+        self.prefill_within(CUT_OFF, request, prompt, tokens)
+    }
+
+    /// The same, where something holds it up for so long at most.
+    pub(crate) fn prefill_within(
+        &mut self,
+        limit: Duration,
+        request: &str,
+        prompt: u64,
+        tokens: u32,
+    ) -> Result<Value, Failure> {
         let order = Order::Prefill { request: request.to_owned(), prompt, tokens };
-        // A rank that stands still may hold it as long as that.
-        match self.ask(&order, 2 * CUT_OFF)? {
+        match self.ask(&order, limit)? {
             Answer::Params(params) => Ok(params),
             answer => other("parameters", answer),
         }

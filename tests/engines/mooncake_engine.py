@@ -189,7 +189,7 @@ class Engine:
             block_lens=[self.block for _ in layers],
             kv_block_lens=[self.block for _ in layers],
             registered_layer_names=[f"model.layers.{layer}.attn" for layer in layers],
-            registered_layer_indices=[0 for _ in layers],
+            registered_layer_indices=list(layers),
             registered_group_indices=[0 for _ in layers],
             registered_shared_group_ids=[[0] for _ in layers],
             registered_row_offsets=[-1 for _ in layers],
@@ -304,6 +304,9 @@ class Engine:
     def write(self, router, identity, question, request, transfer, there):
         here = self.ready[transfer]
         failed = Answer(status=FINISH, err_reqs=[request], err_msg="it was not to be")
+        if question.registered_layer_indices != [int(name.split(".")[2]) for name in question.registered_layer_names]:
+            # As vLLM, which pairs layers by their names.
+            failed.err_msg, here = f"layers are numbered {question.registered_layer_indices}", None
         if here is None:
             return router.send_multipart([identity, encode(failed)])
         sources, targets, lengths = [], [], []

@@ -192,8 +192,10 @@ impl Scheduler {
 
     /// Nobody waits until the last peer has left the blocks of a load that has failed.
     fn load_failing(&mut self, now: Time, request: &RequestId, failure: LoadFailure) -> Option<Outcome> {
-        let load = self.requests.get(request)?.load.as_ref()?;
-        matches!(load.stage, LoadStage::Loading(_)).then(|| self.give_up(now, request, failure))?
+        match self.requests.get(request)?.load.as_ref()?.stage {
+            LoadStage::Loading(_) => self.give_up(now, request, failure),
+            _ => None,
+        }
     }
 
     /// Ends a load before its workers do: its blocks are held until they have.

@@ -172,6 +172,7 @@ impl World {
         }
         // A plain agent has no fence.
         if self.asks_plainly(&request) {
+            self.with(at, |worker, _| worker.fence_is_slow(&request));
             return self.after(MAY_WRITE_FOR, Event::FenceForgotten(at, request));
         }
         if self.random.percent(self.scenario.trouble / 5) {

@@ -21,7 +21,7 @@ def of_vllm(bootstrap, shim=True):
 
 
 def of_kvx(bootstrap, built, folder):
-    """Variables of a kvx: it makes the adapter to vLLM's own Mooncake, once."""
+    """Variables of a kvx: it makes the adapter to vLLM's own Mooncake."""
     adapter = os.path.join(folder, "adapter")
     packages = next(path for path in sys.path if path.endswith("site-packages"))
     engine = os.path.join(packages, "mooncake/engine.so")

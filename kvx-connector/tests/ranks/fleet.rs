@@ -25,7 +25,12 @@ pub(crate) fn extra(backend: &str) -> String {
 
 /// The process of a rank that registers so many blocks; 0: it only joins.
 pub(crate) fn rank_of(path: &Path, rank: u32, tp: u32, blocks: u32) -> Child {
-    Child::start_self(VARIABLE, &format!("{} {rank} {tp} {blocks}", path.display())).unwrap()
+    Child::start_self(VARIABLE, &spec(path, rank, tp, blocks)).unwrap()
+}
+
+/// What such a process is told.
+pub(crate) fn spec(path: &Path, rank: u32, tp: u32, blocks: u32) -> String {
+    format!("{} {rank} {tp} {blocks}", path.display())
 }
 
 pub(crate) fn rank(path: &Path, at: u32, tp: u32) -> Child {
@@ -51,8 +56,18 @@ impl Fleet {
 
     /// One that is built so.
     pub(crate) fn of(builder: Builder, engine: &str, tp: u32) -> Self {
+        Fleet::of_ranks(builder, engine, tp, rank)
+    }
+
+    /// One whose ranks are started so.
+    pub(crate) fn of_ranks(
+        builder: Builder,
+        engine: &str,
+        tp: u32,
+        start: fn(&Path, u32, u32) -> Child,
+    ) -> Self {
         let (mut fleet, whole) = Fleet::awaited(builder, engine, tp, LIMIT);
-        fleet.ranks = (0..tp).map(|at| rank(&fleet.path, at, tp)).collect();
+        fleet.ranks = (0..tp).map(|at| start(&fleet.path, at, tp)).collect();
         whole.wait(LIMIT).unwrap();
         for rank in &fleet.ranks {
             assert_eq!(heard(rank), "ready");
@@ -82,7 +97,7 @@ impl Fleet {
         (Fleet { connector, ranks: Vec::new(), path, tp }, whole)
     }
 
-    fn ask(&mut self, line: &str) -> Vec<String> {
+    pub(crate) fn ask(&mut self, line: &str) -> Vec<String> {
         let ask = |rank: &mut Child| {
             rank.say(line).unwrap_or_else(|why| panic!("{why}"));
             heard(rank)

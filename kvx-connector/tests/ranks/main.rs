@@ -1,8 +1,10 @@
 //! Engines whose ranks are processes of their own: what they load over SHM and TCP, and what becomes of it when a rank
-//! is killed, stopped, started twice, or never comes. Every byte says where it belongs.
+//! is killed, stopped, started twice, or never comes. Every byte says where it belongs. Pools on devices are those of
+//! the stand-in, or, if `KVX_CUDA_LIB` names a driver, its own.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "what fails here is the test")]
 
+mod devices;
 mod digests;
 mod faults;
 mod fleet;
@@ -50,6 +52,8 @@ fn trials() -> Vec<Trial> {
         .chain(both(pushes::CASES))
         .chain(both(giving_back::WITH_LOADS))
         .chain(over("SHM", giving_back::CASES))
+        .chain(both(devices::CASES))
+        .chain(over("SHM", devices::OF_SHM))
         .chain(both(faults::WITH_LOADS))
         .chain(over("SHM", faults::CASES))
         .collect()

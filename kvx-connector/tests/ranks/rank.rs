@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use kvx_connector::engine::WorkerRank;
 use kvx_connector::runtime::Rank;
+use kvx_stand_in::Control;
 
 use crate::rig::{LIMIT, Part, builder, caches, pool_of, registry};
 
@@ -30,6 +31,7 @@ pub(crate) fn serve(spec: &str) {
     } else {
         answer("joined");
     }
+    let mut stand_in = None;
     for line in std::io::stdin().lines() {
         let line = line.unwrap();
         let words: Vec<&str> = line.split(' ').collect();
@@ -44,6 +46,9 @@ pub(crate) fn serve(spec: &str) {
             ["wrong", request, blocks, from, to] => {
                 let tokens = from.parse().unwrap()..to.parse().unwrap();
                 answer(&part.wrong(request.parse().unwrap(), &numbers(blocks), tokens).to_string());
+            }
+            ["calls", function] => {
+                answer(&stand_in.get_or_insert_with(Control::open).calls(function).to_string());
             }
             ["ended"] => answer(&match joined.wait(Duration::from_secs(5)) {
                 None => "it goes on".to_owned(),

@@ -22,6 +22,9 @@ pub(crate) const LAYERS: u64 = 3;
 pub(crate) const HEADS: u32 = 4;
 /// Bytes of a head's content of a token.
 const CONTENT: u64 = 8;
+/// Says to a process that its pools lie on the first device: [`CUDA`].
+pub(crate) const POOL: &str = "KVX_TEST_POOL";
+pub(crate) const CUDA: &str = "cuda";
 /// Nothing here takes longer.
 pub(crate) const LIMIT: Duration = Duration::from_secs(10);
 
@@ -62,7 +65,7 @@ pub(crate) fn builder(engine: &str, extra: &str) -> Builder {
     built(&config(engine, extra))
 }
 
-fn built(config: &KvTransferConfig) -> Builder {
+pub(crate) fn built(config: &KvTransferConfig) -> Builder {
     built_at(config).any_port()
 }
 
@@ -84,7 +87,7 @@ pub(crate) fn caches(pool: &Memory, tp: u32) -> Caches {
         block_stride: block_len,
         group: 0,
         heads: Heads::Sharded(HEADS),
-        memory: MemoryType::Dram,
+        memory: if pool.kind().is_host() { MemoryType::Dram } else { MemoryType::Vram },
     };
     Caches::of_layers((0..LAYERS).map(layer).collect(), KvLayout::Lbhnc, BLOCK, 1, 0).unwrap()
 }
@@ -95,7 +98,12 @@ pub(crate) fn pool(tp: u32) -> Arc<Memory> {
 
 pub(crate) fn pool_of(tp: u32, blocks: u32) -> Arc<Memory> {
     let len = LAYERS * u64::from(blocks) * u64::from(HEADS / tp * BLOCK) * CONTENT;
-    Arc::new(Memory::pool(len as usize).build().unwrap())
+    let on_device = std::env::var(POOL).is_ok_and(|pool| pool == CUDA);
+    Arc::new(if on_device {
+        kvx_cuda::devices().unwrap()[0].pool(len as usize).build().unwrap()
+    } else {
+        Memory::pool(len as usize).build().unwrap()
+    })
 }
 
 impl Engine {

@@ -89,6 +89,15 @@ pub(crate) const CHECKS: &[Check] = &[
         needs: Needs::Rixl,
         limit: MINUTES,
     },
+    Check {
+        name: "connector",
+        what: "prompts between engines of ranks in processes: device to device, to and from the host, host buffers",
+        program: "connector-ranks",
+        arguments: &["on_devices"],
+        quick: &["on_devices"],
+        needs: Needs::Nothing,
+        limit: MINUTES,
+    },
 ];
 
 const fn native(

@@ -29,6 +29,7 @@ pub(crate) const PROGRAMS: &[Program] = &[
     Program { name: "kvx", package: "kvx-cli", target: "kvx" },
     Program { name: "cuda-devices", package: "kvx-cuda", target: "stand_in" },
     Program { name: "cuda-conformance", package: "kvx-cuda", target: "conformance" },
+    Program { name: "connector-ranks", package: "kvx-connector", target: "ranks" },
     Program { name: "ucx-conformance", package: "kvx-ucx", target: "conformance" },
     Program { name: "rixl-conformance", package: "kvx-rixl", target: "conformance" },
 ];
@@ -89,6 +90,7 @@ impl Kit {
             Profile::Release => vec![
                 "build --release -p kvx-cli -p kvx-nixl".to_owned(),
                 "test --release --no-run -p kvx-cuda -p kvx-ucx -p kvx-rixl --test conformance --test stand_in".to_owned(),
+                "test --release --no-run -p kvx-connector --features runtime --test ranks".to_owned(),
             ],
         };
         let mut files = BTreeMap::from([(XTASK, std::env::current_exe()?)]);
@@ -230,6 +232,7 @@ mod tests {
             line("kvx-ucx", "conformance", "test", true),
             [("ucx-conformance", "/t/conformance".into())]
         );
+        assert_eq!(line("kvx-connector", "ranks", "test", true), [("connector-ranks", "/t/ranks".into())]);
         assert_eq!(line("kvx-native", "conformance", "test", true), []);
         let library = r#"{"manifest_path":"/x/stand-in/Cargo.toml","target":{"name":"kvx_stand_in"},
                           "filenames":["/t/libkvx_stand_in.rlib","/t/libkvx_stand_in.so"]}"#;

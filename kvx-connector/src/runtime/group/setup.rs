@@ -1,6 +1,6 @@
 //! What a rank in a process of its own has to know of its engine, as JSON.
 
-use kvx_config::{KvTransferConfig, Surroundings};
+use kvx_config::{BufferDevice, KvTransferConfig, Surroundings};
 use kvx_core::{Error, Kind, Registry, Result, Secret};
 use serde_json::{Map, Value, json};
 
@@ -18,6 +18,8 @@ impl Builder {
         let (tp, pp, dcp) = self.sizes;
         let told = json!({
             "config": self.config.to_json(),
+            // What the configuration came to: the rank's process does not know whether there is a GPU.
+            "gpu": self.config.buffer_device() == BufferDevice::Cuda,
             "model": self.factors.model,
             "attn_backend_name": self.factors.attn_backend_name,
             "factors": self.factors.map(),
@@ -59,8 +61,9 @@ pub(super) fn of_told(told: &str, registry: Registry) -> Result<(Setup, Option<S
     let (host, port) = (address.first().and_then(Value::as_str), address.get(1).and_then(number));
     let port = port.and_then(|port| u16::try_from(port).ok()).ok_or_else(|| unreadable("address"))?;
     let host = host.ok_or_else(|| unreadable("address"))?;
+    let gpu = field("gpu")?.as_bool().ok_or_else(|| unreadable("gpu"))?;
     // TCP binds where the engine's process has it bind.
-    let surroundings = Surroundings::of_process().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", host);
+    let surroundings = Surroundings::of_process().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", host).gpu(gpu);
     let config = KvTransferConfig::from_json(&field("config")?.to_string(), &surroundings)?;
     let mut factors = CompatibilityFactors::from_config(&config, text("model")?);
     text("attn_backend_name")?.clone_into(&mut factors.attn_backend_name);

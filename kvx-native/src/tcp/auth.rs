@@ -1,6 +1,6 @@
 //! The handshake of a lane: who may come, who comes, and what is sealed. Pure: bytes in, bytes out.
 //!
-//! It is Noise (`noise` says which) by a key of 256 bits that both ends make of the owner's invitation and of the
+//! It is Noise (kvx-noise says which) by a key of 256 bits that both ends make of the owner's invitation and of the
 //! secret, if there is one. The initiator's first message proves that its sender had the key; before that an owner
 //! computes no Diffie-Hellman, and tells one answer that is always the same, or which versions it speaks. The owner's
 //! message proves the same, and that it is not a recorded one; then the initiator's, by fresh keys, tells who it is. An
@@ -12,11 +12,10 @@ use kvx_backend::control::Refusal;
 use kvx_backend::control::proof::{Keys, other_secret, stranger};
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, Identity, Kind, Result};
-use snow::HandshakeState;
+use kvx_noise::{Handshake, KEY, Seals, TAG};
 
 use super::frames::{Frame, Header, Hello, VERSIONS, Versions, put_frame, put_refuse, read_refuse};
-use super::noise::{self, KEY};
-use super::seal::{Seal, Seals};
+use super::seal::Seal;
 
 const INVITED: &str = "kvx tcp 3: the key by invitation and secret";
 const MISTAKEN: &str = "kvx tcp 3: the key by the secret alone";
@@ -79,7 +78,7 @@ pub(super) enum Verdict {
 /// How an initiator's handshake stands.
 enum Asked {
     /// It has said hello, by the secret alone too if it has one.
-    ToEnter { invited: Box<HandshakeState>, mistaken: Option<Box<HandshakeState>> },
+    ToEnter { invited: Box<Handshake>, mistaken: Option<Box<Handshake>> },
     /// It has said who it is.
     Confirmed(Option<Sealed>),
 }
@@ -105,12 +104,12 @@ impl InitiatorHandshake {
     ) -> Result<Self> {
         let head = Hello::head(VERSIONS);
         let (mut by_both, mut by_secret) = (Vec::new(), Vec::new());
-        let mut invited = noise::initiator(&invited_key(keys), &head)?;
-        noise::write(&mut invited, &[wish.number()], &mut by_both)?;
+        let mut invited = Handshake::initiator(&invited_key(keys), &head)?;
+        invited.write(&[wish.number()], &mut by_both)?;
         let mut mistaken = None;
         if let Some(key) = mistaken_key(keys) {
-            let mut noise = noise::initiator(&key, &before_mistaken(&head, &by_both))?;
-            noise::write(&mut noise, &[], &mut by_secret)?;
+            let mut noise = Handshake::initiator(&key, &before_mistaken(&head, &by_both))?;
+            noise.write(&[], &mut by_secret)?;
             mistaken = Some(Box::new(noise));
         }
         let hello = Hello { versions: VERSIONS, invited: &by_both, mistaken: &by_secret };
@@ -129,13 +128,13 @@ impl InitiatorHandshake {
         match (header.frame, &mut self.asked) {
             (Frame::Refuse, Asked::ToEnter { mistaken, .. }) => refused(body, mistaken.is_some()).map(Some),
             (Frame::Mistaken, Asked::ToEnter { mistaken: Some(noise), .. }) => {
-                noise::read(noise, body).ok_or_else(not_the_peer)?;
+                noise.read(body).ok_or_else(not_the_peer)?;
                 Ok(Some(Verdict::Restarted))
             }
             (Frame::Welcome, Asked::ToEnter { invited, .. }) => {
-                let said = noise::read(invited, body).ok_or_else(not_the_peer)?;
+                let said = invited.read(body).ok_or_else(not_the_peer)?;
                 let seal = read_welcome(&said, self.wish)?;
-                let mut seals = Seals::of(invited);
+                let mut seals = invited.seals();
                 let mut confirm = self.link.to_vec();
                 confirm.put_u8(self.lane);
                 confirm.put_identity(&self.own);
@@ -240,18 +239,18 @@ impl OwnerHandshake {
         let by_secret = match mistaken_key(&self.keys) {
             None => hello.mistaken.is_empty().then_some(None),
             Some(key) => {
-                let mut noise = noise::responder(&key, &before_mistaken(&head, hello.invited))?;
-                noise::read(&mut noise, hello.mistaken).map(|_| Some(noise))
+                let mut noise = Handshake::responder(&key, &before_mistaken(&head, hello.invited))?;
+                noise.read(hello.mistaken).map(|_| Some(noise))
             }
         };
         if let Some(by_secret) = by_secret {
-            let mut noise = noise::responder(&invited_key(&self.keys), &head)?;
-            if let Some(said) = noise::read(&mut noise, hello.invited) {
+            let mut noise = Handshake::responder(&invited_key(&self.keys), &head)?;
+            if let Some(said) = noise.read(hello.invited) {
                 return self.welcome(noise, hello.versions, &said, out);
             }
             if let Some(mut noise) = by_secret {
                 let mut answer = Vec::new();
-                noise::write(&mut noise, &[], &mut answer)?;
+                noise.write(&[], &mut answer)?;
                 put_frame(out, Frame::Mistaken, 0, |out| out.put(&answer));
                 return Ok(Step::Mistaken);
             }
@@ -262,7 +261,7 @@ impl OwnerHandshake {
 
     fn welcome(
         &mut self,
-        mut noise: HandshakeState,
+        mut noise: Handshake,
         theirs: Versions,
         said: &[u8],
         out: &mut Vec<u8>,
@@ -283,12 +282,12 @@ impl OwnerHandshake {
             }
         }
         let mut message = Vec::new();
-        noise::write(&mut noise, &says, &mut message)?;
+        noise.write(&says, &mut message)?;
         put_frame(out, Frame::Welcome, 0, |out| out.put(&message));
         match self.full.take() {
             Some(full) => Err(full),
             None => {
-                self.welcomed = Some((seal, Box::new(Seals::of(&mut noise))));
+                self.welcomed = Some((seal, Box::new(noise.seals())));
                 Ok(Step::More)
             }
         }
@@ -299,7 +298,7 @@ impl OwnerHandshake {
 fn confirm(body: &[u8], (seal, mut seals): Sealed, out: &mut Vec<u8>) -> Result<Step> {
     let mut said = body.to_vec();
     seals.opener.open(&mut said).map_err(|_| stranger())?;
-    said.truncate(body.len() - noise::TAG);
+    said.truncate(body.len() - TAG);
     let mut reader = Reader::new("Confirm", &said);
     let (link, lane, who) = (reader.array()?, reader.u8()?, reader.identity()?);
     reader.end()?;

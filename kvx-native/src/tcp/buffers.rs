@@ -3,12 +3,12 @@
 
 use kvx_core::Result;
 use kvx_core::fork::Private;
+use kvx_noise::{Opener, RECORD, Sealer, TAG};
 
 use super::chunk::{Bin, Chunk};
 use super::conn::{Role, Scope};
 use super::frames::{HEADER, Header, MAX_DATA};
-use super::noise::TAG;
-use super::seal::{Opener, RECORD, Seal, Sealer};
+use super::seal::Seal;
 use super::socket;
 
 /// Bytes read at a time when nothing is known of what comes: not less than a sealed record.

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvx_core::fork::Private;
 use kvx_core::{Error, Kind, LinkId, Result, TransferId};
+use kvx_noise::Seals;
 
 use super::auth::{InitiatorHandshake, OwnerHandshake, Step, Verdict};
 use super::buffers::{Input, Output, ReadState};
@@ -14,7 +15,7 @@ use super::ending::Ending;
 use super::fetch::RequestLane;
 use super::frames::{Frame, Header};
 use super::held::Held;
-use super::seal::{Seal, Seals};
+use super::seal::Seal;
 use super::serve::ServedLane;
 use super::socket;
 use super::transport::Shared;

@@ -16,7 +16,6 @@ mod link;
 mod linking;
 mod listener;
 mod memory;
-mod noise;
 mod owning;
 mod payload;
 mod peers;

@@ -2,11 +2,12 @@
 
 use kvx_backend::control::proof::Keys;
 use kvx_core::{Invitation, Result, Secret};
+use kvx_noise::Seals;
 
 use super::who;
 use crate::tcp::auth::{InitiatorHandshake, OwnerHandshake, Step, Verdict};
 use crate::tcp::frames::{HEADER, Header};
-use crate::tcp::seal::{Seal, Seals};
+use crate::tcp::seal::Seal;
 
 /// Of a handshake, and two words in each direction.
 const MESSAGES: u8 = 8;

@@ -24,6 +24,7 @@ use kvx_core::fork::Private;
 use kvx_core::transport::{Events, Full, LinkState};
 use kvx_core::wire::Reader;
 use kvx_core::{Identity, Incarnation, Invitation, LinkId, Memory, Options, Result, Sender};
+use kvx_noise::{Handshake, RECORD, Seals, TAG};
 use slab::Slab;
 
 use super::chunk::Bin;
@@ -33,8 +34,7 @@ use super::ending::Ending;
 use super::frames::{Frame, HEADER, Header, MAX_DATA};
 use super::held::Held;
 use super::memory::Regions;
-use super::noise::{self, TAG};
-use super::seal::{RECORD, Seal, Seals};
+use super::seal::Seal;
 use super::staging::DeviceStages;
 use super::transport::Shared;
 
@@ -271,15 +271,15 @@ fn seals_body(seal: Seal, kind: u8) -> bool {
 
 /// Both ends of a lane, after a handshake.
 pub(super) fn seals() -> (Seals, Seals) {
-    let mut initiator = noise::initiator(&[1; 32], &[]).expect("there are random numbers");
-    let mut owner = noise::responder(&[1; 32], &[]).expect("the same pattern");
+    let mut initiator = Handshake::initiator(&[1; 32], &[]).expect("there are random numbers");
+    let mut owner = Handshake::responder(&[1; 32], &[]).expect("the same pattern");
     let mut said = Vec::new();
-    noise::write(&mut initiator, &[], &mut said).expect("its turn");
-    noise::read(&mut owner, &said).expect("the same key");
+    initiator.write(&[], &mut said).expect("its turn");
+    owner.read(&said).expect("the same key");
     said.clear();
-    noise::write(&mut owner, &[], &mut said).expect("its turn");
-    noise::read(&mut initiator, &said).expect("the same key");
-    (Seals::of(&mut initiator), Seals::of(&mut owner))
+    owner.write(&[], &mut said).expect("its turn");
+    initiator.read(&said).expect("the same key");
+    (initiator.seals(), owner.seals())
 }
 
 /// What happens next.

@@ -1,4 +1,6 @@
-//! Noise: the pattern that every lane begins by, and the libraries that do its arithmetic.
+//! The handshake, and the libraries that do its arithmetic.
+
+use std::fmt;
 
 use aes_gcm::aead::AeadInOut as _;
 use aes_gcm::aead::inout::InOutBuf;
@@ -11,42 +13,67 @@ use snow::resolvers::CryptoResolver;
 use snow::types::{Cipher, Dh, Hash, Random};
 use snow::{Builder, HandshakeState};
 
+use crate::seal::Seals;
+
 /// Neither end has a lasting key of its own: the key that both have is mixed in before the first word.
 const PATTERN: &str = "Noise_NNpsk0_25519_AESGCM_SHA256";
 /// Bytes of a key.
-pub(super) const KEY: usize = 32;
+pub const KEY: usize = 32;
 /// Bytes that prove what goes before them.
-pub(super) const TAG: usize = 16;
+pub const TAG: usize = 16;
+/// Bytes of a message without a payload.
+pub const MESSAGE: usize = KEY + TAG;
 
-/// The end that speaks first.
-pub(super) fn initiator(key: &[u8; KEY], prologue: &[u8]) -> Result<HandshakeState> {
-    builder(key, prologue).and_then(Builder::build_initiator).map_err(broken)
+/// One end of a handshake of two messages, the initiator's first. Each end proves by its message that it has the key.
+pub struct Handshake(HandshakeState);
+
+impl Handshake {
+    /// The end that speaks first. Both ends give the same `prologue`, which does not travel.
+    pub fn initiator(key: &[u8; KEY], prologue: &[u8]) -> Result<Self> {
+        builder(key, prologue).and_then(Builder::build_initiator).map(Handshake).map_err(broken)
+    }
+
+    /// The end that answers.
+    pub fn responder(key: &[u8; KEY], prologue: &[u8]) -> Result<Self> {
+        builder(key, prologue).and_then(Builder::build_responder).map(Handshake).map_err(broken)
+    }
+
+    /// Appends this end's message, [`MESSAGE`] bytes beyond the payload.
+    pub fn write(&mut self, payload: &[u8], out: &mut Vec<u8>) -> Result<()> {
+        let at = out.len();
+        out.resize(at + MESSAGE + payload.len(), 0);
+        let len = self.0.write_message(payload, &mut out[at..]).map_err(broken)?;
+        out.truncate(at + len);
+        Ok(())
+    }
+
+    /// The payload of the other end's message, if that end has our key.
+    pub fn read(&mut self, message: &[u8]) -> Option<Vec<u8>> {
+        let mut payload = vec![0; message.len()];
+        let len = self.0.read_message(message, &mut payload).ok()?;
+        payload.truncate(len);
+        Some(payload)
+    }
+
+    /// What is sealed from now on, each direction by its own key: both messages have been written and read.
+    pub fn seals(&mut self) -> Seals {
+        debug_assert!(self.0.is_handshake_finished(), "its keys are not made by both ends yet");
+        let (to_responder, to_initiator) = self.0.dangerously_get_raw_split();
+        match self.0.is_initiator() {
+            true => Seals::of(&to_responder, &to_initiator),
+            false => Seals::of(&to_initiator, &to_responder),
+        }
+    }
 }
 
-/// The end that answers.
-pub(super) fn responder(key: &[u8; KEY], prologue: &[u8]) -> Result<HandshakeState> {
-    builder(key, prologue).and_then(Builder::build_responder).map_err(broken)
+impl fmt::Debug for Handshake {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Handshake")
+    }
 }
 
 fn builder<'a>(key: &'a [u8; KEY], prologue: &'a [u8]) -> Result<Builder<'a>, snow::Error> {
     Builder::with_resolver(PATTERN.parse()?, Box::new(Algorithms)).psk(0, key)?.prologue(prologue)
-}
-
-/// Appends the handshake's next message.
-pub(super) fn write(noise: &mut HandshakeState, payload: &[u8], out: &mut Vec<u8>) -> Result<()> {
-    let at = out.len();
-    out.resize(at + KEY + payload.len() + TAG, 0);
-    let len = noise.write_message(payload, &mut out[at..]).map_err(broken)?;
-    out.truncate(at + len);
-    Ok(())
-}
-
-/// The payload of the other end's next message, if that end has our key.
-pub(super) fn read(noise: &mut HandshakeState, message: &[u8]) -> Option<Vec<u8>> {
-    let mut payload = vec![0; message.len()];
-    let len = noise.read_message(message, &mut payload).ok()?;
-    payload.truncate(len);
-    Some(payload)
 }
 
 /// What fails without a fault of the peer's: randomness.
@@ -165,11 +192,11 @@ impl Hash for Sha {
 
 /// AES-256-GCM by the processor's instructions where it has them, found out at run time.
 #[derive(Default)]
-pub(super) struct AesGcm(Option<Box<Aes256Gcm>>);
+pub(crate) struct AesGcm(Option<Box<Aes256Gcm>>);
 
 impl AesGcm {
     /// Of this key.
-    pub(super) fn new(key: &[u8; KEY]) -> Self {
+    pub(crate) fn new(key: &[u8; KEY]) -> Self {
         AesGcm(Some(Box::new(Aes256Gcm::new(key.into()))))
     }
 
@@ -185,13 +212,13 @@ impl AesGcm {
     }
 
     /// Encrypts the message of this number where it lies, or on its way. Gives what proves it.
-    pub(super) fn seal(&self, number: u64, with: &[u8], message: InOutBuf<'_, '_, u8>) -> [u8; TAG] {
+    pub(crate) fn seal(&self, number: u64, with: &[u8], message: InOutBuf<'_, '_, u8>) -> [u8; TAG] {
         let sealed = self.keyed().encrypt_inout_detached(&Self::nonce(number).into(), with, message);
         sealed.expect("it is shorter than 64 GiB").into()
     }
 
     /// Decrypts the message of this number. False, and the message is worthless, if that is not what was sealed.
-    pub(super) fn open(
+    pub(crate) fn open(
         &self,
         number: u64,
         with: &[u8],
@@ -255,21 +282,21 @@ mod tests {
         let fixed = |end: usize| {
             builder(key, &prologue).unwrap().fixed_ephemeral_key_for_testing_only(&ephemeral[end])
         };
-        let (mut initiator, mut responder) =
-            (fixed(0).build_initiator().unwrap(), fixed(1).build_responder().unwrap());
+        let mut initiator = Handshake(fixed(0).build_initiator().unwrap());
+        let mut responder = Handshake(fixed(1).build_responder().unwrap());
         let mut said = Vec::new();
-        write(&mut initiator, &bytes("4c756477696720766f6e204d69736573"), &mut said).unwrap();
+        initiator.write(&bytes("4c756477696720766f6e204d69736573"), &mut said).unwrap();
         let expected = "ca35def5ae56cec33dc2036731ab14896bc4c75dbb07a61f879f8e3afa4c7944\
                         7c37a89fc17813788d30df2d59501d6066f5f8aecc3406bbd9829f2d24a531b1";
         assert_eq!(said, bytes(expected));
-        assert_eq!(read(&mut responder, &said).unwrap(), b"Ludwig von Mises");
+        assert_eq!(responder.read(&said).unwrap(), b"Ludwig von Mises");
         said.clear();
-        write(&mut responder, &bytes("4d757272617920526f746862617264"), &mut said).unwrap();
+        responder.write(&bytes("4d757272617920526f746862617264"), &mut said).unwrap();
         let expected = "95ebc60d2b1fa672c1f46a8aa265ef51bfe38e7ccb39ec5be34069f144808843\
                         2f29d79368ef9de4e1ae7a362fb05bf0ad668e026bf5714554497b3a720461";
         assert_eq!(said, bytes(expected));
-        assert_eq!(read(&mut initiator, &said).unwrap(), b"Murray Rothbard");
-        let (to_responder, to_initiator) = initiator.dangerously_get_raw_split();
+        assert_eq!(initiator.read(&said).unwrap(), b"Murray Rothbard");
+        let (to_responder, to_initiator) = initiator.0.dangerously_get_raw_split();
         for (key, plain, expected) in [
             (
                 to_responder,
@@ -293,10 +320,11 @@ mod tests {
     fn another_key_another_prologue_and_what_is_cut_short_are_not_read() {
         let said = |key: u8, prologue: &[u8]| {
             let mut said = Vec::new();
-            write(&mut initiator(&[key; KEY], prologue).unwrap(), b"payload", &mut said).unwrap();
+            let mut initiator = Handshake::initiator(&[key; KEY], prologue).unwrap();
+            initiator.write(b"payload", &mut said).unwrap();
             said
         };
-        let read = |said: &[u8]| read(&mut responder(&[1; KEY], b"prologue").unwrap(), said);
+        let read = |said: &[u8]| Handshake::responder(&[1; KEY], b"prologue").unwrap().read(said);
         let good = said(1, b"prologue");
         assert_eq!(read(&good).unwrap(), b"payload");
         assert!(read(&said(2, b"prologue")).is_none() && read(&said(1, b"prologu")).is_none());

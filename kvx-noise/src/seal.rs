@@ -1,0 +1,164 @@
+//! What is sealed when a handshake is done: the messages of each direction, by numbers that do not travel.
+
+use std::fmt;
+
+use kvx_core::{Error, Kind, Result};
+use snow::types::Cipher as _;
+
+use crate::handshake::{AesGcm, KEY, TAG};
+
+/// The most bytes of a sealed message: with its tag it is 16 KiB.
+pub const RECORD: usize = (16 << 10) - TAG;
+/// Messages by one key, then both ends take the next one. That is 16 GiB at most, far below the bounds of AES-GCM.
+const ONE_KEY: u64 = 1 << 20;
+
+/// Both directions of a connection, as its handshake gives them.
+pub struct Seals {
+    /// Of what this end says.
+    pub sealer: Sealer,
+    /// Of what the other one says.
+    pub opener: Opener,
+}
+
+impl Seals {
+    pub(crate) fn of(ours: &[u8; KEY], theirs: &[u8; KEY]) -> Self {
+        Seals { sealer: Sealer(Direction::of(ours)), opener: Opener(Direction::of(theirs)) }
+    }
+}
+
+impl fmt::Debug for Seals {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Seals")
+    }
+}
+
+/// The messages of one direction.
+struct Direction {
+    cipher: AesGcm,
+    /// Of the next message.
+    number: u64,
+}
+
+impl Direction {
+    fn of(key: &[u8; KEY]) -> Self {
+        Direction { cipher: AesGcm::new(key), number: 0 }
+    }
+
+    /// The number of the next message, by whose key it goes.
+    fn next(&mut self) -> u64 {
+        if self.number == ONE_KEY {
+            self.cipher.rekey();
+            self.number = 0;
+        }
+        self.number += 1;
+        self.number - 1
+    }
+}
+
+/// Seals what goes out.
+pub struct Sealer(Direction);
+
+impl Sealer {
+    /// Seals the last `len` bytes of `out`, at most a record, and appends the tag.
+    pub fn seal_end(&mut self, len: usize, out: &mut Vec<u8>) {
+        let (number, at) = (self.0.next(), out.len() - len);
+        let tag = self.0.cipher.seal(number, &[], (&mut out[at..]).into());
+        out.extend_from_slice(&tag);
+    }
+
+    /// Seals a stretch.
+    pub fn seal(&mut self, stretch: &[u8], out: &mut Vec<u8>) {
+        for record in stretch.chunks(RECORD) {
+            out.extend_from_slice(record);
+            self.seal_end(record.len(), out);
+        }
+    }
+
+    /// The message that was sealed last has not left, and never will: the next one goes by its number.
+    pub fn take_back(&mut self) {
+        self.0.number -= 1;
+    }
+}
+
+/// Opens what comes in.
+pub struct Opener(Direction);
+
+impl Opener {
+    /// Opens a message that lies before its tag, where it lies. Errors: `Malformed`.
+    pub fn open(&mut self, message: &mut [u8]) -> Result<()> {
+        let number = self.0.next();
+        let is_whole = message
+            .split_last_chunk_mut()
+            .is_some_and(|(message, tag)| self.0.cipher.open(number, &[], message.into(), tag));
+        let why = "what the peer sent was altered, lost or repeated on its way, so the connection was closed: find out \
+                   who is between the two hosts";
+        if is_whole { Ok(()) } else { Err(Error::new(Kind::Malformed, why)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Handshake;
+
+    /// Both ends, after a handshake.
+    fn seals() -> (Seals, Seals) {
+        let mut initiator = Handshake::initiator(&[1; KEY], &[]).unwrap();
+        let mut responder = Handshake::responder(&[1; KEY], &[]).unwrap();
+        let mut said = Vec::new();
+        initiator.write(&[], &mut said).unwrap();
+        responder.read(&said).unwrap();
+        said.clear();
+        responder.write(&[], &mut said).unwrap();
+        initiator.read(&said).unwrap();
+        (initiator.seals(), responder.seals())
+    }
+
+    #[test]
+    fn messages_are_opened_in_their_order_and_in_their_direction_only() {
+        let (mut ours, mut theirs) = seals();
+        let mut seal = |text: &[u8]| {
+            let mut sealed = Vec::new();
+            ours.sealer.seal(text, &mut sealed);
+            sealed
+        };
+        let (first, second, third) = (seal(b"first"), seal(b"second"), seal(b"third"));
+        assert!(ours.opener.open(&mut first.clone()).is_err(), "its own words come back");
+        let mut again = first.clone();
+        theirs.opener.open(&mut again).unwrap();
+        assert_eq!(again[..5], *b"first");
+        theirs.opener.open(&mut second.clone()).unwrap();
+        // Each of these is an end for the connection: what comes behind it is not opened either.
+        assert_eq!(theirs.opener.open(&mut second.clone()).unwrap_err().kind(), Kind::Malformed, "repeated");
+        assert!(theirs.opener.open(&mut third.clone()).is_err());
+    }
+
+    #[test]
+    fn what_was_taken_back_is_not_missed() {
+        let (mut ours, mut theirs) = seals();
+        let mut sealed = Vec::new();
+        ours.sealer.seal(b"never sent", &mut sealed);
+        ours.sealer.take_back();
+        sealed.clear();
+        ours.sealer.seal(b"sent", &mut sealed);
+        theirs.opener.open(&mut sealed).unwrap();
+    }
+
+    #[test]
+    fn keys_change_at_both_ends_at_once() {
+        let (mut ours, mut theirs) = seals();
+        let mut pass = |at: Option<u64>| {
+            if let Some(at) = at {
+                (ours.sealer.0.number, theirs.opener.0.number) = (at, at);
+            }
+            let mut sealed = Vec::new();
+            ours.sealer.seal(b"the same", &mut sealed);
+            theirs.opener.open(&mut sealed.clone()).unwrap();
+            sealed
+        };
+        let (first, last) = (pass(None), pass(Some(ONE_KEY - 1)));
+        let next = pass(None);
+        assert!(next != first && next != last, "by the old key");
+        assert_eq!(ours.sealer.0.number, 1);
+    }
+}

@@ -66,6 +66,8 @@ impl Shared {
         let released = if result.is_ok() { Released::Free } else { Released::Lost };
         let outcomes = state.scheduler.end(result.is_ok());
         let mut wakers: Vec<_> = outcomes.into_iter().filter_map(|outcome| state.deliver(outcome)).collect();
+        let unraised = state.end_raising(result.is_ok());
+        wakers.extend(unraised.into_iter().filter_map(|outcome| state.hand_over(outcome)));
         wakers.extend(state.awaited.end(released));
         let tickets = state.closing.as_mut().map(|closing| std::mem::take(&mut closing.tickets));
         state.over = Some(result.clone());

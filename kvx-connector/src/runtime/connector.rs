@@ -1,6 +1,7 @@
 //! The connector of one engine, by the names of vLLM's `KVConnectorBase_V1`.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,6 +10,7 @@ use kvx_config::KvTransferConfig;
 use kvx_core::{Completion, Deadline, Error, Kind, Registry, Result};
 
 use super::builder::Builder;
+use super::group::MeetingPoint;
 use super::rank::Rank;
 use super::state::Shared;
 use crate::engine::{
@@ -112,7 +114,21 @@ impl Connector {
     /// ranks join already; `Exhausted` for a path that is in use; what the system says of it. Later `TimedOut`,
     /// `PeerLost` and `Invalid`: a rank did not come, has gone, or was started twice.
     pub fn group(&self, path: impl AsRef<Path>, deadline: impl Into<Deadline>) -> Completion<()> {
-        self.shared().group(path.as_ref(), deadline.into())
+        self.shared().group(MeetingPoint::Path(path.as_ref().to_owned()), deadline.into())
+    }
+
+    /// As [`group`](Self::group), for ranks on other hosts too: each joins by [`Rank::join_over_tcp`]. Both ends prove to
+    /// each other that they have the fleet's secret (`KVX_SECRET_FILE`), and seal what they say. At `0.0.0.0` ranks come
+    /// in by any address of this host.
+    ///
+    /// Two things are other than with ranks of one host. Blocks whose lease is taken back ([`Lease`](super::Lease)
+    /// dropped) are the engine's when [`outcomes`](Self::outcomes) says `Free`, after a word to each of these ranks and
+    /// back. And nobody can prove that a rank has died unless it has said so: what it kept or filled is `Lost`.
+    ///
+    /// # Errors
+    /// As [`group`](Self::group); `Invalid` without a secret, and for port 0.
+    pub fn group_over_tcp(&self, address: SocketAddr, deadline: impl Into<Deadline>) -> Completion<()> {
+        self.shared().group(MeetingPoint::Address(address), deadline.into())
     }
 
     /// A request has arrived. From now on a peer that keeps its blocks is told that they are wanted.

@@ -60,10 +60,12 @@ impl Shared {
     /// Takes a request's blocks back from under its peers; nobody awaits their release any more. In push this engine
     /// itself may be reading them: it hears of their release by an outcome.
     pub(super) fn withdraw(&self, request: &RequestId, slot: &Arc<Slot<Released>>) {
-        let pushes = self.setup.settings.mode == TransferMode::Push;
+        let kept = Kept::Request;
         let mut state = self.state.lock();
+        // Then this is not the engine's at once.
+        let told = self.setup.settings.mode == TransferMode::Push || state.has_distant_ranks();
         let released = slot.take();
-        state.awaited.forget_release(request, Kept::Request, slot);
+        state.awaited.forget_release(request, kept, slot);
         // What has been released was taken back then, and its name may be another request's by now.
         let at_once = released.is_none() && state.scheduler.withdraw(request);
         if at_once {
@@ -72,19 +74,18 @@ impl Shared {
             let ready = state.scheduler.take_ready(now, None);
             state.pass_on(now, ready);
             state.aggregator.forget_sending(request);
-            if let Some(published) = &mut state.published {
-                published.release(request);
-            }
+            state.release(request);
         }
+        let request = request.clone();
+        let outcome = match released {
+            _ if !told => None,
+            Some(Released::Lost) => Some(Outcome::Lost { request, kept }),
+            Some(Released::Free) => Some(Outcome::Free { request, kept }),
+            None if at_once => state.unless_read(Outcome::Free { request, kept }),
+            None => None,
+        };
         drop(state);
-        let (request, kept) = (request.clone(), Kept::Request);
-        match released {
-            _ if !pushes => {}
-            Some(Released::Lost) => self.tell(Outcome::Lost { request, kept }),
-            Some(Released::Free) => self.tell(Outcome::Free { request, kept }),
-            None if at_once => self.tell(Outcome::Free { request, kept }),
-            None => {}
-        }
+        outcome.into_iter().for_each(|outcome| self.tell(outcome));
         self.wake_up.notify_one();
     }
 }

@@ -192,14 +192,16 @@ impl Shared {
         let now = self.clock.now();
         let ready = state.scheduler.take_ready(now, None);
         state.pass_on(now, ready);
-        let State { ranks, head, published, .. } = &mut *state;
+        if state.ranks.get(&rank).is_some_and(|held| held.registered.is_some()) {
+            state.release_all();
+        }
+        let State { ranks, head, .. } = &mut *state;
         if let Some(held) = ranks.get_mut(&rank) {
             held.worker.give_back(now);
             held.links.clear();
             let given = match held.registered.take() {
                 Some(registered) => {
                     held.giving_back.retain(|earlier| !earlier.ending.is_finished());
-                    published.iter_mut().for_each(Published::release_all);
                     // In the order in which caches come and go: the engine hears of both under this lock.
                     Some((registered, head.as_mut().map(Lead::give_back)))
                 }

@@ -78,6 +78,8 @@ pub(super) struct State {
     pub(super) granting: Granting,
     /// Registrations of loads that some worker has not started yet.
     pub(super) deferred: Vec<(WorkerRank, Action, Span)>,
+    /// Kept blocks that are free when ranks on other hosts have said that their words are raised: by which numbers.
+    pub(super) raising: Vec<(Vec<(WorkerRank, u64)>, Outcome)>,
     /// Agents that nobody listens to yet.
     pub(super) unheard: Vec<(WorkerRank, Agent)>,
     /// Ranks in processes of their own, which join here.
@@ -165,6 +167,7 @@ impl Shared {
             last_grant: 0,
             granting: Granting::default(),
             deferred: Vec::new(),
+            raising: Vec::new(),
             unheard: Vec::new(),
             gathering: None,
             head: None,
@@ -446,7 +449,9 @@ impl State {
         outcomes.extend(self.scheduler.poll(now));
         self.metrics.blocks(self.scheduler.blocks_held(), self.scheduler.blocks_lost());
         let before = self.outcomes.len();
-        let wakers = outcomes.into_iter().filter_map(|outcome| self.deliver(outcome)).collect();
+        let mut wakers: Vec<_> =
+            self.take_raised().into_iter().filter_map(|outcome| self.hand_over(outcome)).collect();
+        wakers.extend(outcomes.into_iter().filter_map(|outcome| self.deliver(outcome)));
         (self.outcomes.len() > before, wakers)
     }
 
@@ -456,12 +461,16 @@ impl State {
         if let Some(request) = outcome.ends_load() {
             self.end_grants(request);
         }
-        if let Outcome::Free { request, kept: Kept::Request } | Outcome::Lost { request, kept: Kept::Request } =
-            &outcome
-            && let Some(published) = &mut self.published
+        if let Outcome::Free { request, kept: Kept::Request }
+        | Outcome::Lost { request, kept: Kept::Request } = &outcome
         {
-            published.release(request);
+            self.release(request);
         }
+        let outcome = self.unless_read(outcome)?;
+        self.hand_over(outcome)
+    }
+
+    pub(super) fn hand_over(&mut self, outcome: Outcome) -> Option<Waker> {
         match self.awaited.hear(outcome) {
             Ok(waker) => waker,
             Err(outcome) => {

@@ -15,6 +15,7 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::engine::{BlockLists, BlockReference, Fresh, Generations, RequestId, WorkerRank};
+use crate::wire::group::OwnWords;
 
 /// The name of the region that holds the words: the pool's first, then one for each logical block.
 pub(super) const WORDS: &str = "generations";
@@ -33,6 +34,29 @@ impl Words {
     /// In a pool that nothing else of this process touches.
     pub(super) fn of(pool: Arc<Memory>) -> Self {
         Words(pool)
+    }
+
+    /// Of a rank on another host, whose engine says what they are.
+    pub(super) fn made(OwnWords { pool, stamp, blocks }: OwnWords) -> Result<Self> {
+        let words = Words(Arc::new(Memory::pool((blocks as usize + 1) * WORD as usize).build()?));
+        for (at, word) in words.as_ref().iter().enumerate() {
+            word.store(if at == 0 { pool } else { stamp }, Ordering::Relaxed);
+        }
+        Ok(words)
+    }
+
+    /// What peers read them from.
+    pub(super) fn memory(&self) -> Arc<Memory> {
+        Arc::clone(&self.0)
+    }
+
+    /// Peers may not read these blocks any more.
+    pub(super) fn raise(&self, blocks: &[u32], stamp: u64) {
+        for block in blocks {
+            if let Some(word) = self.as_ref().get(*block as usize + 1) {
+                word.store(stamp, Ordering::Release);
+            }
+        }
     }
 }
 
@@ -60,7 +84,7 @@ pub(super) struct Published {
     digested: Option<HashMap<(u32, u32), u32>>,
     /// Blocks whose digests are still to be written.
     fresh: Vec<Fresh>,
-    /// The same words once more, for ranks in processes of their own.
+    /// The same words once more, for ranks in other processes of this host.
     copies: BTreeMap<WorkerRank, CopiedWords>,
 }
 
@@ -124,14 +148,15 @@ impl Published {
     }
 
     /// Caches of a worker go: what was published is whole no more, whatever is registered next.
-    pub(super) fn release_all(&mut self) {
+    pub(super) fn release_all(&mut self) -> Vec<Raised> {
         let requests: Vec<RequestId> = self.requests.keys().cloned().collect();
-        requests.iter().for_each(|request| self.release(request));
+        requests.iter().filter_map(|request| self.release(request)).collect()
     }
 
-    /// No peer may read the blocks of this request any more; those that are in no other request are stale from now on.
-    pub(super) fn release(&mut self, request: &RequestId) {
-        let Some(blocks) = self.requests.remove(request) else { return };
+    /// No peer may read the blocks of this request any more; those that are in no other request are stale from now on,
+    /// on this host: ranks on others are still to hear of what is given.
+    pub(super) fn release(&mut self, request: &RequestId) -> Option<Raised> {
+        let blocks = self.requests.remove(request)?;
         if let Some(digested) = &mut self.digested {
             for block in grouped(&blocks) {
                 if let Entry::Occupied(mut count) = digested.entry(block) {
@@ -158,8 +183,16 @@ impl Published {
         for copy in self.copies.values() {
             free.iter().for_each(|block| copy.raise(*block, next));
         }
-        self.generations.reuse(free);
+        self.generations.reuse(free.iter().copied());
+        (!free.is_empty()).then_some(Raised { blocks: free, stamp: next })
     }
+}
+
+/// Blocks that peers may not read any more, and what their words have become.
+#[must_use = "ranks on other hosts are still to hear of it"]
+pub(super) struct Raised {
+    pub(super) blocks: Vec<u32>,
+    pub(super) stamp: u64,
 }
 
 /// Words that another process registers. This one has its own mapping of them, made before that one seals the file

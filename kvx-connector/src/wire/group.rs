@@ -22,6 +22,8 @@ const MAX_BLOCKS: u32 = 1 << 24;
 
 /// The most blocks whose digests are asked for at once.
 pub(crate) const MAX_DIGESTS: usize = 1 << 16;
+/// The most blocks whose words are raised at once.
+pub(crate) const MAX_RAISED: usize = 1 << 16;
 
 /// From an engine to a rank.
 #[derive(Debug, PartialEq)]
@@ -30,8 +32,8 @@ pub(crate) enum ToRank {
     Welcome(String),
     /// The rank, or what it has registered, is refused, and the connection ends.
     Refused(String),
-    /// Beside this comes the file of the words that the rank registers with its caches.
-    Words,
+    /// The words that the rank registers with its caches. `None`: their file comes beside this.
+    Words(Option<OwnWords>),
     /// Peers hear of what was registered, once all ranks have.
     Taken,
     /// What the engine orders.
@@ -46,6 +48,20 @@ pub(crate) enum ToRank {
     Grants { request: RequestId, told: Result<Vec<PushGrant>, String> },
     /// The engine knows of caches that were given back.
     GivenBack,
+    /// Peers may not read these blocks any more: the words that the rank made itself become this stamp, and it says so
+    /// by this number.
+    Raise { number: u64, stamp: u64, blocks: Vec<u32> },
+}
+
+/// Words that a rank makes itself, as it is on another host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct OwnWords {
+    /// Which life of the pool.
+    pub(crate) pool: u64,
+    /// The word of each block.
+    pub(crate) stamp: u64,
+    /// So many blocks.
+    pub(crate) blocks: u32,
 }
 
 /// From a rank to its engine.
@@ -71,6 +87,8 @@ pub(crate) enum ToHead {
     GrantsOfAll(RequestId),
     /// It gives its caches back, and may register others.
     GivesBack,
+    /// Its words are raised, as it was asked for by this number.
+    Raised(u64),
 }
 
 impl ToRank {
@@ -79,7 +97,14 @@ impl ToRank {
         match self {
             ToRank::Welcome(setup) => message(0, |writer| writer.text(setup)),
             ToRank::Refused(why) => message(1, |writer| reason(writer, why)),
-            ToRank::Words => message(2, |_| ()),
+            ToRank::Words(own) => message(2, |writer| {
+                writer.optional(own.as_ref(), |writer, OwnWords { pool, stamp, blocks }| {
+                    writer.array(3);
+                    for number in [*pool, *stamp, (*blocks).into()] {
+                        writer.unsigned(number);
+                    }
+                });
+            }),
             ToRank::Taken => message(3, |_| ()),
             ToRank::Step(meta) => {
                 let meta = meta.encode()?;
@@ -95,6 +120,12 @@ impl ToRank {
                 });
             }),
             ToRank::GivenBack => message(9, |_| ()),
+            ToRank::Raise { number, stamp, blocks } => message(10, |writer| {
+                writer.array(3);
+                writer.unsigned(*number);
+                writer.unsigned(*stamp);
+                writer.list(blocks, |writer, block| writer.unsigned((*block).into()));
+            }),
             ToRank::Digest { number, fresh } => message(6, |writer| {
                 writer.array(2);
                 writer.unsigned(*number);
@@ -114,12 +145,12 @@ impl ToRank {
         if kind == 4 {
             return ConnectorMeta::decode(body).map(ToRank::Step);
         }
-        let longest = if matches!(kind, 6 | 8) { MAX_STEP } else { MAX_TEXT };
+        let longest = if matches!(kind, 6 | 8 | 10) { MAX_STEP } else { MAX_TEXT };
         let mut reader = Reader::new(WHAT, body, longest)?;
         let message = match kind {
             0 => ToRank::Welcome(reader.owned_text()?),
             1 => ToRank::Refused(read_reason(&mut reader)?),
-            2 => ToRank::Words,
+            2 => ToRank::Words(reader.optional(read_own_words)?),
             3 => ToRank::Taken,
             5 => ToRank::End(read_duration(&mut reader)?),
             6 => {
@@ -135,6 +166,11 @@ impl ToRank {
                 ToRank::Grants { request, told: read_result(&mut reader, grants)? }
             }
             9 => ToRank::GivenBack,
+            10 => {
+                record(&mut reader, 3)?;
+                let (number, stamp) = (reader.unsigned()?, reader.unsigned()?);
+                ToRank::Raise { number, stamp, blocks: reader.list(MAX_RAISED, Reader::unsigned_32)? }
+            }
             other => return Err(reader.malformed(format_args!("{other} names no message"))),
         };
         reader.end()?;
@@ -176,6 +212,7 @@ impl ToHead {
             }),
             ToHead::GrantsOfAll(request) => message(8, |writer| writer.text(request.as_str())),
             ToHead::GivesBack => message(9, |_| ()),
+            ToHead::Raised(number) => message(10, |writer| writer.unsigned(*number)),
         }
     }
 
@@ -197,10 +234,7 @@ impl ToHead {
                 let groups = reader
                     .list(MAX_GROUPS, |reader| reader.pair(Reader::unsigned_32, Reader::unsigned_32))?;
                 let pool = PoolBlocks { groups: groups.into_iter().collect(), others };
-                if pool.most() > MAX_BLOCKS {
-                    let most = pool.most();
-                    return Err(reader.malformed(format_args!("{most} blocks, of at most {MAX_BLOCKS}")));
-                }
+                check_blocks(&reader, pool.most())?;
                 ToHead::Pool(pool)
             }
             2 => ToHead::Registered(reader.binary()?.to_vec()),
@@ -214,6 +248,7 @@ impl ToHead {
             }
             8 => ToHead::GrantsOfAll(read_request(&mut reader)?),
             9 => ToHead::GivesBack,
+            10 => ToHead::Raised(reader.unsigned()?),
             other => return Err(reader.malformed(format_args!("{other} names no message"))),
         };
         reader.end()?;
@@ -238,6 +273,20 @@ fn read_result<T>(
         true => value(reader).map(Ok),
         false => read_reason(reader).map(Err),
     }
+}
+
+fn check_blocks(reader: &Reader<'_>, blocks: u32) -> Result<()> {
+    match blocks > MAX_BLOCKS {
+        true => Err(reader.malformed(format_args!("{blocks} blocks, of at most {MAX_BLOCKS}"))),
+        false => Ok(()),
+    }
+}
+
+fn read_own_words(reader: &mut Reader<'_>) -> Result<OwnWords> {
+    record(reader, 3)?;
+    let own = OwnWords { pool: reader.unsigned()?, stamp: reader.unsigned()?, blocks: reader.unsigned_32()? };
+    check_blocks(reader, own.blocks)?;
+    Ok(own)
 }
 
 fn read_fresh(reader: &mut Reader<'_>) -> Result<Fresh> {

@@ -13,10 +13,13 @@ use crate::rig::{BLOCK, BLOCKS, LIMIT};
 
 /// What moves blocks: over each backend.
 pub(crate) const WITH_LOADS: &[(&str, fn(&str))] = &[
-    ("a_rank_that_is_killed_in_mid_load_fails_it", a_rank_that_is_killed_in_mid_load_fails_it),
     ("a_rank_that_stands_still_a_while_costs_no_more", a_rank_that_stands_still_a_while_costs_no_more),
     ("a_stopped_prefill_rank_costs_loads_their_deadline", a_stopped_prefill_rank_costs_loads_their_deadline),
 ];
+
+/// The same of ranks whose death is seen.
+pub(crate) const OF_ONE_HOST: &[(&str, fn(&str))] =
+    &[("a_rank_that_is_killed_in_mid_load_fails_it", a_rank_that_is_killed_in_mid_load_fails_it)];
 
 pub(crate) const CASES: &[(&str, fn(&str))] = &[
     ("a_killed_rank_ends_the_loads_of_its_engine", a_killed_rank_ends_the_loads_of_its_engine),
@@ -38,7 +41,11 @@ pub(crate) const CASES: &[(&str, fn(&str))] = &[
 ];
 
 /// Waits until a rank is known to be lost: a load says so.
-fn lost(decode: &Fleet, params: &kvx_connector::params::TransferParams, within: Duration) -> String {
+pub(crate) fn lost(
+    decode: &Fleet,
+    params: &kvx_connector::params::TransferParams,
+    within: Duration,
+) -> String {
     let until = Instant::now() + within;
     for number in 0.. {
         let error = decode.fetch(&format!("look{number}"), params, &[9], LIMIT).outcome().err();

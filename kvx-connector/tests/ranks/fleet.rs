@@ -1,15 +1,16 @@
 //! An engine in this process, and its ranks in others.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{Builder, Connector, Decode, Fetch, Lease, Prefill};
 use kvx_core::{Completion, Result};
-use kvx_testkit::Child;
+use kvx_testkit::{Child, Hosts, free_port};
 
 use crate::rank::VARIABLE;
-use crate::rig::{BLOCKS, LIMIT, builder, lists};
+use crate::rig::{BLOCKS, LIMIT, builder, host, lists};
 
 /// An engine whose ranks are processes.
 pub(crate) struct Fleet {
@@ -25,7 +26,29 @@ pub(crate) fn extra(backend: &str) -> String {
 
 /// The process of a rank that registers so many blocks; 0: it only joins.
 pub(crate) fn rank_of(path: &Path, rank: u32, tp: u32, blocks: u32) -> Child {
-    Child::start_self(VARIABLE, &spec(path, rank, tp, blocks)).unwrap()
+    rank_with(path, rank, tp, blocks, |_| {})
+}
+
+/// The same, in surroundings of its own. With two hosts each second rank is on the other one, and one that is alone.
+pub(crate) fn rank_with(
+    path: &Path,
+    rank: u32,
+    tp: u32,
+    blocks: u32,
+    surround: impl FnOnce(&mut Command),
+) -> Child {
+    let program = std::env::current_exe().unwrap();
+    let mut command = match Hosts::way_to_far().filter(|_| rank % 2 == 1 || tp == 1) {
+        None => Command::new(program),
+        Some(way) => {
+            let mut command = Command::new(&way[0]);
+            command.args(&way[1..]).arg(program);
+            command
+        }
+    };
+    command.env(VARIABLE, spec(path, rank, tp, blocks));
+    surround(&mut command);
+    Child::start(command).unwrap()
 }
 
 /// What such a process is told.
@@ -41,11 +64,25 @@ pub(crate) fn heard(rank: &Child) -> String {
     rank.hear(LIMIT).unwrap_or_else(|why| panic!("{why}"))
 }
 
-/// A path for a socket that no other test has.
+/// Begins such a path where ranks join over TCP: the address follows.
+pub(crate) const OVER_TCP: &str = "tcp:";
+
+/// A path for a socket that no other test has. On two hosts an address.
 pub(crate) fn path(engine: &str) -> PathBuf {
+    if Hosts::way_to_far().is_some() {
+        return format!("{OVER_TCP}{}:{}", host(), free_port(0).unwrap()).into();
+    }
     static LAST: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
     let number = LAST.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     std::env::temp_dir().join(format!("kvx-ranks-{}-{engine}-{number}", std::process::id()))
+}
+
+/// Lets ranks join there.
+pub(crate) fn group(connector: &Connector, path: &Path, deadline: Duration) -> Completion<()> {
+    match path.to_str().and_then(|path| path.strip_prefix(OVER_TCP)) {
+        Some(address) => connector.group_over_tcp(address.parse().unwrap(), deadline),
+        None => connector.group(path, deadline),
+    }
 }
 
 impl Fleet {
@@ -93,7 +130,7 @@ impl Fleet {
     ) -> (Self, Completion<()>) {
         let connector = builder.workers(tp, 1).build_blocking().unwrap();
         let path = path(engine);
-        let whole = connector.group(&path, deadline);
+        let whole = group(&connector, &path, deadline);
         (Fleet { connector, ranks: Vec::new(), path, tp }, whole)
     }
 

@@ -116,8 +116,9 @@ fn a_decode_rank_registers_anew(backend: &str) {
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     give_back(&mut decode, 1);
     let error = decode.fetch("refused", &params, &[1], LIMIT).outcome().unwrap_err();
-    let named = format!("rank pp 0 tp 1 (process {}) has given its caches back", decode.ranks[1].pid());
-    assert!(error.to_string().contains(&named), "{error}");
+    for words in ["rank pp 0 tp 1 (", ") has given its caches back"] {
+        assert!(error.to_string().contains(words), "{error}");
+    }
     register(&mut decode, 1, BLOCKS);
     arrives(&mut prefill, &mut decode, 3, 6);
     prefill.end();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvx_connector::engine::{Allocation, Arrival, LoadFailure, Outcome, RequestId, WorkerRank};
 use kvx_connector::runtime::{Builder, Decode, Released};
 
-use crate::fleet::{Fleet, extra, heard, path, rank};
+use crate::fleet::{Fleet, extra, group, heard, path, rank};
 use crate::rig::{self, BLOCK, BLOCKS, LIMIT, Part, block_on, lists};
 
 pub(crate) const CASES: &[(&str, fn(&str))] = &[
@@ -14,8 +14,11 @@ pub(crate) const CASES: &[(&str, fn(&str))] = &[
     ("two_ranks_are_read_by_two", two_ranks_are_read_by_two),
     ("a_rank_may_be_in_the_engines_process", a_rank_may_be_in_the_engines_process),
     ("a_step_loop_orders_loads_of_joined_ranks", a_step_loop_orders_loads_of_joined_ranks),
-    ("blocks_that_were_taken_back_are_noticed", blocks_that_were_taken_back_are_noticed),
 ];
+
+/// Where the engine shares words with its ranks.
+pub(crate) const OF_ONE_HOST: &[(&str, fn(&str))] =
+    &[("blocks_that_were_taken_back_are_noticed", blocks_that_were_taken_back_are_noticed)];
 
 /// Prompts of up to twenty blocks from one fleet to the other; both are idle afterwards.
 pub(crate) fn prompts_arrive(mut prefill: Fleet, mut decode: Fleet) {
@@ -66,7 +69,7 @@ pub(crate) fn a_prompt_arrives_beside_the_engine(mut prefill: Fleet, decode: Bui
     let first = connector.rank(WorkerRank::default()).unwrap();
     first.register(rig::caches(&own, 2), [Arc::clone(&own)]).unwrap();
     let path = path("decode");
-    let whole = connector.group(&path, LIMIT);
+    let whole = group(&connector, &path, LIMIT);
     let mut other = rank(&path, 1, 2);
     whole.wait(LIMIT).unwrap();
     assert_eq!(heard(&other), "ready");

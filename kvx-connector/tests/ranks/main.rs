@@ -1,11 +1,12 @@
 //! Engines whose ranks are processes of their own: what they load over SHM and TCP, and what becomes of it when a rank
-//! is killed, stopped, started twice, or never comes. Every byte says where it belongs. Pools on devices are those of
+//! is killed, stopped, started twice, or never comes; and the same on two hosts. Every byte says where it belongs. Pools on devices are those of
 //! the stand-in, or, if `KVX_CUDA_LIB` names a driver, its own.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "what fails here is the test")]
 
 mod devices;
 mod digests;
+mod distant;
 mod faults;
 mod fleet;
 mod giving_back;
@@ -29,10 +30,13 @@ fn main() -> ExitCode {
     }
     // Processes are more than what is waited for after each edit.
     let trials = if Tier::Usual.runs() { trials() } else { Vec::new() };
+    let secret = distant::with_a_secret();
     let mut arguments = Arguments::from_args();
     // Outcomes have deadlines, and each trial is several processes.
     arguments.test_threads.get_or_insert(2);
-    libtest_mimic::run(&arguments, trials).exit_code()
+    let conclusion = libtest_mimic::run(&arguments, trials);
+    secret.into_iter().for_each(|file| std::fs::remove_file(file).unwrap());
+    conclusion.exit_code()
 }
 
 fn trials() -> Vec<Trial> {
@@ -48,6 +52,7 @@ fn trials() -> Vec<Trial> {
     };
     let both = |cases| ["SHM", "TCP"].into_iter().flat_map(move |backend| over(backend, cases));
     both(loads::CASES)
+        .chain(both(loads::OF_ONE_HOST))
         .chain(both(digests::CASES))
         .chain(both(pushes::CASES))
         .chain(both(giving_back::WITH_LOADS))
@@ -55,6 +60,8 @@ fn trials() -> Vec<Trial> {
         .chain(both(devices::CASES))
         .chain(over("SHM", devices::OF_SHM))
         .chain(both(faults::WITH_LOADS))
+        .chain(both(faults::OF_ONE_HOST))
         .chain(over("SHM", faults::CASES))
+        .chain(distant::trials())
         .collect()
 }

@@ -8,6 +8,7 @@ use kvx_connector::engine::WorkerRank;
 use kvx_connector::runtime::Rank;
 use kvx_stand_in::Control;
 
+use crate::fleet::OVER_TCP;
 use crate::rig::{LIMIT, Part, builder, caches, pool_of, registry};
 
 /// Says to a process of this program which rank it is: the socket, of how many which, and with how many blocks.
@@ -18,7 +19,12 @@ pub(crate) fn serve(spec: &str) {
     let [path, rank, tp, blocks] = spec.split(' ').collect::<Vec<_>>()[..] else { return lead(spec) };
     let (rank, tp, blocks): (u32, u32, u32) =
         (rank.parse().unwrap(), tp.parse().unwrap(), blocks.parse().unwrap());
-    let joined = match Rank::join(path, WorkerRank { pp: 0, tp: rank }, registry(), LIMIT) {
+    let worker = WorkerRank { pp: 0, tp: rank };
+    let joined = match path.strip_prefix(OVER_TCP) {
+        Some(address) => Rank::join_over_tcp(address, worker, registry(), LIMIT),
+        None => Rank::join(path, worker, registry(), LIMIT),
+    };
+    let joined = match joined {
         Ok(joined) => joined,
         Err(error) => return answer(&error.to_string()),
     };

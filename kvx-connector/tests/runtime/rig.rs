@@ -11,6 +11,7 @@ use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{Builder, Connector, Decode, Loaded, Prefill, Rank, Released};
 use kvx_connector::wire::CompatibilityFactors;
 use kvx_core::{Memory, Registry};
+use kvx_testkit::Hosts;
 
 /// Tokens of a block.
 pub(crate) const BLOCK: u32 = 16;
@@ -44,6 +45,11 @@ pub(crate) struct Engine {
     blocks: u32,
 }
 
+/// Where engines of a test are: on this host, or on the first of two.
+pub(crate) fn host() -> String {
+    Hosts::way_to_far().map_or_else(|| "127.0.0.1".to_owned(), |_| Hosts::address(1))
+}
+
 pub(crate) fn config(engine: &str, extra: &str) -> KvTransferConfig {
     configured(engine, extra, "fail")
 }
@@ -57,7 +63,7 @@ fn of_connector(connector: &str, engine: &str, extra: &str, policy: &str) -> KvT
         r#"{{"kv_connector": "{connector}", "kv_role": "kv_both", "engine_id": "{engine}",
              "kv_load_failure_policy": "{policy}", "kv_connector_extra_config": {extra}}}"#
     );
-    let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
+    let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", host());
     KvTransferConfig::from_json(&json, &surroundings).unwrap()
 }
 

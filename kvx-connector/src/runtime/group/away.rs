@@ -10,12 +10,13 @@ use tokio::sync::mpsc::{self, Receiver, Sender};
 use tokio::sync::oneshot;
 
 use super::super::slot::Slot;
+use super::super::words::Raised;
 use super::granting::refused;
 use crate::engine::{
     BlockLists, ConnectorMeta, FailedLoad, Fresh, Kept, LoadFailure, RequestId, WorkerOutput, WorkerRank,
 };
 use crate::wire::NixlAgentMetadata;
-use crate::wire::group::{MAX_DIGESTS, ToRank};
+use crate::wire::group::{MAX_DIGESTS, MAX_RAISED, ToRank};
 
 /// A rank that has not read so many messages is lost. What they hold is shared with the scheduler's half.
 const BACKLOG: usize = 1 << 16;
@@ -23,16 +24,24 @@ const BACKLOG: usize = 1 << 16;
 /// A message to a rank, and the file beside it.
 pub(super) type Down = (ToRank, Option<OwnedFd>);
 
+/// A process that wants to be a rank.
+pub(super) struct Newcomer {
+    /// In words.
+    pub(super) process: Arc<str>,
+    /// It may be on another host, and shares no memory with the engine.
+    pub(super) distant: bool,
+}
+
 /// Where a rank is.
 enum Standing {
     /// Its process has not come yet.
     Awaited,
     /// It has, and has not registered its caches.
-    Joined { pid: i32 },
+    Joined { process: Arc<str> },
     /// Its caches are registered.
-    Registered { pid: i32, metadata: Box<NixlAgentMetadata> },
+    Registered { process: Arc<str>, metadata: Box<NixlAgentMetadata> },
     /// It has given them back, and has not registered others.
-    GaveBack { pid: i32 },
+    GaveBack { process: Arc<str> },
     /// It is gone, and does not come back. `proven`: its process touches no memory any more.
     Lost { why: Arc<str>, proven: bool },
 }
@@ -46,6 +55,10 @@ pub(in crate::runtime) struct Away {
     /// Its prefill writes: it reads its own blocks itself.
     pushes: bool,
     standing: Standing,
+    /// It is on another host, and raises its words itself: so often it was asked to, and has said that it has.
+    distant: bool,
+    raising: u64,
+    raised: u64,
     /// It was given words for the caches that it has, or is about to register.
     has_words: bool,
     to: Option<Sender<Down>>,
@@ -68,6 +81,9 @@ impl Away {
             rank,
             pushes,
             standing: Standing::Awaited,
+            distant: false,
+            raising: 0,
+            raised: 0,
             has_words: false,
             to: None,
             loads: BTreeMap::new(),
@@ -83,16 +99,16 @@ impl Away {
     /// A process takes the place. Gives what is sent to it.
     ///
     /// Errors: the place is taken, or was.
-    pub(super) fn join(&mut self, pid: i32) -> Result<Receiver<Down>> {
+    pub(super) fn join(&mut self, Newcomer { process, distant }: &Newcomer) -> Result<Receiver<Down>> {
         match &self.standing {
             Standing::Awaited => {}
-            Standing::Joined { pid: first }
-            | Standing::Registered { pid: first, .. }
-            | Standing::GaveBack { pid: first } => {
+            Standing::Joined { process: first }
+            | Standing::Registered { process: first, .. }
+            | Standing::GaveBack { process: first } => {
                 return Err(Error::new(
                     Kind::Invalid,
                     format!(
-                        "process {pid} joined as {}, which process {first} is already: start each rank once",
+                        "{process} joined as {}, which {first} is already: start each rank once",
                         name(self.rank)
                     ),
                 ));
@@ -100,7 +116,8 @@ impl Away {
             Standing::Lost { why, .. } => return Err(Error::new(Kind::Closed, why.to_string())),
         }
         let (to, down) = mpsc::channel(BACKLOG);
-        (self.standing, self.to) = (Standing::Joined { pid }, Some(to));
+        (self.standing, self.to) = (Standing::Joined { process: Arc::clone(process) }, Some(to));
+        self.distant = *distant;
         Ok(down)
     }
 
@@ -108,8 +125,9 @@ impl Away {
     pub(super) fn registered(&mut self, registered: NixlAgentMetadata) -> Result<()> {
         match &self.standing {
             Standing::Joined { .. } | Standing::GaveBack { .. } if !self.has_words => Err(out_of_turn()),
-            Standing::Joined { pid } | Standing::GaveBack { pid } => {
-                self.standing = Standing::Registered { pid: *pid, metadata: Box::new(registered) };
+            Standing::Joined { process } | Standing::GaveBack { process } => {
+                let (process, metadata) = (Arc::clone(process), Box::new(registered));
+                self.standing = Standing::Registered { process, metadata };
                 Ok(())
             }
             Standing::Lost { why, .. } => Err(Error::new(Kind::Closed, why.to_string())),
@@ -131,6 +149,43 @@ impl Away {
         Ok(())
     }
 
+    /// Whether it is on another host: then it makes its words itself.
+    pub(super) fn is_distant(&self) -> bool {
+        self.distant
+    }
+
+    /// Has it raise the words of blocks, if those are its own.
+    pub(in crate::runtime) fn raise(&mut self, Raised { blocks, stamp }: &Raised) {
+        if !self.distant || matches!(self.standing, Standing::Awaited | Standing::Lost { .. }) {
+            return;
+        }
+        for blocks in blocks.chunks(MAX_RAISED) {
+            self.raising += 1;
+            let (number, stamp, blocks) = (self.raising, *stamp, blocks.to_vec());
+            self.send(ToRank::Raise { number, stamp, blocks }, None);
+        }
+    }
+
+    /// Its words are raised, as it was asked for by this number.
+    pub(super) fn has_raised(&mut self, number: u64) {
+        self.raised = self.raised.max(number.min(self.raising));
+    }
+
+    /// The number of what it was asked to raise last, if it has not said that it has.
+    pub(in crate::runtime) fn last_unraised(&self) -> Option<u64> {
+        (self.raised < self.raising && !matches!(self.standing, Standing::Lost { proven: true, .. }))
+            .then_some(self.raising)
+    }
+
+    /// Whether peers may still read what it was asked to raise by this number. `None`: nobody will ever know.
+    pub(in crate::runtime) fn is_raised(&self, number: u64) -> Option<bool> {
+        match &self.standing {
+            _ if self.raised >= number => Some(true),
+            Standing::Lost { proven, .. } => proven.then_some(true),
+            _ => Some(false),
+        }
+    }
+
     /// Whether it has caches, or is about to register some: their words are those of the engine's other ranks.
     pub(in crate::runtime) fn has_words(&self) -> bool {
         self.has_words
@@ -139,7 +194,9 @@ impl Away {
     /// It gives its caches back. Errors: it has none.
     pub(super) fn gave_back(&mut self) -> Result<()> {
         match &self.standing {
-            Standing::Registered { pid, .. } => self.standing = Standing::GaveBack { pid: *pid },
+            Standing::Registered { process, .. } => {
+                self.standing = Standing::GaveBack { process: Arc::clone(process) };
+            }
             Standing::Lost { why, .. } => return Err(Error::new(Kind::Closed, why.to_string())),
             _ => return Err(out_of_turn()),
         }
@@ -164,13 +221,13 @@ impl Away {
     pub(in crate::runtime) fn missing(&self) -> Option<String> {
         match &self.standing {
             Standing::Awaited => Some(format!("{} has not joined", name(self.rank))),
-            Standing::Joined { pid } => {
+            Standing::Joined { process } => {
                 let rank = name(self.rank);
-                Some(format!("{rank} (process {pid}) has joined, and not registered its caches"))
+                Some(format!("{rank} ({process}) has joined, and not registered its caches"))
             }
-            Standing::GaveBack { pid } => {
+            Standing::GaveBack { process } => {
                 let rank = name(self.rank);
-                Some(format!("{rank} (process {pid}) has given its caches back, and not registered others"))
+                Some(format!("{rank} ({process}) has given its caches back, and not registered others"))
             }
             Standing::Registered { .. } => None,
             Standing::Lost { why, .. } => Some(why.to_string()),
@@ -283,8 +340,10 @@ impl Away {
                 proven = true;
                 String::new()
             }
-            Standing::Joined { pid } | Standing::Registered { pid, .. } | Standing::GaveBack { pid } => {
-                format!(" (process {pid})")
+            Standing::Joined { process }
+            | Standing::Registered { process, .. }
+            | Standing::GaveBack { process } => {
+                format!(" ({process})")
             }
         };
         let why: Arc<str> = format!("{}{process}: {why}", name(self.rank)).into();
@@ -317,9 +376,9 @@ impl Away {
             });
         }
         // What peers read has the engine's words: who still reads one finds that it is another's. What it writes itself
-        // goes on if it does.
+        // goes on if it does, and words of its own are as they were.
         let sends = std::mem::take(&mut self.sends);
-        if self.pushes && !proven {
+        if (self.pushes || self.distant) && !proven {
             said.lost.extend(sends.iter().map(|request| (request.clone(), Kept::Request)));
         }
         said.finished_sending.extend(sends);

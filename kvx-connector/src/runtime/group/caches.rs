@@ -9,18 +9,27 @@ use super::super::register::closed;
 use super::super::state::Shared;
 use super::super::words::{CopiedWords, Published};
 use super::away::{Away, name, out_of_turn};
-use crate::engine::{PoolBlocks, WorkerRank};
+use crate::engine::{BlockReference, PoolBlocks, WorkerRank};
 use crate::wire::NixlAgentMetadata;
+use crate::wire::group::{OwnWords, ToRank};
 
 impl Shared {
-    /// The words that a rank registers beside its caches. The first rank with caches says of how many blocks.
-    pub(super) fn share_words(&self, rank: WorkerRank, blocks: PoolBlocks) -> Result<OwnedFd> {
+    /// The words that a rank registers beside its caches, and their file if they are shared with it. The first rank with
+    /// caches says of how many blocks.
+    pub(super) fn share_words(
+        &self,
+        rank: WorkerRank,
+        blocks: PoolBlocks,
+    ) -> Result<(ToRank, Option<OwnedFd>)> {
         // Ranks register one after the other: the first one makes what they share.
         let _side = self.side.lock();
         let first = !self.state.lock().others_have_words(rank);
         // Made before the lock is held: they may be large.
         let fresh = first.then(|| Published::new(blocks.most(), self.digests())).transpose()?;
-        let (copy, file) = CopiedWords::new(blocks.most())?;
+        let most = blocks.most();
+        let distant =
+            self.state.lock().ranks.get(&rank).and_then(|held| held.worker.away()?.is_distant().into());
+        let shared = (distant == Some(false)).then(|| CopiedWords::new(most)).transpose()?;
         let mut guard = self.state.lock();
         let state = &mut *guard;
         let Some(away) = state.ranks.get_mut(&rank).and_then(|held| held.worker.away_mut()) else {
@@ -41,8 +50,14 @@ impl Shared {
         if let Some(fresh) = fresh {
             (state.published, state.pool) = (Some(fresh), Some(blocks));
         }
-        state.published.as_mut().ok_or_else(closed)?.share(rank, copy);
-        Ok(file)
+        let published = state.published.as_mut().ok_or_else(closed)?;
+        let Some((copy, file)) = shared else {
+            // What was raised before is stale: no block of these caches was published.
+            let BlockReference { pool, stamp } = published.reference();
+            return Ok((ToRank::Words(Some(OwnWords { pool, stamp, blocks: most })), None));
+        };
+        published.share(rank, copy);
+        Ok((ToRank::Words(None), Some(file)))
     }
 
     /// A rank has registered its caches: with the last, peers hear of all.
@@ -78,7 +93,7 @@ impl Shared {
         let mut state = self.state.lock();
         let away = state.ranks.get_mut(&rank).and_then(|held| held.worker.away_mut());
         away.ok_or_else(out_of_turn)?.gave_back()?;
-        state.published.iter_mut().for_each(Published::release_all);
+        state.release_all();
         // What was published before goes to the ranks before they register others.
         let now = self.clock.now();
         let ready = state.scheduler.take_ready(now, None);

@@ -1,7 +1,8 @@
 //! The engine's end: who joins, and what is heard of them.
 
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvx_config::KvTransferConfig;
@@ -14,15 +15,24 @@ use super::super::rank::Rank;
 use super::super::register::closed;
 use super::super::slot::until;
 use super::super::state::{Shared, State};
-use super::away::{Away, Down, name, out_of_turn};
-use super::serving::{gather, open};
+use super::away::{Away, Down, Newcomer, name, out_of_turn};
+use super::serving::{Entrance, gather};
 use crate::engine::WorkerRank;
 use crate::params::TransferMode;
 use crate::wire::group::{ToHead, ToRank};
 
+/// Where ranks join their engine.
+#[derive(Clone, Debug)]
+pub(in crate::runtime) enum MeetingPoint {
+    /// At a Unix socket.
+    Path(PathBuf),
+    /// By TCP, from other hosts too.
+    Address(SocketAddr),
+}
+
 /// Ranks that are to join. The socket goes with it.
 pub(in crate::runtime) struct Gathering {
-    path: PathBuf,
+    at: MeetingPoint,
     /// Settled when all have come, or one does not.
     ticket: Option<Ticket>,
     /// All have come. Caches that a rank gives back afterwards have no deadline.
@@ -40,7 +50,9 @@ impl Gathering {
 
 impl Drop for Gathering {
     fn drop(&mut self) {
-        std::fs::remove_file(&self.path).ok(); // a socket that is left behind is replaced
+        if let MeetingPoint::Path(path) = &self.at {
+            std::fs::remove_file(path).ok(); // a socket that is left behind is replaced
+        }
     }
 }
 
@@ -64,11 +76,15 @@ impl Rank {
 }
 
 impl Shared {
-    pub(in crate::runtime) fn group(self: &Arc<Self>, path: &Path, deadline: Deadline) -> Completion<()> {
+    pub(in crate::runtime) fn group(
+        self: &Arc<Self>,
+        at: MeetingPoint,
+        deadline: Deadline,
+    ) -> Completion<()> {
         let (done, ticket) = Completion::with_ticket();
-        match self.may_gather().and_then(|()| open(path)) {
+        match self.may_gather().and_then(|()| Entrance::open(&at, self.secret.as_ref())) {
             Ok(listener) => {
-                let gathering = Gathering { path: path.to_owned(), ticket: Some(ticket), whole: false };
+                let gathering = Gathering { at, ticket: Some(ticket), whole: false };
                 if let Err((gathering, error)) = self.await_ranks(gathering) {
                     gathering.end(error);
                     return done;
@@ -111,20 +127,21 @@ impl Shared {
     }
 
     /// A process takes the place of a rank.
-    pub(super) fn seat(&self, rank: WorkerRank, pid: i32) -> Result<Receiver<Down>> {
+    pub(super) fn seat(&self, rank: WorkerRank, newcomer: &Newcomer) -> Result<Receiver<Down>> {
+        let process = &newcomer.process;
         let mut state = self.state.lock();
         let why = match state.ranks.get_mut(&rank).map(|held| &mut held.worker) {
-            Some(Half::Away(away)) => match away.join(pid) {
+            Some(Half::Away(away)) => match away.join(newcomer) {
                 Ok(down) => return Ok(down),
                 Err(error) if error.kind() == Kind::Closed => return Err(error),
                 Err(error) => error.sentence().to_owned(),
             },
             Some(Half::Nixl(_) | Half::Mooncake(_)) => format!(
-                "process {pid} joined as {}, which the engine's own process is already: start each rank once",
+                "{process} joined as {}, which the engine's own process is already: start each rank once",
                 name(rank)
             ),
             None => format!(
-                "process {pid} joined as {}, and the engine was built for {} x {} workers (pipeline x tensor \
+                "{process} joined as {}, and the engine was built for {} x {} workers (pipeline x tensor \
                  parallel): see Builder::workers",
                 name(rank),
                 self.setup.settings.pp_size,
@@ -194,8 +211,8 @@ impl Shared {
     pub(super) fn heard(&self, rank: WorkerRank, message: ToHead) -> Result<()> {
         match message {
             ToHead::Pool(blocks) => {
-                let words = self.share_words(rank, blocks)?;
-                self.tell_rank(rank, ToRank::Words, Some(words));
+                let (words, file) = self.share_words(rank, blocks)?;
+                self.tell_rank(rank, words, file);
             }
             ToHead::Registered(metadata) => {
                 self.take_registration(rank, &metadata)?;
@@ -207,6 +224,10 @@ impl Shared {
             }
             ToHead::Output(output) => {
                 self.with_away(rank, |away| away.hear(output));
+                self.wake_up.notify_one();
+            }
+            ToHead::Raised(number) => {
+                self.with_away(rank, |away| away.has_raised(number));
                 self.wake_up.notify_one();
             }
             ToHead::Digested(number) => self.with_away(rank, |away| away.digested(number)),

@@ -1,14 +1,15 @@
 //! A rank's end: it joins, registers its memory, and does what the engine orders.
 
 use std::fmt;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use kvx_core::sync::Mutex;
-use kvx_core::{Completion, Deadline, Error, Kind, Memory, Registry, Result};
-use tokio::net::UnixStream;
+use kvx_core::{Completion, Deadline, Error, Kind, Memory, Registry, Result, Secret};
+use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::{sleep, timeout, timeout_at};
 
@@ -18,8 +19,10 @@ use super::super::register::Told;
 use super::super::slot::{Slot, until};
 use super::super::state::Shared;
 use super::super::thread::{drive, on_its_own};
+use super::super::words::Words;
+use super::serving::no_secret;
 use super::setup::of_told;
-use super::stream::{Incoming, same_user, send};
+use super::stream::{Incoming, Outgoing, prove_as_rank, same_user, within_a_host};
 use super::{LAST_WORD, PATIENCE, PULSE, SILENT};
 use crate::engine::{PoolBlocks, WorkerRank};
 use crate::mapping::Caches;
@@ -27,6 +30,8 @@ use crate::wire::group::{ToHead, ToRank};
 
 /// An engine that does not listen yet is looked for again after this.
 const AGAIN: Duration = Duration::from_millis(20);
+/// How long a connection to an engine may take to come about, before it is tried again.
+const TO_CONNECT: Duration = Duration::from_secs(3);
 /// What an engine that has gone leaves to a rank for its end.
 const ALONE: Duration = Duration::from_secs(1);
 
@@ -38,12 +43,20 @@ pub struct JoinedRank {
     link: Arc<Link>,
 }
 
+/// Words for the caches of this rank.
+enum SentWords {
+    /// Those of this file, which the engine raises.
+    File(OwnedFd),
+    /// Of this process, which the engine has it raise.
+    Own(Arc<Memory>),
+}
+
 /// What the handle and the thread share beside the worker.
 pub(super) struct Link {
     pub(super) up: UnboundedSender<ToHead>,
     /// One question at a time.
     asking: Mutex<()>,
-    answer: Arc<Slot<Result<Option<OwnedFd>>>>,
+    answer: Arc<Slot<Result<Option<SentWords>>>>,
     /// Why the engine is not there any more, if it has not ended this rank itself.
     gone: OnceLock<Error>,
 }
@@ -62,12 +75,48 @@ impl Rank {
         registry: Registry,
         deadline: impl Into<Deadline>,
     ) -> Result<JoinedRank> {
-        let (path, deadline) = (path.as_ref().to_owned(), deadline.into());
-        let started = on_its_own(move |started| run(path, rank, registry, deadline, started))?;
-        let limit = deadline.left().saturating_add(LAST_WORD);
-        started.wait(limit.into()).unwrap_or_else(|| {
-            Err(Error::new(Kind::TimedOut, "this process had no time for its thread to join by the deadline"))
-        })
+        join(Engine::At(path.as_ref().to_owned()), rank, registry, deadline.into())
+    }
+
+    /// As [`join`](Self::join), an engine on another host, which lets its ranks in at this address
+    /// ([`Connector::group_over_tcp`]): a name or number, and a port. Both processes have the fleet's secret
+    /// (`KVX_SECRET_FILE`). TCP listens at the address by which this host reaches the engine, if neither
+    /// `VLLM_NIXL_SIDE_CHANNEL_HOST` nor `tcp.bind` says otherwise.
+    ///
+    /// # Errors
+    /// As [`join`](Self::join); `Invalid`: this process has no secret; `Denied`: it is not the engine's.
+    pub fn join_over_tcp(
+        address: &str,
+        rank: WorkerRank,
+        registry: Registry,
+        deadline: impl Into<Deadline>,
+    ) -> Result<JoinedRank> {
+        let secret = Secret::from_environment()?.ok_or_else(no_secret)?;
+        join(Engine::Elsewhere(address.to_owned(), secret), rank, registry, deadline.into())
+    }
+}
+
+fn join(engine: Engine, rank: WorkerRank, registry: Registry, deadline: Deadline) -> Result<JoinedRank> {
+    let started = on_its_own(move |started| run(engine, rank, registry, deadline, started))?;
+    let limit = deadline.left().saturating_add(LAST_WORD);
+    started.wait(limit.into()).unwrap_or_else(|| {
+        Err(Error::new(Kind::TimedOut, "this process had no time for its thread to join by the deadline"))
+    })
+}
+
+/// Where an engine lets its ranks in.
+enum Engine {
+    At(PathBuf),
+    /// At a host and port, for those who have the secret.
+    Elsewhere(String, Secret),
+}
+
+impl fmt::Display for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Engine::At(path) => path.display().fmt(f),
+            Engine::Elsewhere(address, _) => f.write_str(address),
+        }
     }
 }
 
@@ -97,9 +146,12 @@ impl JoinedRank {
         }
         let pool = PoolBlocks::of(caches.geometry());
         let words = (pool.most() as usize + 1) * super::super::words::WORD as usize;
-        let file = self.link.ask(ToHead::Pool(pool))?;
-        let missing = || Error::new(Kind::Malformed, "the engine has sent no file of words");
-        let words = || Ok(Arc::new(Memory::adopt_file(file.ok_or_else(missing)?, words)?));
+        let sent = self.link.ask(ToHead::Pool(pool))?;
+        let words = || match sent {
+            Some(SentWords::File(file)) => Ok(Arc::new(Memory::adopt_file(file, words)?)),
+            Some(SentWords::Own(memory)) if memory.len() >= words => Ok(memory),
+            _ => Err(Error::new(Kind::Malformed, "the engine has sent no words for these caches")),
+        };
         let memory = memory.into_iter().map(Into::into).collect();
         let agent = shared.state.lock().ranks.get(&self.rank).and_then(|held| held.agent.clone());
         let registered = shared.open(self.rank, agent, caches, memory, words)?;
@@ -158,12 +210,12 @@ impl fmt::Debug for JoinedRank {
 
 impl Link {
     /// Asks the engine. One that does not answer in time is lost: a later answer would be taken for another question's.
-    fn ask(&self, question: ToHead) -> Result<Option<OwnedFd>> {
+    fn ask(&self, question: ToHead) -> Result<Option<SentWords>> {
         self.answer_to(|| self.up.send(question).map_err(|_| self.lost()))
     }
 
     /// The same, where `ask` says it.
-    fn answer_to(&self, ask: impl FnOnce() -> Result<()>) -> Result<Option<OwnedFd>> {
+    fn answer_to(&self, ask: impl FnOnce() -> Result<()>) -> Result<Option<SentWords>> {
         if self.gone.get().is_some() {
             return Err(self.lost());
         }
@@ -186,31 +238,33 @@ impl Link {
 }
 
 async fn run(
-    path: PathBuf,
+    engine: Engine,
     rank: WorkerRank,
     registry: Registry,
     deadline: Deadline,
     started: Arc<Slot<Result<JoinedRank>>>,
 ) {
-    let entered = match timeout_at(until(deadline).into(), enter(&path, rank)).await {
+    let entered = match timeout_at(until(deadline).into(), enter(&engine, rank)).await {
         Ok(entered) => entered,
         Err(_) => Err(Error::new(
             Kind::TimedOut,
             format!(
-                "no engine let this rank in at {} in time: see that it runs, and calls Connector::group with this path",
-                path.display()
+                "no engine let this rank in at {engine} in time: see that it runs, and lets its ranks in there \
+                 (Connector::group, group_over_tcp)"
             ),
         )),
     };
-    let set_up =
-        entered.and_then(|(socket, incoming, told)| Ok((socket, incoming, of_told(&told, registry)?)));
-    let (socket, incoming, (mut setup, secret)) = match set_up {
+    let set_up = entered.and_then(|(outgoing, incoming, told)| {
+        let own = incoming.own_address();
+        Ok((outgoing, incoming, of_told(&told, own, registry)?))
+    });
+    let (outgoing, incoming, (mut setup, secret)) = match set_up {
         Ok(set_up) => set_up,
         Err(error) => return started.set(Err(error)),
     };
     // From here on it says that it lives: a name may take long to resolve.
     let (up, going_up) = unbounded_channel();
-    let writing = tokio::spawn(pass_up(Arc::clone(&socket), going_up));
+    let writing = tokio::spawn(pass_up(outgoing, going_up));
     setup.bind_beside_the_side_channel().await;
     let runtime = tokio::runtime::Handle::current();
     let shared = match Shared::of_rank(setup, rank, up.clone(), secret, runtime) {
@@ -231,22 +285,19 @@ async fn run(
 }
 
 /// Gets a place, and what the engine was built with.
-async fn enter(path: &Path, rank: WorkerRank) -> Result<(Arc<UnixStream>, Incoming, String)> {
-    let socket = loop {
-        match UnixStream::connect(path).await {
-            Ok(socket) => break Arc::new(socket),
+async fn enter(engine: &Engine, rank: WorkerRank) -> Result<(Outgoing, Incoming, String)> {
+    let (mut outgoing, mut incoming) = loop {
+        match engine.connect().await {
+            Ok(Ok(connected)) => break connected,
+            Ok(Err(refused)) => return Err(refused),
             Err(error) if is_early(&error) => sleep(AGAIN).await,
-            Err(error) => {
-                return Err(Error::os(format!("this rank cannot join at {}", path.display()), error));
-            }
+            Err(error) => return Err(Error::os(format!("this rank cannot join at {engine}"), error)),
         }
     };
-    same_user(&socket)?;
     let hello = ToHead::Hello { version: env!("CARGO_PKG_VERSION").to_owned(), rank };
-    send(&socket, &hello.encode()?, None).await.ok(); // why it was refused stands in the answer
-    let mut incoming = Incoming::new(Arc::clone(&socket));
+    outgoing.send(&hello.encode()?, None).await.ok(); // why it was refused stands in the answer
     match incoming.next().await?.map(|bytes| ToRank::decode(&bytes)).transpose()? {
-        Some(ToRank::Welcome(told)) => Ok((socket, incoming, told)),
+        Some(ToRank::Welcome(told)) => Ok((outgoing, incoming, told)),
         Some(ToRank::Refused(why)) => {
             Err(Error::new(Kind::Denied, format!("the engine lets this rank not in: {why}")))
         }
@@ -257,16 +308,45 @@ async fn enter(path: &Path, rank: WorkerRank) -> Result<(Arc<UnixStream>, Incomi
     }
 }
 
-/// Whether the engine may not listen yet.
-fn is_early(error: &std::io::Error) -> bool {
+impl Engine {
+    /// A connection to it; or why this process is not let in there. Errors: there is none.
+    async fn connect(&self) -> io::Result<Result<(Outgoing, Incoming)>> {
+        match self {
+            Engine::At(path) => {
+                let socket = UnixStream::connect(path).await?;
+                Ok(same_user(&socket).map(|_| within_a_host(socket)))
+            }
+            Engine::Elsewhere(address, secret) => {
+                let socket = timeout(TO_CONNECT, TcpStream::connect(address)).await;
+                let socket = socket.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))?;
+                let proven = timeout(PATIENCE, prove_as_rank(socket, secret)).await;
+                let late = || {
+                    Error::new(Kind::TimedOut, format!("{address} has proven nothing within {PATIENCE:?}"))
+                };
+                Ok(proven.unwrap_or_else(|_| Err(late())))
+            }
+        }
+    }
+}
+
+/// Whether the engine may not listen yet, or its host not be there.
+fn is_early(error: &io::Error) -> bool {
+    use io::ErrorKind;
     matches!(
         error.kind(),
-        std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused | std::io::ErrorKind::WouldBlock
-    )
+        ErrorKind::NotFound
+            | ErrorKind::ConnectionRefused
+            | ErrorKind::WouldBlock
+            | ErrorKind::TimedOut
+            | ErrorKind::HostUnreachable
+            | ErrorKind::NetworkUnreachable
+    ) || error.raw_os_error().is_none() && error.kind() != ErrorKind::InvalidInput // the name is not known yet
 }
 
 /// Does what the engine says, until one of the two ends.
 async fn obey(shared: Arc<Shared>, rank: WorkerRank, link: Arc<Link>, mut incoming: Incoming) {
+    // Of this process, where the engine cannot raise them itself.
+    let mut own_words: Option<Words> = None;
     let gone = loop {
         let message = match incoming.next().await {
             Ok(Some(bytes)) => ToRank::decode(&bytes),
@@ -278,7 +358,15 @@ async fn obey(shared: Arc<Shared>, rank: WorkerRank, link: Arc<Link>, mut incomi
         };
         match message {
             Ok(ToRank::Step(meta)) => shared.take_step(rank, meta),
-            Ok(ToRank::Words) => link.answer.set(Ok(incoming.take_file())),
+            Ok(ToRank::Words(None)) => link.answer.set(Ok(incoming.take_file().map(SentWords::File))),
+            Ok(ToRank::Words(Some(what))) => {
+                let made = Words::made(what);
+                link.answer.set(made.map(|words| Some(SentWords::Own(own_words.insert(words).memory()))));
+            }
+            Ok(ToRank::Raise { number, stamp, blocks }) => {
+                own_words.iter().for_each(|words| words.raise(&blocks, stamp));
+                link.up.send(ToHead::Raised(number)).ok(); // an engine that has gone needs to hear nothing
+            }
             Ok(ToRank::Taken) => link.answer.set(Ok(None)),
             Ok(ToRank::GivenBack) => shared.engine_knows(),
             Ok(ToRank::Refused(why)) => {
@@ -304,18 +392,18 @@ async fn obey(shared: Arc<Shared>, rank: WorkerRank, link: Arc<Link>, mut incomi
 }
 
 /// Writes what goes to the engine, the last word with it; and that this rank lives.
-async fn pass_up(socket: Arc<UnixStream>, mut going_up: UnboundedReceiver<ToHead>) {
+async fn pass_up(mut outgoing: Outgoing, mut going_up: UnboundedReceiver<ToHead>) {
     loop {
         let message = timeout(PULSE, going_up.recv()).await.unwrap_or(Some(ToHead::Alive));
         let Some(message) = message else { return };
         let last = matches!(message, ToHead::Ended(_));
         let sent = match message.encode() {
             // What was cut short cannot be followed by anything else.
-            Ok(bytes) => timeout(SILENT, send(&socket, &bytes, None)).await.is_ok_and(|sent| sent.is_ok()),
+            Ok(bytes) => timeout(SILENT, outgoing.send(&bytes, None)).await.is_ok_and(|sent| sent.is_ok()),
             Err(_) => false,
         };
         if last || !sent {
-            rustix::net::shutdown(&*socket, rustix::net::Shutdown::Both).ok(); // it may have gone
+            outgoing.end();
             return;
         }
     }

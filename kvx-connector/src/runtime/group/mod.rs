@@ -1,7 +1,7 @@
-//! Ranks in processes of their own: they join the engine over a Unix socket.
+//! Ranks in processes of their own: they join the engine over a Unix socket, or over TCP from other hosts.
 //!
-//! The engine's process keeps the scheduler's half, the side channel and the words of all blocks; a rank's process has
-//! the worker's half, its agent and its memory. Steps go down, outputs come up, and [`Half`](super::half::Half) is
+//! The engine's process keeps the scheduler's half, the side channel and the words of all blocks, which it shares with
+//! ranks of its host and tells the others; a rank's process has the worker's half, its agent and its memory. Steps go down, outputs come up, and [`Half`](super::half::Half) is
 //! what of it the rest of the runtime sees.
 
 mod away;
@@ -11,6 +11,7 @@ mod granting;
 mod head;
 mod joined;
 mod lead;
+mod raising;
 mod serving;
 mod setup;
 mod stream;
@@ -23,7 +24,7 @@ use std::time::Duration;
 pub(super) use self::away::Away;
 pub(super) use self::digesting::await_digests;
 pub(super) use self::granting::Granting;
-pub(super) use self::head::Gathering;
+pub(super) use self::head::{Gathering, MeetingPoint};
 pub use self::joined::JoinedRank;
 pub(super) use self::lead::{Knowing, Lead};
 
@@ -33,5 +34,7 @@ const PULSE: Duration = Duration::from_secs(1);
 const SILENT: Duration = Duration::from_secs(10);
 /// How long a step of joining may take.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// The same for who has not proven anything yet.
+const IMPATIENCE: Duration = Duration::from_secs(3);
 /// How long the last word may take on its way.
 const LAST_WORD: Duration = Duration::from_secs(1);

@@ -1,6 +1,9 @@
 //! The socket that ranks join at: who comes, and what goes to and fro.
 
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::io;
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::UnixListener;
@@ -8,32 +11,132 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::sync::Mutex;
+use kvx_core::{Error, Kind, Result, Secret};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{
-    AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, shutdown, socket_with,
-};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
-use tokio::net::UnixStream;
+use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::Semaphore;
 use tokio::sync::mpsc::Receiver;
 use tokio::time::{sleep, timeout};
 
 use super::super::state::Shared;
-use super::away::{Down, name};
-use super::stream::{Incoming, same_user, send};
-use super::{LAST_WORD, PATIENCE, SILENT};
+use super::away::{Down, Newcomer, name};
+use super::head::MeetingPoint;
+use super::stream::{Incoming, Outgoing, prove_as_engine, same_user, within_a_host};
+use super::{IMPATIENCE, LAST_WORD, PATIENCE, SILENT};
 use crate::engine::WorkerRank;
 use crate::wire::group::{ToHead, ToRank};
 
 /// Processes that have connected and not said yet who they are; others wait.
 const UNKNOWN: usize = 64;
+/// The same of one address; more hear nothing.
+const OF_ONE_ADDRESS: usize = 48;
 /// A socket that cannot be accepted is tried again after this.
 const AGAIN: Duration = Duration::from_millis(10);
 
+/// Where ranks come in.
+pub(super) enum Entrance {
+    Unix(UnixListener),
+    /// Who comes proves to have the secret.
+    Tcp(TcpListener, Secret),
+}
+
+impl Entrance {
+    /// Begins to listen.
+    pub(super) fn open(at: &MeetingPoint, secret: Option<&Secret>) -> Result<Self> {
+        let address = match at {
+            MeetingPoint::Path(path) => return open(path).map(Entrance::Unix),
+            MeetingPoint::Address(address) => address,
+        };
+        let secret = secret.ok_or_else(no_secret)?;
+        if address.port() == 0 {
+            let why = "ranks are told the port that they join at: name one";
+            return Err(Error::new(Kind::Invalid, why));
+        }
+        let failed = |error| Error::os(format!("ranks cannot join at {address}"), error);
+        let listener = TcpListener::bind(address).map_err(failed)?;
+        listener.set_nonblocking(true).map_err(failed)?;
+        Ok(Entrance::Tcp(listener, secret.clone()))
+    }
+
+    /// Has a runtime know of it.
+    fn listening(self) -> io::Result<Listening> {
+        Ok(match self {
+            Entrance::Unix(listener) => Listening::Unix(tokio::net::UnixListener::from_std(listener)?),
+            Entrance::Tcp(listener, secret) => {
+                Listening::Tcp(tokio::net::TcpListener::from_std(listener)?, secret)
+            }
+        })
+    }
+}
+
+/// Why there is no way from host to host.
+pub(super) fn no_secret() -> Error {
+    let why = "ranks on other hosts and their engine prove to each other that they have the fleet's secret, and this \
+               process has none: `kvx secret FILE` makes one, KVX_SECRET_FILE names it";
+    Error::new(Kind::Invalid, why)
+}
+
+/// The same, in a runtime.
+enum Listening {
+    Unix(tokio::net::UnixListener),
+    Tcp(tokio::net::TcpListener, Secret),
+}
+
+/// Who has connected, and said nothing yet.
+enum Stranger {
+    Unix(UnixStream),
+    Tcp(TcpStream, SocketAddr, Secret),
+}
+
+impl Listening {
+    async fn accept(&self) -> io::Result<Stranger> {
+        Ok(match self {
+            Listening::Unix(listener) => Stranger::Unix(listener.accept().await?.0),
+            Listening::Tcp(listener, secret) => {
+                let (socket, from) = listener.accept().await?;
+                Stranger::Tcp(socket, from, secret.clone())
+            }
+        })
+    }
+}
+
+/// How many of each address have connected and said nothing yet.
+#[derive(Clone, Default)]
+struct Unproven(Arc<Mutex<BTreeMap<IpAddr, usize>>>);
+
+/// One of them, until it is dropped.
+struct Counted(Unproven, IpAddr);
+
+impl Unproven {
+    /// `None`: there are [`OF_ONE_ADDRESS`] already.
+    fn one_more(&self, of: IpAddr) -> Option<Counted> {
+        let mut counts = self.0.lock();
+        let count = counts.entry(of).or_default();
+        if *count == OF_ONE_ADDRESS {
+            return None;
+        }
+        *count += 1;
+        Some(Counted(self.clone(), of))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        if let Entry::Occupied(mut count) = self.0.0.lock().entry(self.1) {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
+    }
+}
+
 /// Listens at a path. A socket that nobody listens at any more is replaced.
-pub(super) fn open(path: &Path) -> Result<UnixListener> {
+fn open(path: &Path) -> Result<UnixListener> {
     let failed = |error| Error::os(format!("ranks cannot join at {}", path.display()), error);
     let listener = match UnixListener::bind(path) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
@@ -67,8 +170,8 @@ fn is_left_behind(path: &Path) -> io::Result<bool> {
 }
 
 /// Lets ranks in until the connector ends.
-pub(super) async fn gather(shared: Arc<Shared>, listener: UnixListener) {
-    let listener = match tokio::net::UnixListener::from_std(listener) {
+pub(super) async fn gather(shared: Arc<Shared>, entrance: Entrance) {
+    let listener = match entrance.listening() {
         Ok(listener) => listener,
         Err(error) => {
             let error = Error::os("ranks cannot be listened for", error);
@@ -76,50 +179,89 @@ pub(super) async fn gather(shared: Arc<Shared>, listener: UnixListener) {
             return failed.settle();
         }
     };
-    let unknown = Arc::new(Semaphore::new(UNKNOWN));
+    let (unknown, unproven) = (Arc::new(Semaphore::new(UNKNOWN)), Unproven::default());
     loop {
-        match listener.accept().await {
-            Err(_) => sleep(AGAIN).await,
-            Ok((socket, _)) => {
-                let permit = Arc::clone(&unknown).acquire_owned().await.expect("nobody closes it");
-                let shared = Arc::clone(&shared);
-                tokio::spawn(async move {
-                    let socket = Arc::new(socket);
-                    let mut incoming = Incoming::new(Arc::clone(&socket));
-                    match welcome(&shared, &socket, &mut incoming).await {
-                        Ok(come) => {
-                            drop(permit);
-                            serve(&shared, socket, incoming, come).await;
-                        }
-                        Err(error) => {
-                            tracing::warn!(%error, "a process that would join was refused");
-                            refuse(&socket, error.sentence()).await;
-                        }
-                    }
-                });
+        let Ok(stranger) = listener.accept().await else {
+            sleep(AGAIN).await;
+            continue;
+        };
+        let counted = match &stranger {
+            Stranger::Unix(_) => None,
+            Stranger::Tcp(_, from, _) => match unproven.one_more(from.ip()) {
+                Some(counted) => Some(counted),
+                None => continue, // it hears nothing
+            },
+        };
+        let permit = Arc::clone(&unknown).acquire_owned().await.expect("nobody closes it");
+        let shared = Arc::clone(&shared);
+        tokio::spawn(async move {
+            let mut known = match prove(stranger).await {
+                Ok(known) => known,
+                Err(error) => return tracing::warn!(%error, "a process that would join was refused"),
+            };
+            drop(counted);
+            match welcome(&shared, &mut known).await {
+                Ok((rank, down)) => {
+                    drop(permit);
+                    serve(&shared, known, rank, down).await;
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "a process that would join was refused");
+                    refuse(&mut known.outgoing, error.sentence()).await;
+                }
             }
+        });
+    }
+}
+
+/// A process that may join: of this user, or one that has the secret.
+struct Known {
+    outgoing: Outgoing,
+    incoming: Incoming,
+    newcomer: Newcomer,
+    /// Of this host.
+    process: Option<OwnedFd>,
+}
+
+/// Errors: it may not.
+async fn prove(stranger: Stranger) -> Result<Known> {
+    match stranger {
+        Stranger::Unix(socket) => {
+            let pid = match same_user(&socket) {
+                Ok(pid) => pid,
+                Err(error) => {
+                    refuse(&mut within_a_host(socket).0, error.sentence()).await;
+                    return Err(error);
+                }
+            };
+            let process = Pid::from_raw(pid).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+            let (outgoing, incoming) = within_a_host(socket);
+            let newcomer = Newcomer { process: format!("process {pid}").into(), distant: false };
+            Ok(Known { outgoing, incoming, newcomer, process })
+        }
+        Stranger::Tcp(socket, from, secret) => {
+            let proven = timeout(IMPATIENCE, prove_as_engine(socket, &secret)).await;
+            let late = || Error::new(Kind::TimedOut, format!("it has proven nothing within {IMPATIENCE:?}"));
+            let (outgoing, incoming) = proven
+                .unwrap_or_else(|_| Err(late()))
+                .map_err(|error| Error::new(error.kind(), format!("{from}: {error}")))?;
+            let newcomer = Newcomer { process: format!("the process at {from}").into(), distant: true };
+            Ok(Known { outgoing, incoming, newcomer, process: None })
         }
     }
 }
 
-/// A rank that has come.
-struct Come {
-    rank: WorkerRank,
-    down: Receiver<Down>,
-    process: Option<OwnedFd>,
-}
-
 /// Hears who it is, and gives it its place.
-async fn welcome(shared: &Arc<Shared>, socket: &UnixStream, incoming: &mut Incoming) -> Result<Come> {
-    let pid = same_user(socket)?;
-    let process = Pid::from_raw(pid).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+async fn welcome(shared: &Arc<Shared>, known: &mut Known) -> Result<(WorkerRank, Receiver<Down>)> {
+    let Known { outgoing, incoming, newcomer, .. } = known;
+    let process = &newcomer.process;
     let hello = timeout(PATIENCE, incoming.next()).await;
     let hello = hello.map_err(|_| {
-        Error::new(Kind::TimedOut, format!("process {pid} has not said within {PATIENCE:?} which rank it is"))
+        Error::new(Kind::TimedOut, format!("{process} has not said within {PATIENCE:?} which rank it is"))
     })??;
     let hello = hello.map(|bytes| ToHead::decode(&bytes)).transpose()?;
     let Some(ToHead::Hello { version, rank }) = hello else {
-        return Err(Error::new(Kind::Malformed, format!("process {pid} has not said which rank it is")));
+        return Err(Error::new(Kind::Malformed, format!("{process} has not said which rank it is")));
     };
     if version != env!("CARGO_PKG_VERSION") {
         return Err(Error::new(
@@ -131,10 +273,10 @@ async fn welcome(shared: &Arc<Shared>, socket: &UnixStream, incoming: &mut Incom
             ),
         ));
     }
-    let down = shared.seat(rank, pid)?;
+    let down = shared.seat(rank, newcomer)?;
     let setup = ToRank::Welcome(shared.setup.told(&shared.setup.settings.address)).encode()?;
-    match timeout(PATIENCE, send(socket, &setup, None)).await {
-        Ok(Ok(())) => Ok(Come { rank, down, process }),
+    match timeout(PATIENCE, outgoing.send(&setup, None)).await {
+        Ok(Ok(())) => Ok((rank, down)),
         _ => {
             shared.lose(rank, "it has not read what the engine was built with", false);
             Err(Error::new(Kind::PeerLost, format!("{} went as it joined", name(rank))))
@@ -142,18 +284,18 @@ async fn welcome(shared: &Arc<Shared>, socket: &UnixStream, incoming: &mut Incom
     }
 }
 
-async fn refuse(socket: &UnixStream, why: &str) {
+async fn refuse(outgoing: &mut Outgoing, why: &str) {
     if let Ok(message) = ToRank::Refused(why.to_owned()).encode() {
-        timeout(LAST_WORD, send(socket, &message, None)).await.ok();
+        timeout(LAST_WORD, outgoing.send(&message, None)).await.ok();
     }
-    shutdown(socket, Shutdown::Both).ok(); // it may have gone
+    outgoing.end();
 }
 
 /// Speaks with a rank until one of the two ends.
-async fn serve(shared: &Arc<Shared>, socket: Arc<UnixStream>, mut incoming: Incoming, come: Come) {
-    let Come { rank, down, process } = come;
-    tracing::info!(pp = rank.pp, tp = rank.tp, "a rank has joined");
-    let writing = tokio::spawn(pass_down(Arc::clone(shared), rank, Arc::clone(&socket), down));
+async fn serve(shared: &Arc<Shared>, known: Known, rank: WorkerRank, down: Receiver<Down>) {
+    let Known { outgoing, mut incoming, newcomer, process } = known;
+    tracing::info!(pp = rank.pp, tp = rank.tp, process = %newcomer.process, "a rank has joined");
+    let writing = tokio::spawn(pass_down(Arc::clone(shared), rank, outgoing, down));
     let (why, proven) = loop {
         let message = match timeout(SILENT, incoming.next()).await {
             // A child of it may hold the socket open.
@@ -198,10 +340,10 @@ async fn serve(shared: &Arc<Shared>, socket: Arc<UnixStream>, mut incoming: Inco
 }
 
 /// Writes what goes to a rank, until nothing does any more.
-async fn pass_down(shared: Arc<Shared>, rank: WorkerRank, socket: Arc<UnixStream>, mut down: Receiver<Down>) {
+async fn pass_down(shared: Arc<Shared>, rank: WorkerRank, mut outgoing: Outgoing, mut down: Receiver<Down>) {
     while let Some((message, file)) = down.recv().await {
         let sent = match message.encode() {
-            Ok(bytes) => timeout(SILENT, send(&socket, &bytes, file.as_ref().map(|file| file.as_fd()))).await,
+            Ok(bytes) => timeout(SILENT, outgoing.send(&bytes, file.as_ref().map(|file| file.as_fd()))).await,
             Err(error) => Ok(Err(error)),
         };
         match sent {
@@ -220,7 +362,7 @@ async fn pass_down(shared: Arc<Shared>, rank: WorkerRank, socket: Arc<UnixStream
         }
     }
     if down.is_closed() {
-        shutdown(&*socket, Shutdown::Both).ok(); // it may have gone
+        outgoing.end();
     }
 }
 

@@ -1,5 +1,7 @@
 //! What a rank in a process of its own has to know of its engine, as JSON.
 
+use std::net::IpAddr;
+
 use kvx_config::{BufferDevice, KvTransferConfig, Surroundings};
 use kvx_core::{Error, Kind, Registry, Result, Secret};
 use serde_json::{Map, Value, json};
@@ -7,6 +9,9 @@ use serde_json::{Map, Value, json};
 use super::super::builder::{Builder, Group, Setup};
 use crate::engine::Address;
 use crate::wire::CompatibilityFactors;
+
+/// Where a side channel listens, and TCP beside it.
+const HOST: &str = "VLLM_NIXL_SIDE_CHANNEL_HOST";
 
 impl Builder {
     /// Everything that was said to it.
@@ -49,8 +54,13 @@ fn unreadable(what: &str) -> Error {
     Error::new(Kind::Malformed, format!("the engine's word of how it was built lacks {what}"))
 }
 
-/// The setup of a rank, and the secret of its own process.
-pub(super) fn of_told(told: &str, registry: Registry) -> Result<(Setup, Option<Secret>)> {
+/// The setup of a rank, and the secret of its own process. `own_address`: by which it reaches its engine, if that may be
+/// on another host.
+pub(super) fn of_told(
+    told: &str,
+    own_address: Option<IpAddr>,
+    registry: Registry,
+) -> Result<(Setup, Option<Secret>)> {
     let told: Map<String, Value> = serde_json::from_str(told).map_err(|_| unreadable("JSON"))?;
     let field = |name: &str| told.get(name).ok_or_else(|| unreadable(name));
     let text = |name: &str| field(name)?.as_str().ok_or_else(|| unreadable(name));
@@ -62,8 +72,15 @@ pub(super) fn of_told(told: &str, registry: Registry) -> Result<(Setup, Option<S
     let port = port.and_then(|port| u16::try_from(port).ok()).ok_or_else(|| unreadable("address"))?;
     let host = host.ok_or_else(|| unreadable("address"))?;
     let gpu = field("gpu")?.as_bool().ok_or_else(|| unreadable("gpu"))?;
-    // TCP binds where the engine's process has it bind.
-    let surroundings = Surroundings::of_process().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", host).gpu(gpu);
+    let mut surroundings = Surroundings::of_process().gpu(gpu);
+    // TCP binds where the engine's process has it bind; on another host where this one's says, or is reached.
+    match own_address {
+        None => surroundings = surroundings.variable(HOST, host),
+        Some(own) if std::env::var_os(HOST).is_none() => {
+            surroundings = surroundings.variable(HOST, own.to_string());
+        }
+        Some(_) => {}
+    }
     let config = KvTransferConfig::from_json(&field("config")?.to_string(), &surroundings)?;
     let mut factors = CompatibilityFactors::from_config(&config, text("model")?);
     text("attn_backend_name")?.clone_into(&mut factors.attn_backend_name);

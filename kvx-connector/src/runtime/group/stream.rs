@@ -1,28 +1,74 @@
-//! Messages over a Unix socket, each behind its length; a file may come beside one.
+//! Messages between an engine and a rank, each behind its length: over a Unix socket, where a file may come beside one,
+//! or sealed over TCP, when both ends have proven that they have the fleet's secret.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
+use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
-use kvx_core::{Error, Kind, Result};
+use hmac::{Hmac, KeyInit, Mac as _};
+use kvx_core::{Error, Kind, Result, Secret};
+use kvx_noise::{Handshake, KEY, MESSAGE, Opener, RECORD, Sealer, Seals, TAG};
 use rustix::io::retry_on_intr;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags,
+    SendFlags, sockopt,
 };
+use sha2::Sha256;
 use tokio::io::Interest;
-use tokio::net::UnixStream;
+use tokio::net::{TcpStream, UnixStream};
 
+use super::SILENT;
 use crate::wire::group::MAX_MESSAGE;
 
 /// Bytes that are asked for at once.
 const CHUNK: usize = 16 << 10;
 /// Bytes of a length.
 const LENGTH: usize = 4;
+/// Bytes of the length of what is sealed.
+const SEALED_LENGTH: usize = 2;
+/// What both ends make their key with, out of the secret; and what they bind their handshake to.
+const LABEL: &[u8] = b"kvx group 1: an engine and its ranks";
+/// A host that answers nothing is asked after this, so often, and is gone then: after [`SILENT`].
+const UNANSWERED: Duration = Duration::from_secs(4);
+const QUESTIONS: u32 = 6;
 
-/// A connection whose other end is a process of the same user.
+/// One end of a connection.
+#[derive(Debug)]
+pub(super) enum Socket {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Socket::Unix(socket) => socket.as_fd(),
+            Socket::Tcp(socket) => socket.as_fd(),
+        }
+    }
+}
+
+impl Socket {
+    async fn ready(&self, interest: Interest) -> io::Result<()> {
+        match self {
+            Socket::Unix(socket) => socket.ready(interest).await.map(drop),
+            Socket::Tcp(socket) => socket.ready(interest).await.map(drop),
+        }
+    }
+
+    fn try_io<T>(&self, interest: Interest, call: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        match self {
+            Socket::Unix(socket) => socket.try_io(interest, call),
+            Socket::Tcp(socket) => socket.try_io(interest, call),
+        }
+    }
+}
+
+/// A connection whose other end is a process of the same user: gives its number.
 pub(super) fn same_user(socket: &UnixStream) -> Result<i32> {
     let other =
         socket.peer_cred().map_err(|error| Error::os("a process at the socket has no name", error))?;
@@ -40,16 +86,103 @@ pub(super) fn same_user(socket: &UnixStream) -> Result<i32> {
     Ok(other.pid().unwrap_or(0))
 }
 
+/// Both ends of a connection within a host.
+pub(super) fn within_a_host(socket: UnixStream) -> (Outgoing, Incoming) {
+    ends(Arc::new(Socket::Unix(socket)))
+}
+
+/// Both ends of a connection on which nothing is sealed yet.
+fn ends(socket: Arc<Socket>) -> (Outgoing, Incoming) {
+    let incoming = Incoming {
+        socket: Arc::clone(&socket),
+        opener: None,
+        sealed: Vec::new(),
+        bytes: Vec::new(),
+        files: VecDeque::new(),
+    };
+    (Outgoing { socket, sealer: None }, incoming)
+}
+
+/// A rank's end of a connection to an engine on another host, when both have proven to have the secret.
+///
+/// Errors: `Denied`, `PeerLost`, what the system says.
+pub(super) async fn prove_as_rank(socket: TcpStream, secret: &Secret) -> Result<(Outgoing, Incoming)> {
+    let (mut outgoing, mut incoming) = over_tcp(socket)?;
+    let mut handshake = Handshake::initiator(&key(secret), LABEL)?;
+    let mut first = Vec::new();
+    handshake.write(&[], &mut first)?;
+    outgoing.put_all(&first, None).await?;
+    let answer = incoming.proof().await?;
+    if answer.and_then(|answer| handshake.read(&answer)).is_none() {
+        let why = "whoever answers has not proven to have this fleet's secret: give the engine and its ranks the same \
+                   KVX_SECRET_FILE";
+        return Err(Error::new(Kind::Denied, why));
+    }
+    Ok(sealed(outgoing, incoming, handshake.seals()))
+}
+
+/// The engine's end of the same. Who has not the secret hears nothing.
+pub(super) async fn prove_as_engine(socket: TcpStream, secret: &Secret) -> Result<(Outgoing, Incoming)> {
+    let (mut outgoing, mut incoming) = over_tcp(socket)?;
+    let mut handshake = Handshake::responder(&key(secret), LABEL)?;
+    let first = incoming.proof().await?;
+    if first.and_then(|first| handshake.read(&first)).is_none() {
+        return Err(Error::new(Kind::Denied, "it has not proven to have this fleet's secret"));
+    }
+    let mut answer = Vec::new();
+    handshake.write(&[], &mut answer)?;
+    outgoing.put_all(&answer, None).await?;
+    Ok(sealed(outgoing, incoming, handshake.seals()))
+}
+
+fn key(secret: &Secret) -> [u8; KEY] {
+    let mut mac =
+        <Hmac<Sha256> as KeyInit>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");
+    mac.update(LABEL);
+    mac.finalize().into_bytes().into()
+}
+
+fn over_tcp(socket: TcpStream) -> Result<(Outgoing, Incoming)> {
+    let set = || {
+        sockopt::set_tcp_nodelay(&socket, true)?;
+        // A host that has gone without a word ends the connection.
+        sockopt::set_socket_keepalive(&socket, true)?;
+        sockopt::set_tcp_keepidle(&socket, UNANSWERED)?;
+        sockopt::set_tcp_keepintvl(&socket, Duration::from_secs(1))?;
+        sockopt::set_tcp_keepcnt(&socket, QUESTIONS)?;
+        sockopt::set_tcp_user_timeout(&socket, SILENT.as_millis() as u32)
+    };
+    set()
+        .map_err(|error| Error::os("a connection between an engine and its rank cannot be set up", error))?;
+    Ok(ends(Arc::new(Socket::Tcp(socket))))
+}
+
+fn sealed(mut outgoing: Outgoing, mut incoming: Incoming, seals: Seals) -> (Outgoing, Incoming) {
+    (outgoing.sealer, incoming.opener) = (Some(seals.sealer), Some(seals.opener));
+    (outgoing, incoming)
+}
+
+fn lost(error: io::Error) -> Error {
+    Error::os("the connection is lost", error).kind_is(Kind::PeerLost)
+}
+
 /// The reading end.
 pub(super) struct Incoming {
-    socket: Arc<UnixStream>,
+    socket: Arc<Socket>,
+    opener: Option<Opener>,
+    /// What has come, and is not opened yet.
+    sealed: Vec<u8>,
     bytes: Vec<u8>,
     files: VecDeque<OwnedFd>,
 }
 
 impl Incoming {
-    pub(super) fn new(socket: Arc<UnixStream>) -> Self {
-        Incoming { socket, bytes: Vec::new(), files: VecDeque::new() }
+    /// The address by which this host reaches the other one, if that is another.
+    pub(super) fn own_address(&self) -> Option<IpAddr> {
+        match &*self.socket {
+            Socket::Unix(_) => None,
+            Socket::Tcp(socket) => Some(socket.local_addr().ok()?.ip()),
+        }
     }
 
     /// The file that came beside a message.
@@ -59,7 +192,7 @@ impl Incoming {
 
     /// The next message. `None`: the other end sends no more. Cancelled, it goes on where it was.
     ///
-    /// Errors: `Malformed` for one that is too long or cut off; `PeerLost`.
+    /// Errors: `Malformed` for one that is too long, cut off or altered; `PeerLost`.
     pub(super) async fn next(&mut self) -> Result<Option<Vec<u8>>> {
         loop {
             if let Some(length) = self.bytes.first_chunk::<LENGTH>() {
@@ -77,24 +210,59 @@ impl Incoming {
                 }
             }
             if self.receive().await? == 0 {
-                return match self.bytes.is_empty() {
+                return match self.bytes.is_empty() && self.sealed.is_empty() {
                     true => Ok(None),
                     false => Err(Error::new(Kind::Malformed, "the connection ended within a message")),
                 };
             }
+            self.open()?;
         }
     }
 
+    /// A message of the handshake. `None`: the other end sends no more.
+    async fn proof(&mut self) -> Result<Option<Vec<u8>>> {
+        while self.bytes.len() < MESSAGE {
+            if self.receive().await? == 0 {
+                return Ok(None);
+            }
+        }
+        let sealed = self.bytes.split_off(MESSAGE);
+        self.sealed = sealed;
+        Ok(Some(std::mem::take(&mut self.bytes)))
+    }
+
+    /// Opens what is whole of what has come sealed.
+    fn open(&mut self) -> Result<()> {
+        let Some(opener) = &mut self.opener else { return Ok(()) };
+        let mut opened = 0;
+        while let Some((length, rest)) = self.sealed[opened..].split_first_chunk_mut::<SEALED_LENGTH>() {
+            let length = usize::from(u16::from_be_bytes(*length));
+            if !(TAG..=RECORD + TAG).contains(&length) {
+                let why = format!(
+                    "a sealed piece of {length} bytes is announced, at most {} are sealed",
+                    RECORD + TAG
+                );
+                return Err(Error::new(Kind::Malformed, why));
+            }
+            let Some(piece) = rest.get_mut(..length) else { break };
+            opener.open(piece)?;
+            self.bytes.extend_from_slice(&piece[..length - TAG]);
+            opened += SEALED_LENGTH + length;
+        }
+        self.sealed.drain(..opened);
+        Ok(())
+    }
+
     async fn receive(&mut self) -> Result<usize> {
-        let lost = |error| Error::os("the connection is lost", error).kind_is(Kind::PeerLost);
         loop {
-            self.socket.readable().await.map_err(lost)?;
+            self.socket.ready(Interest::READABLE).await.map_err(lost)?;
             let (socket, files) = (&self.socket, &mut self.files);
-            let start = self.bytes.len();
-            self.bytes.resize(start + CHUNK, 0);
-            let into = &mut self.bytes[start..];
+            let coming = if self.opener.is_some() { &mut self.sealed } else { &mut self.bytes };
+            let start = coming.len();
+            coming.resize(start + CHUNK, 0);
+            let into = &mut coming[start..];
             let got = socket.try_io(Interest::READABLE, || receive(socket.as_fd(), into, files));
-            self.bytes.truncate(start + got.as_ref().copied().unwrap_or(0));
+            coming.truncate(start + got.as_ref().copied().unwrap_or(0));
             match got {
                 Ok(got) => return Ok(got),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
@@ -120,31 +288,57 @@ fn receive(socket: BorrowedFd<'_>, into: &mut [u8], files: &mut VecDeque<OwnedFd
     Ok(got.bytes)
 }
 
-/// Sends a message, with a file beside it or without.
-///
-/// Errors: `PeerLost`.
-pub(super) async fn send(socket: &UnixStream, message: &[u8], file: Option<BorrowedFd<'_>>) -> Result<()> {
-    let lost = |error| Error::os("the connection is lost", error).kind_is(Kind::PeerLost);
-    let length = u32::try_from(message.len()).expect("messages are bounded").to_be_bytes();
-    let (mut sent, mut file) = (0, file);
-    while sent < LENGTH + message.len() {
-        socket.writable().await.map_err(lost)?;
-        let head = &length[sent.min(LENGTH)..];
-        let body = &message[sent.saturating_sub(LENGTH)..];
-        let pieces = [IoSlice::new(head), IoSlice::new(body)];
-        match socket.try_io(Interest::WRITABLE, || put(socket.as_fd(), &pieces, file)) {
-            Ok(more) => {
-                sent += more;
-                file = None;
-            }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            Err(error) => return Err(lost(error)),
-        }
-    }
-    Ok(())
+/// The writing end.
+pub(super) struct Outgoing {
+    socket: Arc<Socket>,
+    sealer: Option<Sealer>,
 }
 
-fn put(socket: BorrowedFd<'_>, pieces: &[IoSlice<'_>], file: Option<BorrowedFd<'_>>) -> io::Result<usize> {
+impl Outgoing {
+    /// Sends a message, with a file beside it or without. What was given up amid it cannot be followed by anything else.
+    ///
+    /// Errors: `PeerLost`.
+    pub(super) async fn send(&mut self, message: &[u8], file: Option<BorrowedFd<'_>>) -> Result<()> {
+        let length = u32::try_from(message.len()).expect("messages are bounded").to_be_bytes();
+        let mut bytes = Vec::with_capacity(LENGTH + message.len());
+        bytes.extend_from_slice(&length);
+        bytes.extend_from_slice(message);
+        if let Some(sealer) = &mut self.sealer {
+            let mut sealed = Vec::new();
+            for piece in bytes.chunks(RECORD) {
+                let length = u16::try_from(piece.len() + TAG).expect("pieces are bounded");
+                sealed.extend_from_slice(&length.to_be_bytes());
+                sealer.seal(piece, &mut sealed);
+            }
+            bytes = sealed;
+        }
+        self.put_all(&bytes, file).await
+    }
+
+    async fn put_all(&mut self, bytes: &[u8], mut file: Option<BorrowedFd<'_>>) -> Result<()> {
+        let mut sent = 0;
+        while sent < bytes.len() {
+            self.socket.ready(Interest::WRITABLE).await.map_err(lost)?;
+            let put = || put(self.socket.as_fd(), &bytes[sent..], file);
+            match self.socket.try_io(Interest::WRITABLE, put) {
+                Ok(more) => {
+                    sent += more;
+                    file = None;
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Err(lost(error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the connection, for both ends and directions. It may have ended.
+    pub(super) fn end(&self) {
+        rustix::net::shutdown(&*self.socket, rustix::net::Shutdown::Both).ok();
+    }
+}
+
+fn put(socket: BorrowedFd<'_>, bytes: &[u8], file: Option<BorrowedFd<'_>>) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let files = file.map(|file| [file]);
@@ -152,5 +346,124 @@ fn put(socket: BorrowedFd<'_>, pieces: &[IoSlice<'_>], file: Option<BorrowedFd<'
         control.push(SendAncillaryMessage::ScmRights(files));
     }
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-    Ok(retry_on_intr(|| rustix::net::sendmsg(socket, pieces, &mut control, flags))?)
+    Ok(retry_on_intr(|| rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags))?)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "what fails here is the test")]
+mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::net::{SocketAddr, TcpListener};
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::thread;
+
+    use tokio::time::timeout;
+
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(10);
+    const SAID: [&[u8]; 3] = [b"first", &[7; 3 * RECORD], b""];
+
+    fn secret(byte: u8) -> Secret {
+        Secret::from_bytes([byte; Secret::LEN])
+    }
+
+    fn runtime() -> tokio::runtime::Runtime {
+        tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
+    }
+
+    /// Passes on what two ends say through it, but for this byte of the one that connects. Gives where to connect, and
+    /// how many bytes that end has said.
+    fn between(engine: SocketAddr, altered: Option<usize>) -> (SocketAddr, Arc<AtomicUsize>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let (address, said) = (listener.local_addr().unwrap(), Arc::new(AtomicUsize::new(0)));
+        let counted = Arc::clone(&said);
+        thread::spawn(move || {
+            let (from, _) = listener.accept().unwrap();
+            let to = std::net::TcpStream::connect(engine).unwrap();
+            let pass = |mut from: std::net::TcpStream,
+                        mut to: std::net::TcpStream,
+                        mut each: Box<dyn FnMut(&mut [u8]) + Send>| {
+                thread::spawn(move || {
+                    let mut bytes = [0; 1 << 16];
+                    while let Ok(got @ 1..) = from.read(&mut bytes) {
+                        each(&mut bytes[..got]);
+                        if to.write_all(&bytes[..got]).is_err() {
+                            break;
+                        }
+                    }
+                    to.shutdown(std::net::Shutdown::Both).ok();
+                });
+            };
+            let alter = move |bytes: &mut [u8]| {
+                let at = counted.fetch_add(bytes.len(), Ordering::Relaxed);
+                let here = altered.and_then(|altered| bytes.get_mut(altered.checked_sub(at)?));
+                here.into_iter().for_each(|byte| *byte ^= 0x10);
+            };
+            pass(from.try_clone().unwrap(), to.try_clone().unwrap(), Box::new(alter));
+            pass(to, from, Box::new(|_| {}));
+        });
+        (address, said)
+    }
+
+    /// What an engine hears of a rank that says [`SAID`], and how many bytes that were.
+    fn heard(altered: Option<usize>, secrets: [u8; 2]) -> (Vec<Vec<u8>>, Result<()>, usize) {
+        let [of_engine, of_rank] = secrets.map(secret);
+        runtime().block_on(async {
+            let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let (address, said) = between(listener.local_addr().unwrap(), altered);
+            let engine = async {
+                let mut messages = Vec::new();
+                let (socket, _) = listener.accept().await.unwrap();
+                let proven = prove_as_engine(socket, &of_engine).await;
+                drop(listener);
+                let (_outgoing, mut incoming) = match proven {
+                    Ok(ends) => ends,
+                    Err(error) => return (messages, Err(error)),
+                };
+                loop {
+                    match incoming.next().await {
+                        Ok(Some(message)) => messages.push(message),
+                        Ok(None) => return (messages, Ok(())),
+                        Err(error) => return (messages, Err(error)),
+                    }
+                }
+            };
+            let rank = async {
+                let socket = TcpStream::connect(address).await.unwrap();
+                let Ok((mut outgoing, _incoming)) = prove_as_rank(socket, &of_rank).await else { return };
+                for message in SAID {
+                    outgoing.send(message, None).await.ok(); // the engine may have had enough
+                }
+                outgoing.end();
+            };
+            let ((messages, end), ()) = timeout(LIMIT, async { tokio::join!(engine, rank) })
+                .await
+                .expect("neither end waits for ever");
+            (messages, end, said.load(Ordering::Relaxed))
+        })
+    }
+
+    #[test]
+    fn what_is_said_over_tcp_arrives_as_it_was_or_not_at_all() {
+        let (messages, end, bytes) = heard(None, [1, 1]);
+        assert_eq!(messages, SAID);
+        end.unwrap();
+        // Of the long message a part: both ends of each piece and between.
+        let pieces = [0, 200, RECORD, RECORD + 40, 2 * RECORD + 60, 3 * RECORD - 400];
+        let places = (0..300).chain(pieces.map(|at| at + 300)).chain(bytes - 60..bytes);
+        for at in places {
+            let (messages, end, _) = heard(Some(at), [1, 1]);
+            let Err(error) = end else { panic!("byte {at} of {bytes} was altered, and nobody noticed") };
+            assert!(matches!(error.kind(), Kind::Denied | Kind::Malformed), "byte {at}: {error}");
+            assert!(messages.len() < SAID.len() && messages[..] == SAID[..messages.len()], "byte {at}");
+        }
+    }
+
+    #[test]
+    fn another_secret_is_no_way_in() {
+        let (messages, end, bytes) = heard(None, [1, 2]);
+        assert_eq!(end.unwrap_err().kind(), Kind::Denied);
+        assert!(messages.is_empty() && bytes == MESSAGE, "{bytes}");
+    }
 }

@@ -6,6 +6,7 @@ use kvx_config::{KvTransferConfig, Surroundings};
 use kvx_core::{Kind, Registry};
 
 use super::super::connector::Connector;
+use super::away::Newcomer;
 use crate::Dialect;
 use crate::engine::{BlockLists, PoolBlocks, WorkerRank};
 use crate::wire::group::ToHead;
@@ -40,7 +41,8 @@ fn what_a_rank_says_out_of_turn_is_refused() {
     let connector = engine(&path);
     let shared = connector.shared();
     let [one, other] = [0, 1].map(|tp| WorkerRank { pp: 0, tp });
-    let _down = [one, other].map(|rank| shared.seat(rank, 1).unwrap());
+    let newcomer = Newcomer { process: "process 1".into(), distant: false };
+    let _down = [one, other].map(|rank| shared.seat(rank, &newcomer).unwrap());
     let hears = |rank, message| shared.heard(rank, message);
     let refused = |rank, message| {
         let error = hears(rank, message).unwrap_err();

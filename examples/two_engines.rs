@@ -49,7 +49,8 @@ fn pool(device: &str, len: usize) -> Result<Memory> {
 fn connector(name: &str, pool: &Arc<Memory>) -> Result<Connector> {
     let config = json!({"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": name,
         "kv_load_failure_policy": "recompute"});
-    let config = KvTransferConfig::from_json(&config.to_string(), &Surroundings::of_process())?;
+    let surroundings = Surroundings::of_process().gpu(!pool.kind().is_host());
+    let config = KvTransferConfig::from_json(&config.to_string(), &surroundings)?;
     let mut factors = CompatibilityFactors::from_config(&config, "toy");
     (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (1, ROW as u32, 1);
     let builder = Connector::builder(&config, kvx::registry()).model(factors).block_size(TOKENS);

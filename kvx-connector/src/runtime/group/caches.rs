@@ -14,8 +14,8 @@ use crate::wire::NixlAgentMetadata;
 use crate::wire::group::{OwnWords, ToRank};
 
 impl Shared {
-    /// The words that a rank registers beside its caches, and their file if they are shared with it. The first rank with
-    /// caches says of how many blocks.
+    /// The words that a rank registers beside its caches, and their file if they are shared with it. The first rank
+    /// with caches says of how many blocks.
     pub(super) fn share_words(
         &self,
         rank: WorkerRank,

@@ -1,8 +1,8 @@
 //! Ranks in processes of their own: they join the engine over a Unix socket, or over TCP from other hosts.
 //!
 //! The engine's process keeps the scheduler's half, the side channel and the words of all blocks, which it shares with
-//! ranks of its host and tells the others; a rank's process has the worker's half, its agent and its memory. Steps go down, outputs come up, and [`Half`](super::half::Half) is
-//! what of it the rest of the runtime sees.
+//! ranks of its host and tells the others; a rank's process has the worker's half, its agent and its memory. Steps go
+//! down, outputs come up, and [`Half`](super::half::Half) is what of it the rest of the runtime sees.
 
 mod away;
 mod caches;

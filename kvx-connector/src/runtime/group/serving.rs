@@ -9,7 +9,7 @@ use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvx_core::sync::Mutex;
 use kvx_core::{Error, Kind, Result, Secret};
@@ -34,6 +34,8 @@ use crate::wire::group::{ToHead, ToRank};
 const UNKNOWN: usize = 64;
 /// The same of one address; more hear nothing.
 const OF_ONE_ADDRESS: usize = 48;
+/// Those that are refused are warned of no more often.
+const QUIET: Duration = Duration::from_secs(1);
 /// A socket that cannot be accepted is tried again after this.
 const AGAIN: Duration = Duration::from_millis(10);
 
@@ -104,7 +106,7 @@ impl Listening {
     }
 }
 
-/// How many of each address have connected and said nothing yet.
+/// How many of each address have connected and not said yet who they are.
 #[derive(Clone, Default)]
 struct Unproven(Arc<Mutex<BTreeMap<IpAddr, usize>>>);
 
@@ -180,6 +182,7 @@ pub(super) async fn gather(shared: Arc<Shared>, entrance: Entrance) {
         }
     };
     let (unknown, unproven) = (Arc::new(Semaphore::new(UNKNOWN)), Unproven::default());
+    let warned = Arc::new(Warned::default());
     loop {
         let Ok(stranger) = listener.accept().await else {
             sleep(AGAIN).await;
@@ -193,24 +196,37 @@ pub(super) async fn gather(shared: Arc<Shared>, entrance: Entrance) {
             },
         };
         let permit = Arc::clone(&unknown).acquire_owned().await.expect("nobody closes it");
-        let shared = Arc::clone(&shared);
+        let (shared, warned) = (Arc::clone(&shared), Arc::clone(&warned));
         tokio::spawn(async move {
             let mut known = match prove(stranger).await {
                 Ok(known) => known,
-                Err(error) => return tracing::warn!(%error, "a process that would join was refused"),
+                Err(error) => return warned.of(&error),
             };
-            drop(counted);
             match welcome(&shared, &mut known).await {
                 Ok((rank, down)) => {
-                    drop(permit);
+                    drop((permit, counted));
                     serve(&shared, known, rank, down).await;
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "a process that would join was refused");
+                    warned.of(&error);
                     refuse(&mut known.outgoing, error.sentence()).await;
                 }
             }
         });
+    }
+}
+
+/// Warnings of those that were refused: strangers may come without end.
+#[derive(Default)]
+struct Warned(Mutex<Option<Instant>>);
+
+impl Warned {
+    fn of(&self, error: &Error) {
+        let mut last = self.0.lock();
+        if last.is_none_or(|last| last.elapsed() >= QUIET) {
+            *last = Some(Instant::now());
+            tracing::warn!(%error, "a process that would join was refused");
+        }
     }
 }
 

@@ -54,8 +54,8 @@ fn unreadable(what: &str) -> Error {
     Error::new(Kind::Malformed, format!("the engine's word of how it was built lacks {what}"))
 }
 
-/// The setup of a rank, and the secret of its own process. `own_address`: by which it reaches its engine, if that may be
-/// on another host.
+/// The setup of a rank, and the secret of its own process. `own_address`: by which it reaches its engine, if that may
+/// be on another host.
 pub(super) fn of_told(
     told: &str,
     own_address: Option<IpAddr>,

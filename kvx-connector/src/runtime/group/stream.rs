@@ -295,7 +295,7 @@ pub(super) struct Outgoing {
 }
 
 impl Outgoing {
-    /// Sends a message, with a file beside it or without. What was given up amid it cannot be followed by anything else.
+    /// Sends a message, with a file beside it or without. Nothing can follow one that was given up amid it.
     ///
     /// Errors: `PeerLost`.
     pub(super) async fn send(&mut self, message: &[u8], file: Option<BorrowedFd<'_>>) -> Result<()> {

@@ -40,65 +40,60 @@ const QUIET: Duration = Duration::from_millis(200);
 pub(crate) fn cases() -> Vec<Case> {
     let all = is_all();
     let (tier, backends): (_, &[&str]) = match all {
-        true => (Tier::Fast, &["TCP", "SHM", "UCX", "LIBFABRIC", "RIXL"]),
+        true => (Tier::Fast, &["TCP", "SHM", "UCX", "LIBFABRIC", "RIXL", "MOONCAKE"]),
         false => (Tier::Whole, &["TCP"]),
     };
+    let third = |cells: Vec<Cell>, of: usize| {
+        cells.into_iter().enumerate().filter(move |(at, _)| all || at % 3 == of).map(|(_, cell)| cell)
+    };
+    let reads = third(cell::of_reads(), 0).map(|cell| (cell, false));
+    // Those that once failed are among this third.
+    let writes = third(cell::of_writes(), 2).map(|cell| (cell, true));
+    let rows: Vec<(Cell, bool)> = reads.chain(writes).collect();
     let mut cases = Vec::new();
     for backend in backends {
-        for (at, cell) in cell::of_reads().into_iter().enumerate() {
-            if all || at % 3 == 0 {
-                let name = cell.to_string();
-                let title = name.clone();
-                let needed = move |backend: &str| match cell.moment {
-                    Checking => checking::can_be_held().and_then(|()| that_outlive_kills(backend)),
-                    _ => that_outlive_kills(backend),
-                };
-                let run_or_say = move |backend: &str| match needed(backend) {
-                    Ok(variables) => {
-                        let two = two(backend, variables, cell.subject, cell.moment == Checking)?;
-                        Run { two, cell, asks: false }.run(backend)
-                    }
-                    Err((reason, cure)) => {
-                        skip(&format!("{backend}::{title}"), &reason, cure);
-                        Ok(())
-                    }
-                };
-                cases.push(Case::new(name, backend, tier, run_or_say));
-            }
-        }
-    }
-    let backends: &[&str] = if all { &["TCP", "SHM", "MOONCAKE"] } else { &["TCP"] };
-    for backend in backends {
-        for (at, cell) in cell::of_writes().into_iter().enumerate() {
-            // Those that once failed are among this third.
-            if all || at % 3 == 2 {
-                let name = format!("{MOONCAKE}{cell}");
-                let title = name.clone();
-                let run_or_say = move |backend: &str| match checking::can_be_held() {
-                    Err((reason, cure)) if (backend, cell.moment) == ("SHM", Written) => {
-                        skip(&format!("{backend}::{title}"), &reason, cure);
-                        Ok(())
-                    }
-                    _ => {
-                        let backend = format!("{MOONCAKE}{backend}");
-                        Run { two: asking(&backend, cell.moment == Written)?, cell, asks: true }.run(&backend)
-                    }
-                };
-                cases.push(Case::new(name, backend, tier, run_or_say));
-            }
+        // A library of MooncakeConnector alone.
+        for (cell, asks) in rows.iter().copied().filter(|(_, asks)| *asks || *backend != "MOONCAKE") {
+            let connector = if asks { MOONCAKE } else { "" };
+            let name = format!("{connector}{cell}");
+            let title = name.clone();
+            let run_or_say = move |backend: &str| match needed(backend, cell) {
+                Ok(variables) => {
+                    let backend = format!("{connector}{backend}");
+                    let two = match asks {
+                        true => asking(&backend, variables, cell.moment == Written)?,
+                        false => two(&backend, variables, cell.subject, cell.moment == Checking)?,
+                    };
+                    Run { two, cell, asks }.run(&backend)
+                }
+                Err((reason, cure)) => {
+                    skip(&format!("{backend}::{title}"), &reason, cure);
+                    Ok(())
+                }
+            };
+            cases.push(Case::new(name, backend, tier, run_or_say));
         }
     }
     cases
 }
 
+/// Variables of engines in this cell. Errors: reason and cure, if it cannot be.
+fn needed(backend: &str, cell: Cell) -> Result<Vec<(String, String)>, (String, &'static str)> {
+    if cell.moment == Checking || (backend, cell.moment) == ("SHM", Written) {
+        checking::can_be_held()?;
+    }
+    that_outlive_kills(backend)
+}
+
 /// Two engines of MooncakeConnector, with blocks that do not come at once where the load is to be seen amid them.
-fn asking(backend: &str, large: bool) -> Result<Two, Failure> {
+fn asking(backend: &str, variables: Vec<(String, String)>, large: bool) -> Result<Two, Failure> {
     let start = |id| {
-        let shape = match large {
-            true => Shape { heads: Some(LARGE), blocks: FEW, ..Shape::default() },
-            false => Shape::default(),
-        };
-        Engine::start(Spec { shape, ..spec(id, backend) })
+        let mut spec = spec(id, backend);
+        spec.variables.extend(variables.clone());
+        if large {
+            spec.shape = Shape { heads: Some(LARGE), blocks: FEW, ..Shape::default() };
+        }
+        Engine::start(spec)
     };
     Ok(Two { prefill: start("prefill")?, decode: start("decode")?, last: 0 })
 }
@@ -152,7 +147,9 @@ impl Run {
         }
         let mut ended = self.end(&published)?;
         let after = ended.as_ref().map(|_| since.elapsed());
-        let is_watched = self.asks && subject.is_prefill() && moment != ToldNotFreed;
+        // Whoever was to be written to lives on, and its load is over.
+        let lives_on = subject.is_prefill() || matches!(trouble, Aborted | StoppedAWhile);
+        let is_watched = self.asks && lives_on && moment != ToldNotFreed;
         let used = if is_watched { self.use_decodes_blocks()? } else { Some(Duration::ZERO) };
         if moment == Checking && subject == PrefillRank && trouble == Stopped {
             let step = self.step_with_digests()?.as_millis();

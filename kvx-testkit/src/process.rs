@@ -165,6 +165,11 @@ impl Child {
         until_stopped(self.its_pid()?)
     }
 
+    /// Whether each of its threads has stopped, as after a SIGSTOP of its own.
+    pub fn is_stopped(&self) -> Result<bool, Failure> {
+        has_stopped(self.its_pid()?)
+    }
+
     /// Lets it go on (SIGCONT).
     pub fn go_on(&self) -> Result<(), Failure> {
         self.signal(Signal::CONT)

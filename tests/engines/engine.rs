@@ -11,15 +11,15 @@ use kvx::connector::params::TransferParams;
 use kvx::connector::runtime::{Connector, Decode, Fetch, Held, Lease, LoadError, Prefill, Released};
 use kvx::connector::wire::CompatibilityFactors;
 use kvx::{Error, Kind, Result};
-use kvx_testkit::Holdings;
+use kvx_testkit::{Holdings, HungPage};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::apart;
 use crate::checking::{Checks, Expected};
 use crate::log::Log;
 use crate::model::{RankMemory, Shape};
 use crate::queue::{self, Queue};
+use crate::{amid, apart};
 
 /// What an engine is.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -53,6 +53,9 @@ pub(crate) enum Order {
     Decode { request: String, prompt: u64, tokens: u32, cached: u32, params: Value, within: Duration },
     /// The same, and holds the check of its digests. Answer: whether it does.
     Check { request: String, prompt: u64, tokens: u32, params: Value, within: Duration },
+    /// The same, and stops the process when some blocks have come and others have not. Answer, once it goes on: whether
+    /// it was stopped. `at_page`: who writes waits for a page meanwhile, which it must not ask the kernel to write to.
+    StopAmid { request: String, prompt: u64, tokens: u32, params: Value, within: Duration, at_page: bool },
     /// No check is held any more.
     LetGo,
     /// The same request of the engine's queue: it has no blocks yet.
@@ -318,6 +321,24 @@ impl Engine {
                     Ok(())
                 })?;
                 Ok(Answer::Held(held))
+            }
+            Order::StopAmid { request, prompt, tokens, params, within, at_page } => {
+                let params = parsed(&params)?;
+                let blocks = self.take(tokens)?;
+                let rank = &self.ranks[0];
+                rank.poison(&blocks)?;
+                let expected = rank.expected(prompt, &blocks, tokens)?;
+                let page =
+                    at_page.then(|| HungPage::of_file(&rank.memory, rank.last(&blocks))).transpose()?;
+                page.iter().try_for_each(HungPage::take_away)?;
+                let (begun, wanted) = (Instant::now(), BlockLists::single(&blocks[..]));
+                let fetch = Some(Decode::new(&self.connector).fetch(&*request, &params, wanted, within));
+                self.loads.insert(request, Load { fetch, begun, prompt, blocks, cached: 0, tokens });
+                let stopped = match page {
+                    Some(page) => amid::stop_at(page)?,
+                    None => amid::stop_between(rank, &expected)?,
+                };
+                Ok(Answer::Held(stopped))
             }
             Order::LetGo => {
                 self.checks.let_go();

@@ -3,10 +3,12 @@
 //! Each load has an outcome by its deadline and a second, no wrong byte counts as loaded (the engine checks), the
 //! blocks of both pools are free again by the end of the lease and two seconds, and the next request works.
 
+mod cell;
 pub(crate) mod table;
 
 use std::time::{Duration, Instant};
 
+use kvx::{Capabilities, Revocation};
 use kvx_testkit::{Check, Failure, Tier, skip};
 use serde_json::{Value, json};
 
@@ -202,11 +204,16 @@ impl Two {
 
     /// Whether reads come to an end though the other side stands still.
     fn reads_end_alone(&self) -> Result<bool, Failure> {
+        Ok(self.capabilities()?.settles_without_peer.read)
+    }
+
+    /// Of the backend of both.
+    fn capabilities(&self) -> Result<Capabilities, Failure> {
         let backend = &self.decode.spec.backends[0];
         let registry = kvx::registry();
         let found = registry.require(backend, &kvx::Options::default());
         let (_, found) = found.map_err(|why| Failure::new(why.to_string()))?;
-        Ok(found.capabilities.settles_without_peer.read)
+        Ok(found.capabilities)
     }
 
     fn all_free(&mut self) -> Check {

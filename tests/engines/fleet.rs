@@ -22,6 +22,8 @@ pub(crate) struct Engine {
     /// The processes of its ranks, if they have any.
     pub(crate) ranks: Vec<Grandchild>,
     child: Child,
+    /// It has stopped itself amid an order, which it answers when it goes on.
+    amid: bool,
 }
 
 fn other<T>(wanted: &str, answer: Answer) -> Result<T, Failure> {
@@ -41,7 +43,7 @@ impl Engine {
         command.env("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
         command.envs(spec.variables.iter().map(|(name, value)| (name, value)));
         let child = Child::start(command)?;
-        let mut engine = Engine { spec, port: 0, ranks: Vec::new(), child };
+        let mut engine = Engine { spec, port: 0, ranks: Vec::new(), child, amid: false };
         // Its ranks come after it has begun.
         match engine.answer(2 * CUT_OFF)? {
             Answer::Ready { port, ranks } => {
@@ -144,6 +146,41 @@ impl Engine {
         self.done(&Order::LetGo, "a check that goes on")
     }
 
+    /// Begins to load it, and stops when some of it has come, if it can: whether it did.
+    pub(crate) fn stops_amid(
+        &mut self,
+        load: &Load<'_>,
+        params: &Value,
+        within: Duration,
+    ) -> Result<bool, Failure> {
+        let Load { request, prompt, tokens, .. } = *load;
+        let (request, params) = (request.to_owned(), params.clone());
+        // With SHM the decode's own thread copies them, in no system call.
+        let at_page = self.spec.backends == ["SHM"];
+        let order = Order::StopAmid { request, prompt, tokens, params, within, at_page };
+        self.child.say(&serde_json::to_string(&order).expect("orders are JSON"))?;
+        let until = Instant::now() + CUT_OFF;
+        while !self.child.is_stopped()? {
+            match self.answer(Duration::from_millis(1)) {
+                Ok(Answer::Held(false)) => return Ok(false),
+                Ok(answer) => return other("a load", answer),
+                Err(late) if Instant::now() >= until => return Err(late),
+                Err(_) => {}
+            }
+        }
+        self.amid = true;
+        Ok(true)
+    }
+
+    /// It was stopped, or has stopped itself.
+    pub(crate) fn goes_on(&mut self) -> Result<(), Failure> {
+        self.child.go_on()?;
+        match std::mem::take(&mut self.amid).then(|| self.answer(CUT_OFF)).transpose()? {
+            None | Some(Answer::Held(true)) => Ok(()),
+            Some(answer) => other("a load that goes on", answer),
+        }
+    }
+
     /// A request for it arrives, and waits for blocks.
     pub(crate) fn arrive(
         &mut self,
@@ -221,7 +258,7 @@ impl Engine {
     pub(crate) fn goes_on_with_an_abort(&mut self, request: &str) -> Result<(), Failure> {
         let order = Order::Abort { request: request.to_owned() };
         self.child.say(&serde_json::to_string(&order).expect("orders are JSON"))?;
-        self.child.go_on()?;
+        self.goes_on()?;
         match self.answer(CUT_OFF)? {
             Answer::Done => Ok(()),
             answer => other("an abort", answer),
@@ -264,6 +301,14 @@ impl Engine {
             Answer::Holdings(holdings) => Ok(holdings),
             answer => other("what a process holds", answer),
         }
+    }
+
+    /// Fails if more blocks are not free than a prompt of these tokens has.
+    pub(crate) fn keeps_at_most(&mut self, tokens: u32) -> Result<(), Failure> {
+        let (free, all) = (self.free()?, self.spec.shape.blocks);
+        ensure(all - free <= tokens.div_ceil(self.spec.shape.logical()), || {
+            format!("{free} of {all} are free")
+        })
     }
 
     /// Waits until all blocks of the pool are free again.

@@ -8,6 +8,7 @@
 #[path = "../../kvx-mooncake/tests/adapter/mod.rs"]
 #[allow(dead_code, reason = "each test program uses its part")]
 mod adapter;
+mod amid;
 mod apart;
 mod checking;
 mod dialects;
@@ -27,6 +28,7 @@ mod soak;
 /// Where the tests' UCX is.
 #[path = "../../kvx-ucx/tests/versions/mod.rs"]
 mod ucx;
+mod unread;
 /// Where the tests' NIXL is.
 #[path = "../../kvx-rixl/tests/wheel/mod.rs"]
 mod wheel;

@@ -408,9 +408,9 @@ commands:
       peers that are killed, stopped, cut off, out of descriptors or threads and more, before a link, while idle, amid
       reads and writes: how transfers end and when, when their memory is free, when work goes on, as the table that
       docs/reliability.md has; twenty minutes
-        connector      engines and their ranks, and the loads between them: docs/reliability-of-loads.md; a third of an
-                       hour
-        --only PART    only over this backend, or with this trouble; once
+        connector      engines and their ranks, and the loads between them: docs/reliability-of-loads.md and
+                       docs/reliability-of-mooncake-loads.md; half an hour
+        --only PART    only over this backend, with this trouble, or with this connector (`MooncakeConnector`); once
   fuzz [--seconds N] [--keep] [TARGET]...
       try what kvx reads from others with inputs that libFuzzer makes, under AddressSanitizer, and print a table; needs
       a C++ compiler and, the first time, the registry; tests replay what it found (fuzz/corpus)

@@ -107,10 +107,11 @@ mod tests {
     fn what_engines_suffer_has_a_table_for_each_backend() {
         let output = "| TCP | decode rank killed | queued | lost | 6 | 0 | 45 |\n\
             | TCP | decode rank killed | idle | lost | 7 | 0 | 5 |\n\
-            | SHM | decode rank killed | idle | lost | 3 | 1 | 41 |\n";
+            | MooncakeConnector SHM | decode rank killed | idle | lost | 3 | its blocks are kept | 41 |\n";
         let wanted = "| TCP | queued | idle |\n|---|---|---|\n\
             | decode rank killed | lost; 6, 0, 45 | lost; 7, 0, 5 |\n\n\
-            | SHM | queued | idle |\n|---|---|---|\n| decode rank killed |  | lost; 3, 1, 41 |\n\n";
+            | MooncakeConnector SHM | queued | idle |\n|---|---|---|\n\
+            | decode rank killed |  | lost; 3, its blocks are kept, 41 |\n\n";
         assert_eq!(by_moment(&rows(output)), wanted);
     }
 }

@@ -1,12 +1,12 @@
 //! The decode: whom it asks, what it believes, and when its blocks are its own again.
 
 use kvx_config::Role;
-use kvx_connector::engine::mooncake::{MooncakeAction, MooncakeWorker};
+use kvx_connector::engine::mooncake::{MooncakeAction, MooncakeWorker, QueryId};
 use kvx_connector::engine::{Arrival, Kept, LoadFailure, NotLoaded, Outcome, Settings, Status, WorkerRank};
 use kvx_connector::params::{MooncakeLeg, MooncakeParams, TransferId};
 use kvx_connector::wire::mooncake::PullStatus::{Continue, Error, Finish, LayoutMiss};
 
-use crate::rig::{Rig, asked, at, decode_leg, directory, fences, loaded, response, settings, told};
+use crate::rig::{Asked, Rig, asked, at, decode_leg, directory, fences, loaded, response, settings, told};
 
 #[test]
 fn one_question_to_the_bootstrap_server_and_one_for_all_requests_of_a_step() {
@@ -185,6 +185,78 @@ fn a_worker_that_cannot_be_reached_has_written_nothing_and_its_engine_is_looked_
     // One that was reached and is silent may have begun.
     let actions = decode.unanswered(0.3, asked_next[0].pull, true);
     assert_eq!(fences(&actions), 1);
+}
+
+fn queries(actions: &[MooncakeAction]) -> Vec<QueryId> {
+    let query = |action: &MooncakeAction| match action {
+        MooncakeAction::Query { query, .. } => Some(*query),
+        _ => None,
+    };
+    actions.iter().filter_map(query).collect()
+}
+
+/// A decode that has loaded from both workers of a prefill, and has asked them for another prompt: its questions.
+fn asks_from_memory() -> (Rig, Vec<Asked>) {
+    let mut decode = Rig::decode();
+    decode.loads(0.0, "d-1", "x-1", 100);
+    for asked in decode.queries(0.0, &directory("p", 2, 1)) {
+        decode.answered(0.1, asked.pull, &response(Finish, &["d-1"], &[]));
+    }
+    assert_eq!(decode.outcomes(0.1), [loaded("d-1")]);
+    decode.loads(0.2, "d-2", "x-2", 200);
+    let asked = asked(&decode.step(0.2));
+    assert_eq!(asked.len(), 2, "the bootstrap server is not asked again");
+    (decode, asked)
+}
+
+#[test]
+fn a_prefill_that_listens_elsewhere_under_its_name_is_found_again() {
+    let (mut decode, asked) = asks_from_memory();
+    let actions = decode.unanswered(0.3, asked[0].pull, false);
+    assert!(queries(&actions).is_empty(), "the other one may have heard");
+    let actions = decode.unanswered(0.3, asked[1].pull, false);
+    let mut elsewhere = directory("p", 1, 1);
+    elsewhere.engines.get_mut(&0).unwrap().workers.insert(WorkerRank::default(), "tcp://p.host:5000".into());
+    let asked = decode.queried(0.4, queries(&actions)[0], Ok(elsewhere));
+    assert_eq!((asked.len(), &*asked[0].address), (1, "tcp://p.host:5000"));
+    assert_eq!(asked[0].wants(), [("d-2", "x-2", vec![200, 201, 202])]);
+    decode.answered(0.5, asked[0].pull, &response(Finish, &["d-2"], &[]));
+    assert_eq!(decode.outcomes(0.5), [loaded("d-2")]);
+    assert!(decode.worker.is_empty() && decode.log.is_empty(), "{:?}", decode.worker);
+}
+
+#[test]
+fn a_prefill_is_looked_for_once() {
+    let (mut decode, asked) = asks_from_memory();
+    decode.unanswered(0.3, asked[0].pull, false);
+    let actions = decode.unanswered(0.3, asked[1].pull, false);
+    let asked = decode.queried(0.4, queries(&actions)[0], Ok(directory("p", 1, 1)));
+    assert_eq!(fences(&decode.unanswered(0.5, asked[0].pull, false)), 0);
+    assert!(matches!(decode.outcomes(0.5)[..], [Outcome::Failed { .. }]));
+}
+
+#[test]
+fn a_prefill_half_of_which_has_heard_is_not_asked_anew() {
+    for heard_first in [true, false] {
+        let (mut decode, asked) = asks_from_memory();
+        if !heard_first {
+            decode.unanswered(0.3, asked[0].pull, false);
+        }
+        let actions = decode.answered(0.4, asked[1].pull, &response(Finish, &["d-2"], &[]));
+        assert_eq!(fences(&actions), 0, "nobody writes any more");
+        if heard_first {
+            assert!(queries(&decode.unanswered(0.5, asked[0].pull, false)).is_empty());
+        }
+        let outcomes = decode.outcomes(0.5);
+        assert!(
+            matches!(outcomes[..], [Outcome::Failed { failure: LoadFailure::Transfer(_), .. }]),
+            "{outcomes:?}"
+        );
+    }
+    // It may be writing: its blocks are fenced at the deadline.
+    let (mut decode, asked) = asks_from_memory();
+    decode.unanswered(0.3, asked[0].pull, false);
+    assert_eq!(fences(&decode.unanswered(0.4, asked[1].pull, true)), 1);
 }
 
 #[test]

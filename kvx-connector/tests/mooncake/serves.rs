@@ -152,8 +152,9 @@ fn a_time_limit_during_a_write_waits_for_it() {
     prefill.has_prefilled(0.0, "p-1", "x-1");
     let writes = prefill.asked_and_connected(479.0, 1, &question(D1, &[("d-1", "x-1", &[100])]));
     assert!(prefill.outcomes(480.0).is_empty(), "a write reads the blocks");
-    assert_eq!(answer(&prefill.written(481.0, writes[0].id)).2, ["d-1"]);
-    assert_eq!(prefill.outcomes(481.0), [free("p-1")]);
+    assert_eq!(writes[0].deadline, at(481.0), "not longer: the decode may stand still");
+    assert_eq!(answer(&prefill.written(480.5, writes[0].id)).2, ["d-1"]);
+    assert_eq!(prefill.outcomes(480.5), [free("p-1")]);
 }
 
 #[test]

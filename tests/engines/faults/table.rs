@@ -1,11 +1,11 @@
 //! Whose process fails, how, and where a load is then: each of it with each.
 
-use std::fmt;
-
+use super::cell::{self, *};
 use super::*;
 use crate::checking;
 use crate::engine::Answer;
 use crate::model::Shape;
+use crate::unread;
 
 /// Set: all of it, a row of the table for each, and none of the engines' other tests.
 const ALL: &str = "KVX_FAULTS_ALL";
@@ -21,143 +21,81 @@ const WITHIN: Duration = Duration::from_secs(2);
 const MISSED: Duration = Duration::from_secs(12);
 /// Until then a rank that stands still holds its engine's step: it is missed.
 const STEP: Duration = Duration::from_secs(10);
-/// How many loads may be checked before the check of one is held.
-const CHECKS: u32 = 200;
+/// How many loads may be checked before the check of one is held, or written before one is seen amid its blocks.
+const TRIES: u32 = 200;
+/// KV heads of a model whose prompts take longer to write than a process takes to stop.
+const LARGE: u32 = 1024;
+/// Blocks of its pool.
+const FEW: u32 = 16;
 /// How long somebody stands still who goes on.
 const A_WHILE: Duration = Duration::from_secs(5);
 
-#[derive(Clone, Copy, PartialEq)]
-enum Subject {
-    PrefillRank,
-    PrefillEngine,
-    DecodeRank,
-    DecodeEngine,
-}
-
-#[derive(Clone, Copy, PartialEq)]
-enum Trouble {
-    Killed,
-    StoppedAWhile,
-    Stopped,
-    Restarted,
-    Renamed,
-    /// Its request is.
-    Aborted,
-}
-
-#[derive(Clone, Copy, PartialEq)]
-enum Moment {
-    BeforeTheHandshake,
-    InTheHandshake,
-    Queued,
-    Reading,
-    /// All has arrived, and is compared with its digests.
-    Checking,
-    ToldNotFreed,
-    Idle,
-}
-
-use Moment::{BeforeTheHandshake, Checking, Idle, InTheHandshake, Queued, Reading, ToldNotFreed};
-use Subject::{DecodeEngine, DecodeRank, PrefillEngine, PrefillRank};
-use Trouble::{Aborted, Killed, Renamed, Restarted, Stopped, StoppedAWhile};
-
-impl fmt::Display for Subject {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            PrefillRank => "prefill rank",
-            PrefillEngine => "prefill engine",
-            DecodeRank => "decode rank",
-            DecodeEngine => "decode engine",
-        })
-    }
-}
-
-impl fmt::Display for Trouble {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Killed => "killed",
-            StoppedAWhile => "stopped 5 s",
-            Stopped => "stopped",
-            Restarted => "restarted",
-            Renamed => "restarted with a new id",
-            Aborted => "aborts",
-        })
-    }
-}
-
-impl fmt::Display for Moment {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            BeforeTheHandshake => "before the handshake",
-            InTheHandshake => "in the handshake",
-            Queued => "queued",
-            Reading => "reading",
-            Checking => "checking",
-            ToldNotFreed => "told, not freed",
-            Idle => "idle",
-        })
-    }
-}
-
-impl Subject {
-    fn is_rank(self) -> bool {
-        matches!(self, PrefillRank | DecodeRank)
-    }
-
-    fn is_prefill(self) -> bool {
-        matches!(self, PrefillRank | PrefillEngine)
-    }
-}
-
-/// What can happen: a rank starts with its engine, and nothing is aborted where nothing is.
-fn can_be(subject: Subject, trouble: Trouble, moment: Moment) -> bool {
-    match trouble {
-        Restarted | Renamed => !subject.is_rank(),
-        Aborted => !subject.is_rank() && !matches!(moment, ToldNotFreed | Idle | BeforeTheHandshake),
-        Killed | Stopped | StoppedAWhile => true,
-    }
-}
+/// What a row says instead of a time.
+const KEPT: &str = "its blocks are kept";
+/// A prompt that is nobody's request.
+const OTHERS: u64 = 1_000_000;
+/// How long nothing may write into blocks that were given back.
+const QUIET: Duration = Duration::from_millis(200);
 
 pub(crate) fn cases() -> Vec<Case> {
-    let mut rows = Vec::new();
-    for subject in [PrefillRank, PrefillEngine, DecodeRank, DecodeEngine] {
-        for trouble in [Killed, StoppedAWhile, Stopped, Restarted, Renamed, Aborted] {
-            for moment in [BeforeTheHandshake, InTheHandshake, Queued, Reading, Checking, ToldNotFreed, Idle]
-            {
-                rows.extend(can_be(subject, trouble, moment).then_some((subject, trouble, moment)));
-            }
-        }
-    }
     let all = is_all();
     let (tier, backends): (_, &[&str]) = match all {
-        true => (Tier::Fast, &["TCP", "SHM", "UCX", "LIBFABRIC", "RIXL"]),
+        true => (Tier::Fast, &["TCP", "SHM", "UCX", "LIBFABRIC", "RIXL", "MOONCAKE"]),
         false => (Tier::Whole, &["TCP"]),
     };
+    let third = |cells: Vec<Cell>, of: usize| {
+        cells.into_iter().enumerate().filter(move |(at, _)| all || at % 3 == of).map(|(_, cell)| cell)
+    };
+    let reads = third(cell::of_reads(), 0).map(|cell| (cell, false));
+    // Those that once failed are among this third.
+    let writes = third(cell::of_writes(), 2).map(|cell| (cell, true));
+    let rows: Vec<(Cell, bool)> = reads.chain(writes).collect();
     let mut cases = Vec::new();
     for backend in backends {
-        for (at, (subject, trouble, moment)) in rows.iter().copied().enumerate() {
-            if all || at % 3 == 0 {
-                let name = format!("{subject} {trouble}, {moment}");
-                let title = name.clone();
-                let needed = move |backend: &str| match moment {
-                    Checking => checking::can_be_held().and_then(|()| that_outlive_kills(backend)),
-                    _ => that_outlive_kills(backend),
-                };
-                let run_or_say = move |backend: &str| match needed(backend) {
-                    Ok(variables) => {
-                        let two = two(backend, variables, subject, moment == Checking)?;
-                        Run { two, subject, trouble, moment }.run(backend)
-                    }
-                    Err((reason, cure)) => {
-                        skip(&format!("{backend}::{title}"), &reason, cure);
-                        Ok(())
-                    }
-                };
-                cases.push(Case::new(name, backend, tier, run_or_say));
-            }
+        // A library of MooncakeConnector alone.
+        for (cell, asks) in rows.iter().copied().filter(|(_, asks)| *asks || *backend != "MOONCAKE") {
+            let connector = if asks { MOONCAKE } else { "" };
+            let name = format!("{connector}{cell}");
+            let title = name.clone();
+            let run_or_say = move |backend: &str| match needed(backend, cell) {
+                Ok(variables) => {
+                    let backend = format!("{connector}{backend}");
+                    let two = match asks {
+                        true => asking(&backend, variables, cell.moment == Written)?,
+                        false => two(&backend, variables, cell.subject, cell.moment == Checking)?,
+                    };
+                    Run { two, cell, asks }.run(&backend)
+                }
+                Err((reason, cure)) => {
+                    skip(&format!("{backend}::{title}"), &reason, cure);
+                    Ok(())
+                }
+            };
+            cases.push(Case::new(name, backend, tier, run_or_say));
         }
     }
     cases
+}
+
+/// Variables of engines in this cell. Errors: reason and cure, if it cannot be.
+fn needed(backend: &str, cell: Cell) -> Result<Vec<(String, String)>, (String, &'static str)> {
+    if cell.moment == Checking || (backend, cell.moment) == ("SHM", Written) {
+        checking::can_be_held()?;
+    }
+    that_outlive_kills(backend)
+}
+
+/// Two engines of MooncakeConnector, with blocks that do not come at once where the load is to be seen amid them.
+fn asking(backend: &str, variables: Vec<(String, String)>, large: bool) -> Result<Two, Failure> {
+    let start = |id| {
+        let mut spec = spec(id, backend);
+        spec.variables.extend(variables.clone());
+        if large {
+            spec.shape = Shape { heads: Some(LARGE), blocks: FEW, ..Shape::default() };
+        }
+        Engine::start(spec)
+    };
+    Ok(Two { prefill: start("prefill")?, decode: start("decode")?, last: 0 })
 }
 
 /// Two engines. That subject rank it is about has two, in processes of their own.
@@ -182,14 +120,14 @@ fn two(
 /// Two engines, and what happens to one of them when.
 struct Run {
     two: Two,
-    subject: Subject,
-    trouble: Trouble,
-    moment: Moment,
+    cell: Cell,
+    /// The decode asks, and the prefill writes.
+    asks: bool,
 }
 
 impl Run {
     fn run(mut self, backend: &str) -> Check {
-        let Run { subject, trouble, moment, .. } = self;
+        let Cell { subject, trouble, moment } = self.cell;
         if !matches!(moment, BeforeTheHandshake | InTheHandshake) {
             self.two.works()?;
             self.two.all_free()?;
@@ -209,6 +147,10 @@ impl Run {
         }
         let mut ended = self.end(&published)?;
         let after = ended.as_ref().map(|_| since.elapsed());
+        // Whoever was to be written to lives on, and its load is over.
+        let lives_on = subject.is_prefill() || matches!(trouble, Aborted | StoppedAWhile);
+        let is_watched = self.asks && lives_on && moment != ToldNotFreed;
+        let used = if is_watched { self.use_decodes_blocks()? } else { Some(Duration::ZERO) };
         if moment == Checking && subject == PrefillRank && trouble == Stopped {
             let step = self.step_with_digests()?.as_millis();
             ended = ended.map(|ended| format!("{ended}, next step held {step}"));
@@ -216,7 +158,13 @@ impl Run {
         if trouble == StoppedAWhile && !waits {
             self.go_on_after(since)?;
         }
-        let back = self.blocks_come_back()?;
+        if is_watched {
+            self.decodes_blocks_stay()?;
+        }
+        let back = match used {
+            None if trouble == Stopped => KEPT.to_owned(),
+            used => self.blocks_come_back(used.unwrap_or_default())?,
+        };
         let healed = Instant::now();
         self.heal()?;
         self.two.works()?;
@@ -238,13 +186,17 @@ impl Run {
     /// Brings a load to the moment.
     fn reach(&mut self) -> Result<Published, Failure> {
         let published = self.two.published()?;
-        match self.moment {
+        match self.cell.moment {
             BeforeTheHandshake | Idle => {}
             Queued => self.two.decode.arrive(&load(&published.0), &published.1, WITHIN)?,
-            InTheHandshake | Reading => {
+            InTheHandshake | Reading | Asked => {
                 self.hold()?;
                 self.two.begin(&published, WITHIN)?;
+                if self.asks {
+                    unread::wait_for(self.two.prefill.process().pid())?;
+                }
             }
+            Written => return self.write(published),
             Checking => return self.check(published),
             ToldNotFreed => {
                 self.two.begin(&published, CUT_OFF)?;
@@ -256,31 +208,44 @@ impl Run {
 
     /// Brings a load there whose check is held: another one, where a check was over before it could be.
     fn check(&mut self, mut published: Published) -> Result<Published, Failure> {
-        for _ in 0..CHECKS {
+        for _ in 0..TRIES {
             if self.two.decode.check(&load(&published.0), &published.1, WITHIN)? {
                 return Ok(published);
             }
             self.two.decode.arrives(&published.0, TOKENS)?;
             published = self.two.published()?;
         }
-        Err(Failure::new(format!("{CHECKS} checks were over before they could be held")))
+        Err(Failure::new(format!("{TRIES} checks were over before they could be held")))
     }
 
-    /// The prefill stands still, so that the load does.
+    /// Brings a load there some of whose blocks have come: another one, where all had before the decode stood still.
+    fn write(&mut self, mut published: Published) -> Result<Published, Failure> {
+        for _ in 0..TRIES {
+            if self.two.decode.stops_amid(&load(&published.0), &published.1, WITHIN)? {
+                return Ok(published);
+            }
+            self.two.decode.arrives(&published.0, TOKENS)?;
+            published = self.two.published()?;
+        }
+        Err(Failure::new(format!("{TRIES} loads were over before one could be seen amid its blocks")))
+    }
+
+    /// One of the two stands still, so that the load does.
     fn is_held(&self) -> bool {
-        matches!(self.moment, InTheHandshake | Reading)
+        matches!(self.cell.moment, InTheHandshake | Reading | Asked | Written)
     }
 
     /// Stops the process that the load needs: for its data the prefill's rank, if that has one of its own.
     fn hold(&mut self) -> Check {
-        match (self.moment, &self.two.prefill.ranks[..]) {
+        match (self.cell.moment, &self.two.prefill.ranks[..]) {
             (Reading, [rank, ..]) => rank.stop(),
             _ => self.two.prefill.process().stop(),
         }
     }
 
     fn let_go(&mut self) -> Check {
-        match (self.moment, &self.two.prefill.ranks[..]) {
+        match (self.cell.moment, &self.two.prefill.ranks[..]) {
+            (Written, _) => self.two.decode.goes_on(),
             (Reading, [rank, ..]) => rank.go_on(),
             _ => self.two.prefill.process().go_on(),
         }
@@ -288,19 +253,21 @@ impl Run {
 
     /// Whether the process that is held is the one in trouble: the trouble says then whether it goes on.
     fn is_held_itself(&self) -> bool {
-        match self.subject {
-            PrefillEngine => true,
-            PrefillRank => self.moment == Reading,
-            DecodeRank | DecodeEngine => false,
+        match self.cell.subject {
+            PrefillEngine => self.cell.moment != Written,
+            PrefillRank => self.cell.moment == Reading,
+            DecodeRank => false,
+            DecodeEngine => self.cell.moment == Written,
         }
     }
 
     fn subject(&mut self) -> &mut Engine {
-        if self.subject.is_prefill() { &mut self.two.prefill } else { &mut self.two.decode }
+        if self.cell.subject.is_prefill() { &mut self.two.prefill } else { &mut self.two.decode }
     }
 
     fn cause_trouble(&mut self, request: &str) -> Check {
-        let (subject, trouble, is_held) = (self.subject, self.trouble, self.is_held());
+        let Cell { subject, trouble, .. } = self.cell;
+        let (is_held, asks) = (self.is_held() && self.is_held_itself(), self.asks);
         let engine = self.subject();
         match trouble {
             Killed if subject.is_rank() => engine.ranks[0].kill(),
@@ -309,16 +276,21 @@ impl Run {
             Stopped | StoppedAWhile => engine.process().stop(),
             Restarted => engine.start_again(&engine.spec.id.clone()),
             Renamed => engine.start_again(&format!("{}-new", engine.spec.id)),
-            Aborted if subject == PrefillEngine && is_held => engine.goes_on_with_an_abort(request),
+            Aborted if is_held => engine.goes_on_with_an_abort(request),
             Aborted => engine.abort(request),
+        }?;
+        // Others compute in the same blocks at once.
+        match asks && subject == PrefillEngine && trouble == Aborted {
+            true => engine.occupy(OTHERS).and_then(|()| engine.vacate()),
+            false => Ok(()),
         }
     }
 
     fn go_on_after(&mut self, since: Instant) -> Check {
         std::thread::sleep((since + A_WHILE).saturating_duration_since(Instant::now()));
-        let subject = self.subject;
+        let subject = self.cell.subject;
         let engine = self.subject();
-        if subject.is_rank() { engine.ranks[0].go_on() } else { engine.process().go_on() }
+        if subject.is_rank() { engine.ranks[0].go_on() } else { engine.goes_on() }
     }
 
     /// How long a rank that stands still holds the prefill's step, which awaits the digests of what it publishes.
@@ -332,11 +304,11 @@ impl Run {
 
     /// How the load ends; nothing, where nobody is there to hear it.
     fn end(&mut self, published: &Published) -> Result<Option<String>, Failure> {
-        match (self.subject, self.trouble, self.moment) {
+        match (self.cell.subject, self.cell.trouble, self.cell.moment) {
             (_, _, ToldNotFreed) => return Ok(None),
             (DecodeEngine, Killed | Stopped | Aborted, _) => return Ok(None),
             // The old one's loads have gone with it.
-            (DecodeEngine, Restarted | Renamed, Queued | InTheHandshake | Reading | Checking) => {
+            (DecodeEngine, Restarted | Renamed, moment) if !matches!(moment, BeforeTheHandshake | Idle) => {
                 return Ok(None);
             }
             (_, _, BeforeTheHandshake | Idle) => self.two.begin(published, WITHIN)?,
@@ -347,7 +319,7 @@ impl Run {
             }
             (DecodeRank, Killed, Queued) => {}
             (_, _, Queued) => self.two.decode.admit(&published.0)?,
-            (_, _, InTheHandshake | Reading | Checking) => {}
+            (_, _, InTheHandshake | Reading | Asked | Written | Checking) => {}
         }
         let began = Instant::now();
         let answer = self.two.decode.outcome(&published.0, WITHIN + GRACE)?;
@@ -359,40 +331,73 @@ impl Run {
         }
     }
 
-    /// How long the blocks of both took to come back, as far as anybody can say.
-    fn blocks_come_back(&mut self) -> Result<String, Failure> {
-        let (subject, trouble) = (self.subject, self.trouble);
+    /// The load is over: others compute in the decode's blocks. How long they took to come back; nothing, where some
+    /// have not, as only the prefill can say that nobody writes into them.
+    fn use_decodes_blocks(&mut self) -> Result<Option<Duration>, Failure> {
+        let began = Instant::now();
+        let back = self.two.decode.all_free(BLOCKS_BACK);
+        let took = began.elapsed();
+        let needs_prefill = self.two.capabilities()?.revocation != Revocation::Owner;
+        let stands_still = matches!(self.cell.trouble, Stopped | StoppedAWhile);
+        let kept = match back {
+            Err(_) if needs_prefill && stands_still => {
+                self.two.decode.keeps_at_most(TOKENS).map(|()| true)?
+            }
+            back => back.map(|()| false)?,
+        };
+        self.two.decode.occupy(OTHERS)?;
+        Ok((!kept).then_some(took))
+    }
+
+    /// Nothing writes into them any more, whatever has become of the prefill.
+    fn decodes_blocks_stay(&mut self) -> Check {
+        let until = Instant::now() + QUIET;
+        while Instant::now() < until {
+            self.two.decode.is_unchanged()?;
+        }
+        self.two.decode.vacate()
+    }
+
+    /// How long the blocks of both took to come back, as far as anybody can say. Those of the decode had taken so long
+    /// before.
+    fn blocks_come_back(&mut self, used: Duration) -> Result<String, Failure> {
+        let (subject, trouble) = (self.cell.subject, self.cell.trouble);
         let gone = matches!(trouble, Killed | Stopped);
+        let alone = self.two.capabilities()?.settles_without_peer;
         let began = Instant::now();
         if !(subject == PrefillEngine && gone) {
             let is_missed = subject == PrefillRank && trouble == Stopped;
-            self.two.prefill.all_free(if is_missed { MISSED } else { BLOCKS_BACK })?;
+            let back = self.two.prefill.all_free(if is_missed { MISSED } else { BLOCKS_BACK });
+            // What writes them may be the decode itself, or a library: until the decode is gone.
+            let may_be_kept = self.asks && (subject, trouble) == (DecodeEngine, Stopped) && !alone.write;
+            if may_be_kept && back.is_err() {
+                return self.two.prefill.keeps_at_most(TOKENS).map(|()| KEPT.to_owned());
+            }
+            back?;
         }
         let are_kept = match (subject, trouble) {
             // It may still write when it goes on: what it was to fill is nobody's any more.
             (DecodeRank, Stopped) => true,
             // So may a library, of which the backend says that it needs the peer to be done: until the prefill is gone.
-            (PrefillRank | PrefillEngine, Stopped) if !self.two.reads_end_alone()? => {
+            (PrefillRank | PrefillEngine, Stopped) if !self.asks && !alone.read => {
                 self.two.decode.all_free(BLOCKS_BACK).is_err()
             }
             _ => false,
         };
         if are_kept {
-            let (free, all) = (self.two.decode.free()?, self.two.decode.spec.shape.blocks);
-            ensure(all - free <= TOKENS.div_ceil(self.two.decode.spec.shape.logical()), || {
-                format!("{free} of {all}")
-            })?;
-            return Ok(if free < all { "its blocks are kept".to_owned() } else { "0".to_owned() });
+            self.two.decode.keeps_at_most(TOKENS)?;
+            let all = self.two.decode.spec.shape.blocks;
+            return Ok(if self.two.decode.free()? < all { KEPT } else { "0" }.to_owned());
         }
         if !(subject == DecodeEngine && gone) {
             self.two.decode.all_free(BLOCKS_BACK)?;
         }
-        Ok(began.elapsed().as_millis().to_string())
+        Ok(began.elapsed().max(used).as_millis().to_string())
     }
 
     /// Another engine takes the place of one that is gone, or has lost a rank.
     fn heal(&mut self) -> Check {
-        if !matches!(self.trouble, Killed | Stopped) {
+        if !matches!(self.cell.trouble, Killed | Stopped) {
             return Ok(());
         }
         let engine = self.subject();
@@ -408,6 +413,7 @@ fn kind_of(why: &str) -> &str {
         ("the peer had taken blocks back", "stale"),
         ("the request's deadline", "deadline"),
         ("this engine has lost a rank", "rank"),
+        ("the peer did not send the blocks in time", "not written"),
     ];
     kinds.iter().find(|(words, _)| why.starts_with(words)).map_or(why, |(_, kind)| kind)
 }

@@ -32,6 +32,7 @@ mod register;
 mod serve;
 mod settings;
 mod transfers;
+mod unheard;
 mod worker;
 
 pub use self::action::{AskId, MooncakeAction, PullId, QueryId, Unanswered};

@@ -17,20 +17,22 @@ use crate::wire::mooncake::{Directory, PullRequest, PullResponse, PullStatus, Pu
 /// One load.
 #[derive(Debug)]
 pub(super) struct Load {
-    order: ReceiveOrder,
-    stage: PullStage,
+    pub(super) order: ReceiveOrder,
+    pub(super) stage: PullStage,
     /// Why it has failed, if it has: the first reason.
     failure: Option<LoadFailure>,
     /// Nobody waits for the contents any more.
     cancelled: bool,
+    /// Its workers were asked where they listened before: the bootstrap server was not asked for this load.
+    pub(super) from_memory: bool,
     /// What each worker that was asked has said.
-    answers: BTreeMap<PullId, Answer>,
+    pub(super) answers: BTreeMap<PullId, Answer>,
 }
 
 /// Of one worker.
 #[derive(Debug)]
-struct Answer {
-    said: Said,
+pub(super) struct Answer {
+    pub(super) said: Said,
     of: PrefillWorker,
 }
 
@@ -43,7 +45,7 @@ struct PrefillWorker {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum PullStage {
+pub(super) enum PullStage {
     /// For the bootstrap server.
     Waiting,
     /// The prefill's workers were asked.
@@ -54,8 +56,10 @@ enum PullStage {
 
 /// What a worker has said of one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Said {
+pub(super) enum Said {
     Nothing,
+    /// Nothing, and it has not heard the question.
+    Unheard,
     /// It has written all that it has to write.
     Written,
     /// It has failed, and may write on.
@@ -78,9 +82,13 @@ pub(super) struct Pull {
 }
 
 impl Load {
+    pub(super) fn is_given_up(&self) -> bool {
+        self.failure.is_some() || self.cancelled
+    }
+
     /// Nobody writes into the blocks any more.
     fn is_settled(&self) -> bool {
-        self.answers.values().all(|answer| matches!(answer.said, Said::Written | Said::Settled))
+        self.answers.values().all(|answer| !matches!(answer.said, Said::Nothing | Said::Failed))
     }
 
     fn is_written(&self) -> bool {
@@ -107,11 +115,9 @@ impl MooncakeWorker {
             }
             self.load_deadlines.set(request.clone(), order.deadline);
             by_engine.entry(order.remote.peer.engine.clone()).or_default().push(request.clone());
-            let (failure, answers) = (None, BTreeMap::new());
-            self.loads.insert(
-                request,
-                Load { order, stage: PullStage::Waiting, failure, cancelled: false, answers },
-            );
+            let (stage, failure, answers) = (PullStage::Waiting, None, BTreeMap::new());
+            let load = Load { order, stage, failure, cancelled: false, from_memory: false, answers };
+            self.loads.insert(request, load);
         }
         for (engine, requests) in by_engine {
             if self.mooncake.is_older() {
@@ -119,18 +125,26 @@ impl MooncakeWorker {
                 continue;
             }
             if self.listings.get(now, &engine).is_some() {
+                for request in &requests {
+                    self.loads.entry(request.clone()).and_modify(|load| load.from_memory = true);
+                }
                 self.ask_all(now, &engine, requests);
                 continue;
             }
             for request in requests {
-                let Some(load) = self.loads.get(&request) else { continue };
-                let (peer, deadline) = (Arc::clone(&load.order.remote.peer), load.order.deadline);
-                if let Some(query) = self.listings.wait(&peer, request) {
-                    let deadline = deadline.min(now + self.mooncake.connect_timeout);
-                    let address = peer.address.clone();
-                    self.actions.push_back(MooncakeAction::Query { query, address, deadline });
-                }
+                self.query(now, request);
             }
+        }
+    }
+
+    /// Asks the bootstrap server where the workers of a load's prefill listen, or waits for its answer with others.
+    pub(super) fn query(&mut self, now: Time, request: RequestId) {
+        let Some(load) = self.loads.get(&request) else { return };
+        let (peer, deadline) = (Arc::clone(&load.order.remote.peer), load.order.deadline);
+        if let Some(query) = self.listings.wait(&peer, request) {
+            let deadline = deadline.min(now + self.mooncake.connect_timeout);
+            let address = peer.address.clone();
+            self.actions.push_back(MooncakeAction::Query { query, address, deadline });
         }
     }
 
@@ -321,7 +335,10 @@ impl MooncakeWorker {
         // Whoever listens there now, the bootstrap server knows.
         let engine = asked.to.engine.clone();
         self.listings.forget(&engine);
-        self.all_failed(now, pull, &how.error, !how.delivered);
+        match how.delivered {
+            true => self.all_failed(now, pull, &how.error, false),
+            false => self.unheard(now, pull, &how.error),
+        }
     }
 
     /// A question is over; who still waits for its answer has failed.
@@ -338,14 +355,14 @@ impl MooncakeWorker {
         self.all_failed(now, pull, "the prefill did not answer in time", false);
     }
 
-    fn hang_up(&mut self, pull: PullId) {
+    pub(super) fn hang_up(&mut self, pull: PullId) {
         if self.pulls.remove(&pull).is_some() {
             self.pull_deadlines.clear(&pull);
             self.actions.push_back(MooncakeAction::Hangup { pull });
         }
     }
 
-    fn said(&mut self, now: Time, pull: PullId, request: &RequestId, said: Said, why: &str) {
+    pub(super) fn said(&mut self, now: Time, pull: PullId, request: &RequestId, said: Said, why: &str) {
         let Some(load) = self.loads.get_mut(request) else { return };
         let Some(Answer { said: before, .. }) = load.answers.get_mut(&pull) else { return };
         if matches!(before, Said::Written | Said::Settled) || *before == said {
@@ -353,8 +370,9 @@ impl MooncakeWorker {
         }
         let first = *before == Said::Nothing;
         *before = said;
-        let wanted = load.failure.is_none() && !load.cancelled;
-        if first && said != Said::Written && wanted {
+        let lacks_one = load.answers.values().any(|answer| answer.said == Said::Unheard);
+        let why = if lacks_one { "another worker of the prefill cannot be reached" } else { why };
+        if first && (said != Said::Written || lacks_one) && !load.is_given_up() {
             let mut failure = TransferFailure::new(FailureKind::PullFailed, why);
             let remote = &load.order.remote;
             failure.request = Some(request.clone());
@@ -377,7 +395,7 @@ impl MooncakeWorker {
     /// Finishes a load once nothing touches its blocks.
     fn advance(&mut self, now: Time, request: &RequestId) {
         let Some(load) = self.loads.get(request) else { return };
-        let given_up = load.failure.is_some() || load.cancelled;
+        let given_up = load.is_given_up();
         match load.stage {
             PullStage::Waiting if !given_up => {}
             PullStage::Asked if !given_up && !load.is_written() => {}
@@ -437,7 +455,7 @@ impl MooncakeWorker {
     /// Reports a load, and forgets it.
     fn finish(&mut self, now: Time, request: &RequestId) {
         let told = self.loads.get(request).is_some_and(|load| load.stage == PullStage::Fencing);
-        let failed = self.loads.get(request).is_some_and(|load| load.failure.is_some() || load.cancelled);
+        let failed = self.loads.get(request).is_some_and(Load::is_given_up);
         if failed && !told {
             self.let_go(now, request);
         }
@@ -484,6 +502,7 @@ impl MooncakeWorker {
             stage: PullStage::Waiting,
             failure: None,
             cancelled: true,
+            from_memory: false,
             answers: BTreeMap::new(),
         };
         let load = std::mem::replace(load, rest);

@@ -1,6 +1,7 @@
 //! The prefill's side: who asks for which blocks, what waits, and what is written.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvx_core::{Error, Kind, Result};
 
@@ -25,6 +26,8 @@ use crate::wire::mooncake::{PullRequest, PullResponse, PullStatus, PulledRequest
 const MAX_SERVES: usize = 65_536;
 /// Bytes of them.
 const MAX_BYTES: usize = 64 << 20;
+/// How long a write may go on after the time limit of the blocks that it reads: its decode may stand still.
+const LAST_WRITE: Duration = Duration::from_secs(1);
 
 /// One request of one question.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -350,6 +353,7 @@ impl MooncakeWorker {
         let groups: Arc<[_]> = groups.into();
         let lists = MoveLists { local: blocks, remote: serve.blocks.clone(), tokens: None };
         let request = transfer.request.clone();
+        let deadline = (transfer.until + LAST_WRITE).min(now + self.settings.load_timeout);
         let grants: Arc<[PushGrant]> = match (&serve.asker.target, serve.grant.is_empty()) {
             (Some(target), false) => {
                 let rank = target.rank();
@@ -373,7 +377,7 @@ impl MooncakeWorker {
                     lists: lists.clone(),
                     notification: None,
                     grants: Arc::clone(&grants),
-                    deadline: now + self.settings.load_timeout,
+                    deadline,
                 };
                 let theirs = serve.theirs.clone();
                 self.actions.push_back(MooncakeAction::Write { what, theirs });

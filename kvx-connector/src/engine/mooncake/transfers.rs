@@ -16,6 +16,8 @@ pub(super) struct Transfer {
     pub(super) request: RequestId,
     /// Its blocks, once they are computed.
     pub(super) ready: Option<BlockLists>,
+    /// How long the blocks are kept, once they are.
+    pub(super) until: Time,
     /// Who has them, or does not want them any more.
     had: BTreeSet<Reader>,
     /// How many that must be, once one has asked.
@@ -66,8 +68,8 @@ impl Transfers {
         self.over.remove(&name);
         self.over_until.clear(&name);
         self.names.insert(request.clone(), name.clone());
-        let transfer =
-            Transfer { request, ready: None, had: BTreeSet::new(), readers: 0, running: 0, expired: false };
+        let (until, had) = (Time::default(), BTreeSet::new());
+        let transfer = Transfer { request, ready: None, until, had, readers: 0, running: 0, expired: false };
         self.by_name.insert(name, transfer);
         true
     }
@@ -92,7 +94,8 @@ impl Transfers {
         until: Time,
     ) -> Option<RequestId> {
         let name = self.names.get(request)?.clone();
-        self.by_name.get_mut(&name)?.ready = Some(blocks);
+        let transfer = self.by_name.get_mut(&name)?;
+        (transfer.ready, transfer.until) = (Some(blocks), until);
         self.expiries.set(name.clone(), until);
         Some(name)
     }

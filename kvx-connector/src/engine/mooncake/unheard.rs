@@ -1,0 +1,32 @@
+//! A question that has reached nobody: the prefill may have restarted under its name, and listen elsewhere.
+
+use super::super::time::Time;
+use super::action::PullId;
+use super::pull::{PullStage, Said};
+use super::worker::MooncakeWorker;
+
+impl MooncakeWorker {
+    /// Nobody has heard a question. Its loads fail, unless they were asked for where the prefill listened before, and
+    /// none of its workers has heard of them: then the bootstrap server is asked where it listens now.
+    pub(super) fn unheard(&mut self, now: Time, pull: PullId, why: &str) {
+        let Some(asked) = self.pulls.get(&pull) else { return };
+        for request in asked.waiting.clone() {
+            let Some(load) = self.loads.get_mut(&request) else { continue };
+            let others = load.answers.iter().filter(|(id, _)| **id != pull).map(|(_, answer)| answer.said);
+            let may_be_elsewhere = load.stage == PullStage::Asked
+                && load.from_memory
+                && !load.is_given_up()
+                && others.clone().all(|said| matches!(said, Said::Nothing | Said::Unheard));
+            if !may_be_elsewhere {
+                self.said(now, pull, &request, Said::Settled, why);
+            } else if others.clone().all(|said| said == Said::Unheard) {
+                (load.stage, load.from_memory) = (PullStage::Waiting, false);
+                load.answers.clear();
+                self.query(now, request);
+            } else if let Some(answer) = load.answers.get_mut(&pull) {
+                answer.said = Said::Unheard;
+            }
+        }
+        self.hang_up(pull);
+    }
+}

@@ -371,7 +371,10 @@ impl MooncakeWorker {
         let first = *before == Said::Nothing;
         *before = said;
         let lacks_one = load.answers.values().any(|answer| answer.said == Said::Unheard);
-        let why = if lacks_one { "another worker of the prefill cannot be reached" } else { why };
+        let why = match said {
+            Said::Written => "another worker of the prefill cannot be reached",
+            _ => why,
+        };
         if first && (said != Said::Written || lacks_one) && !load.is_given_up() {
             let mut failure = TransferFailure::new(FailureKind::PullFailed, why);
             let remote = &load.order.remote;

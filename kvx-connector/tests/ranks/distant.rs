@@ -27,10 +27,7 @@ const MISSED: Duration = Duration::from_secs(12);
 const VARIABLE: &str = "KVX_SECRET_FILE";
 
 const CASES: &[(&str, fn(&str))] = &[
-    (
-        "blocks_are_free_when_each_rank_has_raised_its_words",
-        blocks_are_free_when_each_rank_has_raised_its_words,
-    ),
+    ("blocks_are_free_when_all_words_are_raised", blocks_are_free_when_all_words_are_raised),
     ("a_rank_that_stands_still_holds_blocks_that_were_taken_back", a_stopped_rank_holds_blocks),
     ("what_a_killed_rank_had_published_is_lost", what_a_killed_rank_had_published_is_lost),
     ("what_a_killed_rank_was_filling_is_lost", what_a_killed_rank_was_filling_is_lost),
@@ -91,7 +88,7 @@ fn free(request: &str) -> Vec<Outcome> {
     vec![Outcome::Free { request: request.into(), kept: Kept::Request }]
 }
 
-fn blocks_are_free_when_each_rank_has_raised_its_words(backend: &str) {
+fn blocks_are_free_when_all_words_are_raised(backend: &str) {
     let (mut prefill, decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
     prefill.compute(1, &[5, 6], 2 * BLOCK);
     let (lease, params) = prefill.publish("p", &[5, 6], 2 * BLOCK).unwrap();

@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 
 use crate::engine::Spec;
 use crate::fleet::{CUT_OFF, Engine, GRACE, Load, MOONCAKE, ensure, pushing, spec};
+use crate::model::Shape;
 use crate::{Case, ucx};
 
 /// Of loads that cannot succeed.
@@ -22,6 +23,13 @@ const DEADLINE: Duration = Duration::from_secs(1);
 const BLOCKS_BACK: Duration = Duration::from_secs(5);
 /// Of each prompt: three blocks and one.
 const TOKENS: u32 = 49;
+/// How many loads may be checked before the check of one is held, or written before one is seen amid its blocks.
+const TRIES: u32 = 200;
+
+/// Of a model whose prompts take longer to write than a process takes to stop.
+fn large_prompts() -> Shape {
+    Shape { heads: Some(1024), blocks: 16, ..Shape::default() }
+}
 
 pub(crate) fn cases() -> Vec<Case> {
     let all: [(&str, fn(&str) -> Check); 9] = [
@@ -60,6 +68,12 @@ pub(crate) fn cases() -> Vec<Case> {
             cases.push(Case::new(name, backend, Tier::Usual, run));
         }
     }
+    cases.push(Case::new(
+        "a_decode_that_stops_as_it_is_written_to_costs_a_lease",
+        "TCP",
+        Tier::Usual,
+        written_decode_stopped,
+    ));
     let asks: [(&str, fn(&str) -> Check); 7] = [
         ("blocks_that_an_asking_decode_has_given_up_are_not_written", |backend| {
             HAVE_MET.into_iter().try_for_each(|have_met| {
@@ -182,6 +196,22 @@ impl Two {
             self.decode.ends(request, within, may_have_loaded)?;
         }
         Ok(())
+    }
+
+    /// The decode stands still when some blocks of a load have come: of another one, where all had before that.
+    fn decode_stops_amid(
+        &mut self,
+        mut published: Published,
+        within: Duration,
+    ) -> Result<Published, Failure> {
+        for _ in 0..TRIES {
+            if self.decode.stops_amid(&load(&published.0), &published.1, within)? {
+                return Ok(published);
+            }
+            self.decode.arrives(&published.0, TOKENS)?;
+            published = self.published()?;
+        }
+        Err(Failure::new(format!("{TRIES} loads were over before one could be seen amid its blocks")))
     }
 
     /// Another process takes the place of the decode, at its port.
@@ -392,6 +422,23 @@ fn decode_killed(backend: &str) -> Check {
 
 fn pushed_decode_killed(backend: &str) -> Check {
     killed_decode(|| Two::pushing(backend))
+}
+
+/// It renews no lease any more, so the prefill writes no further.
+fn written_decode_stopped(backend: &str) -> Check {
+    let start = |id| Engine::start(Spec { shape: large_prompts(), ..pushing(id, backend) });
+    let mut two = Two { prefill: start("prefill")?, decode: start("decode")?, last: 0 };
+    two.works()?;
+    let published = two.published()?;
+    let published = two.decode_stops_amid(published, CUT_OFF)?;
+    two.prefill.all_free(BLOCKS_BACK)?;
+    // What it computes there is not written to the decode when that goes on.
+    two.prefill.occupy(1_000)?;
+    two.decode.goes_on()?;
+    two.decode.ends(&published.0, CUT_OFF, true)?;
+    two.prefill.vacate()?;
+    two.works()?;
+    two.all_free()
 }
 
 fn killed_decode(two: impl Fn() -> Result<Two, Failure>) -> Check {

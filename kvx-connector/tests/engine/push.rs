@@ -8,7 +8,7 @@ use kvx_connector::engine::{
 };
 use kvx_connector::mapping::MemoryType;
 use kvx_connector::params::{Dialect, TransferMode, TransferParams};
-use kvx_connector::wire::{Notification, PushRegistration};
+use kvx_connector::wire::{Notification, PushGrant, PushRegistration};
 
 use crate::rig::{
     Rig, at, handshakes, loaded, note_of, notes, pairs, plan, push, remote, settings, transferred, writes,
@@ -31,12 +31,16 @@ fn prefill() -> Rig {
 }
 
 fn registration(request: &str, blocks: Vec<u32>) -> Vec<u8> {
+    Notification::Registration(Box::new(push_registration(request, blocks))).encode()
+}
+
+fn push_registration(request: &str, blocks: Vec<u32>) -> PushRegistration {
     let mut registration = PushRegistration::new(request, vec![blocks]);
     registration.decode_engine_id = Some("d".into());
     registration.decode_host = Some("d.host".into());
     registration.decode_port = Some(5600);
     registration.decode_tp_size = Some(1);
-    Notification::Registration(Box::new(registration)).encode()
+    registration
 }
 
 /// A decode that has told the prefill of its blocks.
@@ -247,6 +251,28 @@ fn a_lease_that_ends_during_a_write_waits_for_it() {
     assert!(matches!(&prefill.outcomes(32.0)[..], [Outcome::Free { .. }]));
     assert_eq!(prefill.outcomes(33.0), []);
     assert_eq!(prefill.metric("vllm:nixl_num_kv_expired_reqs"), 1.0);
+}
+
+#[test]
+fn a_decode_that_renews_no_lease_is_not_written_to_any_longer() {
+    let granted = |id: &str| {
+        let mut registration = push_registration(id, vec![7, 8, 9]);
+        registration.kvx_grants = vec![PushGrant { pp: 0, tp: 0, regions: vec![vec![1]] }];
+        Notification::Registration(Box::new(registration)).encode()
+    };
+    let mut prefill = prefill();
+    prefill.prefill(0.0, "r", 40);
+    let connection = handshakes(&prefill.notified(0.0, "d/0", &granted("r")))[0];
+    let write = writes(&prefill.connected(0.0, connection, plan())).remove(0);
+    // As long as the decode waits it says so.
+    prefill.notified(20.0, "d/0", b"HB:r");
+    assert_eq!((prefill.outcomes(39.0), prefill.actions().len()), (vec![], 0));
+    assert_eq!(prefill.outcomes(40.0), [], "the write reads the blocks");
+    let actions = prefill.actions();
+    assert!(matches!(&actions[..], [Action::Cancel { id }] if *id == write.id), "{actions:?}");
+    prefill.worker.move_resolved(at(40.0), write.id, Err(failed()));
+    assert!(matches!(&prefill.outcomes(40.0)[..], [Outcome::Free { .. }]));
+    assert_eq!(prefill.outcomes(60.0), []);
 }
 
 #[test]

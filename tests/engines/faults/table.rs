@@ -4,7 +4,6 @@ use super::cell::{self, *};
 use super::*;
 use crate::checking;
 use crate::engine::Answer;
-use crate::model::Shape;
 use crate::unread;
 
 /// Set: all of it, a row of the table for each, and none of the engines' other tests.
@@ -21,12 +20,6 @@ const WITHIN: Duration = Duration::from_secs(2);
 const MISSED: Duration = Duration::from_secs(12);
 /// Until then a rank that stands still holds its engine's step: it is missed.
 const STEP: Duration = Duration::from_secs(10);
-/// How many loads may be checked before the check of one is held, or written before one is seen amid its blocks.
-const TRIES: u32 = 200;
-/// KV heads of a model whose prompts take longer to write than a process takes to stop.
-const LARGE: u32 = 1024;
-/// Blocks of its pool.
-const FEW: u32 = 16;
 /// How long somebody stands still who goes on.
 const A_WHILE: Duration = Duration::from_secs(5);
 
@@ -91,7 +84,7 @@ fn asking(backend: &str, variables: Vec<(String, String)>, large: bool) -> Resul
         let mut spec = spec(id, backend);
         spec.variables.extend(variables.clone());
         if large {
-            spec.shape = Shape { heads: Some(LARGE), blocks: FEW, ..Shape::default() };
+            spec.shape = large_prompts();
         }
         Engine::start(spec)
     };
@@ -196,7 +189,7 @@ impl Run {
                     unread::wait_for(self.two.prefill.process().pid())?;
                 }
             }
-            Written => return self.write(published),
+            Written => return self.two.decode_stops_amid(published, WITHIN),
             Checking => return self.check(published),
             ToldNotFreed => {
                 self.two.begin(&published, CUT_OFF)?;
@@ -216,18 +209,6 @@ impl Run {
             published = self.two.published()?;
         }
         Err(Failure::new(format!("{TRIES} checks were over before they could be held")))
-    }
-
-    /// Brings a load there some of whose blocks have come: another one, where all had before the decode stood still.
-    fn write(&mut self, mut published: Published) -> Result<Published, Failure> {
-        for _ in 0..TRIES {
-            if self.two.decode.stops_amid(&load(&published.0), &published.1, WITHIN)? {
-                return Ok(published);
-            }
-            self.two.decode.arrives(&published.0, TOKENS)?;
-            published = self.two.published()?;
-        }
-        Err(Failure::new(format!("{TRIES} loads were over before one could be seen amid its blocks")))
     }
 
     /// One of the two stands still, so that the load does.

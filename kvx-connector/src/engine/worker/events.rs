@@ -327,6 +327,9 @@ impl Worker {
             self.output.stats.record_expired();
             if self.pushes.expired(&request) {
                 self.output.finished_sending.push(request);
+            } else if self.pushes.grants(&request) {
+                // A decode of kvx renews the lease for as long as it waits, and nothing is written behind its grants.
+                self.cancel_moves(&request);
             }
         }
     }

@@ -161,6 +161,11 @@ impl Pushes {
         true
     }
 
+    /// Whether the decode of a request that is being written has said what may be written into: kvx does.
+    pub(super) fn grants(&self, request: &RequestId) -> bool {
+        self.running.get(request).is_some_and(|push| !push.registration.grants.is_empty())
+    }
+
     /// Nobody wants the blocks any more.
     pub(super) fn give_up(&mut self, request: &str) -> Option<RequestId> {
         self.take_ready(request).map(|(request, _)| request)

@@ -24,8 +24,9 @@ use kvx_testkit::{Child, cpu_time};
 
 /// Set in a prefill's process: the backend that it opens.
 const PREFILL: &str = "KVX_BENCH_PREFILL";
-/// Set beside it: how many blocks it has.
+/// Set beside it: how many blocks it has, on how many workers.
 const PREFILL_BLOCKS: &str = "KVX_BENCH_PREFILL_BLOCKS";
+const PREFILL_WORKERS: &str = "KVX_BENCH_PREFILL_WORKERS";
 /// Set in the process of a decode that times its own loads: the backend that it opens.
 const DECODE: &str = "KVX_BENCH_DECODE";
 /// Layers, bytes of a block in each, blocks of a pool (most, or few), tokens of a block.
@@ -67,8 +68,24 @@ fn the_prefill_writes(backend: &str) -> bool {
     backend == "MOONCAKE"
 }
 
-/// An engine with one worker, and its pool.
-fn connector(name: &str, backend: &str, blocks: u32) -> (Connector, Arc<Memory>) {
+/// The heads of a model, and the workers of an engine that they lie on.
+#[derive(Clone, Copy)]
+struct Split {
+    heads: u32,
+    workers: u32,
+}
+
+impl Split {
+    const NONE: Split = Split { heads: 1, workers: 1 };
+
+    /// Bytes of a block in a layer, on each worker.
+    fn block(self) -> u64 {
+        BLOCK * u64::from(self.heads / self.workers)
+    }
+}
+
+/// An engine, and the pools of its workers.
+fn connector(name: &str, backend: &str, blocks: u32, split: Split) -> (Connector, Vec<Arc<Memory>>) {
     let kind = if the_prefill_writes(backend) { "MooncakeConnector" } else { "NixlConnector" };
     let json = format!(
         r#"{{"kv_connector": "{kind}", "kv_role": "kv_both", "engine_id": "{name}",
@@ -77,52 +94,54 @@ fn connector(name: &str, backend: &str, blocks: u32) -> (Connector, Arc<Memory>)
     let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
     let config = KvTransferConfig::from_json(&json, &surroundings).expect("a right configuration");
     let mut factors = CompatibilityFactors::new(Dialect::default(), "a model");
-    (factors.num_kv_heads, factors.num_hidden_layers) = (1, LAYERS as u32);
+    (factors.num_kv_heads, factors.num_hidden_layers) = (split.heads, LAYERS as u32);
     let builder = Connector::builder(&config, kvx::registry()).model(factors).block_size(TOKENS).any_port();
-    let connector = builder.build_blocking().expect("a side channel");
-    let layer_len = u64::from(blocks) * BLOCK;
-    let memory = Arc::new(Memory::pool((LAYERS * layer_len) as usize).build().expect("128 MiB at most"));
-    let layer = |at: u64| LayerCache {
-        name: format!("layers.{at}").into(),
-        tensors: KvTensors::Together(memory.address() + at * layer_len),
-        blocks,
-        block_len: BLOCK,
-        block_stride: BLOCK,
-        group: 0,
-        heads: Heads::Replicated,
-        memory: MemoryType::Dram,
+    let connector = builder.workers(split.workers, 1).build_blocking().expect("a side channel");
+    let layer_len = u64::from(blocks) * split.block();
+    let pool = |tp| {
+        let memory = Arc::new(Memory::pool((LAYERS * layer_len) as usize).build().expect("128 MiB at most"));
+        let layer = |at: u64| LayerCache {
+            name: format!("layers.{at}").into(),
+            tensors: KvTensors::Together(memory.address() + at * layer_len),
+            blocks,
+            block_len: split.block(),
+            block_stride: split.block(),
+            group: 0,
+            heads: if split.heads == 1 { Heads::Replicated } else { Heads::Sharded(split.heads) },
+            memory: MemoryType::Dram,
+        };
+        let layers = (0..LAYERS).map(layer).collect();
+        let caches = Caches::of_layers(layers, KvLayout::Lbhnc, TOKENS, 1, 0).expect("right caches");
+        let rank = connector.rank(WorkerRank { pp: 0, tp }).expect("one of its workers");
+        rank.register(caches, [Arc::clone(&memory)]).expect("host memory");
+        memory
     };
-    let layers = (0..LAYERS).map(layer).collect();
-    let caches = Caches::of_layers(layers, KvLayout::Lbhnc, TOKENS, 1, 0).expect("right caches");
-    let rank = connector.rank(WorkerRank::default()).expect("its only worker");
-    rank.register(caches, [Arc::clone(&memory)]).expect("host memory");
-    (connector, memory)
+    let pools = (0..split.workers).map(pool).collect();
+    (connector, pools)
 }
 
-/// An engine, and an agent beside it that knows nothing of connectors, on the same pool.
+/// An engine, and for each of its workers an agent that knows nothing of connectors, on the same pool.
 struct Engine {
     connector: Connector,
-    agent: Agent,
-    pool: Region,
+    agents: Vec<(Agent, Region)>,
 }
 
 impl Engine {
-    fn new(name: &str, backend: &str, blocks: u32) -> Self {
-        let (connector, memory) = connector(name, backend, blocks);
-        let agent =
-            Agent::builder(name).backends([backend]).build(&kvx::registry()).expect("it is available");
-        let pool = agent.register("pool", memory).expect("host memory");
-        Engine { connector, agent, pool }
+    fn new(name: &str, backend: &str, blocks: u32, split: Split) -> Self {
+        let (connector, pools) = connector(name, backend, blocks, split);
+        let beside = |memory| {
+            let agent = Agent::builder(name).backends([backend]).build(&kvx::registry());
+            let agent = agent.expect("it is available");
+            let pool = agent.register("pool", memory).expect("host memory");
+            (agent, pool)
+        };
+        Engine { connector, agents: pools.into_iter().map(beside).collect() }
     }
 }
 
-fn grid(layer: u64) -> Grid {
-    Grid::packed(BLOCK, BLOCKS).at(layer * u64::from(BLOCKS) * BLOCK)
-}
-
-/// As many blocks, from the first of them on in an order in which no two are neighbours.
-fn scattered(first: u32, blocks: u32) -> Vec<u32> {
-    (0..blocks).map(|at| (first + at * 509 % blocks.next_power_of_two()) % BLOCKS).collect()
+/// As many blocks of a pool, from the first of them on in an order in which no two are neighbours.
+fn scattered(first: u32, blocks: u32, of: u32) -> Vec<u32> {
+    (0..blocks).map(|at| (first + at * 509 % blocks.next_power_of_two()) % of).collect()
 }
 
 /// In a process that others ask: the way to answer them.
@@ -135,17 +154,22 @@ fn asked() -> impl Fn(String) {
 fn prefill(backend: &str) {
     let say = asked();
     let blocks = std::env::var(PREFILL_BLOCKS).expect("how many blocks it has");
+    let workers = std::env::var(PREFILL_WORKERS).expect("how many workers it has");
+    let workers: u32 = workers.parse().expect("a number of workers");
     let name = format!("prefill-{}", std::process::id());
-    let engine = Engine::new(&name, backend, blocks.parse().expect("a number of blocks"));
-    let metadata = engine.agent.metadata().expect("it has some");
-    say(metadata.iter().map(|byte| format!("{byte:02x}")).collect());
+    let split = Split { heads: workers, workers };
+    let engine = Engine::new(&name, backend, blocks.parse().expect("a number of blocks"), split);
+    let metadata = |(agent, _): &(Agent, Region)| -> String {
+        agent.metadata().expect("it has some").iter().map(|byte| format!("{byte:02x}")).collect()
+    };
+    say(engine.agents.iter().map(metadata).collect::<Vec<_>>().join(" "));
     let (mut leases, mut published): (Vec<Lease>, u64) = (Vec::new(), 0);
     for line in std::io::stdin().lock().lines() {
         let blocks: u32 = line.expect("text").parse().expect("a number of blocks");
-        while engine.agent.try_notification().is_some() {}
+        engine.agents.iter().for_each(|(agent, _)| while agent.try_notification().is_some() {});
         leases = leases.into_iter().filter_map(|lease| lease.wait(Duration::ZERO).err()).collect();
         published += 1;
-        let (list, tokens) = (scattered(0, blocks), blocks * TOKENS);
+        let (list, tokens) = (scattered(0, blocks, BLOCKS), blocks * TOKENS);
         let lists = BlockLists::single(list);
         let one = Prefill::new(&engine.connector).publish(format!("r{published}"), lists, tokens);
         let (lease, params) = one.expect("right blocks");
@@ -157,13 +181,14 @@ fn prefill(backend: &str) {
 /// Loads what is published, line by line, and answers with the seconds that each load took.
 fn decode(backend: &str) {
     let say = asked();
-    let (connector, _pool) = connector(&format!("decode-{}", std::process::id()), backend, WHOLE);
+    let name = format!("decode-{}", std::process::id());
+    let (connector, _pools) = connector(&name, backend, WHOLE, Split::NONE);
     say("ready".to_owned());
     for (at, line) in std::io::stdin().lock().lines().enumerate() {
         let params = params(&line.expect("text"));
         let blocks = params.remote_block_ids.iter().flatten().map(Vec::len).sum::<usize>();
         let begun = Instant::now();
-        fetch(&connector, &format!("d{at}"), &params, scattered(0, blocks as u32));
+        fetch(&connector, &format!("d{at}"), &params, scattered(0, blocks as u32, WHOLE));
         say(begun.elapsed().as_secs_f64().to_string());
     }
 }
@@ -181,16 +206,23 @@ fn fetch(connector: &Connector, request: &str, params: &TransferParams, fill: Ve
 struct Apart(Child);
 
 impl Apart {
-    fn start(backend: &str, blocks: u32) -> Self {
-        let variables = [(PREFILL, backend.to_owned()), (PREFILL_BLOCKS, blocks.to_string())];
+    fn start(backend: &str, blocks: u32, workers: u32) -> Self {
+        let variables = [
+            (PREFILL, backend.to_owned()),
+            (PREFILL_BLOCKS, blocks.to_string()),
+            (PREFILL_WORKERS, workers.to_string()),
+        ];
         Apart(Child::start_self_with(&variables).expect("this program starts"))
     }
 
-    /// What the agent beside its connector tells: the first thing that it says.
-    fn metadata(&self) -> Vec<u8> {
+    /// What the agents beside its connector tell: the first thing that it says.
+    fn metadata(&self) -> Vec<Vec<u8>> {
         let text = self.0.hear(PATIENCE).expect("the prefill's metadata");
-        let byte = |at| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).expect("hexadecimal");
-        (0..text.len() / 2).map(byte).collect()
+        let bytes = |text: &str| {
+            let byte = |at| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).expect("hexadecimal");
+            (0..text.len() / 2).map(byte).collect()
+        };
+        text.split(' ').map(bytes).collect()
     }
 
     /// The parameters of so many blocks, as text.
@@ -203,20 +235,33 @@ impl Apart {
 /// The decode, with a prefill in another process.
 struct Both {
     backend: String,
+    blocks: u32,
+    block: u64,
     engine: Engine,
-    peer: Peer,
+    /// The agents beside the prefill's workers.
+    peers: Vec<Peer>,
     prefill: Apart,
     fetched: u64,
 }
 
 impl Both {
     fn new(backend: &str) -> Self {
-        let prefill = Apart::start(backend, BLOCKS);
-        let metadata = prefill.metadata();
-        let engine = Engine::new("decode", backend, BLOCKS);
-        let peer = engine.agent.connect(&metadata).expect("metadata of this release");
-        peer.ready(PATIENCE).wait(PATIENCE).expect("a link");
-        let mut both = Both { backend: backend.to_owned(), engine, peer, prefill, fetched: 0 };
+        Both::divided(backend, BLOCKS, 1)
+    }
+
+    /// The decode has one worker, the prefill so many, with a head each.
+    fn divided(backend: &str, blocks: u32, workers: u32) -> Self {
+        let prefill = Apart::start(backend, blocks, workers);
+        let split = Split { heads: workers, workers: 1 };
+        let engine = Engine::new("decode", backend, blocks, split);
+        let connect = |metadata: Vec<u8>| {
+            let peer = engine.agents[0].0.connect(&metadata).expect("metadata of this release");
+            peer.ready(PATIENCE).wait(PATIENCE).expect("a link");
+            peer
+        };
+        let peers = prefill.metadata().into_iter().map(connect).collect();
+        let (backend, block) = (backend.to_owned(), split.block());
+        let mut both = Both { backend, blocks, block, engine, peers, prefill, fetched: 0 };
         both.load(1); // the handshake is none of the figures
         both.bare(1);
         both
@@ -229,7 +274,7 @@ impl Both {
     /// So many loads at once, from their order to the last that is there.
     fn loads(&mut self, loads: u32, blocks: u32) -> Duration {
         let params: Vec<_> = (0..loads).map(|_| params(&self.prefill.published(blocks))).collect();
-        let fill = |at: u32| BlockLists::single(scattered(at * blocks % BLOCKS, blocks));
+        let fill = |at: u32| BlockLists::single(scattered(at * blocks % self.blocks, blocks, self.blocks));
         let fill: Vec<_> = (0..loads).map(fill).collect();
         let begun = Instant::now();
         let fetches = params.iter().zip(fill).map(|(params, fill)| {
@@ -244,19 +289,31 @@ impl Both {
     }
 
     /// The same blocks by bare transfers with a notification each; where a load is a write, so are those.
-    fn bares(&self, loads: u32, blocks: u32) -> Duration {
-        let theirs = self.peer.region("pool").expect("it is registered");
-        let ours =
-            GridSet::of((0..LAYERS).map(|at| (self.engine.pool.clone(), grid(at)))).expect("right grids");
-        let theirs = GridSet::of((0..LAYERS).map(|at| (theirs.clone(), grid(at)))).expect("right grids");
-        let lists: Vec<_> = (0..loads).map(|at| scattered(at * blocks % BLOCKS, blocks)).collect();
-        let source = scattered(0, blocks);
+    fn bares<'a>(&'a self, loads: u32, blocks: u32) -> Duration {
+        let lane = |(at, peer): (usize, &'a Peer)| {
+            // Each worker has a part of a block.
+            let count = self.blocks;
+            let part = |layer: u64| {
+                let base = layer * u64::from(count) * self.block + at as u64 * BLOCK;
+                Grid { base, stride: self.block, length: BLOCK, count }
+            };
+            let whole = |layer: u64| Grid::packed(BLOCK, count).at(layer * u64::from(count) * BLOCK);
+            let (ours, theirs) = (&self.engine.agents[0].1, peer.region("pool").expect("it is registered"));
+            let ours = GridSet::of((0..LAYERS).map(|at| (ours.clone(), part(at)))).expect("right grids");
+            let theirs = GridSet::of((0..LAYERS).map(|at| (theirs.clone(), whole(at)))).expect("right grids");
+            (peer, ours, theirs)
+        };
+        let lanes: Vec<_> = self.peers.iter().enumerate().map(lane).collect();
+        let list = |at: u32| scattered(at * blocks % self.blocks, blocks, self.blocks);
+        let lists: Vec<_> = (0..loads).map(list).collect();
+        let source = scattered(0, blocks, self.blocks);
         let begun = Instant::now();
-        let transfers = lists.into_iter().map(|list| {
+        let each = lists.iter().flat_map(|list| lanes.iter().map(move |lane| (list, lane)));
+        let transfers = each.map(|(list, (peer, ours, theirs))| {
             let op = if the_prefill_writes(&self.backend) { Op::Write } else { Op::Read };
-            let plan = Plan::of(op, [(ours.blocks(list), theirs.blocks(source.clone()))]);
+            let plan = Plan::of(op, [(ours.blocks(list.clone()), theirs.blocks(source.clone()))]);
             let plan = plan.expect("right blocks");
-            self.peer.transfer(&plan).notify(*b"read").post().expect("room in the budget")
+            peer.transfer(&plan).notify(*b"read").post().expect("room in the budget")
         });
         let transfers: Vec<_> = transfers.collect();
         for transfer in transfers {
@@ -269,18 +326,19 @@ impl Both {
         self.bares(1, blocks)
     }
 
+    /// How many times longer loads take than the same by bare transfers. Rounds are interleaved; the first warms the
+    /// pools up.
+    fn ratio(&mut self, rounds: u32, loads: u32, blocks: u32) -> f64 {
+        let mut round = || self.loads(loads, blocks).as_secs_f64() / self.bares(loads, blocks).as_secs_f64();
+        round();
+        median((0..rounds).map(|_| round()).collect())
+    }
+
     /// Prints what loads cost beside bare transfers: of 64 MiB, 64 of 32 MiB at once, and of one block.
     fn bars(&mut self) {
         let name = self.backend.to_lowercase();
-        // Rounds are interleaved; the first warms the pools up.
-        let mut ratios = |rounds: u32, loads: u32, blocks: u32| {
-            let mut round =
-                || self.loads(loads, blocks).as_secs_f64() / self.bares(loads, blocks).as_secs_f64();
-            round();
-            median((0..rounds).map(|_| round()).collect())
-        };
-        say(&format!("load_{name}"), ratios(15, 1, WHOLE));
-        say(&format!("loads_{name}"), 1.0 / ratios(5, 64, 256));
+        say(&format!("load_{name}"), self.ratio(15, 1, WHOLE));
+        say(&format!("loads_{name}"), 1.0 / self.ratio(5, 64, 256));
         let one: Vec<_> =
             (0..200).map(|_| (self.load(1).as_secs_f64(), self.bare(1).as_secs_f64())).collect();
         let (loads, bares): (Vec<_>, Vec<_>) = one.into_iter().unzip();
@@ -313,6 +371,10 @@ fn bars() {
         if backend == "TCP" {
             queued(&mut both);
         }
+        drop(both);
+        // 64 MiB of each of two workers, to one.
+        let joined = Both::divided(backend, WHOLE, 2).ratio(15, 1, WHOLE);
+        say(&format!("joined_{}", backend.to_lowercase()), 1.0 / joined);
     }
 }
 
@@ -324,8 +386,8 @@ fn idle(backend: &str) {
         let spent = spent_in(Duration::from_secs(10));
         say(&format!("{what}_ms_{}", backend.to_lowercase()), spent.as_secs_f64() * 1e3);
     };
-    let mut prefills: Vec<_> = (0..16).map(|_| Apart::start(backend, FEW)).collect();
-    let metadata: Vec<_> = prefills.iter().map(Apart::metadata).collect();
+    let mut prefills: Vec<_> = (0..16).map(|_| Apart::start(backend, FEW, 1)).collect();
+    let metadata: Vec<_> = prefills.iter().flat_map(Apart::metadata).collect();
     {
         let agent = Agent::builder("bare").backends([backend]).build(&kvx::registry());
         let agent = agent.expect("it is available");
@@ -336,9 +398,9 @@ fn idle(backend: &str) {
         }
         measure("bare_idle");
     }
-    let (connector, _pool) = connector("idle", backend, FEW);
+    let (connector, _pools) = connector("idle", backend, FEW, Split::NONE);
     for (at, prefill) in prefills.iter_mut().enumerate() {
-        fetch(&connector, &format!("d{at}"), &params(&prefill.published(1)), scattered(0, 1));
+        fetch(&connector, &format!("d{at}"), &params(&prefill.published(1)), vec![0]);
     }
     measure("idle");
 }
@@ -347,7 +409,7 @@ fn idle(backend: &str) {
 /// and load 64 MiB, and then as much again; how many times faster than Python that is.
 fn bars_over_rixl(python: &str) {
     idle("RIXL");
-    let mut prefill = Apart::start("RIXL", BLOCKS);
+    let mut prefill = Apart::start("RIXL", BLOCKS, 1);
     prefill.metadata(); // what it says first is no answer to what it is asked
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/nixl_decode.py");
     let arguments = [LAYERS, BLOCK, u64::from(WHOLE)].map(|number| number.to_string());

@@ -410,6 +410,16 @@ pub(crate) const BARS: &[Bar] = &[
     load("connector: one block over TCP, us beyond a bare transfer", "cost=one_block_us_tcp", AtMost(300.0)),
     load("connector: 64 loads of 32 MiB over SHM, of bare transfers", "cost=loads_shm", AtLeast(0.9)),
     load("connector: 64 loads of 32 MiB over TCP, of bare transfers", "cost=loads_tcp", AtLeast(0.9)),
+    load(
+        "connector: two workers of 64 MiB to one over SHM, of bare transfers",
+        "cost=joined_shm",
+        AtLeast(0.9),
+    ),
+    load(
+        "connector: two workers of 64 MiB to one over TCP, of bare transfers",
+        "cost=joined_tcp",
+        AtLeast(0.9),
+    ),
     load("connector: a queued request, bytes beside its blocks", "cost=queued_request_bytes", AtMost(2048.0)),
     load("connector: idle for 10 s with 16 peers over SHM, ms of CPU", "cost=idle_ms_shm", AtMost(10.0)),
     load("a bare agent, idle for 10 s with 16 peers over SHM, ms of CPU", "cost=bare_idle_ms_shm", Nothing),

@@ -117,9 +117,9 @@ impl Connector {
         self.shared().group(MeetingPoint::Path(path.as_ref().to_owned()), deadline.into())
     }
 
-    /// As [`group`](Self::group), for ranks on other hosts too: each joins by [`Rank::join_over_tcp`]. Both ends prove to
-    /// each other that they have the fleet's secret (`KVX_SECRET_FILE`), and seal what they say. At `0.0.0.0` ranks come
-    /// in by any address of this host.
+    /// As [`group`](Self::group), for ranks on other hosts too: each joins by [`Rank::join_over_tcp`]. Both ends prove
+    /// to each other that they have the fleet's secret (`KVX_SECRET_FILE`), and seal what they say. At `0.0.0.0` ranks
+    /// come in by any address of this host.
     ///
     /// Two things are other than with ranks of one host. Blocks whose lease is taken back ([`Lease`](super::Lease)
     /// dropped) are the engine's when [`outcomes`](Self::outcomes) says `Free`, after a word to each of these ranks and

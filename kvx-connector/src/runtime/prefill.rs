@@ -134,8 +134,8 @@ fn random() -> kvx_core::Result<[u8; 16]> {
 ///
 /// Dropped before its end, it takes them back: peers that still want them are told that they are too late, and the
 /// blocks are the engine's at once. A vLLM that reads at that moment cannot see it: wait for the end with such peers.
-/// With NixlPushConnector this engine may itself be writing them to a peer, and ranks on other hosts have to hear of it:
-/// then, and in those modes always, they are the engine's when [`outcomes`](Connector::outcomes) says `Free`.
+/// With NixlPushConnector this engine may itself be writing them to a peer, and ranks on other hosts have to hear of
+/// it: then, and in those modes always, they are the engine's when [`outcomes`](Connector::outcomes) says `Free`.
 #[must_use = "dropping a lease takes the blocks back"]
 pub struct Lease {
     connector: Connector,

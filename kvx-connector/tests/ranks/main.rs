@@ -1,6 +1,6 @@
 //! Engines whose ranks are processes of their own: what they load over SHM and TCP, and what becomes of it when a rank
-//! is killed, stopped, started twice, or never comes; and the same on two hosts. Every byte says where it belongs. Pools
-//! on devices are those of the stand-in, or, if `KVX_CUDA_LIB` names a driver, its own.
+//! is killed, stopped, started twice, or never comes; and the same on two hosts. Every byte says where it belongs.
+//! Pools on devices are those of the stand-in, or, if `KVX_CUDA_LIB` names a driver, its own.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "what fails here is the test")]
 

@@ -1,7 +1,7 @@
 //! What is sealed on a lane whose handshake is done: frames, and payload too if the ends want that.
 //!
-//! A header is sealed on its own. What follows it is a stretch: records of [`RECORD`](kvx_noise::RECORD) bytes, the last
-//! one shorter, each with its tag.
+//! A header is sealed on its own. What follows it is a stretch: records of [`RECORD`](kvx_noise::RECORD) bytes, the
+//! last one shorter, each with its tag.
 
 use std::fmt;
 

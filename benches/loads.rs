@@ -153,12 +153,10 @@ fn asked() -> impl Fn(String) {
 /// Publishes what is asked for, line by line, until standard input ends.
 fn prefill(backend: &str) {
     let say = asked();
-    let blocks = std::env::var(PREFILL_BLOCKS).expect("how many blocks it has");
-    let workers = std::env::var(PREFILL_WORKERS).expect("how many workers it has");
-    let workers: u32 = workers.parse().expect("a number of workers");
+    let number = |name| -> u32 { std::env::var(name).expect("it is set").parse().expect("a number") };
+    let (of, workers) = (number(PREFILL_BLOCKS), number(PREFILL_WORKERS));
     let name = format!("prefill-{}", std::process::id());
-    let split = Split { heads: workers, workers };
-    let engine = Engine::new(&name, backend, blocks.parse().expect("a number of blocks"), split);
+    let engine = Engine::new(&name, backend, of, Split { heads: workers, workers });
     let metadata = |(agent, _): &(Agent, Region)| -> String {
         agent.metadata().expect("it has some").iter().map(|byte| format!("{byte:02x}")).collect()
     };
@@ -169,7 +167,7 @@ fn prefill(backend: &str) {
         engine.agents.iter().for_each(|(agent, _)| while agent.try_notification().is_some() {});
         leases = leases.into_iter().filter_map(|lease| lease.wait(Duration::ZERO).err()).collect();
         published += 1;
-        let (list, tokens) = (scattered(0, blocks, BLOCKS), blocks * TOKENS);
+        let (list, tokens) = (scattered(0, blocks, of), blocks * TOKENS);
         let lists = BlockLists::single(list);
         let one = Prefill::new(&engine.connector).publish(format!("r{published}"), lists, tokens);
         let (lease, params) = one.expect("right blocks");
@@ -235,7 +233,9 @@ impl Apart {
 /// The decode, with a prefill in another process.
 struct Both {
     backend: String,
+    /// Of each pool.
     blocks: u32,
+    /// Bytes of a block of the decode in a layer.
     block: u64,
     engine: Engine,
     /// The agents beside the prefill's workers.

@@ -10,7 +10,7 @@ use kvx_config::KvTransferConfig;
 use kvx_core::{Completion, Deadline, Error, Kind, Registry, Result};
 
 use super::builder::Builder;
-use super::group::MeetingPoint;
+use super::group::JoinAddress;
 use super::rank::Rank;
 use super::state::Shared;
 use crate::engine::{
@@ -114,7 +114,7 @@ impl Connector {
     /// ranks join already; `Exhausted` for a path that is in use; what the system says of it. Later `TimedOut`,
     /// `PeerLost` and `Invalid`: a rank did not come, has gone, or was started twice.
     pub fn group(&self, path: impl AsRef<Path>, deadline: impl Into<Deadline>) -> Completion<()> {
-        self.shared().group(MeetingPoint::Path(path.as_ref().to_owned()), deadline.into())
+        self.shared().group(JoinAddress::Path(path.as_ref().to_owned()), deadline.into())
     }
 
     /// As [`group`](Self::group), for ranks on other hosts too: each joins by [`Rank::join_over_tcp`]. Both ends prove
@@ -128,7 +128,7 @@ impl Connector {
     /// # Errors
     /// As [`group`](Self::group); `Invalid` without a secret, and for port 0.
     pub fn group_over_tcp(&self, address: SocketAddr, deadline: impl Into<Deadline>) -> Completion<()> {
-        self.shared().group(MeetingPoint::Address(address), deadline.into())
+        self.shared().group(JoinAddress::Tcp(address), deadline.into())
     }
 
     /// A request has arrived. From now on a peer that keeps its blocks is told that they are wanted.

@@ -58,11 +58,11 @@ impl Shared {
     }
 
     /// Takes a request's blocks back from under its peers; nobody awaits their release any more. In push this engine
-    /// itself may be reading them: it hears of their release by an outcome.
+    /// itself may be reading them, and ranks on other hosts have to raise their words: then it hears of their release by
+    /// an outcome.
     pub(super) fn withdraw(&self, request: &RequestId, slot: &Arc<Slot<Released>>) {
         let kept = Kept::Request;
         let mut state = self.state.lock();
-        // Then this is not the engine's at once.
         let told = self.setup.settings.mode == TransferMode::Push || state.has_distant_ranks();
         let released = slot.take();
         state.awaited.forget_release(request, kept, slot);

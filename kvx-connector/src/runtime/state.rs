@@ -78,7 +78,8 @@ pub(super) struct State {
     pub(super) granting: Granting,
     /// Registrations of loads that some worker has not started yet.
     pub(super) deferred: Vec<(WorkerRank, Action, Span)>,
-    /// Kept blocks that are free when ranks on other hosts have said that their words are raised: by which numbers.
+    /// Kept blocks that are free once ranks on other hosts have raised their words: each rank with the number of the
+    /// last that it was asked to raise.
     pub(super) raising: Vec<(Vec<(WorkerRank, u64)>, Outcome)>,
     /// Agents that nobody listens to yet.
     pub(super) unheard: Vec<(WorkerRank, Agent)>,
@@ -337,7 +338,7 @@ impl Shared {
 
     pub(super) fn is_idle(&self) -> bool {
         let state = self.state.lock();
-        state.scheduler.is_empty() && state.aggregator.incomplete() == 0
+        state.scheduler.is_empty() && state.aggregator.incomplete() == 0 && state.raising.is_empty()
     }
 
     /// Changes who hears what.
@@ -449,9 +450,8 @@ impl State {
         outcomes.extend(self.scheduler.poll(now));
         self.metrics.blocks(self.scheduler.blocks_held(), self.scheduler.blocks_lost());
         let before = self.outcomes.len();
-        let mut wakers: Vec<_> =
-            self.take_raised().into_iter().filter_map(|outcome| self.hand_over(outcome)).collect();
-        wakers.extend(outcomes.into_iter().filter_map(|outcome| self.deliver(outcome)));
+        let mut wakers: Vec<_> = outcomes.into_iter().filter_map(|outcome| self.deliver(outcome)).collect();
+        wakers.extend(self.take_raised().into_iter().filter_map(|outcome| self.hand_over(outcome)));
         (self.outcomes.len() > before, wakers)
     }
 

@@ -13,8 +13,9 @@ use kvx_core::{Kind, Secret};
 use kvx_testkit::{Hosts, Tier};
 use libtest_mimic::Trial;
 
-use crate::faults::lost;
+use crate::faults::{killed_in_mid_load, lost};
 use crate::fleet::{Fleet, OVER_TCP, extra, heard, rank, rank_with};
+use crate::loads::taken_back_blocks_are_noticed;
 use crate::rig::{BLOCK, BLOCKS, LIMIT, builder};
 use crate::{digests, faults, giving_back, loads, pushes};
 
@@ -89,20 +90,10 @@ fn free(request: &str) -> Vec<Outcome> {
 }
 
 fn blocks_are_free_when_all_words_are_raised(backend: &str) {
-    let (mut prefill, decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
-    prefill.compute(1, &[5, 6], 2 * BLOCK);
-    let (lease, params) = prefill.publish("p", &[5, 6], 2 * BLOCK).unwrap();
-    // Another request has the first block: it stays right.
-    let (_shared, theirs) = prefill.publish("q", &[5], BLOCK).unwrap();
-    drop(lease);
-    assert!(prefill.connector.wait(LIMIT));
-    assert_eq!(prefill.connector.outcomes(), free("p"));
-    decode.fetch("d1", &theirs, &[1], LIMIT).outcome().unwrap();
-    let error = decode.fetch("d2", &params, &[1, 2], LIMIT).outcome().unwrap_err();
-    assert_eq!(error.failure, LoadFailure::Stale);
-    assert!(error.invalid.contains(&2), "{:?}", error.invalid);
-    prefill.end();
-    decode.end();
+    taken_back_blocks_are_noticed(backend, |prefill| {
+        assert!(prefill.wait(LIMIT));
+        assert_eq!(prefill.outcomes(), free("p"));
+    });
 }
 
 fn a_stopped_rank_holds_blocks(backend: &str) {
@@ -126,29 +117,25 @@ fn what_a_killed_rank_had_published_is_lost(backend: &str) {
     let (mut prefill, decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 1));
     prefill.compute(1, &[5], BLOCK);
     let (lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
+    let (taken_back, _) = prefill.publish("q", &[6], BLOCK).unwrap();
     prefill.ranks[1].kill().unwrap_or_else(|why| panic!("{why}"));
     let error = decode.fetch("d", &params, &[1], LIMIT).outcome().unwrap_err();
     assert!(!matches!(error.failure, LoadFailure::Rank(_)), "the other engine's rank is lost: {error}");
-    // A killed process cannot be told from one that is cut off.
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Lost);
     let why = lost(&prefill, &params, LIMIT);
     assert!(why.contains(&format!("rank pp 0 tp 1 (the process at {}:", Hosts::address(2))), "{why}");
+    // A killed process cannot be told from one that is cut off, and serves what it had: nobody says `Free` of that.
+    drop(taken_back);
+    assert!(prefill.connector.wait(LIMIT));
+    let is_lost = Outcome::Lost { request: "q".into(), kept: Kept::Request };
+    assert_eq!(prefill.connector.outcomes(), [is_lost]);
+    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Lost);
     let error = prefill.connector.shutdown(Duration::from_secs(2)).wait(LIMIT).unwrap_err();
     assert_eq!(error.kind(), Kind::StillShared, "{error}");
     decode.end();
 }
 
 fn what_a_killed_rank_was_filling_is_lost(backend: &str) {
-    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
-    prefill.compute(1, &[5], BLOCK);
-    let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
-    decode.ranks[1].stop().unwrap_or_else(|why| panic!("{why}"));
-    let fetch = decode.fetch("d", &params, &[1], LIMIT);
-    let fetch = fetch.wait(Duration::from_millis(200)).expect_err("a rank stands still");
-    decode.ranks[1].kill().unwrap_or_else(|why| panic!("{why}"));
-    let error = fetch.outcome().unwrap_err();
-    let LoadFailure::Rank(why) = &error.failure else { panic!("{error:?}") };
-    assert!(why.contains("rank pp 0 tp 1"), "{why}");
+    let (prefill, _decode, error) = killed_in_mid_load(backend, 1);
     assert_eq!(error.held.wait(LIMIT).unwrap(), Released::Lost);
     prefill.end();
 }

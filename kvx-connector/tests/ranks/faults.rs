@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use kvx_connector::engine::LoadFailure;
-use kvx_connector::runtime::Released;
+use kvx_connector::runtime::{LoadError, Released};
 use kvx_core::{Completion, Error, Kind};
 use kvx_testkit::{Child, skip};
 
@@ -77,19 +77,25 @@ fn a_killed_rank_ends_the_loads_of_its_engine(backend: &str) {
     decode.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
 }
 
-fn a_rank_that_is_killed_in_mid_load_fails_it(backend: &str) {
+/// A prefill and a decode, of which this rank was killed in the middle of a load; and how that has failed.
+pub(crate) fn killed_in_mid_load(backend: &str, rank: usize) -> (Fleet, Fleet, LoadError) {
     let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
     prefill.compute(1, &[5], BLOCK);
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     // It stands still, so the load is open when it is killed.
-    decode.ranks[0].stop().unwrap_or_else(|why| panic!("{why}"));
+    decode.ranks[rank].stop().unwrap_or_else(|why| panic!("{why}"));
     let fetch = decode.fetch("d", &params, &[1], LIMIT);
     let fetch = fetch.wait(Duration::from_millis(200)).expect_err("a rank stands still");
-    decode.ranks[0].kill().unwrap_or_else(|why| panic!("{why}"));
+    decode.ranks[rank].kill().unwrap_or_else(|why| panic!("{why}"));
     let error = fetch.outcome().unwrap_err();
     let LoadFailure::Rank(why) = &error.failure else { panic!("{error:?}") };
-    assert!(why.contains("rank pp 0 tp 0"), "{why}");
+    assert!(why.contains(&format!("rank pp 0 tp {rank}")), "{why}");
     assert_eq!(error.invalid, [1]);
+    (prefill, decode, error)
+}
+
+fn a_rank_that_is_killed_in_mid_load_fails_it(backend: &str) {
+    let (prefill, decode, error) = killed_in_mid_load(backend, 0);
     assert!(error.held.is_empty(), "the killed process touches nothing any more");
     prefill.end();
     decode.connector.shutdown(LIMIT).wait(LIMIT).unwrap();

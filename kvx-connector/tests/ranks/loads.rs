@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvx_connector::engine::{Allocation, Arrival, LoadFailure, Outcome, RequestId, WorkerRank};
-use kvx_connector::runtime::{Builder, Decode, Released};
+use kvx_connector::runtime::{Builder, Connector, Decode, Released};
 
 use crate::fleet::{Fleet, extra, group, heard, path, rank};
 use crate::rig::{self, BLOCK, BLOCKS, LIMIT, Part, block_on, lists};
@@ -111,12 +111,18 @@ fn a_step_loop_orders_loads_of_joined_ranks(backend: &str) {
 
 /// The words of all blocks are the engine's, wherever the ranks are.
 fn blocks_that_were_taken_back_are_noticed(backend: &str) {
+    taken_back_blocks_are_noticed(backend, |_| ());
+}
+
+/// The same, where the engine waits until the blocks are its own.
+pub(crate) fn taken_back_blocks_are_noticed(backend: &str, wait: fn(&Connector)) {
     let (mut prefill, decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
     prefill.compute(1, &[5, 6], 2 * BLOCK);
     let (lease, params) = prefill.publish("p", &[5, 6], 2 * BLOCK).unwrap();
     // Another request has the first block: it stays right.
     let (_shared, theirs) = prefill.publish("q", &[5], BLOCK).unwrap();
     drop(lease);
+    wait(&prefill.connector);
     decode.fetch("d1", &theirs, &[1], LIMIT).outcome().unwrap();
     let error = decode.fetch("d2", &params, &[1, 2], LIMIT).outcome().unwrap_err();
     // The completion of `d1` has released the other one meanwhile, or not yet.

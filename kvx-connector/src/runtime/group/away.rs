@@ -154,9 +154,9 @@ impl Away {
         self.distant
     }
 
-    /// Has it raise the words of blocks, if those are its own.
+    /// Has it raise the words of blocks, if those are its own. One that was lost never says that it has.
     pub(in crate::runtime) fn raise(&mut self, Raised { blocks, stamp }: &Raised) {
-        if !self.distant || matches!(self.standing, Standing::Awaited | Standing::Lost { .. }) {
+        if !self.distant {
             return;
         }
         for blocks in blocks.chunks(MAX_RAISED) {

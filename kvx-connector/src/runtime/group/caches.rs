@@ -1,7 +1,5 @@
 //! The caches of ranks in processes of their own, in the engine's process: what has been registered, and given back.
 
-use std::os::fd::OwnedFd;
-
 use kvx_core::{Error, Kind, Result};
 
 use super::super::listening::Listening;
@@ -14,22 +12,20 @@ use crate::wire::NixlAgentMetadata;
 use crate::wire::group::{OwnWords, ToRank};
 
 impl Shared {
-    /// The words that a rank registers beside its caches, and their file if they are shared with it. The first rank
-    /// with caches says of how many blocks.
-    pub(super) fn share_words(
-        &self,
-        rank: WorkerRank,
-        blocks: PoolBlocks,
-    ) -> Result<(ToRank, Option<OwnedFd>)> {
+    /// Gives a rank the words that it registers beside its caches: a file that is shared with it, or what they are at
+    /// first. The first rank with caches says of how many blocks.
+    pub(super) fn give_words(&self, rank: WorkerRank, blocks: PoolBlocks) -> Result<()> {
         // Ranks register one after the other: the first one makes what they share.
         let _side = self.side.lock();
-        let first = !self.state.lock().others_have_words(rank);
+        let (first, distant) = {
+            let state = self.state.lock();
+            let away = state.ranks.get(&rank).and_then(|held| held.worker.away());
+            (!state.others_have_words(rank), away.is_some_and(Away::is_distant))
+        };
         // Made before the lock is held: they may be large.
         let fresh = first.then(|| Published::new(blocks.most(), self.digests())).transpose()?;
         let most = blocks.most();
-        let distant =
-            self.state.lock().ranks.get(&rank).and_then(|held| held.worker.away()?.is_distant().into());
-        let shared = (distant == Some(false)).then(|| CopiedWords::new(most)).transpose()?;
+        let shared = (!distant).then(|| CopiedWords::new(most)).transpose()?;
         let mut guard = self.state.lock();
         let state = &mut *guard;
         let Some(away) = state.ranks.get_mut(&rank).and_then(|held| held.worker.away_mut()) else {
@@ -51,13 +47,20 @@ impl Shared {
             (state.published, state.pool) = (Some(fresh), Some(blocks));
         }
         let published = state.published.as_mut().ok_or_else(closed)?;
-        let Some((copy, file)) = shared else {
-            // What was raised before is stale: no block of these caches was published.
-            let BlockReference { pool, stamp } = published.reference();
-            return Ok((ToRank::Words(Some(OwnWords { pool, stamp, blocks: most })), None));
+        let (own, file) = match shared {
+            Some((copy, file)) => {
+                published.share(rank, copy);
+                (None, Some(file))
+            }
+            // What was published before is stale: none of it lies in these caches.
+            None => {
+                let BlockReference { pool, stamp } = published.reference();
+                (Some(OwnWords { pool, stamp, blocks: most }), None)
+            }
         };
-        published.share(rank, copy);
-        Ok((ToRank::Words(None), Some(file)))
+        // In the order in which blocks are raised, which happens under this lock.
+        away.send(ToRank::Words(own), file);
+        Ok(())
     }
 
     /// A rank has registered its caches: with the last, peers hear of all.

@@ -16,23 +16,23 @@ use super::super::register::closed;
 use super::super::slot::until;
 use super::super::state::{Shared, State};
 use super::away::{Away, Down, Newcomer, name, out_of_turn};
-use super::serving::{Entrance, gather};
+use super::serving::{RankListener, gather};
 use crate::engine::WorkerRank;
 use crate::params::TransferMode;
 use crate::wire::group::{ToHead, ToRank};
 
 /// Where ranks join their engine.
 #[derive(Clone, Debug)]
-pub(in crate::runtime) enum MeetingPoint {
+pub(in crate::runtime) enum JoinAddress {
     /// At a Unix socket.
     Path(PathBuf),
-    /// By TCP, from other hosts too.
-    Address(SocketAddr),
+    /// From other hosts too.
+    Tcp(SocketAddr),
 }
 
 /// Ranks that are to join. The socket goes with it.
 pub(in crate::runtime) struct Gathering {
-    at: MeetingPoint,
+    at: JoinAddress,
     /// Settled when all have come, or one does not.
     ticket: Option<Ticket>,
     /// All have come. Caches that a rank gives back afterwards have no deadline.
@@ -50,7 +50,7 @@ impl Gathering {
 
 impl Drop for Gathering {
     fn drop(&mut self) {
-        if let MeetingPoint::Path(path) = &self.at {
+        if let JoinAddress::Path(path) = &self.at {
             std::fs::remove_file(path).ok(); // a socket that is left behind is replaced
         }
     }
@@ -76,13 +76,13 @@ impl Rank {
 }
 
 impl Shared {
-    pub(in crate::runtime) fn group(
-        self: &Arc<Self>,
-        at: MeetingPoint,
-        deadline: Deadline,
-    ) -> Completion<()> {
+    pub(in crate::runtime) fn group(self: &Arc<Self>, at: JoinAddress, deadline: Deadline) -> Completion<()> {
         let (done, ticket) = Completion::with_ticket();
-        match self.may_gather().and_then(|()| Entrance::open(&at, self.secret.as_ref())) {
+        let opened = self.may_gather().and_then(|()| {
+            let _entered = self.runtime.enter();
+            RankListener::open(&at, self.secret.as_ref())
+        });
+        match opened {
             Ok(listener) => {
                 let gathering = Gathering { at, ticket: Some(ticket), whole: false };
                 if let Err((gathering, error)) = self.await_ranks(gathering) {
@@ -210,10 +210,7 @@ impl Shared {
     /// Takes what a rank says. Errors: what it says is refused. May block where the rank registers or gives back.
     pub(super) fn heard(&self, rank: WorkerRank, message: ToHead) -> Result<()> {
         match message {
-            ToHead::Pool(blocks) => {
-                let (words, file) = self.share_words(rank, blocks)?;
-                self.tell_rank(rank, words, file);
-            }
+            ToHead::Pool(blocks) => self.give_words(rank, blocks)?,
             ToHead::Registered(metadata) => {
                 self.take_registration(rank, &metadata)?;
                 self.tell_rank(rank, ToRank::Taken, None);

@@ -75,11 +75,11 @@ impl Rank {
         registry: Registry,
         deadline: impl Into<Deadline>,
     ) -> Result<JoinedRank> {
-        join(Engine::At(path.as_ref().to_owned()), rank, registry, deadline.into())
+        join(EngineAddress::Path(path.as_ref().to_owned()), rank, registry, deadline.into())
     }
 
-    /// As [`join`](Self::join), an engine on another host, which lets its ranks in at this address
-    /// ([`Connector::group_over_tcp`]): a name or number, and a port. Both processes have the fleet's secret
+    /// As [`join`](Self::join), where the engine may be on another host: it lets its ranks in at this address
+    /// ([`Connector::group_over_tcp`]), a host's name or number and a port. Both processes have the fleet's secret
     /// (`KVX_SECRET_FILE`). TCP listens at the address by which this host reaches the engine, if neither
     /// `VLLM_NIXL_SIDE_CHANNEL_HOST` nor `tcp.bind` says otherwise.
     ///
@@ -92,11 +92,16 @@ impl Rank {
         deadline: impl Into<Deadline>,
     ) -> Result<JoinedRank> {
         let secret = Secret::from_environment()?.ok_or_else(no_secret)?;
-        join(Engine::Elsewhere(address.to_owned(), secret), rank, registry, deadline.into())
+        join(EngineAddress::Tcp(address.to_owned(), secret), rank, registry, deadline.into())
     }
 }
 
-fn join(engine: Engine, rank: WorkerRank, registry: Registry, deadline: Deadline) -> Result<JoinedRank> {
+fn join(
+    engine: EngineAddress,
+    rank: WorkerRank,
+    registry: Registry,
+    deadline: Deadline,
+) -> Result<JoinedRank> {
     let started = on_its_own(move |started| run(engine, rank, registry, deadline, started))?;
     let limit = deadline.left().saturating_add(LAST_WORD);
     started.wait(limit.into()).unwrap_or_else(|| {
@@ -105,17 +110,17 @@ fn join(engine: Engine, rank: WorkerRank, registry: Registry, deadline: Deadline
 }
 
 /// Where an engine lets its ranks in.
-enum Engine {
-    At(PathBuf),
-    /// At a host and port, for those who have the secret.
-    Elsewhere(String, Secret),
+enum EngineAddress {
+    Path(PathBuf),
+    /// A host and port, for those who have the secret.
+    Tcp(String, Secret),
 }
 
-impl fmt::Display for Engine {
+impl fmt::Display for EngineAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Engine::At(path) => path.display().fmt(f),
-            Engine::Elsewhere(address, _) => f.write_str(address),
+            EngineAddress::Path(path) => path.display().fmt(f),
+            EngineAddress::Tcp(address, _) => f.write_str(address),
         }
     }
 }
@@ -238,7 +243,7 @@ impl Link {
 }
 
 async fn run(
-    engine: Engine,
+    engine: EngineAddress,
     rank: WorkerRank,
     registry: Registry,
     deadline: Deadline,
@@ -285,7 +290,7 @@ async fn run(
 }
 
 /// Gets a place, and what the engine was built with.
-async fn enter(engine: &Engine, rank: WorkerRank) -> Result<(Outgoing, Incoming, String)> {
+async fn enter(engine: &EngineAddress, rank: WorkerRank) -> Result<(Outgoing, Incoming, String)> {
     let (mut outgoing, mut incoming) = loop {
         match engine.connect().await {
             Ok(Ok(connected)) => break connected,
@@ -308,15 +313,15 @@ async fn enter(engine: &Engine, rank: WorkerRank) -> Result<(Outgoing, Incoming,
     }
 }
 
-impl Engine {
+impl EngineAddress {
     /// A connection to it; or why this process is not let in there. Errors: there is none.
     async fn connect(&self) -> io::Result<Result<(Outgoing, Incoming)>> {
         match self {
-            Engine::At(path) => {
+            EngineAddress::Path(path) => {
                 let socket = UnixStream::connect(path).await?;
                 Ok(same_user(&socket).map(|_| within_a_host(socket)))
             }
-            Engine::Elsewhere(address, secret) => {
+            EngineAddress::Tcp(address, secret) => {
                 let socket = timeout(TO_CONNECT, TcpStream::connect(address)).await;
                 let socket = socket.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))?;
                 let proven = timeout(PATIENCE, prove_as_rank(socket, secret)).await;

@@ -24,7 +24,7 @@ use std::time::Duration;
 pub(super) use self::away::Away;
 pub(super) use self::digesting::await_digests;
 pub(super) use self::granting::Granting;
-pub(super) use self::head::{Gathering, MeetingPoint};
+pub(super) use self::head::{Gathering, JoinAddress};
 pub use self::joined::JoinedRank;
 pub(super) use self::lead::{Knowing, Lead};
 

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt as _;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::UnixListener as StdUnixListener;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,14 +17,14 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
-use tokio::net::{TcpStream, UnixStream};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::sync::Semaphore;
 use tokio::sync::mpsc::Receiver;
 use tokio::time::{sleep, timeout};
 
 use super::super::state::Shared;
 use super::away::{Down, Newcomer, name};
-use super::head::MeetingPoint;
+use super::head::JoinAddress;
 use super::stream::{Incoming, Outgoing, prove_as_engine, same_user, within_a_host};
 use super::{IMPATIENCE, LAST_WORD, PATIENCE, SILENT};
 use crate::engine::WorkerRank;
@@ -39,53 +39,11 @@ const QUIET: Duration = Duration::from_secs(1);
 /// A socket that cannot be accepted is tried again after this.
 const AGAIN: Duration = Duration::from_millis(10);
 
-/// Where ranks come in.
-pub(super) enum Entrance {
+/// Where ranks join.
+pub(super) enum RankListener {
     Unix(UnixListener),
     /// Who comes proves to have the secret.
     Tcp(TcpListener, Secret),
-}
-
-impl Entrance {
-    /// Begins to listen.
-    pub(super) fn open(at: &MeetingPoint, secret: Option<&Secret>) -> Result<Self> {
-        let address = match at {
-            MeetingPoint::Path(path) => return open(path).map(Entrance::Unix),
-            MeetingPoint::Address(address) => address,
-        };
-        let secret = secret.ok_or_else(no_secret)?;
-        if address.port() == 0 {
-            let why = "ranks are told the port that they join at: name one";
-            return Err(Error::new(Kind::Invalid, why));
-        }
-        let failed = |error| Error::os(format!("ranks cannot join at {address}"), error);
-        let listener = TcpListener::bind(address).map_err(failed)?;
-        listener.set_nonblocking(true).map_err(failed)?;
-        Ok(Entrance::Tcp(listener, secret.clone()))
-    }
-
-    /// Has a runtime know of it.
-    fn listening(self) -> io::Result<Listening> {
-        Ok(match self {
-            Entrance::Unix(listener) => Listening::Unix(tokio::net::UnixListener::from_std(listener)?),
-            Entrance::Tcp(listener, secret) => {
-                Listening::Tcp(tokio::net::TcpListener::from_std(listener)?, secret)
-            }
-        })
-    }
-}
-
-/// Why there is no way from host to host.
-pub(super) fn no_secret() -> Error {
-    let why = "ranks on other hosts and their engine prove to each other that they have the fleet's secret, and this \
-               process has none: `kvx secret FILE` makes one, KVX_SECRET_FILE names it";
-    Error::new(Kind::Invalid, why)
-}
-
-/// The same, in a runtime.
-enum Listening {
-    Unix(tokio::net::UnixListener),
-    Tcp(tokio::net::TcpListener, Secret),
 }
 
 /// Who has connected, and said nothing yet.
@@ -94,16 +52,45 @@ enum Stranger {
     Tcp(TcpStream, SocketAddr, Secret),
 }
 
-impl Listening {
+impl RankListener {
+    /// Begins to listen. Within a runtime.
+    pub(super) fn open(at: &JoinAddress, secret: Option<&Secret>) -> Result<Self> {
+        match at {
+            JoinAddress::Path(path) => {
+                let failed = |error| Error::os(format!("ranks cannot join at {}", path.display()), error);
+                let listener = open(path)?;
+                Ok(RankListener::Unix(UnixListener::from_std(listener).map_err(failed)?))
+            }
+            JoinAddress::Tcp(address) => {
+                let secret = secret.ok_or_else(no_secret)?;
+                if address.port() == 0 {
+                    let why = "ranks are told the port that they join at: name one";
+                    return Err(Error::new(Kind::Invalid, why));
+                }
+                let failed = |error| Error::os(format!("ranks cannot join at {address}"), error);
+                let listener = std::net::TcpListener::bind(address).map_err(failed)?;
+                listener.set_nonblocking(true).map_err(failed)?;
+                Ok(RankListener::Tcp(TcpListener::from_std(listener).map_err(failed)?, secret.clone()))
+            }
+        }
+    }
+
     async fn accept(&self) -> io::Result<Stranger> {
         Ok(match self {
-            Listening::Unix(listener) => Stranger::Unix(listener.accept().await?.0),
-            Listening::Tcp(listener, secret) => {
+            RankListener::Unix(listener) => Stranger::Unix(listener.accept().await?.0),
+            RankListener::Tcp(listener, secret) => {
                 let (socket, from) = listener.accept().await?;
                 Stranger::Tcp(socket, from, secret.clone())
             }
         })
     }
+}
+
+/// Why no rank can be on another host.
+pub(super) fn no_secret() -> Error {
+    let why = "ranks on other hosts and their engine prove to each other that they have the fleet's secret, and this \
+               process has none: `kvx secret FILE` makes one, KVX_SECRET_FILE names it";
+    Error::new(Kind::Invalid, why)
 }
 
 /// How many of each address have connected and not said yet who they are.
@@ -138,9 +125,9 @@ impl Drop for Counted {
 }
 
 /// Listens at a path. A socket that nobody listens at any more is replaced.
-fn open(path: &Path) -> Result<UnixListener> {
+fn open(path: &Path) -> Result<StdUnixListener> {
     let failed = |error| Error::os(format!("ranks cannot join at {}", path.display()), error);
-    let listener = match UnixListener::bind(path) {
+    let listener = match StdUnixListener::bind(path) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
             if !is_left_behind(path).map_err(failed)? {
                 return Err(Error::new(
@@ -152,7 +139,7 @@ fn open(path: &Path) -> Result<UnixListener> {
                 ));
             }
             std::fs::remove_file(path).map_err(failed)?;
-            UnixListener::bind(path)
+            StdUnixListener::bind(path)
         }
         bound => bound,
     };
@@ -172,15 +159,7 @@ fn is_left_behind(path: &Path) -> io::Result<bool> {
 }
 
 /// Lets ranks in until the connector ends.
-pub(super) async fn gather(shared: Arc<Shared>, entrance: Entrance) {
-    let listener = match entrance.listening() {
-        Ok(listener) => listener,
-        Err(error) => {
-            let error = Error::os("ranks cannot be listened for", error);
-            let failed = shared.state.lock().gathered(Err(error));
-            return failed.settle();
-        }
-    };
+pub(super) async fn gather(shared: Arc<Shared>, listener: RankListener) {
     let (unknown, unproven) = (Arc::new(Semaphore::new(UNKNOWN)), Unproven::default());
     let warned = Arc::new(Warned::default());
     loop {
@@ -198,18 +177,18 @@ pub(super) async fn gather(shared: Arc<Shared>, entrance: Entrance) {
         let permit = Arc::clone(&unknown).acquire_owned().await.expect("nobody closes it");
         let (shared, warned) = (Arc::clone(&shared), Arc::clone(&warned));
         tokio::spawn(async move {
-            let mut known = match prove(stranger).await {
-                Ok(known) => known,
+            let mut admitted = match prove(stranger).await {
+                Ok(admitted) => admitted,
                 Err(error) => return warned.of(&error),
             };
-            match welcome(&shared, &mut known).await {
+            match welcome(&shared, &mut admitted).await {
                 Ok((rank, down)) => {
                     drop((permit, counted));
-                    serve(&shared, known, rank, down).await;
+                    serve(&shared, admitted, rank, down).await;
                 }
                 Err(error) => {
                     warned.of(&error);
-                    refuse(&mut known.outgoing, error.sentence()).await;
+                    refuse(&mut admitted.outgoing, error.sentence()).await;
                 }
             }
         });
@@ -231,7 +210,7 @@ impl Warned {
 }
 
 /// A process that may join: of this user, or one that has the secret.
-struct Known {
+struct Admitted {
     outgoing: Outgoing,
     incoming: Incoming,
     newcomer: Newcomer,
@@ -239,8 +218,8 @@ struct Known {
     process: Option<OwnedFd>,
 }
 
-/// Errors: it may not.
-async fn prove(stranger: Stranger) -> Result<Known> {
+/// Finds out whether a process may join. Errors: it may not.
+async fn prove(stranger: Stranger) -> Result<Admitted> {
     match stranger {
         Stranger::Unix(socket) => {
             let pid = match same_user(&socket) {
@@ -253,7 +232,7 @@ async fn prove(stranger: Stranger) -> Result<Known> {
             let process = Pid::from_raw(pid).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
             let (outgoing, incoming) = within_a_host(socket);
             let newcomer = Newcomer { process: format!("process {pid}").into(), distant: false };
-            Ok(Known { outgoing, incoming, newcomer, process })
+            Ok(Admitted { outgoing, incoming, newcomer, process })
         }
         Stranger::Tcp(socket, from, secret) => {
             let proven = timeout(IMPATIENCE, prove_as_engine(socket, &secret)).await;
@@ -262,14 +241,14 @@ async fn prove(stranger: Stranger) -> Result<Known> {
                 .unwrap_or_else(|_| Err(late()))
                 .map_err(|error| Error::new(error.kind(), format!("{from}: {error}")))?;
             let newcomer = Newcomer { process: format!("the process at {from}").into(), distant: true };
-            Ok(Known { outgoing, incoming, newcomer, process: None })
+            Ok(Admitted { outgoing, incoming, newcomer, process: None })
         }
     }
 }
 
 /// Hears who it is, and gives it its place.
-async fn welcome(shared: &Arc<Shared>, known: &mut Known) -> Result<(WorkerRank, Receiver<Down>)> {
-    let Known { outgoing, incoming, newcomer, .. } = known;
+async fn welcome(shared: &Arc<Shared>, admitted: &mut Admitted) -> Result<(WorkerRank, Receiver<Down>)> {
+    let Admitted { outgoing, incoming, newcomer, .. } = admitted;
     let process = &newcomer.process;
     let hello = timeout(PATIENCE, incoming.next()).await;
     let hello = hello.map_err(|_| {
@@ -308,8 +287,8 @@ async fn refuse(outgoing: &mut Outgoing, why: &str) {
 }
 
 /// Speaks with a rank until one of the two ends.
-async fn serve(shared: &Arc<Shared>, known: Known, rank: WorkerRank, down: Receiver<Down>) {
-    let Known { outgoing, mut incoming, newcomer, process } = known;
+async fn serve(shared: &Arc<Shared>, admitted: Admitted, rank: WorkerRank, down: Receiver<Down>) {
+    let Admitted { outgoing, mut incoming, newcomer, process } = admitted;
     tracing::info!(pp = rank.pp, tp = rank.tp, process = %newcomer.process, "a rank has joined");
     let writing = tokio::spawn(pass_down(Arc::clone(shared), rank, outgoing, down));
     let (why, proven) = loop {

@@ -195,6 +195,7 @@ impl Incoming {
     /// Errors: `Malformed` for one that is too long, cut off or altered; `PeerLost`.
     pub(super) async fn next(&mut self) -> Result<Option<Vec<u8>>> {
         loop {
+            self.open()?;
             if let Some(length) = self.bytes.first_chunk::<LENGTH>() {
                 let length = u32::from_be_bytes(*length) as usize;
                 if length > MAX_MESSAGE {
@@ -215,7 +216,6 @@ impl Incoming {
                     false => Err(Error::new(Kind::Malformed, "the connection ended within a message")),
                 };
             }
-            self.open()?;
         }
     }
 

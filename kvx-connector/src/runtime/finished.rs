@@ -58,8 +58,8 @@ impl Shared {
     }
 
     /// Takes a request's blocks back from under its peers; nobody awaits their release any more. In push this engine
-    /// itself may be reading them, and ranks on other hosts have to raise their words: then it hears of their release by
-    /// an outcome.
+    /// itself may be reading them, and ranks on other hosts have to raise their words: it hears of their release by an
+    /// outcome then.
     pub(super) fn withdraw(&self, request: &RequestId, slot: &Arc<Slot<Released>>) {
         let kept = Kept::Request;
         let mut state = self.state.lock();

@@ -8,7 +8,7 @@ mod cluster;
 use cluster::{Random, lists};
 use kvx_connector::Dialect;
 use kvx_connector::mapping::{
-    BlockLists, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvRegion, KvTensors, LayerCache,
+    BlocksOfBothSides, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvRegion, KvTensors, LayerCache,
     MemoryType, Options, PeerMap, RegionGrid, RegionGroup, Remote, RemoteRank, Tokens, Tp, handshake_ranks,
 };
 use kvx_connector::wire::{NixlAgentMetadata, PackedMember};
@@ -185,7 +185,9 @@ fn no_geometry_leads_outside_of_a_region() {
                 1 => Some(Tokens { producer: small(random), wanted: small(random) }),
                 _ => Some(Tokens { producer: 40, wanted: 40 }),
             };
-            let Ok(moves) = map.moves(&BlockLists { local: &here, remote: &there, tokens }) else { continue };
+            let Ok(moves) = map.moves(&BlocksOfBothSides { local: &here, remote: &there, tokens }) else {
+                continue;
+            };
             moved += usize::from(moves.blocks > 0);
             assert_eq!(moves.ranks.len() + moves.notify_only.len(), map.sources().len());
             for (source, pairing) in

@@ -4,8 +4,8 @@
 #![allow(clippy::unwrap_used, reason = "what fails here is the test")]
 
 use kvx_connector::mapping::{
-    BlockLists, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvTensors, LayerCache, MemoryType, Moves,
-    Options, Pairing, PeerMap, Remote, RemoteRank, Tokens, Tp, handshake_ranks,
+    BlocksOfBothSides, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvTensors, LayerCache, MemoryType,
+    Moves, Options, Pairing, PeerMap, Remote, RemoteRank, Tokens, Tp, handshake_ranks,
 };
 use kvx_core::{Error, Indices, Kind, Op, Result};
 
@@ -93,7 +93,7 @@ fn one(list: &[u32]) -> Vec<Indices> {
 }
 
 fn moves(map: &PeerMap, local: &[u32], remote: &[u32]) -> Result<Moves> {
-    map.moves(&BlockLists { local: &one(local), remote: &one(remote), tokens: None })
+    map.moves(&BlocksOfBothSides { local: &one(local), remote: &one(remote), tokens: None })
 }
 
 /// The ranks that blocks move from, and those that are only told.
@@ -169,7 +169,7 @@ fn a_replicated_latent_is_read_once_and_the_other_ranks_are_told() {
     assert_eq!(ranks(&map, &moved), (vec![4], vec![5, 6, 7]));
     // All of the prompt is cached, or the request was aborted: everyone is told, nothing moves.
     for (local, remote) in [(one(&[]), one(&[8, 9])), (vec![], vec![])] {
-        let nothing = map.moves(&BlockLists { local: &local, remote: &remote, tokens: None }).unwrap();
+        let nothing = map.moves(&BlocksOfBothSides { local: &local, remote: &remote, tokens: None }).unwrap();
         assert_eq!(ranks(&map, &nothing), (vec![], vec![4, 5, 6, 7]));
         assert_eq!((nothing.blocks, nothing.covered.len()), (0, 0));
     }
@@ -258,7 +258,7 @@ fn index_lists_are_shared_by_all_layers_and_ranks() {
     let map = large.reads(0, Side { tp: 2, ..large }, &groups(1)).unwrap();
     let (local, remote): (Vec<u32>, Vec<u32>) = ((0..2000).collect(), (2000..4000).rev().collect());
     let (local, remote) = (one(&local), one(&remote));
-    let moved = map.moves(&BlockLists { local: &local, remote: &remote, tokens: None }).unwrap();
+    let moved = map.moves(&BlocksOfBothSides { local: &local, remote: &remote, tokens: None }).unwrap();
     assert_eq!((moved.ranks.len(), moved.blocks), (2, 2 * 60 * 2000));
     for rank in &moved.ranks {
         assert_eq!(rank.pairings.len(), 1);
@@ -278,7 +278,7 @@ fn units_that_were_paired_elsewhere_go_the_same_way() {
         let map = PeerMap::new(Op::Read, &caches, Tp::new(0, 1).unwrap(), &remote, &groups(1)).unwrap();
         assert_eq!(map.sources()[0].sets().len(), sets);
         let (local, theirs) = (one(&[5, 9]), one(&[1, 2, 3, 4, 5, 6, 7]));
-        let moved = map.moves(&BlockLists { local: &local, remote: &theirs, tokens: None }).unwrap();
+        let moved = map.moves(&BlocksOfBothSides { local: &local, remote: &theirs, tokens: None }).unwrap();
         let aligned = map.units().align(2, 7, None, Clip::Whole).unwrap();
         let (own, peers) =
             (aligned.of_consumer(&local[0]).unwrap(), aligned.of_producer(&theirs[0]).unwrap());
@@ -343,20 +343,20 @@ fn groups_have_lists_of_their_own() {
     let local: Vec<Indices> = vec![[1, 2, 3, 4].into(), [7, 8].into()];
     let theirs: Vec<Indices> = vec![[10, 11, 12, 13, 14, 15].into(), [20, 21, 22].into()];
     let tokens = Some(Tokens { producer: 90, wanted: 90 });
-    let moved = map.moves(&BlockLists { local: &local, remote: &theirs, tokens }).unwrap();
+    let moved = map.moves(&BlocksOfBothSides { local: &local, remote: &theirs, tokens }).unwrap();
     let pairs: Vec<(&[u32], &[u32])> = moved.ranks[0]
         .pairings
         .iter()
         .map(|pairing| (pairing.local.as_list().unwrap(), pairing.remote.as_list().unwrap()))
         .collect();
     assert_eq!(pairs, [(&[1, 2, 3, 4][..], &[12, 13, 14, 15][..]), (&[7, 8], &[21, 22])]);
-    let flat = map.moves(&BlockLists { local: &local, remote: &theirs[..1], tokens }).unwrap_err();
+    let flat = map.moves(&BlocksOfBothSides { local: &local, remote: &theirs[..1], tokens }).unwrap_err();
     assert!(flat.to_string().contains("1 remote KV cache groups"), "{flat}");
     let missing = PeerMap::new(Op::Read, &caches, Tp::new(0, 1).unwrap(), &remote, &groups(1));
     refused(missing, Kind::Invalid, "group 1 of 1");
     // A model whose regions are all of one group takes the blocks of all lists.
     let map = SIDE.reads(0, SIDE, &groups(2)).unwrap();
-    let moved = map.moves(&BlockLists { local: &local, remote: &theirs, tokens: None }).unwrap();
+    let moved = map.moves(&BlocksOfBothSides { local: &local, remote: &theirs, tokens: None }).unwrap();
     assert_eq!((moved.ranks[0].pairings.len(), moved.blocks), (2, 2 * 6));
 }
 

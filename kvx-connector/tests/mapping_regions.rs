@@ -7,7 +7,7 @@ mod golden;
 
 use kvx_connector::Dialect;
 use kvx_connector::mapping::{
-    BlockLists, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvRegion, KvTensors, LayerCache,
+    BlocksOfBothSides, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvRegion, KvTensors, LayerCache,
     MemoryType, Options, PeerMap, RegionGroup, Remote, RemoteRank, Tp,
 };
 use kvx_connector::wire::{NixlAgentMetadata, PackedMember};
@@ -124,7 +124,7 @@ fn whole_rows_are_registered_and_their_padding_is_not_moved() {
     assert_eq!(caches.geometry().place(4, &spans), None);
     let map = map(&caches, &[caches.geometry().clone()], 1).unwrap();
     let local: Vec<Indices> = vec![[3, 7].into()];
-    let moves = map.moves(&BlockLists { local: &local, remote: &local, tokens: None }).unwrap();
+    let moves = map.moves(&BlocksOfBothSides { local: &local, remote: &local, tokens: None }).unwrap();
     assert_eq!((moves.blocks, moves.bytes), (8, 8 * 4096));
     let apart = self::caches(vec![layer("layers.0", 0x10000, 0), layer("layers.1", 0x90000, 0)]).unwrap();
     assert_eq!(apart.geometry().spans().len(), 2);
@@ -183,7 +183,7 @@ fn regions_of_different_capacity_are_bounded_by_their_own() {
     let map = map(&local, &[local.geometry().clone()], 2).unwrap();
     let lists = |first: u32, second: u32| -> Vec<Indices> { vec![[first].into(), [second].into()] };
     let moves = |local: Vec<Indices>, remote: Vec<Indices>| {
-        map.moves(&BlockLists { local: &local, remote: &remote, tokens: None })
+        map.moves(&BlocksOfBothSides { local: &local, remote: &remote, tokens: None })
     };
     let done = moves(lists(2, 3), lists(9, 0)).unwrap();
     let source = &map.sources()[0];

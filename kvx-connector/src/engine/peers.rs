@@ -28,7 +28,7 @@ pub(super) enum Reach {
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum State {
+enum ConnectionState {
     Connecting(Connection),
     Ready(Connection),
     /// What was known of it is not so any more: the next request asks anew.
@@ -38,7 +38,7 @@ enum State {
 #[derive(Debug)]
 struct Engine {
     peer: Arc<RemoteEngine>,
-    state: State,
+    state: ConnectionState,
     used: Time,
     renewals: Renewals,
     /// What they were before the handshake that is under way: one that fails is none of them.
@@ -70,7 +70,7 @@ impl Renewals {
 
 /// A handshake that succeeded.
 #[derive(Debug)]
-struct Link {
+struct OpenConnection {
     engine: EngineId,
     plan: Arc<PeerPlan>,
     uses: u32,
@@ -84,7 +84,7 @@ pub(super) struct Peers {
     ttl: Option<Duration>,
     last: u64,
     engines: BTreeMap<EngineId, Engine>,
-    links: BTreeMap<Connection, Link>,
+    links: BTreeMap<Connection, OpenConnection>,
 }
 
 impl Peers {
@@ -108,16 +108,16 @@ impl Peers {
             // A lower one is of an engine that began anew under its old name.
             let same = peer.registration == registration;
             let why = match engine.state {
-                State::Connecting(_) if same => return Reach::Wait,
-                State::Ready(connection) => {
+                ConnectionState::Connecting(_) if same => return Reach::Wait,
+                ConnectionState::Ready(connection) => {
                     if let Some(link) = self.links.get(&connection).filter(|_| same) {
                         return Reach::Ready(connection, Arc::clone(&link.plan));
                     }
                     before = Some(connection);
                     "has another registration"
                 }
-                State::Connecting(_) => "has another registration",
-                State::Resting => "answered with data that was wrong",
+                ConnectionState::Connecting(_) => "has another registration",
+                ConnectionState::Resting => "answered with data that was wrong",
             };
             if let Some(next) = engine.renewals.next().filter(|next| !now.has_reached(*next)) {
                 return Reach::Refused(format!(
@@ -128,8 +128,8 @@ impl Peers {
                 ));
             }
             renewals_before = match engine.state {
-                State::Connecting(_) => engine.before,
-                State::Ready(_) | State::Resting => engine.renewals,
+                ConnectionState::Connecting(_) => engine.before,
+                ConnectionState::Ready(_) | ConnectionState::Resting => engine.renewals,
             };
             renewals = engine.renewals.renewed(now);
         }
@@ -142,7 +142,7 @@ impl Peers {
         }
         self.last += 1;
         let connection = Connection(self.last);
-        let state = State::Connecting(connection);
+        let state = ConnectionState::Connecting(connection);
         let engine = Engine { peer: Arc::clone(peer), state, used: now, renewals, before: renewals_before };
         self.engines.insert(peer.engine.clone(), engine);
         actions.push_back(Action::Handshake { connection, peer: Arc::clone(peer), ranks });
@@ -157,7 +157,7 @@ impl Peers {
         result: Result<PeerPlan, ()>,
         actions: &mut VecDeque<Action>,
     ) -> Option<Arc<RemoteEngine>> {
-        let state = State::Connecting(connection);
+        let state = ConnectionState::Connecting(connection);
         let found = self.engines.values_mut().find(|engine| engine.state == state);
         let Some(engine) = found else {
             if result.is_ok() {
@@ -169,9 +169,13 @@ impl Peers {
         engine.used = now;
         match result {
             Ok(plan) => {
-                engine.state = State::Ready(connection);
-                let link =
-                    Link { engine: peer.engine.clone(), plan: Arc::new(plan), uses: 0, retired: false };
+                engine.state = ConnectionState::Ready(connection);
+                let link = OpenConnection {
+                    engine: peer.engine.clone(),
+                    plan: Arc::new(plan),
+                    uses: 0,
+                    retired: false,
+                };
                 self.links.insert(connection, link);
                 self.forget_others(now, &peer, actions);
             }
@@ -179,7 +183,7 @@ impl Peers {
             Err(()) if engine.before.last.is_none() => {
                 self.engines.remove(&peer.engine);
             }
-            Err(()) => (engine.state, engine.renewals) = (State::Resting, engine.before),
+            Err(()) => (engine.state, engine.renewals) = (ConnectionState::Resting, engine.before),
         }
         Some(peer)
     }
@@ -190,9 +194,9 @@ impl Peers {
         let links = &self.links;
         let gone = self.engines.iter().filter_map(|(id, engine)| {
             let (connection, ttl) = match engine.state {
-                State::Connecting(_) => return None,
-                State::Ready(connection) => (Some(connection), ttl),
-                State::Resting => (None, Some(LONGEST_WAIT)),
+                ConnectionState::Connecting(_) => return None,
+                ConnectionState::Ready(connection) => (Some(connection), ttl),
+                ConnectionState::Resting => (None, Some(LONGEST_WAIT)),
             };
             let replaced = engine.peer.address == new.address;
             let link = connection.and_then(|connection| links.get(&connection));
@@ -213,9 +217,9 @@ impl Peers {
     pub(super) fn invalidate(&mut self, connection: Connection, actions: &mut VecDeque<Action>) {
         let Some(link) = self.links.get(&connection) else { return };
         if let Some(engine) = self.engines.get_mut(&link.engine)
-            && engine.state == State::Ready(connection)
+            && engine.state == ConnectionState::Ready(connection)
         {
-            engine.state = State::Resting;
+            engine.state = ConnectionState::Resting;
         }
         self.retire(connection, actions);
     }
@@ -224,7 +228,7 @@ impl Peers {
     pub(super) fn proven(&mut self, connection: Connection) {
         if let Some(link) = self.links.get(&connection)
             && let Some(engine) = self.engines.get_mut(&link.engine)
-            && engine.state == State::Ready(connection)
+            && engine.state == ConnectionState::Ready(connection)
         {
             engine.renewals.wait = None;
         }

@@ -10,7 +10,7 @@ use super::peer::PeerMap;
 
 /// The logical blocks of a request on both sides, a list for each KV cache group.
 #[derive(Clone, Copy, Debug)]
-pub struct BlockLists<'a> {
+pub struct BlocksOfBothSides<'a> {
     /// Of this rank.
     pub local: &'a [Indices],
     /// Of the peer: its word.
@@ -145,7 +145,7 @@ impl PeerMap {
     /// # Errors
     /// `Invalid` for another number of lists than groups; `OutOfBounds` for blocks beyond a region, and lists that
     /// are too short. Nothing moves then.
-    pub fn moves(&self, lists: &BlockLists<'_>) -> Result<Moves> {
+    pub fn moves(&self, lists: &BlocksOfBothSides<'_>) -> Result<Moves> {
         let groups = self.clips.len();
         let nothing = lists.local.iter().all(Indices::is_empty);
         if !nothing && (lists.local.len() != groups || lists.remote.len() != groups) {
@@ -227,7 +227,7 @@ impl PeerMap {
         }
     }
 
-    fn group(&self, group: usize, lists: &BlockLists<'_>, moves: &mut Moves) -> Result<Forms> {
+    fn group(&self, group: usize, lists: &BlocksOfBothSides<'_>, moves: &mut Moves) -> Result<Forms> {
         let (consumer, producer) = match self.op {
             Op::Read => (&lists.local[group], &lists.remote[group]),
             Op::Write => (&lists.remote[group], &lists.local[group]),

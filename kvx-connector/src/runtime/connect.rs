@@ -24,7 +24,7 @@ const LINK_LIMIT: Duration = Duration::from_secs(10);
 
 /// A connection to an engine, as one worker of this engine uses it.
 #[derive(Debug)]
-pub(super) struct Link {
+pub(super) struct PeerLink {
     map: PeerMap,
     /// In the order of the map's sources.
     workers: Vec<LinkedWorker>,
@@ -52,7 +52,7 @@ impl<R> std::fmt::Debug for Grids<R> {
     }
 }
 
-impl Link {
+impl PeerLink {
     pub(super) fn map(&self) -> &PeerMap {
         &self.map
     }
@@ -103,7 +103,7 @@ impl Link {
 /// What there is between two engines once their handshake is over.
 struct Connected {
     plan: PeerPlan,
-    link: Link,
+    link: PeerLink,
 }
 
 impl Shared {
@@ -209,7 +209,7 @@ impl Shared {
                 return Err(Error::new(Kind::Malformed, "the peer has digests of blocks and no generations"));
             }
         }
-        Ok(Connected { plan, link: Link { map, workers } })
+        Ok(Connected { plan, link: PeerLink { map, workers } })
     }
 
     /// By kvx's own metadata where a backend of both serves, by kvx within its NIXL, else as a plain NIXL agent.

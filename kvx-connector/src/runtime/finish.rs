@@ -7,7 +7,7 @@ use kvx_core::{Error, Kind, Memory, Result};
 use super::rank::Registered;
 use super::state::Shared;
 use crate::engine::{Connection, MoveLists, RequestId, WorkerRank};
-use crate::mapping::{BlockLists, Finishing, PeerMap};
+use crate::mapping::{BlocksOfBothSides, Finishing, PeerMap};
 
 impl Shared {
     /// Answers [`Action::Finish`](crate::engine::Action::Finish). Blocks: it copies.
@@ -57,7 +57,7 @@ fn reorder(own: &Registered, map: &PeerMap, finishing: &Finishing, lists: &MoveL
     let indices =
         |lists: &crate::engine::BlockLists| lists.groups().iter().cloned().map(Into::into).collect();
     let (local, remote): (Vec<_>, Vec<_>) = (indices(&lists.local), indices(&lists.remote));
-    let moves = map.moves(&BlockLists { local: &local, remote: &remote, tokens: lists.tokens })?;
+    let moves = map.moves(&BlocksOfBothSides { local: &local, remote: &remote, tokens: lists.tokens })?;
     let (mut block, mut scratch) = (Vec::new(), Vec::new());
     for covered in moves.covered.iter().filter(|covered| finishing.reorders() || !covered.is_complete()) {
         for region in finishing.regions_of(covered.group) {

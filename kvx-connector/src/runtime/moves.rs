@@ -9,7 +9,7 @@ use kvx_core::{Deadline, Error, Grid, Indices, Kind, Op, Peer, PeerRegion, Plan,
 use tokio::sync::Notify;
 use tracing::Span;
 
-use super::connect::{Link, LinkedWorker};
+use super::connect::{LinkedWorker, PeerLink};
 use super::finish::caches_are_gone;
 use super::mooncake::WayPairs;
 use super::push::{Learned, WriteGrant};
@@ -239,7 +239,7 @@ impl Shared {
         }
     }
 
-    pub(super) fn linked_to(&self, rank: WorkerRank, connection: Connection) -> Result<Arc<Link>> {
+    pub(super) fn linked_to(&self, rank: WorkerRank, connection: Connection) -> Result<Arc<PeerLink>> {
         let closed =
             || Error::new(Kind::Closed, "the connection was given up, as the caches were given back");
         self.link(rank, connection).ok_or_else(closed)
@@ -296,7 +296,7 @@ pub(super) async fn send(peer: &Peer, bytes: &[u8], limit: Duration) -> Result<(
     Ok(())
 }
 
-pub(super) fn worker(link: &Link, rank: WorkerRank) -> Result<&LinkedWorker> {
+pub(super) fn worker(link: &PeerLink, rank: WorkerRank) -> Result<&LinkedWorker> {
     link.worker(rank)
         .ok_or_else(|| Error::new(Kind::Invalid, "a worker of the peer that is not connected to"))
 }

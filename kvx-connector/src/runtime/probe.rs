@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvx_core::{Error, Result, Secret};
 
 use super::clock::Clock;
-use super::side::{Asker, Look, Standing};
+use super::side::{Look, SideClient, Standing};
 use crate::Dialect;
 use crate::engine::{Address, SideChannels, WorkerRank};
 use crate::wire::{CompatibilityHash, HandshakePayload, NixlAgentMetadata};
@@ -42,7 +42,7 @@ pub fn probe(
 ) -> Result<Probe> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| Error::os("no runtime for the side channel", error))?;
-    let asker = Asker::new(Clock::new(), secret, SideChannels::OfEngine).with_limit(limit);
+    let asker = SideClient::new(Clock::new(), secret, SideChannels::OfEngine).with_limit(limit);
     let looked = runtime.block_on(asker.look(address, rank, dialect));
     // A name that is still being resolved is not waited for.
     runtime.shutdown_background();

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use kvx_core::{Error, GridSet, Kind, Peer, PeerRegion, Region, Result};
 
-use super::connect::{Grids, Link, LinkedWorker};
+use super::connect::{Grids, LinkedWorker, PeerLink};
 use super::rank::{PeerRegions, Registered};
 use super::state::Shared;
 use crate::engine::{Connection, Move, Part, RequestId, WorkerRank};
@@ -114,7 +114,7 @@ impl Shared {
         rank: WorkerRank,
         connection: Connection,
         ranks: &[WorkerRank],
-    ) -> Result<Arc<Link>, (WorkerRank, Error)> {
+    ) -> Result<Arc<PeerLink>, (WorkerRank, Error)> {
         let first = ranks.first().copied().unwrap_or_default();
         let link = self.linked_to(rank, connection).map_err(|error| (first, error))?;
         for at in ranks {
@@ -211,7 +211,7 @@ pub(super) fn over() -> Error {
 }
 
 async fn send_push(
-    link: &Link,
+    link: &PeerLink,
     ranks: &[WorkerRank],
     registration: &Notification,
 ) -> Result<(), (WorkerRank, Error)> {

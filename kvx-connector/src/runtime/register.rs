@@ -24,7 +24,7 @@ pub(super) struct GivingBack {
 }
 
 /// Who hears of caches that are taken into use.
-pub(super) enum Told {
+pub(super) enum AnnouncedTo {
     /// Peers have, as the engine's registration of that number, where the side channel counts them; and what a
     /// MooncakeConnector says of them.
     Peers(Option<u64>, Option<Box<PullRequest>>),
@@ -90,7 +90,7 @@ impl Shared {
             Listening::Mooncake(_) => (None, Some(self.own_description(rank, &registered)?)),
         };
         // One count of registrations, for the side channel and the scheduler.
-        let told = Told::Peers(generation, own.map(Box::new));
+        let told = AnnouncedTo::Peers(generation, own.map(Box::new));
         self.take_up(rank, registered, told).inspect_err(|_| side.withdraw(self, rank))?;
         match side {
             Listening::Nixl(_) => Ok(()),
@@ -137,18 +137,18 @@ impl Shared {
     }
 
     /// Takes caches that are registered into use. Errors: `Closed`, and they are given up with their agent.
-    pub(super) fn take_up(&self, rank: WorkerRank, registered: Registered, told: Told) -> Result<()> {
+    pub(super) fn take_up(&self, rank: WorkerRank, registered: Registered, told: AnnouncedTo) -> Result<()> {
         let mut state = self.state.lock();
         if state.is_closing() {
             // The shutdown has not seen an agent that is new here: it ends with this.
             return Err(closed());
         }
         let own = match told {
-            Told::Peers(generation, own) => {
+            AnnouncedTo::Peers(generation, own) => {
                 generation.into_iter().for_each(|generation| state.scheduler.registered(generation));
                 own
             }
-            Told::Engine(metadata) => {
+            AnnouncedTo::Engine(metadata) => {
                 if let Some(head) = &state.head {
                     head.say(ToHead::Registered(metadata));
                 }

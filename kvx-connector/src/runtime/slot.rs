@@ -10,19 +10,19 @@ use kvx_core::sync::{Condvar, Mutex};
 /// Set once, taken once. Needs no runtime.
 #[derive(Debug)]
 pub(super) struct Slot<T> {
-    state: Mutex<State<T>>,
+    state: Mutex<SlotState<T>>,
     set: Condvar,
 }
 
 #[derive(Debug)]
-struct State<T> {
+struct SlotState<T> {
     value: Option<T>,
     waker: Option<Waker>,
 }
 
 impl<T> Slot<T> {
     pub(super) fn new() -> Arc<Self> {
-        Arc::new(Slot { state: Mutex::new(State { value: None, waker: None }), set: Condvar::new() })
+        Arc::new(Slot { state: Mutex::new(SlotState { value: None, waker: None }), set: Condvar::new() })
     }
 
     /// Sets it and wakes whoever waits.

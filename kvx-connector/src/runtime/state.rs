@@ -16,7 +16,7 @@ use super::awaited::Awaited;
 use super::builder::Setup;
 use super::clock::Clock;
 use super::closing::Shutdown;
-use super::connect::Link;
+use super::connect::PeerLink;
 use super::group::{Away, Gathering, Granting, Lead};
 use super::half::Half;
 use super::listening::Listening;
@@ -25,7 +25,7 @@ use super::mooncake::Room;
 use super::push::{Grant, Granted};
 use super::rank::Registered;
 use super::register::GivingBack;
-use super::side::Asker;
+use super::side::SideClient;
 use super::trace::Traces;
 use super::words::{Published, Scratch};
 use crate::engine::{
@@ -39,7 +39,7 @@ use crate::wire::group::ToHead;
 pub(super) struct Shared {
     pub(super) clock: Clock,
     pub(super) setup: Setup,
-    pub(super) asker: Asker,
+    pub(super) asker: SideClient,
     pub(super) side: Mutex<Option<Listening>>,
     /// What the workers of a MooncakeConnector have under way.
     pub(super) mooncake: Room,
@@ -99,7 +99,7 @@ pub(super) struct RankState {
     /// Kept from one registration to the next.
     pub(super) agent: Option<(Agent, Arc<Scratch>)>,
     pub(super) registered: Option<Arc<Registered>>,
-    pub(super) links: HashMap<Connection, Arc<Link>>,
+    pub(super) links: HashMap<Connection, Arc<PeerLink>>,
     /// Those that may be cancelled: rung when they are.
     pub(super) moves: HashMap<MoveId, Arc<Notify>>,
     /// Caches on their way back to the engine; a shutdown waits for them.
@@ -176,7 +176,7 @@ impl Shared {
             over: None,
         };
         let (state, wake_up, news, told) = (Mutex::new(state), Notify::new(), Notify::new(), Condvar::new());
-        let asker = Asker::new(clock, secret.clone(), setup.settings.ports);
+        let asker = SideClient::new(clock, secret.clone(), setup.settings.ports);
         let (side, mooncake) = (Mutex::default(), Room::default());
         let (granting, digesting) = (Mutex::default(), Mutex::default());
         Ok(Shared {

@@ -9,7 +9,7 @@ use tokio::sync::Notify;
 use tracing::Span;
 
 use super::closing::Closing;
-use super::connect::Link;
+use super::connect::PeerLink;
 use super::half::Half;
 use super::push::Granted;
 use super::rank::Registered;
@@ -46,21 +46,21 @@ impl Shared {
         for (rank, held) in &mut state.ranks {
             while let Some(action) = held.next_action() {
                 match action {
-                    Asked::Either(Action::Cancel { id }) => {
+                    WorkerAction::Either(Action::Cancel { id }) => {
                         held.moves.get(&id).into_iter().for_each(|moving| moving.notify_one())
                     }
-                    Asked::Either(Action::Disconnect { connection }) => {
+                    WorkerAction::Either(Action::Disconnect { connection }) => {
                         held.links.remove(&connection);
                         self.mooncake.disconnect(*rank, connection);
                     }
-                    Asked::Either(action) => {
+                    WorkerAction::Either(action) => {
                         if let Action::Read(order) | Action::Write(order) = &action {
                             held.moves.insert(order.id, Arc::default());
                         }
                         let span = state.traces.of(now, &action);
                         turn.actions.push((*rank, action, span));
                     }
-                    Asked::Mooncake(action) => {
+                    WorkerAction::Mooncake(action) => {
                         if let MooncakeAction::Write { what, .. } = &action {
                             held.moves.insert(what.id, Arc::default());
                         }
@@ -126,13 +126,13 @@ impl Shared {
     }
 
     /// Notes what was set up for a connection, before its worker hears of it.
-    pub(super) fn linked(&self, rank: WorkerRank, connection: Connection, link: Arc<Link>) {
+    pub(super) fn linked(&self, rank: WorkerRank, connection: Connection, link: Arc<PeerLink>) {
         if let Some(held) = self.state.lock().ranks.get_mut(&rank) {
             held.links.insert(connection, link);
         }
     }
 
-    pub(super) fn link(&self, rank: WorkerRank, connection: Connection) -> Option<Arc<Link>> {
+    pub(super) fn link(&self, rank: WorkerRank, connection: Connection) -> Option<Arc<PeerLink>> {
         self.state.lock().ranks.get(&rank)?.links.get(&connection).cloned()
     }
 
@@ -154,19 +154,19 @@ impl Shared {
 }
 
 /// What a worker asks for.
-enum Asked {
+enum WorkerAction {
     /// Of the runtime, whatever its protocol.
     Either(Action),
     Mooncake(MooncakeAction),
 }
 
 impl RankState {
-    fn next_action(&mut self) -> Option<Asked> {
+    fn next_action(&mut self) -> Option<WorkerAction> {
         match &mut self.worker {
-            Half::Nixl(worker) => worker.next_action().map(Asked::Either),
+            Half::Nixl(worker) => worker.next_action().map(WorkerAction::Either),
             Half::Mooncake(worker) => worker.next_action().map(|action| match action {
-                MooncakeAction::Engine(action) => Asked::Either(action),
-                action => Asked::Mooncake(action),
+                MooncakeAction::Engine(action) => WorkerAction::Either(action),
+                action => WorkerAction::Mooncake(action),
             }),
             Half::Away(_) => None,
         }

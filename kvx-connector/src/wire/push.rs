@@ -2,7 +2,7 @@
 
 use kvx_core::Result;
 
-use super::msgpack::{Fields, Reader, Record, Shape, Writer};
+use super::msgpack::{Reader, Record, RecordFields, Shape, Writer};
 
 const WHAT: &str = "push registration";
 
@@ -118,7 +118,7 @@ impl PushRegistration {
     }
 
     pub(super) fn decode(bytes: &[u8]) -> Result<Self> {
-        let fields = Fields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
+        let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
         let groups = |reader: &mut Reader<'_>| {
             reader.list(Self::MAX_GROUPS, |reader| reader.list(Self::MAX_BLOCKS, Reader::unsigned_32))
         };

@@ -3,8 +3,8 @@
 #![allow(dead_code, reason = "each test target uses its own part")]
 
 use kvx_connector::mapping::{
-    BlockLists, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvTensors, LayerCache, MemoryType, Moves,
-    Options, PeerMap, RegionGrid, Remote, RemoteRank, Row, Tokens, Tp,
+    BlocksOfBothSides, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvTensors, LayerCache, MemoryType,
+    Moves, Options, PeerMap, RegionGrid, Remote, RemoteRank, Row, Tokens, Tp,
 };
 use kvx_core::{Indices, Op, Result};
 
@@ -375,8 +375,8 @@ impl Request {
         let (consumer, producer) = (lists(&uncached), lists(&self.producer_lists));
         let tokens = self.told.then_some(Tokens { producer: self.tokens, wanted: self.tokens });
         match map.op() {
-            Op::Read => map.moves(&BlockLists { local: &consumer, remote: &producer, tokens }),
-            Op::Write => map.moves(&BlockLists { local: &producer, remote: &consumer, tokens }),
+            Op::Read => map.moves(&BlocksOfBothSides { local: &consumer, remote: &producer, tokens }),
+            Op::Write => map.moves(&BlocksOfBothSides { local: &producer, remote: &consumer, tokens }),
         }
     }
 }

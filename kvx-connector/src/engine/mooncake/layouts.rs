@@ -26,15 +26,15 @@ pub struct Target {
 
 /// A decode worker, whatever layout it has.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Reader {
+pub(super) struct DecodeWorker {
     host: Arc<str>,
     port: u16,
     tp_rank: u32,
 }
 
-impl Reader {
+impl DecodeWorker {
     pub(super) fn of(request: &PullRequest) -> Self {
-        Reader {
+        DecodeWorker {
             host: request.remote_hostname.as_str().into(),
             port: request.remote_port,
             tp_rank: request.remote_tp_rank,
@@ -84,9 +84,9 @@ pub(super) enum Found {
 /// The layouts by worker and name, those used longest ago first.
 #[derive(Debug, Default)]
 pub(super) struct Layouts {
-    kept: VecDeque<((Reader, u64), Arc<Target>)>,
+    kept: VecDeque<((DecodeWorker, u64), Arc<Target>)>,
     /// Which layout each worker had last.
-    last: BTreeMap<Reader, Arc<Target>>,
+    last: BTreeMap<DecodeWorker, Arc<Target>>,
     bytes: usize,
 }
 
@@ -94,7 +94,7 @@ impl Layouts {
     /// The layout that a question brings or names.
     pub(super) fn find(&mut self, request: &PullRequest) -> Found {
         let brings = !request.kv_caches_base_addr.is_empty();
-        let name = (Reader::of(request), request.layout_id);
+        let name = (DecodeWorker::of(request), request.layout_id);
         let place = self.kept.iter().position(|(kept, _)| *kept == name).filter(|_| name.1 != 0);
         match place.and_then(|place| self.kept.remove(place)) {
             Some((_, target)) if !brings => {

@@ -16,7 +16,7 @@ use crate::wire::mooncake::{Directory, PullRequest, PullResponse, PullStatus, Pu
 
 /// One load.
 #[derive(Debug)]
-pub(super) struct Load {
+pub(super) struct MooncakeLoad {
     pub(super) order: ReceiveOrder,
     pub(super) stage: PullStage,
     /// Why it has failed, if it has: the first reason.
@@ -26,12 +26,12 @@ pub(super) struct Load {
     /// Its workers were asked where they listened before: the bootstrap server was not asked for this load.
     pub(super) from_memory: bool,
     /// What each worker that was asked has said.
-    pub(super) answers: BTreeMap<PullId, Answer>,
+    pub(super) answers: BTreeMap<PullId, WorkerAnswer>,
 }
 
 /// Of one worker.
 #[derive(Debug)]
-pub(super) struct Answer {
+pub(super) struct WorkerAnswer {
     pub(super) said: Said,
     of: PrefillWorker,
 }
@@ -81,7 +81,7 @@ pub(super) struct Pull {
     deadline: Time,
 }
 
-impl Load {
+impl MooncakeLoad {
     pub(super) fn is_given_up(&self) -> bool {
         self.failure.is_some() || self.cancelled
     }
@@ -116,7 +116,7 @@ impl MooncakeWorker {
             self.load_deadlines.set(request.clone(), order.deadline);
             by_engine.entry(order.remote.peer.engine.clone()).or_default().push(request.clone());
             let (stage, failure, answers) = (PullStage::Waiting, None, BTreeMap::new());
-            let load = Load { order, stage, failure, cancelled: false, from_memory: false, answers };
+            let load = MooncakeLoad { order, stage, failure, cancelled: false, from_memory: false, answers };
             self.loads.insert(request, load);
         }
         for (engine, requests) in by_engine {
@@ -190,8 +190,9 @@ impl MooncakeWorker {
 
     /// Asks all workers of a prefill that hold a part of these requests' blocks.
     fn ask_all(&mut self, now: Time, engine: &EngineId, requests: Vec<RequestId>) {
-        let waits =
-            |load: &Load| load.stage == PullStage::Waiting && load.order.remote.peer.engine == *engine;
+        let waits = |load: &MooncakeLoad| {
+            load.stage == PullStage::Waiting && load.order.remote.peer.engine == *engine
+        };
         let mut requests = requests;
         requests.retain(|request| self.loads.get(request).is_some_and(waits));
         let Some(first) = requests.first().and_then(|request| self.loads.get(request)) else { return };
@@ -203,7 +204,7 @@ impl MooncakeWorker {
         let is_kvx = self.listings.is_kvx(engine);
         for requests in requests.chunks(PullRequest::MAX_ITEMS) {
             let loads = || requests.iter().filter_map(|request| self.loads.get(request));
-            let asked: Vec<_> = loads().map(Load::asks).collect();
+            let asked: Vec<_> = loads().map(MooncakeLoad::asks).collect();
             let latest = loads().map(|load| load.order.deadline).max().unwrap_or(now);
             for address in &workers {
                 let worker = PrefillWorker { engine: engine.clone(), address: Arc::clone(address), is_kvx };
@@ -212,7 +213,7 @@ impl MooncakeWorker {
                     let Some(load) = self.loads.get_mut(request) else { continue };
                     load.stage = PullStage::Asked;
                     if !load.order.local.is_empty() {
-                        load.answers.insert(pull, Answer { said: Said::Nothing, of: worker.clone() });
+                        load.answers.insert(pull, WorkerAnswer { said: Said::Nothing, of: worker.clone() });
                         self.pulls.entry(pull).and_modify(|pull| {
                             pull.waiting.insert(request.clone());
                         });
@@ -364,7 +365,7 @@ impl MooncakeWorker {
 
     pub(super) fn said(&mut self, now: Time, pull: PullId, request: &RequestId, said: Said, why: &str) {
         let Some(load) = self.loads.get_mut(request) else { return };
-        let Some(Answer { said: before, .. }) = load.answers.get_mut(&pull) else { return };
+        let Some(WorkerAnswer { said: before, .. }) = load.answers.get_mut(&pull) else { return };
         if matches!(before, Said::Written | Said::Settled) || *before == said {
             return;
         }
@@ -458,7 +459,7 @@ impl MooncakeWorker {
     /// Reports a load, and forgets it.
     fn finish(&mut self, now: Time, request: &RequestId) {
         let told = self.loads.get(request).is_some_and(|load| load.stage == PullStage::Fencing);
-        let failed = self.loads.get(request).is_some_and(Load::is_given_up);
+        let failed = self.loads.get(request).is_some_and(MooncakeLoad::is_given_up);
         if failed && !told {
             self.let_go(now, request);
         }
@@ -474,7 +475,7 @@ impl MooncakeWorker {
         self.report(load);
     }
 
-    fn report(&mut self, load: Load) {
+    fn report(&mut self, load: MooncakeLoad) {
         if !load.order.awaited {
             return;
         }
@@ -500,7 +501,7 @@ impl MooncakeWorker {
     fn give_back(&mut self, now: Time, request: &RequestId) {
         let Some(load) = self.loads.get_mut(request) else { return };
         let order = ReceiveOrder { local: BlockLists::default(), awaited: false, ..load.order.clone() };
-        let rest = Load {
+        let rest = MooncakeLoad {
             order,
             stage: PullStage::Waiting,
             failure: None,

@@ -13,7 +13,7 @@ use crate::wire::mooncake::{Directory, WorkerRegistration};
 const MAX_TTL: Duration = Duration::from_secs(3600);
 
 #[derive(Debug)]
-struct Worker {
+struct RegisteredWorker {
     engine_id: String,
     addr: String,
     /// When it is dead, unless it registers again. A vLLM says nothing of that.
@@ -27,7 +27,7 @@ struct Worker {
 /// of vLLM never is.
 #[derive(Debug, Default)]
 pub struct BootstrapRegister {
-    workers: BTreeMap<(u32, WorkerRank), Worker>,
+    workers: BTreeMap<(u32, WorkerRank), RegisteredWorker>,
 }
 
 impl BootstrapRegister {
@@ -39,7 +39,7 @@ impl BootstrapRegister {
     pub fn register(&mut self, now: Time, registration: WorkerRegistration) -> Result<()> {
         self.forget_dead(now);
         let WorkerRegistration { engine_id, dp_rank, rank, addr, kvx_ttl } = registration;
-        let same_rank = |(dp, _): &(&(u32, WorkerRank), &Worker)| dp.0 == dp_rank;
+        let same_rank = |(dp, _): &(&(u32, WorkerRank), &RegisteredWorker)| dp.0 == dp_rank;
         let other = self.workers.iter().filter(same_rank).find(|((_, place), known)| {
             known.engine_id != engine_id || (*place == rank && known.addr != addr)
         });
@@ -68,7 +68,7 @@ impl BootstrapRegister {
             ));
         }
         let until = kvx_ttl.map(|ttl| now + Duration::from_secs(ttl.into()).min(MAX_TTL));
-        self.workers.insert(key, Worker { engine_id, addr, until });
+        self.workers.insert(key, RegisteredWorker { engine_id, addr, until });
         Ok(())
     }
 

@@ -16,7 +16,7 @@ use super::super::time::Time;
 use super::super::worker::{MoveFailure, lane_groups};
 use super::action::{AskId, MooncakeAction};
 use super::answers::{AnswerForm, Ask};
-use super::layouts::{Found, Reader, Target};
+use super::layouts::{DecodeWorker, Found, Target};
 use super::worker::MooncakeWorker;
 use crate::mapping::{Tp, handshake_ranks};
 use crate::wire::PushGrant;
@@ -37,7 +37,7 @@ pub(super) struct ServeId(u64);
 #[derive(Clone, Debug)]
 struct Asker {
     ask: AskId,
-    reader: Reader,
+    reader: DecodeWorker,
     /// Readers of this worker, in all.
     readers: usize,
     /// Where its memory is; not needed by who only lets go.
@@ -187,7 +187,7 @@ impl MooncakeWorker {
         if let Some(replaced) = replaced {
             self.forget_target(now, replaced.id());
         }
-        let reader = Reader::of(&request);
+        let reader = DecodeWorker::of(&request);
         let open = Ask {
             left: request.req_blocks.iter().map(|wanted| wanted.request_id.as_str().into()).collect(),
             layout_id: if target.is_some() { request.layout_id } else { 0 },

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::super::identity::{BlockLists, RequestId};
 use super::super::time::{Deadlines, Time};
-use super::layouts::Reader;
+use super::layouts::DecodeWorker;
 
 /// Names of transfers that are over and are remembered, so that who asks late hears why.
 const MAX_OVER: usize = 65_536;
@@ -19,7 +19,7 @@ pub(super) struct Transfer {
     /// How long the blocks are kept, once they are.
     pub(super) until: Time,
     /// Who has them, or does not want them any more.
-    had: BTreeSet<Reader>,
+    had: BTreeSet<DecodeWorker>,
     /// How many that must be, once one has asked.
     readers: usize,
     /// Writes that read the blocks, by question.
@@ -30,7 +30,7 @@ pub(super) struct Transfer {
 
 impl Transfer {
     /// Whether this reader has nothing more to ask for.
-    pub(super) fn has_had(&self, reader: &Reader) -> bool {
+    pub(super) fn has_had(&self, reader: &DecodeWorker) -> bool {
         self.had.contains(reader)
     }
 }
@@ -123,7 +123,7 @@ impl Transfers {
         &mut self,
         now: Time,
         name: &RequestId,
-        reader: Reader,
+        reader: DecodeWorker,
         readers: usize,
     ) -> Option<RequestId> {
         let transfer = self.by_name.get_mut(name)?;

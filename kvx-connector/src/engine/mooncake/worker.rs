@@ -16,7 +16,7 @@ use super::action::{AskId, MooncakeAction, PullId};
 use super::answers::Ask;
 use super::directory::Listings;
 use super::layouts::{Layouts, Target};
-use super::pull::{Load, Pull};
+use super::pull::{MooncakeLoad, Pull};
 use super::serve::{Serve, ServeId, Write};
 use super::settings::Mooncake;
 use super::transfers::Transfers;
@@ -38,7 +38,7 @@ pub struct MooncakeWorker {
     pub(super) output: WorkerOutput,
     // The decode's side.
     pub(super) listings: Listings,
-    pub(super) loads: BTreeMap<RequestId, Load>,
+    pub(super) loads: BTreeMap<RequestId, MooncakeLoad>,
     pub(super) load_deadlines: Deadlines<RequestId>,
     pub(super) pulls: BTreeMap<PullId, Pull>,
     pub(super) pull_deadlines: Deadlines<PullId>,

@@ -94,7 +94,7 @@ pub struct Allocation {
 /// What is to be loaded for a request.
 #[derive(Debug)]
 struct Load {
-    source: Source,
+    source: LoadSource,
     remote: RemoteRequest,
     /// Tokens of the prompt that the peer's blocks are for.
     end: u32,
@@ -112,7 +112,7 @@ struct Refused {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Source {
+enum LoadSource {
     /// A prefill keeps the blocks under a lease, and this engine reads them.
     Prefill,
     /// A prefill writes them.
@@ -223,10 +223,10 @@ impl Scheduler {
                 entry.publishes = Publishes::ForNextTurn;
             }
             let source = match (params.do_remote_prefill, self.settings.mode) {
-                (true, TransferMode::Pull) => Some(Source::Prefill),
-                (true, TransferMode::Push) => Some(Source::Push),
+                (true, TransferMode::Pull) => Some(LoadSource::Prefill),
+                (true, TransferMode::Push) => Some(LoadSource::Push),
                 (false, TransferMode::Pull) if params.do_remote_decode && self.settings.bidirectional => {
-                    params.remote_engine_id.is_some().then_some(Source::Decode)
+                    params.remote_engine_id.is_some().then_some(LoadSource::Decode)
                 }
                 (false, _) => None,
             };
@@ -260,7 +260,7 @@ impl Scheduler {
     /// Remembers a request that loads or publishes something.
     fn enter(&mut self, request: &RequestId, entry: Entry) {
         if let Some(load) = &entry.load {
-            if load.source != Source::Decode {
+            if load.source != LoadSource::Decode {
                 self.heartbeats.start(&load.remote.peer, &load.remote.request);
             }
             if let Some(deadline) = load.deadline {
@@ -272,7 +272,12 @@ impl Scheduler {
         }
     }
 
-    fn load(&self, source: Source, params: &TransferParams, arrival: Arrival<'_>) -> Result<Load, Refused> {
+    fn load(
+        &self,
+        source: LoadSource,
+        params: &TransferParams,
+        arrival: Arrival<'_>,
+    ) -> Result<Load, Refused> {
         let remote = params
             .remote_blocks_for(self.settings.mode)
             .map_err(|error| Refused { why: NotLoaded::Params(error), remote: None })?;
@@ -284,11 +289,14 @@ impl Scheduler {
         let wanted = arrival.prompt_tokens.saturating_sub(self.settings.prefill_backoff);
         let tokens = |tokens: u64| u32::try_from(tokens).unwrap_or(u32::MAX);
         // A prefill of old does not say: it has prefilled the prompt. A decode has as many as it says.
-        let unsaid = if source == Source::Decode { 0 } else { wanted };
+        let unsaid = if source == LoadSource::Decode { 0 } else { wanted };
         let held_there = remote.num_tokens.map_or(unsaid, tokens);
         let mut end = wanted.min(held_there);
-        let blocks =
-            if source == Source::Push { BlockLists::default() } else { BlockLists::new(remote.block_ids) };
+        let blocks = if source == LoadSource::Push {
+            BlockLists::default()
+        } else {
+            BlockLists::new(remote.block_ids)
+        };
         let remote = RemoteRequest {
             request: remote.request_id.into(),
             peer: Arc::new(RemoteEngine {
@@ -303,7 +311,7 @@ impl Scheduler {
             expires_at_peer: remote.expiry_time,
             reference,
         };
-        if source != Source::Push {
+        if source != LoadSource::Push {
             if remote.blocks.is_empty() {
                 end = 0;
             }
@@ -341,7 +349,7 @@ impl Scheduler {
             return Matched::default();
         };
         let tokens = load.end.saturating_sub(computed);
-        if load.source == Source::Decode
+        if load.source == LoadSource::Decode
             && tokens > 0
             && (tokens < self.settings.recompute_threshold || self.expiring(now, load))
         {
@@ -377,8 +385,8 @@ impl Scheduler {
             return;
         }
         let limit = match load.source {
-            Source::Push | Source::Transfer => self.settings.push_timeout,
-            Source::Prefill | Source::Decode => self.settings.load_timeout,
+            LoadSource::Push | LoadSource::Transfer => self.settings.push_timeout,
+            LoadSource::Prefill | LoadSource::Decode => self.settings.load_timeout,
         };
         let deadline = load.deadline.map_or(now + limit, |deadline| deadline.min(now + limit));
         self.deadlines.set(request.clone(), deadline);
@@ -475,7 +483,7 @@ impl Scheduler {
     fn over(&mut self, request: &RequestId) {
         self.deadlines.clear(request);
         if let Some(load) = self.requests.get(request).and_then(|entry| entry.load.as_ref())
-            && load.source != Source::Decode
+            && load.source != LoadSource::Decode
         {
             self.heartbeats.stop(&load.remote.peer.engine, &load.remote.request);
         }
@@ -486,7 +494,7 @@ impl Load {
     /// The order to tell the peer that it may free its blocks, until `by`. In push there is nothing to be told: a
     /// prefill that nobody has registered with waits for its lease to end.
     fn release(&self, request: &RequestId, by: Time) -> Option<ReceiveOrder> {
-        (self.source != Source::Push).then(|| release_order(request, self.remote.clone(), by))
+        (self.source != LoadSource::Push).then(|| release_order(request, self.remote.clone(), by))
     }
 
     /// Whether the request itself has no time left.

@@ -10,7 +10,7 @@ use super::super::identity::{BlockLists, RequestId};
 use super::super::recovery::valid_prefix;
 use super::super::step::FailedLoad;
 use super::super::time::{ClockOffset, Time};
-use super::{Allocation, LoadStage, Scheduler, Source};
+use super::{Allocation, LoadSource, LoadStage, Scheduler};
 
 /// What the engine does next with a request whose load has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -169,7 +169,7 @@ impl Scheduler {
         let ended = load.is_some_and(|load| load.is_too_late(now));
         // What a decode keeps is an offer: the prompt can be computed as if there had been none.
         let offer =
-            load.is_some_and(|load| load.source == Source::Decode) || *failure == LoadFailure::Expiring;
+            load.is_some_and(|load| load.source == LoadSource::Decode) || *failure == LoadFailure::Expiring;
         match self.settings.policy {
             _ if ended => Then::Fail,
             LoadFailurePolicy::Fail if !offer => Then::Fail,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::super::identity::{Address, BlockLists, EngineId, RequestId};
 use super::super::mooncake::{Mooncake, older_prefill};
 use super::super::step::{RemoteEngine, RemoteRequest};
-use super::{Arrival, Load, LoadStage, NotLoaded, Publishes, Scheduler, Source};
+use super::{Arrival, Load, LoadSource, LoadStage, NotLoaded, Publishes, Scheduler};
 use crate::params::{
     KvxPrefill, MooncakeLeg, MooncakeParams, OlderMooncakeLeg, OlderMooncakeParams, ParamsError,
     TransferParams,
@@ -124,7 +124,7 @@ impl Scheduler {
                     expires_at_peer: None,
                     reference: None,
                 };
-                let (source, deadline, stage) = (Source::Transfer, arrival.deadline, LoadStage::Arrived);
+                let (source, deadline, stage) = (LoadSource::Transfer, arrival.deadline, LoadStage::Arrived);
                 entry.load = Some(Load { source, remote, end, held_there: end, deadline, stage });
             }
         }

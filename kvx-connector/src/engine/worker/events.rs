@@ -10,7 +10,7 @@ use super::super::scheduler::Kept;
 use super::super::stats::Transferred;
 use super::super::step::Heartbeat;
 use super::super::time::Time;
-use super::receive::{MoveState, Phase, Receive, ReceiveStage};
+use super::receive::{MovePhase, MoveState, Receive, ReceiveStage};
 use super::send::Counted;
 use super::{Waiting, Worker};
 use crate::params::TransferMode;
@@ -99,7 +99,7 @@ impl Worker {
     /// A move has an outcome. `Ok`: its data is there, what was to be sent with it was sent, and nothing touches its
     /// memory any more.
     pub fn move_resolved(&mut self, now: Time, id: MoveId, result: Result<Transferred, MoveFailure>) {
-        let Some(state) = self.moves.get_mut(&id).filter(|state| state.phase == Phase::Running) else {
+        let Some(state) = self.moves.get_mut(&id).filter(|state| state.phase == MovePhase::Running) else {
             return;
         };
         let (request, lane, push) = (state.request.clone(), state.lane, state.push);
@@ -109,7 +109,7 @@ impl Worker {
                 if push { self.write_done(now, id) } else { self.read_done(now, id) }
             }
             Err(failure) => {
-                state.phase = Phase::Unsettled;
+                state.phase = MovePhase::Unsettled;
                 if failure.settled && self.receives.get(&request).is_some_and(Receive::is_cancelled) {
                     return self.move_settled(now, id);
                 }
@@ -143,7 +143,9 @@ impl Worker {
 
     /// Nothing touches the memory of a failed move any more.
     pub fn move_settled(&mut self, now: Time, id: MoveId) {
-        let Some(state) = self.moves.get(&id).filter(|state| state.phase == Phase::Unsettled) else { return };
+        let Some(state) = self.moves.get(&id).filter(|state| state.phase == MovePhase::Unsettled) else {
+            return;
+        };
         if state.push { self.write_over(now, id) } else { self.part_failed(now, id) }
     }
 
@@ -156,7 +158,9 @@ impl Worker {
             let failure = MoveFailure { kind, settled: false, peer_is_gone: false, error: why.into() };
             self.move_resolved(now, id, Err(failure));
         }
-        let Some(state) = self.moves.get(&id).filter(|state| state.phase == Phase::Unsettled) else { return };
+        let Some(state) = self.moves.get(&id).filter(|state| state.phase == MovePhase::Unsettled) else {
+            return;
+        };
         let request = state.request.clone();
         let kept = if state.push { Kept::Request } else { Kept::Load };
         self.output.failures.push(self.describe(&request, FailureKind::TransferReleaseFailed, None, why));

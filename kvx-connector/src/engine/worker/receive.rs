@@ -78,7 +78,7 @@ pub(super) enum Invalid {
 pub(super) struct MoveState {
     pub(super) request: RequestId,
     pub(super) lane: usize,
-    pub(super) phase: Phase,
+    pub(super) phase: MovePhase,
     pub(super) push: bool,
     /// What a read fills, where it is to be compared with digests.
     reads: Option<(Part, Arc<[GroupMove]>)>,
@@ -93,7 +93,7 @@ enum Checks {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Phase {
+pub(super) enum MovePhase {
     /// The data moves.
     Running,
     /// It has an outcome, but may still touch memory.
@@ -106,11 +106,11 @@ pub(super) enum Phase {
 
 impl MoveState {
     pub(super) fn new(request: &RequestId, lane: usize, push: bool) -> Self {
-        MoveState { request: request.clone(), lane, phase: Phase::Running, push, reads: None }
+        MoveState { request: request.clone(), lane, phase: MovePhase::Running, push, reads: None }
     }
 
     pub(super) fn is_running(&self) -> bool {
-        self.phase == Phase::Running
+        self.phase == MovePhase::Running
     }
 }
 
@@ -310,7 +310,7 @@ impl Worker {
         self.peers.proven(connection);
         let ReceiveStage::Reading(reading) = &mut receive.stage else { return };
         if reading.reference.is_some() && receive.failure.is_none() && !receive.cancelled {
-            state.phase = Phase::Checking;
+            state.phase = MovePhase::Checking;
             self.actions.push_back(Action::ReadGenerations {
                 id,
                 request: request.clone(),
@@ -355,7 +355,7 @@ impl Worker {
 
     /// The words of a read's blocks.
     pub(super) fn words_read(&mut self, now: Time, id: MoveId, result: Result<(u64, &[u64]), String>) {
-        let checking = |state: &&mut MoveState| state.phase == Phase::Checking;
+        let checking = |state: &&mut MoveState| state.phase == MovePhase::Checking;
         let Some(state) = self.moves.get_mut(&id).filter(checking) else { return };
         let (request, lane) = (state.request.clone(), state.lane);
         let Some(receive) = self.receives.get_mut(&request) else { return };
@@ -374,7 +374,7 @@ impl Worker {
                         return self.part_done(now, id);
                     };
                     let Some(connection) = receive.connection else { return };
-                    state.phase = Phase::Hashing;
+                    state.phase = MovePhase::Hashing;
                     let words = paired.producer_numbers().zip(words.iter().copied()).collect();
                     let blocks = Arc::new(ReadBlocks { part, groups, pool, words });
                     self.actions.push_back(Action::CheckDigests { id, request, connection, blocks });
@@ -398,7 +398,9 @@ impl Worker {
 
     /// The blocks of ours that were compared with digests and are wrong.
     pub(super) fn digests_compared(&mut self, now: Time, id: MoveId, result: Result<Vec<u32>, String>) {
-        let Some(state) = self.moves.get(&id).filter(|state| state.phase == Phase::Hashing) else { return };
+        let Some(state) = self.moves.get(&id).filter(|state| state.phase == MovePhase::Hashing) else {
+            return;
+        };
         let (request, lane) = (state.request.clone(), state.lane);
         let (failure, blocks, error) = match result {
             Ok(wrong) if wrong.is_empty() => return self.part_done(now, id),

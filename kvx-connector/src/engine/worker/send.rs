@@ -36,7 +36,7 @@ impl Completions {
 }
 
 #[derive(Debug)]
-struct Kept {
+struct KeptRequest {
     expires: Time,
     completions: Completions,
 }
@@ -46,7 +46,7 @@ pub(super) struct Sends {
     lease: Option<Lease>,
     rule: ConsumerRule,
     tp_size: u32,
-    kept: BTreeMap<RequestId, Kept>,
+    kept: BTreeMap<RequestId, KeptRequest>,
     deadlines: Deadlines<RequestId>,
     /// Requests in prefill, with completions that have overtaken the word that their blocks are ready.
     prefilling: BTreeMap<RequestId, Completions>,
@@ -81,7 +81,7 @@ impl Sends {
             return true;
         }
         self.deadlines.set(request.clone(), expires);
-        self.kept.insert(request, Kept { expires, completions });
+        self.kept.insert(request, KeptRequest { expires, completions });
         false
     }
 

@@ -33,7 +33,7 @@ pub(super) struct Newcomer {
 }
 
 /// Where a rank is.
-enum Standing {
+enum RankStage {
     /// Its process has not come yet.
     Awaited,
     /// It has, and has not registered its caches.
@@ -54,7 +54,7 @@ pub(in crate::runtime) struct Away {
     rank: WorkerRank,
     /// Its prefill writes: it reads its own blocks itself.
     pushes: bool,
-    standing: Standing,
+    standing: RankStage,
     /// It is on another host, and raises its words itself: so often it was asked to, and has said that it has.
     distant: bool,
     raising: u64,
@@ -80,7 +80,7 @@ impl Away {
         Away {
             rank,
             pushes,
-            standing: Standing::Awaited,
+            standing: RankStage::Awaited,
             distant: false,
             raising: 0,
             raised: 0,
@@ -101,10 +101,10 @@ impl Away {
     /// Errors: the place is taken, or was.
     pub(super) fn join(&mut self, Newcomer { process, distant }: &Newcomer) -> Result<Receiver<Down>> {
         match &self.standing {
-            Standing::Awaited => {}
-            Standing::Joined { process: first }
-            | Standing::Registered { process: first, .. }
-            | Standing::GaveBack { process: first } => {
+            RankStage::Awaited => {}
+            RankStage::Joined { process: first }
+            | RankStage::Registered { process: first, .. }
+            | RankStage::GaveBack { process: first } => {
                 return Err(Error::new(
                     Kind::Invalid,
                     format!(
@@ -113,10 +113,10 @@ impl Away {
                     ),
                 ));
             }
-            Standing::Lost { why, .. } => return Err(Error::new(Kind::Closed, why.to_string())),
+            RankStage::Lost { why, .. } => return Err(Error::new(Kind::Closed, why.to_string())),
         }
         let (to, down) = mpsc::channel(BACKLOG);
-        (self.standing, self.to) = (Standing::Joined { process: Arc::clone(process) }, Some(to));
+        (self.standing, self.to) = (RankStage::Joined { process: Arc::clone(process) }, Some(to));
         self.distant = *distant;
         Ok(down)
     }
@@ -124,14 +124,14 @@ impl Away {
     /// It has registered its caches.
     pub(super) fn registered(&mut self, registered: NixlAgentMetadata) -> Result<()> {
         match &self.standing {
-            Standing::Joined { .. } | Standing::GaveBack { .. } if !self.has_words => Err(out_of_turn()),
-            Standing::Joined { process } | Standing::GaveBack { process } => {
+            RankStage::Joined { .. } | RankStage::GaveBack { .. } if !self.has_words => Err(out_of_turn()),
+            RankStage::Joined { process } | RankStage::GaveBack { process } => {
                 let (process, metadata) = (Arc::clone(process), Box::new(registered));
-                self.standing = Standing::Registered { process, metadata };
+                self.standing = RankStage::Registered { process, metadata };
                 Ok(())
             }
-            Standing::Lost { why, .. } => Err(Error::new(Kind::Closed, why.to_string())),
-            Standing::Awaited | Standing::Registered { .. } => Err(Error::new(
+            RankStage::Lost { why, .. } => Err(Error::new(Kind::Closed, why.to_string())),
+            RankStage::Awaited | RankStage::Registered { .. } => Err(Error::new(
                 Kind::Invalid,
                 format!("{} has registered its caches already: it gives them back first", name(self.rank)),
             )),
@@ -141,9 +141,9 @@ impl Away {
     /// It is given words, for caches that it registers next. Errors: it has some.
     pub(super) fn has_words_now(&mut self) -> Result<()> {
         match &self.standing {
-            Standing::Registered { .. } => return Err(out_of_turn()),
-            Standing::Lost { why, .. } => return Err(Error::new(Kind::Closed, why.to_string())),
-            Standing::Awaited | Standing::Joined { .. } | Standing::GaveBack { .. } => {}
+            RankStage::Registered { .. } => return Err(out_of_turn()),
+            RankStage::Lost { why, .. } => return Err(Error::new(Kind::Closed, why.to_string())),
+            RankStage::Awaited | RankStage::Joined { .. } | RankStage::GaveBack { .. } => {}
         }
         self.has_words = true;
         Ok(())
@@ -173,7 +173,7 @@ impl Away {
 
     /// The number of what it was asked to raise last, if it has not said that it has.
     pub(in crate::runtime) fn last_unraised(&self) -> Option<u64> {
-        (self.raised < self.raising && !matches!(self.standing, Standing::Lost { proven: true, .. }))
+        (self.raised < self.raising && !matches!(self.standing, RankStage::Lost { proven: true, .. }))
             .then_some(self.raising)
     }
 
@@ -181,7 +181,7 @@ impl Away {
     pub(in crate::runtime) fn is_raised(&self, number: u64) -> Option<bool> {
         match &self.standing {
             _ if self.raised >= number => Some(true),
-            Standing::Lost { proven, .. } => proven.then_some(true),
+            RankStage::Lost { proven, .. } => proven.then_some(true),
             _ => Some(false),
         }
     }
@@ -194,10 +194,10 @@ impl Away {
     /// It gives its caches back. Errors: it has none.
     pub(super) fn gave_back(&mut self) -> Result<()> {
         match &self.standing {
-            Standing::Registered { process, .. } => {
-                self.standing = Standing::GaveBack { process: Arc::clone(process) };
+            RankStage::Registered { process, .. } => {
+                self.standing = RankStage::GaveBack { process: Arc::clone(process) };
             }
-            Standing::Lost { why, .. } => return Err(Error::new(Kind::Closed, why.to_string())),
+            RankStage::Lost { why, .. } => return Err(Error::new(Kind::Closed, why.to_string())),
             _ => return Err(out_of_turn()),
         }
         self.has_words = false;
@@ -206,13 +206,13 @@ impl Away {
 
     /// Whether it is there, and has given its caches back.
     pub(in crate::runtime) fn has_given_back(&self) -> bool {
-        matches!(self.standing, Standing::GaveBack { .. })
+        matches!(self.standing, RankStage::GaveBack { .. })
     }
 
     /// What peers are told of it.
     pub(super) fn metadata(&self) -> Option<&NixlAgentMetadata> {
         match &self.standing {
-            Standing::Registered { metadata, .. } => Some(metadata),
+            RankStage::Registered { metadata, .. } => Some(metadata),
             _ => None,
         }
     }
@@ -220,17 +220,17 @@ impl Away {
     /// Why nothing can be loaded or published now, if so.
     pub(in crate::runtime) fn missing(&self) -> Option<String> {
         match &self.standing {
-            Standing::Awaited => Some(format!("{} has not joined", name(self.rank))),
-            Standing::Joined { process } => {
+            RankStage::Awaited => Some(format!("{} has not joined", name(self.rank))),
+            RankStage::Joined { process } => {
                 let rank = name(self.rank);
                 Some(format!("{rank} ({process}) has joined, and not registered its caches"))
             }
-            Standing::GaveBack { process } => {
+            RankStage::GaveBack { process } => {
                 let rank = name(self.rank);
                 Some(format!("{rank} ({process}) has given its caches back, and not registered others"))
             }
-            Standing::Registered { .. } => None,
-            Standing::Lost { why, .. } => Some(why.to_string()),
+            RankStage::Registered { .. } => None,
+            RankStage::Lost { why, .. } => Some(why.to_string()),
         }
     }
 
@@ -245,10 +245,10 @@ impl Away {
         self.loads.extend(awaited.map(|order| (order.request.clone(), order.local.clone())));
         match self.standing {
             // Nothing that is reported is ordered before all have come.
-            Standing::Awaited | Standing::Joined { .. } => {}
+            RankStage::Awaited | RankStage::Joined { .. } => {}
             // Loads that were ordered before caches were given back fail there, as all others.
-            Standing::Registered { .. } | Standing::GaveBack { .. } => self.send(ToRank::Step(meta), None),
-            Standing::Lost { .. } => self.fail_what_is_open(),
+            RankStage::Registered { .. } | RankStage::GaveBack { .. } => self.send(ToRank::Step(meta), None),
+            RankStage::Lost { .. } => self.fail_what_is_open(),
         }
     }
 
@@ -334,15 +334,15 @@ impl Away {
     /// It is gone. `proven`: its process touches no memory any more. The first reason counts.
     pub(super) fn lose(&mut self, why: &str, mut proven: bool) {
         let process = match &self.standing {
-            Standing::Lost { .. } => return,
-            Standing::Awaited => {
+            RankStage::Lost { .. } => return,
+            RankStage::Awaited => {
                 // There was no process.
                 proven = true;
                 String::new()
             }
-            Standing::Joined { process }
-            | Standing::Registered { process, .. }
-            | Standing::GaveBack { process } => {
+            RankStage::Joined { process }
+            | RankStage::Registered { process, .. }
+            | RankStage::GaveBack { process } => {
                 format!(" ({process})")
             }
         };
@@ -351,7 +351,7 @@ impl Away {
             Some(_) => tracing::info!(%why, proven, "a rank has ended"),
             None => tracing::warn!(%why, proven, "a rank is lost; the engine loads nothing any more"),
         }
-        self.standing = Standing::Lost { why, proven };
+        self.standing = RankStage::Lost { why, proven };
         self.to = None;
         self.fail_what_is_open();
         self.granting.clear();
@@ -362,7 +362,7 @@ impl Away {
     }
 
     fn fail_what_is_open(&mut self) {
-        let Standing::Lost { why, proven } = &self.standing else { return };
+        let RankStage::Lost { why, proven } = &self.standing else { return };
         let said = &mut self.said;
         for (request, blocks) in std::mem::take(&mut self.loads) {
             let mut invalid: Vec<_> = blocks.iter().collect();
@@ -388,8 +388,8 @@ impl Away {
     pub(in crate::runtime) fn shutdown(&mut self, deadline: Deadline) -> Arc<Slot<Result<()>>> {
         let ending = Slot::new();
         match self.standing {
-            Standing::Awaited | Standing::Lost { .. } => ending.set(self.gone()),
-            Standing::Joined { .. } | Standing::Registered { .. } | Standing::GaveBack { .. } => {
+            RankStage::Awaited | RankStage::Lost { .. } => ending.set(self.gone()),
+            RankStage::Joined { .. } | RankStage::Registered { .. } | RankStage::GaveBack { .. } => {
                 self.ending = Some(Arc::clone(&ending));
                 self.send(ToRank::End(deadline.left()), None);
             }
@@ -400,7 +400,7 @@ impl Away {
     /// What is known of the memory of one that is not there.
     fn gone(&self) -> Result<()> {
         match &self.standing {
-            Standing::Lost { why, proven: false } => Err(Error::new(
+            RankStage::Lost { why, proven: false } => Err(Error::new(
                 Kind::StillShared,
                 format!("nobody knows whether a rank that was lost still touches its memory: {why}"),
             )),

@@ -7,7 +7,7 @@ use kvx_core::Deadline;
 use super::super::slot::Slot;
 use super::super::state::{Shared, State};
 use super::SILENT;
-use super::joined::Link;
+use super::joined::EngineChannel;
 use crate::engine::{Fresh, WorkerRank};
 use crate::wire::group::ToHead;
 
@@ -37,7 +37,7 @@ impl Shared {
     pub(super) fn digest_here(
         self: &Arc<Self>,
         rank: WorkerRank,
-        link: &Arc<Link>,
+        link: &Arc<EngineChannel>,
         number: u64,
         fresh: Vec<Fresh>,
     ) {

@@ -15,22 +15,22 @@ use super::super::register::closed;
 use super::super::state::{Shared, State};
 use super::PATIENCE;
 use super::away::name;
-use super::joined::Link;
+use super::joined::EngineChannel;
 use crate::engine::{RequestId, WorkerRank};
 use crate::wire::PushGrant;
 use crate::wire::group::{ToHead, ToRank};
 
-type Told = Result<Vec<PushGrant>>;
+type GrantsOfRanks = Result<Vec<PushGrant>>;
 
 /// What is asked for and told of all ranks.
 #[derive(Default)]
 pub(in crate::runtime) struct Granting {
     /// In the engine's process: what all ranks have told, by request.
-    told: HashMap<RequestId, Arc<OnceCell<Told>>>,
+    told: HashMap<RequestId, Arc<OnceCell<GrantsOfRanks>>>,
     /// There too: asked for by ranks.
     wanted: Vec<(WorkerRank, RequestId)>,
     /// In the process of a rank: what the engine was asked for.
-    asked: HashMap<RequestId, oneshot::Sender<Told>>,
+    asked: HashMap<RequestId, oneshot::Sender<GrantsOfRanks>>,
 }
 
 impl Granting {
@@ -74,7 +74,7 @@ impl State {
 
 impl Shared {
     /// What all workers of this engine let peers write into for a request, wherever they are.
-    pub(in crate::runtime) async fn granted_by_all(self: &Arc<Self>, request: &RequestId) -> Told {
+    pub(in crate::runtime) async fn granted_by_all(self: &Arc<Self>, request: &RequestId) -> GrantsOfRanks {
         let asked = {
             let mut state = self.state.lock();
             let State { head, granting, .. } = &mut *state;
@@ -93,7 +93,7 @@ impl Shared {
     }
 
     /// Asks all workers, once.
-    async fn ask_all(self: &Arc<Self>, request: &RequestId) -> Told {
+    async fn ask_all(self: &Arc<Self>, request: &RequestId) -> GrantsOfRanks {
         let cell = {
             let mut state = self.state.lock();
             if !state.scheduler.is_loading(request) {
@@ -104,7 +104,7 @@ impl Shared {
         cell.get_or_init(|| self.collect_grants(request)).await.clone()
     }
 
-    async fn collect_grants(self: &Arc<Self>, request: &RequestId) -> Told {
+    async fn collect_grants(self: &Arc<Self>, request: &RequestId) -> GrantsOfRanks {
         let asked: Vec<_> = {
             let mut state = self.state.lock();
             let away =
@@ -128,7 +128,7 @@ impl Shared {
     }
 
     /// What the workers of this process let peers write into.
-    async fn granted_here(self: &Arc<Self>, request: &RequestId) -> Told {
+    async fn granted_here(self: &Arc<Self>, request: &RequestId) -> GrantsOfRanks {
         let (shared, request) = (Arc::clone(self), request.clone());
         let granting = self.runtime.spawn_blocking(move || shared.grant(&request)?.told());
         granting.await.unwrap_or_else(|_| Err(closed()))
@@ -147,7 +147,7 @@ impl Shared {
     }
 
     /// The engine asks, in the process of a rank.
-    pub(super) async fn grant_to_engine(self: Arc<Self>, link: Arc<Link>, request: RequestId) {
+    pub(super) async fn grant_to_engine(self: Arc<Self>, link: Arc<EngineChannel>, request: RequestId) {
         let told = self.granted_here(&request).await.map_err(|error| error.sentence().to_owned());
         let regions = told.map(|grants| grants.into_iter().flat_map(|grant| grant.regions).collect());
         link.up.send(ToHead::Granted { request, told: regions }).ok(); // it may have gone

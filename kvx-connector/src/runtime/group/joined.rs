@@ -15,7 +15,7 @@ use tokio::time::{sleep, timeout, timeout_at};
 
 use super::super::connector::Connector;
 use super::super::rank::Rank;
-use super::super::register::Told;
+use super::super::register::AnnouncedTo;
 use super::super::slot::{Slot, until};
 use super::super::state::Shared;
 use super::super::thread::{drive, on_its_own};
@@ -40,7 +40,7 @@ const ALONE: Duration = Duration::from_secs(1);
 pub struct JoinedRank {
     connector: Connector,
     rank: WorkerRank,
-    link: Arc<Link>,
+    link: Arc<EngineChannel>,
 }
 
 /// Words for the caches of this rank.
@@ -52,7 +52,7 @@ enum SentWords {
 }
 
 /// What the handle and the thread share beside the worker.
-pub(super) struct Link {
+pub(super) struct EngineChannel {
     pub(super) up: UnboundedSender<ToHead>,
     /// One question at a time.
     asking: Mutex<()>,
@@ -162,7 +162,7 @@ impl JoinedRank {
         let registered = shared.open(self.rank, agent, caches, memory, words)?;
         let metadata = shared.setup.metadata(&registered)?;
         // Said as they are taken up: whoever gives them back at once says so after this.
-        let taken_up = || shared.take_up(self.rank, registered, Told::Engine(metadata.encode()));
+        let taken_up = || shared.take_up(self.rank, registered, AnnouncedTo::Engine(metadata.encode()));
         self.link.answer_to(taken_up).map(drop)
     }
 
@@ -213,7 +213,7 @@ impl fmt::Debug for JoinedRank {
     }
 }
 
-impl Link {
+impl EngineChannel {
     /// Asks the engine. One that does not answer in time is lost: a later answer would be taken for another question's.
     fn ask(&self, question: ToHead) -> Result<Option<SentWords>> {
         self.answer_to(|| self.up.send(question).map_err(|_| self.lost()))
@@ -277,7 +277,7 @@ async fn run(
         Err(error) => return started.set(Err(error)),
     };
     let (asking, answer, gone) = (Mutex::default(), Slot::new(), OnceLock::new());
-    let link = Arc::new(Link { up, asking, answer, gone });
+    let link = Arc::new(EngineChannel { up, asking, answer, gone });
     let connector = Connector::of(Arc::clone(&shared));
     started.set(Ok(JoinedRank { connector, rank, link: Arc::clone(&link) }));
     drop(started);
@@ -349,7 +349,7 @@ fn is_early(error: &io::Error) -> bool {
 }
 
 /// Does what the engine says, until one of the two ends.
-async fn obey(shared: Arc<Shared>, rank: WorkerRank, link: Arc<Link>, mut incoming: Incoming) {
+async fn obey(shared: Arc<Shared>, rank: WorkerRank, link: Arc<EngineChannel>, mut incoming: Incoming) {
     // Of this process, where the engine cannot raise them itself.
     let mut own_words: Option<Words> = None;
     let gone = loop {

@@ -98,22 +98,22 @@ pub(super) fn no_secret() -> Error {
 struct Unproven(Arc<Mutex<BTreeMap<IpAddr, usize>>>);
 
 /// One of them, until it is dropped.
-struct Counted(Unproven, IpAddr);
+struct UnprovenConnection(Unproven, IpAddr);
 
 impl Unproven {
     /// `None`: there are [`OF_ONE_ADDRESS`] already.
-    fn one_more(&self, of: IpAddr) -> Option<Counted> {
+    fn one_more(&self, of: IpAddr) -> Option<UnprovenConnection> {
         let mut counts = self.0.lock();
         let count = counts.entry(of).or_default();
         if *count == OF_ONE_ADDRESS {
             return None;
         }
         *count += 1;
-        Some(Counted(self.clone(), of))
+        Some(UnprovenConnection(self.clone(), of))
     }
 }
 
-impl Drop for Counted {
+impl Drop for UnprovenConnection {
     fn drop(&mut self) {
         if let Entry::Occupied(mut count) = self.0.0.lock().entry(self.1) {
             *count.get_mut() -= 1;

@@ -16,7 +16,7 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::timeout;
 
 use super::super::clock::Clock;
-use super::http::{Exchange, Message};
+use super::http::{Exchange, HttpMessage};
 use super::proof;
 use crate::engine::WorkerRank;
 use crate::engine::mooncake::BootstrapRegister;
@@ -30,19 +30,19 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// A bootstrap server that listens until it is dropped.
 #[derive(Debug)]
 pub(super) struct BootstrapServer {
-    desk: Arc<Desk>,
+    state: Arc<BootstrapState>,
     accepting: AbortHandle,
 }
 
 #[derive(Debug)]
-struct Desk {
+struct BootstrapState {
     clock: Clock,
     secret: Option<Secret>,
     register: Mutex<BootstrapRegister>,
 }
 
 /// What is answered: the status with its reason, further headers, the body.
-struct Answer {
+struct HttpAnswer {
     status: &'static str,
     nonce: Option<String>,
     body: Vec<u8>,
@@ -51,19 +51,19 @@ struct Answer {
 impl BootstrapServer {
     /// Serves whoever connects, on tasks of the runtime that it is called in.
     pub(super) fn serve(listener: TcpListener, clock: Clock, secret: Option<Secret>) -> Self {
-        let desk = Arc::new(Desk { clock, secret, register: Mutex::default() });
-        let accepting = tokio::spawn(accept(listener, Arc::clone(&desk))).abort_handle();
-        BootstrapServer { desk, accepting }
+        let state = Arc::new(BootstrapState { clock, secret, register: Mutex::default() });
+        let accepting = tokio::spawn(accept(listener, Arc::clone(&state))).abort_handle();
+        BootstrapServer { state, accepting }
     }
 
     /// A worker of this process says where it listens.
     pub(super) fn register(&self, registration: WorkerRegistration) -> Result<()> {
-        self.desk.register.lock().register(self.desk.clock.now(), registration)
+        self.state.register.lock().register(self.state.clock.now(), registration)
     }
 
     /// A worker of this process is no longer there.
     pub(super) fn forget(&self, engine: &str, dp: u32, rank: WorkerRank) {
-        self.desk.register.lock().forget(engine, dp, rank);
+        self.state.register.lock().forget(engine, dp, rank);
     }
 }
 
@@ -73,7 +73,7 @@ impl Drop for BootstrapServer {
     }
 }
 
-async fn accept(listener: TcpListener, desk: Arc<Desk>) {
+async fn accept(listener: TcpListener, state: Arc<BootstrapState>) {
     // Dropped with this task, which ends all of them.
     let mut open = JoinSet::new();
     let mut order: VecDeque<AbortHandle> = VecDeque::new();
@@ -87,7 +87,7 @@ async fn accept(listener: TcpListener, desk: Arc<Desk>) {
                 {
                     oldest.abort();
                 }
-                order.push_back(open.spawn(converse(stream, from, Arc::clone(&desk))));
+                order.push_back(open.spawn(converse(stream, from, Arc::clone(&state))));
             }
             Err(error) => {
                 tracing::warn!(%error, "a connection to the bootstrap server was not accepted");
@@ -100,14 +100,14 @@ async fn accept(listener: TcpListener, desk: Arc<Desk>) {
     }
 }
 
-async fn converse(stream: TcpStream, from: SocketAddr, desk: Arc<Desk>) {
+async fn converse(stream: TcpStream, from: SocketAddr, state: Arc<BootstrapState>) {
     let mut exchange = Exchange::new(stream);
     // Good for one registration on this connection.
     let mut nonce: Option<String> = None;
     loop {
         let (answer, goes_on) = match timeout(PATIENCE, exchange.receive(WorkerRegistration::MAX_LEN)).await {
             Err(_) | Ok(Ok(None)) => return,
-            Ok(Ok(Some(request))) => (desk.answer(&request, nonce.take()), request.keeps_alive()),
+            Ok(Ok(Some(request))) => (state.answer(&request, nonce.take()), request.keeps_alive()),
             Ok(Err(error)) if error.kind() == Kind::PeerLost => return,
             Ok(Err(error)) => (refusal(&error), false),
         };
@@ -128,7 +128,7 @@ async fn converse(stream: TcpStream, from: SocketAddr, desk: Arc<Desk>) {
 }
 
 /// As vLLM's server words what it refuses.
-fn refusal(error: &Error) -> Answer {
+fn refusal(error: &Error) -> HttpAnswer {
     let status = match error.kind() {
         Kind::Exhausted => "413 Content Too Large",
         Kind::Unsupported => "411 Length Required",
@@ -136,15 +136,15 @@ fn refusal(error: &Error) -> Answer {
         Kind::Busy => "503 Service Unavailable",
         _ => "400 Bad Request",
     };
-    Answer { status, nonce: None, body: json!({"detail": error.to_string()}).to_string().into_bytes() }
+    HttpAnswer { status, nonce: None, body: json!({"detail": error.to_string()}).to_string().into_bytes() }
 }
 
-impl Desk {
-    fn answer(&self, request: &Message, nonce: Option<String>) -> Answer {
+impl BootstrapState {
+    fn answer(&self, request: &HttpMessage, nonce: Option<String>) -> HttpAnswer {
         let [method, target, _] = &request.start;
         let path = target.split('?').next().unwrap_or_default();
-        let ok = |body: Vec<u8>| Answer { status: "200 OK", nonce: None, body };
-        let detail = |status, detail: &str| Answer {
+        let ok = |body: Vec<u8>| HttpAnswer { status: "200 OK", nonce: None, body };
+        let detail = |status, detail: &str| HttpAnswer {
             status,
             nonce: None,
             body: json!({"detail": detail}).to_string().into_bytes(),
@@ -156,7 +156,7 @@ impl Desk {
             }
             ("POST", "/register") => match self.registered(request, nonce) {
                 Ok(None) => ok(json!({"status": "ok"}).to_string().into_bytes()),
-                Ok(Some(nonce)) => Answer {
+                Ok(Some(nonce)) => HttpAnswer {
                     nonce: Some(nonce),
                     ..detail(
                         "401 Unauthorized",
@@ -174,7 +174,7 @@ impl Desk {
     }
 
     /// Takes a registration. `Some`: it has to be proven first, by this nonce.
-    fn registered(&self, request: &Message, nonce: Option<String>) -> Result<Option<String>> {
+    fn registered(&self, request: &HttpMessage, nonce: Option<String>) -> Result<Option<String>> {
         if let Some(secret) = &self.secret {
             let Some(proof) = request.header(&proof::PROOF.to_ascii_lowercase()) else {
                 let fresh = kvx_core::random_key()?;

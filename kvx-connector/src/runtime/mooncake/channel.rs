@@ -57,7 +57,7 @@ fn connection_of(ask: AskId) -> u32 {
 }
 
 /// What is said on the connections of one worker's ROUTER.
-struct Desk {
+struct ChannelTalker {
     shared: Weak<Shared>,
     rank: WorkerRank,
     last: AtomicU32,
@@ -65,8 +65,8 @@ struct Desk {
 
 /// Serves a worker's side channel until it is dropped.
 pub(super) fn serve(listener: TcpListener, shared: &Arc<Shared>, rank: WorkerRank) -> Result<Router> {
-    let desk = Desk { shared: Arc::downgrade(shared), rank, last: AtomicU32::new(0) };
-    Router::serve_by(listener, LIMITS, Arc::new(desk))
+    let talker = ChannelTalker { shared: Arc::downgrade(shared), rank, last: AtomicU32::new(0) };
+    Router::serve_by(listener, LIMITS, Arc::new(talker))
 }
 
 /// The frames of an answer. A REQ socket, which asks before vLLM 0.16, begins by an empty one and expects it back.
@@ -92,15 +92,15 @@ fn refusal(older: bool, question: &[u8], error: &Error) -> Vec<u8> {
 }
 
 /// Takes the way back away when its connection ends.
-struct Gone<'a> {
-    desk: &'a Desk,
+struct ForgetAskerOnDrop<'a> {
+    talker: &'a ChannelTalker,
     connection: u32,
 }
 
-impl Drop for Gone<'_> {
+impl Drop for ForgetAskerOnDrop<'_> {
     fn drop(&mut self) {
-        if let Some(shared) = self.desk.shared.upgrade() {
-            shared.mooncake.askers.remove((self.desk.rank, self.connection));
+        if let Some(shared) = self.talker.shared.upgrade() {
+            shared.mooncake.askers.remove((self.talker.rank, self.connection));
         }
     }
 }
@@ -136,10 +136,10 @@ impl Shared {
     }
 }
 
-impl Talker for Desk {
+impl Talker for ChannelTalker {
     async fn talk(&self, mut peer: Talk) -> Result<()> {
         let connection = self.last.fetch_add(1, Ordering::Relaxed);
-        let _gone = Gone { desk: self, connection };
+        let _gone = ForgetAskerOnDrop { talker: self, connection };
         let (way_back, mut answers) = mpsc::channel(ANSWERS);
         let Some(shared) = self.shared.upgrade() else { return Ok(()) };
         shared.mooncake.askers.0.lock().insert((self.rank, connection), way_back);

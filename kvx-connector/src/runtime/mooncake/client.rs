@@ -7,7 +7,7 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use super::super::zmtp::resolve;
-use super::http::{Exchange, Message};
+use super::http::{Exchange, HttpMessage};
 use super::proof;
 use crate::engine::Address;
 use crate::wire::mooncake::{Directory, WorkerRegistration};
@@ -105,7 +105,7 @@ async fn ask(
     headers: &[&str],
     body: &[u8],
     most: usize,
-) -> Result<Message> {
+) -> Result<HttpMessage> {
     let host =
         if host.contains(':') { format!("Host: [{host}]:{port}") } else { format!("Host: {host}:{port}") };
     let headers: Vec<&str> = [&*host].into_iter().chain(headers.iter().copied()).collect();
@@ -116,7 +116,7 @@ async fn ask(
 }
 
 /// The body of an answer that is none of a refusal. Errors: `Invalid`, in the server's words.
-fn body_of(answer: &Message) -> Result<&[u8]> {
+fn body_of(answer: &HttpMessage) -> Result<&[u8]> {
     let status = answer.start[1].as_str();
     if status == "200" {
         return Ok(&answer.body);

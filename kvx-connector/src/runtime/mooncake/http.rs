@@ -12,7 +12,7 @@ const READ: usize = 4 << 10;
 
 /// A request or an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Message {
+pub(super) struct HttpMessage {
     /// Its first line, in three parts: `GET /query HTTP/1.1`, `HTTP/1.1 200 OK`.
     pub(super) start: [String; 3],
     /// Names in lower case.
@@ -22,8 +22,8 @@ pub(super) struct Message {
 
 /// The head of a message, and how long its body is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Head {
-    message: Message,
+pub(super) struct HttpHead {
+    message: HttpMessage,
     body: Option<usize>,
     /// Its own bytes.
     len: usize,
@@ -31,7 +31,7 @@ pub(super) struct Head {
 
 /// How long the head at the front of these bytes is, if it is there whole; `None`: it is none.
 pub(in super::super) fn head_len(bytes: &[u8]) -> Option<Option<usize>> {
-    Head::parse(bytes).ok().map(|head| head.map(|head| head.len))
+    HttpHead::parse(bytes).ok().map(|head| head.map(|head| head.len))
 }
 
 fn malformed(why: &str) -> Error {
@@ -42,11 +42,11 @@ fn broken(error: std::io::Error) -> Error {
     Error::os("an HTTP connection broke", error).kind_is(Kind::PeerLost)
 }
 
-impl Head {
+impl HttpHead {
     /// Reads a head from the front of these bytes. `None`: there is more to come of it.
     ///
     /// Errors: `Malformed`; `Unsupported`: a body in chunks.
-    pub(super) fn parse(bytes: &[u8]) -> Result<Option<Head>> {
+    pub(super) fn parse(bytes: &[u8]) -> Result<Option<HttpHead>> {
         let Some(end) = bytes.windows(4).take(MAX_HEAD).position(|window| window == b"\r\n\r\n") else {
             return match bytes.len() < MAX_HEAD {
                 true => Ok(None),
@@ -68,7 +68,7 @@ impl Head {
             Ok((name.to_ascii_lowercase(), value.trim().to_owned()))
         };
         let headers = lines.map(header).collect::<Result<Vec<_>>>()?;
-        let message = Message { start, headers, body: Vec::new() };
+        let message = HttpMessage { start, headers, body: Vec::new() };
         if message.header("transfer-encoding").is_some() {
             return Err(Error::new(Kind::Unsupported, "an HTTP body in chunks: send its length"));
         }
@@ -81,11 +81,11 @@ impl Head {
             }
             _ => return Err(malformed("content-length is no number, or comes twice")),
         };
-        Ok(Some(Head { message, body, len: end + 4 }))
+        Ok(Some(HttpHead { message, body, len: end + 4 }))
     }
 }
 
-impl Message {
+impl HttpMessage {
     /// A header, by its name in lower case.
     pub(super) fn header(&self, name: &str) -> Option<&str> {
         self.headers.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
@@ -117,9 +117,9 @@ impl Exchange {
     /// length, an answer ends with the connection, and a request has no body.
     ///
     /// Errors: `Exhausted`: a longer body; `Malformed`, `Unsupported`, `PeerLost`.
-    pub(super) async fn receive(&mut self, most: usize) -> Result<Option<Message>> {
+    pub(super) async fn receive(&mut self, most: usize) -> Result<Option<HttpMessage>> {
         let head = loop {
-            if let Some(head) = Head::parse(&self.unread)? {
+            if let Some(head) = HttpHead::parse(&self.unread)? {
                 break head;
             }
             if self.fill().await? == 0 {
@@ -130,7 +130,7 @@ impl Exchange {
                 };
             }
         };
-        let Head { mut message, body, len } = head;
+        let HttpHead { mut message, body, len } = head;
         self.unread.drain(..len);
         let too_long = || Error::new(Kind::Exhausted, format!("an HTTP body of more than {most} bytes"));
         let is_answer = message.start[0].starts_with("HTTP/");
@@ -181,8 +181,8 @@ impl Exchange {
 mod tests {
     use super::*;
 
-    fn parsed(text: &str) -> Result<Option<Head>> {
-        Head::parse(text.as_bytes())
+    fn parsed(text: &str) -> Result<Option<HttpHead>> {
+        HttpHead::parse(text.as_bytes())
     }
 
     #[test]
@@ -218,7 +218,7 @@ mod tests {
         }
         let chunked = "POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n";
         assert_eq!(parsed(chunked).unwrap_err().kind(), Kind::Unsupported);
-        assert_eq!(Head::parse(&[b'a'; MAX_HEAD]).unwrap_err().kind(), Kind::Malformed);
-        assert_eq!(Head::parse(&[0xff; 100]).unwrap(), None);
+        assert_eq!(HttpHead::parse(&[b'a'; MAX_HEAD]).unwrap_err().kind(), Kind::Malformed);
+        assert_eq!(HttpHead::parse(&[0xff; 100]).unwrap(), None);
     }
 }

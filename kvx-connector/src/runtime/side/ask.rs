@@ -21,7 +21,7 @@ const BYTES: usize = 64 << 20;
 
 /// Asks side channels for one engine.
 #[derive(Clone, Debug)]
-pub(crate) struct Asker {
+pub(crate) struct SideClient {
     clock: Clock,
     secret: Option<Secret>,
     ports: SideChannels,
@@ -31,7 +31,7 @@ pub(crate) struct Asker {
 
 /// What came of a handshake.
 #[derive(Debug)]
-pub(crate) struct Asked {
+pub(crate) struct HandshakeOutcome {
     /// The workers' metadata. `kvx_metadata` is there only if it may be used: with a secret, only from a
     /// [proven](Standing::Proven) peer.
     pub(crate) peer: HandshakenPeer,
@@ -59,15 +59,15 @@ pub(crate) enum Standing {
     Proven,
 }
 
-impl Asker {
+impl SideClient {
     /// For an engine with this clock, secret and port rule.
     pub(crate) fn new(clock: Clock, secret: Option<Secret>, ports: SideChannels) -> Self {
-        Asker { clock, secret, ports, budget: Budget::new(BYTES), limit: Handshake::LIMIT }
+        SideClient { clock, secret, ports, budget: Budget::new(BYTES), limit: Handshake::LIMIT }
     }
 
     /// Gives each answer so long to come.
     pub(crate) fn with_limit(self, limit: Duration) -> Self {
-        Asker { limit, ..self }
+        SideClient { limit, ..self }
     }
 
     /// One handshake: asks these workers of the peer, one after the other.
@@ -80,7 +80,7 @@ impl Asker {
         peer: &RemoteEngine,
         ranks: &[WorkerRank],
         expectation: Expectation,
-    ) -> Result<Asked> {
+    ) -> Result<HandshakeOutcome> {
         let engine = expectation.engine_id.clone();
         let dialect = expectation.dialect;
         let sizes = (peer.pp_size, peer.tp_size);
@@ -129,7 +129,7 @@ impl Asker {
                 metadata.kvx_metadata = None;
             }
         }
-        Ok(Asked { peer, standing })
+        Ok(HandshakeOutcome { peer, standing })
     }
 
     /// What the side channel at an address says of one worker, with nothing expected of it.

@@ -1,7 +1,7 @@
 //! The side channel of NixlConnector: how engines tell each other where their memory is.
 //!
-//! [`SideServer`] answers, [`Asker`] asks. What is said is decided in [`crate::wire`]; here are the sockets, the ports,
-//! and who is let in ([`proof`]).
+//! [`SideServer`] answers, [`SideClient`] asks. What is said is decided in [`crate::wire`]; here are the sockets, the
+//! ports, and who is let in ([`proof`]).
 
 mod ask;
 mod hosts;
@@ -13,8 +13,8 @@ mod settings;
 mod tests;
 
 #[cfg(test)]
-pub(crate) use ask::Asked;
-pub(crate) use ask::{Asker, Look, Standing, handshake_failure};
+pub(crate) use ask::HandshakeOutcome;
+pub(crate) use ask::{Look, SideClient, Standing, handshake_failure};
 pub(crate) use hosts::tcp_bind;
 pub(crate) use server::SideServer;
 pub(crate) use settings::SideSettings;

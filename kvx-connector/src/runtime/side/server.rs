@@ -33,20 +33,20 @@ const LIMITS: RouterLimits = RouterLimits {
 #[derive(Debug)]
 pub(crate) struct SideServer {
     address: Address,
-    desk: Arc<Desk>,
+    handler: Arc<SideHandler>,
     routers: Vec<Router>,
 }
 
 /// What the answers come from.
 #[derive(Debug)]
-struct Desk {
+struct SideHandler {
     clock: Clock,
     secret: Option<Secret>,
-    told: Mutex<Told>,
+    told: Mutex<SideListeners>,
 }
 
 #[derive(Debug)]
-struct Told {
+struct SideListeners {
     /// To whoever asks as vLLM does.
     anybody: Listener,
     /// To kvx decodes, which with a secret have proved themselves.
@@ -61,17 +61,18 @@ impl SideServer {
         for warning in &settings.warnings {
             tracing::warn!("{warning}");
         }
-        let told = Told { anybody: Listener::new(hash.clone()), invited: Listener::new(hash) };
-        let desk = Arc::new(Desk { clock, secret: settings.secret.clone(), told: Mutex::new(told) });
+        let told = SideListeners { anybody: Listener::new(hash.clone()), invited: Listener::new(hash) };
+        let handler =
+            Arc::new(SideHandler { clock, secret: settings.secret.clone(), told: Mutex::new(told) });
         let mut routers = Vec::new();
         for port in &settings.ports {
             let listener = listen(settings, *port).await?;
-            routers.push(Router::serve(listener, LIMITS, Arc::clone(&desk))?);
+            routers.push(Router::serve(listener, LIMITS, Arc::clone(&handler))?);
         }
         let first =
             routers.first().ok_or_else(|| Error::new(Kind::Invalid, "a side channel without a port"))?;
         let address = Address { host: Arc::clone(&settings.advertise), port: first.local().port() };
-        let server = SideServer { address, desk, routers };
+        let server = SideServer { address, handler, routers };
         let at: Vec<_> = server.listens_at().collect();
         tracing::info!(?at, told = %server.address.host, "the side channel listens");
         Ok(server)
@@ -91,7 +92,7 @@ impl SideServer {
     /// of a NIXL agent, vLLM's decodes are refused in words. Returns the registration generation that the `Scheduler`
     /// is to be told.
     pub(crate) fn publish(&self, rank: WorkerRank, metadata: &NixlAgentMetadata) -> u64 {
-        let mut told = self.desk.told.lock();
+        let mut told = self.handler.told.lock();
         told.invited.publish(rank, metadata);
         if metadata.agent_metadata.is_empty() {
             told.anybody.refuse(
@@ -103,7 +104,7 @@ impl SideServer {
                      or KVX, if vLLM's NIXL has that backend",
                 ),
             );
-        } else if self.desk.secret.is_some() {
+        } else if self.handler.secret.is_some() {
             let mut open = metadata.clone();
             open.kvx_metadata = None;
             told.anybody.publish(rank, &open);
@@ -115,7 +116,7 @@ impl SideServer {
 
     /// There is nothing to tell of a worker any more. Returns the registration generation.
     pub(crate) fn withdraw(&self, rank: WorkerRank) -> u64 {
-        let mut told = self.desk.told.lock();
+        let mut told = self.handler.told.lock();
         told.anybody.withdraw(rank);
         told.invited.withdraw(rank);
         told.invited.registration_generation()
@@ -183,7 +184,7 @@ pub(crate) struct Session {
     challenge: Option<[u8; 32]>,
 }
 
-impl Handler for Desk {
+impl Handler for SideHandler {
     type Session = Session;
 
     fn answer(&self, session: &mut Session, message: &[Vec<u8>]) -> Option<Vec<Arc<[u8]>>> {
@@ -203,7 +204,7 @@ impl Handler for Desk {
     }
 }
 
-impl Desk {
+impl SideHandler {
     fn answer_anybody(&self, session: &mut Session, message: &[Vec<u8>]) -> Result<Vec<Arc<[u8]>>> {
         let nonce = kvx_core::random_key()?;
         let told = self.told.lock();

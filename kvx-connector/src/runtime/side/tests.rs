@@ -64,15 +64,15 @@ pub(super) fn at(host: &str, port: u16) -> RemoteEngine {
     }
 }
 
-pub(super) fn asker(secret: Option<Secret>) -> Asker {
-    Asker::new(Clock::new(), secret, SideChannels::OfEngine).with_limit(SHORT * 3)
+pub(super) fn asker(secret: Option<Secret>) -> SideClient {
+    SideClient::new(Clock::new(), secret, SideChannels::OfEngine).with_limit(SHORT * 3)
 }
 
 pub(super) fn expectation() -> Expectation {
     Expectation::new(Dialect::V0_33, "prefill-0", hash())
 }
 
-async fn ask(server: &SideServer, secret: Option<Secret>) -> Result<Asked> {
+async fn ask(server: &SideServer, secret: Option<Secret>) -> Result<HandshakeOutcome> {
     asker(secret).ask(&at("127.0.0.1", server.address().port), &[RANK], expectation()).await
 }
 
@@ -253,7 +253,7 @@ fn ipv6_serves_too_and_workers_may_have_ports_of_their_own() {
             server.publish(rank, &metadata(true));
         }
         let peer = RemoteEngine { tp_size: 2, ..at("127.0.0.1", base) };
-        let asker = Asker::new(Clock::new(), None, SideChannels::OfWorkers);
+        let asker = SideClient::new(Clock::new(), None, SideChannels::OfWorkers);
         let asked = asker.ask(&peer, &ranks, expectation()).await.unwrap();
         assert_eq!(asked.peer.workers.len(), 2);
     });

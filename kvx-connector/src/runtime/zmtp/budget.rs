@@ -13,7 +13,7 @@ pub(crate) struct Budget {
 
 /// What one message has taken of a budget; given back when dropped.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct BudgetShare {
     budget: Arc<Budget>,
     bytes: usize,
 }
@@ -23,12 +23,12 @@ impl Budget {
         Arc::new(Budget { left: AtomicUsize::new(bytes) })
     }
 
-    pub(super) fn held(self: &Arc<Self>) -> Held {
-        Held { budget: Arc::clone(self), bytes: 0 }
+    pub(super) fn held(self: &Arc<Self>) -> BudgetShare {
+        BudgetShare { budget: Arc::clone(self), bytes: 0 }
     }
 }
 
-impl Held {
+impl BudgetShare {
     /// Takes more. Errors: `Exhausted`.
     pub(super) fn take(&mut self, bytes: usize) -> Result<()> {
         let left = &self.budget.left;
@@ -52,12 +52,12 @@ impl Held {
     }
 
     /// All of it, in other hands.
-    pub(super) fn hand_over(&mut self) -> Held {
-        Held { budget: Arc::clone(&self.budget), bytes: std::mem::take(&mut self.bytes) }
+    pub(super) fn hand_over(&mut self) -> BudgetShare {
+        BudgetShare { budget: Arc::clone(&self.budget), bytes: std::mem::take(&mut self.bytes) }
     }
 }
 
-impl Drop for Held {
+impl Drop for BudgetShare {
     fn drop(&mut self) {
         self.give_back(self.bytes);
     }

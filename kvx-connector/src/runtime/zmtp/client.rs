@@ -8,7 +8,7 @@ use kvx_core::{Error, Kind, Result};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use super::connection::Connection;
+use super::connection::SocketConnection;
 use super::{Budget, Limits, Message, SocketType};
 use crate::engine::bare;
 
@@ -16,7 +16,7 @@ use crate::engine::bare;
 #[derive(Debug)]
 pub(crate) struct Client {
     kind: SocketType,
-    connection: Connection,
+    connection: SocketConnection,
 }
 
 impl Client {
@@ -39,7 +39,7 @@ impl Client {
             match timeout(share, TcpStream::connect(address)).await {
                 Ok(Ok(stream)) => {
                     let left = until.saturating_duration_since(Instant::now());
-                    let connection = Connection::open(stream, kind, limits, budget, left).await?;
+                    let connection = SocketConnection::open(stream, kind, limits, budget, left).await?;
                     return Ok(Client { kind, connection });
                 }
                 Ok(Err(error)) => {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvx_core::{Error, Kind, Result};
 
-use super::budget::{Budget, Held};
+use super::budget::{Budget, BudgetShare};
 
 /// Bytes of a greeting.
 pub(crate) const GREETING: usize = 64;
@@ -245,7 +245,7 @@ pub(crate) enum Input {
 #[derive(Debug)]
 pub(crate) struct Message {
     frames: Vec<Vec<u8>>,
-    _held: Held,
+    _held: BudgetShare,
 }
 
 impl Message {
@@ -270,7 +270,7 @@ pub(crate) struct Decoder {
     limits: Limits,
     /// Of the message that is being read.
     frames: Vec<Vec<u8>>,
-    held: Held,
+    held: BudgetShare,
     /// Bytes of its complete frames.
     taken: usize,
     head: Vec<u8>,

@@ -34,7 +34,7 @@ pub(crate) enum Received {
 
 /// A connection between two sockets that have greeted each other.
 #[derive(Debug)]
-pub(super) struct Connection {
+pub(super) struct SocketConnection {
     stream: TcpStream,
     decoder: Decoder,
     /// Read, but not yet decoded.
@@ -58,7 +58,7 @@ fn late(limit: Duration, what: &str) -> Error {
     Error::new(Kind::TimedOut, format!("the other end of the side channel {what} within {limit:?}"))
 }
 
-impl Connection {
+impl SocketConnection {
     /// Greets, and is ready when the other end is. Errors: no ZMTP, sockets that do not go together, `TimedOut`.
     pub(super) async fn open(
         stream: TcpStream,
@@ -67,7 +67,7 @@ impl Connection {
         budget: &Arc<Budget>,
         limit: Duration,
     ) -> Result<Self> {
-        let mut connection = Connection {
+        let mut connection = SocketConnection {
             stream,
             decoder: Decoder::new(limits, budget),
             unread: Vec::new(),

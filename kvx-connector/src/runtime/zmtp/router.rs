@@ -11,7 +11,7 @@ use kvx_core::{Error, Result};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::AbortHandle;
 
-use super::connection::{Connection, Received};
+use super::connection::{Received, SocketConnection};
 use super::{Budget, Limits, Message, SocketType};
 
 /// What a ROUTER does with connections.
@@ -23,7 +23,7 @@ pub(crate) trait Talker: Send + Sync + 'static {
 /// One connection of a ROUTER.
 #[derive(Debug)]
 pub(crate) struct Talk {
-    connection: Connection,
+    connection: SocketConnection,
     name: Vec<u8>,
     answers: Arc<Budget>,
     patience: Duration,
@@ -242,7 +242,7 @@ impl Connections {
         // The table is locked until the task is in it: its end finds itself there.
         let mut open = self.open.lock();
         let task = tokio::spawn(async move {
-            let _gone = Gone { id, all };
+            let _gone = ForgetConnectionOnDrop { id, all };
             if let Err(error) = converse(stream, id, limits, &*handler, budgets, hears).await {
                 tracing::debug!(%from, %error, "a connection to the side channel ended");
             }
@@ -267,12 +267,12 @@ impl Heard {
 }
 
 /// Takes a connection off the table when its task ends, however it does.
-struct Gone {
+struct ForgetConnectionOnDrop {
     id: u64,
     all: Weak<Connections>,
 }
 
-impl Drop for Gone {
+impl Drop for ForgetConnectionOnDrop {
     fn drop(&mut self) {
         if let Some(all) = self.all.upgrade() {
             all.open.lock().remove(&self.id);
@@ -290,7 +290,8 @@ async fn converse(
 ) -> Result<()> {
     let patience = limits.patience;
     let connection =
-        Connection::open(stream, SocketType::Router, limits.message, &budgets.messages, patience).await?;
+        SocketConnection::open(stream, SocketType::Router, limits.message, &budgets.messages, patience)
+            .await?;
     // As ZeroMQ names peers that have no name: a zero and a number.
     let name = match connection.identity.is_empty() {
         true => [&[0], &number.to_be_bytes()[4..]].concat(),

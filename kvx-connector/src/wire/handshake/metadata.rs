@@ -3,7 +3,7 @@
 use kvx_core::{Error, Kind, Result};
 
 use crate::Dialect;
-use crate::wire::msgpack::{Fields, Reader, Record, Shape, Writer};
+use crate::wire::msgpack::{Reader, Record, RecordFields, Shape, Writer};
 
 const WHAT: &str = "agent metadata";
 /// Where kvx tells other kvx agents about itself; vLLM ignores the key.
@@ -140,7 +140,7 @@ impl NixlAgentMetadata {
     /// Malformed bytes, more regions than [`MAX_REGIONS`](Self::MAX_REGIONS), or a key absent that this dialect always
     /// writes: the error names it.
     pub fn decode(bytes: &[u8], dialect: Dialect) -> Result<Self> {
-        let fields = Fields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
+        let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
         let addresses = |reader: &mut Reader<'_>| reader.list(Self::MAX_REGIONS, Reader::unsigned);
         let names = |reader: &mut Reader<'_>| reader.list(Self::MAX_REGIONS, Reader::owned_text);
         let always = |key: &str| since(key).is_some_and(|first| dialect >= first);

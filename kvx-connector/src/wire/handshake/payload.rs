@@ -3,7 +3,7 @@
 use kvx_core::{Error, Kind, Result};
 
 use crate::wire::CompatibilityHash;
-use crate::wire::msgpack::{Fields, Reader, Record, Shape, Writer};
+use crate::wire::msgpack::{Reader, Record, RecordFields, Shape, Writer};
 
 const WHAT: &str = "handshake payload";
 
@@ -66,7 +66,7 @@ impl HandshakePayload {
     ///
     /// Malformed bytes; a missing key is named. `Unsupported`: a vLLM before 0.13, whose answer has no hash around it.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let fields = Fields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
+        let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
         if fields.has_unknown("engine_id") && !fields.has("compatibility_hash") {
             return Err(Error::new(
                 Kind::Unsupported,

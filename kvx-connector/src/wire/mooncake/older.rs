@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use kvx_core::{Error, Kind, Result};
 
 use super::{PullRequest, PulledRequest};
-use crate::wire::msgpack::{Fields, Reader, Record, Shape, Writer};
+use crate::wire::msgpack::{Reader, Record, RecordFields, Shape, Writer};
 
 const WHAT: &str = "pull request of vLLM before 0.16";
 
@@ -140,7 +140,7 @@ impl OlderPullRequest {
     ///
     /// Malformed bytes; a missing key is named.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let fields = Fields::read(WHAT, bytes, PullRequest::MAX_LEN, Self::KEYS)?;
+        let fields = RecordFields::read(WHAT, bytes, PullRequest::MAX_LEN, Self::KEYS)?;
         let blocks = |reader: &mut Reader<'_>| reader.list(PullRequest::MAX_BLOCKS, Reader::unsigned_32);
         Ok(OlderPullRequest {
             remote_hostname: fields.required("remote_hostname", Reader::owned_text)?,

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use kvx_core::Result;
 
 use crate::wire::PushGrant;
-use crate::wire::msgpack::{Fields, Reader, Record, Shape, Writer};
+use crate::wire::msgpack::{Reader, Record, RecordFields, Shape, Writer};
 
 const WHAT: &str = "pull request";
 
@@ -151,7 +151,7 @@ impl PullRequest {
     ///
     /// Malformed bytes; a missing key is named.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let fields = Fields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
+        let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
         let addresses = |reader: &mut Reader<'_>| reader.list(Self::MAX_ITEMS, Reader::unsigned);
         let indices = |reader: &mut Reader<'_>| reader.list(Self::MAX_ITEMS, Reader::signed);
         let names = |reader: &mut Reader<'_>| reader.list(Self::MAX_ITEMS, Reader::owned_text);

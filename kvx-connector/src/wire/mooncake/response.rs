@@ -2,7 +2,7 @@
 
 use kvx_core::Result;
 
-use crate::wire::msgpack::{Fields, Reader, Record, Shape, Writer};
+use crate::wire::msgpack::{Reader, Record, RecordFields, Shape, Writer};
 
 const WHAT: &str = "pull response";
 
@@ -73,7 +73,7 @@ impl PullResponse {
     ///
     /// Malformed bytes, or a status that is not known.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let fields = Fields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
+        let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
         let ids = |reader: &mut Reader<'_>| reader.list(Self::MAX_REQUESTS, Reader::owned_text);
         Ok(PullResponse {
             status: fields.required("status", |reader| match reader.unsigned()? {

@@ -9,5 +9,5 @@ mod record;
 mod writer;
 
 pub(super) use reader::Reader;
-pub(super) use record::{Fields, Record, Shape};
+pub(super) use record::{Record, RecordFields, Shape};
 pub(super) use writer::Writer;

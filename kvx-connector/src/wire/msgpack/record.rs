@@ -12,11 +12,11 @@ const MAX_KEYS: usize = 256;
 /// Two shapes are equal if they keep the same unknown keys: the rest is no part of a message's meaning.
 #[derive(Clone, Debug, Default)]
 pub(in crate::wire) struct Shape {
-    slots: Vec<Slot>,
+    slots: Vec<ShapeKey>,
 }
 
 #[derive(Clone, Debug)]
-enum Slot {
+enum ShapeKey {
     Known(&'static str),
     Unknown { key: String, value: Vec<u8> },
 }
@@ -24,18 +24,18 @@ enum Slot {
 impl Shape {
     /// These known keys, in this order.
     pub(in crate::wire) fn of(keys: impl IntoIterator<Item = &'static str>) -> Self {
-        Shape { slots: keys.into_iter().map(Slot::Known).collect() }
+        Shape { slots: keys.into_iter().map(ShapeKey::Known).collect() }
     }
 
     fn has(&self, known: &str) -> bool {
-        self.slots.iter().any(|slot| matches!(slot, Slot::Known(key) if *key == known))
+        self.slots.iter().any(|slot| matches!(slot, ShapeKey::Known(key) if *key == known))
     }
 
     /// The unknown keys, with their values as msgpack.
     pub(in crate::wire) fn unknown(&self) -> impl Iterator<Item = (&str, &[u8])> {
         self.slots.iter().filter_map(|slot| match slot {
-            Slot::Known(_) => None,
-            Slot::Unknown { key, value } => Some((key.as_str(), value.as_slice())),
+            ShapeKey::Known(_) => None,
+            ShapeKey::Unknown { key, value } => Some((key.as_str(), value.as_slice())),
         })
     }
 }
@@ -49,13 +49,13 @@ impl PartialEq for Shape {
 impl Eq for Shape {}
 
 /// The fields of a map that is being read.
-pub(in crate::wire) struct Fields<'a> {
+pub(in crate::wire) struct RecordFields<'a> {
     what: &'static str,
     values: Vec<(&'static str, &'a [u8])>,
     shape: Shape,
 }
 
-impl<'a> Fields<'a> {
+impl<'a> RecordFields<'a> {
     /// Reads a map of at most `max` bytes and nothing after it. Keys that are not in `known` are kept as they are.
     pub(in crate::wire) fn read(
         what: &'static str,
@@ -64,7 +64,7 @@ impl<'a> Fields<'a> {
         known: &[&'static str],
     ) -> Result<Self> {
         let mut reader = Reader::new(what, bytes, max)?;
-        let mut fields = Fields { what, values: Vec::new(), shape: Shape::default() };
+        let mut fields = RecordFields { what, values: Vec::new(), shape: Shape::default() };
         for _ in 0..reader.map(MAX_KEYS)? {
             let key = reader.text()?;
             let value = reader.skip()?;
@@ -78,9 +78,9 @@ impl<'a> Fields<'a> {
             fields.shape.slots.push(match known {
                 Some(known) => {
                     fields.values.push((known, value));
-                    Slot::Known(known)
+                    ShapeKey::Known(known)
                 }
-                None => Slot::Unknown { key: key.to_owned(), value: value.to_owned() },
+                None => ShapeKey::Unknown { key: key.to_owned(), value: value.to_owned() },
             });
         }
         reader.end()?;
@@ -165,11 +165,11 @@ pub(in crate::wire) trait Record {
         writer.map(shape.slots.len() + further.len());
         for slot in &shape.slots {
             match slot {
-                Slot::Known(key) => {
+                ShapeKey::Known(key) => {
                     writer.text(key);
                     self.write(key, &mut writer);
                 }
-                Slot::Unknown { key, value } => {
+                ShapeKey::Unknown { key, value } => {
                     writer.text(key);
                     writer.raw(value);
                 }

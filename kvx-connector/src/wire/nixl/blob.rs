@@ -71,9 +71,9 @@ impl NixlMemory {
         [NixlMemory::Dram, NixlMemory::Vram, NixlMemory::Block, NixlMemory::Object, NixlMemory::File];
 }
 
-struct Fields<'a>(Reader<'a>);
+struct BlobFields<'a>(Reader<'a>);
 
-impl<'a> Fields<'a> {
+impl<'a> BlobFields<'a> {
     fn word(&mut self, word: &[u8]) -> Result<()> {
         if self.0.left() < word.len() || self.0.bytes(word.len())? != word {
             return Err(self.0.malformed(format_args!("{:?} was expected", String::from_utf8_lossy(word))));
@@ -150,7 +150,7 @@ impl NixlBlob {
     /// # Errors
     /// `Malformed`.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let mut fields = Fields(Reader::new("NIXL metadata", bytes));
+        let mut fields = BlobFields(Reader::new("NIXL metadata", bytes));
         if bytes.len() > MAX_BLOB {
             let why = format!("{} bytes, at most {MAX_BLOB} are read", bytes.len());
             return Err(fields.0.malformed(why));

@@ -83,12 +83,12 @@ pub(super) struct Imports {
     driver: Arc<dyn Driver>,
     /// Held over calls of the driver, alone: an allocation that is being closed must not be opened at the same time.
     one: Mutex<()>,
-    table: Mutex<Table>,
+    table: Mutex<ImportTable>,
     forks: u64,
 }
 
 #[derive(Default)]
-struct Table {
+struct ImportTable {
     by_handle: HashMap<Vec<u8>, Opened>,
     by_address: BTreeMap<u64, (u64, Arc<Watched>)>,
 }
@@ -104,7 +104,7 @@ struct Opened {
 
 impl Imports {
     pub(super) fn new(driver: &Arc<dyn Driver>) -> Arc<Self> {
-        let (one, table) = (Mutex::new(()), Mutex::new(Table::default()));
+        let (one, table) = (Mutex::new(()), Mutex::new(ImportTable::default()));
         Arc::new(Imports { driver: Arc::clone(driver), one, table, forks: fork::count() })
     }
 

@@ -16,3 +16,7 @@ mod tcp;
 pub use shm::Shm;
 #[cfg(feature = "tcp")]
 pub use tcp::Tcp;
+
+/// A ticket and what to settle it with.
+#[cfg(any(feature = "shm", feature = "tcp"))]
+type Settled = (kvx_core::Ticket, kvx_core::Result<()>);

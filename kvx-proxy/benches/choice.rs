@@ -5,7 +5,7 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use kvx_proxy::{Choice, Setup, bench::Fleet};
+use kvx_proxy::{Choice, Setup, bench::HealthyFleet};
 
 const CHOICES: u32 = 20_000;
 const ROUNDS: usize = 9;
@@ -23,7 +23,7 @@ fn main() -> Result<(), kvx_proxy::Error> {
         let text = format!("[[pool]]\nprefill = [{}]\ndecode = [{}]\n", urls(10_000), urls(20_000));
         let mut setup = Setup::from_toml(&text)?;
         setup.choice = choice;
-        let fleet = Fleet::new(&setup);
+        let fleet = HealthyFleet::new(&setup);
         let mut rounds: Vec<_> = (0..ROUNDS)
             .map(|_| {
                 let start = Instant::now();

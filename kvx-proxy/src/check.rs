@@ -5,7 +5,7 @@ use std::sync::Arc;
 use hyper::header::{AUTHORIZATION, HeaderMap};
 
 use crate::fleet::Fleet;
-use crate::fleet::instance::{Instance, Kind, Role};
+use crate::fleet::instance::{Instance, PrefillKind, Role};
 use crate::fleet::watch;
 use crate::log::Access;
 use crate::relay::core::{Core, Live};
@@ -64,7 +64,7 @@ async fn instance(live: &Live, one: &Instance) -> Finding {
     };
     let connector = live.fleet.pools[one.pool].connector;
     let recipe = match (one.role, connector, one.state.kind()) {
-        (Role::Prefill, Connector::Auto, Kind::Mooncake(ranks)) => {
+        (Role::Prefill, Connector::Auto, PrefillKind::Mooncake(ranks)) => {
             format!(", has a Mooncake bootstrap server with {} ranks: MooncakeConnector", ranks.len())
         }
         (Role::Prefill, Connector::Auto, _) => ", has no Mooncake bootstrap server: NixlConnector".to_owned(),

@@ -70,13 +70,13 @@ const CONNECT: Duration = Duration::from_secs(10);
 const ANSWER: Duration = Duration::from_secs(300);
 
 #[cfg(feature = "tls")]
-type Connector = HttpsConnector<HttpConnector>;
+type UpstreamConnector = HttpsConnector<HttpConnector>;
 #[cfg(not(feature = "tls"))]
-type Connector = HttpConnector;
+type UpstreamConnector = HttpConnector;
 
 /// Connections to either endpoint. They have a client of their own: the router's goes to servers by plain HTTP alone.
 #[cfg_attr(not(feature = "tls"), expect(unused_variables, reason = "certificates are for https"))]
-fn client(endpoints: &[Endpoint]) -> Result<Client<Connector, Full<Bytes>>> {
+fn client(endpoints: &[Endpoint]) -> Result<Client<UpstreamConnector, Full<Bytes>>> {
     let mut connector = HttpConnector::new();
     connector.set_connect_timeout(Some(CONNECT));
     connector.set_nodelay(true);
@@ -140,7 +140,7 @@ impl Endpoint {
 
     async fn ask(
         &self,
-        client: &Client<Connector, Full<Bytes>>,
+        client: &Client<UpstreamConnector, Full<Bytes>>,
         key: Option<&str>,
         path: &str,
         body: Option<&Value>,

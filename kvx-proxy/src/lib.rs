@@ -35,18 +35,18 @@ pub mod bench {
 
     /// A fleet whose instances are all up.
     #[derive(Debug)]
-    pub struct Fleet(crate::fleet::Fleet);
+    pub struct HealthyFleet(crate::fleet::Fleet);
 
     fn wanted(tokens: u64, prefix: u64) -> Wanted<'static> {
         Wanted { tokens, prefix, model: None, avoid: &[], now: Instant::now() }
     }
 
-    impl Fleet {
+    impl HealthyFleet {
         /// The fleet of a set-up.
         pub fn new(setup: &crate::Setup) -> Self {
             let fleet = crate::fleet::Fleet::new(setup, None);
             fleet.all().for_each(|one| _ = one.state.healthy());
-            Fleet(fleet)
+            HealthyFleet(fleet)
         }
 
         /// One decode instance; whether there is one.

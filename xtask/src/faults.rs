@@ -10,7 +10,7 @@ use crate::process::{self, Output};
 const LIMIT: Duration = Duration::from_secs(60 * 60);
 
 /// One run: backend, trouble, moment, how transfers ended, and three times.
-type Row<'a> = [&'a str; 7];
+type FaultRow<'a> = [&'a str; 7];
 
 /// Has every trouble at every moment over each backend, or what is named; false if anything was wrong.
 pub(crate) fn run(connector: bool, only: Option<&str>) -> Result<bool> {
@@ -31,7 +31,7 @@ pub(crate) fn run(connector: bool, only: Option<&str>) -> Result<bool> {
 }
 
 /// The rows among what the program wrote.
-fn rows(output: &str) -> Vec<Row<'_>> {
+fn rows(output: &str) -> Vec<FaultRow<'_>> {
     let row = |line| {
         let (_, cells) = str::split_once(line, "| ")?;
         let cells: Vec<&str> = cells.trim().trim_end_matches('|').split('|').map(str::trim).collect();
@@ -42,7 +42,7 @@ fn rows(output: &str) -> Vec<Row<'_>> {
 
 /// A line for each trouble and moment, a column for each backend: how transfers ended, and after how many ms; when
 /// their memory was free; when work went on.
-fn by_backend(rows: &[Row<'_>]) -> String {
+fn by_backend(rows: &[FaultRow<'_>]) -> String {
     let backends = distinct(rows, |row| row[0]);
     let mut text = format!("| the peer is | this side is | {} |\n", backends.join(" | "));
     text += &format!("|---|---|{}\n", "---|".repeat(backends.len()));
@@ -55,7 +55,7 @@ fn by_backend(rows: &[Row<'_>]) -> String {
 }
 
 /// For each backend a line for each who fails and how, a column for each moment.
-fn by_moment(rows: &[Row<'_>]) -> String {
+fn by_moment(rows: &[FaultRow<'_>]) -> String {
     let mut text = String::new();
     let moments = distinct(rows, |row| row[2]);
     for backend in distinct(rows, |row| row[0]) {
@@ -71,7 +71,7 @@ fn by_moment(rows: &[Row<'_>]) -> String {
 }
 
 /// What stands there, each once, in the order in which it comes.
-fn distinct<'a, T: PartialEq>(rows: &[Row<'a>], of: impl Fn(&Row<'a>) -> T) -> Vec<T> {
+fn distinct<'a, T: PartialEq>(rows: &[FaultRow<'a>], of: impl Fn(&FaultRow<'a>) -> T) -> Vec<T> {
     let mut found = Vec::new();
     for one in rows.iter().map(of) {
         if !found.contains(&one) {
@@ -82,7 +82,7 @@ fn distinct<'a, T: PartialEq>(rows: &[Row<'a>], of: impl Fn(&Row<'a>) -> T) -> V
 }
 
 /// How that run ended, and three times.
-fn cell(rows: &[Row<'_>], run: [&str; 3]) -> String {
+fn cell(rows: &[FaultRow<'_>], run: [&str; 3]) -> String {
     let row = rows.iter().find(|row| row[..3] == run);
     row.map_or_else(String::new, |[.., ended, after, settled, works]| {
         format!("{ended}; {after}, {settled}, {works}")

@@ -88,7 +88,7 @@ fn build(target: &Path) -> Result<PathBuf> {
 }
 
 /// What a target did.
-struct Row {
+struct TargetRow {
     name: String,
     seconds: u64,
     executions: u64,
@@ -97,16 +97,16 @@ struct Row {
     found: Option<String>,
 }
 
-impl std::fmt::Display for Row {
+impl std::fmt::Display for TargetRow {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Row { name, seconds, executions, edges, found } = self;
+        let TargetRow { name, seconds, executions, edges, found } = self;
         let found = found.as_deref().unwrap_or("nothing");
         write!(f, "| {name} | {seconds} | {executions} | {edges} | {found} |")
     }
 }
 
 /// Runs one target for its time.
-fn fuzz(name: &str, options: &FuzzOptions, program: &Path, target: &Path) -> Result<Row> {
+fn fuzz(name: &str, options: &FuzzOptions, program: &Path, target: &Path) -> Result<TargetRow> {
     let committed = crate::root().join(WORKSPACE).join(CORPUS).join(name);
     let (grown, artifacts) = (target.join(CORPUS).join(name), target.join("artifacts").join(name));
     std::fs::create_dir_all(&grown)?;
@@ -131,7 +131,7 @@ fn fuzz(name: &str, options: &FuzzOptions, program: &Path, target: &Path) -> Res
         keep(name, program, &grown, &committed)?;
     }
     let (executions, edges) = (executions(&ended.output), edges(&ended.output));
-    Ok(Row { name: name.to_owned(), seconds: options.seconds, executions, edges, found })
+    Ok(TargetRow { name: name.to_owned(), seconds: options.seconds, executions, edges, found })
 }
 
 /// How many inputs were tried.

@@ -5,7 +5,7 @@ use std::fmt;
 
 use crate::process::{End, Finished};
 use crate::skips::Skip;
-use crate::test::programs::Program;
+use crate::test::programs::TestProgram;
 
 /// How many lines of what a failed test printed are shown again in the summary.
 const SHOWN_AGAIN: usize = 12;
@@ -48,7 +48,7 @@ pub(crate) struct Failure {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Test {
     pub(crate) name: String,
-    pub(crate) program: Program,
+    pub(crate) program: TestProgram,
 }
 
 impl From<String> for Failure {
@@ -59,14 +59,14 @@ impl From<String> for Failure {
 
 impl Failure {
     /// A test that failed, and what it said.
-    pub(crate) fn of_test(name: &str, program: &Program, said: &str) -> Failure {
+    pub(crate) fn of_test(name: &str, program: &TestProgram, said: &str) -> Failure {
         let test = Test { name: name.to_owned(), program: program.clone() };
         let what = format!("{name} (cargo test {})", program.shown());
         Failure { what, said: said.to_owned(), test: Some(test) }
     }
 
     /// What a program of tests did instead of telling of its tests.
-    pub(crate) fn of_program(program: &Program, what: &str) -> Failure {
+    pub(crate) fn of_program(program: &TestProgram, what: &str) -> Failure {
         Failure::from(format!("{what} (cargo test {})", program.shown()))
     }
 
@@ -110,7 +110,7 @@ struct Said {
 }
 
 /// Sums up the `output` of a test program that ended in this way, and the skips that its tests `told`.
-pub(crate) fn read(program: &Program, finished: &Finished, told: Vec<Skip>) -> Tally {
+pub(crate) fn read(program: &TestProgram, finished: &Finished, told: Vec<Skip>) -> Tally {
     let mut said = said(&finished.output);
     let mut tally = Tally { passed: said.counts.passed, ..Tally::default() };
     if said.has_result && said.counts.failed == 0 {
@@ -259,7 +259,7 @@ test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 7 filtered out; fini
     }
 
     fn tally(finished: &Finished, told: Vec<Skip>) -> Tally {
-        read(&Program::of_nothing("-p tcp --lib"), finished, told)
+        read(&TestProgram::of_nothing("-p tcp --lib"), finished, told)
     }
 
     fn failures(tally: &Tally) -> Vec<String> {

@@ -19,6 +19,7 @@ mod interop;
 mod kernels;
 mod limits;
 mod metadata;
+mod names;
 mod package;
 mod peers;
 mod process;

@@ -12,20 +12,20 @@ pub(crate) struct Compiler {
 }
 
 /// A program of the compiler's.
-type Program = *mut c_void;
+type CompilerProgram = *mut c_void;
 
 type Create = unsafe extern "C" fn(
-    *mut Program,
+    *mut CompilerProgram,
     *const c_char,
     *const c_char,
     c_int,
     *const *const c_char,
     *const *const c_char,
 ) -> c_int;
-type Compile = unsafe extern "C" fn(Program, c_int, *const *const c_char) -> c_int;
-type Size = unsafe extern "C" fn(Program, *mut usize) -> c_int;
-type Fill = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
-type Destroy = unsafe extern "C" fn(*mut Program) -> c_int;
+type Compile = unsafe extern "C" fn(CompilerProgram, c_int, *const *const c_char) -> c_int;
+type Size = unsafe extern "C" fn(CompilerProgram, *mut usize) -> c_int;
+type Fill = unsafe extern "C" fn(CompilerProgram, *mut c_char) -> c_int;
+type Destroy = unsafe extern "C" fn(*mut CompilerProgram) -> c_int;
 type Describe = unsafe extern "C" fn(c_int) -> *const c_char;
 
 impl Compiler {
@@ -72,7 +72,7 @@ impl Compiler {
     ///
     /// # Safety
     /// The program is one of this library's.
-    unsafe fn fetched(&self, program: Program, what: &str) -> Result<Vec<u8>> {
+    unsafe fn fetched(&self, program: CompilerProgram, what: &str) -> Result<Vec<u8>> {
         let mut len = 0;
         // SAFETY: as `compile`; the second function writes as many bytes as the first one said.
         unsafe {

@@ -35,7 +35,7 @@ pub(crate) struct BesideArguments {
 }
 
 /// A point that was announced, ready to go.
-struct Ready {
+struct AnnouncedPoint {
     session: Session,
     point: Point,
     plans: Plans,
@@ -44,15 +44,15 @@ struct Ready {
 /// Answers the lines of BESIDE.md until there are no more.
 pub(crate) fn run(arguments: &BesideArguments, registry: &Registry, out: &mut dyn Write) -> Result<()> {
     Options::parse(&arguments.options)?;
-    let mut ready: Option<Ready> = None;
+    let mut ready: Option<AnnouncedPoint> = None;
     for line in std::io::stdin().lock().lines() {
         let line = line?;
         let answer = match (line.split_once(' '), &mut ready) {
             (Some(("point", words)), _) => {
-                if let Some(Ready { session, .. }) = ready.take() {
+                if let Some(AnnouncedPoint { session, .. }) = ready.take() {
                     session.end()?;
                 }
-                match Ready::of(words, arguments, registry) {
+                match AnnouncedPoint::of(words, arguments, registry) {
                     Ok(new) => {
                         let answer = format!("ready kvx {}", new.point);
                         ready = Some(new);
@@ -78,7 +78,7 @@ pub(crate) fn run(arguments: &BesideArguments, registry: &Registry, out: &mut dy
     ready.map_or(Ok(()), |ready| ready.session.end())
 }
 
-impl Ready {
+impl AnnouncedPoint {
     fn of(words: &str, arguments: &BesideArguments, registry: &Registry) -> Result<Self> {
         let announced = Announced(words);
         let named = match &arguments.backend {
@@ -112,7 +112,7 @@ impl Ready {
         let mut session = Session::start(&[backend], registry, &arguments.options, sizes, PATIENCE)?;
         measure::prepare(&mut session, &point)?;
         let plans = session.initiator(backend)?.plans(op, ours, memory)?;
-        Ok(Ready { session, point, plans })
+        Ok(AnnouncedPoint { session, point, plans })
     }
 
     fn round(&mut self, budget: Duration) -> Result<Round> {

@@ -5,7 +5,7 @@ use std::os::fd::AsRawFd as _;
 use std::time::{Duration, Instant};
 
 use super::ANSWER_PATIENCE;
-use super::content::{self, Blocks};
+use super::content::{self, ShapeBlocks};
 use super::device_limits::DeviceLimit;
 use super::limit::{self, BareConnection, List};
 use super::points::{Op, Point, Shape};
@@ -32,7 +32,7 @@ pub(crate) struct Limit {
 
 enum LimitWay {
     /// This process copies out of the target's memory.
-    Fetch { mapped: Option<u64>, from: PoolLocation, to: u64, blocks: Blocks },
+    Fetch { mapped: Option<u64>, from: PoolLocation, to: u64, blocks: ShapeBlocks },
     /// The target copies out of this process's memory.
     Pull { memory: Pool, shape: Shape, from: PoolLocation },
     /// Bare connections.
@@ -88,7 +88,7 @@ impl Limit {
                 }
                 let mapped = from.file.and(*mapped);
                 let to = pools.get(ours)?.address();
-                (bare, LimitWay::Fetch { mapped, from, to, blocks: Blocks::of(shape) })
+                (bare, LimitWay::Fetch { mapped, from, to, blocks: ShapeBlocks::of(shape) })
             }
             ("SHM", Op::Write) => (bare, LimitWay::Pull { memory: theirs, shape, from: pools.place(ours)? }),
             ("TCP", _) => {

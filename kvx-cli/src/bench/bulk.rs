@@ -30,7 +30,7 @@ const TURNS: usize = 5;
 
 /// What is printed.
 #[derive(Serialize)]
-struct Record {
+struct BulkRecord {
     mode: &'static str,
     backend: &'static str,
     bulk_bytes: u64,
@@ -117,7 +117,7 @@ pub(crate) fn run(
         _ => None,
     };
     session.end()?;
-    let record = Record {
+    let record = BulkRecord {
         mode: "beside-bulk",
         backend,
         bulk_bytes: bulk,
@@ -195,7 +195,7 @@ fn bare(session: &mut Session, blocks: u32, budget: Duration) -> Result<Pair> {
     Pair::of(&alone, &beside)
 }
 
-fn sentence(record: &Record) -> String {
+fn sentence(record: &BulkRecord) -> String {
     let part = |pair: &Pair| {
         let Pair { alone_p50_us, alone_p99_us, beside_p50_us, beside_p99_us, times } = pair;
         format!(

@@ -80,15 +80,15 @@ pub(crate) fn compare(memory: &Memory, block: u64, pairs: impl Iterator<Item = (
 }
 
 /// The lists of a shape, as the limit takes them.
-pub(crate) struct Blocks {
+pub(crate) struct ShapeBlocks {
     shape: Shape,
     from: Vec<u32>,
     to: Vec<u32>,
 }
 
-impl Blocks {
+impl ShapeBlocks {
     pub(crate) fn of(shape: Shape) -> Self {
-        Blocks { shape, from: shape.from(), to: shape.to() }
+        ShapeBlocks { shape, from: shape.from(), to: shape.to() }
     }
 
     /// That of a transfer, by its number: they come round again and again.
@@ -128,10 +128,10 @@ mod tests {
         fill(&source, shape.memory()).unwrap();
         assert!(check(&destination, shape, 2).is_err());
         // SAFETY: both memories have all blocks of the shape, and nobody else touches them.
-        unsafe { limit::copy(source.address(), destination.address(), Blocks::of(shape).list(0)) };
+        unsafe { limit::copy(source.address(), destination.address(), ShapeBlocks::of(shape).list(0)) };
         assert!(check(&destination, shape, 1).is_ok() && check(&destination, shape, 2).is_err());
         // SAFETY: as above.
-        unsafe { limit::copy(source.address(), destination.address(), Blocks::of(shape).list(3)) };
+        unsafe { limit::copy(source.address(), destination.address(), ShapeBlocks::of(shape).list(3)) };
         check(&destination, shape, 2).unwrap();
         let mut byte = [0];
         destination.copy_out(700, &mut byte).unwrap();

@@ -8,7 +8,7 @@ use kvx::memory::DeviceAccess;
 use kvx::{Memory, MemoryKind};
 
 use super::bare::timed;
-use super::content::{self, Blocks};
+use super::content::{self, ShapeBlocks};
 use super::driver::{BareDriver, CopyDirection};
 use super::points::{Pattern, Point, Shape};
 use super::pools::Pool;
@@ -23,7 +23,7 @@ pub(crate) struct DeviceLimit {
     from: Arc<Memory>,
     to: Arc<Memory>,
     shape: Shape,
-    blocks: Blocks,
+    blocks: ShapeBlocks,
     /// A call for each block, instead of one for all bytes of a transfer.
     block_by_block: bool,
 }
@@ -66,7 +66,7 @@ impl DeviceLimit {
             from: Arc::clone(&self.from),
             to: Arc::clone(&self.to),
             shape,
-            blocks: Blocks::of(shape),
+            blocks: ShapeBlocks::of(shape),
             block_by_block: true,
         })
     }
@@ -91,7 +91,7 @@ impl DeviceLimit {
             from,
             to,
             shape,
-            blocks: Blocks::of(shape),
+            blocks: ShapeBlocks::of(shape),
             block_by_block: false,
         })
     }

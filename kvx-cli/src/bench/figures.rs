@@ -49,7 +49,7 @@ pub(crate) struct Figures {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     others: Vec<Other>,
     #[serde(flatten)]
-    beside: Option<Beside>,
+    beside: Option<BesideFigures>,
 }
 
 /// What stands beside the limit.
@@ -63,7 +63,7 @@ struct Other {
 
 /// The program beside.
 #[derive(Debug, Serialize)]
-struct Beside {
+struct BesideFigures {
     beside_name: String,
     beside_gbps: f64,
     beside_ratio: f64,
@@ -121,7 +121,7 @@ impl Figures {
             None => None,
             Some((name, rounds)) => {
                 let ratio = Ratio::of(ours, rounds).ok_or_else(missing)?;
-                Some(Beside {
+                Some(BesideFigures {
                     beside_name: name.clone(),
                     beside_gbps: round(rate(rounds).ok_or_else(missing)?, 3),
                     beside_ratio: round(ratio.median, 3),
@@ -172,7 +172,7 @@ impl Figures {
             _ => format!("{:>8} none", "-"),
         };
         let beside = self.beside.as_ref().map_or_else(String::new, |beside| {
-            let Beside { beside_name, beside_gbps, beside_ratio, beside_ratio_min, beside_ratio_max } = beside;
+            let BesideFigures { beside_name, beside_gbps, beside_ratio, beside_ratio_min, beside_ratio_max } = beside;
             format!(
                 "; {beside_name} {beside_gbps:.2}, {beside_ratio:.2} ({beside_ratio_min:.2} to {beside_ratio_max:.2})"
             )

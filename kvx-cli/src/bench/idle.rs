@@ -20,7 +20,7 @@ const SETTLE: Duration = Duration::from_millis(500);
 
 /// What is printed.
 #[derive(Serialize)]
-struct Record {
+struct IdleRecord {
     mode: &'static str,
     backend: &'static str,
     seconds: u64,
@@ -58,7 +58,7 @@ pub(crate) fn run(
     let ms = |after: Duration, before| (after.saturating_sub(before).as_secs_f64() * 1e6).round() / 1e3;
     let (cpu_ms, target_cpu_ms) = (ms(after.0, before.0), ms(after.1, before.1));
     session.end()?;
-    let record = Record { mode: "idle", backend, seconds, cpu_ms, target_cpu_ms };
+    let record = IdleRecord { mode: "idle", backend, seconds, cpu_ms, target_cpu_ms };
     let sentence = format!(
         "{backend} idle for {seconds} s: {cpu_ms} ms of CPU, {target_cpu_ms} ms in the target's process"
     );

@@ -18,7 +18,7 @@ use crate::{Result, bytes, devices};
 
 /// What is printed.
 #[derive(Serialize)]
-struct Record {
+struct KernelRecord {
     mode: &'static str,
     kernel: &'static str,
     block: u64,
@@ -61,7 +61,7 @@ pub(crate) fn run(arguments: &Arguments, output: &mut Output<'_>) -> Result<()> 
     Ok(())
 }
 
-fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<Record> {
+fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<KernelRecord> {
     let device = devices::first()?;
     let pool = || device.pool(shape.bytes() as usize).build();
     let (spread, packed) = (pool()?, pool()?);
@@ -108,7 +108,7 @@ fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<Record> 
     };
     let three = |value: f64| (value * 1e3).round() / 1e3;
     let ratio = Ratio::of(ours, limit).ok_or("no round was measured")?;
-    Ok(Record {
+    Ok(KernelRecord {
         mode: "kernels",
         kernel: if gather { "gather" } else { "scatter" },
         block: shape.block,
@@ -125,8 +125,9 @@ fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<Record> 
     })
 }
 
-fn sentence(record: &Record) -> String {
-    let Record { kernel, count, gbps, limit_name, limit_gbps, ratio, ratio_min, ratio_max, .. } = record;
+fn sentence(record: &KernelRecord) -> String {
+    let KernelRecord { kernel, count, gbps, limit_name, limit_gbps, ratio, ratio_min, ratio_max, .. } =
+        record;
     format!(
         "{kernel} of {} x{count}: {gbps} GB/s; {limit_name} {limit_gbps} GB/s, {ratio} ({ratio_min} to {ratio_max})",
         bytes::show(record.block)

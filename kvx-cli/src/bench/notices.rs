@@ -28,7 +28,7 @@ const LEAST: usize = 11;
 
 /// What is printed.
 #[derive(Serialize)]
-struct Record {
+struct NoticesRecord {
     mode: &'static str,
     backend: &'static str,
     wait: Wait,
@@ -100,8 +100,15 @@ pub(crate) fn run(
     for &wait in &arguments.wait {
         let (busy, bulk_done) = beside_transfers(&peer, &hearer, &plan, wait, beside)?;
         let (alone, beside) = (Delay::of(&quiet)?, Delay::of(&busy)?);
-        let record =
-            Record { mode: "notices-beside", backend, wait, bulk_bytes: bulk, bulk_done, alone, beside };
+        let record = NoticesRecord {
+            mode: "notices-beside",
+            backend,
+            wait,
+            bulk_bytes: bulk,
+            bulk_done,
+            alone,
+            beside,
+        };
         output.record(&record, &sentence(&record))?;
     }
     drop((local, _theirs));
@@ -164,8 +171,8 @@ fn beside_transfers(
     })
 }
 
-fn sentence(record: &Record) -> String {
-    let Record { backend, bulk_bytes, bulk_done, alone, beside, wait, .. } = record;
+fn sentence(record: &NoticesRecord) -> String {
+    let NoticesRecord { backend, bulk_bytes, bulk_done, alone, beside, wait, .. } = record;
     format!(
         "{backend} notifications: alone p50 {} us, p99 {} us; beside {bulk_done} reads of {} ({wait:?}) p50 {} us, p90 {} us, \
          p99 {} us",

@@ -23,7 +23,7 @@ const SHAPE: Shape = Shape { block: 64 << 10, count: 64, lists: 1, pattern: Patt
 
 /// What is printed.
 #[derive(Serialize)]
-struct Record {
+struct ReadersRecord {
     mode: &'static str,
     backend: &'static str,
     readers: u32,
@@ -69,7 +69,8 @@ pub(crate) fn run(
     let gbps = (total as f64 * SHAPE.bytes() as f64 / took.as_secs_f64() / 1e6).round() / 1e3;
     let (least_of_mean, most_of_mean) = (part(least), part(most));
     let seconds = took.as_secs_f64();
-    let record = Record { mode: "readers", backend, readers, seconds, gbps, least_of_mean, most_of_mean };
+    let record =
+        ReadersRecord { mode: "readers", backend, readers, seconds, gbps, least_of_mean, most_of_mean };
     let sentence = format!(
         "{backend} with {readers} readers: {gbps} GB/s together; the slowest got {least_of_mean} of the mean, the \
          fastest {most_of_mean}"
@@ -86,7 +87,7 @@ fn read_all(initiators: &[Initiator], window: Duration) -> Result<(Vec<u64>, Dur
         let plan = plans.next().clone();
         // Once before it counts, so that no reader pays for its first time.
         initiator.post(&plan)?.wait(PATIENCE)?;
-        let waker = Waker::from(Arc::new(Ready { at, woken: woken.clone() }));
+        let waker = Waker::from(Arc::new(ReaderWaker { at, woken: woken.clone() }));
         readers.push((plan, waker));
     }
     let mut transfers = readers
@@ -117,12 +118,12 @@ fn read_all(initiators: &[Initiator], window: Duration) -> Result<(Vec<u64>, Dur
 }
 
 /// Says which reader has something to look at.
-struct Ready {
+struct ReaderWaker {
     at: usize,
     woken: Sender<usize>,
 }
 
-impl Wake for Ready {
+impl Wake for ReaderWaker {
     fn wake(self: Arc<Self>) {
         // An error: the measurement is over.
         self.woken.send(self.at).ok();

@@ -12,7 +12,7 @@ use kvx::{Options, Registry};
 use serde::{Deserialize, Serialize};
 
 use super::bare::{map, once, share};
-use super::content::{self, Blocks};
+use super::content::{self, ShapeBlocks};
 use super::points::{Op, Shape};
 use super::pools::{Pool, PoolLocation, Pools, Sizes};
 use super::{ANSWER_PATIENCE, PATIENCE};
@@ -137,7 +137,7 @@ impl Served {
 
     fn pull(&mut self, memory: Pool, shape: Shape, from: PoolLocation, transfers: Range<u64>) -> Result<f64> {
         let memory = self.pools.get(memory)?;
-        let blocks = Blocks::of(shape);
+        let blocks = ShapeBlocks::of(shape);
         let mapped = match (from.file, self.mapped) {
             (Some(file), None) => Some(map(from.process, file, from.len)?),
             (Some(_), mapped) => mapped,

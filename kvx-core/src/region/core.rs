@@ -26,7 +26,7 @@ pub(crate) struct RegionCore {
     /// Transfers of the own agent that use it and have not settled.
     pins: AtomicUsize,
     revoking: AtomicBool,
-    revocation: Mutex<Revocation>,
+    revocation: Mutex<RevocationState>,
     /// Plans whose bindings hold what transports made of it.
     bindings: Mutex<Bindings>,
 }
@@ -35,7 +35,7 @@ pub(crate) struct RegionCore {
 const SOON: Duration = Duration::from_secs(1);
 
 #[derive(Default)]
-struct Revocation {
+struct RevocationState {
     /// Transports that have not answered; `None` before they were asked.
     left: Option<usize>,
     failed: Option<Error>,

@@ -11,6 +11,7 @@ use super::error::error;
 use super::memory::Regions;
 use super::messages::{MAX_GRIDS, MAX_INDICES, Message};
 use super::socket::Poller;
+use crate::Settled;
 use crate::described::{self, Described, Part, Side};
 
 /// The most parts of one connection that are not answered.
@@ -38,9 +39,6 @@ struct Write {
     moved: bool,
     done: Ticket,
 }
-
-/// A ticket and what to settle it with.
-pub(crate) type Settled = (Ticket, Result<()>);
 
 impl Writes {
     pub(crate) fn is_empty(&self) -> bool {

@@ -14,7 +14,7 @@ use super::chunk::{Bin, Chunk};
 use super::ending::Ending;
 use super::fetch::RequestLane;
 use super::frames::{Frame, Header};
-use super::held::Held;
+use super::held::HeldBytes;
 use super::seal::Seal;
 use super::serve::ServedLane;
 use super::socket;
@@ -29,7 +29,7 @@ pub(super) struct Scope {
     pub(super) effects: Vec<Effect>,
     /// Bytes of queued descriptions, over all lanes that are served.
     pub(super) described: usize,
-    pub(super) held: Held,
+    pub(super) held: HeldBytes,
     /// The most payload that is moved at a time now.
     pub(super) piece: usize,
     /// A small transfer has come.
@@ -257,14 +257,14 @@ impl Conn {
     }
 
     /// Counts what a peer that is served has us hold now. Errors: `Exhausted` for one that goes too far.
-    pub(super) fn note_held(&mut self, held: &mut Held) -> Result<()> {
+    pub(super) fn note_held(&mut self, held: &mut HeldBytes) -> Result<()> {
         let Role::Served(lane) = &self.role else { return Ok(()) };
         let bytes = self.input.held() + lane.held() + self.output.held();
         held.note(&lane.who, &mut self.held, bytes)
     }
 
     /// It goes, and all that was held for it.
-    pub(super) fn let_go_of_held(&mut self, held: &mut Held) {
+    pub(super) fn let_go_of_held(&mut self, held: &mut HeldBytes) {
         if let Role::Served(lane) = &self.role {
             held.note(&lane.who, &mut self.held, 0).ok(); // too much for the others of this peer is seen in their turn
         }

@@ -8,6 +8,7 @@ use std::collections::hash_map::Entry;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
+use crate::Settled;
 use crate::staging::{Copies, Fetch, Store};
 use kvx_core::sync::{Mutex, MutexGuard};
 use kvx_core::{Error, LinkId, RegionId, Result, Ticket, TransferId};
@@ -61,9 +62,6 @@ impl Streaming {
         }
     }
 }
-
-/// A ticket and what to settle it with.
-pub(super) type Settled = (Ticket, Result<()>);
 
 /// What is held for several streams: settled with the last of them, forgotten with the first that is lost.
 struct Hold(Mutex<Option<Settled>>);

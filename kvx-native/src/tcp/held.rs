@@ -14,12 +14,12 @@ const STEP: usize = 64 << 10;
 
 /// What is held for whom.
 #[derive(Debug, Default)]
-pub(super) struct Held {
+pub(super) struct HeldBytes {
     by_peer: HashMap<Identity, usize>,
     all: usize,
 }
 
-impl Held {
+impl HeldBytes {
     /// A connection of `who` holds `bytes` now; `counted` is what was counted for it, and is brought up to date.
     /// Errors: `Exhausted` when that is too much for one peer.
     pub(super) fn note(&mut self, who: &Identity, counted: &mut usize, bytes: usize) -> Result<()> {
@@ -70,7 +70,7 @@ mod tests {
 
     #[test]
     fn each_peer_has_a_budget_over_its_connections_and_the_greediest_goes_first() {
-        let mut held = Held::default();
+        let mut held = HeldBytes::default();
         let mut lanes = [0; 3];
         assert!(held.note(&who(1), &mut lanes[0], ONE_PEER).is_ok());
         assert!(held.note(&who(1), &mut lanes[1], STEP - 1).is_ok(), "too little to count");

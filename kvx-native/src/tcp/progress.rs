@@ -17,7 +17,7 @@ use super::chunk::{Bin, MAX_PIECES};
 use super::conn::{Conn, Effect, Role, Scope};
 use super::error;
 use super::frames::MAX_DATA;
-use super::held::{self, Held};
+use super::held::{self, HeldBytes};
 use super::linking::greet;
 use super::listener::Listener;
 use super::peers::OpenedLink;
@@ -96,7 +96,7 @@ impl Machine {
                 pieces: Vec::with_capacity(MAX_PIECES + 2),
                 effects: Vec::new(),
                 described: 0,
-                held: Held::default(),
+                held: HeldBytes::default(),
                 piece: MAX_DATA,
                 small_came: false,
             },

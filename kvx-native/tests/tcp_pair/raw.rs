@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Agent, Identity, Incarnation, Invitation, Metadata, RegionId, RegionKey};
-use kvx_native::fuzz::by_hand::{Initiator, Owner};
+use kvx_native::fuzz::by_hand::{InitiatorByHand, OwnerByHand};
 
 use super::CUT_OFF;
 
@@ -43,9 +43,9 @@ pub(crate) fn hello(invitation: &Invitation) -> Vec<u8> {
     initiator(invitation, fresh(), 1).1
 }
 
-fn initiator(invitation: &Invitation, link: [u8; 16], lane: u8) -> (Initiator, Vec<u8>) {
+fn initiator(invitation: &Invitation, link: [u8; 16], lane: u8) -> (InitiatorByHand, Vec<u8>) {
     let who = Identity { name: "stranger".into(), incarnation: Incarnation([9; 16]) };
-    Initiator::new(invitation, None, who, (link, lane)).unwrap()
+    InitiatorByHand::new(invitation, None, who, (link, lane)).unwrap()
 }
 
 /// What an agent's metadata invites by.
@@ -141,7 +141,7 @@ impl Raw {
 
     /// The same; calls `asked` before its last word, which answers what has come by then.
     pub(crate) fn welcome_when(&mut self, invitation: &Invitation, asked: impl FnOnce()) -> u8 {
-        let mut owner = Owner::new(invitation, None);
+        let mut owner = OwnerByHand::new(invitation, None);
         loop {
             let (answer, entered) = owner.take(&self.whole_frame().expect("a word")).unwrap();
             if let Some(lane) = entered {

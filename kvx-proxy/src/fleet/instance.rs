@@ -49,7 +49,7 @@ impl Reason {
 
 /// What a prefill instance has turned out to be.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) enum Kind {
+pub(crate) enum PrefillKind {
     /// It has not been asked yet.
     #[default]
     Unknown,
@@ -101,7 +101,7 @@ pub(crate) struct State {
     /// Whether a request tries it after a time out.
     trying: AtomicBool,
     faults: Mutex<Faults>,
-    kind: Mutex<Kind>,
+    kind: Mutex<PrefillKind>,
     /// Whether it has ever answered as Mooncake's.
     mooncake: AtomicBool,
 }
@@ -285,12 +285,12 @@ impl State {
         true
     }
 
-    pub(crate) fn kind(&self) -> Kind {
+    pub(crate) fn kind(&self) -> PrefillKind {
         lock(&self.kind).clone()
     }
 
-    pub(crate) fn set_kind(&self, kind: Kind) {
-        if matches!(kind, Kind::Mooncake(_)) {
+    pub(crate) fn set_kind(&self, kind: PrefillKind) {
+        if matches!(kind, PrefillKind::Mooncake(_)) {
             self.mooncake.store(true, Relaxed);
         }
         *lock(&self.kind) = kind;
@@ -304,9 +304,9 @@ impl State {
     pub(crate) fn forget_ranks(&self) {
         let mut kind = lock(&self.kind);
         match &mut *kind {
-            Kind::Push(targets) => targets.iter_mut().for_each(|target| *target = None),
-            Kind::Mooncake(_) => *kind = Kind::Unknown,
-            Kind::Unknown | Kind::Nixl => {}
+            PrefillKind::Push(targets) => targets.iter_mut().for_each(|target| *target = None),
+            PrefillKind::Mooncake(_) => *kind = PrefillKind::Unknown,
+            PrefillKind::Unknown | PrefillKind::Nixl => {}
         }
     }
 
@@ -330,10 +330,10 @@ impl State {
             pp_size: params.pp_size.unwrap_or(1),
         };
         let mut kind = lock(&self.kind);
-        if !matches!(&*kind, Kind::Push(targets) if targets.len() == ranks) {
-            *kind = Kind::Push(vec![None; ranks]);
+        if !matches!(&*kind, PrefillKind::Push(targets) if targets.len() == ranks) {
+            *kind = PrefillKind::Push(vec![None; ranks]);
         }
-        if let Kind::Push(targets) = &mut *kind
+        if let PrefillKind::Push(targets) = &mut *kind
             && let Some(known) = targets.get_mut(rank)
         {
             *known = Some(target.clone());
@@ -514,10 +514,10 @@ mod tests {
         }))
         .unwrap();
         assert_eq!(state.learn_push(&params, 1, 2).unwrap().tp_size, 2);
-        let Kind::Push(targets) = state.kind() else { panic!("{:?}", state.kind()) };
+        let PrefillKind::Push(targets) = state.kind() else { panic!("{:?}", state.kind()) };
         assert_eq!((targets[0].is_none(), targets[1].as_ref().unwrap().engine_id.as_str()), (true, "e_dp1"));
         state.forget_ranks();
-        assert_eq!(state.kind(), Kind::Push(vec![None, None]));
+        assert_eq!(state.kind(), PrefillKind::Push(vec![None, None]));
         let mut pull = params;
         pull.transfer_mode = None;
         assert!(State::default().learn_push(&pull, 0, 1).is_none());

@@ -17,7 +17,7 @@ use crate::setup::{Choice, Connector, Health, InstanceSetup, Setup};
 
 /// A pool of the set-up.
 #[derive(Debug)]
-pub(crate) struct Pool {
+pub(crate) struct FleetPool {
     pub(crate) name: String,
     pub(crate) connector: Connector,
     pub(crate) bidirectional: bool,
@@ -26,7 +26,7 @@ pub(crate) struct Pool {
 /// All instances, in an order that does not matter. A changed set-up makes another one.
 #[derive(Debug)]
 pub(crate) struct Fleet {
-    pub(crate) pools: Vec<Pool>,
+    pub(crate) pools: Vec<FleetPool>,
     pub(crate) prefill: Vec<Arc<Instance>>,
     pub(crate) decode: Vec<Arc<Instance>>,
     pub(crate) names: Arc<ModelNames>,
@@ -54,7 +54,7 @@ impl Fleet {
             leaving_out: before.map(|before| Arc::clone(&before.leaving_out)).unwrap_or_default(),
         };
         for (place, pool) in setup.pools.iter().enumerate() {
-            fleet.pools.push(Pool {
+            fleet.pools.push(FleetPool {
                 name: pool.name.clone(),
                 connector: pool.connector.unwrap_or(setup.connector),
                 bidirectional: pool.bidirectional,
@@ -94,7 +94,7 @@ impl Fleet {
     }
 
     fn copy(&self) -> Self {
-        let pools = self.pools.iter().map(|pool| Pool { name: pool.name.clone(), ..*pool });
+        let pools = self.pools.iter().map(|pool| FleetPool { name: pool.name.clone(), ..*pool });
         Fleet {
             pools: pools.collect(),
             prefill: self.prefill.clone(),

@@ -9,7 +9,7 @@ use kvx_connector::params::recipe::concurrent::MooncakeTarget;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use super::instance::{Instance, Kind, Reason, Role};
+use super::instance::{Instance, PrefillKind, Reason, Role};
 use crate::relay::core::{Core, Live};
 use crate::setup::{Connector, InstanceSetup};
 use crate::upstream::Fault;
@@ -75,7 +75,7 @@ async fn check(core: &Core, live: &Live, instance: &Instance, models: bool) {
                 learn_models(live, instance).await;
             }
             // Mooncake's ranks have ids of their own for each start: ask every time, it is one small answer.
-            let mooncake = matches!(instance.state.kind(), Kind::Mooncake(_));
+            let mooncake = matches!(instance.state.kind(), PrefillKind::Mooncake(_));
             let asks = instance.role == Role::Prefill && (fresh || models || mooncake);
             match asks {
                 true => {
@@ -120,24 +120,24 @@ async fn learn_models(live: &Live, instance: &Instance) {
 }
 
 /// Which recipe a prefill instance needs; asks it if its pool's connector leaves that open.
-pub(crate) async fn learn_kind(live: &Live, instance: &Instance) -> Result<Kind, Fault> {
+pub(crate) async fn learn_kind(live: &Live, instance: &Instance) -> Result<PrefillKind, Fault> {
     let connector = live.fleet.pools[instance.pool].connector;
     let known = instance.state.kind();
     let kind = match connector {
-        Connector::Nixl | Connector::NixlPull | Connector::NixlPush => Kind::Nixl,
-        Connector::Mooncake => Kind::Mooncake(query(live, instance).await?),
+        Connector::Nixl | Connector::NixlPull | Connector::NixlPush => PrefillKind::Nixl,
+        Connector::Mooncake => PrefillKind::Mooncake(query(live, instance).await?),
         Connector::Auto => match query(live, instance).await {
-            Ok(targets) => Kind::Mooncake(targets),
+            Ok(targets) => PrefillKind::Mooncake(targets),
             // One that is known for Mooncake's has only failed to answer.
             Err(fault) if instance.setup.bootstrap_port.is_some() || instance.state.was_mooncake() => {
                 return Err(fault);
             }
-            Err(_) => Kind::Nixl,
+            Err(_) => PrefillKind::Nixl,
         },
     };
     // A NIXL instance that pushes has shown so itself.
     let kind = match (kind, known) {
-        (Kind::Nixl, push @ Kind::Push(_)) if connector != Connector::NixlPull => push,
+        (PrefillKind::Nixl, push @ PrefillKind::Push(_)) if connector != Connector::NixlPull => push,
         (kind, _) => kind,
     };
     instance.state.set_kind(kind.clone());
@@ -180,8 +180,8 @@ mod tests {
         let live = Live::new(crate::Setup::from_toml(text).unwrap(), None).unwrap();
         let [told, open] = &live.fleet.prefill[..] else { panic!("two instances") };
         assert!(learn_kind(&live, told).await.is_err());
-        assert_eq!(learn_kind(&live, open).await.unwrap(), Kind::Nixl);
-        open.state.set_kind(Kind::Mooncake(Vec::new()));
+        assert_eq!(learn_kind(&live, open).await.unwrap(), PrefillKind::Nixl);
+        open.state.set_kind(PrefillKind::Mooncake(Vec::new()));
         open.state.forget_ranks();
         assert!(learn_kind(&live, open).await.is_err());
     }

@@ -5,7 +5,7 @@ use hyper::header::{CONTENT_LENGTH, HeaderValue};
 
 use super::job::{Ended, Job};
 use super::legs::Sent;
-use super::opening::Kind;
+use super::opening::AnswerKind;
 use super::refusal::Refusal;
 use crate::fleet::instance::InFlight;
 use crate::request::{Asked, Passed};
@@ -20,7 +20,7 @@ pub(crate) async fn completion(mut job: Job, asked: &Asked, reason: &'static str
     let prefix = asked.prefix(job.live.setup.prefix_tokens);
     let to = To { tokens, prefix, model: asked.model.as_deref(), stored_by: None };
     // A generation has no effect but its answer: it may be begun again.
-    run(job, sent, Kind::Completion, &to, true).await
+    run(job, sent, AnswerKind::Completion, &to, true).await
 }
 
 /// Anything else, as it came.
@@ -35,7 +35,7 @@ pub(crate) async fn passed(mut job: Job, asked: Passed, stored_by: Option<String
     let tokens = (body.len() / 4) as u64 + 1;
     let to = To { tokens, prefix: 0, model: model.as_deref(), stored_by: stored_by.as_deref() };
     let sent = Sent { path: job.path.clone(), headers, body };
-    run(job, sent, Kind::Any, &to, false).await
+    run(job, sent, AnswerKind::Any, &to, false).await
 }
 
 struct To<'a> {
@@ -64,7 +64,7 @@ fn choose(
     }
 }
 
-async fn run(mut job: Job, sent: Sent, kind: Kind, to: &To<'_>, may_repeat: bool) -> Ended {
+async fn run(mut job: Job, sent: Sent, kind: AnswerKind, to: &To<'_>, may_repeat: bool) -> Ended {
     let mut avoid = Vec::new();
     let mut last: Option<(String, Fault)> = None;
     loop {

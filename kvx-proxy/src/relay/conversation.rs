@@ -34,7 +34,7 @@ impl Key {
 
 /// A turn that has ended.
 #[derive(Debug)]
-struct Turn {
+struct EndedTurn {
     answer: Answer,
     decode: String,
     said: Said,
@@ -131,7 +131,7 @@ pub(crate) struct Conversations(Arc<Mutex<Kept>>);
 
 #[derive(Debug, Default)]
 struct Kept {
-    turns: HashMap<Key, Turn>,
+    turns: HashMap<Key, EndedTurn>,
     order: VecDeque<(Key, Instant)>,
 }
 
@@ -147,7 +147,7 @@ impl Conversations {
         Some((turn.answer, turn.decode))
     }
 
-    fn keep(&self, key: Key, turn: Turn) {
+    fn keep(&self, key: Key, turn: EndedTurn) {
         let kept = &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner);
         kept.order.push_back((key.clone(), turn.until));
         kept.turns.insert(key, turn);
@@ -241,7 +241,7 @@ impl Capture {
         if self.failed || !held {
             return;
         }
-        let turn = Turn {
+        let turn = EndedTurn {
             answer: self.answer,
             decode: decode.to_owned(),
             said: self.said,

@@ -13,9 +13,9 @@ use super::alone;
 use super::conversation::{Capture, Key};
 use super::job::{Ended, Job, random_id};
 use super::legs::{self, PrefillEnd, PrefillTask, Sent};
-use super::opening::{Kind as AnswerKind, Opened};
+use super::opening::{AnswerKind, Opened};
 use super::refusal::Refusal;
-use crate::fleet::instance::{InFlight, Instance, Kind};
+use crate::fleet::instance::{InFlight, Instance, PrefillKind};
 use crate::fleet::watch;
 use crate::request::Asked;
 use crate::setup::Connector;
@@ -178,7 +178,7 @@ async fn hand_over(
     let instance = Arc::clone(&prefill.instance);
     let connector = job.live.fleet.pools[instance.pool].connector;
     let kind = match instance.state.kind() {
-        Kind::Unknown => match watch::learn_kind(&job.live, &instance).await {
+        PrefillKind::Unknown => match watch::learn_kind(&job.live, &instance).await {
             Ok(kind) => kind,
             Err(fault) => {
                 job.core.blame(&job.live, &instance, &fault);
@@ -188,20 +188,22 @@ async fn hand_over(
         kind => kind,
     };
     // Mooncake's targets are ranks themselves, and take turns by the same counter.
-    let rank = if matches!(kind, Kind::Mooncake(_)) { None } else { instance.next_rank() };
+    let rank = if matches!(kind, PrefillKind::Mooncake(_)) { None } else { instance.next_rank() };
     match kind {
-        Kind::Mooncake(targets) => {
+        PrefillKind::Mooncake(targets) => {
             let target = &targets[instance.state.next_rank(targets.len())];
             let id = TransferId::from_random(random_id());
             let mut legs = concurrent::mooncake_legs(body, &id, target)?;
             never_stops(&mut legs.prefill);
             Ok(both(job, prefill, legs, Some(target.dp_rank as usize), Told::Rank))
         }
-        Kind::Push(targets) => match targets.get(rank.unwrap_or(0)).cloned().flatten() {
+        PrefillKind::Push(targets) => match targets.get(rank.unwrap_or(0)).cloned().flatten() {
             Some(target) => push(job, prefill, body, rank, target),
             None => sequentially(job, prefill, body, turn, rank, connector).await,
         },
-        Kind::Nixl | Kind::Unknown => sequentially(job, prefill, body, turn, rank, connector).await,
+        PrefillKind::Nixl | PrefillKind::Unknown => {
+            sequentially(job, prefill, body, turn, rank, connector).await
+        }
     }
 }
 

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use super::core::{Core, Live};
 use super::legs::{self, PrefillTask, Sent};
-use super::opening::{Kind, Opened};
+use super::opening::{AnswerKind, Opened};
 use super::passing::{Held, pass};
 use super::record::Record;
 use super::refusal::Refusal;
@@ -187,7 +187,7 @@ impl Job {
         &self,
         instance: &InFlight,
         sent: Sent,
-        kind: Kind,
+        kind: AnswerKind,
         until: Instant,
     ) -> Result<Opened, Fault> {
         let until = until.min(self.until);
@@ -196,7 +196,7 @@ impl Job {
             legs::answer(&self.core, &self.live, instance, self.method.clone(), sent, kind, until).await;
         if let Err(fault) = &answered {
             // What is only passed on may be unknown to every instance.
-            let is_answer = kind == Kind::Any && matches!(fault, Fault::Busy(_) | Fault::Status(_));
+            let is_answer = kind == AnswerKind::Any && matches!(fault, Fault::Busy(_) | Fault::Status(_));
             if !is_answer && !self.has_had_its_time(fault) {
                 self.core.blame(&self.live, &instance.instance, fault);
             }

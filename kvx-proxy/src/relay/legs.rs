@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use tracing::Instrument;
 
 use super::core::{Core, Live};
-use super::opening::{Kind, Opened, open};
+use super::opening::{AnswerKind, Opened, open};
 use crate::fleet::instance::{InFlight, Instance};
 use crate::request::headers;
 use crate::upstream::{Fault, WHOLE, accepted, json_headers, whole};
@@ -192,7 +192,7 @@ pub(crate) async fn answer(
     instance: &InFlight,
     method: Method,
     sent: Sent,
-    kind: Kind,
+    kind: AnswerKind,
     until: Instant,
 ) -> Result<Opened, Fault> {
     let timed = Timed::new(core, "decode");

@@ -16,7 +16,7 @@ const HELD: usize = 1 << 20;
 
 /// What an answer must be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum AnswerKind {
     /// A completion: a JSON object, or events that end with `[DONE]`.
     Completion,
     /// A completion of an instance that says what it holds for the next turn: what it is passed on without.
@@ -51,12 +51,16 @@ fn content_type_is(headers: &HeaderMap, wanted: &str) -> bool {
 }
 
 /// Waits for the beginning of an answer: the first whole event of a stream, the end of anything else that is short.
-pub(crate) async fn open(response: Response<Incoming>, kind: Kind, until: Instant) -> Result<Opened, Fault> {
+pub(crate) async fn open(
+    response: Response<Incoming>,
+    kind: AnswerKind,
+    until: Instant,
+) -> Result<Opened, Fault> {
     let response = accepted(response, until).await?;
     let (parts, mut body) = response.into_parts();
     let plain = !parts.headers.contains_key(CONTENT_ENCODING);
     let mut events = (plain && content_type_is(&parts.headers, "text/event-stream")).then(Events::default);
-    let good = parts.status == StatusCode::OK && kind != Kind::Any;
+    let good = parts.status == StatusCode::OK && kind != AnswerKind::Any;
     let wants_done = good && events.is_some();
     let mut first = BytesMut::new();
     let mut rest = None;
@@ -82,12 +86,12 @@ pub(crate) async fn open(response: Response<Incoming>, kind: Kind, until: Instan
             }
             None => first.extend_from_slice(&data),
         }
-        if kind == Kind::Turn && events.is_none() && first.len() > WHOLE {
+        if kind == AnswerKind::Turn && events.is_none() && first.len() > WHOLE {
             return Err(Fault::Broken(format!("its answer is longer than {WHOLE} bytes")));
         }
         let enough = match kind {
-            Kind::Turn if events.is_none() => usize::MAX,
-            Kind::Completion if plain && events.is_none() => HELD,
+            AnswerKind::Turn if events.is_none() => usize::MAX,
+            AnswerKind::Completion if plain && events.is_none() => HELD,
             _ => 1,
         };
         if first.len() >= enough && !body.is_end_stream() {
@@ -114,5 +118,5 @@ pub(crate) async fn open(response: Response<Incoming>, kind: Kind, until: Instan
         }
     }
     let is_error = events.is_some() && sse::opens_with_failure(&first);
-    Ok(Opened { parts, first, rest, events, wants_done, is_turn: kind == Kind::Turn, is_error })
+    Ok(Opened { parts, first, rest, events, wants_done, is_turn: kind == AnswerKind::Turn, is_error })
 }

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use super::keys::Keys;
 use super::routes::json as respond;
 use crate::fleet::Fleet;
-use crate::fleet::instance::{Instance, Kind, Role};
+use crate::fleet::instance::{Instance, PrefillKind, Role};
 use crate::relay::core::Core;
 use crate::relay::refusal::Refusal;
 use crate::setup::{InstanceSetup, InstanceTable};
@@ -51,10 +51,10 @@ pub(super) fn describe(one: &Instance) -> Value {
     };
     let recipe = match state.kind() {
         _ if one.role == Role::Decode => None,
-        Kind::Unknown => None,
-        Kind::Nixl => Some("NixlConnector"),
-        Kind::Push(_) => Some("NixlPushConnector"),
-        Kind::Mooncake(_) => Some("MooncakeConnector"),
+        PrefillKind::Unknown => None,
+        PrefillKind::Nixl => Some("NixlConnector"),
+        PrefillKind::Push(_) => Some("NixlPushConnector"),
+        PrefillKind::Mooncake(_) => Some("MooncakeConnector"),
     };
     json!({
         "pool": one.pool_name,

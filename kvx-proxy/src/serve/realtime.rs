@@ -18,7 +18,7 @@ use crate::fleet::instance::{InFlight, Instance};
 use crate::metrics::Outcome;
 use crate::relay::job::{Ended, Job};
 use crate::relay::legs::Sent;
-use crate::relay::opening::{Kind, Opened};
+use crate::relay::opening::{AnswerKind, Opened};
 use crate::relay::refusal::Refusal;
 use crate::request::headers;
 use crate::upstream::Fault;
@@ -63,7 +63,7 @@ pub(super) async fn realtime(job: Job, client: OnUpgrade) -> Ended {
         let Some(decode) = fleet.choose_alone_that(&job.wanted(TOKENS, 0, model, &avoid), opens) else {
             return Err(job.refused(Refusal::unavailable("no decode instance is up: try again later")));
         };
-        let fault = match job.answer(&decode, sent.clone(), Kind::Any, job.first_byte()).await {
+        let fault = match job.answer(&decode, sent.clone(), AnswerKind::Any, job.first_byte()).await {
             Ok(opened) if opened.parts.status == StatusCode::SWITCHING_PROTOCOLS => {
                 return switch(job, decode, opened, client);
             }

@@ -9,10 +9,10 @@ use kvx_core::{Result, Ticket};
 ///
 /// With it a clause can make any backend late, whatever the backend's own speed.
 #[derive(Clone, Default)]
-pub struct Gate(Arc<Mutex<State>>);
+pub struct Gate(Arc<Mutex<GateState>>);
 
 #[derive(Default)]
-struct State {
+struct GateState {
     transfers: Side,
     revocations: Side,
 }
@@ -30,7 +30,7 @@ pub(crate) enum Of {
     Revocations,
 }
 
-impl State {
+impl GateState {
     fn side(&mut self, of: Of) -> &mut Side {
         match of {
             Of::Transfers => &mut self.transfers,
@@ -45,7 +45,7 @@ impl Gate {
         Self::default()
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, GateState> {
         self.0.lock()
     }
 
@@ -69,7 +69,7 @@ impl Gate {
     pub fn open(&self) {
         let held: Vec<_> = {
             let mut state = self.state();
-            let State { transfers, revocations } = &mut *state;
+            let GateState { transfers, revocations } = &mut *state;
             (transfers.shut, revocations.shut) = (false, false);
             transfers.held.drain(..).chain(revocations.held.drain(..)).collect()
         };
@@ -80,7 +80,7 @@ impl Gate {
     pub fn forget(&self) {
         let held: Vec<_> = {
             let mut state = self.state();
-            let State { transfers, revocations } = &mut *state;
+            let GateState { transfers, revocations } = &mut *state;
             transfers.held.drain(..).chain(revocations.held.drain(..)).collect()
         };
         drop(held);

@@ -72,11 +72,11 @@ pub enum Order {
 }
 
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<DeviceState>,
     changed: Condvar,
 }
 
-struct State {
+struct DeviceState {
     /// Live allocations by device address.
     allocations: BTreeMap<u64, Allocation>,
     waiting: VecDeque<Copy>,
@@ -129,7 +129,7 @@ impl TestDevice {
     pub fn numbered(kind: MemoryKind, number: u8) -> Arc<Self> {
         assert!(!kind.is_host(), "a device has no {kind} memory");
         let shared = Arc::new(Shared {
-            state: Mutex::new(State {
+            state: Mutex::new(DeviceState {
                 allocations: BTreeMap::new(),
                 waiting: VecDeque::new(),
                 next: VecDeque::new(),
@@ -307,7 +307,7 @@ impl fmt::Debug for TestDevice {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, DeviceState> {
         self.state.lock()
     }
 
@@ -360,7 +360,7 @@ impl Order {
     }
 }
 
-impl State {
+impl DeviceState {
     /// The allocation that these bytes lie in. Errors: `OutOfBounds`.
     fn find(&self, address: u64, len: usize) -> Result<(u64, &Allocation)> {
         let found = self.allocations.range(..=address).next_back().filter(|(base, allocation)| {
@@ -376,7 +376,7 @@ impl State {
 }
 
 impl Copy {
-    fn perform(&self, state: &State) -> Result<()> {
+    fn perform(&self, state: &DeviceState) -> Result<()> {
         if self.act == Act::Fail {
             return Err(Error::new(Kind::Native, "the test device fails this copy: the test asked for it"));
         }

@@ -41,7 +41,7 @@ impl UcxContext {
         let functions = library.functions();
         // UCX opens modules here, which may do to signal handlers what the library may.
         loader::with_signals_kept(|| {
-            let config = Config::read(library).map_err(|status| (status, None))?;
+            let config = UcpConfig::read(library).map_err(|status| (status, None))?;
             for setting in settings {
                 let Setting { name, value, asked } = setting;
                 match config.set(name, value) {
@@ -133,18 +133,18 @@ const PREFIXED: Version = Version { major: 1, minor: 17, release: 0 };
 
 /// A configuration: the environment's, then what was set. Some settings, the log level among them, are the process's
 /// and hold at once.
-pub(super) struct Config {
+pub(super) struct UcpConfig {
     raw: NonNull<ucp_config_t>,
     library: &'static Library,
 }
 
-impl Config {
-    pub(super) fn read(library: &'static Library) -> Result<Config, Status> {
+impl UcpConfig {
+    pub(super) fn read(library: &'static Library) -> Result<UcpConfig, Status> {
         let mut raw = ptr::null_mut();
         // SAFETY: without a prefix and a file the environment is read.
         Status::check(unsafe { (library.functions().ucp_config_read)(ptr::null(), ptr::null(), &mut raw) })?;
         let raw = NonNull::new(raw).ok_or(Status(UCS_ERR_NO_MEMORY))?;
-        Ok(Config { raw, library })
+        Ok(UcpConfig { raw, library })
     }
 
     pub(super) fn set(&self, name: &str, value: &str) -> Result<(), Status> {
@@ -165,7 +165,7 @@ impl Config {
     }
 }
 
-impl Drop for Config {
+impl Drop for UcpConfig {
     fn drop(&mut self) {
         // SAFETY: it is alive and not used afterwards.
         unsafe { (self.library.functions().ucp_config_release)(self.raw.as_ptr()) };

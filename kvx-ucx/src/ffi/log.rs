@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use kvx_backend::loader;
 
-use super::context::Config;
+use super::context::UcpConfig;
 use super::library::Library;
 
 /// UCX's own log.
@@ -85,7 +85,7 @@ pub(super) fn talkatively<T>(library: &'static Library, act: impl FnOnce() -> T)
 
 fn at_level<T>(library: &'static Library, level: &str, change: bool, act: impl FnOnce() -> T) -> T {
     // Read first: the level is another for as short as can be.
-    let config = change.then(|| Config::read(library).ok()).flatten();
+    let config = change.then(|| UcpConfig::read(library).ok()).flatten();
     let changed = config.filter(|config| config.set("LOG_LEVEL", level).is_ok());
     let answer = act();
     if let Some(config) = changed

@@ -41,7 +41,7 @@ pub(crate) struct Check {
 }
 
 /// A run of `kvx bench`, of blocks of one size and number.
-pub(crate) struct Run {
+pub(crate) struct BenchRun {
     pub(crate) name: &'static str,
     pub(crate) arguments: &'static str,
     pub(crate) block: &'static str,
@@ -105,12 +105,12 @@ const fn native(
     arguments: &'static str,
     block: &'static str,
     count: &'static str,
-) -> Run {
-    Run { name, arguments, block, count, needs: Needs::Nothing }
+) -> BenchRun {
+    BenchRun { name, arguments, block, count, needs: Needs::Nothing }
 }
 
 /// In this order.
-pub(crate) const RUNS: &[Run] = &[
+pub(crate) const RUNS: &[BenchRun] = &[
     native("IPC 4K", "--backend SHM --memory device", "4K", "8192"),
     native("IPC 64K", "--backend SHM --memory device", "64K", "8192"),
     native("IPC 1M", "--backend SHM --memory device", "1M", "512"),
@@ -121,21 +121,21 @@ pub(crate) const RUNS: &[Run] = &[
     native("staging and the host", "--backend TCP --memory device-host,host-device", "64K", "1024"),
     native("kernels", "--kernels", "64K", "8192"),
     native("kernels small", "--kernels", "64K", "1024"),
-    Run {
+    BenchRun {
         name: "UCX",
         arguments: "--backend UCX --memory device",
         block: "64K",
         count: "1024",
         needs: Needs::Ucx,
     },
-    Run {
+    BenchRun {
         name: "RIXL",
         arguments: "--backend RIXL --memory device",
         block: "64K",
         count: "1024",
         needs: Needs::Rixl,
     },
-    Run {
+    BenchRun {
         name: "KVX in NIXL",
         arguments: r#"--backend RIXL --options {"rixl":{"plugin":"KVX"}} --memory device,device-host,host-device"#,
         block: "64K",

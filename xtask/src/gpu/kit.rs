@@ -18,20 +18,20 @@ use crate::test::features_of_all;
 use crate::test::tier::{self, Tier};
 
 /// A program of the kit: a target of a package.
-pub(crate) struct Program {
+pub(crate) struct KitProgram {
     pub(crate) name: &'static str,
     /// The package's folder.
     package: &'static str,
     target: &'static str,
 }
 
-pub(crate) const PROGRAMS: &[Program] = &[
-    Program { name: "kvx", package: "kvx-cli", target: "kvx" },
-    Program { name: "cuda-devices", package: "kvx-cuda", target: "stand_in" },
-    Program { name: "cuda-conformance", package: "kvx-cuda", target: "conformance" },
-    Program { name: "connector-ranks", package: "kvx-connector", target: "ranks" },
-    Program { name: "ucx-conformance", package: "kvx-ucx", target: "conformance" },
-    Program { name: "rixl-conformance", package: "kvx-rixl", target: "conformance" },
+pub(crate) const PROGRAMS: &[KitProgram] = &[
+    KitProgram { name: "kvx", package: "kvx-cli", target: "kvx" },
+    KitProgram { name: "cuda-devices", package: "kvx-cuda", target: "stand_in" },
+    KitProgram { name: "cuda-conformance", package: "kvx-cuda", target: "conformance" },
+    KitProgram { name: "connector-ranks", package: "kvx-connector", target: "ranks" },
+    KitProgram { name: "ucx-conformance", package: "kvx-ucx", target: "conformance" },
+    KitProgram { name: "rixl-conformance", package: "kvx-rixl", target: "conformance" },
 ];
 
 /// The stand-in's file, which the test programs want beside them.

@@ -20,7 +20,7 @@ use crate::arguments::GpuOptions;
 use crate::harness;
 use crate::limits::{figure, named, row, show};
 use crate::process::{self, Output};
-use checks::{BARS, CHECKS, Check, Needs, RUNS, Run};
+use checks::{BARS, BenchRun, CHECKS, Check, Needs, RUNS};
 use kit::{Kit, Profile};
 
 /// How long one point of the bench may take, with its memory and all rounds.
@@ -137,7 +137,7 @@ fn test(kit: &Kit, check: &Check, quick: bool, real: bool) -> Result<String> {
 }
 
 /// The lines of a run of the bench. Errors: it failed, or needs what there is not.
-fn bench(kit: &Kit, run: &Run, quick: bool) -> Result<Vec<Value>> {
+fn bench(kit: &Kit, run: &BenchRun, quick: bool) -> Result<Vec<Value>> {
     if !kit.has(run.needs) {
         return Err(kit.lacks(run.needs).into());
     }

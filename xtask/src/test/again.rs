@@ -84,11 +84,11 @@ pub(crate) fn alone(test: &Test, notes: &Path, variables: &[(&str, &str)]) -> bo
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::test::programs::Program;
+    use crate::test::programs::TestProgram;
     use std::cell::Cell;
 
     fn failed(names: &[&str]) -> Tally {
-        let program = Program::of_nothing("-p tcp --lib");
+        let program = TestProgram::of_nothing("-p tcp --lib");
         let failures = names.iter().map(|name| Failure::of_test(name, &program, ""));
         Tally { passed: 5, failures: failures.collect(), ..Tally::default() }
     }

@@ -109,7 +109,7 @@ fn entry(lines: &[&str]) -> Option<Entry> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::test::programs::Program;
+    use crate::test::programs::TestProgram;
 
     const TEXT: &str = "\
 # For people.
@@ -126,7 +126,8 @@ mended: 2026-11-23, asks the kernel for one
 ";
 
     fn excused(name: &str) -> Tally {
-        let failure = Failure::of_test(name, &Program::of_nothing("-p tcp --lib"), "\n  1 is not 2\nmore");
+        let failure =
+            Failure::of_test(name, &TestProgram::of_nothing("-p tcp --lib"), "\n  1 is not 2\nmore");
         Tally { passed: 1, unsteady: vec![failure], ..Tally::default() }
     }
 

@@ -18,10 +18,10 @@ use crate::harness::{self, Failure, Tally, Test};
 use crate::metadata::Metadata;
 use crate::process::{self, Output};
 use crate::skips;
-use crate::{Result, features, install, package, root, width};
+use crate::{Result, features, install, names, package, root, width};
 pub(crate) use again::{MOST, TIMES};
 use ledger::Ledger;
-use programs::{Features, Program};
+use programs::{Features, TestProgram};
 use schedule::Seconds;
 use steps::{Action, CargoCall, STEPS, Step};
 use summary::Summary;
@@ -36,7 +36,7 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
         None => "--workspace".to_owned(),
     };
     let target = workspace.target_directory()?;
-    let mut run = Run {
+    let mut run = TestRun {
         options,
         crates,
         notes: target.join("xtask").join("skips"),
@@ -61,6 +61,10 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
             Action::Tests => run.tests(step.limit),
             Action::Package => Ok(of_check(package::check(step.limit), "cargo xtask package")),
             Action::Width => Ok(of_check(width::too_wide(root()), "make them at most 120 columns wide")),
+            Action::Names => {
+                let found = names::with_two_meanings(root(), names::EXCEPTIONS);
+                Ok(of_check(found, "within a crate a name is one type: xtask/src/names.rs"))
+            }
             Action::Features => Ok(of_check(features::check(step.limit), "cargo xtask features")),
         });
     }
@@ -69,7 +73,7 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
 }
 
 /// A run of the steps.
-struct Run<'a> {
+struct TestRun<'a> {
     options: &'a TestOptions,
     /// The choice of packages, as cargo takes it.
     crates: String,
@@ -91,7 +95,7 @@ struct Ran {
     left_to_the_whole: BTreeSet<String>,
 }
 
-impl Run<'_> {
+impl TestRun<'_> {
     fn step(&mut self, name: &'static str, step: impl FnOnce(&mut Self) -> Result<Tally>) {
         println!("==> {name}");
         let start = Instant::now();
@@ -123,7 +127,7 @@ impl Run<'_> {
         let (count, lanes) = (shared.len() + alone.len(), schedule::lanes());
         println!("{} programs, {lanes} at a time, then {} alone", shared.len(), alone.len());
         let done = AtomicUsize::new(0);
-        let run = |program: Program| {
+        let run = |program: TestProgram| {
             let start = Instant::now();
             let ran = self.program(&program, limit);
             let done = done.fetch_add(1, Ordering::Relaxed) + 1;
@@ -160,7 +164,7 @@ impl Run<'_> {
     }
 
     /// Runs one test program; shows what it printed if it failed.
-    fn program(&self, program: &Program, limit: Duration) -> Result<(Tally, BTreeSet<String>)> {
+    fn program(&self, program: &TestProgram, limit: Duration) -> Result<(Tally, BTreeSet<String>)> {
         let notes = self.notes.join(file_name(&program.title));
         skips::clear(&notes)?;
         let mut command = program.command();

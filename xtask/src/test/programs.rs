@@ -20,7 +20,7 @@ const LISTS: [&str; 2] = ["alone", "fast"];
 
 /// A program of tests.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Program {
+pub(crate) struct TestProgram {
     /// What follows `cargo test` to run it and no other: its name wherever it is told.
     pub(crate) title: String,
     /// What follows it to have the features that it was built with: nothing for the default ones.
@@ -43,15 +43,15 @@ enum Call {
 }
 
 #[cfg(test)]
-impl Program {
+impl TestProgram {
     /// One of this name.
-    pub(crate) fn of_nothing(title: &str) -> Program {
+    pub(crate) fn of_nothing(title: &str) -> TestProgram {
         let (tier, call) = (Tier::Usual, Call::Cargo);
-        Program { title: title.to_owned(), features: "", alone: false, tier, guess: 1.0, call }
+        TestProgram { title: title.to_owned(), features: "", alone: false, tier, guess: 1.0, call }
     }
 }
 
-impl Program {
+impl TestProgram {
     /// What follows `cargo test` to build and run it as it was here; where features of another crate are among that,
     /// a program of the same name of that crate runs too.
     pub(crate) fn shown(&self) -> String {
@@ -97,7 +97,12 @@ pub(crate) struct Features {
 }
 
 /// Builds the test programs of the packages that `of` chooses (`--workspace`, `-p NAME`) and lists those of `tier`.
-pub(crate) fn build(of: &str, features: Features, tier: Tier, workspace: &Metadata) -> Result<Vec<Program>> {
+pub(crate) fn build(
+    of: &str,
+    features: Features,
+    tier: Tier,
+    workspace: &Metadata,
+) -> Result<Vec<TestProgram>> {
     let of = format!("{of}{}", features.of_chosen);
     if let Some(wrong) = unknown(workspace) {
         return Err(wrong.into());
@@ -111,7 +116,7 @@ pub(crate) fn build(of: &str, features: Features, tier: Tier, workspace: &Metada
         return Err(format!("{} (cargo {line})", built.end).into());
     }
     let mut programs = listed(&built.output, features.of_one, workspace)?;
-    programs.push(Program {
+    programs.push(TestProgram {
         title: format!("{of} --doc"),
         features: "", // its title has them
         alone: false,
@@ -133,7 +138,7 @@ fn unknown(workspace: &Metadata) -> Option<String> {
 }
 
 /// The test programs among what cargo says that it made.
-fn listed(messages: &str, features: &'static str, workspace: &Metadata) -> Result<Vec<Program>> {
+fn listed(messages: &str, features: &'static str, workspace: &Metadata) -> Result<Vec<TestProgram>> {
     let mut programs = Vec::new();
     for message in messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
         let test = message["reason"] == "compiler-artifact" && message["profile"]["test"] == true;
@@ -150,12 +155,12 @@ fn listed(messages: &str, features: &'static str, workspace: &Metadata) -> Resul
             package.ok_or_else(|| format!("cargo built a test of {manifest}, which is no member"))?;
         let kind = message["target"]["kind"][0].as_str().unwrap_or_default();
         let name = message["target"]["name"].as_str().unwrap_or_default();
-        programs.push(Program { features, ..of_target(package, kind, name, file) });
+        programs.push(TestProgram { features, ..of_target(package, kind, name, file) });
     }
     Ok(programs)
 }
 
-fn of_target(package: Package<'_>, kind: &str, name: &str, file: &str) -> Program {
+fn of_target(package: Package<'_>, kind: &str, name: &str, file: &str) -> TestProgram {
     let [alone, fast] = LISTS;
     let is_in = |list: &str| package.listed(list).any(|target| target == name);
     let (flags, unit, guess) = match kind {
@@ -165,7 +170,7 @@ fn of_target(package: Package<'_>, kind: &str, name: &str, file: &str) -> Progra
         _ => ("--lib".to_owned(), true, 5.0),
     };
     let quick = unit || is_in(fast);
-    Program {
+    TestProgram {
         title: format!("-p {} {flags}", package.name()),
         features: "",
         alone: is_in(alone),

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-use super::programs::Program;
+use super::programs::TestProgram;
 use super::tier::Tier;
 
 /// How many programs run at a time. Most of them wait most of the time; those that work start two threads for it.
@@ -29,7 +29,7 @@ impl Seconds {
     }
 
     /// How long the program is expected to take.
-    fn of(&self, program: &Program) -> f64 {
+    fn of(&self, program: &TestProgram) -> f64 {
         self.known.get(&program.title).copied().unwrap_or(program.guess)
     }
 
@@ -49,16 +49,19 @@ impl Seconds {
 }
 
 /// The programs in the order in which they start: those that run side by side, then those that run alone.
-pub(crate) fn order(mut programs: Vec<Program>, seconds: &Seconds) -> (Vec<Program>, Vec<Program>) {
+pub(crate) fn order(
+    mut programs: Vec<TestProgram>,
+    seconds: &Seconds,
+) -> (Vec<TestProgram>, Vec<TestProgram>) {
     programs.sort_by(|one, other| seconds.of(other).total_cmp(&seconds.of(one)));
     programs.into_iter().partition(|program| !program.alone)
 }
 
 /// Calls `run` with each of `programs`, in their order, on so many threads, and returns what it answered.
 pub(crate) fn side_by_side<T: Send>(
-    programs: Vec<Program>,
+    programs: Vec<TestProgram>,
     lanes: usize,
-    run: impl Fn(Program) -> T + Sync,
+    run: impl Fn(TestProgram) -> T + Sync,
 ) -> Vec<T> {
     let (queue, answers) = (Mutex::new(programs.into_iter()), Mutex::new(Vec::new()));
     // Without a poisoned lock: neither is held while `run` runs.
@@ -81,13 +84,13 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    fn program(title: &str, guess: f64, alone: bool) -> Program {
-        let mut program = Program::of_nothing(title);
+    fn program(title: &str, guess: f64, alone: bool) -> TestProgram {
+        let mut program = TestProgram::of_nothing(title);
         (program.guess, program.alone) = (guess, alone);
         program
     }
 
-    fn titles(programs: &[Program]) -> Vec<&str> {
+    fn titles(programs: &[TestProgram]) -> Vec<&str> {
         programs.iter().map(|program| program.title.as_str()).collect()
     }
 

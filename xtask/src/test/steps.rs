@@ -28,6 +28,8 @@ pub(crate) enum Action {
     Features,
     /// No line is too wide; counts as one passed or one failed.
     Width,
+    /// Within a crate a name is one type; counts as one passed or one failed.
+    Names,
     /// The checks of `cargo xtask package`; counts as one passed or one failed.
     Package,
 }
@@ -48,6 +50,7 @@ pub(crate) const STEPS: &[Step] = &[
     Step { tier: Tier::Fast, ..step("format", Action::Cargo(&call("fmt --all --check"))) },
     // The formatter leaves comments and texts as wide as they are.
     Step { tier: Tier::Fast, ..step("width", Action::Width) },
+    Step { tier: Tier::Fast, ..step("names", Action::Names) },
     Step {
         tier: Tier::Fast,
         ..step("lints", Action::Cargo(&call("clippy {crates} --all-targets -- -D warnings")))
@@ -155,7 +158,7 @@ mod tests {
             let steps = STEPS.iter().filter(move |step| step.is_part_of(tier, package));
             steps.map(|step| step.name).collect::<Vec<_>>()
         };
-        assert_eq!(of(Tier::Fast, None), ["format", "width", "lints", "tests"]);
+        assert_eq!(of(Tier::Fast, None), ["format", "width", "names", "lints", "tests"]);
         assert_eq!(of(Tier::Whole, None), names().collect::<Vec<_>>());
         assert!(of(Tier::Usual, Some("kvx-ucx")).contains(&"bindings"));
         assert!(!of(Tier::Usual, Some("kvx-ucx")).contains(&"demo"));

@@ -11,12 +11,12 @@ use crate::tcp::seal::Seal;
 pub type Answer = Result<(Vec<u8>, Option<u8>)>;
 
 /// An end that opens a lane.
-pub struct Initiator {
+pub struct InitiatorByHand {
     handshake: InitiatorHandshake,
     lane: u8,
 }
 
-impl Initiator {
+impl InitiatorByHand {
     /// Begins; also gives the first frame.
     pub fn new(
         invitation: &Invitation,
@@ -26,7 +26,7 @@ impl Initiator {
     ) -> Result<(Self, Vec<u8>)> {
         let (keys, mut hello) = (Keys::new(invitation, secret), Vec::new());
         let handshake = InitiatorHandshake::start(&keys, who, (link, lane), Seal::None, &mut hello)?;
-        Ok((Initiator { handshake, lane }, hello))
+        Ok((InitiatorByHand { handshake, lane }, hello))
     }
 
     /// Takes a whole frame.
@@ -45,12 +45,12 @@ impl Initiator {
 }
 
 /// An end that is asked.
-pub struct Owner(OwnerHandshake);
+pub struct OwnerByHand(OwnerHandshake);
 
-impl Owner {
+impl OwnerByHand {
     /// An owner that invited by this.
     pub fn new(invitation: &Invitation, secret: Option<&Secret>) -> Self {
-        Owner(OwnerHandshake::new(Keys::new(invitation, secret), Seal::None, None))
+        OwnerByHand(OwnerHandshake::new(Keys::new(invitation, secret), Seal::None, None))
     }
 
     /// Takes a whole frame.

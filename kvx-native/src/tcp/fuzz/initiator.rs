@@ -13,7 +13,7 @@ use kvx_core::{
     RemoteSide, Ticket, TransferId,
 };
 
-use super::{LANES, Lanes, Step, Watched, next, who};
+use super::{FuzzStep, LANES, Lanes, WatchedMemory, next, who};
 use crate::tcp::conn::{Effect, Role};
 use crate::tcp::fetch::RequestLane;
 use crate::tcp::frames::Frame;
@@ -34,14 +34,14 @@ const FAILED: u8 = 2;
 
 /// A place for a transfer.
 pub(super) struct Slot {
-    pub(super) watched: Watched,
+    pub(super) watched: WatchedMemory,
     pub(super) posted: Option<(TransferId, Arc<AtomicU8>)>,
 }
 
 /// Local memory is found by the plan alone.
-struct Local;
+struct LocalByPlan;
 
-impl LocalRegion for Local {
+impl LocalRegion for LocalByPlan {
     fn export(&self) -> &[u8] {
         &[]
     }
@@ -65,20 +65,20 @@ fn run(bytes: &[u8], seal: Seal) {
         lanes.take(&step);
         let mut out = Outbox::default();
         match step {
-            Step::Own(0, how) => {
+            FuzzStep::Own(0, how) => {
                 let at = usize::from(how) % SLOTS.len();
                 if slots[at].posted.is_none() {
                     posted += 1;
                     post(&mut peer, &mut slots[at], (at, how, 1), TransferId(posted), &mut out);
                 }
             }
-            Step::Own(1, at) => {
+            FuzzStep::Own(1, at) => {
                 if let Some((id, _)) = &slots[usize::from(at) % SLOTS.len()].posted {
                     let why = Error::new(Kind::Cancelled, "cancelled by the script");
                     peer.give_up(*id, why, &mut lanes.conns, &mut lanes.scope, &mut out, |_| {});
                 }
             }
-            Step::Own(2, len) => {
+            FuzzStep::Own(2, len) => {
                 peer.notify(vec![len; len.into()].into(), Ticket::new(|_| {}), &mut out);
             }
             _ => {}
@@ -100,7 +100,7 @@ fn run(bytes: &[u8], seal: Seal) {
 impl Slot {
     /// For blocks of this size.
     pub(super) fn new(block: u64) -> Self {
-        let mut watched = Watched::new(BLOCKS as usize * block as usize);
+        let mut watched = WatchedMemory::new(BLOCKS as usize * block as usize);
         watched.keep();
         Slot { watched, posted: None }
     }
@@ -152,7 +152,7 @@ pub(super) fn post(
     let (id_of_region, key) = (RegionId(region), RegionKey([region as u8; 16]));
     let memory = Arc::clone(&slot.watched.memory);
     let len = memory.len() as u64;
-    let local = LocalSide { id: id_of_region, key, memory, region: Arc::new(Local) };
+    let local = LocalSide { id: id_of_region, key, memory, region: Arc::new(LocalByPlan) };
     let remote = RemoteSide { id: id_of_region, key, len, region: Arc::new(TcpRemote { stage: 0 }) };
     let plan: Bound = kvx_core::fuzz::bound(op, LINK, pair, local, remote);
     let standing = Arc::new(AtomicU8::new(OPEN));

@@ -32,7 +32,7 @@ use super::config::Config;
 use super::conn::{Conn, Role, Scope};
 use super::ending::Ending;
 use super::frames::{Frame, HEADER, Header, MAX_DATA};
-use super::held::Held;
+use super::held::HeldBytes;
 use super::memory::Regions;
 use super::seal::Seal;
 use super::staging::DeviceStages;
@@ -125,7 +125,7 @@ impl Lanes {
             pieces: Vec::new(),
             effects: Vec::new(),
             described: 0,
-            held: Held::default(),
+            held: HeldBytes::default(),
             piece: MAX_DATA,
             small_came: false,
         };
@@ -283,7 +283,7 @@ pub(super) fn seals() -> (Seals, Seals) {
 }
 
 /// What happens next.
-enum Step<'a> {
+enum FuzzStep<'a> {
     /// The peer of this lane sends a frame.
     Frame { lane: usize, kind: u8, id: u64, body: &'a [u8] },
     /// The same, of so many bytes.
@@ -303,7 +303,7 @@ enum Step<'a> {
 }
 
 /// Reads the next step; at the end of the script there is none.
-fn next<'a>(script: &mut Reader<'a>) -> Option<Step<'a>> {
+fn next<'a>(script: &mut Reader<'a>) -> Option<FuzzStep<'a>> {
     let some = |script: &mut Reader<'a>, len: usize| script.bytes(len.min(script.left())).ok();
     let op = script.u8().ok()?;
     // The highest bits: the lane, and whether the payload is written out.
@@ -315,34 +315,34 @@ fn next<'a>(script: &mut Reader<'a>) -> Option<Step<'a>> {
             let id = u64::from(sequence) << 16 | u64::from(slot);
             let len = usize::from(script.u16().ok()?);
             match is_long {
-                true => Step::Long { lane, kind, id, len: (len * 17).min(MAX_DATA + 1) },
-                false => Step::Frame { lane, kind, id, body: some(script, len)? },
+                true => FuzzStep::Long { lane, kind, id, len: (len * 17).min(MAX_DATA + 1) },
+                false => FuzzStep::Frame { lane, kind, id, body: some(script, len)? },
             }
         }
         32 => {
             let len = usize::from(script.u8().ok()?);
-            Step::Bytes { lane, bytes: some(script, len)? }
+            FuzzStep::Bytes { lane, bytes: some(script, len)? }
         }
-        33 => Step::Reads { lane, reads: is_long },
-        34 => Step::Ends { lane },
-        35 => Step::Piece(1 + usize::from(script.u8().ok()?)),
-        36 => Step::Payload(17 + 64 * usize::from(script.u8().ok()?)),
-        own => Step::Own(own - 37, script.u8().ok()?),
+        33 => FuzzStep::Reads { lane, reads: is_long },
+        34 => FuzzStep::Ends { lane },
+        35 => FuzzStep::Piece(1 + usize::from(script.u8().ok()?)),
+        36 => FuzzStep::Payload(17 + 64 * usize::from(script.u8().ok()?)),
+        own => FuzzStep::Own(own - 37, script.u8().ok()?),
     })
 }
 
 impl Lanes {
     /// Does what every kind of lane knows.
-    fn take(&mut self, step: &Step<'_>) {
+    fn take(&mut self, step: &FuzzStep<'_>) {
         match *step {
-            Step::Frame { lane, kind, id, body } => self.fars[lane].frame(kind, id, body),
-            Step::Long { lane, kind, id, len } => self.fars[lane].frame(kind, id, &vec![FILLER; len]),
-            Step::Bytes { lane, bytes } => self.fars[lane].send(bytes),
-            Step::Reads { lane, reads } => self.fars[lane].reads = reads,
-            Step::Ends { lane } => self.fars[lane].ends = true,
-            Step::Piece(piece) => self.piece = piece,
-            Step::Payload(piece) => self.scope.piece = piece,
-            Step::Own(..) => {}
+            FuzzStep::Frame { lane, kind, id, body } => self.fars[lane].frame(kind, id, body),
+            FuzzStep::Long { lane, kind, id, len } => self.fars[lane].frame(kind, id, &vec![FILLER; len]),
+            FuzzStep::Bytes { lane, bytes } => self.fars[lane].send(bytes),
+            FuzzStep::Reads { lane, reads } => self.fars[lane].reads = reads,
+            FuzzStep::Ends { lane } => self.fars[lane].ends = true,
+            FuzzStep::Piece(piece) => self.piece = piece,
+            FuzzStep::Payload(piece) => self.scope.piece = piece,
+            FuzzStep::Own(..) => {}
         }
     }
 }
@@ -352,14 +352,14 @@ fn who(number: u8) -> Identity {
 }
 
 /// Memory, and what it held when nobody was to touch it any more.
-struct Watched {
+struct WatchedMemory {
     memory: Arc<Memory>,
     kept: Option<Vec<u8>>,
 }
 
-impl Watched {
+impl WatchedMemory {
     fn new(len: usize) -> Self {
-        Watched { memory: Arc::new(Memory::owned(vec![0; len])), kept: None }
+        WatchedMemory { memory: Arc::new(Memory::owned(vec![0; len])), kept: None }
     }
 
     fn content(&self) -> Vec<u8> {

@@ -8,7 +8,7 @@ use kvx_core::transport::RegionSpec;
 use kvx_core::wire::Reader;
 use kvx_core::{RegionId, RegionKey};
 
-use super::{LANES, Lanes, Step, Watched, next, who};
+use super::{FuzzStep, LANES, Lanes, WatchedMemory, next, who};
 use crate::tcp::conn::{Conn, Effect, Role};
 use crate::tcp::frames::{Frame, Header};
 use crate::tcp::memory::Served;
@@ -29,9 +29,9 @@ pub(crate) fn owner(bytes: &[u8]) {
 fn run(bytes: &[u8], seal: Seal) {
     let mut lanes =
         Lanes::new(seal, |key, lane| Role::Served(Box::new(ServedLane::new(key, who(3), LINK, lane))));
-    let mut regions: Vec<(Arc<Served>, Watched)> = (1..=REGIONS)
+    let mut regions: Vec<(Arc<Served>, WatchedMemory)> = (1..=REGIONS)
         .map(|number| {
-            let watched = Watched::new(number as usize * LEN);
+            let watched = WatchedMemory::new(number as usize * LEN);
             let (id, key) = (RegionId(number), RegionKey([number as u8; 16]));
             let spec = RegionSpec { id, key, memory: Arc::clone(&watched.memory) };
             (lanes.scope.shared.regions.add(spec, None), watched)
@@ -42,12 +42,12 @@ fn run(bytes: &[u8], seal: Seal) {
     while let Some(step) = next(&mut script) {
         lanes.take(&step);
         match step {
-            Step::Own(0, region) => {
+            FuzzStep::Own(0, region) => {
                 let (served, watched) = &mut regions[usize::from(region) % REGIONS as usize];
                 revoke(&mut lanes, served);
                 watched.keep();
             }
-            Step::Own(1, is_full) => set_room(&mut lanes, is_full & 1 == 0),
+            FuzzStep::Own(1, is_full) => set_room(&mut lanes, is_full & 1 == 0),
             _ => {}
         }
         if go_on(&mut lanes, &mut answers).is_err() {

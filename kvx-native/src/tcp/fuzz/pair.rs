@@ -12,7 +12,7 @@ use kvx_core::{Error, Kind, Memory, Op, RegionId, RegionKey, Ticket, TransferId}
 use kvx_testkit::Random;
 
 use super::initiator::{self, BLOCKS, DONE, OPEN, ORDERS, SLOTS, Slot};
-use super::{LANES, Lanes, Watched, owner, seals, who};
+use super::{LANES, Lanes, WatchedMemory, owner, seals, who};
 use crate::tcp::conn::Role;
 use crate::tcp::fetch::RequestLane;
 use crate::tcp::memory::Served;
@@ -51,7 +51,7 @@ struct Pair {
     /// Slots one of whose writes was given up: what it has sent may still arrive, later than the next one's.
     unsure: [bool; 4],
     owner: Lanes,
-    regions: Vec<(Arc<Served>, Watched)>,
+    regions: Vec<(Arc<Served>, WatchedMemory)>,
     /// Notifications that were sent, and those that were acknowledged.
     told: usize,
     acknowledged: Arc<std::sync::atomic::AtomicUsize>,
@@ -93,7 +93,7 @@ impl Pair {
         };
         for number in SOURCE..=SOURCE + SLOTS.len() as u64 {
             let block = if number == SOURCE { SLOTS[3] } else { SLOTS[(number - SOURCE - 1) as usize] };
-            let watched = Watched::new(BLOCKS as usize * block as usize);
+            let watched = WatchedMemory::new(BLOCKS as usize * block as usize);
             pair.fill(&watched.memory);
             let (id, key) = (RegionId(number), RegionKey([number as u8; 16]));
             let spec = RegionSpec { id, key, memory: Arc::clone(&watched.memory) };

@@ -12,7 +12,7 @@ use crate::stream;
 /// `CUmemcpyAttributes`.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Attributes {
+struct CopyAttributes {
     order: c_uint,
     from: [c_int; 2],
     to: [c_int; 2],
@@ -24,7 +24,7 @@ struct Batch {
     from: In<u64>,
     len: In<usize>,
     count: usize,
-    attributes: In<Attributes>,
+    attributes: In<CopyAttributes>,
     places: In<usize>,
     attribute_count: usize,
     stream: Handle,
@@ -58,7 +58,7 @@ extern "C" fn cuMemcpyBatchAsync(
     from: In<u64>,
     len: In<usize>,
     count: usize,
-    attributes: In<Attributes>,
+    attributes: In<CopyAttributes>,
     places: In<usize>,
     attribute_count: usize,
     failed: Out<usize>,
@@ -80,7 +80,7 @@ extern "C" fn cuMemcpyBatchAsync_v2(
     from: In<u64>,
     len: In<usize>,
     count: usize,
-    attributes: In<Attributes>,
+    attributes: In<CopyAttributes>,
     places: In<usize>,
     attribute_count: usize,
     stream: Handle,

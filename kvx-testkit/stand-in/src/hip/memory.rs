@@ -23,7 +23,7 @@ extern "C" fn hipFree(address: u64) -> c_int {
 
 /// `hipPointerAttribute_t`.
 #[repr(C)]
-struct Attributes {
+struct PointerAttributes {
     memory_type: c_int,
     ordinal: c_int,
     device_pointer: u64,
@@ -51,14 +51,14 @@ impl Types {
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn hipPointerGetAttributes(attributes: Out<Attributes>, address: u64) -> c_int {
+extern "C" fn hipPointerGetAttributes(attributes: Out<PointerAttributes>, address: u64) -> c_int {
     answer("hipPointerGetAttributes", || attributes.set(of_address(address)?))
 }
 
-fn of_address(address: u64) -> Answer<Attributes> {
+fn of_address(address: u64) -> Answer<PointerAttributes> {
     let types = Types::of(settings().hip_version);
     let memory = memory();
-    let nothing = Attributes {
+    let nothing = PointerAttributes {
         memory_type: 0,
         ordinal: current_ordinal(),
         device_pointer: 0,
@@ -68,14 +68,19 @@ fn of_address(address: u64) -> Answer<Attributes> {
     };
     if let Some((_, found)) = memory.around(address) {
         let ordinal = Maker::Hip.ordinal(found.device);
-        return Ok(Attributes { memory_type: types.device, ordinal, device_pointer: address, ..nothing });
+        return Ok(PointerAttributes {
+            memory_type: types.device,
+            ordinal,
+            device_pointer: address,
+            ..nothing
+        });
     }
     if memory.pinned_around(address).is_some() {
         let (device_pointer, host_pointer) = (address, address);
-        return Ok(Attributes { memory_type: types.host, device_pointer, host_pointer, ..nothing });
+        return Ok(PointerAttributes { memory_type: types.host, device_pointer, host_pointer, ..nothing });
     }
     let memory_type = types.unregistered.ok_or(Code::INVALID_VALUE)?;
-    Ok(Attributes { memory_type, ordinal: -2, ..nothing })
+    Ok(PointerAttributes { memory_type, ordinal: -2, ..nothing })
 }
 
 #[unsafe(no_mangle)]

@@ -10,8 +10,8 @@ use kvx::connector::engine::{BlockLists, RequestId, Then};
 use kvx::connector::params::TransferParams;
 use kvx::connector::runtime::{Connector, Decode, Fetch, Held, Lease, LoadError, Prefill, Released};
 use kvx::connector::wire::CompatibilityFactors;
-use kvx::{Error, Kind, Result};
-use kvx_testkit::{Holdings, HungPage};
+use kvx::{Error, Kind, MemoryKind, Result};
+use kvx_testkit::{Holdings, HungPage, TestDevice};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -36,6 +36,8 @@ pub(crate) struct Spec {
     pub(crate) config: Value,
     /// Keys of `kv_connector_extra_config`.
     pub(crate) extra: Value,
+    /// Its pools lie on a device, and peers see copies of them on the host.
+    pub(crate) on_device: bool,
     /// Its ranks are processes of their own.
     pub(crate) apart: bool,
     /// Variables of its process's environment.
@@ -201,7 +203,10 @@ impl Engine {
         if !spec.backends.is_empty() {
             config["kv_connector_extra_config"]["backends"] = json!(spec.backends);
         }
-        let mut surroundings = Surroundings::of_process();
+        if spec.on_device {
+            config["kv_buffer_device"] = json!("cpu");
+        }
+        let mut surroundings = Surroundings::of_process().gpu(spec.on_device);
         if spec.port > 0 {
             for variable in ["VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT"] {
                 surroundings = surroundings.variable(variable, spec.port.to_string());
@@ -218,8 +223,9 @@ impl Engine {
             .workers(spec.shape.tp, spec.shape.pp);
         let builder = if spec.port == 0 { builder.any_port() } else { builder };
         let connector = builder.build_blocking()?;
+        let device = spec.on_device.then(|| TestDevice::new(MemoryKind::Cuda));
         let register = |worker| {
-            let rank = RankMemory::new(&spec.shape, worker)?;
+            let rank = RankMemory::new(&spec.shape, worker, device.as_ref())?;
             let caches = rank.caches()?;
             connector.rank(worker)?.register(caches, [Arc::clone(&rank.memory)])?;
             Ok(rank)

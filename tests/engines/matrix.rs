@@ -41,6 +41,10 @@ pub(crate) fn cases() -> Vec<Case> {
             cases.push(Case::new(name, backend, if usual { Tier::Usual } else { Tier::Whole }, run));
         }
     }
+    for backend in ["SHM", "UCX", "LIBFABRIC", "RIXL", "MOONCAKE"] {
+        let tier = if backend == "SHM" { Tier::Usual } else { Tier::Whole };
+        cases.push(Case::new("copies_of_pools_on_devices_are_what_peers_see", backend, tier, on_devices));
+    }
     let asks: [(&str, fn(&str) -> Check); 8] = [
         ("prompts_of_any_length_are_written_to_who_asks", lengths),
         ("a_cached_prefix_is_not_asked_for", prefixes),
@@ -106,6 +110,25 @@ fn pushes(backend: &str) -> Check {
     let stages = Shape { pp: 2, ..Shape::default() };
     let (mut prefill, mut decode) = pushing_pair(backend, stages, Shape::default())?;
     load_all(&mut prefill, &mut decode, &[1, 16, 49])
+}
+
+/// From a device, to one, and between two, by each connector that the backend serves; turns there and back.
+fn on_devices(backend: &str) -> Check {
+    let connectors: &[fn(&str, &str) -> Spec] = match backend {
+        "MOONCAKE" => &[|id, backend| spec(id, &format!("{MOONCAKE}{backend}"))],
+        _ => &[spec, pushing],
+    };
+    for (from, to) in [(true, true), (true, false), (false, true)] {
+        for connector in connectors {
+            let start = |name: &str, tp, on_device| {
+                let shape = Shape { tp, ..Shape::default() };
+                Engine::start(Spec { shape, on_device, ..connector(name, backend) })
+            };
+            let (mut prefill, mut decode) = (start("prefill", 2, from)?, start("decode", 1, to)?);
+            load_all(&mut prefill, &mut decode, &[1, 16, 49])?;
+        }
+    }
+    Ok(())
 }
 
 /// In both modes.

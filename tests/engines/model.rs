@@ -6,8 +6,9 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use kvx::connector::engine::WorkerRank;
-use kvx::connector::mapping::{Caches, Heads, KvLayout, LayerCache};
+use kvx::connector::mapping::{Caches, Heads, KvLayout, LayerCache, MemoryType};
 use kvx::{Memory, Result};
+use kvx_testkit::TestDevice;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 use serde::{Deserialize, Serialize};
@@ -113,8 +114,13 @@ pub(crate) struct RankMemory {
 }
 
 impl RankMemory {
-    pub(crate) fn new(shape: &Shape, rank: WorkerRank) -> Result<Self> {
-        Ok(RankMemory::over(shape, rank, Memory::pool(RankMemory::len(shape, rank)).build()?))
+    pub(crate) fn new(shape: &Shape, rank: WorkerRank, device: Option<&Arc<TestDevice>>) -> Result<Self> {
+        let len = RankMemory::len(shape, rank);
+        let memory = match device {
+            Some(device) => device.allocate(len),
+            None => Memory::pool(len).build()?,
+        };
+        Ok(RankMemory::over(shape, rank, memory))
     }
 
     /// That of a rank in another process, which [adopts](RankMemory::adopt) the file.
@@ -149,7 +155,9 @@ impl RankMemory {
             let address = self.memory.address() + self.offset(at, 0, 0, 0) as u64;
             let heads = shape.heads.map_or(Heads::Replicated, Heads::Sharded);
             let (name, len) = (format!("model.layers.{at}.attn"), shape.block_len() as u64);
-            LayerCache::packed(name, address, shape.kernel_blocks(), len, heads)
+            let layer = LayerCache::packed(name, address, shape.kernel_blocks(), len, heads);
+            let on_host = self.memory.kind().is_host();
+            LayerCache { memory: if on_host { MemoryType::Dram } else { MemoryType::Vram }, ..layer }
         };
         let layout = if shape.heads_first { KvLayout::Lbhnc } else { KvLayout::Lbnhc };
         Caches::of_layers(

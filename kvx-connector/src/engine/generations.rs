@@ -38,6 +38,21 @@ pub(crate) struct Fresh {
     pub(crate) generation: u64,
 }
 
+/// A logical block that is computed on a device, and to be copied to the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Unsaved {
+    pub(crate) group: u32,
+    pub(crate) block: u32,
+    /// Its place in the request. Two contents of one block differ in this or in the request.
+    pub(crate) place: u32,
+}
+
+impl Unsaved {
+    pub(crate) fn key(self) -> (u32, u32) {
+        (self.group, self.block)
+    }
+}
+
 /// Not 32 hexadecimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NoReference;

@@ -134,7 +134,7 @@ impl BlockLists {
     }
 
     /// All numbers, the lowest first.
-    pub(super) fn ascending(&self) -> Vec<u32> {
+    pub(crate) fn ascending(&self) -> Vec<u32> {
         let mut all: Vec<_> = self.iter().collect();
         all.sort_unstable();
         all

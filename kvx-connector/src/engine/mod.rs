@@ -50,8 +50,8 @@ mod worker;
 pub use action::{Action, Connection, GroupMove, Move, MoveId, MoveLists, Part, ReadBlocks};
 pub use aggregate::{EngineOutput, OutputAggregator};
 pub use failure::{FailureKind, LoadFailure, TransferFailure};
-pub(crate) use generations::Fresh;
 pub use generations::{BlockReference, Generations, NoReference};
+pub(crate) use generations::{Fresh, Unsaved};
 pub use identity::{Address, BlockLists, EngineId, RequestId, WorkerRank};
 #[cfg(feature = "runtime")]
 pub(crate) use identity::{bare, is_loopback};

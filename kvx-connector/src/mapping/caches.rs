@@ -141,6 +141,16 @@ impl Caches {
         Caches { geometry: self.geometry.with_transposed_keys(), ..self }
     }
 
+    /// The same regions in memory of the host, each where `moved` says of its first address. Errors: what it says.
+    pub fn in_host_memory(&self, moved: impl Fn(u64) -> Result<u64>) -> Result<Self> {
+        let mut geometry = Geometry { device: 0, ..self.geometry.clone() };
+        for region in &mut geometry.regions {
+            region.base = moved(region.base)?;
+            region.memory = MemoryType::Dram;
+        }
+        Ok(Caches { geometry, heads: self.heads.clone() })
+    }
+
     /// The regions.
     pub fn geometry(&self) -> &Geometry {
         &self.geometry

@@ -14,8 +14,8 @@ use super::group::JoinAddress;
 use super::rank::Rank;
 use super::state::Shared;
 use crate::engine::{
-    Address, Allocation, Arrival, Ending, EngineId, Finished, Matched, NotLoaded, Outcome, RequestId,
-    Settings, Time, WorkerRank,
+    Address, Allocation, Arrival, BlockLists, Ending, EngineId, Finished, Matched, NotLoaded, Outcome,
+    RequestId, Settings, Time, WorkerRank,
 };
 
 /// How long a connector that is dropped without a shutdown takes to end what it has begun.
@@ -185,7 +185,17 @@ impl Connector {
         self.shared().wait(deadline.into())
     }
 
-    /// A request has ended, in whatever state it was.
+    /// So many tokens of a request are computed, on all workers, and their blocks stay as they are: the lists from the
+    /// first token on, as they are given to [`request_finished`](Self::request_finished). To be called for each chunk of
+    /// a long prompt: where peers see copies of the caches in memory of the host (`kv_buffer_device: cpu`), its whole
+    /// blocks are copied while the next chunk is computed, and `request_finished` waits for the rest alone. Otherwise,
+    /// and for requests of which nothing is kept for a peer, it does nothing. Does not wait.
+    pub fn computed(&self, request: &RequestId, blocks: &BlockLists, tokens: u32) {
+        self.shared().computed(request, blocks, tokens);
+    }
+
+    /// A request has ended, in whatever state it was. Waits where blocks that are kept for a peer are still to be hashed
+    /// (`kvx_digest`) or copied to the host (`kv_buffer_device: cpu`).
     pub fn request_finished(&self, request: &RequestId, ending: Ending) -> Finished {
         self.shared().request_finished(request, ending)
     }

@@ -145,7 +145,7 @@ impl Registered {
     }
 }
 
-fn covers(region: &KvRegion, group: u32, geometry: &Geometry) -> bool {
+pub(super) fn covers(region: &KvRegion, group: u32, geometry: &Geometry) -> bool {
     geometry.names_no_groups() || region.group.covers(group)
 }
 

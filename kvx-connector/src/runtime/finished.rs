@@ -22,12 +22,19 @@ pub(super) enum Abandoned {
 }
 
 impl Shared {
-    pub(super) fn request_finished(&self, request: &RequestId, ending: Ending) -> Finished {
+    pub(super) fn request_finished(self: &Arc<Self>, request: &RequestId, mut ending: Ending) -> Finished {
+        let saved = self.save_the_rest(request, &ending);
+        if !saved {
+            ending.status = Status::Failed;
+        }
         // Whoever publishes a block that another call is hashing waits for its digest.
         let publishes = self.digests() && !ending.blocks.is_empty();
         let _digesting = publishes.then(|| self.digesting.lock());
         let mut state = self.state.lock();
-        let finished = state.request_finished(self.clock.now(), request, ending, &self.setup.settings);
+        let mut finished = state.request_finished(self.clock.now(), request, ending, &self.setup.settings);
+        if !saved {
+            finished.withheld = Some("its blocks could not be copied to the host: the log says why");
+        }
         let fresh = state.published.as_mut().map(Published::take_fresh).unwrap_or_default();
         let ranks = state.ranks.iter().filter(|_| !fresh.is_empty());
         let ranks: Vec<_> =

@@ -46,6 +46,7 @@ mod finished;
 pub mod fuzz;
 mod group;
 mod half;
+mod host_copies;
 mod listening;
 mod metrics;
 mod mooncake;

@@ -36,6 +36,9 @@ impl Shared {
         cancel: Arc<Notify>,
     ) {
         let id = order.id;
+        if op == Op::Read {
+            self.copies_are_idle(rank).await;
+        }
         let is_gone = |error: &Error| is_gone(op, error);
         let resolve = |result| self.tell_half(rank, |half, now| half.move_resolved(now, id, result));
         match self.post(rank, op, order).await {

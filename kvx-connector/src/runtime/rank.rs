@@ -10,6 +10,7 @@ use kvx_core::{
 
 use super::connector::Connector;
 use super::digests::{DIGESTS, Digests};
+use super::host_copies::HostCopies;
 use super::push::Granted;
 use super::words::{Scratch, WORDS};
 use crate::engine::WorkerRank;
@@ -82,6 +83,8 @@ pub(super) struct Registered {
     regions: Vec<Region>,
     pub(super) words: Region,
     pub(super) digests: Option<Digests>,
+    /// Where the caches lie on a device and peers see copies of them.
+    pub(super) host_copies: Option<HostCopies>,
     /// What peers may write into for requests.
     granted: Mutex<Vec<Weak<Granted>>>,
     /// Read while blocks are finished or hashed: this process itself touches them then.
@@ -103,8 +106,9 @@ impl Registered {
             regions.push(agent.register(&format!("{POOL}{:x}", memory.address()), memory)?);
         }
         let finishing = tokio::sync::RwLock::new(());
-        let granted = Mutex::default();
-        let registered = Registered { agent, caches, scratch, regions, words, digests, granted, finishing };
+        let (granted, host_copies) = (Mutex::default(), None);
+        let registered =
+            Registered { agent, caches, scratch, regions, words, digests, host_copies, granted, finishing };
         for at in 0..registered.geometry().regions().len() {
             registered.place(at as u32)?;
         }
@@ -156,8 +160,9 @@ impl Registered {
         GridSet::of(placed.collect::<Result<Vec<_>>>()?)
     }
 
-    /// The memory once more, to be written into for one request.
+    /// The memory once more, to be written into for one request. May block.
     pub(super) fn grant(&self, request: u64) -> Result<Vec<Region>> {
+        self.host_copies.iter().for_each(HostCopies::wait_until_idle);
         let grant = |region: &Region| {
             let memory = Arc::clone(region.memory());
             self.agent.register(&format!("{GRANT}{request}@{:x}", memory.address()), memory)

@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 
+use kvx_config::BufferDevice;
 use kvx_core::{Agent, Completion, Deadline, DeviceAccess, Error, Kind, Memory, Result, Ticket};
 
 use super::group::{Away, Knowing, Lead};
 use super::half::Half;
+use super::host_copies::HostCopies;
 use super::listening::Listening;
 use super::rank::Registered;
 use super::state::{RankState, Shared, State};
@@ -28,8 +30,8 @@ pub(super) enum AnnouncedTo {
     /// Peers have, as the engine's registration of that number, where the side channel counts them; and what a
     /// MooncakeConnector says of them.
     Peers(Option<u64>, Option<Box<PullRequest>>),
-    /// The engine of this rank, in the same moment.
-    Engine(Vec<u8>),
+    /// The engine of this rank, in the same moment; and whether peers are told of copies on the host.
+    Engine(Vec<u8>, bool),
 }
 
 impl Shared {
@@ -132,8 +134,17 @@ impl Shared {
                 (agent, scratch)
             }
         };
+        // A backend that moves memory of devices through small buffers needs no copy of all of it.
+        let copied = self.setup.config.buffer_device() == BufferDevice::Cpu && !agent.stages_devices();
+        let copies = if copied { HostCopies::new(&caches, &memory)? } else { None };
+        let (host_copies, caches, memory) = match copies {
+            Some((copies, caches, memory)) => (Some(copies), caches, memory),
+            None => (None, caches, memory),
+        };
         let words = |agent: &Agent| agent.register(WORDS, words()?);
-        Registered::new((agent, scratch), caches, memory, self.digests(), words)
+        let mut registered = Registered::new((agent, scratch), caches, memory, self.digests(), words)?;
+        registered.host_copies = host_copies;
+        Ok(registered)
     }
 
     /// Takes caches that are registered into use. Errors: `Closed`, and they are given up with their agent.
@@ -148,9 +159,9 @@ impl Shared {
                 generation.into_iter().for_each(|generation| state.scheduler.registered(generation));
                 own
             }
-            AnnouncedTo::Engine(metadata) => {
+            AnnouncedTo::Engine(metadata, host_copies) => {
                 if let Some(head) = &state.head {
-                    head.say(ToHead::Registered(metadata));
+                    head.say(ToHead::Registered { metadata, host_copies });
                 }
                 None
             }

@@ -19,6 +19,7 @@ use super::closing::Shutdown;
 use super::connect::PeerLink;
 use super::group::{Away, Gathering, Granting, Lead};
 use super::half::Half;
+use super::host_copies::{Filling, Saving};
 use super::listening::Listening;
 use super::metrics::Metrics;
 use super::mooncake::Room;
@@ -74,6 +75,7 @@ pub(super) struct State {
     /// Of those that are over: to be ended.
     pub(super) spent: Vec<Arc<Granted>>,
     pub(super) last_grant: u64,
+    pub(super) saving: Saving,
     /// The same of all ranks, where some are in processes of their own.
     pub(super) granting: Granting,
     /// Registrations of loads that some worker has not started yet.
@@ -104,6 +106,7 @@ pub(super) struct RankState {
     pub(super) moves: HashMap<MoveId, Arc<Notify>>,
     /// Caches on their way back to the engine; a shutdown waits for them.
     pub(super) giving_back: Vec<GivingBack>,
+    pub(super) filling: Filling,
 }
 
 impl Shared {
@@ -149,6 +152,7 @@ impl Shared {
                 links: HashMap::new(),
                 moves: HashMap::new(),
                 giving_back: Vec::new(),
+                filling: Filling::default(),
             };
             Ok((rank, state))
         };
@@ -166,6 +170,7 @@ impl Shared {
             grants: HashMap::new(),
             spent: Vec::new(),
             last_grant: 0,
+            saving: Saving::default(),
             granting: Granting::default(),
             deferred: Vec::new(),
             raising: Vec::new(),
@@ -281,7 +286,7 @@ impl Shared {
             for order in &meta.receive {
                 state.traces.ordered(now, &order.request);
             }
-            rank.worker.start_load_kv(now, meta);
+            rank.begin(now, meta);
         }
         drop(guard);
         self.wake_up.notify_one();
@@ -292,7 +297,7 @@ impl Shared {
         let now = self.clock.now();
         let mut state = self.state.lock();
         if let Some(held) = state.ranks.get_mut(&rank) {
-            held.worker.start_load_kv(now, meta);
+            held.begin(now, meta);
         }
         drop(state);
         self.wake_up.notify_one();
@@ -416,15 +421,15 @@ impl State {
                 let cancelled = |order: &mut ReceiveOrder| meta.cancel.contains(&order.request);
                 meta.receive.extend(pending.receive.extract_if(.., cancelled));
             }
-            held.worker.start_load_kv(now, meta);
+            held.begin(now, meta);
         }
     }
 
     /// What the workers have to tell goes through the scheduler to whoever waits. Says whether the engine has news, and
     /// who is to be woken.
     pub(super) fn collect(&mut self, now: Time) -> (bool, Vec<Waker>) {
-        let outputs =
-            self.ranks.values_mut().enumerate().map(|(at, held)| (at, held.worker.get_finished(now)));
+        let outputs = self.ranks.iter_mut().enumerate();
+        let outputs = outputs.map(|(at, (rank, held))| (at, held.take_said(*rank, now)));
         let mut outputs: Vec<_> = outputs.filter(|(_, output)| !output.is_empty()).collect();
         if self.head.is_some() {
             let over = outputs.iter().flat_map(|(_, output)| &output.finished_recving);

@@ -90,6 +90,10 @@ pub(super) async fn drive(shared: &Arc<Shared>) {
         for (rank, action) in turn.mooncake {
             mooncake::act(shared, rank, action);
         }
+        for due in turn.due {
+            let shared = Arc::clone(shared);
+            tokio::task::spawn_blocking(move || shared.fill(due));
+        }
         if let Some(closing) = turn.closing {
             tokio::spawn(close(Arc::clone(shared), closing));
         }

@@ -11,6 +11,7 @@ use tracing::Span;
 use super::closing::Closing;
 use super::connect::PeerLink;
 use super::half::Half;
+use super::host_copies::Due;
 use super::push::Granted;
 use super::rank::Registered;
 use super::state::{RankState, Shared};
@@ -26,6 +27,8 @@ pub(super) struct Turn {
     pub(super) spent: Vec<Arc<Granted>>,
     /// Ranks elsewhere that want to know what may be written into for a request.
     pub(super) wanted: Vec<(WorkerRank, RequestId)>,
+    /// Loaded blocks that are to be copied to the device.
+    pub(super) due: Vec<Due>,
     pub(super) next: Option<Instant>,
     pub(super) closing: Option<Closing>,
     pub(super) over: bool,
@@ -44,6 +47,7 @@ impl Shared {
         let spent = std::mem::take(&mut state.spent);
         let mut turn = Turn { over: state.over.is_some(), unheard, spent, ..Turn::default() };
         for (rank, held) in &mut state.ranks {
+            turn.due.append(&mut held.take_due());
             while let Some(action) = held.next_action() {
                 match action {
                     WorkerAction::Either(Action::Cancel { id }) => {

@@ -142,6 +142,11 @@ impl Published {
         self.requests.insert(request, blocks);
     }
 
+    /// Whether peers may read a block, of whichever group.
+    pub(super) fn is_published(&self, block: u32) -> bool {
+        self.readers.contains_key(&block)
+    }
+
     /// The blocks that have been published since the last call and had no digests.
     pub(super) fn take_fresh(&mut self) -> Vec<Fresh> {
         std::mem::take(&mut self.fresh)

@@ -11,7 +11,7 @@ use super::step::{
     MAX_GROUPS, MAX_STEP, duration, read_duration, read_flag, read_rank, read_reason, read_request, reason,
     record,
 };
-use crate::engine::{ConnectorMeta, Fresh, PoolBlocks, RequestId, WorkerOutput, WorkerRank};
+use crate::engine::{ConnectorMeta, Fresh, PoolBlocks, RequestId, Unsaved, WorkerOutput, WorkerRank};
 
 /// The longest message of either side.
 pub(crate) const MAX_MESSAGE: usize = MAX_STEP + 1;
@@ -20,8 +20,8 @@ const MAX_TEXT: usize = 1 << 20;
 /// The most blocks of a pool: eight bytes are kept of each.
 const MAX_BLOCKS: u32 = 1 << 24;
 
-/// The most blocks whose digests are asked for at once.
-pub(crate) const MAX_DIGESTS: usize = 1 << 16;
+/// The most blocks whose digests, or copies, are asked for at once.
+pub(crate) const MAX_ASKED: usize = 1 << 16;
 /// The most blocks whose words are raised at once.
 pub(crate) const MAX_RAISED: usize = 1 << 16;
 
@@ -42,6 +42,9 @@ pub(crate) enum ToRank {
     End(Duration),
     /// Blocks that are about to be published: the rank writes their digests, and says so by this number.
     Digest { number: u64, fresh: Vec<Fresh> },
+    /// Blocks of a request, itself a number, that are to be copied to the host; `early`: before it ends. The rank says
+    /// so by this number.
+    Save { number: u64, of: u64, early: bool, blocks: Vec<Unsaved> },
     /// What may be written into for this request is asked for.
     Grant(RequestId),
     /// What may be written into for a request, on all ranks; or why nothing may.
@@ -71,16 +74,16 @@ pub(crate) enum ToHead {
     Hello { version: String, rank: WorkerRank },
     /// The blocks of the caches that are to be registered.
     Pool(PoolBlocks),
-    /// They are: the metadata that peers are told.
-    Registered(Vec<u8>),
+    /// They are: the metadata that peers are told, and whether they are told of copies on the host.
+    Registered { metadata: Vec<u8>, host_copies: bool },
     /// What has happened.
     Output(WorkerOutput),
     /// It lives.
     Alive,
     /// It has ended. Without a reason: nothing touches its memory any more.
     Ended(Option<String>),
-    /// The digests that were asked for by this number are written.
-    Digested(u64),
+    /// What was asked for by this number is done: digests are written, or blocks copied. Or why it is not.
+    Done { number: u64, failed: Option<String> },
     /// What peers may write into for a request, of this rank; or why nothing may.
     Granted { request: RequestId, told: Result<Vec<Vec<u8>>, String> },
     /// What peers may write into for a request, of all ranks, is asked for.
@@ -126,6 +129,18 @@ impl ToRank {
                 writer.unsigned(*stamp);
                 writer.list(blocks, |writer, block| writer.unsigned((*block).into()));
             }),
+            ToRank::Save { number, of, early, blocks } => message(11, |writer| {
+                writer.array(4);
+                writer.unsigned(*number);
+                writer.unsigned(*of);
+                writer.unsigned((*early).into());
+                writer.list(blocks, |writer, Unsaved { group, block, place }| {
+                    writer.array(3);
+                    for number in [*group, *block, *place] {
+                        writer.unsigned(number.into());
+                    }
+                });
+            }),
             ToRank::Digest { number, fresh } => message(6, |writer| {
                 writer.array(2);
                 writer.unsigned(*number);
@@ -145,7 +160,7 @@ impl ToRank {
         if kind == 4 {
             return ConnectorMeta::decode(body).map(ToRank::Step);
         }
-        let longest = if matches!(kind, 6 | 8 | 10) { MAX_STEP } else { MAX_TEXT };
+        let longest = if matches!(kind, 6 | 8 | 10 | 11) { MAX_STEP } else { MAX_TEXT };
         let mut reader = Reader::new(WHAT, body, longest)?;
         let message = match kind {
             0 => ToRank::Welcome(reader.owned_text()?),
@@ -156,7 +171,7 @@ impl ToRank {
             6 => {
                 record(&mut reader, 2)?;
                 let number = reader.unsigned()?;
-                ToRank::Digest { number, fresh: reader.list(MAX_DIGESTS, read_fresh)? }
+                ToRank::Digest { number, fresh: reader.list(MAX_ASKED, read_fresh)? }
             }
             7 => ToRank::Grant(read_request(&mut reader)?),
             8 => {
@@ -170,6 +185,12 @@ impl ToRank {
                 record(&mut reader, 3)?;
                 let (number, stamp) = (reader.unsigned()?, reader.unsigned()?);
                 ToRank::Raise { number, stamp, blocks: reader.list(MAX_RAISED, Reader::unsigned_32)? }
+            }
+            11 => {
+                record(&mut reader, 4)?;
+                let (number, of) = (reader.unsigned()?, reader.unsigned()?);
+                let early = read_flag(&mut reader)?;
+                ToRank::Save { number, of, early, blocks: reader.list(MAX_ASKED, read_unsaved)? }
             }
             other => return Err(reader.malformed(format_args!("{other} names no message"))),
         };
@@ -197,14 +218,22 @@ impl ToHead {
                     writer.unsigned((*blocks).into());
                 }
             }),
-            ToHead::Registered(metadata) => message(2, |writer| writer.binary(metadata)),
+            ToHead::Registered { metadata, host_copies } => message(2, |writer| {
+                writer.array(2);
+                writer.binary(metadata);
+                writer.unsigned((*host_copies).into());
+            }),
             ToHead::Output(output) => {
                 let output = output.encode()?;
                 message(3, |writer| writer.raw(&output))
             }
             ToHead::Alive => message(4, |_| ()),
             ToHead::Ended(why) => message(5, |writer| writer.optional(why.as_deref(), reason)),
-            ToHead::Digested(number) => message(6, |writer| writer.unsigned(*number)),
+            ToHead::Done { number, failed } => message(6, |writer| {
+                writer.array(2);
+                writer.unsigned(*number);
+                writer.optional(failed.as_deref(), reason);
+            }),
             ToHead::Granted { request, told } => message(7, |writer| {
                 writer.array(3);
                 writer.text(request.as_str());
@@ -237,10 +266,17 @@ impl ToHead {
                 check_blocks(&reader, pool.most())?;
                 ToHead::Pool(pool)
             }
-            2 => ToHead::Registered(reader.binary()?.to_vec()),
+            2 => {
+                record(&mut reader, 2)?;
+                let metadata = reader.binary()?.to_vec();
+                ToHead::Registered { metadata, host_copies: read_flag(&mut reader)? }
+            }
             4 => ToHead::Alive,
             5 => ToHead::Ended(reader.optional(read_reason)?),
-            6 => ToHead::Digested(reader.unsigned()?),
+            6 => {
+                record(&mut reader, 2)?;
+                ToHead::Done { number: reader.unsigned()?, failed: reader.optional(read_reason)? }
+            }
             7 => {
                 record(&mut reader, 3)?;
                 let request = read_request(&mut reader)?;
@@ -297,6 +333,11 @@ fn read_fresh(reader: &mut Reader<'_>) -> Result<Fresh> {
         pool: reader.unsigned()?,
         generation: reader.unsigned()?,
     })
+}
+
+fn read_unsaved(reader: &mut Reader<'_>) -> Result<Unsaved> {
+    record(reader, 3)?;
+    Ok(Unsaved { group: reader.unsigned_32()?, block: reader.unsigned_32()?, place: reader.unsigned_32()? })
 }
 
 fn message(kind: u8, value: impl FnOnce(&mut Writer)) -> Result<Vec<u8>> {

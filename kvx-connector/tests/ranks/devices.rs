@@ -2,15 +2,18 @@
 
 use std::ffi::OsString;
 use std::path::Path;
+use std::time::Instant;
 
 use kvx_config::{KvTransferConfig, Surroundings};
+use kvx_connector::engine::{Arrival, Ending, Status};
+use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{Builder, Released};
 use kvx_testkit::Child;
 
-use crate::fleet::{Fleet, extra, heard, rank, spec};
+use crate::fleet::{Fleet, extra, rank, spec};
 use crate::loads::prompts_arrive;
 use crate::rank::VARIABLE;
-use crate::rig::{BLOCK, BLOCKS, CUDA, LIMIT, POOL, built};
+use crate::rig::{BLOCK, BLOCKS, CUDA, LIMIT, POOL, built, lists};
 
 /// `cargo xtask gpu` takes them by the word they share.
 pub(crate) const CASES: &[(&str, fn(&str))] = &[
@@ -21,11 +24,16 @@ pub(crate) const CASES: &[(&str, fn(&str))] = &[
     ("on_devices_ranks_write_and_are_written_to", on_devices_ranks_write_and_are_written_to),
 ];
 
-/// What SHM does and refuses, TCP beside it or not.
+/// What SHM does and refuses, TCP beside it or alone.
 pub(crate) const OF_SHM: &[(&str, fn(&str))] = &[
     ("on_devices_shm_alone_reads_none_into_the_host", on_devices_shm_alone_reads_none_into_the_host),
     ("on_devices_bytes_go_through_buffers_of_the_host", on_devices_bytes_go_through_buffers_of_the_host),
-    ("on_devices_no_rank_is_without_buffers_of_the_host", on_devices_no_rank_is_without_buffers_of_the_host),
+    ("on_devices_peers_see_copies_on_the_host", on_devices_peers_see_copies_on_the_host),
+    ("on_devices_chunks_are_copied_before_the_end", on_devices_chunks_are_copied_before_the_end),
+    (
+        "on_devices_nobody_hears_of_what_a_lost_rank_copied",
+        on_devices_nobody_hears_of_what_a_lost_rank_copied,
+    ),
 ];
 
 /// Opens memory of another process.
@@ -127,8 +135,8 @@ fn on_devices_shm_alone_reads_none_into_the_host(backend: &str) {
 }
 
 /// Two ranks are read by one; how often their processes called these functions of the stand-in.
-fn calls_of_a_load(buffer: &str) -> [u64; 2] {
-    let fleet = |side| fleet(side, BOTH, buffer);
+fn calls_of_a_load(extra: &str, buffer: &str) -> [u64; 2] {
+    let fleet = |side| fleet(side, extra, buffer);
     let (mut prefill, mut decode) = (fleet(on_device("prefill", 2)), fleet(on_device("decode", 1)));
     // The second time the blocks hold something else.
     for round in 1..=2 {
@@ -148,21 +156,69 @@ fn calls_of_a_load(buffer: &str) -> [u64; 2] {
     calls
 }
 
-/// SHM, which is tried first, would move them from device to device.
+/// SHM, which is tried first, would move them from device to device. TCP has buffers; with SHM there are copies.
 fn on_devices_bytes_go_through_buffers_of_the_host(_: &str) {
-    let ([opened, _], [staged_opened, buffers]) = (calls_of_a_load(CUDA), calls_of_a_load("cpu"));
+    let [opened, _] = calls_of_a_load(BOTH, CUDA);
+    let ways = [extra("TCP"), BOTH.to_owned()].map(|extra| calls_of_a_load(&extra, "cpu"));
     if is_stand_in() {
         assert!(opened > 0, "no rank has opened another's memory");
-        assert!(staged_opened == 0 && buffers >= 3, "{staged_opened} times opened, {buffers} buffers");
+        for [opened, buffers] in ways {
+            assert!(opened == 0 && buffers >= 3, "{opened} times opened, {buffers} buffers");
+        }
     }
 }
 
-/// If the configuration asks for them.
-fn on_devices_no_rank_is_without_buffers_of_the_host(backend: &str) {
-    let builder = builder("NixlConnector", "decode", &extra(backend), "cpu");
-    let (decode, whole) = Fleet::awaited(builder, "decode", 1, LIMIT);
-    let said = heard(&rank_on_device(&decode.path, 0, 1));
-    assert!(said.contains("kv_buffer_device is cpu, and SHM"), "{said}");
-    let error = whole.wait(LIMIT).unwrap_err();
-    assert!(error.to_string().contains("rank pp 0 tp 0"), "{error}");
+/// Engines whose ranks have copies on the host, if they lie on devices.
+fn copied(connector: &str, (engine, tp, start): Side, backend: &str) -> Fleet {
+    Fleet::of_ranks(builder(connector, engine, &extra(backend), "cpu"), engine, tp, start)
+}
+
+/// SHM alone reads no device into the host, and would refuse these.
+fn on_devices_peers_see_copies_on_the_host(backend: &str) {
+    let pulled = |from: Side, to: Side| {
+        prompts_arrive(copied("NixlConnector", from, backend), copied("NixlConnector", to, backend));
+    };
+    pulled(on_device("prefill", 2), on_device("decode", 1));
+    pulled(on_device("prefill", 1), in_host_memory("decode", 2));
+    pulled(in_host_memory("prefill", 2), on_device("decode", 1));
+    let pushed = |side| copied("NixlPushConnector", side, backend);
+    prompts_arrive(pushed(on_device("prefill", 2)), pushed(on_device("decode", 1)));
+}
+
+/// The engine says so, and its ranks copy them meanwhile; with digests.
+fn on_devices_chunks_are_copied_before_the_end(_: &str) {
+    let extra = r#"{"backends": ["SHM"], "kvx_digest": true}"#;
+    let fleet = |(engine, tp, start): Side| {
+        Fleet::of_ranks(builder("NixlConnector", engine, extra, "cpu"), engine, tp, start)
+    };
+    let (mut prefill, mut decode) = (fleet(on_device("prefill", 2)), fleet(on_device("decode", 1)));
+    let (request, tokens, here, there) = ("r".into(), 3 * BLOCK + 2, [5, 6, 8, 9], [1, 2, 3, 4]);
+    let asked = TransferParams::ask_prefill();
+    let arrival = Arrival { request: &request, prompt_tokens: tokens, params: Some(&asked), deadline: None };
+    prefill.connector.on_new_request(arrival).unwrap();
+    prefill.compute(1, &here, tokens);
+    prefill.connector.computed(&request, &lists(&here[..2]), 2 * BLOCK);
+    // Whoever had copied the rest early would have this.
+    prefill.compute(2, &[7, 7, 8, 9], tokens);
+    prefill.compute(1, &here, tokens);
+    let blocks = lists(&here);
+    let status = Status::LengthCapped;
+    let ending = Ending { status, blocks, computed: tokens, cached: None, reference: None };
+    let params = prefill.connector.request_finished(&request, ending).params.unwrap();
+    decode.fetch("d", &params, &there, LIMIT).outcome().unwrap();
+    assert_eq!(decode.wrong(1, &there, 0..tokens), 0);
+    prefill.end();
+    decode.end();
+}
+
+fn on_devices_nobody_hears_of_what_a_lost_rank_copied(backend: &str) {
+    let mut prefill = copied("NixlConnector", on_device("prefill", 2), backend);
+    prefill.compute(1, &[5], BLOCK);
+    prefill.ranks[1].stop().unwrap();
+    let began = Instant::now();
+    let error = prefill.publish("r", &[5], BLOCK).unwrap_err();
+    assert!(began.elapsed() < 3 * LIMIT, "{:?}", began.elapsed());
+    let said = error.to_string();
+    assert!(said.contains("could not be copied to the host") || said.contains("is not there"), "{said}");
+    drop(prefill);
 }

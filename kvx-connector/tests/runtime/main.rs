@@ -4,6 +4,7 @@
 mod digests;
 mod endings;
 mod faces;
+mod host_copies;
 mod mooncake;
 mod pushes;
 mod rig;

@@ -11,7 +11,7 @@ use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{Builder, Connector, Decode, Loaded, Prefill, Rank, Released};
 use kvx_connector::wire::CompatibilityFactors;
 use kvx_core::{Memory, Registry};
-use kvx_testkit::Hosts;
+use kvx_testkit::{Hosts, TestDevice};
 
 /// Tokens of a block.
 pub(crate) const BLOCK: u32 = 16;
@@ -103,13 +103,18 @@ pub(crate) fn pool(tp: u32) -> Arc<Memory> {
 }
 
 pub(crate) fn pool_of(tp: u32, blocks: u32) -> Arc<Memory> {
-    let len = LAYERS * u64::from(blocks) * u64::from(HEADS / tp * BLOCK) * CONTENT;
+    let len = len_of(tp, blocks);
     let on_device = std::env::var(POOL).is_ok_and(|pool| pool == CUDA);
     Arc::new(if on_device {
-        kvx_cuda::devices().unwrap()[0].pool(len as usize).build().unwrap()
+        kvx_cuda::devices().unwrap()[0].pool(len).build().unwrap()
     } else {
-        Memory::pool(len as usize).build().unwrap()
+        Memory::pool(len).build().unwrap()
     })
+}
+
+/// Bytes of a pool of so many blocks.
+fn len_of(tp: u32, blocks: u32) -> usize {
+    LAYERS as usize * blocks as usize * (HEADS / tp * BLOCK) as usize * CONTENT as usize
 }
 
 impl Engine {
@@ -155,13 +160,35 @@ impl Engine {
         Self::sized(built(&config), 1, blocks)
     }
 
+    /// One whose pools lie on a device, and whose peers see copies of them on the host.
+    pub(crate) fn on_device(
+        device: &Arc<TestDevice>,
+        connector: &str,
+        engine: &str,
+        extra: &str,
+        tp: u32,
+    ) -> Self {
+        let json = format!(
+            r#"{{"kv_connector": "{connector}", "kv_role": "kv_both", "engine_id": "{engine}",
+                 "kv_buffer_device": "cpu", "kv_connector_extra_config": {extra}}}"#
+        );
+        let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", host()).gpu(true);
+        let builder = built(&KvTransferConfig::from_json(&json, &surroundings).unwrap());
+        let pool = || Arc::new(device.allocate(len_of(tp, BLOCKS)));
+        Self::with(builder, (0..tp).map(|_| pool()).collect(), BLOCKS)
+    }
+
     pub(crate) fn of(builder: Builder, tp: u32) -> Self {
         Self::sized(builder, tp, BLOCKS)
     }
 
     fn sized(builder: Builder, tp: u32, blocks: u32) -> Self {
+        Self::with(builder, (0..tp).map(|_| pool_of(tp, blocks)).collect(), blocks)
+    }
+
+    fn with(builder: Builder, pools: Vec<Arc<Memory>>, blocks: u32) -> Self {
+        let tp = pools.len() as u32;
         let connector = builder.workers(tp, 1).build_blocking().unwrap();
-        let pools: Vec<_> = (0..tp).map(|_| pool_of(tp, blocks)).collect();
         let ranks = pools.iter().zip(0..).map(|(pool, rank)| {
             let rank = connector.rank(WorkerRank { pp: 0, tp: rank }).unwrap();
             rank.register(caches(pool, tp), [Arc::clone(pool)]).unwrap()

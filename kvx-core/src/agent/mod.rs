@@ -164,6 +164,12 @@ impl Agent {
         &self.0.inner.not_open
     }
 
+    /// Whether each open backend moves memory of devices through buffers of the host, as
+    /// [`Builder::stage_device_memory`] has it.
+    pub fn stages_devices(&self) -> bool {
+        self.0.inner.transports.iter().all(|open| open.transport.stages_devices())
+    }
+
     /// Whether an open backend reaches memory of this kind: [`register`](Self::register) has somebody to ask.
     pub fn reaches(&self, kind: MemoryKind) -> bool {
         let local = |open: &Open| open.transport.capabilities().local.contains(kind);

@@ -177,6 +177,38 @@ impl OnDevice {
         Ok(())
     }
 
+    /// Copies ranges between this device and memory of the host that is registered too, and waits.
+    ///
+    /// # Safety
+    /// Each piece names memory of this device that the owner keeps, and memory that `host` keeps.
+    pub(super) unsafe fn exchange(
+        &self,
+        direction: Direction,
+        pieces: &[Piece],
+        host: &Arc<Memory>,
+        longest: Duration,
+    ) -> Result<()> {
+        let (completion, ticket) = Completion::with_ticket();
+        // SAFETY: the caller's promise; both sides are kept for ever if the device does not say that it is done.
+        unsafe { self.access.copy(direction, pieces, ticket) };
+        let ended = completion.wait(longest);
+        let bytes = pieces.iter().map(|piece| piece.len).sum();
+        ended.map_err(|error| self.kept(&error, bytes, longest, Arc::clone(host)).unwrap_or(error))
+    }
+
+    /// What is said of a copy that may go on for ever, whose memory nobody frees then. `None`: it has ended.
+    fn kept<T: 'static>(&self, error: &Error, len: usize, longest: Duration, host: T) -> Option<Error> {
+        let late = match error.kind() {
+            Kind::TimedOut => format!("has not copied {len} bytes within {longest:?}: see whether it hangs"),
+            Kind::Forgotten => format!("lost the copy of {len} bytes: report this as a bug of its access"),
+            _ => return None,
+        };
+        kept::note(len as u64, "device memory", "a device has not ended a copy");
+        std::mem::forget((Arc::clone(&self.owner), host));
+        let why = format!("the device {late}; the memory on both sides is never freed");
+        Some(Error::new(error.kind(), why))
+    }
+
     /// One copy by a buffer that can be left to the device, should it not say in time that it is done.
     unsafe fn part(
         &self,
@@ -190,24 +222,17 @@ impl OnDevice {
         // SAFETY: the caller's promise for the device's side; the host's is a buffer that is freed below, once the
         // ticket has settled, and else never.
         unsafe { self.access.copy(direction, &[Piece { device, host: host.cast(), len }], ticket) };
-        let ended = completion.wait(longest);
-        let late = |error: &Error| match error.kind() {
-            Kind::TimedOut => format!("has not copied {len} bytes within {longest:?}: see whether it hangs"),
-            _ => format!("lost the copy of {len} bytes: report this as a bug of its access"),
-        };
-        match ended {
-            Err(error) if matches!(error.kind(), Kind::TimedOut | Kind::Forgotten) => {
-                kept::note(len as u64, "device memory", "a device has not ended a copy");
-                std::mem::forget(Arc::clone(&self.owner));
-                let why = format!("the device {}; the memory on both sides is never freed", late(&error));
-                Err(Error::new(error.kind(), why))
+        if let Err(error) = completion.wait(longest) {
+            // A buffer that is left to the device is a pointer, and so never freed.
+            if let Some(late) = self.kept(&error, len, longest, ()) {
+                return Err(late);
             }
-            ended => {
-                // SAFETY: it came from `into_raw`, and the device is done with it.
-                let buffer = unsafe { Box::from_raw(host) };
-                ended.map(|()| buffer)
-            }
+            // SAFETY: it came from `into_raw`, and the device is done with it.
+            drop(unsafe { Box::from_raw(host) });
+            return Err(error);
         }
+        // SAFETY: as above.
+        Ok(unsafe { Box::from_raw(host) })
     }
 }
 

@@ -11,6 +11,7 @@ use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 pub use bytes::copy_shared;
 #[cfg(unix)]
@@ -305,6 +306,43 @@ impl Memory {
         // SAFETY: as in `copy_in`.
         unsafe { copy_shared(self.as_ptr().add(offset), bytes.as_mut_ptr(), bytes.len()) };
         Ok(())
+    }
+
+    /// Copies ranges of this memory, which lies on a device, from or to the same ranges of `host`, which the device
+    /// reaches at full speed if its [`DeviceAccess::pinned`] made it. Waits for at most `longest`: a device that hangs
+    /// then is `TimedOut`, and neither memory is ever freed. Other errors: `OutOfBounds`, `Denied` for memory that may
+    /// only be read, `Unsupported` unless this is memory of a device and that is of the host, what the device says.
+    pub fn exchange(
+        &self,
+        direction: Direction,
+        host: &Arc<Memory>,
+        ranges: &[Range<usize>],
+        longest: Duration,
+    ) -> Result<()> {
+        let Backing::Device(device) = &self.backing else {
+            let why = format!("{} memory is copied by copy_in and copy_out", self.kind);
+            return Err(Error::new(Kind::Unsupported, why));
+        };
+        if !host.kind.is_host() {
+            return Err(Error::new(
+                Kind::Unsupported,
+                "two devices: one of two memories is to be of the host",
+            ));
+        }
+        match direction {
+            Direction::ToDevice => self.check_writable()?,
+            Direction::ToHost => host.check_writable()?,
+        }
+        let mut pieces = Vec::with_capacity(ranges.len());
+        for range in ranges {
+            let len = range.len();
+            self.check(range.start, len)?;
+            host.check(range.start, len)?;
+            let there = host.as_ptr().wrapping_add(range.start);
+            pieces.push(Piece { device: self.base + range.start as u64, host: there, len });
+        }
+        // SAFETY: the ranges were checked; this memory's owner keeps the one side, `host` the other.
+        unsafe { device.exchange(direction, &pieces, host, longest) }
     }
 
     /// The bytes of `range`, in place.

@@ -62,6 +62,19 @@ pub struct Finished {
     pub withheld: Option<&'static str>,
 }
 
+impl Publishes {
+    /// Whether blocks are kept after such an end.
+    fn after(self, status: Status) -> bool {
+        match self {
+            Publishes::Nothing => false,
+            Publishes::ForTransfer => status == Status::LengthCapped,
+            Publishes::ForDecode | Publishes::ForNextTurn => {
+                matches!(status, Status::LengthCapped | Status::Stopped)
+            }
+        }
+    }
+}
+
 impl Scheduler {
     /// A request has ended, in whatever state it was. An engine with one KV cache group calls the same method.
     pub fn request_finished(&mut self, now: Time, request: &RequestId, ending: Ending) -> Finished {
@@ -73,13 +86,8 @@ impl Scheduler {
             }
             return Finished { delay_free: true, ..Finished::default() };
         }
-        let normal = match publishes {
-            Publishes::ForTransfer => ending.status == Status::LengthCapped,
-            _ => matches!(ending.status, Status::LengthCapped | Status::Stopped),
-        };
         let finished = match publishes {
-            Publishes::Nothing => Finished::default(),
-            _ if !normal => Finished::default(),
+            _ if !publishes.after(ending.status) => Finished::default(),
             _ => match self.publish(now, request, publishes, ending) {
                 Ok(params) => Finished { delay_free: true, params, withheld: None },
                 Err(why) => Finished { withheld: Some(why), ..Finished::default() },
@@ -89,6 +97,16 @@ impl Scheduler {
             self.next.dropped.push(request.clone());
         }
         finished
+    }
+
+    /// Whether blocks of a request are kept for a peer if it ends like this.
+    pub(crate) fn would_publish(&self, request: &RequestId, status: Status) -> bool {
+        self.requests.get(request).is_some_and(|entry| entry.publishes.after(status))
+    }
+
+    /// Whether a request is known, and nothing of it is kept for a peer.
+    pub(crate) fn keeps_nothing_of(&self, request: &RequestId) -> bool {
+        self.requests.get(request).is_some_and(|entry| entry.publishes == Publishes::Nothing)
     }
 
     /// The engine takes back blocks that it keeps for a peer, whoever still wants them. True: it frees them itself, and

@@ -9,20 +9,25 @@ use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::mpsc::{self, Receiver, Sender};
 use tokio::sync::oneshot;
 
+use super::super::host_copies::When;
 use super::super::slot::Slot;
 use super::super::words::Raised;
 use super::granting::refused;
 use crate::engine::{
-    BlockLists, ConnectorMeta, FailedLoad, Fresh, Kept, LoadFailure, RequestId, WorkerOutput, WorkerRank,
+    BlockLists, ConnectorMeta, FailedLoad, Fresh, Kept, LoadFailure, RequestId, Unsaved, WorkerOutput,
+    WorkerRank,
 };
 use crate::wire::NixlAgentMetadata;
-use crate::wire::group::{MAX_DIGESTS, MAX_RAISED, ToRank};
+use crate::wire::group::{MAX_ASKED, MAX_RAISED, ToRank};
 
 /// A rank that has not read so many messages is lost. What they hold is shared with the scheduler's half.
 const BACKLOG: usize = 1 << 16;
 
 /// A message to a rank, and the file beside it.
 pub(super) type Down = (ToRank, Option<OwnedFd>);
+
+/// Hears when a rank has done what it was asked for, or why it does not.
+pub(in crate::runtime) type Task = Arc<Slot<Result<(), String>>>;
 
 /// A process that wants to be a rank.
 pub(super) struct Newcomer {
@@ -39,7 +44,7 @@ enum RankStage {
     /// It has, and has not registered its caches.
     Joined { process: Arc<str> },
     /// Its caches are registered.
-    Registered { process: Arc<str>, metadata: Box<NixlAgentMetadata> },
+    Registered { process: Arc<str>, metadata: Box<NixlAgentMetadata>, host_copies: bool },
     /// It has given them back, and has not registered others.
     GaveBack { process: Arc<str> },
     /// It is gone, and does not come back. `proven`: its process touches no memory any more.
@@ -65,9 +70,9 @@ pub(in crate::runtime) struct Away {
     loads: BTreeMap<RequestId, BlockLists>,
     sends: BTreeSet<RequestId>,
     said: WorkerOutput,
-    /// Digests that it writes, by the numbers that it was asked by.
-    digesting: BTreeMap<u64, Arc<Slot<()>>>,
-    last_digesting: u64,
+    /// Digests that it writes and blocks that it copies, by the numbers that it was asked by.
+    tasks: BTreeMap<u64, Task>,
+    last_task: u64,
     /// What it grants, by request, to whoever has asked.
     granting: BTreeMap<RequestId, oneshot::Sender<Result<Vec<Vec<u8>>>>>,
     /// Whoever waits for its end.
@@ -89,8 +94,8 @@ impl Away {
             loads: BTreeMap::new(),
             sends: BTreeSet::new(),
             said: WorkerOutput::default(),
-            digesting: BTreeMap::new(),
-            last_digesting: 0,
+            tasks: BTreeMap::new(),
+            last_task: 0,
             granting: BTreeMap::new(),
             ending: None,
         }
@@ -122,12 +127,12 @@ impl Away {
     }
 
     /// It has registered its caches.
-    pub(super) fn registered(&mut self, registered: NixlAgentMetadata) -> Result<()> {
+    pub(super) fn registered(&mut self, registered: NixlAgentMetadata, host_copies: bool) -> Result<()> {
         match &self.standing {
             RankStage::Joined { .. } | RankStage::GaveBack { .. } if !self.has_words => Err(out_of_turn()),
             RankStage::Joined { process } | RankStage::GaveBack { process } => {
                 let (process, metadata) = (Arc::clone(process), Box::new(registered));
-                self.standing = RankStage::Registered { process, metadata };
+                self.standing = RankStage::Registered { process, metadata, host_copies };
                 Ok(())
             }
             RankStage::Lost { why, .. } => Err(Error::new(Kind::Closed, why.to_string())),
@@ -217,6 +222,11 @@ impl Away {
         }
     }
 
+    /// Whether peers are told of copies on the host.
+    pub(in crate::runtime) fn has_host_copies(&self) -> bool {
+        matches!(self.standing, RankStage::Registered { host_copies: true, .. })
+    }
+
     /// Why nothing can be loaded or published now, if so.
     pub(in crate::runtime) fn missing(&self) -> Option<String> {
         match &self.standing {
@@ -292,17 +302,31 @@ impl Away {
     }
 
     /// Has it write the digests of blocks that are about to be published. What is given hears when it has, or is lost.
-    pub(in crate::runtime) fn digest(&mut self, fresh: &[Fresh]) -> Vec<Arc<Slot<()>>> {
+    pub(in crate::runtime) fn digest(&mut self, fresh: &[Fresh]) -> Vec<Task> {
+        self.have_done(fresh, |number, fresh| ToRank::Digest { number, fresh })
+    }
+
+    /// Has it copy blocks of a request to the host. What is given hears when it has, or is lost.
+    pub(in crate::runtime) fn save(&mut self, of: u64, blocks: &[Unsaved], when: When) -> Vec<Task> {
+        if !self.has_host_copies() {
+            return Vec::new();
+        }
+        let early = when == When::Early;
+        self.have_done(blocks, |number, blocks| ToRank::Save { number, of, early, blocks })
+    }
+
+    /// Asks for something to be done with blocks, not too many at once.
+    fn have_done<T: Clone>(&mut self, blocks: &[T], ask: impl Fn(u64, Vec<T>) -> ToRank) -> Vec<Task> {
         let mut asked = Vec::new();
-        for fresh in fresh.chunks(MAX_DIGESTS) {
+        for blocks in blocks.chunks(MAX_ASKED) {
             if self.missing().is_some() {
                 break; // nobody loads from it
             }
-            self.last_digesting += 1;
-            let (number, done) = (self.last_digesting, Slot::new());
-            self.digesting.insert(number, Arc::clone(&done));
+            self.last_task += 1;
+            let (number, done) = (self.last_task, Slot::new());
+            self.tasks.insert(number, Arc::clone(&done));
             asked.push(done);
-            self.send(ToRank::Digest { number, fresh: fresh.to_vec() }, None);
+            self.send(ask(number, blocks.to_vec()), None);
         }
         asked
     }
@@ -324,10 +348,10 @@ impl Away {
         }
     }
 
-    /// It has written the digests of that number.
-    pub(super) fn digested(&mut self, number: u64) {
-        if let Some(done) = self.digesting.remove(&number) {
-            done.set(());
+    /// It has done what it was asked for by that number, or has failed.
+    pub(super) fn has_done(&mut self, number: u64, failed: Option<String>) {
+        if let Some(done) = self.tasks.remove(&number) {
+            done.set(failed.map_or(Ok(()), Err));
         }
     }
 
@@ -351,11 +375,13 @@ impl Away {
             Some(_) => tracing::info!(%why, proven, "a rank has ended"),
             None => tracing::warn!(%why, proven, "a rank is lost; the engine loads nothing any more"),
         }
+        for done in std::mem::take(&mut self.tasks).into_values() {
+            done.set(Err(why.to_string()));
+        }
         self.standing = RankStage::Lost { why, proven };
         self.to = None;
         self.fail_what_is_open();
         self.granting.clear();
-        std::mem::take(&mut self.digesting).into_values().for_each(|done| done.set(()));
         if let Some(ending) = self.ending.take() {
             ending.set(self.gone());
         }

@@ -64,7 +64,12 @@ impl Shared {
     }
 
     /// A rank has registered its caches: with the last, peers hear of all.
-    pub(super) fn take_registration(&self, rank: WorkerRank, metadata: &[u8]) -> Result<()> {
+    pub(super) fn take_registration(
+        &self,
+        rank: WorkerRank,
+        metadata: &[u8],
+        host_copies: bool,
+    ) -> Result<()> {
         let metadata = NixlAgentMetadata::decode(metadata, self.setup.settings.dialect)?;
         let listening = self.side.lock();
         let mut guard = self.state.lock();
@@ -72,7 +77,7 @@ impl Shared {
         let Some(away) = state.ranks.get_mut(&rank).and_then(|held| held.worker.away_mut()) else {
             return Ok(());
         };
-        away.registered(metadata)?;
+        away.registered(metadata, host_copies)?;
         let Some(Listening::Nixl(side)) = listening.as_ref().filter(|_| state.missing().is_none()) else {
             return Ok(());
         };

@@ -4,16 +4,16 @@ use std::sync::Arc;
 
 use kvx_core::Deadline;
 
-use super::super::slot::Slot;
 use super::super::state::{Shared, State};
 use super::SILENT;
+use super::away::Task;
 use super::joined::EngineChannel;
 use crate::engine::{Fresh, WorkerRank};
 use crate::wire::group::ToHead;
 
 impl State {
     /// Has all ranks elsewhere write the digests of blocks that are about to be published.
-    pub(in crate::runtime) fn digest_elsewhere(&mut self, fresh: &[Fresh]) -> Vec<Arc<Slot<()>>> {
+    pub(in crate::runtime) fn digest_elsewhere(&mut self, fresh: &[Fresh]) -> Vec<Task> {
         let away = self.ranks.values_mut().filter_map(|held| held.worker.away_mut());
         away.flat_map(|away| away.digest(fresh)).collect()
     }
@@ -21,7 +21,7 @@ impl State {
 
 /// Waits until ranks have written digests. One that is lost meanwhile is not waited for. Blocks without a digest are
 /// loaded by nobody.
-pub(in crate::runtime) fn await_digests(asked: Vec<Arc<Slot<()>>>) {
+pub(in crate::runtime) fn await_digests(asked: Vec<Task>) {
     let deadline = Deadline::from(SILENT);
     for done in asked {
         if done.wait(deadline).is_none() {
@@ -46,7 +46,8 @@ impl Shared {
             if let Some(own) = shared.registered(rank) {
                 shared.publish_digests(rank, &own, &fresh);
             }
-            link.up.send(ToHead::Digested(number)).ok(); // an engine that has gone needs to hear nothing
+            let done = ToHead::Done { number, failed: None };
+            link.up.send(done).ok(); // an engine that has gone needs to hear nothing
         });
     }
 }

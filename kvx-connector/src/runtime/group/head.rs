@@ -211,8 +211,8 @@ impl Shared {
     pub(super) fn heard(&self, rank: WorkerRank, message: ToHead) -> Result<()> {
         match message {
             ToHead::Pool(blocks) => self.give_words(rank, blocks)?,
-            ToHead::Registered(metadata) => {
-                self.take_registration(rank, &metadata)?;
+            ToHead::Registered { metadata, host_copies } => {
+                self.take_registration(rank, &metadata, host_copies)?;
                 self.tell_rank(rank, ToRank::Taken, None);
             }
             ToHead::GivesBack => {
@@ -227,7 +227,7 @@ impl Shared {
                 self.with_away(rank, |away| away.has_raised(number));
                 self.wake_up.notify_one();
             }
-            ToHead::Digested(number) => self.with_away(rank, |away| away.digested(number)),
+            ToHead::Done { number, failed } => self.with_away(rank, |away| away.has_done(number, failed)),
             ToHead::Granted { request, told } => self.with_away(rank, |away| away.granted(&request, told)),
             ToHead::GrantsOfAll(request) => self.want_grants(rank, request),
             ToHead::Alive => {}

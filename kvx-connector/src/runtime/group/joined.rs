@@ -14,6 +14,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::{sleep, timeout, timeout_at};
 
 use super::super::connector::Connector;
+use super::super::host_copies::When;
 use super::super::rank::Rank;
 use super::super::register::AnnouncedTo;
 use super::super::slot::{Slot, until};
@@ -162,7 +163,8 @@ impl JoinedRank {
         let registered = shared.open(self.rank, agent, caches, memory, words)?;
         let metadata = shared.setup.metadata(&registered)?;
         // Said as they are taken up: whoever gives them back at once says so after this.
-        let taken_up = || shared.take_up(self.rank, registered, AnnouncedTo::Engine(metadata.encode()));
+        let told = AnnouncedTo::Engine(metadata.encode(), registered.host_copies.is_some());
+        let taken_up = || shared.take_up(self.rank, registered, told);
         self.link.answer_to(taken_up).map(drop)
     }
 
@@ -378,6 +380,17 @@ async fn obey(shared: Arc<Shared>, rank: WorkerRank, link: Arc<EngineChannel>, m
                 break Error::new(Kind::Invalid, format!("the engine refuses this rank: {why}"));
             }
             Ok(ToRank::Digest { number, fresh }) => shared.digest_here(rank, &link, number, fresh),
+            Ok(ToRank::Save { number, of, early, blocks }) => {
+                let up = link.up.clone();
+                let done = move |result: Result<(), String>| {
+                    up.send(ToHead::Done { number, failed: result.err() }).ok(); // an engine that has gone needs to hear nothing
+                };
+                let when = if early { When::Early } else { When::AtItsEnd };
+                match shared.registered(rank) {
+                    Some(own) => shared.save_here(rank, &own, (of, blocks, when), done),
+                    None => done(Err("this rank has given its caches back".to_owned())),
+                }
+            }
             Ok(ToRank::Grant(request)) => {
                 tokio::spawn(Arc::clone(&shared).grant_to_engine(Arc::clone(&link), request));
             }

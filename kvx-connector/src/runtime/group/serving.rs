@@ -315,7 +315,7 @@ async fn serve(shared: &Arc<Shared>, admitted: Admitted, rank: WorkerRank, down:
             Ok(ToHead::Ended(Some(why))) => {
                 break (format!("it has left the engine, and its memory: {why}"), false);
             }
-            Ok(message @ (ToHead::Pool(_) | ToHead::Registered(_) | ToHead::GivesBack)) => {
+            Ok(message @ (ToHead::Pool(_) | ToHead::Registered { .. } | ToHead::GivesBack)) => {
                 let shared = Arc::clone(shared);
                 let heard = tokio::task::spawn_blocking(move || shared.heard(rank, message)).await;
                 heard.unwrap_or_else(|_| Err(Error::new(Kind::Closed, "the engine ends")))

@@ -32,7 +32,8 @@ fn pool(blocks: u32) -> ToHead {
 }
 
 fn metadata() -> ToHead {
-    ToHead::Registered(NixlAgentMetadata::new("e", Dialect::default()).encode())
+    let metadata = NixlAgentMetadata::new("e", Dialect::default()).encode();
+    ToHead::Registered { metadata, host_copies: false }
 }
 
 #[test]

@@ -1,0 +1,564 @@
+//! Copies of caches on devices in memory of the host, which peers read and write in their place
+//! (`kv_buffer_device: cpu`).
+//!
+//! Blocks of a request are copied to the host before anybody hears of them: as the engine says that they are computed,
+//! and what is left when the request ends. Loaded blocks are copied to the device before the engine hears of them.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvx_core::memory::Direction;
+use kvx_core::sync::Mutex;
+use kvx_core::{Deadline, Error, Kind, Memory, Result};
+
+use super::digests::covers;
+use super::rank::Registered;
+use super::slot::Slot;
+use super::state::{RankState, Shared, State};
+use crate::engine::{
+    BlockLists, Ending, FailedLoad, Kept, LoadFailure, RequestId, Time, Unsaved, WorkerOutput, WorkerRank,
+};
+use crate::mapping::Caches;
+
+/// How long copies of a request may take.
+const LIMIT: Duration = Duration::from_secs(30);
+/// What is left to a copy of loaded blocks in any case.
+const AT_LEAST: Duration = Duration::from_secs(1);
+
+/// The caches of a worker, and the memory of the host that has what is in them.
+#[derive(Debug)]
+pub(super) struct HostCopies {
+    /// As the engine gave them.
+    caches: Caches,
+    pools: Vec<Pool>,
+    /// Blocks whose contents are on the host, or were ordered to be, by group.
+    saved: Mutex<HashMap<(u32, u32), Saved>>,
+    /// One after the other: what is copied later is newer.
+    copying: Mutex<()>,
+}
+
+/// Memory on a device, and as much on the host.
+#[derive(Debug)]
+struct Pool {
+    device: Arc<Memory>,
+    host: Arc<Memory>,
+}
+
+/// Which contents of a block were ordered.
+#[derive(Debug, PartialEq)]
+struct Saved {
+    /// Of which request.
+    of: u64,
+    /// The place of the block in it.
+    place: u32,
+    done: bool,
+}
+
+/// What goes over when blocks are saved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum When {
+    /// Before the request ends: not what another request was given meanwhile.
+    Early,
+    /// As the request ends, which has all of it.
+    AtItsEnd,
+}
+
+impl HostCopies {
+    /// Of the part of these caches that lies on devices, with the caches and the memory that peers see. `None`:
+    /// nothing lies on a device. Errors: there is not as much memory of the host.
+    pub(super) fn new(
+        caches: &Caches,
+        memory: &[Arc<Memory>],
+    ) -> Result<Option<(Self, Caches, Vec<Arc<Memory>>)>> {
+        let (mut pools, mut seen) = (Vec::new(), Vec::new());
+        for device in memory {
+            let Some(access) = device.device_access() else {
+                seen.push(Arc::clone(device));
+                continue;
+            };
+            let host = access.pinned(device.len()).map_err(|error| {
+                Error::new(
+                    error.kind(),
+                    format!(
+                        "kv_buffer_device is cpu, and the host has no {} bytes for a copy of this pool: {}; with \
+                         \"backends\": [\"TCP\"] small buffers are enough",
+                        device.len(),
+                        error.sentence()
+                    ),
+                )
+            })?;
+            let pool = Pool { device: Arc::clone(device), host: Arc::new(host) };
+            seen.push(Arc::clone(&pool.host));
+            pools.push(pool);
+        }
+        if pools.is_empty() {
+            return Ok(None);
+        }
+        let bytes: usize = pools.iter().map(|pool| pool.host.len()).sum();
+        tracing::info!(
+            bytes,
+            "kv_buffer_device is cpu: peers see a copy of the caches in memory of the host"
+        );
+        let of_host = caches.in_host_memory(|base| {
+            Ok(pools.iter().find_map(|pool| pool.on_the_host(base)).unwrap_or(base))
+        })?;
+        let (saved, copying) = (Mutex::default(), Mutex::default());
+        Ok(Some((HostCopies { caches: caches.clone(), pools, saved, copying }, of_host, seen)))
+    }
+
+    /// Notes blocks that are to be saved.
+    fn order(&self, of: u64, blocks: &[Unsaved]) {
+        let mut saved = self.saved.lock();
+        for block in blocks {
+            let known = saved.get(&block.key());
+            if known.is_none_or(|known| (known.of, known.place) != (of, block.place)) {
+                saved.insert(block.key(), Saved { of, place: block.place, done: false });
+            }
+        }
+    }
+
+    /// Copies blocks that were ordered to the host. Blocks.
+    fn save(&self, of: u64, blocks: &[Unsaved], when: When) -> Result<()> {
+        let _one_at_a_time = self.copying.lock();
+        let is_wanted = {
+            let saved = self.saved.lock();
+            blocks
+                .iter()
+                .map(|block| match saved.get(&block.key()) {
+                    Some(known) if (known.of, known.place) == (of, block.place) => !known.done,
+                    _ => when == When::AtItsEnd,
+                })
+                .collect::<Vec<_>>()
+        };
+        let wanted: Vec<_> =
+            blocks.iter().zip(is_wanted).filter_map(|(block, is)| is.then_some(*block)).collect();
+        self.copy(Direction::ToHost, wanted.iter().map(|block| block.key()), LIMIT)?;
+        let mut saved = self.saved.lock();
+        for block in wanted {
+            if let Some(known) = saved.get_mut(&block.key())
+                && (known.of, known.place) == (of, block.place)
+            {
+                known.done = true;
+            }
+        }
+        Ok(())
+    }
+
+    /// Others write these blocks from now on: what was ordered of them is not done any more.
+    fn forget(&self, blocks: &BlockLists) {
+        let mut saved = self.saved.lock();
+        for key in keys(blocks) {
+            saved.remove(&key);
+        }
+    }
+
+    /// Waits until nothing writes to the copies that was ordered before [`forget`](Self::forget). Blocks.
+    pub(super) fn wait_until_idle(&self) {
+        drop(self.copying.lock());
+    }
+
+    /// Copies loaded blocks to the device. Blocks.
+    fn fill(&self, blocks: &BlockLists, limit: Duration) -> Result<()> {
+        self.copy(Direction::ToDevice, keys(blocks), limit)
+    }
+
+    fn copy(
+        &self,
+        direction: Direction,
+        blocks: impl Iterator<Item = (u32, u32)>,
+        limit: Duration,
+    ) -> Result<()> {
+        let geometry = self.caches.geometry();
+        let each = geometry.kernel_per_logical();
+        let places = geometry.regions().iter().filter_map(|region| {
+            let at = self.pools.iter().position(|pool| pool.on_the_host(region.base).is_some())?;
+            Some((region, at, region.base - self.pools[at].device.address()))
+        });
+        let places: Vec<_> = places.collect();
+        let mut ranges = vec![Vec::new(); self.pools.len()];
+        for (group, block) in blocks {
+            for (region, pool, offset) in places.iter().filter(|(region, ..)| covers(region, group, geometry))
+            {
+                for kernel in 0..each {
+                    let from = (offset + region.grid().offset(block * each + kernel)) as usize;
+                    ranges[*pool].push(from..from + region.block_len as usize);
+                }
+            }
+        }
+        for (pool, ranges) in self.pools.iter().zip(ranges) {
+            pool.device.exchange(direction, &pool.host, &merged(ranges), limit)?;
+        }
+        Ok(())
+    }
+}
+
+impl Pool {
+    /// Where the host has what is at this address of the device, if it lies in this pool.
+    fn on_the_host(&self, address: u64) -> Option<u64> {
+        let offset = address.checked_sub(self.device.address())?;
+        (offset < self.device.len() as u64).then(|| self.host.address() + offset)
+    }
+}
+
+fn keys(blocks: &BlockLists) -> impl Iterator<Item = (u32, u32)> {
+    let groups = (0..).zip(blocks.groups());
+    groups.flat_map(|(group, list)| list.iter().map(move |block| (group, *block)))
+}
+
+/// The same bytes in as few ranges as may be.
+fn merged(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
+    ranges.sort_unstable_by_key(|range| range.start);
+    let mut merged: Vec<Range<usize>> = Vec::new();
+    for range in ranges {
+        match merged.last_mut() {
+            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+            _ => merged.push(range),
+        }
+    }
+    merged
+}
+
+/// Loads of a worker with such copies.
+#[derive(Default)]
+pub(super) struct Filling {
+    /// Under way.
+    loads: HashMap<RequestId, (BlockLists, Time)>,
+    /// On the host, and to be copied to the device.
+    due: Vec<Due>,
+    /// The same, copied or not.
+    done: Vec<(RequestId, BlockLists, Result<()>)>,
+}
+
+/// A load whose blocks are on the host.
+pub(super) struct Due {
+    pub(super) rank: WorkerRank,
+    request: RequestId,
+    blocks: BlockLists,
+    own: Arc<Registered>,
+    deadline: Time,
+}
+
+impl RankState {
+    /// Has the worker take the message of a step.
+    pub(super) fn begin(&mut self, now: Time, meta: crate::engine::ConnectorMeta) {
+        if let Some(copies) = self.registered.as_ref().and_then(|own| own.host_copies.as_ref()) {
+            for order in meta.receive.iter().filter(|order| order.awaited && !order.local.is_empty()) {
+                copies.forget(&order.local);
+                let deadline = order.deadline.rebased(meta.built_at, now);
+                self.filling.loads.insert(order.request.clone(), (order.local.clone(), deadline));
+            }
+            for request in &meta.cancel {
+                self.filling.loads.remove(request);
+            }
+        }
+        self.worker.start_load_kv(now, meta);
+    }
+
+    /// What the worker has to tell, but of loads whose blocks are still to be copied to the device.
+    pub(super) fn take_said(&mut self, rank: WorkerRank, now: Time) -> WorkerOutput {
+        let mut output = self.worker.get_finished(now);
+        let Filling { loads, due, done } = &mut self.filling;
+        if !loads.is_empty() {
+            for failed in &output.failed_recving {
+                loads.remove(&failed.request);
+            }
+            let own = self.registered.as_ref();
+            output.finished_recving.retain(|request| match (loads.remove(request), own) {
+                (Some((blocks, deadline)), Some(own)) => {
+                    let (request, own) = (request.clone(), Arc::clone(own));
+                    due.push(Due { rank, request, blocks, own, deadline });
+                    false
+                }
+                _ => true,
+            });
+        }
+        for (request, blocks, result) in done.drain(..) {
+            if let Err(error) = result {
+                if matches!(error.kind(), Kind::TimedOut | Kind::Forgotten) {
+                    output.lost.push((request.clone(), Kept::Load));
+                }
+                let failure = LoadFailure::Transfer(error.to_string());
+                let invalid = blocks.ascending();
+                output.failed_recving.push(FailedLoad { request: request.clone(), failure, invalid });
+            }
+            output.finished_recving.push(request);
+        }
+        output
+    }
+
+    /// Loads that are to be copied to the device.
+    pub(super) fn take_due(&mut self) -> Vec<Due> {
+        std::mem::take(&mut self.filling.due)
+    }
+}
+
+impl Shared {
+    /// Copies loaded blocks to the device, and lets the worker's half say so. Blocks.
+    pub(super) fn fill(&self, Due { rank, request, blocks, own, deadline }: Due) {
+        let left = deadline.since(self.clock.now()).clamp(AT_LEAST, LIMIT);
+        let result = self.with_caches(rank, &own, |own| match &own.host_copies {
+            Some(copies) => copies.fill(&blocks, left),
+            None => Ok(()),
+        });
+        if let Some(held) = self.state.lock().ranks.get_mut(&rank) {
+            held.filling.done.push((request, blocks, result));
+        }
+        self.wake_up.notify_one();
+    }
+
+    /// Ends when nothing writes to a worker's copies that was ordered before the loads that it has begun.
+    pub(super) async fn copies_are_idle(&self, rank: WorkerRank) {
+        let Some(own) = self.registered(rank).filter(|own| own.host_copies.is_some()) else { return };
+        let wait = move || own.host_copies.iter().for_each(HostCopies::wait_until_idle);
+        tokio::task::spawn_blocking(wait).await.ok(); // it fails with the runtime
+    }
+
+    /// The engine says that these tokens of a request are computed.
+    pub(super) fn computed(self: &Arc<Self>, request: &RequestId, blocks: &BlockLists, tokens: u32) {
+        let settings = &self.setup.settings;
+        let whole = (tokens / settings.block_size.max(1)) as usize;
+        let groups = (0..).zip(blocks.groups()).zip(&settings.groups);
+        // The list of a window may begin anywhere: its blocks have no place, and are saved at the end.
+        let unsaved: Vec<_> = groups
+            .filter(|(_, window)| window.is_none())
+            .flat_map(|((group, list), _)| {
+                (0..).zip(list.iter()).take(whole).map(move |(place, block)| Unsaved {
+                    group,
+                    block: *block,
+                    place,
+                })
+            })
+            .collect();
+        let mut state = self.state.lock();
+        if state.is_closing()
+            || !state.has_host_copies()
+            || state.scheduler.keeps_nothing_of(request)
+            || state.check_blocks(blocks, settings.groups.len()).is_err()
+        {
+            return;
+        }
+        let of = state.saving.number(request);
+        for saving in self.save(&mut state, of, &unsaved, When::Early) {
+            drop(saving); // a request that ends waits for what is under way
+        }
+    }
+
+    /// Has the blocks of a request that ends copied to the host, if they are to be published. Waits. False: they are
+    /// not there, and nobody may hear of them.
+    pub(super) fn save_the_rest(self: &Arc<Self>, request: &RequestId, ending: &Ending) -> bool {
+        let saving = {
+            let mut state = self.state.lock();
+            let number = state.saving.take(request);
+            let groups = self.setup.settings.groups.len();
+            if !state.has_host_copies()
+                || ending.blocks.is_empty()
+                || !state.scheduler.would_publish(request, ending.status)
+                || state.check_blocks(&ending.blocks, groups).is_err()
+            {
+                return true;
+            }
+            let windows = &self.setup.settings.groups;
+            let lists = (0..).zip(ending.blocks.groups()).zip(windows);
+            let unsaved = lists.flat_map(|((group, list), window)| {
+                let place = |place| if window.is_none() { place } else { u32::MAX };
+                (0..).zip(list.iter()).map(move |(at, block)| Unsaved {
+                    group,
+                    block: *block,
+                    place: place(at),
+                })
+            });
+            // What peers may read already is there.
+            let published = state.published.as_ref().filter(|_| groups == 1);
+            let is_new = |unsaved: &Unsaved| published.is_none_or(|all| !all.is_published(unsaved.block));
+            let unsaved: Vec<_> = unsaved.filter(is_new).collect();
+            self.save(&mut state, number, &unsaved, When::AtItsEnd)
+        };
+        let deadline = Deadline::from(LIMIT);
+        let mut all = true;
+        for saved in saving {
+            let why = match saved.wait(deadline) {
+                Some(Ok(())) => continue,
+                Some(Err(why)) => why,
+                None => format!("this was not done within {LIMIT:?}"),
+            };
+            tracing::error!(%request, why, "blocks were not copied to the host: nobody hears of them");
+            all = false;
+        }
+        all
+    }
+
+    /// Has blocks copied to the host on all workers, wherever they are.
+    fn save(
+        self: &Arc<Self>,
+        state: &mut State,
+        of: u64,
+        blocks: &[Unsaved],
+        when: When,
+    ) -> Vec<Arc<Slot<Result<(), String>>>> {
+        let mut saving = Vec::new();
+        if blocks.is_empty() {
+            return saving;
+        }
+        for (rank, held) in &mut state.ranks {
+            if let Some(away) = held.worker.away_mut() {
+                saving.extend(away.save(of, blocks, when));
+            } else if let Some(own) = &held.registered {
+                let slot = Slot::new();
+                let done = Arc::clone(&slot);
+                self.save_here(*rank, own, (of, blocks.to_vec(), when), move |result| done.set(result));
+                saving.push(slot);
+            }
+        }
+        saving
+    }
+
+    /// The same on a worker of this process. In the order of what the worker is told.
+    pub(super) fn save_here(
+        self: &Arc<Self>,
+        rank: WorkerRank,
+        own: &Arc<Registered>,
+        (of, blocks, when): (u64, Vec<Unsaved>, When),
+        done: impl FnOnce(Result<(), String>) + Send + 'static,
+    ) {
+        let Some(copies) = &own.host_copies else { return done(Ok(())) };
+        copies.order(of, &blocks);
+        let (shared, own) = (Arc::clone(self), Arc::clone(own));
+        self.runtime.spawn_blocking(move || {
+            let result = shared.with_caches(rank, &own, |own| match &own.host_copies {
+                Some(copies) => copies.save(of, &blocks, when),
+                None => Ok(()),
+            });
+            done(result.map_err(|error| error.to_string()));
+        });
+    }
+}
+
+impl State {
+    /// Whether peers see copies of the caches of any worker.
+    fn has_host_copies(&self) -> bool {
+        self.ranks.values().any(|held| match held.worker.away() {
+            Some(away) => away.has_host_copies(),
+            None => held.registered.as_ref().is_some_and(|own| own.host_copies.is_some()),
+        })
+    }
+}
+
+/// Requests of which blocks were saved before they end, each under a number that no other ever has.
+#[derive(Default)]
+pub(super) struct Saving {
+    numbers: HashMap<RequestId, u64>,
+    last: u64,
+}
+
+impl Saving {
+    fn number(&mut self, request: &RequestId) -> u64 {
+        if let Some(number) = self.numbers.get(request) {
+            return *number;
+        }
+        self.last += 1;
+        self.numbers.insert(request.clone(), self.last);
+        self.last
+    }
+
+    /// For the last time.
+    fn take(&mut self, request: &RequestId) -> u64 {
+        self.numbers.remove(request).unwrap_or_else(|| {
+            self.last += 1;
+            self.last
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvx_core::MemoryKind;
+    use kvx_testkit::TestDevice;
+
+    use super::*;
+    use crate::mapping::{Heads, KvLayout, LayerCache};
+
+    const BLOCKS: u32 = 8;
+    const LEN: usize = 64;
+
+    fn caches(at: &Memory) -> Caches {
+        let layer = |layer: u64| {
+            let from = at.address() + layer * u64::from(BLOCKS) * LEN as u64;
+            LayerCache::packed(format!("layers.{layer}"), from, BLOCKS, LEN as u64, Heads::Sharded(4))
+        };
+        Caches::of_layers(vec![layer(0), layer(1)], KvLayout::Lbhnc, 16, 1, 0).unwrap()
+    }
+
+    fn copies() -> (Arc<TestDevice>, Arc<Memory>, HostCopies) {
+        let device = TestDevice::new(MemoryKind::Cuda);
+        let pool = Arc::new(device.allocate(2 * BLOCKS as usize * LEN));
+        let (copies, seen, memory) =
+            HostCopies::new(&caches(&pool), std::slice::from_ref(&pool)).unwrap().unwrap();
+        assert_eq!(seen, caches(&memory[0]));
+        (device, pool, copies)
+    }
+
+    fn block(block: u32, place: u32) -> Unsaved {
+        Unsaved { group: 0, block, place }
+    }
+
+    fn on_the_host(copies: &HostCopies, at: u32) -> [u8; 2] {
+        [0, 1].map(|layer| {
+            let mut byte = [0];
+            let at = (layer * BLOCKS + at) as usize * LEN + LEN - 1;
+            copies.pools[0].host.copy_out(at, &mut byte).unwrap();
+            byte[0]
+        })
+    }
+
+    fn compute(pool: &Memory, block: u32, value: u8) {
+        for layer in 0..2 {
+            pool.copy_in((layer * BLOCKS + block) as usize * LEN, &[value; LEN]).unwrap();
+        }
+    }
+
+    #[test]
+    fn nothing_that_was_forgotten_is_copied() {
+        let (_device, pool, copies) = copies();
+        (0..BLOCKS).for_each(|block| compute(&pool, block, 7));
+        copies.order(1, &[block(2, 0), block(3, 1)]);
+        copies.forget(&BlockLists::single(vec![3]));
+        copies.save(1, &[block(2, 0), block(3, 1)], When::Early).unwrap();
+        assert_eq!((on_the_host(&copies, 2), on_the_host(&copies, 3)), ([7; 2], [0; 2]));
+    }
+
+    /// What it waits for at its end is its own blocks, whoever else has them too.
+    #[test]
+    fn a_request_that_ends_has_all_its_blocks_copied_though_another_is_about_to() {
+        let (_device, pool, copies) = copies();
+        compute(&pool, 2, 7);
+        copies.order(1, &[block(2, 0)]);
+        copies.order(2, &[block(2, 0)]);
+        copies.save(1, &[block(2, 0)], When::AtItsEnd).unwrap();
+        assert_eq!(on_the_host(&copies, 2), [7; 2]);
+        // The other one has not.
+        compute(&pool, 2, 8);
+        copies.save(2, &[block(2, 0)], When::Early).unwrap();
+        assert_eq!(on_the_host(&copies, 2), [8; 2]);
+    }
+
+    #[test]
+    fn what_goes_to_the_device_is_what_was_loaded_and_no_more() {
+        let (_device, pool, copies) = copies();
+        (0..BLOCKS).for_each(|block| compute(&pool, block, 7));
+        copies.fill(&BlockLists::single(vec![5, 1, 2]), LIMIT).unwrap();
+        let mut bytes = vec![0; pool.len()];
+        pool.copy_out(0, &mut bytes).unwrap();
+        for (at, block) in bytes.chunks(LEN).enumerate() {
+            let loaded = [1, 2, 5].contains(&(at as u32 % BLOCKS));
+            assert!(block.iter().all(|byte| *byte == if loaded { 0 } else { 7 }), "{at}");
+        }
+    }
+
+    #[test]
+    fn ranges_that_touch_are_one() {
+        let ranges: [Range<usize>; 5] = [8..12, 0..4, 4..8, 20..24, 22..30];
+        assert_eq!(merged(ranges.to_vec()), [0..12, 20..30]);
+    }
+}

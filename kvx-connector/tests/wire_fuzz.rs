@@ -91,7 +91,9 @@ fn messages_of_ranks() {
         b"\x00\xa2{}".to_vec(),
         b"\x00\x92\xa51.0.0\x92\x00\x01".to_vec(),
         b"\x01\x92\x40\x91\x92\x01\x20".to_vec(),
-        b"\x02\xc4\x03abc".to_vec(),
+        b"\x02\x92\xc4\x03abc\x01".to_vec(),
+        b"\x06\x92\x07\xa3bad".to_vec(),
+        b"\x0b\x94\x01\x02\x01\x91\x93\x00\x05\x03".to_vec(),
         b"\x05\xc0".to_vec(),
         b"\x05\xcd\x10\x00".to_vec(),
     ];

@@ -126,6 +126,7 @@ impl Values {
 
     fn meta(&mut self) -> ConnectorMeta {
         ConnectorMeta {
+            registration: self.0.word(),
             built_at: self.time(),
             named: self.some(|values| (values.request(), values.request())),
             prefilling: self.some(Self::request),

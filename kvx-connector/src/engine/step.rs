@@ -102,6 +102,8 @@ pub struct Heartbeat {
 pub struct ConnectorMeta {
     /// The scheduler's clock when it was built: deadlines in it are moved to the worker's.
     pub built_at: Time,
+    /// How often this engine had registered its memory anew.
+    pub registration: u64,
     /// Requests that a peer of a MooncakeConnector will ask for, and the transfers that both sides know them by.
     pub named: Vec<(RequestId, RequestId)>,
     /// Requests whose prefill has begun and that a peer will come for.

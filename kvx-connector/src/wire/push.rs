@@ -36,6 +36,8 @@ pub struct PushRegistration {
     /// kvx only, and ignored by vLLM: what to write into the blocks by, for each worker of the decode side. Its end is
     /// the end of all writes for this request.
     pub kvx_grants: Vec<PushGrant>,
+    /// kvx only: how often the decode side had registered its memory anew. What a handshake told before is old.
+    pub kvx_registration: Option<u64>,
     shape: Shape,
 }
 
@@ -104,6 +106,7 @@ impl PushRegistration {
             remote_tp_size: None,
             remote_pp_size: None,
             kvx_grants: Vec::new(),
+            kvx_registration: None,
             shape: Shape::default(),
         }
     }
@@ -137,6 +140,7 @@ impl PushRegistration {
             kvx_grants: fields
                 .optional("kvx_grants", |reader| reader.list(PushGrant::MAX, PushGrant::read))?
                 .unwrap_or_default(),
+            kvx_registration: fields.optional("kvx_registration", Reader::unsigned)?,
             shape: fields.shape(),
         })
     }
@@ -156,6 +160,7 @@ impl Record for PushRegistration {
         "remote_tp_size",
         "remote_pp_size",
         "kvx_grants",
+        "kvx_registration",
     ];
 
     fn shape(&self) -> &Shape {
@@ -174,6 +179,7 @@ impl Record for PushRegistration {
             "remote_tp_size" => self.remote_tp_size.is_none(),
             "remote_pp_size" => self.remote_pp_size.is_none(),
             "kvx_grants" => self.kvx_grants.is_empty(),
+            "kvx_registration" => self.kvx_registration.is_none(),
             _ => false,
         }
     }
@@ -202,6 +208,9 @@ impl Record for PushRegistration {
             "remote_tp_size" => size(writer, self.remote_tp_size),
             "remote_pp_size" => size(writer, self.remote_pp_size),
             "kvx_grants" => writer.list(&self.kvx_grants, |writer, grant| grant.write(writer)),
+            "kvx_registration" => {
+                writer.optional(self.kvx_registration.as_ref(), |writer, number| writer.unsigned(*number))
+            }
             other => unreachable!("{other} is no key of a {WHAT}"),
         }
     }

@@ -33,8 +33,9 @@ impl ConnectorMeta {
     /// `Exhausted`: it would be longer than what is read.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let mut writer = Writer::default();
-        writer.array(9);
+        writer.array(10);
         time(&mut writer, self.built_at);
+        writer.unsigned(self.registration);
         writer.list(&self.named, |writer, (request, transfer)| {
             writer.array(2);
             writer.text(request.as_str());
@@ -65,8 +66,8 @@ impl ConnectorMeta {
     /// `Malformed`.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let mut reader = Reader::new("step", bytes, MAX_STEP)?;
-        record(&mut reader, 9)?;
-        let built_at = read_time(&mut reader)?;
+        record(&mut reader, 10)?;
+        let (built_at, registration) = (read_time(&mut reader)?, reader.unsigned()?);
         let named = reader.list(MAX_ORDERS, |reader| reader.pair(read_request, read_request))?;
         let mut names = || read_requests(&mut reader);
         let (prefilling, dropped, withdrawn, cancel) = (names()?, names()?, names()?, names()?);
@@ -86,6 +87,7 @@ impl ConnectorMeta {
         reader.end()?;
         Ok(ConnectorMeta {
             built_at,
+            registration,
             named,
             prefilling,
             dropped,

@@ -41,6 +41,23 @@ fn a_registration_longer_than_a_notification_travels_in_parts() {
     assert_eq!((decode.wrong(8, &ours, 0..BLOCK), lease.wait(LIMIT).unwrap()), (0, Released::Free));
 }
 
+/// The way that is there leads to what the decode has given back.
+#[test]
+fn a_decode_that_registers_anew_is_written_to() {
+    let (prefill, mut decode) = (Engine::pushing("prefill", "{}", 2), Engine::pushing("decode", "{}", 1));
+    for round in 0..3 {
+        let name = format!("r{round}");
+        prefill.compute(round, &[3, 9], 2 * BLOCK);
+        let (lease, params) =
+            Prefill::new(&prefill.connector).publish(&*name, lists(&[3, 9]), 2 * BLOCK).unwrap();
+        let fetch = Decode::new(&decode.connector).fetch(&*name, &params, lists(&[7, 1]), LIMIT);
+        assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 2 * BLOCK });
+        assert_eq!(decode.wrong(round, &[7, 1], 0..2 * BLOCK), 0);
+        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+        decode.register_anew();
+    }
+}
+
 fn arrive(engine: &Engine, request: &RequestId, tokens: u32, params: &TransferParams) {
     let arrival = Arrival { request, prompt_tokens: tokens, params: Some(params), deadline: None };
     engine.connector.on_new_request(arrival).unwrap();

@@ -407,7 +407,7 @@ impl Scheduler {
     /// The message of this step for the workers; what was gathered for it is reset.
     pub fn build_connector_meta(&mut self, now: Time) -> ConnectorMeta {
         let mut meta = std::mem::take(&mut self.next);
-        meta.built_at = now;
+        (meta.built_at, meta.registration) = (now, self.registration);
         meta.heartbeats = self.heartbeats.take(now);
         for order in &meta.receive {
             if let Some(load) = self.requests.get_mut(&order.request).and_then(|entry| entry.load.as_mut())

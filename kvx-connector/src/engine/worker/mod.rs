@@ -47,6 +47,8 @@ pub struct Worker {
     heartbeats: BTreeMap<EngineId, Heartbeat>,
     /// Its caches were given back, and it has no others yet.
     gave_back: bool,
+    /// How often the engine had registered its memory anew, by the last step.
+    registration: u64,
     actions: VecDeque<Action>,
     output: WorkerOutput,
 }
@@ -75,6 +77,7 @@ impl Worker {
             pushes: Pushes::new(settings.push_timeout),
             heartbeats: BTreeMap::new(),
             gave_back: false,
+            registration: 0,
             actions: VecDeque::new(),
             output: WorkerOutput::default(),
             settings,
@@ -101,6 +104,7 @@ impl Worker {
     /// Takes the message of a step. Never waits for a peer.
     pub fn start_load_kv(&mut self, now: Time, meta: ConnectorMeta) {
         let built_at = meta.built_at;
+        self.registration = meta.registration;
         let ours = |time: Time| time.rebased(built_at, now);
         // First of all: the name may have been given to another request since.
         for request in meta.withdrawn {

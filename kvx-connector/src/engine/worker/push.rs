@@ -242,6 +242,7 @@ impl Worker {
         registration.remote_port = Some(remote.peer.address.port);
         registration.remote_tp_size = Some(remote.peer.tp_size);
         registration.remote_pp_size = Some(remote.peer.pp_size);
+        registration.kvx_registration = Some(self.registration);
         receive.stage = ReceiveStage::Awaiting { expected: plan.completions.max(1) as usize };
         self.actions.push_back(Action::Register {
             request: request.clone(),
@@ -281,7 +282,7 @@ impl Worker {
             tp_size: registration.decode_tp_size.ok_or_else(|| missing("decode_tp_size"))?,
             pp_size: 1,
             dcp_size: 1,
-            registration: 0,
+            registration: registration.kvx_registration.unwrap_or(0),
         };
         let host = &peer.address.host;
         if self

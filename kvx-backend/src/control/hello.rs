@@ -300,6 +300,19 @@ mod tests {
     }
 
     #[test]
+    fn one_more_than_there_is_room_for_is_told_so_and_may_come_again() {
+        let target = keys(1, None);
+        let (_, body) = Greeting::new(&me(), keys(1, None), b"").unwrap();
+        let comes = |served| hear(&target, VERSIONS, &body).and_then(|greeted| greeted.if_room(served, 64));
+        assert!(comes(0).is_ok() && comes(63).is_ok());
+        for served in [64, 65] {
+            let away = comes(served).err().unwrap();
+            assert_eq!((away.why.kind(), away.refusal.kind), (Kind::Exhausted, Kind::Exhausted));
+            assert!(away.refusal.text.contains("serves 64 others") && away.proof.is_empty());
+        }
+    }
+
+    #[test]
     fn versions_that_were_altered_on_their_way_are_those_of_a_stranger() {
         let (_, body) = Greeting::offering((0, 9), &me(), keys(1, A), b"").unwrap();
         for versions in [(0, 2), (2, 9), (2, 2), (1, 9)] {

@@ -37,6 +37,8 @@ mod refusal;
 mod silence;
 #[cfg(test)]
 mod tests;
+#[cfg(any(test, feature = "stranger-for-tests"))]
+pub mod violations;
 
 pub use grants::{Granted, Imported, Imports, Recalls, RegionTable};
 pub use hello::{Greeted, Greeting, TurnedAway, VERSIONS, hear};

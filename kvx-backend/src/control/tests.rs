@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 use kvx_core::transport::Full;
 use kvx_core::{Completion, Error, Identity, Incarnation, Invitation, Kind, RegionId, RegionKey, Result};
 
-use super::proof::{Claim, Keys};
-use super::reasons::revoked;
+use super::proof::{Claim, Keys, stranger};
+use super::reasons::{malformed, revoked};
+use super::violations::{After, violations};
 use super::*;
 
 mod simulation;
@@ -40,6 +41,8 @@ struct Link {
 
     /// What the owner waits for before it is up.
     confirmed: Option<Claim>,
+    /// As what it has turned the initiator away.
+    refused: Option<Kind>,
     both_up: bool,
     table: RegionTable<()>,
     granted: Granted,
@@ -64,6 +67,7 @@ impl Link {
             turned_away: None,
             greeting: None,
             confirmed: None,
+            refused: None,
             both_up: false,
             table: RegionTable::default(),
             granted: Granted::default(),
@@ -88,7 +92,9 @@ impl Link {
 
     fn owner(&mut self, bytes: &[u8]) -> Result<()> {
         let message = Message::decode(bytes)?;
-        assert!(message.fits(self.both_up, false), "{message:?}");
+        if !message.fits(self.both_up, false) {
+            return Err(malformed("out of place"));
+        }
         let (taken, room) = (&mut self.taken, &mut self.room);
         let deliver = |bytes: &[u8]| {
             *room = room.checked_sub(1).ok_or(Full)?;
@@ -103,15 +109,17 @@ impl Link {
                         self.confirmed = Some(claim);
                         Message::Welcome { version, body: &body }.encode()
                     }
-                    Err(away) => away.message().encode(),
+                    Err(away) => {
+                        self.refused = Some(away.refusal.kind);
+                        away.message().encode()
+                    }
                 };
                 self.to_initiator.push_back(answer);
                 return Ok(());
             }
             Message::Confirm { proof } => {
-                self.both_up = self.confirmed.take().unwrap().holds(&proof);
-                assert!(self.both_up);
-                return Ok(());
+                self.both_up = self.confirmed.take().is_some_and(|claim| claim.holds(&proof));
+                return if self.both_up { Ok(()) } else { Err(stranger()) };
             }
             Message::Want { import, id, key } => match self.table.check(id, &key) {
                 Ok(()) => {
@@ -216,6 +224,22 @@ fn who_was_invited_by_another_agent_is_turned_away() {
     let mut link = Link::greeted("stranger");
     link.settle();
     assert_eq!((link.up, link.turned_away.unwrap().kind()), (false, Kind::PeerRestarted));
+}
+
+#[test]
+fn whatever_breaks_the_protocol_ends_the_link_and_nothing_is_granted_or_taken() {
+    for violation in violations(&Invitation::from_bytes([5; 32]), REGION, KEY).unwrap() {
+        let mut link = if violation.after == After::Proof { Link::up() } else { Link::greeted("owner") };
+        link.room = 0;
+        let hello = link.to_owner.pop_front();
+        if violation.after == After::Welcome {
+            link.owner(&hello.unwrap()).unwrap();
+        }
+        let ended = violation.says.iter().any(|bytes| link.owner(bytes).is_err() || link.refused.is_some());
+        assert!(ended && !violation.says.is_empty(), "{}", violation.what);
+        assert_eq!(link.refused, violation.told, "{}", violation.what);
+        assert!(link.taken.is_empty() && link.granted.is_empty(), "{}", violation.what);
+    }
 }
 
 #[test]

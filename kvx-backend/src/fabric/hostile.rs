@@ -11,8 +11,8 @@ use super::regions::{Regions, Registered};
 use super::session::LONG_SILENCE;
 use super::stream::FrameHeader;
 use super::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
-use crate::control::proof::Keys;
-use crate::control::{Greeting, Message, Silence, VERSIONS};
+use crate::control::violations::{After, Violation, any_message, greet, prove, violations};
+use crate::control::{Message, Silence};
 use crate::process::ProcessId;
 use crate::reactor::{Armed, Outbox, Progress, Queued, Turn};
 use kvx_core::Sender;
@@ -130,23 +130,8 @@ fn take(machine: &mut Machine<Quiet>, frame: Vec<u8>) {
 
 const INVITATION: Invitation = Invitation::from_bytes([4; 32]);
 
-/// A hello of who was invited, and what it waits for.
-fn greeting(address: &[u8]) -> (Greeting, Vec<u8>) {
-    greeting_by(INVITATION, address)
-}
-
-fn greeting_by(invitation: Invitation, address: &[u8]) -> (Greeting, Vec<u8>) {
-    greeting_of(ProcessId::this(), invitation, address)
-}
-
-fn greeting_of(process: ProcessId, invitation: Invitation, address: &[u8]) -> (Greeting, Vec<u8>) {
-    let rest = hello_rest(process, address);
-    let (greeting, body) = Greeting::new(&identity("reader"), Keys::new(&invitation, None), &rest).unwrap();
-    (greeting, Message::Hello { versions: VERSIONS, body: &body }.encode())
-}
-
 fn hello(address: &[u8]) -> Vec<u8> {
-    greeting(address).1
+    greet(&INVITATION, None, &hello_rest(ProcessId::this(), address)).unwrap().1
 }
 
 fn frame(to: u64, from: u64, place: u32, message: &[u8]) -> Vec<u8> {
@@ -162,20 +147,59 @@ fn linked() -> (Machine<Quiet>, u64) {
 
 /// A peer of this process and number is let in: the number of its session.
 fn link(machine: &mut Machine<Quiet>, process: ProcessId, from: u64) -> u64 {
-    let (greeting, hello) = greeting_of(process, INVITATION, b"somewhere");
+    let (greeting, hello) = greet(&INVITATION, None, &hello_rest(process, b"somewhere")).unwrap();
     take(machine, frame(0, from, 0, &hello));
-    let (header, part) = FrameHeader::read(&machine.fabric.sent.pop().unwrap()).map(owned).unwrap();
+    let (header, welcome) = sent(machine);
     assert_eq!(header.to, from);
-    let Ok(Message::Welcome { version, body }) = Message::decode(&part) else { panic!("{part:?}") };
-    let (_, proof) = greeting.welcomed(version, body).unwrap();
     assert!(!machine.sessions[&header.from].is_up(), "it may be a recorded hello");
-    take(machine, frame(header.from, from, 1, &Message::Confirm { proof }.encode()));
+    take(machine, frame(header.from, from, 1, &prove(&greeting, &welcome).unwrap()));
     assert!(machine.sessions[&header.from].is_up());
     header.from
 }
 
+/// What was sent last.
+fn sent(machine: &mut Machine<Quiet>) -> (FrameHeader, Vec<u8>) {
+    FrameHeader::read(&machine.fabric.sent.pop().unwrap()).map(owned).unwrap()
+}
+
 fn owned((header, part): (FrameHeader, &[u8])) -> (FrameHeader, Vec<u8>) {
     (header, part.to_vec())
+}
+
+/// That it asks [`control`](crate::control), which decides why each of these ends a link.
+#[test]
+fn what_breaks_the_protocol_ends_its_session_reaches_no_library_and_others_are_served() {
+    let (mut machine, good) = linked();
+    let mut place = 2;
+    let mut answer = |machine: &mut Machine<Quiet>, message: Message<'_>| {
+        take(machine, frame(good, 77, place, &message.encode()));
+        place += 1;
+        sent(machine).1
+    };
+    for Violation { what, after, says, .. } in violations(&INVITATION, RegionId(1), KEY).unwrap() {
+        let (to, first) = match after {
+            After::Nothing => (0, 0),
+            After::Welcome => {
+                take(&mut machine, frame(0, 78, 0, &hello(b"somewhere")));
+                (sent(&mut machine).0.from, 1)
+            }
+            After::Proof => (link(&mut machine, ProcessId::this(), 78), 2),
+        };
+        for (place, message) in (first..).zip(&says) {
+            take(&mut machine, frame(to, 78, place, message));
+        }
+        assert!(machine.fabric.sent.is_empty(), "{what} is answered");
+        assert!(machine.sessions.keys().eq([&good]), "{what}");
+        assert_eq!(machine.fabric.endpoints.len(), 1, "{what}");
+        assert_eq!(answer(&mut machine, Message::Ping), Message::Alive.encode(), "after {what}");
+    }
+    let want = |key| Message::Want { import: 1, id: RegionId(1), key };
+    let denied = answer(&mut machine, want(RegionKey([0; 16])));
+    assert!(
+        matches!(Message::decode(&denied), Ok(Message::Deny { why, .. }) if why.kind == Kind::WrongKey),
+        "{denied:?}"
+    );
+    assert_eq!(answer(&mut machine, want(KEY)), Message::Grant { import: 1, rest: b"" }.encode());
 }
 
 #[test]
@@ -205,21 +229,7 @@ fn any_messages_on_a_link_are_survived() {
         let mut place = 2;
         for _ in 0..60 {
             let id = RegionId(random.below(3) as u64);
-            let message = match random.below(12) {
-                0 => Message::Want { import: 1, id, key: KEY },
-                1 => Message::Released { id },
-                2..=6 => Message::Notify { notice: random.word(), bytes: b"news" },
-                7 => Message::Ping,
-                8 => Message::Alive,
-                9 => Message::Ack { notice: 0 },
-                10 => Message::Leave,
-                _ => Message::Bye,
-            };
-            let mut message = message.encode();
-            if random.below(8) == 0 {
-                let at = random.below(message.len());
-                message[at] = random.word() as u8;
-            }
+            let message = any_message(|bound| random.below(bound), id, KEY, &[]);
             take(&mut machine, frame(number, 77, place, &message));
             place += if random.below(16) == 0 { 2 } else { 1 };
         }
@@ -258,7 +268,7 @@ fn what_strangers_make_us_keep_is_bounded() {
     assert_eq!(up(&machine), 64);
     take(&mut machine, frame(0, 40_000, 0, &hello));
     assert_eq!(up(&machine), 64, "this one was told that there is no room");
-    let (_, told) = FrameHeader::read(&machine.fabric.sent.pop().unwrap()).map(owned).unwrap();
+    let told = sent(&mut machine).1;
     let Ok(Message::Refuse { why, .. }) = Message::decode(&told) else { panic!("{told:?}") };
     assert_eq!(why.kind, Kind::Exhausted);
     // An address that leads nowhere costs nothing.
@@ -320,41 +330,12 @@ fn initiators_that_died_unseen_are_asked_and_leave_room_and_who_answers_stays() 
 }
 
 #[test]
-fn no_byte_of_who_was_not_invited_reaches_the_library() {
-    let mut machine = machine();
-    let (_, invited) = greeting(b"somewhere");
-    let (_, stranger) = greeting_by(Invitation::from_bytes([5; 32]), b"somewhere");
-    take(&mut machine, frame(0, 1, 0, &stranger));
-    // An address that was altered on its way, bit by bit.
-    for bit in 8 * 13..8 * invited.len() {
-        let mut altered = invited.clone();
-        altered[bit / 8] ^= 1 << (bit % 8);
-        take(&mut machine, frame(0, 2 + bit as u64, 0, &altered));
-    }
-    assert!(
-        machine.fabric.endpoints.is_empty() && machine.sessions.is_empty() && machine.fabric.sent.is_empty()
-    );
-}
-
-#[test]
-fn who_does_not_confirm_is_granted_nothing_and_forgotten() {
-    for message in [
-        Message::Confirm { proof: [0; 32] },
-        Message::Want { import: 1, id: RegionId(1), key: KEY },
-        Message::Notify { notice: 0, bytes: b"news" },
-        Message::Ping,
-    ] {
-        let mut machine = machine();
-        take(&mut machine, frame(0, 77, 0, &hello(b"somewhere")));
-        let (header, _) = FrameHeader::read(&machine.fabric.sent.pop().unwrap()).map(owned).unwrap();
-        take(&mut machine, frame(header.from, 77, 1, &message.encode()));
-        assert!(machine.sessions.is_empty() && machine.fabric.sent.is_empty(), "{message:?}");
-    }
+fn who_does_not_confirm_is_forgotten_in_time() {
     let mut machine = machine();
     take(&mut machine, frame(0, 77, 0, &hello(b"somewhere")));
     let Some(session) = machine.sessions.values_mut().next() else { panic!("it was greeted") };
-    session.phase = super::session::Phase::Greeting(std::time::Instant::now());
-    machine.next_look = Some(std::time::Instant::now());
+    session.phase = super::session::Phase::Greeting(Instant::now());
+    machine.next_look = Some(Instant::now());
     machine.progress(&Queued::default(), &mut Outbox::default());
     assert!(machine.sessions.is_empty(), "it had its time");
 }

@@ -12,8 +12,8 @@ use super::handshake::hello_rest;
 use super::lanes;
 use super::stream::Outgoing;
 use super::{EndpointId, Fabric, Parts, Sent};
-use crate::control::proof::{Keys, PROOF};
-use crate::control::{Greeting, Message, VERSIONS};
+use crate::control::proof::PROOF;
+use crate::control::violations::greet;
 use crate::process::ProcessId;
 use crate::sealed;
 
@@ -117,9 +117,7 @@ fn stranger() -> Identity {
 }
 
 fn hello(invitation: &Invitation, secret: &Secret, address: &[u8]) -> Result<Vec<u8>> {
-    let rest = hello_rest(ProcessId::this(), address);
-    let (_, body) = Greeting::new(&stranger(), Keys::new(invitation, Some(secret)), &rest)?;
-    Ok(Message::Hello { versions: VERSIONS, body: &body }.encode())
+    Ok(greet(invitation, Some(secret), &hello_rest(ProcessId::this(), address))?.1)
 }
 
 struct Deaf;

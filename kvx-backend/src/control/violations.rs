@@ -1,0 +1,123 @@
+//! What an initiator may not say, for tests: those of this room see without a socket that it ends a link, those of
+//! each backend that the backend asks this room, and goes on with others.
+
+use kvx_core::{Identity, Incarnation, Invitation, Kind, RegionId, RegionKey, Result, Secret};
+
+use super::proof::{Keys, PROOF};
+use super::{Greeting, Message, VERSIONS, WINDOW};
+
+/// How far a link has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum After {
+    /// Nobody has said anything.
+    Nothing,
+    /// The hello of one that was invited was welcomed. It may be a recorded one.
+    Welcome,
+    /// The initiator has proven itself: the link is up.
+    Proof,
+}
+
+/// Something that ends a link.
+#[derive(Debug)]
+pub struct Violation {
+    /// What it is, for who reads that a test has failed.
+    pub what: &'static str,
+    /// When the initiator says it.
+    pub after: After,
+    /// What it says. With the last message, if not before, the link has ended.
+    pub says: Vec<Vec<u8>>,
+    /// What a target that can answer anybody refuses it as.
+    pub told: Option<Kind>,
+}
+
+/// Each kind of violation once, toward a target that invites by this, has a region of this number and key, has not
+/// granted it, and has room for fewer than eight notifications.
+pub fn violations(invitation: &Invitation, id: RegionId, key: RegionKey) -> Result<Vec<Violation>> {
+    let (_, invited) = greet(invitation, None, b"")?;
+    let (_, stranger) = greet(&Invitation::from_bytes([0; 32]), None, b"")?;
+    let mut altered = invited.clone();
+    let middle = altered.len() / 2;
+    altered[middle] ^= 1;
+    let one = |message: Message<'_>| vec![message.encode()];
+    let notify = |notice| Message::Notify { notice, bytes: &[7; 1000] }.encode();
+    let (old, newer) = (Some(Kind::PeerRestarted), Some(Kind::Incompatible));
+    let other_versions = Message::Hello { versions: (7, 9), body: b"as version 7 says it" };
+    let proof = || one(Message::Confirm { proof: [0; PROOF] });
+    let violations = [
+        (After::Nothing, "bytes that are no message", vec![b"GET / HTTP/1.1\r\n\r\n".to_vec()], None),
+        (After::Nothing, "a message that is no hello", one(Message::Ping), None),
+        (After::Nothing, "the hello of a stranger", vec![stranger], old),
+        (After::Nothing, "a hello that was altered", vec![altered], old),
+        (After::Nothing, "a hello in other versions", one(other_versions), newer),
+        (After::Welcome, "a proof that is none", proof(), None),
+        (
+            After::Welcome,
+            "a region is wanted before the proof",
+            one(Message::Want { import: 1, id, key }),
+            None,
+        ),
+        (After::Welcome, "a notification before the proof", vec![notify(0)], None),
+        (After::Welcome, "a question before the proof", one(Message::Ping), None),
+        (After::Proof, "a second hello", vec![invited], None),
+        (After::Proof, "a second proof", proof(), None),
+        (
+            After::Proof,
+            "the answer to a notification, from who notifies",
+            one(Message::Ack { notice: 3 }),
+            None,
+        ),
+        (After::Proof, "a grant, from who asks for it", one(Message::Grant { import: 0, rest: b"" }), None),
+        (After::Proof, "a region is released that was not granted", one(Message::Released { id }), None),
+        (
+            After::Proof,
+            "more notifications than the window",
+            (0..WINDOW as u64 + 8).map(notify).collect(),
+            None,
+        ),
+    ];
+    let violation = |(after, what, says, told)| Violation { what, after, says, told };
+    Ok(violations.into_iter().map(violation).collect())
+}
+
+/// A stranger's greeting by this invitation, and its first message; `rest` is what its transport says with it.
+pub fn greet(invitation: &Invitation, secret: Option<&Secret>, rest: &[u8]) -> Result<(Greeting, Vec<u8>)> {
+    let from = Identity { name: "stranger".into(), incarnation: Incarnation([9; 16]) };
+    let (greeting, body) = Greeting::new(&from, Keys::new(invitation, secret), rest)?;
+    Ok((greeting, Message::Hello { versions: VERSIONS, body: &body }.encode()))
+}
+
+/// The message that proves the greeting which was welcomed by this one. Errors: it is no welcome to it.
+pub fn prove(greeting: &Greeting, welcome: &[u8]) -> Result<Vec<u8>> {
+    let Message::Welcome { version, body } = Message::decode(welcome)? else {
+        return Err(super::reasons::malformed("no welcome"));
+    };
+    let (_, proof) = greeting.welcomed(version, body)?;
+    Ok(Message::Confirm { proof }.encode())
+}
+
+/// Any message to a target, one in four with an altered byte. Every other one is of `own`, where a transport has
+/// messages of its own. `below` draws a number below another one.
+pub fn any_message(
+    mut below: impl FnMut(usize) -> usize,
+    id: RegionId,
+    key: RegionKey,
+    own: &[Vec<u8>],
+) -> Vec<u8> {
+    let mut bytes = match below(if own.is_empty() { 13 } else { 26 }) {
+        0 => Message::Want { import: 1, id, key }.encode(),
+        1 => Message::Recall { id }.encode(),
+        2 => Message::Released { id }.encode(),
+        3 => Message::Ping.encode(),
+        4 => Message::Alive.encode(),
+        5 => Message::Ack { notice: 0 }.encode(),
+        6 => Message::Leave.encode(),
+        7 => Message::Bye.encode(),
+        8..13 => Message::Notify { notice: below(usize::MAX) as u64, bytes: b"news" }.encode(),
+        _ => own[below(own.len())].clone(),
+    };
+    if below(4) == 0 {
+        let at = below(bytes.len());
+        bytes[at] = below(256) as u8;
+    }
+    bytes
+}

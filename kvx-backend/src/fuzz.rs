@@ -102,7 +102,12 @@ pub fn deliver(outbox: &mut Outbox) {
 
         fn link(&self, _: LinkId, _: LinkState) {}
     }
-    outbox.deliver(&Nobody);
+    deliver_to(outbox, &Nobody);
+}
+
+/// The same; links are told of here.
+pub fn deliver_to(outbox: &mut Outbox, events: &dyn Events) {
+    outbox.deliver(events);
 }
 
 #[cfg(test)]

@@ -21,6 +21,8 @@ mod link;
 mod memory;
 mod messages;
 mod notices;
+#[cfg(test)]
+mod pair;
 mod progress;
 mod pulls;
 mod reads;

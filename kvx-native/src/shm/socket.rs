@@ -13,6 +13,9 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
+#[cfg(test)]
+use super::pair::cut::{self, Call};
+
 /// How many clients may wait to be accepted.
 const BACKLOG: i32 = 1024;
 /// Room for outgoing messages in the kernel; it grants what `net.core.wmem_max` allows.
@@ -40,13 +43,20 @@ pub(crate) fn listen(name: &[u8]) -> Result<Private, Errno> {
 pub(crate) fn connect(name: &[u8]) -> Result<Private, Errno> {
     let socket = fresh()?;
     rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER).ok(); // the default is enough to work
-    rustix::net::connect(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
+    let name = SocketAddrUnix::new_abstract_name(name)?;
+    let call = || rustix::net::connect(&socket, &name);
+    #[cfg(test)]
+    let call = || cut::call(Call::Connect, call);
+    call()?;
     Ok(socket)
 }
 
 /// The next client, if one waits.
 pub(crate) fn accept(listener: BorrowedFd<'_>) -> Result<Option<Private>, Errno> {
-    match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+    let call = || rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
+    #[cfg(test)]
+    let call = || cut::call(Call::Accept, call);
+    match call() {
         Ok(socket) => {
             rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER).ok(); // as in `connect`
             Ok(Some(socket.into()))
@@ -65,8 +75,10 @@ pub(crate) fn send(socket: BorrowedFd<'_>, bytes: &[u8], file: Option<BorrowedFd
         control.push(SendAncillaryMessage::ScmRights(files));
     }
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-    rustix::io::retry_on_intr(|| rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags))
-        .map(|_| ())
+    let mut call = || rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags);
+    #[cfg(test)]
+    let mut call = || cut::call(Call::Send { file: file.is_some() }, &mut call);
+    rustix::io::retry_on_intr(&mut call).map(|_| ())
 }
 
 /// What [`receive`] found.
@@ -89,7 +101,10 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Recei
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     let got = loop {
-        match rustix::net::recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags) {
+        let mut call = || rustix::net::recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags);
+        #[cfg(test)]
+        let mut call = || cut::call(Call::Receive, &mut call);
+        match call() {
             Ok(got) => break got,
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => return Ok(Received::Nothing),
@@ -106,6 +121,8 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Recei
             }
         }
     }
+    #[cfg(test)]
+    let file = file.filter(|_| !cut::loses_file());
     if got.flags.contains(ReturnFlags::TRUNC) {
         return Ok(Received::TooLong);
     }
@@ -178,6 +195,8 @@ impl Poller {
         ready.clear();
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
         let mut events = [const { MaybeUninit::uninit() }; Self::BATCH];
+        #[cfg(test)]
+        let Ok(()) = cut::call(Call::Events, || Ok(())) else { return ready };
         match rustix::event::epoll::wait(&self.epoll, &mut events, Some(&now)) {
             Ok((events, _)) => ready.extend(events.iter().map(|event| (event.data.u64(), event.flags))),
             Err(Errno::INTR) => {}

@@ -1,0 +1,135 @@
+//! Whatever the kernel says to a call, and whatever happens between: every choice comes from a seed.
+
+use kvx_core::Op;
+use kvx_testkit::Random;
+
+use super::end::{Held, alone};
+use super::{LONG, MANY, Pair, SMALL, Shape, Which, Who, cut};
+
+const SEEDS: u64 = 200;
+/// Reads of these are too large to be done where they are posted.
+const PAGES: Shape = Shape::of(4 << 10, 32);
+/// Memory that is looked at after each step has at most so many bytes; all of it is looked at in the end.
+const GLANCE: usize = 4 << 10;
+
+/// What a run ends with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fate {
+    /// All that was begun ends well, then core closes the link.
+    Well,
+    /// Core closes the link at once.
+    Closed,
+    /// The kernel refuses a packet for good.
+    Broken,
+    Killed(Who),
+}
+
+const FATES: [Fate; 5] =
+    [Fate::Well, Fate::Closed, Fate::Broken, Fate::Killed(Who::Initiator), Fate::Killed(Who::Owner)];
+
+/// Something happens.
+fn step(pair: &mut Pair) {
+    let at = pair.random.below(pair.slots.len());
+    match pair.random.below(20) {
+        0..12 => {
+            let op = [Op::Read, Op::Write][pair.random.below(2)];
+            let is_list = pair.random.below(2) == 0;
+            pair.post(at, op, is_list);
+        }
+        12 => pair.cancel(at),
+        13..16 => {
+            let len = [20, 3000, 60_000][pair.random.below(3)];
+            pair.notify(len);
+        }
+        16 => {
+            let has_room = pair.random.below(3) > 0;
+            pair.owner.set_room(has_room);
+        }
+        17 => {
+            let which = Which::ALL[pair.random.below(3)];
+            pair.revoke(at, which);
+        }
+        18 if pair.random.below(8) == 0 => {
+            pair.close();
+            pair.connect();
+        }
+        _ => {}
+    }
+}
+
+/// Whether files are lost, and what the run ends with.
+fn drawn(random: &mut Random) -> (bool, Fate) {
+    (random.below(4) == 0, FATES[random.below(FATES.len())])
+}
+
+/// One run. Gives the numbers of transfers, notifications and regions that have come through.
+fn run(seed: u64) -> [u64; 3] {
+    let mut random = Random::seeded(seed);
+    let (loses_files, fate) = drawn(&mut random);
+    cut::by(seed, loses_files);
+    let before = Held::now();
+    let mut pair = Pair::new(
+        random,
+        if seed.is_multiple_of(8) { &[SMALL, PAGES, MANY, LONG] } else { &[SMALL, PAGES, MANY] },
+    );
+    pair.connect();
+    for _ in 0..10 + pair.random.below(60) {
+        step(&mut pair);
+        for _ in 0..pair.random.below(16) {
+            // Either may be slow.
+            let who = [Who::Initiator, Who::Owner][pair.random.below(2)];
+            pair.turn_of(who);
+        }
+        pair.check(GLANCE);
+    }
+    match fate {
+        Fate::Well => {
+            pair.owner.set_room(true);
+            pair.until("the end of all that was begun", Pair::is_idle);
+            pair.close();
+        }
+        Fate::Closed => pair.close(),
+        Fate::Broken => {
+            let is_only = |pair: &Pair| {
+                let ends = [&pair.initiator, &pair.owner];
+                pair.up().is_some() && ends.iter().all(|end| end.machine.connections.len() == 1)
+            };
+            pair.until("the end of earlier links", is_only);
+            pair.break_link();
+        }
+        Fate::Killed(who) => pair.kill(who),
+    }
+    pair.has_ended();
+    let came = [pair.arrived, pair.acknowledged, pair.revoked];
+    cut::by(!seed, false);
+    pair.all_works();
+    drop(pair);
+    cut::off();
+    assert_eq!(Held::now(), before, "something is left of a run");
+    came
+}
+
+#[test]
+fn whatever_the_kernel_says_and_whoever_is_killed_transfers_arrive_or_end() {
+    alone(module_path!(), "whatever_the_kernel_says_and_whoever_is_killed_transfers_arrive_or_end", || {
+        // Another range, or one seed of it: `KVX_SEED=17`.
+        let seeds = match std::env::var("KVX_SEED").map(|seed| seed.parse().expect("a number")) {
+            Ok(seed) => seed..seed + 1,
+            Err(_) => 0..SEEDS,
+        };
+        let mut all = [0; 3];
+        for seed in seeds.clone() {
+            let ran = std::panic::catch_unwind(|| run(seed));
+            let came = ran.unwrap_or_else(|_| {
+                let (loses_files, fate) = drawn(&mut Random::seeded(seed));
+                panic!("KVX_SEED={seed}: {fate:?}, loses files: {loses_files}")
+            });
+            all = std::array::from_fn(|at| all[at] + came[at]);
+        }
+        println!("{all:?} transfers, notifications and regions came through");
+        if seeds.end - seeds.start == SEEDS {
+            let enough = [8, 3, 1].map(|each| each * SEEDS);
+            assert!((0..3).all(|at| all[at] > enough[at]), "{all:?} of {enough:?}");
+        }
+    });
+}

@@ -1,0 +1,215 @@
+//! What everything that was begun has to come to.
+
+use std::sync::Arc;
+
+use kvx_core::{Kind, Op};
+
+use super::end::Held;
+use super::{ORDERS, POISON, Pair, Place, Which, cut, indices};
+use crate::shm::link::Wiring;
+use crate::shm::progress::Command;
+
+impl Pair {
+    /// Whether nothing is under way.
+    pub(super) fn is_idle(&self) -> bool {
+        let is_open = |place: &Place| place.revoked.is_none();
+        self.told.is_empty()
+            && self.slots.iter().all(|slot| {
+                slot.posted.is_none() && is_open(&slot.local) && is_open(&slot.source) && is_open(&slot.sink)
+            })
+    }
+
+    /// Whether neither end has a connection.
+    pub(super) fn is_apart(&self) -> bool {
+        self.initiator.machine.connections.is_empty() && self.owner.machine.connections.is_empty()
+    }
+
+    /// What is under way, for whoever reads of a failure.
+    pub(super) fn standing(&self) -> String {
+        let link =
+            self.link.as_ref().map(|link| (link.wiring.id, link.wiring.gone.get(), self.up().is_some()));
+        let phases = [&self.initiator, &self.owner].map(|end| {
+            let all = end.machine.connections.iter();
+            all.map(|(_, one)| format!("{:?}, {} packets wait", one.phase, one.queued())).collect::<Vec<_>>()
+        });
+        let posted =
+            self.slots.iter().map(|slot| slot.posted.as_ref().map(|posted| (posted.op, &posted.ends_by)));
+        let revoked = self
+            .slots
+            .iter()
+            .map(|slot| [&slot.local, &slot.source, &slot.sink].map(|place| place.revoked.is_some()));
+        format!(
+            "the link: {link:?}; connections: {phases:?}; transfers: {:?}; {} notifications; taken back: {:?}",
+            posted.collect::<Vec<_>>(),
+            self.told.len(),
+            revoked.collect::<Vec<_>>()
+        )
+    }
+
+    /// Checks what has settled, and makes its memory useless to whoever would still touch it.
+    pub(super) fn settle(&mut self) {
+        for at in 0..self.slots.len() {
+            self.settle_transfer(at);
+            Which::ALL.into_iter().for_each(|which| self.settle_revocation(at, which));
+        }
+        let (inbox, mut acknowledged) = (&self.inbox, 0);
+        self.told.retain(|told| {
+            let Some(result) = told.outcome.get("a notification") else { return true };
+            match result {
+                Ok(()) => {
+                    acknowledged += 1;
+                    assert!(inbox.has(told.number), "a notification was acknowledged that has not come");
+                }
+                Err(why) => {
+                    assert!(told.ends_by.contains(&why.kind()), "a notification failed for no reason: {why}");
+                }
+            }
+            false
+        });
+        self.acknowledged += acknowledged;
+    }
+
+    fn settle_transfer(&mut self, at: usize) {
+        let slot = &mut self.slots[at];
+        let Some(result) = slot.posted.as_ref().and_then(|posted| posted.outcome.get("a transfer")).cloned()
+        else {
+            return;
+        };
+        let Some(posted) = slot.posted.take() else { return };
+        if let Err(why) = &result {
+            let lost_file = why.kind() == Kind::Exhausted && cut::lost_files() > 0;
+            let is_expected = lost_file || posted.ends_by.contains(&why.kind());
+            assert!(is_expected, "a {:?} failed for no reason: {why}", posted.op);
+        }
+        let (block, orders) =
+            (slot.shape.block, if posted.op == Op::Read { ORDERS } else { [ORDERS[1], ORDERS[0]] });
+        let into = match posted.op {
+            Op::Read => &mut slot.local,
+            Op::Write => &mut slot.sink,
+        };
+        let now = into.look();
+        if result.is_ok() {
+            self.arrived += 1;
+            let mut expected = std::mem::take(&mut into.content);
+            let [to_order, from_order] = orders.map(|by| indices(slot.shape, posted.is_list, by));
+            for number in 0..to_order.len() {
+                let [to, from] = [&to_order, &from_order].map(|order| order.at(number) as usize * block);
+                expected[to..to + block].copy_from_slice(&posted.from[from..from + block]);
+            }
+            assert!(now == expected || posted.orphan, "a {:?} brought wrong bytes", posted.op);
+        }
+        // A killed owner's memory may be anybody's by now: what has not succeeded does not count.
+        let is_garbage = result.is_err() && posted.ends_by.contains(&Kind::PeerLost);
+        if !posted.orphan && !is_garbage {
+            assert!(!now.contains(&POISON), "a {:?} brought what nobody may read any more", posted.op);
+        }
+        into.content = now;
+        if posted.op == Op::Write {
+            let poison = vec![POISON; slot.local.content.len()];
+            slot.local.set(poison);
+        }
+    }
+
+    fn settle_revocation(&mut self, at: usize, which: Which) {
+        let revoked = which.of(&mut self.slots[at]).revoked.as_ref();
+        let Some(result) = revoked.and_then(|outcome| outcome.get("a revocation")) else { return };
+        if let Err(why) = result {
+            panic!("a region does not come back: {why}");
+        }
+        self.revoked += 1;
+        let new = self.open(which.owner(), self.slots[at].shape);
+        let slot = &mut self.slots[at];
+        let mut old = std::mem::replace(which.of(slot), new);
+        if let Some(posted) = &mut slot.posted {
+            // Who could not take the file of a loan has let go of it, and will refuse the write.
+            let is_refused = cut::lost_files() > 0;
+            assert!(which != Which::Local || is_refused, "a region came back under a write of it");
+            // It moves nothing any more, and settles later.
+            posted.orphan |= which == Which::Sink && posted.op == Op::Write;
+        }
+        let poison = vec![POISON; old.content.len()];
+        old.set(poison);
+        self.given_back.push(old);
+        self.import();
+    }
+
+    /// Memory that nobody may write to holds what it held.
+    pub(super) fn check(&self, longest: usize) {
+        for slot in &self.slots {
+            let op = slot.posted.as_ref().filter(|posted| !posted.orphan).map(|posted| posted.op);
+            let checked = [
+                (&slot.local, op != Some(Op::Read), "local"),
+                (&slot.source, true, "source"),
+                (&slot.sink, op != Some(Op::Write) && !slot.unsure, "sink"),
+            ];
+            for (place, is_still, whose) in checked {
+                if is_still && place.content.len() <= longest {
+                    place.check(whose);
+                }
+            }
+        }
+        self.given_back.iter().filter(|place| place.content.len() <= longest).for_each(|place| {
+            place.check("given back");
+        });
+    }
+
+    /// After the end of a link: all that was under way has ended, and nothing of it is left.
+    pub(super) fn has_ended(&mut self) {
+        let is_gone = |link: &Arc<Wiring>| link.gone.get().is_some();
+        self.until("the end of all that was under way", |pair| {
+            let all_gone = pair.link.iter().map(|link| &link.wiring).chain(&pair.lost).all(is_gone);
+            pair.is_idle() && pair.is_apart() && all_gone
+        });
+        for link in self.link.take().map(|link| link.wiring).into_iter().chain(self.lost.drain(..)) {
+            let why = link.gone.get().expect("it was waited for");
+            let is_expected = matches!(why.kind(), Kind::PeerLost | Kind::PeerRestarted | Kind::Exhausted);
+            assert!(is_expected, "a link is lost for no reason: {why}");
+            let (ups, ends) = self.inbox.told_of(link.id);
+            assert!(
+                ups <= 1 && ends == 1,
+                "a link was said to be up {ups} times, and to have ended {ends} times"
+            );
+            self.initiator.command(Command::Close { link });
+        }
+        for slot in &mut self.slots {
+            (slot.source.import, slot.sink.import) = (None, None);
+            if std::mem::take(&mut slot.unsure) {
+                let content = slot.source.content.clone(); // whatever the last write has brought
+                slot.sink.set(content);
+            }
+        }
+        self.check(usize::MAX);
+        let places = self.slots.iter().flat_map(|slot| [&slot.local, &slot.source, &slot.sink]);
+        let pools = places.chain(&self.given_back).filter(|place| place.memory.shared_file().is_some());
+        let descriptors =
+            self.others + self.initiator.descriptors() + self.owner.descriptors() + pools.count();
+        assert_eq!(Held::now(), Held { descriptors, mapped: 0 }, "a link has left something behind");
+    }
+
+    /// The next link does everything, and every region comes back over it.
+    pub(super) fn all_works(&mut self) {
+        self.owner.set_room(true);
+        self.connect();
+        self.until("a link", |pair| pair.up().is_some());
+        for (op, is_list) in [(Op::Read, true), (Op::Write, true)] {
+            let before = self.arrived;
+            for at in 0..self.slots.len() {
+                assert!(self.post(at, op, is_list), "slot {at} is not free");
+            }
+            self.until("the next transfers", Pair::is_idle);
+            assert_eq!(self.arrived, before + self.slots.len() as u64);
+        }
+        let before = self.acknowledged;
+        self.notify(100);
+        self.until("a notification", Pair::is_idle);
+        assert_eq!(self.acknowledged, before + 1);
+        let before = self.revoked;
+        for which in Which::ALL {
+            (0..self.slots.len()).for_each(|at| self.revoke(at, which));
+        }
+        self.until("regions that come back", Pair::is_idle);
+        assert_eq!(self.revoked, before + 3 * self.slots.len() as u64);
+        self.close();
+        self.has_ended();
+    }
+}

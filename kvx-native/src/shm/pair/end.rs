@@ -1,0 +1,229 @@
+//! One of the two machines, what it tells its agent, and what this process holds.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
+
+use kvx_backend::control::proof::Keys;
+use kvx_backend::reactor::{Armed, Outbox, Progress as _, Queued};
+use kvx_core::transport::{Context, Events, Full, LinkState, LocalRegion, RegionSpec};
+use kvx_core::{Identity, Incarnation, Invitation, LinkId, Options, Result, Sender, Ticket};
+use rustix::event::{PollFd, PollFlags};
+
+use super::Place;
+use crate::shm::config::Config;
+use crate::shm::link::Wiring;
+use crate::shm::memory::Regions;
+use crate::shm::progress::{Command, Machine};
+
+/// Nothing here takes this long unless it hangs.
+pub(super) const CUT_OFF: Duration = Duration::from_secs(10);
+
+/// What both agents were told.
+#[derive(Default)]
+pub(super) struct Inbox {
+    is_full: AtomicBool,
+    notifications: Mutex<HashSet<u64>>,
+    /// How often a link was said to be up, and to have ended.
+    links: Mutex<HashMap<LinkId, (u32, u32)>>,
+}
+
+impl Inbox {
+    /// Whether the notification of this number has come.
+    pub(super) fn has(&self, number: u64) -> bool {
+        self.notifications.lock().expect("no test has failed").contains(&number)
+    }
+
+    /// How often a link was said to be up, and to have ended.
+    pub(super) fn told_of(&self, link: LinkId) -> (u32, u32) {
+        self.links.lock().expect("no test has failed").get(&link).copied().unwrap_or_default()
+    }
+}
+
+impl Events for Inbox {
+    fn notification(&self, _: Sender<'_>, bytes: &[u8]) -> Result<(), Full> {
+        if self.is_full.load(Ordering::Relaxed) {
+            return Err(Full);
+        }
+        let (number, rest) = bytes.split_first_chunk().expect("it begins with its number");
+        let number = u64::from_le_bytes(*number);
+        assert!(rest.iter().all(|byte| *byte == number as u8), "a notification came with wrong bytes");
+        let is_new = self.notifications.lock().expect("no test has failed").insert(number);
+        assert!(is_new, "a notification came twice");
+        Ok(())
+    }
+
+    fn link(&self, id: LinkId, state: LinkState) {
+        let mut links = self.links.lock().expect("no test has failed");
+        let (ups, ends) = links.entry(id).or_default();
+        match state {
+            LinkState::Up => *ups += 1,
+            LinkState::Lost(_) | LinkState::Restarted => *ends += 1,
+            LinkState::Changed => {}
+        }
+    }
+}
+
+/// A machine in the hands of a test, which gives it its turns.
+pub(super) struct End {
+    pub(super) machine: Machine,
+    pub(super) regions: Arc<Regions>,
+    inbox: Arc<Inbox>,
+    invitation: Invitation,
+    /// When the clock is to be looked at, after a turn that did nothing.
+    sleeps: Option<Duration>,
+}
+
+impl End {
+    pub(super) fn new(name: &str, life: u8, inbox: Arc<Inbox>) -> Self {
+        let (options, regions) = (Options::new(), Arc::new(Regions::default()));
+        let config = Config::read(&options).expect("there is a default for every option");
+        let invitation = Invitation::from_bytes([life; 32]);
+        let context = Context {
+            // Another process's life of this name is not to answer.
+            agent: Identity {
+                name: format!("{name} of {}", std::process::id()).into(),
+                incarnation: Incarnation([life; 16]),
+            },
+            options,
+            events: Arc::clone(&inbox) as _,
+            devices: Vec::new(),
+            invitation,
+            secret: None,
+            peer_timeout: CUT_OFF,
+        };
+        let machine = Machine::new(context, config, Arc::clone(&regions)).expect("there are descriptors");
+        End { machine, regions, inbox, invitation, sleeps: None }
+    }
+
+    pub(super) fn register(&self, place: &Place) {
+        let memory = Arc::clone(&place.memory);
+        self.regions.open(RegionSpec { id: place.id, key: place.key, memory }, None);
+    }
+
+    /// What leads a link to this end.
+    pub(super) fn wiring(&self, id: LinkId) -> Wiring {
+        Wiring {
+            id,
+            peer: self.machine.me.clone(),
+            keys: Keys::new(&self.invitation, None),
+            sight: OnceLock::new(),
+            gone: OnceLock::new(),
+        }
+    }
+
+    pub(super) fn command(&mut self, command: Command) {
+        let mut out = Outbox::default();
+        self.machine.command(command, &mut out);
+        kvx_backend::fuzz::deliver_to(&mut out, &*self.inbox);
+    }
+
+    /// A turn, as the reactor's thread has it. Says whether anything was done.
+    pub(super) fn turn(&mut self) -> bool {
+        let mut out = Outbox::default();
+        let done = self.machine.progress(&Queued::default(), &mut out).done;
+        kvx_backend::fuzz::deliver_to(&mut out, &*self.inbox);
+        let again = match self.machine.arm().expect("it can sleep") {
+            Armed::Again => true,
+            Armed::Sleep(until) => {
+                self.sleeps = until;
+                false
+            }
+        };
+        done > 0 || again
+    }
+
+    /// Has room for notifications, or none.
+    pub(super) fn set_room(&mut self, has_room: bool) {
+        self.inbox.is_full.store(!has_room, Ordering::Relaxed);
+        if has_room {
+            self.command(Command::Resume);
+        }
+    }
+
+    /// Descriptors that it has without connections.
+    pub(super) fn descriptors(&self) -> usize {
+        1 + self.machine.listeners.iter().flatten().count()
+    }
+}
+
+/// Waits until one of them has something to do, as their threads would.
+pub(super) fn wait_for_any(ends: [&End; 2]) {
+    let longest = ends.iter().filter_map(|end| end.sleeps).fold(Duration::from_millis(100), Duration::min);
+    let mut polled = ends.map(|end| PollFd::from_borrowed_fd(end.machine.poller.fd(), PollFlags::IN));
+    let longest = rustix::time::Timespec { tv_sec: 0, tv_nsec: longest.subsec_nanos().into() };
+    rustix::event::poll(&mut polled, Some(&longest)).expect("both are open");
+}
+
+/// Local memory is found by the plan alone.
+pub(super) struct Local;
+
+impl LocalRegion for Local {
+    fn export(&self) -> &[u8] {
+        &[]
+    }
+
+    fn revoke(&self, done: Ticket) {
+        done.settle(Ok(()));
+    }
+}
+
+/// What has become of a ticket.
+pub(super) struct Outcome(Arc<OnceLock<Result<()>>>);
+
+impl Outcome {
+    /// Of a new ticket.
+    pub(super) fn new() -> (Ticket, Self) {
+        let outcome = Arc::new(OnceLock::new());
+        let told = Arc::clone(&outcome);
+        (Ticket::new(move |result| drop(told.set(result))), Outcome(outcome))
+    }
+
+    /// What it was settled with. A ticket of a living end is not forgotten.
+    pub(super) fn get(&self, what: &str) -> Option<&Result<()>> {
+        let is_held = Arc::strong_count(&self.0) > 1;
+        let result = self.0.get();
+        assert!(result.is_some() || is_held, "{what} is forgotten: its ticket has not settled");
+        result
+    }
+}
+
+/// What this process holds that could leak.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Held {
+    pub(super) descriptors: usize,
+    /// Memory of peers that is mapped here.
+    pub(super) mapped: usize,
+}
+
+impl Held {
+    /// Now. Only where no other thread opens or maps anything.
+    pub(super) fn now() -> Self {
+        let directory = std::fs::read_dir("/proc/self/fd").expect("there is a /proc");
+        let own = 1; // the directory itself
+        let maps = std::fs::read_to_string("/proc/self/maps").expect("there is a /proc");
+        let is_peers = |line: &&str| line.contains(" r--s ") && line.contains("/memfd:");
+        Held { descriptors: directory.count() - own, mapped: maps.lines().filter(is_peers).count() }
+    }
+}
+
+/// Runs a test in a process of its own, where nobody else opens or maps anything.
+pub(super) fn alone(module: &str, test: &str, run: impl FnOnce()) {
+    const ALONE: &str = "KVX_TEST_ALONE";
+    let (_, module) = module.split_once("::").expect("it begins with the crate");
+    let name = format!("{module}::{test}");
+    if std::env::var(ALONE).is_ok_and(|alone| alone == name) {
+        drop(End::new("first", 1, Arc::default())); // opens what is open for the life of the process
+        return run();
+    }
+    let ran = std::process::Command::new(std::env::current_exe().expect("it runs"))
+        .args(["--exact", &name, "--nocapture", "--test-threads=1"])
+        .env(ALONE, &name)
+        .output()
+        .expect("it can be started");
+    let said = [ran.stdout, ran.stderr].map(|said| String::from_utf8_lossy(&said).into_owned());
+    assert!(ran.status.success(), "{}{}", said[0], said[1]);
+    assert!(said[0].contains("1 passed"), "{name} is no test: {}", said[0]);
+    print!("{}", said[0]);
+}

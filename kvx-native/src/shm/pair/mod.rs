@@ -1,0 +1,508 @@
+//! Two machines of one thread, joined by the kernel's own sockets, whose system calls are [`cut`] short: calls that
+//! say "later" or are interrupted, files that come late or never, an end that is killed at any packet.
+//!
+//! A test says what happens next; what every transfer, notification and revocation has to come to is checked here.
+//! Whoever is killed vanishes with all that it held, as the kernel lets a process vanish, and a new life takes its place.
+
+mod by_seed;
+mod checks;
+pub(super) mod cut;
+mod end;
+mod step_by_step;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
+use kvx_core::{
+    Bound, Grid, Indices, Kind, LinkId, LocalSide, Memory, Op, Placed, RegionId, RegionKey, RemoteSide,
+    TransferId,
+};
+use kvx_testkit::Random;
+
+use super::inline::read_inline;
+use super::link::{Import, Wiring};
+use super::memory::Reach;
+use super::progress::Command;
+use end::{CUT_OFF, End, Held, Inbox, Outcome, wait_for_any};
+
+/// The blocks of a slot, and what they lie on.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    block: usize,
+    count: u32,
+    /// On pools, on memory of the program's own, or on either.
+    on_pools: Option<bool>,
+}
+
+impl Shape {
+    const fn of(block: usize, count: u32) -> Self {
+        Shape { block, count, on_pools: None }
+    }
+
+    fn len(&self) -> usize {
+        self.block * self.count as usize
+    }
+}
+
+/// Reads of these are small.
+const SMALL: Shape = Shape::of(64, 32);
+/// Writes of these go in several parts.
+const MANY: Shape = Shape::of(8, 8_200);
+/// Transfers of these take several turns.
+const LONG: Shape = Shape::of(64 << 10, 32);
+
+/// The factors of the orders of blocks here and at the peer; no number of blocks has them.
+const ORDERS: [u32; 2] = [3, 7];
+/// What memory is filled with that nobody may touch any more. No block ever holds it.
+const POISON: u8 = 0xee;
+
+/// One of the two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Who {
+    Initiator,
+    Owner,
+}
+
+/// One of a slot's regions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Which {
+    Local,
+    Source,
+    Sink,
+}
+
+impl Which {
+    const ALL: [Which; 3] = [Which::Local, Which::Source, Which::Sink];
+
+    fn of(self, slot: &mut Slot) -> &mut Place {
+        match self {
+            Which::Local => &mut slot.local,
+            Which::Source => &mut slot.source,
+            Which::Sink => &mut slot.sink,
+        }
+    }
+
+    fn owner(self) -> Who {
+        if self == Which::Local { Who::Initiator } else { Who::Owner }
+    }
+}
+
+/// A region, and what it has to hold.
+struct Place {
+    id: RegionId,
+    key: RegionKey,
+    memory: Arc<Memory>,
+    content: Vec<u8>,
+    /// It is being taken back.
+    revoked: Option<Outcome>,
+    /// Who it was granted to.
+    import: Option<Arc<Import>>,
+}
+
+impl Place {
+    fn new(id: u64, len: usize, on_pool: bool) -> Self {
+        let memory = match on_pool {
+            true => Memory::pool(len).build().expect("there is memory"),
+            false => Memory::owned(vec![0; len]),
+        };
+        Place {
+            id: RegionId(id),
+            key: RegionKey([id as u8; 16]),
+            memory: Arc::new(memory),
+            content: vec![0; len],
+            revoked: None,
+            import: None,
+        }
+    }
+
+    fn set(&mut self, content: Vec<u8>) {
+        self.memory.copy_in(0, &content).expect("it is as long as that");
+        self.content = content;
+    }
+
+    fn look(&self) -> Vec<u8> {
+        let mut content = vec![0; self.memory.len()];
+        self.memory.copy_out(0, &mut content).expect("it is as long as that");
+        content
+    }
+
+    fn check(&self, whose: &str) {
+        assert!(self.look() == self.content, "{whose}: memory was written to that nobody may touch");
+    }
+}
+
+/// A transfer under way.
+struct Posted {
+    id: TransferId,
+    op: Op,
+    is_list: bool,
+    outcome: Outcome,
+    /// What it was to bring.
+    from: Vec<u8>,
+    /// What it may end with instead.
+    ends_by: Vec<Kind>,
+    /// What it writes to is not there any more.
+    orphan: bool,
+}
+
+/// Memory that transfers move between, one transfer at a time: from the owner's source into our local memory, or from
+/// there into the owner's sink.
+struct Slot {
+    shape: Shape,
+    local: Place,
+    source: Place,
+    sink: Place,
+    posted: Option<Posted>,
+    /// A killed initiator's write may still be pulled into the sink.
+    unsure: bool,
+}
+
+/// A link as core would know it.
+struct OpenLink {
+    wiring: Arc<Wiring>,
+    imports: u64,
+}
+
+struct Told {
+    number: u64,
+    outcome: Outcome,
+    ends_by: Vec<Kind>,
+}
+
+/// Both ends, and all that is under way between them.
+struct Pair {
+    random: Random,
+    inbox: Arc<Inbox>,
+    initiator: End,
+    owner: End,
+    link: Option<OpenLink>,
+    /// Links whose other end has been killed.
+    lost: Vec<Arc<Wiring>>,
+    /// Descriptors of this process that are not the pair's.
+    others: usize,
+    slots: Vec<Slot>,
+    /// Memory that was taken back.
+    given_back: Vec<Place>,
+    told: Vec<Told>,
+    next: u64,
+    lives: u8,
+    /// Transfers that have arrived, notifications that were acknowledged, regions that came back.
+    arrived: u64,
+    acknowledged: u64,
+    revoked: u64,
+}
+
+impl Pair {
+    fn new(mut random: Random, slots: &[Shape]) -> Self {
+        let (inbox, others) = (Arc::<Inbox>::default(), Held::now().descriptors);
+        let mut pair = Pair {
+            initiator: End::new("initiator", 1, Arc::clone(&inbox)),
+            owner: End::new("owner", 2, Arc::clone(&inbox)),
+            inbox,
+            link: None,
+            lost: Vec::new(),
+            others,
+            slots: Vec::new(),
+            given_back: Vec::new(),
+            told: Vec::new(),
+            next: 0,
+            lives: 2,
+            arrived: 0,
+            acknowledged: 0,
+            revoked: 0,
+            random: Random::seeded(random.word()),
+        };
+        for &shape in slots {
+            let slot = Slot {
+                shape,
+                local: pair.open(Who::Initiator, shape),
+                source: pair.open(Who::Owner, shape),
+                sink: pair.open(Who::Owner, shape),
+                posted: None,
+                unsure: false,
+            };
+            pair.slots.push(slot);
+        }
+        pair
+    }
+
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    fn end(&mut self, who: Who) -> &mut End {
+        match who {
+            Who::Initiator => &mut self.initiator,
+            Who::Owner => &mut self.owner,
+        }
+    }
+
+    /// A new region, with blocks that differ.
+    fn open(&mut self, who: Who, shape: Shape) -> Place {
+        let (id, either) = (self.number(), self.random.below(2) == 0);
+        let mut place = Place::new(id, shape.len(), shape.on_pools.unwrap_or(either));
+        place.set(self.content(shape));
+        self.end(who).register(&place);
+        place
+    }
+
+    fn content(&mut self, shape: Shape) -> Vec<u8> {
+        let mut content = Vec::with_capacity(shape.len());
+        for _ in 0..shape.count {
+            let byte = 1 + self.random.below(usize::from(POISON) - 1) as u8;
+            content.resize(content.len() + shape.block, byte);
+        }
+        content
+    }
+
+    /// Begins a link, over which all regions are asked for as soon as it is up.
+    fn connect(&mut self) {
+        let id = LinkId(self.number());
+        let wiring = Arc::new(self.owner.wiring(id));
+        let socket = self.owner.machine.socket_name();
+        self.initiator.command(Command::Connect { link: Arc::clone(&wiring), socket });
+        self.link = Some(OpenLink { wiring, imports: 0 });
+    }
+
+    /// The link, if plans may be posted over it.
+    fn up(&self) -> Option<Arc<Wiring>> {
+        let link = &self.link.as_ref()?.wiring;
+        let at = *self.initiator.machine.links.get(&link.id)?;
+        self.initiator.machine.connections[at].is_up().then(|| Arc::clone(link))
+    }
+
+    /// Asks for the owner's regions that were not asked for over this link.
+    fn import(&mut self) {
+        let (Some(wiring), Some(link)) = (self.up(), &mut self.link) else { return };
+        for slot in &mut self.slots {
+            for place in [&mut slot.source, &mut slot.sink] {
+                if place.import.is_some() || place.revoked.is_some() {
+                    continue;
+                }
+                link.imports += 1;
+                let import = Arc::new(Import {
+                    number: link.imports,
+                    id: place.id,
+                    key: place.key,
+                    len: place.memory.len() as u64,
+                    reach: Reach::of(&place.memory),
+                    shutter: Default::default(),
+                });
+                place.import = Some(Arc::clone(&import));
+                self.initiator.command(Command::Import { link: Arc::clone(&wiring), import });
+            }
+        }
+    }
+
+    /// Posts a transfer, if there is a link, and its place is free. Says whether it did.
+    fn post(&mut self, at: usize, op: Op, is_list: bool) -> bool {
+        let Some(link) = self.up() else { return false };
+        let id = TransferId(self.number());
+        let content = self.content(self.slots[at].shape);
+        let small_on = (self.random.below(2) == 0).then(|| std::thread::current().id());
+        let slot = &mut self.slots[at];
+        let remote = match op {
+            Op::Read => &slot.source,
+            Op::Write => &slot.sink,
+        };
+        let Some(import) = remote.import.clone() else { return false };
+        let ends_by = remote.revoked.iter().map(|_| Kind::Revoked).collect();
+        if slot.posted.is_some() || slot.local.revoked.is_some() || slot.unsure {
+            return false;
+        }
+        let from = match op {
+            Op::Read => {
+                slot.local.set(vec![0; slot.local.content.len()]);
+                slot.source.content.clone()
+            }
+            Op::Write => {
+                slot.local.set(content.clone());
+                content
+            }
+        };
+        let (ticket, outcome) = Outcome::new();
+        let plan = Arc::new(plan(op, link.id, slot.shape, is_list, &slot.local, import));
+        slot.posted = Some(Posted { id, op, is_list, outcome, from, ends_by, orphan: false });
+        // What a link's handle does with it.
+        let size = plan.size();
+        let is_small = size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS;
+        if op == Op::Read && is_small && read_inline(&plan) {
+            ticket.settle(Ok(()));
+        } else {
+            let inline_on = small_on.filter(|_| is_small || op == Op::Write);
+            self.initiator.command(Command::Post { link, plan, id, done: ticket, inline_on });
+        }
+        self.settle();
+        true
+    }
+
+    fn cancel(&mut self, at: usize) {
+        let (Some(link), Some(posted)) = (&self.link, &mut self.slots[at].posted) else { return };
+        posted.ends_by.push(Kind::Cancelled);
+        self.initiator.command(Command::Cancel { link: Arc::clone(&link.wiring), id: posted.id });
+        self.settle();
+    }
+
+    /// Tells the owner something of that length; at least its number.
+    fn notify(&mut self, len: usize) {
+        let Some(link) = self.up() else { return };
+        let number = self.number();
+        let mut bytes = number.to_le_bytes().to_vec();
+        bytes.resize(len.max(bytes.len()), number as u8);
+        let (done, outcome) = Outcome::new();
+        self.told.push(Told { number, outcome, ends_by: Vec::new() });
+        self.initiator.command(Command::Notify { link, bytes: bytes.into(), done });
+        self.settle();
+    }
+
+    /// Takes a region back. Core ends transfers of its own from and to it before.
+    fn revoke(&mut self, at: usize, which: Which) {
+        let slot = &mut self.slots[at];
+        let op = slot.posted.as_ref().map(|posted| posted.op);
+        let place = which.of(slot);
+        if place.revoked.is_some() || which == Which::Local && op == Some(Op::Read) {
+            return;
+        }
+        let (done, outcome) = Outcome::new();
+        place.revoked = Some(outcome);
+        let id = place.id;
+        if which == Which::Local {
+            self.cancel(at);
+        } else if let Some(posted) = &mut slot.posted {
+            posted.ends_by.push(Kind::Revoked);
+        }
+        let end = self.end(which.owner());
+        let region = end.regions.revoke(id).expect("the machine has not ended");
+        end.command(Command::Revoke { region, done });
+        self.settle();
+    }
+
+    /// The link ends: what is under way may end with it, by these kinds.
+    fn ends(&mut self, by: &[Kind]) {
+        let transfers = self.slots.iter_mut().filter_map(|slot| slot.posted.as_mut());
+        let all = transfers
+            .map(|posted| &mut posted.ends_by)
+            .chain(self.told.iter_mut().map(|told| &mut told.ends_by));
+        all.for_each(|ends_by| ends_by.extend_from_slice(by));
+    }
+
+    /// Core closes the link.
+    fn close(&mut self) {
+        self.ends(&[Kind::Closed]);
+        self.forget_link();
+        self.settle();
+    }
+
+    fn forget_link(&mut self) {
+        let Some(link) = self.link.take() else { return };
+        for slot in &mut self.slots {
+            (slot.source.import, slot.sink.import) = (None, None);
+        }
+        self.initiator.command(Command::Close { link: link.wiring });
+    }
+
+    /// The kernel refuses the next packet for good, or one that is sent for it; and so the link ends.
+    fn break_link(&mut self) {
+        const BY: [Kind; 2] = [Kind::Exhausted, Kind::PeerLost];
+        if self.link.is_none() {
+            return;
+        }
+        self.owner.set_room(true);
+        self.ends(&BY);
+        cut::break_next();
+        self.until("a packet", |pair| !cut::will_break() || pair.is_idle() && pair.up().is_some());
+        if cut::will_break() {
+            self.notify(20);
+            self.ends(&BY);
+            self.until("a packet", |_| !cut::will_break());
+        }
+    }
+
+    /// Both ends have a turn, in which a packet goes if packets are counted. What has settled is checked. Says whether
+    /// anything was done.
+    fn turn(&mut self) -> bool {
+        let mut done = false;
+        for who in [Who::Initiator, Who::Owner] {
+            done |= self.turn_of(who);
+        }
+        done
+    }
+
+    fn turn_of(&mut self, who: Who) -> bool {
+        cut::allow(1);
+        let done = self.end(who).turn();
+        cut::allow(0);
+        self.import();
+        self.settle();
+        done
+    }
+
+    /// Goes on until that is so.
+    fn until(&mut self, what: &str, is_so: impl Fn(&Pair) -> bool) {
+        let begun = Instant::now();
+        while !is_so(self) {
+            assert!(begun.elapsed() < CUT_OFF, "this does not come: {what}; {}", self.standing());
+            if !self.turn() {
+                wait_for_any([&self.initiator, &self.owner]);
+            }
+        }
+    }
+
+    /// An end vanishes, and all that it held with it; a new life takes its place. What the other one waits for ends.
+    fn kill(&mut self, who: Who) {
+        self.lives += 1;
+        let new = match who {
+            Who::Initiator => End::new("initiator", self.lives, Arc::clone(&self.inbox)),
+            Who::Owner => End::new("owner", self.lives, Arc::clone(&self.inbox)),
+        };
+        for slot in &mut self.slots {
+            (slot.source.import, slot.sink.import) = (None, None);
+        }
+        drop(std::mem::replace(self.end(who), new));
+        match who {
+            Who::Owner => {
+                self.ends(&[Kind::PeerLost]);
+                self.lost.extend(self.link.take().map(|link| link.wiring));
+                for at in 0..self.slots.len() {
+                    let shape = self.slots[at].shape;
+                    let (source, sink) = (self.open(who, shape), self.open(who, shape));
+                    let slot = &mut self.slots[at];
+                    (slot.source, slot.sink, slot.unsure) = (source, sink, false);
+                    slot.posted.iter_mut().for_each(|posted| posted.orphan |= posted.op == Op::Write);
+                }
+            }
+            Who::Initiator => {
+                self.link = None;
+                self.told.clear();
+                for at in 0..self.slots.len() {
+                    let local = self.open(who, self.slots[at].shape);
+                    let slot = &mut self.slots[at];
+                    slot.local = local;
+                    slot.unsure |= slot.posted.take().is_some_and(|posted| posted.op == Op::Write);
+                }
+            }
+        }
+    }
+}
+
+/// Which blocks of a slot are moved: in this order.
+fn indices(Shape { count, .. }: Shape, is_list: bool, by: u32) -> Indices {
+    match is_list {
+        false => (0..count).into(),
+        true => (0..count - count / 4).map(|index| index * by % count).collect::<Vec<_>>().into(),
+    }
+}
+
+fn plan(op: Op, link: LinkId, shape: Shape, is_list: bool, local: &Place, import: Arc<Import>) -> Bound {
+    let grid = Grid::packed(shape.block as u64, shape.count);
+    let grids = || -> Arc<[Placed]> { Arc::from([Placed { region: 0, grid }]) };
+    let [ours, theirs] = ORDERS.map(|by| indices(shape, is_list, by));
+    let pair =
+        kvx_core::Pair { local: grids(), remote: grids(), local_indices: ours, remote_indices: theirs };
+    let memory = Arc::clone(&local.memory);
+    let local = LocalSide { id: local.id, key: local.key, memory, region: Arc::new(end::Local) };
+    let remote = RemoteSide { id: import.id, key: import.key, len: import.len, region: import };
+    kvx_core::fuzz::bound(op, link, pair, local, remote)
+}

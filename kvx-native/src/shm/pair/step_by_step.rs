@@ -1,0 +1,102 @@
+//! A link that ends at any packet of its life: of the handshake, of grants with their files, of reads, writes,
+//! notifications, of regions that are taken back, and of its end.
+
+use kvx_core::Op;
+use kvx_testkit::Random;
+
+use super::end::{Held, alone};
+use super::{MANY, Pair, SMALL, Shape, Which, Who, cut};
+
+/// Grants and loans with files, and without.
+const SLOTS: [Shape; 2] = [Shape { on_pools: Some(true), ..SMALL }, Shape { on_pools: Some(false), ..MANY }];
+
+/// How a link ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fate {
+    Closed,
+    Broken,
+    Killed(Who),
+}
+
+const FATES: [Fate; 4] = [Fate::Closed, Fate::Broken, Fate::Killed(Who::Initiator), Fate::Killed(Who::Owner)];
+
+/// The life of a link, as far as `packets` go. Says whether that was all of it.
+fn life(pair: &mut Pair, packets: u64) -> bool {
+    let goes_on = |pair: &mut Pair, what, is_so: fn(&Pair) -> bool| {
+        let is_over = || cut::moved() >= packets;
+        pair.until(what, |pair| is_over() || is_so(pair));
+        !is_over()
+    };
+    pair.connect();
+    let begun = goes_on(pair, "a link", |pair| pair.up().is_some());
+    let post = |pair: &mut Pair, op| (0..SLOTS.len()).all(|at| pair.post(at, op, true));
+    let revoke = |pair: &mut Pair, which| (0..SLOTS.len()).for_each(|at| pair.revoke(at, which));
+    begun
+        && post(pair, Op::Read)
+        && goes_on(pair, "reads", Pair::is_idle)
+        && post(pair, Op::Write)
+        && goes_on(pair, "writes", Pair::is_idle)
+        && {
+            pair.notify(100);
+            goes_on(pair, "a notification", Pair::is_idle)
+        }
+        && {
+            // What was granted is taken back under transfers.
+            post(pair, Op::Read);
+            Which::ALL[1..].iter().for_each(|which| revoke(pair, *which));
+            goes_on(pair, "regions that were granted", Pair::is_idle)
+        }
+        && {
+            post(pair, Op::Write);
+            revoke(pair, Which::Local);
+            goes_on(pair, "regions that were lent", Pair::is_idle)
+        }
+        && {
+            pair.close();
+            goes_on(pair, "the end", Pair::is_apart)
+        }
+}
+
+/// One run. Says whether the life of the link was longer.
+fn run(fate: Fate, packets: u64) -> bool {
+    cut::step_by_step();
+    let before = Held::now();
+    let mut pair = Pair::new(Random::seeded(1), &SLOTS);
+    let whole = life(&mut pair, packets);
+    match fate {
+        Fate::Closed => pair.close(),
+        Fate::Broken => pair.break_link(),
+        Fate::Killed(who) => pair.kill(who),
+    }
+    cut::off();
+    pair.has_ended();
+    pair.all_works();
+    drop(pair);
+    assert_eq!(Held::now(), before, "something is left of a run");
+    !whole
+}
+
+#[test]
+fn a_link_that_ends_at_any_packet_leaves_nothing_behind_and_the_next_one_works() {
+    alone(
+        module_path!(),
+        "a_link_that_ends_at_any_packet_leaves_nothing_behind_and_the_next_one_works",
+        || {
+            let mut longest = 0;
+            for fate in FATES {
+                let mut packets = 0;
+                loop {
+                    let ran = std::panic::catch_unwind(|| run(fate, packets));
+                    let ran = ran.inspect_err(|_| eprintln!("{fate:?} at packet {packets}"));
+                    if !ran.expect("how it ended is shown above") {
+                        break;
+                    }
+                    packets += 1;
+                }
+                longest = longest.max(packets);
+            }
+            println!("the link lived for {longest} packets");
+            assert!(longest > 80, "the link lived for {longest} packets");
+        },
+    );
+}

@@ -8,11 +8,11 @@ pub use kvx_connector as connector;
 pub use kvx_core::transport::{Availability, Factory};
 pub use kvx_core::{
     Agent, Blocks, Builder, Canceller, Capabilities, Completion, Considered, Deadline, DeviceAccess,
-    DeviceId, Error, Generation, Grid, GridSet, Identity, Idle, Incarnation, Indices, Isolation, Kind, Known,
-    Limits, MAX_NAME, Memory, MemoryKind, MemoryKinds, Metadata, Native, NextNotification, Notification, Op,
-    Options, Peer, PeerRegion, PerOp, Place, Placement, Plan, Posting, Region, RegionId, RegionInfo,
-    Registry, Report, Result, Revocation, Route, Secret, Sender, Size, Span, Standing, Table, Ticket,
-    Transfer, TransferId, Unavailable, Verdict, WithoutAList, describe_metrics, memory, nearest,
+    DeviceId, Error, Generation, Grid, GridSet, HeldUp, Identity, Idle, Incarnation, Indices, Isolation,
+    Kind, Known, Limits, MAX_NAME, Memory, MemoryKind, MemoryKinds, Metadata, Native, NextNotification,
+    Notification, Op, Options, Peer, PeerRegion, PerOp, Place, Placement, Plan, Posting, Region, RegionId,
+    RegionInfo, Registry, Report, Result, Revocation, Route, Secret, Sender, Size, Span, Standing, Table,
+    Ticket, Transfer, TransferId, Unavailable, Verdict, WithoutAList, describe_metrics, memory, nearest,
     quarantined_bytes,
 };
 #[cfg(all(target_os = "linux", feature = "cuda"))]

@@ -8,8 +8,8 @@ use kvx_core::transport::{
     RemoteRegion, RemoteSpec, Transport,
 };
 use kvx_core::{
-    Bound, Capabilities, Idle, Isolation, LinkId, MemoryKinds, Options, PerOp, Placement, Result, Revocation,
-    Ticket, TransferId, Unavailable, WithoutAList,
+    Bound, Capabilities, HeldUp, Idle, Isolation, LinkId, MemoryKinds, Options, PerOp, Placement, Result,
+    Revocation, Ticket, TransferId, Unavailable, WithoutAList,
 };
 
 /// What was posted last.
@@ -32,6 +32,7 @@ fn capabilities() -> Capabilities {
         revocation: Revocation::Owner,
         peer_loss_within: Some(Duration::from_secs(1)),
         settles_without_peer: PerOp::BOTH,
+        hung_page: HeldUp::Agent,
         ordered: true,
         local: MemoryKinds::HOST,
         remote: MemoryKinds::HOST,

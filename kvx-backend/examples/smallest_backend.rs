@@ -16,8 +16,8 @@ use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{Availability, Context, Factory, RemoteSpec, Transport};
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{
-    Capabilities, Error, Identity, Idle, Isolation, Kind, Memory, MemoryKinds, Op, Options, PerOp, Placement,
-    RegionId, Registry, Result, Revocation, Unavailable, WithoutAList,
+    Capabilities, Error, HeldUp, Identity, Idle, Isolation, Kind, Memory, MemoryKinds, Op, Options, PerOp,
+    Placement, RegionId, Registry, Result, Revocation, Unavailable, WithoutAList,
 };
 use kvx_testkit::{Suite, Tier, conformance_main};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
@@ -51,6 +51,7 @@ fn capabilities() -> Capabilities {
         revocation: Revocation::Confirmed,
         peer_loss_within: Some(Duration::from_secs(1)),
         settles_without_peer: PerOp::BOTH,
+        hung_page: HeldUp::Agent,
         ordered: false,
         local: MemoryKinds::HOST,
         remote: MemoryKinds::HOST,

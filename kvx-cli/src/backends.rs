@@ -218,7 +218,7 @@ mod tests {
     use std::sync::Arc;
 
     use kvx::{
-        Capabilities, Error, Idle, Isolation, Kind, Known, MemoryKinds, PerOp, Placement, Revocation,
+        Capabilities, Error, HeldUp, Idle, Isolation, Kind, Known, MemoryKinds, PerOp, Placement, Revocation,
         Unavailable, WithoutAList,
     };
     use kvx_core::transport::{Availability, Context, Factory, Transport};
@@ -266,6 +266,7 @@ mod tests {
                     revocation: Revocation::Owner,
                     peer_loss_within: None,
                     settles_without_peer: PerOp::BOTH,
+                    hung_page: HeldUp::Agent,
                     ordered: false,
                     local: MemoryKinds::HOST,
                     remote: MemoryKinds::HOST,

@@ -39,6 +39,17 @@ pub enum Revocation {
     Never,
 }
 
+/// What waits while a page of registered host memory does not come: userfaultfd, or a mapped file whose server hangs.
+/// Transfers end by their deadlines all the same, and other agents go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum HeldUp {
+    /// What goes on between the two agents whose transfer needs the page, and what needs the same page.
+    Peer,
+    /// All that the agent does over this backend whose thread touches the page: its other peers may count as lost.
+    Agent,
+}
+
 /// Something that may differ for reads and writes; mostly a yes or no.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PerOp<T = bool> {
@@ -148,6 +159,8 @@ pub struct Capabilities {
     pub peer_loss_within: Option<Duration>,
     /// Operations that settle after a cancel although the peer is stopped.
     pub settles_without_peer: PerOp,
+    /// What waits for a page that does not come, of memory that is no pool of kvx's.
+    pub hung_page: HeldUp,
     /// True if data becomes visible at the target in the order it was posted. kvx never relies on it.
     pub ordered: bool,
     /// Kinds of the initiator's memory.
@@ -158,7 +171,7 @@ pub struct Capabilities {
 
 impl Capabilities {
     /// Names and values, for tables and JSON.
-    pub fn rows(&self) -> [(&'static str, String); 9] {
+    pub fn rows(&self) -> [(&'static str, String); 10] {
         [
             ("isolation", self.isolation.to_string()),
             ("idle", format!("{:?}", self.idle).to_lowercase()),
@@ -170,6 +183,7 @@ impl Capabilities {
                     .map_or_else(|| "deadline".into(), |time| format!("{} s", time.as_secs_f64())),
             ),
             ("settles_without_peer", self.settles_without_peer.to_string()),
+            ("hung_page", format!("{:?}", self.hung_page).to_lowercase()),
             ("ordered", if self.ordered { "yes" } else { "no" }.into()),
             ("local", self.local.to_string()),
             ("remote", self.remote.to_string()),

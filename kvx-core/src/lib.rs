@@ -44,7 +44,7 @@ mod registry;
 mod segments;
 pub mod transport;
 
-pub use capabilities::{Capabilities, Idle, Isolation, MemoryKinds, PerOp, Revocation};
+pub use capabilities::{Capabilities, HeldUp, Idle, Isolation, MemoryKinds, PerOp, Revocation};
 pub use registry::{Known, Registry, Standing};
 pub use transport::{Placement, Unavailable, WithoutAList};
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvx_core::{
-    Capabilities, Error, Idle, Isolation, Kind, MemoryKind, MemoryKinds, PerOp, Result, Revocation,
+    Capabilities, Error, HeldUp, Idle, Isolation, Kind, MemoryKind, MemoryKinds, PerOp, Result, Revocation,
 };
 
 use crate::config::{Config, MAX_RAILS};
@@ -111,6 +111,7 @@ pub(crate) fn capabilities(provider: &str, idle: Idle, memory: MemoryKinds) -> C
         revocation: Revocation::Confirmed,
         peer_loss_within: Some(LOSS),
         settles_without_peer: PerOp::same(settles),
+        hung_page: HeldUp::Agent,
         ordered: false,
         local: memory,
         remote: memory,

@@ -7,8 +7,8 @@ use std::time::Duration;
 use kvx_backend::fabric::{self, Parts};
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
-    Capabilities, Error, Idle, Isolation, Kind, MemoryKind, MemoryKinds, Options, PerOp, Placement, Result,
-    Revocation, Unavailable, WithoutAList,
+    Capabilities, Error, HeldUp, Idle, Isolation, Kind, MemoryKind, MemoryKinds, Options, PerOp, Placement,
+    Result, Revocation, Unavailable, WithoutAList,
 };
 
 use crate::adapter;
@@ -140,6 +140,7 @@ pub(crate) fn capabilities(protocol: &str) -> Capabilities {
         revocation: Revocation::Confirmed,
         peer_loss_within: Some(Duration::from_secs(1)),
         settles_without_peer: PerOp::NEITHER,
+        hung_page: HeldUp::Agent,
         ordered: false,
         local: memory,
         remote: memory,

@@ -11,8 +11,8 @@ use kvx_backend::fabric::{self, Parts};
 use kvx_backend::loader;
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
-    Capabilities, Error, Idle, Isolation, Kind, MemoryKind, MemoryKinds, Options, PerOp, Placement, Result,
-    Revocation, Unavailable, WithoutAList,
+    Capabilities, Error, HeldUp, Idle, Isolation, Kind, MemoryKind, MemoryKinds, Options, PerOp, Placement,
+    Result, Revocation, Unavailable, WithoutAList,
 };
 
 use crate::address::{Address, name_of};
@@ -56,6 +56,7 @@ fn capabilities() -> Capabilities {
         revocation: Revocation::Confirmed,
         peer_loss_within: None,
         settles_without_peer: PerOp::NEITHER,
+        hung_page: HeldUp::Agent,
         ordered: false,
         local: kinds,
         remote: kinds,

@@ -6,8 +6,8 @@ use std::time::Duration;
 use kvx_backend::fabric::{LaneParts, Parts};
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
-    Capabilities, Error, Idle, Isolation, Kind, MemoryKinds, Options, PerOp, Placement, Result, Revocation,
-    Unavailable, WithoutAList,
+    Capabilities, Error, HeldUp, Idle, Isolation, Kind, MemoryKinds, Options, PerOp, Placement, Result,
+    Revocation, Unavailable, WithoutAList,
 };
 
 use crate::address::Address;
@@ -50,6 +50,7 @@ fn capabilities(memory: MemoryKinds) -> Capabilities {
         revocation: Revocation::Confirmed,
         peer_loss_within: Some(LOSS),
         settles_without_peer: PerOp::NEITHER,
+        hung_page: HeldUp::Agent,
         ordered: false,
         local: memory,
         remote: memory,

@@ -14,7 +14,7 @@ use crate::metadata::Metadata;
 use crate::route::{Considered, Route, Verdict};
 use crate::sync::Mutex;
 use crate::transport::{Admission, Link, LinkState, PeerSection};
-use crate::{Capabilities, Error, Isolation, Kind, Result, Ticket};
+use crate::{Capabilities, Error, HeldUp, Isolation, Kind, Result, Ticket};
 
 pub(crate) struct PeerInner {
     pub(crate) id: PeerId,
@@ -147,6 +147,9 @@ impl PeerInner {
                     how += trusts(self.agent.transports[candidate.transport].admission);
                     if (ours || theirs) && !refuses_writes(&**link) {
                         how += ", which leaves it to its users not to write to memory that may only be read";
+                    }
+                    if link.capabilities().hung_page == HeldUp::Agent {
+                        how += "; a page that does not come holds up the agent";
                     }
                     Verdict::Up(how)
                 }

@@ -6,8 +6,8 @@ use kvx_core::transport::{
     Availability, Context, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
 };
 use kvx_core::{
-    Capabilities, Error, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp, Placement, Result,
-    Revocation, Ticket, Unavailable,
+    Capabilities, Error, HeldUp, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp, Placement,
+    Result, Revocation, Ticket, Unavailable,
 };
 
 const CAPABILITIES: Capabilities = Capabilities {
@@ -17,6 +17,7 @@ const CAPABILITIES: Capabilities = Capabilities {
     revocation: Revocation::Owner,
     peer_loss_within: None,
     settles_without_peer: PerOp::NEITHER,
+    hung_page: HeldUp::Agent,
     ordered: false,
     local: MemoryKinds::HOST,
     remote: MemoryKinds::HOST,

@@ -11,7 +11,6 @@ use kvx_core::fork::Private;
 use kvx_core::{Bound, Error, Identity, Kind, Memory, RegionId, Result, Ticket, TransferId};
 use rustix::io::Errno;
 
-use super::copy::Owner;
 use super::error::error;
 use super::host::PeerProcess;
 use super::inline::{Watched, Window};
@@ -77,7 +76,9 @@ pub(crate) struct Connection {
     pub(crate) imports: Imports<Arc<Import>, (Held, Arc<Import>)>,
     /// The peer's process for reads that pass the machine by; made when first needed.
     pub(crate) watched: Option<Arc<Watched>>,
-    /// Regions that the peer takes back as soon as no device reads them any more.
+    /// Windows that are shut, and through which posters may still copy.
+    looked_through: Vec<(RegionId, Arc<Import>)>,
+    /// Regions that the peer takes back as soon as nobody else here reads them any more.
     pub(crate) releasing: HashSet<RegionId>,
     /// Whether it was told that we send no more.
     pub(crate) finished: bool,
@@ -120,6 +121,7 @@ impl Connection {
             granted: Granted::default(),
             imports: Imports::default(),
             watched: None,
+            looked_through: Vec::new(),
             releasing: HashSet::new(),
             finished: false,
             waiting: Vec::new(),
@@ -164,16 +166,30 @@ impl Connection {
         self.watched.clone().map(|owner| Window { place, owner: Some(owner) })
     }
 
-    /// Ends reads that pass the machine by: after this none is under way.
+    /// Ends reads that pass the machine by: none begins after this, and those under way are [looked
+    /// after](Self::is_looked_through).
     pub(crate) fn shut_windows(&mut self, which: impl Fn(&Held) -> bool) {
-        for (_, import) in self.imports.held().filter(|(held, _)| which(held)) {
-            import.shutter.shut();
+        for (held, import) in self.imports.held().filter(|(held, _)| which(held)) {
+            if !import.shutter.shut() {
+                self.looked_through.push((held.id, Arc::clone(import)));
+            }
         }
     }
 
-    /// Whose memory is read over this connection.
-    pub(crate) fn owner(&self) -> Owner<'_> {
-        Owner { process: &self.process, socket: self.socket.as_fd() }
+    /// Whether posters still copy through windows that were shut: of this region, or of any.
+    pub(crate) fn is_looked_through(&mut self, id: Option<RegionId>) -> bool {
+        self.looked_through.retain(|(_, import)| !import.shutter.shut());
+        self.looked_through.iter().any(|(looked, _)| id.is_none_or(|id| id == *looked))
+    }
+
+    /// Whether that was so when it was last asked.
+    pub(crate) fn was_looked_through(&self) -> bool {
+        !self.looked_through.is_empty()
+    }
+
+    /// Whether what was copied until now is the peer's memory, and not what became of it.
+    pub(crate) fn peer_lives(&self) -> bool {
+        self.process.still_behind(self.socket.as_fd())
     }
 
     pub(crate) fn is_up(&self) -> bool {

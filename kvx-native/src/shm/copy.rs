@@ -1,14 +1,12 @@
 //! The copying engine: plain copies out of mappings, and batched `process_vm_readv` out of other processes.
 
-use std::os::fd::BorrowedFd;
-
-use kvx_core::memory::copy_shared;
+use kvx_core::memory::{Hop, copy_shared};
 use kvx_core::{Error, Extents, Segments};
 use rustix::io::Errno;
 
 use super::error::{error, readv_refused};
 use super::host::PeerProcess;
-use super::memory::{CopySource, How};
+use super::memory::CopySource;
 
 /// The most vectors in one call: the kernel's own limit.
 const MAX_VECTORS: usize = 1024;
@@ -38,7 +36,7 @@ pub(crate) struct Piece {
 /// Why a copy ended early.
 #[derive(Debug)]
 pub(crate) enum Stopped {
-    /// The owner's process is gone, or another program now: what was copied last does not count.
+    /// The owner's process is gone: what was copied last does not count.
     OwnerGone,
     /// This transfer cannot go on.
     Failed(Error),
@@ -52,20 +50,6 @@ pub(crate) struct Turn {
     pub(crate) finished: bool,
 }
 
-/// The process whose memory is read, and the socket by which it is known to be still the same.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Owner<'a> {
-    pub(crate) process: &'a PeerProcess,
-    pub(crate) socket: BorrowedFd<'a>,
-}
-
-impl Owner<'_> {
-    /// Whether what was copied until now is its memory, and not what became of it.
-    pub(crate) fn lives(&self) -> bool {
-        self.process.still_behind(self.socket)
-    }
-}
-
 /// A plain copy to be made.
 struct Copy {
     from: *const u8,
@@ -73,40 +57,31 @@ struct Copy {
     len: usize,
 }
 
-/// Gathers pieces for one call, or for a row of plain copies; its lists are made once.
+/// Makes plain copies out of mappings, in rows; its list is made once.
 pub(crate) struct Copier {
     copies: Vec<Copy>,
-    ours: Vec<libc::iovec>,
-    theirs: Vec<libc::iovec>,
-    bytes: u64,
 }
 
-// SAFETY: the lists are empty between calls; within one they are used by the calling thread only.
+// SAFETY: the list is empty between calls; within one it is used by the calling thread only.
 unsafe impl Send for Copier {}
 
 impl Copier {
     pub(crate) fn new() -> Self {
-        Copier {
-            copies: Vec::with_capacity(MAX_COPIES),
-            ours: Vec::with_capacity(MAX_VECTORS),
-            theirs: Vec::with_capacity(MAX_VECTORS),
-            bytes: 0,
-        }
+        Copier { copies: Vec::with_capacity(MAX_COPIES) }
     }
 
     /// Copies pieces until there are no more or about `budget` bytes have moved.
     ///
     /// # Safety
     /// Each piece lies within its place and its target, the targets are writable memory that nobody holds a reference
-    /// into, and mapped places are held mapped by `places`.
+    /// into, and the places are mapped, and held so by `places`.
     pub(crate) unsafe fn turn(
         &mut self,
-        owner: Owner<'_>,
         pieces: &mut impl Iterator<Item = Piece>,
         places: &[CopySource],
         targets: &[u64],
         budget: u64,
-    ) -> Result<Turn, Stopped> {
+    ) -> Turn {
         let mut moved = 0;
         let mut finished = false;
         while moved < budget {
@@ -117,39 +92,47 @@ impl Copier {
             let place = &places[piece.from as usize];
             let into = (targets[piece.into as usize] + piece.into_offset) as *mut u8;
             let from = (place.base + piece.from_offset) as *const u8;
-            let len = piece.len as usize;
+            // SAFETY: the caller's promise.
+            unsafe { self.gather(from, into, piece.len as usize) };
             moved += piece.len;
-            if let How::Mapped(_) = place.how {
-                for at in (0..len).step_by(MAX_COPY) {
-                    let (from, into) = (from.wrapping_add(at), into.wrapping_add(at));
-                    self.copies.push(Copy { from, into, len: MAX_COPY.min(len - at) });
-                    if self.copies.len() == MAX_COPIES {
-                        // SAFETY: what was gathered came from pieces that the caller vouches for.
-                        unsafe { self.copy() };
-                    }
-                }
-                continue;
-            }
-            if self.ours.len() == MAX_VECTORS || self.bytes + piece.len > MAX_BATCH {
-                // SAFETY: what was gathered came from pieces that the caller vouches for.
-                unsafe { self.flush(owner) }?;
-            }
-            self.ours.push(libc::iovec { iov_base: into.cast(), iov_len: len });
-            self.theirs.push(libc::iovec { iov_base: from.cast_mut().cast(), iov_len: len });
-            self.bytes += piece.len;
+        }
+        // SAFETY: what was gathered came from pieces that the caller vouches for.
+        unsafe { self.copy() };
+        Turn { moved, finished }
+    }
+
+    /// Makes all of these copies.
+    ///
+    /// # Safety
+    /// Each goes from readable to writable memory that nobody holds a reference into, at different addresses.
+    pub(crate) unsafe fn copy_hops(&mut self, hops: &[Hop]) {
+        for hop in hops {
+            // SAFETY: the caller's promise.
+            unsafe { self.gather(hop.from as *const u8, hop.to as *mut u8, hop.len) };
         }
         // SAFETY: as above.
         unsafe { self.copy() };
-        // SAFETY: as above.
-        unsafe { self.flush(owner) }?;
-        Ok(Turn { moved, finished })
+    }
+
+    /// # Safety
+    /// As [`copy_hops`](Self::copy_hops).
+    #[inline]
+    unsafe fn gather(&mut self, from: *const u8, into: *mut u8, len: usize) {
+        for at in (0..len).step_by(MAX_COPY) {
+            let (from, into) = (from.wrapping_add(at), into.wrapping_add(at));
+            self.copies.push(Copy { from, into, len: MAX_COPY.min(len - at) });
+            if self.copies.len() == MAX_COPIES {
+                // SAFETY: the caller's promise.
+                unsafe { self.copy() };
+            }
+        }
     }
 
     /// Makes the copies that were gathered. Not one by one as they come: what is computed between two copies waits for
     /// the stores of the first, and the beginning of the next block, which no prefetcher foresees, for memory.
     ///
     /// # Safety
-    /// Each goes from readable to writable memory that nobody holds a reference into, at different addresses.
+    /// As [`copy_hops`](Self::copy_hops).
     unsafe fn copy(&mut self) {
         for (at, Copy { from, into, len }) in self.copies.iter().enumerate() {
             if let Some(next) = self.copies.get(at + 1) {
@@ -160,22 +143,50 @@ impl Copier {
         }
         self.copies.clear();
     }
+}
 
-    /// Reads what was gathered, then makes sure that it came from the process it was meant to come from.
+/// Reads out of other processes, many pieces a call; its lists are made once.
+pub(crate) struct Vectors {
+    ours: Vec<libc::iovec>,
+    theirs: Vec<libc::iovec>,
+    bytes: u64,
+}
+
+impl Vectors {
+    pub(crate) fn new() -> Self {
+        Vectors { ours: Vec::with_capacity(MAX_VECTORS), theirs: Vec::with_capacity(MAX_VECTORS), bytes: 0 }
+    }
+
+    /// Reads all of these. It counts only if the process is still the one that it was, which the caller finds out.
+    ///
+    /// # Safety
+    /// Our side is writable memory that nobody holds a reference into.
+    pub(crate) unsafe fn read_hops(&mut self, process: &PeerProcess, hops: &[Hop]) -> Result<(), Stopped> {
+        for Hop { from, to, len } in hops {
+            if self.ours.len() == MAX_VECTORS || self.bytes + *len as u64 > MAX_BATCH {
+                // SAFETY: the caller's promise.
+                unsafe { self.flush(process) }?;
+            }
+            self.ours.push(libc::iovec { iov_base: *to as *mut libc::c_void, iov_len: *len });
+            self.theirs.push(libc::iovec { iov_base: *from as *mut libc::c_void, iov_len: *len });
+            self.bytes += *len as u64;
+        }
+        // SAFETY: as above.
+        unsafe { self.flush(process) }
+    }
+
+    /// Reads what was gathered.
     ///
     /// # Safety
     /// The gathered vectors of our side are writable memory.
-    unsafe fn flush(&mut self, owner: Owner<'_>) -> Result<(), Stopped> {
-        if self.ours.is_empty() {
-            return Ok(());
-        }
+    unsafe fn flush(&mut self, process: &PeerProcess) -> Result<(), Stopped> {
         let mut done = 0;
         // A process that is not visible from here has number 0.
-        let mut result = if owner.process.pid > 0 { Ok(()) } else { Err(Errno::SRCH) };
+        let mut result = if process.pid > 0 { Ok(()) } else { Err(Errno::SRCH) };
         while result.is_ok() && done < self.ours.len() {
             // SAFETY: both lists live through the call; our side is writable (the caller's promise), the other side
             // is checked by the kernel.
-            let got = unsafe { readv(owner.process.pid, &self.ours[done..], &self.theirs[done..]) };
+            let got = unsafe { readv(process.pid, &self.ours[done..], &self.theirs[done..]) };
             match got {
                 Ok(got) => {
                     let before = done;
@@ -205,12 +216,9 @@ impl Copier {
         self.ours.clear();
         self.theirs.clear();
         self.bytes = 0;
-        if !owner.lives() {
-            return Err(Stopped::OwnerGone);
-        }
         result.map_err(|errno| match errno {
             // It was there for the handshake: it is ending, and its memory has gone before its sockets.
-            Errno::SRCH if owner.process.pid > 0 => Stopped::OwnerGone,
+            Errno::SRCH if process.pid > 0 => Stopped::OwnerGone,
             Errno::FAULT => Stopped::Failed(
                 Error::os(
                     "the peer's memory is not there any more: it was unmapped without being revoked",
@@ -367,6 +375,16 @@ mod tests {
         )
     }
 
+    /// The same from one buffer to another.
+    fn hops(pieces: Pulling, from: u64, into: u64) -> Vec<Hop> {
+        let hop = |piece: Piece| Hop {
+            from: from + piece.from_offset,
+            to: into + piece.into_offset,
+            len: piece.len as usize,
+        };
+        pieces.map(hop).collect()
+    }
+
     /// Copies between two buffers of this process as if they were another's, and compares with a loop over bytes.
     #[test]
     fn pulls_move_each_byte_to_its_place() {
@@ -391,21 +409,13 @@ mod tests {
         }
         let (socket, _other) = UnixStream::pair().unwrap();
         let process = PeerProcess::behind(socket.as_fd()).unwrap();
-        let owner = Owner { process: &process, socket: socket.as_fd() };
-        let places = vec![CopySource { base: source.as_ptr() as u64, how: How::There }; 2];
-        let targets = [target.as_mut_ptr() as u64];
-        let mut copier = Copier::new();
-        let mut pieces = Pulling::new(from, into);
-        let mut total = 0;
-        loop {
+        let hops = hops(Pulling::new(from, into), source.as_ptr() as u64, target.as_mut_ptr() as u64);
+        let mut vectors = Vectors::new();
+        for hops in hops.chunks(3) {
             // SAFETY: the grids lie within both buffers, which nobody else uses.
-            let turn = unsafe { copier.turn(owner, &mut pieces, &places, &targets, 100) }.unwrap();
-            total += turn.moved;
-            if turn.finished {
-                break;
-            }
+            unsafe { vectors.read_hops(&process, hops) }.unwrap();
         }
-        assert_eq!(total, 5 * 96);
+        assert_eq!(hops.iter().map(|hop| hop.len).sum::<usize>(), 5 * 96);
         assert!(target == expected);
     }
 
@@ -413,28 +423,24 @@ mod tests {
     fn thousands_of_vectors_go_in_batches_and_holes_are_errors() {
         let source: Vec<u8> = (0..8 * 5000u32).map(|at| (at % 241) as u8).collect();
         let mut target = vec![0u8; 8 * 5000];
-        let (socket, other) = UnixStream::pair().unwrap();
+        let (socket, _other) = UnixStream::pair().unwrap();
         let process = PeerProcess::behind(socket.as_fd()).unwrap();
-        let owner = Owner { process: &process, socket: socket.as_fd() };
         let grid = Grid { base: 0, stride: 8, length: 5, count: 5000 };
         let indices: Vec<u32> = (0..5000).map(|at| at * 7 % 5000).collect();
-        let mut copier = Copier::new();
+        let mut vectors = Vectors::new();
         let mut run = |base: u64, target: &mut [u8]| {
-            let places = [CopySource { base, how: How::There }];
-            let targets = [target.as_mut_ptr() as u64];
-            let mut pieces = Pulling::new(extents(&[grid], &indices), extents(&[grid], &indices));
+            let pieces = Pulling::new(extents(&[grid], &indices), extents(&[grid], &indices));
+            let hops = hops(pieces, base, target.as_mut_ptr() as u64);
             // SAFETY: the grid lies within the target, which nobody else uses; the source is checked by the kernel.
-            unsafe { copier.turn(owner, &mut pieces, &places, &targets, u64::MAX) }
+            unsafe { vectors.read_hops(&process, &hops) }
         };
-        assert_eq!(run(source.as_ptr() as u64, &mut target).unwrap(), Turn { moved: 25_000, finished: true });
+        run(source.as_ptr() as u64, &mut target).unwrap();
         assert!(target.iter().zip(&source).enumerate().all(|(at, (a, b))| if at % 8 < 5 {
             a == b
         } else {
             *a == 0
         }));
         assert!(matches!(run(0x1000, &mut target), Err(Stopped::Failed(_))));
-        drop(other);
-        assert!(matches!(run(source.as_ptr() as u64, &mut target), Err(Stopped::OwnerGone)));
     }
 
     #[test]

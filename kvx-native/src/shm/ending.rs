@@ -54,7 +54,11 @@ impl Machine {
                 }
             }
         }
-        let flying = self.flights.any_at(at);
+        let looked_through = self.connections[at].is_looked_through(None);
+        if looked_through {
+            self.look_by(Instant::now());
+        }
+        let flying = looked_through || self.flights.any_at(at);
         let connection = &mut self.connections[at];
         let proven = end == End::Proven;
         for (done, result) in connection.writes.fail_all(&reason, proven) {
@@ -159,6 +163,8 @@ impl Machine {
         self.next_look = None;
         self.accept_again();
         self.connect_again(now, out);
+        self.look_at_copies(now);
+        self.release_looked_through(out);
         let mut late = Vec::new();
         let mut again: Option<Instant> = None;
         for (at, connection) in &mut self.connections {
@@ -219,6 +225,7 @@ impl Machine {
                 self.poller.wait(until.saturating_duration_since(Instant::now()).min(longest));
             }
             flying.into_iter().for_each(|number| self.landed(number, out));
+            self.release_looked_through(out);
         }
         self.keep_unproven(out);
         for (_, mut connection) in std::mem::take(&mut self.connections) {

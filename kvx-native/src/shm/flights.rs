@@ -1,21 +1,25 @@
-//! Copies that a device makes: reads and pulls with device memory on either side.
+//! Copies that the machine does not make itself: reads and pulls with memory on either side that is a device's, or that
+//! is no pool of kvx's, for which there are [threads](super::copying).
 //!
 //! A flight is such a read or pull, moved in batches: its turns start them, and each that has landed makes room for
-//! the next. While one is under way the device may touch the memory of both sides, so whatever ends a flight early
-//! only stops it: what waits for its memory (a ticket, an answer, a region that is taken back) waits until the last
-//! batch has landed. A batch whose ticket the device loses never lands.
+//! the next. While one is under way the device or the thread may touch the memory of both sides, so whatever ends a
+//! flight early only stops it: what waits for its memory (a ticket, an answer, a region that is taken back) waits until
+//! the last batch has landed. A batch whose ticket the device loses never lands.
 
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock, Weak};
+use std::time::Instant;
 
 use kvx_backend::reactor::Outbox;
 use kvx_core::memory::{Direction, Hop, Piece as Line};
 use kvx_core::sync::{Mutex, MutexGuard};
 use kvx_core::{DeviceAccess, Error, Kind, Memory, RegionId, Result, Ticket, TransferId};
 
-use super::copy::Piece;
+use super::copy::{Piece, Stopped};
+use super::copying::{self, Batch, Copying, Sides};
 use super::error::error;
 use super::granting::forget;
+use super::host::PeerProcess;
 use super::memory::{CopySource, How};
 use super::progress::{Command, Machine, Work};
 use super::transport::Opened;
@@ -24,6 +28,8 @@ use super::transport::Opened;
 const COPY_BATCH: u64 = 4 << 20;
 /// The same within devices, which are some thirty times as fast: a batch takes longer than it takes to ask for one.
 const HOP_BATCH: u64 = 64 << 20;
+/// The same of a thread: so long the small copies of other transfers wait.
+const THREAD_BATCH: u64 = 1 << 20;
 /// The most pieces of a batch.
 const MAX_PIECES: usize = 8192;
 /// Batches of one flight that are under way: the device always has the next.
@@ -43,6 +49,13 @@ impl Home {
             opened.reactor.submit(Command::Landed { number });
         }
     }
+
+    /// The same, from a thread of ours, which saves the reactor's a wake-up.
+    fn landed_and_turn(&self, number: u64) {
+        if let Some(opened) = self.0.get().and_then(Weak::upgrade) {
+            opened.reactor.submit_and_turn(Command::Landed { number });
+        }
+    }
 }
 
 /// What a flight is for.
@@ -53,30 +66,45 @@ pub(crate) enum Errand {
     Pull { write: Option<u64>, into: Vec<RegionId> },
 }
 
+/// Who moves it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mover {
+    Device,
+    Thread,
+}
+
 /// What a flight moves, and from where to where.
 pub(crate) struct Load {
+    pub(crate) mover: Mover,
     pub(crate) pieces: Box<dyn Iterator<Item = Piece> + Send>,
-    /// The peer's side.
-    pub(crate) places: Vec<CopySource>,
+    pub(crate) sides: Arc<Sides>,
     /// Regions of the peer that the places lie in.
     pub(crate) from: Vec<RegionId>,
-    /// Our side.
-    pub(crate) targets: Vec<Arc<Memory>>,
     pub(crate) bytes: u64,
 }
 
 impl Load {
-    /// Whether a device has to move it. One kind of memory a side: the first speaks for all.
-    pub(crate) fn needs_device(places: &[CopySource], target: Option<&Arc<Memory>>) -> bool {
-        matches!(places.first(), Some(CopySource { how: How::Device(_), .. }))
-            || target.is_some_and(|target| !target.kind().is_host())
+    /// Who has to move it; `None`: the machine, as all of it is there. One kind of memory a side: the first tells
+    /// whether a device has it.
+    pub(crate) fn mover<'a>(
+        places: &[CopySource],
+        mut targets: impl Iterator<Item = &'a Arc<Memory>> + Clone,
+    ) -> Option<Mover> {
+        if matches!(places.first(), Some(CopySource { how: How::Device(_), .. }))
+            || targets.clone().next().is_some_and(|target| !target.kind().is_host())
+        {
+            return Some(Mover::Device);
+        }
+        let all_there = places.iter().all(|place| matches!(place.how, How::Mapped(_)))
+            && targets.all(|target| target.shared_file().is_some());
+        (!all_there).then_some(Mover::Thread)
     }
 }
 
-/// What devices have said of batches.
+/// What devices and threads have said of batches.
 #[derive(Default)]
 struct BatchEnds {
-    landed: Vec<(u64, Result<()>)>,
+    landed: Vec<(u64, Result<(), Stopped>)>,
     lost: bool,
 }
 
@@ -84,11 +112,17 @@ struct BatchEnds {
 enum Way {
     Hop(Arc<dyn DeviceAccess>),
     Copy(Arc<dyn DeviceAccess>, Direction),
+    /// None does.
+    Thread {
+        mapped: bool,
+    },
 }
 
 impl Way {
-    fn of(place: &CopySource, target: &Memory) -> Result<Self> {
+    fn of(mover: Mover, place: &CopySource, target: &Memory) -> Result<Self> {
         match (&place.how, target.device_access()) {
+            (How::Mapped(_), None) if mover == Mover::Thread => Ok(Way::Thread { mapped: true }),
+            (How::There, None) if mover == Mover::Thread => Ok(Way::Thread { mapped: false }),
             (How::Device(from), Some(_)) => access(from).map(Way::Hop),
             (How::Device(from), None) => access(from).map(|access| Way::Copy(access, Direction::ToHost)),
             (How::Mapped(_), Some(into)) => Ok(Way::Copy(Arc::clone(into), Direction::ToDevice)),
@@ -107,6 +141,7 @@ impl Way {
         match self {
             Way::Hop(_) => HOP_BATCH,
             Way::Copy(..) => COPY_BATCH,
+            Way::Thread { .. } => THREAD_BATCH,
         }
     }
 
@@ -114,6 +149,7 @@ impl Way {
         match (self, other) {
             (Way::Hop(one), Way::Hop(other)) => Arc::ptr_eq(one, other),
             (Way::Copy(one, way), Way::Copy(other, other_way)) => way == other_way && Arc::ptr_eq(one, other),
+            (Way::Thread { mapped: one }, Way::Thread { mapped: other }) => one == other,
             _ => false,
         }
     }
@@ -128,6 +164,7 @@ fn access(memory: &Memory) -> Result<Arc<dyn DeviceAccess>> {
 pub(crate) struct Flight {
     /// The connection whose peer's memory is read; `None`: it is gone.
     pub(crate) at: Option<usize>,
+    process: Arc<PeerProcess>,
     pub(crate) errand: Errand,
     load: Load,
     /// A piece that did not go with the batch before it.
@@ -170,8 +207,8 @@ impl Flight {
             && let Some(piece) = self.next.take().or_else(|| self.load.pieces.next())
         {
             let (place, target) =
-                (&self.load.places[piece.from as usize], &self.load.targets[piece.into as usize]);
-            let its = Way::of(place, target)?;
+                (&self.load.sides.places[piece.from as usize], &self.load.sides.targets[piece.into as usize]);
+            let its = Way::of(self.load.mover, place, target)?;
             if way.as_ref().is_some_and(|way| !way.is(&its)) {
                 self.next = Some(piece);
                 break;
@@ -184,21 +221,26 @@ impl Flight {
         Ok(way.map(|way| (way, hops, bytes)))
     }
 
-    /// Starts the next batch. Says how many bytes it has. Errors: as `batch`.
-    fn start(&mut self, number: u64, home: &Arc<Home>) -> Result<u64> {
+    /// Starts the next batch. Says how many bytes it has. Errors: as `batch`, and `Exhausted` without a thread for it.
+    fn start(&mut self, number: u64, home: &Arc<Home>, copying: &mut Copying) -> Result<u64> {
         let Some((way, hops, bytes)) = self.batch()? else {
             self.left = 0;
             return Ok(0);
         };
-        self.under_way += 1;
-        self.left = self.left.saturating_sub(bytes);
         let (told, home) = (Arc::clone(&self.told), Arc::clone(home));
         let landing = Landing { told, home, number, bytes: Some(bytes) };
-        let done = Ticket::new(move |result| landing.tell(result));
+        let done =
+            |landing: Landing| Ticket::new(move |result| landing.tell(result.map_err(Stopped::Failed)));
         match way {
+            Way::Thread { mapped } => {
+                let (process, sides) = (Arc::clone(&self.process), Arc::clone(&self.load.sides));
+                let batch = Batch { number, process, mapped, hops, bytes, sides, landing };
+                // SAFETY: as below; what its sides do not keep is our memory in a read, which the ticket does.
+                unsafe { copying.take(batch) }?;
+            }
             // SAFETY: core and the grants (`checked`, for a pull) have held all pieces against the lengths of their
             // regions; the flight keeps both sides until the batch has landed, and for ever if it never does.
-            Way::Hop(access) => unsafe { access.hop(&hops, done) },
+            Way::Hop(access) => unsafe { access.hop(&hops, done(landing)) },
             Way::Copy(access, direction) => {
                 let line = |hop: &Hop| match direction {
                     Direction::ToHost => Line { device: hop.from, host: hop.to as *mut u8, len: hop.len },
@@ -206,15 +248,17 @@ impl Flight {
                 };
                 let lines: Vec<Line> = hops.iter().map(line).collect();
                 // SAFETY: as above; what is mapped here is only read.
-                unsafe { access.copy(direction, &lines, done) };
+                unsafe { access.copy(direction, &lines, done(landing)) };
             }
         }
+        self.under_way += 1;
+        self.left = self.left.saturating_sub(bytes);
         Ok(bytes)
     }
 }
 
 /// Tells the machine of a batch.
-struct Landing {
+pub(crate) struct Landing {
     told: Arc<Mutex<BatchEnds>>,
     home: Arc<Home>,
     number: u64,
@@ -227,11 +271,31 @@ impl Landing {
         self.told.lock()
     }
 
-    fn tell(mut self, result: Result<()>) {
+    /// It was not begun, and the machine knows.
+    pub(crate) fn withdraw(mut self) {
+        self.bytes = None;
+    }
+
+    fn tell(mut self, result: Result<(), Stopped>) {
+        self.put(result);
+        self.home.landed(self.number);
+    }
+
+    /// From a thread of ours.
+    pub(crate) fn tell_and_turn(mut self, result: Result<(), Stopped>) {
+        self.put(result);
+        self.home.landed_and_turn(self.number);
+    }
+
+    /// Another of the flight follows at once, and is told of.
+    pub(crate) fn note(mut self, result: Result<(), Stopped>) {
+        self.put(result);
+    }
+
+    fn put(&mut self, result: Result<(), Stopped>) {
         if let Some(bytes) = self.bytes.take() {
             self.told().landed.push((bytes, result));
         }
-        self.home.landed(self.number);
     }
 }
 
@@ -307,6 +371,7 @@ impl Machine {
         self.flights.next += 1;
         let flight = Flight {
             at: Some(at),
+            process: Arc::clone(&self.connections[at].process),
             errand,
             left: load.bytes,
             load,
@@ -339,10 +404,13 @@ impl Machine {
         if flight.failed.is_some() || flight.left == 0 {
             return 0;
         }
-        let started = flight.start(number, &self.flights.home).unwrap_or_else(|why| {
+        let started = flight.start(number, &self.flights.home, &mut self.copying).unwrap_or_else(|why| {
             flight.failed = Some(why);
             0
         });
+        if flight.load.mover == Mover::Thread {
+            self.look_by(Instant::now() + copying::STUCK);
+        }
         self.queue_flight(number);
         self.end_flight(number, out);
         started
@@ -355,11 +423,13 @@ impl Machine {
             let mut told = flight.told();
             (std::mem::take(&mut told.landed), told.lost)
         };
+        let mut gone = false;
         for (bytes, result) in landed {
             flight.under_way -= 1;
             match result {
                 Ok(()) => flight.moved += bytes,
-                Err(why) => {
+                Err(Stopped::OwnerGone) => gone = true,
+                Err(Stopped::Failed(why)) => {
                     flight.failed.get_or_insert(why);
                 }
             }
@@ -369,7 +439,7 @@ impl Machine {
         }
         if let Some(at) = flight.at
             && flight.failed.is_none()
-            && !self.connections[at].owner().lives()
+            && (gone || !self.connections[at].peer_lives())
         {
             // What was copied last does not count: it ends with the connection, and for the same reason.
             self.other_end_gone(at, out);
@@ -401,9 +471,36 @@ impl Machine {
         for number in self.flights.of(which) {
             if let Some(flight) = self.flights.open.get_mut(&number) {
                 flight.failed.get_or_insert_with(|| why.clone());
+                if flight.load.mover == Mover::Thread {
+                    flight.under_way -= self.copying.withdraw(number);
+                }
             }
             self.end_flight(number, out);
         }
+    }
+
+    /// Looks after the copying threads: one that is stuck is replaced.
+    pub(crate) fn look_at_copies(&mut self, now: Instant) {
+        if !self.copying.is_busy() {
+            return;
+        }
+        for number in self.copying.look(now) {
+            let flight = self.flights.open.get(&number);
+            let at = flight.and_then(|flight| flight.at);
+            let peer = at.and_then(|at| self.connections[at].peer.as_ref());
+            let (theirs, ours) =
+                flight.map_or((&[][..], &[][..]), |flight| (&flight.load.from[..], flight.ours()));
+            self.hung.tell(|| {
+                tracing::warn!(
+                    ?peer,
+                    ?theirs,
+                    ?ours,
+                    "SHM: a copy waits for a page that does not come (userfaultfd, a file whose server hangs): its \
+                     regions, and what goes on with this peer, wait with it"
+                );
+            });
+        }
+        self.look_by(now + copying::STUCK);
     }
 
     /// Ends a flight if nothing of it is under way and nothing more will be.

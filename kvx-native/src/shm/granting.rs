@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use kvx_backend::control::reasons::{closed, malformed, revoked, still_shared};
 use kvx_backend::control::{Message, Refusal};
@@ -19,6 +20,9 @@ use super::progress::{Machine, Work};
 const MAX_LENT: usize = 16 << 10;
 /// How many bytes of a mapping are made present in one turn.
 const POPULATE_STEP: usize = 2 << 20;
+
+/// How often small reads are looked at that hold something up.
+const LOOK_THROUGH: Duration = Duration::from_millis(5);
 
 /// A revocation whose end will never be known.
 pub(crate) fn forget(region: Revoked, done: Ticket) {
@@ -157,20 +161,33 @@ impl Machine {
         self.post_waiting(at, out);
     }
 
-    /// Says of regions that the owner takes back that we have let go, when no device reads them any more; and ends a
+    /// Says of regions that the owner takes back that we have let go, when nobody here reads them any more; and ends a
     /// connection that has waited for that.
     pub(crate) fn release_landed(&mut self, at: usize, out: &mut Outbox) {
         let Some(connection) = self.connections.get_mut(at) else { return };
         let flights = &self.flights;
-        let landed: Vec<RegionId> =
-            connection.releasing.iter().copied().filter(|id| !flights.any_reads(at, *id)).collect();
+        let mut landed: Vec<RegionId> = connection.releasing.iter().copied().collect();
+        landed.retain(|id| !flights.any_reads(at, *id) && !connection.is_looked_through(Some(*id)));
         for id in landed {
             connection.releasing.remove(&id);
             connection.send(&self.poller, Message::Released { id });
         }
-        if connection.is_leaving() && !flights.any_at(at) {
+        if connection.is_looked_through(None) {
+            self.look_by(Instant::now() + LOOK_THROUGH);
+        } else if connection.is_leaving() && !flights.any_at(at) {
             self.end(at, closed().backend(NAME), End::Ours, None, out);
         }
+    }
+
+    /// The same for those that small reads have held up.
+    pub(crate) fn release_looked_through(&mut self, out: &mut Outbox) {
+        let held_up: Vec<usize> = self
+            .connections
+            .iter()
+            .filter(|(_, connection)| connection.was_looked_through())
+            .map(|(at, _)| at)
+            .collect();
+        held_up.into_iter().for_each(|at| self.release_landed(at, out));
     }
 
     /// The machine ends: what peers have not let go of is never freed.

@@ -2,11 +2,13 @@
 
 use std::any::Any;
 use std::os::fd::AsFd as _;
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, TryLockError};
 
 use kvx_core::Bound;
 use kvx_core::fork::Private;
 use kvx_core::memory::copy_shared;
+use kvx_core::sync::pause_between_looks;
 use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
 
 use super::copy;
@@ -33,28 +35,64 @@ pub(crate) struct Window {
     pub(crate) owner: Option<Arc<Watched>>,
 }
 
-/// Open while the region may be read. The machine shuts it before it lets go of the region, and so waits for copies
-/// that are under way: at most 64 KiB each.
+/// Open while the region may be read. The machine shuts it before it lets go of the region: nobody begins a copy after
+/// that, and the region is let go of when none is under way: at most 64 KiB each, but a page may be long in coming.
 #[derive(Debug, Default)]
-pub(crate) struct Shutter(RwLock<Option<Window>>);
+pub(crate) struct Shutter {
+    window: RwLock<Option<Window>>,
+    shut: AtomicBool,
+}
+
+/// Looks for the end of copies that are under way, before other things are done meanwhile.
+const LOOKS: u32 = 200;
 
 impl Shutter {
     pub(crate) fn open(&self, window: Window) {
-        *self.0.write().unwrap_or_else(PoisonError::into_inner) = Some(window);
+        // Nobody holds it for more than a look before it is open.
+        *self.window.write().unwrap_or_else(PoisonError::into_inner) = Some(window);
     }
 
-    pub(crate) fn shut(&self) {
-        let window = self.0.write().unwrap_or_else(PoisonError::into_inner).take();
-        drop(window);
+    /// Says whether no copy is under way any more; if not, it is to be asked again.
+    pub(crate) fn shut(&self) -> bool {
+        self.shut.store(true, Ordering::SeqCst);
+        for looks in 0..LOOKS {
+            match self.window.try_write() {
+                Ok(mut window) => return drop_window(window.take()),
+                Err(TryLockError::Poisoned(poisoned)) => return drop_window(poisoned.into_inner().take()),
+                Err(TryLockError::WouldBlock) => pause_between_looks(looks),
+            }
+        }
+        false
     }
 
     /// Without waiting; `None` if it is shut or being shut.
-    fn look(&self) -> Option<RwLockReadGuard<'_, Option<Window>>> {
-        self.0.try_read().ok().filter(|window| window.is_some())
+    fn look(&self) -> Option<View<'_>> {
+        let window = self.window.try_read().ok()?;
+        let view = View { window, shut: &self.shut };
+        (view.window.is_some() && !view.is_shut()).then_some(view)
     }
 }
 
-/// Does a small read now, if its regions are open. False: nothing is settled, the machine has to do it.
+/// An open window, which stays as it is meanwhile.
+struct View<'a> {
+    window: RwLockReadGuard<'a, Option<Window>>,
+    shut: &'a AtomicBool,
+}
+
+impl View<'_> {
+    /// Whether it has been shut meanwhile.
+    fn is_shut(&self) -> bool {
+        self.shut.load(Ordering::SeqCst)
+    }
+}
+
+fn drop_window(window: Option<Window>) -> bool {
+    drop(window);
+    true
+}
+
+/// Does a small read now, if its regions are open. False: nothing is settled, the machine has to do it. A page that does
+/// not come keeps the calling thread, and nobody else.
 pub(crate) fn read_inline(plan: &Arc<Bound>) -> bool {
     let mut windows = [const { None }; MAX_REGIONS];
     // One kind of memory a side: the first speaks for all.
@@ -74,7 +112,7 @@ pub(crate) fn read_inline(plan: &Arc<Bound>) -> bool {
     let (mut pieces, mut bytes, mut owner) = (0, 0, None);
     for segment in plan.segments(INLINE_BYTES) {
         let Some(window) =
-            windows[segment.remote_region as usize].as_ref().and_then(|window| window.as_ref())
+            windows[segment.remote_region as usize].as_ref().and_then(|view: &View<'_>| view.window.as_ref())
         else {
             return false;
         };
@@ -95,8 +133,13 @@ pub(crate) fn read_inline(plan: &Arc<Bound>) -> bool {
             }
         }
     }
-    let Some(owner) = owner else { return true };
-    // SAFETY: our side is local memory of the plan, which keeps it, within bounds that core checked.
-    let got = unsafe { copy::readv(owner.process.pid, &ours[..pieces], &theirs[..pieces]) };
-    got == Ok(bytes) && owner.process.still_behind(owner.socket.as_fd())
+    if let Some(owner) = owner {
+        // SAFETY: our side is local memory of the plan, which keeps it, within bounds that core checked.
+        let got = unsafe { copy::readv(owner.process.pid, &ours[..pieces], &theirs[..pieces]) };
+        if got != Ok(bytes) || !owner.process.still_behind(owner.socket.as_fd()) {
+            return false;
+        }
+    }
+    // A transport that ends does not wait for ever: what was copied then may be another's by now.
+    windows.iter().flatten().all(|window| !window.is_shut())
 }

@@ -7,6 +7,7 @@ mod address;
 mod config;
 mod connection;
 mod copy;
+mod copying;
 mod ending;
 mod error;
 mod flights;

@@ -20,6 +20,7 @@ use super::address::{name_socket_name, random_socket_name};
 use super::config::Config;
 use super::connection::{Connection, Waiting};
 use super::copy::Copier;
+use super::copying::Copying;
 use super::ending::End;
 use super::error::{NAME, error, refused};
 use super::flights::{Errand, Flight, Flights, Home};
@@ -152,6 +153,9 @@ pub(crate) struct Machine {
     /// Mappings to be made present while there is nothing else to do.
     pub(crate) populates: VecDeque<Populate>,
     pub(crate) copier: Copier,
+    pub(crate) copying: Copying,
+    /// Of copies that wait for a page.
+    pub(crate) hung: Seldom,
     buffer: Vec<u8>,
     /// When to look at the clock; `None`: nothing depends on it.
     pub(crate) next_look: Option<Instant>,
@@ -175,6 +179,7 @@ impl Machine {
         let mut probe_bytes = Box::new([0; 32]);
         probe_bytes[..16].copy_from_slice(&host::random()?);
         probe_bytes[16..].copy_from_slice(&host::random()?);
+        let copying = Copying::of(&context.agent.name);
         Ok(Machine {
             keys: Keys::new(&context.invitation, context.secret.as_ref()),
             strangers: Seldom::default(),
@@ -198,6 +203,8 @@ impl Machine {
             turns: WorkQueue::default(),
             populates: VecDeque::new(),
             copier: Copier::new(),
+            copying,
+            hung: Seldom::default(),
             buffer: vec![0; MAX_MESSAGE],
             next_look: None,
             lent_turn: false,
@@ -384,7 +391,7 @@ impl Machine {
             works += 1;
             moved += match work {
                 Work::Read(read) => self.read_turn(read, out),
-                Work::Pull(pull) => self.pull_turn(pull, out),
+                Work::Pull(pull) => self.pull_turn(pull),
                 Work::Flight(number) => self.flight_turn(number, out),
             };
         }

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use kvx_backend::control::Refusal;
-use kvx_backend::reactor::{Outbox, SLICE};
+use kvx_backend::reactor::SLICE;
 use kvx_core::{Error, Extents, Kind, Memory, RegionId, Result};
 
-use super::copy::{Pulling, Stopped};
+use super::copy::Pulling;
+use super::copying::Sides;
 use super::error::error;
-use super::flights::{Errand, Load};
+use super::flights::{Errand, Load, Mover};
 use super::memory::CopySource;
 use super::messages::Message;
 use super::progress::{Machine, Work};
@@ -39,11 +40,12 @@ impl Pull {
         self.into.iter().any(|(into, _)| *into == id)
     }
 
-    /// The same for a device to do.
-    fn flight(self) -> (Errand, Load) {
+    /// The same for another to do.
+    fn flight(self, mover: Mover) -> (Errand, Load) {
         let Pull { write, pieces, places, from, into, left, .. } = self;
         let (into, targets) = into.into_iter().unzip();
-        let load = Load { pieces: Box::new(pieces), places, from, targets, bytes: left };
+        let sides = Arc::new(Sides { places, targets });
+        let load = Load { mover, pieces: Box::new(pieces), sides, from, bytes: left };
         (Errand::Pull { write: Some(write), into }, load)
     }
 }
@@ -69,11 +71,12 @@ impl Machine {
             Ok(pull) if pull.left > 0 => {
                 self.connections[at].pulls += 1;
                 let left = pull.left;
-                if Load::needs_device(&pull.places, pull.into.first().map(|(_, memory)| memory)) {
-                    let (errand, load) = pull.flight();
-                    self.take_off(at, errand, load);
-                } else {
-                    self.turns.push(Work::Pull(Box::new(pull)), left);
+                match Load::mover(&pull.places, pull.into.iter().map(|(_, memory)| memory)) {
+                    Some(mover) => {
+                        let (errand, load) = pull.flight(mover);
+                        self.take_off(at, errand, load);
+                    }
+                    None => self.turns.push(Work::Pull(Box::new(pull)), left),
                 }
             }
             Ok(_) => self.connections[at].send(&self.poller, Message::Done { write, result: Ok(()) }),
@@ -120,33 +123,18 @@ impl Machine {
     }
 
     /// One turn of a pull. Says how many bytes moved.
-    pub(crate) fn pull_turn(&mut self, mut pull: Box<Pull>, out: &mut Outbox) -> u64 {
-        let connection = &self.connections[pull.at];
+    pub(crate) fn pull_turn(&mut self, mut pull: Box<Pull>) -> u64 {
         // SAFETY: `checked` held both sides' grids against the lengths of the regions; our own memory is kept by the
-        // pull, is host memory and is never lent out as slices; mappings are kept by the pull's places.
-        let turn = unsafe {
-            self.copier.turn(connection.owner(), &mut pull.pieces, &pull.places, &pull.targets, SLICE)
-        };
-        match turn {
-            Ok(turn) => {
-                pull.left = pull.left.saturating_sub(turn.moved);
-                if turn.finished || pull.left == 0 {
-                    self.end_pull(*pull, Ok(()));
-                } else {
-                    let left = pull.left;
-                    self.turns.push(Work::Pull(pull), left);
-                }
-                turn.moved
-            }
-            Err(Stopped::OwnerGone) => {
-                self.other_end_gone(pull.at, out);
-                0
-            }
-            Err(Stopped::Failed(reason)) => {
-                self.end_pull(*pull, Err(reason));
-                0
-            }
+        // pull, is host memory and is never lent out as slices; places are mapped (`mover`), and kept so by the pull.
+        let turn = unsafe { self.copier.turn(&mut pull.pieces, &pull.places, &pull.targets, SLICE) };
+        pull.left = pull.left.saturating_sub(turn.moved);
+        if turn.finished || pull.left == 0 {
+            self.end_pull(*pull, Ok(()));
+        } else {
+            let left = pull.left;
+            self.turns.push(Work::Pull(pull), left);
         }
+        turn.moved
     }
 
     /// Answers a part, and lets go of what it held.

@@ -11,7 +11,8 @@ use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
 use kvx_core::{Bound, Kind, Op, RegionId, Result, Ticket, TransferId};
 
 use super::connection::{Connection, Waiting};
-use super::copy::{MAX_BATCH, Reading, Stopped};
+use super::copy::{MAX_BATCH, Reading};
+use super::copying::Sides;
 use super::error::{NAME, error};
 use super::flights::{Errand, Flight, Load};
 use super::link::{Import, Wiring};
@@ -138,12 +139,13 @@ impl Machine {
         let inline = small && inline_on == Some(std::thread::current().id());
         // On the poster's own thread: this read and nothing else.
         self.lent_turn |= inline;
-        if Load::needs_device(&places, plan.locals().first().map(|local| &local.memory)) {
+        if let Some(mover) = Load::mover(&places, plan.locals().iter().map(|local| &local.memory)) {
+            let targets = plan.locals().iter().map(|local| Arc::clone(&local.memory)).collect();
             let load = Load {
+                mover,
                 pieces: Box::new(pieces),
-                places,
+                sides: Arc::new(Sides { places, targets }),
                 from: plan.remotes().iter().map(|remote| remote.id).collect(),
-                targets: plan.locals().iter().map(|local| Arc::clone(&local.memory)).collect(),
                 bytes: size.bytes,
             };
             let number = self.take_off(at, Errand::Read { id, done: Some(done) }, load);
@@ -163,39 +165,17 @@ impl Machine {
 
     /// One turn of a read. Says how many bytes moved.
     pub(crate) fn read_turn(&mut self, mut read: Box<Read>, out: &mut Outbox) -> u64 {
-        let connection = &self.connections[read.at];
         // SAFETY: core checked the plan against the lengths of its regions, and `Grant` is held against the remote
-        // length; the local memory is kept by the plan until the ticket settles; places keep mappings.
-        let turn = unsafe {
-            self.copier.turn(connection.owner(), &mut read.pieces, &read.places, &read.targets, SLICE)
-        };
-        match turn {
-            Ok(turn) => {
-                read.left = read.left.saturating_sub(turn.moved);
-                if turn.finished || read.left == 0 {
-                    out.settle(read.done, Ok(()));
-                } else {
-                    let left = read.left;
-                    self.turns.push(Work::Read(read), left);
-                }
-                turn.moved
-            }
-            Err(Stopped::OwnerGone) => {
-                // Back into the turns, so that it ends with the connection and for the same reason.
-                let at = read.at;
-                let left = read.left;
-                self.turns.push(Work::Read(read), left);
-                self.other_end_gone(at, out);
-                0
-            }
-            Err(Stopped::Failed(reason)) => {
-                // "Unsupported" would say that nothing has moved.
-                let begun = read.left < read.pieces.0.bound().size().bytes;
-                let reason = if begun { reason.kind_is(Kind::Native) } else { reason };
-                out.settle(read.done, Err(reason));
-                0
-            }
+        // length; the local memory is kept by the plan until the ticket settles; places are mapped (`mover`) and kept so.
+        let turn = unsafe { self.copier.turn(&mut read.pieces, &read.places, &read.targets, SLICE) };
+        read.left = read.left.saturating_sub(turn.moved);
+        if turn.finished || read.left == 0 {
+            out.settle(read.done, Ok(()));
+        } else {
+            let left = read.left;
+            self.turns.push(Work::Read(read), left);
         }
+        turn.moved
     }
 
     /// Stops a transfer as soon as it can be.

@@ -10,8 +10,8 @@ use kvx_core::transport::{
     Admission, Availability, Context, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
 };
 use kvx_core::{
-    Capabilities, DeviceAccess, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp, Placement,
-    RegionId, Result, Revocation, Secret, Ticket, Unavailable, WithoutAList,
+    Capabilities, DeviceAccess, HeldUp, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp,
+    Placement, RegionId, Result, Revocation, Secret, Ticket, Unavailable, WithoutAList,
 };
 
 use super::address::Address;
@@ -39,6 +39,7 @@ fn capabilities() -> Capabilities {
         revocation: Revocation::Confirmed,
         peer_loss_within: Some(Duration::from_secs(1)),
         settles_without_peer: PerOp { read: true, write: false },
+        hung_page: HeldUp::Peer,
         ordered: false,
         // Memory of a device goes where the agent has an access to that device.
         local: MemoryKinds::ALL,

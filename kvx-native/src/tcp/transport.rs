@@ -10,8 +10,8 @@ use kvx_core::transport::{
     Admission, Availability, Context, Events, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
 };
 use kvx_core::{
-    Capabilities, Identity, Idle, Incarnation, Isolation, LinkId, MemoryKinds, Options, PerOp, Placement,
-    Result, Revocation, Secret, Ticket, Unavailable, WithoutAList,
+    Capabilities, HeldUp, Identity, Idle, Incarnation, Isolation, LinkId, MemoryKinds, Options, PerOp,
+    Placement, Result, Revocation, Secret, Ticket, Unavailable, WithoutAList,
 };
 
 use super::address;
@@ -80,6 +80,7 @@ pub(super) fn capabilities() -> Capabilities {
         revocation: Revocation::Owner,
         peer_loss_within: Some(Duration::from_secs(1)),
         settles_without_peer: PerOp::BOTH,
+        hung_page: HeldUp::Agent,
         ordered: false,
         // Memory of a device brings along who copies it.
         local: MemoryKinds::ALL,

@@ -2,6 +2,7 @@
 
 pub mod agents;
 pub mod backends;
+pub mod hung;
 pub mod killed;
 pub mod metadata;
 pub mod notifications;
@@ -79,6 +80,7 @@ pub const CLAUSES: &[&[Clause]] = &[
     posting::CLAUSES,
     peers::CLAUSES,
     killed::CLAUSES,
+    hung::CLAUSES,
     ownership::CLAUSES,
     notifications::CLAUSES,
     safety::CLAUSES,

@@ -96,7 +96,7 @@ const MESSAGE: usize = 32;
 
 impl HungPage {
     /// One in the middle of this memory of the program's own, which loses what was there.
-    pub(super) fn of(memory: &Arc<Memory>) -> Result<Self> {
+    pub(crate) fn of(memory: &Arc<Memory>) -> Result<Self> {
         let page = HungPage::at(memory, memory.len() / 2, MISSING)?;
         page.take_away()?;
         Ok(page)
@@ -134,6 +134,12 @@ impl HungPage {
             }
         }
         Ok(HungPage { keeper, address, _memory: Arc::clone(memory) })
+    }
+
+    /// Why pages cannot be kept from coming here, if they cannot.
+    pub fn refused() -> Option<String> {
+        let memory = Arc::new(Memory::owned(vec![0; 4 * rustix::param::page_size()]));
+        HungPage::of(&memory).err().map(|why| why.to_string())
     }
 
     /// From now on it does not come.

@@ -1,0 +1,285 @@
+//! Threads that copy memory which is no pool of kvx's: a page of it may be long in coming, or never come.
+//!
+//! The machine gives them batches and goes on. Mostly there is one thread. Where it has been in one batch for
+//! [`STUCK`], another takes its place, and what goes on with the same peer waits behind the batch, so that a peer costs
+//! one thread at most. A thread that is stuck for ever is left behind with the memory of both sides, which its batch
+//! keeps; its transfer never settles.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use kvx_backend::reactor::WorkQueue;
+use kvx_core::memory::Hop;
+use kvx_core::sync::{Condvar, Mutex, MutexGuard, pause_between_looks};
+use kvx_core::{Error, Kind, Memory, Result};
+
+use super::copy::{Copier, Vectors};
+use super::error::NAME;
+use super::flights::Landing;
+use super::host::PeerProcess;
+use super::memory::CopySource;
+
+/// The longest that a batch takes whose pages all come, also where many share a core.
+pub(crate) const STUCK: Duration = Duration::from_millis(100);
+/// So long in one batch is told to people.
+const WORTH_A_WARNING: Duration = Duration::from_secs(1);
+/// The most threads of one agent; more peers than these whose pages do not come stop the copies of all.
+const MAX_THREADS: usize = 32;
+/// How long a thread looks for the next batch before it sleeps: a wake-up costs some 15 us.
+const LOOKS_FOR: Duration = Duration::from_micros(50);
+/// How long a transport that ends waits for threads that are about to end.
+const LAST_PATIENCE: Duration = Duration::from_millis(50);
+
+/// The memory of both sides of a copy.
+#[derive(Debug)]
+pub(crate) struct Sides {
+    /// The peer's.
+    pub(crate) places: Vec<CopySource>,
+    /// Ours.
+    pub(crate) targets: Vec<Arc<Memory>>,
+}
+
+/// A part of a flight.
+pub(crate) struct Batch {
+    /// The flight's.
+    pub(crate) number: u64,
+    /// Whose memory it reads, if that is not `mapped` here.
+    pub(crate) process: Arc<PeerProcess>,
+    pub(crate) mapped: bool,
+    /// Within the places and targets of its sides.
+    pub(crate) hops: Vec<Hop>,
+    pub(crate) bytes: u64,
+    /// Kept for as long as the batch may touch them.
+    pub(crate) sides: Arc<Sides>,
+    pub(crate) landing: Landing,
+}
+
+/// A batch that a thread is in.
+struct UnderWay {
+    thread: u64,
+    number: u64,
+    process: Arc<PeerProcess>,
+    since: Instant,
+    stuck: bool,
+    told: bool,
+}
+
+#[derive(Default)]
+struct State {
+    waiting: WorkQueue<Batch>,
+    /// Those of peers that a thread is stuck with.
+    held_up: Vec<Batch>,
+    under_way: Vec<UnderWay>,
+    /// Threads that have not ended, and the number of the next.
+    threads: usize,
+    next: u64,
+    ended: bool,
+}
+
+impl State {
+    /// Threads that are not stuck.
+    fn active(&self) -> usize {
+        self.threads - self.under_way.iter().filter(|batch| batch.stuck).count()
+    }
+
+    fn is_stuck_with(&self, process: &Arc<PeerProcess>) -> bool {
+        self.under_way.iter().any(|batch| batch.stuck && Arc::ptr_eq(&batch.process, process))
+    }
+
+    fn add(&mut self, batch: Batch) {
+        if self.is_stuck_with(&batch.process) {
+            return self.held_up.push(batch);
+        }
+        let bytes = batch.bytes;
+        self.waiting.push(batch, bytes);
+    }
+
+    /// What has waited for no reason any more.
+    fn sort_again(&mut self) {
+        let mut all = self.waiting.extract(|_| true);
+        all.append(&mut self.held_up);
+        all.into_iter().for_each(|batch| self.add(batch));
+    }
+}
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    /// For threads: something waits; for who ends: a thread has ended.
+    changed: Condvar,
+    /// Whether something waits, or the threads are to end: for those that look before they sleep.
+    some: AtomicBool,
+}
+
+/// The copying threads of one machine.
+pub(crate) struct Copying {
+    name: String,
+    shared: Arc<Shared>,
+}
+
+impl Copying {
+    /// None yet; `agent` is what they are named after.
+    pub(crate) fn of(agent: &str) -> Self {
+        Copying { name: format!("kvx-copy {agent}"), shared: Arc::default() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.shared.state.lock()
+    }
+
+    /// Takes a batch. Errors: `Exhausted` when there is no thread for it.
+    ///
+    /// # Safety
+    /// Its hops lie within its sides: mapped places, or places of the process, and host memory that may be written to
+    /// and that nobody holds a reference into. What its sides do not keep lives until the batch has landed, and for
+    /// ever if it never does.
+    pub(crate) unsafe fn take(&mut self, batch: Batch) -> Result<()> {
+        let mut state = self.state();
+        if state.threads == 0
+            && let Err(why) = self.start_thread(&mut state)
+        {
+            batch.landing.withdraw();
+            return Err(why);
+        }
+        state.add(batch);
+        self.shared.some.store(true, Ordering::Relaxed);
+        self.shared.changed.notify_all();
+        Ok(())
+    }
+
+    fn start_thread(&self, state: &mut State) -> Result<()> {
+        let (shared, thread) = (Arc::clone(&self.shared), state.next);
+        std::thread::Builder::new().name(self.name.clone()).spawn(move || shared.serve(thread)).map_err(
+            |cause| {
+                Error::os("no thread to copy memory that is no kvx pool: raise ulimit -u", cause)
+                    .kind_is(Kind::Exhausted)
+                    .backend(NAME)
+            },
+        )?;
+        state.next += 1;
+        state.threads += 1;
+        Ok(())
+    }
+
+    /// Whether it is worth to look again after [`STUCK`].
+    pub(crate) fn is_busy(&self) -> bool {
+        !self.state().under_way.is_empty()
+    }
+
+    /// Finds threads that are stuck, and has another take the place of the last. Gives the flights of those that have
+    /// been for so long that people want to know.
+    pub(crate) fn look(&mut self, now: Instant) -> Vec<u64> {
+        let mut state = self.state();
+        let mut found = false;
+        let mut tell = Vec::new();
+        for batch in &mut state.under_way {
+            let time = now.saturating_duration_since(batch.since);
+            found |= time >= STUCK && !std::mem::replace(&mut batch.stuck, time >= STUCK);
+            if time >= WORTH_A_WARNING && !std::mem::replace(&mut batch.told, true) {
+                tell.push(batch.number);
+            }
+        }
+        if found {
+            state.sort_again();
+        }
+        if state.active() == 0 && !state.waiting.is_empty() && state.threads < MAX_THREADS
+            // It is tried again at the next look.
+            && let Err(why) = self.start_thread(&mut state)
+        {
+            tracing::warn!(%why, "SHM: copies wait behind a page that does not come");
+        }
+        tell
+    }
+
+    /// Takes back what is not begun of a flight. Says how many batches that were.
+    pub(crate) fn withdraw(&mut self, number: u64) -> usize {
+        let mut state = self.state();
+        let mut withdrawn = state.waiting.extract(|batch| batch.number == number);
+        withdrawn.extend(state.held_up.extract_if(.., |batch| batch.number == number));
+        drop(state);
+        let count = withdrawn.len();
+        withdrawn.into_iter().for_each(|batch| batch.landing.withdraw());
+        count
+    }
+}
+
+impl Drop for Copying {
+    fn drop(&mut self) {
+        let until = Instant::now() + LAST_PATIENCE;
+        let mut state = self.state();
+        state.ended = true;
+        self.shared.some.store(true, Ordering::Relaxed);
+        let mut left = state.waiting.extract(|_| true);
+        left.append(&mut state.held_up);
+        self.shared.changed.notify_all();
+        while state.threads > state.under_way.len() && Instant::now() < until {
+            state = self.shared.changed.wait_until(state, Some(until));
+        }
+        drop(state);
+        left.into_iter().for_each(|batch| batch.landing.withdraw());
+    }
+}
+
+impl Shared {
+    /// A thread.
+    fn serve(&self, thread: u64) {
+        let (mut copier, mut vectors) = (Copier::new(), Vectors::new());
+        let mut next = None;
+        while let Some(batch) = next.take().or_else(|| self.wait(thread)) {
+            let Batch { number, process, mapped, hops, sides, landing, .. } = batch;
+            // SAFETY: who gave the batch vouches for its hops; what they lie in is kept, by `sides` and by the giver.
+            let result = unsafe {
+                if mapped { Ok(copier.copy_hops(&hops)) } else { vectors.read_hops(&process, &hops) }
+            };
+            drop((hops, sides));
+            next = self.next(thread);
+            // What has landed before is noticed with the last.
+            let more = next.as_ref().is_some_and(|next| next.number == number);
+            if more { landing.note(result) } else { landing.tell_and_turn(result) }
+        }
+    }
+
+    /// The thread is out of its batch; the next, if there is one now.
+    fn next(&self, thread: u64) -> Option<Batch> {
+        let mut state = self.state.lock();
+        if let Some(at) = state.under_way.iter().position(|batch| batch.thread == thread)
+            && state.under_way.swap_remove(at).stuck
+        {
+            state.sort_again();
+            self.changed.notify_all();
+        }
+        self.begin(&mut state, thread)
+    }
+
+    fn begin(&self, state: &mut State, thread: u64) -> Option<Batch> {
+        let batch = if state.ended { None } else { state.waiting.next_turn() };
+        self.some.store(!state.waiting.is_empty(), Ordering::Relaxed);
+        let Batch { number, process, .. } = batch.as_ref()?;
+        let (number, process, since) = (*number, Arc::clone(process), Instant::now());
+        state.under_way.push(UnderWay { thread, number, process, since, stuck: false, told: false });
+        batch
+    }
+
+    /// Waits for a batch. `None`: the thread is not needed any more.
+    fn wait(&self, thread: u64) -> Option<Batch> {
+        let (begun, mut looks) = (Instant::now(), 0);
+        while begun.elapsed() < LOOKS_FOR && !self.some.load(Ordering::Relaxed) {
+            pause_between_looks(looks);
+            looks += 1;
+        }
+        let mut state = self.state.lock();
+        loop {
+            let batch = self.begin(&mut state, thread);
+            if batch.is_some() {
+                return batch;
+            }
+            if state.ended || state.active() > 1 {
+                state.threads -= 1;
+                self.changed.notify_all();
+                return None;
+            }
+            state = self.changed.wait_until(state, None);
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! P: a page of somebody's memory that does not come.
+
+use std::time::Duration;
+
+use kvx_core::{HeldUp, Kind, Op, Transfer};
+
+use super::traffic::{GRACE, OPS, Traffic, promised_by};
+use super::{Breaker, Clause, Runs, clauses};
+use crate::chaos::Fault;
+use crate::check::{Check, Failure, ensure};
+use crate::clauses::hung;
+use crate::far::HungPage;
+use crate::setup::{Backing, CUT_OFF, Pair, Setup, unique};
+use crate::skip::skip;
+use crate::stopwatch::Stopwatch;
+
+pub(super) const CLAUSES: &[Clause] = clauses!(hung:
+    P12 a_page_that_does_not_come_holds_up_what_is_declared, TwoProcesses, [Breaker::Chaos(Fault::OneQueue)];
+);
+
+/// Bytes of the regions: more than what is copied on the thread that posts.
+const LEN: usize = 512 << 10;
+/// Of what waits for the page.
+const DEADLINE: Duration = Duration::from_millis(500);
+/// How soon others are served meanwhile.
+const SERVED: Duration = Duration::from_secs(1);
+
+/// P12: a page that does not come holds up no more than is declared, on either side; when it comes, work goes on.
+pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) -> Check {
+    if let Some(why) = HungPage::refused() {
+        skip("P12 a_page_that_does_not_come_holds_up_what_is_declared", &why, "run the tests as root");
+        return Ok(());
+    }
+    // Of a pool both ends have pages of their own.
+    let setup = &Setup { near: Backing::Owned, far: Backing::Owned, ..setup.clone() };
+    let mut pair = setup.pair()?;
+    let needed = Traffic::new(&mut pair, "needed", LEN)?;
+    let peer = pair.connect().await?;
+    // Over some links such memory is not reached at all.
+    if let Err(error) = needed.run(Op::Read, &peer, SERVED).await
+        && error.kind() == Kind::Unsupported
+    {
+        return Ok(());
+    }
+    let promised = promised_by(&peer)?.hung_page;
+    // A third process, which the near agent reaches, and a third agent here, which reaches the far one.
+    let mut far = setup.far()?;
+    setup.far_agent(&mut far, &unique("third"))?;
+    let mut to_third = Pair { near: pair.near.clone(), far, setup: setup.clone() };
+    let blocks = Traffic::new(&mut to_third, "kv", LEN)?;
+    let third = to_third.connect().await?;
+    let other = setup.agent(&unique("other"))?;
+    let near = other.register("others", setup.memory(LEN, 1)?)?;
+    let others = Traffic { name: "others".to_owned(), near, far: pair.far_region("others", LEN, 2)? };
+    let back = other.connect(&pair.far.metadata()?)?;
+    blocks.works(&mut to_third.far, &third, "before").await?;
+    others.works(&mut pair.far, &back, "before").await?;
+
+    for here in [false, true] {
+        for op in OPS {
+            // What was held up may have been lost.
+            let (peer, third) = (pair.connect().await?, to_third.connect().await?);
+            let back = other.connect(&pair.far.metadata()?)?;
+            back.ready(CUT_OFF).await?;
+            let what = format!("a {op} with a hung page {}", if here { "here" } else { "there" });
+            needed.works(&mut pair.far, &peer, &what).await?;
+            let hung = if here {
+                Some(HungPage::of(needed.near.memory())?)
+            } else {
+                pair.far.hang_page(Some(needed.far))?;
+                None
+            };
+            let posted = Stopwatch::start()?;
+            let transfers = (0..4).map(|_| needed.post(op, &peer, DEADLINE));
+            let transfers = transfers.collect::<kvx_core::Result<Vec<_>>>()?;
+            let settled: Vec<_> = transfers.iter().map(Transfer::settled).collect();
+            // What can be served is served while the others wait.
+            let meanwhile = OPS.map(|op| (blocks.post(op, &third, SERVED), others.post(op, &back, SERVED)));
+            let mut served = Vec::new();
+            for result in meanwhile.into_iter().flat_map(|(third, back)| [third, back]) {
+                served.push(match result {
+                    Ok(transfer) => transfer.await.map(drop),
+                    Err(error) => Err(error),
+                });
+            }
+            for transfer in transfers {
+                match transfer.await.map_err(|error| error.kind()) {
+                    Err(Kind::TimedOut | Kind::PeerLost) => {}
+                    result => return Err(Failure::new(format!("{what}: {result:?}"))),
+                }
+            }
+            let took = posted.read();
+            ensure!(took.within(SERVED + GRACE), "{what} ended after {took}");
+            for (number, result) in served.into_iter().enumerate() {
+                match result.map_err(|error| (error.kind(), error)) {
+                    Ok(()) => {}
+                    Err((Kind::TimedOut | Kind::PeerLost, _)) if promised == HeldUp::Agent => {}
+                    Err((_, error)) => {
+                        return Err(Failure::new(format!("{what}: transfer {number} of others: {error:?}")));
+                    }
+                }
+            }
+            drop(hung);
+            if !here {
+                pair.far.hang_page(None)?;
+            }
+            for settled in settled {
+                settled.await?;
+            }
+        }
+    }
+    let (peer, third) = (pair.connect().await?, to_third.connect().await?);
+    needed.works(&mut pair.far, &peer, "afterwards").await?;
+    blocks.works(&mut to_third.far, &third, "afterwards").await
+}

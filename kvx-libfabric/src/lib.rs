@@ -3,6 +3,7 @@
 
 mod address;
 mod config;
+mod connections;
 mod error;
 mod fabric;
 mod factory;

@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 use kvx_backend::fabric::JobId;
 use kvx_core::{Op, Result};
 
+use crate::connections::Connections;
 use crate::error;
 use crate::ffi::{
     Described, Domain, EndedOperation, Endpoint, Errno, Failed, MAX_RANGES, PeerNumber, Range, Read,
-    Registration,
+    Registration, Waits,
 };
 use crate::operations::{Operation, Operations};
 
@@ -135,20 +136,26 @@ impl Rail {
     /// Ends it. Says whether it is certain that the provider touches nothing any more that it was given.
     pub(crate) fn close(&mut self) -> bool {
         let Some(mut endpoint) = self.endpoint.take() else { return true };
+        let connections = match endpoint.waits() {
+            Waits::Descriptor(queue) => Connections::of(queue),
+            Waits::Never => Connections::default(),
+        };
         let until = Instant::now() + LAST_USE;
-        loop {
+        let certain = loop {
             match Arc::try_unwrap(endpoint) {
                 Ok(endpoint) => {
                     drop(endpoint);
-                    return true;
+                    break true;
                 }
                 Err(shared) if Instant::now() < until => {
                     endpoint = shared;
                     std::thread::sleep(Duration::from_micros(100));
                 }
-                Err(_) => return false, // who has it last closes it, at a time that nobody knows
+                Err(_) => break false, // who has it last closes it, at a time that nobody knows
             }
-        }
+        };
+        connections.end();
+        certain
     }
 
     /// How many messages may be sent now.

@@ -228,7 +228,7 @@ fn who_was_invited_by_another_agent_is_turned_away() {
 
 #[test]
 fn whatever_breaks_the_protocol_ends_the_link_and_nothing_is_granted_or_taken() {
-    for violation in violations(&Invitation::from_bytes([5; 32]), REGION, KEY).unwrap() {
+    for violation in violations(&Invitation::from_bytes([5; 32]), b"", REGION, KEY).unwrap() {
         let mut link = if violation.after == After::Proof { Link::up() } else { Link::greeted("owner") };
         link.room = 0;
         let hello = link.to_owner.pop_front();

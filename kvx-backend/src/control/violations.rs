@@ -6,6 +6,9 @@ use kvx_core::{Identity, Incarnation, Invitation, Kind, RegionId, RegionKey, Res
 use super::proof::{Keys, PROOF};
 use super::{Greeting, Message, VERSIONS, WINDOW};
 
+/// Where the nonce of an encoded hello begins: behind its number, eight bytes that name kvx, versions and a length.
+const NONCE: usize = 17;
+
 /// How far a link has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum After {
@@ -31,13 +34,18 @@ pub struct Violation {
 }
 
 /// Each kind of violation once, toward a target that invites by this, has a region of this number and key, has not
-/// granted it, and has room for fewer than eight notifications.
-pub fn violations(invitation: &Invitation, id: RegionId, key: RegionKey) -> Result<Vec<Violation>> {
-    let (_, invited) = greet(invitation, None, b"")?;
-    let (_, stranger) = greet(&Invitation::from_bytes([0; 32]), None, b"")?;
+/// granted it, and has room for fewer than eight notifications. `rest` is what the transport says with a hello: that of
+/// a stranger is as good as any.
+pub fn violations(
+    invitation: &Invitation,
+    rest: &[u8],
+    id: RegionId,
+    key: RegionKey,
+) -> Result<Vec<Violation>> {
+    let (_, invited) = greet(invitation, None, rest)?;
+    let (_, stranger) = greet(&Invitation::from_bytes([0; 32]), None, rest)?;
     let mut altered = invited.clone();
-    let middle = altered.len() / 2;
-    altered[middle] ^= 1;
+    altered[NONCE] ^= 1; // what it says besides is as it was
     let one = |message: Message<'_>| vec![message.encode()];
     let notify = |notice| Message::Notify { notice, bytes: &[7; 1000] }.encode();
     let (old, newer) = (Some(Kind::PeerRestarted), Some(Kind::Incompatible));

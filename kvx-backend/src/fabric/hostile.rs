@@ -176,7 +176,8 @@ fn what_breaks_the_protocol_ends_its_session_reaches_no_library_and_others_are_s
         place += 1;
         sent(machine).1
     };
-    for Violation { what, after, says, .. } in violations(&INVITATION, RegionId(1), KEY).unwrap() {
+    let rest = hello_rest(ProcessId::this(), b"somewhere");
+    for Violation { what, after, says, .. } in violations(&INVITATION, &rest, RegionId(1), KEY).unwrap() {
         let (to, first) = match after {
             After::Nothing => (0, 0),
             After::Welcome => {

@@ -183,7 +183,8 @@ fn what_breaks_the_protocol_is_cut_off_and_others_are_served() {
     ];
     let own = own.map(|(after, what, says)| Violation { what, after, says, told: None });
     let key = region_key(&target.metadata().unwrap(), &region);
-    for violation in violations(&invitation(&target), region.id(), key).unwrap().into_iter().chain(own) {
+    let of_control = violations(&invitation(&target), &NO_PROBE.hello_rest(), region.id(), key).unwrap();
+    for violation in of_control.into_iter().chain(own) {
         let Violation { what, after, says, told } = violation;
         let raw = match after {
             After::Nothing => Raw::to(&target),

@@ -121,8 +121,8 @@ impl Pair {
         let slot = &mut self.slots[at];
         let mut old = std::mem::replace(which.of(slot), new);
         if let Some(posted) = &mut slot.posted {
-            // Who could not take the file of a loan has let go of it, and will refuse the write.
-            let is_refused = cut::lost_files() > 0;
+            // Who does not have a loan any more, or could not take its file, will refuse the rest of the write.
+            let is_refused = cut::lost_files() > 0 || posted.ends_by.contains(&Kind::Unregistered);
             assert!(which != Which::Local || is_refused, "a region came back under a write of it");
             // It moves nothing any more, and settles later.
             posted.orphan |= which == Which::Sink && posted.op == Op::Write;

@@ -2,7 +2,8 @@
 //! say "later" or are interrupted, files that come late or never, an end that is killed at any packet.
 //!
 //! A test says what happens next; what every transfer, notification and revocation has to come to is checked here.
-//! Whoever is killed vanishes with all that it held, as the kernel lets a process vanish, and a new life takes its place.
+//! Whoever is killed vanishes with all that it held, as the kernel lets a process vanish, and a new life takes its
+//! place.
 
 mod by_seed;
 mod checks;
@@ -357,8 +358,10 @@ impl Pair {
         self.settle();
     }
 
-    /// Takes a region back. Core ends transfers of its own from and to it before.
+    /// Takes a region back. Core cancels transfers of its own from and to it before; for writes that have begun the
+    /// machines do not rely on that.
     fn revoke(&mut self, at: usize, which: Which) {
+        let has_begun = self.has_begun(at);
         let slot = &mut self.slots[at];
         let op = slot.posted.as_ref().map(|posted| posted.op);
         let place = which.of(slot);
@@ -368,15 +371,25 @@ impl Pair {
         let (done, outcome) = Outcome::new();
         place.revoked = Some(outcome);
         let id = place.id;
-        if which == Which::Local {
+        let cancels = which == Which::Local && (!has_begun || self.random.below(2) == 0);
+        if cancels {
             self.cancel(at);
         } else if let Some(posted) = &mut slot.posted {
             posted.ends_by.push(Kind::Revoked);
+            // Parts of a write that are asked for later name what is not lent any more.
+            posted.ends_by.extend((which == Which::Local).then_some(Kind::Unregistered));
         }
         let end = self.end(which.owner());
         let region = end.regions.revoke(id).expect("the machine has not ended");
         end.command(Command::Revoke { region, done });
         self.settle();
+    }
+
+    /// Whether the owner has been asked for a write, or is about to be.
+    fn has_begun(&self, at: usize) -> bool {
+        let Some(posted) = &self.slots[at].posted else { return false };
+        let mut connections = self.initiator.machine.connections.iter();
+        connections.any(|(_, connection)| connection.writes.contains(posted.id.0))
     }
 
     /// The link ends: what is under way may end with it, by these kinds.

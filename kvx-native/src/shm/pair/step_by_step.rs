@@ -1,11 +1,12 @@
 //! A link that ends at any packet of its life: of the handshake, of grants with their files, of reads, writes,
-//! notifications, of regions that are taken back, and of its end.
+//! notifications, of regions that are taken back, and of its end. And regions that are taken back at any turn of a
+//! long transfer.
 
 use kvx_core::Op;
 use kvx_testkit::Random;
 
 use super::end::{Held, alone};
-use super::{MANY, Pair, SMALL, Shape, Which, Who, cut};
+use super::{LONG, MANY, Pair, SMALL, Shape, Which, Who, cut};
 
 /// Grants and loans with files, and without.
 const SLOTS: [Shape; 2] = [Shape { on_pools: Some(true), ..SMALL }, Shape { on_pools: Some(false), ..MANY }];
@@ -76,27 +77,68 @@ fn run(fate: Fate, packets: u64) -> bool {
     !whole
 }
 
+fn at_every_packet() {
+    for fate in FATES {
+        let mut packets = 0;
+        loop {
+            let ran = std::panic::catch_unwind(|| run(fate, packets));
+            if !ran.unwrap_or_else(|_| panic!("{fate:?} at packet {packets}")) {
+                break;
+            }
+            packets += 1;
+        }
+        assert!(packets > 80, "the link lived for {packets} packets");
+    }
+}
+
 #[test]
 fn a_link_that_ends_at_any_packet_leaves_nothing_behind_and_the_next_one_works() {
     alone(
         module_path!(),
         "a_link_that_ends_at_any_packet_leaves_nothing_behind_and_the_next_one_works",
-        || {
-            let mut longest = 0;
-            for fate in FATES {
-                let mut packets = 0;
-                loop {
-                    let ran = std::panic::catch_unwind(|| run(fate, packets));
-                    let ran = ran.inspect_err(|_| eprintln!("{fate:?} at packet {packets}"));
-                    if !ran.expect("how it ended is shown above") {
-                        break;
-                    }
-                    packets += 1;
-                }
-                longest = longest.max(packets);
-            }
-            println!("the link lived for {longest} packets");
-            assert!(longest > 80, "the link lived for {longest} packets");
-        },
+        at_every_packet,
+    );
+}
+
+/// A region is taken back while so many turns of a transfer of it have passed.
+fn take_back(op: Op, which: Which, on_pools: bool, turns: u32) {
+    let before = Held::now();
+    let slot = Shape { count: 80, on_pools: Some(on_pools), ..LONG };
+    let mut pair = Pair::new(Random::seeded(turns.into()), &[slot]);
+    pair.connect();
+    pair.until("a link", |pair| pair.up().is_some());
+    for op in [Op::Read, Op::Write] {
+        assert!(pair.post(0, op, false));
+        pair.until("what makes regions known", Pair::is_idle);
+    }
+    assert!(pair.post(0, op, true));
+    for _ in 0..turns {
+        pair.turn();
+    }
+    assert!(!pair.is_idle(), "it takes more turns than {turns}");
+    pair.revoke(0, which);
+    pair.until("the end of both", Pair::is_idle);
+    pair.close();
+    pair.has_ended();
+    drop(pair);
+    assert_eq!(Held::now(), before, "something is left of a run");
+}
+
+fn at_every_turn() {
+    cut::off();
+    for (op, which) in [(Op::Read, Which::Source), (Op::Write, Which::Local), (Op::Write, Which::Sink)] {
+        for (on_pools, turns) in (0..8).map(|number| (number % 2 == 0, number / 2)) {
+            let ran = std::panic::catch_unwind(|| take_back(op, which, on_pools, turns));
+            assert!(ran.is_ok(), "{op:?}, {which:?}, on pools: {on_pools}, after {turns} turns");
+        }
+    }
+}
+
+#[test]
+fn a_region_that_is_taken_back_in_mid_transfer_is_touched_by_nobody_afterwards() {
+    alone(
+        module_path!(),
+        "a_region_that_is_taken_back_in_mid_transfer_is_touched_by_nobody_afterwards",
+        at_every_turn,
     );
 }

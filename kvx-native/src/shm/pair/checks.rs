@@ -204,6 +204,8 @@ impl Pair {
         self.until("a notification", Pair::is_idle);
         assert_eq!(self.acknowledged, before + 1);
         let before = self.revoked;
+        // What takes their places moves nothing any more, and pools cost time.
+        self.slots.iter_mut().for_each(|slot| slot.shape.on_pools = Some(false));
         for which in Which::ALL {
             (0..self.slots.len()).for_each(|at| self.revoke(at, which));
         }

@@ -228,9 +228,13 @@ impl Shared {
         let mut next = None;
         while let Some(batch) = next.take().or_else(|| self.wait(thread)) {
             let Batch { number, process, mapped, hops, sides, landing, .. } = batch;
-            // SAFETY: who gave the batch vouches for its hops; what they lie in is kept, by `sides` and by the giver.
-            let result = unsafe {
-                if mapped { Ok(copier.copy_hops(&hops)) } else { vectors.read_hops(&process, &hops) }
+            let result = if mapped {
+                // SAFETY: who gave the batch vouches for its hops; what they lie in is kept, by `sides` and the giver.
+                unsafe { copier.copy_hops(&hops) };
+                Ok(())
+            } else {
+                // SAFETY: as above.
+                unsafe { vectors.read_hops(&process, &hops) }
             };
             drop((hops, sides));
             next = self.next(thread);

@@ -1,6 +1,7 @@
 //! A connected peer, as core holds it.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use kvx_core::sync::Mutex;
 use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS, Link, PeerSection, RemoteRegion, RemoteSpec, Turn};
@@ -76,6 +77,7 @@ unsafe impl Link for TcpLink {
 
     fn cancel(&self, id: TransferId) {
         self.handle.reactor.submit(Command::Cancel { link: self.id, id });
+        self.handle.shared.turns.look(Instant::now());
     }
 
     fn drive(&self) -> Turn {

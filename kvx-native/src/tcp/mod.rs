@@ -12,6 +12,7 @@ mod fetch;
 mod frames;
 pub(crate) mod fuzz;
 mod held;
+mod hung;
 mod link;
 mod linking;
 mod listener;

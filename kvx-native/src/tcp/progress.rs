@@ -214,6 +214,12 @@ impl Machine {
                 return 1;
             }
         }
+        let with = match &conn.role {
+            Role::Served(lane) => Some(&lane.who),
+            _ => link.and_then(|link| self.peers.get(&link)).map(|peer| &peer.who),
+        };
+        let shared = Arc::clone(&self.scope.shared);
+        let turn = shared.turns.enter(with, now);
         let share = SHARE.min(self.scope.piece);
         let received = conn.receive(share, key, &mut self.scope);
         let moved = match received {
@@ -225,6 +231,7 @@ impl Machine {
                 Err(error)
             }
         };
+        drop(turn);
         let moved = moved.and_then(|moved| conn.note_held(&mut self.scope.held).map(|()| moved));
         let finished = conn.closing && !conn.has_output();
         let full = conn.note_full(now);

@@ -18,6 +18,7 @@ use super::address;
 use super::config::Config;
 use super::ending::Ending;
 use super::error::NAME;
+use super::hung::Turns;
 use super::link::{Standing, TcpLink};
 use super::listener::{Listener, host_addresses};
 use super::memory::{Regions, TcpRegion};
@@ -100,6 +101,7 @@ pub(super) struct Shared {
     pub(super) regions: Regions,
     pub(super) stages: DeviceStages,
     pub(super) ending: Arc<Ending>,
+    pub(super) turns: Turns,
 }
 
 impl Shared {
@@ -145,6 +147,7 @@ fn open(context: Context) -> Result<TcpTransport> {
         regions: Regions::default(),
         stages: DeviceStages::default(),
         ending: Arc::default(),
+        turns: Turns::default(),
     });
     let machine = Machine::new(Arc::clone(&shared), listener)?;
     let reactor = Reactor::start(name, machine, events)?;

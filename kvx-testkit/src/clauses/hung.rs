@@ -111,5 +111,15 @@ pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) 
     }
     let (peer, third) = (pair.connect().await?, to_third.connect().await?);
     needed.works(&mut pair.far, &peer, "afterwards").await?;
-    blocks.works(&mut to_third.far, &third, "afterwards").await
+    blocks.works(&mut to_third.far, &third, "afterwards").await?;
+
+    let hung = HungPage::of(needed.near.memory())?;
+    let held_up = needed.run(Op::Read, &peer, DEADLINE).await;
+    ensure!(held_up.is_err(), "a read into a hung page: {held_up:?}");
+    let begun = Stopwatch::start()?;
+    let ended = pair.near.shutdown(SERVED).await; // the error tells what may still be touched
+    let took = begun.read();
+    ensure!(took.within(SERVED + GRACE), "a shutdown beside a hung page took {took}: {ended:?}");
+    drop(hung);
+    Ok(())
 }

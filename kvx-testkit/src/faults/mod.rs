@@ -45,6 +45,8 @@ const CANCELLED: u32 = 10_000;
 const LARGE: usize = 64 << 20;
 /// How long bytes that come too late are waited for.
 const LATE: Duration = Duration::from_millis(200);
+/// How soon third peers are served that nothing holds up.
+const SERVED: Duration = Duration::from_secs(1);
 /// How long a forked child holds what it has inherited.
 const LIFE_OF_A_CHILD: Duration = Duration::from_secs(6);
 /// What the peer's region for reads holds.
@@ -97,6 +99,7 @@ pub fn fault(setup: &Setup, trouble: Trouble, moment: Moment, deadline: Duration
     scene.check_results(&results, op, trouble, moment)?;
     if trouble == Trouble::HungPage {
         scene.others_go_on()?;
+        scene.third_peers_go_on()?;
     }
 
     // Others have the memory now: nothing of what was given up may change it.

@@ -2,9 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use kvx_core::{Agent, Capabilities, Grid, Kind, Memory, Op, Peer, Place as _, Plan, Region, Transfer};
+use kvx_core::{
+    Agent, Capabilities, Grid, HeldUp, Kind, Memory, Op, Peer, Place as _, Plan, Region, Transfer,
+};
 
-use super::{CANCELLED, GRACE, GRID, LARGE, LIFE_OF_A_CHILD, Moment, SLOT, SLOTS, SOURCE, TRIES, Trouble};
+use super::{
+    CANCELLED, GRACE, GRID, LARGE, LIFE_OF_A_CHILD, Moment, SERVED, SLOT, SLOTS, SOURCE, TRIES, Trouble,
+};
 use crate::check::{Check, Failure, ensure};
 use crate::executor::run;
 use crate::far::{Far, Limit, limit};
@@ -275,6 +279,36 @@ impl Scene {
             checksum(&bytes(SOURCE, 0, SLOT)) == sum(&region)?,
             "what another agent has read meanwhile is wrong"
         );
+        Ok(())
+    }
+
+    /// Third peers of the two agents do not wait either, unless that is declared: one that this side's agent reads from
+    /// and one that reads from the far one, over memory of their programs' own.
+    pub(super) fn third_peers_go_on(&mut self) -> Check {
+        let mut far = self.setup.far()?;
+        let third = self.setup.far_agent(&mut far, &unique("third"))?;
+        far.register_of(third, "third", SLOT, Backing::Owned, Some(SOURCE))?;
+        self.far.register_of(self.agent, "third", SLOT, Backing::Owned, Some(SOURCE))?;
+        let other = self.setup.agent(&unique("third"))?;
+        let ends = [(self.near.clone(), far.metadata_of(third)?), (other, self.metadata()?)];
+        for (number, (agent, metadata)) in ends.into_iter().enumerate() {
+            let region = agent.register("third", self.setup.memory(SLOT, 1)?)?;
+            let peer = agent.connect(&metadata)?;
+            let blocks = 0..GRID.count;
+            let ours = region.grid(GRID)?.blocks(blocks.clone());
+            let plan = Plan::of(Op::Read, [(ours, peer.region("third")?.grid(GRID)?.blocks(blocks))])?;
+            match run(peer.transfer(&plan).deadline(SERVED).post()?).map_err(|error| (error.kind(), error)) {
+                Ok(_) => ensure!(
+                    checksum(&bytes(SOURCE, 0, SLOT)) == sum(&region)?,
+                    "what a third peer has read meanwhile is wrong"
+                ),
+                Err((Kind::TimedOut | Kind::PeerLost, _)) if self.capabilities.hung_page == HeldUp::Agent => {
+                }
+                Err((_, error)) => {
+                    return Err(Failure::new(format!("third peer {number} is not served: {error:?}")));
+                }
+            }
+        }
         Ok(())
     }
 

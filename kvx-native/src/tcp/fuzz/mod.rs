@@ -118,6 +118,7 @@ impl Lanes {
             regions: Regions::default(),
             stages: DeviceStages::default(),
             ending: Arc::new(Ending::default()),
+            turns: Default::default(),
         };
         let scope = Scope {
             shared: Arc::new(shared),

@@ -32,7 +32,7 @@ const AT_LEAST: Duration = Duration::from_secs(1);
 pub(super) struct HostCopies {
     /// As the engine gave them.
     caches: Caches,
-    pools: Vec<Pool>,
+    pools: Vec<CopiedPool>,
     /// Blocks whose contents are on the host, or were ordered to be, by group.
     saved: Mutex<HashMap<(u32, u32), Saved>>,
     /// One after the other: what is copied later is newer.
@@ -41,7 +41,7 @@ pub(super) struct HostCopies {
 
 /// Memory on a device, and as much on the host.
 #[derive(Debug)]
-struct Pool {
+struct CopiedPool {
     device: Arc<Memory>,
     host: Arc<Memory>,
 }
@@ -89,7 +89,7 @@ impl HostCopies {
                     ),
                 )
             })?;
-            let pool = Pool { device: Arc::clone(device), host: Arc::new(host) };
+            let pool = CopiedPool { device: Arc::clone(device), host: Arc::new(host) };
             seen.push(Arc::clone(&pool.host));
             pools.push(pool);
         }
@@ -194,7 +194,7 @@ impl HostCopies {
     }
 }
 
-impl Pool {
+impl CopiedPool {
     /// Where the host has what is at this address of the device, if it lies in this pool.
     fn on_the_host(&self, address: u64) -> Option<u64> {
         let offset = address.checked_sub(self.device.address())?;

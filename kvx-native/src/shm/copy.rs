@@ -44,7 +44,7 @@ pub(crate) enum Stopped {
 
 /// A turn of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Turn {
+pub(crate) struct CopyTurn {
     pub(crate) moved: u64,
     /// Whether there were no more pieces.
     pub(crate) finished: bool,
@@ -81,7 +81,7 @@ impl Copier {
         places: &[CopySource],
         targets: &[u64],
         budget: u64,
-    ) -> Turn {
+    ) -> CopyTurn {
         let mut moved = 0;
         let mut finished = false;
         while moved < budget {
@@ -98,7 +98,7 @@ impl Copier {
         }
         // SAFETY: what was gathered came from pieces that the caller vouches for.
         unsafe { self.copy() };
-        Turn { moved, finished }
+        CopyTurn { moved, finished }
     }
 
     /// Makes all of these copies.

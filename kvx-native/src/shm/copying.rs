@@ -104,7 +104,7 @@ impl State {
 }
 
 #[derive(Default)]
-struct Shared {
+struct CopyQueue {
     state: Mutex<State>,
     /// For threads: something waits; for who ends: a thread has ended.
     changed: Condvar,
@@ -115,7 +115,7 @@ struct Shared {
 /// The copying threads of one machine.
 pub(crate) struct Copying {
     name: String,
-    shared: Arc<Shared>,
+    shared: Arc<CopyQueue>,
 }
 
 impl Copying {
@@ -221,7 +221,7 @@ impl Drop for Copying {
     }
 }
 
-impl Shared {
+impl CopyQueue {
     /// A thread.
     fn serve(&self, thread: u64) {
         let (mut copier, mut vectors) = (Copier::new(), Vectors::new());

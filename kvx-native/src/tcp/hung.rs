@@ -12,10 +12,10 @@ const HUNG: Duration = Duration::from_secs(1);
 
 /// What the machine is at.
 #[derive(Debug, Default)]
-pub(super) struct Turns(Mutex<Option<Turn>>);
+pub(super) struct Turns(Mutex<Option<CurrentTurn>>);
 
 #[derive(Debug)]
-struct Turn {
+struct CurrentTurn {
     /// Whom the connection leads to, if that is known.
     with: Option<Identity>,
     since: Instant,
@@ -28,14 +28,14 @@ pub(super) struct Entered<'a>(&'a Turns);
 impl Turns {
     /// The machine begins a turn of a connection.
     pub(super) fn enter(&self, with: Option<&Identity>, since: Instant) -> Entered<'_> {
-        *self.0.lock() = Some(Turn { with: with.cloned(), since, told: false });
+        *self.0.lock() = Some(CurrentTurn { with: with.cloned(), since, told: false });
         Entered(self)
     }
 
     /// Warns, once a turn, if the one that is under way hangs. Says whether it did.
     pub(super) fn look(&self, now: Instant) -> bool {
         let mut turn = self.0.lock();
-        let Some(Turn { with, since, told }) = turn.as_mut() else { return false };
+        let Some(CurrentTurn { with, since, told }) = turn.as_mut() else { return false };
         let hung_for = now.saturating_duration_since(*since);
         if hung_for < HUNG || std::mem::replace(told, true) {
             return false;

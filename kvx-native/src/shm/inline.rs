@@ -91,8 +91,8 @@ fn drop_window(window: Option<Window>) -> bool {
     true
 }
 
-/// Does a small read now, if its regions are open. False: nothing is settled, the machine has to do it. A page that does
-/// not come keeps the calling thread, and nobody else.
+/// Does a small read now, if its regions are open. False: nothing is settled, the machine has to do it. A page that
+/// does not come keeps the calling thread, and nobody else.
 pub(crate) fn read_inline(plan: &Arc<Bound>) -> bool {
     let mut windows = [const { None }; MAX_REGIONS];
     // One kind of memory a side: the first speaks for all.

@@ -166,7 +166,8 @@ impl Machine {
     /// One turn of a read. Says how many bytes moved.
     pub(crate) fn read_turn(&mut self, mut read: Box<Read>, out: &mut Outbox) -> u64 {
         // SAFETY: core checked the plan against the lengths of its regions, and `Grant` is held against the remote
-        // length; the local memory is kept by the plan until the ticket settles; places are mapped (`mover`) and kept so.
+        // length; the local memory is kept by the plan until the ticket settles; places are mapped (`mover`), and
+        // kept so.
         let turn = unsafe { self.copier.turn(&mut read.pieces, &read.places, &read.targets, SLICE) };
         read.left = read.left.saturating_sub(turn.moved);
         if turn.finished || read.left == 0 {

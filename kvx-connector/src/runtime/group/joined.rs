@@ -383,7 +383,8 @@ async fn obey(shared: Arc<Shared>, rank: WorkerRank, link: Arc<EngineChannel>, m
             Ok(ToRank::Save { number, of, early, blocks }) => {
                 let up = link.up.clone();
                 let done = move |result: Result<(), String>| {
-                    up.send(ToHead::Done { number, failed: result.err() }).ok(); // an engine that has gone needs to hear nothing
+                    // An engine that has gone needs to hear nothing.
+                    up.send(ToHead::Done { number, failed: result.err() }).ok();
                 };
                 let when = if early { When::Early } else { When::AtItsEnd };
                 match shared.registered(rank) {

@@ -30,7 +30,7 @@ fn life(pair: &mut Pair, packets: u64) -> bool {
     };
     pair.connect();
     let begun = goes_on(pair, "a link", |pair| pair.up().is_some());
-    let post = |pair: &mut Pair, op| (0..SLOTS.len()).all(|at| pair.post(at, op, true));
+    let post = |pair: &mut Pair, op| (0..SLOTS.len()).all(|at| pair.post(at, op, op == Op::Write));
     let revoke = |pair: &mut Pair, which| (0..SLOTS.len()).for_each(|at| pair.revoke(at, which));
     begun
         && post(pair, Op::Read)

@@ -188,8 +188,8 @@ impl Connector {
     /// So many tokens of a request are computed, on all workers, and their blocks stay as they are: the lists from the
     /// first token on, as they are given to [`request_finished`](Self::request_finished). To be called for each chunk
     /// of a long prompt: where peers see copies of the caches in memory of the host (`kv_buffer_device: cpu`), its
-    /// whole blocks are copied while the next chunk is computed, and `request_finished` waits for the rest alone. Otherwise,
-    /// and for requests of which nothing is kept for a peer, it does nothing. Does not wait.
+    /// whole blocks are copied while the next chunk is computed, and `request_finished` waits for the rest alone.
+    /// Otherwise, and for requests of which nothing is kept for a peer, it does nothing. Does not wait.
     pub fn computed(&self, request: &RequestId, blocks: &BlockLists, tokens: u32) {
         self.shared().computed(request, blocks, tokens);
     }

@@ -334,7 +334,7 @@ impl Shared {
         let mut state = self.state.lock();
         if state.is_closing()
             || !state.has_host_copies()
-            || state.scheduler.keeps_nothing_of(request)
+            || !state.scheduler.may_publish(request)
             || state.check_blocks(blocks, settings.groups.len()).is_err()
         {
             return;

@@ -2,12 +2,13 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use kvx_config::{KvTransferConfig, Surroundings};
 use kvx_connector::engine::{LoadFailure, Then, WorkerRank};
 use kvx_connector::runtime::{Decode, LoadError, Prefill};
 use kvx_core::MemoryKind;
 use kvx_testkit::TestDevice;
 
-use crate::rig::{BLOCK, Engine, LAYERS, LIMIT, builder, caches, lists};
+use crate::rig::{BLOCK, Engine, LAYERS, LIMIT, builder, built, caches, lists};
 
 const DIGEST: &str = r#"{"kvx_digest": true}"#;
 
@@ -96,7 +97,12 @@ fn pushes_with_digests_are_refused_in_words() {
 
 #[test]
 fn caches_on_a_device_are_refused_in_words() {
-    let connector = builder("prefill", DIGEST).build_blocking().unwrap();
+    let json = format!(
+        r#"{{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {DIGEST}}}"#
+    );
+    let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1").gpu(true);
+    let config = KvTransferConfig::from_json(&json, &surroundings).unwrap();
+    let connector = built(&config).build_blocking().unwrap();
     let memory = TestDevice::new(MemoryKind::Cuda).allocate((LAYERS as usize) << 16);
     let caches = caches(&memory, 1);
     let error = connector.rank(WorkerRank { pp: 0, tp: 0 }).unwrap().register(caches, [memory]).unwrap_err();

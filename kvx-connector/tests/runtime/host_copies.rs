@@ -122,6 +122,8 @@ fn what_is_computed_is_copied_once() {
     prefill.connector.on_new_request(arrival).unwrap();
     prefill.connector.computed(&nobody, &lists(&[40]), BLOCK);
     prefill.connector.request_finished(&nobody, Ending::aborted());
+    // As long as a copy would take.
+    std::thread::sleep(Duration::from_millis(100));
     assert_eq!(here.count().copies, before + 5);
 }
 

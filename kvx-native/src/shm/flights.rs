@@ -321,6 +321,22 @@ impl Flights {
         self.open.values_mut()
     }
 
+    /// Flights of which something has landed that the machine has not heard of: nobody tells one without a reactor.
+    #[cfg(test)]
+    pub(crate) fn landed(&self) -> Vec<u64> {
+        let has_landed = |flight: &Flight| {
+            let told = flight.told();
+            !told.landed.is_empty() || told.lost && !flight.lost
+        };
+        self.open.iter().filter(|(_, flight)| has_landed(flight)).map(|(number, _)| *number).collect()
+    }
+
+    /// Whether any is under way.
+    #[cfg(test)]
+    pub(crate) fn any(&self) -> bool {
+        !self.open.is_empty()
+    }
+
     /// Whether something of a peer's is being read over this connection.
     pub(crate) fn any_at(&self, at: usize) -> bool {
         self.open.values().any(|flight| flight.at == Some(at))

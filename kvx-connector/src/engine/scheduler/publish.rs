@@ -104,9 +104,9 @@ impl Scheduler {
         self.requests.get(request).is_some_and(|entry| entry.publishes.after(status))
     }
 
-    /// Whether a request is known, and nothing of it is kept for a peer.
-    pub(crate) fn keeps_nothing_of(&self, request: &RequestId) -> bool {
-        self.requests.get(request).is_some_and(|entry| entry.publishes == Publishes::Nothing)
+    /// Whether blocks of a request are kept for a peer if it ends well.
+    pub(crate) fn may_publish(&self, request: &RequestId) -> bool {
+        self.would_publish(request, Status::LengthCapped)
     }
 
     /// The engine takes back blocks that it keeps for a peer, whoever still wants them. True: it frees them itself, and

@@ -158,7 +158,8 @@ impl Pair {
         let is_gone = |link: &Arc<Wiring>| link.gone.get().is_some();
         self.until("the end of all that was under way", |pair| {
             let all_gone = pair.link.iter().map(|link| &link.wiring).chain(&pair.lost).all(is_gone);
-            pair.is_idle() && pair.is_apart() && all_gone
+            let all_landed = [&pair.initiator, &pair.owner].iter().all(|end| !end.machine.flights.any());
+            pair.is_idle() && pair.is_apart() && all_gone && all_landed
         });
         for link in self.link.take().map(|link| link.wiring).into_iter().chain(self.lost.drain(..)) {
             let why = link.gone.get().expect("it was waited for");
@@ -183,7 +184,8 @@ impl Pair {
         let pools = places.chain(&self.given_back).filter(|place| place.memory.shared_file().is_some());
         let descriptors =
             self.others + self.initiator.descriptors() + self.owner.descriptors() + pools.count();
-        assert_eq!(Held::now(), Held { descriptors, mapped: 0 }, "a link has left something behind");
+        let wanted = Held { descriptors, mapped: 0 };
+        assert_eq!(Held::soon(wanted), wanted, "a link has left something behind");
     }
 
     /// The next link does everything, and every region comes back over it.

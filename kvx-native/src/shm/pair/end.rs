@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvx_backend::control::proof::Keys;
 use kvx_backend::reactor::{Armed, Outbox, Progress as _, Queued};
@@ -121,8 +121,12 @@ impl End {
 
     /// A turn, as the reactor's thread has it. Says whether anything was done.
     pub(super) fn turn(&mut self) -> bool {
+        let landed = self.machine.flights.landed();
+        for number in &landed {
+            self.command(Command::Landed { number: *number });
+        }
         let mut out = Outbox::default();
-        let done = self.machine.progress(&Queued::default(), &mut out).done;
+        let done = self.machine.progress(&Queued::default(), &mut out).done + landed.len();
         kvx_backend::fuzz::deliver_to(&mut out, &*self.inbox);
         let again = match self.machine.arm().expect("it can sleep") {
             Armed::Again => true,
@@ -150,7 +154,10 @@ impl End {
 
 /// Waits until one of them has something to do, as their threads would.
 pub(super) fn wait_for_any(ends: [&End; 2]) {
-    let longest = ends.iter().filter_map(|end| end.sleeps).fold(Duration::from_millis(100), Duration::min);
+    // What copying threads have done rings nowhere.
+    let any_flies = ends.iter().any(|end| end.machine.flights.any());
+    let longest = Duration::from_micros(if any_flies { 50 } else { 100_000 });
+    let longest = ends.iter().filter_map(|end| end.sleeps).fold(longest, Duration::min);
     let mut polled = ends.map(|end| PollFd::from_borrowed_fd(end.machine.poller.fd(), PollFlags::IN));
     let longest = rustix::time::Timespec { tv_sec: 0, tv_nsec: longest.subsec_nanos().into() };
     rustix::event::poll(&mut polled, Some(&longest)).expect("both are open");
@@ -205,6 +212,20 @@ impl Held {
         let maps = std::fs::read_to_string("/proc/self/maps").expect("there is a /proc");
         let is_peers = |line: &&str| line.contains(" r--s ") && line.contains("/memfd:");
         Held { descriptors: directory.count() - own, mapped: maps.lines().filter(is_peers).count() }
+    }
+}
+
+impl Held {
+    /// Now, or soon: a copying thread of an end that has vanished is still in its batch.
+    pub(super) fn soon(wanted: Held) -> Self {
+        let until = Instant::now() + Duration::from_secs(1);
+        loop {
+            let now = Held::now();
+            if now == wanted || Instant::now() > until {
+                return now;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 

@@ -282,6 +282,12 @@ impl Geometry {
         spans.iter().position(within).map(|span| (span, region.base - spans[span].address))
     }
 
+    /// Whether blocks of a group lie in one of its regions.
+    #[cfg(feature = "runtime")]
+    pub(crate) fn covers(&self, region: &KvRegion, group: u32) -> bool {
+        self.names_no_groups() || region.group.covers(group)
+    }
+
     /// Whether nothing is said of groups: versions that do not tell them count as all of group 0.
     pub(crate) fn names_no_groups(&self) -> bool {
         self.regions.iter().all(|region| region.group == RegionGroup::Of(0))

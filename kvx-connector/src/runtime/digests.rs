@@ -15,7 +15,7 @@ use super::rank::Registered;
 use super::state::Shared;
 use super::words::{AT_ONCE, WORD, Words};
 use crate::engine::{Fresh, WorkerRank};
-use crate::mapping::{Geometry, KvRegion, Pairing, RegionGrid, Source};
+use crate::mapping::{Geometry, Pairing, RegionGrid, Source};
 
 /// The name of the region that holds them, with their form: for each kernel block a word of each region, in order.
 pub(super) const DIGESTS: &str = "digests.xxh3";
@@ -105,7 +105,7 @@ impl Registered {
         let mut bytes = Vec::new();
         for Fresh { group, block, pool, generation } in fresh.iter().copied() {
             let regions = geometry.regions().iter().enumerate();
-            for (region, held) in regions.filter(|(_, held)| covers(held, group, geometry)) {
+            for (region, held) in regions.filter(|(_, held)| geometry.covers(held, group)) {
                 for kernel in 0..each {
                     let origin =
                         Origin { pool, generation, block: block * each + kernel, region: region as u32 };
@@ -143,10 +143,6 @@ impl Registered {
     pub(super) fn wrong(&self, peer: &PeerDigests, read: &[Pairing], rows: &Rows) -> Result<BTreeSet<u32>> {
         peer.layout.wrong(read, rows, |grid, index, bytes| self.append(grid, index, bytes))
     }
-}
-
-pub(super) fn covers(region: &KvRegion, group: u32, geometry: &Geometry) -> bool {
-    geometry.names_no_groups() || region.group.covers(group)
 }
 
 /// The digests of a peer's worker, and where its blocks go here.

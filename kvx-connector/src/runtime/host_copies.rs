@@ -6,19 +6,20 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use kvx_core::memory::Direction;
 use kvx_core::sync::Mutex;
 use kvx_core::{Deadline, Error, Kind, Memory, Result};
 
-use super::digests::covers;
+use super::finish::caches_are_gone;
 use super::rank::Registered;
 use super::slot::Slot;
 use super::state::{RankState, Shared, State};
 use crate::engine::{
-    BlockLists, Ending, FailedLoad, Kept, LoadFailure, RequestId, Time, Unsaved, WorkerOutput, WorkerRank,
+    BlockLists, ConnectorMeta, Ending, FailedLoad, Kept, LoadFailure, RequestId, Time, Unsaved, WorkerOutput,
+    WorkerRank,
 };
 use crate::mapping::Caches;
 
@@ -37,6 +38,8 @@ pub(super) struct HostCopies {
     saved: Mutex<HashMap<(u32, u32), Saved>>,
     /// One after the other: what is copied later is newer.
     copying: Mutex<()>,
+    /// Why nothing is copied any more: the device may still be writing what it was told long ago.
+    broken: OnceLock<Error>,
 }
 
 /// Memory on a device, and as much on the host.
@@ -101,11 +104,10 @@ impl HostCopies {
             bytes,
             "kv_buffer_device is cpu: peers see a copy of the caches in memory of the host"
         );
-        let of_host = caches.in_host_memory(|base| {
-            Ok(pools.iter().find_map(|pool| pool.on_the_host(base)).unwrap_or(base))
-        })?;
-        let (saved, copying) = (Mutex::default(), Mutex::default());
-        Ok(Some((HostCopies { caches: caches.clone(), pools, saved, copying }, of_host, seen)))
+        let on_the_host = |base| pools.iter().find_map(|pool| pool.on_the_host(base)).unwrap_or(base);
+        let of_host = caches.in_host_memory(on_the_host);
+        let (saved, copying, broken) = (Mutex::default(), Mutex::default(), OnceLock::new());
+        Ok(Some((HostCopies { caches: caches.clone(), pools, saved, copying, broken }, of_host, seen)))
     }
 
     /// Notes blocks that are to be saved.
@@ -128,7 +130,8 @@ impl HostCopies {
                 .iter()
                 .map(|block| match saved.get(&block.key()) {
                     Some(known) if (known.of, known.place) == (of, block.place) => !known.done,
-                    _ => when == When::AtItsEnd,
+                    Some(_) => when == When::AtItsEnd,
+                    None => false, // a load has it now: nobody waits for this any more
                 })
                 .collect::<Vec<_>>()
         };
@@ -170,6 +173,9 @@ impl HostCopies {
         blocks: impl Iterator<Item = (u32, u32)>,
         limit: Duration,
     ) -> Result<()> {
+        if let Some(why) = self.broken.get() {
+            return Err(why.clone());
+        }
         let geometry = self.caches.geometry();
         let each = geometry.kernel_per_logical();
         let places = geometry.regions().iter().filter_map(|region| {
@@ -179,7 +185,7 @@ impl HostCopies {
         let places: Vec<_> = places.collect();
         let mut ranges = vec![Vec::new(); self.pools.len()];
         for (group, block) in blocks {
-            for (region, pool, offset) in places.iter().filter(|(region, ..)| covers(region, group, geometry))
+            for (region, pool, offset) in places.iter().filter(|(region, ..)| geometry.covers(region, group))
             {
                 for kernel in 0..each {
                     let from = (offset + region.grid().offset(block * each + kernel)) as usize;
@@ -188,10 +194,20 @@ impl HostCopies {
             }
         }
         for (pool, ranges) in self.pools.iter().zip(ranges) {
-            pool.device.exchange(direction, &pool.host, &merged(ranges), limit)?;
+            let copied = pool.device.exchange(direction, &pool.host, &merged(ranges), limit);
+            copied.inspect_err(|error| {
+                if may_go_on(error) {
+                    self.broken.set(error.clone()).ok(); // the first reason counts
+                }
+            })?;
         }
         Ok(())
     }
+}
+
+/// Whether a copy that has failed may still touch its memory.
+fn may_go_on(error: &Error) -> bool {
+    matches!(error.kind(), Kind::TimedOut | Kind::Forgotten)
 }
 
 impl CopiedPool {
@@ -223,31 +239,40 @@ fn merged(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
 /// Loads of a worker with such copies.
 #[derive(Default)]
 pub(super) struct Filling {
-    /// Under way.
-    loads: HashMap<RequestId, (BlockLists, Time)>,
+    /// On their way to the host.
+    loads: HashMap<RequestId, LoadedBlocks>,
     /// On the host, and to be copied to the device.
     due: Vec<Due>,
     /// The same, copied or not.
     done: Vec<(RequestId, BlockLists, Result<()>)>,
 }
 
+/// What a load fills.
+struct LoadedBlocks {
+    /// The caches that it began with.
+    own: Arc<Registered>,
+    blocks: BlockLists,
+    deadline: Time,
+}
+
 /// A load whose blocks are on the host.
 pub(super) struct Due {
-    pub(super) rank: WorkerRank,
+    rank: WorkerRank,
     request: RequestId,
-    blocks: BlockLists,
-    own: Arc<Registered>,
-    deadline: Time,
+    loaded: LoadedBlocks,
 }
 
 impl RankState {
     /// Has the worker take the message of a step.
-    pub(super) fn begin(&mut self, now: Time, meta: crate::engine::ConnectorMeta) {
-        if let Some(copies) = self.registered.as_ref().and_then(|own| own.host_copies.as_ref()) {
+    pub(super) fn begin(&mut self, now: Time, meta: ConnectorMeta) {
+        if let Some((own, copies)) =
+            self.registered.as_ref().and_then(|own| Some((own, own.host_copies.as_ref()?)))
+        {
             for order in meta.receive.iter().filter(|order| order.awaited && !order.local.is_empty()) {
                 copies.forget(&order.local);
                 let deadline = order.deadline.rebased(meta.built_at, now);
-                self.filling.loads.insert(order.request.clone(), (order.local.clone(), deadline));
+                let loaded = LoadedBlocks { own: Arc::clone(own), blocks: order.local.clone(), deadline };
+                self.filling.loads.insert(order.request.clone(), loaded);
             }
             for request in &meta.cancel {
                 self.filling.loads.remove(request);
@@ -264,19 +289,17 @@ impl RankState {
             for failed in &output.failed_recving {
                 loads.remove(&failed.request);
             }
-            let own = self.registered.as_ref();
-            output.finished_recving.retain(|request| match (loads.remove(request), own) {
-                (Some((blocks, deadline)), Some(own)) => {
-                    let (request, own) = (request.clone(), Arc::clone(own));
-                    due.push(Due { rank, request, blocks, own, deadline });
+            output.finished_recving.retain(|request| match loads.remove(request) {
+                Some(loaded) => {
+                    due.push(Due { rank, request: request.clone(), loaded });
                     false
                 }
-                _ => true,
+                None => true,
             });
         }
         for (request, blocks, result) in done.drain(..) {
             if let Err(error) = result {
-                if matches!(error.kind(), Kind::TimedOut | Kind::Forgotten) {
+                if may_go_on(&error) {
                     output.lost.push((request.clone(), Kept::Load));
                 }
                 let failure = LoadFailure::Transfer(error.to_string());
@@ -296,12 +319,9 @@ impl RankState {
 
 impl Shared {
     /// Copies loaded blocks to the device, and lets the worker's half say so. Blocks.
-    pub(super) fn fill(&self, Due { rank, request, blocks, own, deadline }: Due) {
+    pub(super) fn fill(&self, Due { rank, request, loaded: LoadedBlocks { own, blocks, deadline } }: Due) {
         let left = deadline.since(self.clock.now()).clamp(AT_LEAST, LIMIT);
-        let result = self.with_caches(rank, &own, |own| match &own.host_copies {
-            Some(copies) => copies.fill(&blocks, left),
-            None => Ok(()),
-        });
+        let result = self.with_caches(rank, &own, |own| own.copies()?.fill(&blocks, left));
         if let Some(held) = self.state.lock().ranks.get_mut(&rank) {
             held.filling.done.push((request, blocks, result));
         }
@@ -340,9 +360,8 @@ impl Shared {
             return;
         }
         let of = state.saving.number(request);
-        for saving in self.save(&mut state, of, &unsaved, When::Early) {
-            drop(saving); // a request that ends waits for what is under way
-        }
+        // Nobody waits: a request that ends has copied again what has failed.
+        drop(self.save(&mut state, of, &unsaved, When::Early));
     }
 
     /// Has the blocks of a request that ends copied to the host, if they are to be published. Waits. False: they are
@@ -426,12 +445,15 @@ impl Shared {
         copies.order(of, &blocks);
         let (shared, own) = (Arc::clone(self), Arc::clone(own));
         self.runtime.spawn_blocking(move || {
-            let result = shared.with_caches(rank, &own, |own| match &own.host_copies {
-                Some(copies) => copies.save(of, &blocks, when),
-                None => Ok(()),
-            });
+            let result = shared.with_caches(rank, &own, |own| own.copies()?.save(of, &blocks, when));
             done(result.map_err(|error| error.to_string()));
         });
+    }
+}
+
+impl Registered {
+    fn copies(&self) -> Result<&HostCopies> {
+        self.host_copies.as_ref().ok_or_else(caches_are_gone)
     }
 }
 
@@ -475,6 +497,7 @@ impl Saving {
 mod tests {
     use kvx_core::MemoryKind;
     use kvx_testkit::TestDevice;
+    use kvx_testkit::device::Act;
 
     use super::*;
     use crate::mapping::{Heads, KvLayout, LayerCache};
@@ -523,7 +546,7 @@ mod tests {
         let (_device, pool, copies) = copies();
         (0..BLOCKS).for_each(|block| compute(&pool, block, 7));
         copies.order(1, &[block(2, 0), block(3, 1)]);
-        copies.forget(&BlockLists::single(vec![3]));
+        copies.forget(&lists(3));
         copies.save(1, &[block(2, 0), block(3, 1)], When::Early).unwrap();
         assert_eq!((on_the_host(&copies, 2), on_the_host(&copies, 3)), ([7; 2], [0; 2]));
     }
@@ -541,6 +564,36 @@ mod tests {
         compute(&pool, 2, 8);
         copies.save(2, &[block(2, 0)], When::Early).unwrap();
         assert_eq!(on_the_host(&copies, 2), [8; 2]);
+    }
+
+    /// Its request has been given up by then, and a load may be filling the copies.
+    #[test]
+    fn nothing_is_copied_at_an_end_that_nobody_waits_for_any_more() {
+        let (_device, pool, copies) = copies();
+        compute(&pool, 2, 7);
+        copies.order(1, &[block(2, 0)]);
+        copies.forget(&lists(2));
+        copies.save(1, &[block(2, 0)], When::AtItsEnd).unwrap();
+        assert_eq!(on_the_host(&copies, 2), [0; 2]);
+    }
+
+    #[test]
+    fn a_copy_that_may_go_on_for_ever_is_the_last() {
+        let (device, pool, copies) = copies();
+        compute(&pool, 2, 7);
+        copies.order(1, &[block(2, 0), block(3, 1)]);
+        device.next([Act::Forget]);
+        let forgotten = copies.save(1, &[block(2, 0)], When::Early).unwrap_err();
+        assert_eq!(forgotten.kind(), Kind::Forgotten, "{forgotten}");
+        let before = device.count().copies;
+        for later in [copies.save(1, &[block(3, 1)], When::AtItsEnd), copies.fill(&lists(4), LIMIT)] {
+            assert_eq!(later.unwrap_err().to_string(), forgotten.to_string());
+        }
+        assert_eq!(device.count().copies, before);
+    }
+
+    fn lists(block: u32) -> BlockLists {
+        BlockLists::single(vec![block])
     }
 
     #[test]

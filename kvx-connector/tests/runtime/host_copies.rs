@@ -215,6 +215,14 @@ fn a_load_that_does_not_get_to_the_device_has_failed() {
     assert!(decode.connector.is_idle());
 }
 
+/// Caches that a device still copies are not the engine's.
+fn are_given_back_when_released(engine: &Engine, device: &TestDevice) {
+    let early = engine.ranks[0].give_back(Duration::from_millis(100)).wait(LIMIT).unwrap_err();
+    assert_eq!(early.kind(), Kind::StillShared, "{early}");
+    device.release();
+    engine.ranks[0].give_back(LIMIT).wait(LIMIT).unwrap();
+}
+
 #[test]
 fn caches_are_given_back_when_nothing_copies_them() {
     let ([here, _], prefill, _decode) = pair();
@@ -224,10 +232,20 @@ fn caches_are_given_back_when_nothing_copies_them() {
     here.hold();
     prefill.connector.computed(&request, &lists(&[5]), BLOCK);
     wait_until("nothing is copied", || here.waiting() == 1);
-    let early = prefill.ranks[0].give_back(Duration::from_millis(100)).wait(LIMIT).unwrap_err();
-    assert_eq!(early.kind(), Kind::StillShared, "{early}");
-    here.release();
-    prefill.ranks[0].give_back(LIMIT).wait(LIMIT).unwrap();
+    are_given_back_when_released(&prefill, &here);
+}
+
+#[test]
+fn caches_are_given_back_after_a_load_that_is_being_copied() {
+    let ([_, there], prefill, decode) = pair();
+    prefill.compute(1, &[5], BLOCK);
+    let (_lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+    there.hold();
+    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1]), LIMIT);
+    wait_until("nothing is copied to the device", || there.waiting() == 1);
+    are_given_back_when_released(&decode, &there);
+    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: BLOCK });
+    assert_eq!(decode.wrong(1, &[1], 0..BLOCK), 0);
 }
 
 #[test]

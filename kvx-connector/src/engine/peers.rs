@@ -23,8 +23,8 @@ pub(super) enum Reach {
     Ready(Connection, Arc<PeerPlan>),
     /// A handshake is under way.
     Wait,
-    /// No, and asking again is for later.
-    Refused(String),
+    /// No, and asking again is for later: for this moment, if any is known.
+    Refused(String, Option<Time>),
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -120,12 +120,13 @@ impl Peers {
                 ConnectionState::Resting => "answered with data that was wrong",
             };
             if let Some(next) = engine.renewals.next().filter(|next| !now.has_reached(*next)) {
-                return Reach::Refused(format!(
+                let why = format!(
                     "engine {} {why} (number {}, and {registration} before); it is asked again in {:.1} s",
                     peer.engine,
                     peer.registration,
                     next.since(now).as_secs_f64()
-                ));
+                );
+                return Reach::Refused(why, Some(next));
             }
             renewals_before = match engine.state {
                 ConnectionState::Connecting(_) => engine.before,
@@ -135,7 +136,7 @@ impl Peers {
         }
         let ranks = match ranks() {
             Ok(ranks) => ranks,
-            Err(why) => return Reach::Refused(why),
+            Err(why) => return Reach::Refused(why, None),
         };
         if let Some(old) = before {
             self.retire(old, actions);

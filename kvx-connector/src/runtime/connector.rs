@@ -23,8 +23,8 @@ const AT_DROP: Duration = Duration::from_secs(1);
 
 /// The connector of one engine. Cheap to clone; it ends with [`shutdown`](Self::shutdown), or with its last clone.
 ///
-/// The calls of a step loop have the names of vLLM's `KVConnectorBase_V1`, return at once and wait for nothing
-/// (with `kvx_digest`, `request_finished` first has all ranks hash the blocks):
+/// The calls of a step loop have the names of vLLM's `KVConnectorBase_V1`, return at once and wait for nothing, but for
+/// [`request_finished`](Self::request_finished) with `kvx_digest`, or where blocks are copied to the host:
 ///
 /// 1. [`on_new_request`](Self::on_new_request) when a request arrives; when it is admitted
 ///    [`get_num_new_matched_tokens`](Self::get_num_new_matched_tokens), blocks for it, and
@@ -185,17 +185,23 @@ impl Connector {
         self.shared().wait(deadline.into())
     }
 
-    /// So many tokens of a request are computed, on all workers, and their blocks stay as they are: the lists from the
-    /// first token on, as they are given to [`request_finished`](Self::request_finished). To be called for each chunk
-    /// of a long prompt: where peers see copies of the caches in memory of the host (`kv_buffer_device: cpu`), its
-    /// whole blocks are copied while the next chunk is computed, and `request_finished` waits for the rest alone.
-    /// Otherwise, and for requests of which nothing is kept for a peer, it does nothing. Does not wait.
+    /// So many tokens of a request are computed, on all workers: the devices have ended that work, and the blocks stay
+    /// as they are until the request ends or is [preempted](Self::preempted). `blocks` are its lists from the first
+    /// token on, as [`request_finished`](Self::request_finished) takes them. To be called for each chunk of a long
+    /// prompt: where peers see copies of the caches in memory of the host (`kv_buffer_device: cpu`), its whole blocks
+    /// are copied while the next chunk is computed, and `request_finished` waits for the rest alone. Otherwise, and for
+    /// requests of which nothing is kept for a peer, it does nothing. Does not wait.
     pub fn computed(&self, request: &RequestId, blocks: &BlockLists, tokens: u32) {
         self.shared().computed(request, blocks, tokens);
     }
 
-    /// A request has ended, in whatever state it was. Waits where blocks that are kept for a peer are still to be
-    /// hashed (`kvx_digest`) or copied to the host (`kv_buffer_device: cpu`).
+    /// Blocks of a request go to others before it ends. What was [computed](Self::computed) of it counts no more.
+    pub fn preempted(&self, request: &RequestId) {
+        self.shared().preempted(request);
+    }
+
+    /// A request has ended, in whatever state it was. Waits, for 30 s at most, where blocks that are kept for a peer are
+    /// still to be hashed (`kvx_digest`) or copied to the host (`kv_buffer_device: cpu`).
     pub fn request_finished(&self, request: &RequestId, ending: Ending) -> Finished {
         self.shared().request_finished(request, ending)
     }

@@ -64,7 +64,8 @@ impl Digests {
             return Err(Error::new(
                 Kind::Unsupported,
                 format!(
-                    "kvx_digest is for caches in host memory, and these lie in {} memory: take it out of \
+                    "kvx_digest is for caches in host memory, and these lie in {} memory: write \
+                     \"kv_buffer_device\": \"cpu\" and name another backend than TCP, or take kvx_digest out of \
                      kv_connector_extra_config, at peers too",
                     pool.kind()
                 ),

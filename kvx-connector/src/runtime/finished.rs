@@ -105,7 +105,9 @@ impl State {
         mut ending: Ending,
         settings: &Settings,
     ) -> Finished {
+        self.saving.forget(request);
         let blocks = ending.blocks.clone();
+        let whole = (ending.computed / settings.block_size.max(1)) as usize;
         let wrong = self.check_blocks(&blocks, settings.groups.len()).is_err();
         if wrong && !blocks.is_empty() {
             ending.status = Status::Failed;
@@ -129,7 +131,7 @@ impl State {
         if finished.params.is_some()
             && let Some(published) = &mut self.published
         {
-            published.publish(request.clone(), blocks);
+            published.publish(request.clone(), blocks, whole);
         }
         // The engine has not heard that some of its blocks are held: it hears it now.
         let holds = |outcome: &Outcome| match outcome {

@@ -23,10 +23,8 @@ use crate::engine::{
 };
 use crate::mapping::Caches;
 
-/// How long copies of a request may take.
+/// How long copies of a request may take. A device that takes longer hangs.
 const LIMIT: Duration = Duration::from_secs(30);
-/// What is left to a copy of loaded blocks in any case.
-const AT_LEAST: Duration = Duration::from_secs(1);
 
 /// The caches of a worker, and the memory of the host that has what is in them.
 #[derive(Debug)]
@@ -37,9 +35,9 @@ pub(super) struct HostCopies {
     /// Blocks whose contents are on the host, or were ordered to be, by group.
     saved: Mutex<HashMap<(u32, u32), Saved>>,
     /// One after the other: what is copied later is newer.
-    copying: Mutex<()>,
-    /// Why nothing is copied any more: the device may still be writing what it was told long ago.
-    broken: OnceLock<Error>,
+    copying: tokio::sync::Mutex<()>,
+    /// Why nothing is copied any more: the device may still do what it was told long ago.
+    broken: OnceLock<String>,
 }
 
 /// Memory on a device, and as much on the host.
@@ -106,7 +104,7 @@ impl HostCopies {
         );
         let on_the_host = |base| pools.iter().find_map(|pool| pool.on_the_host(base)).unwrap_or(base);
         let of_host = caches.in_host_memory(on_the_host);
-        let (saved, copying, broken) = (Mutex::default(), Mutex::default(), OnceLock::new());
+        let (saved, copying, broken) = (Mutex::default(), tokio::sync::Mutex::default(), OnceLock::new());
         Ok(Some((HostCopies { caches: caches.clone(), pools, saved, copying, broken }, of_host, seen)))
     }
 
@@ -123,7 +121,7 @@ impl HostCopies {
 
     /// Copies blocks that were ordered to the host. Blocks.
     fn save(&self, of: u64, blocks: &[Unsaved], when: When) -> Result<()> {
-        let _one_at_a_time = self.copying.lock();
+        let _one_at_a_time = self.copying.blocking_lock();
         let is_wanted = {
             let saved = self.saved.lock();
             blocks
@@ -137,7 +135,7 @@ impl HostCopies {
         };
         let wanted: Vec<_> =
             blocks.iter().zip(is_wanted).filter_map(|(block, is)| is.then_some(*block)).collect();
-        self.copy(Direction::ToHost, wanted.iter().map(|block| block.key()), LIMIT)?;
+        self.copy(Direction::ToHost, wanted.iter().map(|block| block.key()))?;
         let mut saved = self.saved.lock();
         for block in wanted {
             if let Some(known) = saved.get_mut(&block.key())
@@ -159,23 +157,25 @@ impl HostCopies {
 
     /// Waits until nothing writes to the copies that was ordered before [`forget`](Self::forget). Blocks.
     pub(super) fn wait_until_idle(&self) {
-        drop(self.copying.lock());
+        drop(self.copying.blocking_lock());
+    }
+
+    /// Errors: a copy may go on for ever.
+    pub(super) fn check(&self) -> Result<()> {
+        let why = |why: &String| {
+            let why = format!("nothing is copied between the host and the device any more: {why}");
+            Err(Error::new(Kind::StillShared, why))
+        };
+        self.broken.get().map_or(Ok(()), why)
     }
 
     /// Copies loaded blocks to the device. Blocks.
-    fn fill(&self, blocks: &BlockLists, limit: Duration) -> Result<()> {
-        self.copy(Direction::ToDevice, keys(blocks), limit)
+    fn fill(&self, blocks: &BlockLists) -> Result<()> {
+        self.copy(Direction::ToDevice, keys(blocks))
     }
 
-    fn copy(
-        &self,
-        direction: Direction,
-        blocks: impl Iterator<Item = (u32, u32)>,
-        limit: Duration,
-    ) -> Result<()> {
-        if let Some(why) = self.broken.get() {
-            return Err(why.clone());
-        }
+    fn copy(&self, direction: Direction, blocks: impl Iterator<Item = (u32, u32)>) -> Result<()> {
+        self.check()?;
         let geometry = self.caches.geometry();
         let each = geometry.kernel_per_logical();
         let places = geometry.regions().iter().filter_map(|region| {
@@ -194,10 +194,10 @@ impl HostCopies {
             }
         }
         for (pool, ranges) in self.pools.iter().zip(ranges) {
-            let copied = pool.device.exchange(direction, &pool.host, &merged(ranges), limit);
+            let copied = pool.device.exchange(direction, &pool.host, &merged(ranges), LIMIT);
             copied.inspect_err(|error| {
                 if may_go_on(error) {
-                    self.broken.set(error.clone()).ok(); // the first reason counts
+                    self.broken.set(error.sentence().to_owned()).ok(); // the first reason counts
                 }
             })?;
         }
@@ -240,26 +240,24 @@ fn merged(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
 #[derive(Default)]
 pub(super) struct Filling {
     /// On their way to the host.
-    loads: HashMap<RequestId, LoadedBlocks>,
+    loads: HashMap<RequestId, FilledBlocks>,
     /// On the host, and to be copied to the device.
     due: Vec<Due>,
     /// The same, copied or not.
     done: Vec<(RequestId, BlockLists, Result<()>)>,
 }
 
-/// What a load fills.
-struct LoadedBlocks {
-    /// The caches that it began with.
+/// What a load fills, of the caches that it began with.
+struct FilledBlocks {
     own: Arc<Registered>,
     blocks: BlockLists,
-    deadline: Time,
 }
 
 /// A load whose blocks are on the host.
 pub(super) struct Due {
     rank: WorkerRank,
     request: RequestId,
-    loaded: LoadedBlocks,
+    filled: FilledBlocks,
 }
 
 impl RankState {
@@ -270,9 +268,8 @@ impl RankState {
         {
             for order in meta.receive.iter().filter(|order| order.awaited && !order.local.is_empty()) {
                 copies.forget(&order.local);
-                let deadline = order.deadline.rebased(meta.built_at, now);
-                let loaded = LoadedBlocks { own: Arc::clone(own), blocks: order.local.clone(), deadline };
-                self.filling.loads.insert(order.request.clone(), loaded);
+                let filled = FilledBlocks { own: Arc::clone(own), blocks: order.local.clone() };
+                self.filling.loads.insert(order.request.clone(), filled);
             }
             for request in &meta.cancel {
                 self.filling.loads.remove(request);
@@ -290,8 +287,8 @@ impl RankState {
                 loads.remove(&failed.request);
             }
             output.finished_recving.retain(|request| match loads.remove(request) {
-                Some(loaded) => {
-                    due.push(Due { rank, request: request.clone(), loaded });
+                Some(filled) => {
+                    due.push(Due { rank, request: request.clone(), filled });
                     false
                 }
                 None => true,
@@ -319,36 +316,35 @@ impl RankState {
 
 impl Shared {
     /// Copies loaded blocks to the device, and lets the worker's half say so. Blocks.
-    pub(super) fn fill(&self, Due { rank, request, loaded: LoadedBlocks { own, blocks, deadline } }: Due) {
-        let left = deadline.since(self.clock.now()).clamp(AT_LEAST, LIMIT);
-        let result = self.with_caches(rank, &own, |own| own.copies()?.fill(&blocks, left));
+    pub(super) fn fill(&self, Due { rank, request, filled: FilledBlocks { own, blocks } }: Due) {
+        let result = self.with_caches(rank, &own, |own| own.copies()?.fill(&blocks));
         if let Some(held) = self.state.lock().ranks.get_mut(&rank) {
             held.filling.done.push((request, blocks, result));
         }
         self.wake_up.notify_one();
     }
 
-    /// Ends when nothing writes to a worker's copies that was ordered before the loads that it has begun.
-    pub(super) async fn copies_are_idle(&self, rank: WorkerRank) {
-        let Some(own) = self.registered(rank).filter(|own| own.host_copies.is_some()) else { return };
-        let wait = move || own.host_copies.iter().for_each(HostCopies::wait_until_idle);
-        tokio::task::spawn_blocking(wait).await.ok(); // it fails with the runtime
+    /// Ends when nothing writes to a worker's copies that was ordered before the loads that it has begun. Errors: not
+    /// by the deadline, or perhaps never.
+    pub(super) async fn copies_are_idle(&self, rank: WorkerRank, deadline: Deadline) -> Result<()> {
+        let Some(own) = self.registered(rank) else { return Ok(()) };
+        let Some(copies) = &own.host_copies else { return Ok(()) };
+        match tokio::time::timeout(deadline.left(), copies.copying.lock()).await {
+            Ok(_) => copies.check(),
+            Err(_) => Err(Error::new(Kind::TimedOut, "the blocks were still being copied to the host")),
+        }
     }
 
     /// The engine says that these tokens of a request are computed.
     pub(super) fn computed(self: &Arc<Self>, request: &RequestId, blocks: &BlockLists, tokens: u32) {
         let settings = &self.setup.settings;
-        let whole = (tokens / settings.block_size.max(1)) as usize;
+        let whole = tokens / settings.block_size.max(1);
         let groups = (0..).zip(blocks.groups()).zip(&settings.groups);
         // The list of a window may begin anywhere: its blocks have no place, and are saved at the end.
         let unsaved: Vec<_> = groups
             .filter(|(_, window)| window.is_none())
             .flat_map(|((group, list), _)| {
-                (0..).zip(list.iter()).take(whole).map(move |(place, block)| Unsaved {
-                    group,
-                    block: *block,
-                    place,
-                })
+                (0..whole).zip(list.iter()).map(move |(place, block)| Unsaved { group, block: *block, place })
             })
             .collect();
         let mut state = self.state.lock();
@@ -359,9 +355,15 @@ impl Shared {
         {
             return;
         }
-        let of = state.saving.number(request);
+        let (of, ordered) = state.saving.number(request, whole);
+        let unsaved: Vec<_> = unsaved.into_iter().filter(|unsaved| unsaved.place >= ordered).collect();
         // Nobody waits: a request that ends has copied again what has failed.
         drop(self.save(&mut state, of, &unsaved, When::Early));
+    }
+
+    /// The engine says that blocks of a request go to others.
+    pub(super) fn preempted(&self, request: &RequestId) {
+        self.state.lock().saving.forget(request);
     }
 
     /// Has the blocks of a request that ends copied to the host, if they are to be published. Waits. False: they are
@@ -369,7 +371,7 @@ impl Shared {
     pub(super) fn save_the_rest(self: &Arc<Self>, request: &RequestId, ending: &Ending) -> bool {
         let saving = {
             let mut state = self.state.lock();
-            let number = state.saving.take(request);
+            let (of, _) = state.saving.number(request, 0);
             let groups = self.setup.settings.groups.len();
             if !state.has_host_copies()
                 || ending.blocks.is_empty()
@@ -388,11 +390,11 @@ impl Shared {
                     place: place(at),
                 })
             });
-            // What peers may read already is there.
-            let published = state.published.as_ref().filter(|_| groups == 1);
-            let is_new = |unsaved: &Unsaved| published.is_none_or(|all| !all.is_published(unsaved.block));
+            // Whole blocks that peers may read already are there.
+            let published = state.published.as_ref().filter(|_| windows[..] == [None]);
+            let is_new = |unsaved: &Unsaved| published.is_none_or(|all| !all.has_whole(unsaved.block));
             let unsaved: Vec<_> = unsaved.filter(is_new).collect();
-            self.save(&mut state, number, &unsaved, When::AtItsEnd)
+            self.save(&mut state, of, &unsaved, When::AtItsEnd)
         };
         let deadline = Deadline::from(LIMIT);
         let mut all = true;
@@ -467,29 +469,28 @@ impl State {
     }
 }
 
-/// Requests of which blocks were saved before they end, each under a number that no other ever has.
+/// Requests of which blocks were saved before they end, each under a number that no other ever has, with how many whole
+/// blocks were ordered.
 #[derive(Default)]
 pub(super) struct Saving {
-    numbers: HashMap<RequestId, u64>,
+    numbers: HashMap<RequestId, (u64, u32)>,
     last: u64,
 }
 
 impl Saving {
-    fn number(&mut self, request: &RequestId) -> u64 {
-        if let Some(number) = self.numbers.get(request) {
-            return *number;
+    /// The number of a request, and how many whole blocks were ordered before, of which there are so many now.
+    fn number(&mut self, request: &RequestId, whole: u32) -> (u64, u32) {
+        if let Some((number, ordered)) = self.numbers.get_mut(request) {
+            return (*number, std::mem::replace(ordered, whole.max(*ordered)));
         }
         self.last += 1;
-        self.numbers.insert(request.clone(), self.last);
-        self.last
+        self.numbers.insert(request.clone(), (self.last, whole));
+        (self.last, 0)
     }
 
-    /// For the last time.
-    fn take(&mut self, request: &RequestId) -> u64 {
-        self.numbers.remove(request).unwrap_or_else(|| {
-            self.last += 1;
-            self.last
-        })
+    /// What was saved of it counts no more.
+    pub(super) fn forget(&mut self, request: &RequestId) {
+        self.numbers.remove(request);
     }
 }
 
@@ -586,8 +587,11 @@ mod tests {
         let forgotten = copies.save(1, &[block(2, 0)], When::Early).unwrap_err();
         assert_eq!(forgotten.kind(), Kind::Forgotten, "{forgotten}");
         let before = device.count().copies;
-        for later in [copies.save(1, &[block(3, 1)], When::AtItsEnd), copies.fill(&lists(4), LIMIT)] {
-            assert_eq!(later.unwrap_err().to_string(), forgotten.to_string());
+        for later in [copies.save(1, &[block(3, 1)], When::AtItsEnd), copies.fill(&lists(4))] {
+            // These are over: they have not begun.
+            let later = later.unwrap_err();
+            assert_eq!(later.kind(), Kind::StillShared, "{later}");
+            assert!(later.sentence().contains(forgotten.sentence()), "{later}");
         }
         assert_eq!(device.count().copies, before);
     }
@@ -600,7 +604,7 @@ mod tests {
     fn what_goes_to_the_device_is_what_was_loaded_and_no_more() {
         let (_device, pool, copies) = copies();
         (0..BLOCKS).for_each(|block| compute(&pool, block, 7));
-        copies.fill(&BlockLists::single(vec![5, 1, 2]), LIMIT).unwrap();
+        copies.fill(&BlockLists::single(vec![5, 1, 2])).unwrap();
         let mut bytes = vec![0; pool.len()];
         pool.copy_out(0, &mut bytes).unwrap();
         for (at, block) in bytes.chunks(LEN).enumerate() {

@@ -36,12 +36,17 @@ impl Shared {
         cancel: Arc<Notify>,
     ) {
         let id = order.id;
-        if op == Op::Read {
-            self.copies_are_idle(rank).await;
-        }
         let is_gone = |error: &Error| is_gone(op, error);
         let resolve = |result| self.tell_half(rank, |half, now| half.move_resolved(now, id, result));
-        match self.post(rank, op, order).await {
+        let idle = match op {
+            Op::Read => self.copies_are_idle(rank, self.deadline(order.deadline)).await,
+            Op::Write => Ok(()),
+        };
+        let posted = match idle {
+            Ok(()) => self.post(rank, op, order).await,
+            Err(error) => Err(error),
+        };
+        match posted {
             Err(error) => {
                 let kind = FailureKind::TransferSetupFailed;
                 resolve(Err(MoveFailure {

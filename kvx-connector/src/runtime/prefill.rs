@@ -40,14 +40,14 @@ impl<'a> Prefill<'a> {
     /// Publishes a prefilled request: `blocks` hold the KV of `tokens` tokens. The parameters go to the decode,
     /// unchanged (`to_value` writes them in the dialect of [`Connector::settings`], `from_value` reads them), and the
     /// blocks stay as they are until the lease says otherwise. Blocks beyond those that the tokens need are left out of
-    /// it.
+    /// it. Waits as [`request_finished`](Connector::request_finished) does.
     ///
     /// A request has a name of its own, as in vLLM: a decode's last word on an earlier one of this name may still be
     /// under way, and would end this lease (whoever loads it then is refused, and nothing wrong is loaded).
     ///
     /// # Errors
-    /// `Invalid` for a name that is in use, and for blocks that do not fit the tokens or the registered caches;
-    /// `Closed`.
+    /// `Invalid` for a name that is in use, for blocks that do not fit the tokens or the registered caches, and for
+    /// those that could not be copied to the host; `Closed`.
     pub fn publish(
         &self,
         request: impl Into<RequestId>,

@@ -87,7 +87,7 @@ pub(super) struct Registered {
     pub(super) host_copies: Option<HostCopies>,
     /// What peers may write into for requests.
     granted: Mutex<Vec<Weak<Granted>>>,
-    /// Read while blocks are finished or hashed: this process itself touches them then.
+    /// Read while blocks are finished, hashed or copied: this process itself touches them then.
     pub(super) finishing: tokio::sync::RwLock<()>,
 }
 
@@ -194,15 +194,15 @@ impl Registered {
         result
     }
 
-    /// Waits until no blocks are being finished or hashed. Once the worker has them no more, none begins.
+    /// Waits until no blocks are being finished, hashed or copied. Once the worker has them no more, none begins.
     ///
-    /// Errors: `StillShared`: not by the deadline.
+    /// Errors: `StillShared`: not by the deadline, or a device may go on for ever.
     pub(super) async fn finished(&self, deadline: Deadline) -> Result<()> {
         match tokio::time::timeout(deadline.left(), self.finishing.write()).await {
-            Ok(_) => Ok(()),
+            Ok(_) => self.host_copies.as_ref().map_or(Ok(()), HostCopies::check),
             Err(_) => Err(Error::new(
                 Kind::StillShared,
-                "blocks were still being finished or hashed at the deadline: give it more time",
+                "blocks were still being finished, hashed or copied at the deadline: give it more time",
             )),
         }
     }

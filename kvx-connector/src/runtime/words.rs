@@ -1,7 +1,7 @@
 //! The generations of an engine's blocks in registered memory, and a place for those of a peer.
 
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::os::fd::OwnedFd;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
@@ -80,7 +80,9 @@ pub(super) struct Published {
     requests: HashMap<RequestId, BlockLists>,
     /// How many requests of those have a block.
     readers: HashMap<u32, u32>,
-    /// The same for blocks of a group, where they have digests.
+    /// Those of them that were whole: what is computed later is in others.
+    whole: HashSet<u32>,
+    /// The same as `readers` for blocks of a group, where they have digests.
     digested: Option<HashMap<(u32, u32), u32>>,
     /// Blocks whose digests are still to be written.
     fresh: Vec<Fresh>,
@@ -98,6 +100,7 @@ impl Published {
             memory,
             requests: HashMap::new(),
             readers: HashMap::new(),
+            whole: HashSet::new(),
             digested: digests.then(HashMap::new),
             fresh: Vec::new(),
             copies: BTreeMap::new(),
@@ -121,11 +124,12 @@ impl Published {
         self.generations.reference()
     }
 
-    /// Peers may read these from now on.
-    pub(super) fn publish(&mut self, request: RequestId, blocks: BlockLists) {
+    /// Peers may read these from now on. So many of each list are whole.
+    pub(super) fn publish(&mut self, request: RequestId, blocks: BlockLists, whole: usize) {
         for block in blocks.iter() {
             *self.readers.entry(block).or_default() += 1;
         }
+        self.whole.extend(blocks.groups().iter().flat_map(|list| list.iter().take(whole)));
         // A block that peers may read already keeps its digest: what has spoilt it since is noticed.
         if let Some(digested) = &mut self.digested {
             let pool = self.generations.reference().pool;
@@ -142,9 +146,9 @@ impl Published {
         self.requests.insert(request, blocks);
     }
 
-    /// Whether peers may read a block, of whichever group.
-    pub(super) fn is_published(&self, block: u32) -> bool {
-        self.readers.contains_key(&block)
+    /// Whether peers may read a block, of whichever group, that was whole as it was published.
+    pub(super) fn has_whole(&self, block: u32) -> bool {
+        self.whole.contains(&block)
     }
 
     /// The blocks that have been published since the last call and had no digests.
@@ -179,6 +183,7 @@ impl Published {
             let last = *count == 0;
             if last {
                 readers.remove(block);
+                self.whole.remove(block);
             }
             last
         });

@@ -159,6 +159,38 @@ fn a_block_that_changes_hands_is_copied_anew() {
     assert_eq!(decode.wrong(3, &[1, 2], 0..2 * BLOCK), 0);
 }
 
+/// The one between asks nothing of kvx, and the device is slow: what is copied is of the one between.
+#[test]
+fn what_was_copied_of_a_preempted_request_counts_no_more() {
+    let ([here, _], prefill, decode) = pair();
+    let request = RequestId::from("r");
+    arrived(&prefill, &request, 2 * BLOCK);
+    prefill.compute(2, &[3, 9], 2 * BLOCK);
+    let before = here.count().copies;
+    prefill.connector.computed(&request, &lists(&[3, 9]), 2 * BLOCK);
+    wait_until("it is not copied", || here.count().copies > before);
+    prefill.connector.preempted(&request);
+    prefill.compute(1, &[3, 9], 2 * BLOCK);
+    prefill.connector.computed(&request, &lists(&[3]), BLOCK);
+    let params = finish(&prefill, &request, &[3, 9], 2 * BLOCK);
+    fetched(&decode, "d", &params, &[1, 2], 2 * BLOCK);
+    assert_eq!(decode.wrong(1, &[1, 2], 0..2 * BLOCK), 0);
+}
+
+#[test]
+fn a_block_that_grows_while_peers_may_read_it_is_copied_anew() {
+    let (_devices, prefill, decode) = pair();
+    let all = [BLOCK + 4, 2 * BLOCK - 6, 2 * BLOCK];
+    let published = all.map(|tokens| {
+        prefill.compute(1, &[3, 9], tokens);
+        Prefill::new(&prefill.connector).publish(format!("r{tokens}"), lists(&[3, 9]), tokens).unwrap()
+    });
+    for (tokens, (_, params)) in all.into_iter().zip(&published) {
+        fetched(&decode, &format!("d{tokens}"), params, &[1, 2], tokens);
+        assert_eq!(decode.wrong(1, &[1, 2], 0..tokens), 0, "{tokens}");
+    }
+}
+
 /// Copies to the host that were ordered for blocks that a load is given then: one is under way, one has not begun.
 #[test]
 fn no_older_copy_gets_into_loaded_blocks() {
@@ -212,7 +244,16 @@ fn a_load_that_does_not_get_to_the_device_has_failed() {
     // Nobody knows whether the device still writes to the block.
     let lost = fetch("s", Act::Forget);
     assert_eq!((&lost.invalid[..], lost.held.wait(LIMIT).unwrap()), (&[1][..], Released::Lost));
+    // So nothing is copied any more, and what is not begun is over.
+    let none = fetch("t", Act::Copy);
+    assert!(
+        none.to_string().contains("nothing is copied between the host and the device any more"),
+        "{none}"
+    );
+    assert_eq!(none.held.wait(LIMIT).unwrap(), Released::Free);
     assert!(decode.connector.is_idle());
+    let kept = decode.ranks[0].give_back(LIMIT).wait(LIMIT).unwrap_err();
+    assert_eq!(kept.kind(), Kind::StillShared, "{kept}");
 }
 
 /// Caches that a device still copies are not the engine's.

@@ -164,7 +164,7 @@ impl Agent {
         &self.0.inner.not_open
     }
 
-    /// Whether each open backend moves memory of devices through buffers of the host, as
+    /// Whether no open backend needs more than small buffers of the host to move memory of devices, as
     /// [`Builder::stage_device_memory`] has it.
     pub fn stages_devices(&self) -> bool {
         self.0.inner.transports.iter().all(|open| open.transport.stages_devices())

@@ -341,6 +341,9 @@ impl Memory {
             let there = host.as_ptr().wrapping_add(range.start);
             pieces.push(Piece { device: self.base + range.start as u64, host: there, len });
         }
+        if pieces.is_empty() {
+            return Ok(());
+        }
         // SAFETY: the ranges were checked; this memory's owner keeps the one side, `host` the other.
         unsafe { device.exchange(direction, &pieces, host, longest) }
     }

@@ -330,7 +330,7 @@ impl MooncakeWorker {
                     waiting.push(id);
                 }
             }
-            Reach::Refused(why) => self.fail_serve(now, id, &why),
+            Reach::Refused(why, _) => self.fail_serve(now, id, &why),
         }
     }
 

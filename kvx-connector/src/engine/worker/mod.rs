@@ -156,6 +156,9 @@ impl Worker {
         }
         self.expire_sends(now);
         self.pushes.forget_late(now);
+        while let Some(request) = self.pushes.again.take_reached(now) {
+            self.find_decode(now, &request);
+        }
         self.output.at = now;
         std::mem::take(&mut self.output)
     }
@@ -243,7 +246,7 @@ impl Worker {
             Reach::Wait => {
                 self.heartbeats.insert(heartbeat.peer.engine.clone(), heartbeat);
             }
-            Reach::Refused(_) => {}
+            Reach::Refused(..) => {}
         }
     }
 

@@ -103,6 +103,8 @@ pub(super) struct Pushes {
     /// Both, by the part of the name that both engines share.
     names: BTreeMap<Box<str>, Names>,
     running: BTreeMap<RequestId, Push>,
+    /// Those whose decode may be asked anew then.
+    pub(super) again: Deadlines<RequestId>,
     /// Registrations that were served or withdrawn: a repeated one must not find the next request of that name.
     served: BTreeSet<(EngineId, RequestId)>,
     served_until: Deadlines<(EngineId, RequestId)>,
@@ -118,6 +120,7 @@ impl Pushes {
             watchdog: Deadlines::default(),
             names: BTreeMap::new(),
             running: BTreeMap::new(),
+            again: Deadlines::default(),
             served: BTreeSet::new(),
             served_until: Deadlines::default(),
         }
@@ -133,7 +136,7 @@ impl Pushes {
     }
 
     pub(super) fn next_deadline(&self) -> Option<Time> {
-        self.watchdog.next().into_iter().chain(self.served_until.next()).min()
+        [self.watchdog.next(), self.again.next(), self.served_until.next()].into_iter().flatten().min()
     }
 
     pub(super) fn len(&self) -> usize {
@@ -344,14 +347,16 @@ impl Worker {
     }
 
     pub(super) fn find_decode(&mut self, now: Time, request: &RequestId) {
-        let Some(peer) = self.pushes.running.get(request).map(|push| Arc::clone(&push.registration.peer))
-        else {
-            return;
-        };
+        let Some(push) = self.pushes.running.get(request) else { return };
+        let (peer, until) = (Arc::clone(&push.registration.peer), push.registration.until);
         match self.reach(now, &peer) {
             Reach::Ready(connection, plan) => self.write(now, request, connection, &plan),
             Reach::Wait => self.wait_for(&peer.engine, Waiting::Push(request.clone())),
-            Reach::Refused(why) => {
+            // The decode cannot be told that it has to come later.
+            Reach::Refused(_, Some(next)) if !next.has_reached(until) => {
+                self.pushes.again.set(request.clone(), next);
+            }
+            Reach::Refused(why, _) => {
                 self.record(self.describe_push(request, FailureKind::PushHandshakeFailed, &why));
                 self.push_failed(request);
             }

@@ -179,7 +179,7 @@ impl Worker {
         match self.reach(now, &peer) {
             Reach::Ready(connection, plan) => self.begin(now, request, connection, &plan),
             Reach::Wait => self.wait_for(&peer.engine, Waiting::Receive(request.clone())),
-            Reach::Refused(why) => self.refused(now, request, why),
+            Reach::Refused(why, _) => self.refused(now, request, why),
         }
     }
 

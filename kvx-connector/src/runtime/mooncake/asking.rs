@@ -109,6 +109,8 @@ impl Shared {
         let at = address.strip_prefix("tcp://").and_then(Address::parse);
         let at = at.ok_or_else(|| Error::new(Kind::Malformed, format!("{address} is no tcp://host:port")))?;
         let older = self.is_older_mooncake();
+        // The grant of another worker's question may be older than this worker's load.
+        self.copies_are_idle(rank, self.left(deadline).into()).await?;
         let message = self.granting(rank, message, is_kvx).await?;
         let bytes = match (older, is_kvx) {
             (false, _) => message.encode(),

@@ -200,8 +200,8 @@ impl Connector {
         self.shared().preempted(request);
     }
 
-    /// A request has ended, in whatever state it was. Waits, for 30 s at most, where blocks that are kept for a peer are
-    /// still to be hashed (`kvx_digest`) or copied to the host (`kv_buffer_device: cpu`).
+    /// A request has ended, in whatever state it was. Waits, for 30 s at most, where blocks that are kept for a peer
+    /// are still to be hashed (`kvx_digest`) or copied to the host (`kv_buffer_device: cpu`).
     pub fn request_finished(&self, request: &RequestId, ending: Ending) -> Finished {
         self.shared().request_finished(request, ending)
     }

@@ -40,7 +40,8 @@ pub enum Revocation {
 }
 
 /// What waits while a page of registered host memory does not come: userfaultfd, or a mapped file whose server hangs.
-/// Transfers end by their deadlines all the same, and other agents go on.
+/// Transfers end by their deadlines all the same, but for a small read that the posting thread copies itself, which may
+/// keep that thread; and other agents go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum HeldUp {

@@ -12,7 +12,8 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use kvx_core::fork;
 use rustix::net::{AddressFamily, Shutdown};
 
-/// How deep queues wait for queues: an endpoint's waits for one of connections and one of messages.
+/// How deep queues wait for queues: an endpoint's waits for one of connections and one of messages. The inner ones live
+/// as long as it does: all queues have one number as files.
 const DEPTH: usize = 3;
 
 /// Sockets over IP, by descriptors of our own: libfabric's may be closed.

@@ -36,6 +36,12 @@ impl<W> WorkQueue<W> {
         self.bulk.pop_front().or_else(|| self.small.pop_front())
     }
 
+    /// What [`next_turn`](Self::next_turn) would give.
+    pub fn peek(&self) -> Option<&W> {
+        let small = self.small.front();
+        if self.in_a_row < 8 { small.or(self.bulk.front()) } else { self.bulk.front().or(small) }
+    }
+
     /// The number of entries that wait.
     pub fn len(&self) -> usize {
         self.small.len() + self.bulk.len()
@@ -75,7 +81,12 @@ mod tests {
         for _ in 0..20 {
             turns.push("small", 4096);
         }
-        let order: Vec<_> = std::iter::from_fn(|| turns.next_turn()).collect();
+        let turn = || {
+            let next = turns.peek().copied();
+            assert_eq!(turns.next_turn(), next);
+            next
+        };
+        let order: Vec<_> = std::iter::from_fn(turn).collect();
         assert_eq!(order.iter().position(|work| *work == "bulk"), Some(8));
         assert_eq!(order.len(), 21);
     }

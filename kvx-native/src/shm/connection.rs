@@ -178,7 +178,7 @@ impl Connection {
 
     /// Whether posters still copy through windows that were shut: of this region, or of any.
     pub(crate) fn is_looked_through(&mut self, id: Option<RegionId>) -> bool {
-        self.looked_through.retain(|(_, import)| !import.shutter.shut());
+        self.looked_through.retain(|(_, import)| !import.shutter.is_free());
         self.looked_through.iter().any(|(looked, _)| id.is_none_or(|id| id == *looked))
     }
 

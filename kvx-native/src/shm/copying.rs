@@ -1,9 +1,9 @@
 //! Threads that copy memory which is no pool of kvx's: a page of it may be long in coming, or never come.
 //!
 //! The machine gives them batches and goes on. Mostly there is one thread. Where it has been in one batch for
-//! [`STUCK`], another takes its place, and what goes on with the same peer waits behind the batch, so that a peer costs
-//! one thread at most. A thread that is stuck for ever is left behind with the memory of both sides, which its batch
-//! keeps; its transfer never settles.
+//! [`STUCK`], another takes its place, and what goes on with the same peer, over whichever link, waits behind the
+//! batch, so that a peer costs one thread at most. A thread that is stuck for ever is left behind with the memory of
+//! both sides, which its batch keeps; its transfer never settles.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use kvx_backend::reactor::WorkQueue;
 use kvx_core::memory::Hop;
 use kvx_core::sync::{Condvar, Mutex, MutexGuard, pause_between_looks};
-use kvx_core::{Error, Kind, Memory, Result};
+use kvx_core::{Error, Identity, Kind, Memory, Result};
 
 use super::copy::{Copier, Vectors};
 use super::error::NAME;
@@ -44,6 +44,8 @@ pub(crate) struct Sides {
 pub(crate) struct Batch {
     /// The flight's.
     pub(crate) number: u64,
+    /// With whom, once that is known.
+    pub(crate) peer: Option<Identity>,
     /// Whose memory it reads, if that is not `mapped` here.
     pub(crate) process: Arc<PeerProcess>,
     pub(crate) mapped: bool,
@@ -59,7 +61,7 @@ pub(crate) struct Batch {
 struct UnderWay {
     thread: u64,
     number: u64,
-    process: Arc<PeerProcess>,
+    peer: Option<Identity>,
     since: Instant,
     stuck: bool,
     told: bool,
@@ -83,12 +85,12 @@ impl State {
         self.threads - self.under_way.iter().filter(|batch| batch.stuck).count()
     }
 
-    fn is_stuck_with(&self, process: &Arc<PeerProcess>) -> bool {
-        self.under_way.iter().any(|batch| batch.stuck && Arc::ptr_eq(&batch.process, process))
+    fn is_stuck_with(&self, peer: Option<&Identity>) -> bool {
+        peer.is_some() && self.under_way.iter().any(|batch| batch.stuck && batch.peer.as_ref() == peer)
     }
 
     fn add(&mut self, batch: Batch) {
-        if self.is_stuck_with(&batch.process) {
+        if self.is_stuck_with(batch.peer.as_ref()) {
             return self.held_up.push(batch);
         }
         let bytes = batch.bytes;
@@ -136,8 +138,11 @@ impl Copying {
     /// ever if it never does.
     pub(crate) unsafe fn take(&mut self, batch: Batch) -> Result<()> {
         let mut state = self.state();
-        if state.threads == 0
+        if state.active() == 0
+            && state.threads < MAX_THREADS
+            && !state.is_stuck_with(batch.peer.as_ref())
             && let Err(why) = self.start_thread(&mut state)
+            && state.threads == 0
         {
             batch.landing.withdraw();
             return Err(why);
@@ -150,26 +155,26 @@ impl Copying {
 
     fn start_thread(&self, state: &mut State) -> Result<()> {
         let (shared, thread) = (Arc::clone(&self.shared), state.next);
-        std::thread::Builder::new().name(self.name.clone()).spawn(move || shared.serve(thread)).map_err(
-            |cause| {
-                Error::os("no thread to copy memory that is no kvx pool: raise ulimit -u", cause)
-                    .kind_is(Kind::Exhausted)
-                    .backend(NAME)
-            },
-        )?;
+        #[cfg(test)]
+        let cut = super::pair::cut::for_another_thread();
+        let serve = move || {
+            #[cfg(test)]
+            cut.take_up();
+            shared.serve(thread);
+        };
+        std::thread::Builder::new().name(self.name.clone()).spawn(serve).map_err(|cause| {
+            Error::os("no thread to copy memory that is no kvx pool: raise ulimit -u", cause)
+                .kind_is(Kind::Exhausted)
+                .backend(NAME)
+        })?;
         state.next += 1;
         state.threads += 1;
         Ok(())
     }
 
-    /// Whether it is worth to look again after [`STUCK`].
-    pub(crate) fn is_busy(&self) -> bool {
-        !self.state().under_way.is_empty()
-    }
-
     /// Finds threads that are stuck, and has another take the place of the last. Gives the flights of those that have
-    /// been for so long that people want to know.
-    pub(crate) fn look(&mut self, now: Instant) -> Vec<u64> {
+    /// been for so long that people want to know, and when it is worth to look again.
+    pub(crate) fn look(&mut self, now: Instant) -> (Vec<u64>, Option<Instant>) {
         let mut state = self.state();
         let mut found = false;
         let mut tell = Vec::new();
@@ -189,7 +194,26 @@ impl Copying {
         {
             tracing::warn!(%why, "SHM: copies wait behind a page that does not come");
         }
-        tell
+        let waits = !state.waiting.is_empty() || state.under_way.iter().any(|batch| !batch.told);
+        // A batch that has just begun is stuck after as long.
+        let begun = state.under_way.iter().filter(|batch| !batch.stuck).map(|batch| batch.since + STUCK);
+        (tell, begun.chain(waits.then_some(now + STUCK)).min())
+    }
+
+    /// Waits until nothing waits or is under way that could go on. Says whether that is so by the deadline.
+    #[cfg(test)]
+    pub(crate) fn is_idle_by(&self, until: Instant) -> bool {
+        loop {
+            let state = self.state();
+            if state.waiting.is_empty() && state.under_way.is_empty() {
+                return true;
+            }
+            drop(state);
+            if Instant::now() >= until {
+                return false;
+            }
+            std::thread::yield_now();
+        }
     }
 
     /// Takes back what is not begun of a flight. Says how many batches that were.
@@ -237,15 +261,15 @@ impl CopyQueue {
                 unsafe { vectors.read_hops(&process, &hops) }
             };
             drop((hops, sides));
-            next = self.next(thread);
-            // What has landed before is noticed with the last.
-            let more = next.as_ref().is_some_and(|next| next.number == number);
-            if more { landing.note(result) } else { landing.tell_and_turn(result) }
+            // What has landed before is noticed with the last of a row.
+            next = self.leave(thread, number);
+            if next.is_some() { landing.note(result) } else { landing.tell_and_turn(result) }
         }
     }
 
-    /// The thread is out of its batch; the next, if there is one now.
-    fn next(&self, thread: u64) -> Option<Batch> {
+    /// The thread is out of its batch. The next one, if that is of the same flight: before another is begun the machine
+    /// hears of this, and has a turn, which may take its time.
+    fn leave(&self, thread: u64, flight: u64) -> Option<Batch> {
         let mut state = self.state.lock();
         if let Some(at) = state.under_way.iter().position(|batch| batch.thread == thread)
             && state.under_way.swap_remove(at).stuck
@@ -253,15 +277,16 @@ impl CopyQueue {
             state.sort_again();
             self.changed.notify_all();
         }
-        self.begin(&mut state, thread)
+        let goes_on = state.waiting.peek().is_some_and(|batch| batch.number == flight);
+        if goes_on { self.begin(&mut state, thread) } else { None }
     }
 
     fn begin(&self, state: &mut State, thread: u64) -> Option<Batch> {
         let batch = if state.ended { None } else { state.waiting.next_turn() };
         self.some.store(!state.waiting.is_empty(), Ordering::Relaxed);
-        let Batch { number, process, .. } = batch.as_ref()?;
-        let (number, process, since) = (*number, Arc::clone(process), Instant::now());
-        state.under_way.push(UnderWay { thread, number, process, since, stuck: false, told: false });
+        let Batch { number, peer, .. } = batch.as_ref()?;
+        let (number, peer, since) = (*number, peer.clone(), Instant::now());
+        state.under_way.push(UnderWay { thread, number, peer, since, stuck: false, told: false });
         batch
     }
 

@@ -13,7 +13,7 @@ use std::time::Instant;
 use kvx_backend::reactor::Outbox;
 use kvx_core::memory::{Direction, Hop, Piece as Line};
 use kvx_core::sync::{Mutex, MutexGuard};
-use kvx_core::{DeviceAccess, Error, Kind, Memory, RegionId, Result, Ticket, TransferId};
+use kvx_core::{DeviceAccess, Error, Identity, Kind, Memory, RegionId, Result, Ticket, TransferId};
 
 use super::copy::{Piece, Stopped};
 use super::copying::{self, Batch, Copying, Sides};
@@ -35,7 +35,7 @@ const MAX_PIECES: usize = 8192;
 /// Batches of one flight that are under way: the device always has the next.
 const DEPTH: usize = 4;
 
-/// The way from a device's thread to the machine.
+/// The way to the machine from the thread of a device, or one that copies.
 #[derive(Default)]
 pub(crate) struct Home(OnceLock<Weak<Opened>>);
 
@@ -108,7 +108,7 @@ struct BatchEnds {
     lost: bool,
 }
 
-/// Which device moves a batch, and which way.
+/// Who moves a batch, and which way.
 enum Way {
     Hop(Arc<dyn DeviceAccess>),
     Copy(Arc<dyn DeviceAccess>, Direction),
@@ -164,6 +164,7 @@ fn access(memory: &Memory) -> Result<Arc<dyn DeviceAccess>> {
 pub(crate) struct Flight {
     /// The connection whose peer's memory is read; `None`: it is gone.
     pub(crate) at: Option<usize>,
+    peer: Option<Identity>,
     process: Arc<PeerProcess>,
     pub(crate) errand: Errand,
     load: Load,
@@ -234,7 +235,8 @@ impl Flight {
         match way {
             Way::Thread { mapped } => {
                 let (process, sides) = (Arc::clone(&self.process), Arc::clone(&self.load.sides));
-                let batch = Batch { number, process, mapped, hops, bytes, sides, landing };
+                let peer = self.peer.clone();
+                let batch = Batch { number, peer, process, mapped, hops, bytes, sides, landing };
                 // SAFETY: as below; what its sides do not keep is our memory in a read, which the ticket does.
                 unsafe { copying.take(batch) }?;
             }
@@ -381,12 +383,13 @@ impl Flights {
 }
 
 impl Machine {
-    /// Takes a read or a pull that a device has to move. Gives its number.
+    /// Takes a read or a pull that a device or a thread has to move. Gives its number.
     pub(crate) fn take_off(&mut self, at: usize, errand: Errand, load: Load) -> u64 {
         let number = self.flights.next;
         self.flights.next += 1;
         let flight = Flight {
             at: Some(at),
+            peer: self.connections[at].peer.clone(),
             process: Arc::clone(&self.connections[at].process),
             errand,
             left: load.bytes,
@@ -469,7 +472,8 @@ impl Machine {
         let Some(flight) = self.flights.open.get_mut(&number) else { return };
         let forgotten = error(
             Kind::Forgotten,
-            "the device lost a copy: the memory on both sides is quarantined; report this as a bug of its crate",
+            "a device, or a thread of kvx's, lost a copy: the memory on both sides is quarantined; report this as a \
+             bug of its crate",
         );
         tracing::error!(error = %forgotten, "SHM: a transfer never ends");
         flight.failed.get_or_insert(forgotten);
@@ -497,26 +501,25 @@ impl Machine {
 
     /// Looks after the copying threads: one that is stuck is replaced.
     pub(crate) fn look_at_copies(&mut self, now: Instant) {
-        if !self.copying.is_busy() {
-            return;
-        }
-        for number in self.copying.look(now) {
-            let flight = self.flights.open.get(&number);
-            let at = flight.and_then(|flight| flight.at);
-            let peer = at.and_then(|at| self.connections[at].peer.as_ref());
-            let (theirs, ours) =
-                flight.map_or((&[][..], &[][..]), |flight| (&flight.load.from[..], flight.ours()));
+        let (hung, again) = self.copying.look(now);
+        let hung: Vec<_> = hung.iter().filter_map(|number| self.flights.open.get(number)).collect();
+        if !hung.is_empty() {
             self.hung.tell(|| {
-                tracing::warn!(
-                    ?peer,
-                    ?theirs,
-                    ?ours,
-                    "SHM: a copy waits for a page that does not come (userfaultfd, a file whose server hangs): its \
-                     regions, and what goes on with this peer, wait with it"
-                );
+                for flight in hung {
+                    let (peer, theirs, ours) = (&flight.peer, &flight.load.from, flight.ours());
+                    tracing::warn!(
+                        ?peer,
+                        ?theirs,
+                        ?ours,
+                        "SHM: a copy waits for a page that does not come (userfaultfd, a file whose server hangs): \
+                         its regions, and what goes on with this peer, wait with it"
+                    );
+                }
             });
         }
-        self.look_by(now + copying::STUCK);
+        if let Some(again) = again {
+            self.look_by(again);
+        }
     }
 
     /// Ends a flight if nothing of it is under way and nothing more will be.

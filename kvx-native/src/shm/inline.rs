@@ -52,17 +52,26 @@ impl Shutter {
         *self.window.write().unwrap_or_else(PoisonError::into_inner) = Some(window);
     }
 
-    /// Says whether no copy is under way any more; if not, it is to be asked again.
+    /// Says whether no copy is under way any more; if not, it is to be asked [again](Self::is_free).
     pub(crate) fn shut(&self) -> bool {
         self.shut.store(true, Ordering::SeqCst);
         for looks in 0..LOOKS {
-            match self.window.try_write() {
-                Ok(mut window) => return drop_window(window.take()),
-                Err(TryLockError::Poisoned(poisoned)) => return drop_window(poisoned.into_inner().take()),
-                Err(TryLockError::WouldBlock) => pause_between_looks(looks),
+            if self.is_free() {
+                return true;
             }
+            pause_between_looks(looks);
         }
         false
+    }
+
+    /// The same, asked again: whether no copy is under way now.
+    pub(crate) fn is_free(&self) -> bool {
+        match self.window.try_write() {
+            Ok(mut window) => drop(window.take()),
+            Err(TryLockError::Poisoned(poisoned)) => drop(poisoned.into_inner().take()),
+            Err(TryLockError::WouldBlock) => return false,
+        }
+        true
     }
 
     /// Without waiting; `None` if it is shut or being shut.
@@ -84,11 +93,6 @@ impl View<'_> {
     fn is_shut(&self) -> bool {
         self.shut.load(Ordering::SeqCst)
     }
-}
-
-fn drop_window(window: Option<Window>) -> bool {
-    drop(window);
-    true
 }
 
 /// Does a small read now, if its regions are open. False: nothing is settled, the machine has to do it. A page that

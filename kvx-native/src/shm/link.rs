@@ -98,8 +98,9 @@ impl ShmLink {
     }
 }
 
-// SAFETY: a plan's memory is touched by the machine only, which settles the ticket after its last access; a peer that
-// pulls a write has confirmed, or is dead, before the ticket settles.
+// SAFETY: a plan's memory is touched by the machine, which settles the ticket after its last access; by devices and
+// copying threads, whose last batch lands before the ticket of its flight settles; or by the poster of a small read,
+// which settles it itself afterwards. A peer that pulls a write has confirmed, or is dead, before the ticket settles.
 unsafe impl Link for ShmLink {
     fn capabilities(&self) -> Arc<Capabilities> {
         Arc::clone(&self.opened.capabilities)

@@ -108,7 +108,7 @@ pub(crate) enum Command {
         region: Revoked,
         done: Ticket,
     },
-    /// A device has ended a batch of this flight.
+    /// A device or a thread has ended a batch of this flight.
     Landed {
         number: u64,
     },

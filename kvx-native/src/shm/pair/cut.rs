@@ -63,6 +63,26 @@ pub(super) fn step_by_step() {
     begin(Some(Cut::Counted { left: 0 }));
 }
 
+/// How calls of a thread are cut that this one is about to start.
+pub(in crate::shm) struct OfAnotherThread(Option<u64>);
+
+/// By a seed that this thread's draws, if it is cut by one.
+pub(in crate::shm) fn for_another_thread() -> OfAnotherThread {
+    STATE.with_borrow_mut(|state| match &mut state.cut {
+        Some(Cut::Random { random, .. }) => OfAnotherThread(Some(random.word())),
+        _ => OfAnotherThread(None),
+    })
+}
+
+impl OfAnotherThread {
+    /// Within it.
+    pub(in crate::shm) fn take_up(self) {
+        if let Some(seed) = self.0 {
+            by(seed, false);
+        }
+    }
+}
+
 /// The calls of this thread are what they are.
 pub(super) fn off() {
     begin(None);

@@ -1,4 +1,5 @@
-//! What a step costs the scheduler's process, by the number of ranks that are processes of their own.
+//! What a step costs the scheduler's process, by the number of ranks that are processes of their own. `--bars` prints
+//! what `cargo xtask limits` asks for: what each rank adds.
 #![allow(clippy::unwrap_used, reason = "a benchmark that cannot run says why")]
 
 /// The pools.
@@ -59,28 +60,58 @@ fn step(connector: &Connector, ranks: &[Rank], params: &TransferParams, number: 
     took
 }
 
+/// An engine whose ranks have joined.
+struct Joined {
+    connector: Connector,
+    ranks: Vec<Rank>,
+    params: TransferParams,
+    number: u64,
+    _processes: Vec<Child>,
+}
+
+impl Joined {
+    fn new(tp: u32) -> Self {
+        let connector = rig::builder("engine", "{}").workers(tp, 1).build_blocking().unwrap();
+        let path = std::env::temp_dir().join(format!("kvx-bench-ranks-{}-{tp}", std::process::id()));
+        let whole = connector.group(&path, LIMIT);
+        let start = |rank: u32| Child::start_self(VARIABLE, &format!("{} {rank}", path.display()));
+        let processes = (0..tp).map(start).collect::<Result<_, _>>().unwrap();
+        whole.wait(LIMIT).unwrap();
+        let ranks = (0..tp).map(|tp| connector.rank(WorkerRank { pp: 0, tp }).unwrap()).collect();
+        Joined { connector, ranks, params: params(), number: 0, _processes: processes }
+    }
+
+    fn step(&mut self) -> Duration {
+        step(&self.connector, &self.ranks, &self.params, &mut self.number)
+    }
+
+    fn end(self) {
+        self.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    }
+}
+
 fn steps(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("a step of 8 loads of 64 blocks");
     group.sample_size(10).measurement_time(Duration::from_secs(3));
     for tp in [1, 4, 16] {
-        let connector = rig::builder("engine", "{}").workers(tp, 1).build_blocking().unwrap();
-        let path = std::env::temp_dir().join(format!("kvx-bench-ranks-{}-{tp}", std::process::id()));
-        let whole = connector.group(&path, LIMIT);
-        let spec = |rank: u32| format!("{} {rank}", path.display());
-        let children: Vec<_> =
-            (0..tp).map(|rank| Child::start_self(VARIABLE, &spec(rank))).collect::<Result<_, _>>().unwrap();
-        whole.wait(LIMIT).unwrap();
-        let ranks: Vec<_> = (0..tp).map(|tp| connector.rank(WorkerRank { pp: 0, tp }).unwrap()).collect();
-        let (params, mut number) = (params(), 0);
+        let mut joined = Joined::new(tp);
         group.bench_function(format!("{tp} joined ranks"), |bencher| {
-            bencher.iter_custom(|times| {
-                (0..times).map(|_| step(&connector, &ranks, &params, &mut number)).sum::<Duration>()
-            });
+            bencher.iter_custom(|times| (0..times).map(|_| joined.step()).sum::<Duration>());
         });
-        connector.shutdown(LIMIT).wait(LIMIT).unwrap();
-        drop(children);
+        joined.end();
     }
     group.finish();
+}
+
+/// Prints how many microseconds a step takes longer for each rank more, from one to sixteen. Rounds are interleaved.
+fn bars() {
+    let mut engines = [Joined::new(1), Joined::new(16)];
+    let mut round = || engines.each_mut().map(|engine| engine.step().as_secs_f64());
+    round();
+    let mut added: Vec<_> = (0..101).map(|_| round()).map(|[one, all]| (all - one) / 15.0 * 1e6).collect();
+    added.sort_unstable_by(f64::total_cmp);
+    println!("{{\"cost\":\"rank_us\",\"value\":{}}}", added[added.len() / 2]);
+    engines.into_iter().for_each(Joined::end);
 }
 
 /// A rank: it joins, and lives until its engine ends.
@@ -98,6 +129,9 @@ criterion_group!(benches, steps);
 fn main() {
     if let Ok(spec) = std::env::var(VARIABLE) {
         return serve(&spec);
+    }
+    if std::env::args().any(|argument| argument == "--bars") {
+        return bars();
     }
     benches();
     Criterion::default().configure_from_args().final_summary();

@@ -1,13 +1,14 @@
 //! Work without a plan for as long as one likes: nothing may be wrong, and nothing may grow.
 
 use std::fmt;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvx_core::{Agent, Grid, Kind, Op, Peer, Plan, Region, Revocation, Transfer};
 
 use crate::check::{Check, Failure, ensure, ensure_kind};
 use crate::executor::run;
 use crate::far::{Far, PostSpec};
+use crate::flat::stays_flat;
 use crate::pattern::{bytes, checksum, fill};
 use crate::random::Random;
 use crate::setup::{CUT_OFF, Setup, unique};
@@ -18,8 +19,6 @@ const GRID: Grid = Grid::packed(4096, 16);
 const LEN: usize = 16 * 4096;
 /// Transfers that are under way at once.
 const AT_ONCE: usize = 8;
-/// How often holdings are looked at: the last are held against those at the end of the first quarter.
-const SAMPLES: u32 = 12;
 
 /// How long to work, and with whom.
 #[derive(Clone, Copy, Debug)]
@@ -113,8 +112,7 @@ struct World<'a> {
 }
 
 /// Works over the setup's backend as `spec` says, and tells what this process and the oldest other one hold as it goes
-/// on. Fails at the first wrong byte, answer or notification, and if at the end either holds more descriptors, threads,
-/// memory or quarantine than after a quarter of the time.
+/// on. Fails at the first wrong byte, answer or notification, and if either [holds more](stays_flat) in the end.
 ///
 /// # Errors
 /// What was wrong.
@@ -123,31 +121,13 @@ pub fn soak(
     spec: Soak,
     mut tell: impl FnMut(Duration, &Done, [Holdings; 2]),
 ) -> Result<Done, Failure> {
-    let begun = Instant::now();
     let mut world = World::new(setup, spec)?;
-    let mut early: Option<[Holdings; 2]> = None;
-    for sample in 1..=SAMPLES {
-        let until = begun + spec.time * sample / SAMPLES;
-        while Instant::now() < until {
-            world.turn()?;
-        }
+    let patience = setup.peer_timeout + CUT_OFF;
+    stays_flat(&mut world, spec.time, patience, World::turn, |world, passed| {
         let holdings = world.holdings()?;
-        tell(begun.elapsed(), &world.done, holdings);
-        if sample * 4 >= SAMPLES {
-            early.get_or_insert(holdings);
-        }
-    }
-    let early = early.ok_or_else(|| Failure::new("nothing was looked at"))?;
-    // What a killed peer has left goes when its silence is noticed.
-    let end = Instant::now() + setup.peer_timeout + CUT_OFF;
-    loop {
-        let last = world.holdings()?;
-        match last.iter().zip(early).find_map(|(last, early)| last.beyond(early)) {
-            None => break,
-            Some(why) if Instant::now() > end => return Err(Failure::new(why)),
-            Some(_) => std::thread::sleep(Duration::from_millis(200)),
-        }
-    }
+        tell(passed, &world.done, holdings);
+        Ok(holdings)
+    })?;
     world.near.end()?;
     Ok(world.done)
 }

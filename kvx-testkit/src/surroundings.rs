@@ -95,6 +95,25 @@ impl Holdings {
         })
     }
 
+    /// The more of each.
+    pub(crate) fn most(self, other: Self) -> Self {
+        self.each(other, u64::max)
+    }
+
+    /// The less of each.
+    pub(crate) fn least(self, other: Self) -> Self {
+        self.each(other, u64::min)
+    }
+
+    fn each(self, other: Self, of: impl Fn(u64, u64) -> u64) -> Self {
+        Holdings {
+            descriptors: of(self.descriptors, other.descriptors),
+            threads: of(self.threads, other.threads),
+            memory: of(self.memory, other.memory),
+            quarantined: of(self.quarantined, other.quarantined),
+        }
+    }
+
     /// Says what there is more of than `earlier`, where that is more than the ups and downs of work.
     pub fn beyond(self, earlier: Self) -> Option<String> {
         let allowed = [

@@ -5,7 +5,7 @@
 use std::fmt;
 use std::time::{Duration, Instant, SystemTime};
 
-use kvx_testkit::{Check, Failure, Holdings, Random, Tier};
+use kvx_testkit::{Check, Failure, Holdings, Random, Tier, stays_flat};
 use serde_json::Value;
 
 use crate::Case;
@@ -27,9 +27,6 @@ const STILL_MS: usize = 300;
 const SAME_NAME: Duration = Duration::from_secs(3);
 /// The lease of the engines, and two seconds.
 const BLOCKS_BACK: Duration = Duration::from_secs(5);
-/// How often holdings are looked at, with all blocks back: the last are held against those at the end of the first
-/// quarter.
-const SAMPLES: u32 = 12;
 /// In five minutes at least so many requests are given up.
 const ABORTS: u64 = 10_000;
 const FIVE_MINUTES: Duration = Duration::from_secs(300);
@@ -168,35 +165,17 @@ impl Soak {
     }
 
     fn run(mut self, time: Duration) -> Result<Done, Failure> {
-        let begun = Instant::now();
-        let mut early: Option<[Holdings; 2]> = None;
         println!(
             "| seconds | process | descriptors | threads | MiB | in quarantine |\n|---|---|---|---|---|---|"
         );
-        for sample in 1..=SAMPLES {
-            let until = begun + time * sample / SAMPLES;
-            while Instant::now() < until {
-                self.turn()?;
-            }
-            self.all_free()?;
-            let held = self.holdings()?;
-            println!("| {} | prefill | {} |\n| | decode | {} |", begun.elapsed().as_secs(), held[0], held[1]);
-            println!("  {}", self.done);
-            if sample * 4 >= SAMPLES {
-                early.get_or_insert(held);
-            }
-        }
-        let early = early.ok_or_else(|| Failure::new("nothing was looked at"))?;
-        // What a killed peer has left goes when its silence is noticed.
-        let end = Instant::now() + 2 * CUT_OFF;
-        loop {
-            let last = self.holdings()?;
-            match last.iter().zip(early).find_map(|(last, early)| last.beyond(early)) {
-                None => return Ok(self.done),
-                Some(why) if Instant::now() > end => return Err(Failure::new(why)),
-                Some(_) => std::thread::sleep(Duration::from_millis(200)),
-            }
-        }
+        stays_flat(&mut self, time, 2 * CUT_OFF, Soak::turn, |soak, passed| {
+            soak.all_free()?;
+            let held = soak.holdings()?;
+            println!("| {} | prefill | {} |\n| | decode | {} |", passed.as_secs(), held[0], held[1]);
+            println!("  {}", soak.done);
+            Ok(held)
+        })?;
+        Ok(self.done)
     }
 
     fn holdings(&mut self) -> Result<[Holdings; 2], Failure> {

@@ -14,7 +14,7 @@ pub(crate) enum Program {
     Bench(&'static str),
     /// The same, with `kvx bench-beside` of the second ones beside it.
     Beside(&'static str, &'static str),
-    /// A benchmark with `--bars`, by package and name.
+    /// A benchmark with `--bars`, by package, which features may follow, and name.
     Costs(&'static str, &'static str),
     /// The same, of the facade with its connector.
     Loads(&'static str),
@@ -70,6 +70,8 @@ use Figure::{BesideBulkOrBare, BeyondTheCopy, Field, Largest, Quotient};
 pub(crate) const RUNS: &[Run] = &[
     Run { name: "costs", program: Program::Costs("kvx-transfer", "costs") },
     Run { name: "requests", program: Program::Costs("kvx-connector", "requests") },
+    Run { name: "digests", program: Program::Costs("kvx-connector --features runtime", "digests") },
+    Run { name: "ranks", program: Program::Costs("kvx-connector --features runtime", "ranks") },
     Run { name: "loads", program: Program::Loads("loads") },
     Run { name: "RIXL loads", program: Program::LoadsOverRixl("loads") },
     Run { name: "MOONCAKE loads", program: Program::LoadsOverMooncake("loads") },
@@ -402,6 +404,24 @@ pub(crate) const BARS: &[Bar] = &[
         what: "connector: both engines' work on a request of 60 layers x 2,000 blocks, us",
         run: "requests",
         figure: Field { at: "cost=request_us", field: "value" },
+        asked: AtMost(50.0),
+    },
+    Bar {
+        what: "connector: what digests add to publishing 64 MiB, of hashing alone",
+        run: "digests",
+        figure: Field { at: "cost=digests_publishing", field: "value" },
+        asked: AtMost(1.05),
+    },
+    Bar {
+        what: "connector: what digests add to loading 64 MiB, of hashing alone",
+        run: "digests",
+        figure: Field { at: "cost=digests_loading", field: "value" },
+        asked: AtMost(1.05),
+    },
+    Bar {
+        what: "connector: a step with 16 joined ranks, us for each rank more",
+        run: "ranks",
+        figure: Field { at: "cost=rank_us", field: "value" },
         asked: AtMost(50.0),
     },
     load("connector: a load of 64 MiB over SHM, times a bare transfer", "cost=load_shm", AtMost(1.05)),

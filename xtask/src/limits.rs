@@ -115,6 +115,10 @@ fn is_over_nixl(run: &Run) -> bool {
 /// What benchmarks of the connector's runtime are built with.
 const LOADS: [&str; 4] = ["-p", "kvx-transfer", "--features", "connector"];
 
+fn words(text: &str) -> Vec<&str> {
+    text.split(' ').collect()
+}
+
 impl Programs {
     fn build(runs: &[&Run], nixl: Option<PathBuf>, mooncake: Option<PathBuf>) -> Result<Self> {
         let metadata = Metadata::of_members()?;
@@ -124,7 +128,9 @@ impl Programs {
                 Program::Loads(bench) | Program::LoadsOverRixl(bench) | Program::LoadsOverMooncake(bench) => {
                     [&["bench", "--no-run"][..], &LOADS, &["--bench", bench]].concat()
                 }
-                Program::Costs(package, bench) => vec!["bench", "--no-run", "-p", package, "--bench", bench],
+                Program::Costs(package, bench) => {
+                    [&["bench", "--no-run", "--bench", bench, "-p"][..], &words(package)].concat()
+                }
                 Program::Bench(_) | Program::Beside(..) => vec!["build", "--release", "-p", "kvx-cli"],
                 Program::InNixl(_) => vec!["build", "--release", "-p", "kvx-nixl"],
             })
@@ -168,9 +174,9 @@ impl Programs {
                 command.arg(crate::root().join(IN_NIXL)).arg(what).args(self.kvx.parent());
                 command
             }
-            Program::Costs(package, bench) => {
-                process::cargo(["bench", "-p", package, "--bench", bench, "--", "--bars"])
-            }
+            Program::Costs(package, bench) => process::cargo(
+                [&["bench", "--bench", bench, "-p"][..], &words(package), &["--", "--bars"]].concat(),
+            ),
             Program::Loads(bench) => {
                 process::cargo([&["bench"][..], &LOADS, &["--bench", bench, "--", "--bars"]].concat())
             }

@@ -129,13 +129,16 @@ fn cells(subjects: &[Subject], moments: &[Moment]) -> Vec<Cell> {
 }
 
 impl Cell {
-    /// A rank starts with its engine, and nothing is aborted where nothing is.
+    /// A rank starts with its engine, and a request is the engine's. An idle decode has none, nor one that has its
+    /// blocks.
     fn can_be(&self) -> bool {
         match self.trouble {
             Restarted | Renamed => !self.subject.is_rank(),
-            Aborted => {
-                !self.subject.is_rank() && !matches!(self.moment, ToldNotFreed | Idle | BeforeTheHandshake)
-            }
+            Aborted => match self.subject {
+                PrefillEngine => true,
+                DecodeEngine => !matches!(self.moment, ToldNotFreed | Idle),
+                PrefillRank | DecodeRank => false,
+            },
             Killed | Stopped | StoppedAWhile => true,
         }
     }

@@ -180,6 +180,10 @@ impl Run {
     fn reach(&mut self) -> Result<Published, Failure> {
         let published = self.two.published()?;
         match self.cell.moment {
+            // What a decode aborts, it has heard of.
+            BeforeTheHandshake if (self.cell.subject, self.cell.trouble) == (DecodeEngine, Aborted) => {
+                self.two.decode.arrive(&load(&published.0), &published.1, WITHIN)?
+            }
             BeforeTheHandshake | Idle => {}
             Queued => self.two.decode.arrive(&load(&published.0), &published.1, WITHIN)?,
             InTheHandshake | Reading | Asked => {

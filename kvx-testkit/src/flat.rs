@@ -1,0 +1,98 @@
+//! Whether processes hold no more as work goes on.
+
+use std::time::{Duration, Instant};
+
+use crate::check::{Check, Failure};
+use crate::surroundings::Holdings;
+
+/// How often they are looked at.
+const LOOKS: usize = 12;
+/// Looks that are the first ones, and as many the last ones.
+const QUARTER: usize = LOOKS / 4;
+
+/// Has `work` done again and again for `time`, and has `look` say twelve times meanwhile what two processes hold; it is
+/// told the time that has passed. Fails if each of the last looks finds more of anything than any of the first, by more
+/// than the ups and downs of work: what killed peers have left has `patience` after the end to go.
+///
+/// # Errors
+/// What has grown, or an error of `work` or `look`.
+pub fn stays_flat<State>(
+    state: &mut State,
+    time: Duration,
+    patience: Duration,
+    mut work: impl FnMut(&mut State) -> Check,
+    mut look: impl FnMut(&mut State, Duration) -> Result<[Holdings; 2], Failure>,
+) -> Check {
+    let begun = Instant::now();
+    let mut looks = Vec::new();
+    for number in 1..=LOOKS {
+        let until = begun + time * number as u32 / LOOKS as u32;
+        while Instant::now() < until {
+            work(state)?;
+        }
+        looks.push(look(state, begun.elapsed())?);
+    }
+    let end = Instant::now() + patience;
+    loop {
+        match grown(&looks) {
+            None => return Ok(()),
+            Some(why) if Instant::now() > end => return Err(Failure::new(why)),
+            Some(_) => std::thread::sleep(Duration::from_millis(200)),
+        }
+        looks.push(look(state, begun.elapsed())?);
+    }
+}
+
+/// What each of the last looks found more of than any of the first.
+fn grown(looks: &[[Holdings; 2]]) -> Option<String> {
+    [0, 1].into_iter().find_map(|process| {
+        let of = |looks: &[[Holdings; 2]]| looks.iter().map(|look| look[process]).collect::<Vec<_>>();
+        let first = of(&looks[..QUARTER]).into_iter().reduce(Holdings::most)?;
+        let last = of(&looks[LOOKS - QUARTER..]).into_iter().reduce(Holdings::least)?;
+        last.beyond(first)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HELD: Holdings = Holdings { descriptors: 20, threads: 5, memory: 100, quarantined: 0 };
+
+    /// Looks at a process that holds so many MiB at each, beside one that does not change.
+    fn grown_by(memory: impl Fn(u64) -> u64) -> Option<String> {
+        let looks: Vec<_> =
+            (1..=LOOKS as u64).map(|at| [HELD, Holdings { memory: memory(at), ..HELD }]).collect();
+        grown(&looks)
+    }
+
+    #[test]
+    fn ups_and_downs_are_not_growth() {
+        assert_eq!(grown_by(|at| if at % 2 == 0 { 100 } else { 200 }), None);
+        assert_eq!(grown_by(|at| if at == 12 { 1000 } else { 100 }), None);
+    }
+
+    #[test]
+    fn what_each_look_has_more_of_has_grown() {
+        let why = grown_by(|at| 100 + 10 * at).unwrap();
+        assert!(why.contains("200 MiB"), "{why}");
+    }
+
+    #[test]
+    fn what_goes_within_the_patience_is_not_growth() {
+        let mut looks = 0;
+        let flat = stays_flat(
+            &mut looks,
+            Duration::ZERO,
+            Duration::from_secs(10),
+            |_| Ok(()),
+            |looks, _| {
+                *looks += 1;
+                let memory = if (10..=12).contains(looks) { 1000 } else { 100 };
+                Ok([HELD, Holdings { memory, ..HELD }])
+            },
+        );
+        assert!(flat.is_ok(), "{flat:?}");
+        assert_eq!(looks, 13);
+    }
+}

@@ -33,6 +33,7 @@ pub(crate) fn cases() -> Vec<Case> {
         cases.push(Case::new("a_prefill_writes_prompts_to_its_decodes", backend, tier, pushes));
         let (tier, run): (_, fn(&str) -> Check) = (Tier::Whole, eight_ranks);
         cases.push(Case::new("eight_ranks_load_from_eight", backend, tier, run));
+        cases.push(Case::new("ranks_in_processes_are_divided_and_joined", backend, tier, ranks_apart));
     }
     for (at, (name, run)) in all.into_iter().enumerate() {
         for backend in BACKENDS {
@@ -110,6 +111,28 @@ fn pushes(backend: &str) -> Check {
     let stages = Shape { pp: 2, ..Shape::default() };
     let (mut prefill, mut decode) = pushing_pair(backend, stages, Shape::default())?;
     load_all(&mut prefill, &mut decode, &[1, 16, 49])
+}
+
+/// The same shapes with each rank in a process of its own; both ways to load.
+fn ranks_apart(backend: &str) -> Check {
+    let of = |tp, heads| Shape { tp, heads, ..Shape::default() };
+    let stages = Shape { pp: 2, ..Shape::default() };
+    for connector in [spec, pushing] {
+        let start = |id: &str, shape: &Shape| {
+            Engine::start(Spec { shape: shape.clone(), apart: true, ..connector(id, backend) })
+        };
+        for (from, to) in [
+            (of(2, Some(4)), of(1, Some(4))),
+            (of(1, Some(4)), of(2, Some(4))),
+            (of(4, Some(4)), of(2, Some(4))),
+            (of(1, Some(2)), of(4, Some(2))),
+            (of(2, None), of(4, None)),
+            (stages.clone(), Shape::default()),
+        ] {
+            load_all(&mut start("prefill", &from)?, &mut start("decode", &to)?, &[1, 49])?;
+        }
+    }
+    Ok(())
 }
 
 /// From a device, to one, and between two, by each connector that the backend serves; turns there and back.

@@ -162,6 +162,16 @@ impl Shared {
         let settings = &self.setup.settings;
         let mut geometries = Vec::with_capacity(answer.workers.len());
         for (rank, metadata) in &answer.workers {
+            if metadata.dcp_size != peer.dcp_size {
+                return Err(Error::new(
+                    Kind::Unsupported,
+                    format!(
+                        "the peer's handshake says a decode-context-parallel size of {}, and {} was expected: give \
+                         both engines the same",
+                        metadata.dcp_size, peer.dcp_size
+                    ),
+                ));
+            }
             geometries.push((RemoteRank { pp: rank.pp, tp: rank.tp }, Geometry::advertised(metadata)?));
         }
         let tp = Tp::new(rank.tp, settings.tp_size)?.with_dcp(settings.dcp_size)?;

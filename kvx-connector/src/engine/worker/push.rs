@@ -284,7 +284,8 @@ impl Worker {
             },
             tp_size: registration.decode_tp_size.ok_or_else(|| missing("decode_tp_size"))?,
             pp_size: 1,
-            dcp_size: 1,
+            // A registration does not say it. The handshake refuses one that has another.
+            dcp_size: self.settings.dcp_size,
             registration: registration.kvx_registration.unwrap_or(0),
         };
         let host = &peer.address.host;

@@ -115,6 +115,7 @@ fn is_over_nixl(run: &Run) -> bool {
 /// What benchmarks of the connector's runtime are built with.
 const LOADS: [&str; 4] = ["-p", "kvx-transfer", "--features", "connector"];
 
+/// Arguments that the bars write as one text.
 fn words(text: &str) -> Vec<&str> {
     text.split(' ').collect()
 }

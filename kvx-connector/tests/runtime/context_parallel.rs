@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use kvx_connector::engine::WorkerRank;
 use kvx_connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
+use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{Builder, Connector, Decode, Loaded, Prefill, Released};
 use kvx_core::Memory;
 
@@ -80,9 +81,7 @@ fn each_rank_gets_its_part(start: fn(&str, &str) -> Builder) {
         }
     }
     assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
-    for engine in [decode, prefill] {
-        engine.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
-    }
+    end([decode, prefill]);
 }
 
 #[test]
@@ -100,11 +99,33 @@ fn a_peer_that_divides_its_sequences_otherwise_is_refused_in_words() {
     let prefill = Engine::new(rig::builder("prefill", "{}"), 2);
     let decode = Engine::new(rig::builder("decode", "{}"), 1);
     let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
-    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[2]), LIMIT);
-    let refused = fetch.wait(LIMIT).unwrap().unwrap_err().to_string();
+    let refused = refused(&decode, &params);
     assert!(refused.contains("blocks are moved between equal ones only"), "{refused}");
     drop(lease);
-    for engine in [decode, prefill] {
+    end([decode, prefill]);
+}
+
+/// Its ranks would be taken for parts of the sequence that they are not.
+#[test]
+fn a_peer_whose_handshake_says_another_size_is_refused_in_words() {
+    let prefill = Engine::new(rig::builder("prefill", "{}"), 1);
+    let decode = Engine::new(rig::builder("decode", "{}"), 2);
+    let (lease, mut params) = Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
+    params.dcp_size = Some(2);
+    let refused = refused(&decode, &params);
+    assert!(refused.contains("size of 1, and 2 was expected"), "{refused}");
+    drop(lease);
+    end([decode, prefill]);
+}
+
+fn end(engines: [Engine; 2]) {
+    for engine in engines {
         engine.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
     }
+}
+
+/// Why a load of one block fails.
+fn refused(decode: &Engine, params: &TransferParams) -> String {
+    let fetch = Decode::new(&decode.connector).fetch("d", params, lists(&[2]), LIMIT);
+    fetch.wait(LIMIT).unwrap().unwrap_err().to_string()
 }

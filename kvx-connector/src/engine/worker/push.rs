@@ -284,7 +284,7 @@ impl Worker {
             },
             tp_size: registration.decode_tp_size.ok_or_else(|| missing("decode_tp_size"))?,
             pp_size: 1,
-            // A registration does not say it. The handshake refuses one that has another.
+            // A registration does not say it. A decode whose handshake says another is refused.
             dcp_size: self.settings.dcp_size,
             registration: registration.kvx_registration.unwrap_or(0),
         };

@@ -1,8 +1,12 @@
 //! Copies of caches on devices in memory of the host, which peers read and write in their place
 //! (`kv_buffer_device: cpu`).
 //!
-//! Blocks of a request are copied to the host before anybody hears of them: as the engine says that they are computed,
-//! and what is left when the request ends. Loaded blocks are copied to the device before the engine hears of them.
+//! Here is what has been copied, and how. Blocks of a request are copied to the host before anybody hears of them
+//! (`saving`): as the engine says that they are computed, and what is left when the request ends. Loaded blocks are
+//! copied to the device before the engine hears of them (`filling`).
+
+mod filling;
+mod saving;
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -11,16 +15,13 @@ use std::time::Duration;
 
 use kvx_core::memory::Direction;
 use kvx_core::sync::Mutex;
-use kvx_core::{Deadline, Error, Kind, Memory, Result};
+use kvx_core::{Error, Kind, Memory, Result};
 
+pub(super) use self::filling::{Due, Filling};
+pub(super) use self::saving::Saving;
 use super::finish::caches_are_gone;
 use super::rank::Registered;
-use super::slot::Slot;
-use super::state::{RankState, Shared, State};
-use crate::engine::{
-    BlockLists, ConnectorMeta, Ending, FailedLoad, Kept, LoadFailure, RequestId, Time, Unsaved, WorkerOutput,
-    WorkerRank,
-};
+use crate::engine::{BlockLists, Unsaved};
 use crate::mapping::Caches;
 
 /// How long copies of a request may take. A device that takes longer hangs.
@@ -236,261 +237,9 @@ fn merged(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
     merged
 }
 
-/// Loads of a worker with such copies.
-#[derive(Default)]
-pub(super) struct Filling {
-    /// On their way to the host.
-    loads: HashMap<RequestId, FilledBlocks>,
-    /// On the host, and to be copied to the device.
-    due: Vec<Due>,
-    /// The same, copied or not.
-    done: Vec<(RequestId, BlockLists, Result<()>)>,
-}
-
-/// What a load fills, of the caches that it began with.
-struct FilledBlocks {
-    own: Arc<Registered>,
-    blocks: BlockLists,
-}
-
-/// A load whose blocks are on the host.
-pub(super) struct Due {
-    rank: WorkerRank,
-    request: RequestId,
-    filled: FilledBlocks,
-}
-
-impl RankState {
-    /// Has the worker take the message of a step.
-    pub(super) fn begin(&mut self, now: Time, meta: ConnectorMeta) {
-        if let Some((own, copies)) =
-            self.registered.as_ref().and_then(|own| Some((own, own.host_copies.as_ref()?)))
-        {
-            for order in meta.receive.iter().filter(|order| order.awaited && !order.local.is_empty()) {
-                copies.forget(&order.local);
-                let filled = FilledBlocks { own: Arc::clone(own), blocks: order.local.clone() };
-                self.filling.loads.insert(order.request.clone(), filled);
-            }
-            for request in &meta.cancel {
-                self.filling.loads.remove(request);
-            }
-        }
-        self.worker.start_load_kv(now, meta);
-    }
-
-    /// What the worker has to tell, but of loads whose blocks are still to be copied to the device.
-    pub(super) fn take_said(&mut self, rank: WorkerRank, now: Time) -> WorkerOutput {
-        let mut output = self.worker.get_finished(now);
-        let Filling { loads, due, done } = &mut self.filling;
-        if !loads.is_empty() {
-            for failed in &output.failed_recving {
-                loads.remove(&failed.request);
-            }
-            output.finished_recving.retain(|request| match loads.remove(request) {
-                Some(filled) => {
-                    due.push(Due { rank, request: request.clone(), filled });
-                    false
-                }
-                None => true,
-            });
-        }
-        for (request, blocks, result) in done.drain(..) {
-            if let Err(error) = result {
-                if may_go_on(&error) {
-                    output.lost.push((request.clone(), Kept::Load));
-                }
-                let failure = LoadFailure::Transfer(error.to_string());
-                let invalid = blocks.ascending();
-                output.failed_recving.push(FailedLoad { request: request.clone(), failure, invalid });
-            }
-            output.finished_recving.push(request);
-        }
-        output
-    }
-
-    /// Loads that are to be copied to the device.
-    pub(super) fn take_due(&mut self) -> Vec<Due> {
-        std::mem::take(&mut self.filling.due)
-    }
-}
-
-impl Shared {
-    /// Copies loaded blocks to the device, and lets the worker's half say so. Blocks.
-    pub(super) fn fill(&self, Due { rank, request, filled: FilledBlocks { own, blocks } }: Due) {
-        let result = self.with_caches(rank, &own, |own| own.copies()?.fill(&blocks));
-        if let Some(held) = self.state.lock().ranks.get_mut(&rank) {
-            held.filling.done.push((request, blocks, result));
-        }
-        self.wake_up.notify_one();
-    }
-
-    /// Ends when nothing writes to a worker's copies that was ordered before the loads that it has begun. Errors: not
-    /// by the deadline, or perhaps never.
-    pub(super) async fn copies_are_idle(&self, rank: WorkerRank, deadline: Deadline) -> Result<()> {
-        let Some(own) = self.registered(rank) else { return Ok(()) };
-        let Some(copies) = &own.host_copies else { return Ok(()) };
-        match tokio::time::timeout(deadline.left(), copies.copying.lock()).await {
-            Ok(_) => copies.check(),
-            Err(_) => Err(Error::new(Kind::TimedOut, "the blocks were still being copied to the host")),
-        }
-    }
-
-    /// The engine says that these tokens of a request are computed.
-    pub(super) fn computed(self: &Arc<Self>, request: &RequestId, blocks: &BlockLists, tokens: u32) {
-        let settings = &self.setup.settings;
-        let whole = tokens / settings.block_size.max(1);
-        let groups = (0..).zip(blocks.groups()).zip(&settings.groups);
-        // The list of a window may begin anywhere: its blocks have no place, and are saved at the end.
-        let unsaved: Vec<_> = groups
-            .filter(|(_, window)| window.is_none())
-            .flat_map(|((group, list), _)| {
-                (0..whole).zip(list.iter()).map(move |(place, block)| Unsaved { group, block: *block, place })
-            })
-            .collect();
-        let mut state = self.state.lock();
-        if state.is_closing()
-            || !state.has_host_copies()
-            || !state.scheduler.may_publish(request)
-            || state.check_blocks(blocks, settings.groups.len()).is_err()
-        {
-            return;
-        }
-        let (of, ordered) = state.saving.number(request, whole);
-        let unsaved: Vec<_> = unsaved.into_iter().filter(|unsaved| unsaved.place >= ordered).collect();
-        // Nobody waits: a request that ends has copied again what has failed.
-        drop(self.save(&mut state, of, &unsaved, When::Early));
-    }
-
-    /// The engine says that blocks of a request go to others.
-    pub(super) fn preempted(&self, request: &RequestId) {
-        self.state.lock().saving.forget(request);
-    }
-
-    /// Has the blocks of a request that ends copied to the host, if they are to be published. Waits. False: they are
-    /// not there, and nobody may hear of them.
-    pub(super) fn save_the_rest(self: &Arc<Self>, request: &RequestId, ending: &Ending) -> bool {
-        let saving = {
-            let mut state = self.state.lock();
-            let (of, _) = state.saving.number(request, 0);
-            let groups = self.setup.settings.groups.len();
-            if !state.has_host_copies()
-                || ending.blocks.is_empty()
-                || !state.scheduler.would_publish(request, ending.status)
-                || state.check_blocks(&ending.blocks, groups).is_err()
-            {
-                return true;
-            }
-            let windows = &self.setup.settings.groups;
-            let lists = (0..).zip(ending.blocks.groups()).zip(windows);
-            let unsaved = lists.flat_map(|((group, list), window)| {
-                let place = |place| if window.is_none() { place } else { u32::MAX };
-                (0..).zip(list.iter()).map(move |(at, block)| Unsaved {
-                    group,
-                    block: *block,
-                    place: place(at),
-                })
-            });
-            // Whole blocks that peers may read already are there.
-            let published = state.published.as_ref().filter(|_| windows[..] == [None]);
-            let is_new = |unsaved: &Unsaved| published.is_none_or(|all| !all.has_whole(unsaved.block));
-            let unsaved: Vec<_> = unsaved.filter(is_new).collect();
-            self.save(&mut state, of, &unsaved, When::AtItsEnd)
-        };
-        let deadline = Deadline::from(LIMIT);
-        let mut all = true;
-        for saved in saving {
-            let why = match saved.wait(deadline) {
-                Some(Ok(())) => continue,
-                Some(Err(why)) => why,
-                None => format!("this was not done within {LIMIT:?}"),
-            };
-            tracing::error!(%request, why, "blocks were not copied to the host: nobody hears of them");
-            all = false;
-        }
-        all
-    }
-
-    /// Has blocks copied to the host on all workers, wherever they are.
-    fn save(
-        self: &Arc<Self>,
-        state: &mut State,
-        of: u64,
-        blocks: &[Unsaved],
-        when: When,
-    ) -> Vec<Arc<Slot<Result<(), String>>>> {
-        let mut saving = Vec::new();
-        if blocks.is_empty() {
-            return saving;
-        }
-        for (rank, held) in &mut state.ranks {
-            if let Some(away) = held.worker.away_mut() {
-                saving.extend(away.save(of, blocks, when));
-            } else if let Some(own) = &held.registered {
-                let slot = Slot::new();
-                let done = Arc::clone(&slot);
-                self.save_here(*rank, own, (of, blocks.to_vec(), when), move |result| done.set(result));
-                saving.push(slot);
-            }
-        }
-        saving
-    }
-
-    /// The same on a worker of this process. In the order of what the worker is told.
-    pub(super) fn save_here(
-        self: &Arc<Self>,
-        rank: WorkerRank,
-        own: &Arc<Registered>,
-        (of, blocks, when): (u64, Vec<Unsaved>, When),
-        done: impl FnOnce(Result<(), String>) + Send + 'static,
-    ) {
-        let Some(copies) = &own.host_copies else { return done(Ok(())) };
-        copies.order(of, &blocks);
-        let (shared, own) = (Arc::clone(self), Arc::clone(own));
-        self.runtime.spawn_blocking(move || {
-            let result = shared.with_caches(rank, &own, |own| own.copies()?.save(of, &blocks, when));
-            done(result.map_err(|error| error.to_string()));
-        });
-    }
-}
-
 impl Registered {
     fn copies(&self) -> Result<&HostCopies> {
         self.host_copies.as_ref().ok_or_else(caches_are_gone)
-    }
-}
-
-impl State {
-    /// Whether peers see copies of the caches of any worker.
-    fn has_host_copies(&self) -> bool {
-        self.ranks.values().any(|held| match held.worker.away() {
-            Some(away) => away.has_host_copies(),
-            None => held.registered.as_ref().is_some_and(|own| own.host_copies.is_some()),
-        })
-    }
-}
-
-/// Requests of which blocks were saved before they end, each under a number that no other ever has, with how many whole
-/// blocks were ordered.
-#[derive(Default)]
-pub(super) struct Saving {
-    numbers: HashMap<RequestId, (u64, u32)>,
-    last: u64,
-}
-
-impl Saving {
-    /// The number of a request, and how many whole blocks were ordered before, of which there are so many now.
-    fn number(&mut self, request: &RequestId, whole: u32) -> (u64, u32) {
-        if let Some((number, ordered)) = self.numbers.get_mut(request) {
-            return (*number, std::mem::replace(ordered, whole.max(*ordered)));
-        }
-        self.last += 1;
-        self.numbers.insert(request.clone(), (self.last, whole));
-        (self.last, 0)
-    }
-
-    /// What was saved of it counts no more.
-    pub(super) fn forget(&mut self, request: &RequestId) {
-        self.numbers.remove(request);
     }
 }
 

@@ -1,6 +1,7 @@
 """A NIXL agent with the backend KVX, and one in a process of its own, for the tests beside this file."""
 
 import ctypes
+import glob
 import os
 import pickle
 import signal
@@ -240,6 +241,15 @@ def read(stream):
     return pickle.loads(stream.read(struct.unpack("<I", size)[0]))
 
 
+def state_of(path):
+    """The letter of a thread's state in its `stat`; nothing, if the thread has ended."""
+    try:
+        with open(path) as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
 class Peer:
     """An Agent in another process: `peer.method(...)`."""
 
@@ -262,8 +272,9 @@ class Peer:
         return read(self.process.stdout)
 
     def until_stopped(self):
+        """All its threads stand still: each stops for itself, some after the first."""
         end = time.time() + CUT_OFF
-        while open(f"/proc/{self.process.pid}/stat").read().rsplit(")", 1)[1].split()[0] != "T":
+        while any(state_of(path) not in ("T", None) for path in glob.glob(f"/proc/{self.process.pid}/task/*/stat")):
             check(time.time() < end, "the peer stops")
             time.sleep(0.001)
 

@@ -158,6 +158,7 @@ def a_stopped_peer():
     handle = reader.prepped("READ", name, theirs, pairs)
     check(reader.run(handle) == "DONE", "before")
     owner.signal(signal.SIGSTOP)
+    owner.until_stopped()
     started = time.time()
     state = reader.run(handle, b"", 6)
     seconds = time.time() - started
@@ -205,6 +206,7 @@ def release_in_mid_transfer():
     if ROUTE != "TCP":
         return
     owner.signal(signal.SIGSTOP)
+    owner.until_stopped()
     handle = reader.prepped("READ", name, theirs, pairs)
     reader.nixl.transfer(handle)
     try:

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 /// Commands that the documents show, each with where it runs: a file, and the words in it.
 const RUN: &[(&str, &str, &str)] = &[
     ("cargo run --release -- demo", "xtask/src/test/steps.rs", "run --release -- demo"),
-    ("cargo bench --bench costs", "xtask/src/test/steps.rs", "bench --bench costs -- --test"),
+    ("cargo bench --bench costs", "xtask/src/test/steps.rs", "--bench costs -- --test"),
     ("cargo xtask test --install", ".ci/run", "cargo xtask test --install"),
     ("cargo xtask test --whole", ".ci/run", "--whole"),
     // The runner cannot run itself: what its options choose is tested.

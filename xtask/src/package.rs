@@ -78,7 +78,7 @@ pub(crate) fn check(limit: Duration) -> Result<Vec<String>> {
     if let Some(failure) = tarballs(&everything, &folder, until)? {
         return Ok(vec![failure]);
     }
-    failures.extend(builds_alone(&everything, &folder, until)?);
+    failures.extend(compiles_alone(&everything, &folder, until)?);
     for (what, features) in CHOICES {
         println!("README's program, outside the workspace, with {what}");
         failures.extend(
@@ -191,12 +191,12 @@ fn tarballs(workspace: &Metadata, folder: &Path, until: Instant) -> Result<Optio
     Ok(None)
 }
 
-/// Builds each unpacked crate by itself, against the tarballs of the others: what it needs of them, it says.
-fn builds_alone(workspace: &Metadata, folder: &Path, until: Instant) -> Result<Vec<String>> {
+/// Compiles each unpacked crate by itself, against the tarballs of the others: what it needs of them, it says.
+fn compiles_alone(workspace: &Metadata, folder: &Path, until: Instant) -> Result<Vec<String>> {
     let mut failures = Vec::new();
     for package in published(workspace) {
         println!("{package}, alone, from its tarball");
-        let mut cargo = process::cargo(["build", "--offline", "--quiet"]);
+        let mut cargo = process::cargo(["check", "--offline", "--quiet"]);
         cargo.current_dir(unpacked(folder, package));
         build_sparingly(&mut cargo, folder);
         for other in published(workspace).filter(|other| other.name() != package.name()) {
@@ -206,7 +206,7 @@ fn builds_alone(workspace: &Metadata, folder: &Path, until: Instant) -> Result<V
         let finished = process::run(without_native_tools(cargo), left(until), Output::Quiet)?;
         if !finished.succeeded() {
             println!("{}", finished.output);
-            failures.push(format!("{package} does not build from its tarball: {}", finished.end));
+            failures.push(format!("{package} does not compile from its tarball: {}", finished.end));
         }
     }
     Ok(failures)

@@ -73,10 +73,17 @@ const STAYS_AWAY: Duration = Duration::from_micros(400);
 /// The next turn of another thread is expected this soon after its last one.
 const DRIVEN: Duration = Duration::from_micros(50);
 
+/// A machine that would not be slept on for this long, and got nothing done, is not looked at without a pause any more:
+/// whom it waits for may need the core. UCX's shared memory is so while a peer's queue is full.
+const STUCK: Duration = Duration::from_micros(200);
+/// The longest of these pauses, which are an eighth of the time that it has been so.
+const LONGEST_PAUSE: Duration = Duration::from_millis(10);
+
 /// The answer of [`Progress::arm`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Armed {
-    /// Work came in meanwhile.
+    /// Work came in meanwhile, or a library that waits for room at a peer cannot be slept on. Who goes on saying so
+    /// while nothing gets done is looked at less and less often.
     Again,
     /// Sleep until an fd or a command wakes; at most this long, if given.
     Sleep(Option<Duration>),

@@ -1,6 +1,8 @@
 //! The reactor with machines of the tests' own.
 
+use std::os::fd::AsRawFd as _;
 use std::sync::OnceLock;
+use std::sync::atomic::AtomicUsize;
 
 use super::*;
 use kvx_core::Completion;
@@ -83,6 +85,63 @@ fn a_sleeping_reactor_wakes_for_a_command() {
     let (done, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
     done.wait(Duration::from_secs(10)).unwrap();
+}
+
+/// What cannot be slept on until it is free, and does nothing until then; counts how often it is looked at.
+struct Stuck {
+    echo: Echo,
+    free: Arc<AtomicBool>,
+    looks: Arc<AtomicUsize>,
+    /// Always ready, as a library's may be.
+    ready: [RawFd; 1],
+}
+
+impl Progress for Stuck {
+    type Command = Ticket;
+    fn command(&mut self, ticket: Ticket, out: &mut Outbox) {
+        self.echo.command(ticket, out);
+    }
+    fn progress(&mut self, queued: &Queued, out: &mut Outbox) -> Turn {
+        self.looks.fetch_add(1, Ordering::SeqCst);
+        if self.free.load(Ordering::SeqCst) { self.echo.progress(queued, out) } else { Turn::did(0) }
+    }
+    fn arm(&mut self) -> Result<Armed> {
+        if self.free.load(Ordering::SeqCst) { self.echo.arm() } else { Ok(Armed::Again) }
+    }
+    fn fds(&self) -> &[RawFd] {
+        &self.ready
+    }
+    fn stop(&mut self, out: &mut Outbox) {
+        self.echo.stop(out);
+    }
+}
+
+#[test]
+fn a_machine_that_cannot_be_slept_on_and_does_nothing_leaves_the_core_to_others() {
+    let (free, looks) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+    let ready = rustix::event::eventfd(1, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+    let machine = Stuck {
+        echo: Echo::default(),
+        free: Arc::clone(&free),
+        looks: Arc::clone(&looks),
+        ready: [ready.as_raw_fd()],
+    };
+    let reactor = Reactor::start("stuck".into(), machine, Arc::new(Nobody)).unwrap();
+    let looks_within = |time| {
+        let before = looks.load(Ordering::SeqCst);
+        std::thread::sleep(time);
+        looks.load(Ordering::SeqCst) - before
+    };
+    looks_within(Duration::from_millis(100)); // its pauses are long by now
+    let seen = looks_within(Duration::from_millis(200));
+    assert!(seen < 100, "it was looked at {seen} times within 200 ms");
+    // What it waited for is seen all the same, and it is slept on again.
+    let (done, ticket) = Completion::with_ticket();
+    reactor.submit(ticket);
+    free.store(true, Ordering::SeqCst);
+    done.wait(Duration::from_secs(10)).unwrap();
+    until(|| reactor.shared.wakes_at.load(Ordering::SeqCst) == u64::MAX);
+    reactor.stop();
 }
 
 #[test]

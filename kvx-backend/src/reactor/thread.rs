@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::{Armed, Driven, Outbox, Progress, ReactorShared, STAYS_AWAY, Turn, exit};
+use super::{Armed, Driven, LONGEST_PAUSE, Outbox, Progress, ReactorShared, STAYS_AWAY, STUCK, Turn, exit};
 use kvx_core::sync::pause_between_looks;
 
 /// True if the reactor, which has found nothing to do since then, may sleep.
@@ -27,7 +27,7 @@ impl<P: Progress> ReactorShared<P> {
     }
 
     fn run(&self, out: &mut Outbox) {
-        let mut idle_since: Option<Instant> = None;
+        let (mut idle_since, mut stuck_since): (Option<Instant>, Option<Instant>) = (None, None);
         let mut looks = 0;
         let mut fds: Vec<RawFd> = Vec::new();
         while !self.stopping.load(Ordering::SeqCst) {
@@ -49,15 +49,19 @@ impl<P: Progress> ReactorShared<P> {
                 return exit::wait();
             }
             let Some(driven) = guard.as_mut() else { break };
-            let (mut sleep, mut looking, mut yields) = (None, false, false);
+            let (mut sleep, mut pauses, mut looking, mut yields) = (None, false, false, false);
             let turn = self.turn(driven, None, out);
             let machine = &mut driven.machine;
             if turn.done > 0 || !out.is_empty() {
-                idle_since = None;
+                (idle_since, stuck_since) = (None, None);
                 yields = turn.yields;
             } else if has_looked_enough(&turn, *idle_since.get_or_insert_with(Instant::now)) {
                 match machine.arm() {
-                    Ok(Armed::Again) => {}
+                    Ok(Armed::Again) => {
+                        let stuck = stuck_since.get_or_insert_with(Instant::now).elapsed();
+                        pauses = stuck >= STUCK;
+                        sleep = pauses.then(|| Some((stuck / 8).min(LONGEST_PAUSE)));
+                    }
                     Ok(Armed::Sleep(longest)) => sleep = Some(longest),
                     Err(error) => {
                         tracing::error!(%error, "a reactor could not arm its wake-up; polling every 10 ms");
@@ -68,7 +72,9 @@ impl<P: Progress> ReactorShared<P> {
                     self.wakes_at.store(self.at(longest), Ordering::SeqCst);
                     self.asleep.store(true, Ordering::SeqCst);
                     fds.clear();
-                    fds.extend_from_slice(machine.fds());
+                    if !pauses {
+                        fds.extend_from_slice(machine.fds()); // else they may be ready all along
+                    }
                 }
             } else {
                 looking = true;
@@ -86,7 +92,9 @@ impl<P: Progress> ReactorShared<P> {
                 && !self.stopping.load(Ordering::SeqCst)
             {
                 self.sleep(&fds, longest);
-                idle_since = None;
+                if !pauses {
+                    (idle_since, stuck_since) = (None, None);
+                }
             }
             self.asleep.store(false, Ordering::SeqCst);
         }

@@ -42,7 +42,7 @@ fn work(backend: &'static str, asked: Option<u64>) -> Result<(), Failed> {
         spec.agents * spec.processes,
         spec.processes
     );
-    println!("| seconds | process | descriptors | threads | MiB | in quarantine |");
+    println!("| seconds | process | descriptors | threads | MiB | mappings | in quarantine |");
     let done = soak(&setup, spec, |passed, done, [here, there]| {
         println!("| {} | this | {here} |\n| | the oldest other | {there} |", passed.as_secs());
         println!("  {done}");

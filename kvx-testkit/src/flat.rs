@@ -57,7 +57,8 @@ fn grown(looks: &[[Holdings; 2]]) -> Option<String> {
 mod tests {
     use super::*;
 
-    const HELD: Holdings = Holdings { descriptors: 20, threads: 5, memory: 100, quarantined: 0 };
+    const HELD: Holdings =
+        Holdings { descriptors: 20, threads: 5, memory: 100, mappings: 400, quarantined: 0 };
 
     /// Looks at a process that holds so many MiB at each, beside one that does not change.
     fn grown_by(memory: impl Fn(u64) -> u64) -> Option<String> {

@@ -75,6 +75,8 @@ pub struct Holdings {
     pub threads: u64,
     /// Memory that lies in RAM, in MiB.
     pub memory: u64,
+    /// Ranges of addresses that are mapped, of which a process has 65,530 at most.
+    pub mappings: u64,
     /// Bytes that kvx keeps as nobody can say whether they are still touched.
     pub quarantined: u64,
 }
@@ -91,6 +93,7 @@ impl Holdings {
             descriptors: std::fs::read_dir("/proc/self/fd")?.count() as u64,
             threads: number("Threads:"),
             memory: number("VmRSS:") / 1024,
+            mappings: std::fs::read_to_string("/proc/self/maps")?.lines().count() as u64,
             quarantined: kvx_core::quarantined_bytes(),
         })
     }
@@ -110,6 +113,7 @@ impl Holdings {
             descriptors: of(self.descriptors, other.descriptors),
             threads: of(self.threads, other.threads),
             memory: of(self.memory, other.memory),
+            mappings: of(self.mappings, other.mappings),
             quarantined: of(self.quarantined, other.quarantined),
         }
     }
@@ -120,6 +124,7 @@ impl Holdings {
             ("descriptors", self.descriptors, earlier.descriptors + 8),
             ("threads", self.threads, earlier.threads + 4),
             ("MiB of memory", self.memory, earlier.memory + earlier.memory / 4 + 32),
+            ("mappings", self.mappings, earlier.mappings + earlier.mappings / 4 + 64),
             ("bytes in quarantine", self.quarantined, earlier.quarantined),
         ];
         let beyond = allowed.into_iter().find(|(_, now, most)| now > most)?;
@@ -132,8 +137,8 @@ impl Holdings {
 
 impl std::fmt::Display for Holdings {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Holdings { descriptors, threads, memory, quarantined } = self;
-        write!(f, "{descriptors} | {threads} | {memory} | {quarantined}")
+        let Holdings { descriptors, threads, memory, mappings, quarantined } = self;
+        write!(f, "{descriptors} | {threads} | {memory} | {mappings} | {quarantined}")
     }
 }
 
@@ -143,12 +148,13 @@ mod tests {
 
     #[test]
     fn what_has_grown_is_named() {
-        let before = Holdings { descriptors: 20, threads: 5, memory: 100, quarantined: 0 };
-        assert_eq!(Holdings { descriptors: 28, memory: 157, ..before }.beyond(before), None);
+        let before = Holdings { descriptors: 20, threads: 5, memory: 100, mappings: 400, quarantined: 0 };
+        assert_eq!(Holdings { descriptors: 28, memory: 157, mappings: 564, ..before }.beyond(before), None);
         for (grown, name) in [
             (Holdings { descriptors: 29, ..before }, "descriptors"),
             (Holdings { threads: 10, ..before }, "threads"),
             (Holdings { memory: 158, ..before }, "memory"),
+            (Holdings { mappings: 565, ..before }, "mappings"),
             (Holdings { quarantined: 1, ..before }, "quarantine"),
         ] {
             assert!(grown.beyond(before).is_some_and(|why| why.contains(name)), "{name}");

@@ -13,9 +13,9 @@ use kvx_core::{Capabilities, Error, Identity, Kind, Op, Result};
 use crate::address::Address;
 use crate::callbacks::{CallbackNotes, MAX_MESSAGE, Once, Postmark, Tally, Told};
 use crate::error::{self, NAME};
-use crate::ffi::{Posted, Worker, WorkerArmed};
+use crate::ffi::{Endpoint, Posted, Worker, WorkerArmed};
 use crate::memory::{Keys, Local, Registrations, Remote};
-use crate::peers::{Peers, gone};
+use crate::peers::{PeerWorker, Peers, gone};
 use crate::route;
 
 /// The number of kvx's active messages.
@@ -146,13 +146,20 @@ impl UcxFabric {
         // Links break first, so that what fails with them fails for that reason.
         happened.append(&mut self.news);
         for letter in self.notes.take_letters() {
-            if let Some(at) = self.peers.hear(letter.from) {
-                let why =
-                    Error::new(Kind::PeerLost, "the peer has given up this connection and made another");
-                self.break_off(at, None, &why.backend(NAME));
+            let (over, why) = match letter.message.is_empty() {
+                true => (self.peers.hear_farewell(letter.from), "the peer's agent was shut down"),
+                false => {
+                    let over = self.peers.hear(letter.from);
+                    (over, "the peer has given up this connection and made another")
+                }
+            };
+            if let Some(at) = over {
+                self.break_off(at, None, &Error::new(Kind::PeerLost, why).backend(NAME));
                 happened.append(&mut self.news);
             }
-            happened.push(Happened::Message(letter.message));
+            if !letter.message.is_empty() {
+                happened.push(Happened::Message(letter.message));
+            }
         }
         self.notes.take_ended(&self.tallies, happened);
     }
@@ -168,7 +175,9 @@ impl UcxFabric {
                 }
             }
         };
-        for endpoint in self.peers.endpoints() {
+        for (endpoint, peer) in self.peers.endpoints() {
+            // Who does not hear that this worker ends learns of it in other ways, and later.
+            let _ = post(endpoint, peer, &[], &self.notes);
             let ended = Once::hand_over(Told::Ended, &self.notes);
             // SAFETY: this thread has the machine, the worker is alive, the endpoint is open.
             match unsafe { endpoint.flush(ended) } {
@@ -187,6 +196,28 @@ impl UcxFabric {
         self.notes.take_ended(&self.tallies, &mut Vec::new());
         self.registrations.worker_ended();
     }
+}
+
+/// Sends a message to a peer over its open endpoint; this thread has the machine.
+fn post(endpoint: &Endpoint, peer: &PeerWorker, message: &[u8], notes: &Rc<CallbackNotes>) -> Result<()> {
+    let told = Told::Sent { frame: peer.mark.frame(message), waiting: Rc::clone(&peer.unsent) };
+    let once = Once::hand_over(told, notes);
+    // SAFETY: it was handed over just now, and UCX keeps it until the end.
+    let (mark, message) = unsafe { Once::frame(once) }.split_at(Postmark::LEN);
+    // SAFETY: this thread has the machine, and the endpoint is open; `once` keeps the frame until the end.
+    match unsafe { endpoint.send(MESSAGE, mark, message, once) } {
+        Posted::Pending => {}
+        // SAFETY: no callback will come.
+        Posted::Done => unsafe { Once::take_back(once) },
+        Posted::Failed(status) => {
+            // SAFETY: as above.
+            unsafe { Once::take_back(once) };
+            return Err(
+                error::native("UCX does not send a message to the peer", status).kind_is(Kind::PeerLost)
+            );
+        }
+    }
+    Ok(())
 }
 
 impl Drop for UcxFabric {
@@ -218,24 +249,7 @@ unsafe impl Fabric for UcxFabric {
         if peer.unsent.get() >= UNSENT {
             return Ok(Sent::Later);
         }
-        let told = Told::Sent { frame: peer.mark.frame(message), waiting: Rc::clone(&peer.unsent) };
-        let once = Once::hand_over(told, &self.notes);
-        // SAFETY: it was handed over just now, and UCX keeps it until the end.
-        let (mark, message) = unsafe { Once::frame(once) }.split_at(Postmark::LEN);
-        // SAFETY: this thread has the machine, and the endpoint is open; `once` keeps the frame until the end.
-        match unsafe { endpoint.send(MESSAGE, mark, message, once) } {
-            Posted::Pending => return Ok(Sent::Taken),
-            // SAFETY: no callback will come.
-            Posted::Done => unsafe { Once::take_back(once) },
-            Posted::Failed(status) => {
-                // SAFETY: as above.
-                unsafe { Once::take_back(once) };
-                return Err(
-                    error::native("UCX does not send a message to the peer", status).kind_is(Kind::PeerLost)
-                );
-            }
-        }
-        Ok(Sent::Taken)
+        post(endpoint, peer, message, &self.notes).map(|()| Sent::Taken)
     }
 
     fn max_message(&self) -> usize {

@@ -3,7 +3,9 @@
 //! UCX pairs the endpoints of two workers by the order in which they were made. If both sides made one for each link,
 //! one side's endpoint of one link would be paired with the other's of another, and the end of one link would break the
 //! other. So there is one endpoint for each peer's worker, and it stays when the last link over it has been closed: the
-//! peer may just be making its next one. It goes when either side fails or ends.
+//! peer may just be making its next one. It goes when either side fails or ends. A worker that ends says so, by a message
+//! of no bytes: UCX's own look at a peer asks after its process, and an endpoint to a worker that is gone would stay as
+//! long as that.
 //!
 //! A side that has given up its endpoint and made another may be heard of over the new one before the other side has
 //! noticed the end of the old one, and then nothing may be answered over that. So each message tells which endpoint it
@@ -110,6 +112,12 @@ impl Peers {
         None
     }
 
+    /// A worker has said that it ends: gives the place of the peer, to which no endpoint is of any use.
+    pub(crate) fn hear_farewell(&mut self, from: Postmark) -> Option<usize> {
+        self.strangers.remove(&from.worker);
+        self.by_worker.get(&from.worker).copied()
+    }
+
     /// Leads a link to `address`. Errors: `PeerLost`, also when no transport reaches it: UCX does not tell the two
     /// apart.
     ///
@@ -175,9 +183,9 @@ impl Peers {
         std::mem::take(&mut self.untold).into_iter()
     }
 
-    /// The open endpoints.
-    pub(crate) fn endpoints(&self) -> impl Iterator<Item = &Endpoint> {
-        self.peers.iter().filter_map(|(_, peer)| peer.endpoint.as_ref())
+    /// The open endpoints, and their peers.
+    pub(crate) fn endpoints(&self) -> impl Iterator<Item = (&Endpoint, &PeerWorker)> {
+        self.peers.iter().filter_map(|(_, peer)| Some((peer.endpoint.as_ref()?, peer)))
     }
 
     /// The place of the peer whose endpoint has failed.
@@ -302,6 +310,15 @@ mod tests {
         let mut peers = side(3, 5);
         peers.hear(Postmark { worker: 7, endpoint: 6, answers: 0 });
         assert_eq!(peers.strangers.get(&7), Some(&6), "the next endpoint to it answers that one");
+    }
+
+    #[test]
+    fn a_worker_that_ends_is_no_stranger_any_more() {
+        let mut peers = side(3, 5);
+        let farewell = |worker| Postmark { worker, endpoint: 6, answers: 3 };
+        peers.hear(Postmark { worker: 8, endpoint: 1, answers: 0 });
+        assert_eq!((peers.hear_farewell(farewell(7)), peers.hear_farewell(farewell(8))), (Some(0), None));
+        assert!(peers.strangers.is_empty());
     }
 
     #[test]

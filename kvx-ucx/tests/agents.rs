@@ -80,6 +80,38 @@ fn the_route_tells_which_protocols_ucx_has_chosen() {
     });
 }
 
+/// How many ranges of addresses this process has mapped.
+fn mappings() -> usize {
+    std::fs::read_to_string("/proc/self/maps").expect("there is a list of them").lines().count()
+}
+
+#[test]
+fn peers_that_were_shut_down_leave_nothing_behind() {
+    versions::on_each("peers_that_were_shut_down_leave_nothing_behind", |_| {
+        let (stays, _region) = agent("stays", 1).unwrap();
+        let mut after = Vec::new();
+        for number in 0..12 {
+            let (goes, ours) = agent(&format!("goes-{number}"), 2).unwrap();
+            let to = stays.connect(goes.metadata().unwrap()).unwrap();
+            let from = goes.connect(stays.metadata().unwrap()).unwrap();
+            to.ready(PATIENCE).wait(PATIENCE).unwrap();
+            both_ways(&ours, &from).unwrap();
+            goes.shutdown(PATIENCE).wait(PATIENCE).unwrap();
+            drop((goes, ours, from));
+            // Over this link as well it is heard of without a word of this side's.
+            let until = Instant::now() + PATIENCE;
+            while to.lost().is_none() {
+                assert!(Instant::now() < until, "{number} is there still");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            after.push(mappings());
+        }
+        // Where UCX goes through shared memory an endpoint to a worker has three of them.
+        let (first, last) = (after[2], after[11]);
+        assert!(last <= first + 9, "{after:?}");
+    });
+}
+
 /// How many threads of an agent make progress: each sets its name when it first runs.
 fn threads_of(agent: &str) -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();

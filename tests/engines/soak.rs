@@ -167,7 +167,7 @@ impl Soak {
 
     fn run(mut self, time: Duration) -> Result<Done, Failure> {
         println!(
-            "| seconds | process | descriptors | threads | MiB | in quarantine |\n|---|---|---|---|---|---|"
+            "| seconds | process | descriptors | threads | MiB | mappings | in quarantine |\n|---|---|---|---|---|---|---|"
         );
         stays_flat(&mut self, time, 2 * CUT_OFF, Soak::turn, |soak, passed| {
             soak.all_free()?;

@@ -17,7 +17,7 @@ pub(crate) const BANDWIDTH_LANES: Version = Version { major: 1, minor: 20, relea
 pub(crate) const SHARED_QUEUES: &[&str] = &["posix", "sysv", "xpmem"];
 /// What becomes of them: a message that its sender was killed in stays in the queue unfinished. Seen with 1.13.1, and
 /// not with 1.22.0, which copies by cma.
-pub(crate) const KILLED_AMID: &str = "through shared memory this UCX moves data by messages: a process that is killed amid them can leave the other's UCX busy for ever and deaf to all peers; SHM serves peers of this host, or a newer UCX (1.22 was tried)";
+pub(crate) const KILLED_AMID: &str = "through shared memory this UCX moves data by messages: a process that is killed amid them can leave the other's UCX deaf to all peers; SHM serves peers of this host, or a newer UCX (1.22 was tried)";
 
 /// The route's text about an endpoint, and its promises. `worker`: what its worker prints of the protocols that UCX has
 /// chosen, if it has done so.

@@ -1,5 +1,5 @@
-//! Models of the reactor's own loop and of what other threads do to it, in every order that there can be: `cargo xtask
-//! loom`. No time passes in them, so whoever is not woken waits for ever, which fails them.
+//! Models of the reactor's own loop and of what other threads do to it, in every order: `cargo xtask loom`. No time
+//! passes in them, so whoever is not woken waits for ever, which fails them.
 
 use loom::sync::{Condvar, Mutex as Locked};
 use loom::thread;
@@ -55,9 +55,15 @@ impl Progress for Works {
     fn stop(&mut self, _: &mut Outbox) {}
 }
 
-/// Has `act` done beside a reactor's loop, which then has to end by itself.
-fn beside_a_reactor(act: impl Fn(&Arc<Reactor<Works>>, &Tally) + Send + Sync + 'static) {
-    loom::model(move || {
+/// Has `act` done beside a reactor's loop, which then has to end. `preemptions` is the most in one order, where all
+/// orders are too many.
+fn beside_a_reactor(
+    preemptions: Option<usize>,
+    act: impl Fn(&Arc<Reactor<Works>>, &Tally) + Send + Sync + 'static,
+) {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = preemptions;
+    model.check(move || {
         let done = Arc::new(Tally::default());
         let machine = Works { left: 0, done: Arc::clone(&done) };
         let shared = Arc::new(ReactorShared::around(machine, Arc::new(Nobody)).unwrap());
@@ -70,17 +76,9 @@ fn beside_a_reactor(act: impl Fn(&Arc<Reactor<Works>>, &Tally) + Send + Sync + '
     });
 }
 
-fn drives(reactor: &Arc<Reactor<Works>>) -> thread::JoinHandle<()> {
-    let reactor = Arc::clone(reactor);
-    thread::spawn(move || {
-        reactor.drive();
-        reactor.stop_driving();
-    })
-}
-
 #[test]
 fn no_command_is_slept_on() {
-    beside_a_reactor(|reactor, done| {
+    beside_a_reactor(None, |reactor, done| {
         reactor.submit(1);
         done.wait_for(1);
     });
@@ -88,7 +86,7 @@ fn no_command_is_slept_on() {
 
 #[test]
 fn what_a_callers_turn_leaves_is_not_slept_on() {
-    beside_a_reactor(|reactor, done| {
+    beside_a_reactor(None, |reactor, done| {
         reactor.submit_and_turn(2);
         done.wait_for(2);
     });
@@ -96,8 +94,12 @@ fn what_a_callers_turn_leaves_is_not_slept_on() {
 
 #[test]
 fn a_command_that_comes_as_a_driver_goes_is_not_slept_on() {
-    beside_a_reactor(|reactor, done| {
-        let driver = drives(reactor);
+    beside_a_reactor(Some(3), |reactor, done| {
+        let drives = Arc::clone(reactor);
+        let driver = thread::spawn(move || {
+            drives.drive();
+            drives.stop_driving();
+        });
         reactor.submit(1);
         done.wait_for(1);
         driver.join().unwrap();
@@ -106,7 +108,7 @@ fn a_command_that_comes_as_a_driver_goes_is_not_slept_on() {
 
 #[test]
 fn a_reactor_that_stays_away_stops() {
-    beside_a_reactor(|reactor, _| {
+    beside_a_reactor(None, |reactor, _| {
         reactor.drive();
     });
 }

@@ -357,7 +357,7 @@ unsafe impl Fabric for UcxFabric {
         }
         let Some(worker) = &self.worker else { return Ok(reactor::Armed::Sleep(None)) };
         match worker.arm() {
-            Ok(WorkerArmed::Busy) => Ok(reactor::Armed::Again),
+            Ok(WorkerArmed::Busy) => Ok(reactor::Armed::Busy),
             Ok(WorkerArmed::Sleep) => Ok(reactor::Armed::Sleep(waiting.then_some(SAFETY))),
             Err(status) => Err(error::native("UCX cannot be slept on", status)),
         }

@@ -383,7 +383,7 @@ impl<F: Fabric> Progress for Machine<F> {
         let armed = self.fabric.arm(waiting)?;
         let look = self.next_look.map(|at| at.saturating_duration_since(Instant::now()));
         Ok(match armed {
-            Armed::Again => Armed::Again,
+            Armed::Again | Armed::Busy => armed,
             Armed::Sleep(longest) => Armed::Sleep(match (longest, look) {
                 (Some(a), Some(b)) => Some(a.min(b)),
                 (a, b) => a.or(b),

@@ -9,20 +9,19 @@ mod exit;
 mod mailbox;
 #[cfg(feature = "panic-for-tests")]
 pub mod panics;
+mod sleep;
 mod sync;
 mod thread;
 mod work_queue;
 
-use std::os::fd::{OwnedFd, RawFd};
+use std::os::fd::RawFd;
 use std::panic::AssertUnwindSafe;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use rustix::event::EventfdFlags;
-
-use kvx_core::sync::{Mutex, MutexGuard, catch_panic};
+use kvx_core::sync::catch_panic;
 use kvx_core::transport::{Events, LinkState};
 use kvx_core::{Error, Kind, LinkId, Result, Ticket};
 
@@ -30,6 +29,9 @@ pub(crate) use exit::halt_before_destructors;
 pub use kvx_core::transport::Turn;
 pub use mailbox::Mailbox;
 pub use work_queue::WorkQueue;
+
+use sleep::Sleep;
+use sync::{Mutex, MutexGuard};
 
 /// The state machine that a reactor drives.
 pub trait Progress: Send + 'static {
@@ -67,31 +69,21 @@ pub fn no_poller(cause: rustix::io::Errno) -> Error {
 /// The most bytes to move in one turn before others get theirs.
 pub const SLICE: u64 = 1 << 20;
 
-/// The time that a reactor stays away from a machine that another thread drives: the most that other work of the
-/// machine is kept waiting when that thread has gone.
-const STAYS_AWAY: Duration = Duration::from_micros(400);
-/// The next turn of another thread is expected this soon after its last one.
-const DRIVEN: Duration = Duration::from_micros(50);
-
-/// A machine that would not be slept on for this long, and got nothing done, is not looked at without a pause any more:
-/// whom it waits for may need the core. UCX's shared memory is so while a peer's queue is full.
-const STUCK: Duration = Duration::from_micros(200);
-/// The longest of these pauses, which are an eighth of the time that it has been so.
-const LONGEST_PAUSE: Duration = Duration::from_millis(10);
-
 /// The answer of [`Progress::arm`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Armed {
-    /// Work came in meanwhile, or a library that waits for room at a peer cannot be slept on. Who goes on saying so
-    /// while nothing gets done is looked at less and less often.
+    /// Work came in meanwhile.
     Again,
+    /// A library cannot be slept on: it has work, or waits for what it does not tell, as for room at a peer. As long as
+    /// nothing gets done it is looked at less and less often.
+    Busy,
     /// Sleep until an fd or a command wakes; at most this long, if given.
     Sleep(Option<Duration>),
 }
 
 /// Tells a turn whether commands wait for its end.
 #[derive(Debug, Default)]
-pub struct Queued(AtomicBool);
+pub struct Queued(sync::AtomicBool);
 
 impl Queued {
     /// True if there are any.
@@ -170,50 +162,20 @@ struct ReactorShared<P: Progress> {
     /// True if the queue is not empty: looking into an empty one costs next to nothing. Before it sleeps, the reactor
     /// looks into the queue itself: this alone could be seen too late.
     queued: Queued,
-    /// True from before the last look at the queue until the reactor is awake again.
-    asleep: AtomicBool,
-    /// Asleep only for [`STAYS_AWAY`], because somebody else drives the machine.
-    stays_away: AtomicBool,
-    /// The moment at which a sleeping reactor wakes by itself, in nanoseconds since `started`.
-    wakes_at: AtomicU64,
-    /// Threads that have a turn of [`Reactor::drive`], which may take longer than [`STAYS_AWAY`], or try to.
-    driving: AtomicU64,
-    /// The moment of the last turn of another thread, likewise.
-    driven_at: AtomicU64,
+    sleep: Sleep,
     /// Of the last turn: only the reactor's own thread may have the next.
     own_thread_only: AtomicBool,
     /// Of the last turn, likewise.
     ends_unannounced: AtomicBool,
-    started: Instant,
-    stopping: AtomicBool,
     /// The process ends: nobody goes into the machine any more.
     halted: AtomicBool,
-    wake: OwnedFd,
     events: Arc<dyn Events>,
 }
 
 impl<P: Progress> Reactor<P> {
     /// Starts the thread `name` around `machine`.
     pub fn start(name: String, machine: P, events: Arc<dyn Events>) -> Result<Self> {
-        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|error| Error::os("no eventfd for a reactor: raise the limit of open files", error))?;
-        let shared = Arc::new(ReactorShared {
-            machine: Mutex::new(Some(Driven { machine, taken: Vec::new(), left_something: true })),
-            queue: Mutex::new(Some(Vec::new())),
-            queued: Queued::default(),
-            own_thread_only: AtomicBool::new(false),
-            ends_unannounced: AtomicBool::new(false),
-            asleep: AtomicBool::new(false),
-            stays_away: AtomicBool::new(false),
-            wakes_at: AtomicU64::new(0),
-            driving: AtomicU64::new(0),
-            driven_at: AtomicU64::new(0),
-            started: Instant::now(),
-            stopping: AtomicBool::new(false),
-            halted: AtomicBool::new(false),
-            wake,
-            events,
-        });
+        let shared = Arc::new(ReactorShared::around(machine, events)?);
         exit::watch(Arc::downgrade(&shared) as Weak<dyn exit::Halt>);
         let ours = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name(name).spawn(move || ours.serve()).map_err(|error| {
@@ -225,7 +187,7 @@ impl<P: Progress> Reactor<P> {
     /// Hands over a command. After the stop it goes to [`Progress::late`].
     pub fn submit(&self, command: P::Command) {
         self.shared.push(command);
-        self.shared.wake_if_asleep();
+        self.shared.sleep.wake_if_asleep();
     }
 
     /// Hands over a command and, if the machine is free, does one turn on this thread: for small work whose latency
@@ -234,7 +196,7 @@ impl<P: Progress> Reactor<P> {
         let mut command = Some(command);
         if self.try_turn(&mut command).is_none() {
             command.into_iter().for_each(|command| self.shared.push(command));
-            self.shared.wake_if_asleep();
+            self.shared.sleep.wake_if_asleep();
         }
     }
 
@@ -244,10 +206,7 @@ impl<P: Progress> Reactor<P> {
         let shared = &*self.shared;
         let mut turn = None;
         if !shared.own_thread_only.load(Ordering::Relaxed) {
-            shared.driving.fetch_add(1, Ordering::Relaxed);
-            turn = self.try_turn(&mut None);
-            shared.driven_at.store(shared.at(Some(Duration::ZERO)), Ordering::Relaxed);
-            shared.driving.fetch_sub(1, Ordering::Relaxed);
+            turn = shared.sleep.driving(|| self.try_turn(&mut None));
         }
         turn.unwrap_or_else(|| {
             let ends_unannounced = shared.ends_unannounced.load(Ordering::Relaxed);
@@ -258,10 +217,7 @@ impl<P: Progress> Reactor<P> {
     /// After the last [`drive`](Reactor::drive) of a thread that goes to sleep: the reactor's own thread is back at
     /// once.
     pub fn stop_driving(&self) {
-        self.shared.driven_at.store(0, Ordering::SeqCst);
-        if self.shared.stays_away.load(Ordering::SeqCst) {
-            self.shared.wake();
-        }
+        self.shared.sleep.stop_driving();
     }
 
     /// Has a turn with the command, which is taken, if the machine is free.
@@ -284,14 +240,11 @@ impl<P: Progress> Reactor<P> {
             // The thread sleeps by what the machine said before this turn: wake it if there is more to do than one
             // turn, or something to do earlier than it knows.
             let must_wake = turn.done > 0
-                && self.shared.asleep.load(Ordering::SeqCst)
-                && !self.shared.stays_away.load(Ordering::SeqCst)
+                && self.shared.sleep.is_as_announced()
                 && std::mem::take(&mut driven.left_something)
                 && match driven.machine.arm() {
-                    Ok(Armed::Sleep(longest)) => {
-                        self.shared.at(longest) < self.shared.wakes_at.load(Ordering::SeqCst)
-                    }
-                    Ok(Armed::Again) | Err(_) => true,
+                    Ok(Armed::Sleep(longest)) => self.shared.sleep.is_longer_than(longest),
+                    Ok(Armed::Again | Armed::Busy) | Err(_) => true,
                 };
             (turn, must_wake)
         }));
@@ -302,14 +255,14 @@ impl<P: Progress> Reactor<P> {
         drop(machine);
         out.deliver(&*self.shared.events);
         if must_wake {
-            self.shared.wake();
+            self.shared.sleep.wake();
         }
         Some(turn)
     }
 
     /// Has the machine stop, without waiting for it.
     pub(crate) fn ask_to_stop(&self) {
-        self.shared.ask_to_stop();
+        self.shared.sleep.stop();
     }
 
     /// Stops the machine and waits for its thread, unless that is the calling one.
@@ -328,40 +281,25 @@ impl<P: Progress> Reactor<P> {
 impl<P: Progress> Drop for Reactor<P> {
     fn drop(&mut self) {
         if kvx_core::fork::count() == 0 {
-            self.shared.ask_to_stop();
+            self.shared.sleep.stop();
         }
     }
 }
 
 impl<P: Progress> ReactorShared<P> {
-    fn wake(&self) {
-        // A full counter means that a wake-up is pending already.
-        rustix::io::write(&self.wake, &1u64.to_ne_bytes()).ok();
-    }
-
-    /// After a push. A reactor that stays away is left alone while the thread that drives is likely to come again: it
-    /// takes the command, and would be preempted by the wake-up.
-    fn wake_if_asleep(&self) {
-        if self.asleep.load(Ordering::SeqCst) && !(self.stays_away.load(Ordering::SeqCst) && self.is_driven())
-        {
-            self.wake();
-        }
-    }
-
-    /// The time after `longest` from now, as `wakes_at` counts.
-    fn at(&self, longest: Option<Duration>) -> u64 {
-        longest.map_or(u64::MAX, |longest| {
-            u64::try_from((self.started.elapsed() + longest).as_nanos()).unwrap_or(u64::MAX)
+    fn around(machine: P, events: Arc<dyn Events>) -> Result<Self> {
+        let sleep = Sleep::new()
+            .map_err(|error| Error::os("no eventfd for a reactor: raise the limit of open files", error))?;
+        Ok(ReactorShared {
+            machine: Mutex::new(Some(Driven { machine, taken: Vec::new(), left_something: true })),
+            queue: Mutex::new(Some(Vec::new())),
+            queued: Queued::default(),
+            sleep,
+            own_thread_only: AtomicBool::new(false),
+            ends_unannounced: AtomicBool::new(false),
+            halted: AtomicBool::new(false),
+            events,
         })
-    }
-
-    /// True if another thread has had a turn just now, and so is likely to have the next.
-    fn is_driven(&self) -> bool {
-        if self.driving.load(Ordering::Relaxed) > 0 {
-            return true;
-        }
-        let driven = Duration::from_nanos(self.driven_at.load(Ordering::SeqCst));
-        !driven.is_zero() && self.started.elapsed().saturating_sub(driven) < DRIVEN
     }
 
     fn push(&self, command: P::Command) {
@@ -376,11 +314,6 @@ impl<P: Progress> ReactorShared<P> {
                 P::late(command);
             }
         }
-    }
-
-    fn ask_to_stop(&self) {
-        self.stopping.store(true, Ordering::SeqCst);
-        self.wake();
     }
 
     /// A machine that panics, on whichever thread, is dropped: its tickets are forgotten, which quarantines their
@@ -398,7 +331,7 @@ impl<P: Progress> ReactorShared<P> {
         for command in left {
             catch_panic(|| P::late(command));
         }
-        self.wake();
+        self.sleep.wake();
     }
 
     /// Takes what was submitted, and the last command if there is one, and does one turn.
@@ -440,5 +373,7 @@ fn keep(flag: &AtomicBool, now: bool) {
     }
 }
 
+#[cfg(all(test, kvx_loom))]
+mod models;
 #[cfg(test)]
 mod tests;

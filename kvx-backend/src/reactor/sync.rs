@@ -1,35 +1,49 @@
-//! What the mailbox is made of; in models (`cargo xtask loom`), what tries every order.
+//! What the reactor and its mailboxes are made of; in models (`cargo xtask loom`), what tries every order.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, PollFd, Timespec, eventfd};
 use rustix::io::Errno;
 
+#[cfg(all(test, kvx_loom))]
+#[path = "../../../kvx-core/src/sync/atomic.rs"]
+mod atomic;
+
 #[cfg(not(all(test, kvx_loom)))]
-pub(super) use kvx_core::sync::Mutex;
+pub(super) use kvx_core::sync::{Mutex, MutexGuard};
 #[cfg(not(all(test, kvx_loom)))]
-pub(super) use std::sync::atomic::{AtomicBool, Ordering};
+pub(super) use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 #[cfg(all(test, kvx_loom))]
-pub(super) use loom::sync::atomic::{AtomicBool, Ordering};
+pub(super) use atomic::{AtomicBool, AtomicU64, Ordering};
+#[cfg(all(test, kvx_loom))]
+pub(super) use loom::sync::MutexGuard;
 
 #[cfg(all(test, kvx_loom))]
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(super) struct Mutex<T>(loom::sync::Mutex<T>);
 
 #[cfg(all(test, kvx_loom))]
 impl<T> Mutex<T> {
-    pub(super) fn lock(&self) -> loom::sync::MutexGuard<'_, T> {
+    pub(super) fn new(value: T) -> Self {
+        Mutex(loom::sync::Mutex::new(value))
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, T> {
         self.0.lock().unwrap()
+    }
+
+    pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        self.0.try_lock().ok()
     }
 }
 
 /// A descriptor that is readable from a ring until the next drain.
 pub(super) struct Wake {
     fd: OwnedFd,
-    /// A model changes threads at accesses that it knows of.
+    /// A model changes threads where it knows of what they do: it knows by this whether the descriptor is readable.
     #[cfg(all(test, kvx_loom))]
-    step: loom::sync::atomic::AtomicUsize,
+    rung: (loom::sync::Mutex<bool>, loom::sync::Condvar),
 }
 
 impl Wake {
@@ -37,21 +51,47 @@ impl Wake {
         Ok(Wake {
             fd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             #[cfg(all(test, kvx_loom))]
-            step: loom::sync::atomic::AtomicUsize::new(0),
+            rung: Default::default(),
         })
     }
 
     pub(super) fn ring(&self) {
         #[cfg(all(test, kvx_loom))]
-        self.step.fetch_add(1, Ordering::SeqCst);
+        let mut rung = self.rung.0.lock().unwrap();
         rustix::io::write(&self.fd, &1_u64.to_ne_bytes()).ok(); // a full counter wakes as well
+        #[cfg(all(test, kvx_loom))]
+        {
+            *rung = true;
+            self.rung.1.notify_all();
+        }
     }
 
     pub(super) fn drain(&self) {
         #[cfg(all(test, kvx_loom))]
-        self.step.fetch_add(1, Ordering::SeqCst);
+        let mut rung = self.rung.0.lock().unwrap();
         let mut count = [0; 8];
         rustix::io::read(&self.fd, &mut count).ok(); // never blocks
+        #[cfg(all(test, kvx_loom))]
+        {
+            *rung = false;
+        }
+    }
+
+    /// Sleeps until one of these is readable, the first of which is this one, or for so long. Returns whether it is.
+    #[cfg(not(all(test, kvx_loom)))]
+    pub(super) fn poll(&self, fds: &mut [PollFd<'_>], longest: Option<&Timespec>) -> Result<bool, Errno> {
+        rustix::event::poll(fds, longest)?;
+        Ok(fds.first().is_some_and(|wake| !wake.revents().is_empty()))
+    }
+
+    /// In a model no time passes, and nothing but a ring ends a sleep.
+    #[cfg(all(test, kvx_loom))]
+    pub(super) fn poll(&self, _: &mut [PollFd<'_>], _: Option<&Timespec>) -> Result<bool, Errno> {
+        let mut rung = self.rung.0.lock().unwrap();
+        while !*rung {
+            rung = self.rung.1.wait(rung).unwrap();
+        }
+        Ok(true)
     }
 }
 

@@ -2,7 +2,8 @@
 
 use std::os::fd::AsRawFd as _;
 use std::sync::OnceLock;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicU64, AtomicUsize};
+use std::time::Instant;
 
 use super::*;
 use kvx_core::Completion;
@@ -81,7 +82,7 @@ fn commands_from_many_threads_are_all_done() {
 #[test]
 fn a_sleeping_reactor_wakes_for_a_command() {
     let reactor = echo();
-    until(|| reactor.shared.asleep.load(Ordering::SeqCst));
+    until(|| reactor.shared.sleep.is_asleep());
     let (done, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
     done.wait(Duration::from_secs(10)).unwrap();
@@ -106,7 +107,7 @@ impl Progress for Stuck {
         if self.free.load(Ordering::SeqCst) { self.echo.progress(queued, out) } else { Turn::did(0) }
     }
     fn arm(&mut self) -> Result<Armed> {
-        if self.free.load(Ordering::SeqCst) { self.echo.arm() } else { Ok(Armed::Again) }
+        if self.free.load(Ordering::SeqCst) { self.echo.arm() } else { Ok(Armed::Busy) }
     }
     fn fds(&self) -> &[RawFd] {
         &self.ready
@@ -140,7 +141,7 @@ fn a_machine_that_cannot_be_slept_on_and_does_nothing_leaves_the_core_to_others(
     reactor.submit(ticket);
     free.store(true, Ordering::SeqCst);
     done.wait(Duration::from_secs(10)).unwrap();
-    until(|| reactor.shared.wakes_at.load(Ordering::SeqCst) == u64::MAX);
+    until(|| reactor.shared.sleep.wakes_at.load(Ordering::SeqCst) == u64::MAX);
     reactor.stop();
 }
 
@@ -199,7 +200,7 @@ fn a_machine_that_wants_its_own_thread_only_has_no_other() {
     reactor.drive();
     ask(Reactor::submit).wait(Duration::from_secs(10)).unwrap();
     drop(reactor.shared.machine.lock()); // its turn has ended
-    let seen = || (others.load(Ordering::Relaxed), reactor.shared.driven_at.load(Ordering::Relaxed));
+    let seen = || (others.load(Ordering::Relaxed), reactor.shared.sleep.driven_at.load(Ordering::Relaxed));
     let before = seen();
     for _ in 0..50 {
         let done = ask(Reactor::submit_and_turn);
@@ -256,7 +257,7 @@ fn a_turn_sees_that_a_command_waits() {
 #[test]
 fn a_thread_that_lost_its_core_in_a_drive_holds_nobody_up() {
     let reactor = echo();
-    reactor.shared.driving.fetch_add(1, Ordering::Relaxed); // and it never comes back
+    reactor.shared.sleep.drivers.fetch_add(1, Ordering::Relaxed); // and it never comes back
     let (done, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
     done.wait(Duration::from_secs(10)).unwrap();
@@ -347,11 +348,11 @@ fn a_machine_that_panics_in_a_callers_turn_hangs_nobody_and_stays_out_of_use() {
 
     for by_drive in [false, true] {
         let reactor = Reactor::start("treacherous".into(), treacherous(), Arc::new(Nobody)).unwrap();
-        until(|| reactor.shared.asleep.load(Ordering::SeqCst));
+        until(|| reactor.shared.sleep.is_asleep());
         let (done, ticket) = Completion::with_ticket();
         if by_drive {
             reactor.submit(ticket);
-            until(|| reactor.shared.asleep.load(Ordering::SeqCst));
+            until(|| reactor.shared.sleep.is_asleep());
             let until = Instant::now() + Duration::from_secs(10);
             while reactor.shared.machine.lock().is_some() {
                 assert!(Instant::now() < until, "it has not panicked");
@@ -362,7 +363,7 @@ fn a_machine_that_panics_in_a_callers_turn_hangs_nobody_and_stays_out_of_use() {
             reactor.submit_and_turn(ticket);
         }
         assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Forgotten);
-        assert_eq!(reactor.shared.driving.load(Ordering::SeqCst), 0);
+        assert_eq!(reactor.shared.sleep.drivers.load(Ordering::SeqCst), 0);
         // Its thread has ended, and does not wake for ever.
         until(|| reactor.thread.lock().as_ref().is_some_and(JoinHandle::is_finished));
         let (done, ticket) = Completion::with_ticket();

@@ -1,5 +1,7 @@
 //! Loom's atomics for models. Loom takes `SeqCst` of an access for acquire and release, and would find orders that
 //! there are not; of a fence it does not: so each such access stands between two.
+//! kvx-backend's models have this file too.
+#![allow(dead_code, reason = "no crate's models use all of it")]
 
 pub(crate) use loom::sync::atomic::Ordering;
 use loom::sync::atomic::{self as loom_atomic, fence};
@@ -30,6 +32,10 @@ macro_rules! atomic {
                 between_fences(order, || self.0.load(order))
             }
 
+            pub(crate) fn store(&self, value: $value, order: Ordering) {
+                between_fences(order, || self.0.store(value, order));
+            }
+
             $(pub(crate) fn $more(&self, value: $value, order: Ordering) -> $value {
                 between_fences(order, || self.0.$more(value, order))
             })*
@@ -38,10 +44,5 @@ macro_rules! atomic {
 }
 
 atomic!(AtomicUsize, usize, fetch_add, fetch_sub);
+atomic!(AtomicU64, u64, fetch_add, fetch_sub);
 atomic!(AtomicBool, bool,);
-
-impl AtomicBool {
-    pub(crate) fn store(&self, value: bool, order: Ordering) {
-        between_fences(order, || self.0.store(value, order));
-    }
-}

@@ -135,7 +135,7 @@ impl End {
         let done = self.machine.progress(&Queued::default(), &mut out).done + landed.len();
         kvx_backend::fuzz::deliver_to(&mut out, &*self.inbox);
         let again = match self.machine.arm().expect("it can sleep") {
-            Armed::Again => true,
+            Armed::Again | Armed::Busy => true,
             Armed::Sleep(until) => {
                 self.sleeps = until;
                 false

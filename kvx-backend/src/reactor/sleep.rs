@@ -1,0 +1,199 @@
+//! When the reactor's thread sleeps, and who wakes it.
+//!
+//! It says that it sleeps, and looks for work once more; who brings work does so first, and then looks whether it
+//! sleeps. So one of the two sees the other.
+
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, RawFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+
+use super::sync::{AtomicBool, AtomicU64, Ordering, Wake};
+
+/// The time that a reactor stays away from a machine that another thread drives: the most that other work of the
+/// machine is kept waiting when that thread has gone.
+const STAYS_AWAY: Duration = Duration::from_micros(400);
+/// The next turn of another thread is expected this soon after its last one.
+const DRIVEN: Duration = Duration::from_micros(50);
+
+/// What the reactor's thread and the others know of each other.
+pub(super) struct Sleep {
+    /// True from before the last look for work until the reactor is awake again.
+    asleep: AtomicBool,
+    /// Asleep only for [`STAYS_AWAY`], because somebody else drives the machine.
+    stays_away: AtomicBool,
+    /// The moment at which a sleeping reactor wakes by itself, in nanoseconds since `started`.
+    pub(super) wakes_at: AtomicU64,
+    /// Threads that have a turn of [`driving`](Self::driving), which may take longer than [`STAYS_AWAY`], or try to.
+    pub(super) drivers: AtomicU64,
+    /// The moment of the last turn of another thread, likewise.
+    pub(super) driven_at: AtomicU64,
+    stopping: AtomicBool,
+    started: Instant,
+    wake: Wake,
+}
+
+/// What the reactor's thread does.
+impl Sleep {
+    /// Nobody sleeps yet.
+    pub(super) fn new() -> Result<Self, Errno> {
+        Ok(Sleep {
+            asleep: AtomicBool::new(false),
+            stays_away: AtomicBool::new(false),
+            wakes_at: AtomicU64::new(0),
+            drivers: AtomicU64::new(0),
+            driven_at: AtomicU64::new(0),
+            stopping: AtomicBool::new(false),
+            started: Instant::now(),
+            wake: Wake::new()?,
+        })
+    }
+
+    /// Says that it is going to sleep, for so long at most. Under the machine's lock: the next turn of another thread
+    /// sees it.
+    pub(super) fn announce(&self, longest: Option<Duration>) {
+        self.wakes_at.store(self.at(longest), Ordering::SeqCst);
+        self.asleep.store(true, Ordering::SeqCst);
+    }
+
+    /// Sleeps, as it was announced, until it is woken or one of `fds` is readable. If there is work by now, it does
+    /// not. Returns whether it did.
+    pub(super) fn unless(
+        &self,
+        has_work: impl FnOnce() -> bool,
+        fds: &[RawFd],
+        longest: Option<Duration>,
+    ) -> bool {
+        let sleeps = !has_work() && !self.is_stopping();
+        if sleeps {
+            self.poll(fds, longest);
+        }
+        self.asleep.store(false, Ordering::SeqCst);
+        sleeps
+    }
+
+    /// A thread that drives sees to what comes by itself: stays out of its way, and off its core, while it does.
+    /// Returns whether some thread has ended a turn meanwhile.
+    pub(super) fn stay_away(&self) -> bool {
+        let seen = self.driven_at.load(Ordering::Relaxed);
+        self.stays_away.store(true, Ordering::SeqCst);
+        self.asleep.store(true, Ordering::SeqCst);
+        if !self.is_stopping() && self.is_driven() {
+            self.poll(&[], Some(STAYS_AWAY));
+        }
+        self.stays_away.store(false, Ordering::SeqCst);
+        self.asleep.store(false, Ordering::SeqCst);
+        self.driven_at.load(Ordering::Relaxed) != seen
+    }
+
+    fn poll(&self, fds: &[RawFd], longest: Option<Duration>) {
+        let mut polled = Vec::with_capacity(fds.len() + 1);
+        polled.push(PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN));
+        // SAFETY: the machine owns these descriptors and is not dropped before this thread ends; one that it closes
+        // meanwhile (on another thread's turn) is at worst another open file, which makes for a spurious wake-up.
+        polled.extend(
+            fds.iter()
+                .map(|fd| PollFd::from_borrowed_fd(unsafe { BorrowedFd::borrow_raw(*fd) }, PollFlags::IN)),
+        );
+        let longest = longest.map(|longest| Timespec {
+            tv_sec: longest.as_secs().try_into().unwrap_or(i64::MAX),
+            tv_nsec: longest.subsec_nanos().into(),
+        });
+        match self.wake.poll(&mut polled, longest.as_ref()) {
+            Ok(true) => self.wake.drain(),
+            Ok(false) | Err(Errno::INTR) => {}
+            Err(error) => {
+                let fd = self.wake.as_raw_fd();
+                tracing::error!(%error, fd, "a reactor could not sleep; trying again in 10 ms");
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        }
+    }
+}
+
+/// What other threads do.
+impl Sleep {
+    /// After a command was put into the queue. A reactor that stays away is left alone while the thread that drives is
+    /// likely to come again: it takes the command, and would be preempted by the wake-up.
+    #[inline]
+    pub(super) fn wake_if_asleep(&self) {
+        if self.is_asleep() && !(self.stays_away.load(Ordering::SeqCst) && self.is_driven()) {
+            self.wake();
+        }
+    }
+
+    /// True if the reactor sleeps by what the machine said, under whose lock this is asked.
+    #[inline]
+    pub(super) fn is_as_announced(&self) -> bool {
+        self.is_asleep() && !self.stays_away.load(Ordering::SeqCst)
+    }
+
+    /// True if the reactor wakes by itself only after `longest` from now.
+    #[inline]
+    pub(super) fn is_longer_than(&self, longest: Option<Duration>) -> bool {
+        self.at(longest) < self.wakes_at.load(Ordering::SeqCst)
+    }
+
+    /// Has a turn for which, and a while after it, the reactor stays away.
+    #[inline]
+    pub(super) fn driving<T>(&self, turn: impl FnOnce() -> T) -> T {
+        self.drivers.fetch_add(1, Ordering::Relaxed);
+        let turn = turn();
+        self.driven_at.store(self.at(Some(Duration::ZERO)), Ordering::Relaxed);
+        self.drivers.fetch_sub(1, Ordering::Relaxed);
+        turn
+    }
+
+    /// After the last turn of a thread that goes to sleep: the reactor is back at once.
+    #[inline]
+    pub(super) fn stop_driving(&self) {
+        self.driven_at.store(0, Ordering::SeqCst);
+        if self.stays_away.load(Ordering::SeqCst) {
+            self.wake();
+        }
+    }
+
+    /// True if another thread has had a turn just now, and so is likely to have the next.
+    #[inline]
+    pub(super) fn is_driven(&self) -> bool {
+        if self.drivers.load(Ordering::Relaxed) > 0 {
+            return true;
+        }
+        let driven = Duration::from_nanos(self.driven_at.load(Ordering::SeqCst));
+        !driven.is_zero() && self.now().saturating_sub(driven) < DRIVEN
+    }
+
+    #[inline]
+    pub(super) fn is_asleep(&self) -> bool {
+        self.asleep.load(Ordering::SeqCst)
+    }
+
+    pub(super) fn stop(&self) {
+        self.stopping.store(true, Ordering::SeqCst);
+        self.wake();
+    }
+
+    #[inline]
+    pub(super) fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::SeqCst)
+    }
+
+    /// Wakes it, or has its next sleep end at once.
+    pub(super) fn wake(&self) {
+        self.wake.ring();
+    }
+
+    /// The time after `longest` from now, as `wakes_at` counts.
+    #[inline]
+    fn at(&self, longest: Option<Duration>) -> u64 {
+        longest
+            .map_or(u64::MAX, |longest| u64::try_from((self.now() + longest).as_nanos()).unwrap_or(u64::MAX))
+    }
+
+    /// In a model, time stands still just after the start: who has driven is expected again until he says otherwise.
+    #[inline]
+    fn now(&self) -> Duration {
+        if cfg!(all(test, kvx_loom)) { Duration::from_nanos(1) } else { self.started.elapsed() }
+    }
+}

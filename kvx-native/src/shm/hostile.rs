@@ -1,30 +1,26 @@
 //! Clients and owners that do not keep to the protocol: each is refused with a reason, and nobody else notices.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::process::CommandExt;
+mod held;
+
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_core::fork::Private;
 use kvx_core::memory::IpcHandle;
-use kvx_core::transport::{self, Context, Events, LinkState};
 use kvx_core::{
-    Agent, DeviceId, Grid, Identity, Incarnation, Invitation, Kind, LinkId, Memory, Metadata, Options,
-    Placed, Plan, Region, RegionId, RegionKey, Registry, Sender,
+    Agent, DeviceId, Grid, Invitation, Kind, Memory, Metadata, Placed, Plan, Region, RegionId, RegionKey,
+    Registry,
 };
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{MemfdFlags, SealFlags};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use kvx_backend::control::proof::Keys;
 use kvx_backend::control::violations::{After, Violation, any_message, greet, prove, violations};
-use kvx_backend::control::{HeldBytes, Message as Shared, Refusal, hear};
-use kvx_backend::reactor::{Outbox, Progress as _, Queued};
-use kvx_testkit::{Random, newcomers_amid};
+use kvx_backend::control::{Message as Shared, Refusal, hear};
+use kvx_testkit::Random;
 
-use super::config::Config;
 use super::messages::{At, Message, Probe, Reached};
-use super::progress::Machine;
 use super::socket::{self, Received};
 use crate::described::Described;
 
@@ -144,40 +140,6 @@ fn wait_for(socket: &Private, flags: PollFlags) {
     rustix::event::poll(&mut [PollFd::new(socket, flags)], Some(&wait)).unwrap();
 }
 
-/// Another process, as the kernel sees it: it has connected what we speak over, and sleeps.
-struct Another(std::process::Child);
-
-impl Another {
-    fn to(name: &[u8], connections: usize) -> (Self, Vec<Raw>) {
-        let fresh = || {
-            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
-        };
-        let sockets: Vec<OwnedFd> = (0..connections).map(|_| fresh()).collect();
-        let numbers: Vec<_> = sockets.iter().map(AsRawFd::as_raw_fd).collect();
-        let name = SocketAddrUnix::new_abstract_name(name).unwrap();
-        let mut command = std::process::Command::new("sleep");
-        // SAFETY: between fork and exec only connect is called, which is async-signal-safe; the sockets are open.
-        unsafe {
-            command.arg("100").pre_exec(move || {
-                for number in &numbers {
-                    rustix::net::connect(BorrowedFd::borrow_raw(*number), &name)?;
-                }
-                Ok(())
-            });
-        }
-        let another = Another(command.spawn().unwrap());
-        (another, sockets.into_iter().map(|socket| Raw(socket.into())).collect())
-    }
-}
-
-impl Drop for Another {
-    fn drop(&mut self) {
-        self.0.kill().ok(); // it may have ended
-        self.0.wait().ok();
-    }
-}
-
 const NO_PROBE: Probe = Probe { address: 0, bytes: [0; 32] };
 
 fn invitation(agent: &Agent) -> Invitation {
@@ -295,107 +257,6 @@ fn who_finds_no_room_is_told_so_and_comes_in_later() {
     a_good_client_works(&target, &region);
     late.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
     target.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
-}
-
-/// More than an agent of these tests has room for, and more than a link's window.
-fn park(raw: &Raw) -> bool {
-    let notice = |notice| Shared::Notify { notice, bytes: &[7; 64 << 10] }.encode();
-    (0..16).all(|number| raw.pour(&notice(number), 1))
-}
-
-#[test]
-fn a_process_has_one_budget_for_all_its_connections_and_newcomers_are_served() {
-    let (target, region) = target();
-    let metadata = target.metadata().unwrap();
-    let first = Raw::shaken(&target);
-    assert!(park(&first), "it is full from here on");
-    let (_another, raws) = Another::to(&metadata[socket_of(&metadata)], 55);
-    let cut_off = newcomers_amid(
-        || agent("newcomer"),
-        &metadata,
-        || {
-            let want = Shared::Want { import: 1, id: RegionId(77), key: RegionKey([0; 16]) }.encode();
-            let cut_off = raws.iter().filter(|raw| {
-                let proof = raw.greet(&invitation(&target), || ());
-                // Answers that it does not take: half a MiB beside the MiB.
-                !(raw.pour(&proof, 1) && park(raw) && raw.pour(&want, 3_000))
-            });
-            cut_off.count()
-        },
-    );
-    assert!((5..=30).contains(&cut_off), "{cut_off} of 55 were cut off");
-    a_good_client_works(&target, &region);
-    while target.try_notification().is_some() {}
-    first.send(Shared::Ping, None);
-    while !matches!(Shared::decode(&first.next().expect("it is another's")), Ok(Shared::Alive)) {}
-    target.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
-}
-
-/// It has no room.
-struct Full;
-
-impl Events for Full {
-    fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), transport::Full> {
-        Err(transport::Full)
-    }
-    fn link(&self, _: LinkId, _: LinkState) {}
-}
-
-#[test]
-fn all_processes_have_one_budget_and_the_greediest_loses_its_connections() {
-    let (options, invited) = (Options::new(), Invitation::from_bytes([5; 32]));
-    let config = Config::read(&options).unwrap();
-    let context = Context {
-        agent: Identity { name: "full".into(), incarnation: Incarnation([1; 16]) },
-        options,
-        events: Arc::new(Full),
-        devices: Vec::new(),
-        invitation: invited,
-        secret: None,
-        peer_timeout: CUT_OFF,
-    };
-    let mut machine = Machine::new(context, config, Arc::default()).unwrap();
-    machine.held = HeldBytes::of(6 << 20, 10 << 20);
-    let name = machine.socket_name();
-    let mut turns = || {
-        for _ in 0..3 {
-            machine.progress(&Queued::default(), &mut Outbox::default());
-        }
-    };
-    let honest = Raw(socket::connect(&name).unwrap());
-    let mut others = vec![honest];
-    let mut processes = Vec::new();
-    // The second has most when the third comes.
-    for connections in [3, 4, 4] {
-        let (process, raws) = Another::to(&name, connections);
-        processes.push(process);
-        others.extend(raws);
-    }
-    for raw in &others {
-        let proof = raw.greet(&invited, &mut turns);
-        raw.say(&proof).unwrap();
-        let notice = |notice| Shared::Notify { notice, bytes: &[7; 64 << 10] }.encode();
-        for number in 0..16 {
-            raw.say(&notice(number)).ok(); // it may be cut off before it has said all
-            turns();
-        }
-    }
-    let served = others.iter().map(|raw| {
-        let begun = Instant::now();
-        let asked = raw.say(&Shared::Ping.encode()).is_ok();
-        turns();
-        assert!(begun.elapsed() < Duration::from_secs(1), "it waited {:?}", begun.elapsed());
-        asked && raw.next().is_some()
-    });
-    let served: Vec<bool> = served.collect();
-    assert_eq!(served, [[true; 4].as_slice(), &[false; 4], &[true; 4]].concat());
-    drop((processes, others));
-    let until = Instant::now() + CUT_OFF;
-    while !machine.connections.is_empty() {
-        assert!(Instant::now() < until, "their ends are not seen");
-        machine.progress(&Queued::default(), &mut Outbox::default());
-    }
-    assert!(machine.held.is_empty());
 }
 
 #[test]

@@ -107,6 +107,13 @@ impl Described {
         self.grids.iter().map(|placed| placed.grid.length * self.indices.len() as u64).sum()
     }
 
+    /// Bytes of memory that it takes.
+    #[cfg_attr(not(feature = "shm"), allow(dead_code, reason = "TCP counts what travelled"))]
+    pub(crate) fn kept(&self) -> usize {
+        let list = self.indices.as_list().map_or(0, size_of_val);
+        size_of_val(&*self.regions) + size_of_val(&*self.grids) + list
+    }
+
     /// Writes it to the end of a message.
     pub(crate) fn encode(&self, out: &mut Vec<u8>) {
         out.put_u16(self.regions.len() as u16);

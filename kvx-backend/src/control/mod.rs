@@ -23,11 +23,13 @@
 //! * **End.** [`Bye`](Message::Bye) is the last word of an end that holds nothing of the other any more.
 //!   [`Leave`](Message::Leave) asks an initiator for it: the target's agent is shutting down. Over a socket its
 //!   end says both.
+//! * **Memory.** What a peer has this end keep is counted over all its links, and bounded. See [`HeldBytes`].
 //!
 //! What is refused travels as a [`Refusal`]: a kind, by one numbering for all transports, and a sentence that is
 //! cleaned of control characters. [`reasons`] holds the sentences that all transports say alike.
 
 mod grants;
+mod held;
 mod hello;
 mod messages;
 mod notices;
@@ -41,6 +43,7 @@ mod tests;
 pub mod violations;
 
 pub use grants::{Granted, Imported, Imports, Recalls, RegionTable};
+pub use held::{ENTRY, HeldBytes};
 pub use hello::{Greeted, Greeting, TurnedAway, VERSIONS, hear};
 pub use messages::{MAX_MESSAGE, Message, OWN};
 pub use notices::{MAX_WAITING_BYTES, NoticesFromPeer, NoticesToPeer, WINDOW};

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use kvx_core::transport::Full;
 use kvx_core::{Error, Kind, Result, Ticket};
 
+use super::ENTRY;
 use super::reasons::malformed;
 
 /// The most notifications of one link that are not acknowledged. A target may have to park so many, and never
@@ -14,8 +15,6 @@ pub const WINDOW: usize = 64;
 const WINDOW_BYTES: usize = 1 << 20;
 /// The most bytes that wait at the sender; each counts some bytes more than it has.
 pub const MAX_WAITING_BYTES: usize = 64 << 20;
-/// What keeping a notification costs beside its bytes.
-const COST: usize = 64;
 
 struct Unsent {
     bytes: Box<[u8]>,
@@ -41,7 +40,7 @@ pub struct NoticesToPeer {
 impl NoticesToPeer {
     /// Queues one. Errors: `Exhausted`, with the ticket, where too much waits already.
     pub fn add(&mut self, bytes: Box<[u8]>, done: Ticket) -> Result<(), (Ticket, Error)> {
-        let cost = bytes.len() + COST;
+        let cost = bytes.len() + ENTRY;
         if self.waiting_cost + cost > MAX_WAITING_BYTES {
             let why = format!(
                 "{} notifications wait for this peer already, of {} MiB in all: it does not take them",
@@ -93,7 +92,7 @@ impl NoticesToPeer {
     /// Takes that one out.
     pub fn pop(&mut self) -> Option<(Box<[u8]>, Ticket)> {
         let Unsent { bytes, done } = self.waiting.pop_front()?;
-        self.waiting_cost -= bytes.len() + COST;
+        self.waiting_cost -= bytes.len() + ENTRY;
         Some((bytes, done))
     }
 
@@ -142,7 +141,7 @@ impl NoticesFromPeer {
 
     /// Bytes that they take.
     pub fn held(&self) -> usize {
-        self.bytes + self.parked.len() * COST
+        self.bytes + self.parked.len() * ENTRY
     }
 
     /// Whether some wait.
@@ -195,7 +194,7 @@ mod tests {
     fn what_waits_for_a_peer_is_bounded_also_where_it_is_empty() {
         for len in [0, 1000, 64 << 10] {
             let mut to_peer = NoticesToPeer::default();
-            let most = MAX_WAITING_BYTES / (len + COST);
+            let most = MAX_WAITING_BYTES / (len + ENTRY);
             let fit = (0..=most).take_while(|_| add(&mut to_peer, len).is_ok()).count();
             assert_eq!(fit, most);
             assert_eq!(add(&mut to_peer, len).unwrap_err().kind(), Kind::Exhausted);

@@ -89,7 +89,17 @@ pub fn violations(
 
 /// A stranger's greeting by this invitation, and its first message; `rest` is what its transport says with it.
 pub fn greet(invitation: &Invitation, secret: Option<&Secret>, rest: &[u8]) -> Result<(Greeting, Vec<u8>)> {
-    let from = Identity { name: "stranger".into(), incarnation: Incarnation([9; 16]) };
+    greet_as("stranger", invitation, secret, rest)
+}
+
+/// The same of another name.
+pub fn greet_as(
+    name: &str,
+    invitation: &Invitation,
+    secret: Option<&Secret>,
+    rest: &[u8],
+) -> Result<(Greeting, Vec<u8>)> {
+    let from = Identity { name: name.into(), incarnation: Incarnation([9; 16]) };
     let (greeting, body) = Greeting::new(&from, Keys::new(invitation, secret), rest)?;
     Ok((greeting, Message::Hello { versions: VERSIONS, body: &body }.encode()))
 }

@@ -72,6 +72,7 @@ impl<F: Fabric> Machine<F> {
     /// Lets a session go whose transfers have ended.
     pub(super) fn remove(&mut self, number: u64, out: &mut Outbox) {
         let Some(mut session) = self.sessions.remove(&number) else { return };
+        session.let_go_of_held(&self.held);
         session.imports.clear();
         self.fabric.disconnect(EndpointId(number));
         if !session.granted.is_empty() {
@@ -132,6 +133,7 @@ impl<F: Fabric> Machine<F> {
             out.settle(done, Err(why.clone()));
         }
         session.from_peer.clear();
+        session.note_held(&self.held).ok(); // it has less
         if let Some(link) = session.link.clone()
             && self.links.remove(&link.id).is_some()
             && link.gone.set(why.clone()).is_ok() // the first lane's reason counts
@@ -229,6 +231,8 @@ impl<F: Fabric> Machine<F> {
             }
         }
         self.check_unproven(out);
+        self.drop_greediest(out);
+        self.look_at_lanes();
         1
     }
 

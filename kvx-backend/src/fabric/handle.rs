@@ -29,14 +29,21 @@ pub(super) fn open<F: Fabric>(
 ) -> Result<Arc<dyn Transport>> {
     let Parts { name, capabilities, address, fabric, registrar } = first;
     let regions = Arc::new(Regions::new(1 + more.len()));
+    let held = Arc::default();
     let lanes = std::iter::once(LaneParts { address, fabric }).chain(more).enumerate();
     let lanes = lanes.map(|(number, LaneParts { address, fabric })| {
         let address: Address = address.into();
         let number = if number == 0 { String::new() } else { format!("/{number}") };
         let thread = format!("kvx-{}{number} {}", name.to_ascii_lowercase(), context.agent.name);
         let events = Arc::clone(&context.events);
-        let machine =
-            Machine::new(context.clone(), name, fabric, Arc::clone(&regions), Arc::clone(&address))?;
+        let machine = Machine::new(
+            context.clone(),
+            name,
+            fabric,
+            Arc::clone(&regions),
+            Arc::clone(&address),
+            Arc::clone(&held),
+        )?;
         Ok((Reactor::start(thread, machine, events)?, address))
     });
     let (reactors, addresses) = lanes.collect::<Result<Vec<_>>>()?.into_iter().unzip::<_, _, Vec<_>, _>();

@@ -107,6 +107,7 @@ impl<F: Fabric> Machine<F> {
                         return self.cut_off(header.to, why, out);
                     }
                 }
+                self.count_held(header.to, out);
             }
             Err(why) => self.cut_off(header.to, why, out),
         }
@@ -200,6 +201,7 @@ impl<F: Fabric> Machine<F> {
                 self.sessions.insert(number, session);
                 self.watch(number, process);
                 self.send(number, &Message::Welcome { version, body: &body }, out);
+                self.count_held(number, out);
             }
             Ok(Err(why)) => {
                 self.sessions.insert(number, session);
@@ -276,7 +278,7 @@ impl<F: Fabric> Machine<F> {
                 if !session.awaited.take().is_some_and(|claim| claim.holds(&proof)) {
                     return Err(stranger());
                 }
-                session.phase = Phase::Up;
+                session.confirm(&self.held);
                 if session.ends_unseen() {
                     self.look_by(Instant::now() + LONG_SILENCE);
                 }

@@ -11,11 +11,12 @@ use super::regions::{Regions, Registered};
 use super::session::LONG_SILENCE;
 use super::stream::FrameHeader;
 use super::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
-use crate::control::violations::{After, Violation, any_message, greet, prove, violations};
-use crate::control::{Message, Silence};
+use crate::control::violations::{After, Violation, any_message, greet, greet_as, prove, violations};
+use crate::control::{HeldBytes, Message, Silence};
 use crate::process::ProcessId;
 use crate::reactor::{Armed, Outbox, Progress, Queued, Turn};
 use kvx_core::Sender;
+use kvx_core::sync::Mutex;
 use kvx_core::transport::{Context, Events, Full, LinkState, RegionSpec, RemoteSpec};
 use kvx_core::wire::Reader;
 use kvx_core::{
@@ -31,6 +32,8 @@ pub(super) struct Quiet {
     endpoints: HashSet<EndpointId>,
     inbox: Vec<Vec<u8>>,
     foreign: Vec<Happened>,
+    /// It has no room for messages.
+    pub(super) full: bool,
     /// It lets go of no region now.
     pub(super) busy: bool,
     /// It does not say that it has ended.
@@ -54,6 +57,9 @@ unsafe impl Fabric for Quiet {
     }
     fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent> {
         assert!(self.endpoints.contains(&endpoint));
+        if self.full {
+            return Ok(Sent::Later);
+        }
         self.sent.push(message.to_vec());
         Ok(Sent::Taken)
     }
@@ -120,7 +126,8 @@ pub(super) fn machine() -> Machine<Quiet> {
     let regions = Arc::new(Regions::new(1));
     let memory = Arc::new(Memory::owned(vec![0; 64]));
     regions.open(Arc::new(Registered::new(RegionSpec { id: RegionId(1), key: KEY, memory }, (), 1)));
-    Machine::new(context, "QUIET", Quiet::default(), regions, Arc::new(|| Ok(Vec::new()))).unwrap()
+    Machine::new(context, "QUIET", Quiet::default(), regions, Arc::new(|| Ok(Vec::new())), Arc::default())
+        .unwrap()
 }
 
 fn take(machine: &mut Machine<Quiet>, frame: Vec<u8>) {
@@ -147,7 +154,12 @@ fn linked() -> (Machine<Quiet>, u64) {
 
 /// A peer of this process and number is let in: the number of its session.
 fn link(machine: &mut Machine<Quiet>, process: ProcessId, from: u64) -> u64 {
-    let (greeting, hello) = greet(&INVITATION, None, &hello_rest(process, b"somewhere")).unwrap();
+    link_as("stranger", machine, process, from)
+}
+
+/// The same of another name.
+fn link_as(name: &str, machine: &mut Machine<Quiet>, process: ProcessId, from: u64) -> u64 {
+    let (greeting, hello) = greet_as(name, &INVITATION, None, &hello_rest(process, b"somewhere")).unwrap();
     take(machine, frame(0, from, 0, &hello));
     let (header, welcome) = sent(machine);
     assert_eq!(header.to, from);
@@ -276,6 +288,112 @@ fn what_strangers_make_us_keep_is_bounded() {
     let before = machine.fabric.endpoints.len();
     take(&mut machine, frame(0, 9, 0, &self::hello(b"nowhere")));
     assert_eq!(machine.fabric.endpoints.len(), before);
+}
+
+/// Frames ahead of one that never comes, of so many MiB: they have to be kept.
+fn keep(machine: &mut Machine<Quiet>, (to, from): (u64, u64), mib: u32) {
+    for place in 10..10 + mib {
+        take(machine, FrameHeader { to, from, place, more: true }.frame(&vec![7; 1 << 20]));
+    }
+}
+
+/// Links of this name, which have so many MiB kept each.
+fn greedy<const N: usize>(machine: &mut Machine<Quiet>, name: &str, first: u64, mib: [u32; N]) -> [u64; N] {
+    std::array::from_fn(|at| {
+        let from = first + at as u64;
+        let number = link_as(name, machine, ProcessId::this(), from);
+        keep(machine, (number, from), mib[at]);
+        number
+    })
+}
+
+/// Asks for a sign of life, and how long that takes.
+fn is_served(machine: &mut Machine<Quiet>, (to, from, place): (u64, u64, u32)) {
+    let begun = Instant::now();
+    take(machine, frame(to, from, place, &Message::Ping.encode()));
+    assert_eq!(sent(machine).1, Message::Alive.encode());
+    assert!(begun.elapsed() < Duration::from_secs(1), "it waited {:?}", begun.elapsed());
+}
+
+#[test]
+fn a_peer_has_one_budget_for_all_its_links_and_others_are_served() {
+    let mut machine = machine();
+    let honest = link_as("honest", &mut machine, ProcessId::this(), 77);
+    let greedy = greedy(&mut machine, "greedy", 100, [4; 40]);
+    let alive = greedy.iter().filter(|number| machine.sessions.contains_key(number)).count();
+    assert_eq!(alive, 16, "of 64 MiB and not more");
+    is_served(&mut machine, (honest, 77, 2));
+}
+
+#[test]
+fn what_a_peer_does_not_take_counts_until_it_is_taken() {
+    let (mut machine, honest) = linked();
+    machine.held = Arc::new(Mutex::new(HeldBytes::of(1 << 20, 4 << 20)));
+    let deaf = [201, 202].map(|from| (link_as("deaf", &mut machine, ProcessId::this(), from), from));
+    machine.fabric.full = true;
+    let ask = |machine: &mut Machine<Quiet>, (to, from): (u64, u64), most: u32| {
+        let still = |machine: &Machine<Quiet>| machine.sessions.contains_key(&to);
+        let asked = (2..2 + most).take_while(|place| {
+            take(machine, frame(to, from, *place, &Message::Ping.encode()));
+            still(machine)
+        });
+        asked.count()
+    };
+    let first = ask(&mut machine, deaf[0], 8_000);
+    let second = ask(&mut machine, deaf[1], 8_000);
+    assert!(first == 8_000 && second < 8_000, "{first} and {second} answers are kept");
+    assert!(machine.sessions.contains_key(&deaf[0].0), "it keeps to the budget without the other");
+    machine.fabric.full = false;
+    machine.progress(&Queued::default(), &mut Outbox::default());
+    assert!(machine.held.lock().is_empty(), "all is taken");
+    is_served(&mut machine, (honest, 77, 2));
+}
+
+#[test]
+fn all_peers_have_one_budget_over_all_lanes_and_the_greediest_loses_its_links() {
+    let (mut machine, mut other) = (machine(), machine());
+    machine.held = Arc::new(Mutex::new(HeldBytes::of(6 << 20, 16 << 20)));
+    other.held = Arc::clone(&machine.held);
+    let alive = |machine: &Machine<Quiet>, links: &[u64]| {
+        links.iter().filter(|number| machine.sessions.contains_key(number)).count()
+    };
+    let honest = link_as("honest", &mut machine, ProcessId::this(), 77);
+    keep(&mut machine, (honest, 77), 1);
+    let small = greedy(&mut machine, "small", 100, [2, 1]);
+    let most = greedy(&mut machine, "most", 200, [3, 2]);
+    // The others have it all on another lane, which has nobody to end.
+    let elsewhere = [("a", 301), ("b", 302)].map(|(name, from)| greedy(&mut other, name, from, [4]));
+    assert_eq!((alive(&machine, &small), alive(&machine, &most)), (2, 2));
+    assert_eq!(alive(&other, elsewhere.as_flattened()), 2);
+    assert!(machine.next_look.is_some_and(|at| at <= Instant::now() + Duration::from_secs(1)));
+    machine.next_look = Some(Instant::now());
+    machine.progress(&Queued::default(), &mut Outbox::default());
+    assert_eq!((alive(&machine, &small), alive(&machine, &most)), (2, 0));
+    assert!(machine.sessions[&honest].is_up());
+    is_served(&mut machine, (honest, 77, 2));
+    // Who has not confirmed counts as one with all that have not, whatever they say of themselves.
+    for from in 400..410 {
+        let rest = hello_rest(ProcessId::this(), b"somewhere");
+        let (_, hello) = greet_as(&from.to_string(), &INVITATION, None, &rest).unwrap();
+        take(&mut machine, frame(0, from, 0, &hello));
+        let to = sent(&mut machine).0.from;
+        keep(&mut machine, (to, from), 1);
+        let half_open = machine.sessions.values().filter(|session| !session.is_up()).count();
+        assert!(half_open <= 6, "{half_open} hold a MiB each");
+    }
+    assert_eq!((alive(&machine, &small), machine.sessions[&honest].is_up()), (2, true));
+}
+
+#[test]
+fn what_was_held_before_a_peer_confirmed_goes_with_it() {
+    let mut machine = machine();
+    let (greeting, hello) = greet(&INVITATION, None, &hello_rest(ProcessId::this(), b"somewhere")).unwrap();
+    take(&mut machine, frame(0, 500, 0, &hello));
+    let (header, welcome) = sent(&mut machine);
+    keep(&mut machine, (header.from, 500), 1);
+    take(&mut machine, frame(header.from, 500, 1, &prove(&greeting, &welcome).unwrap()));
+    machine.cut_off(header.from, Error::new(Kind::Malformed, "on purpose"), &mut Outbox::default());
+    assert!(machine.held.lock().is_empty());
 }
 
 /// Where no process can be watched, as on another host.

@@ -19,7 +19,7 @@ use super::jobs::{Running, Waiting};
 use super::lanes::{Stripe, Thread};
 use super::notices::ForeignNotices;
 use super::regions::{Regions, Registered};
-use super::session::Session;
+use super::session::{Held, Session};
 use super::{EndpointId, Fabric, Happened};
 use crate::control::proof::Keys;
 use crate::control::reasons::{cancelled, still_shared};
@@ -34,6 +34,9 @@ const TURN: Duration = Duration::from_micros(50);
 /// After so many bytes commands wait no longer, for a notification may be among them: some 20 microseconds of such a
 /// library.
 const MUCH: u64 = 128 << 10;
+
+/// How often a lane looks whether it holds too much with the others.
+const BETWEEN_LANES: Duration = Duration::from_millis(100);
 
 /// Whether one more job has a turn, after so many that took so long. `queued`: commands wait.
 fn goes_on(moved: u64, works: usize, time: Duration, queued: bool) -> bool {
@@ -99,6 +102,7 @@ pub(super) struct Machine<F: Fabric> {
     pub(super) process: ProcessId,
     pub(super) max_message: usize,
     pub(super) sessions: BTreeMap<u64, Session<F>>,
+    pub(super) held: Arc<Held>,
     pub(super) links: BTreeMap<LinkId, u64>,
     /// Peers whose first message is not whole yet, by their numbers.
     pub(super) greetings: HashMap<u64, Unheard>,
@@ -140,6 +144,7 @@ impl<F: Fabric> Machine<F> {
         fabric: F,
         regions: Arc<Regions<F::Local>>,
         address: Arc<dyn Fn() -> Result<Vec<u8>> + Send + Sync>,
+        held: Arc<Held>,
     ) -> Result<Self> {
         let poller = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(no_poller)?;
         for fd in fabric.fds() {
@@ -161,6 +166,7 @@ impl<F: Fabric> Machine<F> {
             max_message: fabric.max_message(),
             fabric,
             sessions: BTreeMap::new(),
+            held,
             links: BTreeMap::new(),
             greetings: HashMap::new(),
             jobs: Slab::new(),
@@ -202,6 +208,9 @@ impl<F: Fabric> Machine<F> {
         let Some(session) = self.sessions.get_mut(&number) else { return 0 };
         match session.push_out(&mut self.fabric) {
             Ok(taken) => {
+                if taken > 0 {
+                    session.note_held(&self.held).ok(); // it has less
+                }
                 if session.has_waiting() {
                     if !self.sending.contains(&number) {
                         self.sending.push(number);
@@ -215,6 +224,47 @@ impl<F: Fabric> Machine<F> {
                 self.lose(number, why, false, out);
                 1
             }
+        }
+    }
+
+    /// Counts what a peer has us hold. One with too much loses the session.
+    pub(super) fn count_held(&mut self, number: u64, out: &mut Outbox) {
+        let Some(session) = self.sessions.get_mut(&number) else { return };
+        let was = session.counted;
+        let noted = session.note_held(&self.held);
+        if session.counted == was {
+            return;
+        }
+        if let Err(why) = noted {
+            self.cut_off(number, why, out);
+        }
+        self.drop_greediest(out);
+        self.look_at_lanes();
+    }
+
+    /// What is counted here may become too much by what other lanes count, which cannot end it.
+    pub(super) fn look_at_lanes(&mut self) {
+        if Arc::strong_count(&self.held) > 1 && self.sessions.values().any(|session| session.counted > 0) {
+            self.look_by(Instant::now() + BETWEEN_LANES);
+        }
+    }
+
+    /// A peer has us hold less.
+    pub(super) fn held_less(&mut self, number: u64) {
+        if let Some(session) = self.sessions.get_mut(&number) {
+            session.note_held(&self.held).ok(); // too much is seen when it has more
+        }
+    }
+
+    /// All peers together hold too much: the one that holds most loses its sessions. Other lanes end theirs.
+    pub(super) fn drop_greediest(&mut self, out: &mut Outbox) {
+        let held = self.held.lock();
+        let Some(greediest) = held.greediest(|_| true) else { return };
+        let why = held.too_much();
+        drop(held);
+        let its = self.sessions.iter().filter(|(_, session)| session.is_counted_for(&greediest));
+        for number in its.map(|(number, _)| *number).collect::<Vec<_>>() {
+            self.cut_off(number, why.clone(), out);
         }
     }
 

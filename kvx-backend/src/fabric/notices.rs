@@ -105,6 +105,7 @@ impl<F: Fabric> Machine<F> {
             {
                 self.send(number, &Message::Ack { notice }, out);
             }
+            self.held_less(number);
         }
     }
 

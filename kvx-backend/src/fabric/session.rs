@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvx_core::sync::Mutex;
 use kvx_core::{Error, Identity, Kind, RegionId, Result, Ticket};
 
 use super::handle::{Import, Wiring};
@@ -11,7 +12,9 @@ use super::jobs::Waiting;
 use super::stream::{Incoming, Outgoing};
 use super::{EndpointId, Fabric, Sent};
 use crate::control::proof::Claim;
-use crate::control::{Granted, Greeting, Imports, Message, NoticesFromPeer, NoticesToPeer, Silence};
+use crate::control::{
+    Granted, Greeting, HeldBytes, Imports, Message, NoticesFromPeer, NoticesToPeer, Silence,
+};
 use crate::process::Watched;
 
 /// The most frames that wait for a peer to read them; one that lets more pile up is cut off.
@@ -19,6 +22,12 @@ const MAX_QUEUED: usize = 64 << 10;
 
 /// An initiator whose end nothing would show is asked for a sign of life when it has been silent for so long.
 pub(super) const LONG_SILENCE: Duration = Duration::from_secs(60);
+
+/// Whose memory a session counts as: of what it says it is; `None`: it has not confirmed its hello, and all such count
+/// as one.
+pub(super) type Whose = Option<Identity>;
+/// What peers have all lanes of a transport hold.
+pub(super) type Held = Mutex<HeldBytes<Whose>>;
 
 /// Where a session stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +79,10 @@ pub(super) struct Session<F: Fabric> {
 
     pub(super) granted: Granted,
     pub(super) from_peer: NoticesFromPeer,
+    /// The peer that began it has proven that it means it now.
+    confirmed: bool,
+    /// What is counted as held for its peer.
+    pub(super) counted: usize,
 }
 
 impl<F: Fabric> Session<F> {
@@ -96,6 +109,8 @@ impl<F: Fabric> Session<F> {
             to_peer: NoticesToPeer::default(),
             granted: Granted::default(),
             from_peer: NoticesFromPeer::default(),
+            confirmed: false,
+            counted: 0,
         }
     }
 
@@ -106,6 +121,40 @@ impl<F: Fabric> Session<F> {
     /// Whether it only waits for its end.
     pub(super) fn is_ending(&self) -> bool {
         matches!(self.phase, Phase::Closing | Phase::Leaving(_) | Phase::Lost)
+    }
+
+    fn whose(&self) -> Whose {
+        self.confirmed.then(|| self.peer.clone())
+    }
+
+    /// Whether it belongs to this peer, and has something.
+    pub(super) fn is_counted_for(&self, whose: &Whose) -> bool {
+        self.counted > 0 && self.whose() == *whose
+    }
+
+    /// Counts what its peer has us hold now. Errors: `Exhausted` for one that goes too far.
+    pub(super) fn note_held(&mut self, held: &Held) -> Result<()> {
+        if self.link.is_some() {
+            return Ok(()); // we began it, and it has bounds of its own
+        }
+        let bytes = self.incoming.held() + self.outgoing.held() + self.from_peer.held();
+        if HeldBytes::<Whose>::in_steps(bytes) == self.counted {
+            return Ok(());
+        }
+        held.lock().note(&self.whose(), &mut self.counted, bytes)
+    }
+
+    /// It goes, or counts as another's from now on.
+    pub(super) fn let_go_of_held(&mut self, held: &Held) {
+        if self.counted > 0 {
+            held.lock().note(&self.whose(), &mut self.counted, 0).ok(); // too much for its others is seen with them
+        }
+    }
+
+    /// The peer that began it is up.
+    pub(super) fn confirm(&mut self, held: &Held) {
+        self.let_go_of_held(held);
+        (self.phase, self.confirmed) = (Phase::Up, true);
     }
 
     /// Queues a message. Errors: `Exhausted` for a peer that does not read.

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, VecDeque};
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, Kind, MAX_NAME, Result};
 
-use crate::control::MAX_MESSAGE;
+use crate::control::{ENTRY, MAX_MESSAGE};
 
 /// The longest address of a library.
 pub(super) const MAX_ADDRESS: usize = 1 << 20;
@@ -71,6 +71,7 @@ impl FrameHeader {
 pub(super) struct Outgoing {
     place: u32,
     queue: VecDeque<Vec<u8>>,
+    bytes: usize,
 }
 
 impl Outgoing {
@@ -81,7 +82,9 @@ impl Outgoing {
         while let Some(part) = parts.next() {
             let header = FrameHeader { to, from, place: self.place, more: parts.peek().is_some() };
             self.place = self.place.wrapping_add(1);
-            self.queue.push_back(header.frame(part));
+            let frame = header.frame(part);
+            self.bytes += frame.len() + ENTRY;
+            self.queue.push_back(frame);
         }
     }
 
@@ -92,7 +95,7 @@ impl Outgoing {
 
     /// It was taken.
     pub(super) fn pop(&mut self) {
-        self.queue.pop_front();
+        self.bytes -= self.queue.pop_front().map_or(0, |frame| frame.len() + ENTRY);
     }
 
     /// Frames that wait.
@@ -100,9 +103,15 @@ impl Outgoing {
         self.queue.len()
     }
 
+    /// Bytes that they take.
+    pub(super) fn held(&self) -> usize {
+        self.bytes
+    }
+
     /// Forgets what was not sent.
     pub(super) fn clear(&mut self) {
         self.queue.clear();
+        self.bytes = 0;
     }
 }
 
@@ -143,6 +152,11 @@ impl Incoming {
             self.next(more, &part, &mut whole)?;
         }
         Ok(whole)
+    }
+
+    /// Bytes that it keeps.
+    pub(super) fn held(&self) -> usize {
+        self.early_bytes + self.early.len() * ENTRY + self.partial.capacity()
     }
 
     fn next(&mut self, more: bool, part: &[u8], whole: &mut Vec<Vec<u8>>) -> Result<()> {

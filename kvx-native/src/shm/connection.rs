@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_backend::control::proof::Claim;
-use kvx_backend::control::{Granted, Greeting, Imports, NoticesFromPeer, NoticesToPeer, Silence};
+use kvx_backend::control::{
+    ENTRY, Granted, Greeting, HeldBytes, Imports, NoticesFromPeer, NoticesToPeer, Silence,
+};
 use kvx_core::fork::Private;
 use kvx_core::{Bound, Error, Identity, Kind, Memory, RegionId, Result, Ticket, TransferId};
 use rustix::io::Errno;
@@ -23,6 +25,18 @@ use super::writes::Writes;
 /// The most messages that wait for a peer to read them; one that lets more pile up is cut off.
 const MAX_QUEUED: usize = 64 << 10;
 
+/// What a region that a peer lends costs here, about: its entry, and its mapping.
+const LENT: usize = 256;
+
+/// What tells one peer from another where memory is counted.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Whose {
+    /// Its process, as the kernel says.
+    Process(i32),
+    /// Of a process in another namespace, which has no number here: what it says itself.
+    Told(Identity),
+}
+
 /// Where a connection stands.
 #[derive(Debug)]
 pub(crate) enum Phase {
@@ -38,6 +52,13 @@ struct Packet {
     bytes: Vec<u8>,
     /// The memory whose file goes with it.
     memory: Option<Arc<Memory>>,
+}
+
+impl Packet {
+    /// What keeping it takes.
+    fn cost(&self) -> usize {
+        self.bytes.capacity() + ENTRY
+    }
 }
 
 /// A transfer whose regions are not all granted yet.
@@ -61,6 +82,7 @@ pub(crate) struct Connection {
     pub(crate) peer: Option<Identity>,
     pub(crate) silence: Silence,
     queue: VecDeque<Packet>,
+    queued_bytes: usize,
     asked_for_room: bool,
     /// The kernel takes no more files now, though there is room for bytes: no event tells when it does.
     pub(crate) crowded: bool,
@@ -92,7 +114,11 @@ pub(crate) struct Connection {
     pub(crate) lent: HashMap<RegionId, Result<Held>>,
     /// Parts of the peer's writes that are not done.
     pub(crate) pulls: usize,
+    /// What keeping those takes, and those that nobody waits for any more.
+    pub(crate) pulls_bytes: usize,
     pub(crate) from_peer: NoticesFromPeer,
+    /// What is counted as held for its peer.
+    counted: usize,
 }
 
 impl Connection {
@@ -113,6 +139,7 @@ impl Connection {
             peer: None,
             silence: Silence::new(now),
             queue: VecDeque::new(),
+            queued_bytes: 0,
             asked_for_room: false,
             crowded: false,
             token: 0,
@@ -129,7 +156,9 @@ impl Connection {
             to_peer: NoticesToPeer::default(),
             lent: HashMap::new(),
             pulls: 0,
+            pulls_bytes: 0,
             from_peer: NoticesFromPeer::default(),
+            counted: 0,
         }
     }
 
@@ -225,7 +254,9 @@ impl Connection {
         if self.deaf || self.is_leaving() {
             return;
         }
-        self.queue.push_back(Packet { bytes: message.into().encode(), memory });
+        let packet = Packet { bytes: message.into().encode(), memory };
+        self.queued_bytes += packet.cost();
+        self.queue.push_back(packet);
         if !self.asked_for_room {
             self.flush(poller);
         }
@@ -244,9 +275,42 @@ impl Connection {
         Err(error(Kind::Exhausted, format!("the peer has left {MAX_QUEUED} messages unread")))
     }
 
+    /// Whose memory it counts as; `None`: we began it, or nobody knows yet.
+    pub(crate) fn whose(&self) -> Option<Whose> {
+        match (&self.link, &self.peer) {
+            (Some(_), _) => None,
+            (None, _) if self.process.pid > 0 => Some(Whose::Process(self.process.pid)),
+            (None, _) if matches!(self.phase, Phase::Hello(_)) => None, // it may be another's hello
+            (None, peer) => peer.clone().map(Whose::Told),
+        }
+    }
+
+    /// Whether it can be ended to make room: it belongs to this peer, and has something.
+    pub(crate) fn is_counted_for(&self, whose: &Whose) -> bool {
+        self.counted > 0 && !self.is_leaving() && self.whose().as_ref() == Some(whose)
+    }
+
+    /// Counts what its peer has us hold now. Errors: `Exhausted` for one that goes too far.
+    pub(crate) fn note_held(&mut self, held: &mut HeldBytes<Whose>) -> Result<()> {
+        let lent = self.lent.len() * LENT;
+        let bytes = self.from_peer.held() + self.queued_bytes + self.pulls_bytes + lent;
+        if HeldBytes::<Whose>::in_steps(bytes) == self.counted {
+            return Ok(());
+        }
+        self.whose().map_or(Ok(()), |whose| held.note(&whose, &mut self.counted, bytes))
+    }
+
+    /// It goes, and all that was held for it.
+    pub(crate) fn let_go_of_held(&mut self, held: &mut HeldBytes<Whose>) {
+        if let Some(whose) = self.whose() {
+            held.note(&whose, &mut self.counted, 0).ok(); // too much for the others of this peer is seen with them
+        }
+    }
+
     /// Forgets what was not sent.
     pub(crate) fn clear_queue(&mut self) {
         self.queue.clear();
+        self.queued_bytes = 0;
     }
 
     /// Sends what the socket takes.
@@ -256,6 +320,7 @@ impl Connection {
             let file = packet.memory.as_deref().and_then(memory::file);
             match socket::send(self.socket.as_fd(), &packet.bytes, file) {
                 Ok(()) => {
+                    self.queued_bytes -= packet.cost();
                     self.queue.pop_front();
                 }
                 Err(Errno::AGAIN) => break,
@@ -268,11 +333,11 @@ impl Connection {
                 Err(Errno::PIPE | Errno::CONNRESET) => {
                     // What the peer sent before it went is still to be read: the reading side ends the connection.
                     self.deaf = true;
-                    self.queue.clear();
+                    self.clear_queue();
                 }
                 Err(cause) => {
                     self.deaf = true;
-                    self.queue.clear();
+                    self.clear_queue();
                     let sentence = "a message could not be sent: see net.core.wmem_max and ulimit -n";
                     self.broken = Some(Error::os(sentence, cause).kind_is(Kind::Exhausted));
                 }

@@ -67,9 +67,11 @@ impl Machine {
         if proven || !flying && connection.writes.is_empty() && connection.granted.is_empty() {
             connection.granted.clear();
             connection.unwatch(&self.poller);
+            connection.let_go_of_held(&mut self.held);
+            let whose = connection.whose();
             socket::close(self.connections.remove(at).socket);
             for flight in self.flights.iter_mut().filter(|flight| flight.at == Some(at)) {
-                flight.at = None;
+                flight.outlives(whose.clone(), &mut self.held);
             }
             self.confirm(at, None, out);
             return;
@@ -78,6 +80,7 @@ impl Machine {
             connection.clear_queue();
             connection.flush(&self.poller);
             connection.phase = Phase::Leaving;
+            connection.note_held(&mut self.held).ok(); // it has less
         }
         // This says that we hold nothing of the peer's.
         if !flying && !std::mem::replace(&mut connection.finished, true) {
@@ -87,6 +90,9 @@ impl Machine {
 
     fn let_go(&mut self, at: usize, reason: &Error, out: &mut Outbox) {
         for work in self.turns.extract(|work| work.connection() == Some(at)) {
+            if let Work::Pull(pull) = &work {
+                self.forget_pull(at, pull.cost);
+            }
             work.settle(reason.clone(), out);
         }
         for flight in self.flights.iter_mut().filter(|flight| flight.at == Some(at)) {
@@ -170,6 +176,7 @@ impl Machine {
         for (at, connection) in &mut self.connections {
             if connection.crowded {
                 connection.flush(&self.poller);
+                connection.note_held(&mut self.held).ok(); // it has less
             }
             match connection.phase {
                 Phase::Hello(until) if until <= now => late.push(at),

@@ -10,11 +10,13 @@ use std::collections::HashMap;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
+use kvx_backend::control::HeldBytes;
 use kvx_backend::reactor::Outbox;
 use kvx_core::memory::{Direction, Hop, Piece as Line};
 use kvx_core::sync::{Mutex, MutexGuard};
 use kvx_core::{DeviceAccess, Error, Identity, Kind, Memory, RegionId, Result, Ticket, TransferId};
 
+use super::connection::Whose;
 use super::copy::{Piece, Stopped};
 use super::copying::{self, Batch, Copying, Sides};
 use super::error::error;
@@ -62,8 +64,8 @@ impl Home {
 pub(crate) enum Errand {
     /// A read of ours, and whom to tell.
     Read { id: TransferId, done: Option<Ticket> },
-    /// A part of the peer's write, if it waits for the answer, and our regions that it goes to.
-    Pull { write: Option<u64>, into: Vec<RegionId> },
+    /// A part of the peer's write, if it waits for the answer, our regions that it goes to, and what keeping it takes.
+    Pull { write: Option<u64>, into: Vec<RegionId>, cost: usize },
 }
 
 /// Who moves it.
@@ -164,6 +166,8 @@ fn access(memory: &Memory) -> Result<Arc<dyn DeviceAccess>> {
 pub(crate) struct Flight {
     /// The connection whose peer's memory is read; `None`: it is gone.
     pub(crate) at: Option<usize>,
+    /// Once that is gone: whose memory it counts as, and how much is counted.
+    counted: Option<(Whose, usize)>,
     peer: Option<Identity>,
     process: Arc<PeerProcess>,
     pub(crate) errand: Errand,
@@ -193,6 +197,16 @@ impl Flight {
         match &self.errand {
             Errand::Read { .. } => &[],
             Errand::Pull { into, .. } => into,
+        }
+    }
+
+    /// Its connection is gone: what keeping it takes is counted for itself.
+    pub(crate) fn outlives(&mut self, whose: Option<Whose>, held: &mut HeldBytes<Whose>) {
+        self.at = None;
+        if let (Errand::Pull { cost, .. }, Some(whose)) = (&self.errand, whose) {
+            let mut counted = 0;
+            held.note_all(&whose, &mut counted, *cost).ok(); // too much is seen with the peer's next connection
+            self.counted = Some((whose, counted));
         }
     }
 
@@ -389,6 +403,7 @@ impl Machine {
         self.flights.next += 1;
         let flight = Flight {
             at: Some(at),
+            counted: None,
             peer: self.connections[at].peer.clone(),
             process: Arc::clone(&self.connections[at].process),
             errand,
@@ -528,9 +543,13 @@ impl Machine {
         if flight.under_way > 0 || flight.failed.is_none() && flight.left > 0 {
             return;
         }
-        let Some(Flight { at, errand, load, moved, failed, .. }) = self.flights.open.remove(&number) else {
+        let Some(Flight { at, counted, errand, load, moved, failed, .. }) = self.flights.open.remove(&number)
+        else {
             return;
         };
+        if let Some((whose, mut counted)) = counted {
+            self.held.note_all(&whose, &mut counted, 0).ok(); // it has less
+        }
         drop(load); // the plan, and what was opened of the peer's
         // "Unsupported" would say that nothing has moved.
         let result = match failed {
@@ -544,9 +563,12 @@ impl Machine {
                     out.settle(done, result);
                 }
             }
-            Errand::Pull { write, .. } => {
-                if let (Some(at), Some(write)) = (at, write) {
-                    self.answer(at, write, result);
+            Errand::Pull { write, cost, .. } => {
+                if let Some(at) = at {
+                    self.forget_pull(at, cost);
+                    if let Some(write) = write {
+                        self.answer(at, write, result);
+                    }
                 }
                 self.settle_recalls(out);
             }

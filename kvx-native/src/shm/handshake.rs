@@ -237,7 +237,7 @@ impl Machine {
             return Err(stranger());
         }
         connection.phase = Phase::Up;
-        Ok(())
+        connection.whose().map_or(Ok(()), |whose| self.held.check(&whose))
     }
 
     /// The target takes us in. Errors: `Malformed` when it is not whom we wanted.

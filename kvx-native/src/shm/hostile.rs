@@ -1,5 +1,7 @@
 //! Clients and owners that do not keep to the protocol: each is refused with a reason, and nobody else notices.
 
+mod held;
+
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -56,16 +58,37 @@ impl Raw {
     /// Its hello is welcomed, and what proves it.
     fn welcomed(agent: &Agent) -> (Self, Vec<u8>) {
         let raw = Raw::to(agent);
-        let (greeting, hello) = greet(&invitation(agent), None, &NO_PROBE.hello_rest()).unwrap();
-        raw.say(&hello).unwrap();
-        let proof = prove(&greeting, &raw.next().unwrap()).unwrap();
+        let proof = raw.greet(&invitation(agent), || ());
         (raw, proof)
+    }
+
+    /// Says hello, and gives what proves it. `turn`: has the other end answer.
+    fn greet(&self, invitation: &Invitation, turn: impl FnOnce()) -> Vec<u8> {
+        let (greeting, hello) = greet(invitation, None, &NO_PROBE.hello_rest()).unwrap();
+        self.say(&hello).unwrap();
+        turn();
+        prove(&greeting, &self.next().unwrap()).unwrap()
     }
 
     fn shaken(agent: &Agent) -> Self {
         let (raw, proof) = Raw::welcomed(agent);
         raw.say(&proof).unwrap();
         raw
+    }
+
+    /// Says so many, as fast as they are taken. False: it was cut off.
+    fn pour(&self, bytes: &[u8], count: usize) -> bool {
+        (0..count).all(|_| {
+            let until = Instant::now() + CUT_OFF;
+            loop {
+                match self.say(bytes) {
+                    Ok(()) => return true,
+                    Err(rustix::io::Errno::AGAIN) => assert!(Instant::now() < until, "it takes nothing"),
+                    Err(_) => return false,
+                }
+                wait_for(&self.0, PollFlags::OUT);
+            }
+        })
     }
 
     fn say(&self, bytes: &[u8]) -> rustix::io::Result<()> {
@@ -92,8 +115,7 @@ impl Raw {
                 Received::TooLong => panic!("longer than any message"),
                 Received::Nothing => {
                     assert!(Instant::now() < until, "the other end says nothing");
-                    let wait = rustix::time::Timespec { tv_sec: 1, tv_nsec: 0 };
-                    rustix::event::poll(&mut [PollFd::new(&self.0, PollFlags::IN)], Some(&wait)).unwrap();
+                    wait_for(&self.0, PollFlags::IN);
                 }
             }
         }
@@ -111,6 +133,11 @@ impl Raw {
     fn refusal(&self) -> Kind {
         self.answer().unwrap_err().kind
     }
+}
+
+fn wait_for(socket: &Private, flags: PollFlags) {
+    let wait = rustix::time::Timespec { tv_sec: 1, tv_nsec: 0 };
+    rustix::event::poll(&mut [PollFd::new(socket, flags)], Some(&wait)).unwrap();
 }
 
 const NO_PROBE: Probe = Probe { address: 0, bytes: [0; 32] };

@@ -65,6 +65,7 @@ impl Machine {
             {
                 connection.send(&self.poller, Message::Ack { notice });
             }
+            connection.note_held(&mut self.held).ok(); // it has less
         }
     }
 }

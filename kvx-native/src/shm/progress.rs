@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::control::proof::Keys;
 use kvx_backend::control::reasons::{cancelled, closed, malformed, peer_closed, peer_died};
-use kvx_backend::control::{Message as Shared, Recalls};
+use kvx_backend::control::{HeldBytes, Message as Shared, Recalls};
 use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, WorkQueue, no_poller};
 use kvx_backend::seldom::Seldom;
 use kvx_core::fork::Private;
@@ -18,7 +18,7 @@ use slab::Slab;
 
 use super::address::{name_socket_name, random_socket_name};
 use super::config::Config;
-use super::connection::{Connection, Waiting};
+use super::connection::{Connection, Waiting, Whose};
 use super::copy::Copier;
 use super::copying::Copying;
 use super::ending::End;
@@ -145,6 +145,8 @@ pub(crate) struct Machine {
     pub(crate) poller: Poller,
     fds: [RawFd; 1],
     pub(crate) connections: Slab<Connection>,
+    /// What peers have us hold.
+    pub(crate) held: HeldBytes<Whose>,
     pub(crate) links: HashMap<LinkId, usize>,
     pub(crate) connecting: Vec<Connecting>,
     /// By the connections whose peers hold the region.
@@ -197,6 +199,7 @@ impl Machine {
             fds: [poller.fd().as_raw_fd()],
             poller,
             connections: Slab::new(),
+            held: HeldBytes::default(),
             links: HashMap::new(),
             connecting: Vec::new(),
             recalls: Recalls::default(),
@@ -241,6 +244,7 @@ impl Machine {
                         self.pump(at, out);
                     }
                     self.receive(at, MESSAGES, out);
+                    self.count_held(at, out);
                 }
                 // Another connection may have this place by now: only its own process's end counts.
                 token::Which::Life(at) => {
@@ -287,6 +291,29 @@ impl Machine {
             }
         }
         self.buffer = buffer;
+    }
+
+    /// Counts what a peer has us hold. One with too much loses the connection; when all of them have, the one with most
+    /// loses all of its.
+    fn count_held(&mut self, at: usize, out: &mut Outbox) {
+        let Some(connection) = self.connections.get_mut(at) else { return };
+        let noted = connection.note_held(&mut self.held);
+        if let Err(why) = noted
+            && !connection.is_leaving()
+        {
+            self.cut_off(at, why, out);
+        }
+        while let Some(greediest) = self.held.greediest(|whose| self.counted_for(whose).next().is_some()) {
+            for at in self.counted_for(&greediest).collect::<Vec<_>>() {
+                self.cut_off(at, self.held.too_much(), out);
+            }
+        }
+    }
+
+    /// What a peer can lose.
+    fn counted_for(&self, whose: &Whose) -> impl Iterator<Item = usize> {
+        let its = self.connections.iter().filter(|(_, connection)| connection.is_counted_for(whose));
+        its.map(|(at, _)| at)
     }
 
     /// Acts on a message. Errors end the connection.

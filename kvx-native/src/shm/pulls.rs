@@ -16,6 +16,14 @@ use super::progress::{Machine, Work};
 use super::writes::WINDOW;
 use crate::described::Described;
 
+/// What a region costs in a [`Pull`] beside its number and key, about.
+const NAMED: usize = 128;
+
+/// What keeping a described side of a part takes.
+fn cost(side: &Described) -> usize {
+    side.kept() + side.regions.len() * NAMED
+}
+
 /// A part of a peer's write.
 pub(crate) struct Pull {
     /// The connection it came over.
@@ -29,6 +37,8 @@ pub(crate) struct Pull {
     /// Our regions that it writes to, and what keeps them.
     into: Vec<(RegionId, Arc<Memory>)>,
     left: u64,
+    /// What keeping it takes.
+    pub(crate) cost: usize,
 }
 
 impl Pull {
@@ -42,11 +52,11 @@ impl Pull {
 
     /// The same for another to do.
     fn flight(self, mover: Mover) -> (Errand, Load) {
-        let Pull { write, pieces, places, from, into, left, .. } = self;
+        let Pull { write, pieces, places, from, into, left, cost, .. } = self;
         let (into, targets) = into.into_iter().unzip();
         let sides = Arc::new(Sides { places, targets });
         let load = Load { mover, pieces: Box::new(pieces), sides, from, bytes: left };
-        (Errand::Pull { write: Some(write), into }, load)
+        (Errand::Pull { write: Some(write), into, cost }, load)
     }
 }
 
@@ -70,6 +80,7 @@ impl Machine {
         match self.checked(at, write, into, from) {
             Ok(pull) if pull.left > 0 => {
                 self.connections[at].pulls += 1;
+                self.connections[at].pulls_bytes += pull.cost;
                 let left = pull.left;
                 match Load::mover(&pull.places, pull.into.iter().map(|(_, memory)| memory)) {
                     Some(mover) => {
@@ -111,6 +122,7 @@ impl Machine {
             at,
             write,
             left: into.bytes(),
+            cost: cost(&into) + cost(&from),
             places: theirs.iter().map(|held| held.place.clone()).collect(),
             from: theirs.iter().map(|held| held.id).collect(),
             targets: ours.iter().map(|(_, memory)| memory.address()).collect(),
@@ -139,8 +151,9 @@ impl Machine {
 
     /// Answers a part, and lets go of what it held.
     fn end_pull(&mut self, pull: Pull, result: Result<()>) {
-        let (at, write) = (pull.at, pull.write);
+        let (at, write, cost) = (pull.at, pull.write, pull.cost);
         drop(pull);
+        self.forget_pull(at, cost);
         self.answer(at, write, result);
     }
 
@@ -150,6 +163,13 @@ impl Machine {
         let connection = &mut self.connections[at];
         connection.pulls -= 1;
         connection.send(&self.poller, Message::Done { write, result });
+    }
+
+    /// A part is kept no more.
+    pub(crate) fn forget_pull(&mut self, at: usize, cost: usize) {
+        let connection = &mut self.connections[at];
+        connection.pulls_bytes -= cost;
+        connection.note_held(&mut self.held).ok(); // it has less
     }
 
     /// Takes pulls out of the turns and answers them with `reason`.

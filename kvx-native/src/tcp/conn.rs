@@ -4,8 +4,9 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvx_backend::control::HeldBytes;
 use kvx_core::fork::Private;
-use kvx_core::{Error, Kind, LinkId, Result, TransferId};
+use kvx_core::{Error, Identity, Kind, LinkId, Result, TransferId};
 use kvx_noise::Seals;
 
 use super::auth::{InitiatorHandshake, OwnerHandshake, Step, Verdict};
@@ -14,7 +15,6 @@ use super::chunk::{Bin, Chunk};
 use super::ending::Ending;
 use super::fetch::RequestLane;
 use super::frames::{Frame, Header};
-use super::held::HeldBytes;
 use super::seal::Seal;
 use super::serve::ServedLane;
 use super::socket;
@@ -29,7 +29,7 @@ pub(super) struct Scope {
     pub(super) effects: Vec<Effect>,
     /// Bytes of queued descriptions, over all lanes that are served.
     pub(super) described: usize,
-    pub(super) held: HeldBytes,
+    pub(super) held: HeldBytes<Identity>,
     /// The most payload that is moved at a time now.
     pub(super) piece: usize,
     /// A small transfer has come.
@@ -257,14 +257,14 @@ impl Conn {
     }
 
     /// Counts what a peer that is served has us hold now. Errors: `Exhausted` for one that goes too far.
-    pub(super) fn note_held(&mut self, held: &mut HeldBytes) -> Result<()> {
+    pub(super) fn note_held(&mut self, held: &mut HeldBytes<Identity>) -> Result<()> {
         let Role::Served(lane) = &self.role else { return Ok(()) };
         let bytes = self.input.held() + lane.held() + self.output.held();
         held.note(&lane.who, &mut self.held, bytes)
     }
 
     /// It goes, and all that was held for it.
-    pub(super) fn let_go_of_held(&mut self, held: &mut HeldBytes) {
+    pub(super) fn let_go_of_held(&mut self, held: &mut HeldBytes<Identity>) {
         if let Role::Served(lane) = &self.role {
             held.note(&lane.who, &mut self.held, 0).ok(); // too much for the others of this peer is seen in their turn
         }

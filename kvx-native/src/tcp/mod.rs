@@ -11,7 +11,6 @@ mod error;
 mod fetch;
 mod frames;
 pub(crate) mod fuzz;
-mod held;
 mod hung;
 mod link;
 mod linking;

@@ -6,8 +6,8 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::control::Look;
 use kvx_backend::control::reasons::peer_silent;
+use kvx_backend::control::{HeldBytes, Look};
 use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn};
 use kvx_core::transport::{INLINE_BYTES, LinkState};
 use kvx_core::{Bound, Error, Kind, LinkId, RegionId, Result, Ticket, TransferId};
@@ -17,7 +17,6 @@ use super::chunk::{Bin, MAX_PIECES};
 use super::conn::{Conn, Effect, Role, Scope};
 use super::error;
 use super::frames::MAX_DATA;
-use super::held::{self, HeldBytes};
 use super::linking::greet;
 use super::listener::Listener;
 use super::peers::OpenedLink;
@@ -313,11 +312,12 @@ impl Machine {
 
     /// All peers together hold too much: the one that holds most loses its connections.
     fn drop_greediest(&mut self, now: Instant, out: &mut Outbox) {
-        let Some(greediest) = self.scope.held.greediest() else { return };
+        let Some(greediest) = self.scope.held.greediest(|_| true) else { return };
         let its = |conn: &Conn| matches!(&conn.role, Role::Served(lane) if lane.who == greediest);
         let keys: Vec<_> = self.conns.iter().filter(|(_, conn)| its(conn)).map(|(key, _)| key).collect();
         for key in keys {
-            self.failed(key, held::too_much(), now, out);
+            let why = self.scope.held.too_much();
+            self.failed(key, why, now, out);
         }
     }
 

@@ -161,6 +161,9 @@ impl Pair {
             let all_landed = [&pair.initiator, &pair.owner].iter().all(|end| !end.machine.flights.any());
             pair.is_idle() && pair.is_apart() && all_gone && all_landed
         });
+        for end in [&self.initiator, &self.owner] {
+            assert!(end.machine.held.is_empty(), "{:?} is still counted", end.machine.held);
+        }
         for link in self.link.take().map(|link| link.wiring).into_iter().chain(self.lost.drain(..)) {
             let why = link.gone.get().expect("it was waited for");
             let is_expected = matches!(why.kind(), Kind::PeerLost | Kind::PeerRestarted | Kind::Exhausted);

@@ -1,0 +1,143 @@
+//! The memory that peers have us hold: unfinished requests, descriptions, answers that are not taken,
+//! notifications that there is no room for.
+
+use std::collections::HashMap;
+use std::hash::Hash;
+
+use kvx_core::{Error, Kind, Result};
+
+/// The most for one peer, over all its connections.
+const ONE_PEER: usize = 64 << 20;
+/// The most for all peers together.
+const ALL_PEERS: usize = 256 << 20;
+/// What is less than this on a connection is not counted, nor are changes by less.
+const STEP: usize = 64 << 10;
+/// What keeping one thing in a queue costs beside its bytes.
+pub const ENTRY: usize = 64;
+
+/// What is held for whom. `P` is what tells one peer from another.
+#[derive(Debug)]
+pub struct HeldBytes<P> {
+    by_peer: HashMap<P, usize>,
+    all: usize,
+    one_peer: usize,
+    all_peers: usize,
+}
+
+impl<P> Default for HeldBytes<P> {
+    fn default() -> Self {
+        HeldBytes::of(ONE_PEER, ALL_PEERS)
+    }
+}
+
+impl<P> HeldBytes<P> {
+    /// With other bounds, for tests.
+    pub fn of(one_peer: usize, all_peers: usize) -> Self {
+        HeldBytes { by_peer: HashMap::new(), all: 0, one_peer, all_peers }
+    }
+
+    /// What [`note`](HeldBytes::note) counts of so many bytes.
+    pub fn in_steps(bytes: usize) -> usize {
+        bytes / STEP * STEP
+    }
+
+    /// Whether nothing is held.
+    pub fn is_empty(&self) -> bool {
+        self.all == 0 && self.by_peer.is_empty()
+    }
+
+    /// Why a connection ends.
+    pub fn too_much(&self) -> Error {
+        let why = format!(
+            "the peer has more than {} bytes of unfinished requests, of answers that it does not take and of \
+             notifications that wait, or holds most of the {} that are kept for all peers",
+            self.one_peer, self.all_peers
+        );
+        Error::new(Kind::Exhausted, why)
+    }
+}
+
+impl<P: Hash + Eq + Clone> HeldBytes<P> {
+    /// A connection of `who` holds `bytes` now; `counted` is what was counted for it, and is brought up to date.
+    /// Errors: `Exhausted` when that is too much for one peer.
+    pub fn note(&mut self, who: &P, counted: &mut usize, bytes: usize) -> Result<()> {
+        self.note_all(who, counted, Self::in_steps(bytes))
+    }
+
+    /// The same to the byte, for what is seldom counted and has little.
+    pub fn note_all(&mut self, who: &P, counted: &mut usize, bytes: usize) -> Result<()> {
+        if bytes == *counted {
+            return Ok(());
+        }
+        self.all = self.all - *counted + bytes;
+        let peer = self.by_peer.entry(who.clone()).or_default();
+        *peer = *peer - *counted + bytes;
+        *counted = bytes;
+        match *peer {
+            0 => {
+                self.by_peer.remove(who);
+                Ok(())
+            }
+            held if held > self.one_peer => Err(self.too_much()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a peer may have one connection more. Errors: `Exhausted` for one that has too much without it.
+    pub fn check(&self, who: &P) -> Result<()> {
+        if self.by_peer.get(who).is_some_and(|held| *held > self.one_peer) {
+            Err(self.too_much())
+        } else {
+            Ok(())
+        }
+    }
+
+    /// The peer that is to go because all of them together hold too much: of those that `can_go`, which have
+    /// something to lose, the one that holds most.
+    pub fn greediest(&self, can_go: impl Fn(&P) -> bool) -> Option<P> {
+        if self.all <= self.all_peers {
+            return None;
+        }
+        let can_go = self.by_peer.iter().filter(|(who, _)| can_go(who));
+        can_go.max_by_key(|(_, held)| **held).map(|(who, _)| who.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_peer_has_a_budget_over_its_connections_and_the_greediest_goes_first() {
+        let mut held = HeldBytes::default();
+        let mut lanes = [0; 3];
+        assert!(held.note(&1, &mut lanes[0], ONE_PEER).is_ok());
+        assert!(held.note(&1, &mut lanes[1], STEP - 1).is_ok(), "too little to count");
+        assert_eq!(held.note(&1, &mut lanes[1], STEP).unwrap_err().kind(), Kind::Exhausted);
+        assert!(held.note(&2, &mut lanes[2], ONE_PEER).is_ok(), "another has its own");
+        let mut more = [0; 8];
+        for (number, counted) in more.iter_mut().enumerate() {
+            held.note(&(10 + number), counted, ONE_PEER / 2).ok();
+        }
+        assert_eq!(held.greediest(|_| true), Some(1));
+        assert_eq!(held.greediest(|who| *who != 1), Some(2), "the first has nothing to lose");
+        held.note(&1, &mut lanes[0], 0).ok();
+        held.note(&1, &mut lanes[1], 0).ok();
+        held.note(&2, &mut lanes[2], 0).ok();
+        assert_eq!(held.greediest(|_| true), None);
+        for (number, counted) in more.iter_mut().enumerate() {
+            held.note(&(10 + number), counted, 0).ok();
+        }
+        assert!(held.is_empty());
+    }
+
+    #[test]
+    fn what_is_noted_to_the_byte_counts_with_the_rest() {
+        let (mut held, mut first, mut second) = (HeldBytes::of(STEP, 2 * STEP), 0, 0);
+        assert!(held.note(&1, &mut first, STEP).is_ok());
+        assert_eq!(held.note_all(&1, &mut second, 1).unwrap_err().kind(), Kind::Exhausted);
+        assert!(held.check(&1).is_err() && held.check(&2).is_ok());
+        assert!(held.note_all(&1, &mut second, 0).is_ok() && held.check(&1).is_ok());
+        assert_eq!((held.by_peer[&1], held.all), (STEP, STEP));
+    }
+}

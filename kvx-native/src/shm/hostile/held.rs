@@ -1,0 +1,282 @@
+//! What peers have an owner hold: each process has a budget, and so have all together.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_backend::control::{HeldBytes, Message as Shared};
+use kvx_backend::reactor::{Outbox, Progress as _, Queued};
+use kvx_core::transport::{self, Context, Events, LinkState, RegionSpec};
+use kvx_core::{
+    Grid, Identity, Incarnation, Invitation, LinkId, Memory, Options, Placed, RegionId, RegionKey, Sender,
+};
+use kvx_testkit::newcomers_amid;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+use super::{CUT_OFF, Raw, a_good_client_works, agent, invitation, socket_of, target};
+use crate::described::Described;
+use crate::shm::config::Config;
+use crate::shm::memory::Regions;
+use crate::shm::messages::{At, Message, Reached};
+use crate::shm::progress::Machine;
+use crate::shm::socket;
+
+/// Another process, as the kernel sees it: it has connected what we speak over, and sleeps.
+struct Another(std::process::Child);
+
+impl Another {
+    fn to(name: &[u8], connections: usize) -> (Self, Vec<Raw>) {
+        let fresh = || {
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
+        };
+        let sockets: Vec<OwnedFd> = (0..connections).map(|_| fresh()).collect();
+        let numbers: Vec<_> = sockets.iter().map(AsRawFd::as_raw_fd).collect();
+        let name = SocketAddrUnix::new_abstract_name(name).unwrap();
+        let mut command = std::process::Command::new("sleep");
+        // SAFETY: between fork and exec only connect is called, which is async-signal-safe; the sockets are open.
+        unsafe {
+            command.arg("100").pre_exec(move || {
+                for number in &numbers {
+                    rustix::net::connect(BorrowedFd::borrow_raw(*number), &name)?;
+                }
+                Ok(())
+            });
+        }
+        let another = Another(command.spawn().unwrap());
+        (another, sockets.into_iter().map(|socket| Raw(socket.into())).collect())
+    }
+}
+
+impl Drop for Another {
+    fn drop(&mut self) {
+        self.0.kill().ok(); // it may have ended
+        self.0.wait().ok();
+    }
+}
+
+/// More than an agent of these tests has room for, and more than a link's window.
+fn park(raw: &Raw) -> bool {
+    (0..16).all(|number| raw.pour(&notice(number), 1))
+}
+
+fn notice(notice: u64) -> Vec<u8> {
+    Shared::Notify { notice, bytes: &[7; 64 << 10] }.encode()
+}
+
+#[test]
+fn a_process_has_one_budget_for_all_its_connections_and_newcomers_are_served() {
+    let (target, region) = target();
+    let metadata = target.metadata().unwrap();
+    let first = Raw::shaken(&target);
+    assert!(park(&first), "it is full from here on");
+    let (_another, raws) = Another::to(&metadata[socket_of(&metadata)], 55);
+    for raw in &raws {
+        raw.say(&raw.greet(&invitation(&target), || ())).unwrap();
+    }
+    let cut_off = newcomers_amid(
+        || agent("newcomer"),
+        &metadata,
+        || {
+            let lend = |id| {
+                let reached = Reached { len: 1, at: At::File };
+                Message::Lend { id: RegionId(id), reached }.encode()
+            };
+            // Half a MiB of regions that it lends beside a MiB of notifications.
+            let goes_on = |raw: &Raw| park(raw) && (0..2_000).all(|id| raw.pour(&lend(id), 1));
+            let cut_off = raws.iter().filter(|raw| !goes_on(raw));
+            cut_off.count()
+        },
+    );
+    assert!((5..=30).contains(&cut_off), "{cut_off} of 55 were cut off");
+    a_good_client_works(&target, &region);
+    while target.try_notification().is_some() {}
+    first.send(Shared::Ping, None);
+    while !matches!(Shared::decode(&first.next().expect("it is another's")), Ok(Shared::Alive)) {}
+    target.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+}
+
+/// It has no room.
+struct Full;
+
+impl Events for Full {
+    fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), transport::Full> {
+        Err(transport::Full)
+    }
+    fn link(&self, _: LinkId, _: LinkState) {}
+}
+
+const INVITED: Invitation = Invitation::from_bytes([5; 32]);
+const KEY: RegionKey = RegionKey([8; 16]);
+const BLOCKS: u32 = 6000;
+
+/// One whose turns the test gives, with these bounds for one peer and for all, and with a region.
+fn machine(one_peer: usize, all_peers: usize) -> Machine {
+    let options = Options::new();
+    let config = Config::read(&options).unwrap();
+    let context = Context {
+        agent: Identity { name: "full".into(), incarnation: Incarnation([1; 16]) },
+        options,
+        events: Arc::new(Full),
+        devices: Vec::new(),
+        invitation: INVITED,
+        secret: None,
+        peer_timeout: CUT_OFF,
+    };
+    let regions = Arc::new(Regions::default());
+    let memory = Arc::new(Memory::owned(vec![0; BLOCKS as usize]));
+    regions.open(RegionSpec { id: RegionId(1), key: KEY, memory }, None);
+    let mut machine = Machine::new(context, config, regions).unwrap();
+    machine.held = HeldBytes::of(one_peer, all_peers);
+    machine
+}
+
+fn turns(machine: &mut Machine) {
+    for _ in 0..3 {
+        machine.progress(&Queued::default(), &mut Outbox::default());
+    }
+}
+
+/// Who has connected comes in.
+fn shake(machine: &mut Machine, raw: &Raw) {
+    let proof = raw.greet(&INVITED, || turns(machine));
+    raw.say(&proof).unwrap();
+    turns(machine);
+}
+
+/// One of this process comes in.
+fn shaken(machine: &mut Machine) -> Raw {
+    let raw = Raw(socket::connect(&machine.socket_name()).unwrap());
+    shake(machine, &raw);
+    raw
+}
+
+/// Whether it gets an answer, within a second.
+fn is_served(machine: &mut Machine, raw: &Raw) -> bool {
+    let begun = Instant::now();
+    let asked = raw.say(&Shared::Ping.encode()).is_ok();
+    turns(machine);
+    assert!(begun.elapsed() < Duration::from_secs(1), "it waited {:?}", begun.elapsed());
+    asked && raw.next().is_some()
+}
+
+#[test]
+fn all_processes_have_one_budget_and_the_greediest_loses_its_connections() {
+    let mut machine = machine(6 << 20, 10 << 20);
+    let name = machine.socket_name();
+    let mut others = vec![Raw(socket::connect(&name).unwrap())];
+    let mut processes = Vec::new();
+    // The second has most when the third comes.
+    for connections in [3, 4, 4] {
+        let (process, raws) = Another::to(&name, connections);
+        processes.push(process);
+        others.extend(raws);
+    }
+    for raw in &others {
+        shake(&mut machine, raw);
+        for number in 0..16 {
+            raw.say(&notice(number)).ok(); // it may be cut off before it has said all
+            turns(&mut machine);
+        }
+    }
+    let served: Vec<bool> = others.iter().map(|raw| is_served(&mut machine, raw)).collect();
+    assert_eq!(served, [[true; 4].as_slice(), &[false; 4], &[true; 4]].concat());
+    drop((processes, others));
+    let until = Instant::now() + CUT_OFF;
+    while !machine.connections.is_empty() {
+        assert!(Instant::now() < until, "their ends are not seen");
+        turns(&mut machine);
+    }
+    assert!(machine.held.is_empty());
+}
+
+#[test]
+fn what_a_peer_does_not_take_counts_until_it_is_taken() {
+    let mut machine = machine(1 << 20, 4 << 20);
+    let honest = shaken(&mut machine);
+    let ask = |machine: &mut Machine, raw: &Raw| {
+        let asked = raw.say(&Shared::Ping.encode());
+        turns(machine);
+        asked.is_ok()
+    };
+    let taking = shaken(&mut machine);
+    while machine.held.is_empty() {
+        assert!(ask(&mut machine, &taking));
+    }
+    let until = Instant::now() + CUT_OFF;
+    while !machine.held.is_empty() {
+        assert!(Instant::now() < until, "what is taken stays counted");
+        assert!(taking.next().is_some());
+        turns(&mut machine);
+    }
+    let deaf = shaken(&mut machine);
+    while machine.held.is_empty() {
+        assert!(ask(&mut machine, &deaf));
+    }
+    // Each takes 128 bytes here.
+    let asked = (0..16_000).take_while(|_| ask(&mut machine, &deaf)).count();
+    assert!((4_000..9_000).contains(&asked), "{asked} answers were kept");
+    assert!(is_served(&mut machine, &honest));
+    assert!(machine.held.is_empty());
+}
+
+/// Some 48 KiB of blocks, of memory that is lent as number 1.
+fn part(write: u64) -> Vec<u8> {
+    let grids = [Placed { region: 0, grid: Grid::packed(1, BLOCKS) }];
+    let side = || Described {
+        regions: vec![(RegionId(1), KEY)],
+        grids: grids.into(),
+        indices: (0..BLOCKS).rev().collect::<Vec<_>>().into(),
+    };
+    Message::Write { write, into: side(), from: side() }.encode()
+}
+
+fn lend(memory: &[u8]) -> Vec<u8> {
+    let at = At::Address(memory.as_ptr() as u64);
+    Message::Lend { id: RegionId(1), reached: Reached { len: memory.len() as u64, at } }.encode()
+}
+
+#[test]
+fn parts_of_writes_count_until_they_are_done_whether_their_connection_is_there_or_not() {
+    let ours = vec![7; BLOCKS as usize];
+    let mut machine = machine(256 << 10, 1 << 20);
+    let raw = shaken(&mut machine);
+    raw.say(&lend(&ours)).unwrap();
+    (1..=20).for_each(|write| raw.say(&part(write)).unwrap());
+    turns(&mut machine);
+    assert!(raw.next().is_none(), "it has said a MiB at once");
+    // Nobody tells of what the copying thread has done but this test, so nothing is done.
+    let done = |machine: &mut Machine| {
+        assert!(machine.copying.is_idle_by(Instant::now() + CUT_OFF));
+        for number in machine.flights.landed() {
+            machine.landed(number, &mut Outbox::default());
+        }
+        turns(machine);
+    };
+    while machine.flights.any() {
+        done(&mut machine);
+    }
+    assert!(machine.held.is_empty(), "{:?}", machine.held);
+    machine.held = HeldBytes::of(16 << 10, 1 << 20);
+    let raw = shaken(&mut machine);
+    [lend(&ours), part(1)].iter().for_each(|bytes| raw.say(bytes).unwrap());
+    turns(&mut machine);
+    assert!(is_up(&machine), "so little of a connection is not counted");
+    // What no thread has begun would be taken back.
+    assert!(machine.copying.is_idle_by(Instant::now() + CUT_OFF));
+    socket::finish(raw.0.as_fd());
+    turns(&mut machine);
+    assert!(machine.connections.is_empty() && machine.flights.any() && !machine.held.is_empty());
+    assert!(shaken(&mut machine).next().is_none(), "its process has too much without it");
+    while machine.flights.any() {
+        done(&mut machine);
+    }
+    assert!(machine.held.is_empty(), "{:?}", machine.held);
+    let raw = shaken(&mut machine);
+    assert!(is_served(&mut machine, &raw));
+}
+
+fn is_up(machine: &Machine) -> bool {
+    machine.connections.iter().any(|(_, connection)| connection.is_up())
+}

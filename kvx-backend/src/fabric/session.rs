@@ -11,7 +11,7 @@ use super::jobs::Waiting;
 use super::stream::{Incoming, Outgoing};
 use super::{EndpointId, Fabric, Sent};
 use crate::control::proof::Claim;
-use crate::control::{Granted, Greeting, Imports, Message, NoticesFromPeer, NoticesToPeer, Silence};
+use crate::control::{GrantedRegions, Greeting, Imports, Message, NoticesFromPeer, NoticesToPeer, Silence};
 use crate::process::Watched;
 
 /// The most frames that wait for a peer to read them; one that lets more pile up is cut off.
@@ -68,7 +68,7 @@ pub(super) struct Session<F: Fabric> {
     pub(super) recalled: HashSet<RegionId>,
     pub(super) to_peer: NoticesToPeer,
 
-    pub(super) granted: Granted,
+    pub(super) granted: GrantedRegions,
     pub(super) from_peer: NoticesFromPeer,
 }
 
@@ -94,7 +94,7 @@ impl<F: Fabric> Session<F> {
             jobs: 0,
             recalled: HashSet::new(),
             to_peer: NoticesToPeer::default(),
-            granted: Granted::default(),
+            granted: GrantedRegions::default(),
             from_peer: NoticesFromPeer::default(),
         }
     }

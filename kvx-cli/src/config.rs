@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use kvx::Factory;
-use kvx::config::{Connector, KvTransferConfig, Opening, Report, Surroundings};
+use kvx::config::{ConfigReport, Connector, KvTransferConfig, Opening, Surroundings};
 use kvx::connector::nixl::BACKEND;
 use kvx::{Options, Registry, Result, Secret, Standing, WithoutAList};
 
@@ -53,7 +53,8 @@ fn output(mut args: Vec<String>, surroundings: &Surroundings, registry: &Registr
         args.remove(0);
     }
     let (config, rest) = KvTransferConfig::from_arguments(args, surroundings)?;
-    let report = Report::new(&config, &rest).openings(openings(&config, registry)?).also("secret", secret());
+    let report =
+        ConfigReport::new(&config, &rest).openings(openings(&config, registry)?).also("secret", secret());
     Ok(if json { format!("{:#}", report.to_json()) } else { report.to_string() })
 }
 

@@ -50,7 +50,7 @@ pub(crate) fn run(arguments: &Arguments, out: &mut dyn Write) -> Result<ExitCode
             return Ok(ExitCode::from(NO_ANSWER));
         }
     };
-    let verdict = Verdict::of(&looked, &engine)?;
+    let verdict = ProbeVerdict::of(&looked, &engine)?;
     if arguments.json {
         writeln!(out, "{:#}", as_json(&looked, &verdict))?;
     } else {
@@ -169,14 +169,14 @@ fn option(rest: &[String], names: &[&str]) -> Option<String> {
 
 /// What would not fit, and what else there is to say.
 #[derive(Default)]
-struct Verdict {
+struct ProbeVerdict {
     misfits: Vec<String>,
     notes: Vec<String>,
 }
 
-impl Verdict {
+impl ProbeVerdict {
     fn of(looked: &Probe, engine: &Engine) -> Result<Self> {
-        let mut verdict = Verdict::default();
+        let mut verdict = ProbeVerdict::default();
         if let Err(error) = &looked.kvx {
             verdict.misfits.push(error.sentence().to_owned());
         }
@@ -274,7 +274,7 @@ fn newer_name(layout: &str) -> &str {
     }
 }
 
-fn in_words(arguments: &Arguments, looked: &Probe, verdict: &Verdict) -> String {
+fn in_words(arguments: &Arguments, looked: &Probe, verdict: &ProbeVerdict) -> String {
     let mut text = String::new();
     let mut line = |name: &str, value: String| text.push_str(&format!("{name:<22}{value}\n"));
     line("side channel", format!("{} answers in {:?}", arguments.address, looked.round_trip));
@@ -342,7 +342,7 @@ fn bytes(blob: Option<&Vec<u8>>) -> String {
     }
 }
 
-fn as_json(looked: &Probe, verdict: &Verdict) -> Value {
+fn as_json(looked: &Probe, verdict: &ProbeVerdict) -> Value {
     let metadata = told(looked);
     json!({
         "answered": true,

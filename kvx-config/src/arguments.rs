@@ -11,13 +11,13 @@ const OPTION: &str = "--kv-transfer-config";
 /// Deeper keys are a mistake, and deep objects would cost stack.
 const DEEPEST: usize = 32;
 
-pub(super) enum Piece {
+pub(super) enum ArgumentPiece {
     Object(Map<String, Value>),
     Dotted { written: String, keys: Vec<String>, value: Value },
 }
 
 pub(super) struct Taken {
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<ArgumentPiece>,
     pub rest: Vec<String>,
     pub warnings: Vec<Warning>,
 }
@@ -51,7 +51,7 @@ pub(super) fn take(arguments: Vec<String>) -> Result<Taken> {
         };
         let written = name.to_owned();
         let piece = match path {
-            None => Piece::Object(human::object(&value).map_err(|error| about(&written, &error))?),
+            None => ArgumentPiece::Object(human::object(&value).map_err(|error| about(&written, &error))?),
             Some(path) => dotted(written, path, &value, &mut taken.warnings)?,
         };
         taken.pieces.push(piece);
@@ -71,7 +71,7 @@ fn about(written: &str, error: &Error) -> Error {
     invalid(format!("{written}: {}", error.sentence()))
 }
 
-fn dotted(written: String, path: &str, text: &str, warnings: &mut Vec<Warning>) -> Result<Piece> {
+fn dotted(written: String, path: &str, text: &str, warnings: &mut Vec<Warning>) -> Result<ArgumentPiece> {
     let (path, append) = match path.strip_suffix('+') {
         Some(path) => (path, true),
         None => (path, false),
@@ -92,7 +92,7 @@ fn dotted(written: String, path: &str, text: &str, warnings: &mut Vec<Warning>) 
     } else {
         value(&written, text, warnings)?
     };
-    Ok(Piece::Dotted { written, keys, value })
+    Ok(ArgumentPiece::Dotted { written, keys, value })
 }
 
 /// JSON if it is JSON, else a human-readable number, else text.

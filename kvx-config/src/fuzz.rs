@@ -1,7 +1,7 @@
 //! What the fuzz targets and the bounded fuzz test call: any bytes, no panic, and what was accepted reads back the
 //! same.
 
-use super::{Given, KvTransferConfig, Report, Surroundings, dotted_arguments};
+use super::{ConfigReport, Given, KvTransferConfig, Surroundings, dotted_arguments};
 
 /// The targets, by the names of their corpora.
 pub const TARGETS: &[(&str, fn(&[u8]))] = &[("config_json", json_text), ("config_dotted", dotted)];
@@ -31,7 +31,7 @@ fn check(given: Given) {
         Err(error) => panic!("{:?} cannot be said in dotted arguments: {error}", given.object()),
     }
     if let Ok(config) = KvTransferConfig::resolve(given, &Surroundings::default()) {
-        let report = Report::new(&config, &[]);
+        let report = ConfigReport::new(&config, &[]);
         let _ = (report.to_string(), report.to_json());
         let again = Given::from_object(config.to_json());
         if let Err(error) = KvTransferConfig::resolve(again, &Surroundings::default()) {

@@ -5,7 +5,7 @@ use std::fmt;
 
 use serde_json::{Map, Value};
 
-use super::arguments::{self, Piece};
+use super::arguments::{self, ArgumentPiece};
 use super::compat::Compat;
 use super::human;
 use super::warning::{Concern, Warning};
@@ -94,8 +94,8 @@ impl Given {
         let (mut objects, mut dotted) = (Vec::new(), Vec::new());
         for piece in taken.pieces {
             match piece {
-                Piece::Object(object) => objects.push(object),
-                Piece::Dotted { written, keys, value } => dotted.push((written, keys, value)),
+                ArgumentPiece::Object(object) => objects.push(object),
+                ArgumentPiece::Dotted { written, keys, value } => dotted.push((written, keys, value)),
             }
         }
         given.anything = !objects.is_empty() || !dotted.is_empty();

@@ -7,7 +7,7 @@
 //! does what vLLM documents, and a [`Warning`] says so.
 //!
 //! [`Given`] is what was written, [`Surroundings`] what it is read within; [`KvTransferConfig`] is what both mean, and
-//! [`Report`] tells a person.
+//! [`ConfigReport`] tells a person.
 
 mod arguments;
 mod compat;
@@ -31,7 +31,7 @@ pub use connectors::Connector;
 pub use fields::{BufferDevice, KvCacheLayout, LoadFailurePolicy, Role};
 pub use given::{Given, Source};
 pub use ranks::{BlockRelease, Lease, Rank};
-pub use report::{Opening, Report};
+pub use report::{ConfigReport, Opening};
 pub use surroundings::{Environment, Surroundings};
 pub use tables::{MooncakeSettings, NUM_THREADS, NixlSettings, OPTION_TABLES, OptionTable};
 pub use transfer_config::KvTransferConfig;

@@ -16,17 +16,17 @@ use super::warning::Warning;
 /// The report that `kvx config` prints; `Display` is its text.
 ///
 /// ```
-/// use kvx_config::{KvTransferConfig, Report, Surroundings};
+/// use kvx_config::{ConfigReport, KvTransferConfig, Surroundings};
 /// let (config, rest) = KvTransferConfig::from_arguments(
 ///     ["--kv-transfer-config.kv_connector=NixlConnector", "--kv-transfer-config.kv_role=kv_consumer", "-tp", "2"],
 ///     &Surroundings::default(),
 /// )?;
-/// let text = Report::new(&config, &rest).to_string();
+/// let text = ConfigReport::new(&config, &rest).to_string();
 /// assert!(text.contains("--kv-transfer-config.kv_role"));
 /// # Ok::<(), kvx_core::Error>(())
 /// ```
 #[derive(Clone, Debug)]
-pub struct Report {
+pub struct ConfigReport {
     compat: Compat,
     merged: Map<String, Value>,
     values: Vec<Line>,
@@ -52,13 +52,13 @@ pub struct Opening {
     pub note: String,
 }
 
-impl Report {
+impl ConfigReport {
     /// About `config`. `rest` is what [`KvTransferConfig::from_arguments`] left of the command line: its parallel sizes
     /// are read, the remainder is listed as ignored.
     pub fn new(config: &KvTransferConfig, rest: &[String]) -> Self {
         let (sizes, ignored) = Sizes::read(rest);
         let as_written = |name| Opening { name, note: String::new() };
-        Report {
+        ConfigReport {
             compat: config.compat(),
             merged: config.given().object().clone(),
             values: values(config),
@@ -112,7 +112,7 @@ impl Report {
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for ConfigReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "KV transfer configuration, with the defaults of {}", self.compat)?;
         writeln!(f, "\nmerged JSON\n{:#}", Value::Object(self.merged.clone()))?;

@@ -299,12 +299,12 @@ pub struct MooncakeSettings {
 }
 
 /// Reads known keys; those that the chosen version does not read are as if absent.
-struct Reader<'a> {
+struct KeyReader<'a> {
     object: &'a Map<String, Value>,
     compat: Compat,
 }
 
-impl Reader<'_> {
+impl KeyReader<'_> {
     fn read<T>(&self, key: &str, read: impl FnOnce(&str, &Value) -> Result<T>) -> Result<Option<T>> {
         let known = KNOWN_KEYS.iter().find(|known| known.name == key);
         let applies = known.is_some_and(|known| (known.since..=known.until).contains(&self.compat));
@@ -326,7 +326,7 @@ impl Reader<'_> {
 }
 
 pub(super) fn nixl(object: &Map<String, Value>, compat: Compat) -> Result<NixlSettings> {
-    let reader = Reader { object, compat };
+    let reader = KeyReader { object, compat };
     let decoder_kv_blocks_ttl = reader.seconds("decoder_kv_blocks_ttl", Duration::from_secs(480))?;
     let engine_ttl = match reader.read("engine_ttl", fields::number)?.unwrap_or(3600.0) {
         seconds if seconds <= 0.0 => None,
@@ -351,7 +351,7 @@ pub(super) fn nixl(object: &Map<String, Value>, compat: Compat) -> Result<NixlSe
 }
 
 pub(super) fn mooncake(object: &Map<String, Value>, compat: Compat) -> Result<MooncakeSettings> {
-    let reader = Reader { object, compat };
+    let reader = KeyReader { object, compat };
     Ok(MooncakeSettings {
         num_workers: reader.whole("num_workers", 10)?,
         mooncake_protocol: reader.read("mooncake_protocol", fields::text)?.unwrap_or_else(|| "rdma".into()),

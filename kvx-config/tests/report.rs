@@ -2,12 +2,12 @@
 
 use std::path::Path;
 
-use kvx_config::{KvTransferConfig, Opening, Report, Surroundings};
+use kvx_config::{ConfigReport, KvTransferConfig, Opening, Surroundings};
 
-fn report(line: &[&str], surroundings: &Surroundings) -> Report {
+fn report(line: &[&str], surroundings: &Surroundings) -> ConfigReport {
     let (config, rest) = KvTransferConfig::from_arguments(line.iter().copied(), surroundings)
         .unwrap_or_else(|error| panic!("{line:?}: {error}"));
-    Report::new(&config, &rest)
+    ConfigReport::new(&config, &rest)
 }
 
 fn golden(name: &str, line: &[&str], surroundings: &Surroundings) {

@@ -15,7 +15,8 @@ use kvx_connector::engine::{
     Scheduler, Settings, Status, Time, Transferred, Worker, WorkerRank,
 };
 use kvx_connector::mapping::{
-    Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType, Options, PeerMap, Remote, RemoteRank, Tp,
+    Caches, Heads, KvLayout, KvTensors, LayerCache, MappingOptions, MemoryType, PeerMap, Remote, RemoteRank,
+    Tp,
 };
 use kvx_connector::params::{Dialect, TransferParams};
 use kvx_core::{Indices, Op};
@@ -99,7 +100,8 @@ impl Both {
         let ranks = [(RemoteRank { pp: 0, tp: 0 }, caches.geometry().clone())];
         let remote = Remote { tp_size: 1, pp_size: 1, dcp_size: 1, ranks: &ranks };
         let tp = Tp::new(0, 1).expect("one rank");
-        let map = PeerMap::new(Op::Read, &caches, tp, &remote, &Options::default()).expect("equal engines");
+        let map =
+            PeerMap::new(Op::Read, &caches, tp, &remote, &MappingOptions::default()).expect("equal engines");
         let given = |request: u32| {
             // Blocks of a request lie scattered.
             let block = |at: u32, salt: u32| at * REQUESTS + (request * 7 + at * salt) % REQUESTS;

@@ -9,7 +9,8 @@ use kvx_connector::Dialect;
 use kvx_connector::engine::{ConsumerRule, Time, WorkerRank, release_of};
 use kvx_connector::params::{RemoteBlocks, TransferMode, TransferParams};
 use kvx_connector::wire::{
-    CompatibilityFactors, CompatibilityHash, HandshakeRequest, Listener, NixlAgentMetadata, Notification,
+    CompatibilityFactors, CompatibilityHash, EngineNotification, HandshakeRequest, Listener,
+    NixlAgentMetadata,
 };
 use serde_json::Value;
 
@@ -116,7 +117,7 @@ fn golden_notifications_of_each_version() {
     each(|dialect, entry| {
         // Two of four decode ranks read from each of two prefill ranks.
         let count = ConsumerRule::of(dialect).written(2, 4);
-        let done = Notification::done("cmpl-u-0-bbb18847", count).unwrap().encode();
+        let done = EngineNotification::done("cmpl-u-0-bbb18847", count).unwrap().encode();
         assert_eq!(done, entry["completion"].as_str().unwrap().as_bytes(), "{dialect}");
         assert_eq!(ConsumerRule::of(dialect).expected(count, 2), 2, "{dialect}");
         let leased = matches!(release_of(dialect), BlockRelease::Lease(_));

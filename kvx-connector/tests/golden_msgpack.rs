@@ -8,8 +8,8 @@ use kvx_connector::Dialect;
 use kvx_connector::engine::WorkerRank;
 use kvx_connector::wire::mooncake::{PullRequest, PullResponse, PullStatus, PulledRequest};
 use kvx_connector::wire::{
-    ClockReading, CompatibilityHash, HandshakePayload, HandshakeRequest, NixlAgentMetadata, Notification,
-    PackedMember, PushRegistration,
+    ClockReading, CompatibilityHash, EngineNotification, HandshakePayload, HandshakeRequest,
+    NixlAgentMetadata, PackedMember, PushRegistration,
 };
 use serde_json::Value;
 
@@ -305,9 +305,9 @@ fn golden_push_registrations() {
                 _ => {}
             }
         }
-        let typed = Notification::Registration(Box::new(typed));
+        let typed = EngineNotification::Registration(Box::new(typed));
         assert_eq!(typed.encode(), case.bytes, "{}", case.name);
-        let read = Notification::decode(&case.bytes).unwrap();
+        let read = EngineNotification::decode(&case.bytes).unwrap();
         assert_eq!(read, typed, "{}", case.name);
         assert_eq!(read.encode(), case.bytes, "{}", case.name);
     });

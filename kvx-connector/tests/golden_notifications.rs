@@ -4,7 +4,7 @@
 
 mod golden;
 
-use kvx_connector::wire::Notification;
+use kvx_connector::wire::EngineNotification;
 use serde_json::Value;
 
 fn entries(kind: &str) -> Vec<Value> {
@@ -17,10 +17,10 @@ fn entries(kind: &str) -> Vec<Value> {
     entries
 }
 
-fn check(entry: &Value, expected: Notification) {
+fn check(entry: &Value, expected: EngineNotification) {
     let bytes = golden::hex(entry["hex"].as_str().unwrap());
     assert_eq!(bytes, entry["text"].as_str().unwrap().as_bytes());
-    let read = Notification::decode(&bytes).unwrap();
+    let read = EngineNotification::decode(&bytes).unwrap();
     assert_eq!(read, expected);
     assert_eq!(read.encode(), bytes);
 }
@@ -29,7 +29,7 @@ fn check(entry: &Value, expected: Notification) {
 fn golden_completions() {
     for entry in entries("completion") {
         let count = entry["consumers"].as_u64().unwrap().try_into().unwrap();
-        check(&entry, Notification::done(entry["remote_request_id"].as_str().unwrap(), count).unwrap());
+        check(&entry, EngineNotification::done(entry["remote_request_id"].as_str().unwrap(), count).unwrap());
     }
 }
 
@@ -37,6 +37,6 @@ fn golden_completions() {
 fn golden_heartbeats() {
     for entry in entries("heartbeat") {
         let ids = entry["request_ids"].as_array().unwrap().iter().map(|id| id.as_str().unwrap());
-        check(&entry, Notification::heartbeat(ids).unwrap());
+        check(&entry, EngineNotification::heartbeat(ids).unwrap());
     }
 }

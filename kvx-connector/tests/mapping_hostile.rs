@@ -9,7 +9,8 @@ use cluster::{Random, lists};
 use kvx_connector::Dialect;
 use kvx_connector::mapping::{
     BlocksOfBothSides, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvRegion, KvTensors, LayerCache,
-    MemoryType, Options, PeerMap, RegionGrid, RegionGroup, Remote, RemoteRank, Tokens, Tp, handshake_ranks,
+    MappingOptions, MemoryType, PeerMap, RegionGrid, RegionGroup, Remote, RemoteRank, Tokens, Tp,
+    handshake_ranks,
 };
 use kvx_connector::wire::{NixlAgentMetadata, PackedMember};
 use kvx_core::Op;
@@ -139,7 +140,7 @@ fn no_geometry_leads_outside_of_a_region() {
             }
         }
         let groups = random.of(&[1, 2, 2, 2, 3]);
-        let options = Options {
+        let options = MappingOptions {
             groups: vec![
                 (GroupKind::Attention, random.of(&[Clip::Whole, Clip::Whole, Clip::Window]));
                 groups

@@ -4,8 +4,8 @@
 #![allow(clippy::unwrap_used, reason = "what fails here is the test")]
 
 use kvx_connector::mapping::{
-    BlocksOfBothSides, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvTensors, LayerCache, MemoryType,
-    Moves, Options, Pairing, PeerMap, Remote, RemoteRank, Tokens, Tp, handshake_ranks,
+    BlocksOfBothSides, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvTensors, LayerCache,
+    MappingOptions, MemoryType, Moves, Pairing, PeerMap, Remote, RemoteRank, Tokens, Tp, handshake_ranks,
 };
 use kvx_core::{Error, Indices, Kind, Op, Result};
 
@@ -62,11 +62,17 @@ impl Side {
             .unwrap()
     }
 
-    fn reads(self, rank: u32, peer: Side, options: &Options) -> Result<PeerMap> {
+    fn reads(self, rank: u32, peer: Side, options: &MappingOptions) -> Result<PeerMap> {
         self.reads_geometry(rank, peer, peer.caches().geometry(), options)
     }
 
-    fn reads_geometry(self, rank: u32, peer: Side, theirs: &Geometry, options: &Options) -> Result<PeerMap> {
+    fn reads_geometry(
+        self,
+        rank: u32,
+        peer: Side,
+        theirs: &Geometry,
+        options: &MappingOptions,
+    ) -> Result<PeerMap> {
         let tp = Tp::new(rank, self.tp)?.with_dcp(self.dcp)?;
         let ranks: Vec<(RemoteRank, Geometry)> = handshake_ranks(tp, peer.tp, peer.dcp)?
             .into_iter()
@@ -77,8 +83,8 @@ impl Side {
     }
 }
 
-fn groups(count: usize) -> Options {
-    Options { groups: vec![(GroupKind::Attention, Clip::Whole); count], ..Options::default() }
+fn groups(count: usize) -> MappingOptions {
+    MappingOptions { groups: vec![(GroupKind::Attention, Clip::Whole); count], ..MappingOptions::default() }
 }
 
 fn refused(result: Result<PeerMap>, kind: Kind, word: &str) -> Error {
@@ -107,12 +113,12 @@ fn ranks(map: &PeerMap, moves: &Moves) -> (Vec<u32>, Vec<u32>) {
 fn a_layout_mismatch_is_refused_or_permuted() {
     let tokens_first = Side { layout: KvLayout::Lbnhc, ..SIDE };
     refused(tokens_first.reads(0, SIDE, &groups(1)), Kind::Incompatible, "enable_permute_local_kv");
-    let permute = Options { permute: true, ..groups(1) };
+    let permute = MappingOptions { permute: true, ..groups(1) };
     let map = tokens_first.reads(0, SIDE, &permute).unwrap();
     assert!(map.finishing().unwrap().reorders());
     refused(SIDE.reads(0, tokens_first, &permute), Kind::Incompatible, "only LBHNC");
     refused(
-        tokens_first.reads(0, SIDE, &Options { permute: true, ..groups(2) }),
+        tokens_first.reads(0, SIDE, &MappingOptions { permute: true, ..groups(2) }),
         Kind::Incompatible,
         "several",
     );
@@ -206,7 +212,7 @@ fn block_sizes_that_do_not_divide_are_declined() {
     let small = Side { tokens: 4, ..SIDE };
     let map = SIDE.reads(0, small, &groups(1)).unwrap();
     assert_eq!((map.block_size_ratio(), map.sources()[0].lanes()[0].local.grid.count), (4, 256));
-    let buffered = Options { host_buffer: true, ..groups(1) };
+    let buffered = MappingOptions { host_buffer: true, ..groups(1) };
     refused(SIDE.reads(0, small, &buffered), Kind::Incompatible, "host memory");
     refused(SIDE.reads(0, Side { tp: 2, ..small }, &groups(1)), Kind::Incompatible, "same block size");
     let latent = Side { heads: Heads::Replicated, ..SIDE };
@@ -335,9 +341,9 @@ fn groups_have_lists_of_their_own() {
     let ranks = [(RemoteRank { pp: 0, tp: 0 }, caches.geometry().clone())];
     let remote = Remote { tp_size: 1, pp_size: 1, dcp_size: 1, ranks: &ranks };
     // The second group has a sliding window of 32 tokens: three blocks of 16 are sent.
-    let options = Options {
+    let options = MappingOptions {
         groups: vec![(GroupKind::Attention, Clip::Whole), (GroupKind::Attention, Clip::Window)],
-        ..Options::default()
+        ..MappingOptions::default()
     };
     let map = PeerMap::new(Op::Read, &caches, Tp::new(0, 1).unwrap(), &remote, &options).unwrap();
     let local: Vec<Indices> = vec![[1, 2, 3, 4].into(), [7, 8].into()];
@@ -393,7 +399,8 @@ fn a_map_needs_every_rank_it_reads_and_no_other() {
 
 #[test]
 fn what_is_mapped_but_not_moved_says_so() {
-    let state = Options { groups: vec![(GroupKind::StateSpace, Clip::Whole)], ..Options::default() };
+    let state =
+        MappingOptions { groups: vec![(GroupKind::StateSpace, Clip::Whole)], ..MappingOptions::default() };
     refused(SIDE.reads(0, SIDE, &state), Kind::Unsupported, "state-space");
     let latent = Side { heads: Heads::Replicated, tp: 4, ..SIDE };
     let sharded = Side { dcp: 4, ..latent };

@@ -8,7 +8,7 @@ mod golden;
 use kvx_connector::Dialect;
 use kvx_connector::mapping::{
     BlocksOfBothSides, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvRegion, KvTensors, LayerCache,
-    MemoryType, Options, PeerMap, RegionGroup, Remote, RemoteRank, Tp,
+    MappingOptions, MemoryType, PeerMap, RegionGroup, Remote, RemoteRank, Tp,
 };
 use kvx_connector::wire::{NixlAgentMetadata, PackedMember};
 use kvx_core::{Indices, Kind, Op, Result};
@@ -40,7 +40,10 @@ fn map(local: &Caches, stages: &[Geometry], groups: usize) -> Result<PeerMap> {
         .map(|(pp, stage)| (RemoteRank { pp: pp as u32, tp: 0 }, stage.clone()))
         .collect();
     let remote = Remote { tp_size: 1, pp_size: stages.len() as u32, dcp_size: 1, ranks: &ranks };
-    let options = Options { groups: vec![(GroupKind::Attention, Clip::Whole); groups], ..Options::default() };
+    let options = MappingOptions {
+        groups: vec![(GroupKind::Attention, Clip::Whole); groups],
+        ..MappingOptions::default()
+    };
     PeerMap::new(Op::Read, local, Tp::new(0, 1).unwrap(), &remote, &options)
 }
 

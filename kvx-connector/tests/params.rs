@@ -4,7 +4,7 @@
 
 use kvx_connector::Dialect;
 use kvx_connector::params::{
-    MooncakeLeg, MooncakeParams, RemoteBlocks, TransferId, TransferMode, TransferParams, XRequestId,
+    MooncakeLeg, MooncakeParams, MooncakeTransferId, RemoteBlocks, TransferMode, TransferParams, XRequestId,
 };
 use serde_json::{Value, json};
 
@@ -222,7 +222,7 @@ fn mooncake_params_name_the_key_that_is_missing() {
         remote_engine_id: "e".to_owned(),
         remote_bootstrap_addr: "http://h:8998".to_owned(),
     };
-    assert_eq!((&read.transfer_id, &read.leg), (&TransferId::new("xfer-1").unwrap(), &leg));
+    assert_eq!((&read.transfer_id, &read.leg), (&MooncakeTransferId::new("xfer-1").unwrap(), &leg));
     assert_eq!(read.to_value().unwrap(), value);
     for key in ["transfer_id", "remote_engine_id", "remote_bootstrap_addr"] {
         let mut without = value.clone();
@@ -236,9 +236,9 @@ fn mooncake_params_name_the_key_that_is_missing() {
     }
     let empty =
         MooncakeLeg::Decode { remote_engine_id: String::new(), remote_bootstrap_addr: "a".to_owned() };
-    let params = MooncakeParams::new(TransferId::new("x").unwrap(), empty);
+    let params = MooncakeParams::new(MooncakeTransferId::new("x").unwrap(), empty);
     assert_eq!(params.to_value().unwrap_err().key(), "remote_engine_id");
-    assert_eq!(TransferId::new("").unwrap_err().key(), "transfer_id");
+    assert_eq!(MooncakeTransferId::new("").unwrap_err().key(), "transfer_id");
 }
 
 #[test]

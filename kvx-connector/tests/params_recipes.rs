@@ -5,7 +5,7 @@
 use kvx_connector::Dialect;
 use kvx_connector::params::recipe::concurrent::{self, MooncakeTarget, PushTarget};
 use kvx_connector::params::recipe::{Answer, AnswerStream, sequential};
-use kvx_connector::params::{RemoteBlocks, TransferId, TransferParams, XRequestId};
+use kvx_connector::params::{MooncakeTransferId, RemoteBlocks, TransferParams, XRequestId};
 use serde_json::{Value, json};
 
 fn request() -> Value {
@@ -89,7 +89,7 @@ fn parameters_of_a_client_are_never_passed_on() {
     let decode = sequential::decode_leg(&hostile, &Answer::default(), Dialect::V0_33).unwrap().body;
     let target =
         MooncakeTarget { dp_rank: 0, engine_id: "e".to_owned(), bootstrap_addr: "http://h:1".to_owned() };
-    let legs = concurrent::mooncake_legs(&hostile, &TransferId::new("x").unwrap(), &target).unwrap();
+    let legs = concurrent::mooncake_legs(&hostile, &MooncakeTransferId::new("x").unwrap(), &target).unwrap();
     for body in [prefill, decode, legs.prefill, legs.decode] {
         assert!(!body.to_string().contains("169.254"), "{body}");
     }
@@ -178,7 +178,7 @@ fn both_mooncake_legs_name_one_transfer() {
     });
     let targets = MooncakeTarget::from_query("http://10.0.0.1:8998", &query).unwrap();
     assert_eq!(targets.iter().map(|target| target.dp_rank).collect::<Vec<_>>(), [2, 10]);
-    let id = TransferId::from_random([7; 16]);
+    let id = MooncakeTransferId::from_random([7; 16]);
     let legs = concurrent::mooncake_legs(&request(), &id, &targets[0]).unwrap();
     assert_eq!(legs.prefill_headers, [("X-data-parallel-rank", "2".to_owned())]);
     assert_eq!((&legs.prefill["max_tokens"], &legs.prefill["stream"]), (&json!(1), &json!(false)));

@@ -1,13 +1,13 @@
 //! Notifications: what is never sent, and what is read without harm.
 #![cfg(feature = "protocol")]
 
-use kvx_connector::wire::{Notification, PushGrant, PushRegistration};
+use kvx_connector::wire::{EngineNotification, PushGrant, PushRegistration};
 use kvx_core::Kind;
 
 /// vLLM's engine ends on a notification that has no colon, no number behind the last one, or is not UTF-8.
 #[test]
 fn malformed_notifications_are_errors() {
-    let long = vec![b'x'; Notification::MAX_LEN + 1];
+    let long = vec![b'x'; EngineNotification::MAX_LEN + 1];
     let bad: [&[u8]; 14] = [
         b"",
         b"r",
@@ -25,7 +25,7 @@ fn malformed_notifications_are_errors() {
         &long,
     ];
     for bytes in bad {
-        let error = Notification::decode(bytes).unwrap_err();
+        let error = EngineNotification::decode(bytes).unwrap_err();
         assert_eq!(error.kind(), Kind::Malformed, "{:?}", bytes.escape_ascii().to_string());
         assert!(error.to_string().len() < 400, "{error}");
     }
@@ -44,7 +44,7 @@ fn malformed_registrations_are_errors_that_name_the_key() {
         (b"\x81\xaarequest_id\xa1r\x00", "too many"),
         (b"\x90", "a map"),
     ] {
-        let error = Notification::decode(&[b"PUSH_REG:", map].concat()).unwrap_err();
+        let error = EngineNotification::decode(&[b"PUSH_REG:", map].concat()).unwrap_err();
         assert_eq!(error.kind(), Kind::Malformed);
         assert!(error.to_string().contains(named), "{named}: {error}");
     }
@@ -53,8 +53,8 @@ fn malformed_registrations_are_errors_that_name_the_key() {
 #[test]
 fn a_registration_keeps_what_it_does_not_know() {
     let bytes = b"PUSH_REG:\x83\xa5later\x92\x01\xc0\xaarequest_id\xa1r\xaflocal_block_ids\x90";
-    let read = Notification::decode(bytes).unwrap();
-    let Notification::Registration(registration) = &read else { panic!("{read:?}") };
+    let read = EngineNotification::decode(bytes).unwrap();
+    let EngineNotification::Registration(registration) = &read else { panic!("{read:?}") };
     assert_eq!(registration.unknown().collect::<Vec<_>>(), [("later", &b"\x92\x01\xc0"[..])]);
     assert_eq!(registration.request_id, "r");
     assert_eq!(read.encode(), bytes);
@@ -63,36 +63,40 @@ fn a_registration_keeps_what_it_does_not_know() {
 #[test]
 fn a_registration_without_addresses_says_so() {
     let registration = PushRegistration::new("r", vec![vec![7], vec![]]);
-    let bytes = Notification::Registration(Box::new(registration.clone())).encode();
-    assert_eq!(Notification::decode(&bytes).unwrap(), Notification::Registration(Box::new(registration)));
+    let bytes = EngineNotification::Registration(Box::new(registration.clone())).encode();
+    assert_eq!(
+        EngineNotification::decode(&bytes).unwrap(),
+        EngineNotification::Registration(Box::new(registration))
+    );
     assert!(!bytes.windows(6).any(|window| window == b"decode"), "what is not known is left out");
 }
 
 #[test]
 fn what_the_other_engine_would_misread_is_not_made() {
     for id in ["", "HB:a", "PUSH_REG:a"] {
-        assert_eq!(Notification::done(id, 1).unwrap_err().kind(), Kind::Invalid, "{id}");
+        assert_eq!(EngineNotification::done(id, 1).unwrap_err().kind(), Kind::Invalid, "{id}");
     }
-    assert_eq!(Notification::done("r", 0).unwrap_err().kind(), Kind::Invalid);
+    assert_eq!(EngineNotification::done("r", 0).unwrap_err().kind(), Kind::Invalid);
     for ids in [&[][..], &[""], &["a,b"], &["a", ""]] {
         assert_eq!(
-            Notification::heartbeat(ids.iter().copied()).unwrap_err().kind(),
+            EngineNotification::heartbeat(ids.iter().copied()).unwrap_err().kind(),
             Kind::Invalid,
             "{ids:?}"
         );
     }
-    assert_eq!(Notification::done("a:b,c", 3).unwrap().encode(), b"a:b,c:3");
+    assert_eq!(EngineNotification::done("a:b,c", 3).unwrap().encode(), b"a:b,c:3");
 }
 
 #[test]
 fn many_requests_share_heartbeats_that_every_transport_carries() {
     let ids: Vec<String> = (0..5000).map(|index| format!("cmpl-{index:036}-0-0123abcd")).collect();
-    let beats = Notification::heartbeats(ids.clone()).unwrap();
+    let beats = EngineNotification::heartbeats(ids.clone()).unwrap();
     let mut seen = Vec::new();
     for beat in &beats {
         let bytes = beat.encode();
-        assert!(bytes.len() <= Notification::MAX_HEARTBEAT);
-        let Notification::Heartbeat { request_ids, .. } = Notification::decode(&bytes).unwrap() else {
+        assert!(bytes.len() <= EngineNotification::MAX_HEARTBEAT);
+        let EngineNotification::Heartbeat { request_ids, .. } = EngineNotification::decode(&bytes).unwrap()
+        else {
             panic!("{beat:?}")
         };
         seen.extend(request_ids);
@@ -101,13 +105,13 @@ fn many_requests_share_heartbeats_that_every_transport_carries() {
     let total: usize = ids.iter().map(|id| id.len() + 1).sum();
     assert_eq!(
         beats.len(),
-        total.div_ceil(Notification::MAX_HEARTBEAT - 60),
+        total.div_ceil(EngineNotification::MAX_HEARTBEAT - 60),
         "none is half empty but the last"
     );
-    assert_eq!(Notification::heartbeats(Vec::<String>::new()).unwrap(), []);
-    let edge = "x".repeat(Notification::MAX_HEARTBEAT - 3);
-    assert_eq!(Notification::heartbeats([edge.clone(), "y".to_owned()]).unwrap().len(), 2);
-    assert_eq!(Notification::heartbeats([edge + "x"]).unwrap_err().kind(), Kind::Invalid);
+    assert_eq!(EngineNotification::heartbeats(Vec::<String>::new()).unwrap(), []);
+    let edge = "x".repeat(EngineNotification::MAX_HEARTBEAT - 3);
+    assert_eq!(EngineNotification::heartbeats([edge.clone(), "y".to_owned()]).unwrap().len(), 2);
+    assert_eq!(EngineNotification::heartbeats([edge + "x"]).unwrap_err().kind(), Kind::Invalid);
 }
 
 #[test]
@@ -115,15 +119,16 @@ fn grants_are_read_as_they_were_written_and_bounded() {
     let mut registration = PushRegistration::new("r", vec![vec![7]]);
     let grant = |tp| PushGrant { pp: 1, tp, regions: vec![vec![0, 255, tp as u8], Vec::new()] };
     registration.kvx_grants = vec![grant(0), grant(300)];
-    let sent = Notification::Registration(Box::new(registration));
-    assert_eq!(Notification::decode(&sent.encode()).unwrap(), sent);
+    let sent = EngineNotification::Registration(Box::new(registration));
+    assert_eq!(EngineNotification::decode(&sent.encode()).unwrap(), sent);
     let mut many = PushRegistration::new("r", vec![vec![7]]);
     many.kvx_grants = vec![grant(0); PushGrant::MAX + 1];
-    let error = Notification::decode(&Notification::Registration(Box::new(many)).encode()).unwrap_err();
+    let error =
+        EngineNotification::decode(&EngineNotification::Registration(Box::new(many)).encode()).unwrap_err();
     assert!(error.to_string().contains("kvx_grants"), "{error}");
     let bytes = sent.encode();
     let at = bytes.windows(10).position(|part| part == b"kvx_grants").unwrap() + 11;
     assert_eq!(bytes[at], 0x93, "an array of three");
     let two = [&bytes[..at], &[0x92], &bytes[at + 1..]].concat();
-    assert!(Notification::decode(&two).is_err());
+    assert!(EngineNotification::decode(&two).is_err());
 }

@@ -13,7 +13,7 @@ use kvx_gpu::{
 };
 
 use crate::ffi::{
-    self, BatchAttributes, Copy2d, DeviceNumber, Handle, IpcHandle, Location, Status, attribute, pointer,
+    self, BatchAttributes, Copy2d, CudaIpcHandle, DeviceNumber, Handle, Location, Status, attribute, pointer,
 };
 use crate::library::{Library, ends_all_work};
 use crate::{context, kernels, virtual_memory};
@@ -39,7 +39,7 @@ impl Cuda {
         Cuda { library, number, about, all, context: OnceLock::new() }
     }
 
-    fn table(&self) -> &ffi::Table {
+    fn table(&self) -> &ffi::Functions {
         &self.library.table
     }
 
@@ -186,7 +186,7 @@ unsafe impl Driver for Cuda {
     }
 
     fn share(&self, base: u64) -> Result<Vec<u8>> {
-        let mut handle = IpcHandle([0; 64]);
+        let mut handle = CudaIpcHandle([0; 64]);
         // SAFETY: a place for one handle.
         let status = unsafe { (self.table().cuIpcGetMemHandle)(&raw mut handle, base) };
         self.check("cuIpcGetMemHandle", status).map(|()| handle.0.to_vec())
@@ -203,7 +203,7 @@ unsafe impl Driver for Cuda {
         let mut address = 0;
         // SAFETY: a place for one address; the driver judges the handle.
         let status = unsafe {
-            (self.table().cuIpcOpenMemHandle_v2)(&raw mut address, IpcHandle(bytes), LAZY_PEER_ACCESS)
+            (self.table().cuIpcOpenMemHandle_v2)(&raw mut address, CudaIpcHandle(bytes), LAZY_PEER_ACCESS)
         };
         self.check("cuIpcOpenMemHandle", status).map(|()| address)
     }

@@ -15,7 +15,7 @@ pub(crate) type Handle = *mut c_void;
 /// A `CUipcMemHandle`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(crate) struct IpcHandle(pub(crate) [u8; 64]);
+pub(crate) struct CudaIpcHandle(pub(crate) [u8; 64]);
 
 /// A `CUDA_MEMCPY2D`.
 #[repr(C)]
@@ -123,7 +123,7 @@ pub(crate) mod pointer {
 
 kvx_gpu::symbols! {
     /// The driver's functions.
-    pub(crate) struct Table {
+    pub(crate) struct Functions {
         cuInit: fn(c_uint) -> Status,
         cuDriverGetVersion: fn(*mut c_int) -> Status,
         cuGetErrorName: fn(Status, *mut *const c_char) -> Status,
@@ -156,8 +156,8 @@ kvx_gpu::symbols! {
         cuMemcpyDtoHAsync_v2: fn(*mut c_void, Address, usize, Handle) -> Status,
         cuMemcpyDtoDAsync_v2: fn(Address, Address, usize, Handle) -> Status,
         cuMemcpy2DAsync_v2: fn(*const Copy2d, Handle) -> Status,
-        cuIpcGetMemHandle: fn(*mut IpcHandle, Address) -> Status,
-        cuIpcOpenMemHandle_v2: fn(*mut Address, IpcHandle, c_uint) -> Status,
+        cuIpcGetMemHandle: fn(*mut CudaIpcHandle, Address) -> Status,
+        cuIpcOpenMemHandle_v2: fn(*mut Address, CudaIpcHandle, c_uint) -> Status,
         cuIpcCloseMemHandle: fn(Address) -> Status,
         cuModuleLoadData: fn(*mut Handle, *const c_void) -> Status,
         cuModuleGetFunction: fn(*mut Handle, Handle, *const c_char) -> Status,

@@ -11,4 +11,4 @@ mod library;
 mod virtual_memory;
 
 pub use devices::devices;
-pub use kvx_gpu::{BlocksAt, Chosen, Device, DeviceInfo, DevicePtr, PoolBuilder, StreamHandle};
+pub use kvx_gpu::{BlocksAt, Chosen, Device, DeviceInfo, DevicePoolBuilder, DevicePtr, StreamHandle};

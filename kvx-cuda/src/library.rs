@@ -7,7 +7,7 @@ use kvx_backend::loader::{self, OpenOnce, Search};
 use kvx_core::{Error, Kind, Result, Unavailable};
 use libloading::os::unix as native;
 
-use crate::ffi::{self, Status, Table, VirtualMemory};
+use crate::ffi::{self, Functions, Status, VirtualMemory};
 
 /// The variable that names the library.
 pub(crate) const VARIABLE: &str = "KVX_CUDA_LIB";
@@ -22,7 +22,7 @@ const OLDEST: i32 = 11_040;
 
 /// An open libcuda, initialised, for the life of the process: the first that worked is the only one.
 pub(crate) struct Library {
-    pub(crate) table: Table,
+    pub(crate) table: Functions,
     pub(crate) virtual_memory: Option<VirtualMemory>,
     /// As the driver writes it: 12080 for 12.8.
     pub(crate) version: i32,
@@ -58,7 +58,7 @@ impl Library {
                 ));
             }
             // SAFETY: as above.
-            let table = unsafe { Table::find(&library) }?;
+            let table = unsafe { Functions::find(&library) }?;
             // SAFETY: as above.
             let virtual_memory = unsafe { VirtualMemory::find(&library) }.ok(); // an older driver: pools are plain
             let library = Library { table, virtual_memory, version: number, path };

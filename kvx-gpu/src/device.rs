@@ -10,8 +10,8 @@ use super::copies::merged;
 use super::driver::{CopyDirection, DeviceInfo, Driver, Inside, StreamHandle};
 use super::imports::{Handle, Imports, Name};
 use super::kernels::{DeviceGrid, Swap};
-use super::memory::{DevicePtr, Exported, Pinned, PoolBuilder, adopt, in_a_pool, pin};
-use super::thread::{Blocks, DeviceJob, DeviceThread, Work};
+use super::memory::{DevicePoolBuilder, DevicePtr, Exported, Pinned, adopt, in_a_pool, pin};
+use super::thread::{DeviceJob, DeviceThread, PermutedBlocks, Work};
 use kvx_backend::process::ProcessId;
 use kvx_core::memory::{DeviceAccess, DeviceId, Direction, DmaBuf, Hop, IpcHandle, Piece};
 use kvx_core::sync::Mutex;
@@ -49,8 +49,8 @@ impl Device {
 
     /// A pool for KV cache on this device: other processes can open it and other cards reach it, as far as the device
     /// has such. `build` makes it.
-    pub fn pool(self: &Arc<Self>, len: usize) -> PoolBuilder {
-        PoolBuilder::new(self, len)
+    pub fn pool(self: &Arc<Self>, len: usize) -> DevicePoolBuilder {
+        DevicePoolBuilder::new(self, len)
     }
 
     /// Adopts memory that the program, or a framework in it, has allocated on this device.
@@ -219,12 +219,12 @@ impl BlocksAt {
         }
     }
 
-    fn blocks(&self) -> Blocks {
+    fn blocks(&self) -> PermutedBlocks {
         let indices = match &self.chosen {
             Chosen::First(_) => None,
             Chosen::Indices(indices) => Some(Arc::clone(indices)),
         };
-        Blocks { base: self.base.0, stride: self.stride, indices }
+        PermutedBlocks { base: self.base.0, stride: self.stride, indices }
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::driver::{Driver, EventHandle, StreamHandle};
-use super::tables::{Table, Tables};
+use super::tables::{KernelTable, Tables};
 use kvx_backend::process::Watched;
 use kvx_core::sync::catch_panic;
 use kvx_core::{Error, Kind, Result, Ticket};
@@ -20,7 +20,7 @@ pub(super) struct Flight {
     pub(super) started: Result<()>,
     /// Processes whose memory it reads or writes.
     pub(super) owners: Vec<Arc<Watched>>,
-    pub(super) tables: Vec<Table>,
+    pub(super) tables: Vec<KernelTable>,
 }
 
 impl Flight {

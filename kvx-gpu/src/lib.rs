@@ -35,7 +35,7 @@ pub use driver::{
     CopyDirection, Current, DeviceInfo, Driver, EventHandle, FunctionHandle, Mapped, Pointer, PointerPlace,
     Rows, StreamHandle,
 };
-pub use memory::{DevicePtr, PoolBuilder};
+pub use memory::{DevicePoolBuilder, DevicePtr};
 pub use symbols::symbols;
 
 // What `symbols!` writes into the crates that call it.

@@ -22,15 +22,15 @@ const PAGE: usize = 2 << 20;
 /// Builds a pool on a device. See [`Device::pool`].
 #[derive(Clone, Debug)]
 #[must_use]
-pub struct PoolBuilder {
+pub struct DevicePoolBuilder {
     device: Arc<Device>,
     len: usize,
     virtual_memory: bool,
 }
 
-impl PoolBuilder {
+impl DevicePoolBuilder {
     pub(super) fn new(device: &Arc<Device>, len: usize) -> Self {
-        PoolBuilder { device: Arc::clone(device), len, virtual_memory: false }
+        DevicePoolBuilder { device: Arc::clone(device), len, virtual_memory: false }
     }
 
     /// Makes it of the driver's virtual memory management, not of a plain allocation: for programs that map the same
@@ -45,7 +45,7 @@ impl PoolBuilder {
     /// `Invalid` for zero bytes, `Exhausted` when the device has not enough memory, `Unsupported` for virtual memory
     /// that it does not have.
     pub fn build(self) -> Result<Memory> {
-        let PoolBuilder { device, len, virtual_memory } = self;
+        let DevicePoolBuilder { device, len, virtual_memory } = self;
         let whole = len.checked_next_multiple_of(PAGE).filter(|whole| *whole > 0).ok_or_else(|| {
             Error::new(Kind::Invalid, format!("a pool of {len} bytes: ask for at least one, and for fewer"))
         })?;

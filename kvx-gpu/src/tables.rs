@@ -9,23 +9,23 @@ pub(super) const TABLE: usize = 64 << 10;
 
 /// One table, on both sides. Belongs to one flight at a time.
 #[derive(Debug)]
-pub(super) struct Table {
+pub(super) struct KernelTable {
     host: *mut u8,
     device: u64,
 }
 
 /// The tables of a device. Made on need and kept: pinning takes longer than a copy.
 #[derive(Debug, Default)]
-pub(super) struct Tables(Vec<Table>);
+pub(super) struct Tables(Vec<KernelTable>);
 
 impl Tables {
-    pub(super) fn take(&mut self, driver: &dyn Driver) -> Result<Table> {
+    pub(super) fn take(&mut self, driver: &dyn Driver) -> Result<KernelTable> {
         if let Some(table) = self.0.pop() {
             return Ok(table);
         }
         let host = driver.pin(TABLE)?;
         match driver.allocate(TABLE) {
-            Ok(device) => Ok(Table { host, device }),
+            Ok(device) => Ok(KernelTable { host, device }),
             Err(error) => {
                 // SAFETY: pinned above, and used by nobody.
                 unsafe { driver.unpin(host) }.ok(); // the error that led here is the one to tell
@@ -35,7 +35,7 @@ impl Tables {
     }
 
     /// Takes them back, from a flight that has ended.
-    pub(super) fn give(&mut self, tables: impl IntoIterator<Item = Table>) {
+    pub(super) fn give(&mut self, tables: impl IntoIterator<Item = KernelTable>) {
         self.0.extend(tables);
     }
 
@@ -51,7 +51,7 @@ impl Tables {
     }
 }
 
-impl Table {
+impl KernelTable {
     /// Puts `bytes`, at most [`TABLE`], where kernels read them once the stream has come to it, and says where that is.
     pub(super) fn fill(&mut self, driver: &dyn Driver, bytes: &[u8], stream: StreamHandle) -> Result<u64> {
         assert!(bytes.len() <= TABLE, "whoever makes rows counts them");

@@ -10,7 +10,7 @@ use super::driver::{CopyDirection, Driver, FunctionHandle, Inside, StreamHandle}
 use super::flights::{Flight, SpareEvents, StreamFlights, code};
 use super::kernels::{self, BlocksIn, DeviceGrid, ENTRIES, Launch, Swap, THREADS};
 use super::memory::Pinned;
-use super::tables::{TABLE, Table, Tables};
+use super::tables::{KernelTable, TABLE, Tables};
 use kvx_backend::process::Watched;
 use kvx_core::memory::Hop;
 use kvx_core::sync::{Condvar, Mutex, catch_panic, pause_between_looks};
@@ -27,7 +27,7 @@ pub(super) enum Work {
     /// Blocks of grids to packed bytes, or the other way.
     Grids { gather: bool, packed: u64, grids: Vec<DeviceGrid>, indices: Arc<[u32]> },
     /// Blocks whose dimensions change places.
-    Permute { to: Blocks, from: Blocks, count: usize, swap: Swap },
+    Permute { to: PermutedBlocks, from: PermutedBlocks, count: usize, swap: Swap },
 }
 
 /// Work, and whom it concerns.
@@ -40,7 +40,7 @@ pub(super) struct DeviceJob {
 
 /// The blocks of one side of a permutation.
 #[derive(Clone, Debug)]
-pub(super) struct Blocks {
+pub(super) struct PermutedBlocks {
     pub(super) base: u64,
     pub(super) stride: u64,
     /// `None`: in order.
@@ -335,7 +335,7 @@ impl<'a> Streams<'a> {
         way: CopyDirection,
         lines: &[Hop],
         stream: StreamHandle,
-        tables: &mut Vec<Table>,
+        tables: &mut Vec<KernelTable>,
     ) -> Result<()> {
         let few = if way == CopyDirection::Within { FEW_CALLS_WITHIN } else { FEW_CALLS };
         let calls = steps(lines).take(few + 1).count();
@@ -378,7 +378,7 @@ impl<'a> Streams<'a> {
         }
     }
 
-    fn hops(&mut self, lines: &[Hop], stream: StreamHandle, tables: &mut Vec<Table>) -> Result<()> {
+    fn hops(&mut self, lines: &[Hop], stream: StreamHandle, tables: &mut Vec<KernelTable>) -> Result<()> {
         for part in lines.chunks(TABLE / HOP) {
             let table = self.table(&kernels::encode_hops(part), stream, tables)?;
             self.launch(&Launch::hops(table, part), stream)?;
@@ -394,7 +394,7 @@ impl<'a> Streams<'a> {
         grids: &[DeviceGrid],
         indices: &[u32],
         stream: StreamHandle,
-        tables: &mut Vec<Table>,
+        tables: &mut Vec<KernelTable>,
     ) -> Result<()> {
         if self.kernels.is_err() {
             let blocks = grids.iter().flat_map(|grid| one_by_one(gather, packed, grid, indices));
@@ -416,18 +416,18 @@ impl<'a> Streams<'a> {
 
     fn permute(
         &mut self,
-        to: &Blocks,
-        from: &Blocks,
+        to: &PermutedBlocks,
+        from: &PermutedBlocks,
         count: usize,
         swap: Swap,
         stream: StreamHandle,
-        tables: &mut Vec<Table>,
+        tables: &mut Vec<KernelTable>,
     ) -> Result<()> {
         let most = TABLE / 4;
         for first in (0..count).step_by(most) {
             let count = most.min(count - first);
-            let mut place = |blocks: &Blocks| -> Result<BlocksIn> {
-                let Blocks { base, stride, .. } = *blocks;
+            let mut place = |blocks: &PermutedBlocks| -> Result<BlocksIn> {
+                let PermutedBlocks { base, stride, .. } = *blocks;
                 Ok(match &blocks.indices {
                     None => BlocksIn { base: base + first as u64 * stride, stride, indices: 0 },
                     Some(indices) => {
@@ -443,7 +443,7 @@ impl<'a> Streams<'a> {
     }
 
     /// Puts a table on the device; it stays until the flight that gets `tables` has ended.
-    fn table(&mut self, bytes: &[u8], stream: StreamHandle, tables: &mut Vec<Table>) -> Result<u64> {
+    fn table(&mut self, bytes: &[u8], stream: StreamHandle, tables: &mut Vec<KernelTable>) -> Result<u64> {
         tables.push(self.tables.take(self.driver)?);
         let table = tables.last_mut().expect("one was pushed just now");
         table.fill(self.driver, bytes, stream)

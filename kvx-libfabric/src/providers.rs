@@ -13,7 +13,7 @@ use crate::ffi::bindings_1_17::{FI_MR_PROV_KEY, FI_MR_VIRT_ADDR};
 use crate::ffi::{Asked, Info, Infos, Library, Version};
 
 /// A provider that kvx knows, by the first word of its name.
-struct Known {
+struct KnownProvider {
     name: &'static str,
     rdma: bool,
     /// The first version of libfabric whose provider of this name is used.
@@ -27,9 +27,9 @@ struct Known {
 
 /// In the order of preference. Of EFA and verbs older than 1.21 nothing is known to work: NIXL, which is run over both,
 /// asks for that version, and 1.17 has neither `FI_MR_DMABUF` nor EFA's writes by the card.
-const KNOWN: &[Known] = &[
+const KNOWN: &[KnownProvider] = &[
     // Cards of the first generations emulate writes with the target's CPU, and no attribute tells them apart.
-    Known {
+    KnownProvider {
         name: "efa",
         rdma: true,
         since: Version::of(1, 21),
@@ -37,7 +37,7 @@ const KNOWN: &[Known] = &[
         target_cpu: true,
         settles: false,
     },
-    Known {
+    KnownProvider {
         name: "verbs",
         rdma: true,
         since: Version::of(1, 21),
@@ -46,7 +46,7 @@ const KNOWN: &[Known] = &[
         settles: true,
     },
     // Its owner's library checks key and range of each request, and answers it.
-    Known {
+    KnownProvider {
         name: "tcp",
         rdma: false,
         since: Version::of(1, 17),
@@ -55,7 +55,7 @@ const KNOWN: &[Known] = &[
         settles: false,
     },
     // We copy out of, or into, the other process, before a post returns.
-    Known {
+    KnownProvider {
         name: SHARED,
         rdma: false,
         since: Version::of(1, 17),
@@ -66,7 +66,7 @@ const KNOWN: &[Known] = &[
 ];
 
 /// The assumption about other providers.
-const OTHER: Known = Known {
+const OTHER: KnownProvider = KnownProvider {
     name: "",
     rdma: false,
     since: Version::of(1, 17),
@@ -81,7 +81,7 @@ const SHARED: &str = "shm";
 /// host. A first link has the time to make its connection besides.
 const LOSS: Duration = Duration::from_secs(5).saturating_add(SETS_UP);
 
-fn known(provider: &str) -> &'static Known {
+fn known(provider: &str) -> &'static KnownProvider {
     let first = provider.split(';').next().unwrap_or_default();
     KNOWN.iter().find(|known| known.name == first).unwrap_or(&OTHER)
 }
@@ -103,7 +103,7 @@ pub(crate) fn turn(provider: &str) -> u32 {
 
 /// Its promises, beside those that a link knows.
 pub(crate) fn capabilities(provider: &str, idle: Idle, memory: MemoryKinds) -> Capabilities {
-    let Known { isolation, target_cpu, settles, .. } = *known(provider);
+    let KnownProvider { isolation, target_cpu, settles, .. } = *known(provider);
     Capabilities {
         isolation: PerOp::same(isolation),
         idle,

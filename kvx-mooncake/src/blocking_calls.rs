@@ -54,7 +54,7 @@ enum Call {
 }
 
 /// The outcome of a call.
-pub(crate) enum Report {
+pub(crate) enum CallReport {
     Opened {
         to: Arc<str>,
         result: Result<SegmentId>,
@@ -88,7 +88,7 @@ struct Shared {
     state: Mutex<Queues>,
     work: Condvar,
     done: Condvar,
-    reports: Mailbox<Report>,
+    reports: Mailbox<CallReport>,
     /// Calls wait and there are enough threads, which may all be held up: to be looked at again.
     short: AtomicBool,
     /// How many threads there should be that are not held up.
@@ -231,7 +231,7 @@ impl BlockingCalls {
     }
 
     /// The outcomes of calls.
-    pub(crate) fn reports(&self) -> &Mailbox<Report> {
+    pub(crate) fn reports(&self) -> &Mailbox<CallReport> {
         &self.shared.reports
     }
 
@@ -361,11 +361,11 @@ impl Shared {
                     let nobody = asks && engine.probe(to) == Some(false);
                     let result = if nobody { Err(crate::error::lost(to)) } else { engine.open_segment(to) };
                     segment = result.as_ref().ok().copied().or(segment);
-                    self.reports.put(Report::Opened { to: Arc::clone(to), result });
+                    self.reports.put(CallReport::Opened { to: Arc::clone(to), result });
                 }
                 Call::Probe(to) => {
                     let alive = engine.probe(&to);
-                    self.reports.put(Report::Probed { to, alive });
+                    self.reports.put(CallReport::Probed { to, alive });
                 }
                 first @ Call::LetGo(..) => {
                     self.let_go(engine, std::iter::once(first).chain(calls.by_ref()).collect());
@@ -382,13 +382,13 @@ impl Shared {
                     let text = CString::new(text).expect("base64 has no NUL");
                     if let Err(why) = self.notify(engine, to, segment, TAG, &text) {
                         for endpoint in senders {
-                            self.reports.put(Report::Unsent { endpoint, why: why.clone() });
+                            self.reports.put(CallReport::Unsent { endpoint, why: why.clone() });
                         }
                     }
                 }
                 Call::Foreign(endpoint, name, text) => {
                     let result = self.notify(engine, to, segment, &name, &text);
-                    self.reports.put(Report::ForeignSent { endpoint, result });
+                    self.reports.put(CallReport::ForeignSent { endpoint, result });
                 }
             }
         }
@@ -419,7 +419,7 @@ impl Shared {
             };
             if let Some(dead) = dead {
                 for (region, left) in leaving {
-                    self.reports.put(Report::LetGo { region, left, dead: dead.clone() });
+                    self.reports.put(CallReport::LetGo { region, left, dead: dead.clone() });
                 }
                 return;
             }

@@ -11,7 +11,7 @@ use kvx_core::transport::{ForeignRange, RemoteSpec};
 use kvx_core::{Capabilities, Error, Identity, Kind, RegionId, Result};
 
 use crate::batches::{Batches, Moving, Suspect};
-use crate::blocking_calls::{BlockingCalls, Report, TAG};
+use crate::blocking_calls::{BlockingCalls, CallReport, TAG};
 use crate::error;
 use crate::factory::capabilities;
 use crate::ffi::{Engine, EnginePiece};
@@ -188,9 +188,9 @@ impl MooncakeFabric {
         }
     }
 
-    fn take_report(&mut self, report: Report, happened: &mut Vec<Happened>) {
+    fn take_report(&mut self, report: CallReport, happened: &mut Vec<Happened>) {
         match report {
-            Report::Opened { to, result } => {
+            CallReport::Opened { to, result } => {
                 if let Some(peer) = self.links.peers.get_mut(&to) {
                     peer.refreshing = false;
                     peer.segment = result.as_ref().ok().copied().or(peer.segment);
@@ -214,16 +214,16 @@ impl MooncakeFabric {
                     }
                 }
             }
-            Report::Probed { to, alive } => self.probed(&to, alive, happened),
-            Report::Unsent { endpoint, why } => {
+            CallReport::Probed { to, alive } => self.probed(&to, alive, happened),
+            CallReport::Unsent { endpoint, why } => {
                 self.break_off(endpoint, why.kind_is(Kind::PeerLost), happened);
             }
-            Report::ForeignSent { endpoint, result } => {
+            CallReport::ForeignSent { endpoint, result } => {
                 if let Some(endpoint) = self.links.endpoints.get_mut(&endpoint) {
                     endpoint.note = Note::Sent(result);
                 }
             }
-            Report::LetGo { region, left, dead } => {
+            CallReport::LetGo { region, left, dead } => {
                 let proven = dead.or_else(|why| if self.any_lost { Err(why) } else { Ok(()) });
                 let ended = left.and_then(|left| match proven {
                     Ok(()) => left.end(),

@@ -23,11 +23,11 @@ pub(crate) struct Ranges {
     /// must not come between.
     turn: Mutex<()>,
     /// Held for a moment only.
-    known: Mutex<Known>,
+    known: Mutex<KnownMemory>,
 }
 
 #[derive(Debug, Default)]
-struct Known {
+struct KnownMemory {
     /// By address.
     ranges: BTreeMap<u64, Range>,
     /// Regions that nobody is let into any more, but who was there before may not be done.

@@ -22,7 +22,7 @@ pub struct Seals {
 
 impl Seals {
     pub(crate) fn of(ours: &[u8; KEY], theirs: &[u8; KEY]) -> Self {
-        Seals { sealer: Sealer(Direction::of(ours)), opener: Opener(Direction::of(theirs)) }
+        Seals { sealer: Sealer(OneWay::of(ours)), opener: Opener(OneWay::of(theirs)) }
     }
 }
 
@@ -33,15 +33,15 @@ impl fmt::Debug for Seals {
 }
 
 /// The messages of one direction.
-struct Direction {
+struct OneWay {
     cipher: AesGcm,
     /// Of the next message.
     number: u64,
 }
 
-impl Direction {
+impl OneWay {
     fn of(key: &[u8; KEY]) -> Self {
-        Direction { cipher: AesGcm::new(key), number: 0 }
+        OneWay { cipher: AesGcm::new(key), number: 0 }
     }
 
     /// The number of the next message, by whose key it goes.
@@ -56,7 +56,7 @@ impl Direction {
 }
 
 /// Seals what goes out.
-pub struct Sealer(Direction);
+pub struct Sealer(OneWay);
 
 impl Sealer {
     /// Seals the last `len` bytes of `out`, at most a record, and appends the tag.
@@ -81,7 +81,7 @@ impl Sealer {
 }
 
 /// Opens what comes in.
-pub struct Opener(Direction);
+pub struct Opener(OneWay);
 
 impl Opener {
     /// Opens a message that lies before its tag, where it lies. Errors: `Malformed`.

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use crate::setup::Limits;
+use crate::setup::ClientLimits;
 
 /// A bounded number at work, and a bounded queue before it.
 #[derive(Debug)]
-pub(crate) struct Admission {
+pub(crate) struct RequestAdmission {
     places: Arc<Semaphore>,
     /// For bodies, a permit a KiB.
     bodies: Arc<Semaphore>,
@@ -40,9 +40,9 @@ impl Drop for Waiting<'_> {
     }
 }
 
-impl Admission {
-    pub(crate) fn new(limits: &Limits) -> Self {
-        Admission {
+impl RequestAdmission {
+    pub(crate) fn new(limits: &ClientLimits) -> Self {
+        RequestAdmission {
             places: Arc::new(Semaphore::new(limits.in_flight.min(Semaphore::MAX_PERMITS))),
             bodies: Arc::new(Semaphore::new(limits.bodies.div_ceil(1024).min(Semaphore::MAX_PERMITS))),
             waiting: AtomicUsize::new(0),
@@ -90,10 +90,14 @@ impl Admission {
 mod tests {
     use super::*;
 
-    fn admission(queue: usize, wait: u64) -> Admission {
-        let limits =
-            Limits { in_flight: 1, queue, queue_wait: Duration::from_millis(wait), ..Limits::default() };
-        Admission::new(&limits)
+    fn admission(queue: usize, wait: u64) -> RequestAdmission {
+        let limits = ClientLimits {
+            in_flight: 1,
+            queue,
+            queue_wait: Duration::from_millis(wait),
+            ..ClientLimits::default()
+        };
+        RequestAdmission::new(&limits)
     }
 
     #[tokio::test]
@@ -115,8 +119,8 @@ mod tests {
 
     #[test]
     fn bodies_share_a_room_and_give_it_back() {
-        let limits = Limits { bodies: 4096, ..Limits::default() };
-        let admission = Admission::new(&limits);
+        let limits = ClientLimits { bodies: 4096, ..ClientLimits::default() };
+        let admission = RequestAdmission::new(&limits);
         let (mut one, mut other) = (Room::default(), Room::default());
         assert!(admission.widen(&mut one, 1) && admission.widen(&mut one, 3000));
         assert!(admission.widen(&mut other, 1024) && !admission.widen(&mut other, 1025));

@@ -22,7 +22,7 @@ pub use compare::{Compared, compare};
 pub use error::{Error, Result};
 pub use serve::{Handle, Proxy, serve};
 pub use setup::{
-    AccessLog, ApiKey, Choice, Connector, Finding, Health, InstanceSetup, Limits, Pool, Retries, Setup,
+    AccessLog, ApiKey, Choice, ClientLimits, Connector, Finding, Health, InstanceSetup, Pool, Retries, Setup,
     Timeouts,
 };
 

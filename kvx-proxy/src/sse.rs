@@ -7,7 +7,7 @@ const LONGEST_HELD: usize = 4 << 20;
 
 /// Passes on whole events. An event mostly comes as one piece: then nothing is copied and nothing waits.
 #[derive(Debug, Default)]
-pub(crate) struct Events {
+pub(crate) struct WholeEvents {
     held: BytesMut,
     done: bool,
     count: u64,
@@ -16,7 +16,7 @@ pub(crate) struct Events {
     split: bool,
 }
 
-impl Events {
+impl WholeEvents {
     /// Takes the next bytes; gives those that may be passed on now.
     pub(crate) fn push(&mut self, bytes: Bytes) -> Bytes {
         let ready = if self.held.is_empty() {
@@ -148,7 +148,7 @@ pub(crate) fn error_event(message: &str, kind: &str, code: u16) -> Bytes {
 /// What the fuzz target calls: bytes come out as they went in, in order, cut at ends of events only.
 pub(crate) fn fuzz(bytes: &[u8]) {
     let Some((step, stream)) = bytes.split_first() else { return };
-    let mut events = Events::default();
+    let mut events = WholeEvents::default();
     let mut passed = Vec::new();
     for piece in stream.chunks(usize::from(*step).max(1)) {
         let ready = events.push(Bytes::copy_from_slice(piece));
@@ -158,7 +158,7 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     }
     passed.extend_from_slice(&events.finish());
     assert_eq!(passed, stream);
-    let mut whole = Events::default();
+    let mut whole = WholeEvents::default();
     whole.push(Bytes::copy_from_slice(stream));
     whole.finish();
     assert_eq!(
@@ -174,7 +174,7 @@ mod tests {
 
     #[test]
     fn whole_events_pass_at_once_and_parts_wait() {
-        let mut events = Events::default();
+        let mut events = WholeEvents::default();
         let event = Bytes::from_static(b"data: {\"a\": 1}\n\n");
         let passed = events.push(event.clone());
         assert_eq!(passed.as_ptr(), event.as_ptr(), "without a copy");
@@ -193,10 +193,10 @@ mod tests {
         assert!(!opens_with_failure(b"data: {\"id\": \"error\"}\n\ndata: {\"error\": 1}\n\n"));
         let clients = Bytes::from_static(b"data: {\"error\": {\"message\": \"x\", \"code\": 400}}\n\n");
         assert!(!opens_with_failure(&clients));
-        let mut events = Events::default();
+        let mut events = WholeEvents::default();
         events.push(clients);
         assert!(events.has_error() && !events.has_failed());
-        let mut events = Events::default();
+        let mut events = WholeEvents::default();
         events.push(Bytes::from_static(b"data: {}\n\ndata: {\"error\": 1}\n\n"));
         assert!(events.has_error() && events.has_failed());
     }
@@ -221,7 +221,7 @@ mod tests {
 
     #[test]
     fn an_event_without_end_is_not_held_for_ever() {
-        let mut events = Events::default();
+        let mut events = WholeEvents::default();
         let piece = Bytes::from(vec![b'x'; 1 << 20]);
         let passed: usize = (0..5).map(|_| events.push(piece.clone()).len()).sum();
         assert_eq!(passed, 5 << 20);

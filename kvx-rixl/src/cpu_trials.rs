@@ -18,7 +18,7 @@ use kvx_backend::fabric::EndpointId;
 use kvx_core::{Op, PerOp, Result};
 
 use crate::ffi::{MemorySegment, NixlAgent, Range, Request, State};
-use crate::peers::{Name, PeerRegion, Peers, Way};
+use crate::peers::{Name, NixlRegion, Peers, Way};
 
 /// The bytes of a peer's page that are read, or written, at once: enough to tell one copy by the kernel from a
 /// conversation.
@@ -97,7 +97,7 @@ impl Tally {
 /// A peer that is being tried out.
 struct Trial {
     /// Its page.
-    page: Arc<PeerRegion>,
+    page: Arc<NixlRegion>,
     /// Who waits for it.
     endpoints: Vec<EndpointId>,
     /// A read and a write; made when NIXL knows the page.
@@ -160,7 +160,7 @@ pub(crate) struct Trials {
 
 impl Trials {
     /// An endpoint wants to know what its peer can do. `page`: the peer's.
-    pub(crate) fn begin(&mut self, peers: &Peers, endpoint: EndpointId, page: Arc<PeerRegion>) {
+    pub(crate) fn begin(&mut self, peers: &Peers, endpoint: EndpointId, page: Arc<NixlRegion>) {
         if peers.reach(endpoint).is_some() {
             return;
         }
@@ -247,7 +247,7 @@ pub(crate) fn tell(
     agent: &NixlAgent,
     peers: &mut Peers,
     endpoint: EndpointId,
-    region: &Arc<PeerRegion>,
+    region: &Arc<NixlRegion>,
 ) -> Result<bool> {
     if peers.untold(endpoint, region).is_none() {
         return Ok(true);

@@ -16,7 +16,7 @@ use crate::agent_lock::AgentLock;
 use crate::cpu_trials::{self, Trials};
 use crate::ffi::{MemorySegment, NixlAgent, Range, State, TransferList, Unreleased};
 use crate::memory::{self, Local, Ranges};
-use crate::peers::{PeerRegion, Peers, Way};
+use crate::peers::{NixlRegion, Peers, Way};
 use crate::prepared::{Kept, Prepared, Slice, SliceLease};
 use crate::sleeps::Sleeps;
 use crate::wakes::Wakes;
@@ -50,7 +50,7 @@ pub(crate) struct TransferState {
 }
 
 /// A region of a peer.
-pub(crate) struct Remote(Arc<PeerRegion>);
+pub(crate) struct Remote(Arc<NixlRegion>);
 
 /// Lists to make requests from: for host memory and for devices, by side.
 #[derive(Default)]
@@ -202,7 +202,7 @@ unsafe impl Fabric for NixlFabric {
         if self.peers.connect(endpoint, &blob, false)? {
             self.news.push_back(Happened::Ready(endpoint));
         }
-        let page = Arc::new(PeerRegion::new(page.range, page.blob));
+        let page = Arc::new(NixlRegion::new(page.range, page.blob));
         self.trials.begin(&self.peers, endpoint, page);
         Ok(())
     }
@@ -237,7 +237,7 @@ unsafe impl Fabric for NixlFabric {
         if range.len < region.len {
             return Err(Error::new(Kind::Malformed, "the region is longer than what NIXL knows of it"));
         }
-        Ok(Remote(Arc::new(PeerRegion::new(range, blob))))
+        Ok(Remote(Arc::new(NixlRegion::new(range, blob))))
     }
 
     fn max_piece(&self) -> u64 {
@@ -431,7 +431,7 @@ unsafe impl Fabric for NixlFabric {
         let ForeignRange { address, len, kind, device } = *range;
         let segment = if kind.is_host() { MemorySegment::Host } else { MemorySegment::Device };
         let range = Range { segment, address, len, device };
-        Ok(Remote(Arc::new(PeerRegion::new(range, Box::default()))))
+        Ok(Remote(Arc::new(NixlRegion::new(range, Box::default()))))
     }
 
     fn notify_foreign(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<Sent> {

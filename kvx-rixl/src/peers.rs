@@ -14,16 +14,16 @@ use crate::ffi::Range;
 use crate::loads::{Loaded, Loads, Task};
 
 /// A region of a peer, which NIXL is told of when a transfer first needs it.
-pub(crate) struct PeerRegion {
+pub(crate) struct NixlRegion {
     pub(crate) range: Range,
     pub(crate) blob: Box<[u8]>,
     /// The load of the peer's address that it was told for; 0: none.
     told: AtomicU64,
 }
 
-impl PeerRegion {
+impl NixlRegion {
     pub(crate) fn new(range: Range, blob: Box<[u8]>) -> Self {
-        PeerRegion { range, blob, told: AtomicU64::new(0) }
+        NixlRegion { range, blob, told: AtomicU64::new(0) }
     }
 
     /// Whether it was told for this load.
@@ -34,7 +34,7 @@ impl PeerRegion {
 
 /// How NIXL stands to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Standing {
+enum NixlStanding {
     /// NIXL is being told of it.
     Loading,
     Ready,
@@ -52,10 +52,10 @@ struct PeerAgent {
     connections: Vec<u8>,
     /// The number of this load; requests of another one cannot be posted.
     load: u64,
-    state: Standing,
+    state: NixlStanding,
     endpoints: Vec<EndpointId>,
     /// The regions that NIXL was told of, whether or not somebody still uses them.
-    exports: Vec<Arc<PeerRegion>>,
+    exports: Vec<Arc<NixlRegion>>,
     /// Requests in progress.
     flights: usize,
     /// The same when it was lost, or NIXL last told of it after that.
@@ -144,10 +144,11 @@ impl Peers {
         match self.by_name.get_mut(&name) {
             None => self.begin(name, blob.to_vec(), connections, vec![endpoint]),
             Some(peer) => {
-                let same = peer.connections == connections && !matches!(peer.state, Standing::Lost { .. });
+                let same =
+                    peer.connections == connections && !matches!(peer.state, NixlStanding::Lost { .. });
                 if same && peer.blob == blob && peer.next.is_none() {
                     peer.endpoints.push(endpoint);
-                    return Ok(peer.state == Standing::Ready);
+                    return Ok(peer.state == NixlStanding::Ready);
                 }
                 // NIXL knows one life and one description of a name: the new one waits until nobody uses the old.
                 let (next, waiting) = peer.next.get_or_insert_with(Default::default);
@@ -218,7 +219,7 @@ impl Peers {
             blob,
             connections,
             load,
-            state: Standing::Loading,
+            state: NixlStanding::Loading,
             endpoints,
             exports: Vec::new(),
             flights: 0,
@@ -246,9 +247,9 @@ impl Peers {
             return Ok(Way::Later); // its life has not begun
         }
         match peer.state {
-            Standing::Ready => Ok(Way::Open(name, peer.load, peer.flights)),
-            Standing::Loading | Standing::Stale => Ok(Way::Later),
-            Standing::Lost { .. } => Err(lost("the peer is lost")),
+            NixlStanding::Ready => Ok(Way::Open(name, peer.load, peer.flights)),
+            NixlStanding::Loading | NixlStanding::Stale => Ok(Way::Later),
+            NixlStanding::Lost { .. } => Err(lost("the peer is lost")),
         }
     }
 
@@ -257,7 +258,7 @@ impl Peers {
     }
 
     /// The blob of a region that NIXL is still to be told of before the endpoint can use it.
-    pub(crate) fn untold<'a>(&self, endpoint: EndpointId, export: &'a PeerRegion) -> Option<&'a [u8]> {
+    pub(crate) fn untold<'a>(&self, endpoint: EndpointId, export: &'a NixlRegion) -> Option<&'a [u8]> {
         let name = self.endpoints.get(&endpoint)?.peer.as_ref()?;
         let peer = self.by_name.get(name)?;
         let is_told = export.blob.is_empty() || export.is_told(peer.load);
@@ -266,15 +267,15 @@ impl Peers {
 
     /// A region is about to be told: whether that may be. NIXL cannot be told that a range has become something else;
     /// it drops the whole peer instead. So the peer is loaded again when nothing is in progress.
-    pub(crate) fn may_tell(&mut self, endpoint: EndpointId, export: &Arc<PeerRegion>) -> bool {
+    pub(crate) fn may_tell(&mut self, endpoint: EndpointId, export: &Arc<NixlRegion>) -> bool {
         let Some(peer) = self.peer_of(endpoint) else { return false };
-        let same = |other: &&Arc<PeerRegion>| other.range == export.range && other.blob == export.blob;
+        let same = |other: &&Arc<NixlRegion>| other.range == export.range && other.blob == export.blob;
         if peer.exports.iter().any(|other| same(&other)) {
             export.told.store(peer.load, Ordering::Relaxed);
             return true;
         }
         if peer.exports.iter().any(|other| other.range.overlaps(&export.range)) {
-            peer.state = Standing::Stale;
+            peer.state = NixlStanding::Stale;
             self.refresh(endpoint);
             return false;
         }
@@ -282,7 +283,7 @@ impl Peers {
     }
 
     /// A region was told.
-    pub(crate) fn told(&mut self, endpoint: EndpointId, export: &Arc<PeerRegion>) {
+    pub(crate) fn told(&mut self, endpoint: EndpointId, export: &Arc<NixlRegion>) {
         if let Some(peer) = self.peer_of(endpoint) {
             export.told.store(peer.load, Ordering::Relaxed);
             peer.exports.push(Arc::clone(export));
@@ -299,11 +300,11 @@ impl Peers {
 
     fn refresh_name(&mut self, name: &CStr) {
         let Some(peer) = self.by_name.get_mut(name) else { return };
-        if peer.state != Standing::Stale || peer.flights > 0 {
+        if peer.state != NixlStanding::Stale || peer.flights > 0 {
             return;
         }
         self.next_load += 1;
-        (peer.load, peer.state) = (self.next_load, Standing::Loading);
+        (peer.load, peer.state) = (self.next_load, NixlStanding::Loading);
         peer.exports.clear();
         self.loads.ask(Task::Forget { peer: name.into() });
         self.loads.ask(Task::Load { peer: name.into(), load: peer.load, blob: peer.blob.clone() });
@@ -319,7 +320,7 @@ impl Peers {
     pub(crate) fn landed(&mut self, name: &CStr) {
         if let Some(peer) = self.by_name.get_mut(name) {
             peer.flights = peer.flights.saturating_sub(1);
-            if peer.flights == 0 && peer.state == Standing::Stale {
+            if peer.flights == 0 && peer.state == NixlStanding::Stale {
                 self.refresh_name(name);
             }
         }
@@ -328,8 +329,9 @@ impl Peers {
     /// Whether NIXL can be asked about requests to this peer: not before it has loaded its address, nor between its
     /// loss and the load that follows.
     pub(crate) fn can_be_asked(&self, peer: &CStr) -> bool {
-        let unknown =
-            |peer: &PeerAgent| matches!(peer.state, Standing::Loading | Standing::Lost { watched: false });
+        let unknown = |peer: &PeerAgent| {
+            matches!(peer.state, NixlStanding::Loading | NixlStanding::Lost { watched: false })
+        };
         self.by_name.get(peer).is_none_or(|peer| !unknown(peer))
     }
 
@@ -340,9 +342,9 @@ impl Peers {
         match peer.state {
             // NIXL was told of the peer once more and has dropped it again. Before 1.5 it does so over each request
             // whose failure it finds out; where none has ended since, it never answers.
-            Standing::Lost { watched: true } if peer.flights < peer.flights_when_told => self.watch(name),
-            Standing::Lost { watched: true } => {
-                peer.state = Standing::Lost { watched: false };
+            NixlStanding::Lost { watched: true } if peer.flights < peer.flights_when_told => self.watch(name),
+            NixlStanding::Lost { watched: true } => {
+                peer.state = NixlStanding::Lost { watched: false };
                 tracing::warn!(peer = ?name, "NIXL tells no more of requests to a lost peer: their memory is kept");
             }
             _ => self.lose(name, false, happened),
@@ -354,7 +356,7 @@ impl Peers {
     /// does not know.
     fn watch(&mut self, name: &CStr) {
         let Some(peer) = self.by_name.get_mut(name) else { return };
-        peer.state = Standing::Lost { watched: peer.flights == 0 };
+        peer.state = NixlStanding::Lost { watched: peer.flights == 0 };
         peer.flights_when_told = peer.flights;
         if peer.flights > 0 {
             self.next_load += 1;
@@ -365,7 +367,7 @@ impl Peers {
 
     /// Whether a peer was lost, and is remembered for the sake of what is in progress to it.
     pub(crate) fn is_lost(&self, name: &CStr) -> bool {
-        self.by_name.get(name).is_some_and(|peer| matches!(peer.state, Standing::Lost { .. }))
+        self.by_name.get(name).is_some_and(|peer| matches!(peer.state, NixlStanding::Lost { .. }))
     }
 
     /// Some memory of a peer's that NIXL knows.
@@ -378,11 +380,11 @@ impl Peers {
     /// NIXL has dropped a peer, or knows it (`known`) and does not reach it: it is lost, with all its endpoints.
     pub(crate) fn lose(&mut self, name: &CStr, known: bool, happened: &mut Vec<Happened>) {
         let Some(peer) = self.by_name.get_mut(name) else { return };
-        if matches!(peer.state, Standing::Lost { .. }) {
+        if matches!(peer.state, NixlStanding::Lost { .. }) {
             return;
         }
         if known {
-            peer.state = Standing::Lost { watched: true };
+            peer.state = NixlStanding::Lost { watched: true };
             peer.flights_when_told = peer.flights;
         } else {
             self.watch(name);
@@ -401,18 +403,18 @@ impl Peers {
         for Loaded { peer: name, load, result } in self.loads.take() {
             let Some(peer) = self.by_name.get_mut(&name).filter(|peer| peer.load == load) else { continue };
             match (peer.state, result) {
-                (Standing::Lost { .. }, Ok(())) => peer.state = Standing::Lost { watched: true },
+                (NixlStanding::Lost { .. }, Ok(())) => peer.state = NixlStanding::Lost { watched: true },
                 // Nobody can say any more what becomes of its requests: they keep their memory.
-                (Standing::Lost { .. }, Err(why)) => {
+                (NixlStanding::Lost { .. }, Err(why)) => {
                     tracing::warn!(peer = ?name, %why, "requests to a lost peer cannot be watched: their memory is kept");
                 }
                 (_, Ok(())) => {
-                    peer.state = Standing::Ready;
+                    peer.state = NixlStanding::Ready;
                     // To links of kvx it says only that what waited can be tried again.
                     happened.extend(peer.endpoints.iter().map(|endpoint| Happened::Ready(*endpoint)));
                 }
                 (_, Err(why)) => {
-                    peer.state = Standing::Lost { watched: true };
+                    peer.state = NixlStanding::Lost { watched: true };
                     let why = why.kind_is(Kind::PeerLost);
                     happened.extend(peer.endpoints.iter().map(|endpoint| Happened::Broken {
                         endpoint: *endpoint,

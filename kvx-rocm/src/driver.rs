@@ -12,7 +12,7 @@ use kvx_gpu::{
     Rows, StreamHandle,
 };
 
-use crate::ffi::{self, Address, Handle, IpcHandle, PointerAttributes, Status};
+use crate::ffi::{self, Address, Handle, HipIpcHandle, PointerAttributes, Status};
 use crate::library::{Library, ends_all_work};
 use crate::{dma_buf, kernels, virtual_memory};
 
@@ -35,7 +35,7 @@ impl Hip {
         Hip { library, number, about, all }
     }
 
-    fn table(&self) -> &ffi::Table {
+    fn table(&self) -> &ffi::Functions {
         &self.library.table
     }
 
@@ -180,7 +180,7 @@ unsafe impl Driver for Hip {
     }
 
     fn share(&self, base: u64) -> Result<Vec<u8>> {
-        let mut handle = IpcHandle([0; 64]);
+        let mut handle = HipIpcHandle([0; 64]);
         // SAFETY: a place for one handle.
         let status = unsafe { (self.table().hipIpcGetMemHandle)(&raw mut handle, base as Address) };
         self.check("hipIpcGetMemHandle", status).map(|()| handle.0.to_vec())
@@ -197,7 +197,7 @@ unsafe impl Driver for Hip {
         let mut address = std::ptr::null_mut();
         // SAFETY: a place for one address; the runtime judges the handle.
         let status = unsafe {
-            (self.table().hipIpcOpenMemHandle)(&raw mut address, IpcHandle(bytes), LAZY_PEER_ACCESS)
+            (self.table().hipIpcOpenMemHandle)(&raw mut address, HipIpcHandle(bytes), LAZY_PEER_ACCESS)
         };
         self.check("hipIpcOpenMemHandle", status).map(|()| address as u64)
     }

@@ -13,7 +13,7 @@ pub(crate) type Address = *mut c_void;
 /// A `hipIpcMemHandle_t`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(crate) struct IpcHandle(pub(crate) [u8; 64]);
+pub(crate) struct HipIpcHandle(pub(crate) [u8; 64]);
 
 /// A `hipPointerAttribute_t`, the same in all releases; what the numbers of `kind` mean is not.
 #[repr(C)]
@@ -80,7 +80,7 @@ pub(crate) const WITHIN: c_int = 3;
 
 kvx_gpu::symbols! {
     /// The runtime's functions.
-    pub(crate) struct Table {
+    pub(crate) struct Functions {
         hipGetDeviceCount: fn(*mut c_int) -> Status,
         hipRuntimeGetVersion: fn(*mut c_int) -> Status,
         hipGetErrorName: fn(Status) -> *const c_char,
@@ -107,8 +107,8 @@ kvx_gpu::symbols! {
         hipEventQuery: fn(Handle) -> Status,
         hipMemcpyAsync: fn(*mut c_void, *const c_void, usize, c_int, Handle) -> Status,
         hipMemcpy2DAsync: fn(*mut c_void, usize, *const c_void, usize, usize, usize, c_int, Handle) -> Status,
-        hipIpcGetMemHandle: fn(*mut IpcHandle, Address) -> Status,
-        hipIpcOpenMemHandle: fn(*mut Address, IpcHandle, c_uint) -> Status,
+        hipIpcGetMemHandle: fn(*mut HipIpcHandle, Address) -> Status,
+        hipIpcOpenMemHandle: fn(*mut Address, HipIpcHandle, c_uint) -> Status,
         hipIpcCloseMemHandle: fn(Address) -> Status,
         hipModuleLoadData: fn(*mut Handle, *const c_void) -> Status,
         hipModuleGetFunction: fn(*mut Handle, Handle, *const c_char) -> Status,

@@ -6,7 +6,7 @@ use std::path::Path;
 use kvx_backend::loader::{self, Library as File, OpenOnce, Search};
 use kvx_core::{Error, Kind, Result, Unavailable};
 
-use crate::ffi::{self, Status, Table, VirtualMemory};
+use crate::ffi::{self, Functions, Status, VirtualMemory};
 
 /// The variable that names the library.
 pub(crate) const VARIABLE: &str = "KVX_HIP_LIB";
@@ -24,7 +24,7 @@ const DESCRIPTORS: i32 = 70_100_000;
 
 /// An open libamdhip64, for the life of the process: the first that worked is the only one.
 pub(crate) struct Library {
-    pub(crate) table: Table,
+    pub(crate) table: Functions,
     /// `None`: an older runtime.
     pub(crate) virtual_memory: Option<VirtualMemory>,
     pub(crate) file: File,
@@ -49,7 +49,7 @@ impl Library {
             let file = Search::new(VARIABLE, NAMES, CURE).files([FURTHER.into()]).open()?;
             // SAFETY: the signatures are those of HIP's interface, the same in all releases; that this is HIP is what
             // its name promises, or whoever set the variable.
-            let table = unsafe { Table::find(&file) }?;
+            let table = unsafe { Functions::find(&file) }?;
             // SAFETY: as above.
             let virtual_memory = unsafe { VirtualMemory::find(&file) }.ok();
             let mut version = 0;

@@ -39,7 +39,7 @@ pub use newcomer::{newcomer, newcomers_amid};
 pub use pattern::{byte_at, checksum, fill};
 pub use process::{Child, Grandchild, answers_apart, kill_after, output};
 pub use random::Random;
-pub use setup::{Backing, DeviceSource, Mode, Pair, Setup, free_port};
+pub use setup::{AgentPair, Backing, DeviceSource, Mode, Setup, free_port};
 pub use skip::skip;
 pub use soak::{Done, Soak, soak};
 pub use suite::{Apart, Gap, Suite, conformance_main, serve_if_asked};

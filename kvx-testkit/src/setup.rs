@@ -181,10 +181,10 @@ impl Setup {
     }
 
     /// A pair whose agent here has a gate: with it a clause decides when transfers and revocations settle.
-    pub fn gated_pair(&self) -> Result<(Pair, Gate), Failure> {
+    pub fn gated_pair(&self) -> Result<(AgentPair, Gate), Failure> {
         let gate = Gate::new();
         let near = self.builder(&unique("near"))?.build(&self.gated_registry(&gate))?;
-        Ok((Pair { near, ..self.pair()? }, gate))
+        Ok((AgentPair { near, ..self.pair()? }, gate))
     }
 
     fn spec(&self, name: &str) -> AgentSpec {
@@ -247,10 +247,10 @@ impl Setup {
     }
 
     /// A pair: an agent here, and an agent at the far end. Not connected yet.
-    pub fn pair(&self) -> Result<Pair, Failure> {
+    pub fn pair(&self) -> Result<AgentPair, Failure> {
         let mut far = self.far()?;
         self.far_agent(&mut far, &unique("far"))?;
-        Ok(Pair { near: self.agent(&unique("near"))?, far, setup: self.clone() })
+        Ok(AgentPair { near: self.agent(&unique("near"))?, far, setup: self.clone() })
     }
 }
 
@@ -277,7 +277,7 @@ pub fn free_port(neighbours: u16) -> Result<u16, Failure> {
 }
 
 /// Two agents that may talk.
-pub struct Pair {
+pub struct AgentPair {
     /// The one in this process: the initiator of most clauses.
     pub near: Agent,
     /// The other end: the target of most clauses.
@@ -286,7 +286,7 @@ pub struct Pair {
     pub setup: Setup,
 }
 
-impl Pair {
+impl AgentPair {
     /// Registers `len` bytes of content `seed` here.
     pub fn near_region(&self, name: &str, len: usize, seed: u64) -> Result<Region, Failure> {
         Ok(self.near.register(name, self.setup.memory(len, seed)?)?)

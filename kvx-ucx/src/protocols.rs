@@ -5,7 +5,7 @@
 
 /// One of UCX's tables.
 #[derive(Debug, PartialEq, Eq)]
-struct Table<'a> {
+struct ProtocolTable<'a> {
     /// The endpoint's configuration: `kvx intra-node cfg#0`.
     configuration: &'a str,
     /// `remote memory write by ucp_put* from host memory to host`
@@ -25,14 +25,14 @@ pub(crate) fn chosen(endpoint: &str, worker: &str) -> String {
     let parts = [("gets", "ucp_get"), ("puts", "ucp_put")].map(|(name, function)| {
         let own = tables.iter().filter(|table| table.configuration == configuration);
         let mut ways: Vec<String> =
-            own.filter(|table| table.title.contains(function)).map(Table::shown).collect();
+            own.filter(|table| table.title.contains(function)).map(ProtocolTable::shown).collect();
         ways.dedup();
         if ways.is_empty() { String::new() } else { format!("{name}: {}", ways.join(" / ")) }
     });
     parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join("; ")
 }
 
-impl Table<'_> {
+impl ProtocolTable<'_> {
     fn shown(&self) -> String {
         let rows = self.rows.iter().map(|[lengths, protocol, lanes]| format!("{lengths} {protocol} {lanes}"));
         rows.collect::<Vec<_>>().join(", ")
@@ -40,8 +40,8 @@ impl Table<'_> {
 }
 
 /// The tables of what UCX printed: each a configuration, a title, and rows.
-fn tables(printed: &str) -> Vec<Table<'_>> {
-    let mut tables: Vec<Table<'_>> = Vec::new();
+fn tables(printed: &str) -> Vec<ProtocolTable<'_>> {
+    let mut tables: Vec<ProtocolTable<'_>> = Vec::new();
     for line in printed.lines() {
         let line = line.trim_start_matches(['#', ' ']);
         let Some(inside) = line.strip_prefix('|').and_then(|rest| rest.trim_end().strip_suffix('|')) else {
@@ -50,7 +50,7 @@ fn tables(printed: &str) -> Vec<Table<'_>> {
         let cells: Vec<&str> = inside.split('|').map(str::trim).collect();
         match (&cells[..], tables.last_mut()) {
             ([one], _) if one.contains(" cfg#") => {
-                tables.push(Table { configuration: one, title: "", rows: Vec::new() });
+                tables.push(ProtocolTable { configuration: one, title: "", rows: Vec::new() });
             }
             ([one], Some(table)) => table.title = one,
             (["Range", ..], _) => {}

@@ -1,4 +1,5 @@
-//! The names of types: within a crate a name is one type, so that who reads it need not ask which one is meant.
+//! The names of types: within a crate a name is one type, so that who reads it need not ask which one is meant. The
+//! types of kvx-core that are `pub` are the words that every other crate is written in: no other crate has their names.
 //!
 //! It reads the formatted text: items of modules, not those within functions or made by macros. What only tests
 //! compile is left out, and so are the folders `tests`, `benches` and `examples`.
@@ -41,16 +42,41 @@ pub(crate) const EXCEPTIONS: &[Exception] = &[
     },
 ];
 
-/// A type: the module that it is in, and its name.
-type Named = (String, String);
+/// The crate whose words the others are written in.
+const CORE: &str = "kvx-core";
+
+/// Names of kvx-core's that another crate gives to a type of its own on purpose.
+pub(crate) struct Reuse {
+    /// The crate's folder.
+    of: &'static str,
+    /// Empty: any name.
+    names: &'static [&'static str],
+}
+
+/// All of them, each with its reason.
+pub(crate) const REUSES: &[Reuse] = &[
+    // The crate's own error: Rust calls it so in every crate, and its path says whose it is.
+    Reuse { of: "kvx-cli", names: &["Result"] },
+    Reuse { of: "kvx-proxy", names: &["Error", "Result"] },
+    // No user gets them: the drivers that tests load in place of CUDA's and HIP's, and what developers run.
+    Reuse { of: "kvx-testkit/stand-in", names: &[] },
+    Reuse { of: "xtask", names: &[] },
+];
+
+/// A type of a module.
+struct Named {
+    module: String,
+    name: String,
+    /// Its own line says `pub` and no more.
+    is_pub: bool,
+}
 
 /// Names under `root` that are several types of one crate and no exception, and exceptions that are not needed.
 pub(crate) fn with_two_meanings(root: &Path, exceptions: &[Exception]) -> crate::Result<Vec<String>> {
     let (mut found, mut used) = (Vec::new(), BTreeSet::new());
-    for folder in crates(root)? {
-        let package = folder.strip_prefix(root).unwrap_or(&folder).display().to_string();
+    for (package, types) in types_of_crates(root)? {
         let mut modules_of: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
-        for (module, name) in types(&folder.join("src"), "", &mut BTreeSet::new())? {
+        for Named { module, name, .. } in types {
             modules_of.entry(name).or_default().insert(module);
         }
         for (name, modules) in modules_of.into_iter().filter(|(_, modules)| modules.len() > 1) {
@@ -58,7 +84,7 @@ pub(crate) fn with_two_meanings(root: &Path, exceptions: &[Exception]) -> crate:
                 |exception: &&Exception| exception.of == package && exception.names.contains(&name.as_str());
             let exception = exceptions.iter().find(names_it);
             if !exception.is_some_and(|exception| one_a_part(exception.parts, &modules)) {
-                let modules = modules.iter().map(|module| if module.is_empty() { "lib" } else { module });
+                let modules = modules.iter().map(|module| shown(module));
                 found.push(format!("{package}: {name} in {}", modules.collect::<Vec<_>>().join(", ")));
             }
             used.insert((package.clone(), name));
@@ -69,6 +95,37 @@ pub(crate) fn with_two_meanings(root: &Path, exceptions: &[Exception]) -> crate:
         found.extend(unused.map(|name| format!("{of}: {name} needs no exception")));
     }
     Ok(found)
+}
+
+/// Names of kvx-core's under `root` that another crate gives to a type of its own, and reuses that are not needed.
+pub(crate) fn of_core_elsewhere(root: &Path, reuses: &[Reuse]) -> crate::Result<Vec<String>> {
+    let crates = types_of_crates(root)?;
+    let core = crates.iter().filter(|(package, _)| package == CORE).flat_map(|(_, types)| types);
+    let words: BTreeSet<&str> = core.filter(|named| named.is_pub).map(|named| named.name.as_str()).collect();
+    let (mut found, mut used) = (BTreeSet::new(), BTreeSet::new());
+    for (package, types) in crates.iter().filter(|(package, _)| package != CORE) {
+        for Named { module, name, .. } in types.iter().filter(|named| words.contains(named.name.as_str())) {
+            let allows_it = |reuse: &&Reuse| reuse.names.is_empty() || reuse.names.contains(&name.as_str());
+            match reuses.iter().filter(|reuse| reuse.of == package).find(allows_it) {
+                Some(Reuse { names: [], .. }) => used.insert((package.as_str(), "")),
+                Some(_) => used.insert((package, name)),
+                None => found.insert(format!("{package}: {name} in {} is {CORE}'s", shown(module))),
+            };
+        }
+    }
+    let mut found: Vec<String> = found.into_iter().collect();
+    for Reuse { of, names } in reuses {
+        let unused = names.iter().filter(|name| !used.contains(&(*of, **name)));
+        found.extend(unused.map(|name| format!("{of}: {name} needs no exception")));
+        if names.is_empty() && !used.contains(&(*of, "")) {
+            found.push(format!("{of} needs no exception"));
+        }
+    }
+    Ok(found)
+}
+
+fn shown(module: &str) -> &str {
+    if module.is_empty() { "lib" } else { module }
 }
 
 /// Whether each module is a part or within one, and no other one is within the same.
@@ -82,6 +139,16 @@ fn one_a_part(parts: &[&str], modules: &BTreeSet<String>) -> bool {
     };
     let taken: Option<BTreeSet<String>> = modules.iter().map(part_of).collect();
     taken.is_some_and(|taken| taken.len() == modules.len())
+}
+
+/// The types of each crate at and below `root`, with the crate's folder.
+fn types_of_crates(root: &Path) -> crate::Result<Vec<(String, Vec<Named>)>> {
+    let mut all = Vec::new();
+    for folder in crates(root)? {
+        let package = folder.strip_prefix(root).unwrap_or(&folder).display().to_string();
+        all.push((package, types(&folder.join("src"), "", &mut BTreeSet::new())?));
+    }
+    Ok(all)
 }
 
 /// The folders of crates at and below `root`.
@@ -169,7 +236,8 @@ fn read(text: &str, module: &str) -> (Vec<Named>, Vec<String>) {
             }
             (Some("mod"), Some(name)) if inside.is_none() => tests.push(join(module, name)),
             (Some("struct" | "enum" | "union" | "trait" | "type"), Some(name)) => {
-                types.extend(inside.map(|module| (module, name.to_owned())));
+                let is_pub = item.starts_with("pub ");
+                types.extend(inside.map(|module| Named { module, name: name.to_owned(), is_pub }));
             }
             _ => {}
         }
@@ -193,13 +261,23 @@ mod tests {
 
     /// What is found in a crate of these files.
     fn found(test: &str, files: &[(&str, &str)], exceptions: &[Exception]) -> Vec<String> {
+        let files = [&[("a-crate/Cargo.toml", "")], files].concat();
+        beneath(test, &files, |root| with_two_meanings(root, exceptions))
+    }
+
+    /// What is found under a root of these files.
+    fn beneath(
+        test: &str,
+        files: &[(&str, &str)],
+        find: impl FnOnce(&Path) -> crate::Result<Vec<String>>,
+    ) -> Vec<String> {
         let root = std::env::temp_dir().join(format!("kvx-names-{test}-{}", std::process::id()));
-        for (file, text) in [("a-crate/Cargo.toml", "")].iter().chain(files) {
+        for (file, text) in files {
             let path = root.join(file);
             std::fs::create_dir_all(path.parent().expect("it has a folder")).expect("a folder");
             std::fs::write(path, text).expect("a file");
         }
-        let found = with_two_meanings(&root, exceptions);
+        let found = find(&root);
         std::fs::remove_dir_all(&root).expect("it was made");
         found.expect("they are read")
     }
@@ -251,5 +329,32 @@ mod tests {
         let d = "a-crate: D needs no exception";
         assert_eq!(found("some", &files, &exception(&["shm", "tcp"])), [b, "a-crate: C in other, tcp", d]);
         assert_eq!(found("any", &files, &exception(&[])), [b, d]);
+    }
+
+    #[test]
+    fn a_word_of_core_is_a_type_of_no_other_crate_but_where_an_exception_says_so() {
+        let files = [
+            ("kvx-core/Cargo.toml", ""),
+            (
+                "kvx-core/src/lib.rs",
+                "pub struct A;\nstruct B;\nmod inner {\n    pub trait C {}\n    pub(crate) type D = u8;\n}\n",
+            ),
+            ("kvx-core/src/again.rs", "pub struct A;\n#[cfg(test)]\npub struct E;\n"),
+            ("one/Cargo.toml", ""),
+            (
+                "one/src/lib.rs",
+                "enum A {\n    C,\n}\nstruct B;\nstruct D;\nstruct E;\n#[cfg(test)]\nstruct C;\n",
+            ),
+            ("two/inner/Cargo.toml", ""),
+            ("two/inner/src/deep/mod.rs", "pub struct A;\nmod tests {\n    pub(super) type C = u8;\n}\n"),
+        ];
+        let found = |reuses: &[Reuse]| beneath("core", &files, |root| of_core_elsewhere(root, reuses));
+        let one = "one: A in lib is kvx-core's";
+        let two = ["two/inner: A in deep is kvx-core's", "two/inner: C in deep::tests is kvx-core's"];
+        assert_eq!(found(&[]), [one, two[0], two[1]]);
+        let both = [Reuse { of: "one", names: &["A", "C"] }, Reuse { of: "two/inner", names: &[] }];
+        assert_eq!(found(&both), ["one: C needs no exception"]);
+        let others = [Reuse { of: "two/inner", names: &["A"] }, Reuse { of: "two", names: &[] }];
+        assert_eq!(found(&others), [one, two[1], "two needs no exception"]);
     }
 }

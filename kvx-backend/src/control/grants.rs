@@ -83,9 +83,9 @@ impl<R> RegionTable<R> {
 
 /// Regions of ours that a peer was granted, and has not released.
 #[derive(Debug, Default)]
-pub struct Granted(HashSet<RegionId>);
+pub struct GrantedRegions(HashSet<RegionId>);
 
-impl Granted {
+impl GrantedRegions {
     /// The peer may use it. False: it might before.
     pub fn grant(&mut self, id: RegionId) -> bool {
         self.0.insert(id)
@@ -284,7 +284,7 @@ mod tests {
 
     #[test]
     fn nobody_releases_what_was_not_granted_or_answers_what_was_not_asked() {
-        let (mut granted, id) = (Granted::default(), RegionId(1));
+        let (mut granted, id) = (GrantedRegions::default(), RegionId(1));
         assert!(granted.grant(id) && !granted.grant(id) && granted.holds(id));
         assert!(granted.released(id).is_ok());
         assert_eq!(granted.released(id).unwrap_err().kind(), Kind::Malformed);

@@ -12,7 +12,7 @@
 //! * **Regions.** Before a link first uses a region, its owner is shown number and key
 //!   ([`Want`](Message::Want)), and says [`Grant`](Message::Grant) or [`Deny`](Message::Deny). So a wrong key is
 //!   refused also where a library's own keys know nothing of kvx's, and the owner knows whom to ask when it
-//!   revokes. See [`RegionTable`], [`Granted`] and [`Imports`].
+//!   revokes. See [`RegionTable`], [`GrantedRegions`] and [`Imports`].
 //! * **Revocation.** The owner says [`Recall`](Message::Recall) to everyone it granted the region; each lets its
 //!   operations on it end, lets go of it, and says [`Released`](Message::Released). See [`Recalls`].
 //! * **Notifications.** [`Notify`](Message::Notify), answered by [`Ack`](Message::Ack) once the peer's agent has
@@ -42,7 +42,7 @@ mod tests;
 #[cfg(any(test, feature = "stranger-for-tests"))]
 pub mod violations;
 
-pub use grants::{Granted, Imported, Imports, Recalls, RegionTable};
+pub use grants::{GrantedRegions, Imported, Imports, Recalls, RegionTable};
 pub use held::{ENTRY, HeldBytes};
 pub use hello::{Greeted, Greeting, TurnedAway, VERSIONS, hear};
 pub use messages::{MAX_MESSAGE, Message, OWN};

@@ -45,7 +45,7 @@ struct Link {
     refused: Option<Kind>,
     both_up: bool,
     table: RegionTable<()>,
-    granted: Granted,
+    granted: GrantedRegions,
     recalls: Recalls<u8, RegionId>,
     from_peer: NoticesFromPeer,
     /// What the owner's agent has, and how many more it has room for.
@@ -70,7 +70,7 @@ impl Link {
             refused: None,
             both_up: false,
             table: RegionTable::default(),
-            granted: Granted::default(),
+            granted: GrantedRegions::default(),
             recalls: Recalls::default(),
             from_peer: NoticesFromPeer::default(),
             taken: Vec::new(),

@@ -14,7 +14,7 @@ use super::machine::Machine;
 use super::session::Phase;
 use super::{EndpointId, Fabric};
 use crate::control::reasons::{closed, no_handshake, peer_died, peer_silent, still_shared};
-use crate::control::{Granted, Look, Message};
+use crate::control::{GrantedRegions, Look, Message};
 use crate::process::{ProcessId, Watched};
 
 /// How often peers are looked after while they owe an answer: their processes, if they can be seen, and their silence.
@@ -26,7 +26,7 @@ const LAST_PATIENCE: Duration = Duration::from_millis(150);
 
 /// What a lost peer may still hold.
 pub(super) struct Unproven {
-    pub(super) granted: Granted,
+    pub(super) granted: GrantedRegions,
     process: Option<Watched>,
 }
 

@@ -13,7 +13,7 @@ use super::stream::{Incoming, Outgoing};
 use super::{EndpointId, Fabric, Sent};
 use crate::control::proof::Claim;
 use crate::control::{
-    Granted, Greeting, HeldBytes, Imports, Message, NoticesFromPeer, NoticesToPeer, Silence,
+    GrantedRegions, Greeting, HeldBytes, Imports, Message, NoticesFromPeer, NoticesToPeer, Silence,
 };
 use crate::process::Watched;
 
@@ -77,7 +77,7 @@ pub(super) struct Session<F: Fabric> {
     pub(super) recalled: HashSet<RegionId>,
     pub(super) to_peer: NoticesToPeer,
 
-    pub(super) granted: Granted,
+    pub(super) granted: GrantedRegions,
     pub(super) from_peer: NoticesFromPeer,
     /// The peer that began it has proven that it means it now.
     confirmed: bool,
@@ -107,7 +107,7 @@ impl<F: Fabric> Session<F> {
             jobs: 0,
             recalled: HashSet::new(),
             to_peer: NoticesToPeer::default(),
-            granted: Granted::default(),
+            granted: GrantedRegions::default(),
             from_peer: NoticesFromPeer::default(),
             confirmed: false,
             counted: 0,

@@ -144,7 +144,7 @@ impl<'a> Announced<'a> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::points::{Op, Wait};
+    use super::super::points::{BenchOp, Wait};
     use super::*;
 
     #[test]
@@ -154,10 +154,10 @@ mod tests {
         let announced = Announced(line);
         assert_eq!(announced.word("backend").unwrap(), "SHM");
         assert_eq!(announced.number::<u64>("block").unwrap(), 4096);
-        assert_eq!(announced.one_of::<Op>("op").unwrap(), Op::Read);
+        assert_eq!(announced.one_of::<BenchOp>("op").unwrap(), BenchOp::Read);
         assert_eq!(announced.one_of::<Wait>("wait").unwrap(), Wait::Block);
         assert!(announced.word("colour").is_err());
         assert!(Announced("count=many").number::<u32>("count").is_err());
-        assert!(Announced("op=both").one_of::<Op>("op").is_err());
+        assert!(Announced("op=both").one_of::<BenchOp>("op").is_err());
     }
 }

@@ -8,7 +8,7 @@ use super::ANSWER_PATIENCE;
 use super::content::{self, ShapeBlocks};
 use super::device_limits::DeviceLimit;
 use super::limit::{self, BareConnection, List};
-use super::points::{Op, Point, Shape};
+use super::points::{BenchOp, Point, Shape};
 use super::pools::{Pool, PoolLocation, Pools};
 use super::rounds::Round;
 use super::sealed;
@@ -81,7 +81,7 @@ impl Limit {
         let (ours, theirs) = (memory.ours(), memory.theirs());
         let bare = if ours == Pool::Kvx { "memcpy" } else { "process_vm_readv" };
         let (name, way) = match (point.backend, op) {
-            ("SHM", Op::Read) => {
+            ("SHM", BenchOp::Read) => {
                 let from = target.place(theirs)?;
                 if let (Some(file), None) = (from.file, &mapped) {
                     *mapped = Some(map(from.process, file, from.len)?);
@@ -90,11 +90,13 @@ impl Limit {
                 let to = pools.get(ours)?.address();
                 (bare, LimitWay::Fetch { mapped, from, to, blocks: ShapeBlocks::of(shape) })
             }
-            ("SHM", Op::Write) => (bare, LimitWay::Pull { memory: theirs, shape, from: pools.place(ours)? }),
+            ("SHM", BenchOp::Write) => {
+                (bare, LimitWay::Pull { memory: theirs, shape, from: pools.place(ours)? })
+            }
             ("TCP", _) => {
                 let lanes = connect(point, pools.get(ours)?.address(), target, data)?;
                 let name = if data.sealed { "sealed sockets" } else { "sockets" };
-                (name, LimitWay::Lanes { lanes, sends: op == Op::Write })
+                (name, LimitWay::Lanes { lanes, sends: op == BenchOp::Write })
             }
             _ => return Ok(None),
         };
@@ -149,8 +151,8 @@ pub(crate) fn connect(
     let DataLanes { count, sealed } = data;
     let lanes = count.min(shape.count as usize);
     let blocks = match op {
-        Op::Read => shape.to(),
-        Op::Write => shape.from(),
+        BenchOp::Read => shape.to(),
+        BenchOp::Write => shape.from(),
     };
     let ours = (0..lanes).map(|lane| {
         share(TcpStream::connect(target.address())?, (base, sealed), shape, &blocks, (lane, lanes))

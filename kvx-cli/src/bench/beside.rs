@@ -15,7 +15,7 @@ pub(crate) struct Beside {
 }
 
 /// How it answers a point.
-pub(crate) enum Standing {
+pub(crate) enum PointAnswer {
     /// It will take part, under this name.
     Ready(String),
     /// It does not know such a point, and why.
@@ -35,12 +35,12 @@ impl Beside {
     }
 
     /// Announces a point.
-    pub(crate) fn announce(&mut self, point: &Point) -> Result<Standing> {
+    pub(crate) fn announce(&mut self, point: &Point) -> Result<PointAnswer> {
         self.child.say(&announcement(point))?;
         let answer = self.child.hear(PATIENCE)?;
         match answer.split_once(' ').unwrap_or((&answer, "")) {
-            ("ready", name) if !name.trim().is_empty() => Ok(Standing::Ready(name.trim().to_owned())),
-            ("skip", why) => Ok(Standing::Skips(why.trim().to_owned())),
+            ("ready", name) if !name.trim().is_empty() => Ok(PointAnswer::Ready(name.trim().to_owned())),
+            ("skip", why) => Ok(PointAnswer::Skips(why.trim().to_owned())),
             _ => Err(format!(
                 "the program beside answered {answer:?} to a point: `ready NAME` or `skip REASON`"
             )
@@ -101,13 +101,14 @@ fn result(answer: &str, bytes: u64) -> Option<Round> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::points::{Backing, Op, Pattern, Wait};
+    use super::super::points::{Backing, BenchOp, Pattern, Wait};
     use super::*;
 
     #[test]
     fn the_announcement_is_the_documented_one() {
         let shape = Shape { block: 4096, count: 1024, lists: 64, pattern: Pattern::Scattered, seed: 1 };
-        let point = Point { backend: "SHM", op: Op::Read, shape, memory: Backing::Kvx, wait: Wait::Block };
+        let point =
+            Point { backend: "SHM", op: BenchOp::Read, shape, memory: Backing::Kvx, wait: Wait::Block };
         let line = announcement(&point);
         assert!(include_str!("../../BESIDE.md").contains(&line), "{line}");
     }

@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::bare::{connect, timed};
 use super::figures::Output;
 use super::initiator::{Initiator, Plans, block_on};
-use super::points::{Backing, Op, Pattern, Point, Shape, Wait};
+use super::points::{Backing, BenchOp, Pattern, Point, Shape, Wait};
 use super::pools::{Pool, Sizes};
 use super::rounds::quantile;
 use super::session::{DataLanes, Session};
@@ -36,14 +36,14 @@ struct BulkRecord {
     bulk_bytes: u64,
     /// Large transfers that ended meanwhile.
     bulk_done: u64,
-    small: Pair,
+    small: AloneAndBeside,
     /// The same with bare connections, where that is what lies below.
-    bare: Option<Pair>,
+    bare: Option<AloneAndBeside>,
 }
 
 /// Small reads alone and beside.
 #[derive(Serialize)]
-struct Pair {
+struct AloneAndBeside {
     alone_p50_us: f64,
     alone_p99_us: f64,
     beside_p50_us: f64,
@@ -52,7 +52,7 @@ struct Pair {
     times: f64,
 }
 
-impl Pair {
+impl AloneAndBeside {
     fn of(alone: &[f64], beside: &[f64]) -> Result<Self> {
         let us = |values: &[f64], part| {
             let seconds = quantile(values.iter().copied(), part).ok_or("no small read ended");
@@ -61,7 +61,7 @@ impl Pair {
         let (alone_p99_us, beside_p99_us) = (us(alone, 0.99)?, us(beside, 0.99)?);
         let times = (beside_p99_us / alone_p99_us * 100.0).round() / 100.0;
         let (alone_p50_us, beside_p50_us) = (us(alone, 0.5)?, us(beside, 0.5)?);
-        Ok(Pair { alone_p50_us, alone_p99_us, beside_p50_us, beside_p99_us, times })
+        Ok(AloneAndBeside { alone_p50_us, alone_p99_us, beside_p50_us, beside_p99_us, times })
     }
 }
 
@@ -122,7 +122,7 @@ pub(crate) fn run(
         backend,
         bulk_bytes: bulk,
         bulk_done,
-        small: Pair::of(&alone, &beside)?,
+        small: AloneAndBeside::of(&alone, &beside)?,
         bare,
     };
     output.record(&record, &sentence(&record))
@@ -164,11 +164,11 @@ fn finished(transfer: &mut Transfer) -> Option<kvx::Result<kvx::Report>> {
 }
 
 /// The same without kvx: a request and its answer on a connection of their own, beside a stream on others.
-fn bare(session: &mut Session, blocks: u32, budget: Duration) -> Result<Pair> {
+fn bare(session: &mut Session, blocks: u32, budget: Duration) -> Result<AloneAndBeside> {
     let base = session.pools.get(Pool::Kvx)?.address();
     let point = |block, count| {
         let shape = Shape { block, count, lists: 1, pattern: Pattern::Scattered, seed: 1 };
-        Point { backend: "TCP", op: Op::Read, shape, memory: Backing::Kvx, wait: Wait::Block }
+        Point { backend: "TCP", op: BenchOp::Read, shape, memory: Backing::Kvx, wait: Wait::Block }
     };
     let one = DataLanes { count: 1, ..session.data };
     let mut stream = connect(&point(BLOCK, blocks), base, &mut session.target, session.data)?;
@@ -192,12 +192,12 @@ fn bare(session: &mut Session, blocks: u32, budget: Duration) -> Result<Pair> {
         })?;
         beside.extend(turn.each);
     }
-    Pair::of(&alone, &beside)
+    AloneAndBeside::of(&alone, &beside)
 }
 
 fn sentence(record: &BulkRecord) -> String {
-    let part = |pair: &Pair| {
-        let Pair { alone_p50_us, alone_p99_us, beside_p50_us, beside_p99_us, times } = pair;
+    let part = |pair: &AloneAndBeside| {
+        let AloneAndBeside { alone_p50_us, alone_p99_us, beside_p50_us, beside_p99_us, times } = pair;
         format!(
             "alone p50 {alone_p50_us} us, p99 {alone_p99_us} us; beside p50 {beside_p50_us} us, p99 {beside_p99_us} us: \
              {times} times"

@@ -4,7 +4,7 @@ use std::io::Write;
 
 use serde::Serialize;
 
-use super::points::{Backing, Op, Pattern, Point, Wait, name};
+use super::points::{Backing, BenchOp, Pattern, Point, Wait, name};
 use super::rounds::{Ratio, Round, median, quantile};
 use crate::{Result, bytes};
 
@@ -15,7 +15,7 @@ pub(crate) const ENOUGH_ROUNDS: usize = 11;
 #[derive(Debug, Serialize)]
 pub(crate) struct Figures {
     backend: &'static str,
-    op: Op,
+    op: BenchOp,
     block: u64,
     count: u32,
     pattern: Pattern,
@@ -271,7 +271,8 @@ mod tests {
 
     fn figures() -> Figures {
         let shape = Shape { block: 4096, count: 1024, lists: 64, pattern: Pattern::Scattered, seed: 1 };
-        let point = Point { backend: "SHM", op: Op::Read, shape, memory: Backing::Kvx, wait: Wait::Block };
+        let point =
+            Point { backend: "SHM", op: BenchOp::Read, shape, memory: Backing::Kvx, wait: Wait::Block };
         let measured = Measured {
             ours: rounds(0.002),
             limits: vec![("sockets", rounds(0.0005)), ("memcpy", rounds(0.001))],

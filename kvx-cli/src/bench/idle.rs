@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::Arguments;
 use super::cpu;
 use super::figures::Output;
-use super::points::{Backing, Op, Pattern, Shape, Wait};
+use super::points::{Backing, BenchOp, Pattern, Shape, Wait};
 use super::pools::Sizes;
 use super::session::Session;
 use crate::Result;
@@ -46,7 +46,7 @@ pub(crate) fn run(
         Duration::from_secs(seconds),
     )?;
     let initiator = session.initiator(backend)?;
-    for op in [Op::Read, Op::Write] {
+    for op in [BenchOp::Read, BenchOp::Write] {
         let mut plans = initiator.plans(op, SHAPE, Backing::Kvx)?;
         initiator.round(&mut plans, Wait::Async, Duration::ZERO, 1)?;
     }

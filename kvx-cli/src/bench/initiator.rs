@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use kvx::{Agent, Options, Peer, Plan, Region, Registry, Transfer};
 
-use super::points::{Backing, Op, Shape, Wait};
+use super::points::{Backing, BenchOp, Shape, Wait};
 use super::pools::{Pool, Pools};
 use super::rounds::Round;
 use super::target::Target;
@@ -52,7 +52,7 @@ impl Initiator {
     }
 
     /// The plans of a point, one for each list.
-    pub(crate) fn plans(&self, op: Op, shape: Shape, memory: Backing) -> Result<Plans> {
+    pub(crate) fn plans(&self, op: BenchOp, shape: Shape, memory: Backing) -> Result<Plans> {
         let ours = self.region(memory.ours())?.grid(shape.grid())?;
         let theirs = self.peer.region(memory.theirs().name())?.grid(shape.grid())?;
         let (from, to) = (shape.from(), shape.to());
@@ -63,8 +63,8 @@ impl Initiator {
             let (from, to): (Arc<[u32]>, Arc<[u32]>) = (from[part.clone()].into(), to[part].into());
             let start = Instant::now();
             let plan = match op {
-                Op::Read => Plan::read(ours.blocks(to), theirs.blocks(from)),
-                Op::Write => Plan::write(ours.blocks(from), theirs.blocks(to)),
+                BenchOp::Read => Plan::read(ours.blocks(to), theirs.blocks(from)),
+                BenchOp::Write => Plan::write(ours.blocks(from), theirs.blocks(to)),
             };
             plans.took.push(start.elapsed().as_secs_f64());
             plans.plans.push(plan?);

@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use super::Arguments;
 use super::bare::Limit;
-use super::beside::{Beside, Standing};
+use super::beside::{Beside, PointAnswer};
 use super::content;
 use super::cpu;
 use super::figures::{Figures, Measured};
 use super::initiator::Plans;
-use super::points::{Op, Point};
+use super::points::{BenchOp, Point};
 use super::rounds::{Party, interleave};
 use super::session::Session;
 use super::target::Ask;
@@ -45,8 +45,8 @@ pub(crate) fn point(
             .map_err(|why| format!("{} beside {point} moved the wrong bytes: {why}", limit.name))?;
     }
     let beside_name = match beside.as_mut().map(|beside| beside.announce(point)).transpose()? {
-        Some(Standing::Ready(name)) => Some(name),
-        Some(Standing::Skips(why)) => {
+        Some(PointAnswer::Ready(name)) => Some(name),
+        Some(PointAnswer::Skips(why)) => {
             eprintln!("nothing beside {point}: {why}");
             None
         }
@@ -120,8 +120,8 @@ fn verified(point: &Point) -> u64 {
 pub(crate) fn prepare(session: &mut Session, point: &Point) -> Result<()> {
     let ((memory, _), bytes) = (point.memory.way(point.op), point.shape.memory());
     match point.op {
-        Op::Read => session.target.ask(Ask::Fill { memory, bytes }).map(drop)?,
-        Op::Write => content::fill(session.pools.get(memory)?, bytes)?,
+        BenchOp::Read => session.target.ask(Ask::Fill { memory, bytes }).map(drop)?,
+        BenchOp::Write => content::fill(session.pools.get(memory)?, bytes)?,
     }
     Ok(())
 }
@@ -130,8 +130,8 @@ pub(crate) fn prepare(session: &mut Session, point: &Point) -> Result<()> {
 fn wipe(session: &mut Session, point: &Point) -> Result<()> {
     let ((_, memory), bytes) = (point.memory.way(point.op), point.shape.memory());
     match point.op {
-        Op::Read => content::wipe(session.pools.get(memory)?, bytes)?,
-        Op::Write => session.target.ask(Ask::Wipe { memory, bytes }).map(drop)?,
+        BenchOp::Read => content::wipe(session.pools.get(memory)?, bytes)?,
+        BenchOp::Write => session.target.ask(Ask::Wipe { memory, bytes }).map(drop)?,
     }
     Ok(())
 }
@@ -141,7 +141,7 @@ fn arrived(session: &mut Session, point: &Point) -> Result<()> {
     let Point { op, memory, shape, .. } = *point;
     let ((_, memory), lists) = (memory.way(op), verified(point) as u32);
     match op {
-        Op::Read => content::check(session.pools.get(memory)?, shape, lists),
-        Op::Write => session.target.ask(Ask::Check { memory, shape, lists }).map(drop),
+        BenchOp::Read => content::check(session.pools.get(memory)?, shape, lists),
+        BenchOp::Write => session.target.ask(Ask::Check { memory, shape, lists }).map(drop),
     }
 }

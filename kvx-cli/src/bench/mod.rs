@@ -37,7 +37,7 @@ use kvx::{Options, Registry};
 pub(crate) use self::answers::{BesideArguments, run as answer};
 use self::beside::Beside;
 use self::figures::Output;
-use self::points::{Backing, Op, Pattern, Point, Wait};
+use self::points::{Backing, BenchOp, Pattern, Point, Wait};
 use self::pools::Sizes;
 use self::progress::Bar;
 use self::session::Session;
@@ -57,7 +57,7 @@ pub(crate) struct Arguments {
     backend: Vec<String>,
     /// Read from the target, or write to it.
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "read,write")]
-    op: Vec<Op>,
+    op: Vec<BenchOp>,
     /// Sizes of a block.
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = bytes::parse, default_value = "4K,64K,1M")]
     block: Vec<u64>,

@@ -17,7 +17,7 @@ const MOST_LISTS: u64 = 256;
 /// What a transfer does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Op {
+pub(crate) enum BenchOp {
     /// From the target's memory into ours.
     Read,
     /// From our memory into the target's.
@@ -70,10 +70,10 @@ impl Backing {
     }
 
     /// What the side has that the bytes come from, and then the one that they go to.
-    pub(crate) fn way(self, op: Op) -> (Pool, Pool) {
+    pub(crate) fn way(self, op: BenchOp) -> (Pool, Pool) {
         match op {
-            Op::Read => (self.theirs(), self.ours()),
-            Op::Write => (self.ours(), self.theirs()),
+            BenchOp::Read => (self.theirs(), self.ours()),
+            BenchOp::Write => (self.ours(), self.theirs()),
         }
     }
 }
@@ -140,7 +140,7 @@ impl Shape {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Point {
     pub(crate) backend: &'static str,
-    pub(crate) op: Op,
+    pub(crate) op: BenchOp,
     pub(crate) shape: Shape,
     pub(crate) memory: Backing,
     pub(crate) wait: Wait,

@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use super::figures::Output;
 use super::initiator::Initiator;
-use super::points::{Backing, Op, Pattern, Shape};
+use super::points::{Backing, BenchOp, Pattern, Shape};
 use super::pools::{Pools, Sizes};
 use super::target::Target;
 use super::{Arguments, PATIENCE};
@@ -83,7 +83,7 @@ fn read_all(initiators: &[Initiator], window: Duration) -> Result<(Vec<u64>, Dur
     let (woken, ready) = mpsc::channel();
     let mut readers = Vec::new();
     for (at, initiator) in initiators.iter().enumerate() {
-        let mut plans = initiator.plans(Op::Read, SHAPE, Backing::Kvx)?;
+        let mut plans = initiator.plans(BenchOp::Read, SHAPE, Backing::Kvx)?;
         let plan = plans.next().clone();
         // Once before it counts, so that no reader pays for its first time.
         initiator.post(&plan)?.wait(PATIENCE)?;

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::bare::{map, once, share};
 use super::content::{self, ShapeBlocks};
-use super::points::{Op, Shape};
+use super::points::{BenchOp, Shape};
 use super::pools::{Pool, PoolLocation, Pools, Sizes};
 use super::{ANSWER_PATIENCE, PATIENCE};
 use crate::Result;
@@ -54,7 +54,7 @@ pub(crate) enum Ask {
     /// Compare the first lists of the destination with what belongs there.
     Check { memory: Pool, shape: Shape, lists: u32 },
     /// Accept so many bare connections, and serve the blocks over them until they close.
-    Lanes { op: Op, memory: Pool, shape: Shape, lanes: usize, sealed: bool },
+    Lanes { op: BenchOp, memory: Pool, shape: Shape, lanes: usize, sealed: bool },
     /// Pull lists out of that place: from which transfer on, and how many.
     Pull { memory: Pool, shape: Shape, from: PoolLocation, first: u64, times: u64 },
 }
@@ -119,18 +119,18 @@ impl Served {
         Ok(0.0)
     }
 
-    fn lanes(&self, op: Op, memory: Pool, shape: Shape, (lanes, sealed): (usize, bool)) -> Result<()> {
+    fn lanes(&self, op: BenchOp, memory: Pool, shape: Shape, (lanes, sealed): (usize, bool)) -> Result<()> {
         let base = self.pools.get(memory)?.address();
         let blocks = match op {
-            Op::Read => shape.from(),
-            Op::Write => shape.to(),
+            BenchOp::Read => shape.from(),
+            BenchOp::Write => shape.to(),
         };
         for lane in 0..lanes {
             // The initiator has connected already.
             let (socket, _) = self.listener.accept()?;
             let mut lane = share(socket, (base, sealed), shape, &blocks, (lane, lanes))?;
             // It ends with the connection, or with this process, whose memory lives as long.
-            std::thread::spawn(move || lane.serve(op == Op::Read));
+            std::thread::spawn(move || lane.serve(op == BenchOp::Read));
         }
         Ok(())
     }

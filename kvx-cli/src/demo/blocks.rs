@@ -12,7 +12,7 @@ const READ: u32 = 1024;
 pub(crate) const STEP: u64 = 1 << 20;
 
 /// The blocks of a pool of a certain size, and the scattered ones that are read.
-pub(crate) struct Blocks {
+pub(crate) struct DemoBlocks {
     /// Of the pool.
     pub(crate) pool: Grid,
     /// Of the reader's memory, which has room for what is read and no more.
@@ -23,14 +23,14 @@ pub(crate) struct Blocks {
     pub(crate) to: Vec<u32>,
 }
 
-impl Blocks {
+impl DemoBlocks {
     /// Those of a pool of `size` bytes.
     pub(crate) fn of(size: u64) -> Result<Self> {
         if size == 0 || !size.is_multiple_of(STEP) || usize::try_from(size).is_err() {
             return Err(format!("--size {size} bytes: write a multiple of {}", bytes::show(STEP)).into());
         }
         let length = size / u64::from(IN_POOL);
-        Ok(Blocks {
+        Ok(DemoBlocks {
             pool: Grid::packed(length, IN_POOL),
             room: Grid::packed(length, READ),
             from: shuffled(IN_POOL, 1).into_iter().take(READ as usize).collect(),
@@ -148,14 +148,14 @@ mod tests {
     #[test]
     fn sizes_without_whole_blocks_are_refused() {
         for size in [0, 1, (1 << 20) + 1] {
-            assert!(Blocks::of(size).is_err(), "{size}");
+            assert!(DemoBlocks::of(size).is_err(), "{size}");
         }
-        assert_eq!(Blocks::of(256 << 20).unwrap().length(), 64 << 10);
+        assert_eq!(DemoBlocks::of(256 << 20).unwrap().length(), 64 << 10);
     }
 
     #[test]
     fn the_blocks_that_are_read_are_scattered_and_each_is_read_once() {
-        let blocks = Blocks::of(1 << 20).unwrap();
+        let blocks = DemoBlocks::of(1 << 20).unwrap();
         for (list, below) in [(&blocks.from, IN_POOL), (&blocks.to, READ)] {
             let mut sorted = list.clone();
             sorted.sort_unstable();
@@ -171,7 +171,7 @@ mod tests {
 
     #[test]
     fn a_copy_passes_the_check_and_a_changed_byte_does_not() {
-        let blocks = Blocks::of(1 << 20).unwrap();
+        let blocks = DemoBlocks::of(1 << 20).unwrap();
         let (pool, room) = (blocks.filled_pool().unwrap(), blocks.empty_room().unwrap());
         assert!(blocks.check(&room).is_err());
         blocks.copy(&pool, &room).unwrap();

@@ -8,7 +8,7 @@ use std::time::Duration;
 use clap::Args;
 use kvx::{Agent, Registry};
 
-use super::blocks::Blocks;
+use super::blocks::DemoBlocks;
 use crate::Result;
 use crate::child::Child;
 
@@ -27,7 +27,7 @@ pub(crate) struct OwnerArguments {
 /// Publishes a pool, prints its metadata, and keeps it until standard input ends.
 pub(crate) fn own(arguments: &OwnerArguments, registry: &Registry, out: &mut dyn Write) -> Result<()> {
     let agent = Agent::builder("demo-owner").backends(&arguments.backend).build(registry)?;
-    let _pool = agent.register("pool", Blocks::of(arguments.size)?.filled_pool()?)?;
+    let _pool = agent.register("pool", DemoBlocks::of(arguments.size)?.filled_pool()?)?;
     let metadata: String = agent.metadata()?.iter().map(|byte| format!("{byte:02x}")).collect();
     writeln!(out, "{metadata}")?;
     out.flush()?;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvx::{Agent, Kind, Memory, Options, Peer, Plan, Registry};
 
-use super::blocks::Blocks;
+use super::blocks::DemoBlocks;
 use super::owner::Owner;
 use crate::{Result, bytes};
 
@@ -27,7 +27,7 @@ pub(super) fn run(written: &[String], size: u64, registry: &Registry, out: &mut 
             backends.push(name);
         }
     }
-    let blocks = Blocks::of(size)?;
+    let blocks = DemoBlocks::of(size)?;
     let (count, length) = (blocks.from.len(), bytes::show(blocks.length()));
     let start = Instant::now();
     let mut owner = Owner::start(&backends, size, START)?;
@@ -47,7 +47,7 @@ pub(super) fn run(written: &[String], size: u64, registry: &Registry, out: &mut 
 
     let readers = backends
         .iter()
-        .map(|backend| Reader::connect(backend, registry, &owner.metadata, &blocks))
+        .map(|backend| DemoReader::connect(backend, registry, &owner.metadata, &blocks))
         .collect::<Result<Vec<_>>>()?;
     writeln!(out)?;
     for reader in &readers {
@@ -88,7 +88,7 @@ pub(super) fn run(written: &[String], size: u64, registry: &Registry, out: &mut 
 }
 
 /// One agent that reads over one backend.
-struct Reader {
+struct DemoReader {
     backend: &'static str,
     agent: Agent,
     peer: Peer,
@@ -96,8 +96,13 @@ struct Reader {
     plan: Plan,
 }
 
-impl Reader {
-    fn connect(backend: &'static str, registry: &Registry, metadata: &[u8], blocks: &Blocks) -> Result<Self> {
+impl DemoReader {
+    fn connect(
+        backend: &'static str,
+        registry: &Registry,
+        metadata: &[u8],
+        blocks: &DemoBlocks,
+    ) -> Result<Self> {
         let agent = Agent::builder(format!("demo-reader-{backend}")).backends([backend]).build(registry)?;
         let region = agent.register("room", blocks.empty_room()?)?;
         let peer = agent.connect(metadata)?;
@@ -106,7 +111,7 @@ impl Reader {
             region.grid(blocks.room)?.blocks(blocks.to.clone()),
             peer.region("pool")?.grid(blocks.pool)?.blocks(blocks.from.clone()),
         )?;
-        Ok(Reader { backend, agent, peer, room: std::sync::Arc::clone(region.memory()), plan })
+        Ok(DemoReader { backend, agent, peer, room: std::sync::Arc::clone(region.memory()), plan })
     }
 
     /// Reads all blocks once, and says how long that took.
@@ -117,7 +122,7 @@ impl Reader {
     }
 
     /// Reads until the loss of the owner has come to be known. What still succeeds must have brought the right bytes.
-    fn read_until_told(&self, blocks: &Blocks) -> Result<(Duration, kvx::Error)> {
+    fn read_until_told(&self, blocks: &DemoBlocks) -> Result<(Duration, kvx::Error)> {
         let until = Instant::now() + PATIENCE;
         while Instant::now() < until {
             blocks.wipe(&self.room)?;
@@ -132,7 +137,7 @@ impl Reader {
 }
 
 /// The median cost of a bare copy, then of each reader; what the last round brought is checked.
-fn measure(readers: &[Reader], blocks: &Blocks) -> Result<Vec<Duration>> {
+fn measure(readers: &[DemoReader], blocks: &DemoBlocks) -> Result<Vec<Duration>> {
     let (pool, room) = (blocks.filled_pool()?, blocks.empty_room()?);
     let mut costs = vec![Vec::with_capacity(ROUNDS); readers.len() + 1];
     for reader in readers {

@@ -32,7 +32,7 @@ async fn serves_both_ways(fleet: &mut Fleet, name: &str) {
     }
     let decodes: u64 = fleet.decode.iter_mut().map(|instance| instance.report().decodes).sum();
     let prefills: Vec<_> = fleet.prefill.iter_mut().map(Instance::report).collect();
-    let sum = |field: fn(&kvx_instance::Report) -> u64| prefills.iter().map(field).sum::<u64>();
+    let sum = |field: fn(&kvx_instance::InstanceReport) -> u64| prefills.iter().map(field).sum::<u64>();
     assert_eq!((sum(|r| r.prefills), sum(|r| r.read), sum(|r| r.pinned), decodes), (4, 4, 0, 4));
 }
 

@@ -9,7 +9,7 @@ use super::caches::Caches;
 use super::geometry::{Geometry, RegionGroup};
 use super::lanes::{Lane, RegionGrid, SetKey, Source};
 use super::pairing::{Match, pair_regions};
-use super::peer::{Options, Remote, RemoteRank, incompatible, invalid};
+use super::peer::{MappingOptions, Remote, RemoteRank, incompatible, invalid};
 use super::ranks::{Heads, Mapping, Tp};
 use super::slices::{RegionPair, Slice};
 
@@ -51,7 +51,7 @@ impl Drawing<'_> {
         &self,
         rank: u32,
         stages: &[&Geometry],
-        options: &Options,
+        options: &MappingOptions,
         sources: &mut Vec<Source>,
     ) -> Result<()> {
         let ours = self.local.geometry();

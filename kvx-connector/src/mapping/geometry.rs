@@ -145,7 +145,7 @@ impl KvRegion {
 
 /// Memory that holds regions: what is registered with a transport.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Span {
+pub struct MemorySpan {
     /// Its first address.
     pub address: u64,
     /// Its bytes.
@@ -256,8 +256,8 @@ impl Geometry {
 
     /// The fewest memory ranges that hold all regions, by address. Regions whose blocks interleave, as in a cache with
     /// the block outermost, lie in one span.
-    pub fn spans(&self) -> Vec<Span> {
-        let mut spans: Vec<Span> = Vec::new();
+    pub fn spans(&self) -> Vec<MemorySpan> {
+        let mut spans: Vec<MemorySpan> = Vec::new();
         let mut by_address: Vec<&KvRegion> = self.regions.iter().collect();
         by_address.sort_by_key(|region| (region.memory, region.base));
         for region in by_address {
@@ -266,16 +266,20 @@ impl Geometry {
                 Some(last) if last.memory == region.memory && region.base <= last.address + last.len => {
                     last.len = last.len.max(end - last.address);
                 }
-                _ => spans.push(Span { address: region.base, len: end - region.base, memory: region.memory }),
+                _ => spans.push(MemorySpan {
+                    address: region.base,
+                    len: end - region.base,
+                    memory: region.memory,
+                }),
             }
         }
         spans
     }
 
     /// The span that a region lies in, and the region's offset in it: where the grids of its lanes start there.
-    pub fn place(&self, region: u32, spans: &[Span]) -> Option<(usize, u64)> {
+    pub fn place(&self, region: u32, spans: &[MemorySpan]) -> Option<(usize, u64)> {
         let region = self.regions.get(region as usize)?;
-        let within = |span: &Span| {
+        let within = |span: &MemorySpan| {
             span.memory == region.memory
                 && (span.address..=span.address.saturating_add(span.len)).contains(&region.base)
         };

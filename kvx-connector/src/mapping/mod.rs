@@ -37,7 +37,7 @@
 //! assert_eq!(handshake_ranks(tp, 2, 1)?, [1]);
 //! let ranks = [(RemoteRank { pp: 0, tp: 1 }, caches(2)?.geometry().clone())];
 //! let remote = Remote { tp_size: 2, pp_size: 1, dcp_size: 1, ranks: &ranks };
-//! let map = PeerMap::new(Op::Read, &own, tp, &remote, &Options::default())?;
+//! let map = PeerMap::new(Op::Read, &own, tp, &remote, &MappingOptions::default())?;
 //! let half = map.sources()[0].lanes()[0];
 //! assert_eq!((half.remote.grid.base, half.remote.grid.length, half.remote.grid.stride), (8192, 8192, 16384));
 //!
@@ -74,7 +74,7 @@ pub use align::{Aligned, Clip, Tokens, Units, clip_to_window, expand, window_blo
 pub use caches::{Caches, KvTensors, LayerCache};
 pub use dense::{BlockRows, DenseShape, rows_from_block, rows_into_block};
 pub use descriptors::{RemoteRegionRow, Row, descriptor_ids, remote_row, strided_rows};
-pub use geometry::{Geometry, KvRegion, MAX_REGIONS, MemoryType, RegionGroup, Span};
+pub use geometry::{Geometry, KvRegion, MAX_REGIONS, MemorySpan, MemoryType, RegionGroup};
 pub use lanes::{Lane, LaneSet, RegionGrid, Source};
 pub use layout::{KvLayout, LayoutMatch};
 pub use lengths::check_block_length;
@@ -82,7 +82,7 @@ pub use mooncake::{SenderPair, SenderPlan};
 pub use mooncake_map::{SendLane, SendMap, tell_layout};
 pub use moves::{BlocksOfBothSides, Covered, Moves, Pairing, RankMoves};
 pub use names::natural_order;
-pub use peer::{Options, PeerMap, Remote, RemoteRank};
+pub use peer::{MappingOptions, PeerMap, Remote, RemoteRank};
 pub use permute::{
     BlockShape, Finishing, merge_sub_blocks, permute_axes, to_heads_outermost, to_tokens_outermost,
 };

@@ -39,7 +39,7 @@ pub struct Remote<'a> {
 
 /// What this engine is set to.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct MappingOptions {
     /// The KV cache groups, in the order of the block lists.
     pub groups: Vec<(GroupKind, Clip)>,
     /// `enable_permute_local_kv`.
@@ -48,9 +48,13 @@ pub struct Options {
     pub host_buffer: bool,
 }
 
-impl Default for Options {
+impl Default for MappingOptions {
     fn default() -> Self {
-        Options { groups: vec![(GroupKind::Attention, Clip::Whole)], permute: false, host_buffer: false }
+        MappingOptions {
+            groups: vec![(GroupKind::Attention, Clip::Whole)],
+            permute: false,
+            host_buffer: false,
+        }
     }
 }
 
@@ -80,7 +84,13 @@ impl PeerMap {
     /// `Invalid` for a missing or unexpected rank and sizes that do not divide; `Incompatible`, with both sides'
     /// numbers, where block lengths, block sizes, layouts, layers or groups do not fit; `OutOfBounds` for a slice
     /// outside of a peer's block; `Unsupported` for state-space groups and differing context parallelism.
-    pub fn new(op: Op, local: &Caches, tp: Tp, remote: &Remote<'_>, options: &Options) -> Result<Self> {
+    pub fn new(
+        op: Op,
+        local: &Caches,
+        tp: Tp,
+        remote: &Remote<'_>,
+        options: &MappingOptions,
+    ) -> Result<Self> {
         let ranks = match op {
             Op::Read => handshake_ranks(tp, remote.tp_size, remote.dcp_size)?,
             Op::Write => reader_ranks(tp, remote.tp_size)?,
@@ -252,7 +262,7 @@ fn uniform<'a>(remote: &Remote<'a>) -> Result<&'a Geometry> {
     }
 }
 
-fn block_ratio(op: Op, consumer: &Geometry, producer: &Geometry, options: &Options) -> Result<u32> {
+fn block_ratio(op: Op, consumer: &Geometry, producer: &Geometry, options: &MappingOptions) -> Result<u32> {
     let (own, theirs) = (consumer.block_tokens(), producer.block_tokens());
     let ratio = own / theirs;
     let why = if own % theirs != 0 {
@@ -274,7 +284,7 @@ fn check_kinds(
     remote: &Remote<'_>,
     consumer: &Geometry,
     producer: &Geometry,
-    options: &Options,
+    options: &MappingOptions,
 ) -> Result<()> {
     if consumer.parts() != producer.parts() {
         return Err(incompatible("K and V are halves of a block on one side only".into()));

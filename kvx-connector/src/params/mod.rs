@@ -16,7 +16,7 @@ mod uuid;
 
 pub use dialect::Dialect;
 pub use error::ParamsError;
-pub use mooncake::{MooncakeLeg, MooncakeParams, TransferId};
+pub use mooncake::{MooncakeLeg, MooncakeParams, MooncakeTransferId};
 pub use mooncake_older::{KvxPrefill, OlderMooncakeLeg, OlderMooncakeParams};
 pub use remote::{RemoteBlocks, TransferMode};
 pub use request_id::{X_REQUEST_ID, XRequestId};

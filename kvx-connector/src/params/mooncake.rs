@@ -9,17 +9,17 @@ use super::{ParamsError, uuid};
 
 /// What ties the two legs of a request together: both carry it, the prefill side answers nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct TransferId(String);
+pub struct MooncakeTransferId(String);
 
-impl TransferId {
+impl MooncakeTransferId {
     /// A new one, in the form that vLLM's proxies write, from 16 random bytes.
     ///
     /// ```
-    /// use kvx_connector::params::TransferId;
-    /// assert_eq!(TransferId::from_random([7; 16]).as_str(), "xfer-07070707-0707-4707-8707-070707070707");
+    /// use kvx_connector::params::MooncakeTransferId;
+    /// assert_eq!(MooncakeTransferId::from_random([7; 16]).as_str(), "xfer-07070707-0707-4707-8707-070707070707");
     /// ```
     pub fn from_random(random: [u8; 16]) -> Self {
-        TransferId(format!("xfer-{}", uuid::text(random)))
+        MooncakeTransferId(format!("xfer-{}", uuid::text(random)))
     }
 
     /// One that a router has made up itself.
@@ -35,7 +35,7 @@ impl TransferId {
                 "transfer_id is empty; both legs of a request carry the same one",
             ));
         }
-        Ok(TransferId(text))
+        Ok(MooncakeTransferId(text))
     }
 
     /// As it is written.
@@ -44,7 +44,7 @@ impl TransferId {
     }
 }
 
-impl fmt::Display for TransferId {
+impl fmt::Display for MooncakeTransferId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
@@ -68,9 +68,9 @@ pub enum MooncakeLeg {
 /// [`OlderMooncakeParams`](super::OlderMooncakeParams).
 ///
 /// ```
-/// use kvx_connector::params::{MooncakeLeg, MooncakeParams, TransferId};
+/// use kvx_connector::params::{MooncakeLeg, MooncakeParams, MooncakeTransferId};
 /// # fn main() -> Result<(), kvx_connector::params::ParamsError> {
-/// let params = MooncakeParams::new(TransferId::new("xfer-1")?, MooncakeLeg::Prefill);
+/// let params = MooncakeParams::new(MooncakeTransferId::new("xfer-1")?, MooncakeLeg::Prefill);
 /// let value = serde_json::json!({"do_remote_decode": true, "do_remote_prefill": false, "transfer_id": "xfer-1"});
 /// assert_eq!(params.to_value()?, value);
 /// assert_eq!(MooncakeParams::from_value(&value)?, params);
@@ -81,7 +81,7 @@ pub enum MooncakeLeg {
 #[non_exhaustive]
 pub struct MooncakeParams {
     /// The transfer that both legs name.
-    pub transfer_id: TransferId,
+    pub transfer_id: MooncakeTransferId,
     /// Which leg this is.
     pub leg: MooncakeLeg,
     /// Keys that this version does not know: written again as they came.
@@ -90,7 +90,7 @@ pub struct MooncakeParams {
 
 impl MooncakeParams {
     /// Parameters without further keys.
-    pub fn new(transfer_id: TransferId, leg: MooncakeLeg) -> Self {
+    pub fn new(transfer_id: MooncakeTransferId, leg: MooncakeLeg) -> Self {
         MooncakeParams { transfer_id, leg, rest: Map::new() }
     }
 
@@ -104,7 +104,7 @@ impl MooncakeParams {
         let decode = fields.flag("do_remote_prefill")?;
         let prefill = fields.flag("do_remote_decode")?;
         let transfer_id =
-            fields.text("transfer_id")?.map(TransferId).ok_or_else(|| missing("transfer_id"))?;
+            fields.text("transfer_id")?.map(MooncakeTransferId).ok_or_else(|| missing("transfer_id"))?;
         let leg = match (prefill, decode) {
             (true, false) => MooncakeLeg::Prefill,
             (false, true) => MooncakeLeg::Decode {

@@ -36,7 +36,7 @@ pub enum Group {
 
 /// Says how a connector shall be: [`Connector::builder`].
 #[must_use]
-pub struct Builder {
+pub struct ConnectorBuilder {
     pub(super) config: KvTransferConfig,
     registry: Registry,
     pub(super) factors: CompatibilityFactors,
@@ -48,9 +48,9 @@ pub struct Builder {
     any_port: bool,
 }
 
-impl Builder {
+impl ConnectorBuilder {
     pub(super) fn new(config: &KvTransferConfig, registry: Registry) -> Self {
-        Builder {
+        ConnectorBuilder {
             factors: CompatibilityFactors::from_config(config, ""),
             config: config.clone(),
             registry,
@@ -137,7 +137,7 @@ impl Builder {
         let (tp_size, pp_size, dcp_size) = self.sizes;
         let most = crate::mapping::MAX_RANKS;
         if tp_size == 0 || pp_size == 0 || dcp_size == 0 || tp_size.saturating_mul(pp_size) > most {
-            return invalid("an engine has 1 to 1024 workers: see Builder::workers");
+            return invalid("an engine has 1 to 1024 workers: see ConnectorBuilder::workers");
         }
         if self.groups.is_empty() || self.block_size == 0 {
             return invalid("an engine has a KV cache group at least, and blocks of a token at least");
@@ -174,7 +174,7 @@ impl Builder {
             Group::Whole => (GroupKind::Attention, Clip::Whole),
             Group::Window { .. } => (GroupKind::Attention, Clip::Window),
         };
-        let mapping = crate::mapping::Options {
+        let mapping = crate::mapping::MappingOptions {
             groups: self.groups.iter().map(clip).collect(),
             permute: self.config.enable_permute_local_kv(),
             host_buffer: false,
@@ -202,7 +202,7 @@ impl Builder {
 /// What a connector was built with.
 pub(super) struct Setup {
     pub(super) settings: Settings,
-    pub(super) mapping: crate::mapping::Options,
+    pub(super) mapping: crate::mapping::MappingOptions,
     pub(super) hash: CompatibilityHash,
     pub(super) config: KvTransferConfig,
     pub(super) factors: CompatibilityFactors,

@@ -9,7 +9,7 @@ use std::time::Duration;
 use kvx_config::KvTransferConfig;
 use kvx_core::{Completion, Deadline, Error, Kind, Registry, Result};
 
-use super::builder::Builder;
+use super::builder::ConnectorBuilder;
 use super::group::JoinAddress;
 use super::rank::Rank;
 use super::state::Shared;
@@ -51,8 +51,8 @@ impl Drop for Handle {
 
 impl Connector {
     /// Begins a connector of this configuration, over the backends of `registry`.
-    pub fn builder(config: &KvTransferConfig, registry: Registry) -> Builder {
-        Builder::new(config, registry)
+    pub fn builder(config: &KvTransferConfig, registry: Registry) -> ConnectorBuilder {
+        ConnectorBuilder::new(config, registry)
     }
 
     pub(super) fn of(shared: Arc<Shared>) -> Self {
@@ -94,7 +94,7 @@ impl Connector {
             Kind::Invalid,
             format!(
                 "there is no worker pp {} tp {}: the connector was built for {pp_size} x {tp_size}, see \
-                 Builder::workers",
+                 ConnectorBuilder::workers",
                 rank.pp, rank.tp
             ),
         ))

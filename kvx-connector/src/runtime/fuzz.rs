@@ -2,12 +2,12 @@
 
 use super::mooncake::{MAX_HTTP_HEAD, http_head_len};
 use super::zmtp::Budget;
-use super::zmtp::codec::{self, Command, Decoder, Input, Limits};
+use super::zmtp::codec::{self, Command, Decoder, Input, MessageLimits};
 
 /// The targets, by the names of their corpora.
 pub const TARGETS: &[(&str, fn(&[u8]))] = &[("connector_zmtp", zmtp), ("connector_http", http)];
 
-const LIMITS: Limits = Limits { frames: 4, bytes: 600 };
+const LIMITS: MessageLimits = MessageLimits { frames: 4, bytes: 600 };
 
 /// The same bytes as a greeting, and as frames, whole and in pieces: the same comes of them, within the limits.
 pub fn zmtp(bytes: &[u8]) {

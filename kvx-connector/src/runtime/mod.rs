@@ -67,7 +67,7 @@ mod turn;
 mod words;
 pub(crate) mod zmtp;
 
-pub use builder::{Builder, Group};
+pub use builder::{ConnectorBuilder, Group};
 pub use connector::Connector;
 pub use decode::{Decode, Fetch, Held, LoadError, Loaded};
 pub use dense::{DenseBlocks, DenseLease, DenseModel, DensePool, DenseView, DenseViewMut};

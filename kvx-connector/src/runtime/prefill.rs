@@ -11,7 +11,9 @@ use kvx_core::{Deadline, Error, Kind};
 use super::connector::Connector;
 use super::slot::Slot;
 use crate::engine::{Address, Arrival, BlockLists, Ending, Finished, Kept, RequestId, Status};
-use crate::params::{MooncakeLeg, MooncakeParams, ParamsError, TransferId, TransferMode, TransferParams};
+use crate::params::{
+    MooncakeLeg, MooncakeParams, MooncakeTransferId, ParamsError, TransferMode, TransferParams,
+};
 
 /// What has become of blocks that were kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,7 +59,9 @@ impl<'a> Prefill<'a> {
         let asked = match &self.0.settings().mooncake {
             None => TransferParams::ask_prefill(),
             Some(mooncake) if mooncake.is_older() => TransferParams::ask_prefill(),
-            Some(_) => MooncakeParams::new(TransferId::from_random(random()?), MooncakeLeg::Prefill).into(),
+            Some(_) => {
+                MooncakeParams::new(MooncakeTransferId::from_random(random()?), MooncakeLeg::Prefill).into()
+            }
         };
         self.publish_as(request, &asked, blocks, tokens)
     }

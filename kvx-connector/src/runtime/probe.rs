@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvx_core::{Error, Result, Secret};
 
 use super::clock::Clock;
-use super::side::{Look, SideClient, Standing};
+use super::side::{Look, PeerStanding, SideClient};
 use crate::Dialect;
 use crate::engine::{Address, SideChannels, WorkerRank};
 use crate::wire::{CompatibilityHash, HandshakePayload, NixlAgentMetadata};
@@ -52,7 +52,7 @@ pub fn probe(
         hash: compatibility_hash,
         metadata: NixlAgentMetadata::decode(&agent_metadata_bytes, dialect),
         refusal,
-        kvx: standing.map(|standing| standing != Standing::Foreign),
+        kvx: standing.map(|standing| standing != PeerStanding::Foreign),
         round_trip,
     })
 }

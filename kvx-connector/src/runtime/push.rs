@@ -15,7 +15,7 @@ use super::rank::{PeerRegions, Registered};
 use super::state::Shared;
 use crate::engine::{Connection, Move, Part, RequestId, WorkerRank};
 use crate::mapping::Source;
-use crate::wire::{Notification, PushGrant, PushRegistration};
+use crate::wire::{EngineNotification, PushGrant, PushRegistration};
 
 /// How long a registration may take on its way.
 const LIMIT: Duration = Duration::from_secs(10);
@@ -24,32 +24,32 @@ const AGAIN: Duration = Duration::from_secs(60);
 
 /// What peers may write into for one request, by worker.
 #[derive(Debug, Default)]
-pub(super) struct Granted(BTreeMap<WorkerRank, Vec<Region>>);
+pub(super) struct GrantedWrites(BTreeMap<WorkerRank, Vec<Region>>);
 
 /// Whether peers may write for a request.
 #[derive(Debug)]
 pub(super) enum Grant {
     /// Until it is fenced, or over.
-    Given(Arc<Granted>),
+    Given(Arc<GrantedWrites>),
     /// No more. Kept until the request is over, as another worker may still be about to register it.
-    Fenced(Arc<Granted>),
+    Fenced(Arc<GrantedWrites>),
     /// A Mooncake agent that is no kvx was told where the memory is: nothing ends its writes.
-    Abroad(Arc<Granted>),
+    Abroad(Arc<GrantedWrites>),
 }
 
 impl Grant {
-    pub(super) fn granted(&self) -> &Arc<Granted> {
+    pub(super) fn granted(&self) -> &Arc<GrantedWrites> {
         match self {
             Grant::Given(granted) | Grant::Fenced(granted) | Grant::Abroad(granted) => granted,
         }
     }
 }
 
-impl Granted {
+impl GrantedWrites {
     /// Of these workers, each under a name of its own.
     fn new(request: u64, ranks: &[(WorkerRank, Arc<Registered>)]) -> Result<Self> {
         let each = ranks.iter().map(|(rank, registered)| Ok((*rank, registered.grant(request)?)));
-        each.collect::<Result<_>>().map(Granted)
+        each.collect::<Result<_>>().map(GrantedWrites)
     }
 
     pub(super) fn told(&self) -> Result<Vec<PushGrant>> {
@@ -99,7 +99,7 @@ impl Shared {
             let told = self.granted_by_all(&request).await;
             registration.kvx_grants =
                 told.map_err(|error| (ranks.first().copied().unwrap_or_default(), error))?;
-            send_push(&link, &ranks, &Notification::Registration(registration)).await
+            send_push(&link, &ranks, &EngineNotification::Registration(registration)).await
         };
         if let Err((at, error)) = sent.await {
             self.tell_worker(rank, |worker, now| {
@@ -129,7 +129,7 @@ impl Shared {
     }
 
     /// What peers may write into for a request, made once for all workers in this process. May block.
-    pub(super) fn grant(&self, request: &RequestId) -> Result<Arc<Granted>> {
+    pub(super) fn grant(&self, request: &RequestId) -> Result<Arc<GrantedWrites>> {
         let _one_at_a_time = self.granting.lock();
         let (number, ranks) = {
             let mut state = self.state.lock();
@@ -150,7 +150,7 @@ impl Shared {
             let ranks = here.map(|(rank, held)| registered(rank, &held.registered));
             (state.last_grant, ranks.collect::<Result<Vec<_>>>()?)
         };
-        let granted = Arc::new(Granted::new(number, &ranks)?);
+        let granted = Arc::new(GrantedWrites::new(number, &ranks)?);
         let mut state = self.state.lock();
         let still_has = |(rank, own): &(WorkerRank, Arc<Registered>)| {
             let now = state.ranks.get(rank).and_then(|held| held.registered.as_ref());
@@ -213,7 +213,7 @@ pub(super) fn over() -> Error {
 async fn send_push(
     link: &PeerLink,
     ranks: &[WorkerRank],
-    registration: &Notification,
+    registration: &EngineNotification,
 ) -> Result<(), (WorkerRank, Error)> {
     let bytes = registration.encode();
     for at in ranks {

@@ -11,7 +11,7 @@ use kvx_core::{
 use super::connector::Connector;
 use super::digests::{DIGESTS, Digests};
 use super::host_copies::HostCopies;
-use super::push::Granted;
+use super::push::GrantedWrites;
 use super::words::{Scratch, WORDS};
 use crate::engine::WorkerRank;
 use crate::mapping::{Caches, Geometry, RegionGrid};
@@ -86,7 +86,7 @@ pub(super) struct Registered {
     /// Where the caches lie on a device and peers see copies of them.
     pub(super) host_copies: Option<HostCopies>,
     /// What peers may write into for requests.
-    granted: Mutex<Vec<Weak<Granted>>>,
+    granted: Mutex<Vec<Weak<GrantedWrites>>>,
     /// Read while blocks are finished, hashed or copied: this process itself touches them then.
     pub(super) finishing: tokio::sync::RwLock<()>,
 }
@@ -171,7 +171,7 @@ impl Registered {
     }
 
     /// Notes what was granted: it is taken back with everything else.
-    pub(super) fn has_granted(&self, granted: &Arc<Granted>) {
+    pub(super) fn has_granted(&self, granted: &Arc<GrantedWrites>) {
         let mut all = self.granted.lock();
         all.retain(|earlier| earlier.strong_count() > 0);
         all.push(Arc::downgrade(granted));
@@ -259,7 +259,7 @@ impl PeerRegions {
 
     /// Of an agent that is not kvx: the ranges that its handshake tells. `device`: what memory of its devices is.
     pub(super) fn foreign(peer: &kvx_core::Peer, geometry: &Geometry, device: MemoryKind) -> Result<Self> {
-        let region = |span: crate::mapping::Span| {
+        let region = |span: crate::mapping::MemorySpan| {
             let kind = match span.memory {
                 crate::mapping::MemoryType::Dram => MemoryKind::Host,
                 crate::mapping::MemoryType::Vram => device,

@@ -111,7 +111,7 @@ impl Shared {
             Kind::Invalid,
             format!(
                 "the caches have logical blocks of {tokens} tokens, the connector was built for {}: call \
-                 Builder::block_size({tokens})",
+                 ConnectorBuilder::block_size({tokens})",
                 self.setup.settings.block_size
             ),
         ))

@@ -23,7 +23,7 @@ use super::host_copies::{Filling, Saving};
 use super::listening::Listening;
 use super::metrics::Metrics;
 use super::mooncake::Room;
-use super::push::{Grant, Granted};
+use super::push::{Grant, GrantedWrites};
 use super::rank::Registered;
 use super::register::GivingBack;
 use super::side::SideClient;
@@ -73,7 +73,7 @@ pub(super) struct State {
     /// What peers may write into, or no more, for loads that are pushed.
     pub(super) grants: HashMap<RequestId, Grant>,
     /// Of those that are over: to be ended.
-    pub(super) spent: Vec<Arc<Granted>>,
+    pub(super) spent: Vec<Arc<GrantedWrites>>,
     pub(super) last_grant: u64,
     pub(super) saving: Saving,
     /// The same of all ranks, where some are in processes of their own.
@@ -382,7 +382,7 @@ impl State {
                 Kind::Invalid,
                 format!(
                     "{} lists of blocks, and the connector was built for {groups} KV cache groups: give a list for \
-                     each, or call Builder::groups",
+                     each, or call ConnectorBuilder::groups",
                     blocks.groups().len()
                 ),
             ));

@@ -17,7 +17,7 @@ use super::side::{SideServer, SideSettings};
 use super::slot::Slot;
 use super::state::Shared;
 use crate::engine::{Action, WorkerRank};
-use crate::wire::Notification;
+use crate::wire::EngineNotification;
 use crate::wire::nixl::{Assembly, Got};
 
 /// Its name.
@@ -167,7 +167,7 @@ fn act(shared: &Arc<Shared>, rank: WorkerRank, action: Action, span: Span) {
 
 /// Tells a worker what a peer has said: read before the lock, as it may be long.
 fn hear(shared: &Shared, rank: WorkerRank, from: &str, bytes: &[u8]) -> Result<()> {
-    let notification = Notification::decode(bytes)?;
+    let notification = EngineNotification::decode(bytes)?;
     let mut heard = Ok(());
     shared.tell_worker(rank, |worker, now| heard = worker.heard(now, from, notification));
     heard

@@ -12,7 +12,7 @@ use super::closing::Closing;
 use super::connect::PeerLink;
 use super::half::Half;
 use super::host_copies::Due;
-use super::push::Granted;
+use super::push::GrantedWrites;
 use super::rank::Registered;
 use super::state::{RankState, Shared};
 use crate::engine::mooncake::MooncakeAction;
@@ -20,11 +20,11 @@ use crate::engine::{Action, Connection, MoveId, RequestId, Time, Worker, WorkerR
 
 /// What the connector's thread has to do now, and when to look again though nothing happens.
 #[derive(Default)]
-pub(super) struct Turn {
+pub(super) struct ConnectorTurn {
     pub(super) actions: Vec<(WorkerRank, Action, Span)>,
     pub(super) mooncake: Vec<(WorkerRank, MooncakeAction)>,
     pub(super) unheard: Vec<(WorkerRank, Agent)>,
-    pub(super) spent: Vec<Arc<Granted>>,
+    pub(super) spent: Vec<Arc<GrantedWrites>>,
     /// Ranks elsewhere that want to know what may be written into for a request.
     pub(super) wanted: Vec<(WorkerRank, RequestId)>,
     /// Loaded blocks that are to be copied to the device.
@@ -36,7 +36,7 @@ pub(super) struct Turn {
 
 impl Shared {
     /// Everything that is due.
-    pub(super) fn turn(&self) -> Turn {
+    pub(super) fn turn(&self) -> ConnectorTurn {
         let now = self.clock.now();
         let mut guard = self.state.lock();
         let state = &mut *guard;
@@ -45,7 +45,8 @@ impl Shared {
         let (news, wakers) = state.collect(now);
         let unheard = std::mem::take(&mut state.unheard);
         let spent = std::mem::take(&mut state.spent);
-        let mut turn = Turn { over: state.over.is_some(), unheard, spent, ..Turn::default() };
+        let mut turn =
+            ConnectorTurn { over: state.over.is_some(), unheard, spent, ..ConnectorTurn::default() };
         for (rank, held) in &mut state.ranks {
             turn.due.append(&mut held.take_due());
             while let Some(action) = held.next_action() {

@@ -10,8 +10,8 @@ use super::group::{ToHead, ToRank};
 use super::mooncake::{Directory, OlderPullRequest, PullRequest, PullResponse, WorkerRegistration};
 use super::nixl::{Assembly, Got, MAX_NOTE, NixlBlob, notes};
 use super::{
-    CompatibilityHash, Expectation, Handshake, HandshakePayload, HandshakeRequest, KvxChallenge, KvxRequest,
-    Listener, NixlAgentMetadata, Notification,
+    CompatibilityHash, EngineNotification, Expectation, Handshake, HandshakePayload, HandshakeRequest,
+    KvxChallenge, KvxRequest, Listener, NixlAgentMetadata,
 };
 use crate::Dialect;
 use crate::engine::{Time, WorkerRank};
@@ -100,7 +100,7 @@ pub fn agent_metadata(bytes: &[u8]) {
 
 /// A notification.
 pub fn notification(bytes: &[u8]) {
-    stable(bytes, Notification::decode, Notification::encode);
+    stable(bytes, EngineNotification::decode, EngineNotification::encode);
 }
 
 /// What an engine and a rank in a process of its own say to each other.

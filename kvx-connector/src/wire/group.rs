@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kvx_core::{Error, Kind, Result};
 
-use super::msgpack::{Reader, Writer};
+use super::msgpack::{MsgpackReader, MsgpackWriter};
 use super::push::PushGrant;
 use super::step::{
     MAX_GROUPS, MAX_STEP, duration, read_duration, read_flag, read_rank, read_reason, read_request, reason,
@@ -161,7 +161,7 @@ impl ToRank {
             return ConnectorMeta::decode(body).map(ToRank::Step);
         }
         let longest = if matches!(kind, 6 | 8 | 10 | 11) { MAX_STEP } else { MAX_TEXT };
-        let mut reader = Reader::new(WHAT, body, longest)?;
+        let mut reader = MsgpackReader::new(WHAT, body, longest)?;
         let message = match kind {
             0 => ToRank::Welcome(reader.owned_text()?),
             1 => ToRank::Refused(read_reason(&mut reader)?),
@@ -177,14 +177,14 @@ impl ToRank {
             8 => {
                 record(&mut reader, 3)?;
                 let request = read_request(&mut reader)?;
-                let grants = |reader: &mut Reader<'_>| reader.list(PushGrant::MAX, PushGrant::read);
+                let grants = |reader: &mut MsgpackReader<'_>| reader.list(PushGrant::MAX, PushGrant::read);
                 ToRank::Grants { request, told: read_result(&mut reader, grants)? }
             }
             9 => ToRank::GivenBack,
             10 => {
                 record(&mut reader, 3)?;
                 let (number, stamp) = (reader.unsigned()?, reader.unsigned()?);
-                ToRank::Raise { number, stamp, blocks: reader.list(MAX_RAISED, Reader::unsigned_32)? }
+                ToRank::Raise { number, stamp, blocks: reader.list(MAX_RAISED, MsgpackReader::unsigned_32)? }
             }
             11 => {
                 record(&mut reader, 4)?;
@@ -251,7 +251,7 @@ impl ToHead {
         if kind == 3 {
             return WorkerOutput::decode(body).map(ToHead::Output);
         }
-        let mut reader = Reader::new(WHAT, body, MAX_STEP)?;
+        let mut reader = MsgpackReader::new(WHAT, body, MAX_STEP)?;
         let message = match kind {
             0 => {
                 record(&mut reader, 2)?;
@@ -260,8 +260,9 @@ impl ToHead {
             1 => {
                 record(&mut reader, 2)?;
                 let others = reader.unsigned_32()?;
-                let groups = reader
-                    .list(MAX_GROUPS, |reader| reader.pair(Reader::unsigned_32, Reader::unsigned_32))?;
+                let groups = reader.list(MAX_GROUPS, |reader| {
+                    reader.pair(MsgpackReader::unsigned_32, MsgpackReader::unsigned_32)
+                })?;
                 let pool = PoolBlocks { groups: groups.into_iter().collect(), others };
                 check_blocks(&reader, pool.most())?;
                 ToHead::Pool(pool)
@@ -293,7 +294,11 @@ impl ToHead {
 }
 
 /// Two items: whether it is there, and it or the reason why not.
-fn result<T>(writer: &mut Writer, result: &Result<T, String>, write: impl FnOnce(&mut Writer, &T)) {
+fn result<T>(
+    writer: &mut MsgpackWriter,
+    result: &Result<T, String>,
+    write: impl FnOnce(&mut MsgpackWriter, &T),
+) {
     writer.unsigned(result.is_ok().into());
     match result {
         Ok(value) => write(writer, value),
@@ -302,8 +307,8 @@ fn result<T>(writer: &mut Writer, result: &Result<T, String>, write: impl FnOnce
 }
 
 fn read_result<T>(
-    reader: &mut Reader<'_>,
-    value: impl FnOnce(&mut Reader<'_>) -> Result<T>,
+    reader: &mut MsgpackReader<'_>,
+    value: impl FnOnce(&mut MsgpackReader<'_>) -> Result<T>,
 ) -> Result<Result<T, String>> {
     match read_flag(reader)? {
         true => value(reader).map(Ok),
@@ -311,21 +316,21 @@ fn read_result<T>(
     }
 }
 
-fn check_blocks(reader: &Reader<'_>, blocks: u32) -> Result<()> {
+fn check_blocks(reader: &MsgpackReader<'_>, blocks: u32) -> Result<()> {
     match blocks > MAX_BLOCKS {
         true => Err(reader.malformed(format_args!("{blocks} blocks, of at most {MAX_BLOCKS}"))),
         false => Ok(()),
     }
 }
 
-fn read_own_words(reader: &mut Reader<'_>) -> Result<OwnWords> {
+fn read_own_words(reader: &mut MsgpackReader<'_>) -> Result<OwnWords> {
     record(reader, 3)?;
     let own = OwnWords { pool: reader.unsigned()?, stamp: reader.unsigned()?, blocks: reader.unsigned_32()? };
     check_blocks(reader, own.blocks)?;
     Ok(own)
 }
 
-fn read_fresh(reader: &mut Reader<'_>) -> Result<Fresh> {
+fn read_fresh(reader: &mut MsgpackReader<'_>) -> Result<Fresh> {
     record(reader, 4)?;
     Ok(Fresh {
         group: reader.unsigned_32()?,
@@ -335,13 +340,13 @@ fn read_fresh(reader: &mut Reader<'_>) -> Result<Fresh> {
     })
 }
 
-fn read_unsaved(reader: &mut Reader<'_>) -> Result<Unsaved> {
+fn read_unsaved(reader: &mut MsgpackReader<'_>) -> Result<Unsaved> {
     record(reader, 3)?;
     Ok(Unsaved { group: reader.unsigned_32()?, block: reader.unsigned_32()?, place: reader.unsigned_32()? })
 }
 
-fn message(kind: u8, value: impl FnOnce(&mut Writer)) -> Result<Vec<u8>> {
-    let mut writer = Writer::default();
+fn message(kind: u8, value: impl FnOnce(&mut MsgpackWriter)) -> Result<Vec<u8>> {
+    let mut writer = MsgpackWriter::default();
     writer.raw(&[kind]);
     value(&mut writer);
     let bytes = writer.into_bytes();

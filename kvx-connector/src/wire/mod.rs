@@ -3,7 +3,7 @@
 //! - The side channel: [`HandshakeRequest`], [`HandshakePayload`] and [`NixlAgentMetadata`]; [`Listener`] answers and
 //!   [`Handshake`] asks, both without a socket.
 //! - [`CompatibilityFactors`] give the [`CompatibilityHash`] that both ends compare first.
-//! - [`Notification`]s accompany the data.
+//! - [`EngineNotification`]s accompany the data.
 //! - [`ConnectorMeta`](crate::engine::ConnectorMeta) and [`WorkerOutput`](crate::engine::WorkerOutput) travel between
 //!   an engine and its ranks that run in processes of their own: the only messages here that no vLLM knows.
 //! - [`mooncake`]: the MooncakeConnector's own two messages.
@@ -32,5 +32,5 @@ pub use handshake::{
     ClockReading, Expectation, Handshake, HandshakePayload, HandshakeRequest, HandshakenPeer, KvxChallenge,
     KvxRequest, Listener, NixlAgentMetadata, PackedMember, Reply,
 };
-pub use notification::Notification;
+pub use notification::EngineNotification;
 pub use push::{PushGrant, PushRegistration};

@@ -10,14 +10,14 @@ const REGISTRATION: &[u8] = b"PUSH_REG:";
 /// A notification between two engines.
 ///
 /// ```
-/// use kvx_connector::wire::Notification;
-/// let done = Notification::done("cmpl-u-0-bbb18847", 2)?;
+/// use kvx_connector::wire::EngineNotification;
+/// let done = EngineNotification::done("cmpl-u-0-bbb18847", 2)?;
 /// assert_eq!(done.encode(), b"cmpl-u-0-bbb18847:2");
-/// assert_eq!(Notification::decode(b"HB:one,two")?, Notification::heartbeat(["one", "two"])?);
+/// assert_eq!(EngineNotification::decode(b"HB:one,two")?, EngineNotification::heartbeat(["one", "two"])?);
 /// # Ok::<(), kvx_core::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Notification {
+pub enum EngineNotification {
     /// The data of a request have moved. Made by [`done`](Self::done).
     #[non_exhaustive]
     Done {
@@ -37,7 +37,7 @@ pub enum Notification {
     Registration(Box<PushRegistration>),
 }
 
-impl Notification {
+impl EngineNotification {
     /// The longest that is read.
     pub const MAX_LEN: usize = 9 + PushRegistration::MAX_LEN;
     /// The longest heartbeat that [`heartbeats`](Self::heartbeats) makes: what every kvx transport carries.
@@ -54,7 +54,7 @@ impl Notification {
             return Err(invalid(&request_id, "the count is 0; the other side would wait for ever"));
         }
         checked(&request_id)?;
-        Ok(Notification::Done { request_id, count })
+        Ok(EngineNotification::Done { request_id, count })
     }
 
     /// These requests are still waited for.
@@ -69,7 +69,7 @@ impl Notification {
         }
         match request_ids.iter().find(|id| id.is_empty() || id.contains(',')) {
             Some(id) => Err(invalid(id, "it is empty or has a comma, which separates ids in heartbeats")),
-            None => Ok(Notification::Heartbeat { request_ids }),
+            None => Ok(EngineNotification::Heartbeat { request_ids }),
         }
     }
 
@@ -103,11 +103,11 @@ impl Notification {
     /// The notification as bytes.
     pub fn encode(&self) -> Vec<u8> {
         match self {
-            Notification::Done { request_id, count } => format!("{request_id}:{count}").into_bytes(),
-            Notification::Heartbeat { request_ids } => {
+            EngineNotification::Done { request_id, count } => format!("{request_id}:{count}").into_bytes(),
+            EngineNotification::Heartbeat { request_ids } => {
                 format!("{HEARTBEAT}{}", request_ids.join(",")).into_bytes()
             }
-            Notification::Registration(registration) => [REGISTRATION, &registration.encode()].concat(),
+            EngineNotification::Registration(registration) => [REGISTRATION, &registration.encode()].concat(),
         }
     }
 
@@ -125,7 +125,7 @@ impl Notification {
             return Err(malformed("it is too long"));
         }
         if let Some(map) = bytes.strip_prefix(REGISTRATION) {
-            return Ok(Notification::Registration(Box::new(PushRegistration::decode(map)?)));
+            return Ok(EngineNotification::Registration(Box::new(PushRegistration::decode(map)?)));
         }
         let text = std::str::from_utf8(bytes).map_err(|_| malformed("it is not UTF-8"))?;
         if let Some(ids) = text.strip_prefix(HEARTBEAT) {

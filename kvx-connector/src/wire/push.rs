@@ -2,7 +2,7 @@
 
 use kvx_core::Result;
 
-use super::msgpack::{Reader, Record, RecordFields, Shape, Writer};
+use super::msgpack::{MsgpackReader, MsgpackWriter, Record, RecordFields, Shape};
 
 const WHAT: &str = "push registration";
 
@@ -58,7 +58,7 @@ impl PushGrant {
     /// The most regions of a worker that are read.
     pub const MAX_REGIONS: usize = 1024;
 
-    pub(super) fn read(reader: &mut Reader<'_>) -> Result<Self> {
+    pub(super) fn read(reader: &mut MsgpackReader<'_>) -> Result<Self> {
         if reader.array(3)? != 3 {
             return Err(reader.malformed("a grant has three parts"));
         }
@@ -67,18 +67,18 @@ impl PushGrant {
         Ok(PushGrant { pp, tp, regions })
     }
 
-    pub(super) fn write(&self, writer: &mut Writer) {
+    pub(super) fn write(&self, writer: &mut MsgpackWriter) {
         writer.array(3);
         writer.unsigned(self.pp.into());
         writer.unsigned(self.tp.into());
         Self::write_regions(writer, &self.regions);
     }
 
-    pub(super) fn read_regions(reader: &mut Reader<'_>) -> Result<Vec<Vec<u8>>> {
+    pub(super) fn read_regions(reader: &mut MsgpackReader<'_>) -> Result<Vec<Vec<u8>>> {
         reader.list(Self::MAX_REGIONS, |reader| Ok(reader.binary()?.to_vec()))
     }
 
-    pub(super) fn write_regions(writer: &mut Writer, regions: &[Vec<u8>]) {
+    pub(super) fn write_regions(writer: &mut MsgpackWriter, regions: &[Vec<u8>]) {
         writer.list(regions, |writer, region| writer.binary(region));
     }
 }
@@ -122,25 +122,25 @@ impl PushRegistration {
 
     pub(super) fn decode(bytes: &[u8]) -> Result<Self> {
         let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
-        let groups = |reader: &mut Reader<'_>| {
-            reader.list(Self::MAX_GROUPS, |reader| reader.list(Self::MAX_BLOCKS, Reader::unsigned_32))
+        let groups = |reader: &mut MsgpackReader<'_>| {
+            reader.list(Self::MAX_GROUPS, |reader| reader.list(Self::MAX_BLOCKS, MsgpackReader::unsigned_32))
         };
         Ok(PushRegistration {
-            request_id: fields.required("request_id", Reader::owned_text)?,
-            decode_engine_id: fields.optional("decode_engine_id", Reader::owned_text)?,
-            decode_host: fields.optional("decode_host", Reader::owned_text)?,
-            decode_port: fields.optional("decode_port", Reader::port)?,
-            decode_tp_size: fields.optional("decode_tp_size", Reader::size)?,
+            request_id: fields.required("request_id", MsgpackReader::owned_text)?,
+            decode_engine_id: fields.optional("decode_engine_id", MsgpackReader::owned_text)?,
+            decode_host: fields.optional("decode_host", MsgpackReader::owned_text)?,
+            decode_port: fields.optional("decode_port", MsgpackReader::port)?,
+            decode_tp_size: fields.optional("decode_tp_size", MsgpackReader::size)?,
             local_block_ids: fields.optional("local_block_ids", groups)?.unwrap_or_default(),
-            remote_engine_id: fields.optional("remote_engine_id", Reader::owned_text)?,
-            remote_host: fields.optional("remote_host", Reader::owned_text)?,
-            remote_port: fields.optional("remote_port", Reader::port)?,
-            remote_tp_size: fields.optional("remote_tp_size", Reader::size)?,
-            remote_pp_size: fields.optional("remote_pp_size", Reader::size)?,
+            remote_engine_id: fields.optional("remote_engine_id", MsgpackReader::owned_text)?,
+            remote_host: fields.optional("remote_host", MsgpackReader::owned_text)?,
+            remote_port: fields.optional("remote_port", MsgpackReader::port)?,
+            remote_tp_size: fields.optional("remote_tp_size", MsgpackReader::size)?,
+            remote_pp_size: fields.optional("remote_pp_size", MsgpackReader::size)?,
             kvx_grants: fields
                 .optional("kvx_grants", |reader| reader.list(PushGrant::MAX, PushGrant::read))?
                 .unwrap_or_default(),
-            kvx_registration: fields.optional("kvx_registration", Reader::unsigned)?,
+            kvx_registration: fields.optional("kvx_registration", MsgpackReader::unsigned)?,
             shape: fields.shape(),
         })
     }
@@ -184,13 +184,14 @@ impl Record for PushRegistration {
         }
     }
 
-    fn write(&self, key: &str, writer: &mut Writer) {
-        let text =
-            |writer: &mut Writer, text: &Option<String>| writer.optional(text.as_deref(), Writer::text);
-        let port = |writer: &mut Writer, port: Option<u16>| {
+    fn write(&self, key: &str, writer: &mut MsgpackWriter) {
+        let text = |writer: &mut MsgpackWriter, text: &Option<String>| {
+            writer.optional(text.as_deref(), MsgpackWriter::text)
+        };
+        let port = |writer: &mut MsgpackWriter, port: Option<u16>| {
             writer.optional(port.as_ref(), |writer, port| writer.unsigned((*port).into()));
         };
-        let size = |writer: &mut Writer, size: Option<u32>| {
+        let size = |writer: &mut MsgpackWriter, size: Option<u32>| {
             writer.optional(size.as_ref(), |writer, size| writer.unsigned((*size).into()));
         };
         match key {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use kvx_core::{Error, Kind, Result};
 
-use super::msgpack::{Reader, Writer};
+use super::msgpack::{MsgpackReader, MsgpackWriter};
 use crate::engine::{
     Address, BlockLists, BlockReference, ClockOffset, ConnectorMeta, EngineId, FailedLoad, FailureKind,
     Heartbeat, Kept, LoadFailure, ReceiveOrder, RemoteEngine, RemoteRequest, RequestId, SendOrder, Time,
@@ -32,7 +32,7 @@ impl ConnectorMeta {
     ///
     /// `Exhausted`: it would be longer than what is read.
     pub fn encode(&self) -> Result<Vec<u8>> {
-        let mut writer = Writer::default();
+        let mut writer = MsgpackWriter::default();
         writer.array(10);
         time(&mut writer, self.built_at);
         writer.unsigned(self.registration);
@@ -65,7 +65,7 @@ impl ConnectorMeta {
     ///
     /// `Malformed`.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let mut reader = Reader::new("step", bytes, MAX_STEP)?;
+        let mut reader = MsgpackReader::new("step", bytes, MAX_STEP)?;
         record(&mut reader, 10)?;
         let (built_at, registration) = (read_time(&mut reader)?, reader.unsigned()?);
         let named = reader.list(MAX_ORDERS, |reader| reader.pair(read_request, read_request))?;
@@ -107,7 +107,7 @@ impl WorkerOutput {
     ///
     /// `Exhausted`: it would be longer than what is read.
     pub fn encode(&self) -> Result<Vec<u8>> {
-        let mut writer = Writer::default();
+        let mut writer = MsgpackWriter::default();
         writer.array(9);
         time(&mut writer, self.at);
         requests(&mut writer, &self.finished_sending);
@@ -145,7 +145,7 @@ impl WorkerOutput {
     ///
     /// `Malformed`.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let mut reader = Reader::new("worker's output", bytes, MAX_STEP)?;
+        let mut reader = MsgpackReader::new("worker's output", bytes, MAX_STEP)?;
         record(&mut reader, 9)?;
         let output = WorkerOutput {
             at: read_time(&mut reader)?,
@@ -156,7 +156,7 @@ impl WorkerOutput {
                 Ok(FailedLoad {
                     request: read_request(reader)?,
                     failure: read_load_failure(reader)?,
-                    invalid: reader.list(MAX_STEP, Reader::unsigned_32)?,
+                    invalid: reader.list(MAX_STEP, MsgpackReader::unsigned_32)?,
                 })
             })?,
             failing: reader.list(MAX_ORDERS, |reader| reader.pair(read_request, read_load_failure))?,
@@ -175,7 +175,7 @@ impl WorkerOutput {
     }
 }
 
-fn bounded(what: &str, writer: Writer) -> Result<Vec<u8>> {
+fn bounded(what: &str, writer: MsgpackWriter) -> Result<Vec<u8>> {
     let bytes = writer.into_bytes();
     if bytes.len() <= MAX_STEP {
         return Ok(bytes);
@@ -186,37 +186,37 @@ fn bounded(what: &str, writer: Writer) -> Result<Vec<u8>> {
 }
 
 /// The head of a record: an array of exactly so many items.
-pub(super) fn record(reader: &mut Reader<'_>, items: usize) -> Result<()> {
+pub(super) fn record(reader: &mut MsgpackReader<'_>, items: usize) -> Result<()> {
     match reader.array(items)? {
         len if len == items => Ok(()),
         len => Err(reader.malformed(format_args!("{len} items, {items} wanted"))),
     }
 }
 
-pub(super) fn duration(writer: &mut Writer, duration: Duration) {
+pub(super) fn duration(writer: &mut MsgpackWriter, duration: Duration) {
     writer.unsigned(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX));
 }
 
-pub(super) fn read_duration(reader: &mut Reader<'_>) -> Result<Duration> {
+pub(super) fn read_duration(reader: &mut MsgpackReader<'_>) -> Result<Duration> {
     reader.unsigned().map(Duration::from_nanos)
 }
 
-fn time(writer: &mut Writer, time: Time) {
+fn time(writer: &mut MsgpackWriter, time: Time) {
     duration(writer, time.since(Time::default()));
 }
 
-fn read_time(reader: &mut Reader<'_>) -> Result<Time> {
+fn read_time(reader: &mut MsgpackReader<'_>) -> Result<Time> {
     read_duration(reader).map(Time::from_origin)
 }
 
-fn finite(reader: &mut Reader<'_>) -> Result<f64> {
+fn finite(reader: &mut MsgpackReader<'_>) -> Result<f64> {
     match reader.float()? {
         number if number.is_finite() => Ok(number),
         number => Err(reader.malformed(format_args!("{number} is no number of seconds"))),
     }
 }
 
-pub(super) fn reason(writer: &mut Writer, text: &str) {
+pub(super) fn reason(writer: &mut MsgpackWriter, text: &str) {
     let mut end = text.len().min(MAX_REASON);
     while !text.is_char_boundary(end) {
         end -= 1;
@@ -225,37 +225,37 @@ pub(super) fn reason(writer: &mut Writer, text: &str) {
 }
 
 /// Errors: `Malformed` for one that is longer than what is written.
-pub(super) fn read_reason(reader: &mut Reader<'_>) -> Result<String> {
+pub(super) fn read_reason(reader: &mut MsgpackReader<'_>) -> Result<String> {
     match reader.text()? {
         text if text.len() <= MAX_REASON => Ok(text.to_owned()),
         text => Err(reader.malformed(format_args!("a reason of {} bytes", text.len()))),
     }
 }
 
-fn requests(writer: &mut Writer, names: &[RequestId]) {
+fn requests(writer: &mut MsgpackWriter, names: &[RequestId]) {
     writer.list(names, |writer, name| writer.text(name.as_str()));
 }
 
-pub(super) fn read_request(reader: &mut Reader<'_>) -> Result<RequestId> {
+pub(super) fn read_request(reader: &mut MsgpackReader<'_>) -> Result<RequestId> {
     reader.text().map(RequestId::from)
 }
 
-fn read_requests(reader: &mut Reader<'_>) -> Result<Vec<RequestId>> {
+fn read_requests(reader: &mut MsgpackReader<'_>) -> Result<Vec<RequestId>> {
     reader.list(MAX_NAMES, read_request)
 }
 
-fn lists(writer: &mut Writer, blocks: &BlockLists) {
+fn lists(writer: &mut MsgpackWriter, blocks: &BlockLists) {
     writer.list(blocks.groups(), |writer, list| {
         writer.list(list, |writer, block| writer.unsigned((*block).into()));
     });
 }
 
-fn read_lists(reader: &mut Reader<'_>) -> Result<BlockLists> {
-    let groups = reader.list(MAX_GROUPS, |reader| reader.list(MAX_STEP, Reader::unsigned_32))?;
+fn read_lists(reader: &mut MsgpackReader<'_>) -> Result<BlockLists> {
+    let groups = reader.list(MAX_GROUPS, |reader| reader.list(MAX_STEP, MsgpackReader::unsigned_32))?;
     Ok(BlockLists::new(groups))
 }
 
-fn read_kept(reader: &mut Reader<'_>) -> Result<Kept> {
+fn read_kept(reader: &mut MsgpackReader<'_>) -> Result<Kept> {
     match reader.unsigned()? {
         0 => Ok(Kept::Load),
         1 => Ok(Kept::Request),
@@ -263,18 +263,18 @@ fn read_kept(reader: &mut Reader<'_>) -> Result<Kept> {
     }
 }
 
-fn address(writer: &mut Writer, address: &Address) {
+fn address(writer: &mut MsgpackWriter, address: &Address) {
     writer.array(2);
     writer.text(&address.host);
     writer.unsigned(address.port.into());
 }
 
-fn read_address(reader: &mut Reader<'_>) -> Result<Address> {
-    let (host, port) = reader.pair(Reader::text, Reader::port)?;
+fn read_address(reader: &mut MsgpackReader<'_>) -> Result<Address> {
+    let (host, port) = reader.pair(MsgpackReader::text, MsgpackReader::port)?;
     Ok(Address { host: host.into(), port })
 }
 
-fn remote_engine(writer: &mut Writer, peer: &Arc<RemoteEngine>) {
+fn remote_engine(writer: &mut MsgpackWriter, peer: &Arc<RemoteEngine>) {
     writer.array(6);
     writer.text(peer.engine.as_str());
     address(writer, &peer.address);
@@ -284,7 +284,7 @@ fn remote_engine(writer: &mut Writer, peer: &Arc<RemoteEngine>) {
     writer.unsigned(peer.registration);
 }
 
-fn read_remote_engine(reader: &mut Reader<'_>) -> Result<RemoteEngine> {
+fn read_remote_engine(reader: &mut MsgpackReader<'_>) -> Result<RemoteEngine> {
     record(reader, 6)?;
     Ok(RemoteEngine {
         engine: reader.text()?.into(),
@@ -296,7 +296,7 @@ fn read_remote_engine(reader: &mut Reader<'_>) -> Result<RemoteEngine> {
     })
 }
 
-fn receive_order(writer: &mut Writer, order: &ReceiveOrder) {
+fn receive_order(writer: &mut MsgpackWriter, order: &ReceiveOrder) {
     let remote = &order.remote;
     writer.array(12);
     writer.text(order.request.as_str());
@@ -317,7 +317,7 @@ fn receive_order(writer: &mut Writer, order: &ReceiveOrder) {
     time(writer, order.deadline);
 }
 
-fn read_receive_order(reader: &mut Reader<'_>) -> Result<ReceiveOrder> {
+fn read_receive_order(reader: &mut MsgpackReader<'_>) -> Result<ReceiveOrder> {
     record(reader, 12)?;
     Ok(ReceiveOrder {
         request: read_request(reader)?,
@@ -328,7 +328,7 @@ fn read_receive_order(reader: &mut Reader<'_>) -> Result<ReceiveOrder> {
             blocks: read_lists(reader)?,
             expires_at_peer: reader.optional(finite)?,
             reference: reader.optional(|reader| {
-                let (pool, stamp) = reader.pair(Reader::unsigned, Reader::unsigned)?;
+                let (pool, stamp) = reader.pair(MsgpackReader::unsigned, MsgpackReader::unsigned)?;
                 Ok(BlockReference { pool, stamp })
             })?,
         },
@@ -340,7 +340,7 @@ fn read_receive_order(reader: &mut Reader<'_>) -> Result<ReceiveOrder> {
     })
 }
 
-pub(super) fn read_flag(reader: &mut Reader<'_>) -> Result<bool> {
+pub(super) fn read_flag(reader: &mut MsgpackReader<'_>) -> Result<bool> {
     match reader.unsigned()? {
         0 => Ok(false),
         1 => Ok(true),
@@ -348,7 +348,7 @@ pub(super) fn read_flag(reader: &mut Reader<'_>) -> Result<bool> {
     }
 }
 
-fn load_failure(writer: &mut Writer, failure: &LoadFailure) {
+fn load_failure(writer: &mut MsgpackWriter, failure: &LoadFailure) {
     let (number, why) = match failure {
         LoadFailure::Handshake(why) => (0, why.as_str()),
         LoadFailure::Transfer(why) => (1, why.as_str()),
@@ -365,8 +365,8 @@ fn load_failure(writer: &mut Writer, failure: &LoadFailure) {
     reason(writer, why);
 }
 
-fn read_load_failure(reader: &mut Reader<'_>) -> Result<LoadFailure> {
-    let (number, why) = reader.pair(Reader::unsigned, read_reason)?;
+fn read_load_failure(reader: &mut MsgpackReader<'_>) -> Result<LoadFailure> {
+    let (number, why) = reader.pair(MsgpackReader::unsigned, read_reason)?;
     Ok(match number {
         0 => LoadFailure::Handshake(why),
         1 => LoadFailure::Transfer(why),
@@ -381,7 +381,7 @@ fn read_load_failure(reader: &mut Reader<'_>) -> Result<LoadFailure> {
     })
 }
 
-fn transfer_failure(writer: &mut Writer, failure: &TransferFailure) {
+fn transfer_failure(writer: &mut MsgpackWriter, failure: &TransferFailure) {
     let number = FailureKind::ALL.iter().position(|kind| *kind == failure.kind).expect("all are in it");
     writer.array(8);
     writer.unsigned(number as u64);
@@ -395,7 +395,7 @@ fn transfer_failure(writer: &mut Writer, failure: &TransferFailure) {
     reason(writer, &failure.error);
 }
 
-fn read_transfer_failure(reader: &mut Reader<'_>) -> Result<TransferFailure> {
+fn read_transfer_failure(reader: &mut MsgpackReader<'_>) -> Result<TransferFailure> {
     record(reader, 8)?;
     let number = usize::try_from(reader.unsigned()?).unwrap_or(usize::MAX);
     let Some(kind) = FailureKind::ALL.get(number) else {
@@ -413,18 +413,18 @@ fn read_transfer_failure(reader: &mut Reader<'_>) -> Result<TransferFailure> {
     })
 }
 
-pub(super) fn rank(writer: &mut Writer, rank: &WorkerRank) {
+pub(super) fn rank(writer: &mut MsgpackWriter, rank: &WorkerRank) {
     writer.array(2);
     writer.unsigned(rank.pp.into());
     writer.unsigned(rank.tp.into());
 }
 
-pub(super) fn read_rank(reader: &mut Reader<'_>) -> Result<WorkerRank> {
-    let (pp, tp) = reader.pair(Reader::unsigned_32, Reader::unsigned_32)?;
+pub(super) fn read_rank(reader: &mut MsgpackReader<'_>) -> Result<WorkerRank> {
+    let (pp, tp) = reader.pair(MsgpackReader::unsigned_32, MsgpackReader::unsigned_32)?;
     Ok(WorkerRank { pp, tp })
 }
 
-fn stats(writer: &mut Writer, stats: &TransferStats) {
+fn stats(writer: &mut MsgpackWriter, stats: &TransferStats) {
     let TransferStats {
         transfers,
         failed_transfers,
@@ -446,7 +446,7 @@ fn stats(writer: &mut Writer, stats: &TransferStats) {
     }
 }
 
-fn read_stats(reader: &mut Reader<'_>) -> Result<TransferStats> {
+fn read_stats(reader: &mut MsgpackReader<'_>) -> Result<TransferStats> {
     record(reader, 6)?;
     Ok(TransferStats {
         transfers: reader.list(MAX_NAMES, |reader| {
@@ -467,6 +467,6 @@ fn read_stats(reader: &mut Reader<'_>) -> Result<TransferStats> {
 }
 
 /// A number that others are added to.
-fn count(reader: &mut Reader<'_>) -> Result<u64> {
+fn count(reader: &mut MsgpackReader<'_>) -> Result<u64> {
     reader.unsigned_32().map(u64::from)
 }

@@ -3,8 +3,8 @@
 #![allow(dead_code, reason = "each test target uses its own part")]
 
 use kvx_connector::mapping::{
-    BlocksOfBothSides, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvTensors, LayerCache, MemoryType,
-    Moves, Options, PeerMap, RegionGrid, Remote, RemoteRank, Row, Tokens, Tp,
+    BlocksOfBothSides, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvTensors, LayerCache,
+    MappingOptions, MemoryType, Moves, PeerMap, RegionGrid, Remote, RemoteRank, Row, Tokens, Tp,
 };
 use kvx_core::{Indices, Op, Result};
 
@@ -353,8 +353,12 @@ pub(crate) fn lists(of: &[Vec<u32>]) -> Vec<Indices> {
     of.iter().map(|list| Indices::from(&list[..])).collect()
 }
 
-pub(crate) fn options(model: &Model, permute: bool) -> Options {
-    Options { groups: vec![(GroupKind::Attention, Clip::Whole); model.groups], permute, host_buffer: false }
+pub(crate) fn options(model: &Model, permute: bool) -> MappingOptions {
+    MappingOptions {
+        groups: vec![(GroupKind::Attention, Clip::Whole); model.groups],
+        permute,
+        host_buffer: false,
+    }
 }
 
 /// Everything about a request.

@@ -2,8 +2,8 @@
 
 use kvx_connector::engine::{Allocation, BlockLists, Part, PeerPlan, PoolBlocks, Settings, WorkerRank};
 use kvx_connector::mapping::{
-    Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType, Options, PeerMap, Remote, RemoteRank, Tp,
-    handshake_ranks,
+    Caches, Heads, KvLayout, KvTensors, LayerCache, MappingOptions, MemoryType, PeerMap, Remote, RemoteRank,
+    Tp, handshake_ranks,
 };
 use kvx_connector::params::{Dialect, TransferParams};
 use kvx_core::Op;
@@ -38,7 +38,7 @@ fn plan(heads: Heads, (d, rank): (u32, u32), p: u32, kernel_per_logical: u32) ->
         .map(|tp| (RemoteRank { pp: 0, tp }, theirs.geometry().clone()))
         .collect();
     let remote = Remote { tp_size: p, pp_size: 1, dcp_size: 1, ranks: &ranks };
-    let map = PeerMap::new(Op::Read, &own, tp, &remote, &Options::default()).unwrap();
+    let map = PeerMap::new(Op::Read, &own, tp, &remote, &MappingOptions::default()).unwrap();
     PeerPlan::of(&map, own.geometry(), theirs.geometry())
 }
 
@@ -100,7 +100,8 @@ fn a_move_leads_to_its_source_and_to_what_it_moves_there() {
     let (own, theirs) = (caches(Heads::Sharded(8), 1, 1), caches(Heads::Sharded(8), 2, 1));
     let ranks = [0, 1].map(|tp| (RemoteRank { pp: 0, tp }, theirs.geometry().clone()));
     let remote = Remote { tp_size: 2, pp_size: 1, dcp_size: 1, ranks: &ranks };
-    let map = PeerMap::new(Op::Read, &own, Tp::new(0, 1).unwrap(), &remote, &Options::default()).unwrap();
+    let map =
+        PeerMap::new(Op::Read, &own, Tp::new(0, 1).unwrap(), &remote, &MappingOptions::default()).unwrap();
     let mut decode = Rig::new(settings("d"));
     decode.load(0.0, "r", 24, &prefilled("p", "p-r", 24));
     let connection = decode.step_to_handshake(0.0);

@@ -8,7 +8,7 @@ use kvx_connector::engine::{
 };
 use kvx_connector::mapping::MemoryType;
 use kvx_connector::params::{Dialect, TransferMode, TransferParams};
-use kvx_connector::wire::{Notification, PushGrant, PushRegistration};
+use kvx_connector::wire::{EngineNotification, PushGrant, PushRegistration};
 
 use crate::rig::{
     Rig, at, handshakes, loaded, note_of, notes, pairs, plan, push, remote, settings, transferred, writes,
@@ -31,7 +31,7 @@ fn prefill() -> Rig {
 }
 
 fn registration(request: &str, blocks: Vec<u32>) -> Vec<u8> {
-    Notification::Registration(Box::new(push_registration(request, blocks))).encode()
+    EngineNotification::Registration(Box::new(push_registration(request, blocks))).encode()
 }
 
 fn push_registration(request: &str, blocks: Vec<u32>) -> PushRegistration {
@@ -143,7 +143,8 @@ fn two_requests_of_one_shared_name_are_not_guessed_apart() {
 fn a_registration_that_lacks_something_is_dropped() {
     let mut prefill = prefill();
     prefill.prefill(0.0, "r", 40);
-    let bare = Notification::Registration(Box::new(PushRegistration::new("r", vec![vec![1, 2, 3]]))).encode();
+    let bare =
+        EngineNotification::Registration(Box::new(PushRegistration::new("r", vec![vec![1, 2, 3]]))).encode();
     assert!(prefill.worker.notified(at(0.0), "d/0", &bare).is_err());
     assert!(prefill.worker.notified(at(0.0), "d/0", b"PUSH_REG:\xc1").is_err());
     assert!(prefill.actions().is_empty());
@@ -159,7 +160,9 @@ fn a_registration_for_another_engine_is_not_served() {
     other.decode_host = Some("d.host".into());
     (other.decode_port, other.decode_tp_size) = (Some(1), Some(1));
     other.remote_engine_id = Some("an-earlier-life".into());
-    assert!(prefill.notified(0.0, "d/0", &Notification::Registration(Box::new(other)).encode()).is_empty());
+    assert!(
+        prefill.notified(0.0, "d/0", &EngineNotification::Registration(Box::new(other)).encode()).is_empty()
+    );
 }
 
 #[test]
@@ -258,7 +261,7 @@ fn a_decode_that_renews_no_lease_is_not_written_to_any_longer() {
     let granted = |id: &str| {
         let mut registration = push_registration(id, vec![7, 8, 9]);
         registration.kvx_grants = vec![PushGrant { pp: 0, tp: 0, regions: vec![vec![1]] }];
-        Notification::Registration(Box::new(registration)).encode()
+        EngineNotification::Registration(Box::new(registration)).encode()
     };
     let mut prefill = prefill();
     prefill.prefill(0.0, "r", 40);

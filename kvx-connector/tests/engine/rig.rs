@@ -8,7 +8,7 @@ use kvx_connector::engine::{
     Worker, WorkerOutput, WorkerRank,
 };
 use kvx_connector::params::{Dialect, RemoteBlocks, TransferMode, TransferParams};
-use kvx_connector::wire::Notification;
+use kvx_connector::wire::EngineNotification;
 
 /// Tokens of a block.
 pub(crate) const BLOCK: u32 = 16;
@@ -223,7 +223,7 @@ fn said(actions: &[Action]) -> Vec<(u32, String)> {
     let note = |action: &Action| match action {
         Action::Notify { rank, bytes, .. } => vec![text(rank, bytes)],
         Action::Register { ranks, registration, .. } => {
-            let bytes = Notification::Registration(registration.clone()).encode();
+            let bytes = EngineNotification::Registration(registration.clone()).encode();
             ranks.iter().map(|rank| text(rank, &bytes)).collect()
         }
         _ => Vec::new(),

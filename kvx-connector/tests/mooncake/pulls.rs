@@ -3,7 +3,7 @@
 use kvx_config::Role;
 use kvx_connector::engine::mooncake::{MooncakeAction, MooncakeWorker, QueryId};
 use kvx_connector::engine::{Arrival, Kept, LoadFailure, NotLoaded, Outcome, Settings, Status, WorkerRank};
-use kvx_connector::params::{MooncakeLeg, MooncakeParams, TransferId};
+use kvx_connector::params::{MooncakeLeg, MooncakeParams, MooncakeTransferId};
 use kvx_connector::wire::mooncake::PullStatus::{Continue, Error, Finish, LayoutMiss};
 
 use crate::rig::{Asked, Rig, asked, at, decode_leg, directory, fences, loaded, response, settings, told};
@@ -448,7 +448,7 @@ fn legs_of_the_other_role_and_addresses_that_are_none_are_refused_in_words() {
     let refused = |settings: Settings, leg: MooncakeLeg| {
         let request = "r".into();
         let arrival = Arrival { request: &request, prompt_tokens: 40, params: None, deadline: None };
-        let params = MooncakeParams::new(TransferId::new("x").unwrap(), leg);
+        let params = MooncakeParams::new(MooncakeTransferId::new("x").unwrap(), leg);
         let mut scheduler = kvx_connector::engine::Scheduler::new(settings);
         scheduler.on_new_transfer(arrival, &params).unwrap_err()
     };

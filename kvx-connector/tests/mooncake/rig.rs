@@ -11,7 +11,7 @@ use kvx_connector::engine::{
     OutputAggregator, PeerPlan, RequestId, Scheduler, Settings, Status, Time, TransferStats, Transferred,
     WorkerRank,
 };
-use kvx_connector::params::{MooncakeLeg, MooncakeParams, TransferId};
+use kvx_connector::params::{MooncakeLeg, MooncakeParams, MooncakeTransferId};
 use kvx_connector::wire::mooncake::{
     Directory, ListedEngine, PullRequest, PullResponse, PullStatus, PulledRequest,
 };
@@ -101,7 +101,7 @@ impl Rig {
         let request = RequestId::from(request);
         let arrival =
             Arrival { request: &request, prompt_tokens: prompt, params: None, deadline: Some(at(1000.0)) };
-        let params = MooncakeParams::new(TransferId::new(transfer).unwrap(), leg);
+        let params = MooncakeParams::new(MooncakeTransferId::new(transfer).unwrap(), leg);
         self.scheduler.on_new_transfer(arrival, &params).unwrap();
     }
 

@@ -7,7 +7,7 @@ use std::time::Instant;
 use kvx_config::{KvTransferConfig, Surroundings};
 use kvx_connector::engine::{Arrival, Ending, Status};
 use kvx_connector::params::TransferParams;
-use kvx_connector::runtime::{Builder, Released};
+use kvx_connector::runtime::{ConnectorBuilder, Released};
 use kvx_testkit::Child;
 
 use crate::fleet::{Fleet, extra, rank, spec};
@@ -62,7 +62,7 @@ fn rank_on_device(path: &Path, at: u32, tp: u32) -> Child {
 }
 
 /// An engine whose pools may lie on devices, with this `kv_buffer_device`.
-fn builder(connector: &str, engine: &str, extra: &str, buffer: &str) -> Builder {
+fn builder(connector: &str, engine: &str, extra: &str, buffer: &str) -> ConnectorBuilder {
     let json = format!(
         r#"{{"kv_connector": "{connector}", "kv_role": "kv_both", "engine_id": "{engine}",
              "kv_buffer_device": "{buffer}", "kv_connector_extra_config": {extra}}}"#

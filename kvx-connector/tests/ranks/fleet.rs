@@ -5,7 +5,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use kvx_connector::params::TransferParams;
-use kvx_connector::runtime::{Builder, Connector, Decode, Fetch, Lease, Prefill};
+use kvx_connector::runtime::{Connector, ConnectorBuilder, Decode, Fetch, Lease, Prefill};
 use kvx_core::{Completion, Result};
 use kvx_testkit::{Child, Hosts, free_port};
 
@@ -92,13 +92,13 @@ impl Fleet {
     }
 
     /// One that is built so.
-    pub(crate) fn of(builder: Builder, engine: &str, tp: u32) -> Self {
+    pub(crate) fn of(builder: ConnectorBuilder, engine: &str, tp: u32) -> Self {
         Fleet::of_ranks(builder, engine, tp, rank)
     }
 
     /// One whose ranks are started so.
     pub(crate) fn of_ranks(
-        builder: Builder,
+        builder: ConnectorBuilder,
         engine: &str,
         tp: u32,
         start: fn(&Path, u32, u32) -> Child,
@@ -123,7 +123,7 @@ impl Fleet {
     }
 
     pub(crate) fn awaited(
-        builder: Builder,
+        builder: ConnectorBuilder,
         engine: &str,
         tp: u32,
         deadline: Duration,

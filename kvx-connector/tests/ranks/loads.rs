@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvx_connector::engine::{Allocation, Arrival, LoadFailure, Outcome, RequestId, WorkerRank};
-use kvx_connector::runtime::{Builder, Connector, Decode, Released};
+use kvx_connector::runtime::{Connector, ConnectorBuilder, Decode, Released};
 
 use crate::fleet::{Fleet, extra, group, heard, path, rank};
 use crate::rig::{self, BLOCK, BLOCKS, LIMIT, Part, block_on, lists};
@@ -63,7 +63,7 @@ fn a_rank_may_be_in_the_engines_process(backend: &str) {
 }
 
 /// A prompt from a fleet to a decode of two ranks, of which one is in the engine's process.
-pub(crate) fn a_prompt_arrives_beside_the_engine(mut prefill: Fleet, decode: Builder) {
+pub(crate) fn a_prompt_arrives_beside_the_engine(mut prefill: Fleet, decode: ConnectorBuilder) {
     let connector = decode.workers(2, 1).build_blocking().unwrap();
     let own = rig::pool(2);
     let first = connector.rank(WorkerRank::default()).unwrap();

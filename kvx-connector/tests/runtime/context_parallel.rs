@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvx_connector::engine::WorkerRank;
 use kvx_connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
 use kvx_connector::params::TransferParams;
-use kvx_connector::runtime::{Builder, Connector, Decode, Loaded, Prefill, Released};
+use kvx_connector::runtime::{Connector, ConnectorBuilder, Decode, Loaded, Prefill, Released};
 use kvx_core::Memory;
 
 use crate::rig::{self, BLOCK, BLOCKS, LAYERS, LIMIT, lists};
@@ -20,7 +20,7 @@ struct Engine {
 }
 
 impl Engine {
-    fn new(builder: Builder, dcp: u32) -> Self {
+    fn new(builder: ConnectorBuilder, dcp: u32) -> Self {
         let connector = builder.workers(2, 1).decode_context_parallel(dcp).build_blocking().unwrap();
         let pools: Vec<_> =
             (0..2).map(|_| Arc::new(Memory::pool(place(LAYERS, 0)).build().unwrap())).collect();
@@ -55,7 +55,7 @@ fn content(rank: usize, layer: u64, at: usize) -> [u8; LEN] {
 }
 
 /// Publishes and fetches blocks between engines of which each rank has bytes of its own.
-fn each_rank_gets_its_part(start: fn(&str, &str) -> Builder) {
+fn each_rank_gets_its_part(start: fn(&str, &str) -> ConnectorBuilder) {
     let [prefill, decode] = ["prefill", "decode"].map(|name| Engine::new(start(name, "{}"), 2));
     let (here, there) = ([3, 9, 4], [7, 1, 30]);
     let blocks = |list: [u32; 3]| {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use kvx_connector::engine::{
     Allocation, Arrival, Ending, Finished, Kept, NotLoaded, Outcome, RequestId, Status,
 };
-use kvx_connector::params::{MooncakeLeg, MooncakeParams, TransferId, TransferParams};
+use kvx_connector::params::{MooncakeLeg, MooncakeParams, MooncakeTransferId, TransferParams};
 use kvx_connector::runtime::{Decode, LoadError, Loaded, Prefill, Released};
 use kvx_core::Kind;
 use serde_json::json;
@@ -148,7 +148,8 @@ fn parameters_are_those_that_routers_write_and_a_step_loop_takes_them_in_either_
         let transfer = format!("xfer-{decode_first}");
         let (asked, given): (RequestId, RequestId) = ("p-1".into(), "d-1".into());
         let arrive = |engine: &Engine, request: &RequestId, leg| {
-            let params = MooncakeParams::new(TransferId::new(&*transfer).unwrap(), leg).to_value().unwrap();
+            let params =
+                MooncakeParams::new(MooncakeTransferId::new(&*transfer).unwrap(), leg).to_value().unwrap();
             let params = TransferParams::from_value(&params).unwrap();
             let arrival = Arrival { request, prompt_tokens: tokens, params: Some(&params), deadline: None };
             engine.connector.on_new_request(arrival).unwrap();

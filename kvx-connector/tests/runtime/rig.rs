@@ -8,7 +8,7 @@ use kvx_connector::Dialect;
 use kvx_connector::engine::{BlockLists, WorkerRank};
 use kvx_connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
 use kvx_connector::params::TransferParams;
-use kvx_connector::runtime::{Builder, Connector, Decode, Loaded, Prefill, Rank, Released};
+use kvx_connector::runtime::{Connector, ConnectorBuilder, Decode, Loaded, Prefill, Rank, Released};
 use kvx_connector::wire::CompatibilityFactors;
 use kvx_core::{Memory, Registry};
 use kvx_testkit::{Hosts, TestDevice};
@@ -67,15 +67,15 @@ fn of_connector(connector: &str, engine: &str, extra: &str, policy: &str) -> KvT
     KvTransferConfig::from_json(&json, &surroundings).unwrap()
 }
 
-pub(crate) fn builder(engine: &str, extra: &str) -> Builder {
+pub(crate) fn builder(engine: &str, extra: &str) -> ConnectorBuilder {
     built(&config(engine, extra))
 }
 
-pub(crate) fn built(config: &KvTransferConfig) -> Builder {
+pub(crate) fn built(config: &KvTransferConfig) -> ConnectorBuilder {
     built_at(config).any_port()
 }
 
-fn built_at(config: &KvTransferConfig) -> Builder {
+fn built_at(config: &KvTransferConfig) -> ConnectorBuilder {
     let mut factors = CompatibilityFactors::new(Dialect::default(), "a model");
     (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (HEADS, 4, LAYERS as u32);
     Connector::builder(config, registry()).model(factors).block_size(BLOCK)
@@ -131,7 +131,7 @@ impl Engine {
         Self::of(Self::push_builder(engine, extra), tp)
     }
 
-    pub(crate) fn push_builder(engine: &str, extra: &str) -> Builder {
+    pub(crate) fn push_builder(engine: &str, extra: &str) -> ConnectorBuilder {
         built(&of_connector("NixlPushConnector", engine, extra, "fail"))
     }
 
@@ -140,12 +140,12 @@ impl Engine {
         Self::of(Self::mooncake_builder(engine, extra), tp)
     }
 
-    pub(crate) fn mooncake_builder(engine: &str, extra: &str) -> Builder {
+    pub(crate) fn mooncake_builder(engine: &str, extra: &str) -> ConnectorBuilder {
         built(&of_connector("MooncakeConnector", engine, extra, "fail"))
     }
 
     /// The same in this role, whose bootstrap server has this port.
-    pub(crate) fn mooncake_at(engine: &str, role: &str, extra: &str, port: u16) -> Builder {
+    pub(crate) fn mooncake_at(engine: &str, role: &str, extra: &str, port: u16) -> ConnectorBuilder {
         let json = format!(
             r#"{{"kv_connector": "MooncakeConnector", "kv_role": "{role}", "engine_id": "{engine}",
                  "kv_connector_extra_config": {extra}}}"#
@@ -178,15 +178,15 @@ impl Engine {
         Self::with(builder, (0..tp).map(|_| pool()).collect(), BLOCKS)
     }
 
-    pub(crate) fn of(builder: Builder, tp: u32) -> Self {
+    pub(crate) fn of(builder: ConnectorBuilder, tp: u32) -> Self {
         Self::sized(builder, tp, BLOCKS)
     }
 
-    fn sized(builder: Builder, tp: u32, blocks: u32) -> Self {
+    fn sized(builder: ConnectorBuilder, tp: u32, blocks: u32) -> Self {
         Self::with(builder, (0..tp).map(|_| pool_of(tp, blocks)).collect(), blocks)
     }
 
-    fn with(builder: Builder, pools: Vec<Arc<Memory>>, blocks: u32) -> Self {
+    fn with(builder: ConnectorBuilder, pools: Vec<Arc<Memory>>, blocks: u32) -> Self {
         let tp = pools.len() as u32;
         let connector = builder.workers(tp, 1).build_blocking().unwrap();
         let ranks = pools.iter().zip(0..).map(|(pool, rank)| {

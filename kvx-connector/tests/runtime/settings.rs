@@ -20,7 +20,7 @@ fn caches_that_do_not_fit_are_refused_with_the_call_to_change() {
     let (pool, rank) = (pool(1), WorkerRank { pp: 0, tp: 0 });
     let register =
         |connector: &Connector| connector.rank(rank).unwrap().register(caches(&pool, 1), [pool.clone()]);
-    says(&register(&connector).unwrap_err(), Kind::Invalid, &["Builder::block_size(16)"]);
+    says(&register(&connector).unwrap_err(), Kind::Invalid, &["ConnectorBuilder::block_size(16)"]);
     let connector = builder("engine", "{}").build_blocking().unwrap();
     let elsewhere = crate::rig::pool(1);
     let error = connector.rank(rank).unwrap().register(caches(&pool, 1), [elsewhere]).unwrap_err();
@@ -28,7 +28,7 @@ fn caches_that_do_not_fit_are_refused_with_the_call_to_change() {
     register(&connector).expect("after a refusal all is as before");
     says(&register(&connector).unwrap_err(), Kind::Invalid, &["Rank::give_back"]);
     let error = connector.rank(WorkerRank { pp: 0, tp: 1 }).unwrap_err();
-    says(&error, Kind::Invalid, &["Builder::workers"]);
+    says(&error, Kind::Invalid, &["ConnectorBuilder::workers"]);
 }
 
 #[test]
@@ -47,7 +47,7 @@ fn blocks_that_are_none_of_the_caches_are_refused_and_nothing_is_ordered() {
     };
     says(&allocate(lists(&[BLOCKS])), Kind::OutOfBounds, &["block 64", "64 blocks"]);
     let two = kvx_connector::engine::BlockLists::new([vec![1], vec![2]]);
-    says(&allocate(two), Kind::Invalid, &["Builder::groups"]);
+    says(&allocate(two), Kind::Invalid, &["ConnectorBuilder::groups"]);
     drop(lease);
     let (_other, params) = Prefill::new(&prefill.connector).publish("s", lists(&[1]), BLOCK).unwrap();
     let fetch = |blocks: &[u32]| {
@@ -189,6 +189,6 @@ fn what_this_runtime_does_not_drive_is_refused_when_it_is_built() {
     let error = builder("engine", "{}").groups(nothing).build_blocking().unwrap_err();
     says(&error, Kind::Invalid, &["KV cache group"]);
     let error = builder("engine", "{}").workers(0, 1).build_blocking().unwrap_err();
-    says(&error, Kind::Invalid, &["Builder::workers"]);
+    says(&error, Kind::Invalid, &["ConnectorBuilder::workers"]);
     assert!(Connector::builder(&config("engine", "{}"), registry()).any_port().build_blocking().is_ok());
 }

@@ -46,7 +46,7 @@ pub fn hops(from: &[u8], to: &mut [u8], hops: &[Hop]) -> Result<()> {
 
 /// Where the blocks of a permutation are in a slice: at `base + index * stride`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Placed<'a> {
+pub struct PlacedBlocks<'a> {
     /// Where block 0 begins.
     pub base: u64,
     /// From block to block.
@@ -55,7 +55,7 @@ pub struct Placed<'a> {
     pub indices: Option<&'a [u32]>,
 }
 
-impl Placed<'_> {
+impl PlacedBlocks<'_> {
     fn block(&self, at: usize, length: u64, within: usize) -> Result<Range<usize>> {
         let index = match self.indices {
             None => at as u64,
@@ -67,8 +67,8 @@ impl Placed<'_> {
 
 /// Reorders the dimensions of `count` blocks. Errors: `OutOfBounds`, also for too few indices.
 pub fn permute(
-    (from, from_place): (&[u8], Placed<'_>),
-    (to, to_place): (&mut [u8], Placed<'_>),
+    (from, from_place): (&[u8], PlacedBlocks<'_>),
+    (to, to_place): (&mut [u8], PlacedBlocks<'_>),
     count: usize,
     swap: Swap,
 ) -> Result<()> {

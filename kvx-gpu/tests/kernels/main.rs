@@ -4,7 +4,7 @@ mod on_host;
 
 use kvx_core::Kind;
 use kvx_core::memory::Hop;
-use kvx_gpu::kernels::reference::{self, Placed};
+use kvx_gpu::kernels::reference::{self, PlacedBlocks};
 use kvx_gpu::kernels::{BlocksIn, DeviceGrid, ENTRIES, Launch, PTX, SOURCE, Swap, encode_grids, encode_hops};
 use proptest::prelude::*;
 
@@ -182,13 +182,13 @@ fn the_reference_refuses_what_is_out_of_bounds() {
         let error = reference::hops(&region, &mut packed, &[hop]).expect_err("beyond");
         assert_eq!(error.kind(), Kind::OutOfBounds);
     }
-    let place = Placed { base: 0, stride: 8, indices: None };
+    let place = PlacedBlocks { base: 0, stride: 8, indices: None };
     let swap = Swap::heads_to_tokens(2, 2, 2);
     assert!(reference::permute((&region, place), (&mut packed, place), 2, swap).is_ok());
     for (count, from, to) in [
         (3, place, place),
-        (2, Placed { indices: Some(&[1]), ..place }, place),
-        (1, place, Placed { indices: Some(&[2]), ..place }),
+        (2, PlacedBlocks { indices: Some(&[1]), ..place }, place),
+        (1, place, PlacedBlocks { indices: Some(&[2]), ..place }),
     ] {
         let error = reference::permute((&region, from), (&mut packed, to), count, swap).expect_err("beyond");
         assert_eq!(error.kind(), Kind::OutOfBounds);
@@ -291,7 +291,7 @@ fn permutations_do_what_the_reference_does() {
         let region = 3 * stride as usize;
         for beyond in [0, 1, 2, 4, 8] {
             let content = pattern(region, 6);
-            let place = |indices| Placed { base: 0, stride, indices };
+            let place = |indices| PlacedBlocks { base: 0, stride, indices };
             let mut expected = vec![0; region];
             reference::permute((&content, place(from_list)), (&mut expected, place(to_list)), 2, swap)
                 .expect("within bounds");

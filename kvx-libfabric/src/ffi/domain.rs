@@ -123,7 +123,7 @@ impl Domain {
         }
         if let Some((descriptor, offset)) = memory.file {
             let base = memory.address as *mut _;
-            file = DmaBuf { fd: descriptor.as_raw_fd(), offset, len: memory.len, base };
+            file = FabricDmaBuf { fd: descriptor.as_raw_fd(), offset, len: memory.len, base };
             asked.mr_iov = (&raw const file).cast();
             flags |= FI_MR_DMABUF;
         }
@@ -155,7 +155,7 @@ const FI_MR_DMABUF: u64 = 1 << 40;
 
 /// What the attributes of a registration point to with that flag.
 #[repr(C)]
-struct DmaBuf {
+struct FabricDmaBuf {
     fd: c_int,
     offset: u64,
     len: usize,

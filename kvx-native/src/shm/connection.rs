@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::control::proof::Claim;
 use kvx_backend::control::{
-    ENTRY, Granted, Greeting, HeldBytes, Imports, NoticesFromPeer, NoticesToPeer, Silence,
+    ENTRY, GrantedRegions, Greeting, HeldBytes, Imports, NoticesFromPeer, NoticesToPeer, Silence,
 };
 use kvx_core::fork::Private;
 use kvx_core::{Bound, Error, Identity, Kind, Memory, RegionId, Result, Ticket, TransferId};
@@ -93,7 +93,7 @@ pub(crate) struct Connection {
     pub(crate) broken: Option<Error>,
 
     /// Regions of ours that the peer was granted or lent, and has not released.
-    pub(crate) granted: Granted,
+    pub(crate) granted: GrantedRegions,
     /// Regions of the peer that we read from.
     pub(crate) imports: Imports<Arc<Import>, (Held, Arc<Import>)>,
     /// The peer's process for reads that pass the machine by; made when first needed.
@@ -145,7 +145,7 @@ impl Connection {
             token: 0,
             deaf: false,
             broken: None,
-            granted: Granted::default(),
+            granted: GrantedRegions::default(),
             imports: Imports::default(),
             watched: None,
             looked_through: Vec::new(),

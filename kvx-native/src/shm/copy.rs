@@ -23,7 +23,7 @@ const LINE: usize = 64;
 
 /// A contiguous piece of a transfer, from the memory of a peer into ours.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Piece {
+pub(crate) struct CopyPiece {
     /// Position in the list of places.
     pub(crate) from: u32,
     pub(crate) from_offset: u64,
@@ -77,7 +77,7 @@ impl Copier {
     /// into, and the places are mapped, and held so by `places`.
     pub(crate) unsafe fn turn(
         &mut self,
-        pieces: &mut impl Iterator<Item = Piece>,
+        pieces: &mut impl Iterator<Item = CopyPiece>,
         places: &[CopySource],
         targets: &[u64],
         budget: u64,
@@ -300,12 +300,12 @@ pub(crate) fn probe(pid: i32, probe: &super::messages::Probe, whom: &str) -> Res
 pub(crate) struct Reading(pub(crate) Segments);
 
 impl Iterator for Reading {
-    type Item = Piece;
+    type Item = CopyPiece;
 
     #[inline]
-    fn next(&mut self) -> Option<Piece> {
+    fn next(&mut self) -> Option<CopyPiece> {
         let segment = self.0.next()?;
-        Some(Piece {
+        Some(CopyPiece {
             from: segment.remote_region,
             from_offset: segment.remote_offset,
             into: segment.local_region,
@@ -332,14 +332,14 @@ impl Pulling {
 }
 
 impl Iterator for Pulling {
-    type Item = Piece;
+    type Item = CopyPiece;
 
     #[inline]
-    fn next(&mut self) -> Option<Piece> {
+    fn next(&mut self) -> Option<CopyPiece> {
         let mut from = self.from_rest.take().or_else(|| self.from.take(MAX_BATCH))?;
         let mut into = self.into_rest.take().or_else(|| self.into.take(MAX_BATCH))?;
         let len = from.len.min(into.len);
-        let piece = Piece {
+        let piece = CopyPiece {
             from: from.region,
             from_offset: from.offset,
             into: into.region,
@@ -377,7 +377,7 @@ mod tests {
 
     /// The same from one buffer to another.
     fn hops(pieces: Pulling, from: u64, into: u64) -> Vec<Hop> {
-        let hop = |piece: Piece| Hop {
+        let hop = |piece: CopyPiece| Hop {
             from: from + piece.from_offset,
             to: into + piece.into_offset,
             len: piece.len as usize,

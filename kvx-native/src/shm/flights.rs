@@ -17,7 +17,7 @@ use kvx_core::sync::{Mutex, MutexGuard};
 use kvx_core::{DeviceAccess, Error, Identity, Kind, Memory, RegionId, Result, Ticket, TransferId};
 
 use super::connection::Whose;
-use super::copy::{Piece, Stopped};
+use super::copy::{CopyPiece, Stopped};
 use super::copying::{self, Batch, Copying, Sides};
 use super::error::error;
 use super::granting::forget;
@@ -78,7 +78,7 @@ pub(crate) enum Mover {
 /// What a flight moves, and from where to where.
 pub(crate) struct Load {
     pub(crate) mover: Mover,
-    pub(crate) pieces: Box<dyn Iterator<Item = Piece> + Send>,
+    pub(crate) pieces: Box<dyn Iterator<Item = CopyPiece> + Send>,
     pub(crate) sides: Arc<Sides>,
     /// Regions of the peer that the places lie in.
     pub(crate) from: Vec<RegionId>,
@@ -173,7 +173,7 @@ pub(crate) struct Flight {
     pub(crate) errand: Errand,
     load: Load,
     /// A piece that did not go with the batch before it.
-    next: Option<Piece>,
+    next: Option<CopyPiece>,
     /// Bytes that are in no batch yet.
     left: u64,
     moved: u64,

@@ -73,17 +73,17 @@ struct Open {
 
 /// Our registered regions. The reactor looks them up; registering and revoking change them from any thread.
 #[derive(Debug, Default)]
-pub(crate) struct Regions(Mutex<Table>);
+pub(crate) struct Regions(Mutex<RegionRecords>);
 
 #[derive(Debug, Default)]
-struct Table {
+struct RegionRecords {
     regions: RegionTable<Open>,
     /// Granted to peers of which nobody knows whether they have let go, when the transport ended.
     unproven: HashSet<RegionId>,
 }
 
 impl Regions {
-    fn table(&self) -> MutexGuard<'_, Table> {
+    fn table(&self) -> MutexGuard<'_, RegionRecords> {
         self.0.lock()
     }
 

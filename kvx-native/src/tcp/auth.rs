@@ -25,7 +25,7 @@ const COME_IN: u8 = 0;
 const NO_ROOM: u8 = 1;
 
 /// What is agreed and by what it is sealed, when a handshake is done.
-pub(super) type Sealed = (Seal, Box<Seals>);
+pub(super) type Agreed = (Seal, Box<Seals>);
 
 fn unexpected(header: Header) -> Error {
     Error::new(Kind::Malformed, format!("malformed handshake: {:?} out of turn", header.frame))
@@ -69,8 +69,8 @@ fn before_mistaken(head: &[u8], invited: &[u8]) -> Vec<u8> {
 }
 
 /// What the initiator learns at the end.
-pub(super) enum Verdict {
-    Welcome(Sealed),
+pub(super) enum InitiatorVerdict {
+    Welcome(Agreed),
     /// Whoever answers is not whom the metadata invited to.
     Restarted,
 }
@@ -80,7 +80,7 @@ enum Asked {
     /// It has said hello, by the secret alone too if it has one.
     ToEnter { invited: Box<Handshake>, mistaken: Option<Box<Handshake>> },
     /// It has said who it is.
-    Confirmed(Option<Sealed>),
+    Confirmed(Option<Agreed>),
 }
 
 /// The initiator's side of a handshake.
@@ -124,12 +124,12 @@ impl InitiatorHandshake {
         header: Header,
         body: &[u8],
         out: &mut Vec<u8>,
-    ) -> Result<Option<Verdict>> {
+    ) -> Result<Option<InitiatorVerdict>> {
         match (header.frame, &mut self.asked) {
             (Frame::Refuse, Asked::ToEnter { mistaken, .. }) => refused(body, mistaken.is_some()).map(Some),
             (Frame::Mistaken, Asked::ToEnter { mistaken: Some(noise), .. }) => {
                 noise.read(body).ok_or_else(not_the_peer)?;
-                Ok(Some(Verdict::Restarted))
+                Ok(Some(InitiatorVerdict::Restarted))
             }
             (Frame::Welcome, Asked::ToEnter { invited, .. }) => {
                 let said = invited.read(body).ok_or_else(not_the_peer)?;
@@ -145,7 +145,7 @@ impl InitiatorHandshake {
             (Frame::Entered, Asked::Confirmed(sealed)) => {
                 let (seal, mut seals) = sealed.take().ok_or_else(|| unexpected(header))?;
                 seals.opener.open(&mut body.to_vec())?;
-                Ok(Some(Verdict::Welcome((seal, seals))))
+                Ok(Some(InitiatorVerdict::Welcome((seal, seals))))
             }
             _ => Err(unexpected(header)),
         }
@@ -153,10 +153,10 @@ impl InitiatorHandshake {
 }
 
 /// A refusal proves nothing. It says whether the owner has a secret; with one, only who has it is told of a restart.
-fn refused(body: &[u8], have_secret: bool) -> Result<Verdict> {
+fn refused(body: &[u8], have_secret: bool) -> Result<InitiatorVerdict> {
     let error = read_refuse(body);
     match (error.kind(), have_secret) {
-        (Kind::PeerRestarted, false) => Ok(Verdict::Restarted),
+        (Kind::PeerRestarted, false) => Ok(InitiatorVerdict::Restarted),
         (Kind::PeerRestarted, true) => Err(one_sided("this agent")),
         (Kind::Denied, false) => Err(one_sided("the peer")),
         (Kind::Denied, true) => Err(other_secret()),
@@ -188,7 +188,7 @@ pub(super) enum Step {
     /// It goes on.
     More,
     /// The initiator is who it says, and this is the `lane`-th lane of its `link`.
-    Entered { who: Identity, link: [u8; 16], lane: u8, seals: Sealed },
+    Entered { who: Identity, link: [u8; 16], lane: u8, seals: Agreed },
     /// Answered that it wants somebody else: close when that is sent.
     Mistaken,
 }
@@ -199,7 +199,7 @@ pub(super) struct OwnerHandshake {
     /// What it wants sealed at least.
     wish: Seal,
     /// It has welcomed an initiator that has the key.
-    welcomed: Option<Sealed>,
+    welcomed: Option<Agreed>,
     /// Why nobody may come in, if that is so: told to who may.
     full: Option<Error>,
 }
@@ -295,7 +295,7 @@ impl OwnerHandshake {
 }
 
 /// The initiator's last word: no recorded one can say it.
-fn confirm(body: &[u8], (seal, mut seals): Sealed, out: &mut Vec<u8>) -> Result<Step> {
+fn confirm(body: &[u8], (seal, mut seals): Agreed, out: &mut Vec<u8>) -> Result<Step> {
     let mut said = body.to_vec();
     seals.opener.open(&mut said).map_err(|_| stranger())?;
     said.truncate(body.len() - TAG);
@@ -342,7 +342,7 @@ mod tests {
     }
 
     struct Conversation {
-        initiator: Result<Verdict>,
+        initiator: Result<InitiatorVerdict>,
         /// What its last step was.
         owner: Result<Step>,
         /// Every frame, the initiator's first.
@@ -409,7 +409,7 @@ mod tests {
         for secret in [None, secret(3)] {
             let done = converse(secret.clone(), secret, 2);
             assert!(!tells_a_name(&done), "to who listens");
-            assert!(matches!(done.initiator, Ok(Verdict::Welcome(_))));
+            assert!(matches!(done.initiator, Ok(InitiatorVerdict::Welcome(_))));
             let Ok(Step::Entered { who: initiator, link, lane, .. }) = done.owner else { panic!("not in") };
             assert_eq!((initiator, link, lane), (who(NAME, 1), [8; 16], 3));
         }
@@ -420,7 +420,9 @@ mod tests {
         for (_, ours) in Seal::NAMED {
             for (_, theirs) in Seal::NAMED {
                 let done = converse_altered(&keys(2, None), &keys(2, None), (ours, theirs), |_, _| {});
-                let Ok(Verdict::Welcome((at_initiator, _))) = done.initiator else { panic!("not welcome") };
+                let Ok(InitiatorVerdict::Welcome((at_initiator, _))) = done.initiator else {
+                    panic!("not welcome")
+                };
                 let Ok(Step::Entered { seals: (at_owner, _), .. }) = done.owner else { panic!("not in") };
                 assert_eq!((at_initiator, at_owner), (ours.max(theirs), ours.max(theirs)));
             }
@@ -450,7 +452,7 @@ mod tests {
         for secret in [None, secret(3)] {
             let done = converse(secret.clone(), secret.clone(), 9);
             assert!(!tells_a_name(&done));
-            assert!(matches!(done.initiator, Ok(Verdict::Restarted)));
+            assert!(matches!(done.initiator, Ok(InitiatorVerdict::Restarted)));
             assert_eq!(matches!(done.owner, Ok(Step::Mistaken)), secret.is_some());
         }
         // Without it that is not believed.
@@ -528,7 +530,7 @@ mod tests {
             assert!(!answer.windows(5).any(|word| word == b"raise"), "to who listens");
             let (header, body) = frame(&answer);
             match initiator.frame(header, body, &mut Vec::new()) {
-                Ok(Some(Verdict::Restarted)) => assert_eq!(expected, Kind::PeerRestarted),
+                Ok(Some(InitiatorVerdict::Restarted)) => assert_eq!(expected, Kind::PeerRestarted),
                 other => assert_eq!(kind(&other), Some(expected)),
             }
         }
@@ -563,7 +565,7 @@ mod tests {
                         }
                     });
                     let case = format!("bit {bit} of message {number}");
-                    assert!(!matches!(done.initiator, Ok(Verdict::Welcome(_))), "{case}");
+                    assert!(!matches!(done.initiator, Ok(InitiatorVerdict::Welcome(_))), "{case}");
                     assert!(number == 3 || !matches!(done.owner, Ok(Step::Entered { .. })), "{case}");
                 }
             }

@@ -9,7 +9,7 @@ use kvx_core::fork::Private;
 use kvx_core::{Error, Identity, Kind, LinkId, Result, TransferId};
 use kvx_noise::Seals;
 
-use super::auth::{InitiatorHandshake, OwnerHandshake, Step, Verdict};
+use super::auth::{InitiatorHandshake, InitiatorVerdict, OwnerHandshake, Step};
 use super::buffers::{Input, Output, ReadState};
 use super::chunk::{Bin, Chunk};
 use super::ending::Ending;
@@ -100,12 +100,12 @@ impl Role {
             Role::Greeting { link, lane, handshake } => {
                 match handshake.frame(header, body, &mut output.control)? {
                     None => Ok(Change::Stay),
-                    Some(Verdict::Welcome(seals)) => {
+                    Some(InitiatorVerdict::Welcome(seals)) => {
                         scope.effects.push(Effect::Welcome { link: *link, lane: *lane, seal: seals.0 });
                         let role = Role::Requests(Box::new(RequestLane::new(key, *link, *lane)));
                         Ok(Change::Become { role, lane: *lane, seals })
                     }
-                    Some(Verdict::Restarted) => {
+                    Some(InitiatorVerdict::Restarted) => {
                         scope.effects.push(Effect::Restarted { link: *link });
                         Ok(Change::Close)
                     }

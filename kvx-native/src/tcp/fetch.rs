@@ -12,7 +12,7 @@ use super::conn::{Effect, LaneEnd, Scope};
 use super::ending::{Concern, Ending};
 use super::frames::{Frame, Header, put_bare, put_frame, read_end};
 use super::memory::TcpRegion;
-use super::payload::{Blocks, Sink, Source};
+use super::payload::{HostBlocks, Sink, Source};
 use super::staging::Staged;
 use crate::described::{Described, Part, Side};
 
@@ -196,7 +196,7 @@ impl RequestLane {
             true => Arc::clone(&pair.local),
             false => pair.local[part.grids.clone()].into(),
         };
-        let blocks = Blocks::local(Arc::clone(plan), Extents::new(grids, indices));
+        let blocks = HostBlocks::local(Arc::clone(plan), Extents::new(grids, indices));
         Ok(match plan.op() {
             Op::Read => Local::Into(Sink::Host(blocks)),
             Op::Write => Local::From(Source::Host(blocks)),

@@ -14,9 +14,9 @@ use super::transport::{Handle, capabilities};
 
 /// What the machine lets a link say of itself.
 #[derive(Debug, Default)]
-pub(super) struct Standing(Mutex<Option<String>>);
+pub(super) struct LinkStanding(Mutex<Option<String>>);
 
-impl Standing {
+impl LinkStanding {
     pub(super) fn set(&self, text: String) {
         *self.0.lock() = Some(text);
     }
@@ -30,7 +30,7 @@ impl Standing {
 pub(super) struct TcpLink {
     pub(super) id: LinkId,
     pub(super) handle: Arc<Handle>,
-    pub(super) standing: Arc<Standing>,
+    pub(super) standing: Arc<LinkStanding>,
 }
 
 /// A region of the peer: number, key and bounds are all it takes, and a plan has those.

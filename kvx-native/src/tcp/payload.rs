@@ -12,7 +12,7 @@ use super::memory::Served;
 /// The bytes of blocks, to be sent.
 pub(super) enum Source {
     /// In host memory: the kernel takes them from there.
-    Host(Blocks),
+    Host(HostBlocks),
     /// On a device: they come through bounce buffers.
     Device(Box<Fetching>),
 }
@@ -116,7 +116,7 @@ impl Source {
 /// Where bytes belong that are received.
 pub(super) enum Sink {
     /// In host memory: the kernel puts them there.
-    Host(Blocks),
+    Host(HostBlocks),
     /// On a device: they go through bounce buffers.
     Device(Box<Storing>),
 }
@@ -198,7 +198,7 @@ impl Sink {
 }
 
 /// Blocks in host memory, worked off from the front.
-pub(super) struct Blocks {
+pub(super) struct HostBlocks {
     memory: BlockMemory,
     cursor: Extents,
 }
@@ -211,15 +211,15 @@ enum BlockMemory {
     Served(Vec<Arc<Served>>),
 }
 
-impl Blocks {
+impl HostBlocks {
     /// The local side of a part of a plan.
     pub(super) fn local(plan: Arc<Bound>, cursor: Extents) -> Self {
-        Blocks { memory: BlockMemory::Plan(plan), cursor }
+        HostBlocks { memory: BlockMemory::Plan(plan), cursor }
     }
 
     /// Blocks that a peer asked for; the cursor's grids have been checked against the regions.
     pub(super) fn served(regions: Vec<Arc<Served>>, cursor: Extents) -> Self {
-        Blocks { memory: BlockMemory::Served(regions), cursor }
+        HostBlocks { memory: BlockMemory::Served(regions), cursor }
     }
 
     fn left(&self) -> u64 {

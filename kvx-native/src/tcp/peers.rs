@@ -16,7 +16,7 @@ use super::conn::{Conn, Role, Scope};
 use super::ending::{Concern, Ending};
 use super::error;
 use super::frames::{Frame, put_bare, put_cancel, put_frame};
-use super::link::Standing;
+use super::link::LinkStanding;
 use super::staging::{is_staged, share_stages};
 use crate::described::{self, Part};
 
@@ -28,7 +28,7 @@ const SMALL_BLOCKS: u64 = 4096;
 const PART: u64 = 4 << 20;
 
 /// A transfer that has not settled.
-struct Transfer {
+struct UnsettledTransfer {
     plan: Arc<Bound>,
     done: Ticket,
     parts: Vec<Part>,
@@ -55,8 +55,8 @@ pub(super) struct OpenedLink {
     pub(super) lanes_up: usize,
     /// When it must be up.
     up_by: Instant,
-    pub(super) standing: Arc<Standing>,
-    transfers: HashMap<TransferId, Transfer>,
+    pub(super) standing: Arc<LinkStanding>,
+    transfers: HashMap<TransferId, UnsettledTransfer>,
     small: VecDeque<TransferId>,
     bulk: VecDeque<TransferId>,
     notices: NoticesToPeer,
@@ -69,7 +69,7 @@ impl OpenedLink {
         (who, keys, nonce): (Identity, Keys, [u8; 16]),
         addresses: Vec<SocketAddr>,
         bulk_lanes: usize,
-        standing: Arc<Standing>,
+        standing: Arc<LinkStanding>,
         up_by: Instant,
     ) -> Self {
         OpenedLink {
@@ -120,7 +120,7 @@ impl OpenedLink {
         } else {
             self.bulk.push_back(id)
         }
-        self.transfers.insert(id, Transfer { plan, done, parts, next: 0, out: 0 });
+        self.transfers.insert(id, UnsettledTransfer { plan, done, parts, next: 0, out: 0 });
         is_small
     }
 
@@ -242,7 +242,7 @@ impl OpenedLink {
 
     /// Fails everything; its connections are gone.
     pub(super) fn fail(&mut self, why: &Error, ending: &Ending, out: &mut Outbox) {
-        for (id, Transfer { plan, done, .. }) in std::mem::take(&mut self.transfers) {
+        for (id, UnsettledTransfer { plan, done, .. }) in std::mem::take(&mut self.transfers) {
             drop(plan);
             self.settle(id, done, why.clone(), ending, out);
         }
@@ -316,7 +316,7 @@ fn load(conn: &Conn) -> u64 {
 
 /// Requests the next part of the next transfer of a queue. Says whether there was one.
 fn issue_next(
-    transfers: &mut HashMap<TransferId, Transfer>,
+    transfers: &mut HashMap<TransferId, UnsettledTransfer>,
     queue: &mut VecDeque<TransferId>,
     conn: &mut Conn,
     scope: &mut Scope,

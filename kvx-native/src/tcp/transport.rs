@@ -19,7 +19,7 @@ use super::config::Config;
 use super::ending::Ending;
 use super::error::NAME;
 use super::hung::Turns;
-use super::link::{Standing, TcpLink};
+use super::link::{LinkStanding, TcpLink};
 use super::listener::{Listener, host_addresses};
 use super::memory::{Regions, TcpRegion};
 use super::peers::OpenedLink;
@@ -182,7 +182,7 @@ unsafe impl Transport for TcpTransport {
         let name = &peer.identity.name;
         let addresses =
             address::decode(peer.address).map_err(|error| error.backend(NAME).peer(Arc::clone(name)))?;
-        let standing = Arc::new(Standing::default());
+        let standing = Arc::new(LinkStanding::default());
         let Shared { config, peer_timeout, secret, .. } = &*self.handle.shared;
         let keys = Keys::new(&peer.invitation, secret.as_ref());
         let up_by = Instant::now() + *peer_timeout;

@@ -100,21 +100,21 @@ const NAME: &std::ffi::CStr = c"KVX";
 const LONGEST_NAME: usize = kvx::MAX_NAME;
 
 /// The table of all engines, for the life of the process, and the NIXL that it is for.
-struct Table {
+struct EngineTable {
     functions: Vec<*const c_void>,
     nixl: String,
 }
 // SAFETY: addresses of functions.
-unsafe impl Send for Table {}
+unsafe impl Send for EngineTable {}
 // SAFETY: as above; never changed.
-unsafe impl Sync for Table {}
+unsafe impl Sync for EngineTable {}
 
-static TABLE: OnceLock<Table> = OnceLock::new();
+static TABLE: OnceLock<EngineTable> = OnceLock::new();
 
 static PLUGIN: Plugin =
     Plugin { interface: 1, create, destroy, name, version, options, kinds: entries::kinds };
 
-fn table() -> Result<&'static Table, Refusal> {
+fn table() -> Result<&'static EngineTable, Refusal> {
     if let Some(table) = TABLE.get() {
         return Ok(table);
     }
@@ -128,7 +128,7 @@ fn table() -> Result<&'static Table, Refusal> {
         (_, None) => entries::unsupported as *const c_void,
         (_, Some(function)) => entries::address_of(*function),
     }));
-    Ok(TABLE.get_or_init(|| Table { functions, nixl: name }))
+    Ok(TABLE.get_or_init(|| EngineTable { functions, nixl: name }))
 }
 
 /// What NIXL calls after it has opened the library. Null is a refusal, which is told.
@@ -235,7 +235,10 @@ mod tests {
     /// What `create` makes of these parameters, spoilt before it sees them.
     fn created(spoil: impl FnOnce(&mut Setup)) -> *mut Object {
         libstdcxx::find_heap().expect("libstdc++ is on this machine");
-        TABLE.get_or_init(|| Table { functions: vec![null(); 64], nixl: "a NIXL of this test".to_owned() });
+        TABLE.get_or_init(|| EngineTable {
+            functions: vec![null(); 64],
+            nixl: "a NIXL of this test".to_owned(),
+        });
         let parameters = Map::empty();
         let mut setup = MaybeUninit::<Setup>::zeroed();
         let at = setup.as_mut_ptr();

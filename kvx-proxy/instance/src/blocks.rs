@@ -18,7 +18,7 @@ struct Kept {
     until: Instant,
 }
 
-pub(crate) struct Blocks {
+pub(crate) struct KeptBlocks {
     lease: Duration,
     kept: HashMap<String, Kept>,
     next: u32,
@@ -26,9 +26,9 @@ pub(crate) struct Blocks {
     expired: u64,
 }
 
-impl Blocks {
+impl KeptBlocks {
     pub(crate) fn new(lease: Duration) -> Self {
-        Blocks { lease, kept: HashMap::new(), next: 1, read: 0, expired: 0 }
+        KeptBlocks { lease, kept: HashMap::new(), next: 1, read: 0, expired: 0 }
     }
 
     /// Keeps the blocks of a request until they are read or their lease ends; their ids.

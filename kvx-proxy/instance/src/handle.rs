@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::commands::VARIABLE;
-use crate::settings::{Begun, Command, Delays, Line, Report, Script, Settings};
+use crate::settings::{Begun, Command, Delays, InstanceReport, Line, Script, Settings};
 
 /// How long an instance may take to answer a command.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -153,7 +153,7 @@ impl Instance {
     }
 
     /// What it has counted.
-    pub fn report(&mut self) -> Report {
+    pub fn report(&mut self) -> InstanceReport {
         self.say(&Command::Report);
         match self.hear() {
             Line::Report(report) => *report,
@@ -166,7 +166,7 @@ impl Instance {
     /// # Panics
     ///
     /// When it is not within 10 s.
-    pub fn wait_until(&mut self, what: &str, wanted: impl Fn(&Report) -> bool) -> Report {
+    pub fn wait_until(&mut self, what: &str, wanted: impl Fn(&InstanceReport) -> bool) -> InstanceReport {
         let end = Instant::now() + PATIENCE;
         loop {
             let report = self.report();

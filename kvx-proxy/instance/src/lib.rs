@@ -24,4 +24,6 @@ mod stream;
 pub use commands::run_if_asked;
 pub use handle::Instance;
 pub use model::{answer_to, count_tokens, piece};
-pub use settings::{Begun, Connector, Delays, Fault, Leg, Report, Script, Seen, Settings, WrongAnswer, now};
+pub use settings::{
+    Begun, Connector, Delays, Fault, InstanceReport, Leg, Script, Seen, Settings, WrongAnswer, now,
+};

@@ -42,7 +42,7 @@ pub struct Settings {
     pub delays: Delays,
     /// Whether a decode leg fetches blocks at all. Without, the answer comes from the prompt: for measurements.
     pub fetches: bool,
-    /// How many requests it keeps for [`Report::seen`].
+    /// How many requests it keeps for [`InstanceReport::seen`].
     pub keeps: usize,
     /// Whether it tells of each completion that it begins with.
     pub tells: bool,
@@ -183,7 +183,7 @@ pub fn now() -> Duration {
 
 /// What an instance has counted since it started.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct Report {
+pub struct InstanceReport {
     /// Prefills for others that were completed.
     pub prefills: u64,
     /// Decodes that got another's blocks and were completed.
@@ -236,7 +236,7 @@ pub(crate) enum Line {
         bootstrap: u16,
     },
     Done,
-    Report(Box<Report>),
+    Report(Box<InstanceReport>),
     Violation(String),
     Begun(Begun),
 }

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use tokio::sync::{Notify, watch};
 
-use crate::blocks::Blocks;
-use crate::settings::{Delays, Fault, Leg, Line, Report, Script, Seen, Settings};
+use crate::blocks::KeptBlocks;
+use crate::settings::{Delays, Fault, InstanceReport, Leg, Line, Script, Seen, Settings};
 
 pub(crate) struct State {
     pub(crate) settings: Settings,
@@ -27,8 +27,8 @@ pub(crate) struct Inner {
     pub(crate) scripts: Vec<Script>,
     pub(crate) delays: Delays,
     pub(crate) health: Option<u16>,
-    pub(crate) blocks: Blocks,
-    pub(crate) counts: Report,
+    pub(crate) blocks: KeptBlocks,
+    pub(crate) counts: InstanceReport,
     /// Its engine has stopped.
     pub(crate) dead: bool,
 }
@@ -39,8 +39,8 @@ impl State {
             scripts: Vec::new(),
             delays: settings.delays,
             health: Some(200),
-            blocks: Blocks::new(Duration::from_millis(settings.lease_ms)),
-            counts: Report::default(),
+            blocks: KeptBlocks::new(Duration::from_millis(settings.lease_ms)),
+            counts: InstanceReport::default(),
             dead: false,
         };
         // A process that takes the place of another one on its port is another engine.
@@ -101,12 +101,12 @@ impl State {
         }
     }
 
-    pub(crate) fn report(&self) -> Report {
+    pub(crate) fn report(&self) -> InstanceReport {
         let mut inner = self.lock();
         inner.blocks.sweep();
         let (read, pinned, expired) = inner.blocks.counts();
         let connections = self.connections.load(Ordering::Relaxed);
-        Report { read, pinned, expired, connections, ..inner.counts.clone() }
+        InstanceReport { read, pinned, expired, connections, ..inner.counts.clone() }
     }
 }
 

@@ -46,12 +46,12 @@ impl Body for Pipe {
 
 /// Writes a body.
 #[derive(Clone)]
-struct Writer(mpsc::Sender<Result<Bytes, BrokenOff>>);
+struct BodyWriter(mpsc::Sender<Result<Bytes, BrokenOff>>);
 
 /// The reader has gone, or a script ends the stream.
 struct Ended;
 
-impl Writer {
+impl BodyWriter {
     async fn write(&self, bytes: impl Into<Bytes>) -> Result<(), Ended> {
         self.0.send(Ok(bytes.into())).await.map_err(|_| Ended)
     }
@@ -134,7 +134,7 @@ impl Work {
     /// Starts to write.
     pub(crate) fn start(self, state: Arc<State>) -> Pipe {
         let (sender, receiver) = mpsc::channel(1);
-        let writer = Writer(sender);
+        let writer = BodyWriter(sender);
         tokio::spawn(async move {
             // Whatever it waits for, it ends with its reader: that is how vLLM aborts.
             let closed = writer.0.clone();
@@ -147,7 +147,7 @@ impl Work {
         Pipe(receiver)
     }
 
-    async fn write(self, state: &State, writer: &Writer) -> Result<(), Ended> {
+    async fn write(self, state: &State, writer: &BodyWriter) -> Result<(), Ended> {
         let delays = state.lock().delays;
         let caches = match self.caches(state).await {
             Ok(caches) => caches,
@@ -190,7 +190,7 @@ impl Work {
     }
 
     /// Lets go wrong what is due before this token.
-    async fn fail(&self, writer: &Writer, token: u64) -> Result<(), Ended> {
+    async fn fail(&self, writer: &BodyWriter, token: u64) -> Result<(), Ended> {
         let is_due = |after: u32| u64::from(after) == token;
         match self.fault {
             Some(Fault::HangAfter(after)) if is_due(after) => Err(writer.hang().await),
@@ -205,7 +205,7 @@ impl Work {
     }
 
     /// Writes a token's chunk; in two pieces, with the cut within a character, where the script says so.
-    async fn write_token(&self, writer: &Writer, token: u64, mut chunk: Value) -> Result<(), Ended> {
+    async fn write_token(&self, writer: &BodyWriter, token: u64, mut chunk: Value) -> Result<(), Ended> {
         let fault = match &self.fault {
             Some(
                 fault @ (Fault::SplitCharacter(after)

@@ -9,7 +9,7 @@ use tokio::sync::{mpsc, watch};
 
 use super::conversation::Conversations;
 use super::tries::Budget;
-use crate::admission::Admission;
+use crate::admission::RequestAdmission;
 use crate::error::Result;
 use crate::fleet::Fleet;
 use crate::fleet::instance::{Instance, Reason};
@@ -27,7 +27,7 @@ pub(crate) struct Live {
     pub(crate) setup: Arc<Setup>,
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) upstream: Upstream,
-    pub(crate) admission: Arc<Admission>,
+    pub(crate) admission: Arc<RequestAdmission>,
     pub(crate) keys: Option<Arc<Keys>>,
     pub(crate) key_for_instances: Option<HeaderValue>,
 }
@@ -44,8 +44,10 @@ impl Live {
         let same = before.filter(|before| before.setup.timeouts.connect == setup.timeouts.connect);
         let upstream = same.map_or_else(|| Upstream::new(&setup), |before| before.upstream.clone());
         let same = before.filter(|before| before.setup.limits == setup.limits);
-        let admission = same
-            .map_or_else(|| Arc::new(Admission::new(&setup.limits)), |before| Arc::clone(&before.admission));
+        let admission = same.map_or_else(
+            || Arc::new(RequestAdmission::new(&setup.limits)),
+            |before| Arc::clone(&before.admission),
+        );
         Ok(Live {
             fleet: Arc::new(fleet),
             upstream,

@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvx_connector::Dialect;
 use kvx_connector::params::recipe::concurrent::{self, Legs, PushTarget};
 use kvx_connector::params::recipe::{Answer, sequential};
-use kvx_connector::params::{ParamsError, TransferId, XRequestId};
+use kvx_connector::params::{MooncakeTransferId, ParamsError, XRequestId};
 use serde_json::Value;
 
 use super::alone;
@@ -74,7 +74,7 @@ pub(crate) async fn completion(mut job: Job, asked: Asked) -> Ended {
     let mut avoid_decode: Vec<Arc<Instance>> = Vec::new();
     let mut last: Option<(String, Fault)> = None;
     let mut body = asked.body.clone();
-    let mut turn = Turn::of(&job, &asked, &mut body);
+    let mut turn = ConversationTurn::of(&job, &asked, &mut body);
     loop {
         let wanted = job.wanted(asked.prompt_tokens, prefix, model, &avoid_prefill);
         let Some(prefill) = fleet.choose_prefill(&wanted) else {
@@ -173,7 +173,7 @@ async fn hand_over(
     job: &mut Job,
     prefill: InFlight,
     body: &Value,
-    turn: &mut Turn,
+    turn: &mut ConversationTurn,
 ) -> Result<Handover, Missed> {
     let instance = Arc::clone(&prefill.instance);
     let connector = job.live.fleet.pools[instance.pool].connector;
@@ -192,7 +192,7 @@ async fn hand_over(
     match kind {
         PrefillKind::Mooncake(targets) => {
             let target = &targets[instance.state.next_rank(targets.len())];
-            let id = TransferId::from_random(random_id());
+            let id = MooncakeTransferId::from_random(random_id());
             let mut legs = concurrent::mooncake_legs(body, &id, target)?;
             never_stops(&mut legs.prefill);
             Ok(both(job, prefill, legs, Some(target.dp_rank as usize), Told::Rank))
@@ -248,7 +248,7 @@ async fn sequentially(
     job: &mut Job,
     prefill: InFlight,
     body: &Value,
-    turn: &mut Turn,
+    turn: &mut ConversationTurn,
     rank: Option<usize>,
     connector: Connector,
 ) -> Result<Handover, Missed> {
@@ -346,7 +346,7 @@ impl Told {
 }
 
 /// This request's place in a conversation, if its pool transfers both ways.
-struct Turn {
+struct ConversationTurn {
     key: Option<Key>,
     /// What the decode instance of the turn before holds; it serves one prefill.
     earlier: Option<(Answer, Dialect)>,
@@ -355,9 +355,10 @@ struct Turn {
     dialect: Dialect,
 }
 
-impl Turn {
+impl ConversationTurn {
     fn of(job: &Job, asked: &Asked, body: &mut Value) -> Self {
-        let mut turn = Turn { key: None, earlier: None, decode: None, dialect: Dialect::default() };
+        let mut turn =
+            ConversationTurn { key: None, earlier: None, decode: None, dialect: Dialect::default() };
         let Some(id) = &asked.conversation else { return turn };
         if !job.live.fleet.pools.iter().any(|pool| pool.bidirectional) {
             return turn;

@@ -55,7 +55,7 @@ fn random() -> [u8; 16] {
     bytes
 }
 
-/// New random bytes for a [`TransferId`](kvx_connector::params::TransferId).
+/// New random bytes for a [`MooncakeTransferId`](kvx_connector::params::MooncakeTransferId).
 pub(super) fn random_id() -> [u8; 16] {
     random()
 }

@@ -8,7 +8,7 @@ use hyper::http::response::Parts;
 use hyper::{Response, StatusCode};
 use tokio::time::{Instant, timeout_at};
 
-use crate::sse::{self, Events};
+use crate::sse::{self, WholeEvents};
 use crate::upstream::{Fault, WHOLE, accepted, words};
 
 /// How much of an answer that is not streamed is held back: until its end, or this much.
@@ -34,7 +34,7 @@ pub(crate) struct Opened {
     /// The rest; none if `first` is all of it.
     pub(crate) rest: Option<Incoming>,
     /// What watches the events, if they are.
-    pub(crate) events: Option<Events>,
+    pub(crate) events: Option<WholeEvents>,
     /// Whether events must end with `[DONE]`.
     pub(crate) wants_done: bool,
     /// Whether `kv_transfer_params` stay here.
@@ -59,7 +59,8 @@ pub(crate) async fn open(
     let response = accepted(response, until).await?;
     let (parts, mut body) = response.into_parts();
     let plain = !parts.headers.contains_key(CONTENT_ENCODING);
-    let mut events = (plain && content_type_is(&parts.headers, "text/event-stream")).then(Events::default);
+    let mut events =
+        (plain && content_type_is(&parts.headers, "text/event-stream")).then(WholeEvents::default);
     let good = parts.status == StatusCode::OK && kind != AnswerKind::Any;
     let wants_done = good && events.is_some();
     let mut first = BytesMut::new();

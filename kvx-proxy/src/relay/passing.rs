@@ -20,7 +20,7 @@ use super::record::Record;
 use crate::fleet::instance::{InFlight, Reason};
 use crate::metrics::Outcome;
 use crate::request::{headers, without_transfer_params};
-use crate::sse::{self, Events};
+use crate::sse::{self, WholeEvents};
 use crate::upstream::words;
 
 /// What an answer holds on to until it has ended.
@@ -63,7 +63,7 @@ pub(crate) fn pass(opened: Opened, mut record: Record, mut held: Held) -> Respon
         };
         parts.headers.remove(CONTENT_LENGTH);
     }
-    record.passed(first.len(), events.as_ref().map_or(0, Events::count));
+    record.passed(first.len(), events.as_ref().map_or(0, WholeEvents::count));
     let outcome = match status.as_u16() {
         ..=399 => Outcome::Ok,
         400..=499 => Outcome::ClientError,
@@ -100,9 +100,9 @@ pub(crate) fn pass(opened: Opened, mut record: Record, mut held: Held) -> Respon
 
 impl Held {
     /// The answer has ended, with what its events have said.
-    fn end(mut self, mut record: Record, outcome: Outcome, status: u16, events: Option<&Events>) {
+    fn end(mut self, mut record: Record, outcome: Outcome, status: u16, events: Option<&WholeEvents>) {
         let instance = &self.decode.instance;
-        if events.is_some_and(Events::has_failed) {
+        if events.is_some_and(WholeEvents::has_failed) {
             record.core().blame_for(
                 &self.live,
                 instance,
@@ -112,7 +112,7 @@ impl Held {
         } else {
             instance.state.succeeded();
         }
-        if events.is_some_and(Events::has_error) {
+        if events.is_some_and(WholeEvents::has_error) {
             record.ended(Outcome::UpstreamError, status);
             return;
         }
@@ -130,7 +130,7 @@ impl Held {
 struct Passing {
     first: Option<Bytes>,
     rest: Incoming,
-    events: Option<Events>,
+    events: Option<WholeEvents>,
     wants_done: bool,
     is_turn: bool,
     idle: Duration,
@@ -167,7 +167,7 @@ impl Passing {
             capture.push(&left);
         }
         let left = if self.is_turn { sse::without_transfer_params(left) } else { left };
-        record.passed(left.len(), self.events.as_ref().map_or(0, Events::count));
+        record.passed(left.len(), self.events.as_ref().map_or(0, WholeEvents::count));
         held.end(record, self.outcome, self.status, self.events.as_ref());
         match left.is_empty() {
             true => Poll::Ready(None),
@@ -258,7 +258,7 @@ impl hyper::body::Body for Passing {
                 capture.push(&ready);
             }
             let ready = if this.is_turn { sse::without_transfer_params(ready) } else { ready };
-            record.passed(ready.len(), this.events.as_ref().map_or(0, Events::count));
+            record.passed(ready.len(), this.events.as_ref().map_or(0, WholeEvents::count));
             return Poll::Ready(Some(Ok(Frame::data(ready))));
         }
     }

@@ -243,7 +243,7 @@ impl Proxy {
     }
 }
 
-fn http1_connections(limits: &crate::setup::Limits) -> http1::Builder {
+fn http1_connections(limits: &crate::setup::ClientLimits) -> http1::Builder {
     let mut builder = http1::Builder::new();
     builder
         .timer(TokioTimer::new())
@@ -253,7 +253,7 @@ fn http1_connections(limits: &crate::setup::Limits) -> http1::Builder {
     builder
 }
 
-fn http2_connections(limits: &crate::setup::Limits) -> http2::Builder<TokioExecutor> {
+fn http2_connections(limits: &crate::setup::ClientLimits) -> http2::Builder<TokioExecutor> {
     let mut builder = http2::Builder::new(TokioExecutor::new());
     builder
         .timer(TokioTimer::new())

@@ -57,7 +57,7 @@ pub struct Setup {
     /// How instances are watched.
     pub health: Health,
     /// What clients may take up.
-    pub limits: Limits,
+    pub limits: ClientLimits,
     /// The fleet.
     #[serde(rename = "pool")]
     pub pools: Vec<Pool>,
@@ -207,7 +207,7 @@ pub struct Health {
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[allow(missing_docs, reason = "the README's table says it")]
-pub struct Limits {
+pub struct ClientLimits {
     pub connections: usize,
     pub in_flight: usize,
     pub queue: usize,
@@ -262,7 +262,7 @@ impl Default for Setup {
             timeouts: Timeouts::default(),
             retries: Retries::default(),
             health: Health::default(),
-            limits: Limits::default(),
+            limits: ClientLimits::default(),
             pools: Vec::new(),
             openai_api_key: None,
             admin_api_key: None,
@@ -301,9 +301,9 @@ impl Default for Health {
     }
 }
 
-impl Default for Limits {
+impl Default for ClientLimits {
     fn default() -> Self {
-        Limits {
+        ClientLimits {
             connections: 4096,
             in_flight: 1024,
             queue: 1024,

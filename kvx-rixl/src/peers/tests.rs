@@ -14,12 +14,12 @@ fn a_dropped_peer_is_loaded_once_more_and_not_for_ever() {
     let (mut peers, mut happened) = (nobody(), Vec::new());
     let name = Name::from(c"far");
     peers.begin(name.clone(), Vec::new(), Vec::new(), vec![EndpointId::from_number(1)]);
-    peers.by_name.get_mut(&name).unwrap().state = Standing::Ready;
+    peers.by_name.get_mut(&name).unwrap().state = NixlStanding::Ready;
     peers.flies(&name);
     assert!(peers.can_be_asked(&name) && peers.dropped(&name, &mut happened));
     assert!(matches!(happened[..], [Happened::Broken { .. }]) && peers.next_load == 2);
     assert!(!peers.can_be_asked(&name), "not before it is loaded");
-    peers.by_name.get_mut(&name).unwrap().state = Standing::Lost { watched: true };
+    peers.by_name.get_mut(&name).unwrap().state = NixlStanding::Lost { watched: true };
     assert!(peers.can_be_asked(&name) && peers.dropped(&name, &mut happened));
     assert!(!peers.can_be_asked(&name) && peers.next_load == 2 && happened.len() == 1);
 }
@@ -31,11 +31,11 @@ fn a_peer_is_loaded_again_as_long_as_its_requests_end() {
         let (mut peers, mut happened) = (nobody(), Vec::new());
         let name = Name::from(c"far");
         peers.begin(name.clone(), Vec::new(), Vec::new(), vec![EndpointId::from_number(1)]);
-        peers.by_name.get_mut(&name).unwrap().state = Standing::Ready;
+        peers.by_name.get_mut(&name).unwrap().state = NixlStanding::Ready;
         (0..3).for_each(|_| peers.flies(&name));
         peers.lose(&name, known, &mut happened);
         for _ in 0..2 {
-            peers.by_name.get_mut(&name).unwrap().state = Standing::Lost { watched: true };
+            peers.by_name.get_mut(&name).unwrap().state = NixlStanding::Lost { watched: true };
             peers.landed(&name);
             let loads = peers.next_load;
             assert!(peers.dropped(&name, &mut happened));
@@ -44,7 +44,7 @@ fn a_peer_is_loaded_again_as_long_as_its_requests_end() {
                 "the others are asked after again"
             );
         }
-        peers.by_name.get_mut(&name).unwrap().state = Standing::Lost { watched: true };
+        peers.by_name.get_mut(&name).unwrap().state = NixlStanding::Lost { watched: true };
         let loads = peers.next_load;
         assert!(peers.dropped(&name, &mut happened) && !peers.can_be_asked(&name));
         assert_eq!(peers.next_load, loads, "none has ended: not for ever");
@@ -92,10 +92,10 @@ fn a_peer_that_nixl_still_knows_is_lost_without_being_loaded_again() {
         endpoint,
         Endpoint { peer: Some(name.clone()), foreign: false, accepted: false, severed: false },
     );
-    peers.by_name.get_mut(&name).unwrap().state = Standing::Ready;
+    peers.by_name.get_mut(&name).unwrap().state = NixlStanding::Ready;
     assert_eq!(peers.somewhere(&name), None, "nothing of its memory is known");
     let range = Range { segment: crate::ffi::MemorySegment::Host, address: 4096, len: 64, device: 0 };
-    peers.told(endpoint, &Arc::new(PeerRegion::new(range, Box::default())));
+    peers.told(endpoint, &Arc::new(NixlRegion::new(range, Box::default())));
     assert_eq!(peers.somewhere(&name), Some(range));
     peers.flies(&name);
     for _ in 0..2 {

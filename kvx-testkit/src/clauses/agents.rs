@@ -15,7 +15,7 @@ use crate::chaos::Fault;
 use crate::check::{Check, Failure, ensure, ensure_kind};
 use crate::clauses::agents;
 use crate::far::{Far, PostSpec};
-use crate::setup::{CUT_OFF, Mode, Pair, Setup, unique};
+use crate::setup::{AgentPair, CUT_OFF, Mode, Setup, unique};
 use crate::stopwatch::Stopwatch;
 use crate::surroundings::Surroundings;
 use crate::tier::Tier;
@@ -173,7 +173,7 @@ fn in_a_fork(what: impl FnOnce() -> String) -> Result<String, Failure> {
 
 /// What a fork inherits.
 struct Inherited {
-    pair: Pair,
+    pair: AgentPair,
     region: Region,
     peer: Peer,
     plan: Plan,
@@ -308,7 +308,7 @@ pub async fn shutdown_settles_what_is_in_flight(setup: &Setup) -> Check {
     let tag: String = unique("").chars().rev().filter(char::is_ascii_digit).take(5).collect();
     let mut far = setup.far()?;
     setup.far_agent(&mut far, &unique("far"))?;
-    let mut pair = Pair { near: setup.agent(&tag)?, far, setup: setup.clone() };
+    let mut pair = AgentPair { near: setup.agent(&tag)?, far, setup: setup.clone() };
     let blocks = Traffic::new(&mut pair, "kv", 4 << 20)?;
     let peer = pair.connect().await?;
     blocks.works(&mut pair.far, &peer, "before the shutdown").await?;
@@ -366,7 +366,7 @@ async fn shutdown_beside_a_stopped_peer(setup: &Setup) -> Check {
         let took = begun.read();
         // Whoever still has the memory once all handles are gone keeps it as long as it is shared.
         let memory = Arc::downgrade(blocks.near.memory());
-        let Pair { near, mut far, .. } = pair;
+        let AgentPair { near, mut far, .. } = pair;
         drop((blocks, plan, peer, near));
         let (kept, counted) = (is_kept(&memory), quarantined_bytes());
         far.process()?.go_on()?;

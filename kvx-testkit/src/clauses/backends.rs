@@ -13,7 +13,7 @@ use super::{Breaker, Clause, Runs, clauses};
 use crate::chaos::Fault;
 use crate::check::{Check, Failure, ensure, ensure_kind};
 use crate::clauses::backends;
-use crate::setup::{CUT_OFF, Mode, Pair, Setup, unique};
+use crate::setup::{AgentPair, CUT_OFF, Mode, Setup, unique};
 
 pub(super) const CLAUSES: &[Clause] = clauses!(backends:
     B1 a_list_of_backends_restricts, Both, [Breaker::Core("silent-fallback")];
@@ -127,7 +127,7 @@ impl Choice {
 }
 
 /// The other end of a choice: an ordinary pair whose near end is not used.
-fn target(setup: &Setup) -> Result<Pair, Failure> {
+fn target(setup: &Setup) -> Result<AgentPair, Failure> {
     let mut pair = setup.pair()?;
     pair.far_region("kv", 1 << 16, 2)?;
     Ok(pair)

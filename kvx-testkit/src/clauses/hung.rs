@@ -10,7 +10,7 @@ use crate::chaos::Fault;
 use crate::check::{Check, Failure, ensure};
 use crate::clauses::hung;
 use crate::far::HungPage;
-use crate::setup::{Backing, CUT_OFF, Pair, Setup, unique};
+use crate::setup::{AgentPair, Backing, CUT_OFF, Setup, unique};
 use crate::skip::skip;
 use crate::stopwatch::Stopwatch;
 
@@ -56,7 +56,7 @@ pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) 
     // A third process, which the near agent reaches, and a third agent here, which reaches the far one.
     let mut far = setup.far()?;
     setup.far_agent(&mut far, &unique("third"))?;
-    let mut to_third = Pair { near: pair.near.clone(), far, setup: setup.clone() };
+    let mut to_third = AgentPair { near: pair.near.clone(), far, setup: setup.clone() };
     let blocks = Traffic::new(&mut to_third, "kv", LEN)?;
     let third = to_third.connect().await?;
     let other = setup.agent(&unique("other"))?;

@@ -12,7 +12,7 @@ use crate::check::{Check, Failure, ensure, ensure_kind};
 use crate::clauses::notifications;
 use crate::far::Sent;
 use crate::pattern::bytes;
-use crate::setup::{CUT_OFF, Mode, Pair, Setup, unique};
+use crate::setup::{AgentPair, CUT_OFF, Mode, Setup, unique};
 use crate::stopwatch::Stopwatch;
 
 pub(super) const CLAUSES: &[Clause] = clauses!(notifications:
@@ -386,7 +386,7 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
 }
 
 /// Agents at the far end that can notify the near one, and the numbers of their peers there.
-fn senders(setup: &Setup, pair: &mut Pair, names: &[&str]) -> Result<Vec<usize>, Failure> {
+fn senders(setup: &Setup, pair: &mut AgentPair, names: &[&str]) -> Result<Vec<usize>, Failure> {
     let metadata = pair.near.metadata()?;
     names
         .iter()

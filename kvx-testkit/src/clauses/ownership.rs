@@ -12,7 +12,7 @@ use crate::chaos::{Chaos, Fault};
 use crate::check::{Check, Failure, ensure, ensure_kind};
 use crate::clauses::ownership;
 use crate::far::PostSpec;
-use crate::setup::{CUT_OFF, Mode, Pair, Setup, unique};
+use crate::setup::{AgentPair, CUT_OFF, Mode, Setup, unique};
 use crate::stopwatch::Stopwatch;
 
 pub(super) const CLAUSES: &[Clause] = clauses!(ownership:
@@ -100,7 +100,7 @@ pub async fn a_dropped_transfer_frees_nothing_early(setup: &Setup) -> Check {
 }
 
 /// Drops a transfer and everything about it while the peer is stopped.
-async fn dropped_while_stopped(setup: &Setup, pair: &mut Pair) -> Check {
+async fn dropped_while_stopped(setup: &Setup, pair: &mut AgentPair) -> Check {
     let capabilities = setup.capabilities()?;
     for op in OPS {
         let traffic = Traffic::new(pair, &format!("stopped-{op}"), 1 << 20)?;
@@ -136,7 +136,7 @@ pub async fn a_forgotten_ticket_quarantines(setup: &Setup) -> Check {
     static FORGOTTEN: AtomicU64 = AtomicU64::new(0);
     let forgetful = setup.registry().wrapped(|factory| Arc::new(Chaos::over(factory, Fault::ForgetTicket)));
     let near = setup.builder(&unique("near"))?.build(&forgetful)?;
-    let mut pair = Pair { near, ..setup.pair()? };
+    let mut pair = AgentPair { near, ..setup.pair()? };
     let traffic = Traffic::new(&mut pair, "kv", 1 << 20)?;
     let peer = pair.connect().await?;
     let mut transfer = traffic.post(Op::Read, &peer, CUT_OFF)?;
@@ -214,7 +214,7 @@ fn in_flight(traffic: &Traffic, peer: &Peer, count: usize) -> Result<Vec<Transfe
 }
 
 /// The peer revokes a region with transfers of this agent in flight. Says whether some were.
-async fn revoked_by_the_peer(pair: &mut Pair, peer: &Peer, count: usize) -> Result<bool, Failure> {
+async fn revoked_by_the_peer(pair: &mut AgentPair, peer: &Peer, count: usize) -> Result<bool, Failure> {
     let theirs = Traffic::new(pair, &format!("theirs-{count}"), 2 << 20)?;
     peer.update(&pair.far.metadata()?)?;
     theirs.works(&mut pair.far, peer, "before a revoke").await?;
@@ -239,7 +239,7 @@ async fn revoked_by_the_peer(pair: &mut Pair, peer: &Peer, count: usize) -> Resu
 }
 
 /// This agent revokes a region with its own transfers in flight. Says whether some were.
-async fn revoked_by_its_owner(pair: &mut Pair, peer: &Peer, count: usize) -> Result<bool, Failure> {
+async fn revoked_by_its_owner(pair: &mut AgentPair, peer: &Peer, count: usize) -> Result<bool, Failure> {
     let ours = Traffic::new(pair, &format!("ours-{count}"), 2 << 20)?;
     peer.update(&pair.far.metadata()?)?;
     ours.works(&mut pair.far, peer, "before the own revoke").await?;
@@ -290,7 +290,7 @@ pub async fn revoke_gives_the_memory_back(setup: &Setup) -> Check {
 }
 
 /// A region of this agent that the far end has read over its link.
-fn known_to_the_peer(pair: &mut Pair, name: &str) -> Result<Region, Failure> {
+fn known_to_the_peer(pair: &mut AgentPair, name: &str) -> Result<Region, Failure> {
     let near = pair.near_region(name, 1 << 20, 1)?;
     let far = pair.far_region(name, 1 << 20, 2)?;
     let back = pair.connect_back()?;

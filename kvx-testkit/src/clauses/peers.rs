@@ -11,7 +11,7 @@ use crate::check::{Check, Failure, ensure, ensure_kind};
 use crate::clauses::peers;
 use crate::far::{Far, PostSpec};
 use crate::pattern::{self, bytes, checksum};
-use crate::setup::{CUT_OFF, Pair, Setup, free_port, unique};
+use crate::setup::{AgentPair, CUT_OFF, Setup, free_port, unique};
 use crate::stopwatch::Stopwatch;
 
 pub(super) const CLAUSES: &[Clause] = clauses!(peers:
@@ -143,7 +143,7 @@ pub async fn a_lost_peer_stays_lost(setup: &Setup) -> Check {
     let peer = pair.connect().await?;
     let mut far = setup.far()?;
     setup.far_agent(&mut far, &unique("far"))?;
-    let mut other = Pair { near: pair.near.clone(), far, setup: setup.clone() };
+    let mut other = AgentPair { near: pair.near.clone(), far, setup: setup.clone() };
     let others = Traffic::new(&mut other, "other", LEN)?;
     let other_peer = other.connect().await?;
     let needs = promised_by(&other_peer)?.target_cpu;
@@ -175,7 +175,7 @@ pub async fn a_restarted_peer_is_recognised(setup: &Setup) -> Check {
     let far_setup = setup.with_option("tcp", "ports", free_port(0)?)?;
     let mut far = setup.far()?;
     far_setup.far_agent(&mut far, &name)?;
-    let mut pair = Pair { near: setup.agent(&unique("near"))?, far, setup: setup.clone() };
+    let mut pair = AgentPair { near: setup.agent(&unique("near"))?, far, setup: setup.clone() };
     let blocks = Traffic::new(&mut pair, "kv", LEN)?;
     let old = pair.far.metadata()?;
     let peer = pair.connect().await?;
@@ -243,7 +243,7 @@ pub async fn a_stopped_peer_keeps_no_other_waiting(setup: &Setup) -> Check {
     let peer = pair.connect().await?;
     let mut far = setup.far()?;
     setup.far_agent(&mut far, &unique("far"))?;
-    let mut other = Pair { near: pair.near.clone(), far, setup: setup.clone() };
+    let mut other = AgentPair { near: pair.near.clone(), far, setup: setup.clone() };
     let blocks = Traffic::new(&mut other, "kv", LEN)?;
     let other_peer = other.connect().await?;
     let needs = promised_by(&peer)?.target_cpu;

@@ -9,7 +9,7 @@ use crate::check::{Check, Failure, ensure, ensure_kind};
 use crate::clauses::safety;
 use crate::far::Far;
 use crate::pattern::{bytes, checksum, fill};
-use crate::setup::{Backing, CUT_OFF, Pair, Setup, unique};
+use crate::setup::{AgentPair, Backing, CUT_OFF, Setup, unique};
 
 pub(super) const CLAUSES: &[Clause] = clauses!(safety:
     S1 ranges_outside_a_region_are_refused, Both, [Breaker::Core("bounds")];
@@ -100,7 +100,7 @@ impl Stranger {
 }
 
 /// Two regions at each end, so that one can be refused while the other goes on over the same link.
-async fn two_regions(setup: &Setup) -> Result<(Pair, Traffic, Traffic, Peer), Failure> {
+async fn two_regions(setup: &Setup) -> Result<(AgentPair, Traffic, Traffic, Peer), Failure> {
     let mut pair = setup.pair()?;
     let (forged, untouched) =
         (Traffic::new(&mut pair, "forged", LEN)?, Traffic::new(&mut pair, "untouched", LEN)?);

@@ -14,7 +14,7 @@ use kvx_core::{
 use crate::check::{Check, Failure, ensure};
 use crate::far::Far;
 use crate::pattern::{bytes, checksum, fill};
-use crate::setup::{CUT_OFF, Pair};
+use crate::setup::{AgentPair, CUT_OFF};
 use crate::stopwatch::Stopwatch;
 
 /// Both operations.
@@ -34,7 +34,7 @@ pub(crate) struct Traffic {
 
 impl Traffic {
     /// Registers both.
-    pub(crate) fn new(pair: &mut Pair, name: &str, len: usize) -> Result<Self, Failure> {
+    pub(crate) fn new(pair: &mut AgentPair, name: &str, len: usize) -> Result<Self, Failure> {
         let near = pair.near_region(name, len, 1)?;
         let far = pair.far_region(name, len, 2)?;
         Ok(Traffic { name: name.to_owned(), near, far })

@@ -10,7 +10,7 @@ use crate::chaos::Fault;
 use crate::check::{Check, Failure, ensure};
 use crate::clauses::transfers;
 use crate::pattern::{bytes, checksum};
-use crate::setup::{CUT_OFF, Pair, Setup};
+use crate::setup::{AgentPair, CUT_OFF, Setup};
 
 pub(super) const CLAUSES: &[Clause] = clauses!(transfers:
     T1 reads_move_exactly_the_named_blocks, Both, [Breaker::Chaos(Fault::WrongBytes)];
@@ -62,7 +62,7 @@ impl Model {
 
 /// A region at each end, and both as they should be.
 pub(crate) struct Ends {
-    pub(crate) pair: Pair,
+    pub(crate) pair: AgentPair,
     pub(crate) peer: Peer,
     pub(crate) near: Region,
     mine: Model,

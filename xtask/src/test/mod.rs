@@ -62,8 +62,11 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
             Action::Package => Ok(of_check(package::check(step.limit), "cargo xtask package")),
             Action::Width => Ok(of_check(width::too_wide(root()), "make them at most 120 columns wide")),
             Action::Names => {
-                let found = names::with_two_meanings(root(), names::EXCEPTIONS);
-                Ok(of_check(found, "within a crate a name is one type: xtask/src/names.rs"))
+                let within = names::with_two_meanings(root(), names::EXCEPTIONS);
+                let across = names::of_core_elsewhere(root(), names::REUSES);
+                let found = within.and_then(|within| Ok([within, across?].concat()));
+                let hint = "a crate's name is one type, and core's are no other crate's: xtask/src/names.rs";
+                Ok(of_check(found, hint))
             }
             Action::Features => Ok(of_check(features::check(step.limit), "cargo xtask features")),
         });

@@ -12,7 +12,7 @@ const MAX_OVER: usize = 65_536;
 
 /// One request of a prefill that a decode asks for.
 #[derive(Debug)]
-pub(super) struct Transfer {
+pub(super) struct MooncakeTransfer {
     pub(super) request: RequestId,
     /// Its blocks, once they are computed.
     pub(super) ready: Option<BlockLists>,
@@ -28,7 +28,7 @@ pub(super) struct Transfer {
     pub(super) expired: bool,
 }
 
-impl Transfer {
+impl MooncakeTransfer {
     /// Whether this reader has nothing more to ask for.
     pub(super) fn has_had(&self, reader: &DecodeWorker) -> bool {
         self.had.contains(reader)
@@ -38,7 +38,7 @@ impl Transfer {
 #[derive(Debug)]
 pub(super) struct Transfers {
     wait: Duration,
-    by_name: BTreeMap<RequestId, Transfer>,
+    by_name: BTreeMap<RequestId, MooncakeTransfer>,
     names: BTreeMap<RequestId, RequestId>,
     /// What others call transfers: the latest of that name.
     aliases: BTreeMap<RequestId, RequestId>,
@@ -69,7 +69,8 @@ impl Transfers {
         self.over_until.clear(&name);
         self.names.insert(request.clone(), name.clone());
         let (until, had) = (Time::default(), BTreeSet::new());
-        let transfer = Transfer { request, ready: None, until, had, readers: 0, running: 0, expired: false };
+        let transfer =
+            MooncakeTransfer { request, ready: None, until, had, readers: 0, running: 0, expired: false };
         self.by_name.insert(name, transfer);
         true
     }
@@ -100,11 +101,11 @@ impl Transfers {
         Some(name)
     }
 
-    pub(super) fn get(&self, name: &RequestId) -> Option<&Transfer> {
+    pub(super) fn get(&self, name: &RequestId) -> Option<&MooncakeTransfer> {
         self.by_name.get(name)
     }
 
-    pub(super) fn get_mut(&mut self, name: &RequestId) -> Option<&mut Transfer> {
+    pub(super) fn get_mut(&mut self, name: &RequestId) -> Option<&mut MooncakeTransfer> {
         self.by_name.get_mut(name)
     }
 

@@ -14,7 +14,7 @@ use super::receive::{MovePhase, MoveState, Receive, ReceiveStage};
 use super::send::Counted;
 use super::{Waiting, Worker};
 use crate::params::TransferMode;
-use crate::wire::Notification;
+use crate::wire::EngineNotification;
 
 /// A handshake that brought no plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -251,22 +251,22 @@ impl Worker {
     ///
     /// It is not one. That changes nothing; it is worth a line in the log.
     pub fn notified(&mut self, now: Time, from: &str, bytes: &[u8]) -> kvx_core::Result<()> {
-        self.heard(now, from, Notification::decode(bytes)?)
+        self.heard(now, from, EngineNotification::decode(bytes)?)
     }
 
     /// As [`notified`](Self::notified), once its bytes are read.
     ///
     /// # Errors
     /// A registration that cannot be.
-    pub fn heard(&mut self, now: Time, from: &str, notification: Notification) -> kvx_core::Result<()> {
+    pub fn heard(&mut self, now: Time, from: &str, notification: EngineNotification) -> kvx_core::Result<()> {
         match notification {
-            Notification::Done { request_id, count } => self.done(now, from, &request_id, count),
-            Notification::Heartbeat { request_ids } => {
+            EngineNotification::Done { request_id, count } => self.done(now, from, &request_id, count),
+            EngineNotification::Heartbeat { request_ids } => {
                 for request in request_ids {
                     self.renew(now, &request);
                 }
             }
-            Notification::Registration(registration) => self.registered(now, *registration)?,
+            EngineNotification::Registration(registration) => self.registered(now, *registration)?,
         }
         Ok(())
     }
@@ -307,7 +307,7 @@ impl Worker {
     pub(super) fn send_heartbeat(&mut self, connection: Connection, heartbeat: &Heartbeat) {
         // A name with a comma cannot be told from two: its blocks are kept for one lease only.
         let names = heartbeat.requests.iter().map(RequestId::as_str).filter(|name| !name.contains(','));
-        match Notification::heartbeats(names) {
+        match EngineNotification::heartbeats(names) {
             Ok(heartbeats) => {
                 for heartbeat in heartbeats {
                     self.tell_all(connection, None, &heartbeat.encode().into());
@@ -323,7 +323,7 @@ impl Worker {
     /// lease has to end.
     pub(super) fn completion(&self, remote: &RequestId, readers: u32) -> Option<Arc<[u8]>> {
         let count = self.settings.consumers.written(readers, self.settings.tp_size);
-        Some(Notification::done(remote.as_str(), count).ok()?.encode().into())
+        Some(EngineNotification::done(remote.as_str(), count).ok()?.encode().into())
     }
 
     pub(super) fn expire_sends(&mut self, now: Time) {
@@ -345,7 +345,9 @@ impl Worker {
         self.actions.push_back(Action::Fence { request: request.clone() });
         let Some(connection) = connection else { return };
         // A kvx peer forgets the registration; others note that they know no such request.
-        if let Some(bytes) = Notification::done(request.as_str(), 1).ok().map(|done| done.encode().into()) {
+        if let Some(bytes) =
+            EngineNotification::done(request.as_str(), 1).ok().map(|done| done.encode().into())
+        {
             self.tell_all(connection, Some(request), &bytes);
         }
     }

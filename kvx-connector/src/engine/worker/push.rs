@@ -16,7 +16,7 @@ use super::super::time::{Deadlines, Time};
 use super::receive::{MoveState, ReceiveStage, lane_groups};
 use super::{Waiting, Worker};
 use crate::params::TransferMode;
-use crate::wire::{Notification, PushGrant, PushRegistration};
+use crate::wire::{EngineNotification, PushGrant, PushRegistration};
 
 /// Registrations that wait for a prefill, and that were served: a peer cannot make this engine remember more.
 const MAX_REGISTRATIONS: usize = 65_536;
@@ -50,7 +50,7 @@ impl Registration {
 
     /// The word that one of `ranks` workers has written.
     fn written(&self, ranks: u32) -> Option<Arc<[u8]>> {
-        Notification::done(self.request.as_str(), ranks).ok().map(|done| done.encode().into())
+        EngineNotification::done(self.request.as_str(), ranks).ok().map(|done| done.encode().into())
     }
 }
 

@@ -1,7 +1,7 @@
 //! MooncakeConnector and NixlPushConnector: both legs at once, tied together by an id.
 //!
 //! ```
-//! use kvx_connector::params::TransferId;
+//! use kvx_connector::params::MooncakeTransferId;
 //! use kvx_connector::params::recipe::concurrent::{self, MooncakeTarget};
 //! # fn main() -> Result<(), kvx_connector::params::ParamsError> {
 //! // GET http://10.0.0.1:8998/query, once for each prefill instance.
@@ -9,7 +9,7 @@
 //! let targets = MooncakeTarget::from_query("http://10.0.0.1:8998", &query)?;
 //!
 //! let request = serde_json::json!({"model": "m", "prompt": "Once", "max_tokens": 24});
-//! let legs = concurrent::mooncake_legs(&request, &TransferId::from_random([7; 16]), &targets[0])?;
+//! let legs = concurrent::mooncake_legs(&request, &MooncakeTransferId::from_random([7; 16]), &targets[0])?;
 //! assert_eq!(legs.prefill_headers, [("X-data-parallel-rank", "0".to_owned())]);
 //! assert_eq!(legs.decode["kv_transfer_params"]["remote_engine_id"], "e0");
 //! # Ok(())
@@ -21,7 +21,7 @@ use serde_json::Value;
 use super::bodies;
 use crate::Dialect;
 use crate::params::{
-    MooncakeLeg, MooncakeParams, ParamsError, RemoteBlocks, TransferId, TransferMode, TransferParams,
+    MooncakeLeg, MooncakeParams, MooncakeTransferId, ParamsError, RemoteBlocks, TransferMode, TransferParams,
 };
 use crate::params::{XRequestId, fields};
 
@@ -91,7 +91,7 @@ impl MooncakeTarget {
 /// target with an empty engine id or address.
 pub fn mooncake_legs(
     request: &Value,
-    transfer_id: &TransferId,
+    transfer_id: &MooncakeTransferId,
     target: &MooncakeTarget,
 ) -> Result<Legs, ParamsError> {
     let params = |leg| MooncakeParams::new(transfer_id.clone(), leg).to_value();

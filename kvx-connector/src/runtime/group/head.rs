@@ -142,7 +142,7 @@ impl Shared {
             ),
             None => format!(
                 "{process} joined as {}, and the engine was built for {} x {} workers (pipeline x tensor \
-                 parallel): see Builder::workers",
+                 parallel): see ConnectorBuilder::workers",
                 name(rank),
                 self.setup.settings.pp_size,
                 self.setup.settings.tp_size

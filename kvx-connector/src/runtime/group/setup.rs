@@ -6,14 +6,14 @@ use kvx_config::{BufferDevice, KvTransferConfig, Surroundings};
 use kvx_core::{Error, Kind, Registry, Result, Secret};
 use serde_json::{Map, Value, json};
 
-use super::super::builder::{Builder, Group, Setup};
+use super::super::builder::{ConnectorBuilder, Group, Setup};
 use crate::engine::Address;
 use crate::wire::CompatibilityFactors;
 
 /// Where a side channel listens, and TCP beside it.
 const HOST: &str = "VLLM_NIXL_SIDE_CHANNEL_HOST";
 
-impl Builder {
+impl ConnectorBuilder {
     /// Everything that was said to it.
     pub(in crate::runtime) fn told(&self) -> Result<Map<String, Value>> {
         let groups = self.groups.iter().map(|group| match group {
@@ -92,7 +92,7 @@ pub(super) fn of_told(
     });
     let sizes = list("sizes")?.iter().map(number).collect::<Option<Vec<_>>>();
     let &[tp, pp, dcp] = sizes.as_deref().unwrap_or_default() else { return Err(unreadable("sizes")) };
-    let builder = Builder::new(&config, registry)
+    let builder = ConnectorBuilder::new(&config, registry)
         .model(factors)
         .groups(groups.collect::<Result<Vec<_>>>()?)
         .data_parallel_rank(size("data_parallel")?)

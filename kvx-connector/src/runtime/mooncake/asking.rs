@@ -8,9 +8,9 @@ use kvx_core::sync::Mutex;
 use kvx_core::{Error, Kind, Result};
 
 use super::super::builder::MOONCAKE;
-use super::super::push::{Grant, Granted};
+use super::super::push::{Grant, GrantedWrites};
 use super::super::state::Shared;
-use super::super::zmtp::{Client, Limits, SocketType, resolve};
+use super::super::zmtp::{Client, MessageLimits, SocketType, resolve};
 use super::{client, proof};
 use crate::engine::mooncake::{Mooncake, PullId, QueryId, Unanswered};
 use crate::engine::{Address, RequestId, Time, WorkerRank};
@@ -19,7 +19,7 @@ use crate::wire::mooncake::{
 };
 
 /// An answer, and what a later version may add.
-const ANSWER: Limits = Limits { frames: 4, bytes: PullResponse::MAX_LEN };
+const ANSWER: MessageLimits = MessageLimits { frames: 4, bytes: PullResponse::MAX_LEN };
 /// Bytes of answers in memory for all questions of an engine.
 pub(super) const BYTES: usize = 64 << 20;
 /// How long a worker may take to greet, and to take a question.
@@ -33,9 +33,9 @@ const MOST_KEPT: usize = 256;
 
 /// Connections to workers that have answered: the next question needs no greeting.
 #[derive(Debug, Default)]
-pub(super) struct Idle(Mutex<HashMap<Arc<str>, (Client, Instant)>>);
+pub(super) struct IdleClients(Mutex<HashMap<Arc<str>, (Client, Instant)>>);
 
-impl Idle {
+impl IdleClients {
     pub(super) fn take(&self, address: &str) -> Option<Client> {
         let (client, since) = self.0.lock().remove(address)?;
         (since.elapsed() < KEPT && client.is_quiet()).then_some(client)
@@ -51,7 +51,7 @@ impl Idle {
 }
 
 #[cfg(test)]
-impl Idle {
+impl IdleClients {
     /// The one that is kept.
     pub(super) fn only(&self) -> Option<Client> {
         let mut kept = self.0.lock();
@@ -263,7 +263,7 @@ impl Shared {
         &self,
         rank: WorkerRank,
         request: &RequestId,
-        told: &Arc<Granted>,
+        told: &Arc<GrantedWrites>,
     ) {
         self.tell_mooncake(rank, |worker, _| worker.fence_is_slow(request));
         tokio::time::sleep(MAY_WRITE_FOR).await;

@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 
 use super::super::builder::MOONCAKE;
 use super::super::state::Shared;
-use super::super::zmtp::{Limits, Received, Router, RouterLimits, Talk, Talker};
+use super::super::zmtp::{MessageLimits, Received, Router, RouterLimits, Talk, Talker};
 use super::proof::{self, Nonce};
 use crate::engine::WorkerRank;
 use crate::engine::mooncake::AskId;
@@ -22,7 +22,7 @@ use crate::wire::mooncake::{OlderAnswer, OlderPullRequest, PullRequest, PullResp
 /// What decodes may cost a worker. Each load that waits has a connection.
 const LIMITS: RouterLimits = RouterLimits {
     connections: 4096,
-    message: Limits { frames: 4, bytes: PullRequest::MAX_LEN },
+    message: MessageLimits { frames: 4, bytes: PullRequest::MAX_LEN },
     bytes: 4 * PullRequest::MAX_LEN,
     answers: 64 << 20,
     patience: Duration::from_secs(5),

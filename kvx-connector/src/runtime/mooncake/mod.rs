@@ -28,7 +28,7 @@ use tokio::net::TcpListener;
 use tokio::task::AbortHandle;
 
 pub(super) use self::announce::Announced;
-use self::asking::{Idle, Question};
+use self::asking::{IdleClients, Question};
 use self::bootstrap::BootstrapServer;
 use self::channel::Askers;
 pub(super) use self::http::{MAX_HEAD as MAX_HTTP_HEAD, head_len as http_head_len};
@@ -55,7 +55,7 @@ pub(super) struct Room {
     askers: Askers,
     /// Of answers in memory.
     answers: Arc<Budget>,
-    idle: Idle,
+    idle: IdleClients,
     announced: Announced,
 }
 
@@ -66,7 +66,7 @@ impl Default for Room {
             pulls: Mutex::default(),
             askers: Askers::default(),
             answers: Budget::new(asking::BYTES),
-            idle: Idle::default(),
+            idle: IdleClients::default(),
             announced: Announced::default(),
         }
     }

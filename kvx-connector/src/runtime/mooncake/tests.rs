@@ -10,7 +10,7 @@ use tokio::net::{TcpListener, TcpStream};
 
 use super::super::clock::Clock;
 use super::super::tests::{built, register};
-use super::super::zmtp::{Budget, Client, Limits, SocketType};
+use super::super::zmtp::{Budget, Client, MessageLimits, SocketType};
 use super::super::{Connector, Decode, Loaded, Prefill};
 use super::bootstrap::{BootstrapServer, CONNECTIONS};
 use super::client;
@@ -210,7 +210,7 @@ fn servers_that_are_slow_or_none_are_asked_three_times_and_cost_no_more_than_the
 }
 
 async fn dealer(at: SocketAddr) -> Client {
-    let limits = Limits { frames: 4, bytes: 1 << 20 };
+    let limits = MessageLimits { frames: 4, bytes: 1 << 20 };
     Client::connect(SocketType::Dealer, &[at], limits, &Budget::new(2 << 20), LIMIT).await.unwrap()
 }
 
@@ -372,7 +372,7 @@ fn before_0_16_a_req_socket_hears_one_answer_and_all_else_goes_on() {
     other.kvx_engine_id = Some("former".into());
     let former = OlderPullRequest::to_kvx(&other).encode();
     run(async {
-        let limits = Limits { frames: 4, bytes: 1 << 20 };
+        let limits = MessageLimits { frames: 4, bytes: 1 << 20 };
         let mut client =
             Client::connect(SocketType::Req, &[at], limits, &Budget::new(2 << 20), LIMIT).await.unwrap();
         for bytes in [b"nonsense".to_vec(), Vec::new(), regions] {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use kvx_core::{Error, Kind, Result, Secret};
 
 use super::super::clock::Clock;
-use super::super::zmtp::{Budget, Client, Limits, Message, SocketType, resolve};
+use super::super::zmtp::{Budget, Client, Message, MessageLimits, SocketType, resolve};
 use super::proof;
 use crate::Dialect;
 use crate::engine::{Address, HandshakeFailure, RemoteEngine, SideChannels, WorkerRank, is_loopback};
@@ -15,7 +15,7 @@ use crate::wire::{
 };
 
 /// An answer: the payload, the clock, and what a later version may add.
-const ANSWER: Limits = Limits { frames: 4, bytes: HandshakePayload::MAX_LEN + 1024 };
+const ANSWER: MessageLimits = MessageLimits { frames: 4, bytes: HandshakePayload::MAX_LEN + 1024 };
 /// Bytes of answers in memory for all handshakes of an engine.
 const BYTES: usize = 64 << 20;
 
@@ -33,10 +33,10 @@ pub(crate) struct SideClient {
 #[derive(Debug)]
 pub(crate) struct HandshakeOutcome {
     /// The workers' metadata. `kvx_metadata` is there only if it may be used: with a secret, only from a
-    /// [proven](Standing::Proven) peer.
+    /// [proven](PeerStanding::Proven) peer.
     pub(crate) peer: HandshakenPeer,
     /// Who answered.
-    pub(crate) standing: Standing,
+    pub(crate) standing: PeerStanding,
 }
 
 /// What a side channel says.
@@ -44,13 +44,13 @@ pub(crate) struct HandshakeOutcome {
 pub(crate) struct Look {
     pub(crate) payload: HandshakePayload,
     /// Who answers; an error: a kvx, and only one end has a secret.
-    pub(crate) standing: Result<Standing>,
+    pub(crate) standing: Result<PeerStanding>,
     pub(crate) round_trip: Duration,
 }
 
 /// Who answers at a side channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Standing {
+pub(crate) enum PeerStanding {
     /// No kvx: a vLLM, reached through its NIXL blob.
     Foreign,
     /// A kvx; neither end has a secret.
@@ -102,7 +102,7 @@ impl SideClient {
             let mut answer = client.ask(&question, self.limit).await.map_err(in_context)?;
             let challenge = challenge(&answer)?;
             let this =
-                challenge.as_ref().map_or(Ok(Standing::Foreign), |challenge| self.standing(challenge))?;
+                challenge.as_ref().map_or(Ok(PeerStanding::Foreign), |challenge| self.standing(challenge))?;
             // One for all: what the first worker tells must not be believed for what the second one proves.
             if standing.replace(this).is_some_and(|before| before != this) {
                 return Err(Error::new(
@@ -115,7 +115,7 @@ impl SideClient {
             }
             // Without a secret the first answer said all, unless it was meant for vLLM alone.
             if let Some(challenge) = challenge
-                && (this == Standing::Proven || refused(&answer).is_some())
+                && (this == PeerStanding::Proven || refused(&answer).is_some())
             {
                 let request = HandshakeRequest::new(*rank, dialect)?;
                 answer = self.ask_as_kvx(client, challenge, request).await.map_err(in_context)?;
@@ -123,8 +123,8 @@ impl SideClient {
             handshake.received(answer.frames(), self.clock.now())?;
         }
         let mut peer = handshake.finish()?;
-        let standing = standing.unwrap_or(Standing::Foreign);
-        if self.secret.is_some() && standing != Standing::Proven {
+        let standing = standing.unwrap_or(PeerStanding::Foreign);
+        if self.secret.is_some() && standing != PeerStanding::Proven {
             for metadata in peer.workers.values_mut() {
                 metadata.kvx_metadata = None;
             }
@@ -143,11 +143,11 @@ impl SideClient {
         let round_trip = began.elapsed();
         let challenge = challenge(&answer)?;
         let standing = match &challenge {
-            None => Ok(Standing::Foreign),
+            None => Ok(PeerStanding::Foreign),
             Some(challenge) => self.standing(challenge),
         };
         if let (Some(challenge), Ok(standing)) = (challenge, &standing)
-            && (*standing == Standing::Proven || refused(&answer).is_some())
+            && (*standing == PeerStanding::Proven || refused(&answer).is_some())
         {
             answer = self.ask_as_kvx(&mut client, challenge, request).await?;
         }
@@ -160,10 +160,10 @@ impl SideClient {
         Client::connect(SocketType::Req, &addresses, ANSWER, &self.budget, self.limit).await
     }
 
-    fn standing(&self, challenge: &KvxChallenge) -> Result<Standing> {
+    fn standing(&self, challenge: &KvxChallenge) -> Result<PeerStanding> {
         match (&self.secret, challenge.secret) {
-            (None, false) => Ok(Standing::Kvx),
-            (Some(_), true) => Ok(Standing::Proven),
+            (None, false) => Ok(PeerStanding::Kvx),
+            (Some(_), true) => Ok(PeerStanding::Proven),
             (None, true) => Err(proof::denied(
                 "the prefill has a shared secret and this engine has none: give it the same by KVX_SECRET_FILE",
             )),

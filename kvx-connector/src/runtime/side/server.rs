@@ -9,7 +9,7 @@ use kvx_core::{Error, Kind, Result, Secret};
 use tokio::net::TcpListener;
 
 use super::super::clock::Clock;
-use super::super::zmtp::{Handler, Limits, Router, RouterLimits, resolve};
+use super::super::zmtp::{Handler, MessageLimits, Router, RouterLimits, resolve};
 use super::{SideSettings, proof};
 use crate::engine::{Address, WorkerRank};
 use crate::wire::{
@@ -17,7 +17,7 @@ use crate::wire::{
 };
 
 /// The longest question has some 100 bytes, and an identity of 255 before it.
-const QUESTION: Limits = Limits { frames: 16, bytes: 4 << 10 };
+const QUESTION: MessageLimits = MessageLimits { frames: 16, bytes: 4 << 10 };
 
 /// What peers may cost: 512 silent ones take less than 1 MiB, 512 with a whole question each 4 MiB, those that do not
 /// read their answers as much as two of the longest.

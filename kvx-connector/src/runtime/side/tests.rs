@@ -81,7 +81,7 @@ fn a_kvx_decode_is_told_everything_once_it_may_be() {
     run(async {
         let same = secret(3);
         for nixl in [false, true] {
-            for (shared, standing) in [(None, Standing::Kvx), (same.clone(), Standing::Proven)] {
+            for (shared, standing) in [(None, PeerStanding::Kvx), (same.clone(), PeerStanding::Proven)] {
                 let server = server(shared.clone(), nixl).await;
                 let asked = ask(&server, shared).await.unwrap();
                 assert_eq!((asked.standing, &asked.peer.workers[&RANK]), (standing, &metadata(nixl)));
@@ -106,14 +106,14 @@ fn another_secret_or_none_is_denied_on_both_sides() {
 
 #[test]
 fn a_question_that_was_recorded_opens_nothing() {
-    use crate::runtime::zmtp::{Budget, Client, Limits, SocketType};
+    use crate::runtime::zmtp::{Budget, Client, MessageLimits, SocketType};
     use crate::wire::{HandshakePayload, HandshakeRequest, KvxChallenge, KvxRequest};
 
     run(async {
         let shared = secret(3);
         let server = server(shared.clone(), true).await;
         let addresses: Vec<_> = server.listens_at().collect();
-        let limits = Limits { frames: 4, bytes: 1 << 16 };
+        let limits = MessageLimits { frames: 4, bytes: 1 << 16 };
         let budget = Budget::new(1 << 20);
         let connect = || Client::connect(SocketType::Req, &addresses, limits, &budget, SHORT);
         let plain = HandshakeRequest::new(RANK, Dialect::V0_33).unwrap();
@@ -184,7 +184,7 @@ fn a_version_older_than_clocks_is_asked_in_its_own_form() {
         let peer = at("127.0.0.1", server.address().port);
         let expectation = Expectation::new(Dialect::V0_22, "prefill-0", hash());
         let asked = asker(secret(3)).ask(&peer, &[RANK], expectation).await.unwrap();
-        assert_eq!((asked.standing, asked.peer.clock), (Standing::Proven, None));
+        assert_eq!((asked.standing, asked.peer.clock), (PeerStanding::Proven, None));
     });
 }
 
@@ -263,7 +263,7 @@ fn ipv6_serves_too_and_workers_may_have_ports_of_their_own() {
 fn workers_of_which_some_are_kvx_and_some_not_are_refused() {
     use std::sync::Arc;
 
-    use crate::runtime::zmtp::{Handler, Limits, Router, RouterLimits};
+    use crate::runtime::zmtp::{Handler, MessageLimits, Router, RouterLimits};
     use crate::wire::{HandshakePayload, KvxChallenge};
 
     /// Answers one question as vLLM would, the other as kvx does.
@@ -285,7 +285,7 @@ fn workers_of_which_some_are_kvx_and_some_not_are_refused() {
     run(async {
         for kvx_first in [false, true] {
             let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-            let message = Limits { frames: 4, bytes: 1 << 16 };
+            let message = MessageLimits { frames: 4, bytes: 1 << 16 };
             let limits =
                 RouterLimits { connections: 8, message, bytes: 1 << 20, answers: 1 << 20, patience: SHORT };
             let router = Router::serve(listener, limits, Arc::new(Mixed(kvx_first))).unwrap();

@@ -9,7 +9,7 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use super::connection::SocketConnection;
-use super::{Budget, Limits, Message, SocketType};
+use super::{Budget, Message, MessageLimits, SocketType};
 use crate::engine::bare;
 
 /// A socket that asks. After an error it is of no use: drop it.
@@ -26,7 +26,7 @@ impl Client {
     pub(crate) async fn connect(
         kind: SocketType,
         addresses: &[SocketAddr],
-        limits: Limits,
+        limits: MessageLimits,
         budget: &Arc<Budget>,
         limit: Duration,
     ) -> Result<Self> {

@@ -227,7 +227,7 @@ fn counted<'a>(left: &mut &'a [u8], width: usize) -> Result<&'a [u8]> {
 
 /// What is taken of one message.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
+pub(crate) struct MessageLimits {
     /// Frames.
     pub(crate) frames: usize,
     /// Bytes of all frames.
@@ -267,7 +267,7 @@ impl Message {
 /// Makes messages and commands of what comes after the greeting, in pieces of any size.
 #[derive(Debug)]
 pub(crate) struct Decoder {
-    limits: Limits,
+    limits: MessageLimits,
     /// Of the message that is being read.
     frames: Vec<Vec<u8>>,
     held: BudgetShare,
@@ -286,7 +286,7 @@ struct Body {
 
 impl Decoder {
     /// Takes messages within these limits; their bytes come out of the budget.
-    pub(crate) fn new(limits: Limits, budget: &Arc<Budget>) -> Self {
+    pub(crate) fn new(limits: MessageLimits, budget: &Arc<Budget>) -> Self {
         Decoder { limits, frames: Vec::new(), held: budget.held(), taken: 0, head: Vec::new(), body: None }
     }
 

@@ -11,7 +11,7 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use super::codec::{self, Command, Decoder, Input};
-use super::{Budget, Limits, SocketType};
+use super::{Budget, MessageLimits, SocketType};
 
 pub(crate) use super::codec::Message;
 
@@ -63,7 +63,7 @@ impl SocketConnection {
     pub(super) async fn open(
         stream: TcpStream,
         kind: SocketType,
-        limits: Limits,
+        limits: MessageLimits,
         budget: &Arc<Budget>,
         limit: Duration,
     ) -> Result<Self> {

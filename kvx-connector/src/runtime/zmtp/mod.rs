@@ -15,6 +15,6 @@ mod tests;
 
 pub(crate) use budget::Budget;
 pub(crate) use client::{Client, resolve};
-pub(crate) use codec::{Limits, SocketType};
+pub(crate) use codec::{MessageLimits, SocketType};
 pub(crate) use connection::{Message, Received};
 pub(crate) use router::{Handler, Router, RouterLimits, Talk, Talker};

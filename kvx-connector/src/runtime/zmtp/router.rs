@@ -12,7 +12,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::AbortHandle;
 
 use super::connection::{Received, SocketConnection};
-use super::{Budget, Limits, Message, SocketType};
+use super::{Budget, Message, MessageLimits, SocketType};
 
 /// What a ROUTER does with connections.
 pub(crate) trait Talker: Send + Sync + 'static {
@@ -95,7 +95,7 @@ pub(crate) struct RouterLimits {
     /// Connections at a time. For a further one the one that has been silent longest is closed.
     pub(crate) connections: usize,
     /// What is taken of a message.
-    pub(crate) message: Limits,
+    pub(crate) message: MessageLimits,
     /// Bytes of all messages that are in memory.
     pub(crate) bytes: usize,
     /// Bytes of all answers that are being read.

@@ -50,7 +50,7 @@ fn run<F: Future>(test: F) -> F::Output {
 }
 
 fn limits(patience: Duration, connections: usize) -> RouterLimits {
-    let message = Limits { frames: 4, bytes: 1 << 20 };
+    let message = MessageLimits { frames: 4, bytes: 1 << 20 };
     RouterLimits { connections, message, bytes: 4 << 20, answers: 4 << 20, patience }
 }
 
@@ -63,7 +63,7 @@ async fn echo(patience: Duration, connections: usize) -> (Router, SocketAddr) {
 }
 
 async fn client(kind: SocketType, address: SocketAddr) -> kvx_core::Result<Client> {
-    let limits = Limits { frames: 4, bytes: 1 << 20 };
+    let limits = MessageLimits { frames: 4, bytes: 1 << 20 };
     Client::connect(kind, &[address], limits, &Budget::new(2 << 20), LIMIT).await
 }
 
@@ -258,7 +258,7 @@ async fn trap(then: impl AsyncFnOnce(TcpStream) + 'static) -> (SocketAddr, impl 
 #[test]
 fn dead_peers_cost_their_time_and_no_more() {
     async fn asked(address: SocketAddr) -> Kind {
-        let limits = Limits { frames: 4, bytes: 1 << 16 };
+        let limits = MessageLimits { frames: 4, bytes: 1 << 16 };
         let budget = Budget::new(1 << 20);
         match Client::connect(SocketType::Req, &[address], limits, &budget, SHORT).await {
             Err(error) => error.kind(),
@@ -318,7 +318,7 @@ fn dead_peers_cost_their_time_and_no_more() {
 fn bytes_in_memory_are_bounded_for_all_connections_together() {
     run(async {
         let (_router, address) = echo(LIMIT, 8).await;
-        let limits = Limits { frames: 4, bytes: 1 << 20 };
+        let limits = MessageLimits { frames: 4, bytes: 1 << 20 };
         let budget = Budget::new((1 << 20) + (1 << 19));
         let mut first = Client::connect(SocketType::Req, &[address], limits, &budget, LIMIT).await.unwrap();
         let mut second = Client::connect(SocketType::Req, &[address], limits, &budget, LIMIT).await.unwrap();

@@ -3,7 +3,7 @@
 use kvx_core::Result;
 
 use crate::engine::Time;
-use crate::wire::msgpack::{Reader, Writer};
+use crate::wire::msgpack::{MsgpackReader, MsgpackWriter};
 
 /// A listener's monotonic clock in seconds, as it travels beside the payload.
 ///
@@ -22,7 +22,7 @@ impl ClockReading {
 
     /// The frame.
     pub fn encode(self) -> [u8; 9] {
-        let mut writer = Writer::default();
+        let mut writer = MsgpackWriter::default();
         writer.float(self.0);
         writer.into_bytes().try_into().expect("a float takes nine bytes")
     }
@@ -33,7 +33,7 @@ impl ClockReading {
     ///
     /// Anything but one finite number.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let mut reader = Reader::new("clock of the peer", bytes, Self::LEN)?;
+        let mut reader = MsgpackReader::new("clock of the peer", bytes, Self::LEN)?;
         let seconds = reader.float()?;
         reader.end()?;
         if !seconds.is_finite() {

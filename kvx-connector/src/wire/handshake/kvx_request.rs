@@ -4,7 +4,7 @@ use kvx_core::{Error, Kind, Result};
 
 use super::HandshakeRequest;
 use crate::engine::WorkerRank;
-use crate::wire::msgpack::{Reader, Writer};
+use crate::wire::msgpack::{MsgpackReader, MsgpackWriter};
 
 const TAG: &[u8] = b"kvx_meta_msg";
 const NONCE: usize = 32;
@@ -76,7 +76,7 @@ impl KvxRequest {
     /// The request as bytes.
     pub fn encode(&self) -> Vec<u8> {
         let proof = self.proof.as_ref().map_or(&[][..], |proof| proof);
-        let mut writer = Writer::default();
+        let mut writer = MsgpackWriter::default();
         let rank = self.request.rank();
         writer.array(if self.request.pipeline_aware() { 3 } else { 2 });
         writer.binary(&[TAG, &self.nonce, proof].concat());
@@ -93,7 +93,7 @@ impl KvxRequest {
     ///
     /// Anything else.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let mut reader = Reader::new("kvx handshake request", bytes, Self::MAX_LEN)?;
+        let mut reader = MsgpackReader::new("kvx handshake request", bytes, Self::MAX_LEN)?;
         let fields = reader.array(3)?;
         if fields < 2 {
             return Err(reader.malformed(format_args!("{fields} items, 2 or 3 wanted")));

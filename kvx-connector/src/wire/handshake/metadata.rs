@@ -3,7 +3,7 @@
 use kvx_core::{Error, Kind, Result};
 
 use crate::Dialect;
-use crate::wire::msgpack::{Reader, Record, RecordFields, Shape, Writer};
+use crate::wire::msgpack::{MsgpackReader, MsgpackWriter, Record, RecordFields, Shape};
 
 const WHAT: &str = "agent metadata";
 /// Where kvx tells other kvx agents about itself; vLLM ignores the key.
@@ -141,41 +141,44 @@ impl NixlAgentMetadata {
     /// writes: the error names it.
     pub fn decode(bytes: &[u8], dialect: Dialect) -> Result<Self> {
         let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
-        let addresses = |reader: &mut Reader<'_>| reader.list(Self::MAX_REGIONS, Reader::unsigned);
-        let names = |reader: &mut Reader<'_>| reader.list(Self::MAX_REGIONS, Reader::owned_text);
+        let addresses =
+            |reader: &mut MsgpackReader<'_>| reader.list(Self::MAX_REGIONS, MsgpackReader::unsigned);
+        let names =
+            |reader: &mut MsgpackReader<'_>| reader.list(Self::MAX_REGIONS, MsgpackReader::owned_text);
         let always = |key: &str| since(key).is_some_and(|first| dialect >= first);
         let block_lens = fields.required("block_lens", addresses)?;
         Ok(NixlAgentMetadata {
-            engine_id: fields.required("engine_id", Reader::owned_text)?,
-            agent_metadata: fields.required("agent_metadata", Reader::binary)?.to_owned(),
+            engine_id: fields.required("engine_id", MsgpackReader::owned_text)?,
+            agent_metadata: fields.required("agent_metadata", MsgpackReader::binary)?.to_owned(),
             kv_caches_base_addr: fields.required("kv_caches_base_addr", addresses)?,
-            device_id: fields.required("device_id", Reader::unsigned)?,
-            num_blocks: fields.required("num_blocks", Reader::unsigned)?,
+            device_id: fields.required("device_id", MsgpackReader::unsigned)?,
+            num_blocks: fields.required("num_blocks", MsgpackReader::unsigned)?,
             block_strides: fields
                 .required_if(always("block_strides"), "block_strides", addresses)?
                 .unwrap_or_else(|| block_lens.clone()),
             block_lens,
-            kv_cache_layout: fields.required("kv_cache_layout", Reader::owned_text)?,
-            block_size: fields.required("block_size", Reader::unsigned)?,
+            kv_cache_layout: fields.required("kv_cache_layout", MsgpackReader::owned_text)?,
+            block_size: fields.required("block_size", MsgpackReader::unsigned)?,
             ssm_sizes: fields
                 .required_if(always("ssm_sizes"), "ssm_sizes", |reader| {
-                    reader.pair(Reader::unsigned, Reader::unsigned)
+                    reader.pair(MsgpackReader::unsigned, MsgpackReader::unsigned)
                 })?
                 .unwrap_or_default(),
             attn_backend_name: fields
-                .required_if(always("attn_backend_name"), "attn_backend_name", Reader::owned_text)?
+                .required_if(always("attn_backend_name"), "attn_backend_name", MsgpackReader::owned_text)?
                 .unwrap_or_default(),
             physical_blocks_per_logical_kv_block: fields
-                .required_if(always(KERNEL_PER_LOGICAL), KERNEL_PER_LOGICAL, Reader::size)?
+                .required_if(always(KERNEL_PER_LOGICAL), KERNEL_PER_LOGICAL, MsgpackReader::size)?
                 .unwrap_or(1),
             region_num_blocks: fields.nullable("region_num_blocks", addresses)?,
-            region_group_ids: fields
-                .nullable("region_group_ids", |reader| reader.list(Self::MAX_REGIONS, Reader::signed))?,
+            region_group_ids: fields.nullable("region_group_ids", |reader| {
+                reader.list(Self::MAX_REGIONS, MsgpackReader::signed)
+            })?,
             region_names: fields.nullable("region_names", names)?,
             region_mem_types: fields.nullable("region_mem_types", names)?,
-            dcp_size: fields.optional("dcp_size", Reader::size)?.unwrap_or(1),
-            pcp_size: fields.optional("pcp_size", Reader::size)?.unwrap_or(1),
-            ple_block_len: fields.nullable("ple_block_len", Reader::unsigned)?,
+            dcp_size: fields.optional("dcp_size", MsgpackReader::size)?.unwrap_or(1),
+            pcp_size: fields.optional("pcp_size", MsgpackReader::size)?.unwrap_or(1),
+            ple_block_len: fields.nullable("ple_block_len", MsgpackReader::unsigned)?,
             region_members: fields
                 .optional("region_members", |reader| reader.list(Self::MAX_REGIONS, names))?
                 .unwrap_or_default(),
@@ -246,12 +249,12 @@ impl NixlAgentMetadata {
     }
 }
 
-fn packed_members(reader: &mut Reader<'_>) -> Result<Vec<PackedMember>> {
+fn packed_members(reader: &mut MsgpackReader<'_>) -> Result<Vec<PackedMember>> {
     let count = reader.map(NixlAgentMetadata::MAX_REGIONS)?;
     let mut members = Vec::with_capacity(count);
     for _ in 0..count {
         let layer = reader.owned_text()?;
-        let (offset, len) = reader.pair(Reader::unsigned, Reader::unsigned)?;
+        let (offset, len) = reader.pair(MsgpackReader::unsigned, MsgpackReader::unsigned)?;
         members.push(PackedMember { layer, offset, len });
     }
     Ok(members)
@@ -327,11 +330,11 @@ impl Record for NixlAgentMetadata {
         }
     }
 
-    fn write(&self, key: &str, writer: &mut Writer) {
-        fn numbers(writer: &mut Writer, numbers: &[u64]) {
+    fn write(&self, key: &str, writer: &mut MsgpackWriter) {
+        fn numbers(writer: &mut MsgpackWriter, numbers: &[u64]) {
             writer.list(numbers, |writer, number| writer.unsigned(*number));
         }
-        fn texts(writer: &mut Writer, texts: &[String]) {
+        fn texts(writer: &mut MsgpackWriter, texts: &[String]) {
             writer.list(texts, |writer, text| writer.text(text));
         }
         match key {
@@ -368,7 +371,7 @@ impl Record for NixlAgentMetadata {
                     numbers(writer, &[member.offset, member.len]);
                 }
             }
-            KVX_METADATA => writer.optional(self.kvx_metadata.as_deref(), Writer::binary),
+            KVX_METADATA => writer.optional(self.kvx_metadata.as_deref(), MsgpackWriter::binary),
             other => unreachable!("{other} is no key of {WHAT}"),
         }
     }

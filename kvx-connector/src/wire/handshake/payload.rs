@@ -3,7 +3,7 @@
 use kvx_core::{Error, Kind, Result};
 
 use crate::wire::CompatibilityHash;
-use crate::wire::msgpack::{Reader, Record, RecordFields, Shape, Writer};
+use crate::wire::msgpack::{MsgpackReader, MsgpackWriter, Record, RecordFields, Shape};
 
 const WHAT: &str = "handshake payload";
 
@@ -74,14 +74,14 @@ impl HandshakePayload {
                  later: upgrade the peer",
             ));
         }
-        let text = |reader: &mut Reader<'_>, max| {
+        let text = |reader: &mut MsgpackReader<'_>, max| {
             let text = reader.text()?;
             if text.len() > max {
                 return Err(reader.malformed(format_args!("{} bytes, at most {max} are taken", text.len())));
             }
             Ok(text.to_owned())
         };
-        let word = |reader: &mut Reader<'_>| {
+        let word = |reader: &mut MsgpackReader<'_>| {
             let bytes = reader.binary()?;
             if bytes.len() > Self::MAX_WORD {
                 let max = Self::MAX_WORD;
@@ -120,13 +120,13 @@ impl Record for HandshakePayload {
         }
     }
 
-    fn write(&self, key: &str, writer: &mut Writer) {
+    fn write(&self, key: &str, writer: &mut MsgpackWriter) {
         match key {
             "compatibility_hash" => writer.text(self.compatibility_hash.as_str()),
             "agent_metadata_bytes" => writer.binary(&self.agent_metadata_bytes),
-            "kvx_refusal" => writer.optional(self.refusal.as_deref(), Writer::text),
-            "kvx_challenge" => writer.optional(self.kvx_challenge.as_deref(), Writer::binary),
-            "kvx_proof" => writer.optional(self.kvx_proof.as_deref(), Writer::binary),
+            "kvx_refusal" => writer.optional(self.refusal.as_deref(), MsgpackWriter::text),
+            "kvx_challenge" => writer.optional(self.kvx_challenge.as_deref(), MsgpackWriter::binary),
+            "kvx_proof" => writer.optional(self.kvx_proof.as_deref(), MsgpackWriter::binary),
             other => unreachable!("{other} is no key of a {WHAT}"),
         }
     }

@@ -4,7 +4,7 @@ use kvx_core::{Error, Kind, Result};
 
 use crate::Dialect;
 use crate::engine::WorkerRank;
-use crate::wire::msgpack::{Reader, Writer};
+use crate::wire::msgpack::{MsgpackReader, MsgpackWriter};
 
 const TAG: &[u8] = b"get_meta_msg";
 
@@ -65,7 +65,7 @@ impl HandshakeRequest {
 
     /// The request as bytes.
     pub fn encode(&self) -> Vec<u8> {
-        let mut writer = Writer::default();
+        let mut writer = MsgpackWriter::default();
         writer.array(if self.pipeline_aware { 3 } else { 2 });
         writer.binary(TAG);
         if self.pipeline_aware {
@@ -87,7 +87,7 @@ impl HandshakeRequest {
                 "a vLLM up to 0.11.0 asks, which knows no ranks; kvx speaks with vLLM 0.16 and later: upgrade it",
             ));
         }
-        let mut reader = Reader::new("handshake request", bytes, Self::MAX_LEN)?;
+        let mut reader = MsgpackReader::new("handshake request", bytes, Self::MAX_LEN)?;
         let fields = reader.array(3)?;
         if fields < 2 {
             return Err(reader.malformed(format_args!("{fields} items, 2 or 3 wanted")));

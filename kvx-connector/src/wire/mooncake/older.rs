@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use kvx_core::{Error, Kind, Result};
 
 use super::{PullRequest, PulledRequest};
-use crate::wire::msgpack::{Reader, Record, RecordFields, Shape, Writer};
+use crate::wire::msgpack::{MsgpackReader, MsgpackWriter, Record, RecordFields, Shape};
 
 const WHAT: &str = "pull request of vLLM before 0.16";
 
@@ -141,14 +141,16 @@ impl OlderPullRequest {
     /// Malformed bytes; a missing key is named.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let fields = RecordFields::read(WHAT, bytes, PullRequest::MAX_LEN, Self::KEYS)?;
-        let blocks = |reader: &mut Reader<'_>| reader.list(PullRequest::MAX_BLOCKS, Reader::unsigned_32);
+        let blocks =
+            |reader: &mut MsgpackReader<'_>| reader.list(PullRequest::MAX_BLOCKS, MsgpackReader::unsigned_32);
         Ok(OlderPullRequest {
-            remote_hostname: fields.required("remote_hostname", Reader::owned_text)?,
-            remote_port: fields.required("remote_port", Reader::port)?,
-            request_ids: fields
-                .required("request_ids", |reader| reader.list(PullRequest::MAX_ITEMS, Reader::owned_text))?,
+            remote_hostname: fields.required("remote_hostname", MsgpackReader::owned_text)?,
+            remote_port: fields.required("remote_port", MsgpackReader::port)?,
+            request_ids: fields.required("request_ids", |reader| {
+                reader.list(PullRequest::MAX_ITEMS, MsgpackReader::owned_text)
+            })?,
             kv_caches_base_addr: fields.required("kv_caches_base_addr", |reader| {
-                reader.list(PullRequest::MAX_ITEMS, Reader::unsigned)
+                reader.list(PullRequest::MAX_ITEMS, MsgpackReader::unsigned)
             })?,
             block_ids: fields.required("block_ids", |reader| reader.list(PullRequest::MAX_ITEMS, blocks))?,
             kvx_question: fields.nullable("kvx_question", |reader| Ok(reader.binary()?.to_vec()))?,
@@ -175,7 +177,7 @@ impl Record for OlderPullRequest {
         key == "kvx_question" && self.kvx_question.is_none()
     }
 
-    fn write(&self, key: &str, writer: &mut Writer) {
+    fn write(&self, key: &str, writer: &mut MsgpackWriter) {
         match key {
             "remote_hostname" => writer.text(&self.remote_hostname),
             "remote_port" => writer.unsigned(self.remote_port.into()),
@@ -186,7 +188,7 @@ impl Record for OlderPullRequest {
             "block_ids" => writer.list(&self.block_ids, |writer, blocks| {
                 writer.list(blocks, |writer, id| writer.unsigned((*id).into()));
             }),
-            "kvx_question" => writer.optional(self.kvx_question.as_deref(), Writer::binary),
+            "kvx_question" => writer.optional(self.kvx_question.as_deref(), MsgpackWriter::binary),
             other => unreachable!("{other} is no key of a {WHAT}"),
         }
     }

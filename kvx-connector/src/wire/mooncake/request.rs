@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use kvx_core::Result;
 
 use crate::wire::PushGrant;
-use crate::wire::msgpack::{Reader, Record, RecordFields, Shape, Writer};
+use crate::wire::msgpack::{MsgpackReader, MsgpackWriter, Record, RecordFields, Shape};
 
 const WHAT: &str = "pull request";
 
@@ -152,15 +152,16 @@ impl PullRequest {
     /// Malformed bytes; a missing key is named.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
-        let addresses = |reader: &mut Reader<'_>| reader.list(Self::MAX_ITEMS, Reader::unsigned);
-        let indices = |reader: &mut Reader<'_>| reader.list(Self::MAX_ITEMS, Reader::signed);
-        let names = |reader: &mut Reader<'_>| reader.list(Self::MAX_ITEMS, Reader::owned_text);
-        let shared = |reader: &mut Reader<'_>| reader.list(Self::MAX_ITEMS, indices);
+        let addresses =
+            |reader: &mut MsgpackReader<'_>| reader.list(Self::MAX_ITEMS, MsgpackReader::unsigned);
+        let indices = |reader: &mut MsgpackReader<'_>| reader.list(Self::MAX_ITEMS, MsgpackReader::signed);
+        let names = |reader: &mut MsgpackReader<'_>| reader.list(Self::MAX_ITEMS, MsgpackReader::owned_text);
+        let shared = |reader: &mut MsgpackReader<'_>| reader.list(Self::MAX_ITEMS, indices);
         Ok(PullRequest {
-            remote_hostname: fields.required("remote_hostname", Reader::owned_text)?,
-            remote_port: fields.required("remote_port", Reader::port)?,
-            remote_tp_size: fields.required("remote_tp_size", Reader::size)?,
-            remote_tp_rank: fields.required("remote_tp_rank", Reader::unsigned_32)?,
+            remote_hostname: fields.required("remote_hostname", MsgpackReader::owned_text)?,
+            remote_port: fields.required("remote_port", MsgpackReader::port)?,
+            remote_tp_size: fields.required("remote_tp_size", MsgpackReader::size)?,
+            remote_tp_rank: fields.required("remote_tp_rank", MsgpackReader::unsigned_32)?,
             req_blocks: fields.required("req_blocks", pulled)?,
             kv_caches_base_addr: fields.required("kv_caches_base_addr", addresses)?,
             block_lens: fields.required("block_lens", addresses)?,
@@ -176,25 +177,25 @@ impl PullRequest {
                 .optional("registered_shared_group_ids", shared)?
                 .unwrap_or_default(),
             registered_row_offsets: fields.optional("registered_row_offsets", indices)?.unwrap_or_default(),
-            remote_pp_size: fields.optional("remote_pp_size", Reader::size)?.unwrap_or(1),
-            layout_id: fields.optional("layout_id", Reader::unsigned)?.unwrap_or(0),
+            remote_pp_size: fields.optional("remote_pp_size", MsgpackReader::size)?.unwrap_or(1),
+            layout_id: fields.optional("layout_id", MsgpackReader::unsigned)?.unwrap_or(0),
             kvx_metadata: fields.nullable("kvx_metadata", |reader| Ok(reader.binary()?.to_vec()))?,
-            kvx_block_size: fields.nullable("kvx_block_size", Reader::size)?,
-            kvx_engine_id: fields.nullable("kvx_engine_id", Reader::owned_text)?,
+            kvx_block_size: fields.nullable("kvx_block_size", MsgpackReader::size)?,
+            kvx_engine_id: fields.nullable("kvx_engine_id", MsgpackReader::owned_text)?,
             kvx_grants: fields.optional("kvx_grants", grants)?.unwrap_or_default(),
             shape: fields.shape(),
         })
     }
 }
 
-fn pulled(reader: &mut Reader<'_>) -> Result<Vec<PulledRequest>> {
+fn pulled(reader: &mut MsgpackReader<'_>) -> Result<Vec<PulledRequest>> {
     let count = reader.map(PullRequest::MAX_ITEMS)?;
     let mut requests = Vec::with_capacity(count);
     for _ in 0..count {
         let request_id = reader.owned_text()?;
-        let (transfer_id, block_ids) = reader.pair(Reader::owned_text, |reader| {
+        let (transfer_id, block_ids) = reader.pair(MsgpackReader::owned_text, |reader| {
             reader.list(PullRequest::MAX_ITEMS, |reader| {
-                reader.list(PullRequest::MAX_BLOCKS, Reader::unsigned_32)
+                reader.list(PullRequest::MAX_BLOCKS, MsgpackReader::unsigned_32)
             })
         })?;
         requests.push(PulledRequest { request_id, transfer_id, block_ids });
@@ -202,9 +203,10 @@ fn pulled(reader: &mut Reader<'_>) -> Result<Vec<PulledRequest>> {
     Ok(requests)
 }
 
-fn grants(reader: &mut Reader<'_>) -> Result<BTreeMap<String, Vec<Vec<u8>>>> {
-    let regions =
-        |reader: &mut Reader<'_>| reader.list(PushGrant::MAX_REGIONS, |reader| Ok(reader.binary()?.to_vec()));
+fn grants(reader: &mut MsgpackReader<'_>) -> Result<BTreeMap<String, Vec<Vec<u8>>>> {
+    let regions = |reader: &mut MsgpackReader<'_>| {
+        reader.list(PushGrant::MAX_REGIONS, |reader| Ok(reader.binary()?.to_vec()))
+    };
     let count = reader.map(PullRequest::MAX_ITEMS)?;
     (0..count).map(|_| Ok((reader.owned_text()?, regions(reader)?))).collect()
 }
@@ -253,11 +255,11 @@ impl Record for PullRequest {
         }
     }
 
-    fn write(&self, key: &str, writer: &mut Writer) {
-        fn addresses(writer: &mut Writer, addresses: &[u64]) {
+    fn write(&self, key: &str, writer: &mut MsgpackWriter) {
+        fn addresses(writer: &mut MsgpackWriter, addresses: &[u64]) {
             writer.list(addresses, |writer, address| writer.unsigned(*address));
         }
-        fn indices(writer: &mut Writer, indices: &[i64]) {
+        fn indices(writer: &mut MsgpackWriter, indices: &[i64]) {
             writer.list(indices, |writer, index| writer.signed(*index));
         }
         match key {
@@ -290,11 +292,11 @@ impl Record for PullRequest {
             "registered_row_offsets" => indices(writer, &self.registered_row_offsets),
             "remote_pp_size" => writer.unsigned(self.remote_pp_size.into()),
             "layout_id" => writer.unsigned(self.layout_id),
-            "kvx_metadata" => writer.optional(self.kvx_metadata.as_deref(), Writer::binary),
+            "kvx_metadata" => writer.optional(self.kvx_metadata.as_deref(), MsgpackWriter::binary),
             "kvx_block_size" => {
                 writer.optional(self.kvx_block_size.as_ref(), |writer, size| writer.unsigned((*size).into()));
             }
-            "kvx_engine_id" => writer.optional(self.kvx_engine_id.as_deref(), Writer::text),
+            "kvx_engine_id" => writer.optional(self.kvx_engine_id.as_deref(), MsgpackWriter::text),
             "kvx_grants" => {
                 writer.map(self.kvx_grants.len());
                 for (request, regions) in &self.kvx_grants {

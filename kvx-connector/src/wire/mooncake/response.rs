@@ -2,7 +2,7 @@
 
 use kvx_core::Result;
 
-use crate::wire::msgpack::{Reader, Record, RecordFields, Shape, Writer};
+use crate::wire::msgpack::{MsgpackReader, MsgpackWriter, Record, RecordFields, Shape};
 
 const WHAT: &str = "pull response";
 
@@ -74,7 +74,7 @@ impl PullResponse {
     /// Malformed bytes, or a status that is not known.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
-        let ids = |reader: &mut Reader<'_>| reader.list(Self::MAX_REQUESTS, Reader::owned_text);
+        let ids = |reader: &mut MsgpackReader<'_>| reader.list(Self::MAX_REQUESTS, MsgpackReader::owned_text);
         Ok(PullResponse {
             status: fields.required("status", |reader| match reader.unsigned()? {
                 0 => Ok(PullStatus::Finish),
@@ -85,9 +85,9 @@ impl PullResponse {
             })?,
             ok_reqs: fields.nullable("ok_reqs", ids)?,
             err_reqs: fields.nullable("err_reqs", ids)?,
-            err_msg: fields.nullable("err_msg", Reader::owned_text)?,
-            layout_id: fields.optional("layout_id", Reader::unsigned)?.unwrap_or(0),
-            kvx_settled: fields.optional("kvx_settled", Reader::unsigned)? == Some(1),
+            err_msg: fields.nullable("err_msg", MsgpackReader::owned_text)?,
+            layout_id: fields.optional("layout_id", MsgpackReader::unsigned)?.unwrap_or(0),
+            kvx_settled: fields.optional("kvx_settled", MsgpackReader::unsigned)? == Some(1),
             shape: fields.shape(),
         })
     }
@@ -112,15 +112,15 @@ impl Record for PullResponse {
         }
     }
 
-    fn write(&self, key: &str, writer: &mut Writer) {
-        let ids = |writer: &mut Writer, ids: &Option<Vec<String>>| {
+    fn write(&self, key: &str, writer: &mut MsgpackWriter) {
+        let ids = |writer: &mut MsgpackWriter, ids: &Option<Vec<String>>| {
             writer.optional(ids.as_deref(), |writer, ids| writer.list(ids, |writer, id| writer.text(id)));
         };
         match key {
             "status" => writer.unsigned(self.status as u64),
             "ok_reqs" => ids(writer, &self.ok_reqs),
             "err_reqs" => ids(writer, &self.err_reqs),
-            "err_msg" => writer.optional(self.err_msg.as_deref(), Writer::text),
+            "err_msg" => writer.optional(self.err_msg.as_deref(), MsgpackWriter::text),
             "layout_id" => writer.unsigned(self.layout_id),
             "kvx_settled" => writer.unsigned(self.kvx_settled.into()),
             other => unreachable!("{other} is no key of a {WHAT}"),

@@ -8,6 +8,6 @@ mod reader;
 mod record;
 mod writer;
 
-pub(super) use reader::Reader;
+pub(super) use reader::MsgpackReader;
 pub(super) use record::{Record, RecordFields, Shape};
-pub(super) use writer::Writer;
+pub(super) use writer::MsgpackWriter;

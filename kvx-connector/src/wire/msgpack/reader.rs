@@ -7,7 +7,7 @@ const MAX_DEPTH: usize = 16;
 
 /// Takes values off a message, each checked against what is left of it.
 #[derive(Clone, Debug)]
-pub(in crate::wire) struct Reader<'a> {
+pub(in crate::wire) struct MsgpackReader<'a> {
     what: &'static str,
     field: Option<&'static str>,
     left: &'a [u8],
@@ -41,10 +41,10 @@ impl Head<'_> {
     }
 }
 
-impl<'a> Reader<'a> {
+impl<'a> MsgpackReader<'a> {
     /// Reads a message of at most `max` bytes; `what` names it in errors.
     pub(in crate::wire) fn new(what: &'static str, bytes: &'a [u8], max: usize) -> Result<Self> {
-        let reader = Reader { what, field: None, left: bytes };
+        let reader = MsgpackReader { what, field: None, left: bytes };
         if bytes.len() > max {
             return Err(reader.malformed(format_args!("{} bytes, at most {max} are taken", bytes.len())));
         }
@@ -53,7 +53,7 @@ impl<'a> Reader<'a> {
 
     /// Reads a value that was skipped before, as the field of this name.
     pub(super) fn field(what: &'static str, field: &'static str, bytes: &'a [u8]) -> Self {
-        Reader { what, field: Some(field), left: bytes }
+        MsgpackReader { what, field: Some(field), left: bytes }
     }
 
     /// An error of this message.
@@ -313,8 +313,8 @@ impl<'a> Reader<'a> {
 mod tests {
     use super::*;
 
-    fn reader(bytes: &[u8]) -> Reader<'_> {
-        Reader::new("test", bytes, 1 << 20).unwrap()
+    fn reader(bytes: &[u8]) -> MsgpackReader<'_> {
+        MsgpackReader::new("test", bytes, 1 << 20).unwrap()
     }
 
     #[test]

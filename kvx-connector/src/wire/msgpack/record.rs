@@ -2,7 +2,7 @@
 
 use kvx_core::Result;
 
-use super::{Reader, Writer};
+use super::{MsgpackReader, MsgpackWriter};
 
 /// How many keys a map with known keys may have.
 const MAX_KEYS: usize = 256;
@@ -63,7 +63,7 @@ impl<'a> RecordFields<'a> {
         max: usize,
         known: &[&'static str],
     ) -> Result<Self> {
-        let mut reader = Reader::new(what, bytes, max)?;
+        let mut reader = MsgpackReader::new(what, bytes, max)?;
         let mut fields = RecordFields { what, values: Vec::new(), shape: Shape::default() };
         for _ in 0..reader.map(MAX_KEYS)? {
             let key = reader.text()?;
@@ -91,19 +91,19 @@ impl<'a> RecordFields<'a> {
     pub(in crate::wire) fn optional<T>(
         &self,
         key: &'static str,
-        read: impl FnOnce(&mut Reader<'a>) -> Result<T>,
+        read: impl FnOnce(&mut MsgpackReader<'a>) -> Result<T>,
     ) -> Result<Option<T>> {
         let Some((_, bytes)) = self.values.iter().find(|(known, _)| *known == key) else { return Ok(None) };
-        read(&mut Reader::field(self.what, key, bytes)).map(Some)
+        read(&mut MsgpackReader::field(self.what, key, bytes)).map(Some)
     }
 
     /// The field, which must be there.
     pub(in crate::wire) fn required<T>(
         &self,
         key: &'static str,
-        read: impl FnOnce(&mut Reader<'a>) -> Result<T>,
+        read: impl FnOnce(&mut MsgpackReader<'a>) -> Result<T>,
     ) -> Result<T> {
-        let absent = || Reader::field(self.what, key, &[]).malformed("this required key is absent");
+        let absent = || MsgpackReader::field(self.what, key, &[]).malformed("this required key is absent");
         self.optional(key, read)?.ok_or_else(absent)
     }
 
@@ -112,7 +112,7 @@ impl<'a> RecordFields<'a> {
         &self,
         needed: bool,
         key: &'static str,
-        read: impl FnOnce(&mut Reader<'a>) -> Result<T>,
+        read: impl FnOnce(&mut MsgpackReader<'a>) -> Result<T>,
     ) -> Result<Option<T>> {
         if needed { self.required(key, read).map(Some) } else { self.optional(key, read) }
     }
@@ -121,7 +121,7 @@ impl<'a> RecordFields<'a> {
     pub(in crate::wire) fn nullable<T>(
         &self,
         key: &'static str,
-        read: impl FnOnce(&mut Reader<'a>) -> Result<T>,
+        read: impl FnOnce(&mut MsgpackReader<'a>) -> Result<T>,
     ) -> Result<Option<T>> {
         Ok(self.optional(key, |reader| reader.optional(read))?.flatten())
     }
@@ -154,14 +154,14 @@ pub(in crate::wire) trait Record {
     fn is_default(&self, key: &str) -> bool;
 
     /// Writes the value of a known key.
-    fn write(&self, key: &str, writer: &mut Writer);
+    fn write(&self, key: &str, writer: &mut MsgpackWriter);
 
     /// The message: the keys of its shape, then those that are not in it and not at their defaults.
     fn encode_map(&self) -> Vec<u8> {
         let shape = self.shape();
         let further: Vec<_> =
             Self::KEYS.iter().filter(|key| !shape.has(key) && !self.is_default(key)).collect();
-        let mut writer = Writer::default();
+        let mut writer = MsgpackWriter::default();
         writer.map(shape.slots.len() + further.len());
         for slot in &shape.slots {
             match slot {

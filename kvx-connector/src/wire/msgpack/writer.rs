@@ -2,11 +2,11 @@
 
 /// Puts values into a message, each in the form that msgspec gives it.
 #[derive(Debug, Default)]
-pub(in crate::wire) struct Writer {
+pub(in crate::wire) struct MsgpackWriter {
     bytes: Vec<u8>,
 }
 
-impl Writer {
+impl MsgpackWriter {
     pub(in crate::wire) fn into_bytes(self) -> Vec<u8> {
         self.bytes
     }
@@ -115,7 +115,7 @@ impl Writer {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Reader;
+    use super::super::MsgpackReader;
     use super::*;
 
     #[test]
@@ -124,11 +124,11 @@ mod tests {
         let below = [-1, -0x20, -0x21, -0x80, -0x81, -0x8000, -0x8001, -0x8000_0000, -0x8000_0001, i64::MIN];
         let widths = [1, 1, 2, 2, 3, 3, 5, 5, 9, 9, 1, 1, 2, 2, 3, 3, 5, 5, 9, 9];
         for (number, width) in edges.into_iter().chain(below).zip(widths) {
-            let mut writer = Writer::default();
+            let mut writer = MsgpackWriter::default();
             writer.signed(number);
             let bytes = writer.into_bytes();
             assert_eq!(bytes.len(), width, "{number}");
-            assert_eq!(Reader::new("test", &bytes, 16).unwrap().signed().unwrap(), number);
+            assert_eq!(MsgpackReader::new("test", &bytes, 16).unwrap().signed().unwrap(), number);
         }
     }
 
@@ -145,16 +145,16 @@ mod tests {
             (65_535, 3, 3, 3),
             (65_536, 5, 5, 5),
         ] {
-            let mut text = Writer::default();
+            let mut text = MsgpackWriter::default();
             text.text(&"a".repeat(len));
-            let mut binary = Writer::default();
+            let mut binary = MsgpackWriter::default();
             binary.binary(&vec![7; len]);
-            let mut array = Writer::default();
+            let mut array = MsgpackWriter::default();
             array.list(&vec![7_u64; len], |writer, item| writer.unsigned(*item));
             for (writer, head) in [(text, text_head), (binary, bin_head), (array, array_head)] {
                 let bytes = writer.into_bytes();
                 assert_eq!(bytes.len(), head + len);
-                assert_eq!(Reader::new("test", &bytes, 1 << 20).unwrap().skip().unwrap(), bytes);
+                assert_eq!(MsgpackReader::new("test", &bytes, 1 << 20).unwrap().skip().unwrap(), bytes);
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use kvx_connector::engine::RequestId;
 use kvx_connector::params::{
-    KvxPrefill, MooncakeLeg, MooncakeParams, OlderMooncakeLeg, OlderMooncakeParams, TransferId,
+    KvxPrefill, MooncakeLeg, MooncakeParams, MooncakeTransferId, OlderMooncakeLeg, OlderMooncakeParams,
     TransferParams,
 };
 
@@ -18,7 +18,7 @@ pub(super) struct Client {
     deadline: u64,
     prefill_id: RequestId,
     decode_id: RequestId,
-    transfer: TransferId,
+    transfer: MooncakeTransferId,
     older: Option<Older>,
     lives: (u32, u32),
     pub(super) prefilling: bool,
@@ -74,7 +74,7 @@ impl World {
             deadline: start + random.one_of(&[5, 30, 120]) * SECOND,
             prefill_id: prefill_id.into(),
             decode_id: decode_id.into(),
-            transfer: TransferId::new(format!("xfer-{number}")).expect("it is not empty"),
+            transfer: MooncakeTransferId::new(format!("xfer-{number}")).expect("it is not empty"),
             older,
             lives: (0, 0),
             prefilling: false,

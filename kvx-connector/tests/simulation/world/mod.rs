@@ -14,7 +14,7 @@ use kvx_connector::engine::{
     Action, Connection, ConsumerRule, MoveId, RemoteEngine, RequestId, Settings, Worker, WorkerRank,
 };
 use kvx_connector::params::{TransferMode, TransferParams};
-use kvx_connector::wire::Notification;
+use kvx_connector::wire::EngineNotification;
 
 use self::clients::Client;
 use self::flights::Flight;
@@ -440,7 +440,7 @@ impl World {
                     self.notify(at, self.links[&(at, connection)], rank, request, &bytes);
                 }
                 Action::Register { request, connection, ranks, registration } => {
-                    let bytes = Notification::Registration(registration).encode().into();
+                    let bytes = EngineNotification::Registration(registration).encode().into();
                     for rank in ranks {
                         let request = Some(request.clone());
                         self.notify(at, self.links[&(at, connection)], rank, request, &bytes);

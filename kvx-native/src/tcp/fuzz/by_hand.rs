@@ -3,7 +3,7 @@
 use kvx_backend::control::proof::Keys;
 use kvx_core::{Identity, Invitation, Result, Secret};
 
-use crate::tcp::auth::{InitiatorHandshake, OwnerHandshake, Sealed, Step, Verdict};
+use crate::tcp::auth::{Agreed, InitiatorHandshake, InitiatorVerdict, OwnerHandshake, Step};
 use crate::tcp::frames::{HEADER, Header};
 use crate::tcp::seal::Seal;
 
@@ -35,11 +35,11 @@ impl InitiatorByHand {
         let mut answer = Vec::new();
         match self.handshake.frame(header, body, &mut answer)? {
             None => Ok((answer, None)),
-            Some(Verdict::Welcome(sealed)) => {
+            Some(InitiatorVerdict::Welcome(sealed)) => {
                 check(&sealed);
                 Ok((answer, Some(self.lane)))
             }
-            Some(Verdict::Restarted) => panic!("the owner does not know the invitation"),
+            Some(InitiatorVerdict::Restarted) => panic!("the owner does not know the invitation"),
         }
     }
 }
@@ -73,6 +73,6 @@ fn parts(frame: &[u8]) -> Result<(Header, &[u8])> {
     Ok((Header::decode(head)?, body))
 }
 
-fn check((seal, _): &Sealed) {
+fn check((seal, _): &Agreed) {
     assert_eq!(*seal, Seal::None, "set \"tcp.seal\" to \"none\" at the agent");
 }

@@ -5,7 +5,7 @@ use kvx_core::{Invitation, Result, Secret};
 use kvx_noise::Seals;
 
 use super::who;
-use crate::tcp::auth::{InitiatorHandshake, OwnerHandshake, Step, Verdict};
+use crate::tcp::auth::{InitiatorHandshake, InitiatorVerdict, OwnerHandshake, Step};
 use crate::tcp::frames::{HEADER, Header};
 use crate::tcp::seal::Seal;
 
@@ -47,14 +47,14 @@ pub(crate) fn handshake(bytes: &[u8]) {
         }
         said.clear();
         match conversation.pass(&answer, |header, body| initiator.frame(header, body, &mut said)) {
-            Some(Ok(Some(Verdict::Welcome((seal, mut ours))))) => {
+            Some(Ok(Some(InitiatorVerdict::Welcome((seal, mut ours))))) => {
                 assert!(!conversation.altered && seal == wishes.0.max(wishes.1));
                 let mut theirs = entered.expect("whoever answers is believed");
                 conversation.seals(&mut ours, &mut theirs);
                 conversation.seals(&mut theirs, &mut ours);
                 return;
             }
-            Some(Ok(Some(Verdict::Restarted))) => {
+            Some(Ok(Some(InitiatorVerdict::Restarted))) => {
                 assert!(!same || conversation.altered, "who was invited to is not believed");
                 // With a secret, nobody without it can say so.
                 assert!(flags & 2 == 0 || !conversation.altered);

@@ -18,7 +18,7 @@ use crate::tcp::conn::{Effect, LaneEnd, Scope};
 use crate::tcp::ending::{Concern, Ending};
 use crate::tcp::frames::{Frame, Header, put_bare, put_end};
 use crate::tcp::memory::Served;
-use crate::tcp::payload::{Blocks, Sink, Source};
+use crate::tcp::payload::{HostBlocks, Sink, Source};
 use crate::tcp::staging::Staged;
 use crate::tcp::transport::Shared;
 
@@ -142,7 +142,7 @@ impl ServedLane {
     fn source(&self, named: Named, ending: &Ending) -> Result<Source> {
         match Staged::of(&named.regions, named.extents)? {
             Ok(staged) => staged.source(self.lane, ending.token(self.key), concern(&named.regions)),
-            Err(extents) => Ok(Source::Host(Blocks::served(named.regions, extents))),
+            Err(extents) => Ok(Source::Host(HostBlocks::served(named.regions, extents))),
         }
     }
 
@@ -150,7 +150,7 @@ impl ServedLane {
         named.regions.iter().try_for_each(|served| served.memory.check_writable())?;
         match Staged::of(&named.regions, named.extents)? {
             Ok(staged) => staged.sink(self.lane, ending.token(self.key), concern(&named.regions)),
-            Err(extents) => Ok(Sink::Host(Blocks::served(named.regions, extents))),
+            Err(extents) => Ok(Sink::Host(HostBlocks::served(named.regions, extents))),
         }
     }
 

@@ -419,6 +419,8 @@ fn kind_of(why: &str) -> &str {
         ("the peer had taken blocks back", "stale"),
         ("the request's deadline", "deadline"),
         ("this engine has lost a rank", "rank"),
+        // It was known before the load began.
+        ("the load is refused: a rank of this engine is not there", "rank"),
         ("the peer did not send the blocks in time", "not written"),
     ];
     kinds.iter().find(|(words, _)| why.starts_with(words)).map_or(why, |(_, kind)| kind)

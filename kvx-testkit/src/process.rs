@@ -230,9 +230,14 @@ impl Grandchild {
         self.signal(Signal::CONT)
     }
 
-    /// Kills it (SIGKILL).
+    /// Kills it (SIGKILL) and waits until it has ended.
     pub fn kill(&self) -> Result<(), Failure> {
-        self.signal(Signal::KILL)
+        self.signal(Signal::KILL)?;
+        let limit = Timespec::try_from(CUT_OFF).map_err(|error| Failure::new(error.to_string()))?;
+        match poll(&mut [PollFd::new(&self.process, PollFlags::IN)], Some(&limit)) {
+            Ok(1) => Ok(()),
+            _ => Err(Failure::new(format!("the other process did not end within {CUT_OFF:?}"))),
+        }
     }
 
     fn signal(&self, signal: Signal) -> Result<(), Failure> {

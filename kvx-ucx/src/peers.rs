@@ -3,9 +3,9 @@
 //! UCX pairs the endpoints of two workers by the order in which they were made. If both sides made one for each link,
 //! one side's endpoint of one link would be paired with the other's of another, and the end of one link would break the
 //! other. So there is one endpoint for each peer's worker, and it stays when the last link over it has been closed: the
-//! peer may just be making its next one. It goes when either side fails or ends. A worker that ends says so, by a message
-//! of no bytes: UCX's own look at a peer asks after its process, and an endpoint to a worker that is gone would stay as
-//! long as that.
+//! peer may just be making its next one. It goes when either side fails or ends. A worker that ends says so, by a
+//! message of no bytes: UCX's own look at a peer asks after its process, and an endpoint to a worker that is gone would
+//! stay as long as that.
 //!
 //! A side that has given up its endpoint and made another may be heard of over the new one before the other side has
 //! noticed the end of the old one, and then nothing may be answered over that. So each message tells which endpoint it

@@ -9,7 +9,7 @@ pub(crate) mod table;
 use std::time::{Duration, Instant};
 
 use kvx::{Capabilities, Revocation};
-use kvx_testkit::{Check, Failure, Tier, skip};
+use kvx_testkit::{Check, Child, Failure, Tier, skip};
 use serde_json::{Value, json};
 
 use crate::engine::Spec;

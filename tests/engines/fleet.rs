@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use kvx_testkit::{Child, Failure, Grandchild, Holdings, Host};
 use serde_json::{Value, json};
 
+use crate::apart;
 use crate::engine::{Answer, Order, Spec};
 
 /// Says to a process of this program which engine it is.
@@ -24,6 +25,14 @@ pub(crate) struct Engine {
     child: Child,
     /// It has stopped itself amid an order, which it answers when it goes on.
     amid: bool,
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        if self.spec.apart {
+            std::fs::remove_file(apart::path(self.child.pid())).ok(); // it may never have been there
+        }
+    }
 }
 
 fn other<T>(wanted: &str, answer: Answer) -> Result<T, Failure> {
@@ -73,6 +82,11 @@ impl Engine {
             }
             return Ok(());
         }
+    }
+
+    /// Its first rank was killed, and another process wants to be that: it says in a line what it has heard.
+    pub(crate) fn start_rank_again(&self) -> Result<Child, Failure> {
+        apart::again(self.child.pid(), &self.spec.shape)
     }
 
     pub(crate) fn process(&mut self) -> &mut Child {

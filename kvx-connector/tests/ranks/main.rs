@@ -32,8 +32,8 @@ fn main() -> ExitCode {
     let trials = if Tier::Usual.runs() { trials() } else { Vec::new() };
     let secret = distant::with_a_secret();
     let mut arguments = Arguments::from_args();
-    // Outcomes have deadlines, and each trial is several processes.
-    arguments.test_threads.get_or_insert(2);
+    // Outcomes have deadlines, and each trial is several processes; most of the time all of them wait.
+    arguments.test_threads.get_or_insert(4);
     let conclusion = libtest_mimic::run(&arguments, trials);
     secret.into_iter().for_each(|file| std::fs::remove_file(file).unwrap());
     conclusion.exit_code()

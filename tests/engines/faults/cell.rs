@@ -129,23 +129,32 @@ fn cells(subjects: &[Subject], moments: &[Moment]) -> Vec<Cell> {
 }
 
 impl Cell {
-    /// A rank starts with its engine, and a request is the engine's. An idle decode has none, nor one that has its
-    /// blocks.
+    /// A request is the engine's. An idle decode has none, nor one that has its blocks.
     fn can_be(&self) -> bool {
         match self.trouble {
-            Restarted | Renamed => !self.subject.is_rank(),
             Aborted => match self.subject {
                 PrefillEngine => true,
                 DecodeEngine => !matches!(self.moment, ToldNotFreed | Idle),
                 PrefillRank | DecodeRank => false,
             },
-            Killed | Stopped | StoppedAWhile => true,
+            Killed | Stopped | StoppedAWhile | Restarted | Renamed => true,
         }
+    }
+
+    /// A rank is killed and started again as the same one, which its engine refuses: the engine is restarted then.
+    pub(super) fn is_of_a_rank_again(&self) -> bool {
+        self.subject.is_rank() && matches!(self.trouble, Restarted | Renamed)
+    }
+
+    /// Who fails, and how.
+    pub(super) fn title(&self) -> String {
+        let then = if self.is_of_a_rank_again() { "started again, then its engine " } else { "" };
+        format!("{} {then}{}", self.subject, self.trouble)
     }
 }
 
 impl fmt::Display for Cell {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}, {}", self.subject, self.trouble, self.moment)
+        write!(f, "{}, {}", self.title(), self.moment)
     }
 }

@@ -57,7 +57,7 @@ pub(crate) fn cases() -> Vec<Case> {
                         true => asking(&backend, variables, cell.moment == Written)?,
                         false => two(&backend, variables, cell.subject, cell.moment == Checking)?,
                     };
-                    Run { two, cell, asks }.run(&backend)
+                    Run { two, cell, asks, again: None }.run(&backend)
                 }
                 Err((reason, cure)) => {
                     skip(&format!("{backend}::{title}"), &reason, cure);
@@ -116,6 +116,8 @@ struct Run {
     cell: Cell,
     /// The decode asks, and the prefill writes.
     asks: bool,
+    /// The rank that was started again.
+    again: Option<Child>,
 }
 
 impl Run {
@@ -140,6 +142,7 @@ impl Run {
         }
         let mut ended = self.end(&published)?;
         let after = ended.as_ref().map(|_| since.elapsed());
+        self.is_refused()?;
         // Whoever was to be written to lives on, and its load is over.
         let lives_on = subject.is_prefill() || matches!(trouble, Aborted | StoppedAWhile);
         let is_watched = self.asks && lives_on && moment != ToldNotFreed;
@@ -169,9 +172,8 @@ impl Run {
             let ended = ended.as_deref().unwrap_or("-");
             let (after, works) = (ms(after), ms(Some(works)));
             // The harness has begun a line.
-            println!(
-                "\n| {backend} | {subject} {trouble} | {moment} | {ended} | {after} | {back} | {works} |"
-            );
+            let title = self.cell.title();
+            println!("\n| {backend} | {title} | {moment} | {ended} | {after} | {back} | {works} |");
         }
         Ok(())
     }
@@ -253,9 +255,10 @@ impl Run {
     fn cause_trouble(&mut self, request: &str) -> Check {
         let Cell { subject, trouble, .. } = self.cell;
         let (is_held, asks) = (self.is_held() && self.is_held_itself(), self.asks);
+        let is_of_a_rank_again = self.cell.is_of_a_rank_again();
         let engine = self.subject();
         match trouble {
-            Killed if subject.is_rank() => engine.ranks[0].kill(),
+            Killed | Restarted | Renamed if subject.is_rank() => engine.ranks[0].kill(),
             Killed => engine.process().kill(),
             Stopped | StoppedAWhile if subject.is_rank() => engine.ranks[0].stop(),
             Stopped | StoppedAWhile => engine.process().stop(),
@@ -264,11 +267,24 @@ impl Run {
             Aborted if is_held => engine.goes_on_with_an_abort(request),
             Aborted => engine.abort(request),
         }?;
+        if is_of_a_rank_again {
+            let again = engine.start_rank_again()?;
+            self.again = Some(again);
+            return Ok(());
+        }
         // Others compute in the same blocks at once.
         match asks && subject == PrefillEngine && trouble == Aborted {
             true => engine.occupy(OTHERS).and_then(|()| engine.vacate()),
             false => Ok(()),
         }
+    }
+
+    /// The rank that was started again hears which one its engine has lost, and what to do.
+    fn is_refused(&mut self) -> Check {
+        let Some(again) = self.again.take() else { return Ok(()) };
+        let said = again.hear(CUT_OFF)?;
+        let words = ["rank pp 0 tp 0 (process ", "restart the engine with all its ranks"];
+        ensure(words.iter().all(|words| said.contains(words)), || format!("a rank came back: {said}"))
     }
 
     fn go_on_after(&mut self, since: Instant) -> Check {
@@ -298,11 +314,13 @@ impl Run {
             }
             (_, _, BeforeTheHandshake | Idle) => self.two.begin(published, WITHIN)?,
             // Who knows that a rank is lost orders nothing.
-            (DecodeRank, Killed, Queued) if self.two.decode.admit(&published.0).is_err() => {
+            (DecodeRank, Killed | Restarted | Renamed, Queued)
+                if self.two.decode.admit(&published.0).is_err() =>
+            {
                 self.two.decode.abort(&published.0)?;
                 return Ok(Some("rank".to_owned()));
             }
-            (DecodeRank, Killed, Queued) => {}
+            (DecodeRank, Killed | Restarted | Renamed, Queued) => {}
             (_, _, Queued) => self.two.decode.admit(&published.0)?,
             (_, _, InTheHandshake | Reading | Asked | Written | Checking) => {}
         }
@@ -382,11 +400,14 @@ impl Run {
 
     /// Another engine takes the place of one that is gone, or has lost a rank.
     fn heal(&mut self) -> Check {
-        if !matches!(self.cell.trouble, Killed | Stopped) {
-            return Ok(());
-        }
+        let suffix = match self.cell.trouble {
+            Killed | Stopped => "-again",
+            Restarted if self.cell.subject.is_rank() => "",
+            Renamed if self.cell.subject.is_rank() => "-new",
+            Restarted | Renamed | StoppedAWhile | Aborted => return Ok(()),
+        };
         let engine = self.subject();
-        engine.start_again(&format!("{}-again", engine.spec.id))
+        engine.start_again(&format!("{}{suffix}", engine.spec.id))
     }
 }
 
@@ -398,6 +419,8 @@ fn kind_of(why: &str) -> &str {
         ("the peer had taken blocks back", "stale"),
         ("the request's deadline", "deadline"),
         ("this engine has lost a rank", "rank"),
+        // It was known before the load began.
+        ("the load is refused: a rank of this engine is not there", "rank"),
         ("the peer did not send the blocks in time", "not written"),
     ];
     kinds.iter().find(|(words, _)| why.starts_with(words)).map_or(why, |(_, kind)| kind)

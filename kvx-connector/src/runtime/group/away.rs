@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvx_core::{Deadline, Error, Kind, Result};
 use tokio::sync::mpsc::error::TrySendError;
@@ -13,6 +14,7 @@ use super::super::host_copies::When;
 use super::super::slot::Slot;
 use super::super::words::Raised;
 use super::granting::refused;
+use super::serving::ends;
 use crate::engine::{
     BlockLists, ConnectorMeta, FailedLoad, Fresh, Kept, LoadFailure, RequestId, Unsaved, WorkerOutput,
     WorkerRank,
@@ -33,6 +35,8 @@ pub(in crate::runtime) type Task = Arc<Slot<Result<(), String>>>;
 pub(super) struct Newcomer {
     /// In words.
     pub(super) process: Arc<str>,
+    /// Its pidfd, if it is of this host.
+    pub(super) life: Option<Arc<OwnedFd>>,
     /// It may be on another host, and shares no memory with the engine.
     pub(super) distant: bool,
 }
@@ -62,6 +66,8 @@ pub(in crate::runtime) struct Away {
     standing: RankStage,
     /// It is on another host, and raises its words itself: so often it was asked to, and has said that it has.
     distant: bool,
+    /// The pidfd of its process, if that is of this host.
+    life: Option<Arc<OwnedFd>>,
     raising: u64,
     raised: u64,
     /// It was given words for the caches that it has, or is about to register.
@@ -87,6 +93,7 @@ impl Away {
             pushes,
             standing: RankStage::Awaited,
             distant: false,
+            life: None,
             raising: 0,
             raised: 0,
             has_words: false,
@@ -104,7 +111,7 @@ impl Away {
     /// A process takes the place. Gives what is sent to it.
     ///
     /// Errors: the place is taken, or was.
-    pub(super) fn join(&mut self, Newcomer { process, distant }: &Newcomer) -> Result<Receiver<Down>> {
+    pub(super) fn join(&mut self, Newcomer { process, life, distant }: &Newcomer) -> Result<Receiver<Down>> {
         match &self.standing {
             RankStage::Awaited => {}
             RankStage::Joined { process: first }
@@ -118,12 +125,20 @@ impl Away {
                     ),
                 ));
             }
-            RankStage::Lost { why, .. } => return Err(Error::new(Kind::Closed, why.to_string())),
+            RankStage::Lost { why, .. } => {
+                let why = format!("{why}; it does not come back: restart the engine with all its ranks");
+                return Err(Error::new(Kind::Closed, why));
+            }
         }
         let (to, down) = mpsc::channel(BACKLOG);
         (self.standing, self.to) = (RankStage::Joined { process: Arc::clone(process) }, Some(to));
-        self.distant = *distant;
+        (self.life, self.distant) = (life.clone(), *distant);
         Ok(down)
+    }
+
+    /// Whether its process has ended, though it is not known to be lost.
+    pub(super) fn has_ended(&self) -> bool {
+        self.life.as_deref().is_some_and(|life| ends(life, Duration::ZERO))
     }
 
     /// It has registered its caches.
@@ -379,7 +394,7 @@ impl Away {
             done.set(Err(why.to_string()));
         }
         self.standing = RankStage::Lost { why, proven };
-        self.to = None;
+        (self.to, self.life) = (None, None);
         self.fail_what_is_open();
         self.granting.clear();
         if let Some(ending) = self.ending.take() {

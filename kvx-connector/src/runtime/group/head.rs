@@ -16,7 +16,7 @@ use super::super::register::closed;
 use super::super::slot::until;
 use super::super::state::{Shared, State};
 use super::away::{Away, Down, Newcomer, name, out_of_turn};
-use super::serving::{RankListener, gather};
+use super::serving::{ENDED, RankListener, gather};
 use crate::engine::WorkerRank;
 use crate::params::TransferMode;
 use crate::wire::group::{ToHead, ToRank};
@@ -129,6 +129,12 @@ impl Shared {
     /// A process takes the place of a rank.
     pub(super) fn seat(&self, rank: WorkerRank, newcomer: &Newcomer) -> Result<Receiver<Down>> {
         let process = &newcomer.process;
+        // It may have been killed and started again before its connection was seen to end.
+        let mut has_ended = false;
+        self.with_away(rank, |away| has_ended = away.has_ended());
+        if has_ended {
+            self.lose(rank, ENDED, true);
+        }
         let mut state = self.state.lock();
         let why = match state.ranks.get_mut(&rank).map(|held| &mut held.worker) {
             Some(Half::Away(away)) => match away.join(newcomer) {

@@ -69,7 +69,8 @@ impl Rank {
     ///
     /// # Errors
     /// `TimedOut`: no engine let it in by the deadline. What the engine refuses it for: the rank is taken, or not of
-    /// this engine; another kvx. `Denied`: the engine is of another user.
+    /// this engine; another kvx; the engine had lost it, and has to be restarted with all its ranks. `Denied`: the
+    /// engine is of another user.
     pub fn join(
         path: impl AsRef<Path>,
         rank: WorkerRank,

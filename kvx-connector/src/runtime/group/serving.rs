@@ -39,6 +39,9 @@ const QUIET: Duration = Duration::from_secs(1);
 /// A socket that cannot be accepted is tried again after this.
 const AGAIN: Duration = Duration::from_millis(10);
 
+/// Why a rank is lost that was killed.
+pub(super) const ENDED: &str = "its process has ended";
+
 /// Where ranks join.
 pub(super) enum RankListener {
     Unix(UnixListener),
@@ -214,8 +217,6 @@ struct Admitted {
     outgoing: Outgoing,
     incoming: Incoming,
     newcomer: Newcomer,
-    /// Of this host.
-    process: Option<OwnedFd>,
 }
 
 /// Finds out whether a process may join. Errors: it may not.
@@ -229,10 +230,11 @@ async fn prove(stranger: Stranger) -> Result<Admitted> {
                     return Err(error);
                 }
             };
-            let process = Pid::from_raw(pid).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+            let life = Pid::from_raw(pid).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
             let (outgoing, incoming) = within_a_host(socket);
-            let newcomer = Newcomer { process: format!("process {pid}").into(), distant: false };
-            Ok(Admitted { outgoing, incoming, newcomer, process })
+            let process = format!("process {pid}").into();
+            let newcomer = Newcomer { process, life: life.map(Arc::new), distant: false };
+            Ok(Admitted { outgoing, incoming, newcomer })
         }
         Stranger::Tcp(socket, from, secret) => {
             let proven = timeout(IMPATIENCE, prove_as_engine(socket, &secret)).await;
@@ -240,8 +242,8 @@ async fn prove(stranger: Stranger) -> Result<Admitted> {
             let (outgoing, incoming) = proven
                 .unwrap_or_else(|_| Err(late()))
                 .map_err(|error| Error::new(error.kind(), format!("{from}: {error}")))?;
-            let newcomer = Newcomer { process: format!("the process at {from}").into(), distant: true };
-            Ok(Admitted { outgoing, incoming, newcomer, process: None })
+            let process = format!("the process at {from}").into();
+            Ok(Admitted { outgoing, incoming, newcomer: Newcomer { process, life: None, distant: true } })
         }
     }
 }
@@ -288,7 +290,8 @@ async fn refuse(outgoing: &mut Outgoing, why: &str) {
 
 /// Speaks with a rank until one of the two ends.
 async fn serve(shared: &Arc<Shared>, admitted: Admitted, rank: WorkerRank, down: Receiver<Down>) {
-    let Admitted { outgoing, mut incoming, newcomer, process } = admitted;
+    let Admitted { outgoing, mut incoming, newcomer } = admitted;
+    let life = newcomer.life;
     tracing::info!(pp = rank.pp, tp = rank.tp, process = %newcomer.process, "a rank has joined");
     let writing = tokio::spawn(pass_down(Arc::clone(shared), rank, outgoing, down));
     let (why, proven) = loop {
@@ -297,18 +300,15 @@ async fn serve(shared: &Arc<Shared>, admitted: Admitted, rank: WorkerRank, down:
             Err(_) => {
                 break (
                     format!("nothing was heard of it for {SILENT:?}"),
-                    has_ended(process, Duration::ZERO).await,
+                    has_ended(life, Duration::ZERO).await,
                 );
             }
             Ok(Ok(Some(bytes))) => ToHead::decode(&bytes),
             Ok(Ok(None)) => {
-                let ended = has_ended(process, LAST_WORD).await;
-                break (
-                    if ended { "its process has ended" } else { "it has closed the connection" }.into(),
-                    ended,
-                );
+                let ended = has_ended(life, LAST_WORD).await;
+                break (if ended { ENDED } else { "it has closed the connection" }.into(), ended);
             }
-            Ok(Err(error)) => break (error.to_string(), has_ended(process, LAST_WORD).await),
+            Ok(Err(error)) => break (error.to_string(), has_ended(life, LAST_WORD).await),
         };
         let heard = match message {
             Ok(ToHead::Ended(None)) => break ("it has left the engine".to_owned(), true),
@@ -362,9 +362,13 @@ async fn pass_down(shared: Arc<Shared>, rank: WorkerRank, mut outgoing: Outgoing
 }
 
 /// Whether a process has ended, or does so within this time: one that was killed closes its sockets first.
-async fn has_ended(process: Option<OwnedFd>, within: Duration) -> bool {
-    let Some(process) = process else { return false };
+async fn has_ended(life: Option<Arc<OwnedFd>>, within: Duration) -> bool {
+    let Some(life) = life else { return false };
+    tokio::task::spawn_blocking(move || ends(&life, within)).await.unwrap_or(false)
+}
+
+/// The same of a pidfd. Blocks.
+pub(super) fn ends(life: &OwnedFd, within: Duration) -> bool {
     let limit = Timespec { tv_sec: within.as_secs() as i64, tv_nsec: within.subsec_nanos().into() };
-    let asking = move || poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&limit)) == Ok(1);
-    tokio::task::spawn_blocking(asking).await.unwrap_or(false)
+    poll(&mut [PollFd::new(life, PollFlags::IN)], Some(&limit)) == Ok(1)
 }

@@ -1,9 +1,11 @@
 //! What a rank may say, and when.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_config::{KvTransferConfig, Surroundings};
 use kvx_core::{Kind, Registry};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::super::connector::Connector;
 use super::away::Newcomer;
@@ -42,7 +44,7 @@ fn what_a_rank_says_out_of_turn_is_refused() {
     let connector = engine(&path);
     let shared = connector.shared();
     let [one, other] = [0, 1].map(|tp| WorkerRank { pp: 0, tp });
-    let newcomer = Newcomer { process: "process 1".into(), distant: false };
+    let newcomer = Newcomer { process: "process 1".into(), life: None, distant: false };
     let _down = [one, other].map(|rank| shared.seat(rank, &newcomer).unwrap());
     let hears = |rank, message| shared.heard(rank, message);
     let refused = |rank, message| {
@@ -87,5 +89,27 @@ fn what_a_rank_says_out_of_turn_is_refused() {
     assert_eq!(hears(one, ToHead::GivesBack).unwrap_err().kind(), Kind::Closed);
     assert_eq!(hears(one, pool(7)).unwrap_err().kind(), Kind::Closed);
     shared.lose(other, "a test", true);
+    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+}
+
+#[test]
+fn a_rank_that_is_started_again_has_to_restart_its_engine() {
+    let path = std::env::temp_dir().join(format!("kvx-again-{}", std::process::id()));
+    let connector = engine(&path);
+    let shared = connector.shared();
+    let rank = WorkerRank { pp: 0, tp: 1 };
+    let mut process = std::process::Command::new("true").spawn().unwrap();
+    let life = pidfd_open(Pid::from_child(&process), PidfdFlags::empty()).unwrap();
+    let first = Newcomer { process: "process 1".into(), life: Some(Arc::new(life)), distant: false };
+    let _down = shared.seat(rank, &first).unwrap();
+    process.wait().unwrap();
+
+    // Nobody has heard of its end yet, which proves that nothing touches its memory.
+    let again = Newcomer { process: "process 2".into(), life: None, distant: false };
+    let error = shared.seat(rank, &again).unwrap_err();
+    assert_eq!(error.kind(), Kind::Closed);
+    let words =
+        "rank pp 0 tp 1 (process 1): its process has ended; it does not come back: restart the engine";
+    assert!(error.to_string().contains(words), "{error}");
     connector.shutdown(LIMIT).wait(LIMIT).unwrap();
 }

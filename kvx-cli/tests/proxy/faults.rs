@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_instance::{
-    Connector, Delays, Fault, Instance, Leg, Report, Script, Settings, WrongAnswer, answer_to,
+    Connector, Delays, Fault, Instance, InstanceReport, Leg, Script, Settings, WrongAnswer, answer_to,
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
@@ -22,7 +22,7 @@ fn once(leg: Leg, fault: Fault) -> Script {
     Script { leg: Some(leg), times: 1, fault }
 }
 
-fn sum(instances: &mut [Instance], field: fn(&Report) -> u64) -> u64 {
+fn sum(instances: &mut [Instance], field: fn(&InstanceReport) -> u64) -> u64 {
     instances.iter_mut().map(|instance| field(&instance.report())).sum()
 }
 

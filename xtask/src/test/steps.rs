@@ -28,7 +28,7 @@ pub(crate) enum Action {
     Features,
     /// No line is too wide; counts as one passed or one failed.
     Width,
-    /// Within a crate a name is one type; counts as one passed or one failed.
+    /// A crate's name is one type, and core's are no other crate's; counts as one passed or one failed.
     Names,
     /// The checks of `cargo xtask package`; counts as one passed or one failed.
     Package,

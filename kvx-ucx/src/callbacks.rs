@@ -48,6 +48,9 @@ impl Postmark {
     }
 }
 
+/// What a worker's last message says: nothing. No message of kvx's is so short.
+pub(crate) const FAREWELL: &[u8] = &[];
+
 /// A message that has come.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Letter {

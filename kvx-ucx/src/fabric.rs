@@ -11,7 +11,7 @@ use kvx_core::transport::{INLINE_BYTES, RemoteSpec};
 use kvx_core::{Capabilities, Error, Identity, Kind, Op, Result};
 
 use crate::address::Address;
-use crate::callbacks::{CallbackNotes, MAX_MESSAGE, Once, Postmark, Tally, Told};
+use crate::callbacks::{CallbackNotes, FAREWELL, Letter, MAX_MESSAGE, Once, Postmark, Tally, Told};
 use crate::error::{self, NAME};
 use crate::ffi::{Endpoint, Posted, Worker, WorkerArmed};
 use crate::memory::{Keys, Local, Registrations, Remote};
@@ -37,7 +37,7 @@ const SAFETY: Duration = Duration::from_millis(20);
 /// answer.
 pub(crate) const SETS_UP: Duration = Duration::from_secs(2);
 /// How long the end waits for messages that are being sent, and then for operations that were broken off.
-const FAREWELL: (Duration, Duration) = (Duration::from_millis(40), Duration::from_millis(20));
+const LAST_WAITS: (Duration, Duration) = (Duration::from_millis(40), Duration::from_millis(20));
 
 /// One worker with its endpoints.
 pub(crate) struct UcxFabric {
@@ -99,6 +99,13 @@ impl UcxFabric {
         self.news.extend(links.map(|endpoint| Happened::Broken { endpoint, why: why.clone(), gone: false }));
     }
 
+    /// The same of one that is over, if there is one, before anything else is told.
+    fn break_off_lost(&mut self, at: Option<usize>, why: &'static str, happened: &mut Vec<Happened>) {
+        let Some(at) = at else { return };
+        self.break_off(at, None, &Error::new(Kind::PeerLost, why).backend(NAME));
+        happened.append(&mut self.news);
+    }
+
     fn progress(&self) -> usize {
         let Some(worker) = &self.worker else { return 0 };
         let mut done = 0;
@@ -145,20 +152,14 @@ impl UcxFabric {
         }
         // Links break first, so that what fails with them fails for that reason.
         happened.append(&mut self.news);
-        for letter in self.notes.take_letters() {
-            let (over, why) = match letter.message.is_empty() {
-                true => (self.peers.hear_farewell(letter.from), "the peer's agent was shut down"),
-                false => {
-                    let over = self.peers.hear(letter.from);
-                    (over, "the peer has given up this connection and made another")
-                }
-            };
-            if let Some(at) = over {
-                self.break_off(at, None, &Error::new(Kind::PeerLost, why).backend(NAME));
-                happened.append(&mut self.news);
-            }
-            if !letter.message.is_empty() {
-                happened.push(Happened::Message(letter.message));
+        for Letter { from, message } in self.notes.take_letters() {
+            if message == FAREWELL {
+                let over = self.peers.hear_farewell(from);
+                self.break_off_lost(over, "the peer's agent was shut down", happened);
+            } else {
+                let over = self.peers.hear(from);
+                self.break_off_lost(over, "the peer has given up this connection and made another", happened);
+                happened.push(Happened::Message(message));
             }
         }
         self.notes.take_ended(&self.tallies, happened);
@@ -176,8 +177,8 @@ impl UcxFabric {
             }
         };
         for (endpoint, peer) in self.peers.endpoints() {
-            // Who does not hear that this worker ends learns of it in other ways, and later.
-            let _ = post(endpoint, peer, &[], &self.notes);
+            // SAFETY: this thread has the machine, and the endpoint is open.
+            unsafe { post(endpoint, peer, FAREWELL, &self.notes) }.ok(); // who does not hear it learns of it later
             let ended = Once::hand_over(Told::Ended, &self.notes);
             // SAFETY: this thread has the machine, the worker is alive, the endpoint is open.
             match unsafe { endpoint.flush(ended) } {
@@ -186,10 +187,10 @@ impl UcxFabric {
                 Posted::Done | Posted::Failed(_) => unsafe { Once::take_back(ended) },
             }
         }
-        wait(FAREWELL.0);
+        wait(LAST_WAITS.0);
         // SAFETY: as above.
         unsafe { self.peers.close_all(&self.notes) };
-        wait(FAREWELL.1);
+        wait(LAST_WAITS.1);
         self.keys.clear();
         // Nothing is sent, received or served without the worker.
         drop(worker);
@@ -198,13 +199,21 @@ impl UcxFabric {
     }
 }
 
-/// Sends a message to a peer over its open endpoint; this thread has the machine.
-fn post(endpoint: &Endpoint, peer: &PeerWorker, message: &[u8], notes: &Rc<CallbackNotes>) -> Result<()> {
+/// Sends a message to a peer over its endpoint.
+///
+/// # Safety
+/// This thread has the machine, and the endpoint is open.
+unsafe fn post(
+    endpoint: &Endpoint,
+    peer: &PeerWorker,
+    message: &[u8],
+    notes: &Rc<CallbackNotes>,
+) -> Result<()> {
     let told = Told::Sent { frame: peer.mark.frame(message), waiting: Rc::clone(&peer.unsent) };
     let once = Once::hand_over(told, notes);
     // SAFETY: it was handed over just now, and UCX keeps it until the end.
     let (mark, message) = unsafe { Once::frame(once) }.split_at(Postmark::LEN);
-    // SAFETY: this thread has the machine, and the endpoint is open; `once` keeps the frame until the end.
+    // SAFETY: the caller's promise; `once` keeps the frame until the end.
     match unsafe { endpoint.send(MESSAGE, mark, message, once) } {
         Posted::Pending => {}
         // SAFETY: no callback will come.
@@ -249,7 +258,8 @@ unsafe impl Fabric for UcxFabric {
         if peer.unsent.get() >= UNSENT {
             return Ok(Sent::Later);
         }
-        post(endpoint, peer, message, &self.notes).map(|()| Sent::Taken)
+        // SAFETY: this thread has the machine, and the endpoint is open.
+        unsafe { post(endpoint, peer, message, &self.notes) }.map(|()| Sent::Taken)
     }
 
     fn max_message(&self) -> usize {

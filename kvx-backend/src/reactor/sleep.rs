@@ -59,7 +59,7 @@ impl Sleep {
 
     /// Sleeps, as it was announced, until it is woken or one of `fds` is readable. If there is work by now, it does
     /// not. Returns whether it did.
-    pub(super) fn unless(
+    pub(super) fn sleep_unless(
         &self,
         has_work: impl FnOnce() -> bool,
         fds: &[RawFd],

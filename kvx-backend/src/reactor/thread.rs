@@ -90,7 +90,7 @@ impl<P: Progress> ReactorShared<P> {
             }
             let has_work = || self.queue.lock().as_ref().is_some_and(|commands| !commands.is_empty());
             if let Some(longest) = sleep
-                && self.sleep.unless(has_work, &fds, longest)
+                && self.sleep.sleep_unless(has_work, &fds, longest)
                 && !pauses
             {
                 (idle_since, stuck_since) = (None, None);

@@ -247,24 +247,23 @@ fn parts_of_writes_count_until_they_are_done_whether_their_connection_is_there_o
     turns(&mut machine);
     assert!(raw.next().is_none(), "it has said a MiB at once");
     // Nobody tells of what the copying thread has done but this test, so nothing is done.
-    let done = |machine: &mut Machine| {
-        assert!(machine.copying.is_idle_by(Instant::now() + CUT_OFF));
-        for number in machine.flights.landed() {
-            machine.landed(number, &mut Outbox::default());
+    let land_all = |machine: &mut Machine| {
+        let until = Instant::now() + CUT_OFF;
+        while machine.flights.any() {
+            assert!(machine.copying.is_idle_by(until) && Instant::now() < until, "a part does not land");
+            for number in machine.flights.landed() {
+                machine.landed(number, &mut Outbox::default());
+            }
+            turns(machine);
         }
-        turns(machine);
     };
-    while machine.flights.any() {
-        done(&mut machine);
-    }
+    land_all(&mut machine);
     assert!(machine.held.is_empty(), "{:?}", machine.held);
     let raw = shaken(&mut machine);
     [lend(&ours), part(1), part(2)].iter().for_each(|bytes| raw.say(bytes).unwrap());
     turns(&mut machine);
     assert!(!machine.held.is_empty());
-    while machine.flights.any() {
-        done(&mut machine);
-    }
+    land_all(&mut machine);
     assert!(is_up(&machine) && machine.held.is_empty(), "{:?}", machine.held);
     drop(raw);
     turns(&mut machine);
@@ -279,9 +278,7 @@ fn parts_of_writes_count_until_they_are_done_whether_their_connection_is_there_o
     turns(&mut machine);
     assert!(machine.connections.is_empty() && machine.flights.any() && !machine.held.is_empty());
     assert!(shaken(&mut machine).next().is_none(), "its process has too much without it");
-    while machine.flights.any() {
-        done(&mut machine);
-    }
+    land_all(&mut machine);
     assert!(machine.held.is_empty(), "{:?}", machine.held);
     let raw = shaken(&mut machine);
     assert!(is_served(&mut machine, &raw));

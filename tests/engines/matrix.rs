@@ -10,11 +10,6 @@ use crate::model::Shape;
 
 const BACKENDS: [&str; 5] = ["SHM", "TCP", "UCX", "LIBFABRIC", "RIXL"];
 
-/// Whether its agents take a second and more to start. Shapes that no backend has a part in run over the others.
-fn starts_slowly(backend: &str) -> bool {
-    matches!(backend, "LIBFABRIC" | "RIXL")
-}
-
 /// Every case over every backend; outside of the whole run each once, and the first over each backend.
 pub(crate) fn cases() -> Vec<Case> {
     let all: [(&str, fn(&str) -> Check); 12] = [
@@ -99,7 +94,7 @@ fn pushing_pair(
 
 /// Ranks of every number, more ranks than heads, latents, stages, and prompts of some lengths.
 fn pushes(backend: &str) -> Check {
-    let shapes = [
+    for (from, to, heads) in [
         (1, 1, Some(4)),
         (2, 1, Some(4)),
         (1, 2, Some(4)),
@@ -108,9 +103,7 @@ fn pushes(backend: &str) -> Check {
         (4, 4, Some(2)),
         (2, 4, None),
         (4, 4, None),
-    ];
-    let some = if starts_slowly(backend) { 3 } else { shapes.len() };
-    for (from, to, heads) in shapes.into_iter().take(some) {
+    ] {
         let shape = |tp| Shape { tp, heads, ..Shape::default() };
         let (mut prefill, mut decode) = pushing_pair(backend, shape(from), shape(to))?;
         load_all(&mut prefill, &mut decode, &[1, 16, 49])?;
@@ -148,9 +141,7 @@ fn on_devices(backend: &str) -> Check {
         "MOONCAKE" => &[|id, backend| spec(id, &format!("{MOONCAKE}{backend}"))],
         _ => &[spec, pushing],
     };
-    let ends = [(true, true), (true, false), (false, true)];
-    let some = if starts_slowly(backend) { 1 } else { ends.len() };
-    for (from, to) in ends.into_iter().take(some) {
+    for (from, to) in [(true, true), (true, false), (false, true)] {
         for connector in connectors {
             let start = |name: &str, tp, on_device| {
                 let shape = Shape { tp, ..Shape::default() };

@@ -5,7 +5,7 @@ use kvx_core::transport::{Events, Full, LinkState};
 use kvx_core::{Identity, Incarnation, Invitation, LinkId, Secret, Sender};
 
 use crate::control::proof::{Keys, PROOF};
-use crate::control::{Greeting, Message, VERSIONS, hear};
+use crate::control::{ControlMessage, Greeting, VERSIONS, hear};
 use crate::reactor::Outbox;
 
 /// The targets, by the names of their corpora.
@@ -13,14 +13,14 @@ pub const TARGETS: &[(&str, fn(&[u8]))] = &[("control_messages", messages), ("co
 
 /// A message between agents.
 pub fn messages(bytes: &[u8]) {
-    let Ok(message) = Message::decode(bytes) else { return };
+    let Ok(message) = ControlMessage::decode(bytes) else { return };
     assert_ne!(
         message.fits(false, true) || message.fits(false, false),
         message.fits(true, true) || message.fits(true, false),
         "it belongs either to the handshake or behind it"
     );
     let written = message.encode();
-    match Message::decode(&written) {
+    match ControlMessage::decode(&written) {
         Ok(again) => assert_eq!(again.encode(), written),
         Err(error) => panic!("{message:?} was read, but not again: {error}"),
     }
@@ -57,8 +57,8 @@ pub fn handshake(bytes: &[u8]) {
         Err(away) => {
             assert!(!same || is_altered, "who was invited is turned away: {}", away.why);
             let text = away.message().encode();
-            match Message::decode(&text) {
-                Ok(Message::Refuse { why, proof }) => drop(greeting.refused(why, proof)),
+            match ControlMessage::decode(&text) {
+                Ok(ControlMessage::Refuse { why, proof }) => drop(greeting.refused(why, proof)),
                 other => panic!("{other:?} is no refusal"),
             }
             return;

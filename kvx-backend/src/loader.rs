@@ -83,12 +83,12 @@ impl Search {
     ///
     /// # Errors
     /// Everything that was tried, with the dynamic linker's reason for each, and the cure.
-    pub fn open(&self) -> Result<Library, Unavailable> {
+    pub fn open(&self) -> Result<NativeLibrary, Unavailable> {
         // An empty value counts as unset: that is how a wrapper script clears it.
         self.open_at(std::env::var_os(self.variable).filter(|value| !value.is_empty()))
     }
 
-    fn open_at(&self, value: Option<OsString>) -> Result<Library, Unavailable> {
+    fn open_at(&self, value: Option<OsString>) -> Result<NativeLibrary, Unavailable> {
         if let Err(forked) = fork::check() {
             return Err(Unavailable::because(
                 "no library can be opened in this process",
@@ -115,7 +115,7 @@ impl Search {
                     crate::reactor::halt_before_destructors();
                     let path = loaded_path(handle).unwrap_or_else(|| candidate.into());
                     tracing::debug!(path = %path.display(), variable = self.variable, "opened a native library");
-                    return Ok(Library(Arc::new(OpenLibrary {
+                    return Ok(NativeLibrary(Arc::new(OpenLibrary {
                         handle,
                         path,
                         origin,
@@ -164,7 +164,7 @@ fn reason(error: libloading::Error) -> String {
 
 /// A native library that is open for the life of the process. Cheap to clone.
 #[derive(Clone)]
-pub struct Library(Arc<OpenLibrary>);
+pub struct NativeLibrary(Arc<OpenLibrary>);
 
 struct OpenLibrary {
     /// The dynamic linker's handle, never closed.
@@ -215,7 +215,7 @@ impl<T> OpenOnce<T> {
     }
 }
 
-impl Library {
+impl NativeLibrary {
     /// The file that was really loaded. It may be another than the first of its name: the process may have loaded it
     /// before.
     pub fn path(&self) -> &Path {
@@ -243,7 +243,7 @@ impl Library {
         unsafe { self.symbol(name) }
     }
 
-    /// As [`address`](Library::address), of the symbol as of `version`.
+    /// As [`address`](NativeLibrary::address), of the symbol as of `version`.
     ///
     /// # Errors
     /// Names the symbol, the version and the file.
@@ -255,7 +255,7 @@ impl Library {
     /// The symbol `name`, for what only some versions of a library have.
     ///
     /// # Safety
-    /// As [`symbol`](Library::symbol).
+    /// As [`symbol`](NativeLibrary::symbol).
     pub unsafe fn optional_symbol<T: Copy>(&self, name: &CStr) -> Option<T> {
         // SAFETY: the handle is open for ever, and the name ends in NUL.
         let address = unsafe { libc::dlsym(self.0.handle, name.as_ptr()) };
@@ -267,7 +267,7 @@ impl Library {
     /// also when a newer library has a newer default.
     ///
     /// # Safety
-    /// As [`symbol`](Library::symbol), for the symbol as of that version.
+    /// As [`symbol`](NativeLibrary::symbol), for the symbol as of that version.
     ///
     /// # Errors
     /// Names the symbol, the version and the file.
@@ -277,10 +277,10 @@ impl Library {
             .ok_or_else(|| self.lacks(name, &format!(" of version {}", version.to_string_lossy())))
     }
 
-    /// As [`versioned_symbol`](Library::versioned_symbol), for what only some libraries have.
+    /// As [`versioned_symbol`](NativeLibrary::versioned_symbol), for what only some libraries have.
     ///
     /// # Safety
-    /// As [`versioned_symbol`](Library::versioned_symbol).
+    /// As [`versioned_symbol`](NativeLibrary::versioned_symbol).
     pub unsafe fn optional_versioned_symbol<T: Copy>(&self, name: &CStr, version: &CStr) -> Option<T> {
         #[cfg(target_env = "gnu")]
         {
@@ -311,9 +311,9 @@ impl Library {
     }
 }
 
-impl fmt::Debug for Library {
+impl fmt::Debug for NativeLibrary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Library({})", self.0.path.display())
+        write!(f, "NativeLibrary({})", self.0.path.display())
     }
 }
 

@@ -60,7 +60,7 @@ impl ProcessId {
 
     /// Watches for its end; `None` if it is no process of this host or has ended. Errors: `Exhausted`: this process
     /// has no descriptor to look with.
-    pub fn watch(&self) -> Result<Option<Watched>> {
+    pub fn watch(&self) -> Result<Option<WatchedProcess>> {
         let short = |cause: io::Error| {
             let why = "no descriptor to watch the peer's process with: raise ulimit -n, then try again";
             Error::os(why, cause).kind_is(Kind::Exhausted)
@@ -76,7 +76,7 @@ impl ProcessId {
         };
         // Opened first: if the number was given to another process, that one began later.
         let same = began(self.number).map_err(short)? == Some(self.began);
-        Ok(same.then_some(Watched { pidfd, number: self.number }))
+        Ok(same.then_some(WatchedProcess { pidfd, number: self.number }))
     }
 }
 
@@ -121,12 +121,12 @@ const EXITING: u64 = 4;
 
 /// A process of this host.
 #[derive(Debug)]
-pub struct Watched {
+pub struct WatchedProcess {
     pidfd: OwnedFd,
     number: u32,
 }
 
-impl Watched {
+impl WatchedProcess {
     /// Readable once it has ended.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()

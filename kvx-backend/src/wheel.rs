@@ -5,7 +5,7 @@ use std::path::Path;
 
 /// As the wheel's name has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Version {
+pub struct WheelVersion {
     /// The first number.
     pub major: u32,
     /// The second.
@@ -14,13 +14,13 @@ pub struct Version {
     pub patch: u32,
 }
 
-impl fmt::Display for Version {
+impl fmt::Display for WheelVersion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{}.{}", self.major, self.minor, self.patch)
     }
 }
 
-impl Version {
+impl WheelVersion {
     /// The version of the wheel that brought the library: `.nixl_cu12.mesonpy.libs/libnixl.so` lies beside
     /// `nixl_cu12-1.5.1.dist-info`. `None` for one that was built from source.
     pub fn beside(library: &Path) -> Option<Self> {
@@ -28,7 +28,7 @@ impl Version {
         let wheel = folder.file_name()?.to_str()?.strip_prefix('.')?.strip_suffix(".mesonpy.libs")?;
         let entries = std::fs::read_dir(folder.parent()?).ok()?.flatten();
         let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
-        names.filter_map(|name| Version::of_record(&name, wheel)).max()
+        names.filter_map(|name| WheelVersion::of_record(&name, wheel)).max()
     }
 
     /// `nixl_cu12-1.5.1.dist-info`, for the wheel `nixl_cu12`.
@@ -40,7 +40,7 @@ impl Version {
         });
         let major = parts.next()?.ok()?;
         let mut part = || parts.next().and_then(Result::ok).unwrap_or(0);
-        Some(Version { major, minor: part(), patch: part() })
+        Some(WheelVersion { major, minor: part(), patch: part() })
     }
 }
 
@@ -50,8 +50,8 @@ mod tests {
 
     #[test]
     fn a_wheels_record_tells_the_version() {
-        let of = |name| Version::of_record(name, "nixl_cu12");
-        assert_eq!(of("nixl_cu12-1.5.1.dist-info"), Some(Version { major: 1, minor: 5, patch: 1 }));
+        let of = |name| WheelVersion::of_record(name, "nixl_cu12");
+        assert_eq!(of("nixl_cu12-1.5.1.dist-info"), Some(WheelVersion { major: 1, minor: 5, patch: 1 }));
         assert_eq!(of("nixl_cu12-1.6rc2.dist-info").unwrap().to_string(), "1.6.0");
         for other in
             ["nixl_cu13-1.5.1.dist-info", "nixl_cu12.libs", "nixl_cu12-.dist-info", "nixl_cu12-x.dist-info"]
@@ -62,6 +62,6 @@ mod tests {
 
     #[test]
     fn a_library_outside_a_wheel_tells_none() {
-        assert_eq!(Version::beside(Path::new("/usr/local/nixl/lib/libnixl.so")), None);
+        assert_eq!(WheelVersion::beside(Path::new("/usr/local/nixl/lib/libnixl.so")), None);
     }
 }

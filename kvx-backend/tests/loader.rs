@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use kvx_backend::loader::{self, Library, Search};
+use kvx_backend::loader::{self, NativeLibrary, Search};
 use kvx_core::Unavailable;
 
 /// The compiler is killed after it.
@@ -85,7 +85,7 @@ fn dispositions() -> Vec<[u64; 8]> {
     (1..=64).map(of).collect()
 }
 
-fn initialise(library: &Library, first: i32) -> Result<i32, Unavailable> {
+fn initialise(library: &NativeLibrary, first: i32) -> Result<i32, Unavailable> {
     // SAFETY: as the source above declares it.
     let init: unsafe extern "C" fn(i32) -> i32 = unsafe { library.symbol(c"noisy_init") }?;
     // SAFETY: it only calls signal().

@@ -34,7 +34,7 @@ pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Writ
         Some(name) => vec![registry.require(name, &options)?.0.name()],
     };
     let found = if arguments.find { wheels::find(&wheels::Environments::of_process()) } else { Vec::new() };
-    let rows = names.into_iter().map(|name| Row::of(name, registry, &options));
+    let rows = names.into_iter().map(|name| BackendRow::of(name, registry, &options));
     let mut rows = rows.map(|row| Ok(row?.with(&found))).collect::<Result<Vec<_>>>()?;
     if arguments.routes {
         for row in rows.iter_mut().filter(|row| row.available) {
@@ -42,7 +42,7 @@ pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Writ
         }
     }
     if arguments.json {
-        let rows: Value = rows.iter().map(Row::to_json).collect();
+        let rows: Value = rows.iter().map(BackendRow::to_json).collect();
         writeln!(out, "{rows:#}")?;
         return Ok(());
     }
@@ -51,7 +51,7 @@ pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Writ
 }
 
 /// One backend.
-struct Row {
+struct BackendRow {
     name: &'static str,
     compiled: bool,
     available: bool,
@@ -66,9 +66,9 @@ struct Row {
     capabilities: Option<Map<String, Value>>,
 }
 
-impl Row {
+impl BackendRow {
     fn of(name: &'static str, registry: &Registry, options: &Options) -> Result<Self> {
-        let mut row = Row {
+        let mut row = BackendRow {
             name,
             compiled: true,
             available: false,
@@ -172,7 +172,7 @@ impl Row {
 
 const HEADINGS: [&str; 4] = ["BACKEND", "AVAILABLE", "VERSION/LIBRARY", "WHY NOT / NEXT STEP"];
 
-fn table(rows: &[Row], out: &mut dyn Write) -> Result<()> {
+fn table(rows: &[BackendRow], out: &mut dyn Write) -> Result<()> {
     let heading = (HEADINGS.map(str::to_owned), None);
     let lines: Vec<_> =
         std::iter::once(heading).chain(rows.iter().map(|row| (row.cells(), Some(row)))).collect();
@@ -191,7 +191,7 @@ fn table(rows: &[Row], out: &mut dyn Write) -> Result<()> {
     Ok(())
 }
 
-fn tell_found(found: &[Found], rows: &[Row], out: &mut dyn Write) -> Result<()> {
+fn tell_found(found: &[Found], rows: &[BackendRow], out: &mut dyn Write) -> Result<()> {
     writeln!(out)?;
     if found.is_empty() {
         writeln!(out, "No native library was found in Python environments (looked at {}).", wheels::PLACES)?;
@@ -393,7 +393,7 @@ mod tests {
             |(backend, variable)| Found { backend, variable, path: PathBuf::from(format!("/env/{backend}")) },
         );
         let options = Options::new();
-        let row = |name| Row::of(name, &registry(), &options).unwrap().with(&found);
+        let row = |name| BackendRow::of(name, &registry(), &options).unwrap().with(&found);
         assert_eq!(row("UCX").next_step.as_deref(), Some("set KVX_UCX_LIB=/env/UCX"));
         assert_eq!(
             row("RIXL").next_step.as_deref(),

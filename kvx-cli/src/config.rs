@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use kvx::Factory;
-use kvx::config::{ConfigReport, Connector, KvTransferConfig, Opening, Surroundings};
+use kvx::config::{ConfigReport, ConnectorKind, KvTransferConfig, Opening, Surroundings};
 use kvx::connector::nixl::BACKEND;
 use kvx::{Options, Registry, Result, Secret, Standing, WithoutAList};
 
@@ -82,7 +82,7 @@ fn openings(config: &KvTransferConfig, registry: &Registry) -> Result<Vec<Openin
     if let Some(names) = config.backends()? {
         return Ok(names.iter().map(|name| named(name, config, registry, &options)).collect());
     }
-    if config.connector() == Some(&Connector::Mooncake) {
+    if config.connector() == Some(&ConnectorKind::Mooncake) {
         return Ok(vec![named("MOONCAKE", config, registry, &options)]);
     }
     let unnamed = |factory: &dyn Factory| {
@@ -114,7 +114,7 @@ fn named(written: &str, config: &KvTransferConfig, registry: &Registry, options:
         Standing::Available(available) => notes.push(available.version),
         _ => notes.extend(registry.require(written, options).err().map(|error| error.to_string())),
     }
-    let nixl = matches!(config.connector(), Some(Connector::NixlPull | Connector::NixlPush));
+    let nixl = matches!(config.connector(), Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush));
     let speaker = |factory: &&std::sync::Arc<dyn Factory>| factory.placement().speaks_for.contains(&name);
     if let Some(speaker) = registry.factories().iter().find(speaker).filter(|_| nixl) {
         notes.push(format!("toward vLLM peers through {}", speaker.name()));

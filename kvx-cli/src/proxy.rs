@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{IsTerminal as _, LineWriter, Write as _};
 use std::path::PathBuf;
 
-use kvx_proxy::{AccessLog, Choice, Connector, Finding, Pool, Setup};
+use kvx_proxy::{AccessLog, Choice, Finding, Pool, PoolConnector, Setup};
 
 use crate::Result;
 
@@ -104,7 +104,7 @@ impl Arguments {
         setup.host = self.host.clone().unwrap_or(setup.host);
         setup.port = self.port.unwrap_or(setup.port);
         if let Some(name) = &self.connector {
-            setup.connector = Connector::from_name(name)?;
+            setup.connector = PoolConnector::from_name(name)?;
         }
         if let Some(name) = &self.choice {
             setup.choice = Choice::from_name(name)?;
@@ -277,7 +277,7 @@ mod tests {
         for setup in [&alone, &over] {
             assert_eq!(
                 (setup.local_below, setup.connector, setup.choice),
-                (300, Connector::Mooncake, Choice::Prefix)
+                (300, PoolConnector::Mooncake, Choice::Prefix)
             );
             assert_eq!(setup.api_key_file, Some(PathBuf::from("keys")));
             assert_eq!(setup.access_log, AccessLog::Off);
@@ -287,7 +287,7 @@ mod tests {
         assert_eq!(over.pools[0].decode[0].name(), "d:1", "what no flag names is the file's");
         assert_eq!(
             (untouched.local_below, untouched.connector, untouched.choice),
-            (1, Connector::Nixl, Choice::RoundRobin)
+            (1, PoolConnector::Nixl, Choice::RoundRobin)
         );
         assert_eq!(
             (untouched.api_key_file, untouched.access_log),

@@ -8,7 +8,7 @@ use kvx_core::{Error, Kind, Result, nearest};
 /// What `kv_connector` names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Connector {
+pub enum ConnectorKind {
     /// `NixlConnector` and `NixlPullConnector`: decode reads.
     NixlPull,
     /// `NixlPushConnector`: prefill writes.
@@ -22,12 +22,12 @@ pub enum Connector {
 }
 
 /// The connectors of vLLM that kvx speaks.
-const SPOKEN: &[(&str, Connector)] = &[
-    ("NixlConnector", Connector::NixlPull),
-    ("NixlPullConnector", Connector::NixlPull),
-    ("NixlPushConnector", Connector::NixlPush),
-    ("MooncakeConnector", Connector::Mooncake),
-    ("MultiConnector", Connector::Multi),
+const SPOKEN: &[(&str, ConnectorKind)] = &[
+    ("NixlConnector", ConnectorKind::NixlPull),
+    ("NixlPullConnector", ConnectorKind::NixlPull),
+    ("NixlPushConnector", ConnectorKind::NixlPush),
+    ("MooncakeConnector", ConnectorKind::Mooncake),
+    ("MultiConnector", ConnectorKind::Multi),
 ];
 
 /// vLLM's other connectors, of all versions: known, so that the error is the right one.
@@ -49,7 +49,11 @@ const NOT_SPOKEN: &[&str] = &[
     "SimpleCPUOffloadConnector",
 ];
 
-pub(super) fn find(name: &str, module_path: Option<&str>, surroundings: &Surroundings) -> Result<Connector> {
+pub(super) fn find(
+    name: &str,
+    module_path: Option<&str>,
+    surroundings: &Surroundings,
+) -> Result<ConnectorKind> {
     let invalid = |sentence: String| Error::new(Kind::Invalid, sentence);
     let own = surroundings.connectors.contains(name);
     match module_path {
@@ -64,7 +68,7 @@ pub(super) fn find(name: &str, module_path: Option<&str>, surroundings: &Surroun
                  registered a connector under the name {name:?}; remove kv_connector_module_path, or register it"
             )));
         }
-        _ if own => return Ok(Connector::Own(name.to_owned())),
+        _ if own => return Ok(ConnectorKind::Own(name.to_owned())),
         _ => {}
     }
     if let Some((_, connector)) = SPOKEN.iter().find(|(known, _)| *known == name) {

@@ -14,7 +14,7 @@ use kvx_core::{Error, Kind, Result};
 /// Where a value came from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Source {
+pub enum ValueSource {
     /// The JSON object: the text given, or the value of `--kv-transfer-config`.
     Json,
     /// A dotted argument, as it was written.
@@ -29,15 +29,15 @@ pub enum Source {
     Random,
 }
 
-impl fmt::Display for Source {
+impl fmt::Display for ValueSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Source::Json => f.write_str("the JSON object"),
-            Source::Argument(written) => f.write_str(written),
-            Source::Environment(name) => write!(f, "environment {name}"),
-            Source::Default(compat) => write!(f, "default of {compat}"),
-            Source::Own(compat, other) => write!(f, "kvx's own default; {compat} has {other}"),
-            Source::Random => f.write_str("drawn at random"),
+            ValueSource::Json => f.write_str("the JSON object"),
+            ValueSource::Argument(written) => f.write_str(written),
+            ValueSource::Environment(name) => write!(f, "environment {name}"),
+            ValueSource::Default(compat) => write!(f, "default of {compat}"),
+            ValueSource::Own(compat, other) => write!(f, "kvx's own default; {compat} has {other}"),
+            ValueSource::Random => f.write_str("drawn at random"),
         }
     }
 }
@@ -62,7 +62,7 @@ impl fmt::Display for Source {
 #[derive(Clone, Debug, Default)]
 pub struct Given {
     object: Map<String, Value>,
-    sources: BTreeMap<Vec<String>, Vec<Source>>,
+    sources: BTreeMap<Vec<String>, Vec<ValueSource>>,
     warnings: Vec<Warning>,
     anything: bool,
 }
@@ -78,7 +78,7 @@ impl Given {
     /// From a parsed object.
     pub fn from_object(object: Map<String, Value>) -> Self {
         let mut given = Given { anything: true, ..Given::default() };
-        given.merge(object, &Source::Json);
+        given.merge(object, &ValueSource::Json);
         given
     }
 
@@ -115,11 +115,11 @@ impl Given {
             );
         }
         if let Some(object) = objects.pop() {
-            given.merge(object, &Source::Json);
+            given.merge(object, &ValueSource::Json);
         }
         let mut duplicates = Vec::new();
         for (written, keys, value) in dotted {
-            duplicates.extend(given.set(keys, value, &Source::Argument(written)));
+            duplicates.extend(given.set(keys, value, &ValueSource::Argument(written)));
         }
         if !duplicates.is_empty() {
             duplicates.dedup();
@@ -155,18 +155,18 @@ impl Given {
     }
 
     /// Every value that is no object, by its keys, and where it came from: several sources for a list that grew.
-    pub fn sources(&self) -> impl Iterator<Item = (&[String], &[Source])> {
+    pub fn sources(&self) -> impl Iterator<Item = (&[String], &[ValueSource])> {
         self.sources.iter().map(|(keys, sources)| (keys.as_slice(), sources.as_slice()))
     }
 
-    fn merge(&mut self, object: Map<String, Value>, source: &Source) -> Vec<String> {
+    fn merge(&mut self, object: Map<String, Value>, source: &ValueSource) -> Vec<String> {
         let mut merging = Merging { sources: &mut self.sources, source, replaced: Vec::new() };
         merging.object(&mut self.object, object, &mut Vec::new());
         merging.replaced
     }
 
     /// Sets one value; returns the keys that dotted arguments had set before.
-    fn set(&mut self, keys: Vec<String>, value: Value, source: &Source) -> Vec<String> {
+    fn set(&mut self, keys: Vec<String>, value: Value, source: &ValueSource) -> Vec<String> {
         let nested =
             keys.into_iter().rev().fold(value, |value, key| Value::Object(Map::from_iter([(key, value)])));
         match nested {
@@ -196,8 +196,8 @@ fn check_depth(object: &Map<String, Value>) -> Result<()> {
 }
 
 struct Merging<'a> {
-    sources: &'a mut BTreeMap<Vec<String>, Vec<Source>>,
-    source: &'a Source,
+    sources: &'a mut BTreeMap<Vec<String>, Vec<ValueSource>>,
+    source: &'a ValueSource,
     replaced: Vec<String>,
 }
 
@@ -239,7 +239,7 @@ impl Merging<'_> {
         let mut dotted = false;
         for keys in below {
             let sources = self.sources.remove(&keys).unwrap_or_default();
-            dotted |= sources.iter().any(|source| matches!(source, Source::Argument(_)));
+            dotted |= sources.iter().any(|source| matches!(source, ValueSource::Argument(_)));
         }
         if dotted {
             self.replaced.push(path.join("."));

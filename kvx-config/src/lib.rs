@@ -27,10 +27,10 @@ mod warning;
 
 pub use arguments::dotted_arguments;
 pub use compat::Compat;
-pub use connectors::Connector;
+pub use connectors::ConnectorKind;
 pub use fields::{BufferDevice, KvCacheLayout, LoadFailurePolicy, Role};
-pub use given::{Given, Source};
-pub use ranks::{BlockRelease, Lease, Rank};
+pub use given::{Given, ValueSource};
+pub use ranks::{BlockRelease, LeaseTime, RankNumbers};
 pub use report::{ConfigReport, Opening};
 pub use surroundings::{Environment, Surroundings};
 pub use tables::{MooncakeSettings, NUM_THREADS, NixlSettings, OPTION_TABLES, OptionTable};

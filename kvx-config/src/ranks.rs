@@ -8,7 +8,7 @@ use kvx_core::{Error, Kind, Result};
 
 /// One worker of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Rank {
+pub struct RankNumbers {
     /// Data-parallel rank.
     pub dp: u32,
     /// Tensor-parallel rank.
@@ -17,10 +17,10 @@ pub struct Rank {
     pub tp_size: u32,
 }
 
-impl Default for Rank {
+impl Default for RankNumbers {
     /// The only worker.
     fn default() -> Self {
-        Rank { dp: 0, tp: 0, tp_size: 1 }
+        RankNumbers { dp: 0, tp: 0, tp_size: 1 }
     }
 }
 
@@ -28,19 +28,19 @@ impl Default for Rank {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockRelease {
     /// When the lease ends that the decode side keeps renewing.
-    Lease(Lease),
+    Lease(LeaseTime),
     /// This long after the prefill, whatever the decode side says.
     After(Duration),
 }
 
 /// A lease on the blocks of one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Lease {
+pub struct LeaseTime {
     /// From the end of the prefill.
     pub duration: Duration,
 }
 
-impl Lease {
+impl LeaseTime {
     /// How often the decode side sends a heartbeat: a sixth of the lease, in whole seconds where that is possible.
     pub fn heartbeat(&self) -> Duration {
         match self.duration.as_secs() / 6 {
@@ -61,17 +61,22 @@ impl KvTransferConfig {
     /// free one for all.
     ///
     /// Errors: `Invalid` when the rank is none of its group, or the port is above 65535.
-    pub fn side_channel_port(&self, rank: Rank) -> Result<u16> {
+    pub fn side_channel_port(&self, rank: RankNumbers) -> Result<u16> {
         let base = self.environment().side_channel_port;
         port(base, rank, self.compat().defaults().ports, "VLLM_NIXL_SIDE_CHANNEL_PORT")
     }
 
     /// The port of MooncakeConnector's bootstrap server, one for all ranks; before vLLM 0.16 the port of this rank's
     /// side channel, base + dp rank × tp size + tp rank. Errors: as [`side_channel_port`](Self::side_channel_port).
-    pub fn mooncake_port(&self, rank: Rank) -> Result<u16> {
+    pub fn mooncake_port(&self, rank: RankNumbers) -> Result<u16> {
         let base = self.environment().mooncake_bootstrap_port;
         if self.compat() >= Compat::V0_16 {
-            return port(base, Rank { dp: 0, ..rank }, PortRule::PerEngine, "VLLM_MOONCAKE_BOOTSTRAP_PORT");
+            return port(
+                base,
+                RankNumbers { dp: 0, ..rank },
+                PortRule::PerEngine,
+                "VLLM_MOONCAKE_BOOTSTRAP_PORT",
+            );
         }
         port(base, rank, PortRule::PerWorker, "VLLM_MOONCAKE_BOOTSTRAP_PORT")
     }
@@ -80,13 +85,13 @@ impl KvTransferConfig {
     pub fn block_release(&self) -> BlockRelease {
         match self.environment().abort_request_timeout.or(self.compat().defaults().abort_after) {
             Some(after) => BlockRelease::After(after),
-            None => BlockRelease::Lease(Lease { duration: self.nixl().kv_lease_duration }),
+            None => BlockRelease::Lease(LeaseTime { duration: self.nixl().kv_lease_duration }),
         }
     }
 }
 
-fn port(base: u16, rank: Rank, rule: PortRule, variable: &str) -> Result<u16> {
-    let Rank { dp, tp, tp_size } = rank;
+fn port(base: u16, rank: RankNumbers, rule: PortRule, variable: &str) -> Result<u16> {
+    let RankNumbers { dp, tp, tp_size } = rank;
     if tp >= tp_size {
         let sentence = format!("tp rank {tp} of {tp_size} does not exist; ranks count from 0");
         return Err(Error::new(Kind::Invalid, sentence));

@@ -5,9 +5,9 @@ use std::fmt;
 use serde_json::{Map, Value, json};
 
 use super::compat::{Compat, PortRule};
-use super::connectors::Connector;
-use super::given::Source;
-use super::ranks::{BlockRelease, Rank};
+use super::connectors::ConnectorKind;
+use super::given::ValueSource;
+use super::ranks::{BlockRelease, RankNumbers};
 use super::surroundings::PORT;
 use super::tables::{DEFAULTS_OF_VLLM, MooncakeSettings, NixlSettings};
 use super::transfer_config::KvTransferConfig;
@@ -40,7 +40,7 @@ pub struct ConfigReport {
 struct Line {
     name: String,
     value: String,
-    sources: Vec<Source>,
+    sources: Vec<ValueSource>,
 }
 
 /// A backend that would be opened, or that was named and cannot be.
@@ -94,7 +94,7 @@ impl ConfigReport {
     /// The same as JSON.
     pub fn to_json(&self) -> Value {
         let line = |line: &Line| {
-            let sources: Vec<String> = line.sources.iter().map(Source::to_string).collect();
+            let sources: Vec<String> = line.sources.iter().map(ValueSource::to_string).collect();
             json!({"name": line.name, "value": line.value, "from": sources})
         };
         let opening = |opening: &Opening| json!({"name": opening.name, "note": opening.note});
@@ -127,7 +127,7 @@ impl fmt::Display for ConfigReport {
         };
         let (names, texts) = (width(|line| &line.name), width(|line| &line.value));
         for line in &self.values {
-            let sources = line.sources.iter().map(Source::to_string).collect::<Vec<_>>().join(", then ");
+            let sources = line.sources.iter().map(ValueSource::to_string).collect::<Vec<_>>().join(", then ");
             writeln!(f, "  {:names$}  {:texts$}  {sources}", line.name, line.value)?;
         }
         if !self.derived.is_empty() {
@@ -185,8 +185,8 @@ fn values(config: &KvTransferConfig) -> Vec<Line> {
         }
         if !found {
             let (value, source) = match field {
-                "engine_id" => ("(a UUID, new at each start)".to_owned(), Source::Random),
-                _ => (config.field_value(field).to_string(), Source::Default(compat)),
+                "engine_id" => ("(a UUID, new at each start)".to_owned(), ValueSource::Random),
+                _ => (config.field_value(field).to_string(), ValueSource::Default(compat)),
             };
             lines.push(Line { name: field.to_owned(), value, sources: vec![source] });
         }
@@ -194,19 +194,20 @@ fn values(config: &KvTransferConfig) -> Vec<Line> {
             if !config.extra().contains_key(key) {
                 let name = format!("{EXTRA}.{key}");
                 let other = DEFAULTS_OF_VLLM.iter().find(|(other, _)| *other == key);
-                let source = other.map_or(Source::Default(compat), |(_, value)| Source::Own(compat, value));
+                let source =
+                    other.map_or(ValueSource::Default(compat), |(_, value)| ValueSource::Own(compat, value));
                 lines.push(Line { name, value: value.to_string(), sources: vec![source] });
             }
         }
     }
     for (name, value, source) in config.environment().lines(&config.surroundings, compat) {
         let relevant = match config.connector() {
-            Some(Connector::NixlPull | Connector::NixlPush) => !name.contains("MOONCAKE"),
-            Some(Connector::Mooncake) => !name.contains("NIXL"),
-            Some(Connector::Multi) => true,
+            Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush) => !name.contains("MOONCAKE"),
+            Some(ConnectorKind::Mooncake) => !name.contains("NIXL"),
+            Some(ConnectorKind::Multi) => true,
             _ => false,
         };
-        if relevant || matches!(source, Source::Environment(_)) {
+        if relevant || matches!(source, ValueSource::Environment(_)) {
             lines.push(Line { name: name.to_owned(), value, sources: vec![source] });
         }
     }
@@ -216,8 +217,8 @@ fn values(config: &KvTransferConfig) -> Vec<Line> {
 /// The connector's settings by their keys.
 fn settings(config: &KvTransferConfig) -> Vec<(&'static str, Value)> {
     match config.connector() {
-        Some(Connector::NixlPull | Connector::NixlPush) => nixl(config.nixl(), config.compat()),
-        Some(Connector::Mooncake) => mooncake(config.mooncake(), config.compat()),
+        Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush) => nixl(config.nixl(), config.compat()),
+        Some(ConnectorKind::Mooncake) => mooncake(config.mooncake(), config.compat()),
         _ => Vec::new(),
     }
 }
@@ -261,7 +262,7 @@ fn mooncake(settings: &MooncakeSettings, compat: Compat) -> Vec<(&'static str, V
 fn derived(config: &KvTransferConfig, sizes: Sizes) -> Vec<(&'static str, String)> {
     let mut out = Vec::new();
     let connector = config.connector();
-    if matches!(connector, Some(Connector::NixlPull | Connector::NixlPush)) {
+    if matches!(connector, Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush)) {
         let host = &config.environment().side_channel_host;
         out.push((
             "side channel",
@@ -283,7 +284,7 @@ fn derived(config: &KvTransferConfig, sizes: Sizes) -> Vec<(&'static str, String
         out.push(("blocks that nobody fetches are freed", release));
     }
     // RIXL is opened only by name. A list says of each backend which peers it reaches.
-    let nixl = matches!(connector, None | Some(Connector::NixlPull | Connector::NixlPush));
+    let nixl = matches!(connector, None | Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush));
     if nixl && matches!(config.backends(), Ok(None)) {
         out.push((
             "vLLM peers",
@@ -292,7 +293,7 @@ fn derived(config: &KvTransferConfig, sizes: Sizes) -> Vec<(&'static str, String
                 .into(),
         ));
     }
-    if connector == Some(&Connector::Mooncake) {
+    if connector == Some(&ConnectorKind::Mooncake) {
         let external = config.mooncake().bootstrap_server_address.as_deref();
         let text = match external {
             Some(address) => format!("at {address}"),
@@ -329,11 +330,11 @@ fn port_rule(config: &KvTransferConfig) -> String {
 }
 
 /// `port 5600`, or the port of each rank where they differ.
-fn ports(sizes: Sizes, port: impl Fn(Rank) -> kvx_core::Result<u16>) -> String {
+fn ports(sizes: Sizes, port: impl Fn(RankNumbers) -> kvx_core::Result<u16>) -> String {
     let mut found: Vec<u16> = Vec::new();
     for dp in 0..sizes.dp {
         for tp in 0..sizes.tp {
-            match port(Rank { dp, tp, tp_size: sizes.tp }) {
+            match port(RankNumbers { dp, tp, tp_size: sizes.tp }) {
                 Ok(port) if found.contains(&port) => {}
                 Ok(port) => found.push(port),
                 Err(error) => return error.to_string(),

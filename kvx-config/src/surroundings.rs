@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::compat::Compat;
 use super::fields::{self, KvCacheLayout};
-use super::given::Source;
+use super::given::ValueSource;
 use super::warning::{Concern, Warning};
 use kvx_core::{Error, Kind, Result};
 
@@ -27,10 +27,10 @@ pub(super) const VARIABLES: &[&str] =
 /// What a configuration is read within. A plain value, so that a test or a tool can say any of it.
 ///
 /// ```
-/// use kvx_config::{KvTransferConfig, Rank, Surroundings};
+/// use kvx_config::{KvTransferConfig, RankNumbers, Surroundings};
 /// let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_PORT", "5700");
 /// let config = KvTransferConfig::from_json("{}", &surroundings)?;
-/// assert_eq!(config.side_channel_port(Rank { dp: 2, ..Rank::default() })?, 5702);
+/// assert_eq!(config.side_channel_port(RankNumbers { dp: 2, ..RankNumbers::default() })?, 5702);
 /// # Ok::<(), kvx_core::Error>(())
 /// ```
 #[derive(Clone, Debug, Default)]
@@ -155,7 +155,7 @@ impl Environment {
         &self,
         surroundings: &Surroundings,
         compat: Compat,
-    ) -> Vec<(&'static str, String, Source)> {
+    ) -> Vec<(&'static str, String, ValueSource)> {
         let seconds = |time: Duration| format!("{} s", time.as_secs_f64());
         let values = [
             (HOST, Some(self.side_channel_host.clone())),
@@ -169,8 +169,8 @@ impl Environment {
         ];
         let line = |(name, value): (&'static str, Option<String>)| {
             let source = match surroundings.variables.get(name) {
-                Some(_) => Source::Environment(name.into()),
-                None => Source::Default(compat),
+                Some(_) => ValueSource::Environment(name.into()),
+                None => ValueSource::Default(compat),
             };
             value.map(|value| (name, value, source))
         };

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 use serde_json::{Map, Value, json};
 
 use super::compat::Compat;
-use super::connectors::{self, Connector};
+use super::connectors::{self, ConnectorKind};
 use super::engine_id::random_uuid;
 use super::fields::{self, BufferDevice, FIELDS, LoadFailurePolicy, Role};
 use super::given::Given;
@@ -35,7 +35,7 @@ pub struct KvTransferConfig {
     pub(super) surroundings: Surroundings,
     compat: Compat,
     kv_connector: Option<String>,
-    connector: Option<Connector>,
+    connector: Option<ConnectorKind>,
     engine_id: String,
     kv_buffer_device: BufferDevice,
     buffer_device: BufferDevice,
@@ -193,7 +193,7 @@ impl KvTransferConfig {
             let connector = config.kv_connector.as_deref();
             config.warnings.extend(connector.and_then(|name| surroundings::nccl_hint(surroundings, name)));
         }
-        if config.connector == Some(Connector::Multi) {
+        if config.connector == Some(ConnectorKind::Multi) {
             for (at, child) in connectors::children(extra)?.into_iter().enumerate() {
                 config.add_child(at, child)?;
             }
@@ -238,7 +238,7 @@ impl KvTransferConfig {
                 format!("{}: {compat} has no such field yet; kvx reads it", added.join(", ")),
             );
         }
-        let nixl = matches!(self.connector, Some(Connector::NixlPull | Connector::NixlPush));
+        let nixl = matches!(self.connector, Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush));
         if nixl && compat <= Compat::V0_11 {
             warn(
                 Concern::Version,
@@ -298,7 +298,7 @@ impl KvTransferConfig {
     }
 
     /// What `kv_connector` names; `None` without one.
-    pub fn connector(&self) -> Option<&Connector> {
+    pub fn connector(&self) -> Option<&ConnectorKind> {
         self.connector.as_ref()
     }
 

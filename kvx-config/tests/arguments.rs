@@ -1,6 +1,6 @@
 //! Dotted arguments, `+` appends and their precedence: every worked example of vLLM's parser, and where kvx differs.
 
-use kvx_config::{Concern, Given, KvTransferConfig, Source, Surroundings, dotted_arguments};
+use kvx_config::{Concern, Given, KvTransferConfig, Surroundings, ValueSource, dotted_arguments};
 use serde_json::{Value, json};
 
 /// The merged object and the other arguments.
@@ -206,16 +206,16 @@ fn every_value_knows_where_it_came_from() {
         "--kv-transfer-config.e.none.deep=1",
     ])
     .unwrap();
-    let sources: Vec<(String, Vec<Source>)> =
+    let sources: Vec<(String, Vec<ValueSource>)> =
         given.sources().map(|(keys, sources)| (keys.join("."), sources.to_vec())).collect();
-    let argument = |text: &str| Source::Argument(text.to_owned());
+    let argument = |text: &str| ValueSource::Argument(text.to_owned());
     assert_eq!(
         sources,
         [
-            ("e.backends".to_owned(), vec![Source::Json, argument("--kv_transfer_config.e.backends+")]),
+            ("e.backends".to_owned(), vec![ValueSource::Json, argument("--kv_transfer_config.e.backends+")]),
             ("e.gone".to_owned(), vec![argument("--kv-transfer-config.e.gone")]),
             ("e.none.deep".to_owned(), vec![argument("--kv-transfer-config.e.none.deep")]),
-            ("kv_role".to_owned(), vec![Source::Json]),
+            ("kv_role".to_owned(), vec![ValueSource::Json]),
         ]
     );
 }

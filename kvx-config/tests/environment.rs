@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use kvx_config::{BlockRelease, Concern, KvCacheLayout, KvTransferConfig, Lease, Rank, Source, Surroundings};
+use kvx_config::{
+    BlockRelease, Concern, KvCacheLayout, KvTransferConfig, LeaseTime, RankNumbers, Surroundings, ValueSource,
+};
 
 const COMPATS: [&str; 5] = ["0.9", "0.11", "0.16", "0.20", "0.33"];
 
@@ -87,7 +89,7 @@ fn a_variable_that_cannot_be_read_is_named_with_what_to_write() {
 
 #[test]
 fn side_channel_ports_follow_the_rule_of_each_version() {
-    let worker = |dp, tp| Rank { dp, tp, tp_size: 4 };
+    let worker = |dp, tp| RankNumbers { dp, tp, tp_size: 4 };
     for compat in COMPATS {
         let config = config(compat, "NixlConnector", &[("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")]);
         let port = |dp, tp| config.side_channel_port(worker(dp, tp)).unwrap();
@@ -97,14 +99,14 @@ fn side_channel_ports_follow_the_rule_of_each_version() {
         assert_eq!([port(0, 0), port(0, 3), port(1, 0), port(2, 3)], expected, "{compat}");
         let unset = self::config(compat, "NixlConnector", &[]);
         let default = if per_worker { 5557 } else { 5600 };
-        assert_eq!(unset.side_channel_port(Rank::default()).unwrap(), default, "{compat}");
+        assert_eq!(unset.side_channel_port(RankNumbers::default()).unwrap(), default, "{compat}");
     }
 }
 
 #[test]
 fn mooncake_has_one_bootstrap_port_and_before_a_port_for_each_worker() {
     let port = |compat, dp, tp| {
-        config(compat, "MooncakeConnector", &[]).mooncake_port(Rank { dp, tp, tp_size: 2 }).unwrap()
+        config(compat, "MooncakeConnector", &[]).mooncake_port(RankNumbers { dp, tp, tp_size: 2 }).unwrap()
     };
     for compat in ["0.16", "0.20", "0.33"] {
         assert_eq!([port(compat, 0, 0), port(compat, 0, 1), port(compat, 3, 1)], [8998; 3], "{compat}");
@@ -116,14 +118,14 @@ fn mooncake_has_one_bootstrap_port_and_before_a_port_for_each_worker() {
 fn impossible_ranks_and_ports_are_errors() {
     let config = config("0.33", "NixlConnector", &[("VLLM_NIXL_SIDE_CHANNEL_PORT", "65535")]);
     let any = self::config("0.33", "NixlConnector", &[("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")]);
-    assert_eq!(any.side_channel_port(Rank { dp: 1, tp: 0, tp_size: 1 }).unwrap(), 0);
-    let error = config.side_channel_port(Rank { dp: 1, tp: 0, tp_size: 1 }).unwrap_err().to_string();
+    assert_eq!(any.side_channel_port(RankNumbers { dp: 1, tp: 0, tp_size: 1 }).unwrap(), 0);
+    let error = config.side_channel_port(RankNumbers { dp: 1, tp: 0, tp_size: 1 }).unwrap_err().to_string();
     assert!(error.contains("above 65535; lower VLLM_NIXL_SIDE_CHANNEL_PORT"), "{error}");
-    let error = config.side_channel_port(Rank { dp: 0, tp: 2, tp_size: 2 }).unwrap_err().to_string();
+    let error = config.side_channel_port(RankNumbers { dp: 0, tp: 2, tp_size: 2 }).unwrap_err().to_string();
     assert!(error.contains("tp rank 2 of 2 does not exist"), "{error}");
-    config.mooncake_port(Rank { dp: u32::MAX, tp: 0, tp_size: u32::MAX }).unwrap();
+    config.mooncake_port(RankNumbers { dp: u32::MAX, tp: 0, tp_size: u32::MAX }).unwrap();
     let old = self::config("0.9", "NixlConnector", &[]);
-    old.side_channel_port(Rank { dp: u32::MAX, tp: u32::MAX - 1, tp_size: u32::MAX }).unwrap_err();
+    old.side_channel_port(RankNumbers { dp: u32::MAX, tp: u32::MAX - 1, tp_size: u32::MAX }).unwrap_err();
 }
 
 #[test]
@@ -135,15 +137,15 @@ fn blocks_are_released_by_timeout_until_0_21_and_by_lease_from_0_22() {
         ("0.16", BlockRelease::After(seconds(480))),
         ("0.20", BlockRelease::After(seconds(480))),
         ("0.21", BlockRelease::After(seconds(480))),
-        ("0.22", BlockRelease::Lease(Lease { duration: seconds(30) })),
-        ("0.31", BlockRelease::Lease(Lease { duration: seconds(30) })),
-        ("0.33", BlockRelease::Lease(Lease { duration: seconds(30) })),
+        ("0.22", BlockRelease::Lease(LeaseTime { duration: seconds(30) })),
+        ("0.31", BlockRelease::Lease(LeaseTime { duration: seconds(30) })),
+        ("0.33", BlockRelease::Lease(LeaseTime { duration: seconds(30) })),
     ] {
         assert_eq!(config(compat, "NixlConnector", &[]).block_release(), expected, "{compat}");
     }
-    let lease = Lease { duration: seconds(30) };
+    let lease = LeaseTime { duration: seconds(30) };
     assert_eq!((lease.heartbeat(), lease.extension()), (seconds(5), seconds(20)));
-    let short = Lease { duration: seconds(3) };
+    let short = LeaseTime { duration: seconds(3) };
     assert_eq!((short.heartbeat(), short.extension()), (Duration::from_millis(500), seconds(2)));
 }
 
@@ -182,5 +184,5 @@ fn the_process_environment_is_read_only_for_what_concerns_kv_transfer() {
     // Whatever this machine has set: reading it works, and the rest of the environment stays out of the value.
     let surroundings = format!("{:?}", Surroundings::of_process());
     assert!(!surroundings.contains("\"PATH\""), "{surroundings}");
-    assert_eq!(Source::Environment("X".into()).to_string(), "environment X");
+    assert_eq!(ValueSource::Environment("X".into()).to_string(), "environment X");
 }

@@ -1,7 +1,7 @@
 //! The fields of `KVTransferConfig`: defaults, validation, accessors, and what is kept, warned about or refused.
 
 use kvx_config::{
-    BufferDevice, Compat, Concern, Connector, KvTransferConfig, LoadFailurePolicy, NUM_THREADS, Role,
+    BufferDevice, Compat, Concern, ConnectorKind, KvTransferConfig, LoadFailurePolicy, NUM_THREADS, Role,
     Surroundings,
 };
 use kvx_core::Kind;
@@ -343,10 +343,10 @@ fn an_unknown_connector_is_refused_with_the_nearest_and_vllms_others_by_name() {
     assert_eq!(error.kind(), Kind::Unsupported);
     assert!(error.to_string().contains("LMCacheConnectorV1 is vLLM's, but kvx does not speak it"), "{error}");
     for (name, connector) in [
-        ("NixlConnector", Connector::NixlPull),
-        ("NixlPullConnector", Connector::NixlPull),
-        ("NixlPushConnector", Connector::NixlPush),
-        ("MooncakeConnector", Connector::Mooncake),
+        ("NixlConnector", ConnectorKind::NixlPull),
+        ("NixlPullConnector", ConnectorKind::NixlPull),
+        ("NixlPushConnector", ConnectorKind::NixlPush),
+        ("MooncakeConnector", ConnectorKind::Mooncake),
     ] {
         let config = config(&format!(r#"{{"kv_connector": "{name}", "kv_role": "kv_consumer"}}"#));
         assert_eq!((config.connector(), config.kv_connector()), (Some(&connector), Some(name)));
@@ -361,7 +361,7 @@ fn a_module_path_needs_a_registered_connector() {
     assert!(error.contains("has not registered a connector under the name \"Mine\""), "{error}");
     let program = Surroundings::default().connector("Mine");
     let config = within(text, &program);
-    assert_eq!(config.connector(), Some(&Connector::Own("Mine".into())));
+    assert_eq!(config.connector(), Some(&ConnectorKind::Own("Mine".into())));
     assert_eq!(config.kv_connector_module_path(), Some("my.module"));
     assert!(within(r#"{"kv_connector": "Mine", "kv_role": "kv_both"}"#, &program).is_kv_producer());
     for empty in [

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::driver::{Driver, EventHandle, StreamHandle};
 use super::tables::{KernelTable, Tables};
-use kvx_backend::process::Watched;
+use kvx_backend::process::WatchedProcess;
 use kvx_core::sync::catch_panic;
 use kvx_core::{Error, Kind, Result, Ticket};
 
@@ -19,7 +19,7 @@ pub(super) struct Flight {
     /// An error: not all of it was started.
     pub(super) started: Result<()>,
     /// Processes whose memory it reads or writes.
-    pub(super) owners: Vec<Arc<Watched>>,
+    pub(super) owners: Vec<Arc<WatchedProcess>>,
     pub(super) tables: Vec<KernelTable>,
 }
 
@@ -56,7 +56,7 @@ struct Mark {
 }
 
 /// The answer of a look at a stream.
-pub(super) struct Look {
+pub(super) struct StreamLook {
     pub(super) ended: usize,
     /// The driver has given the device up.
     pub(super) broken: Option<Error>,
@@ -85,8 +85,8 @@ impl StreamFlights {
         driver: &dyn Driver,
         events: &mut SpareEvents,
         tables: &mut Tables,
-    ) -> Look {
-        let mut look = Look { ended: 0, broken: None };
+    ) -> StreamLook {
+        let mut look = StreamLook { ended: 0, broken: None };
         while let Some((_, mark)) = self.flights.front_mut() {
             let reached = mark.record(self.stream, driver, events).and_then(|event| {
                 // SAFETY: the event lives and is recorded.

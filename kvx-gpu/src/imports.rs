@@ -7,7 +7,7 @@ use std::sync::Arc;
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 
 use super::driver::{Driver, Inside, Mapped};
-use kvx_backend::process::{ProcessId, Watched};
+use kvx_backend::process::{ProcessId, WatchedProcess};
 use kvx_core::memory::IpcHandle;
 use kvx_core::sync::Mutex;
 use kvx_core::wire::{Reader, Writer};
@@ -90,7 +90,7 @@ pub(super) struct Imports {
 #[derive(Default)]
 struct ImportTable {
     by_handle: HashMap<Vec<u8>, Opened>,
-    by_address: BTreeMap<u64, (u64, Arc<Watched>)>,
+    by_address: BTreeMap<u64, (u64, Arc<WatchedProcess>)>,
 }
 
 struct Opened {
@@ -99,7 +99,7 @@ struct Opened {
     len: u64,
     /// For what was not opened by the driver's name.
     mapped: Option<Mapped>,
-    owner: Arc<Watched>,
+    owner: Arc<WatchedProcess>,
 }
 
 impl Imports {
@@ -138,7 +138,7 @@ impl Imports {
         Use { imports: Arc::clone(self), key: key.to_vec() }
     }
 
-    fn watch(&self, owner: &ProcessId) -> Result<Watched> {
+    fn watch(&self, owner: &ProcessId) -> Result<WatchedProcess> {
         owner.watch()?.ok_or_else(|| {
             if owner.is_near() {
                 return gone();
@@ -150,7 +150,7 @@ impl Imports {
         })
     }
 
-    fn map(&self, handle: &Handle, owner: &Watched) -> Result<(u64, u64, Option<Mapped>)> {
+    fn map(&self, handle: &Handle, owner: &WatchedProcess) -> Result<(u64, u64, Option<Mapped>)> {
         match &handle.name {
             Name::Driver(name) => {
                 let address = self.driver.open(name)?;
@@ -173,9 +173,9 @@ impl Imports {
     }
 
     /// The processes whose memory lies at these addresses.
-    pub(super) fn owners(&self, addresses: impl Iterator<Item = u64>) -> Vec<Arc<Watched>> {
+    pub(super) fn owners(&self, addresses: impl Iterator<Item = u64>) -> Vec<Arc<WatchedProcess>> {
         let table = self.table.lock();
-        let mut owners: Vec<Arc<Watched>> = Vec::new();
+        let mut owners: Vec<Arc<WatchedProcess>> = Vec::new();
         if table.by_address.is_empty() {
             return owners;
         }
@@ -199,7 +199,7 @@ fn gone() -> Error {
 }
 
 /// A copy of another process's descriptor.
-fn taken_from(owner: &Watched, number: RawFd) -> Result<OwnedFd> {
+fn taken_from(owner: &WatchedProcess, number: RawFd) -> Result<OwnedFd> {
     pidfd_getfd(owner.fd(), number, PidfdGetfdFlags::empty()).map_err(|error| {
         Error::os(
             "the kernel does not let this process take the descriptor of a peer's device memory: run both as one \

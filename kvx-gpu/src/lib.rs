@@ -40,6 +40,6 @@ pub use symbols::symbols;
 
 // What `symbols!` writes into the crates that call it.
 #[doc(hidden)]
-pub use kvx_backend::loader::Library;
+pub use kvx_backend::loader::NativeLibrary;
 #[doc(hidden)]
 pub use kvx_core::Unavailable;

@@ -1,6 +1,7 @@
 //! Tables of a library's functions.
 
-/// Declares a table of a library's functions, which `find` looks up in a [`Library`](kvx_backend::loader::Library):
+/// Declares a table of a library's functions, which `find` looks up in a
+/// [`NativeLibrary`](kvx_backend::loader::NativeLibrary):
 /// those that are required by name, and those that are optional as `Option`s.
 ///
 /// ```
@@ -37,7 +38,7 @@ macro_rules! __gpu_symbols {
             /// The library's functions of these names have these signatures.
             #[allow(dead_code)]
             $visible unsafe fn find(
-                library: &$crate::Library,
+                library: &$crate::NativeLibrary,
             ) -> ::std::result::Result<Self, $crate::Unavailable> {
                 // SAFETY: the caller's promise.
                 unsafe {

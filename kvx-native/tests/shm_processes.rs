@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ends::child::{self, Other};
 use ends::*;
-use kvx_backend::control::Message;
+use kvx_backend::control::ControlMessage;
 use kvx_core::{Agent, Kind, Region};
 
 const BLOCKS: u32 = 4096;
@@ -328,7 +328,7 @@ fn be_crowded(line: &mut child::Line) {
     let readers: Vec<_> = (0..6).map(|_| raw::Reader::greeted(&metadata)).collect();
     for reader in &readers {
         for (import, region) in (0..).zip(&metadata.regions) {
-            reader.say(&Message::Want { import, id: region.id, key: region.key });
+            reader.say(&ControlMessage::Want { import, id: region.id, key: region.key });
         }
     }
     let cpu = || {
@@ -373,7 +373,7 @@ mod raw {
     use std::time::{Duration, Instant};
 
     use kvx_backend::control::proof::Keys;
-    use kvx_backend::control::{Greeting, Message, VERSIONS};
+    use kvx_backend::control::{ControlMessage, Greeting, VERSIONS};
     use kvx_core::{Identity, Incarnation, Metadata};
     use rustix::net::{
         AddressFamily, RecvAncillaryBuffer, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
@@ -395,17 +395,17 @@ mod raw {
             let me = Identity { name: "reader".into(), incarnation: Incarnation([9; 16]) };
             let keys = Keys::new(&metadata.invited.unwrap().by, None);
             let (greeting, body) = Greeting::new(&me, keys, &[0; 40]).unwrap();
-            reader.say(&Message::Hello { versions: VERSIONS, body: &body });
+            reader.say(&ControlMessage::Hello { versions: VERSIONS, body: &body });
             let (welcome, _) = reader.hear(Duration::from_secs(5)).unwrap();
-            let Ok(Message::Welcome { version, body }) = Message::decode(&welcome) else {
+            let Ok(ControlMessage::Welcome { version, body }) = ControlMessage::decode(&welcome) else {
                 panic!("{welcome:?}")
             };
             let (_, proof) = greeting.welcomed(version, body).unwrap();
-            reader.say(&Message::Confirm { proof });
+            reader.say(&ControlMessage::Confirm { proof });
             reader
         }
 
-        pub(super) fn say(&self, message: &Message<'_>) {
+        pub(super) fn say(&self, message: &ControlMessage<'_>) {
             rustix::net::send(&self.0, &message.encode(), SendFlags::NOSIGNAL).unwrap();
         }
 
@@ -433,7 +433,7 @@ mod raw {
             let heard = std::iter::from_fn(|| self.hear(Duration::from_secs(1)));
             heard
                 .filter(|(message, file)| {
-                    *file && matches!(Message::decode(message), Ok(Message::Grant { .. }))
+                    *file && matches!(ControlMessage::decode(message), Ok(ControlMessage::Grant { .. }))
                 })
                 .count()
         }

@@ -3,10 +3,10 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use kvx_backend::wheel::Version;
+use kvx_backend::wheel::WheelVersion;
 
 use crate::log::warn;
-use crate::sibling::{self, Order, Refusal};
+use crate::sibling::{self, Order, TableRefusal};
 use crate::version::{self, ANY};
 
 /// A NIXL whose border is known.
@@ -21,15 +21,16 @@ impl Installed {
     ///
     /// # Errors
     /// No library, several that differ, a version that was not tried, or a table that is not whole.
-    pub(crate) fn of_process() -> Result<Installed, Refusal> {
-        let maps = std::fs::read_to_string("/proc/self/maps").map_err(|error| Refusal(error.to_string()))?;
+    pub(crate) fn of_process() -> Result<Installed, TableRefusal> {
+        let maps =
+            std::fs::read_to_string("/proc/self/maps").map_err(|error| TableRefusal(error.to_string()))?;
         let any = std::env::var_os(ANY).is_some_and(|value| value == "1");
         let mut found: Option<Installed> = None;
         for library in libraries(&maps) {
             let installed = Installed::at(library, any)?;
             match &found {
                 Some(first) if !first.order.agrees(&installed.order) => {
-                    return Err(Refusal(format!(
+                    return Err(TableRefusal(format!(
                         "two NIXLs are in this process, {} and {}, and their backends differ",
                         first.name, installed.name
                     )));
@@ -37,11 +38,11 @@ impl Installed {
                 _ => found = Some(installed),
             }
         }
-        found.ok_or_else(|| Refusal("there is no libnixl.so in this process".into()))
+        found.ok_or_else(|| TableRefusal("there is no libnixl.so in this process".into()))
     }
 
-    fn at(library: &Path, any: bool) -> Result<Installed, Refusal> {
-        let version = Version::beside(library);
+    fn at(library: &Path, any: bool) -> Result<Installed, TableRefusal> {
+        let version = WheelVersion::beside(library);
         let name = match version {
             Some(version) => format!("NIXL {version}"),
             None => format!("the NIXL of {}", library.display()),
@@ -50,14 +51,14 @@ impl Installed {
             && !version::is_tried(version)
             && !any
         {
-            return Err(Refusal(format!(
+            return Err(TableRefusal(format!(
                 "NIXL {version} was not tried with KVX, {} were: install one of them, or set {ANY}=1 at your own risk",
                 version::tried()
             )));
         }
         let folder = library.parent().unwrap_or(Path::new("/")).join("plugins");
         let order = sibling::order_in(&folder, any)
-            .map_err(|why| Refusal(format!("{name} is not one that KVX can serve: {why}")))?;
+            .map_err(|why| TableRefusal(format!("{name} is not one that KVX can serve: {why}")))?;
         if version.is_none() {
             warn(format_args!("{name} does not tell its version: KVX goes by the tables of its plug-ins"));
         }
@@ -72,13 +73,13 @@ fn libraries(maps: &str) -> BTreeSet<&Path> {
 }
 
 /// Says what KVX thinks of the NIXL whose `libnixl.so` this is: its name, or why it is refused.
-pub fn verdict(library: &Path) -> Result<String, Refusal> {
+pub fn verdict(library: &Path) -> Result<String, TableRefusal> {
     Installed::at(library, false).map(|installed| installed.name)
 }
 
 /// The version of the wheel that brought a `libnixl.so`.
 pub fn version_of(library: &Path) -> Option<String> {
-    Version::beside(library).map(|version| version.to_string())
+    WheelVersion::beside(library).map(|version| version.to_string())
 }
 
 /// The folder of plug-ins that belongs to a `libnixl.so`.

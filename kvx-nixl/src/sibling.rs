@@ -86,16 +86,16 @@ const MAX_NAMES: usize = 64;
 
 /// Why a table is not taken, in one sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Refusal(pub String);
+pub struct TableRefusal(pub String);
 
-impl fmt::Display for Refusal {
+impl fmt::Display for TableRefusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-fn refuse<T>(why: impl Into<String>) -> Result<T, Refusal> {
-    Err(Refusal(why.into()))
+fn refuse<T>(why: impl Into<String>) -> Result<T, TableRefusal> {
+    Err(TableRefusal(why.into()))
 }
 
 /// The slots of the destructors, the first ones.
@@ -142,7 +142,7 @@ impl Order {
 ///
 /// # Errors
 /// No plug-in there tells, two of them differ, or, unless `any` is set, the order is one that no tried release has.
-pub fn order_in(folder: &Path, any: bool) -> Result<Order, Refusal> {
+pub fn order_in(folder: &Path, any: bool) -> Result<Order, TableRefusal> {
     let mut found: Option<(&str, Order)> = None;
     let mut reasons = Vec::new();
     for name in SIBLINGS {
@@ -154,7 +154,7 @@ pub fn order_in(folder: &Path, any: bool) -> Result<Order, Refusal> {
             Ok(_) => std::fs::read(&path),
             Err(_) => continue,
         };
-        let order = file.map_err(|error| Refusal(error.to_string())).and_then(|file| order(&file));
+        let order = file.map_err(|error| TableRefusal(error.to_string())).and_then(|file| order(&file));
         match (order, &found) {
             (Err(why), _) => reasons.push(format!("{name}: {why}")),
             (Ok(order), None) => found = Some((name, order)),
@@ -190,7 +190,7 @@ pub fn order_in(folder: &Path, any: bool) -> Result<Order, Refusal> {
 /// # Errors
 /// The file is not a shared library of this machine, it has no table of a backend, or one that has not each function
 /// once.
-pub fn order(file: &[u8]) -> Result<Order, Refusal> {
+pub fn order(file: &[u8]) -> Result<Order, TableRefusal> {
     let mut found: Option<Order> = None;
     for table in tables(file)?.iter().filter(|table| is_of_a_backend(table)) {
         let order = place(table)?;
@@ -202,7 +202,7 @@ pub fn order(file: &[u8]) -> Result<Order, Refusal> {
             _ => found = Some(order),
         }
     }
-    found.ok_or_else(|| Refusal("it has no table of a backend's functions".into()))
+    found.ok_or_else(|| TableRefusal("it has no table of a backend's functions".into()))
 }
 
 /// Whether it has most of the functions. NIXL's base class has the few that need no backend.
@@ -212,7 +212,7 @@ fn is_of_a_backend(table: &[Vec<&str>]) -> bool {
 }
 
 /// Which function is in which slot. Errors: one is missing, or in two slots, or a slot is two of them.
-fn place(table: &[Vec<&str>]) -> Result<Order, Refusal> {
+fn place(table: &[Vec<&str>]) -> Result<Order, TableRefusal> {
     let names = NAMES.map(|(function, name)| (function, name.replace('$', STRING)));
     let Some(slots) = table.get(2..).filter(|slots| slots.len() <= MAX_SLOTS) else {
         return refuse(format!("a table of {} functions", table.len()));
@@ -321,7 +321,7 @@ impl<'a> Elf<'a> {
 }
 
 /// The symbols in each slot of each table `_ZTV…Engine`, with the two words before the functions.
-fn tables(file: &[u8]) -> Result<Vec<Vec<Vec<&str>>>, Refusal> {
+fn tables(file: &[u8]) -> Result<Vec<Vec<Vec<&str>>>, TableRefusal> {
     let elf = Elf(file);
     if elf.array(0) != Some(*b"\x7fELF\x02\x01") || elf.u16(18) != Some(machine::NUMBER) {
         return refuse("it is no shared library of this machine");

@@ -25,17 +25,17 @@ pub const TAG: usize = 16;
 pub const MESSAGE: usize = KEY + TAG;
 
 /// One end of a handshake of two messages, the initiator's first. Each end proves by its message that it has the key.
-pub struct Handshake(HandshakeState);
+pub struct NoiseHandshake(HandshakeState);
 
-impl Handshake {
+impl NoiseHandshake {
     /// The end that speaks first. Both ends give the same `prologue`, which does not travel.
     pub fn initiator(key: &[u8; KEY], prologue: &[u8]) -> Result<Self> {
-        builder(key, prologue).and_then(Builder::build_initiator).map(Handshake).map_err(broken)
+        builder(key, prologue).and_then(Builder::build_initiator).map(NoiseHandshake).map_err(broken)
     }
 
     /// The end that answers.
     pub fn responder(key: &[u8; KEY], prologue: &[u8]) -> Result<Self> {
-        builder(key, prologue).and_then(Builder::build_responder).map(Handshake).map_err(broken)
+        builder(key, prologue).and_then(Builder::build_responder).map(NoiseHandshake).map_err(broken)
     }
 
     /// Appends this end's message, [`MESSAGE`] bytes beyond the payload.
@@ -66,9 +66,9 @@ impl Handshake {
     }
 }
 
-impl fmt::Debug for Handshake {
+impl fmt::Debug for NoiseHandshake {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Handshake")
+        f.write_str("NoiseHandshake")
     }
 }
 
@@ -282,8 +282,8 @@ mod tests {
         let fixed = |end: usize| {
             builder(key, &prologue).unwrap().fixed_ephemeral_key_for_testing_only(&ephemeral[end])
         };
-        let mut initiator = Handshake(fixed(0).build_initiator().unwrap());
-        let mut responder = Handshake(fixed(1).build_responder().unwrap());
+        let mut initiator = NoiseHandshake(fixed(0).build_initiator().unwrap());
+        let mut responder = NoiseHandshake(fixed(1).build_responder().unwrap());
         let mut said = Vec::new();
         initiator.write(&bytes("4c756477696720766f6e204d69736573"), &mut said).unwrap();
         let expected = "ca35def5ae56cec33dc2036731ab14896bc4c75dbb07a61f879f8e3afa4c7944\
@@ -320,11 +320,11 @@ mod tests {
     fn another_key_another_prologue_and_what_is_cut_short_are_not_read() {
         let said = |key: u8, prologue: &[u8]| {
             let mut said = Vec::new();
-            let mut initiator = Handshake::initiator(&[key; KEY], prologue).unwrap();
+            let mut initiator = NoiseHandshake::initiator(&[key; KEY], prologue).unwrap();
             initiator.write(b"payload", &mut said).unwrap();
             said
         };
-        let read = |said: &[u8]| Handshake::responder(&[1; KEY], b"prologue").unwrap().read(said);
+        let read = |said: &[u8]| NoiseHandshake::responder(&[1; KEY], b"prologue").unwrap().read(said);
         let good = said(1, b"prologue");
         assert_eq!(read(&good).unwrap(), b"payload");
         assert!(read(&said(2, b"prologue")).is_none() && read(&said(1, b"prologu")).is_none());

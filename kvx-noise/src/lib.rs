@@ -3,5 +3,5 @@
 mod handshake;
 mod seal;
 
-pub use handshake::{Handshake, KEY, MESSAGE, TAG};
+pub use handshake::{KEY, MESSAGE, NoiseHandshake, TAG};
 pub use seal::{Opener, RECORD, Sealer, Seals};

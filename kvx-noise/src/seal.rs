@@ -99,12 +99,12 @@ impl Opener {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Handshake;
+    use crate::NoiseHandshake;
 
     /// Both ends, after a handshake.
     fn seals() -> (Seals, Seals) {
-        let mut initiator = Handshake::initiator(&[1; KEY], &[]).unwrap();
-        let mut responder = Handshake::responder(&[1; KEY], &[]).unwrap();
+        let mut initiator = NoiseHandshake::initiator(&[1; KEY], &[]).unwrap();
+        let mut responder = NoiseHandshake::responder(&[1; KEY], &[]).unwrap();
         let mut said = Vec::new();
         initiator.write(&[], &mut said).unwrap();
         responder.read(&said).unwrap();

@@ -10,7 +10,7 @@ use crate::fleet::watch;
 use crate::log::Access;
 use crate::relay::core::{Core, Live};
 use crate::serve;
-use crate::setup::{Connector, Finding, Setup};
+use crate::setup::{Finding, PoolConnector, Setup};
 
 /// All [findings](Setup::findings), whether its address can be listened on now, and what the instances say when they
 /// are asked now. Serves nothing.
@@ -64,10 +64,12 @@ async fn instance(live: &Live, one: &Instance) -> Finding {
     };
     let connector = live.fleet.pools[one.pool].connector;
     let recipe = match (one.role, connector, one.state.kind()) {
-        (Role::Prefill, Connector::Auto, PrefillKind::Mooncake(ranks)) => {
+        (Role::Prefill, PoolConnector::Auto, PrefillKind::Mooncake(ranks)) => {
             format!(", has a Mooncake bootstrap server with {} ranks: MooncakeConnector", ranks.len())
         }
-        (Role::Prefill, Connector::Auto, _) => ", has no Mooncake bootstrap server: NixlConnector".to_owned(),
+        (Role::Prefill, PoolConnector::Auto, _) => {
+            ", has no Mooncake bootstrap server: NixlConnector".to_owned()
+        }
         _ => String::new(),
     };
     Finding::Means(format!("{role} {name} is up, {models}{recipe}"))

@@ -74,7 +74,7 @@ pub(crate) struct Metrics {
 
 /// How a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Outcome {
+pub(crate) enum RequestOutcome {
     Ok,
     ClientError,
     UpstreamError,
@@ -84,26 +84,26 @@ pub(crate) enum Outcome {
     Refused,
 }
 
-impl Outcome {
-    const ALL: [Outcome; 7] = [
-        Outcome::Ok,
-        Outcome::ClientError,
-        Outcome::UpstreamError,
-        Outcome::Timeout,
-        Outcome::ClientGone,
-        Outcome::BrokenOff,
-        Outcome::Refused,
+impl RequestOutcome {
+    const ALL: [RequestOutcome; 7] = [
+        RequestOutcome::Ok,
+        RequestOutcome::ClientError,
+        RequestOutcome::UpstreamError,
+        RequestOutcome::Timeout,
+        RequestOutcome::ClientGone,
+        RequestOutcome::BrokenOff,
+        RequestOutcome::Refused,
     ];
 
     pub(crate) fn as_str(self) -> &'static str {
         match self {
-            Outcome::Ok => "ok",
-            Outcome::ClientError => "client_error",
-            Outcome::UpstreamError => "upstream_error",
-            Outcome::Timeout => "timeout",
-            Outcome::ClientGone => "client_gone",
-            Outcome::BrokenOff => "broken_off",
-            Outcome::Refused => "refused",
+            RequestOutcome::Ok => "ok",
+            RequestOutcome::ClientError => "client_error",
+            RequestOutcome::UpstreamError => "upstream_error",
+            RequestOutcome::Timeout => "timeout",
+            RequestOutcome::ClientGone => "client_gone",
+            RequestOutcome::BrokenOff => "broken_off",
+            RequestOutcome::Refused => "refused",
         }
     }
 }
@@ -119,7 +119,7 @@ impl Default for Metrics {
         };
         Metrics {
             started: Instant::now(),
-            requests: zeros(&Outcome::ALL.map(|outcome| (outcome.as_str(), ""))),
+            requests: zeros(&RequestOutcome::ALL.map(|outcome| (outcome.as_str(), ""))),
             routes: Counts::default(),
             legs: Counts::default(),
             retries: zeros(&[("prefill", ""), ("decode", "")]),
@@ -140,7 +140,7 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    pub(crate) fn request(&self, outcome: Outcome) {
+    pub(crate) fn request(&self, outcome: RequestOutcome) {
         add(&self.requests, outcome.as_str(), "");
     }
 
@@ -287,7 +287,7 @@ mod tests {
     fn the_text_is_well_formed_and_counts() {
         let setup = Setup::from_toml("[[pool]]\nname = 'a\"b'\ndecode = ['http://d:1']").unwrap();
         let metrics = Metrics::default();
-        metrics.request(Outcome::Ok);
+        metrics.request(RequestOutcome::Ok);
         metrics.route("decode_alone", "n");
         metrics.leg("decode", "ok", Duration::from_millis(3));
         metrics.ttft.observe(Duration::from_millis(40));

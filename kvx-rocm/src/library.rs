@@ -3,7 +3,7 @@
 use std::ffi::{CStr, c_char};
 use std::path::Path;
 
-use kvx_backend::loader::{self, Library as File, OpenOnce, Search};
+use kvx_backend::loader::{self, NativeLibrary as File, OpenOnce, Search};
 use kvx_core::{Error, Kind, Result, Unavailable};
 
 use crate::ffi::{self, Functions, Status, VirtualMemory};

@@ -14,7 +14,7 @@ use crate::address::Address;
 use crate::callbacks::{CallbackNotes, FAREWELL, Letter, MAX_MESSAGE, Once, Postmark, Tally, Told};
 use crate::error::{self, NAME};
 use crate::ffi::{Endpoint, Posted, Worker, WorkerArmed};
-use crate::memory::{Keys, Local, Registrations, Remote};
+use crate::memory::{Local, Registrations, Remote, RemoteKeys};
 use crate::peers::{PeerWorker, Peers, gone};
 use crate::route;
 
@@ -48,7 +48,7 @@ pub(crate) struct UcxFabric {
     /// By the numbers of their jobs. UCX has their addresses, which must stay while this grows.
     tallies: Vec<Rc<Tally>>,
     peers: Peers,
-    keys: Keys,
+    keys: RemoteKeys,
     /// Events of links that happened outside of progress.
     news: Vec<Happened>,
     registrations: Arc<Registrations>,
@@ -80,7 +80,7 @@ impl UcxFabric {
             notes,
             tallies: Vec::new(),
             peers: Peers::new(own_worker),
-            keys: Keys::default(),
+            keys: RemoteKeys::default(),
             news: Vec::new(),
             registrations,
             capabilities,

@@ -16,7 +16,7 @@ use crate::error::{self, NAME};
 use crate::fabric::{SETS_UP, UcxFabric};
 use crate::ffi::{self, Library, Worker};
 use crate::memory::{Registrations, kinds};
-use crate::route::{BANDWIDTH_LANES, KILLED_AMID, SHARED_QUEUES};
+use crate::route::{KILLED_AMID, SHARED_QUEUES};
 use crate::threads::Threads;
 
 /// How a peer's end becomes known that does not close its connections: by UCX's keepalive, of which several must fail.
@@ -131,8 +131,7 @@ impl Factory for Ucx {
         if resources.iter().any(|(transport, _)| *transport == "tcp") {
             cautions.push(OVER_TCP.to_owned());
         }
-        let queued = resources.iter().any(|(transport, _)| SHARED_QUEUES.contains(transport));
-        if queued && library.version() < BANDWIDTH_LANES {
+        if resources.iter().any(|(transport, _)| SHARED_QUEUES.contains(transport)) {
             cautions.push(KILLED_AMID.to_owned());
         }
         let caution = (!cautions.is_empty()).then(|| cautions.join("; "));

@@ -160,12 +160,12 @@ impl Drop for Remote {
 
 /// The keys of peers: UCX wants them dropped while the worker lives, by the thread that uses it.
 #[derive(Default)]
-pub(crate) struct Keys {
+pub(crate) struct RemoteKeys {
     keys: Slab<RemoteKey>,
     unused: Arc<Mutex<Vec<usize>>>,
 }
 
-impl Keys {
+impl RemoteKeys {
     /// The key of a [`Remote`].
     #[inline]
     pub(crate) fn of(&self, remote: &Remote) -> &RemoteKey {
@@ -261,7 +261,7 @@ mod tests {
         let address = far.address().unwrap();
         // SAFETY: the inbox outlives the worker, which destroys its endpoints.
         let endpoint = unsafe { near.connect(&address, endpoint_failed, target) }.unwrap();
-        let (mut keys, registrations) = (Keys::default(), Registrations::new(context, 1));
+        let (mut keys, registrations) = (RemoteKeys::default(), Registrations::new(context, 1));
         let memory = Arc::new(Memory::owned(vec![0; PAGE as usize]));
         let (_local, export) = registrations.register(RegionId(1), &memory).unwrap();
         body(&export, &mut |export, len, kind| {

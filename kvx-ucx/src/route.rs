@@ -12,12 +12,12 @@ use crate::protocols;
 const DIRECT: &[&str] = &["cma", "cuda_ipc", "dc", "gdr_copy", "knem", "rc", "rocm_ipc", "xpmem"];
 /// The first version whose gets and puts use the lanes that are called `rma_bw`; before it they are for rendezvous
 /// alone.
-pub(crate) const BANDWIDTH_LANES: Version = Version { major: 1, minor: 20, release: 0 };
+const BANDWIDTH_LANES: Version = Version { major: 1, minor: 20, release: 0 };
 /// UCX's queues of messages in shared memory.
 pub(crate) const SHARED_QUEUES: &[&str] = &["posix", "sysv", "xpmem"];
-/// What becomes of them: a message that its sender was killed in stays in the queue unfinished. Seen with 1.13.1, and
-/// not with 1.22.0, which copies by cma.
-pub(crate) const KILLED_AMID: &str = "through shared memory this UCX moves data by messages: a process that is killed amid them can leave the other's UCX deaf to all peers; SHM serves peers of this host, or a newer UCX (1.22 was tried)";
+/// What becomes of them: a message that its sender was killed in stays in the queue unfinished. Seen with 1.13.1, whose
+/// data goes there as well, and with 1.22.0.
+pub(crate) const KILLED_AMID: &str = "a process that is killed amid a message through shared memory can leave the other's UCX deaf to all peers (rare since 1.20; before, data goes so too); SHM serves peers of this host without that";
 
 /// The route's text about an endpoint, and its promises. `worker`: what its worker prints of the protocols that UCX has
 /// chosen, if it has done so.
@@ -124,7 +124,7 @@ fn sentence(ours: Version, peer: Version, lanes: &[UcxLane<'_>]) -> String {
         (_, None) => "gets and puts by messages that the peer answers".to_owned(),
     };
     let versions = if ours == peer { format!("UCX {ours}") } else { format!("UCX {ours} to {peer}") };
-    let queued = !is_direct(ours, lanes) && lanes.iter().any(UcxLane::queues_messages);
+    let queued = lanes.iter().any(UcxLane::queues_messages);
     let warning = if queued { format!("; {KILLED_AMID}") } else { String::new() };
     format!("{versions}, lanes {}; {how}{warning}", shown.join(", "))
 }
@@ -182,7 +182,8 @@ mod tests {
     fn the_route_tells_versions_lanes_and_how_memory_moves() {
         let text = sentence(NEW, OLD, &lanes(SHARED));
         assert!(text.starts_with("UCX 1.22.0 to 1.13.1, lanes sysv/memory (am keepalive), "), "{text}");
-        assert!(text.ends_with("gets and puts by cma without the peer's CPU"), "{text}");
+        let how = format!("gets and puts by cma without the peer's CPU; {KILLED_AMID}");
+        assert!(text.ends_with(&how), "{text}");
         let text = sentence(OLD, OLD, &lanes(SHARED));
         assert!(
             text.ends_with(&format!("gets and puts by messages that the peer answers; {KILLED_AMID}")),

@@ -1,5 +1,5 @@
-//! The names of types: within a crate a name is one type, so that who reads it need not ask which one is meant. The
-//! types of kvx-core that are `pub` are the words that every other crate is written in: no other crate has their names.
+//! The names of types: within a crate a name is one type, so that who reads it need not ask which one is meant. What is
+//! `pub` in the crates that it is built on are words that it is written in: no type of its own has such a name.
 //!
 //! It reads the formatted text: items of modules, not those within functions or made by macros. What only tests
 //! compile is left out, and so are the folders `tests`, `benches` and `examples`.
@@ -42,10 +42,7 @@ pub(crate) const EXCEPTIONS: &[Exception] = &[
     },
 ];
 
-/// The crate whose words the others are written in.
-const CORE: &str = "kvx-core";
-
-/// Names of kvx-core's that another crate gives to a type of its own on purpose.
+/// Names of the crates that it is built on, which a crate gives to types of its own on purpose.
 pub(crate) struct Reuse {
     /// The crate's folder.
     of: &'static str,
@@ -58,9 +55,8 @@ pub(crate) const REUSES: &[Reuse] = &[
     // The crate's own error: Rust calls it so in every crate, and its path says whose it is.
     Reuse { of: "kvx-cli", names: &["Result"] },
     Reuse { of: "kvx-proxy", names: &["Error", "Result"] },
-    // No user gets them: the drivers that tests load in place of CUDA's and HIP's, and what developers run.
+    // No user gets them: the drivers that tests load in place of CUDA's and HIP's.
     Reuse { of: "kvx-testkit/stand-in", names: &[] },
-    Reuse { of: "xtask", names: &[] },
 ];
 
 /// A type of a module.
@@ -97,20 +93,34 @@ pub(crate) fn with_two_meanings(root: &Path, exceptions: &[Exception]) -> crate:
     Ok(found)
 }
 
-/// Names of kvx-core's under `root` that another crate gives to a type of its own, and reuses that are not needed.
-pub(crate) fn of_core_elsewhere(root: &Path, reuses: &[Reuse]) -> crate::Result<Vec<String>> {
-    let crates = types_of_crates(root)?;
-    let core = crates.iter().filter(|(package, _)| package == CORE).flat_map(|(_, types)| types);
-    let words: BTreeSet<&str> = core.filter(|named| named.is_pub).map(|named| named.name.as_str()).collect();
+/// Names of types of each crate under `root` which a crate that it is built on has as `pub` ones, and reuses that are
+/// not needed.
+pub(crate) fn of_crates_below(root: &Path, reuses: &[Reuse]) -> crate::Result<Vec<String>> {
+    let mut crates = BTreeMap::new();
+    for folder in folders_of_crates(root)? {
+        let types = types(&folder.join("src"), "", &mut BTreeSet::new())?;
+        let (name, below) = manifest(&std::fs::read_to_string(folder.join("Cargo.toml"))?);
+        crates.insert(name, (shown_folder(root, &folder), below, types));
+    }
     let (mut found, mut used) = (BTreeSet::new(), BTreeSet::new());
-    for (package, types) in crates.iter().filter(|(package, _)| package != CORE) {
-        for Named { module, name, .. } in types.iter().filter(|named| words.contains(named.name.as_str())) {
-            let allows_it = |reuse: &&Reuse| reuse.names.is_empty() || reuse.names.contains(&name.as_str());
-            match reuses.iter().filter(|reuse| reuse.of == package).find(allows_it) {
-                Some(Reuse { names: [], .. }) => used.insert((package.as_str(), "")),
-                Some(_) => used.insert((package, name)),
-                None => found.insert(format!("{package}: {name} in {} is {CORE}'s", shown(module))),
-            };
+    for (name, (package, _, types)) in &crates {
+        for below in all_below(name, &crates) {
+            let words: BTreeSet<&str> = crates[below]
+                .2
+                .iter()
+                .filter(|named| named.is_pub)
+                .map(|named| named.name.as_str())
+                .collect();
+            for Named { module, name, .. } in types.iter().filter(|named| words.contains(named.name.as_str()))
+            {
+                let allows_it =
+                    |reuse: &&Reuse| reuse.names.is_empty() || reuse.names.contains(&name.as_str());
+                match reuses.iter().filter(|reuse| reuse.of == package).find(allows_it) {
+                    Some(Reuse { names: [], .. }) => used.insert((package.as_str(), "")),
+                    Some(_) => used.insert((package, name)),
+                    None => found.insert(format!("{package}: {name} in {} is {below}'s", shown(module))),
+                };
+            }
         }
     }
     let mut found: Vec<String> = found.into_iter().collect();
@@ -122,6 +132,44 @@ pub(crate) fn of_core_elsewhere(root: &Path, reuses: &[Reuse]) -> crate::Result<
         }
     }
     Ok(found)
+}
+
+/// A crate's folder, the names of what its manifest lists, and its types.
+type Crate = (String, Vec<String>, Vec<Named>);
+
+/// The crates that one is built on, and those that they are.
+fn all_below<'a>(name: &str, crates: &'a BTreeMap<String, Crate>) -> BTreeSet<&'a str> {
+    let (mut all, mut next) = (BTreeSet::new(), vec![name]);
+    while let Some(name) = next.pop() {
+        for below in &crates[name].1 {
+            if let Some((below, _)) = crates.get_key_value(below)
+                && all.insert(below.as_str())
+            {
+                next.push(below);
+            }
+        }
+    }
+    all
+}
+
+/// The name of a manifest's package, and the names of what it is built on; tests and builds may need more.
+fn manifest(text: &str) -> (String, Vec<String>) {
+    let (mut section, mut package, mut below) = ("", String::new(), Vec::new());
+    for line in text.lines() {
+        if line.starts_with('[') {
+            section = line.trim();
+        } else if section == "[package]"
+            && let Some(name) = line.strip_prefix("name = ")
+        {
+            package = name.trim_matches('"').to_owned();
+        } else if section == "[dependencies]"
+            || (section.starts_with("[target.") && section.ends_with(".dependencies]"))
+        {
+            let name = line.split(['.', ' ', '=']).next().unwrap_or_default();
+            below.extend((!name.is_empty() && !name.starts_with('#')).then(|| name.to_owned()));
+        }
+    }
+    (package, below)
 }
 
 fn shown(module: &str) -> &str {
@@ -144,15 +192,18 @@ fn one_a_part(parts: &[&str], modules: &BTreeSet<String>) -> bool {
 /// The types of each crate at and below `root`, with the crate's folder.
 fn types_of_crates(root: &Path) -> crate::Result<Vec<(String, Vec<Named>)>> {
     let mut all = Vec::new();
-    for folder in crates(root)? {
-        let package = folder.strip_prefix(root).unwrap_or(&folder).display().to_string();
-        all.push((package, types(&folder.join("src"), "", &mut BTreeSet::new())?));
+    for folder in folders_of_crates(root)? {
+        all.push((shown_folder(root, &folder), types(&folder.join("src"), "", &mut BTreeSet::new())?));
     }
     Ok(all)
 }
 
+fn shown_folder(root: &Path, folder: &Path) -> String {
+    folder.strip_prefix(root).unwrap_or(folder).display().to_string()
+}
+
 /// The folders of crates at and below `root`.
-fn crates(root: &Path) -> crate::Result<Vec<PathBuf>> {
+fn folders_of_crates(root: &Path) -> crate::Result<Vec<PathBuf>> {
     let (mut crates, mut folders) = (Vec::new(), vec![root.to_owned()]);
     while let Some(folder) = folders.pop() {
         if folder.join("Cargo.toml").is_file() && folder.join("src").is_dir() {
@@ -332,29 +383,42 @@ mod tests {
     }
 
     #[test]
-    fn a_word_of_core_is_a_type_of_no_other_crate_but_where_an_exception_says_so() {
+    fn a_word_of_the_crates_below_is_no_type_of_ones_own_but_where_an_exception_says_so() {
+        let manifest = |name: &str, below: &str| {
+            format!(
+                "[package]\nname = \"{name}\"\n\n[target.'cfg(unix)'.dependencies]\n{below}[dev-dependencies]\nkvx-side.workspace = true\n"
+            )
+        };
+        let (core, side) = (manifest("kvx-core", ""), manifest("kvx-side", ""));
+        let one = manifest("kvx-one", "libc = \"1\"\nkvx-core.workspace = true\n");
+        let two = manifest("kvx-two", "kvx-one = { path = \"one\" }\n");
         let files = [
-            ("kvx-core/Cargo.toml", ""),
+            ("kvx-core/Cargo.toml", core.as_str()),
             (
                 "kvx-core/src/lib.rs",
                 "pub struct A;\nstruct B;\nmod inner {\n    pub trait C {}\n    pub(crate) type D = u8;\n}\n",
             ),
             ("kvx-core/src/again.rs", "pub struct A;\n#[cfg(test)]\npub struct E;\n"),
-            ("one/Cargo.toml", ""),
+            ("one/Cargo.toml", &one),
             (
                 "one/src/lib.rs",
-                "enum A {\n    C,\n}\nstruct B;\nstruct D;\nstruct E;\n#[cfg(test)]\nstruct C;\n",
+                "enum A {\n    C,\n}\nstruct B;\nstruct D;\nstruct E;\n#[cfg(test)]\nstruct C;\npub struct F;\n",
             ),
-            ("two/inner/Cargo.toml", ""),
-            ("two/inner/src/deep/mod.rs", "pub struct A;\nmod tests {\n    pub(super) type C = u8;\n}\n"),
+            ("two/inner/Cargo.toml", &two),
+            (
+                "two/inner/src/deep/mod.rs",
+                "struct F;\nstruct G;\nmod tests {\n    pub(super) type C = u8;\n}\n",
+            ),
+            ("side/Cargo.toml", &side),
+            ("side/src/lib.rs", "pub struct A;\npub struct G;\n"),
         ];
-        let found = |reuses: &[Reuse]| beneath("core", &files, |root| of_core_elsewhere(root, reuses));
+        let found = |reuses: &[Reuse]| beneath("below", &files, |root| of_crates_below(root, reuses));
         let one = "one: A in lib is kvx-core's";
-        let two = ["two/inner: A in deep is kvx-core's", "two/inner: C in deep::tests is kvx-core's"];
+        let two = ["two/inner: C in deep::tests is kvx-core's", "two/inner: F in deep is kvx-one's"];
         assert_eq!(found(&[]), [one, two[0], two[1]]);
         let both = [Reuse { of: "one", names: &["A", "C"] }, Reuse { of: "two/inner", names: &[] }];
         assert_eq!(found(&both), ["one: C needs no exception"]);
-        let others = [Reuse { of: "two/inner", names: &["A"] }, Reuse { of: "two", names: &[] }];
+        let others = [Reuse { of: "two/inner", names: &["C"] }, Reuse { of: "two", names: &[] }];
         assert_eq!(found(&others), [one, two[1], "two needs no exception"]);
     }
 }

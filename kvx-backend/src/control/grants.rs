@@ -170,25 +170,26 @@ pub enum Imported<W, H> {
 
 /// Regions of a peer, by the numbers under which its owner was asked for them: looked up for each transfer.
 #[derive(Debug)]
-pub struct Imports<W, H> {
+pub struct ImportedRegions<W, H> {
     by_number: BTreeMap<u64, Imported<W, H>>,
     wanted: usize,
 }
 
-impl<W, H> Default for Imports<W, H> {
+impl<W, H> Default for ImportedRegions<W, H> {
     fn default() -> Self {
-        Imports { by_number: BTreeMap::new(), wanted: 0 }
+        ImportedRegions { by_number: BTreeMap::new(), wanted: 0 }
     }
 }
 
-impl<W, H> Imports<W, H> {
+impl<W, H> ImportedRegions<W, H> {
     /// The owner is asked.
     pub fn want(&mut self, import: u64, what: W) {
         self.by_number.insert(import, Imported::Wanted(what));
         self.wanted += 1;
     }
 
-    /// The owner has answered; [`settle`](Imports::settle) follows. Errors: `Malformed` for what it was not asked.
+    /// The owner has answered; [`settle`](ImportedRegions::settle) follows. Errors: `Malformed` for what it was not
+    /// asked.
     pub fn answered(&mut self, import: u64) -> Result<W> {
         match self.by_number.remove(&import) {
             Some(Imported::Wanted(what)) => {
@@ -289,7 +290,7 @@ mod tests {
         assert!(granted.released(id).is_ok());
         assert_eq!(granted.released(id).unwrap_err().kind(), Kind::Malformed);
 
-        let mut imports = Imports::default();
+        let mut imports = ImportedRegions::default();
         imports.want(7, "region");
         assert!(imports.await_answer() && imports.answered(8).is_err());
         assert_eq!(imports.answered(7).unwrap(), "region");
@@ -299,7 +300,7 @@ mod tests {
 
     #[test]
     fn a_recalled_region_is_refused_with_the_reason() {
-        let (mut imports, id) = (Imports::<(), _>::default(), RegionId(1));
+        let (mut imports, id) = (ImportedRegions::<(), _>::default(), RegionId(1));
         for import in [1, 2] {
             imports.want(import, ());
             imports.answered(import).unwrap();

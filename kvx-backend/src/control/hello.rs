@@ -11,7 +11,7 @@ use kvx_core::{Error, Identity, Kind, Result, random_key};
 
 use super::proof::{Claim, Keys, PROOF, Proof, other_secret, stranger};
 use super::reasons::malformed;
-use super::{Message, Refusal};
+use super::{ControlMessage, Refusal};
 
 /// The versions of this protocol that this release speaks: from, to.
 pub const VERSIONS: (u16, u16) = (2, 2);
@@ -28,7 +28,7 @@ pub struct Greeting {
 }
 
 impl Greeting {
-    /// Begins: also gives the body of [`Message::Hello`]. `rest` is what the transport says with it.
+    /// Begins: also gives the body of [`ControlMessage::Hello`]. `rest` is what the transport says with it.
     pub fn new(me: &Identity, keys: Keys, rest: &[u8]) -> Result<(Self, Vec<u8>)> {
         Self::offering(VERSIONS, me, keys, rest)
     }
@@ -46,8 +46,8 @@ impl Greeting {
         Ok((Greeting { keys, said }, body))
     }
 
-    /// The target welcomes us: gives what its transport says with it, and the proof for [`Message::Confirm`]. Errors:
-    /// `Malformed`, also for who was not invited to welcome.
+    /// The target welcomes us: gives what its transport says with it, and the proof for [`ControlMessage::Confirm`].
+    /// Errors: `Malformed`, also for who was not invited to welcome.
     pub fn welcomed<'a>(&self, version: u16, body: &'a [u8]) -> Result<(&'a [u8], Proof)> {
         if !(VERSIONS.0..=VERSIONS.1).contains(&version) {
             return Err(malformed(format_args!("version {version}, where {VERSIONS:?} were offered")));
@@ -174,8 +174,8 @@ impl<'a> Greeted<'a> {
         Err(Box::new(TurnedAway { refusal: Refusal::from(&why), why, proof: Vec::new(), rest: None }))
     }
 
-    /// Welcomes it: the version that both speak, the body of [`Message::Welcome`], and what is to be proven by
-    /// [`Message::Confirm`] before the link is up.
+    /// Welcomes it: the version that both speak, the body of [`ControlMessage::Welcome`], and what is to be proven by
+    /// [`ControlMessage::Confirm`] before the link is up.
     pub fn welcome(&self, keys: &Keys, rest: &[u8]) -> Result<(u16, Vec<u8>, Claim)> {
         let mut said = random_key()?.to_vec();
         said.put(rest);
@@ -188,8 +188,8 @@ impl<'a> Greeted<'a> {
 
 impl TurnedAway<'_> {
     /// What it is told.
-    pub fn message(&self) -> Message<'_> {
-        Message::Refuse { why: self.refusal.clone(), proof: &self.proof }
+    pub fn message(&self) -> ControlMessage<'_> {
+        ControlMessage::Refuse { why: self.refusal.clone(), proof: &self.proof }
     }
 }
 

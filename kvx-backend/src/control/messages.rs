@@ -16,7 +16,7 @@ pub const MAX_MESSAGE: usize = MAX_NOTIFICATION + 1024;
 
 /// A message. `rest` is what the transport says with it, in its own words.
 #[derive(Clone, Debug)]
-pub enum Message<'a> {
+pub enum ControlMessage<'a> {
     /// The initiator begins.
     Hello {
         /// The versions that it speaks: from, to.
@@ -116,19 +116,20 @@ mod number {
     pub(super) const CONFIRM: u8 = 15;
 }
 
-impl Message<'_> {
+impl ControlMessage<'_> {
     /// Whether it may come to an end of a link. `up`: the handshake is done.
     pub fn fits(&self, up: bool, to_initiator: bool) -> bool {
         match self {
-            Message::Hello { .. } | Message::Confirm { .. } => !up && !to_initiator,
-            Message::Welcome { .. } | Message::Refuse { .. } => !up && to_initiator,
-            Message::Want { .. } | Message::Notify { .. } => up && !to_initiator,
-            Message::Grant { .. } | Message::Deny { .. } | Message::Ack { .. } | Message::Leave => {
-                up && to_initiator
-            }
+            ControlMessage::Hello { .. } | ControlMessage::Confirm { .. } => !up && !to_initiator,
+            ControlMessage::Welcome { .. } | ControlMessage::Refuse { .. } => !up && to_initiator,
+            ControlMessage::Want { .. } | ControlMessage::Notify { .. } => up && !to_initiator,
+            ControlMessage::Grant { .. }
+            | ControlMessage::Deny { .. }
+            | ControlMessage::Ack { .. }
+            | ControlMessage::Leave => up && to_initiator,
             // Either end may have lent the other something.
-            Message::Recall { .. } | Message::Released { .. } => up,
-            Message::Ping | Message::Alive | Message::Bye => up,
+            ControlMessage::Recall { .. } | ControlMessage::Released { .. } => up,
+            ControlMessage::Ping | ControlMessage::Alive | ControlMessage::Bye => up,
         }
     }
 
@@ -136,98 +137,100 @@ impl Message<'_> {
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(64);
         match self {
-            Message::Hello { versions, body } => {
+            ControlMessage::Hello { versions, body } => {
                 out.put_u8(number::HELLO);
                 out.put(&MAGIC);
                 out.put_u16(versions.0);
                 out.put_u16(versions.1);
                 out.put(body);
             }
-            Message::Welcome { version, body } => {
+            ControlMessage::Welcome { version, body } => {
                 out.put_u8(number::WELCOME);
                 out.put(&MAGIC);
                 out.put_u16(*version);
                 out.put(body);
             }
-            Message::Confirm { proof } => {
+            ControlMessage::Confirm { proof } => {
                 out.put_u8(number::CONFIRM);
                 out.put(proof);
             }
-            Message::Refuse { why, proof } => {
+            ControlMessage::Refuse { why, proof } => {
                 out.put_u8(number::REFUSE);
                 out.put(&MAGIC);
                 why.encode(&mut out);
                 out.put_block(proof);
             }
-            Message::Want { import, id, key } => {
+            ControlMessage::Want { import, id, key } => {
                 out.put_u8(number::WANT);
                 out.put_u64(*import);
                 out.put_region(*id, key);
             }
-            Message::Grant { import, rest } => {
+            ControlMessage::Grant { import, rest } => {
                 out.put_u8(number::GRANT);
                 out.put_u64(*import);
                 out.put(rest);
             }
-            Message::Deny { import, why } => {
+            ControlMessage::Deny { import, why } => {
                 out.put_u8(number::DENY);
                 out.put_u64(*import);
                 why.encode(&mut out);
             }
-            Message::Recall { id } => {
+            ControlMessage::Recall { id } => {
                 out.put_u8(number::RECALL);
                 out.put_u64(id.0);
             }
-            Message::Released { id } => {
+            ControlMessage::Released { id } => {
                 out.put_u8(number::RELEASED);
                 out.put_u64(id.0);
             }
-            Message::Notify { notice, bytes } => {
+            ControlMessage::Notify { notice, bytes } => {
                 out.reserve_exact(9 + bytes.len());
                 out.put_u8(number::NOTIFY);
                 out.put_u64(*notice);
                 out.put(bytes);
             }
-            Message::Ack { notice } => {
+            ControlMessage::Ack { notice } => {
                 out.put_u8(number::ACK);
                 out.put_u64(*notice);
             }
-            Message::Ping => out.put_u8(number::PING),
-            Message::Alive => out.put_u8(number::ALIVE),
-            Message::Leave => out.put_u8(number::LEAVE),
-            Message::Bye => out.put_u8(number::BYE),
+            ControlMessage::Ping => out.put_u8(number::PING),
+            ControlMessage::Alive => out.put_u8(number::ALIVE),
+            ControlMessage::Leave => out.put_u8(number::LEAVE),
+            ControlMessage::Bye => out.put_u8(number::BYE),
         }
         out
     }
 }
 
-impl<'a> Message<'a> {
+impl<'a> ControlMessage<'a> {
     /// Reads a whole message. Errors: `Malformed`.
     pub fn decode(bytes: &'a [u8]) -> Result<Self> {
         let mut reader = Reader::new("link message", bytes);
         let message = match reader.u8()? {
             number::HELLO => {
                 magic(&mut reader)?;
-                Message::Hello { versions: (reader.u16()?, reader.u16()?), body: rest(&mut reader)? }
+                ControlMessage::Hello { versions: (reader.u16()?, reader.u16()?), body: rest(&mut reader)? }
             }
             number::WELCOME => {
                 magic(&mut reader)?;
-                Message::Welcome { version: reader.u16()?, body: rest(&mut reader)? }
+                ControlMessage::Welcome { version: reader.u16()?, body: rest(&mut reader)? }
             }
-            number::CONFIRM => Message::Confirm { proof: reader.array()? },
+            number::CONFIRM => ControlMessage::Confirm { proof: reader.array()? },
             number::REFUSE => {
                 magic(&mut reader)?;
-                Message::Refuse { why: Refusal::decode(&mut reader)?, proof: reader.block(PROOF)? }
+                ControlMessage::Refuse { why: Refusal::decode(&mut reader)?, proof: reader.block(PROOF)? }
             }
             number::WANT => {
                 let import = reader.u64()?;
                 let (id, key) = reader.region()?;
-                Message::Want { import, id, key }
+                ControlMessage::Want { import, id, key }
             }
-            number::GRANT => Message::Grant { import: reader.u64()?, rest: rest(&mut reader)? },
-            number::DENY => Message::Deny { import: reader.u64()?, why: Refusal::decode(&mut reader)? },
-            number::RECALL => Message::Recall { id: RegionId(reader.u64()?) },
-            number::RELEASED => Message::Released { id: RegionId(reader.u64()?) },
+            number::GRANT => ControlMessage::Grant { import: reader.u64()?, rest: rest(&mut reader)? },
+            number::DENY => {
+                ControlMessage::Deny { import: reader.u64()?, why: Refusal::decode(&mut reader)? }
+            }
+            number::RECALL => ControlMessage::Recall { id: RegionId(reader.u64()?) },
+            number::RELEASED => ControlMessage::Released { id: RegionId(reader.u64()?) },
             number::NOTIFY => {
                 let (notice, len) = (reader.u64()?, reader.left());
                 if len > MAX_NOTIFICATION {
@@ -235,13 +238,13 @@ impl<'a> Message<'a> {
                         "a notification of {len} bytes, at most {MAX_NOTIFICATION} are allowed"
                     )));
                 }
-                Message::Notify { notice, bytes: rest(&mut reader)? }
+                ControlMessage::Notify { notice, bytes: rest(&mut reader)? }
             }
-            number::ACK => Message::Ack { notice: reader.u64()? },
-            number::PING => Message::Ping,
-            number::ALIVE => Message::Alive,
-            number::LEAVE => Message::Leave,
-            number::BYE => Message::Bye,
+            number::ACK => ControlMessage::Ack { notice: reader.u64()? },
+            number::PING => ControlMessage::Ping,
+            number::ALIVE => ControlMessage::Alive,
+            number::LEAVE => ControlMessage::Leave,
+            number::BYE => ControlMessage::Bye,
             unknown => return Err(reader.malformed(format_args!("no message has the number {unknown}"))),
         };
         reader.end()?;
@@ -263,26 +266,26 @@ mod tests {
     use kvx_core::{Error, Kind};
 
     /// Each message, and how many of its last bytes are of any length.
-    fn all() -> Vec<(Message<'static>, usize)> {
+    fn all() -> Vec<(ControlMessage<'static>, usize)> {
         let why = Refusal { kind: Kind::WrongKey, text: "not that key".into() };
         let (id, key) = (RegionId(4), RegionKey([5; 16]));
         vec![
-            (Message::Hello { versions: (1, 3), body: b"\0\x01body" }, 6),
-            (Message::Welcome { version: 1, body: b"body" }, 4),
-            (Message::Confirm { proof: [7; PROOF] }, 0),
-            (Message::Refuse { why: why.clone(), proof: b"proof" }, 0),
-            (Message::Want { import: 3, id, key }, 0),
-            (Message::Grant { import: 3, rest: b"" }, 0),
-            (Message::Grant { import: 3, rest: b"rest" }, 4),
-            (Message::Deny { import: 3, why }, 0),
-            (Message::Recall { id }, 0),
-            (Message::Released { id }, 0),
-            (Message::Notify { notice: 7, bytes: b"\0 bytes" }, 7),
-            (Message::Ack { notice: 7 }, 0),
-            (Message::Ping, 0),
-            (Message::Alive, 0),
-            (Message::Leave, 0),
-            (Message::Bye, 0),
+            (ControlMessage::Hello { versions: (1, 3), body: b"\0\x01body" }, 6),
+            (ControlMessage::Welcome { version: 1, body: b"body" }, 4),
+            (ControlMessage::Confirm { proof: [7; PROOF] }, 0),
+            (ControlMessage::Refuse { why: why.clone(), proof: b"proof" }, 0),
+            (ControlMessage::Want { import: 3, id, key }, 0),
+            (ControlMessage::Grant { import: 3, rest: b"" }, 0),
+            (ControlMessage::Grant { import: 3, rest: b"rest" }, 4),
+            (ControlMessage::Deny { import: 3, why }, 0),
+            (ControlMessage::Recall { id }, 0),
+            (ControlMessage::Released { id }, 0),
+            (ControlMessage::Notify { notice: 7, bytes: b"\0 bytes" }, 7),
+            (ControlMessage::Ack { notice: 7 }, 0),
+            (ControlMessage::Ping, 0),
+            (ControlMessage::Alive, 0),
+            (ControlMessage::Leave, 0),
+            (ControlMessage::Bye, 0),
         ]
     }
 
@@ -290,18 +293,21 @@ mod tests {
     fn messages_travel_as_they_are_and_nothing_shorter_passes() {
         for (message, any) in all() {
             let bytes = message.encode();
-            assert_eq!(Message::decode(&bytes).unwrap().encode(), bytes);
+            assert_eq!(ControlMessage::decode(&bytes).unwrap().encode(), bytes);
             assert!(bytes[0] < OWN && bytes.len() <= MAX_MESSAGE);
             for len in 0..bytes.len() - any {
-                assert!(Message::decode(&bytes[..len]).is_err(), "{len} of {message:?}");
+                assert!(ControlMessage::decode(&bytes[..len]).is_err(), "{len} of {message:?}");
             }
         }
-        for whole in
-            [Message::Ping, Message::Bye, Message::Ack { notice: 1 }, Message::Recall { id: RegionId(1) }]
-        {
-            assert!(Message::decode(&[&whole.encode()[..], &[0]].concat()).is_err(), "{whole:?}");
+        for whole in [
+            ControlMessage::Ping,
+            ControlMessage::Bye,
+            ControlMessage::Ack { notice: 1 },
+            ControlMessage::Recall { id: RegionId(1) },
+        ] {
+            assert!(ControlMessage::decode(&[&whole.encode()[..], &[0]].concat()).is_err(), "{whole:?}");
         }
-        assert!(Message::decode(&[OWN]).is_err());
+        assert!(ControlMessage::decode(&[OWN]).is_err());
     }
 
     #[test]
@@ -311,23 +317,28 @@ mod tests {
             let handshake = fits(false, true) || fits(false, false);
             assert_ne!(handshake, fits(true, true) || fits(true, false), "{message:?}");
         }
-        let ack = Message::Ack { notice: 1 };
+        let ack = ControlMessage::Ack { notice: 1 };
         assert!(ack.fits(true, true) && !ack.fits(true, false));
     }
 
     #[test]
     fn bounds_hold_and_a_peers_text_is_cleaned() {
         let long = vec![7; MAX_NOTIFICATION + 1];
-        let notify = |bytes| Message::Notify { notice: 1, bytes }.encode();
-        assert!(Message::decode(&notify(&long)).is_err() && Message::decode(&notify(&long[1..])).is_ok());
+        let notify = |bytes| ControlMessage::Notify { notice: 1, bytes }.encode();
+        assert!(
+            ControlMessage::decode(&notify(&long)).is_err()
+                && ControlMessage::decode(&notify(&long[1..])).is_ok()
+        );
         assert!(notify(&long).len() <= MAX_MESSAGE);
         let why = Refusal::from(&Error::new(Kind::Denied, "\x1b[2Jno\n"));
         let refused = [
-            Message::Deny { import: 3, why: why.clone() }.encode(),
-            Message::Refuse { why, proof: b"" }.encode(),
+            ControlMessage::Deny { import: 3, why: why.clone() }.encode(),
+            ControlMessage::Refuse { why, proof: b"" }.encode(),
         ];
         for bytes in refused {
-            let Ok(Message::Deny { why, .. } | Message::Refuse { why, .. }) = Message::decode(&bytes) else {
+            let Ok(ControlMessage::Deny { why, .. } | ControlMessage::Refuse { why, .. }) =
+                ControlMessage::decode(&bytes)
+            else {
                 panic!("{bytes:?}");
             };
             assert_eq!(why.text, " [2Jno ");
@@ -352,7 +363,7 @@ mod tests {
                     altered[at] = random() as u8;
                 }
                 altered.truncate(random() as usize % (altered.len() + 1));
-                Message::decode(&altered).ok();
+                ControlMessage::decode(&altered).ok();
             }
         }
     }

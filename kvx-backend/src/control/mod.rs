@@ -5,23 +5,23 @@
 //! machine behind [`Fabric`](crate::fabric::Fabric) speak the whole protocol; TCP has frames and a handshake of
 //! its own.
 //!
-//! * **Handshake.** The initiator says [`Hello`](Message::Hello): versions, who it is, the proof that it was invited.
-//!   The target says [`Welcome`](Message::Welcome) and proves itself, and the link is up at the initiator's
-//!   [`Confirm`](Message::Confirm); or it says [`Refuse`](Message::Refuse), the same to every stranger. See
-//!   [`Greeting`] and [`hear`].
+//! * **Handshake.** The initiator says [`Hello`](ControlMessage::Hello): versions, who it is, the proof that it was
+//!   invited. The target says [`Welcome`](ControlMessage::Welcome) and proves itself, and the link is up at the
+//!   initiator's [`Confirm`](ControlMessage::Confirm); or it says [`Refuse`](ControlMessage::Refuse), the same to every
+//!   stranger. See [`Greeting`] and [`hear`].
 //! * **Regions.** Before a link first uses a region, its owner is shown number and key
-//!   ([`Want`](Message::Want)), and says [`Grant`](Message::Grant) or [`Deny`](Message::Deny). So a wrong key is
-//!   refused also where a library's own keys know nothing of kvx's, and the owner knows whom to ask when it
-//!   revokes. See [`RegionTable`], [`GrantedRegions`] and [`Imports`].
-//! * **Revocation.** The owner says [`Recall`](Message::Recall) to everyone it granted the region; each lets its
-//!   operations on it end, lets go of it, and says [`Released`](Message::Released). See [`Recalls`].
-//! * **Notifications.** [`Notify`](Message::Notify), answered by [`Ack`](Message::Ack) once the peer's agent has
-//!   it. At most a [`WINDOW`] is unanswered: a target keeps what its agent has no room for, lets no later one
+//!   ([`Want`](ControlMessage::Want)), and says [`Grant`](ControlMessage::Grant) or [`Deny`](ControlMessage::Deny).
+//!   So a wrong key is refused also where a library's own keys know nothing of kvx's, and the owner knows whom to ask
+//!   when it revokes. See [`RegionTable`], [`GrantedRegions`] and [`ImportedRegions`].
+//! * **Revocation.** The owner says [`Recall`](ControlMessage::Recall) to everyone it granted the region; each lets its
+//!   operations on it end, lets go of it, and says [`Released`](ControlMessage::Released). See [`Recalls`].
+//! * **Notifications.** [`Notify`](ControlMessage::Notify), answered by [`Ack`](ControlMessage::Ack) once the peer's
+//!   agent has it. At most a [`WINDOW`] is unanswered: a target keeps what its agent has no room for, lets no later one
 //!   overtake it, and never stops reading. See [`NoticesToPeer`] and [`NoticesFromPeer`].
-//! * **Life.** While an answer is awaited, silence is broken by [`Ping`](Message::Ping), answered by
-//!   [`Alive`](Message::Alive). An idle link is silent. See [`Silence`].
-//! * **End.** [`Bye`](Message::Bye) is the last word of an end that holds nothing of the other any more.
-//!   [`Leave`](Message::Leave) asks an initiator for it: the target's agent is shutting down. Over a socket its
+//! * **Life.** While an answer is awaited, silence is broken by [`Ping`](ControlMessage::Ping), answered by
+//!   [`Alive`](ControlMessage::Alive). An idle link is silent. See [`Silence`].
+//! * **End.** [`Bye`](ControlMessage::Bye) is the last word of an end that holds nothing of the other any more.
+//!   [`Leave`](ControlMessage::Leave) asks an initiator for it: the target's agent is shutting down. Over a socket its
 //!   end says both.
 //! * **Memory.** What a peer has this end keep is counted over all its links, and bounded. See [`HeldBytes`].
 //!
@@ -42,10 +42,10 @@ mod tests;
 #[cfg(any(test, feature = "stranger-for-tests"))]
 pub mod violations;
 
-pub use grants::{GrantedRegions, Imported, Imports, Recalls, RegionTable};
+pub use grants::{GrantedRegions, Imported, ImportedRegions, Recalls, RegionTable};
 pub use held::{ENTRY, HeldBytes};
 pub use hello::{Greeted, Greeting, TurnedAway, VERSIONS, hear};
-pub use messages::{MAX_MESSAGE, Message, OWN};
+pub use messages::{ControlMessage, MAX_MESSAGE, OWN};
 pub use notices::{MAX_WAITING_BYTES, NoticesFromPeer, NoticesToPeer, WINDOW};
 pub use refusal::Refusal;
 pub use silence::{Look, Silence};

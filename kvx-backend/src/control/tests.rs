@@ -35,7 +35,7 @@ struct Link {
 
     to_peer: NoticesToPeer,
     silence: Silence,
-    imports: Imports<RegionId, RegionId>,
+    imports: ImportedRegions<RegionId, RegionId>,
     turned_away: Option<Error>,
     greeting: Option<Greeting>,
 
@@ -63,7 +63,7 @@ impl Link {
             to_initiator: VecDeque::new(),
             to_peer: NoticesToPeer::default(),
             silence: Silence::new(now),
-            imports: Imports::default(),
+            imports: ImportedRegions::default(),
             turned_away: None,
             greeting: None,
             confirmed: None,
@@ -79,7 +79,7 @@ impl Link {
         link.table.open(REGION, KEY, ());
         let (greeting, body) = Greeting::new(&identity("initiator"), keys(expected), b"").unwrap();
         link.greeting = Some(greeting);
-        link.to_owner.push_back(Message::Hello { versions: VERSIONS, body: &body }.encode());
+        link.to_owner.push_back(ControlMessage::Hello { versions: VERSIONS, body: &body }.encode());
         link
     }
 
@@ -91,7 +91,7 @@ impl Link {
     }
 
     fn owner(&mut self, bytes: &[u8]) -> Result<()> {
-        let message = Message::decode(bytes)?;
+        let message = ControlMessage::decode(bytes)?;
         if !message.fits(self.both_up, false) {
             return Err(malformed("out of place"));
         }
@@ -102,12 +102,12 @@ impl Link {
             Ok(())
         };
         let answer = match message {
-            Message::Hello { versions, body } => {
+            ControlMessage::Hello { versions, body } => {
                 let answer = match hear(&keys("owner"), versions, body) {
                     Ok(greeted) => {
                         let (version, body, claim) = greeted.welcome(&keys("owner"), b"")?;
                         self.confirmed = Some(claim);
-                        Message::Welcome { version, body: &body }.encode()
+                        ControlMessage::Welcome { version, body: &body }.encode()
                     }
                     Err(away) => {
                         self.refused = Some(away.refusal.kind);
@@ -117,27 +117,27 @@ impl Link {
                 self.to_initiator.push_back(answer);
                 return Ok(());
             }
-            Message::Confirm { proof } => {
+            ControlMessage::Confirm { proof } => {
                 self.both_up = self.confirmed.take().is_some_and(|claim| claim.holds(&proof));
                 return if self.both_up { Ok(()) } else { Err(stranger()) };
             }
-            Message::Want { import, id, key } => match self.table.check(id, &key) {
+            ControlMessage::Want { import, id, key } => match self.table.check(id, &key) {
                 Ok(()) => {
                     self.granted.grant(id);
-                    Message::Grant { import, rest: b"" }
+                    ControlMessage::Grant { import, rest: b"" }
                 }
-                Err(why) => Message::Deny { import, why: Refusal::from(&why) },
+                Err(why) => ControlMessage::Deny { import, why: Refusal::from(&why) },
             },
-            Message::Released { id } => {
+            ControlMessage::Released { id } => {
                 self.granted.released(id)?;
                 self.recalls.released(&0, Some(id));
                 return Ok(());
             }
-            Message::Notify { notice, bytes } => match self.from_peer.take(notice, bytes, deliver)? {
-                true => Message::Ack { notice },
+            ControlMessage::Notify { notice, bytes } => match self.from_peer.take(notice, bytes, deliver)? {
+                true => ControlMessage::Ack { notice },
                 false => return Ok(()),
             },
-            Message::Ping => Message::Alive,
+            ControlMessage::Ping => ControlMessage::Alive,
             other => panic!("{other:?}"),
         };
         self.to_initiator.push_back(answer.encode());
@@ -145,32 +145,32 @@ impl Link {
     }
 
     fn initiator(&mut self, bytes: &[u8]) -> Result<()> {
-        let message = Message::decode(bytes)?;
+        let message = ControlMessage::decode(bytes)?;
         assert!(message.fits(self.up, true), "{message:?}");
         self.silence.heard(self.now);
         match message {
-            Message::Welcome { version, body } => {
+            ControlMessage::Welcome { version, body } => {
                 let (_, proof) = self.greeting.as_ref().unwrap().welcomed(version, body)?;
-                self.to_owner.push_back(Message::Confirm { proof }.encode());
+                self.to_owner.push_back(ControlMessage::Confirm { proof }.encode());
                 self.up = true;
             }
-            Message::Refuse { why, proof } => {
+            ControlMessage::Refuse { why, proof } => {
                 self.turned_away = Some(self.greeting.as_ref().unwrap().refused(why, proof));
             }
-            Message::Grant { import, .. } => {
+            ControlMessage::Grant { import, .. } => {
                 let id = self.imports.answered(import)?;
                 self.imports.settle(import, Ok(id));
             }
-            Message::Deny { import, why } => {
+            ControlMessage::Deny { import, why } => {
                 self.imports.answered(import)?;
                 self.imports.settle(import, Err(why.into_error()));
             }
-            Message::Recall { id } => {
+            ControlMessage::Recall { id } => {
                 self.imports.recall(|held| *held == id, &revoked(id));
-                self.to_owner.push_back(Message::Released { id }.encode());
+                self.to_owner.push_back(ControlMessage::Released { id }.encode());
             }
-            Message::Ack { notice } => self.to_peer.acknowledged(notice)?.settle(Ok(())),
-            Message::Alive => {}
+            ControlMessage::Ack { notice } => self.to_peer.acknowledged(notice)?.settle(Ok(())),
+            ControlMessage::Alive => {}
             other => panic!("{other:?}"),
         }
         Ok(())
@@ -179,7 +179,7 @@ impl Link {
     /// Sends what the window has room for.
     fn send(&mut self) {
         while let Some((notice, bytes)) = self.to_peer.next_to_send() {
-            self.to_owner.push_back(Message::Notify { notice, bytes: &bytes }.encode());
+            self.to_owner.push_back(ControlMessage::Notify { notice, bytes: &bytes }.encode());
         }
         let awaits = self.to_peer.await_answer() || self.imports.await_answer();
         self.silence.note(awaits, || self.now);
@@ -207,7 +207,7 @@ impl Link {
             self.taken.push(bytes.to_vec());
             Ok(())
         }) {
-            self.to_initiator.push_back(Message::Ack { notice }.encode());
+            self.to_initiator.push_back(ControlMessage::Ack { notice }.encode());
         }
         self.settle();
     }
@@ -268,7 +268,7 @@ fn a_region_is_used_from_its_grant_to_its_recall() {
     let mut link = Link::up();
     for (import, id, key) in [(1, REGION, KEY), (2, REGION, RegionKey([0; 16])), (3, RegionId(9), KEY)] {
         link.imports.want(import, id);
-        link.to_owner.push_back(Message::Want { import, id, key }.encode());
+        link.to_owner.push_back(ControlMessage::Want { import, id, key }.encode());
     }
     link.settle();
     let refused = |link: &Link, import| match link.imports.get(import) {
@@ -282,7 +282,7 @@ fn a_region_is_used_from_its_grant_to_its_recall() {
     assert!(link.table.revoke(REGION).is_some() && link.granted.holds(REGION));
     link.recalls.begin(REGION, HashSet::from([0]), REGION);
     assert!(link.recalls.take_done(|_| false).is_empty());
-    link.to_initiator.push_back(Message::Recall { id: REGION }.encode());
+    link.to_initiator.push_back(ControlMessage::Recall { id: REGION }.encode());
     link.settle();
     assert_eq!((refused(&link, 1), link.recalls.take_done(|_| false)), (Some(Kind::Revoked), vec![REGION]));
     assert!(link.granted.is_empty());
@@ -298,7 +298,7 @@ fn an_owner_that_lives_is_never_lost_and_one_that_is_stopped_is() {
     for _ in 0..100 {
         link.now += Silence::step(TIMEOUT);
         match link.silence.look(link.now, TIMEOUT) {
-            Look::Ask(_) => link.to_owner.push_back(Message::Ping.encode()),
+            Look::Ask(_) => link.to_owner.push_back(ControlMessage::Ping.encode()),
             look => assert!(matches!(look, Look::Until(_)), "{look:?}"),
         }
         link.settle();

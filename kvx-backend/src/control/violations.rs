@@ -4,7 +4,7 @@
 use kvx_core::{Identity, Incarnation, Invitation, Kind, RegionId, RegionKey, Result, Secret};
 
 use super::proof::{Keys, PROOF};
-use super::{Greeting, Message, VERSIONS, WINDOW};
+use super::{ControlMessage, Greeting, VERSIONS, WINDOW};
 
 /// Where the nonce of an encoded hello begins: behind its number, eight bytes that name kvx, versions and a length.
 const NONCE: usize = 17;
@@ -46,14 +46,14 @@ pub fn violations(
     let (_, stranger) = greet(&Invitation::from_bytes([0; 32]), None, rest)?;
     let mut altered = invited.clone();
     altered[NONCE] ^= 1; // what it says besides is as it was
-    let one = |message: Message<'_>| vec![message.encode()];
-    let notify = |notice| Message::Notify { notice, bytes: &[7; 1000] }.encode();
+    let one = |message: ControlMessage<'_>| vec![message.encode()];
+    let notify = |notice| ControlMessage::Notify { notice, bytes: &[7; 1000] }.encode();
     let (old, newer) = (Some(Kind::PeerRestarted), Some(Kind::Incompatible));
-    let other_versions = Message::Hello { versions: (7, 9), body: b"as version 7 says it" };
-    let proof = || one(Message::Confirm { proof: [0; PROOF] });
+    let other_versions = ControlMessage::Hello { versions: (7, 9), body: b"as version 7 says it" };
+    let proof = || one(ControlMessage::Confirm { proof: [0; PROOF] });
     let violations = [
         (After::Nothing, "bytes that are no message", vec![b"GET / HTTP/1.1\r\n\r\n".to_vec()], None),
-        (After::Nothing, "a message that is no hello", one(Message::Ping), None),
+        (After::Nothing, "a message that is no hello", one(ControlMessage::Ping), None),
         (After::Nothing, "the hello of a stranger", vec![stranger], old),
         (After::Nothing, "a hello that was altered", vec![altered], old),
         (After::Nothing, "a hello in other versions", one(other_versions), newer),
@@ -61,21 +61,31 @@ pub fn violations(
         (
             After::Welcome,
             "a region is wanted before the proof",
-            one(Message::Want { import: 1, id, key }),
+            one(ControlMessage::Want { import: 1, id, key }),
             None,
         ),
         (After::Welcome, "a notification before the proof", vec![notify(0)], None),
-        (After::Welcome, "a question before the proof", one(Message::Ping), None),
+        (After::Welcome, "a question before the proof", one(ControlMessage::Ping), None),
         (After::Proof, "a second hello", vec![invited], None),
         (After::Proof, "a second proof", proof(), None),
         (
             After::Proof,
             "the answer to a notification, from who notifies",
-            one(Message::Ack { notice: 3 }),
+            one(ControlMessage::Ack { notice: 3 }),
             None,
         ),
-        (After::Proof, "a grant, from who asks for it", one(Message::Grant { import: 0, rest: b"" }), None),
-        (After::Proof, "a region is released that was not granted", one(Message::Released { id }), None),
+        (
+            After::Proof,
+            "a grant, from who asks for it",
+            one(ControlMessage::Grant { import: 0, rest: b"" }),
+            None,
+        ),
+        (
+            After::Proof,
+            "a region is released that was not granted",
+            one(ControlMessage::Released { id }),
+            None,
+        ),
         (
             After::Proof,
             "more notifications than the window",
@@ -101,16 +111,16 @@ pub fn greet_as(
 ) -> Result<(Greeting, Vec<u8>)> {
     let from = Identity { name: name.into(), incarnation: Incarnation([9; 16]) };
     let (greeting, body) = Greeting::new(&from, Keys::new(invitation, secret), rest)?;
-    Ok((greeting, Message::Hello { versions: VERSIONS, body: &body }.encode()))
+    Ok((greeting, ControlMessage::Hello { versions: VERSIONS, body: &body }.encode()))
 }
 
 /// The message that proves the greeting which was welcomed by this one. Errors: it is no welcome to it.
 pub fn prove(greeting: &Greeting, welcome: &[u8]) -> Result<Vec<u8>> {
-    let Message::Welcome { version, body } = Message::decode(welcome)? else {
+    let ControlMessage::Welcome { version, body } = ControlMessage::decode(welcome)? else {
         return Err(super::reasons::malformed("no welcome"));
     };
     let (_, proof) = greeting.welcomed(version, body)?;
-    Ok(Message::Confirm { proof }.encode())
+    Ok(ControlMessage::Confirm { proof }.encode())
 }
 
 /// Any message to a target, one in four with an altered byte. Every other one is of `own`, where a transport has
@@ -122,15 +132,15 @@ pub fn any_message(
     own: &[Vec<u8>],
 ) -> Vec<u8> {
     let mut bytes = match below(if own.is_empty() { 13 } else { 26 }) {
-        0 => Message::Want { import: 1, id, key }.encode(),
-        1 => Message::Recall { id }.encode(),
-        2 => Message::Released { id }.encode(),
-        3 => Message::Ping.encode(),
-        4 => Message::Alive.encode(),
-        5 => Message::Ack { notice: 0 }.encode(),
-        6 => Message::Leave.encode(),
-        7 => Message::Bye.encode(),
-        8..13 => Message::Notify { notice: below(usize::MAX) as u64, bytes: b"news" }.encode(),
+        0 => ControlMessage::Want { import: 1, id, key }.encode(),
+        1 => ControlMessage::Recall { id }.encode(),
+        2 => ControlMessage::Released { id }.encode(),
+        3 => ControlMessage::Ping.encode(),
+        4 => ControlMessage::Alive.encode(),
+        5 => ControlMessage::Ack { notice: 0 }.encode(),
+        6 => ControlMessage::Leave.encode(),
+        7 => ControlMessage::Bye.encode(),
+        8..13 => ControlMessage::Notify { notice: below(usize::MAX) as u64, bytes: b"news" }.encode(),
         _ => own[below(own.len())].clone(),
     };
     if below(4) == 0 {

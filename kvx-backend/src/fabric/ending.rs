@@ -14,8 +14,8 @@ use super::machine::Machine;
 use super::session::Phase;
 use super::{EndpointId, Fabric};
 use crate::control::reasons::{closed, no_handshake, peer_died, peer_silent, still_shared};
-use crate::control::{GrantedRegions, Look, Message};
-use crate::process::{ProcessId, Watched};
+use crate::control::{ControlMessage, GrantedRegions, Look};
+use crate::process::{ProcessId, WatchedProcess};
 
 /// How often peers are looked after while they owe an answer: their processes, if they can be seen, and their silence.
 const BETWEEN_LOOKS: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
@@ -27,7 +27,7 @@ const LAST_PATIENCE: Duration = Duration::from_millis(150);
 /// What a lost peer may still hold.
 pub(super) struct Unproven {
     pub(super) granted: GrantedRegions,
-    process: Option<Watched>,
+    process: Option<WatchedProcess>,
 }
 
 /// What a look at the clock finds for a session.
@@ -61,7 +61,7 @@ impl<F: Fabric> Machine<F> {
                 session.imports.clear();
                 session.phase = Phase::Leaving(Instant::now() + FAREWELL);
                 self.look_by(Instant::now() + FAREWELL);
-                self.send(number, &Message::Bye, out);
+                self.send(number, &ControlMessage::Bye, out);
             }
             Phase::Leaving(_) if !session.has_waiting() => self.remove(number, out),
             Phase::Lost => self.remove(number, out),
@@ -83,7 +83,7 @@ impl<F: Fabric> Machine<F> {
 
     /// Looks whether lost peers that hold regions of ours have ended.
     pub(super) fn check_unproven(&mut self, out: &mut Outbox) {
-        let ended = |unproven: &Unproven| unproven.process.as_ref().is_some_and(Watched::ended);
+        let ended = |unproven: &Unproven| unproven.process.as_ref().is_some_and(WatchedProcess::ended);
         let gone: Vec<u64> =
             self.unproven.iter().filter(|(_, unproven)| ended(unproven)).map(|(number, _)| *number).collect();
         for number in gone {
@@ -95,7 +95,7 @@ impl<F: Fabric> Machine<F> {
     /// A peer cannot be reached any more. `gone`: it is certain that it reaches no memory of ours.
     pub(super) fn lose(&mut self, number: u64, why: Error, gone: bool, out: &mut Outbox) {
         let Some(session) = self.sessions.get_mut(&number) else { return };
-        let gone = gone || session.process.as_ref().is_some_and(Watched::ended);
+        let gone = gone || session.process.as_ref().is_some_and(WatchedProcess::ended);
         if gone {
             session.granted.clear();
             self.confirm(number, None, out);
@@ -207,7 +207,7 @@ impl<F: Fabric> Machine<F> {
             if look != Look::Idle {
                 look_at(soon);
             }
-            let ended = session.process.as_ref().is_some_and(Watched::ended);
+            let ended = session.process.as_ref().is_some_and(WatchedProcess::ended);
             match look {
                 _ if ended => due.push((*number, Due::Died)),
                 Look::Ask(_) => due.push((*number, Due::Ask)),
@@ -220,7 +220,7 @@ impl<F: Fabric> Machine<F> {
         }
         for (number, due) in due {
             match due {
-                Due::Ask => self.send(number, &Message::Ping, out),
+                Due::Ask => self.send(number, &ControlMessage::Ping, out),
                 Due::Gone => self.remove(number, out),
                 Due::Died => self.peer_died(number, out),
                 Due::Unanswered => self.unanswered(number, out),
@@ -289,7 +289,7 @@ impl<F: Fabric> Machine<F> {
         for number in all {
             let target = self.sessions.get(&number).is_some_and(|session| session.link.is_none());
             if target && self.sessions.get(&number).is_some_and(|session| !session.granted.is_empty()) {
-                self.send(number, &Message::Leave, out);
+                self.send(number, &ControlMessage::Leave, out);
             } else {
                 self.end(number, why.clone(), Some(LinkState::Lost(why.clone())), Phase::Closing, out);
             }

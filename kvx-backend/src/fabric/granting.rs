@@ -11,7 +11,7 @@ use super::handle::{Import, RemoteMemory, Wiring};
 use super::machine::Machine;
 use super::regions::Registered;
 use super::{EndpointId, Fabric, LetGo};
-use crate::control::Message;
+use crate::control::ControlMessage;
 use crate::control::reasons::{malformed, revoked};
 
 impl<F: Fabric> Machine<F> {
@@ -26,7 +26,7 @@ impl<F: Fabric> Machine<F> {
             }
             RemoteMemory::Region { id, key, .. } => {
                 session.imports.want(import.number, Arc::clone(import));
-                let want = Message::Want { import: import.number, id: *id, key: *key };
+                let want = ControlMessage::Want { import: import.number, id: *id, key: *key };
                 self.send(number, &want, out);
                 self.after_work(number, out);
             }
@@ -75,7 +75,7 @@ impl<F: Fabric> Machine<F> {
         );
         self.recalls.begin(id, waiting, (region, done));
         for number in asked {
-            self.send(number, &Message::Recall { id }, out);
+            self.send(number, &ControlMessage::Recall { id }, out);
         }
         self.check_unproven(out);
         self.finish_recalls(out);
@@ -143,7 +143,7 @@ impl<F: Fabric> Machine<F> {
         let used = |id: RegionId| jobs.iter().any(|(_, job)| job.session == number && job.uses(id));
         let released: Vec<RegionId> = session.recalled.extract_if(|id| !used(*id)).collect();
         for id in released {
-            self.send(number, &Message::Released { id }, out);
+            self.send(number, &ControlMessage::Released { id }, out);
         }
     }
 }

@@ -15,7 +15,7 @@ use super::stream::{FrameHeader, Incoming, MAX_ADDRESS};
 use super::{EndpointId, Fabric};
 use crate::control::proof::stranger;
 use crate::control::reasons::{closed, malformed, peer_closed};
-use crate::control::{Greeting, Message, Refusal, VERSIONS, hear};
+use crate::control::{ControlMessage, Greeting, Refusal, VERSIONS, hear};
 use crate::process::ProcessId;
 
 /// How long a handshake may take, unless peers are to be lost earlier.
@@ -76,7 +76,7 @@ impl<F: Fabric> Machine<F> {
                 (session.foreign, session.greeting) = (link.keys.is_none(), greeting);
                 self.sessions.insert(number, session);
                 if let Some(body) = hello {
-                    self.send(number, &Message::Hello { versions: VERSIONS, body: &body }, out);
+                    self.send(number, &ControlMessage::Hello { versions: VERSIONS, body: &body }, out);
                 }
             }
         }
@@ -101,7 +101,7 @@ impl<F: Fabric> Machine<F> {
         match session.incoming.take(&header, part) {
             Ok(messages) => {
                 for message in messages {
-                    let taken = Message::decode(&message)
+                    let taken = ControlMessage::decode(&message)
                         .and_then(|message| self.take_message(header.to, header.from, message, out));
                     if let Err(why) = taken {
                         return self.cut_off(header.to, why, out);
@@ -141,8 +141,8 @@ impl<F: Fabric> Machine<F> {
         let mut messages = messages.into_iter();
         let Some(first) = messages.next() else { return };
         let Some(greeting) = self.greetings.remove(&header.from) else { return };
-        match Message::decode(&first) {
-            Ok(Message::Hello { versions, body }) => {
+        match ControlMessage::decode(&first) {
+            Ok(ControlMessage::Hello { versions, body }) => {
                 self.take_hello(header.from, greeting.incoming, versions, body, out);
             }
             Ok(_) => {
@@ -200,7 +200,7 @@ impl<F: Fabric> Machine<F> {
                 session.awaited = Some(claim);
                 self.sessions.insert(number, session);
                 self.watch(number, process);
-                self.send(number, &Message::Welcome { version, body: &body }, out);
+                self.send(number, &ControlMessage::Welcome { version, body: &body }, out);
                 self.count_held(number, out);
             }
             Ok(Err(why)) => {
@@ -240,7 +240,7 @@ impl<F: Fabric> Machine<F> {
         &mut self,
         number: u64,
         other: u64,
-        message: Message<'_>,
+        message: ControlMessage<'_>,
         out: &mut Outbox,
     ) -> Result<()> {
         let Some(session) = self.sessions.get_mut(&number) else { return Ok(()) };
@@ -248,8 +248,8 @@ impl<F: Fabric> Machine<F> {
         if session.is_ending() {
             // Only what brings the end of what is left matters.
             match message {
-                Message::Bye => self.take_bye(number, out),
-                Message::Released { id } if !initiator => {
+                ControlMessage::Bye => self.take_bye(number, out),
+                ControlMessage::Released { id } if !initiator => {
                     session.granted.released(id).ok();
                     self.confirm(number, Some(id), out);
                 }
@@ -262,8 +262,8 @@ impl<F: Fabric> Machine<F> {
         }
         match message {
             // It comes to no session: only a stranger says it.
-            Message::Hello { .. } => return Err(malformed("out of place")),
-            Message::Welcome { version, body } => {
+            ControlMessage::Hello { .. } => return Err(malformed("out of place")),
+            ControlMessage::Welcome { version, body } => {
                 let Some(greeting) = session.greeting.take() else { return Err(malformed("out of place")) };
                 let (rest, proof) = greeting.welcomed(version, body)?;
                 let mut reader = Reader::new("welcome", rest);
@@ -271,10 +271,10 @@ impl<F: Fabric> Machine<F> {
                 reader.end()?;
                 session.other = other;
                 self.watch(number, process);
-                self.send(number, &Message::Confirm { proof }, out);
+                self.send(number, &ControlMessage::Confirm { proof }, out);
                 self.come_up(number, out);
             }
-            Message::Confirm { proof } => {
+            ControlMessage::Confirm { proof } => {
                 if !session.awaited.take().is_some_and(|claim| claim.holds(&proof)) {
                     return Err(stranger());
                 }
@@ -283,38 +283,40 @@ impl<F: Fabric> Machine<F> {
                     self.look_by(Instant::now() + LONG_SILENCE);
                 }
             }
-            Message::Refuse { why, proof } => self.take_refuse(number, why, proof, out),
-            Message::Want { import, id, key } => match self.regions.check(id, &key) {
+            ControlMessage::Refuse { why, proof } => self.take_refuse(number, why, proof, out),
+            ControlMessage::Want { import, id, key } => match self.regions.check(id, &key) {
                 Ok(()) => {
                     session.granted.grant(id);
-                    self.send(number, &Message::Grant { import, rest: &[] }, out);
+                    self.send(number, &ControlMessage::Grant { import, rest: &[] }, out);
                 }
-                Err(why) => self.send(number, &Message::Deny { import, why: Refusal::from(&why) }, out),
+                Err(why) => {
+                    self.send(number, &ControlMessage::Deny { import, why: Refusal::from(&why) }, out)
+                }
             },
-            Message::Grant { rest, .. } if !rest.is_empty() => {
+            ControlMessage::Grant { rest, .. } if !rest.is_empty() => {
                 return Err(crate::control::reasons::malformed("a grant with more than its number"));
             }
-            Message::Grant { import, .. } => self.take_grant(number, import, Ok(()), out)?,
-            Message::Deny { import, why } => {
+            ControlMessage::Grant { import, .. } => self.take_grant(number, import, Ok(()), out)?,
+            ControlMessage::Deny { import, why } => {
                 self.take_grant(number, import, Err(why.into_error()), out)?;
             }
-            Message::Recall { id } => self.take_recall(number, id, out),
-            Message::Released { id } => {
+            ControlMessage::Recall { id } => self.take_recall(number, id, out),
+            ControlMessage::Released { id } => {
                 session.granted.released(id)?;
                 self.confirm(number, Some(id), out);
             }
-            Message::Notify { notice, bytes } => self.take_notice(number, notice, bytes, out)?,
-            Message::Ack { notice } => {
+            ControlMessage::Notify { notice, bytes } => self.take_notice(number, notice, bytes, out)?,
+            ControlMessage::Ack { notice } => {
                 out.settle(session.to_peer.acknowledged(notice)?, Ok(()));
                 self.send_notices(number, out);
             }
-            Message::Ping => self.send(number, &Message::Alive, out),
-            Message::Alive => {}
-            Message::Leave => {
+            ControlMessage::Ping => self.send(number, &ControlMessage::Alive, out),
+            ControlMessage::Alive => {}
+            ControlMessage::Leave => {
                 let why = peer_closed().backend(self.name);
                 self.end(number, why.clone(), Some(LinkState::Lost(why)), Phase::Closing, out);
             }
-            Message::Bye => self.take_bye(number, out),
+            ControlMessage::Bye => self.take_bye(number, out),
         }
         Ok(())
     }

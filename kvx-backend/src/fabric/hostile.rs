@@ -12,7 +12,7 @@ use super::session::LONG_SILENCE;
 use super::stream::FrameHeader;
 use super::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
 use crate::control::violations::{After, Violation, any_message, greet, greet_as, prove, violations};
-use crate::control::{HeldBytes, Message, Silence};
+use crate::control::{ControlMessage, HeldBytes, Silence};
 use crate::process::ProcessId;
 use crate::reactor::{Armed, Outbox, Progress, Queued, Turn};
 use kvx_core::Sender;
@@ -183,7 +183,7 @@ fn owned((header, part): (FrameHeader, &[u8])) -> (FrameHeader, Vec<u8>) {
 fn what_breaks_the_protocol_ends_its_session_reaches_no_library_and_others_are_served() {
     let (mut machine, good) = linked();
     let mut place = 2;
-    let mut answer = |machine: &mut Machine<Quiet>, message: Message<'_>| {
+    let mut answer = |machine: &mut Machine<Quiet>, message: ControlMessage<'_>| {
         take(machine, frame(good, 77, place, &message.encode()));
         place += 1;
         sent(machine).1
@@ -204,15 +204,19 @@ fn what_breaks_the_protocol_ends_its_session_reaches_no_library_and_others_are_s
         assert!(machine.fabric.sent.is_empty(), "{what} is answered");
         assert!(machine.sessions.keys().eq([&good]), "{what}");
         assert_eq!(machine.fabric.endpoints.len(), 1, "{what}");
-        assert_eq!(answer(&mut machine, Message::Ping), Message::Alive.encode(), "after {what}");
+        assert_eq!(
+            answer(&mut machine, ControlMessage::Ping),
+            ControlMessage::Alive.encode(),
+            "after {what}"
+        );
     }
-    let want = |key| Message::Want { import: 1, id: RegionId(1), key };
+    let want = |key| ControlMessage::Want { import: 1, id: RegionId(1), key };
     let denied = answer(&mut machine, want(RegionKey([0; 16])));
     assert!(
-        matches!(Message::decode(&denied), Ok(Message::Deny { why, .. }) if why.kind == Kind::WrongKey),
+        matches!(ControlMessage::decode(&denied), Ok(ControlMessage::Deny { why, .. }) if why.kind == Kind::WrongKey),
         "{denied:?}"
     );
-    assert_eq!(answer(&mut machine, want(KEY)), Message::Grant { import: 1, rest: b"" }.encode());
+    assert_eq!(answer(&mut machine, want(KEY)), ControlMessage::Grant { import: 1, rest: b"" }.encode());
 }
 
 #[test]
@@ -282,7 +286,7 @@ fn what_strangers_make_us_keep_is_bounded() {
     take(&mut machine, frame(0, 40_000, 0, &hello));
     assert_eq!(up(&machine), 64, "this one was told that there is no room");
     let told = sent(&mut machine).1;
-    let Ok(Message::Refuse { why, .. }) = Message::decode(&told) else { panic!("{told:?}") };
+    let Ok(ControlMessage::Refuse { why, .. }) = ControlMessage::decode(&told) else { panic!("{told:?}") };
     assert_eq!(why.kind, Kind::Exhausted);
     // An address that leads nowhere costs nothing.
     let before = machine.fabric.endpoints.len();
@@ -310,8 +314,8 @@ fn greedy<const N: usize>(machine: &mut Machine<Quiet>, name: &str, first: u64, 
 /// Asks for a sign of life, and how long that takes.
 fn is_served(machine: &mut Machine<Quiet>, (to, from, place): (u64, u64, u32)) {
     let begun = Instant::now();
-    take(machine, frame(to, from, place, &Message::Ping.encode()));
-    assert_eq!(sent(machine).1, Message::Alive.encode());
+    take(machine, frame(to, from, place, &ControlMessage::Ping.encode()));
+    assert_eq!(sent(machine).1, ControlMessage::Alive.encode());
     assert!(begun.elapsed() < Duration::from_secs(1), "it waited {:?}", begun.elapsed());
 }
 
@@ -334,7 +338,7 @@ fn what_a_peer_does_not_take_counts_until_it_is_taken() {
     let ask = |machine: &mut Machine<Quiet>, (to, from): (u64, u64), most: u32| {
         let still = |machine: &Machine<Quiet>| machine.sessions.contains_key(&to);
         let asked = (2..2 + most).take_while(|place| {
-            take(machine, frame(to, from, *place, &Message::Ping.encode()));
+            take(machine, frame(to, from, *place, &ControlMessage::Ping.encode()));
             still(machine)
         });
         asked.count()
@@ -407,7 +411,7 @@ fn initiators_that_died_unseen_are_asked_and_leave_room_and_who_answers_stays() 
     let (from, lives) = (64, numbers[63]);
     take(
         &mut machine,
-        frame(lives, from, 2, &Message::Want { import: 1, id: RegionId(1), key: KEY }.encode()),
+        frame(lives, from, 2, &ControlMessage::Want { import: 1, id: RegionId(1), key: KEY }.encode()),
     );
     machine.fabric.sent.clear();
     machine.next_look = Some(Instant::now());
@@ -428,10 +432,10 @@ fn initiators_that_died_unseen_are_asked_and_leave_room_and_who_answers_stays() 
         machine.progress(&Queued::default(), &mut Outbox::default());
         for sent in std::mem::take(&mut machine.fabric.sent) {
             let (header, part) = FrameHeader::read(&sent).map(owned).unwrap();
-            if matches!(Message::decode(&part), Ok(Message::Ping)) {
+            if matches!(ControlMessage::decode(&part), Ok(ControlMessage::Ping)) {
                 assert!(asked.insert(header.to), "{} was asked twice", header.to);
                 if header.to == from {
-                    take(&mut machine, frame(lives, from, place, &Message::Alive.encode()));
+                    take(&mut machine, frame(lives, from, place, &ControlMessage::Alive.encode()));
                     place += 1;
                 }
             }

@@ -12,7 +12,7 @@ use super::lanes::Stripe;
 use super::machine::Machine;
 use super::regions::Registered;
 use super::{EndpointId, Fabric, Flushed, JobId};
-use crate::process::Watched;
+use crate::process::WatchedProcess;
 
 /// A transfer, as [`Fabric::advance`] sees it.
 pub struct Job<'a, F: Fabric> {
@@ -358,7 +358,7 @@ impl<F: Fabric> Machine<F> {
     /// of the process can be seen.
     fn judged(&self, number: u64, why: Error) -> Error {
         let process = self.sessions.get(&number).and_then(|session| session.process.as_ref());
-        if why.kind() == Kind::Native && process.is_some_and(Watched::ending) {
+        if why.kind() == Kind::Native && process.is_some_and(WatchedProcess::ending) {
             return why.kind_is(Kind::PeerLost);
         }
         why

@@ -23,7 +23,7 @@ use super::session::{Held, Session};
 use super::{EndpointId, Fabric, Happened};
 use crate::control::proof::Keys;
 use crate::control::reasons::{cancelled, still_shared};
-use crate::control::{Imported, Message, Recalls};
+use crate::control::{ControlMessage, Imported, Recalls};
 use crate::process::ProcessId;
 use crate::seldom::Seldom;
 
@@ -194,7 +194,7 @@ impl<F: Fabric> Machine<F> {
     }
 
     /// Sends a message, now or when the library has room.
-    pub(super) fn send(&mut self, number: u64, message: &Message<'_>, out: &mut Outbox) {
+    pub(super) fn send(&mut self, number: u64, message: &ControlMessage<'_>, out: &mut Outbox) {
         let Some(session) = self.sessions.get_mut(&number) else { return };
         match session.send(message, self.max_message) {
             Ok(()) => {

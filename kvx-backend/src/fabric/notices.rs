@@ -9,7 +9,7 @@ use kvx_core::{Incarnation, Result, Sender, Ticket};
 
 use super::Fabric;
 use super::machine::Machine;
-use crate::control::Message;
+use crate::control::ControlMessage;
 
 /// The most notifications of foreign agents that wait for room, and their bytes.
 const MAX_HELD: (usize, usize) = (16 << 10, 64 << 20);
@@ -103,7 +103,7 @@ impl<F: Fabric> Machine<F> {
                     .from_peer
                     .deliver_next(|bytes| self.events.notification(session.peer.as_sender(), bytes))
             {
-                self.send(number, &Message::Ack { notice }, out);
+                self.send(number, &ControlMessage::Ack { notice }, out);
             }
             self.held_less(number);
         }
@@ -120,7 +120,7 @@ impl<F: Fabric> Machine<F> {
         let Some(session) = self.sessions.get_mut(&number) else { return Ok(()) };
         let sender = session.peer.as_sender();
         if session.from_peer.take(notice, bytes, |bytes| self.events.notification(sender, bytes))? {
-            self.send(number, &Message::Ack { notice }, out);
+            self.send(number, &ControlMessage::Ack { notice }, out);
         }
         Ok(())
     }

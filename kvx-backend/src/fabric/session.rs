@@ -13,9 +13,10 @@ use super::stream::{Incoming, Outgoing};
 use super::{EndpointId, Fabric, Sent};
 use crate::control::proof::Claim;
 use crate::control::{
-    GrantedRegions, Greeting, HeldBytes, Imports, Message, NoticesFromPeer, NoticesToPeer, Silence,
+    ControlMessage, GrantedRegions, Greeting, HeldBytes, ImportedRegions, NoticesFromPeer, NoticesToPeer,
+    Silence,
 };
-use crate::process::Watched;
+use crate::process::WatchedProcess;
 
 /// The most frames that wait for a peer to read them; one that lets more pile up is cut off.
 const MAX_QUEUED: usize = 64 << 10;
@@ -60,7 +61,7 @@ pub(super) struct Session<F: Fabric> {
     /// The peer has said its last word: nothing needs to be broken off but what is still in flight.
     pub(super) parted: bool,
     pub(super) peer: Identity,
-    pub(super) process: Option<Watched>,
+    pub(super) process: Option<WatchedProcess>,
     pub(super) silence: Silence,
     /// Nothing is in flight, and the peer has been asked whether it is there.
     asked: bool,
@@ -68,7 +69,7 @@ pub(super) struct Session<F: Fabric> {
     outgoing: Outgoing,
 
     /// Regions of the peer.
-    pub(super) imports: Imports<Arc<Import>, (Arc<F::Remote>, RegionId)>,
+    pub(super) imports: ImportedRegions<Arc<Import>, (Arc<F::Remote>, RegionId)>,
     /// Transfers that wait for them.
     pub(super) waiting: Vec<Waiting>,
     /// Transfers under way.
@@ -102,7 +103,7 @@ impl<F: Fabric> Session<F> {
             asked: false,
             incoming: Incoming::default(),
             outgoing: Outgoing::default(),
-            imports: Imports::default(),
+            imports: ImportedRegions::default(),
             waiting: Vec::new(),
             jobs: 0,
             recalled: HashSet::new(),
@@ -158,7 +159,7 @@ impl<F: Fabric> Session<F> {
     }
 
     /// Queues a message. Errors: `Exhausted` for a peer that does not read.
-    pub(super) fn send(&mut self, message: &Message<'_>, max: usize) -> Result<()> {
+    pub(super) fn send(&mut self, message: &ControlMessage<'_>, max: usize) -> Result<()> {
         if self.phase == Phase::Lost || self.foreign {
             return Ok(());
         }
@@ -232,7 +233,7 @@ impl<F: Fabric> Session<F> {
         while !self.foreign
             && let Some((notice, bytes)) = self.to_peer.next_to_send()
         {
-            self.send(&Message::Notify { notice, bytes: &bytes }, max)?;
+            self.send(&ControlMessage::Notify { notice, bytes: &bytes }, max)?;
         }
         Ok(())
     }

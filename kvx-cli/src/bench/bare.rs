@@ -9,11 +9,11 @@ use super::content::{self, ShapeBlocks};
 use super::device_limits::DeviceLimit;
 use super::limit::{self, BareConnection, List};
 use super::points::{BenchOp, Point, Shape};
-use super::pools::{Pool, PoolLocation, Pools};
+use super::pools::{PoolKind, PoolLocation, Pools};
 use super::rounds::Round;
 use super::sealed;
 use super::session::DataLanes;
-use super::target::{Ask, Target};
+use super::target::{Ask, TargetProcess};
 use crate::Result;
 
 /// How the same blocks are moved between the same pools without kvx.
@@ -34,7 +34,7 @@ enum LimitWay {
     /// This process copies out of the target's memory.
     Fetch { mapped: Option<u64>, from: PoolLocation, to: u64, blocks: ShapeBlocks },
     /// The target copies out of this process's memory.
-    Pull { memory: Pool, shape: Shape, from: PoolLocation },
+    Pull { memory: PoolKind, shape: Shape, from: PoolLocation },
     /// Bare connections.
     Lanes { lanes: Vec<BareConnection>, sends: bool },
     /// The driver of a GPU.
@@ -50,7 +50,7 @@ impl Limit {
     pub(crate) fn all(
         point: &Point,
         pools: &Pools,
-        target: &mut Target,
+        target: &mut TargetProcess,
         mapped: &mut MappedPool,
         data: DataLanes,
     ) -> Result<Vec<Self>> {
@@ -73,13 +73,13 @@ impl Limit {
     fn of(
         point: &Point,
         pools: &Pools,
-        target: &mut Target,
+        target: &mut TargetProcess,
         mapped: &mut MappedPool,
         data: DataLanes,
     ) -> Result<Option<Self>> {
         let Point { op, shape, memory, .. } = *point;
         let (ours, theirs) = (memory.ours(), memory.theirs());
-        let bare = if ours == Pool::Kvx { "memcpy" } else { "process_vm_readv" };
+        let bare = if ours == PoolKind::Kvx { "memcpy" } else { "process_vm_readv" };
         let (name, way) = match (point.backend, op) {
             ("SHM", BenchOp::Read) => {
                 let from = target.place(theirs)?;
@@ -104,7 +104,12 @@ impl Limit {
     }
 
     /// Moves list after list until about `budget` has passed, and at least `least`.
-    pub(crate) fn round(&mut self, target: &mut Target, budget: Duration, least: u64) -> Result<Round> {
+    pub(crate) fn round(
+        &mut self,
+        target: &mut TargetProcess,
+        budget: Duration,
+        least: u64,
+    ) -> Result<Round> {
         let times = ((budget.as_secs_f64() / self.seconds_each.max(1e-9)).min(1e6) as u64).max(least);
         let next = self.next;
         let round = match &mut self.way {
@@ -144,7 +149,7 @@ impl Limit {
 pub(crate) fn connect(
     point: &Point,
     base: u64,
-    target: &mut Target,
+    target: &mut TargetProcess,
     data: DataLanes,
 ) -> Result<Vec<BareConnection>> {
     let Point { op, shape, memory, .. } = *point;

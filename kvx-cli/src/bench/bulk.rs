@@ -13,7 +13,7 @@ use super::bare::{connect, timed};
 use super::figures::Output;
 use super::initiator::{Initiator, Plans, block_on};
 use super::points::{Backing, BenchOp, Pattern, Point, Shape, Wait};
-use super::pools::{Pool, Sizes};
+use super::pools::{PoolKind, Sizes};
 use super::rounds::quantile;
 use super::session::{DataLanes, Session};
 use super::{Arguments, PATIENCE, content, limit};
@@ -90,11 +90,11 @@ pub(crate) fn run(
     eprintln!("{backend}: {memory} of memory in all, about {} s", about.as_secs().max(1));
     let sizes = (Sizes::kvx(ours), Sizes::kvx(theirs));
     let mut session = Session::start(&[backend], registry, &arguments.options, sizes, about)?;
-    content::wipe(session.pools.get(Pool::Kvx)?, ours)?;
+    content::wipe(session.pools.get(PoolKind::Kvx)?, ours)?;
 
     let initiator = session.initiator(backend)?;
-    let local = initiator.region(Pool::Kvx)?;
-    let remote = initiator.peer.region(Pool::Kvx.name())?;
+    let local = initiator.region(PoolKind::Kvx)?;
+    let remote = initiator.peer.region(PoolKind::Kvx.name())?;
     let available = (theirs / BLOCK) as u32;
     let from: Vec<u32> = (0..blocks).map(|block| block % available).collect();
     let large = Plan::read(
@@ -165,7 +165,7 @@ fn finished(transfer: &mut Transfer) -> Option<kvx::Result<kvx::Report>> {
 
 /// The same without kvx: a request and its answer on a connection of their own, beside a stream on others.
 fn bare(session: &mut Session, blocks: u32, budget: Duration) -> Result<AloneAndBeside> {
-    let base = session.pools.get(Pool::Kvx)?.address();
+    let base = session.pools.get(PoolKind::Kvx)?.address();
     let point = |block, count| {
         let shape = Shape { block, count, lists: 1, pattern: Pattern::Scattered, seed: 1 };
         Point { backend: "TCP", op: BenchOp::Read, shape, memory: Backing::Kvx, wait: Wait::Block }

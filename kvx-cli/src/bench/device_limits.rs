@@ -11,7 +11,7 @@ use super::bare::timed;
 use super::content::{self, ShapeBlocks};
 use super::driver::{BareDriver, CopyDirection};
 use super::points::{Pattern, Point, Shape};
-use super::pools::Pool;
+use super::pools::PoolKind;
 use super::rounds::Round;
 use crate::{Result, devices};
 
@@ -33,18 +33,18 @@ impl DeviceLimit {
     /// only stands beside it.
     pub(crate) fn all(point: &Point) -> Result<Vec<(Self, bool)>> {
         let (from, to) = point.memory.way(point.op);
-        if ![from, to].contains(&Pool::Device) {
+        if ![from, to].contains(&PoolKind::Device) {
             return Ok(Vec::new());
         }
         let device = devices::first()?;
-        if (from, to) == (Pool::Device, Pool::Device) && point.backend != "TCP" {
+        if (from, to) == (PoolKind::Device, PoolKind::Device) && point.backend != "TCP" {
             let copy = DeviceLimit::within(&device, point.shape)?;
             let one_by_one = copy.one_by_one(&device, point.shape)?;
             return Ok(vec![(copy, true), (one_by_one, false)]);
         }
         let mut limits = Vec::new();
         for (way, of) in [(CopyDirection::ToHost, from), (CopyDirection::ToDevice, to)] {
-            if of == Pool::Device {
+            if of == PoolKind::Device {
                 limits.push((DeviceLimit::new(&device, way, point.shape)?, true));
             }
         }

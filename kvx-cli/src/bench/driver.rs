@@ -6,9 +6,9 @@ use std::ffi::{CStr, CString, c_int, c_uint, c_void};
 use std::io::{Error, Result};
 use std::ptr::null_mut;
 
-type Status = c_int;
+type DriverStatus = c_int;
 /// A context, a stream, or an address of the host.
-type Handle = *mut c_void;
+type DriverHandle = *mut c_void;
 
 /// Which way a copy goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,18 +20,18 @@ pub(crate) enum CopyDirection {
 
 /// The driver of the first GPU, with a stream on it; used by one thread.
 pub(crate) struct BareDriver {
-    stream: Handle,
+    stream: DriverHandle,
     copy: Copy,
-    wait: unsafe extern "C" fn(Handle) -> Status,
+    wait: unsafe extern "C" fn(DriverHandle) -> DriverStatus,
 }
 
 enum Copy {
     Cuda {
-        to_device: unsafe extern "C" fn(u64, *const c_void, usize, Handle) -> Status,
-        to_host: unsafe extern "C" fn(Handle, u64, usize, Handle) -> Status,
-        within: unsafe extern "C" fn(u64, u64, usize, Handle) -> Status,
+        to_device: unsafe extern "C" fn(u64, *const c_void, usize, DriverHandle) -> DriverStatus,
+        to_host: unsafe extern "C" fn(DriverHandle, u64, usize, DriverHandle) -> DriverStatus,
+        within: unsafe extern "C" fn(u64, u64, usize, DriverHandle) -> DriverStatus,
     },
-    Hip(unsafe extern "C" fn(Handle, *const c_void, usize, c_int, Handle) -> Status),
+    Hip(unsafe extern "C" fn(DriverHandle, *const c_void, usize, c_int, DriverHandle) -> DriverStatus),
 }
 
 /// `CU_STREAM_NON_BLOCKING`, and HIP's: it does not wait for the null stream.
@@ -43,11 +43,13 @@ impl BareDriver {
         let library = open("KVX_CUDA_LIB", "libcuda.so.1")?;
         // SAFETY: the signatures are those of the driver's interface, which keeps them for a name.
         unsafe {
-            let device: unsafe extern "C" fn(*mut c_int, c_int) -> Status = symbol(library, c"cuDeviceGet")?;
-            let context: unsafe extern "C" fn(*mut Handle, c_int) -> Status =
+            let device: unsafe extern "C" fn(*mut c_int, c_int) -> DriverStatus =
+                symbol(library, c"cuDeviceGet")?;
+            let context: unsafe extern "C" fn(*mut DriverHandle, c_int) -> DriverStatus =
                 symbol(library, c"cuDevicePrimaryCtxRetain")?;
-            let enter: unsafe extern "C" fn(Handle) -> Status = symbol(library, c"cuCtxSetCurrent")?;
-            let stream: unsafe extern "C" fn(*mut Handle, c_uint) -> Status =
+            let enter: unsafe extern "C" fn(DriverHandle) -> DriverStatus =
+                symbol(library, c"cuCtxSetCurrent")?;
+            let stream: unsafe extern "C" fn(*mut DriverHandle, c_uint) -> DriverStatus =
                 symbol(library, c"cuStreamCreate")?;
             let (mut number, mut ours, mut made) = (0, null_mut(), null_mut());
             check("cuDeviceGet", device(&raw mut number, 0))?;
@@ -68,8 +70,8 @@ impl BareDriver {
         let library = open("KVX_HIP_LIB", "libamdhip64.so")?;
         // SAFETY: as above, for HIP.
         unsafe {
-            let enter: unsafe extern "C" fn(c_int) -> Status = symbol(library, c"hipSetDevice")?;
-            let stream: unsafe extern "C" fn(*mut Handle, c_uint) -> Status =
+            let enter: unsafe extern "C" fn(c_int) -> DriverStatus = symbol(library, c"hipSetDevice")?;
+            let stream: unsafe extern "C" fn(*mut DriverHandle, c_uint) -> DriverStatus =
                 symbol(library, c"hipStreamCreateWithFlags")?;
             let mut made = null_mut();
             check("hipSetDevice", enter(0))?;
@@ -85,7 +87,7 @@ impl BareDriver {
     /// Both sides are valid memory of the kind that the way says until [`wait`](Driver::wait) has come back, and nobody
     /// holds references into the destination.
     pub(crate) unsafe fn copy(&self, way: CopyDirection, from: u64, to: u64, len: usize) -> Result<()> {
-        let (source, destination) = (from as *const c_void, to as Handle);
+        let (source, destination) = (from as *const c_void, to as DriverHandle);
         // SAFETY: the caller's promise; the stream lives as long as this.
         let status = unsafe {
             match (&self.copy, way) {
@@ -116,12 +118,12 @@ impl BareDriver {
     }
 }
 
-fn check(what: &str, status: Status) -> Result<()> {
+fn check(what: &str, status: DriverStatus) -> Result<()> {
     if status == 0 { Ok(()) } else { Err(Error::other(format!("{what}: the driver says {status}"))) }
 }
 
 /// The library that the process has open already: the one that the variable names, else that name's.
-fn open(variable: &str, name: &str) -> Result<Handle> {
+fn open(variable: &str, name: &str) -> Result<DriverHandle> {
     let name = std::env::var(variable).unwrap_or_else(|_| name.to_owned());
     let path = CString::new(name.as_str())?;
     // SAFETY: a string of the C library's; what it opens has run its initialisers already.
@@ -131,8 +133,8 @@ fn open(variable: &str, name: &str) -> Result<Handle> {
 
 /// # Safety
 /// The function has this type.
-unsafe fn symbol<F: std::marker::Copy>(library: Handle, name: &CStr) -> Result<F> {
-    const { assert!(size_of::<F>() == size_of::<Handle>()) };
+unsafe fn symbol<F: std::marker::Copy>(library: DriverHandle, name: &CStr) -> Result<F> {
+    const { assert!(size_of::<F>() == size_of::<DriverHandle>()) };
     // SAFETY: an open library and a C string.
     let found = unsafe { libc::dlsym(library, name.as_ptr()) };
     if found.is_null() {

@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use kvx::{Agent, Options, Peer, Plan, Region, Registry, Transfer};
 
 use super::points::{Backing, BenchOp, Shape, Wait};
-use super::pools::{Pool, Pools};
+use super::pools::{PoolKind, Pools};
 use super::rounds::Round;
-use super::target::Target;
+use super::target::TargetProcess;
 use super::{PATIENCE, content};
 use crate::Result;
 
@@ -23,7 +23,7 @@ const TIMED_POSTS: u64 = 17;
 pub(crate) struct Initiator {
     agent: Agent,
     pub(crate) peer: Peer,
-    regions: Vec<(Pool, Region)>,
+    regions: Vec<(PoolKind, Region)>,
 }
 
 impl Initiator {
@@ -34,7 +34,7 @@ impl Initiator {
         registry: &Registry,
         options: &str,
         pools: &Pools,
-        target: &Target,
+        target: &TargetProcess,
     ) -> Result<Self> {
         let builder = pools.agent(label).backends([backend]).options(Options::parse(options)?);
         let agent = builder.build(registry)?;
@@ -46,7 +46,7 @@ impl Initiator {
         Ok(Initiator { agent, peer, regions })
     }
 
-    pub(crate) fn region(&self, pool: Pool) -> Result<&Region> {
+    pub(crate) fn region(&self, pool: PoolKind) -> Result<&Region> {
         let found = self.regions.iter().find(|(which, _)| *which == pool);
         Ok(found.map(|(_, region)| region).ok_or("this side has no memory of that kind")?)
     }

@@ -11,7 +11,7 @@ use super::bulk::{BLOCK, blocks_of};
 use super::figures::Output;
 use super::initiator::block_on;
 use super::points::Wait;
-use super::pools::{Pool, Pools, Sizes};
+use super::pools::{PoolKind, Pools, Sizes};
 use super::rounds::quantile;
 use super::{Arguments, PATIENCE, content};
 use crate::{Result, bytes};
@@ -84,9 +84,9 @@ pub(crate) fn run(
             .build(registry)?)
     };
     let (speaker, hearer) = (agent(&ours, "speaks")?, agent(&theirs, "hears")?);
-    let name = Pool::Kvx.name();
-    let local = speaker.register(name, ours.get(Pool::Kvx)?.clone())?;
-    let _theirs = hearer.register(name, theirs.get(Pool::Kvx)?.clone())?;
+    let name = PoolKind::Kvx.name();
+    let local = speaker.register(name, ours.get(PoolKind::Kvx)?.clone())?;
+    let _theirs = hearer.register(name, theirs.get(PoolKind::Kvx)?.clone())?;
     let peer = speaker.connect(&hearer.metadata()?)?;
     peer.ready(PATIENCE).join()?;
     let grid = Grid::packed(BLOCK, blocks);

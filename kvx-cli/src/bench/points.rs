@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Arguments;
 use super::content::shuffled;
-use super::pools::{Pool, Sizes};
+use super::pools::{PoolKind, Sizes};
 use crate::bytes;
 
 /// The most lists of a point. Each is a plan, and very small blocks fit into a cache all the same.
@@ -52,25 +52,25 @@ pub(crate) enum Backing {
 
 impl Backing {
     /// What this side has.
-    pub(crate) fn ours(self) -> Pool {
+    pub(crate) fn ours(self) -> PoolKind {
         match self {
-            Backing::Kvx | Backing::HostDevice => Pool::Kvx,
-            Backing::Foreign => Pool::Foreign,
-            Backing::Device | Backing::DeviceHost => Pool::Device,
+            Backing::Kvx | Backing::HostDevice => PoolKind::Kvx,
+            Backing::Foreign => PoolKind::Foreign,
+            Backing::Device | Backing::DeviceHost => PoolKind::Device,
         }
     }
 
     /// What the target has.
-    pub(crate) fn theirs(self) -> Pool {
+    pub(crate) fn theirs(self) -> PoolKind {
         match self {
-            Backing::Kvx | Backing::DeviceHost => Pool::Kvx,
-            Backing::Foreign => Pool::Foreign,
-            Backing::Device | Backing::HostDevice => Pool::Device,
+            Backing::Kvx | Backing::DeviceHost => PoolKind::Kvx,
+            Backing::Foreign => PoolKind::Foreign,
+            Backing::Device | Backing::HostDevice => PoolKind::Device,
         }
     }
 
     /// What the side has that the bytes come from, and then the one that they go to.
-    pub(crate) fn way(self, op: BenchOp) -> (Pool, Pool) {
+    pub(crate) fn way(self, op: BenchOp) -> (PoolKind, PoolKind) {
         match op {
             BenchOp::Read => (self.theirs(), self.ours()),
             BenchOp::Write => (self.ours(), self.theirs()),
@@ -149,7 +149,7 @@ pub(crate) struct Point {
 impl Point {
     /// For device memory that passes through the hosts' sockets: what these have to do.
     pub(crate) fn between_hosts(&self) -> Option<Point> {
-        let on_device = [self.memory.ours(), self.memory.theirs()].contains(&Pool::Device);
+        let on_device = [self.memory.ours(), self.memory.theirs()].contains(&PoolKind::Device);
         (on_device && self.backend == "TCP").then_some(Point { memory: Backing::Kvx, ..*self })
     }
 }

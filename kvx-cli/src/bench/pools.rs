@@ -13,7 +13,7 @@ use crate::{Result, devices};
 /// One of a side's memories.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Pool {
+pub(crate) enum PoolKind {
     /// Of kvx's own.
     Kvx,
     /// Brought along.
@@ -22,13 +22,13 @@ pub(crate) enum Pool {
     Device,
 }
 
-impl Pool {
+impl PoolKind {
     /// The name under which it is registered.
     pub(crate) fn name(self) -> &'static str {
         match self {
-            Pool::Kvx => "kvx",
-            Pool::Foreign => "foreign",
-            Pool::Device => "device",
+            PoolKind::Kvx => "kvx",
+            PoolKind::Foreign => "foreign",
+            PoolKind::Device => "device",
         }
     }
 }
@@ -51,11 +51,11 @@ impl Sizes {
     }
 
     /// At least so much of that.
-    pub(crate) fn need(&mut self, pool: Pool, bytes: u64) {
+    pub(crate) fn need(&mut self, pool: PoolKind, bytes: u64) {
         let size = match pool {
-            Pool::Kvx => &mut self.kvx,
-            Pool::Foreign => &mut self.foreign,
-            Pool::Device => &mut self.device,
+            PoolKind::Kvx => &mut self.kvx,
+            PoolKind::Foreign => &mut self.foreign,
+            PoolKind::Device => &mut self.device,
         };
         *size = bytes.max(*size);
     }
@@ -112,11 +112,11 @@ impl Pools {
         Ok(Pools { kvx: kvx.map(Arc::new), foreign: foreign.map(Arc::new), device })
     }
 
-    pub(crate) fn get(&self, pool: Pool) -> Result<&Arc<Memory>> {
+    pub(crate) fn get(&self, pool: PoolKind) -> Result<&Arc<Memory>> {
         let memory = match pool {
-            Pool::Kvx => self.kvx.as_ref(),
-            Pool::Foreign => self.foreign.as_ref(),
-            Pool::Device => self.device.as_ref().map(|(_, memory)| memory),
+            PoolKind::Kvx => self.kvx.as_ref(),
+            PoolKind::Foreign => self.foreign.as_ref(),
+            PoolKind::Device => self.device.as_ref().map(|(_, memory)| memory),
         };
         memory.ok_or_else(|| "this side has no memory of that kind".into())
     }
@@ -136,13 +136,13 @@ impl Pools {
     }
 
     /// All that there are.
-    pub(crate) fn all(&self) -> impl Iterator<Item = (Pool, &Arc<Memory>)> {
-        [Pool::Kvx, Pool::Foreign, Pool::Device]
+    pub(crate) fn all(&self) -> impl Iterator<Item = (PoolKind, &Arc<Memory>)> {
+        [PoolKind::Kvx, PoolKind::Foreign, PoolKind::Device]
             .into_iter()
             .filter_map(|pool| Some((pool, self.get(pool).ok()?)))
     }
 
-    pub(crate) fn place(&self, pool: Pool) -> Result<PoolLocation> {
+    pub(crate) fn place(&self, pool: PoolKind) -> Result<PoolLocation> {
         let memory = self.get(pool)?;
         let file = memory.shared_file().map(|file| file.as_raw_fd());
         Ok(PoolLocation { process: std::process::id(), file, base: memory.address(), len: memory.len() })
@@ -162,15 +162,15 @@ fn anonymous(len: usize) -> Result<Memory> {
     // SAFETY: the mapping is `len` bytes that nobody else knows of.
     unsafe { std::ptr::write_bytes(base.cast::<u8>(), 1, len) };
     // SAFETY: the mapping stays until its owner is dropped, and nobody takes references into it.
-    Ok(unsafe { Memory::adopt(base.cast(), len, Mapping { base: base as u64, len }) })
+    Ok(unsafe { Memory::adopt(base.cast(), len, ForeignMapping { base: base as u64, len }) })
 }
 
-struct Mapping {
+struct ForeignMapping {
     base: u64,
     len: usize,
 }
 
-impl Drop for Mapping {
+impl Drop for ForeignMapping {
     fn drop(&mut self) {
         // SAFETY: the mapping made by `anonymous`, unmapped once, when nobody can touch it any more.
         unsafe { libc::munmap(self.base as *mut libc::c_void, self.len) };

@@ -14,7 +14,7 @@ use super::figures::Output;
 use super::initiator::Initiator;
 use super::points::{Backing, BenchOp, Pattern, Shape};
 use super::pools::{Pools, Sizes};
-use super::target::Target;
+use super::target::TargetProcess;
 use super::{Arguments, PATIENCE};
 use crate::{Result, bytes};
 
@@ -47,7 +47,7 @@ pub(crate) fn run(
     let memory = bytes::show(SHAPE.bytes() * u64::from(readers + 1));
     eprintln!("{backend}: {readers} readers, {memory} of memory in all, about {} s", about.as_secs().max(1));
     let life = 10 * about + Duration::from_secs(600);
-    let target = Target::start(&[backend], &arguments.options, Sizes::kvx(SHAPE.bytes()), life)?;
+    let target = TargetProcess::start(&[backend], &arguments.options, Sizes::kvx(SHAPE.bytes()), life)?;
     let connect = |reader| {
         let pools = Pools::of(Sizes::kvx(SHAPE.bytes()))?;
         let label = format!("bench-{backend}-{reader}");

@@ -7,7 +7,7 @@ use kvx::Registry;
 use super::bare::MappedPool;
 use super::initiator::Initiator;
 use super::pools::{Pools, Sizes};
-use super::target::Target;
+use super::target::TargetProcess;
 use crate::Result;
 
 /// Bulk connections of a TCP link, unless the option `tcp.connections` says otherwise.
@@ -24,7 +24,7 @@ pub(crate) struct DataLanes {
 
 /// A target, and an initiator for each backend.
 pub(crate) struct Session {
-    pub(crate) target: Target,
+    pub(crate) target: TargetProcess,
     pub(crate) pools: Pools,
     pub(crate) initiators: Vec<(&'static str, Initiator)>,
     /// The target's pool, once the limit has mapped it.
@@ -45,7 +45,7 @@ impl Session {
         let life = 10 * about + Duration::from_secs(600);
         // A device that there is not is told of before there is a target.
         let pools = Pools::of(ours)?;
-        let target = Target::start(backends, options, theirs, life)?;
+        let target = TargetProcess::start(backends, options, theirs, life)?;
         let connect = |backend: &&'static str| {
             let label = format!("bench-{backend}");
             Ok((*backend, Initiator::connect(&label, backend, registry, options, &pools, &target)?))

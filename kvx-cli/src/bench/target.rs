@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::bare::{map, once, share};
 use super::content::{self, ShapeBlocks};
 use super::points::{BenchOp, Shape};
-use super::pools::{Pool, PoolLocation, Pools, Sizes};
+use super::pools::{PoolKind, PoolLocation, Pools, Sizes};
 use super::{ANSWER_PATIENCE, PATIENCE};
 use crate::Result;
 use crate::child::Child;
@@ -35,7 +35,7 @@ pub(crate) struct TargetArguments {
 
 /// What the target says of itself first.
 #[derive(Serialize, Deserialize)]
-struct Greeting {
+struct TargetIntroduction {
     /// Each backend's agent.
     metadata: BTreeMap<String, Vec<u8>>,
     /// Where bare connections go.
@@ -48,15 +48,15 @@ struct Greeting {
 #[derive(Clone, Copy, Serialize, Deserialize)]
 pub(crate) enum Ask {
     /// Make the first bytes a source.
-    Fill { memory: Pool, bytes: u64 },
+    Fill { memory: PoolKind, bytes: u64 },
     /// Make the first bytes an empty destination.
-    Wipe { memory: Pool, bytes: u64 },
+    Wipe { memory: PoolKind, bytes: u64 },
     /// Compare the first lists of the destination with what belongs there.
-    Check { memory: Pool, shape: Shape, lists: u32 },
+    Check { memory: PoolKind, shape: Shape, lists: u32 },
     /// Accept so many bare connections, and serve the blocks over them until they close.
-    Lanes { op: BenchOp, memory: Pool, shape: Shape, lanes: usize, sealed: bool },
+    Lanes { op: BenchOp, memory: PoolKind, shape: Shape, lanes: usize, sealed: bool },
     /// Pull lists out of that place: from which transfer on, and how many.
-    Pull { memory: Pool, shape: Shape, from: PoolLocation, first: u64, times: u64 },
+    Pull { memory: PoolKind, shape: Shape, from: PoolLocation, first: u64, times: u64 },
 }
 
 /// Runs the target until standard input ends.
@@ -80,8 +80,8 @@ pub(crate) fn serve(arguments: &TargetArguments, registry: &Registry, out: &mut 
         metadata.insert(backend.clone(), agent.metadata()?);
         agents.push((agent, regions));
     }
-    let (kvx, foreign) = (pools.place(Pool::Kvx).ok(), pools.place(Pool::Foreign).ok());
-    let greeting = Greeting { metadata, address: listener.local_addr()?, kvx, foreign };
+    let (kvx, foreign) = (pools.place(PoolKind::Kvx).ok(), pools.place(PoolKind::Foreign).ok());
+    let greeting = TargetIntroduction { metadata, address: listener.local_addr()?, kvx, foreign };
     writeln!(out, "{}", serde_json::to_string(&greeting)?)?;
     out.flush()?;
     let mut served = Served { pools, listener, mapped: None };
@@ -119,7 +119,13 @@ impl Served {
         Ok(0.0)
     }
 
-    fn lanes(&self, op: BenchOp, memory: Pool, shape: Shape, (lanes, sealed): (usize, bool)) -> Result<()> {
+    fn lanes(
+        &self,
+        op: BenchOp,
+        memory: PoolKind,
+        shape: Shape,
+        (lanes, sealed): (usize, bool),
+    ) -> Result<()> {
         let base = self.pools.get(memory)?.address();
         let blocks = match op {
             BenchOp::Read => shape.from(),
@@ -135,7 +141,13 @@ impl Served {
         Ok(())
     }
 
-    fn pull(&mut self, memory: Pool, shape: Shape, from: PoolLocation, transfers: Range<u64>) -> Result<f64> {
+    fn pull(
+        &mut self,
+        memory: PoolKind,
+        shape: Shape,
+        from: PoolLocation,
+        transfers: Range<u64>,
+    ) -> Result<f64> {
         let memory = self.pools.get(memory)?;
         let blocks = ShapeBlocks::of(shape);
         let mapped = match (from.file, self.mapped) {
@@ -154,12 +166,12 @@ impl Served {
 }
 
 /// The target's process, as the initiator holds it.
-pub(crate) struct Target {
+pub(crate) struct TargetProcess {
     child: Child,
-    greeting: Greeting,
+    greeting: TargetIntroduction,
 }
 
-impl Target {
+impl TargetProcess {
     /// Starts one and waits until it is ready.
     pub(crate) fn start(backends: &[&str], options: &str, sizes: Sizes, life: Duration) -> Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
@@ -168,7 +180,7 @@ impl Target {
         command.args(["--life", &life.as_secs().to_string()]);
         let mut child = Child::start("the target", command)?;
         let greeting = serde_json::from_str(&child.hear(PATIENCE)?)?;
-        Ok(Target { child, greeting })
+        Ok(TargetProcess { child, greeting })
     }
 
     pub(crate) fn pid(&self) -> u32 {
@@ -187,11 +199,11 @@ impl Target {
     }
 
     /// Where its memory of the host lies.
-    pub(crate) fn place(&self, pool: Pool) -> Result<PoolLocation> {
+    pub(crate) fn place(&self, pool: PoolKind) -> Result<PoolLocation> {
         let place = match pool {
-            Pool::Kvx => self.greeting.kvx,
-            Pool::Foreign => self.greeting.foreign,
-            Pool::Device => None,
+            PoolKind::Kvx => self.greeting.kvx,
+            PoolKind::Foreign => self.greeting.foreign,
+            PoolKind::Device => None,
         };
         place.ok_or_else(|| "the target has no memory of that kind on the host".into())
     }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvx_config::{BlockRelease, Compat, Connector, KvTransferConfig, Lease, LoadFailurePolicy};
+use kvx_config::{BlockRelease, Compat, ConnectorKind, KvTransferConfig, LeaseTime, LoadFailurePolicy};
 use kvx_core::{Error, Kind};
 
 use super::identity::{Address, EngineId, WorkerRank};
@@ -45,14 +45,14 @@ impl ConsumerRule {
 /// to 0.21.
 pub fn release_of(dialect: Dialect) -> BlockRelease {
     match dialect.leases() {
-        true => BlockRelease::Lease(Lease { duration: Duration::from_secs(30) }),
+        true => BlockRelease::Lease(LeaseTime { duration: Duration::from_secs(30) }),
         false => BlockRelease::After(Duration::from_secs(480)),
     }
 }
 
 /// How often an engine of this dialect renews the leases of its peers, where leases last so long.
 fn heartbeat_of(dialect: Dialect, lease: Duration) -> Option<Duration> {
-    dialect.leases().then(|| Lease { duration: lease }.heartbeat())
+    dialect.leases().then(|| LeaseTime { duration: lease }.heartbeat())
 }
 
 /// What the two halves must know of their engine and of the protocol. Plain data: set what differs from the defaults.
@@ -195,25 +195,25 @@ impl Settings {
         let dialect = Dialect::from(config.compat());
         let nixl = config.nixl();
         let mode = match config.connector() {
-            None | Some(Connector::NixlPull) => TransferMode::Pull,
-            Some(Connector::NixlPush) if dialect.leases() => TransferMode::Push,
-            Some(Connector::NixlPush) => {
+            None | Some(ConnectorKind::NixlPull) => TransferMode::Pull,
+            Some(ConnectorKind::NixlPush) if dialect.leases() => TransferMode::Push,
+            Some(ConnectorKind::NixlPush) => {
                 return Err(Error::new(
                     Kind::Unsupported,
                     format!("{dialect} has no NixlPushConnector; take NixlConnector, or another kv_compat"),
                 ));
             }
-            Some(Connector::Mooncake) => {
+            Some(ConnectorKind::Mooncake) => {
                 return Err(Error::new(
                     Kind::Unsupported,
                     "MooncakeConnector does not speak NixlConnector's protocol, which these settings are for; write \
                      NixlConnector or NixlPushConnector, or take Settings::of_mooncake",
                 ));
             }
-            Some(Connector::Multi) => {
+            Some(ConnectorKind::Multi) => {
                 return Err(multi());
             }
-            Some(Connector::Own(name)) => {
+            Some(ConnectorKind::Own(name)) => {
                 return Err(Error::new(
                     Kind::Unsupported,
                     format!(
@@ -259,7 +259,7 @@ impl Settings {
     }
 
     /// The lease on this engine's own blocks, unless they are kept a fixed time.
-    pub fn lease(&self) -> Option<Lease> {
+    pub fn lease(&self) -> Option<LeaseTime> {
         match self.release {
             BlockRelease::Lease(lease) => Some(lease),
             BlockRelease::After(_) => None,

@@ -145,7 +145,7 @@ impl ConnectorBuilder {
         // Where it listens is known once it does.
         let nowhere = Address { host: "".into(), port: 0 };
         let mut settings = match self.config.connector() {
-            Some(kvx_config::Connector::Mooncake) => {
+            Some(kvx_config::ConnectorKind::Mooncake) => {
                 Settings::of_mooncake(&self.config, self.data_parallel, nowhere)?
             }
             _ => Settings::from_config(&self.config, self.data_parallel, nowhere)?,

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use kvx_config::{Connector, KvTransferConfig};
+use kvx_config::{ConnectorKind, KvTransferConfig};
 use kvx_core::{Error, Kind, Result};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
@@ -130,7 +130,7 @@ impl CompatibilityFactors {
         CompatibilityFactors {
             cross_layers_blocks: config.nixl().enable_cross_layers_blocks,
             transfer_mode: match config.connector() {
-                Some(Connector::NixlPush) => TransferMode::Push,
+                Some(ConnectorKind::NixlPush) => TransferMode::Push,
                 _ => TransferMode::Pull,
             },
             further: config.nixl().factors.clone(),

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvx_config::{BlockRelease, Lease};
+use kvx_config::{BlockRelease, LeaseTime};
 use kvx_connector::engine::{ConsumerRule, Kept, Outcome, Settings, Status};
 use kvx_connector::params::{Dialect, TransferParams};
 
@@ -14,7 +14,7 @@ fn freed(request: &str) -> Outcome {
 
 fn leased(seconds: u64) -> Settings {
     Settings {
-        release: BlockRelease::Lease(Lease { duration: Duration::from_secs(seconds) }),
+        release: BlockRelease::Lease(LeaseTime { duration: Duration::from_secs(seconds) }),
         ..settings("p")
     }
 }

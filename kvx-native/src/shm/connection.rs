@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::control::proof::Claim;
 use kvx_backend::control::{
-    ENTRY, GrantedRegions, Greeting, HeldBytes, Imports, NoticesFromPeer, NoticesToPeer, Silence,
+    ENTRY, GrantedRegions, Greeting, HeldBytes, ImportedRegions, NoticesFromPeer, NoticesToPeer, Silence,
 };
 use kvx_core::fork::Private;
 use kvx_core::{Bound, Error, Identity, Kind, Memory, RegionId, Result, Ticket, TransferId};
@@ -95,7 +95,7 @@ pub(crate) struct Connection {
     /// Regions of ours that the peer was granted or lent, and has not released.
     pub(crate) granted: GrantedRegions,
     /// Regions of the peer that we read from.
-    pub(crate) imports: Imports<Arc<Import>, (Held, Arc<Import>)>,
+    pub(crate) imports: ImportedRegions<Arc<Import>, (Held, Arc<Import>)>,
     /// The peer's process for reads that pass the machine by; made when first needed.
     pub(crate) watched: Option<Arc<Watched>>,
     /// Windows that are shut, and through which posters may still copy.
@@ -146,7 +146,7 @@ impl Connection {
             deaf: false,
             broken: None,
             granted: GrantedRegions::default(),
-            imports: Imports::default(),
+            imports: ImportedRegions::default(),
             watched: None,
             looked_through: Vec::new(),
             releasing: HashSet::new(),

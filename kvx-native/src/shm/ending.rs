@@ -4,7 +4,7 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use kvx_backend::control::reasons::{closed, no_handshake, peer_closed, peer_died, peer_silent};
-use kvx_backend::control::{Look, Message, Silence};
+use kvx_backend::control::{ControlMessage, Look, Silence};
 use kvx_backend::reactor::Outbox;
 use kvx_core::transport::LinkState;
 use kvx_core::{Error, LinkId};
@@ -190,7 +190,7 @@ impl Machine {
                             continue;
                         }
                         Look::Ask(next) => {
-                            connection.send(&self.poller, Message::Ping);
+                            connection.send(&self.poller, ControlMessage::Ping);
                             next
                         }
                         Look::Until(next) => next,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_backend::control::reasons::{closed, malformed, revoked, still_shared};
-use kvx_backend::control::{Message, Refusal};
+use kvx_backend::control::{ControlMessage, Refusal};
 use kvx_backend::reactor::Outbox;
 use kvx_core::{RegionId, RegionKey, Result, Ticket};
 
@@ -46,11 +46,15 @@ impl Machine {
             Ok(memory) => {
                 connection.granted.grant(id);
                 let rest = self.regions.reached(id, &memory).grant_rest();
-                connection.send_with(&self.poller, Message::Grant { import, rest: &rest }, Some(memory));
+                connection.send_with(
+                    &self.poller,
+                    ControlMessage::Grant { import, rest: &rest },
+                    Some(memory),
+                );
             }
             Err(refused) => {
                 let why = Refusal::from(&refused);
-                connection.send(&self.poller, Message::Deny { import, why });
+                connection.send(&self.poller, ControlMessage::Deny { import, why });
             }
         }
     }
@@ -72,7 +76,7 @@ impl Machine {
         let held = Held::of(id, reached, file, &self.devices);
         match &held {
             Ok(held) => self.populate(at, held),
-            Err(_) => self.connections[at].send(&self.poller, Message::Released { id }),
+            Err(_) => self.connections[at].send(&self.poller, ControlMessage::Released { id }),
         }
         self.connections[at].lent.insert(id, held);
         Ok(())
@@ -105,7 +109,7 @@ impl Machine {
         let mut waiting = HashSet::new();
         for (at, connection) in &mut self.connections {
             if connection.granted.holds(id) {
-                connection.send(&self.poller, Message::Recall { id });
+                connection.send(&self.poller, ControlMessage::Recall { id });
                 waiting.insert(at);
             }
         }
@@ -170,7 +174,7 @@ impl Machine {
         landed.retain(|id| !flights.any_reads(at, *id) && !connection.is_looked_through(Some(*id)));
         for id in landed {
             connection.releasing.remove(&id);
-            connection.send(&self.poller, Message::Released { id });
+            connection.send(&self.poller, ControlMessage::Released { id });
         }
         if connection.is_looked_through(None) {
             self.look_by(Instant::now() + LOOK_THROUGH);

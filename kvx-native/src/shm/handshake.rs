@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::control::proof::stranger;
 use kvx_backend::control::reasons::malformed;
-use kvx_backend::control::{Greeting, Message, Refusal, VERSIONS, hear};
+use kvx_backend::control::{ControlMessage, Greeting, Refusal, VERSIONS, hear};
 use kvx_backend::reactor::Outbox;
 use kvx_core::fork::Private;
 use kvx_core::transport::LinkState;
@@ -98,7 +98,7 @@ impl Machine {
         connection.greeting = Some(greeting);
         let at = self.admit(connection)?;
         self.links.insert(id, at);
-        self.connections[at].send(&self.poller, Message::Hello { versions: VERSIONS, body: &body });
+        self.connections[at].send(&self.poller, ControlMessage::Hello { versions: VERSIONS, body: &body });
         Ok(())
     }
 
@@ -156,7 +156,7 @@ impl Machine {
             Err(reason) => return tracing::warn!(%reason, "SHM: a client is turned away"),
         };
         if let Err(reason) = check_user(&process) {
-            let refuse = Message::Refuse { why: Refusal::from(&reason), proof: &[] };
+            let refuse = ControlMessage::Refuse { why: Refusal::from(&reason), proof: &[] };
             socket::send(socket.as_fd(), &refuse.encode(), None).ok(); // it is turned away in any case
             let (pid, uid) = (process.pid, process.uid);
             return self.strangers.tell(|| {
@@ -226,7 +226,7 @@ impl Machine {
         let (version, body, claim) = greeted.welcome(&self.keys, &rest)?;
         connection.peer = Some(greeted.from);
         connection.awaited = Some(claim);
-        connection.send(&self.poller, Message::Welcome { version, body: &body });
+        connection.send(&self.poller, ControlMessage::Welcome { version, body: &body });
         Ok(())
     }
 
@@ -263,7 +263,7 @@ impl Machine {
         link.sight.set(Sight { ours, theirs }).ok(); // a handshake ends once
         connection.peer = Some(link.peer.clone());
         connection.phase = Phase::Up;
-        connection.send(&self.poller, Message::Confirm { proof });
+        connection.send(&self.poller, ControlMessage::Confirm { proof });
         out.link(link.id, LinkState::Up);
         Ok(())
     }

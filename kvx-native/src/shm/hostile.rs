@@ -17,7 +17,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 
 use kvx_backend::control::proof::Keys;
 use kvx_backend::control::violations::{After, Violation, any_message, greet, prove, violations};
-use kvx_backend::control::{Message as Shared, Refusal, hear};
+use kvx_backend::control::{ControlMessage as Shared, Refusal, hear};
 use kvx_testkit::Random;
 
 use super::messages::{At, Message, Probe, Reached};

@@ -68,15 +68,15 @@ pub(crate) enum At {
 /// A message. See the [module](self) for who sends which when.
 #[derive(Clone, Debug)]
 pub(crate) enum Message<'a> {
-    Shared(control::Message<'a>),
+    Shared(control::ControlMessage<'a>),
     Lend { id: RegionId, reached: Reached },
     Write { write: u64, into: Described, from: Described },
     Done { write: u64, result: Result<(), Refusal> },
     Cancel { write: u64 },
 }
 
-impl<'a> From<control::Message<'a>> for Message<'a> {
-    fn from(message: control::Message<'a>) -> Self {
+impl<'a> From<control::ControlMessage<'a>> for Message<'a> {
+    fn from(message: control::ControlMessage<'a>) -> Self {
         Message::Shared(message)
     }
 }
@@ -134,7 +134,7 @@ impl<'a> Message<'a> {
     /// Reads one packet. Errors: `Malformed`.
     pub(crate) fn decode(bytes: &'a [u8]) -> Result<Self> {
         if bytes.first().is_none_or(|number| *number < OWN) {
-            return control::Message::decode(bytes).map(Message::Shared);
+            return control::ControlMessage::decode(bytes).map(Message::Shared);
         }
         let mut reader = Reader::new("SHM message", bytes);
         let message = match reader.u8()? {
@@ -309,7 +309,7 @@ mod tests {
             Message::Done { write: 9, result: Ok(()) },
             Message::Done { write: 9, result: Err(why()) },
             Message::Cancel { write: 9 },
-            control::Message::Ack { notice: 4 }.into(),
+            control::ControlMessage::Ack { notice: 4 }.into(),
         ]
     }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_backend::control::Message;
+use kvx_backend::control::ControlMessage;
 use kvx_backend::reactor::Outbox;
 use kvx_core::{Result, Ticket};
 
@@ -16,7 +16,7 @@ impl Connection {
     /// Sends the notifications that there is room for.
     fn send_notices(&mut self, poller: &Poller) {
         while let Some((notice, bytes)) = self.to_peer.next_to_send() {
-            self.send(poller, Message::Notify { notice, bytes: &bytes });
+            self.send(poller, ControlMessage::Notify { notice, bytes: &bytes });
         }
     }
 }
@@ -50,7 +50,7 @@ impl Machine {
         let Some(peer) = &connection.peer else { return Ok(()) };
         let sender = peer.as_sender();
         if connection.from_peer.take(notice, bytes, |bytes| self.events.notification(sender, bytes))? {
-            connection.send(&self.poller, Message::Ack { notice });
+            connection.send(&self.poller, ControlMessage::Ack { notice });
         }
         Ok(())
     }
@@ -63,7 +63,7 @@ impl Machine {
                     .from_peer
                     .deliver_next(|bytes| self.events.notification(peer.as_sender(), bytes))
             {
-                connection.send(&self.poller, Message::Ack { notice });
+                connection.send(&self.poller, ControlMessage::Ack { notice });
             }
             connection.note_held(&mut self.held).ok(); // it has less
         }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::control::proof::Keys;
 use kvx_backend::control::reasons::{cancelled, closed, malformed, peer_closed, peer_died};
-use kvx_backend::control::{HeldBytes, Message as Shared, Recalls};
+use kvx_backend::control::{ControlMessage as Shared, HeldBytes, Recalls};
 use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, WorkQueue, no_poller};
 use kvx_backend::seldom::Seldom;
 use kvx_core::fork::Private;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::thread::ThreadId;
 
 use kvx_backend::control::reasons::{cancelled, closed};
-use kvx_backend::control::{Imported, Message as Shared};
+use kvx_backend::control::{ControlMessage as Shared, Imported};
 use kvx_backend::reactor::{Outbox, SLICE};
 use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
 use kvx_core::{Bound, Kind, Op, RegionId, Result, Ticket, TransferId};

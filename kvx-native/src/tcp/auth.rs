@@ -12,7 +12,7 @@ use kvx_backend::control::Refusal;
 use kvx_backend::control::proof::{Keys, other_secret, stranger};
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, Identity, Kind, Result};
-use kvx_noise::{Handshake, KEY, Seals, TAG};
+use kvx_noise::{KEY, NoiseHandshake, Seals, TAG};
 
 use super::frames::{Frame, Header, Hello, VERSIONS, Versions, put_frame, put_refuse, read_refuse};
 use super::seal::Seal;
@@ -78,7 +78,7 @@ pub(super) enum InitiatorVerdict {
 /// How an initiator's handshake stands.
 enum Asked {
     /// It has said hello, by the secret alone too if it has one.
-    ToEnter { invited: Box<Handshake>, mistaken: Option<Box<Handshake>> },
+    ToEnter { invited: Box<NoiseHandshake>, mistaken: Option<Box<NoiseHandshake>> },
     /// It has said who it is.
     Confirmed(Option<Agreed>),
 }
@@ -104,11 +104,11 @@ impl InitiatorHandshake {
     ) -> Result<Self> {
         let head = Hello::head(VERSIONS);
         let (mut by_both, mut by_secret) = (Vec::new(), Vec::new());
-        let mut invited = Handshake::initiator(&invited_key(keys), &head)?;
+        let mut invited = NoiseHandshake::initiator(&invited_key(keys), &head)?;
         invited.write(&[wish.number()], &mut by_both)?;
         let mut mistaken = None;
         if let Some(key) = mistaken_key(keys) {
-            let mut noise = Handshake::initiator(&key, &before_mistaken(&head, &by_both))?;
+            let mut noise = NoiseHandshake::initiator(&key, &before_mistaken(&head, &by_both))?;
             noise.write(&[], &mut by_secret)?;
             mistaken = Some(Box::new(noise));
         }
@@ -239,12 +239,12 @@ impl OwnerHandshake {
         let by_secret = match mistaken_key(&self.keys) {
             None => hello.mistaken.is_empty().then_some(None),
             Some(key) => {
-                let mut noise = Handshake::responder(&key, &before_mistaken(&head, hello.invited))?;
+                let mut noise = NoiseHandshake::responder(&key, &before_mistaken(&head, hello.invited))?;
                 noise.read(hello.mistaken).map(|_| Some(noise))
             }
         };
         if let Some(by_secret) = by_secret {
-            let mut noise = Handshake::responder(&invited_key(&self.keys), &head)?;
+            let mut noise = NoiseHandshake::responder(&invited_key(&self.keys), &head)?;
             if let Some(said) = noise.read(hello.invited) {
                 return self.welcome(noise, hello.versions, &said, out);
             }
@@ -261,7 +261,7 @@ impl OwnerHandshake {
 
     fn welcome(
         &mut self,
-        mut noise: Handshake,
+        mut noise: NoiseHandshake,
         theirs: Versions,
         said: &[u8],
         out: &mut Vec<u8>,

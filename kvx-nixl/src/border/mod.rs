@@ -14,7 +14,7 @@ use std::sync::OnceLock;
 use crate::engine::{Descriptor, Engine};
 use crate::installed::Installed;
 use crate::log::warn;
-use crate::sibling::Refusal;
+use crate::sibling::TableRefusal;
 use libstdcxx::{Map, Str, Vector};
 
 /// `nixlBlobDesc`.
@@ -114,12 +114,12 @@ static TABLE: OnceLock<EngineTable> = OnceLock::new();
 static PLUGIN: Plugin =
     Plugin { interface: 1, create, destroy, name, version, options, kinds: entries::kinds };
 
-fn table() -> Result<&'static EngineTable, Refusal> {
+fn table() -> Result<&'static EngineTable, TableRefusal> {
     if let Some(table) = TABLE.get() {
         return Ok(table);
     }
     let Installed { order, name } = Installed::of_process()?;
-    libstdcxx::find_heap().map_err(Refusal)?;
+    libstdcxx::find_heap().map_err(TableRefusal)?;
     // Offset to the top, no type information, and the two destructors: of the object, and with its memory.
     let mut functions = vec![null(), null()];
     functions.extend(order.slots().iter().enumerate().map(|(at, slot)| match (at, slot) {
@@ -136,7 +136,7 @@ fn table() -> Result<&'static EngineTable, Refusal> {
 #[allow(unreachable_pub, reason = "the linker reaches it")]
 pub extern "C" fn nixl_plugin_init() -> *const c_void {
     let found = catch_unwind(|| table().map(|_| ()));
-    match found.unwrap_or_else(|_| Err(Refusal("its plug-ins could not be read".into()))) {
+    match found.unwrap_or_else(|_| Err(TableRefusal("its plug-ins could not be read".into()))) {
         Ok(()) => addr_of!(PLUGIN).cast(),
         Err(why) => {
             warn(format_args!("this backend is refused: {why}"));

@@ -13,13 +13,13 @@ use choice::{Candidates, Turns, Wanted};
 use instance::{InFlight, Instance, Reason, Role, State};
 use models::{ModelNames, Named};
 
-use crate::setup::{Choice, Connector, Health, InstanceSetup, Setup};
+use crate::setup::{Choice, Health, InstanceSetup, PoolConnector, Setup};
 
 /// A pool of the set-up.
 #[derive(Debug)]
 pub(crate) struct FleetPool {
     pub(crate) name: String,
-    pub(crate) connector: Connector,
+    pub(crate) connector: PoolConnector,
     pub(crate) bidirectional: bool,
 }
 

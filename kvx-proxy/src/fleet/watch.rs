@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::instance::{Instance, PrefillKind, Reason, Role};
 use crate::relay::core::{Core, Live};
-use crate::setup::{Connector, InstanceSetup};
+use crate::setup::{InstanceSetup, PoolConnector};
 use crate::upstream::Fault;
 
 /// Where a Mooncake bootstrap server listens if nothing else is said.
@@ -124,9 +124,9 @@ pub(crate) async fn learn_kind(live: &Live, instance: &Instance) -> Result<Prefi
     let connector = live.fleet.pools[instance.pool].connector;
     let known = instance.state.kind();
     let kind = match connector {
-        Connector::Nixl | Connector::NixlPull | Connector::NixlPush => PrefillKind::Nixl,
-        Connector::Mooncake => PrefillKind::Mooncake(query(live, instance).await?),
-        Connector::Auto => match query(live, instance).await {
+        PoolConnector::Nixl | PoolConnector::NixlPull | PoolConnector::NixlPush => PrefillKind::Nixl,
+        PoolConnector::Mooncake => PrefillKind::Mooncake(query(live, instance).await?),
+        PoolConnector::Auto => match query(live, instance).await {
             Ok(targets) => PrefillKind::Mooncake(targets),
             // One that is known for Mooncake's has only failed to answer.
             Err(fault) if instance.setup.bootstrap_port.is_some() || instance.state.was_mooncake() => {
@@ -137,7 +137,7 @@ pub(crate) async fn learn_kind(live: &Live, instance: &Instance) -> Result<Prefi
     };
     // A NIXL instance that pushes has shown so itself.
     let kind = match (kind, known) {
-        (PrefillKind::Nixl, push @ PrefillKind::Push(_)) if connector != Connector::NixlPull => push,
+        (PrefillKind::Nixl, push @ PrefillKind::Push(_)) if connector != PoolConnector::NixlPull => push,
         (kind, _) => kind,
     };
     instance.state.set_kind(kind.clone());

@@ -127,10 +127,10 @@ impl Said {
 
 /// The turns that may be continued; each once.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Conversations(Arc<Mutex<Kept>>);
+pub(crate) struct Conversations(Arc<Mutex<KeptTurns>>);
 
 #[derive(Debug, Default)]
-struct Kept {
+struct KeptTurns {
     turns: HashMap<Key, EndedTurn>,
     order: VecDeque<(Key, Instant)>,
 }

@@ -18,7 +18,7 @@ use super::refusal::Refusal;
 use crate::fleet::instance::{InFlight, Instance, PrefillKind};
 use crate::fleet::watch;
 use crate::request::Asked;
-use crate::setup::Connector;
+use crate::setup::PoolConnector;
 use crate::upstream::Fault;
 
 /// Who pushes blocks to a decode instance that it was told of before.
@@ -250,7 +250,7 @@ async fn sequentially(
     body: &Value,
     turn: &mut ConversationTurn,
     rank: Option<usize>,
-    connector: Connector,
+    connector: PoolConnector,
 ) -> Result<Handover, Missed> {
     let bidirectional = job.live.fleet.pools[prefill.instance.pool].bidirectional;
     let leg = match turn.earlier.take().filter(|_| bidirectional) {
@@ -261,7 +261,7 @@ async fn sequentially(
     let ended = legs::prefill(&job.core, &job.live, &prefill, sent, job.until).await;
     let prefilled = ended.map_err(missed)?;
     job.record.prefill(prefill.instance.name(), Some(prefilled.time));
-    if let (Some(params), true) = (&prefilled.answer.params, connector != Connector::NixlPull) {
+    if let (Some(params), true) = (&prefilled.answer.params, connector != PoolConnector::NixlPull) {
         let setup = &prefill.instance.setup;
         prefill.instance.state.learn_push(params, rank.unwrap_or(0), setup.ranks as usize);
     }

@@ -14,7 +14,7 @@ use tokio::time::Instant;
 use super::core::{Core, Live};
 use super::legs::{self, PrefillTask, Sent};
 use super::opening::{AnswerKind, Opened};
-use super::passing::{Held, pass};
+use super::passing::{HeldByAnswer, pass};
 use super::record::Record;
 use super::refusal::Refusal;
 use super::tries::{Again, Tries};
@@ -22,7 +22,7 @@ use crate::admission::Denied;
 use crate::fleet::choice::Wanted;
 use crate::fleet::instance::{InFlight, Instance};
 use crate::fleet::models::Named;
-use crate::metrics::Outcome;
+use crate::metrics::RequestOutcome;
 use crate::request::headers;
 use crate::upstream::Fault;
 
@@ -226,7 +226,8 @@ impl Job {
         capture: Option<super::conversation::Capture>,
     ) -> Response<Body> {
         self.record.decode(decode.instance.name());
-        let held = Held { live: self.live, decode, prefill, capture, _place: self.place, until: self.until };
+        let held =
+            HeldByAnswer { live: self.live, decode, prefill, capture, _place: self.place, until: self.until };
         pass(opened, self.record, held)
     }
 
@@ -234,8 +235,11 @@ impl Job {
     pub(crate) fn pass_whole(mut self, response: Response<bytes::Bytes>) -> Response<Body> {
         let (mut parts, body) = response.into_parts();
         headers::drop_hop_by_hop(&mut parts.headers);
-        let outcome =
-            if parts.status.is_client_error() { Outcome::ClientError } else { Outcome::UpstreamError };
+        let outcome = if parts.status.is_client_error() {
+            RequestOutcome::ClientError
+        } else {
+            RequestOutcome::UpstreamError
+        };
         self.record.ended(outcome, parts.status.as_u16());
         if let Ok(route) = self.record.route_words().parse() {
             parts.headers.insert(headers::ROUTE, route);

@@ -18,13 +18,13 @@ use super::legs::PrefillTask;
 use super::opening::Opened;
 use super::record::Record;
 use crate::fleet::instance::{InFlight, Reason};
-use crate::metrics::Outcome;
+use crate::metrics::RequestOutcome;
 use crate::request::{headers, without_transfer_params};
 use crate::sse::{self, WholeEvents};
 use crate::upstream::words;
 
 /// What an answer holds on to until it has ended.
-pub(crate) struct Held {
+pub(crate) struct HeldByAnswer {
     pub(crate) live: std::sync::Arc<Live>,
     pub(crate) decode: InFlight,
     /// A prefill leg that is still at work; it ends with a client that goes away.
@@ -37,7 +37,7 @@ pub(crate) struct Held {
 }
 
 /// Makes the client's response of an answer that has begun.
-pub(crate) fn pass(opened: Opened, mut record: Record, mut held: Held) -> Response<Body> {
+pub(crate) fn pass(opened: Opened, mut record: Record, mut held: HeldByAnswer) -> Response<Body> {
     let Opened { mut parts, mut first, rest, events, wants_done, is_turn, .. } = opened;
     headers::drop_hop_by_hop(&mut parts.headers);
     if events.is_some() {
@@ -65,9 +65,9 @@ pub(crate) fn pass(opened: Opened, mut record: Record, mut held: Held) -> Respon
     }
     record.passed(first.len(), events.as_ref().map_or(0, WholeEvents::count));
     let outcome = match status.as_u16() {
-        ..=399 => Outcome::Ok,
-        400..=499 => Outcome::ClientError,
-        _ => Outcome::UpstreamError,
+        ..=399 => RequestOutcome::Ok,
+        400..=499 => RequestOutcome::ClientError,
+        _ => RequestOutcome::UpstreamError,
     };
     if !status.is_success() {
         // Nobody fetches its blocks: it ends, and frees them.
@@ -98,9 +98,9 @@ pub(crate) fn pass(opened: Opened, mut record: Record, mut held: Held) -> Respon
     Response::from_parts(parts, Body::new(passing))
 }
 
-impl Held {
+impl HeldByAnswer {
     /// The answer has ended, with what its events have said.
-    fn end(mut self, mut record: Record, outcome: Outcome, status: u16, events: Option<&WholeEvents>) {
+    fn end(mut self, mut record: Record, outcome: RequestOutcome, status: u16, events: Option<&WholeEvents>) {
         let instance = &self.decode.instance;
         if events.is_some_and(WholeEvents::has_failed) {
             record.core().blame_for(
@@ -113,7 +113,7 @@ impl Held {
             instance.state.succeeded();
         }
         if events.is_some_and(WholeEvents::has_error) {
-            record.ended(Outcome::UpstreamError, status);
+            record.ended(RequestOutcome::UpstreamError, status);
             return;
         }
         record.ended(outcome, status);
@@ -137,10 +137,10 @@ struct Passing {
     last: Instant,
     sleep: Pin<Box<Sleep>>,
     end: Pin<Box<dyn Future<Output = ()> + Send>>,
-    outcome: Outcome,
+    outcome: RequestOutcome,
     status: u16,
     /// None once it has ended.
-    work: Option<(Record, Held)>,
+    work: Option<(Record, HeldByAnswer)>,
 }
 
 type Next = Poll<Option<Result<Frame<Bytes>, std::io::Error>>>;
@@ -153,7 +153,7 @@ impl Passing {
                 let left = events.finish();
                 if self.wants_done && !events.done() && !events.has_error() {
                     return self.break_off(
-                        Outcome::BrokenOff,
+                        RequestOutcome::BrokenOff,
                         "its stream ended without [DONE]",
                         Some(Reason::Errors),
                     );
@@ -176,7 +176,7 @@ impl Passing {
     }
 
     /// Nothing more comes that could be passed on: the client is told, by an event or by a connection that breaks.
-    fn break_off(&mut self, outcome: Outcome, why: &str, blame: Option<Reason>) -> Next {
+    fn break_off(&mut self, outcome: RequestOutcome, why: &str, blame: Option<Reason>) -> Next {
         let Some((mut record, held)) = self.work.take() else { return Poll::Ready(None) };
         let instance = &held.decode.instance;
         let message = format!("instance {} broke off this answer: {why}", instance.name());
@@ -188,8 +188,9 @@ impl Passing {
         drop((record, held));
         match &self.events {
             Some(events) => {
-                let kind = if outcome == Outcome::Timeout { "upstream_timeout" } else { "upstream_error" };
-                let code = if outcome == Outcome::Timeout { 504 } else { 502 };
+                let kind =
+                    if outcome == RequestOutcome::Timeout { "upstream_timeout" } else { "upstream_error" };
+                let code = if outcome == RequestOutcome::Timeout { 504 } else { 502 };
                 let event = [events.gap().as_bytes(), &sse::error_event(&message, kind, code)].concat();
                 Poll::Ready(Some(Ok(Frame::data(event.into()))))
             }
@@ -198,12 +199,12 @@ impl Passing {
     }
 
     fn out_of_time(&mut self) -> Next {
-        self.break_off(Outcome::Timeout, "the request has had its time", None)
+        self.break_off(RequestOutcome::Timeout, "the request has had its time", None)
     }
 
     fn poll_time(&mut self, cx: &mut Context<'_>) -> Next {
         if self.end.as_mut().poll(cx).is_ready() {
-            return self.break_off(Outcome::BrokenOff, "this proxy ends", None);
+            return self.break_off(RequestOutcome::BrokenOff, "this proxy ends", None);
         }
         loop {
             ready!(self.sleep.as_mut().poll(cx));
@@ -214,7 +215,7 @@ impl Passing {
             }
             if now >= self.last + self.idle {
                 let why = format!("nothing came for {:?}", self.idle);
-                return self.break_off(Outcome::Timeout, &why, Some(Reason::Slow));
+                return self.break_off(RequestOutcome::Timeout, &why, Some(Reason::Slow));
             }
             self.sleep.as_mut().reset((self.last + self.idle).min(until));
         }
@@ -242,7 +243,7 @@ impl hyper::body::Body for Passing {
                 Poll::Pending => return this.poll_time(cx),
                 Poll::Ready(None) => return this.end(),
                 Poll::Ready(Some(Err(error))) => {
-                    return this.break_off(Outcome::BrokenOff, &words(&error), Some(Reason::Errors));
+                    return this.break_off(RequestOutcome::BrokenOff, &words(&error), Some(Reason::Errors));
                 }
                 Poll::Ready(Some(Ok(frame))) => frame.into_data().unwrap_or_default(),
             };

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use tracing::{Span, field};
 
 use super::core::Core;
-use crate::metrics::Outcome;
+use crate::metrics::RequestOutcome;
 
 /// A request at work. Whoever drops it before it has an outcome is a client that went away.
 #[derive(Debug)]
@@ -33,7 +33,7 @@ pub(crate) struct Record {
     status: u16,
     bytes: u64,
     events: u64,
-    outcome: Outcome,
+    outcome: RequestOutcome,
     why: Option<String>,
 }
 
@@ -79,7 +79,7 @@ impl Record {
             status: 0,
             bytes: 0,
             events: 0,
-            outcome: Outcome::ClientGone,
+            outcome: RequestOutcome::ClientGone,
             why: None,
         }
     }
@@ -140,7 +140,7 @@ impl Record {
     }
 
     /// It has ended, with this status.
-    pub(crate) fn ended(&mut self, outcome: Outcome, status: u16) {
+    pub(crate) fn ended(&mut self, outcome: RequestOutcome, status: u16) {
         self.outcome = outcome;
         self.status = status;
     }
@@ -167,9 +167,9 @@ fn cut(text: &str) -> &str {
 impl Drop for Record {
     fn drop(&mut self) {
         let total = self.started.elapsed();
-        if self.outcome == Outcome::ClientGone && *self.core.end.borrow() {
+        if self.outcome == RequestOutcome::ClientGone && *self.core.end.borrow() {
             // Nobody went away but this proxy.
-            self.outcome = Outcome::BrokenOff;
+            self.outcome = RequestOutcome::BrokenOff;
         }
         let metrics = &self.core.metrics;
         metrics.in_flight.fetch_sub(1, Relaxed);

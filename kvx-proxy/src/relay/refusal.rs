@@ -4,7 +4,7 @@ use axum::body::Body;
 use hyper::header::{CONNECTION, HeaderValue, RETRY_AFTER};
 use hyper::{Response, StatusCode};
 
-use crate::metrics::Outcome;
+use crate::metrics::RequestOutcome;
 use crate::upstream::{Fault, json_headers};
 
 /// An error in OpenAI's form.
@@ -13,24 +13,29 @@ pub(crate) struct Refusal {
     pub(crate) status: StatusCode,
     pub(crate) kind: &'static str,
     pub(crate) message: String,
-    pub(crate) outcome: Outcome,
+    pub(crate) outcome: RequestOutcome,
     later: bool,
     close: bool,
 }
 
 impl Refusal {
-    fn new(status: StatusCode, kind: &'static str, outcome: Outcome, message: impl Into<String>) -> Self {
+    fn new(
+        status: StatusCode,
+        kind: &'static str,
+        outcome: RequestOutcome,
+        message: impl Into<String>,
+    ) -> Self {
         Refusal { status, kind, message: message.into(), outcome, later: false, close: false }
     }
 
     /// The client's mistake.
     pub(crate) fn bad_request(message: impl Into<String>) -> Self {
-        Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", Outcome::ClientError, message)
+        Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", RequestOutcome::ClientError, message)
     }
 
     /// A client's mistake with a status of its own.
     pub(crate) fn client(status: StatusCode, message: impl Into<String>) -> Self {
-        Self::new(status, "invalid_request_error", Outcome::ClientError, message)
+        Self::new(status, "invalid_request_error", RequestOutcome::ClientError, message)
     }
 
     /// The client has no key, or a wrong one.
@@ -38,15 +43,19 @@ impl Refusal {
         Self::new(
             StatusCode::UNAUTHORIZED,
             "authentication_error",
-            Outcome::Refused,
+            RequestOutcome::Refused,
             "this proxy needs a key: send one as Authorization: Bearer KEY",
         )
     }
 
     /// Not now.
     pub(crate) fn unavailable(message: impl Into<String>) -> Self {
-        let refusal =
-            Self::new(StatusCode::SERVICE_UNAVAILABLE, "service_unavailable", Outcome::Refused, message);
+        let refusal = Self::new(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "service_unavailable",
+            RequestOutcome::Refused,
+            message,
+        );
         Refusal { later: true, ..refusal }
     }
 
@@ -57,7 +66,7 @@ impl Refusal {
 
     /// No time is left.
     pub(crate) fn timeout(message: impl Into<String>) -> Self {
-        Self::new(StatusCode::GATEWAY_TIMEOUT, "upstream_timeout", Outcome::Timeout, message)
+        Self::new(StatusCode::GATEWAY_TIMEOUT, "upstream_timeout", RequestOutcome::Timeout, message)
     }
 
     /// What an instance did, where its own answer cannot be passed on.
@@ -65,7 +74,7 @@ impl Refusal {
         let message = format!("instance {instance} {fault}");
         match fault {
             Fault::Late(_) | Fault::Unreached(_) => Self::timeout(message),
-            _ => Self::new(StatusCode::BAD_GATEWAY, "upstream_error", Outcome::UpstreamError, message),
+            _ => Self::new(StatusCode::BAD_GATEWAY, "upstream_error", RequestOutcome::UpstreamError, message),
         }
     }
 

@@ -19,7 +19,7 @@ use crate::relay::core::Core;
 use crate::relay::refusal::Refusal;
 use crate::setup::{InstanceSetup, InstanceTable};
 
-type Answer = Result<Response<Body>, Refusal>;
+type AdminAnswer = Result<Response<Body>, Refusal>;
 
 fn admitted(core: &Core, headers: &HeaderMap) -> Result<(), Refusal> {
     match &core.live().setup.admin_api_key {
@@ -35,7 +35,7 @@ fn admitted(core: &Core, headers: &HeaderMap) -> Result<(), Refusal> {
     }
 }
 
-fn answer(answer: Answer) -> Response<Body> {
+fn answer(answer: AdminAnswer) -> Response<Body> {
     answer.unwrap_or_else(|refusal| refusal.response())
 }
 

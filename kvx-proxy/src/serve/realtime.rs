@@ -15,7 +15,7 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, sp
 use tracing::Instrument as _;
 
 use crate::fleet::instance::{InFlight, Instance};
-use crate::metrics::Outcome;
+use crate::metrics::RequestOutcome;
 use crate::relay::job::{Ended, Job};
 use crate::relay::legs::Sent;
 use crate::relay::opening::{AnswerKind, Opened};
@@ -107,20 +107,20 @@ async fn carry(mut job: Job, decode: InFlight, client: OnUpgrade, instance: OnUp
     let (up, down) = (AtomicU64::new(0), AtomicU64::new(0));
     let mut end = job.core.end.subscribe();
     let both_ways = async {
-        let client = client.await.map_err(|_| Outcome::ClientGone)?;
-        let instance = instance.await.map_err(|_| Outcome::BrokenOff)?;
+        let client = client.await.map_err(|_| RequestOutcome::ClientGone)?;
+        let instance = instance.await.map_err(|_| RequestOutcome::BrokenOff)?;
         let (client_says, to_client) = split(TokioIo::new(client));
         let (instance_says, to_instance) = split(TokioIo::new(instance));
         tokio::try_join!(
-            copy(client_says, to_instance, &up, [Outcome::ClientGone, Outcome::BrokenOff]),
-            copy(instance_says, to_client, &down, [Outcome::BrokenOff, Outcome::ClientGone]),
+            copy(client_says, to_instance, &up, [RequestOutcome::ClientGone, RequestOutcome::BrokenOff]),
+            copy(instance_says, to_client, &down, [RequestOutcome::BrokenOff, RequestOutcome::ClientGone]),
         )
     };
     let outcome = tokio::select! {
-        ended = both_ways => ended.map_or_else(|outcome| outcome, |_| Outcome::Ok),
-        () = silence(&up, &down, job.live.setup.timeouts.idle) => Outcome::Timeout,
-        () = tokio::time::sleep_until(job.until) => Outcome::Timeout,
-        _ = end.wait_for(|end| *end) => Outcome::BrokenOff,
+        ended = both_ways => ended.map_or_else(|outcome| outcome, |_| RequestOutcome::Ok),
+        () = silence(&up, &down, job.live.setup.timeouts.idle) => RequestOutcome::Timeout,
+        () = tokio::time::sleep_until(job.until) => RequestOutcome::Timeout,
+        _ = end.wait_for(|end| *end) => RequestOutcome::BrokenOff,
     };
     job.record.passed(down.into_inner() as usize, 0);
     job.record.ended(outcome, StatusCode::SWITCHING_PROTOCOLS.as_u16());
@@ -132,8 +132,8 @@ async fn copy(
     mut from: impl AsyncRead + Unpin,
     mut to: impl AsyncWrite + Unpin,
     count: &AtomicU64,
-    [reading, writing]: [Outcome; 2],
-) -> Result<(), Outcome> {
+    [reading, writing]: [RequestOutcome; 2],
+) -> Result<(), RequestOutcome> {
     let mut bytes = vec![0; 16 << 10];
     loop {
         let length = from.read(&mut bytes).await.map_err(|_| reading)?;

@@ -1,6 +1,6 @@
 //! What a set-up means, and what of it would not work, as far as can be said without asking anybody.
 
-use super::{Connector, InstanceSetup, Setup};
+use super::{InstanceSetup, PoolConnector, Setup};
 use crate::log::Access;
 
 /// One line of `kvx proxy --check`.
@@ -62,13 +62,15 @@ impl Setup {
         for pool in &self.pools {
             let name = &pool.name;
             let connector = match pool.connector.unwrap_or(self.connector) {
-                Connector::Auto => "the connector that its prefill instances turn out to have",
-                Connector::Nixl => "NixlConnector: prefill, then decode; push if prefill instances say so",
-                Connector::NixlPull => "NixlPullConnector: prefill, then decode",
-                Connector::NixlPush => {
+                PoolConnector::Auto => "the connector that its prefill instances turn out to have",
+                PoolConnector::Nixl => {
+                    "NixlConnector: prefill, then decode; push if prefill instances say so"
+                }
+                PoolConnector::NixlPull => "NixlPullConnector: prefill, then decode",
+                PoolConnector::NixlPush => {
                     "NixlPushConnector: both at once, after a prefill instance's first answer"
                 }
-                Connector::Mooncake => "MooncakeConnector: both at once",
+                PoolConnector::Mooncake => "MooncakeConnector: both at once",
             };
             found.push(Means(format!(
                 "pool {name}: {} prefill and {} decode instances, {connector}",

@@ -30,7 +30,7 @@ pub struct Setup {
     /// Where to listen; 0 takes any free port.
     pub port: u16,
     /// The connector of pools that name none.
-    pub connector: Connector,
+    pub connector: PoolConnector,
     /// How instances are chosen.
     pub choice: Choice,
     /// How many tokens of a prompt [`Choice::Prefix`] looks at.
@@ -71,7 +71,7 @@ pub struct Setup {
 
 /// Which recipe a pool's instances need.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
-pub enum Connector {
+pub enum PoolConnector {
     /// Asks: a prefill instance with a bootstrap server is Mooncake's, any other is NIXL's, pull or push by its
     /// answers.
     #[default]
@@ -96,7 +96,7 @@ fn from_name<T: for<'de> Deserialize<'de>>(what: &str, name: &str) -> Result<T> 
     T::deserialize(value).map_err(|error| Error::new(format!("{what}: {error}")))
 }
 
-impl Connector {
+impl PoolConnector {
     /// Reads the name that vLLM gives it.
     ///
     /// # Errors
@@ -235,7 +235,7 @@ pub struct Pool {
     /// What metrics and logs call it.
     pub name: String,
     /// The recipe of its instances; the set-up's if none is named.
-    pub connector: Option<Connector>,
+    pub connector: Option<PoolConnector>,
     /// Whether its instances have `bidirectional_kv_xfer`.
     pub bidirectional: bool,
     /// Who computes prompts.
@@ -249,7 +249,7 @@ impl Default for Setup {
         Setup {
             host: "127.0.0.1".to_owned(),
             port: 8000,
-            connector: Connector::Auto,
+            connector: PoolConnector::Auto,
             choice: Choice::LeastTokens,
             prefix_tokens: 256,
             local_below: 0,

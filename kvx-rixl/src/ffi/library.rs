@@ -4,7 +4,7 @@ use std::ffi::CStr;
 use std::path::{Path, PathBuf};
 
 use kvx_backend::loader::{self, OpenOnce, Search};
-use kvx_backend::wheel::Version;
+use kvx_backend::wheel::WheelVersion;
 use kvx_core::Unavailable;
 use libloading::os::unix as native;
 
@@ -50,14 +50,14 @@ fn load_the_systems_own() {
 
 /// Whether the functions that kvx calls are those of the header. Compared: NIXL's sources of 1.0, 1.1, 1.4 and after,
 /// and RIXL's. Run: 1.1.0 and 1.5.1 by the tests, 1.4.0 by hand; no RIXL.
-fn is_supported(version: Version) -> bool {
+fn is_supported(version: WheelVersion) -> bool {
     version.major == 1
 }
 
 /// An open libnixl_capi, for the life of the process: the first that was asked for is the only one.
 pub(crate) struct Library {
     functions: Functions,
-    version: Option<Version>,
+    version: Option<WheelVersion>,
     path: PathBuf,
 }
 
@@ -88,7 +88,7 @@ impl Library {
             // its name, which no other library uses, and the version checked by `open` say.
             let functions = unsafe { Functions::find(find) }?;
             let path = library.path().to_owned();
-            Ok(Library { functions, version: Version::beside(&path), path })
+            Ok(Library { functions, version: WheelVersion::beside(&path), path })
         })
     }
 
@@ -98,7 +98,7 @@ impl Library {
     }
 
     /// Its version, if something beside it tells: the C interface does not.
-    pub(crate) fn version(&self) -> Option<Version> {
+    pub(crate) fn version(&self) -> Option<WheelVersion> {
         self.version
     }
 

@@ -35,7 +35,7 @@ pub(super) struct Log {
 }
 
 impl Log {
-    pub(super) fn find(library: &loader::Library) -> Option<Log> {
+    pub(super) fn find(library: &loader::NativeLibrary) -> Option<Log> {
         // SAFETY: both are what libucs declares by these names, `push` with a handler of the type above.
         unsafe {
             let push = library.optional_symbol::<unsafe extern "C" fn(Handler)>(c"ucs_log_push_handler")?;

@@ -63,9 +63,9 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
             Action::Width => Ok(of_check(width::too_wide(root()), "make them at most 120 columns wide")),
             Action::Names => {
                 let within = names::with_two_meanings(root(), names::EXCEPTIONS);
-                let across = names::of_core_elsewhere(root(), names::REUSES);
+                let across = names::of_crates_below(root(), names::REUSES);
                 let found = within.and_then(|within| Ok([within, across?].concat()));
-                let hint = "a crate's name is one type, and core's are no other crate's: xtask/src/names.rs";
+                let hint = "a name is one type, within a crate and with the crates that it is built on: xtask/src/names.rs";
                 Ok(of_check(found, hint))
             }
             Action::Features => Ok(of_check(features::check(step.limit), "cargo xtask features")),

@@ -62,7 +62,7 @@ impl Run {
                 let (import, id) = (self.imports, any_region(random));
                 self.imports += 1;
                 link.imports.want(import, id);
-                link.to_owner.push_back(Message::Want { import, id, key: KEY }.encode());
+                link.to_owner.push_back(ControlMessage::Want { import, id, key: KEY }.encode());
             }
             8 if random.below(4) == 0 => self.revoke(any_region(random)),
             9 => self.wait(Duration::from_millis(random.below(1500) as u64)),
@@ -101,14 +101,14 @@ impl Run {
             taken.push(bytes.to_vec());
             Ok(())
         }) {
-            to_initiator.push_back(Message::Ack { notice }.encode());
+            to_initiator.push_back(ControlMessage::Ack { notice }.encode());
         }
         self.acknowledged_has_arrived();
     }
 
     fn acknowledged_has_arrived(&self) {
         if let Some(bytes) = self.link.to_initiator.back()
-            && let Message::Ack { notice } = Message::decode(bytes).unwrap()
+            && let ControlMessage::Ack { notice } = ControlMessage::decode(bytes).unwrap()
         {
             assert!(self.link.taken.len() as u64 > notice, "{notice} is acknowledged and has not arrived");
         }
@@ -120,7 +120,7 @@ impl Run {
             let held = link.granted.holds(id);
             link.recalls.begin(id, held.then_some(0).into_iter().collect(), id);
             if held {
-                link.to_initiator.push_back(Message::Recall { id }.encode());
+                link.to_initiator.push_back(ControlMessage::Recall { id }.encode());
             }
         }
     }
@@ -129,7 +129,7 @@ impl Run {
         let link = &mut self.link;
         link.now += time;
         match link.silence.look(link.now, TIMEOUT) {
-            Look::Ask(_) if link.up => link.to_owner.push_back(Message::Ping.encode()),
+            Look::Ask(_) if link.up => link.to_owner.push_back(ControlMessage::Ping.encode()),
             Look::Lost => {
                 assert!(link.now >= self.heard + TIMEOUT, "lost too early");
                 self.lost = true;

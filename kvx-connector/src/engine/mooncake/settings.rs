@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvx_config::{BlockRelease, Compat, Connector, KvTransferConfig, Rank, Role};
+use kvx_config::{BlockRelease, Compat, ConnectorKind, KvTransferConfig, RankNumbers, Role};
 use kvx_core::{Error, Kind, Result};
 
 use super::super::identity::{Address, WorkerRank, bare, is_loopback};
@@ -88,10 +88,10 @@ impl Settings {
     ///
     /// `Unsupported` for another connector; `Invalid` for a `bootstrap_server_address` that is none.
     pub fn of_mooncake(config: &KvTransferConfig, dp: u32, address: Address) -> Result<Self> {
-        if config.connector() == Some(&Connector::Multi) {
+        if config.connector() == Some(&ConnectorKind::Multi) {
             return Err(multi());
         }
-        if config.connector() != Some(&Connector::Mooncake) {
+        if config.connector() != Some(&ConnectorKind::Mooncake) {
             let name = config.kv_connector().unwrap_or("no connector").to_owned();
             return Err(Error::new(
                 Kind::Unsupported,
@@ -102,7 +102,7 @@ impl Settings {
         }
         let (given, environment) = (config.mooncake(), config.environment());
         let older = config.compat() < Compat::V0_16;
-        let port = config.mooncake_port(Rank::default())?;
+        let port = config.mooncake_port(RankNumbers::default())?;
         // A loopback address is this host, whose own the first rank's is then.
         let first_rank_host = config.first_rank_host().filter(|host| dp > 0 && !is_loopback(host));
         let bootstrap = match (&given.bootstrap_server_address, first_rank_host) {

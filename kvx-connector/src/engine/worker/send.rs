@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 
-use kvx_config::Lease;
+use kvx_config::LeaseTime;
 
 use super::super::identity::RequestId;
 use super::super::settings::ConsumerRule;
@@ -43,7 +43,7 @@ struct KeptRequest {
 
 #[derive(Debug)]
 pub(super) struct Sends {
-    lease: Option<Lease>,
+    lease: Option<LeaseTime>,
     rule: ConsumerRule,
     tp_size: u32,
     kept: BTreeMap<RequestId, KeptRequest>,
@@ -53,7 +53,7 @@ pub(super) struct Sends {
 }
 
 impl Sends {
-    pub(super) fn new(lease: Option<Lease>, rule: ConsumerRule, tp_size: u32) -> Self {
+    pub(super) fn new(lease: Option<LeaseTime>, rule: ConsumerRule, tp_size: u32) -> Self {
         Sends {
             lease,
             rule,

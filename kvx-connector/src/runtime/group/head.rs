@@ -65,7 +65,7 @@ impl Rank {
     /// `Unsupported`: all of them have to be in the engine's process.
     pub fn may_join(config: &KvTransferConfig) -> Result<()> {
         let why = match config.connector() {
-            Some(kvx_config::Connector::Mooncake) => {
+            Some(kvx_config::ConnectorKind::Mooncake) => {
                 "ranks in processes of their own are for NixlConnector and NixlPushConnector: with a \
                  MooncakeConnector register all of them here"
             }

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use hmac::{Hmac, KeyInit, Mac as _};
 use kvx_core::{Error, Kind, Result, Secret};
-use kvx_noise::{Handshake, KEY, MESSAGE, Opener, RECORD, Sealer, Seals, TAG};
+use kvx_noise::{KEY, MESSAGE, NoiseHandshake, Opener, RECORD, Sealer, Seals, TAG};
 use rustix::io::retry_on_intr;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -108,7 +108,7 @@ fn ends(socket: Arc<Socket>) -> (Outgoing, Incoming) {
 /// Errors: `Denied`, `PeerLost`, what the system says.
 pub(super) async fn prove_as_rank(socket: TcpStream, secret: &Secret) -> Result<(Outgoing, Incoming)> {
     let (mut outgoing, mut incoming) = over_tcp(socket)?;
-    let mut handshake = Handshake::initiator(&key(secret), LABEL)?;
+    let mut handshake = NoiseHandshake::initiator(&key(secret), LABEL)?;
     let mut first = Vec::new();
     handshake.write(&[], &mut first)?;
     outgoing.put_all(&first, None).await?;
@@ -124,7 +124,7 @@ pub(super) async fn prove_as_rank(socket: TcpStream, secret: &Secret) -> Result<
 /// The engine's end of the same. Who has not the secret hears nothing.
 pub(super) async fn prove_as_engine(socket: TcpStream, secret: &Secret) -> Result<(Outgoing, Incoming)> {
     let (mut outgoing, mut incoming) = over_tcp(socket)?;
-    let mut handshake = Handshake::responder(&key(secret), LABEL)?;
+    let mut handshake = NoiseHandshake::responder(&key(secret), LABEL)?;
     let first = incoming.proof().await?;
     if first.and_then(|first| handshake.read(&first)).is_none() {
         return Err(Error::new(Kind::Denied, "it has not proven to have this fleet's secret"));

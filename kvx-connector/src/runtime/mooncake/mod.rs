@@ -21,7 +21,7 @@ mod way;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use kvx_config::Rank;
+use kvx_config::RankNumbers;
 use kvx_core::sync::Mutex;
 use kvx_core::{Error, Kind, Op, Result};
 use tokio::net::TcpListener;
@@ -178,7 +178,7 @@ async fn in_a_row(setup: &Setup, bind: &str) -> Result<Vec<(WorkerRank, TcpListe
         let first = ranks.first().and_then(|(_, listener)| listener.local_addr().ok());
         let port = match first {
             _ if !setup.any_port => {
-                setup.config.mooncake_port(Rank { dp: setup.data_parallel, tp, tp_size })?
+                setup.config.mooncake_port(RankNumbers { dp: setup.data_parallel, tp, tp_size })?
             }
             None => 0,
             Some(first) => u16::try_from(u32::from(first.port()) + tp).map_err(|_| {

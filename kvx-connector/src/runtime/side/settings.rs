@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_config::{KvTransferConfig, Rank};
+use kvx_config::{KvTransferConfig, RankNumbers};
 use kvx_core::{Result, Secret};
 
 use super::hosts;
@@ -38,7 +38,7 @@ impl SideSettings {
             SideChannels::OfEngine => 1,
             SideChannels::OfWorkers => tp_size,
         };
-        let ports = (0..workers).map(|tp| config.side_channel_port(Rank { dp, tp, tp_size }));
+        let ports = (0..workers).map(|tp| config.side_channel_port(RankNumbers { dp, tp, tp_size }));
         let advertise = bare(&config.environment().side_channel_host);
         let bind = config.nixl().side_channel_bind.as_deref().unwrap_or(advertise);
         Ok(SideSettings {

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_config::{BlockRelease, Lease, LoadFailurePolicy};
+use kvx_config::{BlockRelease, LeaseTime, LoadFailurePolicy};
 use kvx_connector::Dialect;
 use kvx_connector::engine::{
     Action, Connection, ConsumerRule, MoveId, RemoteEngine, RequestId, Settings, Worker, WorkerRank,
@@ -236,7 +236,7 @@ impl World {
         settings.mode = scenario.mode;
         settings.tp_size = tp;
         settings.block_size = 4;
-        let lease = Lease { duration: scenario.lease };
+        let lease = LeaseTime { duration: scenario.lease };
         settings.dialect = scenario.dialects[usize::from(!prefill)];
         settings.release = match settings.dialect.leases() && !scenario.fixed {
             true => BlockRelease::Lease(lease),

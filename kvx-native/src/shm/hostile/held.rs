@@ -5,7 +5,7 @@ use std::os::unix::process::CommandExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::control::{HeldBytes, Message as Shared};
+use kvx_backend::control::{ControlMessage as Shared, HeldBytes};
 use kvx_backend::reactor::{Outbox, Progress as _, Queued};
 use kvx_core::transport::{self, Context, Events, LinkState, RegionSpec};
 use kvx_core::{

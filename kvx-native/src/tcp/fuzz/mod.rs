@@ -25,7 +25,7 @@ use kvx_core::fork::Private;
 use kvx_core::transport::{Events, Full, LinkState};
 use kvx_core::wire::Reader;
 use kvx_core::{Identity, Incarnation, Invitation, LinkId, Memory, Options, Result, Sender};
-use kvx_noise::{Handshake, RECORD, Seals, TAG};
+use kvx_noise::{NoiseHandshake, RECORD, Seals, TAG};
 use slab::Slab;
 
 use super::chunk::Bin;
@@ -272,8 +272,8 @@ fn seals_body(seal: Seal, kind: u8) -> bool {
 
 /// Both ends of a lane, after a handshake.
 pub(super) fn seals() -> (Seals, Seals) {
-    let mut initiator = Handshake::initiator(&[1; 32], &[]).expect("there are random numbers");
-    let mut owner = Handshake::responder(&[1; 32], &[]).expect("the same pattern");
+    let mut initiator = NoiseHandshake::initiator(&[1; 32], &[]).expect("there are random numbers");
+    let mut owner = NoiseHandshake::responder(&[1; 32], &[]).expect("the same pattern");
     let mut said = Vec::new();
     initiator.write(&[], &mut said).expect("its turn");
     owner.read(&said).expect("the same key");

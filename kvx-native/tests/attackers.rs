@@ -1,4 +1,4 @@
-//! Another user's process attacks all that an owner listens at, while honest readers come and go.
+//! Another user's process attacks all that an owner listens at, while other readers come and go.
 #![cfg(all(feature = "shm", feature = "tcp"))]
 #![allow(clippy::unwrap_used, reason = "a test fails by it")]
 
@@ -51,7 +51,7 @@ fn another_user_keeps_nobody_waiting_and_learns_nothing() {
             for (backend, owner) in &owners {
                 let reader = agent("reader", backend, secret);
                 let waited = newcomer(&reader, &owner.metadata().unwrap()).unwrap();
-                assert!(waited < Duration::from_secs(1), "an honest reader over {backend} waited {waited:?}");
+                assert!(waited < Duration::from_secs(1), "a reader over {backend} waited {waited:?}");
             }
         }
         for family in ["AF_INET", "AF_UNIX", "AF_UNIX"] {

@@ -365,7 +365,7 @@ fn unfinished_requests_of_one_peer_are_bounded_over_all_its_lanes() {
     }
     let begun = std::time::Instant::now();
     pair.still_works();
-    assert!(begun.elapsed() < std::time::Duration::from_secs(1), "an honest reader is served meanwhile");
+    assert!(begun.elapsed() < std::time::Duration::from_secs(1), "another reader is served meanwhile");
     // 64 MiB for one peer: at most 32 of them.
     at_most_are_open(&crowd, 32);
     pair.still_works();
@@ -419,7 +419,7 @@ fn a_flood_of_connections_that_prove_nothing_keeps_nobody_waiting() {
             ready.unwrap();
         }
         flooding.store(false, std::sync::atomic::Ordering::Relaxed);
-        assert!(longest < std::time::Duration::from_secs(1), "an honest reader waited {longest:?}");
+        assert!(longest < std::time::Duration::from_secs(1), "another reader waited {longest:?}");
     });
     pair.still_works();
 }

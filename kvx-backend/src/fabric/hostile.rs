@@ -322,16 +322,16 @@ fn is_served(machine: &mut Machine<Quiet>, (to, from, place): (u64, u64, u32)) {
 #[test]
 fn a_peer_has_one_budget_for_all_its_links_and_others_are_served() {
     let mut machine = machine();
-    let honest = link_as("honest", &mut machine, ProcessId::this(), 77);
+    let modest = link_as("modest", &mut machine, ProcessId::this(), 77);
     let greedy = greedy(&mut machine, "greedy", 100, [4; 40]);
     let alive = greedy.iter().filter(|number| machine.sessions.contains_key(number)).count();
     assert_eq!(alive, 16, "of 64 MiB and not more");
-    is_served(&mut machine, (honest, 77, 2));
+    is_served(&mut machine, (modest, 77, 2));
 }
 
 #[test]
 fn what_a_peer_does_not_take_counts_until_it_is_taken() {
-    let (mut machine, honest) = linked();
+    let (mut machine, modest) = linked();
     machine.held = Arc::new(Mutex::new(HeldBytes::of(1 << 20, 4 << 20)));
     let deaf = [201, 202].map(|from| (link_as("deaf", &mut machine, ProcessId::this(), from), from));
     machine.fabric.full = true;
@@ -350,7 +350,7 @@ fn what_a_peer_does_not_take_counts_until_it_is_taken() {
     machine.fabric.full = false;
     machine.progress(&Queued::default(), &mut Outbox::default());
     assert!(machine.held.lock().is_empty(), "all is taken");
-    is_served(&mut machine, (honest, 77, 2));
+    is_served(&mut machine, (modest, 77, 2));
 }
 
 #[test]
@@ -361,8 +361,8 @@ fn all_peers_have_one_budget_over_all_lanes_and_the_greediest_loses_its_links() 
     let alive = |machine: &Machine<Quiet>, links: &[u64]| {
         links.iter().filter(|number| machine.sessions.contains_key(number)).count()
     };
-    let honest = link_as("honest", &mut machine, ProcessId::this(), 77);
-    keep(&mut machine, (honest, 77), 1);
+    let modest = link_as("modest", &mut machine, ProcessId::this(), 77);
+    keep(&mut machine, (modest, 77), 1);
     let small = greedy(&mut machine, "small", 100, [2, 1]);
     let most = greedy(&mut machine, "most", 200, [3, 2]);
     // The others have it all on another lane, which has nobody to end.
@@ -373,8 +373,8 @@ fn all_peers_have_one_budget_over_all_lanes_and_the_greediest_loses_its_links() 
     machine.next_look = Some(Instant::now());
     machine.progress(&Queued::default(), &mut Outbox::default());
     assert_eq!((alive(&machine, &small), alive(&machine, &most)), (2, 0));
-    assert!(machine.sessions[&honest].is_up());
-    is_served(&mut machine, (honest, 77, 2));
+    assert!(machine.sessions[&modest].is_up());
+    is_served(&mut machine, (modest, 77, 2));
     // Who has not confirmed counts as one with all that have not, whatever they say of themselves.
     for from in 400..410 {
         let rest = hello_rest(ProcessId::this(), b"somewhere");
@@ -385,7 +385,7 @@ fn all_peers_have_one_budget_over_all_lanes_and_the_greediest_loses_its_links() 
         let half_open = machine.sessions.values().filter(|session| !session.is_up()).count();
         assert!(half_open <= 6, "{half_open} hold a MiB each");
     }
-    assert_eq!((alive(&machine, &small), machine.sessions[&honest].is_up()), (2, true));
+    assert_eq!((alive(&machine, &small), machine.sessions[&modest].is_up()), (2, true));
 }
 
 #[test]

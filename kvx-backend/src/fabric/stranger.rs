@@ -25,7 +25,7 @@ pub fn context(options: Options) -> Context {
     Context {
         agent: stranger(),
         options,
-        events: Arc::new(Deaf),
+        events: Arc::new(NoEvents),
         devices: Vec::new(),
         invitation: Invitation::from_bytes([9; 32]),
         secret: None,
@@ -51,25 +51,25 @@ pub fn besiege<F: Fabric>(
     let (_, section) = owner.backends.iter().find(|(name, _)| **name == *parts.name).ok_or_else(missing)?;
     let mut library = parts.fabric;
     library.connect(TO, &owner.identity, lanes::decode(section)?[0])?;
-    let mut door = Door { library, said: 0 };
+    let mut sender = HelloSender { library, said: 0 };
     let until = Instant::now() + time;
-    while door.said == 0 || Instant::now() < until {
+    while sender.said == 0 || Instant::now() < until {
         for flip in [0x01, 0x80, 0xff] {
             for at in 0..plain.len() {
-                let lie = sealed::seal(altered(plain, at, flip));
-                door.say(&hello(&invitation, wrong, &lie)?)?;
+                let address = sealed::seal(altered(plain, at, flip));
+                sender.say(&hello(&invitation, wrong, &address)?)?;
             }
             let true_hello = hello(&invitation, secret, &own)?;
             // Of the two proofs at its end one alone is worth an answer.
             for at in 0..true_hello.len() - 2 * PROOF - 4 {
-                door.say(&altered(&true_hello, at, flip))?;
+                sender.say(&altered(&true_hello, at, flip))?;
             }
         }
     }
-    door.library.sever(TO);
-    door.library.disconnect(TO);
-    door.library.stop();
-    Ok(door.said)
+    sender.library.sever(TO);
+    sender.library.disconnect(TO);
+    sender.library.stop();
+    Ok(sender.said)
 }
 
 const TO: EndpointId = EndpointId(1);
@@ -77,12 +77,12 @@ const TO: EndpointId = EndpointId(1);
 /// (kvx-libfabric/DECISIONS.md).
 const BURST: (usize, Duration) = (32, Duration::from_millis(1));
 
-struct Door<F> {
+struct HelloSender<F> {
     library: F,
     said: usize,
 }
 
-impl<F: Fabric> Door<F> {
+impl<F: Fabric> HelloSender<F> {
     /// Says that as the first word of a link of its own.
     fn say(&mut self, message: &[u8]) -> Result<()> {
         let until = Instant::now() + PATIENCE;
@@ -120,9 +120,9 @@ fn hello(invitation: &Invitation, secret: &Secret, address: &[u8]) -> Result<Vec
     Ok(greet(invitation, Some(secret), &hello_rest(ProcessId::this(), address))?.1)
 }
 
-struct Deaf;
+struct NoEvents;
 
-impl Events for Deaf {
+impl Events for NoEvents {
     fn notification(&self, _: Sender<'_>, _: &[u8]) -> Result<(), Full> {
         Err(Full)
     }

@@ -175,10 +175,10 @@ pub async fn a_hostile_peer_is_kept_out_as_declared(setup: &Setup) -> Check {
     ];
     // Who may touch everything by declaration has nothing to gain by a lie.
     let ops: Vec<Op> = OPS.into_iter().filter(asserted).collect();
-    for (what, lie, grid, blocks) in attacks.into_iter().filter(|_| !ops.is_empty()) {
+    for (what, metadata, grid, blocks) in attacks.into_iter().filter(|_| !ops.is_empty()) {
         let agent = setup.agent(&unique("stranger"))?;
         let near = agent.register("near", setup.memory(LEN, 1)?)?;
-        let hostile = agent.connect(lie)?;
+        let hostile = agent.connect(metadata)?;
         let own = Grid::packed(4096, COUNT);
         for op in ops.iter().copied() {
             let (ours, theirs, beyond) = (Traffic::seed(), Traffic::seed(), Traffic::seed());

@@ -279,12 +279,12 @@ fn layouts_and_grants_that_lie_are_written_nowhere() {
     register(&decode, 0).unwrap();
     let own = decode.shared().registered(rank).unwrap();
     let granted = own.grant(99).unwrap();
-    let mut honest = decode.shared().own_description(rank, &own).unwrap();
-    honest.layout_id = 0;
-    honest.kvx_engine_id = Some(prefill.engine_id().as_str().to_owned());
+    let mut fitting = decode.shared().own_description(rank, &own).unwrap();
+    fitting.layout_id = 0;
+    fitting.kvx_engine_id = Some(prefill.engine_id().as_str().to_owned());
     let regions = granted.iter().map(|region| region.metadata().unwrap()).collect();
-    honest.kvx_grants = [("r".to_owned(), regions)].into();
-    let lies: [(&str, &dyn Fn(&mut PullRequest)); 7] = [
+    fitting.kvx_grants = [("r".to_owned(), regions)].into();
+    let wrong: [(&str, &dyn Fn(&mut PullRequest)); 7] = [
         ("grants nothing", &|question| question.kvx_grants.clear()),
         ("registered nothing", &|question| question.kv_caches_base_addr[0] = 1 << 40),
         ("bytes", &|question| question.kv_block_lens[0] = 512),
@@ -296,12 +296,12 @@ fn layouts_and_grants_that_lie_are_written_nowhere() {
     let blocks = BlockLists::single(&[0, 1][..]);
     let (lease, params) = Prefill::new(&prefill).publish("p-1", blocks, 32).unwrap();
     let transfer_id = params.mooncake().unwrap().transfer_id.as_str().to_owned();
-    for (word, lie) in lies {
-        let mut question = honest.clone();
+    for (word, change) in wrong {
+        let mut question = fitting.clone();
         let block_ids = vec![vec![0, 2]];
         let (request_id, transfer_id) = ("r".to_owned(), transfer_id.clone());
         question.req_blocks = vec![PulledRequest { request_id, transfer_id, block_ids }];
-        lie(&mut question);
+        change(&mut question);
         run(async {
             let listed = client::query(prefill.address(), LIMIT).await.unwrap();
             let at = listed.engine(prefill.engine_id().as_str()).unwrap().workers[&rank]

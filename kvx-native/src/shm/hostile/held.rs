@@ -194,7 +194,7 @@ fn all_processes_have_one_budget_and_the_greediest_loses_its_connections() {
 #[test]
 fn what_a_peer_does_not_take_counts_until_it_is_taken() {
     let mut machine = machine(1 << 20, 4 << 20);
-    let honest = shaken(&mut machine);
+    let modest = shaken(&mut machine);
     let ask = |machine: &mut Machine, raw: &Raw| {
         let asked = raw.say(&Shared::Ping.encode());
         turns(machine);
@@ -217,7 +217,7 @@ fn what_a_peer_does_not_take_counts_until_it_is_taken() {
     // Each takes 128 bytes here.
     let asked = (0..16_000).take_while(|_| ask(&mut machine, &deaf)).count();
     assert!((4_000..9_000).contains(&asked), "{asked} answers were kept");
-    assert!(is_served(&mut machine, &honest));
+    assert!(is_served(&mut machine, &modest));
     assert!(machine.held.is_empty());
 }
 

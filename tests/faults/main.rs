@@ -72,11 +72,12 @@ fn is_all() -> bool {
     std::env::var_os(ALL).is_some()
 }
 
-/// Whether the tests have it too. A death that is seen from elsewhere, and threads or mappings that lack, are much the
-/// same at each moment: SHM has them at every second one, TCP at the others.
+/// Whether the tests have it too. A death that is seen from elsewhere or comes after the work has ended, and threads or
+/// mappings that lack, are much the same at each moment: SHM has them at every second one, TCP at the others.
 fn is_tried(backend: &str, trouble: Trouble, place: Place, moment: Moment) -> bool {
     let alike = match trouble {
         Trouble::Lacks(what) | Trouble::LacksHere(what) => what != Limit::Files,
+        Trouble::StoppedThenKilled => true,
         _ => place != Place::Here,
     };
     let odd = matches!(moment, Moment::Idle | Moment::Writing);
@@ -143,7 +144,9 @@ fn row(
     (place, at): (Place, &str),
 ) -> Result<(), Failed> {
     let mut setup = Setup::new(registry, "", backend, Mode::TwoProcesses);
-    setup.peer_timeout = Duration::from_secs(3);
+    // So long a hung page is waited for.
+    let patience = if !is_all() && trouble == Trouble::HungPage { 2 } else { 3 };
+    setup.peer_timeout = Duration::from_secs(patience);
     match place {
         Place::Here | Place::User => {}
         Place::Namespace => setup.through = NAMESPACE.map(str::to_owned).to_vec(),

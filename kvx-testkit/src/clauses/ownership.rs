@@ -119,8 +119,10 @@ async fn dropped_while_stopped(setup: &Setup, pair: &mut AgentPair) -> Check {
             if capabilities.revocation == Revocation::Owner {
                 until("its memory is freed", CUT_OFF, || Ok(!is_kept(&memory)))?;
             }
-        } else {
-            ensure!(is_kept(&memory), "{op}: the memory was freed while a stopped peer may reach it");
+        } else if !is_kept(&memory) {
+            // Some do without the peer at times, though nobody promises it.
+            let what = format!("{op}: memory that is freed while the peer is stopped is settled");
+            until(&what, CUT_OFF, || Ok(now(&mut settled).is_some()))?;
         }
         pair.far.process()?.go_on()?;
         if capabilities.revocation != Revocation::Never {

@@ -11,12 +11,12 @@ use kvx::{Agent, Completion, Kind, Memory, Op, Peer, PeerRegion, Plan, Region, S
 use kvx_core::sync::Mutex;
 
 use crate::devices::Devices;
-use crate::handles::{Handle, Handles};
+use crate::handles::{Handles, NixlHandle};
 use crate::log::{always, info, warn};
 use crate::memory::{Range, What};
 use crate::request::{Release, Request};
-use crate::settings::Settings;
-use crate::status::{Outcome, Status};
+use crate::settings::PluginSettings;
+use crate::status::{NixlResult, NixlStatus};
 
 /// The most notifications that one call hands over, and the bytes of them.
 const MOST_AT_ONCE: (usize, usize) = (4096, 64 << 20);
@@ -30,13 +30,13 @@ pub(crate) struct Descriptor {
     pub(crate) address: u64,
     pub(crate) len: u64,
     pub(crate) device: u64,
-    pub(crate) memory: Handle,
+    pub(crate) memory: NixlHandle,
 }
 
 /// One backend KVX of one NIXL agent.
 pub(crate) struct Engine {
     agent: Agent,
-    settings: Settings,
+    settings: PluginSettings,
     devices: Devices,
     /// How peers reach this agent; the same for its life, as NIXL wants it.
     introduction: Vec<u8>,
@@ -44,7 +44,7 @@ pub(crate) struct Engine {
     requests: Handles<Request>,
     /// Requests that were released in flight.
     leftovers: AtomicBool,
-    peers: Mutex<HashMap<String, Remote>>,
+    peers: Mutex<HashMap<String, IntroducedPeer>>,
     assembly: Mutex<Assembly>,
     /// Notifications on their way, to tell of those that fail.
     sent: Mutex<Vec<(String, Completion<()>)>>,
@@ -53,7 +53,7 @@ pub(crate) struct Engine {
 }
 
 /// A peer, and how it introduced itself.
-struct Remote {
+struct IntroducedPeer {
     introduction: Box<[u8]>,
     peer: Peer,
     /// Its route was told.
@@ -61,19 +61,19 @@ struct Remote {
 }
 
 /// Says what went wrong, and gives NIXL's number for it.
-pub(crate) fn told(what: &str, error: &kvx::Error) -> Status {
+pub(crate) fn told(what: &str, error: &kvx::Error) -> NixlStatus {
     warn(format_args!("{what}: {error}"));
-    Status::from(error)
+    NixlStatus::from(error)
 }
 
 impl Engine {
     /// Errors: told in a line.
-    pub(crate) fn new(name: &str, parameters: &[(String, String)], nixl: &str) -> Outcome<Engine> {
+    pub(crate) fn new(name: &str, parameters: &[(String, String)], nixl: &str) -> NixlResult<Engine> {
         Self::build(name, parameters, nixl).map_err(|error| told("no backend KVX", &error))
     }
 
     fn build(name: &str, parameters: &[(String, String)], nixl: &str) -> kvx::Result<Engine> {
-        let settings = Settings::read(parameters, |variable| std::env::var(variable).ok())?;
+        let settings = PluginSettings::read(parameters, |variable| std::env::var(variable).ok())?;
         let mut builder =
             Agent::builder(name).options(settings.options.clone()).peer_timeout(settings.deadline);
         if let Some(backends) = &settings.backends {
@@ -125,7 +125,7 @@ impl Engine {
         &self.devices
     }
 
-    pub(crate) fn register(&self, memory: Memory) -> Outcome<Handle> {
+    pub(crate) fn register(&self, memory: Memory) -> NixlResult<NixlHandle> {
         let (base, len) = (memory.address(), memory.len() as u64);
         let name = format!("{base:x}.{}", self.number());
         let region = self.agent.register(&name, memory);
@@ -134,9 +134,9 @@ impl Engine {
     }
 
     /// Blocks until nobody can touch the memory any more, by the deadline.
-    pub(crate) fn deregister(&self, handle: Handle) -> Outcome {
-        let range = self.memory.get(handle).ok_or(Status::NotFound)?;
-        let What::Ours(region) = &range.what else { return Err(Status::InvalidParam) };
+    pub(crate) fn deregister(&self, handle: NixlHandle) -> NixlResult {
+        let range = self.memory.get(handle).ok_or(NixlStatus::NotFound)?;
+        let What::Ours(region) = &range.what else { return Err(NixlStatus::InvalidParam) };
         match region.revoke(self.settings.deadline).join() {
             Ok(_) => {
                 self.memory.remove(handle);
@@ -149,19 +149,25 @@ impl Engine {
                     "do not free the {len} bytes at {base:#x}: a peer may still touch them, and could not be asked by \
                      the deadline: {error}"
                 ));
-                Err(Status::Backend)
+                Err(NixlStatus::Backend)
             }
         }
     }
 
     /// What peers need to use the memory.
-    pub(crate) fn public_data(&self, handle: Handle) -> Outcome<Vec<u8>> {
-        let range = self.memory.get(handle).ok_or(Status::NotFound)?;
-        let What::Ours(region) = &range.what else { return Err(Status::InvalidParam) };
+    pub(crate) fn public_data(&self, handle: NixlHandle) -> NixlResult<Vec<u8>> {
+        let range = self.memory.get(handle).ok_or(NixlStatus::NotFound)?;
+        let What::Ours(region) = &range.what else { return Err(NixlStatus::InvalidParam) };
         region.metadata().map_err(|error| told("memory has no metadata", &error))
     }
 
-    pub(crate) fn load_remote(&self, address: u64, len: u64, data: &[u8], agent: &str) -> Outcome<Handle> {
+    pub(crate) fn load_remote(
+        &self,
+        address: u64,
+        len: u64,
+        data: &[u8],
+        agent: &str,
+    ) -> NixlResult<NixlHandle> {
         let peer = self.peer(agent)?;
         let region = peer.learn(data).map_err(|error| told(agent, &error))?;
         if kvx::Place::len(&region) != len {
@@ -169,18 +175,18 @@ impl Engine {
                 "agent {agent}: memory of {len} bytes whose metadata is of {}",
                 kvx::Place::len(&region)
             ));
-            return Err(Status::Mismatch);
+            return Err(NixlStatus::Mismatch);
         }
         Ok(self.memory.add(Range { base: address, len, what: What::Theirs(peer, region) }))
     }
 
-    pub(crate) fn load_local(&self, handle: Handle) -> Outcome<Handle> {
-        let range = self.memory.get(handle).ok_or(Status::NotFound)?;
+    pub(crate) fn load_local(&self, handle: NixlHandle) -> NixlResult<NixlHandle> {
+        let range = self.memory.get(handle).ok_or(NixlStatus::NotFound)?;
         let (base, len) = (range.base, range.len);
         Ok(self.memory.add(Range { base, len, what: What::Mirror(range, OnceLock::new()) }))
     }
 
-    pub(crate) fn unload(&self, handle: Handle) {
+    pub(crate) fn unload(&self, handle: NixlHandle) {
         let Some(range) = self.memory.remove(handle) else { return };
         match &range.what {
             What::Theirs(peer, region) => peer.forget(region),
@@ -201,13 +207,13 @@ impl Engine {
         &self.introduction
     }
 
-    pub(crate) fn load_peer(&self, agent: &str, introduction: &[u8]) -> Outcome {
+    pub(crate) fn load_peer(&self, agent: &str, introduction: &[u8]) -> NixlResult {
         let peer = self.agent.connect(introduction).map_err(|error| told(agent, &error))?;
         if *peer.identity().name != *agent {
             warn(format_args!("agent {agent} introduces itself as {}", peer.identity().name));
-            return Err(Status::Mismatch);
+            return Err(NixlStatus::Mismatch);
         }
-        let remote = Remote { introduction: introduction.into(), peer, told: false };
+        let remote = IntroducedPeer { introduction: introduction.into(), peer, told: false };
         let before = self.peers.lock().insert(agent.to_owned(), remote);
         drop(before); // without the lock: links may close here
         Ok(())
@@ -219,20 +225,20 @@ impl Engine {
     }
 
     /// The peer of this name. One that was lost, being silent, is tried anew; this agent itself needs no introduction.
-    fn peer(&self, agent: &str) -> Outcome<Peer> {
+    fn peer(&self, agent: &str) -> NixlResult<Peer> {
         let known =
             self.peers.lock().get(agent).map(|remote| (remote.peer.clone(), remote.introduction.clone()));
         match known {
             Some((peer, _)) if peer.lost().is_none_or(|error| error.kind() != Kind::PeerLost) => Ok(peer),
             Some((_, introduction)) => {
                 self.load_peer(agent, &introduction)?;
-                self.peers.lock().get(agent).map(|remote| remote.peer.clone()).ok_or(Status::NotFound)
+                self.peers.lock().get(agent).map(|remote| remote.peer.clone()).ok_or(NixlStatus::NotFound)
             }
             None if *self.agent.identity().name == *agent => {
                 self.load_peer(agent, &self.introduction)?;
-                self.peers.lock().get(agent).map(|remote| remote.peer.clone()).ok_or(Status::NotFound)
+                self.peers.lock().get(agent).map(|remote| remote.peer.clone()).ok_or(NixlStatus::NotFound)
             }
-            None => Err(Status::NotFound),
+            None => Err(NixlStatus::NotFound),
         }
     }
 
@@ -256,7 +262,7 @@ impl Engine {
         local: &[Descriptor],
         remote: &[Descriptor],
         agent: &str,
-    ) -> Outcome<Handle> {
+    ) -> NixlResult<NixlHandle> {
         if self.leftovers.swap(false, Ordering::Relaxed) {
             drop(self.requests.extract(Request::is_over));
             self.leftovers.fetch_or(self.requests.any(Request::is_released), Ordering::Relaxed);
@@ -273,11 +279,11 @@ impl Engine {
         local: &[Descriptor],
         remote: &[Descriptor],
         peer: &Peer,
-    ) -> Outcome<Vec<(Region, PeerRegion, Vec<Span>)>> {
+    ) -> NixlResult<Vec<(Region, PeerRegion, Vec<Span>)>> {
         if local.len() != remote.len() || local.is_empty() {
-            return Err(Status::InvalidParam);
+            return Err(NixlStatus::InvalidParam);
         }
-        type Key = (Handle, Handle);
+        type Key = (NixlHandle, NixlHandle);
         let mut lists: Vec<(Key, Arc<Range>, Arc<Range>, Vec<Span>)> = Vec::new();
         let mut places: HashMap<Key, usize> = HashMap::new();
         let mut last: Option<(Key, usize)> = None;
@@ -288,7 +294,7 @@ impl Engine {
                 _ => match places.get(&key) {
                     Some(at) => *at,
                     None => {
-                        let range = |handle| self.memory.get(handle).ok_or(Status::NotFound);
+                        let range = |handle| self.memory.get(handle).ok_or(NixlStatus::NotFound);
                         let room = Vec::with_capacity(if lists.is_empty() { local.len() } else { 0 });
                         lists.push((key, range(key.0)?, range(key.1)?, room));
                         places.insert(key, lists.len() - 1);
@@ -298,7 +304,7 @@ impl Engine {
             };
             last = Some((key, at));
             if ours.len != theirs.len {
-                return Err(Status::InvalidParam);
+                return Err(NixlStatus::InvalidParam);
             }
             let (_, our, their, spans) = &mut lists[at];
             let (local, remote) =
@@ -308,21 +314,21 @@ impl Engine {
         lists
             .into_iter()
             .map(|(_, ours, theirs, spans)| {
-                let What::Ours(local) = &ours.what else { return Err(Status::InvalidParam) };
+                let What::Ours(local) = &ours.what else { return Err(NixlStatus::InvalidParam) };
                 Ok((local.clone(), self.region_of(&theirs, peer)?, spans))
             })
             .collect()
     }
 
-    fn region_of(&self, range: &Range, peer: &Peer) -> Outcome<PeerRegion> {
+    fn region_of(&self, range: &Range, peer: &Peer) -> NixlResult<PeerRegion> {
         match &range.what {
             What::Theirs(_, region) => Ok(region.clone()),
-            What::Ours(_) => Err(Status::InvalidParam),
+            What::Ours(_) => Err(NixlStatus::InvalidParam),
             What::Mirror(mirrored, learnt) => {
                 if let Some(region) = learnt.get() {
                     return Ok(region.clone());
                 }
-                let What::Ours(region) = &mirrored.what else { return Err(Status::InvalidParam) };
+                let What::Ours(region) = &mirrored.what else { return Err(NixlStatus::InvalidParam) };
                 let region = region.metadata().and_then(|bytes| peer.learn(&bytes));
                 let region = region.map_err(|error| told("memory of this agent", &error))?;
                 Ok(learnt.get_or_init(|| region).clone())
@@ -330,28 +336,28 @@ impl Engine {
         }
     }
 
-    pub(crate) fn post(&self, handle: Handle, note: Option<&[u8]>) -> Outcome<Status> {
-        let request = self.requests.get(handle).ok_or(Status::NotFound)?;
+    pub(crate) fn post(&self, handle: NixlHandle, note: Option<&[u8]>) -> NixlResult<NixlStatus> {
+        let request = self.requests.get(handle).ok_or(NixlStatus::NotFound)?;
         let peer = self.peer(&request.peer)?;
         let notes = self.notes(note)?;
         let status = request.post(&peer, notes, self.settings.deadline, self.settings.cure())?;
-        if status != Status::InProgress {
+        if status != NixlStatus::InProgress {
             self.tell_route(&request.peer);
         }
         Ok(status)
     }
 
-    pub(crate) fn check(&self, handle: Handle) -> Outcome<Status> {
-        let request = self.requests.get(handle).ok_or(Status::NotFound)?;
+    pub(crate) fn check(&self, handle: NixlHandle) -> NixlResult<NixlStatus> {
+        let request = self.requests.get(handle).ok_or(NixlStatus::NotFound)?;
         let status = request.check(self.settings.cure());
-        if status != Status::InProgress {
+        if status != NixlStatus::InProgress {
             self.tell_route(&request.peer);
         }
         Ok(status)
     }
 
     /// What NIXL has forgotten is gone: one that is released once more, or was never there.
-    pub(crate) fn release(&self, handle: Handle) -> Outcome {
+    pub(crate) fn release(&self, handle: NixlHandle) -> NixlResult {
         let Some(request) = self.requests.get(handle) else { return Ok(()) };
         match request.release(self.settings.deadline) {
             Release::Gone => {
@@ -360,7 +366,7 @@ impl Engine {
             }
             Release::Active => {
                 self.leftovers.store(true, Ordering::Relaxed);
-                Err(Status::Active)
+                Err(NixlStatus::Active)
             }
             Release::Stuck => {
                 warn(format_args!(
@@ -368,23 +374,23 @@ impl Engine {
                     request.peer, self.settings.deadline
                 ));
                 self.leftovers.store(true, Ordering::Relaxed);
-                Err(Status::Backend)
+                Err(NixlStatus::Backend)
             }
         }
     }
 
     // Notifications.
 
-    fn notes(&self, note: Option<&[u8]>) -> Outcome<Vec<Box<[u8]>>> {
+    fn notes(&self, note: Option<&[u8]>) -> NixlResult<Vec<Box<[u8]>>> {
         let Some(bytes) = note else { return Ok(Vec::new()) };
         notes(self.number(), bytes).ok_or_else(|| {
             warn(format_args!("a notification of {} bytes, at most {MAX_NOTE} are sent", bytes.len()));
-            Status::InvalidParam
+            NixlStatus::InvalidParam
         })
     }
 
     /// Sends it, while nobody polls; a failure is told at a later call.
-    pub(crate) fn notify(&self, agent: &str, note: &[u8]) -> Outcome {
+    pub(crate) fn notify(&self, agent: &str, note: &[u8]) -> NixlResult {
         let peer = self.peer(agent)?;
         for note in self.notes(Some(note))? {
             self.send(agent, &peer, &note);

@@ -9,11 +9,11 @@ use kvx_core::sync::Mutex;
 /// What an opaque pointer of NIXL's stands for. Never zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(transparent)]
-pub(crate) struct Handle(pub(crate) u64);
+pub(crate) struct NixlHandle(pub(crate) u64);
 
 /// Things that NIXL holds by their handles.
 pub(crate) struct Handles<T> {
-    held: Mutex<HashMap<Handle, Arc<T>>>,
+    held: Mutex<HashMap<NixlHandle, Arc<T>>>,
     last: AtomicU64,
 }
 
@@ -24,17 +24,17 @@ impl<T> Default for Handles<T> {
 }
 
 impl<T> Handles<T> {
-    pub(crate) fn add(&self, thing: T) -> Handle {
-        let handle = Handle(self.last.fetch_add(1, Ordering::Relaxed) + 1);
+    pub(crate) fn add(&self, thing: T) -> NixlHandle {
+        let handle = NixlHandle(self.last.fetch_add(1, Ordering::Relaxed) + 1);
         self.held.lock().insert(handle, Arc::new(thing));
         handle
     }
 
-    pub(crate) fn get(&self, handle: Handle) -> Option<Arc<T>> {
+    pub(crate) fn get(&self, handle: NixlHandle) -> Option<Arc<T>> {
         self.held.lock().get(&handle).cloned()
     }
 
-    pub(crate) fn remove(&self, handle: Handle) -> Option<Arc<T>> {
+    pub(crate) fn remove(&self, handle: NixlHandle) -> Option<Arc<T>> {
         self.held.lock().remove(&handle)
     }
 

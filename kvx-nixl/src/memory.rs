@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use kvx::{Peer, PeerRegion, Region};
 
-use crate::status::{Outcome, Status};
+use crate::status::{NixlResult, NixlStatus};
 
 /// A registered range, as prepared lists name it.
 pub(crate) struct Range {
@@ -25,11 +25,11 @@ pub(crate) enum What {
 
 impl Range {
     /// Where an address lies in it.
-    pub(crate) fn offset(&self, address: u64, len: u64) -> Outcome<u64> {
-        let offset = address.checked_sub(self.base).ok_or(Status::InvalidParam)?;
+    pub(crate) fn offset(&self, address: u64, len: u64) -> NixlResult<u64> {
+        let offset = address.checked_sub(self.base).ok_or(NixlStatus::InvalidParam)?;
         match offset.checked_add(len) {
             Some(end) if end <= self.len => Ok(offset),
-            _ => Err(Status::InvalidParam),
+            _ => Err(NixlStatus::InvalidParam),
         }
     }
 }

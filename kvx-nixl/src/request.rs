@@ -9,7 +9,7 @@ use kvx::{Completion, Peer, Plan, Report, Transfer};
 use kvx_core::sync::Mutex;
 
 use crate::log::warn;
-use crate::status::{Outcome, Status};
+use crate::status::{NixlResult, NixlStatus};
 
 /// How long a release waits for a transfer that it has cancelled, before it answers that it is active.
 const PATIENCE: Duration = Duration::from_millis(50);
@@ -26,7 +26,7 @@ struct Flight {
     transfer: Option<Transfer>,
     /// Parts of its notification that the peer has not taken: it is done when it has them.
     parts: Vec<Completion<()>>,
-    status: Status,
+    status: NixlStatus,
     /// Released while it was in flight.
     released: bool,
 }
@@ -38,15 +38,15 @@ impl Flight {
         look: impl FnOnce(&mut Transfer) -> Option<kvx::Result<Report>>,
         peer: &str,
         cure: &str,
-    ) -> Status {
-        if let Some(transfer) = self.transfer.as_mut().filter(|_| self.status == Status::InProgress) {
+    ) -> NixlStatus {
+        if let Some(transfer) = self.transfer.as_mut().filter(|_| self.status == NixlStatus::InProgress) {
             match look(transfer) {
                 None => {}
                 Some(Ok(_)) => self.transfer = None,
                 Some(Err(error)) => self.failed(&error, peer, cure),
             }
         }
-        if self.transfer.is_none() && self.status == Status::InProgress {
+        if self.transfer.is_none() && self.status == NixlStatus::InProgress {
             let mut parts = std::mem::take(&mut self.parts);
             parts.retain_mut(|part| match now(part) {
                 None => true,
@@ -56,18 +56,18 @@ impl Flight {
                     false
                 }
             });
-            if self.status == Status::InProgress && parts.is_empty() {
-                self.status = Status::Success;
+            if self.status == NixlStatus::InProgress && parts.is_empty() {
+                self.status = NixlStatus::Success;
             }
             self.parts = parts;
         }
-        self.transfer.take_if(|transfer| self.status != Status::InProgress && transfer.is_settled());
+        self.transfer.take_if(|transfer| self.status != NixlStatus::InProgress && transfer.is_settled());
         self.status
     }
 
     fn failed(&mut self, error: &kvx::Error, peer: &str, cure: &str) {
-        self.status = Status::from(error);
-        if self.status != Status::Cancelled {
+        self.status = NixlStatus::from(error);
+        if self.status != NixlStatus::Cancelled {
             warn(format_args!("agent {peer}: {error}{}", if is_of_the_way(error) { cure } else { "" }));
         }
     }
@@ -99,7 +99,8 @@ pub(crate) enum Release {
 
 impl Request {
     pub(crate) fn new(peer: String, plan: Plan) -> Self {
-        let flight = Flight { transfer: None, parts: Vec::new(), status: Status::NotPosted, released: false };
+        let flight =
+            Flight { transfer: None, parts: Vec::new(), status: NixlStatus::NotPosted, released: false };
         Request { peer, plan, flight: Mutex::new(flight) }
     }
 
@@ -111,11 +112,11 @@ impl Request {
         mut notes: Vec<Box<[u8]>>,
         deadline: Duration,
         cure: &str,
-    ) -> Outcome<Status> {
+    ) -> NixlResult<NixlStatus> {
         let mut flight = self.flight.lock();
         flight.ask(now, &self.peer, cure);
-        if flight.transfer.is_some() || flight.status == Status::InProgress {
-            return Err(Status::Active);
+        if flight.transfer.is_some() || flight.status == NixlStatus::InProgress {
+            return Err(NixlStatus::Active);
         }
         let mut posting = peer.transfer(&self.plan).deadline(deadline);
         if let Some(note) = notes.pop() {
@@ -123,21 +124,21 @@ impl Request {
         }
         match posting.post() {
             Ok(transfer) => {
-                (flight.transfer, flight.status) = (Some(transfer), Status::InProgress);
+                (flight.transfer, flight.status) = (Some(transfer), NixlStatus::InProgress);
                 flight.released = false;
                 flight.parts = notes.iter().map(|part| peer.notify(part, deadline)).collect();
                 Ok(flight.ask(now, &self.peer, cure))
             }
             Err(error) => {
                 warn(format_args!("agent {}: {error}", self.peer));
-                flight.status = Status::from(&error);
+                flight.status = NixlStatus::from(&error);
                 Err(flight.status)
             }
         }
     }
 
     /// What has come of it; lends the link a hand.
-    pub(crate) fn check(&self, cure: &str) -> Status {
+    pub(crate) fn check(&self, cure: &str) -> NixlStatus {
         self.flight.lock().ask(Transfer::drive, &self.peer, cure)
     }
 
@@ -150,7 +151,7 @@ impl Request {
             transfer.cancel();
             let settled = transfer.settled();
             // NIXL listens to the answer only while it knows of no result: after one, this call is the last.
-            let last = flight.status != Status::InProgress;
+            let last = flight.status != NixlStatus::InProgress;
             (settled, std::mem::replace(&mut flight.released, true) || last)
         };
         match settled.wait(if again { deadline } else { PATIENCE }) {

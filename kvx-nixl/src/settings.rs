@@ -23,7 +23,7 @@ const LONGEST: f64 = 86_400.0;
 
 /// What was set.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Settings {
+pub(crate) struct PluginSettings {
     /// The only backends, if some were named.
     pub(crate) backends: Option<Vec<String>>,
     /// For a transfer, and for taking memory back.
@@ -37,7 +37,7 @@ pub(crate) struct Settings {
     more: Vec<String>,
 }
 
-impl Settings {
+impl PluginSettings {
     /// From NIXL's parameters, then the environment.
     ///
     /// # Errors
@@ -96,7 +96,7 @@ impl Settings {
         if let Some((file, by)) = &secret_file {
             more.push(format!("the secret in {file} ({by})"));
         }
-        Ok(Settings {
+        Ok(PluginSettings {
             backends: told("backends").map(|(names, _)| list(names)),
             deadline: told("deadline").map_or(Ok(DEADLINE), |(value, by)| seconds(&value, by))?,
             secret_file: secret_file.map(|(file, _)| file),
@@ -117,7 +117,7 @@ impl Settings {
     }
 }
 
-impl fmt::Display for Settings {
+impl fmt::Display for PluginSettings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (bind, by) = &self.bind;
         write!(f, "deadline {:?}, tcp.bind {bind} ({by})", self.deadline)?;
@@ -145,10 +145,10 @@ fn is_of_this_machine(host: &str) -> bool {
 mod tests {
     use super::*;
 
-    fn read(parameters: &[(&str, &str)], variables: &[(&str, &str)]) -> Result<Settings> {
+    fn read(parameters: &[(&str, &str)], variables: &[(&str, &str)]) -> Result<PluginSettings> {
         let owned: Vec<_> =
             parameters.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
-        Settings::read(&owned, |wanted| {
+        PluginSettings::read(&owned, |wanted| {
             variables.iter().find(|(name, _)| *name == wanted).map(|(_, value)| value.to_string())
         })
     }

@@ -5,7 +5,7 @@ use kvx::{Error, Kind};
 /// A `nixl_status_t`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
-pub(crate) enum Status {
+pub(crate) enum NixlStatus {
     InProgress = 1,
     Success = 0,
     NotPosted = -1,
@@ -20,18 +20,18 @@ pub(crate) enum Status {
 }
 
 /// What comes of a call: done, or why not.
-pub(crate) type Outcome<T = ()> = Result<T, Status>;
+pub(crate) type NixlResult<T = ()> = Result<T, NixlStatus>;
 
-impl From<&Error> for Status {
+impl From<&Error> for NixlStatus {
     fn from(error: &Error) -> Self {
         match error.kind() {
-            Kind::PeerLost | Kind::PeerRestarted => Status::RemoteDisconnect,
-            Kind::Cancelled => Status::Cancelled,
-            Kind::Invalid | Kind::OutOfBounds | Kind::Overlap => Status::InvalidParam,
-            Kind::Incompatible | Kind::Malformed => Status::Mismatch,
-            Kind::Unregistered | Kind::Revoked => Status::NotFound,
-            Kind::Unsupported => Status::NotSupported,
-            _ => Status::Backend,
+            Kind::PeerLost | Kind::PeerRestarted => NixlStatus::RemoteDisconnect,
+            Kind::Cancelled => NixlStatus::Cancelled,
+            Kind::Invalid | Kind::OutOfBounds | Kind::Overlap => NixlStatus::InvalidParam,
+            Kind::Incompatible | Kind::Malformed => NixlStatus::Mismatch,
+            Kind::Unregistered | Kind::Revoked => NixlStatus::NotFound,
+            Kind::Unsupported => NixlStatus::NotSupported,
+            _ => NixlStatus::Backend,
         }
     }
 }

@@ -7,6 +7,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+use crate::metadata::{Metadata, Package};
+
 /// Names that are several types of a crate on purpose.
 pub(crate) struct Exception {
     /// The crate's folder.
@@ -42,6 +44,12 @@ pub(crate) const EXCEPTIONS: &[Exception] = &[
     },
 ];
 
+/// The crate whose words all others are written in.
+const CORE: &str = "kvx-core";
+
+/// The folders that each crate's folder needs.
+pub(crate) type BuiltOn = BTreeMap<String, BTreeSet<String>>;
+
 /// Names of the crates that it is built on, which a crate gives to types of its own on purpose.
 pub(crate) struct Reuse {
     /// The crate's folder.
@@ -55,8 +63,9 @@ pub(crate) const REUSES: &[Reuse] = &[
     // The crate's own error: Rust calls it so in every crate, and its path says whose it is.
     Reuse { of: "kvx-cli", names: &["Result"] },
     Reuse { of: "kvx-proxy", names: &["Error", "Result"] },
-    // No user gets them: the drivers that tests load in place of CUDA's and HIP's.
+    // No user gets them: the drivers that tests load in place of CUDA's and HIP's, and what developers run.
     Reuse { of: "kvx-testkit/stand-in", names: &[] },
+    Reuse { of: "xtask", names: &[] },
 ];
 
 /// A type of a module.
@@ -93,24 +102,33 @@ pub(crate) fn with_two_meanings(root: &Path, exceptions: &[Exception]) -> crate:
     Ok(found)
 }
 
+/// What each crate of the workspace is built on itself, by their folders. Tests may need more.
+pub(crate) fn built_on(root: &Path, workspace: &Metadata) -> BuiltOn {
+    let folder =
+        |package: Package<'_>| shown_folder(root, Path::new(package.manifest()).parent().unwrap_or(root));
+    let folders: BTreeMap<&str, String> =
+        workspace.packages().map(|package| (package.name(), folder(package))).collect();
+    let below = |package: Package<'_>| {
+        let needed =
+            package.dependencies().filter(|dependency| dependency.is_path && !dependency.is_for_tests);
+        needed.filter_map(|dependency| folders.get(dependency.name).cloned()).collect()
+    };
+    workspace.packages().map(|package| (folder(package), below(package))).collect()
+}
+
 /// Names of types of each crate under `root` which a crate that it is built on has as `pub` ones, and reuses that are
-/// not needed.
-pub(crate) fn of_crates_below(root: &Path, reuses: &[Reuse]) -> crate::Result<Vec<String>> {
-    let mut crates = BTreeMap::new();
-    for folder in folders_of_crates(root)? {
-        let types = types(&folder.join("src"), "", &mut BTreeSet::new())?;
-        let (name, below) = manifest(&std::fs::read_to_string(folder.join("Cargo.toml"))?);
-        crates.insert(name, (shown_folder(root, &folder), below, types));
-    }
+/// not needed. All count as built on [`CORE`].
+pub(crate) fn of_crates_below(
+    root: &Path,
+    built_on: &BuiltOn,
+    reuses: &[Reuse],
+) -> crate::Result<Vec<String>> {
+    let crates: BTreeMap<String, Vec<Named>> = types_of_crates(root)?.into_iter().collect();
     let (mut found, mut used) = (BTreeSet::new(), BTreeSet::new());
-    for (name, (package, _, types)) in &crates {
-        for below in all_below(name, &crates) {
-            let words: BTreeSet<&str> = crates[below]
-                .2
-                .iter()
-                .filter(|named| named.is_pub)
-                .map(|named| named.name.as_str())
-                .collect();
+    for (package, types) in &crates {
+        for below in all_below(package, built_on) {
+            let words = crates.get(below).into_iter().flatten().filter(|named| named.is_pub);
+            let words: BTreeSet<&str> = words.map(|named| named.name.as_str()).collect();
             for Named { module, name, .. } in types.iter().filter(|named| words.contains(named.name.as_str()))
             {
                 let allows_it =
@@ -134,42 +152,15 @@ pub(crate) fn of_crates_below(root: &Path, reuses: &[Reuse]) -> crate::Result<Ve
     Ok(found)
 }
 
-/// A crate's folder, the names of what its manifest lists, and its types.
-type Crate = (String, Vec<String>, Vec<Named>);
-
-/// The crates that one is built on, and those that they are.
-fn all_below<'a>(name: &str, crates: &'a BTreeMap<String, Crate>) -> BTreeSet<&'a str> {
-    let (mut all, mut next) = (BTreeSet::new(), vec![name]);
-    while let Some(name) = next.pop() {
-        for below in &crates[name].1 {
-            if let Some((below, _)) = crates.get_key_value(below)
-                && all.insert(below.as_str())
-            {
-                next.push(below);
-            }
-        }
+/// What a crate is built on, and what that is.
+fn all_below<'a>(package: &'a str, built_on: &'a BuiltOn) -> BTreeSet<&'a str> {
+    let (mut all, mut next) = (BTreeSet::from([CORE]), vec![package]);
+    while let Some(above) = next.pop() {
+        let below = built_on.get(above).into_iter().flatten();
+        next.extend(below.map(String::as_str).filter(|below| all.insert(below)));
     }
+    all.remove(package);
     all
-}
-
-/// The name of a manifest's package, and the names of what it is built on; tests and builds may need more.
-fn manifest(text: &str) -> (String, Vec<String>) {
-    let (mut section, mut package, mut below) = ("", String::new(), Vec::new());
-    for line in text.lines() {
-        if line.starts_with('[') {
-            section = line.trim();
-        } else if section == "[package]"
-            && let Some(name) = line.strip_prefix("name = ")
-        {
-            package = name.trim_matches('"').to_owned();
-        } else if section == "[dependencies]"
-            || (section.starts_with("[target.") && section.ends_with(".dependencies]"))
-        {
-            let name = line.split(['.', ' ', '=']).next().unwrap_or_default();
-            below.extend((!name.is_empty() && !name.starts_with('#')).then(|| name.to_owned()));
-        }
-    }
-    (package, below)
 }
 
 fn shown(module: &str) -> &str {
@@ -384,41 +375,40 @@ mod tests {
 
     #[test]
     fn a_word_of_the_crates_below_is_no_type_of_ones_own_but_where_an_exception_says_so() {
-        let manifest = |name: &str, below: &str| {
-            format!(
-                "[package]\nname = \"{name}\"\n\n[target.'cfg(unix)'.dependencies]\n{below}[dev-dependencies]\nkvx-side.workspace = true\n"
-            )
-        };
-        let (core, side) = (manifest("kvx-core", ""), manifest("kvx-side", ""));
-        let one = manifest("kvx-one", "libc = \"1\"\nkvx-core.workspace = true\n");
-        let two = manifest("kvx-two", "kvx-one = { path = \"one\" }\n");
         let files = [
-            ("kvx-core/Cargo.toml", core.as_str()),
+            ("kvx-core/Cargo.toml", ""),
             (
                 "kvx-core/src/lib.rs",
                 "pub struct A;\nstruct B;\nmod inner {\n    pub trait C {}\n    pub(crate) type D = u8;\n}\n",
             ),
             ("kvx-core/src/again.rs", "pub struct A;\n#[cfg(test)]\npub struct E;\n"),
-            ("one/Cargo.toml", &one),
+            ("one/Cargo.toml", ""),
             (
                 "one/src/lib.rs",
                 "enum A {\n    C,\n}\nstruct B;\nstruct D;\nstruct E;\n#[cfg(test)]\nstruct C;\npub struct F;\n",
             ),
-            ("two/inner/Cargo.toml", &two),
+            ("two/inner/Cargo.toml", ""),
             (
                 "two/inner/src/deep/mod.rs",
                 "struct F;\nstruct G;\nmod tests {\n    pub(super) type C = u8;\n}\n",
             ),
-            ("side/Cargo.toml", &side),
-            ("side/src/lib.rs", "pub struct A;\npub struct G;\n"),
+            ("side/Cargo.toml", ""),
+            ("side/src/lib.rs", "pub struct H;\npub struct G;\npub struct A;\n"),
         ];
-        let found = |reuses: &[Reuse]| beneath("below", &files, |root| of_crates_below(root, reuses));
-        let one = "one: A in lib is kvx-core's";
-        let two = ["two/inner: C in deep::tests is kvx-core's", "two/inner: F in deep is kvx-one's"];
-        assert_eq!(found(&[]), [one, two[0], two[1]]);
-        let both = [Reuse { of: "one", names: &["A", "C"] }, Reuse { of: "two/inner", names: &[] }];
-        assert_eq!(found(&both), ["one: C needs no exception"]);
+        let built_on = [("two/inner", "one"), ("one", "kvx-core")];
+        let built_on = built_on.map(|(above, below)| (above.to_owned(), [below.to_owned()].into())).into();
+        let found =
+            |reuses: &[Reuse]| beneath("below", &files, |root| of_crates_below(root, &built_on, reuses));
+        let (one, side) = ("one: A in lib is kvx-core's", "side: A in lib is kvx-core's");
+        let two = ["two/inner: C in deep::tests is kvx-core's", "two/inner: F in deep is one's"];
+        assert_eq!(found(&[]), [one, side, two[0], two[1]]);
+        let all = [
+            Reuse { of: "one", names: &["A", "C"] },
+            Reuse { of: "two/inner", names: &[] },
+            Reuse { of: "side", names: &["A"] },
+        ];
+        assert_eq!(found(&all), ["one: C needs no exception"]);
         let others = [Reuse { of: "two/inner", names: &["C"] }, Reuse { of: "two", names: &[] }];
-        assert_eq!(found(&others), [one, two[1], "two needs no exception"]);
+        assert_eq!(found(&others), [one, side, two[1], "two needs no exception"]);
     }
 }

@@ -9,7 +9,7 @@ use kvx::{Memory, MemoryKind};
 
 use super::bare::timed;
 use super::content::{self, ShapeBlocks};
-use super::driver::{BareDriver, CopyDirection};
+use super::driver::{BareCopyDirection, BareDriver};
 use super::points::{Pattern, Point, Shape};
 use super::pools::PoolKind;
 use super::rounds::Round;
@@ -19,7 +19,7 @@ use crate::{Result, devices};
 pub(crate) struct DeviceLimit {
     pub(crate) name: &'static str,
     driver: BareDriver,
-    way: CopyDirection,
+    way: BareCopyDirection,
     from: Arc<Memory>,
     to: Arc<Memory>,
     shape: Shape,
@@ -43,7 +43,7 @@ impl DeviceLimit {
             return Ok(vec![(copy, true), (one_by_one, false)]);
         }
         let mut limits = Vec::new();
-        for (way, of) in [(CopyDirection::ToHost, from), (CopyDirection::ToDevice, to)] {
+        for (way, of) in [(BareCopyDirection::ToHost, from), (BareCopyDirection::ToDevice, to)] {
             if of == PoolKind::Device {
                 limits.push((DeviceLimit::new(&device, way, point.shape)?, true));
             }
@@ -53,7 +53,7 @@ impl DeviceLimit {
 
     /// One copy within the device.
     pub(crate) fn within(device: &Arc<Device>, shape: Shape) -> Result<Self> {
-        DeviceLimit::new(device, CopyDirection::Within, shape)
+        DeviceLimit::new(device, BareCopyDirection::Within, shape)
     }
 
     /// The same list as the point's by a copy for each block, which is what a program without kernels does. In the same
@@ -71,14 +71,14 @@ impl DeviceLimit {
         })
     }
 
-    fn new(device: &Arc<Device>, way: CopyDirection, shape: Shape) -> Result<Self> {
+    fn new(device: &Arc<Device>, way: BareCopyDirection, shape: Shape) -> Result<Self> {
         let len = shape.memory() as usize;
         let on_device = || device.pool(len).build();
         let on_host = || device.pinned(len);
         let (name, from, to) = match way {
-            CopyDirection::Within => ("device copy", on_device()?, on_device()?),
-            CopyDirection::ToHost => ("copy to host", on_device()?, on_host()?),
-            CopyDirection::ToDevice => ("copy to device", on_host()?, on_device()?),
+            BareCopyDirection::Within => ("device copy", on_device()?, on_device()?),
+            BareCopyDirection::ToHost => ("copy to host", on_device()?, on_host()?),
+            BareCopyDirection::ToDevice => ("copy to device", on_host()?, on_device()?),
         };
         let driver = driver(device)?;
         // One copy moves a transfer's blocks as they lie.

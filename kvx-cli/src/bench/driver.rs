@@ -12,7 +12,7 @@ type DriverHandle = *mut c_void;
 
 /// Which way a copy goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum CopyDirection {
+pub(crate) enum BareCopyDirection {
     ToDevice,
     ToHost,
     Within,
@@ -86,23 +86,23 @@ impl BareDriver {
     /// # Safety
     /// Both sides are valid memory of the kind that the way says until [`wait`](Driver::wait) has come back, and nobody
     /// holds references into the destination.
-    pub(crate) unsafe fn copy(&self, way: CopyDirection, from: u64, to: u64, len: usize) -> Result<()> {
+    pub(crate) unsafe fn copy(&self, way: BareCopyDirection, from: u64, to: u64, len: usize) -> Result<()> {
         let (source, destination) = (from as *const c_void, to as DriverHandle);
         // SAFETY: the caller's promise; the stream lives as long as this.
         let status = unsafe {
             match (&self.copy, way) {
-                (Copy::Cuda { to_device, .. }, CopyDirection::ToDevice) => {
+                (Copy::Cuda { to_device, .. }, BareCopyDirection::ToDevice) => {
                     to_device(to, source, len, self.stream)
                 }
-                (Copy::Cuda { to_host, .. }, CopyDirection::ToHost) => {
+                (Copy::Cuda { to_host, .. }, BareCopyDirection::ToHost) => {
                     to_host(destination, from, len, self.stream)
                 }
-                (Copy::Cuda { within, .. }, CopyDirection::Within) => within(to, from, len, self.stream),
+                (Copy::Cuda { within, .. }, BareCopyDirection::Within) => within(to, from, len, self.stream),
                 (Copy::Hip(copy), way) => {
                     let kind = match way {
-                        CopyDirection::ToDevice => 1,
-                        CopyDirection::ToHost => 2,
-                        CopyDirection::Within => 3,
+                        BareCopyDirection::ToDevice => 1,
+                        BareCopyDirection::ToHost => 2,
+                        BareCopyDirection::Within => 3,
                     };
                     copy(destination, source, len, kind, self.stream)
                 }

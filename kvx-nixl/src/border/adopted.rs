@@ -9,7 +9,7 @@ use super::Blob;
 use crate::devices::Devices;
 use crate::engine::told;
 use crate::log::warn;
-use crate::status::{Outcome, Status};
+use crate::status::{NixlResult, NixlStatus};
 
 /// `DRAM_SEG`.
 pub(super) const HOST: c_int = 0;
@@ -21,7 +21,7 @@ pub(super) const DEVICE: c_int = 1;
 /// # Safety
 /// NIXL's contract of `registerMem`: its user keeps the range valid until `deregisterMem` has returned without an
 /// error, and expects peers to write to it meanwhile.
-pub(super) unsafe fn adopt(blob: &Blob, kind: c_int, devices: &Devices) -> Outcome<Memory> {
+pub(super) unsafe fn adopt(blob: &Blob, kind: c_int, devices: &Devices) -> NixlResult<Memory> {
     let Blob { address, len, device, .. } = *blob;
     match kind {
         // Nothing is owned here, so that quarantine frees nothing.
@@ -32,12 +32,12 @@ pub(super) unsafe fn adopt(blob: &Blob, kind: c_int, devices: &Devices) -> Outco
                 warn(format_args!(
                     "{len} bytes at {address:#x} of device {device} are not registered: {why}"
                 ));
-                Status::InvalidParam
+                NixlStatus::InvalidParam
             })?;
             // SAFETY: as above.
             let adopted = unsafe { device.adopt(DevicePtr(address), len, ()) };
             adopted.map_err(|error| told("memory is not registered", &error))
         }
-        _ => Err(Status::NotSupported),
+        _ => Err(NixlStatus::NotSupported),
     }
 }

@@ -9,10 +9,10 @@ use super::adopted::{DEVICE, HOST, adopt};
 use super::libstdcxx::{Str, Vector};
 use super::{Blob, Descriptors, Extra, Object, guarded};
 use crate::engine::Engine;
-use crate::handles::Handle;
+use crate::handles::NixlHandle;
 use crate::log::warn;
 use crate::sibling::Function;
-use crate::status::{Outcome, Status};
+use crate::status::{NixlResult, NixlStatus};
 
 /// The function of a slot.
 pub(super) fn address_of(function: Function) -> *const c_void {
@@ -42,34 +42,34 @@ pub(super) fn address_of(function: Function) -> *const c_void {
 ///
 /// # Safety
 /// `this` is an object that `create` made and nobody has destroyed.
-unsafe fn on(this: *const Object, body: impl FnOnce(&Engine) -> Outcome<Status>) -> c_int {
+unsafe fn on(this: *const Object, body: impl FnOnce(&Engine) -> NixlResult<NixlStatus>) -> c_int {
     let whole = guarded(|| {
         if let Err(error) = kvx_core::fork::check() {
             warn(error);
-            return Err(Status::Backend);
+            return Err(NixlStatus::Backend);
         }
         // SAFETY: the caller's promise; the engine is shared by all threads.
         body(unsafe { &*addr_of!((*this).ours) })
     });
     match whole {
         Some(Ok(status) | Err(status)) => status as c_int,
-        None => Status::Backend as c_int,
+        None => NixlStatus::Backend as c_int,
     }
 }
 
-fn done(outcome: Outcome) -> Outcome<Status> {
-    outcome.map(|()| Status::Success)
+fn done(outcome: NixlResult) -> NixlResult<NixlStatus> {
+    outcome.map(|()| NixlStatus::Success)
 }
 
 /// Hands a handle out.
 ///
 /// # Safety
 /// `out` is writable.
-unsafe fn give(handle: Outcome<Handle>, out: *mut Handle) -> Outcome<Status> {
+unsafe fn give(handle: NixlResult<NixlHandle>, out: *mut NixlHandle) -> NixlResult<NixlStatus> {
     // SAFETY: the caller's promise.
     handle.map(|handle| unsafe {
         out.write(handle);
-        Status::Success
+        NixlStatus::Success
     })
 }
 
@@ -102,7 +102,7 @@ unsafe extern "C" fn kinds_of(this: *const Object) -> Vector<c_int> {
 
 /// Of slots that are not KVX's: `NIXL_ERR_NOT_SUPPORTED`.
 pub(super) extern "C" fn unsupported(_: *const Object) -> c_int {
-    Status::NotSupported as c_int
+    NixlStatus::NotSupported as c_int
 }
 
 /// The destructor that leaves the memory: NIXL has no use for it.
@@ -115,7 +115,7 @@ unsafe extern "C" fn register(
     this: *mut Object,
     blob: *const Blob,
     kind: *const c_int,
-    out: *mut Handle,
+    out: *mut NixlHandle,
 ) -> c_int {
     // SAFETY: as above.
     unsafe {
@@ -126,14 +126,14 @@ unsafe extern "C" fn register(
     }
 }
 
-unsafe extern "C" fn deregister(this: *mut Object, memory: Handle) -> c_int {
+unsafe extern "C" fn deregister(this: *mut Object, memory: NixlHandle) -> c_int {
     // SAFETY: as above.
     unsafe { on(this, |engine| done(engine.deregister(memory))) }
 }
 
 /// Links come up by themselves: when a peer introduces itself, or this agent first names itself.
 unsafe extern "C" fn connect(_: *mut Object, _: *const Str) -> c_int {
-    Status::Success as c_int
+    NixlStatus::Success as c_int
 }
 
 unsafe extern "C" fn disconnect(this: *mut Object, agent: *const Str) -> c_int {
@@ -141,17 +141,17 @@ unsafe extern "C" fn disconnect(this: *mut Object, agent: *const Str) -> c_int {
     unsafe {
         on(this, |engine| {
             engine.forget_peer(&Str::text(agent));
-            Ok(Status::Success)
+            Ok(NixlStatus::Success)
         })
     }
 }
 
-unsafe extern "C" fn unload(this: *mut Object, memory: Handle) -> c_int {
+unsafe extern "C" fn unload(this: *mut Object, memory: NixlHandle) -> c_int {
     // SAFETY: as above.
     unsafe {
         on(this, |engine| {
             engine.unload(memory);
-            Ok(Status::Success)
+            Ok(NixlStatus::Success)
         })
     }
 }
@@ -162,7 +162,7 @@ unsafe extern "C" fn prepare(
     local: *const Descriptors,
     remote: *const Descriptors,
     agent: *const Str,
-    out: *mut Handle,
+    out: *mut NixlHandle,
     _: *const Extra,
 ) -> c_int {
     // SAFETY: as above.
@@ -182,7 +182,7 @@ unsafe extern "C" fn post(
     _: *const Descriptors,
     _: *const Descriptors,
     _: *const Str,
-    request: *const Handle,
+    request: *const NixlHandle,
     extra: *const Extra,
 ) -> c_int {
     // SAFETY: as above.
@@ -195,22 +195,22 @@ unsafe extern "C" fn post(
     }
 }
 
-unsafe extern "C" fn check(this: *const Object, request: Handle) -> c_int {
+unsafe extern "C" fn check(this: *const Object, request: NixlHandle) -> c_int {
     // SAFETY: as above.
     unsafe { on(this, |engine| engine.check(request)) }
 }
 
-unsafe extern "C" fn release(this: *const Object, request: Handle) -> c_int {
+unsafe extern "C" fn release(this: *const Object, request: NixlHandle) -> c_int {
     // SAFETY: as above.
     unsafe { on(this, |engine| done(engine.release(request))) }
 }
 
-unsafe extern "C" fn public_data(this: *const Object, memory: Handle, out: *mut Str) -> c_int {
+unsafe extern "C" fn public_data(this: *const Object, memory: NixlHandle, out: *mut Str) -> c_int {
     // SAFETY: as above.
     unsafe {
         on(this, |engine| {
             Str::set(out, &engine.public_data(memory)?);
-            Ok(Status::Success)
+            Ok(NixlStatus::Success)
         })
     }
 }
@@ -220,7 +220,7 @@ unsafe extern "C" fn introduction(this: *const Object, out: *mut Str) -> c_int {
     unsafe {
         on(this, |engine| {
             Str::set(out, engine.introduction());
-            Ok(Status::Success)
+            Ok(NixlStatus::Success)
         })
     }
 }
@@ -235,7 +235,7 @@ unsafe extern "C" fn load_remote(
     blob: *const Blob,
     _: *const c_int,
     agent: *const Str,
-    out: *mut Handle,
+    out: *mut NixlHandle,
 ) -> c_int {
     // SAFETY: as above.
     unsafe {
@@ -247,7 +247,7 @@ unsafe extern "C" fn load_remote(
     }
 }
 
-unsafe extern "C" fn load_local(this: *mut Object, memory: Handle, out: *mut Handle) -> c_int {
+unsafe extern "C" fn load_local(this: *mut Object, memory: NixlHandle, out: *mut NixlHandle) -> c_int {
     // SAFETY: as above.
     unsafe { on(this, |engine| give(engine.load_local(memory), out)) }
 }
@@ -257,18 +257,18 @@ unsafe extern "C" fn notifications(this: *mut Object, out: *mut Vector<[Str; 2]>
     unsafe {
         on(this, |engine| {
             if !Vector::slice(out).is_empty() {
-                return Err(Status::InvalidParam);
+                return Err(NixlStatus::InvalidParam);
             }
             let got = engine.notifications();
             if got.is_empty() {
-                return Ok(Status::Success);
+                return Ok(NixlStatus::Success);
             }
             let first = Vector::grow(out, got.len()).cast::<Str>();
             for (at, (agent, note)) in got.iter().enumerate() {
                 Str::make(first.add(2 * at), agent.as_bytes());
                 Str::make(first.add(2 * at + 1), note);
             }
-            Ok(Status::Success)
+            Ok(NixlStatus::Success)
         })
     }
 }

@@ -44,7 +44,7 @@ struct Extra {
 
 /// `nixlBackendInitParams`.
 #[repr(C)]
-struct Setup {
+struct InitParams {
     agent: Str,
     kind: Str,
     parameters: *const Map,
@@ -78,7 +78,7 @@ struct Object {
 #[repr(C)]
 struct Plugin {
     interface: c_int,
-    create: unsafe extern "C" fn(*const Setup) -> *mut Object,
+    create: unsafe extern "C" fn(*const InitParams) -> *mut Object,
     destroy: unsafe extern "C" fn(*mut Object),
     name: extern "C" fn() -> *const c_char,
     version: extern "C" fn() -> *const c_char,
@@ -88,7 +88,7 @@ struct Plugin {
 
 const _: () =
     assert!(size_of::<Blob>() == 56 && size_of::<Descriptor>() == 32 && size_of::<Descriptors>() == 40);
-const _: () = assert!(size_of::<Extra>() == 72 && size_of::<Setup>() == 96 && size_of::<Plugin>() == 56);
+const _: () = assert!(size_of::<Extra>() == 72 && size_of::<InitParams>() == 96 && size_of::<Plugin>() == 56);
 const _: () =
     assert!(std::mem::offset_of!(Object, lock) == 120 && std::mem::offset_of!(Object, events) == 96);
 #[cfg(target_arch = "x86_64")]
@@ -173,12 +173,12 @@ fn guarded<T>(body: impl FnOnce() -> T) -> Option<T> {
 }
 
 /// Makes an engine. Null is a refusal, which is told.
-unsafe extern "C" fn create(setup: *const Setup) -> *mut Object {
+unsafe extern "C" fn create(setup: *const InitParams) -> *mut Object {
     // SAFETY: NIXL's parameters are good for the call.
     guarded(|| unsafe { make(setup) }).flatten().unwrap_or(null_mut())
 }
 
-unsafe fn make(setup: *const Setup) -> Option<*mut Object> {
+unsafe fn make(setup: *const InitParams) -> Option<*mut Object> {
     let table = TABLE.get()?;
     // SAFETY: NIXL's parameters are readable; their strings are only followed once they look like strings.
     unsafe {
@@ -233,14 +233,14 @@ mod tests {
     use super::*;
 
     /// What `create` makes of these parameters, spoilt before it sees them.
-    fn created(spoil: impl FnOnce(&mut Setup)) -> *mut Object {
+    fn created(spoil: impl FnOnce(&mut InitParams)) -> *mut Object {
         libstdcxx::find_heap().expect("libstdc++ is on this machine");
         TABLE.get_or_init(|| EngineTable {
             functions: vec![null(); 64],
             nixl: "a NIXL of this test".to_owned(),
         });
         let parameters = Map::empty();
-        let mut setup = MaybeUninit::<Setup>::zeroed();
+        let mut setup = MaybeUninit::<InitParams>::zeroed();
         let at = setup.as_mut_ptr();
         // SAFETY: all of it is written, or may be zero, before it is read; its strings stay where they are made and
         // leak.
@@ -259,7 +259,7 @@ mod tests {
         assert!(!object.is_null(), "as NIXL lays them out");
         // SAFETY: it was made a moment ago, and nobody else has it.
         unsafe { destroy(object) };
-        let fits_none: [fn(&mut Setup); 4] = [
+        let fits_none: [fn(&mut InitParams); 4] = [
             |setup| std::mem::swap(&mut setup.kind, &mut setup.agent),
             |setup| setup.parameters = null(),
             // Where its text is expected lies nothing.
@@ -269,7 +269,7 @@ mod tests {
             |setup| {
                 let at: *mut u8 = (&raw mut *setup).cast();
                 // SAFETY: both ranges are within it.
-                unsafe { at.copy_to(at.add(8), size_of::<Setup>() - 8) };
+                unsafe { at.copy_to(at.add(8), size_of::<InitParams>() - 8) };
             },
         ];
         for (at, spoil) in fits_none.into_iter().enumerate() {

@@ -63,7 +63,8 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
             Action::Width => Ok(of_check(width::too_wide(root()), "make them at most 120 columns wide")),
             Action::Names => {
                 let within = names::with_two_meanings(root(), names::EXCEPTIONS);
-                let across = names::of_crates_below(root(), names::REUSES);
+                let built_on = Metadata::of_members().map(|workspace| names::built_on(root(), &workspace));
+                let across = built_on.and_then(|it| names::of_crates_below(root(), &it, names::REUSES));
                 let found = within.and_then(|within| Ok([within, across?].concat()));
                 let hint = "a name is one type, within a crate and with the crates that it is built on: xtask/src/names.rs";
                 Ok(of_check(found, hint))

@@ -45,19 +45,21 @@ impl Factory for Libfabric {
         let provider = first.provider();
         let rdma = providers::is_rdma(&provider);
         let used: Vec<String> = chosen.iter().flat_map(Infos::iter).map(Info::domain).collect();
-        let caution = (!rdma && config.provider.is_none()).then(|| {
-            format!(
+        let mut cautions = Vec::new();
+        if !rdma && config.provider.is_none() {
+            cautions.push(format!(
                 "no RDMA provider is used: {provider} over {} serves; \"libfabric.provider\" and \"libfabric.domain\" name others",
                 used.join(", ")
-            )
-        });
+            ));
+        }
+        cautions.extend(providers::caution(&provider).map(str::to_owned));
         Ok(Availability {
             version: library.version().to_string(),
             library: Some(library.path().to_owned()),
             devices: providers::list(library).map_err(because)?,
             rdma,
             capabilities: providers::capabilities(&provider, Idle::Asleep, providers::kinds(first, &devices)),
-            caution,
+            caution: (!cautions.is_empty()).then(|| cautions.join("; ")),
         })
     }
 
@@ -150,5 +152,7 @@ fn described(library: &Library, chosen: &[Infos]) -> String {
         .map_or(String::new(), |info| format!("{} {}", info.provider(), info.provider_version()));
     let copies = infos.first().is_some_and(|info| providers::is_shared_memory(&info.provider()));
     let copies = if copies { ", bytes copied by kvx through the kernel" } else { "" };
-    format!("libfabric {}, {provider} over {}{copies}", library.version(), domains.join(" and "))
+    let caution = infos.first().and_then(|info| providers::caution(&info.provider()));
+    let caution = caution.map_or(String::new(), |caution| format!("; {caution}"));
+    format!("libfabric {}, {provider} over {}{copies}{caution}", library.version(), domains.join(" and "))
 }

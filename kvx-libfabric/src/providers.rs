@@ -101,6 +101,17 @@ pub(crate) fn turn(provider: &str) -> u32 {
     if is_rdma(provider) { 32 } else { 64 }
 }
 
+/// What the user should know of `tcp;ofi_rxm`, unless its buffers are as small as kvx's messages.
+const UNBOUNDED: &str = "whoever reaches its port can have ofi_rxm keep messages without a bound, and others wait meanwhile: set FI_OFI_RXM_BUFFER_SIZE=4352 in the environment, on all hosts, or use the backend TCP";
+/// The size of ofi_rxm's buffers.
+const BUFFER_SIZE: &str = "FI_OFI_RXM_BUFFER_SIZE";
+
+/// What strangers can do to this provider.
+pub(crate) fn caution(provider: &str) -> Option<&'static str> {
+    let is_set = std::env::var_os(BUFFER_SIZE).is_some_and(|size| !size.is_empty());
+    (known(provider).name == "tcp" && provider.ends_with(";ofi_rxm") && !is_set).then_some(UNBOUNDED)
+}
+
 /// Its promises, beside those that a link knows.
 pub(crate) fn capabilities(provider: &str, idle: Idle, memory: MemoryKinds) -> Capabilities {
     let KnownProvider { isolation, target_cpu, settles, .. } = *known(provider);

@@ -102,7 +102,7 @@ pub(crate) fn turn(provider: &str) -> u32 {
 }
 
 /// What the user should know of `tcp;ofi_rxm`, unless its buffers are as small as kvx's messages.
-const UNBOUNDED: &str = "whoever reaches its port can have ofi_rxm keep messages without a bound, and others wait meanwhile: set FI_OFI_RXM_BUFFER_SIZE=4352 in the environment, on all hosts, or use the backend TCP";
+const UNBOUNDED: &str = "whoever reaches its port can have ofi_rxm keep messages without a bound, and others wait meanwhile: set FI_OFI_RXM_BUFFER_SIZE=4352 and FI_OFI_RXM_EAGER_LIMIT=16384 in the environment, or use the backend TCP";
 /// The size of ofi_rxm's buffers.
 const BUFFER_SIZE: &str = "FI_OFI_RXM_BUFFER_SIZE";
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::harness::{self, Failure, Tally, Test};
 use crate::process::{self, Output};
-use crate::skips;
+use crate::skips::{self, Skip};
 
 /// Of how many tests it is found out whether they fail alone too: more say that something is broken.
 pub(crate) const MOST: usize = 3;
@@ -68,8 +68,8 @@ pub(crate) fn look(tally: &mut Tally, left: &mut usize, passes: impl Fn(&Test) -
     (tally.failures, tally.unsteady) = (failed, unsteady);
 }
 
-/// Whether this test, and no other, runs and passes.
-pub(crate) fn alone(test: &Test, notes: &Path, variables: &[(&str, &str)]) -> bool {
+/// Whether this test, and no other, runs and passes. `skipped`: in the whole run, where this test was not.
+pub(crate) fn alone(test: &Test, notes: &Path, variables: &[(&str, &str)], skipped: &[Skip]) -> bool {
     println!("again, alone: cargo test {} -- --exact {}", test.program.shown(), test.name);
     if skips::clear(notes).is_err() {
         return false;
@@ -77,8 +77,13 @@ pub(crate) fn alone(test: &Test, notes: &Path, variables: &[(&str, &str)]) -> bo
     let mut command = test.program.command_of(&test.name);
     command.env(skips::VARIABLE, notes).envs(variables.iter().copied());
     let passed = process::run(command, LIMIT, Output::Shown)
-        .is_ok_and(|finished| finished.succeeded() && harness::ran(&finished.output) == (1, 0));
-    passed && skips::read(notes).is_ok_and(|skips| skips.is_empty())
+        .is_ok_and(|finished| finished.succeeded() && harness::ran(&finished.output).0 == 1);
+    passed && skips::read(notes).is_ok_and(|skips| all_of_others(&skips, skipped))
+}
+
+/// Whether all these skips are of other suites of the program, which it leaves out whatever test it is asked for.
+fn all_of_others(skips: &[Skip], skipped: &[Skip]) -> bool {
+    skips.iter().all(|skip| skipped.contains(skip))
 }
 
 #[cfg(test)]
@@ -91,6 +96,17 @@ mod tests {
         let program = TestProgram::of_nothing("-p tcp --lib");
         let failures = names.iter().map(|name| Failure::of_test(name, &program, ""));
         Tally { passed: 5, failures: failures.collect(), ..Tally::default() }
+    }
+
+    #[test]
+    fn what_the_whole_run_left_out_too_is_no_skip_of_this_test() {
+        let device = Skip::new("UCX-device", "there is no GPU; cure: another machine");
+        let itself = Skip::new("P12 a_page", "no userfaultfd; cure: run the tests as root");
+        assert!(
+            all_of_others(&[], &[])
+                && all_of_others(std::slice::from_ref(&device), std::slice::from_ref(&device))
+        );
+        assert!(!all_of_others(&[device.clone(), itself], &[device]));
     }
 
     #[test]

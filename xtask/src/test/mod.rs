@@ -155,7 +155,9 @@ impl TestRun<'_> {
         seconds.save()?;
         let variables = self.variables();
         let notes = self.notes.join("again");
-        again::look(&mut sum, &mut self.second_looks, |test: &Test| again::alone(test, &notes, &variables));
+        let skipped = sum.skips.clone();
+        let passes = |test: &Test| again::alone(test, &notes, &variables, &skipped);
+        again::look(&mut sum, &mut self.second_looks, passes);
         self.ledger.enter(&mut sum)?;
         if sum.passed == 0 && sum.failures.is_empty() {
             sum.failures.push(Failure::from(format!("no test ran (cargo test {})", self.crates)));

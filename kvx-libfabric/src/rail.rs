@@ -47,8 +47,6 @@ pub(crate) enum Ended {
     Message(Vec<u8>),
 }
 
-/// How many names for shared memory are tried.
-const NAMES: usize = 64;
 /// How long the end waits for a thread that registers memory just now, and so has the endpoint.
 const LAST_USE: Duration = Duration::from_millis(40);
 
@@ -104,17 +102,10 @@ impl Rail {
         let operations = Operations::new(most + if mail.is_some() { RECEIVES + SENDS } else { 0 });
         let given = Arc::new((operations.contexts(), mail.as_ref().map(Mail::given)));
         let open = |sleeps| Endpoint::open(domain, sleeps, Arc::clone(&given) as _);
-        let mut endpoint = open(true).or_else(|errno| {
+        let endpoint = open(true).or_else(|errno| {
             tracing::debug!(provider = info.provider(), ?errno, "the provider has nothing to sleep on");
             open(false)
         });
-        // A process of the same number that was killed may have left shared memory of the same name; the next name is
-        // another.
-        for _ in 0..NAMES {
-            if matches!(endpoint, Err(Errno(libc::EBUSY))) {
-                endpoint = open(false);
-            }
-        }
         let endpoint = endpoint.map_err(|errno| error::native(what(), errno))?;
         let endpoint = Some(Arc::new(endpoint));
         let pieces = Pieces { all: 0, most, of: Vec::new() };

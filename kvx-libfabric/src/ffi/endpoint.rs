@@ -17,6 +17,8 @@ use super::errno::Errno;
 const MAX_ADDRESS: usize = 256;
 /// The most completions that are read at a time.
 const BATCH: usize = 64;
+/// How many names for shared memory are tried.
+const NAMES: usize = 64;
 
 /// A peer's address, as the table numbers it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -119,7 +121,18 @@ impl Endpoint {
         given: Arc<dyn Any + Send + Sync>,
     ) -> Result<Endpoint, Errno> {
         // Shared memory of 1.17 installs handlers for the signals that end a process.
-        loader::with_signals_kept(|| Endpoint::make(domain, sleeps, given))
+        loader::with_signals_kept(|| {
+            let make = || Endpoint::make(domain, sleeps, Arc::clone(&given));
+            let mut made = make();
+            // A process of the same number that was killed may have left shared memory of the same name; the next name
+            // is another.
+            for _ in 0..NAMES {
+                if matches!(made, Err(Errno(libc::EBUSY))) {
+                    made = make();
+                }
+            }
+            made
+        })
     }
 
     fn make(

@@ -55,7 +55,7 @@ impl Factory for Still {
             devices: Vec::new(),
             rdma: false,
             capabilities: capabilities(),
-            caution: None,
+            cautions: Vec::new(),
         })
     }
 

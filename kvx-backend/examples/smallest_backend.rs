@@ -77,7 +77,7 @@ impl Factory for Shuffled {
             devices: Vec::new(),
             rdma: false,
             capabilities: capabilities(),
-            caution: None,
+            cautions: Vec::new(),
         })
     }
 

@@ -86,7 +86,7 @@ impl BackendRow {
                 row.version = Some(found.version);
                 row.library = found.library.map(|path| path.display().to_string());
                 row.devices = found.devices;
-                row.next_step = found.caution;
+                row.next_step = (!found.cautions.is_empty()).then(|| found.cautions.join("; "));
                 let capabilities = found.capabilities.rows();
                 row.capabilities = Some(
                     capabilities.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect(),
@@ -271,7 +271,10 @@ mod tests {
                     local: MemoryKinds::HOST,
                     remote: MemoryKinds::HOST,
                 },
-                caution: (self.0 == "RADIO").then(|| "everybody hears it: say nothing secret".into()),
+                cautions: match self.0 {
+                    "RADIO" => vec!["everybody hears it".into(), "say nothing secret".into()],
+                    _ => Vec::new(),
+                },
             })
         }
 
@@ -354,7 +357,7 @@ mod tests {
             run(&Arguments { json, ..Arguments::default() }, &registry, &mut out).unwrap();
             String::from_utf8(out).unwrap()
         };
-        let caution = "everybody hears it: say nothing secret";
+        let caution = "everybody hears it; say nothing secret";
         let table = output(false);
         let row = table.lines().nth(1).unwrap();
         assert!(row.starts_with("RADIO    yes") && row.ends_with(caution), "{table}");

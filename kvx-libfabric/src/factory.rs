@@ -59,7 +59,7 @@ impl Factory for Libfabric {
             devices: providers::list(library).map_err(because)?,
             rdma,
             capabilities: providers::capabilities(&provider, Idle::Asleep, providers::kinds(first, &devices)),
-            caution: (!cautions.is_empty()).then(|| cautions.join("; ")),
+            cautions,
         })
     }
 
@@ -107,7 +107,7 @@ pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
             wake_name: wake_socket.name().into(),
         }),
     });
-    let description = described(library, &chosen);
+    let description = described(library, first, &chosen);
     let registrations = Arc::new(Registrations::new(near, topology, config.rails));
     let encoded = ours.encode();
     let fabric = LibfabricFabric::new(
@@ -144,15 +144,12 @@ fn drivers() -> Vec<MemoryKind> {
 }
 
 /// The route's text.
-fn described(library: &Library, chosen: &[Infos]) -> String {
-    let infos: Vec<&Info> = chosen.iter().flat_map(Infos::iter).collect();
-    let domains: Vec<String> = infos.iter().map(|info| info.domain()).collect();
-    let provider = infos
-        .first()
-        .map_or(String::new(), |info| format!("{} {}", info.provider(), info.provider_version()));
-    let copies = infos.first().is_some_and(|info| providers::is_shared_memory(&info.provider()));
-    let copies = if copies { ", bytes copied by kvx through the kernel" } else { "" };
-    let caution = infos.first().and_then(|info| providers::caution(&info.provider()));
-    let caution = caution.map_or(String::new(), |caution| format!("; {caution}"));
-    format!("libfabric {}, {provider} over {}{copies}{caution}", library.version(), domains.join(" and "))
+fn described(library: &Library, first: &Info, chosen: &[Infos]) -> String {
+    let domains: Vec<String> = chosen.iter().flat_map(Infos::iter).map(Info::domain).collect();
+    let (name, version) = (first.provider(), first.provider_version());
+    let copies =
+        if providers::is_shared_memory(&name) { ", bytes copied by kvx through the kernel" } else { "" };
+    let caution = providers::caution(&name).map_or(String::new(), |caution| format!("; {caution}"));
+    let over = domains.join(" and ");
+    format!("libfabric {}, {name} {version} over {over}{copies}{caution}", library.version())
 }

@@ -101,15 +101,25 @@ pub(crate) fn turn(provider: &str) -> u32 {
     if is_rdma(provider) { 32 } else { 64 }
 }
 
-/// What the user should know of `tcp;ofi_rxm`, unless its buffers are as small as kvx's messages.
+/// How large ofi_rxm's buffers may be: they hold kvx's messages then, and a flood of messages costs little.
+const SMALL: usize = 4352;
+/// Their size, and what ofi_rxm compares with a peer's when it connects. No attribute tells either.
+const SIZE: &str = "FI_OFI_RXM_BUFFER_SIZE";
+const LIMIT: &str = "FI_OFI_RXM_EAGER_LIMIT";
 const UNBOUNDED: &str = "whoever reaches its port can have ofi_rxm keep messages without a bound, and others wait meanwhile: set FI_OFI_RXM_BUFFER_SIZE=4352 and FI_OFI_RXM_EAGER_LIMIT=16384 in the environment, or use the backend TCP";
-/// The size of ofi_rxm's buffers.
-const BUFFER_SIZE: &str = "FI_OFI_RXM_BUFFER_SIZE";
+const ALONE: &str = "ofi_rxm refuses peers whose FI_OFI_RXM_BUFFER_SIZE is another, or is not set: set FI_OFI_RXM_EAGER_LIMIT=16384 beside it";
 
-/// What strangers can do to this provider.
+/// What the operator should know of a provider, if anything.
 pub(crate) fn caution(provider: &str) -> Option<&'static str> {
-    let is_set = std::env::var_os(BUFFER_SIZE).is_some_and(|size| !size.is_empty());
-    (known(provider).name == "tcp" && provider.ends_with(";ofi_rxm") && !is_set).then_some(UNBOUNDED)
+    if provider != "tcp;ofi_rxm" {
+        return None;
+    }
+    let number = |variable| std::env::var(variable).ok()?.parse::<usize>().ok();
+    match (number(SIZE), number(LIMIT)) {
+        (Some(..=SMALL), Some(_)) => None,
+        (Some(..=SMALL), None) => Some(ALONE),
+        _ => Some(UNBOUNDED),
+    }
 }
 
 /// Its promises, beside those that a link knows.

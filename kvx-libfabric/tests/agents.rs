@@ -123,26 +123,6 @@ fn what_there_is_and_what_it_can_do_is_listed() {
 }
 
 #[test]
-fn what_strangers_can_do_to_ofi_rxm_is_said_unless_its_buffers_are_small() {
-    if !is_installed("what_strangers_can_do_to_ofi_rxm_is_said_unless_its_buffers_are_small") {
-        return;
-    }
-    let variable = "FI_OFI_RXM_BUFFER_SIZE";
-    let is_said = |options: &str| {
-        let (_, standing) = registry().standing("LIBFABRIC", &Options::parse(options).unwrap()).unwrap();
-        let Standing::Available(available) = standing else { panic!("it was available just now") };
-        let beforehand = available.caution.is_some_and(|caution| caution.contains(variable));
-        let ((near, _), (far, _)) = (agent("near", options, 1).unwrap(), agent("far", options, 2).unwrap());
-        let peer = near.connect(far.metadata().unwrap()).unwrap();
-        peer.ready(PATIENCE).wait(PATIENCE).unwrap();
-        assert_eq!(peer.route().to_string().contains(variable), beforehand, "{}", peer.route());
-        beforehand
-    };
-    assert_eq!(is_said(ONE), std::env::var_os(variable).is_none());
-    assert!(!is_said(SHARED));
-}
-
-#[test]
 fn a_provider_or_domain_that_is_not_there_is_named() {
     if !is_installed("a_provider_or_domain_that_is_not_there_is_named") {
         return;

@@ -1,12 +1,12 @@
 //! A process that is killed in the middle of its writes over shared memory leaves their target to others.
 
-mod shm;
+mod processes;
 
 use std::time::Instant;
 
 use kvx_core::Region;
 use kvx_testkit::{Check, PostSpec, Setup};
-use shm::PATIENCE;
+use processes::PATIENCE;
 
 const BLOCK: u64 = 64 << 10;
 const BLOCKS: u32 = 512;
@@ -16,7 +16,7 @@ const KILLS: usize = 3;
 const ROUNDS: usize = 10 * KILLS;
 
 fn main() -> Check {
-    shm::check("killed", the_target_of_a_killed_process_works_on)
+    processes::check("killed", "shm", the_target_of_a_killed_process_works_on)
 }
 
 async fn the_target_of_a_killed_process_works_on(setup: Setup) -> Check {

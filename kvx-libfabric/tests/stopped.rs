@@ -1,18 +1,18 @@
 //! A stopped process is reached over shared memory, however much is moved past it: more than any queue of it has room
 //! for.
 
-mod shm;
+mod processes;
 
 use kvx_core::{Grid, Memory, Op, Plan};
 use kvx_testkit::{Check, Setup, byte_at};
-use shm::PATIENCE;
+use processes::PATIENCE;
 
 const BLOCK: u64 = 64;
 const BLOCKS: u32 = 3000;
 const BYTES: usize = BLOCK as usize * BLOCKS as usize;
 
 fn main() -> Check {
-    shm::check("stopped", a_stopped_process_is_read_and_written)
+    processes::check("stopped", "shm", a_stopped_process_is_read_and_written)
 }
 
 async fn a_stopped_process_is_read_and_written(setup: Setup) -> Check {

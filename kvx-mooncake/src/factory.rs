@@ -87,7 +87,7 @@ impl Factory for Mooncake {
             rdma: config.recipe.protocol == "rdma",
             devices,
             capabilities: capabilities(&config.recipe.protocol),
-            caution: Some(CAUTION.to_owned()),
+            cautions: vec![CAUTION.to_owned()],
         })
     }
 

@@ -49,6 +49,6 @@ fn a_transport_that_is_not_there_is_an_error() {
     let agent = kvx_core::Agent::builder("asks-for-rdma").backends(["MOONCAKE"]).options(options);
     assert_eq!(agent.build(&adapter::registry("")).err().unwrap().kind(), Kind::Unavailable);
     let tcp = Options::parse(r#"{"mooncake_protocol": "tcp"}"#).unwrap();
-    let caution = adapter::registry("").require("MOONCAKE", &tcp).unwrap().1.caution.unwrap();
+    let caution = adapter::registry("").require("MOONCAKE", &tcp).unwrap().1.cautions.concat();
     assert!(caution.contains("all interfaces") && caution.contains("without authentication"), "{caution}");
 }

@@ -99,11 +99,11 @@ impl Factory for Rixl {
             devices: vec![format!("plugin {} ({})", config.plugin, plugin.path.display())],
             rdma: false,
             capabilities: capabilities(),
-            caution: Some(
+            cautions: vec![
                 "its plugins listen on the network devices that they find, and serve whoever knows an agent's metadata; \
                  UCX_NET_DEVICES, or rixl.params {\"engine_config\": \"NET_DEVICES=…\"}, restricts UCX"
                     .to_owned(),
-            ),
+            ],
         })
     }
 

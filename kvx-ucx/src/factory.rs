@@ -134,14 +134,13 @@ impl Factory for Ucx {
         if resources.iter().any(|(transport, _)| SHARED_QUEUES.contains(transport)) {
             cautions.push(KILLED_AMID.to_owned());
         }
-        let caution = (!cautions.is_empty()).then(|| cautions.join("; "));
         Ok(Availability {
             version: library.version().to_string(),
             library: Some(library.path().to_owned()),
             devices,
             rdma,
             capabilities: capabilities(kinds(context.memory_types())),
-            caution,
+            cautions,
         })
     }
 

@@ -194,7 +194,7 @@ fn open(
             if context.secret.is_some() && admission == Admission::Open && !unauthenticated.contains(&name) {
                 return Err(asks_for_no_secret(name));
             }
-            if let Some(caution) = &availability.caution {
+            for caution in &availability.cautions {
                 tracing::warn!(backend = name, "{caution}");
             }
             let transport = factory.open(context.clone()).map_err(|error| error.backend(name))?;

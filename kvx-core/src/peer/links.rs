@@ -498,8 +498,8 @@ impl OwnsLinks for PeerInner {
 fn trusts(admission: Admission) -> &'static str {
     match admission {
         Admission::Proven => "",
-        Admission::Keys => ", which trusts whoever is let in with this process",
-        Admission::Open => ", which trusts whoever reaches its library with this process",
+        Admission::Keys => "; whoever is let in is trusted with this process",
+        Admission::Open => "; whoever reaches the library is trusted with this process",
     }
 }
 

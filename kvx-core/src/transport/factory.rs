@@ -42,8 +42,8 @@ pub struct Availability {
     pub rdma: bool,
     /// Its promises.
     pub capabilities: Capabilities,
-    /// A warning to the operator before it is used (a listener on all interfaces, say).
-    pub caution: Option<String>,
+    /// Warnings to the operator before it is used (a listener on all interfaces, say).
+    pub cautions: Vec<String>,
 }
 
 /// The surroundings of a transport that is opened.

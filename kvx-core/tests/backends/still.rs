@@ -30,7 +30,7 @@ pub(crate) fn availability() -> Availability {
         devices: Vec::new(),
         rdma: false,
         capabilities: CAPABILITIES,
-        caution: None,
+        cautions: Vec::new(),
     }
 }
 

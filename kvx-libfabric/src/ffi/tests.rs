@@ -205,7 +205,7 @@ fn shared_memory_that_a_process_of_this_number_left_is_passed_over() {
     let name = address.trim_end_matches('\0').strip_prefix("fi_shm://").unwrap();
     let (before, number) = name.rsplit_once(':').unwrap();
     let number: u32 = number.parse().unwrap();
-    // As it is left by who is killed, under the next names at once: tests beside this one take some of them.
+    // A killed process leaves such files. Several, as tests beside this one take some of the next names.
     let copy = format!("/dev/shm/{name}-left");
     std::fs::copy(format!("/dev/shm/{name}"), &copy).unwrap();
     let names: Vec<String> = (1..8).map(|next| format!("/dev/shm/{before}:{}", number + next)).collect();

@@ -73,7 +73,7 @@ impl Factory for Shm {
             devices: Vec::new(),
             rdma: false,
             capabilities: capabilities(),
-            caution: None,
+            cautions: Vec::new(),
         })
     }
 

@@ -63,7 +63,7 @@ impl Factory for Tcp {
             devices,
             rdma: false,
             capabilities: capabilities(),
-            caution,
+            cautions: caution.into_iter().collect(),
         })
     }
 

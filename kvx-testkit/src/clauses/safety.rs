@@ -330,8 +330,8 @@ fn with_invitation(metadata: &[u8], invited: Option<Invited>) -> Result<Vec<u8>,
 /// Whether a route's words about who may harm this process are those of the backend's admission.
 fn says_whom_it_trusts(route: &str, admission: Admission) -> bool {
     match admission {
-        Admission::Proven => !route.contains("which trusts"),
-        Admission::Keys => route.contains("which trusts whoever is let in"),
-        Admission::Open => route.contains("which trusts whoever reaches its library"),
+        Admission::Proven => !route.contains("is trusted with"),
+        Admission::Keys => route.contains("whoever is let in is trusted with"),
+        Admission::Open => route.contains("whoever reaches the library is trusted with"),
     }
 }

@@ -64,7 +64,7 @@ impl<P: Progress> Halt for ReactorShared<P> {
     fn halt(&self, until: Instant) {
         self.halted.store(true, Ordering::Relaxed);
         // Who has the lock may have looked before that; who gets it afterwards sees it.
-        while self.machine.try_lock().is_none() && Instant::now() < until {
+        while self.room().machine.try_lock().is_none() && Instant::now() < until {
             std::thread::sleep(Duration::from_micros(50));
         }
     }

@@ -16,8 +16,8 @@ mod work_queue;
 
 use std::os::fd::RawFd;
 use std::panic::AssertUnwindSafe;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::{Arc, OnceLock, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -119,6 +119,18 @@ impl Outbox {
         self.links.push((id, state));
     }
 
+    /// Takes what another was to tell.
+    pub fn append(&mut self, other: &mut Outbox) {
+        if self.is_empty() {
+            return std::mem::swap(self, other);
+        }
+        let other = std::mem::take(other);
+        for (ticket, result) in other.first.into_iter().chain(other.settled) {
+            self.settle(ticket, result);
+        }
+        self.links.extend(other.links);
+    }
+
     fn is_empty(&self) -> bool {
         self.first.is_none() && self.links.is_empty()
     }
@@ -138,7 +150,9 @@ impl Outbox {
 
 /// A handle to a running reactor. Dropping the last one asks it to stop; [`stop`](Reactor::stop) also waits.
 pub struct Reactor<P: Progress> {
+    name: String,
     shared: Arc<ReactorShared<P>>,
+    /// The last that was started.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -152,17 +166,42 @@ struct Driven<P: Progress> {
     left_something: bool,
 }
 
-/// Commands of one turn for which room is kept.
-const ROOM: usize = 64;
+/// Commands of one turn for which there is always space.
+const SPACE: usize = 64;
+/// The most machines that take another's place, one after the other: each keeps a descriptor until the end.
+const MAX_ROOMS: usize = 64;
+
+/// A machine, and how its thread sleeps.
+struct Room<P: Progress> {
+    machine: Mutex<Option<Driven<P>>>,
+    sleep: Sleep,
+    /// Where work goes on since a turn in this one hangs.
+    next: OnceLock<Box<Room<P>>>,
+}
+
+impl<P: Progress> Room<P> {
+    fn around(machine: P) -> Result<Self> {
+        let sleep = Sleep::new()
+            .map_err(|error| Error::os("no eventfd for a reactor: raise the limit of open files", error))?;
+        let driven = Driven { machine, taken: Vec::new(), left_something: true };
+        Ok(Room { machine: Mutex::new(Some(driven)), sleep, next: OnceLock::new() })
+    }
+
+    /// Whether work goes on elsewhere.
+    #[inline(always)]
+    fn is_left(&self) -> bool {
+        self.next.get().is_some()
+    }
+}
 
 struct ReactorShared<P: Progress> {
-    machine: Mutex<Option<Driven<P>>>,
+    first: Room<P>,
+    stopping: AtomicBool,
     /// `None` when the machine takes no more.
     queue: Mutex<Option<Vec<P::Command>>>,
     /// True if the queue is not empty: looking into an empty one costs next to nothing. Before it sleeps, the reactor
     /// looks into the queue itself: this alone could be seen too late.
     queued: Queued,
-    sleep: Sleep,
     /// Of the last turn: only the reactor's own thread may have the next.
     own_thread_only: AtomicBool,
     /// Of the last turn, likewise.
@@ -177,17 +216,36 @@ impl<P: Progress> Reactor<P> {
     pub fn start(name: String, machine: P, events: Arc<dyn Events>) -> Result<Self> {
         let shared = Arc::new(ReactorShared::around(machine, events)?);
         exit::watch(Arc::downgrade(&shared) as Weak<dyn exit::Halt>);
-        let ours = Arc::clone(&shared);
-        let thread = std::thread::Builder::new().name(name).spawn(move || ours.serve()).map_err(|error| {
-            Error::os("a reactor thread could not be started", error).kind_is(Kind::Exhausted)
-        })?;
-        Ok(Reactor { shared, thread: Mutex::new(Some(thread)) })
+        let thread = shared.start_thread(&name, 0)?;
+        Ok(Reactor { name, shared, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// While a turn hangs: from here on `machine`, which shares with that one what both work on, has all turns, and
+    /// another thread. The thread that hangs has no further turn. Errors: `Exhausted`, and all is as before.
+    pub fn go_on_with(&self, machine: P) -> Result<()> {
+        let mut thread = self.thread.lock();
+        let (number, last) = self.shared.rooms().enumerate().last().unwrap_or((0, &self.shared.first));
+        if number >= MAX_ROOMS {
+            let why = format!("{MAX_ROOMS} turns of this agent have hung: start its process anew");
+            return Err(Error::new(Kind::Exhausted, why));
+        }
+        let next = Box::new(Room::around(machine)?);
+        // It waits for its room, whose number only this thread gives.
+        let started = self.shared.start_thread(&self.name, number + 1)?;
+        last.next.set(next).ok(); // it was the last
+        *thread = Some(started);
+        last.sleep.wake(); // its thread, if another one hangs, ends
+        fence(Ordering::SeqCst);
+        if self.shared.is_stopping() {
+            self.shared.room().sleep.wake(); // who stops may have seen the last room
+        }
+        Ok(())
     }
 
     /// Hands over a command. After the stop it goes to [`Progress::late`].
     pub fn submit(&self, command: P::Command) {
         self.shared.push(command);
-        self.shared.sleep.wake_if_asleep();
+        self.shared.room().sleep.wake_if_asleep();
     }
 
     /// Hands over a command and, if the machine is free, does one turn on this thread: for small work whose latency
@@ -196,7 +254,7 @@ impl<P: Progress> Reactor<P> {
         let mut command = Some(command);
         if self.try_turn(&mut command).is_none() {
             command.into_iter().for_each(|command| self.shared.push(command));
-            self.shared.sleep.wake_if_asleep();
+            self.shared.room().sleep.wake_if_asleep();
         }
     }
 
@@ -206,7 +264,7 @@ impl<P: Progress> Reactor<P> {
         let shared = &*self.shared;
         let mut turn = None;
         if !shared.own_thread_only.load(Ordering::Relaxed) {
-            turn = shared.sleep.driving(|| self.try_turn(&mut None));
+            turn = shared.room().sleep.driving(|| self.try_turn(&mut None));
         }
         turn.unwrap_or_else(|| {
             let ends_unannounced = shared.ends_unannounced.load(Ordering::Relaxed);
@@ -217,7 +275,7 @@ impl<P: Progress> Reactor<P> {
     /// After the last [`drive`](Reactor::drive) of a thread that goes to sleep: the reactor's own thread is back at
     /// once.
     pub fn stop_driving(&self) {
-        self.shared.sleep.stop_driving();
+        self.shared.room().sleep.stop_driving();
     }
 
     /// Has a turn with the command, which is taken, if the machine is free.
@@ -230,8 +288,9 @@ impl<P: Progress> Reactor<P> {
         if closed() {
             return None;
         }
-        let mut machine = self.shared.machine.try_lock()?;
-        let driven = machine.as_mut().filter(|_| !self.shared.is_halted() && !closed())?;
+        let room = self.shared.room();
+        let mut machine = room.machine.try_lock()?;
+        let driven = machine.as_mut().filter(|_| !self.shared.is_halted() && !closed() && !room.is_left())?;
         let mut out = Outbox::default();
         let last = command.take();
         // Not with the caller: what it waits for must end, and others use the machine.
@@ -240,32 +299,36 @@ impl<P: Progress> Reactor<P> {
             // The thread sleeps by what the machine said before this turn: wake it if there is more to do than one
             // turn, or something to do earlier than it knows.
             let must_wake = turn.done > 0
-                && self.shared.sleep.is_as_announced()
+                && room.sleep.is_as_announced()
+                && !room.is_left()
                 && std::mem::take(&mut driven.left_something)
                 && match driven.machine.arm() {
-                    Ok(Armed::Sleep(longest)) => self.shared.sleep.is_longer_than(longest),
+                    Ok(Armed::Sleep(longest)) => room.sleep.is_longer_than(longest),
                     Ok(Armed::Again | Armed::Busy) | Err(_) => true,
                 };
             (turn, must_wake)
         }));
         let Ok((turn, must_wake)) = turned else {
-            self.shared.panicked(machine, out);
+            self.shared.panicked(room, machine, out);
             return Some(Turn::did(0));
         };
+        let gone = if room.is_left() { machine.take() } else { None };
         drop(machine);
+        drop(gone);
         out.deliver(&*self.shared.events);
         if must_wake {
-            self.shared.sleep.wake();
+            room.sleep.wake();
         }
         Some(turn)
     }
 
     /// Has the machine stop, without waiting for it.
     pub(crate) fn ask_to_stop(&self) {
-        self.shared.sleep.stop();
+        self.shared.stop();
     }
 
-    /// Stops the machine and waits for its thread, unless that is the calling one.
+    /// Stops the machine and waits for its thread, unless that is the calling one. A turn that hangs is waited for, if
+    /// no other machine had taken its place.
     pub fn stop(&self) {
         self.ask_to_stop();
         let thread = self.thread.lock().take(); // and let go of the lock: the thread may take it too
@@ -281,25 +344,56 @@ impl<P: Progress> Reactor<P> {
 impl<P: Progress> Drop for Reactor<P> {
     fn drop(&mut self) {
         if kvx_core::fork::count() == 0 {
-            self.shared.sleep.stop();
+            self.shared.stop();
         }
     }
 }
 
 impl<P: Progress> ReactorShared<P> {
     fn around(machine: P, events: Arc<dyn Events>) -> Result<Self> {
-        let sleep = Sleep::new()
-            .map_err(|error| Error::os("no eventfd for a reactor: raise the limit of open files", error))?;
         Ok(ReactorShared {
-            machine: Mutex::new(Some(Driven { machine, taken: Vec::new(), left_something: true })),
+            first: Room::around(machine)?,
+            stopping: AtomicBool::new(false),
             queue: Mutex::new(Some(Vec::new())),
             queued: Queued::default(),
-            sleep,
             own_thread_only: AtomicBool::new(false),
             ends_unannounced: AtomicBool::new(false),
             halted: AtomicBool::new(false),
             events,
         })
+    }
+
+    fn start_thread(self: &Arc<Self>, name: &str, room: usize) -> Result<JoinHandle<()>> {
+        let ours = Arc::clone(self);
+        let thread = std::thread::Builder::new().name(name.to_owned());
+        thread.spawn(move || ours.serve(room)).map_err(|error| {
+            Error::os("a reactor thread could not be started", error).kind_is(Kind::Exhausted)
+        })
+    }
+
+    fn rooms(&self) -> impl Iterator<Item = &Room<P>> {
+        std::iter::successors(Some(&self.first), |room| room.next.get().map(|next| &**next))
+    }
+
+    /// Where work goes on.
+    #[inline(always)]
+    fn room(&self) -> &Room<P> {
+        let mut room = &self.first;
+        while let Some(next) = room.next.get() {
+            room = next;
+        }
+        room
+    }
+
+    fn stop(&self) {
+        self.stopping.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        self.room().sleep.wake();
+    }
+
+    #[inline]
+    fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::SeqCst)
     }
 
     fn push(&self, command: P::Command) {
@@ -319,19 +413,22 @@ impl<P: Progress> ReactorShared<P> {
     /// A machine that panics, on whichever thread, is dropped: its tickets are forgotten, which quarantines their
     /// memory, and what is submitted later is answered by [`Progress::late`]. The reactor's thread ends.
     #[cold]
-    fn panicked(&self, mut machine: MutexGuard<'_, Option<Driven<P>>>, out: Outbox) {
+    fn panicked(&self, room: &Room<P>, mut machine: MutexGuard<'_, Option<Driven<P>>>, out: Outbox) {
         tracing::error!(
             "a transport panicked: its links are gone and its memory is quarantined; report this as a bug"
         );
         let gone = machine.take();
         drop(machine);
         catch_panic(|| drop((gone, out)));
+        if room.is_left() {
+            return; // others go on
+        }
         // Without the lock of the queue: what a command's end wakes may submit another.
         let left = self.queue.lock().take().unwrap_or_default();
         for command in left {
             catch_panic(|| P::late(command));
         }
-        self.sleep.wake();
+        room.sleep.wake();
     }
 
     /// Takes what was submitted, and the last command if there is one, and does one turn.
@@ -352,7 +449,7 @@ impl<P: Progress> ReactorShared<P> {
             }
             count += taken.len();
             taken.drain(..).for_each(|command| machine.command(command, out));
-            taken.shrink_to(ROOM);
+            taken.shrink_to(SPACE);
         }
         if let Some(command) = last {
             machine.command(command, out);

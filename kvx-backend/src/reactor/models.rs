@@ -68,8 +68,8 @@ fn beside_a_reactor(
         let machine = Works { left: 0, done: Arc::clone(&done) };
         let shared = Arc::new(ReactorShared::around(machine, Arc::new(Nobody)).unwrap());
         let ours = Arc::clone(&shared);
-        let runs = thread::spawn(move || ours.run(&mut Outbox::default()));
-        let reactor = Arc::new(Reactor { shared, thread: Mutex::new(None) });
+        let runs = thread::spawn(move || ours.run(ours.room(), &mut Outbox::default()));
+        let reactor = Arc::new(Reactor { name: String::new(), shared, thread: Mutex::new(None) });
         act(&reactor, &done);
         reactor.ask_to_stop();
         runs.join().unwrap();

@@ -29,7 +29,6 @@ pub(super) struct Sleep {
     pub(super) drivers: AtomicU64,
     /// The moment of the last turn of another thread, likewise.
     pub(super) driven_at: AtomicU64,
-    stopping: AtomicBool,
     started: Instant,
     wake: Wake,
 }
@@ -44,7 +43,6 @@ impl Sleep {
             wakes_at: AtomicU64::new(0),
             drivers: AtomicU64::new(0),
             driven_at: AtomicU64::new(0),
-            stopping: AtomicBool::new(false),
             started: Instant::now(),
             wake: Wake::new()?,
         })
@@ -65,7 +63,7 @@ impl Sleep {
         fds: &[RawFd],
         longest: Option<Duration>,
     ) -> bool {
-        let sleeps = !has_work() && !self.is_stopping();
+        let sleeps = !has_work();
         if sleeps {
             self.poll(fds, longest);
         }
@@ -75,11 +73,11 @@ impl Sleep {
 
     /// A thread that drives sees to what comes by itself: stays out of its way, and off its core, while it does.
     /// Returns whether some thread has ended a turn meanwhile.
-    pub(super) fn stay_away(&self) -> bool {
+    pub(super) fn stay_away(&self, is_over: impl FnOnce() -> bool) -> bool {
         let seen = self.driven_at.load(Ordering::Relaxed);
         self.stays_away.store(true, Ordering::SeqCst);
         self.asleep.store(true, Ordering::SeqCst);
-        if !self.is_stopping() && self.is_driven() {
+        if !is_over() && self.is_driven() {
             self.poll(&[], Some(STAYS_AWAY));
         }
         self.stays_away.store(false, Ordering::SeqCst);
@@ -167,16 +165,6 @@ impl Sleep {
     #[inline]
     pub(super) fn is_asleep(&self) -> bool {
         self.asleep.load(Ordering::SeqCst)
-    }
-
-    pub(super) fn stop(&self) {
-        self.stopping.store(true, Ordering::SeqCst);
-        self.wake();
-    }
-
-    #[inline]
-    pub(super) fn is_stopping(&self) -> bool {
-        self.stopping.load(Ordering::SeqCst)
     }
 
     /// Wakes it, or has its next sleep end at once.

@@ -82,7 +82,7 @@ fn commands_from_many_threads_are_all_done() {
 #[test]
 fn a_sleeping_reactor_wakes_for_a_command() {
     let reactor = echo();
-    until(|| reactor.shared.sleep.is_asleep());
+    until(|| reactor.shared.room().sleep.is_asleep());
     let (done, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
     done.wait(Duration::from_secs(10)).unwrap();
@@ -141,7 +141,7 @@ fn a_machine_that_cannot_be_slept_on_and_does_nothing_leaves_the_core_to_others(
     reactor.submit(ticket);
     free.store(true, Ordering::SeqCst);
     done.wait(Duration::from_secs(10)).unwrap();
-    until(|| reactor.shared.sleep.wakes_at.load(Ordering::SeqCst) == u64::MAX);
+    until(|| reactor.shared.room().sleep.wakes_at.load(Ordering::SeqCst) == u64::MAX);
     reactor.stop();
 }
 
@@ -199,8 +199,9 @@ fn a_machine_that_wants_its_own_thread_only_has_no_other() {
     };
     reactor.drive();
     ask(Reactor::submit).wait(Duration::from_secs(10)).unwrap();
-    drop(reactor.shared.machine.lock()); // its turn has ended
-    let seen = || (others.load(Ordering::Relaxed), reactor.shared.sleep.driven_at.load(Ordering::Relaxed));
+    drop(reactor.shared.room().machine.lock()); // its turn has ended
+    let seen =
+        || (others.load(Ordering::Relaxed), reactor.shared.room().sleep.driven_at.load(Ordering::Relaxed));
     let before = seen();
     for _ in 0..50 {
         let done = ask(Reactor::submit_and_turn);
@@ -257,7 +258,7 @@ fn a_turn_sees_that_a_command_waits() {
 #[test]
 fn a_thread_that_lost_its_core_in_a_drive_holds_nobody_up() {
     let reactor = echo();
-    reactor.shared.sleep.drivers.fetch_add(1, Ordering::Relaxed); // and it never comes back
+    reactor.shared.room().sleep.drivers.fetch_add(1, Ordering::Relaxed); // and it never comes back
     let (done, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
     done.wait(Duration::from_secs(10)).unwrap();
@@ -348,22 +349,22 @@ fn a_machine_that_panics_in_a_callers_turn_hangs_nobody_and_stays_out_of_use() {
 
     for by_drive in [false, true] {
         let reactor = Reactor::start("treacherous".into(), treacherous(), Arc::new(Nobody)).unwrap();
-        until(|| reactor.shared.sleep.is_asleep());
+        until(|| reactor.shared.room().sleep.is_asleep());
         let (done, ticket) = Completion::with_ticket();
         if by_drive {
             reactor.submit(ticket);
-            until(|| reactor.shared.sleep.is_asleep());
+            until(|| reactor.shared.room().sleep.is_asleep());
             let until = Instant::now() + Duration::from_secs(10);
-            while reactor.shared.machine.lock().is_some() {
+            while reactor.shared.room().machine.lock().is_some() {
                 assert!(Instant::now() < until, "it has not panicked");
                 reactor.drive();
             }
         } else {
-            until(|| reactor.shared.machine.try_lock().is_some());
+            until(|| reactor.shared.room().machine.try_lock().is_some());
             reactor.submit_and_turn(ticket);
         }
         assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Forgotten);
-        assert_eq!(reactor.shared.sleep.drivers.load(Ordering::SeqCst), 0);
+        assert_eq!(reactor.shared.room().sleep.drivers.load(Ordering::SeqCst), 0);
         // Its thread has ended, and does not wake for ever.
         until(|| reactor.thread.lock().as_ref().is_some_and(JoinHandle::is_finished));
         let (done, ticket) = Completion::with_ticket();
@@ -381,4 +382,95 @@ fn what_is_submitted_after_the_stop_is_forgotten_not_lost_silently() {
     reactor.submit(ticket);
     drop(reactor);
     assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Forgotten);
+}
+
+/// Settles its tickets, once those that hang its turns let them go on.
+struct Hangs {
+    hangs: Arc<Mutex<Option<std::sync::mpsc::Receiver<()>>>>,
+    /// Some turn waits for that.
+    hung: Arc<AtomicBool>,
+    echo: Echo,
+}
+
+impl Progress for Hangs {
+    type Command = Ticket;
+    fn command(&mut self, ticket: Ticket, out: &mut Outbox) {
+        self.echo.command(ticket, out);
+    }
+    fn progress(&mut self, queued: &Queued, out: &mut Outbox) -> Turn {
+        let turn = self.echo.progress(queued, out);
+        if turn.done > 0
+            && let Some(hangs) = { self.hangs.lock().take() }
+        {
+            self.hung.store(true, Ordering::SeqCst);
+            hangs.recv_timeout(Duration::from_secs(10)).ok();
+        }
+        turn
+    }
+    fn arm(&mut self) -> Result<Armed> {
+        self.echo.arm()
+    }
+    fn fds(&self) -> &[RawFd] {
+        &[]
+    }
+    fn stop(&mut self, out: &mut Outbox) {
+        self.echo.stop(out);
+    }
+}
+
+/// A reactor with a turn that hangs, on its own thread or on that of who submits; what ends that; and what the turn
+/// was for.
+fn hung(
+    submit: fn(&Reactor<Hangs>, Ticket),
+) -> (Arc<Reactor<Hangs>>, impl Fn() -> Hangs, std::sync::mpsc::Sender<()>, Completion<()>) {
+    let (end, hangs) = std::sync::mpsc::channel();
+    let (hangs, hung) = (Arc::new(Mutex::new(Some(hangs))), Arc::new(AtomicBool::new(false)));
+    let of_machine = (Arc::clone(&hangs), Arc::clone(&hung));
+    let machine = move || Hangs {
+        hangs: Arc::clone(&of_machine.0),
+        hung: Arc::clone(&of_machine.1),
+        echo: Echo::default(),
+    };
+    let reactor = Arc::new(Reactor::start("hangs".into(), machine(), Arc::new(Nobody)).unwrap());
+    let (done, ticket) = Completion::with_ticket();
+    let submits = Arc::clone(&reactor);
+    std::thread::spawn(move || submit(&submits, ticket));
+    until(|| hung.load(Ordering::SeqCst));
+    (reactor, machine, end, done)
+}
+
+#[test]
+fn another_machine_goes_on_while_a_turn_hangs() {
+    for submit in [Reactor::<Hangs>::submit, Reactor::<Hangs>::submit_and_turn] {
+        let (reactor, machine, end, first) = hung(submit);
+        let (before, ticket) = Completion::with_ticket();
+        reactor.submit(ticket);
+        reactor.go_on_with(machine()).unwrap();
+        before.wait(Duration::from_secs(10)).unwrap();
+        for submit in [Reactor::<Hangs>::submit, Reactor::<Hangs>::submit_and_turn] {
+            until(|| reactor.shared.room().sleep.is_asleep());
+            let (after, ticket) = Completion::with_ticket();
+            submit(&reactor, ticket);
+            after.wait(Duration::from_secs(10)).unwrap();
+        }
+        assert!(reactor.shared.first.machine.try_lock().is_none(), "its turn hangs");
+        end.send(()).unwrap();
+        first.wait(Duration::from_secs(10)).unwrap();
+        until(|| reactor.shared.first.machine.lock().is_none());
+        until(|| Arc::strong_count(&reactor.shared) == 2); // the thread that hung, and the one before it, have ended
+        reactor.stop();
+        assert!(reactor.shared.room().machine.lock().is_none());
+    }
+}
+
+#[test]
+fn a_machine_that_hangs_when_it_is_to_stop_is_stopped_by_the_one_that_goes_on() {
+    let (reactor, machine, end, _) = hung(Reactor::<Hangs>::submit);
+    reactor.ask_to_stop();
+    let (left, ticket) = Completion::with_ticket();
+    reactor.submit(ticket);
+    reactor.go_on_with(machine()).unwrap();
+    assert_eq!(left.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Closed);
+    reactor.stop(); // does not wait for who hangs
+    end.send(()).unwrap();
 }

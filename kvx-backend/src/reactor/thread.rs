@@ -4,7 +4,7 @@ use std::os::fd::RawFd;
 use std::panic::AssertUnwindSafe;
 use std::time::{Duration, Instant};
 
-use super::{Armed, Driven, Outbox, Progress, ReactorShared, Turn, exit};
+use super::{Armed, Driven, Outbox, Progress, ReactorShared, Room, Turn, exit};
 use kvx_core::sync::pause_between_looks;
 
 /// A machine that was busy for this long, and got nothing done, is not looked at without a pause any more: whom it
@@ -21,37 +21,49 @@ fn has_looked_enough(turn: &Turn, idle_since: Instant) -> bool {
 }
 
 impl<P: Progress> ReactorShared<P> {
-    /// The thread.
-    pub(super) fn serve(&self) {
+    /// The thread of the room with this number, which is there at once.
+    pub(super) fn serve(&self, number: usize) {
+        let room = loop {
+            match self.rooms().nth(number) {
+                Some(room) => break room,
+                None => std::thread::yield_now(),
+            }
+        };
         let mut out = Outbox::default();
-        if std::panic::catch_unwind(AssertUnwindSafe(|| self.run(&mut out))).is_err() {
-            self.panicked(self.machine.lock(), out);
+        if std::panic::catch_unwind(AssertUnwindSafe(|| self.run(room, &mut out))).is_err() {
+            self.panicked(room, room.machine.lock(), out);
         }
     }
 
-    pub(super) fn run(&self, out: &mut Outbox) {
+    pub(super) fn run(&self, room: &Room<P>, out: &mut Outbox) {
         let (mut idle_since, mut stuck_since): (Option<Instant>, Option<Instant>) = (None, None);
         let mut looks = 0;
         let mut fds: Vec<RawFd> = Vec::new();
-        while !self.sleep.is_stopping() {
-            let mut guard = if self.sleep.is_driven() {
+        while !self.is_stopping() && !room.is_left() {
+            let mut guard = if room.sleep.is_driven() {
                 idle_since = None;
-                if self.sleep.stay_away() {
+                if room.sleep.stay_away(|| self.is_stopping() || room.is_left()) {
                     continue;
                 }
                 // It is in a long turn, or has gone or lost its core.
-                let Some(guard) = self.machine.try_lock() else { continue };
+                let Some(guard) = room.machine.try_lock() else { continue };
                 guard
             } else {
-                self.machine.lock()
+                room.machine.lock()
             };
             if self.is_halted() {
                 drop(guard);
                 return exit::wait();
             }
+            if room.is_left() {
+                break; // it had to wait for a turn that hung
+            }
             let Some(driven) = guard.as_mut() else { break };
             let (mut sleep, mut pauses, mut looking, mut yields) = (None, false, false, false);
             let turn = self.turn(driven, None, out);
+            if room.is_left() {
+                break; // it was this turn that hung
+            }
             let machine = &mut driven.machine;
             if turn.done > 0 || !out.is_empty() {
                 (idle_since, stuck_since) = (None, None);
@@ -71,7 +83,7 @@ impl<P: Progress> ReactorShared<P> {
                     }
                 }
                 if let Some(longest) = sleep {
-                    self.sleep.announce(longest);
+                    room.sleep.announce(longest);
                     fds.clear();
                     if !pauses {
                         fds.extend_from_slice(machine.fds()); // else they may be ready all along
@@ -88,20 +100,26 @@ impl<P: Progress> ReactorShared<P> {
             } else if yields {
                 std::thread::yield_now();
             }
-            let has_work = || self.queue.lock().as_ref().is_some_and(|commands| !commands.is_empty());
+            let is_queued = || self.queue.lock().as_ref().is_some_and(|commands| !commands.is_empty());
+            let has_work = || is_queued() || self.is_stopping() || room.is_left();
             if let Some(longest) = sleep
-                && self.sleep.sleep_unless(has_work, &fds, longest)
+                && room.sleep.sleep_unless(has_work, &fds, longest)
                 && !pauses
             {
                 (idle_since, stuck_since) = (None, None);
             }
         }
-        let mut guard = self.machine.lock();
+        let mut guard = room.machine.lock();
         if self.is_halted() {
             drop(guard);
             return exit::wait();
         }
-        if let Some(Driven { mut machine, .. }) = guard.take() {
+        let driven = guard.take();
+        if room.is_left() {
+            drop(guard);
+            drop(driven);
+            out.deliver(&*self.events);
+        } else if let Some(Driven { mut machine, .. }) = driven {
             let left = self.queue.lock().take().unwrap_or_default(); // and let go of the lock
             for command in left {
                 machine.command(command, out);

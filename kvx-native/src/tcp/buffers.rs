@@ -190,7 +190,7 @@ impl Input {
     }
 
     /// The rest of the payload that is coming in goes nowhere.
-    pub(super) fn abort(&mut self, bin: &mut Bin) {
+    pub(super) fn abort(&mut self, bin: &Bin) {
         self.chunk.discard_into(bin);
         self.stalled = false;
     }

@@ -1,5 +1,8 @@
 //! Pieces of memory on their way to or from the kernel, and the bytes that nobody wants.
 
+use std::sync::Arc;
+
+use kvx_core::Memory;
 use kvx_core::memory::copy_shared;
 
 /// The most pieces of one system call, with room for what goes before and after the payload.
@@ -124,14 +127,14 @@ impl Chunk {
     }
 
     /// Makes what is left go into `bin` instead, whose content does not matter.
-    pub(super) fn discard_into(&mut self, bin: &mut Bin) {
+    pub(super) fn discard_into(&mut self, bin: &Bin) {
         let left = self.left;
-        self.fill_with(bin.0.as_mut_ptr(), bin.0.len(), left);
+        self.fill_with(bin.0.as_ptr(), bin.0.len(), left);
     }
 
     /// The next `count` bytes go into `bin`.
-    pub(super) fn discard(&mut self, bin: &mut Bin, count: usize) {
-        self.fill_with(bin.0.as_mut_ptr(), bin.0.len(), count);
+    pub(super) fn discard(&mut self, bin: &Bin, count: usize) {
+        self.fill_with(bin.0.as_ptr(), bin.0.len(), count);
     }
 
     /// Makes what is left come from zeros instead.
@@ -150,12 +153,13 @@ impl Chunk {
     }
 }
 
-/// Where bytes go that nobody wants.
-pub(super) struct Bin(Box<[u8]>);
+/// Where bytes go that nobody wants: from several threads at once, if need be.
+#[derive(Clone)]
+pub(super) struct Bin(Arc<Memory>);
 
 impl Bin {
     pub(super) fn new() -> Self {
-        Bin(vec![0; FILLER].into())
+        Bin(Arc::new(Memory::owned(vec![0; FILLER])))
     }
 }
 
@@ -188,8 +192,8 @@ mod tests {
         let mut buffers = [vec![7; 100_000], vec![7; 100_000]];
         let mut chunk = over(&mut buffers);
         chunk.copy_in(&[1; 10]);
-        let mut bin = Bin::new();
-        chunk.discard_into(&mut bin);
+        let bin = Bin::new();
+        chunk.discard_into(&bin);
         assert_eq!(chunk.left(), 199_990);
         chunk.copy_in(&[9; 10]);
         assert!(buffers[0][10..].iter().chain(&buffers[1]).all(|byte| *byte == 7));

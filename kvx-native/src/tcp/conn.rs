@@ -11,25 +11,26 @@ use kvx_noise::Seals;
 
 use super::auth::{InitiatorHandshake, InitiatorVerdict, OwnerHandshake, Step};
 use super::buffers::{Input, Output, ReadState};
-use super::chunk::{Bin, Chunk};
-use super::ending::Ending;
+use super::chunk::{Bin, Chunk, MAX_PIECES};
+use super::ending::{Ending, LeftBehind};
 use super::fetch::RequestLane;
-use super::frames::{Frame, Header};
+use super::frames::{Frame, Header, MAX_DATA};
 use super::seal::Seal;
 use super::serve::ServedLane;
 use super::socket;
 use super::transport::Shared;
 
-/// What all connections of a machine share.
+/// What the connections of a machine share, each in its turn.
 pub(super) struct Scope {
     pub(super) shared: Arc<Shared>,
+    /// Whether others went on without the turn that has this.
+    pub(super) left_behind: Arc<LeftBehind>,
     pub(super) bin: Bin,
     /// Scratch for one system call.
     pub(super) pieces: Vec<libc::iovec>,
     pub(super) effects: Vec<Effect>,
     /// Bytes of queued descriptions, over all lanes that are served.
     pub(super) described: usize,
-    pub(super) held: HeldBytes<Identity>,
     /// The most payload that is moved at a time now.
     pub(super) piece: usize,
     /// A small transfer has come.
@@ -38,6 +39,26 @@ pub(super) struct Scope {
 
 // SAFETY: `pieces` means nothing between two system calls; all else is Send.
 unsafe impl Send for Scope {}
+
+impl Scope {
+    pub(super) fn new(shared: Arc<Shared>, bin: Bin) -> Self {
+        Scope {
+            shared,
+            left_behind: Arc::default(),
+            bin,
+            pieces: Vec::with_capacity(MAX_PIECES + 2),
+            effects: Vec::new(),
+            described: 0,
+            piece: MAX_DATA,
+            small_came: false,
+        }
+    }
+
+    /// Errors: the turn is one that others went on without.
+    fn go_on(&self) -> Result<()> {
+        if self.left_behind.is_so() { Err(super::error::closed("the connection")) } else { Ok(()) }
+    }
+}
 
 /// What a connection tells the machine.
 #[derive(Debug)]
@@ -270,6 +291,11 @@ impl Conn {
         }
     }
 
+    /// Bytes of the descriptions that it holds for a peer that is served.
+    pub(super) fn described(&self) -> usize {
+        if let Role::Served(lane) = &self.role { lane.described() } else { 0 }
+    }
+
     pub(super) fn socket(&self) -> &Private {
         &self.socket
     }
@@ -336,10 +362,24 @@ impl Conn {
         self.closing || self.role.up().is_some_and(|lane| lane.is_paused(&self.output, described))
     }
 
+    /// Its turn: takes in what is there, and sends what there is, about `share` bytes of each. Says how many.
+    pub(super) fn serve(&mut self, share: usize, key: usize, scope: &mut Scope) -> Result<(usize, usize)> {
+        match self.receive(share, key, scope) {
+            Ok(received) => self.send(share, scope).map(|sent| (received, sent)),
+            Err(error) => {
+                if self.role.is_greeting() {
+                    self.send(share, scope).ok(); // the last word of a refusal
+                }
+                Err(error)
+            }
+        }
+    }
+
     /// Takes in what is there: about `budget` bytes. Says how many.
-    pub(super) fn receive(&mut self, budget: usize, key: usize, scope: &mut Scope) -> Result<usize> {
+    fn receive(&mut self, budget: usize, key: usize, scope: &mut Scope) -> Result<usize> {
         let mut moved = 0;
         loop {
+            scope.go_on()?;
             self.parse(key, scope)?;
             if !self.readable || moved >= budget || self.input.stalled || self.is_paused(scope.described) {
                 self.let_go_if_dry(scope.described);
@@ -381,6 +421,7 @@ impl Conn {
     /// Works on all whole frames, and on payload as far as it has come.
     fn parse(&mut self, key: usize, scope: &mut Scope) -> Result<()> {
         loop {
+            scope.go_on()?;
             let moved = self.input.chunk.take_moved();
             if moved > 0
                 && let Some(lane) = self.role.up_mut()
@@ -451,9 +492,10 @@ impl Conn {
     }
 
     /// Sends what there is: about `budget` bytes. Says how many.
-    pub(super) fn send(&mut self, budget: usize, scope: &mut Scope) -> Result<usize> {
+    fn send(&mut self, budget: usize, scope: &mut Scope) -> Result<usize> {
         let mut moved = 0;
         while self.writable && moved < budget {
+            scope.go_on()?;
             if self.output.at_boundary() {
                 self.output.next(&mut self.role, scope);
                 if self.output.left() == 0 {

@@ -1,11 +1,11 @@
-//! What waits for a device: tickets and answers that concern memory which copies in flight may still touch.
+//! What waits for others: tickets and answers that concern memory which somebody may still touch.
 //!
-//! A stream that was given up lives on in here until its last copy has ended. The machine looks after it as long as it
-//! runs; after that whoever wakes the stream does.
+//! A stream that was given up lives on in here until the device has ended its last copy; a turn that hangs, until its
+//! thread is out of it. The machine looks after them as long as it runs; after that whoever wakes them does.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use crate::Settled;
@@ -13,6 +13,8 @@ use crate::staging::{Copies, Fetch, Store};
 use kvx_core::sync::{Mutex, MutexGuard};
 use kvx_core::{Error, LinkId, RegionId, Result, Ticket, TransferId};
 
+use super::memory::Served;
+use super::payload::ServedRegions;
 use super::progress::Command;
 use super::transport::Handle;
 
@@ -21,13 +23,25 @@ use super::transport::Handle;
 pub(super) enum Concern {
     /// The local side of a transfer of ours.
     Transfer(LinkId, TransferId),
+    /// The local sides of all transfers over a link of ours.
+    Link(LinkId),
     /// Regions of ours that a peer reaches.
     Regions(Vec<RegionId>),
+    /// Any regions of ours.
+    AllRegions,
 }
 
 impl Concern {
     pub(super) fn touches(&self, region: RegionId) -> bool {
-        matches!(self, Concern::Regions(regions) if regions.contains(&region))
+        match self {
+            Concern::Regions(regions) => regions.contains(&region),
+            Concern::AllRegions => true,
+            Concern::Transfer(..) | Concern::Link(_) => false,
+        }
+    }
+
+    pub(super) fn is_of(&self, link: LinkId, transfer: TransferId) -> bool {
+        *self == Concern::Transfer(link, transfer) || *self == Concern::Link(link)
     }
 }
 
@@ -41,10 +55,54 @@ pub(super) struct LateAnswer {
     pub(super) why: Error,
 }
 
-/// A stream of either kind.
+/// Whether others went on without a turn, and whether its thread is out of it.
+#[derive(Debug, Default)]
+pub(super) struct LeftBehind {
+    /// What it is known by since then.
+    token: OnceLock<u64>,
+    is_over: AtomicBool,
+}
+
+impl LeftBehind {
+    /// Others go on.
+    pub(super) fn leave(&self, token: u64) {
+        self.token.set(token).ok(); // once
+    }
+
+    pub(super) fn is_so(&self) -> bool {
+        self.token.get().is_some()
+    }
+}
+
+/// The regions that an owner's end of a lane may touch in a turn: those that it sends from, and receives into. They
+/// are kept by what does so, not by this.
+#[derive(Debug, Default)]
+pub(super) struct Touched(Mutex<[Option<Weak<[Arc<Served>]>>; 2]>);
+
+impl Touched {
+    fn set(&self, which: usize, regions: Option<&ServedRegions>) {
+        self.0.lock()[which] = regions.map(Arc::downgrade);
+    }
+
+    pub(super) fn sends(&self, regions: Option<&ServedRegions>) {
+        self.set(0, regions);
+    }
+
+    pub(super) fn receives(&self, regions: Option<&ServedRegions>) {
+        self.set(1, regions);
+    }
+
+    pub(super) fn concern(&self) -> Concern {
+        let kept: Vec<_> = self.0.lock().iter().flatten().filter_map(Weak::upgrade).collect();
+        Concern::Regions(kept.iter().flat_map(|regions| regions.iter()).map(|served| served.id).collect())
+    }
+}
+
+/// A stream of either kind, or a turn that others went on without.
 pub(super) enum Streaming {
     Fetch(Fetch),
     Store(Store),
+    Turn(Arc<LeftBehind>),
 }
 
 impl Streaming {
@@ -52,6 +110,7 @@ impl Streaming {
         match self {
             Streaming::Fetch(fetch) => fetch.stop(),
             Streaming::Store(store) => store.stop(),
+            Streaming::Turn(_) => {}
         }
     }
 
@@ -59,6 +118,8 @@ impl Streaming {
         match self {
             Streaming::Fetch(fetch) => fetch.copies(),
             Streaming::Store(store) => store.copies(),
+            Streaming::Turn(turn) if turn.is_over.load(Ordering::Acquire) => Copies::Settled,
+            Streaming::Turn(_) => Copies::InFlight,
         }
     }
 }
@@ -142,6 +203,25 @@ impl Ending {
         }
         self.table().streams.insert(token, Ended { stream, concern, answer, holds: Vec::new() });
         self.look(token).1 // the copies may have ended when nobody knew the stream
+    }
+
+    /// The thread is out of a turn that was left behind, and has given up the streams of its connection: what waits for
+    /// the turn waits for them now.
+    pub(super) fn is_out(&self, turn: &LeftBehind) {
+        let Some(token) = turn.token.get().copied() else { return };
+        let mut table = self.table();
+        let waits = table.streams.get_mut(&token).map(|ended| std::mem::take(&mut ended.holds));
+        let waits = waits.unwrap_or_default();
+        let of_same = |other: &u64| *other != token && Ending::key(*other) == Ending::key(token);
+        for (_, ended) in table.streams.iter_mut().filter(|(other, _)| of_same(other)) {
+            ended.holds.extend(waits.iter().cloned());
+        }
+        if let Some(ended) = table.streams.get_mut(&token) {
+            ended.holds = waits;
+        }
+        turn.is_over.store(true, Ordering::Release);
+        drop(table);
+        self.wake(token);
     }
 
     /// What can be told now that copies of this stream have ended.

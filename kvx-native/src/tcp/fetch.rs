@@ -322,7 +322,7 @@ impl RequestLane {
             let local = request.local.take();
             let (id, op, left) = (request.id, request.op, request.left);
             match op {
-                Op::Read if self.receiving == Some(slot) && input.in_payload() => input.abort(&mut scope.bin),
+                Op::Read if self.receiving == Some(slot) && input.in_payload() => input.abort(&scope.bin),
                 Op::Read => {}
                 Op::Write => {
                     self.given_up_writes += 1;
@@ -391,7 +391,7 @@ impl LaneEnd for RequestLane {
                 Err(why) => self.fail_receiving(why, scope),
             }
         }
-        chunk.discard(&mut scope.bin, max);
+        chunk.discard(&scope.bin, max);
         true
     }
 

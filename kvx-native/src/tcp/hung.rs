@@ -1,78 +1,210 @@
-//! Tells why an agent serves nobody: its thread waits for a page within one connection's system call.
+//! Notices that a turn hangs: in a page of registered memory that does not come, which no system call on a socket can
+//! do without. Another thread goes on with all other connections then.
 //!
-//! Nobody wakes for that. Whoever gives a transfer up, which mostly its deadline does, looks.
+//! A turn hangs if its thread is asleep whenever one looks, and no page came to it from one look to the next. One that
+//! waits for a core is not asleep, nor is one of a process that is stopped.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvx_core::Identity;
-use kvx_core::sync::Mutex;
+use kvx_core::sync::{Condvar, Mutex};
+use kvx_core::{Error, Kind, Result};
 
-/// No turn of a connection takes so long, also on a machine where many share a core.
-const HUNG: Duration = Duration::from_secs(1);
+use super::transport::{Handle, Shared};
 
-/// What the machine is at.
+/// The time between two looks.
+const LOOK: Duration = Duration::from_millis(50);
+/// A thread that is seen asleep in one turn so often in a row hangs.
+const LOOKS: u32 = 4;
+
+/// What is known of the machine's turns of connections; one at a time, but for those that were left behind.
 #[derive(Debug, Default)]
-pub(super) struct Turns(Mutex<Option<CurrentTurn>>);
-
-#[derive(Debug)]
-struct CurrentTurn {
-    /// Whom the connection leads to, if that is known.
-    with: Option<Identity>,
-    since: Instant,
-    told: bool,
+pub(super) struct Turns {
+    count: AtomicU64,
+    /// The number of the one that is under way, and its thread; 0: none.
+    under_way: AtomicU64,
+    thread: AtomicI32,
+    /// Whoever watches sleeps until a turn begins.
+    asleep: AtomicBool,
+    ended: Mutex<bool>,
+    changed: Condvar,
 }
 
-/// A turn that is under way.
-pub(super) struct Entered<'a>(&'a Turns);
+thread_local! {
+    static THREAD: i32 = rustix::thread::gettid().as_raw_nonzero().get();
+}
 
 impl Turns {
-    /// The machine begins a turn of a connection.
-    pub(super) fn enter(&self, with: Option<&Identity>, since: Instant) -> Entered<'_> {
-        *self.0.lock() = Some(CurrentTurn { with: with.cloned(), since, told: false });
-        Entered(self)
+    /// A turn begins on this thread, which has the machine's lock. Its number.
+    pub(super) fn begin(&self) -> u64 {
+        let number = self.count.load(Ordering::Relaxed) + 1;
+        self.count.store(number, Ordering::Relaxed);
+        self.thread.store(THREAD.with(|thread| *thread), Ordering::Relaxed);
+        // It is seen by who is about to sleep, or sees that he is.
+        self.under_way.store(number, Ordering::SeqCst);
+        if self.asleep.load(Ordering::SeqCst) {
+            self.wake();
+        }
+        number
     }
 
-    /// Warns, once a turn, if the one that is under way hangs. Says whether it did.
-    pub(super) fn look(&self, now: Instant) -> bool {
-        let mut turn = self.0.lock();
-        let Some(CurrentTurn { with, since, told }) = turn.as_mut() else { return false };
-        let hung_for = now.saturating_duration_since(*since);
-        if hung_for < HUNG || std::mem::replace(told, true) {
-            return false;
+    /// It has ended, under the machine's lock.
+    pub(super) fn end(&self) {
+        self.under_way.store(0, Ordering::Relaxed);
+    }
+
+    #[cold]
+    fn wake(&self) {
+        let _ended = self.ended.lock();
+        self.asleep.store(false, Ordering::SeqCst);
+        self.changed.notify_all();
+    }
+
+    /// Nobody needs to watch any more.
+    pub(super) fn stop_watching(&self) {
+        *self.ended.lock() = true;
+        self.changed.notify_all();
+    }
+
+    /// Until the next look; without work, until there is some. False: there is no next.
+    fn rest(&self, is_idle: bool) -> bool {
+        let mut ended = self.ended.lock();
+        if is_idle {
+            self.asleep.store(true, Ordering::SeqCst);
+            while !*ended && self.asleep.load(Ordering::SeqCst) && self.under_way.load(Ordering::SeqCst) == 0
+            {
+                ended = self.changed.wait_until(ended, None);
+            }
+            self.asleep.store(false, Ordering::SeqCst);
         }
-        let (peer, hung_for) = (with.clone(), hung_for.as_secs_f64());
-        drop(turn); // a subscriber is the program's
-        tracing::warn!(
-            ?peer,
-            hung_for,
-            "TCP: this agent's thread waits for a page that does not come, of memory that it sends to this peer or \
-             receives from it (userfaultfd, a file whose server hangs): all other peers wait with it"
-        );
-        true
+        let until = Instant::now() + LOOK;
+        while !*ended && Instant::now() < until {
+            ended = self.changed.wait_until(ended, Some(until));
+        }
+        !*ended
+    }
+
+    /// Calls `hangs` with the number of each turn that does, as long as it does.
+    fn watch(&self, mut hangs: impl FnMut(u64)) {
+        let (mut before, mut asleep, mut pages) = (0, 0, None);
+        let mut last = None;
+        while self.rest(last == Some((self.count.load(Ordering::Relaxed), 0))) {
+            let under_way = self.under_way.load(Ordering::Relaxed);
+            last = Some((self.count.load(Ordering::Relaxed), under_way));
+            if under_way == 0 || under_way != before {
+                (before, asleep, pages) = (under_way, 0, None);
+                continue;
+            }
+            let now = pages_while_asleep(self.thread.load(Ordering::Relaxed));
+            asleep = if now.is_some() && (now == pages || pages.is_none()) { asleep + 1 } else { 0 };
+            pages = now;
+            if asleep >= LOOKS && self.under_way.load(Ordering::Relaxed) == before {
+                hangs(before);
+                asleep = 0;
+            }
+        }
     }
 }
 
-impl Drop for Entered<'_> {
+/// How many pages a thread of this process had to wait for so far, if it is asleep within the kernel.
+fn pages_while_asleep(thread: i32) -> Option<(u64, u64)> {
+    let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).ok()?;
+    let (_, after_name) = stat.rsplit_once(") ")?;
+    let mut fields = after_name.split(' ');
+    let is_asleep = matches!(fields.next()?, "S" | "D");
+    let minor = fields.nth(6)?.parse().ok()?;
+    let major = fields.nth(1)?.parse().ok()?;
+    is_asleep.then_some((minor, major))
+}
+
+/// The thread that looks.
+pub(super) struct Watch {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Watch {
+    /// Errors: `Exhausted`.
+    pub(super) fn start(handle: &Arc<Handle>) -> Result<Self> {
+        let (shared, handle) = (Arc::clone(&handle.shared), Arc::downgrade(handle));
+        let watched = Arc::clone(&shared);
+        let go_on_without =
+            move |turn| handle.upgrade().into_iter().for_each(|handle| handle.go_on_without(turn));
+        let name = format!("kvx-tcp-watch {}", shared.agent.name);
+        let thread = std::thread::Builder::new().name(name);
+        let thread = thread.spawn(move || watched.turns.watch(go_on_without)).map_err(|error| {
+            Error::os("no thread to watch over TCP's turns: raise ulimit -u", error).kind_is(Kind::Exhausted)
+        })?;
+        Ok(Watch { shared, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// Ends it, and waits for that.
+    pub(super) fn end(&self) {
+        self.shared.turns.stop_watching();
+        let thread = self.thread.lock().take(); // and let go of the lock
+        if let Some(thread) = thread
+            && thread.thread().id() != std::thread::current().id()
+        {
+            thread.join().ok(); // a panic there has been reported by the panic hook
+        }
+    }
+}
+
+impl Drop for Watch {
     fn drop(&mut self) {
-        let over = self.0.0.lock().take();
-        drop(over); // without the lock
+        if kvx_core::fork::count() == 0 {
+            self.shared.turns.stop_watching();
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+
     use super::*;
 
+    /// Watches turns that `turn` has; the numbers of those that hang.
+    fn watched(turn: impl FnOnce(&Turns)) -> Vec<u64> {
+        let (turns, (tells, told)) = (Arc::new(Turns::default()), mpsc::channel());
+        let watches = Arc::clone(&turns);
+        let watch = std::thread::spawn(move || watches.watch(|number| tells.send(number).unwrap()));
+        turn(&turns);
+        turns.stop_watching();
+        watch.join().unwrap();
+        told.iter().collect()
+    }
+
     #[test]
-    fn a_turn_that_hangs_is_told_of_once() {
-        let (turns, begun) = (Turns::default(), Instant::now());
-        let later = begun + 2 * HUNG;
-        assert!(!turns.look(later), "nothing is under way");
-        let entered = turns.enter(None, begun);
-        assert!(!turns.look(begun) && turns.look(later) && !turns.look(later));
-        drop(entered);
-        assert!(!turns.look(later));
-        let _again = turns.enter(None, begun);
-        assert!(turns.look(later));
+    fn a_turn_whose_thread_sleeps_hangs() {
+        let hung = watched(|turns| {
+            turns.begin();
+            turns.end();
+            turns.begin();
+            std::thread::sleep(20 * LOOK);
+            turns.end();
+        });
+        assert!(hung.iter().all(|number| *number == 2) && !hung.is_empty(), "{hung:?}");
+    }
+
+    #[test]
+    fn a_turn_that_works_or_has_ended_does_not_hang() {
+        let hung = watched(|turns| {
+            turns.begin();
+            let until = Instant::now() + 8 * LOOK;
+            while Instant::now() < until {
+                std::hint::spin_loop();
+            }
+            turns.end();
+            std::thread::sleep(8 * LOOK);
+            for _ in 0..10 {
+                turns.begin();
+                std::thread::sleep(LOOK);
+                turns.end();
+            }
+        });
+        assert!(hung.is_empty(), "{hung:?}");
     }
 }

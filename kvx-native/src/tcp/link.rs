@@ -1,7 +1,6 @@
 //! A connected peer, as core holds it.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use kvx_core::sync::Mutex;
 use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS, Link, PeerSection, RemoteRegion, RemoteSpec, Turn};
@@ -41,8 +40,9 @@ pub(super) struct TcpRemote {
 
 impl RemoteRegion for TcpRemote {}
 
-// SAFETY: a plan's local memory is touched only by the machine, under its lock, while the plan's requests hold its
-// blocks; they let go of them before its ticket settles, and what a device still copies holds that up (`Ending`).
+// SAFETY: a plan's local memory is touched only in turns of the machine's connections, of which there is one at a time,
+// while the plan's requests hold its blocks; they let go of them before its ticket settles, and what a device still
+// copies, and a turn that others went on without, hold that up (`Ending`).
 unsafe impl Link for TcpLink {
     fn capabilities(&self) -> Arc<Capabilities> {
         Arc::new(capabilities())
@@ -77,7 +77,6 @@ unsafe impl Link for TcpLink {
 
     fn cancel(&self, id: TransferId) {
         self.handle.reactor.submit(Command::Cancel { link: self.id, id });
-        self.handle.shared.turns.look(Instant::now());
     }
 
     fn drive(&self) -> Turn {

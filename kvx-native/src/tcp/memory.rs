@@ -116,19 +116,14 @@ impl LocalRegion for TcpRegion {
     fn revoke(&self, done: Ticket) {
         self.handle.shared.regions.remove(&self.served);
         let region = self.served.id;
-        let done = match self.served.stage {
-            None => done,
-            // Nothing new reaches it then; copies that a device has begun may still do.
-            Some(_) => {
-                let ending = Arc::clone(&self.handle.shared.ending);
-                Ticket::new(move |result| {
-                    let concerns = |concern: &Concern| concern.touches(region);
-                    if let Some((done, result)) = ending.hold(concerns, done, result) {
-                        done.settle(result);
-                    }
-                })
+        let ending = Arc::clone(&self.handle.shared.ending);
+        // Nothing new reaches it then; copies that a device has begun, and a turn that hangs, may still do.
+        let done = Ticket::new(move |result| {
+            let concerns = |concern: &Concern| concern.touches(region);
+            if let Some((done, result)) = ending.hold(concerns, done, result) {
+                done.settle(result);
             }
-        };
+        });
         self.handle.reactor.submit(Command::Revoke { region, done });
     }
 }

@@ -2,10 +2,12 @@
 
 mod address;
 mod auth;
+mod away;
 mod buffers;
 mod chunk;
 mod config;
 mod conn;
+mod conns;
 mod ending;
 mod error;
 mod fetch;

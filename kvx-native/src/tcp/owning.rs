@@ -134,7 +134,7 @@ impl Machine {
 
     pub(super) fn revoke(&mut self, region: RegionId) {
         let mut touched = Vec::new();
-        for (key, conn) in &mut self.conns {
+        for (key, conn) in self.conns.iter_mut() {
             let Conn { role: Role::Served(lane), input, output, .. } = conn else { continue };
             lane.revoke(region, input, output, &mut self.scope);
             touched.push(key);
@@ -144,7 +144,7 @@ impl Machine {
 
     pub(super) fn resume(&mut self) {
         let mut touched = Vec::new();
-        for (key, conn) in &mut self.conns {
+        for (key, conn) in self.conns.iter_mut() {
             let Conn { role: Role::Served(lane), output, .. } = conn else { continue };
             if lane.resume(output, &self.scope.shared) {
                 touched.push(key);

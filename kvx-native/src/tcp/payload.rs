@@ -48,6 +48,11 @@ impl Source {
         }
     }
 
+    /// The owner's regions in host memory that it goes to.
+    pub(super) fn regions(&self) -> Option<&ServedRegions> {
+        if let Source::Host(blocks) = self { blocks.regions() } else { None }
+    }
+
     /// What wakes it when it waits for a device.
     pub(super) fn token(&self) -> Option<u64> {
         match self {
@@ -142,6 +147,11 @@ impl Sink {
         }
     }
 
+    /// The owner's regions in host memory that it goes to.
+    pub(super) fn regions(&self) -> Option<&ServedRegions> {
+        if let Sink::Host(blocks) = self { blocks.regions() } else { None }
+    }
+
     /// What wakes it when it waits for a device.
     pub(super) fn token(&self) -> Option<u64> {
         match self {
@@ -203,12 +213,15 @@ pub(super) struct HostBlocks {
     cursor: Extents,
 }
 
+/// Regions of the owner's, in the order of a request.
+pub(super) type ServedRegions = Arc<[Arc<Served>]>;
+
 /// What keeps the blocks' memory alive.
 enum BlockMemory {
     /// The initiator's: the plan.
     Plan(Arc<Bound>),
-    /// The owner's: its regions, in the order of the request.
-    Served(Vec<Arc<Served>>),
+    /// The owner's.
+    Served(ServedRegions),
 }
 
 impl HostBlocks {
@@ -219,11 +232,18 @@ impl HostBlocks {
 
     /// Blocks that a peer asked for; the cursor's grids have been checked against the regions.
     pub(super) fn served(regions: Vec<Arc<Served>>, cursor: Extents) -> Self {
-        HostBlocks { memory: BlockMemory::Served(regions), cursor }
+        HostBlocks { memory: BlockMemory::Served(regions.into()), cursor }
     }
 
     fn left(&self) -> u64 {
         self.cursor.left()
+    }
+
+    fn regions(&self) -> Option<&ServedRegions> {
+        match &self.memory {
+            BlockMemory::Served(regions) => Some(regions),
+            BlockMemory::Plan(_) => None,
+        }
     }
 
     fn touches(&self, region: RegionId) -> bool {

@@ -5,20 +5,19 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::control::proof::Keys;
-use kvx_backend::control::{Look, NoticesToPeer, Silence};
-use kvx_backend::reactor::Outbox;
-use kvx_core::transport::LinkState;
-use kvx_core::{Bound, Error, Identity, LinkId, Pair, Result, Ticket, TransferId};
-use slab::Slab;
-
 use super::conn::{Conn, Role, Scope};
-use super::ending::{Concern, Ending};
+use super::conns::Conns;
+use super::ending::Ending;
 use super::error;
 use super::frames::{Frame, put_bare, put_cancel, put_frame};
 use super::link::LinkStanding;
 use super::staging::{is_staged, share_stages};
 use crate::described::{self, Part};
+use kvx_backend::control::proof::Keys;
+use kvx_backend::control::{Look, NoticesToPeer, Silence};
+use kvx_backend::reactor::Outbox;
+use kvx_core::transport::LinkState;
+use kvx_core::{Bound, Error, Identity, LinkId, Pair, Result, Ticket, TransferId};
 
 /// Transfers of at most so many bytes go over the small lane.
 const SMALL: u64 = 64 << 10;
@@ -132,12 +131,7 @@ impl OpenedLink {
     }
 
     /// Sends out what the lanes have room for. Calls `touched` with the connections that now have output.
-    pub(super) fn issue(
-        &mut self,
-        conns: &mut Slab<Conn>,
-        scope: &mut Scope,
-        mut touched: impl FnMut(usize),
-    ) {
+    pub(super) fn issue(&mut self, conns: &mut Conns, scope: &mut Scope, mut touched: impl FnMut(usize)) {
         if !self.is_up() {
             return;
         }
@@ -200,7 +194,7 @@ impl OpenedLink {
         &mut self,
         id: TransferId,
         why: Error,
-        conns: &mut Slab<Conn>,
+        conns: &mut Conns,
         scope: &mut Scope,
         out: &mut Outbox,
         mut touched: impl FnMut(usize),
@@ -232,10 +226,9 @@ impl OpenedLink {
         self.settle(id, transfer.done, error::of_peer(why, &self.who), &scope.shared.ending, out);
     }
 
-    /// Fails a transfer when no device touches its memory any more.
+    /// Fails a transfer when nobody touches its memory any more.
     fn settle(&self, id: TransferId, done: Ticket, why: Error, ending: &Ending, out: &mut Outbox) {
-        let its = Concern::Transfer(self.id, id);
-        if let Some((done, result)) = ending.hold(|concern| *concern == its, done, Err(why)) {
+        if let Some((done, result)) = ending.hold(|concern| concern.is_of(self.id, id), done, Err(why)) {
             out.settle(done, result);
         }
     }
@@ -265,12 +258,7 @@ impl OpenedLink {
 
     /// Notes whether something is in flight, also what was given up and has not ended. `Some`: it has just begun, look
     /// at the silence then.
-    pub(super) fn note_busy(
-        &mut self,
-        now: Instant,
-        timeout: Duration,
-        conns: &Slab<Conn>,
-    ) -> Option<Instant> {
+    pub(super) fn note_busy(&mut self, now: Instant, timeout: Duration, conns: &Conns) -> Option<Instant> {
         let owed = || self.lanes.iter().flatten().any(|key| owes_ends(&conns[*key]));
         let in_flight = !self.transfers.is_empty() || self.notices.await_answer() || owed();
         let begun = self.silence.note(self.is_up() && in_flight, || now)?;
@@ -283,7 +271,7 @@ impl OpenedLink {
         &mut self,
         now: Instant,
         timeout: Duration,
-        conns: &mut Slab<Conn>,
+        conns: &mut Conns,
         mut touched: impl FnMut(usize),
     ) -> Look {
         if self.lanes.iter().flatten().any(|key| conns[*key].may_have_unread()) {
@@ -348,13 +336,13 @@ mod tests {
     /// A link that is up and waits for an acknowledgement since `now`, seen on a clock that the test moves.
     struct SilentPeer {
         peer: OpenedLink,
-        conns: Slab<Conn>,
+        conns: Conns,
         now: Instant,
     }
 
     impl SilentPeer {
         fn new() -> Self {
-            let (now, mut conns) = (Instant::now(), Slab::new());
+            let (now, mut conns) = (Instant::now(), Conns::default());
             let (socket, address) = (
                 Private::from(OwnedFd::from(std::fs::File::open("/dev/null").unwrap())),
                 ([127, 0, 0, 1], 1).into(),
@@ -401,7 +389,7 @@ mod tests {
     #[test]
     fn a_peer_whose_words_lie_unread_is_not_silent() {
         let mut waiting = SilentPeer::new();
-        for (_, conn) in &mut waiting.conns {
+        for (_, conn) in waiting.conns.iter_mut() {
             conn.event(true, false, false);
         }
         for _ in 0..20 {

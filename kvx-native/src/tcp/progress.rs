@@ -9,15 +9,16 @@ use std::time::{Duration, Instant};
 use kvx_backend::control::reasons::peer_silent;
 use kvx_backend::control::{HeldBytes, Look};
 use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn};
+use kvx_core::sync::Mutex;
 use kvx_core::transport::{INLINE_BYTES, LinkState};
-use kvx_core::{Bound, Error, Kind, LinkId, RegionId, Result, Ticket, TransferId};
-use slab::Slab;
+use kvx_core::{Bound, Error, Identity, Kind, LinkId, RegionId, Result, Ticket, TransferId};
 
-use super::chunk::{Bin, MAX_PIECES};
+use super::away::{Awaited, let_go};
+use super::chunk::Bin;
 use super::conn::{Conn, Effect, Role, Scope};
+use super::conns::Conns;
 use super::error;
 use super::frames::MAX_DATA;
-use super::linking::greet;
 use super::listener::Listener;
 use super::peers::OpenedLink;
 use super::transport::Shared;
@@ -28,7 +29,7 @@ pub(super) const HANDSHAKE: Duration = Duration::from_secs(5);
 /// How long no further closed connection makes a warning of its own.
 const WARNING_PAUSE: Duration = Duration::from_secs(1);
 /// Bytes that one connection moves before another has its turn.
-const SHARE: usize = 256 << 10;
+pub(super) const SHARE: usize = 256 << 10;
 /// Bytes of bulk work in a turn, and in a frame, while small work comes by: that waits for so much on either side.
 const BESIDE_SMALL: usize = 64 << 10;
 /// How long after a small transfer the next is expected. Not long: bulk work is half as fast meanwhile.
@@ -54,14 +55,23 @@ pub(super) enum Command {
 
 /// See the module.
 pub(super) struct Machine {
-    pub(super) scope: Scope,
-    wake: Wake,
+    pub(super) scope: Box<Scope>,
+    /// Another, for as long as that is away with a connection.
+    pub(super) spare: Option<Box<Scope>>,
+    /// The turn that is under way, and what is to be told that came before it.
+    pub(super) away: Option<Awaited>,
+    pub(super) untold: Outbox,
+    /// Turns that others went on without, whose connections are not lost yet.
+    pub(super) left: Vec<Awaited>,
+    /// What is held for peers.
+    pub(super) held: HeldBytes<Identity>,
+    pub(super) wake: Wake,
     pub(super) listener: Listener,
     /// Whether somebody may wait to be accepted.
     pub(super) accepting: bool,
     /// When to accept again.
     pub(super) accept_at: Option<Instant>,
-    pub(super) conns: Slab<Conn>,
+    pub(super) conns: Conns,
     pub(super) peers: HashMap<LinkId, OpenedLink>,
     /// Connections with something to do.
     small: VecDeque<usize>,
@@ -89,21 +99,17 @@ pub(super) struct Machine {
 impl Machine {
     pub(super) fn new(shared: Arc<Shared>, listener: Listener) -> Result<Self> {
         Ok(Machine {
-            scope: Scope {
-                shared,
-                bin: Bin::new(),
-                pieces: Vec::with_capacity(MAX_PIECES + 2),
-                effects: Vec::new(),
-                described: 0,
-                held: HeldBytes::default(),
-                piece: MAX_DATA,
-                small_came: false,
-            },
+            scope: Box::new(Scope::new(shared, Bin::new())),
+            spare: None,
+            away: None,
+            untold: Outbox::default(),
+            left: Vec::new(),
+            held: HeldBytes::default(),
             wake: Wake::new(&listener.socket)?,
             listener,
             accepting: true,
             accept_at: None,
-            conns: Slab::new(),
+            conns: Conns::default(),
             peers: HashMap::new(),
             small: VecDeque::new(),
             bulk: VecDeque::new(),
@@ -119,6 +125,11 @@ impl Machine {
             warned: None,
             unsaid: 0,
         })
+    }
+
+    /// The descriptor that wakes it.
+    pub(super) fn fds(&self) -> [RawFd; 1] {
+        self.wake.fds()
     }
 
     /// Queues a connection if it has something to do.
@@ -176,8 +187,8 @@ impl Machine {
     }
 
     /// Takes a connection out and closes it.
-    pub(super) fn remove(&mut self, key: usize) -> Option<Conn> {
-        let mut conn = self.conns.try_remove(key)?;
+    pub(super) fn remove(&mut self, key: usize) -> Option<Box<Conn>> {
+        let mut conn = self.conns.remove(key)?;
         match &conn.role {
             Role::Greeted(_) => self.handshakes -= 1,
             Role::Served(lane) => {
@@ -189,75 +200,11 @@ impl Machine {
             }
             _ => {}
         }
-        conn.let_go_of_held(&mut self.scope.held);
+        conn.let_go_of_held(&mut self.held);
         if let Some(lane) = conn.role.up_mut() {
             lane.release(&self.scope.shared.ending);
         }
         Some(conn)
-    }
-
-    /// A turn of one connection. Says how many bytes it moved.
-    fn serve(&mut self, key: usize, now: Instant, out: &mut Outbox) -> usize {
-        let Some(conn) = self.conns.get_mut(key) else { return 0 };
-        conn.queued = false;
-        if !conn.is_ready(self.scope.described) {
-            return 0;
-        }
-        let link = conn.role.lane().map(|(link, _)| link);
-        if let (Role::Connecting { link, lane }, Some(peer)) =
-            (&conn.role, link.and_then(|link| self.peers.get(&link)))
-        {
-            let (link, lane) = (*link, *lane);
-            if let Err(error) = greet(conn, link, lane, peer, &self.scope.shared) {
-                self.failed(key, error, now, out);
-                return 1;
-            }
-        }
-        let with = match &conn.role {
-            Role::Served(lane) => Some(&lane.who),
-            _ => link.and_then(|link| self.peers.get(&link)).map(|peer| &peer.who),
-        };
-        let shared = Arc::clone(&self.scope.shared);
-        let turn = shared.turns.enter(with, now);
-        let share = SHARE.min(self.scope.piece);
-        let received = conn.receive(share, key, &mut self.scope);
-        let moved = match received {
-            Ok(received) => conn.send(share, &mut self.scope).map(|sent| (received, sent)),
-            Err(error) => {
-                if conn.role.is_greeting() {
-                    conn.send(share, &mut self.scope).ok(); // the last word of a refusal
-                }
-                Err(error)
-            }
-        };
-        drop(turn);
-        let moved = moved.and_then(|moved| conn.note_held(&mut self.scope.held).map(|()| moved));
-        let finished = conn.closing && !conn.has_output();
-        let full = conn.note_full(now);
-        if let (Ok((received, _)), Some(peer)) = (&moved, link.and_then(|link| self.peers.get_mut(&link)))
-            && *received > 0
-        {
-            peer.heard(now);
-        }
-        if let Some(at) = full {
-            self.by(at, now);
-        }
-        self.take_effect(now, out);
-        self.drop_greediest(now, out);
-        match moved {
-            Ok((received, sent)) => {
-                if finished {
-                    self.remove(key);
-                } else {
-                    self.touch(key);
-                }
-                received + sent
-            }
-            Err(error) => {
-                self.failed(key, error, now, out);
-                1
-            }
-        }
     }
 
     pub(super) fn take_effect(&mut self, now: Instant, out: &mut Outbox) {
@@ -311,12 +258,12 @@ impl Machine {
     }
 
     /// All peers together hold too much: the one that holds most loses its connections.
-    fn drop_greediest(&mut self, now: Instant, out: &mut Outbox) {
-        let Some(greediest) = self.scope.held.greediest(|_| true) else { return };
+    pub(super) fn drop_greediest(&mut self, now: Instant, out: &mut Outbox) {
+        let Some(greediest) = self.held.greediest(|_| true) else { return };
         let its = |conn: &Conn| matches!(&conn.role, Role::Served(lane) if lane.who == greediest);
         let keys: Vec<_> = self.conns.iter().filter(|(_, conn)| its(conn)).map(|(key, _)| key).collect();
         for key in keys {
-            let why = self.scope.held.too_much();
+            let why = self.held.too_much();
             self.failed(key, why, now, out);
         }
     }
@@ -393,7 +340,7 @@ impl Machine {
             }
         }
         let mut late = Vec::new();
-        for (key, conn) in &mut self.conns {
+        for (key, conn) in self.conns.iter_mut() {
             match conn.deadline {
                 Some(deadline) if deadline <= now && !conn.queued => late.push((key, conn.peer)),
                 Some(deadline) => earlier(deadline),
@@ -420,12 +367,66 @@ impl Machine {
             self.by(next, now);
         }
     }
-}
 
-impl Progress for Machine {
-    type Command = Command;
+    /// The first part of a turn, before connections have theirs.
+    pub(super) fn begin(&mut self, now: Instant, out: &mut Outbox) -> Budget {
+        let brief = std::mem::take(&mut self.brief);
+        if !self.left.is_empty() {
+            self.lose_left(now, out);
+        }
+        let mut done = if self.woken.is_empty() { 0 } else { self.wake_streams(now, out) };
+        self.issue(now);
+        done += self.poll();
+        if self.accepting {
+            done += self.accept(now);
+        }
+        if std::mem::take(&mut self.scope.small_came) {
+            self.small_at = Some(now);
+        }
+        let beside_small = self.small_at.is_some_and(|at| now.saturating_duration_since(at) < LATELY);
+        self.scope.piece = if beside_small { BESIDE_SMALL } else { MAX_DATA };
+        let left = if brief { INLINE_BYTES as usize } else { self.scope.piece.min(SLICE as usize) };
+        Budget { brief, beside_small, small: self.small.len().min(SMALL_TURNS), left, bulk: None, done }
+    }
 
-    fn command(&mut self, command: Command, out: &mut Outbox) {
+    /// Whose turn it is.
+    pub(super) fn next(&mut self, budget: &mut Budget) -> Option<usize> {
+        if budget.bulk.is_none() {
+            if budget.small > 0
+                && budget.left > 0
+                && let Some(key) = self.small.pop_front()
+            {
+                budget.small -= 1;
+                return Some(key);
+            }
+            // Bulk work has its turn whatever small work there is, but not on the thread of somebody who posts.
+            budget.bulk = Some(if budget.brief { 0 } else { budget.left.max(1) });
+        }
+        if budget.bulk > Some(0) { self.bulk.pop_front() } else { None }
+    }
+
+    /// The last part of a turn.
+    pub(super) fn end(&mut self, budget: &Budget, now: Instant, out: &mut Outbox) -> Turn {
+        if self.ticked {
+            self.tick(now, out); // after what has come was read: this end may have been stopped for long
+        }
+        self.issue(now);
+        if !self.scope.effects.is_empty() {
+            self.take_effect(now, out); // of requests that could not even begin
+        }
+        self.bursting |= budget.done > BURST;
+        // The gap between two bursts of a stream is longer than a wake-up is worth.
+        let look_for = Duration::from_micros(if self.bursting { 250 } else { 20 });
+        Turn { look_for, yields: budget.beside_small, ..Turn::did(budget.done) }
+    }
+
+    pub(super) fn arm(&mut self) -> Armed {
+        self.bursting = false;
+        let work = !self.small.is_empty() || !self.bulk.is_empty() || !self.eager.is_empty();
+        if work || self.accepting || self.ticked { Armed::Again } else { Armed::Sleep(None) }
+    }
+
+    pub(super) fn command(&mut self, command: Command, out: &mut Outbox) {
         match command {
             Command::Connect(peer) => {
                 let link = peer.id;
@@ -468,64 +469,9 @@ impl Progress for Machine {
         }
     }
 
-    fn progress(&mut self, _: &Queued, out: &mut Outbox) -> Turn {
-        let now = Instant::now();
-        let brief = std::mem::take(&mut self.brief);
-        let mut done = if self.woken.is_empty() { 0 } else { self.wake_streams(now, out) };
-        self.issue(now);
-        done += self.poll();
-        if self.accepting {
-            done += self.accept(now);
-        }
-        if std::mem::take(&mut self.scope.small_came) {
-            self.small_at = Some(now);
-        }
-        let beside_small = self.small_at.is_some_and(|at| now.saturating_duration_since(at) < LATELY);
-        self.scope.piece = if beside_small { BESIDE_SMALL } else { MAX_DATA };
-        let mut left = if brief { INLINE_BYTES as usize } else { self.scope.piece.min(SLICE as usize) };
-        for _ in 0..self.small.len().min(SMALL_TURNS) {
-            if left == 0 {
-                break;
-            }
-            let Some(key) = self.small.pop_front() else { break };
-            let moved = self.serve(key, now, out);
-            left = left.saturating_sub(moved);
-            done += moved;
-        }
-        // Bulk work has its turn whatever small work there is, but not on the thread of somebody who posts.
-        let mut bulk = if brief { 0 } else { left.max(1) };
-        while bulk > 0
-            && let Some(key) = self.bulk.pop_front()
-        {
-            let moved = self.serve(key, now, out);
-            bulk = bulk.saturating_sub(moved.max(TURN));
-            done += moved;
-        }
-        if self.ticked {
-            self.tick(now, out); // after what has come was read: this end may have been stopped for long
-        }
-        self.issue(now);
-        if !self.scope.effects.is_empty() {
-            self.take_effect(now, out); // of requests that could not even begin
-        }
-        self.bursting |= done > BURST;
-        // The gap between two bursts of a stream is longer than a wake-up is worth.
-        let look_for = Duration::from_micros(if self.bursting { 250 } else { 20 });
-        Turn { look_for, yields: beside_small, ..Turn::did(done) }
-    }
-
-    fn arm(&mut self) -> Result<Armed> {
-        self.bursting = false;
-        let work = !self.small.is_empty() || !self.bulk.is_empty() || !self.eager.is_empty();
-        Ok(if work || self.accepting || self.ticked { Armed::Again } else { Armed::Sleep(None) })
-    }
-
-    fn fds(&self) -> &[RawFd] {
-        self.wake.fds()
-    }
-
-    fn stop(&mut self, out: &mut Outbox) {
+    pub(super) fn stop(&mut self, out: &mut Outbox) {
         let why = error::closed("the agent");
+        out.append(&mut self.untold);
         for key in self.conns.iter().map(|(key, _)| key).collect::<Vec<_>>() {
             self.remove(key);
         }
@@ -534,6 +480,84 @@ impl Progress for Machine {
             peer.fail(&why, ending, out);
         }
         ending.close().into_iter().for_each(|(ticket, result)| out.settle(ticket, result));
+    }
+}
+
+/// What a turn may do, and has done.
+pub(super) struct Budget {
+    brief: bool,
+    beside_small: bool,
+    /// Small connections that may have their turn.
+    small: usize,
+    /// Bytes that are left for them.
+    left: usize,
+    /// Bytes that are left for bulk connections, once it is their turn.
+    bulk: Option<usize>,
+    done: usize,
+}
+
+impl Budget {
+    /// A connection has moved so many bytes.
+    pub(super) fn spend(&mut self, moved: usize) {
+        match &mut self.bulk {
+            None => self.left = self.left.saturating_sub(moved),
+            Some(bulk) => *bulk = bulk.saturating_sub(moved.max(TURN)),
+        }
+        self.done += moved;
+    }
+}
+
+/// Works on a machine until one of its turns hangs; then another does.
+pub(super) struct Operator {
+    machine: Arc<Mutex<Machine>>,
+    fds: [RawFd; 1],
+}
+
+impl Operator {
+    pub(super) fn of(machine: Arc<Mutex<Machine>>) -> Self {
+        let fds = machine.lock().fds();
+        Operator { machine, fds }
+    }
+}
+
+impl Progress for Operator {
+    type Command = Command;
+
+    fn command(&mut self, command: Command, out: &mut Outbox) {
+        self.machine.lock().command(command, out);
+    }
+
+    fn progress(&mut self, _: &Queued, out: &mut Outbox) -> Turn {
+        let now = Instant::now();
+        let mut machine = self.machine.lock();
+        let mut budget = machine.begin(now, out);
+        while let Some(key) = machine.next(&mut budget) {
+            let Some(mut away) = machine.send_away(key, now, out) else { continue };
+            drop(machine);
+            let moved = away.serve();
+            machine = self.machine.lock();
+            match machine.take_back(away, moved, now, out) {
+                Ok(moved) => budget.spend(moved),
+                Err(away) => {
+                    drop(machine);
+                    let_go(&self.machine, away);
+                    return Turn::did(1);
+                }
+            }
+        }
+        machine.end(&budget, now, out)
+    }
+
+    fn arm(&mut self) -> Result<Armed> {
+        Ok(self.machine.lock().arm())
+    }
+
+    fn fds(&self) -> &[RawFd] {
+        &self.fds
+    }
+
+    fn stop(&mut self, out: &mut Outbox) {
+        self.machine.lock().stop(out);
     }
 
     fn late(command: Command) {

@@ -45,6 +45,11 @@ impl DeviceStages {
         Ok(Some(stage))
     }
 
+    /// Whether no device has memory that is registered.
+    pub(super) fn are_none(&self) -> bool {
+        self.0.lock().is_empty()
+    }
+
     fn find(&self, access: &Arc<dyn DeviceAccess>, ending: &Arc<Ending>) -> Arc<DeviceStage> {
         let mut stages = self.0.lock();
         if let Some(known) = stages.iter().find(|stage| Arc::ptr_eq(stage.bulk.access(), access)) {

@@ -1,11 +1,12 @@
 //! The backend, opened: a listener, a machine, and its thread.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use kvx_backend::control::proof::Keys;
 use kvx_backend::reactor::Reactor;
+use kvx_core::sync::Mutex;
 use kvx_core::transport::{
     Admission, Availability, Context, Events, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
 };
@@ -18,12 +19,12 @@ use super::address;
 use super::config::Config;
 use super::ending::Ending;
 use super::error::NAME;
-use super::hung::Turns;
+use super::hung::{Turns, Watch};
 use super::link::{LinkStanding, TcpLink};
 use super::listener::{Listener, host_addresses};
 use super::memory::{Regions, TcpRegion};
 use super::peers::OpenedLink;
-use super::progress::{Command, Machine};
+use super::progress::{Command, Machine, Operator};
 use super::seal::Seal;
 use super::staging::DeviceStages;
 
@@ -81,7 +82,7 @@ pub(super) fn capabilities() -> Capabilities {
         revocation: Revocation::Owner,
         peer_loss_within: Some(Duration::from_secs(1)),
         settles_without_peer: PerOp::BOTH,
-        hung_page: HeldUp::Agent,
+        hung_page: HeldUp::Peer,
         ordered: false,
         // Memory of a device brings along who copies it.
         local: MemoryKinds::ALL,
@@ -114,11 +115,19 @@ impl Shared {
 /// What links and regions hold: the way to the machine.
 pub(super) struct Handle {
     pub(super) shared: Arc<Shared>,
-    pub(super) reactor: Reactor<Machine>,
+    pub(super) reactor: Reactor<Operator>,
+    machine: Weak<Mutex<Machine>>,
     process: u32,
 }
 
 impl Handle {
+    /// Has another thread go on without a turn that hangs.
+    pub(super) fn go_on_without(&self, turn: u64) {
+        let Some(machine) = self.machine.upgrade() else { return self.shared.turns.stop_watching() };
+        let next = Operator::of(Arc::clone(&machine));
+        machine.lock().leave_behind(turn, || self.reactor.go_on_with(next));
+    }
+
     /// Whether this is the process that opened it, not a forked child: only there does the machine run.
     pub(super) fn is_at_home(&self) -> bool {
         std::process::id() == self.process
@@ -127,6 +136,7 @@ impl Handle {
 
 struct TcpTransport {
     handle: Arc<Handle>,
+    watch: Watch,
     capabilities: Capabilities,
     address: Vec<u8>,
 }
@@ -149,16 +159,18 @@ fn open(context: Context) -> Result<TcpTransport> {
         ending: Arc::default(),
         turns: Turns::default(),
     });
-    let machine = Machine::new(Arc::clone(&shared), listener)?;
-    let reactor = Reactor::start(name, machine, events)?;
-    let handle = Arc::new(Handle { shared, reactor, process: std::process::id() });
+    let machine = Arc::new(Mutex::new(Machine::new(Arc::clone(&shared), listener)?));
+    let (operator, machine) = (Operator::of(Arc::clone(&machine)), Arc::downgrade(&machine));
+    let reactor = Reactor::start(name, operator, events)?;
+    let handle = Arc::new(Handle { shared, reactor, machine, process: std::process::id() });
     handle.shared.ending.home(&handle);
-    Ok(TcpTransport { handle, capabilities: capabilities(), address })
+    let watch = Watch::start(&handle)?;
+    Ok(TcpTransport { handle, watch, capabilities: capabilities(), address })
 }
 
 // SAFETY: the machine touches a plan's memory as `TcpLink` says. A region's memory is touched for requests that hold
 // it, and a revocation takes it out of the table and then from each of them, before it settles; what a device still
-// copies for one of them holds the revocation up (`Ending`).
+// copies for one of them, and a turn that hangs in it, hold the revocation up (`Ending`).
 unsafe impl Transport for TcpTransport {
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
@@ -198,6 +210,7 @@ unsafe impl Transport for TcpTransport {
 
     fn shutdown(&self, done: Ticket) {
         self.handle.reactor.stop();
+        self.watch.end();
         done.settle(Ok(()));
     }
 }

@@ -29,7 +29,6 @@ pub(super) enum Event {
 
 pub(super) struct Wake {
     epoll: OwnedFd,
-    fds: [RawFd; 1],
     timer: OwnedFd,
     armed: Option<Instant>,
     events: Vec<epoll::Event>,
@@ -52,20 +51,24 @@ impl Wake {
             )?;
             epoll::add(&epoll, &timer, EventData::new_u64(TIMER), EventFlags::IN)?;
             epoll::add(&epoll, &listener, EventData::new_u64(LISTENER), EventFlags::IN | EventFlags::ET)?;
-            let fds = [epoll.as_raw_fd()];
-            Ok(Wake { epoll, fds, timer, armed: None, events: Vec::with_capacity(EVENTS) })
+            Ok(Wake { epoll, timer, armed: None, events: Vec::with_capacity(EVENTS) })
         };
         make().map_err(refused)
     }
 
-    pub(super) fn fds(&self) -> &[RawFd] {
-        &self.fds
+    pub(super) fn fds(&self) -> [RawFd; 1] {
+        [self.epoll.as_raw_fd()]
     }
 
     /// Watches a connection: each change is told once. Closing the socket ends it.
     pub(super) fn watch(&self, key: usize, socket: impl AsFd) -> Result<()> {
         let flags = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
         epoll::add(&self.epoll, socket, EventData::new_u64(key as u64), flags).map_err(refused)
+    }
+
+    /// Does not watch it any more, which is still open.
+    pub(super) fn unwatch(&self, socket: impl AsFd) {
+        epoll::delete(&self.epoll, socket).ok();
     }
 
     /// Tells what has happened, without waiting.

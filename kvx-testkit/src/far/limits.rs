@@ -95,8 +95,9 @@ const USERS_ONLY: u32 = 1;
 const MESSAGE: usize = 32;
 
 impl HungPage {
-    /// One in the middle of this memory of the program's own, which loses what was there.
-    pub(crate) fn of(memory: &Arc<Memory>) -> Result<Self> {
+    /// One in the middle of this memory of the program's own, which loses what was there. Errors: `Unavailable`, as for
+    /// who is not root.
+    pub fn of(memory: &Arc<Memory>) -> Result<Self> {
         let page = HungPage::at(memory, memory.len() / 2, MISSING)?;
         page.take_away()?;
         Ok(page)

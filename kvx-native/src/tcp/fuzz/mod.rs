@@ -26,11 +26,11 @@ use kvx_core::transport::{Events, Full, LinkState};
 use kvx_core::wire::Reader;
 use kvx_core::{Identity, Incarnation, Invitation, LinkId, Memory, Options, Result, Sender};
 use kvx_noise::{NoiseHandshake, RECORD, Seals, TAG};
-use slab::Slab;
 
 use super::chunk::Bin;
 use super::config::Config;
 use super::conn::{Conn, Role, Scope};
+use super::conns::Conns;
 use super::ending::Ending;
 use super::frames::{Frame, HEADER, Header, MAX_DATA};
 use super::memory::Regions;
@@ -59,8 +59,9 @@ impl Events for Inbox {
 
 /// One end of a link's lanes, and their sockets' other ends.
 struct Lanes {
-    conns: Slab<Conn>,
+    conns: Conns,
     scope: Scope,
+    held: HeldBytes<Identity>,
     inbox: Arc<Inbox>,
     fars: Vec<Far>,
     /// Bytes that the peers send at a time.
@@ -120,17 +121,8 @@ impl Lanes {
             ending: Arc::new(Ending::default()),
             turns: Default::default(),
         };
-        let scope = Scope {
-            shared: Arc::new(shared),
-            bin: Bin::new(),
-            pieces: Vec::new(),
-            effects: Vec::new(),
-            described: 0,
-            held: HeldBytes::default(),
-            piece: MAX_DATA,
-            small_came: false,
-        };
-        let mut conns = Slab::new();
+        let scope = Scope::new(Arc::new(shared), Bin::new());
+        let mut conns = Conns::default();
         for (number, (near, ours)) in sockets.into_iter().enumerate() {
             near.set_nonblocking(true).expect("it is open");
             let near = Private::from(OwnedFd::from(near));
@@ -141,7 +133,7 @@ impl Lanes {
             conn.output.seal_from_here(ours.sealer, seal);
             conns.insert(conn);
         }
-        Lanes { conns, scope, inbox, fars: Vec::new(), piece: usize::MAX }
+        Lanes { conns, scope, held: HeldBytes::default(), inbox, fars: Vec::new(), piece: usize::MAX }
     }
 
     /// A turn of one lane. Says whether anything moved; calls `heard` with each header that its peer gets. Errors end
@@ -157,25 +149,25 @@ impl Lanes {
     fn turn_here(&mut self, key: usize) -> Result<usize> {
         let (conn, scope) = (&mut self.conns[key], &mut self.scope);
         conn.event(true, true, false);
-        let got = conn.receive(SHARE, key, scope)?;
-        let sent = conn.send(SHARE, scope)?;
-        conn.note_held(&mut scope.held)?;
+        let (got, sent) = conn.serve(SHARE, key, scope)?;
+        conn.note_held(&mut self.held)?;
         Ok(got + sent)
     }
 
     /// All connections end, as the machine ends them.
     fn end(&mut self) {
-        for mut conn in self.conns.drain() {
+        for key in self.conns.iter().map(|(key, _)| key).collect::<Vec<_>>() {
+            let Some(mut conn) = self.conns.remove(key) else { continue };
             if let Role::Served(lane) = &conn.role {
                 self.scope.described -= lane.described();
             }
-            conn.let_go_of_held(&mut self.scope.held);
+            conn.let_go_of_held(&mut self.held);
             if let Some(lane) = conn.role.up_mut() {
                 lane.release(&self.scope.shared.ending);
             }
         }
         assert_eq!(self.scope.described, 0, "descriptions are counted that nobody holds");
-        assert!(self.scope.held.greediest(|_| true).is_none());
+        assert!(self.held.greediest(|_| true).is_none());
     }
 }
 

@@ -93,7 +93,7 @@ pub(super) fn take_effects(lanes: &mut Lanes) -> Result<(), ()> {
 /// Takes a region back, and asks its lanes to let go of it.
 pub(super) fn revoke(lanes: &mut Lanes, served: &Served) {
     lanes.scope.shared.regions.remove(served);
-    for (_, conn) in &mut lanes.conns {
+    for (_, conn) in lanes.conns.iter_mut() {
         let Conn { role: Role::Served(lane), input, output, .. } = conn else { continue };
         lane.revoke(served.id, input, output, &mut lanes.scope);
     }
@@ -102,7 +102,7 @@ pub(super) fn revoke(lanes: &mut Lanes, served: &Served) {
 /// Has room for notifications, or none.
 pub(super) fn set_room(lanes: &mut Lanes, has_room: bool) {
     lanes.inbox.0.store(!has_room, Ordering::Relaxed);
-    for (_, conn) in &mut lanes.conns {
+    for (_, conn) in lanes.conns.iter_mut() {
         let Conn { role: Role::Served(lane), output, .. } = conn else { continue };
         lane.resume(output, &lanes.scope.shared);
     }

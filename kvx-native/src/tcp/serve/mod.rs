@@ -15,7 +15,7 @@ use crate::described::Described;
 use crate::tcp::buffers::{Input, Output};
 use crate::tcp::chunk::Chunk;
 use crate::tcp::conn::{Effect, LaneEnd, Scope};
-use crate::tcp::ending::{Concern, Ending};
+use crate::tcp::ending::{Concern, Ending, Touched};
 use crate::tcp::frames::{Frame, Header, put_bare, put_end};
 use crate::tcp::memory::Served;
 use crate::tcp::payload::{HostBlocks, Sink, Source};
@@ -69,6 +69,8 @@ pub(crate) struct ServedLane {
     /// The same of `writes`.
     writes_described: usize,
     notices: NoticesFromPeer,
+    /// For whoever goes on without it, should its turn hang.
+    pub(crate) touched: Arc<Touched>,
 }
 
 fn malformed(why: impl std::fmt::Display) -> Error {
@@ -101,6 +103,7 @@ impl ServedLane {
             reads_described: 0,
             writes_described: 0,
             notices: NoticesFromPeer::default(),
+            touched: Arc::default(),
         }
     }
 
@@ -306,6 +309,11 @@ impl LaneEnd for ServedLane {
         };
         let max = output.most_payload(scope.piece);
         output.chunk.clear();
+        self.touched.sends(reading.source.regions());
+        if scope.left_behind.is_so() {
+            self.sending = Some(reading); // nobody may know of its regions
+            return;
+        }
         reading.source.gather(&mut output.chunk, max);
         let len = output.chunk.left();
         Header { frame: Frame::Data, len, id: reading.id }.encode(output.head());
@@ -382,13 +390,18 @@ impl LaneEnd for ServedLane {
     }
 
     fn fill(&mut self, chunk: &mut Chunk, max: usize, output: &mut Output, scope: &mut Scope) -> bool {
+        let touched = Arc::clone(&self.touched);
         if let Some((id, sink)) = self.receiving() {
+            touched.receives(sink.regions());
+            if scope.left_behind.is_so() {
+                return false; // nobody may know of these
+            }
             match sink.fill(chunk, max) {
                 Ok(is_there) => return is_there,
                 Err(why) => self.refuse_write(id, &why, output, scope),
             }
         }
-        chunk.discard(&mut scope.bin, max);
+        chunk.discard(&scope.bin, max);
         true
     }
 

@@ -98,7 +98,7 @@ impl ServedLane {
         };
         for id in self.writes.iter().filter_map(refused).collect::<Vec<_>>() {
             if input.in_payload() && self.receiving.is_some_and(|(receiving, _)| receiving == id) {
-                input.abort(&mut scope.bin);
+                input.abort(&scope.bin);
             }
             self.refuse_write(id, why, output, scope);
         }

@@ -20,7 +20,7 @@ pub use kvx_cuda as cuda;
 #[cfg(all(target_os = "linux", any(feature = "cuda", feature = "rocm")))]
 pub use kvx_gpu as gpu;
 #[cfg(all(target_os = "linux", feature = "libfabric"))]
-pub use kvx_libfabric::Libfabric;
+pub use kvx_libfabric::{Libfabric, bound_kept_messages};
 #[cfg(all(target_os = "linux", feature = "mooncake"))]
 pub use kvx_mooncake::Mooncake;
 #[cfg(all(target_os = "linux", feature = "shm"))]

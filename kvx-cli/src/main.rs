@@ -117,6 +117,11 @@ fn output_apart() -> std::io::Result<File> {
 
 fn main() -> ExitCode {
     let command = Program::parse().command;
+    #[cfg(feature = "libfabric")]
+    if !matches!(command, Command::Backends(_)) {
+        // SAFETY: nothing has started a thread. (`backends` says what other programs get.)
+        unsafe { kvx::bound_kept_messages() };
+    }
     let out = &mut match output_apart() {
         Ok(output) => LineWriter::new(output),
         Err(error) => {

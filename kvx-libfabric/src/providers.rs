@@ -106,7 +106,7 @@ const SMALL: usize = 4352;
 /// Their size, and what ofi_rxm compares with a peer's when it connects. No attribute tells either.
 const SIZE: &str = "FI_OFI_RXM_BUFFER_SIZE";
 const LIMIT: &str = "FI_OFI_RXM_EAGER_LIMIT";
-const UNBOUNDED: &str = "whoever reaches its port can have ofi_rxm keep messages without a bound, and others wait meanwhile: set FI_OFI_RXM_BUFFER_SIZE=4352 and FI_OFI_RXM_EAGER_LIMIT=16384 in the environment, or use the backend TCP";
+const UNBOUNDED: &str = "whoever reaches its port can have ofi_rxm keep messages without a bound, and others wait meanwhile: set FI_OFI_RXM_BUFFER_SIZE=4352 and FI_OFI_RXM_EAGER_LIMIT=16384 in the environment (`kvx serve` does), or use the backend TCP";
 const ALONE: &str = "ofi_rxm refuses peers whose FI_OFI_RXM_BUFFER_SIZE is another, or is not set: set FI_OFI_RXM_EAGER_LIMIT=16384 beside it";
 
 /// What the operator should know of a provider, if anything.
@@ -119,6 +119,28 @@ pub(crate) fn caution(provider: &str) -> Option<&'static str> {
         (Some(..=SMALL), Some(_)) => None,
         (Some(..=SMALL), None) => Some(ALONE),
         _ => Some(UNBOUNDED),
+    }
+}
+
+/// The values that bound it, which the cautions name.
+const BOUNDED: [(&str, &str); 2] = [(SIZE, "4352"), (LIMIT, "16384")];
+/// Where Linux lists cards for RDMA.
+const CARDS: &str = "/sys/class/infiniband";
+
+/// Has libfabric keep no more of what strangers send over sockets than this process handles: sets
+/// `FI_OFI_RXM_BUFFER_SIZE` and `FI_OFI_RXM_EAGER_LIMIT` for it and for what it starts. Where one of the two is set it
+/// leaves them alone, and beside a card for RDMA, with which this was never tried. See SECURITY.md.
+///
+/// # Safety
+/// No other thread uses the environment meanwhile: call it first in `main`, before anything starts threads.
+pub unsafe fn bound_kept_messages() {
+    let has_card = std::fs::read_dir(CARDS).is_ok_and(|mut cards| cards.next().is_some());
+    if has_card || BOUNDED.iter().any(|(variable, _)| std::env::var_os(variable).is_some()) {
+        return;
+    }
+    for (variable, value) in BOUNDED {
+        // SAFETY: the caller vouches for it that nobody else looks.
+        unsafe { std::env::set_var(variable, value) };
     }
 }
 

@@ -199,9 +199,14 @@ impl Machine {
         true
     }
 
-    /// The connections whose turns hang are lost, and those that belong to them.
-    pub(super) fn lose_left(&mut self, now: Instant, out: &mut Outbox) {
+    /// The connections whose turns hang are lost, and those that belong to them: before anything else is done, as much
+    /// still leads to them.
+    pub(super) fn lose_left(&mut self, out: &mut Outbox) {
+        if self.left.is_empty() {
+            return;
+        }
         out.append(&mut self.untold);
+        let now = Instant::now();
         for Awaited { key, what, peer: from, .. } in std::mem::take(&mut self.left) {
             self.conns.remove(key);
             let whom = match &what {

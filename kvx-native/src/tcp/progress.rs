@@ -371,9 +371,6 @@ impl Machine {
     /// The first part of a turn, before connections have theirs.
     pub(super) fn begin(&mut self, now: Instant, out: &mut Outbox) -> Budget {
         let brief = std::mem::take(&mut self.brief);
-        if !self.left.is_empty() {
-            self.lose_left(now, out);
-        }
         let mut done = if self.woken.is_empty() { 0 } else { self.wake_streams(now, out) };
         self.issue(now);
         done += self.poll();
@@ -471,7 +468,6 @@ impl Machine {
 
     pub(super) fn stop(&mut self, out: &mut Outbox) {
         let why = error::closed("the agent");
-        out.append(&mut self.untold);
         for key in self.conns.iter().map(|(key, _)| key).collect::<Vec<_>>() {
             self.remove(key);
         }
@@ -524,12 +520,15 @@ impl Progress for Operator {
     type Command = Command;
 
     fn command(&mut self, command: Command, out: &mut Outbox) {
-        self.machine.lock().command(command, out);
+        let mut machine = self.machine.lock();
+        machine.lose_left(out);
+        machine.command(command, out);
     }
 
     fn progress(&mut self, _: &Queued, out: &mut Outbox) -> Turn {
         let now = Instant::now();
         let mut machine = self.machine.lock();
+        machine.lose_left(out);
         let mut budget = machine.begin(now, out);
         while let Some(key) = machine.next(&mut budget) {
             let Some(mut away) = machine.send_away(key, now, out) else { continue };
@@ -557,7 +556,9 @@ impl Progress for Operator {
     }
 
     fn stop(&mut self, out: &mut Outbox) {
-        self.machine.lock().stop(out);
+        let mut machine = self.machine.lock();
+        machine.lose_left(out);
+        machine.stop(out);
     }
 
     fn late(command: Command) {

@@ -15,7 +15,7 @@ const PROVIDER: &str = "tcp;ofi_rxm";
 /// What SECURITY.md tells operators to set, and its values.
 const SIZE: (&str, &str) = ("FI_OFI_RXM_BUFFER_SIZE", "4352");
 const LIMIT: (&str, &str) = ("FI_OFI_RXM_EAGER_LIMIT", "16384");
-/// A process that has this variable says what operators are told, and ends; with this value it bounds its buffers itself.
+/// A process that has this variable says what operators are told, and ends. With this value it bounds its buffers.
 const TELLS: &str = "KVX_LIBFABRIC_TELLS";
 const BOUNDS: &str = "bounds";
 

@@ -6,9 +6,9 @@ mod tcp_pair;
 
 use std::time::{Duration, Instant};
 
-use kvx_core::{Grid, Kind, Memory, Peer, Plan, Region, Transfer};
-use kvx_testkit::{HungPage, skip};
-use tcp_pair::{CUT_OFF, Pair, agent, pattern};
+use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Peer, Plan, Region, Transfer};
+use kvx_testkit::{HungPage, TestDevice, skip};
+use tcp_pair::{CUT_OFF, Pair, agent, agent_with, pattern};
 
 const LEN: usize = 4 << 20;
 /// Of what waits for the page.
@@ -68,4 +68,75 @@ fn an_owners_page_holds_up_its_region_and_no_other() {
     read(&peer, "again", &pair.ours, CUT_OFF).wait(CUT_OFF).unwrap();
     assert_eq!(Pair::all(&pair.ours), pair.bytes);
     drop(again);
+}
+
+/// Who is connected to this owner by one bulk lane, and has memory.
+fn connected(name: &str, owner: &Agent) -> (Agent, Region, Peer) {
+    let agent = agent_with(name, r#"{"tcp": {"connections": 1}}"#, None);
+    let into = agent.register("into", Memory::owned(vec![2; LEN])).unwrap();
+    let peer = agent.connect(owner.metadata().unwrap()).unwrap();
+    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    (agent, into, peer)
+}
+
+#[test]
+fn a_lane_that_hangs_keeps_no_bounce_buffers_from_others() {
+    if cannot("a_lane_that_hangs_keeps_no_bounce_buffers_from_others") {
+        return;
+    }
+    let owner = agent("owner");
+    let device = TestDevice::new(MemoryKind::Cuda);
+    let _device = owner.register("device", device.allocate(LEN)).unwrap();
+    let host = owner.register("host", Memory::owned(vec![1; LEN])).unwrap();
+    let (_greedy, into, greedy) = connected("greedy", &owner);
+    let (_other, others, other) = connected("other", &owner);
+    let page = HungPage::of(host.memory()).unwrap();
+    let mut held_up = vec![read(&greedy, "host", &into, DEADLINE)];
+    // More than there are buffers, in requests that come with the one that hangs.
+    let grid = Grid::packed(100 << 10, 40);
+    for block in 0..38 {
+        let from = greedy.region("device").unwrap().grid(grid).unwrap().blocks(vec![block]);
+        let plan = Plan::read(into.grid(grid).unwrap().blocks(vec![block]), from).unwrap();
+        held_up.push(greedy.transfer(&plan).deadline(DEADLINE).post().unwrap());
+    }
+    for transfer in held_up {
+        transfer.wait(CUT_OFF).ok(); // some may have been served before
+    }
+    read(&other, "device", &others, CUT_OFF / 4).wait(CUT_OFF).unwrap();
+    drop(page);
+}
+
+#[test]
+fn nobody_writes_where_a_write_that_hangs_may_still_land() {
+    if cannot("nobody_writes_where_a_write_that_hangs_may_still_land") {
+        return;
+    }
+    let owner = agent("owner");
+    let theirs = owner.register("kv", Memory::owned(vec![0; LEN])).unwrap();
+    let page_size = 4096;
+    let (middle, last) = ((LEN / 2 / page_size) as u32, 9);
+    let grid = Grid::packed(page_size as u64, (LEN / page_size) as u32);
+    let write = |peer: &Peer, from: &Region, blocks: &[u32], deadline| {
+        let to = peer.region("kv").unwrap().grid(grid).unwrap().blocks(blocks.to_vec());
+        let plan = Plan::write(from.grid(grid).unwrap().blocks(blocks.to_vec()), to).unwrap();
+        peer.transfer(&plan).deadline(deadline).post().unwrap().wait(CUT_OFF)
+    };
+    let (writer, from, peer) = connected("writer", &owner);
+    let page = HungPage::of(theirs.memory()).unwrap();
+    from.copy_in(0, &vec![1; LEN]).unwrap();
+    let hung = write(&peer, &from, &[middle, middle + 1, last], DEADLINE).unwrap_err();
+    assert!(matches!(hung.kind(), Kind::TimedOut | Kind::PeerLost), "{hung:?}");
+
+    from.copy_in(0, &vec![2; LEN]).unwrap();
+    let peer = writer.connect(owner.metadata().unwrap()).unwrap();
+    assert_eq!(write(&peer, &from, &[last], CUT_OFF).unwrap_err().kind(), Kind::Exhausted);
+    drop(page);
+    let until = Instant::now() + CUT_OFF;
+    while let Err(error) = write(&peer, &from, &[last], CUT_OFF) {
+        assert!(error.kind() == Kind::Exhausted && Instant::now() < until, "{error:?}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let mut block = [0];
+    theirs.copy_out(last as usize * page_size, &mut block).unwrap();
+    assert_eq!(block, [2]);
 }

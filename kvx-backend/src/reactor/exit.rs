@@ -15,7 +15,8 @@ const LONGEST: Duration = Duration::from_secs(1);
 
 /// A machine that can be kept from doing anything any more.
 pub(super) trait Halt: Send + Sync {
-    /// Returns when nobody is in it, or at `until`. From then on nobody comes in.
+    /// Returns when nobody is in it, but for turns that others went on without, or at `until`. From then on nobody
+    /// comes in.
     fn halt(&self, until: Instant);
 }
 

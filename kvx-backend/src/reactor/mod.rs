@@ -168,6 +168,8 @@ struct Driven<P: Progress> {
 
 /// Commands of one turn for which there is always space.
 const SPACE: usize = 64;
+/// How often who waits for a machine's thread to end looks whether it has.
+const LOOKS_WHETHER_STOPPED: Duration = Duration::from_micros(100);
 /// The most machines that take another's place, one after the other: each keeps a descriptor until the end.
 const MAX_ROOMS: usize = 64;
 
@@ -230,9 +232,14 @@ impl<P: Progress> Reactor<P> {
             return Err(Error::new(Kind::Exhausted, why));
         }
         let next = Box::new(Room::around(machine)?);
+        let queue = self.shared.queue.lock();
+        if queue.is_none() {
+            return Err(Error::new(Kind::Closed, "the machine has ended"));
+        }
         // It waits for its room, whose number only this thread gives.
         let started = self.shared.start_thread(&self.name, number + 1)?;
         last.next.set(next).ok(); // it was the last
+        drop(queue);
         *thread = Some(started);
         last.sleep.wake(); // its thread, if another one hangs, ends
         fence(Ordering::SeqCst);
@@ -327,16 +334,22 @@ impl<P: Progress> Reactor<P> {
         self.shared.stop();
     }
 
-    /// Stops the machine and waits for its thread, unless that is the calling one. A turn that hangs is waited for, if
-    /// no other machine had taken its place.
+    /// Stops the machine and waits for its thread, unless that is the calling one: if that hangs, until another machine
+    /// has taken its place.
     pub fn stop(&self) {
         self.ask_to_stop();
-        let thread = self.thread.lock().take(); // and let go of the lock: the thread may take it too
-        if let Some(thread) = thread
-            && thread.thread().id() != std::thread::current().id()
-            && !self.shared.is_halted()
-        {
-            thread.join().ok(); // a panic there has been reported by the panic hook
+        loop {
+            let thread = { self.thread.lock().take() }; // without the lock: the thread may take it too
+            let Some(thread) = thread else { return };
+            if thread.thread().id() == std::thread::current().id() || self.shared.is_halted() {
+                return;
+            }
+            while !thread.is_finished() && self.thread.lock().is_none() {
+                std::thread::sleep(LOOKS_WHETHER_STOPPED);
+            }
+            if thread.is_finished() {
+                thread.join().ok(); // a panic there has been reported by the panic hook
+            }
         }
     }
 }
@@ -420,11 +433,12 @@ impl<P: Progress> ReactorShared<P> {
         let gone = machine.take();
         drop(machine);
         catch_panic(|| drop((gone, out)));
+        let mut queue = self.queue.lock();
         if room.is_left() {
             return; // others go on
         }
-        // Without the lock of the queue: what a command's end wakes may submit another.
-        let left = self.queue.lock().take().unwrap_or_default();
+        let left = queue.take().unwrap_or_default();
+        drop(queue); // what a command's end wakes may submit another
         for command in left {
             catch_panic(|| P::late(command));
         }

@@ -474,3 +474,15 @@ fn a_machine_that_hangs_when_it_is_to_stop_is_stopped_by_the_one_that_goes_on() 
     reactor.stop(); // does not wait for who hangs
     end.send(()).unwrap();
 }
+
+#[test]
+fn who_stops_a_machine_that_hangs_waits_for_no_longer_than_until_another_goes_on() {
+    let (reactor, machine, end, _) = hung(Reactor::<Hangs>::submit);
+    let stops = Arc::clone(&reactor);
+    let stopped = std::thread::spawn(move || stops.stop());
+    until(|| reactor.shared.is_stopping());
+    std::thread::sleep(Duration::from_millis(20)); // it waits for the thread that hangs, most likely
+    reactor.go_on_with(machine()).unwrap();
+    until(|| stopped.is_finished());
+    end.send(()).unwrap();
+}

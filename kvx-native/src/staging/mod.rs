@@ -120,6 +120,12 @@ impl Stager {
         self.stores.fill()
     }
 
+    /// Some streams may keep their buffers for long: the others have as many without these, if there are few.
+    pub(crate) fn do_without_some(&self) {
+        self.fetches.do_without_some();
+        self.stores.do_without_some();
+    }
+
     /// The device whose memory it moves.
     pub(crate) fn access(&self) -> &Arc<dyn DeviceAccess> {
         &self.access

@@ -21,6 +21,8 @@ pub(super) struct PoolState {
     free: Vec<Memory>,
     /// Buffers there are, or that somebody is making.
     made: usize,
+    /// Buffers that there may be beyond `count`, as some may never come back.
+    more: usize,
     /// Buffers that a lost copy may still touch. They count as made: a device that loses copies gets no new ones.
     lost: usize,
     /// Those who get the next buffers, in order. While somebody waits, none is free.
@@ -52,7 +54,7 @@ impl Pool {
         loop {
             {
                 let mut state = self.state.lock();
-                if state.made >= self.count {
+                if state.made >= self.count + state.more {
                     return Ok(());
                 }
                 state.made += 1;
@@ -84,7 +86,7 @@ impl Pool {
             if let Some(memory) = state.free.pop() {
                 return Ok(Some(Bounce::new(memory, self)));
             }
-            if state.made < self.count && refused.is_none() {
+            if state.made < self.count + state.more && refused.is_none() {
                 state.made += 1;
                 drop(state);
                 match self.make() {
@@ -135,6 +137,18 @@ impl Pool {
         }
     }
 
+    /// Some streams may keep for long what they have and are about to get: the others have as much without that.
+    pub(super) fn do_without_some(&self) {
+        let mut state = self.state.lock();
+        if !state.free.is_empty() || state.made < self.count + state.more {
+            return;
+        }
+        state.more += self.count;
+        let queue = std::mem::take(&mut state.queue);
+        drop(state);
+        ask_again(queue);
+    }
+
     /// A buffer will never come back.
     fn lose(&self, memory: Memory) {
         quarantine_for_ever(Arc::new(memory), "bounce buffer", "a device lost the ticket of a copy");
@@ -176,7 +190,8 @@ fn ask_again(queue: VecDeque<Weak<SharedStream>>) {
 impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = self.state.lock();
-        write!(f, "{} of {} buffers", self.count - state.made + state.free.len(), self.count)
+        let all = self.count + state.more;
+        write!(f, "{} of {all} buffers", all - state.made + state.free.len())
     }
 }
 

@@ -6,13 +6,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvx_backend::reactor::Outbox;
-use kvx_core::sync::Mutex;
 use kvx_core::{Error, Identity, Kind, LinkId, Result};
 
 use super::conn::{Conn, Role, Scope};
-use super::ending::{Concern, LeftBehind, Streaming, Touched};
+use super::ending::{Concern, LeftBehind, Touched};
 use super::linking::greet;
-use super::progress::{Machine, SHARE};
+use super::progress::{Machine, Owned, SHARE};
 
 /// What a thread works on in a turn, without the machine's lock.
 pub(super) struct Away {
@@ -72,13 +71,15 @@ impl Away {
 }
 
 /// Lets a turn go that others went on without; not under the machine's lock.
-pub(super) fn let_go(machine: &Mutex<Machine>, away: Away) {
+pub(super) fn let_go(owned: &Owned, away: Away) {
     let Away { mut conn, scope, .. } = away;
-    conn.let_go_of_held(&mut machine.lock().held);
+    if let Some(machine) = owned.machine.lock().as_mut() {
+        conn.let_go_of_held(&mut machine.held);
+    }
     if let Some(lane) = conn.role.up_mut() {
         lane.release(&scope.shared.ending);
     }
-    tracing::info!(peer = %conn.peer, "TCP: a page that did not come for long has come, or never will");
+    tracing::info!(peer = %conn.peer, "TCP: a turn that hung has ended: what waited for it goes on");
     drop(conn);
     scope.shared.ending.is_out(&scope.left_behind);
 }
@@ -185,14 +186,18 @@ impl Machine {
         shared.turns.end();
         let token = shared.ending.token(awaited.key);
         awaited.left_behind.leave(token); // first: then it touches nothing that is not known of
-        let concern = match &awaited.what {
-            AwaitedRole::Ours(link) => Concern::Link(*link),
-            AwaitedRole::Served { touched, .. } if shared.stages.are_none() => touched.concern(),
-            AwaitedRole::Served { .. } | AwaitedRole::Greeted => Concern::AllRegions,
+        let has_stages = shared.stages.do_without_some();
+        let (touches, receives) = match &awaited.what {
+            AwaitedRole::Ours(link) => (Concern::Link(*link), Concern::Regions(Vec::new())),
+            AwaitedRole::Served { touched, .. } => match touched.concerns() {
+                (_, receives) if has_stages => (Concern::AllRegions, receives), // a device may be at some as well
+                concerns => concerns,
+            },
+            AwaitedRole::Greeted => (Concern::AllRegions, Concern::AllRegions),
         };
-        let hangs = Streaming::Turn(Arc::clone(&awaited.left_behind));
-        shared.ending.add(token, hangs, concern, None);
-        // SAFETY: the socket is open as long as the thread that hangs does not get this lock.
+        shared.ending.leave(token, Arc::clone(&awaited.left_behind), touches, receives);
+        // SAFETY: the thread that hangs closes the socket only after it had this lock; if it has panicked, the number
+        // leads at worst to what this queue does not know, and says so.
         self.wake.unwatch(unsafe { BorrowedFd::borrow_raw(awaited.socket) });
         self.scope.described = self.conns.iter().map(|(_, conn)| conn.described()).sum();
         self.left.push(awaited);
@@ -217,7 +222,7 @@ impl Machine {
             tracing::warn!(
                 peer = ?whom, %from,
                 "TCP: a page does not come, of memory that is sent to this peer or received from it (userfaultfd, a \
-                 file whose server hangs): the link to it is lost, and its memory quarantined until the page comes"
+                 file whose server hangs): the link to it is lost, and whoever waits for that memory waits on"
             );
             match what {
                 AwaitedRole::Ours(link) => self.lose(link, hangs(), out),

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use crate::Settled;
 use crate::staging::{Copies, Fetch, Store};
 use kvx_core::sync::{Mutex, MutexGuard};
-use kvx_core::{Error, LinkId, RegionId, Result, Ticket, TransferId};
+use kvx_core::{Error, Kind, LinkId, RegionId, Result, Ticket, TransferId};
 
 use super::memory::Served;
 use super::payload::ServedRegions;
@@ -92,9 +92,16 @@ impl Touched {
         self.set(1, regions);
     }
 
-    pub(super) fn concern(&self) -> Concern {
-        let kept: Vec<_> = self.0.lock().iter().flatten().filter_map(Weak::upgrade).collect();
-        Concern::Regions(kept.iter().flat_map(|regions| regions.iter()).map(|served| served.id).collect())
+    /// What it touches, and what of that it receives into.
+    pub(super) fn concerns(&self) -> (Concern, Concern) {
+        let [sends, receives] = {
+            let touched = self.0.lock();
+            touched.each_ref().map(|regions| regions.as_ref().and_then(Weak::upgrade))
+        };
+        let ids = |regions: &ServedRegions| regions.iter().map(|served| served.id).collect::<Vec<_>>();
+        let receives = receives.as_ref().map(ids).unwrap_or_default();
+        let all = sends.as_ref().map(ids).into_iter().flatten().chain(receives.iter().copied()).collect();
+        (Concern::Regions(all), Concern::Regions(receives))
     }
 }
 
@@ -102,7 +109,11 @@ impl Touched {
 pub(super) enum Streaming {
     Fetch(Fetch),
     Store(Store),
-    Turn(Arc<LeftBehind>),
+    Turn {
+        left: Arc<LeftBehind>,
+        /// What it receives into.
+        receives: Concern,
+    },
 }
 
 impl Streaming {
@@ -110,7 +121,7 @@ impl Streaming {
         match self {
             Streaming::Fetch(fetch) => fetch.stop(),
             Streaming::Store(store) => store.stop(),
-            Streaming::Turn(_) => {}
+            Streaming::Turn { .. } => {}
         }
     }
 
@@ -118,8 +129,8 @@ impl Streaming {
         match self {
             Streaming::Fetch(fetch) => fetch.copies(),
             Streaming::Store(store) => store.copies(),
-            Streaming::Turn(turn) if turn.is_over.load(Ordering::Acquire) => Copies::Settled,
-            Streaming::Turn(_) => Copies::InFlight,
+            Streaming::Turn { left, .. } if left.is_over.load(Ordering::Acquire) => Copies::Settled,
+            Streaming::Turn { .. } => Copies::InFlight,
         }
     }
 }
@@ -154,6 +165,8 @@ pub(super) struct Ending {
 struct GivenUpStreams {
     /// By token. Those that have lost a copy stay for ever.
     streams: HashMap<u64, Ended>,
+    /// Turns among them whose threads are not out of them.
+    turns: usize,
     /// No machine looks after them any more.
     closed: bool,
 }
@@ -205,6 +218,34 @@ impl Ending {
         self.look(token).1 // the copies may have ended when nobody knew the stream
     }
 
+    /// A turn hangs that touches this; `receives` of it may still be written to.
+    pub(super) fn leave(&self, token: u64, left: Arc<LeftBehind>, touches: Concern, receives: Concern) {
+        self.table().turns += 1;
+        self.add(token, Streaming::Turn { left, receives }, touches, None);
+    }
+
+    /// Errors: `Exhausted` if a turn that hangs may still write there, over what is written now.
+    pub(super) fn check_writable(&self, regions: &[Arc<Served>]) -> Result<()> {
+        let table = self.table();
+        let writes = |region: RegionId| {
+            table.streams.values().any(|ended| match &ended.stream {
+                Streaming::Turn { receives, .. } => receives.touches(region),
+                Streaming::Fetch(_) | Streaming::Store(_) => false,
+            })
+        };
+        match regions.iter().find(|served| table.turns > 0 && writes(served.id)) {
+            None => Ok(()),
+            Some(served) => {
+                let why = format!(
+                    "an earlier write to region {} waits for a page that does not come, and may still land: look after \
+                     what backs it, or have the owner register other memory",
+                    served.id
+                );
+                Err(Error::new(Kind::Exhausted, why))
+            }
+        }
+    }
+
     /// The thread is out of a turn that was left behind, and has given up the streams of its connection: what waits for
     /// the turn waits for them now.
     pub(super) fn is_out(&self, turn: &LeftBehind) {
@@ -212,14 +253,23 @@ impl Ending {
         let mut table = self.table();
         let waits = table.streams.get_mut(&token).map(|ended| std::mem::take(&mut ended.holds));
         let waits = waits.unwrap_or_default();
-        let of_same = |other: &u64| *other != token && Ending::key(*other) == Ending::key(token);
-        for (_, ended) in table.streams.iter_mut().filter(|(other, _)| of_same(other)) {
-            ended.holds.extend(waits.iter().cloned());
+        // The next connection in its place has later tokens.
+        let is_its = |other: &u64| *other < token && Ending::key(*other) == Ending::key(token);
+        let mut is_lost = false;
+        for (_, ended) in table.streams.iter_mut().filter(|(other, _)| is_its(other)) {
+            match ended.stream.copies() {
+                Copies::Lost => is_lost = true,
+                Copies::InFlight | Copies::Settled => ended.holds.extend(waits.iter().cloned()),
+            }
+        }
+        if is_lost {
+            waits.iter().for_each(|hold| drop(hold.take()));
         }
         if let Some(ended) = table.streams.get_mut(&token) {
             ended.holds = waits;
         }
         turn.is_over.store(true, Ordering::Release);
+        table.turns -= 1;
         drop(table);
         self.wake(token);
     }

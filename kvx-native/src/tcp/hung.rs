@@ -91,7 +91,7 @@ impl Turns {
         let (mut before, mut asleep, mut pages) = (0, 0, None);
         let mut last = None;
         while self.rest(last == Some((self.count.load(Ordering::Relaxed), 0))) {
-            let under_way = self.under_way.load(Ordering::Relaxed);
+            let under_way = self.under_way.load(Ordering::Acquire);
             last = Some((self.count.load(Ordering::Relaxed), under_way));
             if under_way == 0 || under_way != before {
                 (before, asleep, pages) = (under_way, 0, None);

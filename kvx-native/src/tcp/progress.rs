@@ -4,6 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvx_backend::control::reasons::peer_silent;
@@ -125,11 +126,6 @@ impl Machine {
             warned: None,
             unsaid: 0,
         })
-    }
-
-    /// The descriptor that wakes it.
-    pub(super) fn fds(&self) -> [RawFd; 1] {
-        self.wake.fds()
     }
 
     /// Queues a connection if it has something to do.
@@ -259,7 +255,10 @@ impl Machine {
 
     /// All peers together hold too much: the one that holds most loses its connections.
     pub(super) fn drop_greediest(&mut self, now: Instant, out: &mut Outbox) {
-        let Some(greediest) = self.held.greediest(|_| true) else { return };
+        let is_here = |who: &Identity| {
+            self.conns.iter().any(|(_, conn)| matches!(&conn.role, Role::Served(lane) if lane.who == *who))
+        };
+        let Some(greediest) = self.held.greediest(is_here) else { return };
         let its = |conn: &Conn| matches!(&conn.role, Role::Served(lane) if lane.who == greediest);
         let keys: Vec<_> = self.conns.iter().filter(|(_, conn)| its(conn)).map(|(key, _)| key).collect();
         for key in keys {
@@ -373,6 +372,9 @@ impl Machine {
         let brief = std::mem::take(&mut self.brief);
         let mut done = if self.woken.is_empty() { 0 } else { self.wake_streams(now, out) };
         self.issue(now);
+        if !self.scope.effects.is_empty() {
+            self.take_effect(now, out); // before what they stand in is away with one connection
+        }
         done += self.poll();
         if self.accepting {
             done += self.accept(now);
@@ -503,16 +505,66 @@ impl Budget {
     }
 }
 
-/// Works on a machine until one of its turns hangs; then another does.
+/// A machine, until it ends.
+pub(super) struct Owned {
+    pub(super) machine: Mutex<Option<Machine>>,
+    /// The number of the operator that works on it; changed under the machine's lock.
+    operator: AtomicU64,
+}
+
+/// Works on a machine until one of its turns hangs; then another does. The machine ends with the last of them.
 pub(super) struct Operator {
-    machine: Arc<Mutex<Machine>>,
+    owned: Arc<Owned>,
+    number: u64,
     fds: [RawFd; 1],
 }
 
 impl Operator {
-    pub(super) fn of(machine: Arc<Mutex<Machine>>) -> Self {
-        let fds = machine.lock().fds();
-        Operator { machine, fds }
+    /// The first.
+    pub(super) fn of(machine: Machine) -> Self {
+        let fds = machine.wake.fds();
+        let owned = Owned { machine: Mutex::new(Some(machine)), operator: AtomicU64::new(0) };
+        Operator { owned: Arc::new(owned), number: 0, fds }
+    }
+
+    pub(super) fn owned(&self) -> &Arc<Owned> {
+        &self.owned
+    }
+
+    fn is_current(&self) -> bool {
+        self.owned.operator.load(Ordering::Acquire) == self.number
+    }
+}
+
+impl Owned {
+    /// Has another operator go on without a turn that hangs: `start` has a thread for it. Says whether there is a
+    /// machine.
+    pub(super) fn go_on_without(
+        self: &Arc<Self>,
+        turn: u64,
+        start: impl FnOnce(Operator) -> Result<()>,
+    ) -> bool {
+        let mut guard = self.machine.lock();
+        let Some(machine) = guard.as_mut() else { return false };
+        let number = self.operator.load(Ordering::Relaxed) + 1;
+        let next = Operator { owned: Arc::clone(self), number, fds: machine.wake.fds() };
+        if machine.leave_behind(turn, || start(next)) {
+            self.operator.store(number, Ordering::Release);
+        }
+        true
+    }
+}
+
+impl Drop for Operator {
+    /// Also when a turn panics: the machine goes, whoever else still knows of it.
+    fn drop(&mut self) {
+        if !self.is_current() {
+            return; // also one that was never started, which is dropped under the lock
+        }
+        let mut machine = self.owned.machine.lock();
+        let gone = if self.is_current() { machine.take() } else { None };
+        drop(machine);
+        drop(gone);
     }
 }
 
@@ -520,35 +572,46 @@ impl Progress for Operator {
     type Command = Command;
 
     fn command(&mut self, command: Command, out: &mut Outbox) {
-        let mut machine = self.machine.lock();
-        machine.lose_left(out);
-        machine.command(command, out);
+        match self.owned.machine.lock().as_mut() {
+            Some(machine) => {
+                machine.lose_left(out);
+                machine.command(command, out);
+            }
+            None => Self::late(command),
+        }
     }
 
     fn progress(&mut self, _: &Queued, out: &mut Outbox) -> Turn {
         let now = Instant::now();
-        let mut machine = self.machine.lock();
+        let mut guard = self.owned.machine.lock();
+        let Some(mut machine) = guard.as_mut() else { return Turn::did(0) };
         machine.lose_left(out);
         let mut budget = machine.begin(now, out);
         while let Some(key) = machine.next(&mut budget) {
             let Some(mut away) = machine.send_away(key, now, out) else { continue };
-            drop(machine);
+            drop(guard);
             let moved = away.serve();
-            machine = self.machine.lock();
-            match machine.take_back(away, moved, now, out) {
+            guard = self.owned.machine.lock();
+            let back = match guard.as_mut() {
+                Some(machine) => machine.take_back(away, moved, now, out),
+                None => Err(away),
+            };
+            match back {
                 Ok(moved) => budget.spend(moved),
                 Err(away) => {
-                    drop(machine);
-                    let_go(&self.machine, away);
+                    drop(guard);
+                    let_go(&self.owned, away);
                     return Turn::did(1);
                 }
             }
+            let Some(again) = guard.as_mut() else { return Turn::did(1) };
+            machine = again;
         }
         machine.end(&budget, now, out)
     }
 
     fn arm(&mut self) -> Result<Armed> {
-        Ok(self.machine.lock().arm())
+        Ok(self.owned.machine.lock().as_mut().map_or(Armed::Sleep(None), Machine::arm))
     }
 
     fn fds(&self) -> &[RawFd] {
@@ -556,9 +619,10 @@ impl Progress for Operator {
     }
 
     fn stop(&mut self, out: &mut Outbox) {
-        let mut machine = self.machine.lock();
-        machine.lose_left(out);
-        machine.stop(out);
+        if let Some(machine) = self.owned.machine.lock().as_mut() {
+            machine.lose_left(out);
+            machine.stop(out);
+        }
     }
 
     fn late(command: Command) {

@@ -45,9 +45,14 @@ impl DeviceStages {
         Ok(Some(stage))
     }
 
-    /// Whether no device has memory that is registered.
-    pub(super) fn are_none(&self) -> bool {
-        self.0.lock().is_empty()
+    /// A turn hangs, whose lane may keep buffers of each. Says whether there are any stages.
+    pub(super) fn do_without_some(&self) -> bool {
+        let stages = self.0.lock().clone();
+        for stage in &stages {
+            stage.small.do_without_some();
+            stage.bulk.do_without_some();
+        }
+        !stages.is_empty()
     }
 
     fn find(&self, access: &Arc<dyn DeviceAccess>, ending: &Arc<Ending>) -> Arc<DeviceStage> {

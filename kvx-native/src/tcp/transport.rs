@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::control::proof::Keys;
 use kvx_backend::reactor::Reactor;
-use kvx_core::sync::Mutex;
 use kvx_core::transport::{
     Admission, Availability, Context, Events, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
 };
@@ -24,7 +23,7 @@ use super::link::{LinkStanding, TcpLink};
 use super::listener::{Listener, host_addresses};
 use super::memory::{Regions, TcpRegion};
 use super::peers::OpenedLink;
-use super::progress::{Command, Machine, Operator};
+use super::progress::{Command, Machine, Operator, Owned};
 use super::seal::Seal;
 use super::staging::DeviceStages;
 
@@ -116,16 +115,17 @@ impl Shared {
 pub(super) struct Handle {
     pub(super) shared: Arc<Shared>,
     pub(super) reactor: Reactor<Operator>,
-    machine: Weak<Mutex<Machine>>,
+    machine: Weak<Owned>,
     process: u32,
 }
 
 impl Handle {
     /// Has another thread go on without a turn that hangs.
     pub(super) fn go_on_without(&self, turn: u64) {
-        let Some(machine) = self.machine.upgrade() else { return self.shared.turns.stop_watching() };
-        let next = Operator::of(Arc::clone(&machine));
-        machine.lock().leave_behind(turn, || self.reactor.go_on_with(next));
+        let start = |next| self.reactor.go_on_with(next);
+        if !self.machine.upgrade().is_some_and(|machine| machine.go_on_without(turn, start)) {
+            self.shared.turns.stop_watching();
+        }
     }
 
     /// Whether this is the process that opened it, not a forked child: only there does the machine run.
@@ -159,8 +159,8 @@ fn open(context: Context) -> Result<TcpTransport> {
         ending: Arc::default(),
         turns: Turns::default(),
     });
-    let machine = Arc::new(Mutex::new(Machine::new(Arc::clone(&shared), listener)?));
-    let (operator, machine) = (Operator::of(Arc::clone(&machine)), Arc::downgrade(&machine));
+    let operator = Operator::of(Machine::new(Arc::clone(&shared), listener)?);
+    let machine = Arc::downgrade(operator.owned());
     let reactor = Reactor::start(name, operator, events)?;
     let handle = Arc::new(Handle { shared, reactor, machine, process: std::process::id() });
     handle.shared.ending.home(&handle);

@@ -66,7 +66,7 @@ impl Wake {
         epoll::add(&self.epoll, socket, EventData::new_u64(key as u64), flags).map_err(refused)
     }
 
-    /// Does not watch it any more, which is still open.
+    /// Stops watching a socket that stays open.
     pub(super) fn unwatch(&self, socket: impl AsFd) {
         epoll::delete(&self.epoll, socket).ok();
     }

@@ -151,6 +151,7 @@ impl ServedLane {
 
     fn sink(&self, named: Named, ending: &Ending) -> Result<Sink> {
         named.regions.iter().try_for_each(|served| served.memory.check_writable())?;
+        ending.check_writable(&named.regions)?;
         match Staged::of(&named.regions, named.extents)? {
             Ok(staged) => staged.sink(self.lane, ending.token(self.key), concern(&named.regions)),
             Err(extents) => Ok(Sink::Host(HostBlocks::served(named.regions, extents))),

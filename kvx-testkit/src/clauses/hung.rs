@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvx_core::{HeldUp, Kind, Op, Transfer};
+use kvx_core::{HeldUp, Kind, Op, Peer, Transfer};
 
 use super::traffic::{GRACE, OPS, Traffic, promised_by};
 use super::{Breaker, Clause, Runs, clauses};
@@ -25,8 +25,23 @@ const DEADLINE: Duration = Duration::from_millis(500);
 /// How soon others are served meanwhile.
 const SERVED: Duration = Duration::from_secs(1);
 
+/// How often a link may be lost before one stays.
+const AGAIN: usize = 10;
+
 /// How long a shutdown whose deadline has come still waits for its transports, and they for their peers.
 const LAST_PATIENCE: Duration = Duration::from_millis(500);
+
+/// Connects once more; the loss of a link that was held up may show only then.
+async fn connect_anew(pair: &mut AgentPair, traffic: &Traffic) -> Result<Peer, Failure> {
+    let mut peer = pair.connect().await?;
+    for _ in 0..AGAIN {
+        match traffic.run(Op::Read, &peer, SERVED).await {
+            Err(error) if error.kind() == Kind::PeerLost => peer = pair.connect().await?,
+            result => return result.map(|_| peer).map_err(Failure::from),
+        }
+    }
+    Err(Failure::new("the link is lost again and again"))
+}
 
 /// P12: a page that does not come holds up no more than is declared, on either side; when it comes, work goes on.
 pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) -> Check {
@@ -71,7 +86,7 @@ pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) 
         let here = number >= 2;
         let op = OPS[number % 2];
         // What was held up may have been lost.
-        let (peer, third) = (pair.connect().await?, to_third.connect().await?);
+        let (peer, third) = (connect_anew(&mut pair, needed).await?, to_third.connect().await?);
         let back = other.connect(&pair.far.metadata()?)?;
         back.ready(CUT_OFF).await?;
         let what = format!("a {op} with a hung page {}", if here { "here" } else { "there" });
@@ -120,7 +135,7 @@ pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) 
             settled.wait(CUT_OFF)?;
         }
     }
-    let (peer, third) = (pair.connect().await?, to_third.connect().await?);
+    let (peer, third) = (connect_anew(&mut pair, &well).await?, to_third.connect().await?);
     well.works(&mut pair.far, &peer, "afterwards").await?;
     // Not `blocks`: a write that timed out may still arrive there.
     well_there.works(&mut to_third.far, &third, "afterwards").await?;

@@ -15,12 +15,12 @@ use super::progress::{Machine, Owned, SHARE};
 
 /// What a thread works on in a turn, without the machine's lock.
 pub(super) struct Away {
-    key: usize,
+    pub(super) key: usize,
     /// Its link, if that is one of ours.
     link: Option<LinkId>,
-    conn: Box<Conn>,
-    scope: Box<Scope>,
-    share: usize,
+    pub(super) conn: Box<Conn>,
+    pub(super) scope: Box<Scope>,
+    pub(super) share: usize,
 }
 
 /// What the machine knows meanwhile.
@@ -59,14 +59,6 @@ impl AwaitedRole {
             Role::Connecting { link, .. } | Role::Greeting { link, .. } => AwaitedRole::Ours(*link),
             Role::Requests(lane) => AwaitedRole::Ours(lane.link),
         }
-    }
-}
-
-impl Away {
-    /// The turn: this is where memory is touched. Says how many bytes came and went.
-    #[inline(always)]
-    pub(super) fn serve(&mut self) -> Result<(usize, usize)> {
-        self.conn.serve(self.share, self.key, &mut self.scope)
     }
 }
 

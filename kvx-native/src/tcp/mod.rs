@@ -10,6 +10,7 @@ mod conn;
 mod conns;
 mod ending;
 mod error;
+mod failing;
 mod fetch;
 mod frames;
 pub(crate) mod fuzz;

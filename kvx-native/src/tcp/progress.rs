@@ -1,14 +1,12 @@
 //! The machine: all connections of one agent, worked on in bounded turns.
 
 use std::collections::{HashMap, VecDeque};
-use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use kvx_backend::control::reasons::peer_silent;
-use kvx_backend::control::{HeldBytes, Look};
+use kvx_backend::control::HeldBytes;
 use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn};
 use kvx_core::sync::Mutex;
 use kvx_core::transport::{INLINE_BYTES, LinkState};
@@ -27,8 +25,6 @@ use super::wake::{Event, Wake};
 
 /// How long a handshake may take.
 pub(super) const HANDSHAKE: Duration = Duration::from_secs(5);
-/// How long no further closed connection makes a warning of its own.
-const WARNING_PAUSE: Duration = Duration::from_secs(1);
 /// Bytes that one connection moves before another has its turn.
 pub(super) const SHARE: usize = 256 << 10;
 /// Bytes of bulk work in a turn, and in a frame, while small work comes by: that waits for so much on either side.
@@ -83,7 +79,7 @@ pub(super) struct Machine {
     pub(super) woken: Vec<u64>,
     /// The next turn may be on the thread of somebody who posts: only small work.
     brief: bool,
-    ticked: bool,
+    pub(super) ticked: bool,
     /// A stream of payload has moved since the machine last slept.
     bursting: bool,
     /// When there was last a small transfer, of ours or of a peer.
@@ -93,8 +89,8 @@ pub(super) struct Machine {
     /// Connections that are served by link and lane.
     pub(super) lanes: HashMap<([u8; 16], u8), usize>,
     /// When a connection was last said to be closed, and how many were since then.
-    warned: Option<Instant>,
-    unsaid: u64,
+    pub(super) warned: Option<Instant>,
+    pub(super) unsaid: u64,
 }
 
 impl Machine {
@@ -253,63 +249,6 @@ impl Machine {
         self.scope.effects = effects;
     }
 
-    /// All peers together hold too much: the one that holds most loses its connections.
-    pub(super) fn drop_greediest(&mut self, now: Instant, out: &mut Outbox) {
-        let is_here = |who: &Identity| {
-            self.conns.iter().any(|(_, conn)| matches!(&conn.role, Role::Served(lane) if lane.who == *who))
-        };
-        let Some(greediest) = self.held.greediest(is_here) else { return };
-        let its = |conn: &Conn| matches!(&conn.role, Role::Served(lane) if lane.who == greediest);
-        let keys: Vec<_> = self.conns.iter().filter(|(_, conn)| its(conn)).map(|(key, _)| key).collect();
-        for key in keys {
-            let why = self.held.too_much();
-            self.failed(key, why, now, out);
-        }
-    }
-
-    /// A connection is of no use any more.
-    pub(super) fn failed(&mut self, key: usize, error: Error, now: Instant, out: &mut Outbox) {
-        let Some(conn) = self.remove(key) else { return };
-        let from = conn.peer;
-        match conn.role.lane() {
-            None if matches!(
-                error.kind(),
-                Kind::Malformed | Kind::Denied | Kind::Incompatible | Kind::Exhausted
-            ) =>
-            {
-                self.warn(from, &error, now);
-            }
-            None => tracing::debug!(%from, %error, "a TCP connection ended"),
-            Some((link, lane)) => {
-                if error.kind() == Kind::Malformed {
-                    self.warn(from, &error, now);
-                }
-                let in_greeting = matches!(conn.role, Role::Greeting { .. });
-                if in_greeting && error.kind() == Kind::PeerLost && self.greet_again(link, lane, now) {
-                    return;
-                }
-                let said = matches!(error.kind(), Kind::Denied | Kind::Incompatible | Kind::Exhausted);
-                if lane == 0 && conn.role.is_greeting() && !said {
-                    self.open_link(link, Some(error), now, out);
-                } else {
-                    self.lose(link, error, out);
-                }
-            }
-        }
-    }
-
-    /// Says why a connection was closed, but not a thousand times a second.
-    fn warn(&mut self, from: SocketAddr, error: &Error, now: Instant) {
-        if self.warned.is_some_and(|at| now.saturating_duration_since(at) < WARNING_PAUSE) {
-            self.unsaid += 1;
-            tracing::debug!(%from, %error, "closed a TCP connection");
-            return;
-        }
-        let unsaid = std::mem::take(&mut self.unsaid);
-        self.warned = Some(now);
-        tracing::warn!(%from, %error, unsaid, "closed a TCP connection");
-    }
-
     /// Sends out what links have, as far as lanes have room.
     fn issue(&mut self, now: Instant) {
         let mut touched = Vec::new();
@@ -323,48 +262,6 @@ impl Machine {
         }
         self.eager = eager;
         touched.into_iter().for_each(|key| self.touch(key));
-    }
-
-    /// Looks at everything that has a time.
-    fn tick(&mut self, now: Instant, out: &mut Outbox) {
-        self.ticked = false;
-        let mut next: Option<Instant> = None;
-        let mut earlier = |at: Instant| next = Some(next.map_or(at, |next| next.min(at)));
-        if let Some(at) = self.accept_at {
-            if at <= now {
-                self.accept_at = None;
-                self.accepting = true;
-            } else {
-                earlier(at);
-            }
-        }
-        let mut late = Vec::new();
-        for (key, conn) in self.conns.iter_mut() {
-            match conn.deadline {
-                Some(deadline) if deadline <= now && !conn.queued => late.push((key, conn.peer)),
-                Some(deadline) => earlier(deadline),
-                None => {}
-            }
-            conn.look_if_stuck(now).into_iter().for_each(&mut earlier);
-        }
-        let (mut lost, mut touched) = (Vec::new(), Vec::new());
-        for (link, peer) in &mut self.peers {
-            match peer.look(now, self.scope.shared.peer_timeout, &mut self.conns, |key| touched.push(key)) {
-                Look::Idle => {}
-                Look::Until(at) | Look::Ask(at) => earlier(at),
-                Look::Lost => lost.push(*link),
-            }
-        }
-        for (key, peer) in late {
-            self.failed(key, error::no_answer(peer), now, out);
-        }
-        for link in lost {
-            self.lose(link, peer_silent(self.scope.shared.peer_timeout), out);
-        }
-        touched.into_iter().for_each(|key| self.touch(key));
-        if let Some(next) = next {
-            self.by(next, now);
-        }
     }
 
     /// The first part of a turn, before connections have theirs.
@@ -590,7 +487,7 @@ impl Progress for Operator {
         while let Some(key) = machine.next(&mut budget) {
             let Some(mut away) = machine.send_away(key, now, out) else { continue };
             drop(guard);
-            let moved = away.serve();
+            let moved = away.conn.serve(away.share, away.key, &mut away.scope); // where memory is touched
             guard = self.owned.machine.lock();
             let back = match guard.as_mut() {
                 Some(machine) => machine.take_back(away, moved, now, out),

@@ -386,16 +386,15 @@ impl LaneEnd for ServedLane {
         if header.len as u64 > writing.left {
             return Err(malformed(format_args!("{} bytes for a write of {} more", header.len, writing.left)));
         }
+        self.touched.receives(writing.sink.as_ref().and_then(Sink::regions));
         self.receiving = Some((header.id, header.len));
         Ok(())
     }
 
     fn fill(&mut self, chunk: &mut Chunk, max: usize, output: &mut Output, scope: &mut Scope) -> bool {
-        let touched = Arc::clone(&self.touched);
         if let Some((id, sink)) = self.receiving() {
-            touched.receives(sink.regions());
             if scope.left_behind.is_so() {
-                return false; // nobody may know of these
+                return false; // nobody may know of its regions
             }
             match sink.fill(chunk, max) {
                 Ok(is_there) => return is_there,

@@ -1,140 +1,90 @@
-//! `cargo xtask bindings`: the committed bindings to native libraries, and the headers that they come from.
+//! `cargo xtask bindings`: generates the committed bindings to native libraries from their headers, by the table
+//! `bindings.toml`.
 //!
-//! The generator is a workspace of its own in `xtask/bindings`, so that bindgen is built only when it is asked for.
+//! The generator is a workspace of its own in `xtask/bindings`, so that only this command builds bindgen.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
-use crate::Result;
+use serde::Deserialize;
+
 use crate::metadata::Metadata;
-use crate::process::{self, Output};
+use crate::process;
 use crate::skips::{self, Skip};
 use crate::test::steps;
+use crate::{Result, root};
 
-/// A generated file.
-struct Binding {
-    /// The library and the version of its headers, as they are printed.
-    library: &'static str,
-    version: &'static str,
-    /// The generator's name for it.
-    row: &'static str,
-    /// Where it is, below the root of the repository.
-    file: &'static str,
-    /// The file whose items it does not repeat.
-    beside: Option<&'static str>,
-    /// Where the headers are, below the target directory if the path is relative; `*` is any folder.
-    prefix: &'static str,
-    /// Below the prefix: what says which version the headers are of. None: headers of our own, in the repository.
-    package: &'static [&'static str],
+/// The file `bindings.toml`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Table {
+    bindings: Vec<Binding>,
 }
 
-const BINDINGS: &[Binding] = &[
-    Binding {
-        library: "ucx",
-        version: "1.13.1",
-        row: "ucx",
-        file: "kvx-ucx/src/ffi/bindings_1_13.rs",
-        beside: None,
-        prefix: "/usr",
-        package: &["lib/x86_64-linux-gnu/pkgconfig/ucx.pc", "lib/aarch64-linux-gnu/pkgconfig/ucx.pc"],
-    },
-    Binding {
-        library: "ucx",
-        version: "1.22.0",
-        row: "ucx-sgl",
-        file: "kvx-ucx/src/ffi/bindings_1_22.rs",
-        beside: Some("kvx-ucx/src/ffi/bindings_1_13.rs"),
-        prefix: "peers/ucx/venv/lib/*/site-packages/libucx",
-        package: &["lib/pkgconfig/ucx.pc"],
-    },
-    Binding {
-        library: "libfabric",
-        version: "1.17.0",
-        row: "libfabric",
-        file: "kvx-libfabric/src/ffi/bindings_1_17.rs",
-        beside: None,
-        prefix: "/usr",
-        package: &[
-            "lib/x86_64-linux-gnu/pkgconfig/libfabric.pc",
-            "lib/aarch64-linux-gnu/pkgconfig/libfabric.pc",
-        ],
-    },
-    Binding {
-        library: "mooncake",
-        version: "transfer_engine.h",
-        row: "mooncake",
-        file: "kvx-mooncake/src/ffi/bindings.rs",
-        beside: None,
-        prefix: "kvx-mooncake/adapter",
-        package: &[],
-    },
-    Binding {
-        library: "mooncake",
-        version: "adapter.h",
-        row: "mooncake-adapter",
-        file: "kvx-mooncake/src/ffi/adapter_bindings.rs",
-        beside: None,
-        prefix: "kvx-mooncake/adapter",
-        package: &[],
-    },
-    Binding {
-        library: "nixl",
-        version: "nixl_capi.h",
-        row: "nixl",
-        file: "kvx-rixl/src/ffi/bindings.rs",
-        beside: None,
-        prefix: "kvx-rixl/src/ffi",
-        package: &[],
-    },
-];
+/// A generated file; `bindings.toml` describes the fields.
+#[derive(Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct Binding {
+    library: String,
+    version: String,
+    of: String,
+    file: PathBuf,
+    beside: Option<PathBuf>,
+    prefix: String,
+    package: Vec<PathBuf>,
+    headers: Vec<String>,
+    functions: Vec<String>,
+    types: Vec<String>,
+    constants: Vec<String>,
+    blocked: Vec<String>,
+    uses: String,
+    adds: Vec<String>,
+}
 
-/// What makes every row run.
-const CURE: &str = "cargo xtask test --install on Debian 12";
+fn bindings() -> Result<Vec<Binding>> {
+    Ok(toml::from_str::<Table>(include_str!("../bindings.toml"))?.bindings)
+}
 
-/// Writes every file again, or only compares; false if a compared one differs.
+/// Writes every file again, or only compares; returns false if a compared one differs.
 pub(crate) fn run(check: bool) -> Result<bool> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().ok_or("xtask lies in no repository")?;
     let target = Metadata::of_members()?.target_directory()?;
     let mut held = true;
-    for binding in BINDINGS {
+    for binding in bindings()? {
         let title = format!("{} {}", binding.library, binding.version);
-        let found = if binding.package.is_empty() {
-            Ok(root.join(binding.prefix))
-        } else {
-            headers(binding, &target)
-        };
-        let include = match found {
+        let include = match headers(&binding, &target) {
             Ok(include) => include,
             Err(reason) => {
-                skips::note(&Skip { name: title, reason, cure: CURE.to_owned() })?;
+                let cure = "cargo xtask test --install on Debian 12".to_owned();
+                skips::note(&Skip { name: title, reason, cure })?;
                 continue;
             }
         };
-        let generated = generate(binding, root, &target, &include)?;
-        let file = root.join(binding.file);
+        let generated = generate(&binding, &target, &include)?;
+        let file = root().join(&binding.file);
+        let shown = binding.file.display();
         if std::fs::read_to_string(&file).is_ok_and(|committed| committed == generated) {
             println!("{title}: identical");
         } else if check {
             held = false;
-            println!("{title}: differs: run `cargo xtask bindings` and commit {}", binding.file);
+            println!("{title}: differs: run `cargo xtask bindings` and commit {shown}");
         } else {
             std::fs::write(&file, generated)?;
-            println!("{title}: written to {}", binding.file);
+            println!("{title}: written to {shown}");
         }
     }
     Ok(held)
 }
 
-/// The folder of the headers, if they are of the right version; else why not.
+/// Returns the folder of the headers, or why they are not those of the right version.
 fn headers(binding: &Binding, target: &Path) -> std::result::Result<PathBuf, String> {
-    let Binding { library, version, .. } = binding;
-    let prefix =
-        matching(target, binding.prefix).ok_or_else(|| format!("no {library} {version} is installed"))?;
-    let package = binding.package.iter().find_map(|file| std::fs::read_to_string(prefix.join(file)).ok());
-    let found =
-        package.as_deref().and_then(|text| text.lines().find_map(|line| line.strip_prefix("Version:")));
-    match found.map(str::trim) {
-        Some(found) if found == *version => Ok(prefix.join("include")),
+    let Binding { library, version, prefix, package, .. } = binding;
+    if package.is_empty() {
+        return Ok(root().join(prefix));
+    }
+    let prefix = matching(target, prefix).ok_or(format!("no {library} {version} is installed"))?;
+    let package = package.iter().find_map(|file| std::fs::read_to_string(prefix.join(file)).ok());
+    let package = package.unwrap_or_default();
+    match package.lines().find_map(|line| line.strip_prefix("Version:")).map(str::trim) {
+        Some(found) if found == version => Ok(prefix.join("include")),
         Some(found) => {
             Err(format!("the headers in {} are of {library} {found}, not {version}", prefix.display()))
         }
@@ -142,28 +92,37 @@ fn headers(binding: &Binding, target: &Path) -> std::result::Result<PathBuf, Str
     }
 }
 
-/// The first path below `base` that fits `pattern`.
+/// Returns the first folder below `base` that fits `pattern`, in which `*` is any folder.
 fn matching(base: &Path, pattern: &str) -> Option<PathBuf> {
-    match pattern.split_once("/*/") {
-        None => Some(base.join(pattern)).filter(|path| path.is_dir()),
-        Some((before, after)) => {
-            let folders = std::fs::read_dir(base.join(before)).ok()?.flatten();
-            folders.map(|folder| folder.path().join(after)).find(|path| path.is_dir())
-        }
-    }
+    let Some((before, after)) = pattern.split_once("/*/") else {
+        return Some(base.join(pattern)).filter(|path| path.is_dir());
+    };
+    let folders = std::fs::read_dir(base.join(before)).ok()?.flatten();
+    folders.map(|folder| folder.path().join(after)).find(|path| path.is_dir())
 }
 
-fn generate(binding: &Binding, root: &Path, target: &Path, include: &Path) -> Result<String> {
-    let mut command: Command = process::cargo(["run", "--quiet", "--release", "--locked"]);
-    command.arg("--manifest-path").arg(root.join("xtask/bindings/Cargo.toml"));
-    command.arg("--target-dir").arg(target.join("xtask/bindings"));
-    command.arg("--").arg(binding.row).arg(include).args(binding.beside.map(|file| root.join(file)));
-    let finished = process::run(command, steps::LIMIT, Output::Kept)?;
-    if finished.succeeded() {
-        Ok(finished.output)
-    } else {
-        Err(format!("the generator of {}: {}", binding.file, finished.end).into())
+/// Runs the generator, which takes pairs of a kind and a value.
+fn generate(binding: &Binding, target: &Path, include: &Path) -> Result<String> {
+    let mut command = process::cargo(["run", "--quiet", "--release", "--locked"]);
+    command.arg("--manifest-path").arg(root().join("xtask/bindings/Cargo.toml"));
+    command.arg("--target-dir").arg(target.join("xtask/bindings")).arg("--");
+    command.args(["of", &binding.of, "uses", &binding.uses, "include"]).arg(include);
+    if let Some(beside) = &binding.beside {
+        command.arg("beside").arg(root().join(beside));
     }
+    for (kind, values) in [
+        ("header", &binding.headers),
+        ("function", &binding.functions),
+        ("type", &binding.types),
+        ("constant", &binding.constants),
+        ("blocked", &binding.blocked),
+        ("adds", &binding.adds),
+    ] {
+        for value in values {
+            command.args([kind, value]);
+        }
+    }
+    process::output_of(command, steps::LIMIT)
 }
 
 #[cfg(test)]
@@ -173,26 +132,32 @@ mod tests {
     #[test]
     fn headers_count_only_in_their_version() {
         let target = std::env::temp_dir().join(format!("kvx-xtask-headers-{}", std::process::id()));
-        let sgl = BINDINGS.iter().find(|binding| binding.row == "ucx-sgl").unwrap();
+        let bindings = bindings().unwrap();
+        let sgl = bindings.iter().find(|binding| binding.beside.is_some()).unwrap();
         assert!(headers(sgl, &target).unwrap_err().contains("no ucx 1.22.0 is installed"));
         let prefix = target.join("peers/ucx/venv/lib/python3.11/site-packages/libucx");
         std::fs::create_dir_all(prefix.join("lib/pkgconfig")).unwrap();
-        assert!(headers(sgl, &target).unwrap_err().contains("no headers"));
-        let package = prefix.join("lib/pkgconfig/ucx.pc");
-        std::fs::write(&package, "Name: ucx\nVersion: 1.21.0\n").unwrap();
-        assert!(headers(sgl, &target).unwrap_err().contains("are of ucx 1.21.0"));
-        std::fs::write(&package, "Name: ucx\nVersion: 1.22.0\n").unwrap();
-        assert_eq!(headers(sgl, &target), Ok(prefix.join("include")));
+        for (text, answer) in [
+            ("", Err("no headers")),
+            ("Name: ucx\nVersion: 1.21.0\n", Err("are of ucx 1.21.0")),
+            ("Name: ucx\nVersion: 1.22.0\n", Ok(prefix.join("include"))),
+        ] {
+            std::fs::write(prefix.join("lib/pkgconfig/ucx.pc"), text).unwrap();
+            match (headers(sgl, &target), answer) {
+                (Ok(found), Ok(wanted)) => assert_eq!(found, wanted),
+                (Err(found), Err(wanted)) => assert!(found.contains(wanted), "{found}"),
+                (found, wanted) => panic!("{found:?}, not {wanted:?}"),
+            }
+        }
         std::fs::remove_dir_all(target).unwrap();
     }
 
     #[test]
     fn every_file_is_committed_and_names_its_version() {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-        for binding in BINDINGS {
-            let text = std::fs::read_to_string(root.join(binding.file)).unwrap();
+        for binding in bindings().unwrap() {
+            let text = std::fs::read_to_string(root().join(&binding.file)).unwrap();
             let first = text.lines().next().unwrap();
-            assert!(first.contains("cargo xtask bindings") && first.contains(binding.version), "{first}");
+            assert!(first.contains("cargo xtask bindings") && first.contains(&binding.version), "{first}");
         }
     }
 }

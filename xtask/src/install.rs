@@ -1,224 +1,265 @@
-//! `cargo xtask test --install`: what the tests need and cargo does not bring.
+//! `cargo xtask test --install`: installs what the tests need and cargo does not bring, by the table `install.toml`.
 //!
-//! Fast when everything is there: then nothing is downloaded, and no package tool is called but `dpkg-query`.
+//! When everything is there, it downloads nothing and calls no package tool but `dpkg-query`.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::sync::{LazyLock, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
 
-use crate::process::{self, Output};
+use serde::Deserialize;
+
+use crate::process::{self, Deadline, Output, must_succeed};
 use crate::{Result, peers};
 
-/// A Debian package, installed for the whole machine.
-pub(crate) struct DebianPackage {
-    pub(crate) name: &'static str,
-    pub(crate) why: &'static str,
+/// How many Python environments are filled at a time.
+const AT_A_TIME: usize = 4;
+
+/// The table of everything that can be installed.
+pub(crate) static TABLE: LazyLock<Table> =
+    LazyLock::new(|| toml::from_str(include_str!("../install.toml")).expect("a test parses install.toml"));
+
+/// Names of Debian packages, and what each is for.
+type DebianPackages = BTreeMap<String, String>;
+
+/// The file `install.toml`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Table {
+    debian: DebianPackages,
+    pub(crate) peers: BTreeMap<String, Peer>,
 }
 
-/// A Python wheel of one version, installed without its dependencies into an environment below the target directory.
-pub(crate) struct Wheel {
-    /// Whose environment: `target/peers/<peer>/venv`. Wheels of one peer share it.
-    pub(crate) peer: &'static str,
-    pub(crate) name: &'static str,
-    pub(crate) version: &'static str,
-    pub(crate) why: &'static str,
+/// Other people's software, installed into `target/peers/<name>`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Peer {
+    when: Option<When>,
+    #[serde(default)]
+    debian: DebianPackages,
+    /// By name.
+    wheels: BTreeMap<String, Wheel>,
+    /// Shared libraries that lead to it.
+    #[serde(default)]
+    pub(crate) libraries: Vec<peers::SharedLibrary>,
 }
 
-const DEBIAN_PACKAGES: &[DebianPackage] = &[
-    DebianPackage { name: "iproute2", why: "network namespaces and links for the fault tests" },
-    DebianPackage { name: "iptables", why: "cut links and lost packets in the fault tests" },
-    DebianPackage {
-        name: "libamdhip64-5",
-        why: "HIP without a device, and hipRTC, which compiles the kernels for AMD",
-    },
-    DebianPackage { name: "libclang-dev", why: "reads headers for `cargo xtask bindings`" },
-    DebianPackage {
-        name: "libfabric-bin",
-        why: "fi_pingpong, beside which a bare libfabric loop is measured",
-    },
-    DebianPackage { name: "libfabric-dev", why: "the headers that the bindings to libfabric come from" },
-    DebianPackage {
-        name: "libfabric1",
-        why: "libfabric 1.17, the oldest version that kvx-libfabric works with",
-    },
-    DebianPackage { name: "libhiprtc-builtins5", why: "what hipRTC includes in every source" },
-    DebianPackage { name: "libjemalloc2", why: "a heap of another maker under NIXL, in a test" },
-    DebianPackage { name: "libtcmalloc-minimal4", why: "likewise" },
-    DebianPackage { name: "libucx-dev", why: "the headers that the bindings to UCX come from" },
-    DebianPackage { name: "libucx0", why: "UCX 1.13, the oldest version that kvx-ucx is tested on" },
-    DebianPackage { name: "ucx-utils", why: "ucx_perftest, beside which a bare UCP loop is measured" },
-];
-
-/// What the committed PTX comes from. The oldest of CUDA 12: drivers refuse PTX of a newer release than their own.
-pub(crate) const NVRTC: Wheel = Wheel {
-    peer: "nvrtc",
-    name: "nvidia-cuda-nvrtc-cu12",
-    version: "12.0.140",
-    why: "compiles the kernels for CUDA",
-};
-
-const WHEELS: &[Wheel] = &[
-    NVRTC,
-    Wheel { peer: "ucx", name: "libucx-cu12", version: "1.22.0", why: "a recent UCX, and its headers" },
-    Wheel { peer: "nixl", name: "nixl-cu12", version: "1.5.1", why: "NIXL beside kvx, and its UCX 1.23" },
-    Wheel { peer: "nixl-1.5", name: "nixl-cu12", version: "1.5.0", why: "the NIXL that vLLM asks for" },
-    Wheel { peer: "nixl-1.1", name: "nixl-cu12", version: "1.1.0", why: "the C interface that RIXL has" },
-    Wheel {
-        peer: "nixl",
-        name: "msgspec",
-        version: "0.22.0",
-        why: "handshakes as vLLM reads and writes them",
-    },
-    Wheel { peer: "nixl", name: "numpy", version: "2.2.6", why: "NIXL's Python agent needs it" },
-    Wheel { peer: "nixl", name: "pyzmq", version: "27.3.0", why: "ZeroMQ itself at the side channel" },
-    Wheel {
-        peer: "openai",
-        name: "openai",
-        version: "3.54.0",
-        why: "the client that most people use, at kvx proxy",
-    },
-    of_openai("annotated-types", "0.8.0"),
-    of_openai("anyio", "4.16.0"),
-    of_openai("h11", "0.16.0"),
-    of_openai("httpcore2", "2.16.2"),
-    of_openai("httpx2", "2.16.2"),
-    of_openai("idna", "3.20"),
-    of_openai("jiter", "0.19.0"),
-    of_openai("pydantic", "2.14.3"),
-    of_openai("pydantic_core", "2.50.4"),
-    of_openai("sniffio", "1.3.1"),
-    of_openai("truststore", "0.10.5"),
-    of_openai("typing-inspection", "0.4.5"),
-    of_openai("typing_extensions", "4.16.0"),
-];
-
-/// The variable that adds [`MORE_WHEELS`]; the tests of kvx-nixl go by it too.
-const MORE: &str = "KVX_NIXL_TEST_MORE";
-
-/// What nobody needs each time.
-const MORE_WHEELS: &[Wheel] = &[Wheel {
-    peer: "nixl-0.10",
-    name: "nixl-cu12",
-    version: "0.10.1",
-    why: "the NIXL whose table is the longest",
-}];
-
-/// What the `openai` package needs.
-const fn of_openai(name: &'static str, version: &'static str) -> Wheel {
-    Wheel { peer: "openai", name, version, why: "the openai package needs it" }
+/// When a peer is installed that not every run needs.
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum When {
+    /// Another command asks for it.
+    AskedFor,
+    /// This environment variable is set.
+    Variable(String),
 }
 
-/// Installs what is missing, within `limit`, and returns what could not be installed, a sentence each.
+/// A Python wheel of one version, installed without its dependencies.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Wheel {
+    version: String,
+    why: String,
+}
+
+/// Installs what is missing within `limit` and returns what could not be installed, a sentence each.
 pub(crate) fn run(target: &Path, limit: Duration) -> Result<Vec<String>> {
-    let until = Instant::now() + limit;
-    let mut failures = Vec::new();
-    if let Err(error) = install_debian_packages(DEBIAN_PACKAGES, until) {
-        failures.push(error.to_string());
-    }
-    let more = if std::env::var_os(MORE).is_some() { MORE_WHEELS } else { &[] };
-    for wheel in WHEELS.iter().chain(more) {
-        if let Err(error) = install_wheel(wheel, target, until) {
-            failures.push(error.to_string());
-        }
-    }
-    failures.extend(peers::prepare_all(target, left(until)));
-    Ok(failures)
+    let is_wanted = |peer: &Peer| match &peer.when {
+        None => true,
+        Some(When::AskedFor) => false,
+        Some(When::Variable(name)) => std::env::var_os(name).is_some(),
+    };
+    let peers: Vec<_> = TABLE.peers.iter().filter(|(_, peer)| is_wanted(peer)).collect();
+    Ok(install(&TABLE.debian, &peers, target, Deadline::after(limit)))
 }
 
-pub(crate) fn install_debian_packages(packages: &[DebianPackage], until: Instant) -> Result<()> {
+/// Installs peers by name and returns what could not be installed.
+pub(crate) fn peers(names: &[&str], target: &Path, deadline: Deadline) -> Vec<String> {
+    let peers: Vec<_> = TABLE.peers.iter().filter(|(name, _)| names.contains(&name.as_str())).collect();
+    install(&DebianPackages::new(), &peers, target, deadline)
+}
+
+/// Installs Debian packages and, meanwhile, wheels; then builds the libraries, which need both.
+fn install(
+    debian: &DebianPackages,
+    peers: &[(&String, &Peer)],
+    target: &Path,
+    deadline: Deadline,
+) -> Vec<String> {
+    let packages = debian.iter().chain(peers.iter().flat_map(|(_, peer)| &peer.debian));
+    let packages = packages.map(|(name, why)| (name.as_str(), why.as_str())).collect();
+    let (left, failures) = (Mutex::new(peers.iter()), Mutex::new(Vec::new()));
+    let note = |name: &str, result: Result<()>| {
+        if let Err(error) = result {
+            failures.lock().unwrap_or_else(PoisonError::into_inner).push(format!("{name}: {error}"));
+        }
+    };
+    let fill = || {
+        let next = || left.lock().unwrap_or_else(PoisonError::into_inner).next();
+        while let Some((name, peer)) = next() {
+            note(name, install_wheels(name, &peer.wheels, target, deadline));
+        }
+    };
+    thread::scope(|scope| {
+        // pip may be among the packages.
+        let first = !wheels_are_installed(peers, target) && !has_pip(deadline);
+        if first {
+            note("Debian packages", install_debian_packages(&packages, deadline));
+        }
+        (0..AT_A_TIME).for_each(|_| drop(scope.spawn(fill)));
+        if !first {
+            note("Debian packages", install_debian_packages(&packages, deadline));
+        }
+    });
+    for (name, peer) in peers {
+        note(name, peers::build(name, &peer.libraries, target, deadline));
+    }
+    failures.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn install_debian_packages(packages: &BTreeMap<&str, &str>, deadline: Deadline) -> Result<()> {
+    let names = |names: Vec<&str>| names.join(" ");
+    if packages.is_empty() {
+        return Ok(());
+    }
     let mut query = Command::new("dpkg-query");
-    query.args(["--show", "--showformat", "${db:Status-Status} ${Package}\n"]);
-    query.args(packages.iter().map(|package| package.name));
-    let known = process::run(query, left(until), Output::Kept).map_err(|error| {
-        format!("{error}: --install knows Debian packages only, here install {}", listed(packages))
+    query.args(["--show", "--showformat", "${db:Status-Status} ${Package}\n"]).args(packages.keys());
+    // It fails when it does not know one of the packages.
+    let known = process::run(query, deadline.left(), Output::Quiet).map_err(|error| {
+        let all = names(packages.keys().copied().collect());
+        format!("{error}: xtask installs Debian packages only; install what corresponds to {all}")
     })?;
     let missing = missing(packages, &known.output);
     if missing.is_empty() {
         println!("Debian packages: all {} installed", packages.len());
         return Ok(());
     }
-    for package in &missing {
-        println!("Debian package {}: missing; for {}", package.name, package.why);
+    for name in &missing {
+        println!("Debian package {name}: missing; for {}", packages[name]);
     }
-    let names: Vec<_> = missing.iter().map(|package| package.name).collect();
     // SAFETY: it has no preconditions and cannot fail.
     if unsafe { libc::geteuid() } != 0 {
-        let names = names.join(" ");
+        let names = names(missing);
         return Err(format!(
-            "not installed: {names}, and this user is not root; as root run \
-             `apt-get update && apt-get install -y --no-install-recommends {names}`"
+            "{names} not installed, because this user is not root; run as root: \
+             apt-get update && apt-get install -y --no-install-recommends {names}"
         )
         .into());
     }
-    apt_get(&["update"], until)?;
-    apt_get(&[&["install", "-y", "--no-install-recommends"], names.as_slice()].concat(), until)
+    let install = [&["install", "-y", "--no-install-recommends"], missing.as_slice()].concat();
+    for arguments in [&["update"], install.as_slice()] {
+        let mut apt = Command::new("apt-get");
+        apt.args(["-o", "DPkg::Lock::Timeout=120"]).args(arguments).env("DEBIAN_FRONTEND", "noninteractive");
+        must_succeed(apt, deadline)?;
+    }
+    Ok(())
 }
 
-fn apt_get(arguments: &[&str], until: Instant) -> Result<()> {
-    let mut command = Command::new("apt-get");
-    command.args(["-o", "DPkg::Lock::Timeout=120"]).args(arguments).env("DEBIAN_FRONTEND", "noninteractive");
-    must_succeed(command, until)
-}
-
-/// Which of `packages` the output of `dpkg-query` does not show as installed: it leaves out those it never heard of.
-fn missing<'a>(packages: &'a [DebianPackage], output: &str) -> Vec<&'a DebianPackage> {
+/// Returns those of `packages` that `dpkg-query` did not list as installed.
+fn missing<'a>(packages: &BTreeMap<&'a str, &str>, output: &str) -> Vec<&'a str> {
     let installed: Vec<_> = output.lines().filter_map(|line| line.strip_prefix("installed ")).collect();
-    packages.iter().filter(|package| !installed.contains(&package.name)).collect()
+    packages.keys().filter(|name| !installed.contains(name)).copied().collect()
 }
 
-fn listed(packages: &[DebianPackage]) -> String {
-    let entries: Vec<_> =
-        packages.iter().map(|package| format!("{} ({})", package.name, package.why)).collect();
-    entries.join(", ")
+fn has_pip(deadline: Deadline) -> bool {
+    let mut pip = Command::new("python3");
+    pip.args(["-m", "pip", "--version"]);
+    process::output_of(pip, deadline.left()).is_ok()
 }
 
-pub(crate) fn install_wheel(wheel: &Wheel, target: &Path, until: Instant) -> Result<()> {
-    let Wheel { peer, name, version, why } = wheel;
-    let environment = target.join("peers").join(peer).join("venv");
-    if is_installed(wheel, &environment) {
-        println!("wheel {name} {version}: installed");
-        return Ok(());
-    }
-    println!("wheel {name} {version}: missing; for {why}");
-    let python = environment.join("bin/python");
-    if !python.exists() {
-        let mut create = Command::new("python3");
-        create.args(["-m", "venv"]).arg(&environment);
-        must_succeed(create, until)?;
-    }
-    let mut pip = Command::new(python);
-    pip.args(["-m", "pip", "install", "--no-deps", "--disable-pip-version-check"])
-        .arg(format!("{name}=={version}"));
-    must_succeed(pip, until)
-}
-
-/// Whether the environment holds the wheel in this version; asks no Python.
-pub(crate) fn is_installed(wheel: &Wheel, environment: &Path) -> bool {
-    let name = wheel.name.replace(['-', '.'], "_").to_ascii_lowercase();
-    let record = format!("{name}-{}.dist-info", wheel.version);
-    site_packages(environment).any(|folder| {
-        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-        entries
-            .map(|entry| entry.file_name())
-            .any(|entry| entry.to_string_lossy().to_ascii_lowercase() == record)
+fn wheels_are_installed(peers: &[(&String, &Peer)], target: &Path) -> bool {
+    peers.iter().all(|(name, peer)| {
+        let environment = Environment::of(target, name);
+        peer.wheels.iter().all(|(name, wheel)| environment.has(name, &wheel.version))
     })
 }
 
-/// Where the wheels of an environment lie.
-pub(crate) fn site_packages(environment: &Path) -> impl Iterator<Item = PathBuf> {
-    let pythons = std::fs::read_dir(environment.join("lib")).into_iter().flatten().flatten();
-    pythons.map(|python| python.path().join("site-packages"))
+/// Installs the wheels of one peer that are missing, by one call of pip.
+fn install_wheels(
+    peer: &str,
+    wheels: &BTreeMap<String, Wheel>,
+    target: &Path,
+    deadline: Deadline,
+) -> Result<()> {
+    let environment = Environment::of(target, peer);
+    let missing: Vec<_> =
+        wheels.iter().filter(|(name, wheel)| !environment.has(name, &wheel.version)).collect();
+    if missing.is_empty() {
+        println!("wheels of {peer}: all {} installed", wheels.len());
+        return Ok(());
+    }
+    for (name, Wheel { version, why }) in &missing {
+        println!("wheel {name} {version} of {peer}: missing; for {why}");
+    }
+    let wanted = missing.iter().map(|(name, wheel)| format!("{name}=={}", wheel.version));
+    environment.install(["--quiet".into(), "--no-deps".into()].into_iter().chain(wanted), deadline)
 }
 
-pub(crate) fn must_succeed(command: Command, until: Instant) -> Result<()> {
-    let shown = format!("{command:?}");
-    println!("{shown}");
-    let finished = process::run(command, left(until), Output::Shown)?;
-    if finished.succeeded() { Ok(()) } else { Err(format!("{shown}: {}", finished.end).into()) }
+/// Returns whether this wheel of this peer is installed in its version.
+pub(crate) fn is_installed(peer: &str, wheel: &str, target: &Path) -> bool {
+    let version = TABLE.peers.get(peer).and_then(|peer| peer.wheels.get(wheel)).map(|wheel| &wheel.version);
+    version.is_some_and(|version| Environment::of(target, peer).has(wheel, version))
 }
 
-fn left(until: Instant) -> Duration {
-    until.saturating_duration_since(Instant::now())
+/// A virtual Python environment. It has no pip of its own: making one with it takes 5 s instead of 0.3 s.
+pub(crate) struct Environment(pub(crate) PathBuf);
+
+impl Environment {
+    /// Returns that of a peer.
+    pub(crate) fn of(target: &Path, peer: &str) -> Environment {
+        Environment(target.join("peers").join(peer).join("venv"))
+    }
+
+    /// Returns its Python, which exists once something was installed.
+    pub(crate) fn python(&self) -> PathBuf {
+        self.0.join("bin/python")
+    }
+
+    /// Returns the first path below the folder of its packages that exists.
+    pub(crate) fn find(&self, below: &str) -> Option<PathBuf> {
+        let pythons = std::fs::read_dir(self.0.join("lib")).into_iter().flatten().flatten();
+        pythons
+            .map(|python| python.path().join("site-packages").join(below))
+            .find(|path| path.symlink_metadata().is_ok())
+    }
+
+    /// Returns whether it holds the wheel in this version, without running Python.
+    fn has(&self, name: &str, version: &str) -> bool {
+        let record = format!("{}-{version}.dist-info", name.replace(['-', '.'], "_").to_ascii_lowercase());
+        let entries = self.find("").and_then(|folder| std::fs::read_dir(folder).ok());
+        let names = entries.into_iter().flatten().flatten().map(|entry| entry.file_name());
+        names.map(|name| name.to_string_lossy().to_ascii_lowercase()).any(|name| name == record)
+    }
+
+    /// Creates the environment if it does not exist.
+    pub(crate) fn create(&self, deadline: Deadline) -> Result<()> {
+        if self.python().exists() {
+            return Ok(());
+        }
+        let mut create = Command::new("python3");
+        create.args(["-m", "venv", "--without-pip"]).arg(&self.0);
+        must_succeed(create, deadline)
+    }
+
+    /// Runs `pip install` with these arguments for the environment.
+    pub(crate) fn install(
+        &self,
+        arguments: impl IntoIterator<Item = String>,
+        deadline: Deadline,
+    ) -> Result<()> {
+        self.create(deadline)?;
+        let mut pip = Command::new("python3");
+        pip.args(["-m", "pip", "--disable-pip-version-check", "--python"]).arg(self.python());
+        must_succeed(
+            {
+                pip.arg("install").args(arguments);
+                pip
+            },
+            deadline,
+        )
+    }
 }
 
 #[cfg(test)]
@@ -226,38 +267,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_package_is_missing_unless_dpkg_shows_it_as_installed() {
-        let packages = [
-            DebianPackage { name: "iproute2", why: "x" },
-            DebianPackage { name: "iptables", why: "x" },
-            DebianPackage { name: "never-heard-of", why: "x" },
-        ];
-        let output = "installed iproute2\nconfig-files iptables\ninstalled iproute2-doc\n";
-        let names: Vec<_> = missing(&packages, output).iter().map(|package| package.name).collect();
-        assert_eq!(names, ["iptables", "never-heard-of"]);
+    fn every_row_says_why() {
+        let packages = TABLE.debian.iter().chain(TABLE.peers.values().flat_map(|peer| &peer.debian));
+        let wheels = TABLE.peers.values().flat_map(|peer| &peer.wheels);
+        let rows = packages.chain(wheels.map(|(name, wheel)| (name, &wheel.why)));
+        rows.for_each(|(name, why)| assert!(!why.is_empty(), "{name}"));
     }
 
     #[test]
-    fn every_row_says_why_and_is_there_once() {
-        let mut seen = std::collections::BTreeSet::new();
-        let packages = DEBIAN_PACKAGES.iter().map(|row| ("the machine", row.name, row.why));
-        for (place, name, why) in
-            packages.chain(WHEELS.iter().chain(MORE_WHEELS).map(|row| (row.peer, row.name, row.why)))
-        {
-            assert!(!why.is_empty(), "{name}");
-            assert!(seen.insert((place, name)), "{name} is there twice in {place}");
-        }
+    fn a_package_is_missing_unless_dpkg_lists_it_as_installed() {
+        let packages = BTreeMap::from([("iproute2", "x"), ("iptables", "x"), ("unknown", "x")]);
+        let output = "installed iproute2\nconfig-files iptables\ninstalled iproute2-doc\n";
+        assert_eq!(missing(&packages, output), ["iptables", "unknown"]);
     }
 
     #[test]
     fn a_wheel_is_recognised_by_name_and_version() {
-        let environment = std::env::temp_dir().join(format!("kvx-xtask-venv-{}", std::process::id()));
-        let packages = environment.join("lib/python3.11/site-packages");
+        let folder = std::env::temp_dir().join(format!("kvx-xtask-venv-{}", std::process::id()));
+        let packages = folder.join("lib/python3.11/site-packages");
         std::fs::create_dir_all(packages.join("Some_Wheel-1.2.0.dist-info")).unwrap();
-        let wheel = |name, version| Wheel { peer: "x", name, version, why: "x" };
-        assert!(is_installed(&wheel("some-wheel", "1.2.0"), &environment));
-        assert!(!is_installed(&wheel("some-wheel", "1.2"), &environment));
-        assert!(!is_installed(&wheel("some", "1.2.0"), &environment));
-        std::fs::remove_dir_all(environment).unwrap();
+        let environment = Environment(folder.clone());
+        assert!(environment.has("some-wheel", "1.2.0"));
+        assert!(!environment.has("some-wheel", "1.2") && !environment.has("some", "1.2.0"));
+        std::fs::remove_dir_all(folder).unwrap();
     }
 }

@@ -1,12 +1,12 @@
-//! `cargo xtask kernels`: the committed PTX of kvx's kernels, and whether their source is one for AMD devices too.
+//! `cargo xtask kernels`: compiles kvx's kernels to the committed PTX, and once for AMD devices.
 
 use std::path::{Path, PathBuf};
 
-use crate::install::site_packages;
+use crate::install::{self, Environment};
 use crate::metadata::Metadata;
 use crate::runtime_compiler::Compiler;
 use crate::skips::{self, Skip};
-use crate::{Result, install};
+use crate::{Result, root};
 
 /// Below the root of the repository.
 const SOURCE: &str = "kvx-gpu/src/kernels/kernels.cu";
@@ -16,49 +16,43 @@ const PTX: &str = "kvx-gpu/src/kernels/kernels.ptx";
 const ARCHITECTURE: &str = "--gpu-architecture=compute_70";
 
 /// What the source must compile for: a data centre's device and one with waves of 32 threads.
-const AMD_TARGETS: &[&str] = &["gfx90a", "gfx1030"];
+const AMD_TARGETS: [&str; 2] = ["gfx90a", "gfx1030"];
 
-/// Where Debian's HIP lies, which has hipRTC in it.
-const HIP: &[&str] =
-    &["/usr/lib/x86_64-linux-gnu/libamdhip64.so.5", "/usr/lib/aarch64-linux-gnu/libamdhip64.so.5"];
+/// The peer and the wheel of CUDA's compiler, and the library in it.
+const NVRTC: (&str, &str) = ("nvrtc", "nvidia-cuda-nvrtc-cu12");
+const NVRTC_LIBRARY: &str = "nvidia/cuda_nvrtc/lib/libnvrtc.so.12";
+/// Debian's HIP, which contains hipRTC.
+const HIP: [&str; 2] =
+    ["/usr/lib/x86_64-linux-gnu/libamdhip64.so.5", "/usr/lib/aarch64-linux-gnu/libamdhip64.so.5"];
 
-/// What makes both run.
-const CURE: &str = "cargo xtask test --install on Debian 12";
-
-/// Writes the PTX again, or only compares, and compiles for AMD devices; false if something differs.
+/// Writes the PTX again, or only compares, and compiles for AMD devices; returns false if the PTX differs.
 pub(crate) fn run(check: bool) -> Result<bool> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().ok_or("xtask lies in no repository")?;
-    let target = Metadata::of_members()?.target_directory()?;
-    let source = std::fs::read_to_string(root.join(SOURCE))?;
-    let held = match nvrtc(&target) {
-        Some(library) => renewed(&library, &source, &root.join(PTX), check)?,
-        None => {
-            let reason = format!("no {} {} is installed", install::NVRTC.name, install::NVRTC.version);
-            skips::note(&Skip { name: "kernels for CUDA".to_owned(), reason, cure: CURE.to_owned() })?;
-            true
-        }
+    let source = std::fs::read_to_string(root().join(SOURCE))?;
+    let skip = |name: &str, reason: String| {
+        let cure = "cargo xtask test --install on Debian 12".to_owned();
+        skips::note(&Skip { name: name.to_owned(), reason, cure })
     };
+    let mut held = true;
+    match nvrtc(&Metadata::of_members()?.target_directory()?) {
+        Some(library) => held = renewed(&library, &source, &root().join(PTX), check)?,
+        None => skip("kernels for CUDA", format!("{} is not installed", NVRTC.1))?,
+    }
     match HIP.iter().map(Path::new).find(|path| path.exists()) {
         Some(library) => for_amd(library, &source)?,
-        None => {
-            let reason = "no libamdhip64.so.5 is installed".to_owned();
-            skips::note(&Skip { name: "kernels for HIP".to_owned(), reason, cure: CURE.to_owned() })?;
-        }
+        None => skip("kernels for HIP", "libamdhip64.so.5 is not installed".to_owned())?,
     }
     Ok(held)
 }
 
-/// The compiler of the wheel that the PTX comes from, if it is installed.
+/// Returns the compiler that the PTX comes from, if its wheel is installed in the right version.
 fn nvrtc(target: &Path) -> Option<PathBuf> {
-    let wheel = &install::NVRTC;
-    let environment = target.join("peers").join(wheel.peer).join("venv");
-    let is_there = install::is_installed(wheel, &environment);
-    let library = "nvidia/cuda_nvrtc/lib/libnvrtc.so.12";
-    is_there
-        .then(|| site_packages(&environment).map(|folder| folder.join(library)).find(|path| path.exists()))?
+    let (peer, wheel) = NVRTC;
+    install::is_installed(peer, wheel, target)
+        .then(|| Environment::of(target, peer).find(NVRTC_LIBRARY))
+        .flatten()
 }
 
-/// Compiles for CUDA; false if the committed file differs and is only to be compared.
+/// Compiles for CUDA; returns false if the committed file differs and is only compared.
 fn renewed(library: &Path, source: &str, file: &Path, check: bool) -> Result<bool> {
     let compiler = Compiler::open(library, "nvrtc")?;
     let ptx = cleaned(&compiler.compile(source, "kernels.cu", &[ARCHITECTURE], "PTX")?)?;
@@ -74,7 +68,7 @@ fn renewed(library: &Path, source: &str, file: &Path, check: bool) -> Result<boo
     Ok(true)
 }
 
-/// Without the constants of a header that the compiler always includes, which no kernel uses.
+/// Removes the constants of a header that the compiler always includes and no kernel uses.
 fn cleaned(ptx: &[u8]) -> Result<String> {
     let text = std::str::from_utf8(ptx)?.trim_end_matches('\0');
     let ours = text.lines().filter(|line| !(line.starts_with(".global") && line.contains("2nv6target")));
@@ -87,7 +81,7 @@ fn for_amd(library: &Path, source: &str) -> Result<()> {
     let compiler = Compiler::open(library, "hiprtc")?;
     for target in AMD_TARGETS {
         let code = compiler.compile(source, "kernels.cu", &[&format!("--offload-arch={target}")], "Code")?;
-        // Each entry has a descriptor, by which a driver finds it.
+        // A driver finds each entry by its descriptor.
         for entry in entries(source) {
             let descriptor = format!("\0{entry}.kd\0");
             if !code.windows(descriptor.len()).any(|window| window == descriptor.as_bytes()) {
@@ -99,7 +93,7 @@ fn for_amd(library: &Path, source: &str) -> Result<()> {
     Ok(())
 }
 
-/// The names of the kernels in a source.
+/// Returns the names of the kernels in a source.
 fn entries(source: &str) -> impl Iterator<Item = &str> {
     let heads = source.split("extern \"C\" __global__").skip(1);
     heads.filter_map(|text| text.lines().nth(1)?.split_once('(').map(|(name, _)| name))
@@ -110,8 +104,7 @@ mod tests {
     use super::*;
 
     fn committed(file: &str) -> String {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-        std::fs::read_to_string(root.join(file)).unwrap()
+        std::fs::read_to_string(root().join(file)).unwrap()
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! `cargo xtask`: the one entry point for everything that a developer of kvx runs.
 //!
-//! It depends on no kvx crate, so that it builds and speaks even when they do not.
+//! It depends on no kvx crate, so that it works even when they do not build.
 
 mod arguments;
 mod bars;
@@ -19,51 +19,39 @@ mod interop;
 mod kernels;
 mod limits;
 mod metadata;
-mod names;
 mod package;
 mod peers;
 mod process;
 mod runtime_compiler;
-mod semver;
 mod skips;
 mod soak;
+mod spelling;
 mod test;
 mod threads;
 mod wheel;
-mod width;
 
 use std::process::ExitCode;
 
-use arguments::Request;
+use arguments::{Arguments, Request};
+use clap::Parser as _;
 
-/// What a command says when it could not do its work; the failures that it is there to find are not such.
+/// The result of a command that could not do its work. Failures that a command is there to find are values instead.
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 fn main() -> ExitCode {
-    let request = match arguments::parse(std::env::args().skip(1)) {
-        Ok(request) => request,
-        Err(complaint) => {
-            eprintln!("{complaint}\n\n{}", arguments::usage());
-            return ExitCode::from(2);
-        }
-    };
+    let request = Arguments::parse().request;
     process::catch_interrupts();
     let held = match request {
-        Request::Help => {
-            println!("{}", arguments::usage());
-            Ok(true)
-        }
         Request::Test(options) => test::run(&options),
-        Request::Features => features::command(),
+        Request::Features => features::check_every_choice(test::steps::LIMIT).map(all_held),
         Request::Package { names } => package::command(names),
-        Request::Semver(revision) => semver::run(&revision),
-        Request::Interop(chosen) => interop::run(&chosen),
-        Request::Bindings { check } => bindings::run(check),
-        Request::Kernels { check } => kernels::run(check),
-        Request::Peers(names) => peers::command(&names),
+        Request::Interop(options) => interop::run(&options),
+        Request::Bindings(options) => bindings::run(options.check),
+        Request::Kernels(options) => kernels::run(options.check),
+        Request::Peers { names } => peers::command(&names),
         Request::Gpu(options) => gpu::run(&options),
         Request::Soak(options) => soak::run(&options),
-        Request::Faults { connector, only } => faults::run(connector, only.as_deref()),
+        Request::Faults(options) => faults::run(&options),
         Request::Fuzz(options) => fuzz::run(&options),
         Request::Limits(options) => limits::run(&options),
         Request::Loom => threads::loom(),
@@ -80,7 +68,13 @@ fn main() -> ExitCode {
     }
 }
 
-/// The repository, as it was when xtask was built.
+/// Prints failures and returns whether there are none.
+pub(crate) fn all_held(failures: Vec<String>) -> bool {
+    failures.iter().for_each(|failure| println!("failed: {failure}"));
+    failures.is_empty()
+}
+
+/// Returns the root of the repository that xtask was built in.
 pub(crate) fn root() -> &'static std::path::Path {
     std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in a repository")
 }

@@ -1,220 +1,186 @@
 //! Reads cargo's metadata of the workspace.
 
+use std::collections::BTreeMap;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
+use serde::Deserialize;
 use serde_json::Value;
 
-use crate::Result;
-use crate::process::{self, Output};
+use crate::{Result, process};
 
 /// How long cargo may take to resolve the workspace, downloads included.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// The answer of `cargo metadata`.
-pub(crate) struct Metadata(Value);
-
-/// One package of it.
-#[derive(Clone, Copy)]
-pub(crate) struct Package<'a>(&'a Value);
-
-/// What a package depends on.
-pub(crate) struct Dependency<'a> {
-    pub(crate) name: &'a str,
-    /// The versions that it may have; `*` when none are said.
-    pub(crate) requirement: &'a str,
-    /// Whether it lies beside, instead of in the registry.
-    pub(crate) is_path: bool,
-    /// Whether only tests need it.
-    pub(crate) is_for_tests: bool,
+/// The output of `cargo metadata`.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct Metadata {
+    packages: Vec<PackageMetadata>,
+    target_directory: PathBuf,
+    workspace_root: PathBuf,
 }
 
-/// A `rust-version`: major, minor, patch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct RustVersion(u32, u32, u32);
+/// A package of it, borrowed.
+pub(crate) type Package<'a> = &'a PackageMetadata;
+
+/// A package as cargo describes it.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct PackageMetadata {
+    name: String,
+    version: String,
+    manifest_path: String,
+    source: Option<String>,
+    publish: Option<Vec<String>>,
+    features: BTreeMap<String, Vec<String>>,
+    targets: Vec<Target>,
+    /// The tables `[package.metadata.…]`.
+    metadata: Value,
+    pub(crate) description: Option<String>,
+    pub(crate) license: Option<String>,
+    pub(crate) repository: Option<String>,
+    pub(crate) documentation: Option<String>,
+    pub(crate) readme: Option<String>,
+    pub(crate) rust_version: Option<String>,
+    pub(crate) keywords: Vec<String>,
+    pub(crate) categories: Vec<String>,
+    /// What it depends on, for whatever purpose.
+    pub(crate) dependencies: Vec<Dependency>,
+}
+
+#[derive(Deserialize)]
+struct Target {
+    name: String,
+    kind: Vec<String>,
+}
+
+/// A dependency of a package.
+#[derive(Deserialize)]
+pub(crate) struct Dependency {
+    pub(crate) name: String,
+    /// The versions that it may have; `*` when the manifest names none.
+    #[serde(rename = "req")]
+    pub(crate) requirement: String,
+    /// Where it lies, if not in the registry.
+    pub(crate) path: Option<PathBuf>,
+    kind: Option<String>,
+}
+
+impl Dependency {
+    /// Returns whether only tests need it.
+    pub(crate) fn is_for_tests(&self) -> bool {
+        self.kind.as_deref() == Some("dev")
+    }
+}
 
 impl Metadata {
-    /// The members of the workspace alone: fast, and downloads nothing.
+    /// Loads the members of the workspace alone: fast, and downloads nothing.
     pub(crate) fn of_members() -> Result<Metadata> {
         Metadata::load(&["--no-deps"])
     }
 
-    /// The members with all their features, and every package that they build with on this platform, for whatever
-    /// purpose (normal, build, dev).
+    /// Loads the members with all their features, and every package that they build with on this platform, for
+    /// whatever purpose (normal, build, dev).
     pub(crate) fn of_everything() -> Result<Metadata> {
-        let mut command =
-            std::process::Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()));
-        command.arg("-vV");
-        let told = process::run(command, LIMIT, Output::Kept)?.output;
-        let host =
-            told.lines().find_map(|line| line.strip_prefix("host: ")).ok_or("rustc -vV names no host")?;
-        Metadata::load(&["--all-features", "--filter-platform", host])
+        let mut rustc = Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()));
+        rustc.arg("-vV");
+        let version = process::output_of(rustc, LIMIT)?;
+        let host = version.lines().find_map(|line| line.strip_prefix("host: "));
+        Metadata::load(&["--all-features", "--filter-platform", host.ok_or("rustc -vV names no host")?])
     }
 
     fn load(arguments: &[&str]) -> Result<Metadata> {
         let all = ["metadata", "--format-version", "1"].iter().chain(arguments);
-        let finished = process::run(process::cargo(all.copied()), LIMIT, Output::Kept)?;
-        if !finished.succeeded() {
-            return Err(format!("cargo metadata: {}", finished.end).into());
-        }
-        Ok(Metadata(serde_json::from_str(&finished.output)?))
+        Ok(serde_json::from_str(&process::output_of(process::cargo(all.copied()), LIMIT)?)?)
     }
 
-    /// The folder that cargo builds in.
+    /// Returns the folder that cargo builds in.
     pub(crate) fn target_directory(&self) -> Result<PathBuf> {
-        let path = self.0["target_directory"].as_str();
-        Ok(path.ok_or("cargo metadata names no target directory")?.into())
+        Ok(self.target_directory.clone())
     }
 
-    /// The package at the root of the workspace: the facade.
+    /// Returns the package at the root of the workspace: the facade.
     pub(crate) fn root_package(&self) -> Result<Package<'_>> {
-        let folder = self.0["workspace_root"].as_str().ok_or("cargo metadata names no workspace root")?;
-        let manifest = format!("{folder}/Cargo.toml");
-        let root = self.packages().find(|package| package.0["manifest_path"] == manifest.as_str());
+        let root = self.packages().find(|package| package.folder() == self.workspace_root);
         Ok(root.ok_or("the workspace has no package at its root")?)
     }
 
-    /// All packages.
+    /// Returns all packages.
     pub(crate) fn packages(&self) -> impl Iterator<Item = Package<'_>> {
-        self.0["packages"].as_array().into_iter().flatten().map(Package)
+        self.packages.iter()
     }
 }
 
-impl<'a> Package<'a> {
-    /// Its name.
-    pub(crate) fn name(self) -> &'a str {
-        self.0["name"].as_str().unwrap_or_default()
+impl PackageMetadata {
+    /// Returns its name.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
     }
 
-    /// Its features, also those that its optional dependencies imply; without `default`.
-    pub(crate) fn features(self) -> impl Iterator<Item = &'a str> {
-        let features = self.0["features"].as_object().into_iter().flatten();
-        features.map(|(name, _)| name.as_str()).filter(|name| *name != "default")
+    /// Returns its version.
+    pub(crate) fn version(&self) -> &str {
+        &self.version
     }
 
-    /// Its version.
-    pub(crate) fn version(self) -> &'a str {
-        self.0["version"].as_str().unwrap_or_default()
+    /// Returns its features without `default`; optional dependencies count as features.
+    pub(crate) fn features(&self) -> impl Iterator<Item = &str> {
+        self.features.keys().map(String::as_str).filter(|name| *name != "default")
     }
 
-    /// Whether it may be published: its manifest does not say `publish = false`.
-    pub(crate) fn is_published(self) -> bool {
-        self.0["publish"].is_null()
+    /// Returns whether its manifest allows it to be published.
+    pub(crate) fn is_published(&self) -> bool {
+        self.publish.is_none()
     }
 
-    /// What its manifest says under this key, if that is a text.
-    pub(crate) fn text(self, key: &str) -> Option<&'a str> {
-        self.0[key].as_str()
+    /// Returns whether it has a library.
+    pub(crate) fn has_library(&self) -> bool {
+        self.targets.iter().any(|target| target.kind.first().is_some_and(|kind| kind == "lib"))
     }
 
-    /// What its manifest lists under this key.
-    pub(crate) fn texts(self, key: &str) -> impl Iterator<Item = &'a str> + use<'a> {
-        self.0[key].as_array().into_iter().flatten().filter_map(Value::as_str)
+    /// Returns whether its manifest says how docs.rs builds its documentation.
+    pub(crate) fn has_docs_rs(&self) -> bool {
+        self.metadata["docs"]["rs"].is_object()
     }
 
-    /// Whether it has a library.
-    pub(crate) fn has_library(self) -> bool {
-        let mut targets = self.0["targets"].as_array().into_iter().flatten();
-        targets.any(|target| target["kind"][0] == "lib")
+    /// Returns the path of its manifest.
+    pub(crate) fn manifest(&self) -> &str {
+        &self.manifest_path
     }
 
-    /// Whether it says how its documentation is built.
-    pub(crate) fn says_docs_rs(self) -> bool {
-        self.0["metadata"]["docs"]["rs"].is_object()
+    /// Returns the folder of its manifest.
+    pub(crate) fn folder(&self) -> &Path {
+        Path::new(&self.manifest_path).parent().unwrap_or(Path::new(""))
     }
 
-    /// What it depends on, for whatever purpose.
-    pub(crate) fn dependencies(self) -> impl Iterator<Item = Dependency<'a>> {
-        let all = self.0["dependencies"].as_array().into_iter().flatten();
-        all.map(|dependency| Dependency {
-            name: dependency["name"].as_str().unwrap_or_default(),
-            requirement: dependency["req"].as_str().unwrap_or_default(),
-            is_path: dependency["path"].is_string(),
-            is_for_tests: dependency["kind"] == "dev",
-        })
+    /// Returns the entries of this list in `[package.metadata.kvx]`.
+    pub(crate) fn listed(&self, list: &str) -> impl Iterator<Item = &str> {
+        self.metadata["kvx"][list].as_array().into_iter().flatten().filter_map(Value::as_str)
     }
 
-    /// Where its manifest lies.
-    pub(crate) fn manifest(self) -> &'a str {
-        self.0["manifest_path"].as_str().unwrap_or_default()
+    /// Returns the names of its targets.
+    pub(crate) fn targets(&self) -> impl Iterator<Item = &str> {
+        self.targets.iter().map(|target| target.name.as_str())
     }
 
-    /// What its manifest lists under this name in `[package.metadata.kvx]`.
-    pub(crate) fn listed(self, list: &str) -> impl Iterator<Item = &'a str> + use<'a> {
-        self.0["metadata"]["kvx"][list].as_array().into_iter().flatten().filter_map(Value::as_str)
-    }
-
-    /// The names of its targets.
-    pub(crate) fn targets(self) -> impl Iterator<Item = &'a str> {
-        self.0["targets"].as_array().into_iter().flatten().filter_map(|target| target["name"].as_str())
-    }
-
-    /// Whether it comes from a path: a member, as the workspace has no other such packages.
-    pub(crate) fn is_member(self) -> bool {
-        self.0["source"].is_null()
-    }
-
-    /// The `rust-version` that it asks for, if any.
-    pub(crate) fn rust_version(self) -> Option<RustVersion> {
-        RustVersion::parse(self.0["rust_version"].as_str()?)
+    /// Returns whether it is a member of the workspace, which has no other packages from paths.
+    pub(crate) fn is_member(&self) -> bool {
+        self.source.is_none()
     }
 }
 
-impl fmt::Display for Package<'_> {
+impl fmt::Display for PackageMetadata {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.name(), self.0["version"].as_str().unwrap_or_default())
-    }
-}
-
-impl RustVersion {
-    /// Reads `1.88` or `1.88.0`.
-    fn parse(text: &str) -> Option<RustVersion> {
-        let mut parts = text.split('.').map(|part| part.parse().ok());
-        Some(RustVersion(parts.next()??, parts.next()??, parts.next().unwrap_or(Some(0))?))
-    }
-}
-
-impl fmt::Display for RustVersion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}", self.0, self.1)?;
-        if self.2 > 0 { write!(f, ".{}", self.2) } else { Ok(()) }
+        write!(f, "{} {}", self.name, self.version)
     }
 }
 
 #[cfg(test)]
 impl Metadata {
-    /// What cargo would answer with this text.
+    /// Parses the output of `cargo metadata`.
     pub(crate) fn from_text(text: &str) -> Metadata {
-        Metadata(serde_json::from_str(text).unwrap())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rust_versions_compare_as_numbers() {
-        let version = |text| RustVersion::parse(text).unwrap();
-        assert!(version("1.9") < version("1.88"));
-        assert!(version("1.88") < version("1.88.1"));
-        assert_eq!(version("1.88"), version("1.88.0"));
-        assert_eq!(version("1.88.0").to_string(), "1.88");
-        assert_eq!(RustVersion::parse("stable"), None);
-    }
-
-    #[test]
-    fn the_root_package_is_found_by_its_place() {
-        let metadata = Metadata::from_text(
-            r#"{"workspace_root": "/w", "target_directory": "/t", "packages": [
-                {"name": "core", "manifest_path": "/w/core/Cargo.toml", "features": {}},
-                {"name": "facade", "manifest_path": "/w/Cargo.toml",
-                 "features": {"default": ["tcp"], "tcp": [], "shm": []}}]}"#,
-        );
-        let root = metadata.root_package().unwrap();
-        assert_eq!(root.name(), "facade");
-        assert_eq!(root.features().collect::<Vec<_>>(), ["shm", "tcp"]);
-        assert_eq!(metadata.target_directory().unwrap(), PathBuf::from("/t"));
+        serde_json::from_str(text).unwrap()
     }
 }

@@ -10,21 +10,37 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How often a running child is looked at.
+/// The interval at which a running child is checked.
 const TICK: Duration = Duration::from_millis(20);
 
 /// How long a group may take to end after SIGTERM, and its last output to arrive after its end.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// The signal that asked xtask to end; 0 while none did.
+/// The signal that asked xtask to end, or 0.
 static INTERRUPTED: AtomicI32 = AtomicI32::new(0);
+
+/// The time at which a command of several steps has to be done.
+#[derive(Clone, Copy)]
+pub(crate) struct Deadline(Instant);
+
+impl Deadline {
+    /// A deadline after `limit` from now.
+    pub(crate) fn after(limit: Duration) -> Deadline {
+        Deadline(Instant::now() + limit)
+    }
+
+    /// Returns the time that is left.
+    pub(crate) fn left(self) -> Duration {
+        self.0.saturating_duration_since(Instant::now())
+    }
+}
 
 /// Where a child's output goes, besides being kept.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Output {
-    /// Standard output and standard error, in one order, to xtask's standard output as they come.
+    /// Standard output and standard error, in one order, are shown as they arrive.
     Shown,
-    /// Standard output is kept and not shown; standard error goes where xtask's goes.
+    /// Standard output is kept and not shown; standard error is inherited.
     Kept,
     /// Both are kept, in one order, and not shown.
     Quiet,
@@ -34,21 +50,21 @@ pub(crate) enum Output {
 pub(crate) struct Finished {
     /// How it ended.
     pub(crate) end: End,
-    /// What it wrote (both streams but for [`Output::Kept`]).
+    /// What it wrote (standard output alone for [`Output::Kept`]).
     pub(crate) output: String,
 }
 
 /// How a child ended.
 #[derive(Debug, PartialEq)]
 pub(crate) enum End {
-    /// By itself.
+    /// It exited, or a signal killed it.
     Exited(ExitStatus),
-    /// Killed with its process group after this limit.
+    /// xtask killed it with its process group after this limit.
     TimedOut(Duration),
 }
 
 impl Finished {
-    /// Whether it exited with 0.
+    /// Returns whether the child exited with status 0.
     pub(crate) fn succeeded(&self) -> bool {
         matches!(self.end, End::Exited(status) if status.success())
     }
@@ -63,15 +79,37 @@ impl fmt::Display for End {
     }
 }
 
-/// A call of the cargo that runs xtask.
+/// Returns a command that runs the cargo which runs xtask.
 pub(crate) fn cargo<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(arguments);
     command
 }
 
-/// Makes SIGINT, SIGTERM and SIGHUP end the running children's process groups before xtask, which would not reach them
-/// otherwise: the groups are not the terminal's.
+/// Runs a command, prints it and its output, and returns an error unless it succeeds.
+pub(crate) fn must_succeed(command: Command, deadline: Deadline) -> crate::Result<()> {
+    let shown = format!("{command:?}");
+    println!("{shown}");
+    let finished = run(command, deadline.left(), Output::Shown)?;
+    if finished.succeeded() { Ok(()) } else { Err(format!("{shown}: {}", finished.end).into()) }
+}
+
+/// Runs a command and returns its standard output, or an error unless it succeeds.
+pub(crate) fn output_of(command: Command, limit: Duration) -> crate::Result<String> {
+    let shown = format!("{command:?}");
+    let finished = run(command, limit, Output::Kept)?;
+    if finished.succeeded() { Ok(finished.output) } else { Err(format!("{shown}: {}", finished.end).into()) }
+}
+
+/// Runs a command, prints its output and how it ended, and returns whether it succeeded.
+pub(crate) fn shown_to_succeed(command: Command, limit: Duration) -> crate::Result<bool> {
+    let finished = run(command, limit, Output::Shown)?;
+    println!("{}", finished.end);
+    Ok(finished.succeeded())
+}
+
+/// Makes SIGINT, SIGTERM and SIGHUP end the children's process groups before xtask. The terminal does not signal
+/// these groups.
 pub(crate) fn catch_interrupts() {
     extern "C" fn note(signal: libc::c_int) {
         INTERRUPTED.store(signal, Ordering::Relaxed);
@@ -80,27 +118,27 @@ pub(crate) fn catch_interrupts() {
         // SAFETY: `note` has the signature of a handler and only stores to an atomic, which is async-signal-safe.
         let before = unsafe { libc::signal(signal, note as *const () as libc::sighandler_t) };
         if before == libc::SIG_IGN {
-            // SAFETY: SIG_IGN is a valid disposition. Whoever started xtask (nohup) wants this signal ignored.
+            // SAFETY: SIG_IGN is a valid disposition. The caller of xtask (nohup) wants this signal ignored.
             unsafe { libc::signal(signal, libc::SIG_IGN) };
         }
     }
 }
 
-/// Runs `command` in its own process group and without standard input until it exits or `limit` is over. Whatever is
-/// left of the group then is killed; a process that left the group is not, but it cannot hold up the call.
+/// Runs `command` in its own process group, without standard input, until it exits or `limit` is over, and kills what
+/// is left of the group. A process that left the group survives, but cannot delay the call.
 ///
-/// An error means that the child could not be started or watched. An interrupt ends xtask itself.
+/// An error means that the child could not be started or watched. An interrupt ends xtask.
 pub(crate) fn run(mut command: Command, limit: Duration, mode: Output) -> io::Result<Finished> {
-    let start = Instant::now();
+    let deadline = Deadline::after(limit);
     let (mut reader, writer) = io::pipe()?;
     if mode != Output::Kept {
         command.stderr(writer.try_clone()?);
     }
     command.stdin(Stdio::null()).stdout(writer).process_group(0);
-    let group = Group::start(&mut command).map_err(|error| {
+    let mut group = Group::start(&mut command).map_err(|error| {
         io::Error::new(error.kind(), format!("cannot start {}: {error}", command.get_program().display()))
     })?;
-    // Closes this process's copies of the pipe's writing end: the children's decide when the output is over.
+    // Closes this process's copies of the pipe's writing end, so that the output ends with the children's copies.
     drop(command);
 
     let (sender, chunks) = mpsc::sync_channel(16);
@@ -126,21 +164,21 @@ pub(crate) fn run(mut command: Command, limit: Duration, mode: Output) -> io::Re
         if group.leader_exited()? {
             break false;
         }
-        if start.elapsed() >= limit {
+        if deadline.left().is_zero() {
             group.terminate()?;
             break true;
         }
     };
     let status = group.finish()?;
-    let until = Instant::now() + GRACE;
-    while Instant::now() < until && intake.take(TICK)? {}
+    let deadline = Deadline::after(GRACE);
+    while !deadline.left().is_zero() && intake.take(TICK)? {}
     Ok(Finished {
         end: if timed_out { End::TimedOut(limit) } else { End::Exited(status) },
         output: String::from_utf8_lossy(&intake.kept).into_owned(),
     })
 }
 
-/// What arrives from the child.
+/// Receives a child's output.
 struct Intake {
     chunks: Receiver<Vec<u8>>,
     mode: Output,
@@ -148,7 +186,7 @@ struct Intake {
 }
 
 impl Intake {
-    /// Waits up to `wait` for a piece of output; false means that there will be no more.
+    /// Waits up to `wait` for a piece of output; returns false after the end of the output.
     fn take(&mut self, wait: Duration) -> io::Result<bool> {
         match self.chunks.recv_timeout(wait) {
             Ok(chunk) => {
@@ -162,7 +200,7 @@ impl Intake {
             }
             Err(RecvTimeoutError::Timeout) => Ok(true),
             Err(RecvTimeoutError::Disconnected) => {
-                // The child may close its output long before it exits: its watcher still ticks.
+                // The child may close its output long before it exits: the caller still polls.
                 thread::sleep(wait);
                 Ok(false)
             }
@@ -170,47 +208,38 @@ impl Intake {
     }
 }
 
-/// Ends xtask as `signal` asks, and first every child's group.
+/// Ends every child's group, and then xtask as `signal` asks.
 fn end_by(signal: libc::c_int) -> ! {
-    // Kept until the end: nobody starts or reaps a child any more.
+    // Held until the end, so that no child is started or reaped any more.
     let running = running();
-    for group in running.iter() {
-        signal_group(*group, libc::SIGTERM);
-    }
-    let until = Instant::now() + GRACE;
-    while Instant::now() < until && running.iter().any(|group| is_there(*group)) {
+    running.iter().for_each(|group| signal_group(*group, libc::SIGTERM));
+    let deadline = Deadline::after(GRACE);
+    while !deadline.left().is_zero() && running.iter().any(|group| !exited(*group).unwrap_or(true)) {
         thread::sleep(TICK);
     }
-    for group in running.iter() {
-        signal_group(*group, libc::SIGKILL);
-    }
+    running.iter().for_each(|group| signal_group(*group, libc::SIGKILL));
     eprintln!("xtask: ended by signal {signal}");
     std::process::exit(128 + signal);
 }
 
-/// The groups whose leaders are not reaped: no other groups can have their ids.
+/// Locks the list of groups whose leaders are not reaped: no other groups can have their ids.
 fn running() -> MutexGuard<'static, Vec<libc::pid_t>> {
     static RUNNING: Mutex<Vec<libc::pid_t>> = Mutex::new(Vec::new());
     RUNNING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn signal_group(id: libc::pid_t, signal: libc::c_int) {
-    // SAFETY: plain system call. The group's leader is not reaped, so the id means this group. It fails only if nobody
-    // is left in the group, which is what it is for.
+    // SAFETY: plain system call. The group's leader is not reaped, so the id means this group. It fails only if the
+    // group has no process left.
     unsafe { libc::kill(-id, signal) };
 }
 
-/// Whether the leader of this group, a child of ours that is not reaped, still runs.
-fn is_there(id: libc::pid_t) -> bool {
-    !exited(id.cast_unsigned()).unwrap_or(true)
-}
-
-/// Whether this child has exited; leaves it to be reaped.
-fn exited(child: u32) -> io::Result<bool> {
+/// Returns whether this child has exited; leaves it to be reaped.
+fn exited(child: libc::pid_t) -> io::Result<bool> {
     let mut info = std::mem::MaybeUninit::<libc::siginfo_t>::zeroed();
     let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
     // SAFETY: `info` is valid for the write of one siginfo_t.
-    let result = unsafe { libc::waitid(libc::P_PID, child, info.as_mut_ptr(), flags) };
+    let result = unsafe { libc::waitid(libc::P_PID, child.cast_unsigned(), info.as_mut_ptr(), flags) };
     if result != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -237,45 +266,35 @@ impl Group {
         self.leader.id().cast_signed()
     }
 
-    fn signal(&self, signal: libc::c_int) {
-        signal_group(self.id(), signal);
-    }
-
-    fn reap(&mut self) -> io::Result<ExitStatus> {
-        let mut running = running();
-        self.reaped = true;
-        running.retain(|group| *group != self.id());
-        self.leader.wait()
-    }
-
-    /// Whether the leader has exited; leaves it to be reaped.
     fn leader_exited(&self) -> io::Result<bool> {
-        exited(self.leader.id())
+        exited(self.id())
     }
 
-    /// Asks the group to end and waits for the leader, but not for long.
+    /// Asks the group to end and waits up to [`GRACE`] for the leader.
     fn terminate(&self) -> io::Result<()> {
-        self.signal(libc::SIGTERM);
-        let until = Instant::now() + GRACE;
-        while Instant::now() < until && !self.leader_exited()? {
+        signal_group(self.id(), libc::SIGTERM);
+        let deadline = Deadline::after(GRACE);
+        while !deadline.left().is_zero() && !self.leader_exited()? {
             thread::sleep(TICK);
         }
         Ok(())
     }
 
     /// Kills what is left of the group and reaps the leader.
-    fn finish(mut self) -> io::Result<ExitStatus> {
-        self.signal(libc::SIGKILL);
-        self.reap()
+    fn finish(&mut self) -> io::Result<ExitStatus> {
+        signal_group(self.id(), libc::SIGKILL);
+        let mut running = running();
+        self.reaped = true;
+        running.retain(|group| *group != self.id());
+        self.leader.wait()
     }
 }
 
 impl Drop for Group {
     fn drop(&mut self) {
         if !self.reaped {
-            self.signal(libc::SIGKILL);
-            // Nobody is left to tell, and the child is dead.
-            let _ = self.reap();
+            // An error has no reader here, and the child is dead.
+            let _ = self.finish();
         }
     }
 }
@@ -284,86 +303,61 @@ impl Drop for Group {
 mod tests {
     use super::*;
 
-    fn shell(script: &str) -> Command {
+    const LONG: Duration = Duration::from_secs(30);
+
+    fn shell(script: &str, limit: Duration, mode: Output) -> Finished {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
-        command
+        run(command, limit, mode).unwrap()
     }
 
-    /// Whether the process is there and not merely waiting to be reaped by its new parent.
-    fn runs(pid: &str) -> bool {
-        std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
+    /// Waits until the process whose id a script printed has ended.
+    fn assert_ends(output: &str) {
+        let pid: u32 = output.trim().parse().expect("the script prints a process id");
+        let deadline = Deadline::after(LONG);
+        // A zombie that waits for its new parent has ended.
+        while std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
             !stat.rsplit(')').next().unwrap_or_default().trim_start().starts_with(['Z', 'X'])
-        })
-    }
-
-    /// The process that a script names.
-    fn number(output: &str) -> &str {
-        let said = output.trim();
-        assert!(said.parse::<u32>().is_ok(), "{output:?} is no number of a process");
-        said
-    }
-
-    fn assert_ends(pid: &str) {
-        let until = Instant::now() + Duration::from_secs(10);
-        while runs(pid) {
-            assert!(Instant::now() < until, "process {pid} is left behind");
+        }) {
+            assert!(!deadline.left().is_zero(), "process {pid} is left behind");
             thread::yield_now();
         }
     }
 
     #[test]
     fn a_child_over_its_limit_is_killed() {
-        let mut sleep = Command::new("sleep");
-        sleep.arg("60");
-        let limit = Duration::from_millis(200);
-        let start = Instant::now();
-        let finished = run(sleep, limit, Output::Kept).unwrap();
+        let (limit, start) = (Duration::from_millis(200), Instant::now());
+        let finished = shell("exec sleep 60", limit, Output::Kept);
         assert_eq!(finished.end, End::TimedOut(limit));
-        assert!(!finished.succeeded());
-        assert!(
-            start.elapsed() >= limit && start.elapsed() < Duration::from_secs(30),
-            "{:?}",
-            start.elapsed()
-        );
+        assert!(!finished.succeeded() && (limit..LONG).contains(&start.elapsed()));
     }
 
     #[test]
     fn a_killed_child_leaves_no_process_behind() {
-        // The grandchild keeps the pipe open and ignores SIGTERM from when it has said its number.
+        // The grandchild keeps the pipe open and ignores SIGTERM once it has printed its id.
         let script = r#"sh -c "trap '' TERM; echo \$\$; exec sleep 60" & wait"#;
-        let finished = run(shell(script), Duration::from_secs(3), Output::Kept).unwrap();
+        let finished = shell(script, Duration::from_secs(3), Output::Kept);
         assert!(matches!(finished.end, End::TimedOut(_)));
-        assert_ends(number(&finished.output));
+        assert_ends(&finished.output);
     }
 
     #[test]
     fn a_child_that_exits_leaves_no_process_behind() {
-        let finished = run(shell("sleep 60 & echo $!"), Duration::from_secs(30), Output::Kept).unwrap();
+        let finished = shell("sleep 60 & echo $!", LONG, Output::Kept);
         assert!(finished.succeeded());
-        assert_ends(number(&finished.output));
+        assert_ends(&finished.output);
     }
 
     #[test]
-    fn output_and_exit_status_are_kept() {
-        let finished =
-            run(shell("echo one; echo two; exit 3"), Duration::from_secs(30), Output::Kept).unwrap();
-        assert_eq!(finished.output, "one\ntwo\n");
+    fn both_streams_arrive_in_one_order_with_the_exit_status() {
+        let finished = shell("echo one; echo two >&2; echo three; exit 3", LONG, Output::Shown);
+        assert_eq!(finished.output, "one\ntwo\nthree\n");
         assert_eq!(finished.end.to_string(), "exit status: 3");
     }
 
     #[test]
-    fn both_streams_arrive_in_one_order() {
-        let script = "echo one; echo two >&2; echo three";
-        let finished = run(shell(script), Duration::from_secs(30), Output::Shown).unwrap();
-        assert_eq!(finished.output, "one\ntwo\nthree\n");
-    }
-
-    #[test]
-    fn a_program_that_does_not_exist_is_named() {
-        let error = run(Command::new("no-such-program"), Duration::from_secs(1), Output::Kept)
-            .err()
-            .expect("there is no such program");
+    fn an_error_names_the_program() {
+        let error = output_of(Command::new("no-such-program"), LONG).unwrap_err();
         assert!(error.to_string().contains("no-such-program"), "{error}");
     }
 }

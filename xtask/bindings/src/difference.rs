@@ -1,4 +1,4 @@
-//! What a newer version of a header adds to an older one's bindings.
+//! Finds what a newer version of a header adds to the bindings of an older one.
 
 use std::collections::BTreeSet;
 
@@ -11,15 +11,15 @@ use crate::{by_name, name_of};
 /// Keeps the items of `file` whose names contain one of `wanted` and that `known` does not have in the same form.
 ///
 /// # Errors
-/// An item that is kept needs one that is not, and that `known` has in another form or not at all.
-pub(crate) fn keep_what_is_added(file: &mut File, known: &File, wanted: &[&str]) -> Result<(), String> {
+/// An item that is kept needs one that is not kept, and that `known` has in another form or not at all.
+pub(crate) fn keep_what_is_added(file: &mut File, known: &File, wanted: &[String]) -> Result<(), String> {
     let known = by_name(known);
     let is_known = |name: &str, item: &Item| known.get(name).is_some_and(|other| same(item, other));
     let added: BTreeSet<String> = file
         .items
         .iter()
         .filter_map(|item| Some((name_of(item)?, item)))
-        .filter(|(name, item)| wanted.iter().any(|part| name.contains(part)) && !is_known(name, item))
+        .filter(|(name, item)| wanted.iter().any(|part| name.contains(part.as_str())) && !is_known(name, item))
         .map(|(name, _)| name)
         .collect();
     let kept = |item: &Item| match name_of(item) {
@@ -30,7 +30,7 @@ pub(crate) fn keep_what_is_added(file: &mut File, known: &File, wanted: &[&str])
     let needed: BTreeSet<String> = file.items.iter().filter(|item| kept(item)).flat_map(words).collect();
     for item in file.items.iter().filter(|item| !kept(item)) {
         if let Some(name) = name_of(item).filter(|name| needed.contains(name) && !is_known(name, item)) {
-            return Err(format!("{name} is needed, and differs from what it was: add it to the row"));
+            return Err(format!("{name} is needed, and differs from what it was: add it to `adds` in xtask/bindings.toml"));
         }
     }
     file.items.retain(kept);
@@ -41,7 +41,7 @@ fn same(one: &Item, other: &Item) -> bool {
     one.to_token_stream().to_string() == other.to_token_stream().to_string()
 }
 
-/// Every identifier of an item.
+/// Returns every identifier of an item.
 fn words(item: &Item) -> Vec<String> {
     let (mut found, mut left) = (Vec::new(), vec![item.to_token_stream()]);
     while let Some(stream) = left.pop() {

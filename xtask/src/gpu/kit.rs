@@ -1,8 +1,6 @@
-//! The programs and libraries that a machine with a GPU is shown with: as cargo built them, or unpacked from an
-//! archive.
+//! The programs and libraries that test a machine with a GPU: as cargo built them, or unpacked from an archive.
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -11,63 +9,54 @@ use serde_json::Value;
 
 use super::checks::Needs;
 use crate::Result;
-use crate::install::site_packages;
+use crate::install::Environment;
 use crate::metadata::Metadata;
-use crate::process::{self, Output};
+use crate::process;
 use crate::test::features_of_all;
 use crate::test::tier::{self, Tier};
 
-/// A program of the kit: a target of a package.
-pub(crate) struct KitProgram {
-    pub(crate) name: &'static str,
-    /// The package's folder.
-    package: &'static str,
-    target: &'static str,
-}
-
-pub(crate) const PROGRAMS: &[KitProgram] = &[
-    KitProgram { name: "kvx", package: "kvx-cli", target: "kvx" },
-    KitProgram { name: "cuda-devices", package: "kvx-cuda", target: "stand_in" },
-    KitProgram { name: "cuda-conformance", package: "kvx-cuda", target: "conformance" },
-    KitProgram { name: "connector-ranks", package: "kvx-connector", target: "ranks" },
-    KitProgram { name: "ucx-conformance", package: "kvx-ucx", target: "conformance" },
-    KitProgram { name: "rixl-conformance", package: "kvx-rixl", target: "conformance" },
+/// The programs: their names in the kit, the folders of their packages, and their targets.
+pub(crate) const PROGRAMS: [(&str, &str, &str); 6] = [
+    ("kvx", "kvx-cli", "kvx"),
+    ("cuda-devices", "kvx-cuda", "stand_in"),
+    ("cuda-conformance", "kvx-cuda", "conformance"),
+    ("connector-ranks", "kvx-connector", "ranks"),
+    ("ucx-conformance", "kvx-ucx", "conformance"),
+    ("rixl-conformance", "kvx-rixl", "conformance"),
 ];
 
-/// The stand-in's file, which the test programs want beside them.
+/// The stand-in for a driver, which the test programs load from their folder.
 pub(crate) const STAND_IN: &str = "libkvx_stand_in.so";
 /// kvx's plug-in for NIXL.
 const PLUGIN: &str = "libplugin_KVX.so";
-/// The libraries of ours that lie beside the programs.
+/// The libraries that lie in the folder of the programs.
 const LIBRARIES: [&str; 2] = [STAND_IN, PLUGIN];
-/// Where NIXL looks for plug-ins, instead of its own folder.
-const PLUGIN_DIR: &str = "NIXL_PLUGIN_DIR";
-/// This program.
+/// xtask itself.
 pub(crate) const XTASK: &str = "xtask";
 
-/// Where the driver is, unless the variable says it.
+/// The variable that names the driver, and the usual driver.
 const DRIVER: (&str, &str) = ("KVX_CUDA_LIB", "libcuda.so.1");
 
-/// Below the folder of a wheel's environment.
+/// Libraries of other people: the peer, and the file below the packages of its environment.
 pub(crate) const UCX: (&str, &str) = ("ucx", "libucx/lib/libucp.so.0");
-pub(crate) const RIXL: (&str, &str) = ("nixl", ".nixl_cu12.mesonpy.libs/libnixl_capi.so");
+pub(crate) const NIXL: (&str, &str) = ("nixl", ".nixl_cu12.mesonpy.libs/libnixl_capi.so");
 
 /// How long a build may take.
 const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
 /// How long the program may look for devices.
 const LOOK_LIMIT: Duration = Duration::from_secs(60);
 
-/// What is built.
+/// The build that a kit is made of.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Profile {
-    /// What the tests have built, all of it.
+    /// What the tests have built.
     Dev,
     Release,
 }
 
 /// Where everything is.
 pub(crate) struct Kit {
-    /// The programs by their names in the kit, this one and the stand-in too.
+    /// The programs by their names in the kit, xtask and the libraries included.
     pub(crate) files: BTreeMap<&'static str, PathBuf>,
     /// Other people's libraries, as `cargo xtask test --install` lays them out.
     pub(crate) peers: PathBuf,
@@ -83,134 +72,117 @@ impl Kit {
     /// Builds the programs.
     pub(crate) fn build(profile: Profile) -> Result<Self> {
         let calls = match profile {
-            // As `cargo xtask test` calls it: another choice of packages or features would be another build of them.
+            // As `cargo xtask test` calls it: another choice of packages or features would build them again.
             Profile::Dev => {
                 vec![format!("test --workspace --no-run{}", features_of_all(Tier::of_variable()))]
             }
             Profile::Release => vec![
                 "build --release -p kvx-cli -p kvx-nixl".to_owned(),
-                "test --release --no-run -p kvx-cuda -p kvx-ucx -p kvx-rixl --test conformance --test stand_in".to_owned(),
+                "test --release --no-run -p kvx-cuda -p kvx-ucx -p kvx-rixl --test conformance --test stand_in"
+                    .to_owned(),
                 "test --release --no-run -p kvx-connector --features runtime --test ranks".to_owned(),
             ],
         };
         let mut files = BTreeMap::from([(XTASK, std::env::current_exe()?)]);
         for line in calls {
+            println!("cargo {line}");
             let mut cargo = process::cargo(line.split(' '));
             cargo.arg("--message-format=json-render-diagnostics");
-            println!("cargo {line}");
-            let built = process::run(cargo, BUILD_LIMIT, Output::Kept)?;
-            if !built.succeeded() {
-                return Err(format!("cargo {line}: {}", built.end).into());
-            }
-            files.extend(built.output.lines().filter_map(artifact).flatten());
+            files.extend(process::output_of(cargo, BUILD_LIMIT)?.lines().flat_map(files_of_artifact));
         }
-        let peers = Metadata::of_members()?.target_directory()?.join("peers");
-        Kit { files, peers }.whole()
+        Kit { files, peers: Metadata::of_members()?.target_directory()?.join("peers") }.checked()
     }
 
-    /// What lies in a folder.
+    /// Returns the kit in a folder.
     pub(crate) fn unpacked(folder: &Path) -> Result<Self> {
         let folder = std::path::absolute(folder)?;
-        let names = PROGRAMS.iter().map(|program| program.name).chain(LIBRARIES).chain([XTASK]);
-        let files = names.map(|name| (name, folder.join(name))).filter(|(_, file)| file.is_file()).collect();
-        Kit { files, peers: folder.join("peers") }.whole()
+        let files = names().chain([XTASK]).map(|name| (name, folder.join(name)));
+        let files = files.filter(|(_, file)| file.is_file()).collect();
+        Kit { files, peers: folder.join("peers") }.checked()
     }
 
-    fn whole(self) -> Result<Self> {
-        let mut names = PROGRAMS.iter().map(|program| program.name).chain(LIBRARIES);
-        match names.find(|name| !self.files.contains_key(name)) {
-            Some(missing) => Err(format!("the kit has no {missing}").into()),
-            None => Ok(self),
-        }
+    fn checked(self) -> Result<Self> {
+        names().try_for_each(|name| self.file(name).map(|_| ()))?;
+        Ok(self)
     }
 
-    /// A program of it, to be started with the driver and the libraries that there are; NIXL has the plug-ins that are
-    /// needed.
+    fn file(&self, name: &str) -> Result<&Path> {
+        Ok(self.files.get(name).ok_or_else(|| format!("the kit has no {name}"))?)
+    }
+
+    /// Returns a command that runs a program with the driver and the libraries that exist; NIXL gets the plug-ins that
+    /// are needed.
     pub(crate) fn command(&self, program: &str, needs: Needs) -> Result<Command> {
-        let file = self.files.get(program).ok_or_else(|| format!("the kit has no {program}"))?;
-        let mut command = Command::new(file);
-        command.env(DRIVER.0, driver());
+        let mut command = Command::new(self.file(program)?);
+        // Without the variable test programs take the stand-in.
+        command.env(DRIVER.0, std::env::var_os(DRIVER.0).unwrap_or_else(|| DRIVER.1.into()));
         command.env(tier::VARIABLE, Tier::Whole.name());
-        // NIXL and UCX talk; what they say of the ends of peers is what the tests are about.
+        // NIXL and UCX log the ends of peers, which the tests are about.
         command.env("NIXL_LOG_LEVEL", "fatal").env("UCX_LOG_LEVEL", "fatal");
-        for (variable, needs) in [("KVX_UCX_LIB", Needs::Ucx), ("KVX_RIXL_LIB", Needs::Rixl)] {
-            if let Some(library) = self.library(needs) {
-                command.env(variable, library);
-            }
+        for (variable, needs) in [("KVX_UCX_LIB", Needs::Ucx), ("KVX_RIXL_LIB", Needs::Nixl)] {
+            command.envs(self.library(needs).map(|library| (variable, library)));
         }
         if needs == Needs::KvxInNixl {
-            let plugin = self.files.get(PLUGIN).ok_or_else(|| format!("the kit has no {PLUGIN}"))?;
-            command.env(PLUGIN_DIR, plugin.parent().ok_or("a library lies in a folder")?);
+            command.envs(self.file(PLUGIN)?.parent().map(|folder| ("NIXL_PLUGIN_DIR", folder)));
         }
         Ok(command)
     }
 
-    /// Whether there is what something needs.
-    pub(crate) fn has(&self, needs: Needs) -> bool {
-        needs == Needs::Nothing || self.library(needs).is_some()
-    }
-
-    /// Why something that needs it does not run.
-    pub(crate) fn lacks(&self, needs: Needs) -> String {
-        format!("no {needs} lies in {}: cargo xtask test --install, before packing", self.peers.display())
+    /// Returns why something that needs this cannot run, if it cannot.
+    pub(crate) fn lacks(&self, needs: Needs) -> Option<String> {
+        let lacks = needs != Needs::Nothing && self.library(needs).is_none();
+        let peers = self.peers.display();
+        lacks.then(|| format!("{needs:?} is not in {peers}: cargo xtask test --install, before packing"))
     }
 
     fn library(&self, needs: Needs) -> Option<PathBuf> {
         let (peer, file) = match needs {
             Needs::Nothing => return None,
             Needs::Ucx => UCX,
-            Needs::Rixl | Needs::KvxInNixl => RIXL,
+            Needs::Nixl | Needs::KvxInNixl => NIXL,
         };
-        site_packages(&self.peers.join(peer).join("venv"))
-            .map(|folder| folder.join(file))
-            .find(|file| file.is_file())
+        Environment(self.peers.join(peer).join("venv")).find(file)
     }
 
-    /// The first NVIDIA device. Errors: the program's own words on why there is none.
+    /// Returns the first NVIDIA device. The program prints why there is none.
     pub(crate) fn device(&self) -> Result<Device> {
         let mut command = self.command("kvx", Needs::Nothing)?;
         command.args(["devices", "--json"]);
-        let told = process::run(command, LOOK_LIMIT, Output::Kept)?;
-        if !told.succeeded() {
-            return Err(
-                "nothing can be shown here: no device, see above for the reason and what to do".into()
-            );
-        }
-        let devices: Value = serde_json::from_str(&told.output)?;
-        let nvidias = devices.as_array().into_iter().flatten().find(|device| device["kind"] == "cuda");
-        let device = nvidias.ok_or("there is a device, but none of NVIDIA's: kvx devices says why")?;
-        let word = |field: &str| device[field].as_str().unwrap_or_default().to_owned();
-        Ok(Device {
-            line: format!("{} at {}, driver of CUDA {}", word("name"), word("bus"), word("version")),
-            is_stand_in: word("version").contains(STAND_IN),
-        })
+        let output = process::output_of(command, LOOK_LIMIT)
+            .map_err(|error| format!("no device, see above for the reason and what to do ({error})"))?;
+        let devices: Value = serde_json::from_str(&output)?;
+        let device = devices.as_array().into_iter().flatten().find(|device| device["kind"] == "cuda");
+        let device = device.ok_or("there is a device, but none of NVIDIA's: kvx devices says why")?;
+        let [name, bus, version] =
+            ["name", "bus", "version"].map(|field| device[field].as_str().unwrap_or_default());
+        let line = format!("{name} at {bus}, driver of CUDA {version}");
+        Ok(Device { line, is_stand_in: version.contains(STAND_IN) })
     }
 }
 
-/// The driver that the device is used through. It is said to the test programs, which take the stand-in otherwise.
-fn driver() -> OsString {
-    std::env::var_os(DRIVER.0).unwrap_or_else(|| DRIVER.1.into())
+/// Returns the names of the programs and libraries.
+fn names() -> impl Iterator<Item = &'static str> {
+    PROGRAMS.iter().map(|(name, ..)| *name).chain(LIBRARIES)
 }
 
-/// The files of the kit in a line of cargo's.
-fn artifact(line: &str) -> Option<Vec<(&'static str, PathBuf)>> {
-    let message: Value = serde_json::from_str(line).ok()?;
-    let target = message["target"]["name"].as_str()?;
-    let package = Path::new(message["manifest_path"].as_str()?).parent()?.file_name()?.to_str()?;
+/// Returns the files of the kit in a line that cargo printed.
+fn files_of_artifact(line: &str) -> Vec<(&'static str, PathBuf)> {
+    let message: Value = serde_json::from_str(line).unwrap_or_default();
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let (manifest, target) = (text(&message["manifest_path"]), text(&message["target"]["name"]));
+    let package = Path::new(&manifest).parent().and_then(Path::file_name).unwrap_or_default();
     let mut files = Vec::new();
-    // A program as such, or a test program; not the unit tests of a program.
-    let is_program = message["target"]["kind"][0] != "bin" || message["profile"]["test"] == false;
-    if let (Some(file), true) = (message["executable"].as_str(), is_program) {
-        let programs =
-            PROGRAMS.iter().filter(|program| (program.package, program.target) == (package, target));
-        files.extend(programs.map(|program| (program.name, file.into())));
+    // A program, or a test program; not the unit tests of a program.
+    if message["target"]["kind"][0] != "bin" || message["profile"]["test"] == false {
+        let programs = PROGRAMS.iter().filter(|(_, folder, of)| package == *folder && *of == target);
+        let file = message["executable"].as_str();
+        files.extend(programs.filter_map(|(name, ..)| Some((*name, file?.into()))));
     }
-    let libraries = message["filenames"].as_array().into_iter().flatten().filter_map(Value::as_str);
-    for file in libraries {
+    for file in message["filenames"].as_array().into_iter().flatten().filter_map(Value::as_str) {
         let name = LIBRARIES.into_iter().find(|name| file.ends_with(name));
         files.extend(name.map(|name| (name, file.into())));
     }
-    Some(files)
+    files
 }
 
 #[cfg(test)]
@@ -218,28 +190,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cargos_lines_name_the_files() {
-        let line = |package: &str, target: &str, kind: &str, test: bool| {
+    fn files_are_found_in_cargos_lines() {
+        let files = |package: &str, target: &str, kind: &str, test: bool| {
             let text = format!(
                 r#"{{"manifest_path":"/x/{package}/Cargo.toml","target":{{"name":"{target}","kind":["{kind}"]}},
                     "profile":{{"test":{test}}},"executable":"/t/{target}","filenames":["/t/{target}"]}}"#
             );
-            artifact(&text).unwrap()
+            files_of_artifact(&text)
         };
-        assert_eq!(line("kvx-cli", "kvx", "bin", false), [("kvx", "/t/kvx".into())]);
-        assert_eq!(line("kvx-cli", "kvx", "bin", true), [], "its unit tests");
-        assert_eq!(
-            line("kvx-ucx", "conformance", "test", true),
-            [("ucx-conformance", "/t/conformance".into())]
-        );
-        assert_eq!(line("kvx-connector", "ranks", "test", true), [("connector-ranks", "/t/ranks".into())]);
-        assert_eq!(line("kvx-native", "conformance", "test", true), []);
+        assert_eq!(files("kvx-cli", "kvx", "bin", false), [("kvx", "/t/kvx".into())]);
+        assert_eq!(files("kvx-cli", "kvx", "bin", true), [], "its unit tests");
+        let conformance = files("kvx-ucx", "conformance", "test", true);
+        assert_eq!(conformance, [("ucx-conformance", "/t/conformance".into())]);
+        assert_eq!(files("kvx-native", "conformance", "test", true), []);
         let library = r#"{"manifest_path":"/x/stand-in/Cargo.toml","target":{"name":"kvx_stand_in"},
                           "filenames":["/t/libkvx_stand_in.rlib","/t/libkvx_stand_in.so"]}"#;
-        assert_eq!(artifact(library).unwrap(), [(STAND_IN, "/t/libkvx_stand_in.so".into())]);
-        let plugin = r#"{"manifest_path":"/x/kvx-nixl/Cargo.toml","target":{"name":"plugin_KVX","kind":["cdylib"]},
-                         "filenames":["/t/libplugin_KVX.so"]}"#;
-        assert_eq!(artifact(plugin).unwrap(), [(PLUGIN, "/t/libplugin_KVX.so".into())]);
-        assert!(artifact(r#"{"reason":"build-finished","success":true}"#).is_none());
+        assert_eq!(files_of_artifact(library), [(STAND_IN, "/t/libkvx_stand_in.so".into())]);
+        assert_eq!(files_of_artifact("no JSON"), []);
     }
 }

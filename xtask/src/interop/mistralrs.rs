@@ -1,91 +1,78 @@
-//! `cargo xtask interop mistralrs`: engines on mistral.rs, joined by kvx. The hook of `interop/mistralrs/hook` is put
-//! into a copy of the crate that cargo has downloaded, and the server beside it is built with that.
+//! `cargo xtask interop mistralrs`: runs engines on mistral.rs, joined by kvx. It puts the hook of
+//! `interop/mistralrs/hook` into a copy of the crate that cargo downloads, and builds the server with that.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use serde::Deserialize;
 use serde_json::Value;
 
-use crate::install::must_succeed;
 use crate::metadata::Metadata;
-use crate::process::{self, Output};
+use crate::process::{self, Deadline, must_succeed};
 use crate::{Result, root};
 
 /// The crate that the hook is put into, and the release that it was written for.
 const CRATE: (&str, &str) = ("mistralrs-core", "0.8.1");
-/// The first time some 600 crates are built.
+/// The limit of the builds; the first one builds some 600 crates.
 const BUILD: Duration = Duration::from_secs(90 * 60);
 const RUN: Duration = Duration::from_secs(30 * 60);
 
-/// What check.py runs a part of: models, backends, and `kvx serve` beside them.
+/// The parts that check.py runs alone: models, backends, and `kvx serve` in the same fleet.
 pub(super) const PARTS: [&str; 5] = ["llama", "qwen2", "SHM", "TCP", "kvx"];
 
 /// Lines that are put into a file of the crate.
+#[derive(Deserialize)]
 struct Insertion {
-    file: String,
-    /// Before the one line that begins so.
+    file: PathBuf,
+    /// The beginning of the one line that they are put before.
     before: String,
-    lines: String,
+    lines: Vec<String>,
 }
 
-/// Builds the server and runs these parts, or all; false if something was not as it must be.
+/// Builds the server and runs these parts, or all; returns false if something was not as it must be.
 pub(super) fn run(only: &[String]) -> Result<bool> {
-    let (until, target) = (Instant::now() + BUILD, Metadata::of_members()?.target_directory()?);
+    let (deadline, target) = (Deadline::after(BUILD), Metadata::of_members()?.target_directory()?);
     let (here, built) = (root().join("interop/mistralrs"), target.join("interop"));
-    let (source, version) = downloaded(&here, &target.join("interop/download"), until)?;
-    put_hook_in(&source, &version, &here)?;
+    put_hook_in(&downloaded(&here, &built.join("download"), deadline)?, &here)?;
     let mut cargo = process::cargo(["build", "--locked"]);
     cargo.current_dir(&here).env("CARGO_TARGET_DIR", &built);
-    must_succeed(cargo, until)?;
-    must_succeed(process::cargo(["build", "--release", "-p", "kvx-cli"]), until)?;
+    must_succeed(cargo, deadline)?;
+    super::build("kvx-cli")?;
     let mut check = Command::new("python3");
     check.arg(here.join("check.py")).arg(built.join("debug/kvx-interop-mistralrs"));
-    check.arg(target.join("release/kvx")).arg(target.join("interop/mistralrs")).args(only);
+    check.arg(target.join("release/kvx")).arg(built.join("mistralrs")).args(only);
     check.env("PYTHONUNBUFFERED", "1").env("PYTHONDONTWRITEBYTECODE", "1");
     check.env("PYTHONPATH", root().join("xtask/src/interop/vllm"));
-    let finished = process::run(check, RUN, Output::Shown)?;
-    println!("{}", finished.end);
-    Ok(finished.succeeded())
+    process::shown_to_succeed(check, RUN)
 }
 
-/// Has cargo download the crate as it was published, in the release that the lock file names; its folder and version.
-fn downloaded(here: &Path, folder: &Path, until: Instant) -> Result<(PathBuf, String)> {
-    let name = CRATE.0;
-    let version = locked(&std::fs::read_to_string(here.join("Cargo.lock"))?)?;
+/// Has cargo download the crate and returns its folder.
+fn downloaded(here: &Path, folder: &Path, deadline: Deadline) -> Result<PathBuf> {
+    let (name, version) = CRATE;
     std::fs::create_dir_all(folder.join("src"))?;
     std::fs::write(folder.join("src/lib.rs"), "")?;
-    std::fs::write(
-        folder.join("Cargo.toml"),
-        format!(
-            "[workspace]\n[package]\nname = \"download\"\nedition = \"2024\"\n[dependencies]\n{name} = {{ version = \
-             \"={version}\", default-features = false }}\n"
-        ),
-    )?;
-    std::fs::copy(here.join("Cargo.lock"), folder.join("Cargo.lock"))?; // what is built later, and not again
+    let manifest = format!(
+        "[workspace]\n[package]\nname = \"download\"\nedition = \"2024\"\n[dependencies]\n\
+         {name} = {{ version = \"={version}\", default-features = false }}\n"
+    );
+    std::fs::write(folder.join("Cargo.toml"), manifest)?;
+    // The same dependencies as in the build that follows.
+    std::fs::copy(here.join("Cargo.lock"), folder.join("Cargo.lock"))?;
     let mut cargo = process::cargo(["metadata", "--format-version", "1"]);
     cargo.current_dir(folder);
-    let told = process::run(cargo, until.saturating_duration_since(Instant::now()), Output::Kept)?;
-    if !told.succeeded() {
-        return Err(format!("cargo metadata: {}", told.end).into());
-    }
-    let told: Value = serde_json::from_str(&told.output)?;
-    let mut packages = told["packages"].as_array().into_iter().flatten();
-    let package = packages.find(|package| package["name"] == name);
-    let word = |field: &str| package.and_then(|package| package[field].as_str());
-    let (manifest, version) =
-        word("manifest_path").zip(word("version")).ok_or("cargo did not download the crate")?;
-    let folder = Path::new(manifest).parent().ok_or("a manifest lies in a folder")?;
-    Ok((folder.to_owned(), version.to_owned()))
+    let metadata: Value = serde_json::from_str(&process::output_of(cargo, deadline.left())?)?;
+    let mut packages = metadata["packages"].as_array().into_iter().flatten();
+    let package = packages.find(|package| package["name"] == name && package["version"] == version);
+    let manifest = package.and_then(|package| package["manifest_path"].as_str());
+    let folder = manifest.and_then(|manifest| Path::new(manifest).parent());
+    Ok(folder.ok_or_else(|| format!("cargo did not download {name} {version}"))?.to_owned())
 }
 
-/// Copies the crate to `.core`, with the hook. A file that is right already is left alone: cargo builds what has
-/// changed.
-fn put_hook_in(source: &Path, version: &str, here: &Path) -> Result<()> {
-    if version != CRATE.1 {
-        return Err(format!("the hook was written for {} {}, and this is {version}", CRATE.0, CRATE.1).into());
-    }
-    let insertions = insertions(&std::fs::read_to_string(here.join("hook/insertions.json"))?)?;
+/// Copies the crate to `.core`, with the hook. Files that are right already stay untouched, so that cargo builds only
+/// what has changed.
+fn put_hook_in(source: &Path, here: &Path) -> Result<()> {
+    let insertions = insertions(here)?;
     let mut files = vec![(here.join("hook/outside_kv.rs"), PathBuf::from("src/outside_kv.rs"))];
     let mut folders = vec![source.to_owned()];
     while let Some(folder) = folders.pop() {
@@ -101,7 +88,7 @@ fn put_hook_in(source: &Path, version: &str, here: &Path) -> Result<()> {
     }
     for (from, name) in files {
         let mut contents = std::fs::read(&from)?;
-        for insertion in insertions.iter().filter(|insertion| Path::new(&insertion.file) == name) {
+        for insertion in insertions.iter().filter(|insertion| insertion.file == name) {
             contents = insertion.put_in(&String::from_utf8(contents)?)?.into_bytes();
         }
         let to = here.join(".core").join(name);
@@ -113,40 +100,22 @@ fn put_hook_in(source: &Path, version: &str, here: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The release of the crate in a lock file.
-fn locked(text: &str) -> Result<String> {
-    let (_, rest) = text
-        .split_once(&format!("name = \"{}\"\nversion = \"", CRATE.0))
-        .ok_or("the lock file has no such crate")?;
-    Ok(rest.split('"').next().unwrap_or_default().to_owned())
-}
-
-fn insertions(text: &str) -> Result<Vec<Insertion>> {
-    let told: Vec<Value> = serde_json::from_str(text)?;
-    let read = |told: &Value| {
-        let word = |field: &str| told[field].as_str().map(str::to_owned);
-        let lines = told["lines"].as_array()?.iter().map(|line| Some(format!("{}\n", line.as_str()?)));
-        Some(Insertion { file: word("file")?, before: word("before")?, lines: lines.collect::<Option<_>>()? })
-    };
-    told.iter().map(|one| read(one).ok_or_else(|| format!("an insertion is {one}").into())).collect()
+fn insertions(here: &Path) -> Result<Vec<Insertion>> {
+    Ok(serde_json::from_str(&std::fs::read_to_string(here.join("hook/insertions.json"))?)?)
 }
 
 impl Insertion {
     fn put_in(&self, text: &str) -> Result<String> {
-        let at: Vec<_> = text
-            .match_indices(&self.before)
-            .map(|(at, _)| at)
-            .filter(|at| *at == 0 || text.as_bytes()[at - 1] == b'\n')
-            .collect();
-        let [at] = at[..] else {
-            let (file, before) = (&self.file, &self.before);
-            return Err(format!(
-                "{file} has {} lines that begin with `{before}`: the hook does not fit it",
-                at.len()
-            )
-            .into());
+        let mut lines: Vec<_> = text.split_inclusive('\n').map(str::to_owned).collect();
+        let starts: Vec<_> = (0..lines.len()).filter(|at| lines[*at].starts_with(&self.before)).collect();
+        let [at] = starts[..] else {
+            let (file, count, before) = (self.file.display(), starts.len(), &self.before);
+            let why =
+                format!("{file} has {count} lines that begin with `{before}`: the hook does not fit it");
+            return Err(why.into());
         };
-        Ok(format!("{}{}{}", &text[..at], self.lines, &text[at..]))
+        lines.splice(at..at, self.lines.iter().map(|line| format!("{line}\n")));
+        Ok(lines.concat())
     }
 }
 
@@ -160,11 +129,8 @@ mod tests {
 
     #[test]
     fn the_hook_has_at_most_60_lines_and_the_server_300() {
-        let inserted: usize = insertions(&text("hook/insertions.json"))
-            .unwrap()
-            .iter()
-            .map(|one| one.lines.lines().count())
-            .sum();
+        let inserted = insertions(&root().join("interop/mistralrs")).unwrap();
+        let inserted: usize = inserted.iter().map(|insertion| insertion.lines.len()).sum();
         let hook = text("hook/outside_kv.rs").lines().count() + inserted;
         let is_code = |line: &&str| !line.trim().is_empty() && !line.trim_start().starts_with("//");
         let code = |file| text(file).lines().filter(is_code).count();
@@ -173,8 +139,9 @@ mod tests {
     }
 
     #[test]
-    fn lines_go_before_the_one_that_they_belong_to_or_nowhere() {
-        let insertion = Insertion { file: "a.rs".into(), before: "mod b;".into(), lines: "mod a;\n".into() };
+    fn lines_are_put_before_exactly_one_line() {
+        let (before, lines) = ("mod b;".to_owned(), vec!["mod a;".to_owned()]);
+        let insertion = Insertion { file: "a.rs".into(), before, lines };
         assert_eq!(insertion.put_in("// mod b;\nmod b;\n").unwrap(), "// mod b;\nmod a;\nmod b;\n");
         for text in ["mod c;\n", "mod b;\nmod b;\n"] {
             assert!(insertion.put_in(text).unwrap_err().to_string().contains("the hook does not fit it"));
@@ -182,15 +149,9 @@ mod tests {
     }
 
     #[test]
-    fn another_release_is_refused() {
-        let why = put_hook_in(Path::new("/nowhere"), "0.9.0", Path::new("/nowhere")).unwrap_err();
-        assert_eq!(why.to_string(), "the hook was written for mistralrs-core 0.8.1, and this is 0.9.0");
-    }
-
-    #[test]
-    fn the_manifest_names_the_release_of_the_hook() {
-        assert!(text("Cargo.toml").contains(&format!("{} = {{ version = \"={}\"", CRATE.0, CRATE.1)));
-        assert_eq!(locked(&text("Cargo.lock")).unwrap(), CRATE.1);
-        assert_eq!(locked("name = \"mistralrs-core\"\nversion = \"0.9.0\"\n").unwrap(), "0.9.0");
+    fn the_manifest_and_the_lock_file_name_the_release_of_the_hook() {
+        let (name, version) = CRATE;
+        assert!(text("Cargo.toml").contains(&format!("{name} = {{ version = \"={version}\"")));
+        assert!(text("Cargo.lock").contains(&format!("name = \"{name}\"\nversion = \"{version}\"")));
     }
 }

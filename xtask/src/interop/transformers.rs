@@ -1,38 +1,26 @@
-//! `cargo xtask interop transformers`: the example server's logits and tokens beside those of an independent reference.
+//! `cargo xtask interop transformers`: compares the example server's logits and tokens with an independent reference.
 
-use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::Result;
-use crate::install::must_succeed;
+use crate::install::Environment;
 use crate::metadata::Metadata;
-use crate::process::{self, Output};
+use crate::process::{self, Deadline};
 
-/// What is asked, and what it runs on.
+/// The packages of the reference, installed with their dependencies.
 const PACKAGES: [&str; 2] = ["torch==2.13.0", "transformers==5.19.0"];
-/// Both together.
+/// The limit of installation and test.
 const LIMIT: Duration = Duration::from_secs(60 * 60);
 
-/// Installs transformers and runs the test that compares logits with it; false if they differ.
+/// Installs transformers and runs the test that compares with it; returns false if the logits differ.
 pub(super) fn run(record: bool) -> Result<bool> {
-    let until = Instant::now() + LIMIT;
-    let environment = Metadata::of_members()?.target_directory()?.join("peers/transformers/venv");
-    let python = environment.join("bin/python");
-    if !python.exists() {
-        let mut create = Command::new("python3");
-        create.args(["-m", "venv"]).arg(&environment);
-        must_succeed(create, until)?;
-    }
-    let mut pip = Command::new(&python);
-    // With what they need: for torch that is libraries of CUDA, also where there is no GPU.
-    pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]).args(PACKAGES);
-    must_succeed(pip, until)?;
+    let deadline = Deadline::after(LIMIT);
+    let environment = Environment::of(&Metadata::of_members()?.target_directory()?, "transformers");
+    let arguments = ["--quiet"].into_iter().chain(PACKAGES).map(str::to_owned);
+    environment.install(arguments, deadline)?;
     let mut test =
         process::cargo(["test", "-p", "kvx-paged-llama", "--test", "reference", "--", "--nocapture"]);
-    test.env("KVX_TRANSFORMERS_PYTHON", python);
-    if record {
-        test.env("KVX_TRANSFORMERS_RECORD", "1");
-    }
-    let finished = process::run(test, until.saturating_duration_since(Instant::now()), Output::Shown)?;
-    Ok(finished.succeeded())
+    test.env("KVX_TRANSFORMERS_PYTHON", environment.python());
+    test.envs(record.then_some(("KVX_TRANSFORMERS_RECORD", "1")));
+    process::shown_to_succeed(test, deadline.left())
 }

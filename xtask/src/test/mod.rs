@@ -18,8 +18,7 @@ use crate::harness::{self, Failure, Tally, Test};
 use crate::metadata::Metadata;
 use crate::process::{self, Output};
 use crate::skips;
-use crate::{Result, features, install, names, package, root, width};
-pub(crate) use again::{MOST, TIMES};
+use crate::{Result, features, install, package, spelling};
 use ledger::Ledger;
 use programs::{Features, TestProgram};
 use schedule::Seconds;
@@ -60,16 +59,17 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
             Action::Cargo(call) => run.cargo(step, call),
             Action::Tests => run.tests(step.limit),
             Action::Package => Ok(of_check(package::check(step.limit), "cargo xtask package")),
-            Action::Width => Ok(of_check(width::too_wide(root()), "make them at most 120 columns wide")),
-            Action::Names => {
-                let within = names::with_two_meanings(root(), names::EXCEPTIONS);
-                let built_on = Metadata::of_members().map(|workspace| names::built_on(root(), &workspace));
-                let across = built_on.and_then(|it| names::of_crates_below(root(), &it, names::REUSES));
-                let found = within.and_then(|within| Ok([within, across?].concat()));
-                let hint = "a name is one type, within a crate and with the crates that it is built on: xtask/src/names.rs";
-                Ok(of_check(found, hint))
+            Action::Spelling => {
+                let failures = spelling::spelling(&run.target, step.limit);
+                Ok(of_check(failures, "cargo xtask test --only spelling"))
             }
-            Action::Features => Ok(of_check(features::check(step.limit), "cargo xtask features")),
+            Action::Features => {
+                let check = match options.tier {
+                    Tier::Whole => features::check_every_choice,
+                    Tier::Fast | Tier::Usual => features::check,
+                };
+                Ok(of_check(check(step.limit), "cargo xtask features"))
+            }
         });
     }
     println!("{}", run.summary);

@@ -26,10 +26,8 @@ pub(crate) enum Action {
     Tests,
     /// The checks of `cargo xtask features`; counts as one passed or one failed.
     Features,
-    /// No line is too wide; counts as one passed or one failed.
-    Width,
-    /// A crate's name is one type, and core's are no other crate's; counts as one passed or one failed.
-    Names,
+    /// Words are spelled correctly; counts as one passed or one failed.
+    Spelling,
     /// The checks of `cargo xtask package`; counts as one passed or one failed.
     Package,
 }
@@ -48,13 +46,11 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(20 * 60);
 /// Every step, in the order in which they run: what is cheap to find out comes first.
 pub(crate) const STEPS: &[Step] = &[
     Step { tier: Tier::Fast, ..step("format", Action::Cargo(&call("fmt --all --check"))) },
-    // The formatter leaves comments and texts as wide as they are.
-    Step { tier: Tier::Fast, ..step("width", Action::Width) },
-    Step { tier: Tier::Fast, ..step("names", Action::Names) },
     Step {
         tier: Tier::Fast,
         ..step("lints", Action::Cargo(&call("clippy {crates} --all-targets -- -D warnings")))
     },
+    step("spelling", Action::Spelling),
     step(
         "lints-all-features",
         Action::Cargo(&call("clippy {crates} --all-targets --all-features -- -D warnings")),
@@ -161,7 +157,7 @@ mod tests {
             let steps = STEPS.iter().filter(move |step| step.is_part_of(tier, package));
             steps.map(|step| step.name).collect::<Vec<_>>()
         };
-        assert_eq!(of(Tier::Fast, None), ["format", "width", "names", "lints", "tests"]);
+        assert_eq!(of(Tier::Fast, None), ["format", "lints", "tests"]);
         assert_eq!(of(Tier::Whole, None), names().collect::<Vec<_>>());
         assert!(of(Tier::Usual, Some("kvx-ucx")).contains(&"bindings"));
         assert!(!of(Tier::Usual, Some("kvx-ucx")).contains(&"demo"));

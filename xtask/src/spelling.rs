@@ -1,0 +1,23 @@
+//! The check of spelling, by `typos` and `_typos.toml`.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use crate::install::{self, Environment};
+use crate::process::{self, Deadline, Output};
+use crate::{Result, root};
+
+/// Installs `typos` if it is missing and returns whether it found misspelled words, which it prints.
+pub(crate) fn spelling(target: &Path, limit: Duration) -> Result<Vec<String>> {
+    let deadline = Deadline::after(limit);
+    let failures = install::peers(&["typos"], target, deadline);
+    if !failures.is_empty() {
+        return Ok(failures);
+    }
+    let mut typos = Command::new(Environment::of(target, "typos").0.join("bin/typos"));
+    typos.current_dir(root()).args(["--format", "brief"]);
+    let finished = process::run(typos, deadline.left(), Output::Shown)?;
+    let why = "misspelled words: correct them, or add what is meant to _typos.toml";
+    Ok(Vec::from_iter((!finished.succeeded()).then(|| why.to_owned())))
+}

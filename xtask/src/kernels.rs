@@ -1,11 +1,13 @@
 //! `cargo xtask kernels`: compiles kvx's kernels to the committed PTX, and once for AMD devices.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use crate::install::{self, Environment};
 use crate::metadata::Metadata;
-use crate::runtime_compiler::Compiler;
+use crate::process::{Deadline, must_succeed};
 use crate::skips::{self, Skip};
+use crate::test::steps;
 use crate::{Result, root};
 
 /// Below the root of the repository.
@@ -27,36 +29,35 @@ const HIP: [&str; 2] =
 
 /// Writes the PTX again, or only compares, and compiles for AMD devices; returns false if the PTX differs.
 pub(crate) fn run(check: bool) -> Result<bool> {
-    let source = std::fs::read_to_string(root().join(SOURCE))?;
+    let target = Metadata::of_members()?.target_directory()?;
     let skip = |name: &str, reason: String| {
         let cure = "cargo xtask test --install on Debian 12".to_owned();
         skips::note(&Skip { name: name.to_owned(), reason, cure })
     };
     let mut held = true;
-    match nvrtc(&Metadata::of_members()?.target_directory()?) {
-        Some(library) => held = renewed(&library, &source, &root().join(PTX), check)?,
-        None => skip("kernels for CUDA", format!("{} is not installed", NVRTC.1))?,
+    let (peer, wheel) = NVRTC;
+    match Environment::of(&target, peer).find(NVRTC_LIBRARY) {
+        Some(library) if install::is_installed(peer, wheel, &target) => {
+            held = renew(&library, &target, check)?
+        }
+        _ => skip("kernels for CUDA", format!("{wheel} is not installed"))?,
     }
     match HIP.iter().map(Path::new).find(|path| path.exists()) {
-        Some(library) => for_amd(library, &source)?,
+        Some(library) => compile_for_amd(library, &target)?,
         None => skip("kernels for HIP", "libamdhip64.so.5 is not installed".to_owned())?,
     }
     Ok(held)
 }
 
-/// Returns the compiler that the PTX comes from, if its wheel is installed in the right version.
-fn nvrtc(target: &Path) -> Option<PathBuf> {
-    let (peer, wheel) = NVRTC;
-    install::is_installed(peer, wheel, target)
-        .then(|| Environment::of(target, peer).find(NVRTC_LIBRARY))
-        .flatten()
-}
-
 /// Compiles for CUDA; returns false if the committed file differs and is only compared.
-fn renewed(library: &Path, source: &str, file: &Path, check: bool) -> Result<bool> {
-    let compiler = Compiler::open(library, "nvrtc")?;
-    let ptx = cleaned(&compiler.compile(source, "kernels.cu", &[ARCHITECTURE], "PTX")?)?;
-    if std::fs::read_to_string(file).is_ok_and(|committed| committed == ptx) {
+fn renew(library: &Path, target: &Path, check: bool) -> Result<bool> {
+    let text = String::from_utf8(compile(library, "nvrtc", "PTX", ARCHITECTURE, target)?)?;
+    // Without the constants of a header that the compiler always includes and no kernel uses.
+    let lines = text.trim_end_matches('\0').lines();
+    let ours = lines.filter(|line| !(line.starts_with(".global") && line.contains("2nv6target")));
+    let ptx = ours.collect::<Vec<_>>().join("\n").trim_end().to_owned() + "\n";
+    let file = root().join(PTX);
+    if std::fs::read_to_string(&file).is_ok_and(|committed| committed == ptx) {
         println!("{PTX}: identical");
     } else if check {
         println!("{PTX}: differs: run `cargo xtask kernels` and commit it");
@@ -68,29 +69,31 @@ fn renewed(library: &Path, source: &str, file: &Path, check: bool) -> Result<boo
     Ok(true)
 }
 
-/// Removes the constants of a header that the compiler always includes and no kernel uses.
-fn cleaned(ptx: &[u8]) -> Result<String> {
-    let text = std::str::from_utf8(ptx)?.trim_end_matches('\0');
-    let ours = text.lines().filter(|line| !(line.starts_with(".global") && line.contains("2nv6target")));
-    let mut cleaned = ours.collect::<Vec<_>>().join("\n").trim_end().to_owned();
-    cleaned.push('\n');
-    Ok(cleaned)
-}
-
-fn for_amd(library: &Path, source: &str) -> Result<()> {
-    let compiler = Compiler::open(library, "hiprtc")?;
-    for target in AMD_TARGETS {
-        let code = compiler.compile(source, "kernels.cu", &[&format!("--offload-arch={target}")], "Code")?;
+fn compile_for_amd(library: &Path, target: &Path) -> Result<()> {
+    let source = std::fs::read_to_string(root().join(SOURCE))?;
+    for device in AMD_TARGETS {
+        let code = compile(library, "hiprtc", "Code", &format!("--offload-arch={device}"), target)?;
         // A driver finds each entry by its descriptor.
-        for entry in entries(source) {
+        for entry in entries(&source) {
             let descriptor = format!("\0{entry}.kd\0");
             if !code.windows(descriptor.len()).any(|window| window == descriptor.as_bytes()) {
-                return Err(format!("the code for {target} has no kernel {entry}").into());
+                return Err(format!("the code for {device} has no kernel {entry}").into());
             }
         }
-        println!("kernels for {target}: {} bytes", code.len());
+        println!("kernels for {device}: {} bytes", code.len());
     }
     Ok(())
+}
+
+/// Compiles the source by a library whose functions begin with `prefix`.
+fn compile(library: &Path, prefix: &str, kind: &str, option: &str, target: &Path) -> Result<Vec<u8>> {
+    let output: PathBuf = target.join("xtask/kernels.out");
+    std::fs::create_dir_all(target.join("xtask"))?;
+    let mut python = Command::new("python3");
+    python.arg(root().join("xtask/src/kernels.py")).arg(library).args([prefix, kind]);
+    python.arg(root().join(SOURCE)).arg(&output).arg(option);
+    must_succeed(python, Deadline::after(steps::LIMIT))?;
+    Ok(std::fs::read(output)?)
 }
 
 /// Returns the names of the kernels in a source.
@@ -103,26 +106,12 @@ fn entries(source: &str) -> impl Iterator<Item = &str> {
 mod tests {
     use super::*;
 
-    fn committed(file: &str) -> String {
-        std::fs::read_to_string(root().join(file)).unwrap()
-    }
-
     #[test]
     fn the_committed_ptx_has_the_entries_of_the_source() {
-        let [source, ptx] = [SOURCE, PTX].map(committed);
+        let [source, ptx] = [SOURCE, PTX].map(|file| std::fs::read_to_string(root().join(file)).unwrap());
         let names: Vec<_> = entries(&source).collect();
         assert_eq!(names, ["kvx_gather", "kvx_scatter", "kvx_hops", "kvx_permute"]);
-        for name in names {
-            assert!(ptx.contains(&format!(".visible .entry {name}(")), "{name}");
-        }
-        assert!(ptx.contains(".target sm_70\n"));
-    }
-
-    #[test]
-    fn only_the_compilers_own_constants_are_left_out() {
-        let ptx =
-            b".version 8.0\n.global .align 8 .u64 _ZN41_INTERNALx2nv6target5sm_90E = 90;\n\n.entry a\n\0";
-        assert_eq!(cleaned(ptx).unwrap(), ".version 8.0\n\n.entry a\n");
-        assert_eq!(cleaned(committed(PTX).as_bytes()).unwrap(), committed(PTX));
+        assert!(names.iter().all(|name| ptx.contains(&format!(".visible .entry {name}("))));
+        assert!(ptx.contains(".target sm_70\n") && !ptx.contains("2nv6target"));
     }
 }

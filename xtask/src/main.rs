@@ -22,7 +22,6 @@ mod metadata;
 mod package;
 mod peers;
 mod process;
-mod runtime_compiler;
 mod skips;
 mod soak;
 mod spelling;

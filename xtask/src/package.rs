@@ -14,7 +14,8 @@ use crate::{Result, root};
 const LIMIT: Duration = Duration::from_secs(30 * 60);
 
 /// The rules for dependencies are in deny.toml.
-const DENY: &str = "deny --offline --workspace check -D unnecessary-skip -D unmatched-skip licenses bans sources";
+const DENY: &str =
+    "deny --offline --workspace check -D unnecessary-skip -D unmatched-skip licenses bans sources";
 
 /// Variables that would let a build script compile or find a native library; set to a program that fails.
 const NATIVE_TOOLS: [&str; 5] = ["CC", "CXX", "HOST_CC", "HOST_CXX", "PKG_CONFIG"];

@@ -29,8 +29,7 @@ pub(crate) struct SharedLibrary {
 }
 
 const MOONCAKE: &str = "mooncake";
-/// The engine in Mooncake's wheel, and the library that leads to it.
-const ENGINE: &str = "mooncake/engine.so";
+/// The library that leads to the engine in Mooncake's wheel.
 const ADAPTER: &str = "libkvx_mooncake_adapter.so";
 
 /// Returns the names of the peers.
@@ -98,12 +97,7 @@ pub(crate) fn portable_adapter(folder: &Path, deadline: Deadline) -> Result<()> 
     Ok(())
 }
 
-/// Returns the engine of Mooncake's wheel, if it is installed.
-pub(crate) fn mooncake_engine(target: &Path) -> Option<PathBuf> {
-    Environment::of(target, MOONCAKE).find(ENGINE)
-}
-
-/// Returns the adapter over it, if it is built.
+/// Returns the adapter over Mooncake's wheel, if it is built.
 pub(crate) fn mooncake_adapter(target: &Path) -> Option<PathBuf> {
     Some(target.join("peers").join(MOONCAKE).join(ADAPTER)).filter(|file| file.is_file())
 }

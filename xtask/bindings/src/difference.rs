@@ -19,7 +19,9 @@ pub(crate) fn keep_what_is_added(file: &mut File, known: &File, wanted: &[String
         .items
         .iter()
         .filter_map(|item| Some((name_of(item)?, item)))
-        .filter(|(name, item)| wanted.iter().any(|part| name.contains(part.as_str())) && !is_known(name, item))
+        .filter(|(name, item)| {
+            wanted.iter().any(|part| name.contains(part.as_str())) && !is_known(name, item)
+        })
         .map(|(name, _)| name)
         .collect();
     let kept = |item: &Item| match name_of(item) {
@@ -30,7 +32,9 @@ pub(crate) fn keep_what_is_added(file: &mut File, known: &File, wanted: &[String
     let needed: BTreeSet<String> = file.items.iter().filter(|item| kept(item)).flat_map(words).collect();
     for item in file.items.iter().filter(|item| !kept(item)) {
         if let Some(name) = name_of(item).filter(|name| needed.contains(name) && !is_known(name, item)) {
-            return Err(format!("{name} is needed, and differs from what it was: add it to `adds` in xtask/bindings.toml"));
+            return Err(format!(
+                "{name} is needed, and differs from what it was: add it to `adds` in bindings.toml"
+            ));
         }
     }
     file.items.retain(kept);

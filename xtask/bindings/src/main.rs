@@ -1,27 +1,49 @@
-//! Generates bindings to native libraries that are opened at run time. `cargo xtask bindings` runs it with pairs of a
-//! kind and a value, which `xtask/bindings.toml` describes: of, uses, include, beside, header, function, type, constant,
-//! blocked and adds.
+//! Generates bindings to native libraries that are opened at run time, by the table `bindings.toml`. `cargo xtask
+//! bindings` runs it as `kvx-bindings REPOSITORY TARGET-DIRECTORY [--check]`.
 //!
-//! Functions become the fields of one struct of pointers, so that nothing is linked. With `beside`, another generated
-//! file, it prints only what that does not have.
+//! Functions become the fields of one struct of pointers, so that nothing is linked.
 
 mod difference;
 mod functions;
 
 use std::collections::BTreeMap;
 use std::error::Error;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// The values of each kind of argument.
-type Arguments = BTreeMap<String, Vec<String>>;
+use serde::Deserialize;
+
+/// The file `bindings.toml`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Table {
+    bindings: Vec<Binding>,
+}
+
+/// A generated file; `bindings.toml` describes the fields.
+#[derive(Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct Binding {
+    library: String,
+    version: String,
+    of: String,
+    file: PathBuf,
+    beside: Option<PathBuf>,
+    prefix: String,
+    package: Vec<PathBuf>,
+    headers: Vec<PathBuf>,
+    functions: Vec<String>,
+    types: Vec<String>,
+    constants: Vec<String>,
+    blocked: Vec<String>,
+    uses: String,
+    adds: Vec<String>,
+}
 
 fn main() -> ExitCode {
     match run() {
-        Ok(text) => {
-            print!("{text}");
-            ExitCode::SUCCESS
-        }
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
         Err(error) => {
             eprintln!("kvx-bindings: {error}");
             ExitCode::FAILURE
@@ -29,36 +51,77 @@ fn main() -> ExitCode {
     }
 }
 
-fn run() -> Result<String, Box<dyn Error>> {
-    let words: Vec<String> = std::env::args().skip(1).collect();
-    let mut arguments = Arguments::new();
-    for pair in words.chunks(2) {
-        let [kind, value] = pair else { return Err("usage: kvx-bindings [KIND VALUE]...".into()) };
-        arguments.entry(kind.clone()).or_default().push(value.clone());
+/// Writes every file again, or only compares; returns false if a compared one differs.
+fn run() -> Result<bool, Box<dyn Error>> {
+    let arguments: Vec<PathBuf> = std::env::args_os().skip(1).map(PathBuf::from).collect();
+    let [root, target, check @ ..] = arguments.as_slice() else {
+        return Err("usage: kvx-bindings REPOSITORY TARGET-DIRECTORY [--check]".into());
+    };
+    let mut held = true;
+    for binding in toml::from_str::<Table>(include_str!("../bindings.toml"))?.bindings {
+        let (title, file) = (format!("{} {}", binding.library, binding.version), root.join(&binding.file));
+        let include = match headers(&binding, root, target) {
+            Ok(include) => include,
+            Err(reason) => {
+                println!("no headers: {title}: {reason}");
+                continue;
+            }
+        };
+        let text = generate(&binding, root, &include).map_err(|error| format!("{title}: {error}"))?;
+        if std::fs::read_to_string(&file).is_ok_and(|committed| committed == text) {
+            println!("{title}: identical");
+        } else if check.is_empty() {
+            std::fs::write(&file, text)?;
+            println!("{title}: written to {}", binding.file.display());
+        } else {
+            held = false;
+            println!("{title}: differs: run `cargo xtask bindings` and commit {}", binding.file.display());
+        }
     }
-    let mut file = syn::parse_file(&generated(&arguments)?)?;
-    if let Some(beside) = all(&arguments, "beside").first() {
-        let known = syn::parse_file(&std::fs::read_to_string(beside)?)?;
-        difference::keep_what_is_added(&mut file, &known, all(&arguments, "adds"))?;
+    Ok(held)
+}
+
+/// Returns the folder of the headers, or why they are not those of the right version.
+fn headers(binding: &Binding, root: &Path, target: &Path) -> Result<PathBuf, String> {
+    let Binding { library, version, prefix, package, .. } = binding;
+    if package.is_empty() {
+        return Ok(root.join(prefix));
+    }
+    let prefix = matching(target, prefix).ok_or(format!("no {library} {version} is installed"))?;
+    let package = package.iter().find_map(|file| std::fs::read_to_string(prefix.join(file)).ok());
+    let package = package.unwrap_or_default();
+    match package.lines().find_map(|line| line.strip_prefix("Version:")).map(str::trim) {
+        Some(found) if found == version => Ok(prefix.join("include")),
+        Some(found) => Err(format!("the headers in {} are of version {found}", prefix.display())),
+        None => Err(format!("{} has no headers", prefix.display())),
+    }
+}
+
+/// Returns the first folder below `base` that fits `pattern`, in which `*` is any folder.
+fn matching(base: &Path, pattern: &str) -> Option<PathBuf> {
+    let Some((before, after)) = pattern.split_once("/*/") else {
+        return Some(base.join(pattern)).filter(|path| path.is_dir());
+    };
+    let folders = std::fs::read_dir(base.join(before)).ok()?.flatten();
+    folders.map(|folder| folder.path().join(after)).find(|path| path.is_dir())
+}
+
+/// Returns the text of a file.
+fn generate(binding: &Binding, root: &Path, include: &Path) -> Result<String, Box<dyn Error>> {
+    let mut file = syn::parse_file(&bindgen(binding, include)?)?;
+    if let Some(beside) = &binding.beside {
+        let known = syn::parse_file(&std::fs::read_to_string(root.join(beside))?)?;
+        difference::keep_what_is_added(&mut file, &known, &binding.adds)?;
     }
     functions::collect(&mut file)?;
-    let (of, uses) = (one(&arguments, "of")?, one(&arguments, "uses")?);
+    let Binding { of, uses, .. } = binding;
     let top = format!("// Generated by `cargo xtask bindings` from {of}; do not edit.\n\n{uses}\n\n");
     Ok(top + &prettyplease::unparse(&file))
 }
 
-fn all<'a>(arguments: &'a Arguments, kind: &str) -> &'a [String] {
-    arguments.get(kind).map_or(&[], Vec::as_slice)
-}
-
-fn one<'a>(arguments: &'a Arguments, kind: &str) -> Result<&'a str, String> {
-    all(arguments, kind).first().map(String::as_str).ok_or(format!("`{kind}` is missing"))
-}
-
-fn generated(arguments: &Arguments) -> Result<String, Box<dyn Error>> {
-    let include = one(arguments, "include")?;
+fn bindgen(binding: &Binding, include: &Path) -> Result<String, Box<dyn Error>> {
     let mut builder = bindgen::Builder::default()
-        .clang_arg(format!("-I{include}"))
+        .clang_arg(format!("-I{}", include.display()))
         .default_enum_style(bindgen::EnumVariation::Consts)
         .prepend_enum_name(false)
         .derive_default(true)
@@ -69,14 +132,13 @@ fn generated(arguments: &Arguments) -> Result<String, Box<dyn Error>> {
         .rust_target(rust_version())
         .use_core()
         .formatter(bindgen::Formatter::None);
-    for header in all(arguments, "header") {
-        builder = builder.header(Path::new(include).join(header).display().to_string());
+    for header in &binding.headers {
+        builder = builder.header(include.join(header).display().to_string());
     }
-    let of = |kind| all(arguments, kind).iter();
-    builder = of("function").fold(builder, |builder, name| builder.allowlist_function(name));
-    builder = of("type").fold(builder, |builder, name| builder.allowlist_type(name));
-    builder = of("constant").fold(builder, |builder, name| builder.allowlist_var(name));
-    builder = of("blocked").fold(builder, |builder, name| builder.blocklist_type(name));
+    builder = binding.functions.iter().fold(builder, |builder, name| builder.allowlist_function(name));
+    builder = binding.types.iter().fold(builder, |builder, name| builder.allowlist_type(name));
+    builder = binding.constants.iter().fold(builder, |builder, name| builder.allowlist_var(name));
+    builder = binding.blocked.iter().fold(builder, |builder, name| builder.blocklist_type(name));
     Ok(builder.generate()?.to_string())
 }
 

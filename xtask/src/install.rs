@@ -139,8 +139,7 @@ fn install_debian_packages(packages: &BTreeMap<&str, &str>, deadline: Deadline) 
     for name in &missing {
         println!("Debian package {name}: missing; for {}", packages[name]);
     }
-    // SAFETY: it has no preconditions and cannot fail.
-    if unsafe { libc::geteuid() } != 0 {
+    if !rustix::process::geteuid().is_root() {
         let names = names(missing);
         return Err(format!(
             "{names} not installed, because this user is not root; run as root: \

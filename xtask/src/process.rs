@@ -5,10 +5,11 @@ use std::io::{self, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
 /// The interval at which a running child is checked.
 const TICK: Duration = Duration::from_millis(20);
@@ -18,6 +19,9 @@ const GRACE: Duration = Duration::from_secs(2);
 
 /// The signal that asked xtask to end, or 0.
 static INTERRUPTED: AtomicI32 = AtomicI32::new(0);
+
+/// The groups whose leaders are not reaped.
+static RUNNING: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
 
 /// The time at which a command of several steps has to be done.
 #[derive(Clone, Copy)]
@@ -140,152 +144,105 @@ pub(crate) fn run(mut command: Command, limit: Duration, mode: Output) -> io::Re
     })?;
     // Closes this process's copies of the pipe's writing end, so that the output ends with the children's copies.
     drop(command);
-
-    let (sender, chunks) = mpsc::sync_channel(16);
-    thread::spawn(move || {
+    let kept = Arc::new(Mutex::new(Vec::new()));
+    let output = Arc::clone(&kept);
+    let intake = thread::spawn(move || {
         let mut buffer = vec![0; 16 * 1024];
         loop {
-            match reader.read(&mut buffer) {
+            let piece = match reader.read(&mut buffer) {
                 Ok(0) => return,
-                Ok(n) if sender.send(buffer[..n].to_vec()).is_err() => return,
-                Err(error) if error.kind() != io::ErrorKind::Interrupted => return,
-                Ok(_) | Err(_) => {}
+                Ok(n) => &buffer[..n],
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(_) => return,
+            };
+            if mode == Output::Shown {
+                let mut stdout = io::stdout().lock();
+                // Nobody reads what xtask prints any more; the child's result still counts.
+                let _ = stdout.write_all(piece).and_then(|()| stdout.flush());
             }
+            locked(&output).extend_from_slice(piece);
         }
     });
 
-    let mut intake = Intake { chunks, mode, kept: Vec::new() };
-    let timed_out = loop {
-        intake.take(TICK)?;
+    let mut timed_out = false;
+    while !exited(group.id)? {
+        if deadline.left().is_zero() {
+            signal_group(group.id, Signal::TERM);
+            wait(GRACE, || exited(group.id).unwrap_or(true));
+            timed_out = true;
+            break;
+        }
+        thread::sleep(TICK);
         let signal = INTERRUPTED.load(Ordering::Relaxed);
         if signal != 0 {
             end_by(signal);
         }
-        if group.leader_exited()? {
-            break false;
-        }
-        if deadline.left().is_zero() {
-            group.terminate()?;
-            break true;
-        }
-    };
+    }
     let status = group.finish()?;
-    let deadline = Deadline::after(GRACE);
-    while !deadline.left().is_zero() && intake.take(TICK)? {}
+    wait(GRACE, || intake.is_finished());
     Ok(Finished {
         end: if timed_out { End::TimedOut(limit) } else { End::Exited(status) },
-        output: String::from_utf8_lossy(&intake.kept).into_owned(),
+        output: String::from_utf8_lossy(&locked(&kept)).into_owned(),
     })
 }
 
-/// Receives a child's output.
-struct Intake {
-    chunks: Receiver<Vec<u8>>,
-    mode: Output,
-    kept: Vec<u8>,
-}
-
-impl Intake {
-    /// Waits up to `wait` for a piece of output; returns false after the end of the output.
-    fn take(&mut self, wait: Duration) -> io::Result<bool> {
-        match self.chunks.recv_timeout(wait) {
-            Ok(chunk) => {
-                if self.mode == Output::Shown {
-                    let mut stdout = io::stdout().lock();
-                    stdout.write_all(&chunk)?;
-                    stdout.flush()?;
-                }
-                self.kept.extend_from_slice(&chunk);
-                Ok(true)
-            }
-            Err(RecvTimeoutError::Timeout) => Ok(true),
-            Err(RecvTimeoutError::Disconnected) => {
-                // The child may close its output long before it exits: the caller still polls.
-                thread::sleep(wait);
-                Ok(false)
-            }
-        }
+/// Waits until a condition holds, or `limit` is over.
+fn wait(limit: Duration, holds: impl Fn() -> bool) {
+    let deadline = Deadline::after(limit);
+    while !holds() && !deadline.left().is_zero() {
+        thread::sleep(TICK);
     }
 }
 
 /// Ends every child's group, and then xtask as `signal` asks.
 fn end_by(signal: libc::c_int) -> ! {
     // Held until the end, so that no child is started or reaped any more.
-    let running = running();
-    running.iter().for_each(|group| signal_group(*group, libc::SIGTERM));
-    let deadline = Deadline::after(GRACE);
-    while !deadline.left().is_zero() && running.iter().any(|group| !exited(*group).unwrap_or(true)) {
-        thread::sleep(TICK);
-    }
-    running.iter().for_each(|group| signal_group(*group, libc::SIGKILL));
+    let running = locked(&RUNNING);
+    running.iter().for_each(|group| signal_group(*group, Signal::TERM));
+    wait(GRACE, || running.iter().all(|group| exited(*group).unwrap_or(true)));
+    running.iter().for_each(|group| signal_group(*group, Signal::KILL));
     eprintln!("xtask: ended by signal {signal}");
     std::process::exit(128 + signal);
 }
 
-/// Locks the list of groups whose leaders are not reaped: no other groups can have their ids.
-fn running() -> MutexGuard<'static, Vec<libc::pid_t>> {
-    static RUNNING: Mutex<Vec<libc::pid_t>> = Mutex::new(Vec::new());
-    RUNNING.lock().unwrap_or_else(PoisonError::into_inner)
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn signal_group(id: libc::pid_t, signal: libc::c_int) {
-    // SAFETY: plain system call. The group's leader is not reaped, so the id means this group. It fails only if the
-    // group has no process left.
-    unsafe { libc::kill(-id, signal) };
+/// Signals a group whose leader is not reaped, so that no other group has its id.
+fn signal_group(id: Pid, signal: Signal) {
+    // It fails only if the group has no process left.
+    let _ = kill_process_group(id, signal);
 }
 
 /// Returns whether this child has exited; leaves it to be reaped.
-fn exited(child: libc::pid_t) -> io::Result<bool> {
-    let mut info = std::mem::MaybeUninit::<libc::siginfo_t>::zeroed();
-    let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
-    // SAFETY: `info` is valid for the write of one siginfo_t.
-    let result = unsafe { libc::waitid(libc::P_PID, child.cast_unsigned(), info.as_mut_ptr(), flags) };
-    if result != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: zero bytes are a valid siginfo_t, and waitid wrote over them or left them.
-    let info = unsafe { info.assume_init() };
-    Ok(info.si_signo == libc::SIGCHLD)
+fn exited(child: Pid) -> io::Result<bool> {
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    Ok(waitid(WaitId::Pid(child), options)?.is_some())
 }
 
 /// A child that leads a process group. Until it is reaped no other group can get its id.
 struct Group {
     leader: Child,
+    id: Pid,
     reaped: bool,
 }
 
 impl Group {
     fn start(command: &mut Command) -> io::Result<Group> {
-        let mut running = running();
-        let group = Group { leader: command.spawn()?, reaped: false };
-        running.push(group.id());
+        let mut running = locked(&RUNNING);
+        let leader = command.spawn()?;
+        let group = Group { id: Pid::from_child(&leader), leader, reaped: false };
+        running.push(group.id);
         Ok(group)
-    }
-
-    fn id(&self) -> libc::pid_t {
-        self.leader.id().cast_signed()
-    }
-
-    fn leader_exited(&self) -> io::Result<bool> {
-        exited(self.id())
-    }
-
-    /// Asks the group to end and waits up to [`GRACE`] for the leader.
-    fn terminate(&self) -> io::Result<()> {
-        signal_group(self.id(), libc::SIGTERM);
-        let deadline = Deadline::after(GRACE);
-        while !deadline.left().is_zero() && !self.leader_exited()? {
-            thread::sleep(TICK);
-        }
-        Ok(())
     }
 
     /// Kills what is left of the group and reaps the leader.
     fn finish(&mut self) -> io::Result<ExitStatus> {
-        signal_group(self.id(), libc::SIGKILL);
-        let mut running = running();
+        signal_group(self.id, Signal::KILL);
+        let mut running = locked(&RUNNING);
         self.reaped = true;
-        running.retain(|group| *group != self.id());
+        running.retain(|group| *group != self.id);
         self.leader.wait()
     }
 }

@@ -5,17 +5,20 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::{LazyLock, Mutex};
 use std::thread;
 use std::time::Duration;
 
 use serde::Deserialize;
 
-use crate::process::{self, Deadline, Output, must_succeed};
+use crate::process::{self, Deadline, Output, locked, must_succeed};
 use crate::{Result, peers};
 
 /// How many Python environments are filled at a time.
 const AT_A_TIME: usize = 4;
+
+/// NIXL's library below the packages of its wheel's environment.
+pub(crate) const NIXL_LIBRARY: &str = ".nixl_cu12.mesonpy.libs/libnixl_capi.so";
 
 /// The table of everything that can be installed.
 pub(crate) static TABLE: LazyLock<Table> =
@@ -23,6 +26,9 @@ pub(crate) static TABLE: LazyLock<Table> =
 
 /// Names of Debian packages, and what each is for.
 type DebianPackages = BTreeMap<String, String>;
+
+/// Wheels by their names.
+type Wheels = BTreeMap<String, Wheel>;
 
 /// The file `install.toml`.
 #[derive(Deserialize)]
@@ -39,8 +45,7 @@ pub(crate) struct Peer {
     when: Option<When>,
     #[serde(default)]
     debian: DebianPackages,
-    /// By name.
-    wheels: BTreeMap<String, Wheel>,
+    wheels: Wheels,
     /// Shared libraries that lead to it.
     #[serde(default)]
     pub(crate) libraries: Vec<peers::SharedLibrary>,
@@ -93,34 +98,35 @@ fn install(
     let (left, failures) = (Mutex::new(peers.iter()), Mutex::new(Vec::new()));
     let note = |name: &str, result: Result<()>| {
         if let Err(error) = result {
-            failures.lock().unwrap_or_else(PoisonError::into_inner).push(format!("{name}: {error}"));
+            locked(&failures).push(format!("{name}: {error}"));
         }
     };
     let fill = || {
-        let next = || left.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let next = || locked(&left).next();
         while let Some((name, peer)) = next() {
             note(name, install_wheels(name, &peer.wheels, target, deadline));
         }
     };
+    let has_wheels = peers.iter().all(|(name, peer)| missing_wheels(name, &peer.wheels, target).is_empty());
     thread::scope(|scope| {
+        let start = || (0..AT_A_TIME).for_each(|_| drop(scope.spawn(fill)));
         // pip may be among the packages.
-        let first = !wheels_are_installed(peers, target) && !has_pip(deadline);
-        if first {
-            note("Debian packages", install_debian_packages(&packages, deadline));
+        let wait_for_pip = !has_wheels && !has_pip(deadline);
+        if !wait_for_pip {
+            start();
         }
-        (0..AT_A_TIME).for_each(|_| drop(scope.spawn(fill)));
-        if !first {
-            note("Debian packages", install_debian_packages(&packages, deadline));
+        note("Debian packages", install_debian_packages(&packages, deadline));
+        if wait_for_pip {
+            start();
         }
     });
     for (name, peer) in peers {
         note(name, peers::build(name, &peer.libraries, target, deadline));
     }
-    failures.into_inner().unwrap_or_else(PoisonError::into_inner)
+    failures.into_inner().unwrap_or_default()
 }
 
 fn install_debian_packages(packages: &BTreeMap<&str, &str>, deadline: Deadline) -> Result<()> {
-    let names = |names: Vec<&str>| names.join(" ");
     if packages.is_empty() {
         return Ok(());
     }
@@ -128,8 +134,11 @@ fn install_debian_packages(packages: &BTreeMap<&str, &str>, deadline: Deadline) 
     query.args(["--show", "--showformat", "${db:Status-Status} ${Package}\n"]).args(packages.keys());
     // It fails when it does not know one of the packages.
     let known = process::run(query, deadline.left(), Output::Quiet).map_err(|error| {
-        let all = names(packages.keys().copied().collect());
-        format!("{error}: xtask installs Debian packages only; install what corresponds to {all}")
+        let names: Vec<_> = packages.keys().copied().collect();
+        format!(
+            "{error}: xtask installs Debian packages only; install what corresponds to {}",
+            names.join(" ")
+        )
     })?;
     let missing = missing(packages, &known.output);
     if missing.is_empty() {
@@ -140,12 +149,8 @@ fn install_debian_packages(packages: &BTreeMap<&str, &str>, deadline: Deadline) 
         println!("Debian package {name}: missing; for {}", packages[name]);
     }
     if !rustix::process::geteuid().is_root() {
-        let names = names(missing);
-        return Err(format!(
-            "{names} not installed, because this user is not root; run as root: \
-             apt-get update && apt-get install -y --no-install-recommends {names}"
-        )
-        .into());
+        let install = format!("apt-get install -y --no-install-recommends {}", missing.join(" "));
+        return Err(format!("this user is not root; run as root: apt-get update && {install}").into());
     }
     let install = [&["install", "-y", "--no-install-recommends"], missing.as_slice()].concat();
     for arguments in [&["update"], install.as_slice()] {
@@ -168,23 +173,15 @@ fn has_pip(deadline: Deadline) -> bool {
     process::output_of(pip, deadline.left()).is_ok()
 }
 
-fn wheels_are_installed(peers: &[(&String, &Peer)], target: &Path) -> bool {
-    peers.iter().all(|(name, peer)| {
-        let environment = Environment::of(target, name);
-        peer.wheels.iter().all(|(name, wheel)| environment.has(name, &wheel.version))
-    })
+/// Returns the wheels of a peer that are not installed.
+fn missing_wheels<'a>(peer: &str, wheels: &'a Wheels, target: &Path) -> Vec<(&'a String, &'a Wheel)> {
+    let environment = Environment::of(target, peer);
+    wheels.iter().filter(|(name, wheel)| !environment.has(name, &wheel.version)).collect()
 }
 
 /// Installs the wheels of one peer that are missing, by one call of pip.
-fn install_wheels(
-    peer: &str,
-    wheels: &BTreeMap<String, Wheel>,
-    target: &Path,
-    deadline: Deadline,
-) -> Result<()> {
-    let environment = Environment::of(target, peer);
-    let missing: Vec<_> =
-        wheels.iter().filter(|(name, wheel)| !environment.has(name, &wheel.version)).collect();
+fn install_wheels(peer: &str, wheels: &Wheels, target: &Path, deadline: Deadline) -> Result<()> {
+    let missing = missing_wheels(peer, wheels, target);
     if missing.is_empty() {
         println!("wheels of {peer}: all {} installed", wheels.len());
         return Ok(());
@@ -193,7 +190,8 @@ fn install_wheels(
         println!("wheel {name} {version} of {peer}: missing; for {why}");
     }
     let wanted = missing.iter().map(|(name, wheel)| format!("{name}=={}", wheel.version));
-    environment.install(["--quiet".into(), "--no-deps".into()].into_iter().chain(wanted), deadline)
+    let arguments = ["--quiet", "--no-deps"].map(str::to_owned).into_iter().chain(wanted);
+    Environment::of(target, peer).install(arguments, deadline)
 }
 
 /// Returns whether this wheel of this peer is installed in its version.

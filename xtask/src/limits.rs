@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::arguments::LimitsOptions;
 use crate::bars::{Bar, lines};
-use crate::install::Environment;
+use crate::install::{Environment, NIXL_LIBRARY};
 use crate::metadata::Metadata;
 use crate::process::{self, Deadline};
 use crate::{Result, peers};
@@ -22,10 +22,8 @@ const IN_NIXL: &str = "kvx-nixl/benches/beside_ucx.py";
 const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
 /// How long one run may take.
 const RUN_LIMIT: Duration = Duration::from_secs(10 * 60);
-/// The variable that names NIXL's library, and its path below the packages of the wheel's environment.
+/// The variables that name NIXL's and Mooncake's libraries.
 const NIXL: &str = "KVX_RIXL_LIB";
-const NIXL_LIBRARY: &str = ".nixl_cu12.mesonpy.libs/libnixl_capi.so";
-/// The variable that names Mooncake's library.
 const MOONCAKE: &str = "KVX_MOONCAKE_LIB";
 
 /// The file `bars.toml`.

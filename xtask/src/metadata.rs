@@ -31,11 +31,11 @@ pub(crate) type Package<'a> = &'a PackageMetadata;
 #[serde(default)]
 pub(crate) struct PackageMetadata {
     name: String,
-    version: String,
+    pub(crate) version: String,
     manifest_path: String,
     source: Option<String>,
     publish: Option<Vec<String>>,
-    features: BTreeMap<String, Vec<String>>,
+    features: BTreeMap<String, Value>,
     targets: Vec<Target>,
     /// The tables `[package.metadata.…]`.
     metadata: Value,
@@ -120,12 +120,7 @@ impl PackageMetadata {
         &self.name
     }
 
-    /// Returns its version.
-    pub(crate) fn version(&self) -> &str {
-        &self.version
-    }
-
-    /// Returns its features without `default`; optional dependencies count as features.
+    /// Returns its features without `default`.
     pub(crate) fn features(&self) -> impl Iterator<Item = &str> {
         self.features.keys().map(String::as_str).filter(|name| *name != "default")
     }

@@ -131,7 +131,7 @@ fn tarballs(workspace: &Metadata, folder: &Path, deadline: Deadline) -> Result<(
     }
     std::fs::create_dir_all(&unpacked)?;
     for package in published(workspace) {
-        let tarball = format!("{}-{}.crate", package.name(), package.version());
+        let tarball = format!("{}-{}.crate", package.name(), package.version);
         let mut tar = Command::new("tar");
         // cargo gives all files one old time, with which cargo would take an earlier run's build for up to date.
         tar.arg("-xzmf").arg(folder.join("package").join(tarball)).arg("-C").arg(&unpacked);
@@ -177,7 +177,7 @@ fn readmes_program(
         "[package]\nname = \"user\"\nedition = \"2024\"\n\n[workspace]\n\n[dependencies]\n\
          kvx = {{ package = \"{}\", version = \"{}\"{features} }}\n\n[patch.crates-io]\n",
         facade.name(),
-        facade.version()
+        facade.version
     );
     for package in published(workspace) {
         manifest.push_str(&format!("{} = {{ path = {:?} }}\n", package.name(), unpacked(folder, package)));
@@ -203,7 +203,7 @@ fn user_cargo(command: &str, crate_folder: &Path, folder: &Path) -> Command {
 
 /// Returns where a crate's tarball is unpacked.
 fn unpacked(folder: &Path, package: Package<'_>) -> PathBuf {
-    folder.join("unpacked").join(format!("{}-{}", package.name(), package.version()))
+    folder.join("unpacked").join(format!("{}-{}", package.name(), package.version))
 }
 
 /// Returns README's first block of Rust.
@@ -235,41 +235,22 @@ fn taken_names(workspace: &Metadata) -> Result<Vec<String>> {
 mod tests {
     use super::*;
 
-    fn metadata(core: &str) -> Metadata {
-        Metadata::from_text(&format!(
-            r#"{{"packages": [
-            {{"name": "core", "version": "0.1.0", "manifest_path": "/w/core/Cargo.toml", {core}}},
-            {{"name": "tests", "version": "0.1.0", "manifest_path": "/w/tests/Cargo.toml", "publish": []}}]}}"#
-        ))
-    }
-
     #[test]
     fn what_a_manifest_lacks_is_named() {
-        let wrong = manifests(&metadata(
-            r#""targets": [{"kind": ["lib"], "name": "core"}], "dependencies": [
-                {"name": "tests", "req": "*", "path": "/w/tests", "kind": null}]"#,
-        ))
-        .join("\n");
-        for part in [
-            "no description",
-            "no documentation",
-            "0 keywords",
-            "docs.rs",
-            "no version of tests",
-            "not published",
-        ] {
+        let metadata = Metadata::from_text(
+            r#"{"packages": [
+            {"name": "core", "version": "0.1.0", "manifest_path": "/w/core/Cargo.toml", "dependencies": [
+                {"name": "tests", "req": "*", "path": "/w/tests", "kind": null},
+                {"name": "libc", "req": "^0.2", "path": null, "kind": null},
+                {"name": "rare", "req": "^1", "path": null, "kind": "dev"}]},
+            {"name": "tests", "version": "0.1.0", "manifest_path": "/w/tests/Cargo.toml", "publish": []}]}"#,
+        );
+        let wrong = manifests(&metadata).join("\n");
+        for part in ["no description", "0 keywords", "no version of tests", "not published"] {
             assert!(wrong.contains(part), "{part} is not in:\n{wrong}");
         }
         assert!(!wrong.contains("tests 0.1.0"), "it is not published:\n{wrong}");
-    }
-
-    #[test]
-    fn a_dependency_without_its_line_is_named() {
         let page = "| crate | why |\n|---|---|\n| libc | calls |\n";
-        let metadata = metadata(
-            r#""dependencies": [{"name": "libc", "req": "^0.2", "path": null, "kind": null},
-                {"name": "rare", "req": "^1", "path": null, "kind": "dev"}]"#,
-        );
         assert_eq!(without_a_line(&metadata, page), ["rare has no line in docs/dependencies.md"]);
     }
 

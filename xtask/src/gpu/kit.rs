@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::checks::Needs;
 use crate::Result;
-use crate::install::Environment;
+use crate::install::{Environment, NIXL_LIBRARY};
 use crate::metadata::Metadata;
 use crate::process;
 use crate::test::features_of_all;
@@ -38,8 +38,8 @@ pub(crate) const XTASK: &str = "xtask";
 const DRIVER: (&str, &str) = ("KVX_CUDA_LIB", "libcuda.so.1");
 
 /// Libraries of other people: the peer, and the file below the packages of its environment.
-pub(crate) const UCX: (&str, &str) = ("ucx", "libucx/lib/libucp.so.0");
-pub(crate) const NIXL: (&str, &str) = ("nixl", ".nixl_cu12.mesonpy.libs/libnixl_capi.so");
+const UCX: (&str, &str) = ("ucx", "libucx/lib/libucp.so.0");
+const NIXL: (&str, &str) = ("nixl", NIXL_LIBRARY);
 
 /// How long a build may take.
 const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);

@@ -24,10 +24,10 @@ pub(crate) fn run(options: &FaultsOptions) -> Result<bool> {
     if rows.is_empty() {
         return Err("nothing ran: no run has this in its name, or the build failed".into());
     }
+    let of = |backend: &str| rows.iter().copied().filter(|row| row[0] == backend).collect::<Vec<_>>();
     if connector {
         for backend in distinct(rows.iter().map(|row| row[0])) {
-            let of_backend: Vec<_> = rows.iter().copied().filter(|row| row[0] == backend).collect();
-            println!("\n{}", table(backend, &of_backend, |row| row[1].to_owned(), |row| row[2]));
+            println!("\n{}", table(backend, &of(backend), |row| row[1].to_owned(), |row| row[2]));
         }
     } else {
         let line = |row: &FaultRow<'_>| format!("{} | {}", row[1], row[2]);

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use crate::Result;
-use crate::metadata::Metadata;
+use crate::metadata::{Metadata, Package};
 use crate::process::{self, Deadline, Output};
 
 /// The crate that works under any async runtime, and therefore depends on none.
@@ -24,46 +24,39 @@ const SMALL: [(&str, &str, usize, bool); 2] =
 
 /// Runs the cheap checks within `limit` and returns what failed, a sentence each.
 pub(crate) fn check(limit: Duration) -> Result<Vec<String>> {
-    let deadline = Deadline::after(limit);
-    let metadata = Metadata::of_everything()?;
-    let choices = [&["--no-default-features"][..], &["--no-default-features", "--features", "tcp"]];
-    let mut failures = builds(&metadata, choices, deadline)?;
-    failures.extend(check_dependencies(&metadata, deadline)?);
-    failures.extend(core_is_portable(&metadata, deadline)?);
-    Ok(failures)
+    run(limit, |_| {
+        ["--no-default-features", "--no-default-features --features tcp"].map(str::to_owned).into()
+    })
 }
 
 /// Runs every check within `limit`: the facade also with each feature alone, and with its default ones.
 pub(crate) fn check_every_choice(limit: Duration) -> Result<Vec<String>> {
+    run(limit, |facade| {
+        let alone = facade.features().map(|feature| format!("--no-default-features --features {feature}"));
+        alone.chain(["--no-default-features".to_owned(), "--features default".to_owned()]).collect()
+    })
+}
+
+fn run(limit: Duration, choices: impl Fn(Package<'_>) -> Vec<String>) -> Result<Vec<String>> {
     let deadline = Deadline::after(limit);
     let metadata = Metadata::of_everything()?;
-    let features = metadata.root_package()?.features();
-    let alone = features.map(|feature| ["--no-default-features", "--features", feature]).collect::<Vec<_>>();
-    let choices = [&["--no-default-features"][..], &[]];
-    let choices = choices.into_iter().chain(alone.iter().map(|choice| &choice[..]));
-    let mut failures = builds(&metadata, choices, deadline)?;
+    let facade = metadata.root_package()?;
+    let mut failures = builds(facade, &choices(facade), deadline)?;
     failures.extend(check_dependencies(&metadata, deadline)?);
     failures.extend(core_is_portable(&metadata, deadline)?);
     Ok(failures)
 }
 
 /// Compiles the facade with each of these choices of features, without a warning.
-fn builds<'a>(
-    metadata: &Metadata,
-    choices: impl IntoIterator<Item = &'a [&'a str]>,
-    deadline: Deadline,
-) -> Result<Vec<String>> {
-    let facade = metadata.root_package()?.name();
+fn builds(facade: Package<'_>, choices: &[String], deadline: Deadline) -> Result<Vec<String>> {
     let mut failures = Vec::new();
     for choice in choices {
         // Clippy does what `cargo check` does and shares its dependencies with the lint step. It passes `-D warnings`
         // to the facade alone, where RUSTFLAGS would compile every dependency again.
-        let line = [&["clippy", "-p", facade], choice, &["--", "-D", "warnings"]].concat();
-        println!("cargo {}", line.join(" "));
-        let finished = process::run(process::cargo(line.iter().copied()), deadline.left(), Output::Shown)?;
-        if !finished.succeeded() {
-            failures.push(format!("cargo {}: {}", line.join(" "), finished.end));
-        }
+        let line = format!("clippy -p {} {choice} -- -D warnings", facade.name());
+        println!("cargo {line}");
+        let finished = process::run(process::cargo(line.split(' ')), deadline.left(), Output::Shown)?;
+        failures.extend((!finished.succeeded()).then(|| format!("cargo {line}: {}", finished.end)));
     }
     Ok(failures)
 }

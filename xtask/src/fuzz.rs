@@ -67,18 +67,12 @@ fn build(target: &Path) -> Result<PathBuf> {
     if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
         return Err(format!("fuzzing is built for {PLATFORM} only, and this is another platform").into());
     }
-    let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
-    let mut version = Command::new(&compiler);
-    version.arg("--version");
-    if process::run(version, BEYOND, Output::Quiet).is_err() {
-        let name = compiler.display();
-        return Err(format!("no C++ compiler `{name}`, which libFuzzer needs: install g++ or set CXX").into());
-    }
     let mut cargo = process::cargo(["build", "--target", PLATFORM, "--manifest-path"]);
     cargo.arg(root().join("fuzz/Cargo.toml")).env("CARGO_TARGET_DIR", target);
     cargo.env("RUSTC_BOOTSTRAP", "1").env("RUSTFLAGS", FLAGS);
-    process::must_succeed(cargo, Deadline::after(BUILD_LIMIT))
-        .map_err(|error| format!("{error}; the first build takes libfuzzer-sys from the registry"))?;
+    process::must_succeed(cargo, Deadline::after(BUILD_LIMIT)).map_err(|error| {
+        format!("{error}; libFuzzer needs a C++ compiler (g++, or CXX) and, the first time, the registry")
+    })?;
     Ok(target.join(PLATFORM).join("debug/kvx-fuzz"))
 }
 
@@ -134,13 +128,11 @@ fn keep(name: &str, program: &Path, grown: &Path, committed: &Path) -> Result<()
     let mut all: u64 = sizes(committed)?.iter().map(|(size, _)| size).sum();
     let mut found = sizes(&least)?;
     found.sort();
-    let mut added = 0;
-    for (size, file) in found.into_iter().rev() {
+    for (size, file) in found.into_iter().rev().filter(|(size, _)| *size <= KEPT_INPUT).take(KEPT_AT_A_TIME) {
         let place = committed.join(file.file_name().unwrap_or_default());
-        let fits = size <= KEPT_INPUT && all + size <= KEPT_IN_ALL && added < KEPT_AT_A_TIME;
-        if fits && !place.exists() {
+        if all + size <= KEPT_IN_ALL && !place.exists() {
             std::fs::copy(&file, place)?;
-            (all, added) = (all + size, added + 1);
+            all += size;
         }
     }
     Ok(())

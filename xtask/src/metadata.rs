@@ -130,14 +130,11 @@ impl PackageMetadata {
         self.publish.is_none()
     }
 
-    /// Returns whether it has a library.
-    pub(crate) fn has_library(&self) -> bool {
-        self.targets.iter().any(|target| target.kind.first().is_some_and(|kind| kind == "lib"))
-    }
-
-    /// Returns whether its manifest says how docs.rs builds its documentation.
-    pub(crate) fn has_docs_rs(&self) -> bool {
-        self.metadata["docs"]["rs"].is_object()
+    /// Returns whether it has a library, and its manifest does not say how docs.rs builds its documentation.
+    pub(crate) fn lacks_docs_rs(&self) -> bool {
+        let has_library =
+            self.targets.iter().any(|target| target.kind.first().is_some_and(|kind| kind == "lib"));
+        has_library && !self.metadata["docs"]["rs"].is_object()
     }
 
     /// Returns the path of its manifest.

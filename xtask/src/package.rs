@@ -76,7 +76,7 @@ fn manifests(workspace: &Metadata) -> Vec<String> {
                 wrong.push(format!("{package} has {} {field}: one to five are wanted", values.len()));
             }
         }
-        if package.has_library() && !package.has_docs_rs() {
+        if package.lacks_docs_rs() {
             wrong.push(format!("{package} has no [package.metadata.docs.rs]"));
         }
         for name in ["LICENSE-APACHE", "LICENSE-MIT"] {

@@ -62,12 +62,6 @@ pub(crate) struct Kit {
     pub(crate) peers: PathBuf,
 }
 
-/// The device that everything runs on.
-pub(crate) struct Device {
-    pub(crate) line: String,
-    pub(crate) is_stand_in: bool,
-}
-
 impl Kit {
     /// Builds the programs.
     pub(crate) fn build(profile: Profile) -> Result<Self> {
@@ -144,8 +138,8 @@ impl Kit {
         Environment(self.peers.join(peer).join("venv")).find(file)
     }
 
-    /// Returns the first NVIDIA device. The program prints why there is none.
-    pub(crate) fn device(&self) -> Result<Device> {
+    /// Describes the first NVIDIA device, and returns whether it is the stand-in. The program prints why there is none.
+    pub(crate) fn device(&self) -> Result<(String, bool)> {
         let mut command = self.command("kvx", Needs::Nothing)?;
         command.args(["devices", "--json"]);
         let output = process::output_of(command, LOOK_LIMIT)
@@ -155,8 +149,7 @@ impl Kit {
         let device = device.ok_or("there is a device, but none of NVIDIA's: kvx devices says why")?;
         let [name, bus, version] =
             ["name", "bus", "version"].map(|field| device[field].as_str().unwrap_or_default());
-        let line = format!("{name} at {bus}, driver of CUDA {version}");
-        Ok(Device { line, is_stand_in: version.contains(STAND_IN) })
+        Ok((format!("{name} at {bus}, driver of CUDA {version}"), version.contains(STAND_IN)))
     }
 }
 
@@ -191,18 +184,15 @@ mod tests {
 
     #[test]
     fn files_are_found_in_cargos_lines() {
-        let files = |package: &str, target: &str, kind: &str, test: bool| {
+        let files = |target: &str, kind: &str, test: bool| {
             let text = format!(
-                r#"{{"manifest_path":"/x/{package}/Cargo.toml","target":{{"name":"{target}","kind":["{kind}"]}},
-                    "profile":{{"test":{test}}},"executable":"/t/{target}","filenames":["/t/{target}"]}}"#
+                r#"{{"manifest_path":"/x/kvx-cli/Cargo.toml","target":{{"name":"{target}","kind":["{kind}"]}},
+                    "profile":{{"test":{test}}},"executable":"/t/{target}"}}"#
             );
             files_of_artifact(&text)
         };
-        assert_eq!(files("kvx-cli", "kvx", "bin", false), [("kvx", "/t/kvx".into())]);
-        assert_eq!(files("kvx-cli", "kvx", "bin", true), [], "its unit tests");
-        let conformance = files("kvx-ucx", "conformance", "test", true);
-        assert_eq!(conformance, [("ucx-conformance", "/t/conformance".into())]);
-        assert_eq!(files("kvx-native", "conformance", "test", true), []);
+        assert_eq!(files("kvx", "bin", false), [("kvx", "/t/kvx".into())]);
+        assert_eq!([files("kvx", "bin", true), files("conformance", "test", true)], [[], []]);
         let library = r#"{"manifest_path":"/x/stand-in/Cargo.toml","target":{"name":"kvx_stand_in"},
                           "filenames":["/t/libkvx_stand_in.rlib","/t/libkvx_stand_in.so"]}"#;
         assert_eq!(files_of_artifact(library), [(STAND_IN, "/t/libkvx_stand_in.so".into())]);

@@ -67,9 +67,9 @@ impl Drop for TemporaryFolder {
 /// Prints the device, runs tests and bench, and prints all that failed. A quick run has a part of the tests, and a
 /// bench of a few bytes whose bars are not judged.
 fn run_all(kit: &Kit, options: &GpuOptions) -> Result<bool> {
-    let device = kit.device()?;
-    let (real, quick) = (!device.is_stand_in, options.quick);
-    println!("{}\n", machine(&device.line));
+    let (device, is_stand_in) = kit.device()?;
+    let (real, quick) = (!is_stand_in, options.quick);
+    println!("{}\n", machine(&device));
     let chosen =
         |name: &str| options.only.is_empty() || options.only.iter().any(|part| name.contains(part.as_str()));
     let table = checks::table()?;

@@ -18,8 +18,6 @@ use crate::{Result, root};
 const SET_UP: Duration = Duration::from_secs(60 * 60);
 /// The limit of what runs then.
 const RUN: Duration = Duration::from_secs(2 * 60 * 60);
-/// What installs vLLM's requirements.
-const INSTALLER: &str = "uv==0.9.5";
 /// `vllm serve` asks for the version of a package of this name, and its wheel for CPUs has another name.
 const NAMED: (&str, &str) = ("vllm", "0.32.0+cpu");
 /// vLLM's own proxies, which only its source distribution contains.
@@ -116,11 +114,8 @@ fn set_up(work: &Path, environment: &Environment, deadline: Deadline) -> Result<
     // What was installed; written once all of it was.
     let (wanted, record) = (std::fs::read_to_string(script("requirements.txt"))?, work.join("installed.txt"));
     if std::fs::read_to_string(&record).ok().as_ref() != Some(&wanted) {
-        environment.install([INSTALLER.to_owned()], deadline)?;
-        let mut install = Command::new(environment.0.join("bin/uv"));
-        install.args(["pip", "install", "--no-deps", "--python"]).arg(environment.python());
-        install.arg("-r").arg(script("requirements.txt"));
-        must_succeed(install, deadline)?;
+        let requirements = script("requirements.txt").display().to_string();
+        environment.install(["--no-deps".to_owned(), "-r".to_owned(), requirements], deadline)?;
         let (name, version) = NAMED;
         let packages = environment.find("").ok_or("the environment has no packages")?;
         let stub = packages.join(format!("{name}-{version}.dist-info"));

@@ -9,7 +9,6 @@ mod kit;
 mod pack;
 
 use std::fs;
-use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
@@ -36,32 +35,17 @@ pub(crate) fn run(options: &GpuOptions) -> Result<bool> {
     }
 }
 
-/// Packs what the tests have built, and runs it from another folder, without a PATH, over the stand-in.
+/// Packs what the tests have built, and runs it from a temporary folder, without a PATH, over the stand-in.
 fn rehearse() -> Result<bool> {
     let archive = pack::make(&Kit::build(Profile::Dev)?)?;
-    let folder = TemporaryFolder::new()?;
-    pack::unpack(&archive, &folder.0)?;
-    let mut command = Command::new(folder.0.join(pack::SCRIPT));
-    command.arg("--quick").env_clear().env("PATH", "").env("KVX_CUDA_LIB", folder.0.join(kit::STAND_IN));
-    process::shown_to_succeed(command, LIMIT)
-}
-
-/// A folder outside of the repository that is removed when this is dropped.
-struct TemporaryFolder(PathBuf);
-
-impl TemporaryFolder {
-    fn new() -> Result<Self> {
-        let folder = std::env::temp_dir().join(format!("kvx-gpu-{}", std::process::id()));
-        fs::create_dir_all(&folder)?;
-        Ok(TemporaryFolder(folder))
-    }
-}
-
-impl Drop for TemporaryFolder {
-    fn drop(&mut self) {
-        // After an error it stays, in the system's folder for temporary files.
-        fs::remove_dir_all(&self.0).ok();
-    }
+    let folder = std::env::temp_dir().join(format!("kvx-gpu-{}", std::process::id()));
+    fs::create_dir_all(&folder)?;
+    pack::unpack(&archive, &folder)?;
+    let mut command = Command::new(folder.join(pack::SCRIPT));
+    command.arg("--quick").env_clear().env("PATH", "").env("KVX_CUDA_LIB", folder.join(kit::STAND_IN));
+    let held = process::shown_to_succeed(command, LIMIT);
+    fs::remove_dir_all(&folder)?;
+    held
 }
 
 /// Prints the device, runs tests and bench, and prints all that failed. A quick run has a part of the tests, and a

@@ -3,13 +3,12 @@
 //!
 //! It downloads gigabytes, and takes half an hour or more of an otherwise idle machine.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use crate::install::Environment;
 use crate::metadata::Metadata;
 use crate::process::{self, Deadline, must_succeed};
 use crate::{Result, root};
@@ -18,14 +17,6 @@ use crate::{Result, root};
 const SET_UP: Duration = Duration::from_secs(60 * 60);
 /// The limit of what runs then.
 const RUN: Duration = Duration::from_secs(2 * 60 * 60);
-/// `vllm serve` asks for the version of a package of this name, and its wheel for CPUs has another name.
-const NAMED: (&str, &str) = ("vllm", "0.32.0+cpu");
-/// vLLM's own proxies, which only its source distribution contains.
-const PROXIES: [&str; 2] = [
-    "vllm-0.32.0/tests/v1/kv_connector/nixl_integration/toy_proxy_server.py",
-    "vllm-0.32.0/examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py",
-];
-
 /// The options of `cargo xtask interop vllm`.
 #[derive(Args, Debug, PartialEq)]
 pub(crate) struct Options {
@@ -62,12 +53,11 @@ pub(super) fn run(options: &Options) -> Result<bool> {
     }
     let target = Metadata::of_members()?.target_directory()?;
     let work = target.join("peers/vllm");
-    let environment = Environment(work.join("venv"));
-    let deadline = Deadline::after(SET_UP);
-    set_up(&work, &environment, deadline)?;
+    let mut set_up = Command::new("python3");
+    set_up.arg(script("set_up.py")).arg(&work);
+    must_succeed(set_up, Deadline::after(SET_UP))?;
     super::build("kvx-nixl")?; // alone, so that it contains no more than it needs
     if !options.kvx {
-        fetch_proxies(&work.join("proxy"), deadline)?;
         super::build("kvx-cli")?;
     }
     if options.set_up {
@@ -75,7 +65,7 @@ pub(super) fn run(options: &Options) -> Result<bool> {
     }
     let (program, page) =
         if options.kvx { ("run.py", "docs/vllm.md") } else { ("mixed.py", "docs/mixed-fleet.md") };
-    let mut run = Command::new(environment.python());
+    let mut run = Command::new(work.join("venv/bin/python"));
     run.arg(script(program)).arg(&work).arg(target.join("release")).arg(root().join(page));
     if !options.kvx {
         let usual = script(if mooncake { "mooncake.json" } else { "mixed.json" });
@@ -86,53 +76,17 @@ pub(super) fn run(options: &Options) -> Result<bool> {
     process::shown_to_succeed(run, RUN)
 }
 
-/// Extracts vLLM's own proxies from its source distribution.
-fn fetch_proxies(folder: &Path, deadline: Deadline) -> Result<()> {
-    if PROXIES.iter().all(|path| folder.join(Path::new(path).file_name().unwrap_or_default()).exists()) {
-        return Ok(());
-    }
-    std::fs::create_dir_all(folder)?;
-    let mut download = Command::new("python3");
-    download.args(["-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]);
-    download.args(["--no-build-isolation", "--no-binary", "vllm", "vllm==0.32.0", "-d"]).arg(folder);
-    // pip asks the sources for their version, which builds nothing with these.
-    download.env("VLLM_VERSION_OVERRIDE", "0.32.0").env("VLLM_TARGET_DEVICE", "empty");
-    must_succeed(download, deadline)?;
-    let mut unpack = Command::new("tar");
-    unpack.arg("xzf").arg(folder.join("vllm-0.32.0.tar.gz")).arg("-C").arg(folder);
-    unpack.arg("--transform=s,.*/,,").args(PROXIES);
-    must_succeed(unpack, deadline)
-}
-
 fn script(name: &str) -> PathBuf {
     root().join("xtask/src/interop/vllm").join(name)
 }
 
-/// Installs vLLM and makes two tiny models, unless they exist.
-fn set_up(work: &Path, environment: &Environment, deadline: Deadline) -> Result<()> {
-    std::fs::create_dir_all(work)?;
-    // What was installed; written once all of it was.
-    let (wanted, record) = (std::fs::read_to_string(script("requirements.txt"))?, work.join("installed.txt"));
-    if std::fs::read_to_string(&record).ok().as_ref() != Some(&wanted) {
-        let requirements = script("requirements.txt").display().to_string();
-        environment.install(["--no-deps".to_owned(), "-r".to_owned(), requirements], deadline)?;
-        let (name, version) = NAMED;
-        let packages = environment.find("").ok_or("the environment has no packages")?;
-        let stub = packages.join(format!("{name}-{version}.dist-info"));
-        std::fs::create_dir_all(&stub)?;
-        let metadata = format!("Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n");
-        std::fs::write(stub.join("METADATA"), metadata)?;
-        std::fs::write(record, wanted)?;
-    }
-    let mut models = Command::new(environment.python());
-    models.arg(script("models.py")).arg(work.join("models"));
-    must_succeed(models, deadline)
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::path::Path;
+
     use serde_json::Value;
+
+    use super::*;
 
     fn text(path: &Path) -> String {
         std::fs::read_to_string(path).unwrap()

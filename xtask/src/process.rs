@@ -139,7 +139,7 @@ pub(crate) fn run(mut command: Command, limit: Duration, mode: Output) -> io::Re
         command.stderr(writer.try_clone()?);
     }
     command.stdin(Stdio::null()).stdout(writer).process_group(0);
-    let mut group = Group::start(&mut command).map_err(|error| {
+    let mut leader = start(&mut command).map_err(|error| {
         io::Error::new(error.kind(), format!("cannot start {}: {error}", command.get_program().display()))
     })?;
     // Closes this process's copies of the pipe's writing end, so that the output ends with the children's copies.
@@ -164,13 +164,22 @@ pub(crate) fn run(mut command: Command, limit: Duration, mode: Output) -> io::Re
         }
     });
 
-    let mut timed_out = false;
-    while !exited(group.id)? {
+    let timed_out = watch(Pid::from_child(&leader), deadline);
+    let status = finish(&mut leader)?;
+    wait(GRACE, || intake.is_finished());
+    Ok(Finished {
+        end: if timed_out? { End::TimedOut(limit) } else { End::Exited(status) },
+        output: String::from_utf8_lossy(&locked(&kept)).into_owned(),
+    })
+}
+
+/// Waits until the leader of a group exits, or asks the group to end at the deadline; returns whether it had to.
+fn watch(group: Pid, deadline: Deadline) -> io::Result<bool> {
+    while !exited(group)? {
         if deadline.left().is_zero() {
-            signal_group(group.id, Signal::TERM);
-            wait(GRACE, || exited(group.id).unwrap_or(true));
-            timed_out = true;
-            break;
+            signal_group(group, Signal::TERM);
+            wait(GRACE, || exited(group).unwrap_or(true));
+            return Ok(true);
         }
         thread::sleep(TICK);
         let signal = INTERRUPTED.load(Ordering::Relaxed);
@@ -178,12 +187,7 @@ pub(crate) fn run(mut command: Command, limit: Duration, mode: Output) -> io::Re
             end_by(signal);
         }
     }
-    let status = group.finish()?;
-    wait(GRACE, || intake.is_finished());
-    Ok(Finished {
-        end: if timed_out { End::TimedOut(limit) } else { End::Exited(status) },
-        output: String::from_utf8_lossy(&locked(&kept)).into_owned(),
-    })
+    Ok(false)
 }
 
 /// Waits until a condition holds, or `limit` is over.
@@ -222,39 +226,21 @@ fn exited(child: Pid) -> io::Result<bool> {
     Ok(waitid(WaitId::Pid(child), options)?.is_some())
 }
 
-/// A child that leads a process group. Until it is reaped no other group can get its id.
-struct Group {
-    leader: Child,
-    id: Pid,
-    reaped: bool,
+/// Starts the leader of a group. Until [`finish`] reaps it no other group can get its id.
+fn start(command: &mut Command) -> io::Result<Child> {
+    let mut running = locked(&RUNNING);
+    let leader = command.spawn()?;
+    running.push(Pid::from_child(&leader));
+    Ok(leader)
 }
 
-impl Group {
-    fn start(command: &mut Command) -> io::Result<Group> {
-        let mut running = locked(&RUNNING);
-        let leader = command.spawn()?;
-        let group = Group { id: Pid::from_child(&leader), leader, reaped: false };
-        running.push(group.id);
-        Ok(group)
-    }
-
-    /// Kills what is left of the group and reaps the leader.
-    fn finish(&mut self) -> io::Result<ExitStatus> {
-        signal_group(self.id, Signal::KILL);
-        let mut running = locked(&RUNNING);
-        self.reaped = true;
-        running.retain(|group| *group != self.id);
-        self.leader.wait()
-    }
-}
-
-impl Drop for Group {
-    fn drop(&mut self) {
-        if !self.reaped {
-            // An error has no reader here, and the child is dead.
-            let _ = self.finish();
-        }
-    }
+/// Kills what is left of a group and reaps its leader.
+fn finish(leader: &mut Child) -> io::Result<ExitStatus> {
+    let group = Pid::from_child(leader);
+    signal_group(group, Signal::KILL);
+    let mut running = locked(&RUNNING);
+    running.retain(|other| *other != group);
+    leader.wait()
 }
 
 #[cfg(test)]

@@ -46,14 +46,6 @@ const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
 /// How long the program may look for devices.
 const LOOK_LIMIT: Duration = Duration::from_secs(60);
 
-/// The build that a kit is made of.
-#[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Profile {
-    /// What the tests have built.
-    Dev,
-    Release,
-}
-
 /// Where everything is.
 pub(crate) struct Kit {
     /// The programs by their names in the kit, xtask and the libraries included.
@@ -63,19 +55,18 @@ pub(crate) struct Kit {
 }
 
 impl Kit {
-    /// Builds the programs.
-    pub(crate) fn build(profile: Profile) -> Result<Self> {
-        let calls = match profile {
-            // As `cargo xtask test` calls it: another choice of packages or features would build them again.
-            Profile::Dev => {
-                vec![format!("test --workspace --no-run{}", features_of_all(Tier::of_variable()))]
-            }
-            Profile::Release => vec![
+    /// Builds the programs: for release, or what the tests have built.
+    pub(crate) fn build(release: bool) -> Result<Self> {
+        let calls = if release {
+            vec![
                 "build --release -p kvx-cli -p kvx-nixl".to_owned(),
                 "test --release --no-run -p kvx-cuda -p kvx-ucx -p kvx-rixl --test conformance --test stand_in"
                     .to_owned(),
                 "test --release --no-run -p kvx-connector --features runtime --test ranks".to_owned(),
-            ],
+            ]
+        } else {
+            // As `cargo xtask test` calls it: another choice of packages or features would build them again.
+            vec![format!("test --workspace --no-run{}", features_of_all(Tier::of_variable()))]
         };
         let mut files = BTreeMap::from([(XTASK, std::env::current_exe()?)]);
         for line in calls {

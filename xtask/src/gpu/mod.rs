@@ -20,7 +20,7 @@ use crate::bars::{lines, show};
 use crate::harness;
 use crate::process::{self, Output};
 use checks::{BenchRun, Check, Needs};
-use kit::{Kit, Profile};
+use kit::Kit;
 
 /// How long one check may take, or one point of the bench with its memory and all rounds.
 const LIMIT: Duration = Duration::from_secs(10 * 60);
@@ -29,15 +29,15 @@ const LIMIT: Duration = Duration::from_secs(10 * 60);
 pub(crate) fn run(options: &GpuOptions) -> Result<bool> {
     match &options.from {
         _ if options.rehearse => rehearse(),
-        _ if options.pack => pack::make(&Kit::build(Profile::Release)?).map(|_| true),
-        None => run_all(&Kit::build(Profile::Release)?, options),
+        _ if options.pack => pack::make(&Kit::build(true)?).map(|_| true),
+        None => run_all(&Kit::build(true)?, options),
         Some(folder) => run_all(&Kit::unpacked(folder)?, options),
     }
 }
 
 /// Packs what the tests have built, and runs it from a temporary folder, without a PATH, over the stand-in.
 fn rehearse() -> Result<bool> {
-    let archive = pack::make(&Kit::build(Profile::Dev)?)?;
+    let archive = pack::make(&Kit::build(false)?)?;
     let folder = std::env::temp_dir().join(format!("kvx-gpu-{}", std::process::id()));
     fs::create_dir_all(&folder)?;
     pack::unpack(&archive, &folder)?;

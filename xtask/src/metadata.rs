@@ -39,16 +39,12 @@ pub(crate) struct PackageMetadata {
     targets: Vec<Target>,
     /// The tables `[package.metadata.…]`.
     metadata: Value,
-    pub(crate) description: Option<String>,
-    pub(crate) license: Option<String>,
-    pub(crate) repository: Option<String>,
-    pub(crate) documentation: Option<String>,
-    pub(crate) readme: Option<String>,
     pub(crate) rust_version: Option<String>,
-    pub(crate) keywords: Vec<String>,
-    pub(crate) categories: Vec<String>,
     /// What it depends on, for whatever purpose.
     pub(crate) dependencies: Vec<Dependency>,
+    /// The other fields, such as `description` and `keywords`.
+    #[serde(flatten)]
+    pub(crate) others: BTreeMap<String, Value>,
 }
 
 #[derive(Deserialize)]

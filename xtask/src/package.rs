@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use serde_json::Value;
+
 use crate::metadata::{Metadata, Package};
 use crate::process::{self, Deadline, Output};
 use crate::skips::{self, Skip};
@@ -61,19 +63,15 @@ fn manifests(workspace: &Metadata) -> Vec<String> {
     let ours: Vec<_> = published(workspace).collect();
     let mut wrong = Vec::new();
     for package in &ours {
-        let fields = [
-            ("description", &package.description),
-            ("license", &package.license),
-            ("repository", &package.repository),
-            ("documentation", &package.documentation),
-            ("readme", &package.readme),
-            ("rust-version", &package.rust_version),
-        ];
-        let missing = fields.iter().filter(|(_, value)| value.is_none());
-        wrong.extend(missing.map(|(field, _)| format!("{package} has no {field}")));
-        for (field, values) in [("keywords", &package.keywords), ("categories", &package.categories)] {
-            if !(1..=5).contains(&values.len()) {
-                wrong.push(format!("{package} has {} {field}: one to five are wanted", values.len()));
+        for field in ["description", "license", "repository", "documentation", "readme"] {
+            if package.others.get(field).is_none_or(Value::is_null) {
+                wrong.push(format!("{package} has no {field}"));
+            }
+        }
+        for field in ["keywords", "categories"] {
+            let count = package.others.get(field).and_then(Value::as_array).map_or(0, Vec::len);
+            if !(1..=5).contains(&count) {
+                wrong.push(format!("{package} has {count} {field}: one to five are wanted"));
             }
         }
         if package.lacks_docs_rs() {

@@ -139,7 +139,7 @@ pub(crate) struct GpuOptions {
     /// Pack what the tests have built and run it over a stand-in GPU made of host memory
     #[arg(long, exclusive = true)]
     pub(crate) rehearse: bool,
-    /// Run what was unpacked in this folder
+    /// Run the unpacked archive in this folder
     #[arg(long, value_name = "FOLDER")]
     pub(crate) from: Option<PathBuf>,
     /// Benchmark a few bytes and do not judge the figures
@@ -181,7 +181,7 @@ pub(crate) struct FuzzOptions {
     /// Run each target for this long
     #[arg(long, value_name = "N", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub(crate) seconds: u64,
-    /// Add what was found to the committed corpora (fuzz/corpus), which tests replay
+    /// Add new inputs to the committed corpora (fuzz/corpus), which tests replay
     #[arg(long)]
     pub(crate) keep: bool,
     /// Only these targets; without a name all of them

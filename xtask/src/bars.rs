@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use crate::Result;
 
-/// One figure of a run, and what is asked of it. `bars.toml` describes the fields.
+/// A figure of a run, and its bound. `bars.toml` describes the fields.
 #[derive(Debug, Default, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct Bar {
@@ -28,8 +28,8 @@ pub(crate) struct Bar {
 enum Formula {
     /// Nanoseconds that a block takes beyond its share of the limit.
     BeyondTheCopy,
-    /// How many times longer small reads take beside bulk ones than alone; or, if that is less, their 99th percentile
-    /// in fifths of what bare connections get.
+    /// The factor by which small reads take longer beside bulk ones than alone; or, if that is less, their 99th
+    /// percentile in fifths of what bare connections get.
     BesideBulkOrBare,
 }
 

@@ -14,7 +14,7 @@ type NamePath = Vec<String>;
 type Texts = BTreeMap<Module, String>;
 /// The modules that each module uses.
 type Uses = BTreeMap<Module, BTreeSet<Module>>;
-/// What each module re-exports: the name, and its path.
+/// The names that each module re-exports, with their paths.
 type Exports<'a> = BTreeMap<&'a Module, BTreeMap<String, NamePath>>;
 
 /// Returns what each module under `root` uses outside of its tests.

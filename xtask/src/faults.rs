@@ -13,7 +13,7 @@ const LIMIT: Duration = Duration::from_secs(60 * 60);
 /// One run: backend, fault, moment, how transfers ended, and three times.
 type FaultRow<'a> = [&'a str; 7];
 
-/// Runs every fault at every moment over each backend, or what is named; returns false if anything was wrong.
+/// Runs every fault at every moment over each backend, or only one part; returns false if anything was wrong.
 pub(crate) fn run(options: &FaultsOptions) -> Result<bool> {
     let connector = options.connector.is_some();
     let (test, features) = if connector { ("engines", "connector") } else { ("faults", "") };

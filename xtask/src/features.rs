@@ -1,4 +1,4 @@
-//! `cargo xtask features`: each feature builds alone, and what is compiled in stays small.
+//! `cargo xtask features`: checks that each feature builds alone, and that few dependencies are compiled in.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -17,7 +17,7 @@ const RUNTIMES: [&str; 7] = ["async-executor", "async-std", "compio", "glommio",
 /// that only those need.
 const PORTABLE: &str = "--cfg kvx_portable -D warnings";
 
-/// What a user of one feature gets: the package, the feature, the most crates (the package included), and whether an
+/// Bounds for users of one feature: the package, the feature, the most crates (the package included), and whether an
 /// async runtime may be among them.
 const SMALL: [(&str, &str, usize, bool); 2] =
     [("kvx-transfer", "tcp", 59, true), ("kvx-connector", "params", 25, false)];

@@ -14,7 +14,7 @@ use serde::Deserialize;
 use crate::process::{self, Deadline, Output, locked, must_succeed};
 use crate::{Result, peers};
 
-/// How many Python environments are filled at a time.
+/// The number of Python environments that are filled at a time.
 const AT_A_TIME: usize = 4;
 
 /// NIXL's library below the packages of its wheel's environment.
@@ -60,7 +60,7 @@ struct Wheel {
     why: String,
 }
 
-/// Installs what is missing within `limit` and returns what could not be installed, a sentence each.
+/// Installs missing packages within `limit` and returns what could not be installed, a sentence each.
 pub(crate) fn run(target: &Path, limit: Duration) -> Result<Vec<String>> {
     let is_wanted = |peer: &Peer| peer.variable.as_ref().is_none_or(|name| std::env::var_os(name).is_some());
     let peers: Vec<_> = TABLE.peers.iter().filter(|(_, peer)| is_wanted(peer)).collect();

@@ -30,7 +30,7 @@ pub(crate) enum Needs {
 #[serde(deny_unknown_fields)]
 pub(crate) struct Check {
     pub(crate) name: String,
-    /// What it shows.
+    /// A description for the output.
     pub(crate) what: String,
     /// Its name in the kit.
     pub(crate) program: String,

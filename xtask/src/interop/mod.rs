@@ -17,7 +17,7 @@ use crate::process;
 /// The limit of building `kvx` and `kvx-nixl`.
 const BUILD: Duration = Duration::from_secs(60 * 60);
 
-/// What runs together.
+/// The options of `cargo xtask interop`.
 #[derive(Args, Debug, PartialEq)]
 #[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct Interop {

@@ -232,24 +232,15 @@ mod tests {
 
     #[test]
     fn commands_of_documents_are_accepted() {
-        let lines = "
-            package --names
-            interop candle
-            interop vllm --kvx --only hosts --only aborts
-            interop vllm --connector mooncake --set-up
-            interop vllm --model-config models.json
-            interop transformers --record
-            interop mistralrs llama kvx
-            bindings --check
-            peers mooncake
-            fuzz --seconds 5 tcp_owner --keep
-            limits --times 1 --only TCP
-            wheel --check
-            gpu --pack
-            gpu --from x --only IPC --quick
-            soak --minutes 5 --only TCP
-            faults connector --only TCP";
-        for line in lines.lines().skip(1) {
+        let docs = std::fs::read_dir(crate::root().join("docs")).unwrap().map(|file| file.unwrap().path());
+        let pages = docs.chain(["README.md", "CONTRIBUTING.md"].map(|name| crate::root().join(name)));
+        let text: String = pages.map(|page| std::fs::read_to_string(page).unwrap()).collect();
+        let commands: Vec<_> = text.lines().filter_map(|line| line.strip_prefix("cargo xtask ")).collect();
+        assert!(commands.len() > 5, "{commands:?}");
+        let more =
+            ["interop vllm --kvx --only hosts --set-up", "interop transformers --record", "limits --times 1"];
+        for command in commands.into_iter().chain(more) {
+            let line = command.split(" #").next().unwrap_or_default();
             parse(line).unwrap_or_else(|error| panic!("{line}: {error}"));
         }
     }

@@ -1,6 +1,6 @@
 //! `cargo xtask kernels`: compiles kvx's kernels to the committed PTX, and once for AMD devices.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use crate::install::{self, Environment};
@@ -87,8 +87,7 @@ fn compile_for_amd(library: &Path, target: &Path) -> Result<()> {
 
 /// Compiles the source by a library whose functions begin with `prefix`.
 fn compile(library: &Path, prefix: &str, kind: &str, option: &str, target: &Path) -> Result<Vec<u8>> {
-    let output: PathBuf = target.join("xtask/kernels.out");
-    std::fs::create_dir_all(target.join("xtask"))?;
+    let output = target.join("kernels.out");
     let mut python = Command::new("python3");
     python.arg(root().join("xtask/src/kernels.py")).arg(library).args([prefix, kind]);
     python.arg(root().join(SOURCE)).arg(&output).arg(option);

@@ -72,13 +72,9 @@ pub(crate) fn run(options: &LimitsOptions) -> Result<bool> {
     let mut runs = runs()?;
     let names: Vec<_> = runs.iter().map(|run| run.name.clone()).collect();
     runs.retain(|run| options.only.is_empty() || options.only.iter().any(|only| run.name.contains(only)));
-    runs.retain(|run| {
-        let missing = run.needs.filter(|library| programs.library(*library).is_none());
-        if let Some(library) = missing {
-            eprintln!("{} is left out: {library:?} is missing (cargo xtask test --install)", run.name);
-        }
-        missing.is_none()
-    });
+    for run in runs.extract_if(.., |run| programs.lacks(run.needs)) {
+        eprintln!("{} is left out: {:?} is missing (cargo xtask test --install)", run.name, run.needs);
+    }
     if runs.is_empty() {
         return Err(format!("no run has this name or can run; the runs are: {}", names.join(", ")).into());
     }
@@ -123,10 +119,11 @@ impl Programs {
         })
     }
 
-    fn library(&self, library: Library) -> Option<&PathBuf> {
-        match library {
-            Library::Nixl => self.nixl.as_ref(),
-            Library::Mooncake => self.mooncake.as_ref(),
+    fn lacks(&self, needs: Option<Library>) -> bool {
+        match needs {
+            None => false,
+            Some(Library::Nixl) => self.nixl.is_none(),
+            Some(Library::Mooncake) => self.mooncake.is_none(),
         }
     }
 
@@ -171,12 +168,12 @@ impl Programs {
                 command.arg("--beside").arg(format!("'{}' bench-beside {beside}", self.kvx.display()));
             }
         }
-        match run.needs.and_then(|needs| Some((needs, self.library(needs)?))) {
-            // It listens on all devices otherwise.
-            Some((Library::Nixl, nixl)) => command.env(NIXL, nixl).env("UCX_NET_DEVICES", "lo"),
-            Some((Library::Mooncake, mooncake)) => command.env(MOONCAKE, mooncake),
-            None => &mut command,
-        };
+        if let (Some(Library::Nixl), Some(nixl)) = (run.needs, &self.nixl) {
+            command.env(NIXL, nixl).env("UCX_NET_DEVICES", "lo"); // UCX listens on all devices otherwise
+        }
+        if let (Some(Library::Mooncake), Some(mooncake)) = (run.needs, &self.mooncake) {
+            command.env(MOONCAKE, mooncake);
+        }
         lines(&process::output_of(command, RUN_LIMIT).map_err(|error| format!("{}: {error}", run.name))?)
     }
 }

@@ -7,8 +7,6 @@ mod bars;
 mod bindings;
 #[cfg(test)]
 mod circles;
-#[cfg(test)]
-mod core_size;
 mod faults;
 mod features;
 mod fuzz;

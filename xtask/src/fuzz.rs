@@ -50,16 +50,14 @@ pub(crate) fn run(options: &FuzzOptions) -> Result<bool> {
     let target = Metadata::of_members()?.target_directory()?.join("fuzz");
     let program = build(&target)?;
     let chosen = if options.only.is_empty() { targets() } else { options.only.clone() };
-    let (mut held, mut rows) = (true, Vec::new());
+    let mut rows = Vec::new();
     for name in &chosen {
         eprintln!("{name}, {} s", options.seconds);
-        let (row, found) = fuzz(name, options, &program, &target)?;
-        eprintln!("{row}");
-        held &= !found;
-        rows.push(row);
+        rows.push(fuzz(name, options, &program, &target)?);
     }
-    println!("| target | seconds | executions | edges | found |\n|---|---|---|---|---|\n{}", rows.join("\n"));
-    Ok(held)
+    println!("| target | seconds | executions | edges | found |\n|---|---|---|---|---|");
+    rows.iter().for_each(|(row, _)| println!("{row}"));
+    Ok(rows.iter().all(|(_, found)| !found))
 }
 
 /// Builds the program with all targets.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::Result;
 use crate::metadata::{Metadata, Package};
-use crate::process::{self, Deadline, Output};
+use crate::process::{self, Deadline};
 
 /// The crate that works under any async runtime, and therefore depends on none.
 const CORE: &str = "kvx-core";
@@ -54,9 +54,8 @@ fn builds(facade: Package<'_>, choices: &[String], deadline: Deadline) -> Result
         // Clippy does what `cargo check` does and shares its dependencies with the lint step. It passes `-D warnings`
         // to the facade alone, where RUSTFLAGS would compile every dependency again.
         let line = format!("clippy -p {} {choice} -- -D warnings", facade.name());
-        println!("cargo {line}");
-        let finished = process::run(process::cargo(line.split(' ')), deadline.left(), Output::Shown)?;
-        failures.extend((!finished.succeeded()).then(|| format!("cargo {line}: {}", finished.end)));
+        let cargo = process::cargo(line.split(' '));
+        failures.extend(process::failure_of(cargo, &format!("cargo {line}"), deadline)?);
     }
     Ok(failures)
 }
@@ -87,13 +86,11 @@ fn check_dependencies(metadata: &Metadata, deadline: Deadline) -> Result<Vec<Str
 /// Compiles core as it compiles on other systems, without a warning.
 fn core_is_portable(metadata: &Metadata, deadline: Deadline) -> Result<Option<String>> {
     let shown = format!("RUSTFLAGS=\"{PORTABLE}\" cargo check -p {CORE}");
-    println!("{shown}");
     let mut check = process::cargo(["check", "-p", CORE]);
     // With other flags everything is built again, so it has a folder of its own. Encoded flags would take precedence.
     let target = metadata.target_directory()?.join("xtask/portable");
     check.env("RUSTFLAGS", PORTABLE).env_remove("CARGO_ENCODED_RUSTFLAGS").env("CARGO_TARGET_DIR", target);
-    let finished = process::run(check, deadline.left(), Output::Shown)?;
-    Ok((!finished.succeeded()).then(|| format!("{shown}: {}", finished.end)))
+    Ok(process::failure_of(check, &shown, deadline)?)
 }
 
 /// Returns the dependencies that need a newer compiler than the workspace, and the members that differ from it.

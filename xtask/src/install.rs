@@ -82,21 +82,20 @@ fn install(
 ) -> Vec<String> {
     let packages = debian.iter().chain(peers.iter().flat_map(|(_, peer)| &peer.debian));
     let packages = packages.map(|(name, why)| (name.as_str(), why.as_str())).collect();
-    let (left, failures) = (Mutex::new(peers.iter()), Mutex::new(Vec::new()));
+    let failures = Mutex::new(Vec::new());
     let note = |name: &str, result: Result<()>| {
         if let Err(error) = result {
             locked(&failures).push(format!("{name}: {error}"));
         }
     };
-    let fill = || {
-        let next = || locked(&left).next();
-        while let Some((name, peer)) = next() {
+    let fill = |worker| {
+        for (name, peer) in peers.iter().skip(worker).step_by(AT_A_TIME) {
             note(name, install_wheels(name, &peer.wheels, target, deadline));
         }
     };
     let has_wheels = peers.iter().all(|(name, peer)| missing_wheels(name, &peer.wheels, target).is_empty());
     thread::scope(|scope| {
-        let start = || (0..AT_A_TIME).for_each(|_| drop(scope.spawn(fill)));
+        let start = || (0..AT_A_TIME).for_each(|worker| drop(scope.spawn(move || fill(worker))));
         // pip may be among the packages.
         let wait_for_pip = !has_wheels && !has_pip(deadline);
         if !wait_for_pip {

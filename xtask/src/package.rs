@@ -110,9 +110,8 @@ fn denied(deadline: Deadline) -> Result<Option<String>> {
         skips::note(&Skip { name, reason, cure: "cargo install cargo-deny --locked".to_owned() })?;
         return Ok(None);
     }
-    println!("cargo {DENY}");
-    let finished = process::run(process::cargo(DENY.split(' ')), deadline.left(), Output::Shown)?;
-    Ok((!finished.succeeded()).then(|| format!("cargo {DENY}: {}", finished.end)))
+    let cargo = process::cargo(DENY.split(' '));
+    Ok(process::failure_of(cargo, &format!("cargo {DENY}"), deadline)?)
 }
 
 /// Makes the tarball of each crate and unpacks it.

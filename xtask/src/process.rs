@@ -93,9 +93,7 @@ pub(crate) fn cargo<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Command
 /// Runs a command, prints it and its output, and returns an error unless it succeeds.
 pub(crate) fn must_succeed(command: Command, deadline: Deadline) -> crate::Result<()> {
     let shown = format!("{command:?}");
-    println!("{shown}");
-    let finished = run(command, deadline.left(), Output::Shown)?;
-    if finished.succeeded() { Ok(()) } else { Err(format!("{shown}: {}", finished.end).into()) }
+    failure_of(command, &shown, deadline)?.map_or(Ok(()), |failure| Err(failure.into()))
 }
 
 /// Runs a command and returns its standard output, or an error unless it succeeds.
@@ -110,6 +108,13 @@ pub(crate) fn shown_to_succeed(command: Command, limit: Duration) -> crate::Resu
     let finished = run(command, limit, Output::Shown)?;
     println!("{}", finished.end);
     Ok(finished.succeeded())
+}
+
+/// Runs a command, prints `shown` and the output, and returns a sentence if the command failed.
+pub(crate) fn failure_of(command: Command, shown: &str, deadline: Deadline) -> io::Result<Option<String>> {
+    println!("{shown}");
+    let finished = run(command, deadline.left(), Output::Shown)?;
+    Ok((!finished.succeeded()).then(|| format!("{shown}: {}", finished.end)))
 }
 
 /// Makes SIGINT, SIGTERM and SIGHUP end the children's process groups before xtask. The terminal does not signal

@@ -5,10 +5,10 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::install::{self, Environment};
-use crate::process::{self, Deadline, Output};
+use crate::process::{self, Deadline};
 use crate::{Result, root};
 
-/// Installs `typos` if it is missing and returns whether it found misspelled words, which it prints.
+/// Installs `typos` if it is missing and returns a sentence if it found misspelled words, which it prints.
 pub(crate) fn spelling(target: &Path, limit: Duration) -> Result<Vec<String>> {
     let deadline = Deadline::after(limit);
     let failures = install::peers(&["typos"], target, deadline);
@@ -17,7 +17,6 @@ pub(crate) fn spelling(target: &Path, limit: Duration) -> Result<Vec<String>> {
     }
     let mut typos = Command::new(Environment::of(target, "typos").0.join("bin/typos"));
     typos.current_dir(root()).args(["--format", "brief"]);
-    let finished = process::run(typos, deadline.left(), Output::Shown)?;
-    let why = "misspelled words: correct them, or add what is meant to _typos.toml";
-    Ok(Vec::from_iter((!finished.succeeded()).then(|| why.to_owned())))
+    let shown = "typos (correct the words, or add what is meant to _typos.toml)";
+    Ok(Vec::from_iter(process::failure_of(typos, shown, deadline)?))
 }

@@ -1,11 +1,12 @@
 //! An agent that ends leaves its peers nothing, though programs live on that were started while it was open.
 
-#![cfg(target_os = "linux")]
-
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-use kvx_core::{Agent, Grid, Memory, Options, Plan, Region, Registry};
+use kvx_core::{Agent, Grid, Memory, Options, Plan, Region};
+use kvx_testkit::test;
+
+use crate::registry;
 
 const PATIENCE: Duration = Duration::from_secs(10);
 const GRID: Grid = Grid::packed(4096, 4);
@@ -30,18 +31,12 @@ impl Drop for Program {
     }
 }
 
-fn registry() -> Registry {
-    let mut registry = Registry::new();
-    registry.add(kvx_libfabric::Libfabric).expect("one name");
-    registry
-}
-
 fn options() -> Options {
     Options::parse(r#"{"libfabric": {"provider": "tcp;ofi_rxm"}}"#).expect("it is JSON")
 }
 
 fn agent(name: &str) -> Outcome<(Agent, Region)> {
-    let agent = Agent::builder(name).backends(["LIBFABRIC"]).options(options()).build(&registry())?;
+    let agent = Agent::builder(name).backends(["LIBFABRIC"]).options(options()).build(&registry(""))?;
     let region = agent.register("kv", Memory::pool(GRID.length as usize * GRID.count as usize).build()?)?;
     Ok((agent, region))
 }
@@ -72,11 +67,12 @@ fn shrink_to(most: usize) {
     }
 }
 
-#[test]
+#[test(own_process)]
 fn what_an_agent_holds_does_not_depend_on_how_many_peers_have_come_and_gone() {
-    if let Err(why) = registry().require("LIBFABRIC", &options()) {
+    if let Err(why) = registry("").require("LIBFABRIC", &options()) {
+        const TEST: &str = "what_an_agent_holds_does_not_depend_on_how_many_peers_have_come_and_gone";
         let cure = "cargo xtask test --install on Debian 12";
-        return kvx_testkit::skip("agents that come and go", &why.to_string(), cure);
+        return kvx_testkit::skip(TEST, &why.to_string(), cure);
     }
     let old: Vec<_> = (0..2).map(|at| agent(&format!("old{at}")).unwrap()).collect();
     let before = descriptors();

@@ -2,6 +2,7 @@
 
 use kvx_core::{Options, Registry};
 use kvx_testkit::device::goes_elsewhere;
+use kvx_testkit::test;
 
 #[test]
 fn memory_that_a_provider_does_not_reach_is_refused_and_goes_over_tcp() {

@@ -2,7 +2,10 @@
 
 use std::time::Duration;
 
-use kvx_core::{Agent, Grid, Kind, Memory, Options, Peer, Plan, Region, Registry, Standing};
+use kvx_core::{Agent, Grid, Kind, Memory, Options, Peer, Plan, Region, Standing};
+use kvx_testkit::test;
+
+use crate::registry;
 
 const PATIENCE: Duration = Duration::from_secs(10);
 const BLOCK: u64 = 4096;
@@ -15,15 +18,9 @@ const SHARED: &str = r#"{"libfabric": {"provider": "shm"}}"#;
 
 type Outcome<T = ()> = Result<T, Box<dyn std::error::Error>>;
 
-fn registry() -> Registry {
-    let mut registry = Registry::new();
-    registry.add(kvx_libfabric::Libfabric).expect("one name");
-    registry
-}
-
 /// Whether libfabric is installed here; says so if it is not.
 fn is_installed(test: &str) -> bool {
-    match Options::parse(ONE).and_then(|options| registry().require("LIBFABRIC", &options).map(|_| ())) {
+    match Options::parse(ONE).and_then(|options| registry("").require("LIBFABRIC", &options).map(|_| ())) {
         Ok(()) => true,
         Err(why) => {
             kvx_testkit::skip(test, &why.to_string(), "cargo xtask test --install on Debian 12");
@@ -35,7 +32,7 @@ fn is_installed(test: &str) -> bool {
 /// An agent with a region of which block `n` holds `content + n`.
 fn agent(name: &str, options: &str, content: u8) -> Outcome<(Agent, Region)> {
     let builder = Agent::builder(name).backends(["LIBFABRIC"]).options(Options::parse(options)?);
-    let agent = builder.build(&registry())?;
+    let agent = builder.build(&registry(""))?;
     let block = |number: u32| vec![content.wrapping_add(number as u8); BLOCK as usize];
     let bytes: Vec<u8> = (0..BLOCKS).flat_map(block).collect();
     let region = agent.register("kv", Memory::owned(bytes))?;
@@ -113,7 +110,7 @@ fn what_there_is_and_what_it_can_do_is_listed() {
     if !is_installed("what_there_is_and_what_it_can_do_is_listed") {
         return;
     }
-    let (_, standing) = registry().standing("LIBFABRIC", &Options::parse(ONE).unwrap()).unwrap();
+    let (_, standing) = registry("").standing("LIBFABRIC", &Options::parse(ONE).unwrap()).unwrap();
     let Standing::Available(available) = standing else { panic!("it was available just now") };
     let line = |name: &str| available.devices.iter().find(|line| line.starts_with(name)).cloned();
     let tcp = line("tcp;ofi_rxm/lo (").unwrap();
@@ -128,7 +125,7 @@ fn a_provider_or_domain_that_is_not_there_is_named() {
         return;
     }
     let refused = |options: &str| {
-        let error = registry().require("LIBFABRIC", &Options::parse(options).unwrap()).err().unwrap();
+        let error = registry("").require("LIBFABRIC", &Options::parse(options).unwrap()).err().unwrap();
         assert_eq!(error.kind(), Kind::Unavailable);
         error.to_string()
     };

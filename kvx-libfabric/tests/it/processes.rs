@@ -1,26 +1,21 @@
-//! Shared by test programs in two processes.
+//! Shared by tests of two processes.
 
 use std::time::Duration;
 
-use kvx_core::{Options, Registry};
-use kvx_testkit::{Check, Mode, Setup, run, serve_if_asked, skip};
+use kvx_core::Options;
+use kvx_testkit::{Check, Mode, Setup, run, skip};
+
+use crate::registry;
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
-
-fn registry(_: &str) -> Registry {
-    let mut registry = Registry::new();
-    registry.add(kvx_libfabric::Libfabric).expect("one name");
-    registry
-}
 
 /// Options that name a provider.
 pub(crate) fn options(provider: &str) -> String {
     format!(r#"{{"libfabric": {{"provider": "{provider}"}}}}"#)
 }
 
-/// Runs a program's one test over a provider, or skips it where libfabric is not.
+/// Runs the test of this name over a provider, or skips it where libfabric is not installed.
 pub(crate) fn check(name: &str, provider: &str, test: impl AsyncFnOnce(Setup) -> Check) -> Check {
-    serve_if_asked(registry);
     let options = options(provider);
     match registry("").require("LIBFABRIC", &Options::parse(&options)?) {
         Ok(_) => {

@@ -1,12 +1,10 @@
 //! A process with small buffers of ofi_rxm's and one with the usual ones reach each other, and are told what they risk.
 
-mod processes;
-
 use std::process::Command;
 
+use crate::processes::{self, PATIENCE};
 use kvx_core::{Agent, Grid, Options, Plan, Registry, Standing};
-use kvx_testkit::{Check, PostSpec, Setup, byte_at, output};
-use processes::PATIENCE;
+use kvx_testkit::{Check, PostSpec, Setup, byte_at, output, test};
 
 const BLOCK: u64 = 4096;
 const BLOCKS: u32 = 64;
@@ -19,15 +17,20 @@ const LIMIT: (&str, &str) = ("FI_OFI_RXM_EAGER_LIMIT", "16384");
 const TELLS: &str = "KVX_LIBFABRIC_TELLS";
 const BOUNDS: &str = "bounds";
 
-fn main() -> Check {
-    if let Ok(tells) = std::env::var(TELLS) {
-        if tells == BOUNDS {
-            // SAFETY: nothing has started a thread.
-            unsafe { kvx_libfabric::bound_kept_messages() };
-        }
-        return tell();
+/// Plays the process that says what operators are told, if this one was started for that.
+pub(crate) fn tell_if_asked() {
+    let Ok(tells) = std::env::var(TELLS) else { return };
+    if tells == BOUNDS {
+        // SAFETY: nothing has started a thread.
+        unsafe { kvx_libfabric::bound_kept_messages() };
     }
-    processes::check("buffers", PROVIDER, async |setup| {
+    tell().expect("it was available just now");
+    std::process::exit(0);
+}
+
+#[test]
+fn what_operators_are_told_about_buffers_is_so() -> Check {
+    processes::check("what_operators_are_told_about_buffers_is_so", PROVIDER, async |setup| {
         operators_are_told_what_is_not_set()?;
         small_buffers_and_the_usual_ones_reach_each_other(setup).await
     })

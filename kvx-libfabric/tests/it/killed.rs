@@ -1,12 +1,10 @@
 //! A process that is killed in the middle of its writes over shared memory leaves their target to others.
 
-mod processes;
-
 use std::time::Instant;
 
+use crate::processes::{self, PATIENCE};
 use kvx_core::Region;
-use kvx_testkit::{Check, PostSpec, Setup};
-use processes::PATIENCE;
+use kvx_testkit::{Check, PostSpec, Setup, test};
 
 const BLOCK: u64 = 64 << 10;
 const BLOCKS: u32 = 512;
@@ -15,11 +13,12 @@ const BYTES: usize = BLOCK as usize * BLOCKS as usize;
 const KILLS: usize = 3;
 const ROUNDS: usize = 10 * KILLS;
 
-fn main() -> Check {
-    processes::check("killed", "shm", the_target_of_a_killed_process_works_on)
+#[test]
+fn the_target_of_a_killed_process_works_on() -> Check {
+    processes::check("the_target_of_a_killed_process_works_on", "shm", kill_in_the_middle_of_writes)
 }
 
-async fn the_target_of_a_killed_process_works_on(setup: Setup) -> Check {
+async fn kill_in_the_middle_of_writes(setup: Setup) -> Check {
     let (mut kills, mut rounds) = (0, 0);
     while kills < KILLS {
         assert!(rounds < ROUNDS, "{kills} of {ROUNDS} processes were killed in the middle of their writes");

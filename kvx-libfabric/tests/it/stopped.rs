@@ -1,21 +1,20 @@
 //! A stopped process is reached over shared memory, however much is moved past it: more than any queue of it has room
 //! for.
 
-mod processes;
-
+use crate::processes::{self, PATIENCE};
 use kvx_core::{Grid, Memory, Op, Plan};
-use kvx_testkit::{Check, Setup, byte_at};
-use processes::PATIENCE;
+use kvx_testkit::{Check, Setup, byte_at, test};
 
 const BLOCK: u64 = 64;
 const BLOCKS: u32 = 3000;
 const BYTES: usize = BLOCK as usize * BLOCKS as usize;
 
-fn main() -> Check {
-    processes::check("stopped", "shm", a_stopped_process_is_read_and_written)
+#[test]
+fn a_stopped_process_is_read_and_written() -> Check {
+    processes::check("a_stopped_process_is_read_and_written", "shm", read_and_write_while_it_is_stopped)
 }
 
-async fn a_stopped_process_is_read_and_written(setup: Setup) -> Check {
+async fn read_and_write_while_it_is_stopped(setup: Setup) -> Check {
     let mut pair = setup.pair()?;
     let near = pair.near.register("near", Memory::owned(vec![0; BYTES]))?;
     let far = pair.far_region("far", BYTES, 7)?;

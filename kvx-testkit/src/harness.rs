@@ -7,6 +7,7 @@
 //! - a test that skips itself ([`crate::skip`]) is reported as ignored, with its reason;
 //! - a test that hangs fails by its name after [`LIMIT`], and the others run on;
 //! - a test that needs a process of its own gets one (`#[test(own_process)]`);
+//! - the fast tier leaves registered tests out: a program that has a part in that tier adds trials for it;
 //! - `main` runs first, so the program can play the other process of a test before there are any tests.
 
 use std::any::Any;
@@ -23,6 +24,7 @@ use libtest_mimic::{Arguments, Completion, Failed, Trial};
 use crate::check::Failure;
 use crate::hosts::run_one_test;
 use crate::skip::{NoteKind, noted};
+use crate::tier::Tier;
 
 /// How long a test may take before it counts as hung.
 pub const LIMIT: Duration = Duration::from_secs(150);
@@ -90,7 +92,8 @@ pub fn harness_main(trials: impl IntoIterator<Item = Trial>) -> ExitCode {
 
 /// Runs them, `at_a_time` at a time unless the command line says otherwise.
 pub fn harness_main_with(trials: impl IntoIterator<Item = Trial>, at_a_time: usize) -> ExitCode {
-    let mut all: Vec<_> = inventory::iter::<RegisteredTest>().map(registered).collect();
+    let tests = inventory::iter::<RegisteredTest>().filter(|_| Tier::Usual.runs());
+    let mut all: Vec<_> = tests.map(registered).collect();
     all.sort_by(|one, other| one.name().cmp(other.name()));
     all.extend(trials);
     let mut arguments = Arguments::from_args();

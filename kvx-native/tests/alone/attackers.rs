@@ -1,15 +1,12 @@
 //! Another user's process attacks all that an owner listens at, while other readers come and go.
-#![cfg(all(feature = "shm", feature = "tcp"))]
-#![allow(clippy::unwrap_used, reason = "a test fails by it")]
-
-mod tcp_pair;
 
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use crate::tcp_pair;
+use crate::tcp_pair::CUT_OFF;
 use kvx_core::{Agent, Invitation, Memory, Registry, Secret};
-use kvx_testkit::{Child, newcomer, skip};
-use tcp_pair::CUT_OFF;
+use kvx_testkit::{Child, newcomer, skip, test};
 
 const SECONDS: u64 = 4;
 
@@ -26,7 +23,7 @@ fn pool(agent: &Agent) -> kvx_core::Region {
     agent.register("kv", Memory::pool(1 << 16).build().unwrap()).unwrap()
 }
 
-#[test]
+#[test(own_process)]
 fn another_user_keeps_nobody_waiting_and_learns_nothing() {
     const TITLE: &str = "another_user_keeps_nobody_waiting_and_learns_nothing";
     if !rustix::process::geteuid().is_root() {
@@ -38,7 +35,7 @@ fn another_user_keeps_nobody_waiting_and_learns_nothing() {
         let owners = ["SHM", "TCP"].map(|backend| (backend, agent(&name, backend, secret)));
         let _regions = owners.each_ref().map(|(_, owner)| pool(owner));
         let mut python = Command::new("python3");
-        python.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/attackers.py"));
+        python.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/alone/attackers.py"));
         python.args([SECONDS, u64::from(std::process::id())].map(|number| number.to_string()));
         python.arg(hex(&tcp_pair::raw::hello(&Invitation::from_bytes([9; 32]))));
         let attacker = match Child::start(python) {

@@ -1,5 +1,4 @@
 //! Two ends of a link for the tests of SHM: agents, regions and plans in few words.
-#![allow(dead_code, reason = "each test binary uses a part of it")]
 
 pub(crate) mod child;
 

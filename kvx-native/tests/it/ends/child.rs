@@ -1,4 +1,4 @@
-//! Another process: this test binary again, in a role of its own. Its standard input is a socket to the parent.
+//! Another process: this program again, with a role to play. Its standard input is a socket to the parent.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -7,10 +7,6 @@ use std::process::{Child, Command, Stdio};
 
 use super::CUT_OFF;
 
-const ROLE: &str = "KVX_SHM_TEST_ROLE";
-/// The test that children run: it plays the role, if it is given one.
-pub(crate) const TEST: &str = "a_child_plays_its_role";
-
 /// A child process; killed when it is dropped.
 pub(crate) struct Other {
     process: Child,
@@ -18,11 +14,11 @@ pub(crate) struct Other {
 }
 
 impl Other {
-    pub(crate) fn start(role: &str) -> Self {
+    /// Starts one whose `main` finds its role in this variable.
+    pub(crate) fn start(variable: &str, role: &str) -> Self {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let process = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", TEST, "--nocapture", "--test-threads=1"])
-            .env(ROLE, role)
+            .env(variable, role)
             .stdin(OwnedFd::from(theirs))
             .stdout(Stdio::null())
             .spawn()
@@ -93,9 +89,9 @@ fn hear(line: &mut UnixStream) -> Option<Vec<u8>> {
     Some(what)
 }
 
-/// In a child: its role and its line to the parent. `None` in the parent.
-pub(crate) fn role() -> Option<(String, Line)> {
-    let role = std::env::var(ROLE).ok()?;
+/// In a child: its role by this variable, and its line to the parent. `None` elsewhere.
+pub(crate) fn role(variable: &str) -> Option<(String, Line)> {
+    let role = std::env::var(variable).ok()?;
     let line = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
     Some((role, Line(UnixStream::from(line))))
 }

@@ -1,22 +1,32 @@
 //! SHM between processes that stop, die, restart, or may not look into each other.
-#![cfg(feature = "shm")]
-#![allow(clippy::unwrap_used, reason = "a test fails by it")]
-
-mod ends;
 
 use std::time::{Duration, Instant};
 
-use ends::child::{self, Other};
-use ends::*;
+use crate::ends::child::{self, Other};
+use crate::ends::*;
 use kvx_backend::control::ControlMessage;
 use kvx_core::{Agent, Kind, Region};
+use kvx_testkit::{skip, test};
 
 const BLOCKS: u32 = 4096;
+/// A child has its role in this variable: a name, and words that say how it differs from its parent.
+const ROLE: &str = "KVX_SHM_TEST_ROLE";
 
-/// What a child does: owns two regions and answers questions; or reads those of its parent.
-#[test]
-fn a_child_plays_its_role() {
-    let Some((role, mut line)) = child::role() else { return };
+/// Starts a child in this role.
+fn start(role: &str) -> Other {
+    Other::start(ROLE, role)
+}
+
+/// Plays a role and ends the process, if it was started for that.
+pub(crate) fn play_if_asked() {
+    if let Some((role, line)) = child::role(ROLE) {
+        play(&role, line);
+        std::process::exit(0);
+    }
+}
+
+/// Owns two regions and answers questions; or reads those of its parent.
+fn play(role: &str, mut line: child::Line) {
     for word in role.split(' ').skip(1) {
         match word {
             "without-ptrace" => drop_ptrace(),
@@ -92,7 +102,7 @@ struct Scene {
 fn scene(name: &str, on: On) -> Scene {
     let own = agent("parent");
     let local = region(&own, "local", on, BLOCKS, 1);
-    let mut other = Other::start(name);
+    let mut other = start(name);
     let peer = own.connect(other.hear()).unwrap();
     peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
     Scene { own, local, other, peer }
@@ -159,7 +169,7 @@ fn a_stopped_peer_is_still_read_and_its_writes_wait() {
     for on in BOTH {
         let own = Agent::builder("patient").peer_timeout(Duration::from_secs(30)).build(&registry()).unwrap();
         let local = region(&own, "local", on, BLOCKS, 1);
-        let mut other = Other::start("stopped");
+        let mut other = start("stopped");
         let peer = own.connect(other.hear()).unwrap();
         let there = peer.region(&format!("{on:?}")).unwrap();
         let reading = read(&local, &there, &[0], &[7]);
@@ -208,7 +218,7 @@ fn a_restarted_peer_is_recognised() {
     other.kill();
     // Once it is known to be gone, its successor is asked for.
     until_lost(&peer);
-    let mut again = Other::start("restarted");
+    let mut again = start("restarted");
     let metadata = again.hear();
     assert_eq!(run(&peer, &reading).unwrap_err().kind(), Kind::PeerRestarted);
     let peer = own.connect(&metadata).unwrap();
@@ -224,7 +234,7 @@ fn a_stopped_reader_holds_a_region_until_it_lets_go_or_dies() {
         for dies in [false, true] {
             let own = agent("lender");
             let lent = region(&own, "lent", on, BLOCKS, 5);
-            let mut other = Other::start("holder");
+            let mut other = start("holder");
             other.hear();
             other.say(b"connect");
             other.say(&own.metadata().unwrap());
@@ -259,7 +269,7 @@ fn what_the_kernel_refuses_to_read_is_unsupported_with_the_reason_and_pools_stil
         assert!(refused.contains("process_vm_readv is refused"), "{refused}");
     };
     if may_ptrace() {
-        let mut other = Other::start("blind without-ptrace");
+        let mut other = start("blind without-ptrace");
         let metadata = other.hear();
         other.say(b"connect");
         other.say(&own.metadata().unwrap());
@@ -282,7 +292,7 @@ fn what_the_kernel_refuses_to_read_is_unsupported_with_the_reason_and_pools_stil
         run(&peer, &read(&regions[1], &there, &[0], &[1])).unwrap();
         other.ask("quit");
     } else {
-        let mut other = Other::start("opaque undumpable");
+        let mut other = start("opaque undumpable");
         let peer = own.connect(other.hear()).unwrap();
         run(&peer, &read(&regions[1], &peer.region("Pool").unwrap(), &[0], &[1])).unwrap();
         let refused =
@@ -296,12 +306,12 @@ fn what_the_kernel_refuses_to_read_is_unsupported_with_the_reason_and_pools_stil
 #[test]
 fn a_process_of_another_user_is_turned_away() {
     if !rustix::process::geteuid().is_root() {
-        println!("skipped: a_process_of_another_user_is_turned_away needs root to become another user");
-        return;
+        const TITLE: &str = "a_process_of_another_user_is_turned_away";
+        return skip(TITLE, "only root becomes another user", "run the tests as root");
     }
     let own = agent("parent");
     let _region = region(&own, "kv", On::Pool, 4, 1);
-    let mut other = Other::start("stranger nobody");
+    let mut other = start("stranger nobody");
     let metadata = other.hear();
     let peer = own.connect(&metadata).unwrap();
     let refused = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
@@ -355,12 +365,10 @@ fn be_crowded(line: &mut child::Line) {
 #[test]
 fn an_owner_whose_readers_take_no_files_sleeps_and_forgets_nothing() {
     if !rustix::process::geteuid().is_root() {
-        println!(
-            "skipped: an_owner_whose_readers_take_no_files_sleeps_and_forgets_nothing needs root to become nobody"
-        );
-        return;
+        const TITLE: &str = "an_owner_whose_readers_take_no_files_sleeps_and_forgets_nothing";
+        return skip(TITLE, "only root becomes another user", "run the tests as root");
     }
-    let told = String::from_utf8(Other::start("owner nobody crowded").hear()).unwrap();
+    let told = String::from_utf8(start("owner nobody crowded").hear()).unwrap();
     let spent: u64 = told.split(' ').next().unwrap().parse().unwrap();
     assert!(told.contains("[40, 40, 40, 40, 40, 40] of 40"), "{told}");
     assert!(spent < 60, "{told}");

@@ -1,14 +1,10 @@
 //! A page that does not come: what waits for it, and what does not. Clause P12 has more, with processes.
-#![cfg(feature = "tcp")]
-#![allow(clippy::unwrap_used)]
-
-mod tcp_pair;
 
 use std::time::{Duration, Instant};
 
+use crate::tcp_pair::{CUT_OFF, Pair, agent, agent_with, pattern};
 use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Peer, Plan, Region, Transfer};
-use kvx_testkit::{HungPage, TestDevice, skip};
-use tcp_pair::{CUT_OFF, Pair, agent, agent_with, pattern};
+use kvx_testkit::{HungPage, TestDevice, skip, test};
 
 const LEN: usize = 4 << 20;
 /// Of what waits for the page.
@@ -32,7 +28,7 @@ fn read(peer: &Peer, name: &str, into: &Region, deadline: Duration) -> Transfer 
     peer.transfer(&plan).deadline(deadline).post().unwrap()
 }
 
-#[test]
+#[test(own_process)]
 fn an_owners_page_holds_up_its_region_and_no_other() {
     if cannot("an_owners_page_holds_up_its_region_and_no_other") {
         return;
@@ -79,7 +75,7 @@ fn connected(name: &str, owner: &Agent) -> (Agent, Region, Peer) {
     (agent, into, peer)
 }
 
-#[test]
+#[test(own_process)]
 fn a_lane_that_hangs_keeps_no_bounce_buffers_from_others() {
     if cannot("a_lane_that_hangs_keeps_no_bounce_buffers_from_others") {
         return;
@@ -106,7 +102,7 @@ fn a_lane_that_hangs_keeps_no_bounce_buffers_from_others() {
     drop(page);
 }
 
-#[test]
+#[test(own_process)]
 fn nobody_writes_where_a_write_that_hangs_may_still_land() {
     if cannot("nobody_writes_where_a_write_that_hangs_may_still_land") {
         return;

@@ -1,12 +1,11 @@
 //! SHM and TCP keep the contract: every clause, in one process and in two.
 
-use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 
 use kvx_core::{MemoryKind, Registry};
-use kvx_testkit::{Backing, Device, Suite, TestDevice, Tier, conformance_main};
+use kvx_testkit::{Backing, Device, Suite, TestDevice, Tier};
 
-fn registry(_: &str) -> Registry {
+pub(crate) fn registry(_: &str) -> Registry {
     let mut registry = Registry::new();
     registry.add(kvx_native::Shm).and_then(|registry| registry.add(kvx_native::Tcp)).expect("two names");
     registry
@@ -34,9 +33,9 @@ const fn on_device(backend: &'static str, label: &'static str, near: Backing, fa
     Suite { label, near, far, device: Some(device), tier, ..Suite::over(backend) }
 }
 
-fn main() -> ExitCode {
+pub(crate) fn suites() -> Vec<Suite> {
     use Backing::{Device, Owned, Pool};
-    let suites = [
+    vec![
         Suite { tier: Tier::Fast, ..Suite::over("SHM") },
         FOREIGN,
         on_device("SHM", "SHM-device", Device, Device),
@@ -54,6 +53,5 @@ fn main() -> ExitCode {
         Suite { label: "TCP-user", ..Suite::over("TCP") }.as_another_user(),
         Suite { label: "TCP-hosts", options: r#"{"tcp": {"bind": "{address}"}}"#, ..Suite::over("TCP") }
             .on_two_hosts(),
-    ];
-    conformance_main(registry, &suites)
+    ]
 }

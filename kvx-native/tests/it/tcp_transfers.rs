@@ -1,10 +1,9 @@
 //! Transfers and notifications between agents over TCP.
-#![cfg(feature = "tcp")]
 
-mod tcp_pair;
-
+use crate::tcp_pair;
+use crate::tcp_pair::{CUT_OFF, Pair, agent, agent_with, shuffled};
 use kvx_core::{Grid, Kind, Memory, Plan};
-use tcp_pair::{CUT_OFF, Pair, agent, agent_with, shuffled};
+use kvx_testkit::test;
 
 #[test]
 fn scattered_blocks_arrive_where_the_plan_says() {

@@ -1,6 +1,4 @@
 //! Device memory over SHM and TCP: what happens while a device takes its time, fails, or forgets.
-#![cfg(all(feature = "shm", feature = "tcp"))]
-#![allow(clippy::unwrap_used)]
 
 mod ends;
 mod routes;
@@ -11,6 +9,7 @@ use std::time::{Duration, Instant};
 use ends::{BLOCK, BOTH, Busy, CUT_OFF, Ends, OPS};
 use kvx_core::{Completion, Kind, Op};
 use kvx_testkit::device::Act;
+use kvx_testkit::test;
 
 /// Whether it ends within a moment in which it must not.
 fn ends_now<T>(completion: &mut Completion<T>) -> bool {
@@ -173,7 +172,8 @@ fn what_a_device_refuses_fails_its_transfer_alone() {
     }
 }
 
-#[test]
+/// What is lost stays in quarantine, which others look at.
+#[test(own_process)]
 fn a_lost_copy_quarantines_what_it_may_touch() {
     for backend in BOTH {
         let ends = Ends::new(backend, true, true, 64);

@@ -1,13 +1,12 @@
 //! Regions that are made known one by one, plans over lists of spans, and transfers driven by a loop of the caller's.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by it")]
-
 use std::time::{Duration, Instant};
 
 use kvx_core::{
     Agent, Kind, Memory, Op, Peer, PeerRegion, Place as _, Plan, Region, Registry, Report, Result, Span,
     Transfer,
 };
+use kvx_testkit::test;
 
 const CUT_OFF: Duration = Duration::from_secs(10);
 const LEN: usize = 4 << 20;

@@ -1,17 +1,15 @@
 //! Peers that are malformed, slow or hostile: they lose their connection, and nobody else notices.
-#![cfg(feature = "tcp")]
-#![allow(clippy::unwrap_used)]
-
-mod tcp_pair;
 
 use std::io::{ErrorKind, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::mpsc::channel;
 
+use crate::tcp_pair;
+use crate::tcp_pair::raw::*;
+use crate::tcp_pair::{CUT_OFF, Pair, agent, agent_with, pattern};
 use kvx_core::wire::Writer;
 use kvx_core::{Agent, Grid, Invitation, Kind, RegionKey};
-use tcp_pair::raw::*;
-use tcp_pair::{CUT_OFF, Pair, agent, agent_with, pattern};
+use kvx_testkit::test;
 
 /// As END carries them.
 const WRONG_KEY: u8 = 1;

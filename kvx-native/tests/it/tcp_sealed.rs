@@ -1,12 +1,10 @@
 //! What somebody between two agents learns of what they say, and what comes of it when he alters it.
-#![cfg(feature = "tcp")]
-#![allow(clippy::unwrap_used)]
 
-mod tcp_pair;
-
+use crate::tcp_pair;
+use crate::tcp_pair::relay::{Alteration, Relay};
+use crate::tcp_pair::{CUT_OFF, Pair, agent_with, pattern};
 use kvx_core::{Agent, Grid, Memory, Plan, Region};
-use tcp_pair::relay::{Alteration, Relay};
-use tcp_pair::{CUT_OFF, Pair, agent_with, pattern};
+use kvx_testkit::test;
 
 /// Bytes that are read, and that are written.
 const LEN: usize = 64;

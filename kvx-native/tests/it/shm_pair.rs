@@ -1,14 +1,11 @@
 //! SHM between two agents of one process.
-#![cfg(feature = "shm")]
-#![allow(clippy::unwrap_used, reason = "a test fails by it")]
-
-mod ends;
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use ends::*;
+use crate::ends::*;
 use kvx_core::{Kind, MemoryKind, Transfer};
+use kvx_testkit::test;
 
 fn shuffled(count: u32) -> Vec<u32> {
     (0..count).map(|at| (at * 7919 + 13) % count).collect()

@@ -1,14 +1,11 @@
 //! Peers that stall, vanish or take back: transfers resolve, settle, and touch nothing afterwards.
-#![cfg(feature = "tcp")]
-#![allow(clippy::unwrap_used)]
-
-mod tcp_pair;
 
 use std::time::Duration;
 
+use crate::tcp_pair::relay::Relay;
+use crate::tcp_pair::{CUT_OFF, Pair, agent, agent_with, registry, shuffled};
 use kvx_core::{Agent, Grid, Kind, Options, Plan};
-use tcp_pair::relay::Relay;
-use tcp_pair::{CUT_OFF, Pair, agent, agent_with, registry, shuffled};
+use kvx_testkit::test;
 
 const BIG: usize = 32 << 20;
 

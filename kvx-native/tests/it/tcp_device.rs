@@ -1,13 +1,9 @@
 //! Device memory over TCP and peers that do not do their part.
-#![cfg(feature = "tcp")]
-#![allow(clippy::unwrap_used)]
 
-mod tcp_pair;
-
+use crate::tcp_pair::raw::{BARE, READ, Raw, blocks, frame, fresh, key_of};
+use crate::tcp_pair::{CUT_OFF, Pair, agent, agent_with, pattern};
 use kvx_core::{Grid, Memory, MemoryKind, Plan};
-use kvx_testkit::TestDevice;
-use tcp_pair::raw::{BARE, READ, Raw, blocks, frame, fresh, key_of};
-use tcp_pair::{CUT_OFF, Pair, agent, agent_with, pattern};
+use kvx_testkit::{TestDevice, test};
 
 /// More lanes than there are bounce buffers, and more bytes on each than the sockets hold.
 const STUCK: u8 = 40;

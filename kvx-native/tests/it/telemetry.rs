@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvx_core::{Agent, Grid, Kind, Memory, Plan, Registry};
 use kvx_native::Tcp;
+use kvx_testkit::test;
 use metrics::{
     Counter, CounterFn, Gauge, GaugeFn, Histogram, HistogramFn, Key, KeyName, Metadata, SharedString, Unit,
 };
@@ -85,7 +86,7 @@ impl metrics::Recorder for Told {
     }
 }
 
-#[test]
+#[test(own_process)]
 fn a_recorder_is_told_of_transfers_and_failures() {
     let told = Told::default();
     metrics::set_global_recorder(told.clone()).ok().unwrap();

@@ -1,32 +1,35 @@
 //! An agent whose process was stopped finds its links as they were: it was away, not its peers.
-#![cfg(feature = "tcp")]
-#![allow(clippy::unwrap_used)]
-
-#[allow(dead_code, reason = "it is SHM's as well")]
-#[path = "ends/child.rs"]
-mod child;
-mod tcp_pair;
 
 use std::net::TcpListener;
 use std::time::Duration;
 
-use child::{Line, Other};
+use crate::ends::child::{self, Line, Other};
+use crate::tcp_pair::raw::{BARE, Raw, invitation_of};
+use crate::tcp_pair::{CUT_OFF, agent_with, registry};
 use kvx_core::{Agent, Grid, Kind, Memory, Options, Peer, Plan, Result};
-use tcp_pair::raw::{BARE, Raw, invitation_of};
-use tcp_pair::{CUT_OFF, agent_with, registry};
+use kvx_testkit::test;
 
 /// How long the children let a peer be silent.
 const PATIENCE: Duration = Duration::from_secs(3);
 /// For what waits until the child goes on: it does not end by itself.
 const HELD: Duration = Duration::from_secs(30);
 
-/// What a child does: connects to its parent, and says how that went.
-#[test]
-fn a_child_plays_its_role() {
-    let Some((role, mut line)) = child::role() else { return };
+/// A child has its role in this variable.
+const ROLE: &str = "KVX_TCP_TEST_ROLE";
+
+/// Plays a role and ends the process, if it was started for that.
+pub(crate) fn play_if_asked() {
+    if let Some((role, line)) = child::role(ROLE) {
+        play(&role, line);
+        std::process::exit(0);
+    }
+}
+
+/// Connects to the parent, and says how that went.
+fn play(role: &str, mut line: Line) {
     let options = if role == "connects" { BARE } else { "{}" }; // to an owner that is played by hand
     let options = Options::parse(options).unwrap();
-    let own = Agent::builder(&role).options(options).peer_timeout(PATIENCE).build(&registry()).unwrap();
+    let own = Agent::builder(role).options(options).peer_timeout(PATIENCE).build(&registry()).unwrap();
     if role == "owns" {
         let _pool = own.register("kv", Memory::owned(vec![0; 4096])).unwrap();
         line.say(&own.metadata().unwrap());
@@ -65,7 +68,7 @@ fn pass(owner: &Agent, time: Duration) {
 #[test]
 fn a_peer_is_not_lost_by_who_was_stopped_himself() {
     let owner = Agent::builder("owner").notifications(1, 64 << 10).build(&registry()).unwrap();
-    let mut other = Other::start("waits");
+    let mut other = Other::start(ROLE, "waits");
     other.say(&owner.metadata().unwrap());
     assert_eq!(other.hear(), b"waiting");
     other.stop();
@@ -84,7 +87,7 @@ fn a_stopped_peer_is_lost_also_by_who_gives_one_write_after_the_other_up() {
     let timeout = Duration::from_millis(800);
     let reader = Agent::builder("reader").peer_timeout(timeout).build(&registry()).unwrap();
     let ours = reader.register("ours", Memory::owned(vec![1; 4096])).unwrap();
-    let mut other = Other::start("owns");
+    let mut other = Other::start(ROLE, "owns");
     let peer = reader.connect(other.hear()).unwrap();
     let grid = Grid::packed(64, 4);
     let theirs = peer.region("kv").unwrap().grid(grid).unwrap();
@@ -105,7 +108,7 @@ fn an_answer_to_a_handshake_counts_that_came_while_the_asker_was_stopped() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let advertised = format!(r#"{{"tcp": {{"advertise": "{}"}}}}"#, listener.local_addr().unwrap());
     let owner = agent_with("owner", &advertised, None);
-    let mut other = Other::start("connects");
+    let mut other = Other::start(ROLE, "connects");
     other.say(&owner.metadata().unwrap());
     let accept = || Raw::of(listener.accept().unwrap().0);
     let mut small = accept();

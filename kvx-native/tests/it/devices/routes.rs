@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use kvx_core::{Agent, Grid, GridSet, Kind, Memory, MemoryKind, Op, Plan, Region, Report, Result};
-use kvx_testkit::TestDevice;
+use kvx_testkit::{TestDevice, test};
 
-use crate::ends::{CUT_OFF, Ends, agent, registry};
+use super::ends::{CUT_OFF, Ends, agent, registry};
 
 const LEN: usize = 64 << 10;
 
@@ -140,13 +140,13 @@ fn two_devices_share_a_plan_over_tcp() {
 #[test]
 fn what_was_opened_is_closed_when_it_is_taken_back_and_when_the_link_ends() {
     let ends = Ends::new("SHM", true, true, 8);
-    let device = ends.device(crate::ends::Busy::Ours);
+    let device = ends.device(super::ends::Busy::Ours);
     assert_eq!(device.allocations(), 2, "our own, and the peer's");
     ends.theirs.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
     assert_eq!(device.allocations(), 1);
 
     let ends = Ends::new("SHM", true, true, 8);
-    let device = Arc::clone(ends.device(crate::ends::Busy::Ours));
+    let device = Arc::clone(ends.device(super::ends::Busy::Ours));
     ends.owner.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
     let until = std::time::Instant::now() + CUT_OFF;
     while device.allocations() > 1 {

@@ -1,5 +1,5 @@
 //! Two agents over TCP, for the tests of this crate.
-#![allow(dead_code, clippy::unwrap_used)] // each test binary uses its part
+#![allow(dead_code, reason = "each program uses a part of it")]
 
 pub(crate) mod raw;
 pub(crate) mod relay;

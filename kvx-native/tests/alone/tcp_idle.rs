@@ -1,13 +1,10 @@
 //! What an idle agent costs.
-#![cfg(feature = "tcp")]
-#![allow(clippy::unwrap_used)]
-
-mod tcp_pair;
 
 use std::time::Duration;
 
+use crate::tcp_pair::Pair;
 use kvx_core::Kind;
-use tcp_pair::Pair;
+use kvx_testkit::test;
 
 /// CPU time of this process's threads of that name, and how many there are.
 fn spent(name: &str) -> (Duration, usize) {
@@ -24,7 +21,7 @@ fn spent(name: &str) -> (Duration, usize) {
     found
 }
 
-#[test]
+#[test(own_process)]
 fn connected_agents_without_work_sleep() {
     let pair = Pair::new(1 << 20);
     pair.still_works();

@@ -8,8 +8,9 @@ use kvx_core::{
     Agent, Error, Kind, Known, Options, Placement, Registry, Result, Secret, Standing, Unavailable,
     WithoutAList,
 };
+use kvx_testkit::test;
 
-use crate::still::availability;
+use super::still::availability;
 
 const KNOWN: &[Known] = &[
     Known { name: "UCX", aliases: &[], feature: Some("ucx") },

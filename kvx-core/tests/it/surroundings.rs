@@ -1,41 +1,13 @@
-//! What depends on the process: limits and the environment. Each test runs itself again as a child that it prepares.
-#![cfg(target_os = "linux")]
-
-use std::process::{Command, Output};
-use std::time::Duration;
+//! What depends on the process: limits and the environment.
 
 use kvx_core::{Kind, Memory, Secret};
+use kvx_testkit::{is_own_process, run_in_own_process, test};
 
-const CHILD: &str = "KVX_TEST_CHILD";
-/// A child is killed after it.
-const LIMIT: Duration = Duration::from_secs(10);
-
-/// Runs the test `name` again in a child, with these variables.
-fn child(name: &str, variables: &[(&str, &str)]) -> Output {
-    let mut command = Command::new(std::env::current_exe().expect("this program has a path"));
-    command
-        .args([name, "--exact", "--nocapture"])
-        .env(CHILD, "1")
-        .env_remove("KVX_SECRET")
-        .env_remove("KVX_SECRET_FILE");
-    let output = kvx_testkit::output(command.envs(variables.iter().copied()), LIMIT);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
-    output
-}
-
-fn is_child() -> bool {
-    std::env::var_os(CHILD).is_some()
-}
-
-#[test]
+#[test(own_process)]
 fn a_pool_that_cannot_be_locked_names_the_limit_and_the_cure() {
-    if !is_child() {
-        child("a_pool_that_cannot_be_locked_names_the_limit_and_the_cure", &[]);
-        return;
-    }
     let none = rustix::process::Rlimit { current: Some(0), maximum: Some(0) };
     rustix::process::setrlimit(rustix::process::Resource::Memlock, none).unwrap();
-    // SAFETY: plain system call; root is not bound by the limit, so this child stops being root.
+    // SAFETY: plain system call; root is not bound by the limit, so this process stops being root.
     unsafe { libc::setresuid(65_534, 65_534, 65_534) };
     let error = Memory::pool(1 << 20).lock(true).build().unwrap_err();
     assert_eq!(error.kind(), Kind::Exhausted);
@@ -47,12 +19,16 @@ fn a_pool_that_cannot_be_locked_names_the_limit_and_the_cure() {
 
 #[test]
 fn the_secret_comes_from_the_environment_or_is_an_error() {
-    const NAME: &str = "the_secret_comes_from_the_environment_or_is_an_error";
-    if is_child() {
-        match Secret::from_environment() {
-            Ok(secret) => println!("\ngot {:?}", secret.map(|secret| *secret.bytes())),
-            Err(error) => println!("\nfailed {error}"),
-        }
+    const TITLE: &str = "surroundings::the_secret_comes_from_the_environment_or_is_an_error";
+    /// What a process with its own environment is to find.
+    const EXPECTED: &str = "KVX_TEST_EXPECTED";
+    if is_own_process() {
+        let found = match Secret::from_environment() {
+            Ok(secret) => format!("got {:?}", secret.map(|secret| *secret.bytes())),
+            Err(error) => format!("failed {error}"),
+        };
+        let expected = std::env::var(EXPECTED).unwrap();
+        assert!(found.contains(&expected), "{found}, not {expected}");
         return;
     }
     let file = std::env::temp_dir().join(format!("kvx-secret-{}", std::process::id()));
@@ -69,9 +45,11 @@ fn the_secret_comes_from_the_environment_or_is_an_error() {
         (&[("KVX_SECRET_FILE", path), ("KVX_SECRET", "")], "make one by `kvx secret FILE`"),
     ];
     for (variables, expected) in cases {
-        let output = child(NAME, variables);
-        let said = String::from_utf8_lossy(&output.stdout);
-        assert!(said.contains(expected), "{variables:?}: {said}");
+        run_in_own_process(TITLE, |command| {
+            command.env_remove("KVX_SECRET").env_remove("KVX_SECRET_FILE");
+            command.envs(variables.iter().copied()).env(EXPECTED, expected);
+        })
+        .unwrap();
     }
     std::fs::remove_file(&file).unwrap();
 }

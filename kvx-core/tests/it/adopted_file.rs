@@ -1,6 +1,7 @@
 //! A file that the program has mapped itself, adopted.
 
 use kvx_core::{Kind, Memory};
+use kvx_testkit::test;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_get_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use kvx_core::{Agent, Kind, Placement, Registry, Result, Ticket, WithoutAList};
+use kvx_testkit::test;
 
-use crate::still::Still;
+use super::still::Still;
 
 /// Whom an agent with these backends has speak to foreign agents of this kind.
 fn speaker(backends: &[&str], kind: &str) -> Result<String> {

@@ -5,8 +5,9 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use kvx_core::{Agent, Kind, Placement, Registry, Ticket, WithoutAList};
+use kvx_testkit::test;
 
-use crate::still::Still;
+use super::still::Still;
 
 /// A backend that is opened without a list, and closes so.
 fn closing_by(name: &'static str, order: u32, shutdown: impl Fn(Ticket) + Send + Sync + 'static) -> Still {

@@ -1,6 +1,4 @@
 //! The loader, with native libraries that the tests build for themselves.
-#![cfg(target_os = "linux")]
-#![allow(clippy::unwrap_used)]
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

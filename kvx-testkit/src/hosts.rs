@@ -115,7 +115,7 @@ pub fn run_one_test(title: &str, test: &mut Command, limit: Duration) -> Result<
     let ignored = printed.lines().find_map(|line| line.strip_prefix("test ")?.split_once(" ... ignored"));
     match (done.status.success(), ignored) {
         // That process has told the runner.
-        (true, Some((_, reason))) => note_skip(title, reason.trim_start_matches(", ")),
+        (true, Some((_, reason))) => note_skip(title, bare(reason)),
         (true, None) if printed.contains("1 passed") => {}
         _ => {
             let errors = String::from_utf8_lossy(&done.stderr);
@@ -124,6 +124,12 @@ pub fn run_one_test(title: &str, test: &mut Command, limit: Duration) -> Result<
     }
     eprint!("{}", String::from_utf8_lossy(&done.stderr));
     Ok(printed)
+}
+
+/// Returns a reason without the marks that a harness puts around it: `, reason` or ` (reason)`.
+fn bare(reason: &str) -> &str {
+    let in_brackets = reason.strip_prefix(" (").and_then(|rest| rest.strip_suffix(')'));
+    in_brackets.unwrap_or(reason.trim_start_matches(", "))
 }
 
 impl Drop for Host {
@@ -198,5 +204,17 @@ impl Hosts {
     /// The address of the host of this number.
     pub fn address(number: usize) -> String {
         format!("10.77.0.{number}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reasons_of_either_harness_are_the_same() {
+        assert_eq!(bare(" (no GPU (code 1); cure: another)"), "no GPU (code 1); cure: another");
+        assert_eq!(bare(", no GPU (code 1)"), "no GPU (code 1)");
+        assert_eq!(bare(""), "");
     }
 }

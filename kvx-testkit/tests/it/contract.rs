@@ -1,9 +1,9 @@
 //! CONTRACT.md and the suite's table say the same: every clause has a test, and every test is a clause.
 
 use kvx_core::breaks::BREAKS;
-use kvx_testkit::{Breaker, CLAUSES, Fault, Runs};
+use kvx_testkit::{Breaker, CLAUSES, Fault, Runs, test};
 
-const CONTRACT: &str = include_str!("../../kvx-core/CONTRACT.md");
+const CONTRACT: &str = include_str!("../../../kvx-core/CONTRACT.md");
 
 /// Id, name and the words after `Runs:` of each clause, as the contract has them.
 fn written() -> Vec<(&'static str, &'static str, &'static str)> {

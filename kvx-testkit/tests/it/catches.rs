@@ -1,23 +1,21 @@
 //! Every clause of the suite must be seen to fail: broken on purpose, by each of its breakers, it must not hold; and
 //! unbroken, on the same ground, it must. It must also hold under the faults that break no promise.
 //!
-//! Each run is a process of its own, so that a hang, a panic or a crash ends that run alone. Arguments that do not
-//! begin with a dash choose: what is printed of a clause and its breaker must contain one of them, or with `--exact` be
-//! one of them.
+//! Each run is a process of its own, so that a hang, a panic or a crash ends that run alone.
 
 use std::collections::HashMap;
 use std::fmt;
 use std::io::Read as _;
-use std::process::{Command, ExitCode, Stdio};
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use kvx_core::Registry;
 use kvx_core::breaks::{BREAKS, break_only};
 use kvx_testkit::{
-    Breaker, CLAUSES, Chaos, Clause, Fault, HungPage, Mode, Runs, Setup, run, serve_if_asked, skip,
+    Breaker, CLAUSES, Chaos, Clause, Fault, HungPage, Mode, Runs, Setup, run, skip, trial_within,
 };
+use libtest_mimic::Trial;
 
 /// Tells a process which run it is: clause, backend, mode, variant.
 const VARIABLE: &str = "KVX_TESTKIT_CATCH";
@@ -25,14 +23,14 @@ const VARIABLE: &str = "KVX_TESTKIT_CATCH";
 const BROKEN: Duration = Duration::from_secs(24);
 /// An unbroken one that takes longer fails.
 const UNBROKEN: Duration = Duration::from_secs(60);
-/// Runs at a time: broken clauses mostly wait, but unbroken ones measure time.
-const AT_ONCE: usize = 3;
+/// A test that takes longer hangs: it runs a clause broken on up to four grounds, and unbroken on one.
+const LIMIT: Duration = Duration::from_secs(4 * 60);
 
 /// Backends to break, the cheapest to break first.
 const BACKENDS: [&str; 2] = ["TCP", "SHM"];
 
 /// The variants: nothing broken, a switch of core, or a fault in every backend.
-fn registry(variant: &str) -> Registry {
+pub(crate) fn registry(variant: &str) -> Registry {
     let mut registry = Registry::new();
     registry.add(kvx_native::Shm).and_then(|registry| registry.add(kvx_native::Tcp)).expect("two names");
     let switch = variant.strip_prefix("core switch ").map(|switch| {
@@ -50,47 +48,38 @@ fn registry(variant: &str) -> Registry {
     }
 }
 
-fn main() -> ExitCode {
-    serve_if_asked(registry);
+/// Runs the clause that this process was started for, and ends the process, if it was started for one.
+pub(crate) fn run_if_asked() {
     if let Ok(asked) = std::env::var(VARIABLE) {
-        return answer(&asked);
+        answer(&asked);
     }
-    let (dashed, chosen): (Vec<String>, Vec<String>) =
-        std::env::args().skip(1).partition(|argument| argument.starts_with('-'));
-    let jobs = jobs(&chosen, dashed.iter().any(|argument| argument == "--exact"));
-    let (begun, done) = (Instant::now(), Done::default());
-    let next = AtomicUsize::new(0);
-    println!("\nrunning {} tests", jobs.len());
-    std::thread::scope(|scope| {
-        for _ in 0..AT_ONCE {
-            scope.spawn(|| {
-                while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    done.note(job, job.judge(&done));
-                }
-            });
-        }
-    });
-    let failed = done.failures.into_inner().expect("no thread panicked");
-    for (title, why) in &failed {
-        println!("\n---- {title} ----\n{why}");
-    }
-    println!(
-        "\ntest result: {}. {} passed; {} failed; 0 ignored; 0 measured; 0 filtered out; finished in {:.2}s\n",
-        if failed.is_empty() { "ok" } else { "FAILED" },
-        jobs.len() - failed.len(),
-        failed.len(),
-        begun.elapsed().as_secs_f64()
-    );
-    if failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(101) }
+}
+
+/// Returns a test for each clause and what is done to it.
+pub(crate) fn trials() -> impl Iterator<Item = Trial> {
+    let done = Arc::new(Done::default());
+    jobs().map(move |job| {
+        let (title, done) = (format!("catches::{}", job.title()), Arc::clone(&done));
+        trial_within(LIMIT, title.clone(), move || {
+            if job.clause.id == "P12"
+                && let Some(why) = HungPage::refused()
+            {
+                skip(&title, &why, "run the tests as root");
+                return Ok(());
+            }
+            job.judge(&done)
+        })
+    })
 }
 
 /// One clause, and what is done to it.
 struct Job {
     clause: &'static Clause,
-    trial: Trial,
+    change: Change,
 }
 
-enum Trial {
+/// What is done to a clause.
+enum Change {
     /// It must fail.
     Broken(&'static Breaker),
     /// It must hold.
@@ -99,50 +88,28 @@ enum Trial {
     Unbroken,
 }
 
-fn jobs(chosen: &[String], exact: bool) -> Vec<Job> {
-    let hung = HungPage::refused();
-    if let Some(why) = &hung {
-        skip("catches of P12", why, "run the tests as root");
-    }
-    let clauses = || CLAUSES.iter().copied().flatten().filter(|clause| hung.is_none() || clause.id != "P12");
+fn jobs() -> impl Iterator<Item = Job> {
+    let clauses = || CLAUSES.iter().copied().flatten();
     let broken = clauses().flat_map(|clause| {
-        let none = clause.breakers.is_empty().then_some(Job { clause, trial: Trial::Unbroken });
-        clause.breakers.iter().map(move |breaker| Job { clause, trial: Trial::Broken(breaker) }).chain(none)
+        let none = clause.breakers.is_empty().then_some(Job { clause, change: Change::Unbroken });
+        let broken = |breaker| Job { clause, change: Change::Broken(breaker) };
+        clause.breakers.iter().map(broken).chain(none)
     });
-    let harmless = Fault::HARMLESS.iter().flat_map(|fault| {
+    let harmless = Fault::HARMLESS.iter().flat_map(move |fault| {
         let run = clauses().filter(|clause| clause.runs != Runs::Compiler);
-        run.map(|clause| Job { clause, trial: Trial::Harmless(*fault) })
+        run.map(|clause| Job { clause, change: Change::Harmless(*fault) })
     });
-    let all = broken.chain(harmless);
-    let is = |title: &str, word: &str| if exact { title == word } else { title.contains(word) };
-    all.filter(|job| chosen.is_empty() || chosen.iter().any(|word| is(&job.title(), word))).collect()
+    broken.chain(harmless)
 }
 
 /// What the runs have shown so far.
 #[derive(Default)]
 struct Done {
-    /// Titles, and why they failed.
-    failures: Mutex<Vec<(String, String)>>,
     /// Unbroken runs: clause and ground, and how long it took, or why it did not hold.
     unbroken: Mutex<HashMap<(&'static str, String), Result<Duration, String>>>,
 }
 
 impl Done {
-    fn note(&self, job: &Job, verdict: Result<String, String>) {
-        let mut failures = self.failures.lock().expect("no thread panicked");
-        let (good, bad) = match job.trial {
-            Trial::Broken(_) | Trial::Unbroken => ("caught", "NOT CAUGHT"),
-            Trial::Harmless(_) => ("holds", "DOES NOT HOLD"),
-        };
-        match verdict {
-            Ok(place) => println!("{}{place} … {good}", job.title()),
-            Err(why) => {
-                println!("{} … {bad}", job.title());
-                failures.push((job.title(), why));
-            }
-        }
-    }
-
     /// Requires that the clause holds when nothing is broken. Gives how long that takes.
     fn holds(&self, clause: &'static Clause, ground: Ground) -> Result<Duration, String> {
         let key = (clause.id, ground.to_string());
@@ -162,37 +129,37 @@ impl Done {
 impl Job {
     fn title(&self) -> String {
         let Clause { id, name, .. } = self.clause;
-        match self.trial {
-            Trial::Unbroken => format!("clause {id} {name} broken by nothing"),
-            Trial::Broken(Breaker::CompileFail(file)) => {
+        match self.change {
+            Change::Unbroken => format!("clause {id} {name} broken by nothing"),
+            Change::Broken(Breaker::CompileFail(file)) => {
                 format!("clause {id} {name} broken by what must not compile, a doc test of {file}")
             }
-            Trial::Broken(breaker) => format!("clause {id} {name} broken by {}", variant(breaker)),
-            Trial::Harmless(fault) => format!("clause {id} {name} under chaos {}", fault.name()),
+            Change::Broken(breaker) => format!("clause {id} {name} broken by {}", variant(breaker)),
+            Change::Harmless(fault) => format!("clause {id} {name} under chaos {}", fault.name()),
         }
     }
 
-    /// Where it went as it must; or why it did not.
-    fn judge(&self, done: &Done) -> Result<String, String> {
-        match self.trial {
-            Trial::Unbroken => Err("the clause has no breaker: nothing shows that it can fail".to_owned()),
-            Trial::Broken(Breaker::CompileFail(file)) => {
+    /// Fails, and says why, unless it went as it must.
+    fn judge(&self, done: &Done) -> Result<(), String> {
+        match self.change {
+            Change::Unbroken => Err("the clause has no breaker: nothing shows that it can fail".to_owned()),
+            Change::Broken(Breaker::CompileFail(file)) => {
                 let path = format!("{}/../{file}", env!("CARGO_MANIFEST_DIR"));
                 let text = std::fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
                 let found = text.contains("```compile_fail");
-                if found { Ok(String::new()) } else { Err(format!("{file} has no compile_fail doc test")) }
+                if found { Ok(()) } else { Err(format!("{file} has no compile_fail doc test")) }
             }
-            Trial::Broken(breaker) => self.fails(&variant(breaker), done),
-            Trial::Harmless(fault) => {
+            Change::Broken(breaker) => self.fails(&variant(breaker), done),
+            Change::Harmless(fault) => {
                 let ground = self.grounds().next().ok_or("there is nothing to run it on")?;
                 let outcome = Outcome::of(self.clause, ground, &format!("chaos {}", fault.name()), UNBROKEN);
-                outcome.failure().map_or_else(|| Ok(ground.to_string()), Err)
+                outcome.failure().map_or(Ok(()), Err)
             }
         }
     }
 
-    /// Whether the clause fails when it is broken, and holds on the same ground when it is not.
-    fn fails(&self, variant: &str, done: &Done) -> Result<String, String> {
+    /// Requires that the clause fails when it is broken, and holds on the same ground when it is not.
+    fn fails(&self, variant: &str, done: &Done) -> Result<(), String> {
         for ground in self.grounds() {
             let outcome = Outcome::of(self.clause, ground, variant, BROKEN);
             let hangs = matches!(outcome, Outcome::Hangs(_));
@@ -204,9 +171,9 @@ impl Job {
                     ));
                 }
                 if std::env::args().any(|argument| argument == "--nocapture") {
-                    println!("  {}: {why}; unbroken it takes {unbroken:?}", self.title());
+                    println!("{}{ground}: {why}; unbroken it takes {unbroken:?}", self.title());
                 }
-                return Ok(ground.to_string());
+                return Ok(());
             }
         }
         Err("the clause holds although it is broken".to_owned())
@@ -295,8 +262,7 @@ impl Outcome {
     }
 }
 
-/// Runs the clause that this process was started for.
-fn answer(asked: &str) -> ExitCode {
+fn answer(asked: &str) -> ! {
     let mut parts = asked.splitn(4, '/');
     let [Some(id), Some(backend), Some(place), Some(variant)] = [(); 4].map(|()| parts.next()) else {
         panic!("{VARIABLE} is clause/backend/mode/variant, not {asked:?}");

@@ -4,7 +4,7 @@
 
 /// The pools.
 #[allow(dead_code, reason = "only what ranks need")]
-#[path = "../tests/runtime/rig.rs"]
+#[path = "../tests/it/runtime/rig.rs"]
 mod rig;
 
 use std::sync::Arc;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::check::{Check, Failure};
 use crate::process::output_if_started;
 use crate::setup::CUT_OFF;
-use crate::skip::skip;
+use crate::skip::{note_skip, skip};
 
 /// A program and its words, behind which another one has namespaces of its own.
 pub(crate) const UNSHARE: [&str; 3] = ["unshare", "--net", "--mount"];
@@ -104,18 +104,32 @@ pub fn refused_behind(words: &[&str], test: &[&str]) -> Option<String> {
     Some(format!("{}: {why}", words.join(" ")))
 }
 
-/// Runs a command that is one test of this program. Gives what it said.
+/// Runs a command that is the test of this title in another process of this program. Returns what it printed. If it
+/// was skipped there, this one is skipped with it.
 ///
 /// # Errors
-/// What it said, if it failed or did nothing.
-pub fn run_one_test(test: &mut Command, limit: Duration) -> Result<String, Failure> {
+/// What it printed, if it failed or ran nothing.
+pub fn run_one_test(title: &str, test: &mut Command, limit: Duration) -> Result<String, Failure> {
     let done = output_if_started(test, limit)?;
-    eprint!("{}", String::from_utf8_lossy(&done.stderr));
-    let said = String::from_utf8_lossy(&done.stdout).into_owned();
-    match done.status.success() && said.contains("1 passed") {
-        true => Ok(said),
-        false => Err(Failure::new(format!("{}: {said}", done.status))),
+    let printed = String::from_utf8_lossy(&done.stdout).into_owned();
+    let ignored = printed.lines().find_map(|line| line.strip_prefix("test ")?.split_once(" ... ignored"));
+    match (done.status.success(), ignored) {
+        // That process has told the runner.
+        (true, Some((_, reason))) => note_skip(title, bare(reason)),
+        (true, None) if printed.contains("1 passed") => {}
+        _ => {
+            let errors = String::from_utf8_lossy(&done.stderr);
+            return Err(Failure::new(format!("{}\n{errors}\n{printed}", done.status)));
+        }
     }
+    eprint!("{}", String::from_utf8_lossy(&done.stderr));
+    Ok(printed)
+}
+
+/// Returns a reason without the marks that a harness puts around it: `, reason` or ` (reason)`.
+fn bare(reason: &str) -> &str {
+    let in_brackets = reason.strip_prefix(" (").and_then(|rest| rest.strip_suffix(')'));
+    in_brackets.unwrap_or(reason.trim_start_matches(", "))
 }
 
 impl Drop for Host {
@@ -168,7 +182,7 @@ impl Hosts {
         WAYS.iter()
             .zip([far, &hosts.switch])
             .for_each(|(name, host)| _ = test.env(name, host.way().join(" ")));
-        run_one_test(&mut test, limit)
+        run_one_test(title, &mut test, limit)
     }
 
     /// In such a process: the words behind which a far end is started.
@@ -190,5 +204,17 @@ impl Hosts {
     /// The address of the host of this number.
     pub fn address(number: usize) -> String {
         format!("10.77.0.{number}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reasons_of_either_harness_are_the_same() {
+        assert_eq!(bare(" (no GPU (code 1); cure: another)"), "no GPU (code 1); cure: another");
+        assert_eq!(bare(", no GPU (code 1)"), "no GPU (code 1)");
+        assert_eq!(bare(""), "");
     }
 }

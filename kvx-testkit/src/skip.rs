@@ -1,22 +1,108 @@
-//! Tests that cannot run say so where the test runner counts it.
+//! Tests that cannot run say so where the runner counts them, and at the end of a plain `cargo test` program.
 
 use std::io::Write as _;
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
-/// Notes that a test was skipped: one line `SKIP <test>: <reason>; cure: <cure>` on standard error and, if `KVX_SKIPS`
-/// names a file, at its end, where `cargo xtask test` counts it.
-pub fn skip(test: &str, reason: &str, cure: &str) {
-    let words = format!("SKIP {test}: {reason}; cure: {cure}");
-    let line = words.lines().collect::<Vec<_>>().join(" ") + "\n";
-    note(&line);
+/// A test that did not run, or a known gap that showed.
+pub(crate) struct Note {
+    /// The test's name, or its last part.
+    pub(crate) test: String,
+    /// Why, with the cure.
+    pub(crate) reason: String,
+    pub(crate) kind: NoteKind,
 }
 
-/// Prints a whole line, and appends it to the file that `KVX_SKIPS` names.
-pub(crate) fn note(line: &str) {
-    eprint!("{line}");
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum NoteKind {
+    Skip,
+    Gap,
+}
+
+/// Records that a test was skipped.
+///
+/// The program prints the skip at its end, and `cargo xtask test` counts it: it is the line
+/// `SKIP <test>: <reason>; cure: <cure>` in the file that `KVX_SKIPS` names.
+pub fn skip(test: &str, reason: &str, cure: &str) {
+    record(NoteKind::Skip, test, &format!("{reason}; cure: {cure}"));
+}
+
+/// Records that a backend breaks a clause as its list of gaps says: `GAP <test>: <reason>` in the same file.
+pub(crate) fn gap_held(test: &str, reason: &str) {
+    record(NoteKind::Gap, test, reason);
+}
+
+/// Records a skip that another process has told the runner.
+pub(crate) fn note_skip(test: &str, reason: &str) {
+    remember(NoteKind::Skip, test.to_owned(), reason.to_owned());
+}
+
+/// Returns the recorded reason why the test of this name did not pass, if there is one.
+pub(crate) fn noted(test: &str) -> Option<(NoteKind, String)> {
+    let notes = notes();
+    let note = notes.iter().find(|note| is_same_test(test, &note.test))?;
+    Some((note.kind, note.reason.clone()))
+}
+
+/// Whether two names mean the same test: either may lack the leading modules.
+fn is_same_test(one: &str, other: &str) -> bool {
+    let ends_with = |long: &str, short: &str| {
+        long.strip_suffix(short).is_some_and(|rest| rest.is_empty() || rest.ends_with("::"))
+    };
+    ends_with(one, other) || ends_with(other, one)
+}
+
+/// Appends a whole line to the file that `KVX_SKIPS` names, if it is set.
+pub(crate) fn tell_runner(line: &str) {
     if let Some(path) = std::env::var_os("KVX_SKIPS") {
         let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
         // One write, so that lines of several processes stay whole.
         file.and_then(|mut file| file.write_all(line.as_bytes()))
             .expect("the file that KVX_SKIPS names is writable");
+    }
+}
+
+fn record(kind: NoteKind, test: &str, reason: &str) {
+    let one_line = |text: &str| text.lines().collect::<Vec<_>>().join(" ");
+    let (test, reason) = (one_line(test), one_line(reason));
+    let word = if kind == NoteKind::Skip { "SKIP" } else { "GAP" };
+    tell_runner(&format!("{word} {test}: {reason}\n"));
+    remember(kind, test, reason);
+}
+
+fn remember(kind: NoteKind, test: String, reason: String) {
+    notes().push(Note { test, reason, kind });
+    static AT_EXIT: Once = Once::new();
+    // SAFETY: `list_at_exit` is a function without arguments, as atexit wants it.
+    AT_EXIT.call_once(|| _ = unsafe { libc::atexit(list_at_exit) });
+}
+
+fn notes() -> MutexGuard<'static, Vec<Note>> {
+    static NOTES: Mutex<Vec<Note>> = Mutex::new(Vec::new());
+    NOTES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Prints what was skipped and which gaps showed. The test harness captures what tests print; it does not capture this.
+extern "C" fn list_at_exit() {
+    let notes = notes();
+    let mut text = String::new();
+    for (kind, title) in [(NoteKind::Skip, "skipped"), (NoteKind::Gap, "known gaps held")] {
+        let of_kind: Vec<_> = notes.iter().filter(|note| note.kind == kind).collect();
+        if !of_kind.is_empty() {
+            text += &format!("{} {title}:\n", of_kind.len());
+            of_kind.iter().for_each(|note| text += &format!("  {}: {}\n", note.test, note.reason));
+        }
+    }
+    // Standard error may be closed by now, and nothing can be done about that.
+    std::io::stderr().write_all(text.as_bytes()).ok();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_match_with_and_without_modules() {
+        assert!(is_same_test("tcp::faults::cut", "cut") && is_same_test("cut", "tcp::faults::cut"));
+        assert!(!is_same_test("tcp::faults::cut", "faults") && !is_same_test("shortcut", "cut"));
     }
 }

@@ -1,6 +1,6 @@
 //! How much of the tests runs: the tiers of `cargo xtask test`.
 
-use crate::skip::note;
+use crate::skip::tell_runner;
 
 /// What a part of the tests belongs to. Each tier runs what those before it run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -43,7 +43,7 @@ impl Tier {
     pub fn runs_or_says(self, what: &str) -> bool {
         let run = Tier::of_this_run();
         if self == Tier::Whole && run == Tier::Usual {
-            note(&format!("WHOLE {what}\n"));
+            tell_runner(&format!("WHOLE {what}\n"));
         }
         self <= run
     }

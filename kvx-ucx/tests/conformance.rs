@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use kvx_core::Registry;
 use kvx_testkit::{
-    Backing, Device, Gap, Suite, Tier, conformance_main, device, is_asked_for, kill_after, serve_if_asked,
-    skip,
+    Backing, Device, Gap, GapRate, Suite, Tier, conformance_main, device, is_asked_for, kill_after,
+    serve_if_asked, skip,
 };
 use versions::Version;
 
@@ -31,7 +31,7 @@ const QUEUES: &[Gap] = &[Gap {
     clause: "P11",
     reason: "a message that its sender was killed in stays in the queue, and the survivor hears nobody (in 8 of 20 \
              runs, with 512 MiB in flight; 1.22 copies by cma)",
-    sometimes: true,
+    rate: GapRate::Sometimes { broken: 8, runs: 20 },
 }];
 /// All suites of a version. Each clause has a limit of its own: this one is for a library that hangs as its process
 /// ends.

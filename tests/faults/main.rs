@@ -125,6 +125,7 @@ fn run(
         Place::User if !behind.is_empty() => {
             let mut test = Command::new(behind[0]);
             run_one_test(
+                title,
                 test.args(&behind[1..]).arg(itself).args(["--exact", title]).env(AS_USER, "1"),
                 LIMIT,
             )

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use crate::process::{End, Finished};
-use crate::skips::Skip;
+use crate::skips::{Notes, Skip, is_same_test};
 use crate::test::programs::TestProgram;
 
 /// How many lines of what a failed test printed are shown again in the summary.
@@ -17,8 +17,10 @@ pub(crate) struct Tally {
     pub(crate) passed: usize,
     /// One entry per failed test, or for a test program that ended without a result.
     pub(crate) failures: Vec<Failure>,
-    /// Tests that failed beside others and passed alone; they count as passed.
-    pub(crate) unsteady: Vec<Failure>,
+    /// Tests that failed beside others and passed alone; they count as neither passed nor failed.
+    pub(crate) excused: Vec<Failure>,
+    /// Trials in which a backend broke a clause as its list of gaps says.
+    pub(crate) gaps: Vec<String>,
     /// One entry per skipped test.
     pub(crate) skips: Vec<Skip>,
 }
@@ -28,7 +30,8 @@ impl Tally {
     pub(crate) fn add(&mut self, other: Tally) {
         self.passed += other.passed;
         self.failures.extend(other.failures);
-        self.unsteady.extend(other.unsteady);
+        self.excused.extend(other.excused);
+        self.gaps.extend(other.gaps);
         self.skips.extend(other.skips);
     }
 }
@@ -109,8 +112,8 @@ struct Said {
     of: BTreeMap<String, Vec<String>>,
 }
 
-/// Sums up the `output` of a test program that ended in this way, and the skips that its tests `told`.
-pub(crate) fn read(program: &TestProgram, finished: &Finished, told: Vec<Skip>) -> Tally {
+/// Sums up the output of a test program that ended in this way, and what its tests noted.
+pub(crate) fn read(program: &TestProgram, finished: &Finished, notes: Notes) -> Tally {
     let mut said = said(&finished.output);
     let mut tally = Tally { passed: said.counts.passed, ..Tally::default() };
     if said.has_result && said.counts.failed == 0 {
@@ -138,16 +141,19 @@ pub(crate) fn read(program: &TestProgram, finished: &Finished, told: Vec<Skip>) 
         tally.passed += 1;
     }
     said.ignored.resize(said.counts.ignored, Skip::new(&program.title, "ignored"));
-    for skip in told {
-        // The harness counted a test that skips itself by returning early as passed, or as ignored.
-        if let Some(at) = said.ignored.iter().position(|known| skip.is_of(&known.name)) {
+    // The harness has counted a test that notes something about itself as ignored, or as passed.
+    let mut uncount = |noted: &str| {
+        if let Some(at) = said.ignored.iter().position(|known| is_same_test(&known.name, noted)) {
             said.ignored.swap_remove(at);
-        } else if let Some(at) = said.passed.iter().position(|name| skip.is_of(name)) {
+        } else if let Some(at) = said.passed.iter().position(|name| is_same_test(name, noted)) {
             said.passed.swap_remove(at);
             tally.passed -= 1;
         }
-        tally.skips.push(skip);
-    }
+    };
+    notes.skips.iter().for_each(|skip| uncount(&skip.name));
+    notes.gaps.iter().for_each(|test| uncount(test));
+    tally.skips.extend(notes.skips);
+    tally.gaps = notes.gaps;
     tally.skips.extend(said.ignored);
     tally
 }
@@ -258,8 +264,9 @@ test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 7 filtered out; fini
         Finished { end: End::Exited(ExitStatus::from_raw(code << 8)), output: output.to_owned() }
     }
 
-    fn tally(finished: &Finished, told: Vec<Skip>) -> Tally {
-        read(&TestProgram::of_nothing("-p tcp --lib"), finished, told)
+    fn tally(finished: &Finished, skips: Vec<Skip>) -> Tally {
+        let notes = Notes { skips, ..Notes::default() };
+        read(&TestProgram::of_nothing("-p tcp --lib"), finished, notes)
     }
 
     fn failures(tally: &Tally) -> Vec<String> {
@@ -289,6 +296,15 @@ test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 7 filtered out; fini
         assert_eq!(tally.passed, 3);
         assert_eq!(tally.skips[..3], told);
         assert_eq!(tally.skips.len(), 4, "and the test that is ignored without a word");
+    }
+
+    #[test]
+    fn a_known_gap_is_neither_passed_nor_skipped() {
+        let output = "test UCX::P9 ... ignored, known gap: x\ntest UCX::P1 ... ok\n\n\
+                      test result: ok. 1 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out\n";
+        let notes = Notes { gaps: vec!["UCX::P9".to_owned()], ..Notes::default() };
+        let tally = read(&TestProgram::of_nothing("-p ucx --test it"), &ended(0, output), notes);
+        assert_eq!((tally.passed, tally.skips.len(), tally.gaps.len()), (1, 0, 1));
     }
 
     #[test]

@@ -1,20 +1,20 @@
-//! Skips: tests that could not run here and say so; and variants of suites that a tier leaves out and that say so too.
+//! Notes of tests: those that could not run here, known gaps of backends, and what a tier leaves out.
 //!
 //! # The format
 //!
-//! `cargo xtask test` sets the variable `KVX_SKIPS` to the path of a file for every step and test program. A test that
-//! skips appends one line to it, in one `write` call on a file opened for appending (several processes share the file),
-//! and a program that leaves something to the whole run one of the second form:
+//! `cargo xtask test` sets the variable `KVX_SKIPS` to the path of a file for every step and test program. Tests append
+//! lines to it, each in one `write` call on a file opened for appending (several processes share the file):
 //!
 //! ```text
 //! SKIP <test name>: <reason>; cure: <what to do>
+//! GAP <test name>: <reason>
 //! WHOLE <what `--whole` adds>
 //! ```
 //!
 //! The name ends at the first `": "` and may itself contain `::`; it is the name that the test harness prints, or its
 //! last part. Reason and cure hold no line break. A reason with the marker `[cannot run here]` says that no package or
-//! setting of this machine makes the test run (there is no GPU): `--require all` lets it pass. Without the variable a
-//! test prints the same line and is done. A file is used because test harnesses swallow what a passing test prints.
+//! setting of this machine makes the test run (there is no GPU): `--require all` lets it pass. A file is used because
+//! test harnesses swallow what a passing test prints.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -49,14 +49,6 @@ impl Skip {
     pub(crate) fn can_run_here(&self) -> bool {
         !self.reason.contains(CANNOT_RUN_HERE)
     }
-
-    /// Whether a harness means this skip's test by `name`: either may leave out the leading modules.
-    pub(crate) fn is_of(&self, name: &str) -> bool {
-        let ends = |long: &str, short: &str| {
-            long.strip_suffix(short).is_some_and(|before| before.is_empty() || before.ends_with("::"))
-        };
-        ends(name, &self.name) || ends(&self.name, name)
-    }
 }
 
 impl fmt::Display for Skip {
@@ -65,18 +57,43 @@ impl fmt::Display for Skip {
     }
 }
 
-/// What begins a line about what the whole run adds.
+/// What begins a line about what the whole run adds, and one about a known gap.
 const WHOLE: &str = "WHOLE ";
+const GAP: &str = "GAP ";
 
-/// The skips in the text of such a file. A line of another form is a skip too: nothing is lost by a typing error.
-fn parse(text: &str) -> Vec<Skip> {
-    let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with(WHOLE));
-    lines
-        .map(|line| match line.strip_prefix("SKIP ").and_then(|rest| rest.split_once(": ")) {
-            Some((name, reason)) => Skip::new(name, reason),
-            None => Skip::new(line, "not a line of the form `SKIP <test>: <reason>; cure: <what to do>`"),
-        })
-        .collect()
+/// What the tests of one program noted.
+#[derive(Debug, Default)]
+pub(crate) struct Notes {
+    pub(crate) skips: Vec<Skip>,
+    /// Tests whose backend broke a clause as its list of gaps says.
+    pub(crate) gaps: Vec<String>,
+    /// What the whole run adds.
+    pub(crate) left_to_the_whole: BTreeSet<String>,
+}
+
+/// Reads the text of such a file. A line of another form is a skip too: nothing is lost by a typing error.
+fn parse(text: &str) -> Notes {
+    let mut notes = Notes::default();
+    for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {
+        if let Some(what) = line.strip_prefix(WHOLE) {
+            notes.left_to_the_whole.insert(what.to_owned());
+        } else if let Some((test, _)) = line.strip_prefix(GAP).and_then(|rest| rest.split_once(": ")) {
+            notes.gaps.push(test.to_owned());
+        } else {
+            let skip = line.strip_prefix("SKIP ").and_then(|rest| rest.split_once(": "));
+            let wrong = "not a line of the form `SKIP <test>: <reason>; cure: <what to do>`";
+            notes.skips.push(skip.map_or_else(|| Skip::new(line, wrong), |(name, why)| Skip::new(name, why)));
+        }
+    }
+    notes
+}
+
+/// Whether two names mean the same test: either may leave out the leading modules.
+pub(crate) fn is_same_test(one: &str, other: &str) -> bool {
+    let ends = |long: &str, short: &str| {
+        long.strip_suffix(short).is_some_and(|before| before.is_empty() || before.ends_with("::"))
+    };
+    ends(one, other) || ends(other, one)
 }
 
 /// Empties the file at `path`, creating its folder.
@@ -99,15 +116,9 @@ pub(crate) fn note(skip: &Skip) -> io::Result<()> {
     }
 }
 
-/// The skips in the file at `path`.
-pub(crate) fn read(path: &Path) -> io::Result<Vec<Skip>> {
+/// Reads the file at `path`.
+pub(crate) fn read(path: &Path) -> io::Result<Notes> {
     Ok(parse(&String::from_utf8_lossy(&std::fs::read(path)?)))
-}
-
-/// What the whole run adds, each once, by the file at `path`.
-pub(crate) fn left_to_the_whole(path: &Path) -> io::Result<BTreeSet<String>> {
-    let text = std::fs::read_to_string(path)?;
-    Ok(text.lines().filter_map(|line| line.strip_prefix(WHOLE)).map(str::to_owned).collect())
 }
 
 #[cfg(test)]
@@ -115,35 +126,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_has_a_name_a_reason_and_a_cure() {
+    fn lines_are_skips_gaps_and_what_the_whole_run_adds() {
         let text = "SKIP shm::huge_pages: no huge pages: 0 of 8 free; cure: sysctl vm.nr_hugepages=8\n\
                     SKIP gpu: no GPU [cannot run here]; cure: another machine\n\
-                    WHOLE UCX 1.13\n";
-        let skips = parse(text);
-        assert_eq!(skips.len(), 2);
+                    GAP UCX::two::P11_x: it stays in the queue\n\
+                    WHOLE UCX 1.13\n\
+                    whatever\nSKIP a: b\n";
+        let Notes { skips, gaps, left_to_the_whole } = parse(text);
         assert_eq!(skips[0].name, "shm::huge_pages");
         assert_eq!(skips[0].reason, "no huge pages: 0 of 8 free");
         assert_eq!(skips[0].cure, "sysctl vm.nr_hugepages=8");
-        assert!(skips[0].can_run_here());
-        assert!(!skips[1].can_run_here());
+        assert!(skips[0].can_run_here() && !skips[1].can_run_here());
         assert_eq!(format!("SKIP {}", skips[1]), text.lines().nth(1).unwrap());
-    }
-
-    #[test]
-    fn a_line_of_another_form_still_counts() {
-        let skips = parse("SKIP nothing else\n\nwhatever\nSKIP a: b\n");
-        assert_eq!(skips.len(), 3);
-        assert!(skips[0].reason.contains("form") && skips[1].reason.contains("form"));
-        assert!(skips.iter().all(Skip::can_run_here));
-        assert_eq!(skips[2], Skip::new("a", "b; cure: none given"));
+        assert!(skips[2].reason.contains("form"));
+        assert_eq!(skips[3], Skip::new("a", "b; cure: none given"));
+        assert_eq!(
+            (gaps, left_to_the_whole),
+            (vec!["UCX::two::P11_x".to_owned()], ["UCX 1.13".to_owned()].into())
+        );
     }
 
     #[test]
     fn names_match_with_and_without_modules() {
-        let skip = Skip::new("faults::no_route", "x");
-        assert!(
-            skip.is_of("faults::no_route") && skip.is_of("no_route") && skip.is_of("tests::faults::no_route")
-        );
-        assert!(!skip.is_of("route") && !skip.is_of("other::no_route") && !skip.is_of("no_route_2"));
+        let is = |name| is_same_test("faults::no_route", name);
+        assert!(is("faults::no_route") && is("no_route") && is("tests::faults::no_route"));
+        assert!(!is("route") && !is("other::no_route") && !is("no_route_2"));
     }
 }

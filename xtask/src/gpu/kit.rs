@@ -12,7 +12,7 @@ use crate::Result;
 use crate::install::{Environment, NIXL_LIBRARY};
 use crate::metadata::Metadata;
 use crate::process;
-use crate::test::features_of_all;
+use crate::test::FEATURES;
 use crate::test::tier::{self, Tier};
 
 /// The programs: their names in the kit, the folders of their packages, and their targets.
@@ -66,7 +66,7 @@ impl Kit {
             ]
         } else {
             // As `cargo xtask test` calls it: another choice of packages or features would build them again.
-            vec![format!("test --workspace --no-run{}", features_of_all(Tier::of_variable()))]
+            vec![format!("test --workspace {FEATURES} --no-run")]
         };
         let mut files = BTreeMap::from([(XTASK, std::env::current_exe()?)]);
         for line in calls {

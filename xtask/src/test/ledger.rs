@@ -1,14 +1,14 @@
-//! The ledger of tests that failed beside others and passed alone: `xtask/unsteady.txt`.
+//! The ledger of flaky tests: `xtask/flaky.txt`, the tests that failed beside others and passed alone.
 //!
-//! A second look excuses a test in this run and no longer: it stands in the ledger from then on, with what it said,
-//! until somebody has found why. Paragraphs of lines `key: value`, an empty line between them; lines that begin with
-//! `#` are for people. A run adds what is new. `mended` becomes the day and what mended it; a test that is seen again
-//! after that has failed.
+//! An excuse holds for one run. A test that was excused belongs into the ledger, with what it printed, until its cause
+//! is found; the run prints the entry to commit. Entries are paragraphs of lines `key: value` with an empty line
+//! between them; lines that begin with `#` are for people. `fixed` becomes the day and the fix; a test that is excused
+//! again after that has failed.
 
 use std::path::PathBuf;
 
 use crate::Result;
-use crate::harness::{Failure, Tally};
+use crate::harness::{Tally, Test};
 
 /// A test that was excused once.
 #[derive(Clone, Debug, PartialEq)]
@@ -19,67 +19,50 @@ struct Entry {
     program: String,
     /// Why it failed, or what it said while nobody knows.
     cause: String,
-    /// What mended it; `None` while nothing did.
-    mended: Option<String>,
+    /// What fixed it; `None` while nothing did.
+    fixed: Option<String>,
 }
 
 /// The ledger.
-pub(crate) struct Ledger {
-    file: PathBuf,
-    text: String,
-    entries: Vec<Entry>,
-}
+pub(crate) struct Ledger(Vec<Entry>);
 
 impl Ledger {
     /// Reads the ledger of this repository.
     pub(crate) fn load() -> Result<Ledger> {
-        Ledger::of(concat!(env!("CARGO_MANIFEST_DIR"), "/unsteady.txt").into())
+        Ledger::of(concat!(env!("CARGO_MANIFEST_DIR"), "/flaky.txt").into())
     }
 
     fn of(file: PathBuf) -> Result<Ledger> {
         let text = std::fs::read_to_string(&file).map_err(|error| format!("{}: {error}", file.display()))?;
-        let entries = parse(&text).map_err(|wrong| format!("{}: {wrong}", file.display()))?;
-        Ok(Ledger { file, text, entries })
+        Ok(Ledger(parse(&text).map_err(|wrong| format!("{}: {wrong}", file.display()))?))
     }
 
-    /// Enters what a second look has excused. What is marked as mended becomes a failure.
-    pub(crate) fn enter(&mut self, tally: &mut Tally) -> Result<()> {
-        for failure in std::mem::take(&mut tally.unsteady) {
-            match self.known(&failure).map(|entry| &entry.mended) {
-                Some(Some(mended)) => {
-                    tally.passed -= 1;
-                    tally.failures.push(failure.after(&format!("seen again, though mended ({mended})")));
+    /// Turns excused tests that are marked as fixed into failures, and returns the entries to commit for new ones.
+    pub(crate) fn review(&self, tally: &mut Tally) -> Vec<String> {
+        let mut new = Vec::new();
+        for failure in std::mem::take(&mut tally.excused) {
+            let Some(test) = &failure.test else { continue };
+            match self.0.iter().find(|entry| entry.test == test.name && entry.program == test.program.title) {
+                Some(Entry { fixed: Some(fixed), .. }) => {
+                    tally.failures.push(failure.after(&format!("failed again, though fixed ({fixed})")));
+                    continue;
                 }
-                Some(None) => tally.unsteady.push(failure),
-                None => {
-                    self.add(&failure)?;
-                    tally.unsteady.push(failure);
-                }
+                Some(_) => {}
+                None => new.push(entry_for(test, &failure.said)),
             }
+            tally.excused.push(failure);
         }
-        Ok(())
+        new
     }
+}
 
-    fn known(&self, failure: &Failure) -> Option<&Entry> {
-        let test = failure.test.as_ref()?;
-        self.entries.iter().find(|entry| entry.test == test.name && entry.program == test.program.title)
-    }
-
-    fn add(&mut self, failure: &Failure) -> Result<()> {
-        let Some(test) = &failure.test else { return Ok(()) };
-        let said = failure.said.lines().map(str::trim).find(|line| !line.is_empty());
-        let entry = Entry {
-            test: test.name.clone(),
-            program: test.program.title.clone(),
-            cause: format!("not known yet; it said: {}", said.unwrap_or("nothing")),
-            mended: None,
-        };
-        let Entry { test, program, cause, .. } = &entry;
-        self.text.push_str(&format!("\ntest: {test}\nprogram: {program}\ncause: {cause}\nmended: no\n"));
-        std::fs::write(&self.file, &self.text)?;
-        self.entries.push(entry);
-        Ok(())
-    }
+fn entry_for(test: &Test, printed: &str) -> String {
+    let first = printed.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or("nothing");
+    let Test { name, program } = test;
+    format!(
+        "test: {name}\nprogram: {}\ncause: not known yet; it printed: {first}\nfixed: no\n",
+        program.title
+    )
 }
 
 fn parse(text: &str) -> std::result::Result<Vec<Entry>, String> {
@@ -88,27 +71,28 @@ fn parse(text: &str) -> std::result::Result<Vec<Entry>, String> {
     paragraphs
         .map(|lines| entry(lines).ok_or_else(|| lines.join(" / ")))
         .collect::<std::result::Result<_, _>>()
-        .map_err(|wrong| format!("not an entry of the four lines test, program, cause, mended: {wrong}"))
+        .map_err(|wrong| format!("not an entry of the four lines test, program, cause, fixed: {wrong}"))
 }
 
 fn entry(lines: &[&str]) -> Option<Entry> {
-    let [test, program, cause, mended] = lines else { return None };
+    let [test, program, cause, fixed] = lines else { return None };
     let value = |line: &str, key: &str| {
         let value = line.strip_prefix(key)?.strip_prefix(": ")?.trim();
         (!value.is_empty()).then(|| value.to_owned())
     };
-    let mended = value(mended, "mended")?;
+    let fixed = value(fixed, "fixed")?;
     Some(Entry {
         test: value(test, "test")?,
         program: value(program, "program")?,
         cause: value(cause, "cause")?,
-        mended: (mended != "no").then_some(mended),
+        fixed: (fixed != "no").then_some(fixed),
     })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::harness::Failure;
     use crate::test::programs::TestProgram;
 
     const TEXT: &str = "\
@@ -117,46 +101,39 @@ mod tests {
 test: known
 program: -p tcp --lib
 cause: a race in the test
-mended: no
+fixed: no
 
-test: mended
+test: fixed
 program: -p tcp --lib
 cause: a port
-mended: 2026-11-23, asks the kernel for one
+fixed: 2026-11-23, asks the kernel for one
 ";
 
-    fn excused(name: &str) -> Tally {
-        let failure =
-            Failure::of_test(name, &TestProgram::of_nothing("-p tcp --lib"), "\n  1 is not 2\nmore");
-        Tally { passed: 1, unsteady: vec![failure], ..Tally::default() }
-    }
-
     #[test]
-    fn what_is_new_is_written_down_and_what_was_mended_fails() {
-        let file = std::env::temp_dir().join(format!("kvx-xtask-ledger-{}", std::process::id()));
-        std::fs::write(&file, TEXT).unwrap();
-        let mut ledger = Ledger::of(file.clone()).unwrap();
-        for name in ["known", "new", "new"] {
-            let mut tally = excused(name);
-            ledger.enter(&mut tally).unwrap();
-            assert_eq!((tally.passed, tally.unsteady.len(), tally.failures.len()), (1, 1, 0), "{name}");
-        }
-        let mut tally = excused("mended");
-        ledger.enter(&mut tally).unwrap();
-        assert_eq!((tally.passed, tally.unsteady.len(), tally.failures.len()), (0, 0, 1));
+    fn new_excuses_are_entries_to_commit_and_fixed_ones_fail() {
+        let ledger = Ledger(parse(TEXT).unwrap());
+        let review = |name: &str| {
+            let program = TestProgram::of_nothing("-p tcp --lib");
+            let failure = Failure::of_test(name, &program, "\n  1 is not 2\nmore");
+            let mut tally = Tally { passed: 1, excused: vec![failure], ..Tally::default() };
+            (ledger.review(&mut tally), tally)
+        };
+        let (entries, tally) = review("known");
+        assert!(entries.is_empty() && tally.excused.len() == 1 && tally.passed == 1);
+        let (entries, tally) = review("new");
+        let wanted =
+            "test: new\nprogram: -p tcp --lib\ncause: not known yet; it printed: 1 is not 2\nfixed: no\n";
+        assert_eq!((entries[0].as_str(), tally.excused.len()), (wanted, 1));
+        assert_eq!(parse(wanted).unwrap()[0].test, "new");
+        let (entries, tally) = review("fixed");
+        assert!(entries.is_empty() && tally.excused.is_empty());
         assert!(tally.failures[0].to_string().contains("asks the kernel for one"));
-        let written = std::fs::read_to_string(&file).unwrap();
-        let new =
-            "\ntest: new\nprogram: -p tcp --lib\ncause: not known yet; it said: 1 is not 2\nmended: no\n";
-        assert_eq!(written, format!("{TEXT}{new}"));
-        assert_eq!(Ledger::of(file.clone()).unwrap().entries, ledger.entries);
-        std::fs::remove_file(file).unwrap();
     }
 
     #[test]
     fn an_entry_with_a_line_missing_is_an_error() {
         assert!(parse("test: a\nprogram: b\ncause: c\n").unwrap_err().contains("test: a"));
-        assert!(parse("test: a\nprogram: b\ncause: \nmended: no\n").is_err());
+        assert!(parse("test: a\nprogram: b\ncause: \nfixed: no\n").is_err());
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
+use super::FEATURES;
 use super::tier::Tier;
 use crate::Result;
 use crate::metadata::{Metadata, Package};
@@ -23,8 +24,6 @@ const LISTS: [&str; 2] = ["alone", "fast"];
 pub(crate) struct TestProgram {
     /// What follows `cargo test` to run it and no other: its name wherever it is told.
     pub(crate) title: String,
-    /// What follows it to have the features that it was built with: nothing for the default ones.
-    features: &'static str,
     /// Whether it is run while no other runs, because it measures what others would disturb.
     pub(crate) alone: bool,
     /// The least tier that it is a part of.
@@ -47,15 +46,14 @@ impl TestProgram {
     /// One of this name.
     pub(crate) fn of_nothing(title: &str) -> TestProgram {
         let (tier, call) = (Tier::Usual, Call::Cargo);
-        TestProgram { title: title.to_owned(), features: "", alone: false, tier, guess: 1.0, call }
+        TestProgram { title: title.to_owned(), alone: false, tier, guess: 1.0, call }
     }
 }
 
 impl TestProgram {
-    /// What follows `cargo test` to build and run it as it was here; where features of another crate are among that,
-    /// a program of the same name of that crate runs too.
+    /// Returns what follows `cargo test` to build and run it as it was here.
     pub(crate) fn shown(&self) -> String {
-        format!("{}{}", self.title, self.features)
+        format!("{} {FEATURES}", self.title)
     }
 
     /// The process that runs its tests.
@@ -70,7 +68,7 @@ impl TestProgram {
             }
             Call::Cargo => {
                 let mut command = process::cargo(["test"]);
-                command.args(self.title.split(' '));
+                command.args(self.title.split(' ')).arg(FEATURES);
                 command
             }
         }
@@ -87,27 +85,12 @@ impl TestProgram {
     }
 }
 
-/// Features of test programs besides the default ones, as cargo takes them.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Features {
-    /// Behind the packages that are chosen.
-    pub(crate) of_chosen: &'static str,
-    /// Behind a single one: those of another crate (`kvx-cli/tls`) are taken where that is chosen too.
-    pub(crate) of_one: &'static str,
-}
-
 /// Builds the test programs of the packages that `of` chooses (`--workspace`, `-p NAME`) and lists those of `tier`.
-pub(crate) fn build(
-    of: &str,
-    features: Features,
-    tier: Tier,
-    workspace: &Metadata,
-) -> Result<Vec<TestProgram>> {
-    let of = format!("{of}{}", features.of_chosen);
+pub(crate) fn build(of: &str, tier: Tier, workspace: &Metadata) -> Result<Vec<TestProgram>> {
     if let Some(wrong) = unknown(workspace) {
         return Err(wrong.into());
     }
-    let line = format!("test {of} --no-run");
+    let line = format!("test {of} {FEATURES} --no-run");
     let mut cargo = process::cargo(line.split(' '));
     cargo.arg("--message-format=json-render-diagnostics");
     println!("cargo {line}");
@@ -115,10 +98,9 @@ pub(crate) fn build(
     if !built.succeeded() {
         return Err(format!("{} (cargo {line})", built.end).into());
     }
-    let mut programs = listed(&built.output, features.of_one, workspace)?;
+    let mut programs = listed(&built.output, workspace)?;
     programs.push(TestProgram {
         title: format!("{of} --doc"),
-        features: "", // its title has them
         alone: false,
         tier: Tier::Usual,
         guess: 60.0,
@@ -138,7 +120,7 @@ fn unknown(workspace: &Metadata) -> Option<String> {
 }
 
 /// The test programs among what cargo says that it made.
-fn listed(messages: &str, features: &'static str, workspace: &Metadata) -> Result<Vec<TestProgram>> {
+fn listed(messages: &str, workspace: &Metadata) -> Result<Vec<TestProgram>> {
     let mut programs = Vec::new();
     for message in messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
         let test = message["reason"] == "compiler-artifact" && message["profile"]["test"] == true;
@@ -155,7 +137,7 @@ fn listed(messages: &str, features: &'static str, workspace: &Metadata) -> Resul
             package.ok_or_else(|| format!("cargo built a test of {manifest}, which is no member"))?;
         let kind = message["target"]["kind"][0].as_str().unwrap_or_default();
         let name = message["target"]["name"].as_str().unwrap_or_default();
-        programs.push(TestProgram { features, ..of_target(package, kind, name, file) });
+        programs.push(of_target(package, kind, name, file));
     }
     Ok(programs)
 }
@@ -164,7 +146,7 @@ fn of_target(package: Package<'_>, kind: &str, name: &str, file: &str) -> TestPr
     let [alone, fast] = LISTS;
     let is_in = |list: &str| package.listed(list).any(|target| target == name);
     let (flags, unit, guess) = match kind {
-        "test" => (format!("--test {name}"), false, if name == "conformance" { 120.0 } else { 10.0 }),
+        "test" => (format!("--test {name}"), false, if name == "it" { 120.0 } else { 10.0 }),
         "bin" => (format!("--bin {name}"), true, 5.0),
         "example" => (format!("--example {name}"), false, 5.0),
         _ => ("--lib".to_owned(), true, 5.0),
@@ -172,7 +154,6 @@ fn of_target(package: Package<'_>, kind: &str, name: &str, file: &str) -> TestPr
     let quick = unit || is_in(fast);
     TestProgram {
         title: format!("-p {} {flags}", package.name()),
-        features: "",
         alone: is_in(alone),
         tier: if quick { Tier::Fast } else { Tier::Usual },
         guess,
@@ -205,7 +186,7 @@ mod tests {
             message("ucx", "test", "conformance", true),
             r#"{"reason":"build-finished","success":true}"#.to_owned(),
         ];
-        let programs = listed(&messages.join("\n"), " --all-features", &Metadata::from_text(WORKSPACE));
+        let programs = listed(&messages.join("\n"), &Metadata::from_text(WORKSPACE));
         let programs = programs.unwrap();
         let told: Vec<_> = programs.iter().map(|p| (p.title.as_str(), p.alone, p.tier)).collect();
         assert_eq!(
@@ -216,7 +197,6 @@ mod tests {
                 ("-p ucx --test conformance", false, Tier::Fast),
             ]
         );
-        // Its title is the key of what is kept of it, whatever features it was built with.
         assert_eq!(programs[1].shown(), "-p ucx --test timing --all-features");
         let command = programs[1].command_of("it_is_quick");
         assert_eq!(command.get_current_dir(), Some(Path::new("/w/ucx")));
@@ -225,7 +205,7 @@ mod tests {
 
     #[test]
     fn a_program_of_a_stranger_is_an_error() {
-        let error = listed(&message("other", "lib", "other", true), "", &Metadata::from_text(WORKSPACE));
+        let error = listed(&message("other", "lib", "other", true), &Metadata::from_text(WORKSPACE));
         assert!(error.unwrap_err().to_string().contains("/w/other/Cargo.toml"));
     }
 

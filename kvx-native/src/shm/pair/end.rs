@@ -246,5 +246,5 @@ pub(super) fn alone(module: &str, test: &str, run: impl FnOnce()) {
     }
     let mut again = std::process::Command::new(std::env::current_exe().expect("it runs"));
     again.args(["--exact", &name, "--nocapture", "--test-threads=1"]).env(ALONE, &name);
-    print!("{}", run_one_test(&mut again, ALL).unwrap_or_else(|why| panic!("{name}: {why}")));
+    print!("{}", run_one_test(&name, &mut again, ALL).unwrap_or_else(|why| panic!("{name}: {why}")));
 }

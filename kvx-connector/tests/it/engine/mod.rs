@@ -1,0 +1,12 @@
+//! What the two halves of an engine do, behaviour by behaviour. The names say what vLLM's tests of its connector
+//! assert.
+
+mod bidirectional;
+mod configured;
+mod failures;
+mod leases;
+mod loads;
+mod peers;
+mod plans;
+mod push;
+mod rig;

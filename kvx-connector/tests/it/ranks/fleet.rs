@@ -1,0 +1,210 @@
+//! An engine in this process, and its ranks in others.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use kvx_connector::params::TransferParams;
+use kvx_connector::runtime::{Connector, ConnectorBuilder, Decode, Fetch, Lease, Prefill};
+use kvx_core::{Completion, Result};
+use kvx_testkit::{Child, Hosts, free_port};
+
+use super::rank::VARIABLE;
+use crate::runtime::rig::{BLOCKS, LIMIT, builder, host, lists};
+
+/// An engine whose ranks are processes.
+pub(crate) struct Fleet {
+    pub(crate) connector: Connector,
+    pub(crate) ranks: Vec<Child>,
+    pub(crate) path: PathBuf,
+    pub(crate) tp: u32,
+}
+
+pub(crate) fn extra(backend: &str) -> String {
+    format!(r#"{{"backends": ["{backend}"], "kv_lease_duration": 5}}"#)
+}
+
+/// The process of a rank that registers so many blocks; 0: it only joins.
+pub(crate) fn rank_of(path: &Path, rank: u32, tp: u32, blocks: u32) -> Child {
+    rank_with(path, rank, tp, blocks, |_| {})
+}
+
+/// The same, in surroundings of its own. With two hosts each second rank is on the other one, and one that is alone.
+pub(crate) fn rank_with(
+    path: &Path,
+    rank: u32,
+    tp: u32,
+    blocks: u32,
+    surround: impl FnOnce(&mut Command),
+) -> Child {
+    let program = std::env::current_exe().unwrap();
+    let mut command = match Hosts::way_to_far().filter(|_| rank % 2 == 1 || tp == 1) {
+        None => Command::new(program),
+        Some(way) => {
+            let mut command = Command::new(&way[0]);
+            command.args(&way[1..]).arg(program);
+            command
+        }
+    };
+    command.env(VARIABLE, spec(path, rank, tp, blocks));
+    surround(&mut command);
+    Child::start(command).unwrap()
+}
+
+/// What such a process is told.
+pub(crate) fn spec(path: &Path, rank: u32, tp: u32, blocks: u32) -> String {
+    format!("{} {rank} {tp} {blocks}", path.display())
+}
+
+pub(crate) fn rank(path: &Path, at: u32, tp: u32) -> Child {
+    rank_of(path, at, tp, BLOCKS)
+}
+
+pub(crate) fn heard(rank: &Child) -> String {
+    rank.hear(LIMIT).unwrap_or_else(|why| panic!("{why}"))
+}
+
+/// Begins such a path where ranks join over TCP: the address follows.
+pub(crate) const OVER_TCP: &str = "tcp:";
+
+/// A path for a socket that no other test has. On two hosts an address.
+pub(crate) fn path(engine: &str) -> PathBuf {
+    if Hosts::way_to_far().is_some() {
+        return format!("{OVER_TCP}{}:{}", host(), free_port(0).unwrap()).into();
+    }
+    static LAST: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+    let number = LAST.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    std::env::temp_dir().join(format!("kvx-ranks-{}-{engine}-{number}", std::process::id()))
+}
+
+/// Lets ranks join there.
+pub(crate) fn group(connector: &Connector, path: &Path, deadline: Duration) -> Completion<()> {
+    match path.to_str().and_then(|path| path.strip_prefix(OVER_TCP)) {
+        Some(address) => connector.group_over_tcp(address.parse().unwrap(), deadline),
+        None => connector.group(path, deadline),
+    }
+}
+
+impl Fleet {
+    /// An engine of so many ranks, all of which are there.
+    pub(crate) fn new(engine: &str, backend: &str, tp: u32) -> Self {
+        Fleet::of(builder(engine, &extra(backend)), engine, tp)
+    }
+
+    /// One that is built so.
+    pub(crate) fn of(builder: ConnectorBuilder, engine: &str, tp: u32) -> Self {
+        Fleet::of_ranks(builder, engine, tp, rank)
+    }
+
+    /// One whose ranks are started so.
+    pub(crate) fn of_ranks(
+        builder: ConnectorBuilder,
+        engine: &str,
+        tp: u32,
+        start: fn(&Path, u32, u32) -> Child,
+    ) -> Self {
+        let (mut fleet, whole) = Fleet::awaited(builder, engine, tp, LIMIT);
+        fleet.ranks = (0..tp).map(|at| start(&fleet.path, at, tp)).collect();
+        whole.wait(LIMIT).unwrap();
+        for rank in &fleet.ranks {
+            assert_eq!(heard(rank), "ready");
+        }
+        fleet
+    }
+
+    /// One whose ranks have not come yet.
+    pub(crate) fn awaiting(
+        engine: &str,
+        backend: &str,
+        tp: u32,
+        deadline: Duration,
+    ) -> (Self, Completion<()>) {
+        Fleet::awaited(builder(engine, &extra(backend)), engine, tp, deadline)
+    }
+
+    pub(crate) fn awaited(
+        builder: ConnectorBuilder,
+        engine: &str,
+        tp: u32,
+        deadline: Duration,
+    ) -> (Self, Completion<()>) {
+        let connector = builder.workers(tp, 1).build_blocking().unwrap();
+        let path = path(engine);
+        let whole = group(&connector, &path, deadline);
+        (Fleet { connector, ranks: Vec::new(), path, tp }, whole)
+    }
+
+    pub(crate) fn ask(&mut self, line: &str) -> Vec<String> {
+        let ask = |rank: &mut Child| {
+            rank.say(line).unwrap_or_else(|why| panic!("{why}"));
+            heard(rank)
+        };
+        self.ranks.iter_mut().map(ask).collect()
+    }
+
+    /// Asks one of its ranks alone.
+    pub(crate) fn ask_one(&mut self, rank: usize, line: &str) -> String {
+        self.ranks[rank].say(line).unwrap_or_else(|why| panic!("{why}"));
+        heard(&self.ranks[rank])
+    }
+
+    /// Computes tokens of a request into these blocks, on all ranks.
+    pub(crate) fn compute(&mut self, request: u16, blocks: &[u32], tokens: u32) {
+        let done = self.ask(&format!("compute {request} {} {tokens}", joined(blocks)));
+        assert!(done.iter().all(|answer| answer == "done"), "{done:?}");
+    }
+
+    /// The same on one of its ranks alone.
+    pub(crate) fn compute_on(&mut self, rank: usize, request: u16, blocks: &[u32], tokens: u32) {
+        let line = format!("compute {request} {} {tokens}", joined(blocks));
+        self.ranks[rank].say(&line).unwrap_or_else(|why| panic!("{why}"));
+        assert_eq!(heard(&self.ranks[rank]), "done");
+    }
+
+    /// Which tokens of these are not those of the request, on all ranks.
+    pub(crate) fn wrong(&mut self, request: u16, blocks: &[u32], tokens: std::ops::Range<u32>) -> usize {
+        let line = format!("wrong {request} {} {} {}", joined(blocks), tokens.start, tokens.end);
+        self.ask(&line).iter().map(|count| count.parse::<usize>().unwrap()).sum()
+    }
+
+    pub(crate) fn publish(
+        &self,
+        request: &str,
+        blocks: &[u32],
+        tokens: u32,
+    ) -> Result<(Lease, TransferParams)> {
+        Fleet::publish_by(&self.connector, request, blocks, tokens)
+    }
+
+    /// The same, while its ranks are told otherwise.
+    pub(crate) fn publish_by(
+        connector: &Connector,
+        request: &str,
+        blocks: &[u32],
+        tokens: u32,
+    ) -> Result<(Lease, TransferParams)> {
+        Prefill::new(connector).publish(request, lists(blocks), tokens)
+    }
+
+    pub(crate) fn fetch(
+        &self,
+        request: &str,
+        params: &TransferParams,
+        blocks: &[u32],
+        by: Duration,
+    ) -> Fetch {
+        Decode::new(&self.connector).fetch(request, params, lists(blocks), by)
+    }
+
+    /// Ends it: its ranks say that nothing touches their memory any more.
+    pub(crate) fn end(mut self) {
+        self.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+        let ended = self.ask("ended");
+        assert!(ended.iter().all(|answer| answer == "ended"), "{ended:?}");
+        assert!(!self.path.exists(), "the socket is left behind");
+    }
+}
+
+fn joined(blocks: &[u32]) -> String {
+    blocks.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
+}

@@ -1,0 +1,133 @@
+//! What arrives between engines of any number of ranks.
+
+use std::sync::Arc;
+
+use kvx_connector::engine::{Allocation, Arrival, LoadFailure, Outcome, RequestId, WorkerRank};
+use kvx_connector::runtime::{Connector, ConnectorBuilder, Decode, Released};
+
+use super::fleet::{Fleet, extra, group, heard, path, rank};
+use crate::runtime::rig::{self, BLOCK, BLOCKS, LIMIT, Part, block_on, lists};
+
+pub(crate) const CASES: &[(&str, fn(&str))] = &[
+    ("two_ranks_are_read_by_one", two_ranks_are_read_by_one),
+    ("one_rank_is_read_by_two", one_rank_is_read_by_two),
+    ("two_ranks_are_read_by_two", two_ranks_are_read_by_two),
+    ("a_rank_may_be_in_the_engines_process", a_rank_may_be_in_the_engines_process),
+    ("a_step_loop_orders_loads_of_joined_ranks", a_step_loop_orders_loads_of_joined_ranks),
+];
+
+/// Where the engine shares words with its ranks.
+pub(crate) const OF_ONE_HOST: &[(&str, fn(&str))] =
+    &[("blocks_that_were_taken_back_are_noticed", blocks_that_were_taken_back_are_noticed)];
+
+/// Prompts of up to twenty blocks from one fleet to the other; both are idle afterwards.
+pub(crate) fn prompts_arrive(mut prefill: Fleet, mut decode: Fleet) {
+    for (number, tokens) in [(1, 1), (2, BLOCK), (3, 3 * BLOCK + 5), (4, 20 * BLOCK)] {
+        let needed = tokens.div_ceil(BLOCK);
+        let here: Vec<u32> = (0..needed).map(|at| (at * 7 + u32::from(number)) % BLOCKS).collect();
+        let there: Vec<u32> = (0..needed).map(|at| (at * 5 + 3) % BLOCKS).collect();
+        prefill.compute(number, &here, tokens);
+        // A push finds its load by the request's name.
+        let request = format!("r{number}");
+        let (lease, params) = prefill.publish(&request, &here, tokens).unwrap();
+        let loaded = decode.fetch(&request, &params, &there, LIMIT).outcome().unwrap();
+        assert_eq!(loaded.tokens, tokens);
+        let wrong = decode.wrong(number, &there, 0..tokens);
+        assert_eq!(wrong, 0, "{} to {}, {tokens} tokens", prefill.tp, decode.tp);
+        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+    }
+    assert!(prefill.connector.is_idle() && decode.connector.is_idle());
+    prefill.end();
+    decode.end();
+}
+
+fn read_by(backend: &str, prefill: u32, decode: u32) {
+    prompts_arrive(Fleet::new("prefill", backend, prefill), Fleet::new("decode", backend, decode));
+}
+
+fn two_ranks_are_read_by_one(backend: &str) {
+    read_by(backend, 2, 1);
+}
+
+fn one_rank_is_read_by_two(backend: &str) {
+    read_by(backend, 1, 2);
+}
+
+fn two_ranks_are_read_by_two(backend: &str) {
+    read_by(backend, 2, 2);
+}
+
+fn a_rank_may_be_in_the_engines_process(backend: &str) {
+    let decode = rig::builder("decode", &extra(backend));
+    a_prompt_arrives_beside_the_engine(Fleet::new("prefill", backend, 2), decode);
+}
+
+/// A prompt from a fleet to a decode of two ranks, of which one is in the engine's process.
+pub(crate) fn a_prompt_arrives_beside_the_engine(mut prefill: Fleet, decode: ConnectorBuilder) {
+    let connector = decode.workers(2, 1).build_blocking().unwrap();
+    let own = rig::pool(2);
+    let first = connector.rank(WorkerRank::default()).unwrap();
+    first.register(rig::caches(&own, 2), [Arc::clone(&own)]).unwrap();
+    let path = path("decode");
+    let whole = group(&connector, &path, LIMIT);
+    let mut other = rank(&path, 1, 2);
+    whole.wait(LIMIT).unwrap();
+    assert_eq!(heard(&other), "ready");
+
+    let (tokens, here, there) = (3 * BLOCK, [1, 2, 3], [6, 5, 4]);
+    prefill.compute(9, &here, tokens);
+    let (_lease, params) = prefill.publish("r", &here, tokens).unwrap();
+    Decode::new(&connector).fetch("r", &params, lists(&there), LIMIT).outcome().unwrap();
+    let part = Part { pool: &own, tp: 2, rank: 0, blocks: BLOCKS };
+    assert_eq!(part.wrong(9, &there, 0..tokens), 0);
+    other.say(&format!("wrong 9 6,5,4 0 {tokens}")).unwrap_or_else(|why| panic!("{why}"));
+    assert_eq!(heard(&other), "0");
+    connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    prefill.end();
+}
+
+fn a_step_loop_orders_loads_of_joined_ranks(backend: &str) {
+    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
+    let (tokens, here, there) = (3 * BLOCK, [1, 2, 3], [6, 5]);
+    prefill.compute(9, &here, tokens);
+    let (_lease, params) = prefill.publish("asked", &here, tokens).unwrap();
+    let given: RequestId = "given".into();
+    let arrival = Arrival { request: &given, prompt_tokens: tokens, params: Some(&params), deadline: None };
+    decode.connector.on_new_request(arrival).unwrap();
+    let matched = decode.connector.get_num_new_matched_tokens(&given, BLOCK);
+    let allocation = Allocation { fill: lists(&there), computed: BLOCK, external: matched.tokens };
+    decode.connector.update_state_after_alloc(&given, allocation).unwrap();
+    decode.connector.step();
+    for tp in 0..decode.tp {
+        assert_eq!(decode.connector.outcomes(), [], "a load is over before all ranks were told");
+        decode.connector.rank(WorkerRank { pp: 0, tp }).unwrap().start_load_kv();
+    }
+    block_on(decode.connector.wake());
+    assert_eq!(decode.connector.outcomes(), [Outcome::Loaded { request: given, computed: tokens }]);
+    assert_eq!(decode.wrong(9, &[63, 6, 5], BLOCK..tokens), 0);
+    prefill.end();
+    decode.end();
+}
+
+/// The words of all blocks are the engine's, wherever the ranks are.
+fn blocks_that_were_taken_back_are_noticed(backend: &str) {
+    taken_back_blocks_are_noticed(backend, |_| ());
+}
+
+/// The same, where the engine waits until the blocks are its own.
+pub(crate) fn taken_back_blocks_are_noticed(backend: &str, wait: fn(&Connector)) {
+    let (mut prefill, decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
+    prefill.compute(1, &[5, 6], 2 * BLOCK);
+    let (lease, params) = prefill.publish("p", &[5, 6], 2 * BLOCK).unwrap();
+    // Another request has the first block: it stays right.
+    let (_shared, theirs) = prefill.publish("q", &[5], BLOCK).unwrap();
+    drop(lease);
+    wait(&prefill.connector);
+    decode.fetch("d1", &theirs, &[1], LIMIT).outcome().unwrap();
+    let error = decode.fetch("d2", &params, &[1, 2], LIMIT).outcome().unwrap_err();
+    // The completion of `d1` has released the other one meanwhile, or not yet.
+    assert_eq!(error.failure, LoadFailure::Stale);
+    assert!(error.invalid.contains(&2), "{:?}", error.invalid);
+    prefill.end();
+    decode.end();
+}

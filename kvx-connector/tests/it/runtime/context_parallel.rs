@@ -1,0 +1,132 @@
+//! Decode context parallelism: each rank has a part of the sequence, in one latent that it does not share.
+
+use std::sync::Arc;
+
+use kvx_connector::engine::WorkerRank;
+use kvx_connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
+use kvx_connector::params::TransferParams;
+use kvx_connector::runtime::{Connector, ConnectorBuilder, Decode, Loaded, Prefill, Released};
+use kvx_core::Memory;
+use kvx_testkit::test;
+
+use super::rig::{self, BLOCK, BLOCKS, LAYERS, LIMIT, lists};
+
+/// Bytes of a block of a layer.
+const LEN: usize = 256;
+
+/// Two workers and their pools.
+struct Engine {
+    connector: Connector,
+    pools: Vec<Arc<Memory>>,
+}
+
+impl Engine {
+    fn new(builder: ConnectorBuilder, dcp: u32) -> Self {
+        let connector = builder.workers(2, 1).decode_context_parallel(dcp).build_blocking().unwrap();
+        let pools: Vec<_> =
+            (0..2).map(|_| Arc::new(Memory::pool(place(LAYERS, 0)).build().unwrap())).collect();
+        for (pool, tp) in pools.iter().zip(0..) {
+            let layer = |at: u64| LayerCache {
+                name: format!("layers.{at}.attn").into(),
+                tensors: KvTensors::Together(pool.address() + place(at, 0) as u64),
+                blocks: BLOCKS,
+                block_len: LEN as u64,
+                block_stride: LEN as u64,
+                group: 0,
+                heads: Heads::Replicated,
+                memory: MemoryType::Dram,
+            };
+            let layers = (0..LAYERS).map(layer).collect();
+            let caches = Caches::of_layers(layers, KvLayout::Lbhnc, BLOCK, 1, 0).unwrap();
+            let rank = connector.rank(WorkerRank { pp: 0, tp }).unwrap();
+            rank.register(caches, [Arc::clone(pool)]).unwrap();
+        }
+        Engine { connector, pools }
+    }
+}
+
+/// Where a block of a layer begins.
+fn place(layer: u64, block: u32) -> usize {
+    (layer as usize * BLOCKS as usize + block as usize) * LEN
+}
+
+/// The bytes of a layer's block of a rank, by its place in the request.
+fn content(rank: usize, layer: u64, at: usize) -> [u8; LEN] {
+    std::array::from_fn(|byte| (byte * 7 + rank * 101 + layer as usize * 31 + at * 13) as u8)
+}
+
+/// Publishes and fetches blocks between engines of which each rank has bytes of its own.
+fn each_rank_gets_its_part(start: fn(&str, &str) -> ConnectorBuilder) {
+    let [prefill, decode] = ["prefill", "decode"].map(|name| Engine::new(start(name, "{}"), 2));
+    let (here, there) = ([3, 9, 4], [7, 1, 30]);
+    let blocks = |list: [u32; 3]| {
+        (0..LAYERS).flat_map(move |layer| {
+            list.into_iter().enumerate().map(move |(at, block)| (layer, at, place(layer, block)))
+        })
+    };
+    for (rank, pool) in prefill.pools.iter().enumerate() {
+        for (layer, at, place) in blocks(here) {
+            pool.copy_in(place, &content(rank, layer, at)).unwrap();
+        }
+    }
+    let tokens = 3 * BLOCK;
+    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&here), tokens).unwrap();
+    assert_eq!((params.tp_size, params.dcp_size), (Some(2), Some(2)));
+    let fetch = Decode::new(&decode.connector).fetch("r", &params, lists(&there), LIMIT);
+    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens });
+    for (rank, pool) in decode.pools.iter().enumerate() {
+        for (layer, at, place) in blocks(there) {
+            let mut bytes = [0; LEN];
+            pool.copy_out(place, &mut bytes).unwrap();
+            assert_eq!(bytes, content(rank, layer, at), "rank {rank}, layer {layer}, block {at}");
+        }
+    }
+    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+    end([decode, prefill]);
+}
+
+#[test]
+fn ranks_that_share_a_sequence_read_each_its_part() {
+    each_rank_gets_its_part(rig::builder);
+}
+
+#[test]
+fn ranks_that_share_a_sequence_are_written_each_its_part() {
+    each_rank_gets_its_part(rig::Engine::push_builder);
+}
+
+#[test]
+fn a_peer_that_divides_its_sequences_otherwise_is_refused_in_words() {
+    let prefill = Engine::new(rig::builder("prefill", "{}"), 2);
+    let decode = Engine::new(rig::builder("decode", "{}"), 1);
+    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
+    let refused = refused(&decode, &params);
+    assert!(refused.contains("blocks are moved between equal ones only"), "{refused}");
+    drop(lease);
+    end([decode, prefill]);
+}
+
+/// Its ranks would be taken for parts of the sequence that they are not.
+#[test]
+fn a_peer_whose_handshake_says_another_size_is_refused_in_words() {
+    let prefill = Engine::new(rig::builder("prefill", "{}"), 1);
+    let decode = Engine::new(rig::builder("decode", "{}"), 2);
+    let (lease, mut params) = Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
+    params.dcp_size = Some(2);
+    let refused = refused(&decode, &params);
+    assert!(refused.contains("size of 1, and 2 was expected"), "{refused}");
+    drop(lease);
+    end([decode, prefill]);
+}
+
+fn end(engines: [Engine; 2]) {
+    for engine in engines {
+        engine.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
+    }
+}
+
+/// Why a load of one block fails.
+fn refused(decode: &Engine, params: &TransferParams) -> String {
+    let fetch = Decode::new(&decode.connector).fetch("d", params, lists(&[2]), LIMIT);
+    fetch.wait(LIMIT).unwrap().unwrap_err().to_string()
+}

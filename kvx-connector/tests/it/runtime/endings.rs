@@ -1,0 +1,204 @@
+//! Loads and leases that end otherwise: dropped, cancelled, too late, without a peer.
+
+use std::time::{Duration, Instant};
+
+use kvx_connector::engine::{Kept, LoadFailure, Outcome, Then};
+use kvx_connector::runtime::{Connector, Decode, Prefill, Released};
+use kvx_testkit::test;
+
+use super::rig::{BLOCK, Engine, LIMIT, lists};
+
+/// Waits until the connector has said what becomes of blocks.
+fn outcome(connector: &Connector) -> Outcome {
+    assert!(connector.wait(LIMIT), "no outcome in time");
+    let mut outcomes = connector.outcomes();
+    assert_eq!(outcomes.len(), 1, "{outcomes:?}");
+    outcomes.remove(0)
+}
+
+fn is_idle_soon(connector: &Connector) -> bool {
+    let until = Instant::now() + LIMIT;
+    while !connector.is_idle() && Instant::now() < until {
+        std::thread::yield_now();
+    }
+    connector.is_idle()
+}
+
+#[test]
+fn who_comes_after_a_lease_was_dropped_is_refused() {
+    let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
+    prefill.compute(1, &[5], BLOCK);
+    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+    // Another request has the same block, of the prefix cache: it stays right.
+    let (shared, theirs) = Prefill::new(&prefill.connector).publish("s", lists(&[5]), BLOCK).unwrap();
+    drop(lease);
+    let fetch = Decode::new(&decode.connector).fetch("d1", &theirs, lists(&[1]), LIMIT);
+    fetch.wait(LIMIT).unwrap().unwrap();
+    assert_eq!(shared.wait(LIMIT).unwrap(), Released::Free);
+    let fetch = Decode::new(&decode.connector).fetch("d2", &params, lists(&[2]), LIMIT);
+    let error = fetch.wait(LIMIT).unwrap().unwrap_err();
+    assert_eq!((error.failure, error.then, error.invalid), (LoadFailure::Stale, Then::Fail, vec![2]));
+    assert!(error.held.is_empty());
+    assert!(prefill.connector.is_idle() && decode.connector.is_idle());
+}
+
+#[test]
+fn a_dropped_fetch_releases_both_sides() {
+    let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
+    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+    drop(Decode::new(&decode.connector).fetch("d", &params, lists(&[1]), LIMIT));
+    assert_eq!(outcome(&decode.connector), Outcome::Free { request: "d".into(), kept: Kept::Load });
+    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+    let (lease, params) = Prefill::new(&prefill.connector).publish("r2", lists(&[5]), BLOCK).unwrap();
+    let held = Decode::new(&decode.connector).fetch("d2", &params, lists(&[1]), LIMIT).cancel();
+    assert_eq!(held.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+    assert!(is_idle_soon(&prefill.connector) && is_idle_soon(&decode.connector));
+    assert_eq!(decode.connector.outcomes(), []);
+}
+
+#[test]
+fn a_name_that_is_in_use_changes_nothing_for_whose_it_is() {
+    let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
+    prefill.compute(1, &[5], BLOCK);
+    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+    let error = Prefill::new(&prefill.connector).publish("r", lists(&[6]), BLOCK).unwrap_err();
+    assert!(error.to_string().contains("has not ended yet"), "{error}");
+    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1]), LIMIT);
+    drop(Decode::new(&decode.connector).fetch("d", &params, lists(&[2]), LIMIT));
+    fetch.wait(LIMIT).unwrap().unwrap();
+    assert_eq!((decode.wrong(1, &[1], 0..BLOCK), lease.wait(LIMIT).unwrap()), (0, Released::Free));
+    assert_eq!(decode.connector.outcomes(), [], "the blocks of the one with the name are not free");
+    let (again, _) = Prefill::new(&prefill.connector).publish("r", lists(&[6]), BLOCK).unwrap();
+    drop(again);
+    assert!(is_idle_soon(&prefill.connector) && is_idle_soon(&decode.connector));
+}
+
+#[test]
+fn a_fetch_that_never_began_frees_its_blocks_once() {
+    let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
+    let (_lease, mut params) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+    params.do_remote_prefill = false;
+    let held = Decode::new(&decode.connector).fetch("cancelled", &params, lists(&[1]), LIMIT).cancel();
+    assert!(held.is_empty());
+    assert_eq!(decode.connector.outcomes(), [], "the call has said so");
+    drop(Decode::new(&decode.connector).fetch("dropped", &params, lists(&[1]), LIMIT));
+    assert_eq!(outcome(&decode.connector), Outcome::Free { request: "dropped".into(), kept: Kept::Load });
+}
+
+#[test]
+fn blocks_come_back_when_nobody_comes_and_stay_while_somebody_waits() {
+    let extra = r#"{"kv_lease_duration": 1}"#;
+    let (prefill, decode) = (Engine::new("prefill", extra, 1), Engine::new("decode", extra, 1));
+    let begun = Instant::now();
+    let (lost, _) = Prefill::new(&prefill.connector).publish("nobody", lists(&[1]), BLOCK).unwrap();
+    prefill.compute(2, &[2], BLOCK);
+    let (wanted, params) = Prefill::new(&prefill.connector).publish("wanted", lists(&[2]), BLOCK).unwrap();
+    // Queued at the decode, whose engine does nothing meanwhile.
+    let (queued, id) = (&params, "queued".into());
+    let arrival = kvx_connector::engine::Arrival {
+        request: &id,
+        prompt_tokens: BLOCK,
+        params: Some(queued),
+        deadline: None,
+    };
+    decode.connector.on_new_request(arrival).unwrap();
+    assert_eq!(lost.wait(LIMIT).unwrap(), Released::Free);
+    assert!((1..4).contains(&begun.elapsed().as_secs()), "{:?}", begun.elapsed());
+    let wanted = wanted.wait(Duration::from_secs(3)).expect_err("its lease is renewed");
+    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[3]), LIMIT);
+    fetch.wait(LIMIT).unwrap().unwrap();
+    assert_eq!((decode.wrong(2, &[3], 0..BLOCK), wanted.wait(LIMIT).unwrap()), (0, Released::Free));
+}
+
+#[test]
+fn a_load_without_a_peer_fails_in_time_and_the_next_one_works() {
+    let extra = r#"{"backends": ["TCP"]}"#;
+    let (prefill, decode) = (Engine::new("prefill", extra, 1), Engine::new("decode", extra, 1));
+    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+    prefill.end();
+    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free, "a shutdown that was proven frees all");
+    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1]), LIMIT);
+    let error = fetch.wait(LIMIT).unwrap().unwrap_err();
+    assert!(
+        matches!(&error.failure, LoadFailure::Handshake(why) if why.contains("VLLM_NIXL_SIDE_CHANNEL")),
+        "{error}"
+    );
+    assert_eq!(error.then, Then::Fail);
+    let again = Engine::new("prefill", extra, 1);
+    again.compute(3, &[5], BLOCK);
+    let (_lease, params) = Prefill::new(&again.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1]), LIMIT);
+    fetch.wait(LIMIT).unwrap().unwrap();
+    assert_eq!(decode.wrong(3, &[1], 0..BLOCK), 0);
+}
+
+#[test]
+fn an_engine_that_comes_back_under_its_name_is_asked_anew() {
+    let extra = r#"{"backends": ["TCP"]}"#;
+    let decode = Engine::new("decode", extra, 1);
+    for life in 0..3 {
+        let prefill = Engine::new("prefill", extra, 1);
+        prefill.compute(life, &[5], BLOCK);
+        let until = Instant::now() + LIMIT;
+        // Each life's first loads may meet what is known of the one before; renewals of one name wait a second.
+        for attempt in 0.. {
+            let name = format!("{life}-{attempt}");
+            let (lease, params) =
+                Prefill::new(&prefill.connector).publish(&*name, lists(&[5]), BLOCK).unwrap();
+            match Decode::new(&decode.connector)
+                .fetch(&*name, &params, lists(&[1]), LIMIT)
+                .wait(LIMIT)
+                .unwrap()
+            {
+                Ok(_) => {
+                    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+                    break;
+                }
+                Err(error) => assert!(Instant::now() < until, "life {life}: {error}"),
+            }
+        }
+        assert_eq!(decode.wrong(life, &[1], 0..BLOCK), 0);
+        prefill.end();
+    }
+}
+
+#[test]
+fn caches_are_given_back_and_registered_anew() {
+    let (mut prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
+    let (lease, before) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+    let fetch = Decode::new(&decode.connector).fetch("d", &before, lists(&[1]), LIMIT);
+    fetch.wait(LIMIT).unwrap().unwrap();
+    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+    prefill.register_anew();
+    prefill.compute(4, &[5], BLOCK);
+    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+    assert!(params.remote_registration_generation > before.remote_registration_generation);
+    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1]), LIMIT);
+    fetch.wait(LIMIT).unwrap().unwrap();
+    assert_eq!((decode.wrong(4, &[1], 0..BLOCK), lease.wait(LIMIT).unwrap()), (0, Released::Free));
+}
+
+#[test]
+fn the_policy_says_what_becomes_of_a_request_whose_load_failed() {
+    let decode = Engine::with_policy("decode", "{}", "recompute", 1);
+    let prefill = Engine::new("prefill", "{}", 1);
+    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5, 6]), 2 * BLOCK).unwrap();
+    drop(lease);
+    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1, 2]), LIMIT);
+    let error = fetch.wait(LIMIT).unwrap().unwrap_err();
+    assert_eq!((error.failure, error.then), (LoadFailure::Stale, Then::Recompute { computed: 0 }));
+}
+
+#[test]
+fn what_was_published_before_caches_were_given_back_is_not_loaded() {
+    for start in [Engine::new, Engine::pushing] {
+        let (mut prefill, decode) = (start("prefill", "{}", 2), start("decode", "{}", 1));
+        prefill.compute(1, &[5], BLOCK);
+        let (_lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+        // The other worker keeps its caches, and so the words of all blocks.
+        prefill.register_one_anew(0);
+        let fetch = Decode::new(&decode.connector).fetch("r", &params, lists(&[1]), Duration::from_secs(3));
+        fetch.wait(LIMIT).unwrap().unwrap_err();
+    }
+}

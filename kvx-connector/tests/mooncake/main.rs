@@ -1,9 +1,0 @@
-//! The halves of a MooncakeConnector, stepped by hand: prefill and decode apart, each with what the other would say.
-#![cfg(feature = "protocol")]
-#![allow(clippy::unwrap_used)]
-
-mod configured;
-mod older;
-mod pulls;
-mod rig;
-mod serves;

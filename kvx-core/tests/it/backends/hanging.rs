@@ -1,0 +1,58 @@
+//! A transport that does not close: everybody else goes on.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::{Duration, Instant};
+
+use kvx_core::{Agent, Kind, Placement, Registry, Ticket, WithoutAList};
+use kvx_testkit::test;
+
+use super::still::Still;
+
+/// A backend that is opened without a list, and closes so.
+fn closing_by(name: &'static str, order: u32, shutdown: impl Fn(Ticket) + Send + Sync + 'static) -> Still {
+    let placement = Placement { order, without_a_list: WithoutAList::Open, speaks_for: &[] };
+    Still { name, placement, foreign_metadata: None, shutdown: Arc::new(shutdown) }
+}
+
+#[test]
+fn a_transport_that_does_not_close_keeps_neither_the_shutdown_nor_the_other_ones() {
+    let (go_on, end) = mpsc::channel::<()>();
+    let (end, closed) = (Mutex::new(end), Arc::new(AtomicUsize::new(0)));
+    let others = Arc::clone(&closed);
+    let mut registry = Registry::new();
+    let stuck = move |done: Ticket| {
+        // Until the other end is dropped; at most as long as the test would take to notice.
+        end.lock().expect("nobody panics with it").recv_timeout(Duration::from_secs(10)).ok();
+        done.settle(Ok(()));
+    };
+    let fine = move |done: Ticket| {
+        others.fetch_add(1, Ordering::SeqCst);
+        done.settle(Ok(()));
+    };
+    registry.add(closing_by("STUCK", 0, stuck)).unwrap().add(closing_by("FINE", 1, fine)).unwrap();
+    let agent = Agent::builder("a").build(&registry).unwrap();
+
+    let begun = Instant::now();
+    let error = agent.shutdown(Duration::from_millis(300)).join().unwrap_err();
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    assert_eq!(error.kind(), Kind::TimedOut);
+    assert!(error.to_string().contains("1 transports not closed STUCK"), "{error}");
+    assert_eq!(closed.load(Ordering::SeqCst), 1, "the other one has closed");
+    drop(go_on);
+}
+
+#[test]
+fn a_shutdown_waits_for_threads_that_end_after_the_last_word() {
+    let ended = Arc::new(AtomicUsize::new(0));
+    let counts = Arc::clone(&ended);
+    let mut registry = Registry::new();
+    let slow = move |done: Ticket| {
+        done.settle(Ok(()));
+        std::thread::sleep(Duration::from_millis(50)); // as a thread that is joined
+        counts.fetch_add(1, Ordering::SeqCst);
+    };
+    registry.add(closing_by("SLOW", 0, slow)).unwrap();
+    Agent::builder("a").build(&registry).unwrap().shutdown(Duration::from_secs(10)).join().unwrap();
+    assert_eq!(ended.load(Ordering::SeqCst), 1);
+}

@@ -1,0 +1,139 @@
+//! Whole agents: rails, providers that do not meet, and what is said of what there is.
+
+use std::time::Duration;
+
+use kvx_core::{Agent, Grid, Kind, Memory, Options, Peer, Plan, Region, Standing};
+use kvx_testkit::test;
+
+use crate::registry;
+
+const PATIENCE: Duration = Duration::from_secs(10);
+const BLOCK: u64 = 4096;
+const BLOCKS: u32 = 300;
+
+const ONE: &str = r#"{"libfabric": {"provider": "tcp;ofi_rxm"}}"#;
+const TWO: &str = r#"{"libfabric": {"provider": "tcp;ofi_rxm", "domain": ["lo", "lo"]}}"#;
+const THREE: &str = r#"{"libfabric": {"provider": "tcp;ofi_rxm", "domain": ["lo", "lo", "lo"], "rails": 2}}"#;
+const SHARED: &str = r#"{"libfabric": {"provider": "shm"}}"#;
+
+type Outcome<T = ()> = Result<T, Box<dyn std::error::Error>>;
+
+/// Whether libfabric is installed here; says so if it is not.
+fn is_installed(test: &str) -> bool {
+    match Options::parse(ONE).and_then(|options| registry("").require("LIBFABRIC", &options).map(|_| ())) {
+        Ok(()) => true,
+        Err(why) => {
+            kvx_testkit::skip(test, &why.to_string(), "cargo xtask test --install on Debian 12");
+            false
+        }
+    }
+}
+
+/// An agent with a region of which block `n` holds `content + n`.
+fn agent(name: &str, options: &str, content: u8) -> Outcome<(Agent, Region)> {
+    let builder = Agent::builder(name).backends(["LIBFABRIC"]).options(Options::parse(options)?);
+    let agent = builder.build(&registry(""))?;
+    let block = |number: u32| vec![content.wrapping_add(number as u8); BLOCK as usize];
+    let bytes: Vec<u8> = (0..BLOCKS).flat_map(block).collect();
+    let region = agent.register("kv", Memory::owned(bytes))?;
+    Ok((agent, region))
+}
+
+/// Reads the first half of the peer's region into ours, last block first, and writes our second half to the peer's.
+fn both_ways(near: &Region, peer: &Peer) -> Outcome {
+    peer.ready(PATIENCE).wait(PATIENCE)?;
+    let grid = || Grid::packed(BLOCK, BLOCKS);
+    let (ours, theirs) = (near.grid(grid())?, peer.region("kv")?.grid(grid())?);
+    let (first, second) = (0..BLOCKS / 2, BLOCKS / 2..BLOCKS);
+    let backwards: Vec<u32> = first.clone().rev().collect();
+    let read = Plan::read(ours.blocks(backwards), theirs.blocks(first))?;
+    peer.post(&read)?.wait(PATIENCE)?;
+    let write = Plan::write(ours.blocks(second.clone()), theirs.blocks(second))?;
+    peer.post(&write)?.wait(PATIENCE)?;
+    Ok(())
+}
+
+/// The first and the last byte of each block.
+fn edges(region: &Region) -> Outcome<Vec<[u8; 2]>> {
+    let mut bytes = vec![0; BLOCK as usize * BLOCKS as usize];
+    region.copy_out(0, &mut bytes)?;
+    Ok(bytes.chunks(BLOCK as usize).map(|block| [block[0], block[block.len() - 1]]).collect())
+}
+
+#[test]
+fn transfers_are_spread_over_rails_of_whatever_number() {
+    if !is_installed("transfers_are_spread_over_rails_of_whatever_number") {
+        return;
+    }
+    for (near_domains, far_domains) in [(TWO, TWO), (TWO, ONE), (ONE, TWO), (THREE, TWO)] {
+        let ((near, ours), (far, theirs)) =
+            (agent("near", near_domains, 1).unwrap(), agent("far", far_domains, 101).unwrap());
+        let peer = near.connect(far.metadata().unwrap()).unwrap();
+        both_ways(&ours, &peer).unwrap();
+        let half = BLOCKS / 2;
+        let filled = |content: u8, number: u32| [content.wrapping_add(number as u8); 2];
+        let read = (0..half).map(|number| filled(101, half - 1 - number));
+        let kept = (half..BLOCKS).map(|number| filled(1, number));
+        assert_eq!(
+            edges(&ours).unwrap(),
+            read.chain(kept.clone()).collect::<Vec<_>>(),
+            "{near_domains} from {far_domains}"
+        );
+        let lent = (0..half).map(|number| filled(101, number));
+        assert_eq!(
+            edges(&theirs).unwrap(),
+            lent.chain(kept).collect::<Vec<_>>(),
+            "{near_domains} to {far_domains}"
+        );
+        if near_domains == TWO {
+            assert!(peer.route().to_string().contains("over lo and lo"), "{}", peer.route());
+        }
+    }
+}
+
+#[test]
+fn two_providers_do_not_meet_and_say_what_to_do() {
+    if !is_installed("two_providers_do_not_meet_and_say_what_to_do") {
+        return;
+    }
+    let ((near, _), (far, _)) = (agent("near", ONE, 1).unwrap(), agent("far", SHARED, 2).unwrap());
+    let why = near
+        .connect(far.metadata().unwrap())
+        .and_then(|peer| peer.ready(PATIENCE).wait(PATIENCE))
+        .unwrap_err()
+        .to_string();
+    assert!(why.contains("shm") && why.contains("\"libfabric.provider\""), "{why}");
+}
+
+#[test]
+fn what_there_is_and_what_it_can_do_is_listed() {
+    if !is_installed("what_there_is_and_what_it_can_do_is_listed") {
+        return;
+    }
+    let (_, standing) = registry("").standing("LIBFABRIC", &Options::parse(ONE).unwrap()).unwrap();
+    let Standing::Available(available) = standing else { panic!("it was available just now") };
+    let line = |name: &str| available.devices.iter().find(|line| line.starts_with(name)).cloned();
+    let tcp = line("tcp;ofi_rxm/lo (").unwrap();
+    assert!(tcp.contains("delivery") && !tcp.contains("not used"), "{tcp}");
+    let shm = line("shm/shm (").unwrap();
+    assert!(shm.contains("by address") && shm.contains("copied by kvx through the kernel"), "{shm}");
+}
+
+#[test]
+fn a_provider_or_domain_that_is_not_there_is_named() {
+    if !is_installed("a_provider_or_domain_that_is_not_there_is_named") {
+        return;
+    }
+    let refused = |options: &str| {
+        let error = registry("").require("LIBFABRIC", &Options::parse(options).unwrap()).err().unwrap();
+        assert_eq!(error.kind(), Kind::Unavailable);
+        error.to_string()
+    };
+    let why = refused(r#"{"libfabric": {"provider": "nothing"}}"#);
+    assert!(why.contains("no provider nothing") && why.contains("fi_info"), "{why}");
+    let why = refused(r#"{"libfabric": {"provider": "tcp;ofi_rxm", "domain": "nowhere9"}}"#);
+    assert!(why.contains("no domain nowhere9") && why.contains("lo"), "{why}");
+    // Too old here, or without a card.
+    let why = refused(r#"{"libfabric": {"provider": "efa"}}"#);
+    assert!(why.contains("from libfabric 1.21 on") || why.contains("no provider efa"), "{why}");
+}

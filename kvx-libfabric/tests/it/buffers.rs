@@ -1,0 +1,116 @@
+//! A process with small buffers of ofi_rxm's and one with the usual ones reach each other, and are told what they risk.
+
+use std::process::Command;
+
+use crate::processes::{self, PATIENCE};
+use kvx_core::{Agent, Grid, Options, Plan, Registry, Standing};
+use kvx_testkit::{Check, PostSpec, Setup, byte_at, output, test};
+
+const BLOCK: u64 = 4096;
+const BLOCKS: u32 = 64;
+const BYTES: usize = BLOCK as usize * BLOCKS as usize;
+const PROVIDER: &str = "tcp;ofi_rxm";
+/// What SECURITY.md tells operators to set, and its values.
+const SIZE: (&str, &str) = ("FI_OFI_RXM_BUFFER_SIZE", "4352");
+const LIMIT: (&str, &str) = ("FI_OFI_RXM_EAGER_LIMIT", "16384");
+/// A process that has this variable says what operators are told, and ends. With this value it bounds its buffers.
+const TELLS: &str = "KVX_LIBFABRIC_TELLS";
+const BOUNDS: &str = "bounds";
+
+/// Plays the process that says what operators are told, if this one was started for that.
+pub(crate) fn tell_if_asked() {
+    let Ok(tells) = std::env::var(TELLS) else { return };
+    if tells == BOUNDS {
+        // SAFETY: nothing has started a thread.
+        unsafe { kvx_libfabric::bound_kept_messages() };
+    }
+    tell().expect("it was available just now");
+    std::process::exit(0);
+}
+
+#[test]
+fn what_operators_are_told_about_buffers_is_so() -> Check {
+    processes::check("what_operators_are_told_about_buffers_is_so", PROVIDER, async |setup| {
+        operators_are_told_what_is_not_set()?;
+        small_buffers_and_the_usual_ones_reach_each_other(setup).await
+    })
+}
+
+/// Prints the cautions and the route.
+fn tell() -> Check {
+    let mut registry = Registry::new();
+    registry.add(kvx_libfabric::Libfabric)?;
+    let options = Options::parse(&processes::options(PROVIDER))?;
+    let (_, standing) = registry.standing("LIBFABRIC", &options)?;
+    let Standing::Available(available) = standing else { panic!("it was available just now") };
+    let agent = Agent::builder("tells").backends(["LIBFABRIC"]).options(options).build(&registry)?;
+    let peer = agent.connect(agent.metadata()?)?;
+    peer.ready(PATIENCE).wait(PATIENCE)?;
+    print!("{}\n{}", available.cautions.join("; "), peer.route());
+    Ok(())
+}
+
+fn operators_are_told_what_is_not_set() -> Check {
+    for (set, tells, told) in [
+        (&[][..], "", Some("without a bound")),
+        (&[SIZE], "", Some("refuses peers")),
+        (&[SIZE, LIMIT], "", None),
+        (&[], BOUNDS, None),
+        (&[SIZE], BOUNDS, Some("refuses peers")), // somebody has chosen
+    ] {
+        let mut process = Command::new(std::env::current_exe()?);
+        process.env_remove(SIZE.0).env_remove(LIMIT.0).envs(set.iter().copied()).env(TELLS, tells);
+        let output = output(&mut process, PATIENCE);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let text = String::from_utf8_lossy(&output.stdout);
+        let (cautions, route) = text.split_once('\n').expect("two lines");
+        for words in ["without a bound", "refuses peers"] {
+            let is_told = told == Some(words);
+            assert!(
+                cautions.contains(words) == is_told && route.contains(words) == is_told,
+                "{set:?}: {text}"
+            );
+        }
+    }
+    Ok(())
+}
+
+async fn small_buffers_and_the_usual_ones_reach_each_other(setup: Setup) -> Check {
+    let set = [SIZE, LIMIT].map(|(variable, value)| format!("{variable}={value}"));
+    let through = std::iter::once("env".to_owned()).chain(set).collect();
+    let setup = Setup { through, ..setup };
+    let mut pair = setup.pair()?;
+    let near = pair.near_region("kv", BYTES, 1)?;
+    let far = pair.far_region("kv", BYTES, 2)?;
+    let grid = Grid::packed(BLOCK, BLOCKS);
+    let backwards = || (0..BLOCKS).rev().collect::<Vec<_>>();
+
+    // The usual ones go to the small ones,
+    let peer = pair.connect().await?;
+    let read =
+        Plan::read(near.grid(grid)?.blocks(backwards()), peer.region("kv")?.grid(grid)?.blocks(backwards()))?;
+    peer.transfer(&read).deadline(PATIENCE).post()?.await?;
+    let mut came = vec![0; BYTES];
+    near.copy_out(0, &mut came)?;
+    assert!(came.iter().enumerate().all(|(at, byte)| *byte == byte_at(2, at as u64)), "what was read");
+
+    // and the other way.
+    pair.far.fill(far, 3)?;
+    let there = pair.connect_back()?;
+    pair.far.post(
+        there,
+        PostSpec {
+            write: true,
+            region: far,
+            theirs: "kv".to_owned(),
+            grid: (BLOCK, BLOCKS),
+            local: backwards(),
+            remote: backwards(),
+            within: PATIENCE,
+            notify: Some(b"written".to_vec()),
+        },
+    )??;
+    near.copy_out(0, &mut came)?;
+    assert!(came.iter().enumerate().all(|(at, byte)| *byte == byte_at(3, at as u64)), "what was written");
+    Ok(())
+}

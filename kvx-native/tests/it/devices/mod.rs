@@ -1,0 +1,237 @@
+//! Device memory over SHM and TCP: what happens while a device takes its time, fails, or forgets.
+
+mod ends;
+mod routes;
+
+use std::task::{Context, Waker};
+use std::time::{Duration, Instant};
+
+use ends::{BLOCK, BOTH, Busy, CUT_OFF, Ends, OPS};
+use kvx_core::{Completion, Kind, Op};
+use kvx_testkit::device::Act;
+use kvx_testkit::test;
+
+/// Whether it ends within a moment in which it must not.
+fn ends_now<T>(completion: &mut Completion<T>) -> bool {
+    let until = Instant::now() + Duration::from_millis(30);
+    let mut context = Context::from_waker(Waker::noop());
+    while Instant::now() < until {
+        if std::pin::pin!(&mut *completion).poll(&mut context).is_ready() {
+            return true;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    false
+}
+
+#[test]
+fn blocks_arrive_where_the_plan_says_and_others_stay() {
+    for backend in BOTH {
+        for op in OPS {
+            for (local, remote) in [(true, true), (true, false), (false, true)] {
+                let ends = Ends::new(backend, local, remote, 1000);
+                let (from, to) = (Ends::scattered(900, 7), Ends::scattered(900, 13));
+                let (ours, theirs) = if op == Op::Read { (&to, &from) } else { (&from, &to) };
+                let report = ends.run(op, ours, theirs).unwrap();
+                assert_eq!((report.bytes, report.backend), (900 * BLOCK, backend));
+                let (source, target) = if op == Op::Read { (2, &ends.ours) } else { (1, &ends.theirs) };
+                let other = 3 - source;
+                for block in 0..1000 {
+                    let moved = to.iter().position(|to| *to == block).map(|at| (source, from[at]));
+                    let (seed, number) = moved.unwrap_or((other, block));
+                    Ends::check(target, block, seed, number);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_cancelled_transfer_settles_when_its_device_has_let_go() {
+    for backend in BOTH {
+        for op in OPS {
+            let ends = Ends::new(backend, true, true, 64);
+            // Who reads from SHM copies; over TCP each end copies its own side.
+            let busy = match (backend, op) {
+                ("SHM", Op::Write) => Busy::Theirs,
+                _ => Busy::Ours,
+            };
+            ends.device(busy).hold();
+            let transfer = ends.post(op);
+            ends.until_waiting(busy);
+            let mut settled = transfer.settled();
+            transfer.cancel();
+            assert!(!ends_now(&mut settled), "{backend} {op}: settled while a copy is in flight");
+            ends.device(busy).release();
+            settled.wait(CUT_OFF).unwrap();
+            assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::Cancelled);
+            ends.works();
+        }
+    }
+}
+
+#[test]
+fn nothing_is_written_after_a_late_transfer_has_settled() {
+    for backend in BOTH {
+        let ends = Ends::new(backend, true, true, 64);
+        ends.device(Busy::Ours).hold();
+        // Long enough that the copy has begun before it, also on a machine that is busy with other things.
+        let transfer = ends.post_within(Op::Read, Duration::from_secs(3));
+        ends.until_waiting(Busy::Ours);
+        let mut settled = transfer.settled();
+        assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
+        assert!(!ends_now(&mut settled), "{backend}: settled while a copy is in flight");
+        ends.device(Busy::Ours).release();
+        settled.wait(CUT_OFF).unwrap();
+        let copies = ends.device(Busy::Ours).count().copies;
+        ends.fill(&ends.ours, 9);
+        for block in 0..64 {
+            Ends::check(&ends.ours, block, 9, block);
+        }
+        let own = 1 + 64; // of what was filled and checked just now
+        assert_eq!(ends.device(Busy::Ours).count().copies, copies + own);
+        ends.works();
+    }
+}
+
+#[test]
+fn a_device_that_takes_its_time_loses_no_peer() {
+    const PATIENCE: Duration = Duration::from_millis(1500);
+    let ends = Ends::patient("TCP", true, false, 64, PATIENCE);
+    ends.device(Busy::Ours).hold();
+    // More than there are bounce buffers for: the peer's answers wait behind them, its signs of life among them.
+    let post = |block| {
+        let plan = ends.plan(Op::Read, &[block], &[block]).unwrap();
+        ends.peer.transfer(&plan).deadline(CUT_OFF * 3).post().unwrap()
+    };
+    let transfers: Vec<_> = (0..64).map(post).collect();
+    ends.until_waiting(Busy::Ours);
+    let quiet = ends.owner.expect(b"never sent", 1, PATIENCE * 2);
+    assert_eq!(quiet.wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
+    ends.device(Busy::Ours).release();
+    for transfer in transfers {
+        transfer.wait(CUT_OFF).unwrap();
+    }
+}
+
+#[test]
+fn a_revocation_waits_for_copies_from_and_to_the_region() {
+    for backend in BOTH {
+        for op in OPS {
+            let ends = Ends::new(backend, true, true, 64);
+            let busy = match (backend, op) {
+                ("SHM", Op::Read) => Busy::Ours,
+                _ => Busy::Theirs,
+            };
+            ends.device(busy).hold();
+            let transfer = ends.post(op);
+            ends.until_waiting(busy);
+            let mut revoked = ends.theirs.revoke(CUT_OFF);
+            assert!(!ends_now(&mut revoked), "{backend} {op}: revoked while a copy is in flight");
+            ends.device(busy).release();
+            revoked.wait(CUT_OFF).unwrap();
+            assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::Revoked, "{backend} {op}");
+            assert_eq!(ends.run(op, &[0], &[0]).unwrap_err().kind(), Kind::Revoked);
+        }
+    }
+}
+
+#[test]
+fn a_revocation_waits_for_copies_of_a_connection_that_is_gone() {
+    for backend in BOTH {
+        let ends = Ends::new(backend, true, true, 64);
+        ends.device(Busy::Theirs).hold();
+        let transfer = ends.post(Op::Write);
+        ends.until_waiting(Busy::Theirs);
+        let shut_down = ends.reader.shutdown(CUT_OFF);
+        let mut revoked = ends.theirs.revoke(CUT_OFF);
+        assert!(!ends_now(&mut revoked), "{backend}: revoked while a copy is in flight");
+        ends.device(Busy::Theirs).release();
+        revoked.wait(CUT_OFF).unwrap();
+        shut_down.wait(CUT_OFF).ok();
+        transfer.wait(CUT_OFF).unwrap_err();
+    }
+}
+
+#[test]
+fn what_a_device_refuses_fails_its_transfer_alone() {
+    for backend in BOTH {
+        for op in OPS {
+            for busy in [Busy::Ours, Busy::Theirs] {
+                let ends = Ends::new(backend, true, true, 64);
+                if backend == "SHM" && (op == Op::Read) != (busy == Busy::Ours) {
+                    continue; // that device has nothing to do
+                }
+                ends.device(busy).next([Act::Fail]);
+                let failed = ends.post(op).wait(CUT_OFF).unwrap_err();
+                assert_eq!(failed.kind(), Kind::Native, "{backend} {op} {busy:?}: {failed}");
+                assert!(failed.sentence().contains("the test device fails this copy"), "{failed}");
+                ends.works();
+            }
+        }
+    }
+}
+
+/// What is lost stays in quarantine, which others look at.
+#[test(own_process)]
+fn a_lost_copy_quarantines_what_it_may_touch() {
+    for backend in BOTH {
+        let ends = Ends::new(backend, true, true, 64);
+        ends.device(Busy::Ours).next([Act::Forget]);
+        let transfer = ends.post(Op::Read);
+        assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::Forgotten, "{backend}");
+        let revoked = ends.ours.revoke(Duration::from_millis(100)).wait(CUT_OFF).map(drop).unwrap_err();
+        assert_eq!(revoked.kind(), Kind::StillShared, "{backend}: {revoked}");
+
+        let ends = Ends::new(backend, true, true, 64);
+        ends.device(Busy::Theirs).next([Act::Forget]);
+        ends.post_within(Op::Write, Duration::from_secs(1)).wait(CUT_OFF).unwrap_err();
+        let revoked = ends.theirs.revoke(CUT_OFF).wait(CUT_OFF).map(drop).unwrap_err();
+        assert_eq!(revoked.kind(), Kind::StillShared, "{backend}: {revoked}");
+    }
+}
+
+#[test]
+fn an_agent_that_ends_waits_for_its_devices() {
+    for backend in BOTH {
+        let ends = Ends::new(backend, true, true, 64);
+        ends.device(Busy::Ours).hold();
+        let transfer = ends.post(Op::Read);
+        ends.until_waiting(Busy::Ours);
+        let mut settled = transfer.settled();
+        let shut_down = ends.reader.shutdown(CUT_OFF);
+        assert!(!ends_now(&mut settled), "{backend}: settled while a copy is in flight");
+        ends.device(Busy::Ours).release();
+        settled.wait(CUT_OFF).unwrap();
+        shut_down.wait(CUT_OFF).unwrap();
+    }
+}
+
+#[test]
+fn many_transfers_share_few_buffers() {
+    for backend in BOTH {
+        let ends = Ends::new(backend, true, true, 16 << 10);
+        let list = |from: u32, count: u32| (from..from + count).collect::<Vec<_>>();
+        for op in OPS {
+            let mut transfers = Vec::new();
+            for at in 0..16 {
+                // Each of them is in blocks of its own: one of 4 MiB, and some that are small.
+                let bulk = list(at * 1024, 1000);
+                transfers.push(ends.transfer(op, &bulk, &bulk));
+                for small in 1000..1010 {
+                    let small = list(at * 1024 + small, 1);
+                    transfers.push(ends.transfer(op, &small, &small));
+                }
+            }
+            for transfer in transfers {
+                transfer.wait(CUT_OFF).unwrap();
+            }
+            let (seed, target) = if op == Op::Read { (2, &ends.ours) } else { (1, &ends.theirs) };
+            for at in (0..16 << 10).filter(|at| at % 1024 < 1010).step_by(101) {
+                Ends::check(target, at, seed, at);
+            }
+            ends.fill(&ends.ours, 1);
+            ends.fill(&ends.theirs, 2);
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! Regions that are made known one by one, plans over lists of spans, and transfers driven by a loop of the caller's.
+
+use std::time::{Duration, Instant};
+
+use kvx_core::{
+    Agent, Kind, Memory, Op, Peer, PeerRegion, Place as _, Plan, Region, Registry, Report, Result, Span,
+    Transfer,
+};
+use kvx_testkit::test;
+
+const CUT_OFF: Duration = Duration::from_secs(10);
+const LEN: usize = 4 << 20;
+
+fn agent(name: &str, backend: &str) -> Agent {
+    let mut registry = Registry::new();
+    registry.add(kvx_native::Shm).unwrap().add(kvx_native::Tcp).unwrap();
+    Agent::builder(name).backends([backend]).build(&registry).unwrap()
+}
+
+/// What byte `at` of the owner's region is.
+fn content(at: u64) -> u8 {
+    (at * 31 + at / 251) as u8
+}
+
+struct Pair {
+    owner: Agent,
+    reader: Agent,
+    theirs: Region,
+    ours: Region,
+    peer: Peer,
+    remote: PeerRegion,
+}
+
+/// A reader that knew the owner before its region was there, and has learnt that region alone.
+fn pair(backend: &str) -> Pair {
+    let (owner, reader) = (agent("owner", backend), agent("reader", backend));
+    let peer = reader.connect(owner.metadata().unwrap()).unwrap();
+    let bytes: Vec<u8> = (0..LEN as u64).map(content).collect();
+    let theirs = owner.register("late", Memory::owned(bytes)).unwrap();
+    let ours = reader.register("cache", Memory::owned(vec![0; LEN])).unwrap();
+    let remote = peer.learn(theirs.metadata().unwrap()).unwrap();
+    Pair { owner, reader, theirs, ours, peer, remote }
+}
+
+fn driven(mut transfer: Transfer) -> Result<Report> {
+    let end = Instant::now() + CUT_OFF;
+    loop {
+        if let Some(result) = transfer.drive() {
+            assert!(transfer.is_settled());
+            return result;
+        }
+        assert!(Instant::now() < end, "it was driven for {CUT_OFF:?}");
+    }
+}
+
+fn holds(region: &Region, at: u64, len: u64, wanted: impl Fn(u64) -> u8) -> bool {
+    let mut got = vec![0; len as usize];
+    region.copy_out(at as usize, &mut got).unwrap();
+    got.iter().zip(0..).all(|(byte, offset)| *byte == wanted(offset))
+}
+
+/// Lengths, offsets and order as they come: blocks, neighbours, odd ones, one byte, none.
+fn spans() -> Vec<Span> {
+    let mut spans: Vec<Span> =
+        (0..64).map(|i| Span { local: i * 8192, remote: (63 - i) * 4096 + 5, len: 4096 }).collect();
+    spans.extend((0..40).map(|i| Span {
+        local: (1 << 20) + i * 100,
+        remote: (2 << 20) + i * 300,
+        len: 1 + i,
+    }));
+    spans.push(Span { local: (2 << 20) + 1, remote: 3, len: 1 << 20 });
+    spans.push(Span { local: (3 << 20) + 1, remote: 3 + (1 << 20), len: 7 });
+    spans.push(Span { local: LEN as u64, remote: 0, len: 0 });
+    spans
+}
+
+fn spans_of_any_lengths_arrive(backend: &str) {
+    let Pair { ours, theirs, peer, remote, .. } = &pair(backend);
+    let plan = Plan::of_spans(Op::Read, [(ours.clone(), remote.clone(), spans())]).unwrap();
+    assert_eq!(plan.size().bytes, spans().iter().map(|span| span.len).sum::<u64>());
+    for _ in 0..3 {
+        driven(peer.post(&plan).unwrap()).unwrap();
+    }
+    for Span { local, remote, len } in spans() {
+        assert!(holds(ours, local, len, |offset| content(remote + offset)), "{local} {len} over {backend}");
+    }
+    // What lies between them stays as it was.
+    assert!(holds(ours, 4096, 4096, |_| 0) && holds(ours, (1 << 20) + 1, 99, |_| 0));
+
+    ours.copy_in(0, &[77; 10_000]).unwrap();
+    let back = vec![Span { local: 0, remote: 10, len: 3 }, Span { local: 100, remote: 999_999, len: 8001 }];
+    let plan = Plan::of_spans(Op::Write, [(ours.clone(), remote.clone(), back)]).unwrap();
+    driven(peer.post(&plan).unwrap()).unwrap();
+    assert!(holds(theirs, 10, 3, |_| 77) && holds(theirs, 999_999, 8001, |_| 77));
+    assert!(holds(theirs, 13, 1000, |offset| content(13 + offset)));
+}
+
+#[test]
+fn spans_of_any_lengths_arrive_over_shm() {
+    spans_of_any_lengths_arrive("SHM");
+}
+
+#[test]
+fn spans_of_any_lengths_arrive_over_tcp() {
+    spans_of_any_lengths_arrive("TCP");
+}
+
+#[test]
+fn spans_outside_or_on_top_of_each_other_are_refused() {
+    let Pair { ours, remote, .. } = &pair("SHM");
+    let plan = |spans: &[Span]| Plan::of_spans(Op::Read, [(ours.clone(), remote.clone(), spans)]);
+    let len = LEN as u64;
+    for span in [
+        Span { local: len, remote: 0, len: 1 },
+        Span { local: 0, remote: len - 1, len: 2 },
+        Span { local: u64::MAX, remote: 0, len: 2 },
+    ] {
+        assert_eq!(plan(&[span]).unwrap_err().kind(), Kind::OutOfBounds);
+    }
+    let on_top = [Span { local: 0, remote: 0, len: 100 }, Span { local: 99, remote: 500, len: 7 }];
+    assert_eq!(plan(&on_top).unwrap_err().kind(), Kind::Overlap);
+    assert_eq!(plan(&[]).unwrap().size().bytes, 0);
+}
+
+/// The worst lists cost what their length says: each length is another.
+#[test]
+fn a_hundred_thousand_spans_of_different_lengths_are_one_transfer() {
+    let Pair { ours, peer, remote, .. } = &pair("TCP");
+    let (mut spans, mut at) = (Vec::new(), 0);
+    for i in 0..100_000u64 {
+        let len = 1 + i % 37;
+        spans.push(Span { local: at + i, remote: at, len });
+        at += len;
+    }
+    assert!(at + 100_000 < LEN as u64);
+    let started = Instant::now();
+    let plan = Plan::of_spans(Op::Read, [(ours.clone(), remote.clone(), &spans)]).unwrap();
+    assert!(started.elapsed() < CUT_OFF / 2, "{:?} to make the plan", started.elapsed());
+    driven(peer.post(&plan).unwrap()).unwrap();
+    for Span { local, remote, len } in spans.into_iter().step_by(997) {
+        assert!(holds(ours, local, len, |offset| content(remote + offset)));
+    }
+}
+
+#[test]
+fn a_region_of_another_life_or_of_nobody_is_refused() {
+    let Pair { owner, reader, theirs, peer, remote, .. } = &pair("TCP");
+    let again = agent("owner", "TCP");
+    let other = again.register("late", Memory::owned(vec![0; 10])).unwrap();
+    assert_eq!(peer.learn(other.metadata().unwrap()).unwrap_err().kind(), Kind::PeerRestarted);
+    assert_eq!(peer.learn(owner.metadata().unwrap()).unwrap_err().kind(), Kind::Malformed);
+    peer.forget(remote); // and it can still be used
+    let small = reader.register("small", Memory::owned(vec![0; 16])).unwrap();
+    let span = vec![Span { local: 0, remote: 100, len: 16 }];
+    let plan = Plan::of_spans(Op::Read, [(small.clone(), remote.clone(), span)]).unwrap();
+    driven(peer.post(&plan).unwrap()).unwrap();
+    assert!(holds(&small, 0, 16, |offset| content(100 + offset)));
+    theirs.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
+    assert_eq!(theirs.metadata().unwrap_err().kind(), Kind::Revoked);
+    assert!(driven(peer.post(&plan).unwrap()).is_err(), "its owner has taken it back");
+}
+
+/// What a driven transfer does not do by itself, its agent's thread does.
+#[test]
+fn a_transfer_that_nobody_drives_any_more_arrives_all_the_same() {
+    let Pair { ours, peer, remote, .. } = &pair("TCP");
+    let all = vec![Span { local: 0, remote: 0, len: LEN as u64 }];
+    let plan = Plan::of_spans(Op::Read, [(ours.clone(), remote.clone(), all)]).unwrap();
+    let mut transfer = peer.post(&plan).unwrap();
+    let first = transfer.drive();
+    if first.is_none() {
+        transfer.settled().wait(CUT_OFF).unwrap();
+        transfer.drive().expect("it has settled").unwrap();
+    }
+    assert!(transfer.drive().expect("taken").is_err(), "the result is given once");
+    assert!(holds(ours, 0, LEN as u64, content));
+}
+
+#[test]
+fn regions_cost_the_same_each_however_many_there_are() {
+    for backend in ["SHM", "TCP"] {
+        let owner = agent("owner", backend);
+        let memory = std::sync::Arc::new(Memory::owned(vec![0; 4096]));
+        let mut kept = Vec::new();
+        let mut register = |count: usize| {
+            let begun = Instant::now();
+            for _ in 0..count {
+                kept.push(
+                    owner.register(&format!("kv.{}", kept.len()), std::sync::Arc::clone(&memory)).unwrap(),
+                );
+            }
+            begun.elapsed()
+        };
+        let first = register(1000);
+        register(8000);
+        let last = register(1000);
+        assert!(
+            last < 4 * first + Duration::from_millis(50),
+            "{backend}: 1,000 took {first:?}, after 9,000 {last:?}"
+        );
+        let metadata = owner.metadata().unwrap();
+        assert!(metadata.len() < 600_000, "{} bytes for 10,000 regions", metadata.len());
+        let reader = agent("reader", backend);
+        let peer = reader.connect(&metadata).unwrap();
+        assert_eq!(peer.region("kv.9999").unwrap().len(), 4096);
+        peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+    }
+}

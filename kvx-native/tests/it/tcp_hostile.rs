@@ -1,0 +1,637 @@
+//! Peers that are malformed, slow or hostile: they lose their connection, and nobody else notices.
+
+use std::io::{ErrorKind, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::mpsc::channel;
+
+use crate::tcp_pair;
+use crate::tcp_pair::raw::*;
+use crate::tcp_pair::{CUT_OFF, Pair, agent, agent_with, pattern};
+use kvx_core::wire::Writer;
+use kvx_core::{Agent, Grid, Invitation, Kind, RegionKey};
+use kvx_testkit::test;
+
+/// As END carries them.
+const WRONG_KEY: u8 = 1;
+const UNREGISTERED: u8 = 2;
+const OUT_OF_BOUNDS: u8 = 4;
+const CANCELLED: u8 = 6;
+
+/// An agent that seals nothing, so that its peer may say frames by hand.
+fn bare(name: &str) -> Agent {
+    agent_with(name, BARE, None)
+}
+
+fn bare_builder(name: &str) -> kvx_core::Builder {
+    Agent::builder(name).options(kvx_core::Options::parse(BARE).unwrap())
+}
+
+/// A reader with a bare owner.
+fn bare_pair(len: usize) -> Pair {
+    Pair::of(bare("owner"), agent("reader"), len)
+}
+
+#[test]
+fn garbage_costs_a_connection() {
+    let pair = Pair::new(4096);
+    for seed in 0..50 {
+        let mut raw = Raw::connect(address_of(&pair.owner));
+        raw.send(&pattern(1 << (seed % 20), seed));
+        raw.0.shutdown(std::net::Shutdown::Write).ok();
+        assert!(raw.is_closed());
+    }
+    pair.still_works();
+}
+
+#[test]
+fn lengths_beyond_their_bound_cost_a_connection() {
+    let pair = bare_pair(4096);
+    for kind in [HELLO, CONFIRM, REFUSE, READ, DATA, NOTIFY, 0, 200] {
+        let mut raw = Raw::connect(address_of(&pair.owner));
+        let mut header = vec![kind, 0, 0, 0];
+        header.put_u32(u32::MAX);
+        header.put_u64(0);
+        raw.send(&header);
+        assert!(raw.is_closed());
+    }
+    for (kind, len) in
+        [(READ, 3 << 20), (WRITE, u32::MAX), (DATA, (1 << 20) + 1), (NOTIFY, (64 << 10) + 1), (PING, 1)]
+    {
+        let mut raw = Raw::lane(&pair.owner);
+        let mut header = vec![kind, 0, 0, 0];
+        header.put_u32(len);
+        header.put_u64(0);
+        raw.send(&header);
+        assert!(raw.is_closed(), "{kind}");
+    }
+    pair.still_works();
+}
+
+#[test]
+fn a_slow_handshake_ends_after_its_time_and_disturbs_nobody() {
+    let pair = Pair::new(4096);
+    let mut silent = Raw::connect(address_of(&pair.owner));
+    let mut half = Raw::connect(address_of(&pair.owner));
+    half.send(&hello(&invitation_of(&pair.owner))[..20]);
+    let mut welcomed = Raw::connect(address_of(&pair.owner));
+    welcomed.send(&hello(&invitation_of(&pair.owner)));
+    assert_eq!(welcomed.frame().unwrap().0, WELCOME);
+    pair.still_works();
+    for raw in [&mut silent, &mut half, &mut welcomed] {
+        assert!(raw.is_closed());
+    }
+    pair.still_works();
+}
+
+#[test]
+fn half_open_connections_are_bounded_and_keep_nobody_out() {
+    let pair = Pair::new(4096);
+    let mut first = Raw::connect(address_of(&pair.owner));
+    // Less than a handshake may take.
+    first.0.set_read_timeout(Some(std::time::Duration::from_secs(3))).unwrap();
+    let _crowd: Vec<_> = (0..600)
+        .map(|_| {
+            let mut raw = Raw::connect(address_of(&pair.owner));
+            raw.send(&hello(&invitation_of(&pair.owner))[..10]);
+            raw
+        })
+        .collect();
+    assert!(first.is_closed(), "the oldest makes room");
+    Pair::of(agent("another owner"), agent("another reader"), 4096).still_works();
+    let late = agent("late");
+    let peer = late.connect(pair.owner.metadata().unwrap()).unwrap();
+    peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
+}
+
+#[test]
+fn a_crowd_at_one_address_makes_room_by_itself() {
+    let pair = Pair::new(4096);
+    let address = address_of(&pair.owner);
+    // The oldest, and silent: among those of its own address it would be the first to go.
+    let mut elsewhere = Raw::connect(address);
+    let crowd: Vec<_> = (0..600)
+        .map(|_| {
+            let mut raw = Raw::of(connected_from([127, 0, 0, 2], address));
+            raw.send(&hello(&invitation_of(&pair.owner))[..10]);
+            raw
+        })
+        .collect();
+    at_most_are_open(&crowd, 511);
+    elsewhere.send(&hello(&invitation_of(&pair.owner)));
+    assert_eq!(elsewhere.frame().unwrap().0, WELCOME);
+    pair.still_works();
+}
+
+/// A connection from this of the host's addresses.
+fn connected_from(from: [u8; 4], to: SocketAddr) -> TcpStream {
+    use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
+    let socket = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    bind(&socket, &SocketAddr::from((from, 0))).unwrap();
+    connect(&socket, &to).unwrap();
+    TcpStream::from(socket)
+}
+
+#[test]
+fn connections_beyond_the_limit_are_refused_with_the_setting() {
+    let owner = agent_with("owner", r#"{"tcp": {"max_connections": 4}}"#, None);
+    let pair = Pair::of(owner, agent("reader"), 4096);
+    let late = agent("late");
+    let peer = late.connect(pair.owner.metadata().unwrap()).unwrap();
+    let error = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
+    assert!(error.to_string().contains("tcp.max_connections"), "{error}");
+    pair.still_works();
+}
+
+#[test]
+fn a_stranger_learns_and_touches_nothing_and_gets_one_answer() {
+    for secret in [None, Some(3)] {
+        let pair = Pair::of(agent_with("owner", "{}", secret), agent_with("reader", "{}", secret), 4096);
+        let mut strangers =
+            vec![hello(&Invitation::from_bytes([9; 32])), frame(HELLO, 0, b"kvx-tcp\n\x03\0\x03\0?")];
+        if secret.is_some() {
+            strangers.push(hello(&invitation_of(&pair.owner))); // who has the metadata and no secret
+        }
+        let mut answers = Vec::new();
+        for stranger in strangers {
+            let mut raw = Raw::connect(address_of(&pair.owner));
+            raw.send(&stranger);
+            let (kind, _, answer) = raw.frame().unwrap();
+            assert_eq!(kind, REFUSE);
+            answers.push(answer);
+            raw.send(&frame(NOTIFY, 1, b"done"));
+            assert!(raw.is_closed());
+        }
+        let life = pair.owner.identity().incarnation.0;
+        assert!(answers.iter().all(|one| *one == answers[0]));
+        assert!(!answers[0].windows(5).any(|word| word == b"owner"));
+        assert!(!answers[0].windows(16).any(|word| word == life));
+        // Straight to business.
+        let (region, key) = key_of(&pair.owner, "kv");
+        let mut raw = Raw::connect(address_of(&pair.owner));
+        raw.send(&frame(READ, 1, &blocks(region, key, 64, 64, &[0])));
+        assert!(raw.is_closed());
+        assert!(pair.owner.try_notification().is_none());
+        pair.still_works();
+    }
+}
+
+#[test]
+fn an_owner_says_nothing_that_a_guess_of_the_key_could_be_tried_at() {
+    let pair = Pair::of(agent_with("owner", "{}", Some(3)), agent_with("reader", "{}", Some(3)), 4096);
+    // Whatever is said without the key: the answer is the same to all, and made of no key at all.
+    let mut first = None;
+    for seed in 0..20 {
+        let mut raw = Raw::connect(address_of(&pair.owner));
+        raw.send(&hello(&Invitation::from_bytes([seed; 32])));
+        let answer = raw.frame().unwrap();
+        assert_eq!(*first.get_or_insert_with(|| answer.clone()), answer);
+    }
+    // Who only connects hears nothing before it has spoken.
+    let mut silent = Raw::connect(address_of(&pair.owner));
+    assert!(silent.frame().is_none());
+}
+
+#[test]
+fn a_recorded_session_cannot_be_played_again() {
+    for (secret, seal) in [(Some(3), "all"), (Some(3), "none"), (None, "control")] {
+        let relay = tcp_pair::relay::Relay::new();
+        let owner = agent_with("owner", &relay.options(&format!(r#""seal": "{seal}""#)), secret);
+        let pair = Pair::of(owner, agent_with("reader", BARE, secret), 4096);
+        pair.ours.copy_in(0, &[0xaa; 4096]).unwrap();
+        let plan = pair.write(Grid::packed(4096, 1), vec![0], vec![0]);
+        pair.peer.post(&plan).unwrap().wait(CUT_OFF).unwrap();
+        assert!(Pair::all(&pair.theirs).iter().all(|byte| *byte == 0xaa));
+        pair.theirs.copy_in(0, &[0; 4096]).unwrap();
+        for recorded in relay.recorded() {
+            let mut raw = Raw::connect(relay.target());
+            raw.send(&recorded);
+            // It has the key, or a record of who has: it is answered what it cannot read.
+            assert_eq!(raw.frame().map(|(kind, ..)| kind), Some(WELCOME));
+            assert!(raw.frame().is_none());
+        }
+        assert!(Pair::all(&pair.theirs).iter().all(|byte| *byte == 0), "nothing was written again");
+        pair.still_works();
+    }
+}
+
+#[test]
+fn requests_beyond_what_was_given_are_refused_and_write_nothing() {
+    let pair = bare_pair(4096);
+    let (region, key) = key_of(&pair.owner, "kv");
+    let wrong = RegionKey([0; 16]);
+    let mut raw = Raw::lane(&pair.owner);
+    let unknown = kvx_core::RegionId(region.0 + 1000);
+    let refused = [
+        (blocks(unknown, key, 64, 64, &[0]), UNREGISTERED),
+        (blocks(region, wrong, 64, 64, &[0]), WRONG_KEY),
+        (blocks(region, key, 64, 65, &[64]), OUT_OF_BOUNDS),
+        (blocks(region, key, 4097, 1, &[0]), OUT_OF_BOUNDS),
+        (blocks(region, key, 1 << 40, 2, &[1]), OUT_OF_BOUNDS),
+    ];
+    for (id, (request, kind)) in (0..).step_by(2).zip(&refused) {
+        raw.send(&frame(READ, id, request));
+        assert_eq!(raw.answer(id), Err(*kind));
+        raw.send(&frame(WRITE, id + 1, request));
+        assert_eq!(raw.answer(id + 1), Err(*kind));
+        raw.send(&frame(DATA, id + 1, &[0xee; 64]));
+        raw.send(&frame(STOP, id + 1, &[]));
+    }
+    assert!(Pair::all(&pair.theirs) == pair.bytes);
+    // The connection has lost nothing by that.
+    raw.send(&frame(READ, 77, &blocks(region, key, 64, 64, &[2])));
+    assert_eq!(raw.answer(77).unwrap(), pair.bytes[128..192]);
+    raw.send(&frame(WRITE, 78, &blocks(region, key, 64, 64, &[2])));
+    raw.send(&frame(DATA, 78, &[0xcc; 60]));
+    raw.send(&frame(DATA, 78, &[0xdd; 4]));
+    assert!(raw.answer(78).is_ok());
+    assert_eq!(Pair::all(&pair.theirs)[180..192], [[0xcc; 4], [0xcc; 4], [0xdd; 4]].concat());
+    raw.send(&frame(PING, 5, &[]));
+    assert_eq!(raw.frame().unwrap().0, ALIVE);
+    pair.still_works();
+}
+
+#[test]
+fn frames_out_of_order_cost_a_connection() {
+    let pair = bare_pair(4096);
+    let (region, key) = key_of(&pair.owner, "kv");
+    let good = blocks(region, key, 64, 64, &[0]);
+    let bad: Vec<Vec<u8>> = vec![
+        frame(DATA, 9, &[1; 10]),                                    // no such write
+        [frame(WRITE, 9, &good), frame(DATA, 9, &[1; 65])].concat(), // more than asked
+        [frame(WRITE, 9, &good), frame(READ, 9, &good)].concat(),    // twice
+        frame(DATA, 9, &[]),                                         // nothing
+        frame(END, 9, &[]),                                          // an owner's word
+        frame(ACK, 9, &[]),                                          // the same
+        hello(&invitation_of(&pair.owner)),                          // again
+        frame(READ, 9, &good[..good.len() - 1]),                     // too short
+        frame(READ, 9, &[&good[..], &[0]].concat()),                 // too long
+        frame(READ, 9, &blocks(region, key, 64, 64, &[64])),         // beyond its own grid
+        frame(READ, 9, &blocks(region, key, 64, 64, &[])),           // no blocks
+        frame(READ, 9, &blocks(region, key, 0, 64, &[0])),           // no bytes
+        vec![PING, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],     // reserved bits
+    ];
+    for (case, bytes) in bad.iter().enumerate() {
+        let mut raw = Raw::lane(&pair.owner);
+        raw.send(bytes);
+        assert!(raw.is_closed(), "case {case}");
+    }
+    assert!(Pair::all(&pair.theirs)[64..] == pair.bytes[64..]);
+    pair.still_works();
+}
+
+#[test]
+fn mutated_requests_never_reach_beyond_the_region() {
+    let pair = bare_pair(4096);
+    let (region, key) = key_of(&pair.owner, "kv");
+    let stream = [
+        frame(READ, 1, &blocks(region, key, 64, 64, &[1, 2, 3])),
+        frame(NOTIFY, 2, b"hello"),
+        frame(WRITE, 3, &blocks(region, key, 64, 1, &[0])),
+        frame(DATA, 3, &[1; 64]),
+        frame(CANCEL, 1, &[1]),
+        frame(STOP, 3, &[]),
+        frame(PING, 0, &[]),
+    ]
+    .concat();
+    let mut state = 0x1234_5678_9abc_def1u64;
+    let mut draw = |below: usize| {
+        state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        (state >> 33) as usize % below
+    };
+    for _ in 0..400 {
+        let mut mutated = stream.clone();
+        for _ in 0..1 + draw(4) {
+            match draw(3) {
+                0 => {
+                    let at = draw(mutated.len() * 8);
+                    mutated[at / 8] ^= 1 << (at % 8);
+                }
+                1 => mutated.truncate(1 + draw(mutated.len())),
+                _ => {
+                    let at = draw(mutated.len());
+                    mutated[at] = draw(256) as u8;
+                }
+            }
+        }
+        let mut raw = Raw::lane(&pair.owner);
+        raw.send(&mutated);
+        raw.0.shutdown(std::net::Shutdown::Write).ok();
+        assert!(raw.is_closed());
+        while pair.owner.try_notification().is_some() {}
+    }
+    pair.still_works();
+}
+
+#[test]
+fn a_peer_that_asks_and_never_takes_the_answers_is_not_read_any_further() {
+    let pair = bare_pair(1 << 20);
+    let (region, key) = key_of(&pair.owner, "kv");
+    let request = blocks(region, key, 1 << 20, 1, &[0]);
+    let reads: Vec<u8> = (0..100_000).flat_map(|id| frame(READ, id, &request)).collect();
+    let pings = frame(PING, 1, &[]).repeat(100_000);
+    for crowd in [reads, pings] {
+        let mut raw = Raw::lane(&pair.owner);
+        raw.0.set_nonblocking(true).unwrap();
+        // The kernel's buffers and the owner's queue take some; they do not take 256 MiB.
+        let (mut taken, mut stuck) = (0usize, 0);
+        while stuck < 100 {
+            assert!(taken < 256 << 20, "the owner reads and reads");
+            match raw.0.write(&crowd[taken % crowd.len()..]) {
+                Ok(count) => (taken, stuck) = (taken + count, 0),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    pair.still_works(); // takes a moment, and shows that others are served
+                    stuck += 1;
+                }
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+    pair.still_works();
+}
+
+#[test]
+fn unfinished_requests_of_one_peer_are_bounded_over_all_its_lanes() {
+    const LANES: usize = 60;
+    let pair = bare_pair(4096);
+    let mut part = vec![READ, 0, 0, 0];
+    part.put_u32(2 << 20);
+    part.put_u64(1);
+    part.resize(2 << 20, 0); // all of it but the last bytes
+    let mut crowd: Vec<_> = (0..LANES).map(|_| Raw::lane(&pair.owner)).collect();
+    for raw in &mut crowd {
+        raw.send(&part);
+    }
+    let begun = std::time::Instant::now();
+    pair.still_works();
+    assert!(begun.elapsed() < std::time::Duration::from_secs(1), "another reader is served meanwhile");
+    // 64 MiB for one peer: at most 32 of them.
+    at_most_are_open(&crowd, 32);
+    pair.still_works();
+}
+
+#[test]
+fn descriptions_of_writes_whose_bytes_never_come_count_into_the_memory_of_their_peer() {
+    const LANES: usize = 60;
+    const BLOCKS: u32 = 500_000;
+    let pair = bare_pair(1 << 20);
+    let (region, key) = key_of(&pair.owner, "kv");
+    let indices: Vec<u32> = (0..BLOCKS).rev().collect();
+    let write = frame(WRITE, 1, &blocks(region, key, 1, BLOCKS, &indices));
+    let mut crowd: Vec<_> = (0..LANES).map(|_| Raw::lane(&pair.owner)).collect();
+    for raw in &mut crowd {
+        raw.send(&write);
+    }
+    // 64 MiB for one peer, in steps of 64 KiB: at most 34 of them.
+    at_most_are_open(&crowd, 34);
+    pair.still_works();
+}
+
+#[test]
+fn a_flood_of_connections_that_prove_nothing_keeps_nobody_waiting() {
+    let pair = Pair::new(4096);
+    let address = address_of(&pair.owner);
+    let flooding = std::sync::atomic::AtomicBool::new(true);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut crowd = std::collections::VecDeque::new();
+            while flooding.load(std::sync::atomic::Ordering::Relaxed) {
+                if let Ok(stream) = std::net::TcpStream::connect(address) {
+                    crowd.push_back(Raw::of(stream));
+                }
+                if crowd.len() > 700 {
+                    crowd.pop_front();
+                }
+            }
+        });
+        let begun = std::time::Instant::now();
+        let mut longest = std::time::Duration::ZERO;
+        while begun.elapsed() < std::time::Duration::from_secs(3) {
+            let at = std::time::Instant::now();
+            let late = agent("late");
+            let ready = late.connect(pair.owner.metadata().unwrap()).unwrap().ready(CUT_OFF).wait(CUT_OFF);
+            longest = longest.max(at.elapsed());
+            late.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+            if ready.is_err() {
+                flooding.store(false, std::sync::atomic::Ordering::Relaxed);
+            }
+            ready.unwrap();
+        }
+        flooding.store(false, std::sync::atomic::Ordering::Relaxed);
+        assert!(longest < std::time::Duration::from_secs(1), "another reader waited {longest:?}");
+    });
+    pair.still_works();
+}
+
+#[test]
+fn a_cancel_overtakes_the_payload_and_even_the_request() {
+    let pair = bare_pair(4096);
+    let (region, key) = key_of(&pair.owner, "kv");
+    let link = fresh();
+    let (mut small, mut bulk) = (Raw::lane_of(&pair.owner, link, 0), Raw::lane_of(&pair.owner, link, 1));
+    let request = blocks(region, key, 64, 64, &[0]);
+    // In the middle of a payload: what came has been written, what comes is not.
+    bulk.send(&frame(WRITE, 1, &request));
+    bulk.send(&frame(DATA, 1, &[1; 64])[..16 + 10]);
+    while Pair::all(&pair.theirs)[9] != 1 {
+        std::thread::yield_now();
+    }
+    small.send(&frame(CANCEL, 1, &[1]));
+    assert_eq!(bulk.answer(1), Err(CANCELLED));
+    bulk.send(&[1; 54]);
+    bulk.send(&frame(STOP, 1, &[]));
+    // Before the request.
+    small.send(&frame(CANCEL, 7, &[1]));
+    small.send(&frame(PING, 0, &[]));
+    assert_eq!(small.frame().unwrap().0, ALIVE);
+    bulk.send(&frame(WRITE, 7, &request));
+    bulk.send(&frame(DATA, 7, &[2; 64]));
+    assert_eq!(bulk.answer(7), Err(CANCELLED));
+    // After its end, and for lanes and links that are not there: nothing happens.
+    small.send(&[frame(CANCEL, 7, &[1]), frame(CANCEL, 7, &[9])].concat());
+    Raw::lane_of(&pair.owner, fresh(), 0).send(&frame(CANCEL, 8, &[1]));
+    bulk.send(&frame(READ, 8, &blocks(region, key, 64, 64, &[1])));
+    assert_eq!(bulk.answer(8).unwrap(), pair.bytes[64..128]);
+    let now = Pair::all(&pair.theirs);
+    assert_eq!(now[..10], [1; 10]);
+    assert!(now[10..] == pair.bytes[10..]);
+    // Not without bound.
+    for id in 100..5000 {
+        small.send(&frame(CANCEL, id, &[1]));
+    }
+    assert!(bulk.is_closed());
+    pair.still_works();
+}
+
+#[test]
+fn a_lane_that_comes_twice_costs_the_second_connection() {
+    let pair = bare_pair(4096);
+    let link = fresh();
+    let mut first = Raw::lane_of(&pair.owner, link, 1);
+    assert!(Raw::lane_of(&pair.owner, link, 1).is_closed());
+    first.send(&frame(PING, 0, &[]));
+    assert_eq!(first.frame().unwrap().0, ALIVE);
+}
+
+#[test]
+fn too_many_notifications_at_once_cost_a_connection() {
+    let owner = bare_builder("owner").notifications(1, 64 << 10).build(&tcp_pair::registry()).unwrap();
+    let pair = Pair::of(owner, agent("reader"), 4096);
+    let mut raw = Raw::lane(&pair.owner);
+    for id in 0..1000 {
+        raw.send(&frame(NOTIFY, id, b"again"));
+    }
+    assert!(raw.is_closed());
+    pair.still_works();
+}
+
+#[test]
+fn notifications_that_wait_for_room_count_into_the_memory_of_their_peer() {
+    const LANES: usize = 80;
+    let owner = bare_builder("owner").notifications(1, 64 << 10).build(&tcp_pair::registry()).unwrap();
+    let pair = Pair::of(owner, agent("reader"), 4096);
+    // Each lane parks as much as its window allows: 1 MiB.
+    let notice = vec![7; 64 << 10];
+    let window: Vec<_> = (0..16).flat_map(|id| frame(NOTIFY, id, &notice)).collect();
+    let mut crowd: Vec<_> = (0..LANES).map(|_| Raw::lane(&pair.owner)).collect();
+    for raw in &mut crowd {
+        raw.send(&window);
+    }
+    pair.still_works();
+    // 64 MiB for one peer: at most 64 of them.
+    at_most_are_open(&crowd, 64);
+    pair.still_works();
+}
+
+/// Waits until the owner has ended all connections of the crowd but so many.
+fn at_most_are_open(crowd: &[Raw], most: usize) {
+    let is_open = |raw: &Raw| {
+        raw.0.set_nonblocking(true).unwrap();
+        let mut byte = [0];
+        match raw.0.peek(&mut byte) {
+            Ok(count) => count > 0, // what was said before the end stands before it
+            Err(error) => error.kind() == ErrorKind::WouldBlock,
+        }
+    };
+    let until = std::time::Instant::now() + CUT_OFF;
+    loop {
+        let open = crowd.iter().filter(|raw| is_open(raw)).count();
+        if open <= most {
+            return;
+        }
+        assert!(std::time::Instant::now() < until, "{open} connections are open");
+        std::thread::yield_now();
+    }
+}
+
+/// A reader that is connected to whatever `owner` does after the handshakes of all lanes.
+fn with_owner<T>(owner: impl FnOnce(Vec<Raw>) + Send, reader: impl FnOnce(&Pair) -> T) -> T {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let advertising = agent_with("owner", &format!(r#"{{"tcp": {{"advertise": "{address}"}}}}"#), None);
+    let invitation = invitation_of(&advertising);
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let lanes = (0..3).map(|_| {
+                let mut lane = Raw::of(listener.accept().unwrap().0);
+                lane.welcome(&invitation);
+                lane
+            });
+            owner(lanes.collect());
+        });
+        reader(&Pair::of(advertising, bare("reader"), 256 << 10))
+    })
+}
+
+fn read_one(pair: &Pair) -> kvx_core::Result<kvx_core::Report> {
+    pair.peer.post(&pair.read(Grid::packed(1024, 4), vec![0], vec![2])).unwrap().wait(CUT_OFF)
+}
+
+#[test]
+fn an_owner_that_answers_wrongly_is_dropped_and_writes_nowhere_else() {
+    let answers: [fn(u64) -> Vec<u8>; 7] = [
+        |id| frame(DATA, id, &[7; 1025]),           // more than asked
+        |id| frame(DATA, id + 1, &[7; 1024]),       // nobody asked
+        |id| frame(DATA, id | 1 << 40, &[7; 1024]), // an id of old
+        |id| [frame(DATA, id, &[7; 1000]), frame(END, id, &[])].concat(), // less than asked
+        |id| [frame(DATA, id, &[7; 1024]), frame(DATA, id, &[7; 1])].concat(), // one too many
+        |id| frame(READ, id, &[]),                  // an initiator's word
+        |id| frame(END, id, &[0xff; 1000]),         // no sentence
+    ];
+    for (case, answer) in answers.into_iter().enumerate() {
+        let owner = move |mut lanes: Vec<Raw>| {
+            let (kind, id, _) = lanes[0].frame().unwrap();
+            assert_eq!(kind, READ);
+            lanes[0].send(&answer(id));
+            assert!(lanes.iter_mut().all(Raw::is_closed));
+        };
+        with_owner(owner, |pair| {
+            let error = read_one(pair).unwrap_err();
+            assert_eq!(error.kind(), Kind::Malformed, "case {case}: {error}");
+            let got = Pair::all(&pair.ours);
+            assert!(got[..2048].iter().chain(&got[3072..]).all(|byte| *byte == 0), "case {case}");
+            let good = agent("good");
+            pair.reader.connect(good.metadata().unwrap()).unwrap().ready(CUT_OFF).wait(CUT_OFF).unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_refusal_reaches_the_initiator_with_its_kind_and_the_link_lives_on() {
+    let owner = |mut lanes: Vec<Raw>| {
+        let (_, id, _) = lanes[0].frame().unwrap();
+        lanes[0].send(&frame(END, id, b"\x03\x0a\0\0\0taken\nback"));
+        let (_, id, _) = lanes[0].frame().unwrap();
+        lanes[0].send(&[frame(DATA, id, &[7; 1024]), frame(END, id, &[])].concat());
+        assert!(lanes.iter_mut().all(Raw::is_closed));
+    };
+    with_owner(owner, |pair| {
+        let error = read_one(pair).unwrap_err();
+        assert_eq!((error.kind(), error.sentence()), (Kind::Revoked, "taken back"));
+        assert_eq!((error.failed_backend(), error.failed_peer()), (Some("TCP"), Some("owner")));
+        read_one(pair).unwrap();
+        pair.reader.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    });
+}
+
+#[test]
+fn nothing_begins_while_a_cancelled_write_may_be_on_its_way() {
+    let (seen, wait_until_seen) = channel();
+    let (posted, wait_until_posted) = channel();
+    let owner = move |mut lanes: Vec<Raw>| {
+        let (bulk, id) = loop {
+            match (1..3).find_map(|lane| lanes[lane].peeked(WRITE).map(|id| (lane, id))) {
+                Some(found) => break found,
+                None => std::thread::yield_now(),
+            }
+        };
+        seen.send(()).unwrap();
+        let (kind, cancelled, lane) = lanes[0].frame().unwrap();
+        assert_eq!((kind, cancelled, usize::from(lane[0])), (CANCEL, id, bulk));
+        wait_until_posted.recv().unwrap();
+        for _ in 0..1000 {
+            assert!(lanes[0].peeked(READ).is_none(), "it begins before the cancelled write has ended");
+            std::thread::yield_now();
+        }
+        lanes[bulk].send(&frame(END, id, &[CANCELLED, 0, 0, 0, 0]));
+        // It asks whether we live, if that took long.
+        let (kind, id) = std::iter::from_fn(|| lanes[0].frame())
+            .map(|(kind, id, _)| (kind, id))
+            .find(|(kind, _)| *kind != PING)
+            .unwrap();
+        assert_eq!(kind, READ);
+        lanes[0].send(&[frame(DATA, id, &[7; 1024]), frame(END, id, &[])].concat());
+        assert!(lanes.iter_mut().all(Raw::is_closed));
+    };
+    with_owner(owner, |pair| {
+        let all: Vec<u32> = (0..256).collect();
+        let write = pair.peer.post(&pair.write(Grid::packed(1024, 256), all.clone(), all)).unwrap();
+        let settled = write.settled();
+        wait_until_seen.recv_timeout(CUT_OFF).unwrap();
+        write.cancel();
+        settled.wait(CUT_OFF).unwrap();
+        let read = pair.peer.post(&pair.read(Grid::packed(1024, 4), vec![0], vec![2])).unwrap();
+        posted.send(()).unwrap();
+        read.wait(CUT_OFF).unwrap();
+        pair.reader.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
+    });
+}

@@ -1,0 +1,124 @@
+//! An agent whose process was stopped finds its links as they were: it was away, not its peers.
+
+use std::net::TcpListener;
+use std::time::Duration;
+
+use crate::ends::child::{self, Line, Other};
+use crate::tcp_pair::raw::{BARE, Raw, invitation_of};
+use crate::tcp_pair::{CUT_OFF, agent_with, registry};
+use kvx_core::{Agent, Grid, Kind, Memory, Options, Peer, Plan, Result};
+use kvx_testkit::test;
+
+/// How long the children let a peer be silent.
+const PATIENCE: Duration = Duration::from_secs(3);
+/// For what waits until the child goes on: it does not end by itself.
+const HELD: Duration = Duration::from_secs(30);
+
+/// A child has its role in this variable.
+const ROLE: &str = "KVX_TCP_TEST_ROLE";
+
+/// Plays a role and ends the process, if it was started for that.
+pub(crate) fn play_if_asked() {
+    if let Some((role, line)) = child::role(ROLE) {
+        play(&role, line);
+        std::process::exit(0);
+    }
+}
+
+/// Connects to the parent, and says how that went.
+fn play(role: &str, mut line: Line) {
+    let options = if role == "connects" { BARE } else { "{}" }; // to an owner that is played by hand
+    let options = Options::parse(options).unwrap();
+    let own = Agent::builder(role).options(options).peer_timeout(PATIENCE).build(&registry()).unwrap();
+    if role == "owns" {
+        let _pool = own.register("kv", Memory::owned(vec![0; 4096])).unwrap();
+        line.say(&own.metadata().unwrap());
+        line.hear();
+        return;
+    }
+    let peer = own.connect(line.hear().unwrap()).unwrap();
+    let ready = peer.ready(HELD).wait(HELD);
+    if role == "waits" {
+        ready.unwrap();
+        waits(&peer, &mut line);
+    } else {
+        line.say(told(ready).as_bytes());
+    }
+    line.hear();
+}
+
+/// Waits for the parent to take notifications: all but one of them are acknowledged when it does.
+fn waits(peer: &Peer, line: &mut Line) {
+    let mut sent: Vec<_> = (0..5u8).map(|number| peer.notify([number], HELD)).collect();
+    sent.remove(0).wait(HELD).unwrap();
+    line.say(b"waiting");
+    let all = sent.into_iter().try_for_each(|acknowledged| acknowledged.wait(HELD));
+    line.say(told(all).as_bytes());
+}
+
+fn told(result: Result<()>) -> String {
+    result.map_or_else(|error| error.to_string(), |()| "ok".into())
+}
+
+/// Time passes, of which nothing happens for `owner`.
+fn pass(owner: &Agent, time: Duration) {
+    assert_eq!(owner.expect(b"never sent", 1, time).wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
+}
+
+#[test]
+fn a_peer_is_not_lost_by_who_was_stopped_himself() {
+    let owner = Agent::builder("owner").notifications(1, 64 << 10).build(&registry()).unwrap();
+    let mut other = Other::start(ROLE, "waits");
+    other.say(&owner.metadata().unwrap());
+    assert_eq!(other.hear(), b"waiting");
+    other.stop();
+    pass(&owner, PATIENCE * 2);
+    other.go_on();
+    // It looks at its peer before it has another answer.
+    pass(&owner, PATIENCE);
+    for _ in 0..5 {
+        owner.notification(CUT_OFF).join().unwrap();
+    }
+    assert_eq!(String::from_utf8(other.hear()).unwrap(), "ok");
+}
+
+#[test]
+fn a_stopped_peer_is_lost_also_by_who_gives_one_write_after_the_other_up() {
+    let timeout = Duration::from_millis(800);
+    let reader = Agent::builder("reader").peer_timeout(timeout).build(&registry()).unwrap();
+    let ours = reader.register("ours", Memory::owned(vec![1; 4096])).unwrap();
+    let mut other = Other::start(ROLE, "owns");
+    let peer = reader.connect(other.hear()).unwrap();
+    let grid = Grid::packed(64, 4);
+    let theirs = peer.region("kv").unwrap().grid(grid).unwrap();
+    let plan = Plan::write(ours.grid(grid).unwrap().blocks([0]), theirs.blocks([1])).unwrap();
+    let write = |deadline: Duration| peer.transfer(&plan).deadline(deadline).post()?.wait(CUT_OFF);
+    write(CUT_OFF).unwrap();
+    other.stop();
+    // Each deadline is shorter than the peer may be silent, and nothing is in flight between two writes.
+    let mut kinds = (0..30).map(|_| write(timeout / 4).unwrap_err().kind());
+    let other_kind = kinds.find(|kind| *kind != Kind::TimedOut);
+    assert_eq!(other_kind, Some(Kind::PeerLost), "none: 30 writes have timed out one after the other");
+    assert_eq!(peer.loss(CUT_OFF).join().unwrap().kind(), Kind::PeerLost);
+    other.go_on();
+}
+
+#[test]
+fn an_answer_to_a_handshake_counts_that_came_while_the_asker_was_stopped() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let advertised = format!(r#"{{"tcp": {{"advertise": "{}"}}}}"#, listener.local_addr().unwrap());
+    let owner = agent_with("owner", &advertised, None);
+    let mut other = Other::start(ROLE, "connects");
+    other.say(&owner.metadata().unwrap());
+    let accept = || Raw::of(listener.accept().unwrap().0);
+    let mut small = accept();
+    let invitation = invitation_of(&owner);
+    assert_eq!(small.welcome(&invitation), 0);
+    let mut bulk = [accept(), accept()];
+    bulk[0].welcome(&invitation);
+    // All that its last lane waits for is the answer.
+    bulk[1].welcome_when(&invitation, || other.stop());
+    pass(&owner, PATIENCE * 2);
+    other.go_on();
+    assert_eq!(String::from_utf8(other.hear()).unwrap(), "ok");
+}

@@ -1,0 +1,17 @@
+//! The integration tests of the conformance suite: it says what the contract says, and catches what breaks it.
+
+mod catches;
+mod contract;
+
+use std::process::ExitCode;
+
+use kvx_testkit::{harness_main_with, serve_if_asked};
+
+/// Tests at a time: broken clauses mostly wait, but unbroken ones measure time.
+const AT_A_TIME: usize = 3;
+
+fn main() -> ExitCode {
+    serve_if_asked(catches::registry);
+    catches::run_if_asked();
+    harness_main_with(catches::trials(), AT_A_TIME)
+}

@@ -47,7 +47,7 @@ fn compile() -> Option<OnHost> {
     compile.args(["-std=c++17", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-Wno-unknown-pragmas"]);
     // A unit wider than an address is aligned to, which this processor would let pass, ends the test.
     compile.args(["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]);
-    compile.arg("-I").arg(root.join("src/kernels")).arg(root.join("tests/kernels/on_host.cpp"));
+    compile.arg("-I").arg(root.join("src/kernels")).arg(root.join("tests/it/kernels/on_host.cpp"));
     let mut compiler = compile.arg("-o").arg(&library).spawn().ok()?;
     kvx_testkit::kill_after(&compiler, LIMIT);
     let status = compiler.wait().expect("it is our child");

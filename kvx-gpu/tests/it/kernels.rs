@@ -6,6 +6,7 @@ use kvx_core::Kind;
 use kvx_core::memory::Hop;
 use kvx_gpu::kernels::reference::{self, PlacedBlocks};
 use kvx_gpu::kernels::{BlocksIn, DeviceGrid, ENTRIES, Launch, PTX, SOURCE, Swap, encode_grids, encode_hops};
+use kvx_testkit::test;
 use proptest::prelude::*;
 
 use on_host::{OnHost, compiled};
@@ -327,8 +328,20 @@ fn grid_sets() -> impl Strategy<Value = (Vec<DeviceGrid>, Vec<u32>, usize)> {
     })
 }
 
+fn many_cases() -> ProptestConfig {
+    ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() }
+}
+
+#[test]
+fn kernels_and_reference_agree_on_any_grid_set() {
+    let Some(on_host) = compiled("kernels_and_reference_agree_on_any_grid_set") else { return };
+    proptest!(many_cases(), |((grids, indices, len) in grid_sets(), beyond in 0_usize..16)| {
+        compare_over_grids(on_host, &grids, &indices, len, beyond);
+    });
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(many_cases())]
 
     #[test]
     fn what_is_gathered_is_scattered_to_where_it_was((grids, indices, len) in grid_sets(), seed: u64) {
@@ -346,13 +359,6 @@ proptest! {
             expected[block.clone()].copy_from_slice(&content[block]);
         }
         prop_assert_eq!(target, expected);
-    }
-
-    #[test]
-    fn kernels_and_reference_agree_on_any_grid_set((grids, indices, len) in grid_sets(), beyond in 0_usize..16) {
-        if let Some(on_host) = compiled("kernels_and_reference_agree_on_any_grid_set") {
-            compare_over_grids(on_host, &grids, &indices, len, beyond);
-        }
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! Streams and events: order, lateness, and memory that is freed too early.
 
+use kvx_testkit::test;
+
 use crate::cuda::{Cuda, Handle};
 use crate::symbols::call;
 use crate::wait_for;

@@ -4,6 +4,8 @@ use std::fs::File;
 use std::os::fd::FromRawFd as _;
 use std::os::unix::fs::FileExt as _;
 
+use kvx_testkit::test;
+
 use crate::cuda::{Cuda, Handle};
 use crate::symbols::call;
 

@@ -1,63 +1,45 @@
 //! Memory of other processes, and which devices a process sees. The other process is this program again.
 
-use std::io::{BufRead as _, BufReader, Write as _};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::io::Write as _;
 use std::time::Duration;
+
+use kvx_testkit::{Child, test};
 
 use crate::cuda::{Cuda, Handle};
 use crate::symbols::{Opened, call};
 
-/// Says to this program what it is to be: the name of a test below.
+/// Tells this program which role to play: `owner` or `seer`.
 const ROLE: &str = "KVX_STAND_IN_TEST_ROLE";
 
-/// The other process is killed after it.
+/// How long the other process may take for an answer.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// Another process, which does what its lines say.
-struct Other {
-    child: Child,
-    to: ChildStdin,
-    from: BufReader<ChildStdout>,
+/// Plays the other process of a test and ends, if this process was started for that.
+pub(crate) fn play_if_asked() {
+    match std::env::var(ROLE).as_deref() {
+        Err(_) => return,
+        Ok("owner") => owner(),
+        Ok("seer") => seer(),
+        Ok(other) => panic!("there is no role {other}"),
+    }
+    std::process::exit(0);
 }
 
-impl Other {
-    fn start(role: &str, variables: &[(&str, &str)]) -> Self {
-        let program = std::env::current_exe().expect("a program has a path");
-        let mut command = Command::new(program);
-        command.args(["--exact", &format!("processes::{role}"), "--nocapture", "--test-threads=1"]);
-        command.env(ROLE, role).envs(variables.iter().copied());
-        command.stdin(Stdio::piped()).stdout(Stdio::piped());
-        let mut child = command.spawn().expect("this program starts");
-        kvx_testkit::kill_after(&child, LIMIT);
-        let (to, from) = (child.stdin.take().expect("piped"), child.stdout.take().expect("piped"));
-        Other { child, to, from: BufReader::new(from) }
-    }
-
-    /// Its next answer: a line that begins with `=`, as the test harness prints lines of its own.
-    fn answer(&mut self) -> String {
-        loop {
-            let mut line = String::new();
-            assert_ne!(self.from.read_line(&mut line).expect("it writes lines"), 0, "it has ended");
-            if let Some((_, answer)) = line.trim_end().split_once('=') {
-                return answer.to_owned();
-            }
-        }
-    }
-
-    fn say(&mut self, line: &str) {
-        writeln!(self.to, "{line}").expect("it reads lines");
-    }
+/// Starts another process with these variables.
+fn start(role: &str, variables: &[(&str, &str)]) -> Child {
+    let mut variables: Vec<_> = variables.iter().map(|(name, value)| (*name, (*value).to_owned())).collect();
+    variables.push((ROLE, role.to_owned()));
+    Child::start_self_with(&variables).expect("this program starts")
 }
 
-impl Drop for Other {
-    fn drop(&mut self) {
-        _ = self.child.kill();
-        _ = self.child.wait();
-    }
+fn answer(other: &Child) -> String {
+    other.hear(LIMIT).expect("it answers")
 }
 
-fn is(role: &str) -> bool {
-    std::env::var(ROLE).is_ok_and(|given| given == role)
+/// Answers the process that has started this one.
+fn say(line: &str) {
+    println!("{line}");
+    std::io::stdout().flush().expect("the other process listens");
 }
 
 fn next_line() -> Option<String> {
@@ -76,11 +58,7 @@ fn unhex(text: &str) -> Vec<u8> {
 }
 
 /// Shares memory, tells what is in it, frees it.
-#[test]
 fn owner() {
-    if !is("owner") {
-        return;
-    }
     let cuda = Cuda::new();
     let memory = cuda.with(b"kvx kvx ");
     let mut handle = [0_u8; 64];
@@ -91,11 +69,11 @@ fn owner() {
     let own =
         call!(cuda.library, cuIpcOpenMemHandle_v2(&mut opened => *mut u64, bytes => [u64; 8], 1 => u32));
     assert_eq!(own, 201, "memory of this process");
-    println!("={}", hex(&handle));
+    say(&hex(&handle));
     while let Some(line) = next_line() {
         match line.as_str() {
-            "show" => println!("={}", hex(&cuda.download(memory, 8))),
-            "free" => println!("={}", cuda.free(memory)),
+            "show" => say(&hex(&cuda.download(memory, 8))),
+            "free" => say(&cuda.free(memory).to_string()),
             _ => break,
         }
     }
@@ -122,29 +100,29 @@ fn close(cuda: &Cuda, address: u64) -> i32 {
 #[test]
 fn memory_of_another_process_is_the_same_memory() {
     let cuda = Cuda::new();
-    let mut owner = Other::start("owner", &[]);
-    let handle = unhex(&owner.answer());
+    let mut owner = start("owner", &[]);
+    let handle = unhex(&answer(&owner));
     let memory = open(&cuda, &handle).expect("it is shared");
     assert_eq!(cuda.download(memory, 8), b"kvx kvx ");
     assert_eq!(cuda.upload(memory, b"seen"), 0);
-    owner.say("show");
-    assert_eq!(unhex(&owner.answer()), b"seenkvx ");
+    owner.say("show").expect("it reads lines");
+    assert_eq!(unhex(&answer(&owner)), b"seenkvx ");
     assert_eq!(open(&cuda, &handle), Err(208), "opened twice");
     assert_eq!(cuda.free(memory), 1, "not this process's to free");
     assert_eq!(close(&cuda, memory), 0);
     assert_eq!(close(&cuda, memory), 1);
     let memory = open(&cuda, &handle).expect("it is shared still");
     assert_eq!(close(&cuda, memory), 0);
-    owner.say("free");
-    assert_eq!(owner.answer(), "0");
+    owner.say("free").expect("it reads lines");
+    assert_eq!(answer(&owner), "0");
     assert_eq!(open(&cuda, &handle), Err(1), "freed");
 }
 
 #[test]
 fn memory_of_a_dead_process_does_not_open() {
     let cuda = Cuda::new();
-    let mut owner = Other::start("owner", &[]);
-    let handle = unhex(&owner.answer());
+    let owner = start("owner", &[]);
+    let handle = unhex(&answer(&owner));
     let memory = open(&cuda, &handle).expect("it is shared");
     assert_eq!(close(&cuda, memory), 0);
     drop(owner);
@@ -153,14 +131,10 @@ fn memory_of_a_dead_process_does_not_open() {
 }
 
 /// Tells the devices that it sees.
-#[test]
 fn seer() {
-    if !is("seer") {
-        return;
-    }
     let library = Opened::by_path();
     if call!(library, cuInit(0 => u32)) != 0 {
-        println!("=none");
+        say("none");
         return;
     }
     let mut count = 0;
@@ -177,7 +151,7 @@ fn seer() {
         assert_eq!(call!(library, cuDevicePrimaryCtxRetain(&mut context => *mut Handle, ordinal => i32)), 0);
         format!("{}@{}", uuid[15], String::from_utf8_lossy(&bus[..12]))
     };
-    println!("={}", (0..count).map(uuid).collect::<Vec<_>>().join(" "));
+    say(&(0..count).map(uuid).collect::<Vec<_>>().join(" "));
 }
 
 #[test]
@@ -193,6 +167,6 @@ fn a_process_sees_the_devices_that_it_is_told() {
         (&[("KVX_STAND_IN", "devices 0")], "none"),
         (&[("KVX_STAND_IN", "fail cuInit 803 always")], "none"),
     ] {
-        assert_eq!(Other::start("seer", variables).answer(), seen, "{variables:?}");
+        assert_eq!(answer(&start("seer", variables)), seen, "{variables:?}");
     }
 }

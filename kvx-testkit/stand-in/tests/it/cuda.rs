@@ -5,6 +5,7 @@ use kvx_gpu::kernels::{
     BlocksIn, DeviceGrid, Launch, PTX, Swap, THREADS, encode_grids, encode_hops, reference,
 };
 use kvx_stand_in::Control;
+use kvx_testkit::test;
 
 use crate::symbols::{Opened, call};
 use crate::wait_for;

@@ -3,6 +3,7 @@
 use kvx_core::memory::Hop;
 use kvx_gpu::kernels::{Launch, SOURCE, THREADS, encode_hops};
 use kvx_stand_in::Control;
+use kvx_testkit::test;
 
 use crate::symbols::{Opened, call};
 

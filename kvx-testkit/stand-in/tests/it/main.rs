@@ -7,7 +7,13 @@ mod processes;
 mod streams;
 mod symbols;
 
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
+
+fn main() -> ExitCode {
+    processes::play_if_asked();
+    kvx_testkit::harness_main([])
+}
 
 /// Calls `done` until it says so.
 fn wait_for(what: &str, mut done: impl FnMut() -> bool) {

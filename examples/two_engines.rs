@@ -230,8 +230,8 @@ impl Drop for Server {
     }
 }
 
-/// What the program is told to do. (A test does it with devices, too.)
-pub(crate) fn main() -> Result {
+/// What the program is told to do.
+fn main() -> Result {
     let arguments: Vec<_> = std::env::args().skip(1).collect();
     let device = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [role @ ("prefill" | "decode"), device] => return serve(role, device),

@@ -59,6 +59,8 @@ const SOURCE: u64 = 2;
 /// A transfer that ended too late or in a way that the contract does not have, a wrong byte, memory that does not
 /// come back, or a next transfer that does not work.
 pub fn fault(setup: &Setup, trouble: Trouble, moment: Moment, deadline: Duration) -> Result<Ended, Failure> {
+    // Its threads begin here, before there may be no memory for their stacks.
+    drop(Stopwatch::start()?);
     let mut scene = Scene::new(setup, trouble, deadline)?;
     let op = if moment == Moment::Writing { Op::Write } else { Op::Read };
     let metadata = scene.metadata()?;

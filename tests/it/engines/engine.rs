@@ -1,0 +1,504 @@
+//! The engine in a process of its own: pools, a free list, and the connector; no model.
+
+use std::collections::HashMap;
+use std::io::{BufRead as _, Write as _};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx::config::{KvTransferConfig, Surroundings};
+use kvx::connector::engine::{BlockLists, RequestId, Then};
+use kvx::connector::params::TransferParams;
+use kvx::connector::runtime::{Connector, Decode, Fetch, Held, Lease, LoadError, Prefill, Released};
+use kvx::connector::wire::CompatibilityFactors;
+use kvx::{Error, Kind, MemoryKind, Result};
+use kvx_testkit::{Holdings, HungPage, TestDevice};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::engines::checking::{Checks, Expected};
+use crate::engines::log::Log;
+use crate::engines::model::{RankMemory, Shape};
+use crate::engines::queue::{self, Queue};
+use crate::engines::{amid, apart};
+
+/// What an engine is.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Spec {
+    pub(crate) id: String,
+    pub(crate) shape: Shape,
+    /// Empty: none are named.
+    pub(crate) backends: Vec<String>,
+    /// 0: any.
+    pub(crate) port: u16,
+    /// Its rank among those of the same name.
+    pub(crate) data_parallel: u32,
+    /// Fields of the configuration beside these.
+    pub(crate) config: Value,
+    /// Keys of `kv_connector_extra_config`.
+    pub(crate) extra: Value,
+    /// Its pools lie on a device, and peers see copies of them on the host.
+    pub(crate) on_device: bool,
+    /// Its ranks are processes of their own.
+    pub(crate) apart: bool,
+    /// Variables of its process's environment.
+    pub(crate) variables: Vec<(String, String)>,
+}
+
+/// A line to an engine.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum Order {
+    /// Computes a prompt and publishes it. Answer: the parameters.
+    Prefill { request: String, prompt: u64, tokens: u32 },
+    /// Overwrites a byte of a prompt that is published, in the block at this place.
+    Spoil { request: String, block: usize },
+    /// Begins to load a prompt whose first blocks are cached here.
+    Decode { request: String, prompt: u64, tokens: u32, cached: u32, params: Value, within: Duration },
+    /// The same, and holds the check of its digests. Answer: whether it does.
+    Check { request: String, prompt: u64, tokens: u32, params: Value, within: Duration },
+    /// The same, and stops the process when some blocks have come and others have not. Answer, once it goes on: whether
+    /// it was stopped. `at_page`: who writes waits for a page meanwhile, which it must not ask the kernel to write to.
+    StopAmid { request: String, prompt: u64, tokens: u32, params: Value, within: Duration, at_page: bool },
+    /// No check is held any more.
+    LetGo,
+    /// The same request of the engine's queue: it has no blocks yet.
+    Arrive { request: String, prompt: u64, tokens: u32, params: Value, within: Duration },
+    /// Gives it blocks: its load begins, unless it is over already.
+    Admit { request: String },
+    /// The end of a load: waited for.
+    Outcome { request: String, patience: Duration },
+    /// Drops the load, or the lease.
+    Abort { request: String },
+    /// Computes a prompt in all blocks that nobody has.
+    Occupy { prompt: u64 },
+    /// Whether it is still there as it was computed.
+    IsUnchanged,
+    /// Gives its blocks back.
+    Vacate,
+    /// Blocks that nobody has.
+    Free,
+    /// What its process holds.
+    Holdings,
+    /// What it has logged.
+    Log,
+}
+
+/// A line from an engine.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) enum Answer {
+    /// It listens there; the processes of its ranks, if they have any.
+    Ready {
+        port: u16,
+        ranks: Vec<u32>,
+    },
+    Params(Value),
+    Done,
+    Held(bool),
+    Free(u32),
+    Holdings(Holdings),
+    Log(String),
+    Loaded {
+        tokens: u32,
+        took: Duration,
+    },
+    /// A load failed; whether it said that the engine computes the prompt itself, and which of its blocks, by their
+    /// places, do not hold it.
+    NotLoaded {
+        why: String,
+        recompute: bool,
+        invalid: Vec<usize>,
+        took: Duration,
+    },
+    /// Something that is no answer to the order, or bytes that are wrong.
+    Failed {
+        kind: String,
+        sentence: String,
+    },
+}
+
+/// A load under way.
+struct Load {
+    /// `None`: it is in the queue.
+    fetch: Option<Fetch>,
+    begun: Instant,
+    prompt: u64,
+    blocks: Vec<u32>,
+    cached: u32,
+    tokens: u32,
+}
+
+struct Engine {
+    connector: Connector,
+    shape: Shape,
+    ranks: Vec<RankMemory>,
+    /// They end with the engine.
+    processes: Vec<std::process::Child>,
+    free: Vec<u32>,
+    loads: HashMap<String, Load>,
+    /// Blocks that a peer may come for.
+    leases: Vec<(Lease, Vec<u32>)>,
+    /// Blocks that a failed load may still fill.
+    held: Vec<(Holder, Vec<u32>)>,
+    queue: Queue,
+    checks: Checks,
+    /// A prompt, and its blocks.
+    occupied: (u64, Vec<u32>),
+    log: Log,
+}
+
+/// Who says when blocks are free again.
+pub(crate) enum Holder {
+    Fetch(Held),
+    /// An outcome.
+    Queued(RequestId),
+}
+
+/// The end of a load that did not bring everything.
+pub(crate) struct Failed {
+    pub(crate) why: String,
+    pub(crate) then: Then,
+    pub(crate) invalid: Vec<u32>,
+    /// `None`: its blocks are free.
+    pub(crate) holder: Option<Holder>,
+}
+
+impl From<LoadError> for Failed {
+    fn from(error: LoadError) -> Self {
+        let LoadError { failure, then, invalid, held, .. } = error;
+        Failed { why: failure.to_string(), then, invalid, holder: Some(Holder::Fetch(held)) }
+    }
+}
+
+pub(crate) fn refused(why: impl ToString) -> Error {
+    Error::new(Kind::Invalid, why.to_string())
+}
+
+fn parsed(params: &Value) -> Result<TransferParams> {
+    TransferParams::from_value(params).map_err(refused)
+}
+
+/// Of what is waited for with blocks: what is not over yet. The blocks of the rest are free, or lost.
+fn swept<T>(
+    waiting: &mut Vec<(T, Vec<u32>)>,
+    free: &mut Vec<u32>,
+    mut poll: impl FnMut(T) -> std::result::Result<Released, T>,
+) {
+    for (one, blocks) in std::mem::take(waiting) {
+        match poll(one) {
+            Ok(Released::Free) => free.extend(blocks),
+            Ok(Released::Lost) => {}
+            Err(not_yet) => waiting.push((not_yet, blocks)),
+        }
+    }
+}
+
+impl Engine {
+    fn new(spec: &Spec, log: Log) -> Result<Self> {
+        let mut config = json!({
+            "kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": spec.id,
+            "kv_connector_extra_config": spec.extra,
+        });
+        for (key, value) in spec.config.as_object().into_iter().flatten() {
+            config[key] = value.clone();
+        }
+        if !spec.backends.is_empty() {
+            config["kv_connector_extra_config"]["backends"] = json!(spec.backends);
+        }
+        if spec.on_device {
+            config["kv_buffer_device"] = json!("cpu");
+        }
+        let mut surroundings = Surroundings::of_process().gpu(spec.on_device);
+        if spec.port > 0 {
+            for variable in ["VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT"] {
+                surroundings = surroundings.variable(variable, spec.port.to_string());
+            }
+        }
+        let config = KvTransferConfig::from_json(&config.to_string(), &surroundings)?;
+        let mut factors = CompatibilityFactors::from_config(&config, "a model of the tests");
+        (factors.num_kv_heads, factors.num_hidden_layers) =
+            (spec.shape.heads.unwrap_or(1), spec.shape.layers);
+        let builder = Connector::builder(&config, kvx::registry())
+            .model(factors)
+            .block_size(spec.shape.logical())
+            .data_parallel_rank(spec.data_parallel)
+            .workers(spec.shape.tp, spec.shape.pp);
+        let builder = if spec.port == 0 { builder.any_port() } else { builder };
+        let connector = builder.build_blocking()?;
+        let device = spec.on_device.then(|| TestDevice::new(MemoryKind::Cuda));
+        let register = |worker| {
+            let rank = RankMemory::new(&spec.shape, worker, device.as_ref())?;
+            let caches = rank.caches()?;
+            connector.rank(worker)?.register(caches, [Arc::clone(&rank.memory)])?;
+            Ok(rank)
+        };
+        let (ranks, processes, checks) = match spec.apart {
+            true => apart::start(&connector, &spec.shape)?,
+            false => {
+                let ranks = spec.shape.ranks().map(register).collect::<Result<_>>()?;
+                (ranks, Vec::new(), Checks::Here(None))
+            }
+        };
+        Ok(Engine {
+            connector,
+            shape: spec.shape.clone(),
+            ranks,
+            processes,
+            free: (0..spec.shape.blocks).rev().collect(),
+            loads: HashMap::new(),
+            leases: Vec::new(),
+            held: Vec::new(),
+            queue: Queue::default(),
+            checks,
+            occupied: (0, Vec::new()),
+            log,
+        })
+    }
+
+    fn sweep(&mut self) {
+        swept(&mut self.leases, &mut self.free, |lease| lease.wait(Duration::ZERO));
+        let (queue, connector) = (&mut self.queue, &self.connector);
+        swept(&mut self.held, &mut self.free, |holder| match holder {
+            Holder::Fetch(held) => held.wait(Duration::ZERO).map_err(Holder::Fetch),
+            Holder::Queued(request) => queue.released(connector, &request).ok_or(Holder::Queued(request)),
+        });
+    }
+
+    fn take(&mut self, tokens: u32) -> Result<Vec<u32>> {
+        self.sweep();
+        let count = tokens.div_ceil(self.shape.logical()) as usize;
+        match self.free.len().checked_sub(count) {
+            Some(rest) => Ok(self.free.split_off(rest)),
+            None => Err(Error::new(Kind::Exhausted, format!("{count} blocks, {} are free", self.free.len()))),
+        }
+    }
+
+    fn obey(&mut self, order: Order) -> Result<Answer> {
+        match order {
+            Order::Prefill { request, prompt, tokens } => {
+                let blocks = self.take(tokens)?;
+                for rank in &self.ranks {
+                    rank.poison(&blocks)?;
+                    rank.fill(prompt, &blocks, 0..tokens)?;
+                }
+                let lists = BlockLists::single(&blocks[..]);
+                match Prefill::new(&self.connector).publish(&*request, lists, tokens) {
+                    Ok((lease, params)) => {
+                        self.leases.push((lease, blocks));
+                        let params = params.to_value(self.connector.settings().dialect);
+                        Ok(Answer::Params(params.map_err(refused)?))
+                    }
+                    Err(error) => {
+                        self.free.extend(blocks);
+                        Err(error)
+                    }
+                }
+            }
+            Order::Spoil { request, block } => {
+                let mut published =
+                    self.leases.iter().filter(|(lease, _)| lease.request().as_str() == request);
+                let blocks = published.next().map(|(_, blocks)| &blocks[..]).unwrap_or_default();
+                let block = blocks.get(block).ok_or_else(|| refused("no such block is published"))?;
+                self.ranks.iter().try_for_each(|rank| rank.spoil(*block)).map(|()| Answer::Done)
+            }
+            Order::Decode { request, prompt, tokens, cached, params, within } => {
+                let params = parsed(&params)?;
+                let blocks = self.take(tokens)?;
+                for rank in &self.ranks {
+                    rank.poison(&blocks)?;
+                    rank.fill(prompt, &blocks, 0..(cached * self.shape.logical()).min(tokens))?;
+                }
+                let wanted = BlockLists::single(&blocks[cached as usize..]);
+                let begun = Instant::now();
+                let fetch = Some(Decode::new(&self.connector).fetch(&*request, &params, wanted, within));
+                self.loads.insert(request, Load { fetch, begun, prompt, blocks, cached, tokens });
+                Ok(Answer::Done)
+            }
+            Order::Check { request, prompt, tokens, params, within } => {
+                let params = parsed(&params)?;
+                let blocks = self.take(tokens)?;
+                // Not as a prefill has it where nothing was computed: so all that arrives is seen.
+                let all = 0..blocks.len() as u32 * self.shape.logical();
+                self.ranks.iter().try_for_each(|rank| rank.fill(u64::MAX, &blocks, all.clone()))?;
+                let expected = Expected { prompt, blocks: blocks.clone(), tokens };
+                let (connector, loads) = (&self.connector, &mut self.loads);
+                let held = self.checks.hold(&self.ranks[0], &expected, || {
+                    let (begun, wanted) = (Instant::now(), BlockLists::single(&blocks[..]));
+                    let fetch = Some(Decode::new(connector).fetch(&*request, &params, wanted, within));
+                    loads.insert(request, Load { fetch, begun, prompt, blocks, cached: 0, tokens });
+                    Ok(())
+                })?;
+                Ok(Answer::Held(held))
+            }
+            Order::StopAmid { request, prompt, tokens, params, within, at_page } => {
+                let params = parsed(&params)?;
+                let blocks = self.take(tokens)?;
+                let rank = &self.ranks[0];
+                rank.poison(&blocks)?;
+                let expected = rank.expected(prompt, &blocks, tokens)?;
+                let page =
+                    at_page.then(|| HungPage::of_file(&rank.memory, rank.last(&blocks))).transpose()?;
+                page.iter().try_for_each(HungPage::take_away)?;
+                let (begun, wanted) = (Instant::now(), BlockLists::single(&blocks[..]));
+                let fetch = Some(Decode::new(&self.connector).fetch(&*request, &params, wanted, within));
+                self.loads.insert(request, Load { fetch, begun, prompt, blocks, cached: 0, tokens });
+                let stopped = match page {
+                    Some(page) => amid::stop_at(page)?,
+                    None => amid::stop_between(rank, &expected)?,
+                };
+                Ok(Answer::Held(stopped))
+            }
+            Order::LetGo => {
+                self.checks.let_go();
+                Ok(Answer::Done)
+            }
+            Order::Arrive { request, prompt, tokens, params, within } => {
+                let begun = Instant::now();
+                queue::arrive(&self.connector, &(&*request).into(), tokens, &parsed(&params)?, within)?;
+                let (fetch, blocks, cached) = (None, Vec::new(), 0);
+                self.loads.insert(request, Load { fetch, begun, prompt, blocks, cached, tokens });
+                Ok(Answer::Done)
+            }
+            Order::Admit { request } => self.admit(&request).map(|()| Answer::Done),
+            Order::Outcome { request, patience } => self.outcome(&request, patience),
+            Order::Abort { request } => {
+                for (lease, blocks) in
+                    self.leases.extract_if(.., |(lease, _)| lease.request().as_str() == request)
+                {
+                    drop(lease);
+                    self.free.extend(blocks);
+                }
+                if let Some(Load { fetch, blocks, .. }) = self.loads.remove(&request) {
+                    let request: RequestId = request.into();
+                    match fetch {
+                        Some(fetch) => self.held.push((Holder::Fetch(fetch.cancel()), blocks)),
+                        None if queue::finish(&self.connector, &request) => {
+                            self.held.push((Holder::Queued(request), blocks));
+                        }
+                        None => self.free.extend(blocks),
+                    }
+                }
+                Ok(Answer::Done)
+            }
+            Order::Occupy { prompt } => {
+                self.sweep();
+                let blocks = std::mem::take(&mut self.free);
+                for rank in &self.ranks {
+                    rank.fill(prompt, &blocks, 0..blocks.len() as u32 * self.shape.logical())?;
+                }
+                self.occupied = (prompt, blocks);
+                Ok(Answer::Done)
+            }
+            Order::IsUnchanged => {
+                let (prompt, blocks) = &self.occupied;
+                let tokens = blocks.len() as u32 * self.shape.logical();
+                self.check(*prompt, blocks, tokens).map(|()| Answer::Done)
+            }
+            Order::Vacate => {
+                self.free.append(&mut self.occupied.1);
+                Ok(Answer::Done)
+            }
+            Order::Free => {
+                self.sweep();
+                Ok(Answer::Free(self.free.len() as u32))
+            }
+            Order::Holdings => Holdings::of_this_process().map(Answer::Holdings).map_err(refused),
+            Order::Log => Ok(Answer::Log(self.log.text())),
+        }
+    }
+
+    fn admit(&mut self, request: &str) -> Result<()> {
+        let id: RequestId = request.into();
+        let tokens = self.loads.get(request).map_or(0, |load| load.tokens);
+        let blocks = self.take(tokens)?;
+        for rank in &self.ranks {
+            rank.poison(&blocks)?;
+        }
+        let admitted = queue::admit(&self.connector, self.shape.ranks(), &id, &blocks);
+        match self.loads.get_mut(request).filter(|_| matches!(admitted, Ok(true))) {
+            Some(load) => load.blocks = blocks,
+            None => self.free.extend(blocks),
+        }
+        admitted.map(drop)
+    }
+
+    fn check(&self, prompt: u64, blocks: &[u32], tokens: u32) -> Result<()> {
+        let wrong =
+            self.ranks.iter().map(|rank| rank.wrong(prompt, blocks, 0..tokens)).sum::<Result<u64>>()?;
+        match wrong {
+            0 => Ok(()),
+            _ => Err(Error::new(Kind::Malformed, format!("{wrong} rows that count as loaded are wrong"))),
+        }
+    }
+
+    fn outcome(&mut self, request: &str, patience: Duration) -> Result<Answer> {
+        let load = self.loads.remove(request);
+        let Load { fetch, begun, prompt, blocks, cached, tokens } =
+            load.ok_or_else(|| Error::new(Kind::Invalid, format!("no load {request}")))?;
+        let ended = match fetch {
+            Some(fetch) => fetch.wait(patience).ok().map(|end| end.map_err(Failed::from)),
+            None => self.queue.end(&self.connector, &request.into(), patience),
+        };
+        let took = begun.elapsed();
+        match ended.ok_or_else(|| Error::new(Kind::TimedOut, format!("no outcome within {patience:?}")))? {
+            Ok(loaded) => {
+                let checked = self.check(prompt, &blocks, loaded.tokens.min(tokens));
+                self.free.extend(blocks);
+                checked?;
+                Ok(Answer::Loaded { tokens: loaded.tokens, took })
+            }
+            Err(Failed { why, then, invalid, holder }) => {
+                // Every byte is right of what counts as loaded.
+                let right = match then {
+                    Then::Recompute { computed } => computed,
+                    Then::Fail if invalid.is_empty() => cached * self.shape.logical(),
+                    Then::Fail => {
+                        let first = blocks.iter().position(|block| invalid.contains(block));
+                        first.unwrap_or_default() as u32 * self.shape.logical()
+                    }
+                };
+                let checked = self.check(prompt, &blocks, right.min(tokens));
+                let places = blocks.iter().enumerate().filter(|(_, block)| invalid.contains(block));
+                let invalid = places.map(|(place, _)| place).collect();
+                match holder {
+                    Some(holder) => self.held.push((holder, blocks)),
+                    None => self.free.extend(blocks),
+                }
+                checked?;
+                Ok(Answer::NotLoaded {
+                    why,
+                    recompute: matches!(then, Then::Recompute { .. }),
+                    invalid,
+                    took,
+                })
+            }
+        }
+    }
+}
+
+/// Serves orders from standard input until it ends.
+pub(crate) fn serve(spec: &str) -> ! {
+    let mut answers = kvx_testkit::answers_apart().expect("a child has standard output and standard error");
+    let mut say = |answer: Result<Answer>| {
+        let answer = answer.unwrap_or_else(|error| Answer::Failed {
+            kind: error.kind().as_str().to_owned(),
+            sentence: error.to_string(),
+        });
+        let line = serde_json::to_string(&answer).expect("answers are JSON");
+        writeln!(answers, "{line}").ok();
+    };
+    let spec: Spec = serde_json::from_str(spec).expect("the test writes specs");
+    let mut engine = match Engine::new(&spec, Log::begin()) {
+        Ok(engine) => engine,
+        Err(error) => {
+            say(Err(error));
+            std::process::exit(1);
+        }
+    };
+    let ranks = engine.processes.iter().map(std::process::Child::id).collect();
+    say(Ok(Answer::Ready { port: engine.connector.address().port, ranks }));
+    for line in std::io::stdin().lock().lines() {
+        let Ok(line) = line else { break };
+        let order = serde_json::from_str(&line).expect("the test writes orders");
+        say(engine.obey(order));
+    }
+    std::process::exit(0);
+}

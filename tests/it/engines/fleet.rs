@@ -1,0 +1,389 @@
+//! The engines of a test, each in a process of its own.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use kvx_testkit::{Child, Failure, Grandchild, Holdings, Host};
+use serde_json::{Value, json};
+
+use crate::engines::engine::{Answer, Order, Spec};
+use crate::engines::{apart, libraries};
+
+/// Says to a process of this program which engine it is.
+pub(crate) const VARIABLE: &str = "KVX_TEST_ENGINE";
+/// No step of a test takes longer.
+pub(crate) const CUT_OFF: Duration = Duration::from_secs(10);
+/// Later than that an outcome is late.
+pub(crate) const GRACE: Duration = Duration::from_secs(1);
+
+/// An engine that can be stopped and killed.
+pub(crate) struct Engine {
+    pub(crate) spec: Spec,
+    pub(crate) port: u16,
+    /// The processes of its ranks, if they have any.
+    pub(crate) ranks: Vec<Grandchild>,
+    child: Child,
+    /// It has stopped itself amid an order, which it answers when it goes on.
+    amid: bool,
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        if self.spec.apart {
+            std::fs::remove_file(apart::path(self.child.pid())).ok(); // it may never have been there
+        }
+    }
+}
+
+fn other<T>(wanted: &str, answer: Answer) -> Result<T, Failure> {
+    Err(Failure::new(format!("{wanted} was wanted, it was {answer:?}")))
+}
+
+impl Engine {
+    pub(crate) fn start(spec: Spec) -> Result<Self, Failure> {
+        Engine::start_on(spec, None)
+    }
+
+    /// On a host of its own, if there is one.
+    pub(crate) fn start_on(spec: Spec, host: Option<&Host>) -> Result<Self, Failure> {
+        let program = std::env::current_exe()?;
+        let mut command = host.map_or_else(|| Command::new(&program), |host| host.command(&program));
+        command.env(VARIABLE, serde_json::to_string(&spec).expect("specs are JSON"));
+        command.env("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
+        command.envs(libraries::variables());
+        command.envs(spec.variables.iter().map(|(name, value)| (name, value)));
+        let child = Child::start(command)?;
+        let mut engine = Engine { spec, port: 0, ranks: Vec::new(), child, amid: false };
+        // Its ranks come after it has begun.
+        match engine.answer(2 * CUT_OFF)? {
+            Answer::Ready { port, ranks } => {
+                engine.port = port;
+                let ranks = ranks.into_iter().map(|pid| Grandchild::of(pid.cast_signed()));
+                engine.ranks = ranks.collect::<Result<_, _>>()?;
+            }
+            answer => return other("an engine", answer),
+        }
+        Ok(engine)
+    }
+
+    /// The process was killed; a new one takes its place, at the same port.
+    pub(crate) fn start_again(&mut self, id: &str) -> Result<(), Failure> {
+        self.child.kill()?;
+        let spec = Spec { id: id.to_owned(), port: self.port, ..self.spec.clone() };
+        let until = Instant::now() + CUT_OFF;
+        loop {
+            match Engine::start(spec.clone()) {
+                Ok(engine) => *self = engine,
+                // Somebody's connection may have been given this number as its own meanwhile.
+                Err(why) if why.to_string().contains("is taken") && Instant::now() < until => {
+                    std::thread::sleep(Duration::from_millis(50));
+                    continue;
+                }
+                Err(why) => return Err(why),
+            }
+            return Ok(());
+        }
+    }
+
+    /// Its first rank was killed, and another process wants to be that: it says in a line what it has heard.
+    pub(crate) fn start_rank_again(&self) -> Result<Child, Failure> {
+        apart::again(self.child.pid(), &self.spec.shape)
+    }
+
+    pub(crate) fn process(&mut self) -> &mut Child {
+        &mut self.child
+    }
+
+    fn answer(&self, patience: Duration) -> Result<Answer, Failure> {
+        let line = self.child.hear(patience)?;
+        serde_json::from_str(&line).map_err(|error| Failure::new(format!("{line}: {error}")))
+    }
+
+    pub(crate) fn ask(&mut self, order: &Order, patience: Duration) -> Result<Answer, Failure> {
+        self.child.say(&serde_json::to_string(order).expect("orders are JSON"))?;
+        self.answer(patience)
+    }
+
+    /// Computes and publishes a prompt; the parameters.
+    pub(crate) fn prefill(&mut self, request: &str, prompt: u64, tokens: u32) -> Result<Value, Failure> {
+        self.prefill_within(CUT_OFF, request, prompt, tokens)
+    }
+
+    /// The same, where something holds it up for so long at most.
+    pub(crate) fn prefill_within(
+        &mut self,
+        limit: Duration,
+        request: &str,
+        prompt: u64,
+        tokens: u32,
+    ) -> Result<Value, Failure> {
+        let order = Order::Prefill { request: request.to_owned(), prompt, tokens };
+        match self.ask(&order, limit)? {
+            Answer::Params(params) => Ok(params),
+            answer => other("parameters", answer),
+        }
+    }
+
+    /// Spoils the block at this place of a prompt that it has published.
+    pub(crate) fn spoil(&mut self, request: &str, block: usize) -> Result<(), Failure> {
+        self.done(&Order::Spoil { request: request.to_owned(), block }, "a spoilt block")
+    }
+
+    /// Begins to load it.
+    pub(crate) fn decode(
+        &mut self,
+        load: &Load<'_>,
+        params: &Value,
+        within: Duration,
+    ) -> Result<(), Failure> {
+        let Load { request, prompt, tokens, cached } = *load;
+        let (request, params) = (request.to_owned(), params.clone());
+        self.done(&Order::Decode { request, prompt, tokens, cached, params, within }, "a load")
+    }
+
+    /// Begins to load it, and holds the check of its digests, if it can: whether it does.
+    pub(crate) fn check(
+        &mut self,
+        load: &Load<'_>,
+        params: &Value,
+        within: Duration,
+    ) -> Result<bool, Failure> {
+        let Load { request, prompt, tokens, .. } = *load;
+        let (request, params) = (request.to_owned(), params.clone());
+        match self.ask(&Order::Check { request, prompt, tokens, params, within }, CUT_OFF)? {
+            Answer::Held(held) => Ok(held),
+            answer => other("a check", answer),
+        }
+    }
+
+    /// Lets a check go on that it holds, if it does.
+    pub(crate) fn let_go(&mut self) -> Result<(), Failure> {
+        self.done(&Order::LetGo, "a check that goes on")
+    }
+
+    /// Begins to load it, and stops when some of it has come, if it can: whether it did.
+    pub(crate) fn stops_amid(
+        &mut self,
+        load: &Load<'_>,
+        params: &Value,
+        within: Duration,
+    ) -> Result<bool, Failure> {
+        let Load { request, prompt, tokens, .. } = *load;
+        let (request, params) = (request.to_owned(), params.clone());
+        // With SHM the decode's own thread copies them, in no system call.
+        let at_page = self.spec.backends == ["SHM"];
+        let order = Order::StopAmid { request, prompt, tokens, params, within, at_page };
+        self.child.say(&serde_json::to_string(&order).expect("orders are JSON"))?;
+        let until = Instant::now() + CUT_OFF;
+        while !self.child.is_stopped()? {
+            match self.answer(Duration::from_millis(1)) {
+                Ok(Answer::Held(false)) => return Ok(false),
+                Ok(answer) => return other("a load", answer),
+                Err(late) if Instant::now() >= until => return Err(late),
+                Err(_) => {}
+            }
+        }
+        self.amid = true;
+        Ok(true)
+    }
+
+    /// It was stopped, or has stopped itself.
+    pub(crate) fn goes_on(&mut self) -> Result<(), Failure> {
+        self.child.go_on()?;
+        match std::mem::take(&mut self.amid).then(|| self.answer(CUT_OFF)).transpose()? {
+            None | Some(Answer::Held(true)) => Ok(()),
+            Some(answer) => other("a load that goes on", answer),
+        }
+    }
+
+    /// A request for it arrives, and waits for blocks.
+    pub(crate) fn arrive(
+        &mut self,
+        load: &Load<'_>,
+        params: &Value,
+        within: Duration,
+    ) -> Result<(), Failure> {
+        let Load { request, prompt, tokens, .. } = *load;
+        let (request, params) = (request.to_owned(), params.clone());
+        self.done(&Order::Arrive { request, prompt, tokens, params, within }, "an arrival")
+    }
+
+    /// It gets them, unless it is over.
+    pub(crate) fn admit(&mut self, request: &str) -> Result<(), Failure> {
+        self.done(&Order::Admit { request: request.to_owned() }, "an admission")
+    }
+
+    fn done(&mut self, order: &Order, wanted: &str) -> Result<(), Failure> {
+        match self.ask(order, CUT_OFF)? {
+            Answer::Done => Ok(()),
+            answer => other(wanted, answer),
+        }
+    }
+
+    /// What became of it.
+    pub(crate) fn outcome(&mut self, request: &str, patience: Duration) -> Result<Answer, Failure> {
+        match self.ask(&Order::Outcome { request: request.to_owned(), patience }, patience + CUT_OFF)? {
+            Answer::Failed { kind, sentence } => Err(Failure::new(format!("{request}: {kind}: {sentence}"))),
+            answer => Ok(answer),
+        }
+    }
+
+    /// Loads it, and fails unless every byte of it is right.
+    pub(crate) fn loads(&mut self, load: &Load<'_>, params: &Value) -> Result<(), Failure> {
+        self.decode(load, params, CUT_OFF)?;
+        self.arrives(load.request, load.tokens)
+    }
+
+    /// Waits for a load; fails unless every byte of it is right.
+    pub(crate) fn arrives(&mut self, request: &str, tokens: u32) -> Result<(), Failure> {
+        match self.outcome(request, CUT_OFF + GRACE)? {
+            Answer::Loaded { tokens: loaded, .. } if loaded + 1 >= tokens => Ok(()),
+            answer => other(&format!("all {tokens} tokens of {request}"), answer),
+        }
+    }
+
+    /// Fails unless it has an outcome by the deadline, which is not that of bytes that are there; gives why.
+    pub(crate) fn fails(&mut self, request: &str, within: Duration) -> Result<String, Failure> {
+        match self.outcome(request, within + GRACE)? {
+            Answer::NotLoaded { why, took, .. } if took <= within + GRACE => Ok(why),
+            answer => other(&format!("a failure of {request} within {within:?}"), answer),
+        }
+    }
+
+    /// Fails unless it has an outcome by the deadline: a failure or, where it `may_have_loaded`, a load whose bytes are
+    /// all right. (Some backends read without the peer, once the engines have met.)
+    pub(crate) fn ends(
+        &mut self,
+        request: &str,
+        within: Duration,
+        may_have_loaded: bool,
+    ) -> Result<(), Failure> {
+        match self.outcome(request, within + GRACE)? {
+            Answer::NotLoaded { took, .. } if took <= within + GRACE => Ok(()),
+            Answer::Loaded { .. } if may_have_loaded => Ok(()),
+            answer => other(&format!("an end of {request} within {within:?}"), answer),
+        }
+    }
+
+    pub(crate) fn abort(&mut self, request: &str) -> Result<(), Failure> {
+        self.done(&Order::Abort { request: request.to_owned() }, "an abort")
+    }
+
+    /// It is stopped: it goes on with an abort.
+    pub(crate) fn goes_on_with_an_abort(&mut self, request: &str) -> Result<(), Failure> {
+        let order = Order::Abort { request: request.to_owned() };
+        self.child.say(&serde_json::to_string(&order).expect("orders are JSON"))?;
+        self.goes_on()?;
+        match self.answer(CUT_OFF)? {
+            Answer::Done => Ok(()),
+            answer => other("an abort", answer),
+        }
+    }
+
+    /// Computes a prompt in all blocks that are free.
+    pub(crate) fn occupy(&mut self, prompt: u64) -> Result<(), Failure> {
+        self.done(&Order::Occupy { prompt }, "a prompt in all blocks")
+    }
+
+    /// Fails unless that is still as it was computed.
+    pub(crate) fn is_unchanged(&mut self) -> Result<(), Failure> {
+        self.done(&Order::IsUnchanged, "unchanged blocks")
+    }
+
+    /// Gives its blocks back.
+    pub(crate) fn vacate(&mut self) -> Result<(), Failure> {
+        self.done(&Order::Vacate, "free blocks")
+    }
+
+    /// What it has logged.
+    pub(crate) fn log(&mut self) -> Result<String, Failure> {
+        match self.ask(&Order::Log, CUT_OFF)? {
+            Answer::Log(text) => Ok(text),
+            answer => other("a log", answer),
+        }
+    }
+
+    pub(crate) fn free(&mut self) -> Result<u32, Failure> {
+        match self.ask(&Order::Free, CUT_OFF)? {
+            Answer::Free(blocks) => Ok(blocks),
+            answer => other("a number of blocks", answer),
+        }
+    }
+
+    /// What its process holds.
+    pub(crate) fn holdings(&mut self) -> Result<Holdings, Failure> {
+        match self.ask(&Order::Holdings, CUT_OFF)? {
+            Answer::Holdings(holdings) => Ok(holdings),
+            answer => other("what a process holds", answer),
+        }
+    }
+
+    /// Fails if more blocks are not free than a prompt of these tokens has.
+    pub(crate) fn keeps_at_most(&mut self, tokens: u32) -> Result<(), Failure> {
+        let (free, all) = (self.free()?, self.spec.shape.blocks);
+        ensure(all - free <= tokens.div_ceil(self.spec.shape.logical()), || {
+            format!("{free} of {all} are free")
+        })
+    }
+
+    /// Waits until all blocks of the pool are free again.
+    pub(crate) fn all_free(&mut self, within: Duration) -> Result<(), Failure> {
+        let until = Instant::now() + within;
+        loop {
+            let (free, all) = (self.free()?, self.spec.shape.blocks);
+            if free == all {
+                return Ok(());
+            }
+            if Instant::now() >= until {
+                let id = &self.spec.id;
+                return Err(Failure::new(format!("{id}: {free} of {all} blocks are free after {within:?}")));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// What a decode is asked for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Load<'a> {
+    pub(crate) request: &'a str,
+    pub(crate) prompt: u64,
+    pub(crate) tokens: u32,
+    /// Logical blocks at the front that it has already.
+    pub(crate) cached: u32,
+}
+
+impl<'a> Load<'a> {
+    pub(crate) fn new(request: &'a str, prompt: u64, tokens: u32) -> Self {
+        Load { request, prompt, tokens, cached: 0 }
+    }
+}
+
+/// Before a backend's name: with the MooncakeConnector.
+pub(crate) const MOONCAKE: &str = "MooncakeConnector ";
+
+/// An engine over one backend that keeps leases for a short time; with [`MOONCAKE`] in front of the backend's name, one
+/// with that connector.
+pub(crate) fn spec(id: &str, backend: &str) -> Spec {
+    if let Some(backend) = backend.strip_prefix(MOONCAKE) {
+        let config = json!({ "kv_connector": MOONCAKE.trim() });
+        let variables = vec![("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT".to_owned(), "3".to_owned())];
+        return Spec { config, variables, extra: json!({}), ..spec(id, backend) };
+    }
+    Spec {
+        id: format!("{id}-{}", std::process::id()),
+        backends: vec![backend.to_owned()],
+        extra: json!({ "kv_lease_duration": 3 }),
+        ..Spec::default()
+    }
+}
+
+/// The same, where the prefill writes.
+pub(crate) fn pushing(id: &str, backend: &str) -> Spec {
+    Spec { config: json!({ "kv_connector": "NixlPushConnector" }), ..spec(id, backend) }
+}
+
+/// Fails with `why` unless it holds.
+pub(crate) fn ensure(holds: bool, why: impl FnOnce() -> String) -> Result<(), Failure> {
+    if holds { Ok(()) } else { Err(Failure::new(why())) }
+}

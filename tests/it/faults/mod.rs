@@ -1,0 +1,252 @@
+//! What becomes of work when something fails beside it, over each backend: some of it here, all of it and the table of
+//! docs/reliability.md by `cargo xtask faults`.
+
+mod panics;
+
+use std::process::Command;
+use std::time::Duration;
+
+use kvx_testkit::{
+    Failure, Hosts, Limit, Mode, Moment, Setup, Trouble, fault, is_own_process, refused_behind,
+    run_in_own_process, run_one_test, skip, trial, trial_within,
+};
+use libtest_mimic::Trial;
+
+use crate::registry_of_facade;
+
+/// Set: everything over all backends, and a row of the table for each.
+const ALL: &str = "KVX_FAULTS_ALL";
+/// Set in a process that runs one test and nothing else.
+const ALONE: &str = "KVX_FAULTS_ALONE";
+/// How long one test may take in a process of its own.
+const LIMIT: Duration = Duration::from_secs(120);
+/// How long all turns of a backend may take to panic one after the other.
+const PANICS_LIMIT: Duration = Duration::from_secs(900);
+/// What helps where namespaces and other users are refused.
+const CURE: &str = "run the tests as root, with util-linux and iproute2";
+/// Behind it the far end is the first process of a namespace.
+const NAMESPACE: [&str; 4] = ["unshare", "--pid", "--fork", "--kill-child"];
+
+/// Where the two processes are.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Place {
+    /// Beside each other.
+    Here,
+    /// The far end is in a namespace of processes of its own.
+    Namespace,
+    /// Both belong to a user without privileges who has nothing else.
+    User,
+    /// On a host each.
+    Hosts,
+}
+
+impl Place {
+    /// Where that can fail, and the words that the table has for it there.
+    fn of(trouble: Trouble) -> &'static [(Place, &'static str)] {
+        match trouble {
+            Trouble::CutOff => &[(Place::Hosts, "")],
+            Trouble::Lacks(Limit::Threads) | Trouble::LacksHere(Limit::Threads) => &[(Place::User, "")],
+            Trouble::Killed => &[
+                (Place::Here, ""),
+                (Place::Namespace, " in its namespace of processes"),
+                (Place::User, " by the user of both"),
+                (Place::Hosts, " on its own host"),
+            ],
+            _ => &[(Place::Here, "")],
+        }
+    }
+
+    /// Whether this backend goes that far.
+    fn is_reached_by(self, backend: &str) -> bool {
+        self != Place::Hosts || backend != "SHM"
+    }
+}
+
+/// What a library is known not to keep, and why: its row says so, and no run fails for it.
+const KNOWN: [(&str, Trouble, Moment, &str); 1] = [(
+    "UCX",
+    Trouble::Lacks(Limit::Mappings),
+    Moment::Unlinked,
+    "1.13 ends its process, as it has no memory for a new peer",
+)];
+
+fn is_all() -> bool {
+    std::env::var_os(ALL).is_some()
+}
+
+/// Whether the tests have it too. A death that is seen from elsewhere or comes after the work has ended, and threads or
+/// mappings that lack, are much the same at each moment: SHM has them at every second one, TCP at the others.
+fn is_tried(backend: &str, trouble: Trouble, place: Place, moment: Moment) -> bool {
+    let alike = match trouble {
+        Trouble::Lacks(what) | Trouble::LacksHere(what) => what != Limit::Files,
+        Trouble::StoppedThenKilled => true,
+        _ => place != Place::Here,
+    };
+    let odd = matches!(moment, Moment::Idle | Moment::Writing);
+    is_all() || !alike || odd == (backend == "TCP")
+}
+
+/// Options of a backend where the two are on a host each.
+fn options_between_hosts(backend: &str) -> &'static str {
+    match backend {
+        "UCX" => r#"{"ucx": {"tls": "tcp"}}"#,
+        "LIBFABRIC" => r#"{"libfabric": {"provider": "tcp;ofi_rxm", "domain": "eth0"}}"#,
+        _ => r#"{"tcp": {"bind": "{address}"}}"#,
+    }
+}
+
+/// One run, in a process of its own: it may limit what a process can have.
+fn run(
+    title: &str,
+    backend: &'static str,
+    run: (Trouble, Moment),
+    place: (Place, &str),
+) -> Result<(), Failure> {
+    let itself = std::env::current_exe()?;
+    let is_alone = std::env::var_os(ALONE).is_some();
+    let test = ["test", "-x", &itself.to_string_lossy()].map(str::to_owned);
+    // A number that nobody has: what one user may have is counted for all processes of its.
+    let user = (200_000 + std::process::id() % 100_000).to_string();
+    let user = ["env", "HOME=/", "setpriv", "--reuid", &user, "--regid", &user, "--clear-groups"];
+    let behind: &[&str] = match place.0 {
+        Place::Here => &[],
+        Place::Namespace => &NAMESPACE,
+        Place::User if is_alone => &[],
+        Place::Hosts if Hosts::way_to_far().is_some() => &[],
+        Place::User => &user,
+        Place::Hosts => &["unshare", "--net", "--mount"],
+    };
+    if let Some(why) = refused_behind(behind, &test.each_ref().map(String::as_str)) {
+        skip(title, &why, CURE);
+        return Ok(());
+    }
+    let said = match place.0 {
+        Place::User if !behind.is_empty() => {
+            let mut test = Command::new(behind[0]);
+            run_one_test(
+                title,
+                test.args(&behind[1..]).arg(itself).args(["--exact", title]).env(ALONE, "1"),
+                LIMIT,
+            )
+        }
+        Place::Hosts if !behind.is_empty() => Hosts::run_test(title, LIMIT),
+        Place::Here | Place::Namespace if !is_alone => {
+            let mut test = Command::new(itself);
+            if run.0 == Trouble::LacksHere(Limit::Mappings) {
+                // One heap for all threads: the reserve that the test grows is theirs.
+                test.env("MALLOC_ARENA_MAX", "1");
+            }
+            run_one_test(title, test.args(["--exact", title]).env(ALONE, "1"), LIMIT)
+        }
+        _ => return row(title, backend, run, place),
+    };
+    let text = said.as_ref().map_or_else(ToString::to_string, String::clone);
+    text.lines().filter_map(|line| line.find("| ").map(|at| &line[at..])).for_each(|row| println!("{row}"));
+    said.map(drop)
+}
+
+fn row(
+    title: &str,
+    backend: &'static str,
+    (trouble, moment): (Trouble, Moment),
+    (place, at): (Place, &str),
+) -> Result<(), Failure> {
+    let mut setup = Setup::new(registry_of_facade, "", backend, Mode::TwoProcesses);
+    // So long a hung page is waited for.
+    let patience = if !is_all() && trouble == Trouble::HungPage { 2 } else { 3 };
+    setup.peer_timeout = Duration::from_secs(patience);
+    match place {
+        Place::Here | Place::User => {}
+        Place::Namespace => setup.through = NAMESPACE.map(str::to_owned).to_vec(),
+        Place::Hosts => {
+            setup.through = Hosts::way_to_far().unwrap_or_default();
+            setup.options = options_between_hosts(backend).to_owned();
+        }
+    }
+    let version = match kvx::registry().require(backend, &kvx::Options::default()) {
+        Ok((_, found)) => found.version,
+        Err(why) => {
+            skip(title, &why.to_string(), "see the reason");
+            return Ok(());
+        }
+    };
+    // Where a deadline is what ends the work, a short one costs the tests less; elsewhere it must not.
+    let waits = match trouble {
+        Trouble::Stopped | Trouble::StoppedThenKilled | Trouble::CutOff | Trouble::HungPage => true,
+        Trouble::Lacks(_) | Trouble::LacksHere(_) => true,
+        Trouble::Killed => place == Place::Hosts,
+        _ => false,
+    };
+    let deadline = match (is_all(), waits) {
+        // Where a process cannot be watched, silence is what shows its end.
+        (true, _) if place == Place::Namespace => 5000,
+        (true, _) => 2000,
+        (false, true) => 500,
+        (false, false) => 8000,
+    };
+    let deadline = Duration::from_millis(deadline);
+    let ended = fault(&setup, trouble, moment, deadline);
+    let known =
+        KNOWN.iter().find(|(name, what, when, _)| (*name, *what, *when) == (backend, trouble, moment));
+    let known = known.map(|(.., why)| *why);
+    let ms = |time: Duration| format!("{:.0}", time.as_secs_f64() * 1e3);
+    let cells = match &ended {
+        Ok(ended) => {
+            let settled = match ended.settled {
+                Some(time) => ms(time),
+                None if ended.held => "held".to_owned(),
+                None => "then".to_owned(),
+            };
+            format!("{} | {} | {settled} | {}", ended.results, ms(ended.after), ms(ended.works))
+        }
+        Err(why) => format!("**{}** | | |", known.map_or_else(|| why.to_string(), str::to_owned)),
+    };
+    // kvx's own have its version.
+    let library = if matches!(backend, "SHM" | "TCP") { "" } else { &*version };
+    println!("| {} | {trouble}{at} | {moment} | {cells} |", format!("{backend} {library}").trim());
+    match (ended, known) {
+        (Err(why), None) => Err(why),
+        _ => Ok(()),
+    }
+}
+
+/// What `cargo xtask faults` wants and nothing else, if that has started this program.
+pub(crate) fn asked_for() -> Option<Vec<Trial>> {
+    is_all().then(trials)
+}
+
+pub(crate) fn trials() -> Vec<Trial> {
+    let backends: &[&'static str] =
+        if is_all() { &["SHM", "TCP", "UCX", "LIBFABRIC"] } else { &["SHM", "TCP"] };
+    let mut trials = Vec::new();
+    for backend in backends {
+        for trouble in Trouble::ALL {
+            let places = Place::of(trouble).iter().filter(|(place, _)| place.is_reached_by(backend));
+            for (place, at) in places {
+                let moments = Moment::ALL.into_iter().filter(|moment| moment.has(trouble));
+                for moment in moments.filter(|moment| is_tried(backend, trouble, *place, *moment)) {
+                    let name = format!("faults::{backend}::{trouble}{at}, {moment}")
+                        .replace(", ", "_")
+                        .replace(' ', "-");
+                    let title = name.clone();
+                    let test = move || run(&title, backend, (trouble, moment), (*place, at));
+                    trials.push(trial(name, test));
+                }
+            }
+        }
+    }
+    for backend in backends {
+        for (way, op) in [("reading", kvx::Op::Read), ("writing", kvx::Op::Write)] {
+            let title = format!("faults::{backend}::a-turn-panics_{way}");
+            let step = if is_all() { 1 } else { 16 };
+            // Every turn of the process counts, whoever has it.
+            trials.push(trial_within(PANICS_LIMIT, title.clone(), move || {
+                match is_own_process() || is_all() {
+                    true => panics::row(&title, backend, op, step),
+                    false => run_in_own_process(&title, |_| {}),
+                }
+            }));
+        }
+    }
+    trials
+}

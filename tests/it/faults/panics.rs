@@ -1,0 +1,162 @@
+//! A machine that panics in a turn: each transfer of its agent and of its peers ends, and other agents go on.
+
+use std::panic::PanicHookInfo;
+use std::sync::Once;
+use std::time::{Duration, Instant};
+
+use kvx::{Agent, Grid, Kind, Op, Plan, Region, Transfer};
+use kvx_backend::reactor::panics::{SAYS, panic_in};
+use kvx_testkit::{Failure, Mode, Setup, byte_at, run, skip};
+
+use crate::registry_of_facade;
+
+/// The transfers of a round, and their blocks: 2 MiB each, more than a turn moves.
+const TRANSFERS: usize = 4;
+const GRID: Grid = Grid::packed(4096, 512);
+const LEN: usize = 4096 * 512;
+const SEED: u64 = 5;
+/// When they end, and how much later at most.
+const DEADLINE: Duration = Duration::from_millis(500);
+const GRACE: Duration = Duration::from_secs(1);
+/// When a wait is given up that should have ended.
+const CUT_OFF: Duration = Duration::from_secs(10);
+/// How long an agent may take for its end: one whose machine is lost takes all of it.
+const SHUTDOWN: Duration = Duration::from_millis(50);
+/// What a transfer may be told: its own end has gone, its peer has, or neither says so before the deadline.
+const KINDS: [Kind; 4] = [Kind::PeerLost, Kind::Forgotten, Kind::Closed, Kind::TimedOut];
+
+/// More turns than two agents have until their transfers have ended.
+const MANY: u64 = 1000;
+
+/// Has a machine panic in its first turn, then others each `step` turns later, until their work is done before; gives
+/// the number of those that did, how transfers ended, and when the last had at the latest.
+fn panics(backend: &'static str, op: Op, step: u64) -> Result<(u64, String, Duration), Failure> {
+    hide_what_is_on_purpose();
+    let mut setup = Setup::new(registry_of_facade, "", backend, Mode::OneProcess);
+    setup.peer_timeout = DEADLINE;
+    let (mut turns, mut arrived, mut failed, mut latest) = (0, 0, 0, Duration::ZERO);
+    for turn in (1..=MANY).step_by(step as usize) {
+        panic_in(turn);
+        let round = round(&setup, op).map_err(|why| Failure::new(format!("a panic in turn {turn}: {why}")));
+        let is_over = panic_in(0);
+        let (ends, took) = round?;
+        let good = ends.iter().filter(|end| **end).count();
+        (arrived, failed, latest) = (arrived + good, failed + ends.len() - good, latest.max(took));
+        let other = self::round(&setup, op)
+            .map_err(|why| Failure::new(format!("after a panic in turn {turn}: {why}")))?;
+        if !other.0.iter().all(|arrived| *arrived) || other.0.is_empty() {
+            return Err(Failure::new(format!("after a panic in turn {turn} new agents do not work")));
+        }
+        if is_over {
+            break;
+        }
+        turns += 1;
+    }
+    Ok((turns, format!("{arrived} arrived, {failed} failed"), latest))
+}
+
+/// Two new agents, transfers between them, and their ends: which have arrived, and when the last had ended. Nothing at
+/// all if an agent has ended before they were posted.
+fn round(setup: &Setup, op: Op) -> Result<(Vec<bool>, Duration), Failure> {
+    let (near, far) = (setup.agent("near")?, setup.agent("far")?);
+    let done = transfers(setup, op, &near, &far);
+    for agent in [near, far] {
+        let begun = Instant::now();
+        agent.shutdown(SHUTDOWN).wait(CUT_OFF).ok(); // what a lost machine held is in quarantine
+        if begun.elapsed() > SHUTDOWN + 2 * GRACE {
+            return Err(Failure::new(format!("a shutdown took {:?}", begun.elapsed())));
+        }
+    }
+    done
+}
+
+fn transfers(setup: &Setup, op: Op, near: &Agent, far: &Agent) -> Result<(Vec<bool>, Duration), Failure> {
+    let registered = (|| {
+        let ours = near.register("ours", setup.memory(TRANSFERS * LEN, SEED + 1).ok()?).ok()?;
+        let theirs = far.register("theirs", setup.memory(TRANSFERS * LEN, SEED).ok()?).ok()?;
+        Some((ours, theirs, near.connect(&far.metadata().ok()?).ok()?))
+    })();
+    // The machine that registers, or greets, may be the one that is lost.
+    let Some((ours, theirs, peer)) = registered else { return Ok((Vec::new(), Duration::ZERO)) };
+    let begun = Instant::now();
+    let mut posted: Vec<Transfer> = Vec::new();
+    for at in 0..TRANSFERS {
+        let grid = GRID.at((at * LEN) as u64);
+        let local = ours.grid(grid)?.blocks(0..GRID.count);
+        let remote = peer.region("theirs")?.grid(grid)?.blocks(0..GRID.count);
+        let plan = Plan::of(op, [(local, remote)])?;
+        match peer.transfer(&plan).deadline(DEADLINE).post() {
+            Ok(transfer) => posted.push(transfer),
+            Err(why) => is_allowed(&why)?,
+        }
+    }
+    let mut ends = Vec::new();
+    for (at, transfer) in posted.iter_mut().enumerate() {
+        match run(transfer) {
+            Ok(_) => {
+                let (seed, target) = if op == Op::Read { (SEED, &ours) } else { (SEED + 1, &theirs) };
+                is_there(target, at * LEN, seed)?;
+                ends.push(true);
+            }
+            Err(why) => {
+                is_allowed(&why)?;
+                ends.push(false);
+            }
+        }
+    }
+    let took = begun.elapsed();
+    if took > DEADLINE + GRACE {
+        return Err(Failure::new(format!("transfers ended after {took:?}")));
+    }
+    Ok((ends, took))
+}
+
+fn is_allowed(why: &kvx::Error) -> Result<(), Failure> {
+    if KINDS.contains(&why.kind()) {
+        return Ok(());
+    }
+    Err(Failure::new(format!("{KINDS:?} were allowed, not {why:?}")))
+}
+
+fn is_there(region: &Region, at: usize, seed: u64) -> Result<(), Failure> {
+    let mut content = vec![0; LEN];
+    region.copy_out(at, &mut content)?;
+    match content.iter().enumerate().all(|(offset, byte)| *byte == byte_at(seed, (at + offset) as u64)) {
+        true => Ok(()),
+        false => Err(Failure::new("a transfer arrived with wrong bytes")),
+    }
+}
+
+/// Its message and trace would be printed for each turn.
+fn hide_what_is_on_purpose() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let usual = std::panic::take_hook();
+        let says = |info: &PanicHookInfo<'_>| info.payload().downcast_ref() == Some(&SAYS);
+        std::panic::set_hook(Box::new(move |info| {
+            if !says(info) {
+                usual(info)
+            }
+        }));
+    });
+}
+
+/// The run of one backend and one way, and its row of the table.
+pub(crate) fn row(title: &str, backend: &'static str, op: Op, step: u64) -> Result<(), Failure> {
+    let version = match kvx::registry().require(backend, &kvx::Options::default()) {
+        Ok((_, found)) => found.version,
+        Err(why) => {
+            skip(title, &why.to_string(), "see the reason");
+            return Ok(());
+        }
+    };
+    let (turns, ended, latest) = panics(backend, op, step)?;
+    if turns < 2 {
+        return Err(Failure::new(format!("only {turns} turns panicked")));
+    }
+    let way = if op == Op::Read { "reading" } else { "writing" };
+    let library = if matches!(backend, "SHM" | "TCP") { "" } else { &*version };
+    let cells = format!("{turns} turns: {ended} | {} | - | -", latest.as_millis());
+    println!("| {} | a turn panics | {way} | {cells} |", format!("{backend} {library}").trim());
+    Ok(())
+}

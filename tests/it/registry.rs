@@ -1,0 +1,51 @@
+//! The facade's registry: what is compiled in, and what is only known.
+
+use kvx::{Options, Standing, Unavailable};
+use kvx_testkit::test;
+
+#[test(own_process)]
+fn every_known_name_has_a_standing_and_its_features_decide_which() {
+    let registry = kvx::registry();
+    for known in kvx::KNOWN {
+        let (name, standing) = registry.standing(known.name, &Options::new()).unwrap();
+        assert_eq!(name, known.name);
+        let compiled = match known.feature {
+            Some("shm") => cfg!(feature = "shm"),
+            Some("tcp") => cfg!(feature = "tcp"),
+            Some("ucx") => cfg!(feature = "ucx"),
+            Some("libfabric") => cfg!(feature = "libfabric"),
+            Some("mooncake") => cfg!(feature = "mooncake"),
+            Some("rixl") => cfg!(feature = "rixl"),
+            Some(other) => panic!("feature {other:?} of {name} is not in this test"),
+            None => false,
+        };
+        match standing {
+            Standing::Available(_) | Standing::Unavailable(Unavailable { .. }) => assert!(compiled, "{name}"),
+            Standing::NotCompiled { feature } => {
+                assert!(!compiled && Some(feature) == known.feature, "{name}")
+            }
+            Standing::NotReleased => assert!(known.feature.is_none(), "{name}"),
+        }
+    }
+}
+
+#[test]
+fn the_order_of_preference_is_shm_then_ucx_then_libfabric_then_tcp() {
+    let names: Vec<_> = kvx::registry().factories().iter().map(|factory| factory.name()).collect();
+    let compiled = [
+        ("SHM", cfg!(feature = "shm")),
+        ("UCX", cfg!(feature = "ucx")),
+        ("LIBFABRIC", cfg!(feature = "libfabric")),
+        ("TCP", cfg!(feature = "tcp")),
+        ("MOONCAKE", cfg!(feature = "mooncake")),
+        ("RIXL", cfg!(feature = "rixl")),
+    ];
+    let expected: Vec<_> = compiled.into_iter().filter_map(|(name, is)| is.then_some(name)).collect();
+    assert_eq!(names, expected);
+}
+
+#[test]
+#[cfg(feature = "ucx")]
+fn the_configuration_tells_how_many_threads_ucx_has() {
+    assert_eq!(kvx::config::NUM_THREADS, kvx::Ucx::NUM_THREADS);
+}

@@ -29,5 +29,5 @@ pub mod raw {
 #[cfg(test)]
 mod strangers;
 #[cfg(test)]
-#[path = "../tests/versions/mod.rs"]
+#[path = "../tests/it/versions.rs"]
 mod versions;

@@ -1,24 +1,24 @@
 //! UCX keeps the contract: every clause, in one process and in two, over tcp, over shared memory and by default, on
 //! each version.
-
-mod versions;
+//!
+//! A process opens one UCX, so the program starts itself again for each version, with [`SUITES`] set and the arguments
+//! that it was given. Such a process runs the clauses of its version alone, and prints their results.
 
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::Registry;
 use kvx_testkit::{
-    Backing, Device, Gap, GapRate, Suite, Tier, conformance_main, device, is_asked_for, kill_after,
-    serve_if_asked, skip,
+    Backing, Device, Gap, GapRate, Suite, Tier, conformance_trials, device, is_asked_for, kill_after, skip,
+    trial,
 };
-use versions::Version;
+use libtest_mimic::{Arguments, Trial};
 
-fn registry(_: &str) -> Registry {
-    let mut registry = Registry::new();
-    registry.add(kvx_ucx::Ucx).expect("one name");
-    registry
-}
+use crate::registry;
+use crate::versions::{self, Version};
+
+/// Set in a process that runs the suites of its version.
+const SUITES: &str = "KVX_UCX_TEST_SUITES";
 
 const TCP: &str = r#"{"ucx": {"tls": "tcp"}}"#;
 const SHARED: &str = r#"{"ucx": {"tls": "sm"}}"#;
@@ -80,29 +80,48 @@ fn suites(version: &Version) -> Vec<Suite> {
     suites
 }
 
-fn main() -> ExitCode {
-    serve_if_asked(registry);
-    if let Some(version) = versions::chosen() {
-        return conformance_main(registry, &suites(version));
-    }
-    let mut all = ExitCode::SUCCESS;
-    // NIXL's copy of 1.23 crashes when its process ends.
-    for version in versions::of_this_run().filter(|version| !version.ends_badly) {
-        let mut command = match version.command() {
-            Ok(command) => command,
-            Err((reason, cure)) => {
-                skip(version.label, &reason, cure);
-                continue;
-            }
-        };
-        // One clause at a time: two of them, with what UCX's threads spin, are too much for two cores.
-        command.arg("--test-threads=1");
-        let mut suites =
-            command.args(std::env::args_os().skip(1)).spawn().expect("this program starts again");
+/// The versions whose suites this run has. NIXL's copy of 1.23 crashes when its process ends.
+fn of_this_run() -> impl Iterator<Item = &'static Version> {
+    versions::of_this_run().filter(|version| !version.ends_badly)
+}
+
+/// Returns a skipped test for each version that is not installed.
+pub(crate) fn missing_versions() -> impl Iterator<Item = Trial> {
+    of_this_run().filter_map(|version| {
+        let (reason, cure) = version.library().err()?;
+        Some(trial(version.label, move || skip(version.label, &reason, cure)))
+    })
+}
+
+/// Runs the suites of each version that is installed, in a process each. Returns whether all of them passed.
+pub(crate) fn run_each_version() -> bool {
+    let arguments = Arguments::from_args();
+    let may_have = |version: &&Version| match &arguments.filter {
+        Some(title) if arguments.exact => title.starts_with(version.label),
+        _ => true,
+    };
+    let mut all = true;
+    for version in of_this_run().filter(may_have) {
+        let Ok(mut command) = version.command() else { continue };
+        command.args(std::env::args_os().skip(1)).env(SUITES, "1");
+        let mut suites = command.spawn().expect("this program starts again");
         kill_after(&suites, LIMIT);
-        if !suites.wait().expect("it is our child").success() {
-            all = ExitCode::FAILURE;
+        let ended = suites.wait().expect("it is our child");
+        if !ended.success() {
+            eprintln!("the suites of {}: {ended}", version.label);
+            all = false;
         }
     }
     all
+}
+
+/// Runs the suites and nothing else if this process was started for that.
+pub(crate) fn run_suites_if_asked() -> Option<ExitCode> {
+    std::env::var_os(SUITES)?;
+    let version = versions::chosen().expect("it was started for a version");
+    let mut arguments = Arguments::from_args();
+    // One clause at a time: two of them, with what UCX's threads spin, are too much for two cores.
+    arguments.test_threads.get_or_insert(1);
+    let trials = conformance_trials(registry, &suites(version));
+    Some(libtest_mimic::run(&arguments, trials).exit_code())
 }

@@ -1,13 +1,14 @@
 //! Whole agents: what their routes tell, on each version, and how versions get on with each other.
 
-mod versions;
-
 use std::io::{BufRead, BufReader, Read};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Agent, Grid, Kind, Memory, Options, Peer, Plan, Region, Registry};
-use versions::{VERSIONS, Version};
+use kvx_core::{Agent, Grid, Kind, Memory, Options, Peer, Plan, Region};
+use kvx_testkit::test;
+
+use crate::registry;
+use crate::versions::{self, VERSIONS, Version};
 
 const PATIENCE: Duration = Duration::from_secs(10);
 const BLOCK: u64 = 4096;
@@ -21,9 +22,8 @@ fn agent(name: &str, content: u8) -> Outcome<(Agent, Region)> {
 }
 
 fn agent_with(name: &str, options: &str, memory: Vec<u8>) -> Outcome<(Agent, Region)> {
-    let mut registry = Registry::new();
-    registry.add(kvx_ucx::Ucx)?;
-    let agent = Agent::builder(name).backends(["UCX"]).options(Options::parse(options)?).build(&registry)?;
+    let builder = Agent::builder(name).backends(["UCX"]).options(Options::parse(options)?);
+    let agent = builder.build(&registry(""))?;
     let region = agent.register("kv", Memory::owned(memory))?;
     Ok((agent, region))
 }
@@ -53,7 +53,7 @@ fn ends(region: &Region) -> Outcome<(u8, u8)> {
 
 #[test]
 fn the_route_tells_which_protocols_ucx_has_chosen() {
-    versions::on_each("the_route_tells_which_protocols_ucx_has_chosen", |version| {
+    versions::on_each("agents::the_route_tells_which_protocols_ucx_has_chosen", |version| {
         let ((near, ours), (far, theirs)) = (agent("near", 1).unwrap(), agent("far", 2).unwrap());
         let peer = near.connect(far.metadata().unwrap()).unwrap();
         peer.ready(PATIENCE).wait(PATIENCE).unwrap();
@@ -87,7 +87,7 @@ fn mappings() -> usize {
 
 #[test]
 fn peers_that_were_shut_down_leave_nothing_behind() {
-    versions::on_each("peers_that_were_shut_down_leave_nothing_behind", |_| {
+    versions::on_each("agents::peers_that_were_shut_down_leave_nothing_behind", |_| {
         let (stays, _region) = agent("stays", 1).unwrap();
         let mut after = Vec::new();
         for number in 0..12 {
@@ -121,7 +121,7 @@ fn threads_of(agent: &str) -> usize {
 
 #[test]
 fn as_many_threads_make_progress_as_were_asked_for_whatever_the_peer_has() {
-    const NAME: &str = "as_many_threads_make_progress_as_were_asked_for_whatever_the_peer_has";
+    const NAME: &str = "agents::as_many_threads_make_progress_as_were_asked_for_whatever_the_peer_has";
     /// So large that each thread moves a part of every transfer.
     const LARGE: usize = 64 << 10;
     let content = |first: u8| (0..BLOCKS as u8).flat_map(|block| [first + block; LARGE]).collect();
@@ -155,23 +155,25 @@ fn as_many_threads_make_progress_as_were_asked_for_whatever_the_peer_has() {
 /// In a child: the metadata of the owner that it is to reach; empty in the owner.
 const OWNER: &str = "KVX_UCX_TEST_OWNER";
 
+/// Plays the owner or the one that reaches it, if this process was started for that.
+pub(crate) fn play_if_asked() {
+    let Ok(owner) = std::env::var(OWNER) else { return };
+    let version = versions::chosen().expect("a version");
+    match owner.as_str() {
+        "" => own(version),
+        metadata => reach(version, metadata),
+    }
+    .unwrap();
+    std::process::exit(0);
+}
+
 #[test]
 fn an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused() {
     const NAME: &str = "an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused";
-    if let Some(version) = versions::chosen() {
-        match std::env::var(OWNER).unwrap().as_str() {
-            "" => own(version),
-            metadata => reach(version, metadata),
-        }
-        .unwrap();
-        return;
-    }
     for (owner, reader) in [("UCX-1.22", "UCX-1.13"), ("UCX-1.13", "UCX-1.22")] {
         let command = |label| {
             let version = VERSIONS.iter().find(|version: &&Version| version.label == label).unwrap();
-            let mut command = version.command()?;
-            command.args(["--exact", NAME, "--nocapture", "--test-threads=1"]);
-            Ok(command)
+            version.command()
         };
         let (mut owner, mut reader) = match (command(owner), command(reader)) {
             (Ok(owner), Ok(reader)) => (owner, reader),
@@ -179,7 +181,7 @@ fn an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused() {
                 return kvx_testkit::skip(NAME, &reason, cure);
             }
         };
-        // UCX logs on standard output unless it is told otherwise, also into the middle of what a test prints.
+        // UCX logs on standard output unless it is told otherwise, also into the middle of what the owner prints.
         let owner = owner.env(OWNER, "").env("UCX_LOG_FILE", "stderr");
         let owner = owner.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut owner = owner.spawn().unwrap();
@@ -191,7 +193,7 @@ fn an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused() {
         let told: Vec<String> = lines.collect();
         let (read, wrong) =
             (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        assert!(output.status.success() && read.contains("1 passed"), "{read}\n{wrong}");
+        assert!(output.status.success(), "{read}\n{wrong}");
         assert!(owner.wait().unwrap().success(), "{told:?}");
     }
 }
@@ -200,7 +202,7 @@ fn an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused() {
 fn own(version: &Version) -> Outcome {
     let (agent, region) = agent("owner", 2)?;
     let metadata: String = agent.metadata()?.iter().map(|byte| format!("{byte:02x}")).collect();
-    println!("\nmetadata {metadata}");
+    println!("metadata {metadata}");
     std::io::stdin().read_to_end(&mut Vec::new())?;
     assert_eq!(ends(&region)?, if version.number > (1, 13) { (2, 1) } else { (2, 2) });
     agent.shutdown(PATIENCE).wait(PATIENCE)?;

@@ -1,18 +1,15 @@
 //! kvx and Mooncake's own Python engine: each reads from and writes to the other, and the other may stop or die.
 
-#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
-
-mod adapter;
-mod alone;
-mod python;
-
 use std::net::TcpStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Options, Peer, Plan, Region};
-use python::{Python, content};
+use kvx_testkit::test;
+
+use crate::adapter;
+use crate::python::{Python, content};
 
 const CUT_OFF: Duration = Duration::from_secs(10);
 const BLOCK: usize = 4096;
@@ -83,7 +80,7 @@ fn content_of(block: u32) -> Vec<u8> {
     (block as usize * BLOCK..(block as usize + 1) * BLOCK).map(content).collect()
 }
 
-#[test]
+#[test(own_process)]
 fn kvx_reads_from_and_writes_to_the_python_engine() {
     let Some(adapter) = adapter::or_skip("kvx_reads_from_and_writes_to_the_python_engine") else { return };
     let mut pair = pair("initiator", &adapter, LEN);
@@ -101,7 +98,7 @@ fn kvx_reads_from_and_writes_to_the_python_engine() {
     assert!(route.contains("MOONCAKE"), "{route}");
 }
 
-#[test]
+#[test(own_process)]
 fn the_python_engine_reads_from_and_writes_to_kvx() {
     let Some(adapter) = adapter::or_skip("the_python_engine_reads_from_and_writes_to_kvx") else { return };
     let mut python = Python::start(&adapter, LEN);
@@ -124,7 +121,7 @@ fn the_python_engine_reads_from_and_writes_to_kvx() {
     assert_ne!(python.ask(&format!("read {name} {address} 0 16")), "0", "but nothing new begins");
 }
 
-#[test]
+#[test(own_process)]
 fn notifications_go_both_ways_and_text_only_toward_python() {
     let Some(adapter) = adapter::or_skip("notifications_go_both_ways_and_text_only_toward_python") else {
         return;
@@ -150,7 +147,7 @@ fn notifications_go_both_ways_and_text_only_toward_python() {
     assert_eq!((&*heard.from.name, &*heard.bytes), ("decode-7", &b"all of it"[..]));
 }
 
-#[test]
+#[test(own_process)]
 fn a_hundred_thousand_blocks_move_with_default_settings() {
     let Some(adapter) = adapter::or_skip("a_hundred_thousand_blocks_move_with_default_settings") else {
         return;
@@ -185,14 +182,11 @@ fn a_hundred_thousand_blocks_move_with_default_settings() {
     }
 }
 
-#[test]
+#[test(own_process)]
 fn what_is_not_registered_fails_with_text_and_the_link_works_on() {
     const TEST: &str = "what_is_not_registered_fails_with_text_and_the_link_works_on";
     let Some(adapter) = adapter::or_skip(TEST) else { return };
-    // The engines of a process have one log, of which the last few lines are kept.
-    if !alone::is_alone() {
-        return alone::run_alone(TEST, &[]);
-    }
+    // The engines of a process have one log, of which the last few lines are kept: here are no others.
     let pair = pair("prober", &adapter, LEN);
     let beyond =
         pair.peer.foreign(pair.python.address + LEN as u64, LEN as u64, MemoryKind::Host, 0).unwrap();
@@ -211,7 +205,7 @@ fn what_is_not_registered_fails_with_text_and_the_link_works_on() {
     assert_eq!(pair.block(0), vec![0; BLOCK], "nothing was moved by what failed");
 }
 
-#[test]
+#[test(own_process)]
 fn a_killed_python_is_lost_at_once() {
     let Some(adapter) = adapter::or_skip("a_killed_python_is_lost_at_once") else { return };
     let mut pair = pair("mourner", &adapter, LEN);
@@ -231,7 +225,7 @@ fn a_killed_python_is_lost_at_once() {
     assert_eq!(stranger.ready(CUT_OFF).wait(CUT_OFF).unwrap_err().kind(), Kind::PeerLost);
 }
 
-#[test]
+#[test(own_process)]
 fn a_stopped_python_costs_the_deadline_and_its_memory_stays_until_it_goes_on() {
     const TEST: &str = "a_stopped_python_costs_the_deadline_and_its_memory_stays_until_it_goes_on";
     let Some(adapter) = adapter::or_skip(TEST) else { return };
@@ -258,7 +252,7 @@ fn a_stopped_python_costs_the_deadline_and_its_memory_stays_until_it_goes_on() {
 
 /// The engine cannot stop what it has begun, nor end while it does it: it writes to memory of which nobody else may be
 /// given a byte.
-#[test]
+#[test(own_process)]
 fn what_a_stopped_python_still_moves_at_a_shutdown_is_quarantined() {
     const TEST: &str = "what_a_stopped_python_still_moves_at_a_shutdown_is_quarantined";
     let Some(adapter) = adapter::or_skip(TEST) else { return };
@@ -295,7 +289,7 @@ fn what_a_stopped_python_still_moves_at_a_shutdown_is_quarantined() {
     }
 }
 
-#[test]
+#[test(own_process)]
 fn a_stopped_python_keeps_no_other_waiting() {
     let Some(adapter) = adapter::or_skip("a_stopped_python_keeps_no_other_waiting") else { return };
     let pair = pair("diplomat", &adapter, LEN);
@@ -312,7 +306,7 @@ fn a_stopped_python_keeps_no_other_waiting() {
 
 /// The engine's calls cannot be broken off: one that a stopped peer holds keeps the engine. What is left of it serves
 /// no memory, and is gone when the call returns.
-#[test]
+#[test(own_process)]
 fn a_stopped_python_keeps_the_engine_for_a_while_and_none_of_its_memory() {
     const TEST: &str = "a_stopped_python_keeps_the_engine_for_a_while_and_none_of_its_memory";
     let Some(adapter) = adapter::or_skip(TEST) else { return };

@@ -1,10 +1,11 @@
 //! Device memory that Mooncake's TCP does not reach.
 
-mod adapter;
-
 use kvx_testkit::device::goes_elsewhere;
+use kvx_testkit::test;
 
-#[test]
+use crate::adapter;
+
+#[test(own_process)]
 fn memory_that_mooncake_does_not_reach_is_refused_and_goes_over_tcp() {
     if adapter::or_skip("memory_that_mooncake_does_not_reach_is_refused_and_goes_over_tcp").is_none() {
         return;

@@ -1,10 +1,6 @@
 //! Mooncake over TCP keeps the contract, but for what its engine cannot do: every clause, in one process and in two.
 
-mod adapter;
-
-use std::process::ExitCode;
-
-use kvx_testkit::{Gap, GapRate, Suite, conformance_main};
+use kvx_testkit::{Gap, GapRate, Suite};
 
 const TCP: Suite = Suite {
     options: r#"{"mooncake": {"mooncake_protocol": "tcp"}}"#,
@@ -17,7 +13,7 @@ const TCP: Suite = Suite {
     ..Suite::over("MOONCAKE")
 };
 
-fn main() -> ExitCode {
+pub(crate) fn suites() -> [Suite; 4] {
     let namespace = Suite { label: "MOONCAKE-namespace", ..TCP }.in_another_namespace();
     let user = Suite { label: "MOONCAKE-user", ..TCP }.as_another_user();
     let hosts = Suite {
@@ -25,5 +21,5 @@ fn main() -> ExitCode {
         options: r#"{"mooncake": {"mooncake_protocol": "tcp", "host": "{address}"}}"#,
         ..TCP
     };
-    conformance_main(adapter::registry, &[TCP, namespace, user, hosts.on_two_hosts()])
+    [TCP, namespace, user, hosts.on_two_hosts()]
 }

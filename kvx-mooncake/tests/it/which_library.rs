@@ -1,19 +1,16 @@
 //! Which library is opened, and which engine: what the environment names, and nothing in its place.
 
-#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
-
-mod adapter;
-mod alone;
-
 use std::ffi::OsStr;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use alone::{is_alone, run_alone};
 use kvx_core::{Kind, Options, Registry};
 use kvx_mooncake::Mooncake;
+use kvx_testkit::{Check, is_own_process, run_in_own_process, test};
+
+use crate::adapter;
 
 const LIBRARY: &str = "KVX_MOONCAKE_LIB";
 /// The name by which it is looked for otherwise.
@@ -34,30 +31,39 @@ fn opened(registry: &Registry, options: &str) -> Result<(String, PathBuf), Strin
 const TCP: &str = r#"{"mooncake_protocol": "tcp"}"#;
 
 #[test]
-fn a_library_that_the_variable_names_is_opened() {
-    const TEST: &str = "a_library_that_the_variable_names_is_opened";
-    let Some(adapter) = adapter::or_skip(TEST) else { return };
-    if !is_alone() {
-        return run_alone(TEST, &[(LIBRARY, adapter.as_os_str())]);
+fn a_library_that_the_variable_names_is_opened() -> Check {
+    const TEST: &str = "which_library::a_library_that_the_variable_names_is_opened";
+    let Some(adapter) = adapter::or_skip(TEST) else { return Ok(()) };
+    if !is_own_process() {
+        return run_over(TEST, LIBRARY, adapter.as_os_str());
     }
     let mut registry = Registry::new();
     registry.add(Mooncake::new()).unwrap();
     assert_eq!(opened(&registry, TCP).unwrap(), ("wheel 0.3.13.post1".to_owned(), adapter));
+    Ok(())
+}
+
+/// Runs the test of this name in a process with this variable, and no other that chooses a library.
+fn run_over(test: &str, variable: &str, value: &OsStr) -> Check {
+    run_in_own_process(test, |command| {
+        command.env_remove(LIBRARY).env_remove(ENGINE).env(variable, value);
+    })
 }
 
 /// Whoever names one does not want another, though there are some that would work.
 #[test]
-fn what_the_variable_names_is_opened_or_nothing() {
-    const TEST: &str = "what_the_variable_names_is_opened_or_nothing";
+fn what_the_variable_names_is_opened_or_nothing() -> Check {
+    const TEST: &str = "which_library::what_the_variable_names_is_opened_or_nothing";
     if adapter::or_skip(TEST).is_none() {
-        return;
+        return Ok(());
     }
-    if !is_alone() {
-        return run_alone(TEST, &[(LIBRARY, OsStr::new("libm.so.6"))]);
+    if !is_own_process() {
+        return run_over(TEST, LIBRARY, OsStr::new("libm.so.6"));
     }
     let why = opened(&adapter::registry(""), TCP).unwrap_err();
     assert!(why.contains("libm.so.6 has no symbol createTransferEngine"), "{why}");
     assert!(why.contains("KVX_MOONCAKE_LIB=libm.so.6"), "{why}");
+    Ok(())
 }
 
 /// A folder of other names for what is there. Gone when dropped.
@@ -108,12 +114,12 @@ impl Drop for Folder {
 }
 
 #[test]
-fn an_engine_of_another_version_is_refused_unless_it_is_wanted() {
-    const TEST: &str = "an_engine_of_another_version_is_refused_unless_it_is_wanted";
-    let Some(adapter) = adapter::or_skip(TEST) else { return };
-    if !is_alone() {
+fn an_engine_of_another_version_is_refused_unless_it_is_wanted() -> Check {
+    const TEST: &str = "which_library::an_engine_of_another_version_is_refused_unless_it_is_wanted";
+    let Some(adapter) = adapter::or_skip(TEST) else { return Ok(()) };
+    if !is_own_process() {
         let wheel = Folder::of_wheel("9.9", &adapter);
-        return run_alone(TEST, &[(ENGINE, wheel.0.join("mooncake/engine.so").as_os_str())]);
+        return run_over(TEST, ENGINE, wheel.0.join("mooncake/engine.so").as_os_str());
     }
     let registry = adapter::registry("");
     let why = opened(&registry, TCP).unwrap_err();
@@ -122,17 +128,19 @@ fn an_engine_of_another_version_is_refused_unless_it_is_wanted() {
     }
     let wanted = r#"{"mooncake": {"mooncake_protocol": "tcp", "any_version": true}}"#;
     assert_eq!(opened(&registry, wanted).unwrap().0, "wheel 9.9");
+    Ok(())
 }
 
 #[test]
-fn a_library_of_the_usual_name_is_opened_where_no_variable_names_one() {
-    const TEST: &str = "a_library_of_the_usual_name_is_opened_where_no_variable_names_one";
-    let Some(adapter) = adapter::or_skip(TEST) else { return };
-    if !is_alone() {
+fn a_library_of_the_usual_name_is_opened_where_no_variable_names_one() -> Check {
+    const TEST: &str = "which_library::a_library_of_the_usual_name_is_opened_where_no_variable_names_one";
+    let Some(adapter) = adapter::or_skip(TEST) else { return Ok(()) };
+    if !is_own_process() {
         let folder = Folder::of_library(&adapter);
-        return run_alone(TEST, &[("LD_LIBRARY_PATH", folder.0.as_os_str())]);
+        return run_over(TEST, "LD_LIBRARY_PATH", folder.0.as_os_str());
     }
     // It comes before the files that a program brings.
     let (_, file) = opened(&adapter::registry(""), TCP).unwrap();
     assert_eq!(file.file_name(), Some(OsStr::new(SONAME)), "{file:?}");
+    Ok(())
 }

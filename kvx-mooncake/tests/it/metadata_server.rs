@@ -1,19 +1,16 @@
 //! Engines that find each other by a metadata server of the web instead of asking each other.
 
-#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
-
-mod adapter;
-mod exchange;
-mod python;
-
 use std::collections::HashMap;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 
-use exchange::CUT_OFF;
 use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Options, Plan};
-use python::{Python, content};
+use kvx_testkit::test;
+
+use crate::adapter;
+use crate::exchange::{self, CUT_OFF};
+use crate::python::{Python, content};
 
 type Entries = Arc<Mutex<HashMap<String, Vec<u8>>>>;
 
@@ -68,7 +65,7 @@ fn server() -> (String, Entries) {
     (url, entries)
 }
 
-#[test]
+#[test(own_process)]
 fn agents_find_each_other_by_a_metadata_server() {
     if adapter::or_skip("agents_find_each_other_by_a_metadata_server").is_none() {
         return;
@@ -81,7 +78,7 @@ fn agents_find_each_other_by_a_metadata_server() {
 
 /// An engine keeps what a peer once said of itself, the port for its data among it, and asks again only when it is told
 /// to. By a metadata server the peer's name stays, whatever ports it gets when it is started again.
-#[test]
+#[test(own_process)]
 fn a_python_that_was_started_again_under_its_name_is_reached_again() {
     const TEST: &str = "a_python_that_was_started_again_under_its_name_is_reached_again";
     let Some(adapter) = adapter::or_skip(TEST) else { return };

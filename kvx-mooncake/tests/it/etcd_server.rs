@@ -1,10 +1,5 @@
-//! Engines that find each other by etcd. The engine's client for it is loaded with the engine or never: hence a program
+//! Engines that find each other by etcd. The engine's client for it is loaded with the engine or never: hence a process
 //! of its own.
-
-#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
-
-mod adapter;
-mod exchange;
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -12,7 +7,10 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use exchange::CUT_OFF;
+use kvx_testkit::test;
+
+use crate::adapter;
+use crate::exchange::{self, CUT_OFF};
 
 /// How long etcd may take to start: it waits for the disk several times.
 const STARTS_WITHIN: Duration = Duration::from_secs(60);
@@ -92,7 +90,7 @@ impl Drop for Etcd {
     }
 }
 
-#[test]
+#[test(own_process)]
 fn agents_find_each_other_by_etcd() {
     if adapter::or_skip(TEST).is_none() {
         return;

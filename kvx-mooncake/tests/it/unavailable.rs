@@ -1,16 +1,15 @@
 //! An engine that cannot be used is an error with the reason, and nothing is used in its place.
 
-#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
-
-mod adapter;
-
 use kvx_core::{Kind, Options, Registry};
 use kvx_mooncake::Mooncake;
+use kvx_testkit::test;
+
+use crate::adapter;
 
 const VARIABLE: &str = "KVX_MOONCAKE_LIB";
 
 /// A process opens one library, so the wrong one has to come first.
-#[test]
+#[test(own_process)]
 fn what_is_not_there_is_an_error() {
     another_library_is_refused_by_the_symbol_that_it_lacks();
     a_transport_that_is_not_there_is_an_error();

@@ -1,26 +1,37 @@
 //! The engine's log does not fill the program's: what its errors say is there, and everything where the environment
 //! asks for it.
 
-#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
-
-mod adapter;
-
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Options, Plan};
+use kvx_testkit::test;
+
+use crate::adapter;
 
 const CUT_OFF: Duration = Duration::from_secs(10);
-/// Set in the process whose output is looked at.
-const CHILD: &str = "KVX_TEST_CHILD";
+/// Set in the process whose output is looked at: what it does.
+const DOES: &str = "KVX_MOONCAKE_TEST_DOES";
+const LOOKS_FOR_BACKENDS: &str = "looks for backends";
+const MEETS_AN_ERROR: &str = "meets an error";
 const BLOCK: usize = 4096;
 
-/// What the test `name` writes to standard error in a process of its own, in which this is the environment's word on
-/// logging.
-fn said(name: &str, logging: &[(&str, &str)]) -> String {
+/// Plays the process whose output is looked at, if this one was started for that.
+pub(crate) fn play_if_asked() {
+    let Ok(does) = std::env::var(DOES) else { return };
+    match does.as_str() {
+        LOOKS_FOR_BACKENDS => _ = adapter::registry("").require("MOONCAKE", &tcp()).unwrap(),
+        MEETS_AN_ERROR => meet_an_error(),
+        other => panic!("{DOES}={other}"),
+    }
+    std::process::exit(0);
+}
+
+/// What a process that does this writes to standard error, where this is the environment's word on logging.
+fn said(does: &str, logging: &[(&str, &str)]) -> String {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args([name, "--exact", "--nocapture"]).env(CHILD, "1");
+    command.env(DOES, does);
     for (variable, _) in std::env::vars_os() {
         let text = variable.to_string_lossy();
         if text.starts_with("GLOG_") || text.starts_with("MC_LOG_") {
@@ -28,12 +39,9 @@ fn said(name: &str, logging: &[(&str, &str)]) -> String {
         }
     }
     let output = kvx_testkit::output(command.envs(logging.iter().copied()), 6 * CUT_OFF);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
-    String::from_utf8(output.stderr).unwrap()
-}
-
-fn is_child() -> bool {
-    std::env::var_os(CHILD).is_some()
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{said}");
+    said
 }
 
 fn is_there(test: &str) -> bool {
@@ -50,13 +58,9 @@ fn whoever_looks_for_backends_reads_nothing_of_the_engines_log() {
     if !is_there(TEST) {
         return;
     }
-    if is_child() {
-        adapter::registry("").require("MOONCAKE", &tcp()).unwrap();
-        return;
-    }
-    assert_eq!(said(TEST, &[]), "");
+    assert_eq!(said(LOOKS_FOR_BACKENDS, &[]), "");
     for asks in [("MC_LOG_LEVEL", "INFO"), ("GLOG_minloglevel", "0")] {
-        let said = said(TEST, &[asks]);
+        let said = said(LOOKS_FOR_BACKENDS, &[asks]);
         assert!(said.contains("listening on"), "with {asks:?}: {said}");
     }
 }
@@ -67,11 +71,12 @@ fn errors_of_the_engine_are_seen() {
     if !is_there(TEST) {
         return;
     }
-    if !is_child() {
-        let said = said(TEST, &[]);
-        assert!(said.contains("rejected by server"), "{said}");
-        return assert!(!said.contains("listening on"), "{said}");
-    }
+    let said = said(MEETS_AN_ERROR, &[]);
+    assert!(said.contains("rejected by server"), "{said}");
+    assert!(!said.contains("listening on"), "{said}");
+}
+
+fn meet_an_error() {
     let agent =
         |name: &str| Agent::builder(name).backends(["MOONCAKE"]).options(tcp()).build(&adapter::registry(""));
     let (decode, prefill) = (agent("decode").unwrap(), agent("prefill").unwrap());

@@ -1,11 +1,6 @@
 //! An engine that is started again under the name of the one before has other ports for its bytes: it is asked for them
 //! anew.
 
-#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
-
-mod adapter;
-mod python;
-
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
@@ -13,7 +8,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Options, Peer, Plan, Region};
-use python::{Python, content};
+use kvx_testkit::test;
+
+use crate::adapter;
+use crate::python::{Python, content};
 
 const CUT_OFF: Duration = Duration::from_secs(10);
 const BLOCK: usize = 4096;
@@ -111,7 +109,7 @@ fn reached_again(adapter: &Path) {
     agent.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
 }
 
-#[test]
+#[test(own_process)]
 fn an_engine_started_again_under_the_same_name_is_reached_again() {
     const NAME: &str = "an_engine_started_again_under_the_same_name_is_reached_again";
     if let Some(adapter) = adapter::or_skip(NAME) {

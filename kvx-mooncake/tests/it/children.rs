@@ -1,18 +1,17 @@
 //! Processes that a program starts get nothing of what the engine has open: what the engine closes must be closed.
 
-#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
-
-mod adapter;
-
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_core::{Agent, Grid, Memory, Options, Plan};
+use kvx_testkit::test;
+
+use crate::adapter;
 
 const CUT_OFF: Duration = Duration::from_secs(10);
 
-#[test]
+#[test(own_process)]
 fn children_inherit_no_socket_of_the_engine() {
     if adapter::or_skip("children_inherit_no_socket_of_the_engine").is_none() {
         return;

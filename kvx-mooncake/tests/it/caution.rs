@@ -1,17 +1,16 @@
 //! That the engine lets everybody in is said in the log of each agent, beside where it listens.
 
-#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
-
-mod adapter;
-
 use std::fmt::{Debug, Write as _};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvx_core::{Agent, Options};
+use kvx_testkit::test;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
+
+use crate::adapter;
 
 const CUT_OFF: Duration = Duration::from_secs(10);
 
@@ -48,7 +47,7 @@ impl Subscriber for Warnings {
     fn exit(&self, _: &Id) {}
 }
 
-#[test]
+#[test(own_process)]
 fn each_agent_says_in_the_log_that_the_engine_lets_everybody_in() {
     const TEST: &str = "each_agent_says_in_the_log_that_the_engine_lets_everybody_in";
     if adapter::or_skip(TEST).is_none() {

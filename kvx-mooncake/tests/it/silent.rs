@@ -1,18 +1,14 @@
 //! A peer that is stopped for longer than the engine waits: what was under way has failed then, and nothing of it moves
 //! any more when the peer goes on. The engine waits 30 s, or as long as its variables say: hence a process with others.
 
-#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
-
-mod adapter;
-mod alone;
-mod python;
-
-use std::ffi::OsStr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Options, Peer, Plan, Region};
-use python::{Python, content};
+use kvx_testkit::{Check, is_own_process, run_in_own_process, test};
+
+use crate::adapter;
+use crate::python::{Python, content};
 
 /// For what takes seconds, where nobody else wants the cores.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -95,13 +91,12 @@ impl Pair {
 }
 
 #[test]
-fn what_has_failed_for_a_stopped_peer_stays_as_it_is_when_the_peer_goes_on() {
-    const TEST: &str = "what_has_failed_for_a_stopped_peer_stays_as_it_is_when_the_peer_goes_on";
-    let Some(adapter) = adapter::or_skip(TEST) else { return };
-    if !alone::is_alone() {
-        let second = OsStr::new("1");
-        let variables = [("MC_TCP_STATUS_TIMEOUT_SEC", second), ("MC_TCP_PROGRESS_TIMEOUT_SEC", second)];
-        return alone::run_alone(TEST, &variables);
+fn what_has_failed_for_a_stopped_peer_stays_as_it_is_when_the_peer_goes_on() -> Check {
+    const TEST: &str = "silent::what_has_failed_for_a_stopped_peer_stays_as_it_is_when_the_peer_goes_on";
+    let Some(adapter) = adapter::or_skip(TEST) else { return Ok(()) };
+    if !is_own_process() {
+        let variables = [("MC_TCP_STATUS_TIMEOUT_SEC", "1"), ("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")];
+        return run_in_own_process(TEST, |command| _ = command.envs(variables));
     }
     let python = Python::start(&adapter, LEN);
     let agent = Agent::builder(format!("patient-{}", std::process::id())).backends(["MOONCAKE"]);
@@ -117,4 +112,5 @@ fn what_has_failed_for_a_stopped_peer_stays_as_it_is_when_the_peer_goes_on() {
         pair.works();
     }
     pair.agent.shutdown(PATIENCE).wait(PATIENCE).unwrap();
+    Ok(())
 }

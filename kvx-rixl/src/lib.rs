@@ -29,5 +29,5 @@ pub mod raw {
 }
 
 #[cfg(test)]
-#[path = "../tests/wheel/mod.rs"]
+#[path = "../tests/it/wheel.rs"]
 mod wheel;

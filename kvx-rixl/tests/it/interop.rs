@@ -1,18 +1,15 @@
 //! kvx and NIXL's own Python agent, each with the other.
 
-mod python;
-mod wheel;
-
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use kvx_core::{
-    Agent, Grid, Kind, Memory, MemoryKind, Op, Options, Peer, PeerRegion, Plan, Region, Registry, Report,
-};
-use kvx_testkit::{Child, run, skip};
-use libtest_mimic::{Arguments, Failed, Trial};
-use python::{Python, from_hex, hex};
+use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Op, Options, Peer, PeerRegion, Plan, Region, Report};
+use kvx_testkit::{Child, run};
+use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
+
+use crate::python::{Python, from_hex, hex};
+use crate::{Outcome, registry, wheel, with_nixl};
 
 const CUT_OFF: Duration = Duration::from_secs(10);
 const BLOCK: u64 = 4096;
@@ -21,19 +18,15 @@ const LEN: usize = BLOCK as usize * BLOCKS as usize;
 /// Set in a process that serves until it is killed.
 const SERVES: &str = "KVX_RIXL_TEST_SERVES";
 
-type Outcome = Result<(), Failed>;
-
 fn agent(name: &str) -> Agent {
     agent_over("", name)
 }
 
 /// Over these transports of UCX: `,TLS=tcp`; none: all.
 fn agent_over(tls: &str, name: &str) -> Agent {
-    let mut registry = Registry::new();
-    registry.add(kvx_rixl::Rixl).expect("one name");
     let options = json!({"rixl": {"params": {"engine_config": format!("NET_DEVICES=lo{tls}")}}});
     let options = Options::parse(&options.to_string()).expect("JSON");
-    Agent::builder(name).backends(["RIXL"]).options(options).build(&registry).expect("NIXL is there")
+    Agent::builder(name).backends(["RIXL"]).options(options).build(&registry("")).expect("NIXL is there")
 }
 
 /// The word at a byte offset of a region that was filled with `seed`, as the Python side has it.
@@ -482,22 +475,19 @@ fn serve(name: &str) {
     std::io::stdin().read_line(&mut String::new()).ok();
 }
 
-fn main() -> std::process::ExitCode {
-    let python = wheel::python();
-    if !wheel::chosen() || python.is_none() {
-        skip("interop", wheel::ABSENT.0, wheel::ABSENT.1);
-        return std::process::ExitCode::SUCCESS;
-    }
-    if let Ok(name) = std::env::var(SERVES) {
-        serve(&name);
-        return std::process::ExitCode::SUCCESS;
-    }
-    let python = python.expect("it is there");
-    let test = |name: &str, test: fn(PathBuf) -> Outcome| {
-        let python = python.clone();
-        Trial::test(name, move || test(python))
+/// Serves and ends the process, if that is what this process was started for.
+pub(crate) fn serve_if_asked() {
+    let Ok(name) = std::env::var(SERVES) else { return };
+    serve(&name);
+    std::process::exit(0);
+}
+
+pub(crate) fn trials() -> [Trial; 8] {
+    let test = |name, test: fn(PathBuf) -> Outcome| {
+        let with_python = move || test(wheel::python().expect("the wheel's library is in its environment"));
+        with_nixl(format!("interop::{name}"), with_python)
     };
-    let tests = vec![
+    [
         test("python_serves", python_serves),
         test("kvx_serves", kvx_serves),
         test("notifications_are_bytes_both_ways", notifications_are_bytes_both_ways),
@@ -506,8 +496,5 @@ fn main() -> std::process::ExitCode {
         test("the_latest_of_a_name_takes_its_place", the_latest_of_a_name_takes_its_place),
         test("callers_work_on_while_python_streams", callers_work_on_while_python_streams),
         test("kvx_is_killed_and_starts_again", kvx_is_killed_and_starts_again),
-    ];
-    let mut arguments = Arguments::from_args();
-    arguments.test_threads.get_or_insert(2);
-    libtest_mimic::run(&arguments, tests).exit_code()
+    ]
 }

@@ -3,9 +3,8 @@
 //! A process opens one of them, which `KVX_RIXL_LIB` names: so tests start their program again with that variable set.
 #![allow(dead_code, reason = "each test program uses its part")]
 
-use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::Command;
 use std::time::Duration;
 
 use kvx_testkit::Tier;
@@ -21,7 +20,7 @@ pub(crate) const NEWEST: &str = "nixl";
 pub(crate) const AS_RIXL: &str = "nixl-1.1";
 
 /// The releases that tests run on in this run's tier.
-fn of_this_run() -> impl Iterator<Item = &'static str> {
+pub(crate) fn of_this_run() -> impl Iterator<Item = &'static str> {
     [(NEWEST, Tier::Fast), (AS_RIXL, Tier::Whole)]
         .into_iter()
         .filter_map(|(release, tier)| tier.runs_or_says(release).then_some(release))
@@ -61,49 +60,23 @@ fn again(library: &Path) -> Command {
     again
 }
 
-/// Starts this program again with `KVX_RIXL_LIB` set, unless it is. Call it first in `main`. `false`: there is no
-/// wheel.
-pub(crate) fn chosen() -> bool {
-    if std::env::var_os("KVX_RIXL_LIB").is_some() {
-        return true;
-    }
-    let Some(library) = library() else { return false };
-    let mut again = again(&library);
-    panic!("this program cannot be started again: {}", again.args(std::env::args_os().skip(1)).exec());
-}
-
-/// Set in a process that [`on_each`] has started: the release.
-const RELEASE: &str = "KVX_RIXL_TEST_RELEASE";
-
-/// Whether this process was started for this release.
-pub(crate) fn is_for(release: &str) -> bool {
-    std::env::var(RELEASE).is_ok_and(|chosen| chosen == release)
-}
-
-/// Starts this program again over each release of this run's tier, with the arguments that it was given; one that
-/// hangs is killed after `limit`.
-pub(crate) fn on_each(program: &str, limit: Duration) -> ExitCode {
-    let mut all = ExitCode::SUCCESS;
-    for release in of_this_run() {
-        let Some(library) = library_of(release) else {
-            kvx_testkit::skip(&format!("{program} over {release}"), ABSENT.0, ABSENT.1);
-            continue;
-        };
-        let mut again = again(&library);
-        again.args(std::env::args_os().skip(1)).env(RELEASE, release);
-        let mut child = again.spawn().expect("this program starts again");
-        kvx_testkit::kill_after(&child, limit);
-        if !child.wait().expect("it is our child").success() {
-            all = ExitCode::FAILURE;
-        }
-    }
-    all
+/// This program again, to run over a release.
+///
+/// # Errors
+/// Reason and cure when its wheel is not installed.
+pub(crate) fn command(release: &str) -> Result<Command, (&'static str, &'static str)> {
+    library_of(release).map(|library| again(&library)).ok_or(ABSENT)
 }
 
 /// Set in a process that [`alone`] has started.
 const ALONE: &str = "KVX_RIXL_TEST_ALONE";
 /// How long such a process may take.
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Whether this process is one.
+pub(crate) fn is_alone() -> bool {
+    std::env::var_os(ALONE).is_some()
+}
 
 /// Runs `body`, that of the test of this full name, with NIXL in a process of its own.
 pub(crate) fn alone(test: &str, body: impl FnOnce()) {
@@ -121,20 +94,21 @@ pub(crate) fn alone_on_each(test: &str, body: impl FnOnce()) {
 }
 
 fn alone_over(releases: &[&str], test: &str, variables: &[(&str, &Path)], body: impl FnOnce()) {
-    if std::env::var_os(ALONE).is_some() {
+    if is_alone() {
         return body();
     }
     for release in releases {
-        let Some(library) = library_of(release) else {
-            kvx_testkit::skip(test, ABSENT.0, ABSENT.1);
-            continue;
+        let mut again = match command(release) {
+            Ok(again) => again,
+            Err((reason, cure)) => {
+                kvx_testkit::skip(test, reason, cure);
+                continue;
+            }
         };
-        let mut again = again(&library);
         again.args(["--exact", test, "--nocapture", "--test-threads=1"]);
         again.env(ALONE, "1").envs(variables.iter().copied());
-        let output = kvx_testkit::output(&mut again, LIMIT);
-        let [told, wrong] = [&output.stdout, &output.stderr].map(|said| String::from_utf8_lossy(said));
-        let passed = output.status.success() && told.contains("1 passed");
-        assert!(passed, "{test} over {release}:\n{told}\n{wrong}");
+        if let Err(failure) = kvx_testkit::run_one_test(test, &mut again, LIMIT) {
+            panic!("{test} over {release}: {failure}");
+        }
     }
 }

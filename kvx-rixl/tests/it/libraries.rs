@@ -1,22 +1,19 @@
 //! Which libraries are taken, and what is said of those that are not.
 
-mod wheel;
-
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::Command;
 use std::time::Duration;
 
 use kvx_core::transport::Factory as _;
-use kvx_core::{Agent, Options, Registry};
-use kvx_testkit::skip;
-use libtest_mimic::{Arguments, Failed, Trial};
+use kvx_core::{Agent, Options};
+use libtest_mimic::{Failed, Trial};
+
+use crate::{Outcome, registry, with_nixl};
 
 const CUT_OFF: Duration = Duration::from_secs(10);
 /// Set in a process that says what it thinks of its library: the options.
 const TELLS: &str = "KVX_RIXL_TEST_TELLS";
-
-type Outcome = Result<(), Failed>;
 
 /// A folder that goes when it is dropped.
 struct Folder(PathBuf);
@@ -42,9 +39,7 @@ fn tell(options: &str) -> String {
         Ok(available) => format!("NIXL {}", available.version),
         Err(why) => why.to_string(),
     };
-    let mut registry = Registry::new();
-    registry.add(kvx_rixl::Rixl).expect("one name");
-    let agent = Agent::builder("teller").backends(["RIXL"]).options(options).build(&registry);
+    let agent = Agent::builder("teller").backends(["RIXL"]).options(options).build(&registry(""));
     let agent = agent.map_or_else(|why| format!("no agent: {why}"), |_| "an agent".to_owned());
     format!("{available}\n{agent}")
 }
@@ -104,21 +99,20 @@ fn what_a_plugin_misses_is_named() -> Outcome {
     Ok(())
 }
 
-fn main() -> ExitCode {
-    if let Ok(options) = std::env::var(TELLS) {
-        println!("{}", tell(&options));
-        return ExitCode::SUCCESS;
-    }
-    if !wheel::chosen() {
-        skip("libraries", wheel::ABSENT.0, wheel::ABSENT.1);
-        return ExitCode::SUCCESS;
-    }
-    let tests = vec![
-        Trial::test(
+/// Says what it thinks of its library and ends the process, if that is what this process was started for.
+pub(crate) fn tell_if_asked() {
+    let Ok(options) = std::env::var(TELLS) else { return };
+    println!("{}", tell(&options));
+    std::process::exit(0);
+}
+
+pub(crate) fn trials() -> [Trial; 2] {
+    let test = |name, test: fn() -> Outcome| with_nixl(format!("libraries::{name}"), test);
+    [
+        test(
             "a_version_out_of_range_is_refused_unless_it_is_asked_for",
             a_version_out_of_range_is_refused_unless_it_is_asked_for,
         ),
-        Trial::test("what_a_plugin_misses_is_named", what_a_plugin_misses_is_named),
-    ];
-    libtest_mimic::run(&Arguments::from_args(), tests).exit_code()
+        test("what_a_plugin_misses_is_named", what_a_plugin_misses_is_named),
+    ]
 }

@@ -1,14 +1,13 @@
 //! Hostile metadata is refused before NIXL, which trusts it, is told.
 
-mod wheel;
-
-use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::{Agent, Grid, Kind, Memory, Metadata, Options, Peer, Plan, Region, Registry, Transfer};
-use kvx_testkit::{Child, skip};
-use libtest_mimic::{Arguments, Failed, Trial};
+use kvx_core::{Agent, Grid, Kind, Memory, Metadata, Options, Peer, Plan, Region, Transfer};
+use kvx_testkit::Child;
+use libtest_mimic::{Failed, Trial};
+
+use crate::{Outcome, registry, with_nixl};
 
 const CUT_OFF: Duration = Duration::from_secs(10);
 const BLOCK: u64 = 4096;
@@ -17,18 +16,14 @@ const LEN: usize = BLOCK as usize * BLOCKS as usize;
 /// What the victim's memory holds.
 const CONTENT: u8 = 7;
 /// Set in a process that serves until its standard input ends: its agent's name.
-const SERVES: &str = "KVX_RIXL_TEST_SERVES";
+const SERVES: &str = "KVX_RIXL_TEST_SERVES_AS_VICTIM";
 /// What stands before the kind of memory in one of NIXL's lists of descriptors.
 const LIST: &[u8] = b"nixlSDList|t\x04\0\0\0\0\0\0\0";
 
-type Outcome = Result<(), Failed>;
-
 /// Over TCP the peer's process takes part in all that is moved: while it is stopped, nothing ends.
 fn agent(name: &str) -> kvx_core::Result<Agent> {
-    let mut registry = Registry::new();
-    registry.add(kvx_rixl::Rixl)?;
     let options = Options::parse(r#"{"rixl": {"params": {"engine_config": "NET_DEVICES=lo,TLS=tcp"}}}"#)?;
-    Agent::builder(name).backends(["RIXL"]).options(options).build(&registry)
+    Agent::builder(name).backends(["RIXL"]).options(options).build(&registry(""))
 }
 
 fn read(ours: &Region, peer: &Peer) -> kvx_core::Result<Transfer> {
@@ -141,20 +136,17 @@ fn memory_of_no_kind_is_refused() -> Outcome {
     Ok(())
 }
 
-fn main() -> ExitCode {
-    if !wheel::chosen() {
-        skip("hostile", wheel::ABSENT.0, wheel::ABSENT.1);
-        return ExitCode::SUCCESS;
-    }
-    if let Ok(name) = std::env::var(SERVES) {
-        serve(&name).expect("it serves");
-        return ExitCode::SUCCESS;
-    }
-    let tests = vec![
-        Trial::test("nobody_speaks_for_another_agent", nobody_speaks_for_another_agent),
-        Trial::test("memory_of_no_kind_is_refused", memory_of_no_kind_is_refused),
-    ];
-    let mut arguments = Arguments::from_args();
-    arguments.test_threads.get_or_insert(2);
-    libtest_mimic::run(&arguments, tests).exit_code()
+/// Serves and ends the process, if that is what this process was started for.
+pub(crate) fn serve_if_asked() {
+    let Ok(name) = std::env::var(SERVES) else { return };
+    serve(&name).expect("it serves");
+    std::process::exit(0);
+}
+
+pub(crate) fn trials() -> [Trial; 2] {
+    let test = |name, test: fn() -> Outcome| with_nixl(format!("hostile::{name}"), test);
+    [
+        test("nobody_speaks_for_another_agent", nobody_speaks_for_another_agent),
+        test("memory_of_no_kind_is_refused", memory_of_no_kind_is_refused),
+    ]
 }

@@ -34,6 +34,8 @@ type Wheels = BTreeMap<String, Wheel>;
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Table {
+    /// The version of cargo-deny.
+    cargo_deny: String,
     debian: DebianPackages,
     pub(crate) peers: BTreeMap<String, Peer>,
 }
@@ -60,11 +62,24 @@ struct Wheel {
     why: String,
 }
 
-/// Installs missing packages within `limit` and returns what could not be installed, a sentence each.
-pub(crate) fn run(target: &Path, limit: Duration) -> Result<Vec<String>> {
+/// Installs missing packages within `limit` and returns what could not be installed, a sentence each. The whole tier needs
+/// cargo-deny too, which is compiled.
+pub(crate) fn run(target: &Path, whole: bool, limit: Duration) -> Result<Vec<String>> {
     let is_wanted = |peer: &Peer| peer.variable.as_ref().is_none_or(|name| std::env::var_os(name).is_some());
     let peers: Vec<_> = TABLE.peers.iter().filter(|(_, peer)| is_wanted(peer)).collect();
-    Ok(install(&TABLE.debian, &peers, target, Deadline::after(limit)))
+    let deadline = Deadline::after(limit);
+    let mut failures = install(&TABLE.debian, &peers, target, deadline);
+    if whole && !cargo_deny(target).exists() {
+        let mut cargo = process::cargo(["install", "--locked", "--version", &TABLE.cargo_deny, "cargo-deny"]);
+        cargo.arg("--root").arg(target.join("peers/cargo-deny"));
+        failures.extend(must_succeed(cargo, deadline).err().map(|error| error.to_string()));
+    }
+    Ok(failures)
+}
+
+/// Returns where cargo-deny is installed for the whole tier.
+pub(crate) fn cargo_deny(target: &Path) -> PathBuf {
+    target.join("peers/cargo-deny/bin/cargo-deny")
 }
 
 /// Installs peers by name and returns what could not be installed.

@@ -10,14 +10,13 @@ use serde_json::Value;
 use crate::metadata::{Metadata, Package};
 use crate::process::{self, Deadline, Output};
 use crate::skips::{self, Skip};
-use crate::{Result, root};
+use crate::{Result, install, root};
 
 /// The limit of the whole command.
 const LIMIT: Duration = Duration::from_secs(30 * 60);
 
 /// The rules for dependencies are in deny.toml.
-const DENY: &str =
-    "deny --offline --workspace check -D unnecessary-skip -D unmatched-skip licenses bans sources";
+const DENY: &str = "--offline --workspace check -D unnecessary-skip -D unmatched-skip licenses bans sources";
 
 /// Variables that would let a build script compile or find a native library; set to a program that fails.
 const NATIVE_TOOLS: [&str; 5] = ["CC", "CXX", "HOST_CC", "HOST_CXX", "PKG_CONFIG"];
@@ -39,7 +38,7 @@ pub(crate) fn check(limit: Duration) -> Result<Vec<String>> {
     let mut failures = manifests(&everything);
     let page = std::fs::read_to_string(root().join("docs/dependencies.md"))?;
     failures.extend(without_a_line(&everything, &page));
-    failures.extend(denied(deadline)?);
+    failures.extend(denied(&everything.target_directory()?, deadline)?);
     if !failures.is_empty() {
         return Ok(failures); // wrong manifests make the builds meaningless
     }
@@ -103,15 +102,16 @@ fn without_a_line(workspace: &Metadata, page: &str) -> Vec<String> {
 }
 
 /// Checks licences, duplicate versions and sources by cargo-deny; a skip where it is not installed.
-fn denied(deadline: Deadline) -> Result<Option<String>> {
-    let version = process::run(process::cargo(["deny", "--version"]), deadline.left(), Output::Quiet)?;
-    if !version.succeeded() {
-        let (name, reason) = ("licences and versions".to_owned(), "no cargo-deny is installed".to_owned());
-        skips::note(&Skip { name, reason, cure: "cargo install cargo-deny --locked".to_owned() })?;
+fn denied(target: &Path, deadline: Deadline) -> Result<Option<String>> {
+    let installed = install::cargo_deny(target);
+    if !installed.exists() {
+        let (name, reason) = ("licences and versions".to_owned(), "cargo-deny is not installed".to_owned());
+        skips::note(&Skip { name, reason, cure: "cargo xtask test --install --whole".to_owned() })?;
         return Ok(None);
     }
-    let cargo = process::cargo(DENY.split(' '));
-    Ok(process::failure_of(cargo, &format!("cargo {DENY}"), deadline)?)
+    let mut deny = Command::new(installed);
+    deny.current_dir(root()).args(DENY.split(' '));
+    Ok(process::failure_of(deny, &format!("cargo deny {DENY}"), deadline)?)
 }
 
 /// Makes the tarball of each crate and unpacks it.

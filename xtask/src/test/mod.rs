@@ -18,14 +18,13 @@ use crate::harness::{self, Failure, Tally, Test};
 use crate::metadata::Metadata;
 use crate::process::{self, Output};
 use crate::skips::{self, Notes};
-use crate::{Result, features, install, package, spelling};
-pub(crate) use again::{MOST, TIMES};
+use crate::{Result, features, install, spelling};
+use again::MOST;
 use ledger::Ledger;
 use programs::TestProgram;
 use schedule::Seconds;
 use steps::{Action, CargoCall, FeatureChecks, STEPS, Step};
 use summary::Summary;
-use tier::Tier;
 
 /// The features of lints, documentation and tests: one choice for all, so that nothing is compiled twice.
 pub(crate) const FEATURES: &str = "--all-features";
@@ -41,7 +40,10 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
     let target = workspace.target_directory()?;
     let installing = options.install.then(|| {
         let target = target.clone();
-        std::thread::spawn(move || install::run(&target, steps::LIMIT).map_err(|error| error.to_string()))
+        let whole = options.tier == tier::Tier::Whole;
+        std::thread::spawn(move || {
+            install::run(&target, whole, steps::LIMIT).map_err(|error| error.to_string())
+        })
     });
     let mut run = TestRun {
         options,
@@ -75,7 +77,6 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
             Action::Features(FeatureChecks::EveryChoice) => {
                 Ok(of_check(features::check_every_choice(step.limit), "cargo xtask features"))
             }
-            Action::Package => Ok(of_check(package::check(step.limit), "cargo xtask package")),
         });
     }
     println!("{}", run.summary);

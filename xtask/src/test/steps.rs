@@ -30,8 +30,6 @@ pub(crate) enum Action {
     Spelling,
     /// Checks what is compiled in: the cheap checks, or every choice of features.
     Features(FeatureChecks),
-    /// Checks the crates as users get them.
-    Package,
 }
 
 /// How much of `cargo xtask features` runs.
@@ -97,8 +95,8 @@ pub(crate) const STEPS: &[Step] = &[
     },
     // The wheel for those whose NIXL is one, as docs/vllm.md shows it.
     Step { of: &["kvx-nixl"], ..whole("wheel", cargo(&call("xtask wheel --check"))) },
-    // What users get builds alone, and README's program on it.
-    Step { of: &["kvx-transfer"], ..whole("package", Action::Package) },
+    // What users get builds alone, and README's program on it; licences and versions are those of deny.toml.
+    Step { of: &["kvx-transfer"], ..whole("package", cargo(&call("xtask package"))) },
 ];
 
 /// Makes rustdoc fail where it would warn.

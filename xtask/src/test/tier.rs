@@ -13,20 +13,11 @@ pub(crate) enum Tier {
     Whole,
 }
 
-/// The variable that tells test programs their tier; `kvx_testkit::Tier` reads it.
+/// The variable that passes the tier to test programs; `kvx_testkit::Tier` reads it.
 pub(crate) const VARIABLE: &str = "KVX_TEST_TIER";
 
 impl Tier {
-    /// That of the run which this is a step of, or the usual one.
-    pub(crate) fn of_variable() -> Tier {
-        match std::env::var(VARIABLE).as_deref() {
-            Ok("fast") => Tier::Fast,
-            Ok("whole") => Tier::Whole,
-            _ => Tier::Usual, // test programs refuse other words
-        }
-    }
-
-    /// As the variable has it, and a file's name.
+    /// Returns its name, as the variable has it.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Tier::Fast => "fast",

@@ -85,11 +85,11 @@ fn notes() -> MutexGuard<'static, Vec<Note>> {
 extern "C" fn list_at_exit() {
     let notes = notes();
     let mut text = String::new();
-    for (kind, title) in [(NoteKind::Skip, "skipped"), (NoteKind::Gap, "known gaps held")] {
+    for (kind, title, word) in [(NoteKind::Skip, "skipped", "SKIP"), (NoteKind::Gap, "known gaps held", "GAP")] {
         let of_kind: Vec<_> = notes.iter().filter(|note| note.kind == kind).collect();
         if !of_kind.is_empty() {
             text += &format!("{} {title}:\n", of_kind.len());
-            of_kind.iter().for_each(|note| text += &format!("  {}: {}\n", note.test, note.reason));
+            of_kind.iter().for_each(|note| text += &format!("{word} {}: {}\n", note.test, note.reason));
         }
     }
     // Standard error may be closed by now, and nothing can be done about that.

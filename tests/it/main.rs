@@ -16,6 +16,7 @@ mod readme;
 mod registry;
 #[cfg(all(feature = "shm", feature = "tcp", feature = "ucx", feature = "libfabric"))]
 mod soak;
+mod structure;
 mod tokio;
 
 use std::process::ExitCode;

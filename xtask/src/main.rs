@@ -5,8 +5,6 @@
 mod arguments;
 mod bars;
 mod bindings;
-#[cfg(test)]
-mod circles;
 mod faults;
 mod features;
 mod fuzz;

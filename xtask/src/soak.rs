@@ -14,8 +14,8 @@ const BACKENDS: u32 = 4;
 /// Runs over each backend in turn; returns false if anything was wrong or has grown.
 pub(crate) fn run(options: &SoakOptions) -> Result<bool> {
     let time = Duration::from_secs(options.minutes * 60);
-    let (test, features) = if options.connector.is_some() { ("engines", "connector") } else { ("soak", "") };
-    let mut cargo = process::cargo(["test", "--release", "-p", "kvx-transfer", "--test", test]);
+    let features = if options.connector.is_some() { "connector" } else { "" };
+    let mut cargo = process::cargo(["test", "--release", "-p", "kvx-transfer", "--test", "it"]);
     // One test at a time: it watches what its process holds.
     cargo.args(["--features", features, "--", "--nocapture", "--test-threads=1"]).args(&options.only);
     cargo.env("KVX_SOAK_SECONDS", time.as_secs().to_string());

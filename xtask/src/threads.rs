@@ -19,8 +19,8 @@ const WATCHED: [&str; 3] = [
     "test --target x86_64-unknown-linux-gnu --package kvx-core --lib",
     "test --target x86_64-unknown-linux-gnu --package kvx-native --lib -- shm:: \
      --skip whatever_the_kernel_says --skip a_link_that_ends_at_any_packet --skip a_region_that_is_taken_back_in_mid",
-    "test --target x86_64-unknown-linux-gnu --package kvx-native --test tcp_transfers --test tcp_sealed --test lists \
-     --test shm_pair",
+    "test --target x86_64-unknown-linux-gnu --package kvx-native --test it -- tcp_transfers:: tcp_sealed:: lists:: \
+     shm_pair::",
 ];
 /// Flags for ThreadSanitizer without a standard library that is built for it: at least its generic code is compiled
 /// again, and core uses locks that ThreadSanitizer sees.

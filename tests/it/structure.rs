@@ -4,7 +4,9 @@
 //! its own child defines (`pub use child::Name`) does not use the child.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+
+use kvx_testkit::test;
 
 /// A module's path within its crate; the crate's root is empty.
 type Module = Vec<String>;
@@ -17,8 +19,13 @@ type Uses = BTreeMap<Module, BTreeSet<Module>>;
 /// The names that each module re-exports, with their paths.
 type Exports<'a> = BTreeMap<&'a Module, BTreeMap<String, NamePath>>;
 
+/// Returns the folder of kvx-core's sources.
+fn core() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("kvx-core/src")
+}
+
 /// Returns what each module under `root` uses outside of its tests.
-fn uses(root: &Path) -> crate::Result<Uses> {
+fn uses(root: &Path) -> std::io::Result<Uses> {
     let mut texts = Texts::new();
     read(root, &mut Vec::new(), &mut texts)?;
     let exports: Exports<'_> = texts
@@ -61,7 +68,7 @@ fn reached(module: &Module, uses: &Uses) -> BTreeSet<Module> {
 }
 
 /// Reads the texts of the modules in a folder, without comments and tests.
-fn read(folder: &Path, at: &mut Module, texts: &mut Texts) -> crate::Result<()> {
+fn read(folder: &Path, at: &mut Module, texts: &mut Texts) -> std::io::Result<()> {
     for entry in std::fs::read_dir(folder)? {
         let path = entry?.path();
         let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
@@ -156,70 +163,64 @@ fn resolve(path: &[String], texts: &Texts, exports: &Exports<'_>) -> Option<Modu
     None
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// Device memory names the trait that copies it, and who copies makes such memory.
+#[test]
+fn core_has_no_circle_but_that_of_memory() {
+    let uses = uses(&core()).unwrap();
+    assert_eq!(circles(&uses), [["memory", "memory::device", "memory::pool"]]);
+}
 
-    /// Device memory names the trait that copies it, and who copies makes such memory.
-    #[test]
-    fn core_has_no_circle_but_that_of_memory() {
-        let uses = uses(&crate::root().join("kvx-core/src")).unwrap();
-        assert_eq!(circles(&uses), [["memory", "memory::device", "memory::pool"]]);
-    }
-
-    /// The layers are the groups of modules in `lib.rs`, highest first.
-    #[test]
-    fn core_uses_only_lower_layers() {
-        let root = crate::root().join("kvx-core/src");
-        let lib = std::fs::read_to_string(root.join("lib.rs")).unwrap();
-        let (mut groups, mut group) = (BTreeMap::new(), 0);
-        for paragraph in lib.split("\n\n") {
-            group += usize::from(paragraph.starts_with("// "));
-            for line in paragraph.lines().filter(|line| line.ends_with(';')) {
-                if let Some((_, name)) = line.split_once("mod ") {
-                    groups.insert(name.trim_end_matches(';').to_owned(), group);
-                }
-            }
-        }
-        let last = group - 1; // and the one after it
-        for (module, used) in uses(&root).unwrap() {
-            for used in used {
-                let (user, lower) = (groups[&module[0]].min(last), groups[&used[0]].min(last));
-                assert!(user <= lower, "{} uses {}", module.join("::"), used.join("::"));
+/// The layers are the groups of modules in `lib.rs`, highest first.
+#[test]
+fn core_uses_only_lower_layers() {
+    let root = core();
+    let lib = std::fs::read_to_string(root.join("lib.rs")).unwrap();
+    let (mut groups, mut group) = (BTreeMap::new(), 0);
+    for paragraph in lib.split("\n\n") {
+        group += usize::from(paragraph.starts_with("// "));
+        for line in paragraph.lines().filter(|line| line.ends_with(';')) {
+            if let Some((_, name)) = line.split_once("mod ") {
+                groups.insert(name.trim_end_matches(';').to_owned(), group);
             }
         }
     }
-
-    /// Authors of a backend or an engine have to read core, so what exceeds 10,000 lines moves out of it. Too few lines or
-    /// files mean that its sources were not read.
-    #[test]
-    fn core_stays_small_and_its_unsafe_code_in_six_files() {
-        let mut texts = Texts::new();
-        read(&crate::root().join("kvx-core/src"), &mut Vec::new(), &mut texts).unwrap();
-        let lines =
-            texts.values().flat_map(|text| text.lines()).filter(|line| !line.trim().is_empty()).count();
-        assert!((5_000..=10_000).contains(&lines), "{lines} lines");
-        let is_name = |c: char| c.is_alphanumeric() || c == '_';
-        let is_unsafe = |text: &&String| text.split(|c| !is_name(c)).any(|word| word == "unsafe");
-        let files = texts.values().filter(is_unsafe).count();
-        assert!((1..=6).contains(&files), "{files} files with unsafe code");
-    }
-
-    #[test]
-    fn a_circle_is_found_through_re_exports() {
-        let folder = std::env::temp_dir().join(format!("kvx-circles-{}", std::process::id()));
-        std::fs::create_dir_all(folder.join("c")).unwrap();
-        for (file, text) in [
-            ("lib.rs", "mod a;\nmod b;\nmod c;\npub use b::{B, More as Other};\n"),
-            ("a.rs", "use std::fmt;\nuse crate::{B, c::C};\n// use crate::b::Comment;\n"),
-            ("b.rs", "fn f() { crate::c::inner::g() }\n#[cfg(test)]\nmod tests { use crate::a; }\n"),
-            ("c/mod.rs", "mod inner;\npub use inner::C;\n"),
-            ("c/inner.rs", "use super::super::a;\npub struct C;\n"),
-        ] {
-            std::fs::write(folder.join(file), text).unwrap();
+    let last = group - 1; // and the one after it
+    for (module, used) in uses(&root).unwrap() {
+        for used in used {
+            let (user, lower) = (groups[&module[0]].min(last), groups[&used[0]].min(last));
+            assert!(user <= lower, "{} uses {}", module.join("::"), used.join("::"));
         }
-        let found = uses(&folder);
-        std::fs::remove_dir_all(&folder).unwrap();
-        assert_eq!(circles(&found.unwrap()), [["a", "b", "c::inner"]]);
     }
+}
+
+/// Authors of a backend or an engine have to read core, so what exceeds 10,000 lines moves out of it. Too few lines or
+/// files mean that its sources were not read.
+#[test]
+fn core_stays_small_and_its_unsafe_code_in_six_files() {
+    let mut texts = Texts::new();
+    read(&core(), &mut Vec::new(), &mut texts).unwrap();
+    let lines = texts.values().flat_map(|text| text.lines()).filter(|line| !line.trim().is_empty()).count();
+    assert!((5_000..=10_000).contains(&lines), "{lines} lines");
+    let is_name = |c: char| c.is_alphanumeric() || c == '_';
+    let is_unsafe = |text: &&String| text.split(|c| !is_name(c)).any(|word| word == "unsafe");
+    let files = texts.values().filter(is_unsafe).count();
+    assert!((1..=6).contains(&files), "{files} files with unsafe code");
+}
+
+#[test]
+fn a_circle_is_found_through_re_exports() {
+    let folder = std::env::temp_dir().join(format!("kvx-circles-{}", std::process::id()));
+    std::fs::create_dir_all(folder.join("c")).unwrap();
+    for (file, text) in [
+        ("lib.rs", "mod a;\nmod b;\nmod c;\npub use b::{B, More as Other};\n"),
+        ("a.rs", "use std::fmt;\nuse crate::{B, c::C};\n// use crate::b::Comment;\n"),
+        ("b.rs", "fn f() { crate::c::inner::g() }\n#[cfg(test)]\nmod tests { use crate::a; }\n"),
+        ("c/mod.rs", "mod inner;\npub use inner::C;\n"),
+        ("c/inner.rs", "use super::super::a;\npub struct C;\n"),
+    ] {
+        std::fs::write(folder.join(file), text).unwrap();
+    }
+    let found = uses(&folder);
+    std::fs::remove_dir_all(&folder).unwrap();
+    assert_eq!(circles(&found.unwrap()), [["a", "b", "c::inner"]]);
 }

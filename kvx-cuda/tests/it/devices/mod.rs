@@ -10,14 +10,14 @@ pub(crate) mod sharing;
 mod tickets;
 
 use std::ops::Deref;
-use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvx_core::{Completion, Memory, MemoryKind, Result, Ticket, Unavailable};
 use kvx_gpu::{Device, StreamHandle};
 use kvx_stand_in::Control;
-use libtest_mimic::{Arguments, Failed, Trial};
+use kvx_testkit::{Check, Failure, is_own_process, run_in_own_process, trial};
+use libtest_mimic::Trial;
 
 /// What differs between the makers.
 pub(crate) struct Maker {
@@ -76,7 +76,7 @@ pub(crate) fn with_a_device<T>(maker: &'static Maker, act: impl FnOnce(&Bench<'_
 }
 
 /// Whether the library to be tested is the stand-in.
-fn over_the_stand_in(maker: &Maker) -> bool {
+pub(crate) fn over_the_stand_in(maker: &Maker) -> bool {
     let named = std::env::var_os(maker.variables[0]).unwrap_or_default();
     std::path::Path::new(&named).file_name() == kvx_stand_in::library().file_name()
 }
@@ -88,17 +88,20 @@ pub(crate) const ROLE: &str = "KVX_DEVICE_ROLE";
 
 type Test = fn(&Bench<'_>);
 
-/// Runs the tests of a maker, and those that it has `more`: with the stand-in only, and with any library. Or plays a
-/// role in one of them.
-pub(crate) fn run(
+/// Plays a role in one of the tests and ends the process, if it was started for that.
+pub(crate) fn play_if_asked(maker: &'static Maker) {
+    if let Ok(role) = std::env::var(ROLE) {
+        roles::play(maker, &role);
+        std::process::exit(0);
+    }
+}
+
+/// Returns the tests of a maker, and those that it has `more`: with the stand-in only, and with any library.
+pub(crate) fn trials(
     maker: &'static Maker,
     more: &[(&'static str, Test)],
     more_anywhere: &[(&'static str, Test)],
-) -> ExitCode {
-    if let Ok(role) = std::env::var(ROLE) {
-        return roles::play(maker, &role);
-    }
-    kvx_stand_in::start_again(maker.variables, env!("CARGO_TARGET_TMPDIR"));
+) -> Vec<Trial> {
     let mut tests = [
         copies::ANYWHERE,
         errors::ANYWHERE,
@@ -113,18 +116,23 @@ pub(crate) fn run(
         tests.extend([copies::TESTS, errors::TESTS, kernels::TESTS, memory::TESTS].concat());
         tests.extend([sharing::TESTS, tickets::TESTS, more].concat());
     }
-    let mut arguments = Arguments::from_args();
-    arguments.test_threads = Some(1); // what one test makes slow or broken, another would meet
-    let trials = tests.into_iter().map(|(name, test)| Trial::test(name, move || alone(maker, test)));
-    libtest_mimic::run(&arguments, trials.collect()).exit_code()
+    let trials = tests.into_iter().map(|(name, test)| {
+        let title = format!("devices::{name}");
+        trial(title.clone(), move || match is_own_process() {
+            true => check(maker, test),
+            // The others and the clauses would meet what it makes slow or broken.
+            false => run_in_own_process(&title, |_| {}),
+        })
+    });
+    trials.collect()
 }
 
-fn alone(maker: &'static Maker, test: Test) -> Result<(), Failed> {
+fn check(maker: &'static Maker, test: Test) -> Check {
     let faults = with_a_device(maker, |bench| {
         test(bench);
         bench.control.0.map_or(0, Control::faults)
     });
-    if faults == 0 { Ok(()) } else { Err(format!("memory was misused {faults} times").into()) }
+    if faults == 0 { Ok(()) } else { Err(Failure::new(format!("memory was misused {faults} times"))) }
 }
 
 /// Bytes that tell where they are from.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use kvx_testkit::{Child, skip};
 
-use crate::device::{Bench, LONG, ROLE};
+use crate::devices::{Bench, LONG, ROLE};
 
 pub(crate) const NAME: &str = "kernels_are_compiled_where_the_driver_takes_no_ptx";
 

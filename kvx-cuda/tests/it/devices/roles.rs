@@ -1,7 +1,6 @@
 //! The parts that processes of a test play.
 
 use std::io::{BufRead as _, Write as _};
-use std::process::ExitCode;
 
 use super::sharing::{SHARED, hex, map_anothers, owned, read, sum, unhex};
 use super::{Bench, Maker, all_of, errors, filled, kernels, memory, settled, tickets, with_a_device};
@@ -11,7 +10,7 @@ use kvx_gpu::kernels::Swap;
 use kvx_gpu::{BlocksAt, Chosen, DevicePtr};
 
 /// Plays a role; ends when its parent does, or says so.
-pub(crate) fn play(maker: &'static Maker, role: &str) -> ExitCode {
+pub(crate) fn play(maker: &'static Maker, role: &str) {
     let words: Vec<_> = role.split(' ').collect();
     match words[..] {
         ["owner", visible] | ["owner", visible, "mapped"] => own(maker, visible, words.len() == 3),
@@ -51,7 +50,6 @@ pub(crate) fn play(maker: &'static Maker, role: &str) -> ExitCode {
         ["unavailable", why] => unavailable(maker, why),
         _ => panic!("there is no role {role}"),
     }
-    ExitCode::SUCCESS
 }
 
 fn say(line: &str) {

@@ -1,18 +1,16 @@
 //! The contract's suites over a maker's devices and the embedded transports.
 
-use std::process::ExitCode;
-
 use kvx_core::Registry;
-use kvx_testkit::{Backing, DeviceSource, Suite, Tier, conformance_main};
+use kvx_testkit::{Backing, DeviceSource, Suite, Tier};
 
-fn registry(_: &str) -> Registry {
+pub(crate) fn registry(_: &str) -> Registry {
     let mut registry = Registry::new();
     registry.add(kvx_native::Shm).and_then(|registry| registry.add(kvx_native::Tcp)).expect("two names");
     registry
 }
 
 /// Every clause, in one process and in two, with device memory on both sides and, the whole way through, on one.
-pub(crate) fn run(device: DeviceSource, all: bool) -> ExitCode {
+pub(crate) fn suites(device: DeviceSource, all: bool) -> Vec<Suite> {
     use Backing::{Device, Owned, Pool};
     let over =
         |backend, label, near, far| Suite { label, near, far, device: Some(device), ..Suite::over(backend) };
@@ -27,5 +25,5 @@ pub(crate) fn run(device: DeviceSource, all: bool) -> ExitCode {
         ];
         suites.extend(on_one.map(|suite| Suite { tier: Tier::Whole, ..suite }));
     }
-    conformance_main(registry, &suites)
+    suites
 }

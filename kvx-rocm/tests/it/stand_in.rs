@@ -1,19 +1,15 @@
-//! kvx-rocm over the stand-in: a library with HIP's functions, made of host memory.
-
-#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
-
-#[path = "../../kvx-cuda/tests/device/mod.rs"]
-mod device;
+//! AMD's names for what the tests count and make fail.
 
 use std::ffi::{CStr, CString, c_int, c_uint, c_void};
-use std::process::ExitCode;
 use std::sync::OnceLock;
 
-use device::{Maker, Names};
 use kvx_core::MemoryKind;
 use kvx_gpu::StreamHandle;
+use libtest_mimic::Trial;
 
-static MAKER: Maker = Maker {
+use crate::devices::{self, Maker, Names};
+
+pub(crate) static MAKER: Maker = Maker {
     kind: MemoryKind::Rocm,
     devices: kvx_rocm::devices,
     variables: &["KVX_HIP_LIB", "KVX_HSA_LIB"],
@@ -69,6 +65,6 @@ fn symbol(name: &CStr) -> *mut c_void {
     found
 }
 
-fn main() -> ExitCode {
-    device::run(&MAKER, &[], &[])
+pub(crate) fn trials() -> Vec<Trial> {
+    devices::trials(&MAKER, &[], &[])
 }

@@ -1,20 +1,16 @@
-//! kvx-cuda over the stand-in, a library with the driver's functions that is made of host memory; or over the driver
-//! that `KVX_CUDA_LIB` names.
+//! NVIDIA's names for what the tests count and make fail, and the tests that only NVIDIA's devices have.
 
-#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
-
-mod device;
-mod nvrtc;
-
-use std::process::ExitCode;
 use std::sync::OnceLock;
 
-use device::{Bench, Maker, Names};
 use kvx_core::memory::DeviceAccess as _;
 use kvx_core::{Kind, MemoryKind};
 use kvx_gpu::{DevicePtr, StreamHandle};
+use libtest_mimic::Trial;
 
-static MAKER: Maker = Maker {
+use crate::devices::{self, Bench, Maker, Names};
+use crate::nvrtc;
+
+pub(crate) static MAKER: Maker = Maker {
     kind: MemoryKind::Cuda,
     devices: kvx_cuda::devices,
     variables: &["KVX_CUDA_LIB"],
@@ -51,8 +47,8 @@ fn copy_on_a_stream(from: u64, to: u64, len: usize) -> StreamHandle {
     }
 }
 
-fn main() -> ExitCode {
-    device::run(
+pub(crate) fn trials() -> Vec<Trial> {
+    devices::trials(
         &MAKER,
         &[
             ("cudarc_has_the_same_library", cudarc_has_the_same_library),

@@ -1,0 +1,20 @@
+//! The integration tests of kvx over NVIDIA devices: those of the stand-in, a library with the driver's functions that is
+//! made of host memory; or, if `KVX_CUDA_LIB` names a driver, its own.
+#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
+
+mod conformance;
+mod devices;
+mod native;
+mod nvrtc;
+mod stand_in;
+
+use std::process::ExitCode;
+
+use kvx_testkit::{conformance_trials, harness_main};
+
+fn main() -> ExitCode {
+    devices::play_if_asked(&stand_in::MAKER);
+    kvx_stand_in::start_again(stand_in::MAKER.variables, env!("CARGO_TARGET_TMPDIR"));
+    let clauses = conformance_trials(native::registry, &conformance::suites());
+    harness_main(stand_in::trials().into_iter().chain(clauses))
+}

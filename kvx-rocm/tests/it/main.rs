@@ -1,0 +1,24 @@
+//! The integration tests of kvx over AMD devices: those of the stand-in, a library with HIP's functions that is made of
+//! host memory; or, if `KVX_HIP_LIB` names a library, its own.
+#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
+
+mod conformance;
+#[path = "../../../kvx-cuda/tests/it/devices/mod.rs"]
+mod devices;
+#[path = "../../../kvx-cuda/tests/it/native.rs"]
+mod native;
+mod no_device;
+mod stand_in;
+
+use std::process::ExitCode;
+
+use kvx_testkit::{conformance_trials, harness_main};
+
+fn main() -> ExitCode {
+    devices::play_if_asked(&stand_in::MAKER);
+    if !no_device::is_asked() {
+        kvx_stand_in::start_again(stand_in::MAKER.variables, env!("CARGO_TARGET_TMPDIR"));
+    }
+    let clauses = conformance_trials(native::registry, &conformance::suites());
+    harness_main(stand_in::trials().into_iter().chain(clauses))
+}

@@ -1,8 +1,7 @@
 //! A kvx agent in a process without NIXL, and a NIXL agent with the backend KVX in another, both ways.
-#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
 use std::io::{BufRead as _, BufReader, Write as _};
-use std::process::{Child, ChildStdin, ExitCode, Stdio};
+use std::process::{Child, ChildStdin, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
@@ -10,11 +9,11 @@ use std::time::{Duration, Instant};
 use kvx::connector::nixl::{self, NixlPeer};
 use kvx::connector::wire::nixl::{Assembly, Got, NixlBlob, notes};
 use kvx::{Agent, Kind, Memory, Op, Region};
-use libtest_mimic::{Arguments, Failed, Trial};
+use kvx_testkit::{run_in_own_process, trial};
+use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 
-mod wheels;
-use wheels::{Folder, Wheel};
+use crate::wheels::{self, Folder, Wheel};
 
 const LIMIT: Duration = Duration::from_secs(10);
 const MIB: usize = 1 << 20;
@@ -353,25 +352,30 @@ fn a_nixl_without_the_backend_is_refused_in_words(setting: &Setting) -> Result<(
     Ok(())
 }
 
-fn main() -> ExitCode {
-    kvx_stand_in::start_again(&[DRIVER], env!("CARGO_TARGET_TMPDIR"));
-    let arguments = Arguments::from_args();
+pub(crate) fn trials() -> Vec<Trial> {
     let mut trials = Vec::new();
-    let wheels = ROUTES.map(|route| wheels::of_this_run(&format!("a kvx agent over {route} and one")));
-    for (route, (release, wheel)) in ROUTES
-        .into_iter()
-        .zip(wheels)
-        .flat_map(|(route, wheels)| wheels.into_iter().map(move |wheel| (route, wheel)))
-    {
-        let plugins = Folder::of_plugins(&format!("plain-{release}-{route}")).expect("a new folder");
-        let borrowed = wheels::numpy(&format!("plain-numpy-{release}-{route}")).expect("a new folder");
-        let setting = Arc::new(Setting { wheel, plugins, borrowed, route });
-        for (name, test) in TESTS {
-            let setting = Arc::clone(&setting);
-            let name = format!("{release}::{}::{name}", route.to_lowercase());
-            trials.push(Trial::test(name, move || test(&setting)));
+    for route in ROUTES {
+        let (wheels, missing) = wheels::of_this_run(&format!("a kvx agent over {route} and one"));
+        trials.extend(missing);
+        for (release, wheel) in wheels {
+            let plugins = Folder::of_plugins(&format!("plain-{release}-{route}")).expect("a new folder");
+            let borrowed = wheels::numpy(&format!("plain-numpy-{release}-{route}")).expect("a new folder");
+            let setting = Arc::new(Setting { wheel, plugins, borrowed, route });
+            for (name, test) in TESTS {
+                let setting = Arc::clone(&setting);
+                let title = format!("plain_agent::{release}::{}::{name}", route.to_lowercase());
+                trials.push(trial(title.clone(), move || match std::env::var_os(DRIVER) {
+                    Some(_) => test(&setting),
+                    None => with_a_stand_in(&title),
+                }));
+            }
         }
     }
-    let arguments = Arguments { test_threads: Some(2), ..arguments };
-    libtest_mimic::run(&arguments, trials).exit_code()
+    trials
+}
+
+/// Runs the test of this title in a process with the stand-in in the place of the driver of GPUs.
+fn with_a_stand_in(title: &str) -> Result<(), Failed> {
+    let names = Folder::new(&title.replace("::", "-"))?;
+    Ok(run_in_own_process(title, |command| kvx_stand_in::stand_in(command, &[DRIVER], &names.0))?)
 }

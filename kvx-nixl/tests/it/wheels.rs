@@ -1,12 +1,12 @@
 //! Wheels of NIXL that `cargo xtask test --install` has installed, and the library under test in a folder for them.
-#![allow(dead_code, reason = "each test program uses its own part")]
 
 use std::ffi::OsString;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use kvx_testkit::{Tier, is_asked_for, skip};
+use kvx_testkit::{Tier, is_asked_for, is_own_process, skip, trial};
+use libtest_mimic::Trial;
 
 /// Environments of wheels, as `cargo xtask test --install` names them. The one that vLLM asks for is tested each time;
 /// one whose table is of the first 1.x by the whole run; the others where [`MORE`] is set.
@@ -18,26 +18,31 @@ pub(crate) const NEWEST_VERSION: &str = "1.5.1";
 /// The variable that has further releases tested, and installed.
 const MORE: &str = "KVX_NIXL_TEST_MORE";
 
-/// The releases that this run tests, of those that are installed; says which are not. `what`: of which tests.
-pub(crate) fn of_this_run(what: &str) -> Vec<(&'static str, Wheel)> {
+/// The releases that this run tests, of those that are installed, and a skipped test for each other one. `what`: of
+/// which tests.
+pub(crate) fn of_this_run(what: &str) -> (Vec<(&'static str, Wheel)>, Vec<Trial>) {
     let is_wanted = |release: &&str| match *release {
         "nixl-1.5" => true,
+        // A process that runs one test of another one's has all to choose from.
+        NEWEST | "nixl-0.10" if is_own_process() => true,
         NEWEST | "nixl-0.10" => is_asked_for(MORE, &format!("{what} in NIXL of {release}")),
         other => Tier::Whole.runs_or_says(&format!("{what} in NIXL of {other}")),
     };
-    let found = RELEASES.into_iter().filter(is_wanted).filter_map(|release| {
-        let wheel = Wheel::find(release).filter(|_| Wheel::find(NEWEST).is_some());
-        if wheel.is_none() {
-            skip(
-                &format!("{what} in {release}"),
-                "a wheel of nixl-cu12 is not installed",
-                "cargo xtask test --install",
-            );
+    let (mut found, mut missing) = (Vec::new(), Vec::new());
+    for release in RELEASES.into_iter().filter(is_wanted) {
+        match Wheel::find(release).filter(|_| Wheel::find(NEWEST).is_some()) {
+            Some(wheel) => found.push((release, wheel)),
+            None => {
+                let title = format!("{what} in {release}");
+                missing.push(trial(title.clone(), move || skip(&title, ABSENT.0, ABSENT.1)));
+            }
         }
-        Some((release, wheel?))
-    });
-    found.collect()
+    }
+    (found, missing)
 }
+
+/// Why nothing runs without a wheel, and what to do.
+const ABSENT: (&str, &str) = ("a wheel of nixl-cu12 is not installed", "cargo xtask test --install");
 
 /// A folder with the newest wheel's numpy, for the others.
 pub(crate) fn numpy(name: &str) -> std::io::Result<Folder> {

@@ -3,15 +3,14 @@
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Output};
+use std::process::{Command, Output};
 use std::time::Duration;
 
 use kvx::{MemoryKind, Options};
-use kvx_testkit::{Tier, skip};
-use libtest_mimic::{Arguments, Failed, Trial};
+use kvx_testkit::{Tier, skip, trial_within};
+use libtest_mimic::{Failed, Trial};
 
-mod wheels;
-use wheels::{Folder, NEWEST, NEWEST_VERSION, ROUNDS, Wheel};
+use crate::wheels::{self, Folder, NEWEST, NEWEST_VERSION, ROUNDS, Wheel};
 
 const SCRIPT: &str = "conformance.py";
 const CUT_OFF: Duration = Duration::from_secs(60);
@@ -295,19 +294,22 @@ fn a_fleet_rolls_over(wheel: &Wheel, plugins: &Path) -> Outcome {
     done
 }
 
-fn main() -> ExitCode {
-    let arguments = Arguments::from_args();
-    let plugins = Folder::of_plugins("plugins").expect("a new folder");
-    let borrowed = wheels::numpy("numpy").expect("a new folder");
-    let mut trials = Vec::new();
-    for (release, wheel) in wheels::of_this_run("conformance") {
+/// Makes a test whose processes have a limit of their own.
+fn trial(name: String, test: impl FnOnce() -> Outcome + Send + 'static) -> Trial {
+    trial_within(CUT_OFF_OF_MANY + CUT_OFF, name, test)
+}
+
+/// Returns the tests of this run, with the library under test in a folder and numpy in another.
+pub(crate) fn trials(plugins: &Folder, borrowed: &Folder) -> Vec<Trial> {
+    let (wheels, mut trials) = wheels::of_this_run("conformance");
+    for (release, wheel) in wheels {
         let wheel: &'static Wheel = Box::leak(Box::new(wheel));
         assert!(wheel.libraries().exists(), "the libraries of the wheel");
         for route in ROUTES {
             for test in TESTS {
                 let (plugins, numpy) = (plugins.0.clone(), borrowed.0.clone());
                 let name = format!("{release}::{}::{test}", route.to_lowercase());
-                trials.push(Trial::test(name, move || passes(wheel, &plugins, &numpy, route, test)));
+                trials.push(trial(name, move || passes(wheel, &plugins, &numpy, route, test)));
             }
         }
         for of in ON_GPUS {
@@ -317,18 +319,23 @@ fn main() -> ExitCode {
                 let name = format!("{release}::{}::{driver}::{}", route.to_lowercase(), of.test);
                 let title = name.clone();
                 let run = move || on_gpus(wheel, &plugins, &numpy, route, of, &title);
-                trials.push(Trial::test(name, run));
+                trials.push(trial(name, run));
             }
         }
     }
     if let Some(newest) = Wheel::find(NEWEST) {
         trials.extend(of_the_newest(Box::leak(Box::new(newest)), &plugins.0));
     }
-    // Its tests measure times: one after the other.
-    let arguments = Arguments { test_threads: Some(1), ..arguments };
-    let conclusion = libtest_mimic::run(&arguments, trials);
-    drop((plugins, borrowed));
-    conclusion.exit_code()
+    trials
+}
+
+/// Returns a test that is skipped because a package is not installed.
+fn missing(title: String, package: &'static str, cure: &'static str) -> Trial {
+    let name = title.clone();
+    trial(name, move || {
+        skip(&title, &format!("{package} is not installed"), cure);
+        Ok(())
+    })
 }
 
 /// What runs in one release alone.
@@ -341,27 +348,24 @@ fn of_the_newest(wheel: &'static Wheel, plugins: &Path) -> Vec<Trial> {
         let folders = ["/usr/lib/x86_64-linux-gnu", "/lib/x86_64-linux-gnu", "/usr/lib64"];
         let file = folders.iter().map(|folder| Path::new(folder).join(heap)).find(|file| file.exists());
         let Some(file) = file else {
-            skip(
-                &format!("conformance on {heap}"),
-                &format!("{package} is not installed"),
-                "cargo xtask test --install",
-            );
+            trials.push(missing(format!("conformance on {heap}"), package, "cargo xtask test --install"));
             continue;
         };
         for test in ON_HEAPS {
             let (plugins, file) = (plugins.to_owned(), file.clone());
             let run = move || on_a_heap(wheel, &plugins, &file, *variable, test);
-            trials.push(Trial::test(format!("{NEWEST}::{heap}::{test}"), run));
+            trials.push(trial(format!("{NEWEST}::{heap}::{test}"), run));
         }
     }
     if kvx_testkit::is_asked_for(VALGRIND, "two scripts under valgrind") {
         if Command::new("valgrind").arg("--version").output().is_err() {
-            skip("conformance under valgrind", "valgrind is not installed", "apt-get install valgrind");
+            let title = "conformance under valgrind".to_owned();
+            trials.push(missing(title, "valgrind", "apt-get install valgrind"));
         } else {
             for test in UNDER_VALGRIND {
                 let plugins = plugins.to_owned();
                 let run = move || under_valgrind(wheel, &plugins, test);
-                trials.push(Trial::test(format!("{NEWEST}::valgrind::{test}"), run));
+                trials.push(trial(format!("{NEWEST}::valgrind::{test}"), run));
             }
         }
     }
@@ -373,7 +377,7 @@ fn of_the_newest(wheel: &'static Wheel, plugins: &Path) -> Vec<Trial> {
     ];
     for (name, test) in own {
         let plugins = plugins.to_owned();
-        trials.push(Trial::test(format!("{NEWEST}::{name}"), move || test(wheel, &plugins)));
+        trials.push(trial(format!("{NEWEST}::{name}"), move || test(wheel, &plugins)));
     }
     trials
 }

@@ -20,7 +20,7 @@ const REQUEST: &[u8] = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: 
 
 /// A file with the certificate of `localhost`, or its key.
 pub(crate) fn file(name: &str) -> PathBuf {
-    [env!("CARGO_MANIFEST_DIR"), "tests/embedded/testdata", name].iter().collect()
+    [env!("CARGO_MANIFEST_DIR"), "tests/it/testdata", name].iter().collect()
 }
 
 /// A connection of a client that trusts the certificate and speaks these protocols.

@@ -410,6 +410,16 @@ mod tests {
         }
     }
 
+    /// The properties above compare the levels that this processor has.
+    #[test]
+    fn this_processor_has_each_level() {
+        if !Level::Avx512.is_here() {
+            let test = "this_processor_has_each_level";
+            let why = "this processor has no AVX-512: its kernels were not compared";
+            kvx_testkit::skip(test, why, "run the tests on x86-64 with AVX-512");
+        }
+    }
+
     #[test]
     fn the_exponential_is_right_to_two_units_in_the_last_place() {
         for step in -8700..=8800 {

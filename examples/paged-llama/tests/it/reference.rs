@@ -1,18 +1,18 @@
 //! Logits and tokens equal those of Hugging Face's transformers, for each architecture and each way of stretching
 //! positions. Its answers are recorded in `vectors/reference.json`; `cargo xtask interop transformers` asks it again.
-#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
-mod folder;
-
+use std::ffi::OsString;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
-use folder::Folder;
 use kvx_paged_llama::model::{Architecture, Chunk, Config, Dtype, Model, Pool, PoolLayout, Shard, Wanted};
 use kvx_paged_llama::tokenizer::Tokenizer;
 use kvx_random_model::Made;
 use kvx_testkit::Tier;
 use serde_json::{Map, Value, json};
+
+use crate::folder::Folder;
 
 /// The Python that has torch and transformers; without it the recorded answers are compared.
 const PYTHON: &str = "KVX_TRANSFORMERS_PYTHON";
@@ -21,13 +21,41 @@ const RECORD: &str = "KVX_TRANSFORMERS_RECORD";
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/vectors/reference.json");
 /// How far a score may be from transformers', whose sums have another order.
 const NEAR: f32 = 1e-4;
+/// How many tokens follow a prompt.
+const COUNT: usize = 8;
 const TEXT: &str = "Ein naïver Ärger: 12 × 3 = 36 ☕\n<|im_start|>\tend";
 
-struct Case {
+/// How long transformers may take for all cases.
+pub(crate) const PYTHON_LIMIT: Duration = Duration::from_secs(50 * 60);
+
+/// A model, and how much it is asked.
+pub(crate) struct Case {
     name: &'static str,
     made: Made,
     prompt: usize,
     tier: Tier,
+}
+
+impl Case {
+    /// Returns the name of its test.
+    pub(crate) fn title(&self) -> String {
+        let words = self.name.split(|letter: char| !letter.is_alphanumeric());
+        let words: Vec<_> = words.filter(|word| !word.is_empty()).collect();
+        format!("reference::{}", words.join("_"))
+    }
+}
+
+/// Returns the cases that this run compares with the recorded answers: none if it asks transformers.
+pub(crate) fn recorded_cases() -> Vec<Case> {
+    if python().is_some() {
+        return Vec::new();
+    }
+    cases().into_iter().filter(|case| case.tier.runs_or_says(case.name)).collect()
+}
+
+/// Returns the Python that has transformers, if this run asks it.
+pub(crate) fn python() -> Option<OsString> {
+    std::env::var_os(PYTHON)
 }
 
 fn cases() -> Vec<Case> {
@@ -70,14 +98,14 @@ fn cases() -> Vec<Case> {
         Case { prompt: 2000, ..case("llama, 2,000 tokens", plain.clone()) },
         Case {
             tier: Tier::Usual,
-            ..case("Qwen3-0.6B, two layers", guide(include_str!("shapes/qwen3-0.6b.json"), 2))
+            ..case("Qwen3-0.6B, two layers", guide(include_str!("../shapes/qwen3-0.6b.json"), 2))
         },
         Case {
             tier: Tier::Whole,
             prompt: 20,
             ..case(
                 "Qwen2.5-7B-Instruct, one layer",
-                guide(include_str!("shapes/qwen2.5-7b-instruct.json"), 1),
+                guide(include_str!("../shapes/qwen2.5-7b-instruct.json"), 1),
             )
         },
     ]
@@ -112,48 +140,53 @@ fn ours(folder: &Folder, mut tokens: Vec<u32>, count: usize) -> (Vec<f32>, Vec<u
     (first, greedy)
 }
 
-#[test]
-fn logits_and_tokens_are_those_of_transformers() {
-    let recorded: Value =
-        std::fs::read_to_string(FILE).map_or(json!({}), |text| serde_json::from_str(&text).unwrap());
-    let mut python = std::env::var_os(PYTHON).map(Python::start);
+/// Compares a case with the recorded answer.
+pub(crate) fn compare_with_recorded(case: Case) {
+    let recorded: Value = serde_json::from_str(&std::fs::read_to_string(FILE).unwrap()).unwrap();
+    let folder = Folder::with(&case.made);
+    compare(&case, &folder, &recorded[case.name]);
+}
+
+/// Compares all cases with what transformers answers, and records it if that is asked for.
+pub(crate) fn compare_with_transformers(python: OsString) {
+    let mut python = Python::start(python);
     let mut answers = Map::new();
-    for Case { name, made, prompt: len, tier } in cases() {
-        if python.is_none() && !tier.runs_or_says(name) {
-            continue;
-        }
-        let folder = Folder::with(&made);
-        let (prompt, count) = (prompt(len), 8);
-        let theirs = match &mut python {
-            Some(python) => python.ask(&folder, &prompt, count),
-            None => recorded[name].clone(),
-        };
-        let (logits, greedy) = ours(&folder, prompt, count);
-        let numbers = |name: &str| theirs[name].as_array().unwrap_or_else(|| panic!("no {name}")).iter();
-        let far = logits.iter().zip(numbers("logits")).map(|(a, b)| (a - b.as_f64().unwrap() as f32).abs());
-        assert_eq!(logits.len(), numbers("logits").len(), "{name}");
-        let far = far.fold(0.0, f32::max);
-        println!("{name}: at most {far:.1e} apart");
-        assert!(far <= NEAR, "{name}: {far} apart");
-        assert_eq!(
-            greedy,
-            numbers("greedy").map(|token| token.as_u64().unwrap() as u32).collect::<Vec<_>>(),
-            "{name}"
-        );
-        assert_eq!(theirs["back"], TEXT, "{name}: its tokenizer reads what it wrote");
-        let tokenizer = Tokenizer::open(folder.path(), &Config::read(folder.path()).unwrap()).unwrap();
-        assert_eq!(json!(tokenizer.encode(TEXT, true).unwrap()), theirs["ids"], "{name}");
-        let chat = tokenizer
-            .chat(&messages(), &Map::from_iter([("add_generation_prompt".into(), true.into())]))
-            .unwrap();
-        assert_eq!(theirs["chat"], chat, "{name}");
-        answers.insert(name.into(), theirs);
+    for case in cases() {
+        let folder = Folder::with(&case.made);
+        let theirs = python.ask(&folder, &prompt(case.prompt), COUNT);
+        let far = compare(&case, &folder, &theirs);
+        println!("{}: at most {far:.1e} apart", case.name);
+        answers.insert(case.name.into(), theirs);
     }
-    if python.is_some() && std::env::var_os(RECORD).is_some() {
+    if std::env::var_os(RECORD).is_some() {
         let line = |(name, answer): (&String, &Value)| format!("  {}: {answer}", json!(name));
         let lines: Vec<_> = answers.iter().map(line).collect();
         std::fs::write(FILE, format!("{{\n{}\n}}\n", lines.join(",\n"))).unwrap();
     }
+}
+
+/// Returns how far the scores are apart.
+fn compare(case: &Case, folder: &Folder, theirs: &Value) -> f32 {
+    let name = case.name;
+    let (logits, greedy) = ours(folder, prompt(case.prompt), COUNT);
+    let numbers = |name: &str| theirs[name].as_array().unwrap_or_else(|| panic!("no {name}")).iter();
+    let far = logits.iter().zip(numbers("logits")).map(|(a, b)| (a - b.as_f64().unwrap() as f32).abs());
+    assert_eq!(logits.len(), numbers("logits").len(), "{name}");
+    let far = far.fold(0.0, f32::max);
+    assert!(far <= NEAR, "{name}: {far} apart");
+    assert_eq!(
+        greedy,
+        numbers("greedy").map(|token| token.as_u64().unwrap() as u32).collect::<Vec<_>>(),
+        "{name}"
+    );
+    assert_eq!(theirs["back"], TEXT, "{name}: its tokenizer reads what it wrote");
+    let tokenizer = Tokenizer::open(folder.path(), &Config::read(folder.path()).unwrap()).unwrap();
+    assert_eq!(json!(tokenizer.encode(TEXT, true).unwrap()), theirs["ids"], "{name}");
+    let chat = tokenizer
+        .chat(&messages(), &Map::from_iter([("add_generation_prompt".into(), true.into())]))
+        .unwrap();
+    assert_eq!(theirs["chat"], chat, "{name}");
+    far
 }
 
 /// The other side.
@@ -163,7 +196,7 @@ struct Python {
 }
 
 impl Python {
-    fn start(program: std::ffi::OsString) -> Python {
+    fn start(program: OsString) -> Python {
         let script = concat!(env!("CARGO_MANIFEST_DIR"), "/interop/reference.py");
         let mut command = Command::new(program);
         command.arg(script).stdin(Stdio::piped()).stdout(Stdio::piped());

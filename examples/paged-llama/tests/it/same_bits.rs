@@ -1,15 +1,14 @@
 //! Logits have the same bits whatever a step holds, however a prompt is cut, and whoever computes it.
-#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
-
-mod folder;
 
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use folder::Folder;
 use kvx_paged_llama::model::{Architecture, Chunk, Dtype, Level, Model, Pool, PoolLayout, Shard, Wanted};
 use kvx_random_model::Made;
+use kvx_testkit::test;
 use proptest::prelude::*;
+
+use crate::folder::{Folder, fill_with_noise};
 
 /// Small and crooked: rows and columns that no tile divides, and two heads of queries to one of keys.
 fn crooked(architecture: Architecture) -> Made {
@@ -35,7 +34,7 @@ fn pool(model: &Model, block_tokens: usize, dtype: Dtype, layout: PoolLayout) ->
         Pool::allocate(model.pool_shape(256usize.div_ceil(block_tokens) * 3, block_tokens, dtype, layout))
             .unwrap();
     // What a block holds of another request must not matter.
-    folder::fill_with_noise(pool)
+    fill_with_noise(pool)
 }
 
 /// All logits of `tokens`, in chunks that end at `cuts`.

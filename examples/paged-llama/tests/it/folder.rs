@@ -1,5 +1,4 @@
 //! A folder with a model in it, gone after the test.
-#![allow(dead_code, reason = "each test program uses its own part")]
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

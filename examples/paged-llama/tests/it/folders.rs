@@ -1,15 +1,14 @@
 //! Folders that hold no model, or another than they say: each error says what to do.
-#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
-
-mod folder;
 
 use std::os::unix::net::UnixStream;
 
-use folder::Folder;
 use kvx_paged_llama::model::{Architecture, Chunk, Config, Dtype, Model, Pool, PoolLayout, Shard, Wanted};
 use kvx_random_model::{Made, make_model};
+use kvx_testkit::test;
 use proptest::prelude::*;
 use serde_json::{Value, json};
+
+use crate::folder::Folder;
 
 fn error_of(folder: &Folder) -> String {
     Model::open(folder.path(), Shard::alone()).err().unwrap().to_string()
@@ -115,7 +114,7 @@ fn a_model_is_made_once_and_the_same_each_time() {
 /// The two models of vLLM's guides, as their folders describe them.
 #[test]
 fn the_guides_models_are_understood() {
-    let qwen3: Value = serde_json::from_str(include_str!("shapes/qwen3-0.6b.json")).unwrap();
+    let qwen3: Value = serde_json::from_str(include_str!("../shapes/qwen3-0.6b.json")).unwrap();
     let config = Config::parse(&qwen3, json!({"eos_token_id": [151645, 151643]})).unwrap();
     assert_eq!(
         (config.architecture, config.heads, config.kv_heads, config.head_dim),
@@ -123,7 +122,7 @@ fn the_guides_models_are_understood() {
     );
     assert_eq!((config.qkv_bias, config.tied, config.dtype), (false, true, Dtype::Bf16));
     assert_eq!(config.eos, [151645, 151643]);
-    let qwen2: Value = serde_json::from_str(include_str!("shapes/qwen2.5-7b-instruct.json")).unwrap();
+    let qwen2: Value = serde_json::from_str(include_str!("../shapes/qwen2.5-7b-instruct.json")).unwrap();
     let config = Config::parse(&qwen2, Value::Null).unwrap();
     assert_eq!(
         (config.architecture, config.heads, config.kv_heads, config.head_dim),

@@ -8,7 +8,7 @@
 
 // Not all of what the tests ask a server for is asked here.
 #[allow(dead_code, reason = "the tests use the rest")]
-#[path = "../tests/serve/server.rs"]
+#[path = "../tests/it/serve/server.rs"]
 mod server;
 
 use std::io::{BufRead as _, BufReader};

@@ -1,0 +1,357 @@
+//! The commands that the documents show. Those of `kvx` run here as they stand on the page, but for addresses, ports
+//! and files that this machine does not have; of the others it is known what runs them.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::time::Duration;
+
+#[cfg(feature = "proxy")]
+use kvx_instance::{Connector, Instance};
+use kvx_testkit::{output, skip, test, trial};
+use libtest_mimic::Trial;
+#[cfg(any(feature = "connector", all(feature = "serve", feature = "proxy")))]
+use serde_json::json;
+
+#[cfg(feature = "connector")]
+use crate::probe::prefill_of;
+use crate::program::{peers, plug_in};
+#[cfg(feature = "proxy")]
+use crate::proxy::commands::{serves, start};
+#[cfg(feature = "proxy")]
+use crate::proxy::fleet::Proxy;
+#[cfg(feature = "proxy")]
+use crate::proxy::run;
+#[cfg(all(feature = "serve", feature = "proxy"))]
+use crate::serve::server::Server;
+use crate::this_test;
+
+/// How long a command may take.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Commands that something else runs: what, as a file or a folder of files, and words in it.
+const ELSEWHERE: &[(&str, &str, &str)] = &[
+    ("cargo run --release -- demo", "xtask/src", "run --release -- demo"),
+    ("cargo bench --bench costs", "xtask/src", "--bench costs -- --test"),
+    ("cargo xtask test --install", ".ci/run", "cargo xtask test --install"),
+    // The runner cannot run itself: what its options choose is tested.
+    ("cargo xtask test --whole", "xtask/src", "of(Tier::Whole, None)"),
+    ("cargo xtask test --fast", "xtask/src", "of(Tier::Fast, None)"),
+    ("cargo xtask test --crate kvx-core", "xtask/src", "of(Tier::Whole, Some("),
+    // Its `main` is a suite, and cargo runs it as a test.
+    (
+        "cargo test -p kvx-backend --example smallest_backend",
+        "kvx-backend/Cargo.toml",
+        "name = \"smallest_backend\"\ntest = true",
+    ),
+    ("cargo build --release -p kvx-cli", "xtask/src", "run --release -- demo"),
+    ("cargo build --release -p kvx-nixl", "kvx-cli/tests/it/program.rs", "libplugin_KVX.so"),
+    ("cargo xtask wheel", "xtask/src", "xtask wheel --check"),
+    // The rehearsal packs, unpacks and runs.
+    ("cargo xtask gpu --pack", "xtask/src", "xtask gpu --rehearse"),
+];
+
+/// Commands of `kvx`, each with what runs it.
+const HERE: &[(&str, fn(Words))] = &[
+    ("target/release/kvx nixl", |words| succeeds(&mut words.kvx())),
+    ("target/release/kvx nixl --check", nixl_is_checked),
+    ("target/release/kvx nixl --install \"$VIRTUAL_ENV\"", nixl_is_installed),
+    ("kvx secret fleet.secret", secret_is_made),
+    #[cfg(feature = "connector")]
+    ("kvx probe 10.0.0.1:5600", |words| engine_is_probed(words, "prefill-0")),
+    #[cfg(feature = "connector")]
+    ("kvx probe 10.0.0.1:5600 -- --model Qwen/Qwen3-0.6B --dtype half", |words| {
+        engine_is_probed(words, "the compatibility hashes are the same")
+    }),
+    #[cfg(feature = "proxy")]
+    (
+        "kvx proxy --prefiller-hosts 10.0.0.1 10.0.0.2 --prefiller-ports 8100 8100 --decoder-hosts 10.0.0.3 --decoder-ports 8200",
+        toy_command_line_serves,
+    ),
+    #[cfg(feature = "proxy")]
+    (
+        "kvx proxy --prefill http://10.0.0.1:8010 8998 --decode http://10.0.0.2:8020",
+        mooncake_command_line_serves,
+    ),
+    #[cfg(feature = "proxy")]
+    ("kvx proxy --config fleet.toml", fleet_serves),
+    #[cfg(feature = "proxy")]
+    ("kvx proxy --config fleet.toml --check", fleet_is_checked),
+    #[cfg(feature = "proxy")]
+    ("kvx proxy --compare http://10.0.0.9:8000 http://10.0.0.1:8100", endpoints_are_compared),
+    #[cfg(feature = "serve")]
+    ("cargo run --release -- make-model /tmp/tiny --arch qwen3", model_is_made),
+    #[cfg(all(feature = "serve", feature = "proxy"))]
+    ("cargo run --release -- serve /tmp/tiny --port 8100", model_is_served),
+];
+
+/// What marks a command that no test can run.
+const NEEDS: &str = "needs an";
+
+/// The arguments of a command of `kvx`, and a folder of its own where it runs.
+struct Words {
+    words: Vec<String>,
+    folder: PathBuf,
+}
+
+impl Words {
+    fn of(command: &str, folder: PathBuf) -> Words {
+        let programs = ["cargo run --release -- ", "target/release/kvx ", "kvx "];
+        let arguments = programs.iter().find_map(|program| command.strip_prefix(program));
+        let arguments = arguments.unwrap_or_else(|| panic!("{command} is no command of kvx"));
+        let words = arguments.split(' ').map(|word| word.trim_matches('"').to_owned()).collect();
+        std::fs::create_dir_all(&folder).unwrap();
+        Words { words, folder }
+    }
+
+    /// Puts something of this machine in the place of the first word that is this one.
+    #[track_caller]
+    fn replace(&mut self, word: &str, by: impl Into<String>) {
+        let found = self.words.iter_mut().find(|found| *found == word);
+        *found.unwrap_or_else(|| panic!("the command does not have {word}")) = by.into();
+    }
+
+    fn kvx(&self) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
+        command.args(&self.words).current_dir(&self.folder).env("KVX_NIXL_PLUGIN", plug_in());
+        command.env_remove("KVX_SECRET_FILE");
+        command
+    }
+
+    /// What follows `kvx proxy`, at a port that is free.
+    #[cfg(feature = "proxy")]
+    fn of_proxy(&self) -> Vec<&str> {
+        self.words[1..].iter().map(String::as_str).chain(["--port", "0"]).collect()
+    }
+}
+
+impl Drop for Words {
+    fn drop(&mut self) {
+        std::fs::remove_dir_all(&self.folder).ok(); // what is left there is only in the way
+    }
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&[&output.stdout[..], &output.stderr].concat()).into_owned()
+}
+
+/// Runs it to its end, and returns what it printed.
+#[track_caller]
+fn printed(command: &mut Command) -> String {
+    let output = output(command, LIMIT);
+    assert!(output.status.success(), "{}\n{}", output.status, said(&output));
+    said(&output)
+}
+
+fn succeeds(command: &mut Command) {
+    printed(command);
+}
+
+fn nixl_is_checked(words: Words) {
+    let Some(environment) = peers("nixl") else {
+        let absent = "a wheel of nixl-cu12 is not installed";
+        return skip(&this_test(), absent, "cargo xtask test --install");
+    };
+    let said = printed(words.kvx().env("VIRTUAL_ENV", environment));
+    assert!(said.contains("blocks of 4 KiB read and verified"), "{said}");
+}
+
+fn nixl_is_installed(mut words: Words) {
+    let environment = words.folder.clone();
+    words.replace("$VIRTUAL_ENV", environment.to_str().unwrap());
+    succeeds(&mut words.kvx());
+    assert!(environment.join("libplugin_KVX.so").exists(), "the link leads somewhere");
+}
+
+fn secret_is_made(words: Words) {
+    let said = printed(&mut words.kvx());
+    assert!(said.contains("KVX_SECRET_FILE="), "{said}");
+    kvx::Secret::from_file(words.folder.join("fleet.secret")).unwrap();
+}
+
+/// Asks an engine of a small model that has the name of a large one.
+#[cfg(feature = "connector")]
+fn engine_is_probed(mut words: Words, told: &str) {
+    let engine = prefill_of("Qwen/Qwen3-0.6B", "torch.float16");
+    words.replace("10.0.0.1:5600", engine.address());
+    let model = words.folder.join("Qwen/Qwen3-0.6B");
+    std::fs::create_dir_all(&model).unwrap();
+    let config = json!({"num_attention_heads": 2, "head_dim": 4, "num_hidden_layers": 1});
+    std::fs::write(model.join("config.json"), config.to_string()).unwrap();
+    let said = printed(&mut words.kvx());
+    assert!(said.contains(told), "{said}");
+}
+
+#[cfg(feature = "proxy")]
+fn toy_command_line_serves(mut words: Words) {
+    let (mut prefill, mut decode) = (start(2, Connector::Pull), start(1, Connector::Pull));
+    for host in ["10.0.0.1", "10.0.0.2", "10.0.0.3"] {
+        words.replace(host, "127.0.0.1");
+    }
+    for (port, instance) in [("8100", &prefill[0]), ("8100", &prefill[1]), ("8200", &decode[0])] {
+        words.replace(port, instance.port().to_string());
+    }
+    run(async || {
+        let proxy = Proxy::start(&words.of_proxy(), &[]);
+        serves(&proxy, &mut prefill, &mut decode).await;
+    })
+    .unwrap();
+}
+
+#[cfg(feature = "proxy")]
+fn mooncake_command_line_serves(mut words: Words) {
+    let (mut prefill, mut decode) = (start(1, Connector::Mooncake), start(1, Connector::Mooncake));
+    words.replace("http://10.0.0.1:8010", prefill[0].url());
+    words.replace("8998", prefill[0].bootstrap_port().to_string());
+    words.replace("http://10.0.0.2:8020", decode[0].url());
+    run(async || {
+        let proxy = Proxy::start(&words.of_proxy(), &[]);
+        serves(&proxy, &mut prefill, &mut decode).await;
+    })
+    .unwrap();
+}
+
+/// Writes `fleet.toml`, of these instances.
+#[cfg(feature = "proxy")]
+fn fleet_toml(words: &Words, prefill: &Instance, decode: &Instance) {
+    let text =
+        format!("port = 0\n[[pool]]\nprefill = [\"{}\"]\ndecode = [\"{}\"]\n", prefill.url(), decode.url());
+    std::fs::write(words.folder.join("fleet.toml"), text).unwrap();
+}
+
+#[cfg(feature = "proxy")]
+fn fleet_serves(mut words: Words) {
+    let (mut prefill, mut decode) = (start(1, Connector::Pull), start(1, Connector::Pull));
+    fleet_toml(&words, &prefill[0], &decode[0]);
+    let file = words.folder.join("fleet.toml");
+    words.replace("fleet.toml", file.to_str().unwrap());
+    run(async || {
+        let proxy = Proxy::start(&words.of_proxy(), &[]);
+        serves(&proxy, &mut prefill, &mut decode).await;
+    })
+    .unwrap();
+}
+
+#[cfg(feature = "proxy")]
+fn fleet_is_checked(words: Words) {
+    let (prefill, decode) = (start(1, Connector::Pull), start(1, Connector::Pull));
+    fleet_toml(&words, &prefill[0], &decode[0]);
+    let said = printed(&mut words.kvx());
+    assert!(said.contains(&decode[0].url()["http://".len()..]), "{said}");
+}
+
+#[cfg(feature = "proxy")]
+fn endpoints_are_compared(mut words: Words) {
+    let alike = start(2, Connector::Pull);
+    words.replace("http://10.0.0.9:8000", alike[0].url());
+    words.replace("http://10.0.0.1:8100", alike[1].url());
+    let said = printed(&mut words.kvx());
+    assert!(said.contains("the same answers"), "{said}");
+}
+
+/// Has the pages' model made where a test may write.
+#[cfg(feature = "serve")]
+fn model(words: &mut Words) -> String {
+    let folder = words.folder.join("tiny").to_str().unwrap().to_owned();
+    words.replace("/tmp/tiny", &folder);
+    folder
+}
+
+#[cfg(feature = "serve")]
+fn model_is_made(mut words: Words) {
+    let folder = model(&mut words);
+    let said = printed(&mut words.kvx());
+    assert!(said.contains("random weights"), "{said}");
+    assert!(Path::new(&folder).join("config.json").exists());
+}
+
+#[cfg(all(feature = "serve", feature = "proxy"))]
+fn model_is_served(mut words: Words) {
+    let folder = model(&mut words);
+    let mut make = Command::new(env!("CARGO_BIN_EXE_kvx"));
+    succeeds(make.args(["make-model", &folder, "--arch", "qwen3"]));
+    words.replace("8100", "0");
+    let server = Server::spawn(words.kvx()).listening();
+    let asked = json!({"model": folder, "prompt": "San Francisco is", "max_tokens": 2});
+    let (status, answer) = server.post("/v1/completions", &asked);
+    assert_eq!((status, &answer["usage"]["completion_tokens"]), (200, &json!(2)), "{answer}");
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// The files below a place, or it itself, whose names end so; nothing that is hidden or built.
+fn files(place: &Path, end: &str) -> Vec<PathBuf> {
+    if place.is_file() {
+        return vec![place.to_owned()];
+    }
+    let (mut files, mut folders) = (Vec::new(), vec![place.to_owned()]);
+    while let Some(folder) = folders.pop() {
+        for path in std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()) {
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            match path.is_dir() {
+                true if !name.starts_with('.') && name != "target" => folders.push(path),
+                false if name.ends_with(end) => files.push(path),
+                _ => {}
+            }
+        }
+    }
+    files
+}
+
+/// The commands of all pages, each with its page; not those that need what is not here.
+fn shown() -> Vec<(PathBuf, String)> {
+    let mut commands = Vec::new();
+    for page in files(&root(), ".md") {
+        let mut in_shell = false;
+        for line in std::fs::read_to_string(&page).unwrap().lines() {
+            match line.strip_prefix("```") {
+                Some(language) => in_shell = language == "sh",
+                None if in_shell && !line.contains(NEEDS) => {
+                    let command = line.split(" #").next().unwrap_or_default().trim();
+                    commands.push((page.clone(), command.to_owned()));
+                }
+                None => {}
+            }
+        }
+    }
+    commands
+}
+
+#[cfg(all(feature = "connector", feature = "proxy", feature = "serve"))]
+#[test]
+fn every_command_runs_or_names_what_it_needs() {
+    let shown = shown();
+    let known: Vec<_> = HERE
+        .iter()
+        .map(|(command, _)| command)
+        .chain(ELSEWHERE.iter().map(|(command, ..)| command))
+        .collect();
+    for (page, command) in &shown {
+        assert!(known.contains(&&command.as_str()), "{}: nothing runs `{command}`", page.display());
+    }
+    for command in known {
+        assert!(shown.iter().any(|(_, shown)| shown == command), "no page shows `{command}`");
+    }
+}
+
+#[test]
+fn commands_that_something_else_runs_are_named_there() {
+    for (command, place, words) in ELSEWHERE {
+        let is_named = files(&root().join(place), ".rs")
+            .iter()
+            .any(|file| std::fs::read_to_string(file).is_ok_and(|text| text.contains(words)));
+        assert!(is_named, "`{command}` is said to run by {place}, where no file has {words:?}");
+    }
+}
+
+/// A trial for each command of `kvx` that a page shows.
+pub(crate) fn trials() -> Vec<Trial> {
+    let trials = HERE.iter().enumerate().map(|(at, (command, run))| {
+        let name = format!("documents::{}", command.replace(' ', "_").replace('"', ""));
+        let folder = format!("documents-{}-{at}", std::process::id());
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(folder);
+        trial(name, move || run(Words::of(command, folder)))
+    });
+    trials.collect()
+}

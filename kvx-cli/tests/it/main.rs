@@ -1,0 +1,34 @@
+//! The integration tests of the program.
+#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
+
+mod bench;
+mod documents;
+mod peers;
+#[cfg(feature = "connector")]
+mod probe;
+mod program;
+#[cfg(feature = "proxy")]
+mod proxy;
+// It starts the router in front of its servers, and the demo.
+#[cfg(all(feature = "serve", feature = "proxy"))]
+mod serve;
+
+use std::process::ExitCode;
+
+use kvx_testkit::harness_main_with;
+
+/// The name of the test that this thread runs: the harness names the thread so.
+fn this_test() -> String {
+    std::thread::current().name().unwrap_or_default().to_owned()
+}
+
+fn main() -> ExitCode {
+    kvx_instance::run_if_asked();
+    let mut trials = documents::trials();
+    #[cfg(feature = "proxy")]
+    trials.extend(proxy::all_trials());
+    #[cfg(all(feature = "serve", feature = "proxy"))]
+    trials.extend(serve::guides::trials());
+    // Most of them wait most of the time.
+    harness_main_with(trials, 4)
+}

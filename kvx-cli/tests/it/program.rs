@@ -1,0 +1,355 @@
+//! The program as operators run it.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+use kvx_testkit::{kill_after, output, test};
+use serde_json::Value;
+
+/// The program is killed after it.
+const LIMIT: Duration = Duration::from_secs(60);
+
+fn program(arguments: &[&str]) -> Command {
+    let program = Path::new(env!("CARGO_BIN_EXE_kvx"));
+    let mut command = Command::new(program);
+    command.args(arguments).stdin(Stdio::null());
+    command.env("KVX_NIXL_PLUGIN", plug_in());
+    command
+}
+
+/// NIXL's plug-in. Cargo leaves it there for those that depend on its crate; a user builds it by itself.
+pub(crate) fn plug_in() -> PathBuf {
+    Path::new(env!("CARGO_BIN_EXE_kvx")).with_file_name("deps").join("libplugin_KVX.so")
+}
+
+fn kvx(arguments: &[&str]) -> Output {
+    output(&mut program(arguments), LIMIT)
+}
+
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).expect("the program speaks UTF-8")
+}
+
+const UNKNOWN: &str =
+    "backend \"UXC\" is unknown; did you mean UCX? known: UCX, LIBFABRIC, MOONCAKE, RIXL, SHM, TCP\n";
+
+#[test]
+fn backends_has_a_line_for_every_known_one() {
+    let output = kvx(&["backends"]);
+    assert!(output.status.success());
+    let lines: Vec<_> = text(&output.stdout).lines().collect();
+    assert!(lines[0].starts_with("BACKEND") && lines[0].ends_with("WHY NOT / NEXT STEP"), "{lines:?}");
+    let rows = lines[1..].iter().filter(|line| !line.starts_with(' ')); // what a backend can use is below it
+    let names: Vec<_> = rows.filter_map(|line| line.split_whitespace().next()).collect();
+    assert_eq!(names, ["UCX", "LIBFABRIC", "MOONCAKE", "RIXL", "SHM", "TCP"]);
+}
+
+#[test]
+fn backends_json_is_one_array_with_the_capabilities_of_what_is_available() {
+    let output = kvx(&["backends", "--json"]);
+    let rows: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
+    let row = |name: &str| rows.iter().find(|row| row["name"] == name).unwrap();
+    assert_eq!((&row("TCP")["compiled"], &row("TCP")["available"]), (&true.into(), &true.into()));
+    assert!(row("TCP")["version"].is_string() && row("TCP")["reason"].is_null());
+    assert_eq!(row("TCP")["capabilities"]["isolation"], "owner");
+}
+
+#[test]
+fn require_says_whether_a_backend_can_be_used_and_else_why_not() {
+    assert!(kvx(&["backends", "--require", "tcp"]).status.success());
+    let output = kvx(&["backends", "--require", "UXC"]);
+    assert_eq!((output.status.code(), text(&output.stderr)), (Some(1), UNKNOWN));
+    assert!(output.stdout.is_empty());
+}
+
+/// The rows of `kvx backends --routes --json` with UCX from this file, or from where the system has it.
+fn routes(ucx: Option<&Path>, settings: &[(&str, &str)]) -> Vec<Value> {
+    let mut command = program(&["backends", "--routes", "--json"]);
+    command.envs(ucx.map(|file| ("KVX_UCX_LIB", file))).envs(settings.iter().copied());
+    let output = output(&mut command, LIMIT);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("the program prints JSON")
+}
+
+/// The UCX that the tests install beside the system's.
+fn installed_ucx() -> Option<PathBuf> {
+    let venv = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/peers/ucx/venv/lib");
+    let mut versions = std::fs::read_dir(venv).ok()?.flatten();
+    versions.find_map(|python| {
+        let file = python.path().join("site-packages/libucx/lib/libucp.so.0");
+        file.exists().then_some(file)
+    })
+}
+
+#[test]
+fn routes_say_how_each_backend_that_is_here_reaches_a_second_process() {
+    let installed = installed_ucx();
+    for ucx in [None, installed.as_deref()] {
+        let rows = routes(ucx, &[]);
+        for row in rows.iter().filter(|row| row["available"] == true) {
+            let route = row["route"].as_str().unwrap_or_else(|| panic!("{row:#}"));
+            let expected: &[&str] = match row["name"].as_str().unwrap() {
+                "UCX" if ucx.is_some() => {
+                    &["UCX 1.22", "cma/memory", "gets: 0..inf zero-copy", "puts: 0..inf zero-copy"]
+                }
+                "UCX" => &["UCX 1.", "lanes sysv/memory (", "gets and puts by "],
+                "SHM" => &["shared memory"],
+                "TCP" => &["TCP to "],
+                _ => &[],
+            };
+            assert!(expected.iter().all(|part| route.contains(part)), "{route}");
+        }
+        let served = rows.iter().filter(|row| row["route"].is_string()).count();
+        assert!(served >= 2 + usize::from(ucx.is_some()), "{rows:#?}");
+    }
+}
+
+#[test]
+fn what_libraries_log_is_neither_output_nor_an_answer() {
+    let talkative = [("UCX_LOG_FILE", "stdout"), ("UCX_LOG_LEVEL", "info")];
+    let rows = routes(None, &talkative); // it is JSON, and the second process is understood
+    assert!(rows.iter().any(|row| row["route"].is_string()), "{rows:#?}");
+    let said = output(program(&["backends"]).envs(talkative), LIMIT);
+    if rows.iter().any(|row| row["name"] == "UCX" && row["available"] == true) {
+        assert!(text(&said.stderr).contains("UCX  INFO"), "it is told: {}", text(&said.stderr));
+    }
+}
+
+#[test]
+fn a_backend_that_reaches_no_second_process_says_why() {
+    let rows = routes(None, &[("UCX_TLS", "self")]);
+    let row = |name: &str| rows.iter().find(|row| row["name"] == name).unwrap();
+    assert!(row("TCP")["route"].is_string(), "the others go on");
+    if row("UCX")["available"] == true {
+        let why = row("UCX")["reason"].as_str().unwrap();
+        assert!(
+            why.starts_with("no link to a second process of this host: ") && why.contains("UCX_TLS"),
+            "{why}"
+        );
+        let mut required = program(&["backends", "--routes", "--require", "UCX"]);
+        let output = output(required.env("UCX_TLS", "self"), LIMIT);
+        assert_eq!(output.status.code(), Some(1));
+        assert!(text(&output.stderr).contains("no link to a second process of this host"));
+    }
+}
+
+#[test]
+fn every_command_that_takes_a_backend_says_the_same() {
+    for list in ["UXC", "SHM,UXC"] {
+        let output = kvx(&["demo", "--transfer", "--backend", list]);
+        assert_eq!((output.status.code(), text(&output.stderr)), (Some(1), UNKNOWN), "{list}");
+    }
+}
+
+#[test]
+fn find_prints_the_variable_of_what_a_python_environment_has() {
+    let environment = std::env::temp_dir().join(format!("kvx-program-{}", std::process::id()));
+    let library = environment.join("lib/python3.11/site-packages/libucx/lib/libucp.so.0");
+    std::fs::create_dir_all(library.parent().unwrap()).unwrap();
+    std::fs::write(&library, "").unwrap();
+    let output = output(program(&["backends", "--find"]).env("VIRTUAL_ENV", &environment), LIMIT);
+    std::fs::remove_dir_all(&environment).unwrap();
+    let line = format!("export KVX_UCX_LIB={}", library.display());
+    assert!(text(&output.stdout).lines().any(|found| found.starts_with(&line)), "{}", text(&output.stdout));
+}
+
+#[test]
+fn arguments_that_make_no_sense_exit_with_2() {
+    for arguments in
+        [&["no-such-command"][..], &["backends", "--no-such"], &["demo", "--transfer", "--size", "big"], &[]]
+    {
+        let output = kvx(arguments);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+        assert!(!output.stderr.is_empty());
+    }
+    let output = kvx(&["demo", "--transfer", "--size", "1000"]);
+    let sentence = "kvx: --size 1000 bytes: write a multiple of 1 MiB\n";
+    assert_eq!((output.status.code(), text(&output.stderr)), (Some(1), sentence));
+}
+
+#[test]
+fn what_cannot_be_written_is_an_error() {
+    for command in ["config", "backends"] {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let child = program(&[command]).stdout(full).stderr(Stdio::piped()).spawn().unwrap();
+        kvx_testkit::kill_after(&child, LIMIT);
+        let said = child.wait_with_output().unwrap();
+        assert_eq!(said.status.code(), Some(1), "{command}");
+        assert!(text(&said.stderr).contains("No space left"), "{command}: {}", text(&said.stderr));
+    }
+}
+
+#[test]
+fn config_gets_what_stands_behind_it_as_it_is() {
+    let output = kvx(&["config", "--json", "--kv-transfer-config.kv_role", "kv_both"]);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(output.status.success() && report.to_string().contains("kv_both"), "{report}");
+    assert!(text(&kvx(&["config", "--help"]).stdout).contains("Usage: kvx config"));
+}
+
+#[test]
+fn the_demo_holds_and_leaves_no_process_behind() {
+    let output = kvx(&["demo", "--transfer", "--size", "4M"]);
+    let story = text(&output.stdout);
+    assert!(output.status.success(), "{story}\n{}", text(&output.stderr));
+    assert_eq!(story.lines().last(), Some("All of it held."));
+    for backend in ["SHM", "TCP"] {
+        let lost = format!("  {backend} after ");
+        assert!(story.lines().any(|line| line.starts_with(&lost)), "{story}");
+        assert!(story.contains(&format!("Route: {backend}: chosen")), "{story}");
+    }
+    let owner = story.strip_prefix("Process ").and_then(|rest| rest.split(' ').next()).unwrap();
+    assert!(owner.parse::<u32>().is_ok(), "{story}");
+    assert!(!PathBuf::from("/proc").join(owner).exists(), "process {owner} is still there");
+}
+
+#[test]
+fn the_demo_runs_over_one_backend_too() {
+    let output = kvx(&["demo", "--transfer", "--size", "1M", "--backend", "tcp,TCP"]);
+    let story = text(&output.stdout);
+    assert!(output.status.success(), "{story}\n{}", text(&output.stderr));
+    assert_eq!(story.matches("Route: ").count(), 1, "{story}");
+}
+
+#[test]
+fn a_demo_that_ends_in_the_middle_leaves_no_process_behind() {
+    // Nobody reads its output, so it ends at its first line, when its owner has just been started.
+    let mut demo = program(&["demo", "--transfer", "--backend", "TCP", "--size", "3M"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    kill_after(&demo, LIMIT);
+    drop(demo.stdout.take());
+    let status = demo.wait().unwrap();
+    assert!(status.success(), "{status}");
+    let size = (3 << 20).to_string();
+    for process in std::fs::read_dir("/proc").unwrap().flatten() {
+        let line = std::fs::read(process.path().join("cmdline")).unwrap_or_default();
+        let arguments: Vec<_> = line.split(|byte| *byte == 0).collect();
+        let is_owner = arguments.contains(&&b"demo-owner"[..]) && arguments.contains(&size.as_bytes());
+        assert!(!is_owner, "{:?} is still there", process.path());
+    }
+}
+
+#[test]
+fn the_owner_of_the_demo_ends_with_its_reader() {
+    let mut owner = program(&["demo-owner", "--backend", "TCP", "--size", "1048576"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    kill_after(&owner, LIMIT / 3);
+    let mut metadata = String::new();
+    BufReader::new(owner.stdout.take().unwrap()).read_line(&mut metadata).unwrap();
+    assert!(metadata.len() > 100, "{metadata:?}");
+    drop(owner.stdin.take()); // what the kernel does when the reader dies
+    let status = owner.wait().unwrap();
+    assert!(status.success(), "the owner outlived its reader, or failed: {status}");
+}
+
+#[test]
+fn a_model_is_made_and_never_over_another() {
+    let folder = std::env::temp_dir().join(format!("kvx-model-{}", std::process::id()));
+    let place = folder.to_str().unwrap();
+    let arguments =
+        ["make-model", place, "--arch", "qwen3", "--layers", "1", "--dtype", "bfloat16", "--shards", "2"];
+    let made = kvx(&arguments);
+    assert!(made.status.success() && text(&made.stdout).contains("random weights"), "{made:?}");
+    let config: Value =
+        serde_json::from_str(&std::fs::read_to_string(folder.join("config.json")).unwrap()).unwrap();
+    assert_eq!((&config["model_type"], &config["num_hidden_layers"]), (&"qwen3".into(), &1.into()));
+    let again = kvx(&arguments);
+    assert!(text(&again.stderr).contains("holds a model already"), "{again:?}");
+    let wrong = kvx(&["make-model", place, "--arch", "mamba"]);
+    assert!(text(&wrong.stderr).contains("--arch is llama, qwen2 or qwen3"), "{wrong:?}");
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn a_secret_is_made_for_its_owner_alone_and_never_over_another() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let folder = std::env::temp_dir().join(format!("kvx-secret-made-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let file = folder.join("fleet.secret");
+    let file = file.to_str().unwrap();
+    let made = kvx(&["secret", file]);
+    assert!(made.status.success(), "{}", text(&made.stderr));
+    assert!(text(&made.stdout).contains(&format!("\nKVX_SECRET_FILE={file}\n")), "{}", text(&made.stdout));
+    assert_eq!(std::fs::metadata(file).unwrap().permissions().mode() & 0o7777, 0o600);
+    let line = std::fs::read_to_string(file).unwrap();
+    let key = line.strip_prefix("kvx-secret-1:").and_then(|rest| rest.split(':').next()).unwrap();
+    assert!(!text(&made.stdout).contains(key), "the key is printed");
+    let again = kvx(&["secret", file]);
+    assert_eq!((again.status.code(), std::fs::read_to_string(file).unwrap()), (Some(1), line.clone()));
+    assert!(text(&again.stderr).contains("never overwritten"), "{}", text(&again.stderr));
+    kvx::Secret::from_file(file).unwrap();
+    // `kvx config` says whether there is one, and never what it is.
+    let config = |variable: &str, value: &str| {
+        let mut config = program(&["config", "--kv-transfer-config.kv_role", "kv_both"]);
+        config.env_remove("KVX_SECRET_FILE").env(variable, value);
+        let said = output(&mut config, LIMIT);
+        assert!(said.status.success(), "{}", text(&said.stderr));
+        let said = text(&said.stdout).to_owned();
+        assert!(!said.contains(key), "the key is printed");
+        said.lines().find(|line| line.trim_start().starts_with("secret")).expect("a line about it").to_owned()
+    };
+    assert!(config("KVX_SECRET_FILE", file).contains("KVX_SECRET_FILE names one"));
+    assert!(config("KVX_NOTHING", "").contains("none: whoever has this engine's metadata is served"));
+    assert!(config("KVX_SECRET_FILE", "/nowhere").contains("/nowhere"));
+    assert!(config("KVX_SECRET", "word").contains("unset KVX_SECRET"));
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn nixls_are_listed_and_a_folder_for_the_plug_in_is_made_and_taken_back() {
+    assert!(kvx(&["nixl"]).status.success());
+    let listed = kvx(&["nixl", "--json"]);
+    assert!(listed.status.success());
+    for line in text(&listed.stdout).lines() {
+        let nixl: Value = serde_json::from_str(line).unwrap();
+        assert!(
+            nixl["library"].is_string() && nixl["serves"].is_null() != nixl["refused"].is_null(),
+            "{nixl}"
+        );
+    }
+    let folder = std::env::temp_dir().join(format!("kvx-nixl-{}", std::process::id()));
+    let place = folder.to_str().unwrap();
+    let installed = kvx(&["nixl", "--install", place]);
+    assert!(installed.status.success(), "{}", text(&installed.stderr));
+    assert!(text(&installed.stdout).contains("export NIXL_PLUGIN_DIR="));
+    assert!(folder.join("libplugin_KVX.so").exists(), "the link leads somewhere");
+    assert!(kvx(&["nixl", "--remove", place]).status.success());
+    assert!(!kvx(&["nixl", "--remove", place]).status.success(), "it is gone");
+    std::fs::remove_dir(folder).unwrap();
+}
+
+#[test]
+fn two_agents_of_a_nixl_are_checked_over_kvx() {
+    let Some(environment) = peers("nixl") else {
+        return kvx_testkit::skip(
+            "two_agents_of_a_nixl_are_checked_over_kvx",
+            "a wheel of nixl-cu12 is not installed",
+            "cargo xtask test --install",
+        );
+    };
+    let output = output(program(&["nixl", "--check"]).env("VIRTUAL_ENV", &environment), LIMIT);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let said = text(&output.stdout);
+    assert!(
+        said.contains("it has no backend KVX: kvx nixl --install"),
+        "an engine would not find it: {said}"
+    );
+    for (backend, blocks) in
+        [("KVX", "1024 blocks of 4 KiB"), ("KVX", "512 blocks of 64 KiB"), ("UCX", "1024 blocks of 4 KiB")]
+    {
+        assert!(said.contains(&format!("  {backend}: {blocks} read and verified, ")), "{said}");
+    }
+}
+
+/// The environment of a peer, if `cargo xtask test --install` has made it.
+pub(crate) fn peers(name: &str) -> Option<PathBuf> {
+    let target = Path::new(env!("CARGO_BIN_EXE_kvx")).ancestors().nth(2)?;
+    Some(target.join("peers").join(name).join("venv")).filter(|environment| environment.exists())
+}

@@ -1,0 +1,149 @@
+//! The page `/` in a browser. Only where the variable `KVX_BROWSER` names one, Debian's `chromium` for example: it is
+//! too large to install for every run.
+
+use std::ffi::OsString;
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use kvx_instance::{Fault, Leg, Script, Settings};
+use kvx_testkit::output;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpListener;
+
+use crate::proxy::client::{CUT_OFF, Call, completion};
+use crate::proxy::fleet::{Fleet, Plan};
+use crate::proxy::recipes::COMPLETIONS;
+
+/// The variable that names the browser to use.
+const VARIABLE: &str = "KVX_BROWSER";
+
+fn browser() -> Option<OsString> {
+    std::env::var_os(VARIABLE).filter(|browser| !browser.is_empty())
+}
+
+/// Whether there is a browser. If there is none, it is said what that leaves out.
+pub(crate) fn has_browser_or_says() -> bool {
+    let has = browser().is_some();
+    if !has {
+        eprintln!("left out: the page in a browser; {VARIABLE} names one, Debian's `chromium` for example");
+    }
+    has
+}
+
+pub(crate) async fn is_left_out_aloud_without_a_browser() {
+    let listed = |browser: &str| {
+        let program = std::env::current_exe().expect("this program has a path");
+        let listed = output(Command::new(program).arg("--list").env(VARIABLE, browser), CUT_OFF);
+        (String::from_utf8_lossy(&listed.stdout).contains("in_a_browser"), listed.stderr)
+    };
+    let (has, said) = listed("");
+    assert!(!has && String::from_utf8_lossy(&said).contains(VARIABLE), "{}", said.escape_ascii());
+    let (has, said) = listed("chromium");
+    assert!(has && !String::from_utf8_lossy(&said).contains(VARIABLE), "{}", said.escape_ascii());
+}
+
+/// The page's document after its script has run for some seconds of its own time.
+fn rendered(browser: &OsString, url: &str) -> String {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let (process, count) = (std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+    let profile = std::env::temp_dir().join(format!("kvx-browser-{process}-{count}"));
+    let output = output(
+        Command::new(browser)
+            .args(["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"])
+            .args(["--disable-background-networking", "--disable-component-update", "--disable-sync"])
+            .arg(format!("--user-data-dir={}", profile.display()))
+            .args(["--virtual-time-budget=4000", "--dump-dom", url]),
+        CUT_OFF * 5,
+    );
+    std::fs::remove_dir_all(profile).ok(); // an error: the browser has made none
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// The text of the first element with this id.
+fn text<'a>(page: &'a str, id: &str) -> &'a str {
+    let start = page.find(&format!("id=\"{id}\"")).unwrap_or_else(|| panic!("no {id}: {page}"));
+    let inner = &page[start..];
+    let inner = &inner[inner.find('>').map_or(0, |end| end + 1)..];
+    &inner[..inner.find("</").unwrap_or(inner.len())]
+}
+
+pub(crate) async fn shows_instances_requests_and_errors_in_a_browser() {
+    let browser = browser().expect("it is only run with one");
+    let setup = "[health]\nevery = \"60s\"\neject_after = 1000\n[retries]\nattempts = 1\n";
+    let mut fleet = Plan::of(1, 1, &Settings::default()).setup(setup).start().await;
+    for _ in 0..3 {
+        let answer =
+            Call::post(fleet.port(), COMPLETIONS, &completion("for the page, for the page", 2)).send().await;
+        assert_eq!(answer.status, 200);
+    }
+    fleet.prefill[0].script(Script { leg: Some(Leg::Prefill), times: 1, fault: Fault::CloseFirst });
+    let failed =
+        Call::post(fleet.port(), COMPLETIONS, &completion("for the page, for the page", 2)).send().await;
+    assert!(failed.status >= 500);
+    let page = rendered(&browser, &format!("http://127.0.0.1:{}/", fleet.port()));
+    assert_eq!(text(&page, "ready"), "is ready", "{page}");
+    assert_eq!(text(&page, "total"), "4", "{page}");
+    assert_eq!(text(&page, "in_flight"), "0", "{page}");
+    for instance in [&fleet.prefill[0], &fleet.decode[0]] {
+        assert!(page.contains(&format!("<td>{}</td>", &instance.url()[7..])), "{page}");
+    }
+    let errors = &page[page.find("id=\"errors\"").expect("a table of errors")..];
+    assert!(
+        errors.contains(&format!("<td>{}</td>", &fleet.prefill[0].url()[7..])),
+        "the error is told: {errors}"
+    );
+    assert!(page.contains("id=\"silent\" role=\"status\" hidden"), "the router answers: {page}");
+}
+
+/// Serves this page, and at `/status` one look after the other; for ever.
+async fn serve_looks(listener: TcpListener, page: Vec<u8>, looks: Vec<String>) {
+    let mut looks = looks.into_iter();
+    let mut last = String::new();
+    loop {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            let Ok(byte) = stream.read_u8().await else { break };
+            head.push(byte);
+        }
+        let (kind, body) = match head.starts_with(b"GET /status ") {
+            true => {
+                last = looks.next().unwrap_or(last);
+                ("application/json", last.clone().into_bytes())
+            }
+            false => ("text/html; charset=utf-8", page.clone()),
+        };
+        let head = format!(
+            "HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-type: {kind}\r\ncontent-length: {}\r\n\r\n",
+            body.len()
+        );
+        stream.write_all(&[head.into_bytes(), body].concat()).await.ok(); // an error: the browser has gone
+    }
+}
+
+pub(crate) async fn shows_rates_in_a_browser() {
+    let browser = browser().expect("it is only run with one");
+    let fleet = Fleet::new(1, 1).await;
+    let page = Call::get(fleet.port(), "/").send().await.body.to_vec();
+    let mut status = Call::get(fleet.port(), "/status").send().await.json();
+    // From look to look, about a second, 40 more have ended: 10 of them in a way that is the fleet's fault.
+    let looks = (0..100).map(|look| {
+        let counts =
+            [("ok", 20), ("client_error", 4), ("client_gone", 6), ("upstream_error", 5), ("timeout", 5)];
+        for (outcome, count) in counts {
+            status["requests"][outcome] = (1000 + look * count).into();
+        }
+        status.to_string()
+    });
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(serve_looks(listener, page, looks.collect()));
+    let page = rendered(&browser, &format!("http://{address}/"));
+    let rate =
+        |id: &str| text(&page, id).parse::<f64>().unwrap_or_else(|_| panic!("{id} is no number: {page}"));
+    let (all, failed) = (rate("rate"), rate("failed_rate"));
+    // A look itself takes its time.
+    assert!((20.0..=40.5).contains(&all), "{all} a second; {page}");
+    assert!((failed * 4.0 - all).abs() <= 0.3, "a quarter of {all} has failed, not {failed}; {page}");
+}

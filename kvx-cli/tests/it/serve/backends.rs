@@ -1,0 +1,53 @@
+//! What blocks are moved over: one backend in the usual run, each in the whole one.
+
+use std::path::{Path, PathBuf};
+
+use kvx_testkit::{Tier, skip};
+use serde_json::Value;
+
+use crate::serve::server::{Server, Told};
+
+const BACKENDS: [&str; 5] = ["SHM", "TCP", "UCX", "LIBFABRIC", "RIXL"];
+
+/// One of them, and the variables that it needs.
+pub(crate) struct Backend {
+    pub(crate) name: &'static str,
+    variables: Vec<(&'static str, String)>,
+}
+
+impl Backend {
+    /// A server that exchanges blocks over it; `fields` are of its `--kv-transfer-config`.
+    pub(crate) fn server(&self, model: &Path, fields: &Value, told: Told<'_>) -> Server {
+        let own = self.variables.iter().map(|(name, value)| (*name, &**value));
+        let variables: Vec<(&str, &str)> = told.variables.iter().copied().chain(own).collect();
+        Server::configured(model, self.name, fields, Told { variables: &variables, ..told })
+    }
+}
+
+/// This one in the usual run, all in the whole one. It says which are left out, and why.
+pub(crate) fn backends(test: &str, usual: &str) -> Vec<Backend> {
+    let wanted = |backend: &&str| {
+        *backend == usual || Tier::Whole.runs_or_says(&format!("kvx serve: {test} over {backend}"))
+    };
+    BACKENDS.into_iter().filter(wanted).filter_map(|backend| here(test, backend)).collect()
+}
+
+/// None, said to be skipped, where it is not here.
+fn here(test: &str, name: &'static str) -> Option<Backend> {
+    let variables = match name {
+        "RIXL" => nixl().map(|library| vec![("KVX_RIXL_LIB", library.to_string_lossy().into_owned())]),
+        _ => kvx::registry().require(name, &kvx::Options::new()).is_ok().then(Vec::new),
+    };
+    if variables.is_none() {
+        skip(test, &format!("{name} is not here"), "cargo xtask test --install");
+    }
+    variables.map(|variables| Backend { name, variables })
+}
+
+/// NIXL's library, as `cargo xtask test --install` leaves it.
+fn nixl() -> Option<PathBuf> {
+    let environment = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/peers/nixl/venv/lib");
+    let file = "site-packages/.nixl_cu12.mesonpy.libs/libnixl_capi.so";
+    let mut pythons = std::fs::read_dir(environment).ok()?.flatten();
+    pythons.find_map(|python| Some(python.path().join(file)).filter(|file| file.exists()))
+}

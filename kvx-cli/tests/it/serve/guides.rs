@@ -1,0 +1,284 @@
+//! The commands of vLLM's guides as they are, each on the host that the guide names.
+
+use std::path::{Path, PathBuf};
+
+use kvx_testkit::{Tier, skip, test, trial};
+use libtest_mimic::Trial;
+use serde_json::{Value, json};
+
+use crate::serve::hosts::{Host, Hosts};
+use crate::serve::server::model;
+use crate::this_test;
+
+/// Commands and rules, by their ids.
+const GUIDES: &str = include_str!("guides.json");
+/// The page that names a test for each of them.
+const PAGE: &str = include_str!("../../../../docs/vllm-parity.md");
+/// What commands that leave the model open are run with.
+const MODEL: &str = "Qwen/Qwen3-0.6B";
+
+/// A command's arguments, `kvx`'s own first, and its variables.
+fn command(id: &str) -> (Vec<String>, Vec<(String, String)>) {
+    let guides: Value = serde_json::from_str(GUIDES).unwrap();
+    let command = guides["commands"].as_array().unwrap().iter().find(|command| command["id"] == id);
+    let command = command.unwrap_or_else(|| panic!("no command {id}"));
+    let filled = |value: &Value| {
+        let text = value.as_str().unwrap().replace("${MODEL}", MODEL);
+        (1..=5).fold(text, |text, at| text.replace(&format!("${{IP{at}}}"), &Hosts::address(at)))
+    };
+    let program = [command["program"].as_str().unwrap().to_owned()];
+    let arguments =
+        program.into_iter().chain(command["args"].as_array().unwrap().iter().map(filled)).collect();
+    let variables = command["env"].as_object().unwrap().iter();
+    (arguments, variables.map(|(name, value)| (name.clone(), filled(value))).collect())
+}
+
+fn run(host: &mut Host, id: &str, cache: &Path) {
+    let (arguments, variables) = command(id);
+    host.run(host.kvx(&arguments, &variables, cache));
+}
+
+/// The single server that answers are compared with.
+fn run_single(host: &mut Host, cache: &Path) {
+    let arguments = ["serve", MODEL, "--port", "8300", "--host", "127.0.0.1"].map(str::to_owned);
+    host.run(host.kvx(&arguments, &[], cache));
+}
+
+/// A Hugging Face cache that has a small model under the guides' names.
+fn cache(name: &str) -> PathBuf {
+    // Of a size that eight ranks can share.
+    let model = model(&["--arch", "qwen3", "--heads", "8", "--kv-heads", "8", "--max-positions", "2048"]);
+    let cache = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("serve-{}-{name}", std::process::id()));
+    for name in ["models--Qwen--Qwen3-0.6B", "models--Qwen--Qwen2.5-7B-Instruct"] {
+        let kept = cache.join(name);
+        std::fs::create_dir_all(kept.join("snapshots")).unwrap();
+        std::fs::create_dir_all(kept.join("refs")).unwrap();
+        std::fs::write(kept.join("refs/main"), "0a1b").unwrap();
+        std::os::unix::fs::symlink(&model, kept.join("snapshots/0a1b")).unwrap();
+    }
+    cache
+}
+
+fn ask(prompt: &str) -> Value {
+    json!({"model": MODEL, "prompt": prompt, "max_tokens": 16, "temperature": 0, "return_token_ids": true})
+}
+
+const PROMPTS: [&str; 3] = [
+    "short",
+    "San Francisco is a city of which there is much to say, and more than a block of it",
+    "a third one",
+];
+
+fn one_host(guide: &str) {
+    let Some(mut hosts) = Hosts::for_this_test(1) else { return };
+    let host = &mut hosts.each[0];
+    let cache = cache(guide);
+    for command in ["prefill", "decode", "proxy"] {
+        run(host, &format!("{guide}.same-host.{command}"), &cache);
+    }
+    run_single(host, &cache);
+    for port in [8100, 8200, 8300] {
+        host.wait(&format!("http://localhost:{port}/health"));
+    }
+    host.wait("http://localhost:8192/ready");
+    for prompt in PROMPTS {
+        let right = host.curl("http://localhost:8300/v1/completions", Some(&ask(prompt))).expect("an answer");
+        let answer =
+            host.curl("http://localhost:8192/v1/completions", Some(&ask(prompt))).expect("an answer");
+        assert_eq!(answer["choices"][0]["token_ids"], right["choices"][0]["token_ids"]);
+    }
+    assert_eq!(host.metric(8200, "vllm:nixl_bytes_transferred_count", ""), PROMPTS.len() as f64);
+}
+
+#[test]
+fn the_older_guides_commands_for_one_host_work_as_they_are() {
+    one_host("nixl-old");
+}
+
+#[test]
+fn the_guides_commands_for_one_host_work_as_they_are() {
+    one_host("nixl");
+}
+
+fn four_hosts(guide: &str) {
+    let Some(mut hosts) = Hosts::for_this_test(5) else { return };
+    let cache = cache(&format!("{guide}-4"));
+    let servers = ["prefill-A", "prefill-B", "decode-C", "decode-D"];
+    for (host, command) in hosts.each.iter_mut().zip(servers.into_iter().chain(["proxy"])) {
+        run(host, &format!("{guide}.four-hosts.{command}"), &cache);
+    }
+    run_single(&mut hosts.each[4], &cache);
+    for host in &hosts.each[..4] {
+        host.wait("http://localhost:8000/health");
+    }
+    let head = &hosts.each[4];
+    head.wait("http://localhost:8300/health");
+    head.wait("http://localhost:8192/ready");
+    // Each of the two decodes loads from each of the two prefills.
+    for round in 0..4 {
+        let ask = ask(&format!("{round} {}", PROMPTS[1]));
+        let right = head.curl("http://localhost:8300/v1/completions", Some(&ask)).expect("an answer");
+        let answer = head.curl("http://localhost:8192/v1/completions", Some(&ask)).expect("an answer");
+        assert_eq!(answer["choices"][0]["token_ids"], right["choices"][0]["token_ids"]);
+    }
+    let moved = |host: &Host| host.metric(8000, "vllm:nixl_bytes_transferred_count", "");
+    let moved: f64 = hosts.each[2..4].iter().map(moved).sum();
+    assert_eq!(moved, 4.0 * 8.0, "each rank loads its heads of each prompt");
+}
+
+/// A part of the whole run: five hosts, and servers of eight ranks.
+pub(crate) fn trials() -> impl Iterator<Item = Trial> {
+    let of_guides = [
+        ("the_older_guides_commands_for_four_hosts_work_as_they_are", "nixl-old"),
+        ("the_guides_commands_for_four_hosts_work_as_they_are", "nixl"),
+    ];
+    let is_wanted =
+        |guide: &str| Tier::Whole.runs_or_says(&format!("kvx serve: the commands of {guide} for four hosts"));
+    let wanted = of_guides.into_iter().filter(move |(_, guide)| is_wanted(guide));
+    wanted.map(|(name, guide)| trial(format!("serve::guides::{name}"), move || four_hosts(guide)))
+}
+
+/// A prefill of one command and a decode of another, each on a host of its own as the guide's rule for hosts has it,
+/// and the proxy on a third: the tokens of one server, moved by this backend if one is named. Both servers are told
+/// `more`, and the decode has these variables.
+fn pair(name: &str, [prefill, decode]: [&str; 2], variables: &[(&str, &str)], more: &[&str], backend: &str) {
+    let Some(mut hosts) = Hosts::for_this_test(3) else { return };
+    let cache = cache(name);
+    let mut proxy = vec!["proxy".to_owned(), "--port".to_owned(), "8192".to_owned()];
+    let mut ports = Vec::new();
+    for (at, (id, role)) in [(prefill, "prefiller"), (decode, "decoder")].into_iter().enumerate() {
+        let (mut arguments, mut own) = command(id);
+        arguments.extend(more.iter().map(|argument| (*argument).to_owned()));
+        own.push(("VLLM_NIXL_SIDE_CHANNEL_HOST".to_owned(), Hosts::address(at + 1)));
+        if role == "decoder" {
+            own.extend(variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())));
+        }
+        let host = &mut hosts.each[at];
+        host.run(host.kvx(&arguments, &own, &cache));
+        let port = arguments[arguments.iter().position(|argument| argument == "--port").unwrap() + 1].clone();
+        proxy.extend([format!("--{role}-hosts"), Hosts::address(at + 1)]);
+        proxy.extend([format!("--{role}-ports"), port.clone()]);
+        ports.push(port.parse::<u16>().unwrap());
+    }
+    let head = &mut hosts.each[2];
+    head.run(head.kvx(&proxy, &[], &cache));
+    run_single(head, &cache);
+    for (host, port) in hosts.each.iter().zip(&ports) {
+        host.wait(&format!("http://localhost:{port}/health"));
+    }
+    let head = &hosts.each[2];
+    head.wait("http://localhost:8300/health");
+    head.wait("http://localhost:8192/ready");
+    for prompt in PROMPTS {
+        let right = head.curl("http://localhost:8300/v1/completions", Some(&ask(prompt))).expect("an answer");
+        let answer =
+            head.curl("http://localhost:8192/v1/completions", Some(&ask(prompt))).expect("an answer");
+        assert_eq!(answer["choices"][0]["token_ids"], right["choices"][0]["token_ids"]);
+    }
+    let moved = |name, label| hosts.each[1].metric(ports[1], name, label);
+    assert_eq!(moved("vllm:nixl_bytes_transferred_count", ""), PROMPTS.len() as f64);
+    // Beside each load its generations are read.
+    assert_eq!(moved("kvx_transfers_total", backend), 2.0 * PROMPTS.len() as f64);
+}
+
+#[test]
+fn the_backend_that_the_guide_names_moves_the_blocks_however_it_is_written() {
+    if let Err(why) = kvx::registry().require("LIBFABRIC", &kvx::Options::new()) {
+        return skip(&this_test(), &why.to_string(), "cargo xtask test --install");
+    }
+    // There is no card for it here: it would stay on loopback.
+    let card = ["--kv-transfer-config.kv_connector_extra_config.libfabric.domain", "eth0"];
+    pair("nixl.backend", ["nixl.backend.json", "nixl.backend.dotted"], &[], &card, "LIBFABRIC");
+}
+
+#[test]
+fn the_guides_permuting_decode_works_as_it_is() {
+    let layout = [("VLLM_KV_CACHE_LAYOUT", "NHD")];
+    pair("nixl.permute", ["nixl.same-host.prefill", "nixl.permute"], &layout, &[], "");
+}
+
+/// Mooncake's commands, each on a host of its own; both servers are told `more`. The guide names no address: a host's
+/// own is beside its command, as on several hosts of any guide.
+fn mooncakes_commands(name: &str, more: &[&str]) {
+    let Some(mut hosts) = Hosts::for_this_test(3) else { return };
+    let cache = cache(name);
+    for (at, id) in ["mooncake.prefill", "mooncake.decode", "mooncake.proxy"].into_iter().enumerate() {
+        let (mut arguments, mut variables) = command(id);
+        if arguments[0] == "serve" {
+            arguments.extend(more.iter().map(|argument| (*argument).to_owned()));
+        }
+        variables.push(("VLLM_HOST_IP".to_owned(), Hosts::address(at + 1)));
+        let host = &mut hosts.each[at];
+        host.run(host.kvx(&arguments, &variables, &cache));
+    }
+    let model = "Qwen/Qwen2.5-7B-Instruct";
+    let head = &mut hosts.each[2];
+    let single = ["serve", model, "--port", "8300", "--host", "127.0.0.1"].map(str::to_owned);
+    head.run(head.kvx(&single, &[], &cache));
+    hosts.each[0].wait("http://localhost:8010/health");
+    hosts.each[1].wait("http://localhost:8020/health");
+    let head = &hosts.each[2];
+    head.wait("http://localhost:8300/health");
+    head.wait("http://localhost:8000/ready");
+    for prompt in PROMPTS {
+        let mut ask = ask(prompt);
+        ask["model"] = model.into();
+        let right = head.curl("http://localhost:8300/v1/completions", Some(&ask)).expect("an answer");
+        let answer = head.curl("http://localhost:8000/v1/completions", Some(&ask)).expect("an answer");
+        assert_eq!(answer["choices"][0]["token_ids"], right["choices"][0]["token_ids"]);
+    }
+    let wrote = hosts.each[0].metric(8010, "vllm:mooncake_bytes_transferred_count", "");
+    assert_eq!(wrote, PROMPTS.len() as f64);
+}
+
+#[test]
+fn mooncakes_commands_work_as_they_are_and_the_prefill_writes() {
+    mooncakes_commands("mooncake", &[]);
+}
+
+/// The proxy asks for no bootstrap server: the prefill's answer says where it listens.
+#[test]
+fn mooncakes_commands_work_by_the_protocol_before_0_16_too() {
+    let older = ["--kv-transfer-config.kv_connector_extra_config.kv_compat", "0.11"];
+    mooncakes_commands("mooncake-older", &older);
+}
+
+/// Whether a file of the repository has this test, by its place from kvx-connector.
+fn exists(test: &str) -> bool {
+    let Some((file, function)) = test.rsplit_once("::") else { return false };
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kvx-connector").join(file);
+    let source = std::fs::read_to_string(&file).unwrap_or_default();
+    // Suites without `#[test]` list theirs, here or in the module of the suite.
+    if source.contains(&format!("(\"{function}\", ")) {
+        return true;
+    }
+    let Some((before, _)) = source.split_once(&format!("fn {function}(")) else { return false };
+    let mut attributes = before.lines().rev().take_while(|line| !line.contains('}') && !line.contains(';'));
+    let suite = std::fs::read_to_string(file.with_file_name("mod.rs")).unwrap_or_default();
+    attributes.any(|line| line.starts_with("#[test"))
+        || source.contains(&format!("\"{function}\","))
+        || suite.contains(&format!("            {function}, "))
+        || suite.contains(&format!(", {function},"))
+}
+
+#[test]
+fn the_page_names_a_test_for_each_command_and_rule() {
+    let (_, rows) = PAGE.split_once("## Guides").expect("the section is there");
+    let rows: Vec<Vec<&str>> = rows
+        .lines()
+        .filter(|line| line.starts_with("| `"))
+        .map(|line| line.trim_matches('|').split('|').map(|cell| cell.trim().trim_matches('`')).collect())
+        .collect();
+    let guides: Value = serde_json::from_str(GUIDES).unwrap();
+    let ids = ["commands", "rows"].into_iter().flat_map(|kind| guides[kind].as_array().unwrap());
+    for id in ids.map(|command| command["id"].as_str().unwrap()) {
+        let of_it: Vec<_> = rows.iter().filter(|row| row[0] == id).collect();
+        assert!(!of_it.is_empty(), "docs/vllm-parity.md does not name {id}");
+        for row in of_it {
+            assert!(row[2] == "left" || exists(row[2]), "{id}: no test {}", row[2]);
+        }
+    }
+    for no_test in ["never_written", "exists"] {
+        assert!(!exists(&format!("../kvx-cli/tests/it/serve/guides.rs::{no_test}")), "{no_test}");
+    }
+}

@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser as _};
-use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, Parser, Subcommand};
+use clap::builder::PossibleValuesParser;
+use clap::{Args, Parser, Subcommand};
 
 use crate::interop::Interop;
 use crate::test::steps;
@@ -80,15 +80,17 @@ pub(crate) struct TestOptions {
     #[arg(long)]
     pub(crate) install: bool,
     /// Fail if a test that could run on this machine is skipped
-    #[arg(long = "require", value_name = "all", action = ArgAction::Set, value_parser = require_all())]
-    #[arg(default_value = "nothing", hide_default_value = true, hide_possible_values = true)]
-    pub(crate) require_all: bool,
-    /// Fail if a test fails once, even if it passes alone (otherwise xtask/unsteady.txt records it)
+    #[arg(long, value_name = "all", value_parser = ["all"], hide_possible_values = true)]
+    pub(crate) require: Option<String>,
+    /// Fail if a test fails once, even if it passes alone (otherwise it is excused, see xtask/flaky.txt)
     #[arg(long)]
     pub(crate) strict: bool,
-    /// The tier.
-    #[command(flatten)]
-    pub(crate) tier: Tier,
+    /// Only format, lints, unit tests and the contract in one process; minutes
+    #[arg(long, conflicts_with = "whole")]
+    pub(crate) fast: bool,
+    /// Also further versions of libraries, variants of suites, packages and the wheel
+    #[arg(long)]
+    pub(crate) whole: bool,
     /// Run only what concerns this crate
     #[arg(long = "crate", value_name = "NAME")]
     pub(crate) package: Option<String>,
@@ -97,36 +99,14 @@ pub(crate) struct TestOptions {
     pub(crate) only: Vec<String>,
 }
 
-fn require_all() -> impl clap::builder::TypedValueParser<Value = bool> {
-    let values = [PossibleValue::new("all"), PossibleValue::new("nothing").hide(true)];
-    PossibleValuesParser::new(values).map(|value| value == "all")
-}
-
-impl FromArgMatches for Tier {
-    fn from_arg_matches(matches: &ArgMatches) -> Result<Tier, clap::Error> {
-        Ok(match (matches.get_flag("fast"), matches.get_flag("whole")) {
+impl TestOptions {
+    /// Returns the tier.
+    pub(crate) fn tier(&self) -> Tier {
+        match (self.fast, self.whole) {
             (true, _) => Tier::Fast,
             (_, true) => Tier::Whole,
-            (false, false) => Tier::default(),
-        })
-    }
-
-    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
-        *self = Tier::from_arg_matches(matches)?;
-        Ok(())
-    }
-}
-
-impl Args for Tier {
-    fn augment_args(command: Command) -> Command {
-        let fast = "Only format, lints, unit tests and the contract in one process; minutes";
-        let whole = "Also further versions of libraries, variants of suites, packages and the wheel";
-        let flag = |name, help| Arg::new(name).long(name).action(ArgAction::SetTrue).help(help);
-        command.arg(flag("fast", fast).conflicts_with("whole")).arg(flag("whole", whole))
-    }
-
-    fn augment_args_for_update(command: Command) -> Command {
-        Tier::augment_args(command)
+            (false, false) => Tier::Usual,
+        }
     }
 }
 
@@ -220,14 +200,17 @@ mod tests {
         let line = "test --only docs --require all --only demo --strict --crate kvx-core --whole --install";
         let options = TestOptions {
             install: true,
-            require_all: true,
+            require: Some("all".to_owned()),
             strict: true,
-            tier: Tier::Whole,
+            fast: false,
+            whole: true,
             package: Some("kvx-core".to_owned()),
             only: vec!["docs".to_owned(), "demo".to_owned()],
         };
+        assert_eq!(options.tier(), Tier::Whole);
         assert_eq!(parse(line), Ok(Request::Test(options)));
         assert_eq!(parse("test"), Ok(Request::Test(TestOptions::default())));
+        assert_eq!(TestOptions::default().tier(), Tier::Usual);
     }
 
     #[test]

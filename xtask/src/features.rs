@@ -22,26 +22,18 @@ const PORTABLE: &str = "--cfg kvx_portable -D warnings";
 const SMALL: [(&str, &str, usize, bool); 2] =
     [("kvx-transfer", "tcp", 59, true), ("kvx-connector", "params", 25, false)];
 
-/// Runs the cheap checks within `limit` and returns what failed, a sentence each.
-pub(crate) fn check(limit: Duration) -> Result<Vec<String>> {
-    run(limit, |_| {
-        ["--no-default-features", "--no-default-features --features tcp"].map(str::to_owned).into()
-    })
-}
-
-/// Runs every check within `limit`: the facade also with each feature alone, and with its default ones.
-pub(crate) fn check_every_choice(limit: Duration) -> Result<Vec<String>> {
-    run(limit, |facade| {
-        let alone = facade.features().map(|feature| format!("--no-default-features --features {feature}"));
-        alone.chain(["--no-default-features".to_owned(), "--features default".to_owned()]).collect()
-    })
-}
-
-fn run(limit: Duration, choices: impl Fn(Package<'_>) -> Vec<String>) -> Result<Vec<String>> {
+/// Runs the checks within `limit` and returns what failed, a sentence each. Compiles the facade without features and with
+/// `tcp` alone; with `all`, with each feature alone and with the default ones.
+pub(crate) fn check(all: bool, limit: Duration) -> Result<Vec<String>> {
     let deadline = Deadline::after(limit);
     let metadata = Metadata::of_everything()?;
     let facade = metadata.root_package()?;
-    let mut failures = builds(facade, &choices(facade), deadline)?;
+    let alone = facade.features().filter(|name| all || *name == "tcp");
+    let mut choices: Vec<_> =
+        alone.map(|feature| format!("--no-default-features --features {feature}")).collect();
+    choices.push("--no-default-features".to_owned());
+    choices.extend(all.then(|| "--features default".to_owned()));
+    let mut failures = builds(facade, &choices, deadline)?;
     failures.extend(check_dependencies(&metadata, deadline)?);
     failures.extend(core_is_portable(&metadata, deadline)?);
     Ok(failures)

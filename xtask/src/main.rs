@@ -38,7 +38,7 @@ fn main() -> ExitCode {
     process::catch_interrupts();
     let held = match request {
         Request::Test(options) => test::run(&options),
-        Request::Features => features::check_every_choice(test::steps::LIMIT).map(all_held),
+        Request::Features => features::check(true, test::steps::LIMIT).map(all_held),
         Request::Package { names } => package::command(names),
         Request::Interop(options) => interop::run(&options),
         Request::Bindings(options) => bindings::run(options.check),

@@ -148,6 +148,11 @@ impl PackageMetadata {
         self.metadata["kvx"][list].as_array().into_iter().flatten().filter_map(Value::as_str)
     }
 
+    /// Returns `seconds` of `[package.metadata.kvx]`.
+    pub(crate) fn seconds_of_tests(&self) -> Option<u64> {
+        self.metadata["kvx"]["seconds"].as_u64()
+    }
+
     /// Returns the names of its targets.
     pub(crate) fn targets(&self) -> impl Iterator<Item = &str> {
         self.targets.iter().map(|target| target.name.as_str())

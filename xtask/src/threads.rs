@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::Result;
-use crate::harness::ran;
+use crate::harness::passed_and_skipped;
 use crate::metadata::Metadata;
 use crate::process::{self, Output};
 
@@ -59,7 +59,7 @@ fn target(name: &str) -> Result<PathBuf> {
 }
 
 fn counted(finished: process::Finished) -> Result<bool> {
-    let (passed, _) = ran(&finished.output);
+    let (passed, _) = passed_and_skipped(&finished.output);
     println!("{}\n{passed} passed", finished.end);
     if passed == 0 {
         Err("nothing ran: see above what could not be built".into())

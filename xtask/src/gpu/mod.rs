@@ -120,7 +120,7 @@ fn test(kit: &Kit, check: &Check, quick: bool, real: bool) -> Result<String> {
     // A real device is tested by all of them, also in a quick run.
     command.args(if quick && !real { &check.quick } else { &check.arguments });
     let finished = process::run(command, LIMIT, Output::Shown)?;
-    let (passed, skipped) = harness::ran(&finished.output);
+    let (passed, skipped) = harness::passed_and_skipped(&finished.output);
     if !finished.succeeded() {
         return Err(format!("{} after {passed} tests passed", finished.end).into());
     }

@@ -29,14 +29,7 @@ pub(crate) enum Action {
     /// Checks the spelling.
     Spelling,
     /// Checks what is compiled in: the cheap checks, or every choice of features.
-    Features(FeatureChecks),
-}
-
-/// How much of `cargo xtask features` runs.
-#[derive(Clone, Copy, PartialEq)]
-pub(crate) enum FeatureChecks {
-    Cheap,
-    EveryChoice,
+    Features { all: bool },
 }
 
 /// Arguments and environment of one call of cargo.
@@ -58,7 +51,7 @@ pub(crate) const STEPS: &[Step] = &[
         tier: Tier::Fast,
         ..step("lints", cargo(&call("clippy {crates} --all-targets --all-features -- -D warnings")))
     },
-    Step { of: &["kvx-transfer", "kvx-core"], ..step("features", Action::Features(FeatureChecks::Cheap)) },
+    Step { of: &["kvx-transfer", "kvx-core"], ..step("features", Action::Features { all: false }) },
     step("docs", cargo(&denying_warnings("doc {crates} --no-deps --all-features", &[WARNINGS]))),
     // Everything before this row needs nothing that the tests need: it runs while that is installed.
     Step { tier: Tier::Fast, ..step("install", Action::Install) },
@@ -84,10 +77,7 @@ pub(crate) const STEPS: &[Step] = &[
     Step { of: &["kvx-cli"], ..whole("demo", cargo(&call("run --release -- demo"))) },
     // What is carried to a machine with a GPU works there, as far as the stand-in can tell.
     Step { of: &["kvx-cuda"], ..whole("gpu", cargo(&call("xtask gpu --rehearse"))) },
-    Step {
-        of: &["kvx-transfer", "kvx-core"],
-        ..whole("feature-choices", Action::Features(FeatureChecks::EveryChoice))
-    },
+    Step { of: &["kvx-transfer", "kvx-core"], ..whole("feature-choices", Action::Features { all: true }) },
     // Each benchmark once: nothing is measured here.
     Step {
         of: &["kvx-transfer"],

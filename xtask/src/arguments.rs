@@ -26,11 +26,7 @@ pub(crate) enum Request {
     /// Check that features build alone, and what the crates depend on
     Features,
     /// Build each crate from its tarball, as users do, and run README's program; check deny.toml
-    Package {
-        /// Instead ask the registry whether the crates' names are free
-        #[arg(long)]
-        names: bool,
-    },
+    Package,
     /// Run kvx together with other inference engines; downloads and builds a lot
     Interop(Interop),
     /// Generate the bindings to native libraries from the installed headers
@@ -165,7 +161,7 @@ pub(crate) struct FuzzOptions {
     #[arg(long)]
     pub(crate) keep: bool,
     /// Only these targets; without a name all of them
-    #[arg(value_name = "TARGET", value_parser = fuzz::known)]
+    #[arg(value_name = "TARGET", value_parser = one_of(fuzz::targets()))]
     pub(crate) only: Vec<String>,
 }
 
@@ -178,6 +174,14 @@ pub(crate) struct LimitsOptions {
     /// Only runs with this in their names (`SHM 4K`, `TCP`, `costs`); may be repeated
     #[arg(long, value_name = "PART")]
     pub(crate) only: Vec<String>,
+}
+
+/// Returns a parser of names that are found at run time.
+pub(crate) fn one_of(names: Vec<String>) -> impl Fn(&str) -> Result<String, String> + Clone + Send + Sync {
+    move |name| match names.iter().any(|known| known == name) {
+        true => Ok(name.to_owned()),
+        false => Err(format!("known names: {}", names.join(", "))),
+    }
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use crate::{Result, root};
 
 /// Writes every file again, or only compares; returns false if a compared one differs.
 pub(crate) fn run(check: bool) -> Result<bool> {
-    let target = Metadata::of_members()?.target_directory()?;
+    let target = Metadata::of_members()?.target_directory;
     let mut cargo = process::cargo(["run", "--quiet", "--release", "--locked", "--manifest-path"]);
     cargo.arg(root().join("xtask/bindings/Cargo.toml"));
     cargo.arg("--target-dir").arg(target.join("xtask/bindings")).arg("--").arg(root()).arg(target);

@@ -45,7 +45,7 @@ fn builds(facade: Package<'_>, choices: &[String], deadline: Deadline) -> Result
     for choice in choices {
         // Clippy does what `cargo check` does and shares its dependencies with the lint step. It passes `-D warnings`
         // to the facade alone, where RUSTFLAGS would compile every dependency again.
-        let line = format!("clippy -p {} {choice} -- -D warnings", facade.name());
+        let line = format!("clippy -p {} {choice} -- -D warnings", facade.name);
         let cargo = process::cargo(line.split(' '));
         failures.extend(process::failure_of(cargo, &format!("cargo {line}"), deadline)?);
     }
@@ -80,7 +80,7 @@ fn core_is_portable(metadata: &Metadata, deadline: Deadline) -> Result<Option<St
     let shown = format!("RUSTFLAGS=\"{PORTABLE}\" cargo check -p {CORE}");
     let mut check = process::cargo(["check", "-p", CORE]);
     // With other flags everything is built again, so it has a folder of its own. Encoded flags would take precedence.
-    let target = metadata.target_directory()?.join("xtask/portable");
+    let target = metadata.target_directory.join("xtask/portable");
     check.env("RUSTFLAGS", PORTABLE).env_remove("CARGO_ENCODED_RUSTFLAGS").env("CARGO_TARGET_DIR", target);
     Ok(process::failure_of(check, &shown, deadline)?)
 }
@@ -89,7 +89,7 @@ fn core_is_portable(metadata: &Metadata, deadline: Deadline) -> Result<Option<St
 fn wrong_rust_versions(metadata: &Metadata) -> Result<Vec<String>> {
     let workspace = metadata.root_package()?.rust_version.as_deref();
     let workspace = workspace.ok_or("the root package has no rust-version")?;
-    let wrong = metadata.packages().filter_map(|package| match package.rust_version.as_deref() {
+    let wrong = metadata.packages.iter().filter_map(|package| match package.rust_version.as_deref() {
         Some(needed) if !package.is_member() && numbers(needed) > numbers(workspace) => {
             Some(format!("{package} needs Rust {needed}, and the workspace's rust-version is {workspace}"))
         }

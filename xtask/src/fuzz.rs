@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::arguments::FuzzOptions;
 use crate::metadata::Metadata;
 use crate::process::{self, Deadline, Output};
-use crate::{Result, root};
+use crate::{Result, root, subfolders};
 
 /// The committed corpora, a folder for each target.
 const CORPORA: &str = "fuzz/corpus";
@@ -32,22 +32,13 @@ const KEPT_IN_ALL: u64 = 6 << 10;
 const KEPT_AT_A_TIME: usize = 32;
 
 /// Returns the targets, each of which has a corpus.
-fn targets() -> Vec<String> {
-    let folders = std::fs::read_dir(root().join(CORPORA)).into_iter().flatten().flatten();
-    let mut names: Vec<_> = folders.filter_map(|folder| folder.file_name().into_string().ok()).collect();
-    names.sort();
-    names
-}
-
-/// Parses the name of a target.
-pub(crate) fn known(name: &str) -> std::result::Result<String, String> {
-    let targets = targets();
-    targets.iter().find(|known| *known == name).cloned().ok_or(format!("targets: {}", targets.join(", ")))
+pub(crate) fn targets() -> Vec<String> {
+    subfolders(CORPORA, |_| true)
 }
 
 /// Runs the targets one by one and prints a table; returns false if one of them found something.
 pub(crate) fn run(options: &FuzzOptions) -> Result<bool> {
-    let target = Metadata::of_members()?.target_directory()?.join("fuzz");
+    let target = Metadata::of_members()?.target_directory.join("fuzz");
     let program = build(&target)?;
     let chosen = if options.only.is_empty() { targets() } else { options.only.clone() };
     let mut rows = Vec::new();

@@ -88,7 +88,7 @@ pub(crate) fn peers(names: &[&str], target: &Path, deadline: Deadline) -> Vec<St
     install(&DebianPackages::new(), &peers, target, deadline)
 }
 
-/// Installs Debian packages and, meanwhile, wheels; then builds the libraries, which need both.
+/// Installs Debian packages, then wheels, several environments at a time, then builds the libraries, which need both.
 fn install(
     debian: &DebianPackages,
     peers: &[(&String, &Peer)],
@@ -103,27 +103,18 @@ fn install(
             locked(&failures).push(format!("{name}: {error}"));
         }
     };
-    let fill = |worker| {
-        for (name, peer) in peers.iter().skip(worker).step_by(AT_A_TIME) {
-            note(name, install_wheels(name, &peer.wheels, target, deadline));
-        }
-    };
-    let has_wheels = peers.iter().all(|(name, peer)| missing_wheels(name, &peer.wheels, target).is_empty());
+    note("Debian packages", install_debian_packages(&packages, deadline));
     thread::scope(|scope| {
-        let start = || (0..AT_A_TIME).for_each(|worker| drop(scope.spawn(move || fill(worker))));
-        // pip may be among the packages.
-        let wait_for_pip = !has_wheels && !has_pip(deadline);
-        if !wait_for_pip {
-            start();
-        }
-        note("Debian packages", install_debian_packages(&packages, deadline));
-        if wait_for_pip {
-            start();
+        for some in peers.chunks(peers.len().div_ceil(AT_A_TIME).max(1)) {
+            let note = &note;
+            scope.spawn(move || {
+                for (name, peer) in some {
+                    note(name, install_wheels(name, &peer.wheels, target, deadline));
+                    note(name, peers::build(name, &peer.libraries, target, deadline));
+                }
+            });
         }
     });
-    for (name, peer) in peers {
-        note(name, peers::build(name, &peer.libraries, target, deadline));
-    }
     failures.into_inner().unwrap_or_default()
 }
 
@@ -168,21 +159,11 @@ fn missing<'a>(packages: &BTreeMap<&'a str, &str>, output: &str) -> Vec<&'a str>
     packages.keys().filter(|name| !installed.contains(name)).copied().collect()
 }
 
-fn has_pip(deadline: Deadline) -> bool {
-    let mut pip = Command::new("python3");
-    pip.args(["-m", "pip", "--version"]);
-    process::output_of(pip, deadline.left()).is_ok()
-}
-
-/// Returns the wheels of a peer that are not installed.
-fn missing_wheels<'a>(peer: &str, wheels: &'a Wheels, target: &Path) -> Vec<(&'a String, &'a Wheel)> {
-    let environment = Environment::of(target, peer);
-    wheels.iter().filter(|(name, wheel)| !environment.has(name, &wheel.version)).collect()
-}
-
 /// Installs the wheels of one peer that are missing, by one call of pip.
 fn install_wheels(peer: &str, wheels: &Wheels, target: &Path, deadline: Deadline) -> Result<()> {
-    let missing = missing_wheels(peer, wheels, target);
+    let environment = Environment::of(target, peer);
+    let missing: Vec<_> =
+        wheels.iter().filter(|(name, wheel)| !environment.has(name, &wheel.version)).collect();
     if missing.is_empty() {
         println!("wheels of {peer}: all {} installed", wheels.len());
         return Ok(());
@@ -192,7 +173,7 @@ fn install_wheels(peer: &str, wheels: &Wheels, target: &Path, deadline: Deadline
     }
     let wanted = missing.iter().map(|(name, wheel)| format!("{name}=={}", wheel.version));
     let arguments = ["--quiet", "--no-deps"].map(str::to_owned).into_iter().chain(wanted);
-    Environment::of(target, peer).install(arguments, deadline)
+    environment.install(arguments, deadline)
 }
 
 /// Returns whether this wheel of this peer is installed in its version.
@@ -231,32 +212,21 @@ impl Environment {
         names.map(|name| name.to_string_lossy().to_ascii_lowercase()).any(|name| name == record)
     }
 
-    /// Creates the environment if it does not exist.
-    pub(crate) fn create(&self, deadline: Deadline) -> Result<()> {
-        if self.python().exists() {
-            return Ok(());
-        }
-        let mut create = Command::new("python3");
-        create.args(["-m", "venv", "--without-pip"]).arg(&self.0);
-        must_succeed(create, deadline)
-    }
-
-    /// Runs `pip install` with these arguments for the environment.
+    /// Runs `pip install` with these arguments for the environment, which it creates if it does not exist.
     pub(crate) fn install(
         &self,
         arguments: impl IntoIterator<Item = String>,
         deadline: Deadline,
     ) -> Result<()> {
-        self.create(deadline)?;
+        if !self.python().exists() {
+            let mut create = Command::new("python3");
+            create.args(["-m", "venv", "--without-pip"]).arg(&self.0);
+            must_succeed(create, deadline)?;
+        }
         let mut pip = Command::new("python3");
         pip.args(["-m", "pip", "--disable-pip-version-check", "--python"]).arg(self.python());
-        must_succeed(
-            {
-                pip.arg("install").args(arguments);
-                pip
-            },
-            deadline,
-        )
+        pip.arg("install").args(arguments);
+        must_succeed(pip, deadline)
     }
 }
 
@@ -265,11 +235,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_row_says_why() {
+    fn every_row_has_a_reason() {
         let packages = TABLE.debian.iter().chain(TABLE.peers.values().flat_map(|peer| &peer.debian));
         let wheels = TABLE.peers.values().flat_map(|peer| &peer.wheels);
-        let rows = packages.chain(wheels.map(|(name, wheel)| (name, &wheel.why)));
-        rows.for_each(|(name, why)| assert!(!why.is_empty(), "{name}"));
+        let mut rows = packages.chain(wheels.map(|(name, wheel)| (name, &wheel.why)));
+        assert_eq!(rows.find(|(_, why)| why.is_empty()), None);
     }
 
     #[test]

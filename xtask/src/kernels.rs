@@ -29,7 +29,7 @@ const HIP: [&str; 2] =
 
 /// Writes the PTX again, or only compares, and compiles for AMD devices; returns false if the PTX differs.
 pub(crate) fn run(check: bool) -> Result<bool> {
-    let target = Metadata::of_members()?.target_directory()?;
+    let target = Metadata::of_members()?.target_directory;
     let skip = |name: &str, reason: String| {
         let cure = "cargo xtask test --install on Debian 12".to_owned();
         skips::note(&Skip { name: name.to_owned(), reason, cure })

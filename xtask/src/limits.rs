@@ -110,7 +110,7 @@ struct Programs {
 
 impl Programs {
     fn find() -> Result<Programs> {
-        let target = Metadata::of_members()?.target_directory()?;
+        let target = Metadata::of_members()?.target_directory;
         let named = |variable: &str| std::env::var_os(variable).map(PathBuf::from);
         Ok(Programs {
             nixl: named(NIXL).or_else(|| Environment::of(&target, "nixl").find(NIXL_LIBRARY)),

@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     let held = match request {
         Request::Test(options) => test::run(&options),
         Request::Features => features::check(true, test::steps::LIMIT).map(all_held),
-        Request::Package { names } => package::command(names),
+        Request::Package => package::run(),
         Request::Interop(options) => interop::run(&options),
         Request::Bindings(options) => bindings::run(options.check),
         Request::Kernels(options) => kernels::run(options.check),
@@ -72,4 +72,13 @@ pub(crate) fn all_held(failures: Vec<String>) -> bool {
 /// Returns the root of the repository that xtask was built in.
 pub(crate) fn root() -> &'static std::path::Path {
     std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in a repository")
+}
+
+/// Returns the sorted names of the folders in a folder of the repository that pass the test.
+pub(crate) fn subfolders(of: &str, passes: impl Fn(&std::path::Path) -> bool) -> Vec<String> {
+    let entries = std::fs::read_dir(root().join(of)).into_iter().flatten().flatten();
+    let folders = entries.filter(|entry| entry.path().is_dir() && passes(&entry.path()));
+    let mut names: Vec<_> = folders.filter_map(|folder| folder.file_name().into_string().ok()).collect();
+    names.sort();
+    names
 }

@@ -18,8 +18,8 @@ const LIMIT: Duration = Duration::from_secs(300);
 #[derive(Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct Metadata {
-    packages: Vec<PackageMetadata>,
-    target_directory: PathBuf,
+    pub(crate) packages: Vec<PackageMetadata>,
+    pub(crate) target_directory: PathBuf,
     workspace_root: PathBuf,
 }
 
@@ -30,9 +30,9 @@ pub(crate) type Package<'a> = &'a PackageMetadata;
 #[derive(Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct PackageMetadata {
-    name: String,
+    pub(crate) name: String,
     pub(crate) version: String,
-    manifest_path: String,
+    pub(crate) manifest_path: String,
     source: Option<String>,
     publish: Option<Vec<String>>,
     features: BTreeMap<String, Value>,
@@ -93,29 +93,14 @@ impl Metadata {
         Ok(serde_json::from_str(&process::output_of(process::cargo(all.copied()), LIMIT)?)?)
     }
 
-    /// Returns the folder that cargo builds in.
-    pub(crate) fn target_directory(&self) -> Result<PathBuf> {
-        Ok(self.target_directory.clone())
-    }
-
     /// Returns the package at the root of the workspace: the facade.
     pub(crate) fn root_package(&self) -> Result<Package<'_>> {
-        let root = self.packages().find(|package| package.folder() == self.workspace_root);
+        let root = self.packages.iter().find(|package| package.folder() == self.workspace_root);
         Ok(root.ok_or("the workspace has no package at its root")?)
-    }
-
-    /// Returns all packages.
-    pub(crate) fn packages(&self) -> impl Iterator<Item = Package<'_>> {
-        self.packages.iter()
     }
 }
 
 impl PackageMetadata {
-    /// Returns its name.
-    pub(crate) fn name(&self) -> &str {
-        &self.name
-    }
-
     /// Returns its features without `default`.
     pub(crate) fn features(&self) -> impl Iterator<Item = &str> {
         self.features.keys().map(String::as_str).filter(|name| *name != "default")
@@ -131,11 +116,6 @@ impl PackageMetadata {
         let has_library =
             self.targets.iter().any(|target| target.kind.first().is_some_and(|kind| kind == "lib"));
         has_library && !self.metadata["docs"]["rs"].is_object()
-    }
-
-    /// Returns the path of its manifest.
-    pub(crate) fn manifest(&self) -> &str {
-        &self.manifest_path
     }
 
     /// Returns the folder of its manifest.

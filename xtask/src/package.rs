@@ -25,24 +25,23 @@ const NATIVE_TOOLS: [&str; 5] = ["CC", "CXX", "HOST_CC", "HOST_CXX", "PKG_CONFIG
 const CHOICES: [(&str, &str); 2] =
     [("default features", ""), ("`tcp` alone", ", default-features = false, features = [\"tcp\"]")];
 
-/// Runs the checks, or only asks for the names; returns false if something failed.
-pub(crate) fn command(names: bool) -> Result<bool> {
-    let failures = if names { taken_names(&Metadata::of_members()?)? } else { check(LIMIT)? };
-    Ok(crate::all_held(failures))
+/// Runs every check; returns false if something failed.
+pub(crate) fn run() -> Result<bool> {
+    Ok(crate::all_held(check(LIMIT)?))
 }
 
-/// Runs every check that needs no network within `limit` and returns what failed, a sentence each.
-pub(crate) fn check(limit: Duration) -> Result<Vec<String>> {
+/// Runs every check within `limit` and returns what failed, a sentence each.
+fn check(limit: Duration) -> Result<Vec<String>> {
     let deadline = Deadline::after(limit);
     let everything = Metadata::of_everything()?;
     let mut failures = manifests(&everything);
     let page = std::fs::read_to_string(root().join("docs/dependencies.md"))?;
     failures.extend(without_a_line(&everything, &page));
-    failures.extend(denied(&everything.target_directory()?, deadline)?);
+    failures.extend(denied(&everything.target_directory, deadline)?);
     if !failures.is_empty() {
         return Ok(failures); // wrong manifests make the builds meaningless
     }
-    let folder = everything.target_directory()?.join("xtask/package");
+    let folder = everything.target_directory.join("xtask/package");
     tarballs(&everything, &folder, deadline)?;
     failures.extend(compile_alone(&everything, &folder, deadline)?);
     for (what, features) in CHOICES {
@@ -54,7 +53,7 @@ pub(crate) fn check(limit: Duration) -> Result<Vec<String>> {
 }
 
 fn published(workspace: &Metadata) -> impl Iterator<Item = Package<'_>> {
-    workspace.packages().filter(|package| package.is_member() && package.is_published())
+    workspace.packages.iter().filter(|package| package.is_member() && package.is_published())
 }
 
 /// Returns what is missing or wrong in the manifests of published crates.
@@ -85,7 +84,7 @@ fn manifests(workspace: &Metadata) -> Vec<String> {
             if dependency.requirement == "*" {
                 wrong.push(format!("{package} asks for no version of {} beside its path", dependency.name));
             }
-            if ours.iter().all(|other| other.name() != dependency.name) {
+            if ours.iter().all(|other| other.name != dependency.name) {
                 wrong.push(format!("{package} depends on {}, which is not published", dependency.name));
             }
         }
@@ -117,8 +116,9 @@ fn denied(target: &Path, deadline: Deadline) -> Result<Option<String>> {
 /// Makes the tarball of each crate and unpacks it.
 fn tarballs(workspace: &Metadata, folder: &Path, deadline: Deadline) -> Result<()> {
     let mut cargo = process::cargo(["package", "--workspace", "--no-verify", "--allow-dirty", "--offline"]);
-    for package in workspace.packages().filter(|package| package.is_member() && !package.is_published()) {
-        cargo.args(["--exclude", package.name()]);
+    for package in workspace.packages.iter().filter(|package| package.is_member() && !package.is_published())
+    {
+        cargo.args(["--exclude", &package.name]);
     }
     cargo.arg("--target-dir").arg(folder);
     process::must_succeed(cargo, deadline)?;
@@ -128,7 +128,7 @@ fn tarballs(workspace: &Metadata, folder: &Path, deadline: Deadline) -> Result<(
     }
     std::fs::create_dir_all(&unpacked)?;
     for package in published(workspace) {
-        let tarball = format!("{}-{}.crate", package.name(), package.version);
+        let tarball = format!("{}-{}.crate", package.name, package.version);
         let mut tar = Command::new("tar");
         // cargo gives all files one old time, with which cargo would take an earlier run's build for up to date.
         tar.arg("-xzmf").arg(folder.join("package").join(tarball)).arg("-C").arg(&unpacked);
@@ -143,9 +143,9 @@ fn compile_alone(workspace: &Metadata, folder: &Path, deadline: Deadline) -> Res
     for package in published(workspace) {
         println!("{package}, alone, from its tarball");
         let mut cargo = user_cargo("check", &unpacked(folder, package), folder);
-        for other in published(workspace).filter(|other| other.name() != package.name()) {
+        for other in published(workspace).filter(|other| other.name != package.name) {
             let path = unpacked(folder, other);
-            cargo.args(["--config", &format!("patch.crates-io.{}.path={path:?}", other.name())]);
+            cargo.args(["--config", &format!("patch.crates-io.{}.path={path:?}", other.name)]);
         }
         let finished = process::run(cargo, deadline.left(), Output::Quiet)?;
         if !finished.succeeded() {
@@ -173,11 +173,10 @@ fn readmes_program(
     let mut manifest = format!(
         "[package]\nname = \"user\"\nedition = \"2024\"\n\n[workspace]\n\n[dependencies]\n\
          kvx = {{ package = \"{}\", version = \"{}\"{features} }}\n\n[patch.crates-io]\n",
-        facade.name(),
-        facade.version
+        facade.name, facade.version
     );
     for package in published(workspace) {
-        manifest.push_str(&format!("{} = {{ path = {:?} }}\n", package.name(), unpacked(folder, package)));
+        manifest.push_str(&format!("{} = {{ path = {:?} }}\n", package.name, unpacked(folder, package)));
     }
     std::fs::write(program.join("Cargo.toml"), manifest)?;
     let finished = process::run(user_cargo("run", &program, folder), deadline.left(), Output::Shown)?;
@@ -200,32 +199,13 @@ fn user_cargo(command: &str, crate_folder: &Path, folder: &Path) -> Command {
 
 /// Returns where a crate's tarball is unpacked.
 fn unpacked(folder: &Path, package: Package<'_>) -> PathBuf {
-    folder.join("unpacked").join(format!("{}-{}", package.name(), package.version))
+    folder.join("unpacked").join(format!("{}-{}", package.name, package.version))
 }
 
 /// Returns README's first block of Rust.
 fn first_program(readme: &str) -> Option<String> {
     let (_, rest) = readme.split_once("```rust\n")?;
     Some(rest.split_once("```")?.0.to_owned())
-}
-
-/// Asks the registry for each crate's name and returns those that are taken; needs the network.
-fn taken_names(workspace: &Metadata) -> Result<Vec<String>> {
-    let mut taken = Vec::new();
-    for package in published(workspace) {
-        // From a folder outside: within the workspace cargo would show the member.
-        let mut cargo = process::cargo(["info", package.name()]);
-        cargo.current_dir(std::env::temp_dir());
-        let finished = process::run(cargo, Duration::from_secs(60), Output::Quiet)?;
-        if finished.succeeded() {
-            taken.push(format!("{} is taken", package.name()));
-        } else if finished.output.contains("could not find") {
-            println!("{}: free", package.name());
-        } else {
-            taken.push(format!("{}: cargo info failed: {}", package.name(), finished.output.trim()));
-        }
-    }
-    Ok(taken)
 }
 
 #[cfg(test)]
@@ -255,8 +235,8 @@ mod tests {
     fn the_crates_of_this_workspace_are_ready_to_be_published() {
         let members = Metadata::of_members().unwrap();
         assert_eq!(manifests(&members), Vec::<String>::new());
-        assert!(published(&members).any(|package| package.name() == "kvx-core"));
-        assert!(published(&members).all(|package| package.name() != "xtask"));
+        assert!(published(&members).any(|package| package.name == "kvx-core"));
+        assert!(published(&members).all(|package| package.name != "xtask"));
         let readme = std::fs::read_to_string(root().join("README.md")).unwrap();
         assert!(first_program(&readme).is_some_and(|program| program.contains("use kvx::")));
     }

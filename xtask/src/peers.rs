@@ -41,7 +41,7 @@ pub(crate) fn names() -> impl Iterator<Item = &'static str> {
 pub(crate) fn command(chosen: &[String]) -> Result<bool> {
     let chosen: Vec<_> =
         names().filter(|name| chosen.is_empty() || chosen.iter().any(|one| one == name)).collect();
-    let target = Metadata::of_members()?.target_directory()?;
+    let target = Metadata::of_members()?.target_directory;
     Ok(crate::all_held(install::peers(&chosen, &target, Deadline::after(steps::LIMIT))))
 }
 
@@ -77,13 +77,8 @@ fn compile(source: &Path, options: &[String], output: &Path, deadline: Deadline)
     let unfinished = output.with_extension("so.new");
     let mut compile = Command::new("c++");
     compile.args(FLAGS.split(' ')).args(options).arg(root().join(source));
-    must_succeed(
-        {
-            compile.arg("-o").arg(&unfinished).arg("-ldl");
-            compile
-        },
-        deadline,
-    )?;
+    compile.arg("-o").arg(&unfinished).arg("-ldl");
+    must_succeed(compile, deadline)?;
     // A process that has the old one open keeps it.
     Ok(std::fs::rename(unfinished, output)?)
 }

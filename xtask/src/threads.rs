@@ -55,7 +55,7 @@ pub(crate) fn sanitizer() -> Result<bool> {
 
 /// Returns a target directory of its own, because other flags build everything again.
 fn target(name: &str) -> Result<PathBuf> {
-    Ok(Metadata::of_members()?.target_directory()?.join(name))
+    Ok(Metadata::of_members()?.target_directory.join(name))
 }
 
 fn counted(finished: process::Finished) -> Result<bool> {

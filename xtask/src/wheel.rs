@@ -14,7 +14,7 @@ const LIMIT: Duration = Duration::from_secs(30 * 60);
 /// Makes the wheel; with `check`, installs and uses it in a new environment together with NIXL.
 pub(crate) fn command(check: bool) -> Result<bool> {
     let deadline = Deadline::after(LIMIT);
-    let target = Metadata::of_members()?.target_directory()?;
+    let target = Metadata::of_members()?.target_directory;
     let failures = install::peers(&["wheel"], &target, deadline);
     if !failures.is_empty() {
         return Err(failures.join("; ").into());

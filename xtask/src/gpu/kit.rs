@@ -20,9 +20,9 @@ pub(crate) const PROGRAMS: [(&str, &str, &str); 6] = [
     ("kvx", "kvx-cli", "kvx"),
     ("cuda-devices", "kvx-cuda", "stand_in"),
     ("cuda-conformance", "kvx-cuda", "conformance"),
-    ("connector-ranks", "kvx-connector", "ranks"),
-    ("ucx-conformance", "kvx-ucx", "conformance"),
-    ("rixl-conformance", "kvx-rixl", "conformance"),
+    ("connector-ranks", "kvx-connector", "it"),
+    ("ucx-conformance", "kvx-ucx", "it"),
+    ("rixl-conformance", "kvx-rixl", "it"),
 ];
 
 /// The stand-in for a driver, which the test programs load from their folder.
@@ -60,9 +60,8 @@ impl Kit {
         let calls = if release {
             vec![
                 "build --release -p kvx-cli -p kvx-nixl".to_owned(),
-                "test --release --no-run -p kvx-cuda -p kvx-ucx -p kvx-rixl --test conformance --test stand_in"
-                    .to_owned(),
-                "test --release --no-run -p kvx-connector --features runtime --test ranks".to_owned(),
+                "test --release --no-run -p kvx-cuda -p kvx-ucx -p kvx-rixl --tests".to_owned(),
+                "test --release --no-run -p kvx-connector --features runtime --test it".to_owned(),
             ]
         } else {
             // As `cargo xtask test` calls it: another choice of packages or features would build them again.
@@ -75,7 +74,7 @@ impl Kit {
             cargo.arg("--message-format=json-render-diagnostics");
             files.extend(process::output_of(cargo, BUILD_LIMIT)?.lines().flat_map(files_of_artifact));
         }
-        Kit { files, peers: Metadata::of_members()?.target_directory()?.join("peers") }.checked()
+        Kit { files, peers: Metadata::of_members()?.target_directory.join("peers") }.checked()
     }
 
     /// Returns the kit in a folder.

@@ -12,6 +12,7 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, Subcommand};
 
 use crate::Result;
+use crate::arguments::one_of;
 use crate::process;
 
 /// The limit of building `kvx` and `kvx-nixl`.
@@ -24,7 +25,7 @@ pub(crate) struct Interop {
     #[command(subcommand)]
     engine: Option<Engine>,
     /// Build and run these programs of interop/; without a name all of them
-    #[arg(value_name = "NAME", value_parser = workspaces::known)]
+    #[arg(value_name = "NAME", value_parser = one_of(workspaces::names()))]
     names: Vec<String>,
 }
 

@@ -51,7 +51,7 @@ pub(super) fn run(options: &Options) -> Result<bool> {
     if options.kvx && mooncake {
         return Err("`--kvx` puts kvx into vLLM's NIXL: leave `--connector mooncake` out".into());
     }
-    let target = Metadata::of_members()?.target_directory()?;
+    let target = Metadata::of_members()?.target_directory;
     let work = target.join("peers/vllm");
     let mut set_up = Command::new("python3");
     set_up.arg(script("set_up.py")).arg(&work);

@@ -121,7 +121,7 @@ fixed: 2026-11-23, asks the kernel for one
         let workspace = crate::metadata::Metadata::of_members().unwrap();
         for Entry { program, .. } in Ledger::load().unwrap().0 {
             let words: Vec<_> = program.split(' ').collect();
-            let package = workspace.packages().find(|package| package.name() == words[1]);
+            let package = workspace.packages.iter().find(|package| package.name == words[1]);
             let package = package.unwrap_or_else(|| panic!("no package of {program}"));
             assert!(
                 words.get(3).is_none_or(|target| package.targets().any(|name| name == *target)),

@@ -16,12 +16,12 @@ use std::time::{Duration, Instant};
 use crate::arguments::TestOptions;
 use crate::harness::{self, Failure, Tally, Test};
 use crate::metadata::Metadata;
-use crate::process::{self, Output};
+use crate::process::{self, Deadline, Output};
 use crate::skips::{self, Notes};
 use crate::{Result, features, install, spelling};
 use ledger::Ledger;
 use programs::TestProgram;
-use steps::{Action, CargoCall, STEPS, Step};
+use steps::{Action, STEPS, Step};
 use summary::Summary;
 use tier::Tier;
 
@@ -32,11 +32,11 @@ pub(crate) const FEATURES: &str = "--all-features";
 pub(crate) fn run(options: &TestOptions) -> Result<bool> {
     let workspace = Metadata::of_members()?;
     let crates = match &options.package {
-        Some(name) if workspace.packages().any(|package| package.name() == name) => format!("-p {name}"),
+        Some(name) if workspace.packages.iter().any(|package| package.name == *name) => format!("-p {name}"),
         Some(name) => return Err(format!("the workspace has no crate {name}").into()),
         None => "--workspace".to_owned(),
     };
-    let (target, tier) = (workspace.target_directory()?, options.tier());
+    let (target, tier) = (workspace.target_directory.clone(), options.tier());
     let installing = options.install.then(|| {
         let target = target.clone();
         std::thread::spawn(move || {
@@ -53,23 +53,25 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
         ledger: Ledger::load()?,
         summary: Summary::new(options.require.is_some()),
     };
-    let chosen = |step: &&Step| match step.action {
+    let chosen = |step: &&Step| match &step.action {
         Action::Install => options.install,
         _ => {
-            let named = options.only.is_empty() || options.only.iter().any(|name| name == step.name);
+            let named = options.only.is_empty() || options.only.contains(&step.name);
             named && step.is_part_of(tier, options.package.as_deref())
         }
     };
     for step in STEPS.iter().filter(chosen) {
-        run.step(step.name, |run| match step.action {
-            Action::Cargo(call) => run.cargo(step, call),
+        run.step(&step.name, |run| match &step.action {
+            Action::Cargo(line) => run.cargo(step, line),
             Action::Install => Ok(check(run.installed(), "cargo xtask test --install")),
-            Action::Tests => run.tests(step.limit),
+            Action::Tests => run.tests(),
             Action::Spelling => {
-                let wrong = spelling::spelling(&run.target, step.limit);
+                let wrong = spelling::spelling(&run.target, steps::LIMIT);
                 Ok(check(wrong, "correct it, or add the word to _typos.toml"))
             }
-            Action::Features { all } => Ok(check(features::check(all, step.limit), "cargo xtask features")),
+            Action::Features { all } => {
+                Ok(check(features::check(*all, steps::LIMIT), "cargo xtask features"))
+            }
         });
     }
     if tier == Tier::Whole && options.only.is_empty() && options.package.is_none() {
@@ -125,21 +127,20 @@ impl TestRun<'_> {
         }
     }
 
-    fn cargo(&self, step: &Step, call: &CargoCall) -> Result<Tally> {
-        let notes = self.notes.join(step.name);
+    fn cargo(&self, step: &Step, line: &str) -> Result<Tally> {
+        let notes = self.notes.join(&step.name);
         skips::clear(&notes)?;
-        let line = call.line.replace("{crates}", &self.crates);
+        let line = line.replace("{crates}", &self.crates);
         let mut command = process::cargo(line.split(' '));
-        command.envs(call.environment.iter().copied()).envs(self.variables()).env(skips::VARIABLE, &notes);
-        let shown = shown(&line, call);
-        println!("{shown}");
-        let finished = process::run(command, step.limit, Output::Shown)?;
-        let failure = (!finished.succeeded()).then(|| format!("{} ({shown})", finished.end));
+        command.envs(&step.environment).envs(self.variables()).env(skips::VARIABLE, &notes);
+        let variables = step.environment.iter().map(|(name, value)| format!("{name}={value:?} "));
+        let shown = format!("{}cargo {line}", variables.collect::<String>());
+        let failure = process::failure_of(command, &shown, Deadline::after(steps::LIMIT))?;
         Ok(Tally { skips: skips::read(&notes)?.skips, ..Tally::of_check(failure) })
     }
 
     /// Builds the test programs and runs them: several at a time, then those that must run alone.
-    fn tests(&mut self, limit: Duration) -> Result<Tally> {
+    fn tests(&mut self) -> Result<Tally> {
         let programs = programs::build(&self.crates, self.options.tier(), &self.workspace)?;
         let (alone, shared): (Vec<_>, Vec<_>) = programs.into_iter().partition(|program| program.alone);
         // Most programs wait most of the time; those that work start two threads for it.
@@ -149,7 +150,7 @@ impl TestRun<'_> {
         let done = AtomicUsize::new(0);
         let run = |program: TestProgram| {
             let start = Instant::now();
-            let (tally, notes) = self.program(&program, limit).unwrap_or_else(|error| {
+            let (tally, notes) = self.program(&program).unwrap_or_else(|error| {
                 let failures = vec![Failure::of_program(&program, &error.to_string())];
                 (Tally { failures, ..Tally::default() }, Notes::default())
             });
@@ -180,12 +181,12 @@ impl TestRun<'_> {
     }
 
     /// Runs one test program; shows what it printed if it failed.
-    fn program(&self, program: &TestProgram, limit: Duration) -> Result<(Tally, Notes)> {
+    fn program(&self, program: &TestProgram) -> Result<(Tally, Notes)> {
         let file = self.notes.join(file_name(&program.title));
         skips::clear(&file)?;
         let mut command = program.command();
         command.env(skips::VARIABLE, &file).envs(self.variables());
-        let finished = process::run(command, limit, Output::Quiet)?;
+        let finished = process::run(command, steps::LIMIT, Output::Quiet)?;
         let tally = harness::tally(program, &finished, skips::read(&file)?);
         if !tally.failures.is_empty() {
             println!("---- cargo test {}\n{}", program.shown(), finished.output);
@@ -197,12 +198,6 @@ impl TestRun<'_> {
 /// A program's title as a file's name.
 fn file_name(title: &str) -> String {
     title.chars().map(|c| if c.is_alphanumeric() || c == '_' { c } else { '-' }).collect()
-}
-
-/// The call as one would type it.
-fn shown(line: &str, call: &CargoCall) -> String {
-    let variables = call.environment.iter().map(|(name, value)| format!("{name}={value:?} "));
-    format!("{}cargo {line}", variables.collect::<String>())
 }
 
 /// Returns the result of one of xtask's own checks; `again` repeats it.

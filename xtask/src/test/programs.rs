@@ -126,10 +126,10 @@ pub(crate) fn run_in_parallel<T: Send>(
 
 /// Returns an error for the first name in a manifest's lists of test programs that is no target of the crate.
 fn unknown(workspace: &Metadata) -> Option<String> {
-    workspace.packages().find_map(|package| {
+    workspace.packages.iter().find_map(|package| {
         let mut names = LISTS.iter().flat_map(|list| package.listed(list));
         let name = names.find(|name| package.targets().all(|target| target != *name))?;
-        Some(format!("{}: [package.metadata.kvx] lists {name}, which is no target", package.manifest()))
+        Some(format!("{}: [package.metadata.kvx] lists {name}, which is no target", package.manifest_path))
     })
 }
 
@@ -146,7 +146,7 @@ fn listed(messages: &str, workspace: &Metadata) -> Result<Vec<TestProgram>> {
         if !test {
             continue;
         }
-        let package = workspace.packages().find(|package| package.manifest() == manifest);
+        let package = workspace.packages.iter().find(|package| package.manifest_path == manifest);
         let package =
             package.ok_or_else(|| format!("cargo built a test of {manifest}, which is no member"))?;
         let kind = message["target"]["kind"][0].as_str().unwrap_or_default();
@@ -164,11 +164,11 @@ fn of_target(package: Package<'_>, kind: &str, name: &str, file: &str) -> TestPr
     };
     let has_unit_tests = !["test", "example"].contains(&kind);
     TestProgram {
-        title: format!("-p {} {flags}", package.name()),
+        title: format!("-p {} {flags}", package.name),
         alone,
         tier: if has_unit_tests || fast { Tier::Fast } else { Tier::Usual },
         seconds: if kind == "test" { package.seconds_of_tests().unwrap_or(20) } else { 5 },
-        call: Call::Executable { file: file.into(), manifest: package.manifest().into() },
+        call: Call::Executable { file: file.into(), manifest: package.manifest_path.clone().into() },
     }
 }
 

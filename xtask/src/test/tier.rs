@@ -1,12 +1,16 @@
 //! How much `cargo xtask test` runs.
 
+use serde::Deserialize;
+
 /// Each tier runs what those before it run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, PartialOrd, Ord)]
+#[serde(rename_all = "kebab-case")]
 pub(crate) enum Tier {
     /// What a developer waits for after each edit: format, lints, unit tests, and the contract on the transports that
     /// need nothing installed, in one process.
     Fast,
     /// Everything once, on one version of each library.
+    #[default]
     Usual,
     /// Further versions of libraries and variants of suites, and what has to wait long.
     Whole,

@@ -195,12 +195,8 @@ mod tests {
     }
 
     #[test]
-    fn clap_finds_no_contradiction() {
+    fn options_come_in_any_order_and_do_not_contradict_each_other() {
         Arguments::command().debug_assert();
-    }
-
-    #[test]
-    fn test_takes_its_options_in_any_order() {
         let line = "test --only docs --require all --only demo --strict --crate kvx-core --whole --install";
         let options = TestOptions {
             install: true,

@@ -1,6 +1,7 @@
 //! `cargo xtask faults`: how transfers end when something fails, over each backend, as one table;
 //! `cargo xtask faults connector`: how loads of engines end, as one table for each backend.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use crate::Result;
@@ -71,14 +72,9 @@ fn table<'a>(
     text
 }
 
-fn distinct<T: PartialEq>(all: impl Iterator<Item = T>) -> Vec<T> {
-    let mut found = Vec::new();
-    all.for_each(|one| {
-        if !found.contains(&one) {
-            found.push(one)
-        }
-    });
-    found
+fn distinct<T: Clone + Ord>(all: impl Iterator<Item = T>) -> Vec<T> {
+    let mut seen = BTreeSet::new();
+    all.filter(|one| seen.insert(one.clone())).collect()
 }
 
 #[cfg(test)]

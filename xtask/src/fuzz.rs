@@ -104,8 +104,7 @@ fn after<'a>(output: &'a str, text: &str) -> Option<&'a str> {
 /// which reach most.
 fn keep(name: &str, program: &Path, grown: &Path, committed: &Path) -> Result<()> {
     let least = grown.with_extension("least");
-    std::fs::create_dir_all(&least)?;
-    std::fs::remove_dir_all(&least)?;
+    let _ = std::fs::remove_dir_all(&least); // of an earlier run
     std::fs::create_dir_all(&least)?;
     let mut command = Command::new(program);
     command.env(TARGET, name).args(["-set_cover_merge=1", "-rss_limit_mb=2048"]);

@@ -72,14 +72,12 @@ fn manifests(workspace: &Metadata) -> Vec<String> {
                 wrong.push(format!("{package} has {count} {field}: one to five are wanted"));
             }
         }
-        if package.lacks_docs_rs() {
-            wrong.push(format!("{package} has no [package.metadata.docs.rs]"));
-        }
-        for name in ["LICENSE-APACHE", "LICENSE-MIT"] {
-            if !package.folder().join(name).exists() {
-                wrong.push(format!("{package} has no {name}: link it to the workspace's"));
-            }
-        }
+        let docs_rs = package.lacks_docs_rs().then(|| format!("{package} has no [package.metadata.docs.rs]"));
+        let files = ["LICENSE-APACHE", "LICENSE-MIT"].into_iter();
+        let missing = files.filter(|name| !package.folder().join(name).exists());
+        wrong.extend(
+            docs_rs.into_iter().chain(missing.map(|name| format!("{package} has no link to {name}"))),
+        );
         for dependency in package.dependencies.iter().filter(|it| it.path.is_some() && !it.is_for_tests()) {
             if dependency.requirement == "*" {
                 wrong.push(format!("{package} asks for no version of {} beside its path", dependency.name));

@@ -60,13 +60,9 @@ fn run_all(kit: &Kit, options: &GpuOptions) -> Result<bool> {
     let mut failures = Vec::new();
     for check in table.checks.iter().filter(|check| chosen(&check.name)) {
         println!("==> {}: {}", check.name, check.what);
-        match test(kit, check, quick, real) {
-            Ok(counts) => println!("<== {}: {counts}\n", check.name),
-            Err(why) => {
-                println!("<== {}: FAILED: {why}\n", check.name);
-                failures.push(format!("{}: {why}", check.name));
-            }
-        }
+        let result = test(kit, check, quick, real).map_err(|why| format!("FAILED: {why}"));
+        failures.extend(result.as_ref().err().map(|why| format!("{}: {why}", check.name)));
+        println!("<== {}: {}\n", check.name, result.unwrap_or_else(|why| why));
     }
     let (mut points, mut bars) = (Vec::new(), Vec::new());
     for run in table.runs.iter().filter(|run| chosen(&run.name)) {

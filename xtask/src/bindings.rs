@@ -4,7 +4,7 @@
 
 use crate::metadata::Metadata;
 use crate::process::{self, Output};
-use crate::skips::{self, Skip};
+use crate::skips;
 use crate::test::steps;
 use crate::{Result, root};
 
@@ -19,8 +19,7 @@ pub(crate) fn run(check: bool) -> Result<bool> {
     for line in finished.output.lines() {
         if let Some((name, reason)) = line.strip_prefix("no headers: ").and_then(|line| line.split_once(": "))
         {
-            let cure = "cargo xtask test --install on Debian 12".to_owned();
-            skips::note(&Skip { name: name.to_owned(), reason: reason.to_owned(), cure })?;
+            skips::note(name, reason, "cargo xtask test --install on Debian 12")?;
         }
     }
     Ok(finished.succeeded())

@@ -158,8 +158,8 @@ impl ParsedOutput {
         let mut parsed = ParsedOutput::default();
         // The failed test whose lines follow: up to its backtrace, the next headline or the list of names.
         let mut printing: Option<usize> = None;
-        for line in output.lines().map(without_colours) {
-            if let Some(name) = headline(&line) {
+        for line in output.lines() {
+            if let Some(name) = headline(line) {
                 // Another process may have printed into the line of the verdict, which then is not recognised.
                 let known = parsed.failed.iter().position(|(failed, _)| failed == name);
                 printing = known.or(Some(parsed.failed.len()));
@@ -168,14 +168,14 @@ impl ParsedOutput {
                 }
             } else if line == "failures:" || line == "stack backtrace:" {
                 printing = None;
-            } else if let Some(counts) = counts(&line) {
+            } else if let Some(counts) = counts(line) {
                 printing = None;
                 // rustdoc prints several such lines, and so does a program that runs itself again.
                 parsed.has_result = true;
                 parsed.counts.passed += counts.passed;
                 parsed.counts.failed += counts.failed;
                 parsed.counts.ignored += counts.ignored;
-            } else if let Some((name, verdict)) = verdict(&line) {
+            } else if let Some((name, verdict)) = verdict(line) {
                 match verdict.split_once(", ").unwrap_or((verdict, "ignored")) {
                     ("ok", _) => parsed.passed.push(name.to_owned()),
                     ("FAILED", _) => parsed.failed.push((name.to_owned(), Vec::new())),
@@ -183,23 +183,11 @@ impl ParsedOutput {
                     _ => {}
                 }
             } else if let Some(test) = printing.filter(|_| !line.trim().is_empty()) {
-                parsed.failed[test].1.push(line);
+                parsed.failed[test].1.push(line.to_owned());
             }
         }
         parsed
     }
-}
-
-fn without_colours(line: &str) -> String {
-    let mut pieces = line.split('\x1b');
-    let mut plain = pieces.next().unwrap_or_default().to_owned();
-    for piece in pieces {
-        // A sequence ends with its first letter; `ESC ( B` is the one of three characters.
-        let rest =
-            piece.strip_prefix("(B").or_else(|| piece.split_once(char::is_alphabetic).map(|(_, rest)| rest));
-        plain.push_str(rest.unwrap_or_default());
-    }
-    plain
 }
 
 /// Parses `---- name ----` (libtest-mimic) or `---- name stdout ----` (libtest), above the lines of a failed test.
@@ -218,11 +206,10 @@ fn counts(line: &str) -> Option<Counts> {
     Some(Counts { passed: count("passed")?, failed: count("failed")?, ignored: count("ignored")? })
 }
 
-/// Parses `test name ... ok`, also padded, with a kind in brackets, or with `- should panic`.
+/// Parses `test name ... ok`, also padded or with `- should panic`.
 fn verdict(line: &str) -> Option<(&str, &str)> {
     let (name, verdict) = line.strip_prefix("test ")?.split_once(" ... ")?;
     let name = name.trim();
-    let name = name.strip_prefix('[').and_then(|rest| rest.split_once("] ")).map_or(name, |(_, name)| name);
     let kinds = [" - should panic", " - compile fail", " - compile"];
     let without_kind = kinds.iter().find_map(|kind| name.strip_suffix(kind));
     Some((without_kind.unwrap_or(name), verdict.trim()))
@@ -241,12 +228,12 @@ test grid::merges ... ok
 test pool::huge_pages ... ok
 test gpu::reads ... ignored, no GPU [cannot run here]; cure: another machine
 test grid::refuses - should panic ... ok
-test [TCP] notify_order  ... ignored
+test notify_order  ... ignored
 
-test result: \x1b[32mok\x1b(B\x1b[m. 3 passed; 0 failed; 2 ignored; 0 measured; 0 filtered out; finished in 0.00s
+test result: ok. 3 passed; 0 failed; 2 ignored; 0 measured; 0 filtered out; finished in 0.00s
 
 running 1 test
-test [SHM] read          ... ok
+test read          ... ok
 
 test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 7 filtered out; finished in 1.25s
 ";

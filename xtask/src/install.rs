@@ -5,17 +5,13 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{LazyLock, Mutex};
-use std::thread;
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use serde::Deserialize;
 
-use crate::process::{self, Deadline, Output, locked, must_succeed};
+use crate::process::{self, Deadline, Output, must_succeed};
 use crate::{Result, peers};
-
-/// The number of Python environments that are filled at a time.
-const AT_A_TIME: usize = 4;
 
 /// NIXL's library below the packages of its wheel's environment.
 pub(crate) const NIXL_LIBRARY: &str = ".nixl_cu12.mesonpy.libs/libnixl_capi.so";
@@ -88,7 +84,7 @@ pub(crate) fn peers(names: &[&str], target: &Path, deadline: Deadline) -> Vec<St
     install(&DebianPackages::new(), &peers, target, deadline)
 }
 
-/// Installs Debian packages, then wheels, several environments at a time, then builds the libraries, which need both.
+/// Installs Debian packages, then wheels, then builds the libraries, which need both.
 fn install(
     debian: &DebianPackages,
     peers: &[(&String, &Peer)],
@@ -97,25 +93,16 @@ fn install(
 ) -> Vec<String> {
     let packages = debian.iter().chain(peers.iter().flat_map(|(_, peer)| &peer.debian));
     let packages = packages.map(|(name, why)| (name.as_str(), why.as_str())).collect();
-    let failures = Mutex::new(Vec::new());
-    let note = |name: &str, result: Result<()>| {
-        if let Err(error) = result {
-            locked(&failures).push(format!("{name}: {error}"));
-        }
+    let mut failures = Vec::new();
+    let mut note = |name: &str, result: Result<()>| {
+        failures.extend(result.err().map(|error| format!("{name}: {error}")));
     };
     note("Debian packages", install_debian_packages(&packages, deadline));
-    thread::scope(|scope| {
-        for some in peers.chunks(peers.len().div_ceil(AT_A_TIME).max(1)) {
-            let note = &note;
-            scope.spawn(move || {
-                for (name, peer) in some {
-                    note(name, install_wheels(name, &peer.wheels, target, deadline));
-                    note(name, peers::build(name, &peer.libraries, target, deadline));
-                }
-            });
-        }
-    });
-    failures.into_inner().unwrap_or_default()
+    for (name, peer) in peers {
+        let installed = install_wheels(name, &peer.wheels, target, deadline);
+        note(name, installed.and_then(|()| peers::build(name, &peer.libraries, target, deadline)));
+    }
+    failures
 }
 
 fn install_debian_packages(packages: &BTreeMap<&str, &str>, deadline: Deadline) -> Result<()> {

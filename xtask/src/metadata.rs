@@ -32,7 +32,7 @@ pub(crate) type Package<'a> = &'a PackageMetadata;
 pub(crate) struct PackageMetadata {
     pub(crate) name: String,
     pub(crate) version: String,
-    pub(crate) manifest_path: String,
+    pub(crate) manifest_path: PathBuf,
     source: Option<String>,
     publish: Option<Vec<String>>,
     features: BTreeMap<String, Value>,
@@ -47,10 +47,32 @@ pub(crate) struct PackageMetadata {
     pub(crate) others: BTreeMap<String, Value>,
 }
 
+/// A target of a package.
 #[derive(Deserialize)]
-struct Target {
-    name: String,
-    kind: Vec<String>,
+pub(crate) struct Target {
+    pub(crate) name: String,
+    pub(crate) kind: Vec<String>,
+}
+
+/// Something that cargo has built, as `--message-format=json` reports it.
+#[derive(Deserialize)]
+pub(crate) struct Artifact {
+    pub(crate) manifest_path: PathBuf,
+    pub(crate) target: Target,
+    pub(crate) profile: Profile,
+    pub(crate) executable: Option<PathBuf>,
+    pub(crate) filenames: Vec<PathBuf>,
+}
+
+#[derive(Deserialize)]
+pub(crate) struct Profile {
+    pub(crate) test: bool,
+}
+
+/// Returns the artifacts in the output of a build.
+pub(crate) fn artifacts(output: &str) -> impl Iterator<Item = Artifact> {
+    // The other messages have other fields.
+    output.lines().filter_map(|line| serde_json::from_str(line).ok())
 }
 
 /// A dependency of a package.
@@ -120,7 +142,7 @@ impl PackageMetadata {
 
     /// Returns the folder of its manifest.
     pub(crate) fn folder(&self) -> &Path {
-        Path::new(&self.manifest_path).parent().unwrap_or(Path::new(""))
+        self.manifest_path.parent().unwrap_or(Path::new(""))
     }
 
     /// Returns the entries of this list in `[package.metadata.kvx]`.

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::metadata::{Metadata, Package};
 use crate::process::{self, Deadline, Output};
-use crate::skips::{self, Skip};
+use crate::skips;
 use crate::{Result, install, root};
 
 /// The limit of the whole command.
@@ -102,8 +102,8 @@ fn without_a_line(workspace: &Metadata, page: &str) -> Vec<String> {
 fn denied(target: &Path, deadline: Deadline) -> Result<Option<String>> {
     let installed = install::cargo_deny(target);
     if !installed.exists() {
-        let (name, reason) = ("licences and versions".to_owned(), "cargo-deny is not installed".to_owned());
-        skips::note(&Skip { name, reason, cure: "cargo xtask test --install --whole".to_owned() })?;
+        let cure = "cargo xtask test --install --whole";
+        skips::note("licences and versions", "cargo-deny is not installed", cure)?;
         return Ok(None);
     }
     let mut deny = Command::new(installed);

@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::checks::Needs;
 use crate::Result;
 use crate::install::{Environment, NIXL_LIBRARY};
-use crate::metadata::Metadata;
+use crate::metadata::{self, Artifact, Metadata};
 use crate::process;
 use crate::test::FEATURES;
 use crate::test::tier::{self, Tier};
@@ -72,7 +72,7 @@ impl Kit {
             println!("cargo {line}");
             let mut cargo = process::cargo(line.split(' '));
             cargo.arg("--message-format=json-render-diagnostics");
-            files.extend(process::output_of(cargo, BUILD_LIMIT)?.lines().flat_map(files_of_artifact));
+            files.extend(files_of_build(&process::output_of(cargo, BUILD_LIMIT)?));
         }
         Kit { files, peers: Metadata::of_members()?.target_directory.join("peers") }.checked()
     }
@@ -148,22 +148,21 @@ fn names() -> impl Iterator<Item = &'static str> {
     PROGRAMS.iter().map(|(name, ..)| *name).chain(LIBRARIES)
 }
 
-/// Returns the files of the kit in a line that cargo printed.
-fn files_of_artifact(line: &str) -> Vec<(&'static str, PathBuf)> {
-    let message: Value = serde_json::from_str(line).unwrap_or_default();
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    let (manifest, target) = (text(&message["manifest_path"]), text(&message["target"]["name"]));
-    let package = Path::new(&manifest).parent().and_then(Path::file_name).unwrap_or_default();
-    let mut files = Vec::new();
-    // A program, or a test program; not the unit tests of a program.
-    if message["target"]["kind"][0] != "bin" || message["profile"]["test"] == false {
-        let programs = PROGRAMS.iter().filter(|(_, folder, of)| package == *folder && *of == target);
-        let file = message["executable"].as_str();
-        files.extend(programs.filter_map(|(name, ..)| Some((*name, file?.into()))));
-    }
-    for file in message["filenames"].as_array().into_iter().flatten().filter_map(Value::as_str) {
-        let name = LIBRARIES.into_iter().find(|name| file.ends_with(name));
-        files.extend(name.map(|name| (name, file.into())));
+/// Returns the files of the kit in the output of a build.
+fn files_of_build(output: &str) -> BTreeMap<&'static str, PathBuf> {
+    let mut files = BTreeMap::new();
+    for Artifact { manifest_path, target, profile, executable, filenames } in metadata::artifacts(output) {
+        let package = manifest_path.parent().and_then(Path::file_name).unwrap_or_default();
+        // A program, or a test program; not the unit tests of a program.
+        if target.kind[0] != "bin" || !profile.test {
+            let mut programs =
+                PROGRAMS.iter().filter(|(_, folder, of)| package == *folder && *of == target.name);
+            files.extend(programs.next().and_then(|(name, ..)| Some((*name, executable?))));
+        }
+        for file in filenames {
+            let name = LIBRARIES.into_iter().find(|name| file.file_name() == Some(name.as_ref()));
+            files.extend(name.map(|name| (name, file)));
+        }
     }
     files
 }
@@ -174,18 +173,18 @@ mod tests {
 
     #[test]
     fn files_are_found_in_cargos_lines() {
-        let files = |target: &str, kind: &str, test: bool| {
-            let text = format!(
+        let files = |target: &str, kind: &str, test: bool, file: &str| {
+            let line = format!(
                 r#"{{"manifest_path":"/x/kvx-cli/Cargo.toml","target":{{"name":"{target}","kind":["{kind}"]}},
-                    "profile":{{"test":{test}}},"executable":"/t/{target}"}}"#
+                    "profile":{{"test":{test}}},"executable":"/t/{target}","filenames":["/t/{file}"]}}"#
             );
-            files_of_artifact(&text)
+            Vec::from_iter(files_of_build(&format!("no JSON\n{}", line.replace('\n', ""))))
         };
-        assert_eq!(files("kvx", "bin", false), [("kvx", "/t/kvx".into())]);
-        assert_eq!([files("kvx", "bin", true), files("conformance", "test", true)], [[], []]);
-        let library = r#"{"manifest_path":"/x/stand-in/Cargo.toml","target":{"name":"kvx_stand_in"},
-                          "filenames":["/t/libkvx_stand_in.rlib","/t/libkvx_stand_in.so"]}"#;
-        assert_eq!(files_of_artifact(library), [(STAND_IN, "/t/libkvx_stand_in.so".into())]);
-        assert_eq!(files_of_artifact("no JSON"), []);
+        assert_eq!(files("kvx", "bin", false, "kvx"), [("kvx", "/t/kvx".into())]);
+        assert_eq!([files("kvx", "bin", true, "kvx"), files("it", "test", true, "it")], [[], []]);
+        assert_eq!(
+            files("kvx_stand_in", "lib", false, STAND_IN),
+            [(STAND_IN, format!("/t/{STAND_IN}").into())]
+        );
     }
 }

@@ -26,14 +26,14 @@ pub(crate) fn run(options: &FaultsOptions) -> Result<bool> {
     if rows.is_empty() {
         return Err("nothing ran: no run has this in its name, or the build failed".into());
     }
-    let of = |backend: &str| rows.iter().copied().filter(|row| row[0] == backend).collect::<Vec<_>>();
     if connector {
         for backend in distinct(rows.iter().map(|row| row[0])) {
-            println!("\n{}", table(backend, &of(backend), |row| row[1].to_owned(), |row| row[2]));
+            let cells = rows.iter().filter(|row| row[0] == backend);
+            let cells = cells.map(|[_, line, column, ended @ ..]| (line.to_string(), *column, *ended));
+            println!("\n{}", table(backend, &Vec::from_iter(cells)));
         }
     } else {
-        let line = |row: &FaultRow<'_>| format!("{} | {}", row[1], row[2]);
-        println!("\n{}", table("the peer is | this side is", &rows, line, |row| row[0]));
+        println!("\n{}", table("the peer is | this side is", &by_backend(&rows)));
     }
     println!("{}", finished.end);
     Ok(finished.succeeded())
@@ -49,25 +49,30 @@ fn rows(output: &str) -> Vec<FaultRow<'_>> {
     output.lines().filter_map(row).collect()
 }
 
-/// Formats a table with a line and a column for each value of these, in their order: how transfers ended, after how
-/// many ms, when their memory was free, and when work continued.
-fn table<'a>(
-    head: &str,
-    rows: &[FaultRow<'a>],
-    line: impl Fn(&FaultRow<'a>) -> String,
-    column: impl Fn(&FaultRow<'a>) -> &'a str,
-) -> String {
-    let columns = distinct(rows.iter().map(&column));
+/// A line, a column, and what a table says there: how transfers ended, after how many ms, when their memory was free,
+/// and when work continued.
+type Cell<'a> = (String, &'a str, [&'a str; 4]);
+
+/// Returns cells with a line for each fault and moment, and a column for each backend.
+fn by_backend<'a>(rows: &[FaultRow<'a>]) -> Vec<Cell<'a>> {
+    let cells = rows.iter();
+    cells
+        .map(|[backend, fault, moment, ended @ ..]| (format!("{fault} | {moment}"), *backend, *ended))
+        .collect()
+}
+
+/// Formats a table with the lines and columns of these cells, in their order.
+fn table(head: &str, cells: &[Cell<'_>]) -> String {
+    let columns = distinct(cells.iter().map(|(_, column, _)| *column));
     let rules = "---|".repeat(columns.len() + head.split('|').count());
     let mut text = format!("| {head} | {} |\n|{rules}\n", columns.join(" | "));
-    for name in distinct(rows.iter().map(&line)) {
+    for name in distinct(cells.iter().map(|(line, ..)| line)) {
         let cell = |at: &&str| {
-            let row = rows.iter().find(|row| line(row) == name && column(row) == *at);
-            row.map_or_else(String::new, |[.., ended, after, free, works]| {
-                format!("{ended}; {after}, {free}, {works}")
-            })
+            let cell = cells.iter().find(|(line, column, _)| line == name && column == at);
+            cell.map(|(.., [ended, after, free, works])| format!("{ended}; {after}, {free}, {works}"))
         };
-        text += &format!("| {name} | {} |\n", columns.iter().map(cell).collect::<Vec<_>>().join(" | "));
+        let cells: Vec<_> = columns.iter().map(|at| cell(at).unwrap_or_default()).collect();
+        text += &format!("| {name} | {} |\n", cells.join(" | "));
     }
     text
 }
@@ -88,7 +93,6 @@ mod tests {
         let wanted = "| the peer is | this side is | SHM | TCP |\n|---|---|---|---|\n\
             | killed | idle | 24 peer_lost; 6, 0, 45 | 24 peer_lost; 3, held, 41 |\n\
             | shut down | idle |  | **why**; , ,  |\n";
-        let line = |row: &FaultRow<'_>| format!("{} | {}", row[1], row[2]);
-        assert_eq!(table("the peer is | this side is", &rows(output), line, |row| row[0]), wanted);
+        assert_eq!(table("the peer is | this side is", &by_backend(&rows(output))), wanted);
     }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use crate::Result;
-use crate::metadata::{Metadata, Package};
+use crate::metadata::Metadata;
 use crate::process::{self, Deadline};
 
 /// The crate that works under any async runtime, and therefore depends on none.
@@ -29,26 +29,18 @@ pub(crate) fn check(all: bool, limit: Duration) -> Result<Vec<String>> {
     let metadata = Metadata::of_everything()?;
     let facade = metadata.root_package()?;
     let alone = facade.features().filter(|name| all || *name == "tcp");
-    let mut choices: Vec<_> =
-        alone.map(|feature| format!("--no-default-features --features {feature}")).collect();
-    choices.push("--no-default-features".to_owned());
-    choices.extend(all.then(|| "--features default".to_owned()));
-    let mut failures = builds(facade, &choices, deadline)?;
-    failures.extend(check_dependencies(&metadata, deadline)?);
-    failures.extend(core_is_portable(&metadata, deadline)?);
-    Ok(failures)
-}
-
-/// Compiles the facade with each of these choices of features, without a warning.
-fn builds(facade: Package<'_>, choices: &[String], deadline: Deadline) -> Result<Vec<String>> {
+    let alone = alone.map(|feature| format!("--no-default-features --features {feature}"));
+    let others = ["--no-default-features", "--features default"].map(str::to_owned);
     let mut failures = Vec::new();
-    for choice in choices {
+    for choice in alone.chain(others.into_iter().take(if all { 2 } else { 1 })) {
         // Clippy does what `cargo check` does and shares its dependencies with the lint step. It passes `-D warnings`
         // to the facade alone, where RUSTFLAGS would compile every dependency again.
         let line = format!("clippy -p {} {choice} -- -D warnings", facade.name);
         let cargo = process::cargo(line.split(' '));
         failures.extend(process::failure_of(cargo, &format!("cargo {line}"), deadline)?);
     }
+    failures.extend(check_dependencies(&metadata, deadline)?);
+    failures.extend(core_is_portable(&metadata, deadline)?);
     Ok(failures)
 }
 

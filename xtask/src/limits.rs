@@ -43,8 +43,7 @@ struct Run {
     argument: Option<String>,
     in_nixl: Option<String>,
     needs: Option<Library>,
-    #[serde(default = "ratio")]
-    field: String,
+    field: Option<String>,
     bars: Vec<Bar>,
 }
 
@@ -74,10 +73,6 @@ impl Library {
     }
 }
 
-fn ratio() -> String {
-    "ratio".to_owned()
-}
-
 fn runs() -> Result<Vec<Run>> {
     Ok(toml::from_str::<Table>(include_str!("../bars.toml"))?.runs)
 }
@@ -102,7 +97,7 @@ pub(crate) fn run(options: &LimitsOptions) -> Result<bool> {
             eprintln!("{} of {}: {}", time + 1, options.times, run.name);
             let lines = run.run(&target)?;
             for (bar, figures) in run.bars.iter().zip(&mut figures) {
-                figures.push(bar.figure(&lines, &run.field)?);
+                figures.push(bar.figure(&lines, run.field.as_deref().unwrap_or("ratio"))?);
             }
         }
     }

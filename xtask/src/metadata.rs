@@ -84,14 +84,8 @@ pub(crate) struct Dependency {
     pub(crate) requirement: String,
     /// Where it lies, if not in the registry.
     pub(crate) path: Option<PathBuf>,
-    kind: Option<String>,
-}
-
-impl Dependency {
-    /// Returns whether only tests need it.
-    pub(crate) fn is_for_tests(&self) -> bool {
-        self.kind.as_deref() == Some("dev")
-    }
+    /// `dev` if only tests need it, `build` if its build script does.
+    pub(crate) kind: Option<String>,
 }
 
 impl Metadata {

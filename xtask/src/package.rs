@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::metadata::{Metadata, Package};
 use crate::process::{self, Deadline, Output};
 use crate::skips;
-use crate::{Result, install, root};
+use crate::{Result, all_held, install, root};
 
 /// The limit of the whole command.
 const LIMIT: Duration = Duration::from_secs(30 * 60);
@@ -27,19 +27,14 @@ const CHOICES: [(&str, &str); 2] =
 
 /// Runs every check; returns false if something failed.
 pub(crate) fn run() -> Result<bool> {
-    Ok(crate::all_held(check(LIMIT)?))
-}
-
-/// Runs every check within `limit` and returns what failed, a sentence each.
-fn check(limit: Duration) -> Result<Vec<String>> {
-    let deadline = Deadline::after(limit);
+    let deadline = Deadline::after(LIMIT);
     let everything = Metadata::of_everything()?;
     let mut failures = manifests(&everything);
     let page = std::fs::read_to_string(root().join("docs/dependencies.md"))?;
     failures.extend(without_a_line(&everything, &page));
     failures.extend(denied(&everything.target_directory, deadline)?);
     if !failures.is_empty() {
-        return Ok(failures); // wrong manifests make the builds meaningless
+        return Ok(all_held(failures)); // wrong manifests make the builds meaningless
     }
     let folder = everything.target_directory.join("xtask/package");
     tarballs(&everything, &folder, deadline)?;
@@ -49,7 +44,7 @@ fn check(limit: Duration) -> Result<Vec<String>> {
         let failure = readmes_program(&everything, &folder, features, deadline)?;
         failures.extend(failure.map(|why| format!("{what}: {why}")));
     }
-    Ok(failures)
+    Ok(all_held(failures))
 }
 
 fn published(workspace: &Metadata) -> impl Iterator<Item = Package<'_>> {
@@ -78,7 +73,9 @@ fn manifests(workspace: &Metadata) -> Vec<String> {
         wrong.extend(
             docs_rs.into_iter().chain(missing.map(|name| format!("{package} has no link to {name}"))),
         );
-        for dependency in package.dependencies.iter().filter(|it| it.path.is_some() && !it.is_for_tests()) {
+        for dependency in
+            package.dependencies.iter().filter(|it| it.path.is_some() && it.kind.as_deref() != Some("dev"))
+        {
             if dependency.requirement == "*" {
                 wrong.push(format!("{package} asks for no version of {} beside its path", dependency.name));
             }

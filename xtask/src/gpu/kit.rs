@@ -34,13 +34,6 @@ const LIBRARIES: [&str; 2] = [STAND_IN, PLUGIN];
 /// xtask itself.
 pub(crate) const XTASK: &str = "xtask";
 
-/// The variable that names the driver, and the usual driver.
-const DRIVER: (&str, &str) = ("KVX_CUDA_LIB", "libcuda.so.1");
-
-/// Libraries of other people: the peer, and the file below the packages of its environment.
-const UCX: (&str, &str) = ("ucx", "libucx/lib/libucp.so.0");
-const NIXL: (&str, &str) = ("nixl", NIXL_LIBRARY);
-
 /// How long a build may take.
 const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
 /// How long the program may look for devices.
@@ -99,7 +92,8 @@ impl Kit {
     pub(crate) fn command(&self, program: &str, needs: Needs) -> Result<Command> {
         let mut command = Command::new(self.file(program)?);
         // Without the variable test programs take the stand-in.
-        command.env(DRIVER.0, std::env::var_os(DRIVER.0).unwrap_or_else(|| DRIVER.1.into()));
+        command
+            .env("KVX_CUDA_LIB", std::env::var_os("KVX_CUDA_LIB").unwrap_or_else(|| "libcuda.so.1".into()));
         command.env(tier::VARIABLE, Tier::Whole.name());
         // NIXL and UCX log the ends of peers, which the tests are about.
         command.env("NIXL_LOG_LEVEL", "fatal").env("UCX_LOG_LEVEL", "fatal");
@@ -122,8 +116,8 @@ impl Kit {
     fn library(&self, needs: Needs) -> Option<PathBuf> {
         let (peer, file) = match needs {
             Needs::Nothing => return None,
-            Needs::Ucx => UCX,
-            Needs::Nixl | Needs::KvxInNixl => NIXL,
+            Needs::Ucx => ("ucx", "libucx/lib/libucp.so.0"),
+            Needs::Nixl | Needs::KvxInNixl => ("nixl", NIXL_LIBRARY),
         };
         Environment(self.peers.join(peer).join("venv")).find(file)
     }

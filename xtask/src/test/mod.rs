@@ -39,9 +39,7 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
     let (target, tier) = (workspace.target_directory.clone(), options.tier());
     let installing = options.install.then(|| {
         let target = target.clone();
-        std::thread::spawn(move || {
-            install::run(&target, tier == Tier::Whole, steps::LIMIT).map_err(|error| error.to_string())
-        })
+        std::thread::spawn(move || install::run(&target, tier == Tier::Whole, steps::LIMIT))
     });
     let mut run = TestRun {
         options,
@@ -103,13 +101,13 @@ struct TestRun<'a> {
     /// The folder of the files in which tests note what they skip.
     notes: PathBuf,
     /// Installs what the tests need, while the first steps run.
-    installing: Option<JoinHandle<std::result::Result<Vec<String>, String>>>,
+    installing: Option<JoinHandle<Vec<String>>>,
     ledger: Ledger,
     summary: Summary,
 }
 
 impl TestRun<'_> {
-    fn step(&mut self, name: &'static str, step: impl FnOnce(&mut Self) -> Result<Tally>) {
+    fn step(&mut self, name: &str, step: impl FnOnce(&mut Self) -> Result<Tally>) {
         println!("==> {name}");
         let start = Instant::now();
         let tally = step(self).unwrap_or_else(|error| Tally::of_check(Some(error.to_string())));
@@ -120,11 +118,8 @@ impl TestRun<'_> {
 
     /// Waits until everything is installed, and returns what could not be.
     fn installed(&mut self) -> Result<Vec<String>> {
-        match self.installing.take().map(JoinHandle::join) {
-            None => Ok(Vec::new()),
-            Some(Ok(failures)) => Ok(failures?),
-            Some(Err(_)) => Err("the thread that installs panicked: its message is above".into()),
-        }
+        let failures = self.installing.take().map_or(Ok(Vec::new()), JoinHandle::join);
+        failures.map_err(|_| "the thread that installs panicked: its message is above".into())
     }
 
     fn cargo(&self, step: &Step, line: &str) -> Result<Tally> {

@@ -133,16 +133,14 @@ fn unknown(workspace: &Metadata) -> Option<String> {
 
 /// Returns the test programs that cargo reports to have built.
 fn listed(output: &str, workspace: &Metadata) -> Result<Vec<TestProgram>> {
-    let tests = metadata::artifacts(output).filter(|artifact| artifact.profile.test);
-    let programs = tests.filter_map(|Artifact { manifest_path: manifest, target, executable, .. }| {
-        let file = executable?;
-        let package = workspace.packages.iter().find(|package| package.manifest_path == manifest);
-        let package = match package {
-            Some(package) => package,
-            None => {
-                return Some(Err(format!("cargo built a test of {}, no member", manifest.display()).into()));
-            }
+    let mut programs = Vec::new();
+    for artifact in metadata::artifacts(output).filter(|artifact| artifact.profile.test) {
+        let Artifact { manifest_path: manifest, target, executable: Some(file), .. } = artifact else {
+            continue;
         };
+        let package = workspace.packages.iter().find(|package| package.manifest_path == manifest);
+        let package =
+            package.ok_or_else(|| format!("cargo built a test of {}, no member", manifest.display()))?;
         let [alone, fast] = LISTS.map(|list| package.listed(list).any(|name| name == target.name));
         let kind = target.kind[0].as_str();
         let flags = match kind {
@@ -150,15 +148,15 @@ fn listed(output: &str, workspace: &Metadata) -> Result<Vec<TestProgram>> {
             _ => "--lib".to_owned(),
         };
         let has_unit_tests = !["test", "example"].contains(&kind);
-        Some(Ok(TestProgram {
+        programs.push(TestProgram {
             title: format!("-p {} {flags}", package.name),
             alone,
             tier: if has_unit_tests || fast { Tier::Fast } else { Tier::Usual },
             seconds: if kind == "test" { package.seconds_of_tests().unwrap_or(20) } else { 5 },
             call: Call::Executable { file, manifest },
-        }))
-    });
-    programs.collect()
+        });
+    }
+    Ok(programs)
 }
 
 #[cfg(test)]

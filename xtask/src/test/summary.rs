@@ -10,18 +10,13 @@ use crate::harness::{Failure, Tally};
 #[derive(Default)]
 pub(crate) struct Summary {
     require_all: bool,
-    steps: Vec<StepResult>,
+    /// The steps: their names, whether they held, and how long they took.
+    steps: Vec<(String, bool, Duration)>,
     total: Tally,
     programs: Vec<(String, Duration)>,
     left_to_the_whole: Vec<String>,
     ledger_entries: Vec<String>,
     commit: Option<String>,
-}
-
-struct StepResult {
-    name: &'static str,
-    held: bool,
-    took: Duration,
 }
 
 impl Summary {
@@ -31,14 +26,14 @@ impl Summary {
     }
 
     /// Adds the result of one step and returns whether it held.
-    pub(crate) fn add(&mut self, name: &'static str, took: Duration, mut tally: Tally) -> bool {
+    pub(crate) fn add(&mut self, name: &str, took: Duration, mut tally: Tally) -> bool {
         for skip in tally.skips.extract_if(.., |skip| self.require_all && skip.can_run_here()) {
             tally.failures.push(Failure::from(format!("skipped although required: {skip}")));
         }
         tally.failures = tally.failures.into_iter().map(|failure| failure.after(name)).collect();
         let held = tally.failures.is_empty();
         self.total.add(tally);
-        self.steps.push(StepResult { name, held, took });
+        self.steps.push((name.to_owned(), held, took));
         held
     }
 
@@ -79,11 +74,11 @@ impl fmt::Display for Summary {
         if !self.left_to_the_whole.is_empty() {
             writeln!(f, "\n`--whole` adds: {}\n", self.left_to_the_whole.join("; "))?;
         }
-        for step in &self.steps {
-            let verdict = if step.held { "ok" } else { "FAILED" };
-            writeln!(f, "{:<20} {verdict:<6} {:>8.1} s", step.name, step.took.as_secs_f64())?;
+        for (name, held, took) in &self.steps {
+            let verdict = if *held { "ok" } else { "FAILED" };
+            writeln!(f, "{name:<20} {verdict:<6} {:>8.1} s", took.as_secs_f64())?;
         }
-        let seconds = self.steps.iter().map(|step| step.took).sum::<Duration>().as_secs_f64();
+        let seconds = self.steps.iter().map(|(.., took)| *took).sum::<Duration>().as_secs_f64();
         writeln!(f, "{:<20} {:<6} {seconds:>8.1} s\n", "total", "")?;
         let Tally { passed, failures, excused, gaps, skips } = &self.total;
         list(f, "failed", failures)?;

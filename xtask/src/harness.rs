@@ -93,21 +93,14 @@ impl fmt::Display for Failure {
 /// Returns how many tests passed and were skipped in the output of one or several test programs.
 pub(crate) fn passed_and_skipped(output: &str) -> (usize, usize) {
     let skipped = output.lines().filter(|line| line.starts_with("SKIP ")).count();
-    (ParsedOutput::of(output).counts.passed, skipped)
-}
-
-/// The counts of a `test result:` line.
-#[derive(Debug, Default, PartialEq)]
-struct Counts {
-    passed: usize,
-    failed: usize,
-    ignored: usize,
+    (ParsedOutput::of(output).counts[0], skipped)
 }
 
 /// What a test program printed.
 #[derive(Default)]
 struct ParsedOutput {
-    counts: Counts,
+    /// How many tests passed, failed and were ignored.
+    counts: [usize; 3],
     has_result: bool,
     passed: Vec<String>,
     /// Failed tests with the lines that they printed.
@@ -119,10 +112,11 @@ struct ParsedOutput {
 pub(crate) fn tally(program: &TestProgram, finished: &Finished, notes: Notes) -> Tally {
     let ParsedOutput { counts, has_result, mut passed, mut failed, mut ignored } =
         ParsedOutput::of(&finished.output);
-    if has_result && counts.failed == 0 {
+    let [mut passes, fails, ignores] = counts;
+    if has_result && fails == 0 {
         failed.clear(); // lines of a passed test that look like verdicts
     }
-    let nameless = counts.failed.saturating_sub(failed.len());
+    let nameless = fails.saturating_sub(failed.len());
     let mut failures = Vec::new();
     for (name, lines) in failed {
         let last = &lines[lines.len().saturating_sub(REPEATED_LINES)..];
@@ -133,14 +127,13 @@ pub(crate) fn tally(program: &TestProgram, finished: &Finished, notes: Notes) ->
     match &finished.end {
         End::TimedOut(_) => fail(&finished.end.to_string()),
         End::Exited(status) if !has_result => fail(&format!("ended without a result: {status}")),
-        End::Exited(status) if !status.success() && counts.failed == 0 => {
+        End::Exited(status) if !status.success() && fails == 0 => {
             fail(&format!("crashed after its tests: {status}"));
         }
         End::Exited(_) => {}
     }
-    ignored.resize(counts.ignored, Skip::new(&program.title, "ignored"));
+    ignored.resize(ignores, Skip::new(&program.title, "ignored"));
     // The harness has counted a test with a note as ignored, or as passed.
-    let mut passes = counts.passed;
     for noted in notes.skips.iter().map(|skip| &skip.name).chain(&notes.gaps) {
         if let Some(at) = ignored.iter().position(|test| is_same_test(&test.name, noted)) {
             ignored.swap_remove(at);
@@ -172,9 +165,7 @@ impl ParsedOutput {
                 printing = None;
                 // rustdoc prints several such lines, and so does a program that runs itself again.
                 parsed.has_result = true;
-                parsed.counts.passed += counts.passed;
-                parsed.counts.failed += counts.failed;
-                parsed.counts.ignored += counts.ignored;
+                parsed.counts.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
             } else if let Some((name, verdict)) = verdict(line) {
                 match verdict.split_once(", ").unwrap_or((verdict, "ignored")) {
                     ("ok", _) => parsed.passed.push(name.to_owned()),
@@ -197,13 +188,13 @@ fn headline(line: &str) -> Option<&str> {
 }
 
 /// Parses `test result: ok. 5 passed; 0 failed; 1 ignored; 0 measured; 2 filtered out; finished in 0.00s`.
-fn counts(line: &str) -> Option<Counts> {
+fn counts(line: &str) -> Option<[usize; 3]> {
     let (_, list) = line.trim().strip_prefix("test result: ")?.split_once(". ")?;
     let count = |word: &str| {
         let mut entries = list.split("; ");
         entries.find_map(|entry| entry.trim().strip_suffix(word)?.trim().parse().ok())
     };
-    Some(Counts { passed: count("passed")?, failed: count("failed")?, ignored: count("ignored")? })
+    Some([count("passed")?, count("failed")?, count("ignored")?])
 }
 
 /// Parses `test name ... ok`, also padded or with `- should panic`.

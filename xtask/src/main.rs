@@ -5,7 +5,6 @@
 mod arguments;
 mod bars;
 mod bindings;
-mod faults;
 mod features;
 mod fuzz;
 mod gpu;
@@ -18,8 +17,8 @@ mod metadata;
 mod package;
 mod peers;
 mod process;
+mod reliability;
 mod skips;
-mod soak;
 mod spelling;
 mod test;
 mod threads;
@@ -45,8 +44,8 @@ fn main() -> ExitCode {
         Request::Kernels(options) => kernels::run(options.check),
         Request::Peers { names } => peers::command(&names),
         Request::Gpu(options) => gpu::run(&options),
-        Request::Soak(options) => soak::run(&options),
-        Request::Faults(options) => faults::run(&options),
+        Request::Soak(options) => reliability::soak(&options),
+        Request::Faults(options) => reliability::faults(&options),
         Request::Fuzz(options) => fuzz::run(&options),
         Request::Limits(options) => limits::run(&options),
         Request::Loom => threads::loom(),

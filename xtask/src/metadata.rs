@@ -35,8 +35,8 @@ pub(crate) struct PackageMetadata {
     pub(crate) manifest_path: PathBuf,
     source: Option<String>,
     publish: Option<Vec<String>>,
-    features: BTreeMap<String, Value>,
-    targets: Vec<Target>,
+    pub(crate) features: BTreeMap<String, Value>,
+    pub(crate) targets: Vec<Target>,
     /// The tables `[package.metadata.…]`.
     metadata: Value,
     pub(crate) rust_version: Option<String>,
@@ -117,11 +117,6 @@ impl Metadata {
 }
 
 impl PackageMetadata {
-    /// Returns its features without `default`.
-    pub(crate) fn features(&self) -> impl Iterator<Item = &str> {
-        self.features.keys().map(String::as_str).filter(|name| *name != "default")
-    }
-
     /// Returns whether its manifest allows it to be published.
     pub(crate) fn is_published(&self) -> bool {
         self.publish.is_none()
@@ -147,11 +142,6 @@ impl PackageMetadata {
     /// Returns `seconds` of `[package.metadata.kvx]`.
     pub(crate) fn seconds_of_tests(&self) -> Option<u64> {
         self.metadata["kvx"]["seconds"].as_u64()
-    }
-
-    /// Returns the names of its targets.
-    pub(crate) fn targets(&self) -> impl Iterator<Item = &str> {
-        self.targets.iter().map(|target| target.name.as_str())
     }
 
     /// Returns whether it is a member of the workspace, which has no other packages from paths.

@@ -110,17 +110,12 @@ fn denied(target: &Path, deadline: Deadline) -> Result<Option<String>> {
 
 /// Makes the tarball of each crate and unpacks it.
 fn tarballs(workspace: &Metadata, folder: &Path, deadline: Deadline) -> Result<()> {
-    let mut cargo = process::cargo(["package", "--workspace", "--no-verify", "--allow-dirty", "--offline"]);
-    for package in workspace.packages.iter().filter(|package| package.is_member() && !package.is_published())
-    {
-        cargo.args(["--exclude", &package.name]);
-    }
+    let mut cargo = process::cargo(["package", "--no-verify", "--allow-dirty", "--offline"]);
+    cargo.args(published(workspace).flat_map(|package| ["-p", &package.name]));
     cargo.arg("--target-dir").arg(folder);
     process::must_succeed(cargo, deadline)?;
     let unpacked = folder.join("unpacked");
-    if unpacked.exists() {
-        std::fs::remove_dir_all(&unpacked)?;
-    }
+    let _ = std::fs::remove_dir_all(&unpacked); // of an earlier run
     std::fs::create_dir_all(&unpacked)?;
     for package in published(workspace) {
         let tarball = format!("{}-{}.crate", package.name, package.version);

@@ -123,14 +123,15 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("kvx-xtask-peers-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let [source, output, gone] = ["source", "output", "gone"].map(|name| folder.join(name));
-        let newer = |source: &PathBuf| is_newer(&output, std::slice::from_ref(source));
-        std::fs::write(&source, "1").unwrap();
-        assert!(!newer(&source));
         std::fs::write(&output, "1").unwrap();
-        assert!(newer(&source) && !newer(&gone));
-        let later = std::time::SystemTime::now() + std::time::Duration::from_secs(60);
-        std::fs::File::options().write(true).open(&source).unwrap().set_modified(later).unwrap();
-        assert!(!newer(&source));
+        std::fs::write(&source, "1").unwrap();
+        let touch =
+            |file| std::fs::File::open(file).unwrap().set_modified(std::time::SystemTime::now()).unwrap();
+        let newer = |output, source: &PathBuf| is_newer(output, std::slice::from_ref(source));
+        touch(&output);
+        assert!(newer(&output, &source) && !newer(&output, &gone) && !newer(&gone, &source));
+        touch(&source);
+        assert!(!newer(&output, &source));
         std::fs::remove_dir_all(folder).unwrap();
     }
 }

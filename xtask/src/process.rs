@@ -144,7 +144,12 @@ pub(crate) fn run(mut command: Command, limit: Duration, mode: Output) -> io::Re
         command.stderr(writer.try_clone()?);
     }
     command.stdin(Stdio::null()).stdout(writer).process_group(0);
-    let mut leader = start(&mut command).map_err(|error| {
+    let started = {
+        // Until `finish` reaps the leader no other group can get its id.
+        let mut running = locked(&RUNNING);
+        command.spawn().inspect(|leader| running.push(Pid::from_child(leader)))
+    };
+    let mut leader = started.map_err(|error| {
         io::Error::new(error.kind(), format!("cannot start {}: {error}", command.get_program().display()))
     })?;
     // Closes this process's copies of the pipe's writing end, so that the output ends with the children's copies.
@@ -229,12 +234,6 @@ fn signal_group(id: Pid, signal: Signal) {
 fn exited(child: Pid) -> io::Result<bool> {
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
     Ok(waitid(WaitId::Pid(child), options)?.is_some())
-}
-
-/// Starts the leader of a group. Until [`finish`] reaps it no other group can get its id.
-fn start(command: &mut Command) -> io::Result<Child> {
-    let mut running = locked(&RUNNING);
-    command.spawn().inspect(|leader| running.push(Pid::from_child(leader)))
 }
 
 /// Kills what is left of a group and reaps its leader.

@@ -74,7 +74,7 @@ mod tests {
         for (_, folder, target) in PROGRAMS {
             let package =
                 workspace.packages.iter().find(|package| package.folder().ends_with(folder)).unwrap();
-            assert!(package.targets().any(|name| name == target), "{folder} has no target {target}");
+            assert!(package.targets.iter().any(|it| it.name == target), "{folder} has no target {target}");
         }
     }
 }

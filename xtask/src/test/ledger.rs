@@ -108,12 +108,7 @@ fixed: 2026-11-23, asks the kernel for one
         let (entries, tally) = review("fixed");
         assert!(entries.is_empty() && tally.excused.is_empty());
         assert!(tally.failures[0].to_string().contains("asks the kernel for one"));
-    }
-
-    #[test]
-    fn an_incomplete_entry_is_an_error() {
-        assert!(parse("test: a\nprogram: b\ncause: c\n").unwrap_err().contains("test: a"));
-        assert!(parse("test: a\nprogram: b\ncause: \nfixed: no\n").is_err());
+        assert!(parse("test: a\nprogram: b\ncause: c\n").unwrap_err().contains("test: a"), "incomplete");
     }
 
     #[test]
@@ -124,7 +119,7 @@ fixed: 2026-11-23, asks the kernel for one
             let package = workspace.packages.iter().find(|package| package.name == words[1]);
             let package = package.unwrap_or_else(|| panic!("no package of {program}"));
             assert!(
-                words.get(3).is_none_or(|target| package.targets().any(|name| name == *target)),
+                words.get(3).is_none_or(|target| package.targets.iter().any(|it| it.name == *target)),
                 "{program}"
             );
         }

@@ -126,7 +126,7 @@ pub(crate) fn run_in_parallel<T: Send>(
 fn unknown(workspace: &Metadata) -> Option<String> {
     workspace.packages.iter().find_map(|package| {
         let mut names = LISTS.iter().flat_map(|list| package.listed(list));
-        let name = names.find(|name| package.targets().all(|target| target != *name))?;
+        let name = names.find(|name| package.targets.iter().all(|target| target.name != *name))?;
         Some(format!("{package}: [package.metadata.kvx] lists {name}, which is no target"))
     })
 }

@@ -1,26 +1,44 @@
-//! `cargo xtask faults`: how transfers end when something fails, over each backend, as one table;
-//! `cargo xtask faults connector`: how loads of engines end, as one table for each backend.
+//! `cargo xtask soak`: random work for as long as one likes; `cargo xtask faults`: how transfers end when something fails,
+//! as tables. Both are about agents or, with `connector`, about engines, and run the facade's tests (docs/reliability.md).
 
 use std::collections::BTreeSet;
+use std::process::Command;
 use std::time::Duration;
 
 use crate::Result;
-use crate::arguments::FaultsOptions;
+use crate::arguments::{FaultsOptions, SoakOptions};
 use crate::process::{self, Output};
 
-/// The limit of a build and of all runs.
+/// The limit of the build, and of everything that ends by itself.
 const LIMIT: Duration = Duration::from_secs(60 * 60);
+/// The most backends that a soak runs over.
+const BACKENDS: u32 = 4;
+
+/// Returns a call of the facade's tests. With the feature `connector` they run engines, and agents without it.
+fn facade_tests(connector: bool) -> Command {
+    let line = "test --release -p kvx-transfer --test it --features";
+    let mut cargo = process::cargo(line.split(' '));
+    cargo.args([if connector { "connector" } else { "" }, "--", "--nocapture"]);
+    cargo
+}
+
+/// Soaks each backend in turn; returns false if anything was wrong or has grown.
+pub(crate) fn soak(options: &SoakOptions) -> Result<bool> {
+    let time = Duration::from_secs(options.minutes * 60);
+    let mut cargo = facade_tests(options.connector.is_some());
+    // One test at a time, because it measures what its process holds.
+    cargo.arg("--test-threads=1").args(&options.only).env("KVX_SOAK_SECONDS", time.as_secs().to_string());
+    process::shown_to_succeed(cargo, time * BACKENDS + LIMIT)
+}
 
 /// One run: backend, fault, moment, how transfers ended, and three times.
 type FaultRow<'a> = [&'a str; 7];
 
 /// Runs every fault at every moment over each backend, or only one part; returns false if anything was wrong.
-pub(crate) fn run(options: &FaultsOptions) -> Result<bool> {
+pub(crate) fn faults(options: &FaultsOptions) -> Result<bool> {
     let connector = options.connector.is_some();
-    // With the connector the program runs what engines suffer, without it what agents do.
-    let features = if connector { "connector" } else { "" };
-    let mut cargo = process::cargo(["test", "--release", "-p", "kvx-transfer", "--test", "it"]);
-    cargo.args(["--features", features, "--", "--nocapture"]).args(&options.only).env("KVX_FAULTS_ALL", "1");
+    let mut cargo = facade_tests(connector);
+    cargo.args(&options.only).env("KVX_FAULTS_ALL", "1");
     let finished = process::run(cargo, LIMIT, Output::Shown)?;
     let rows = rows(&finished.output);
     if rows.is_empty() {

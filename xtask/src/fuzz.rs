@@ -8,6 +8,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::arguments::FuzzOptions;
+use crate::bars::print_table;
 use crate::metadata::Metadata;
 use crate::process::{self, Deadline, Output};
 use crate::{Result, root, subfolders};
@@ -46,9 +47,9 @@ pub(crate) fn run(options: &FuzzOptions) -> Result<bool> {
         eprintln!("{name}, {} s", options.seconds);
         rows.push(fuzz(name, options, &program, &target)?);
     }
-    println!("| target | seconds | executions | edges | found |\n|---|---|---|---|---|");
-    rows.iter().for_each(|(row, _)| println!("{row}"));
-    Ok(rows.iter().all(|(_, found)| !found))
+    let (rows, found): (Vec<_>, Vec<_>) = rows.into_iter().unzip();
+    print_table("target | seconds | executions | edges | found", &rows);
+    Ok(!found.contains(&true))
 }
 
 /// Builds the program with all targets.

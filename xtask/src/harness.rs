@@ -1,5 +1,6 @@
 //! Parses the output of test programs: the lines of libtest, which libtest-mimic prints too.
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 use crate::process::{End, Finished};
@@ -22,6 +23,8 @@ pub(crate) struct Tally {
     pub(crate) gaps: Vec<String>,
     /// One entry per skipped test.
     pub(crate) skips: Vec<Skip>,
+    /// What a program leaves to `--whole`.
+    pub(crate) left_to_the_whole: BTreeSet<String>,
 }
 
 impl Tally {
@@ -38,6 +41,7 @@ impl Tally {
         self.excused.extend(other.excused);
         self.gaps.extend(other.gaps);
         self.skips.extend(other.skips);
+        self.left_to_the_whole.extend(other.left_to_the_whole);
     }
 }
 
@@ -143,7 +147,8 @@ pub(crate) fn tally(program: &TestProgram, finished: &Finished, notes: Notes) ->
         }
     }
     let skips = notes.skips.into_iter().chain(ignored).collect();
-    Tally { passed: passes, failures, gaps: notes.gaps, skips, ..Tally::default() }
+    let Notes { gaps, left_to_the_whole, .. } = notes;
+    Tally { passed: passes, failures, gaps, skips, left_to_the_whole, ..Tally::default() }
 }
 
 impl ParsedOutput {

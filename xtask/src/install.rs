@@ -78,10 +78,11 @@ pub(crate) fn cargo_deny(target: &Path) -> PathBuf {
     target.join("peers/cargo-deny/bin/cargo-deny")
 }
 
-/// Installs peers by name and returns what could not be installed.
-pub(crate) fn peers(names: &[&str], target: &Path, deadline: Deadline) -> Vec<String> {
+/// Installs peers by name, or returns an error that says what could not be installed.
+pub(crate) fn peers(names: &[&str], target: &Path, deadline: Deadline) -> Result<()> {
     let peers: Vec<_> = TABLE.peers.iter().filter(|(name, _)| names.contains(&name.as_str())).collect();
-    install(&DebianPackages::new(), &peers, target, deadline)
+    let failures = install(&DebianPackages::new(), &peers, target, deadline);
+    if failures.is_empty() { Ok(()) } else { Err(failures.join("; ").into()) }
 }
 
 /// Installs Debian packages, then wheels, then builds the libraries, which need both.

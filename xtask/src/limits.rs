@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::arguments::LimitsOptions;
-use crate::bars::{Bar, lines};
+use crate::bars::{Bar, lines, print_table};
 use crate::install::{Environment, NIXL_LIBRARY};
 use crate::metadata::Metadata;
 use crate::process::{self, Deadline};
@@ -101,14 +101,10 @@ pub(crate) fn run(options: &LimitsOptions) -> Result<bool> {
             }
         }
     }
-    println!("| bar | asked | median of {} | from | to | |\n|---|---|---|---|---|---|", options.times);
-    let (count, mut missed) = (bars.len(), 0);
-    for (bar, figures) in bars {
-        let (line, held) = bar.row(figures);
-        missed += usize::from(!held);
-        println!("{line}");
-    }
-    println!("\n{count} bars, {missed} missed");
+    let (rows, held): (Vec<_>, Vec<_>) = bars.into_iter().map(|(bar, figures)| bar.row(figures)).unzip();
+    print_table(&format!("bar | asked | median of {} | from | to | ", options.times), &rows);
+    let missed = held.iter().filter(|held| !**held).count();
+    println!("\n{} bars, {missed} missed", rows.len());
     Ok(missed == 0)
 }
 

@@ -34,7 +34,8 @@ pub(crate) struct PackageMetadata {
     pub(crate) version: String,
     pub(crate) manifest_path: PathBuf,
     source: Option<String>,
-    publish: Option<Vec<String>>,
+    /// The registries that it may be published to; `None` stands for any.
+    pub(crate) publish: Option<Vec<String>>,
     pub(crate) features: BTreeMap<String, Value>,
     pub(crate) targets: Vec<Target>,
     /// The tables `[package.metadata.…]`.
@@ -117,11 +118,6 @@ impl Metadata {
 }
 
 impl PackageMetadata {
-    /// Returns whether its manifest allows it to be published.
-    pub(crate) fn is_published(&self) -> bool {
-        self.publish.is_none()
-    }
-
     /// Returns whether it has a library, and its manifest does not say how docs.rs builds its documentation.
     pub(crate) fn lacks_docs_rs(&self) -> bool {
         let has_library =

@@ -48,7 +48,7 @@ pub(crate) fn run() -> Result<bool> {
 }
 
 fn published(workspace: &Metadata) -> impl Iterator<Item = Package<'_>> {
-    workspace.packages.iter().filter(|package| package.is_member() && package.is_published())
+    workspace.packages.iter().filter(|package| package.is_member() && package.publish.is_none())
 }
 
 /// Returns what is missing or wrong in the manifests of published crates.

@@ -16,7 +16,7 @@ use serde_json::Value;
 
 use crate::Result;
 use crate::arguments::GpuOptions;
-use crate::bars::{lines, show};
+use crate::bars::{lines, print_table, show};
 use crate::harness;
 use crate::process::{self, Output};
 use checks::{BenchRun, Check, Needs};
@@ -88,8 +88,11 @@ fn run_all(kit: &Kit, options: &GpuOptions) -> Result<bool> {
             Err(why) => failures.push(format!("{}: {why}", run.name)),
         }
     }
-    print_table("what | blocks | memory | GB/s | limit | GB/s | ratio | from | to", points.iter().map(row));
-    print_table("bar | asked | is | | |", bars.into_iter());
+    print_table(
+        "what | blocks | memory | GB/s | limit | GB/s | ratio | from | to",
+        &points.iter().map(row).collect::<Vec<_>>(),
+    );
+    print_table("bar | asked | is | | |", &bars);
     if !real {
         println!("\nthis was the stand-in, made of host memory: its figures mean nothing");
     }
@@ -138,15 +141,6 @@ fn bench(kit: &Kit, run: &BenchRun, quick: bool) -> Result<Vec<Value>> {
         command.args(["--block", &run.block, "--count", &run.count]);
     }
     lines(&process::output_of(command, LIMIT)?)
-}
-
-/// Prints a table, unless it has no rows.
-fn print_table(head: &str, rows: impl Iterator<Item = String>) {
-    let rows: Vec<_> = rows.collect();
-    if !rows.is_empty() {
-        let rule = "---|".repeat(head.split('|').count());
-        println!("\n| {head} |\n|{rule}\n{}", rows.join("\n"));
-    }
 }
 
 /// Formats a line of the bench as a row of a table.

@@ -27,25 +27,25 @@ impl Ledger {
 
     /// Turns excused tests that are marked as fixed into failures, and returns the entries to commit for new ones.
     pub(crate) fn review(&self, tally: &mut Tally) -> Vec<String> {
-        let mut new = Vec::new();
+        let mut entries = Vec::new();
         for failure in std::mem::take(&mut tally.excused) {
             let Some(Test { name, program }) = &failure.test else { continue };
-            match self.0.iter().find(|entry| entry.test == *name && entry.program == program.title) {
-                Some(Entry { fixed: Some(fixed), .. }) => {
-                    tally.failures.push(failure.after(&format!("failed again, though fixed ({fixed})")));
-                    continue;
-                }
-                Some(_) => {}
-                None => {
-                    let (program, printed) = (&program.title, failure.printed.lines().map(str::trim));
-                    let first = printed.into_iter().find(|line| !line.is_empty()).unwrap_or("nothing");
-                    let cause = format!("not known yet; it printed: {first}");
-                    new.push(format!("test: {name}\nprogram: {program}\ncause: {cause}\nfixed: no\n"));
-                }
+            let program = &program.title;
+            let known = self.0.iter().find(|entry| entry.test == *name && entry.program == *program);
+            if known.is_none() {
+                let mut lines = failure.printed.lines().map(str::trim);
+                let first = lines.find(|line| !line.is_empty()).unwrap_or("nothing");
+                let cause = format!("not known yet; it printed: {first}");
+                entries.push(format!("test: {name}\nprogram: {program}\ncause: {cause}\nfixed: no\n"));
             }
-            tally.excused.push(failure);
+            match known.and_then(|entry| entry.fixed.as_ref()) {
+                Some(fixed) => {
+                    tally.failures.push(failure.after(&format!("failed again, though fixed ({fixed})")));
+                }
+                None => tally.excused.push(failure),
+            }
         }
-        new
+        entries
     }
 }
 

@@ -17,7 +17,7 @@ use crate::arguments::TestOptions;
 use crate::harness::{self, Failure, Tally, Test};
 use crate::metadata::Metadata;
 use crate::process::{self, Deadline, Output};
-use crate::skips::{self, Notes};
+use crate::skips;
 use crate::{Result, features, install, spelling};
 use ledger::Ledger;
 use programs::TestProgram;
@@ -145,20 +145,20 @@ impl TestRun<'_> {
         let done = AtomicUsize::new(0);
         let run = |program: TestProgram| {
             let start = Instant::now();
-            let (tally, notes) = self.program(&program).unwrap_or_else(|error| {
+            let tally = self.program(&program).unwrap_or_else(|error| {
                 let failures = vec![Failure::of_program(&program, &error.to_string())];
-                (Tally { failures, ..Tally::default() }, Notes::default())
+                Tally { failures, ..Tally::default() }
             });
             let (done, took) = (done.fetch_add(1, Ordering::Relaxed) + 1, start.elapsed());
             let verdict = if tally.failures.is_empty() { "ok" } else { "FAILED" };
             println!("{done:>3}/{count} {verdict:<6} {:>7.1} s  {}", took.as_secs_f64(), program.title);
-            (program.title, took, tally, notes)
+            (program.title, took, tally)
         };
         let mut results = programs::run_in_parallel(shared, threads, run);
         results.extend(programs::run_in_parallel(alone, 1, run));
         let mut sum = Tally::default();
-        for (title, took, tally, notes) in results {
-            self.summary.add_program(&title, took, notes.left_to_the_whole);
+        for (title, took, tally) in results {
+            self.summary.add_program(&title, took, &tally);
             sum.add(tally);
         }
         let (notes, skipped) = (self.notes.join("again"), sum.skips.clone());
@@ -176,7 +176,7 @@ impl TestRun<'_> {
     }
 
     /// Runs one test program; shows what it printed if it failed.
-    fn program(&self, program: &TestProgram) -> Result<(Tally, Notes)> {
+    fn program(&self, program: &TestProgram) -> Result<Tally> {
         let file = self.notes.join(file_name(&program.title));
         skips::clear(&file)?;
         let mut command = program.command();
@@ -186,7 +186,7 @@ impl TestRun<'_> {
         if !tally.failures.is_empty() {
             println!("---- cargo test {}\n{}", program.shown(), finished.output);
         }
-        Ok((tally, skips::read(&file)?))
+        Ok(tally)
     }
 }
 

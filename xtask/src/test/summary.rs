@@ -1,6 +1,5 @@
 //! Sums up a run: times, failures, skips and counts.
 
-use std::collections::BTreeSet;
 use std::fmt;
 use std::time::Duration;
 
@@ -38,12 +37,10 @@ impl Summary {
     }
 
     /// Adds how long a test program took, and what of it only `--whole` runs.
-    pub(crate) fn add_program(&mut self, title: &str, took: Duration, left_to_the_whole: BTreeSet<String>) {
+    pub(crate) fn add_program(&mut self, title: &str, took: Duration, tally: &Tally) {
         self.programs.push((title.to_owned(), took));
-        if !left_to_the_whole.is_empty() {
-            self.left_to_the_whole
-                .push(format!("{} ({title})", Vec::from_iter(left_to_the_whole).join(", ")));
-        }
+        let left: Vec<_> = tally.left_to_the_whole.iter().cloned().collect();
+        self.left_to_the_whole.extend((!left.is_empty()).then(|| format!("{} ({title})", left.join(", "))));
     }
 
     /// Adds entries to commit to the ledger.
@@ -80,7 +77,7 @@ impl fmt::Display for Summary {
         }
         let seconds = self.steps.iter().map(|(.., took)| *took).sum::<Duration>().as_secs_f64();
         writeln!(f, "{:<20} {:<6} {seconds:>8.1} s\n", "total", "")?;
-        let Tally { passed, failures, excused, gaps, skips } = &self.total;
+        let Tally { passed, failures, excused, gaps, skips, .. } = &self.total;
         list(f, "failed", failures)?;
         list(f, "failed among other tests and passed alone: find the cause of each", excused)?;
         list(f, "known gaps", gaps)?;
@@ -128,6 +125,7 @@ mod tests {
                 Skip::new("namespaces", "no iproute2; cure: --install"),
                 Skip::new("gpu", "no GPU [cannot run here]; cure: another machine"),
             ],
+            ..Tally::default()
         }
     }
 
@@ -156,8 +154,9 @@ mod tests {
     #[test]
     fn the_slowest_program_comes_first_and_the_whole_tier_says_what_it_adds() {
         let mut summary = Summary::new(false);
-        summary.add_program("-p quick --lib", Duration::from_millis(200), BTreeSet::new());
-        summary.add_program("-p slow --lib", Duration::from_secs(70), ["UCX 1.13".to_owned()].into());
+        summary.add_program("-p quick --lib", Duration::from_millis(200), &Tally::default());
+        let slow = Tally { left_to_the_whole: ["UCX 1.13".to_owned()].into(), ..Tally::default() };
+        summary.add_program("-p slow --lib", Duration::from_secs(70), &slow);
         let text = summary.to_string();
         assert!(
             text.trim_start().starts_with("70.0 s  -p slow --lib\n     0.2 s  -p quick --lib\n"),

@@ -13,10 +13,6 @@ const CORE: &str = "kvx-core";
 /// Async runtimes, by crate name.
 const RUNTIMES: [&str; 7] = ["async-executor", "async-std", "compio", "glommio", "monoio", "smol", "tokio"];
 
-/// Flags with which core compiles on Linux as it does on other systems: without Linux's modules and the dependencies
-/// that only those need.
-const PORTABLE: &str = "--cfg kvx_portable -D warnings";
-
 /// Bounds for users of one feature: the package, the feature, the most crates (the package included), and whether an
 /// async runtime may be among them.
 const SMALL: [(&str, &str, usize, bool); 2] =
@@ -67,13 +63,14 @@ fn check_dependencies(metadata: &Metadata, deadline: Deadline) -> Result<Vec<Str
     Ok(failures)
 }
 
-/// Compiles core as it compiles on other systems, without a warning.
+/// Compiles core as it compiles on other systems, without Linux's modules and their dependencies, without a warning.
 fn core_is_portable(metadata: &Metadata, deadline: Deadline) -> Result<Option<String>> {
-    let shown = format!("RUSTFLAGS=\"{PORTABLE}\" cargo check -p {CORE}");
+    let flags = "--cfg kvx_portable -D warnings";
+    let shown = format!("RUSTFLAGS=\"{flags}\" cargo check -p {CORE}");
     let mut check = process::cargo(["check", "-p", CORE]);
     // With other flags everything is built again, so it has a folder of its own. Encoded flags would take precedence.
     let target = metadata.target_directory.join("xtask/portable");
-    check.env("RUSTFLAGS", PORTABLE).env_remove("CARGO_ENCODED_RUSTFLAGS").env("CARGO_TARGET_DIR", target);
+    check.env("RUSTFLAGS", flags).env_remove("CARGO_ENCODED_RUSTFLAGS").env("CARGO_TARGET_DIR", target);
     Ok(process::failure_of(check, &shown, deadline)?)
 }
 

@@ -289,14 +289,10 @@ mod tests {
     }
 
     #[test]
-    fn both_streams_arrive_in_one_order_with_the_exit_status() {
+    fn both_streams_arrive_in_one_order_with_the_exit_status_and_errors_name_the_program() {
         let finished = shell("echo one; echo two >&2; echo three; exit 3", LONG, Output::Shown);
         assert_eq!(finished.output, "one\ntwo\nthree\n");
         assert_eq!(finished.end.to_string(), "exit status: 3");
-    }
-
-    #[test]
-    fn an_error_names_the_program() {
         let error = output_of(Command::new("no-such-program"), LONG).unwrap_err();
         assert!(error.to_string().contains("no-such-program"), "{error}");
     }

@@ -24,9 +24,6 @@ use std::path::Path;
 /// The variable that names the file which tests append their skips to.
 pub(crate) const VARIABLE: &str = "KVX_SKIPS";
 
-/// In a reason: no cure on this machine.
-const CANNOT_RUN_HERE: &str = "[cannot run here]";
-
 /// A test that did not run.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Skip {
@@ -47,7 +44,7 @@ impl Skip {
 
     /// Returns whether the test could run on this machine after the cure.
     pub(crate) fn can_run_here(&self) -> bool {
-        !self.reason.contains(CANNOT_RUN_HERE)
+        !self.reason.contains("[cannot run here]")
     }
 }
 

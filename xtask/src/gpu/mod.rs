@@ -82,16 +82,13 @@ fn run_all(kit: &Kit, options: &GpuOptions) -> Result<bool> {
                         Err(why) => failures.push(why.to_string()),
                     }
                 }
-                points.extend(lines);
+                points.extend(lines.iter().map(row));
             }
             Err(why) if !real && run.needs != Needs::Nothing => println!("<== not over the stand-in: {why}"),
             Err(why) => failures.push(format!("{}: {why}", run.name)),
         }
     }
-    print_table(
-        "what | blocks | memory | GB/s | limit | GB/s | ratio | from | to",
-        &points.iter().map(row).collect::<Vec<_>>(),
-    );
+    print_table("what | blocks | memory | GB/s | limit | GB/s | ratio | from | to", &points);
     print_table("bar | asked | is | | |", &bars);
     if !real {
         println!("\nthis was the stand-in, made of host memory: its figures mean nothing");

@@ -73,7 +73,7 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
         });
     }
     if tier == Tier::Whole && options.only.is_empty() && options.package.is_none() {
-        run.summary.record_whole_run(date_and_commit()?);
+        run.summary.date_and_commit = Some(date_and_commit()?);
     }
     println!("{}", run.summary);
     Ok(run.summary.held())
@@ -164,7 +164,7 @@ impl TestRun<'_> {
         let (notes, skipped) = (self.notes.join("again"), sum.skips.clone());
         let passes = |test: &Test| excuse::passes_alone(test, &notes, &self.variables(), &skipped);
         excuse::excuse(&mut sum, if self.options.strict { 0 } else { excuse::MOST }, passes);
-        self.summary.add_ledger_entries(self.ledger.review(&mut sum));
+        self.summary.ledger_entries = self.ledger.review(&mut sum);
         if sum.passed == 0 && sum.failures.is_empty() {
             sum.failures.push(Failure::from(format!("no test ran (cargo test {})", self.crates)));
         }

@@ -67,11 +67,6 @@ impl Step {
     }
 }
 
-/// Returns the names of the steps, in order.
-pub(crate) fn names() -> impl Iterator<Item = &'static str> {
-    STEPS.iter().map(|step| step.name.as_str())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -107,7 +102,7 @@ mod tests {
         assert_eq!(of(Tier::Fast, None), ["format", "lints", "install", "tests"]);
         let usual = ["format", "lints", "features", "docs", "install", "spelling", "kernels", "tests"];
         assert_eq!(of(Tier::Usual, None), usual);
-        assert_eq!(of(Tier::Whole, None), names().collect::<Vec<_>>());
+        assert_eq!(of(Tier::Whole, None), STEPS.iter().map(|step| step.name.as_str()).collect::<Vec<_>>());
         assert!(of(Tier::Whole, Some("kvx-ucx")).contains(&"bindings"));
         assert!(!of(Tier::Whole, Some("kvx-ucx")).contains(&"demo"));
     }

@@ -14,8 +14,10 @@ pub(crate) struct Summary {
     total: Tally,
     programs: Vec<(String, Duration)>,
     left_to_the_whole: Vec<String>,
-    ledger_entries: Vec<String>,
-    commit: Option<String>,
+    /// Entries to commit to the ledger.
+    pub(super) ledger_entries: Vec<String>,
+    /// The date and the commit of a whole run, which is printed as a line for `whole.txt`.
+    pub(super) date_and_commit: Option<String>,
 }
 
 impl Summary {
@@ -41,16 +43,6 @@ impl Summary {
         self.programs.push((title.to_owned(), took));
         let left: Vec<_> = tally.left_to_the_whole.iter().cloned().collect();
         self.left_to_the_whole.extend((!left.is_empty()).then(|| format!("{} ({title})", left.join(", "))));
-    }
-
-    /// Adds entries to commit to the ledger.
-    pub(crate) fn add_ledger_entries(&mut self, entries: Vec<String>) {
-        self.ledger_entries.extend(entries);
-    }
-
-    /// Makes the summary print a line for `whole.txt`, which begins with a date and a commit.
-    pub(crate) fn record_whole_run(&mut self, date_and_commit: String) {
-        self.commit = Some(date_and_commit);
     }
 
     /// Returns whether nothing failed.
@@ -87,7 +79,7 @@ impl fmt::Display for Summary {
         }
         let excused: Vec<_> = excused.iter().filter_map(|failure| failure.test.as_ref()).collect();
         let counts = format!("{passed} passed, {} failed, {} skipped", failures.len(), skips.len());
-        if let Some(commit) = &self.commit {
+        if let Some(commit) = &self.date_and_commit {
             writeln!(f, "commit to xtask/whole.txt:")?;
             writeln!(f, "{commit} {counts}, {} excused, {seconds:.0} s", excused.len())?;
         }
@@ -145,7 +137,7 @@ mod tests {
             assert!(text.contains(part), "{part} is not in:\n{text}");
         }
         assert!(text.ends_with(last) && !text.contains("whole.txt"), "{text}");
-        summary.record_whole_run("2026-11-29 76e1750".to_owned());
+        summary.date_and_commit = Some("2026-11-29 76e1750".to_owned());
         let line = "2026-11-29 76e1750 8 passed, 1 failed, 2 skipped, 1 excused, 2 s";
         let text = summary.to_string();
         assert!(text.ends_with(&format!("\ncommit to xtask/whole.txt:\n{line}\n{last}")), "{text}");

@@ -91,7 +91,8 @@ pub(crate) struct TestOptions {
     #[arg(long = "crate", value_name = "NAME")]
     pub(crate) package: Option<String>,
     /// Run only this step; may be repeated
-    #[arg(long, value_name = "STEP", value_parser = PossibleValuesParser::new(steps::STEPS.iter().map(|step| &*step.name)))]
+    #[arg(long, value_name = "STEP")]
+    #[arg(value_parser = PossibleValuesParser::new(steps::STEPS.iter().map(|step| &*step.name)))]
     pub(crate) only: Vec<String>,
 }
 

@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser as _};
-use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, Parser, Subcommand};
+use clap::builder::PossibleValuesParser;
+use clap::{Args, Parser, Subcommand};
 
 use crate::interop::Interop;
 use crate::test::steps;
@@ -26,11 +26,7 @@ pub(crate) enum Request {
     /// Check that features build alone, and what the crates depend on
     Features,
     /// Build each crate from its tarball, as users do, and run README's program; check deny.toml
-    Package {
-        /// Instead ask the registry whether the crates' names are free
-        #[arg(long)]
-        names: bool,
-    },
+    Package,
     /// Run kvx together with other inference engines; downloads and builds a lot
     Interop(Interop),
     /// Generate the bindings to native libraries from the installed headers
@@ -80,53 +76,34 @@ pub(crate) struct TestOptions {
     #[arg(long)]
     pub(crate) install: bool,
     /// Fail if a test that could run on this machine is skipped
-    #[arg(long = "require", value_name = "all", action = ArgAction::Set, value_parser = require_all())]
-    #[arg(default_value = "nothing", hide_default_value = true, hide_possible_values = true)]
-    pub(crate) require_all: bool,
-    /// Fail if a test fails once, even if it passes alone (otherwise xtask/unsteady.txt records it)
+    #[arg(long, value_name = "all", value_parser = ["all"], hide_possible_values = true)]
+    pub(crate) require: Option<String>,
+    /// Fail if a test fails once, even if it passes alone (otherwise it is excused, see xtask/flaky.txt)
     #[arg(long)]
     pub(crate) strict: bool,
-    /// The tier.
-    #[command(flatten)]
-    pub(crate) tier: Tier,
+    /// Only format, lints, unit tests and the contract in one process; minutes
+    #[arg(long, conflicts_with = "whole")]
+    pub(crate) fast: bool,
+    /// Also further versions of libraries, variants of suites, packages and the wheel
+    #[arg(long)]
+    pub(crate) whole: bool,
     /// Run only what concerns this crate
     #[arg(long = "crate", value_name = "NAME")]
     pub(crate) package: Option<String>,
     /// Run only this step; may be repeated
-    #[arg(long, value_name = "STEP", value_parser = PossibleValuesParser::new(steps::names()))]
+    #[arg(long, value_name = "STEP")]
+    #[arg(value_parser = PossibleValuesParser::new(steps::STEPS.iter().map(|step| &*step.name)))]
     pub(crate) only: Vec<String>,
 }
 
-fn require_all() -> impl clap::builder::TypedValueParser<Value = bool> {
-    let values = [PossibleValue::new("all"), PossibleValue::new("nothing").hide(true)];
-    PossibleValuesParser::new(values).map(|value| value == "all")
-}
-
-impl FromArgMatches for Tier {
-    fn from_arg_matches(matches: &ArgMatches) -> Result<Tier, clap::Error> {
-        Ok(match (matches.get_flag("fast"), matches.get_flag("whole")) {
+impl TestOptions {
+    /// Returns the tier.
+    pub(crate) fn tier(&self) -> Tier {
+        match (self.fast, self.whole) {
             (true, _) => Tier::Fast,
             (_, true) => Tier::Whole,
-            (false, false) => Tier::default(),
-        })
-    }
-
-    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
-        *self = Tier::from_arg_matches(matches)?;
-        Ok(())
-    }
-}
-
-impl Args for Tier {
-    fn augment_args(command: Command) -> Command {
-        let fast = "Only format, lints, unit tests and the contract in one process; minutes";
-        let whole = "Also further versions of libraries, variants of suites, packages and the wheel";
-        let flag = |name, help| Arg::new(name).long(name).action(ArgAction::SetTrue).help(help);
-        command.arg(flag("fast", fast).conflicts_with("whole")).arg(flag("whole", whole))
-    }
-
-    fn augment_args_for_update(command: Command) -> Command {
-        Tier::augment_args(command)
+            (false, false) => Tier::Usual,
+        }
     }
 }
 
@@ -185,7 +162,7 @@ pub(crate) struct FuzzOptions {
     #[arg(long)]
     pub(crate) keep: bool,
     /// Only these targets; without a name all of them
-    #[arg(value_name = "TARGET", value_parser = fuzz::known)]
+    #[arg(value_name = "TARGET", value_parser = one_of(fuzz::targets()))]
     pub(crate) only: Vec<String>,
 }
 
@@ -200,6 +177,14 @@ pub(crate) struct LimitsOptions {
     pub(crate) only: Vec<String>,
 }
 
+/// Returns a parser of names that are found at run time.
+pub(crate) fn one_of(names: Vec<String>) -> impl Fn(&str) -> Result<String, String> + Clone + Send + Sync {
+    move |name| match names.iter().any(|known| known == name) {
+        true => Ok(name.to_owned()),
+        false => Err(format!("known names: {}", names.join(", "))),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -211,23 +196,22 @@ mod tests {
     }
 
     #[test]
-    fn clap_finds_no_contradiction() {
+    fn options_come_in_any_order_and_do_not_contradict_each_other() {
         Arguments::command().debug_assert();
-    }
-
-    #[test]
-    fn test_takes_its_options_in_any_order() {
         let line = "test --only docs --require all --only demo --strict --crate kvx-core --whole --install";
         let options = TestOptions {
             install: true,
-            require_all: true,
+            require: Some("all".to_owned()),
             strict: true,
-            tier: Tier::Whole,
+            fast: false,
+            whole: true,
             package: Some("kvx-core".to_owned()),
             only: vec!["docs".to_owned(), "demo".to_owned()],
         };
+        assert_eq!(options.tier(), Tier::Whole);
         assert_eq!(parse(line), Ok(Request::Test(options)));
         assert_eq!(parse("test"), Ok(Request::Test(TestOptions::default())));
+        assert_eq!(TestOptions::default().tier(), Tier::Usual);
     }
 
     #[test]

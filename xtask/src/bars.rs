@@ -69,9 +69,10 @@ impl Bar {
         let (median, last) = (figures[figures.len() / 2], figures[figures.len() - 1]);
         let held = self.at_least.is_none_or(|least| median >= least)
             && self.at_most.is_none_or(|most| median <= most);
+        let met = if held { "met" } else { "MISSED" };
         let (asked, verdict) = match (self.at_least, self.at_most) {
-            (Some(least), _) => (format!("at least {}", show(least)), if held { "met" } else { "MISSED" }),
-            (_, Some(most)) => (format!("at most {}", show(most)), if held { "met" } else { "MISSED" }),
+            (Some(least), _) => (format!("at least {}", show(least)), met),
+            (_, Some(most)) => (format!("at most {}", show(most)), met),
             (None, None) => ("-".to_owned(), ""),
         };
         let [median, first, last] = [median, figures[0], last].map(show);
@@ -97,6 +98,14 @@ fn number(lines: &[Value], at: &str, field: &str) -> Option<f64> {
 pub(crate) fn lines(output: &str) -> Result<Vec<Value>> {
     let lines = output.lines().filter(|line| line.starts_with('{'));
     Ok(lines.map(serde_json::from_str).collect::<std::result::Result<_, _>>()?)
+}
+
+/// Prints a table, unless it has no rows.
+pub(crate) fn print_table(head: &str, rows: &[String]) {
+    if !rows.is_empty() {
+        let rule = "---|".repeat(head.split('|').count());
+        println!("\n| {head} |\n|{rule}\n{}", rows.join("\n"));
+    }
 }
 
 /// Formats a figure with three digits or more.

@@ -4,13 +4,13 @@
 
 use crate::metadata::Metadata;
 use crate::process::{self, Output};
-use crate::skips::{self, Skip};
+use crate::skips;
 use crate::test::steps;
 use crate::{Result, root};
 
 /// Writes every file again, or only compares; returns false if a compared one differs.
 pub(crate) fn run(check: bool) -> Result<bool> {
-    let target = Metadata::of_members()?.target_directory()?;
+    let target = Metadata::of_members()?.target_directory;
     let mut cargo = process::cargo(["run", "--quiet", "--release", "--locked", "--manifest-path"]);
     cargo.arg(root().join("xtask/bindings/Cargo.toml"));
     cargo.arg("--target-dir").arg(target.join("xtask/bindings")).arg("--").arg(root()).arg(target);
@@ -19,8 +19,7 @@ pub(crate) fn run(check: bool) -> Result<bool> {
     for line in finished.output.lines() {
         if let Some((name, reason)) = line.strip_prefix("no headers: ").and_then(|line| line.split_once(": "))
         {
-            let cure = "cargo xtask test --install on Debian 12".to_owned();
-            skips::note(&Skip { name: name.to_owned(), reason: reason.to_owned(), cure })?;
+            skips::note(name, reason, "cargo xtask test --install on Debian 12")?;
         }
     }
     Ok(finished.succeeded())

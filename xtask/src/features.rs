@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use crate::Result;
-use crate::metadata::{Metadata, Package};
+use crate::metadata::Metadata;
 use crate::process::{self, Deadline};
 
 /// The crate that works under any async runtime, and therefore depends on none.
@@ -13,50 +13,30 @@ const CORE: &str = "kvx-core";
 /// Async runtimes, by crate name.
 const RUNTIMES: [&str; 7] = ["async-executor", "async-std", "compio", "glommio", "monoio", "smol", "tokio"];
 
-/// Flags with which core compiles on Linux as it does on other systems: without Linux's modules and the dependencies
-/// that only those need.
-const PORTABLE: &str = "--cfg kvx_portable -D warnings";
-
 /// Bounds for users of one feature: the package, the feature, the most crates (the package included), and whether an
 /// async runtime may be among them.
 const SMALL: [(&str, &str, usize, bool); 2] =
     [("kvx-transfer", "tcp", 59, true), ("kvx-connector", "params", 25, false)];
 
-/// Runs the cheap checks within `limit` and returns what failed, a sentence each.
-pub(crate) fn check(limit: Duration) -> Result<Vec<String>> {
-    run(limit, |_| {
-        ["--no-default-features", "--no-default-features --features tcp"].map(str::to_owned).into()
-    })
-}
-
-/// Runs every check within `limit`: the facade also with each feature alone, and with its default ones.
-pub(crate) fn check_every_choice(limit: Duration) -> Result<Vec<String>> {
-    run(limit, |facade| {
-        let alone = facade.features().map(|feature| format!("--no-default-features --features {feature}"));
-        alone.chain(["--no-default-features".to_owned(), "--features default".to_owned()]).collect()
-    })
-}
-
-fn run(limit: Duration, choices: impl Fn(Package<'_>) -> Vec<String>) -> Result<Vec<String>> {
+/// Runs the checks within `limit` and returns what failed, a sentence each. Compiles the facade without features and with
+/// `tcp` alone; with `all`, with each feature alone and with the default ones.
+pub(crate) fn check(all: bool, limit: Duration) -> Result<Vec<String>> {
     let deadline = Deadline::after(limit);
     let metadata = Metadata::of_everything()?;
     let facade = metadata.root_package()?;
-    let mut failures = builds(facade, &choices(facade), deadline)?;
-    failures.extend(check_dependencies(&metadata, deadline)?);
-    failures.extend(core_is_portable(&metadata, deadline)?);
-    Ok(failures)
-}
-
-/// Compiles the facade with each of these choices of features, without a warning.
-fn builds(facade: Package<'_>, choices: &[String], deadline: Deadline) -> Result<Vec<String>> {
+    let alone = facade.features.keys().filter(|name| name.as_str() == "tcp" || (all && *name != "default"));
+    let alone = alone.map(|feature| format!("--no-default-features --features {feature}"));
+    let others = ["--no-default-features", "--features default"].map(str::to_owned);
     let mut failures = Vec::new();
-    for choice in choices {
+    for choice in alone.chain(others.into_iter().take(if all { 2 } else { 1 })) {
         // Clippy does what `cargo check` does and shares its dependencies with the lint step. It passes `-D warnings`
         // to the facade alone, where RUSTFLAGS would compile every dependency again.
-        let line = format!("clippy -p {} {choice} -- -D warnings", facade.name());
+        let line = format!("clippy -p {} {choice} -- -D warnings", facade.name);
         let cargo = process::cargo(line.split(' '));
         failures.extend(process::failure_of(cargo, &format!("cargo {line}"), deadline)?);
     }
+    failures.extend(check_dependencies(&metadata, deadline)?);
+    failures.extend(core_is_portable(&metadata, deadline)?);
     Ok(failures)
 }
 
@@ -83,13 +63,14 @@ fn check_dependencies(metadata: &Metadata, deadline: Deadline) -> Result<Vec<Str
     Ok(failures)
 }
 
-/// Compiles core as it compiles on other systems, without a warning.
+/// Compiles core as it compiles on other systems, without Linux's modules and their dependencies, without a warning.
 fn core_is_portable(metadata: &Metadata, deadline: Deadline) -> Result<Option<String>> {
-    let shown = format!("RUSTFLAGS=\"{PORTABLE}\" cargo check -p {CORE}");
+    let flags = "--cfg kvx_portable -D warnings";
+    let shown = format!("RUSTFLAGS=\"{flags}\" cargo check -p {CORE}");
     let mut check = process::cargo(["check", "-p", CORE]);
     // With other flags everything is built again, so it has a folder of its own. Encoded flags would take precedence.
-    let target = metadata.target_directory()?.join("xtask/portable");
-    check.env("RUSTFLAGS", PORTABLE).env_remove("CARGO_ENCODED_RUSTFLAGS").env("CARGO_TARGET_DIR", target);
+    let target = metadata.target_directory.join("xtask/portable");
+    check.env("RUSTFLAGS", flags).env_remove("CARGO_ENCODED_RUSTFLAGS").env("CARGO_TARGET_DIR", target);
     Ok(process::failure_of(check, &shown, deadline)?)
 }
 
@@ -97,7 +78,7 @@ fn core_is_portable(metadata: &Metadata, deadline: Deadline) -> Result<Option<St
 fn wrong_rust_versions(metadata: &Metadata) -> Result<Vec<String>> {
     let workspace = metadata.root_package()?.rust_version.as_deref();
     let workspace = workspace.ok_or("the root package has no rust-version")?;
-    let wrong = metadata.packages().filter_map(|package| match package.rust_version.as_deref() {
+    let wrong = metadata.packages.iter().filter_map(|package| match package.rust_version.as_deref() {
         Some(needed) if !package.is_member() && numbers(needed) > numbers(workspace) => {
             Some(format!("{package} needs Rust {needed}, and the workspace's rust-version is {workspace}"))
         }

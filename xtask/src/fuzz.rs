@@ -8,9 +8,10 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::arguments::FuzzOptions;
+use crate::bars::print_table;
 use crate::metadata::Metadata;
 use crate::process::{self, Deadline, Output};
-use crate::{Result, root};
+use crate::{Result, root, subfolders};
 
 /// The committed corpora, a folder for each target.
 const CORPORA: &str = "fuzz/corpus";
@@ -32,22 +33,13 @@ const KEPT_IN_ALL: u64 = 6 << 10;
 const KEPT_AT_A_TIME: usize = 32;
 
 /// Returns the targets, each of which has a corpus.
-fn targets() -> Vec<String> {
-    let folders = std::fs::read_dir(root().join(CORPORA)).into_iter().flatten().flatten();
-    let mut names: Vec<_> = folders.filter_map(|folder| folder.file_name().into_string().ok()).collect();
-    names.sort();
-    names
-}
-
-/// Parses the name of a target.
-pub(crate) fn known(name: &str) -> std::result::Result<String, String> {
-    let targets = targets();
-    targets.iter().find(|known| *known == name).cloned().ok_or(format!("targets: {}", targets.join(", ")))
+pub(crate) fn targets() -> Vec<String> {
+    subfolders(CORPORA, |_| true)
 }
 
 /// Runs the targets one by one and prints a table; returns false if one of them found something.
 pub(crate) fn run(options: &FuzzOptions) -> Result<bool> {
-    let target = Metadata::of_members()?.target_directory()?.join("fuzz");
+    let target = Metadata::of_members()?.target_directory.join("fuzz");
     let program = build(&target)?;
     let chosen = if options.only.is_empty() { targets() } else { options.only.clone() };
     let mut rows = Vec::new();
@@ -55,9 +47,9 @@ pub(crate) fn run(options: &FuzzOptions) -> Result<bool> {
         eprintln!("{name}, {} s", options.seconds);
         rows.push(fuzz(name, options, &program, &target)?);
     }
-    println!("| target | seconds | executions | edges | found |\n|---|---|---|---|---|");
-    rows.iter().for_each(|(row, _)| println!("{row}"));
-    Ok(rows.iter().all(|(_, found)| !found))
+    let (rows, found): (Vec<_>, Vec<_>) = rows.into_iter().unzip();
+    print_table("target | seconds | executions | edges | found", &rows);
+    Ok(!found.contains(&true))
 }
 
 /// Builds the program with all targets.
@@ -113,8 +105,7 @@ fn after<'a>(output: &'a str, text: &str) -> Option<&'a str> {
 /// which reach most.
 fn keep(name: &str, program: &Path, grown: &Path, committed: &Path) -> Result<()> {
     let least = grown.with_extension("least");
-    std::fs::create_dir_all(&least)?;
-    std::fs::remove_dir_all(&least)?;
+    let _ = std::fs::remove_dir_all(&least); // of an earlier run
     std::fs::create_dir_all(&least)?;
     let mut command = Command::new(program);
     command.env(TARGET, name).args(["-set_cover_merge=1", "-rss_limit_mb=2048"]);

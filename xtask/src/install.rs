@@ -5,24 +5,20 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{LazyLock, Mutex};
-use std::thread;
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use serde::Deserialize;
 
-use crate::process::{self, Deadline, Output, locked, must_succeed};
+use crate::process::{self, Deadline, Output, must_succeed};
 use crate::{Result, peers};
-
-/// The number of Python environments that are filled at a time.
-const AT_A_TIME: usize = 4;
 
 /// NIXL's library below the packages of its wheel's environment.
 pub(crate) const NIXL_LIBRARY: &str = ".nixl_cu12.mesonpy.libs/libnixl_capi.so";
 
 /// The table of everything that can be installed.
 pub(crate) static TABLE: LazyLock<Table> =
-    LazyLock::new(|| toml::from_str(include_str!("../install.toml")).expect("a test parses install.toml"));
+    LazyLock::new(|| toml::from_str(include_str!("../install.toml")).expect("tests parse install.toml"));
 
 /// Names of Debian packages, and what each is for.
 type DebianPackages = BTreeMap<String, String>;
@@ -64,7 +60,7 @@ struct Wheel {
 
 /// Installs missing packages within `limit` and returns what could not be installed, a sentence each. The whole tier needs
 /// cargo-deny too, which is compiled.
-pub(crate) fn run(target: &Path, whole: bool, limit: Duration) -> Result<Vec<String>> {
+pub(crate) fn run(target: &Path, whole: bool, limit: Duration) -> Vec<String> {
     let is_wanted = |peer: &Peer| peer.variable.as_ref().is_none_or(|name| std::env::var_os(name).is_some());
     let peers: Vec<_> = TABLE.peers.iter().filter(|(_, peer)| is_wanted(peer)).collect();
     let deadline = Deadline::after(limit);
@@ -74,7 +70,7 @@ pub(crate) fn run(target: &Path, whole: bool, limit: Duration) -> Result<Vec<Str
         cargo.arg("--root").arg(target.join("peers/cargo-deny"));
         failures.extend(must_succeed(cargo, deadline).err().map(|error| error.to_string()));
     }
-    Ok(failures)
+    failures
 }
 
 /// Returns where cargo-deny is installed for the whole tier.
@@ -82,13 +78,14 @@ pub(crate) fn cargo_deny(target: &Path) -> PathBuf {
     target.join("peers/cargo-deny/bin/cargo-deny")
 }
 
-/// Installs peers by name and returns what could not be installed.
-pub(crate) fn peers(names: &[&str], target: &Path, deadline: Deadline) -> Vec<String> {
+/// Installs peers by name, or returns an error that says what could not be installed.
+pub(crate) fn peers(names: &[&str], target: &Path, deadline: Deadline) -> Result<()> {
     let peers: Vec<_> = TABLE.peers.iter().filter(|(name, _)| names.contains(&name.as_str())).collect();
-    install(&DebianPackages::new(), &peers, target, deadline)
+    let failures = install(&DebianPackages::new(), &peers, target, deadline);
+    if failures.is_empty() { Ok(()) } else { Err(failures.join("; ").into()) }
 }
 
-/// Installs Debian packages and, meanwhile, wheels; then builds the libraries, which need both.
+/// Installs Debian packages, then wheels, then builds the libraries, which need both.
 fn install(
     debian: &DebianPackages,
     peers: &[(&String, &Peer)],
@@ -97,34 +94,16 @@ fn install(
 ) -> Vec<String> {
     let packages = debian.iter().chain(peers.iter().flat_map(|(_, peer)| &peer.debian));
     let packages = packages.map(|(name, why)| (name.as_str(), why.as_str())).collect();
-    let failures = Mutex::new(Vec::new());
-    let note = |name: &str, result: Result<()>| {
-        if let Err(error) = result {
-            locked(&failures).push(format!("{name}: {error}"));
-        }
+    let mut failures = Vec::new();
+    let mut note = |name: &str, result: Result<()>| {
+        failures.extend(result.err().map(|error| format!("{name}: {error}")));
     };
-    let fill = |worker| {
-        for (name, peer) in peers.iter().skip(worker).step_by(AT_A_TIME) {
-            note(name, install_wheels(name, &peer.wheels, target, deadline));
-        }
-    };
-    let has_wheels = peers.iter().all(|(name, peer)| missing_wheels(name, &peer.wheels, target).is_empty());
-    thread::scope(|scope| {
-        let start = || (0..AT_A_TIME).for_each(|worker| drop(scope.spawn(move || fill(worker))));
-        // pip may be among the packages.
-        let wait_for_pip = !has_wheels && !has_pip(deadline);
-        if !wait_for_pip {
-            start();
-        }
-        note("Debian packages", install_debian_packages(&packages, deadline));
-        if wait_for_pip {
-            start();
-        }
-    });
+    note("Debian packages", install_debian_packages(&packages, deadline));
     for (name, peer) in peers {
-        note(name, peers::build(name, &peer.libraries, target, deadline));
+        let installed = install_wheels(name, &peer.wheels, target, deadline);
+        note(name, installed.and_then(|()| peers::build(name, &peer.libraries, target, deadline)));
     }
-    failures.into_inner().unwrap_or_default()
+    failures
 }
 
 fn install_debian_packages(packages: &BTreeMap<&str, &str>, deadline: Deadline) -> Result<()> {
@@ -168,21 +147,11 @@ fn missing<'a>(packages: &BTreeMap<&'a str, &str>, output: &str) -> Vec<&'a str>
     packages.keys().filter(|name| !installed.contains(name)).copied().collect()
 }
 
-fn has_pip(deadline: Deadline) -> bool {
-    let mut pip = Command::new("python3");
-    pip.args(["-m", "pip", "--version"]);
-    process::output_of(pip, deadline.left()).is_ok()
-}
-
-/// Returns the wheels of a peer that are not installed.
-fn missing_wheels<'a>(peer: &str, wheels: &'a Wheels, target: &Path) -> Vec<(&'a String, &'a Wheel)> {
-    let environment = Environment::of(target, peer);
-    wheels.iter().filter(|(name, wheel)| !environment.has(name, &wheel.version)).collect()
-}
-
 /// Installs the wheels of one peer that are missing, by one call of pip.
 fn install_wheels(peer: &str, wheels: &Wheels, target: &Path, deadline: Deadline) -> Result<()> {
-    let missing = missing_wheels(peer, wheels, target);
+    let environment = Environment::of(target, peer);
+    let missing: Vec<_> =
+        wheels.iter().filter(|(name, wheel)| !environment.has(name, &wheel.version)).collect();
     if missing.is_empty() {
         println!("wheels of {peer}: all {} installed", wheels.len());
         return Ok(());
@@ -192,7 +161,7 @@ fn install_wheels(peer: &str, wheels: &Wheels, target: &Path, deadline: Deadline
     }
     let wanted = missing.iter().map(|(name, wheel)| format!("{name}=={}", wheel.version));
     let arguments = ["--quiet", "--no-deps"].map(str::to_owned).into_iter().chain(wanted);
-    Environment::of(target, peer).install(arguments, deadline)
+    environment.install(arguments, deadline)
 }
 
 /// Returns whether this wheel of this peer is installed in its version.
@@ -231,46 +200,27 @@ impl Environment {
         names.map(|name| name.to_string_lossy().to_ascii_lowercase()).any(|name| name == record)
     }
 
-    /// Creates the environment if it does not exist.
-    pub(crate) fn create(&self, deadline: Deadline) -> Result<()> {
-        if self.python().exists() {
-            return Ok(());
-        }
-        let mut create = Command::new("python3");
-        create.args(["-m", "venv", "--without-pip"]).arg(&self.0);
-        must_succeed(create, deadline)
-    }
-
-    /// Runs `pip install` with these arguments for the environment.
+    /// Runs `pip install` with these arguments for the environment, which it creates if it does not exist.
     pub(crate) fn install(
         &self,
         arguments: impl IntoIterator<Item = String>,
         deadline: Deadline,
     ) -> Result<()> {
-        self.create(deadline)?;
+        if !self.python().exists() {
+            let mut create = Command::new("python3");
+            create.args(["-m", "venv", "--without-pip"]).arg(&self.0);
+            must_succeed(create, deadline)?;
+        }
         let mut pip = Command::new("python3");
         pip.args(["-m", "pip", "--disable-pip-version-check", "--python"]).arg(self.python());
-        must_succeed(
-            {
-                pip.arg("install").args(arguments);
-                pip
-            },
-            deadline,
-        )
+        pip.arg("install").args(arguments);
+        must_succeed(pip, deadline)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn every_row_says_why() {
-        let packages = TABLE.debian.iter().chain(TABLE.peers.values().flat_map(|peer| &peer.debian));
-        let wheels = TABLE.peers.values().flat_map(|peer| &peer.wheels);
-        let rows = packages.chain(wheels.map(|(name, wheel)| (name, &wheel.why)));
-        rows.for_each(|(name, why)| assert!(!why.is_empty(), "{name}"));
-    }
 
     #[test]
     fn a_package_is_missing_unless_dpkg_lists_it_as_installed() {

@@ -6,7 +6,7 @@ use std::process::Command;
 use crate::install::{self, Environment};
 use crate::metadata::Metadata;
 use crate::process::{Deadline, must_succeed};
-use crate::skips::{self, Skip};
+use crate::skips;
 use crate::test::steps;
 use crate::{Result, root};
 
@@ -29,22 +29,19 @@ const HIP: [&str; 2] =
 
 /// Writes the PTX again, or only compares, and compiles for AMD devices; returns false if the PTX differs.
 pub(crate) fn run(check: bool) -> Result<bool> {
-    let target = Metadata::of_members()?.target_directory()?;
-    let skip = |name: &str, reason: String| {
-        let cure = "cargo xtask test --install on Debian 12".to_owned();
-        skips::note(&Skip { name: name.to_owned(), reason, cure })
-    };
+    let target = Metadata::of_members()?.target_directory;
+    let skip = |name, reason: &str| skips::note(name, reason, "cargo xtask test --install on Debian 12");
     let mut held = true;
     let (peer, wheel) = NVRTC;
     match Environment::of(&target, peer).find(NVRTC_LIBRARY) {
         Some(library) if install::is_installed(peer, wheel, &target) => {
             held = renew(&library, &target, check)?
         }
-        _ => skip("kernels for CUDA", format!("{wheel} is not installed"))?,
+        _ => skip("kernels for CUDA", &format!("{wheel} is not installed"))?,
     }
     match HIP.iter().map(Path::new).find(|path| path.exists()) {
         Some(library) => compile_for_amd(library, &target)?,
-        None => skip("kernels for HIP", "libamdhip64.so.5 is not installed".to_owned())?,
+        None => skip("kernels for HIP", "libamdhip64.so.5 is not installed")?,
     }
     Ok(held)
 }

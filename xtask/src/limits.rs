@@ -2,7 +2,8 @@
 //!
 //! Not part of the tests: it takes minutes, 5 GiB of memory, and an otherwise idle machine.
 
-use std::path::PathBuf;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::arguments::LimitsOptions;
-use crate::bars::{Bar, lines};
+use crate::bars::{Bar, lines, print_table};
 use crate::install::{Environment, NIXL_LIBRARY};
 use crate::metadata::Metadata;
 use crate::process::{self, Deadline};
@@ -22,9 +23,6 @@ const IN_NIXL: &str = "kvx-nixl/benches/beside_ucx.py";
 const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
 /// How long one run may take.
 const RUN_LIMIT: Duration = Duration::from_secs(10 * 60);
-/// The variables that name NIXL's and Mooncake's libraries.
-const NIXL: &str = "KVX_RIXL_LIB";
-const MOONCAKE: &str = "KVX_MOONCAKE_LIB";
 
 /// The file `bars.toml`.
 #[derive(Deserialize)]
@@ -45,8 +43,7 @@ struct Run {
     argument: Option<String>,
     in_nixl: Option<String>,
     needs: Option<Library>,
-    #[serde(default = "ratio")]
-    field: String,
+    field: Option<String>,
     bars: Vec<Bar>,
 }
 
@@ -58,8 +55,22 @@ enum Library {
     Mooncake,
 }
 
-fn ratio() -> String {
-    "ratio".to_owned()
+impl Library {
+    /// Returns the variable that names it, for kvx and for this command.
+    fn variable(self) -> &'static str {
+        match self {
+            Library::Nixl => "KVX_RIXL_LIB",
+            Library::Mooncake => "KVX_MOONCAKE_LIB",
+        }
+    }
+
+    /// Returns the file that the variable names, or that of the wheel.
+    fn find(self, target: &Path) -> Option<PathBuf> {
+        std::env::var_os(self.variable()).map(PathBuf::from).or_else(|| match self {
+            Library::Nixl => Environment::of(target, "nixl").find(NIXL_LIBRARY),
+            Library::Mooncake => peers::mooncake_adapter(target),
+        })
+    }
 }
 
 fn runs() -> Result<Vec<Run>> {
@@ -68,113 +79,81 @@ fn runs() -> Result<Vec<Run>> {
 
 /// Runs everything as often as the options say, prints the table, and returns whether every bar holds.
 pub(crate) fn run(options: &LimitsOptions) -> Result<bool> {
-    let programs = Programs::find()?;
+    let target = Metadata::of_members()?.target_directory;
     let mut runs = runs()?;
     let names: Vec<_> = runs.iter().map(|run| run.name.clone()).collect();
     runs.retain(|run| options.only.is_empty() || options.only.iter().any(|only| run.name.contains(only)));
-    for run in runs.extract_if(.., |run| programs.lacks(run.needs)) {
+    for run in runs.extract_if(.., |run| run.needs.is_some_and(|library| library.find(&target).is_none())) {
         eprintln!("{} is left out: {:?} is missing (cargo xtask test --install)", run.name, run.needs);
     }
     if runs.is_empty() {
         return Err(format!("no run has this name or can run; the runs are: {}", names.join(", ")).into());
     }
-    programs.build(&runs)?;
+    build(&runs)?;
     let mut bars: Vec<_> = runs.iter().flat_map(|run| &run.bars).map(|bar| (bar, Vec::new())).collect();
     for time in 0..options.times {
         let mut figures = bars.iter_mut().map(|(_, figures)| figures);
         for run in &runs {
             eprintln!("{} of {}: {}", time + 1, options.times, run.name);
-            let lines = programs.run(run)?;
+            let lines = run.run(&target)?;
             for (bar, figures) in run.bars.iter().zip(&mut figures) {
-                figures.push(bar.figure(&lines, &run.field)?);
+                figures.push(bar.figure(&lines, run.field.as_deref().unwrap_or("ratio"))?);
             }
         }
     }
-    println!("| bar | asked | median of {} | from | to | |\n|---|---|---|---|---|---|", options.times);
-    let (count, mut missed) = (bars.len(), 0);
-    for (bar, figures) in bars {
-        let (line, held) = bar.row(figures);
-        missed += usize::from(!held);
-        println!("{line}");
-    }
-    println!("\n{count} bars, {missed} missed");
+    let (rows, held): (Vec<_>, Vec<_>) = bars.into_iter().map(|(bar, figures)| bar.row(figures)).unzip();
+    print_table(&format!("bar | asked | median of {} | from | to | ", options.times), &rows);
+    let missed = held.iter().filter(|held| !**held).count();
+    println!("\n{} bars, {missed} missed", rows.len());
     Ok(missed == 0)
 }
 
-/// The program `kvx` and the libraries that exist: those that variables name, or those of wheels.
-struct Programs {
-    kvx: PathBuf,
-    nixl: Option<PathBuf>,
-    mooncake: Option<PathBuf>,
+fn build(runs: &[Run]) -> Result<()> {
+    let line = |run: &Run| match (&run.benchmark, &run.of, &run.in_nixl) {
+        (Some(benchmark), Some(of), _) => format!("bench --no-run --bench {benchmark} -p {of}"),
+        (_, _, Some(_)) => "build --release -p kvx-nixl".to_owned(),
+        _ => "build --release -p kvx-cli".to_owned(),
+    };
+    let builds: BTreeSet<_> = runs.iter().map(line).collect();
+    let deadline = Deadline::after(BUILD_LIMIT);
+    builds.iter().try_for_each(|line| process::must_succeed(process::cargo(line.split(' ')), deadline))
 }
 
-impl Programs {
-    fn find() -> Result<Programs> {
-        let target = Metadata::of_members()?.target_directory()?;
-        let named = |variable: &str| std::env::var_os(variable).map(PathBuf::from);
-        Ok(Programs {
-            nixl: named(NIXL).or_else(|| Environment::of(&target, "nixl").find(NIXL_LIBRARY)),
-            mooncake: named(MOONCAKE).or_else(|| peers::mooncake_adapter(&target)),
-            kvx: target.join("release/kvx"),
-        })
-    }
-
-    fn lacks(&self, needs: Option<Library>) -> bool {
-        match needs {
-            None => false,
-            Some(Library::Nixl) => self.nixl.is_none(),
-            Some(Library::Mooncake) => self.mooncake.is_none(),
-        }
-    }
-
-    fn build(&self, runs: &[Run]) -> Result<()> {
-        let line = |run: &Run| match (&run.benchmark, &run.of, &run.in_nixl) {
-            (Some(benchmark), Some(of), _) => format!("bench --no-run --bench {benchmark} -p {of}"),
-            (_, _, Some(_)) => "build --release -p kvx-nixl".to_owned(),
-            _ => "build --release -p kvx-cli".to_owned(),
+impl Run {
+    /// Runs the program and returns what it printed.
+    fn run(&self, target: &Path) -> Result<Vec<Value>> {
+        let library = self.needs.and_then(|library| library.find(target));
+        // The Python of the environment that NIXL's library lies in.
+        let python = || {
+            let mut folders = library.iter().flat_map(|library| library.ancestors());
+            let python = folders.find_map(|at| Some(at.join("bin/python3")).filter(|python| python.exists()));
+            python.ok_or("NIXL's library lies in no Python environment")
         };
-        let mut builds: Vec<_> = runs.iter().map(line).collect();
-        builds.sort_unstable();
-        builds.dedup();
-        let deadline = Deadline::after(BUILD_LIMIT);
-        builds.iter().try_for_each(|line| process::must_succeed(process::cargo(line.split(' ')), deadline))
-    }
-
-    /// Returns the Python of the environment that NIXL's library lies in.
-    fn python(&self) -> Result<PathBuf> {
-        let mut folders = self.nixl.iter().flat_map(|library| library.ancestors());
-        let python = folders.find_map(|at| Some(at.join("bin/python3")).filter(|python| python.exists()));
-        Ok(python.ok_or("NIXL's library lies in no Python environment")?)
-    }
-
-    /// Runs a program and returns what it printed.
-    fn run(&self, run: &Run) -> Result<Vec<Value>> {
+        let release = target.join("release");
         let mut command;
-        if let (Some(benchmark), Some(of)) = (&run.benchmark, &run.of) {
-            let argument = run.argument.as_deref().unwrap_or("--bars");
+        if let (Some(benchmark), Some(of)) = (&self.benchmark, &self.of) {
+            let argument = self.argument.as_deref().unwrap_or("--bars");
             let line = format!("bench --bench {benchmark} -p {of} -- {argument}");
             command = process::cargo(line.split(' '));
-            if run.needs == Some(Library::Nixl) {
-                command.arg(self.python()?);
+            if self.needs == Some(Library::Nixl) {
+                command.arg(python()?);
             }
-        } else if let Some(what) = &run.in_nixl {
-            command = Command::new(self.python()?);
-            command.arg(crate::root().join(IN_NIXL)).arg(what).args(self.kvx.parent());
+        } else if let Some(what) = &self.in_nixl {
+            command = Command::new(python()?);
+            command.arg(crate::root().join(IN_NIXL)).arg(what).arg(&release);
         } else {
-            let arguments = run.bench.as_ref().ok_or_else(|| format!("{} runs nothing", run.name))?;
-            command = Command::new(&self.kvx);
+            let arguments = self.bench.as_ref().ok_or_else(|| format!("{} runs nothing", self.name))?;
+            let kvx = release.join("kvx");
+            command = Command::new(&kvx);
             command.args(["bench", "--json"]).args(arguments.split(' '));
-            if let Some(beside) = &run.beside {
-                command.arg("--beside").arg(format!("'{}' bench-beside {beside}", self.kvx.display()));
+            if let Some(beside) = &self.beside {
+                command.arg("--beside").arg(format!("'{}' bench-beside {beside}", kvx.display()));
             }
         }
-        if let (Some(Library::Nixl), Some(nixl)) = (run.needs, &self.nixl) {
-            command.env(NIXL, nixl).env("UCX_NET_DEVICES", "lo"); // UCX listens on all devices otherwise
+        if let (Some(needs), Some(library)) = (self.needs, &library) {
+            command.env(needs.variable(), library).env("UCX_NET_DEVICES", "lo"); // UCX would listen on all devices
         }
-        if let (Some(Library::Mooncake), Some(mooncake)) = (run.needs, &self.mooncake) {
-            command.env(MOONCAKE, mooncake);
-        }
-        lines(&process::output_of(command, RUN_LIMIT).map_err(|error| format!("{}: {error}", run.name))?)
+        lines(&process::output_of(command, RUN_LIMIT).map_err(|error| format!("{}: {error}", self.name))?)
     }
 }
 
@@ -184,7 +163,7 @@ mod tests {
 
     #[test]
     fn every_run_has_one_program_and_bars() {
-        let mut names = std::collections::BTreeSet::new();
+        let mut names = BTreeSet::new();
         for run in runs().unwrap() {
             let programs = [&run.bench, &run.benchmark, &run.in_nixl].into_iter().flatten().count();
             assert!(programs == 1 && !run.bars.is_empty(), "{}", run.name);

@@ -5,7 +5,6 @@
 mod arguments;
 mod bars;
 mod bindings;
-mod faults;
 mod features;
 mod fuzz;
 mod gpu;
@@ -18,8 +17,8 @@ mod metadata;
 mod package;
 mod peers;
 mod process;
+mod reliability;
 mod skips;
-mod soak;
 mod spelling;
 mod test;
 mod threads;
@@ -38,15 +37,15 @@ fn main() -> ExitCode {
     process::catch_interrupts();
     let held = match request {
         Request::Test(options) => test::run(&options),
-        Request::Features => features::check_every_choice(test::steps::LIMIT).map(all_held),
-        Request::Package { names } => package::command(names),
+        Request::Features => features::check(true, test::steps::LIMIT).map(all_held),
+        Request::Package => package::run(),
         Request::Interop(options) => interop::run(&options),
         Request::Bindings(options) => bindings::run(options.check),
         Request::Kernels(options) => kernels::run(options.check),
         Request::Peers { names } => peers::command(&names),
         Request::Gpu(options) => gpu::run(&options),
-        Request::Soak(options) => soak::run(&options),
-        Request::Faults(options) => faults::run(&options),
+        Request::Soak(options) => reliability::soak(&options),
+        Request::Faults(options) => reliability::faults(&options),
         Request::Fuzz(options) => fuzz::run(&options),
         Request::Limits(options) => limits::run(&options),
         Request::Loom => threads::loom(),
@@ -72,4 +71,13 @@ pub(crate) fn all_held(failures: Vec<String>) -> bool {
 /// Returns the root of the repository that xtask was built in.
 pub(crate) fn root() -> &'static std::path::Path {
     std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in a repository")
+}
+
+/// Returns the sorted names of the folders in a folder of the repository that pass the test.
+pub(crate) fn subfolders(of: &str, passes: impl Fn(&std::path::Path) -> bool) -> Vec<String> {
+    let entries = std::fs::read_dir(root().join(of)).into_iter().flatten().flatten();
+    let folders = entries.filter(|entry| entry.path().is_dir() && passes(&entry.path()));
+    let mut names: Vec<_> = folders.filter_map(|folder| folder.file_name().into_string().ok()).collect();
+    names.sort();
+    names
 }

@@ -18,8 +18,8 @@ const LIMIT: Duration = Duration::from_secs(300);
 #[derive(Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct Metadata {
-    packages: Vec<PackageMetadata>,
-    target_directory: PathBuf,
+    pub(crate) packages: Vec<PackageMetadata>,
+    pub(crate) target_directory: PathBuf,
     workspace_root: PathBuf,
 }
 
@@ -30,13 +30,14 @@ pub(crate) type Package<'a> = &'a PackageMetadata;
 #[derive(Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct PackageMetadata {
-    name: String,
+    pub(crate) name: String,
     pub(crate) version: String,
-    manifest_path: String,
+    pub(crate) manifest_path: PathBuf,
     source: Option<String>,
-    publish: Option<Vec<String>>,
-    features: BTreeMap<String, Value>,
-    targets: Vec<Target>,
+    /// The registries that it may be published to; `None` stands for any.
+    pub(crate) publish: Option<Vec<String>>,
+    pub(crate) features: BTreeMap<String, Value>,
+    pub(crate) targets: Vec<Target>,
     /// The tables `[package.metadata.…]`.
     metadata: Value,
     pub(crate) rust_version: Option<String>,
@@ -47,10 +48,32 @@ pub(crate) struct PackageMetadata {
     pub(crate) others: BTreeMap<String, Value>,
 }
 
+/// A target of a package.
 #[derive(Deserialize)]
-struct Target {
-    name: String,
-    kind: Vec<String>,
+pub(crate) struct Target {
+    pub(crate) name: String,
+    pub(crate) kind: Vec<String>,
+}
+
+/// Something that cargo has built, as `--message-format=json` reports it.
+#[derive(Deserialize)]
+pub(crate) struct Artifact {
+    pub(crate) manifest_path: PathBuf,
+    pub(crate) target: Target,
+    pub(crate) profile: Profile,
+    pub(crate) executable: Option<PathBuf>,
+    pub(crate) filenames: Vec<PathBuf>,
+}
+
+#[derive(Deserialize)]
+pub(crate) struct Profile {
+    pub(crate) test: bool,
+}
+
+/// Returns the artifacts in the output of a build.
+pub(crate) fn artifacts(output: &str) -> impl Iterator<Item = Artifact> {
+    // The other messages have other fields.
+    output.lines().filter_map(|line| serde_json::from_str(line).ok())
 }
 
 /// A dependency of a package.
@@ -62,14 +85,8 @@ pub(crate) struct Dependency {
     pub(crate) requirement: String,
     /// Where it lies, if not in the registry.
     pub(crate) path: Option<PathBuf>,
-    kind: Option<String>,
-}
-
-impl Dependency {
-    /// Returns whether only tests need it.
-    pub(crate) fn is_for_tests(&self) -> bool {
-        self.kind.as_deref() == Some("dev")
-    }
+    /// `dev` if only tests need it, `build` if its build script does.
+    pub(crate) kind: Option<String>,
 }
 
 impl Metadata {
@@ -93,39 +110,14 @@ impl Metadata {
         Ok(serde_json::from_str(&process::output_of(process::cargo(all.copied()), LIMIT)?)?)
     }
 
-    /// Returns the folder that cargo builds in.
-    pub(crate) fn target_directory(&self) -> Result<PathBuf> {
-        Ok(self.target_directory.clone())
-    }
-
     /// Returns the package at the root of the workspace: the facade.
     pub(crate) fn root_package(&self) -> Result<Package<'_>> {
-        let root = self.packages().find(|package| package.folder() == self.workspace_root);
+        let root = self.packages.iter().find(|package| package.folder() == self.workspace_root);
         Ok(root.ok_or("the workspace has no package at its root")?)
-    }
-
-    /// Returns all packages.
-    pub(crate) fn packages(&self) -> impl Iterator<Item = Package<'_>> {
-        self.packages.iter()
     }
 }
 
 impl PackageMetadata {
-    /// Returns its name.
-    pub(crate) fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// Returns its features without `default`.
-    pub(crate) fn features(&self) -> impl Iterator<Item = &str> {
-        self.features.keys().map(String::as_str).filter(|name| *name != "default")
-    }
-
-    /// Returns whether its manifest allows it to be published.
-    pub(crate) fn is_published(&self) -> bool {
-        self.publish.is_none()
-    }
-
     /// Returns whether it has a library, and its manifest does not say how docs.rs builds its documentation.
     pub(crate) fn lacks_docs_rs(&self) -> bool {
         let has_library =
@@ -133,14 +125,9 @@ impl PackageMetadata {
         has_library && !self.metadata["docs"]["rs"].is_object()
     }
 
-    /// Returns the path of its manifest.
-    pub(crate) fn manifest(&self) -> &str {
-        &self.manifest_path
-    }
-
     /// Returns the folder of its manifest.
     pub(crate) fn folder(&self) -> &Path {
-        Path::new(&self.manifest_path).parent().unwrap_or(Path::new(""))
+        self.manifest_path.parent().unwrap_or(Path::new(""))
     }
 
     /// Returns the entries of this list in `[package.metadata.kvx]`.
@@ -148,9 +135,9 @@ impl PackageMetadata {
         self.metadata["kvx"][list].as_array().into_iter().flatten().filter_map(Value::as_str)
     }
 
-    /// Returns the names of its targets.
-    pub(crate) fn targets(&self) -> impl Iterator<Item = &str> {
-        self.targets.iter().map(|target| target.name.as_str())
+    /// Returns `seconds` of `[package.metadata.kvx]`.
+    pub(crate) fn seconds_of_tests(&self) -> Option<u64> {
+        self.metadata["kvx"]["seconds"].as_u64()
     }
 
     /// Returns whether it is a member of the workspace, which has no other packages from paths.

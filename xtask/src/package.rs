@@ -9,8 +9,8 @@ use serde_json::Value;
 
 use crate::metadata::{Metadata, Package};
 use crate::process::{self, Deadline, Output};
-use crate::skips::{self, Skip};
-use crate::{Result, install, root};
+use crate::skips;
+use crate::{Result, all_held, install, root};
 
 /// The limit of the whole command.
 const LIMIT: Duration = Duration::from_secs(30 * 60);
@@ -25,24 +25,18 @@ const NATIVE_TOOLS: [&str; 5] = ["CC", "CXX", "HOST_CC", "HOST_CXX", "PKG_CONFIG
 const CHOICES: [(&str, &str); 2] =
     [("default features", ""), ("`tcp` alone", ", default-features = false, features = [\"tcp\"]")];
 
-/// Runs the checks, or only asks for the names; returns false if something failed.
-pub(crate) fn command(names: bool) -> Result<bool> {
-    let failures = if names { taken_names(&Metadata::of_members()?)? } else { check(LIMIT)? };
-    Ok(crate::all_held(failures))
-}
-
-/// Runs every check that needs no network within `limit` and returns what failed, a sentence each.
-pub(crate) fn check(limit: Duration) -> Result<Vec<String>> {
-    let deadline = Deadline::after(limit);
+/// Runs every check; returns false if something failed.
+pub(crate) fn run() -> Result<bool> {
+    let deadline = Deadline::after(LIMIT);
     let everything = Metadata::of_everything()?;
     let mut failures = manifests(&everything);
     let page = std::fs::read_to_string(root().join("docs/dependencies.md"))?;
     failures.extend(without_a_line(&everything, &page));
-    failures.extend(denied(&everything.target_directory()?, deadline)?);
+    failures.extend(denied(&everything.target_directory, deadline)?);
     if !failures.is_empty() {
-        return Ok(failures); // wrong manifests make the builds meaningless
+        return Ok(all_held(failures)); // wrong manifests make the builds meaningless
     }
-    let folder = everything.target_directory()?.join("xtask/package");
+    let folder = everything.target_directory.join("xtask/package");
     tarballs(&everything, &folder, deadline)?;
     failures.extend(compile_alone(&everything, &folder, deadline)?);
     for (what, features) in CHOICES {
@@ -50,11 +44,11 @@ pub(crate) fn check(limit: Duration) -> Result<Vec<String>> {
         let failure = readmes_program(&everything, &folder, features, deadline)?;
         failures.extend(failure.map(|why| format!("{what}: {why}")));
     }
-    Ok(failures)
+    Ok(all_held(failures))
 }
 
 fn published(workspace: &Metadata) -> impl Iterator<Item = Package<'_>> {
-    workspace.packages().filter(|package| package.is_member() && package.is_published())
+    workspace.packages.iter().filter(|package| package.is_member() && package.publish.is_none())
 }
 
 /// Returns what is missing or wrong in the manifests of published crates.
@@ -73,19 +67,19 @@ fn manifests(workspace: &Metadata) -> Vec<String> {
                 wrong.push(format!("{package} has {count} {field}: one to five are wanted"));
             }
         }
-        if package.lacks_docs_rs() {
-            wrong.push(format!("{package} has no [package.metadata.docs.rs]"));
-        }
-        for name in ["LICENSE-APACHE", "LICENSE-MIT"] {
-            if !package.folder().join(name).exists() {
-                wrong.push(format!("{package} has no {name}: link it to the workspace's"));
-            }
-        }
-        for dependency in package.dependencies.iter().filter(|it| it.path.is_some() && !it.is_for_tests()) {
+        let docs_rs = package.lacks_docs_rs().then(|| format!("{package} has no [package.metadata.docs.rs]"));
+        let files = ["LICENSE-APACHE", "LICENSE-MIT"].into_iter();
+        let missing = files.filter(|name| !package.folder().join(name).exists());
+        wrong.extend(
+            docs_rs.into_iter().chain(missing.map(|name| format!("{package} has no link to {name}"))),
+        );
+        for dependency in
+            package.dependencies.iter().filter(|it| it.path.is_some() && it.kind.as_deref() != Some("dev"))
+        {
             if dependency.requirement == "*" {
                 wrong.push(format!("{package} asks for no version of {} beside its path", dependency.name));
             }
-            if ours.iter().all(|other| other.name() != dependency.name) {
+            if ours.iter().all(|other| other.name != dependency.name) {
                 wrong.push(format!("{package} depends on {}, which is not published", dependency.name));
             }
         }
@@ -105,8 +99,8 @@ fn without_a_line(workspace: &Metadata, page: &str) -> Vec<String> {
 fn denied(target: &Path, deadline: Deadline) -> Result<Option<String>> {
     let installed = install::cargo_deny(target);
     if !installed.exists() {
-        let (name, reason) = ("licences and versions".to_owned(), "cargo-deny is not installed".to_owned());
-        skips::note(&Skip { name, reason, cure: "cargo xtask test --install --whole".to_owned() })?;
+        let cure = "cargo xtask test --install --whole";
+        skips::note("licences and versions", "cargo-deny is not installed", cure)?;
         return Ok(None);
     }
     let mut deny = Command::new(installed);
@@ -116,19 +110,15 @@ fn denied(target: &Path, deadline: Deadline) -> Result<Option<String>> {
 
 /// Makes the tarball of each crate and unpacks it.
 fn tarballs(workspace: &Metadata, folder: &Path, deadline: Deadline) -> Result<()> {
-    let mut cargo = process::cargo(["package", "--workspace", "--no-verify", "--allow-dirty", "--offline"]);
-    for package in workspace.packages().filter(|package| package.is_member() && !package.is_published()) {
-        cargo.args(["--exclude", package.name()]);
-    }
+    let mut cargo = process::cargo(["package", "--no-verify", "--allow-dirty", "--offline"]);
+    cargo.args(published(workspace).flat_map(|package| ["-p", &package.name]));
     cargo.arg("--target-dir").arg(folder);
     process::must_succeed(cargo, deadline)?;
     let unpacked = folder.join("unpacked");
-    if unpacked.exists() {
-        std::fs::remove_dir_all(&unpacked)?;
-    }
+    let _ = std::fs::remove_dir_all(&unpacked); // of an earlier run
     std::fs::create_dir_all(&unpacked)?;
     for package in published(workspace) {
-        let tarball = format!("{}-{}.crate", package.name(), package.version);
+        let tarball = format!("{}-{}.crate", package.name, package.version);
         let mut tar = Command::new("tar");
         // cargo gives all files one old time, with which cargo would take an earlier run's build for up to date.
         tar.arg("-xzmf").arg(folder.join("package").join(tarball)).arg("-C").arg(&unpacked);
@@ -143,9 +133,9 @@ fn compile_alone(workspace: &Metadata, folder: &Path, deadline: Deadline) -> Res
     for package in published(workspace) {
         println!("{package}, alone, from its tarball");
         let mut cargo = user_cargo("check", &unpacked(folder, package), folder);
-        for other in published(workspace).filter(|other| other.name() != package.name()) {
+        for other in published(workspace).filter(|other| other.name != package.name) {
             let path = unpacked(folder, other);
-            cargo.args(["--config", &format!("patch.crates-io.{}.path={path:?}", other.name())]);
+            cargo.args(["--config", &format!("patch.crates-io.{}.path={path:?}", other.name)]);
         }
         let finished = process::run(cargo, deadline.left(), Output::Quiet)?;
         if !finished.succeeded() {
@@ -173,11 +163,10 @@ fn readmes_program(
     let mut manifest = format!(
         "[package]\nname = \"user\"\nedition = \"2024\"\n\n[workspace]\n\n[dependencies]\n\
          kvx = {{ package = \"{}\", version = \"{}\"{features} }}\n\n[patch.crates-io]\n",
-        facade.name(),
-        facade.version
+        facade.name, facade.version
     );
     for package in published(workspace) {
-        manifest.push_str(&format!("{} = {{ path = {:?} }}\n", package.name(), unpacked(folder, package)));
+        manifest.push_str(&format!("{} = {{ path = {:?} }}\n", package.name, unpacked(folder, package)));
     }
     std::fs::write(program.join("Cargo.toml"), manifest)?;
     let finished = process::run(user_cargo("run", &program, folder), deadline.left(), Output::Shown)?;
@@ -200,32 +189,13 @@ fn user_cargo(command: &str, crate_folder: &Path, folder: &Path) -> Command {
 
 /// Returns where a crate's tarball is unpacked.
 fn unpacked(folder: &Path, package: Package<'_>) -> PathBuf {
-    folder.join("unpacked").join(format!("{}-{}", package.name(), package.version))
+    folder.join("unpacked").join(format!("{}-{}", package.name, package.version))
 }
 
 /// Returns README's first block of Rust.
 fn first_program(readme: &str) -> Option<String> {
     let (_, rest) = readme.split_once("```rust\n")?;
     Some(rest.split_once("```")?.0.to_owned())
-}
-
-/// Asks the registry for each crate's name and returns those that are taken; needs the network.
-fn taken_names(workspace: &Metadata) -> Result<Vec<String>> {
-    let mut taken = Vec::new();
-    for package in published(workspace) {
-        // From a folder outside: within the workspace cargo would show the member.
-        let mut cargo = process::cargo(["info", package.name()]);
-        cargo.current_dir(std::env::temp_dir());
-        let finished = process::run(cargo, Duration::from_secs(60), Output::Quiet)?;
-        if finished.succeeded() {
-            taken.push(format!("{} is taken", package.name()));
-        } else if finished.output.contains("could not find") {
-            println!("{}: free", package.name());
-        } else {
-            taken.push(format!("{}: cargo info failed: {}", package.name(), finished.output.trim()));
-        }
-    }
-    Ok(taken)
 }
 
 #[cfg(test)]
@@ -255,8 +225,8 @@ mod tests {
     fn the_crates_of_this_workspace_are_ready_to_be_published() {
         let members = Metadata::of_members().unwrap();
         assert_eq!(manifests(&members), Vec::<String>::new());
-        assert!(published(&members).any(|package| package.name() == "kvx-core"));
-        assert!(published(&members).all(|package| package.name() != "xtask"));
+        assert!(published(&members).any(|package| package.name == "kvx-core"));
+        assert!(published(&members).all(|package| package.name != "xtask"));
         let readme = std::fs::read_to_string(root().join("README.md")).unwrap();
         assert!(first_program(&readme).is_some_and(|program| program.contains("use kvx::")));
     }

@@ -37,12 +37,12 @@ pub(crate) fn names() -> impl Iterator<Item = &'static str> {
     TABLE.peers.keys().map(String::as_str)
 }
 
-/// Installs and builds what these peers need, or all; returns false if something failed.
+/// Installs and builds what these peers need, or all.
 pub(crate) fn command(chosen: &[String]) -> Result<bool> {
     let chosen: Vec<_> =
         names().filter(|name| chosen.is_empty() || chosen.iter().any(|one| one == name)).collect();
-    let target = Metadata::of_members()?.target_directory()?;
-    Ok(crate::all_held(install::peers(&chosen, &target, Deadline::after(steps::LIMIT))))
+    let target = Metadata::of_members()?.target_directory;
+    install::peers(&chosen, &target, Deadline::after(steps::LIMIT)).map(|()| true)
 }
 
 /// Builds the libraries of a peer that are older than their sources.
@@ -77,13 +77,8 @@ fn compile(source: &Path, options: &[String], output: &Path, deadline: Deadline)
     let unfinished = output.with_extension("so.new");
     let mut compile = Command::new("c++");
     compile.args(FLAGS.split(' ')).args(options).arg(root().join(source));
-    must_succeed(
-        {
-            compile.arg("-o").arg(&unfinished).arg("-ldl");
-            compile
-        },
-        deadline,
-    )?;
+    compile.arg("-o").arg(&unfinished).arg("-ldl");
+    must_succeed(compile, deadline)?;
     // A process that has the old one open keeps it.
     Ok(std::fs::rename(unfinished, output)?)
 }
@@ -128,14 +123,15 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("kvx-xtask-peers-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let [source, output, gone] = ["source", "output", "gone"].map(|name| folder.join(name));
-        let newer = |source: &PathBuf| is_newer(&output, std::slice::from_ref(source));
-        std::fs::write(&source, "1").unwrap();
-        assert!(!newer(&source));
         std::fs::write(&output, "1").unwrap();
-        assert!(newer(&source) && !newer(&gone));
-        let later = std::time::SystemTime::now() + std::time::Duration::from_secs(60);
-        std::fs::File::options().write(true).open(&source).unwrap().set_modified(later).unwrap();
-        assert!(!newer(&source));
+        std::fs::write(&source, "1").unwrap();
+        let touch =
+            |file| std::fs::File::open(file).unwrap().set_modified(std::time::SystemTime::now()).unwrap();
+        let newer = |output, source: &PathBuf| is_newer(output, std::slice::from_ref(source));
+        touch(&output);
+        assert!(newer(&output, &source) && !newer(&output, &gone) && !newer(&gone, &source));
+        touch(&source);
+        assert!(!newer(&output, &source));
         std::fs::remove_dir_all(folder).unwrap();
     }
 }

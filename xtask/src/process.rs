@@ -144,7 +144,12 @@ pub(crate) fn run(mut command: Command, limit: Duration, mode: Output) -> io::Re
         command.stderr(writer.try_clone()?);
     }
     command.stdin(Stdio::null()).stdout(writer).process_group(0);
-    let mut leader = start(&mut command).map_err(|error| {
+    let started = {
+        // Until `finish` reaps the leader no other group can get its id.
+        let mut running = locked(&RUNNING);
+        command.spawn().inspect(|leader| running.push(Pid::from_child(leader)))
+    };
+    let mut leader = started.map_err(|error| {
         io::Error::new(error.kind(), format!("cannot start {}: {error}", command.get_program().display()))
     })?;
     // Closes this process's copies of the pipe's writing end, so that the output ends with the children's copies.
@@ -231,14 +236,6 @@ fn exited(child: Pid) -> io::Result<bool> {
     Ok(waitid(WaitId::Pid(child), options)?.is_some())
 }
 
-/// Starts the leader of a group. Until [`finish`] reaps it no other group can get its id.
-fn start(command: &mut Command) -> io::Result<Child> {
-    let mut running = locked(&RUNNING);
-    let leader = command.spawn()?;
-    running.push(Pid::from_child(&leader));
-    Ok(leader)
-}
-
 /// Kills what is left of a group and reaps its leader.
 fn finish(leader: &mut Child) -> io::Result<ExitStatus> {
     let group = Pid::from_child(leader);
@@ -274,19 +271,13 @@ mod tests {
     }
 
     #[test]
-    fn a_child_over_its_limit_is_killed() {
-        let (limit, start) = (Duration::from_millis(200), Instant::now());
-        let finished = shell("exec sleep 60", limit, Output::Kept);
-        assert_eq!(finished.end, End::TimedOut(limit));
-        assert!(!finished.succeeded() && (limit..LONG).contains(&start.elapsed()));
-    }
-
-    #[test]
-    fn a_killed_child_leaves_no_process_behind() {
+    fn a_child_over_its_limit_is_killed_with_its_group() {
+        let (limit, start) = (Duration::from_secs(3), Instant::now());
         // The grandchild keeps the pipe open and ignores SIGTERM once it has printed its id.
         let script = r#"sh -c "trap '' TERM; echo \$\$; exec sleep 60" & wait"#;
-        let finished = shell(script, Duration::from_secs(3), Output::Kept);
-        assert!(matches!(finished.end, End::TimedOut(_)));
+        let finished = shell(script, limit, Output::Kept);
+        assert_eq!(finished.end, End::TimedOut(limit));
+        assert!(!finished.succeeded() && (limit..LONG).contains(&start.elapsed()));
         assert_ends(&finished.output);
     }
 
@@ -298,14 +289,10 @@ mod tests {
     }
 
     #[test]
-    fn both_streams_arrive_in_one_order_with_the_exit_status() {
+    fn both_streams_arrive_in_one_order_with_the_exit_status_and_errors_name_the_program() {
         let finished = shell("echo one; echo two >&2; echo three; exit 3", LONG, Output::Shown);
         assert_eq!(finished.output, "one\ntwo\nthree\n");
         assert_eq!(finished.end.to_string(), "exit status: 3");
-    }
-
-    #[test]
-    fn an_error_names_the_program() {
         let error = output_of(Command::new("no-such-program"), LONG).unwrap_err();
         assert!(error.to_string().contains("no-such-program"), "{error}");
     }

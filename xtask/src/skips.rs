@@ -24,9 +24,6 @@ use std::path::Path;
 /// The variable that names the file which tests append their skips to.
 pub(crate) const VARIABLE: &str = "KVX_SKIPS";
 
-/// In a reason: no cure on this machine.
-const CANNOT_RUN_HERE: &str = "[cannot run here]";
-
 /// A test that did not run.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Skip {
@@ -45,9 +42,9 @@ impl Skip {
         Skip { name: name.trim().to_owned(), reason: reason.trim().to_owned(), cure: cure.trim().to_owned() }
     }
 
-    /// Whether the test could run on this machine if the cure were followed.
+    /// Returns whether the test could run on this machine after the cure.
     pub(crate) fn can_run_here(&self) -> bool {
-        !self.reason.contains(CANNOT_RUN_HERE)
+        !self.reason.contains("[cannot run here]")
     }
 }
 
@@ -56,10 +53,6 @@ impl fmt::Display for Skip {
         write!(f, "{}: {}; cure: {}", self.name, self.reason, self.cure)
     }
 }
-
-/// What begins a line about what the whole run adds, and one about a known gap.
-const WHOLE: &str = "WHOLE ";
-const GAP: &str = "GAP ";
 
 /// What the tests of one program noted.
 #[derive(Debug, Default)]
@@ -75,9 +68,9 @@ pub(crate) struct Notes {
 fn parse(text: &str) -> Notes {
     let mut notes = Notes::default();
     for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {
-        if let Some(what) = line.strip_prefix(WHOLE) {
+        if let Some(what) = line.strip_prefix("WHOLE ") {
             notes.left_to_the_whole.insert(what.to_owned());
-        } else if let Some((test, _)) = line.strip_prefix(GAP).and_then(|rest| rest.split_once(": ")) {
+        } else if let Some((test, _)) = line.strip_prefix("GAP ").and_then(|rest| rest.split_once(": ")) {
             notes.gaps.push(test.to_owned());
         } else {
             let skip = line.strip_prefix("SKIP ").and_then(|rest| rest.split_once(": "));
@@ -88,7 +81,7 @@ fn parse(text: &str) -> Notes {
     notes
 }
 
-/// Whether two names mean the same test: either may leave out the leading modules.
+/// Returns whether two names mean the same test: either may leave out the leading modules.
 pub(crate) fn is_same_test(one: &str, other: &str) -> bool {
     let ends = |long: &str, short: &str| {
         long.strip_suffix(short).is_some_and(|before| before.is_empty() || before.ends_with("::"))
@@ -104,16 +97,12 @@ pub(crate) fn clear(path: &Path) -> io::Result<()> {
     std::fs::write(path, "")
 }
 
-/// Tells of a skip as a test does: on standard error, and in the file that the variable names.
-pub(crate) fn note(skip: &Skip) -> io::Result<()> {
-    let line = format!("SKIP {skip}\n");
+/// Reports a skip as tests do: on standard error, and in the file that the variable names.
+pub(crate) fn note(name: &str, reason: &str, cure: &str) -> io::Result<()> {
+    let line = format!("SKIP {name}: {reason}; cure: {cure}\n");
     eprint!("{line}");
-    match std::env::var_os(VARIABLE) {
-        Some(path) => {
-            std::fs::OpenOptions::new().append(true).create(true).open(path)?.write_all(line.as_bytes())
-        }
-        None => Ok(()),
-    }
+    let Some(path) = std::env::var_os(VARIABLE) else { return Ok(()) };
+    std::fs::OpenOptions::new().append(true).create(true).open(path)?.write_all(line.as_bytes())
 }
 
 /// Reads the file at `path`.
@@ -133,16 +122,16 @@ mod tests {
                     WHOLE UCX 1.13\n\
                     whatever\nSKIP a: b\n";
         let Notes { skips, gaps, left_to_the_whole } = parse(text);
-        assert_eq!(skips[0].name, "shm::huge_pages");
-        assert_eq!(skips[0].reason, "no huge pages: 0 of 8 free");
-        assert_eq!(skips[0].cure, "sysctl vm.nr_hugepages=8");
+        let [name, reason, cure] = [&skips[0].name, &skips[0].reason, &skips[0].cure];
+        assert_eq!((name.as_str(), reason.as_str()), ("shm::huge_pages", "no huge pages: 0 of 8 free"));
+        assert_eq!(cure, "sysctl vm.nr_hugepages=8");
         assert!(skips[0].can_run_here() && !skips[1].can_run_here());
         assert_eq!(format!("SKIP {}", skips[1]), text.lines().nth(1).unwrap());
         assert!(skips[2].reason.contains("form"));
         assert_eq!(skips[3], Skip::new("a", "b; cure: none given"));
         assert_eq!(
-            (gaps, left_to_the_whole),
-            (vec!["UCX::two::P11_x".to_owned()], ["UCX 1.13".to_owned()].into())
+            (gaps[0].as_str(), left_to_the_whole),
+            ("UCX::two::P11_x", ["UCX 1.13".to_owned()].into())
         );
     }
 

@@ -1,11 +1,10 @@
 //! `cargo xtask loom`: every order of threads in small models; `cargo xtask thread-sanitizer`: tests of core and native
 //! with every memory access watched.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::Result;
-use crate::harness::ran;
+use crate::harness::passed_and_skipped;
 use crate::metadata::Metadata;
 use crate::process::{self, Output};
 
@@ -31,9 +30,7 @@ const SUPPRESSIONS: &str = "xtask/thread-sanitizer.txt";
 
 /// Runs the models; returns false if one fails.
 pub(crate) fn loom() -> Result<bool> {
-    let mut cargo = process::cargo(MODELS.split(' '));
-    cargo.env("RUSTFLAGS", "--cfg kvx_loom").env("CARGO_TARGET_DIR", target("loom")?);
-    counted(process::run(cargo, LIMIT, Output::Shown)?)
+    run(MODELS, "loom", &[("RUSTFLAGS", "--cfg kvx_loom")])
 }
 
 /// Runs the tests under ThreadSanitizer; returns false if one fails or a race is reported.
@@ -41,29 +38,26 @@ pub(crate) fn sanitizer() -> Result<bool> {
     if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
         return Err("ThreadSanitizer runs on x86-64 Linux only, and this is another platform".into());
     }
-    let suppressions = crate::root().join(SUPPRESSIONS);
+    let options = format!("suppressions={}", crate::root().join(SUPPRESSIONS).display());
+    // RUSTC_BOOTSTRAP lets the stable compiler take the sanitizer's flags.
+    let variables = [("TSAN_OPTIONS", options.as_str()), ("RUSTC_BOOTSTRAP", "1"), ("RUSTFLAGS", WATCH)];
     let mut held = true;
     for part in WATCHED {
-        let mut cargo = process::cargo(part.split(' '));
-        cargo.env("TSAN_OPTIONS", format!("suppressions={}", suppressions.display()));
-        // It lets the stable compiler take the sanitizer's flags.
-        cargo.env("RUSTC_BOOTSTRAP", "1").env("RUSTFLAGS", WATCH).env("CARGO_TARGET_DIR", target("tsan")?);
-        held &= counted(process::run(cargo, LIMIT, Output::Shown)?)?;
+        held &= run(part, "tsan", &variables)?;
     }
     Ok(held)
 }
 
-/// Returns a target directory of its own, because other flags build everything again.
-fn target(name: &str) -> Result<PathBuf> {
-    Ok(Metadata::of_members()?.target_directory()?.join(name))
-}
-
-fn counted(finished: process::Finished) -> Result<bool> {
-    let (passed, _) = ran(&finished.output);
+/// Runs cargo with a target directory of its own, because other flags build everything again.
+fn run(line: &str, folder: &str, variables: &[(&str, &str)]) -> Result<bool> {
+    let mut cargo = process::cargo(line.split(' '));
+    cargo.envs(variables.iter().copied());
+    cargo.env("CARGO_TARGET_DIR", Metadata::of_members()?.target_directory.join(folder));
+    let finished = process::run(cargo, LIMIT, Output::Shown)?;
+    let (passed, _) = passed_and_skipped(&finished.output);
     println!("{}\n{passed} passed", finished.end);
     if passed == 0 {
-        Err("nothing ran: see above what could not be built".into())
-    } else {
-        Ok(finished.succeeded())
+        return Err("nothing ran: see above what could not be built".into());
     }
+    Ok(finished.succeeded())
 }

@@ -14,11 +14,8 @@ const LIMIT: Duration = Duration::from_secs(30 * 60);
 /// Makes the wheel; with `check`, installs and uses it in a new environment together with NIXL.
 pub(crate) fn command(check: bool) -> Result<bool> {
     let deadline = Deadline::after(LIMIT);
-    let target = Metadata::of_members()?.target_directory()?;
-    let failures = install::peers(&["wheel"], &target, deadline);
-    if !failures.is_empty() {
-        return Err(failures.join("; ").into());
-    }
+    let target = Metadata::of_members()?.target_directory;
+    install::peers(&["wheel"], &target, deadline)?;
     // The program as `cargo run --release` builds it, so that it exists already. The library last and alone: built
     // with the program, it contains more than it needs.
     for what in [["--bin", "kvx"], ["-p", "kvx-nixl"]] {

@@ -1,29 +1,23 @@
 //! Finds what a newer version of a header adds to the bindings of an older one.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use proc_macro2::{TokenStream, TokenTree};
 use quote::ToTokens;
 use syn::{File, Item};
 
-use crate::{by_name, name_of};
+use crate::name_of;
 
 /// Keeps the items of `file` whose names contain one of `wanted` and that `known` does not have in the same form.
 ///
 /// # Errors
 /// An item that is kept needs one that is not kept, and that `known` has in another form or not at all.
 pub(crate) fn keep_what_is_added(file: &mut File, known: &File, wanted: &[String]) -> Result<(), String> {
-    let known = by_name(known);
+    let known: BTreeMap<_, _> = known.items.iter().filter_map(|item| Some((name_of(item)?, item))).collect();
     let is_known = |name: &str, item: &Item| known.get(name).is_some_and(|other| same(item, other));
-    let added: BTreeSet<String> = file
-        .items
-        .iter()
-        .filter_map(|item| Some((name_of(item)?, item)))
-        .filter(|(name, item)| {
-            wanted.iter().any(|part| name.contains(part.as_str())) && !is_known(name, item)
-        })
-        .map(|(name, _)| name)
-        .collect();
+    let is_wanted = |name: &String| wanted.iter().any(|part| name.contains(part.as_str()));
+    let names = file.items.iter().filter_map(|item| name_of(item).filter(|name| !is_known(name, item)));
+    let added: BTreeSet<String> = names.filter(is_wanted).collect();
     let kept = |item: &Item| match name_of(item) {
         Some(name) => added.contains(&name),
         // Assertions and implementations belong to the type that they mention.

@@ -6,7 +6,6 @@
 mod difference;
 mod functions;
 
-use std::collections::BTreeMap;
 use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -120,6 +119,7 @@ fn generate(binding: &Binding, root: &Path, include: &Path) -> Result<String, Bo
 }
 
 fn bindgen(binding: &Binding, include: &Path) -> Result<String, Box<dyn Error>> {
+    let oldest = bindgen::RustTarget::stable(88, 0);
     let mut builder = bindgen::Builder::default()
         .clang_arg(format!("-I{}", include.display()))
         .default_enum_style(bindgen::EnumVariation::Consts)
@@ -129,7 +129,7 @@ fn bindgen(binding: &Binding, include: &Path) -> Result<String, Box<dyn Error>> 
         .generate_comments(false)
         .disable_header_comment()
         .merge_extern_blocks(true)
-        .rust_target(rust_version())
+        .rust_target(oldest.unwrap_or_else(|_| bindgen::RustTarget::default()))
         .use_core()
         .formatter(bindgen::Formatter::None);
     for header in &binding.headers {
@@ -142,11 +142,6 @@ fn bindgen(binding: &Binding, include: &Path) -> Result<String, Box<dyn Error>> 
     Ok(builder.generate()?.to_string())
 }
 
-/// Returns the oldest compiler that the bindings compile with.
-fn rust_version() -> bindgen::RustTarget {
-    bindgen::RustTarget::stable(88, 0).unwrap_or_else(|_| bindgen::RustTarget::default())
-}
-
 /// Returns the name that an item defines.
 fn name_of(item: &syn::Item) -> Option<String> {
     match item {
@@ -156,9 +151,4 @@ fn name_of(item: &syn::Item) -> Option<String> {
         syn::Item::Union(item) => Some(item.ident.to_string()),
         _ => None,
     }
-}
-
-/// Returns the items of a file that have names.
-fn by_name(file: &syn::File) -> BTreeMap<String, &syn::Item> {
-    file.items.iter().filter_map(|item| Some((name_of(item)?, item))).collect()
 }

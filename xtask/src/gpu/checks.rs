@@ -63,14 +63,18 @@ pub(crate) fn table() -> Result<Table> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::kit::PROGRAMS;
+
     #[test]
-    fn checks_are_of_programs_in_the_kit() {
+    fn checks_are_of_programs_in_the_kit_which_cargo_builds() {
         for check in super::table().unwrap().checks {
-            assert!(
-                super::super::kit::PROGRAMS.iter().any(|(name, ..)| *name == check.program),
-                "{}",
-                check.name
-            );
+            assert!(PROGRAMS.iter().any(|(name, ..)| *name == check.program), "{}", check.name);
+        }
+        let workspace = crate::metadata::Metadata::of_members().unwrap();
+        for (_, folder, target) in PROGRAMS {
+            let package =
+                workspace.packages.iter().find(|package| package.folder().ends_with(folder)).unwrap();
+            assert!(package.targets.iter().any(|it| it.name == target), "{folder} has no target {target}");
         }
     }
 }

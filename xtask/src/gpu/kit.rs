@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::checks::Needs;
 use crate::Result;
 use crate::install::{Environment, NIXL_LIBRARY};
-use crate::metadata::Metadata;
+use crate::metadata::{self, Artifact, Metadata};
 use crate::process;
 use crate::test::FEATURES;
 use crate::test::tier::{self, Tier};
@@ -20,9 +20,9 @@ pub(crate) const PROGRAMS: [(&str, &str, &str); 6] = [
     ("kvx", "kvx-cli", "kvx"),
     ("cuda-devices", "kvx-cuda", "stand_in"),
     ("cuda-conformance", "kvx-cuda", "conformance"),
-    ("connector-ranks", "kvx-connector", "ranks"),
-    ("ucx-conformance", "kvx-ucx", "conformance"),
-    ("rixl-conformance", "kvx-rixl", "conformance"),
+    ("connector-ranks", "kvx-connector", "it"),
+    ("ucx-conformance", "kvx-ucx", "it"),
+    ("rixl-conformance", "kvx-rixl", "it"),
 ];
 
 /// The stand-in for a driver, which the test programs load from their folder.
@@ -33,13 +33,6 @@ const PLUGIN: &str = "libplugin_KVX.so";
 const LIBRARIES: [&str; 2] = [STAND_IN, PLUGIN];
 /// xtask itself.
 pub(crate) const XTASK: &str = "xtask";
-
-/// The variable that names the driver, and the usual driver.
-const DRIVER: (&str, &str) = ("KVX_CUDA_LIB", "libcuda.so.1");
-
-/// Libraries of other people: the peer, and the file below the packages of its environment.
-const UCX: (&str, &str) = ("ucx", "libucx/lib/libucp.so.0");
-const NIXL: (&str, &str) = ("nixl", NIXL_LIBRARY);
 
 /// How long a build may take.
 const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
@@ -60,9 +53,8 @@ impl Kit {
         let calls = if release {
             vec![
                 "build --release -p kvx-cli -p kvx-nixl".to_owned(),
-                "test --release --no-run -p kvx-cuda -p kvx-ucx -p kvx-rixl --test conformance --test stand_in"
-                    .to_owned(),
-                "test --release --no-run -p kvx-connector --features runtime --test ranks".to_owned(),
+                "test --release --no-run -p kvx-cuda -p kvx-ucx -p kvx-rixl --tests".to_owned(),
+                "test --release --no-run -p kvx-connector --features runtime --test it".to_owned(),
             ]
         } else {
             // As `cargo xtask test` calls it: another choice of packages or features would build them again.
@@ -73,9 +65,9 @@ impl Kit {
             println!("cargo {line}");
             let mut cargo = process::cargo(line.split(' '));
             cargo.arg("--message-format=json-render-diagnostics");
-            files.extend(process::output_of(cargo, BUILD_LIMIT)?.lines().flat_map(files_of_artifact));
+            files.extend(files_of_build(&process::output_of(cargo, BUILD_LIMIT)?));
         }
-        Kit { files, peers: Metadata::of_members()?.target_directory()?.join("peers") }.checked()
+        Kit { files, peers: Metadata::of_members()?.target_directory.join("peers") }.checked()
     }
 
     /// Returns the kit in a folder.
@@ -100,7 +92,8 @@ impl Kit {
     pub(crate) fn command(&self, program: &str, needs: Needs) -> Result<Command> {
         let mut command = Command::new(self.file(program)?);
         // Without the variable test programs take the stand-in.
-        command.env(DRIVER.0, std::env::var_os(DRIVER.0).unwrap_or_else(|| DRIVER.1.into()));
+        command
+            .env("KVX_CUDA_LIB", std::env::var_os("KVX_CUDA_LIB").unwrap_or_else(|| "libcuda.so.1".into()));
         command.env(tier::VARIABLE, Tier::Whole.name());
         // NIXL and UCX log the ends of peers, which the tests are about.
         command.env("NIXL_LOG_LEVEL", "fatal").env("UCX_LOG_LEVEL", "fatal");
@@ -123,8 +116,8 @@ impl Kit {
     fn library(&self, needs: Needs) -> Option<PathBuf> {
         let (peer, file) = match needs {
             Needs::Nothing => return None,
-            Needs::Ucx => UCX,
-            Needs::Nixl | Needs::KvxInNixl => NIXL,
+            Needs::Ucx => ("ucx", "libucx/lib/libucp.so.0"),
+            Needs::Nixl | Needs::KvxInNixl => ("nixl", NIXL_LIBRARY),
         };
         Environment(self.peers.join(peer).join("venv")).find(file)
     }
@@ -149,22 +142,21 @@ fn names() -> impl Iterator<Item = &'static str> {
     PROGRAMS.iter().map(|(name, ..)| *name).chain(LIBRARIES)
 }
 
-/// Returns the files of the kit in a line that cargo printed.
-fn files_of_artifact(line: &str) -> Vec<(&'static str, PathBuf)> {
-    let message: Value = serde_json::from_str(line).unwrap_or_default();
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    let (manifest, target) = (text(&message["manifest_path"]), text(&message["target"]["name"]));
-    let package = Path::new(&manifest).parent().and_then(Path::file_name).unwrap_or_default();
-    let mut files = Vec::new();
-    // A program, or a test program; not the unit tests of a program.
-    if message["target"]["kind"][0] != "bin" || message["profile"]["test"] == false {
-        let programs = PROGRAMS.iter().filter(|(_, folder, of)| package == *folder && *of == target);
-        let file = message["executable"].as_str();
-        files.extend(programs.filter_map(|(name, ..)| Some((*name, file?.into()))));
-    }
-    for file in message["filenames"].as_array().into_iter().flatten().filter_map(Value::as_str) {
-        let name = LIBRARIES.into_iter().find(|name| file.ends_with(name));
-        files.extend(name.map(|name| (name, file.into())));
+/// Returns the files of the kit in the output of a build.
+fn files_of_build(output: &str) -> BTreeMap<&'static str, PathBuf> {
+    let mut files = BTreeMap::new();
+    for Artifact { manifest_path, target, profile, executable, filenames } in metadata::artifacts(output) {
+        let package = manifest_path.parent().and_then(Path::file_name).unwrap_or_default();
+        // A program, or a test program; not the unit tests of a program.
+        if target.kind[0] != "bin" || !profile.test {
+            let mut programs =
+                PROGRAMS.iter().filter(|(_, folder, of)| package == *folder && *of == target.name);
+            files.extend(programs.next().and_then(|(name, ..)| Some((*name, executable?))));
+        }
+        for file in filenames {
+            let name = LIBRARIES.into_iter().find(|name| file.file_name() == Some(name.as_ref()));
+            files.extend(name.map(|name| (name, file)));
+        }
     }
     files
 }
@@ -175,18 +167,18 @@ mod tests {
 
     #[test]
     fn files_are_found_in_cargos_lines() {
-        let files = |target: &str, kind: &str, test: bool| {
-            let text = format!(
+        let files = |target: &str, kind: &str, test: bool, file: &str| {
+            let line = format!(
                 r#"{{"manifest_path":"/x/kvx-cli/Cargo.toml","target":{{"name":"{target}","kind":["{kind}"]}},
-                    "profile":{{"test":{test}}},"executable":"/t/{target}"}}"#
+                    "profile":{{"test":{test}}},"executable":"/t/{target}","filenames":["/t/{file}"]}}"#
             );
-            files_of_artifact(&text)
+            Vec::from_iter(files_of_build(&format!("no JSON\n{}", line.replace('\n', ""))))
         };
-        assert_eq!(files("kvx", "bin", false), [("kvx", "/t/kvx".into())]);
-        assert_eq!([files("kvx", "bin", true), files("conformance", "test", true)], [[], []]);
-        let library = r#"{"manifest_path":"/x/stand-in/Cargo.toml","target":{"name":"kvx_stand_in"},
-                          "filenames":["/t/libkvx_stand_in.rlib","/t/libkvx_stand_in.so"]}"#;
-        assert_eq!(files_of_artifact(library), [(STAND_IN, "/t/libkvx_stand_in.so".into())]);
-        assert_eq!(files_of_artifact("no JSON"), []);
+        assert_eq!(files("kvx", "bin", false, "kvx"), [("kvx", "/t/kvx".into())]);
+        assert_eq!([files("kvx", "bin", true, "kvx"), files("it", "test", true, "it")], [[], []]);
+        assert_eq!(
+            files("kvx_stand_in", "lib", false, STAND_IN),
+            [(STAND_IN, format!("/t/{STAND_IN}").into())]
+        );
     }
 }

@@ -16,7 +16,7 @@ use serde_json::Value;
 
 use crate::Result;
 use crate::arguments::GpuOptions;
-use crate::bars::{lines, show};
+use crate::bars::{lines, print_table, show};
 use crate::harness;
 use crate::process::{self, Output};
 use checks::{BenchRun, Check, Needs};
@@ -60,13 +60,9 @@ fn run_all(kit: &Kit, options: &GpuOptions) -> Result<bool> {
     let mut failures = Vec::new();
     for check in table.checks.iter().filter(|check| chosen(&check.name)) {
         println!("==> {}: {}", check.name, check.what);
-        match test(kit, check, quick, real) {
-            Ok(counts) => println!("<== {}: {counts}\n", check.name),
-            Err(why) => {
-                println!("<== {}: FAILED: {why}\n", check.name);
-                failures.push(format!("{}: {why}", check.name));
-            }
-        }
+        let result = test(kit, check, quick, real).map_err(|why| format!("FAILED: {why}"));
+        failures.extend(result.as_ref().err().map(|why| format!("{}: {why}", check.name)));
+        println!("<== {}: {}\n", check.name, result.unwrap_or_else(|why| why));
     }
     let (mut points, mut bars) = (Vec::new(), Vec::new());
     for run in table.runs.iter().filter(|run| chosen(&run.name)) {
@@ -86,14 +82,14 @@ fn run_all(kit: &Kit, options: &GpuOptions) -> Result<bool> {
                         Err(why) => failures.push(why.to_string()),
                     }
                 }
-                points.extend(lines);
+                points.extend(lines.iter().map(row));
             }
             Err(why) if !real && run.needs != Needs::Nothing => println!("<== not over the stand-in: {why}"),
             Err(why) => failures.push(format!("{}: {why}", run.name)),
         }
     }
-    print_table("what | blocks | memory | GB/s | limit | GB/s | ratio | from | to", points.iter().map(row));
-    print_table("bar | asked | is | | |", bars.into_iter());
+    print_table("what | blocks | memory | GB/s | limit | GB/s | ratio | from | to", &points);
+    print_table("bar | asked | is | | |", &bars);
     if !real {
         println!("\nthis was the stand-in, made of host memory: its figures mean nothing");
     }
@@ -120,7 +116,7 @@ fn test(kit: &Kit, check: &Check, quick: bool, real: bool) -> Result<String> {
     // A real device is tested by all of them, also in a quick run.
     command.args(if quick && !real { &check.quick } else { &check.arguments });
     let finished = process::run(command, LIMIT, Output::Shown)?;
-    let (passed, skipped) = harness::ran(&finished.output);
+    let (passed, skipped) = harness::passed_and_skipped(&finished.output);
     if !finished.succeeded() {
         return Err(format!("{} after {passed} tests passed", finished.end).into());
     }
@@ -142,15 +138,6 @@ fn bench(kit: &Kit, run: &BenchRun, quick: bool) -> Result<Vec<Value>> {
         command.args(["--block", &run.block, "--count", &run.count]);
     }
     lines(&process::output_of(command, LIMIT)?)
-}
-
-/// Prints a table, unless it has no rows.
-fn print_table(head: &str, rows: impl Iterator<Item = String>) {
-    let rows: Vec<_> = rows.collect();
-    if !rows.is_empty() {
-        let rule = "---|".repeat(head.split('|').count());
-        println!("\n| {head} |\n|{rule}\n{}", rows.join("\n"));
-    }
 }
 
 /// Formats a line of the bench as a row of a table.

@@ -19,7 +19,7 @@ pub(super) const PARTS: [&str; 5] = ["llama", "qwen2", "SHM", "TCP", "kvx"];
 
 /// Builds the server and runs these parts, or all; returns false if something was not as it must be.
 pub(super) fn run(only: &[String]) -> Result<bool> {
-    let (deadline, target) = (Deadline::after(BUILD), Metadata::of_members()?.target_directory()?);
+    let (deadline, target) = (Deadline::after(BUILD), Metadata::of_members()?.target_directory);
     let (here, built) = (root().join("interop/mistralrs"), target.join("interop"));
     let mut prepare = Command::new("python3");
     prepare.arg(root().join("xtask/src/interop/mistralrs.py")).arg(&here).arg(VERSION);

@@ -4,18 +4,20 @@
 mod mistralrs;
 mod transformers;
 mod vllm;
-mod workspaces;
 
 use std::time::Duration;
 
 use clap::builder::PossibleValuesParser;
 use clap::{Args, Subcommand};
 
-use crate::Result;
-use crate::process;
+use crate::arguments::one_of;
+use crate::metadata::Metadata;
+use crate::{Result, process, root};
 
 /// The limit of building `kvx` and `kvx-nixl`.
 const BUILD: Duration = Duration::from_secs(60 * 60);
+/// The limit of one program of `interop/`; the first time all its dependencies are built.
+const RUN: Duration = Duration::from_secs(30 * 60);
 
 /// The options of `cargo xtask interop`.
 #[derive(Args, Debug, PartialEq)]
@@ -24,7 +26,7 @@ pub(crate) struct Interop {
     #[command(subcommand)]
     engine: Option<Engine>,
     /// Build and run these programs of interop/; without a name all of them
-    #[arg(value_name = "NAME", value_parser = workspaces::known)]
+    #[arg(value_name = "NAME", value_parser = one_of(workspaces()))]
     names: Vec<String>,
 }
 
@@ -50,7 +52,7 @@ enum Engine {
 /// Runs it; returns false if something was not as it must be.
 pub(crate) fn run(options: &Interop) -> Result<bool> {
     match &options.engine {
-        None => workspaces::run(&options.names),
+        None => run_workspaces(&options.names),
         Some(Engine::Vllm(options)) => vllm::run(options),
         Some(Engine::Mistralrs { parts }) => mistralrs::run(parts),
         Some(Engine::Transformers { record }) => transformers::run(*record),
@@ -61,4 +63,39 @@ pub(crate) fn run(options: &Interop) -> Result<bool> {
 fn build(package: &str) -> Result<()> {
     let cargo = process::cargo(["build", "--release", "-p", package]);
     process::must_succeed(cargo, process::Deadline::after(BUILD))
+}
+
+/// Returns the folders of `interop/` that are workspaces of their own, so that their
+/// dependencies reach nothing else. One with a hook is built by a command of its own.
+fn workspaces() -> Vec<String> {
+    crate::subfolders("interop", |folder| folder.join("Cargo.toml").exists() && !folder.join("hook").exists())
+}
+
+/// Builds and runs these programs, or all; returns false if one failed.
+fn run_workspaces(chosen: &[String]) -> Result<bool> {
+    let target = Metadata::of_members()?.target_directory.join("interop");
+    let mut held = true;
+    for name in workspaces().into_iter().filter(|name| chosen.is_empty() || chosen.contains(name)) {
+        println!("interop/{name}");
+        let mut cargo = process::cargo(["run"]);
+        cargo.current_dir(root().join("interop").join(&name)).env("CARGO_TARGET_DIR", &target);
+        held &= process::shown_to_succeed(cargo, RUN)?;
+    }
+    Ok(held)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_is_a_workspace_of_its_own() {
+        let names = workspaces();
+        assert!(names.iter().any(|name| name == "candle") && names.iter().all(|name| name != "mistralrs"));
+        for name in names {
+            let manifest = root().join("interop").join(&name).join("Cargo.toml");
+            let text = std::fs::read_to_string(manifest).unwrap();
+            assert!(text.lines().any(|line| line == "[workspace]"), "interop/{name}");
+        }
+    }
 }

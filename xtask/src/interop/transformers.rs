@@ -15,7 +15,7 @@ const LIMIT: Duration = Duration::from_secs(60 * 60);
 /// Installs transformers and runs the test that compares with it; returns false if the logits differ.
 pub(super) fn run(record: bool) -> Result<bool> {
     let deadline = Deadline::after(LIMIT);
-    let environment = Environment::of(&Metadata::of_members()?.target_directory()?, "transformers");
+    let environment = Environment::of(&Metadata::of_members()?.target_directory, "transformers");
     let arguments = ["--quiet"].into_iter().chain(PACKAGES).map(str::to_owned);
     environment.install(arguments, deadline)?;
     let mut test =

@@ -51,7 +51,7 @@ pub(super) fn run(options: &Options) -> Result<bool> {
     if options.kvx && mooncake {
         return Err("`--kvx` puts kvx into vLLM's NIXL: leave `--connector mooncake` out".into());
     }
-    let target = Metadata::of_members()?.target_directory()?;
+    let target = Metadata::of_members()?.target_directory;
     let work = target.join("peers/vllm");
     let mut set_up = Command::new("python3");
     set_up.arg(script("set_up.py")).arg(&work);
@@ -82,13 +82,10 @@ fn script(name: &str) -> PathBuf {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
+    use super::*;
     use serde_json::Value;
 
-    use super::*;
-
-    fn text(path: &Path) -> String {
+    fn text(path: &std::path::Path) -> String {
         std::fs::read_to_string(path).unwrap()
     }
 
@@ -103,10 +100,9 @@ mod tests {
         for program in ["vllm serve MODEL ", "kvx serve MODEL "] {
             let lines: Vec<_> = page.lines().filter(|line| line.starts_with(program)).collect();
             assert_eq!(lines.len(), 3, "mixed.py takes one of each: {lines:?}");
-            for mark in ["\"KVX\"", "\"MooncakeConnector\""] {
-                assert_eq!(lines.iter().filter(|line| line.contains(mark)).count(), 1, "{mark}");
-            }
-            assert!(lines.iter().all(|line| line.contains("--kv-transfer-config '{")));
+            let count = |mark| lines.iter().filter(|line| line.contains(mark)).count();
+            let marks = ["\"KVX\"", "\"MooncakeConnector\"", "--kv-transfer-config '{"];
+            assert_eq!(marks.map(count), [1, 1, 3], "{lines:?}");
         }
     }
 

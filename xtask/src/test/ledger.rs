@@ -1,25 +1,17 @@
-//! The ledger of flaky tests: `xtask/flaky.txt`, the tests that failed beside others and passed alone.
+//! The ledger of flaky tests: `xtask/flaky.txt`, the tests that failed among others and passed alone.
 //!
-//! An excuse holds for one run. A test that was excused belongs into the ledger, with what it printed, until its cause
-//! is found; the run prints the entry to commit. Entries are paragraphs of lines `key: value` with an empty line
-//! between them; lines that begin with `#` are for people. `fixed` becomes the day and the fix; a test that is excused
-//! again after that has failed.
-
-use std::path::PathBuf;
+//! A run prints the entry to commit for each excused test that the ledger does not have. Entries are paragraphs of lines
+//! `key: value` with an empty line between them; lines that begin with `#` are comments. `fixed` becomes the day and the
+//! fix; a test that is excused again after that has failed.
 
 use crate::Result;
 use crate::harness::{Tally, Test};
 
-/// A test that was excused once.
+/// A test that was excused once; `fixed` is `None` until it is fixed. Its cause is for people.
 #[derive(Clone, Debug, PartialEq)]
 struct Entry {
-    /// Its name.
     test: String,
-    /// Its program, as `cargo test` takes it.
     program: String,
-    /// Why it failed, or what it said while nobody knows.
-    cause: String,
-    /// What fixed it; `None` while nothing did.
     fixed: Option<String>,
 }
 
@@ -29,40 +21,32 @@ pub(crate) struct Ledger(Vec<Entry>);
 impl Ledger {
     /// Reads the ledger of this repository.
     pub(crate) fn load() -> Result<Ledger> {
-        Ledger::of(concat!(env!("CARGO_MANIFEST_DIR"), "/flaky.txt").into())
-    }
-
-    fn of(file: PathBuf) -> Result<Ledger> {
-        let text = std::fs::read_to_string(&file).map_err(|error| format!("{}: {error}", file.display()))?;
-        Ok(Ledger(parse(&text).map_err(|wrong| format!("{}: {wrong}", file.display()))?))
+        let text = std::fs::read_to_string(crate::root().join("xtask/flaky.txt"))?;
+        Ok(Ledger(parse(&text).map_err(|wrong| format!("xtask/flaky.txt: {wrong}"))?))
     }
 
     /// Turns excused tests that are marked as fixed into failures, and returns the entries to commit for new ones.
     pub(crate) fn review(&self, tally: &mut Tally) -> Vec<String> {
-        let mut new = Vec::new();
+        let mut entries = Vec::new();
         for failure in std::mem::take(&mut tally.excused) {
-            let Some(test) = &failure.test else { continue };
-            match self.0.iter().find(|entry| entry.test == test.name && entry.program == test.program.title) {
-                Some(Entry { fixed: Some(fixed), .. }) => {
-                    tally.failures.push(failure.after(&format!("failed again, though fixed ({fixed})")));
-                    continue;
-                }
-                Some(_) => {}
-                None => new.push(entry_for(test, &failure.said)),
+            let Some(Test { name, program }) = &failure.test else { continue };
+            let program = &program.title;
+            let known = self.0.iter().find(|entry| entry.test == *name && entry.program == *program);
+            if known.is_none() {
+                let mut lines = failure.printed.lines().map(str::trim);
+                let first = lines.find(|line| !line.is_empty()).unwrap_or("nothing");
+                let cause = format!("not known yet; it printed: {first}");
+                entries.push(format!("test: {name}\nprogram: {program}\ncause: {cause}\nfixed: no\n"));
             }
-            tally.excused.push(failure);
+            match known.and_then(|entry| entry.fixed.as_ref()) {
+                Some(fixed) => {
+                    tally.failures.push(failure.after(&format!("failed again, though fixed ({fixed})")));
+                }
+                None => tally.excused.push(failure),
+            }
         }
-        new
+        entries
     }
-}
-
-fn entry_for(test: &Test, printed: &str) -> String {
-    let first = printed.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or("nothing");
-    let Test { name, program } = test;
-    format!(
-        "test: {name}\nprogram: {}\ncause: not known yet; it printed: {first}\nfixed: no\n",
-        program.title
-    )
 }
 
 fn parse(text: &str) -> std::result::Result<Vec<Entry>, String> {
@@ -75,18 +59,14 @@ fn parse(text: &str) -> std::result::Result<Vec<Entry>, String> {
 }
 
 fn entry(lines: &[&str]) -> Option<Entry> {
-    let [test, program, cause, fixed] = lines else { return None };
     let value = |line: &str, key: &str| {
         let value = line.strip_prefix(key)?.strip_prefix(": ")?.trim();
         (!value.is_empty()).then(|| value.to_owned())
     };
-    let fixed = value(fixed, "fixed")?;
-    Some(Entry {
-        test: value(test, "test")?,
-        program: value(program, "program")?,
-        cause: value(cause, "cause")?,
-        fixed: (fixed != "no").then_some(fixed),
-    })
+    let [test, program, cause, fixed] = lines else { return None };
+    value(cause, "cause")?;
+    let fixed = Some(value(fixed, "fixed")?).filter(|fixed| fixed != "no");
+    Some(Entry { test: value(test, "test")?, program: value(program, "program")?, fixed })
 }
 
 #[cfg(test)]
@@ -96,7 +76,7 @@ mod tests {
     use crate::test::programs::TestProgram;
 
     const TEXT: &str = "\
-# For people.
+# A comment.
 
 test: known
 program: -p tcp --lib
@@ -113,7 +93,7 @@ fixed: 2026-11-23, asks the kernel for one
     fn new_excuses_are_entries_to_commit_and_fixed_ones_fail() {
         let ledger = Ledger(parse(TEXT).unwrap());
         let review = |name: &str| {
-            let program = TestProgram::of_nothing("-p tcp --lib");
+            let program = TestProgram::named("-p tcp --lib");
             let failure = Failure::of_test(name, &program, "\n  1 is not 2\nmore");
             let mut tally = Tally { passed: 1, excused: vec![failure], ..Tally::default() };
             (ledger.review(&mut tally), tally)
@@ -128,16 +108,20 @@ fixed: 2026-11-23, asks the kernel for one
         let (entries, tally) = review("fixed");
         assert!(entries.is_empty() && tally.excused.is_empty());
         assert!(tally.failures[0].to_string().contains("asks the kernel for one"));
+        assert!(parse("test: a\nprogram: b\ncause: c\n").unwrap_err().contains("test: a"), "incomplete");
     }
 
     #[test]
-    fn an_entry_with_a_line_missing_is_an_error() {
-        assert!(parse("test: a\nprogram: b\ncause: c\n").unwrap_err().contains("test: a"));
-        assert!(parse("test: a\nprogram: b\ncause: \nfixed: no\n").is_err());
-    }
-
-    #[test]
-    fn the_ledger_of_this_repository_can_be_read() {
-        Ledger::load().unwrap();
+    fn entries_of_this_repository_name_programs_that_exist() {
+        let workspace = crate::metadata::Metadata::of_members().unwrap();
+        for Entry { program, .. } in Ledger::load().unwrap().0 {
+            let words: Vec<_> = program.split(' ').collect();
+            let package = workspace.packages.iter().find(|package| package.name == words[1]);
+            let package = package.unwrap_or_else(|| panic!("no package of {program}"));
+            assert!(
+                words.get(3).is_none_or(|target| package.targets.iter().any(|it| it.name == *target)),
+                "{program}"
+            );
+        }
     }
 }

@@ -2,79 +2,75 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Mutex;
 use std::time::Duration;
-
-use serde_json::Value;
 
 use super::FEATURES;
 use super::tier::Tier;
 use crate::Result;
-use crate::metadata::{Metadata, Package};
-use crate::process::{self, Output};
+use crate::metadata::{self, Artifact, Metadata};
+use crate::process::{self, Output, locked};
 
 /// How long the build of all of them may take.
 const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
 
-/// What a crate's manifest may say of its test programs, below `[package.metadata.kvx]`: lists of targets' names.
-/// Those of the first run while nothing else does, those of the second are part of the fast tier.
+/// Lists of test targets that a manifest may have in `[package.metadata.kvx]`: those that run while no other program
+/// does, and those that are part of the fast tier. `seconds` there says about how long the crate's integration tests take.
 const LISTS: [&str; 2] = ["alone", "fast"];
 
 /// A program of tests.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct TestProgram {
-    /// What follows `cargo test` to run it and no other: its name wherever it is told.
+    /// The arguments with which `cargo test` runs it and no other.
     pub(crate) title: String,
-    /// Whether it is run while no other runs, because it measures what others would disturb.
+    /// Whether no other program may run meanwhile, because it measures what others would disturb.
     pub(crate) alone: bool,
-    /// The least tier that it is a part of.
+    /// The lowest tier that it is a part of.
     pub(crate) tier: Tier,
-    /// About how many seconds it takes where nothing is known of an earlier run.
-    pub(crate) guess: f64,
+    /// About how many seconds it takes: the longest starts first.
+    pub(crate) seconds: u64,
     call: Call,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 enum Call {
-    /// As `cargo test` would: in the package's folder.
+    /// Runs in the package's folder, as with `cargo test`.
     Executable { file: PathBuf, manifest: PathBuf },
-    /// Documentation tests: rustdoc's, whom only cargo can call.
+    /// Documentation tests, which only cargo can run.
     Cargo,
 }
 
-#[cfg(test)]
 impl TestProgram {
-    /// One of this name.
-    pub(crate) fn of_nothing(title: &str) -> TestProgram {
+    /// The documentation tests of these packages, or another program in tests.
+    pub(crate) fn named(title: &str) -> TestProgram {
         let (tier, call) = (Tier::Usual, Call::Cargo);
-        TestProgram { title: title.to_owned(), alone: false, tier, guess: 1.0, call }
+        TestProgram { title: title.to_owned(), alone: false, tier, seconds: 60, call }
     }
-}
 
-impl TestProgram {
-    /// Returns what follows `cargo test` to build and run it as it was here.
+    /// Returns the arguments with which `cargo test` builds and runs it as here.
     pub(crate) fn shown(&self) -> String {
         format!("{} {FEATURES}", self.title)
     }
 
-    /// The process that runs its tests.
+    /// Returns the command that runs its tests.
     pub(crate) fn command(&self) -> Command {
         match &self.call {
             Call::Executable { file, manifest } => {
                 let mut command = Command::new(file);
                 let folder = manifest.parent().unwrap_or(Path::new("."));
                 command.current_dir(folder).env("CARGO_MANIFEST_DIR", folder);
-                command.env("CARGO_MANIFEST_PATH", manifest);
+                command.env("CARGO_MANIFEST_PATH", manifest).env("NO_COLOR", "1");
                 command
             }
             Call::Cargo => {
                 let mut command = process::cargo(["test"]);
-                command.args(self.title.split(' ')).arg(FEATURES);
+                command.args(self.title.split(' ')).arg(FEATURES).env("CARGO_TERM_COLOR", "never");
                 command
             }
         }
     }
 
-    /// The process that runs the test of this name and no other.
+    /// Returns the command that runs one test.
     pub(crate) fn command_of(&self, test: &str) -> Command {
         let mut command = self.command();
         if self.call == Call::Cargo {
@@ -99,80 +95,83 @@ pub(crate) fn build(of: &str, tier: Tier, workspace: &Metadata) -> Result<Vec<Te
         return Err(format!("{} (cargo {line})", built.end).into());
     }
     let mut programs = listed(&built.output, workspace)?;
-    programs.push(TestProgram {
-        title: format!("{of} --doc"),
-        alone: false,
-        tier: Tier::Usual,
-        guess: 60.0,
-        call: Call::Cargo,
-    });
+    programs.push(TestProgram::named(&format!("{of} --doc")));
     programs.retain(|program| program.tier <= tier);
+    programs.sort_by_key(|program| std::cmp::Reverse(program.seconds));
     Ok(programs)
 }
 
-/// The first name in a manifest's lists of test programs that is no target of the crate.
+/// Calls `run` with each program, in order, on `threads` threads, and returns the results.
+pub(crate) fn run_in_parallel<T: Send>(
+    programs: Vec<TestProgram>,
+    threads: usize,
+    run: impl Fn(TestProgram) -> T + Sync,
+) -> Vec<T> {
+    let (queue, results) = (Mutex::new(programs.into_iter()), Mutex::new(Vec::new()));
+    let next = || locked(&queue).next();
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some(program) = next() {
+                    let result = run(program);
+                    locked(&results).push(result);
+                }
+            });
+        }
+    });
+    results.into_inner().unwrap_or_default()
+}
+
+/// Returns an error for the first name in a manifest's lists of test programs that is no target of the crate.
 fn unknown(workspace: &Metadata) -> Option<String> {
-    workspace.packages().find_map(|package| {
+    workspace.packages.iter().find_map(|package| {
         let mut names = LISTS.iter().flat_map(|list| package.listed(list));
-        let name = names.find(|name| package.targets().all(|target| target != *name))?;
-        Some(format!("{}: [package.metadata.kvx] lists {name}, which is no target", package.manifest()))
+        let name = names.find(|name| package.targets.iter().all(|target| target.name != *name))?;
+        Some(format!("{package}: [package.metadata.kvx] lists {name}, which is no target"))
     })
 }
 
-/// The test programs among what cargo says that it made.
-fn listed(messages: &str, workspace: &Metadata) -> Result<Vec<TestProgram>> {
+/// Returns the test programs that cargo reports to have built.
+fn listed(output: &str, workspace: &Metadata) -> Result<Vec<TestProgram>> {
     let mut programs = Vec::new();
-    for message in messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
-        let test = message["reason"] == "compiler-artifact" && message["profile"]["test"] == true;
-        let (Some(file), Some(manifest)) =
-            (message["executable"].as_str(), message["manifest_path"].as_str())
-        else {
+    for artifact in metadata::artifacts(output).filter(|artifact| artifact.profile.test) {
+        let Artifact { manifest_path: manifest, target, executable: Some(file), .. } = artifact else {
             continue;
         };
-        if !test {
-            continue;
-        }
-        let package = workspace.packages().find(|package| package.manifest() == manifest);
+        let package = workspace.packages.iter().find(|package| package.manifest_path == manifest);
         let package =
-            package.ok_or_else(|| format!("cargo built a test of {manifest}, which is no member"))?;
-        let kind = message["target"]["kind"][0].as_str().unwrap_or_default();
-        let name = message["target"]["name"].as_str().unwrap_or_default();
-        programs.push(of_target(package, kind, name, file));
+            package.ok_or_else(|| format!("cargo built a test of {}, no member", manifest.display()))?;
+        let [alone, fast] = LISTS.map(|list| package.listed(list).any(|name| name == target.name));
+        let kind = target.kind[0].as_str();
+        let flags = match kind {
+            "test" | "bin" | "example" => format!("--{kind} {}", target.name),
+            _ => "--lib".to_owned(),
+        };
+        let has_unit_tests = !["test", "example"].contains(&kind);
+        programs.push(TestProgram {
+            title: format!("-p {} {flags}", package.name),
+            alone,
+            tier: if has_unit_tests || fast { Tier::Fast } else { Tier::Usual },
+            seconds: if kind == "test" { package.seconds_of_tests().unwrap_or(20) } else { 5 },
+            call: Call::Executable { file, manifest },
+        });
     }
     Ok(programs)
-}
-
-fn of_target(package: Package<'_>, kind: &str, name: &str, file: &str) -> TestProgram {
-    let [alone, fast] = LISTS;
-    let is_in = |list: &str| package.listed(list).any(|target| target == name);
-    let (flags, unit, guess) = match kind {
-        "test" => (format!("--test {name}"), false, if name == "it" { 120.0 } else { 10.0 }),
-        "bin" => (format!("--bin {name}"), true, 5.0),
-        "example" => (format!("--example {name}"), false, 5.0),
-        _ => ("--lib".to_owned(), true, 5.0),
-    };
-    let quick = unit || is_in(fast);
-    TestProgram {
-        title: format!("-p {} {flags}", package.name()),
-        alone: is_in(alone),
-        tier: if quick { Tier::Fast } else { Tier::Usual },
-        guess,
-        call: Call::Executable { file: file.into(), manifest: package.manifest().into() },
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     const WORKSPACE: &str = r#"{"packages": [
         {"name": "core", "manifest_path": "/w/core/Cargo.toml"},
         {"name": "ucx", "manifest_path": "/w/ucx/Cargo.toml",
-         "metadata": {"kvx": {"alone": ["timing"], "fast": ["conformance"]}}}]}"#;
+         "metadata": {"kvx": {"alone": ["timing"], "fast": ["conformance"], "seconds": 90}}}]}"#;
 
     fn message(package: &str, kind: &str, name: &str, test: bool) -> String {
         format!(
-            r#"{{"reason":"compiler-artifact","manifest_path":"/w/{package}/Cargo.toml","target":{{"kind":["{kind}"],"name":"{name}"}},"profile":{{"test":{test}}},"executable":"/t/{name}-0"}}"#
+            r#"{{"reason":"compiler-artifact","manifest_path":"/w/{package}/Cargo.toml","target":{{"kind":["{kind}"],"name":"{name}"}},"profile":{{"test":{test}}},"executable":"/t/{name}-0","filenames":[]}}"#
         )
     }
 
@@ -186,15 +185,14 @@ mod tests {
             message("ucx", "test", "conformance", true),
             r#"{"reason":"build-finished","success":true}"#.to_owned(),
         ];
-        let programs = listed(&messages.join("\n"), &Metadata::from_text(WORKSPACE));
-        let programs = programs.unwrap();
-        let told: Vec<_> = programs.iter().map(|p| (p.title.as_str(), p.alone, p.tier)).collect();
+        let programs = listed(&messages.join("\n"), &Metadata::from_text(WORKSPACE)).unwrap();
+        let fields = programs.iter().map(|p| (p.title.as_str(), p.alone, p.tier, p.seconds));
         assert_eq!(
-            told,
+            fields.collect::<Vec<_>>(),
             [
-                ("-p core --lib", false, Tier::Fast),
-                ("-p ucx --test timing", true, Tier::Usual),
-                ("-p ucx --test conformance", false, Tier::Fast),
+                ("-p core --lib", false, Tier::Fast, 5),
+                ("-p ucx --test timing", true, Tier::Usual, 90),
+                ("-p ucx --test conformance", false, Tier::Fast, 90),
             ]
         );
         assert_eq!(programs[1].shown(), "-p ucx --test timing --all-features");
@@ -204,15 +202,26 @@ mod tests {
     }
 
     #[test]
-    fn a_program_of_a_stranger_is_an_error() {
+    fn unknown_packages_and_targets_are_errors() {
         let error = listed(&message("other", "lib", "other", true), &Metadata::from_text(WORKSPACE));
         assert!(error.unwrap_err().to_string().contains("/w/other/Cargo.toml"));
+        assert_eq!(unknown(&Metadata::of_members().unwrap()), None);
+        let wrong = unknown(&Metadata::from_text(WORKSPACE)).unwrap();
+        assert!(wrong.starts_with("ucx") && wrong.contains("timing"), "{wrong}");
     }
 
     #[test]
-    fn a_manifest_that_names_no_program_of_its_own_is_an_error() {
-        assert_eq!(unknown(&Metadata::of_members().unwrap()), None);
-        let wrong = unknown(&Metadata::from_text(WORKSPACE)).unwrap();
-        assert!(wrong.contains("/w/ucx/Cargo.toml") && wrong.contains("timing"), "{wrong}");
+    fn each_program_runs_once_and_no_more_at_a_time_than_there_are_threads() {
+        let programs: Vec<_> = (0..20).map(|i| TestProgram::named(&i.to_string())).collect();
+        let (running, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let mut ran = run_in_parallel(programs.clone(), 3, |program| {
+            most.fetch_max(running.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+            std::thread::yield_now();
+            running.fetch_sub(1, Ordering::SeqCst);
+            program
+        });
+        ran.sort_by_key(|program| program.title.parse::<usize>().unwrap());
+        assert_eq!(ran, programs);
+        assert!(most.into_inner() <= 3);
     }
 }

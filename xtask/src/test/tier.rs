@@ -1,7 +1,10 @@
 //! How much `cargo xtask test` runs.
 
+use serde::Deserialize;
+
 /// Each tier runs what those before it run.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, PartialOrd, Ord)]
+#[serde(rename_all = "kebab-case")]
 pub(crate) enum Tier {
     /// What a developer waits for after each edit: format, lints, unit tests, and the contract on the transports that
     /// need nothing installed, in one process.

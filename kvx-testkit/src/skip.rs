@@ -85,7 +85,9 @@ fn notes() -> MutexGuard<'static, Vec<Note>> {
 extern "C" fn list_at_exit() {
     let notes = notes();
     let mut text = String::new();
-    for (kind, title, word) in [(NoteKind::Skip, "skipped", "SKIP"), (NoteKind::Gap, "known gaps held", "GAP")] {
+    for (kind, title, word) in
+        [(NoteKind::Skip, "skipped", "SKIP"), (NoteKind::Gap, "known gaps held", "GAP")]
+    {
         let of_kind: Vec<_> = notes.iter().filter(|note| note.kind == kind).collect();
         if !of_kind.is_empty() {
             text += &format!("{} {title}:\n", of_kind.len());

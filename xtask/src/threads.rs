@@ -14,12 +14,14 @@ const LIMIT: Duration = Duration::from_secs(45 * 60);
 const MODELS: &str = "test --package kvx-core --package kvx-backend --lib -- models::";
 /// What ThreadSanitizer watches: core's unit tests; SHM's, except three that count descriptors and need a process and
 /// two minutes to themselves; and transfers between agents of one process.
-const WATCHED: [&str; 3] = [
+const WATCHED: [&str; 6] = [
     "test --target x86_64-unknown-linux-gnu --package kvx-core --lib",
     "test --target x86_64-unknown-linux-gnu --package kvx-native --lib -- shm:: \
      --skip whatever_the_kernel_says --skip a_link_that_ends_at_any_packet --skip a_region_that_is_taken_back_in_mid",
-    "test --target x86_64-unknown-linux-gnu --package kvx-native --test it -- tcp_transfers:: tcp_sealed:: lists:: \
-     shm_pair::",
+    "test --target x86_64-unknown-linux-gnu --package kvx-native --test it -- tcp_transfers::",
+    "test --target x86_64-unknown-linux-gnu --package kvx-native --test it -- tcp_sealed::",
+    "test --target x86_64-unknown-linux-gnu --package kvx-native --test it -- lists::",
+    "test --target x86_64-unknown-linux-gnu --package kvx-native --test it -- shm_pair::",
 ];
 /// Flags for ThreadSanitizer without a standard library that is built for it: at least its generic code is compiled
 /// again, and core uses locks that ThreadSanitizer sees.

@@ -16,13 +16,12 @@ use crate::test::FEATURES;
 use crate::test::tier::{self, Tier};
 
 /// The programs: their names in the kit, the folders of their packages, and their targets.
-pub(crate) const PROGRAMS: [(&str, &str, &str); 6] = [
+pub(crate) const PROGRAMS: [(&str, &str, &str); 5] = [
     ("kvx", "kvx-cli", "kvx"),
-    ("cuda-devices", "kvx-cuda", "stand_in"),
-    ("cuda-conformance", "kvx-cuda", "conformance"),
-    ("connector-ranks", "kvx-connector", "it"),
-    ("ucx-conformance", "kvx-ucx", "it"),
-    ("rixl-conformance", "kvx-rixl", "it"),
+    ("cuda", "kvx-cuda", "it"),
+    ("connector", "kvx-connector", "it"),
+    ("ucx", "kvx-ucx", "it"),
+    ("rixl", "kvx-rixl", "it"),
 ];
 
 /// The stand-in for a driver, which the test programs load from their folder.

@@ -9,12 +9,12 @@ use kvx_testkit::{newcomer, newcomers_amid};
 use crate::error::NAME;
 use crate::factory::{Libfabric, parts};
 
-fn an_address_that_is_not_proven_reaches_no_parser(provider: &str) {
+fn an_address_that_is_not_proven_reaches_no_parser(test: &str, provider: &str) {
     let options = Options::parse(&format!(r#"{{"libfabric": {{"provider": "{provider}"}}}}"#)).unwrap();
     let mut registry = Registry::new();
     registry.add(Libfabric).unwrap();
     if let Err(why) = registry.require(NAME, &options) {
-        return kvx_testkit::skip("strangers", &why.to_string(), "cargo xtask test --install on Debian 12");
+        return kvx_testkit::skip(test, &why.to_string(), "cargo xtask test --install on Debian 12");
     }
     let [secret, wrong] = [3, 4].map(|byte| Secret::from_bytes([byte; 32]));
     let agent = |name| {
@@ -34,10 +34,12 @@ fn an_address_that_is_not_proven_reaches_no_parser(provider: &str) {
 
 #[test]
 fn an_address_that_is_not_proven_reaches_no_parser_over_shared_memory() {
-    an_address_that_is_not_proven_reaches_no_parser("shm");
+    let test = "an_address_that_is_not_proven_reaches_no_parser_over_shared_memory";
+    an_address_that_is_not_proven_reaches_no_parser(test, "shm");
 }
 
 #[test]
 fn an_address_that_is_not_proven_reaches_no_parser_over_sockets() {
-    an_address_that_is_not_proven_reaches_no_parser("tcp;ofi_rxm");
+    let test = "an_address_that_is_not_proven_reaches_no_parser_over_sockets";
+    an_address_that_is_not_proven_reaches_no_parser(test, "tcp;ofi_rxm");
 }

@@ -181,14 +181,14 @@ impl Factory for Unordered {
 }
 
 /// Rounds of a write of scattered blocks with a notification: when it comes, every block is there.
-fn notifications_wait(options: &str) {
+fn notifications_wait(test: &str, options: &str) {
     const BLOCK: u64 = 1024;
     const BLOCKS: u32 = 1000;
     let mut registry = Registry::new();
     registry.add(Unordered).unwrap();
     let options = Options::parse(options).unwrap();
     if let Err(why) = registry.require("LIBFABRIC", &options) {
-        return kvx_testkit::skip("shuffling", &why.to_string(), "cargo xtask test --install on Debian 12");
+        return kvx_testkit::skip(test, &why.to_string(), "cargo xtask test --install on Debian 12");
     }
     let agent = |name: &str| {
         let builder = Agent::builder(name).backends(["LIBFABRIC"]).options(options.clone());
@@ -221,10 +221,12 @@ fn notifications_wait(options: &str) {
 
 #[test]
 fn notifications_come_after_all_of_their_data_over_unordered_shared_memory() {
-    notifications_wait(r#"{"libfabric": {"provider": "shm"}}"#);
+    let test = "notifications_come_after_all_of_their_data_over_unordered_shared_memory";
+    notifications_wait(test, r#"{"libfabric": {"provider": "shm"}}"#);
 }
 
 #[test]
 fn notifications_come_after_all_of_their_data_over_unordered_rails() {
-    notifications_wait(r#"{"libfabric": {"provider": "tcp;ofi_rxm", "domain": ["lo", "lo"]}}"#);
+    let test = "notifications_come_after_all_of_their_data_over_unordered_rails";
+    notifications_wait(test, r#"{"libfabric": {"provider": "tcp;ofi_rxm", "domain": ["lo", "lo"]}}"#);
 }

@@ -28,6 +28,11 @@ fn endpoint(provider: &str, test: &str) -> Option<Endpoint> {
     Some(Endpoint::open(&domain, provider != "shm", Arc::new(())).unwrap())
 }
 
+/// Two endpoints of a provider.
+fn pair(provider: &str, test: &str) -> Option<(Endpoint, Endpoint)> {
+    Some((endpoint(provider, test)?, endpoint(provider, test)?))
+}
+
 /// Repeats a post while there is no room, or no connection, and lets both ends work.
 fn post(ends: [&Endpoint; 2], mut post: impl FnMut() -> Result<(), Errno>) {
     let until = Instant::now() + PATIENCE;
@@ -75,7 +80,7 @@ fn remote(
 }
 
 fn bytes_go_both_ways(provider: &str, test: &str) {
-    let (Some(near), Some(far)) = (endpoint(provider, test), endpoint(provider, test)) else { return };
+    let Some((near, far)) = pair(provider, test) else { return };
     let (mut ours, theirs) = (vec![1_u8; 8192], vec![2_u8; 8192]);
     let mut contexts = [[0_u64; 8]; 2];
     let [first, second] = contexts.each_mut().map(|context| context.as_mut_ptr().cast::<c_void>());
@@ -111,8 +116,7 @@ fn bytes_go_both_ways_over_shared_memory() {
 
 #[test]
 fn ranges_go_together_over_sockets() {
-    let end = || endpoint("tcp;ofi_rxm", "ranges_go_together_over_sockets");
-    let (Some(near), Some(far)) = (end(), end()) else { return };
+    let Some((near, far)) = pair("tcp;ofi_rxm", "ranges_go_together_over_sockets") else { return };
     assert!(near.domain().info().ranges() >= MAX_RANGES);
     let (mut ours, mut theirs) = (vec![1_u8; 800], vec![2_u8; 800]);
     theirs[300..400].fill(3);
@@ -151,9 +155,7 @@ fn ranges_go_together_over_sockets() {
 fn over_sockets_the_owner_refuses_what_is_outside_and_what_has_another_key() {
     let test = "over_sockets_the_owner_refuses_what_is_outside_and_what_has_another_key";
     for wrong in [(8192 - 100, 0), (0, 1)] {
-        let (Some(near), Some(far)) = (endpoint("tcp;ofi_rxm", test), endpoint("tcp;ofi_rxm", test)) else {
-            return;
-        };
+        let Some((near, far)) = pair("tcp;ofi_rxm", test) else { return };
         let (ours, theirs) = (vec![1_u8; 4096], vec![2_u8; 8192]);
         let mut context = [0_u64; 8];
         // SAFETY: as above.
@@ -189,9 +191,8 @@ fn a_key_is_taken_once() {
 #[test]
 fn an_endpoint_over_sockets_may_be_slept_on_and_one_over_shared_memory_not() {
     let test = "an_endpoint_over_sockets_may_be_slept_on_and_one_over_shared_memory_not";
-    let (Some(sockets), Some(shared)) = (endpoint("tcp;ofi_rxm", test), endpoint("shm", test)) else {
-        return;
-    };
+    let Some(sockets) = endpoint("tcp;ofi_rxm", test) else { return };
+    let Some(shared) = endpoint("shm", test) else { return };
     assert!(matches!(sockets.waits(), Waits::Descriptor(descriptor) if descriptor >= 0));
     assert!(sockets.may_sleep(), "nothing has come");
     assert_eq!(shared.waits(), Waits::Never);

@@ -230,8 +230,8 @@ fn two_engines_on_one_port_are_told_which_is_free() {
 fn ipv6_serves_too_and_workers_may_have_ports_of_their_own() {
     run(async {
         if TcpListener::bind("[::1]:0").is_err() {
-            kvx_testkit::skip("ipv6_serves_too", "no IPv6 loopback", "switch IPv6 on");
-            return;
+            let test = "ipv6_serves_too_and_workers_may_have_ports_of_their_own";
+            return kvx_testkit::skip(test, "no IPv6 loopback", "switch IPv6 on");
         }
         let wide = SideSettings { bind: "::1".into(), ..settings("::1", None) };
         let server = SideServer::bind(&wide, hash(), Clock::new()).await.unwrap();

@@ -79,7 +79,8 @@ fn question(rank: WorkerRank, dialect: Dialect) -> String {
 
 #[test]
 fn decodes_of_pyzmq_are_answered_over_req_and_dealer_while_pinging() {
-    let Some(mut python) = Python::start("decodes_of_pyzmq") else { return };
+    let test = "decodes_of_pyzmq_are_answered_over_req_and_dealer_while_pinging";
+    let Some(mut python) = Python::start(test) else { return };
     run(async {
         let server = server(None, true).await;
         let (known, unknown) =
@@ -112,7 +113,8 @@ fn decodes_of_pyzmq_are_answered_over_req_and_dealer_while_pinging() {
 
 #[test]
 fn a_decode_of_vllm_is_told_what_to_set_and_never_kvx_metadata_of_a_secret_fleet() {
-    let Some(mut python) = Python::start("a_decode_of_vllm_is_told") else { return };
+    let test = "a_decode_of_vllm_is_told_what_to_set_and_never_kvx_metadata_of_a_secret_fleet";
+    let Some(mut python) = Python::start(test) else { return };
     run(async {
         let requests = [question(RANK, Dialect::V0_33)];
         for (secret, nixl) in [(secret(3), true), (None, false)] {
@@ -139,7 +141,8 @@ fn a_listener_of_pyzmq_gets_vllms_exact_request_and_nothing_else() {
         (Dialect::V0_33, "93c40c6765745f6d6574615f6d73670000"),
         (Dialect::V0_22, "92c40c6765745f6d6574615f6d736700"),
     ] {
-        let Some(mut python) = Python::start("a_listener_of_pyzmq") else { return };
+        let test = "a_listener_of_pyzmq_gets_vllms_exact_request_and_nothing_else";
+        let Some(mut python) = Python::start(test) else { return };
         let old_form = dialect == Dialect::V0_22;
         let served =
             python.ask(json!({"do": "serve", "payload": payload, "ranks": [[0, 0]], "old_form": old_form}));
@@ -157,7 +160,8 @@ fn a_listener_of_pyzmq_gets_vllms_exact_request_and_nothing_else() {
 
 #[test]
 fn a_listener_that_has_ended_or_was_killed_never_hangs_a_decode() {
-    let Some(mut python) = Python::start("a_listener_that_has_ended") else { return };
+    let test = "a_listener_that_has_ended_or_was_killed_never_hangs_a_decode";
+    let Some(mut python) = Python::start(test) else { return };
     let served = python.ask(json!({"do": "serve", "payload": "80", "ranks": [], "mute": true}));
     let peer = at("127.0.0.1", served["port"].as_u64().unwrap() as u16);
     let ask = || run(asker(None).ask(&peer, &[RANK], expectation())).unwrap_err();

@@ -31,12 +31,17 @@ fn main() -> ExitCode {
     }
     let secret = ranks::secret_of_this_host();
     // Most of the time tests wait for processes, and their deadlines allow for four at a time.
-    let result = kvx_testkit::harness_main_with(ranks::trials(), 4);
+    let trials = simulation::trials().into_iter().chain(ranks::trials());
+    let result = kvx_testkit::harness_main_with(trials, 4);
     secret.into_iter().for_each(|file| std::fs::remove_file(file).unwrap());
     result
 }
 
 #[cfg(not(feature = "runtime"))]
 fn main() -> ExitCode {
-    kvx_testkit::harness_main([])
+    #[cfg(feature = "protocol")]
+    let trials = simulation::trials();
+    #[cfg(not(feature = "protocol"))]
+    let trials = [];
+    kvx_testkit::harness_main(trials)
 }

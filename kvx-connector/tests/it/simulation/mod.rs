@@ -20,9 +20,12 @@ mod random;
 mod world;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
 
 use kvx_connector::Dialect;
-use kvx_testkit::{Tier, test};
+use kvx_testkit::harness::LIMIT;
+use kvx_testkit::{Tier, test, trial_within};
+use libtest_mimic::Trial;
 
 use self::world::{Scenario, Summary, World};
 
@@ -30,6 +33,31 @@ use self::world::{Scenario, Summary, World};
 const RUNS: u64 = 2_000;
 /// What the whole run goes through.
 const MANY: u64 = 10_000;
+/// The longest that a seed may take on average, without optimisation on a busy machine.
+const EACH: Duration = Duration::from_millis(120);
+
+/// Tests that run all seeds.
+const ALL_SEEDS: &[(&str, fn())] = &[
+    ("every_request_ends_and_no_block_is_leaked_reused_early_or_stale", engines_of_one_dialect),
+    ("every_transfer_ends_and_no_block_is_leaked_reused_early_or_written_late", mooncake_engines),
+    ("the_same_holds_between_engines_of_unequal_dialects", engines_of_unequal_dialects),
+];
+
+/// The tests that run all seeds, which may take as long as their number asks for.
+pub(crate) fn trials() -> Vec<Trial> {
+    if !Tier::Usual.runs() {
+        return Vec::new();
+    }
+    let runs = runs(Tier::Whole.runs());
+    let limit = LIMIT + EACH * u32::try_from(runs).unwrap();
+    let trial = |(name, run): &(&str, fn())| trial_within(limit, format!("simulation::{name}"), *run);
+    ALL_SEEDS.iter().map(trial).collect()
+}
+
+/// How many seeds run.
+fn runs(whole: bool) -> u64 {
+    number("KVX_SIM_RUNS").unwrap_or(if whole { MANY } else { RUNS })
+}
 
 fn run(seed: u64, generations: bool, among: &[Dialect]) -> Result<Summary, String> {
     let (scenario, random) = Scenario::drawn(seed, generations, among);
@@ -82,13 +110,11 @@ fn all(
     Ok(whole)
 }
 
-#[test]
-fn every_request_ends_and_no_block_is_leaked_reused_early_or_stale() {
+fn engines_of_one_dialect() {
     hold_among(&[Dialect::default()]);
 }
 
-#[test]
-fn every_transfer_ends_and_no_block_is_leaked_reused_early_or_written_late() {
+fn mooncake_engines() {
     hold(run_mooncake, |summary, count| {
         let Summary { loaded, recomputed, errors, aborted, lost, restarts, older, .. } = *summary;
         let least = [loaded, recomputed, errors, aborted, restarts, older].into_iter().min();
@@ -96,8 +122,7 @@ fn every_transfer_ends_and_no_block_is_leaked_reused_early_or_written_late() {
     });
 }
 
-#[test]
-fn the_same_holds_between_engines_of_unequal_dialects() {
+fn engines_of_unequal_dialects() {
     let summary = hold_among(&Dialect::ALL);
     assert!(summary.is_none_or(|summary| summary.unequal > 8 * summary.runs / 10), "most pairs are unequal");
 }
@@ -125,7 +150,7 @@ fn hold(
         Some(seed) => seed..seed + 1,
         None => {
             let whole = Tier::Whole.runs_or_says(&format!("{MANY} simulations instead of {RUNS}"));
-            0..number("KVX_SIM_RUNS").unwrap_or(if whole { MANY } else { RUNS })
+            0..runs(whole)
         }
     };
     let count = seeds.end - seeds.start;

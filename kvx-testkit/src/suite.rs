@@ -31,7 +31,7 @@ pub struct Gap {
 /// How often a backend breaks a clause that it lists as a [`Gap`].
 #[derive(Clone, Copy, Debug)]
 pub enum GapRate {
-    /// In most runs: the suite fails when the clause holds in [`LOOKS`] runs.
+    /// In most runs: the suite fails when the clause holds in five runs in a row.
     Mostly,
     /// By chance, in `broken` of `runs` when it was measured. The whole tier runs the clause until it breaks.
     Sometimes {

@@ -23,7 +23,7 @@ use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
 use crate::check::Failure;
 use crate::hosts::run_one_test;
-use crate::skip::{NoteKind, noted};
+use crate::skip::{KNOWN_GAP, NoteKind, noted};
 use crate::tier::Tier;
 
 /// How long a test may take before it counts as hung.
@@ -126,7 +126,7 @@ pub fn trial_within<T: Outcome>(
         Ok(match noted(&name) {
             None => Completion::Completed,
             Some((NoteKind::Skip, reason)) => Completion::ignored_with(reason),
-            Some((NoteKind::Gap, reason)) => Completion::ignored_with(format!("known gap: {reason}")),
+            Some((NoteKind::Gap, reason)) => Completion::ignored_with(format!("{KNOWN_GAP}{reason}")),
         })
     })
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::check::{Check, Failure};
 use crate::process::output_if_started;
 use crate::setup::CUT_OFF;
-use crate::skip::{note_skip, skip};
+use crate::skip::{note_ignored, skip};
 
 /// A program and its words, behind which another one has namespaces of its own.
 pub(crate) const UNSHARE: [&str; 3] = ["unshare", "--net", "--mount"];
@@ -115,7 +115,7 @@ pub fn run_one_test(title: &str, test: &mut Command, limit: Duration) -> Result<
     let ignored = printed.lines().find_map(|line| line.strip_prefix("test ")?.split_once(" ... ignored"));
     match (done.status.success(), ignored) {
         // That process has told the runner.
-        (true, Some((_, reason))) => note_skip(title, bare(reason)),
+        (true, Some((_, reason))) => note_ignored(title, bare(reason)),
         (true, None) if printed.contains("1 passed") => {}
         _ => {
             let errors = String::from_utf8_lossy(&done.stderr);

@@ -26,14 +26,22 @@ pub fn skip(test: &str, reason: &str, cure: &str) {
     record(NoteKind::Skip, test, &format!("{reason}; cure: {cure}"));
 }
 
-/// Records that a backend breaks a clause as its list of gaps says: `GAP <test>: <reason>` in the same file.
-pub(crate) fn gap_held(test: &str, reason: &str) {
+/// Records that a backend failed a test as a list of known gaps says: `GAP <test>: <reason>` in the same file. The test
+/// counts as neither passed nor skipped.
+pub fn gap_held(test: &str, reason: &str) {
     record(NoteKind::Gap, test, reason);
 }
 
-/// Records a skip that another process has told the runner.
-pub(crate) fn note_skip(test: &str, reason: &str) {
-    remember(NoteKind::Skip, test.to_owned(), reason.to_owned());
+/// What the harness prints before the reason of a known gap.
+pub(crate) const KNOWN_GAP: &str = "known gap: ";
+
+/// Records why a test was ignored in another process, which has told the runner.
+pub(crate) fn note_ignored(test: &str, reason: &str) {
+    let (kind, reason) = match reason.strip_prefix(KNOWN_GAP) {
+        Some(reason) => (NoteKind::Gap, reason),
+        None => (NoteKind::Skip, reason),
+    };
+    remember(kind, test.to_owned(), reason.to_owned());
 }
 
 /// Returns the recorded reason why the test of this name did not pass, if there is one.

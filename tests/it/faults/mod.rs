@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use kvx_testkit::{
-    Failure, Hosts, Limit, Mode, Moment, Setup, Trouble, fault, is_own_process, refused_behind,
+    Failure, Hosts, Limit, Mode, Moment, Setup, Trouble, fault, gap_held, is_own_process, refused_behind,
     run_in_own_process, run_one_test, skip, trial, trial_within,
 };
 use libtest_mimic::Trial;
@@ -206,7 +206,11 @@ fn row(
     println!("| {} | {trouble}{at} | {moment} | {cells} |", format!("{backend} {library}").trim());
     match (ended, known) {
         (Err(why), None) => Err(why),
-        _ => Ok(()),
+        (Err(_), Some(known)) => {
+            gap_held(title, known);
+            Ok(())
+        }
+        (Ok(_), _) => Ok(()),
     }
 }
 

@@ -28,30 +28,34 @@ use crate::this_test;
 /// How long a command may take.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Commands that something else runs: what, as a file or a folder of files, and words in it.
+/// The steps of `cargo xtask test`.
+const STEPS: &str = "xtask/steps.toml";
+
+/// Commands that something else runs: the file that has them run, and words in it.
 const ELSEWHERE: &[(&str, &str, &str)] = &[
-    ("cargo run --release -- demo", "xtask/src", "run --release -- demo"),
-    ("cargo bench --bench costs", "xtask/src", "--bench costs -- --test"),
+    ("cargo bench --bench costs", STEPS, "--bench costs -- --test\""),
     ("cargo xtask test --install", ".ci/run", "cargo xtask test --install"),
     // The runner cannot run itself: what its options choose is tested.
-    ("cargo xtask test --whole", "xtask/src", "of(Tier::Whole, None)"),
-    ("cargo xtask test --fast", "xtask/src", "of(Tier::Fast, None)"),
-    ("cargo xtask test --crate kvx-core", "xtask/src", "of(Tier::Whole, Some("),
+    ("cargo xtask test --whole", "xtask/src/test/steps.rs", "of(Tier::Whole, None)"),
+    ("cargo xtask test --fast", "xtask/src/test/steps.rs", "of(Tier::Fast, None)"),
+    ("cargo xtask test --crate kvx-core", "xtask/src/test/steps.rs", "of(Tier::Whole, Some("),
     // Its `main` is a suite, and cargo runs it as a test.
     (
         "cargo test -p kvx-backend --example smallest_backend",
         "kvx-backend/Cargo.toml",
         "name = \"smallest_backend\"\ntest = true",
     ),
-    ("cargo build --release -p kvx-cli", "xtask/src", "run --release -- demo"),
+    ("cargo build --release -p kvx-cli", STEPS, "\"run --release -- demo\""),
     ("cargo build --release -p kvx-nixl", "kvx-cli/tests/it/program.rs", "libplugin_KVX.so"),
-    ("cargo xtask wheel", "xtask/src", "xtask wheel --check"),
+    ("cargo xtask wheel", STEPS, "\"xtask wheel --check\""),
     // The rehearsal packs, unpacks and runs.
-    ("cargo xtask gpu --pack", "xtask/src", "xtask gpu --rehearse"),
+    ("cargo xtask gpu --pack", STEPS, "\"xtask gpu --rehearse\""),
 ];
 
 /// Commands of `kvx`, each with what runs it.
 const HERE: &[(&str, fn(Words))] = &[
+    #[cfg(all(feature = "serve", feature = "proxy"))]
+    ("cargo run --release -- demo", demo_holds),
     ("target/release/kvx nixl", |words| succeeds(&mut words.kvx())),
     ("target/release/kvx nixl --check", nixl_is_checked),
     ("target/release/kvx nixl --install \"$VIRTUAL_ENV\"", nixl_is_installed),
@@ -144,6 +148,13 @@ fn printed(command: &mut Command) -> String {
 
 fn succeeds(command: &mut Command) {
     printed(command);
+}
+
+#[cfg(all(feature = "serve", feature = "proxy"))]
+fn demo_holds(words: Words) {
+    let said = printed(&mut words.kvx());
+    assert_eq!(said.matches("Every answer is the single server's").count(), 2, "{said}");
+    assert_eq!(said.matches("The next request is served.").count(), 2, "{said}");
 }
 
 fn nixl_is_checked(words: Words) {
@@ -280,29 +291,26 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// The files below a place, or it itself, whose names end so; nothing that is hidden or built.
-fn files(place: &Path, end: &str) -> Vec<PathBuf> {
-    if place.is_file() {
-        return vec![place.to_owned()];
-    }
-    let (mut files, mut folders) = (Vec::new(), vec![place.to_owned()]);
+/// Every page for people; nothing that is hidden or built.
+fn pages() -> Vec<PathBuf> {
+    let (mut pages, mut folders) = (Vec::new(), vec![root()]);
     while let Some(folder) = folders.pop() {
         for path in std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()) {
             let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
             match path.is_dir() {
                 true if !name.starts_with('.') && name != "target" => folders.push(path),
-                false if name.ends_with(end) => files.push(path),
+                false if name.ends_with(".md") => pages.push(path),
                 _ => {}
             }
         }
     }
-    files
+    pages
 }
 
 /// The commands of all pages, each with its page; not those that need what is not here.
 fn shown() -> Vec<(PathBuf, String)> {
     let mut commands = Vec::new();
-    for page in files(&root(), ".md") {
+    for page in pages() {
         let mut in_shell = false;
         for line in std::fs::read_to_string(&page).unwrap().lines() {
             match line.strip_prefix("```") {
@@ -337,11 +345,9 @@ fn every_command_runs_or_names_what_it_needs() {
 
 #[test]
 fn commands_that_something_else_runs_are_named_there() {
-    for (command, place, words) in ELSEWHERE {
-        let is_named = files(&root().join(place), ".rs")
-            .iter()
-            .any(|file| std::fs::read_to_string(file).is_ok_and(|text| text.contains(words)));
-        assert!(is_named, "`{command}` is said to run by {place}, where no file has {words:?}");
+    for (command, file, words) in ELSEWHERE {
+        let text = std::fs::read_to_string(root().join(file)).unwrap();
+        assert!(text.contains(words), "`{command}` is said to run by {file}, which has no {words:?}");
     }
 }
 

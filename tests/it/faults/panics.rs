@@ -79,36 +79,30 @@ fn transfers(setup: &Setup, op: Op, near: &Agent, far: &Agent) -> Result<(Vec<bo
     // The machine that registers, or greets, may be the one that is lost.
     let Some((ours, theirs, peer)) = registered else { return Ok((Vec::new(), Duration::ZERO)) };
     let begun = Instant::now();
-    let mut posted: Vec<Transfer> = Vec::new();
+    let mut posted: Vec<(usize, Transfer)> = Vec::new();
     for at in 0..TRANSFERS {
         let grid = GRID.at((at * LEN) as u64);
         let local = ours.grid(grid)?.blocks(0..GRID.count);
         let remote = peer.region("theirs")?.grid(grid)?.blocks(0..GRID.count);
         let plan = Plan::of(op, [(local, remote)])?;
         match peer.transfer(&plan).deadline(DEADLINE).post() {
-            Ok(transfer) => posted.push(transfer),
+            Ok(transfer) => posted.push((at, transfer)),
             Err(why) => is_allowed(&why)?,
         }
     }
-    let mut ends = Vec::new();
-    for (at, transfer) in posted.iter_mut().enumerate() {
-        match run(transfer) {
-            Ok(_) => {
-                let (seed, target) = if op == Op::Read { (SEED, &ours) } else { (SEED + 1, &theirs) };
-                is_there(target, at * LEN, seed)?;
-                ends.push(true);
-            }
-            Err(why) => {
-                is_allowed(&why)?;
-                ends.push(false);
-            }
-        }
-    }
+    let ends: Vec<_> = posted.iter_mut().map(|(at, transfer)| (*at, run(transfer).map(drop))).collect();
     let took = begun.elapsed();
     if took > DEADLINE + GRACE {
         return Err(Failure::new(format!("transfers ended after {took:?}")));
     }
-    Ok((ends, took))
+    let (seed, target) = if op == Op::Read { (SEED, &ours) } else { (SEED + 1, &theirs) };
+    for (at, end) in &ends {
+        match end {
+            Ok(()) => is_there(target, at * LEN, seed)?,
+            Err(why) => is_allowed(why)?,
+        }
+    }
+    Ok((ends.iter().map(|(_, end)| end.is_ok()).collect(), took))
 }
 
 fn is_allowed(why: &kvx::Error) -> Result<(), Failure> {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_testkit::{Device, Suite, device};
+use kvx_testkit::{Backing, Device, Suite, Tier, device};
 
 use crate::native;
 
@@ -10,6 +10,23 @@ fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
     device::first(kvx_cuda::devices, |device, len| device.pool(len).build())
 }
 
+/// The suites; in the whole tier also with device memory on one side.
 pub(crate) fn suites() -> Vec<Suite> {
-    native::suites(first_device, true)
+    use Backing::{Device, Owned, Pool};
+    let on_one = |backend, label, near, far| Suite {
+        label,
+        near,
+        far,
+        device: Some(first_device),
+        tier: Tier::Whole,
+        ..Suite::over(backend)
+    };
+    let mut suites = native::suites(first_device, Tier::Usual);
+    suites.extend([
+        on_one("SHM", "SHM-from-device", Pool, Device),
+        on_one("SHM", "SHM-to-device", Device, Pool),
+        on_one("TCP", "TCP-from-device", Pool, Device),
+        on_one("TCP", "TCP-to-device", Device, Owned),
+    ]);
+    suites
 }

@@ -9,21 +9,16 @@ pub(crate) fn registry(_: &str) -> Registry {
     registry
 }
 
-/// Every clause, in one process and in two, with device memory on both sides and, the whole way through, on one.
-pub(crate) fn suites(device: DeviceSource, all: bool) -> Vec<Suite> {
-    use Backing::{Device, Owned, Pool};
-    let over =
-        |backend, label, near, far| Suite { label, near, far, device: Some(device), ..Suite::over(backend) };
-    let mut suites =
-        vec![over("SHM", "SHM-device", Device, Device), over("TCP", "TCP-device", Device, Device)];
-    if all {
-        let on_one = [
-            over("SHM", "SHM-from-device", Pool, Device),
-            over("SHM", "SHM-to-device", Device, Pool),
-            over("TCP", "TCP-from-device", Pool, Device),
-            over("TCP", "TCP-to-device", Device, Owned),
-        ];
-        suites.extend(on_one.map(|suite| Suite { tier: Tier::Whole, ..suite }));
-    }
-    suites
+/// Every clause, in one process and in two, with device memory on both sides, from this tier on.
+pub(crate) fn suites(device: DeviceSource, tier: Tier) -> Vec<Suite> {
+    use Backing::Device;
+    let over = |backend, label| Suite {
+        label,
+        near: Device,
+        far: Device,
+        device: Some(device),
+        tier,
+        ..Suite::over(backend)
+    };
+    vec![over("SHM", "SHM-device"), over("TCP", "TCP-device")]
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_testkit::{Backing, Device, Gap, GapRate, Suite, device};
+use kvx_testkit::{Backing, Device, Gap, GapRate, Suite, Tier, device};
 
 const TCP: Suite = Suite {
     label: "LIBFABRIC-tcp",
@@ -18,6 +18,7 @@ const SHM: Suite = Suite {
                  region: a segmentation fault in 10 of 12 runs (tcp;ofi_rxm keeps the clause)",
         rate: GapRate::Mostly,
     }],
+    tier: Tier::Whole,
     ..Suite::over("LIBFABRIC")
 };
 

@@ -12,12 +12,17 @@ pub(crate) fn registry(_: &str) -> Registry {
 }
 
 /// SHM over memory of the program's own, which is read through the kernel.
-const FOREIGN: Suite =
-    Suite { label: "SHM-foreign", near: Backing::Owned, far: Backing::Owned, ..Suite::over("SHM") };
+const FOREIGN: Suite = Suite {
+    label: "SHM-foreign",
+    near: Backing::Owned,
+    far: Backing::Owned,
+    tier: Tier::Whole,
+    ..Suite::over("SHM")
+};
 
 /// What TCP does beyond this host.
 const SEAL: &str = r#"{"tcp": {"seal": "all"}}"#;
-const SEALED: Suite = Suite { label: "TCP-sealed", options: SEAL, ..Suite::over("TCP") };
+const SEALED: Suite = Suite { label: "TCP-sealed", options: SEAL, tier: Tier::Whole, ..Suite::over("TCP") };
 
 /// The one device of this process.
 fn device() -> kvx_core::Result<Arc<dyn Device>> {
@@ -25,12 +30,9 @@ fn device() -> kvx_core::Result<Arc<dyn Device>> {
     Ok(Arc::new(Arc::clone(DEVICE.get_or_init(|| TestDevice::new(MemoryKind::Cuda)))))
 }
 
-/// Memory of a device on one side or on both.
+/// Memory of a device on one side or on both. The usual tier runs the suites over the stand-in's devices (kvx-cuda).
 const fn on_device(backend: &'static str, label: &'static str, near: Backing, far: Backing) -> Suite {
-    // The way through both is the way through one.
-    let both = matches!((near, far), (Backing::Device, Backing::Device));
-    let tier = if both { Tier::Usual } else { Tier::Whole };
-    Suite { label, near, far, device: Some(device), tier, ..Suite::over(backend) }
+    Suite { label, near, far, device: Some(device), tier: Tier::Whole, ..Suite::over(backend) }
 }
 
 pub(crate) fn suites() -> Vec<Suite> {
@@ -44,7 +46,7 @@ pub(crate) fn suites() -> Vec<Suite> {
         Suite { tier: Tier::Fast, ..Suite::over("TCP") },
         SEALED,
         on_device("TCP", "TCP-device", Device, Device),
-        Suite { options: SEAL, tier: Tier::Whole, ..on_device("TCP", "TCP-sealed-device", Device, Device) },
+        Suite { options: SEAL, ..on_device("TCP", "TCP-sealed-device", Device, Device) },
         on_device("TCP", "TCP-from-device", Pool, Device),
         on_device("TCP", "TCP-to-device", Device, Owned),
         Suite { label: "SHM-namespace", ..Suite::over("SHM") }.in_another_namespace(),

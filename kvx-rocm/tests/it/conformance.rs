@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_testkit::{Device, Suite, device};
+use kvx_testkit::{Device, Suite, Tier, device};
 
 use crate::native;
 
@@ -10,7 +10,7 @@ fn first_device() -> kvx_core::Result<Arc<dyn Device>> {
     device::first(kvx_rocm::devices, |device, len| device.pool(len).build())
 }
 
-/// The machine over both makers' drivers is one: the suites with device memory on one side run over CUDA's.
+/// Both makers' devices are driven by the same code: the usual tier runs the suites over CUDA's alone.
 pub(crate) fn suites() -> Vec<Suite> {
-    native::suites(first_device, false)
+    native::suites(first_device, Tier::Whole)
 }

@@ -62,8 +62,8 @@ fn suites(version: &Version) -> Vec<Suite> {
         ),
         "UCX-1.22" => (
             vec![
-                suite("UCX-1.22-tcp", TCP),
                 suite("UCX-1.22", "{}"),
+                Suite { tier: Tier::Whole, ..suite("UCX-1.22-tcp", TCP) },
                 Suite { tier: Tier::Whole, ..suite("UCX-1.22-threads", THREADS) },
                 suite("UCX-1.22-namespace", TCP).in_another_namespace(),
                 suite("UCX-1.22-user", TCP).as_another_user(),

@@ -27,7 +27,8 @@ pub(crate) fn soak(options: &SoakOptions) -> Result<bool> {
     let time = Duration::from_secs(options.minutes * 60);
     let mut cargo = facade_tests(options.connector.is_some());
     // One test at a time, because it measures what its process holds.
-    cargo.arg("--test-threads=1").args(&options.only).env("KVX_SOAK_SECONDS", time.as_secs().to_string());
+    let variable = if options.connector.is_some() { "KVX_ENGINE_SOAK_SECONDS" } else { "KVX_SOAK_SECONDS" };
+    cargo.arg("--test-threads=1").args(&options.only).env(variable, time.as_secs().to_string());
     process::shown_to_succeed(cargo, time * BACKENDS + LIMIT)
 }
 
@@ -38,7 +39,8 @@ type FaultRow<'a> = [&'a str; 7];
 pub(crate) fn faults(options: &FaultsOptions) -> Result<bool> {
     let connector = options.connector.is_some();
     let mut cargo = facade_tests(connector);
-    cargo.args(&options.only).env("KVX_FAULTS_ALL", "1");
+    let variable = if connector { "KVX_ENGINE_FAULTS_ALL" } else { "KVX_FAULTS_ALL" };
+    cargo.args(&options.only).env(variable, "1");
     let finished = process::run(cargo, LIMIT, Output::Shown)?;
     let rows = rows(&finished.output);
     if rows.is_empty() {

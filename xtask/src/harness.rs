@@ -136,7 +136,8 @@ pub(crate) fn tally(program: &TestProgram, finished: &Finished, notes: Notes) ->
         }
         End::Exited(_) => {}
     }
-    ignored.resize(ignores, Skip::new(&program.title, "ignored"));
+    // Tests whose verdict stands behind something that another process printed into the line.
+    let mut unnamed = ignores.saturating_sub(ignored.len());
     // The harness has counted a test with a note as ignored, or as passed.
     for noted in notes.skips.iter().map(|skip| &skip.name).chain(&notes.gaps) {
         if let Some(at) = ignored.iter().position(|test| is_same_test(&test.name, noted)) {
@@ -144,8 +145,11 @@ pub(crate) fn tally(program: &TestProgram, finished: &Finished, notes: Notes) ->
         } else if let Some(at) = passed.iter().position(|test| is_same_test(test, noted)) {
             passed.swap_remove(at);
             passes -= 1;
+        } else {
+            unnamed = unnamed.saturating_sub(1);
         }
     }
+    ignored.extend((0..unnamed).map(|_| Skip::new(&program.title, "ignored")));
     let skips = notes.skips.into_iter().chain(ignored).collect();
     let Notes { gaps, left_to_the_whole, .. } = notes;
     Tally { passed: passes, failures, gaps, skips, left_to_the_whole, ..Tally::default() }
@@ -277,6 +281,12 @@ test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 7 filtered out; fini
         assert_eq!((tally.passed, tally.gaps.len()), (2, 1));
         assert_eq!(tally.skips[..3], skips);
         assert_eq!(tally.skips.len(), 4, "and the ignored test without a note");
+        // Its verdict stands in another line.
+        let broken = "test P9 ... what the engine logs\nignored, known gap: x\n\
+                      test result: ok. 0 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out\n";
+        let notes = Notes { gaps: vec!["P9".to_owned()], ..Notes::default() };
+        let tally = tally_of(End::Exited(ExitStatus::default()), broken, notes);
+        assert_eq!((tally.passed, tally.skips.len(), tally.gaps.len()), (0, 0, 1));
     }
 
     #[test]

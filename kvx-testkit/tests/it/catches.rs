@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use kvx_core::Registry;
 use kvx_core::breaks::{BREAKS, break_only};
 use kvx_testkit::{
-    Breaker, CLAUSES, Chaos, Clause, Fault, HungPage, Mode, Runs, Setup, run, skip, trial_within,
+    Breaker, CLAUSES, Chaos, Clause, Fault, HungPage, Mode, Runs, Setup, Tier, run, skip, trial_within,
 };
 use libtest_mimic::Trial;
 
@@ -95,7 +95,8 @@ fn jobs() -> impl Iterator<Item = Job> {
         let broken = |breaker| Job { clause, change: Change::Broken(breaker) };
         clause.breakers.iter().map(broken).chain(none)
     });
-    let harmless = Fault::HARMLESS.iter().flat_map(move |fault| {
+    let with_harmless = Tier::Whole.runs_or_says("clauses under faults that break no promise");
+    let harmless = Fault::HARMLESS.iter().filter(move |_| with_harmless).flat_map(move |fault| {
         let run = clauses().filter(|clause| clause.runs != Runs::Compiler);
         run.map(|clause| Job { clause, change: Change::Harmless(*fault) })
     });

@@ -19,7 +19,4 @@ RUN apt-get update \
         python3-pip python3-venv ucx-utils \
     && rm -rf /var/lib/apt/lists/*
 
-# Licences and versions of dependencies (deny.toml).
-RUN cargo install cargo-deny --locked
-
 WORKDIR /kvx

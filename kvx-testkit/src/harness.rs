@@ -37,7 +37,7 @@ const OWN_PROCESS: &str = "KVX_TEST_OWN_PROCESS";
 pub struct RegisteredTest {
     /// The function's path, with the crate's name.
     pub path: &'static str,
-    /// Whether it runs in a process of its own.
+    /// True if it runs in a separate process.
     pub own_process: bool,
     /// The test.
     pub run: fn() -> Result<(), Failed>,
@@ -45,7 +45,7 @@ pub struct RegisteredTest {
 
 inventory::collect!(RegisteredTest);
 
-/// What a test returns: nothing, or a result whose error says what failed.
+/// The return value of a test: nothing, or a result whose error says what failed.
 pub trait Outcome {
     /// Returns the failure, if it is one.
     ///
@@ -66,7 +66,7 @@ impl Outcome for Result<(), Failed> {
     }
 }
 
-macro_rules! outcome_by_its_words {
+macro_rules! impl_outcome {
     ($($error:ty),+) => {
         $(impl Outcome for Result<(), $error> {
             fn into_result(self) -> Result<(), Failed> {
@@ -76,14 +76,7 @@ macro_rules! outcome_by_its_words {
     };
 }
 
-outcome_by_its_words!(
-    Failure,
-    String,
-    std::io::Error,
-    kvx_core::Error,
-    Box<dyn Error>,
-    Box<dyn Error + Send + Sync>
-);
+impl_outcome!(Failure, String, std::io::Error, kvx_core::Error, Box<dyn Error>, Box<dyn Error + Send + Sync>);
 
 /// Runs the registered tests of this program, and these trials: the end of its `main`.
 pub fn harness_main(trials: impl IntoIterator<Item = Trial>) -> ExitCode {
@@ -156,7 +149,7 @@ fn message(panic: &(dyn Any + Send)) -> String {
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("it panicked").to_owned()
 }
 
-/// Whether this process is one that [`run_in_own_process`] has started.
+/// Returns whether [`run_in_own_process`] has started this process.
 pub fn is_own_process() -> bool {
     std::env::var_os(OWN_PROCESS).is_some()
 }

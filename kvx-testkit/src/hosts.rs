@@ -114,7 +114,7 @@ pub fn run_one_test(title: &str, test: &mut Command, limit: Duration) -> Result<
     let printed = String::from_utf8_lossy(&done.stdout).into_owned();
     let ignored = printed.lines().find_map(|line| line.strip_prefix("test ")?.split_once(" ... ignored"));
     match (done.status.success(), ignored) {
-        // That process has told the runner.
+        // The other process has reported the skip to the runner.
         (true, Some((_, reason))) => note_ignored(title, bare(reason)),
         (true, None) if printed.contains("1 passed") => {}
         _ => {

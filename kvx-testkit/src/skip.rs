@@ -32,7 +32,7 @@ pub fn gap_held(test: &str, reason: &str) {
     record(NoteKind::Gap, test, reason);
 }
 
-/// What the harness prints before the reason of a known gap.
+/// The text that the harness prints before the reason of a known gap.
 pub(crate) const KNOWN_GAP: &str = "known gap: ";
 
 /// Records why a test was ignored in another process, which has told the runner.
@@ -51,7 +51,7 @@ pub(crate) fn noted(test: &str) -> Option<(NoteKind, String)> {
     Some((note.kind, note.reason.clone()))
 }
 
-/// Whether two names mean the same test: either may lack the leading modules.
+/// Returns whether two names mean the same test: either may lack the leading modules.
 fn is_same_test(one: &str, other: &str) -> bool {
     let ends_with = |long: &str, short: &str| {
         long.strip_suffix(short).is_some_and(|rest| rest.is_empty() || rest.ends_with("::"))
@@ -89,7 +89,7 @@ fn notes() -> MutexGuard<'static, Vec<Note>> {
     NOTES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Prints what was skipped and which gaps showed. The test harness captures what tests print; it does not capture this.
+/// Prints the skipped tests and the known gaps. The test harness does not capture this output.
 extern "C" fn list_at_exit() {
     let notes = notes();
     let mut text = String::new();
@@ -102,7 +102,7 @@ extern "C" fn list_at_exit() {
             of_kind.iter().for_each(|note| text += &format!("{word} {}: {}\n", note.test, note.reason));
         }
     }
-    // Standard error may be closed by now, and nothing can be done about that.
+    // An error: standard error is closed already.
     std::io::stderr().write_all(text.as_bytes()).ok();
 }
 

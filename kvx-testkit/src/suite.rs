@@ -35,14 +35,14 @@ pub enum GapRate {
     Mostly,
     /// By chance, in `broken` of `runs` when it was measured. The whole tier runs the clause until it breaks.
     Sometimes {
-        /// How many runs broke the clause.
+        /// The number of runs that broke the clause.
         broken: u32,
-        /// Of how many.
+        /// The number of all runs.
         runs: u32,
     },
 }
 
-/// How many runs of a clause show that a backend keeps it, although it lists the clause as a gap.
+/// The number of runs that show that a backend keeps a clause which it lists as a gap.
 const LOOKS: u32 = 5;
 
 /// How unlikely it must be that a gap which shows at its measured rate is missed in the whole tier.
@@ -53,7 +53,7 @@ const MISSED: f64 = 1e-3;
 const NEVER_A_GAP: &[&str] = &["O2", "O3", "O4", "O5", "O6", "O7", "O8", "N3"];
 
 impl Gap {
-    /// Whether this clause may be a gap.
+    /// Returns whether a backend may list this clause.
     fn is_allowed(&self) -> bool {
         !NEVER_A_GAP.contains(&self.clause) && !self.clause.starts_with('S')
     }
@@ -226,7 +226,7 @@ pub fn conformance_trials(registry: fn(&str) -> Registry, suites: &[Suite]) -> V
         if !suite.tier.runs_or_says(suite.label) {
             continue;
         }
-        // What a suite of two hosts names is there on those hosts.
+        // The network devices that a suite of two hosts names exist only on those hosts.
         if suite.apart != Apart::OnHosts
             && let Some(reason) = unavailable(suite, registry)
         {

@@ -35,7 +35,7 @@ fn entries(folder: &Path) -> impl Iterator<Item = PathBuf> {
     std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path())
 }
 
-/// Whether it is neither hidden nor what cargo has built.
+/// Returns whether a folder is neither hidden nor a target directory.
 fn is_kept(folder: &Path) -> bool {
     let name = folder.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     !name.starts_with('.') && name != "target"
@@ -73,7 +73,7 @@ fn the_files_that_pages_name_are_there() {
     assert!(named > 30, "{named}");
 }
 
-/// Whether it looks like a file's name, and not like an item of Rust or a command.
+/// Returns whether it looks like a file's name, and not like an item of Rust or a command.
 fn is_path(name: &str) -> bool {
     name.chars().all(|c| c.is_alphanumeric() || "/.-_#".contains(c)) && name.contains(['/', '.'])
 }

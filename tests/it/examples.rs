@@ -13,9 +13,9 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 /// An example of `examples/`.
 pub(crate) struct Example {
     pub(crate) name: &'static str,
-    /// Whether the features of this build are those that it needs.
+    /// True if this build has the features that it needs.
     is_built: bool,
-    /// What it prints.
+    /// Its expected output.
     says: &'static [&'static str],
 }
 

@@ -66,7 +66,7 @@ pub(crate) fn trials() -> impl Iterator<Item = Trial> {
     })
 }
 
-/// What `cargo xtask soak` wants and nothing else, if that has started this program: one run after the other.
+/// Returns the trials of `cargo xtask soak`, if it has started this program.
 pub(crate) fn asked_for() -> Option<Vec<Trial>> {
     let seconds = number(SECONDS)?;
     // What libraries keep of killed peers is theirs: they are worked on where somebody asks for it.

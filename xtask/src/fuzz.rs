@@ -96,7 +96,7 @@ fn counts(output: &str) -> (&str, &str) {
     (after(output, "stat::number_of_executed_units:").unwrap_or("0"), after(output, " cov: ").unwrap_or("0"))
 }
 
-/// Returns the word after the last occurrence of a text.
+/// Returns the token after the last occurrence of a text.
 fn after<'a>(output: &'a str, text: &str) -> Option<&'a str> {
     output.rsplit_once(text)?.1.split_whitespace().next()
 }

@@ -7,7 +7,7 @@ use crate::process::{End, Finished};
 use crate::skips::{Notes, Skip, is_same_test};
 use crate::test::programs::TestProgram;
 
-/// How many of a failed test's last lines the summary repeats.
+/// The number of a failed test's last lines that the summary repeats.
 const REPEATED_LINES: usize = 12;
 
 /// The results of the tests of a program, or of a step.
@@ -23,7 +23,7 @@ pub(crate) struct Tally {
     pub(crate) gaps: Vec<String>,
     /// One entry per skipped test.
     pub(crate) skips: Vec<Skip>,
-    /// What a program leaves to `--whole`.
+    /// The parts of a program that only `--whole` runs.
     pub(crate) left_to_the_whole: BTreeSet<String>,
 }
 
@@ -100,10 +100,10 @@ pub(crate) fn passed_and_skipped(output: &str) -> (usize, usize) {
     (ParsedOutput::of(output).counts[0], skipped)
 }
 
-/// What a test program printed.
+/// The output of a test program.
 #[derive(Default)]
 struct ParsedOutput {
-    /// How many tests passed, failed and were ignored.
+    /// The numbers of passed, failed and ignored tests.
     counts: [usize; 3],
     has_result: bool,
     passed: Vec<String>,

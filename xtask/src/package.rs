@@ -51,7 +51,7 @@ fn published(workspace: &Metadata) -> impl Iterator<Item = Package<'_>> {
     workspace.packages.iter().filter(|package| package.is_member() && package.publish.is_none())
 }
 
-/// Returns what is missing or wrong in the manifests of published crates.
+/// Returns missing and wrong fields in the manifests of published crates.
 fn manifests(workspace: &Metadata) -> Vec<String> {
     let ours: Vec<_> = published(workspace).collect();
     let mut wrong = Vec::new();

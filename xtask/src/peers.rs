@@ -19,7 +19,7 @@ pub(crate) struct SharedLibrary {
     file: String,
     /// Below the root of the repository.
     source: PathBuf,
-    /// What the source includes, below the root of the repository.
+    /// The headers that the source includes, below the root of the repository.
     #[serde(default)]
     headers: Vec<PathBuf>,
     /// The name by which the dynamic linker knows it, if that is not the file's.

@@ -54,7 +54,7 @@ pub(crate) enum Output {
 pub(crate) struct Finished {
     /// How it ended.
     pub(crate) end: End,
-    /// What it wrote (standard output alone for [`Output::Kept`]).
+    /// Its output (standard output alone for [`Output::Kept`]).
     pub(crate) output: String,
 }
 
@@ -167,7 +167,7 @@ pub(crate) fn run(mut command: Command, limit: Duration, mode: Output) -> io::Re
             };
             if mode == Output::Shown {
                 let mut stdout = io::stdout().lock();
-                // Nobody reads what xtask prints any more; the child's result still counts.
+                // Standard output is closed; the child's result still counts.
                 let _ = stdout.write_all(piece).and_then(|()| stdout.flush());
             }
             locked(&output).extend_from_slice(piece);

@@ -54,17 +54,17 @@ impl fmt::Display for Skip {
     }
 }
 
-/// What the tests of one program noted.
+/// The notes of the tests of one program.
 #[derive(Debug, Default)]
 pub(crate) struct Notes {
     pub(crate) skips: Vec<Skip>,
     /// Tests whose backend broke a clause as its list of gaps says.
     pub(crate) gaps: Vec<String>,
-    /// What the whole run adds.
+    /// The parts that only the whole tier runs.
     pub(crate) left_to_the_whole: BTreeSet<String>,
 }
 
-/// Reads the text of such a file. A line of another form is a skip too: nothing is lost by a typing error.
+/// Reads the text of such a file. A line of another form is a skip too, so that a typing error hides no skip.
 fn parse(text: &str) -> Notes {
     let mut notes = Notes::default();
     for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {

@@ -12,7 +12,7 @@ use crate::process::{self, Output};
 const LIMIT: Duration = Duration::from_secs(45 * 60);
 /// The models, by the name of their modules.
 const MODELS: &str = "test --package kvx-core --package kvx-backend --lib -- models::";
-/// What ThreadSanitizer watches: core's unit tests; SHM's, except three that count descriptors and need a process and
+/// The tests that ThreadSanitizer watches: core's unit tests; SHM's, except three that count descriptors and need a process and
 /// two minutes to themselves; and transfers between agents of one process.
 const WATCHED: [&str; 6] = [
     "test --target x86_64-unknown-linux-gnu --package kvx-core --lib",

@@ -88,7 +88,7 @@ const HERE: &[(&str, fn(Words))] = &[
     ("cargo run --release -- serve /tmp/tiny --port 8100", model_is_served),
 ];
 
-/// What marks a command that no test can run.
+/// The mark of a command that no test can run.
 const NEEDS: &str = "needs an";
 
 /// The arguments of a command of `kvx`, and a folder of its own where it runs.
@@ -121,7 +121,7 @@ impl Words {
         command
     }
 
-    /// What follows `kvx proxy`, at a port that is free.
+    /// Replaces the port in the arguments of `kvx proxy` by a free one.
     #[cfg(feature = "proxy")]
     fn of_proxy(&self) -> Vec<&str> {
         self.words[1..].iter().map(String::as_str).chain(["--port", "0"]).collect()
@@ -307,7 +307,7 @@ fn pages() -> Vec<PathBuf> {
     pages
 }
 
-/// The commands of all pages, each with its page; not those that need what is not here.
+/// Returns the commands of all pages, with their pages, except those that need other hardware.
 fn shown() -> Vec<(PathBuf, String)> {
     let mut commands = Vec::new();
     for page in pages() {

@@ -1,4 +1,4 @@
-//! What depends on the process: limits and the environment.
+//! Limits and environment variables of the process.
 
 use kvx_core::{Kind, Memory, Secret};
 use kvx_testkit::{is_own_process, run_in_own_process, test};

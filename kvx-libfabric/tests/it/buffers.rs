@@ -17,7 +17,7 @@ const LIMIT: (&str, &str) = ("FI_OFI_RXM_EAGER_LIMIT", "16384");
 const TELLS: &str = "KVX_LIBFABRIC_TELLS";
 const BOUNDS: &str = "bounds";
 
-/// Plays the process that says what operators are told, if this one was started for that.
+/// Plays the process that prints cautions and route, if this one was started for that.
 pub(crate) fn tell_if_asked() {
     let Ok(tells) = std::env::var(TELLS) else { return };
     if tells == BOUNDS {

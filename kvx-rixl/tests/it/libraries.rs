@@ -99,7 +99,7 @@ fn what_a_plugin_misses_is_named() -> Outcome {
     Ok(())
 }
 
-/// Says what it thinks of its library and ends the process, if that is what this process was started for.
+/// Plays the process that prints the state of its library and ends, if this one was started for that.
 pub(crate) fn tell_if_asked() {
     let Ok(options) = std::env::var(TELLS) else { return };
     println!("{}", tell(&options));

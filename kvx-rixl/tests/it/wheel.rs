@@ -73,7 +73,7 @@ const ALONE: &str = "KVX_RIXL_TEST_ALONE";
 /// How long such a process may take.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Whether this process is one.
+/// Returns whether this process is one of those.
 pub(crate) fn is_alone() -> bool {
     std::env::var_os(ALONE).is_some()
 }

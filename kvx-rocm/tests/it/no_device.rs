@@ -10,7 +10,7 @@ const NAME: &str = "no_device::the_library_without_a_device_says_what_is_missing
 /// Set in the process that must not start again with the stand-in.
 const AMDS_OWN: &str = "KVX_TEST_AMDS_OWN_LIBRARY";
 
-/// Whether this is the process of the test below.
+/// Returns whether this is the process of the test below.
 pub(crate) fn is_asked() -> bool {
     std::env::var_os(AMDS_OWN).is_some()
 }

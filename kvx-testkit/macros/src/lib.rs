@@ -37,7 +37,7 @@ pub fn test(options: TokenStream, function: TokenStream) -> TokenStream {
     output
 }
 
-/// Returns the name of the function: the word behind the first `fn` that is not within brackets.
+/// Returns the name of the function: the identifier after the first `fn` outside of brackets.
 fn name(function: TokenStream) -> Option<String> {
     let mut tokens = function.into_iter();
     tokens.find(|token| matches!(token, TokenTree::Ident(word) if word.to_string() == "fn"))?;

@@ -55,7 +55,7 @@ pub(crate) fn run_if_asked() {
     }
 }
 
-/// Returns a test for each clause and what is done to it.
+/// Returns a test for each clause with each change to it.
 pub(crate) fn trials() -> impl Iterator<Item = Trial> {
     let done = Arc::new(Done::default());
     jobs().map(move |job| {
@@ -78,7 +78,7 @@ struct Job {
     change: Change,
 }
 
-/// What is done to a clause.
+/// A change to the ground that a clause runs on.
 enum Change {
     /// It must fail.
     Broken(&'static Breaker),

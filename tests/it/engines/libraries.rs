@@ -20,7 +20,7 @@ pub(crate) const VARIABLE: &str = "KVX_TEST_STANDING";
 /// How long it may take to load a library.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// What the tests want to know of a backend that can be used.
+/// The properties of an available backend that the tests ask for.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Standing {
     pub(crate) version: String,
@@ -28,7 +28,7 @@ pub(crate) struct Standing {
     pub(crate) reads_settle_alone: bool,
     /// The same of writes.
     pub(crate) writes_settle_alone: bool,
-    /// Who owns memory can revoke it alone.
+    /// True if the owner of memory can revoke it without the peer.
     pub(crate) owner_revokes: bool,
 }
 
@@ -48,7 +48,7 @@ pub(crate) fn variables() -> Vec<(&'static str, OsString)> {
     variables
 }
 
-/// Whether a virtual environment of Python has all of these packages.
+/// Returns whether a Python environment has all of these packages.
 pub(crate) fn has_packages(environment: &Path, packages: [&str; 3]) -> bool {
     packages.into_iter().all(|package| {
         let pythons = std::fs::read_dir(environment.join("lib")).into_iter().flatten().flatten();

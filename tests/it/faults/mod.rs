@@ -214,7 +214,7 @@ fn row(
     }
 }
 
-/// What `cargo xtask faults` wants and nothing else, if that has started this program.
+/// Returns the trials of `cargo xtask faults`, if it has started this program.
 pub(crate) fn asked_for() -> Option<Vec<Trial>> {
     is_all().then(trials)
 }
@@ -243,7 +243,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         for (way, op) in [("reading", kvx::Op::Read), ("writing", kvx::Op::Write)] {
             let title = format!("faults::{backend}::a-turn-panics_{way}");
             let step = if is_all() { 1 } else { 16 };
-            // Every turn of the process counts, whoever has it.
+            // Turns of all threads of the process count.
             trials.push(trial_within(PANICS_LIMIT, title.clone(), move || {
                 match is_own_process() || is_all() {
                     true => panics::row(&title, backend, op, step),

@@ -25,7 +25,7 @@ use steps::{Action, STEPS, Step};
 use summary::Summary;
 use tier::Tier;
 
-/// The features of lints, documentation and tests: one choice for all, so that nothing is compiled twice.
+/// The features of lints, documentation and tests: the same for all, so that cargo compiles no crate twice.
 pub(crate) const FEATURES: &str = "--all-features";
 
 /// Runs the chosen steps, also after one has failed; returns false if any failed.
@@ -63,10 +63,7 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
             Action::Cargo(line) => run.cargo(step, line),
             Action::Install => Ok(check(run.installed(), "cargo xtask test --install")),
             Action::Tests => run.tests(),
-            Action::Spelling => {
-                let wrong = spelling::spelling(&run.target, steps::LIMIT);
-                Ok(check(wrong, "correct it, or add the word to _typos.toml"))
-            }
+            Action::Spelling => spelling::check(&run.target, steps::LIMIT),
             Action::Features { all } => {
                 Ok(check(features::check(*all, steps::LIMIT), "cargo xtask features"))
             }

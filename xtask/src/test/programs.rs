@@ -23,7 +23,7 @@ const LISTS: [&str; 2] = ["alone", "fast"];
 pub(crate) struct TestProgram {
     /// The arguments with which `cargo test` runs it and no other.
     pub(crate) title: String,
-    /// Whether no other program may run meanwhile, because it measures what others would disturb.
+    /// True if it must run alone, because other programs would disturb its measurements.
     pub(crate) alone: bool,
     /// The lowest tier that it is a part of.
     pub(crate) tier: Tier,

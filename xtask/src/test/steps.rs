@@ -34,7 +34,7 @@ pub(crate) struct Step {
     pub(crate) environment: BTreeMap<String, String>,
 }
 
-/// What a step does. All but [`Action::Tests`] count as one passed or one failed.
+/// The work of a step. All but [`Action::Tests`] count as one passed or one failed.
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Action {
@@ -46,7 +46,7 @@ pub(crate) enum Action {
     Tests,
     /// Checks the spelling.
     Spelling,
-    /// Checks what is compiled in: the cheap checks, or every choice of features.
+    /// Checks the features and dependencies that are compiled in: the cheap checks, or every choice of features.
     Features { all: bool },
 }
 
@@ -60,7 +60,7 @@ pub(crate) static STEPS: LazyLock<Vec<Step>> = LazyLock::new(|| {
 });
 
 impl Step {
-    /// Whether it is part of `tier`, and about the crate of this name, if one is named.
+    /// Returns whether it is part of `tier`, and about the crate of this name, if one is named.
     pub(crate) fn is_part_of(&self, tier: Tier, package: Option<&str>) -> bool {
         self.tier <= tier
             && package.is_none_or(|name| self.of.is_empty() || self.of.iter().any(|of| of == name))

@@ -21,7 +21,7 @@ const RECORD: &str = "KVX_TRANSFORMERS_RECORD";
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/vectors/reference.json");
 /// How far a score may be from transformers', whose sums have another order.
 const NEAR: f32 = 1e-4;
-/// How many tokens follow a prompt.
+/// The number of tokens that follow a prompt.
 const COUNT: usize = 8;
 const TEXT: &str = "Ein naïver Ärger: 12 × 3 = 36 ☕\n<|im_start|>\tend";
 

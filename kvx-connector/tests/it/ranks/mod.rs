@@ -24,7 +24,7 @@ pub(crate) fn served_as_rank() -> bool {
 }
 
 pub(crate) fn trials() -> Vec<Trial> {
-    // Processes are more than what is waited for after each edit.
+    // Tests with several processes are too slow for the fast tier.
     if !Tier::Usual.runs() {
         return Vec::new();
     }

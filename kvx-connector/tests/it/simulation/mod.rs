@@ -54,7 +54,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     ALL_SEEDS.iter().map(trial).collect()
 }
 
-/// How many seeds run.
+/// Returns the number of seeds to run.
 fn runs(whole: bool) -> u64 {
     number("KVX_SIM_RUNS").unwrap_or(if whole { MANY } else { RUNS })
 }

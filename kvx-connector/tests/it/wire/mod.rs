@@ -1,4 +1,4 @@
-//! Messages of the protocol: what is written, and what is read of any bytes.
+//! Messages of the protocol: encoding, and decoding of arbitrary bytes.
 
 mod fuzz;
 mod handshake;

@@ -6,7 +6,8 @@ use aes_gcm::aead::AeadInOut as _;
 use aes_gcm::aead::inout::InOutBuf;
 use aes_gcm::{Aes256Gcm, KeyInit as _, Tag};
 use curve25519_dalek::MontgomeryPoint;
-use kvx_core::{Error, Kind, Result, random_key};
+use hmac::{Hmac, Mac as _};
+use kvx_core::{Error, Kind, Result, Secret, random_key};
 use sha2::{Digest as _, Sha256};
 use snow::params::{CipherChoice, DHChoice, HashChoice};
 use snow::resolvers::CryptoResolver;
@@ -23,6 +24,13 @@ pub const KEY: usize = 32;
 pub const TAG: usize = 16;
 /// Bytes of a message without a payload.
 pub const MESSAGE: usize = KEY + TAG;
+
+/// The key of a fleet's secret for one purpose, which the label names.
+pub fn derive_key(secret: &Secret, label: &[u8]) -> [u8; KEY] {
+    let mut mac = Hmac::<Sha256>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");
+    mac.update(label);
+    mac.finalize().into_bytes().into()
+}
 
 /// One end of a handshake of two messages, the initiator's first. Each end proves by its message that it has the key.
 pub struct NoiseHandshake(HandshakeState);

@@ -3,5 +3,5 @@
 mod handshake;
 mod seal;
 
-pub use handshake::{KEY, MESSAGE, NoiseHandshake, TAG};
+pub use handshake::{KEY, MESSAGE, NoiseHandshake, TAG, derive_key};
 pub use seal::{Opener, RECORD, Sealer, Seals};

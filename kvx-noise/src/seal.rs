@@ -9,6 +9,8 @@ use crate::handshake::{AesGcm, KEY, TAG};
 
 /// The most bytes of a sealed message: with its tag it is 16 KiB.
 pub const RECORD: usize = (16 << 10) - TAG;
+/// Bytes of the length that a sealed piece of a stream has before it.
+const LENGTH: usize = 2;
 /// Messages by one key, then both ends take the next one. That is 16 GiB at most, far below the bounds of AES-GCM.
 const ONE_KEY: u64 = 1 << 20;
 
@@ -74,6 +76,15 @@ impl Sealer {
         }
     }
 
+    /// Seals what goes into a stream: pieces of at most a record, each behind its length.
+    pub fn seal_stream(&mut self, bytes: &[u8], out: &mut Vec<u8>) {
+        for piece in bytes.chunks(RECORD) {
+            let length = u16::try_from(piece.len() + TAG).expect("a record is shorter than 64 KiB");
+            out.extend_from_slice(&length.to_be_bytes());
+            self.seal(piece, out);
+        }
+    }
+
     /// The message that was sealed last has not left, and never will: the next one goes by its number.
     pub fn take_back(&mut self) {
         self.0.number -= 1;
@@ -93,6 +104,26 @@ impl Opener {
         let why = "what the peer sent was altered, lost or repeated on its way, so the connection was closed: find out \
                    who is between the two hosts";
         if is_whole { Ok(()) } else { Err(Error::new(Kind::Malformed, why)) }
+    }
+
+    /// Opens the pieces of a stream that have come whole: appends their contents to `out`, and leaves the rest in
+    /// `sealed`. Errors: `Malformed`.
+    pub fn open_stream(&mut self, sealed: &mut Vec<u8>, out: &mut Vec<u8>) -> Result<()> {
+        let mut opened = 0;
+        while let Some((length, rest)) = sealed[opened..].split_first_chunk_mut::<LENGTH>() {
+            let length = usize::from(u16::from_be_bytes(*length));
+            if !(TAG..=RECORD + TAG).contains(&length) {
+                let most = RECORD + TAG;
+                let why = format!("a sealed piece of {length} bytes is announced, at most {most} are sealed");
+                return Err(Error::new(Kind::Malformed, why));
+            }
+            let Some(piece) = rest.get_mut(..length) else { break };
+            self.open(piece)?;
+            out.extend_from_slice(&piece[..length - TAG]);
+            opened += LENGTH + length;
+        }
+        sealed.drain(..opened);
+        Ok(())
     }
 }
 
@@ -131,6 +162,24 @@ mod tests {
         // Each of these is an end for the connection: what comes behind it is not opened either.
         assert_eq!(theirs.opener.open(&mut second.clone()).unwrap_err().kind(), Kind::Malformed, "repeated");
         assert!(theirs.opener.open(&mut third.clone()).is_err());
+    }
+
+    #[test]
+    fn a_stream_is_opened_as_it_comes() {
+        let (mut ours, mut theirs) = seals();
+        let said: Vec<u8> = (0..2 * RECORD + 5).map(|at| at as u8).collect();
+        let mut sealed = Vec::new();
+        ours.sealer.seal_stream(&said, &mut sealed);
+        let (mut coming, mut heard) = (Vec::new(), Vec::new());
+        for bytes in sealed.chunks(4999) {
+            coming.extend_from_slice(bytes);
+            theirs.opener.open_stream(&mut coming, &mut heard).unwrap();
+        }
+        assert!(heard == said && coming.is_empty());
+        for wrong in [vec![0, 15], vec![0x40, 1], [&[0, 20][..], &[0; 20]].concat()] {
+            let error = theirs.opener.open_stream(&mut wrong.clone(), &mut heard).unwrap_err();
+            assert_eq!(error.kind(), Kind::Malformed, "{wrong:?}");
+        }
     }
 
     #[test]

@@ -9,15 +9,13 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use hmac::{Hmac, KeyInit, Mac as _};
 use kvx_core::{Error, Kind, Result, Secret};
-use kvx_noise::{KEY, MESSAGE, NoiseHandshake, Opener, RECORD, Sealer, Seals, TAG};
+use kvx_noise::{MESSAGE, NoiseHandshake, Opener, Sealer, Seals, derive_key};
 use rustix::io::retry_on_intr;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, sockopt,
 };
-use sha2::Sha256;
 use tokio::io::Interest;
 use tokio::net::{TcpStream, UnixStream};
 
@@ -28,8 +26,6 @@ use crate::wire::group::MAX_MESSAGE;
 const CHUNK: usize = 16 << 10;
 /// Bytes of a length.
 const LENGTH: usize = 4;
-/// Bytes of the length of what is sealed.
-const SEALED_LENGTH: usize = 2;
 /// What both ends make their key with, out of the secret; and what they bind their handshake to.
 const LABEL: &[u8] = b"kvx group 1: an engine and its ranks";
 /// A host that answers nothing is asked after this, so often, and is gone then: after [`SILENT`].
@@ -108,7 +104,7 @@ fn ends(socket: Arc<Socket>) -> (Outgoing, Incoming) {
 /// Errors: `Denied`, `PeerLost`, what the system says.
 pub(super) async fn prove_as_rank(socket: TcpStream, secret: &Secret) -> Result<(Outgoing, Incoming)> {
     let (mut outgoing, mut incoming) = over_tcp(socket)?;
-    let mut handshake = NoiseHandshake::initiator(&key(secret), LABEL)?;
+    let mut handshake = NoiseHandshake::initiator(&derive_key(secret, LABEL), LABEL)?;
     let mut first = Vec::new();
     handshake.write(&[], &mut first)?;
     outgoing.put_all(&first, None).await?;
@@ -124,7 +120,7 @@ pub(super) async fn prove_as_rank(socket: TcpStream, secret: &Secret) -> Result<
 /// The engine's end of the same. Who has not the secret hears nothing.
 pub(super) async fn prove_as_engine(socket: TcpStream, secret: &Secret) -> Result<(Outgoing, Incoming)> {
     let (mut outgoing, mut incoming) = over_tcp(socket)?;
-    let mut handshake = NoiseHandshake::responder(&key(secret), LABEL)?;
+    let mut handshake = NoiseHandshake::responder(&derive_key(secret, LABEL), LABEL)?;
     let first = incoming.proof().await?;
     if first.and_then(|first| handshake.read(&first)).is_none() {
         return Err(Error::new(Kind::Denied, "it has not proven to have this fleet's secret"));
@@ -133,13 +129,6 @@ pub(super) async fn prove_as_engine(socket: TcpStream, secret: &Secret) -> Resul
     handshake.write(&[], &mut answer)?;
     outgoing.put_all(&answer, None).await?;
     Ok(sealed(outgoing, incoming, handshake.seals()))
-}
-
-fn key(secret: &Secret) -> [u8; KEY] {
-    let mut mac =
-        <Hmac<Sha256> as KeyInit>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");
-    mac.update(LABEL);
-    mac.finalize().into_bytes().into()
 }
 
 fn over_tcp(socket: TcpStream) -> Result<(Outgoing, Incoming)> {
@@ -234,23 +223,7 @@ impl Incoming {
     /// Opens what is whole of what has come sealed.
     fn open(&mut self) -> Result<()> {
         let Some(opener) = &mut self.opener else { return Ok(()) };
-        let mut opened = 0;
-        while let Some((length, rest)) = self.sealed[opened..].split_first_chunk_mut::<SEALED_LENGTH>() {
-            let length = usize::from(u16::from_be_bytes(*length));
-            if !(TAG..=RECORD + TAG).contains(&length) {
-                let why = format!(
-                    "a sealed piece of {length} bytes is announced, at most {} are sealed",
-                    RECORD + TAG
-                );
-                return Err(Error::new(Kind::Malformed, why));
-            }
-            let Some(piece) = rest.get_mut(..length) else { break };
-            opener.open(piece)?;
-            self.bytes.extend_from_slice(&piece[..length - TAG]);
-            opened += SEALED_LENGTH + length;
-        }
-        self.sealed.drain(..opened);
-        Ok(())
+        opener.open_stream(&mut self.sealed, &mut self.bytes)
     }
 
     async fn receive(&mut self) -> Result<usize> {
@@ -305,11 +278,7 @@ impl Outgoing {
         bytes.extend_from_slice(message);
         if let Some(sealer) = &mut self.sealer {
             let mut sealed = Vec::new();
-            for piece in bytes.chunks(RECORD) {
-                let length = u16::try_from(piece.len() + TAG).expect("pieces are bounded");
-                sealed.extend_from_slice(&length.to_be_bytes());
-                sealer.seal(piece, &mut sealed);
-            }
+            sealer.seal_stream(&bytes, &mut sealed);
             bytes = sealed;
         }
         self.put_all(&bytes, file).await
@@ -357,6 +326,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::thread;
 
+    use kvx_noise::RECORD;
     use tokio::time::timeout;
 
     use super::*;

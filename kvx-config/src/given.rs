@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use super::arguments::{self, ArgumentPiece};
 use super::compat::Compat;
 use super::human;
+use super::tables;
 use super::warning::{Concern, Warning};
 use kvx_core::{Error, Kind, Result};
 
@@ -46,7 +47,8 @@ impl fmt::Display for ValueSource {
 ///
 /// Precedence is vLLM's: of several JSON objects the last one counts; dotted arguments come after it, wherever they
 /// stand; of two dotted arguments the later one wins; objects merge, lists add up. Arguments that a caller has read
-/// from a file go before those of the command line.
+/// from a file go before those of the command line. In `kv_connector_extra_config` the key `"tcp.seal"` means
+/// `{"tcp": {"seal": …}}`, and so for each of kvx's own tables.
 ///
 /// ```
 /// use kvx_config::Given;
@@ -159,7 +161,10 @@ impl Given {
         self.sources.iter().map(|(keys, sources)| (keys.as_slice(), sources.as_slice()))
     }
 
-    fn merge(&mut self, object: Map<String, Value>, source: &ValueSource) -> Vec<String> {
+    fn merge(&mut self, mut object: Map<String, Value>, source: &ValueSource) -> Vec<String> {
+        if let Some(Value::Object(extra)) = object.get_mut("kv_connector_extra_config") {
+            nest_flat_keys(extra);
+        }
         let mut merging = Merging { sources: &mut self.sources, source, replaced: Vec::new() };
         merging.object(&mut self.object, object, &mut Vec::new());
         merging.replaced
@@ -172,6 +177,22 @@ impl Given {
         match nested {
             Value::Object(object) => self.merge(object, source),
             _ => Vec::new(),
+        }
+    }
+}
+
+/// Moves what flat keys such as `tcp.seal` say into the tables that they name. A key that says something again stays.
+fn nest_flat_keys(extra: &mut Map<String, Value>) {
+    let is_flat = |key: &&String| key.split_once('.').is_some_and(|(table, _)| tables::names_table(table));
+    let flat: Vec<String> = extra.keys().filter(is_flat).cloned().collect();
+    for key in flat {
+        let (Some((table, option)), Some(value)) = (key.split_once('.'), extra.get(&key).cloned()) else {
+            continue;
+        };
+        let table = extra.entry(table).or_insert_with(|| Map::new().into());
+        if let Some(table) = table.as_object_mut().filter(|table| !table.contains_key(option)) {
+            table.insert(option.to_owned(), value);
+            extra.remove(&key);
         }
     }
 }

@@ -88,6 +88,7 @@ const KNOWN_KEYS: &[KnownKey] = &[
     known("factors", Shape::Factors),
     known("side_channel_bind", Shape::Text),
     known("allowed_hosts", Shape::Texts),
+    known("allow_unsigned_params", Shape::Texts),
     recent("kv_lease_duration", Shape::Seconds),
     recent("decoder_kv_blocks_ttl", Shape::Seconds),
     KnownKey { since: Compat::V0_21, ..known("kv_recompute_threshold", Shape::Whole) },
@@ -223,17 +224,49 @@ fn check_table(table: &OptionTable, value: &Value) -> Result<()> {
     Err(Error::new(Kind::Invalid, format!("{}.{key} is not an option{hint}{known}", extra(name))))
 }
 
-/// An unknown key is kept; an unknown *table* under another name of a backend of kvx is an error.
+/// Keys that decide whom an engine trusts, or what is sealed. Whoever misspells one believes to be protected.
+const SECURITY_KEYS: &[&str] =
+    &["allow_unsigned_params", "allowed_hosts", "side_channel_bind", "unauthenticated"];
+
+/// The table with this name or alias, in whatever case.
+fn table_called(name: &str) -> Option<&'static OptionTable> {
+    let lower = name.to_ascii_lowercase();
+    OPTION_TABLES.iter().find(|table| table.name == lower || table.aliases.contains(&lower.as_str()))
+}
+
+/// True for the name of a table, also in another case or as an alias: an error then says what to write.
+pub(super) fn names_table(name: &str) -> bool {
+    table_called(name).is_some()
+}
+
+/// An unknown key is kept. An unknown table under another name of a backend of kvx is an error, and so is a key that
+/// was meant to protect something.
 fn unknown(key: &str, value: &Value) -> Result<Warning> {
-    let lower = key.to_ascii_lowercase();
-    let meant =
-        OPTION_TABLES.iter().find(|table| table.name == lower || table.aliases.contains(&lower.as_str()));
-    if let Some(table) = meant.filter(|_| value.is_object()) {
-        let sentence = format!("{} is no table; write {}", extra(key), extra(table.name));
-        return Err(Error::new(Kind::Invalid, sentence));
+    let refused = |sentence: String| Err(Error::new(Kind::Invalid, sentence));
+    if let Some(table) = table_called(key).filter(|_| value.is_object()) {
+        return refused(format!("{} is no table; write {}", extra(key), extra(table.name)));
+    }
+    if key.split_once('.').is_some_and(|(table, _)| names_table(table)) {
+        return refused(format!(
+            "{} is written twice, once within its table: leave one of them out",
+            extra(key)
+        ));
+    }
+    if key.to_ascii_lowercase().contains("secret") {
+        return refused(format!(
+            "{} is not read: the fleet's secret comes from the file that KVX_SECRET_FILE names",
+            extra(key)
+        ));
+    }
+    if let Some(table) = OPTION_TABLES.iter().find(|table| table.name == "tcp" && table.keys.contains(&key)) {
+        return refused(format!("{} is not an option; write {}.{key}", extra(key), extra(table.name)));
     }
     let names = KNOWN_KEYS.iter().map(|known| known.name).chain(OPTION_TABLES.iter().map(|table| table.name));
-    let hint = nearest(key, names).map_or_else(String::new, |near| format!("; did you mean {near}?"));
+    let near = nearest(key, names);
+    if let Some(near) = near.filter(|near| SECURITY_KEYS.contains(near)) {
+        return refused(format!("{} is not an option; did you mean {near}?", extra(key)));
+    }
+    let hint = near.map_or_else(String::new, |near| format!("; did you mean {near}?"));
     Ok(Warning::new(
         Concern::Unknown,
         format!("{} is kept, but nothing in kvx or vLLM's connectors reads it{hint}", extra(key)),
@@ -280,6 +313,8 @@ pub struct NixlSettings {
     pub side_channel_bind: Option<String>,
     /// `allowed_hosts`: the only hosts that parameters of requests may name; `None`: any. kvx only.
     pub allowed_hosts: Option<Vec<String>>,
+    /// `allow_unsigned_params`: the hosts of engines that cannot sign parameters, which are taken unsigned; kvx only.
+    pub allow_unsigned_params: Vec<String>,
 }
 
 /// The values of `kv_connector_extra_config` that MooncakeConnector reads, with their defaults.
@@ -347,6 +382,7 @@ pub(super) fn nixl(object: &Map<String, Value>, compat: Compat) -> Result<NixlSe
         factors: reader.read("factors", |key, value| factors_of(key, value).cloned())?.unwrap_or_default(),
         side_channel_bind: reader.read("side_channel_bind", fields::text)?,
         allowed_hosts: reader.read("allowed_hosts", fields::texts)?,
+        allow_unsigned_params: reader.read("allow_unsigned_params", fields::texts)?.unwrap_or_default(),
     })
 }
 

@@ -436,6 +436,40 @@ fn own_tables_refuse_unknown_keys_and_other_keys_are_kept_with_a_warning() {
 }
 
 #[test]
+fn a_flat_key_of_an_own_table_means_the_nested_one() {
+    let extra = |extra: &str| nixl(&format!(r#", "kv_connector_extra_config": {extra}"#));
+    let config =
+        config(&extra(r#"{"tcp.seal": "all", "tcp": {"bind": "10.0.0.1"}, "ucx.set": {"TLS": "tcp"}}"#));
+    assert_eq!(config.extra()["tcp"], json!({"bind": "10.0.0.1", "seal": "all"}));
+    assert_eq!(config.extra()["ucx"], json!({"set": {"TLS": "tcp"}}));
+    assert_eq!(concerns(&config), []);
+    assert!(refused(&extra(r#"{"tcp.sael": "all"}"#)).contains("did you mean tcp.seal?"));
+    assert!(refused(&extra(r#"{"TCP.seal": "all"}"#)).ends_with("write kv_connector_extra_config.tcp"));
+    let twice = refused(&extra(r#"{"tcp.seal": "all", "tcp": {"seal": "none"}}"#));
+    assert!(twice.contains("is written twice"), "{twice}");
+    // What is nobody's table is kept as it was written.
+    let config = self::config(&extra(r#"{"mine.seal": "all"}"#));
+    assert_eq!(config.extra()["mine.seal"], "all");
+}
+
+#[test]
+fn a_key_that_was_meant_to_protect_something_is_never_only_warned_about() {
+    let refused =
+        |key: &str| refused(&nixl(&format!(r#", "kv_connector_extra_config": {{"{key}": "all"}}"#)));
+    for (key, words) in [
+        ("seal", "write kv_connector_extra_config.tcp.seal"),
+        ("allowed_host", "did you mean allowed_hosts?"),
+        ("side_channel_bnd", "did you mean side_channel_bind?"),
+        ("unauthenticate", "did you mean unauthenticated?"),
+        ("secret_file", "KVX_SECRET_FILE"),
+        ("KVX_SECRET", "KVX_SECRET_FILE"),
+    ] {
+        let error = refused(key);
+        assert!(error.contains(words), "{key}: {error}");
+    }
+}
+
+#[test]
 fn keys_of_another_version_are_ignored_and_warned_about() {
     let config =
         config(&nixl(r#", "kv_connector_extra_config": {"kv_compat": "0.20", "kv_lease_duration": 60}"#));

@@ -45,6 +45,7 @@ mod settings;
 mod stats;
 mod step;
 mod time;
+mod trust;
 mod worker;
 
 pub use action::{Action, Connection, GroupMove, Move, MoveId, MoveLists, Part, ReadBlocks};
@@ -66,4 +67,5 @@ pub use step::{
     ConnectorMeta, FailedLoad, Heartbeat, ReceiveOrder, RemoteEngine, RemoteRequest, SendOrder, WorkerOutput,
 };
 pub use time::{ClockOffset, Time};
+pub use trust::{ParamsTrust, Trusted, Untrusted};
 pub use worker::{HandshakeFailure, MoveFailure, Worker};

@@ -7,6 +7,7 @@ use kvx_core::{Error, Kind};
 
 use super::identity::{Address, EngineId, WorkerRank};
 use super::mooncake::Mooncake;
+use super::trust::ParamsTrust;
 use crate::params::{Dialect, TransferMode};
 
 /// How the number in a completion notification is meant.
@@ -103,6 +104,8 @@ pub struct Settings {
     pub prefill_backoff: u32,
     /// The only hosts that parameters and push registrations may name; `None`: any.
     pub allowed_hosts: Option<Vec<String>>,
+    /// Whose parameters are loaded by, and the key that this engine signs its own with.
+    pub trust: ParamsTrust,
     /// What a MooncakeConnector is told beside this; `None`: it is a NixlConnector.
     pub mooncake: Option<Mooncake>,
 }
@@ -180,6 +183,7 @@ impl Settings {
             load_timeout: Duration::from_secs(120),
             prefill_backoff: 0,
             allowed_hosts: None,
+            trust: ParamsTrust::default(),
             mooncake: None,
         }
     }

@@ -63,6 +63,8 @@ pub struct RemoteBlocks {
     pub prefill_cached_tokens: Option<u64>,
     /// kvx only: which contents of the blocks are meant, as text.
     pub block_reference: Option<String>,
+    /// kvx only: its signature over all this.
+    pub signature: Option<String>,
 }
 
 impl RemoteBlocks {
@@ -89,6 +91,7 @@ impl RemoteBlocks {
             mode: TransferMode::Pull,
             prefill_cached_tokens: None,
             block_reference: None,
+            signature: None,
         }
     }
 
@@ -107,6 +110,7 @@ impl RemoteBlocks {
             remote_port: Some(self.port),
             tp_size: Some(self.tp_size),
             kvx_block_reference: self.block_reference,
+            kvx_signature: self.signature,
             ..TransferParams::default()
         };
         let pull = self.mode == TransferMode::Pull;

@@ -66,6 +66,8 @@ pub struct TransferParams {
     pub remote_prefill_cached_tokens: Option<u64>,
     /// kvx only: which contents of the blocks are meant, for a reader that checks it after the data. vLLM ignores it.
     pub kvx_block_reference: Option<String>,
+    /// kvx only: the signature of the engine that holds the blocks, over everything that is needed to load them.
+    pub kvx_signature: Option<String>,
     /// Keys that this version does not know, and known ones that were null: written again as they came.
     pub rest: Map<String, Value>,
 }
@@ -126,6 +128,7 @@ impl TransferParams {
             transfer_mode: fields.take("transfer_mode", "\"pull\" or \"push\"", TransferMode::from_value)?,
             remote_prefill_cached_tokens: fields.number("remote_prefill_cached_tokens")?,
             kvx_block_reference: fields.text("kvx_block_reference")?,
+            kvx_signature: fields.text("kvx_signature")?,
             rest: Map::new(),
         };
         params.rest = fields.rest();
@@ -185,6 +188,7 @@ impl TransferParams {
             mode,
             prefill_cached_tokens: self.remote_prefill_cached_tokens,
             block_reference: self.kvx_block_reference.clone(),
+            signature: self.kvx_signature.clone(),
         })
     }
 
@@ -302,6 +306,7 @@ impl TransferParams {
         put("transfer_mode", self.transfer_mode.map(|mode| mode.as_str().into()));
         put("remote_prefill_cached_tokens", self.remote_prefill_cached_tokens.map(Value::from));
         put("kvx_block_reference", self.kvx_block_reference.clone().map(Value::from));
+        put("kvx_signature", self.kvx_signature.clone().map(Value::from));
         Ok(object)
     }
 
@@ -333,7 +338,7 @@ impl From<MooncakeParams> for TransferParams {
 
 const BLOCK_IDS: &str = "a list of block ids for each KV cache group, or one flat list";
 
-const KEYS: [&str; 16] = [
+const KEYS: [&str; 17] = [
     "do_remote_prefill",
     "do_remote_decode",
     "remote_block_ids",
@@ -350,6 +355,7 @@ const KEYS: [&str; 16] = [
     "transfer_mode",
     "remote_prefill_cached_tokens",
     "kvx_block_reference",
+    "kvx_signature",
 ];
 
 fn block_id(value: &Value) -> Option<u32> {

@@ -11,7 +11,7 @@ use super::connector::Connector;
 use super::rank::Registered;
 use super::side::{SideSettings, tcp_bind};
 use super::thread;
-use crate::engine::{Address, Settings, WorkerRank};
+use crate::engine::{Address, ParamsTrust, Settings, WorkerRank};
 use crate::mapping::{Clip, GroupKind, window_blocks};
 use crate::nixl::{self, BACKEND as KVX};
 use crate::params::TransferMode;
@@ -159,6 +159,7 @@ impl ConnectorBuilder {
             ));
         }
         let (secret, sizes) = (Secret::from_environment()?, (self.data_parallel, tp_size));
+        settings.trust = ParamsTrust::new(secret.as_ref(), &self.config.nixl().allow_unsigned_params);
         let mut side = SideSettings::from_config(&self.config, sizes, settings.ports, secret)?;
         if self.any_port {
             side.ports.fill(0);

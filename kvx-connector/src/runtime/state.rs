@@ -1,7 +1,7 @@
 //! What the engine's calls and the connector's thread share: both halves of the protocol under one lock, which is held
 //! for as long as they decide, and never while anything is waited for.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::task::Waker;
 use std::time::Instant;
@@ -70,6 +70,8 @@ pub(super) struct State {
     pub(super) awaited: Awaited,
     pub(super) metrics: Metrics,
     pub(super) traces: Traces,
+    /// Hosts of engines that do not sign, of whom the log has told: no more than `allow_unsigned_params` names.
+    unsigned: BTreeSet<String>,
     /// What peers may write into, or no more, for loads that are pushed.
     pub(super) grants: HashMap<RequestId, Grant>,
     /// Of those that are over: to be ended.
@@ -166,6 +168,7 @@ impl Shared {
             outcomes: VecDeque::new(),
             awaited: Awaited::default(),
             traces: Traces::default(),
+            unsigned: BTreeSet::new(),
             metrics: Metrics::new(&setup.factors.model, &setup.data_parallel.to_string(), settings),
             grants: HashMap::new(),
             spent: Vec::new(),
@@ -237,6 +240,17 @@ impl Shared {
             && let Some(params) = arrival.params.filter(|params| params.do_remote_prefill)
         {
             state.traces.arrived(now, request, params.remote_engine_id.as_deref().unwrap_or_default());
+            let trust = &self.setup.settings.trust;
+            let unsigned = trust.has_secret() && params.kvx_signature.is_none();
+            if let Some(host) =
+                params.remote_host.clone().filter(|host| unsigned && trust.allows_unsigned(host))
+                && state.unsigned.insert(host.clone())
+            {
+                tracing::warn!(
+                    "the engine at {host} does not sign its parameters, and they are taken because \
+                     allow_unsigned_params names it: keep this server away from clients that could write their own"
+                );
+            }
         }
         drop(state);
         self.wake_up.notify_one();

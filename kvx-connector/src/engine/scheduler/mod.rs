@@ -17,6 +17,7 @@ use super::identity::{Address, BlockLists, EngineId, RequestId};
 use super::settings::Settings;
 use super::step::{ConnectorMeta, ReceiveOrder, RemoteEngine, RemoteRequest};
 use super::time::{ClockOffset, Deadlines, Time};
+use super::trust::Untrusted;
 use crate::params::{ParamsError, TransferMode, TransferParams};
 
 /// A load from a decode is not begun when its blocks live no longer than this.
@@ -46,6 +47,8 @@ pub enum NotLoaded {
     Known,
     /// They name a host that is none of [`Settings::allowed_hosts`].
     HostNotAllowed(Arc<str>),
+    /// No engine of this fleet has said what they say.
+    Untrusted(Untrusted),
     /// The connector was shut down.
     Closed,
 }
@@ -64,6 +67,7 @@ impl fmt::Display for NotLoaded {
                 "the parameters name the host {host:?}, which is none of kv_connector_extra_config.allowed_hosts: add \
                  it there if it is a prefill of yours; the prompt is computed here"
             ),
+            NotLoaded::Untrusted(why) => write!(f, "{why}; the prompt is computed here"),
         }
     }
 }
@@ -284,6 +288,10 @@ impl Scheduler {
         let allowed = self.settings.allowed_hosts.as_ref();
         if allowed.is_some_and(|allowed| !allowed.contains(&remote.host)) {
             return Err(Refused { why: NotLoaded::HostNotAllowed(remote.host.into()), remote: None });
+        }
+        if source != LoadSource::Push {
+            let trusted = self.settings.trust.check(&remote);
+            trusted.map_err(|why| Refused { why: NotLoaded::Untrusted(why), remote: None })?;
         }
         let reference = remote.block_reference.as_ref().and_then(|text| text.parse().ok());
         let wanted = arrival.prompt_tokens.saturating_sub(self.settings.prefill_backoff);

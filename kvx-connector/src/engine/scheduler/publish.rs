@@ -216,11 +216,14 @@ impl Scheduler {
         remote.mode = settings.mode;
         remote.prefill_cached_tokens = ending.cached.map(u64::from);
         remote.block_reference = ending.reference.map(|reference| reference.to_string());
-        let params = if for_next_turn {
+        let mut params = if for_next_turn {
             TransferParams::decoded(remote, settings.dialect)
         } else {
             TransferParams::prefilled(remote, settings.dialect)
         };
+        // As whoever loads by them reads them: a version does not write every field.
+        params.kvx_signature =
+            params.remote_blocks().ok().and_then(|remote| settings.trust.sign(&remote, kept));
         self.next.send.push(order);
         Ok(Some(params))
     }

@@ -1,0 +1,326 @@
+//! Whose parameters an engine loads by.
+//!
+//! `kv_transfer_params` travel through routers, and any client of a decode can write its own: other block numbers in them
+//! would be another request's answer. Where the fleet has a secret, the engine that holds the blocks signs what it says
+//! of them, for as long as it keeps them. Parameters that name no blocks (those of MooncakeConnector and of push) are
+//! written by routers and unsigned: the engines prove the secret to each other when they meet.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use hmac::{Hmac, KeyInit, Mac as _};
+use kvx_core::Secret;
+use sha2::Sha256;
+
+use crate::params::RemoteBlocks;
+
+/// What the key is made for.
+const LABEL: &[u8] = b"kvx params 1: an engine says which blocks it holds";
+/// How far the clocks of two hosts may be apart, and how long a router may keep parameters beyond a lease.
+const CLOCKS: u64 = 300;
+
+/// The only parameters that an engine loads by. Without a secret, all of them.
+#[derive(Clone, Default)]
+pub struct ParamsTrust {
+    key: Option<[u8; 32]>,
+    unsigned_hosts: Arc<[String]>,
+}
+
+/// Parameters that may be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trusted {
+    /// The engine that they name has signed them, or there is no secret to do it with.
+    Signed,
+    /// Nobody has, and `allow_unsigned_params` names their engine's host.
+    Unsigned,
+}
+
+/// Why parameters are not used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Untrusted {
+    /// No engine of this fleet has signed them. The host that they name.
+    Unsigned(Arc<str>),
+    /// They are not what an engine of this fleet has signed.
+    Altered,
+    /// The engine has let go of the blocks since, so many seconds ago.
+    Expired(u64),
+}
+
+impl fmt::Display for Untrusted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Untrusted::Unsigned(host) => write!(
+                f,
+                "the parameters have no signature of this fleet: give the engine at {host:?} the same KVX_SECRET_FILE, \
+                 or, if it is a vLLM, add {host:?} to kv_connector_extra_config.allow_unsigned_params"
+            ),
+            Untrusted::Altered => f.write_str(
+                "the parameters are not those that an engine of this fleet has signed: forward what the prefill answered \
+                 unchanged, and give both engines the same KVX_SECRET_FILE",
+            ),
+            Untrusted::Expired(seconds) => write!(
+                f,
+                "the parameters have expired {seconds} s ago, and their blocks with them: ask the prefill again; if the \
+                 hosts' clocks differ so much, set them"
+            ),
+        }
+    }
+}
+
+impl std::error::Error for Untrusted {}
+
+impl ParamsTrust {
+    /// With the fleet's secret, if it has one, and the hosts whose engines cannot sign.
+    pub fn new<T: Into<String>>(
+        secret: Option<&Secret>,
+        unsigned_hosts: impl IntoIterator<Item = T>,
+    ) -> Self {
+        let key =
+            secret.map(|secret| mac(secret.bytes(), |mac| mac.update(LABEL)).finalize().into_bytes().into());
+        ParamsTrust { key, unsigned_hosts: unsigned_hosts.into_iter().map(Into::into).collect() }
+    }
+
+    /// True if engines sign.
+    pub fn has_secret(&self) -> bool {
+        self.key.is_some()
+    }
+
+    /// True for a host whose engine need not sign.
+    pub fn allows_unsigned(&self, host: &str) -> bool {
+        self.unsigned_hosts.iter().any(|allowed| allowed == host)
+    }
+
+    /// What an engine that keeps these blocks for so long puts into [`RemoteBlocks::signature`].
+    pub fn sign(&self, remote: &RemoteBlocks, kept: Duration) -> Option<String> {
+        self.sign_until(remote, now().saturating_add(kept.as_secs()))
+    }
+
+    fn sign_until(&self, remote: &RemoteBlocks, expires: u64) -> Option<String> {
+        let signed = signature(self.key.as_ref()?, remote, expires).finalize().into_bytes();
+        Some(format!("{expires}:{}", signed.iter().map(|byte| format!("{byte:02x}")).collect::<String>()))
+    }
+
+    /// Says whether an engine may load these blocks.
+    ///
+    /// # Errors
+    ///
+    /// It may not.
+    pub fn check(&self, remote: &RemoteBlocks) -> Result<Trusted, Untrusted> {
+        self.check_at(remote, now())
+    }
+
+    fn check_at(&self, remote: &RemoteBlocks, now: u64) -> Result<Trusted, Untrusted> {
+        let Some(key) = &self.key else { return Ok(Trusted::Signed) };
+        let Some(written) = &remote.signature else {
+            return match self.allows_unsigned(&remote.host) {
+                true => Ok(Trusted::Unsigned),
+                false => Err(Untrusted::Unsigned(remote.host.as_str().into())),
+            };
+        };
+        let (expires, proof) = parse(written).ok_or(Untrusted::Altered)?;
+        // In a time that does not depend on the proof.
+        signature(key, remote, expires).verify_slice(&proof).map_err(|_| Untrusted::Altered)?;
+        match now.saturating_sub(CLOCKS).checked_sub(expires) {
+            None | Some(0) => Ok(Trusted::Signed),
+            Some(_) => Err(Untrusted::Expired(now - expires)),
+        }
+    }
+}
+
+impl fmt::Debug for ParamsTrust {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let key = self.key.map(|_| "…");
+        f.debug_struct("ParamsTrust")
+            .field("key", &key)
+            .field("unsigned_hosts", &self.unsigned_hosts)
+            .finish()
+    }
+}
+
+fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+fn parse(written: &str) -> Option<(u64, [u8; 32])> {
+    let (expires, proof) = written.split_once(':')?;
+    if proof.len() != 64 || !proof.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f')) {
+        return None;
+    }
+    let mut bytes = [0; 32];
+    for (at, byte) in bytes.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&proof[2 * at..2 * at + 2], 16).ok()?;
+    }
+    Some((expires.parse().ok()?, bytes))
+}
+
+fn mac(key: &[u8; 32], say: impl FnOnce(&mut Hmac<Sha256>)) -> Hmac<Sha256> {
+    let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(key).expect("HMAC takes keys of any length");
+    say(&mut mac);
+    mac
+}
+
+/// Over every field: numbers of eight bytes, texts and lists behind their lengths, and a byte before what may be absent.
+fn signature(key: &[u8; 32], remote: &RemoteBlocks, expires: u64) -> Hmac<Sha256> {
+    let RemoteBlocks {
+        engine_id,
+        request_id,
+        host,
+        port,
+        block_ids,
+        tp_size,
+        dcp_size,
+        pp_size,
+        num_tokens,
+        expiry_time,
+        registration_generation,
+        mode,
+        prefill_cached_tokens,
+        block_reference,
+        signature: _,
+    } = remote;
+    mac(key, |mac| {
+        let mut number = |number: u64| mac.update(&number.to_be_bytes());
+        for known in [
+            expires,
+            (*port).into(),
+            (*tp_size).into(),
+            (*dcp_size).into(),
+            (*pp_size).into(),
+            *registration_generation,
+            block_ids.len() as u64,
+        ] {
+            number(known);
+        }
+        for group in block_ids {
+            number(group.len() as u64);
+            group.iter().for_each(|block| number((*block).into()));
+        }
+        for known in [*num_tokens, expiry_time.map(f64::to_bits), *prefill_cached_tokens] {
+            mac.update(&[u8::from(known.is_some())]);
+            mac.update(&known.unwrap_or(0).to_be_bytes());
+        }
+        let texts = [Some(engine_id), Some(request_id), Some(host), block_reference.as_ref()];
+        for text in texts.map(|text| text.map(String::as_str)).into_iter().chain([Some(mode.as_str())]) {
+            mac.update(&[u8::from(text.is_some())]);
+            mac.update(&(text.map_or(0, str::len) as u64).to_be_bytes());
+            mac.update(text.unwrap_or_default().as_bytes());
+        }
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "what fails here is the test")]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+    use crate::params::TransferParams;
+
+    /// Made by another program, from this module's description: see `made_by` in it.
+    const GOLDEN: &str = include_str!("../../tests/it/golden/signed_params.json");
+
+    fn trust(byte: u8) -> ParamsTrust {
+        ParamsTrust::new(Some(&Secret::from_bytes([byte; Secret::LEN])), ["10.0.0.9"])
+    }
+
+    fn remote() -> RemoteBlocks {
+        let mut remote = RemoteBlocks::new("engine", "request", "10.0.0.1", 5600, vec![vec![1, 2], vec![3]]);
+        remote.num_tokens = Some(40);
+        remote.block_reference = Some("0123456789abcdef0123456789abcdef".into());
+        remote
+    }
+
+    #[test]
+    fn signatures_are_those_of_the_golden_vectors() {
+        let golden: Value = serde_json::from_str(GOLDEN).unwrap();
+        let vectors = golden["vectors"].as_array().unwrap();
+        assert!(vectors.len() >= 4);
+        for vector in vectors {
+            let byte = u8::try_from(vector["secret_byte"].as_u64().unwrap()).unwrap();
+            let params = TransferParams::from_value(&vector["params"]).unwrap();
+            let remote = params.remote_blocks().unwrap();
+            let expires = vector["expires"].as_u64().unwrap();
+            let signed = trust(byte).sign_until(&remote, expires);
+            assert_eq!(signed.as_deref(), vector["params"]["kvx_signature"].as_str(), "{vector}");
+            assert_eq!(trust(byte).check_at(&remote, expires), Ok(Trusted::Signed));
+        }
+    }
+
+    #[test]
+    fn what_was_altered_is_refused_field_by_field() {
+        let mut signed = remote();
+        signed.signature = trust(1).sign_until(&signed, 1000);
+        assert_eq!(trust(1).check_at(&signed, 900), Ok(Trusted::Signed));
+        let altered: [(&str, fn(&mut RemoteBlocks)); 16] = [
+            ("engine", |remote| remote.engine_id.push('x')),
+            ("request", |remote| remote.request_id = "other".into()),
+            ("host", |remote| remote.host = "10.0.0.2".into()),
+            ("port", |remote| remote.port += 1),
+            ("a block", |remote| remote.block_ids[1][0] = 4),
+            ("one more block", |remote| remote.block_ids[0].push(9)),
+            ("groups", |remote| remote.block_ids = vec![vec![1, 2, 3]]),
+            ("tp", |remote| remote.tp_size = 2),
+            ("dcp", |remote| remote.dcp_size = 2),
+            ("pp", |remote| remote.pp_size = 2),
+            ("tokens", |remote| remote.num_tokens = None),
+            ("expiry", |remote| remote.expiry_time = Some(1.0)),
+            ("registration", |remote| remote.registration_generation = 1),
+            ("cached", |remote| remote.prefill_cached_tokens = Some(0)),
+            ("reference", |remote| remote.block_reference = None),
+            ("until when", |remote| {
+                remote.signature = remote.signature.take().map(|it| it.replace("1000", "1001"))
+            }),
+        ];
+        for (what, alter) in altered {
+            let mut remote = signed.clone();
+            alter(&mut remote);
+            assert_eq!(trust(1).check_at(&remote, 900), Err(Untrusted::Altered), "{what}");
+        }
+        assert_eq!(trust(2).check_at(&signed, 900), Err(Untrusted::Altered), "another secret");
+    }
+
+    #[test]
+    fn what_is_no_signature_is_refused() {
+        let mut signed = remote();
+        let good = trust(1).sign_until(&signed, 1000).unwrap();
+        for wrong in [
+            "",
+            ":",
+            "1000",
+            &good[..good.len() - 1],
+            &format!("{good}0"),
+            &good.to_uppercase(),
+            "1000:äö",
+            &good.replace("1000", "-1"),
+        ] {
+            signed.signature = Some(wrong.to_owned());
+            let refused = trust(1).check_at(&signed, 900);
+            // Upper case is the same where it has no letters.
+            assert!(refused == Err(Untrusted::Altered) || wrong == good, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn a_signature_ends_with_the_blocks() {
+        let mut signed = remote();
+        signed.signature = trust(1).sign_until(&signed, 1000);
+        assert_eq!(trust(1).check_at(&signed, 1000 + CLOCKS), Ok(Trusted::Signed));
+        assert_eq!(trust(1).check_at(&signed, 1001 + CLOCKS), Err(Untrusted::Expired(1 + CLOCKS)));
+        signed.signature = trust(1).sign_until(&signed, u64::MAX);
+        assert_eq!(trust(1).check_at(&signed, u64::MAX), Ok(Trusted::Signed));
+    }
+
+    #[test]
+    fn without_a_signature_the_host_decides_where_there_is_a_secret() {
+        let mut unsigned = remote();
+        assert_eq!(trust(1).check_at(&unsigned, 0), Err(Untrusted::Unsigned("10.0.0.1".into())));
+        assert_eq!(ParamsTrust::default().check_at(&unsigned, 0), Ok(Trusted::Signed));
+        unsigned.host = "10.0.0.9".into();
+        assert_eq!(trust(1).check_at(&unsigned, 0), Ok(Trusted::Unsigned));
+        // A wrong one is no missing one.
+        unsigned.signature = Some("1:2".into());
+        assert_eq!(trust(1).check_at(&unsigned, 0), Err(Untrusted::Altered));
+    }
+}

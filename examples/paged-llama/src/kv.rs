@@ -5,13 +5,13 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use kvx::connector::engine::{self, Allocation, Arrival, METRICS, MOONCAKE_METRICS, RequestId, WorkerRank};
-pub use kvx::connector::engine::{BlockLists, Kept, LoadFailure, Outcome, Status, Then};
+pub use kvx::connector::engine::{BlockLists, Kept, LoadFailure, Outcome, ParamsTrust, Status, Then};
 use kvx::connector::mapping::{Caches, Heads, KvLayout, LayerCache};
 pub use kvx::connector::params::TransferParams;
 use kvx::connector::runtime::{Connector, JoinedRank};
 use kvx::connector::wire::CompatibilityFactors;
 pub(crate) use kvx::connector::{Dialect, runtime::Rank};
-pub use kvx::{Memory, config::KvTransferConfig};
+pub use kvx::{Memory, Secret, config::KvTransferConfig};
 
 use crate::engine::{Ending, Mover, Wake};
 use crate::model::{ModelError as Error, Pool, PoolLayout, PoolShape, Result};

@@ -11,11 +11,12 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
+use crate::kv::Secret;
 use tokio::net::TcpListener;
 
 use crate::engine::{Alone, Engine, Forward, Limits, Mover, Running};
 use crate::http::{self, Alike, Hosts, Joining, MEETING, Recorder, Service};
-use crate::kv::{self, Kv, KvTransferConfig};
+use crate::kv::{self, Kv, KvTransferConfig, ParamsTrust};
 use crate::model::{Chunk, Config, Dtype, Model, ModelError, Pool, PoolLayout, Result};
 use crate::rank::{self, AllRanks, RankProcess, RankSetup, RankSockets};
 use crate::spoil::Spoiling;
@@ -79,6 +80,8 @@ pub struct Options {
     pub spoil: bool,
     /// Peers, if there are any.
     pub transfer: Option<KvTransferConfig>,
+    /// The fleet's secret, which hosts of this server prove to each other.
+    pub secret: Option<Secret>,
 }
 
 /// Where the ranks of data parallelism are that are not served here.
@@ -239,6 +242,12 @@ impl Options {
         }
     }
 
+    /// Whose parameters are heeded.
+    fn trust(&self) -> Option<ParamsTrust> {
+        let unsigned_hosts = &self.transfer.as_ref()?.nixl().allow_unsigned_params;
+        Some(ParamsTrust::new(self.secret.as_ref(), unsigned_hosts))
+    }
+
     /// The ranks of data parallelism that are served here.
     fn engines(&self) -> Result<Range<usize>> {
         let (size, here) = (self.data_parallel_size, self.data_parallel_here.clone());
@@ -316,7 +325,8 @@ pub async fn serve(
     };
     let everywhere =
         if let Others::JoinHere(..) = options.others { options.data_parallel_size } else { engines.len() };
-    let hosts = Arc::new(Hosts::new(alike.clone(), engines.len()..everywhere));
+    let hosts = Arc::new(Hosts::new(alike.clone(), engines.len()..everywhere, options.secret.clone()));
+    let trust = options.trust();
     let service = Arc::new(Service {
         engines: running.iter().map(|one| one.engine().clone()).collect(),
         tokenizer,
@@ -329,6 +339,7 @@ pub async fn serve(
         readers: http::Readers::default(),
         turn: AtomicUsize::new(0),
         hosts: hosts.clone(),
+        trust,
     });
     let started = || started(&Started { address, model_len: limits.model_len, blocks, pool_bytes });
     let served = async {
@@ -337,12 +348,13 @@ pub async fn serve(
             Source::Clients(listener) => listener,
             Source::Head(head) => {
                 let joining = Joining { ranks: engines, alike };
-                return http::follow(&head, &joining, http::router(service), started, stop.as_mut(), DRAIN)
-                    .await;
+                let (secret, router) = (options.secret.as_ref(), http::router(service));
+                return http::follow(&head, &joining, secret, router, started, stop.as_mut(), DRAIN).await;
             }
         };
         if let Others::JoinHere(host, port) = &options.others {
             let joins = listen("--data-parallel-rpc-port", "--data-parallel-address", host, *port).await?;
+            http::check_reach(joins.local_addr().map_err(ModelError::of)?, options.secret.as_ref())?;
             tokio::spawn(hosts.clone().accept(joins));
             tokio::select! {
                 all = hosts.all(MEETING) => all?,

@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 
+use kvx::Secret;
 use kvx::config::{KvCacheLayout, KvTransferConfig, Surroundings};
 use kvx_paged_llama::http::Recorder;
 use kvx_paged_llama::model::PoolLayout;
@@ -39,7 +40,8 @@ name that is in the local Hugging Face cache. It is an example on the CPU, not a
   --tensor-parallel-size N         ranks of the model, processes each with a pool of its own: 1, 2, 4 or 8
   --data-parallel-size N           engines, each with a pool of its own; --data-parallel-rank R: only that one of them
   --data-parallel-size-local N     so many of them here; the others on hosts that join at --data-parallel-address and
-                                   --data-parallel-rpc-port [default: 127.0.0.1, 29550]
+                                   --data-parallel-rpc-port [default: 127.0.0.1, 29550]; beyond loopback they prove
+                                   the secret that KVX_SECRET_FILE names
   --headless                       is such a host, of the ranks from --data-parallel-start-rank on
   --kv-cache-dtype TYPE            auto, float32 or bfloat16
   --attention-backend CPU_ATTN     blocks as a vLLM on the CPU has them, to exchange with one
@@ -168,6 +170,7 @@ fn options(flags: Flags, transfer: KvTransferConfig) -> Result<Options> {
         raw_logits: flags.raw_logits,
         spoil: flags.spoil,
         transfer: transfer.is_kv_transfer_instance().then_some(transfer),
+        secret: Secret::from_environment()?,
     })
 }
 

@@ -1,6 +1,8 @@
 //! The integration tests of the program.
 #![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
+#[cfg(all(feature = "serve", feature = "proxy"))]
+mod attacks;
 mod bench;
 mod documents;
 mod peers;

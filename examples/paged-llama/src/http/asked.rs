@@ -6,6 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use axum::http::{HeaderMap, StatusCode};
 use serde_json::Value;
 
+use super::client::{self, Client};
 use super::fields::{Fields, Read, tokens};
 use super::refusal::Refusal;
 use super::{Service, chat};
@@ -62,7 +63,13 @@ pub(crate) struct Asked {
 }
 
 impl Asked {
-    pub(crate) fn read(service: &Service, chat: bool, headers: &HeaderMap, body: &Value) -> Read<Self> {
+    pub(crate) fn read(
+        service: &Service,
+        chat: bool,
+        client: Client,
+        headers: &HeaderMap,
+        body: &Value,
+    ) -> Read<Self> {
         let fields = Fields::of(body)?;
         let model = service.model(fields.text("model")?)?;
         let stream = fields.flag("stream")?;
@@ -160,6 +167,9 @@ impl Asked {
             transfer: fields.get("kv_transfer_params").map(transfer).transpose()?,
         };
         asked.check(service)?;
+        if let (Some(trust), Some(params)) = (&service.trust, &asked.transfer) {
+            client::check_params(trust, client, params)?;
+        }
         Ok(asked)
     }
 

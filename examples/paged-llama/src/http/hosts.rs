@@ -1,16 +1,21 @@
 //! Ranks of data parallelism on other hosts, behind the one server that clients know: the head. A host joins it by one
-//! connection and is asked over it by HTTP/2, so that it needs no port of its own, and its loss shows at once.
+//! connection and is asked over it by HTTP/2, so that it needs no port of its own, and its loss shows at once. Beyond
+//! loopback both ends have to have the fleet's secret.
 
 use std::collections::BTreeMap;
 use std::future::Future;
+use std::net::SocketAddr;
 use std::ops::Range;
 use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::kv::Secret;
 use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::http::{HeaderMap, HeaderValue, Request, Response};
+use axum::http::header::CONTENT_TYPE;
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
+use axum::middleware;
 use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
@@ -23,8 +28,10 @@ use tokio::sync::{Notify, Semaphore};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::asked::RANK;
+use super::client::{self, CLIENT, Client};
 use super::fields::Read;
 use super::refusal::Refusal;
+use super::sealed::{self, Connection};
 use crate::model::{ModelError, Result};
 
 /// How long a host may take to say who it is, or to answer for its metrics.
@@ -43,6 +50,8 @@ const LONGEST_METRICS: usize = 16 << 20;
 const UNKNOWN: usize = 16;
 /// Requests that a host is asked at once.
 const REQUESTS: u32 = 4096;
+/// What a host is told of a client's headers. Its credentials, such as `Authorization`, were for the head.
+const FORWARDED: [HeaderName; 2] = [CONTENT_TYPE, HeaderName::from_static("x-request-id")];
 
 /// What has to be the same at all ranks for one to answer like the other.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -79,6 +88,7 @@ pub(crate) struct Joining {
 #[derive(Debug)]
 pub(crate) struct Hosts {
     alike: Alike,
+    secret: Option<Secret>,
     /// Which they are; those before them are here.
     elsewhere: Range<usize>,
     joined: Mutex<Vec<Joined>>,
@@ -93,8 +103,8 @@ struct Joined {
 
 impl Hosts {
     /// These ranks are on other hosts, and those before them here; none has joined yet.
-    pub(crate) fn new(alike: Alike, elsewhere: Range<usize>) -> Self {
-        Hosts { alike, elsewhere, joined: Mutex::default(), news: Notify::new() }
+    pub(crate) fn new(alike: Alike, elsewhere: Range<usize>, secret: Option<Secret>) -> Self {
+        Hosts { alike, secret, elsewhere, joined: Mutex::default(), news: Notify::new() }
     }
 
     /// All ranks, here and on other hosts.
@@ -138,8 +148,8 @@ impl Hosts {
         }
     }
 
-    async fn admit(&self, mut stream: TcpStream) -> Result<Range<usize>> {
-        stream.set_nodelay(true).map_err(ModelError::of)?;
+    async fn admit(&self, stream: TcpStream) -> Result<Range<usize>> {
+        let mut stream = sealed::accept(stream, self.secret.as_ref()).await?;
         let joining: Joining = hear(&mut stream).await?;
         let refused = self.refusal(&joining);
         say(&mut stream, &refused).await?;
@@ -216,6 +226,7 @@ impl Hosts {
         &self,
         rank: usize,
         path: &str,
+        client: Client,
         headers: &HeaderMap,
         body: Bytes,
     ) -> Read<Response<Body>> {
@@ -224,13 +235,12 @@ impl Hosts {
         let Joined { ranks, mut asking } = host.ok_or_else(gone)?;
         let mut request =
             Request::post(format!("http://rank-{rank}{path}")).body(Body::from(body)).map_err(|_| gone())?;
-        for (name, value) in headers {
-            let of_connection =
-                ["connection", "content-length", "host", "keep-alive", "transfer-encoding", "upgrade", "te"];
-            if !of_connection.contains(&name.as_str()) {
-                request.headers_mut().append(name, value.clone());
+        for name in FORWARDED {
+            if let Some(value) = headers.get(&name) {
+                request.headers_mut().insert(name, value.clone());
             }
         }
+        request.headers_mut().insert(CLIENT, client.header());
         // A host counts its own from 0.
         request.headers_mut().insert(RANK, HeaderValue::from(rank - ranks.start));
         asking.ready().await.map_err(|_| gone())?;
@@ -297,6 +307,17 @@ fn merged(texts: &[String]) -> String {
     lines.flat_map(|(heads, lines)| heads.into_iter().chain(lines)).flat_map(|line| [line, "\n"]).collect()
 }
 
+/// Errors: `address` is beyond loopback, and there is no secret to prove there.
+pub(crate) fn check_reach(address: SocketAddr, secret: Option<&Secret>) -> Result<()> {
+    if address.ip().to_canonical().is_loopback() || secret.is_some() {
+        return Ok(());
+    }
+    Err(ModelError::new(format!(
+        "a server and its further hosts meet at {address}, beyond this machine, where both prove to have the fleet's \
+         secret, and there is none here: `kvx secret FILE` makes one, KVX_SECRET_FILE names it, at all of them the same"
+    )))
+}
+
 /// Answers the head's requests until `stop` is ready and answers have ended, at most `drain` later. A head that is lost
 /// is looked for again. `joined` is told the first time.
 ///
@@ -306,6 +327,7 @@ fn merged(texts: &[String]) -> String {
 pub(crate) async fn follow(
     head: &(String, u16),
     joining: &Joining,
+    secret: Option<&Secret>,
     router: Router,
     joined: impl FnOnce(),
     mut stop: Pin<&mut (impl Future<Output = ()> + Send)>,
@@ -314,7 +336,7 @@ pub(crate) async fn follow(
     let mut joined = Some(joined);
     loop {
         let stream = tokio::select! {
-            stream = join(head, joining) => stream?,
+            stream = join(head, joining, secret) => stream?,
             () = &mut stop => return Ok(()),
         };
         if let Some(joined) = joined.take() {
@@ -323,7 +345,8 @@ pub(crate) async fn follow(
         let mut serving = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
         serving.timer(TokioTimer::new()).keep_alive_interval(SILENT).keep_alive_timeout(SILENT);
         serving.max_concurrent_streams(REQUESTS);
-        let service = TowerToHyperService::new(router.clone());
+        let router = router.clone().layer(middleware::from_fn(client::as_the_head_says));
+        let service = TowerToHyperService::new(router);
         let mut connection = pin!(serving.serve_connection(TokioIo::new(stream), service));
         tokio::select! {
             ended = &mut connection => {
@@ -341,9 +364,13 @@ pub(crate) async fn follow(
 }
 
 /// A connection to the head, which has let this host in.
-async fn join((host, port): &(String, u16), joining: &Joining) -> Result<TcpStream> {
+async fn join(
+    (host, port): &(String, u16),
+    joining: &Joining,
+    secret: Option<&Secret>,
+) -> Result<Box<dyn Connection>> {
     let until = Instant::now() + MEETING;
-    let mut stream = loop {
+    let stream = loop {
         let why = match timeout(WORD, TcpStream::connect((host.as_str(), *port))).await {
             Ok(Ok(stream)) => break stream,
             Ok(Err(why)) => why.to_string(),
@@ -357,27 +384,37 @@ async fn join((host, port): &(String, u16), joining: &Joining) -> Result<TcpStre
         }
         sleep(AGAIN).await;
     };
-    let silent = |_| ModelError::new(format!("{host}:{port} does not answer as a head does: is it one?"));
-    let refused: Option<String> = timeout(WORD, async {
-        stream.set_nodelay(true).map_err(ModelError::of)?;
-        say(&mut stream, joining).await?;
-        hear(&mut stream).await
+    check_reach(stream.peer_addr().map_err(ModelError::of)?, secret)?;
+    let unlike = |why: &str| {
+        let secret = match secret {
+            Some(_) => "",
+            None => ", or has it a secret, which is to be in KVX_SECRET_FILE here too",
+        };
+        ModelError::new(format!("{host}:{port} does not answer as a head does{why}: is it one{secret}?"))
+    };
+    let (stream, refused): (_, Option<String>) = timeout(WORD, async {
+        let mut stream = sealed::connect(stream, secret).await?;
+        let refused = match say(&mut stream, joining).await {
+            Ok(()) => hear(&mut stream).await,
+            Err(why) => Err(why),
+        };
+        Ok((stream, refused.map_err(|why| unlike(&format!(" ({why})")))?))
     })
     .await
-    .map_err(silent)??;
+    .unwrap_or_else(|_| Err(unlike("")))?;
     match refused {
         Some(words) => Err(ModelError::new(words)),
         None => Ok(stream),
     }
 }
 
-async fn say(stream: &mut TcpStream, word: &impl Serialize) -> Result<()> {
+async fn say(stream: &mut impl Connection, word: &impl Serialize) -> Result<()> {
     let word = serde_json::to_vec(word).map_err(ModelError::of)?;
     let framed = [&(word.len() as u32).to_be_bytes()[..], &word].concat();
     stream.write_all(&framed).await.map_err(ModelError::of)
 }
 
-async fn hear<T: DeserializeOwned>(stream: &mut TcpStream) -> Result<T> {
+async fn hear<T: DeserializeOwned>(stream: &mut impl Connection) -> Result<T> {
     let len = stream.read_u32().await.map_err(ModelError::of)?;
     if len > LONGEST_WORD {
         return Err(ModelError::new(format!(
@@ -401,7 +438,7 @@ mod tests {
 
     #[test]
     fn hosts_of_another_model_or_of_ranks_that_are_here_do_not_join() {
-        let hosts = Hosts::new(alike(), 2..4);
+        let hosts = Hosts::new(alike(), 2..4, None);
         let refusal = |ranks, alike| hosts.refusal(&Joining { ranks, alike });
         assert_eq!(refusal(2..4, alike()), None);
         for ranks in [1..3, 3..5, 3..3, Range { start: 7, end: 2 }] {
@@ -422,9 +459,39 @@ mod tests {
         assert_eq!(merged(&[here, there]), one);
     }
 
+    #[test]
+    fn without_a_secret_hosts_meet_on_this_machine_only() {
+        let secret = Secret::from_bytes([1; Secret::LEN]);
+        for (address, is_near) in [
+            ("127.0.0.1:1", true),
+            ("[::1]:1", true),
+            ("[::ffff:127.0.0.1]:1", true),
+            ("10.0.0.1:1", false),
+            ("0.0.0.0:1", false),
+        ] {
+            let address = address.parse().unwrap();
+            assert_eq!(check_reach(address, None).is_ok(), is_near, "{address}");
+            assert!(check_reach(address, Some(&secret)).is_ok());
+        }
+    }
+
     #[tokio::test]
     async fn strangers_at_the_heads_port_are_bounded_and_let_nobody_in() {
-        let hosts = Arc::new(Hosts::new(alike(), 2..4));
+        for secret in [None, Some(Secret::from_bytes([1; Secret::LEN]))] {
+            meet_at_a_port_with_strangers(secret).await;
+        }
+    }
+
+    /// Answers with the names of the headers that a request had.
+    async fn headers_of(headers: HeaderMap) -> String {
+        let mut names: Vec<_> = headers.keys().map(HeaderName::as_str).collect();
+        names.sort_unstable();
+        names.join(" ")
+    }
+
+    async fn meet_at_a_port_with_strangers(secret: Option<Secret>) {
+        let hosts = Arc::new(Hosts::new(alike(), 2..4, secret.clone()));
+        let secret = secret.as_ref();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let head = ("127.0.0.1".to_owned(), listener.local_addr().unwrap().port());
         tokio::spawn(hosts.clone().accept(listener));
@@ -439,25 +506,42 @@ mod tests {
         // One that is of another size is told why; one that fits is let in.
         let other = Joining { ranks: 2..4, alike: Alike { data_parallel_size: 5, ..alike() } };
         assert!(
-            join(&head, &other)
+            join(&head, &other, secret)
                 .await
-                .unwrap_err()
+                .err()
+                .unwrap()
                 .to_string()
                 .contains("data_parallel_size is 4 at the head")
         );
         let ours = Joining { ranks: 2..4, alike: alike() };
-        let there = Router::new().route("/metrics", axum::routing::get(|| async { "x{engine=\"2\"} 1\n" }));
+        let there = Router::new()
+            .route("/metrics", axum::routing::get(|| async { "x{engine=\"2\"} 1\n" }))
+            .route("/headers", axum::routing::post(headers_of));
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
-        let (at, joining) = (head.clone(), ours.clone());
+        let (at, joining, proven) = (head.clone(), ours.clone(), secret.cloned());
         let following = tokio::spawn(async move {
             let stopped = pin!(async {
                 let _ = stopped.await;
             });
-            follow(&at, &joining, there, || {}, stopped, WORD).await
+            follow(&at, &joining, proven.as_ref(), there, || {}, stopped, WORD).await
         });
         hosts.all(WORD).await.unwrap();
         assert!(hosts.has(0) && hosts.has(3));
-        assert!(join(&head, &ours).await.unwrap_err().to_string().contains("are there"));
+        assert!(join(&head, &ours, secret).await.err().unwrap().to_string().contains("are there"));
+        let other = Secret::from_bytes([2; Secret::LEN]);
+        assert!(join(&head, &ours, Some(&other)).await.is_err());
+        assert_eq!(
+            join(&head, &ours, None).await.err().unwrap().to_string().contains("KVX_SECRET_FILE"),
+            secret.is_some()
+        );
+        let of_client = ["authorization", "content-type", "cookie", "x-api-key", "x-request-id"];
+        let headers = of_client.map(|name| (HeaderName::from_static(name), HeaderValue::from_static("a")));
+        let answer = hosts
+            .ask(2, "/headers", Client::Elsewhere, &HeaderMap::from_iter(headers), Bytes::new())
+            .await
+            .unwrap();
+        let names = axum::body::to_bytes(answer.into_body(), 1 << 10).await.unwrap();
+        assert_eq!(names, "content-length content-type x-data-parallel-rank x-kvx-client x-request-id");
         assert_eq!(hosts.metrics(String::new()).await, "x{engine=\"2\"} 1\n");
         stop.send(()).unwrap();
         timeout(WORD, following).await.unwrap().unwrap().unwrap();
@@ -465,7 +549,8 @@ mod tests {
         while hosts.has(3) && Instant::now() < until {
             sleep(AGAIN).await;
         }
-        let refusal = hosts.ask(3, "/", &HeaderMap::new(), Bytes::new()).await.unwrap_err();
+        let refusal =
+            hosts.ask(3, "/", Client::ThisMachine, &HeaderMap::new(), Bytes::new()).await.unwrap_err();
         assert_eq!(
             (refusal.status, refusal.words.contains("rank 3 has gone")),
             (StatusCode::INTERNAL_SERVER_ERROR, true)

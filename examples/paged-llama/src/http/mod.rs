@@ -3,10 +3,12 @@
 mod answers;
 mod asked;
 mod chat;
+mod client;
 mod fields;
 mod hosts;
 mod metrics;
 mod refusal;
+mod sealed;
 mod stream;
 mod tokens;
 
@@ -23,18 +25,20 @@ use axum::http::header::CONTENT_TYPE;
 use axum::http::{HeaderMap, Response, StatusCode};
 use axum::response::IntoResponse;
 use axum::routing::{get, post};
-use axum::serve::{Listener, ListenerExt as _};
+use axum::serve::Listener;
 use serde_json::{Value, json};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
 use self::answers::Grown;
 use self::asked::Asked;
+use self::client::Client;
 use self::fields::Read;
-pub(crate) use self::hosts::{Alike, Hosts, Joining, MEETING, follow};
+pub(crate) use self::hosts::{Alike, Hosts, Joining, MEETING, check_reach, follow};
 pub use self::metrics::Recorder;
 use self::refusal::{Refusal, answer};
 use crate::engine::{Engine, Limits};
+use crate::kv::ParamsTrust;
 use crate::tokenizer::Tokenizer;
 
 const COMPLETIONS: &str = "/v1/completions";
@@ -73,6 +77,8 @@ pub struct Service {
     pub turn: AtomicUsize,
     /// The ranks that are on other hosts.
     pub(crate) hosts: Arc<Hosts>,
+    /// Whose `kv_transfer_params` are heeded; none without peers, where they mean nothing.
+    pub(crate) trust: Option<ParamsTrust>,
 }
 
 /// How many requests are read at once: a long text takes seconds.
@@ -162,7 +168,8 @@ pub async fn serve(
         stop.await;
         stopped.send_replace(true);
     };
-    let serving = axum::serve(at_once(listener), router(service)).with_graceful_shutdown(stop);
+    let router = router(service).into_make_service_with_connect_info::<Client>();
+    let serving = axum::serve(Clients(listener), router).with_graceful_shutdown(stop);
     let late = async move {
         // An error: it has been stopped.
         let _ = stopping.wait_for(|stopped| *stopped).await;
@@ -176,12 +183,23 @@ pub async fn serve(
 
 /// Clients to whom each piece of an answer is sent at once. Else the second one waits until the first is acknowledged,
 /// which a client may leave for 40 ms.
-fn at_once(listener: TcpListener) -> impl Listener<Io = TcpStream, Addr = SocketAddr> {
-    listener.tap_io(|stream| {
+pub(crate) struct Clients(TcpListener);
+
+impl Listener for Clients {
+    type Io = TcpStream;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (TcpStream, SocketAddr) {
+        let (stream, address) = Listener::accept(&mut self.0).await;
         if let Err(error) = stream.set_nodelay(true) {
             tracing::debug!(%error, "a client was gone before it was served");
         }
-    })
+        (stream, address)
+    }
+
+    fn local_addr(&self) -> std::io::Result<SocketAddr> {
+        self.0.local_addr()
+    }
 }
 
 pub(crate) fn router(service: Arc<Service>) -> Router {
@@ -203,26 +221,38 @@ pub(crate) fn router(service: Arc<Service>) -> Router {
         .with_state(service)
 }
 
-async fn completions(State(service): Shared, headers: HeaderMap, body: Bytes) -> Read<Response<Body>> {
-    complete(service, false, headers, body).await
+async fn completions(
+    State(service): Shared,
+    from: client::From,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Read<Response<Body>> {
+    complete(service, false, client::of(from), headers, body).await
 }
 
-async fn chat_completions(State(service): Shared, headers: HeaderMap, body: Bytes) -> Read<Response<Body>> {
-    complete(service, true, headers, body).await
+async fn chat_completions(
+    State(service): Shared,
+    from: client::From,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Read<Response<Body>> {
+    complete(service, true, client::of(from), headers, body).await
 }
 
 async fn complete(
     service: Arc<Service>,
     chat: bool,
+    client: Client,
     headers: HeaderMap,
     body: Bytes,
 ) -> Read<Response<Body>> {
     let rank = service.rank(&headers)?;
     let Some(engine) = service.engines.get(rank) else {
         let path = if chat { CHAT_COMPLETIONS } else { COMPLETIONS };
-        return service.hosts.ask(rank, path, &headers, body).await;
+        return service.hosts.ask(rank, path, client, &headers, body).await;
     };
-    let read = move |service: &Service| Asked::read(service, chat, &headers, &read_json(&headers, &body)?);
+    let read =
+        move |service: &Service| Asked::read(service, chat, client, &headers, &read_json(&headers, &body)?);
     let asked = service.read(read).await?;
     if !service.is_alive() {
         return Err(Refusal::internal("EngineCore encountered an issue; the server's log says which."));
@@ -297,7 +327,7 @@ mod tests {
     async fn no_piece_of_an_answer_waits_for_the_one_before_it() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let mut clients = at_once(listener);
+        let mut clients = Clients(listener);
         let (client, served) = tokio::join!(TcpStream::connect(address), clients.accept());
         assert!(served.0.nodelay().unwrap());
         drop(client.unwrap());

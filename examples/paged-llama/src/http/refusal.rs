@@ -36,6 +36,7 @@ impl Refusal {
     pub(crate) fn body(&self) -> Value {
         let kind = match self.status.as_u16() {
             400 => "BadRequestError",
+            403 => "PermissionDeniedError",
             404 => "NotFoundError",
             405 => "MethodNotAllowedError",
             413 => "RequestEntityTooLargeError",

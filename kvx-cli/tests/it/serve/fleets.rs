@@ -8,6 +8,7 @@ use serde_json::json;
 
 use crate::serve::assert_same;
 use crate::serve::backends::{Backend, backends};
+use crate::serve::hosts::secret;
 use crate::serve::server::{LIMIT, Server, Told, completion, model, prompt};
 use crate::serve::transfers::apart;
 
@@ -126,7 +127,10 @@ fn the_next_turn_is_loaded(backend: &Backend, model: &Path, single: &Server) {
     let extra = json!({"backends": [backend.name], "kv_lease_duration": 6, "bidirectional_kv_xfer": true,
                        "kv_recompute_threshold": 1});
     let fields = json!({"kv_load_failure_policy": "fail", "kv_connector_extra_config": extra});
-    let [prefill, decode] = [(); 2].map(|()| backend.server(model, &fields, Told::default()));
+    // RIXL's library asks for no secret. Elsewhere both sign what they publish for each other.
+    let secret = (backend.name != "RIXL").then(|| ("KVX_SECRET_FILE", secret().to_str().unwrap()));
+    let told = Told { arguments: &[], variables: secret.as_slice() };
+    let [prefill, decode] = [(); 2].map(|()| backend.server(model, &fields, told));
     let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("fleets-{}.toml", std::process::id()));
     let config = format!(
         "[[pool]]\nbidirectional = true\nprefill = ['http://127.0.0.1:{}']\ndecode = ['http://127.0.0.1:{}']\n",

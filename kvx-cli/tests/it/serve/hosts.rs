@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -15,9 +16,22 @@ use crate::this_test;
 /// A host of its own. What runs there is killed when it is dropped.
 pub(crate) struct Host {
     network: kvx_testkit::Host,
+    secret: Option<&'static Path>,
     running: Vec<Child>,
     /// What each of those says.
     logs: Vec<PathBuf>,
+}
+
+/// The file of the secret that hosts have in common where they are several.
+pub(crate) fn secret() -> &'static Path {
+    static MADE: OnceLock<PathBuf> = OnceLock::new();
+    MADE.get_or_init(|| {
+        let file =
+            Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("serve-{}.secret", std::process::id()));
+        let _ = std::fs::remove_file(&file);
+        kvx::Secret::create(&file).expect("a file");
+        file
+    })
 }
 
 /// Hosts that reach each other, and what they are plugged into.
@@ -30,7 +44,10 @@ impl Hosts {
     /// So many; none, and the test that asks is skipped, where there are none.
     pub(crate) fn for_this_test(count: usize) -> Option<Hosts> {
         let mut hosts = kvx_testkit::Hosts::for_test(&this_test(), count).expect("hosts")?;
-        let each = std::mem::take(&mut hosts.each).into_iter().map(Host::on).collect();
+        let secret = (count > 1).then(secret);
+        let each = std::mem::take(&mut hosts.each).into_iter();
+        let each =
+            each.map(|network| Host { network, secret, running: Vec::new(), logs: Vec::new() }).collect();
         Some(Hosts { each, _switch: hosts })
     }
 
@@ -41,14 +58,12 @@ impl Hosts {
 }
 
 impl Host {
-    fn on(network: kvx_testkit::Host) -> Host {
-        Host { network, running: Vec::new(), logs: Vec::new() }
-    }
-
     /// `kvx` there.
     pub(crate) fn kvx(&self, arguments: &[String], variables: &[(String, String)], cache: &Path) -> Command {
         let mut command = self.network.command(env!("CARGO_BIN_EXE_kvx"));
-        command.args(arguments).envs(variables.iter().cloned()).env("HF_HUB_CACHE", cache);
+        command.args(arguments).env("HF_HUB_CACHE", cache);
+        command.envs(self.secret.map(|file| ("KVX_SECRET_FILE", file)));
+        command.envs(variables.iter().cloned());
         command
     }
 

@@ -7,12 +7,12 @@ mod faults;
 mod fleets;
 pub(crate) mod guides;
 mod headless;
-mod hosts;
+pub(crate) mod hosts;
 mod matrix;
 mod program;
 mod ranks;
 pub(crate) mod server;
-mod transfers;
+pub(crate) mod transfers;
 
 use std::collections::BTreeMap;
 
@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 
 use crate::serve::server::{Server, Told, VOCABULARY, model};
 
-fn ids(answer: &Value) -> Vec<u64> {
+pub(crate) fn ids(answer: &Value) -> Vec<u64> {
     let ids = answer["choices"][0]["token_ids"].as_array().expect("token ids were asked for");
     ids.iter().map(|id| id.as_u64().expect("a token")).collect()
 }

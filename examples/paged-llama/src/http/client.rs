@@ -1,0 +1,155 @@
+//! Who sends a request, and whether its `kv_transfer_params` are heeded.
+
+use std::net::IpAddr;
+
+use axum::extract::connect_info::{ConnectInfo, Connected};
+use axum::extract::{Extension, Request};
+use axum::http::{HeaderName, HeaderValue, StatusCode};
+use axum::middleware::Next;
+use axum::response::Response;
+use axum::serve::IncomingStream;
+
+use super::Clients;
+use super::fields::Read;
+use super::refusal::Refusal;
+use crate::kv::{ParamsTrust, TransferParams};
+
+/// Tells a further host of this server where the client is: the head sets it.
+pub(super) const CLIENT: HeaderName = HeaderName::from_static("x-kvx-client");
+
+/// Where a client is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Client {
+    ThisMachine,
+    Elsewhere,
+}
+
+impl Client {
+    fn at(address: IpAddr) -> Self {
+        if address.to_canonical().is_loopback() { Client::ThisMachine } else { Client::Elsewhere }
+    }
+
+    pub(super) fn header(self) -> HeaderValue {
+        HeaderValue::from_static(if self == Client::ThisMachine { "local" } else { "elsewhere" })
+    }
+}
+
+impl Connected<IncomingStream<'_, Clients>> for Client {
+    fn connect_info(stream: IncomingStream<'_, Clients>) -> Self {
+        Client::at(stream.remote_addr().ip())
+    }
+}
+
+/// Believes the head, which is the only one that asks a further host.
+pub(super) async fn as_the_head_says(mut request: Request, next: Next) -> Response {
+    let is_local =
+        request.headers().get(CLIENT).is_some_and(|client| *client == Client::ThisMachine.header());
+    let client = if is_local { Client::ThisMachine } else { Client::Elsewhere };
+    request.extensions_mut().insert(ConnectInfo(client));
+    next.run(request).await
+}
+
+/// A request of which nobody has said where it comes from is from elsewhere.
+pub(super) type From = Option<Extension<ConnectInfo<Client>>>;
+
+pub(super) fn of(from: From) -> Client {
+    from.map_or(Client::Elsewhere, |Extension(ConnectInfo(client))| client)
+}
+
+/// Errors: the parameters name blocks of another engine, and nobody who is trusted says that the client may have them.
+pub(super) fn check_params(trust: &ParamsTrust, client: Client, params: &TransferParams) -> Read<()> {
+    let refused = |words: String| Refusal {
+        field: Some("kv_transfer_params"),
+        ..Refusal::new(StatusCode::FORBIDDEN, words)
+    };
+    if trust.has_secret() {
+        // Those of routers name no blocks.
+        let names_blocks = params.remote_block_ids.is_some();
+        return match params.remote_blocks() {
+            Ok(remote) if names_blocks => {
+                trust.check(&remote).map(drop).map_err(|why| refused(why.to_string()))
+            }
+            _ => Ok(()),
+        };
+    }
+    let loads = params.do_remote_prefill || params.names_remote();
+    let host = engine_host(params);
+    if !loads || client == Client::ThisMachine || host.is_some_and(|host| trust.allows_unsigned(host)) {
+        return Ok(());
+    }
+    let host = host.unwrap_or("its host");
+    Err(refused(format!(
+        "this server has no KVX_SECRET_FILE, and takes kv_transfer_params from this machine only: anybody could name \
+         other blocks in them. Give all servers of the fleet the same secret, or name the engine's host in \
+         kv_connector_extra_config.allow_unsigned_params (here {host:?})"
+    )))
+}
+
+/// The host of the engine that parameters name, of either connector.
+fn engine_host(params: &TransferParams) -> Option<&str> {
+    let bootstrap = || {
+        let address = params.rest.get("remote_bootstrap_addr")?.as_str()?;
+        let address = address.split_once("://").map_or(address, |(_, address)| address);
+        let host = address.split('/').next()?.rsplit_once(':')?.0;
+        Some(host.trim_start_matches('[').trim_end_matches(']'))
+    };
+    params.remote_host.as_deref().or_else(bootstrap)
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::kv::Secret;
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn params(more: &Value) -> TransferParams {
+        let mut params = json!({"do_remote_prefill": true, "remote_engine_id": "e", "remote_request_id": "r",
+                                "remote_host": "10.0.0.1", "remote_port": 1, "remote_block_ids": [[1]]});
+        params.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        TransferParams::from_value(&params).unwrap()
+    }
+
+    #[test]
+    fn without_a_secret_parameters_come_from_this_machine_or_name_an_allowed_engine() {
+        let trust = ParamsTrust::new(None, ["10.0.0.2", "fd00::1"]);
+        let mooncake = |address: &str| {
+            let params = json!({"do_remote_prefill": true, "transfer_id": "t", "remote_engine_id": "e",
+                                "remote_bootstrap_addr": address});
+            TransferParams::from_value(&params).unwrap()
+        };
+        let prefill = TransferParams::ask_prefill();
+        for (params, is_taken) in [
+            (params(&json!({})), false),
+            (params(&json!({"do_remote_prefill": false, "do_remote_decode": true})), false),
+            (params(&json!({"remote_host": "10.0.0.2"})), true),
+            (mooncake("http://10.0.0.1:8998"), false),
+            (mooncake("10.0.0.2:8998"), true),
+            (mooncake("http://[fd00::1]:8998/"), true),
+            (mooncake("nonsense"), false),
+            (prefill, true),
+        ] {
+            assert!(check_params(&trust, Client::ThisMachine, &params).is_ok(), "{params:?}");
+            let elsewhere = check_params(&trust, Client::Elsewhere, &params);
+            assert_eq!(elsewhere.is_ok(), is_taken, "{params:?}");
+        }
+    }
+
+    #[test]
+    fn with_a_secret_blocks_are_signed_wherever_the_client_is() {
+        let trust = ParamsTrust::new(Some(&Secret::from_bytes([1; Secret::LEN])), ["10.0.0.2"]);
+        let mut signed = params(&json!({}));
+        signed.kvx_signature =
+            trust.sign(&signed.remote_blocks().unwrap(), std::time::Duration::from_secs(9));
+        let mut altered = signed.clone();
+        altered.remote_block_ids = Some(vec![vec![2]]);
+        for client in [Client::ThisMachine, Client::Elsewhere] {
+            assert_eq!(check_params(&trust, client, &signed), Ok(()));
+            assert_eq!(check_params(&trust, client, &params(&json!({"remote_host": "10.0.0.2"}))), Ok(()));
+            for wrong in [&altered, &params(&json!({}))] {
+                let refusal = check_params(&trust, client, wrong).unwrap_err();
+                assert_eq!(refusal.status, StatusCode::FORBIDDEN);
+            }
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! The connection between the head of a server and a host behind it. With a fleet's secret both ends prove that they
+//! have it, and seal all that they say.
+
+use std::io;
+
+use crate::kv::Secret;
+use kvx_noise::{MESSAGE, NoiseHandshake, RECORD, Seals, derive_key};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, DuplexStream, duplex, split};
+use tokio::net::TcpStream;
+
+use crate::model::{ModelError, Result};
+
+/// What the key is made for, and what the handshake is bound to.
+const LABEL: &[u8] = b"kvx serve 1: a head and its hosts";
+/// Bytes of each direction that wait to be sealed, or to be read.
+const BUFFER: usize = 64 << 10;
+
+/// Bytes in both directions, sealed on the way or not.
+pub(super) trait Connection: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Connection for T {}
+
+/// The end that connects, of a host.
+pub(super) async fn connect(mut stream: TcpStream, secret: Option<&Secret>) -> Result<Box<dyn Connection>> {
+    stream.set_nodelay(true).map_err(ModelError::of)?;
+    let Some(secret) = secret else { return Ok(Box::new(stream)) };
+    let mut handshake =
+        NoiseHandshake::initiator(&derive_key(secret, LABEL), LABEL).map_err(ModelError::of)?;
+    say(&mut stream, &mut handshake).await?;
+    if hear(&mut stream, &mut handshake).await {
+        return Ok(Box::new(seal(stream, handshake.seals())));
+    }
+    Err(ModelError::new(
+        "whoever answers there has not proven to have this fleet's secret: start the head with the same \
+         KVX_SECRET_FILE as this host",
+    ))
+}
+
+/// The end that was connected to, of the head. A stranger hears nothing.
+pub(super) async fn accept(mut stream: TcpStream, secret: Option<&Secret>) -> Result<Box<dyn Connection>> {
+    stream.set_nodelay(true).map_err(ModelError::of)?;
+    let Some(secret) = secret else { return Ok(Box::new(stream)) };
+    let mut handshake =
+        NoiseHandshake::responder(&derive_key(secret, LABEL), LABEL).map_err(ModelError::of)?;
+    if !hear(&mut stream, &mut handshake).await {
+        return Err(ModelError::new(
+            "it has not proven to have this fleet's secret: a host of this server needs the same KVX_SECRET_FILE as \
+             its head",
+        ));
+    }
+    say(&mut stream, &mut handshake).await?;
+    Ok(Box::new(seal(stream, handshake.seals())))
+}
+
+async fn say(stream: &mut TcpStream, handshake: &mut NoiseHandshake) -> Result<()> {
+    let mut message = Vec::new();
+    handshake.write(&[], &mut message).map_err(ModelError::of)?;
+    stream.write_all(&message).await.map_err(ModelError::of)
+}
+
+/// Returns true if the other end has proven to have the secret.
+async fn hear(stream: &mut TcpStream, handshake: &mut NoiseHandshake) -> bool {
+    let mut message = [0; MESSAGE];
+    stream.read_exact(&mut message).await.is_ok() && handshake.read(&message).is_some()
+}
+
+/// Seals what is written to the end that this returns, and opens what is read from it. Either end ends both directions,
+/// and so does a byte that was altered.
+fn seal(stream: TcpStream, seals: Seals) -> DuplexStream {
+    let (ours, inner) = duplex(BUFFER);
+    tokio::spawn(async move {
+        let Seals { mut sealer, mut opener } = seals;
+        let (mut from_peer, mut to_peer) = stream.into_split();
+        let (mut from_us, mut to_us) = split(inner);
+        let send = async {
+            let (mut plain, mut sealed) = (vec![0; RECORD], Vec::new());
+            loop {
+                let got = from_us.read(&mut plain).await?;
+                if got == 0 {
+                    return to_peer.shutdown().await;
+                }
+                sealed.clear();
+                sealer.seal_stream(&plain[..got], &mut sealed);
+                to_peer.write_all(&sealed).await?;
+            }
+        };
+        let receive = async {
+            let (mut sealed, mut plain) = (Vec::with_capacity(2 * RECORD), Vec::new());
+            while from_peer.read_buf(&mut sealed).await? > 0 {
+                opener.open_stream(&mut sealed, &mut plain).map_err(io::Error::other)?;
+                to_us.write_all(&plain).await?;
+                plain.clear();
+            }
+            Ok(())
+        };
+        let ended: io::Result<()> = tokio::select! {
+            ended = send => ended,
+            ended = receive => ended,
+        };
+        if let Err(why) = ended {
+            tracing::debug!("a sealed connection has ended: {why}");
+        }
+    });
+    ours
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    fn secret(byte: u8) -> Secret {
+        Secret::from_bytes([byte; Secret::LEN])
+    }
+
+    async fn meet(
+        host: Option<&Secret>,
+        head: Option<&Secret>,
+    ) -> (Result<Box<dyn Connection>>, Result<Box<dyn Connection>>) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (accepted, _) = listener.accept().await.unwrap();
+        tokio::join!(connect(stream, host), accept(accepted, head))
+    }
+
+    #[tokio::test]
+    async fn both_ends_read_what_the_other_has_written() {
+        for secret in [None, Some(secret(1))] {
+            let (host, head) = meet(secret.as_ref(), secret.as_ref()).await;
+            let (mut host, mut head) = (host.unwrap(), head.unwrap());
+            let long = vec![7; 3 * RECORD + 1];
+            let mut heard = vec![0; long.len()];
+            for _ in 0..2 {
+                let (written, read) = tokio::join!(host.write_all(&long), head.read_exact(&mut heard));
+                written.unwrap();
+                read.unwrap();
+                assert!(heard == long);
+                std::mem::swap(&mut host, &mut head);
+            }
+            drop(host);
+            assert_eq!(head.read(&mut heard).await.unwrap(), 0, "the end is heard");
+        }
+    }
+
+    #[tokio::test]
+    async fn another_secret_is_no_way_in() {
+        let (host, head) = meet(Some(&secret(1)), Some(&secret(2))).await;
+        for ended in [host.err(), head.err()] {
+            assert!(ended.unwrap().to_string().contains("KVX_SECRET_FILE"));
+        }
+    }
+}

@@ -1,0 +1,17 @@
+//! Attacks on what the program listens at, and on what it is told. Each of them worked once, and has to fail.
+
+mod configuration;
+mod data_parallel;
+mod parameters;
+
+use kvx_testkit::output;
+
+use crate::serve::server::LIMIT;
+
+/// Runs `kvx` with these arguments to its end: whether it succeeded, and all that it said.
+fn kvx(arguments: &[&str]) -> (bool, String) {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_kvx"));
+    let output = output(command.args(arguments).env_remove("KVX_SECRET_FILE"), LIMIT);
+    let said = [output.stdout, output.stderr].concat();
+    (output.status.success(), String::from_utf8_lossy(&said).into_owned())
+}

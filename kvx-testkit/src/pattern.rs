@@ -18,10 +18,13 @@ fn word(seed: u64, index: u64) -> u64 {
 
 /// `len` bytes of content `seed` from `offset`.
 pub(crate) fn bytes(seed: u64, offset: u64, len: usize) -> Vec<u8> {
-    let mut out = Vec::with_capacity(len + 16);
     let first = offset / 8;
     let words = (offset % 8 + len as u64).div_ceil(8);
-    (first..first + words).for_each(|index| out.extend_from_slice(&word(seed, index).to_le_bytes()));
+    let mut out = vec![0; 8 * words as usize];
+    let (places, _) = out.as_chunks_mut::<8>();
+    for (place, index) in places.iter_mut().zip(first..) {
+        *place = word(seed, index).to_le_bytes();
+    }
     out.drain(..(offset % 8) as usize);
     out.truncate(len);
     out

@@ -1,6 +1,8 @@
 //! kvx's own pools: sealed memory files, pre-touched, on huge pages and a NUMA node where the machine gives them.
 
 use std::ffi::c_void;
+use std::fs::File;
+use std::io::{BufRead as _, BufReader};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -339,15 +341,20 @@ impl PoolMapping {
         Ok(usize::try_from(stat.st_size).unwrap_or(0))
     }
 
-    /// The bytes of the mapping on transparent huge pages, as the kernel counts them.
+    /// The bytes of the mapping on transparent huge pages, as the kernel counts them. It walks the pages of every
+    /// mapping up to this one for it.
     fn transparent_huge_bytes(&self) -> usize {
-        let Ok(maps) = std::fs::read_to_string("/proc/self/smaps") else { return 0 };
+        if self.mapped < HUGE {
+            return 0;
+        }
+        let Ok(maps) = File::open("/proc/self/smaps") else { return 0 };
         let start = format!("{:x}-", self.base.as_ptr() as usize);
-        maps.lines()
+        let lines = BufReader::new(maps).lines().map_while(Result::ok);
+        lines
             .skip_while(|line| !line.starts_with(&start))
             .skip(1)
             .take_while(|line| line.split_whitespace().next().is_some_and(|key| key.ends_with(':')))
-            .find_map(|line| line.strip_prefix("ShmemPmdMapped:"))
+            .find_map(|line| line.strip_prefix("ShmemPmdMapped:").map(str::to_owned))
             .and_then(|rest| rest.trim().strip_suffix(" kB")?.trim().parse::<usize>().ok())
             .map_or(0, |kib| kib * 1024)
     }

@@ -58,8 +58,11 @@ fn told<'a>(text: &'a str, words: &str) -> Vec<&'a str> {
 
 #[test]
 fn blocks_of_either_side_may_be_larger_and_ranks_more() {
+    let model = model(&["--arch", "llama", "--kv-heads", "2"]);
+    let model = model.to_str().unwrap();
     for (sizes, ranks) in [("16:64", "1"), ("64:16", "2:1")] {
-        let (output, text) = demo(&["--backend", "TCP", "--block-size", sizes, "--tp", ranks]);
+        let (output, text) =
+            demo(&["--backend", "TCP", "--model", model, "--block-size", sizes, "--tp", ranks]);
         assert!(output.status.success(), "{text}");
         assert_eq!(text.matches("  equal\n").count(), 8, "{text}");
     }

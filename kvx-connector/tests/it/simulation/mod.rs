@@ -30,7 +30,7 @@ use libtest_mimic::Trial;
 use self::world::{Scenario, Summary, World};
 
 /// Seeds that find everything that the assertions ask for.
-const RUNS: u64 = 2_000;
+const RUNS: u64 = 800;
 /// What the whole run goes through.
 const MANY: u64 = 10_000;
 /// The longest that a seed may take on average, without optimisation on a busy machine.

@@ -460,7 +460,7 @@ fn a_key_that_was_meant_to_protect_something_is_never_only_warned_about() {
         ("seal", "write kv_connector_extra_config.tcp.seal"),
         ("allowed_host", "did you mean allowed_hosts?"),
         ("side_channel_bnd", "did you mean side_channel_bind?"),
-        ("unauthenticate", "did you mean unauthenticated?"),
+        ("unauthenticatd", "did you mean unauthenticated?"),
         ("secret_file", "KVX_SECRET_FILE"),
         ("KVX_SECRET", "KVX_SECRET_FILE"),
     ] {

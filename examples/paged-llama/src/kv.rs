@@ -15,7 +15,7 @@ pub use kvx::{Memory, Secret, config::KvTransferConfig};
 
 use crate::engine::{Ending, Mover, Wake};
 use crate::model::{ModelError as Error, Pool, PoolLayout, PoolShape, Result};
-use crate::rank::{AllRanks, PATIENCE, RankSetup};
+use crate::rank::{AllRanks, PATIENCE, PrivateFolder, RankSetup};
 
 pub(crate) fn describe_metrics() {
     kvx::describe_metrics();
@@ -86,9 +86,9 @@ impl Kv {
         };
         let ranks = (0..count).map(rank).collect::<kvx::Result<_>>().map_err(Error::of)?;
         if memories.len() < setup.size {
-            let path = std::env::temp_dir().join(format!("kvx-serve-{}-{engine}", std::process::id()));
-            let joined = connector.group(&path, PATIENCE);
-            all.join_at(&path, || joined.wait(2 * PATIENCE).map_err(Error::of))?;
+            let folder = PrivateFolder::new()?;
+            let joined = connector.group(folder.socket(), PATIENCE);
+            all.join_at(folder, || joined.wait(2 * PATIENCE).map_err(Error::of))?;
         }
         let (taken, again) = mpsc::sync_channel(1);
         let (second, waiting) = (Duration::from_secs(1), connector.clone());

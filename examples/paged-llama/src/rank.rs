@@ -3,11 +3,14 @@
 //! A rank has a socket to rank 0 as its standard input. Over it it is told its place, says that it is ready, is told
 //! where to join the engine's connection with its peers, all of it in lines, and then takes steps.
 
+use std::fs::DirBuilder;
+use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -110,17 +113,50 @@ impl RankSetup {
 }
 
 impl AllRanks {
-    /// Has those in other processes join the engine's connection with its peers at this path, until `all_have` says
-    /// that they have: nobody else joins there.
-    pub(crate) fn join_at(&mut self, path: &Path, all_have: impl FnOnce() -> Result<()>) -> Result<()> {
+    /// Has those in other processes join the engine's connection with its peers at the socket in this folder, until
+    /// `all_have` says that they have: nobody else joins there, and a server that is killed later leaves no folder.
+    pub(crate) fn join_at(
+        &mut self,
+        folder: PrivateFolder,
+        all_have: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         for process in &mut self.processes {
-            process.say(&path)?;
+            process.say(&folder.socket())?;
             process.head = None;
         }
         let joined = all_have();
-        // A server that is killed leaves no socket.
-        std::fs::remove_file(path).ok();
+        drop(folder);
         joined
+    }
+}
+
+/// A folder that only this user can enter, under a name that nobody can guess: other users can neither take the name
+/// first nor reach the socket in it. Dropped, it is removed.
+pub(crate) struct PrivateFolder(PathBuf);
+
+impl PrivateFolder {
+    pub(crate) fn new() -> Result<Self> {
+        let name = format!("kvx-serve-{:016x}", RandomState::new().build_hasher().finish());
+        let path = std::env::temp_dir().join(name);
+        DirBuilder::new().mode(0o700).create(&path).map_err(|error| {
+            let path = path.display();
+            ModelError::new(format!(
+                "no folder {path} for the ranks' socket: {error}; TMPDIR names another place"
+            ))
+        })?;
+        Ok(PrivateFolder(path))
+    }
+
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.0.join("ranks")
+    }
+}
+
+impl Drop for PrivateFolder {
+    fn drop(&mut self) {
+        // Whoever of this user has put more there keeps it.
+        std::fs::remove_file(self.socket()).ok();
+        std::fs::remove_dir(&self.0).ok();
     }
 }
 

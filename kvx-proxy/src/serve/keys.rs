@@ -1,5 +1,8 @@
 //! The keys of clients.
 
+use std::fs::File;
+use std::io::Read as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use hyper::header::{AUTHORIZATION, HeaderMap};
@@ -23,10 +26,20 @@ fn hash(key: &[u8]) -> [u8; 32] {
 }
 
 impl Keys {
-    /// Reads a file with a key a line; empty lines and those with `#` in front are none.
+    /// Reads a file with a key a line; empty lines and those with `#` in front are none. Others must not be able to
+    /// read it.
     pub(crate) fn from_file(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| Error::io(format_args!("cannot read the keys in {}", path.display()), error))?;
+        let failed = |error| Error::io(format_args!("cannot read the keys in {}", path.display()), error);
+        let mut file = File::open(path).map_err(failed)?;
+        let mode = file.metadata().map_err(failed)?.mode() & 0o7777;
+        if mode & 0o077 != 0 {
+            return Err(Error::new(format!(
+                "{} has keys and is open to others (mode {mode:03o}): chmod 600 it, and make new keys if they read it",
+                path.display()
+            )));
+        }
+        let mut text = String::new();
+        file.read_to_string(&mut text).map_err(failed)?;
         let keys = Self::from_text(&text);
         match keys.len() {
             0 => Err(Error::new(format!("{} has no key; write one a line", path.display()))),

@@ -2,7 +2,9 @@
 
 mod configuration;
 mod data_parallel;
+mod keys;
 mod parameters;
+mod ranks;
 
 use kvx_testkit::output;
 

@@ -1,6 +1,7 @@
 //! A fleet: instances, and the router in front of them, each a process.
 
 use std::io::{BufRead as _, BufReader};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
@@ -161,6 +162,9 @@ impl SetupFile {
 
     pub(crate) fn write(&self, text: &str) {
         std::fs::write(&self.0, text).expect("the temporary folder is writable");
+        // Some have keys.
+        let alone = std::fs::Permissions::from_mode(0o600);
+        std::fs::set_permissions(&self.0, alone).expect("the file is ours");
     }
 
     pub(crate) fn path(&self) -> &str {

@@ -193,6 +193,10 @@ impl Server {
         Server::start(model, Told { arguments: &arguments, variables: &variables })
     }
 
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     pub(crate) fn signal(&self, signal: rustix::process::Signal) {
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, signal).expect("the server runs");

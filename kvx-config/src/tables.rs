@@ -224,7 +224,7 @@ fn check_table(table: &OptionTable, value: &Value) -> Result<()> {
     Err(Error::new(Kind::Invalid, format!("{}.{key} is not an option{hint}{known}", extra(name))))
 }
 
-/// Keys that decide whom an engine trusts, or what is sealed. Whoever misspells one believes to be protected.
+/// Keys with security meaning: a misspelt one is an error, since an operator would rely on it.
 const SECURITY_KEYS: &[&str] =
     &["allow_unsigned_params", "allowed_hosts", "side_channel_bind", "unauthenticated"];
 

@@ -76,7 +76,7 @@ impl Sealer {
         }
     }
 
-    /// Seals what goes into a stream: pieces of at most a record, each behind its length.
+    /// Seals bytes of a stream, in pieces of at most a record, each behind its length.
     pub fn seal_stream(&mut self, bytes: &[u8], out: &mut Vec<u8>) {
         for piece in bytes.chunks(RECORD) {
             let length = u16::try_from(piece.len() + TAG).expect("a record is shorter than 64 KiB");

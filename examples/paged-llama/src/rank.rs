@@ -130,8 +130,8 @@ impl AllRanks {
     }
 }
 
-/// A folder that only this user can enter, under a name that nobody can guess: other users can neither take the name
-/// first nor reach the socket in it. Dropped, it is removed.
+/// A folder of mode 0700 with a random name: other users can neither take the name first nor reach the socket in it.
+/// It is removed on drop.
 pub(crate) struct PrivateFolder(PathBuf);
 
 impl PrivateFolder {
@@ -154,7 +154,7 @@ impl PrivateFolder {
 
 impl Drop for PrivateFolder {
     fn drop(&mut self) {
-        // Whoever of this user has put more there keeps it.
+        // A folder with other files in it stays.
         std::fs::remove_file(self.socket()).ok();
         std::fs::remove_dir(&self.0).ok();
     }

@@ -242,7 +242,7 @@ impl Options {
         }
     }
 
-    /// Whose parameters are heeded.
+    /// Decides which `kv_transfer_params` are used.
     fn trust(&self) -> Option<ParamsTrust> {
         let unsigned_hosts = &self.transfer.as_ref()?.nixl().allow_unsigned_params;
         Some(ParamsTrust::new(self.secret.as_ref(), unsigned_hosts))

@@ -447,7 +447,7 @@ fn a_flat_key_of_an_own_table_means_the_nested_one() {
     assert!(refused(&extra(r#"{"TCP.seal": "all"}"#)).ends_with("write kv_connector_extra_config.tcp"));
     let twice = refused(&extra(r#"{"tcp.seal": "all", "tcp": {"seal": "none"}}"#));
     assert!(twice.contains("is written twice"), "{twice}");
-    // What is nobody's table is kept as it was written.
+    // Other keys with a dot are kept as they were written.
     let config = self::config(&extra(r#"{"mine.seal": "all"}"#));
     assert_eq!(config.extra()["mine.seal"], "all");
 }

@@ -104,7 +104,7 @@ pub struct Settings {
     pub prefill_backoff: u32,
     /// The only hosts that parameters and push registrations may name; `None`: any.
     pub allowed_hosts: Option<Vec<String>>,
-    /// Whose parameters are loaded by, and the key that this engine signs its own with.
+    /// The key that signs and checks parameters, and the hosts that need not sign.
     pub trust: ParamsTrust,
     /// What a MooncakeConnector is told beside this; `None`: it is a NixlConnector.
     pub mooncake: Option<Mooncake>,

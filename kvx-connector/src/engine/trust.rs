@@ -1,4 +1,4 @@
-//! Whose parameters an engine loads by.
+//! Signatures of parameters.
 //!
 //! `kv_transfer_params` travel through routers, and any client of a decode can write its own: other block numbers in them
 //! would be another request's answer. Where the fleet has a secret, the engine that holds the blocks signs what it says
@@ -15,7 +15,7 @@ use sha2::Sha256;
 
 use crate::params::RemoteBlocks;
 
-/// What the key is made for.
+/// The purpose of the key.
 const LABEL: &[u8] = b"kvx params 1: an engine says which blocks it holds";
 /// How far the clocks of two hosts may be apart, and how long a router may keep parameters beyond a lease.
 const CLOCKS: u64 = 300;
@@ -32,7 +32,7 @@ pub struct ParamsTrust {
 pub enum Trusted {
     /// The engine that they name has signed them, or there is no secret to do it with.
     Signed,
-    /// Nobody has, and `allow_unsigned_params` names their engine's host.
+    /// They have no signature, and `allow_unsigned_params` names their engine's host.
     Unsigned,
 }
 
@@ -40,11 +40,11 @@ pub enum Trusted {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Untrusted {
-    /// No engine of this fleet has signed them. The host that they name.
+    /// They have no signature. The host that they name.
     Unsigned(Arc<str>),
-    /// They are not what an engine of this fleet has signed.
+    /// The signature does not fit: they were altered, or the secrets differ.
     Altered,
-    /// The engine has let go of the blocks since, so many seconds ago.
+    /// The blocks are no longer kept: the signature expired so many seconds ago.
     Expired(u64),
 }
 
@@ -92,7 +92,7 @@ impl ParamsTrust {
         self.unsigned_hosts.iter().any(|allowed| allowed == host)
     }
 
-    /// What an engine that keeps these blocks for so long puts into [`RemoteBlocks::signature`].
+    /// Signs blocks that an engine keeps for so long: the value of [`RemoteBlocks::signature`].
     pub fn sign(&self, remote: &RemoteBlocks, kept: Duration) -> Option<String> {
         self.sign_until(remote, now().saturating_add(kept.as_secs()))
     }
@@ -102,7 +102,7 @@ impl ParamsTrust {
         Some(format!("{expires}:{}", signed.iter().map(|byte| format!("{byte:02x}")).collect::<String>()))
     }
 
-    /// Says whether an engine may load these blocks.
+    /// Checks that an engine may load these blocks.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! Who sends a request, and whether its `kv_transfer_params` are heeded.
+//! The client of a request, and whether the server loads by its `kv_transfer_params`.
 
 use std::net::IpAddr;
 
@@ -49,7 +49,7 @@ pub(super) async fn as_the_head_says(mut request: Request, next: Next) -> Respon
     next.run(request).await
 }
 
-/// A request of which nobody has said where it comes from is from elsewhere.
+/// The client, where the connection says it. A request without one counts as from elsewhere.
 pub(super) type From = Option<Extension<ConnectInfo<Client>>>;
 
 pub(super) fn of(from: From) -> Client {
@@ -63,7 +63,7 @@ pub(super) fn check_params(trust: &ParamsTrust, client: Client, params: &Transfe
         ..Refusal::new(StatusCode::FORBIDDEN, words)
     };
     if trust.has_secret() {
-        // Those of routers name no blocks.
+        // Parameters that a router has written name no blocks.
         let names_blocks = params.remote_block_ids.is_some();
         return match params.remote_blocks() {
             Ok(remote) if names_blocks => {

@@ -50,7 +50,7 @@ const LONGEST_METRICS: usize = 16 << 20;
 const UNKNOWN: usize = 16;
 /// Requests that a host is asked at once.
 const REQUESTS: u32 = 4096;
-/// What a host is told of a client's headers. Its credentials, such as `Authorization`, were for the head.
+/// The headers of a client that a host gets. Credentials, such as `Authorization`, are for the head alone.
 const FORWARDED: [HeaderName; 2] = [CONTENT_TYPE, HeaderName::from_static("x-request-id")];
 
 /// What has to be the same at all ranks for one to answer like the other.

@@ -77,7 +77,7 @@ pub struct Service {
     pub turn: AtomicUsize,
     /// The ranks that are on other hosts.
     pub(crate) hosts: Arc<Hosts>,
-    /// Whose `kv_transfer_params` are heeded; none without peers, where they mean nothing.
+    /// Decides which `kv_transfer_params` are used; `None` without peers, where they mean nothing.
     pub(crate) trust: Option<ParamsTrust>,
 }
 

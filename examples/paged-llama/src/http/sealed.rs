@@ -10,7 +10,7 @@ use tokio::net::TcpStream;
 
 use crate::model::{ModelError, Result};
 
-/// What the key is made for, and what the handshake is bound to.
+/// The purpose of the key, and the prologue of the handshake.
 const LABEL: &[u8] = b"kvx serve 1: a head and its hosts";
 /// Bytes of each direction that wait to be sealed, or to be read.
 const BUFFER: usize = 64 << 10;
@@ -20,7 +20,7 @@ pub(super) trait Connection: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Connection for T {}
 
-/// The end that connects, of a host.
+/// The host's end, which has connected.
 pub(super) async fn connect(mut stream: TcpStream, secret: Option<&Secret>) -> Result<Box<dyn Connection>> {
     stream.set_nodelay(true).map_err(ModelError::of)?;
     let Some(secret) = secret else { return Ok(Box::new(stream)) };
@@ -36,7 +36,7 @@ pub(super) async fn connect(mut stream: TcpStream, secret: Option<&Secret>) -> R
     ))
 }
 
-/// The end that was connected to, of the head. A stranger hears nothing.
+/// The head's end. A peer without the secret gets no answer.
 pub(super) async fn accept(mut stream: TcpStream, secret: Option<&Secret>) -> Result<Box<dyn Connection>> {
     stream.set_nodelay(true).map_err(ModelError::of)?;
     let Some(secret) = secret else { return Ok(Box::new(stream)) };
@@ -64,8 +64,7 @@ async fn hear(stream: &mut TcpStream, handshake: &mut NoiseHandshake) -> bool {
     stream.read_exact(&mut message).await.is_ok() && handshake.read(&message).is_some()
 }
 
-/// Seals what is written to the end that this returns, and opens what is read from it. Either end ends both directions,
-/// and so does a byte that was altered.
+/// Returns a stream whose bytes travel sealed. The end of either direction ends both, and so does an altered byte.
 fn seal(stream: TcpStream, seals: Seals) -> DuplexStream {
     let (ours, inner) = duplex(BUFFER);
     tokio::spawn(async move {

@@ -1,4 +1,4 @@
-//! C1: an operator writes what is to protect the fleet otherwise than kvx reads it, and is only warned.
+//! C1: an operator misspells an option that protects the fleet, and only gets a warning.
 
 use kvx_testkit::test;
 use serde_json::json;

@@ -1,4 +1,4 @@
-//! H3: a stranger joins the data-parallel port of `kvx serve`, gets prompts and answers them.
+//! H3: a process without the secret joins the data-parallel port of `kvx serve`, gets prompts and answers them.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
@@ -39,7 +39,7 @@ fn a_stranger_does_not_join_a_head_that_has_a_secret() {
     let told = Told { arguments: &arguments, variables: &variables };
     let _head = Server::try_start(&model, told);
     let heard = join(port, model.to_str().unwrap());
-    assert!(heard.is_empty(), "the head speaks to a stranger: {}", String::from_utf8_lossy(&heard));
+    assert!(heard.is_empty(), "the head answers without a proof: {}", String::from_utf8_lossy(&heard));
 }
 
 #[test]

@@ -104,7 +104,7 @@ fn without_a_secret_parameters_from_other_hosts_are_refused() {
     let [decodes, elsewhere] = &hosts.each[..] else { unreachable!("two hosts") };
     let (status, answer) = load(elsewhere, &url(8200));
     assert!(status == 403 && answer.contains("allow_unsigned_params"), "{status} {answer}");
-    // A decode that was told to believe whoever names that engine, and a client on the decode's own machine.
+    // A decode with `allow_unsigned_params` for that engine, and a client on the decode's machine.
     for (client, decode) in [(elsewhere, url(8300)), (decodes, "http://localhost:8200/v1/completions".into())]
     {
         let (status, answer) = load(client, &decode);

@@ -221,7 +221,7 @@ impl Scheduler {
         } else {
             TransferParams::prefilled(remote, settings.dialect)
         };
-        // As whoever loads by them reads them: a version does not write every field.
+        // The signature covers the parameters as a reader gets them: not every version writes every field.
         params.kvx_signature =
             params.remote_blocks().ok().and_then(|remote| settings.trust.sign(&remote, kept));
         self.next.send.push(order);

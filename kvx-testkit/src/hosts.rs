@@ -119,11 +119,19 @@ pub fn run_one_test(title: &str, test: &mut Command, limit: Duration) -> Result<
         (true, None) if printed.contains("1 passed") => {}
         _ => {
             let errors = String::from_utf8_lossy(&done.stderr);
-            return Err(Failure::new(format!("{}\n{errors}\n{printed}", done.status)));
+            return Err(Failure::new(format!("{}\n{errors}\n{}", done.status, without_verdicts(&printed))));
         }
     }
     eprint!("{}", String::from_utf8_lossy(&done.stderr));
     Ok(printed)
+}
+
+/// Returns the output of a test program without the lines of its harness: a runner that reads them as part of this
+/// process's output would count a failed test twice.
+fn without_verdicts(printed: &str) -> String {
+    let of_harness = ["running ", "test ", "failures:", "---- "];
+    let lines = printed.lines().filter(|line| !of_harness.iter().any(|begin| line.starts_with(begin)));
+    lines.filter(|line| !line.trim().is_empty()).collect::<Vec<_>>().join("\n")
 }
 
 /// Returns a reason without the marks that a harness puts around it: `, reason` or ` (reason)`.
@@ -210,6 +218,13 @@ impl Hosts {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_failure_elsewhere_has_no_verdicts() {
+        let printed = "\nrunning 1 test\ntest a::b ... FAILED\n\nfailures:\n\n---- a::b ----\n1 is not 2\n\n\n\
+                       failures:\n    a::b\n\ntest result: FAILED. 0 passed; 1 failed\n";
+        assert_eq!(without_verdicts(printed), "1 is not 2\n    a::b");
+    }
 
     #[test]
     fn reasons_of_either_harness_are_the_same() {

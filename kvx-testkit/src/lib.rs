@@ -42,7 +42,7 @@ pub use newcomer::{newcomer, newcomers_amid};
 pub use pattern::{byte_at, checksum, fill};
 pub use process::{Child, Grandchild, answers_apart, kill_after, output};
 pub use random::Random;
-pub use setup::{AgentPair, Backing, DeviceSource, Mode, Setup, free_port};
+pub use setup::{AgentPair, Backing, DeviceSource, Mode, Setup, free_port, unique};
 pub use skip::{gap_held, skip};
 pub use soak::{Done, Soak, soak};
 pub use suite::{Apart, Gap, GapRate, Suite, conformance_main, conformance_trials, serve_if_asked};

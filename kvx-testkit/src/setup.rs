@@ -254,8 +254,9 @@ impl Setup {
     }
 }
 
-/// A name that no other agent of this host has: clauses run side by side, and a name is how a restart is recognised.
-pub(crate) fn unique(name: &str) -> String {
+/// Returns a name for an agent that no other agent of this host has. Two agents of one name are taken for one that was
+/// restarted, and tests run side by side.
+pub fn unique(name: &str) -> String {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     format!("{name}-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvx::{Agent, Grid, Kind, Op, Plan, Region, Transfer};
 use kvx_backend::reactor::panics::{SAYS, panic_in};
-use kvx_testkit::{Failure, Mode, Setup, byte_at, run, skip};
+use kvx_testkit::{Failure, Mode, Setup, byte_at, run, skip, unique};
 
 use crate::registry_of_facade;
 
@@ -58,7 +58,7 @@ fn panics(backend: &'static str, op: Op, step: u64) -> Result<(u64, String, Dura
 /// Two new agents, transfers between them, and their ends: which have arrived, and when the last had ended. Nothing at
 /// all if an agent has ended before they were posted.
 fn round(setup: &Setup, op: Op) -> Result<(Vec<bool>, Duration), Failure> {
-    let (near, far) = (setup.agent("near")?, setup.agent("far")?);
+    let (near, far) = (setup.agent(&unique("near"))?, setup.agent(&unique("far"))?);
     let done = transfers(setup, op, &near, &far);
     for agent in [near, far] {
         let begun = Instant::now();

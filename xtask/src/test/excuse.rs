@@ -7,7 +7,6 @@
 //! one of [`TIMES`] runs alone has failed. So have all failed tests if they are more than [`MOST`], or if one of them is
 //! never excused.
 
-use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Duration;
 
@@ -52,12 +51,6 @@ fn is_excusable(name: &str) -> bool {
 /// Runs the failed tests of `tally` again, by `passes`, if no more than `most` failed and each of them may be excused.
 /// Moves those that pass each time from the failures to the excused tests.
 pub(crate) fn excuse(tally: &mut Tally, most: usize, passes: impl Fn(&Test) -> bool) {
-    // A test that runs in a process of its own fails there and here.
-    let mut seen = BTreeSet::new();
-    tally.failures.retain(|failure| {
-        let test = failure.test.as_ref();
-        test.is_none_or(|test| seen.insert((test.program.title.clone(), test.name.clone())))
-    });
     let may_be_excused = |failure: &Failure| {
         let test = failure.test.as_ref();
         test.is_some_and(|test| is_excusable(&test.name) && is_excusable(&test.program.title))

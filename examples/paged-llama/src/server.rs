@@ -11,12 +11,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
-use crate::kv::Secret;
 use tokio::net::TcpListener;
 
 use crate::engine::{Alone, Engine, Forward, Limits, Mover, Running};
 use crate::http::{self, Alike, Hosts, Joining, MEETING, Recorder, Service};
-use crate::kv::{self, Kv, KvTransferConfig, ParamsTrust};
+use crate::kv::{self, Kv, KvTransferConfig, ParamsTrust, Secret};
 use crate::model::{Chunk, Config, Dtype, Model, ModelError, Pool, PoolLayout, Result};
 use crate::rank::{self, AllRanks, RankProcess, RankSetup, RankSockets};
 use crate::spoil::Spoiling;

@@ -470,6 +470,35 @@ fn a_key_that_was_meant_to_protect_something_is_never_only_warned_about() {
 }
 
 #[test]
+fn keys_of_other_connectors_stop_nothing() {
+    // Of LMCache's, the offloading, the P2P and the shared-storage connector.
+    for key in [
+        "discard_partial_chunks",
+        "lmcache_rpc_port",
+        "use_native",
+        "shared_storage_path",
+        "send_type",
+        "nccl_num_channels",
+        "http_port",
+        "proxy_ip",
+        "proxy_port",
+        "mem_pool_size_gb",
+        "cpu_bytes_to_use",
+        "num_cpu_blocks",
+        "block_size",
+        "spec_name",
+        "spec_module_path",
+        "eviction_policy",
+        "skip_last_n_tokens",
+        "kv_buffer_ttl",
+        "host_ip",
+    ] {
+        let config = config(&nixl(&format!(r#", "kv_connector_extra_config": {{"{key}": 1}}"#)));
+        assert_eq!(concerns(&config), [Concern::Unknown], "{key}");
+    }
+}
+
+#[test]
 fn keys_of_another_version_are_ignored_and_warned_about() {
     let config =
         config(&nixl(r#", "kv_connector_extra_config": {"kv_compat": "0.20", "kv_lease_duration": 60}"#));

@@ -67,5 +67,5 @@ pub use step::{
     ConnectorMeta, FailedLoad, Heartbeat, ReceiveOrder, RemoteEngine, RemoteRequest, SendOrder, WorkerOutput,
 };
 pub use time::{ClockOffset, Time};
-pub use trust::{ParamsTrust, Trusted, Untrusted};
+pub use trust::{ParamsTrust, Untrusted};
 pub use worker::{HandshakeFailure, MoveFailure, Worker};

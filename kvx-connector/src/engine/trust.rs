@@ -13,27 +13,18 @@ use hmac::{Hmac, KeyInit, Mac as _};
 use kvx_core::Secret;
 use sha2::Sha256;
 
-use crate::params::RemoteBlocks;
+use crate::params::{RemoteBlocks, TransferMode};
 
-/// The purpose of the key.
+/// Sets these signatures apart from other proofs by the same secret.
 const LABEL: &[u8] = b"kvx params 1: an engine says which blocks it holds";
 /// How far the clocks of two hosts may be apart, and how long a router may keep parameters beyond a lease.
 const CLOCKS: u64 = 300;
 
 /// The only parameters that an engine loads by. Without a secret, all of them.
-#[derive(Clone, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct ParamsTrust {
-    key: Option<[u8; 32]>,
+    secret: Option<Secret>,
     unsigned_hosts: Arc<[String]>,
-}
-
-/// Parameters that may be used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Trusted {
-    /// The engine that they name has signed them, or there is no secret to do it with.
-    Signed,
-    /// They have no signature, and `allow_unsigned_params` names their engine's host.
-    Unsigned,
 }
 
 /// Why parameters are not used.
@@ -77,14 +68,13 @@ impl ParamsTrust {
         secret: Option<&Secret>,
         unsigned_hosts: impl IntoIterator<Item = T>,
     ) -> Self {
-        let key =
-            secret.map(|secret| mac(secret.bytes(), |mac| mac.update(LABEL)).finalize().into_bytes().into());
-        ParamsTrust { key, unsigned_hosts: unsigned_hosts.into_iter().map(Into::into).collect() }
+        let unsigned_hosts = unsigned_hosts.into_iter().map(Into::into).collect();
+        ParamsTrust { secret: secret.cloned(), unsigned_hosts }
     }
 
     /// True if engines sign.
     pub fn has_secret(&self) -> bool {
-        self.key.is_some()
+        self.secret.is_some()
     }
 
     /// True for a host whose engine need not sign.
@@ -98,44 +88,36 @@ impl ParamsTrust {
     }
 
     fn sign_until(&self, remote: &RemoteBlocks, expires: u64) -> Option<String> {
-        let signed = signature(self.key.as_ref()?, remote, expires).finalize().into_bytes();
+        let signed = signature(self.secret.as_ref()?, remote, expires).finalize().into_bytes();
         Some(format!("{expires}:{}", signed.iter().map(|byte| format!("{byte:02x}")).collect::<String>()))
     }
 
-    /// Checks that an engine may load these blocks.
+    /// Checks that an engine may load these blocks. In push mode none are named.
     ///
     /// # Errors
     ///
     /// It may not.
-    pub fn check(&self, remote: &RemoteBlocks) -> Result<Trusted, Untrusted> {
+    pub fn check(&self, remote: &RemoteBlocks) -> Result<(), Untrusted> {
         self.check_at(remote, now())
     }
 
-    fn check_at(&self, remote: &RemoteBlocks, now: u64) -> Result<Trusted, Untrusted> {
-        let Some(key) = &self.key else { return Ok(Trusted::Signed) };
+    fn check_at(&self, remote: &RemoteBlocks, now: u64) -> Result<(), Untrusted> {
+        let Some(secret) = self.secret.as_ref().filter(|_| remote.mode == TransferMode::Pull) else {
+            return Ok(());
+        };
         let Some(written) = &remote.signature else {
             return match self.allows_unsigned(&remote.host) {
-                true => Ok(Trusted::Unsigned),
+                true => Ok(()),
                 false => Err(Untrusted::Unsigned(remote.host.as_str().into())),
             };
         };
         let (expires, proof) = parse(written).ok_or(Untrusted::Altered)?;
         // In a time that does not depend on the proof.
-        signature(key, remote, expires).verify_slice(&proof).map_err(|_| Untrusted::Altered)?;
-        match now.saturating_sub(CLOCKS).checked_sub(expires) {
-            None | Some(0) => Ok(Trusted::Signed),
-            Some(_) => Err(Untrusted::Expired(now - expires)),
+        signature(secret, remote, expires).verify_slice(&proof).map_err(|_| Untrusted::Altered)?;
+        if now > expires.saturating_add(CLOCKS) {
+            return Err(Untrusted::Expired(now - expires));
         }
-    }
-}
-
-impl fmt::Debug for ParamsTrust {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let key = self.key.map(|_| "…");
-        f.debug_struct("ParamsTrust")
-            .field("key", &key)
-            .field("unsigned_hosts", &self.unsigned_hosts)
-            .finish()
+        Ok(())
     }
 }
 
@@ -155,14 +137,8 @@ fn parse(written: &str) -> Option<(u64, [u8; 32])> {
     Some((expires.parse().ok()?, bytes))
 }
 
-fn mac(key: &[u8; 32], say: impl FnOnce(&mut Hmac<Sha256>)) -> Hmac<Sha256> {
-    let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(key).expect("HMAC takes keys of any length");
-    say(&mut mac);
-    mac
-}
-
-/// Over every field: numbers of eight bytes, texts and lists behind their lengths, and a byte before what may be absent.
-fn signature(key: &[u8; 32], remote: &RemoteBlocks, expires: u64) -> Hmac<Sha256> {
+/// Computes the MAC over the label and every field: numbers of eight bytes, texts and lists behind their lengths, and a byte before what may be absent.
+fn signature(secret: &Secret, remote: &RemoteBlocks, expires: u64) -> Hmac<Sha256> {
     let RemoteBlocks {
         engine_id,
         request_id,
@@ -180,34 +156,36 @@ fn signature(key: &[u8; 32], remote: &RemoteBlocks, expires: u64) -> Hmac<Sha256
         block_reference,
         signature: _,
     } = remote;
-    mac(key, |mac| {
-        let mut number = |number: u64| mac.update(&number.to_be_bytes());
-        for known in [
-            expires,
-            (*port).into(),
-            (*tp_size).into(),
-            (*dcp_size).into(),
-            (*pp_size).into(),
-            *registration_generation,
-            block_ids.len() as u64,
-        ] {
-            number(known);
-        }
-        for group in block_ids {
-            number(group.len() as u64);
-            group.iter().for_each(|block| number((*block).into()));
-        }
-        for known in [*num_tokens, expiry_time.map(f64::to_bits), *prefill_cached_tokens] {
-            mac.update(&[u8::from(known.is_some())]);
-            mac.update(&known.unwrap_or(0).to_be_bytes());
-        }
-        let texts = [Some(engine_id), Some(request_id), Some(host), block_reference.as_ref()];
-        for text in texts.map(|text| text.map(String::as_str)).into_iter().chain([Some(mode.as_str())]) {
-            mac.update(&[u8::from(text.is_some())]);
-            mac.update(&(text.map_or(0, str::len) as u64).to_be_bytes());
-            mac.update(text.unwrap_or_default().as_bytes());
-        }
-    })
+    let mut mac =
+        <Hmac<Sha256> as KeyInit>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");
+    mac.update(LABEL);
+    let mut number = |number: u64| mac.update(&number.to_be_bytes());
+    for known in [
+        expires,
+        (*port).into(),
+        (*tp_size).into(),
+        (*dcp_size).into(),
+        (*pp_size).into(),
+        *registration_generation,
+        block_ids.len() as u64,
+    ] {
+        number(known);
+    }
+    for group in block_ids {
+        number(group.len() as u64);
+        group.iter().for_each(|block| number((*block).into()));
+    }
+    for optional in [*num_tokens, expiry_time.map(f64::to_bits), *prefill_cached_tokens] {
+        mac.update(&[u8::from(optional.is_some())]);
+        mac.update(&optional.unwrap_or(0).to_be_bytes());
+    }
+    let texts = [Some(engine_id), Some(request_id), Some(host), block_reference.as_ref()];
+    for text in texts.map(|text| text.map(String::as_str)).into_iter().chain([Some(mode.as_str())]) {
+        mac.update(&[u8::from(text.is_some())]);
+        mac.update(&(text.map_or(0, str::len) as u64).to_be_bytes());
+        mac.update(text.unwrap_or_default().as_bytes());
+    }
+    mac
 }
 
 #[cfg(test)]
@@ -244,7 +222,7 @@ mod tests {
             let expires = vector["expires"].as_u64().unwrap();
             let signed = trust(byte).sign_until(&remote, expires);
             assert_eq!(signed.as_deref(), vector["params"]["kvx_signature"].as_str(), "{vector}");
-            assert_eq!(trust(byte).check_at(&remote, expires), Ok(Trusted::Signed));
+            assert_eq!(trust(byte).check_at(&remote, expires), Ok(()));
         }
     }
 
@@ -252,7 +230,7 @@ mod tests {
     fn what_was_altered_is_refused_field_by_field() {
         let mut signed = remote();
         signed.signature = trust(1).sign_until(&signed, 1000);
-        assert_eq!(trust(1).check_at(&signed, 900), Ok(Trusted::Signed));
+        assert_eq!(trust(1).check_at(&signed, 900), Ok(()));
         let altered: [(&str, fn(&mut RemoteBlocks)); 16] = [
             ("engine", |remote| remote.engine_id.push('x')),
             ("request", |remote| remote.request_id = "other".into()),
@@ -306,20 +284,22 @@ mod tests {
     fn a_signature_ends_with_the_blocks() {
         let mut signed = remote();
         signed.signature = trust(1).sign_until(&signed, 1000);
-        assert_eq!(trust(1).check_at(&signed, 1000 + CLOCKS), Ok(Trusted::Signed));
+        assert_eq!(trust(1).check_at(&signed, 1000 + CLOCKS), Ok(()));
         assert_eq!(trust(1).check_at(&signed, 1001 + CLOCKS), Err(Untrusted::Expired(1 + CLOCKS)));
         signed.signature = trust(1).sign_until(&signed, u64::MAX);
-        assert_eq!(trust(1).check_at(&signed, u64::MAX), Ok(Trusted::Signed));
+        assert_eq!(trust(1).check_at(&signed, u64::MAX), Ok(()));
     }
 
     #[test]
     fn without_a_signature_the_host_decides_where_there_is_a_secret() {
         let mut unsigned = remote();
         assert_eq!(trust(1).check_at(&unsigned, 0), Err(Untrusted::Unsigned("10.0.0.1".into())));
-        assert_eq!(ParamsTrust::default().check_at(&unsigned, 0), Ok(Trusted::Signed));
+        assert_eq!(ParamsTrust::default().check_at(&unsigned, 0), Ok(()));
         unsigned.host = "10.0.0.9".into();
-        assert_eq!(trust(1).check_at(&unsigned, 0), Ok(Trusted::Unsigned));
-        // A wrong one is no missing one.
+        assert_eq!(trust(1).check_at(&unsigned, 0), Ok(()));
+        // Push names no blocks, and a wrong signature is not a missing one.
+        let push = RemoteBlocks { mode: TransferMode::Push, ..remote() };
+        assert_eq!(trust(1).check_at(&push, 0), Ok(()));
         unsigned.signature = Some("1:2".into());
         assert_eq!(trust(1).check_at(&unsigned, 0), Err(Untrusted::Altered));
     }

@@ -241,7 +241,8 @@ impl Shared {
         {
             state.traces.arrived(now, request, params.remote_engine_id.as_deref().unwrap_or_default());
             let trust = &self.setup.settings.trust;
-            let unsigned = trust.has_secret() && params.kvx_signature.is_none();
+            let names_blocks = params.remote_block_ids.is_some();
+            let unsigned = trust.has_secret() && names_blocks && params.kvx_signature.is_none();
             if let Some(host) =
                 params.remote_host.clone().filter(|host| unsigned && trust.allows_unsigned(host))
                 && state.unsigned.insert(host.clone())

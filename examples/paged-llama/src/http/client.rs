@@ -1,9 +1,11 @@
 //! The client of a request, and whether the server loads by its `kv_transfer_params`.
 
+use std::convert::Infallible;
 use std::net::IpAddr;
 
 use axum::extract::connect_info::{ConnectInfo, Connected};
-use axum::extract::{Extension, Request};
+use axum::extract::{FromRequestParts, Request};
+use axum::http::request::Parts;
 use axum::http::{HeaderName, HeaderValue, StatusCode};
 use axum::middleware::Next;
 use axum::response::Response;
@@ -14,7 +16,7 @@ use super::fields::Read;
 use super::refusal::Refusal;
 use crate::kv::{ParamsTrust, TransferParams};
 
-/// Tells a further host of this server where the client is: the head sets it.
+/// The header by which the head tells a further host of this server where the client is.
 pub(super) const CLIENT: HeaderName = HeaderName::from_static("x-kvx-client");
 
 /// Where a client is.
@@ -40,8 +42,8 @@ impl Connected<IncomingStream<'_, Clients>> for Client {
     }
 }
 
-/// Believes the head, which is the only one that asks a further host.
-pub(super) async fn as_the_head_says(mut request: Request, next: Next) -> Response {
+/// Sets the client of a request to a further host, as the head says: hosts get requests from their head alone.
+pub(super) async fn set_by_head(mut request: Request, next: Next) -> Response {
     let is_local =
         request.headers().get(CLIENT).is_some_and(|client| *client == Client::ThisMachine.header());
     let client = if is_local { Client::ThisMachine } else { Client::Elsewhere };
@@ -49,28 +51,25 @@ pub(super) async fn as_the_head_says(mut request: Request, next: Next) -> Respon
     next.run(request).await
 }
 
-/// The client, where the connection says it. A request without one counts as from elsewhere.
-pub(super) type From = Option<Extension<ConnectInfo<Client>>>;
+/// A request whose connection is not known counts as one from elsewhere.
+impl<S: Sync> FromRequestParts<S> for Client {
+    type Rejection = Infallible;
 
-pub(super) fn of(from: From) -> Client {
-    from.map_or(Client::Elsewhere, |Extension(ConnectInfo(client))| client)
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
+        Ok(parts.extensions.get::<ConnectInfo<Client>>().map_or(Client::Elsewhere, |info| info.0))
+    }
 }
 
-/// Errors: the parameters name blocks of another engine, and nobody who is trusted says that the client may have them.
+/// Errors: the parameters name another engine, are not signed by it, and do not come from this machine.
 pub(super) fn check_params(trust: &ParamsTrust, client: Client, params: &TransferParams) -> Read<()> {
     let refused = |words: String| Refusal {
         field: Some("kv_transfer_params"),
         ..Refusal::new(StatusCode::FORBIDDEN, words)
     };
     if trust.has_secret() {
-        // Parameters that a router has written name no blocks.
-        let names_blocks = params.remote_block_ids.is_some();
-        return match params.remote_blocks() {
-            Ok(remote) if names_blocks => {
-                trust.check(&remote).map(drop).map_err(|why| refused(why.to_string()))
-            }
-            _ => Ok(()),
-        };
+        // Others name no blocks: those of a router, and those by which no engine loads.
+        let remote = params.remote_blocks().ok();
+        return remote.map_or(Ok(()), |remote| trust.check(&remote)).map_err(|why| refused(why.to_string()));
     }
     let loads = params.do_remote_prefill || params.names_remote();
     let host = engine_host(params);
@@ -98,10 +97,10 @@ fn engine_host(params: &TransferParams) -> Option<&str> {
 
 #[cfg(test)]
 mod tests {
-    use crate::kv::Secret;
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::kv::Secret;
 
     fn params(more: &Value) -> TransferParams {
         let mut params = json!({"do_remote_prefill": true, "remote_engine_id": "e", "remote_request_id": "r",

@@ -4,13 +4,13 @@
 
 use std::collections::BTreeMap;
 use std::future::Future;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::kv::Secret;
 use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::http::header::CONTENT_TYPE;
@@ -24,7 +24,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::Notify;
+use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::asked::RANK;
@@ -32,6 +33,7 @@ use super::client::{self, CLIENT, Client};
 use super::fields::Read;
 use super::refusal::Refusal;
 use super::sealed::{self, Connection};
+use crate::kv::Secret;
 use crate::model::{ModelError, Result};
 
 /// How long a host may take to say who it is, or to answer for its metrics.
@@ -46,7 +48,7 @@ const AGAIN: Duration = Duration::from_millis(200);
 const LONGEST_WORD: u32 = 64 << 10;
 /// Bytes of a host's metrics.
 const LONGEST_METRICS: usize = 16 << 20;
-/// Connections that have not said yet who they are.
+/// Connections that have not proven yet who they are.
 const UNKNOWN: usize = 16;
 /// Requests that a host is asked at once.
 const REQUESTS: u32 = 4096;
@@ -125,20 +127,20 @@ impl Hosts {
 
     /// Lets hosts join, for ever.
     pub(crate) async fn accept(self: Arc<Self>, listener: TcpListener) {
-        let places = Arc::new(Semaphore::new(UNKNOWN));
+        let mut unknown = UnknownConnections::default();
         loop {
-            let Ok(place) = places.clone().acquire_owned().await else { return };
             match listener.accept().await {
                 Ok((stream, from)) => {
-                    let hosts = self.clone();
-                    tokio::spawn(async move {
-                        let _place = place;
-                        match timeout(WORD, hosts.admit(stream)).await {
+                    let (hosts, is_known) = (self.clone(), Arc::new(AtomicBool::new(false)));
+                    let known = is_known.clone();
+                    let task = tokio::spawn(async move {
+                        match timeout(WORD, hosts.admit(stream, &known)).await {
                             Ok(Ok(ranks)) => tracing::info!("{} have joined from {from}", named(&ranks)),
                             Ok(Err(why)) => tracing::warn!("a host at {from} has not joined: {why}"),
                             Err(_) => tracing::warn!("a host at {from} said nothing for {WORD:?}"),
                         }
                     });
+                    unknown.add(UnknownConnection { from: from.ip(), task: task.abort_handle(), is_known });
                 }
                 Err(why) => {
                     tracing::warn!("hosts cannot join: {why}");
@@ -148,9 +150,12 @@ impl Hosts {
         }
     }
 
-    async fn admit(&self, stream: TcpStream) -> Result<Range<usize>> {
+    /// Sets `known` as soon as the other end is a host: it has proven the secret, or said what one says.
+    async fn admit(&self, stream: TcpStream, known: &AtomicBool) -> Result<Range<usize>> {
         let mut stream = sealed::accept(stream, self.secret.as_ref()).await?;
+        known.store(self.secret.is_some(), Ordering::Relaxed);
         let joining: Joining = hear(&mut stream).await?;
+        known.store(true, Ordering::Relaxed);
         let refused = self.refusal(&joining);
         say(&mut stream, &refused).await?;
         if let Some(words) = refused {
@@ -263,6 +268,33 @@ impl Hosts {
     }
 }
 
+/// A connection whose other end may be anybody.
+struct UnknownConnection {
+    from: IpAddr,
+    task: AbortHandle,
+    is_known: Arc<AtomicBool>,
+}
+
+/// All of these connections, the oldest first.
+#[derive(Default)]
+struct UnknownConnections(Vec<UnknownConnection>);
+
+impl UnknownConnections {
+    /// Beyond [`UNKNOWN`] the oldest connection of the address with most of them ends: silent ones keep no host out.
+    fn add(&mut self, connection: UnknownConnection) {
+        let all = &mut self.0;
+        all.push(connection);
+        all.retain(|each| !each.task.is_finished() && !each.is_known.load(Ordering::Relaxed));
+        if all.len() > UNKNOWN {
+            let count = |from: IpAddr| all.iter().filter(|each| each.from == from).count();
+            let most = all.iter().map(|each| count(each.from)).max();
+            if let Some(at) = all.iter().position(|each| Some(count(each.from)) == most) {
+                all.remove(at).task.abort();
+            }
+        }
+    }
+}
+
 fn named(ranks: &Range<usize>) -> String {
     format!("ranks {} to {}", ranks.start, ranks.end.saturating_sub(1))
 }
@@ -345,7 +377,7 @@ pub(crate) async fn follow(
         let mut serving = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
         serving.timer(TokioTimer::new()).keep_alive_interval(SILENT).keep_alive_timeout(SILENT);
         serving.max_concurrent_streams(REQUESTS);
-        let router = router.clone().layer(middleware::from_fn(client::as_the_head_says));
+        let router = router.clone().layer(middleware::from_fn(client::set_by_head));
         let service = TowerToHyperService::new(router);
         let mut connection = pin!(serving.serve_connection(TokioIo::new(stream), service));
         tokio::select! {
@@ -476,6 +508,25 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn the_oldest_connection_of_the_largest_crowd_makes_room() {
+        let mut unknown = UnknownConnections::default();
+        let mut add = |host: u8, is_known: bool| {
+            let task = tokio::spawn(std::future::pending::<()>());
+            let (from, is_known) = (IpAddr::from([10, 0, 0, host]), Arc::new(AtomicBool::new(is_known)));
+            unknown.add(UnknownConnection { from, task: task.abort_handle(), is_known });
+            task
+        };
+        let alone = add(1, false);
+        let known = add(2, true);
+        let crowd: Vec<_> = (0..3 * UNKNOWN).map(|_| add(2, false)).collect();
+        for (at, task) in crowd.into_iter().enumerate() {
+            let ended = timeout(AGAIN, task).await.is_ok();
+            assert_eq!(ended, at < 2 * UNKNOWN + 1, "{at}");
+        }
+        assert!(!alone.is_finished() && !known.is_finished());
+    }
+
+    #[tokio::test]
     async fn strangers_at_the_heads_port_are_bounded_and_let_nobody_in() {
         for secret in [None, Some(Secret::from_bytes([1; Secret::LEN]))] {
             meet_at_a_port_with_strangers(secret).await;
@@ -502,6 +553,9 @@ mod tests {
             let mut stream = TcpStream::connect((head.0.as_str(), head.1)).await.unwrap();
             stream.write_all(word).await.unwrap();
             strangers.push(stream);
+        }
+        for _ in 0..4 * UNKNOWN {
+            strangers.push(TcpStream::connect((head.0.as_str(), head.1)).await.unwrap());
         }
         // One that is of another size is told why; one that fits is let in.
         let other = Joining { ranks: 2..4, alike: Alike { data_parallel_size: 5, ..alike() } };

@@ -223,20 +223,20 @@ pub(crate) fn router(service: Arc<Service>) -> Router {
 
 async fn completions(
     State(service): Shared,
-    from: client::From,
+    client: Client,
     headers: HeaderMap,
     body: Bytes,
 ) -> Read<Response<Body>> {
-    complete(service, false, client::of(from), headers, body).await
+    complete(service, false, client, headers, body).await
 }
 
 async fn chat_completions(
     State(service): Shared,
-    from: client::From,
+    client: Client,
     headers: HeaderMap,
     body: Bytes,
 ) -> Read<Response<Body>> {
-    complete(service, true, client::of(from), headers, body).await
+    complete(service, true, client, headers, body).await
 }
 
 async fn complete(

@@ -2,18 +2,23 @@
 //! have it, and seal all that they say.
 
 use std::io;
+use std::time::Duration;
 
-use crate::kv::Secret;
 use kvx_noise::{MESSAGE, NoiseHandshake, RECORD, Seals, derive_key};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, DuplexStream, duplex, split};
 use tokio::net::TcpStream;
+use tokio::time::timeout;
 
+use crate::kv::Secret;
 use crate::model::{ModelError, Result};
 
 /// The purpose of the key, and the prologue of the handshake.
 const LABEL: &[u8] = b"kvx serve 1: a head and its hosts";
 /// Bytes of each direction that wait to be sealed, or to be read.
 const BUFFER: usize = 64 << 10;
+
+/// How long a peer may take no byte.
+const STALLED: Duration = Duration::from_secs(10);
 
 /// Bytes in both directions, sealed on the way or not.
 pub(super) trait Connection: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -80,7 +85,8 @@ fn seal(stream: TcpStream, seals: Seals) -> DuplexStream {
                 }
                 sealed.clear();
                 sealer.seal_stream(&plain[..got], &mut sealed);
-                to_peer.write_all(&sealed).await?;
+                // A peer that takes nothing for so long is gone, though its connection stands.
+                timeout(STALLED, to_peer.write_all(&sealed)).await??;
             }
         };
         let receive = async {

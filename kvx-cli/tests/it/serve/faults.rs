@@ -178,7 +178,9 @@ fn the_only_prefill_is_killed_or_stands_still_while_its_blocks_are_fetched() {
             let begun = Instant::now();
             let answer = std::thread::scope(|scope| {
                 let asked = scope.spawn(|| fleet.decode.post("/v1/completions", &body));
-                fleet.decode.until("vllm:num_requests_waiting", LIMIT, |waiting| waiting == 1.0);
+                while fleet.decode.metric("vllm:num_requests_waiting") != 1.0 {
+                    assert!(!asked.is_finished(), "answered before a look: {:?}", asked.join());
+                }
                 prefill.signal(signal);
                 asked.join().expect("an answer")
             });

@@ -47,7 +47,7 @@ pub enum NotLoaded {
     Known,
     /// They name a host that is none of [`Settings::allowed_hosts`].
     HostNotAllowed(Arc<str>),
-    /// No engine of this fleet has said what they say.
+    /// No engine of this fleet has signed them.
     Untrusted(Untrusted),
     /// The connector was shut down.
     Closed,
@@ -289,10 +289,8 @@ impl Scheduler {
         if allowed.is_some_and(|allowed| !allowed.contains(&remote.host)) {
             return Err(Refused { why: NotLoaded::HostNotAllowed(remote.host.into()), remote: None });
         }
-        if source != LoadSource::Push {
-            let trusted = self.settings.trust.check(&remote);
-            trusted.map_err(|why| Refused { why: NotLoaded::Untrusted(why), remote: None })?;
-        }
+        let trusted = self.settings.trust.check(&remote);
+        trusted.map_err(|why| Refused { why: NotLoaded::Untrusted(why), remote: None })?;
         let reference = remote.block_reference.as_ref().and_then(|text| text.parse().ok());
         let wanted = arrival.prompt_tokens.saturating_sub(self.settings.prefill_backoff);
         let tokens = |tokens: u64| u32::try_from(tokens).unwrap_or(u32::MAX);

@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 
 use criterion::{BatchSize, Criterion, Throughput};
 use kvx::{
-    Agent, Completion, Grid, GridSet, Memory, Metadata, Options, Peer, PeerRegion, Plan, Region, Ticket,
+    Agent, Completion, Grid, GridSet, Memory, Metadata, Options, Peer, PeerRegion, Plan, Region,
+    Ticket,
 };
 use kvx_core::Bound;
 
@@ -72,13 +73,16 @@ impl Ends {
     fn new() -> Self {
         let mut registry = kvx::registry();
         registry.add(Still).expect("nobody else is called that");
-        let build =
-            |name: &str| Agent::builder(name).backends(["STILL"]).build(&registry).expect("it always opens");
+        let build = |name: &str| {
+            Agent::builder(name).backends(["STILL"]).build(&registry).expect("it always opens")
+        };
         let (agent, owner) = (build("costs"), build("costs-owner"));
         let grid = Grid::packed(LENGTH, BLOCKS);
-        let register = |agent: &Agent| agent.register("blocks", sparse()).expect("any memory will do");
+        let register =
+            |agent: &Agent| agent.register("blocks", sparse()).expect("any memory will do");
         let (local, _theirs) = (register(&agent), register(&owner));
-        let peer = agent.connect(owner.metadata().expect("it has metadata")).expect("its own format");
+        let peer =
+            agent.connect(owner.metadata().expect("it has metadata")).expect("its own format");
         let remote = peer.region("blocks").expect("it was registered").grid(grid).expect("it fits");
         Ends { local: local.grid(grid).expect("it fits"), remote, agent, peer, owner }
     }
@@ -145,12 +149,16 @@ fn one_ticket() -> Poll<kvx::Result<()>> {
 /// An agent of all available backends with that many regions.
 fn with_regions() -> Agent {
     let registry = kvx::registry();
-    let available = registry.factories().iter().filter(|factory| factory.available(&Options::new()).is_ok());
+    let available =
+        registry.factories().iter().filter(|factory| factory.available(&Options::new()).is_ok());
     let names: Vec<_> = available.map(|factory| factory.name()).collect();
-    let agent =
-        Agent::builder("costs-metadata").backends(names).build(&registry).expect("they are available");
+    let agent = Agent::builder("costs-metadata")
+        .backends(names)
+        .build(&registry)
+        .expect("they are available");
     for layer in 0..REGIONS {
-        let region = agent.register(&format!("layer.{layer}"), sparse()).expect("any memory will do");
+        let region =
+            agent.register(&format!("layer.{layer}"), sparse()).expect("any memory will do");
         std::mem::forget(region); // it lives until the agent's shutdown
     }
     agent
@@ -164,12 +172,16 @@ fn criterion(mut criterion: Criterion) {
     let mut group = criterion.benchmark_group("plan of 100,000 blocks");
     group.throughput(Throughput::Elements(BLOCKS.into()));
     group.bench_function("scattered", |bencher| bencher.iter(|| ends.plan((&to, &from))));
-    group.bench_function("in runs of 16", |bencher| bencher.iter(|| ends.plan((&to_runs, &from_runs))));
+    group.bench_function("in runs of 16", |bencher| {
+        bencher.iter(|| ends.plan((&to_runs, &from_runs)))
+    });
     group.finish();
 
     let mut group = criterion.benchmark_group("segments of 100,000 blocks");
     group.throughput(Throughput::Elements(BLOCKS.into()));
-    for (name, lists) in [("scattered", (&to, &from)), ("in runs of 16, merged", (&to_runs, &from_runs))] {
+    for (name, lists) in
+        [("scattered", (&to, &from)), ("in runs of 16, merged", (&to_runs, &from_runs))]
+    {
         let plan = ends.plan(lists);
         let bound = ends.bound(&plan);
         group.bench_function(name, |bencher| bencher.iter(|| walk(&bound)));
@@ -178,9 +190,10 @@ fn criterion(mut criterion: Criterion) {
 
     let mut group = criterion.benchmark_group("post");
     let empty: Arc<[u32]> = [].into();
-    for (name, lists) in
-        [("no blocks", (&empty, &empty)), ("one block, routed and settled", (&to.slice(1), &from.slice(1)))]
-    {
+    for (name, lists) in [
+        ("no blocks", (&empty, &empty)),
+        ("one block, routed and settled", (&to.slice(1), &from.slice(1))),
+    ] {
         let plan = ends.plan(lists);
         group.bench_function(name, |bencher| bencher.iter(|| ends.post(&plan)));
     }
@@ -191,7 +204,9 @@ fn criterion(mut criterion: Criterion) {
     group.finish();
 
     let mut group = criterion.benchmark_group("ticket");
-    group.bench_function("a completion's, made, settled and awaited", |bencher| bencher.iter(one_ticket));
+    group.bench_function("a completion's, made, settled and awaited", |bencher| {
+        bencher.iter(one_ticket)
+    });
     group.bench_function("a closure's, made and settled", |bencher| {
         bencher.iter_batched(
             || (),
@@ -246,13 +261,17 @@ fn bars() {
 
     let (plan, runs) = (ends.plan((&to, &from)), ends.plan((&to_runs, &from_runs)));
     let (bound, bound_runs) = (ends.bound(&plan), ends.bound(&runs));
-    let per_block = |bound: &Arc<Bound>| nanoseconds(101, || assert!(walk(bound) > 0)) / f64::from(BLOCKS);
+    let per_block =
+        |bound: &Arc<Bound>| nanoseconds(101, || assert!(walk(bound) > 0)) / f64::from(BLOCKS);
     say("expansion_ns", per_block(&bound));
     say("merging_ns", per_block(&bound_runs));
     let before = ALLOCATIONS.load(Ordering::Relaxed);
     let segments = walk(&bound) + walk(&bound_runs);
     say("expansion_allocations", (ALLOCATIONS.load(Ordering::Relaxed) - before) as f64);
-    assert!(segments > u64::from(BLOCKS) && segments < 2 * u64::from(BLOCKS), "some were merged, some not");
+    assert!(
+        segments > u64::from(BLOCKS) && segments < 2 * u64::from(BLOCKS),
+        "some were merged, some not"
+    );
 
     // One call is shorter than the clock's step: a thousand are timed at once.
     const MANY: usize = 1000;

@@ -85,7 +85,12 @@ impl Split {
 }
 
 /// An engine, and the pools of its workers.
-fn connector(name: &str, backend: &str, blocks: u32, split: Split) -> (Connector, Vec<Arc<Memory>>) {
+fn connector(
+    name: &str,
+    backend: &str,
+    blocks: u32,
+    split: Split,
+) -> (Connector, Vec<Arc<Memory>>) {
     let kind = if the_prefill_writes(backend) { "MooncakeConnector" } else { "NixlConnector" };
     let json = format!(
         r#"{{"kv_connector": "{kind}", "kv_role": "kv_both", "engine_id": "{name}",
@@ -95,11 +100,13 @@ fn connector(name: &str, backend: &str, blocks: u32, split: Split) -> (Connector
     let config = KvTransferConfig::from_json(&json, &surroundings).expect("a right configuration");
     let mut factors = CompatibilityFactors::new(Dialect::default(), "a model");
     (factors.num_kv_heads, factors.num_hidden_layers) = (split.heads, LAYERS as u32);
-    let builder = Connector::builder(&config, kvx::registry()).model(factors).block_size(TOKENS).any_port();
+    let builder =
+        Connector::builder(&config, kvx::registry()).model(factors).block_size(TOKENS).any_port();
     let connector = builder.workers(split.workers, 1).build_blocking().expect("a side channel");
     let layer_len = u64::from(blocks) * split.block();
     let pool = |tp| {
-        let memory = Arc::new(Memory::pool((LAYERS * layer_len) as usize).build().expect("128 MiB at most"));
+        let memory =
+            Arc::new(Memory::pool((LAYERS * layer_len) as usize).build().expect("128 MiB at most"));
         let layer = |at: u64| LayerCache {
             name: format!("layers.{at}").into(),
             tensors: KvTensors::Together(memory.address() + at * layer_len),
@@ -111,7 +118,8 @@ fn connector(name: &str, backend: &str, blocks: u32, split: Split) -> (Connector
             memory: MemoryType::Dram,
         };
         let layers = (0..LAYERS).map(layer).collect();
-        let caches = Caches::of_layers(layers, KvLayout::Lbhnc, TOKENS, 1, 0).expect("right caches");
+        let caches =
+            Caches::of_layers(layers, KvLayout::Lbhnc, TOKENS, 1, 0).expect("right caches");
         let rank = connector.rank(WorkerRank { pp: 0, tp }).expect("one of its workers");
         rank.register(caches, [Arc::clone(&memory)]).expect("host memory");
         memory
@@ -153,7 +161,8 @@ fn asked() -> impl Fn(String) {
 /// Publishes what is asked for, line by line, until standard input ends.
 fn prefill(backend: &str) {
     let say = asked();
-    let number = |name| -> u32 { std::env::var(name).expect("it is set").parse().expect("a number") };
+    let number =
+        |name| -> u32 { std::env::var(name).expect("it is set").parse().expect("a number") };
     let (of, workers) = (number(PREFILL_BLOCKS), number(PREFILL_WORKERS));
     let name = format!("prefill-{}", std::process::id());
     let engine = Engine::new(&name, backend, of, Split { heads: workers, workers });
@@ -192,7 +201,8 @@ fn decode(backend: &str) {
 }
 
 fn params(text: &str) -> TransferParams {
-    TransferParams::from_value(&serde_json::from_str(text).expect("JSON")).expect("right parameters")
+    TransferParams::from_value(&serde_json::from_str(text).expect("JSON"))
+        .expect("right parameters")
 }
 
 fn fetch(connector: &Connector, request: &str, params: &TransferParams, fill: Vec<u32>) {
@@ -274,12 +284,18 @@ impl Both {
     /// So many loads at once, from their order to the last that is there.
     fn loads(&mut self, loads: u32, blocks: u32) -> Duration {
         let params: Vec<_> = (0..loads).map(|_| params(&self.prefill.published(blocks))).collect();
-        let fill = |at: u32| BlockLists::single(scattered(at * blocks % self.blocks, blocks, self.blocks));
+        let fill =
+            |at: u32| BlockLists::single(scattered(at * blocks % self.blocks, blocks, self.blocks));
         let fill: Vec<_> = (0..loads).map(fill).collect();
         let begun = Instant::now();
         let fetches = params.iter().zip(fill).map(|(params, fill)| {
             self.fetched += 1;
-            Decode::new(&self.engine.connector).fetch(format!("d{}", self.fetched), params, fill, PATIENCE)
+            Decode::new(&self.engine.connector).fetch(
+                format!("d{}", self.fetched),
+                params,
+                fill,
+                PATIENCE,
+            )
         });
         let fetches: Vec<_> = fetches.collect();
         for fetch in fetches {
@@ -297,10 +313,14 @@ impl Both {
                 let base = layer * u64::from(count) * self.block + at as u64 * BLOCK;
                 Grid { base, stride: self.block, length: BLOCK, count }
             };
-            let whole = |layer: u64| Grid::packed(BLOCK, count).at(layer * u64::from(count) * BLOCK);
-            let (ours, theirs) = (&self.engine.agents[0].1, peer.region("pool").expect("it is registered"));
-            let ours = GridSet::of((0..LAYERS).map(|at| (ours.clone(), part(at)))).expect("right grids");
-            let theirs = GridSet::of((0..LAYERS).map(|at| (theirs.clone(), whole(at)))).expect("right grids");
+            let whole =
+                |layer: u64| Grid::packed(BLOCK, count).at(layer * u64::from(count) * BLOCK);
+            let (ours, theirs) =
+                (&self.engine.agents[0].1, peer.region("pool").expect("it is registered"));
+            let ours =
+                GridSet::of((0..LAYERS).map(|at| (ours.clone(), part(at)))).expect("right grids");
+            let theirs = GridSet::of((0..LAYERS).map(|at| (theirs.clone(), whole(at))))
+                .expect("right grids");
             (peer, ours, theirs)
         };
         let lanes: Vec<_> = self.peers.iter().enumerate().map(lane).collect();
@@ -329,7 +349,8 @@ impl Both {
     /// How many times longer loads take than the same by bare transfers. Rounds are interleaved; the first warms the
     /// pools up.
     fn ratio(&mut self, rounds: u32, loads: u32, blocks: u32) -> f64 {
-        let mut round = || self.loads(loads, blocks).as_secs_f64() / self.bares(loads, blocks).as_secs_f64();
+        let mut round =
+            || self.loads(loads, blocks).as_secs_f64() / self.bares(loads, blocks).as_secs_f64();
         round();
         median((0..rounds).map(|_| round()).collect())
     }
@@ -391,7 +412,8 @@ fn idle(backend: &str) {
     {
         let agent = Agent::builder("bare").backends([backend]).build(&kvx::registry());
         let agent = agent.expect("it is available");
-        let connect = |metadata: &Vec<u8>| agent.connect(metadata).expect("metadata of this release");
+        let connect =
+            |metadata: &Vec<u8>| agent.connect(metadata).expect("metadata of this release");
         let peers: Vec<_> = metadata.iter().map(connect).collect();
         for peer in &peers {
             peer.ready(PATIENCE).wait(PATIENCE).expect("a link");
@@ -426,7 +448,8 @@ fn bars_over_rixl(python: &str) {
             let mut took = [0.0; 2];
             for at in [number % 2, (number + 1) % 2] {
                 decodes[at].say(&prefill.published(WHOLE)).expect("it listens");
-                took[at] = decodes[at].hear(PATIENCE).expect("it loads").parse::<f64>().expect("seconds");
+                took[at] =
+                    decodes[at].hear(PATIENCE).expect("it loads").parse::<f64>().expect("seconds");
             }
             took[1] / took[0]
         };
@@ -447,8 +470,12 @@ fn queued(both: &mut Both) {
         let mut params = params.clone();
         params.remote_request_id = Some(format!("cmpl-0123456789abcdef-0-{at:08x}"));
         let request = RequestId::from(format!("cmpl-fedcba9876543210-0-{at:08x}"));
-        let arrival =
-            Arrival { request: &request, prompt_tokens: TOKENS, params: Some(&params), deadline: None };
+        let arrival = Arrival {
+            request: &request,
+            prompt_tokens: TOKENS,
+            params: Some(&params),
+            deadline: None,
+        };
         both.engine.connector.on_new_request(arrival).expect("right parameters");
     }
     // The first heartbeat goes at once: what it needs for a moment is not what a request costs.

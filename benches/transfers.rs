@@ -24,8 +24,10 @@ fn own(backend: &str) {
         std::thread::sleep(LIFE);
         std::process::exit(1);
     });
-    let agent =
-        Agent::builder("bench-owner").backends([backend]).build(&kvx::registry()).expect("it is available");
+    let agent = Agent::builder("bench-owner")
+        .backends([backend])
+        .build(&kvx::registry())
+        .expect("it is available");
     let pool = Memory::pool(POOL as usize).build().expect("64 MiB");
     let _pool = agent.register("pool", pool).expect("host memory");
     let metadata: String =
@@ -51,8 +53,10 @@ impl Reader {
         let metadata: Vec<u8> = (0..text.len() / 2)
             .map(|at| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).expect("hexadecimal"))
             .collect();
-        let agent =
-            Agent::builder("bench").backends([backend]).build(&kvx::registry()).expect("it is available");
+        let agent = Agent::builder("bench")
+            .backends([backend])
+            .build(&kvx::registry())
+            .expect("it is available");
         let pool = agent
             .register("pool", Memory::pool(POOL as usize).build().expect("64 MiB"))
             .expect("host memory");
@@ -64,11 +68,17 @@ impl Reader {
     fn plan(&self, op: Op, length: u64) -> Plan {
         let grid = Grid::packed(length, (POOL / length) as u32);
         // Strides that share no factor with the power of two that the count is: every block once, no two neighbours.
-        let order =
-            |stride: u32| (0..grid.count).map(|at| at.wrapping_mul(stride) % grid.count).collect::<Vec<_>>();
+        let order = |stride: u32| {
+            (0..grid.count).map(|at| at.wrapping_mul(stride) % grid.count).collect::<Vec<_>>()
+        };
         let ours = self.pool.grid(grid).expect("it fits").blocks(order(5));
-        let theirs =
-            self.peer.region("pool").expect("the owner's").grid(grid).expect("it fits").blocks(order(11));
+        let theirs = self
+            .peer
+            .region("pool")
+            .expect("the owner's")
+            .grid(grid)
+            .expect("it fits")
+            .blocks(order(11));
         match op {
             Op::Read => Plan::read(ours, theirs),
             Op::Write => Plan::write(ours, theirs),
@@ -81,7 +91,8 @@ fn main() {
     if let Ok(backend) = std::env::var(OWNER) {
         return own(&backend);
     }
-    let mut criterion = Criterion::default().sample_size(20).measurement_time(Duration::from_secs(2));
+    let mut criterion =
+        Criterion::default().sample_size(20).measurement_time(Duration::from_secs(2));
     criterion = criterion.warm_up_time(Duration::from_millis(300)).configure_from_args();
     let registry = kvx::registry();
     for name in registry.names() {
@@ -95,12 +106,15 @@ fn main() {
         for op in [Op::Read, Op::Write] {
             for kib in [4, 64, 1024] {
                 let plan = reader.plan(op, kib << 10);
-                group.bench_function(format!("{op} {kib} KiB x{}", (POOL >> 10) / kib), |bencher| {
-                    bencher.iter(|| {
-                        let transfer = reader.peer.post(&plan).expect("the budget has room");
-                        transfer.wait(PATIENCE).expect("the owner lives")
-                    });
-                });
+                group.bench_function(
+                    format!("{op} {kib} KiB x{}", (POOL >> 10) / kib),
+                    |bencher| {
+                        bencher.iter(|| {
+                            let transfer = reader.peer.post(&plan).expect("the budget has room");
+                            transfer.wait(PATIENCE).expect("the owner lives")
+                        });
+                    },
+                );
             }
         }
         group.finish();

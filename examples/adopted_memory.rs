@@ -85,10 +85,15 @@ fn main() -> Result<()> {
     cache.copy_in(values, b"values of block 11")?;
 
     let peer = decode.connect(&prefill.metadata()?)?;
-    let plan = Plan::read(ours(&copy)?.blocks([40, 41]), theirs(&peer.region("kv")?)?.blocks([11, 12]))?;
+    let plan =
+        Plan::read(ours(&copy)?.blocks([40, 41]), theirs(&peer.region("kv")?)?.blocks([11, 12]))?;
     let report = peer.post(&plan)?.wait(SOON)?;
     println!("{} blocks as {} segments over {}", report.blocks, report.segments, report.backend);
-    assert_eq!((report.blocks, report.segments), (2 * 2 * LAYERS, 2 * LAYERS), "neighbours are merged");
+    assert_eq!(
+        (report.blocks, report.segments),
+        (2 * 2 * LAYERS, 2 * LAYERS),
+        "neighbours are merged"
+    );
 
     let mut got = [0; 18];
     copy.copy_out(values + (29 * HALF) as usize, &mut got)?; // block 40 is 29 blocks further

@@ -6,7 +6,9 @@
 use kvx::config::{KvTransferConfig, Surroundings};
 use kvx::connector::engine::WorkerRank;
 use kvx::connector::mapping::{DenseShape, KvLayout};
-use kvx::connector::runtime::{Connector, Decode, DenseModel, DensePool, DenseView, DenseViewMut, Prefill};
+use kvx::connector::runtime::{
+    Connector, Decode, DenseModel, DensePool, DenseView, DenseViewMut, Prefill,
+};
 use kvx::connector::wire::CompatibilityFactors;
 use serde_json::json;
 use std::time::Duration;
@@ -25,7 +27,8 @@ fn engine(name: &str) -> Result<(Connector, DensePool)> {
     let config = json!({"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": name});
     let config = KvTransferConfig::from_json(&config.to_string(), &Surroundings::of_process())?;
     let mut factors = CompatibilityFactors::from_config(&config, "toy");
-    (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (HEADS as u32, 64, LAYERS as u32);
+    (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) =
+        (HEADS as u32, 64, LAYERS as u32);
     let connector =
         Connector::builder(&config, kvx::registry()).model(factors).any_port().build_blocking()?;
     let model = DenseModel {
@@ -58,17 +61,24 @@ async fn main() -> Result {
         let row = |head, token| (0..ROW).map(move |at| element(layer, kv, head, token, at));
         (0..HEADS).flat_map(|head| (0..64).flat_map(move |token| row(head, token))).collect()
     };
-    let tensors: Vec<[Vec<u8>; 2]> = (0..LAYERS).map(|layer| [0, 1].map(|kv| tensor(layer, kv))).collect();
-    let views: Vec<_> =
-        tensors.iter().map(|kv| [0, 1].map(|at| DenseView { bytes: &kv[at], shape: theirs })).collect();
+    let tensors: Vec<[Vec<u8>; 2]> =
+        (0..LAYERS).map(|layer| [0, 1].map(|kv| tensor(layer, kv))).collect();
+    let views: Vec<_> = tensors
+        .iter()
+        .map(|kv| [0, 1].map(|at| DenseView { bytes: &kv[at], shape: theirs }))
+        .collect();
     let (lease, params) = Prefill::new(&prefill).save("request", &prefill_pool, tokens, &views)?;
 
     // The decode's are [token][head][dim], with room for 48.
     let ours = DenseShape::tokens_outermost(HEADS, 48, ROW);
     let mut loaded = vec![[vec![0; 48 * HEADS * ROW], vec![0; 48 * HEADS * ROW]]; LAYERS];
-    let mut views: Vec<_> =
-        loaded.iter_mut().map(|kv| kv.each_mut().map(|bytes| DenseViewMut { bytes, shape: ours })).collect();
-    let done = Decode::new(&decode).load("request", &params, &decode_pool, tokens, &mut views, SOON).await?;
+    let mut views: Vec<_> = loaded
+        .iter_mut()
+        .map(|kv| kv.each_mut().map(|bytes| DenseViewMut { bytes, shape: ours }))
+        .collect();
+    let done = Decode::new(&decode)
+        .load("request", &params, &decode_pool, tokens, &mut views, SOON)
+        .await?;
     println!("{} tokens are there; the last one of a prompt is computed again", done.tokens);
 
     for (layer, kv) in loaded.iter().enumerate() {

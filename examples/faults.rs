@@ -34,7 +34,9 @@ enum Then {
 fn then(error: &Error) -> Then {
     match error.kind() {
         Kind::TimedOut | Kind::Cancelled => Then::RetryOnce,
-        Kind::PeerLost | Kind::PeerRestarted | Kind::Revoked | Kind::Unregistered => Then::Reconnect,
+        Kind::PeerLost | Kind::PeerRestarted | Kind::Revoked | Kind::Unregistered => {
+            Then::Reconnect
+        }
         Kind::Busy | Kind::Exhausted => Then::Later,
         _ => Then::Report,
     }
@@ -49,7 +51,8 @@ struct Prefill {
 impl Prefill {
     fn start() -> Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
-        let mut process = command.arg("prefill").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        let mut process =
+            command.arg("prefill").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
         let mut said = process.stdout.take().ok_or("the child has no standard output")?;
         let mut length = [0; 8];
         said.read_exact(&mut length)?;
@@ -60,7 +63,8 @@ impl Prefill {
 
     /// Stops it as it stands, like a machine that hangs; or lets it go on.
     fn signal(&self, signal: &str) -> Result {
-        let status = Command::new("kill").args([signal, &self.process.id().to_string()]).status()?;
+        let status =
+            Command::new("kill").args([signal, &self.process.id().to_string()]).status()?;
         if status.success() { Ok(()) } else { Err(format!("kill {signal}: {status}").into()) }
     }
 
@@ -72,7 +76,10 @@ impl Prefill {
             let threads = std::fs::read_dir(format!("/proc/{}/task", self.process.id()))?;
             let stats = threads.map(|thread| std::fs::read_to_string(thread?.path().join("stat")));
             let stats = stats.collect::<std::io::Result<Vec<_>>>()?;
-            if stats.iter().all(|stat| stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T'))) {
+            if stats
+                .iter()
+                .all(|stat| stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T')))
+            {
                 return Ok(());
             }
             std::thread::yield_now();
@@ -104,7 +111,8 @@ fn serve() -> Result {
 /// Reads a block and says what came of it. When this returns, nobody touches the cache any more, or the transfer is
 /// kept by kvx.
 fn fetch(peer: &Peer, cache: &Region, deadline: Duration) -> std::result::Result<u64, Error> {
-    let plan = Plan::read(cache.grid(BLOCKS)?.blocks([0]), peer.region("kv")?.grid(BLOCKS)?.blocks([5]))?;
+    let plan =
+        Plan::read(cache.grid(BLOCKS)?.blocks([0]), peer.region("kv")?.grid(BLOCKS)?.blocks([5]))?;
     let transfer = peer.transfer(&plan).deadline(deadline).post()?;
     let settled = transfer.settled();
     match transfer.wait(deadline + SOON) {
@@ -134,7 +142,8 @@ fn main() -> Result {
 
     // It hangs: the deadline ends the wait, not the peer's health.
     prefill.stop()?;
-    let error = fetch(&peer, &cache, Duration::from_millis(300)).expect_err("nobody serves the block");
+    let error =
+        fetch(&peer, &cache, Duration::from_millis(300)).expect_err("nobody serves the block");
     println!("stopped: {error}");
     assert_eq!((error.kind(), then(&error)), (Kind::TimedOut, Then::RetryOnce));
     prefill.signal("-CONT")?;

@@ -41,7 +41,11 @@ fn pool(device: &str, len: usize) -> Result<Memory> {
         "cuda" => kvx::cuda::devices().map_err(|why| why.to_string())?[0].pool(len).build()?,
         #[cfg(feature = "rocm")]
         "hip" => kvx::rocm::devices().map_err(|why| why.to_string())?[0].pool(len).build()?,
-        other => return Err(format!("--device {other}: cuda needs feature cuda, hip feature rocm").into()),
+        other => {
+            return Err(
+                format!("--device {other}: cuda needs feature cuda, hip feature rocm").into()
+            );
+        }
     })
 }
 
@@ -72,14 +76,25 @@ fn connector(name: &str, pool: &Arc<Memory>) -> Result<Connector> {
 }
 
 /// Prefill: blocks that a decode may come for, and what the router sends it.
-fn publish(connector: &Connector, request: &str, blocks: &[u32], tokens: u32) -> Result<(Lease, Value)> {
-    let (lease, params) = Prefill::new(connector).publish(request, BlockLists::single(blocks), tokens)?;
+fn publish(
+    connector: &Connector,
+    request: &str,
+    blocks: &[u32],
+    tokens: u32,
+) -> Result<(Lease, Value)> {
+    let (lease, params) =
+        Prefill::new(connector).publish(request, BlockLists::single(blocks), tokens)?;
     Ok((lease, params.to_value(connector.settings().dialect)?))
 }
 
 /// Decode: fills `blocks`, those of the prompt that are not cached. If it could not, the engine computes them, when
 /// nothing touches them any more.
-fn load(connector: &Connector, request: &str, params: &Value, blocks: &[u32]) -> Result<Option<Held>> {
+fn load(
+    connector: &Connector,
+    request: &str,
+    params: &Value,
+    blocks: &[u32],
+) -> Result<Option<Held>> {
     let params = TransferParams::from_value(params)?;
     let fetch = Decode::new(connector).fetch(request, &params, BlockLists::single(blocks), SOON);
     match fetch.outcome() {
@@ -117,7 +132,8 @@ impl Engine {
 
     /// The blocks at the front of a prompt that are cached.
     fn prefix(&self, prompt: &[u32]) -> Vec<u32> {
-        let ends = (1..=prompt.len() / TOKENS as usize).map(|count| &prompt[..count * TOKENS as usize]);
+        let ends =
+            (1..=prompt.len() / TOKENS as usize).map(|count| &prompt[..count * TOKENS as usize]);
         ends.map_while(|tokens| self.cached.get(tokens).copied()).collect()
     }
 
@@ -130,7 +146,8 @@ impl Engine {
 
     fn compute(&mut self, prompt: &[u32], blocks: &[u32], from: usize) -> Result {
         for at in from * TOKENS as usize..prompt.len() {
-            let place = blocks[at / TOKENS as usize] as usize * TOKENS as usize + at % TOKENS as usize;
+            let place =
+                blocks[at / TOKENS as usize] as usize * TOKENS as usize + at % TOKENS as usize;
             self.pool.copy_in(place * ROW, &kv(&prompt[..=at]))?;
             self.computed += 1;
         }
@@ -148,10 +165,13 @@ impl Engine {
     fn answer(&self, prompt: &[u32], blocks: &[u32]) -> Result<u64> {
         let mut sum = 0_u64;
         for at in 0..prompt.len() {
-            let place = blocks[at / TOKENS as usize] as usize * TOKENS as usize + at % TOKENS as usize;
+            let place =
+                blocks[at / TOKENS as usize] as usize * TOKENS as usize + at % TOKENS as usize;
             let mut row = [0; ROW];
             self.pool.copy_out(place * ROW, &mut row)?;
-            sum = row.iter().fold(sum, |sum, byte| sum.wrapping_mul(31).wrapping_add(u64::from(*byte)));
+            sum = row
+                .iter()
+                .fold(sum, |sum, byte| sum.wrapping_mul(31).wrapping_add(u64::from(*byte)));
         }
         Ok(sum)
     }
@@ -240,7 +260,8 @@ fn main() -> Result {
         _ => return Err("two_engines [--device cuda|hip]".into()),
     };
     pool(device, ROW)?; // fails here, before any server starts, if there is no such device
-    let (mut prefill, mut decode) = (Server::start("prefill", device)?, Server::start("decode", device)?);
+    let (mut prefill, mut decode) =
+        (Server::start("prefill", device)?, Server::start("decode", device)?);
     let first: Vec<u32> = (0..50).collect();
     let longer: Vec<u32> = (0..80).collect();
     let other: Vec<u32> = (100..140).collect();
@@ -255,7 +276,8 @@ fn main() -> Result {
             prefill.process.kill()?;
             prefill.process.wait()?;
         }
-        let answer = decode.ask(&json!({"request": request, "prompt": prompt, "params": params}))?;
+        let answer =
+            decode.ask(&json!({"request": request, "prompt": prompt, "params": params}))?;
         println!("{request}: {answer}");
         let mut alone = Engine::new("host")?;
         let blocks = alone.allocate(prompt, 0)?;

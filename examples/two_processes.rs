@@ -59,7 +59,8 @@ async fn decode() -> Result {
     let (ours, theirs) = (cache.grid(BLOCKS)?, prefill.region("kv")?.grid(BLOCKS)?);
     // Block 200 into block 3, block 17 into block 9.
     let plan = Plan::read(ours.blocks([3, 9]), theirs.blocks([200, 17]))?;
-    let report = prefill.transfer(&plan).deadline(SOON).notify("request 7").post_wait().await?.await?;
+    let report =
+        prefill.transfer(&plan).deadline(SOON).notify("request 7").post_wait().await?.await?;
     println!("{} bytes over {} in {:?}", report.bytes, report.backend, report.transfer_time);
 
     let mut got = [0; 27];

@@ -7,13 +7,13 @@ pub use kvx_config as config;
 pub use kvx_connector as connector;
 pub use kvx_core::transport::{Availability, Factory};
 pub use kvx_core::{
-    Agent, Blocks, Builder, Canceller, Capabilities, Completion, Considered, Deadline, DeviceAccess,
-    DeviceId, Error, Generation, Grid, GridSet, HeldUp, Identity, Idle, Incarnation, Indices, Isolation,
-    Kind, Known, Limits, MAX_NAME, Memory, MemoryKind, MemoryKinds, Metadata, Native, NextNotification,
-    Notification, Op, Options, Peer, PeerRegion, PerOp, Place, Placement, Plan, Posting, Region, RegionId,
-    RegionInfo, Registry, Report, Result, Revocation, Route, Secret, Sender, Size, Span, Standing, Table,
-    Ticket, Transfer, TransferId, Unavailable, Verdict, WithoutAList, describe_metrics, memory, nearest,
-    quarantined_bytes,
+    Agent, Blocks, Builder, Canceller, Capabilities, Completion, Considered, Deadline,
+    DeviceAccess, DeviceId, Error, Generation, Grid, GridSet, HeldUp, Identity, Idle, Incarnation,
+    Indices, Isolation, Kind, Known, Limits, MAX_NAME, Memory, MemoryKind, MemoryKinds, Metadata,
+    Native, NextNotification, Notification, Op, Options, Peer, PeerRegion, PerOp, Place, Placement,
+    Plan, Posting, Region, RegionId, RegionInfo, Registry, Report, Result, Revocation, Route,
+    Secret, Sender, Size, Span, Standing, Table, Ticket, Transfer, TransferId, Unavailable,
+    Verdict, WithoutAList, describe_metrics, memory, nearest, quarantined_bytes,
 };
 #[cfg(all(target_os = "linux", feature = "cuda"))]
 pub use kvx_cuda as cuda;

@@ -8,8 +8,8 @@ use kvx_core::transport::{
     RemoteRegion, RemoteSpec, Transport,
 };
 use kvx_core::{
-    Bound, Capabilities, HeldUp, Idle, Isolation, LinkId, MemoryKinds, Options, PerOp, Placement, Result,
-    Revocation, Ticket, TransferId, Unavailable, WithoutAList,
+    Bound, Capabilities, HeldUp, Idle, Isolation, LinkId, MemoryKinds, Options, PerOp, Placement,
+    Result, Revocation, Ticket, TransferId, Unavailable, WithoutAList,
 };
 
 /// What was posted last.

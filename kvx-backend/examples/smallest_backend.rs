@@ -11,13 +11,15 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Once};
 use std::time::Duration;
 
-use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, JobId, LetGo, Parts, Registrar, Sent};
+use kvx_backend::fabric::{
+    EndpointId, Fabric, Happened, Job, JobId, LetGo, Parts, Registrar, Sent,
+};
 use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{Availability, Context, Factory, RemoteSpec, Transport};
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{
-    Capabilities, Error, HeldUp, Identity, Idle, Isolation, Kind, Memory, MemoryKinds, Op, Options, PerOp,
-    Placement, RegionId, Registry, Result, Revocation, Unavailable, WithoutAList,
+    Capabilities, Error, HeldUp, Identity, Idle, Isolation, Kind, Memory, MemoryKinds, Op, Options,
+    PerOp, Placement, RegionId, Registry, Result, Revocation, Unavailable, WithoutAList,
 };
 use kvx_testkit::{Suite, Tier, conformance_main};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
@@ -87,8 +89,8 @@ impl Factory for Shuffled {
         let name = [&context.agent.incarnation.0[..], &opened.to_le_bytes()].concat();
         let os = |cause| Error::os("no socket", cause);
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let socket =
-            rustix::net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None).map_err(os)?;
+        let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None)
+            .map_err(os)?;
         let at = SocketAddrUnix::new_abstract_name(&name).map_err(os)?;
         rustix::net::bind(&socket, &at).map_err(os)?;
         let mut address = Vec::new();

@@ -9,7 +9,8 @@ use crate::control::{ControlMessage, Greeting, VERSIONS, hear};
 use crate::reactor::Outbox;
 
 /// The targets, by the names of their corpora.
-pub const TARGETS: &[(&str, fn(&[u8]))] = &[("control_messages", messages), ("control_handshake", handshake)];
+pub const TARGETS: &[(&str, fn(&[u8]))] =
+    &[("control_messages", messages), ("control_handshake", handshake)];
 
 /// A message between agents.
 pub fn messages(bytes: &[u8]) {
@@ -44,7 +45,8 @@ pub fn handshake(bytes: &[u8]) {
     };
 
     let me = Identity { name: "reader".into(), incarnation: Incarnation([9; 16]) };
-    let (greeting, said) = Greeting::new(&me, ours, b"an address").expect("the system has random numbers");
+    let (greeting, said) =
+        Greeting::new(&me, ours, b"an address").expect("the system has random numbers");
     // The proof of the secret alone at its end counts only where the first one fails.
     let proven = said.len() - 4 - if flags & 2 != 0 { PROOF } else { 0 };
     let (hello, is_altered) = altered(0, &said);
@@ -64,7 +66,8 @@ pub fn handshake(bytes: &[u8]) {
             return;
         }
     };
-    let (version, body, claim) = greeted.welcome(&theirs, b"news").expect("the system has random numbers");
+    let (version, body, claim) =
+        greeted.welcome(&theirs, b"news").expect("the system has random numbers");
     let (welcome, is_altered) = altered(1, &body);
     match greeting.welcomed(version, &welcome) {
         Ok((rest, proof)) => {

@@ -102,13 +102,17 @@ impl Search {
                 self.names.iter().map(OsStr::new).chain(files).collect()
             }
         };
-        let origin =
-            Origin { variable: self.variable, value: value.as_ref().map(|v| v.to_string_lossy().into()) };
+        let origin = Origin {
+            variable: self.variable,
+            value: value.as_ref().map(|v| v.to_string_lossy().into()),
+        };
         let (mut tried, mut broken) = (Vec::new(), None);
         for candidate in &candidates {
             // SAFETY: the library's initialisers run. That they may is what naming a library means; what they do to
             // signal handlers is undone.
-            let opened = with_signals_kept(|| unsafe { native::Library::open(Some(*candidate), self.flags) });
+            let opened = with_signals_kept(|| unsafe {
+                native::Library::open(Some(*candidate), self.flags)
+            });
             match opened {
                 Ok(library) => {
                     let handle = library.into_raw(); // nobody closes it
@@ -142,7 +146,9 @@ impl Search {
         let missing = match (broken, candidates.first()) {
             (Some(broken), _) => format!("{broken} does not load"),
             (None, Some(first)) => format!("{} not found", first.to_string_lossy()),
-            (None, None) => format!("no library is known to look for and {} is unset", self.variable),
+            (None, None) => {
+                format!("no library is known to look for and {} is unset", self.variable)
+            }
         };
         let Origin { variable, value } = origin;
         Err(Unavailable {
@@ -247,7 +253,11 @@ impl NativeLibrary {
     ///
     /// # Errors
     /// Names the symbol, the version and the file.
-    pub fn versioned_address(&self, name: &CStr, version: &CStr) -> Result<NonNull<c_void>, Unavailable> {
+    pub fn versioned_address(
+        &self,
+        name: &CStr,
+        version: &CStr,
+    ) -> Result<NonNull<c_void>, Unavailable> {
         // SAFETY: as above.
         unsafe { self.versioned_symbol(name, version) }
     }
@@ -271,7 +281,11 @@ impl NativeLibrary {
     ///
     /// # Errors
     /// Names the symbol, the version and the file.
-    pub unsafe fn versioned_symbol<T: Copy>(&self, name: &CStr, version: &CStr) -> Result<T, Unavailable> {
+    pub unsafe fn versioned_symbol<T: Copy>(
+        &self,
+        name: &CStr,
+        version: &CStr,
+    ) -> Result<T, Unavailable> {
         // SAFETY: the caller's promise.
         unsafe { self.optional_versioned_symbol(name, version) }
             .ok_or_else(|| self.lacks(name, &format!(" of version {}", version.to_string_lossy())))
@@ -281,7 +295,11 @@ impl NativeLibrary {
     ///
     /// # Safety
     /// As [`versioned_symbol`](NativeLibrary::versioned_symbol).
-    pub unsafe fn optional_versioned_symbol<T: Copy>(&self, name: &CStr, version: &CStr) -> Option<T> {
+    pub unsafe fn optional_versioned_symbol<T: Copy>(
+        &self,
+        name: &CStr,
+        version: &CStr,
+    ) -> Option<T> {
         #[cfg(target_env = "gnu")]
         {
             // SAFETY: the handle is open for ever, and both names end in NUL.
@@ -432,7 +450,8 @@ fn dispose(signal: i32, disposition: &Disposition) {
     let none = std::ptr::null_mut::<Disposition>();
     // SAFETY: `disposition` is what the kernel said of this signal before, so its handler is one that was installed
     // then; a library that came since is not asked to run anything.
-    let rc = unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, disposition.as_ptr(), none, SET) };
+    let rc =
+        unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, disposition.as_ptr(), none, SET) };
     if rc != 0 {
         let error = std::io::Error::last_os_error();
         tracing::warn!(signal, %error, "the handler of a signal could not be put back");
@@ -460,14 +479,20 @@ mod tests {
         for (tried, name) in
             why.tried.iter().zip(["libkvx-nowhere.so.2", "libkvx-nowhere.so.1", "/nowhere/a.so"])
         {
-            assert!(tried.starts_with(&format!("{name}: ")) && tried.contains("No such file"), "{tried}");
+            assert!(
+                tried.starts_with(&format!("{name}: ")) && tried.contains("No such file"),
+                "{tried}"
+            );
         }
         assert_eq!(why.cure, "apt install nowhere");
     }
 
     #[test]
     fn a_variable_that_is_set_ends_the_search() {
-        let why = SEARCH.files(["/nowhere/a.so".into()]).open_at(Some("/elsewhere/b.so".into())).unwrap_err();
+        let why = SEARCH
+            .files(["/nowhere/a.so".into()])
+            .open_at(Some("/elsewhere/b.so".into()))
+            .unwrap_err();
         assert_eq!(why.missing, "/elsewhere/b.so not found");
         assert_eq!(why.value.as_deref(), Some("/elsewhere/b.so"));
         assert_eq!(why.tried.len(), 1);

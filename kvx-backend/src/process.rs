@@ -62,13 +62,16 @@ impl ProcessId {
     /// has no descriptor to look with.
     pub fn watch(&self) -> Result<Option<WatchedProcess>> {
         let short = |cause: io::Error| {
-            let why = "no descriptor to watch the peer's process with: raise ulimit -n, then try again";
+            let why =
+                "no descriptor to watch the peer's process with: raise ulimit -n, then try again";
             Error::os(why, cause).kind_is(Kind::Exhausted)
         };
         if !here().map(|here| self.is_of(here)).map_err(short)? {
             return Ok(None);
         }
-        let Some(pid) = i32::try_from(self.number).ok().and_then(Pid::from_raw) else { return Ok(None) };
+        let Some(pid) = i32::try_from(self.number).ok().and_then(Pid::from_raw) else {
+            return Ok(None);
+        };
         let pidfd = match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
             Ok(pidfd) => pidfd,
             Err(full @ (Errno::MFILE | Errno::NFILE)) => return Err(short(full.into())),
@@ -154,8 +157,11 @@ mod tests {
     #[test]
     fn a_process_is_seen_to_end_and_another_of_its_number_is_not_it() {
         let mut child = std::process::Command::new("sleep").arg("10").spawn().unwrap();
-        let id =
-            ProcessId { number: child.id(), began: began(child.id()).unwrap().unwrap(), ..ProcessId::this() };
+        let id = ProcessId {
+            number: child.id(),
+            began: began(child.id()).unwrap().unwrap(),
+            ..ProcessId::this()
+        };
         let watched = id.watch().unwrap().unwrap();
         assert!(!watched.ended() && !watched.ending());
         assert!(ProcessId { began: id.began + 1, ..id }.watch().unwrap().is_none());

@@ -22,7 +22,10 @@ impl Seldom {
             return;
         }
         if self.held_back > 0 {
-            tracing::warn!(count = self.held_back, "such warnings were held back in the last seconds");
+            tracing::warn!(
+                count = self.held_back,
+                "such warnings were held back in the last seconds"
+            );
         }
         (self.last, self.held_back) = (Some(now), 0);
         warn();

@@ -25,7 +25,8 @@ impl WheelVersion {
     /// `nixl_cu12-1.5.1.dist-info`. `None` for one that was built from source.
     pub fn beside(library: &Path) -> Option<Self> {
         let folder = library.parent()?;
-        let wheel = folder.file_name()?.to_str()?.strip_prefix('.')?.strip_suffix(".mesonpy.libs")?;
+        let wheel =
+            folder.file_name()?.to_str()?.strip_prefix('.')?.strip_suffix(".mesonpy.libs")?;
         let entries = std::fs::read_dir(folder.parent()?).ok()?.flatten();
         let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
         names.filter_map(|name| WheelVersion::of_record(&name, wheel)).max()
@@ -51,11 +52,17 @@ mod tests {
     #[test]
     fn a_wheels_record_tells_the_version() {
         let of = |name| WheelVersion::of_record(name, "nixl_cu12");
-        assert_eq!(of("nixl_cu12-1.5.1.dist-info"), Some(WheelVersion { major: 1, minor: 5, patch: 1 }));
+        assert_eq!(
+            of("nixl_cu12-1.5.1.dist-info"),
+            Some(WheelVersion { major: 1, minor: 5, patch: 1 })
+        );
         assert_eq!(of("nixl_cu12-1.6rc2.dist-info").unwrap().to_string(), "1.6.0");
-        for other in
-            ["nixl_cu13-1.5.1.dist-info", "nixl_cu12.libs", "nixl_cu12-.dist-info", "nixl_cu12-x.dist-info"]
-        {
+        for other in [
+            "nixl_cu13-1.5.1.dist-info",
+            "nixl_cu12.libs",
+            "nixl_cu12-.dist-info",
+            "nixl_cu12-x.dist-info",
+        ] {
             assert_eq!(of(other), None, "{other}");
         }
     }

@@ -62,8 +62,11 @@ fn main() -> Result<(), Failure> {
         let command = command.args(toys).args([&prefill_port, "--decoder-ports", &decode_port]);
         Program::start(command)
     };
-    let kvx =
-        instances(Command::new(env!("CARGO_BIN_EXE_kvx")).args(["proxy", "--connector", "NixlConnector"]))?;
+    let kvx = instances(Command::new(env!("CARGO_BIN_EXE_kvx")).args([
+        "proxy",
+        "--connector",
+        "NixlConnector",
+    ]))?;
     let urls = format!("{} {}", prefill.url(), decode.url());
     let bare = Program::start(Command::new(std::env::current_exe()?).env(BARE, urls))?;
     if let Ok(line) = std::env::var(TOY) {
@@ -89,8 +92,9 @@ fn main() -> Result<(), Failure> {
     cost("proxy_rate_of_bare", median(rate));
     drop((kvx, bare));
     let instances: Vec<_> = (0..16).map(|_| Instance::start(settings.clone())).collect();
-    let ports =
-        |half: &[Instance]| half.iter().map(|instance| instance.port().to_string()).collect::<Vec<_>>();
+    let ports = |half: &[Instance]| {
+        half.iter().map(|instance| instance.port().to_string()).collect::<Vec<_>>()
+    };
     let hosts = ["127.0.0.1"; 8];
     let idle = Program::start(
         Command::new(env!("CARGO_BIN_EXE_kvx"))
@@ -140,7 +144,10 @@ fn beside_the_toy(
     cost("bare_per_core_of_toy", median(times_of_bare));
     match times >= TIMES_THE_TOY {
         true => Ok(()),
-        false => Err(format!("{times:.1} times the toy's requests, and {TIMES_THE_TOY} are asked").into()),
+        false => {
+            Err(format!("{times:.1} times the toy's requests, and {TIMES_THE_TOY} are asked")
+                .into())
+        }
     }
 }
 
@@ -171,11 +178,16 @@ impl Program {
             .map_while(Result::ok)
             // The second are uvicorn's words.
             .find_map(|line| {
-                let says = ["listening on ", "running on "].iter().find_map(|says| line.split_once(says))?;
+                let says = ["listening on ", "running on "]
+                    .iter()
+                    .find_map(|says| line.split_once(says))?;
                 Some(says.1.to_owned())
             })
             .ok_or("it ended without listening")?;
-        let port = line.split(' ').next().and_then(|address| address.trim_end_matches('/').rsplit_once(':'));
+        let port = line
+            .split(' ')
+            .next()
+            .and_then(|address| address.trim_end_matches('/').rsplit_once(':'));
         program.port = port.ok_or("no port")?.1.parse()?;
         std::thread::spawn(move || lines.map_while(Result::ok).for_each(drop)); // it must not wait for a reader
         Ok(program)
@@ -226,7 +238,8 @@ async fn load(port: u16) -> Result<Figures, Failure> {
 async fn worker(port: u16, number: usize, until: Instant) -> Result<Vec<Duration>, Failure> {
     let stream = TcpStream::connect(("127.0.0.1", port)).await?;
     stream.set_nodelay(true)?;
-    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
+    let (mut sender, connection) =
+        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
     tokio::spawn(connection);
     let body = json!({"model": "m", "prompt": format!("{number} {}", "lorem ipsum ".repeat(40)), "max_tokens": TOKENS,
                       "stream": true});
@@ -268,7 +281,8 @@ async fn load_once(port: u16) -> Result<(), Failure> {
 /// The bare program: a prefill, then a decode whose bytes are passed on. It checks, counts, retries and limits nothing.
 async fn serve_bare(urls: &str) -> Result<(), Failure> {
     let (prefill, decode) = urls.split_once(' ').ok_or("two URLs")?;
-    let (prefill, decode) = (format!("{prefill}/v1/completions"), format!("{decode}/v1/completions"));
+    let (prefill, decode) =
+        (format!("{prefill}/v1/completions"), format!("{decode}/v1/completions"));
     let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
     eprintln!("bare: listening on {}", listener.local_addr()?);
     let mut connector = HttpConnector::new();
@@ -280,8 +294,8 @@ async fn serve_bare(urls: &str) -> Result<(), Failure> {
         let (client, prefill, decode) = (client.clone(), prefill.clone(), decode.clone());
         tokio::spawn(async move {
             let service = service_fn(|request| two_calls(&client, &prefill, &decode, request));
-            let served =
-                hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service);
+            let served = hyper::server::conn::http1::Builder::new()
+                .serve_connection(TokioIo::new(stream), service);
             drop(served.await); // an error: the client has gone
         });
     }
@@ -304,7 +318,8 @@ async fn two_calls(
             .header("x-request-id", "the-same")
             .body(Full::new(Bytes::from(body.to_string())))
     };
-    let answer = client.request(post(prefill, &first)?).await?.into_body().collect().await?.to_bytes();
+    let answer =
+        client.request(post(prefill, &first)?).await?.into_body().collect().await?.to_bytes();
     let mut answer: Value = serde_json::from_slice(&answer)?;
     body["kv_transfer_params"] = answer["kv_transfer_params"].take();
     let response = client.request(post(decode, &body)?).await?;

@@ -21,8 +21,10 @@ use serde_json::{Value, json};
 use self::server::{LIMIT, Server, Told, greedy, model};
 
 /// It keeps 44 KiB of each token.
-const NARROW: Shape = Shape { hidden: "256", intermediate: "512", layers: 11, kv_heads: 8, head_dim: 128 };
-const SMALL: Shape = Shape { hidden: "64", intermediate: "128", layers: 2, kv_heads: 8, head_dim: 8 };
+const NARROW: Shape =
+    Shape { hidden: "256", intermediate: "512", layers: 11, kv_heads: 8, head_dim: 128 };
+const SMALL: Shape =
+    Shape { hidden: "64", intermediate: "128", layers: 2, kv_heads: 8, head_dim: 8 };
 const PROMPT: u64 = 2000;
 /// Here what is paid for each request shows, and not for its tokens.
 const SHORT: u64 = 30;
@@ -50,7 +52,8 @@ struct Shape {
 
 impl Shape {
     fn folder(&self) -> std::path::PathBuf {
-        let [layers, kv_heads, head_dim] = [self.layers, self.kv_heads, self.head_dim].map(|n| n.to_string());
+        let [layers, kv_heads, head_dim] =
+            [self.layers, self.kv_heads, self.head_dim].map(|n| n.to_string());
         let shape = ["--arch", "qwen3", "--heads", "8", "--dtype", "bfloat16", "--tied"];
         let numbers = [
             ["--hidden", self.hidden],
@@ -88,7 +91,10 @@ fn main() {
         let decode = Server::with_peers(&model, backend, "fail", POOL);
         apart(&prefill, &decode, &json!("they meet")); // the handshake is no part of the bar
         let router = Server::proxy(&[&prefill], &[&decode], &[]);
-        println!("{}", short(backend, [&single, &router], seed + 1000..seed + 1000 + rounds * SHORT_ROUNDS));
+        println!(
+            "{}",
+            short(backend, [&single, &router], seed + 1000..seed + 1000 + rounds * SHORT_ROUNDS)
+        );
         // Alone, prefill, transfer, bare transfer, step, first token apart, what of it is in no part.
         let mut figures: [Vec<f64>; 7] = Default::default();
         for round in seed..seed + rounds {
@@ -99,7 +105,9 @@ fn main() {
             let bare = shape.bare_transfer(backend);
             let (alone, _) = stream(&single, &prompt(round * 2 + 1, PROMPT), None);
             let beyond = first - leg - TRANSFER * bare - step;
-            for (figure, value) in figures.iter_mut().zip([alone, leg, moved, bare, step, first, beyond]) {
+            for (figure, value) in
+                figures.iter_mut().zip([alone, leg, moved, bare, step, first, beyond])
+            {
                 figure.push(value);
             }
         }
@@ -135,7 +143,8 @@ fn demo() -> Duration {
     let begun = Instant::now();
     let mut demo = command.spawn().expect("kvx starts");
     kvx_testkit::kill_after(&demo, LIMIT * 2);
-    let mut lines = BufReader::new(demo.stdout.take().expect("it is piped")).lines().map_while(Result::ok);
+    let mut lines =
+        BufReader::new(demo.stdout.take().expect("it is piped")).lines().map_while(Result::ok);
     assert!(lines.any(|line| line.ends_with("  equal")), "no answer is equal");
     let took = begun.elapsed();
     lines.for_each(drop);

@@ -33,7 +33,8 @@ pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Writ
         None => registry.names(),
         Some(name) => vec![registry.require(name, &options)?.0.name()],
     };
-    let found = if arguments.find { wheels::find(&wheels::Environments::of_process()) } else { Vec::new() };
+    let found =
+        if arguments.find { wheels::find(&wheels::Environments::of_process()) } else { Vec::new() };
     let rows = names.into_iter().map(|name| BackendRow::of(name, registry, &options));
     let mut rows = rows.map(|row| Ok(row?.with(&found))).collect::<Result<Vec<_>>>()?;
     if arguments.routes {
@@ -89,7 +90,10 @@ impl BackendRow {
                 row.next_step = (!found.cautions.is_empty()).then(|| found.cautions.join("; "));
                 let capabilities = found.capabilities.rows();
                 row.capabilities = Some(
-                    capabilities.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect(),
+                    capabilities
+                        .into_iter()
+                        .map(|(name, value)| (name.to_owned(), value.into()))
+                        .collect(),
                 );
             }
             Standing::Unavailable(why) => {
@@ -126,10 +130,14 @@ impl BackendRow {
 
     /// A library that was found is the next step of a backend that lacks it.
     fn with(mut self, found: &[Found]) -> Self {
-        if let Some(found) = found.iter().find(|found| found.backend == self.name && !self.available) {
+        if let Some(found) =
+            found.iter().find(|found| found.backend == self.name && !self.available)
+        {
             let path = found.path.display();
             let set = match found.variable {
-                wheels::MOONCAKE_ENGINE => format!("run `kvx mooncake-adapter FOLDER --engine {path}`"),
+                wheels::MOONCAKE_ENGINE => {
+                    format!("run `kvx mooncake-adapter FOLDER --engine {path}`")
+                }
                 variable => format!("set {variable}={path}"),
             };
             self.next_step = Some(match self.next_step {
@@ -176,11 +184,16 @@ fn table(rows: &[BackendRow], out: &mut dyn Write) -> Result<()> {
     let heading = (HEADINGS.map(str::to_owned), None);
     let lines: Vec<_> =
         std::iter::once(heading).chain(rows.iter().map(|row| (row.cells(), Some(row)))).collect();
-    let width =
-        |column: usize| lines.iter().map(|(cells, _)| cells[column].chars().count()).max().unwrap_or(0);
+    let width = |column: usize| {
+        lines.iter().map(|(cells, _)| cells[column].chars().count()).max().unwrap_or(0)
+    };
     let widths = [width(0), width(1), width(2)];
     for ([name, available, version, why], row) in &lines {
-        writeln!(out, "{name:<0$}  {available:<1$}  {version:<2$}  {why}", widths[0], widths[1], widths[2])?;
+        writeln!(
+            out,
+            "{name:<0$}  {available:<1$}  {version:<2$}  {why}",
+            widths[0], widths[1], widths[2]
+        )?;
         for device in row.iter().flat_map(|row| &row.devices) {
             writeln!(out, "  - {device}")?;
         }
@@ -194,7 +207,11 @@ fn table(rows: &[BackendRow], out: &mut dyn Write) -> Result<()> {
 fn tell_found(found: &[Found], rows: &[BackendRow], out: &mut dyn Write) -> Result<()> {
     writeln!(out)?;
     if found.is_empty() {
-        writeln!(out, "No native library was found in Python environments (looked at {}).", wheels::PLACES)?;
+        writeln!(
+            out,
+            "No native library was found in Python environments (looked at {}).",
+            wheels::PLACES
+        )?;
         return Ok(());
     }
     writeln!(out, "Native libraries in Python environments:")?;
@@ -218,8 +235,8 @@ mod tests {
     use std::sync::Arc;
 
     use kvx::{
-        Capabilities, Error, HeldUp, Idle, Isolation, Kind, Known, MemoryKinds, PerOp, Placement, Revocation,
-        Unavailable, WithoutAList,
+        Capabilities, Error, HeldUp, Idle, Isolation, Kind, Known, MemoryKinds, PerOp, Placement,
+        Revocation, Unavailable, WithoutAList,
     };
     use kvx_core::transport::{Availability, Context, Factory, Transport};
 
@@ -339,12 +356,18 @@ mod tests {
                 "next_step": "apt install libucx0", "capabilities": null,
             })
         );
-        assert_eq!((&rows[1]["compiled"], &rows[1]["reason"]), (&json!(false), &json!("not in this build")));
+        assert_eq!(
+            (&rows[1]["compiled"], &rows[1]["reason"]),
+            (&json!(false), &json!("not in this build"))
+        );
         assert_eq!(
             (&rows[2]["next_step"], &rows[2]["reason"]),
             (&Value::Null, &json!("not in this release"))
         );
-        assert_eq!((&rows[3]["version"], &rows[3]["library"]), (&json!("7.1"), &json!("/lib/libwire.so.7")));
+        assert_eq!(
+            (&rows[3]["version"], &rows[3]["library"]),
+            (&json!("7.1"), &json!("/lib/libwire.so.7"))
+        );
         assert_eq!(rows[3]["capabilities"]["isolation"], "nic");
     }
 
@@ -367,7 +390,8 @@ mod tests {
 
     #[test]
     fn what_is_required_and_works_is_listed_alone() {
-        let text = output(&Arguments { require: Some("wire".into()), ..Arguments::default() }).unwrap();
+        let text =
+            output(&Arguments { require: Some("wire".into()), ..Arguments::default() }).unwrap();
         assert_eq!(text.lines().count(), 3, "{text}");
         assert!(text.lines().nth(1).unwrap().starts_with("WIRE"), "{text}");
     }
@@ -375,7 +399,10 @@ mod tests {
     #[test]
     fn what_is_required_and_does_not_work_is_the_registrys_sentence() {
         let sentences = [
-            ("UXC", "backend \"UXC\" is unknown; did you mean UCX? known: UCX, LIBFABRIC, RIXL, WIRE"),
+            (
+                "UXC",
+                "backend \"UXC\" is unknown; did you mean UCX? known: UCX, LIBFABRIC, RIXL, WIRE",
+            ),
             ("libfabric", "backend LIBFABRIC is not in this build: enable feature \"libfabric\""),
             (
                 "UCX",
@@ -384,17 +411,20 @@ mod tests {
             ),
         ];
         for (name, sentence) in sentences {
-            let error =
-                output(&Arguments { require: Some(name.into()), ..Arguments::default() }).unwrap_err();
+            let error = output(&Arguments { require: Some(name.into()), ..Arguments::default() })
+                .unwrap_err();
             assert_eq!(error.to_string(), sentence);
         }
     }
 
     #[test]
     fn a_library_that_was_found_is_the_next_step_of_what_lacks_it() {
-        let found = [("UCX", "KVX_UCX_LIB"), ("RIXL", "KVX_RIXL_LIB"), ("WIRE", "KVX_WIRE_LIB")].map(
-            |(backend, variable)| Found { backend, variable, path: PathBuf::from(format!("/env/{backend}")) },
-        );
+        let found = [("UCX", "KVX_UCX_LIB"), ("RIXL", "KVX_RIXL_LIB"), ("WIRE", "KVX_WIRE_LIB")]
+            .map(|(backend, variable)| Found {
+                backend,
+                variable,
+                path: PathBuf::from(format!("/env/{backend}")),
+            });
         let options = Options::new();
         let row = |name| BackendRow::of(name, &registry(), &options).unwrap().with(&found);
         assert_eq!(row("UCX").next_step.as_deref(), Some("set KVX_UCX_LIB=/env/UCX"));

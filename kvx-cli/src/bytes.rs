@@ -35,7 +35,8 @@ mod tests {
 
     #[test]
     fn units_are_powers_of_1024_in_any_case() {
-        let cases = [("4096", 4096), ("64K", 64 << 10), ("256m", 256 << 20), (" 1G ", 1 << 30), ("0", 0)];
+        let cases =
+            [("4096", 4096), ("64K", 64 << 10), ("256m", 256 << 20), (" 1G ", 1 << 30), ("0", 0)];
         for (text, bytes) in cases {
             assert_eq!(parse(text), Ok(bytes), "{text}");
         }
@@ -44,12 +45,17 @@ mod tests {
     #[test]
     fn what_is_no_number_of_bytes_is_quoted() {
         for text in ["", "K", "12Q", "-1M", "1.5G", "99999999999G", "1MB", "7\u{e4}"] {
-            assert!(parse(text).unwrap_err().starts_with(&format!("{text:?} is no number of bytes")));
+            assert!(
+                parse(text).unwrap_err().starts_with(&format!("{text:?} is no number of bytes"))
+            );
         }
     }
 
     #[test]
     fn the_largest_unit_that_divides_is_shown() {
-        assert_eq!([show(256 << 20), show(65 << 10), show(1000)], ["256 MiB", "65 KiB", "1000 bytes"]);
+        assert_eq!(
+            [show(256 << 20), show(65 << 10), show(1000)],
+            ["256 MiB", "65 KiB", "1000 bytes"]
+        );
     }
 }

@@ -48,7 +48,8 @@ impl Child {
         };
         // SAFETY: the closure makes system calls and allocates nothing.
         unsafe { command.pre_exec(die_with_us) };
-        let mut process = command.spawn().map_err(|error| format!("{name} could not be started: {error}"))?;
+        let mut process =
+            command.spawn().map_err(|error| format!("{name} could not be started: {error}"))?;
         let asked = process.stdin.take();
         let (send, answers) = mpsc::sync_channel(UNHEARD);
         // Whatever a library writes: what is no UTF-8 is replaced.
@@ -59,7 +60,10 @@ impl Child {
         if let Some(output) = process.stdout.take() {
             let lines = lines(Box::new(output) as Box<dyn Read + Send>);
             std::thread::spawn(move || {
-                lines.map(|line| send.send(line)).take_while(std::result::Result::is_ok).for_each(drop);
+                lines
+                    .map(|line| send.send(line))
+                    .take_while(std::result::Result::is_ok)
+                    .for_each(drop);
             });
         } else if let Some(errors) = process.stderr.take() {
             let lines = lines(Box::new(errors) as Box<dyn Read + Send>);
@@ -82,7 +86,9 @@ impl Child {
 
     /// Sends a line.
     pub(crate) fn say(&mut self, line: &str) -> Result<()> {
-        let Some(asked) = &mut self.asked else { return Err(format!("{} takes no lines", self.name).into()) };
+        let Some(asked) = &mut self.asked else {
+            return Err(format!("{} takes no lines", self.name).into());
+        };
         Ok(writeln!(asked, "{line}")
             .and_then(|()| asked.flush())
             .map_err(|error| format!("{}: {error}", self.name))?)
@@ -119,9 +125,9 @@ impl Child {
     pub(crate) fn kill(&mut self) -> Result<()> {
         self.process.kill()?;
         let within = Duration::from_secs(10);
-        self.ended(within)
-            .map(drop)
-            .ok_or_else(|| format!("{} did not end within {within:?} of being killed", self.name).into())
+        self.ended(within).map(drop).ok_or_else(|| {
+            format!("{} did not end within {within:?} of being killed", self.name).into()
+        })
     }
 
     /// Says that there will be no more lines, and gives it a moment to end by itself.

@@ -47,14 +47,19 @@ pub(crate) fn run(args: Vec<String>, registry: &Registry, out: &mut dyn Write) -
     }
 }
 
-fn output(mut args: Vec<String>, surroundings: &Surroundings, registry: &Registry) -> Result<String> {
+fn output(
+    mut args: Vec<String>,
+    surroundings: &Surroundings,
+    registry: &Registry,
+) -> Result<String> {
     let json = args.first().is_some_and(|first| first == "--json");
     if json {
         args.remove(0);
     }
     let (config, rest) = KvTransferConfig::from_arguments(args, surroundings)?;
-    let report =
-        ConfigReport::new(&config, &rest).openings(openings(&config, registry)?).also("secret", secret());
+    let report = ConfigReport::new(&config, &rest)
+        .openings(openings(&config, registry)?)
+        .also("secret", secret());
     Ok(if json { format!("{:#}", report.to_json()) } else { report.to_string() })
 }
 
@@ -62,11 +67,14 @@ fn output(mut args: Vec<String>, surroundings: &Surroundings, registry: &Registr
 fn secret() -> String {
     match Secret::from_environment() {
         Ok(Some(_)) => {
-            "KVX_SECRET_FILE names one: SHM, TCP, UCX and LIBFABRIC refuse whoever does not have it".into()
+            "KVX_SECRET_FILE names one: SHM, TCP, UCX and LIBFABRIC refuse whoever does not have it"
+                .into()
         }
-        Ok(None) => "none: whoever has this engine's metadata is served; `kvx secret FILE` makes one, and \
+        Ok(None) => {
+            "none: whoever has this engine's metadata is served; `kvx secret FILE` makes one, and \
                      KVX_SECRET_FILE names it"
-            .into(),
+                .into()
+        }
         Err(error) => error.to_string(),
     }
 }
@@ -97,7 +105,12 @@ fn openings(config: &KvTransferConfig, registry: &Registry) -> Result<Vec<Openin
     Ok(registry.factories().iter().filter_map(|factory| unnamed(&**factory)).collect())
 }
 
-fn named(written: &str, config: &KvTransferConfig, registry: &Registry, options: &Options) -> Opening {
+fn named(
+    written: &str,
+    config: &KvTransferConfig,
+    registry: &Registry,
+    options: &Options,
+) -> Opening {
     if written.eq_ignore_ascii_case(BACKEND) {
         let note = "kvx in the NIXL of vLLM peers: they load from here over the other ones named, or kvx's own order";
         return Opening { name: BACKEND.to_owned(), note: note.to_owned() };
@@ -114,8 +127,10 @@ fn named(written: &str, config: &KvTransferConfig, registry: &Registry, options:
         Standing::Available(available) => notes.push(available.version),
         _ => notes.extend(registry.require(written, options).err().map(|error| error.to_string())),
     }
-    let nixl = matches!(config.connector(), Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush));
-    let speaker = |factory: &&std::sync::Arc<dyn Factory>| factory.placement().speaks_for.contains(&name);
+    let nixl =
+        matches!(config.connector(), Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush));
+    let speaker =
+        |factory: &&std::sync::Arc<dyn Factory>| factory.placement().speaks_for.contains(&name);
     if let Some(speaker) = registry.factories().iter().find(speaker).filter(|_| nixl) {
         notes.push(format!("toward vLLM peers through {}", speaker.name()));
     }
@@ -134,18 +149,26 @@ mod tests {
             known("RIXL", &["NIXL"], None),
             known("TCP", &[], Some("tcp")),
         ]);
-        output(args.iter().map(|arg| (*arg).to_owned()).collect(), &Surroundings::default(), &registry)
+        output(
+            args.iter().map(|arg| (*arg).to_owned()).collect(),
+            &Surroundings::default(),
+            &registry,
+        )
     }
 
     #[test]
     fn each_named_backend_says_how_it_stands() {
         let text =
-            lines(&["--kv-transfer-config.kv_connector_extra_config.backends+=ucx,nixl,UXC,kvx"]).unwrap();
+            lines(&["--kv-transfer-config.kv_connector_extra_config.backends+=ucx,nixl,UXC,kvx"])
+                .unwrap();
         assert!(
             text.contains("\n  UCX: backend UCX is not in this build: enable feature \"ucx\"\n"),
             "{text}"
         );
-        assert!(text.contains("\n  RIXL: written as nixl; backend RIXL is not in this release"), "{text}");
+        assert!(
+            text.contains("\n  RIXL: written as nixl; backend RIXL is not in this release"),
+            "{text}"
+        );
         assert!(text.contains("\n  UXC: backend \"UXC\" is unknown; did you mean UCX?"), "{text}");
         assert!(text.contains("\n  KVX: kvx in the NIXL of vLLM peers"), "{text}");
     }
@@ -159,8 +182,10 @@ mod tests {
     /// What is said of vLLM peers without a list holds for the backends of this build.
     #[test]
     fn without_a_list_rixl_is_not_opened() {
-        let line =
-            ["--kv-transfer-config.kv_connector=NixlConnector", "--kv-transfer-config.kv_role=kv_both"];
+        let line = [
+            "--kv-transfer-config.kv_connector=NixlConnector",
+            "--kv-transfer-config.kv_role=kv_both",
+        ];
         let (config, _) = KvTransferConfig::from_arguments(line, &Surroundings::default()).unwrap();
         let opened = openings(&config, &kvx::registry()).unwrap();
         assert!(opened.iter().all(|opening| opening.name != "RIXL"), "{opened:?}");

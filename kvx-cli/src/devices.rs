@@ -48,7 +48,10 @@ pub(crate) fn run(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
 
 /// All that this process sees; at least one.
 fn all() -> Result<Vec<Arc<Device>>> {
-    #[cfg_attr(not(any(feature = "cuda", feature = "rocm")), expect(unused_mut, reason = "nobody adds any"))]
+    #[cfg_attr(
+        not(any(feature = "cuda", feature = "rocm")),
+        expect(unused_mut, reason = "nobody adds any")
+    )]
     let (mut devices, mut reasons): (Vec<Arc<Device>>, Vec<String>) = Default::default();
     #[cfg(feature = "cuda")]
     match kvx::cuda::devices() {

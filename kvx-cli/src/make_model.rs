@@ -62,12 +62,16 @@ pub(crate) struct Arguments {
 
 /// Writes the model and says what it is.
 pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
-    let Arguments { folder, layers, hidden, heads, vocab, max_positions, tied, seed, shards, .. } = arguments;
+    let Arguments {
+        folder, layers, hidden, heads, vocab, max_positions, tied, seed, shards, ..
+    } = arguments;
     let architecture = Architecture::ALL.iter().find(|(_, _, name)| *name == arguments.arch);
     let dtype = [Dtype::F32, Dtype::Bf16].into_iter().find(|dtype| dtype.name() == arguments.dtype);
     let like = arguments.like.as_ref().map(|path| {
-        let text = std::fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
-        serde_json::from_str(&text).map_err(|error| format!("{} is not JSON: {error}", path.display()))
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| format!("{}: {error}", path.display()))?;
+        serde_json::from_str(&text)
+            .map_err(|error| format!("{} is not JSON: {error}", path.display()))
     });
     let made = Made {
         architecture: architecture.ok_or("--arch is llama, qwen2 or qwen3")?.0,
@@ -87,6 +91,10 @@ pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
         like: like.transpose()?,
     };
     let bytes = make_model(folder, &made)?;
-    writeln!(out, "{}: {bytes} bytes of random weights. What it answers means nothing.", folder.display())?;
+    writeln!(
+        out,
+        "{}: {bytes} bytes of random weights. What it answers means nothing.",
+        folder.display()
+    )?;
     Ok(())
 }

@@ -14,7 +14,8 @@ use crate::wheels::{self, Environments, MOONCAKE_ENGINE};
 const LIBRARY: &str = "KVX_MOONCAKE_LIB";
 /// Of a compiler, and of an engine's start.
 const LIMIT: Duration = Duration::from_secs(120);
-const OPTIONS: [&str; 7] = ["-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-xc++", "-"];
+const OPTIONS: [&str; 7] =
+    ["-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-xc++", "-"];
 
 #[derive(Args)]
 pub(crate) struct Arguments {
@@ -53,9 +54,12 @@ pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
 /// The engine of the first wheel that is found.
 fn first_engine() -> Result<PathBuf> {
     let found = wheels::find(&Environments::of_process());
-    let engine = found.into_iter().find(|found| found.variable == MOONCAKE_ENGINE).map(|found| found.path);
+    let engine =
+        found.into_iter().find(|found| found.variable == MOONCAKE_ENGINE).map(|found| found.path);
     let cure = "pip install mooncake-transfer-engine-non-cuda, or name its engine.so by --engine";
-    engine.ok_or_else(|| format!("no wheel of Mooncake's was found in {}: {cure}", wheels::PLACES).into())
+    engine.ok_or_else(|| {
+        format!("no wheel of Mooncake's was found in {}: {cure}", wheels::PLACES).into()
+    })
 }
 
 /// The name of a library and its source.
@@ -78,7 +82,8 @@ fn beside_this_program(libraries: &[Library]) -> Result<PathBuf> {
 fn make(libraries: &[Library], folder: &Path) -> Result<PathBuf> {
     std::fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     let folder = std::path::absolute(folder)?;
-    let compiler = std::env::var_os("CXX").filter(|name| !name.is_empty()).unwrap_or_else(|| "c++".into());
+    let compiler =
+        std::env::var_os("CXX").filter(|name| !name.is_empty()).unwrap_or_else(|| "c++".into());
     let shown = compiler.display().to_string();
     for (name, source) in libraries {
         // A process that has the old one open keeps it.
@@ -103,7 +108,9 @@ fn make(libraries: &[Library], folder: &Path) -> Result<PathBuf> {
 fn run_within_limit(mut command: Command, input: &[u8], name: &str) -> Result<ExitStatus> {
     command.stdin(if input.is_empty() { Stdio::null() } else { Stdio::piped() });
     let not_started = |error| match name {
-        "c++" => format!("{name} could not be started: {error}: apt install g++, or name a compiler by CXX"),
+        "c++" => format!(
+            "{name} could not be started: {error}: apt install g++, or name a compiler by CXX"
+        ),
         _ => format!("{name} could not be started: {error}"),
     };
     let mut process = command.spawn().map_err(not_started)?;

@@ -57,7 +57,8 @@ impl Nixl {
         let verdict = installed::verdict(library);
         let plugins = installed::plugins_of(library);
         let link = plugins.join(PLUGIN);
-        let installed = link.symlink_metadata().is_ok().then(|| std::fs::read_link(&link).unwrap_or(link));
+        let installed =
+            link.symlink_metadata().is_ok().then(|| std::fs::read_link(&link).unwrap_or(link));
         Nixl {
             library: library.to_owned(),
             version: installed::version_of(library),
@@ -90,8 +91,10 @@ pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
     if let Some(place) = &arguments.remove {
         return remove(place, out);
     }
-    let found: Vec<_> =
-        wheels::nixls(&Environments::of_process()).iter().map(|library| Nixl::of(library)).collect();
+    let found: Vec<_> = wheels::nixls(&Environments::of_process())
+        .iter()
+        .map(|library| Nixl::of(library))
+        .collect();
     if arguments.check {
         return check::run(&found, &plugin()?, out);
     }
@@ -144,7 +147,8 @@ fn plugin() -> Result<PathBuf> {
 /// The folders of plug-ins that somebody means: those of the NIXLs that lie there, which are told, or any other.
 fn folders_at(place: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
     let library = |folder: &Path| Some(folder.join("libnixl.so")).filter(|file| file.exists());
-    let above = place.file_name().is_some_and(|name| name == "plugins").then(|| place.parent()).flatten();
+    let above =
+        place.file_name().is_some_and(|name| name == "plugins").then(|| place.parent()).flatten();
     let own = library(place).or_else(|| above.and_then(library));
     let libraries = own.map_or_else(|| wheels::nixls_below(place), |library| vec![library]);
     if libraries.is_empty() {
@@ -155,22 +159,28 @@ fn folders_at(place: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
 
 /// Whether a link is one that this program made: it leads to a plug-in of this name, by its whole path.
 fn is_ours(link: &Path) -> bool {
-    std::fs::read_link(link)
-        .is_ok_and(|target| target.is_absolute() && target.file_name().is_some_and(|name| name == PLUGIN))
+    std::fs::read_link(link).is_ok_and(|target| {
+        target.is_absolute() && target.file_name().is_some_and(|name| name == PLUGIN)
+    })
 }
 
 fn install(place: &Path, plugin: &Path, out: &mut impl Write) -> Result<()> {
     if plugin.file_name().is_none_or(|name| name != PLUGIN) {
-        return Err(format!("{} is not named {PLUGIN}, by which NIXL opens it", plugin.display()).into());
+        return Err(
+            format!("{} is not named {PLUGIN}, by which NIXL opens it", plugin.display()).into()
+        );
     }
     for (folder, nixl) in folders_at(place) {
         if nixl.is_none() && place.join("pyvenv.cfg").exists() {
-            return Err(format!("{} has no NIXL: pip install nixl there first", place.display()).into());
+            return Err(
+                format!("{} has no NIXL: pip install nixl there first", place.display()).into()
+            );
         }
         if let Some(library) = &nixl {
             installed::verdict(library).map_err(|why| why.to_string())?;
         }
-        std::fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+        std::fs::create_dir_all(&folder)
+            .map_err(|error| format!("{}: {error}", folder.display()))?;
         let link = folder.join(PLUGIN);
         if link.symlink_metadata().is_ok() && !is_ours(&link) {
             return Err(format!("{} is not of kvx: remove it first", link.display()).into());
@@ -194,7 +204,8 @@ fn install(place: &Path, plugin: &Path, out: &mut impl Write) -> Result<()> {
 }
 
 fn remove(place: &Path, out: &mut impl Write) -> Result<()> {
-    let links: Vec<_> = folders_at(place).into_iter().map(|(folder, _)| folder.join(PLUGIN)).collect();
+    let links: Vec<_> =
+        folders_at(place).into_iter().map(|(folder, _)| folder.join(PLUGIN)).collect();
     let there: Vec<_> = links.iter().filter(|link| link.symlink_metadata().is_ok()).collect();
     if let Some(strange) = there.iter().find(|link| !is_ours(link)) {
         return Err(format!("{} is not of kvx: it stays", strange.display()).into());
@@ -273,7 +284,8 @@ mod tests {
         let bare = root.0.join("bare");
         std::fs::create_dir_all(&bare).unwrap();
         std::fs::write(bare.join("pyvenv.cfg"), "").unwrap();
-        let why = install(&bare, &Path::new("/nonexistent").join(PLUGIN), &mut Vec::new()).unwrap_err();
+        let why =
+            install(&bare, &Path::new("/nonexistent").join(PLUGIN), &mut Vec::new()).unwrap_err();
         assert!(why.to_string().contains("has no NIXL"), "{why}");
         // As `python -m venv` links it.
         symlink("lib", root.0.join("lib64")).unwrap();

@@ -60,10 +60,12 @@ pub(crate) fn run(arguments: &Arguments, out: &mut dyn Write) -> Result<ExitCode
 }
 
 fn address(text: &str) -> Result<Address> {
-    let parts = text.rsplit_once(':').and_then(|(host, port)| Some((host, port.parse::<u16>().ok()?)));
-    let (host, port) = parts.filter(|(host, port)| !host.is_empty() && *port > 0).ok_or_else(|| {
-        format!("{text:?} is no HOST:PORT; write for instance 10.0.0.1:5600 or [fd00::1]:5600")
-    })?;
+    let parts =
+        text.rsplit_once(':').and_then(|(host, port)| Some((host, port.parse::<u16>().ok()?)));
+    let (host, port) =
+        parts.filter(|(host, port)| !host.is_empty() && *port > 0).ok_or_else(|| {
+            format!("{text:?} is no HOST:PORT; write for instance 10.0.0.1:5600 or [fd00::1]:5600")
+        })?;
     Ok(Address { host: host.trim_start_matches('[').trim_end_matches(']').into(), port })
 }
 
@@ -82,23 +84,26 @@ struct Engine {
 
 impl Engine {
     fn read(serve: &[String]) -> Result<Self> {
-        let (config, rest) = KvTransferConfig::from_arguments(serve.to_vec(), &Surroundings::of_process())?;
+        let (config, rest) =
+            KvTransferConfig::from_arguments(serve.to_vec(), &Surroundings::of_process())?;
         let option = |names: &[&str]| option(&rest, names);
-        let model =
-            option(&["--model"]).or_else(|| rest.first().filter(|first| !first.starts_with('-')).cloned());
+        let model = option(&["--model"])
+            .or_else(|| rest.first().filter(|first| !first.starts_with('-')).cloned());
         let model = model.unwrap_or_default();
         let mut factors = CompatibilityFactors::from_config(&config, &model);
         let mut dtype = None;
         if let Some(text) = model_config(&model)? {
             let whole = text.get("text_config").unwrap_or(&text);
-            let number = |key: &str| whole[key].as_u64().and_then(|number| u32::try_from(number).ok());
+            let number =
+                |key: &str| whole[key].as_u64().and_then(|number| u32::try_from(number).ok());
             let heads = number("num_attention_heads");
             factors.num_kv_heads = number("num_key_value_heads").or(heads).unwrap_or(0);
             let divided = || Some(number("hidden_size")? / heads.filter(|heads| *heads > 0)?);
             factors.head_size = number("head_dim").or_else(divided).unwrap_or(0);
             factors.num_hidden_layers = number("num_hidden_layers").unwrap_or(0);
-            let written =
-                ["dtype", "torch_dtype"].iter().find_map(|key| whole[key].as_str().or(text[key].as_str()));
+            let written = ["dtype", "torch_dtype"]
+                .iter()
+                .find_map(|key| whole[key].as_str().or(text[key].as_str()));
             dtype = written.map(str::to_owned);
         }
         // As vLLM chooses: `auto` is the model's, and never float32.
@@ -117,13 +122,16 @@ impl Engine {
         if let Some(backend) = option(&["--attention-backend"]) {
             factors.attn_backend_name = backend;
         }
-        factors.is_hma_enabled = !rest.iter().any(|word| dashes(word) == "--disable-hybrid-kv-cache-manager");
+        factors.is_hma_enabled =
+            !rest.iter().any(|word| dashes(word) == "--disable-hybrid-kv-cache-manager");
         let block_size = option(&["--block-size"]).and_then(|size| size.parse().ok());
         let written = |key: &str| factors.further.contains_key(key);
-        let sized = factors.num_kv_heads > 0 && factors.head_size > 0 && factors.num_hidden_layers > 0;
+        let sized =
+            factors.num_kv_heads > 0 && factors.head_size > 0 && factors.num_hidden_layers > 0;
         let unknown = if model.is_empty() && !written("model") {
             Some("no model is named: give it as to `vllm serve`".to_owned())
-        } else if !sized && !["num_kv_heads", "head_size", "num_hidden_layers"].iter().all(|key| written(key))
+        } else if !sized
+            && !["num_kv_heads", "head_size", "num_hidden_layers"].iter().all(|key| written(key))
         {
             Some(format!(
                 "there is no {model}/config.json with its heads, head size and layers: run this where \
@@ -148,7 +156,9 @@ fn model_config(model: &str) -> Result<Option<Value>> {
             Ok(Some(config.map_err(|error| format!("{} is not JSON: {error}", path.display()))?))
         }
         // The name of a model whose folder is elsewhere.
-        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(None),
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            Ok(None)
+        }
         Err(error) => Err(format!("{}: {error}", path.display()).into()),
     }
 }
@@ -159,8 +169,9 @@ fn dashes(word: &str) -> String {
 
 /// The value of an option, written apart or with `=`; the last one counts.
 fn option(rest: &[String], names: &[&str]) -> Option<String> {
-    let position =
-        rest.iter().rposition(|word| word.starts_with("--") && names.contains(&dashes(word).as_str()))?;
+    let position = rest
+        .iter()
+        .rposition(|word| word.starts_with("--") && names.contains(&dashes(word).as_str()))?;
     match rest[position].split_once('=') {
         Some((_, value)) => Some(value.to_owned()),
         None => rest.get(position + 1).cloned(),
@@ -206,7 +217,12 @@ impl ProbeVerdict {
         Ok(verdict)
     }
 
-    fn compare_hashes(&mut self, looked: &Probe, engine: &Engine, config: &KvTransferConfig) -> Result<()> {
+    fn compare_hashes(
+        &mut self,
+        looked: &Probe,
+        engine: &Engine,
+        config: &KvTransferConfig,
+    ) -> Result<()> {
         if let Some(why) = &engine.unknown {
             self.notes.push(format!("the compatibility hashes were not compared: {why}"));
             return Ok(());
@@ -237,7 +253,12 @@ impl ProbeVerdict {
         Ok(())
     }
 
-    fn compare_memory(&mut self, theirs: &NixlAgentMetadata, engine: &Engine, config: &KvTransferConfig) {
+    fn compare_memory(
+        &mut self,
+        theirs: &NixlAgentMetadata,
+        engine: &Engine,
+        config: &KvTransferConfig,
+    ) {
         if let Some(ours) = engine.block_size
             && (theirs.block_size == 0 || ours % theirs.block_size != 0)
         {
@@ -247,13 +268,18 @@ impl ProbeVerdict {
             ));
         }
         let layout = config.environment().kv_cache_layout.map(|layout| layout.to_string());
-        if let Some(ours) = layout.filter(|ours| newer_name(ours) != newer_name(&theirs.kv_cache_layout)) {
+        if let Some(ours) =
+            layout.filter(|ours| newer_name(ours) != newer_name(&theirs.kv_cache_layout))
+        {
             let said = format!("KV cache layout {ours} here, {} there", theirs.kv_cache_layout);
             if config.enable_permute_local_kv() {
-                self.notes.push(format!("{said}: enable_permute_local_kv reorders, where layouts allow it"));
+                self.notes.push(format!(
+                    "{said}: enable_permute_local_kv reorders, where layouts allow it"
+                ));
             } else {
-                self.misfits
-                    .push(format!("{said}: set VLLM_KV_CACHE_LAYOUT the same, or enable_permute_local_kv"));
+                self.misfits.push(format!(
+                    "{said}: set VLLM_KV_CACHE_LAYOUT the same, or enable_permute_local_kv"
+                ));
             }
         }
         if theirs.agent_metadata.is_empty() && theirs.kvx_metadata.is_none() {
@@ -292,9 +318,15 @@ fn in_words(arguments: &Arguments, looked: &Probe, verdict: &ProbeVerdict) -> St
             ),
         );
         line("block bytes", each(&metadata.block_lens));
-        line("layout", format!("{}, {}", metadata.kv_cache_layout, or_none(&metadata.attn_backend_name)));
+        line(
+            "layout",
+            format!("{}, {}", metadata.kv_cache_layout, or_none(&metadata.attn_backend_name)),
+        );
         if metadata.dcp_size > 1 || metadata.pcp_size > 1 {
-            line("context parallel", format!("decode {}, prefill {}", metadata.dcp_size, metadata.pcp_size));
+            line(
+                "context parallel",
+                format!("decode {}, prefill {}", metadata.dcp_size, metadata.pcp_size),
+            );
         }
         line("NIXL agent", bytes(Some(&metadata.agent_metadata)));
         line("kvx agent", bytes(metadata.kvx_metadata.as_ref()));
@@ -326,7 +358,9 @@ fn speaks(looked: &Probe) -> &'static str {
 
 fn each(numbers: &[u64]) -> String {
     match numbers {
-        [first, rest @ ..] if rest.iter().all(|number| number == first) => format!("{first} in each region"),
+        [first, rest @ ..] if rest.iter().all(|number| number == first) => {
+            format!("{first} in each region")
+        }
         _ => format!("{numbers:?}"),
     }
 }
@@ -402,9 +436,18 @@ mod tests {
         ]);
         std::fs::remove_dir_all(&folder).unwrap();
         let factors = &read.factors;
-        assert_eq!((factors.num_kv_heads, factors.head_size, factors.num_hidden_layers), (8, 64, 28));
-        assert_eq!((&*factors.dtype, &*factors.cache_dtype, &*factors.model), ("torch.float16", "fp8", path));
-        assert_eq!((factors.is_hma_enabled, read.block_size, read.unknown), (false, Some(32), None));
+        assert_eq!(
+            (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers),
+            (8, 64, 28)
+        );
+        assert_eq!(
+            (&*factors.dtype, &*factors.cache_dtype, &*factors.model),
+            ("torch.float16", "fp8", path)
+        );
+        assert_eq!(
+            (factors.is_hma_enabled, read.block_size, read.unknown),
+            (false, Some(32), None)
+        );
 
         let unknown = engine(&["--model", "Qwen/Qwen3-0.6B", "--dtype", "half"]);
         assert_eq!(unknown.factors.dtype, "torch.float16");

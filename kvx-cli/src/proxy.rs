@@ -138,7 +138,8 @@ pub(crate) fn run(arguments: &Arguments, out: &mut LineWriter<File>) -> Result<(
     let scheme = if setup.tls_cert.is_some() { "https" } else { "http" };
     let output = Box::new(out.get_ref().try_clone()?);
     let arguments = arguments.clone();
-    let reread = move || arguments.setup().map_err(|error| kvx_proxy::Error::from(error.to_string()));
+    let reread =
+        move || arguments.setup().map_err(|error| kvx_proxy::Error::from(error.to_string()));
     let started = |address| eprintln!("kvx: listening on {scheme}://{address}");
     let served = runtime.block_on(kvx_proxy::serve(setup, reread, output, started));
     // A name may still be looked up, or a log be read by nobody.
@@ -165,7 +166,11 @@ fn check(found: &[Finding], out: &mut LineWriter<File>) -> Result<()> {
     }
 }
 
-async fn compare(arguments: &Arguments, urls: [&String; 2], out: &mut LineWriter<File>) -> Result<()> {
+async fn compare(
+    arguments: &Arguments,
+    urls: [&String; 2],
+    out: &mut LineWriter<File>,
+) -> Result<()> {
     let key = std::env::var("OPENAI_API_KEY").ok().filter(|key| !key.is_empty());
     let (mut prompts, mut different) = (0, 0);
     let mut lines = Vec::new();
@@ -185,8 +190,14 @@ async fn compare(arguments: &Arguments, urls: [&String; 2], out: &mut LineWriter
         }
     };
     let urls_ = [urls[0].as_str(), urls[1].as_str()];
-    let compared =
-        kvx_proxy::compare(urls_, arguments.model.as_deref(), arguments.tokens, key.as_deref(), each).await;
+    let compared = kvx_proxy::compare(
+        urls_,
+        arguments.model.as_deref(),
+        arguments.tokens,
+        key.as_deref(),
+        each,
+    )
+    .await;
     for line in &lines {
         writeln!(out, "{line}")?;
     }
@@ -235,7 +246,8 @@ mod tests {
              --decoder-hosts 10.0.0.3 10.0.0.4 --decoder-ports 8000 8000",
         )
         .unwrap();
-        let instances = (vec!["10.0.0.1:8000", "10.0.0.2:8000"], vec!["10.0.0.3:8000", "10.0.0.4:8000"]);
+        let instances =
+            (vec!["10.0.0.1:8000", "10.0.0.2:8000"], vec!["10.0.0.3:8000", "10.0.0.4:8000"]);
         assert_eq!(names(&four_hosts), instances);
         let mooncake = setup(
             "--prefiller-host 10.0.0.1 --prefiller-port 8010 --decoder-host 10.0.0.2 --decoder-port 8020",
@@ -266,13 +278,17 @@ mod tests {
     fn flags_reach_the_set_up_and_win_over_the_file() {
         let flags = "--local-below 300 --connector MooncakeConnector --choice prefix --api-key-file keys \
                      --access-log off --tls-cert cert --tls-key key --host ::1 --port 9";
-        let file = std::env::temp_dir().join(format!("kvx-proxy-flags-{}.toml", std::process::id()));
+        let file =
+            std::env::temp_dir().join(format!("kvx-proxy-flags-{}.toml", std::process::id()));
         let text = "local_below = 1\nconnector = 'NixlConnector'\nchoice = 'round-robin'\napi_key_file = 'k'\n\
                     access_log = 'a'\nhost = 'h'\nport = 1\n[[pool]]\ndecode = ['http://d:1']\n";
         std::fs::write(&file, text).unwrap();
         let config = format!("--config {}", file.display());
-        let (alone, over, untouched) =
-            (setup(flags).unwrap(), setup(&format!("{config} {flags}")).unwrap(), setup(&config).unwrap());
+        let (alone, over, untouched) = (
+            setup(flags).unwrap(),
+            setup(&format!("{config} {flags}")).unwrap(),
+            setup(&config).unwrap(),
+        );
         std::fs::remove_file(&file).unwrap();
         for setup in [&alone, &over] {
             assert_eq!(
@@ -281,7 +297,10 @@ mod tests {
             );
             assert_eq!(setup.api_key_file, Some(PathBuf::from("keys")));
             assert_eq!(setup.access_log, AccessLog::Off);
-            assert_eq!((&setup.tls_cert, &setup.tls_key), (&Some("cert".into()), &Some("key".into())));
+            assert_eq!(
+                (&setup.tls_cert, &setup.tls_key),
+                (&Some("cert".into()), &Some("key".into()))
+            );
             assert_eq!((&*setup.host, setup.port), ("::1", 9));
         }
         assert_eq!(over.pools[0].decode[0].name(), "d:1", "what no flag names is the file's");

@@ -20,7 +20,10 @@ pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
     let file = std::path::absolute(&arguments.file)?;
     let file = file.display();
     writeln!(out, "{file} has a new secret of 32 random bytes, which only its owner can read.")?;
-    writeln!(out, "Copy it to every host by a way that you trust, with mode 600, and set for each engine:")?;
+    writeln!(
+        out,
+        "Copy it to every host by a way that you trust, with mode 600, and set for each engine:"
+    )?;
     writeln!(out, "KVX_SECRET_FILE={file}")?;
     writeln!(out, "Whoever has it is let in; engines without it are refused.")?;
     Ok(())

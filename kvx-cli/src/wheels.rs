@@ -62,8 +62,9 @@ pub(crate) struct Environments {
 impl Environments {
     /// Those that this process's environment and the usual places lead to.
     pub(crate) fn of_process() -> Self {
-        let named =
-            |variable| std::env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);
+        let named = |variable| {
+            std::env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from)
+        };
         let conda = named("CONDA_PREFIX");
         let mut roots = Vec::from_iter(named("VIRTUAL_ENV"));
         roots.extend(conda.clone());
@@ -86,7 +87,11 @@ pub(crate) fn find(environments: &Environments) -> Vec<Found> {
             for path in matches(root, pattern) {
                 let file = path.canonicalize().unwrap_or_else(|_| path.clone());
                 if seen.insert(file) {
-                    found.push(Found { backend, variable, path: std::path::absolute(&path).unwrap_or(path) });
+                    found.push(Found {
+                        backend,
+                        variable,
+                        path: std::path::absolute(&path).unwrap_or(path),
+                    });
                 }
             }
         }
@@ -136,7 +141,8 @@ pub(crate) fn nixls_below(root: &Path) -> Vec<PathBuf> {
 }
 
 fn nixls_of_images(root: &Path) -> Vec<PathBuf> {
-    let folders = PREFIXES.iter().flat_map(|prefix| FOLDERS.map(|folder| root.join(prefix).join(folder)));
+    let folders =
+        PREFIXES.iter().flat_map(|prefix| FOLDERS.map(|folder| root.join(prefix).join(folder)));
     folders.map(|folder| folder.join("libnixl.so")).filter(|file| file.exists()).collect()
 }
 
@@ -155,8 +161,10 @@ fn matches(root: &Path, pattern: &str) -> Vec<PathBuf> {
                             && name.ends_with(end)
                     })
                 };
-                let mut paths: Vec<_> =
-                    entries.filter(|entry| fits(&entry.file_name())).map(|entry| entry.path()).collect();
+                let mut paths: Vec<_> = entries
+                    .filter(|entry| fits(&entry.file_name()))
+                    .map(|entry| entry.path())
+                    .collect();
                 paths.sort();
                 paths
             }
@@ -192,7 +200,10 @@ mod tests {
         }
     }
 
-    fn found(environments: &Environments, root: &Path) -> Vec<(&'static str, &'static str, String)> {
+    fn found(
+        environments: &Environments,
+        root: &Path,
+    ) -> Vec<(&'static str, &'static str, String)> {
         let below = |path: PathBuf| path.strip_prefix(root).unwrap().display().to_string();
         find(environments)
             .into_iter()
@@ -218,13 +229,21 @@ mod tests {
         assert_eq!(
             found(&Environments { roots, conda: None }, &folder.0),
             [
-                ("MOONCAKE", "KVX_MOONCAKE_ENGINE", "lib/python3/dist-packages/mooncake/engine.so".into()),
+                (
+                    "MOONCAKE",
+                    "KVX_MOONCAKE_ENGINE",
+                    "lib/python3/dist-packages/mooncake/engine.so".into()
+                ),
                 (
                     "RIXL",
                     "KVX_RIXL_LIB",
                     "lib/python3.11/site-packages/.nixl_cu12.mesonpy.libs/libnixl_capi.so".into()
                 ),
-                ("UCX", "KVX_UCX_LIB", "lib/python3.11/site-packages/libucx/lib/libucp.so.0".into()),
+                (
+                    "UCX",
+                    "KVX_UCX_LIB",
+                    "lib/python3.11/site-packages/libucx/lib/libucp.so.0".into()
+                ),
             ]
         );
     }
@@ -233,7 +252,8 @@ mod tests {
     fn the_libraries_of_a_conda_environment_count_too() {
         let folder = Folder::new("conda", &["lib/libfabric.so.1", "lib/libucp.so.0"]);
         let conda = Environments { roots: vec![folder.0.clone()], conda: Some(folder.0.clone()) };
-        let names: Vec<_> = found(&conda, &folder.0).into_iter().map(|(backend, ..)| backend).collect();
+        let names: Vec<_> =
+            found(&conda, &folder.0).into_iter().map(|(backend, ..)| backend).collect();
         assert_eq!(names, ["LIBFABRIC", "UCX"]);
     }
 
@@ -241,14 +261,17 @@ mod tests {
     fn nixls_of_wheels_and_of_conda_are_found() {
         let wheel = "lib/python3.12/site-packages/.nixl_cu13.mesonpy.libs/libnixl.so";
         let folder = Folder::new("nixls", &[wheel, "lib/libnixl.so"]);
-        let environments = Environments { roots: vec![folder.0.clone()], conda: Some(folder.0.clone()) };
+        let environments =
+            Environments { roots: vec![folder.0.clone()], conda: Some(folder.0.clone()) };
         let found = nixls(&environments);
         assert_eq!(found[..2], [folder.0.join(wheel), folder.0.join("lib/libnixl.so")]);
     }
 
     #[test]
     fn nixls_of_images_and_source_builds_are_found_in_each_of_their_places() {
-        for prefix in ["usr/local/nixl", "usr/local/rixl", "opt/nixl", "opt/rixl", "opt/nvidia/nvda_nixl"] {
+        for prefix in
+            ["usr/local/nixl", "usr/local/rixl", "opt/nixl", "opt/rixl", "opt/nvidia/nvda_nixl"]
+        {
             for libraries in FOLDERS {
                 let file = format!("{prefix}/{libraries}/libnixl.so");
                 let folder = Folder::new("images", &[&file]);

@@ -47,11 +47,16 @@ pub(super) fn take(arguments: Vec<String>) -> Result<Taken> {
         }
         let value = match inline {
             Some(value) => value,
-            None => arguments.next().filter(|value| !value.starts_with("--")).ok_or_else(|| missing(name))?,
+            None => arguments
+                .next()
+                .filter(|value| !value.starts_with("--"))
+                .ok_or_else(|| missing(name))?,
         };
         let written = name.to_owned();
         let piece = match path {
-            None => ArgumentPiece::Object(human::object(&value).map_err(|error| about(&written, &error))?),
+            None => ArgumentPiece::Object(
+                human::object(&value).map_err(|error| about(&written, &error))?,
+            ),
             Some(path) => dotted(written, path, &value, &mut taken.warnings)?,
         };
         taken.pieces.push(piece);
@@ -60,7 +65,9 @@ pub(super) fn take(arguments: Vec<String>) -> Result<Taken> {
 }
 
 fn missing(name: &str) -> Error {
-    invalid(format!("{name} has no value; write {name}=VALUE (a value that begins with -- needs the =)"))
+    invalid(format!(
+        "{name} has no value; write {name}=VALUE (a value that begins with -- needs the =)"
+    ))
 }
 
 fn invalid(sentence: String) -> Error {
@@ -71,14 +78,21 @@ fn about(written: &str, error: &Error) -> Error {
     invalid(format!("{written}: {}", error.sentence()))
 }
 
-fn dotted(written: String, path: &str, text: &str, warnings: &mut Vec<Warning>) -> Result<ArgumentPiece> {
+fn dotted(
+    written: String,
+    path: &str,
+    text: &str,
+    warnings: &mut Vec<Warning>,
+) -> Result<ArgumentPiece> {
     let (path, append) = match path.strip_suffix('+') {
         Some(path) => (path, true),
         None => (path, false),
     };
     let keys: Vec<String> = path.split('.').map(str::to_owned).collect();
     if keys.iter().any(String::is_empty) {
-        return Err(invalid(format!("{written} has an empty key; write {OPTION}.KEY or {OPTION}.KEY.KEY")));
+        return Err(invalid(format!(
+            "{written} has an empty key; write {OPTION}.KEY or {OPTION}.KEY.KEY"
+        )));
     }
     if keys.len() > DEEPEST {
         return Err(invalid(format!(
@@ -141,7 +155,8 @@ pub fn dotted_arguments(object: &Map<String, Value>) -> Vec<String> {
 }
 
 fn spell(name: String, object: &Map<String, Value>, depth: usize, out: &mut Vec<String>) {
-    let speakable = |key: &String| !key.is_empty() && !key.contains(['.', '=']) && !key.ends_with('+');
+    let speakable =
+        |key: &String| !key.is_empty() && !key.contains(['.', '=']) && !key.ends_with('+');
     if depth == 0 || object.is_empty() || !object.keys().all(speakable) {
         out.push(format!("{name}={}", Value::Object(object.clone())));
         return;

@@ -141,10 +141,13 @@ impl Compat {
         let Some(wanted) = minor(&written) else { return String::new() };
         // 0.11.1 had the ports of 0.16, and a handshake of its own.
         let between = matches!(written.trim(), "0.11.1" | "0.11.2");
-        let stands = |compat: &Compat| !between && (compat.minor()..=compat.last_minor()).contains(&wanted);
+        let stands =
+            |compat: &Compat| !between && (compat.minor()..=compat.last_minor()).contains(&wanted);
         match Compat::ALL.into_iter().find(stands) {
             Some(compat) => format!("; \"{}\" stands for that one", compat.as_str()),
-            None if wanted > Compat::default().minor() => "; kvx does not know a later one".to_owned(),
+            None if wanted > Compat::default().minor() => {
+                "; kvx does not know a later one".to_owned()
+            }
             None if (Compat::V0_11.minor()..Compat::V0_16.minor()).contains(&wanted) => {
                 let (version, older, newer) =
                     (written.trim(), Compat::V0_11.as_str(), Compat::V0_16.as_str());
@@ -154,7 +157,10 @@ impl Compat {
                 )
             }
             None => {
-                format!("; none of them stands for vLLM {}, with which kvx does not speak", written.trim())
+                format!(
+                    "; none of them stands for vLLM {}, with which kvx does not speak",
+                    written.trim()
+                )
             }
         }
     }

@@ -143,7 +143,9 @@ pub(super) fn wrong(key: &str, value: &Value, wanted: &str) -> Error {
 pub(super) fn text(key: &str, value: &Value) -> Result<String> {
     match value {
         Value::String(text) => Ok(text.clone()),
-        Value::Number(_) => Err(wrong(key, value, &format!("a string; as a dotted argument: '\"{value}\"'"))),
+        Value::Number(_) => {
+            Err(wrong(key, value, &format!("a string; as a dotted argument: '\"{value}\"'")))
+        }
         _ => Err(wrong(key, value, "a string")),
     }
 }
@@ -170,9 +172,9 @@ pub(super) fn flag(key: &str, value: &Value) -> Result<bool> {
 /// A whole number within `range`; a string of digits and `3.0` count.
 pub(super) fn whole(key: &str, value: &Value, range: std::ops::RangeInclusive<i64>) -> Result<i64> {
     let read = match value {
-        Value::Number(number) => number
-            .as_i64()
-            .or_else(|| number.as_f64().filter(|n| n.fract() == 0.0 && n.abs() < 9.0e15).map(|n| n as i64)),
+        Value::Number(number) => number.as_i64().or_else(|| {
+            number.as_f64().filter(|n| n.fract() == 0.0 && n.abs() < 9.0e15).map(|n| n as i64)
+        }),
         Value::String(text) => text.trim().parse().ok(),
         _ => None,
     };
@@ -213,7 +215,9 @@ pub(super) fn texts(key: &str, value: &Value) -> Result<Vec<String>> {
         Value::Array(items) => items
             .iter()
             .map(|item| {
-                item.as_str().map(str::to_owned).ok_or_else(|| wrong(key, value, "a list of strings"))
+                item.as_str()
+                    .map(str::to_owned)
+                    .ok_or_else(|| wrong(key, value, "a list of strings"))
             })
             .collect(),
         _ => Err(wrong(key, value, "a list of strings")),

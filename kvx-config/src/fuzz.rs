@@ -26,7 +26,12 @@ fn check(given: Given) {
     match Given::from_arguments(arguments) {
         Ok((again, rest)) => {
             assert!(rest.is_empty(), "left over: {rest:?}");
-            assert!(same(again.object(), given.object()), "{:?} became {:?}", given.object(), again.object());
+            assert!(
+                same(again.object(), given.object()),
+                "{:?} became {:?}",
+                given.object(),
+                again.object()
+            );
         }
         Err(error) => panic!("{:?} cannot be said in dotted arguments: {error}", given.object()),
     }
@@ -59,5 +64,6 @@ fn same(
             (a, b) => a == b,
         }
     }
-    a.len() == b.len() && a.iter().all(|(key, value)| b.get(key).is_some_and(|other| values(value, other)))
+    a.len() == b.len()
+        && a.iter().all(|(key, value)| b.get(key).is_some_and(|other| values(value, other)))
 }

@@ -97,14 +97,19 @@ impl Given {
         for piece in taken.pieces {
             match piece {
                 ArgumentPiece::Object(object) => objects.push(object),
-                ArgumentPiece::Dotted { written, keys, value } => dotted.push((written, keys, value)),
+                ArgumentPiece::Dotted { written, keys, value } => {
+                    dotted.push((written, keys, value))
+                }
             }
         }
         given.anything = !objects.is_empty() || !dotted.is_empty();
         if objects.len() > 1 {
             given.warn(
                 Concern::Duplicate,
-                format!("--kv-transfer-config is given {} times; only the last one counts", objects.len()),
+                format!(
+                    "--kv-transfer-config is given {} times; only the last one counts",
+                    objects.len()
+                ),
             );
         }
         if !objects.is_empty() && !dotted.is_empty() {
@@ -172,8 +177,10 @@ impl Given {
 
     /// Sets one value; returns the keys that dotted arguments had set before.
     fn set(&mut self, keys: Vec<String>, value: Value, source: &ValueSource) -> Vec<String> {
-        let nested =
-            keys.into_iter().rev().fold(value, |value, key| Value::Object(Map::from_iter([(key, value)])));
+        let nested = keys
+            .into_iter()
+            .rev()
+            .fold(value, |value, key| Value::Object(Map::from_iter([(key, value)])));
         match nested {
             Value::Object(object) => self.merge(object, source),
             _ => Vec::new(),
@@ -183,10 +190,12 @@ impl Given {
 
 /// Moves what flat keys such as `tcp.seal` say into the tables that they name. A key that says something again stays.
 fn nest_flat_keys(extra: &mut Map<String, Value>) {
-    let is_flat = |key: &&String| key.split_once('.').is_some_and(|(table, _)| tables::names_table(table));
+    let is_flat =
+        |key: &&String| key.split_once('.').is_some_and(|(table, _)| tables::names_table(table));
     let flat: Vec<String> = extra.keys().filter(is_flat).cloned().collect();
     for key in flat {
-        let (Some((table, option)), Some(value)) = (key.split_once('.'), extra.get(&key).cloned()) else {
+        let (Some((table, option)), Some(value)) = (key.split_once('.'), extra.get(&key).cloned())
+        else {
             continue;
         };
         let table = extra.entry(table).or_insert_with(|| Map::new().into());
@@ -211,8 +220,9 @@ fn check_depth(object: &Map<String, Value>) -> Result<()> {
     if object.values().all(|value| fits(value, DEEPEST - 1)) {
         return Ok(());
     }
-    let sentence =
-        format!("the KV transfer configuration is nested more than {DEEPEST} deep; write flatter objects");
+    let sentence = format!(
+        "the KV transfer configuration is nested more than {DEEPEST} deep; write flatter objects"
+    );
     Err(Error::new(Kind::Invalid, sentence))
 }
 
@@ -223,7 +233,12 @@ struct Merging<'a> {
 }
 
 impl Merging<'_> {
-    fn object(&mut self, into: &mut Map<String, Value>, from: Map<String, Value>, path: &mut Vec<String>) {
+    fn object(
+        &mut self,
+        into: &mut Map<String, Value>,
+        from: Map<String, Value>,
+        path: &mut Vec<String>,
+    ) {
         for (key, value) in from {
             path.push(key.clone());
             match (into.get_mut(&key), value) {

@@ -21,7 +21,9 @@ impl Misfit {
                  {} or a whole number",
                 written.to_ascii_lowercase()
             ),
-            Misfit::TooLarge => format!("{written} does not fit in 64 bits; write a smaller number"),
+            Misfit::TooLarge => {
+                format!("{written} does not fit in 64 bits; write a smaller number")
+            }
         }
     }
 }
@@ -42,8 +44,10 @@ fn multiplier(suffix: char) -> Option<(u64, bool)> {
 
 /// `digits[.digits]suffix`, nothing else; `None` when `text` does not have that shape.
 fn suffixed(text: &str) -> Option<Result<u64, Misfit>> {
-    let (number, (factor, binary)) =
-        text.char_indices().next_back().and_then(|(at, last)| Some((&text[..at], multiplier(last)?)))?;
+    let (number, (factor, binary)) = text
+        .char_indices()
+        .next_back()
+        .and_then(|(at, last)| Some((&text[..at], multiplier(last)?)))?;
     let (whole, fraction) = match number.split_once('.') {
         Some((whole, fraction)) => (whole, Some(fraction)),
         None => (number, None),
@@ -53,11 +57,17 @@ fn suffixed(text: &str) -> Option<Result<u64, Misfit>> {
         return None;
     }
     Some(match fraction {
-        None => whole.parse::<u64>().ok().and_then(|whole| whole.checked_mul(factor)).ok_or(Misfit::TooLarge),
+        None => whole
+            .parse::<u64>()
+            .ok()
+            .and_then(|whole| whole.checked_mul(factor))
+            .ok_or(Misfit::TooLarge),
         Some(_) if binary => Err(Misfit::BinaryFraction),
         // As vLLM does it: through a double, cut to a whole number.
         Some(_) => match number.parse::<f64>() {
-            Ok(number) if number * (factor as f64) < 9.0e18 => Ok((number * (factor as f64)) as u64),
+            Ok(number) if number * (factor as f64) < 9.0e18 => {
+                Ok((number * (factor as f64)) as u64)
+            }
             _ => Err(Misfit::TooLarge),
         },
     })

@@ -98,8 +98,7 @@ impl ConfigReport {
             json!({"name": line.name, "value": line.value, "from": sources})
         };
         let opening = |opening: &Opening| json!({"name": opening.name, "note": opening.note});
-        let warning =
-            |warning: &Warning| json!({"concern": warning.concern().as_str(), "text": warning.sentence()});
+        let warning = |warning: &Warning| json!({"concern": warning.concern().as_str(), "text": warning.sentence()});
         json!({
             "kv_compat": self.compat.as_str(),
             "merged": self.merged,
@@ -127,7 +126,8 @@ impl fmt::Display for ConfigReport {
         };
         let (names, texts) = (width(|line| &line.name), width(|line| &line.value));
         for line in &self.values {
-            let sources = line.sources.iter().map(ValueSource::to_string).collect::<Vec<_>>().join(", then ");
+            let sources =
+                line.sources.iter().map(ValueSource::to_string).collect::<Vec<_>>().join(", then ");
             writeln!(f, "  {:names$}  {:texts$}  {sources}", line.name, line.value)?;
         }
         if !self.derived.is_empty() {
@@ -155,7 +155,10 @@ impl fmt::Display for ConfigReport {
             writeln!(f, "\nnot about KV transfer, ignored\n  {}", self.ignored.join(" "))?;
         }
         if self.ignored.iter().any(|argument| argument.split('=').next() == Some("--config")) {
-            writeln!(f, "  (kvx reads no --config file: write its kv-transfer-config on the command line)")?;
+            writeln!(
+                f,
+                "  (kvx reads no --config file: write its kv-transfer-config on the command line)"
+            )?;
         }
         Ok(())
     }
@@ -164,18 +167,17 @@ impl fmt::Display for ConfigReport {
 fn values(config: &KvTransferConfig) -> Vec<Line> {
     const EXTRA: &str = "kv_connector_extra_config";
     let compat = config.compat();
-    let written = |first: &'static str| config.given().sources().filter(move |(keys, _)| keys[0] == first);
+    let written =
+        |first: &'static str| config.given().sources().filter(move |(keys, _)| keys[0] == first);
     let mut lines = Vec::new();
     for field in config.fields_of_version() {
         let mut found = false;
         for (keys, sources) in written(field) {
             found = true;
-            let value = keys
-                .iter()
-                .skip(1)
-                .try_fold(config.given().object().get(field).unwrap_or(&Value::Null), |value, key| {
-                    value.get(key)
-                });
+            let value = keys.iter().skip(1).try_fold(
+                config.given().object().get(field).unwrap_or(&Value::Null),
+                |value, key| value.get(key),
+            );
             // Coerced fields show what was understood, not what was written.
             let value = match value {
                 Some(value) if field == EXTRA => value.to_string(),
@@ -194,8 +196,9 @@ fn values(config: &KvTransferConfig) -> Vec<Line> {
             if !config.extra().contains_key(key) {
                 let name = format!("{EXTRA}.{key}");
                 let other = DEFAULTS_OF_VLLM.iter().find(|(other, _)| *other == key);
-                let source =
-                    other.map_or(ValueSource::Default(compat), |(_, value)| ValueSource::Own(compat, value));
+                let source = other.map_or(ValueSource::Default(compat), |(_, value)| {
+                    ValueSource::Own(compat, value)
+                });
                 lines.push(Line { name, value: value.to_string(), sources: vec![source] });
             }
         }
@@ -217,7 +220,9 @@ fn values(config: &KvTransferConfig) -> Vec<Line> {
 /// The connector's settings by their keys.
 fn settings(config: &KvTransferConfig) -> Vec<(&'static str, Value)> {
     match config.connector() {
-        Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush) => nixl(config.nixl(), config.compat()),
+        Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush) => {
+            nixl(config.nixl(), config.compat())
+        }
         Some(ConnectorKind::Mooncake) => mooncake(config.mooncake(), config.compat()),
         _ => Vec::new(),
     }
@@ -299,7 +304,8 @@ fn derived(config: &KvTransferConfig, sizes: Sizes) -> Vec<(&'static str, String
             Some(address) => format!("at {address}"),
             None => ports(sizes, |rank| config.mooncake_port(rank)),
         };
-        let name = if config.compat() >= Compat::V0_16 { "bootstrap server" } else { "side channel" };
+        let name =
+            if config.compat() >= Compat::V0_16 { "bootstrap server" } else { "side channel" };
         out.push((name, text));
     }
     if connector.is_some() {
@@ -376,7 +382,8 @@ impl Sizes {
             };
             let mut ahead = arguments.clone();
             let value = inline.or_else(|| ahead.next().map(String::as_str));
-            match value.and_then(|value| value.parse().ok()).filter(|size| (1..=64).contains(size)) {
+            match value.and_then(|value| value.parse().ok()).filter(|size| (1..=64).contains(size))
+            {
                 Some(read) => {
                     *size = read;
                     if inline.is_none() {

@@ -132,7 +132,9 @@ impl Environment {
                 .read(MOONCAKE_ABORT, whole_seconds)?
                 .unwrap_or(Duration::from_secs(480)),
             mooncake_connector_timeout: variables
-                .read(MOONCAKE_TIMEOUT, |key, text| fields::seconds(key, &Value::String(text.to_owned())))?
+                .read(MOONCAKE_TIMEOUT, |key, text| {
+                    fields::seconds(key, &Value::String(text.to_owned()))
+                })?
                 .unwrap_or(Duration::from_secs(30)),
             kv_cache_layout: layout,
         })
@@ -180,8 +182,12 @@ impl Environment {
 
 /// A hint when NCCL is configured and KV transfer, which does not use NCCL, may have been meant.
 pub(super) fn nccl_hint(surroundings: &Surroundings, connector: &str) -> Option<Warning> {
-    let set: Vec<&str> =
-        surroundings.variables.keys().map(String::as_str).filter(|name| name.starts_with("NCCL_")).collect();
+    let set: Vec<&str> = surroundings
+        .variables
+        .keys()
+        .map(String::as_str)
+        .filter(|name| name.starts_with("NCCL_"))
+        .collect();
     (!set.is_empty()).then(|| {
         Warning::new(
             Concern::Nccl,
@@ -220,12 +226,13 @@ fn port(name: &str, text: &str) -> Result<u16> {
 
 fn port_or_any(name: &str, text: &str) -> Result<u16> {
     let any = "or 0 for one that is free";
-    text.parse().map_err(|_| invalid(format!("{name} is {text:?}; write a port from 1 to 65535, {any}")))
+    text.parse()
+        .map_err(|_| invalid(format!("{name} is {text:?}; write a port from 1 to 65535, {any}")))
 }
 
 fn whole_seconds(name: &str, text: &str) -> Result<Duration> {
     let seconds = text.parse::<u32>().ok().filter(|seconds| *seconds > 0);
-    seconds
-        .map(|seconds| Duration::from_secs(seconds.into()))
-        .ok_or_else(|| invalid(format!("{name} is {text:?}; write a whole number of seconds above 0")))
+    seconds.map(|seconds| Duration::from_secs(seconds.into())).ok_or_else(|| {
+        invalid(format!("{name} is {text:?}; write a whole number of seconds above 0"))
+    })
 }

@@ -139,7 +139,8 @@ pub(super) fn check(object: &Map<String, Value>, compat: Compat) -> Result<Vec<W
                 warnings.extend(unknown_factors(factors));
             }
             if compat < known.since || compat > known.until {
-                let sentence = format!("{} is not read by {compat}; kvx ignores it: remove it", extra(key));
+                let sentence =
+                    format!("{} is not read by {compat}; kvx ignores it: remove it", extra(key));
                 warnings.push(Warning::new(Concern::Version, sentence));
             }
         } else {
@@ -182,12 +183,15 @@ fn factors_of<'a>(key: &str, value: &'a Value) -> Result<&'a Map<String, Value>>
             _ => false,
         }
     }
-    let wrong = |wanted: &str| Error::new(Kind::Invalid, format!("{key} is {value}; write {wanted}"));
+    let wrong =
+        |wanted: &str| Error::new(Kind::Invalid, format!("{key} is {value}; write {wanted}"));
     let Value::Object(object) = value else {
         return Err(wrong("an object of factors, {\"model\": …}"));
     };
     match object.iter().find(|(_, value)| has_fraction(value)) {
-        Some((name, _)) => Err(wrong(&format!("{name} without a fraction, which no hash of vLLM has"))),
+        Some((name, _)) => {
+            Err(wrong(&format!("{name} without a fraction, which no hash of vLLM has")))
+        }
         None => Ok(object),
     }
 }
@@ -210,10 +214,13 @@ fn unknown_factors(factors: &Map<String, Value>) -> Vec<Warning> {
 fn check_table(table: &OptionTable, value: &Value) -> Result<()> {
     let Value::Object(object) = value else {
         let name = extra(table.name);
-        let sentence = format!("{name} is {value}; write an object with keys of: {}", table.keys.join(", "));
+        let sentence =
+            format!("{name} is {value}; write an object with keys of: {}", table.keys.join(", "));
         return Err(Error::new(Kind::Invalid, sentence));
     };
-    let Some(key) = object.keys().find(|key| !table.keys.contains(&key.as_str())) else { return Ok(()) };
+    let Some(key) = object.keys().find(|key| !table.keys.contains(&key.as_str())) else {
+        return Ok(());
+    };
     let name = table.name;
     let hint = nearest(key, table.keys.iter().copied())
         .map_or_else(String::new, |near| format!("; did you mean {name}.{near}?"));
@@ -231,7 +238,9 @@ const SECURITY_KEYS: &[&str] =
 /// The table with this name or alias, in whatever case.
 fn table_called(name: &str) -> Option<&'static OptionTable> {
     let lower = name.to_ascii_lowercase();
-    OPTION_TABLES.iter().find(|table| table.name == lower || table.aliases.contains(&lower.as_str()))
+    OPTION_TABLES
+        .iter()
+        .find(|table| table.name == lower || table.aliases.contains(&lower.as_str()))
 }
 
 /// True for the name of a table, also in another case or as an alias: an error then says what to write.
@@ -258,10 +267,19 @@ fn unknown(key: &str, value: &Value) -> Result<Warning> {
             extra(key)
         ));
     }
-    if let Some(table) = OPTION_TABLES.iter().find(|table| table.name == "tcp" && table.keys.contains(&key)) {
-        return refused(format!("{} is not an option; write {}.{key}", extra(key), extra(table.name)));
+    if let Some(table) =
+        OPTION_TABLES.iter().find(|table| table.name == "tcp" && table.keys.contains(&key))
+    {
+        return refused(format!(
+            "{} is not an option; write {}.{key}",
+            extra(key),
+            extra(table.name)
+        ));
     }
-    let names = KNOWN_KEYS.iter().map(|known| known.name).chain(OPTION_TABLES.iter().map(|table| table.name));
+    let names = KNOWN_KEYS
+        .iter()
+        .map(|known| known.name)
+        .chain(OPTION_TABLES.iter().map(|table| table.name));
     let near = nearest(key, names);
     if let Some(near) = near.filter(|near| SECURITY_KEYS.contains(near)) {
         return refused(format!("{} is not an option; did you mean {near}?", extra(key)));
@@ -340,7 +358,11 @@ struct KeyReader<'a> {
 }
 
 impl KeyReader<'_> {
-    fn read<T>(&self, key: &str, read: impl FnOnce(&str, &Value) -> Result<T>) -> Result<Option<T>> {
+    fn read<T>(
+        &self,
+        key: &str,
+        read: impl FnOnce(&str, &Value) -> Result<T>,
+    ) -> Result<Option<T>> {
         let known = KNOWN_KEYS.iter().find(|known| known.name == key);
         let applies = known.is_some_and(|known| (known.since..=known.until).contains(&self.compat));
         self.object.get(key).filter(|_| applies).map(|value| read(&extra(key), value)).transpose()
@@ -362,7 +384,8 @@ impl KeyReader<'_> {
 
 pub(super) fn nixl(object: &Map<String, Value>, compat: Compat) -> Result<NixlSettings> {
     let reader = KeyReader { object, compat };
-    let decoder_kv_blocks_ttl = reader.seconds("decoder_kv_blocks_ttl", Duration::from_secs(480))?;
+    let decoder_kv_blocks_ttl =
+        reader.seconds("decoder_kv_blocks_ttl", Duration::from_secs(480))?;
     let engine_ttl = match reader.read("engine_ttl", fields::number)?.unwrap_or(3600.0) {
         seconds if seconds <= 0.0 => None,
         seconds => Some(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)),
@@ -371,7 +394,8 @@ pub(super) fn nixl(object: &Map<String, Value>, compat: Compat) -> Result<NixlSe
         num_threads: reader.whole("num_threads", NUM_THREADS)?,
         kv_lease_duration: reader.seconds("kv_lease_duration", Duration::from_secs(30))?,
         decoder_kv_blocks_ttl,
-        push_registration_timeout: reader.seconds("push_registration_timeout", decoder_kv_blocks_ttl)?,
+        push_registration_timeout: reader
+            .seconds("push_registration_timeout", decoder_kv_blocks_ttl)?,
         kv_recompute_threshold: reader.whole("kv_recompute_threshold", 64)?,
         bidirectional_kv_xfer: reader.flag("bidirectional_kv_xfer", false)?,
         engine_ttl,
@@ -379,10 +403,14 @@ pub(super) fn nixl(object: &Map<String, Value>, compat: Compat) -> Result<NixlSe
         enable_cross_layers_blocks: reader.flag("enable_cross_layers_blocks", false)?,
         load_timeout: reader.seconds("load_timeout", Duration::from_secs(120))?,
         kvx_digest: reader.flag("kvx_digest", false)?,
-        factors: reader.read("factors", |key, value| factors_of(key, value).cloned())?.unwrap_or_default(),
+        factors: reader
+            .read("factors", |key, value| factors_of(key, value).cloned())?
+            .unwrap_or_default(),
         side_channel_bind: reader.read("side_channel_bind", fields::text)?,
         allowed_hosts: reader.read("allowed_hosts", fields::texts)?,
-        allow_unsigned_params: reader.read("allow_unsigned_params", fields::texts)?.unwrap_or_default(),
+        allow_unsigned_params: reader
+            .read("allow_unsigned_params", fields::texts)?
+            .unwrap_or_default(),
     })
 }
 
@@ -390,7 +418,9 @@ pub(super) fn mooncake(object: &Map<String, Value>, compat: Compat) -> Result<Mo
     let reader = KeyReader { object, compat };
     Ok(MooncakeSettings {
         num_workers: reader.whole("num_workers", 10)?,
-        mooncake_protocol: reader.read("mooncake_protocol", fields::text)?.unwrap_or_else(|| "rdma".into()),
+        mooncake_protocol: reader
+            .read("mooncake_protocol", fields::text)?
+            .unwrap_or_else(|| "rdma".into()),
         device_name: reader.read("device_name", fields::text)?.unwrap_or_default(),
         bootstrap_server_address: reader.read("bootstrap_server_address", fields::text)?,
         prefill_side_swa_replay: reader.flag("prefill_side_swa_replay", false)?,

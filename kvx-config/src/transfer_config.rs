@@ -94,7 +94,11 @@ impl KvTransferConfig {
         Self::resolve_within(given, surroundings, None)
     }
 
-    fn resolve_within(given: Given, surroundings: &Surroundings, parent: Option<Compat>) -> Result<Self> {
+    fn resolve_within(
+        given: Given,
+        surroundings: &Surroundings,
+        parent: Option<Compat>,
+    ) -> Result<Self> {
         let object = given.object();
         check_names(object)?;
         let get = |key: &str| object.get(key);
@@ -104,7 +108,9 @@ impl KvTransferConfig {
         let extra = match get("kv_connector_extra_config") {
             None => &empty,
             Some(Value::Object(extra)) => extra,
-            Some(other) => return Err(fields::wrong("kv_connector_extra_config", other, "an object, {…}")),
+            Some(other) => {
+                return Err(fields::wrong("kv_connector_extra_config", other, "an object, {…}"));
+            }
         };
         let compat = match extra.get("kv_compat") {
             Some(value) => Compat::from_value(value)?,
@@ -130,7 +136,9 @@ impl KvTransferConfig {
                     fields::roles()
                 )));
             }
-            Some(name) => Some(connectors::find(name, kv_connector_module_path.as_deref(), surroundings)?),
+            Some(name) => {
+                Some(connectors::find(name, kv_connector_module_path.as_deref(), surroundings)?)
+            }
         };
 
         let kv_buffer_device = match get("kv_buffer_device") {
@@ -159,7 +167,8 @@ impl KvTransferConfig {
             buffer_device,
             kv_role,
             kv_port: get("kv_port").map_or(Ok(14579), |value| {
-                fields::whole("kv_port", value, 0..=65535).map(|port| u16::try_from(port).unwrap_or(u16::MAX))
+                fields::whole("kv_port", value, 0..=65535)
+                    .map(|port| u16::try_from(port).unwrap_or(u16::MAX))
             })?,
             enable_permute_local_kv: get("enable_permute_local_kv")
                 .map_or(Ok(false), |value| fields::flag("enable_permute_local_kv", value))?,
@@ -172,7 +181,8 @@ impl KvTransferConfig {
             kv_rank: filled("kv_rank").map(|value| whole("kv_rank", value)).transpose()?,
             kv_parallel_size: get("kv_parallel_size")
                 .map_or(Ok(1), |value| whole("kv_parallel_size", value))?,
-            kv_ip: get("kv_ip").map_or(Ok("127.0.0.1".into()), |value| fields::text("kv_ip", value))?,
+            kv_ip: get("kv_ip")
+                .map_or(Ok("127.0.0.1".into()), |value| fields::text("kv_ip", value))?,
             backends: tables::backends(extra)?,
             nixl: tables::nixl(extra, compat)?,
             mooncake: tables::mooncake(extra, compat)?,
@@ -191,7 +201,9 @@ impl KvTransferConfig {
         if parent.is_none() {
             config.warnings.extend(config.environment.abort_warning(compat));
             let connector = config.kv_connector.as_deref();
-            config.warnings.extend(connector.and_then(|name| surroundings::nccl_hint(surroundings, name)));
+            config
+                .warnings
+                .extend(connector.and_then(|name| surroundings::nccl_hint(surroundings, name)));
         }
         if config.connector == Some(ConnectorKind::Multi) {
             for (at, child) in connectors::children(extra)?.into_iter().enumerate() {
@@ -205,8 +217,12 @@ impl KvTransferConfig {
     fn add_child(&mut self, at: usize, child: &Map<String, Value>) -> Result<()> {
         let prefix = format!("kv_connector_extra_config.connectors[{at}]");
         let surroundings = self.surroundings.clone().engine_id(self.engine_id.clone());
-        let child = Self::resolve_within(Given::from_object(child.clone()), &surroundings, Some(self.compat))
-            .map_err(|error| Error::new(error.kind(), format!("{prefix}: {}", error.sentence())))?;
+        let child = Self::resolve_within(
+            Given::from_object(child.clone()),
+            &surroundings,
+            Some(self.compat),
+        )
+        .map_err(|error| Error::new(error.kind(), format!("{prefix}: {}", error.sentence())))?;
         self.warnings.extend(child.warnings.iter().cloned().map(|warning| warning.within(&prefix)));
         self.children.push(child);
         Ok(())
@@ -238,7 +254,8 @@ impl KvTransferConfig {
                 format!("{}: {compat} has no such field yet; kvx reads it", added.join(", ")),
             );
         }
-        let nixl = matches!(self.connector, Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush));
+        let nixl =
+            matches!(self.connector, Some(ConnectorKind::NixlPull | ConnectorKind::NixlPush));
         if nixl && compat <= Compat::V0_11 {
             warn(
                 Concern::Version,
@@ -260,7 +277,9 @@ impl KvTransferConfig {
             );
         }
         let active = |key: &str| self.connector.is_some() || object.contains_key(key);
-        if self.kv_load_failure_policy == LoadFailurePolicy::Recompute && active("kv_load_failure_policy") {
+        if self.kv_load_failure_policy == LoadFailurePolicy::Recompute
+            && active("kv_load_failure_policy")
+        {
             warn(
                 Concern::Recompute,
                 "kv_load_failure_policy recompute: after a failed load the decode instance does prefill work, for \
@@ -337,7 +356,11 @@ impl KvTransferConfig {
     /// `kv_connector_extra_config`: everything, also what kvx does not know.
     pub fn extra(&self) -> &Map<String, Value> {
         static EMPTY: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
-        self.given.object().get("kv_connector_extra_config").and_then(Value::as_object).unwrap_or(&EMPTY)
+        self.given
+            .object()
+            .get("kv_connector_extra_config")
+            .and_then(Value::as_object)
+            .unwrap_or(&EMPTY)
     }
 
     /// One key of `kv_connector_extra_config`, or `default`.
@@ -435,7 +458,8 @@ impl KvTransferConfig {
 
     /// Whether the connector has this name, or one of a MultiConnector's children does.
     pub fn has_connector(&self, name: &str) -> bool {
-        self.kv_connector() == Some(name) || self.children.iter().any(|child| child.has_connector(name))
+        self.kv_connector() == Some(name)
+            || self.children.iter().any(|child| child.has_connector(name))
     }
 
     /// What vLLM adds of this configuration to the hash of its compiled graph: nothing, the MD5 of `[]`.
@@ -503,12 +527,18 @@ fn invalid(sentence: String) -> Error {
 
 fn check_names(object: &Map<String, Value>) -> Result<()> {
     let names = FIELDS.iter().map(|field| field.name);
-    let Some(key) = object.keys().find(|key| !names.clone().any(|name| name == key.as_str())) else {
+    let Some(key) = object.keys().find(|key| !names.clone().any(|name| name == key.as_str()))
+    else {
         return Ok(());
     };
-    let hint = nearest(key, names.clone()).map_or_else(String::new, |near| format!("; did you mean {near}?"));
-    let current =
-        FIELDS.iter().filter(|field| !field.removed).map(|field| field.name).collect::<Vec<_>>().join(", ");
+    let hint = nearest(key, names.clone())
+        .map_or_else(String::new, |near| format!("; did you mean {near}?"));
+    let current = FIELDS
+        .iter()
+        .filter(|field| !field.removed)
+        .map(|field| field.name)
+        .collect::<Vec<_>>()
+        .join(", ");
     Err(invalid(format!(
         "unexpected keyword argument {key:?}: KVTransferConfig has no such field{hint}; fields: {current}"
     )))

@@ -33,11 +33,13 @@ fn engine(name: &str, digests: bool) -> (Connector, Arc<Memory>) {
     (factors.num_kv_heads, factors.num_hidden_layers) = (1, LAYERS as u32);
     let mut registry = Registry::new();
     registry.add(kvx_native::Shm).expect("a name of its own");
-    let builder = Connector::builder(&config, registry).model(factors).block_size(TOKENS).any_port();
+    let builder =
+        Connector::builder(&config, registry).model(factors).block_size(TOKENS).any_port();
     let connector = builder.build_blocking().expect("a side channel");
     let pool = Arc::new(Memory::pool(LAYERS * BLOCKS * BLOCK).build().expect("64 MiB"));
     let layer = |at: usize| {
-        pool.copy_in(at * BLOCKS * BLOCK, &vec![at as u8 + 1; BLOCKS * BLOCK]).expect("it is within");
+        pool.copy_in(at * BLOCKS * BLOCK, &vec![at as u8 + 1; BLOCKS * BLOCK])
+            .expect("it is within");
         LayerCache {
             name: format!("layers.{at}").into(),
             tensors: KvTensors::Together(pool.address() + (at * BLOCKS * BLOCK) as u64),
@@ -64,7 +66,8 @@ fn scattered() -> Vec<u32> {
 fn both([prefill, decode]: &[(Connector, Arc<Memory>); 2], round: usize) -> [f64; 2] {
     let lists = || BlockLists::single(scattered());
     let began = Instant::now();
-    let published = Prefill::new(&prefill.0).publish(format!("r{round}"), lists(), BLOCKS as u32 * TOKENS);
+    let published =
+        Prefill::new(&prefill.0).publish(format!("r{round}"), lists(), BLOCKS as u32 * TOKENS);
     let (lease, params) = published.expect("right blocks");
     let publishing = began.elapsed();
     let began = Instant::now();
@@ -96,8 +99,9 @@ fn main() {
     let [without, with] =
         [false, true].map(|digests| [engine("prefill", digests), engine("decode", digests)]);
     let bytes: Vec<u8> = (0..LAYERS * BLOCKS * BLOCK).map(|at| at as u8).collect();
-    let rounds: Vec<_> =
-        (0..ROUNDS).map(|round| (both(&without, round), both(&with, round), hashing(&bytes))).collect();
+    let rounds: Vec<_> = (0..ROUNDS)
+        .map(|round| (both(&without, round), both(&with, round), hashing(&bytes)))
+        .collect();
     let alone = median(rounds.iter().map(|round| round.2).collect());
     let bars = std::env::args().any(|argument| argument == "--bars");
     if !bars {
@@ -107,7 +111,8 @@ fn main() {
         );
     }
     for (at, what) in ["publishing", "loading"].into_iter().enumerate() {
-        let added = median(rounds.iter().map(|round| (round.1[at] - round.0[at]) / round.2).collect());
+        let added =
+            median(rounds.iter().map(|round| (round.1[at] - round.0[at]) / round.2).collect());
         let [without, with] = [
             median(rounds.iter().map(|round| round.0[at] * 1e3).collect()),
             median(rounds.iter().map(|round| round.1[at] * 1e3).collect()),

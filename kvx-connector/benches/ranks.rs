@@ -35,14 +35,23 @@ fn params() -> TransferParams {
 }
 
 /// One step that orders loads of 64 blocks: until what it orders is on its way to the last rank.
-fn step(connector: &Connector, ranks: &[Rank], params: &TransferParams, number: &mut u64) -> Duration {
+fn step(
+    connector: &Connector,
+    ranks: &[Rank],
+    params: &TransferParams,
+    number: &mut u64,
+) -> Duration {
     let blocks: Vec<u32> = (0..BLOCKS).collect();
     for _ in 0..LOADS {
         *number += 1;
         let request: RequestId = format!("request-{number}").into();
         let tokens = BLOCKS * BLOCK;
-        let arrival =
-            Arrival { request: &request, prompt_tokens: tokens, params: Some(params), deadline: None };
+        let arrival = Arrival {
+            request: &request,
+            prompt_tokens: tokens,
+            params: Some(params),
+            deadline: None,
+        };
         connector.on_new_request(arrival).unwrap();
         let fill = rig::lists(&blocks);
         let allocation = Allocation { fill, computed: 0, external: tokens };
@@ -72,7 +81,8 @@ struct Joined {
 impl Joined {
     fn new(tp: u32) -> Self {
         let connector = rig::builder("engine", "{}").workers(tp, 1).build_blocking().unwrap();
-        let path = std::env::temp_dir().join(format!("kvx-bench-ranks-{}-{tp}", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("kvx-bench-ranks-{}-{tp}", std::process::id()));
         let whole = connector.group(&path, LIMIT);
         let start = |rank: u32| Child::start_self(VARIABLE, &format!("{} {rank}", path.display()));
         let processes = (0..tp).map(start).collect::<Result<_, _>>().unwrap();
@@ -108,7 +118,8 @@ fn bars() {
     let mut engines = [Joined::new(1), Joined::new(16)];
     let mut round = || engines.each_mut().map(|engine| engine.step().as_secs_f64());
     round();
-    let mut added: Vec<_> = (0..101).map(|_| round()).map(|[one, all]| (all - one) / 15.0 * 1e6).collect();
+    let mut added: Vec<_> =
+        (0..101).map(|_| round()).map(|[one, all]| (all - one) / 15.0 * 1e6).collect();
     added.sort_unstable_by(f64::total_cmp);
     println!("{{\"cost\":\"rank_us\",\"value\":{}}}", added[added.len() / 2]);
     engines.into_iter().for_each(Joined::end);

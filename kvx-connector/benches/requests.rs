@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput};
 use kvx_connector::engine::{
-    Action, Address, Allocation, Arrival, BlockLists, Ending, Outcome, OutputAggregator, PeerPlan, RequestId,
-    Scheduler, Settings, Status, Time, Transferred, Worker, WorkerRank,
+    Action, Address, Allocation, Arrival, BlockLists, Ending, Outcome, OutputAggregator, PeerPlan,
+    RequestId, Scheduler, Settings, Status, Time, Transferred, Worker, WorkerRank,
 };
 use kvx_connector::mapping::{
-    Caches, Heads, KvLayout, KvTensors, LayerCache, MappingOptions, MemoryType, PeerMap, Remote, RemoteRank,
-    Tp,
+    Caches, Heads, KvLayout, KvTensors, LayerCache, MappingOptions, MemoryType, PeerMap, Remote,
+    RemoteRank, Tp,
 };
 use kvx_connector::params::{Dialect, TransferParams};
 use kvx_core::{Indices, Op};
@@ -83,7 +83,8 @@ fn caches() -> Caches {
         memory: MemoryType::Vram,
         heads: Heads::Sharded(8),
     };
-    Caches::of_layers((0..LAYERS).map(layer).collect(), KvLayout::Lbhnc, TOKENS, 1, 0).expect("a right model")
+    Caches::of_layers((0..LAYERS).map(layer).collect(), KvLayout::Lbhnc, TOKENS, 1, 0)
+        .expect("a right model")
 }
 
 struct Both {
@@ -100,12 +101,14 @@ impl Both {
         let ranks = [(RemoteRank { pp: 0, tp: 0 }, caches.geometry().clone())];
         let remote = Remote { tp_size: 1, pp_size: 1, dcp_size: 1, ranks: &ranks };
         let tp = Tp::new(0, 1).expect("one rank");
-        let map =
-            PeerMap::new(Op::Read, &caches, tp, &remote, &MappingOptions::default()).expect("equal engines");
+        let map = PeerMap::new(Op::Read, &caches, tp, &remote, &MappingOptions::default())
+            .expect("equal engines");
         let given = |request: u32| {
             // Blocks of a request lie scattered.
             let block = |at: u32, salt: u32| at * REQUESTS + (request * 7 + at * salt) % REQUESTS;
-            let list = |salt| BlockLists::single((0..BLOCKS).map(|at| block(at, salt)).collect::<Vec<_>>());
+            let list = |salt| {
+                BlockLists::single((0..BLOCKS).map(|at| block(at, salt)).collect::<Vec<_>>())
+            };
             Given {
                 prefill: format!("cmpl-7f9c2ba4-{request}-0-0000abcd").into(),
                 decode: format!("cmpl-7f9c2ba4-{request}-0-0000ef01").into(),
@@ -193,7 +196,13 @@ impl Both {
 }
 
 fn ending(blocks: &BlockLists, computed: u32) -> Ending {
-    Ending { status: Status::LengthCapped, blocks: blocks.clone(), computed, cached: None, reference: None }
+    Ending {
+        status: Status::LengthCapped,
+        blocks: blocks.clone(),
+        computed,
+        cached: None,
+        reference: None,
+    }
 }
 
 impl Engine {
@@ -208,8 +217,11 @@ impl Engine {
         self.scheduler.on_new_request(now, arrival).expect("right parameters");
         let allocation = Allocation { fill: BlockLists::default(), computed: 0, external: 0 };
         self.scheduler.update_state_after_alloc(now, &given.prefill, allocation);
-        let finished =
-            self.scheduler.request_finished(now, &given.prefill, ending(&given.there, BLOCKS * TOKENS));
+        let finished = self.scheduler.request_finished(
+            now,
+            &given.prefill,
+            ending(&given.there, BLOCKS * TOKENS),
+        );
         if self.worker.is_empty() {
             self.step(now);
         }
@@ -226,7 +238,8 @@ impl Engine {
         self.scheduler.on_new_request(now, arrival).expect("right parameters");
         let matched = self.scheduler.get_num_new_matched_tokens(now, &given.decode, 0);
         assert_eq!(matched.tokens, BLOCKS * TOKENS);
-        let allocation = Allocation { fill: given.here.clone(), computed: 0, external: matched.tokens };
+        let allocation =
+            Allocation { fill: given.here.clone(), computed: 0, external: matched.tokens };
         self.scheduler.update_state_after_alloc(now, &given.decode, allocation);
     }
 }
@@ -234,7 +247,8 @@ impl Engine {
 /// Parameters of one request as text, and back.
 fn as_json(params: &TransferParams) -> TransferParams {
     let text = params.to_value(Dialect::default()).expect("right parameters").to_string();
-    TransferParams::from_value(&serde_json::from_str(&text).expect("JSON")).expect("right parameters")
+    TransferParams::from_value(&serde_json::from_str(&text).expect("JSON"))
+        .expect("right parameters")
 }
 
 fn criterion(mut criterion: Criterion) {

@@ -21,7 +21,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use kvx_core::{
-    Agent, Error, Generation, Kind, Metadata, Op, Peer, PeerRegion, Place, Plan, Region, Result, Span,
+    Agent, Error, Generation, Kind, Metadata, Op, Peer, PeerRegion, Place, Plan, Region, Result,
+    Span,
 };
 
 use crate::wire::nixl::{NixlBlob, NixlDescriptor, NixlMemory, NixlSection};
@@ -83,8 +84,11 @@ impl NixlPeer {
     /// `Malformed`; `Incompatible` for an agent without the backend KVX, or with one of another age; `Closed`.
     pub fn connect(agent: &Agent, blob: &[u8]) -> Result<Self> {
         let blob = NixlBlob::decode(blob)?;
-        let Some((_, introduction)) = blob.connections.iter().find(|(backend, _)| backend == BACKEND) else {
-            let backends: Vec<_> = blob.connections.iter().map(|(backend, _)| backend.as_str()).collect();
+        let Some((_, introduction)) =
+            blob.connections.iter().find(|(backend, _)| backend == BACKEND)
+        else {
+            let backends: Vec<_> =
+                blob.connections.iter().map(|(backend, _)| backend.as_str()).collect();
             return Err(incompatible(
                 &blob.agent,
                 format_args!(
@@ -96,7 +100,10 @@ impl NixlPeer {
         let peer = agent.connect(introduction)?;
         if *peer.identity().name != *blob.agent {
             let other = &peer.identity().name;
-            return Err(incompatible(&blob.agent, format_args!("its backend introduces itself as {other}")));
+            return Err(incompatible(
+                &blob.agent,
+                format_args!("its backend introduces itself as {other}"),
+            ));
         }
         let mut made = NixlPeer { peer, regions: BTreeMap::new() };
         made.take(&blob)?;
@@ -111,8 +118,11 @@ impl NixlPeer {
     pub fn update(&mut self, blob: &[u8]) -> Result<usize> {
         let blob = NixlBlob::decode(blob)?;
         if *blob.agent != *self.peer.identity().name {
-            let why =
-                format!("the metadata is of agent {}, this is {}", blob.agent, self.peer.identity().name);
+            let why = format!(
+                "the metadata is of agent {}, this is {}",
+                blob.agent,
+                self.peer.identity().name
+            );
             return Err(Error::new(Kind::Invalid, why));
         }
         self.take(&blob)
@@ -145,7 +155,8 @@ impl NixlPeer {
         }
         let new = learnt.len();
         for (range, region) in learnt {
-            if let Some((_, old)) = self.regions.insert(range.address, (range.key.clone(), region)) {
+            if let Some((_, old)) = self.regions.insert(range.address, (range.key.clone(), region))
+            {
                 self.peer.forget(&old);
             }
         }
@@ -159,7 +170,8 @@ impl NixlPeer {
 
     /// Whether this metadata is of a NIXL agent with the backend KVX.
     pub fn is_offered(blob: &[u8]) -> bool {
-        let offers = |blob: NixlBlob| blob.connections.iter().any(|(backend, _)| backend == BACKEND);
+        let offers =
+            |blob: NixlBlob| blob.connections.iter().any(|(backend, _)| backend == BACKEND);
         NixlBlob::decode(blob).is_ok_and(offers)
     }
 

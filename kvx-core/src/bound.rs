@@ -78,7 +78,16 @@ impl Bound {
         locals: Vec<LocalSide>,
         remotes: Vec<RemoteSide>,
     ) -> Self {
-        Bound { op, link, pairs, locals, remotes, size, native: OnceLock::new(), making: Mutex::new(()) }
+        Bound {
+            op,
+            link,
+            pairs,
+            locals,
+            remotes,
+            size,
+            native: OnceLock::new(),
+            making: Mutex::new(()),
+        }
     }
 
     /// The operation.

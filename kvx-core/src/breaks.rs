@@ -1,7 +1,9 @@
 //! Switches that break, on purpose, the clauses that core alone keeps: the conformance suite must then fail.
 
 #[cfg(all(feature = "break-for-tests", not(debug_assertions)))]
-compile_error!("feature \"break-for-tests\" breaks kvx on purpose: never enable it in a release build");
+compile_error!(
+    "feature \"break-for-tests\" breaks kvx on purpose: never enable it in a release build"
+);
 
 #[cfg(feature = "break-for-tests")]
 mod imp {

@@ -72,7 +72,8 @@ impl Budget {
 
     fn fits(&self, used: &Used, description: usize) -> bool {
         used.transfers < self.limits.transfers
-            && (used.transfers == 0 || used.description_bytes + description <= self.limits.description_bytes)
+            && (used.transfers == 0
+                || used.description_bytes + description <= self.limits.description_bytes)
     }
 
     pub(crate) fn give_back(&self, description: usize) {

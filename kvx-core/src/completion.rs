@@ -143,8 +143,12 @@ impl<T> Completion<T> {
     /// ```
     pub fn join(self) -> Result<T> {
         crate::fork::check()?; // the lock may be held for ever in a child
-        let until =
-            self.0.state.lock().until.map(|until| Deadline::from(until.checked_add(GRACE).unwrap_or(until)));
+        let until = self
+            .0
+            .state
+            .lock()
+            .until
+            .map(|until| Deadline::from(until.checked_add(GRACE).unwrap_or(until)));
         self.wait(until.unwrap_or_else(Deadline::default_for_transfers))
     }
 
@@ -235,7 +239,8 @@ mod tests {
 
     #[test]
     fn a_wait_ends_at_its_deadline() {
-        let error = Completion::<()>::of(Promise::new()).wait(Duration::from_millis(10)).unwrap_err();
+        let error =
+            Completion::<()>::of(Promise::new()).wait(Duration::from_millis(10)).unwrap_err();
         assert_eq!(error.kind(), Kind::TimedOut);
     }
 
@@ -244,7 +249,9 @@ mod tests {
         let clock = Clock::start("test").unwrap();
         let begun = Instant::now();
         let promise = Promise::<()>::new();
-        promise.by(&clock, Duration::from_millis(20).into(), || Error::new(Kind::StillShared, "its own"));
+        promise.by(&clock, Duration::from_millis(20).into(), || {
+            Error::new(Kind::StillShared, "its own")
+        });
         let error = Completion::of(Arc::clone(&promise)).join().unwrap_err();
         assert_eq!(error.kind(), Kind::StillShared, "{error}");
         // Of an operation that does not keep its deadline a thread is rid all the same.

@@ -161,8 +161,14 @@ impl Clock {
 
     /// Asks every watched operation whether `reason` ends it.
     pub(crate) fn interrupt(&self, reason: &Reason) {
-        let all: Vec<_> =
-            self.shared.table.lock().entries.iter().map(|(_, entry)| Arc::clone(&entry.operation)).collect();
+        let all: Vec<_> = self
+            .shared
+            .table
+            .lock()
+            .entries
+            .iter()
+            .map(|(_, entry)| Arc::clone(&entry.operation))
+            .collect();
         for operation in all {
             operation.interrupt(reason);
         }
@@ -177,7 +183,8 @@ impl Clock {
         {
             thread.join().ok(); // a panic there has been reported by the panic hook
         }
-        let left: Vec<_> = self.shared.table.lock().entries.drain().map(|entry| entry.operation).collect();
+        let left: Vec<_> =
+            self.shared.table.lock().entries.drain().map(|entry| entry.operation).collect();
         for operation in left {
             operation.expire();
         }
@@ -214,7 +221,8 @@ impl ClockShared {
                 .map(|(slot, entry)| (entry.at, slot))
                 .collect();
             due.sort_unstable();
-            let due: Vec<_> = due.into_iter().map(|(_, slot)| table.entries.remove(slot).operation).collect();
+            let due: Vec<_> =
+                due.into_iter().map(|(_, slot)| table.entries.remove(slot).operation).collect();
             table.next = table.entries.iter().map(|(_, entry)| entry.at).min();
             drop(table);
             for operation in due {

@@ -62,7 +62,8 @@ mod imp {
         fn from(descriptor: OwnedFd) -> Self {
             watch();
             if NOWHERE.load(Ordering::Relaxed) < 0
-                && let Ok(nowhere) = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null")
+                && let Ok(nowhere) =
+                    std::fs::OpenOptions::new().read(true).write(true).open("/dev/null")
             {
                 let nowhere = OwnedFd::from(nowhere);
                 if NOWHERE
@@ -72,7 +73,9 @@ mod imp {
                     let _kept = nowhere.into_raw_fd(); // for the life of the process
                 }
             }
-            if let Some((word, bit)) = place(&descriptor).filter(|_| !crate::breaks::broken("fork-keeps")) {
+            if let Some((word, bit)) =
+                place(&descriptor).filter(|_| !crate::breaks::broken("fork-keeps"))
+            {
                 USED.fetch_max(word + 1, Ordering::Relaxed);
                 KEPT[word].fetch_or(bit, Ordering::Relaxed);
             }
@@ -110,7 +113,8 @@ mod imp {
 
     /// Its word and bit in the table, if it has any.
     fn place(descriptor: &OwnedFd) -> Option<(usize, u64)> {
-        let number = usize::try_from(descriptor.as_raw_fd()).ok().filter(|number| *number < DESCRIPTORS)?;
+        let number =
+            usize::try_from(descriptor.as_raw_fd()).ok().filter(|number| *number < DESCRIPTORS)?;
         Some((number / 64, 1 << (number % 64)))
     }
 
@@ -126,8 +130,11 @@ mod imp {
                 let (mut reader, writer) = std::io::pipe().unwrap();
                 let writer = OwnedFd::from(writer);
                 let number = writer.as_raw_fd();
-                let (one, other) =
-                    if private { (Some(Private::from(writer)), None) } else { (None, Some(writer)) };
+                let (one, other) = if private {
+                    (Some(Private::from(writer)), None)
+                } else {
+                    (None, Some(writer))
+                };
                 // SAFETY: the child makes system calls only, and ends by them.
                 let child = unsafe { libc::fork() };
                 if child == 0 {
@@ -144,14 +151,21 @@ mod imp {
                 drop((one, other));
                 reader.read_to_end(&mut Vec::new()).unwrap(); // ends when nobody has the other end
                 let took = begun.elapsed();
-                assert_eq!(private, took < std::time::Duration::from_millis(700), "{private}: {took:?}");
+                assert_eq!(
+                    private,
+                    took < std::time::Duration::from_millis(700),
+                    "{private}: {took:?}"
+                );
                 // SAFETY: our child, which nobody else waits for.
                 unsafe {
                     libc::kill(child, libc::SIGKILL);
                     libc::waitpid(child, std::ptr::null_mut(), 0);
                 }
             }
-            assert!(KEPT.iter().all(|word| word.load(Ordering::Relaxed) == 0), "what is closed is forgotten");
+            assert!(
+                KEPT.iter().all(|word| word.load(Ordering::Relaxed) == 0),
+                "what is closed is forgotten"
+            );
         }
     }
 }

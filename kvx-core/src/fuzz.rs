@@ -4,7 +4,9 @@
 use std::sync::Arc;
 
 use crate::metadata::{decode_region, encode_region};
-use crate::{Bound, Identity, LinkId, LocalSide, Metadata, Op, Pair, RemoteSide, Result, Secret, Size};
+use crate::{
+    Bound, Identity, LinkId, LocalSide, Metadata, Op, Pair, RemoteSide, Result, Secret, Size,
+};
 
 /// The targets, by the names of their corpora.
 pub const TARGETS: &[(&str, fn(&[u8]))] = &[("core_metadata", metadata), ("core_secret", secret)];
@@ -31,7 +33,8 @@ pub fn metadata(bytes: &[u8]) {
 
 /// What was read was written as these bytes: read and written again they are the same.
 fn stable(written: Result<Vec<u8>>, again: impl Fn(&[u8]) -> Result<Vec<u8>>) {
-    let written = written.unwrap_or_else(|error| panic!("it was read, but cannot be written: {error}"));
+    let written =
+        written.unwrap_or_else(|error| panic!("it was read, but cannot be written: {error}"));
     match again(&written) {
         Ok(again) => assert_eq!(written, again),
         Err(error) => panic!("it was read, but not again: {error}"),
@@ -48,7 +51,8 @@ pub fn secret(bytes: &[u8]) {
 /// A plan of one pair as a link gets it, for the fuzz targets of transports.
 pub fn bound(op: Op, link: LinkId, pair: Pair, local: LocalSide, remote: RemoteSide) -> Bound {
     let blocks = pair.local.len() as u64 * pair.local_indices.len() as u64;
-    let bytes = pair.local.iter().map(|placed| placed.grid.length * pair.local_indices.len() as u64).sum();
+    let bytes =
+        pair.local.iter().map(|placed| placed.grid.length * pair.local_indices.len() as u64).sum();
     let size = Size { bytes, blocks, segments: blocks, description: 0 };
     Bound::new(op, size, Arc::from([pair]), link, vec![local], vec![remote])
 }

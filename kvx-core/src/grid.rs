@@ -90,7 +90,10 @@ impl Grid {
     /// Checks the grid against a region of `len` bytes. Errors: `Invalid`, `OutOfBounds`; the sentence names the field.
     pub fn check(&self, len: u64) -> Result<()> {
         if self.length == 0 {
-            return Err(Error::new(Kind::Invalid, "a grid with length 0: blocks have at least one byte"));
+            return Err(Error::new(
+                Kind::Invalid,
+                "a grid with length 0: blocks have at least one byte",
+            ));
         }
         if self.count > 1 && self.stride < self.length {
             return Err(Error::new(
@@ -154,10 +157,13 @@ impl Indices {
     pub fn slice(&self, part: Range<usize>) -> Self {
         assert!(part.start <= part.end && part.end <= self.len(), "a slice within the list");
         Indices(match &self.0 {
-            Repr::List { list, part: outer } => {
-                Repr::List { list: Arc::clone(list), part: outer.start + part.start..outer.start + part.end }
+            Repr::List { list, part: outer } => Repr::List {
+                list: Arc::clone(list),
+                part: outer.start + part.start..outer.start + part.end,
+            },
+            Repr::Range(range) => {
+                Repr::Range(range.start + part.start as u32..range.start + part.end as u32)
             }
-            Repr::Range(range) => Repr::Range(range.start + part.start as u32..range.start + part.end as u32),
         })
     }
 
@@ -195,7 +201,9 @@ impl Indices {
 
     pub(crate) fn same_list(&self, other: &Indices) -> bool {
         match (&self.0, &other.0) {
-            (Repr::List { list: a, part: x }, Repr::List { list: b, part: y }) => Arc::ptr_eq(a, b) && x == y,
+            (Repr::List { list: a, part: x }, Repr::List { list: b, part: y }) => {
+                Arc::ptr_eq(a, b) && x == y
+            }
             (Repr::Range(a), Repr::Range(b)) => a == b,
             _ => false,
         }

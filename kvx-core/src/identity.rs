@@ -158,7 +158,9 @@ pub(crate) fn checked_name(what: &str, name: &str) -> Result<Arc<str>> {
     if name.is_empty() || name.len() > MAX_NAME || name.chars().any(char::is_control) {
         return Err(Error::new(
             Kind::Invalid,
-            format!("{what} {name:?} is not a name: use 1 to {MAX_NAME} bytes without control characters"),
+            format!(
+                "{what} {name:?} is not a name: use 1 to {MAX_NAME} bytes without control characters"
+            ),
         ));
     }
     Ok(name.into())
@@ -184,7 +186,10 @@ fn random_bytes() -> Result<[u8; 16]> {
     let got = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
         .map_err(|error| Error::os("the operating system gave no random bytes", error))?;
     if got != bytes.len() {
-        return Err(Error::new(Kind::Native, "the operating system gave too few random bytes; try again"));
+        return Err(Error::new(
+            Kind::Native,
+            "the operating system gave too few random bytes; try again",
+        ));
     }
     Ok(bytes)
 }

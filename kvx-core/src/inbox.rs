@@ -107,7 +107,9 @@ impl Inbox {
         let from = Identity { name: from.name.into(), incarnation };
         let mut state = self.state.lock();
         state.sweep();
-        if let Some(at) = state.expected.iter_mut().position(|expectation| expectation.wants(&from, bytes)) {
+        if let Some(at) =
+            state.expected.iter_mut().position(|expectation| expectation.wants(&from, bytes))
+        {
             let notification = Notification { from, bytes: bytes.into() };
             if broken("expect-keeps") {
                 state.queue.push_back(notification.clone());
@@ -168,13 +170,16 @@ impl Inbox {
         state.sweep();
         let taken = state.queue.pop_front();
         match (&taken, waker) {
-            (Some(notification), _) => state.bytes = state.bytes.saturating_sub(notification.bytes.len()),
+            (Some(notification), _) => {
+                state.bytes = state.bytes.saturating_sub(notification.bytes.len())
+            }
             (None, Some(waker)) if !state.wakers.iter().any(|known| known.will_wake(waker)) => {
                 state.wakers.push(waker.clone());
             }
             _ => {}
         }
-        let roomy = state.queue.len() <= self.limits.count / 2 && state.bytes <= self.limits.bytes / 2;
+        let roomy =
+            state.queue.len() <= self.limits.count / 2 && state.bytes <= self.limits.bytes / 2;
         let resume = roomy && std::mem::take(&mut state.refused);
         (taken, resume)
     }
@@ -202,10 +207,20 @@ impl Inbox {
     /// Finishes `promise` when `wanted` different senders have sent `bytes`; looks at what is queued first. The flag
     /// says that transports hold notifications back: what is expected may be among them, and needs no room in the
     /// queue.
-    pub(crate) fn expect(&self, bytes: &[u8], wanted: usize, promise: &Arc<Promise<Vec<Identity>>>) -> bool {
+    pub(crate) fn expect(
+        &self,
+        bytes: &[u8],
+        wanted: usize,
+        promise: &Arc<Promise<Vec<Identity>>>,
+    ) -> bool {
         let promise = Arc::downgrade(promise);
-        let mut expectation =
-            ExpectedSenders { bytes: bytes.into(), wanted, seen: HashSet::new(), taken: Vec::new(), promise };
+        let mut expectation = ExpectedSenders {
+            bytes: bytes.into(),
+            wanted,
+            seen: HashSet::new(),
+            taken: Vec::new(),
+            promise,
+        };
         let mut state = self.state.lock();
         state.sweep();
         let mut kept = VecDeque::with_capacity(state.queue.len());

@@ -83,7 +83,8 @@ mod report;
 
 pub use error::{Error, Kind, Native, Result};
 pub use identity::{
-    Generation, Identity, Incarnation, Invitation, LinkId, MAX_NAME, RegionId, RegionKey, Sender, TransferId,
+    Generation, Identity, Incarnation, Invitation, LinkId, MAX_NAME, RegionId, RegionKey, Sender,
+    TransferId,
 };
 pub use kept::quarantined_bytes;
 pub use names::nearest;

@@ -90,7 +90,8 @@ impl fmt::Debug for RegionInfo {
 impl RegionInfo {
     /// About the memory that it takes.
     fn kept(&self) -> usize {
-        let exports = self.exports.iter().map(|(_, export)| size_of::<(u8, Vec<u8>)>() + export.len());
+        let exports =
+            self.exports.iter().map(|(_, export)| size_of::<(u8, Vec<u8>)>() + export.len());
         size_of::<Self>() + self.name.len() + exports.sum::<usize>()
     }
 
@@ -153,9 +154,10 @@ impl Metadata {
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let mut reader = Reader::new("metadata", bytes);
         if bytes.len() > MAX_BYTES {
-            return Err(
-                reader.malformed(format_args!("{} bytes, at most {MAX_BYTES} are allowed", bytes.len()))
-            );
+            return Err(reader.malformed(format_args!(
+                "{} bytes, at most {MAX_BYTES} are allowed",
+                bytes.len()
+            )));
         }
         if reader.array::<4>()? != MAGIC {
             return Err(reader.malformed(
@@ -174,7 +176,9 @@ impl Metadata {
             let tag = reader.u16()?;
             let mut value = Reader::new("metadata section", reader.block(MAX_BYTES)?);
             match tag {
-                IDENTITY if identity.is_none() => identity = Some((value.identity()?, value.generation()?)),
+                IDENTITY if identity.is_none() => {
+                    identity = Some((value.identity()?, value.generation()?))
+                }
                 BACKEND if backends.len() < MAX_BACKENDS => {
                     backends.push((value.name()?, value.block(MAX_ADDRESS)?.to_vec()));
                 }
@@ -182,9 +186,9 @@ impl Metadata {
                     let region = region(&mut value)?;
                     kept += region.kept();
                     if kept > MAX_KEPT {
-                        return Err(
-                            value.malformed(format_args!("its regions take more than {MAX_KEPT} bytes"))
-                        );
+                        return Err(value.malformed(format_args!(
+                            "its regions take more than {MAX_KEPT} bytes"
+                        )));
                     }
                     regions.push(Arc::new(region));
                 }
@@ -212,9 +216,10 @@ impl Metadata {
             .iter()
             .find(|region| region.exports.iter().any(|(at, _)| usize::from(*at) >= backends.len()))
         {
-            return Err(
-                reader.malformed(format_args!("region {} names a backend that is not there", region.name))
-            );
+            return Err(reader.malformed(format_args!(
+                "region {} names a backend that is not there",
+                region.name
+            )));
         }
         let mut ids: Vec<_> = regions.iter().map(|region| region.id).collect();
         ids.sort_unstable();
@@ -254,7 +259,10 @@ pub(crate) fn encode_region(owner: &Identity, region: &RegionInfo) -> Result<Vec
     if let Some((_, export)) = region.exports.iter().find(|(_, export)| export.len() > MAX_EXPORT) {
         return Err(Error::new(
             Kind::Exhausted,
-            format!("{} bytes of a region's export, at most {MAX_EXPORT} are allowed", export.len()),
+            format!(
+                "{} bytes of a region's export, at most {MAX_EXPORT} are allowed",
+                export.len()
+            ),
         ));
     }
     let mut out = Vec::with_capacity(128);
@@ -321,8 +329,8 @@ fn region(value: &mut Reader<'_>) -> Result<RegionInfo> {
     let len = value.u64()?;
     let kind = value.u8()?;
     let (kind, read_only) = (kind & !READ_ONLY, kind & READ_ONLY != 0);
-    let kind =
-        MemoryKind::from_wire(kind).ok_or_else(|| value.malformed(format_args!("memory of kind {kind}")))?;
+    let kind = MemoryKind::from_wire(kind)
+        .ok_or_else(|| value.malformed(format_args!("memory of kind {kind}")))?;
     let device = if kind.is_host() { DeviceId::HOST } else { DeviceId(value.array()?) };
     let count = usize::from(value.u8()?);
     if count > MAX_BACKENDS {
@@ -385,7 +393,8 @@ mod tests {
 
     #[test]
     fn golden_bytes_of_each_release_are_read_and_the_newest_are_written() {
-        let hex: String = sample(1).encode().unwrap().iter().map(|byte| format!("{byte:02x}")).collect();
+        let hex: String =
+            sample(1).encode().unwrap().iter().map(|byte| format!("{byte:02x}")).collect();
         assert_eq!(hex, GOLDEN_0_1);
         let bytes: Vec<u8> = (0..GOLDEN_0_1.len())
             .step_by(2)
@@ -413,7 +422,8 @@ mod tests {
                 exports,
             })
         };
-        let backends: Vec<_> = (0..MAX_BACKENDS).map(|at| (format!("B{at}").into(), Vec::new())).collect();
+        let backends: Vec<_> =
+            (0..MAX_BACKENDS).map(|at| (format!("B{at}").into(), Vec::new())).collect();
         let all = || (0..MAX_BACKENDS as u8).map(|at| (at, Vec::new())).collect::<Vec<_>>();
         let read = |count, exports: &dyn Fn() -> Vec<(u8, Vec<u8>)>| {
             let regions = (0..count).map(|id| region(id, exports())).collect();
@@ -425,8 +435,16 @@ mod tests {
         assert!(why.contains(&MAX_KEPT.to_string()), "{why}");
         read(MAX_REGIONS as u64, &|| vec![(0, vec![7; 100]), (1, vec![7; 100])]).unwrap();
         // No backend is named twice, nor more of them than there are.
-        assert!(read(1, &|| vec![(0, Vec::new()), (0, Vec::new())]).unwrap_err().contains("out of order"));
-        assert!(read(1, &|| vec![(0, Vec::new()); MAX_BACKENDS + 1]).unwrap_err().contains("33 backends"));
+        assert!(
+            read(1, &|| vec![(0, Vec::new()), (0, Vec::new())])
+                .unwrap_err()
+                .contains("out of order")
+        );
+        assert!(
+            read(1, &|| vec![(0, Vec::new()); MAX_BACKENDS + 1])
+                .unwrap_err()
+                .contains("33 backends")
+        );
         read(1, &all).unwrap();
     }
 

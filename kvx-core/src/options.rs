@@ -35,7 +35,9 @@ impl Options {
     pub fn parse(text: &str) -> Result<Self> {
         match serde_json::from_str(text) {
             Ok(Value::Object(object)) => Ok(Options(object)),
-            Ok(_) => Err(Error::new(Kind::Invalid, "options are a JSON object: write {\"tcp\": {…}}")),
+            Ok(_) => {
+                Err(Error::new(Kind::Invalid, "options are a JSON object: write {\"tcp\": {…}}"))
+            }
             Err(error) => Err(Error::new(Kind::Invalid, format!("options are not JSON: {error}"))),
         }
     }
@@ -111,7 +113,10 @@ impl<'a> Table<'a> {
 
     fn wrong(&self, key: &str, found: &Value, wanted: &str) -> Error {
         let dot = if self.name.is_empty() { "" } else { "." };
-        Error::new(Kind::Invalid, format!("option \"{}{dot}{key}\" is {found}; write {wanted}", self.name))
+        Error::new(
+            Kind::Invalid,
+            format!("option \"{}{dot}{key}\" is {found}; write {wanted}", self.name),
+        )
     }
 
     /// A string.
@@ -190,7 +195,8 @@ mod tests {
     #[test]
     fn a_wrong_type_names_the_key_and_what_to_write() {
         let options =
-            Options::parse(r#"{"tcp": {"connections": "two", "peer_timeout": -1}, "shm": 3}"#).unwrap();
+            Options::parse(r#"{"tcp": {"connections": "two", "peer_timeout": -1}, "shm": 3}"#)
+                .unwrap();
         let tcp = options.table("tcp", &["connections", "peer_timeout"]).unwrap();
         let error = tcp.number("connections", 1..=64).unwrap_err();
         assert_eq!(

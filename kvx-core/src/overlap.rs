@@ -17,8 +17,9 @@ impl Destination<'_> {
     }
 
     fn end(&self) -> u64 {
-        self.start()
-            .wrapping_add(self.grid.stride * u64::from(self.grid.count.saturating_sub(1)) + self.grid.length)
+        self.start().wrapping_add(
+            self.grid.stride * u64::from(self.grid.count.saturating_sub(1)) + self.grid.length,
+        )
     }
 
     fn block(&self, index: u32) -> (u64, u64) {
@@ -31,7 +32,8 @@ impl Destination<'_> {
 pub(crate) fn check(targets: &[Destination<'_>]) -> Result<()> {
     let mut seen: Vec<&Indices> = Vec::new();
     for target in targets {
-        if target.indices.len() > 1 && !seen.iter().any(|indices| indices.same_list(target.indices)) {
+        if target.indices.len() > 1 && !seen.iter().any(|indices| indices.same_list(target.indices))
+        {
             distinct(target.indices)?;
             seen.push(target.indices);
         }
@@ -64,8 +66,10 @@ fn interleaved(group: &[&Destination<'_>]) -> bool {
     if stride == 0 || group.iter().any(|target| target.grid.stride != stride) {
         return false;
     }
-    let mut slices: Vec<(u64, u64)> =
-        group.iter().map(|target| ((target.start() - origin) % stride, target.grid.length)).collect();
+    let mut slices: Vec<(u64, u64)> = group
+        .iter()
+        .map(|target| ((target.start() - origin) % stride, target.grid.length))
+        .collect();
     slices.sort_unstable();
     let wraps = slices.last().is_some_and(|(start, length)| start + length > stride + slices[0].0);
     !wraps && slices.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0)

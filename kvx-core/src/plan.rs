@@ -63,13 +63,17 @@ impl Plan {
     }
 
     /// A plan of several pairs; at least one, which may name zero blocks. Errors as [`read`](Plan::read).
-    pub fn of(op: Op, pairs: impl IntoIterator<Item = (Blocks<Region>, Blocks<PeerRegion>)>) -> Result<Plan> {
+    pub fn of(
+        op: Op,
+        pairs: impl IntoIterator<Item = (Blocks<Region>, Blocks<PeerRegion>)>,
+    ) -> Result<Plan> {
         fork::check()?;
         let mut build = Build::default();
         for (local, remote) in pairs {
             build.pair(local, remote)?;
         }
-        let Some(peer) = build.remotes.first().map(|region: &PeerRegion| region.peer().clone()) else {
+        let Some(peer) = build.remotes.first().map(|region: &PeerRegion| region.peer().clone())
+        else {
             return Err(Error::new(
                 Kind::Invalid,
                 "a plan of no pairs: name at least one, its index lists may be empty",
@@ -78,7 +82,10 @@ impl Plan {
         if let Some(other) = build.remotes.iter().find(|region| *region.peer() != peer) {
             return Err(Error::new(
                 Kind::Invalid,
-                format!("one plan for two peers, {peer:?} and {:?}: make a plan for each", other.peer()),
+                format!(
+                    "one plan for two peers, {peer:?} and {:?}: make a plan for each",
+                    other.peer()
+                ),
             ));
         }
         one_kind("local", build.locals.iter().map(Place::kind))?;
@@ -88,12 +95,22 @@ impl Plan {
             Op::Write => writable("remote", &build.remotes)?,
         }
         if build.locals.iter().any(|region| !region.same_agent(&build.locals[0])) {
-            return Err(Error::new(Kind::Invalid, "the local regions of a plan belong to different agents"));
+            return Err(Error::new(
+                Kind::Invalid,
+                "the local regions of a plan belong to different agents",
+            ));
         }
         build.check_destinations(op)?;
         let Build { pairs, locals, remotes, size } = build;
-        let inner =
-            PlanInner { op, peer, pairs: pairs.into(), locals, remotes, size, bound: Mutex::default() };
+        let inner = PlanInner {
+            op,
+            peer,
+            pairs: pairs.into(),
+            locals,
+            remotes,
+            size,
+            bound: Mutex::default(),
+        };
         Ok(Plan(Arc::new(inner)))
     }
 
@@ -162,7 +179,8 @@ impl Build {
                 ),
             ));
         }
-        if let Some(((_, a), (_, b))) = ours.iter().zip(theirs).find(|((_, a), (_, b))| a.length != b.length)
+        if let Some(((_, a), (_, b))) =
+            ours.iter().zip(theirs).find(|((_, a), (_, b))| a.length != b.length)
         {
             return Err(Error::new(
                 Kind::Invalid,
@@ -182,9 +200,10 @@ impl Build {
                 ),
             ));
         }
-        for (side, indices, count) in
-            [("local", &local.indices, local.set.count()), ("remote", &remote.indices, remote.set.count())]
-        {
+        for (side, indices, count) in [
+            ("local", &local.indices, local.set.count()),
+            ("remote", &remote.indices, remote.set.count()),
+        ] {
             if let Some(max) = indices.max()
                 && max >= count
             {
@@ -203,7 +222,8 @@ impl Build {
         }
         self.size.description +=
             local.indices.bytes() + remote.indices.bytes() + 2 * size_of::<Placed>() * ours.len();
-        let place_local = ours.iter().map(|(region, grid)| place(&mut self.locals, region, *grid)).collect();
+        let place_local =
+            ours.iter().map(|(region, grid)| place(&mut self.locals, region, *grid)).collect();
         let place_remote =
             theirs.iter().map(|(region, grid)| place(&mut self.remotes, region, *grid)).collect();
         self.pairs.push(Pair {

@@ -101,8 +101,10 @@ impl Registry {
     /// The proper name for what a user wrote: any letter case, aliases. Errors: `UnknownBackend`.
     pub fn canonical(&self, written: &str) -> Result<&'static str> {
         let is = |name: &str| name.eq_ignore_ascii_case(written);
-        let known =
-            self.known.iter().find(|known| is(known.name) || known.aliases.iter().any(|alias| is(alias)));
+        let known = self
+            .known
+            .iter()
+            .find(|known| is(known.name) || known.aliases.iter().any(|alias| is(alias)));
         if let Some(known) = known {
             return Ok(known.name);
         }
@@ -128,13 +130,21 @@ impl Registry {
             };
             return Ok((name, standing));
         }
-        let feature = self.known.iter().find(|known| known.name == name).and_then(|known| known.feature);
-        Ok((name, feature.map_or(Standing::NotReleased, |feature| Standing::NotCompiled { feature })))
+        let feature =
+            self.known.iter().find(|known| known.name == name).and_then(|known| known.feature);
+        Ok((
+            name,
+            feature.map_or(Standing::NotReleased, |feature| Standing::NotCompiled { feature }),
+        ))
     }
 
     /// The factory behind `written`, usable on this machine. Errors: `UnknownBackend`, `NotCompiled` or `Unavailable`;
     /// three different sentences.
-    pub fn require(&self, written: &str, options: &Options) -> Result<(&Arc<dyn Factory>, Availability)> {
+    pub fn require(
+        &self,
+        written: &str,
+        options: &Options,
+    ) -> Result<(&Arc<dyn Factory>, Availability)> {
         let (name, standing) = self.standing(written, options)?;
         match (standing, self.factory(name)) {
             (Standing::Available(availability), Some(factory)) => Ok((factory, availability)),

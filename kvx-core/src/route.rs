@@ -50,7 +50,9 @@ impl fmt::Display for Route {
         for (at, Considered { backend, verdict }) in self.considered.iter().enumerate() {
             f.write_str(if at == 0 { "" } else { "; " })?;
             match verdict {
-                Verdict::Up(how) if chosen == Some(backend) => write!(f, "{backend}: chosen, {how}")?,
+                Verdict::Up(how) if chosen == Some(backend) => {
+                    write!(f, "{backend}: chosen, {how}")?
+                }
                 Verdict::Up(how) => write!(f, "{backend}: connected, {how}")?,
                 Verdict::Opening => write!(f, "{backend}: connecting")?,
                 Verdict::Standby => write!(f, "{backend}: not needed")?,

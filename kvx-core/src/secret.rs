@@ -42,10 +42,14 @@ impl Secret {
                 }
                 _ => "",
             };
-            Error::os(format!("the shared secret's file {} cannot be made{cure}", path.display()), error)
+            Error::os(
+                format!("the shared secret's file {} cannot be made{cure}", path.display()),
+                error,
+            )
         };
         let mut file = new_file(path).map_err(failed)?;
-        if let Err(error) = file.write_all(secret.line().as_bytes()).and_then(|()| file.sync_all()) {
+        if let Err(error) = file.write_all(secret.line().as_bytes()).and_then(|()| file.sync_all())
+        {
             std::fs::remove_file(path).ok(); // ours, and of no use
             return Err(failed(error));
         }
@@ -58,17 +62,24 @@ impl Secret {
         let path = path.as_ref();
         let failed = |error: std::io::Error| {
             let cure = match error.kind() {
-                std::io::ErrorKind::NotFound => ": make it by `kvx secret FILE`, once for the fleet",
+                std::io::ErrorKind::NotFound => {
+                    ": make it by `kvx secret FILE`, once for the fleet"
+                }
                 _ => "",
             };
-            Error::os(format!("the shared secret's file {} cannot be read{cure}", path.display()), error)
+            Error::os(
+                format!("the shared secret's file {} cannot be read{cure}", path.display()),
+                error,
+            )
         };
         let refused = |why: String| {
             Error::new(Kind::Invalid, format!("the shared secret's file {} {why}", path.display()))
         };
         // Opening a pipe would wait for its writer.
         if !std::fs::metadata(path).map_err(failed)?.is_file() {
-            return Err(refused("is no regular file: copy what `kvx secret FILE` made into one".into()));
+            return Err(refused(
+                "is no regular file: copy what `kvx secret FILE` made into one".into(),
+            ));
         }
         let file = File::open(path).map_err(failed)?;
         check_owner_alone(&file.metadata().map_err(failed)?).map_err(refused)?;
@@ -140,7 +151,10 @@ fn new_file(path: &Path) -> std::io::Result<File> {
 
 #[cfg(not(unix))]
 fn new_file(_path: &Path) -> std::io::Result<File> {
-    Err(std::io::Error::new(std::io::ErrorKind::Unsupported, "this system does not say who may read a file"))
+    Err(std::io::Error::new(
+        std::io::ErrorKind::Unsupported,
+        "this system does not say who may read a file",
+    ))
 }
 
 /// Whether nobody but its owner, who is this user or root, can read or change it; else why not.
@@ -164,7 +178,8 @@ fn check_owner_alone(file: &std::fs::Metadata) -> std::result::Result<(), String
 
 #[cfg(not(unix))]
 fn check_owner_alone(_file: &std::fs::Metadata) -> std::result::Result<(), String> {
-    Err("may be open to others, this system does not say: hand the key in by Secret::from_bytes".into())
+    Err("may be open to others, this system does not say: hand the key in by Secret::from_bytes"
+        .into())
 }
 
 #[cfg(all(target_os = "linux", not(kvx_portable)))]
@@ -191,7 +206,8 @@ mod tests {
 
     impl ScratchFile {
         fn new(name: &str) -> Self {
-            let place = std::env::temp_dir().join(format!("kvx-secret-{}-{name}", std::process::id()));
+            let place =
+                std::env::temp_dir().join(format!("kvx-secret-{}-{name}", std::process::id()));
             std::fs::remove_file(&place).ok();
             ScratchFile(place)
         }
@@ -224,7 +240,10 @@ mod tests {
         let again = Secret::create(&place.0).unwrap_err().to_string();
         assert!(again.contains("never overwritten"), "{again}");
         assert!(Secret::from_file(&place.0).unwrap() == secret, "it was overwritten");
-        assert!(Secret::create(&ScratchFile::new("other").0).unwrap() != secret, "all secrets are the same");
+        assert!(
+            Secret::create(&ScratchFile::new("other").0).unwrap() != secret,
+            "all secrets are the same"
+        );
     }
 
     #[test]
@@ -234,15 +253,20 @@ mod tests {
         let whole = secret.line();
         assert_eq!(crc32(b"123456789"), 0xCBF4_3926, "not the checksum that others know");
         place.write(whole.trim_end().as_bytes(), 0o600);
-        assert!(Secret::from_file(&place.0).unwrap() == secret, "without its newline it is as good");
-        let mut spoilt: Vec<_> = (0..whole.len() - 1).map(|len| whole.as_bytes()[..len].to_vec()).collect();
+        assert!(
+            Secret::from_file(&place.0).unwrap() == secret,
+            "without its newline it is as good"
+        );
+        let mut spoilt: Vec<_> =
+            (0..whole.len() - 1).map(|len| whole.as_bytes()[..len].to_vec()).collect();
         spoilt.extend((0..whole.len()).map(|at| {
             let mut edited = whole.clone().into_bytes();
             edited[at] = if edited[at] == b'7' { b'8' } else { b'7' };
             edited
         }));
         spoilt.extend(
-            [format!("{whole}{whole}"), format!(" {whole}"), whole.to_uppercase()].map(String::into_bytes),
+            [format!("{whole}{whole}"), format!(" {whole}"), whole.to_uppercase()]
+                .map(String::into_bytes),
         );
         spoilt.extend([
             b"correct horse battery staple, and more".to_vec(),
@@ -252,7 +276,10 @@ mod tests {
         for text in spoilt {
             place.write(&text, 0o600);
             let said = place.refusal();
-            assert!(said.contains("holds no whole secret") && said.contains("`kvx secret FILE`"), "{said}");
+            assert!(
+                said.contains("holds no whole secret") && said.contains("`kvx secret FILE`"),
+                "{said}"
+            );
         }
     }
 
@@ -263,7 +290,10 @@ mod tests {
         for mode in [0o640, 0o604, 0o620, 0o644, 0o601, 0o777] {
             place.write(line.as_bytes(), mode);
             let said = place.refusal();
-            assert!(said.contains(&format!("mode {mode:03o}")) && said.contains("chmod 600"), "{said}");
+            assert!(
+                said.contains(&format!("mode {mode:03o}")) && said.contains("chmod 600"),
+                "{said}"
+            );
         }
         for mode in [0o600, 0o400] {
             place.write(line.as_bytes(), mode);
@@ -273,7 +303,8 @@ mod tests {
 
     #[test]
     fn what_is_no_file_is_refused_at_once() {
-        let error = Secret::from_file(ScratchFile::new("missing").0.as_path()).unwrap_err().to_string();
+        let error =
+            Secret::from_file(ScratchFile::new("missing").0.as_path()).unwrap_err().to_string();
         assert!(error.contains("cannot be read") && error.contains("`kvx secret FILE`"), "{error}");
         let error = Secret::from_file(std::env::temp_dir()).unwrap_err().to_string();
         assert!(error.contains("no regular file"), "{error}");

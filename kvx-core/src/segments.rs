@@ -109,7 +109,8 @@ impl Segments {
         while at < self.count {
             self.next = (ours.at(at), theirs.at(at));
             let follows = |next: u32, index: u32| index.checked_add(1) == Some(next);
-            let neighbours = self.packed && follows(self.next.0, our) && follows(self.next.1, their);
+            let neighbours =
+                self.packed && follows(self.next.0, our) && follows(self.next.1, their);
             if !neighbours || segment.len >= self.max {
                 break;
             }
@@ -192,7 +193,8 @@ impl Extents {
             None => self.merged(max)?,
         };
         if extent.len > max {
-            self.rest = Some(Extent { offset: extent.offset + max, len: extent.len - max, ..extent });
+            self.rest =
+                Some(Extent { offset: extent.offset + max, len: extent.len - max, ..extent });
             extent.len = max;
         }
         self.left -= extent.len;
@@ -232,7 +234,10 @@ mod tests {
     use crate::Grid;
 
     fn extents(grids: &[Grid], indices: impl Into<Indices>) -> Extents {
-        Extents::new(grids.iter().map(|grid| Placed { region: 0, grid: *grid }).collect(), indices.into())
+        Extents::new(
+            grids.iter().map(|grid| Placed { region: 0, grid: *grid }).collect(),
+            indices.into(),
+        )
     }
 
     fn all(mut extents: Extents, max: u64) -> Vec<(u64, u64)> {
@@ -257,6 +262,9 @@ mod tests {
     #[test]
     fn grids_follow_each_other_and_strides_keep_blocks_apart() {
         let halves = Grid { base: 5, stride: 10, length: 5, count: 4 };
-        assert_eq!(all(extents(&[halves, halves.at(0)], [0, 1]), 99), [(5, 5), (15, 5), (0, 5), (10, 5)]);
+        assert_eq!(
+            all(extents(&[halves, halves.at(0)], [0, 1]), 99),
+            [(5, 5), (15, 5), (0, 5), (10, 5)]
+        );
     }
 }

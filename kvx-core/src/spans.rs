@@ -77,8 +77,10 @@ fn pair_up(local: &Region, remote: &PeerRegion, spans: &[Span], pairs: &mut Pair
     }
     if !odd.is_empty() {
         let one = |base, length| grid(base, length, 1);
-        let ours: Result<Vec<_>> = odd.iter().map(|span| local.grid(one(span.local, span.len))).collect();
-        let theirs: Result<Vec<_>> = odd.iter().map(|span| remote.grid(one(span.remote, span.len))).collect();
+        let ours: Result<Vec<_>> =
+            odd.iter().map(|span| local.grid(one(span.local, span.len))).collect();
+        let theirs: Result<Vec<_>> =
+            odd.iter().map(|span| remote.grid(one(span.remote, span.len))).collect();
         pairs.push((GridSet::join(ours?)?.blocks(0..1), GridSet::join(theirs?)?.blocks(0..1)));
     }
     Ok(())
@@ -90,7 +92,9 @@ fn within(side: &str, offset: u64, len: u64, region: u64) -> Result<()> {
     }
     Err(Error::new(
         Kind::OutOfBounds,
-        format!("a span of {len} bytes at {side} offset {offset} lies outside a region of {region} bytes"),
+        format!(
+            "a span of {len} bytes at {side} offset {offset} lies outside a region of {region} bytes"
+        ),
     ))
 }
 
@@ -121,7 +125,8 @@ fn grouped(spans: &[Span]) -> (Vec<Equal>, Vec<Span>) {
         groups[at].local.push(ours);
         groups[at].remote.push(theirs);
     }
-    let (equal, few): (Vec<_>, Vec<_>) = groups.into_iter().partition(|group| group.local.len() >= FEW);
+    let (equal, few): (Vec<_>, Vec<_>) =
+        groups.into_iter().partition(|group| group.local.len() >= FEW);
     let mut odd = Vec::new();
     for Equal { shape: Shape { len, local, remote }, local: ours, remote: theirs } in few {
         let span = |(ours, theirs): (&u32, &u32)| Span {
@@ -147,7 +152,9 @@ fn joined(spans: &[Span]) -> Vec<Span> {
     let mut joined: Vec<Span> = Vec::with_capacity(spans.len());
     for span in spans {
         match joined.last_mut() {
-            Some(last) if last.local + last.len == span.local && last.remote + last.len == span.remote => {
+            Some(last)
+                if last.local + last.len == span.local && last.remote + last.len == span.remote =>
+            {
                 last.len += span.len;
             }
             _ => joined.push(*span),
@@ -183,14 +190,16 @@ mod tests {
     #[test]
     fn equal_blocks_are_one_grid_even_where_they_touch() {
         let spans: Vec<_> = (0..100).map(|i| span(64 + i * 4096, 4096 * (99 - i), 4096)).collect();
-        let mut wanted: Vec<_> = spans.iter().map(|span| (span.local, span.remote, span.len)).collect();
+        let mut wanted: Vec<_> =
+            spans.iter().map(|span| (span.local, span.remote, span.len)).collect();
         wanted.sort_unstable();
         assert_eq!(named(&spans), (1, 0, wanted));
     }
 
     #[test]
     fn unequal_neighbours_are_joined_and_odd_ones_stay_apart() {
-        let spans = [span(0, 100, 7), span(7, 107, 9), span(30, 0, 0), span(40, 20, 5), span(45, 26, 5)];
+        let spans =
+            [span(0, 100, 7), span(7, 107, 9), span(30, 0, 0), span(40, 20, 5), span(45, 26, 5)];
         assert_eq!(named(&spans), (0, 3, vec![(0, 100, 16), (40, 20, 5), (45, 26, 5)]));
         assert_eq!(named(&[]), (0, 0, vec![]));
     }

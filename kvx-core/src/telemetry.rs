@@ -26,9 +26,21 @@ pub fn describe_metrics() {
         Unit::Count,
         "Blocks of transfers that succeeded, by backend and operation"
     );
-    describe_counter!("kvx_failures_total", Unit::Count, "Operations that failed, by kind of error");
-    describe_histogram!("kvx_post_seconds", Unit::Seconds, "Time that posting a transfer took its caller");
-    describe_histogram!("kvx_transfer_seconds", Unit::Seconds, "Time from post to the end of a transfer");
+    describe_counter!(
+        "kvx_failures_total",
+        Unit::Count,
+        "Operations that failed, by kind of error"
+    );
+    describe_histogram!(
+        "kvx_post_seconds",
+        Unit::Seconds,
+        "Time that posting a transfer took its caller"
+    );
+    describe_histogram!(
+        "kvx_transfer_seconds",
+        Unit::Seconds,
+        "Time from post to the end of a transfer"
+    );
     describe_gauge!(
         "kvx_quarantined_bytes",
         Unit::Bytes,

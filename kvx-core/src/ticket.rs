@@ -97,7 +97,10 @@ mod tests {
     fn a_settled_ticket_is_not_forgotten() {
         let seen = Arc::new(Seen::default());
         Ticket::of(seen.clone()).settle(Err(Error::new(Kind::PeerLost, "gone")));
-        assert_eq!((seen.settled.load(Ordering::Relaxed), seen.forgotten.load(Ordering::Relaxed)), (1, 0));
+        assert_eq!(
+            (seen.settled.load(Ordering::Relaxed), seen.forgotten.load(Ordering::Relaxed)),
+            (1, 0)
+        );
         assert_eq!(*seen.failed.lock().unwrap(), Some(Kind::PeerLost));
     }
 
@@ -106,6 +109,9 @@ mod tests {
         let seen = Arc::new(Seen::default());
         let inner = Ticket::of(seen.clone());
         drop(Ticket::new(move |result| inner.settle(result)));
-        assert_eq!((seen.settled.load(Ordering::Relaxed), seen.forgotten.load(Ordering::Relaxed)), (0, 1));
+        assert_eq!(
+            (seen.settled.load(Ordering::Relaxed), seen.forgotten.load(Ordering::Relaxed)),
+            (0, 1)
+        );
     }
 }

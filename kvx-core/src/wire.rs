@@ -37,7 +37,9 @@ impl<'a> Reader<'a> {
                 Ok(bytes)
             }
             None if broken("trust-lengths") => panic!("{len} bytes were believed to be there"),
-            None => Err(self.malformed(format_args!("{len} bytes wanted, {} left", self.left.len()))),
+            None => {
+                Err(self.malformed(format_args!("{len} bytes wanted, {} left", self.left.len())))
+            }
         }
     }
 
@@ -72,7 +74,9 @@ impl<'a> Reader<'a> {
     pub fn block(&mut self, max: usize) -> Result<&'a [u8]> {
         let len = self.u32()? as usize;
         if len > max {
-            return Err(self.malformed(format_args!("a field of {len} bytes, at most {max} are allowed")));
+            return Err(
+                self.malformed(format_args!("a field of {len} bytes, at most {max} are allowed"))
+            );
         }
         self.bytes(len)
     }
@@ -81,8 +85,8 @@ impl<'a> Reader<'a> {
     pub fn name(&mut self) -> Result<Arc<str>> {
         let len = usize::from(self.u8()?);
         debug_assert!(len <= MAX_NAME);
-        let name =
-            std::str::from_utf8(self.bytes(len)?).map_err(|_| self.malformed("a name that is not UTF-8"))?;
+        let name = std::str::from_utf8(self.bytes(len)?)
+            .map_err(|_| self.malformed("a name that is not UTF-8"))?;
         crate::identity::checked_name("name", name).map_err(|error| self.malformed(error))
     }
 

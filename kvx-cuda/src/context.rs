@@ -44,14 +44,19 @@ pub(crate) fn primary(library: &Library, device: DeviceNumber) -> Result<usize> 
 /// A stream that does not wait for the null stream.
 pub(crate) fn stream(library: &Library) -> Result<StreamHandle> {
     let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
-    stream.map(|stream| StreamHandle(stream as usize)).map_err(|error| told(library, "cuStreamCreate", error))
+    stream
+        .map(|stream| StreamHandle(stream as usize))
+        .map_err(|error| told(library, "cuStreamCreate", error))
 }
 
 /// Ends it.
 ///
 /// # Safety
 /// It came from [`stream`] and is not used any more.
-pub(crate) unsafe fn end_stream(library: &Library, StreamHandle(stream): StreamHandle) -> Result<()> {
+pub(crate) unsafe fn end_stream(
+    library: &Library,
+    StreamHandle(stream): StreamHandle,
+) -> Result<()> {
     // SAFETY: the caller's promise.
     unsafe { result::stream::destroy(stream as CUstream) }
         .map_err(|error| told(library, "cuStreamDestroy", error))
@@ -60,7 +65,9 @@ pub(crate) unsafe fn end_stream(library: &Library, StreamHandle(stream): StreamH
 /// An event that measures no time.
 pub(crate) fn event(library: &Library) -> Result<EventHandle> {
     let event = result::event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING);
-    event.map(|event| EventHandle(event as usize)).map_err(|error| told(library, "cuEventCreate", error))
+    event
+        .map(|event| EventHandle(event as usize))
+        .map_err(|error| told(library, "cuEventCreate", error))
 }
 
 /// Ends it.
@@ -69,7 +76,8 @@ pub(crate) fn event(library: &Library) -> Result<EventHandle> {
 /// It came from [`event`] and is not used any more.
 pub(crate) unsafe fn end_event(library: &Library, EventHandle(event): EventHandle) -> Result<()> {
     // SAFETY: the caller's promise.
-    unsafe { result::event::destroy(event as _) }.map_err(|error| told(library, "cuEventDestroy", error))
+    unsafe { result::event::destroy(event as _) }
+        .map_err(|error| told(library, "cuEventDestroy", error))
 }
 
 fn told(library: &Library, call: &'static str, error: DriverError) -> Error {

@@ -38,7 +38,8 @@ fn found(library: &'static Library) -> Result<Vec<Arc<Device>>, Unavailable> {
             "see what nvidia-smi lists",
         )
     };
-    let check = |call, status| if status == ffi::SUCCESS { Ok(()) } else { Err(refused(call, status)) };
+    let check =
+        |call, status| if status == ffi::SUCCESS { Ok(()) } else { Err(refused(call, status)) };
     let mut count = 0;
     // SAFETY: a place for one number.
     check("cuDeviceGetCount", unsafe { (table.cuDeviceGetCount)(&raw mut count) })?;
@@ -66,7 +67,9 @@ fn found(library: &'static Library) -> Result<Vec<Arc<Device>>, Unavailable> {
         abouts.push((about, number));
     }
     let all: Arc<[_]> = abouts.iter().map(|(about, number)| (about.id, *number)).collect();
-    let device = |(about, number)| Device::new(Arc::new(Cuda::new(library, number, about, Arc::clone(&all))));
+    let device = |(about, number)| {
+        Device::new(Arc::new(Cuda::new(library, number, about, Arc::clone(&all))))
+    };
     Ok(abouts.into_iter().map(device).collect())
 }
 

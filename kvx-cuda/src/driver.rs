@@ -8,12 +8,13 @@ use std::sync::{Arc, OnceLock};
 use kvx_core::memory::Hop;
 use kvx_core::{DeviceId, Error, Kind, Result};
 use kvx_gpu::{
-    CopyDirection, Current, DeviceInfo, Driver, EventHandle, FunctionHandle, Mapped, Pointer, PointerPlace,
-    Rows, StreamHandle,
+    CopyDirection, Current, DeviceInfo, Driver, EventHandle, FunctionHandle, Mapped, Pointer,
+    PointerPlace, Rows, StreamHandle,
 };
 
 use crate::ffi::{
-    self, BatchAttributes, Copy2d, CudaIpcHandle, DeviceNumber, Handle, Location, Status, attribute, pointer,
+    self, BatchAttributes, Copy2d, CudaIpcHandle, DeviceNumber, Handle, Location, Status,
+    attribute, pointer,
 };
 use crate::library::{Library, ends_all_work};
 use crate::{context, kernels, virtual_memory};
@@ -51,7 +52,8 @@ impl Cuda {
     pub(crate) fn attribute(&self, attribute: i32) -> i32 {
         let mut value = 0;
         // SAFETY: a place for one number; the device is one that the driver named.
-        let status = unsafe { (self.table().cuDeviceGetAttribute)(&raw mut value, attribute, self.number) };
+        let status =
+            unsafe { (self.table().cuDeviceGetAttribute)(&raw mut value, attribute, self.number) };
         if status == ffi::SUCCESS { value } else { 0 }
     }
 
@@ -59,7 +61,9 @@ impl Cuda {
     fn descriptor(&self, range: &Range<u64>, flags: u64) -> Result<OwnedFd> {
         const DMA_BUF: i32 = 1;
         let Some(export) = self.table().cuMemGetHandleForAddressRange else {
-            return Err(self.cannot("no dma-buf descriptors: they need a driver of CUDA 11.7 or newer"));
+            return Err(
+                self.cannot("no dma-buf descriptors: they need a driver of CUDA 11.7 or newer")
+            );
         };
         let mut file = -1;
         let len = (range.end - range.start) as usize;
@@ -145,8 +149,12 @@ unsafe impl Driver for Cuda {
     fn classify(&self, address: u64) -> Result<Pointer> {
         let (mut kind, mut managed, mut ordinal) = (0u32, 0u32, -2i32);
         let mut pool: Handle = std::ptr::null_mut();
-        let mut asked =
-            [pointer::MEMORY_TYPE, pointer::IS_MANAGED, pointer::DEVICE_ORDINAL, pointer::MEMORY_POOL];
+        let mut asked = [
+            pointer::MEMORY_TYPE,
+            pointer::IS_MANAGED,
+            pointer::DEVICE_ORDINAL,
+            pointer::MEMORY_POOL,
+        ];
         let mut answers: [*mut c_void; 4] = [
             (&raw mut kind).cast(),
             (&raw mut managed).cast(),
@@ -173,16 +181,21 @@ unsafe impl Driver for Cuda {
     fn allocation(&self, address: u64) -> Result<Range<u64>> {
         let (mut base, mut len) = (0, 0);
         // SAFETY: a place for each of the two numbers.
-        let status = unsafe { (self.table().cuMemGetAddressRange_v2)(&raw mut base, &raw mut len, address) };
+        let status =
+            unsafe { (self.table().cuMemGetAddressRange_v2)(&raw mut base, &raw mut len, address) };
         self.check("cuMemGetAddressRange", status).map(|()| base..base.saturating_add(len as u64))
     }
 
     fn reaches(&self, other: DeviceId) -> Result<Option<bool>> {
-        let Some((_, other)) = self.all.iter().find(|(id, _)| *id == other) else { return Ok(None) };
+        let Some((_, other)) = self.all.iter().find(|(id, _)| *id == other) else {
+            return Ok(None);
+        };
         let mut reaches = 0;
         // SAFETY: a place for one number; both devices are ones that the driver named.
-        let status = unsafe { (self.table().cuDeviceCanAccessPeer)(&raw mut reaches, self.number, *other) };
-        self.check("cuDeviceCanAccessPeer", status).map(|()| Some(reaches != 0 || *other == self.number))
+        let status =
+            unsafe { (self.table().cuDeviceCanAccessPeer)(&raw mut reaches, self.number, *other) };
+        self.check("cuDeviceCanAccessPeer", status)
+            .map(|()| Some(reaches != 0 || *other == self.number))
     }
 
     fn share(&self, base: u64) -> Result<Vec<u8>> {
@@ -203,7 +216,11 @@ unsafe impl Driver for Cuda {
         let mut address = 0;
         // SAFETY: a place for one address; the driver judges the handle.
         let status = unsafe {
-            (self.table().cuIpcOpenMemHandle_v2)(&raw mut address, CudaIpcHandle(bytes), LAZY_PEER_ACCESS)
+            (self.table().cuIpcOpenMemHandle_v2)(
+                &raw mut address,
+                CudaIpcHandle(bytes),
+                LAZY_PEER_ACCESS,
+            )
         };
         self.check("cuIpcOpenMemHandle", status).map(|()| address)
     }
@@ -217,9 +234,9 @@ unsafe impl Driver for Cuda {
         /// Addresses as the bus has them, where the CPU and the device are joined otherwise (GB200).
         const OVER_PCIE: u64 = 1;
         if self.attribute(attribute::DMA_BUF) == 0 {
-            return Err(
-                self.cannot("no dma-buf descriptors: they need the open kernel modules (nvidia-open)")
-            );
+            return Err(self.cannot(
+                "no dma-buf descriptors: they need the open kernel modules (nvidia-open)",
+            ));
         }
         let file = match self.library.version >= 12_080 {
             true => self.descriptor(&range, OVER_PCIE).or_else(|_| self.descriptor(&range, 0)),
@@ -275,9 +292,10 @@ unsafe impl Driver for Cuda {
                     "cuMemcpyHtoDAsync",
                     (table.cuMemcpyHtoDAsync_v2)(to, from as *const c_void, len, stream),
                 ),
-                CopyDirection::ToHost => {
-                    ("cuMemcpyDtoHAsync", (table.cuMemcpyDtoHAsync_v2)(to as *mut c_void, from, len, stream))
-                }
+                CopyDirection::ToHost => (
+                    "cuMemcpyDtoHAsync",
+                    (table.cuMemcpyDtoHAsync_v2)(to as *mut c_void, from, len, stream),
+                ),
                 CopyDirection::Within => {
                     ("cuMemcpyDtoDAsync", (table.cuMemcpyDtoDAsync_v2)(to, from, len, stream))
                 }
@@ -318,7 +336,12 @@ unsafe impl Driver for Cuda {
         self.table().cuMemcpyBatchAsync_v2.is_some() || self.table().cuMemcpyBatchAsync.is_some()
     }
 
-    unsafe fn copy_batch(&self, _: CopyDirection, lines: &[Hop], stream: StreamHandle) -> Result<()> {
+    unsafe fn copy_batch(
+        &self,
+        _: CopyDirection,
+        lines: &[Hop],
+        stream: StreamHandle,
+    ) -> Result<()> {
         let mut to: Vec<_> = lines.iter().map(|line| line.to).collect();
         let mut from: Vec<_> = lines.iter().map(|line| line.from).collect();
         let mut lens: Vec<_> = lines.iter().map(|line| line.len).collect();

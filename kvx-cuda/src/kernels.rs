@@ -16,8 +16,8 @@ const NAMES: &[&str] = &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2",
 const CURE: &str = "install a driver of CUDA 12.0 or newer; or NVRTC of CUDA's toolkit, and set KVX_NVRTC_LIB if it is not found";
 
 pub(crate) fn load(cuda: &Cuda) -> Result<Vec<FunctionHandle>> {
-    let ptx =
-        CString::new(PTX).map_err(|error| Error::new(Kind::Invalid, "PTX with a NUL in it").source(error))?;
+    let ptx = CString::new(PTX)
+        .map_err(|error| Error::new(Kind::Invalid, "PTX with a NUL in it").source(error))?;
     let module = match module(cuda, ptx.as_bytes_with_nul()) {
         Ok(module) => module,
         Err(refused) => {
@@ -32,8 +32,9 @@ pub(crate) fn load(cuda: &Cuda) -> Result<Vec<FunctionHandle>> {
 fn module(cuda: &Cuda, image: &[u8]) -> Result<Handle> {
     let mut module = std::ptr::null_mut();
     // SAFETY: a place for one handle; the image ends by itself, as said.
-    let status =
-        unsafe { (cuda.library.table.cuModuleLoadData)(&raw mut module, image.as_ptr().cast::<c_void>()) };
+    let status = unsafe {
+        (cuda.library.table.cuModuleLoadData)(&raw mut module, image.as_ptr().cast::<c_void>())
+    };
     cuda.check("cuModuleLoadData", status).map(|()| module)
 }
 
@@ -42,8 +43,9 @@ fn function(cuda: &Cuda, module: Handle, entry: &str) -> Result<FunctionHandle> 
         .map_err(|error| Error::new(Kind::Invalid, "an entry with a NUL").source(error))?;
     let mut function = std::ptr::null_mut();
     // SAFETY: a place for one handle; the module lives, and the name ends in NUL.
-    let status =
-        unsafe { (cuda.library.table.cuModuleGetFunction)(&raw mut function, module, name.as_ptr()) };
+    let status = unsafe {
+        (cuda.library.table.cuModuleGetFunction)(&raw mut function, module, name.as_ptr())
+    };
     cuda.check("cuModuleGetFunction", status).map(|()| FunctionHandle(function as usize))
 }
 
@@ -70,9 +72,11 @@ fn compiled(cuda: &Cuda) -> Result<Vec<u8>> {
         code: nvrtc.nvrtcGetCUBIN,
         destroy: nvrtc.nvrtcDestroyProgram,
     };
-    let (major, minor) = (cuda.attribute(attribute::COMPUTE_MAJOR), cuda.attribute(attribute::COMPUTE_MINOR));
+    let (major, minor) =
+        (cuda.attribute(attribute::COMPUTE_MAJOR), cuda.attribute(attribute::COMPUTE_MINOR));
     let architecture = format!("--gpu-architecture=sm_{major}{minor}\0");
-    let option = CStr::from_bytes_with_nul(architecture.as_bytes()).expect("it ends in NUL and has no other");
+    let option = CStr::from_bytes_with_nul(architecture.as_bytes())
+        .expect("it ends in NUL and has no other");
     // SAFETY: all functions are NVRTC's.
     unsafe { compiler.compile(SOURCE, &[option]) }
 }

@@ -53,7 +53,10 @@ impl Library {
             let path = library.path().display().to_string();
             if status == ffi::SUCCESS && number < OLDEST {
                 return Err(Unavailable::because(
-                    format!("{path} is a driver of CUDA {}, and kvx needs 11.4 or newer", shown(number)),
+                    format!(
+                        "{path} is a driver of CUDA {}, and kvx needs 11.4 or newer",
+                        shown(number)
+                    ),
                     UPDATE,
                 ));
             }
@@ -89,9 +92,14 @@ impl Library {
             ffi::SYSTEM_NOT_READY => "start NVIDIA's fabric manager, and see nvidia-smi",
             _ => "see whether nvidia-smi works, and dmesg for lines of NVRM",
         };
-        let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok().filter(|_| status == ffi::NO_DEVICE);
-        let visible = visible.map_or_else(String::new, |value| format!("; CUDA_VISIBLE_DEVICES={value}"));
-        Err(Unavailable::because(format!("{} does not start: {name}: {text}{visible}", self.path), cure))
+        let visible =
+            std::env::var("CUDA_VISIBLE_DEVICES").ok().filter(|_| status == ffi::NO_DEVICE);
+        let visible =
+            visible.map_or_else(String::new, |value| format!("; CUDA_VISIBLE_DEVICES={value}"));
+        Err(Unavailable::because(
+            format!("{} does not start: {name}: {text}{visible}", self.path),
+            cure,
+        ))
     }
 
     /// cudarc opens libcuda by its names: what it gets must be this library, and must be there. It would panic without.
@@ -99,7 +107,9 @@ impl Library {
         // In the order in which cudarc asks for them; the further names of its list are of no driver.
         for (name, must_be) in [("libcuda.so", false), (NAME, true)] {
             // SAFETY: opening it runs its initialisers, as cudarc would; they have run if it is this library.
-            let other = unsafe { native::Library::open(Some(name), native::RTLD_LAZY | native::RTLD_LOCAL) };
+            let other = unsafe {
+                native::Library::open(Some(name), native::RTLD_LAZY | native::RTLD_LOCAL)
+            };
             let found = match other {
                 Ok(other) => {
                     // SAFETY: only its address is looked at.
@@ -129,13 +139,15 @@ impl Library {
         let ask = |function: unsafe extern "C" fn(Status, *mut *const c_char) -> Status| {
             let mut text = std::ptr::null();
             // SAFETY: a place for one pointer, which the driver fills with a string of its own, or with null.
-            let known = unsafe { function(status, &raw mut text) } == ffi::SUCCESS && !text.is_null();
+            let known =
+                unsafe { function(status, &raw mut text) } == ffi::SUCCESS && !text.is_null();
             // SAFETY: the driver's strings end in NUL and live as long as it does.
             known.then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
         };
         (
             ask(self.table.cuGetErrorName).unwrap_or_else(|| format!("CUresult {status}")),
-            ask(self.table.cuGetErrorString).unwrap_or_else(|| "the driver has no text for it".into()),
+            ask(self.table.cuGetErrorString)
+                .unwrap_or_else(|| "the driver has no text for it".into()),
         )
     }
 
@@ -163,7 +175,10 @@ impl Library {
 
     /// The driver's version, and the file.
     pub(crate) fn shown(&self) -> String {
-        let file = Path::new(&self.path).file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
+        let file = Path::new(&self.path)
+            .file_name()
+            .map(|name| name.to_string_lossy())
+            .unwrap_or_default();
         format!("{} ({file})", shown(self.version))
     }
 }

@@ -42,7 +42,8 @@ pub(crate) fn map(cuda: &Cuda, len: usize) -> Result<Mapped> {
     };
     let mut page = 0;
     // SAFETY: a place for one number; 0 asks for the least that works.
-    let status = unsafe { (functions.cuMemGetAllocationGranularity)(&raw mut page, &raw const physical, 0) };
+    let status =
+        unsafe { (functions.cuMemGetAllocationGranularity)(&raw mut page, &raw const physical, 0) };
     cuda.check("cuMemGetAllocationGranularity", status)?;
     let len = len.checked_next_multiple_of(page.max(1)).ok_or_else(|| {
         Error::new(Kind::Invalid, format!("a pool of {len} bytes is larger than the address space"))
@@ -120,7 +121,8 @@ pub(crate) fn import(cuda: &Cuda, file: BorrowedFd<'_>, len: usize) -> Result<Ma
     // The interface takes the descriptor in the place of a pointer.
     let file = file.as_raw_fd() as usize as *mut c_void;
     // SAFETY: a place for one handle; the driver judges the descriptor.
-    let status = unsafe { (functions.cuMemImportFromShareableHandle)(&raw mut handle, file, DESCRIPTOR) };
+    let status =
+        unsafe { (functions.cuMemImportFromShareableHandle)(&raw mut handle, file, DESCRIPTOR) };
     if status != ffi::SUCCESS {
         return Err(cuda.library.error("cuMemImportFromShareableHandle", status));
     }

@@ -12,8 +12,14 @@ type Names = *const *const c_char;
 #[allow(missing_docs)]
 pub struct Compiler {
     pub name: &'static str,
-    pub create:
-        unsafe extern "C" fn(*mut Program, *const c_char, *const c_char, c_int, Names, Names) -> c_int,
+    pub create: unsafe extern "C" fn(
+        *mut Program,
+        *const c_char,
+        *const c_char,
+        c_int,
+        Names,
+        Names,
+    ) -> c_int,
     pub compile: unsafe extern "C" fn(Program, c_int, Names) -> c_int,
     pub log_size: unsafe extern "C" fn(Program, *mut usize) -> c_int,
     pub log: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
@@ -37,8 +43,9 @@ impl Compiler {
         let none = std::ptr::null();
         let options: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
         // SAFETY: as the compiler's header declares: strings that end in NUL, no headers, and a place for the program.
-        let created =
-            unsafe { (self.create)(&raw mut program, source.as_ptr(), c"kvx".as_ptr(), 0, none, none) };
+        let created = unsafe {
+            (self.create)(&raw mut program, source.as_ptr(), c"kvx".as_ptr(), 0, none, none)
+        };
         self.check(created, "create a program", "")?;
         let code = self.compiled(program, &options);
         // SAFETY: the program was created above, and nobody uses it any more.
@@ -79,7 +86,10 @@ impl Compiler {
             return Ok(());
         }
         let name = self.name;
-        Err(Error::new(Kind::Native, format!("{name} did not {what}: see the log, and report this as a bug"))
-            .native(status.into(), log))
+        Err(Error::new(
+            Kind::Native,
+            format!("{name} did not {what}: see the log, and report this as a bug"),
+        )
+        .native(status.into(), log))
     }
 }

@@ -14,7 +14,9 @@ pub(super) fn merged(pieces: impl Iterator<Item = Hop>) -> Vec<Hop> {
     let mut lines: Vec<Hop> = Vec::with_capacity(pieces.size_hint().0);
     for piece in pieces.filter(|piece| piece.len > 0) {
         match lines.last_mut() {
-            Some(last) if ends_at(last.from, last) == piece.from && ends_at(last.to, last) == piece.to => {
+            Some(last)
+                if ends_at(last.from, last) == piece.from && ends_at(last.to, last) == piece.to =>
+            {
                 last.len += piece.len;
             }
             _ => lines.push(piece),
@@ -53,12 +55,15 @@ pub(super) fn steps(mut lines: &[Hop]) -> impl Iterator<Item = Step> {
 fn run(lines: &[Hop]) -> (usize, usize, usize) {
     let [first, second, ..] = lines else { return (lines.len(), 0, 0) };
     let pitches = |a: &Hop, b: &Hop| {
-        let pitch = |a: u64, b: u64| b.checked_sub(a).filter(|p| (a_row(first)..=LONGEST_PITCH).contains(p));
+        let pitch = |a: u64, b: u64| {
+            b.checked_sub(a).filter(|p| (a_row(first)..=LONGEST_PITCH).contains(p))
+        };
         (b.len == first.len).then_some(())?;
         Some((pitch(a.from, b.from)?, pitch(a.to, b.to)?))
     };
     let Some(same) = pitches(first, second) else { return (1, 0, 0) };
-    let more = lines.windows(2).take_while(|pair| pitches(&pair[0], &pair[1]) == Some(same)).count();
+    let more =
+        lines.windows(2).take_while(|pair| pitches(&pair[0], &pair[1]) == Some(same)).count();
     (more + 1, same.0 as usize, same.1 as usize)
 }
 
@@ -77,14 +82,16 @@ mod tests {
 
     #[test]
     fn what_continues_on_both_sides_is_one_line() {
-        let pieces = [hop(0, 100, 10), hop(10, 110, 5), hop(15, 200, 5), hop(20, 205, 0), hop(20, 205, 1)];
+        let pieces =
+            [hop(0, 100, 10), hop(10, 110, 5), hop(15, 200, 5), hop(20, 205, 0), hop(20, 205, 1)];
         assert_eq!(merged(pieces.into_iter()), [hop(0, 100, 15), hop(15, 200, 6)]);
     }
 
     #[test]
     fn a_grid_is_one_step_and_order_is_kept() {
         let grid = |n: u64| (0..n).map(|at| hop(1000 + at * 64, at * 16, 16));
-        let all: Vec<_> = [hop(5, 5, 3)].into_iter().chain(grid(8)).chain([hop(9, 9, 16)]).collect();
+        let all: Vec<_> =
+            [hop(5, 5, 3)].into_iter().chain(grid(8)).chain([hop(9, 9, 16)]).collect();
         let rows = Rows { from: 1000, from_pitch: 64, to: 0, to_pitch: 16, width: 16, count: 8 };
         let steps: Vec<_> = steps(&all).collect();
         assert_eq!(steps, [Step::Line(hop(5, 5, 3)), Step::Rows(rows), Step::Line(hop(9, 9, 16))]);

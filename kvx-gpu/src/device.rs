@@ -86,7 +86,13 @@ impl Device {
     ///
     /// # Safety
     /// All blocks and the packed bytes are valid memory until `done` has settled.
-    pub unsafe fn gather(&self, packed: DevicePtr, grids: &[DeviceGrid], indices: &Arc<[u32]>, done: Ticket) {
+    pub unsafe fn gather(
+        &self,
+        packed: DevicePtr,
+        grids: &[DeviceGrid],
+        indices: &Arc<[u32]>,
+        done: Ticket,
+    ) {
         // SAFETY: the caller's promise.
         unsafe { self.grids(true, packed, grids, indices, done) };
     }
@@ -137,7 +143,8 @@ impl Device {
         indices: &Arc<[u32]>,
         done: Ticket,
     ) {
-        let work = Work::Grids { gather, packed, grids: grids.to_vec(), indices: Arc::clone(indices) };
+        let work =
+            Work::Grids { gather, packed, grids: grids.to_vec(), indices: Arc::clone(indices) };
         let addresses = grids.iter().map(|grid| grid.base).chain([packed]);
         // SAFETY: the caller's promise.
         unsafe { self.ask(work, addresses, done) };
@@ -155,7 +162,12 @@ impl Device {
     ///
     /// # Safety
     /// All memory that the work names is valid until `done` has settled.
-    pub(super) unsafe fn ask(&self, work: Work, addresses: impl Iterator<Item = u64>, done: Ticket) {
+    pub(super) unsafe fn ask(
+        &self,
+        work: Work,
+        addresses: impl Iterator<Item = u64>,
+        done: Ticket,
+    ) {
         match self.thread() {
             Ok(thread) => {
                 let owners = self.imports.owners(addresses);
@@ -250,11 +262,19 @@ unsafe impl DeviceAccess for Device {
     unsafe fn copy(&self, direction: Direction, pieces: &[Piece], done: Ticket) {
         let (way, lines) = match direction {
             Direction::ToDevice => {
-                let hop = |piece: &Piece| Hop { from: piece.host as u64, to: piece.device, len: piece.len };
+                let hop = |piece: &Piece| Hop {
+                    from: piece.host as u64,
+                    to: piece.device,
+                    len: piece.len,
+                };
                 (CopyDirection::ToDevice, merged(pieces.iter().map(hop)))
             }
             Direction::ToHost => {
-                let hop = |piece: &Piece| Hop { from: piece.device, to: piece.host as u64, len: piece.len };
+                let hop = |piece: &Piece| Hop {
+                    from: piece.device,
+                    to: piece.host as u64,
+                    len: piece.len,
+                };
                 (CopyDirection::ToHost, merged(pieces.iter().map(hop)))
             }
         };
@@ -295,7 +315,9 @@ unsafe impl DeviceAccess for Device {
             Some(file) => Name::Descriptor(file),
             None => Name::Driver(self.driver.share(allocation.start).map_err(|error| {
                 match self.driver.classify(address) {
-                    Ok(pointer) if pointer.pooled => in_a_pool(address, self.about().driver).source(error),
+                    Ok(pointer) if pointer.pooled => {
+                        in_a_pool(address, self.about().driver).source(error)
+                    }
                     _ => error.kind_is(Kind::Unsupported),
                 }
             })?),
@@ -311,12 +333,16 @@ unsafe impl DeviceAccess for Device {
 
     fn open(self: Arc<Self>, owner: DeviceId, handle: &IpcHandle, len: usize) -> Result<Memory> {
         let named = Handle::decode(&handle.bytes)?;
-        let within =
-            |all: u64| handle.offset.checked_add(len as u64).is_some_and(|end| len > 0 && end <= all);
+        let within = |all: u64| {
+            handle.offset.checked_add(len as u64).is_some_and(|end| len > 0 && end <= all)
+        };
         let outside = || {
             Error::new(
                 Kind::Malformed,
-                format!("bytes {}..+{len} lie outside the device memory that the peer shares", handle.offset),
+                format!(
+                    "bytes {}..+{len} lie outside the device memory that the peer shares",
+                    handle.offset
+                ),
             )
         };
         if !within(named.len) {
@@ -329,10 +355,15 @@ unsafe impl DeviceAccess for Device {
             let allocation = self.driver.allocation(named.base)?;
             drop(inside);
             if allocation != (named.base..named.base.saturating_add(named.len)) {
-                return Err(Error::new(Kind::Revoked, "the device memory that was shared is freed"));
+                return Err(Error::new(
+                    Kind::Revoked,
+                    "the device memory that was shared is freed",
+                ));
             }
             // SAFETY: who shares memory keeps it until nobody uses it any more, as `share` says.
-            return Ok(unsafe { Memory::adopt_device(named.base + handle.offset, len, owner, access, ()) });
+            return Ok(unsafe {
+                Memory::adopt_device(named.base + handle.offset, len, owner, access, ())
+            });
         }
         if owner != self.device() {
             let inside = Inside::of(&*self.driver)?;

@@ -248,7 +248,12 @@ pub unsafe trait Driver: Send + Sync + 'static {
     ///
     /// # Safety
     /// As [`copy`](Driver::copy), for each.
-    unsafe fn copy_batch(&self, way: CopyDirection, lines: &[Hop], stream: StreamHandle) -> Result<()> {
+    unsafe fn copy_batch(
+        &self,
+        way: CopyDirection,
+        lines: &[Hop],
+        stream: StreamHandle,
+    ) -> Result<()> {
         _ = (way, lines, stream);
         Err(self.cannot("no batched copies"))
     }

@@ -184,7 +184,9 @@ impl Imports {
             if last.contains(&address) {
                 continue;
             }
-            let Some((base, (len, owner))) = table.by_address.range(..=address).next_back() else { continue };
+            let Some((base, (len, owner))) = table.by_address.range(..=address).next_back() else {
+                continue;
+            };
             if address - base < *len && !owners.iter().any(|known| Arc::ptr_eq(known, owner)) {
                 last = *base..base + len;
                 owners.push(Arc::clone(owner));

@@ -32,8 +32,8 @@ mod thread;
 pub use compiler::Compiler;
 pub use device::{BlocksAt, Chosen, Device};
 pub use driver::{
-    CopyDirection, Current, DeviceInfo, Driver, EventHandle, FunctionHandle, Mapped, Pointer, PointerPlace,
-    Rows, StreamHandle,
+    CopyDirection, Current, DeviceInfo, Driver, EventHandle, FunctionHandle, Mapped, Pointer,
+    PointerPlace, Rows, StreamHandle,
 };
 pub use memory::{DevicePoolBuilder, DevicePtr};
 pub use symbols::symbols;

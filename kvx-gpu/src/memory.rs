@@ -46,9 +46,13 @@ impl DevicePoolBuilder {
     /// that it does not have.
     pub fn build(self) -> Result<Memory> {
         let DevicePoolBuilder { device, len, virtual_memory } = self;
-        let whole = len.checked_next_multiple_of(PAGE).filter(|whole| *whole > 0).ok_or_else(|| {
-            Error::new(Kind::Invalid, format!("a pool of {len} bytes: ask for at least one, and for fewer"))
-        })?;
+        let whole =
+            len.checked_next_multiple_of(PAGE).filter(|whole| *whole > 0).ok_or_else(|| {
+                Error::new(
+                    Kind::Invalid,
+                    format!("a pool of {len} bytes: ask for at least one, and for fewer"),
+                )
+            })?;
         let allocation = {
             let driver = device.driver();
             let inside = Inside::of(&**driver)?;
@@ -76,7 +80,9 @@ impl DevicePoolBuilder {
         }
         let id = device.driver().about().id;
         // SAFETY: the memory is the allocation's, which frees it when it is dropped.
-        Ok(unsafe { Memory::adopt_device(address, len, id, device as Arc<dyn DeviceAccess>, allocation) })
+        Ok(unsafe {
+            Memory::adopt_device(address, len, id, device as Arc<dyn DeviceAccess>, allocation)
+        })
     }
 }
 
@@ -208,7 +214,9 @@ pub(super) unsafe fn adopt(
     let about = driver.about();
     let invalid = |sentence: String| Err(Error::new(Kind::Invalid, sentence));
     let Some(last) = (len as u64).checked_sub(1).and_then(|more| address.checked_add(more)) else {
-        return invalid(format!("{len} bytes at {address:#x}: adopt at least one, inside the address space"));
+        return invalid(format!(
+            "{len} bytes at {address:#x}: adopt at least one, inside the address space"
+        ));
     };
     let inside = Inside::of(&**driver)?;
     // Both ends: memory of several mappings in a row is one to its program and many to the driver.

@@ -7,7 +7,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use super::driver::{
-    CopyDirection, Current, DeviceInfo, Driver, EventHandle, FunctionHandle, Pointer, Rows, StreamHandle,
+    CopyDirection, Current, DeviceInfo, Driver, EventHandle, FunctionHandle, Pointer, Rows,
+    StreamHandle,
 };
 use super::{Device, DevicePtr};
 use kvx_core::memory::{DeviceAccess as _, Hop};

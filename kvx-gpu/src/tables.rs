@@ -53,7 +53,12 @@ impl Tables {
 
 impl KernelTable {
     /// Puts `bytes`, at most [`TABLE`], where kernels read them once the stream has come to it, and says where that is.
-    pub(super) fn fill(&mut self, driver: &dyn Driver, bytes: &[u8], stream: StreamHandle) -> Result<u64> {
+    pub(super) fn fill(
+        &mut self,
+        driver: &dyn Driver,
+        bytes: &[u8],
+        stream: StreamHandle,
+    ) -> Result<u64> {
         assert!(bytes.len() <= TABLE, "whoever makes rows counts them");
         // SAFETY: the table has that many bytes of its own, and no copy of an earlier flight reads them any more.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.host, bytes.len()) };

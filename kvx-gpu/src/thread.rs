@@ -97,8 +97,8 @@ impl DeviceThread {
         let name = format!("kvx-gpu {} {}", driver.about().driver, driver.about().ordinal);
         let run = move || {
             let _ended = Ended(&ours);
-            let begun =
-                Inside::of(&*driver).and_then(|inside| Ok((inside, Streams::new(&*driver, &pinned)?)));
+            let begun = Inside::of(&*driver)
+                .and_then(|inside| Ok((inside, Streams::new(&*driver, &pinned)?)));
             match begun {
                 Ok((_inside, mut streams)) => {
                     told.send(Ok(())).ok(); // whoever starts it waits
@@ -373,12 +373,21 @@ impl<'a> Streams<'a> {
     fn reached_by_kernels(&self, way: CopyDirection, lines: &[Hop]) -> bool {
         match way {
             CopyDirection::Within => true,
-            CopyDirection::ToDevice => self.pinned.has_all(lines.iter().map(|line| (line.from, line.len))),
-            CopyDirection::ToHost => self.pinned.has_all(lines.iter().map(|line| (line.to, line.len))),
+            CopyDirection::ToDevice => {
+                self.pinned.has_all(lines.iter().map(|line| (line.from, line.len)))
+            }
+            CopyDirection::ToHost => {
+                self.pinned.has_all(lines.iter().map(|line| (line.to, line.len)))
+            }
         }
     }
 
-    fn hops(&mut self, lines: &[Hop], stream: StreamHandle, tables: &mut Vec<KernelTable>) -> Result<()> {
+    fn hops(
+        &mut self,
+        lines: &[Hop],
+        stream: StreamHandle,
+        tables: &mut Vec<KernelTable>,
+    ) -> Result<()> {
         for part in lines.chunks(TABLE / HOP) {
             let table = self.table(&kernels::encode_hops(part), stream, tables)?;
             self.launch(&Launch::hops(table, part), stream)?;
@@ -404,7 +413,8 @@ impl<'a> Streams<'a> {
             let done = (part * (TABLE / 4)) as u64;
             let chosen_at = self.table(&encode_indices(chosen), stream, tables)?;
             for some in grids.chunks(TABLE / 32) {
-                let moved = |grid: &DeviceGrid| DeviceGrid { at: grid.at + done * grid.length, ..*grid };
+                let moved =
+                    |grid: &DeviceGrid| DeviceGrid { at: grid.at + done * grid.length, ..*grid };
                 let some: Vec<_> = some.iter().map(moved).collect();
                 let table = self.table(&kernels::encode_grids(&some), stream, tables)?;
                 let launch = if gather { Launch::gather } else { Launch::scatter };
@@ -443,7 +453,12 @@ impl<'a> Streams<'a> {
     }
 
     /// Puts a table on the device; it stays until the flight that gets `tables` has ended.
-    fn table(&mut self, bytes: &[u8], stream: StreamHandle, tables: &mut Vec<KernelTable>) -> Result<u64> {
+    fn table(
+        &mut self,
+        bytes: &[u8],
+        stream: StreamHandle,
+        tables: &mut Vec<KernelTable>,
+    ) -> Result<u64> {
         tables.push(self.tables.take(self.driver)?);
         let table = tables.last_mut().expect("one was pushed just now");
         table.fill(self.driver, bytes, stream)
@@ -461,7 +476,12 @@ impl<'a> Streams<'a> {
 }
 
 /// The blocks of a grid that the indices choose, as copies to the packed bytes or from them.
-fn one_by_one(gather: bool, packed: u64, grid: &DeviceGrid, indices: &[u32]) -> impl Iterator<Item = Hop> {
+fn one_by_one(
+    gather: bool,
+    packed: u64,
+    grid: &DeviceGrid,
+    indices: &[u32],
+) -> impl Iterator<Item = Hop> {
     let DeviceGrid { base, stride, length, at } = *grid;
     indices.iter().enumerate().map(move |(place, index)| {
         let block = base + u64::from(*index) * stride;

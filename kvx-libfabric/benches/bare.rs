@@ -53,7 +53,8 @@ const MESSAGES: usize = 2000; // to and fro in one measurement
 
 impl End {
     fn new(provider: &str, wanted: &str, other: UnixStream) -> End {
-        let name = std::env::var("KVX_LIBFABRIC_LIB").unwrap_or_else(|_| "libfabric.so.1".to_owned());
+        let name =
+            std::env::var("KVX_LIBFABRIC_LIB").unwrap_or_else(|_| "libfabric.so.1".to_owned());
         let (name, none) = (CString::new(name).expect("a file name"), null_mut());
         // SAFETY: each call is one that libfabric's manual describes, on objects that the calls before it have made.
         unsafe {
@@ -73,11 +74,15 @@ impl End {
             (*(*hints).domain_attr).threading = FI_THREAD_DOMAIN;
             let rules = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
             (*(*hints).domain_attr).mr_mode = rules.cast_signed();
-            (*(*hints).tx_attr).op_flags = if provider == "shm" { 0 } else { FI_DELIVERY_COMPLETE.into() };
+            (*(*hints).tx_attr).op_flags =
+                if provider == "shm" { 0 } else { FI_DELIVERY_COMPLETE.into() };
             let wished = CString::new(provider).expect("a name");
             (*(*hints).fabric_attr).prov_name = libc::strdup(wished.as_ptr());
             let (mut info, version) = (null_mut(), FI_MAJOR_VERSION << 16 | FI_MINOR_VERSION);
-            check("fi_getinfo", (functions.fi_getinfo)(version, null(), null(), 0, hints, &mut info));
+            check(
+                "fi_getinfo",
+                (functions.fi_getinfo)(version, null(), null(), 0, hints, &mut info),
+            );
             while CStr::from_ptr((*(*info).domain_attr).name).to_bytes() != wanted.as_bytes() {
                 info = (*info).next;
                 assert!(!info.is_null(), "the provider has no domain {wanted}");
@@ -98,7 +103,10 @@ impl End {
             check("fi_getname", call!(ep, cm.getname(address.as_mut_ptr().cast(), &mut length)));
             send(&other, 0, &address);
             let theirs = receive(&other).expect("its address").1;
-            check("fi_av_insert", call!(av, ops.insert(theirs.as_ptr().cast(), 1, &mut peer, 0, none)));
+            check(
+                "fi_av_insert",
+                call!(av, ops.insert(theirs.as_ptr().cast(), 1, &mut peer, 0, none)),
+            );
             let in_flight = Cell::new(0);
             End { info, domain, ep, cq, peer, other, memory: None, remote: [0; 2], in_flight }
         }
@@ -123,7 +131,8 @@ impl End {
                 call!(self.domain, mr.reg(start, length, access, 0, at, 0, &mut mr, null_mut())),
             );
             self.memory = Some(Memory(bytes, address, mr));
-            let by_address = (*(*self.info).domain_attr).mr_mode.cast_unsigned() & FI_MR_VIRT_ADDR != 0;
+            let by_address =
+                (*(*self.info).domain_attr).mr_mode.cast_unsigned() & FI_MR_VIRT_ADDR != 0;
             [if by_address { at } else { 0 }, (*mr).key]
         }
     }
@@ -134,7 +143,8 @@ impl End {
         // SAFETY: there is room for so many entries of the form that the queue was opened with.
         let answer = unsafe { call!(self.cq, ops.read(entries.as_mut_ptr().cast(), 64)) };
         if answer != -(libc::EAGAIN as isize) {
-            self.in_flight.set(self.in_flight.get() - check("an operation", answer as i64) as usize);
+            self.in_flight
+                .set(self.in_flight.get() - check("an operation", answer as i64) as usize);
         }
     }
 
@@ -161,8 +171,10 @@ impl End {
         let (End { ep, peer, remote: [base, key], .. }, none) = (self, null_mut());
         let Memory(_, memory, mr) = self.memory.as_ref().expect("there is memory");
         for (local_block, remote_block) in moves {
-            let (local, at) =
-                (memory.wrapping_add(local_block * block).cast(), base + (remote_block * block) as u64);
+            let (local, at) = (
+                memory.wrapping_add(local_block * block).cast(),
+                base + (remote_block * block) as u64,
+            );
             // SAFETY: both memories have room for every block of the point, and live until the next point.
             #[rustfmt::skip]
             self.post(511, || unsafe {
@@ -181,7 +193,9 @@ impl End {
         // SAFETY: there is room for two messages, one each way, and one of each is in flight.
         unsafe {
             let desc = (**mr).mem_desc;
-            self.post(usize::from(first), || call!(*ep, msg.recv(into.cast(), size, desc, u64::MAX, none)));
+            self.post(usize::from(first), || {
+                call!(*ep, msg.recv(into.cast(), size, desc, u64::MAX, none))
+            });
             self.post(0, || call!(*ep, msg.send(out.cast_const().cast(), size, desc, *peer, none)));
         }
     }
@@ -190,7 +204,8 @@ impl End {
     fn serve(&mut self) {
         while let Some((told, bytes)) = receive(&self.other) {
             if told == PROGRESS {
-                let mut ready = libc::pollfd { fd: self.other.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+                let mut ready =
+                    libc::pollfd { fd: self.other.as_raw_fd(), events: libc::POLLIN, revents: 0 };
                 // SAFETY: one descriptor of this process.
                 while unsafe { libc::poll(&mut ready, 1, 0) } == 0 {
                     (0..256).for_each(|_| self.progress());
@@ -242,7 +257,8 @@ fn beside(mut end: End) {
     let (mut read, mut block, mut count, mut next, mut moves) = (true, 0, 1, 0, Vec::new());
     for line in std::io::stdin().lines().map_while(Result::ok) {
         let words = || line.split(' ').filter_map(|word| word.split_once('='));
-        let word = |key: &str| words().find(|(name, _)| *name == key).map_or("", |(_, value)| value);
+        let word =
+            |key: &str| words().find(|(name, _)| *name == key).map_or("", |(_, value)| value);
         let number = |key: &str| word(key).parse::<usize>().expect("a number");
         if let Some(seconds) = line.strip_prefix("go ") {
             let seconds: f64 = seconds.parse().expect("seconds");
@@ -255,7 +271,8 @@ fn beside(mut end: End) {
             println!("moved {times} {}", start.elapsed().as_secs_f64());
             send(&end.other, REST, &[]);
         } else {
-            (read, block, count, next) = (word("op") == "read", number("block"), number("count"), 0);
+            (read, block, count, next) =
+                (word("op") == "read", number("block"), number("count"), 0);
             let (all, scattered) = (count * number("lists"), word("pattern") == "scattered");
             let order = |seed| if scattered { shuffled(all, seed) } else { (0..all).collect() };
             let (from, to) = (order(number("seed") as u64), order(number("seed") as u64 + 1));
@@ -282,7 +299,9 @@ fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let (provider, domain, size) = match &arguments[..] {
         [provider, domain] => (provider, domain, None),
-        [provider, domain, what, size] if what == "pingpong" => (provider, domain, size.parse().ok()),
+        [provider, domain, what, size] if what == "pingpong" => {
+            (provider, domain, size.parse().ok())
+        }
         _ => return eprintln!("usage: kvx-libfabric-bare PROVIDER DOMAIN [pingpong SIZE]"),
     };
     let (ours, theirs) = UnixStream::pair().expect("two sockets");

@@ -57,11 +57,14 @@ impl Address {
 
     /// Errors: `Malformed`, `Incompatible`.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Address> {
-        let mut reader = Reader::new("LIBFABRIC address", sealed::open("LIBFABRIC address", bytes)?);
+        let mut reader =
+            Reader::new("LIBFABRIC address", sealed::open("LIBFABRIC address", bytes)?);
         let form = reader.u8()?;
         if form != Self::FORM {
-            let why =
-                format!("the peer's LIBFABRIC address has form {form}, this release knows {}", Self::FORM);
+            let why = format!(
+                "the peer's LIBFABRIC address has form {form}, this release knows {}",
+                Self::FORM
+            );
             return Err(Error::new(Kind::Incompatible, why).backend(NAME));
         }
         let provider = String::from_utf8_lossy(reader.block(MAX_PROVIDER)?).into_owned();
@@ -114,7 +117,9 @@ impl Address {
 /// Whether a provider that reads `own` as an address reads all of `other` and nothing behind it.
 fn has_form_of(own: &[u8], other: &[u8], texts: bool) -> bool {
     if texts {
-        return other.last() == Some(&0) && !other[..other.len() - 1].contains(&0) && other.len() > 1;
+        return other.last() == Some(&0)
+            && !other[..other.len() - 1].contains(&0)
+            && other.len() > 1;
     }
     // Socket addresses begin with their family, which says how long they are.
     other.len() == own.len() && other.get(..2) == own.get(..2)
@@ -166,12 +171,20 @@ mod tests {
         let with = |rail: &[u8]| Address { rails: vec![rail.into()], ..somewhere() };
         assert!(with(b"fi_shm://8:0\0").check(&ours, true).is_ok());
         for rail in [&b"fi_shm://8:0"[..], b"fi_shm\0://8:0\0", b"\0", b""] {
-            assert_eq!(with(rail).check(&ours, true).unwrap_err().kind(), Kind::Malformed, "{rail:?}");
+            assert_eq!(
+                with(rail).check(&ours, true).unwrap_err().kind(),
+                Kind::Malformed,
+                "{rail:?}"
+            );
         }
         let socket = Address { rails: vec![[2, 0, 31, 64].into()], host: None, ..somewhere() };
-        let to = |rail: &[u8]| Address { rails: vec![rail.into()], ..socket.clone() }.check(&socket, false);
+        let to = |rail: &[u8]| {
+            Address { rails: vec![rail.into()], ..socket.clone() }.check(&socket, false)
+        };
         assert!(to(&[2, 0, 1, 1]).is_ok());
-        assert!(to(&[10, 0, 1, 1]).is_err() && to(&[2, 0, 1]).is_err() && to(&[2, 0, 1, 1, 1]).is_err());
+        assert!(
+            to(&[10, 0, 1, 1]).is_err() && to(&[2, 0, 1]).is_err() && to(&[2, 0, 1, 1, 1]).is_err()
+        );
         let other = Address { provider: "tcp;ofi_rxm".into(), ..somewhere() };
         assert_eq!(other.check(&ours, true).unwrap_err().kind(), Kind::Incompatible);
         let newer = Address { protocol: (14, 2), ..somewhere() };

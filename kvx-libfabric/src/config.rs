@@ -67,7 +67,8 @@ mod tests {
         let config = read("{}").unwrap();
         assert_eq!(config, Config { provider: None, domains: Vec::new(), rails: 4 });
         let config =
-            read(r#"{"libfabric": {"provider": "tcp", "domain": ["lo", "lo"], "rails": 2}}"#).unwrap();
+            read(r#"{"libfabric": {"provider": "tcp", "domain": ["lo", "lo"], "rails": 2}}"#)
+                .unwrap();
         assert_eq!((config.provider.as_deref(), config.rails), (Some("tcp"), 2));
         assert_eq!(config.domains, ["lo", "lo"]);
         assert_eq!(read(r#"{"libfabric": {"domain": "eth0"}}"#).unwrap().domains, ["eth0"]);

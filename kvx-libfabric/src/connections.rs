@@ -47,7 +47,12 @@ impl Connections {
                 continue;
             }
             match rustix::net::getsockname(&copy) {
-                Ok(name) if matches!(name.address_family(), AddressFamily::INET | AddressFamily::INET6) => {
+                Ok(name)
+                    if matches!(
+                        name.address_family(),
+                        AddressFamily::INET | AddressFamily::INET6
+                    ) =>
+                {
                     self.0.push(copy);
                 }
                 _ => self.look(copy.as_raw_fd(), deeper),

@@ -11,11 +11,10 @@ use crate::ffi::{Errno, Failed};
 pub(crate) const NAME: &str = "LIBFABRIC";
 
 const GONE: &str = "check whether the peer still runs, and the network to it";
-const SCARCE: &str = "raise the limits of this process (ulimit -l, -n; /dev/shm) or transfer less at once";
-const CONFIGURED: &str =
-    "check the options of the table libfabric and the variables FI_*; `fi_info` lists what libfabric has";
-const REFUSED: &str =
-    "the peer's provider does not let this be reached: it was taken back, or the metadata is another's";
+const SCARCE: &str =
+    "raise the limits of this process (ulimit -l, -n; /dev/shm) or transfer less at once";
+const CONFIGURED: &str = "check the options of the table libfabric and the variables FI_*; `fi_info` lists what libfabric has";
+const REFUSED: &str = "the peer's provider does not let this be reached: it was taken back, or the metadata is another's";
 const UNKNOWN: &str = "FI_LOG_LEVEL=warn makes libfabric say more";
 
 /// The meaning of an error number, and what to do next.
@@ -58,7 +57,9 @@ fn row(errno: i32) -> (Kind, &'static str) {
 /// The error for libfabric's answer to `what`, with what to do next, its number and its words.
 pub(crate) fn native(what: impl Display, errno: Errno) -> Error {
     let (kind, cure) = row(errno.0);
-    Error::new(kind, format!("{what}: {cure}")).backend(NAME).native(i64::from(errno.0), errno.text())
+    Error::new(kind, format!("{what}: {cure}"))
+        .backend(NAME)
+        .native(i64::from(errno.0), errno.text())
 }
 
 /// Why an operation has failed.
@@ -97,7 +98,10 @@ mod tests {
         ] {
             let error = native("a trial", Errno(errno));
             assert_eq!(error.kind(), kind, "{errno}");
-            assert!(error.sentence().starts_with("a trial: ") && error.sentence().contains(cure), "{error}");
+            assert!(
+                error.sentence().starts_with("a trial: ") && error.sentence().contains(cure),
+                "{error}"
+            );
             assert_eq!(error.native_detail().map(|native| native.code), Some(i64::from(errno)));
             assert_eq!(error.failed_backend(), Some(NAME));
         }

@@ -142,14 +142,16 @@ impl LibfabricFabric {
                 done += 1;
                 match ended {
                     Ended::Pieces { job, peer, count, failed } => {
-                        let result =
-                            failed.map_or(Ok(()), |failed| Err(of_peer("a piece", peer, failed, &mut lost)));
+                        let result = failed.map_or(Ok(()), |failed| {
+                            Err(of_peer("a piece", peer, failed, &mut lost))
+                        });
                         note(happened, job, count, result);
                     }
                     Ended::Send { peer, failed } => {
                         sent.push(peer);
                         if let Some(failed) = failed {
-                            let why = error::of_operation("a message", failed).kind_is(Kind::PeerLost);
+                            let why =
+                                error::of_operation("a message", failed).kind_is(Kind::PeerLost);
                             lost.push((peer, why));
                         }
                     }
@@ -160,7 +162,10 @@ impl LibfabricFabric {
                 Ok(true) => {}
                 Ok(false) => break,
                 Err(errno) => {
-                    tracing::error!(?errno, "libfabric's completion queue does not answer any more");
+                    tracing::error!(
+                        ?errno,
+                        "libfabric's completion queue does not answer any more"
+                    );
                     break;
                 }
             }
@@ -207,7 +212,9 @@ impl LibfabricFabric {
         if self.wake_socket.is_some() && self.peers.in_vain {
             // A peer that takes our name, which is before it still, and finds no shared memory under it crashes (seen
             // with libfabric 1.17): this one stays.
-            std::mem::forget(self.rails.iter().map(|rail| Arc::clone(rail.endpoint())).collect::<Vec<_>>());
+            std::mem::forget(
+                self.rails.iter().map(|rail| Arc::clone(rail.endpoint())).collect::<Vec<_>>(),
+            );
         }
         if let Some(neighbour) = self.neighbour.take() {
             // Over shared memory nothing but calls of ours touches anything, so others may close it later.
@@ -303,7 +310,8 @@ unsafe impl Fabric for LibfabricFabric {
             return Ok(Sent::Later);
         }
         let posted = self.rails[0].send(at, to, message).map_err(|errno| {
-            error::native("libfabric does not send a message to the peer", errno).kind_is(Kind::PeerLost)
+            error::native("libfabric does not send a message to the peer", errno)
+                .kind_is(Kind::PeerLost)
         })?;
         if let Some(peer) = self.peers.peer(at) {
             if posted == Posted::Yes {
@@ -399,7 +407,8 @@ unsafe impl Fabric for LibfabricFabric {
             // ours.
             happened.push(Happened::Ready(endpoint));
         }
-        let look_for = if self.wake_socket.is_some() { PATIENCE_WITH_SOCKET } else { self.patience };
+        let look_for =
+            if self.wake_socket.is_some() { PATIENCE_WITH_SOCKET } else { self.patience };
         Turn { look_for, ..Turn::did(done) }
     }
 

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use kvx_backend::fabric::Parts;
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
-use kvx_core::{Error, Idle, Kind, MemoryKind, Options, Placement, Result, Unavailable, WithoutAList};
+use kvx_core::{
+    Error, Idle, Kind, MemoryKind, Options, Placement, Result, Unavailable, WithoutAList,
+};
 
 use crate::address::{Address, Host};
 use crate::config::Config;
@@ -37,7 +39,8 @@ impl Factory for Libfabric {
 
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
         let library = Library::open()?;
-        let because = |why: Error| Unavailable::because(why.to_string(), "correct the setting, or remove it");
+        let because =
+            |why: Error| Unavailable::because(why.to_string(), "correct the setting, or remove it");
         let config = Config::read(options).map_err(because)?;
         let devices = drivers();
         let chosen = providers::choose(library, &config, !devices.is_empty()).map_err(because)?;
@@ -58,7 +61,11 @@ impl Factory for Libfabric {
             library: Some(library.path().to_owned()),
             devices: providers::list(library).map_err(because)?,
             rdma,
-            capabilities: providers::capabilities(&provider, Idle::Asleep, providers::kinds(first, &devices)),
+            capabilities: providers::capabilities(
+                &provider,
+                Idle::Asleep,
+                providers::kinds(first, &devices),
+            ),
             cautions,
         })
     }
@@ -71,14 +78,16 @@ impl Factory for Libfabric {
 
 /// The endpoints of an agent, and all that belongs to them. Errors: `Unavailable`, `Invalid`, libfabric's.
 pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
-    let library = Library::open().map_err(|why| Error::new(Kind::Unavailable, why.reason()).backend(NAME))?;
+    let library =
+        Library::open().map_err(|why| Error::new(Kind::Unavailable, why.reason()).backend(NAME))?;
     let config = Config::read(&agent.options)?;
     let devices: Vec<MemoryKind> = agent.devices.iter().map(|access| access.kind()).collect();
     let chosen = providers::choose(library, &config, !devices.is_empty())?;
     let first = first(&chosen)?;
     let provider = first.provider();
     let memory = providers::kinds(first, &devices);
-    let wake_socket = if providers::is_shared_memory(&provider) { Some(WakeSocket::new()?) } else { None };
+    let wake_socket =
+        if providers::is_shared_memory(&provider) { Some(WakeSocket::new()?) } else { None };
     let topology = Topology::of_this_machine();
     let (mut rails, mut near, mut addresses) = (Vec::new(), Vec::new(), Vec::new());
     for info in chosen.iter().flat_map(Infos::iter) {
@@ -88,14 +97,16 @@ pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
         })?;
         let rail = Rail::open(&domain, rails.is_empty())?;
         let endpoint = Arc::clone(rail.endpoint());
-        let address =
-            endpoint.address().map_err(|errno| error::native("an endpoint has no address", errno))?;
+        let address = endpoint
+            .address()
+            .map_err(|errno| error::native("an endpoint has no address", errno))?;
         addresses.push(address.into_boxed_slice());
         near.push(Near { endpoint, place: topology.of_card(info.pci(), &info.domain()) });
         rails.push(rail);
     }
     let sleeps = |rail: &Rail| matches!(rail.endpoint().waits(), Waits::Descriptor(_));
-    let idle = if wake_socket.is_some() || rails.iter().all(sleeps) { Idle::Asleep } else { Idle::Polls };
+    let idle =
+        if wake_socket.is_some() || rails.iter().all(sleeps) { Idle::Asleep } else { Idle::Polls };
     let capabilities = providers::capabilities(&provider, idle, memory);
     let ours = Arc::new(Address {
         provider,
@@ -147,8 +158,11 @@ fn drivers() -> Vec<MemoryKind> {
 fn described(library: &Library, first: &Info, chosen: &[Infos]) -> String {
     let domains: Vec<String> = chosen.iter().flat_map(Infos::iter).map(Info::domain).collect();
     let (name, version) = (first.provider(), first.provider_version());
-    let copies =
-        if providers::is_shared_memory(&name) { ", bytes copied by kvx through the kernel" } else { "" };
+    let copies = if providers::is_shared_memory(&name) {
+        ", bytes copied by kvx through the kernel"
+    } else {
+        ""
+    };
     let caution = providers::caution(&name).map_or(String::new(), |caution| format!("; {caution}"));
     let over = domains.join(" and ");
     format!("libfabric {}, {name} {version} over {over}{copies}{caution}", library.version())

@@ -66,7 +66,9 @@ pub(crate) unsafe fn copy(process: u32, op: Op, ranges: &[Range]) -> Result<()> 
                 return Err(Error::new(Kind::Native, "the kernel copies nothing").backend(NAME));
             }
             Ok(count) => (ours, theirs) = (behind(ours, count), behind(theirs, count)),
-            Err(cause) if cause.raw_os_error() == Some(libc::ESRCH) => return Err(ended(process, cause)),
+            Err(cause) if cause.raw_os_error() == Some(libc::ESRCH) => {
+                return Err(ended(process, cause));
+            }
             Err(cause) => {
                 let why = format!("memory of process {process} could not be copied");
                 return Err(Error::os(why, cause).backend(NAME));
@@ -91,8 +93,10 @@ fn behind(ranges: &mut [libc::iovec], mut count: usize) -> &mut [libc::iovec] {
     let done = whole.count();
     let left = &mut ranges[done..];
     if let Some(first) = left.first_mut() {
-        *first =
-            libc::iovec { iov_base: first.iov_base.wrapping_byte_add(count), iov_len: first.iov_len - count };
+        *first = libc::iovec {
+            iov_base: first.iov_base.wrapping_byte_add(count),
+            iov_len: first.iov_len - count,
+        };
     }
     left
 }
@@ -101,13 +105,22 @@ fn behind(ranges: &mut [libc::iovec], mut count: usize) -> &mut [libc::iovec] {
 ///
 /// # Safety
 /// As [`copy`].
-unsafe fn copy_some(process: u32, op: Op, ours: &[libc::iovec], theirs: &[libc::iovec]) -> io::Result<usize> {
+unsafe fn copy_some(
+    process: u32,
+    op: Op,
+    ours: &[libc::iovec],
+    theirs: &[libc::iovec],
+) -> io::Result<usize> {
     let (process, count) = (process.cast_signed(), ours.len() as libc::c_ulong);
     // SAFETY: here the kernel touches nothing but the local ranges, which is the caller's promise.
     let copied = unsafe {
         match op {
-            Op::Read => libc::process_vm_readv(process, ours.as_ptr(), count, theirs.as_ptr(), count, 0),
-            Op::Write => libc::process_vm_writev(process, ours.as_ptr(), count, theirs.as_ptr(), count, 0),
+            Op::Read => {
+                libc::process_vm_readv(process, ours.as_ptr(), count, theirs.as_ptr(), count, 0)
+            }
+            Op::Write => {
+                libc::process_vm_writev(process, ours.as_ptr(), count, theirs.as_ptr(), count, 0)
+            }
         }
     };
     usize::try_from(copied).map_err(|_| io::Error::last_os_error())
@@ -162,11 +175,18 @@ mod tests {
         )
         .unwrap();
         copy(Op::Write, this_process, &[range(20, 60, theirs)]).unwrap();
-        assert_eq!(copy(Op::Read, this_process, &[range(0, 9, 8)]).unwrap_err().kind(), Kind::Native);
+        assert_eq!(
+            copy(Op::Read, this_process, &[range(0, 9, 8)]).unwrap_err().kind(),
+            Kind::Native
+        );
         // What lies before a place that is not there is copied all the same.
-        let error = copy(Op::Write, this_process, &[range(0, 1, theirs + 99), range(0, 1, 8)]).unwrap_err();
+        let error =
+            copy(Op::Write, this_process, &[range(0, 1, theirs + 99), range(0, 1, 8)]).unwrap_err();
         assert_eq!(error.kind(), Kind::Native);
-        assert_eq!(copy(Op::Write, ended(), &[range(0, 9, theirs)]).unwrap_err().kind(), Kind::PeerLost);
+        assert_eq!(
+            copy(Op::Write, ended(), &[range(0, 9, theirs)]).unwrap_err().kind(),
+            Kind::PeerLost
+        );
         let wanted = |from: usize, to: usize, of: u8| near[from..to].iter().all(|byte| *byte == of);
         assert!(wanted(0, 20, 2) && wanted(20, 40, 1) && wanted(40, 60, 2) && wanted(60, 100, 1));
         assert_eq!(far[..60], near[20..80]);
@@ -175,7 +195,8 @@ mod tests {
 
     #[test]
     fn a_copy_goes_on_where_the_kernel_stopped() {
-        let lens = |ranges: &[libc::iovec]| ranges.iter().map(|range| range.iov_len).collect::<Vec<_>>();
+        let lens =
+            |ranges: &[libc::iovec]| ranges.iter().map(|range| range.iov_len).collect::<Vec<_>>();
         let mut ranges = [at(100, 4), at(200, 0), at(300, 6)];
         assert_eq!(lens(behind(&mut ranges.clone(), 0)), [4, 0, 6]);
         assert_eq!(lens(behind(&mut ranges.clone(), 4)), [6]);

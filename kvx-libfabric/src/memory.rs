@@ -75,7 +75,8 @@ struct Mapped(Mutex<Vec<Registration>>);
 
 impl Mapped {
     fn unmap(&self) {
-        let registrations = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        let registrations =
+            std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
         drop(registrations);
     }
 }
@@ -129,7 +130,8 @@ impl Open {
         let domain = self.rails[rail].endpoint.domain();
         let (address, len, read_only) = (memory.address(), memory.len(), memory.is_read_only());
         let mut described = Described { address, len, read_only, device: None, file: None };
-        if let (Some(interface), Some(access)) = (interface(memory.kind()), memory.device_access()) {
+        if let (Some(interface), Some(access)) = (interface(memory.kind()), memory.device_access())
+        {
             if !domain.info().has_devices() {
                 let (provider, kind) = (domain.info().provider(), memory.kind());
                 let why = format!(
@@ -141,7 +143,8 @@ impl Open {
             if Library::opened().is_some_and(|library| library.version() >= WITH_FILES)
                 && let Ok(file) = access.dma_buf(memory.address(), memory.len())
             {
-                let with_file = Described { file: Some((file.file.as_fd(), file.offset)), ..described };
+                let with_file =
+                    Described { file: Some((file.file.as_fd(), file.offset)), ..described };
                 match draw(domain, with_file) {
                     Ok(registration) => return Ok(registration),
                     // The provider may still ask the device's driver by itself.
@@ -174,8 +177,10 @@ fn draw(domain: &Arc<Domain>, described: Described<'_>) -> Result<Registration> 
 unsafe impl Registrar<Local> for Registrations {
     fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let open = self.open.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let open = open.ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))?;
-        let places: Vec<Option<&BusPlace>> = open.rails.iter().map(|rail| rail.place.as_ref()).collect();
+        let open =
+            open.ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))?;
+        let places: Vec<Option<&BusPlace>> =
+            open.rails.iter().map(|rail| rail.place.as_ref()).collect();
         // One rail is the nearest, wherever it is.
         let place = if places.len() > 1 { open.topology.of_memory(memory) } else { None };
         let near = topology::nearest(place.as_ref(), &places, open.most);
@@ -185,9 +190,9 @@ unsafe impl Registrar<Local> for Registrations {
             let endpoint = &open.rails[rail].endpoint;
             let info = endpoint.domain().info();
             if info.wants(FI_MR_ENDPOINT) {
-                endpoint
-                    .enable(&registration)
-                    .map_err(|errno| error::native("the provider does not enable this memory", errno))?;
+                endpoint.enable(&registration).map_err(|errno| {
+                    error::native("the provider does not enable this memory", errno)
+                })?;
             }
             // Over shared memory we copy to and from addresses, whatever the provider would want.
             let by_address = info.wants(FI_MR_VIRT_ADDR) || is_shared_memory(&info.provider());
@@ -230,14 +235,16 @@ pub(crate) struct Remote(Box<[Key]>);
 impl Remote {
     /// Reads the export of a region of an agent with so many rails. Errors: `Malformed`.
     pub(crate) fn decode(region: &RemoteSpec<'_>, rails: usize) -> Result<Remote> {
-        let mut reader = Reader::new("LIBFABRIC keys", sealed::open("LIBFABRIC keys", region.export)?);
+        let mut reader =
+            Reader::new("LIBFABRIC keys", sealed::open("LIBFABRIC keys", region.export)?);
         let count = usize::from(reader.u8()?);
         if !(1..=MAX_RAILS).contains(&count) {
             return Err(reader.malformed("no region has so many"));
         }
         let mut keys = Vec::with_capacity(count);
         for _ in 0..count {
-            let key = Key { rail: usize::from(reader.u8()?), base: reader.u64()?, key: reader.u64()? };
+            let key =
+                Key { rail: usize::from(reader.u8()?), base: reader.u64()?, key: reader.u64()? };
             if key.rail >= rails || key.base.checked_add(region.len).is_none() {
                 return Err(reader.malformed("no such region can be"));
             }
@@ -270,14 +277,19 @@ mod tests {
         let remote = decode(&encode(&keys), 1 << 40).unwrap();
         assert_eq!((remote.key(0), remote.key(1), remote.key(2)), (keys[0], keys[1], keys[0]));
         assert!(decode(&encode(&[]), 1).is_err());
-        assert!(decode(&encode(&[Key { rail: 2, ..keys[0] }]), 1).is_err(), "the peer has two rails");
+        assert!(
+            decode(&encode(&[Key { rail: 2, ..keys[0] }]), 1).is_err(),
+            "the peer has two rails"
+        );
         assert!(decode(&encode(&[Key { base: u64::MAX, ..keys[0] }]), 1).is_err());
         assert!(decode(&encode(&keys)[1..], 1).is_err());
     }
 
     #[test]
     fn keys_fit_the_provider() {
-        assert!((0..100).all(|_| random_key(1).unwrap() < 256 && random_key(4).unwrap() >> 32 == 0));
+        assert!(
+            (0..100).all(|_| random_key(1).unwrap() < 256 && random_key(4).unwrap() >> 32 == 0)
+        );
         assert_ne!(random_key(8).unwrap(), random_key(8).unwrap());
     }
 }

@@ -51,7 +51,8 @@ impl Drop for Neighbour {
             return;
         }
         let ended = open.swap_remove(at);
-        let others: Vec<Arc<Endpoint>> = open.iter().map(|open| Arc::clone(&open.endpoint)).collect();
+        let others: Vec<Arc<Endpoint>> =
+            open.iter().map(|open| Arc::clone(&open.endpoint)).collect();
         drop(open);
         for other in &others {
             // SAFETY: the address is one that this provider gave.

@@ -50,7 +50,12 @@ pub(crate) struct Peers {
 
 impl Peers {
     /// Leads a link to `address`, over `rails` of ours. Errors: `Malformed`, libfabric's.
-    pub(crate) fn connect(&mut self, link: EndpointId, address: Address, rails: &[Rail]) -> Result<()> {
+    pub(crate) fn connect(
+        &mut self,
+        link: EndpointId,
+        address: Address,
+        rails: &[Rail],
+    ) -> Result<()> {
         let at = match self.by_address.get(&address.rails[0]) {
             Some(&at) if self.peers[at].address == address => at,
             Some(_) => {
@@ -58,14 +63,21 @@ impl Peers {
                 return Err(Error::new(Kind::Malformed, why).backend(NAME));
             }
             None => {
-                let wake_at =
-                    address.host.as_ref().map(|host| wake_peer::socket_of(&host.wake_name)).transpose()?;
+                let wake_at = address
+                    .host
+                    .as_ref()
+                    .map(|host| wake_peer::socket_of(&host.wake_name))
+                    .transpose()?;
                 let row = || vec![None; address.rails.len()].into_boxed_slice();
                 let table = rails.iter().map(|_| row()).collect();
                 let key = address.rails[0].clone();
-                let is_ours = address.host.as_ref().is_some_and(|host| host.process == std::process::id());
-                let neighbour =
-                    if is_ours { Some(Neighbour::find(&key).ok_or_else(error::gone)?) } else { None };
+                let is_ours =
+                    address.host.as_ref().is_some_and(|host| host.process == std::process::id());
+                let neighbour = if is_ours {
+                    Some(Neighbour::find(&key).ok_or_else(error::gone)?)
+                } else {
+                    None
+                };
                 let at = self.peers.insert(PeerEndpoints {
                     address,
                     table,
@@ -109,9 +121,10 @@ impl Peers {
             Some(address) => Ok(address),
             None => {
                 // SAFETY: `Address::check` has compared its form with that of our own.
-                let address =
-                    unsafe { rail.endpoint().insert(&peer.address.rails[their_rail]) }.map_err(|errno| {
-                        error::native("libfabric has no way to the peer", errno).kind_is(Kind::PeerLost)
+                let address = unsafe { rail.endpoint().insert(&peer.address.rails[their_rail]) }
+                    .map_err(|errno| {
+                        error::native("libfabric has no way to the peer", errno)
+                            .kind_is(Kind::PeerLost)
                     })?;
                 peer.table[our_rail][their_rail] = Some(address);
                 Ok(address)

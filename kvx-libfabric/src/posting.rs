@@ -61,7 +61,12 @@ impl LibfabricFabric {
     }
 
     /// Takes the next pieces of a job that go the same way.
-    fn gather(&mut self, at: usize, job: &mut Job<'_, LibfabricFabric>, most: u64) -> Result<Bundle> {
+    fn gather(
+        &mut self,
+        at: usize,
+        job: &mut Job<'_, LibfabricFabric>,
+        most: u64,
+    ) -> Result<Bundle> {
         let mut bundle = Bundle { bytes: 0, ..std::mem::take(&mut self.bundle) };
         bundle.segments.clear();
         bundle.ranges.clear();
@@ -131,7 +136,9 @@ impl LibfabricFabric {
         match unsafe { self.rails[rail].post(post, pieces) } {
             Ok(Posted::Yes) => Ok(Gone::Posted),
             Ok(Posted::Later) => Ok(Gone::Not),
-            Err(errno) => Err(error::native("libfabric could not post a piece of the transfer", errno)),
+            Err(errno) => {
+                Err(error::native("libfabric could not post a piece of the transfer", errno))
+            }
         }
     }
 }

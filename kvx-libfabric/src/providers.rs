@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use kvx_core::{
-    Capabilities, Error, HeldUp, Idle, Isolation, Kind, MemoryKind, MemoryKinds, PerOp, Result, Revocation,
+    Capabilities, Error, HeldUp, Idle, Isolation, Kind, MemoryKind, MemoryKinds, PerOp, Result,
+    Revocation,
 };
 
 use crate::config::{Config, MAX_RAILS};
@@ -169,7 +170,11 @@ pub(crate) fn kinds(info: &Info, devices: &[MemoryKind]) -> MemoryKinds {
 
 /// The provider that is used, an entry for each rail. `devices`: ask it to reach device memory, if it can. Errors:
 /// `Unavailable`, `Unsupported`, libfabric's.
-pub(crate) fn choose(library: &'static Library, config: &Config, devices: bool) -> Result<Vec<Infos>> {
+pub(crate) fn choose(
+    library: &'static Library,
+    config: &Config,
+    devices: bool,
+) -> Result<Vec<Infos>> {
     let provider = match &config.provider {
         Some(provider) => provider.clone(),
         None => preferred(library)?,
@@ -188,7 +193,9 @@ pub(crate) fn choose(library: &'static Library, config: &Config, devices: bool) 
 
 /// The first provider of those that kvx prefers that there is, else the first that libfabric shows.
 fn preferred(library: &'static Library) -> Result<String> {
-    for known in KNOWN.iter().filter(|known| known.name != SHARED && library.version() >= known.since) {
+    for known in
+        KNOWN.iter().filter(|known| known.name != SHARED && library.version() >= known.since)
+    {
         let asked = Asked { provider: Some(known.name), delivery: true, ..Asked::default() };
         if query(library, asked)?.iter().next().is_some() {
             return Ok(known.name.to_owned());
@@ -202,7 +209,8 @@ fn preferred(library: &'static Library) -> Result<String> {
 }
 
 fn query(library: &'static Library, asked: Asked<'_>) -> Result<Infos> {
-    Infos::find(library, asked).map_err(|errno| error::native("libfabric does not say what it has", errno))
+    Infos::find(library, asked)
+        .map_err(|errno| error::native("libfabric does not say what it has", errno))
 }
 
 /// Errors: `Unavailable`, with the version that is needed.
@@ -258,8 +266,10 @@ fn find(library: &'static Library, provider: &str, devices: bool) -> Result<Info
             format!("libfabric's provider {provider} {why}: name another \"libfabric.provider\""),
         )
     } else {
-        let why = "with which memory of peers is read and written over endpoints without connections";
-        let cure = "name another \"libfabric.provider\", or check FI_PROVIDER; `fi_info` lists them";
+        let why =
+            "with which memory of peers is read and written over endpoints without connections";
+        let cure =
+            "name another \"libfabric.provider\", or check FI_PROVIDER; `fi_info` lists them";
         (Kind::Unavailable, format!("libfabric has no provider {provider} {why}: {cure}"))
     };
     Err(Error::new(kind, why).backend(NAME))
@@ -282,7 +292,11 @@ fn on_domains<'a>(found: &'a Infos, config: &Config, provider: &str) -> Result<V
         Error::new(Kind::Unavailable, why).backend(NAME)
     };
     if !config.domains.is_empty() {
-        return config.domains.iter().map(|domain| of(domain).ok_or_else(|| missing(domain))).collect();
+        return config
+            .domains
+            .iter()
+            .map(|domain| of(domain).ok_or_else(|| missing(domain)))
+            .collect();
     }
     if is_rdma(provider) {
         return Ok(domains.iter().filter_map(|domain| of(domain)).take(MAX_RAILS).collect());

@@ -11,8 +11,8 @@ use kvx_core::{Op, Result};
 use crate::connections::Connections;
 use crate::error;
 use crate::ffi::{
-    Described, Domain, EndedOperation, Endpoint, Errno, Failed, MAX_RANGES, PeerNumber, Range, Read,
-    Registration, Waits,
+    Described, Domain, EndedOperation, Endpoint, Errno, Failed, MAX_RANGES, PeerNumber, Range,
+    Read, Registration, Waits,
 };
 use crate::operations::{Operation, Operations};
 
@@ -103,7 +103,11 @@ impl Rail {
         let given = Arc::new((operations.contexts(), mail.as_ref().map(Mail::given)));
         let open = |sleeps| Endpoint::open(domain, sleeps, Arc::clone(&given) as _);
         let endpoint = open(true).or_else(|errno| {
-            tracing::debug!(provider = info.provider(), ?errno, "the provider has nothing to sleep on");
+            tracing::debug!(
+                provider = info.provider(),
+                ?errno,
+                "the provider has nothing to sleep on"
+            );
             open(false)
         });
         let endpoint = endpoint.map_err(|errno| error::native(what(), errno))?;
@@ -204,7 +208,12 @@ impl Rail {
     }
 
     /// Sends a message.
-    pub(crate) fn send(&mut self, peer: usize, to: PeerNumber, message: &[u8]) -> Result<Posted, Errno> {
+    pub(crate) fn send(
+        &mut self,
+        peer: usize,
+        to: PeerNumber,
+        message: &[u8],
+    ) -> Result<Posted, Errno> {
         let Some(mail) = &mut self.mail else { return Err(Errno(libc::EOPNOTSUPP)) };
         let Some(buffer) = mail.free.pop() else { return Ok(Posted::Later) };
         let Some(context) = self.operations.add(Operation::Send { buffer, peer }) else {
@@ -239,7 +248,9 @@ impl Rail {
                     tell(ended);
                 }
             } else if !context.is_null() {
-                tracing::error!("libfabric reports the end of an operation that was not posted: report it");
+                tracing::error!(
+                    "libfabric reports the end of an operation that was not posted: report it"
+                );
             }
         })?;
         if let Read::Failed(failed) = read {
@@ -248,7 +259,10 @@ impl Rail {
                     let told = ended(operation, 0, Some(failed), &mut self.mail, &mut self.pieces);
                     told.into_iter().for_each(&mut tell);
                 }
-                None => tracing::warn!(?failed, "libfabric reports a failure of nothing that was posted"),
+                None => tracing::warn!(
+                    ?failed,
+                    "libfabric reports a failure of nothing that was posted"
+                ),
             }
         }
         self.post_receives()?;
@@ -265,8 +279,9 @@ impl Rail {
             };
             let bytes = mail.given.buffers[buffer].0.get().cast();
             // SAFETY: a buffer that is not posted is nobody's; the provider has it until the context comes back.
-            let answer =
-                unsafe { open(&self.endpoint).receive(bytes, MAX_MESSAGE, mail.descriptor(), context) };
+            let answer = unsafe {
+                open(&self.endpoint).receive(bytes, MAX_MESSAGE, mail.descriptor(), context)
+            };
             if let Err(errno) = answer {
                 self.operations.take(context);
                 mail.unposted.push(buffer);
@@ -314,7 +329,9 @@ fn ended(
             }
             let bytes = mail.given.buffers[buffer].0.get().cast::<u8>();
             // SAFETY: the provider has given it back, with so many bytes in it.
-            Some(Ended::Message(unsafe { std::slice::from_raw_parts(bytes, len.min(MAX_MESSAGE)) }.to_vec()))
+            Some(Ended::Message(
+                unsafe { std::slice::from_raw_parts(bytes, len.min(MAX_MESSAGE)) }.to_vec(),
+            ))
         }
         (_, None) => None,
     }

@@ -10,11 +10,16 @@ use crate::error::NAME;
 use crate::factory::{Libfabric, parts};
 
 fn an_address_that_is_not_proven_reaches_no_parser(test: &str, provider: &str) {
-    let options = Options::parse(&format!(r#"{{"libfabric": {{"provider": "{provider}"}}}}"#)).unwrap();
+    let options =
+        Options::parse(&format!(r#"{{"libfabric": {{"provider": "{provider}"}}}}"#)).unwrap();
     let mut registry = Registry::new();
     registry.add(Libfabric).unwrap();
     if let Err(why) = registry.require(NAME, &options) {
-        return kvx_testkit::skip(test, &why.to_string(), "cargo xtask test --install on Debian 12");
+        return kvx_testkit::skip(
+            test,
+            &why.to_string(),
+            "cargo xtask test --install on Debian 12",
+        );
     }
     let [secret, wrong] = [3, 4].map(|byte| Secret::from_bytes([byte; 32]));
     let agent = |name| {

@@ -91,7 +91,8 @@ impl Topology {
         let wanted: String = device.0.iter().map(|byte| format!("{byte:02x}")).collect();
         let found = cards.flatten().find(|card| {
             let text = std::fs::read_to_string(card.path().join("information")).unwrap_or_default();
-            let uuid = text.lines().find_map(|line| line.strip_prefix("GPU UUID:")).unwrap_or_default();
+            let uuid =
+                text.lines().find_map(|line| line.strip_prefix("GPU UUID:")).unwrap_or_default();
             uuid.trim().trim_start_matches("GPU-").replace('-', "") == wanted
         });
         self.of_pci(&found?.file_name().to_string_lossy())
@@ -108,7 +109,9 @@ impl Topology {
         nodes.flatten().find_map(|node| {
             let properties = std::fs::read_to_string(node.path().join("properties")).ok()?;
             let property = |name: &str| {
-                let value = properties.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
+                let value = properties
+                    .lines()
+                    .find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
                 value.trim().parse::<u64>().ok()
             };
             if format!("{:016x}", property("unique_id")?) != text {
@@ -122,13 +125,18 @@ impl Topology {
 }
 
 /// The rails that are nearest to a place, at most so many; the first ones if nothing is known of it.
-pub(crate) fn nearest(to: Option<&BusPlace>, rails: &[Option<&BusPlace>], most: usize) -> Vec<usize> {
+pub(crate) fn nearest(
+    to: Option<&BusPlace>,
+    rails: &[Option<&BusPlace>],
+    most: usize,
+) -> Vec<usize> {
     let far = |rail: &Option<&BusPlace>| match (to, rail) {
         (Some(to), Some(rail)) => to.distance(rail),
         _ => UNKNOWN_NODE,
     };
     let least = rails.iter().map(far).min();
-    let mut near: Vec<usize> = (0..rails.len()).filter(|at| Some(far(&rails[*at])) == least).collect();
+    let mut near: Vec<usize> =
+        (0..rails.len()).filter(|at| Some(far(&rails[*at])) == least).collect();
     near.truncate(most);
     near
 }
@@ -139,7 +147,14 @@ fn node_of(address: *mut u8) -> Option<u32> {
     let mut node: libc::c_int = -1;
     // SAFETY: the kernel writes one integer, and reads nothing of what is at the address.
     let answer = unsafe {
-        libc::syscall(libc::SYS_get_mempolicy, &raw mut node, 0_usize, 0_usize, address, NODE_OF_ADDRESS)
+        libc::syscall(
+            libc::SYS_get_mempolicy,
+            &raw mut node,
+            0_usize,
+            0_usize,
+            address,
+            NODE_OF_ADDRESS,
+        )
     };
     if answer == 0 { u32::try_from(node).ok() } else { None }
 }
@@ -153,14 +168,18 @@ mod tests {
 
     impl Recorded {
         fn new(name: &str, record: &str) -> Self {
-            let root = std::env::temp_dir().join(format!("kvx-libfabric-{name}-{}", std::process::id()));
+            let root =
+                std::env::temp_dir().join(format!("kvx-libfabric-{name}-{}", std::process::id()));
             for line in record.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
                 let mut words = line.splitn(3, ' ');
-                let [kind, path, rest] = std::array::from_fn(|_| words.next().expect("three words"));
+                let [kind, path, rest] =
+                    std::array::from_fn(|_| words.next().expect("three words"));
                 let path = root.join(path);
                 std::fs::create_dir_all(path.parent().unwrap()).unwrap();
                 match kind {
-                    "file" => std::fs::write(&path, format!("{}\n", rest.replace("\\n", "\n"))).unwrap(),
+                    "file" => {
+                        std::fs::write(&path, format!("{}\n", rest.replace("\\n", "\n"))).unwrap()
+                    }
                     "link" => std::os::unix::fs::symlink(rest, &path).unwrap(),
                     other => panic!("{other} is neither a file nor a link"),
                 }

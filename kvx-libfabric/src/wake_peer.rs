@@ -33,8 +33,8 @@ impl WakeSocket {
                 .backend(NAME)
         };
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let socket =
-            rustix::net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None).map_err(os)?;
+        let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None)
+            .map_err(os)?;
         let mut random = [0_u8; 16];
         rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty()).map_err(os)?;
         let name = format!("kvx-libfabric-{:032x}", u128::from_ne_bytes(random)).into_bytes();
@@ -55,8 +55,9 @@ impl WakeSocket {
     /// Takes the wakes that have come. Says whether any had.
     pub(crate) fn take_wakes(&self) -> bool {
         let mut nothing = [0_u8; 1];
-        let mut wakes = (0..WAKES)
-            .map(|_| rustix::net::recv(self.socket.as_fd(), &mut nothing[..], RecvFlags::DONTWAIT).is_ok());
+        let mut wakes = (0..WAKES).map(|_| {
+            rustix::net::recv(self.socket.as_fd(), &mut nothing[..], RecvFlags::DONTWAIT).is_ok()
+        });
         let woken = wakes.next() == Some(true);
         woken && {
             wakes.take_while(|woken| *woken).count();
@@ -69,8 +70,7 @@ impl WakeSocket {
         match rustix::net::sendto(self.socket.as_fd(), &[], SendFlags::DONTWAIT, at) {
             Ok(_) | Err(Errno::AGAIN | Errno::NOBUFS | Errno::INTR) => Ok(()),
             Err(cause) => {
-                let why =
-                    "nobody is at the peer's end: its agent has ended, or runs in another network namespace";
+                let why = "nobody is at the peer's end: its agent has ended, or runs in another network namespace";
                 Err(Error::os(why, cause).kind_is(Kind::PeerLost).backend(NAME))
             }
         }
@@ -80,7 +80,8 @@ impl WakeSocket {
 /// The socket of this name of a peer's. Errors: `Malformed`.
 pub(crate) fn socket_of(name: &[u8]) -> Result<SocketAddrUnix> {
     let wrong = || {
-        Error::new(Kind::Malformed, "malformed LIBFABRIC address: no socket has such a name").backend(NAME)
+        Error::new(Kind::Malformed, "malformed LIBFABRIC address: no socket has such a name")
+            .backend(NAME)
     };
     if !(1..=MAX_NAME).contains(&name.len()) {
         return Err(wrong());
@@ -97,7 +98,8 @@ mod tests {
         let (ours, theirs) = (WakeSocket::new().unwrap(), WakeSocket::new().unwrap());
         let to = socket_of(theirs.name()).unwrap();
         let is_woken = |socket: &WakeSocket| {
-            let mut ready = [rustix::event::PollFd::new(&socket.socket, rustix::event::PollFlags::IN)];
+            let mut ready =
+                [rustix::event::PollFd::new(&socket.socket, rustix::event::PollFlags::IN)];
             let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
             rustix::event::poll(&mut ready, Some(&now)).unwrap() == 1
         };

@@ -33,7 +33,8 @@ impl BareEngine {
         unsafe {
             let library = libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL);
             assert!(!library.is_null(), "{} does not load", file.to_string_lossy());
-            let find = |name: &'static CStr| NonNull::new(libc::dlsym(library, name.as_ptr())).ok_or(name);
+            let find =
+                |name: &'static CStr| NonNull::new(libc::dlsym(library, name.as_ptr())).ok_or(name);
             let functions = Functions::find(find).expect("Mooncake's functions");
             let adapter = adapter::Functions::find(find).expect("the adapter's functions");
             let why = (adapter.kvx_mooncake_load)(0);
@@ -41,7 +42,10 @@ impl BareEngine {
             let (metadata, host) = (c"P2PHANDSHAKE".as_ptr(), c"127.0.0.1".as_ptr());
             let handle = (functions.createTransferEngine)(metadata, host, host, 0, 0);
             assert!(!handle.is_null(), "the engine does not start");
-            assert!(!(functions.installTransport)(handle, c"tcp".as_ptr(), null_mut()).is_null(), "no tcp");
+            assert!(
+                !(functions.installTransport)(handle, c"tcp".as_ptr(), null_mut()).is_null(),
+                "no tcp"
+            );
             (functions.getLocalIpAndPort)(handle, name.as_mut_ptr().cast::<c_char>(), name.len());
             let name = CStr::from_bytes_until_nul(&name).expect("a name").to_owned();
             BareEngine { functions, adapter, handle, name }
@@ -54,12 +58,14 @@ impl BareEngine {
         let kind = if foreign { libc::MAP_PRIVATE } else { libc::MAP_SHARED } | libc::MAP_ANONYMOUS;
         // SAFETY: new pages, of which so many are written to behind the first huge page's border.
         unsafe {
-            let pages = libc::mmap(null_mut(), len + HUGE, libc::PROT_READ | libc::PROT_WRITE, kind, -1, 0);
+            let pages =
+                libc::mmap(null_mut(), len + HUGE, libc::PROT_READ | libc::PROT_WRITE, kind, -1, 0);
             assert!(pages != libc::MAP_FAILED, "no memory");
             libc::madvise(pages, len + HUGE, libc::MADV_HUGEPAGE);
             let address = pages.map_addr(|address| address.next_multiple_of(HUGE));
             address.cast::<u8>().write_bytes(7, len);
-            let code = (self.functions.registerLocalMemory)(self.handle, address, len, c"*".as_ptr(), 1);
+            let code =
+                (self.functions.registerLocalMemory)(self.handle, address, len, c"*".as_ptr(), 1);
             assert_eq!(code, 0, "registering memory");
             address as u64
         }
@@ -75,7 +81,8 @@ impl BareEngine {
             let code = submitTransfer(self.handle, batch, requests.as_mut_ptr(), requests.len());
             assert_eq!(code, 0, "submitting");
             while status.status < INVALID {
-                let code = (self.adapter.kvx_mooncake_batch_status)(self.handle, batch, &raw mut status);
+                let code =
+                    (self.adapter.kvx_mooncake_batch_status)(self.handle, batch, &raw mut status);
                 assert_eq!(code, 0, "asking for the state");
             }
             freeBatchID(self.handle, batch);
@@ -92,7 +99,9 @@ fn serve(stream: UnixStream) {
     let mut asked = [[0; 8]; 2];
     while (&stream).read_exact(asked.as_flattened_mut()).is_ok() {
         let [len, foreign] = asked.map(usize::from_le_bytes);
-        answers.write_all(&engine.memory(len, foreign == 1).to_le_bytes()).expect("the first process lives");
+        answers
+            .write_all(&engine.memory(len, foreign == 1).to_le_bytes())
+            .expect("the first process lives");
     }
 }
 
@@ -126,7 +135,8 @@ fn main() {
     let (mut requests, mut count, mut next) = (Vec::<transfer_request>::new(), 1, 0);
     for line in std::io::stdin().lines().map_while(Result::ok) {
         let words = || line.split(' ').filter_map(|word| word.split_once('='));
-        let word = |key: &str| words().find(|(name, _)| *name == key).map_or("", |(_, value)| value);
+        let word =
+            |key: &str| words().find(|(name, _)| *name == key).map_or("", |(_, value)| value);
         let number = |key: &str| word(key).parse::<usize>().expect("a number");
         let mut once = |requests: &mut [transfer_request]| {
             let state = engine.transfer(&mut requests[next..next + count]);
@@ -145,8 +155,11 @@ fn main() {
         }
         let (block, foreign, read) =
             (number("block") as u64, word("memory") == "foreign", word("op") == "read");
-        let (all, seed, scattered) =
-            (number("count") * number("lists"), number("seed") as u64, word("pattern") == "scattered");
+        let (all, seed, scattered) = (
+            number("count") * number("lists"),
+            number("seed") as u64,
+            word("pattern") == "scattered",
+        );
         (count, next) = (number("count"), 0);
         let order = |seed| if scattered { shuffled(all, seed) } else { (0..all as u64).collect() };
         let (from, to) = (order(seed), order(seed + 1));

@@ -9,7 +9,8 @@ const ADAPTER: [(&str, &str); 3] = [
 
 /// The libraries' names, and each as one file of C++17 that includes nothing but the system's headers.
 pub(crate) fn sources() -> [(&'static str, String); 2] {
-    let is_ours = |line: &str| ADAPTER.iter().any(|(name, _)| line == format!("#include \"{name}\""));
+    let is_ours =
+        |line: &str| ADAPTER.iter().any(|(name, _)| line == format!("#include \"{name}\""));
     let lines = ADAPTER.iter().flat_map(|(_, text)| text.lines()).filter(|line| !is_ours(line));
     let adapter = lines.flat_map(|line| [line, "\n"]).collect();
     let etcd = include_str!("../adapter/etcd_stand_in.cpp").to_owned();

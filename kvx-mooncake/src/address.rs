@@ -8,11 +8,15 @@ const MAX_ADDRESS: usize = 512;
 /// The name of a segment: `host:port`, or what a metadata server knows it by. Errors: `Malformed`.
 pub(crate) fn checked(address: &[u8]) -> Result<&str> {
     let text = std::str::from_utf8(address).ok().filter(|text| {
-        (1..=MAX_ADDRESS).contains(&text.len()) && !text.chars().any(|c| c.is_control() || c.is_whitespace())
+        (1..=MAX_ADDRESS).contains(&text.len())
+            && !text.chars().any(|c| c.is_control() || c.is_whitespace())
     });
     text.ok_or_else(|| {
         let shown = String::from_utf8_lossy(&address[..address.len().min(80)]).into_owned();
-        Error::new(Kind::Malformed, format!("{shown:?} is no address of a Mooncake engine: it is host:port"))
+        Error::new(
+            Kind::Malformed,
+            format!("{shown:?} is no address of a Mooncake engine: it is host:port"),
+        )
     })
 }
 

@@ -63,7 +63,9 @@ impl Moving {
                     self.ended += 1;
                     continue;
                 }
-                Ok(State::Completed(bytes)) => (format!("completed with {bytes} of {len} bytes"), 4),
+                Ok(State::Completed(bytes)) => {
+                    (format!("completed with {bytes} of {len} bytes"), 4)
+                }
                 Ok(State::Failed(state)) => {
                     let (code, text) = error::of_state(state);
                     (text.to_owned(), code)
@@ -117,7 +119,8 @@ impl Failure {
     /// As an error. `lives`: whether the peer does, if that could be told; `log`: what the engine last said.
     pub(crate) fn error(&self, lives: bool, log: &Option<String>) -> Error {
         let Failure { count, why, code } = self;
-        let said = log.as_deref().map_or_else(String::new, |log| format!("; it last logged: {log}"));
+        let said =
+            log.as_deref().map_or_else(String::new, |log| format!("; it last logged: {log}"));
         let why = format!("{why}{said}");
         let peer = if lives { "though the peer lives" } else { "and the peer may be gone" };
         Error::new(

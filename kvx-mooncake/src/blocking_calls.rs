@@ -169,12 +169,23 @@ impl BlockingCalls {
     }
 
     /// Unregisters a region, and waits until nobody who has died reaches it any more.
-    pub(crate) fn let_go(&self, engine: &Arc<Engine>, ranges: &Arc<Ranges>, local: &Local) -> Result<()> {
+    pub(crate) fn let_go(
+        &self,
+        engine: &Arc<Engine>,
+        ranges: &Arc<Ranges>,
+        local: &Local,
+    ) -> Result<()> {
         let call = Call::LetGo(Arc::clone(ranges), *local);
         self.enqueue(engine, &self.own, call, 0).map(|_| ())
     }
 
-    fn enqueue(&self, engine: &Arc<Engine>, to: &Arc<str>, call: Call, bytes: usize) -> Result<bool> {
+    fn enqueue(
+        &self,
+        engine: &Arc<Engine>,
+        to: &Arc<str>,
+        call: Call,
+        bytes: usize,
+    ) -> Result<bool> {
         let mut state = self.shared.lock();
         let destination = state.destinations.entry(Arc::clone(to)).or_default();
         if bytes > 0 && destination.bytes > 0 && destination.bytes + bytes > MAX_WAITING {
@@ -244,7 +255,12 @@ impl BlockingCalls {
         while busy(&state)
             && let Some(left) = until.checked_duration_since(Instant::now())
         {
-            state = self.shared.done.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = self
+                .shared
+                .done
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
         state.closed = true;
         state.ready.clear();
@@ -252,13 +268,20 @@ impl BlockingCalls {
         let until = Instant::now() + LAST_CALLS;
         let held_up = |state: &Queues| {
             let at_a_peer = state.destinations.iter().filter(|(to, _)| &***to != OWN);
-            at_a_peer.filter(|(_, there)| there.since.is_some_and(|since| since.elapsed() > HELD_UP)).count()
+            at_a_peer
+                .filter(|(_, there)| there.since.is_some_and(|since| since.elapsed() > HELD_UP))
+                .count()
         };
         while state.threads > held_up(&state)
             && let Some(left) = until.checked_duration_since(Instant::now())
         {
             let left = left.min(Duration::from_millis(20));
-            state = self.shared.done.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = self
+                .shared
+                .done
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 }
@@ -281,8 +304,10 @@ impl Shared {
             self.work.notify_one();
             return Ok(());
         }
-        let held_up = |there: &Destination| there.since.is_some_and(|since| since.elapsed() >= HELD_UP);
-        let at_hand = state.threads - state.destinations.values().filter(|there| held_up(there)).count();
+        let held_up =
+            |there: &Destination| there.since.is_some_and(|since| since.elapsed() >= HELD_UP);
+        let at_hand =
+            state.threads - state.destinations.values().filter(|there| held_up(there)).count();
         if at_hand >= self.wanted || state.threads >= MAX_THREADS {
             self.short.store(true, Ordering::Relaxed);
             return Ok(());
@@ -318,7 +343,8 @@ impl Shared {
             let Some(to) = state.ready.pop_front() else {
                 state.idle += 1;
                 self.done.notify_all();
-                let waited = self.work.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
+                let waited =
+                    self.work.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
                 state = waited.0;
                 state.idle -= 1;
                 if waited.1.timed_out() && state.ready.is_empty() {
@@ -359,7 +385,8 @@ impl Shared {
             match call {
                 Call::Open { asks } => {
                     let nobody = asks && engine.probe(to) == Some(false);
-                    let result = if nobody { Err(crate::error::lost(to)) } else { engine.open_segment(to) };
+                    let result =
+                        if nobody { Err(crate::error::lost(to)) } else { engine.open_segment(to) };
                     segment = result.as_ref().ok().copied().or(segment);
                     self.reports.put(CallReport::Opened { to: Arc::clone(to), result });
                 }
@@ -411,7 +438,9 @@ impl Shared {
                 Ok(None) => None,
                 Ok(Some(found)) => {
                     // Those that were not there at the first look have come since, and are refused.
-                    let left = waited_for.take().map_or_else(|| found.clone(), |earlier| &earlier & &found);
+                    let left = waited_for
+                        .take()
+                        .map_or_else(|| found.clone(), |earlier| &earlier & &found);
                     waited_for = Some(left).filter(|left| !left.is_empty());
                     waited_for.is_none().then_some(Ok(()))
                 }

@@ -18,8 +18,15 @@ use kvx_core::{Error, Kind, Options, Result};
 
 use crate::ffi::Recipe;
 
-const KEYS: &[&str] =
-    &["any_version", "device_name", "host", "location", "metadata", "mooncake_protocol", "num_workers"];
+const KEYS: &[&str] = &[
+    "any_version",
+    "device_name",
+    "host",
+    "location",
+    "metadata",
+    "mooncake_protocol",
+    "num_workers",
+];
 const PEER_TO_PEER: &str = "P2PHANDSHAKE";
 /// Schemes of metadata servers. The engine ends the process when it meets one that it does not know.
 const SERVERS: &[&str] = &["http://", "https://", "etcd://"];
@@ -56,8 +63,12 @@ impl Config {
             }
         };
         let devices = text("device_name")?.unwrap_or_default();
-        let devices: Vec<String> =
-            devices.split(',').map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect();
+        let devices: Vec<String> = devices
+            .split(',')
+            .map(str::trim)
+            .filter(|name| !name.is_empty())
+            .map(str::to_owned)
+            .collect();
         let metadata = table.text("metadata")?.unwrap_or(PEER_TO_PEER).to_owned();
         if metadata != PEER_TO_PEER && !SERVERS.iter().any(|scheme| metadata.starts_with(scheme)) {
             return Err(wrong(
@@ -76,8 +87,7 @@ impl Config {
                 .is_some_and(|node| !node.is_empty() && node.bytes().all(|b| b.is_ascii_digit()))
         };
         if let Some(bad) = node.as_deref().filter(|text| !is_node(text)) {
-            let wanted =
-                "a node of host memory, such as cpu:0; a device's memory is known by the device's number";
+            let wanted = "a node of host memory, such as cpu:0; a device's memory is known by the device's number";
             return Err(wrong("mooncake.location", bad, wanted));
         }
         let workers = table.number("num_workers", WORKERS)?.or(top.number("num_workers", WORKERS)?);
@@ -102,7 +112,8 @@ fn wrong(key: &str, found: &str, wanted: &str) -> Error {
 /// RDMA devices that the kernel knows.
 pub(crate) fn rdma_devices() -> Vec<String> {
     let entries = std::fs::read_dir(DEVICES).into_iter().flatten().flatten();
-    let mut names: Vec<_> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
     names.sort();
     names
 }
@@ -126,16 +137,19 @@ mod tests {
 
     #[test]
     fn vllms_keys_count_and_the_table_wins() {
-        let top = r#"{"mooncake_protocol": "rdma", "device_name": "mlx5_0, mlx5_1", "num_workers": 3}"#;
+        let top =
+            r#"{"mooncake_protocol": "rdma", "device_name": "mlx5_0, mlx5_1", "num_workers": 3}"#;
         let config = read(top, &[]).expect("vLLM's keys");
         assert_eq!((config.recipe.protocol.as_str(), config.workers), ("rdma", 3));
         assert_eq!(config.recipe.devices, ["mlx5_0", "mlx5_1"]);
         for key in [r#"{"num_workers": 257}"#, r#"{"mooncake": {"num_workers": 257}}"#] {
             let error = read(key, &[]).unwrap_err();
-            assert!(error.sentence().contains("num_workers") && error.sentence().contains("256"), "{error}");
+            assert!(
+                error.sentence().contains("num_workers") && error.sentence().contains("256"),
+                "{error}"
+            );
         }
-        let both =
-            r#"{"mooncake_protocol": "rdma", "mooncake": {"mooncake_protocol": "tcp", "num_workers": 2}}"#;
+        let both = r#"{"mooncake_protocol": "rdma", "mooncake": {"mooncake_protocol": "tcp", "num_workers": 2}}"#;
         let config = read(both, &[]).expect("both");
         assert_eq!((config.recipe.protocol.as_str(), config.workers), ("tcp", 2));
     }
@@ -143,12 +157,13 @@ mod tests {
     #[test]
     fn what_the_engine_would_die_of_is_refused() {
         for bad in ["redis://127.0.0.1", "nonsense", "", "file:///x"] {
-            let error = read(&format!(r#"{{"mooncake": {{"metadata": "{bad}"}}}}"#), &[]).unwrap_err();
+            let error =
+                read(&format!(r#"{{"mooncake": {{"metadata": "{bad}"}}}}"#), &[]).unwrap_err();
             assert!(error.sentence().contains("mooncake.metadata"), "{error}");
         }
         for good in ["http://10.0.0.1:8080/metadata", "etcd://10.0.0.1:2379"] {
-            let config =
-                read(&format!(r#"{{"mooncake": {{"metadata": "{good}"}}}}"#), &[]).expect("a server");
+            let config = read(&format!(r#"{{"mooncake": {{"metadata": "{good}"}}}}"#), &[])
+                .expect("a server");
             assert_eq!(config.etcd(), good.starts_with("etcd"));
         }
         assert!(read(r#"{"mooncake_protocol": "carrier-pigeon"}"#, &[]).is_err());
@@ -157,7 +172,10 @@ mod tests {
             assert_eq!(read(&json, &[]).is_ok(), fits, "{said}");
         }
         assert!(
-            read(r#"{"mooncake": {"hots": "x"}}"#, &[]).unwrap_err().sentence().contains("mooncake.host")
+            read(r#"{"mooncake": {"hots": "x"}}"#, &[])
+                .unwrap_err()
+                .sentence()
+                .contains("mooncake.host")
         );
     }
 }

@@ -31,8 +31,10 @@ const CODES: &[(i32, Kind, &str)] = &[
 /// An error from what a call returned; `said`: the engine's own words.
 pub(crate) fn of_code(doing: &str, code: i32, said: Option<String>) -> Error {
     let known = CODES.iter().find(|(known, ..)| Some(*known) == code.checked_abs());
-    let (kind, text) =
-        known.map_or((Kind::Native, "an error that kvx has no name for"), |(_, kind, text)| (*kind, text));
+    let (kind, text) = known
+        .map_or((Kind::Native, "an error that kvx has no name for"), |(_, kind, text)| {
+            (*kind, text)
+        });
     let text = said.map_or_else(|| text.to_owned(), |said| format!("{text}: {said}"));
     Error::new(kind, format!("Mooncake failed in {doing}; its log on standard error may say more"))
         .native(i64::from(code), text)
@@ -57,7 +59,10 @@ pub(crate) fn of_state(state: i32) -> (i64, &'static str) {
 
 /// Nobody is there.
 pub(crate) fn lost(to: &str) -> Error {
-    Error::new(Kind::PeerLost, format!("nobody listens at {to} any more: connect again once the peer runs"))
+    Error::new(
+        Kind::PeerLost,
+        format!("nobody listens at {to} any more: connect again once the peer runs"),
+    )
 }
 
 #[cfg(test)]

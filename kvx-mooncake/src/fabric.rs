@@ -103,7 +103,9 @@ impl MooncakeFabric {
     }
 
     fn engine(&self) -> Result<Arc<Engine>> {
-        self.engine.clone().ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))
+        self.engine
+            .clone()
+            .ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))
     }
 
     fn add(&mut self, endpoint: EndpointId, address: &[u8], foreign: bool) -> Result<()> {
@@ -112,7 +114,12 @@ impl MooncakeFabric {
         self.calls.open(&engine, &to, foreign)
     }
 
-    fn look_at_batches(&mut self, engine: &Arc<Engine>, now: Instant, happened: &mut Vec<Happened>) {
+    fn look_at_batches(
+        &mut self,
+        engine: &Arc<Engine>,
+        now: Instant,
+        happened: &mut Vec<Happened>,
+    ) {
         for _ in 0..self.moving.len().min(LOOKED_AT) {
             let Some(ended) = self.moving.look_at_next(engine, now) else { continue };
             let Moving { batch, job, endpoint, to, lens, bytes, failed, .. } = ended;
@@ -136,8 +143,11 @@ impl MooncakeFabric {
 
     /// Finds out whether a failure means that the peer is gone, before it is told.
     fn suspect(&mut self, engine: &Arc<Engine>, suspect: Suspect, happened: &mut Vec<Happened>) {
-        let broken =
-            self.links.endpoints.get(&suspect.endpoint).is_none_or(|there| there.phase == Phase::Broken);
+        let broken = self
+            .links
+            .endpoints
+            .get(&suspect.endpoint)
+            .is_none_or(|there| there.phase == Phase::Broken);
         let peer = self.links.peers.get_mut(&suspect.to);
         match peer.filter(|_| !broken) {
             Some(peer) if peer.probing => self.suspects.push(suspect),
@@ -248,7 +258,9 @@ impl MooncakeFabric {
             }
             match frames::decode(text) {
                 Ok(frames) => notified.extend(frames.into_iter().map(Happened::Message)),
-                Err(why) => tracing::debug!(%why, "Mooncake brought something that no kvx agent sends"),
+                Err(why) => {
+                    tracing::debug!(%why, "Mooncake brought something that no kvx agent sends")
+                }
             }
         })
     }
@@ -276,7 +288,8 @@ unsafe impl Fabric for MooncakeFabric {
 
     /// Regions added later: over RDMA their keys are part of what the peer said when its segment was opened.
     fn update(&mut self, endpoint: EndpointId, _address: &[u8]) -> Result<()> {
-        let Some(to) = self.links.endpoints.get(&endpoint).map(|endpoint| Arc::clone(&endpoint.to)) else {
+        let Some(to) = self.links.endpoints.get(&endpoint).map(|endpoint| Arc::clone(&endpoint.to))
+        else {
             return Ok(());
         };
         if self.protocol != "tcp"
@@ -294,7 +307,11 @@ unsafe impl Fabric for MooncakeFabric {
         let Some(to) = self.links.endpoints.get(&endpoint).map(|endpoint| &endpoint.to) else {
             return Err(Error::new(Kind::PeerLost, "the link has ended"));
         };
-        Ok(if self.calls.frame(&engine, to, endpoint, message)? { Sent::Taken } else { Sent::Later })
+        Ok(if self.calls.frame(&engine, to, endpoint, message)? {
+            Sent::Taken
+        } else {
+            Sent::Later
+        })
     }
 
     fn max_message(&self) -> usize {
@@ -312,7 +329,8 @@ unsafe impl Fabric for MooncakeFabric {
     fn advance(&mut self, job: &mut Job<'_, Self>) -> Result<u64> {
         let engine = self.engine()?;
         let id = job.endpoint();
-        let Some(endpoint) = self.links.endpoints.get(&id).filter(|there| there.phase != Phase::Broken)
+        let Some(endpoint) =
+            self.links.endpoints.get(&id).filter(|there| there.phase != Phase::Broken)
         else {
             return Err(Error::new(Kind::PeerLost, "the link to the peer is gone: connect again"));
         };
@@ -432,7 +450,8 @@ unsafe impl Fabric for MooncakeFabric {
     }
 
     fn describe(&mut self, endpoint: EndpointId) -> (String, Capabilities) {
-        let to = self.links.endpoints.get(&endpoint).map_or("a peer that is gone", |there| &*there.to);
+        let to =
+            self.links.endpoints.get(&endpoint).map_or("a peer that is gone", |there| &*there.to);
         (format!("Mooncake over {} to {to}", self.protocol), capabilities(&self.protocol))
     }
 

@@ -7,8 +7,8 @@ use std::time::Duration;
 use kvx_backend::fabric::{self, Parts};
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
-    Capabilities, Error, HeldUp, Idle, Isolation, Kind, MemoryKind, MemoryKinds, Options, PerOp, Placement,
-    Result, Revocation, Unavailable, WithoutAList,
+    Capabilities, Error, HeldUp, Idle, Isolation, Kind, MemoryKind, MemoryKinds, Options, PerOp,
+    Placement, Result, Revocation, Unavailable, WithoutAList,
 };
 
 use crate::adapter;
@@ -71,8 +71,9 @@ impl Factory for Mooncake {
     }
 
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
-        let config = Config::read(options)
-            .map_err(|error| Unavailable::because(error.sentence().to_owned(), "correct the option"))?;
+        let config = Config::read(options).map_err(|error| {
+            Unavailable::because(error.sentence().to_owned(), "correct the option")
+        })?;
         let library = self.library(&config)?;
         let devices = rdma_devices();
         if config.recipe.protocol == "rdma" && devices.is_empty() {
@@ -112,8 +113,11 @@ pub(crate) fn open(
     let calls = BlockingCalls::new(config.workers)?;
     let name = engine.name().as_bytes().to_vec();
     let ranges = Arc::<Ranges>::default();
-    let registrar =
-        Enrolment { engine: Arc::downgrade(&engine), ranges: Arc::clone(&ranges), node: config.node };
+    let registrar = Enrolment {
+        engine: Arc::downgrade(&engine),
+        ranges: Arc::clone(&ranges),
+        node: config.node,
+    };
     let protocol = config.recipe.protocol;
     let parts = Parts {
         name: NAME,

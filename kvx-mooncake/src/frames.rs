@@ -82,7 +82,9 @@ mod tests {
         let mut state = 1;
         for _ in 0..200 {
             let frames: Vec<Vec<u8>> = (0..1 + random(&mut state) % 4)
-                .map(|_| (0..1 + random(&mut state) % 70).map(|_| random(&mut state) as u8).collect())
+                .map(|_| {
+                    (0..1 + random(&mut state) % 70).map(|_| random(&mut state) as u8).collect()
+                })
                 .collect();
             let mut text = Vec::new();
             frames.iter().for_each(|frame| append(&mut text, frame));
@@ -103,7 +105,8 @@ mod tests {
         assert!(decode(&vec![b'A'; MAX_TEXT + 1]).is_err());
         let mut state = 7;
         for _ in 0..2000 {
-            let text: Vec<u8> = (0..random(&mut state) % 40).map(|_| random(&mut state) as u8).collect();
+            let text: Vec<u8> =
+                (0..random(&mut state) % 40).map(|_| random(&mut state) as u8).collect();
             if let Ok(frames) = decode(&text) {
                 assert!(frames.iter().map(Vec::len).sum::<usize>() <= text.len());
             }

@@ -156,7 +156,10 @@ impl Remote {
             Ok(address) => Ok(Remote { address: u64::from_le_bytes(address) }),
             Err(_) => Err(Error::new(
                 Kind::Malformed,
-                format!("malformed region: Mooncake's have 8 bytes, and this one has {}", export.len()),
+                format!(
+                    "malformed region: Mooncake's have 8 bytes, and this one has {}",
+                    export.len()
+                ),
             )),
         }
     }
@@ -175,7 +178,8 @@ pub(crate) struct Enrolment {
 unsafe impl Registrar<Local> for Enrolment {
     fn register(&self, region: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let engine = self.engine.upgrade();
-        let engine = engine.ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))?;
+        let engine =
+            engine.ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))?;
         let address = memory.address();
         let location = location(memory, self.node.as_deref());
         let local = self.ranges.add(region, memory, || {
@@ -189,7 +193,8 @@ unsafe impl Registrar<Local> for Enrolment {
 
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
         let engine = self.engine.upgrade();
-        let engine = engine.ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))?;
+        let engine =
+            engine.ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))?;
         self.ranges.tell();
         Ok(engine.name().as_bytes().to_vec())
     }
@@ -242,7 +247,8 @@ mod tests {
         for (from, len) in [(990, 20), (1090, 20), (900, 1000)] {
             assert_eq!(add(from, len).unwrap_err().kind(), Kind::Unsupported, "{from} {len}");
         }
-        let left = ranges.remove(&whole, |_| panic!("another region lies in it")).expect("one is left");
+        let left =
+            ranges.remove(&whole, |_| panic!("another region lies in it")).expect("one is left");
         left.end().expect("nobody was told");
         let mut unregistered = None;
         let removed = ranges.remove(&inner, |address| {
@@ -258,9 +264,13 @@ mod tests {
             unregistered = true;
             Ok(())
         });
-        assert_eq!(removed.expect("the engine gave it up").end().unwrap_err().kind(), Kind::StillShared);
+        assert_eq!(
+            removed.expect("the engine gave it up").end().unwrap_err().kind(),
+            Kind::StillShared
+        );
         assert!(unregistered, "nothing new is let in");
-        let refused = ranges.add(RegionId(3), &part(&page, 3000, 1), || Err(Error::new(Kind::Native, "no")));
+        let refused =
+            ranges.add(RegionId(3), &part(&page, 3000, 1), || Err(Error::new(Kind::Native, "no")));
         assert!(refused.is_err());
         add(3000, 1).expect("what was refused is not kept");
     }
@@ -298,7 +308,10 @@ mod tests {
 
     #[test]
     fn an_address_travels_in_eight_bytes() {
-        assert_eq!(Remote::read(&0x7f00_1234_u64.to_le_bytes()).expect("an address").address, 0x7f00_1234);
+        assert_eq!(
+            Remote::read(&0x7f00_1234_u64.to_le_bytes()).expect("an address").address,
+            0x7f00_1234
+        );
         for bad in [&[][..], &[0; 7], &[0; 9]] {
             assert_eq!(Remote::read(bad).unwrap_err().kind(), Kind::Malformed);
         }

@@ -61,14 +61,20 @@ pub(crate) struct Links {
 
 impl Links {
     /// Adds an endpoint. Errors: `Malformed` for an address that is none.
-    pub(crate) fn add(&mut self, id: EndpointId, address: &[u8], foreign: bool) -> Result<Arc<str>> {
+    pub(crate) fn add(
+        &mut self,
+        id: EndpointId,
+        address: &[u8],
+        foreign: bool,
+    ) -> Result<Arc<str>> {
         let address = address::checked(address)?;
         let to = match self.peers.get_key_value(address) {
             Some((to, _)) => Arc::clone(to),
             None => Arc::from(address),
         };
         self.peers.entry(Arc::clone(&to)).or_default().endpoints += 1;
-        let endpoint = Endpoint { to: Arc::clone(&to), phase: Phase::Opening, foreign, note: Note::None };
+        let endpoint =
+            Endpoint { to: Arc::clone(&to), phase: Phase::Opening, foreign, note: Note::None };
         self.endpoints.insert(id, endpoint);
         Ok(to)
     }
@@ -92,7 +98,11 @@ impl Links {
 
     /// The endpoints that lead to a peer.
     pub(crate) fn leading_to(&self, to: &str) -> Vec<EndpointId> {
-        self.endpoints.iter().filter(|(_, endpoint)| *endpoint.to == *to).map(|(id, _)| *id).collect()
+        self.endpoints
+            .iter()
+            .filter(|(_, endpoint)| *endpoint.to == *to)
+            .map(|(id, _)| *id)
+            .collect()
     }
 }
 

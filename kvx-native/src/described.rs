@@ -25,7 +25,11 @@ pub(crate) struct Part {
 /// Cuts the pairs of a plan into parts of at most `max_bytes` of data each (at least one block). `joins` says whether a
 /// grid of a pair may be in one part with the grid before it.
 #[cfg_attr(not(feature = "tcp"), allow(dead_code, reason = "SHM cuts its own, smaller parts"))]
-pub(crate) fn parts(pairs: &[Pair], max_bytes: u64, joins: impl Fn(&Pair, usize) -> bool) -> Vec<Part> {
+pub(crate) fn parts(
+    pairs: &[Pair],
+    max_bytes: u64,
+    joins: impl Fn(&Pair, usize) -> bool,
+) -> Vec<Part> {
     let mut parts = Vec::new();
     for (number, pair) in pairs.iter().enumerate() {
         let count = pair.local_indices.len();
@@ -54,7 +58,8 @@ pub(crate) fn parts(pairs: &[Pair], max_bytes: u64, joins: impl Fn(&Pair, usize)
 /// Which side of a bound plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Side {
-    #[cfg_attr(not(feature = "shm"), allow(dead_code))] // over TCP each end keeps its own side to itself
+    #[cfg_attr(not(feature = "shm"), allow(dead_code))]
+    // over TCP each end keeps its own side to itself
     Local,
     Remote,
 }
@@ -149,12 +154,16 @@ impl Described {
     pub(crate) fn decode(reader: &mut Reader<'_>) -> Result<Self> {
         let regions = usize::from(reader.u16()?);
         if regions == 0 || regions > MAX_GRIDS {
-            return Err(reader.malformed(format_args!("{regions} regions, 1 to {MAX_GRIDS} are allowed")));
+            return Err(
+                reader.malformed(format_args!("{regions} regions, 1 to {MAX_GRIDS} are allowed"))
+            );
         }
         let regions = (0..regions).map(|_| reader.region()).collect::<Result<Vec<_>>>()?;
         let count = usize::from(reader.u16()?);
         if count == 0 || count > MAX_GRIDS {
-            return Err(reader.malformed(format_args!("{count} grids, 1 to {MAX_GRIDS} are allowed")));
+            return Err(
+                reader.malformed(format_args!("{count} grids, 1 to {MAX_GRIDS} are allowed"))
+            );
         }
         let mut smallest = u32::MAX;
         let mut total = 0u64;
@@ -168,9 +177,10 @@ impl Described {
                     count: reader.u32()?,
                 };
                 if region as usize >= regions.len() {
-                    return Err(
-                        reader.malformed(format_args!("a grid on region {region} of {}", regions.len()))
-                    );
+                    return Err(reader.malformed(format_args!(
+                        "a grid on region {region} of {}",
+                        regions.len()
+                    )));
                 }
                 grid.check(u64::MAX).map_err(|error| reader.malformed(error))?;
                 smallest = smallest.min(grid.count);
@@ -181,15 +191,17 @@ impl Described {
         let indices: Indices = match reader.u8()? {
             0 => {
                 let (start, len) = (reader.u32()?, reader.u32()?);
-                let end = start.checked_add(len).ok_or_else(|| reader.malformed("a range beyond 32 bits"))?;
+                let end = start
+                    .checked_add(len)
+                    .ok_or_else(|| reader.malformed("a range beyond 32 bits"))?;
                 (start..end).into()
             }
             1 => {
                 let len = reader.u32()? as usize;
                 if len > MAX_INDICES {
-                    return Err(
-                        reader.malformed(format_args!("{len} indices, at most {MAX_INDICES} are allowed"))
-                    );
+                    return Err(reader.malformed(format_args!(
+                        "{len} indices, at most {MAX_INDICES} are allowed"
+                    )));
                 }
                 let bytes = reader.bytes(len * 4)?;
                 bytes
@@ -203,8 +215,10 @@ impl Described {
             other => return Err(reader.malformed(format_args!("index list of kind {other}"))),
         };
         if indices.len() > MAX_INDICES {
-            return Err(reader
-                .malformed(format_args!("{} indices, at most {MAX_INDICES} are allowed", indices.len())));
+            return Err(reader.malformed(format_args!(
+                "{} indices, at most {MAX_INDICES} are allowed",
+                indices.len()
+            )));
         }
         if indices.max().is_some_and(|max| max >= smallest) {
             return Err(reader.malformed("an index beyond its grid"));
@@ -278,7 +292,10 @@ mod tests {
                 let max = described.indices.max().unwrap_or(0);
                 assert!(described.grids.iter().all(|placed| max < placed.grid.count));
                 assert!(
-                    described.grids.iter().all(|placed| (placed.region as usize) < described.regions.len())
+                    described
+                        .grids
+                        .iter()
+                        .all(|placed| (placed.region as usize) < described.regions.len())
                 );
             }
         }
@@ -293,7 +310,8 @@ mod tests {
 
     #[test]
     fn parts_cover_every_block_once() {
-        let grids: Arc<[Placed]> = vec![Placed { region: 0, grid: Grid::packed(4096, 1000) }; 3].into();
+        let grids: Arc<[Placed]> =
+            vec![Placed { region: 0, grid: Grid::packed(4096, 1000) }; 3].into();
         let indices = Indices::from(0..1000);
         let pair = Pair {
             local: Arc::clone(&grids),
@@ -303,7 +321,10 @@ mod tests {
         };
         for max in [1, 3 * 4096, 1 << 20, u64::MAX] {
             let parts = parts(std::slice::from_ref(&pair), max, |_, _| true);
-            assert_eq!(parts.iter().map(|part| part.grids.len() * part.indices.len()).sum::<usize>(), 3000);
+            assert_eq!(
+                parts.iter().map(|part| part.grids.len() * part.indices.len()).sum::<usize>(),
+                3000
+            );
             assert!(parts.windows(2).all(|pair| pair[0].indices.end == pair[1].indices.start));
         }
         let cut = parts(std::slice::from_ref(&pair), u64::MAX, |_, grid| grid != 2);

@@ -44,7 +44,10 @@ fn described(bytes: &[u8]) {
 
 /// They are sound as far as that can be known without the regions, and lie in regions that they are said to lie in.
 pub(crate) fn check(read: &Described) {
-    assert!((1..=MAX_GRIDS).contains(&read.regions.len()) && (1..=MAX_GRIDS).contains(&read.grids.len()));
+    assert!(
+        (1..=MAX_GRIDS).contains(&read.regions.len())
+            && (1..=MAX_GRIDS).contains(&read.grids.len())
+    );
     assert!(read.indices.len() <= MAX_INDICES && read.bytes() <= i64::MAX as u64);
     let lengths: Vec<u64> = (1..=read.regions.len() as u64).map(|region| region * 4096).collect();
     let fits = read.check(&lengths).is_ok();
@@ -53,8 +56,10 @@ pub(crate) fn check(read: &Described) {
         let grid = placed.grid;
         for index in [read.indices.max(), grid.count.checked_sub(1)].into_iter().flatten() {
             assert!(index < grid.count);
-            let end = grid.stride.checked_mul(index.into()).and_then(|at| at.checked_add(grid.base));
-            let end = end.and_then(|at| at.checked_add(grid.length)).expect("every block has an end");
+            let end =
+                grid.stride.checked_mul(index.into()).and_then(|at| at.checked_add(grid.base));
+            let end =
+                end.and_then(|at| at.checked_add(grid.length)).expect("every block has an end");
             assert!(!fits || end <= len, "a block ends at {end} of {len}");
         }
     }

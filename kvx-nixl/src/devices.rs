@@ -13,7 +13,8 @@ impl Devices {
     /// a device.
     pub(crate) fn find() -> Devices {
         let found = kvx::cuda::devices().or_else(|cuda| {
-            let rocm = |rocm: kvx::Unavailable| format!("NVIDIA: {}; AMD: {}", cuda.missing, rocm.missing);
+            let rocm =
+                |rocm: kvx::Unavailable| format!("NVIDIA: {}; AMD: {}", cuda.missing, rocm.missing);
             kvx::rocm::devices().map_err(rocm)
         });
         Devices(found)
@@ -54,7 +55,10 @@ impl Devices {
         let all = self.0.as_ref().map_err(|_| self.told())?;
         let found = all.iter().find(|device| u64::from(device.about().ordinal) == ordinal);
         found.ok_or_else(|| {
-            format!("there is no device {ordinal}: this process sees devices 0 to {}", all.len() - 1)
+            format!(
+                "there is no device {ordinal}: this process sees devices 0 to {}",
+                all.len() - 1
+            )
         })
     }
 }

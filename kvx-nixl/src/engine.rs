@@ -68,7 +68,11 @@ pub(crate) fn told(what: &str, error: &kvx::Error) -> NixlStatus {
 
 impl Engine {
     /// Errors: told in a line.
-    pub(crate) fn new(name: &str, parameters: &[(String, String)], nixl: &str) -> NixlResult<Engine> {
+    pub(crate) fn new(
+        name: &str,
+        parameters: &[(String, String)],
+        nixl: &str,
+    ) -> NixlResult<Engine> {
         Self::build(name, parameters, nixl).map_err(|error| told("no backend KVX", &error))
     }
 
@@ -191,8 +195,11 @@ impl Engine {
         match &range.what {
             What::Theirs(peer, region) => peer.forget(region),
             What::Mirror(_, learnt) => {
-                let itself =
-                    self.peers.lock().get(&*self.agent.identity().name).map(|remote| remote.peer.clone());
+                let itself = self
+                    .peers
+                    .lock()
+                    .get(&*self.agent.identity().name)
+                    .map(|remote| remote.peer.clone());
                 if let (Some(region), Some(peer)) = (learnt.get(), itself) {
                     peer.forget(region);
                 }
@@ -226,17 +233,30 @@ impl Engine {
 
     /// The peer of this name. One that was lost, being silent, is tried anew; this agent itself needs no introduction.
     fn peer(&self, agent: &str) -> NixlResult<Peer> {
-        let known =
-            self.peers.lock().get(agent).map(|remote| (remote.peer.clone(), remote.introduction.clone()));
+        let known = self
+            .peers
+            .lock()
+            .get(agent)
+            .map(|remote| (remote.peer.clone(), remote.introduction.clone()));
         match known {
-            Some((peer, _)) if peer.lost().is_none_or(|error| error.kind() != Kind::PeerLost) => Ok(peer),
+            Some((peer, _)) if peer.lost().is_none_or(|error| error.kind() != Kind::PeerLost) => {
+                Ok(peer)
+            }
             Some((_, introduction)) => {
                 self.load_peer(agent, &introduction)?;
-                self.peers.lock().get(agent).map(|remote| remote.peer.clone()).ok_or(NixlStatus::NotFound)
+                self.peers
+                    .lock()
+                    .get(agent)
+                    .map(|remote| remote.peer.clone())
+                    .ok_or(NixlStatus::NotFound)
             }
             None if *self.agent.identity().name == *agent => {
                 self.load_peer(agent, &self.introduction)?;
-                self.peers.lock().get(agent).map(|remote| remote.peer.clone()).ok_or(NixlStatus::NotFound)
+                self.peers
+                    .lock()
+                    .get(agent)
+                    .map(|remote| remote.peer.clone())
+                    .ok_or(NixlStatus::NotFound)
             }
             None => Err(NixlStatus::NotFound),
         }
@@ -295,7 +315,8 @@ impl Engine {
                     Some(at) => *at,
                     None => {
                         let range = |handle| self.memory.get(handle).ok_or(NixlStatus::NotFound);
-                        let room = Vec::with_capacity(if lists.is_empty() { local.len() } else { 0 });
+                        let room =
+                            Vec::with_capacity(if lists.is_empty() { local.len() } else { 0 });
                         lists.push((key, range(key.0)?, range(key.1)?, room));
                         places.insert(key, lists.len() - 1);
                         lists.len() - 1
@@ -328,7 +349,9 @@ impl Engine {
                 if let Some(region) = learnt.get() {
                     return Ok(region.clone());
                 }
-                let What::Ours(region) = &mirrored.what else { return Err(NixlStatus::InvalidParam) };
+                let What::Ours(region) = &mirrored.what else {
+                    return Err(NixlStatus::InvalidParam);
+                };
                 let region = region.metadata().and_then(|bytes| peer.learn(&bytes));
                 let region = region.map_err(|error| told("memory of this agent", &error))?;
                 Ok(learnt.get_or_init(|| region).clone())
@@ -384,7 +407,10 @@ impl Engine {
     fn notes(&self, note: Option<&[u8]>) -> NixlResult<Vec<Box<[u8]>>> {
         let Some(bytes) = note else { return Ok(Vec::new()) };
         notes(self.number(), bytes).ok_or_else(|| {
-            warn(format_args!("a notification of {} bytes, at most {MAX_NOTE} are sent", bytes.len()));
+            warn(format_args!(
+                "a notification of {} bytes, at most {MAX_NOTE} are sent",
+                bytes.len()
+            ));
             NixlStatus::InvalidParam
         })
     }
@@ -426,9 +452,10 @@ impl Engine {
                     "a notification of which {dropped} bytes have come is dropped: too many are unfinished, and it is \
                      the oldest of the sender that has the most"
                 )),
-                Got::Nonsense => {
-                    warn(format_args!("agent {}: a notification that makes no sense", next.from.name))
-                }
+                Got::Nonsense => warn(format_args!(
+                    "agent {}: a notification that makes no sense",
+                    next.from.name
+                )),
             }
         }
         got

@@ -22,8 +22,8 @@ impl Installed {
     /// # Errors
     /// No library, several that differ, a version that was not tried, or a table that is not whole.
     pub(crate) fn of_process() -> Result<Installed, TableRefusal> {
-        let maps =
-            std::fs::read_to_string("/proc/self/maps").map_err(|error| TableRefusal(error.to_string()))?;
+        let maps = std::fs::read_to_string("/proc/self/maps")
+            .map_err(|error| TableRefusal(error.to_string()))?;
         let any = std::env::var_os(ANY).is_some_and(|value| value == "1");
         let mut found: Option<Installed> = None;
         for library in libraries(&maps) {
@@ -60,7 +60,9 @@ impl Installed {
         let order = sibling::order_in(&folder, any)
             .map_err(|why| TableRefusal(format!("{name} is not one that KVX can serve: {why}")))?;
         if version.is_none() {
-            warn(format_args!("{name} does not tell its version: KVX goes by the tables of its plug-ins"));
+            warn(format_args!(
+                "{name} does not tell its version: KVX goes by the tables of its plug-ins"
+            ));
         }
         Ok(Installed { order, name })
     }

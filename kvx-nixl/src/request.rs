@@ -39,7 +39,9 @@ impl Flight {
         peer: &str,
         cure: &str,
     ) -> NixlStatus {
-        if let Some(transfer) = self.transfer.as_mut().filter(|_| self.status == NixlStatus::InProgress) {
+        if let Some(transfer) =
+            self.transfer.as_mut().filter(|_| self.status == NixlStatus::InProgress)
+        {
             match look(transfer) {
                 None => {}
                 Some(Ok(_)) => self.transfer = None,
@@ -61,14 +63,18 @@ impl Flight {
             }
             self.parts = parts;
         }
-        self.transfer.take_if(|transfer| self.status != NixlStatus::InProgress && transfer.is_settled());
+        self.transfer
+            .take_if(|transfer| self.status != NixlStatus::InProgress && transfer.is_settled());
         self.status
     }
 
     fn failed(&mut self, error: &kvx::Error, peer: &str, cure: &str) {
         self.status = NixlStatus::from(error);
         if self.status != NixlStatus::Cancelled {
-            warn(format_args!("agent {peer}: {error}{}", if is_of_the_way(error) { cure } else { "" }));
+            warn(format_args!(
+                "agent {peer}: {error}{}",
+                if is_of_the_way(error) { cure } else { "" }
+            ));
         }
     }
 }
@@ -99,8 +105,12 @@ pub(crate) enum Release {
 
 impl Request {
     pub(crate) fn new(peer: String, plan: Plan) -> Self {
-        let flight =
-            Flight { transfer: None, parts: Vec::new(), status: NixlStatus::NotPosted, released: false };
+        let flight = Flight {
+            transfer: None,
+            parts: Vec::new(),
+            status: NixlStatus::NotPosted,
+            released: false,
+        };
         Request { peer, plan, flight: Mutex::new(flight) }
     }
 

@@ -49,8 +49,8 @@ impl PluginSettings {
         for (name, _) in parameters {
             if !KNOWN.iter().any(|(known, _)| known == name) {
                 let known = KNOWN.map(|(known, _)| known);
-                let hint =
-                    nearest(name, known).map_or_else(String::new, |near| format!("did you mean {near:?}? "));
+                let hint = nearest(name, known)
+                    .map_or_else(String::new, |near| format!("did you mean {near:?}? "));
                 return Err(invalid(format!(
                     "parameter {name:?} of KVX is unknown; {hint}known: {}",
                     known.join(", ")
@@ -61,15 +61,21 @@ impl PluginSettings {
         let some = |value: &str| Some(value.trim().to_owned()).filter(|value| !value.is_empty());
         let told = |which: &str| {
             let (_, named) = KNOWN.iter().find(|(known, _)| *known == which)?;
-            let given = parameters.iter().find(|(name, _)| name == which).and_then(|(_, value)| some(value));
+            let given = parameters
+                .iter()
+                .find(|(name, _)| name == which)
+                .and_then(|(_, value)| some(value));
             let given = given.map(|value| (value, "its parameter"));
             given.or_else(|| Some((some(&variable(named)?)?, *named)))
         };
         // But for a secret: who meant to have one does not run without. Core refuses an empty variable, and KVX_SECRET.
         if parameters.iter().any(|(name, value)| name == "secret_file" && some(value).is_none()) {
-            return Err(invalid("parameter \"secret_file\" is empty: name a file, or leave it out".into()));
+            return Err(invalid(
+                "parameter \"secret_file\" is empty: name a file, or leave it out".into(),
+            ));
         }
-        let list = |value: String| value.split(',').map(|part| part.trim().to_owned()).collect::<Vec<_>>();
+        let list =
+            |value: String| value.split(',').map(|part| part.trim().to_owned()).collect::<Vec<_>>();
         let mut options = Options::new();
         let bind = match told("tcp.bind") {
             Some(told) => told,
@@ -131,9 +137,9 @@ fn invalid(sentence: String) -> Error {
 
 fn seconds(value: &str, by: &str) -> Result<Duration> {
     let seconds = value.parse().ok().filter(|seconds: &f64| *seconds >= 0.1 && *seconds <= LONGEST);
-    seconds
-        .map(Duration::from_secs_f64)
-        .ok_or_else(|| invalid(format!("the deadline is {value:?} ({by}): write seconds, 0.1 to {LONGEST}")))
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| {
+        invalid(format!("the deadline is {value:?} ({by}): write seconds, 0.1 to {LONGEST}"))
+    })
 }
 
 /// Whether it is an address, not of all interfaces, that can be listened on.
@@ -172,7 +178,8 @@ mod tests {
         assert_eq!(tcp.text("ports").unwrap(), Some("7000-7010"));
         let settings = read(&[("backends", "TCP"), ("tcp.bind", "::1")], &variables).unwrap();
         assert_eq!(settings.backends, Some(vec!["TCP".into()]));
-        let said = "deadline 2.5s, tcp.bind ::1 (its parameter), tcp.ports 7000-7010 (KVX_TCP_PORTS)";
+        let said =
+            "deadline 2.5s, tcp.bind ::1 (its parameter), tcp.ports 7000-7010 (KVX_TCP_PORTS)";
         assert_eq!(settings.to_string(), said);
     }
 
@@ -180,8 +187,7 @@ mod tests {
     fn what_was_set_is_said_and_no_secret() {
         let parameters = [("secret_file", "/run/fleet"), ("tcp.advertise", "10.0.0.5,10.0.0.6")];
         let said = read(&parameters, &[]).unwrap().to_string();
-        let expected =
-            ", tcp.advertise 10.0.0.5,10.0.0.6 (its parameter), the secret in /run/fleet (its parameter)";
+        let expected = ", tcp.advertise 10.0.0.5,10.0.0.6 (its parameter), the secret in /run/fleet (its parameter)";
         assert!(said.ends_with(expected), "{said}");
         assert!(
             read(&[], &[("KVX_SECRET_FILE", "/run/fleet")])
@@ -189,14 +195,21 @@ mod tests {
                 .to_string()
                 .ends_with("(KVX_SECRET_FILE)")
         );
-        let of = |parameters: &[_], variables: &[_]| read(parameters, variables).unwrap().secret_file;
-        assert_eq!(of(&parameters, &[("KVX_SECRET_FILE", "/run/other")]).as_deref(), Some("/run/fleet"));
+        let of =
+            |parameters: &[_], variables: &[_]| read(parameters, variables).unwrap().secret_file;
+        assert_eq!(
+            of(&parameters, &[("KVX_SECRET_FILE", "/run/other")]).as_deref(),
+            Some("/run/fleet")
+        );
         assert_eq!(of(&[], &[("KVX_SECRET_FILE", " /run/other ")]).as_deref(), Some("/run/other"));
         assert_eq!(of(&[], &[("KVX_SECRET_FILE", "")]), None);
         let error = read(&[("secret_file", " ")], &[]).unwrap_err();
         assert!(error.sentence().contains("\"secret_file\" is empty"), "{error}");
         let told = read(&[], &[("KVX_SECRET", "hush")]).unwrap();
-        assert!(!format!("{told} {told:?}").contains("hush"), "core refuses it, and nobody repeats it");
+        assert!(
+            !format!("{told} {told:?}").contains("hush"),
+            "core refuses it, and nobody repeats it"
+        );
     }
 
     #[test]

@@ -117,7 +117,8 @@ impl Order {
 
     /// Whether KVX's functions have the same places in both.
     pub(crate) fn agrees(&self, other: &Order) -> bool {
-        let placed = |order: &Order| order.0.iter().rposition(Option::is_some).map_or(0, |last| last + 1);
+        let placed =
+            |order: &Order| order.0.iter().rposition(Option::is_some).map_or(0, |last| last + 1);
         let (ours, theirs) = (placed(self), placed(other));
         self.0[..ours] == other.0[..theirs]
     }
@@ -127,7 +128,8 @@ impl Order {
     fn is_known(&self) -> bool {
         let is_stranger = |at: usize| self.0[at].is_none();
         let all: Vec<_> = self.0.iter().flatten().copied().collect();
-        let place = |function| self.0.iter().position(|slot| *slot == Some(function)).unwrap_or(usize::MAX);
+        let place =
+            |function| self.0.iter().position(|slot| *slot == Some(function)).unwrap_or(usize::MAX);
         let (release, public, last) = (place(ReleaseReq), place(PublicData), place(GenNotif));
         let between = public.checked_sub(release).and_then(|more| more.checked_sub(1));
         all.is_sorted()
@@ -154,7 +156,8 @@ pub fn order_in(folder: &Path, any: bool) -> Result<Order, TableRefusal> {
             Ok(_) => std::fs::read(&path),
             Err(_) => continue,
         };
-        let order = file.map_err(|error| TableRefusal(error.to_string())).and_then(|file| order(&file));
+        let order =
+            file.map_err(|error| TableRefusal(error.to_string())).and_then(|file| order(&file));
         match (order, &found) {
             (Err(why), _) => reasons.push(format!("{name}: {why}")),
             (Ok(order), None) => found = Some((name, order)),
@@ -174,9 +177,9 @@ pub fn order_in(folder: &Path, any: bool) -> Result<Order, TableRefusal> {
     match found {
         // A plug-in whose table is not whole beside one whose is: one of them is not this NIXL's.
         Some(_) if !reasons.is_empty() => refuse(reasons.join("; ")),
-        Some((name, order)) if !any && !order.is_known() => {
-            refuse(format!("its plug-in {name} has the functions in an order that no tried release has"))
-        }
+        Some((name, order)) if !any && !order.is_known() => refuse(format!(
+            "its plug-in {name} has the functions in an order that no tried release has"
+        )),
         Some((_, order)) => Ok(order),
         None if reasons.is_empty() => {
             refuse(format!("{} has none of the plug-ins {}", folder.display(), SIBLINGS.join(", ")))
@@ -227,9 +230,13 @@ fn place(table: &[Vec<&str>]) -> Result<Order, TableRefusal> {
         match (places.next(), places.next()) {
             (Some(at), None) if order[at].is_none() => order[at] = Some(*function),
             (Some(_), None) => {
-                return refuse(format!("one slot of its table is two functions, {function:?} is one"));
+                return refuse(format!(
+                    "one slot of its table is two functions, {function:?} is one"
+                ));
             }
-            (Some(_), Some(_)) => return refuse(format!("its table has the function {function:?} twice")),
+            (Some(_), Some(_)) => {
+                return refuse(format!("its table has the function {function:?} twice"));
+            }
             (None, _) => return refuse(format!("its table lacks the function {function:?}")),
         }
     }
@@ -291,7 +298,8 @@ impl<'a> Elf<'a> {
     }
 
     fn sections(self) -> Option<Vec<Section>> {
-        let (headers, size, count) = (self.u64(40)?, u64::from(self.u16(58)?), usize::from(self.u16(60)?));
+        let (headers, size, count) =
+            (self.u64(40)?, u64::from(self.u16(58)?), usize::from(self.u16(60)?));
         if size < 64 || count > MAX_SECTIONS {
             return None;
         }
@@ -311,7 +319,11 @@ impl<'a> Elf<'a> {
     }
 
     /// The whole entries of a section, of which there are at most `most`.
-    fn entries(self, section: &Section, most: usize) -> Option<impl Iterator<Item = u64> + use<'a>> {
+    fn entries(
+        self,
+        section: &Section,
+        most: usize,
+    ) -> Option<impl Iterator<Item = u64> + use<'a>> {
         let end = section.offset.checked_add(section.size)?;
         let count = section.size / 24;
         let start = section.offset;
@@ -340,10 +352,14 @@ fn tables_of(elf: Elf<'_>) -> Option<Vec<Vec<Vec<&str>>>> {
             size: elf.u64(at + 16)?,
         })
     };
-    let symbols: Vec<Symbol<'_>> = elf.entries(dynamic, MAX_SYMBOLS)?.map(symbol).collect::<Option<_>>()?;
+    let symbols: Vec<Symbol<'_>> =
+        elf.entries(dynamic, MAX_SYMBOLS)?.map(symbol).collect::<Option<_>>()?;
     let is_table = |symbol: &&Symbol<'_>| {
         let fits = (24..=8 * (MAX_SLOTS as u64 + 2)).contains(&symbol.size);
-        symbol.name.starts_with("_ZTV") && symbol.name.ends_with("Engine") && symbol.value != 0 && fits
+        symbol.name.starts_with("_ZTV")
+            && symbol.name.ends_with("Engine")
+            && symbol.value != 0
+            && fits
     };
     let engines: Vec<_> = symbols.iter().filter(is_table).take(64).collect();
     let mut tables: Vec<Vec<Vec<&str>>> =
@@ -370,9 +386,8 @@ fn tables_of(elf: Elf<'_>) -> Option<Vec<Vec<Vec<&str>>>> {
             }
             match kind {
                 machine::ABSOLUTE if index != 0 => slot.push(symbols.get(index as usize)?.name),
-                machine::RELATIVE => {
-                    slot.extend(by_value.get(&elf.u64(at + 16)?).into_iter().flatten().take(MAX_NAMES))
-                }
+                machine::RELATIVE => slot
+                    .extend(by_value.get(&elf.u64(at + 16)?).into_iter().flatten().take(MAX_NAMES)),
                 _ => {}
             }
         }

@@ -9,7 +9,8 @@ const fn version(major: u32, minor: u32, patch: u32) -> WheelVersion {
 /// The releases that the tests of this crate run on: 1.5.0 each time, 1.1.0 by the whole run, 0.10.1 and all of 1.5.1
 /// where `KVX_NIXL_TEST_MORE` is set. Data that cross the border could lie elsewhere in others, which no table of
 /// functions tells.
-pub const TRIED: &[WheelVersion] = &[version(0, 10, 1), version(1, 1, 0), version(1, 5, 0), version(1, 5, 1)];
+pub const TRIED: &[WheelVersion] =
+    &[version(0, 10, 1), version(1, 1, 0), version(1, 5, 0), version(1, 5, 1)];
 
 /// The variable that takes a version which is not among the [`TRIED`] ones.
 pub const ANY: &str = "KVX_NIXL_ANY_VERSION";

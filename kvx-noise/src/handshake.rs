@@ -27,7 +27,8 @@ pub const MESSAGE: usize = KEY + TAG;
 
 /// The key of a fleet's secret for one purpose, which the label names.
 pub fn derive_key(secret: &Secret, label: &[u8]) -> [u8; KEY] {
-    let mut mac = Hmac::<Sha256>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");
+    let mut mac =
+        Hmac::<Sha256>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");
     mac.update(label);
     mac.finalize().into_bytes().into()
 }
@@ -38,12 +39,18 @@ pub struct NoiseHandshake(HandshakeState);
 impl NoiseHandshake {
     /// The end that speaks first. Both ends give the same `prologue`, which does not travel.
     pub fn initiator(key: &[u8; KEY], prologue: &[u8]) -> Result<Self> {
-        builder(key, prologue).and_then(Builder::build_initiator).map(NoiseHandshake).map_err(broken)
+        builder(key, prologue)
+            .and_then(Builder::build_initiator)
+            .map(NoiseHandshake)
+            .map_err(broken)
     }
 
     /// The end that answers.
     pub fn responder(key: &[u8; KEY], prologue: &[u8]) -> Result<Self> {
-        builder(key, prologue).and_then(Builder::build_responder).map(NoiseHandshake).map_err(broken)
+        builder(key, prologue)
+            .and_then(Builder::build_responder)
+            .map(NoiseHandshake)
+            .map_err(broken)
     }
 
     /// Appends this end's message, [`MESSAGE`] bytes beyond the payload.
@@ -220,8 +227,14 @@ impl AesGcm {
     }
 
     /// Encrypts the message of this number where it lies, or on its way. Gives what proves it.
-    pub(crate) fn seal(&self, number: u64, with: &[u8], message: InOutBuf<'_, '_, u8>) -> [u8; TAG] {
-        let sealed = self.keyed().encrypt_inout_detached(&Self::nonce(number).into(), with, message);
+    pub(crate) fn seal(
+        &self,
+        number: u64,
+        with: &[u8],
+        message: InOutBuf<'_, '_, u8>,
+    ) -> [u8; TAG] {
+        let sealed =
+            self.keyed().encrypt_inout_detached(&Self::nonce(number).into(), with, message);
         sealed.expect("it is shorter than 64 GiB").into()
     }
 
@@ -264,7 +277,11 @@ impl Cipher for AesGcm {
         let (sealed, tag) = message.split_last_chunk().ok_or(snow::Error::Decrypt)?;
         let whole = out.get_mut(..sealed.len()).and_then(|out| InOutBuf::new(sealed, out).ok());
         let whole = whole.ok_or(snow::Error::Decrypt)?;
-        if self.open(number, with, whole, tag) { Ok(sealed.len()) } else { Err(snow::Error::Decrypt) }
+        if self.open(number, with, whole, tag) {
+            Ok(sealed.len())
+        } else {
+            Err(snow::Error::Decrypt)
+        }
     }
 }
 
@@ -274,7 +291,9 @@ mod tests {
 
     fn bytes(hex: &str) -> Vec<u8> {
         let digits = hex.as_bytes().chunks(2);
-        digits.map(|two| u8::from_str_radix(std::str::from_utf8(two).unwrap(), 16).unwrap()).collect()
+        digits
+            .map(|two| u8::from_str_radix(std::str::from_utf8(two).unwrap(), 16).unwrap())
+            .collect()
     }
 
     /// A dialogue that other implementations of Noise publish for this pattern.
@@ -332,7 +351,8 @@ mod tests {
             initiator.write(b"payload", &mut said).unwrap();
             said
         };
-        let read = |said: &[u8]| NoiseHandshake::responder(&[1; KEY], b"prologue").unwrap().read(said);
+        let read =
+            |said: &[u8]| NoiseHandshake::responder(&[1; KEY], b"prologue").unwrap().read(said);
         let good = said(1, b"prologue");
         assert_eq!(read(&good).unwrap(), b"payload");
         assert!(read(&said(2, b"prologue")).is_none() && read(&said(1, b"prologu")).is_none());

@@ -114,7 +114,9 @@ impl Opener {
             let length = usize::from(u16::from_be_bytes(*length));
             if !(TAG..=RECORD + TAG).contains(&length) {
                 let most = RECORD + TAG;
-                let why = format!("a sealed piece of {length} bytes is announced, at most {most} are sealed");
+                let why = format!(
+                    "a sealed piece of {length} bytes is announced, at most {most} are sealed"
+                );
                 return Err(Error::new(Kind::Malformed, why));
             }
             let Some(piece) = rest.get_mut(..length) else { break };
@@ -160,7 +162,11 @@ mod tests {
         assert_eq!(again[..5], *b"first");
         theirs.opener.open(&mut second.clone()).unwrap();
         // Each of these is an end for the connection: what comes behind it is not opened either.
-        assert_eq!(theirs.opener.open(&mut second.clone()).unwrap_err().kind(), Kind::Malformed, "repeated");
+        assert_eq!(
+            theirs.opener.open(&mut second.clone()).unwrap_err().kind(),
+            Kind::Malformed,
+            "repeated"
+        );
         assert!(theirs.opener.open(&mut third.clone()).is_err());
     }
 

@@ -35,7 +35,10 @@ fn main() -> Result<(), kvx_proxy::Error> {
             })
             .collect();
         rounds.sort_unstable_by(f64::total_cmp);
-        println!("{{\"cost\":\"choice_us\",\"choice\":\"{name}\",\"value\":{:.3}}}", rounds[ROUNDS / 2]);
+        println!(
+            "{{\"cost\":\"choice_us\",\"choice\":\"{name}\",\"value\":{:.3}}}",
+            rounds[ROUNDS / 2]
+        );
     }
     Ok(())
 }

@@ -44,7 +44,9 @@ impl RequestAdmission {
     pub(crate) fn new(limits: &ClientLimits) -> Self {
         RequestAdmission {
             places: Arc::new(Semaphore::new(limits.in_flight.min(Semaphore::MAX_PERMITS))),
-            bodies: Arc::new(Semaphore::new(limits.bodies.div_ceil(1024).min(Semaphore::MAX_PERMITS))),
+            bodies: Arc::new(Semaphore::new(
+                limits.bodies.div_ceil(1024).min(Semaphore::MAX_PERMITS),
+            )),
             waiting: AtomicUsize::new(0),
             queue: limits.queue,
             wait: limits.queue_wait,
@@ -69,7 +71,9 @@ impl RequestAdmission {
     /// need.
     pub(crate) fn widen(&self, room: &mut Room, bytes: usize) -> bool {
         let have = room.0.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
-        let Ok(more) = u32::try_from(bytes.div_ceil(1024).saturating_sub(have)) else { return false };
+        let Ok(more) = u32::try_from(bytes.div_ceil(1024).saturating_sub(have)) else {
+            return false;
+        };
         if more == 0 {
             return true;
         }

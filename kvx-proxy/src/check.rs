@@ -47,7 +47,8 @@ async fn instance(live: &Live, one: &Instance) -> Finding {
         let why = one.state.last_fault().unwrap_or_else(|| "it does not answer".to_owned());
         return Finding::Fails(format!("{role} {name}: {why}"));
     }
-    let headers: HeaderMap = live.key_for_instances.iter().map(|key| (AUTHORIZATION, key.clone())).collect();
+    let headers: HeaderMap =
+        live.key_for_instances.iter().map(|key| (AUTHORIZATION, key.clone())).collect();
     let timeout = live.setup.health.timeout;
     let models = live.upstream.get_json(&one.setup, "/v1/models", headers, timeout).await;
     if let Ok((status, _)) = &models
@@ -65,7 +66,10 @@ async fn instance(live: &Live, one: &Instance) -> Finding {
     let connector = live.fleet.pools[one.pool].connector;
     let recipe = match (one.role, connector, one.state.kind()) {
         (Role::Prefill, PoolConnector::Auto, PrefillKind::Mooncake(ranks)) => {
-            format!(", has a Mooncake bootstrap server with {} ranks: MooncakeConnector", ranks.len())
+            format!(
+                ", has a Mooncake bootstrap server with {} ranks: MooncakeConnector",
+                ranks.len()
+            )
         }
         (Role::Prefill, PoolConnector::Auto, _) => {
             ", has no Mooncake bootstrap server: NixlConnector".to_owned()

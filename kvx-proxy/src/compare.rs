@@ -87,9 +87,9 @@ fn client(endpoints: &[Endpoint]) -> Result<Client<UpstreamConnector, Full<Bytes
         let builder = HttpsConnectorBuilder::new();
         // Whom the system trusts, or the certificates in the file that SSL_CERT_FILE names.
         let builder = if endpoints.iter().any(|endpoint| endpoint.0.starts_with("https")) {
-            builder
-                .with_provider_and_native_roots(provider)
-                .map_err(|error| Error::new(format!("this system's trusted certificates: {error}")))?
+            builder.with_provider_and_native_roots(provider).map_err(|error| {
+                Error::new(format!("this system's trusted certificates: {error}"))
+            })?
         } else {
             let config = ClientConfig::builder_with_provider(Arc::new(provider))
                 .with_safe_default_protocol_versions()
@@ -158,12 +158,14 @@ impl Endpoint {
         let response = timeout_at(until, client.request(request)).await;
         let response = response.map_err(|_| "no answer in time")?.map_err(|error| words(&error))?;
         let status = response.status();
-        let bytes = whole(response.into_body(), WHOLE, until).await.map_err(|fault| fault.to_string())?;
+        let bytes =
+            whole(response.into_body(), WHOLE, until).await.map_err(|fault| fault.to_string())?;
         let value: Option<Value> = serde_json::from_slice(&bytes).ok();
         match value {
             Some(value) if status.is_success() => Ok(value),
             Some(value) => {
-                let words = value.pointer("/error/message").and_then(Value::as_str).unwrap_or_default();
+                let words =
+                    value.pointer("/error/message").and_then(Value::as_str).unwrap_or_default();
                 Err(format!("status {}: {words}", status.as_u16()))
             }
             None => Err(format!("status {} without JSON", status.as_u16())),
@@ -192,11 +194,12 @@ pub async fn compare(
         Some(model) => model.to_owned(),
         None => {
             let models = endpoints[0].ask(&client, key, "/v1/models", None).await;
-            let models = models.map_err(|why| Error::new(format!("{}: GET /v1/models: {why}", urls[0])))?;
+            let models =
+                models.map_err(|why| Error::new(format!("{}: GET /v1/models: {why}", urls[0])))?;
             let first = models.pointer("/data/0/id").and_then(Value::as_str);
-            first
-                .map(str::to_owned)
-                .ok_or_else(|| Error::new(format!("{} names no model; give one with --model", urls[0])))?
+            first.map(str::to_owned).ok_or_else(|| {
+                Error::new(format!("{} names no model; give one with --model", urls[0]))
+            })?
         }
     };
     for prompt in prompts() {
@@ -236,8 +239,9 @@ mod tests {
         ] {
             assert_eq!(Endpoint::new(url).unwrap().0, root, "{url}");
         }
-        let https =
-            Endpoint::new("https://a/v1").map(|endpoint| endpoint.0).map_err(|error| error.to_string());
+        let https = Endpoint::new("https://a/v1")
+            .map(|endpoint| endpoint.0)
+            .map_err(|error| error.to_string());
         match cfg!(feature = "tls") {
             true => assert_eq!(https.unwrap(), "https://a"),
             false => assert!(https.unwrap_err().contains("no TLS: build with")),
@@ -267,7 +271,8 @@ mod tests {
             answers: [Ok(one.to_owned()), Ok(other.to_owned())],
         };
         assert!(same("a", "a").is_same() && !same("a", "b").is_same());
-        let failed = Compared { prompt: String::new(), answers: [Err("x".to_owned()), Err("x".to_owned())] };
+        let failed =
+            Compared { prompt: String::new(), answers: [Err("x".to_owned()), Err("x".to_owned())] };
         assert!(!failed.is_same(), "two failures are no answer");
     }
 }

@@ -22,8 +22,8 @@ pub use compare::{Compared, compare};
 pub use error::{Error, Result};
 pub use serve::{Handle, Proxy, serve};
 pub use setup::{
-    AccessLog, ApiKey, Choice, ClientLimits, Finding, Health, InstanceSetup, Pool, PoolConnector, Retries,
-    Setup, Timeouts,
+    AccessLog, ApiKey, Choice, ClientLimits, Finding, Health, InstanceSetup, Pool, PoolConnector,
+    Retries, Setup, Timeouts,
 };
 
 /// What the benchmark of choices calls.

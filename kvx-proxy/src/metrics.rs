@@ -19,9 +19,12 @@ pub(crate) struct Histogram {
     micros: AtomicU64,
 }
 
-const LONG: &[f64] =
-    &[0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0];
-const SHORT: &[f64] = &[0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0];
+const LONG: &[f64] = &[
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+    120.0, 300.0,
+];
+const SHORT: &[f64] =
+    &[0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0];
 
 impl Histogram {
     fn new(bounds: &'static [f64]) -> Self {
@@ -179,16 +182,27 @@ impl Metrics {
             ("routes", "What was done with requests, and why.", ["route", "reason"], &self.routes),
             ("legs", "Requests to instances by how they ended.", ["leg", "outcome"], &self.legs),
             ("retries", "Legs that were tried again.", ["leg", ""], &self.retries),
-            ("ejections", "Instances left out for a while, and why.", ["reason", ""], &self.ejections),
+            (
+                "ejections",
+                "Instances left out for a while, and why.",
+                ["reason", ""],
+                &self.ejections,
+            ),
         ];
         for (name, help, labels, counts) in counters {
             head(into, &format!("kvx_proxy_{name}_total"), "counter", help);
-            for ((one, other), count) in counts.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+            for ((one, other), count) in
+                counts.lock().unwrap_or_else(PoisonError::into_inner).iter()
+            {
                 let second = match labels[1] {
                     "" => String::new(),
                     label => format!(",{label}=\"{other}\""),
                 };
-                let _ = writeln!(into, "kvx_proxy_{name}_total{{{}=\"{one}\"{second}}} {count}", labels[0]);
+                let _ = writeln!(
+                    into,
+                    "kvx_proxy_{name}_total{{{}=\"{one}\"{second}}} {count}",
+                    labels[0]
+                );
             }
         }
         let plain = [
@@ -257,17 +271,26 @@ fn head(into: &mut String, name: &str, kind: &str, help: &str) {
 fn instances(into: &mut String, fleet: &Fleet) {
     type Read = fn(&crate::fleet::instance::State) -> u64;
     let rows: [(&str, &str, &str, Read); 5] = [
-        ("up", "gauge", "Whether it may be asked.", |state| u64::from(state.is_open(Instant::now()))),
-        ("outstanding_tokens", "gauge", "What it has to do, estimated.", |state| state.outstanding()),
+        ("up", "gauge", "Whether it may be asked.", |state| {
+            u64::from(state.is_open(Instant::now()))
+        }),
+        ("outstanding_tokens", "gauge", "What it has to do, estimated.", |state| {
+            state.outstanding()
+        }),
         ("requests", "gauge", "Requests that it has.", |state| state.requests()),
-        ("requests_total", "counter", "Requests that it got.", |state| state.requests_total.load(Relaxed)),
-        ("failures_total", "counter", "Requests that it failed.", |state| state.failures_total.load(Relaxed)),
+        ("requests_total", "counter", "Requests that it got.", |state| {
+            state.requests_total.load(Relaxed)
+        }),
+        ("failures_total", "counter", "Requests that it failed.", |state| {
+            state.failures_total.load(Relaxed)
+        }),
     ];
     for (name, kind, help, read) in rows {
         let name = format!("kvx_proxy_instance_{name}");
         head(into, &name, kind, help);
         for one in fleet.all() {
-            let pool = one.pool_name.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
+            let pool =
+                one.pool_name.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
             let (role, value) = (one.role.as_str(), read(&one.state));
             let _ = writeln!(
                 into,
@@ -307,7 +330,10 @@ mod tests {
             assert!(text.lines().any(|one| one == line), "{line}\n{text}");
         }
         for line in text.lines().filter(|line| !line.starts_with('#')) {
-            assert!(line.rsplit_once(' ').is_some_and(|(_, value)| value.parse::<f64>().is_ok()), "{line}");
+            assert!(
+                line.rsplit_once(' ').is_some_and(|(_, value)| value.parse::<f64>().is_ok()),
+                "{line}"
+            );
         }
     }
 }

@@ -127,7 +127,9 @@ pub(crate) fn without_transfer_params(events: Bytes) -> Bytes {
     for line in events.split_inclusive(|byte| *byte == b'\n') {
         let chunk = line.strip_prefix(b"data:").and_then(|data| serde_json::from_slice(data).ok());
         match chunk {
-            Some(serde_json::Value::Object(mut chunk)) if chunk.contains_key("kv_transfer_params") => {
+            Some(serde_json::Value::Object(mut chunk))
+                if chunk.contains_key("kv_transfer_params") =>
+            {
                 chunk.remove("kv_transfer_params");
                 let end = &line[line.trim_ascii_end().len()..];
                 let chunk = serde_json::Value::Object(chunk).to_string();
@@ -191,7 +193,8 @@ mod tests {
         assert!(opens_with_failure(b"data: {\"error\": {\"message\": \"x\"}}\n\n"));
         assert!(opens_with_failure(b"event: error\ndata: {\"error\":1}\n\n"));
         assert!(!opens_with_failure(b"data: {\"id\": \"error\"}\n\ndata: {\"error\": 1}\n\n"));
-        let clients = Bytes::from_static(b"data: {\"error\": {\"message\": \"x\", \"code\": 400}}\n\n");
+        let clients =
+            Bytes::from_static(b"data: {\"error\": {\"message\": \"x\", \"code\": 400}}\n\n");
         assert!(!opens_with_failure(&clients));
         let mut events = WholeEvents::default();
         events.push(clients);
@@ -204,7 +207,11 @@ mod tests {
     #[test]
     fn transfer_params_leave_the_one_chunk_that_has_them() {
         let plain = Bytes::from_static(b"data: {\"text\": \"a\"}\n\n");
-        assert_eq!(without_transfer_params(plain.clone()).as_ptr(), plain.as_ptr(), "without a copy");
+        assert_eq!(
+            without_transfer_params(plain.clone()).as_ptr(),
+            plain.as_ptr(),
+            "without a copy"
+        );
         let said = b"data: {\"text\": \"\\\"kv_transfer_params\\\": 1\"}\r\n\r\n";
         let last = b"data: {\"kv_transfer_params\": {\"remote_host\": \"h\"}, \"text\": \"b\"}\r\n\r\ndata: [DONE]\n\n";
         let passed = without_transfer_params([&said[..], last].concat().into());

@@ -139,7 +139,8 @@ impl Upstream {
     ) -> Result<(StatusCode, Option<serde_json::Value>), Fault> {
         let until = Instant::now() + within;
         let path = PathAndQuery::from_static(path);
-        let response = self.send(instance, Method::GET, &path, headers, Bytes::new(), until).await?;
+        let response =
+            self.send(instance, Method::GET, &path, headers, Bytes::new(), until).await?;
         let status = response.status();
         let body = whole(response.into_body(), WHOLE, until).await?;
         Ok((status, serde_json::from_slice(&body).ok()))
@@ -174,7 +175,11 @@ pub(crate) fn words(error: &(dyn std::error::Error + 'static)) -> String {
 }
 
 /// Reads a whole body of at most `limit` bytes.
-pub(crate) async fn whole(mut body: Incoming, limit: usize, until: Instant) -> Result<Bytes, Fault> {
+pub(crate) async fn whole(
+    mut body: Incoming,
+    limit: usize,
+    until: Instant,
+) -> Result<Bytes, Fault> {
     let mut collected = BytesMut::new();
     loop {
         let frame = timeout_at(until, body.frame())

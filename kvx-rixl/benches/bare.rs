@@ -33,7 +33,9 @@ fn done(code: nixl_status) {
 
 impl NixlAgent {
     fn start(name: &CStr) -> NixlAgent {
-        let file = CString::new(std::env::var("KVX_RIXL_LIB").expect("KVX_RIXL_LIB names libnixl_capi.so"));
+        let file = CString::new(
+            std::env::var("KVX_RIXL_LIB").expect("KVX_RIXL_LIB names libnixl_capi.so"),
+        );
         let file = file.expect("a file name");
         let (mut raw, mut params, mut backend) = (null_mut(), null_mut(), null_mut());
         let (mut args, mut notifications) = (null_mut(), null_mut());
@@ -43,7 +45,8 @@ impl NixlAgent {
             libc::dlopen(c"libnl-route-3.so.200".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL);
             let library = libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL);
             assert!(!library.is_null(), "{} does not load", file.to_string_lossy());
-            let find = |name: &'static CStr| NonNull::new(libc::dlsym(library, name.as_ptr())).ok_or(name);
+            let find =
+                |name: &'static CStr| NonNull::new(libc::dlsym(library, name.as_ptr())).ok_or(name);
             let nixl = Functions::find(find).expect("NIXL's functions");
             let config = nixl_agent_config { num_workers: 1, ..nixl_agent_config::default() };
             done((nixl.nixl_capi_create_configured_agent)(name.as_ptr(), &config, &mut raw));
@@ -66,13 +69,21 @@ impl NixlAgent {
         // SAFETY: new pages, of which so many are written to behind the first huge page's border; a list of this
         // agent's.
         unsafe {
-            let pages = libc::mmap(null_mut(), len + HUGE, libc::PROT_READ | libc::PROT_WRITE, kind, -1, 0);
+            let pages =
+                libc::mmap(null_mut(), len + HUGE, libc::PROT_READ | libc::PROT_WRITE, kind, -1, 0);
             assert!(pages != libc::MAP_FAILED, "no memory");
             libc::madvise(pages, len + HUGE, libc::MADV_HUGEPAGE);
             let address = pages.map_addr(|address| address.next_multiple_of(HUGE));
             address.cast::<u8>().write_bytes(7, len);
             done((self.nixl.nixl_capi_create_reg_dlist)(NIXL_CAPI_MEM_DRAM as c_int, &mut list));
-            done((self.nixl.nixl_capi_reg_dlist_add_desc)(list, address as usize, len, 0, null(), 0));
+            done((self.nixl.nixl_capi_reg_dlist_add_desc)(
+                list,
+                address as usize,
+                len,
+                0,
+                null(),
+                0,
+            ));
             done((self.nixl.nixl_capi_register_mem)(self.raw, list, self.args));
             address as usize
         }
@@ -112,7 +123,10 @@ impl NixlAgent {
             let mut list = null_mut();
             // SAFETY: a list of this agent's, of memory that stays.
             unsafe {
-                done((self.nixl.nixl_capi_create_xfer_dlist)(NIXL_CAPI_MEM_DRAM as c_int, &mut list));
+                done((self.nixl.nixl_capi_create_xfer_dlist)(
+                    NIXL_CAPI_MEM_DRAM as c_int,
+                    &mut list,
+                ));
                 for piece in pieces {
                     done((self.nixl.nixl_capi_xfer_dlist_add_desc)(list, piece[end], piece[2], 0));
                 }
@@ -140,7 +154,9 @@ impl NixlAgent {
 }
 
 fn send(mut to: &UnixStream, bytes: &[u8]) {
-    to.write_all(&bytes.len().to_le_bytes()).and_then(|()| to.write_all(bytes)).expect("the other lives");
+    to.write_all(&bytes.len().to_le_bytes())
+        .and_then(|()| to.write_all(bytes))
+        .expect("the other lives");
 }
 
 fn receive(mut from: &UnixStream) -> Option<Vec<u8>> {
@@ -162,7 +178,8 @@ fn serve(stream: &UnixStream) {
         }
         let Some(order) = receive(stream) else { return };
         let Some((asked, metadata)) = order.split_at_checked(16) else { return };
-        let number = |at: usize| usize::from_le_bytes(asked[at..at + 8].try_into().expect("eight bytes"));
+        let number =
+            |at: usize| usize::from_le_bytes(asked[at..at + 8].try_into().expect("eight bytes"));
         let address = agent.memory(number(0), number(8) == 1);
         agent.load(metadata);
         send(stream, &[&address.to_le_bytes(), agent.metadata().as_slice()].concat());
@@ -186,7 +203,9 @@ fn merged(pieces: impl Iterator<Item = [usize; 3]>) -> Vec<[usize; 3]> {
     let mut runs: Vec<[usize; 3]> = Vec::new();
     for [our_memory, their_memory, len] in pieces {
         match runs.last_mut() {
-            Some(run) if run[0] + run[2] == our_memory && run[1] + run[2] == their_memory => run[2] += len,
+            Some(run) if run[0] + run[2] == our_memory && run[1] + run[2] == their_memory => {
+                run[2] += len
+            }
             _ => runs.push([our_memory, their_memory, len]),
         }
     }
@@ -222,7 +241,8 @@ fn answer(other: &UnixStream) {
     let (mut requests, mut next) = (Vec::new(), 0);
     for line in std::io::stdin().lines().map_while(Result::ok) {
         let words = || line.split(' ').filter_map(|word| word.split_once('='));
-        let word = |key: &str| words().find(|(name, _)| *name == key).map_or("", |(_, value)| value);
+        let word =
+            |key: &str| words().find(|(name, _)| *name == key).map_or("", |(_, value)| value);
         let number = |key: &str| word(key).parse::<usize>().expect("a number");
         let mut once = || {
             agent.transfer(requests[next]);
@@ -253,13 +273,12 @@ fn answer(other: &UnixStream) {
         let (from, to) = (order(seed), order(seed + 1));
         let (locals, remotes) = if read { (to, from) } else { (from, to) };
         let lists = locals.chunks(count).zip(remotes.chunks(count));
-        let pieces =
-            lists.map(|(locals, remotes)| {
-                let places = locals.iter().zip(remotes);
-                merged(places.map(|(local, remote)| {
-                    [our_memory + local * block, their_memory + remote * block, block]
-                }))
-            });
+        let pieces = lists.map(|(locals, remotes)| {
+            let places = locals.iter().zip(remotes);
+            merged(places.map(|(local, remote)| {
+                [our_memory + local * block, their_memory + remote * block, block]
+            }))
+        });
         requests = pieces.map(|pieces| agent.request(read, &pieces)).collect();
         next = 0;
         agent.transfer(requests[0]);

@@ -50,7 +50,8 @@ pub(crate) fn serve(stream: &UnixStream, polls: bool) {
     let set = unsafe {
         let set = libc::epoll_create1(0);
         for fd in watchers().difference(&before) {
-            let mut event = libc::epoll_event { events: (libc::EPOLLIN | libc::EPOLLET) as u32, u64: 0 };
+            let mut event =
+                libc::epoll_event { events: (libc::EPOLLIN | libc::EPOLLET) as u32, u64: 0 };
             libc::epoll_ctl(set, libc::EPOLL_CTL_ADD, *fd, &mut event);
         }
         set
@@ -72,7 +73,8 @@ pub(crate) fn serve(stream: &UnixStream, polls: bool) {
             heard = arrived;
             if sent == END {
                 delays.sort_unstable();
-                let part = |part: usize| delays.get(delays.len() * part / 100).map_or(0, |ns| ns / 1000);
+                let part =
+                    |part: usize| delays.get(delays.len() * part / 100).map_or(0, |ns| ns / 1000);
                 println!(
                     "{} notifications: p50 {} us, p90 {} us, p99 {} us",
                     delays.len(),
@@ -100,7 +102,8 @@ fn taken(agent: &NixlAgent) -> Vec<u64> {
             done((nixl.nixl_capi_notif_map_get_notifs_size)(map, name, &mut count));
             for index in 0..count {
                 let (mut data, mut len) = (null(), 0);
-                let status = (nixl.nixl_capi_notif_map_get_notif)(map, name, index, &mut data, &mut len);
+                let status =
+                    (nixl.nixl_capi_notif_map_get_notif)(map, name, index, &mut data, &mut len);
                 if status == NIXL_CAPI_SUCCESS && len == 8 {
                     sent.push(data.cast::<u64>().read_unaligned());
                 }

@@ -40,8 +40,8 @@ impl Address {
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
         let mut reader = Reader::new("RIXL address", sealed::open("RIXL address", bytes)?);
         version("address", reader.u8()?, Self::VERSION)?;
-        let name =
-            std::str::from_utf8(reader.block(MAX_NAME + 33)?).map_err(|_| reader.malformed("no name"))?;
+        let name = std::str::from_utf8(reader.block(MAX_NAME + 33)?)
+            .map_err(|_| reader.malformed("no name"))?;
         let blob = reader.block(MAX_CONNECTION)?.to_vec();
         let page = Export::decode(reader.block(MAX_CONNECTION)?)?;
         reader.end()?;

@@ -166,7 +166,8 @@ mod tests {
             // SAFETY: the lock has it.
             let fd = unsafe { BorrowedFd::borrow_raw(agent_lock.released_fd()) };
             let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-            rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&now)) == Ok(1)
+            rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&now))
+                == Ok(1)
         };
         drop(agent_lock.try_lock().expect("nobody is there"));
         assert!(!wakes(), "the reactor does not wake itself");

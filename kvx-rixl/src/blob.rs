@@ -67,7 +67,9 @@ impl<'a> Fields<'a> {
         let len = u64::from_le_bytes(self.0.array()?);
         let len = usize::try_from(len).ok().filter(|len| *len < self.0.left());
         let Some(len) = len else {
-            return Err(self.0.malformed(format_args!("the field {tag:?} is longer than the blob")));
+            return Err(self
+                .0
+                .malformed(format_args!("the field {tag:?} is longer than the blob")));
         };
         let data = self.0.bytes(len)?;
         self.word(b"|")?;
@@ -76,7 +78,8 @@ impl<'a> Fields<'a> {
 
     fn text(&mut self, tag: &str) -> Result<&'a str> {
         let data = self.field(tag)?;
-        let fits = |text: &&str| !text.is_empty() && text.len() <= MAX_AGENT_NAME && !text.contains('\0');
+        let fits =
+            |text: &&str| !text.is_empty() && text.len() <= MAX_AGENT_NAME && !text.contains('\0');
         std::str::from_utf8(data)
             .ok()
             .filter(fits)
@@ -85,14 +88,17 @@ impl<'a> Fields<'a> {
 
     fn number<const N: usize>(&mut self, tag: &str) -> Result<[u8; N]> {
         let data = self.field(tag)?;
-        data.try_into().map_err(|_| self.0.malformed(format_args!("the field {tag:?} holds no number")))
+        data.try_into()
+            .map_err(|_| self.0.malformed(format_args!("the field {tag:?} holds no number")))
     }
 
     /// A count of things that take at least `least` bytes each.
     fn count(&mut self, tag: &str, least: usize) -> Result<usize> {
         let count = u64::from_le_bytes(self.number(tag)?);
         let fits = usize::try_from(count).ok().filter(|count| *count <= self.0.left() / least);
-        fits.ok_or_else(|| self.0.malformed(format_args!("the field {tag:?} counts more than there is")))
+        fits.ok_or_else(|| {
+            self.0.malformed(format_args!("the field {tag:?} counts more than there is"))
+        })
     }
 }
 
@@ -198,7 +204,10 @@ mod tests {
     fn a_blob_is_read_to_its_last_byte() {
         let bytes = blob();
         let read = Blob::read(&bytes).unwrap();
-        assert_eq!((read.agent, &read.connections[..]), ("prefill", &[("UCX", &b"|address\0|"[..])][..]));
+        assert_eq!(
+            (read.agent, &read.connections[..]),
+            ("prefill", &[("UCX", &b"|address\0|"[..])][..])
+        );
         let last = Described { kind: 0, address: 2 << 20, len: 4096, device: 2, key: b"key" };
         assert_eq!((read.memory.len(), &read.memory[1]), (2, &last));
         for len in 0..bytes.len() {

@@ -37,7 +37,8 @@ impl Config {
             Some(plugin) => plugin.to_owned(),
             None => {
                 let named = options.backends()?.unwrap_or_default();
-                let known = |name: &&str| named.iter().any(|named| named.eq_ignore_ascii_case(name));
+                let known =
+                    |name: &&str| named.iter().any(|named| named.eq_ignore_ascii_case(name));
                 PLUGINS.iter().copied().find(known).unwrap_or(UCX).to_owned()
             }
         };
@@ -88,12 +89,16 @@ mod tests {
     #[test]
     fn parameters_are_pairs_of_strings() {
         let config =
-            read(r#"{"rixl": {"params": {"engine_config": "TLS=tcp", "num_workers": "2"}}}"#).unwrap();
+            read(r#"{"rixl": {"params": {"engine_config": "TLS=tcp", "num_workers": "2"}}}"#)
+                .unwrap();
         let pair = |key: &str, value: &str| (key.to_owned(), value.to_owned());
         assert_eq!(config.params, [pair("engine_config", "TLS=tcp"), pair("num_workers", "2")]);
         assert!(!config.any_version);
         assert!(
-            read(r#"{"rixl": {"params": {"num_workers": 2}}}"#).unwrap_err().sentence().contains("params")
+            read(r#"{"rixl": {"params": {"num_workers": 2}}}"#)
+                .unwrap_err()
+                .sentence()
+                .contains("params")
         );
         assert!(read(r#"{"rixl": {"parms": {}}}"#).unwrap_err().sentence().contains("params"));
     }

@@ -27,12 +27,16 @@ pub(crate) fn look(agent: &NixlAgent, peer: &CStr, there: &Range) -> Connection 
     if !agent.is_over_ucx() {
         return Connection::Works;
     }
-    let (Ok(mut local), Ok(mut remote)) = (agent.list(MemorySegment::Host), agent.list(there.segment)) else {
+    let (Ok(mut local), Ok(mut remote)) =
+        (agent.list(MemorySegment::Host), agent.list(there.segment))
+    else {
         return Connection::Works;
     };
     local.add(cpu_trials::page().address, 0, 0);
     remote.add(there.address, 0, there.device);
-    let Ok(request) = agent.request(Op::Read, &local, &remote, peer) else { return Connection::Works };
+    let Ok(request) = agent.request(Op::Read, &local, &remote, peer) else {
+        return Connection::Works;
+    };
     // SAFETY: the page is never freed, and the request is not in progress.
     match unsafe { agent.post(&request) } {
         State::Failed(_) => Connection::Broken,

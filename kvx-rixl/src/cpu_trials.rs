@@ -36,8 +36,8 @@ const PAGE: u64 = 4 * LEN;
 /// nobody knows when the last of them does.
 pub(crate) fn page() -> Range {
     static ADDRESS: OnceLock<u64> = OnceLock::new();
-    let address =
-        *ADDRESS.get_or_init(|| Box::into_raw(vec![0_u8; PAGE as usize].into_boxed_slice()).addr() as u64);
+    let address = *ADDRESS
+        .get_or_init(|| Box::into_raw(vec![0_u8; PAGE as usize].into_boxed_slice()).addr() as u64);
     Range { segment: MemorySegment::Host, address, len: PAGE, device: 0 }
 }
 
@@ -165,7 +165,13 @@ impl Trials {
             return;
         }
         let Some(name) = peers.name(endpoint) else { return };
-        let new = || Trial { page, endpoints: Vec::new(), requests: None, tally: Tally::NEW, flies: false };
+        let new = || Trial {
+            page,
+            endpoints: Vec::new(),
+            requests: None,
+            tally: Tally::NEW,
+            flies: false,
+        };
         self.by_peer.entry(name).or_insert_with(new).endpoints.push(endpoint);
     }
 
@@ -211,10 +217,16 @@ impl Trials {
     }
 
     /// Goes on with those that can. Gives requests that are in progress then.
-    pub(crate) fn go_on(&mut self, agent: &NixlAgent, peers: &mut Peers) -> Vec<(Name, Arc<Request>)> {
+    pub(crate) fn go_on(
+        &mut self,
+        agent: &NixlAgent,
+        peers: &mut Peers,
+    ) -> Vec<(Name, Arc<Request>)> {
         let (mut flying, mut over) = (Vec::new(), Vec::new());
         for (name, trial) in &mut self.by_peer {
-            let Some(endpoint) = trial.endpoints.first().copied().filter(|_| !trial.flies) else { continue };
+            let Some(endpoint) = trial.endpoints.first().copied().filter(|_| !trial.flies) else {
+                continue;
+            };
             match peers.way(endpoint) {
                 Ok(Way::Open(..)) => {}
                 Ok(Way::Later) => continue,
@@ -292,7 +304,10 @@ mod tests {
             tally.note(us(10));
         }
         assert_eq!(tally.next(), None);
-        assert_eq!((tried(|_| None).posted, tried(|at| us(10).filter(|_| at < 20)).posted), (6, 25));
+        assert_eq!(
+            (tried(|_| None).posted, tried(|at| us(10).filter(|_| at < 20)).posted),
+            (6, 25)
+        );
     }
 
     /// Late posts among 34, the fastest of the others, the kernel's own time; whether the peer's CPU was in the way.
@@ -316,7 +331,11 @@ mod tests {
                     _ => rest,
                 };
                 let verdict = tried(took).verdict(kernel_takes);
-                assert_eq!(verdict, PerOp::same(in_the_way), "{late} late, {fastest:?} of {kernel_takes:?}");
+                assert_eq!(
+                    verdict,
+                    PerOp::same(in_the_way),
+                    "{late} late, {fastest:?} of {kernel_takes:?}"
+                );
             }
         }
     }

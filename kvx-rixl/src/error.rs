@@ -30,7 +30,10 @@ impl Status {
 
     /// As an error. NIXL's own words are on standard error, if NIXL_LOG_LEVEL lets them.
     pub(crate) fn error(self, doing: &str) -> Error {
-        Error::new(Kind::Native, format!("NIXL failed in {doing}; its log on standard error may say more"))
-            .native(i64::from(self.code()), self.text())
+        Error::new(
+            Kind::Native,
+            format!("NIXL failed in {doing}; its log on standard error may say more"),
+        )
+        .native(i64::from(self.code()), self.text())
     }
 }

@@ -166,7 +166,8 @@ impl NixlFabric {
         most: u64,
     ) -> Result<Option<(Slice, bool)>> {
         let Some(mut piece) = job.next_piece() else { return Ok(None) };
-        let (ours, theirs) = (job.local(piece.local_region).range, job.remote(piece.remote_region).0.range);
+        let (ours, theirs) =
+            (job.local(piece.local_region).range, job.remote(piece.remote_region).0.range);
         let local = list(&mut lists.local, agent, ours.segment)?;
         let remote = list(&mut lists.remote, agent, theirs.segment)?;
         let (mut bytes, mut pieces) = (0, 0);
@@ -235,7 +236,10 @@ unsafe impl Fabric for NixlFabric {
         }
         let memory::Export { range, blob } = export;
         if range.len < region.len {
-            return Err(Error::new(Kind::Malformed, "the region is longer than what NIXL knows of it"));
+            return Err(Error::new(
+                Kind::Malformed,
+                "the region is longer than what NIXL knows of it",
+            ));
         }
         Ok(Remote(Arc::new(NixlRegion::new(range, blob))))
     }
@@ -257,7 +261,9 @@ unsafe impl Fabric for NixlFabric {
             Way::Open(..) | Way::Later => return Ok(0),
         };
         if !job.state().told {
-            if !Self::tell(&mut self.peers, agent, job, load).map_err(|why| self.blame(agent, &name, why))? {
+            if !Self::tell(&mut self.peers, agent, job, load)
+                .map_err(|why| self.blame(agent, &name, why))?
+            {
                 return Ok(0);
             }
             job.state().told = true;
@@ -404,7 +410,9 @@ unsafe impl Fabric for NixlFabric {
         let gone = self.agent_lock.lock().take();
         self.lists = Lists::default();
         if in_flight {
-            tracing::warn!("requests of NIXL are still in progress: its agent and their memory are kept");
+            tracing::warn!(
+                "requests of NIXL are still in progress: its agent and their memory are kept"
+            );
             std::mem::forget(gone);
             return false;
         }

@@ -11,8 +11,8 @@ use kvx_backend::fabric::{self, Parts};
 use kvx_backend::loader;
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
-    Capabilities, Error, HeldUp, Idle, Isolation, Kind, MemoryKind, MemoryKinds, Options, PerOp, Placement,
-    Result, Revocation, Unavailable, WithoutAList,
+    Capabilities, Error, HeldUp, Idle, Isolation, Kind, MemoryKind, MemoryKinds, Options, PerOp,
+    Placement, Result, Revocation, Unavailable, WithoutAList,
 };
 
 use crate::address::{Address, name_of};
@@ -112,8 +112,9 @@ impl Factory for Rixl {
         let library = Library::open(config.any_version).map_err(unavailable)?;
         Plugin::check(library, &config.plugin).map_err(unavailable)?;
         let name = name_of(&context.agent);
-        let me = CString::new(name.as_str())
-            .map_err(|_| Error::new(Kind::Invalid, "the agent's name has a NUL byte").backend(NAME))?;
+        let me = CString::new(name.as_str()).map_err(|_| {
+            Error::new(Kind::Invalid, "the agent's name has a NUL byte").backend(NAME)
+        })?;
         let opened = opened(library, &config, &name, &context.agent.name);
         let (agent, watchers) = opened.map_err(|why| why.backend(NAME))?;
         let blob = agent.connection().map_err(|why| why.backend(NAME))?;
@@ -124,13 +125,20 @@ impl Factory for Rixl {
         Address::decode(&address).map_err(|why| why.backend(NAME))?; // else no peer would understand it
         let agent_lock = AgentLock::new(agent).map_err(|why| why.backend(NAME))?;
         let ranges = Arc::new(Ranges::new(Arc::clone(&agent_lock)));
-        let loads = Loads::start(format!("kvx-rixl+ {}", context.agent.name), Arc::clone(&agent_lock))?;
+        let loads =
+            Loads::start(format!("kvx-rixl+ {}", context.agent.name), Arc::clone(&agent_lock))?;
         let wakes = Wakes::new(&[loads.fd(), agent_lock.released_fd()], &watchers)
             .map_err(|why| why.backend(NAME))?;
         let peers = Peers::new(me, loads);
         let description = described(library, &config.plugin);
-        let fabric =
-            NixlFabric::new(agent_lock, Arc::clone(&ranges), peers, wakes, capabilities(), description)?;
+        let fabric = NixlFabric::new(
+            agent_lock,
+            Arc::clone(&ranges),
+            peers,
+            wakes,
+            capabilities(),
+            description,
+        )?;
         fabric::open(
             context,
             Parts {
@@ -202,7 +210,8 @@ mod tests {
     #[test]
     fn nobody_waits_for_ever_until_nixl_has_opened() {
         let name = || "opens".to_owned();
-        let opened = within(Duration::MAX, name(), || Ok(std::thread::current().name().map(str::to_owned)));
+        let opened =
+            within(Duration::MAX, name(), || Ok(std::thread::current().name().map(str::to_owned)));
         assert_eq!(opened.unwrap(), Some(name()));
         let refused = || Err::<(), _>(Error::new(Kind::Invalid, "refused"));
         assert_eq!(within(Duration::MAX, name(), refused).unwrap_err().kind(), Kind::Invalid);

@@ -44,7 +44,9 @@ impl Loads {
         let answers = Arc::new(Mailbox::new()?);
         let (tasks, todo) = channel();
         let theirs = Arc::clone(&answers);
-        let thread = std::thread::Builder::new().name(name).spawn(move || serve(&todo, &agent_lock, &theirs));
+        let thread = std::thread::Builder::new()
+            .name(name)
+            .spawn(move || serve(&todo, &agent_lock, &theirs));
         let thread = thread.map_err(|error| {
             Error::os("a thread for NIXL could not be started", error).kind_is(Kind::Exhausted)
         })?;

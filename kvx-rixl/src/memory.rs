@@ -163,7 +163,8 @@ impl Export {
             1 => MemorySegment::Device,
             other => return Err(reader.malformed(format_args!("no memory has the number {other}"))),
         };
-        let range = Range { segment, address: reader.u64()?, len: reader.u64()?, device: reader.u64()? };
+        let range =
+            Range { segment, address: reader.u64()?, len: reader.u64()?, device: reader.u64()? };
         let blob = reader.block(MAX_EXPORT)?.into();
         reader.end()?;
         Ok(Export { range, blob })
@@ -190,7 +191,8 @@ mod tests {
 
     #[test]
     fn an_export_travels_whole_or_not_at_all() {
-        let range = Range { segment: MemorySegment::Device, address: 1 << 40, len: 4096, device: 3 };
+        let range =
+            Range { segment: MemorySegment::Device, address: 1 << 40, len: 4096, device: 3 };
         let export = Export { range, blob: b"nixlSerDes|".as_slice().into() };
         let bytes = export.encode();
         assert_eq!(Export::decode(&bytes).unwrap(), export);
@@ -207,7 +209,8 @@ mod tests {
         let range = |address, len| Range { segment: MemorySegment::Host, address, len, device: 0 };
         assert!(range(0, 10).overlaps(&range(9, 1)) && range(9, 1).overlaps(&range(0, 10)));
         assert!(
-            !range(0, 10).overlaps(&range(10, 1)) && range(u64::MAX - 1, 9).overlaps(&range(0, u64::MAX))
+            !range(0, 10).overlaps(&range(10, 1))
+                && range(u64::MAX - 1, 9).overlaps(&range(0, u64::MAX))
         );
         assert!(!range(0, 10).overlaps(&Range { device: 1, ..range(0, 10) }));
     }
@@ -237,11 +240,16 @@ mod tests {
         assert_ne!(device.device(), DeviceId::HOST);
         let memory = device.allocate(4096);
         let number = u64::from(device.ordinal());
-        let range =
-            Range { segment: MemorySegment::Device, address: memory.address(), len: 4096, device: number };
+        let range = Range {
+            segment: MemorySegment::Device,
+            address: memory.address(),
+            len: 4096,
+            device: number,
+        };
         assert_eq!(range_of(&memory), range);
         let memory = Memory::owned(vec![0; 64]);
-        let range = Range { segment: MemorySegment::Host, address: memory.address(), len: 64, device: 0 };
+        let range =
+            Range { segment: MemorySegment::Host, address: memory.address(), len: 64, device: 0 };
         assert_eq!(range_of(&memory), range);
     }
 }

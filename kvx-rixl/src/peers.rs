@@ -122,17 +122,25 @@ impl Peers {
     }
 
     /// An endpoint that leads to whom the blob names. What the blob says of memory is told as well.
-    pub(crate) fn connect(&mut self, endpoint: EndpointId, blob: &[u8], foreign: bool) -> Result<bool> {
+    pub(crate) fn connect(
+        &mut self,
+        endpoint: EndpointId,
+        blob: &[u8],
+        foreign: bool,
+    ) -> Result<bool> {
         let said = Blob::read(blob)?;
-        let name = CString::new(said.agent).map_err(|_| malformed("the agent's name has a NUL byte"))?;
+        let name =
+            CString::new(said.agent).map_err(|_| malformed("the agent's name has a NUL byte"))?;
         let name = Name::from(name);
         if name == self.me {
             if foreign {
                 let why = "this is the blob of the agent itself: connect with its metadata";
                 return Err(Error::new(Kind::Invalid, why));
             }
-            self.endpoints
-                .insert(endpoint, Endpoint { peer: None, foreign, accepted: false, severed: false });
+            self.endpoints.insert(
+                endpoint,
+                Endpoint { peer: None, foreign, accepted: false, severed: false },
+            );
             return Ok(true);
         }
         if said.connections.is_empty() {
@@ -144,8 +152,8 @@ impl Peers {
         match self.by_name.get_mut(&name) {
             None => self.begin(name, blob.to_vec(), connections, vec![endpoint]),
             Some(peer) => {
-                let same =
-                    peer.connections == connections && !matches!(peer.state, NixlStanding::Lost { .. });
+                let same = peer.connections == connections
+                    && !matches!(peer.state, NixlStanding::Lost { .. });
                 if same && peer.blob == blob && peer.next.is_none() {
                     peer.endpoints.push(endpoint);
                     return Ok(peer.state == NixlStanding::Ready);
@@ -178,7 +186,9 @@ impl Peers {
     pub(crate) fn reach(&self, endpoint: EndpointId) -> Option<PerOp> {
         match &self.endpoints.get(&endpoint)?.peer {
             None => self.my_reach,
-            Some(name) => self.by_name.get(name).filter(|peer| peer.endpoints.contains(&endpoint))?.reach,
+            Some(name) => {
+                self.by_name.get(name).filter(|peer| peer.endpoints.contains(&endpoint))?.reach
+            }
         }
     }
 
@@ -195,8 +205,10 @@ impl Peers {
     }
 
     fn note_reach(&mut self) {
-        let mut known = self.by_name.values().map(|peer| peer.reach).chain([self.my_reach]).flatten();
-        let mut accepted = self.endpoints.iter().filter(|(_, found)| found.accepted && found.peer.is_some());
+        let mut known =
+            self.by_name.values().map(|peer| peer.reach).chain([self.my_reach]).flatten();
+        let mut accepted =
+            self.endpoints.iter().filter(|(_, found)| found.accepted && found.peer.is_some());
         self.converse = known.any(|reach| reach != PerOp::NEITHER)
             || accepted.any(|(endpoint, _)| self.reach(*endpoint) != Some(PerOp::NEITHER));
     }
@@ -211,7 +223,13 @@ impl Peers {
         }
     }
 
-    fn begin(&mut self, name: Name, blob: Vec<u8>, connections: Vec<u8>, endpoints: Vec<EndpointId>) {
+    fn begin(
+        &mut self,
+        name: Name,
+        blob: Vec<u8>,
+        connections: Vec<u8>,
+        endpoints: Vec<EndpointId>,
+    ) {
         self.next_load += 1;
         let load = self.next_load;
         self.loads.ask(Task::Load { peer: name.clone(), load, blob: blob.clone() });
@@ -258,7 +276,11 @@ impl Peers {
     }
 
     /// The blob of a region that NIXL is still to be told of before the endpoint can use it.
-    pub(crate) fn untold<'a>(&self, endpoint: EndpointId, export: &'a NixlRegion) -> Option<&'a [u8]> {
+    pub(crate) fn untold<'a>(
+        &self,
+        endpoint: EndpointId,
+        export: &'a NixlRegion,
+    ) -> Option<&'a [u8]> {
         let name = self.endpoints.get(&endpoint)?.peer.as_ref()?;
         let peer = self.by_name.get(name)?;
         let is_told = export.blob.is_empty() || export.is_told(peer.load);
@@ -269,7 +291,8 @@ impl Peers {
     /// it drops the whole peer instead. So the peer is loaded again when nothing is in progress.
     pub(crate) fn may_tell(&mut self, endpoint: EndpointId, export: &Arc<NixlRegion>) -> bool {
         let Some(peer) = self.peer_of(endpoint) else { return false };
-        let same = |other: &&Arc<NixlRegion>| other.range == export.range && other.blob == export.blob;
+        let same =
+            |other: &&Arc<NixlRegion>| other.range == export.range && other.blob == export.blob;
         if peer.exports.iter().any(|other| same(&other)) {
             export.told.store(peer.load, Ordering::Relaxed);
             return true;
@@ -292,7 +315,8 @@ impl Peers {
 
     /// Loads a stale peer again, once nothing is in progress.
     fn refresh(&mut self, endpoint: EndpointId) {
-        let Some(name) = self.endpoints.get(&endpoint).and_then(|endpoint| endpoint.peer.clone()) else {
+        let Some(name) = self.endpoints.get(&endpoint).and_then(|endpoint| endpoint.peer.clone())
+        else {
             return;
         };
         self.refresh_name(&name);
@@ -342,7 +366,9 @@ impl Peers {
         match peer.state {
             // NIXL was told of the peer once more and has dropped it again. Before 1.5 it does so over each request
             // whose failure it finds out; where none has ended since, it never answers.
-            NixlStanding::Lost { watched: true } if peer.flights < peer.flights_when_told => self.watch(name),
+            NixlStanding::Lost { watched: true } if peer.flights < peer.flights_when_told => {
+                self.watch(name)
+            }
             NixlStanding::Lost { watched: true } => {
                 peer.state = NixlStanding::Lost { watched: false };
                 tracing::warn!(peer = ?name, "NIXL tells no more of requests to a lost peer: their memory is kept");
@@ -401,9 +427,13 @@ impl Peers {
     /// Takes what the thread has done.
     pub(crate) fn take_loaded(&mut self, happened: &mut Vec<Happened>) {
         for Loaded { peer: name, load, result } in self.loads.take() {
-            let Some(peer) = self.by_name.get_mut(&name).filter(|peer| peer.load == load) else { continue };
+            let Some(peer) = self.by_name.get_mut(&name).filter(|peer| peer.load == load) else {
+                continue;
+            };
             match (peer.state, result) {
-                (NixlStanding::Lost { .. }, Ok(())) => peer.state = NixlStanding::Lost { watched: true },
+                (NixlStanding::Lost { .. }, Ok(())) => {
+                    peer.state = NixlStanding::Lost { watched: true }
+                }
                 // Nobody can say any more what becomes of its requests: they keep their memory.
                 (NixlStanding::Lost { .. }, Err(why)) => {
                     tracing::warn!(peer = ?name, %why, "requests to a lost peer cannot be watched: their memory is kept");
@@ -411,7 +441,8 @@ impl Peers {
                 (_, Ok(())) => {
                     peer.state = NixlStanding::Ready;
                     // To links of kvx it says only that what waited can be tried again.
-                    happened.extend(peer.endpoints.iter().map(|endpoint| Happened::Ready(*endpoint)));
+                    happened
+                        .extend(peer.endpoints.iter().map(|endpoint| Happened::Ready(*endpoint)));
                 }
                 (_, Err(why)) => {
                     peer.state = NixlStanding::Lost { watched: true };

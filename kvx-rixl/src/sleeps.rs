@@ -19,7 +19,8 @@ struct Longest {
 }
 
 /// The plugin's descriptors wake the thread; the clock is for wakes that are lost.
-const WOKEN: Longest = Longest { waiting: Duration::from_millis(1), idle: Duration::from_millis(50) };
+const WOKEN: Longest =
+    Longest { waiting: Duration::from_millis(1), idle: Duration::from_millis(50) };
 /// Nothing wakes it, or nobody knows yet whether something does: messages over RDMA do not. A look costs up to 70
 /// microseconds of a core that has slept, and an idle agent may take a hundredth of one.
 const BY_THE_CLOCK: Longest =
@@ -103,7 +104,10 @@ mod tests {
     #[test]
     fn sleeps_grow_while_nothing_comes_and_end_somewhere() {
         assert_eq!(just_heard().next(false, false), SHORTEST);
-        assert!(quiet_for(Duration::from_millis(8), &WOKEN).next(false, false) >= Duration::from_millis(2));
+        assert!(
+            quiet_for(Duration::from_millis(8), &WOKEN).next(false, false)
+                >= Duration::from_millis(2)
+        );
         for longest in [&WOKEN, &BY_THE_CLOCK] {
             let sleeps = quiet_for(LONG, longest);
             assert_eq!(sleeps.next(false, false), longest.idle);

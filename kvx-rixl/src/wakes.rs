@@ -17,7 +17,8 @@ use rustix::event::epoll;
 fn watchers() -> BTreeSet<RawFd> {
     let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
     let watchers = entries.filter(|entry| {
-        std::fs::read_link(entry.path()).is_ok_and(|what| what.as_os_str() == "anon_inode:[eventpoll]")
+        std::fs::read_link(entry.path())
+            .is_ok_and(|what| what.as_os_str() == "anon_inode:[eventpoll]")
     });
     watchers.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
@@ -41,8 +42,9 @@ pub(crate) struct Wakes {
 impl Wakes {
     /// Watches `own`, which outlive it, and what the plugin has made. Errors: `Exhausted`.
     pub(crate) fn new(own: &[RawFd], plugins: &[RawFd]) -> Result<Self> {
-        let exhausted =
-            |cause| Error::os("no readiness queue: raise ulimit -n", cause).kind_is(Kind::Exhausted);
+        let exhausted = |cause| {
+            Error::os("no readiness queue: raise ulimit -n", cause).kind_is(Kind::Exhausted)
+        };
         for plugins in [plugins, &[]] {
             let set = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(exhausted)?;
             for own in own {
@@ -75,8 +77,10 @@ impl Wakes {
 
     /// Whether the plugin has woken since the last call.
     pub(crate) fn take(&self) -> bool {
-        let mut events: [epoll::Event; 8] =
-            [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 8];
+        let mut events: [epoll::Event; 8] = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 8];
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         let count = epoll::wait(&self.set, &mut events[..], Some(&now)).unwrap_or(0);
         events[..count].iter().any(|event| event.data.u64() == PLUGIN)
@@ -105,7 +109,10 @@ mod tests {
         rustix::io::write(&loads, &1_u64.to_ne_bytes()).unwrap();
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         let readable = rustix::event::poll(
-            &mut [rustix::event::PollFd::from_borrowed_fd(wakes.fd(), rustix::event::PollFlags::IN)],
+            &mut [rustix::event::PollFd::from_borrowed_fd(
+                wakes.fd(),
+                rustix::event::PollFlags::IN,
+            )],
             Some(&now),
         );
         assert_eq!(readable, Ok(1), "kvx's own descriptor wakes as well");

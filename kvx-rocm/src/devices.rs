@@ -58,7 +58,8 @@ fn found(library: &'static Library) -> Result<Vec<Arc<Device>>, Unavailable> {
         abouts.push((about, number));
     }
     let all: Arc<[_]> = abouts.iter().map(|(about, number)| (about.id, *number)).collect();
-    let device = |(about, number)| Device::new(Arc::new(Hip::new(library, number, about, Arc::clone(&all))));
+    let device =
+        |(about, number)| Device::new(Arc::new(Hip::new(library, number, about, Arc::clone(&all))));
     Ok(abouts.into_iter().map(device).collect())
 }
 
@@ -75,7 +76,10 @@ fn id(uuid: Option<[u8; 16]>, bus: &str) -> DeviceId {
 }
 
 /// A text that the runtime has for a device; empty if it has none.
-fn told(function: unsafe extern "C" fn(*mut c_char, c_int, c_int) -> Status, number: c_int) -> String {
+fn told(
+    function: unsafe extern "C" fn(*mut c_char, c_int, c_int) -> Status,
+    number: c_int,
+) -> String {
     let mut text = [0u8; 256];
     // SAFETY: as many bytes as is said, and the last stays NUL.
     unsafe { function(text.as_mut_ptr().cast(), text.len() as c_int - 1, number) };

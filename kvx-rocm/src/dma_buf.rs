@@ -53,7 +53,8 @@ fn by_hsa(hip: &Hip, range: &Range<u64>) -> Result<(OwnedFd, u64)> {
     let (mut file, mut offset) = (-1, 0);
     let (start, len) = (range.start as *const c_void, (range.end - range.start) as usize);
     // SAFETY: a place for each of the two; what the range is the runtime looks at. HIP has initialised it.
-    let status = unsafe { (hsa.hsa_amd_portable_export_dmabuf)(start, len, &raw mut file, &raw mut offset) };
+    let status =
+        unsafe { (hsa.hsa_amd_portable_export_dmabuf)(start, len, &raw mut file, &raw mut offset) };
     if status != 0 {
         return Err(Error::new(
             Kind::Unsupported,

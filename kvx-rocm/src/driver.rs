@@ -8,8 +8,8 @@ use std::sync::Arc;
 use kvx_core::memory::Hop;
 use kvx_core::{DeviceId, Error, Kind, Result};
 use kvx_gpu::{
-    CopyDirection, Current, DeviceInfo, Driver, EventHandle, FunctionHandle, Mapped, Pointer, PointerPlace,
-    Rows, StreamHandle,
+    CopyDirection, Current, DeviceInfo, Driver, EventHandle, FunctionHandle, Mapped, Pointer,
+    PointerPlace, Rows, StreamHandle,
 };
 
 use crate::ffi::{self, Address, Handle, HipIpcHandle, PointerAttributes, Status};
@@ -147,8 +147,9 @@ unsafe impl Driver for Hip {
             flags: 0,
         };
         // SAFETY: a place for one structure.
-        let status =
-            unsafe { (self.table().hipPointerGetAttributes)(&raw mut told, address as *const c_void) };
+        let status = unsafe {
+            (self.table().hipPointerGetAttributes)(&raw mut told, address as *const c_void)
+        };
         if status == ffi::INVALID_VALUE {
             // What HIP 5 says of memory that it does not know.
             return Ok(Pointer { place: PointerPlace::Unknown, ordinal: -1, pooled: false });
@@ -165,18 +166,23 @@ unsafe impl Driver for Hip {
     fn allocation(&self, address: u64) -> Result<Range<u64>> {
         let (mut base, mut len) = (std::ptr::null_mut(), 0);
         // SAFETY: a place for each of the two.
-        let status =
-            unsafe { (self.table().hipMemGetAddressRange)(&raw mut base, &raw mut len, address as Address) };
+        let status = unsafe {
+            (self.table().hipMemGetAddressRange)(&raw mut base, &raw mut len, address as Address)
+        };
         let range = base as u64..(base as u64).saturating_add(len as u64);
         self.check("hipMemGetAddressRange", status).map(|()| range)
     }
 
     fn reaches(&self, other: DeviceId) -> Result<Option<bool>> {
-        let Some((_, other)) = self.all.iter().find(|(id, _)| *id == other) else { return Ok(None) };
+        let Some((_, other)) = self.all.iter().find(|(id, _)| *id == other) else {
+            return Ok(None);
+        };
         let mut reaches = 0;
         // SAFETY: a place for one number; both devices are ones that the runtime named.
-        let status = unsafe { (self.table().hipDeviceCanAccessPeer)(&raw mut reaches, self.number, *other) };
-        self.check("hipDeviceCanAccessPeer", status).map(|()| Some(reaches != 0 || *other == self.number))
+        let status =
+            unsafe { (self.table().hipDeviceCanAccessPeer)(&raw mut reaches, self.number, *other) };
+        self.check("hipDeviceCanAccessPeer", status)
+            .map(|()| Some(reaches != 0 || *other == self.number))
     }
 
     fn share(&self, base: u64) -> Result<Vec<u8>> {
@@ -197,14 +203,20 @@ unsafe impl Driver for Hip {
         let mut address = std::ptr::null_mut();
         // SAFETY: a place for one address; the runtime judges the handle.
         let status = unsafe {
-            (self.table().hipIpcOpenMemHandle)(&raw mut address, HipIpcHandle(bytes), LAZY_PEER_ACCESS)
+            (self.table().hipIpcOpenMemHandle)(
+                &raw mut address,
+                HipIpcHandle(bytes),
+                LAZY_PEER_ACCESS,
+            )
         };
         self.check("hipIpcOpenMemHandle", status).map(|()| address as u64)
     }
 
     unsafe fn close(&self, address: u64) -> Result<()> {
         // SAFETY: the caller's promise.
-        self.check("hipIpcCloseMemHandle", unsafe { (self.table().hipIpcCloseMemHandle)(address as Address) })
+        self.check("hipIpcCloseMemHandle", unsafe {
+            (self.table().hipIpcCloseMemHandle)(address as Address)
+        })
     }
 
     fn dma_buf(&self, range: Range<u64>) -> Result<(OwnedFd, u64)> {
@@ -215,13 +227,16 @@ unsafe impl Driver for Hip {
         const NON_BLOCKING: u32 = 1;
         let mut stream = std::ptr::null_mut();
         // SAFETY: a place for one handle.
-        let status = unsafe { (self.table().hipStreamCreateWithFlags)(&raw mut stream, NON_BLOCKING) };
+        let status =
+            unsafe { (self.table().hipStreamCreateWithFlags)(&raw mut stream, NON_BLOCKING) };
         self.check("hipStreamCreate", status).map(|()| StreamHandle(stream as usize))
     }
 
     unsafe fn end_stream(&self, stream: StreamHandle) -> Result<()> {
         // SAFETY: the caller's promise.
-        self.check("hipStreamDestroy", unsafe { (self.table().hipStreamDestroy)(stream.0 as Handle) })
+        self.check("hipStreamDestroy", unsafe {
+            (self.table().hipStreamDestroy)(stream.0 as Handle)
+        })
     }
 
     fn event(&self) -> Result<EventHandle> {
@@ -269,7 +284,16 @@ unsafe impl Driver for Hip {
         let (to, from, stream) = (to as *mut c_void, from as *const c_void, stream.0 as Handle);
         // SAFETY: the caller's promise.
         self.check("hipMemcpy2DAsync", unsafe {
-            (self.table().hipMemcpy2DAsync)(to, to_pitch, from, from_pitch, width, count, kind(way), stream)
+            (self.table().hipMemcpy2DAsync)(
+                to,
+                to_pitch,
+                from,
+                from_pitch,
+                width,
+                count,
+                kind(way),
+                stream,
+            )
         })
     }
 
@@ -298,7 +322,9 @@ unsafe impl Driver for Hip {
         // SAFETY: the caller's promise; the runtime reads the parameters before it returns.
         let status = unsafe {
             let (places, none) = (places.as_mut_ptr(), std::ptr::null_mut());
-            (self.table().hipModuleLaunchKernel)(function, x, y, z, threads, 1, 1, 0, stream, places, none)
+            (self.table().hipModuleLaunchKernel)(
+                function, x, y, z, threads, 1, 1, 0, stream, places, none,
+            )
         };
         self.check("hipModuleLaunchKernel", status)
     }

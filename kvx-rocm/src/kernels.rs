@@ -15,7 +15,8 @@ const VARIABLE: &str = "KVX_HIPRTC_LIB";
 const NAMES: &[&str] = &["libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so.5", "libhiprtc.so"];
 /// Where AMD's packages put it.
 const FURTHER: &str = "/opt/rocm/lib/libhiprtc.so";
-const CURE: &str = "install ROCm's hipRTC (AMD: hip-runtime-amd), or set KVX_HIPRTC_LIB to its libhiprtc.so";
+const CURE: &str =
+    "install ROCm's hipRTC (AMD: hip-runtime-amd), or set KVX_HIPRTC_LIB to its libhiprtc.so";
 
 pub(crate) fn load(hip: &Hip) -> Result<Vec<FunctionHandle>> {
     let unavailable = |why: Unavailable| Error::new(Kind::Unavailable, why.to_string());
@@ -44,8 +45,9 @@ pub(crate) fn load(hip: &Hip) -> Result<Vec<FunctionHandle>> {
     let code = unsafe { compiler.compile(SOURCE, &[]) }?;
     let mut module = std::ptr::null_mut();
     // SAFETY: a place for one handle; code says its own length. It stays for the life of the process.
-    let status =
-        unsafe { (hip.library.table.hipModuleLoadData)(&raw mut module, code.as_ptr().cast::<c_void>()) };
+    let status = unsafe {
+        (hip.library.table.hipModuleLoadData)(&raw mut module, code.as_ptr().cast::<c_void>())
+    };
     hip.check("hipModuleLoadData", status)?;
     ENTRIES.iter().map(|entry| function(hip, module, entry)).collect()
 }
@@ -55,7 +57,8 @@ fn function(hip: &Hip, module: Handle, entry: &str) -> Result<FunctionHandle> {
         .map_err(|error| Error::new(Kind::Invalid, "an entry with a NUL").source(error))?;
     let mut function = std::ptr::null_mut();
     // SAFETY: a place for one handle; the module lives, and the name ends in NUL.
-    let status =
-        unsafe { (hip.library.table.hipModuleGetFunction)(&raw mut function, module, name.as_ptr()) };
+    let status = unsafe {
+        (hip.library.table.hipModuleGetFunction)(&raw mut function, module, name.as_ptr())
+    };
     hip.check("hipModuleGetFunction", status).map(|()| FunctionHandle(function as usize))
 }

@@ -11,4 +11,6 @@ mod library;
 mod virtual_memory;
 
 pub use devices::devices;
-pub use kvx_gpu::{BlocksAt, Chosen, Device, DeviceInfo, DevicePoolBuilder, DevicePtr, StreamHandle};
+pub use kvx_gpu::{
+    BlocksAt, Chosen, Device, DeviceInfo, DevicePoolBuilder, DevicePtr, StreamHandle,
+};

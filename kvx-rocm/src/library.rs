@@ -10,7 +10,8 @@ use crate::ffi::{self, Functions, Status, VirtualMemory};
 
 /// The variable that names the library.
 pub(crate) const VARIABLE: &str = "KVX_HIP_LIB";
-const NAMES: &[&str] = &["libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so"];
+const NAMES: &[&str] =
+    &["libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so"];
 /// Where AMD's packages put it, which is in no path of the dynamic linker's by itself.
 const FURTHER: &str = "/opt/rocm/lib/libamdhip64.so";
 const CURE: &str = "install ROCm's HIP runtime (AMD: hip-runtime-amd; Debian: libamdhip64-5), or set KVX_HIP_LIB to its \
@@ -66,7 +67,8 @@ impl Library {
             // SAFETY: a place for one number. `hipInit` tells less of why there is no device.
             let status = unsafe { (table.hipGetDeviceCount)(&raw mut devices) };
             let library = Library { table, virtual_memory, file, version, devices };
-            let status = if status == ffi::SUCCESS && devices < 1 { ffi::NO_DEVICE } else { status };
+            let status =
+                if status == ffi::SUCCESS && devices < 1 { ffi::NO_DEVICE } else { status };
             library.begun(status).map(|()| library)
         })
     }
@@ -92,7 +94,9 @@ impl Library {
                 visible(),
                 "see what rocminfo lists; ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES must name one",
             ),
-            (Ok(_), _) => (String::new(), "see whether rocminfo works, and dmesg for lines of amdgpu"),
+            (Ok(_), _) => {
+                (String::new(), "see whether rocminfo works, and dmesg for lines of amdgpu")
+            }
         };
         Err(Unavailable::because(format!("{path} finds no device: {name}: {text}{why}"), cure))
     }
@@ -113,11 +117,13 @@ impl Library {
             // SAFETY: the runtime answers with a string of its own.
             let text = unsafe { function(status) };
             // SAFETY: such a string ends in NUL and lives as long as the runtime.
-            (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+            (!text.is_null())
+                .then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
         };
         (
             ask(self.table.hipGetErrorName).unwrap_or_else(|| format!("hipError_t {status}")),
-            ask(self.table.hipGetErrorString).unwrap_or_else(|| "the runtime has no text for it".into()),
+            ask(self.table.hipGetErrorString)
+                .unwrap_or_else(|| "the runtime has no text for it".into()),
         )
     }
 
@@ -145,7 +151,8 @@ impl Library {
 
     /// The runtime's version, and the file.
     pub(crate) fn shown(&self) -> String {
-        let file = self.file.path().file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
+        let file =
+            self.file.path().file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
         format!("{} ({file})", shown(self.version))
     }
 }

@@ -35,7 +35,9 @@ pub(crate) fn map(hip: &Hip, len: usize) -> Result<Mapped> {
     };
     let mut page = 0;
     // SAFETY: a place for one number; 0 asks for the least that works.
-    let status = unsafe { (functions.hipMemGetAllocationGranularity)(&raw mut page, &raw const physical, 0) };
+    let status = unsafe {
+        (functions.hipMemGetAllocationGranularity)(&raw mut page, &raw const physical, 0)
+    };
     hip.check("hipMemGetAllocationGranularity", status)?;
     let len = len.checked_next_multiple_of(page.max(1)).ok_or_else(|| {
         Error::new(Kind::Invalid, format!("a pool of {len} bytes is larger than the address space"))
@@ -100,8 +102,9 @@ pub(crate) fn export(hip: &Hip, mapped: Mapped) -> Result<OwnedFd> {
     let mut file = -1;
     let handle = mapped.handle as Handle;
     // SAFETY: a place for one descriptor; the handle is one of `map`'s.
-    let status =
-        unsafe { (functions(hip)?.hipMemExportToShareableHandle)(&raw mut file, handle, DESCRIPTOR, 0) };
+    let status = unsafe {
+        (functions(hip)?.hipMemExportToShareableHandle)(&raw mut file, handle, DESCRIPTOR, 0)
+    };
     hip.check("hipMemExportToShareableHandle", status)?;
     // SAFETY: the runtime made it for this call, and nobody else has it.
     Ok(unsafe { OwnedFd::from_raw_fd(file) })
@@ -112,11 +115,15 @@ pub(crate) fn import(hip: &Hip, file: BorrowedFd<'_>, len: usize) -> Result<Mapp
     let functions = functions(hip)?;
     let mut file = file.as_raw_fd();
     // The descriptor itself in the place of the pointer since HIP 7.1, a pointer to it before.
-    let told =
-        if hip.library.takes_descriptors() { file as usize as *mut c_void } else { (&raw mut file).cast() };
+    let told = if hip.library.takes_descriptors() {
+        file as usize as *mut c_void
+    } else {
+        (&raw mut file).cast()
+    };
     let mut handle = std::ptr::null_mut();
     // SAFETY: a place for one handle, and for the length of the call one with the descriptor, which the runtime judges.
-    let status = unsafe { (functions.hipMemImportFromShareableHandle)(&raw mut handle, told, DESCRIPTOR) };
+    let status =
+        unsafe { (functions.hipMemImportFromShareableHandle)(&raw mut handle, told, DESCRIPTOR) };
     hip.check("hipMemImportFromShareableHandle", status)?;
     placed(hip, functions, handle, len)
 }

@@ -17,11 +17,13 @@ pub fn replay(targets: &[(&str, fn(&[u8]))]) {
 }
 
 fn replay_one(folder: &Path, target: fn(&[u8])) {
-    let files = std::fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+    let files =
+        std::fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
     let mut tried = 0;
     for file in files {
         let path = file.expect("its name can be read").path();
-        let bytes = std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        let bytes =
+            std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         let begun = Instant::now();
         if let Err(panic) = std::panic::catch_unwind(|| target(&bytes)) {
             eprintln!("{}: {}", path.display(), bytes.escape_ascii());

@@ -46,7 +46,8 @@ pub fn stays_flat<State>(
 /// What each of the last looks found more of than any of the first.
 fn grown(looks: &[[Holdings; 2]]) -> Option<String> {
     [0, 1].into_iter().find_map(|process| {
-        let of = |looks: &[[Holdings; 2]]| looks.iter().map(|look| look[process]).collect::<Vec<_>>();
+        let of =
+            |looks: &[[Holdings; 2]]| looks.iter().map(|look| look[process]).collect::<Vec<_>>();
         let first = of(&looks[..QUARTER]).into_iter().reduce(Holdings::most)?;
         let last = of(&looks[LOOKS - QUARTER..]).into_iter().reduce(Holdings::least)?;
         last.beyond(first)

@@ -76,7 +76,14 @@ macro_rules! impl_outcome {
     };
 }
 
-impl_outcome!(Failure, String, std::io::Error, kvx_core::Error, Box<dyn Error>, Box<dyn Error + Send + Sync>);
+impl_outcome!(
+    Failure,
+    String,
+    std::io::Error,
+    kvx_core::Error,
+    Box<dyn Error>,
+    Box<dyn Error + Send + Sync>
+);
 
 /// Runs the registered tests of this program, and these trials: the end of its `main`.
 pub fn harness_main(trials: impl IntoIterator<Item = Trial>) -> ExitCode {
@@ -103,7 +110,10 @@ fn registered(test: &'static RegisteredTest) -> Trial {
 }
 
 /// Makes a trial that may skip itself by its name, and fails when it takes longer than [`LIMIT`].
-pub fn trial<T: Outcome>(name: impl Into<String>, test: impl FnOnce() -> T + Send + 'static) -> Trial {
+pub fn trial<T: Outcome>(
+    name: impl Into<String>,
+    test: impl FnOnce() -> T + Send + 'static,
+) -> Trial {
     trial_within(LIMIT, name, test)
 }
 
@@ -119,7 +129,9 @@ pub fn trial_within<T: Outcome>(
         Ok(match noted(&name) {
             None => Completion::Completed,
             Some((NoteKind::Skip, reason)) => Completion::ignored_with(reason),
-            Some((NoteKind::Gap, reason)) => Completion::ignored_with(format!("{KNOWN_GAP}{reason}")),
+            Some((NoteKind::Gap, reason)) => {
+                Completion::ignored_with(format!("{KNOWN_GAP}{reason}"))
+            }
         })
     })
 }

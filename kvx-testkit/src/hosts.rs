@@ -36,7 +36,11 @@ impl Host {
         // Libraries look for cards in `/sys`.
         const KEEPER: &str = "mount -t sysfs sysfs /sys && ip link set lo up && exec cat";
         let mut command = Command::new(UNSHARE[0]);
-        command.args(&UNSHARE[1..]).args(["sh", "-c", KEEPER]).stdin(Stdio::piped()).stdout(Stdio::null());
+        command
+            .args(&UNSHARE[1..])
+            .args(["sh", "-c", KEEPER])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null());
         let mut host = Host { keeper: command.stderr(Stdio::piped()).spawn()? };
         let until = Instant::now() + CUT_OFF;
         while host.keeper.try_wait()?.is_none() {
@@ -82,12 +86,17 @@ impl Host {
 fn run_there(way: &[String], program: &str, arguments: &str) -> Check {
     let (enter, words) =
         way.split_first().ok_or_else(|| Failure::new("this test is on no host of its own"))?;
-    let done =
-        output_if_started(Command::new(enter).args(words).arg(program).args(arguments.split(' ')), CUT_OFF)?;
+    let done = output_if_started(
+        Command::new(enter).args(words).arg(program).args(arguments.split(' ')),
+        CUT_OFF,
+    )?;
     if done.status.success() {
         return Ok(());
     }
-    Err(Failure::new(format!("{program} {arguments}: {}", String::from_utf8_lossy(&done.stderr).trim())))
+    Err(Failure::new(format!(
+        "{program} {arguments}: {}",
+        String::from_utf8_lossy(&done.stderr).trim()
+    )))
 }
 
 /// Why nothing can be started behind these words, if it cannot.
@@ -112,14 +121,19 @@ pub fn refused_behind(words: &[&str], test: &[&str]) -> Option<String> {
 pub fn run_one_test(title: &str, test: &mut Command, limit: Duration) -> Result<String, Failure> {
     let done = output_if_started(test, limit)?;
     let printed = String::from_utf8_lossy(&done.stdout).into_owned();
-    let ignored = printed.lines().find_map(|line| line.strip_prefix("test ")?.split_once(" ... ignored"));
+    let ignored =
+        printed.lines().find_map(|line| line.strip_prefix("test ")?.split_once(" ... ignored"));
     match (done.status.success(), ignored) {
         // The other process has reported the skip to the runner.
         (true, Some((_, reason))) => note_ignored(title, bare(reason)),
         (true, None) if printed.contains("1 passed") => {}
         _ => {
             let errors = String::from_utf8_lossy(&done.stderr);
-            return Err(Failure::new(format!("{}\n{errors}\n{}", done.status, without_verdicts(&printed))));
+            return Err(Failure::new(format!(
+                "{}\n{errors}\n{}",
+                done.status,
+                without_verdicts(&printed)
+            )));
         }
     }
     eprint!("{}", String::from_utf8_lossy(&done.stderr));
@@ -130,7 +144,8 @@ pub fn run_one_test(title: &str, test: &mut Command, limit: Duration) -> Result<
 /// process's output would count a failed test twice.
 fn without_verdicts(printed: &str) -> String {
     let of_harness = ["running ", "test ", "failures:", "---- "];
-    let lines = printed.lines().filter(|line| !of_harness.iter().any(|begin| line.starts_with(begin)));
+    let lines =
+        printed.lines().filter(|line| !of_harness.iter().any(|begin| line.starts_with(begin)));
     lines.filter(|line| !line.trim().is_empty()).collect::<Vec<_>>().join("\n")
 }
 
@@ -168,7 +183,10 @@ impl Hosts {
         switch.ip("link set bridge up")?;
         for at in 1..=count {
             let host = Host::new()?;
-            switch.ip(&format!("link add port{at} type veth peer name eth0 netns {}", host.keeper.id()))?;
+            switch.ip(&format!(
+                "link add port{at} type veth peer name eth0 netns {}",
+                host.keeper.id()
+            ))?;
             switch.ip(&format!("link set port{at} master bridge up"))?;
             host.ip(&format!("addr add {}/24 dev eth0", Hosts::address(at)))?;
             host.ip("link set eth0 up")?;
@@ -206,7 +224,11 @@ impl Hosts {
     /// again. Neither end is told.
     pub fn cut_off_far(cut: bool) -> Check {
         let switch = Self::way_named(WAYS[1]).unwrap_or_default();
-        run_there(&switch, "ip", if cut { "link set port2 nomaster" } else { "link set port2 master bridge" })
+        run_there(
+            &switch,
+            "ip",
+            if cut { "link set port2 nomaster" } else { "link set port2 master bridge" },
+        )
     }
 
     /// The address of the host of this number.

@@ -34,7 +34,9 @@ pub use executor::run;
 pub use far::{Far, HungPage, Limit, PostSpec, Sent, cpu_time};
 pub use faults::{Ended, Moment, Trouble, fault};
 pub use flat::stays_flat;
-pub use harness::{harness_main, harness_main_with, is_own_process, run_in_own_process, trial, trial_within};
+pub use harness::{
+    harness_main, harness_main_with, is_own_process, run_in_own_process, trial, trial_within,
+};
 pub use hosts::{Host, Hosts, refused_behind, run_one_test};
 pub use kvx_testkit_macros::test;
 pub use mutation::fuzz;

@@ -14,7 +14,11 @@ fn part<'a>(random: &mut Random, of: &'a [u8], longest: usize) -> &'a [u8] {
 }
 
 /// One of the seeds with one to six changes.
-fn mutated(random: &mut Random, seeds: &[impl AsRef<[u8]>], pieces: &[impl AsRef<[u8]>]) -> Vec<u8> {
+fn mutated(
+    random: &mut Random,
+    seeds: &[impl AsRef<[u8]>],
+    pieces: &[impl AsRef<[u8]>],
+) -> Vec<u8> {
     let mut bytes = pick(random, seeds).to_vec();
     for _ in 0..=random.below(6) {
         let at = random.below(bytes.len() + 1);
@@ -71,7 +75,8 @@ mod tests {
 
     #[test]
     fn a_fault_that_needs_two_changes_is_found() {
-        let wrong = |bytes: &[u8]| assert!(!(bytes.contains(&b'b') && bytes.contains(&b'c')), "both");
+        let wrong =
+            |bytes: &[u8]| assert!(!(bytes.contains(&b'b') && bytes.contains(&b'c')), "both");
         let found = std::panic::catch_unwind(|| fuzz("two", &["a"], &["b", "c"], 1000, wrong));
         assert!(found.is_err());
     }

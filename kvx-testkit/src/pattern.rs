@@ -9,8 +9,9 @@ pub fn byte_at(seed: u64, offset: u64) -> u8 {
 
 fn word(seed: u64, index: u64) -> u64 {
     // A finaliser of the splitmix family: neighbouring inputs give unrelated words.
-    let mut mixed =
-        index.wrapping_add(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15)).wrapping_add(0x9E37_79B9_7F4A_7C15);
+    let mut mixed = index
+        .wrapping_add(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15))
+        .wrapping_add(0x9E37_79B9_7F4A_7C15);
     mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     mixed ^ (mixed >> 31)

@@ -20,9 +20,13 @@ use crate::setup::CUT_OFF;
 ///
 /// # Panics
 /// When it cannot be watched, as it has been waited for already.
-#[expect(clippy::expect_used, reason = "a test that cannot watch its child must not go on to wait for it")]
+#[expect(
+    clippy::expect_used,
+    reason = "a test that cannot watch its child must not go on to wait for it"
+)]
 pub fn kill_after(child: &std::process::Child, limit: Duration) {
-    let life = pidfd_open(Pid::from_child(child), PidfdFlags::empty()).expect("it has not been waited for");
+    let life = pidfd_open(Pid::from_child(child), PidfdFlags::empty())
+        .expect("it has not been waited for");
     let until = Instant::now() + limit;
     std::thread::spawn(move || {
         let ended = loop {
@@ -115,8 +119,12 @@ impl Child {
             });
         }
         let mut process = command.spawn()?;
-        let stdin = process.stdin.take().ok_or_else(|| Failure::new("the child has no standard input"))?;
-        let stdout = process.stdout.take().ok_or_else(|| Failure::new("the child has no standard output"))?;
+        let stdin =
+            process.stdin.take().ok_or_else(|| Failure::new("the child has no standard input"))?;
+        let stdout = process
+            .stdout
+            .take()
+            .ok_or_else(|| Failure::new("the child has no standard output"))?;
         let (sender, answers) = channel();
         std::thread::spawn(move || {
             for line in BufReader::new(stdout).lines() {
@@ -214,8 +222,8 @@ impl Grandchild {
     /// The one of this number, which lives.
     pub fn of(pid: i32) -> Result<Self, Failure> {
         let pid = Pid::from_raw(pid).ok_or_else(|| Failure::new("no process id"))?;
-        let process =
-            pidfd_open(pid, PidfdFlags::empty()).map_err(|error| Failure::new(error.to_string()))?;
+        let process = pidfd_open(pid, PidfdFlags::empty())
+            .map_err(|error| Failure::new(error.to_string()))?;
         Ok(Grandchild { pid, process })
     }
 
@@ -299,6 +307,9 @@ mod tests {
     #[test]
     fn all_that_a_program_says_is_heard() {
         let said = shell("head -c 300000 /dev/zero; head -c 200000 /dev/zero >&2; exit 3", CUT_OFF);
-        assert_eq!((said.status.code(), said.stdout.len(), said.stderr.len()), (Some(3), 300_000, 200_000));
+        assert_eq!(
+            (said.status.code(), said.stdout.len(), said.stderr.len()),
+            (Some(3), 300_000, 200_000)
+        );
     }
 }

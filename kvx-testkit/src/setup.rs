@@ -56,7 +56,9 @@ impl Backing {
             (Backing::Pool, _) => Memory::pool(len).build()?,
             (Backing::Owned | Backing::Shared, _) => Memory::owned(vec![0; len]),
             (Backing::Device, Some(device)) => device.allocate(len)?,
-            (Backing::Device, None) => return Err(Error::new(Kind::Invalid, "the setup has no device")),
+            (Backing::Device, None) => {
+                return Err(Error::new(Kind::Invalid, "the setup has no device"));
+            }
         };
         if let Some(seed) = seed {
             pattern::fill(&memory, seed)?;
@@ -213,7 +215,8 @@ impl Setup {
     }
 
     fn json(&self) -> Result<serde_json::Value, Failure> {
-        let wrong = |error: serde_json::Error| Failure::new(format!("options {:?}: {error}", self.options));
+        let wrong =
+            |error: serde_json::Error| Failure::new(format!("options {:?}: {error}", self.options));
         serde_json::from_str(&self.options).map_err(wrong)
     }
 
@@ -270,11 +273,15 @@ pub fn free_port(neighbours: u16) -> Result<u16, Failure> {
     // Processes that look at one time begin apart from each other.
     let first = u64::from(std::process::id()) * 97;
     let step = 1 + u64::from(neighbours);
-    let next =
-        || PORTS.start + ((first + NEXT.fetch_add(step, Ordering::Relaxed)) % PORTS.len() as u64) as u16;
+    let next = || {
+        PORTS.start
+            + ((first + NEXT.fetch_add(step, Ordering::Relaxed)) % PORTS.len() as u64) as u16
+    };
     let free = |port: u16| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok();
     let found = PORTS.map(|_| next()).find(|port| (*port..=port + neighbours).all(free));
-    found.ok_or_else(|| Failure::new(format!("no {step} ports of {PORTS:?} beside each other are free")))
+    found.ok_or_else(|| {
+        Failure::new(format!("no {step} ports of {PORTS:?} beside each other are free"))
+    })
 }
 
 /// Two agents that may talk.

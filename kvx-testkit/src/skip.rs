@@ -99,7 +99,9 @@ extern "C" fn list_at_exit() {
         let of_kind: Vec<_> = notes.iter().filter(|note| note.kind == kind).collect();
         if !of_kind.is_empty() {
             text += &format!("{} {title}:\n", of_kind.len());
-            of_kind.iter().for_each(|note| text += &format!("{word} {}: {}\n", note.test, note.reason));
+            of_kind
+                .iter()
+                .for_each(|note| text += &format!("{word} {}: {}\n", note.test, note.reason));
         }
     }
     // An error: standard error is closed already.

@@ -135,8 +135,9 @@ pub fn soak(
 impl Near {
     fn new(setup: &Setup) -> Result<Self, Failure> {
         let agent = setup.agent(&unique("near"))?;
-        let region =
-            |at: usize| Ok::<_, Failure>(agent.register(&format!("slot{at}"), setup.memory(LEN, 1)?)?);
+        let region = |at: usize| {
+            Ok::<_, Failure>(agent.register(&format!("slot{at}"), setup.memory(LEN, 1)?)?)
+        };
         let regions = (0..AT_ONCE).map(region).collect::<Result<_, _>>()?;
         let shown = agent.register("shown", setup.memory(LEN, 3)?)?;
         Ok(Near { agent, regions, shown })
@@ -159,7 +160,8 @@ impl World<'_> {
         let revokes = setup.capabilities()?.revocation != Revocation::Never;
         ensure!(revokes, "{:?} takes no region back", setup.backends);
         let random = Random::seeded(spec.seed);
-        let mut world = World { setup, spec, random, near, processes, done: Done::default(), notes: 0 };
+        let mut world =
+            World { setup, spec, random, near, processes, done: Done::default(), notes: 0 };
         for at in 0..spec.processes {
             world.populate(at)?;
         }
@@ -177,7 +179,15 @@ impl World<'_> {
             let region = far.register_of(agent, &name, LEN, self.setup.far, Some(seed))?;
             let peer = self.near.agent.connect(&far.metadata_of(agent)?)?;
             let back = far.connect(agent, &self.near.agent.metadata()?)?;
-            agents.push(FarAgent { agent, region, name, seed, since: "its registration", peer, back });
+            agents.push(FarAgent {
+                agent,
+                region,
+                name,
+                seed,
+                since: "its registration",
+                peer,
+                back,
+            });
         }
         Ok(())
     }
@@ -259,7 +269,10 @@ impl World<'_> {
         let result = run(&mut transfer);
         if !transfer.is_settled() {
             let settled = transfer.settled().wait(self.setup.peer_timeout + CUT_OFF);
-            ensure!(settled.is_ok(), "a {op} that ended with {result:?} did not settle: {settled:?}");
+            ensure!(
+                settled.is_ok(),
+                "a {op} that ended with {result:?} did not settle: {settled:?}"
+            );
         }
         let (region, process) = (&self.near.regions[slot], &mut self.processes[at.0]);
         let remote = &mut process.agents[at.1];
@@ -296,7 +309,11 @@ impl World<'_> {
                     Kind::PeerLost => killed,
                     _ => false,
                 };
-                ensure!(fits, "a {op}{} ended with {error:?}", if killed { " to a killed peer" } else { "" });
+                ensure!(
+                    fits,
+                    "a {op}{} ended with {error:?}",
+                    if killed { " to a killed peer" } else { "" }
+                );
             }
         }
         if killed {

@@ -99,8 +99,14 @@ impl Beats {
     /// yet as well.
     fn stalled(&self, since: Instant, now: Instant) -> Duration {
         let mut stalls = self.stalls.clone();
-        self.running.iter().filter_map(|beat| beat.stall(now)).for_each(|stall| add(&mut stalls, stall));
-        stalls.into_iter().map(|(from, until)| until.saturating_duration_since(from.max(since))).sum()
+        self.running
+            .iter()
+            .filter_map(|beat| beat.stall(now))
+            .for_each(|stall| add(&mut stalls, stall));
+        stalls
+            .into_iter()
+            .map(|(from, until)| until.saturating_duration_since(from.max(since)))
+            .sum()
     }
 }
 
@@ -131,11 +137,15 @@ fn beat(thread: usize, processor: Option<usize>) {
 /// Starts the threads of this process.
 fn start(beats: &mut Beats) -> io::Result<()> {
     let allowed = sched_getaffinity(None)?;
-    let bound =
-        (0..CpuSet::MAX_CPU).filter(|processor| allowed.is_set(*processor)).take(MOST_BOUND).map(Some);
+    let bound = (0..CpuSet::MAX_CPU)
+        .filter(|processor| allowed.is_set(*processor))
+        .take(MOST_BOUND)
+        .map(Some);
     for processor in std::iter::once(None).chain(bound) {
         let (thread, usual) = (beats.running.len(), processor.map_or(USUAL, |_| TURNS));
-        std::thread::Builder::new().name("stopwatch".into()).spawn(move || beat(thread, processor))?;
+        std::thread::Builder::new()
+            .name("stopwatch".into())
+            .spawn(move || beat(thread, processor))?;
         beats.running.push(Beat { begun: Instant::now(), usual });
     }
     Ok(())
@@ -297,7 +307,8 @@ mod tests {
             })
         };
         let end = Instant::now() + crate::setup::CUT_OFF;
-        for processor in (0..CpuSet::MAX_CPU).filter(|processor| allowed.is_set(*processor)).take(MOST_BOUND)
+        for processor in
+            (0..CpuSet::MAX_CPU).filter(|processor| allowed.is_set(*processor)).take(MOST_BOUND)
         {
             while !is_beaten(processor) {
                 assert!(Instant::now() < end, "no thread beats on processor {processor}");

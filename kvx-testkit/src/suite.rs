@@ -248,7 +248,8 @@ pub fn conformance_trials(registry: fn(&str) -> Registry, suites: &[Suite]) -> V
         let wanted = |clause: &&Clause| suite.only.is_empty() || suite.only.contains(&clause.id);
         for clause in CLAUSES.iter().flat_map(|room| room.iter()).filter(wanted) {
             let here = |mode: &&Mode| suite.apart == Apart::Beside || **mode == Mode::TwoProcesses;
-            for mode in modes(clause.runs).iter().filter(here).filter(|mode| tier_of(**mode).runs()) {
+            for mode in modes(clause.runs).iter().filter(here).filter(|mode| tier_of(**mode).runs())
+            {
                 let (suite, setup) = (suite.clone(), suite.setup(registry, *mode));
                 let place = if *mode == Mode::OneProcess { "one" } else { "two" };
                 let name = format!("{}::{place}::{}_{}", suite.label, clause.id, clause.name);
@@ -351,14 +352,17 @@ mod tests {
 
     #[test]
     fn no_backend_may_list_memory_safety_exactly_once_and_security_as_gaps() {
-        let known: Vec<_> = CLAUSES.iter().flat_map(|room| room.iter()).map(|clause| clause.id).collect();
+        let known: Vec<_> =
+            CLAUSES.iter().flat_map(|room| room.iter()).map(|clause| clause.id).collect();
         for clause in NEVER_A_GAP.iter().chain(&["S1"]) {
             assert!(known.contains(clause), "{clause} is no clause");
             assert!(!gap(clause, GapRate::Mostly).is_allowed(), "{clause}");
         }
         assert!(gap("P9", GapRate::Mostly).is_allowed());
-        let suites =
-            [Suite { gaps: &[Gap { clause: "O3", reason: "", rate: GapRate::Mostly }], ..Suite::over("x") }];
+        let suites = [Suite {
+            gaps: &[Gap { clause: "O3", reason: "", rate: GapRate::Mostly }],
+            ..Suite::over("x")
+        }];
         let refused = std::panic::catch_unwind(|| conformance_trials(|_| Registry::new(), &suites));
         assert!(refused.is_err());
     }

@@ -24,15 +24,22 @@ impl Surroundings {
         use std::os::unix::ffi::OsStringExt as _;
         // The C library takes a signal for itself when a process starts its first thread: that is not kvx's doing. Nor
         // is that thread, which may be in the list for a moment after its end.
-        let first = std::thread::spawn(|| rustix::thread::gettid().as_raw_nonzero().to_string()).join().ok();
-        let variables = std::env::vars_os().map(|(name, value)| (name.into_vec(), value.into_vec()));
+        let first = std::thread::spawn(|| rustix::thread::gettid().as_raw_nonzero().to_string())
+            .join()
+            .ok();
+        let variables =
+            std::env::vars_os().map(|(name, value)| (name.into_vec(), value.into_vec()));
         let mut threads: Vec<_> = threads()
             .into_iter()
             .filter(|(tid, _)| !others.contains(tid) && first.as_ref() != Some(tid))
             .map(|(_, name)| name)
             .collect();
         threads.sort();
-        Surroundings { signals: (1..=64).map(disposition).collect(), variables: variables.collect(), threads }
+        Surroundings {
+            signals: (1..=64).map(disposition).collect(),
+            variables: variables.collect(),
+            threads,
+        }
     }
 }
 
@@ -46,7 +53,9 @@ fn disposition(signal: i32) -> Vec<u64> {
     let none = std::ptr::null::<u64>();
     // SAFETY: without a new action the kernel only writes the old one, which is smaller than `action`; 8 is the size
     // of its set of 64 signals.
-    let rc = unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, none, action.as_mut_ptr(), 8_usize) };
+    let rc = unsafe {
+        libc::syscall(libc::SYS_rt_sigaction, signal, none, action.as_mut_ptr(), 8_usize)
+    };
     assert_eq!(rc, 0, "signal {signal} has a disposition");
     action.to_vec()
 }
@@ -55,7 +64,9 @@ fn disposition(signal: i32) -> Vec<u64> {
 pub(crate) fn threads() -> Vec<(Tid, String)> {
     let main = std::process::id().to_string();
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return Vec::new() };
-    let others = tasks.flatten().filter_map(|task| Some((task.file_name().into_string().ok()?, task.path())));
+    let others = tasks
+        .flatten()
+        .filter_map(|task| Some((task.file_name().into_string().ok()?, task.path())));
     let others = others.filter(|(tid, _)| *tid != main);
     // A thread that ends meanwhile has no name any more.
     others
@@ -148,8 +159,12 @@ mod tests {
 
     #[test]
     fn what_has_grown_is_named() {
-        let before = Holdings { descriptors: 20, threads: 5, memory: 100, mappings: 400, quarantined: 0 };
-        assert_eq!(Holdings { descriptors: 28, memory: 157, mappings: 564, ..before }.beyond(before), None);
+        let before =
+            Holdings { descriptors: 20, threads: 5, memory: 100, mappings: 400, quarantined: 0 };
+        assert_eq!(
+            Holdings { descriptors: 28, memory: 157, mappings: 564, ..before }.beyond(before),
+            None
+        );
         for (grown, name) in [
             (Holdings { descriptors: 29, ..before }, "descriptors"),
             (Holdings { threads: 10, ..before }, "threads"),

@@ -84,6 +84,8 @@ mod tests {
     fn a_name_is_told_from_an_option_and_its_value() {
         let names = |line: &str| names_tests(line.split_whitespace().map(str::to_owned));
         assert!(names("SHM::one") && names("--exact T1 --nocapture") && names("--skip a T1"));
-        assert!(!names("") && !names("--nocapture --test-threads=1") && !names("--test-threads 1 -q"));
+        assert!(
+            !names("") && !names("--nocapture --test-threads=1") && !names("--test-threads 1 -q")
+        );
     }
 }

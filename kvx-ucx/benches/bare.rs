@@ -34,13 +34,18 @@ impl Ucp {
         unsafe {
             let library = libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL);
             assert!(!library.is_null(), "{} does not load", name.to_string_lossy());
-            let find = |name: &'static CStr| NonNull::new(libc::dlsym(library, name.as_ptr())).ok_or(name);
+            let find =
+                |name: &'static CStr| NonNull::new(libc::dlsym(library, name.as_ptr())).ok_or(name);
             let functions = Functions::find(find).expect("every function of UCX 1.13");
-            let (mut params, mut context, mut worker) = (ucp_params_t::default(), null_mut(), null_mut());
+            let (mut params, mut context, mut worker) =
+                (ucp_params_t::default(), null_mut(), null_mut());
             params.field_mask = u64::from(UCP_PARAM_FIELD_FEATURES);
             params.features = u64::from(UCP_FEATURE_RMA);
             check("ucp_init", (functions.ucp_init_version)(1, 13, &params, null(), &mut context));
-            check("ucp_worker_create", (functions.ucp_worker_create)(context, &zeroed(), &mut worker));
+            check(
+                "ucp_worker_create",
+                (functions.ucp_worker_create)(context, &zeroed(), &mut worker),
+            );
             Box::leak(Box::new(Ucp { functions, context, worker, in_flight: Cell::new(0) }))
         }
     }
@@ -82,7 +87,8 @@ impl Memory {
         let mut bytes = Vec::<u8>::with_capacity(length + (2 << 20));
         let address = bytes.as_mut_ptr().map_addr(|address| address.next_multiple_of(2 << 20));
         let (mut params, mut handle) = (ucp_mem_map_params_t::default(), null_mut());
-        params.field_mask = u64::from(UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH);
+        params.field_mask =
+            u64::from(UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH);
         (params.address, params.length) = (address.cast(), length);
         // SAFETY: so many bytes are there, and nobody else's; then as in `Ucp::open`.
         unsafe {
@@ -126,12 +132,16 @@ fn serve(stream: &UnixStream) {
     let (mut address, mut length) = (null_mut(), 0);
     // SAFETY: the worker lives; the address is UCX's, and never given back.
     send(stream, 0, unsafe {
-        check("address", (ucp.functions.ucp_worker_get_address)(ucp.worker, &mut address, &mut length));
+        check(
+            "address",
+            (ucp.functions.ucp_worker_get_address)(ucp.worker, &mut address, &mut length),
+        );
         std::slice::from_raw_parts(address.cast::<u8>(), length)
     });
     while let Some((told, _)) = receive(stream) {
         if told == PROGRESS {
-            let mut ready = libc::pollfd { fd: stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+            let mut ready =
+                libc::pollfd { fd: stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
             // Where nothing is asked of it, it must not take the core, or half of the core, that the other one copies
             // on.
             let mut idle = 0;
@@ -145,7 +155,10 @@ fn serve(stream: &UnixStream) {
             let (mut key, mut length) = (null_mut(), 0);
             // SAFETY: context and registration live; the packed key is UCX's, and never given back.
             send(stream, lent.2 as usize, unsafe {
-                check("key", (ucp.functions.ucp_rkey_pack)(ucp.context, lent.3, &mut key, &mut length));
+                check(
+                    "key",
+                    (ucp.functions.ucp_rkey_pack)(ucp.context, lent.3, &mut key, &mut length),
+                );
                 std::slice::from_raw_parts(key.cast::<u8>(), length)
             });
         }
@@ -183,7 +196,10 @@ impl Pair {
             let mut params: ucp_ep_params_t = zeroed();
             params.field_mask = u64::from(UCP_EP_PARAM_FIELD_REMOTE_ADDRESS);
             params.address = address.as_ptr().cast();
-            check("ucp_ep_create", (ucp.functions.ucp_ep_create)(ucp.worker, &params, &mut endpoint));
+            check(
+                "ucp_ep_create",
+                (ucp.functions.ucp_ep_create)(ucp.worker, &params, &mut endpoint),
+            );
         }
         Pair { ucp, other, endpoint, memory: None, remote: 0, key: null_mut() }
     }
@@ -223,7 +239,8 @@ impl Pair {
             ucp.posted(posted, window - 1);
         }
         // SAFETY: the endpoint is open.
-        let flushed = if read { null_mut() } else { unsafe { ucp_ep_flush_nbx(self.endpoint, &param) } };
+        let flushed =
+            if read { null_mut() } else { unsafe { ucp_ep_flush_nbx(self.endpoint, &param) } };
         ucp.posted(flushed, 0);
     }
 
@@ -257,7 +274,8 @@ fn beside(mut pair: Pair) {
     let (mut shape, mut count, mut next, mut moves) = ((true, 0, 512), 1, 0, Vec::<Move>::new());
     for line in std::io::stdin().lines().map_while(Result::ok) {
         let words = || line.split(' ').filter_map(|word| word.split_once('='));
-        let word = |key: &str| words().find(|(name, _)| *name == key).map_or("", |(_, value)| value);
+        let word =
+            |key: &str| words().find(|(name, _)| *name == key).map_or("", |(_, value)| value);
         let number = |key: &str| word(key).parse::<usize>().expect("a number");
         if let Some(seconds) = line.strip_prefix("go ") {
             let (times, took) = pair.repeat(seconds.parse().expect("seconds"), |pair| {
@@ -266,7 +284,8 @@ fn beside(mut pair: Pair) {
             });
             println!("moved {times} {took}");
         } else {
-            (shape.0, shape.1, count, next) = (word("op") == "read", number("block"), number("count"), 0);
+            (shape.0, shape.1, count, next) =
+                (word("op") == "read", number("block"), number("count"), 0);
             let (all, seed) = (count * number("lists"), number("seed") as u64);
             let scattered = word("pattern") == "scattered";
             let order = |seed| if scattered { shuffled(all, seed) } else { (0..all).collect() };

@@ -41,10 +41,14 @@ impl Address {
         let mut reader = Reader::new("UCX address", sealed::open("UCX address", bytes)?);
         let form = reader.u8()?;
         if form != Self::FORM {
-            let why = format!("the peer's UCX address has form {form}, this release knows {}", Self::FORM);
+            let why = format!(
+                "the peer's UCX address has form {form}, this release knows {}",
+                Self::FORM
+            );
             return Err(Error::new(Kind::Incompatible, why).backend(NAME));
         }
-        let version = Version { major: reader.u32()?, minor: reader.u32()?, release: reader.u32()? };
+        let version =
+            Version { major: reader.u32()?, minor: reader.u32()?, release: reader.u32()? };
         if reader.left() == 0 || reader.left() > MAX_WORKER {
             return Err(reader.malformed("no worker has such an address"));
         }

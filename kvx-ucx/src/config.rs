@@ -69,7 +69,8 @@ impl Config {
             chosen.push(assignment(&text)?);
         }
         let num_threads =
-            options.top().number("num_threads", 1..=64)?.unwrap_or(Ucx::NUM_THREADS.into()) as usize;
+            options.top().number("num_threads", 1..=64)?.unwrap_or(Ucx::NUM_THREADS.into())
+                as usize;
         Ok(Config { chosen, num_threads })
     }
 
@@ -78,7 +79,8 @@ impl Config {
     pub(crate) fn settings(&self, library: &Path) -> Vec<Setting> {
         let in_files: Vec<_> = files(library).iter().flat_map(|file| set_in_file(file)).collect();
         self.settings_unless(|name| {
-            std::env::var_os(format!("UCX_{name}")).is_some() || in_files.iter().any(|(set, _)| set == name)
+            std::env::var_os(format!("UCX_{name}")).is_some()
+                || in_files.iter().any(|(set, _)| set == name)
         })
     }
 
@@ -130,14 +132,21 @@ fn assignment(text: &str) -> Result<Setting> {
     let wrong = || {
         Error::new(
             Kind::Invalid,
-            format!("option \"ucx.set\" has {text:?}; write UCX's settings as \"UCX_MAX_RMA_RAILS=2\""),
+            format!(
+                "option \"ucx.set\" has {text:?}; write UCX's settings as \"UCX_MAX_RMA_RAILS=2\""
+            ),
         )
     };
     let (name, value) = text.split_once('=').ok_or_else(wrong)?;
     let name = name.trim();
     let name = name.strip_prefix("UCX_").unwrap_or(name);
-    let is_name = !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
-    if is_name && !value.contains('\0') { Ok(asked(name, value.trim().to_owned())) } else { Err(wrong()) }
+    let is_name =
+        !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+    if is_name && !value.contains('\0') {
+        Ok(asked(name, value.trim().to_owned()))
+    } else {
+        Err(wrong())
+    }
 }
 
 /// Where UCX looks for `ucx.conf`.
@@ -154,7 +163,8 @@ fn files(library: &Path) -> Vec<PathBuf> {
 
 /// The transports that the last of these configuration files names.
 fn tls_of(files: &[PathBuf]) -> Option<String> {
-    let mut named = files.iter().flat_map(|file| set_in_file(file)).filter(|(name, _)| name == "TLS");
+    let mut named =
+        files.iter().flat_map(|file| set_in_file(file)).filter(|(name, _)| name == "TLS");
     named.next_back().map(|(_, tls)| tls)
 }
 
@@ -209,7 +219,8 @@ mod tests {
 
     #[test]
     fn only_a_list_with_tcp_in_it_names_tcp() {
-        let names = |json: &str| read(json).unwrap().names_tcp(Path::new("/nowhere/lib/libucp.so.0"));
+        let names =
+            |json: &str| read(json).unwrap().names_tcp(Path::new("/nowhere/lib/libucp.so.0"));
         assert!(names(r#"{"ucx": {"tls": "tcp"}}"#) && names(r#"{"ucx": {"tls": ["rc", "tcp"]}}"#));
         assert!(!names(r#"{"ucx": {"tls": "all"}}"#) && !names(r#"{"ucx": {"tls": "^tcp"}}"#));
     }
@@ -245,15 +256,18 @@ mod tests {
         assert_eq!(read(r#"{"num_threads": 64}"#).unwrap().num_threads, 64);
         for wrong in ["0", "65", "-1", "1.5", r#""two""#, "[2]"] {
             let error = read(&format!(r#"{{"num_threads": {wrong}}}"#)).unwrap_err();
-            assert!(error.kind() == Kind::Invalid && error.sentence().contains("num_threads"), "{error}");
+            assert!(
+                error.kind() == Kind::Invalid && error.sentence().contains("num_threads"),
+                "{error}"
+            );
         }
     }
 
     #[test]
     fn what_the_user_set_wins_over_kvx() {
         let config = read(r#"{"ucx": {"tls": "rc", "set": "KEEPALIVE_INTERVAL=5s"}}"#).unwrap();
-        let settings =
-            config.settings_unless(|name| ["RNDV_THRESH", "SYSV_ERROR_HANDLING", "TLS"].contains(&name));
+        let settings = config
+            .settings_unless(|name| ["RNDV_THRESH", "SYSV_ERROR_HANDLING", "TLS"].contains(&name));
         assert_eq!(
             shown(&settings),
             ["TCP_TX_SEG_SIZE=256k", "TCP_RX_SEG_SIZE=256k", "TLS=rc", "KEEPALIVE_INTERVAL=5s"]
@@ -286,7 +300,11 @@ mod tests {
         assert_eq!(set_in_file(&first), [("RNDV_THRESH".to_owned(), "8k".to_owned())]);
         assert_eq!(tls_of(&[last.clone(), first.clone()]).as_deref(), Some("rc,tcp"));
         let overruled = file("more.conf", "UCX_TLS=sm\n");
-        assert_eq!(tls_of(&[last, overruled, first]).as_deref(), Some("sm"), "the last file counts");
+        assert_eq!(
+            tls_of(&[last, overruled, first]).as_deref(),
+            Some("sm"),
+            "the last file counts"
+        );
         std::fs::remove_dir_all(folder).unwrap();
         assert!(set_in_file(Path::new("/nowhere/ucx.conf")).is_empty());
     }

@@ -12,9 +12,9 @@ use crate::ffi::bindings_1_13::*;
 pub(crate) const NAME: &str = "UCX";
 
 const GONE: &str = "check whether the peer still runs, and the network to it";
-const SCARCE: &str = "raise the limits of this process (ulimit -l, -n; /dev/shm) or transfer less at once";
-const CONFIGURED: &str =
-    "check the options of the table ucx and the variables UCX_*; UCX_LOG_LEVEL=info says what UCX has found";
+const SCARCE: &str =
+    "raise the limits of this process (ulimit -l, -n; /dev/shm) or transfer less at once";
+const CONFIGURED: &str = "check the options of the table ucx and the variables UCX_*; UCX_LOG_LEVEL=info says what UCX has found";
 const UNKNOWN: &str = "UCX_LOG_LEVEL=info makes UCX say more";
 
 /// The meaning of a status, and what to do next. The first row that holds it counts.
@@ -58,7 +58,9 @@ const SAYS_WHICH: &str = "UCX_LOG_LEVEL=info says which";
 pub(crate) fn native(what: impl Display, status: Status) -> Error {
     let row = ROWS.iter().find(|(statuses, ..)| statuses.contains(&status.0));
     let (_, kind, cure) = row.expect("the last row holds every status");
-    Error::new(*kind, format!("{what}: {cure}")).backend(NAME).native(i64::from(status.0), status.text())
+    Error::new(*kind, format!("{what}: {cure}"))
+        .backend(NAME)
+        .native(i64::from(status.0), status.text())
 }
 
 /// Why there is no worker: no peer has part in that, whatever UCX's answer is to mean elsewhere.
@@ -67,9 +69,12 @@ pub(crate) fn of_worker(status: Status) -> Error {
     let error = native(WHAT, status);
     match error.kind() {
         Kind::PeerLost => {
-            let why =
-                format!("{WHAT}: raise the limits of open files (ulimit -n) and of memory; {SAYS_WHICH}");
-            Error::new(Kind::Exhausted, why).backend(NAME).native(i64::from(status.0), status.text())
+            let why = format!(
+                "{WHAT}: raise the limits of open files (ulimit -n) and of memory; {SAYS_WHICH}"
+            );
+            Error::new(Kind::Exhausted, why)
+                .backend(NAME)
+                .native(i64::from(status.0), status.text())
         }
         _ => error,
     }
@@ -84,7 +89,9 @@ pub(crate) fn of_piece(status: Status) -> Error {
             let why = format!(
                 "UCX could not move a piece of the transfer: check whether the peer still runs; if it does, {SCARCE}"
             );
-            Error::new(Kind::Exhausted, why).backend(NAME).native(i64::from(status.0), status.text())
+            Error::new(Kind::Exhausted, why)
+                .backend(NAME)
+                .native(i64::from(status.0), status.text())
         }
         _ => error,
     }
@@ -99,7 +106,11 @@ mod tests {
         let error = of_worker(Status(-3));
         assert_eq!(error.kind(), Kind::Exhausted);
         assert!(error.sentence().contains("ulimit -n"), "{error}");
-        assert_eq!(native("", Status(-3)).kind(), Kind::PeerLost, "else nothing is told apart here");
+        assert_eq!(
+            native("", Status(-3)).kind(),
+            Kind::PeerLost,
+            "else nothing is told apart here"
+        );
     }
 
     #[test]
@@ -132,7 +143,10 @@ mod tests {
         ] {
             let error = native("a trial", Status(status));
             assert_eq!(error.kind(), kind, "{status}");
-            assert!(error.sentence().starts_with("a trial: ") && error.sentence().contains(cure), "{error}");
+            assert!(
+                error.sentence().starts_with("a trial: ") && error.sentence().contains(cure),
+                "{error}"
+            );
             assert_eq!(error.native_detail().map(|native| native.code), Some(i64::from(status)));
             assert_eq!(error.failed_backend(), Some("UCX"));
         }
@@ -141,7 +155,8 @@ mod tests {
     #[test]
     fn no_row_is_out_of_reach() {
         for (at, (statuses, ..)) in ROWS.iter().enumerate() {
-            let first = |status: ucs_status_t| ROWS.iter().position(|(row, ..)| row.contains(&status));
+            let first =
+                |status: ucs_status_t| ROWS.iter().position(|(row, ..)| row.contains(&status));
             assert!(statuses.clone().any(|status| first(status) == Some(at)), "{statuses:?}");
         }
     }

@@ -96,11 +96,20 @@ impl UcxFabric {
         // SAFETY: this thread has the machine, and the worker is alive.
         let links = unsafe { self.peers.close(at, &self.notes) };
         let links = links.into_iter().filter(|link| Some(*link) != but);
-        self.news.extend(links.map(|endpoint| Happened::Broken { endpoint, why: why.clone(), gone: false }));
+        self.news.extend(links.map(|endpoint| Happened::Broken {
+            endpoint,
+            why: why.clone(),
+            gone: false,
+        }));
     }
 
     /// The same of one that is over, if there is one, before anything else is told.
-    fn break_off_lost(&mut self, at: Option<usize>, why: &'static str, happened: &mut Vec<Happened>) {
+    fn break_off_lost(
+        &mut self,
+        at: Option<usize>,
+        why: &'static str,
+        happened: &mut Vec<Happened>,
+    ) {
         let Some(at) = at else { return };
         self.break_off(at, None, &Error::new(Kind::PeerLost, why).backend(NAME));
         happened.append(&mut self.news);
@@ -145,8 +154,10 @@ impl UcxFabric {
     fn take_notes(&mut self, happened: &mut Vec<Happened>) {
         for (handle, status) in self.notes.take_failed() {
             if let Some(at) = self.peers.of_handle(handle) {
-                let why =
-                    error::native("the connection to the peer broke: check whether it still runs", status);
+                let why = error::native(
+                    "the connection to the peer broke: check whether it still runs",
+                    status,
+                );
                 self.break_off(at, None, &why.kind_is(Kind::PeerLost));
             }
         }
@@ -158,7 +169,11 @@ impl UcxFabric {
                 self.break_off_lost(over, "the peer's agent was shut down", happened);
             } else {
                 let over = self.peers.hear(from);
-                self.break_off_lost(over, "the peer has given up this connection and made another", happened);
+                self.break_off_lost(
+                    over,
+                    "the peer has given up this connection and made another",
+                    happened,
+                );
                 happened.push(Happened::Message(message));
             }
         }
@@ -221,9 +236,8 @@ unsafe fn post(
         Posted::Failed(status) => {
             // SAFETY: as above.
             unsafe { Once::take_back(once) };
-            return Err(
-                error::native("UCX does not send a message to the peer", status).kind_is(Kind::PeerLost)
-            );
+            return Err(error::native("UCX does not send a message to the peer", status)
+                .kind_is(Kind::PeerLost));
         }
     }
     Ok(())
@@ -324,7 +338,9 @@ unsafe impl Fabric for UcxFabric {
     }
 
     fn flush(&mut self, endpoint: EndpointId, job: JobId) -> Result<Flushed> {
-        let Some((endpoint, _)) = self.peers.of(endpoint) else { return Ok(Flushed::WithItsPieces) };
+        let Some((endpoint, _)) = self.peers.of(endpoint) else {
+            return Ok(Flushed::WithItsPieces);
+        };
         let once = Once::hand_over(Told::Flushed(job), &self.notes);
         // SAFETY: this thread has the machine, and the endpoint is open.
         match unsafe { endpoint.flush(once) } {
@@ -342,8 +358,10 @@ unsafe impl Fabric for UcxFabric {
 
     fn sever(&mut self, endpoint: EndpointId) {
         if let Some(at) = self.peers.of_link(endpoint) {
-            let why =
-                Error::new(Kind::PeerLost, "another link to this peer was lost, and they share a connection");
+            let why = Error::new(
+                Kind::PeerLost,
+                "another link to this peer was lost, and they share a connection",
+            );
             self.break_off(at, Some(endpoint), &why.backend(NAME));
         }
     }

@@ -6,8 +6,8 @@ use std::time::Duration;
 use kvx_backend::fabric::{LaneParts, Parts};
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
-    Capabilities, Error, HeldUp, Idle, Isolation, Kind, MemoryKinds, Options, PerOp, Placement, Result,
-    Revocation, Unavailable, WithoutAList,
+    Capabilities, Error, HeldUp, Idle, Isolation, Kind, MemoryKinds, Options, PerOp, Placement,
+    Result, Revocation, Unavailable, WithoutAList,
 };
 
 use crate::address::Address;
@@ -61,13 +61,13 @@ fn capabilities(memory: MemoryKinds) -> Capabilities {
 fn context(library: &'static Library, options: &Options) -> Result<Arc<ffi::UcxContext>> {
     let settings = Config::read(options)?.settings(library.path());
     ffi::UcxContext::new(library, &settings).map_err(|(status, setting)| match setting {
-        Some(setting) => {
-            error::native(format!("UCX refuses the setting {setting}"), status).kind_is(Kind::Invalid)
-        }
-        None => {
-            error::native("UCX finds no transport that it may use: check UCX_TLS and \"ucx.tls\"", status)
-                .kind_is(Kind::Unavailable)
-        }
+        Some(setting) => error::native(format!("UCX refuses the setting {setting}"), status)
+            .kind_is(Kind::Invalid),
+        None => error::native(
+            "UCX finds no transport that it may use: check UCX_TLS and \"ucx.tls\"",
+            status,
+        )
+        .kind_is(Kind::Unavailable),
     })
 }
 
@@ -110,8 +110,9 @@ impl Factory for Ucx {
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
         let library = Library::open()?;
         let threads = Threads::now();
-        let context = context(library, options)
-            .map_err(|why| Unavailable::because(why.to_string(), "correct the setting, or remove it"))?;
+        let context = context(library, options).map_err(|why| {
+            Unavailable::because(why.to_string(), "correct the setting, or remove it")
+        })?;
         threads.name_new();
         let printed = context.printed();
         let resources = resources(&printed);
@@ -166,7 +167,9 @@ pub(crate) fn parts(agent: &Context) -> Result<(Parts<UcxFabric>, Vec<LaneParts<
     let registrations = Arc::new(Registrations::new(ucx, workers.len()));
     let mut lanes = Vec::with_capacity(workers.len());
     for worker in workers {
-        let at = worker.address().map_err(|status| error::native("UCX's worker has no address", status))?;
+        let at = worker
+            .address()
+            .map_err(|status| error::native("UCX's worker has no address", status))?;
         let address = Address { version: library.version(), worker: at.into() };
         let (number, address) = (address.number(), address.encode());
         let fabric = UcxFabric::new(

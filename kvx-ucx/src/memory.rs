@@ -11,7 +11,9 @@ use slab::Slab;
 
 use crate::error;
 use crate::ffi::bindings_1_13::*;
-use crate::ffi::{Endpoint, Library, MappedMemory, Mapping, RemoteKey, UcxContext, Version, padded};
+use crate::ffi::{
+    Endpoint, Library, MappedMemory, Mapping, RemoteKey, UcxContext, Version, padded,
+};
 
 /// The longest packed key that is taken from a peer.
 const MAX_KEY: usize = 64 << 10;
@@ -129,7 +131,9 @@ impl Registrations {
 unsafe impl Registrar<Local> for Registrations {
     fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let refused = |what: &'static str| {
-            move |status| error::native(format!("UCX could not {what} {} memory", memory.kind()), status)
+            move |status| {
+                error::native(format!("UCX could not {what} {} memory", memory.kind()), status)
+            }
         };
         let context = self.context()?;
         // SAFETY: core keeps the memory until the region is given back, after `unmap`.
@@ -176,7 +180,11 @@ impl RemoteKeys {
     ///
     /// # Safety
     /// As [`Endpoint::unpack`].
-    pub(crate) unsafe fn unpack(&mut self, endpoint: &Endpoint, region: &RemoteSpec<'_>) -> Result<Remote> {
+    pub(crate) unsafe fn unpack(
+        &mut self,
+        endpoint: &Endpoint,
+        region: &RemoteSpec<'_>,
+    ) -> Result<Remote> {
         self.drop_unused();
         let export = sealed::open("UCX key", region.export)?;
         let mut reader = Reader::new("UCX key", export);
@@ -187,7 +195,9 @@ impl RemoteKeys {
         let packed = reader.bytes(reader.left())?;
         // UCX takes the kind for an index, and looks nowhere whether it is one.
         let is_known = Library::opened().is_some_and(|library| library.version() <= KIND_KNOWN);
-        if is_known && packed.get(KIND_AT).map(|kind| u32::from(*kind)) != Some(memory_type(region.kind)) {
+        if is_known
+            && packed.get(KIND_AT).map(|kind| u32::from(*kind)) != Some(memory_type(region.kind))
+        {
             return Err(reader.malformed("it is for another kind of memory"));
         }
         // SAFETY: the caller's promise.
@@ -200,7 +210,8 @@ impl RemoteKeys {
 
     /// Drops the keys that nobody uses any more.
     pub(crate) fn drop_unused(&mut self) {
-        let unused = std::mem::take(&mut *self.unused.lock().unwrap_or_else(PoisonError::into_inner));
+        let unused =
+            std::mem::take(&mut *self.unused.lock().unwrap_or_else(PoisonError::into_inner));
         for key in unused {
             self.keys.try_remove(key);
         }
@@ -279,7 +290,10 @@ mod tests {
         versions::on_each("memory::tests::ucx_is_shown_no_key_that_was_altered_or_is_none", |_| {
             exported(|export, unpack| {
                 let mut refused = |export: &[u8], len, kind| {
-                    assert_eq!(unpack(export, len, kind).map_err(|why| why.kind()), Err(Kind::Malformed));
+                    assert_eq!(
+                        unpack(export, len, kind).map_err(|why| why.kind()),
+                        Err(Kind::Malformed)
+                    );
                 };
                 let bytes = export.len() - 8;
                 for at in 0..export.len() {
@@ -298,7 +312,11 @@ mod tests {
                     refused(&resealed(&|bytes| bytes[8 + KIND_AT] = kind), PAGE, MemoryKind::Host);
                 }
                 refused(&resealed(&|bytes| bytes.truncate(8 + KIND_AT)), PAGE, MemoryKind::Host);
-                refused(&resealed(&|bytes| bytes.resize(8 + MAX_KEY + 1, 0)), PAGE, MemoryKind::Host);
+                refused(
+                    &resealed(&|bytes| bytes.resize(8 + MAX_KEY + 1, 0)),
+                    PAGE,
+                    MemoryKind::Host,
+                );
                 refused(&resealed(&|bytes| bytes[..8].fill(0xff)), PAGE, MemoryKind::Host);
                 refused(export, PAGE, MemoryKind::Cuda);
                 for kind in [MemoryKind::Host, MemoryKind::Pinned] {

@@ -253,8 +253,11 @@ impl Peers {
 
 fn unreachable(status: Status) -> Error {
     // UCX does not tell a peer that is gone from one with which it has no transport in common.
-    error::native("UCX does not reach this peer: it is gone, or the two have no transport in common", status)
-        .kind_is(Kind::PeerLost)
+    error::native(
+        "UCX does not reach this peer: it is gone, or the two have no transport in common",
+        status,
+    )
+    .kind_is(Kind::PeerLost)
 }
 
 /// Work on a link whose endpoint is closed.
@@ -294,7 +297,11 @@ mod tests {
         assert_eq!(heard(side(3, 0), 5, 0), (false, 5), "both have made one");
         assert_eq!(heard(side(3, 0), 5, 3), (false, 5), "the answer to ours");
         assert_eq!(heard(side(3, 5), 5, 0), (false, 5), "what was sent before it heard of ours");
-        assert_eq!(heard(side(3, 4), 5, 3), (false, 5), "it gave up one that it found stale because of ours");
+        assert_eq!(
+            heard(side(3, 4), 5, 3),
+            (false, 5),
+            "it gave up one that it found stale because of ours"
+        );
     }
 
     #[test]
@@ -317,7 +324,10 @@ mod tests {
         let mut peers = side(3, 5);
         let farewell = |worker| Postmark { worker, endpoint: 6, answers: 3 };
         peers.hear(Postmark { worker: 8, endpoint: 1, answers: 0 });
-        assert_eq!((peers.hear_farewell(farewell(7)), peers.hear_farewell(farewell(8))), (Some(0), None));
+        assert_eq!(
+            (peers.hear_farewell(farewell(7)), peers.hear_farewell(farewell(8))),
+            (Some(0), None)
+        );
         assert!(peers.strangers.is_empty());
     }
 

@@ -34,7 +34,10 @@ pub(crate) fn chosen(endpoint: &str, worker: &str) -> String {
 
 impl ProtocolTable<'_> {
     fn shown(&self) -> String {
-        let rows = self.rows.iter().map(|[lengths, protocol, lanes]| format!("{lengths} {protocol} {lanes}"));
+        let rows = self
+            .rows
+            .iter()
+            .map(|[lengths, protocol, lanes]| format!("{lengths} {protocol} {lanes}"));
         rows.collect::<Vec<_>>().join(", ")
     }
 }
@@ -44,7 +47,9 @@ fn tables(printed: &str) -> Vec<ProtocolTable<'_>> {
     let mut tables: Vec<ProtocolTable<'_>> = Vec::new();
     for line in printed.lines() {
         let line = line.trim_start_matches(['#', ' ']);
-        let Some(inside) = line.strip_prefix('|').and_then(|rest| rest.trim_end().strip_suffix('|')) else {
+        let Some(inside) =
+            line.strip_prefix('|').and_then(|rest| rest.trim_end().strip_suffix('|'))
+        else {
             continue;
         };
         let cells: Vec<&str> = inside.split('|').map(str::trim).collect();
@@ -54,7 +59,9 @@ fn tables(printed: &str) -> Vec<ProtocolTable<'_>> {
             }
             ([one], Some(table)) => table.title = one,
             (["Range", ..], _) => {}
-            ([lengths, protocol, lanes], Some(table)) => table.rows.push([lengths, protocol, lanes]),
+            ([lengths, protocol, lanes], Some(table)) => {
+                table.rows.push([lengths, protocol, lanes])
+            }
             _ => {}
         }
     }

@@ -69,14 +69,19 @@ struct UcxLane<'a> {
 impl<'a> UcxLane<'a> {
     /// Reads `lane[2]:  5:cma/memory.0 md[4] -> md[4]/cma/sysdev[255] rma_bw#0`.
     fn read(line: &'a str) -> Option<UcxLane<'a>> {
-        let (_, rest) = line.trim_start_matches(['#', ' ']).strip_prefix("lane[")?.split_once(':')?;
+        let (_, rest) =
+            line.trim_start_matches(['#', ' ']).strip_prefix("lane[")?.split_once(':')?;
         let (resource, rest) = rest.trim_start().split_once(' ')?;
         let (transport, device) = resource.split_once(':')?.1.split_once('/')?;
         let device = device.rsplit_once('.').map_or(device, |(device, _)| device);
         let uses = rest.split_once("->").map_or("", |(_, there)| there).split_whitespace();
         let known = ["am", "am_bw", "amo", "keepalive", "rma", "rma_bw", "wireup"];
         let uses = uses.map(|word| word.split_once('#').map_or(word, |(word, _)| word));
-        Some(UcxLane { transport, device, uses: uses.filter(|word| known.contains(word)).collect() })
+        Some(UcxLane {
+            transport,
+            device,
+            uses: uses.filter(|word| known.contains(word)).collect(),
+        })
     }
 
     fn moves_memory(&self, version: Version) -> bool {
@@ -111,7 +116,11 @@ fn promise(version: Version, lanes: &[UcxLane<'_>], declared: &Capabilities) -> 
     if !is_direct(version, lanes) {
         return declared.clone();
     }
-    Capabilities { target_cpu: PerOp::NEITHER, settles_without_peer: PerOp::BOTH, ..declared.clone() }
+    Capabilities {
+        target_cpu: PerOp::NEITHER,
+        settles_without_peer: PerOp::BOTH,
+        ..declared.clone()
+    }
 }
 
 fn sentence(ours: Version, peer: Version, lanes: &[UcxLane<'_>]) -> String {
@@ -120,10 +129,13 @@ fn sentence(ours: Version, peer: Version, lanes: &[UcxLane<'_>]) -> String {
         lanes.iter().filter(|lane| lane.moves_memory(ours)).map(|lane| lane.transport).collect();
     let how = match (is_direct(ours, lanes), moving.first()) {
         (true, Some(transport)) => format!("gets and puts by {transport} without the peer's CPU"),
-        (false, Some(transport)) => format!("puts by {transport}, gets by messages that the peer answers"),
+        (false, Some(transport)) => {
+            format!("puts by {transport}, gets by messages that the peer answers")
+        }
         (_, None) => "gets and puts by messages that the peer answers".to_owned(),
     };
-    let versions = if ours == peer { format!("UCX {ours}") } else { format!("UCX {ours} to {peer}") };
+    let versions =
+        if ours == peer { format!("UCX {ours}") } else { format!("UCX {ours} to {peer}") };
     let queued = lanes.iter().any(UcxLane::queues_messages);
     let warning = if queued { format!("; {KILLED_AMID}") } else { String::new() };
     format!("{versions}, lanes {}; {how}{warning}", shown.join(", "))
@@ -142,9 +154,9 @@ mod tests {
 #                 lane[1]:  4:posix/memory.0 md[3]          -> md[3]/posix/sysdev[255] seg 4294967295
 #                 lane[2]:  5:cma/memory.0 md[4]            -> md[4]/cma/sysdev[255] seg 4294967295 rma_bw#0
 #";
-    const TCP: &str =
-        "#                 lane[0]:  1:tcp/lo.0 md[0] -> md[0]/tcp/sysdev[255] rma_bw#0 am keepalive wireup";
-    const CARD: &str = "#   lane[0]:  7:rc_mlx5/mlx5_0:1.0 md[4] -> md[4]/ib/sysdev[3] rma_bw#0 am am_bw#0";
+    const TCP: &str = "#                 lane[0]:  1:tcp/lo.0 md[0] -> md[0]/tcp/sysdev[255] rma_bw#0 am keepalive wireup";
+    const CARD: &str =
+        "#   lane[0]:  7:rc_mlx5/mlx5_0:1.0 md[4] -> md[4]/ib/sysdev[3] rma_bw#0 am am_bw#0";
 
     fn lanes(printed: &str) -> Vec<UcxLane<'_>> {
         printed.lines().filter_map(UcxLane::read).collect()
@@ -181,12 +193,17 @@ mod tests {
     #[test]
     fn the_route_tells_versions_lanes_and_how_memory_moves() {
         let text = sentence(NEW, OLD, &lanes(SHARED));
-        assert!(text.starts_with("UCX 1.22.0 to 1.13.1, lanes sysv/memory (am keepalive), "), "{text}");
+        assert!(
+            text.starts_with("UCX 1.22.0 to 1.13.1, lanes sysv/memory (am keepalive), "),
+            "{text}"
+        );
         let how = format!("gets and puts by cma without the peer's CPU; {KILLED_AMID}");
         assert!(text.ends_with(&how), "{text}");
         let text = sentence(OLD, OLD, &lanes(SHARED));
         assert!(
-            text.ends_with(&format!("gets and puts by messages that the peer answers; {KILLED_AMID}")),
+            text.ends_with(&format!(
+                "gets and puts by messages that the peer answers; {KILLED_AMID}"
+            )),
             "{text}"
         );
         let text = sentence(NEW, NEW, &lanes(TCP));

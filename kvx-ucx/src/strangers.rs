@@ -12,13 +12,15 @@ use crate::versions;
 
 #[test]
 fn an_address_that_is_not_proven_reaches_no_parser_and_keeps_nobody_waiting() {
-    const TITLE: &str = "strangers::an_address_that_is_not_proven_reaches_no_parser_and_keeps_nobody_waiting";
+    const TITLE: &str =
+        "strangers::an_address_that_is_not_proven_reaches_no_parser_and_keeps_nobody_waiting";
     versions::on_each(TITLE, |_| {
         let [secret, wrong] = [3, 4].map(|byte| Secret::from_bytes([byte; 32]));
         let mut registry = Registry::new();
         registry.add(Ucx).unwrap();
-        let agent =
-            |name| Agent::builder(name).backends([NAME]).secret(secret.clone()).build(&registry).unwrap();
+        let agent = |name| {
+            Agent::builder(name).backends([NAME]).secret(secret.clone()).build(&registry).unwrap()
+        };
         let owner = agent("owner");
         let _region = owner.register("kv", Memory::pool(64 << 10).build().unwrap()).unwrap();
         let metadata = owner.metadata().unwrap();

@@ -28,7 +28,11 @@ impl Threads {
 }
 
 fn tasks() -> impl Iterator<Item = OsString> {
-    std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten().map(|task| task.file_name())
+    std::fs::read_dir("/proc/self/task")
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|task| task.file_name())
 }
 
 #[cfg(test)]

@@ -14,7 +14,8 @@ fn backends_of_the_configuration_are_those_of_the_agent() {
     let (prefill, decode) = (agent("prefill"), agent("decode"));
     prefill.register("kv", kvx::Memory::pool(4096).build().unwrap()).unwrap();
     let peer = decode.connect(prefill.metadata().unwrap()).unwrap();
-    let considered: Vec<_> = peer.route().considered.iter().map(|considered| considered.backend).collect();
+    let considered: Vec<_> =
+        peer.route().considered.iter().map(|considered| considered.backend).collect();
     assert_eq!(considered, ["SHM"], "a list restricts");
 }
 

@@ -24,7 +24,9 @@ fn pages() -> Vec<PathBuf> {
     let (mut pages, mut folders) = (Vec::new(), vec![root().to_owned()]);
     while let Some(folder) = folders.pop() {
         folders.extend(entries(&folder).filter(|path| path.is_dir() && is_kept(path)));
-        pages.extend(entries(&folder).filter(|path| path.extension().is_some_and(|end| end == "md")));
+        pages.extend(
+            entries(&folder).filter(|path| path.extension().is_some_and(|end| end == "md")),
+        );
     }
     pages.sort();
     assert!(pages.len() > 40, "{pages:?}");
@@ -50,7 +52,8 @@ fn the_files_that_pages_name_are_there() {
     for page in pages() {
         let text = read(&page);
         let folder = page.parent().unwrap();
-        let links = text.split("](").skip(1).filter_map(|rest| rest.split_once(')')).map(|(link, _)| link);
+        let links =
+            text.split("](").skip(1).filter_map(|rest| rest.split_once(')')).map(|(link, _)| link);
         for link in links.filter(|link| !link.starts_with('#')) {
             let in_tree = link.strip_prefix(TREE);
             if in_tree.is_none() && (link.contains("://") || !is_path(link)) {
@@ -66,7 +69,8 @@ fn the_files_that_pages_name_are_there() {
     // Names of files below the root, in the page that tells where things are.
     let map = read(&root().join("CONTRIBUTING.md"));
     let mut named = 0;
-    for name in map.split('`').skip(1).step_by(2).filter(|name| name.contains('/') && is_path(name)) {
+    for name in map.split('`').skip(1).step_by(2).filter(|name| name.contains('/') && is_path(name))
+    {
         assert!(root().join(name).exists(), "CONTRIBUTING.md: no file {name}");
         named += 1;
     }
@@ -94,19 +98,26 @@ fn no_page_is_too_long_to_be_read() {
 fn every_example_is_run_by_the_tests_and_linked_from_the_readme() {
     let readme = read(&root().join("README.md"));
     let mut names = Vec::new();
-    for path in
-        entries(&root().join("examples")).filter(|path| path.extension().is_some_and(|end| end == "rs"))
+    for path in entries(&root().join("examples"))
+        .filter(|path| path.extension().is_some_and(|end| end == "rs"))
     {
         let name = path.file_stem().unwrap().to_str().unwrap().to_owned();
         let is_run = examples::ALL.iter().any(|example| example.name == name);
         assert!(is_run, "tests/it/examples.rs does not run examples/{name}.rs");
-        assert!(readme.contains(&format!("]({TREE}examples/{name}.rs)")), "README.md: no link to {name}");
+        assert!(
+            readme.contains(&format!("]({TREE}examples/{name}.rs)")),
+            "README.md: no link to {name}"
+        );
         names.push(name);
     }
     assert!(names.len() >= 6, "{names:?}");
-    for program in entries(&root().join("interop")).filter(|path| path.join("Cargo.toml").exists()) {
+    for program in entries(&root().join("interop")).filter(|path| path.join("Cargo.toml").exists())
+    {
         let name = program.file_name().unwrap().to_str().unwrap();
-        assert!(readme.contains(&format!("]({TREE}interop/{name}/")), "README.md: no link to interop/{name}");
+        assert!(
+            readme.contains(&format!("]({TREE}interop/{name}/")),
+            "README.md: no link to interop/{name}"
+        );
     }
 }
 
@@ -115,6 +126,9 @@ fn the_readme_leads_to_every_page_of_docs() {
     let readme = read(&root().join("README.md"));
     for page in entries(&root().join("docs")) {
         let name = page.file_name().unwrap().to_str().unwrap();
-        assert!(readme.contains(&format!("]({TREE}docs/{name})")), "README.md: no link to docs/{name}");
+        assert!(
+            readme.contains(&format!("]({TREE}docs/{name})")),
+            "README.md: no link to docs/{name}"
+        );
     }
 }

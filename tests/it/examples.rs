@@ -30,7 +30,11 @@ pub(crate) const ALL: &[Example] = &[
         is_built: cfg!(all(feature = "shm", feature = "tcp")),
         says: &["16 blocks as 8 segments over "],
     },
-    Example { name: "vllm_config", is_built: cfg!(feature = "tcp"), says: &["TCP", "did you mean UCX?"] },
+    Example {
+        name: "vllm_config",
+        is_built: cfg!(feature = "tcp"),
+        says: &["TCP", "did you mean UCX?"],
+    },
     Example {
         name: "faults",
         is_built: cfg!(feature = "tcp"),
@@ -63,11 +67,14 @@ pub(crate) fn command(name: &str) -> Result<Command, (String, &'static str)> {
     let program = std::env::current_exe().ok();
     let profile = program.as_deref().and_then(|program| program.parent()?.parent());
     let file = profile.map(|folder| folder.join("examples").join(name)).unwrap_or_default();
-    let source = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("examples").join(format!("{name}.rs"));
+    let source =
+        PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("examples").join(format!("{name}.rs"));
     let changed = |file: &PathBuf| file.metadata().and_then(|about| about.modified()).ok();
     match changed(&file) {
         None => Err((format!("example {name} is not built"), CURE)),
-        built if built < changed(&source) => Err((format!("example {name} is older than its source"), CURE)),
+        built if built < changed(&source) => {
+            Err((format!("example {name} is older than its source"), CURE))
+        }
         Some(_) => Ok(Command::new(file)),
     }
 }
@@ -81,7 +88,8 @@ fn run(Example { name, says, .. }: &Example) -> Result<(), Failure> {
         }
     };
     let done = output(&mut command, LIMIT);
-    let [printed, errors] = [&done.stdout, &done.stderr].map(|bytes| String::from_utf8_lossy(bytes));
+    let [printed, errors] =
+        [&done.stdout, &done.stderr].map(|bytes| String::from_utf8_lossy(bytes));
     if !done.status.success() {
         return Err(Failure::new(format!("{}\n{printed}{errors}", done.status)));
     }

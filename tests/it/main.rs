@@ -7,7 +7,13 @@ mod config;
 mod documents;
 #[cfg(feature = "connector")]
 mod engines;
-#[cfg(all(feature = "connector", feature = "shm", feature = "tcp", feature = "cuda", feature = "rocm"))]
+#[cfg(all(
+    feature = "connector",
+    feature = "shm",
+    feature = "tcp",
+    feature = "cuda",
+    feature = "rocm"
+))]
 mod engines_on_devices;
 mod examples;
 #[cfg(all(feature = "shm", feature = "tcp", feature = "ucx", feature = "libfabric"))]
@@ -48,7 +54,13 @@ fn main() -> ExitCode {
         }
         trials.extend(engines::trials());
     }
-    #[cfg(all(feature = "connector", feature = "shm", feature = "tcp", feature = "cuda", feature = "rocm"))]
+    #[cfg(all(
+        feature = "connector",
+        feature = "shm",
+        feature = "tcp",
+        feature = "cuda",
+        feature = "rocm"
+    ))]
     trials.extend(engines_on_devices::trials());
     #[cfg(all(feature = "shm", feature = "tcp", feature = "ucx", feature = "libfabric"))]
     {

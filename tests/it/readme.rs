@@ -30,7 +30,8 @@ fn the_table_of_backends_names_each_with_its_feature() {
     let rows: Vec<_> = README.lines().filter(|line| line.starts_with("| `")).collect();
     for known in kvx::KNOWN {
         let name = format!("`{}`", known.name);
-        let row = rows.iter().find(|row| row.split('|').nth(1).is_some_and(|cell| cell.contains(&name)));
+        let row =
+            rows.iter().find(|row| row.split('|').nth(1).is_some_and(|cell| cell.contains(&name)));
         let row = row.unwrap_or_else(|| panic!("README.md has no row for {name}"));
         assert!(known.aliases.iter().all(|alias| row.contains(&format!("`{alias}`"))), "{row}");
         let feature = known.feature.expect("README.md has a row for each backend of this release");
@@ -43,7 +44,9 @@ const TWO_ENGINES: &str = include_str!("../../examples/two_engines.rs");
 /// What an engine needs of kvx: the lines between the marks, without comments and blank ones.
 fn lines_of_kvx() -> Vec<&'static str> {
     let mut lines: Vec<_> = TWO_ENGINES.lines().map(str::trim).collect();
-    let mark = |mark: &str| lines.iter().position(|line| *line == mark).expect("the example has the marks");
+    let mark = |mark: &str| {
+        lines.iter().position(|line| *line == mark).expect("the example has the marks")
+    };
     let (from, to) = (mark("// ---- kvx ----"), mark("// ---- engine ----"));
     lines.truncate(to);
     lines.drain(..=from);
@@ -56,7 +59,8 @@ fn an_engine_needs_at_most_sixty_lines_of_kvx() {
     let lines = lines_of_kvx().len();
     assert!((20..=60).contains(&lines), "{lines} lines");
     // And none beside them but a lease's and held blocks' ends.
-    let engine = TWO_ENGINES.split("// ---- engine ----").nth(1).expect("the example has the marks");
+    let engine =
+        TWO_ENGINES.split("// ---- engine ----").nth(1).expect("the example has the marks");
     assert!(
         !engine.contains("use kvx") && !engine.contains("kvx::"),
         "the toy uses kvx by what the marks enclose"
@@ -65,7 +69,11 @@ fn an_engine_needs_at_most_sixty_lines_of_kvx() {
 
 #[test]
 fn the_lines_of_an_engine_are_the_examples() {
-    let shown = README.lines().skip_while(|line| *line != "```rs").skip(1).take_while(|line| *line != "```");
+    let shown = README
+        .lines()
+        .skip_while(|line| *line != "```rs")
+        .skip(1)
+        .take_while(|line| *line != "```");
     let shown: Vec<_> = shown.map(str::trim).filter(|line| !line.is_empty()).collect();
     assert_eq!(shown.len(), 2);
     for line in shown {

@@ -20,7 +20,9 @@ fn every_known_name_has_a_standing_and_its_features_decide_which() {
             None => false,
         };
         match standing {
-            Standing::Available(_) | Standing::Unavailable(Unavailable { .. }) => assert!(compiled, "{name}"),
+            Standing::Available(_) | Standing::Unavailable(Unavailable { .. }) => {
+                assert!(compiled, "{name}")
+            }
             Standing::NotCompiled { feature } => {
                 assert!(!compiled && Some(feature) == known.feature, "{name}")
             }
@@ -40,7 +42,8 @@ fn the_order_of_preference_is_shm_then_ucx_then_libfabric_then_tcp() {
         ("MOONCAKE", cfg!(feature = "mooncake")),
         ("RIXL", cfg!(feature = "rixl")),
     ];
-    let expected: Vec<_> = compiled.into_iter().filter_map(|(name, is)| is.then_some(name)).collect();
+    let expected: Vec<_> =
+        compiled.into_iter().filter_map(|(name, is)| is.then_some(name)).collect();
     assert_eq!(names, expected);
 }
 

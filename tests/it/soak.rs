@@ -27,10 +27,13 @@ fn work(title: &str, backend: &'static str, asked: Option<u64>) -> Result<(), Fa
         skip(title, &why.to_string(), "see the reason");
         return Ok(());
     }
-    let seed = number(SEED)
-        .unwrap_or_else(|| SystemTime::UNIX_EPOCH.elapsed().map_or(1, |since| since.as_nanos() as u64));
+    let seed = number(SEED).unwrap_or_else(|| {
+        SystemTime::UNIX_EPOCH.elapsed().map_or(1, |since| since.as_nanos() as u64)
+    });
     let spec = match asked {
-        Some(seconds) => Soak { time: Duration::from_secs(seconds), processes: 8, agents: 25, seed },
+        Some(seconds) => {
+            Soak { time: Duration::from_secs(seconds), processes: 8, agents: 25, seed }
+        }
         None => Soak { time: Duration::from_secs(6), processes: 3, agents: 6, seed },
     };
     let mut setup = Setup::new(registry_of_facade, "", backend, Mode::TwoProcesses);

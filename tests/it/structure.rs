@@ -37,10 +37,16 @@ fn uses(root: &Path) -> std::io::Result<Uses> {
         .collect();
     let mut uses = Uses::new();
     for (module, text) in texts.iter().filter(|(module, _)| !module.is_empty()) {
-        let is_child = |path: &[String]| texts.contains_key(&[module.as_slice(), &path[..1]].concat());
-        let used = paths(text).into_iter().filter(|(path, is_public)| !(*is_public && is_child(path)));
-        let used = used.filter_map(|(path, _)| resolve(&absolute(module, &path, &texts)?, &texts, &exports));
-        uses.insert(module.clone(), used.filter(|used| used != module && !used.is_empty()).collect());
+        let is_child =
+            |path: &[String]| texts.contains_key(&[module.as_slice(), &path[..1]].concat());
+        let used =
+            paths(text).into_iter().filter(|(path, is_public)| !(*is_public && is_child(path)));
+        let used = used
+            .filter_map(|(path, _)| resolve(&absolute(module, &path, &texts)?, &texts, &exports));
+        uses.insert(
+            module.clone(),
+            used.filter(|used| used != module && !used.is_empty()).collect(),
+        );
     }
     Ok(uses)
 }
@@ -53,7 +59,8 @@ fn circles(uses: &Uses) -> Vec<Vec<String>> {
         circles.insert(reached(module, uses).into_iter().filter(in_circle).collect());
     }
     let names = |circle: &BTreeSet<Module>| circle.iter().map(|module| module.join("::")).collect();
-    let mut circles: Vec<Vec<String>> = circles.iter().filter(|circle| circle.len() > 1).map(names).collect();
+    let mut circles: Vec<Vec<String>> =
+        circles.iter().filter(|circle| circle.len() > 1).map(names).collect();
     circles.sort_by_key(|circle| std::cmp::Reverse(circle.len()));
     circles
 }
@@ -62,7 +69,9 @@ fn circles(uses: &Uses) -> Vec<Vec<String>> {
 fn reached(module: &Module, uses: &Uses) -> BTreeSet<Module> {
     let (mut reached, mut left) = (BTreeSet::from([module.clone()]), vec![module]);
     while let Some(next) = left.pop() {
-        left.extend(uses.get(next).into_iter().flatten().filter(|used| reached.insert((*used).clone())));
+        left.extend(
+            uses.get(next).into_iter().flatten().filter(|used| reached.insert((*used).clone())),
+        );
     }
     reached
 }
@@ -152,7 +161,8 @@ fn absolute(module: &Module, path: &[String], texts: &Texts) -> Option<NamePath>
 fn resolve(path: &[String], texts: &Texts, exports: &Exports<'_>) -> Option<Module> {
     let mut path = path.to_vec();
     for _ in 0..8 {
-        let depth = (0..=path.len()).rev().find(|depth| texts.contains_key(&path[..*depth].to_vec()))?;
+        let depth =
+            (0..=path.len()).rev().find(|depth| texts.contains_key(&path[..*depth].to_vec()))?;
         let module: Module = path[..depth].to_vec();
         let elsewhere = path.get(depth).and_then(|name| exports.get(&module)?.get(name));
         match elsewhere.and_then(|elsewhere| absolute(&module, elsewhere, texts)) {
@@ -199,7 +209,8 @@ fn core_uses_only_lower_layers() {
 fn core_stays_small_and_its_unsafe_code_in_six_files() {
     let mut texts = Texts::new();
     read(&core(), &mut Vec::new(), &mut texts).unwrap();
-    let lines = texts.values().flat_map(|text| text.lines()).filter(|line| !line.trim().is_empty()).count();
+    let lines =
+        texts.values().flat_map(|text| text.lines()).filter(|line| !line.trim().is_empty()).count();
     assert!((5_000..=10_000).contains(&lines), "{lines} lines");
     let is_name = |c: char| c.is_alphanumeric() || c == '_';
     let is_unsafe = |text: &&String| text.split(|c| !is_name(c)).any(|word| word == "unsafe");

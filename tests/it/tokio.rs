@@ -16,7 +16,8 @@ async fn two_agents() -> Result<()> {
     let peer = decode.connect(&prefill.metadata()?)?;
     peer.ready(WAIT).await?;
     let grid = Grid::packed(4096, 256);
-    let plan = Plan::read(cache.grid(grid)?.blocks([0]), peer.region("kv")?.grid(grid)?.blocks([7]))?;
+    let plan =
+        Plan::read(cache.grid(grid)?.blocks([0]), peer.region("kv")?.grid(grid)?.blocks([7]))?;
     let receiver = prefill.clone();
     let received = tokio::spawn(async move { receiver.notification(WAIT).await });
     let report = peer.transfer(&plan).notify(*b"done").post_wait().await?.await?;
@@ -35,12 +36,18 @@ async fn two_agents() -> Result<()> {
 
 #[test]
 fn everything_can_be_awaited_on_one_thread() -> Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
-    runtime.block_on(async { tokio::time::timeout(WAIT, two_agents()).await.expect("it ends in time") })
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+    runtime.block_on(async {
+        tokio::time::timeout(WAIT, two_agents()).await.expect("it ends in time")
+    })
 }
 
 #[test]
 fn everything_can_be_awaited_on_several_threads() -> Result<()> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_time().build();
-    runtime.expect("a runtime").block_on(async { tokio::spawn(two_agents()).await.expect("the task ended") })
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_time().build();
+    runtime
+        .expect("a runtime")
+        .block_on(async { tokio::spawn(two_agents()).await.expect("the task ended") })
 }

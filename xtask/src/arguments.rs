@@ -178,7 +178,9 @@ pub(crate) struct LimitsOptions {
 }
 
 /// Returns a parser of names that are found at run time.
-pub(crate) fn one_of(names: Vec<String>) -> impl Fn(&str) -> Result<String, String> + Clone + Send + Sync {
+pub(crate) fn one_of(
+    names: Vec<String>,
+) -> impl Fn(&str) -> Result<String, String> + Clone + Send + Sync {
     move |name| match names.iter().any(|known| known == name) {
         true => Ok(name.to_owned()),
         false => Err(format!("known names: {}", names.join(", "))),
@@ -216,13 +218,19 @@ mod tests {
 
     #[test]
     fn commands_of_documents_are_accepted() {
-        let docs = std::fs::read_dir(crate::root().join("docs")).unwrap().map(|file| file.unwrap().path());
-        let pages = docs.chain(["README.md", "CONTRIBUTING.md"].map(|name| crate::root().join(name)));
+        let docs =
+            std::fs::read_dir(crate::root().join("docs")).unwrap().map(|file| file.unwrap().path());
+        let pages =
+            docs.chain(["README.md", "CONTRIBUTING.md"].map(|name| crate::root().join(name)));
         let text: String = pages.map(|page| std::fs::read_to_string(page).unwrap()).collect();
-        let commands: Vec<_> = text.lines().filter_map(|line| line.strip_prefix("cargo xtask ")).collect();
+        let commands: Vec<_> =
+            text.lines().filter_map(|line| line.strip_prefix("cargo xtask ")).collect();
         assert!(commands.len() > 5, "{commands:?}");
-        let more =
-            ["interop vllm --kvx --only hosts --set-up", "interop transformers --record", "limits --times 1"];
+        let more = [
+            "interop vllm --kvx --only hosts --set-up",
+            "interop transformers --record",
+            "limits --times 1",
+        ];
         for command in commands.into_iter().chain(more) {
             let line = command.split(" #").next().unwrap_or_default();
             parse(line).unwrap_or_else(|error| panic!("{line}: {error}"));

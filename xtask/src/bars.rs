@@ -49,7 +49,11 @@ impl Bar {
                     Some(number("small.times")?.min(5.0 * of_bare))
                 }
                 None if !self.largest.is_empty() => {
-                    let all = self.largest.iter().map(|field| number(field)).collect::<Option<Vec<_>>>()?;
+                    let all = self
+                        .largest
+                        .iter()
+                        .map(|field| number(field))
+                        .collect::<Option<Vec<_>>>()?;
                     all.into_iter().reduce(f64::max)
                 }
                 None => {
@@ -149,7 +153,10 @@ mod tests {
     fn a_bar_is_missed_by_its_median() {
         let at_least = Bar { what: "something".to_owned(), at_least: Some(0.9), ..Bar::default() };
         let (line, held) = at_least.row(vec![0.5, 0.95, 0.91, 0.2, 0.99]);
-        assert!(held && line == "| something | at least 0.90 | 0.91 | 0.20 | 0.99 | met |", "{line}");
+        assert!(
+            held && line == "| something | at least 0.90 | 0.91 | 0.20 | 0.99 | met |",
+            "{line}"
+        );
         assert!(!at_least.row(vec![0.5, 0.95, 0.2]).1);
         let at_most = Bar { at_most: Some(200.0), ..Bar::default() };
         assert!(at_most.row(vec![200.0]).1 && !at_most.row(vec![200.1]).1);

@@ -17,7 +17,8 @@ pub(crate) fn run(check: bool) -> Result<bool> {
     cargo.args(check.then_some("--check"));
     let finished = process::run(cargo, steps::LIMIT, Output::Shown)?;
     for line in finished.output.lines() {
-        if let Some((name, reason)) = line.strip_prefix("no headers: ").and_then(|line| line.split_once(": "))
+        if let Some((name, reason)) =
+            line.strip_prefix("no headers: ").and_then(|line| line.split_once(": "))
         {
             skips::note(name, reason, "cargo xtask test --install on Debian 12")?;
         }

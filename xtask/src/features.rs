@@ -11,7 +11,8 @@ use crate::process::{self, Deadline};
 const CORE: &str = "kvx-core";
 
 /// Async runtimes, by crate name.
-const RUNTIMES: [&str; 7] = ["async-executor", "async-std", "compio", "glommio", "monoio", "smol", "tokio"];
+const RUNTIMES: [&str; 7] =
+    ["async-executor", "async-std", "compio", "glommio", "monoio", "smol", "tokio"];
 
 /// Bounds for users of one feature: the package, the feature, the most crates (the package included), and whether an
 /// async runtime may be among them.
@@ -24,7 +25,8 @@ pub(crate) fn check(all: bool, limit: Duration) -> Result<Vec<String>> {
     let deadline = Deadline::after(limit);
     let metadata = Metadata::of_everything()?;
     let facade = metadata.root_package()?;
-    let alone = facade.features.keys().filter(|name| name.as_str() == "tcp" || (all && *name != "default"));
+    let alone =
+        facade.features.keys().filter(|name| name.as_str() == "tcp" || (all && *name != "default"));
     let alone = alone.map(|feature| format!("--no-default-features --features {feature}"));
     let others = ["--no-default-features", "--features default"].map(str::to_owned);
     let mut failures = Vec::new();
@@ -49,15 +51,19 @@ fn check_dependencies(metadata: &Metadata, deadline: Deadline) -> Result<Vec<Str
         failures.push(format!("{CORE} depends on an async runtime: {}", found.join(", ")));
     }
     for (package, feature, most, may_have_runtime) in SMALL {
-        let crates = tree(&["-p", package, "--no-default-features", "--features", feature], deadline)?;
+        let crates =
+            tree(&["-p", package, "--no-default-features", "--features", feature], deadline)?;
         println!("{package} with `{feature}` only: {} crates, at most {most}", crates.len());
         let list = crates.iter().map(String::as_str).collect::<Vec<_>>().join(", ");
         if crates.len() > most {
-            failures.push(format!("{package} with `{feature}` only has more than {most} crates: {list}"));
+            failures.push(format!(
+                "{package} with `{feature}` only has more than {most} crates: {list}"
+            ));
         }
         let found = runtimes(&crates);
         if !may_have_runtime && !found.is_empty() {
-            failures.push(format!("{package} with `{feature}` only depends on {}", found.join(", ")));
+            failures
+                .push(format!("{package} with `{feature}` only depends on {}", found.join(", ")));
         }
     }
     Ok(failures)
@@ -70,7 +76,10 @@ fn core_is_portable(metadata: &Metadata, deadline: Deadline) -> Result<Option<St
     let mut check = process::cargo(["check", "-p", CORE]);
     // With other flags everything is built again, so it has a folder of its own. Encoded flags would take precedence.
     let target = metadata.target_directory.join("xtask/portable");
-    check.env("RUSTFLAGS", flags).env_remove("CARGO_ENCODED_RUSTFLAGS").env("CARGO_TARGET_DIR", target);
+    check
+        .env("RUSTFLAGS", flags)
+        .env_remove("CARGO_ENCODED_RUSTFLAGS")
+        .env("CARGO_TARGET_DIR", target);
     Ok(process::failure_of(check, &shown, deadline)?)
 }
 
@@ -78,15 +87,18 @@ fn core_is_portable(metadata: &Metadata, deadline: Deadline) -> Result<Option<St
 fn wrong_rust_versions(metadata: &Metadata) -> Result<Vec<String>> {
     let workspace = metadata.root_package()?.rust_version.as_deref();
     let workspace = workspace.ok_or("the root package has no rust-version")?;
-    let wrong = metadata.packages.iter().filter_map(|package| match package.rust_version.as_deref() {
-        Some(needed) if !package.is_member() && numbers(needed) > numbers(workspace) => {
-            Some(format!("{package} needs Rust {needed}, and the workspace's rust-version is {workspace}"))
-        }
-        own if package.is_member() && own != Some(workspace) => {
-            Some(format!("{package} has the rust-version {own:?}: inherit the workspace's"))
-        }
-        _ => None,
-    });
+    let wrong =
+        metadata.packages.iter().filter_map(|package| match package.rust_version.as_deref() {
+            Some(needed) if !package.is_member() && numbers(needed) > numbers(workspace) => {
+                Some(format!(
+                    "{package} needs Rust {needed}, and the workspace's rust-version is {workspace}"
+                ))
+            }
+            own if package.is_member() && own != Some(workspace) => {
+                Some(format!("{package} has the rust-version {own:?}: inherit the workspace's"))
+            }
+            _ => None,
+        });
     Ok(wrong.collect())
 }
 
@@ -104,7 +116,9 @@ fn tree(arguments: &[&str], deadline: Deadline) -> Result<BTreeSet<String>> {
 fn tree_crates(output: &str) -> BTreeSet<String> {
     let lines = output.lines().map(|line| line.split_whitespace());
     lines
-        .filter_map(|mut words| Some(format!("{} {}", words.next()?, words.next()?.trim_start_matches('v'))))
+        .filter_map(|mut words| {
+            Some(format!("{} {}", words.next()?, words.next()?.trim_start_matches('v')))
+        })
         .collect()
 }
 

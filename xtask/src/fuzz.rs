@@ -55,7 +55,9 @@ pub(crate) fn run(options: &FuzzOptions) -> Result<bool> {
 /// Builds the program with all targets.
 fn build(target: &Path) -> Result<PathBuf> {
     if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
-        return Err(format!("fuzzing is built for {PLATFORM} only, and this is another platform").into());
+        return Err(
+            format!("fuzzing is built for {PLATFORM} only, and this is another platform").into()
+        );
     }
     let mut cargo = process::cargo(["build", "--target", PLATFORM, "--manifest-path"]);
     cargo.arg(root().join("fuzz/Cargo.toml")).env("CARGO_TARGET_DIR", target);
@@ -67,16 +69,23 @@ fn build(target: &Path) -> Result<PathBuf> {
 }
 
 /// Runs one target for its time; returns its row of the table, and whether it found something.
-fn fuzz(name: &str, options: &FuzzOptions, program: &Path, target: &Path) -> Result<(String, bool)> {
+fn fuzz(
+    name: &str,
+    options: &FuzzOptions,
+    program: &Path,
+    target: &Path,
+) -> Result<(String, bool)> {
     let committed = root().join(CORPORA).join(name);
-    let (grown, artifacts) = (target.join("corpus").join(name), target.join("artifacts").join(name));
+    let (grown, artifacts) =
+        (target.join("corpus").join(name), target.join("artifacts").join(name));
     std::fs::create_dir_all(&grown)?;
     std::fs::create_dir_all(&artifacts)?;
     let mut command = Command::new(program);
     command.env(TARGET, name).arg(format!("-max_total_time={}", options.seconds));
     command.args(["-timeout=10", "-rss_limit_mb=2048", "-print_final_stats=1"]);
     command.arg(format!("-artifact_prefix={}/", artifacts.display())).arg(&grown).arg(&committed);
-    let ended = process::run(command, Duration::from_secs(options.seconds) + BEYOND, Output::Quiet)?;
+    let ended =
+        process::run(command, Duration::from_secs(options.seconds) + BEYOND, Output::Quiet)?;
     let mut found = "nothing".to_owned();
     if !ended.succeeded() {
         let input = after(&ended.output, "Test unit written to ").unwrap_or("no input");
@@ -93,7 +102,10 @@ fn fuzz(name: &str, options: &FuzzOptions, program: &Path, target: &Path) -> Res
 
 /// Returns the inputs that were tried, and the edges of the program that they reached.
 fn counts(output: &str) -> (&str, &str) {
-    (after(output, "stat::number_of_executed_units:").unwrap_or("0"), after(output, " cov: ").unwrap_or("0"))
+    (
+        after(output, "stat::number_of_executed_units:").unwrap_or("0"),
+        after(output, " cov: ").unwrap_or("0"),
+    )
 }
 
 /// Returns the token after the last occurrence of a text.
@@ -117,7 +129,9 @@ fn keep(name: &str, program: &Path, grown: &Path, committed: &Path) -> Result<()
     let mut all: u64 = sizes(committed)?.iter().map(|(size, _)| size).sum();
     let mut found = sizes(&least)?;
     found.sort();
-    for (size, file) in found.into_iter().rev().filter(|(size, _)| *size <= KEPT_INPUT).take(KEPT_AT_A_TIME) {
+    for (size, file) in
+        found.into_iter().rev().filter(|(size, _)| *size <= KEPT_INPUT).take(KEPT_AT_A_TIME)
+    {
         let place = committed.join(file.file_name().unwrap_or_default());
         if all + size <= KEPT_IN_ALL && !place.exists() {
             std::fs::copy(&file, place)?;
@@ -150,8 +164,11 @@ mod tests {
         let targets = targets();
         assert!(targets.len() > 20, "{targets:?}");
         for name in targets {
-            let bytes: u64 =
-                sizes(&root().join(CORPORA).join(&name)).unwrap().iter().map(|(size, _)| size).sum();
+            let bytes: u64 = sizes(&root().join(CORPORA).join(&name))
+                .unwrap()
+                .iter()
+                .map(|(size, _)| size)
+                .sum();
             assert!((1..=KEPT_IN_ALL).contains(&bytes), "{name} has {bytes} bytes");
         }
     }

@@ -31,7 +31,11 @@ impl Tally {
     /// Returns the result of a check that counts as one test: passed, or failed for this reason.
     pub(crate) fn of_check(failure: Option<String>) -> Tally {
         let passed = usize::from(failure.is_none());
-        Tally { passed, failures: failure.into_iter().map(Failure::from).collect(), ..Tally::default() }
+        Tally {
+            passed,
+            failures: failure.into_iter().map(Failure::from).collect(),
+            ..Tally::default()
+        }
     }
 
     /// Adds the results of another program.
@@ -73,7 +77,11 @@ impl Failure {
     /// A failed test with what it printed.
     pub(crate) fn of_test(name: &str, program: &TestProgram, printed: &str) -> Failure {
         let test = Test { name: name.to_owned(), program: program.clone() };
-        Failure { printed: printed.to_owned(), test: Some(test), ..Failure::of_program(program, name) }
+        Failure {
+            printed: printed.to_owned(),
+            test: Some(test),
+            ..Failure::of_program(program, name)
+        }
     }
 
     /// A failure of a test program that no named test accounts for.
@@ -262,9 +270,11 @@ test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 7 filtered out; fini
         assert_eq!(tally.skips[1..], [Skip::new("notify_order", "ignored")]);
         assert_eq!(passed_and_skipped(GREEN), (4, 0));
         assert_eq!(passed_and_skipped("SKIP a: b; cure: c\nall is well\n"), (0, 1));
-        for line in
-            ["test result: ok", "test results: ok. 1 passed; 0 failed; 0 ignored", "5 passed; 0 failed"]
-        {
+        for line in [
+            "test result: ok",
+            "test results: ok. 1 passed; 0 failed; 0 ignored",
+            "5 passed; 0 failed",
+        ] {
             assert_eq!(counts(line), None, "{line}");
         }
     }
@@ -276,7 +286,8 @@ test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 7 filtered out; fini
             Skip::new("notify_order", "TCP is ordered; cure: none needed"),
             Skip::new("half_a_test", "no network namespaces; cure: run as root"),
         ];
-        let notes = Notes { skips: skips.clone(), gaps: vec!["merges".to_owned()], ..Notes::default() };
+        let notes =
+            Notes { skips: skips.clone(), gaps: vec!["merges".to_owned()], ..Notes::default() };
         let tally = tally_of(End::Exited(ExitStatus::default()), GREEN, notes);
         assert_eq!((tally.passed, tally.gaps.len()), (2, 1));
         assert_eq!(tally.skips[..3], skips);

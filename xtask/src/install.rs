@@ -17,8 +17,9 @@ use crate::{Result, peers};
 pub(crate) const NIXL_LIBRARY: &str = ".nixl_cu12.mesonpy.libs/libnixl_capi.so";
 
 /// The table of everything that can be installed.
-pub(crate) static TABLE: LazyLock<Table> =
-    LazyLock::new(|| toml::from_str(include_str!("../install.toml")).expect("tests parse install.toml"));
+pub(crate) static TABLE: LazyLock<Table> = LazyLock::new(|| {
+    toml::from_str(include_str!("../install.toml")).expect("tests parse install.toml")
+});
 
 /// Names of Debian packages, and what each is for.
 type DebianPackages = BTreeMap<String, String>;
@@ -61,12 +62,14 @@ struct Wheel {
 /// Installs missing packages within `limit` and returns what could not be installed, a sentence each. The whole tier needs
 /// cargo-deny too, which is compiled.
 pub(crate) fn run(target: &Path, whole: bool, limit: Duration) -> Vec<String> {
-    let is_wanted = |peer: &Peer| peer.variable.as_ref().is_none_or(|name| std::env::var_os(name).is_some());
+    let is_wanted =
+        |peer: &Peer| peer.variable.as_ref().is_none_or(|name| std::env::var_os(name).is_some());
     let peers: Vec<_> = TABLE.peers.iter().filter(|(_, peer)| is_wanted(peer)).collect();
     let deadline = Deadline::after(limit);
     let mut failures = install(&TABLE.debian, &peers, target, deadline);
     if whole && !cargo_deny(target).exists() {
-        let mut cargo = process::cargo(["install", "--locked", "--version", &TABLE.cargo_deny, "cargo-deny"]);
+        let mut cargo =
+            process::cargo(["install", "--locked", "--version", &TABLE.cargo_deny, "cargo-deny"]);
         cargo.arg("--root").arg(target.join("peers/cargo-deny"));
         failures.extend(must_succeed(cargo, deadline).err().map(|error| error.to_string()));
     }
@@ -80,7 +83,8 @@ pub(crate) fn cargo_deny(target: &Path) -> PathBuf {
 
 /// Installs peers by name, or returns an error that says what could not be installed.
 pub(crate) fn peers(names: &[&str], target: &Path, deadline: Deadline) -> Result<()> {
-    let peers: Vec<_> = TABLE.peers.iter().filter(|(name, _)| names.contains(&name.as_str())).collect();
+    let peers: Vec<_> =
+        TABLE.peers.iter().filter(|(name, _)| names.contains(&name.as_str())).collect();
     let failures = install(&DebianPackages::new(), &peers, target, deadline);
     if failures.is_empty() { Ok(()) } else { Err(failures.join("; ").into()) }
 }
@@ -111,7 +115,9 @@ fn install_debian_packages(packages: &BTreeMap<&str, &str>, deadline: Deadline) 
         return Ok(());
     }
     let mut query = Command::new("dpkg-query");
-    query.args(["--show", "--showformat", "${db:Status-Status} ${Package}\n"]).args(packages.keys());
+    query
+        .args(["--show", "--showformat", "${db:Status-Status} ${Package}\n"])
+        .args(packages.keys());
     // It fails when it does not know one of the packages.
     let known = process::run(query, deadline.left(), Output::Quiet).map_err(|error| {
         let names: Vec<_> = packages.keys().copied().collect();
@@ -130,12 +136,16 @@ fn install_debian_packages(packages: &BTreeMap<&str, &str>, deadline: Deadline) 
     }
     if !rustix::process::geteuid().is_root() {
         let install = format!("apt-get install -y --no-install-recommends {}", missing.join(" "));
-        return Err(format!("this user is not root; run as root: apt-get update && {install}").into());
+        return Err(
+            format!("this user is not root; run as root: apt-get update && {install}").into()
+        );
     }
     let install = [&["install", "-y", "--no-install-recommends"], missing.as_slice()].concat();
     for arguments in [&["update"], install.as_slice()] {
         let mut apt = Command::new("apt-get");
-        apt.args(["-o", "DPkg::Lock::Timeout=120"]).args(arguments).env("DEBIAN_FRONTEND", "noninteractive");
+        apt.args(["-o", "DPkg::Lock::Timeout=120"])
+            .args(arguments)
+            .env("DEBIAN_FRONTEND", "noninteractive");
         must_succeed(apt, deadline)?;
     }
     Ok(())
@@ -143,7 +153,8 @@ fn install_debian_packages(packages: &BTreeMap<&str, &str>, deadline: Deadline) 
 
 /// Returns those of `packages` that `dpkg-query` did not list as installed.
 fn missing<'a>(packages: &BTreeMap<&'a str, &str>, output: &str) -> Vec<&'a str> {
-    let installed: Vec<_> = output.lines().filter_map(|line| line.strip_prefix("installed ")).collect();
+    let installed: Vec<_> =
+        output.lines().filter_map(|line| line.strip_prefix("installed ")).collect();
     packages.keys().filter(|name| !installed.contains(name)).copied().collect()
 }
 
@@ -166,7 +177,8 @@ fn install_wheels(peer: &str, wheels: &Wheels, target: &Path, deadline: Deadline
 
 /// Returns whether this wheel of this peer is installed in its version.
 pub(crate) fn is_installed(peer: &str, wheel: &str, target: &Path) -> bool {
-    let version = TABLE.peers.get(peer).and_then(|peer| peer.wheels.get(wheel)).map(|wheel| &wheel.version);
+    let version =
+        TABLE.peers.get(peer).and_then(|peer| peer.wheels.get(wheel)).map(|wheel| &wheel.version);
     version.is_some_and(|version| Environment::of(target, peer).has(wheel, version))
 }
 
@@ -194,7 +206,8 @@ impl Environment {
 
     /// Returns whether it holds the wheel in this version, without running Python.
     fn has(&self, name: &str, version: &str) -> bool {
-        let record = format!("{}-{version}.dist-info", name.replace(['-', '.'], "_").to_ascii_lowercase());
+        let record =
+            format!("{}-{version}.dist-info", name.replace(['-', '.'], "_").to_ascii_lowercase());
         let entries = self.find("").and_then(|folder| std::fs::read_dir(folder).ok());
         let names = entries.into_iter().flatten().flatten().map(|entry| entry.file_name());
         names.map(|name| name.to_string_lossy().to_ascii_lowercase()).any(|name| name == record)

@@ -30,7 +30,8 @@ const HIP: [&str; 2] =
 /// Writes the PTX again, or only compares, and compiles for AMD devices; returns false if the PTX differs.
 pub(crate) fn run(check: bool) -> Result<bool> {
     let target = Metadata::of_members()?.target_directory;
-    let skip = |name, reason: &str| skips::note(name, reason, "cargo xtask test --install on Debian 12");
+    let skip =
+        |name, reason: &str| skips::note(name, reason, "cargo xtask test --install on Debian 12");
     let mut held = true;
     let (peer, wheel) = NVRTC;
     match Environment::of(&target, peer).find(NVRTC_LIBRARY) {
@@ -83,7 +84,13 @@ fn compile_for_amd(library: &Path, target: &Path) -> Result<()> {
 }
 
 /// Compiles the source by a library whose functions begin with `prefix`.
-fn compile(library: &Path, prefix: &str, kind: &str, option: &str, target: &Path) -> Result<Vec<u8>> {
+fn compile(
+    library: &Path,
+    prefix: &str,
+    kind: &str,
+    option: &str,
+    target: &Path,
+) -> Result<Vec<u8>> {
     let output = target.join("kernels.out");
     let mut python = Command::new("python3");
     python.arg(root().join("xtask/src/kernels.py")).arg(library).args([prefix, kind]);
@@ -104,7 +111,8 @@ mod tests {
 
     #[test]
     fn the_committed_ptx_has_the_entries_of_the_source() {
-        let [source, ptx] = [SOURCE, PTX].map(|file| std::fs::read_to_string(root().join(file)).unwrap());
+        let [source, ptx] =
+            [SOURCE, PTX].map(|file| std::fs::read_to_string(root().join(file)).unwrap());
         let names: Vec<_> = entries(&source).collect();
         assert_eq!(names, ["kvx_gather", "kvx_scatter", "kvx_hops", "kvx_permute"]);
         assert!(names.iter().all(|name| ptx.contains(&format!(".visible .entry {name}("))));

@@ -82,15 +82,25 @@ pub(crate) fn run(options: &LimitsOptions) -> Result<bool> {
     let target = Metadata::of_members()?.target_directory;
     let mut runs = runs()?;
     let names: Vec<_> = runs.iter().map(|run| run.name.clone()).collect();
-    runs.retain(|run| options.only.is_empty() || options.only.iter().any(|only| run.name.contains(only)));
-    for run in runs.extract_if(.., |run| run.needs.is_some_and(|library| library.find(&target).is_none())) {
-        eprintln!("{} is left out: {:?} is missing (cargo xtask test --install)", run.name, run.needs);
+    runs.retain(|run| {
+        options.only.is_empty() || options.only.iter().any(|only| run.name.contains(only))
+    });
+    for run in
+        runs.extract_if(.., |run| run.needs.is_some_and(|library| library.find(&target).is_none()))
+    {
+        eprintln!(
+            "{} is left out: {:?} is missing (cargo xtask test --install)",
+            run.name, run.needs
+        );
     }
     if runs.is_empty() {
-        return Err(format!("no run has this name or can run; the runs are: {}", names.join(", ")).into());
+        return Err(
+            format!("no run has this name or can run; the runs are: {}", names.join(", ")).into()
+        );
     }
     build(&runs)?;
-    let mut bars: Vec<_> = runs.iter().flat_map(|run| &run.bars).map(|bar| (bar, Vec::new())).collect();
+    let mut bars: Vec<_> =
+        runs.iter().flat_map(|run| &run.bars).map(|bar| (bar, Vec::new())).collect();
     for time in 0..options.times {
         let mut figures = bars.iter_mut().map(|(_, figures)| figures);
         for run in &runs {
@@ -101,7 +111,8 @@ pub(crate) fn run(options: &LimitsOptions) -> Result<bool> {
             }
         }
     }
-    let (rows, held): (Vec<_>, Vec<_>) = bars.into_iter().map(|(bar, figures)| bar.row(figures)).unzip();
+    let (rows, held): (Vec<_>, Vec<_>) =
+        bars.into_iter().map(|(bar, figures)| bar.row(figures)).unzip();
     print_table(&format!("bar | asked | median of {} | from | to | ", options.times), &rows);
     let missed = held.iter().filter(|held| !**held).count();
     println!("\n{} bars, {missed} missed", rows.len());
@@ -116,7 +127,9 @@ fn build(runs: &[Run]) -> Result<()> {
     };
     let builds: BTreeSet<_> = runs.iter().map(line).collect();
     let deadline = Deadline::after(BUILD_LIMIT);
-    builds.iter().try_for_each(|line| process::must_succeed(process::cargo(line.split(' ')), deadline))
+    builds
+        .iter()
+        .try_for_each(|line| process::must_succeed(process::cargo(line.split(' ')), deadline))
 }
 
 impl Run {
@@ -126,7 +139,8 @@ impl Run {
         // The Python of the environment that NIXL's library lies in.
         let python = || {
             let mut folders = library.iter().flat_map(|library| library.ancestors());
-            let python = folders.find_map(|at| Some(at.join("bin/python3")).filter(|python| python.exists()));
+            let python = folders
+                .find_map(|at| Some(at.join("bin/python3")).filter(|python| python.exists()));
             python.ok_or("NIXL's library lies in no Python environment")
         };
         let release = target.join("release");
@@ -142,7 +156,8 @@ impl Run {
             command = Command::new(python()?);
             command.arg(crate::root().join(IN_NIXL)).arg(what).arg(&release);
         } else {
-            let arguments = self.bench.as_ref().ok_or_else(|| format!("{} runs nothing", self.name))?;
+            let arguments =
+                self.bench.as_ref().ok_or_else(|| format!("{} runs nothing", self.name))?;
             let kvx = release.join("kvx");
             command = Command::new(&kvx);
             command.args(["bench", "--json"]).args(arguments.split(' '));
@@ -153,7 +168,10 @@ impl Run {
         if let (Some(needs), Some(library)) = (self.needs, &library) {
             command.env(needs.variable(), library).env("UCX_NET_DEVICES", "lo"); // UCX would listen on all devices
         }
-        lines(&process::output_of(command, RUN_LIMIT).map_err(|error| format!("{}: {error}", self.name))?)
+        lines(
+            &process::output_of(command, RUN_LIMIT)
+                .map_err(|error| format!("{}: {error}", self.name))?,
+        )
     }
 }
 

@@ -77,7 +77,8 @@ pub(crate) fn root() -> &'static std::path::Path {
 pub(crate) fn subfolders(of: &str, passes: impl Fn(&std::path::Path) -> bool) -> Vec<String> {
     let entries = std::fs::read_dir(root().join(of)).into_iter().flatten().flatten();
     let folders = entries.filter(|entry| entry.path().is_dir() && passes(&entry.path()));
-    let mut names: Vec<_> = folders.filter_map(|folder| folder.file_name().into_string().ok()).collect();
+    let mut names: Vec<_> =
+        folders.filter_map(|folder| folder.file_name().into_string().ok()).collect();
     names.sort();
     names
 }

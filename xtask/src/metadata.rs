@@ -102,7 +102,11 @@ impl Metadata {
         rustc.arg("-vV");
         let version = process::output_of(rustc, LIMIT)?;
         let host = version.lines().find_map(|line| line.strip_prefix("host: "));
-        Metadata::load(&["--all-features", "--filter-platform", host.ok_or("rustc -vV names no host")?])
+        Metadata::load(&[
+            "--all-features",
+            "--filter-platform",
+            host.ok_or("rustc -vV names no host")?,
+        ])
     }
 
     fn load(arguments: &[&str]) -> Result<Metadata> {

@@ -16,7 +16,8 @@ use crate::{Result, all_held, install, root};
 const LIMIT: Duration = Duration::from_secs(30 * 60);
 
 /// The rules for dependencies are in deny.toml.
-const DENY: &str = "--offline --workspace check -D unnecessary-skip -D unmatched-skip licenses bans sources";
+const DENY: &str =
+    "--offline --workspace check -D unnecessary-skip -D unmatched-skip licenses bans sources";
 
 /// Variables that would let a build script compile or find a native library; set to a program that fails.
 const NATIVE_TOOLS: [&str; 5] = ["CC", "CXX", "HOST_CC", "HOST_CXX", "PKG_CONFIG"];
@@ -67,20 +68,31 @@ fn manifests(workspace: &Metadata) -> Vec<String> {
                 wrong.push(format!("{package} has {count} {field}: one to five are wanted"));
             }
         }
-        let docs_rs = package.lacks_docs_rs().then(|| format!("{package} has no [package.metadata.docs.rs]"));
+        let docs_rs =
+            package.lacks_docs_rs().then(|| format!("{package} has no [package.metadata.docs.rs]"));
         let files = ["LICENSE-APACHE", "LICENSE-MIT"].into_iter();
         let missing = files.filter(|name| !package.folder().join(name).exists());
         wrong.extend(
-            docs_rs.into_iter().chain(missing.map(|name| format!("{package} has no link to {name}"))),
+            docs_rs
+                .into_iter()
+                .chain(missing.map(|name| format!("{package} has no link to {name}"))),
         );
-        for dependency in
-            package.dependencies.iter().filter(|it| it.path.is_some() && it.kind.as_deref() != Some("dev"))
+        for dependency in package
+            .dependencies
+            .iter()
+            .filter(|it| it.path.is_some() && it.kind.as_deref() != Some("dev"))
         {
             if dependency.requirement == "*" {
-                wrong.push(format!("{package} asks for no version of {} beside its path", dependency.name));
+                wrong.push(format!(
+                    "{package} asks for no version of {} beside its path",
+                    dependency.name
+                ));
             }
             if ours.iter().all(|other| other.name != dependency.name) {
-                wrong.push(format!("{package} depends on {}, which is not published", dependency.name));
+                wrong.push(format!(
+                    "{package} depends on {}, which is not published",
+                    dependency.name
+                ));
             }
         }
     }
@@ -90,7 +102,8 @@ fn manifests(workspace: &Metadata) -> Vec<String> {
 /// Returns the dependencies of published crates that have no line in docs/dependencies.md.
 fn without_a_line(workspace: &Metadata, page: &str) -> Vec<String> {
     let dependencies = published(workspace).flat_map(|package| &package.dependencies);
-    let others = dependencies.filter(|it| it.path.is_none() && !page.contains(&format!("| {} |", it.name)));
+    let others =
+        dependencies.filter(|it| it.path.is_none() && !page.contains(&format!("| {} |", it.name)));
     let names: BTreeSet<_> = others.map(|dependency| &dependency.name).collect();
     names.iter().map(|name| format!("{name} has no line in docs/dependencies.md")).collect()
 }
@@ -157,7 +170,10 @@ fn readmes_program(
     std::fs::create_dir_all(program.join("src"))?;
     let facade = workspace.root_package()?;
     let readme = std::fs::read_to_string(root().join("README.md"))?;
-    std::fs::write(program.join("src/main.rs"), first_program(&readme).ok_or("README.md shows no program")?)?;
+    std::fs::write(
+        program.join("src/main.rs"),
+        first_program(&readme).ok_or("README.md shows no program")?,
+    )?;
     // The versions that the workspace is tested with.
     std::fs::copy(root().join("Cargo.lock"), program.join("Cargo.lock"))?;
     let mut manifest = format!(
@@ -166,13 +182,20 @@ fn readmes_program(
         facade.name, facade.version
     );
     for package in published(workspace) {
-        manifest.push_str(&format!("{} = {{ path = {:?} }}\n", package.name, unpacked(folder, package)));
+        manifest.push_str(&format!(
+            "{} = {{ path = {:?} }}\n",
+            package.name,
+            unpacked(folder, package)
+        ));
     }
     std::fs::write(program.join("Cargo.toml"), manifest)?;
-    let finished = process::run(user_cargo("run", &program, folder), deadline.left(), Output::Shown)?;
+    let finished =
+        process::run(user_cargo("run", &program, folder), deadline.left(), Output::Shown)?;
     Ok(match finished.succeeded() {
         true if finished.output.contains(" bytes over ") => None,
-        true => Some(format!("README's program does not print what README shows: {}", finished.output)),
+        true => {
+            Some(format!("README's program does not print what README shows: {}", finished.output))
+        }
         false => Some(format!("README's program: {}", finished.end)),
     })
 }

@@ -55,15 +55,18 @@ pub(crate) fn build(
     let folder = target.join("peers").join(peer);
     for SharedLibrary { file, source, headers, soname, path_macro } in libraries {
         let output = folder.join(file);
-        let sources: Vec<_> = headers.iter().chain([source]).map(|file| root().join(file)).collect();
+        let sources: Vec<_> =
+            headers.iter().chain([source]).map(|file| root().join(file)).collect();
         if is_newer(&output, &sources) {
             println!("{file}: built");
             continue;
         }
-        let mut options = Vec::from_iter(soname.as_ref().map(|soname| format!("-Wl,-soname,{soname}")));
+        let mut options =
+            Vec::from_iter(soname.as_ref().map(|soname| format!("-Wl,-soname,{soname}")));
         if let Some((name, below)) = path_macro {
             let found = Environment::of(target, peer).find(below);
-            let found = std::path::absolute(found.ok_or_else(|| format!("the wheel has no {below}"))?)?;
+            let found =
+                std::path::absolute(found.ok_or_else(|| format!("the wheel has no {below}"))?)?;
             options.push(format!("-D{name}=\"{}\"", found.display()));
         }
         compile(source, &options, &output, deadline)?;
@@ -125,8 +128,9 @@ mod tests {
         let [source, output, gone] = ["source", "output", "gone"].map(|name| folder.join(name));
         std::fs::write(&output, "1").unwrap();
         std::fs::write(&source, "1").unwrap();
-        let touch =
-            |file| std::fs::File::open(file).unwrap().set_modified(std::time::SystemTime::now()).unwrap();
+        let touch = |file| {
+            std::fs::File::open(file).unwrap().set_modified(std::time::SystemTime::now()).unwrap()
+        };
         let newer = |output, source: &PathBuf| is_newer(output, std::slice::from_ref(source));
         touch(&output);
         assert!(newer(&output, &source) && !newer(&output, &gone) && !newer(&gone, &source));

@@ -100,7 +100,11 @@ pub(crate) fn must_succeed(command: Command, deadline: Deadline) -> crate::Resul
 pub(crate) fn output_of(command: Command, limit: Duration) -> crate::Result<String> {
     let shown = format!("{command:?}");
     let finished = run(command, limit, Output::Kept)?;
-    if finished.succeeded() { Ok(finished.output) } else { Err(format!("{shown}: {}", finished.end).into()) }
+    if finished.succeeded() {
+        Ok(finished.output)
+    } else {
+        Err(format!("{shown}: {}", finished.end).into())
+    }
 }
 
 /// Runs a command, prints its output and how it ended, and returns whether it succeeded.
@@ -111,7 +115,11 @@ pub(crate) fn shown_to_succeed(command: Command, limit: Duration) -> crate::Resu
 }
 
 /// Runs a command, prints `shown` and the output, and returns a sentence if the command failed.
-pub(crate) fn failure_of(command: Command, shown: &str, deadline: Deadline) -> io::Result<Option<String>> {
+pub(crate) fn failure_of(
+    command: Command,
+    shown: &str,
+    deadline: Deadline,
+) -> io::Result<Option<String>> {
     println!("{shown}");
     let finished = run(command, deadline.left(), Output::Shown)?;
     Ok((!finished.succeeded()).then(|| format!("{shown}: {}", finished.end)))
@@ -150,7 +158,10 @@ pub(crate) fn run(mut command: Command, limit: Duration, mode: Output) -> io::Re
         command.spawn().inspect(|leader| running.push(Pid::from_child(leader)))
     };
     let mut leader = started.map_err(|error| {
-        io::Error::new(error.kind(), format!("cannot start {}: {error}", command.get_program().display()))
+        io::Error::new(
+            error.kind(),
+            format!("cannot start {}: {error}", command.get_program().display()),
+        )
     })?;
     // Closes this process's copies of the pipe's writing end, so that the output ends with the children's copies.
     drop(command);

@@ -27,7 +27,8 @@ pub(crate) fn soak(options: &SoakOptions) -> Result<bool> {
     let time = Duration::from_secs(options.minutes * 60);
     let mut cargo = facade_tests(options.connector.is_some());
     // One test at a time, because it measures what its process holds.
-    let variable = if options.connector.is_some() { "KVX_ENGINE_SOAK_SECONDS" } else { "KVX_SOAK_SECONDS" };
+    let variable =
+        if options.connector.is_some() { "KVX_ENGINE_SOAK_SECONDS" } else { "KVX_SOAK_SECONDS" };
     cargo.arg("--test-threads=1").args(&options.only).env(variable, time.as_secs().to_string());
     process::shown_to_succeed(cargo, time * BACKENDS + LIMIT)
 }
@@ -49,7 +50,8 @@ pub(crate) fn faults(options: &FaultsOptions) -> Result<bool> {
     if connector {
         for backend in distinct(rows.iter().map(|row| row[0])) {
             let cells = rows.iter().filter(|row| row[0] == backend);
-            let cells = cells.map(|[_, line, column, ended @ ..]| (line.to_string(), *column, *ended));
+            let cells =
+                cells.map(|[_, line, column, ended @ ..]| (line.to_string(), *column, *ended));
             println!("\n{}", table(backend, &Vec::from_iter(cells)));
         }
     } else {
@@ -63,7 +65,8 @@ pub(crate) fn faults(options: &FaultsOptions) -> Result<bool> {
 fn rows(output: &str) -> Vec<FaultRow<'_>> {
     let row = |line| {
         let (_, cells) = str::split_once(line, "| ")?;
-        let cells: Vec<&str> = cells.trim().trim_end_matches('|').split('|').map(str::trim).collect();
+        let cells: Vec<&str> =
+            cells.trim().trim_end_matches('|').split('|').map(str::trim).collect();
         cells.try_into().ok()
     };
     output.lines().filter_map(row).collect()
@@ -77,7 +80,9 @@ type Cell<'a> = (String, &'a str, [&'a str; 4]);
 fn by_backend<'a>(rows: &[FaultRow<'a>]) -> Vec<Cell<'a>> {
     let cells = rows.iter();
     cells
-        .map(|[backend, fault, moment, ended @ ..]| (format!("{fault} | {moment}"), *backend, *ended))
+        .map(|[backend, fault, moment, ended @ ..]| {
+            (format!("{fault} | {moment}"), *backend, *ended)
+        })
         .collect()
 }
 
@@ -89,7 +94,9 @@ fn table(head: &str, cells: &[Cell<'_>]) -> String {
     for name in distinct(cells.iter().map(|(line, ..)| line)) {
         let cell = |at: &&str| {
             let cell = cells.iter().find(|(line, column, _)| line == name && column == at);
-            cell.map(|(.., [ended, after, free, works])| format!("{ended}; {after}, {free}, {works}"))
+            cell.map(|(.., [ended, after, free, works])| {
+                format!("{ended}; {after}, {free}, {works}")
+            })
         };
         let cells: Vec<_> = columns.iter().map(|at| cell(at).unwrap_or_default()).collect();
         text += &format!("| {name} | {} |\n", cells.join(" | "));

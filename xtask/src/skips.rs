@@ -39,7 +39,11 @@ impl Skip {
     /// A skip from a reason that may carry its cure behind `; cure: `.
     pub(crate) fn new(name: &str, reason: &str) -> Skip {
         let (reason, cure) = reason.rsplit_once("; cure: ").unwrap_or((reason, "none given"));
-        Skip { name: name.trim().to_owned(), reason: reason.trim().to_owned(), cure: cure.trim().to_owned() }
+        Skip {
+            name: name.trim().to_owned(),
+            reason: reason.trim().to_owned(),
+            cure: cure.trim().to_owned(),
+        }
     }
 
     /// Returns whether the test could run on this machine after the cure.
@@ -70,12 +74,16 @@ fn parse(text: &str) -> Notes {
     for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {
         if let Some(what) = line.strip_prefix("WHOLE ") {
             notes.left_to_the_whole.insert(what.to_owned());
-        } else if let Some((test, _)) = line.strip_prefix("GAP ").and_then(|rest| rest.split_once(": ")) {
+        } else if let Some((test, _)) =
+            line.strip_prefix("GAP ").and_then(|rest| rest.split_once(": "))
+        {
             notes.gaps.push(test.to_owned());
         } else {
             let skip = line.strip_prefix("SKIP ").and_then(|rest| rest.split_once(": "));
             let wrong = "not a line of the form `SKIP <test>: <reason>; cure: <what to do>`";
-            notes.skips.push(skip.map_or_else(|| Skip::new(line, wrong), |(name, why)| Skip::new(name, why)));
+            notes.skips.push(
+                skip.map_or_else(|| Skip::new(line, wrong), |(name, why)| Skip::new(name, why)),
+            );
         }
     }
     notes
@@ -123,7 +131,10 @@ mod tests {
                     whatever\nSKIP a: b\n";
         let Notes { skips, gaps, left_to_the_whole } = parse(text);
         let [name, reason, cure] = [&skips[0].name, &skips[0].reason, &skips[0].cure];
-        assert_eq!((name.as_str(), reason.as_str()), ("shm::huge_pages", "no huge pages: 0 of 8 free"));
+        assert_eq!(
+            (name.as_str(), reason.as_str()),
+            ("shm::huge_pages", "no huge pages: 0 of 8 free")
+        );
         assert_eq!(cure, "sysctl vm.nr_hugepages=8");
         assert!(skips[0].can_run_here() && !skips[1].can_run_here());
         assert_eq!(format!("SKIP {}", skips[1]), text.lines().nth(1).unwrap());

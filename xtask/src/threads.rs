@@ -38,11 +38,14 @@ pub(crate) fn loom() -> Result<bool> {
 /// Runs the tests under ThreadSanitizer; returns false if one fails or a race is reported.
 pub(crate) fn sanitizer() -> Result<bool> {
     if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
-        return Err("ThreadSanitizer runs on x86-64 Linux only, and this is another platform".into());
+        return Err(
+            "ThreadSanitizer runs on x86-64 Linux only, and this is another platform".into()
+        );
     }
     let options = format!("suppressions={}", crate::root().join(SUPPRESSIONS).display());
     // RUSTC_BOOTSTRAP lets the stable compiler take the sanitizer's flags.
-    let variables = [("TSAN_OPTIONS", options.as_str()), ("RUSTC_BOOTSTRAP", "1"), ("RUSTFLAGS", WATCH)];
+    let variables =
+        [("TSAN_OPTIONS", options.as_str()), ("RUSTC_BOOTSTRAP", "1"), ("RUSTFLAGS", WATCH)];
     let mut held = true;
     for part in WATCHED {
         held &= run(part, "tsan", &variables)?;

@@ -25,6 +25,10 @@ pub(crate) fn command(check: bool) -> Result<bool> {
     std::fs::create_dir_all(&adapter)?;
     peers::portable_adapter(&adapter, deadline)?;
     let mut python = Command::new(Environment::of(&target, "wheel").python());
-    python.arg(root().join("xtask/src/wheel.py")).arg(root()).arg(&target).args(check.then_some("--check"));
+    python
+        .arg(root().join("xtask/src/wheel.py"))
+        .arg(root())
+        .arg(&target)
+        .args(check.then_some("--check"));
     process::shown_to_succeed(python, deadline.left())
 }

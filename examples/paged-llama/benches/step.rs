@@ -20,7 +20,8 @@ const PROMPT: usize = 512;
 
 fn main() {
     let test = std::env::args().any(|argument| argument == "--test");
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("step-{}", std::process::id()));
+    let folder =
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("step-{}", std::process::id()));
     let made = Made {
         architecture: Architecture::Qwen3,
         layers: if test { 1 } else { 11 },
@@ -71,15 +72,18 @@ fn measure(folder: &Path, bytes: u64, rounds: usize) {
     for (what, rounds) in [("decode", decodes), ("prefill", prefills)] {
         let seconds = median(rounds.iter().map(|round| round.0));
         let ratio = median(rounds.iter().map(|round| round.1));
-        println!("{{\"what\":\"{what}\",\"bytes\":{bytes},\"seconds\":{seconds:.5},\"ratio\":{ratio:.3}}}");
+        println!(
+            "{{\"what\":\"{what}\",\"bytes\":{bytes},\"seconds\":{seconds:.5},\"ratio\":{ratio:.3}}}"
+        );
     }
 }
 
 /// Seconds that `threads` threads need to read all bytes once.
 fn bare_read(bytes: &[u8], threads: usize) -> f64 {
     let begin = Instant::now();
-    let sum =
-        |part: &[u8]| part.as_chunks::<8>().0.iter().fold(0, |sum, word| sum ^ u64::from_ne_bytes(*word));
+    let sum = |part: &[u8]| {
+        part.as_chunks::<8>().0.iter().fold(0, |sum, word| sum ^ u64::from_ne_bytes(*word))
+    };
     std::thread::scope(|scope| {
         for part in bytes.chunks(bytes.len().div_ceil(threads)) {
             scope.spawn(move || black_box(sum(part)));

@@ -4,8 +4,12 @@ use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use kvx::connector::engine::{self, Allocation, Arrival, METRICS, MOONCAKE_METRICS, RequestId, WorkerRank};
-pub use kvx::connector::engine::{BlockLists, Kept, LoadFailure, Outcome, ParamsTrust, Status, Then};
+use kvx::connector::engine::{
+    self, Allocation, Arrival, METRICS, MOONCAKE_METRICS, RequestId, WorkerRank,
+};
+pub use kvx::connector::engine::{
+    BlockLists, Kept, LoadFailure, Outcome, ParamsTrust, Status, Then,
+};
 use kvx::connector::mapping::{Caches, Heads, KvLayout, LayerCache};
 pub use kvx::connector::params::TransferParams;
 use kvx::connector::runtime::{Connector, JoinedRank};
@@ -32,12 +36,14 @@ pub fn pool(shape: PoolShape) -> Result<(Pool, Arc<Memory>)> {
     let memory = Arc::new(Memory::pool(shape.bytes()).build().map_err(Error::of)?);
     // SAFETY: the memory lives as long as the pool. Peers read only blocks that are complete, which no step writes, and
     // write only blocks of requests that wait, which no step names.
-    unsafe { Pool::over(shape, memory.as_ptr(), memory.len(), memory.clone()) }.map(|pool| (pool, memory))
+    unsafe { Pool::over(shape, memory.as_ptr(), memory.len(), memory.clone()) }
+        .map(|pool| (pool, memory))
 }
 
 /// A rank in a process of its own joins the engine's connection with its peers.
 pub(crate) fn join(path: &Path, setup: &RankSetup, memory: Arc<Memory>) -> kvx::Result<JoinedRank> {
-    let joined = Rank::join(path, WorkerRank { pp: 0, tp: setup.rank as u32 }, kvx::registry(), PATIENCE)?;
+    let joined =
+        Rank::join(path, WorkerRank { pp: 0, tp: setup.rank as u32 }, kvx::registry(), PATIENCE)?;
     joined.register(caches(&memory, setup)?, [memory]).map(|()| joined)
 }
 
@@ -51,8 +57,10 @@ fn caches(memory: &Memory, setup: &RankSetup) -> kvx::Result<Caches> {
         LayerCache::packed(format!("model.layers.{at}.self_attn.attn"), address, blocks, len, heads)
     };
     let layout = if shape.layout == PoolLayout::Nhd { KvLayout::Lbnhc } else { KvLayout::Lbhnc };
-    let (tokens, each) = (shape.block_tokens as u32, (setup.block_size / shape.block_tokens) as u32);
-    let caches = Caches::of_layers((0..shape.layers).map(layer).collect(), layout, tokens, each, 0)?;
+    let (tokens, each) =
+        (shape.block_tokens as u32, (setup.block_size / shape.block_tokens) as u32);
+    let caches =
+        Caches::of_layers((0..shape.layers).map(layer).collect(), layout, tokens, each, 0)?;
     Ok(if shape.layout == PoolLayout::VllmCpu { caches.with_transposed_keys() } else { caches })
 }
 
@@ -66,7 +74,12 @@ pub(crate) struct Kv {
 
 impl Kv {
     /// Registers the ranks' pools, and listens to peers of this `model`.
-    pub(crate) fn open(config: &KvTransferConfig, model: &str, all: &mut AllRanks, wake: Wake) -> Result<Kv> {
+    pub(crate) fn open(
+        config: &KvTransferConfig,
+        model: &str,
+        all: &mut AllRanks,
+        wake: Wake,
+    ) -> Result<Kv> {
         let AllRanks { setup, memories, .. } = &*all;
         let (shape, engine, count) = (setup.shape, setup.engine as u32, setup.size as u32);
         let mut factors = CompatibilityFactors::from_config(config, model);
@@ -76,7 +89,8 @@ impl Kv {
         if shape.layout == PoolLayout::VllmCpu {
             factors.attn_backend_name = "CPU_ATTN".into();
         }
-        let connector = Connector::builder(config, kvx::registry()).model(factors).workers(count, 1);
+        let connector =
+            Connector::builder(config, kvx::registry()).model(factors).workers(count, 1);
         let connector = connector.block_size(setup.block_size as u32).data_parallel_rank(engine);
         let connector = connector.build_blocking().map_err(Error::of)?;
         let rank = |tp: u32| {
@@ -105,7 +119,8 @@ impl Kv {
 impl Mover for Kv {
     fn arrived(&mut self, request: &str, prompt_tokens: usize, params: Option<&TransferParams>) {
         let request = &RequestId::from(request);
-        let arrival = Arrival { request, prompt_tokens: prompt_tokens as u32, params, deadline: None };
+        let arrival =
+            Arrival { request, prompt_tokens: prompt_tokens as u32, params, deadline: None };
         if let Err(why) = self.connector.on_new_request(arrival) {
             tracing::warn!(%request, "{why}");
         }
@@ -133,7 +148,8 @@ impl Mover for Kv {
 
     fn ended(&mut self, ending: Ending<'_>) -> (bool, Option<TransferParams>) {
         let Ending { request, blocks, computed, cached, status } = ending;
-        let (blocks, computed, cached) = (BlockLists::single(blocks), computed as u32, Some(cached as u32));
+        let (blocks, computed, cached) =
+            (BlockLists::single(blocks), computed as u32, Some(cached as u32));
         let ending = engine::Ending { status, blocks, computed, cached, reference: None };
         let finished = self.connector.request_finished(&request.into(), ending);
         (finished.delay_free, finished.params)
@@ -142,7 +158,9 @@ impl Mover for Kv {
 
 impl Drop for Kv {
     fn drop(&mut self) {
-        if let Err(why) = self.connector.shutdown(Duration::from_secs(5)).wait(Duration::from_secs(6)) {
+        if let Err(why) =
+            self.connector.shutdown(Duration::from_secs(5)).wait(Duration::from_secs(6))
+        {
             tracing::warn!("{why}");
         }
     }

@@ -98,7 +98,9 @@ pub(crate) fn start_thread(setup: &RankSetup, sockets: RankSockets) -> Result<Ar
         }
     };
     let thread = std::thread::Builder::new().name(format!("engine-{engine}-{rank}"));
-    thread.spawn(follow).map_err(|error| ModelError::new(format!("the thread of rank {rank}: {error}")))?;
+    thread
+        .spawn(follow)
+        .map_err(|error| ModelError::new(format!("the thread of rank {rank}: {error}")))?;
     Ok(memory)
 }
 
@@ -162,11 +164,16 @@ impl Drop for PrivateFolder {
 
 impl RankProcess {
     /// Starts it by a command that ends up in [`run`].
-    pub(crate) fn start(mut command: Command, setup: &RankSetup, sockets: RankSockets) -> Result<Self> {
+    pub(crate) fn start(
+        mut command: Command,
+        setup: &RankSetup,
+        sockets: RankSockets,
+    ) -> Result<Self> {
         let RankSockets { rank, member, head } = sockets;
         let failed = |error| ModelError::new(format!("rank {rank} could not be started: {error}"));
         // What interrupts a terminal's processes is the server's to follow, and its ranks are needed to the end.
-        let child = command.stdin(OwnedFd::from(member)).process_group(0).spawn().map_err(failed)?;
+        let child =
+            command.stdin(OwnedFd::from(member)).process_group(0).spawn().map_err(failed)?;
         // It is not waited for yet, so the number is its own.
         let end = pidfd_open(Pid::from_child(&child), PidfdFlags::empty());
         let end = end.map_err(|error| failed(error.into()))?;
@@ -194,7 +201,9 @@ impl RankProcess {
         let watch = move || {
             // It is waited for when it is dropped, and killed if need be: this ends then.
             while !is_readable(&end, None) {}
-            ended(format!("rank {rank} of the model (process {pid}) has ended; its last words are above"));
+            ended(format!(
+                "rank {rank} of the model (process {pid}) has ended; its last words are above"
+            ));
         };
         let thread = std::thread::Builder::new().name(format!("rank-{rank}"));
         thread.spawn(watch).map(drop).map_err(ModelError::of)
@@ -243,7 +252,9 @@ impl Drop for RankProcess {
             Some(status) if status.success() => {}
             Some(status) => tracing::warn!("rank {rank} (process {pid}) has ended: {status}"),
             None => {
-                tracing::warn!("rank {rank} (process {pid}) does not end within {ENDING:?}, and is killed");
+                tracing::warn!(
+                    "rank {rank} (process {pid}) does not end within {ENDING:?}, and is killed"
+                );
                 let _ = self.child.kill().and_then(|()| self.child.wait());
             }
         }
@@ -259,7 +270,9 @@ pub fn run() -> Result<()> {
     let stdin = std::io::stdin().as_fd().try_clone_to_owned().map_err(ModelError::of)?;
     let socket = UnixStream::from(stdin);
     let setup: RankSetup = hear(&socket).map_err(|error| {
-        ModelError::new(format!("no server has started this as a rank of its model: {error}; see kvx serve"))
+        ModelError::new(format!(
+            "no server has started this as a rank of its model: {error}; see kvx serve"
+        ))
     })?;
     let opened = socket.try_clone().map_err(ModelError::of).and_then(|steps| setup.open(steps));
     let ready = opened.as_ref().map(drop).map_err(ToString::to_string);
@@ -277,7 +290,9 @@ pub fn run() -> Result<()> {
     drop(socket);
     model.follow(&mut pool)?;
     // The engine ends its connection behind its model; one that was killed is missed at once.
-    joined.map_or(Ok(()), |joined| joined.wait(ENDING).map_or(Ok(()), |ended| ended.map_err(ModelError::of)))
+    joined.map_or(Ok(()), |joined| {
+        joined.wait(ENDING).map_or(Ok(()), |ended| ended.map_err(ModelError::of))
+    })
 }
 
 fn say(mut socket: &UnixStream, line: &impl Serialize) -> std::io::Result<()> {

@@ -150,15 +150,26 @@ struct Opened {
 
 impl Opened {
     /// With so many threads for each rank of its model.
-    fn of(options: &Options, engine: usize, threads: usize, kernel_per_block: usize) -> Result<Self> {
+    fn of(
+        options: &Options,
+        engine: usize,
+        threads: usize,
+        kernel_per_block: usize,
+    ) -> Result<Self> {
         let (first, others) = rank::connect(options.ranks)?;
         let model = Model::open(&options.folder, first)?.with_threads(threads);
         let config = model.config().clone();
         let dtype = options.dtype.unwrap_or(config.dtype);
         let shape = |blocks: usize| {
-            model.pool_shape(blocks * kernel_per_block, options.kernel_block_size, dtype, options.layout)
+            model.pool_shape(
+                blocks * kernel_per_block,
+                options.kernel_block_size,
+                dtype,
+                options.layout,
+            )
         };
-        let (model_len, blocks) = options.sizes(config.max_positions, shape(1).bytes() * options.ranks)?;
+        let (model_len, blocks) =
+            options.sizes(config.max_positions, shape(1).bytes() * options.ranks)?;
         let shape = shape(blocks);
         let (pool, memory) = kv::pool(shape)?;
         let setup = RankSetup {
@@ -194,14 +205,19 @@ impl Opened {
         let ranks = &mut self.ranks;
         let apart = options.transfer.as_ref().map_or(Ok(()), kv::Rank::may_join);
         if let (Err(why), [_, ..]) = (&apart, &others[..]) {
-            tracing::info!("the ranks of engine {} are threads of one process: {why}", ranks.setup.engine);
+            tracing::info!(
+                "the ranks of engine {} are threads of one process: {why}",
+                ranks.setup.engine
+            );
         }
         for sockets in others {
             let setup = RankSetup { rank: sockets.rank, ..ranks.setup.clone() };
             match apart {
-                Ok(()) => {
-                    ranks.processes.push(RankProcess::start((options.rank_process)(), &setup, sockets)?)
-                }
+                Ok(()) => ranks.processes.push(RankProcess::start(
+                    (options.rank_process)(),
+                    &setup,
+                    sockets,
+                )?),
                 Err(_) => ranks.memories.push(rank::start_thread(&setup, sockets)?),
             }
         }
@@ -210,7 +226,11 @@ impl Opened {
     }
 
     /// Starts it, with its peers if there are any. The processes of its ranks are to be dropped behind it.
-    fn start(self, options: &Options, tokenizer: &Arc<Tokenizer>) -> Result<(Vec<RankProcess>, Running)> {
+    fn start(
+        self,
+        options: &Options,
+        tokenizer: &Arc<Tokenizer>,
+    ) -> Result<(Vec<RankProcess>, Running)> {
         let Opened { mut ranks, computing, limits, .. } = self;
         let len = ranks.setup.shape.block_bytes() * computing.kernel_per_block as usize;
         let mover = |wake| -> Result<Box<dyn Mover>> {
@@ -322,9 +342,13 @@ pub async fn serve(
         model_len: limits.model_len,
         block_size: options.block_size,
     };
-    let everywhere =
-        if let Others::JoinHere(..) = options.others { options.data_parallel_size } else { engines.len() };
-    let hosts = Arc::new(Hosts::new(alike.clone(), engines.len()..everywhere, options.secret.clone()));
+    let everywhere = if let Others::JoinHere(..) = options.others {
+        options.data_parallel_size
+    } else {
+        engines.len()
+    };
+    let hosts =
+        Arc::new(Hosts::new(alike.clone(), engines.len()..everywhere, options.secret.clone()));
     let trust = options.trust();
     let service = Arc::new(Service {
         engines: running.iter().map(|one| one.engine().clone()).collect(),
@@ -348,12 +372,25 @@ pub async fn serve(
             Source::Head(head) => {
                 let joining = Joining { ranks: engines, alike };
                 let (secret, router) = (options.secret.as_ref(), http::router(service));
-                return http::follow(&head, &joining, secret, router, started, stop.as_mut(), DRAIN).await;
+                return http::follow(
+                    &head,
+                    &joining,
+                    secret,
+                    router,
+                    started,
+                    stop.as_mut(),
+                    DRAIN,
+                )
+                .await;
             }
         };
         if let Others::JoinHere(host, port) = &options.others {
-            let joins = listen("--data-parallel-rpc-port", "--data-parallel-address", host, *port).await?;
-            http::check_reach(joins.local_addr().map_err(ModelError::of)?, options.secret.as_ref())?;
+            let joins =
+                listen("--data-parallel-rpc-port", "--data-parallel-address", host, *port).await?;
+            http::check_reach(
+                joins.local_addr().map_err(ModelError::of)?,
+                options.secret.as_ref(),
+            )?;
             tokio::spawn(hosts.clone().accept(joins));
             tokio::select! {
                 all = hosts.all(MEETING) => all?,

@@ -78,7 +78,8 @@ impl Made {
             config["eos_token_id"] = END_OF_TURN.into();
             return config;
         }
-        let known = Architecture::ALL.iter().find(|(architecture, ..)| *architecture == self.architecture);
+        let known =
+            Architecture::ALL.iter().find(|(architecture, ..)| *architecture == self.architecture);
         let (name, kind) = known.map_or(("", ""), |(_, name, kind)| (*name, *kind));
         let mut config = json!({
             "architectures": [name],
@@ -121,11 +122,13 @@ impl Made {
 pub fn make_model(folder: &Path, made: &Made) -> Result<u64> {
     let json = made.config();
     let config = Config::parse(&json, Value::Null)?;
-    let shape_error = |what: &str| Err(ModelError::new(format!("no such model can be made: {what}")));
+    let shape_error =
+        |what: &str| Err(ModelError::new(format!("no such model can be made: {what}")));
     if config.vocab < 259 {
         return shape_error("the tokenizer has 259 tokens, and the vocabulary fewer");
     }
-    if config.architecture == Architecture::Qwen2 && config.hidden != config.heads * config.head_dim {
+    if config.architecture == Architecture::Qwen2 && config.hidden != config.heads * config.head_dim
+    {
         return shape_error("in Qwen2, heads times head_dim is the hidden size");
     }
     if !(1..=999).contains(&made.shards) {
@@ -211,7 +214,10 @@ fn plans(config: &Config) -> Vec<Plan> {
 fn write_weights(folder: &Path, config: &Config, made: &Made) -> std::io::Result<u64> {
     let mut plans = plans(config);
     if let Some(init) = made.init {
-        plans.iter_mut().filter(|plan| plan.shape.len() == 2).for_each(|plan| plan.deviation = init);
+        plans
+            .iter_mut()
+            .filter(|plan| plan.shape.len() == 2)
+            .for_each(|plan| plan.deviation = init);
     }
     let share = plans.len().div_ceil(made.shards);
     let files: Vec<&[Plan]> = plans.chunks(share).collect();
@@ -308,8 +314,7 @@ fn tokenizer() -> Value {
         json!({"id": id, "content": content, "special": true, "single_word": false, "lstrip": false, "rstrip": false,
             "normalized": false})
     });
-    let byte_level =
-        json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
     json!({
         "version": "1.0",
         "truncation": null,

@@ -55,12 +55,16 @@ impl<R> RegionTable<R> {
             Some((key, region)) if key.matches(shown) => Ok(region),
             Some(_) => Err(Error::new(
                 Kind::WrongKey,
-                format!("the key shown for region {id} is not its key: take the peer's metadata again"),
+                format!(
+                    "the key shown for region {id} is not its key: take the peer's metadata again"
+                ),
             )),
             None if self.revoked.contains(&id) => Err(revoked(id)),
             None => Err(Error::new(
                 Kind::Unregistered,
-                format!("region {id} is not registered with this agent: take the peer's metadata again"),
+                format!(
+                    "region {id} is not registered with this agent: take the peer's metadata again"
+                ),
             )),
         }
     }
@@ -93,7 +97,11 @@ impl GrantedRegions {
 
     /// The peer says that it has let go. Errors: `Malformed` for what it did not hold.
     pub fn released(&mut self, id: RegionId) -> Result<()> {
-        if self.0.remove(&id) { Ok(()) } else { Err(malformed(format_args!("region {id} was not granted"))) }
+        if self.0.remove(&id) {
+            Ok(())
+        } else {
+            Err(malformed(format_args!("region {id} was not granted")))
+        }
     }
 
     /// Whether it holds this one.
@@ -249,7 +257,9 @@ mod tests {
         let (mut table, other) = (RegionTable::default(), RegionKey([0; 16]));
         let (one, two) = (RegionId(1), RegionId(2));
         table.open(one, KEY, "memory");
-        let check = |table: &RegionTable<_>, id, key| table.check(id, key).copied().map_err(|why| why.kind());
+        let check = |table: &RegionTable<_>, id, key| {
+            table.check(id, key).copied().map_err(|why| why.kind())
+        };
         assert_eq!(check(&table, one, &KEY), Ok("memory"));
         assert_eq!(check(&table, one, &other), Err(Kind::WrongKey));
         assert_eq!(check(&table, two, &KEY), Err(Kind::Unregistered));
@@ -307,7 +317,9 @@ mod tests {
             imports.settle(import, Ok(RegionId(import)));
         }
         imports.recall(|held| *held == id, &revoked(id));
-        assert!(matches!(imports.get(1), Some(Imported::Refused(why)) if why.kind() == Kind::Revoked));
+        assert!(
+            matches!(imports.get(1), Some(Imported::Refused(why)) if why.kind() == Kind::Revoked)
+        );
         assert!(matches!(imports.get(2), Some(Imported::Held(_))));
         assert_eq!(imports.held().count(), 1);
         imports.clear();

@@ -33,7 +33,12 @@ impl Greeting {
         Self::offering(VERSIONS, me, keys, rest)
     }
 
-    fn offering(versions: (u16, u16), me: &Identity, keys: Keys, rest: &[u8]) -> Result<(Self, Vec<u8>)> {
+    fn offering(
+        versions: (u16, u16),
+        me: &Identity,
+        keys: Keys,
+        rest: &[u8],
+    ) -> Result<(Self, Vec<u8>)> {
         let offered = encoded(versions);
         let mut said = random_key()?.to_vec();
         said.put_identity(me);
@@ -50,7 +55,9 @@ impl Greeting {
     /// Errors: `Malformed`, also for who was not invited to welcome.
     pub fn welcomed<'a>(&self, version: u16, body: &'a [u8]) -> Result<(&'a [u8], Proof)> {
         if !(VERSIONS.0..=VERSIONS.1).contains(&version) {
-            return Err(malformed(format_args!("version {version}, where {VERSIONS:?} were offered")));
+            return Err(malformed(format_args!(
+                "version {version}, where {VERSIONS:?} were offered"
+            )));
         }
         let mut reader = Reader::new("welcome", body);
         let said = reader.block(body.len())?;
@@ -110,8 +117,9 @@ pub fn hear<'a>(
     versions: (u16, u16),
     body: &'a [u8],
 ) -> Result<Greeted<'a>, Box<TurnedAway<'a>>> {
-    let turned_away =
-        |why: Error, refusal: Refusal| Box::new(TurnedAway { why, refusal, proof: Vec::new(), rest: None });
+    let turned_away = |why: Error, refusal: Refusal| {
+        Box::new(TurnedAway { why, refusal, proof: Vec::new(), rest: None })
+    };
     if versions.1 < VERSIONS.0 || versions.0 > VERSIONS.1 {
         let why = format!(
             "link versions {} to {} meet {} to {}: update the older end",
@@ -124,14 +132,16 @@ pub fn hear<'a>(
     let refusal = || Refusal { kind: Kind::PeerRestarted, text: stranger().sentence().to_owned() };
     let (said, proof, of_secret) = read(body).map_err(|why| turned_away(why, refusal()))?;
     let offered = encoded(versions);
-    let knows_secret = || keys.secret(GREETS, &[&offered, said]).is_some_and(|claim| claim.holds(of_secret));
+    let knows_secret =
+        || keys.secret(GREETS, &[&offered, said]).is_some_and(|claim| claim.holds(of_secret));
     if keys.both(GREETS, &[&offered, said]).holds(&proof) {
         let (from, rest) = taken_apart(said).map_err(|why| turned_away(why, refusal()))?;
         return Ok(Greeted { from, rest, version: versions.1.min(VERSIONS.1), said });
     }
     let mut away = turned_away(stranger(), refusal());
     if knows_secret() {
-        away.proof = keys.secret(REFUSES, &[said]).map_or_else(Vec::new, |claim| claim.proof().into());
+        away.proof =
+            keys.secret(REFUSES, &[said]).map_or_else(Vec::new, |claim| claim.proof().into());
         away.rest = taken_apart(said).ok().map(|(_, rest)| rest);
         away.why = Error::new(
             Kind::PeerRestarted,
@@ -171,7 +181,12 @@ impl<'a> Greeted<'a> {
         }
         let why = format!("the peer serves {most} others, which is the most: try later");
         let why = Error::new(Kind::Exhausted, why);
-        Err(Box::new(TurnedAway { refusal: Refusal::from(&why), why, proof: Vec::new(), rest: None }))
+        Err(Box::new(TurnedAway {
+            refusal: Refusal::from(&why),
+            why,
+            proof: Vec::new(),
+            rest: None,
+        }))
     }
 
     /// Welcomes it: the version that both speak, the body of [`ControlMessage::Welcome`], and what is to be proven by
@@ -231,7 +246,10 @@ mod tests {
     fn who_has_invitation_and_secret_is_welcome_and_nobody_else() {
         for secret in [None, A] {
             meet(keys(1, secret), &keys(1, secret)).unwrap();
-            assert_eq!(meet(keys(2, secret), &keys(1, secret)).unwrap_err().kind(), Kind::PeerRestarted);
+            assert_eq!(
+                meet(keys(2, secret), &keys(1, secret)).unwrap_err().kind(),
+                Kind::PeerRestarted
+            );
         }
         for invitation in [1, 2] {
             for (ours, theirs) in [(A, B), (A, None)] {
@@ -275,7 +293,10 @@ mod tests {
             altered[bit / 8] ^= 1 << (bit % 8);
             assert!(greeting.welcomed(version, &altered).is_err(), "bit {bit}");
         }
-        assert!(greeting.welcomed(VERSIONS.1 + 1, &body).is_err() && greeting.welcomed(0, &body).is_err());
+        assert!(
+            greeting.welcomed(VERSIONS.1 + 1, &body).is_err()
+                && greeting.welcomed(0, &body).is_err()
+        );
     }
 
     #[test]
@@ -285,7 +306,8 @@ mod tests {
         let (version, welcome, _) =
             hear(&target, VERSIONS, &hello).ok().unwrap().welcome(&target, b"").unwrap();
         let (_, recorded) = greeting.welcomed(version, &welcome).unwrap();
-        let (_, _, again) = hear(&target, VERSIONS, &hello).ok().unwrap().welcome(&target, b"").unwrap();
+        let (_, _, again) =
+            hear(&target, VERSIONS, &hello).ok().unwrap().welcome(&target, b"").unwrap();
         assert!(!again.holds(&recorded));
     }
 
@@ -303,7 +325,8 @@ mod tests {
     fn one_more_than_there_is_room_for_is_told_so_and_may_come_again() {
         let target = keys(1, None);
         let (_, body) = Greeting::new(&me(), keys(1, None), b"").unwrap();
-        let comes = |served| hear(&target, VERSIONS, &body).and_then(|greeted| greeted.if_room(served, 64));
+        let comes =
+            |served| hear(&target, VERSIONS, &body).and_then(|greeted| greeted.if_room(served, 64));
         assert!(comes(0).is_ok() && comes(63).is_ok());
         for served in [64, 65] {
             let away = comes(served).err().unwrap();

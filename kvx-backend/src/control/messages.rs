@@ -209,7 +209,10 @@ impl<'a> ControlMessage<'a> {
         let message = match reader.u8()? {
             number::HELLO => {
                 magic(&mut reader)?;
-                ControlMessage::Hello { versions: (reader.u16()?, reader.u16()?), body: rest(&mut reader)? }
+                ControlMessage::Hello {
+                    versions: (reader.u16()?, reader.u16()?),
+                    body: rest(&mut reader)?,
+                }
             }
             number::WELCOME => {
                 magic(&mut reader)?;
@@ -218,14 +221,19 @@ impl<'a> ControlMessage<'a> {
             number::CONFIRM => ControlMessage::Confirm { proof: reader.array()? },
             number::REFUSE => {
                 magic(&mut reader)?;
-                ControlMessage::Refuse { why: Refusal::decode(&mut reader)?, proof: reader.block(PROOF)? }
+                ControlMessage::Refuse {
+                    why: Refusal::decode(&mut reader)?,
+                    proof: reader.block(PROOF)?,
+                }
             }
             number::WANT => {
                 let import = reader.u64()?;
                 let (id, key) = reader.region()?;
                 ControlMessage::Want { import, id, key }
             }
-            number::GRANT => ControlMessage::Grant { import: reader.u64()?, rest: rest(&mut reader)? },
+            number::GRANT => {
+                ControlMessage::Grant { import: reader.u64()?, rest: rest(&mut reader)? }
+            }
             number::DENY => {
                 ControlMessage::Deny { import: reader.u64()?, why: Refusal::decode(&mut reader)? }
             }
@@ -245,7 +253,9 @@ impl<'a> ControlMessage<'a> {
             number::ALIVE => ControlMessage::Alive,
             number::LEAVE => ControlMessage::Leave,
             number::BYE => ControlMessage::Bye,
-            unknown => return Err(reader.malformed(format_args!("no message has the number {unknown}"))),
+            unknown => {
+                return Err(reader.malformed(format_args!("no message has the number {unknown}")));
+            }
         };
         reader.end()?;
         Ok(message)
@@ -253,7 +263,11 @@ impl<'a> ControlMessage<'a> {
 }
 
 fn magic(reader: &mut Reader<'_>) -> Result<()> {
-    if reader.array()? == MAGIC { Ok(()) } else { Err(reader.malformed("it does not come from kvx")) }
+    if reader.array()? == MAGIC {
+        Ok(())
+    } else {
+        Err(reader.malformed("it does not come from kvx"))
+    }
 }
 
 fn rest<'a>(reader: &mut Reader<'a>) -> Result<&'a [u8]> {
@@ -305,7 +319,10 @@ mod tests {
             ControlMessage::Ack { notice: 1 },
             ControlMessage::Recall { id: RegionId(1) },
         ] {
-            assert!(ControlMessage::decode(&[&whole.encode()[..], &[0]].concat()).is_err(), "{whole:?}");
+            assert!(
+                ControlMessage::decode(&[&whole.encode()[..], &[0]].concat()).is_err(),
+                "{whole:?}"
+            );
         }
         assert!(ControlMessage::decode(&[OWN]).is_err());
     }

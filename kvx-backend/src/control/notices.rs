@@ -242,7 +242,8 @@ mod tests {
     #[test]
     fn who_sends_more_than_the_window_is_malformed() {
         for len in [1, WINDOW_BYTES / 4] {
-            let (mut from_peer, mut to_peer) = (NoticesFromPeer::default(), NoticesToPeer::default());
+            let (mut from_peer, mut to_peer) =
+                (NoticesFromPeer::default(), NoticesToPeer::default());
             (0..2 * WINDOW).for_each(|_| add(&mut to_peer, len).unwrap());
             let mut last = 0;
             while let Some((notice, bytes)) = to_peer.next_to_send() {

@@ -108,7 +108,10 @@ mod tests {
         assert!(!holds(&one, Some(&a), "label", &[b"a", b"bc"]), "where a part ends counts");
         let claim = |keys: &Keys| keys.secret("label", said);
         let proof = claim(&Keys::new(&one, Some(&a))).unwrap().proof();
-        assert!(claim(&Keys::new(&other, Some(&a))).unwrap().holds(&proof), "whatever the invitation");
+        assert!(
+            claim(&Keys::new(&other, Some(&a))).unwrap().holds(&proof),
+            "whatever the invitation"
+        );
         assert!(!claim(&Keys::new(&one, Some(&b))).unwrap().holds(&proof));
         assert!(claim(&Keys::new(&one, None)).is_none());
     }

@@ -11,7 +11,10 @@ pub fn peer_died() -> Error {
 
 /// The peer closed its end while its process lives on.
 pub fn peer_closed() -> Error {
-    Error::new(Kind::PeerLost, "the peer closed the link: its agent was shut down, or dropped this link")
+    Error::new(
+        Kind::PeerLost,
+        "the peer closed the link: its agent was shut down, or dropped this link",
+    )
 }
 
 /// The peer owes an answer and has been silent for the whole `peer_timeout`.

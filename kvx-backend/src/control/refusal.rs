@@ -60,7 +60,8 @@ impl Refusal {
     /// Reads what a peer wrote. Its text ends up in logs and terminals: control characters become spaces.
     /// Errors: `Malformed`.
     pub fn decode(reader: &mut Reader<'_>) -> Result<Self> {
-        let kind = KINDS.get(usize::from(reader.u8()?).wrapping_sub(1)).copied().unwrap_or(Kind::Native);
+        let kind =
+            KINDS.get(usize::from(reader.u8()?).wrapping_sub(1)).copied().unwrap_or(Kind::Native);
         let text = std::str::from_utf8(reader.block(MAX_TEXT)?)
             .map_err(|_| reader.malformed("a text that is not UTF-8"))?;
         Ok(Refusal { kind, text: text.replace(char::is_control, " ") })
@@ -90,20 +91,28 @@ mod tests {
             assert_eq!((usize::from(bytes[0]), travelled(&refusal)), (at + 1, refusal));
         }
         assert_eq!((KINDS[0], KINDS[11], KINDS[12]), (Kind::WrongKey, Kind::Closed, Kind::Invalid));
-        assert_eq!(travelled(&Refusal { kind: Kind::Busy, text: String::new() }).kind, Kind::Native);
+        assert_eq!(
+            travelled(&Refusal { kind: Kind::Busy, text: String::new() }).kind,
+            Kind::Native
+        );
         let later = [200, 0, 0, 0, 0];
-        assert_eq!(Refusal::decode(&mut Reader::new("refusal", &later)).unwrap().kind, Kind::Native);
+        assert_eq!(
+            Refusal::decode(&mut Reader::new("refusal", &later)).unwrap().kind,
+            Kind::Native
+        );
     }
 
     #[test]
     fn a_peers_text_is_cleaned_and_bounded() {
-        let cleaned = travelled(&Refusal { kind: Kind::Denied, text: "\x1b[2Jno\nkey\u{9b}".into() });
+        let cleaned =
+            travelled(&Refusal { kind: Kind::Denied, text: "\x1b[2Jno\nkey\u{9b}".into() });
         assert_eq!(cleaned.text, " [2Jno key ");
         let long = Error::new(Kind::Native, "é".repeat(MAX_TEXT));
         let cut = Refusal::from(&long);
         assert_eq!(travelled(&cut), cut);
         assert!(cut.text.len() <= MAX_TEXT && cut.text.chars().all(|character| character == 'é'));
-        for bad in [&[1, 0xff, 0xff, 0, 0][..], &[1, 1, 0, 0, 0, 0xff], &[1, 2, 0, 0, 0, b'a'], &[]] {
+        for bad in [&[1, 0xff, 0xff, 0, 0][..], &[1, 1, 0, 0, 0, 0xff], &[1, 2, 0, 0, 0, b'a'], &[]]
+        {
             assert!(Refusal::decode(&mut Reader::new("refusal", bad)).is_err(), "{bad:?}");
         }
     }

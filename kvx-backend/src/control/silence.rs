@@ -131,7 +131,8 @@ mod tests {
             let mut silence = Silence::new(start);
             silence.note(true, || start);
             let step = Silence::step(timeout);
-            let lost = (1..20).find(|look| silence.look(start + step * *look, timeout) == Look::Lost);
+            let lost =
+                (1..20).find(|look| silence.look(start + step * *look, timeout) == Look::Lost);
             assert_eq!(lost, Some(looks), "{timeout:?}");
         }
     }

@@ -4,7 +4,9 @@ use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use kvx_core::transport::Full;
-use kvx_core::{Completion, Error, Identity, Incarnation, Invitation, Kind, RegionId, RegionKey, Result};
+use kvx_core::{
+    Completion, Error, Identity, Incarnation, Invitation, Kind, RegionId, RegionKey, Result,
+};
 
 use super::proof::{Claim, Keys, stranger};
 use super::reasons::{malformed, revoked};
@@ -133,10 +135,12 @@ impl Link {
                 self.recalls.released(&0, Some(id));
                 return Ok(());
             }
-            ControlMessage::Notify { notice, bytes } => match self.from_peer.take(notice, bytes, deliver)? {
-                true => ControlMessage::Ack { notice },
-                false => return Ok(()),
-            },
+            ControlMessage::Notify { notice, bytes } => {
+                match self.from_peer.take(notice, bytes, deliver)? {
+                    true => ControlMessage::Ack { notice },
+                    false => return Ok(()),
+                }
+            }
             ControlMessage::Ping => ControlMessage::Alive,
             other => panic!("{other:?}"),
         };
@@ -229,13 +233,15 @@ fn who_was_invited_by_another_agent_is_turned_away() {
 #[test]
 fn whatever_breaks_the_protocol_ends_the_link_and_nothing_is_granted_or_taken() {
     for violation in violations(&Invitation::from_bytes([5; 32]), b"", REGION, KEY).unwrap() {
-        let mut link = if violation.after == After::Proof { Link::up() } else { Link::greeted("owner") };
+        let mut link =
+            if violation.after == After::Proof { Link::up() } else { Link::greeted("owner") };
         link.room = 0;
         let hello = link.to_owner.pop_front();
         if violation.after == After::Welcome {
             link.owner(&hello.unwrap()).unwrap();
         }
-        let ended = violation.says.iter().any(|bytes| link.owner(bytes).is_err() || link.refused.is_some());
+        let ended =
+            violation.says.iter().any(|bytes| link.owner(bytes).is_err() || link.refused.is_some());
         assert!(ended && !violation.says.is_empty(), "{}", violation.what);
         assert_eq!(link.refused, violation.told, "{}", violation.what);
         assert!(link.taken.is_empty() && link.granted.is_empty(), "{}", violation.what);
@@ -256,8 +262,11 @@ fn notifications_arrive_once_and_in_order_through_a_queue_of_any_size() {
             assert!(link.taken.len() <= 500);
         }
         link.resume(usize::MAX);
-        let numbers: Vec<_> =
-            link.taken.iter().map(|bytes| u32::from_le_bytes(bytes[..].try_into().unwrap())).collect();
+        let numbers: Vec<_> = link
+            .taken
+            .iter()
+            .map(|bytes| u32::from_le_bytes(bytes[..].try_into().unwrap()))
+            .collect();
         assert_eq!(numbers, (0..500).collect::<Vec<_>>());
         assert!(ends.into_iter().all(|end| end.wait(Duration::ZERO).is_ok()));
     }
@@ -266,7 +275,9 @@ fn notifications_arrive_once_and_in_order_through_a_queue_of_any_size() {
 #[test]
 fn a_region_is_used_from_its_grant_to_its_recall() {
     let mut link = Link::up();
-    for (import, id, key) in [(1, REGION, KEY), (2, REGION, RegionKey([0; 16])), (3, RegionId(9), KEY)] {
+    for (import, id, key) in
+        [(1, REGION, KEY), (2, REGION, RegionKey([0; 16])), (3, RegionId(9), KEY)]
+    {
         link.imports.want(import, id);
         link.to_owner.push_back(ControlMessage::Want { import, id, key }.encode());
     }
@@ -284,7 +295,10 @@ fn a_region_is_used_from_its_grant_to_its_recall() {
     assert!(link.recalls.take_done(|_| false).is_empty());
     link.to_initiator.push_back(ControlMessage::Recall { id: REGION }.encode());
     link.settle();
-    assert_eq!((refused(&link, 1), link.recalls.take_done(|_| false)), (Some(Kind::Revoked), vec![REGION]));
+    assert_eq!(
+        (refused(&link, 1), link.recalls.take_done(|_| false)),
+        (Some(Kind::Revoked), vec![REGION])
+    );
     assert!(link.granted.is_empty());
 }
 

@@ -52,7 +52,12 @@ pub fn violations(
     let other_versions = ControlMessage::Hello { versions: (7, 9), body: b"as version 7 says it" };
     let proof = || one(ControlMessage::Confirm { proof: [0; PROOF] });
     let violations = [
-        (After::Nothing, "bytes that are no message", vec![b"GET / HTTP/1.1\r\n\r\n".to_vec()], None),
+        (
+            After::Nothing,
+            "bytes that are no message",
+            vec![b"GET / HTTP/1.1\r\n\r\n".to_vec()],
+            None,
+        ),
         (After::Nothing, "a message that is no hello", one(ControlMessage::Ping), None),
         (After::Nothing, "the hello of a stranger", vec![stranger], old),
         (After::Nothing, "a hello that was altered", vec![altered], old),
@@ -98,7 +103,11 @@ pub fn violations(
 }
 
 /// A stranger's greeting by this invitation, and its first message; `rest` is what its transport says with it.
-pub fn greet(invitation: &Invitation, secret: Option<&Secret>, rest: &[u8]) -> Result<(Greeting, Vec<u8>)> {
+pub fn greet(
+    invitation: &Invitation,
+    secret: Option<&Secret>,
+    rest: &[u8],
+) -> Result<(Greeting, Vec<u8>)> {
     greet_as("stranger", invitation, secret, rest)
 }
 
@@ -140,7 +149,9 @@ pub fn any_message(
         5 => ControlMessage::Ack { notice: 0 }.encode(),
         6 => ControlMessage::Leave.encode(),
         7 => ControlMessage::Bye.encode(),
-        8..13 => ControlMessage::Notify { notice: below(usize::MAX) as u64, bytes: b"news" }.encode(),
+        8..13 => {
+            ControlMessage::Notify { notice: below(usize::MAX) as u64, bytes: b"news" }.encode()
+        }
         _ => own[below(own.len())].clone(),
     };
     if below(4) == 0 {

@@ -76,16 +76,22 @@ impl<F: Fabric> Machine<F> {
         session.imports.clear();
         self.fabric.disconnect(EndpointId(number));
         if !session.granted.is_empty() {
-            self.unproven.insert(number, Unproven { granted: session.granted, process: session.process });
+            self.unproven
+                .insert(number, Unproven { granted: session.granted, process: session.process });
             self.check_unproven(out);
         }
     }
 
     /// Looks whether lost peers that hold regions of ours have ended.
     pub(super) fn check_unproven(&mut self, out: &mut Outbox) {
-        let ended = |unproven: &Unproven| unproven.process.as_ref().is_some_and(WatchedProcess::ended);
-        let gone: Vec<u64> =
-            self.unproven.iter().filter(|(_, unproven)| ended(unproven)).map(|(number, _)| *number).collect();
+        let ended =
+            |unproven: &Unproven| unproven.process.as_ref().is_some_and(WatchedProcess::ended);
+        let gone: Vec<u64> = self
+            .unproven
+            .iter()
+            .filter(|(_, unproven)| ended(unproven))
+            .map(|(number, _)| *number)
+            .collect();
         for number in gone {
             self.unproven.remove(&number);
             self.confirm(number, None, out);
@@ -146,7 +152,10 @@ impl<F: Fabric> Machine<F> {
             if !session.parted || session.jobs > 0 {
                 self.fabric.sever(EndpointId(number));
             }
-        } else if phase == Phase::Closing && matches!(was, Phase::Greeting(_)) && session.greeting.is_some() {
+        } else if phase == Phase::Closing
+            && matches!(was, Phase::Greeting(_))
+            && session.greeting.is_some()
+        {
             // The target may know us already: it is told when it answers, or this end forgets it then.
             session.phase = was;
         }
@@ -182,7 +191,8 @@ impl<F: Fabric> Machine<F> {
         self.greetings.retain(|_, greeting| greeting.until > now);
         let soon = now + self.time_between_looks();
         let mut due: Vec<(u64, Due)> = Vec::new();
-        let mut again: Option<Instant> = self.greetings.values().map(|greeting| greeting.until).min();
+        let mut again: Option<Instant> =
+            self.greetings.values().map(|greeting| greeting.until).min();
         let mut look_at = |at: Instant| again = Some(again.map_or(at, |next| next.min(at)));
         for (number, session) in &mut self.sessions {
             let look = match session.phase {
@@ -263,11 +273,15 @@ impl<F: Fabric> Machine<F> {
 
     /// Notes which peers' processes have ended.
     pub(super) fn see_ends(&mut self) {
-        let mut events: [epoll::Event; 16] =
-            [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
+        let mut events: [epoll::Event; 16] = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 16];
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         let Ok(count) = epoll::wait(&self.poller, &mut events[..], Some(&now)) else { return };
-        self.ended.extend(events[..count].iter().map(|event| event.data.u64()).filter(|number| *number != 0));
+        self.ended.extend(
+            events[..count].iter().map(|event| event.data.u64()).filter(|number| *number != 0),
+        );
     }
 
     /// Ends the links to processes that have ended. Says how many.
@@ -288,16 +302,26 @@ impl<F: Fabric> Machine<F> {
         let all: Vec<u64> = self.sessions.keys().copied().collect();
         for number in all {
             let target = self.sessions.get(&number).is_some_and(|session| session.link.is_none());
-            if target && self.sessions.get(&number).is_some_and(|session| !session.granted.is_empty()) {
+            if target
+                && self.sessions.get(&number).is_some_and(|session| !session.granted.is_empty())
+            {
                 self.send(number, &ControlMessage::Leave, out);
             } else {
-                self.end(number, why.clone(), Some(LinkState::Lost(why.clone())), Phase::Closing, out);
+                self.end(
+                    number,
+                    why.clone(),
+                    Some(LinkState::Lost(why.clone())),
+                    Phase::Closing,
+                    out,
+                );
             }
         }
         let until = Instant::now() + LAST_PATIENCE;
         while !(self.sessions.is_empty() && self.released.is_empty()) && Instant::now() < until {
             self.see_ends();
-            if self.poll(out) + self.send_waiting(out) + self.take_ends(out) + self.unregister(out) == 0 {
+            if self.poll(out) + self.send_waiting(out) + self.take_ends(out) + self.unregister(out)
+                == 0
+            {
                 std::thread::sleep(Duration::from_micros(200));
             }
         }

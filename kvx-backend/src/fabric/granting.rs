@@ -17,7 +17,9 @@ use crate::control::reasons::{malformed, revoked};
 impl<F: Fabric> Machine<F> {
     pub(super) fn import(&mut self, link: &Arc<Wiring>, import: &Arc<Import>, out: &mut Outbox) {
         let Some(&number) = self.links.get(&link.id) else { return };
-        let Some(session) = self.sessions.get_mut(&number).filter(|session| session.is_up()) else { return };
+        let Some(session) = self.sessions.get_mut(&number).filter(|session| session.is_up()) else {
+            return;
+        };
         match &import.what {
             RemoteMemory::Foreign(range) => {
                 let made = self.fabric.unpack_foreign(EndpointId(number), range);
@@ -61,7 +63,12 @@ impl<F: Fabric> Machine<F> {
     }
 
     /// A region of ours is revoked: everyone who was granted it is asked to let go.
-    pub(super) fn revoke(&mut self, region: Arc<Registered<F::Local>>, done: Ticket, out: &mut Outbox) {
+    pub(super) fn revoke(
+        &mut self,
+        region: Arc<Registered<F::Local>>,
+        done: Ticket,
+        out: &mut Outbox,
+    ) {
         let id = region.id;
         let mut waiting: HashSet<u64> = HashSet::new();
         for (number, session) in &self.sessions {
@@ -71,7 +78,10 @@ impl<F: Fabric> Machine<F> {
         }
         let asked: Vec<u64> = waiting.iter().copied().collect();
         waiting.extend(
-            self.unproven.iter().filter(|(_, lost)| lost.granted.holds(id)).map(|(number, _)| *number),
+            self.unproven
+                .iter()
+                .filter(|(_, lost)| lost.granted.holds(id))
+                .map(|(number, _)| *number),
         );
         self.recalls.begin(id, waiting, (region, done));
         for number in asked {

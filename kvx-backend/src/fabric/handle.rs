@@ -7,12 +7,12 @@ use std::sync::{Arc, OnceLock};
 use crate::reactor::{Reactor, SLICE};
 use kvx_core::sync::Mutex;
 use kvx_core::transport::{
-    Context, ForeignRange, INLINE_BYTES, INLINE_SEGMENTS, Link, LocalRegion, MAX_NOTIFICATION, PeerSection,
-    RegionSpec, RemoteRegion, RemoteSpec, Transport, Turn,
+    Context, ForeignRange, INLINE_BYTES, INLINE_SEGMENTS, Link, LocalRegion, MAX_NOTIFICATION,
+    PeerSection, RegionSpec, RemoteRegion, RemoteSpec, Transport, Turn,
 };
 use kvx_core::{
-    Bound, Capabilities, Error, Identity, Incarnation, Kind, LinkId, MemoryKind, RegionId, RegionKey, Result,
-    Secret, Ticket, TransferId,
+    Bound, Capabilities, Error, Identity, Incarnation, Kind, LinkId, MemoryKind, RegionId,
+    RegionKey, Result, Secret, Ticket, TransferId,
 };
 
 use super::lanes::{self, Stripe, Thread};
@@ -46,7 +46,8 @@ pub(super) fn open<F: Fabric>(
         )?;
         Ok((Reactor::start(thread, machine, events)?, address))
     });
-    let (reactors, addresses) = lanes.collect::<Result<Vec<_>>>()?.into_iter().unzip::<_, _, Vec<_>, _>();
+    let (reactors, addresses) =
+        lanes.collect::<Result<Vec<_>>>()?.into_iter().unzip::<_, _, Vec<_>, _>();
     Ok(Arc::new(Opened {
         name,
         lanes: reactors.into(),
@@ -86,7 +87,13 @@ impl<F: Fabric> Opened<F> {
     }
 
     /// Leads a link over the lanes to `addresses` in turn.
-    fn link(&self, id: LinkId, peer: Identity, addresses: &[&[u8]], keys: Option<Keys>) -> Arc<dyn Link> {
+    fn link(
+        &self,
+        id: LinkId,
+        peer: Identity,
+        addresses: &[&[u8]],
+        keys: Option<Keys>,
+    ) -> Arc<dyn Link> {
         let foreign = keys.is_none();
         let lanes = if foreign { &self.lanes[..1] } else { &self.lanes[..] };
         let wiring = Arc::new(Wiring::new(id, peer, keys, lanes.len()));
@@ -130,8 +137,10 @@ unsafe impl<F: Fabric> Transport for Opened<F> {
                 ),
             ));
         }
-        let (local, export) =
-            self.registrar.register(region.id, &region.memory).map_err(|error| error.backend(self.name))?;
+        let (local, export) = self
+            .registrar
+            .register(region.id, &region.memory)
+            .map_err(|error| error.backend(self.name))?;
         let registered = Arc::new(Registered::new(region, local, self.lanes.len()));
         self.regions.open(Arc::clone(&registered));
         let (lanes, regions) = (Arc::clone(&self.lanes), Arc::clone(&self.regions));
@@ -283,7 +292,9 @@ impl<F: Fabric> FabricLink<F> {
 unsafe impl<F: Fabric> Link for FabricLink<F> {
     fn capabilities(&self) -> Arc<Capabilities> {
         let known = self.wiring.known.lock();
-        known.as_ref().map_or_else(|| Arc::clone(&self.capabilities), |(_, known)| Arc::clone(known))
+        known
+            .as_ref()
+            .map_or_else(|| Arc::clone(&self.capabilities), |(_, known)| Arc::clone(known))
     }
 
     fn describe(&self) -> String {
@@ -336,7 +347,8 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
             }
             return;
         }
-        let (lane, link, stripe) = (&lanes[lanes::own(lanes.len())], Arc::clone(&self.wiring), Stripe::WHOLE);
+        let (lane, link, stripe) =
+            (&lanes[lanes::own(lanes.len())], Arc::clone(&self.wiring), Stripe::WHOLE);
         if size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS {
             let inline_on = Some(Thread::this());
             lane.submit_and_turn(Command::Post { link, plan, stripe, id, done, inline_on });
@@ -348,7 +360,8 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
     fn notify(&self, bytes: &[u8], done: Ticket) {
         if bytes.len() > MAX_NOTIFICATION {
             let len = bytes.len();
-            let why = format!("a notification of {len} bytes, at most {MAX_NOTIFICATION} are allowed");
+            let why =
+                format!("a notification of {len} bytes, at most {MAX_NOTIFICATION} are allowed");
             return done.settle(Err(Error::new(Kind::Invalid, why).backend(self.name)));
         }
         let link = Arc::clone(&self.wiring);

@@ -72,11 +72,16 @@ impl<F: Fabric> Machine<F> {
                 let until = Instant::now() + self.fabric.sets_up_within() + self.patience();
                 self.look_by(until);
                 self.links.insert(link.id, number);
-                let mut session = Session::new(number, Some(Arc::clone(&link)), link.peer.clone(), until);
+                let mut session =
+                    Session::new(number, Some(Arc::clone(&link)), link.peer.clone(), until);
                 (session.foreign, session.greeting) = (link.keys.is_none(), greeting);
                 self.sessions.insert(number, session);
                 if let Some(body) = hello {
-                    self.send(number, &ControlMessage::Hello { versions: VERSIONS, body: &body }, out);
+                    self.send(
+                        number,
+                        &ControlMessage::Hello { versions: VERSIONS, body: &body },
+                        out,
+                    );
                 }
             }
         }
@@ -92,7 +97,10 @@ impl<F: Fabric> Machine<F> {
             return self.take_greeting(&header, part, out);
         }
         let Some(session) = self.sessions.get_mut(&header.to) else {
-            return tracing::debug!(backend = self.name, "a frame for a link that has ended is ignored");
+            return tracing::debug!(
+                backend = self.name,
+                "a frame for a link that has ended is ignored"
+            );
         };
         if session.phase == Phase::Lost || session.other != 0 && session.other != header.from {
             return;
@@ -101,8 +109,9 @@ impl<F: Fabric> Machine<F> {
         match session.incoming.take(&header, part) {
             Ok(messages) => {
                 for message in messages {
-                    let taken = ControlMessage::decode(&message)
-                        .and_then(|message| self.take_message(header.to, header.from, message, out));
+                    let taken = ControlMessage::decode(&message).and_then(|message| {
+                        self.take_message(header.to, header.from, message, out)
+                    });
                     if let Err(why) = taken {
                         return self.cut_off(header.to, why, out);
                     }
@@ -119,8 +128,11 @@ impl<F: Fabric> Machine<F> {
         }
         if !self.greetings.contains_key(&header.from) && self.greetings.len() >= MAX_GREETINGS {
             // The oldest makes room.
-            if let Some(oldest) =
-                self.greetings.iter().min_by_key(|(_, greeting)| greeting.until).map(|(number, _)| *number)
+            if let Some(oldest) = self
+                .greetings
+                .iter()
+                .min_by_key(|(_, greeting)| greeting.until)
+                .map(|(number, _)| *number)
             {
                 self.greetings.remove(&oldest);
             }
@@ -146,9 +158,14 @@ impl<F: Fabric> Machine<F> {
                 self.take_hello(header.from, greeting.incoming, versions, body, out);
             }
             Ok(_) => {
-                tracing::warn!(backend = self.name, "a peer's first message is no hello, and is ignored")
+                tracing::warn!(
+                    backend = self.name,
+                    "a peer's first message is no hello, and is ignored"
+                )
             }
-            Err(why) => tracing::warn!(backend = self.name, %why, "a peer's first message is ignored"),
+            Err(why) => {
+                tracing::warn!(backend = self.name, %why, "a peer's first message is ignored")
+            }
         }
     }
 
@@ -174,7 +191,10 @@ impl<F: Fabric> Machine<F> {
         let accepted = self.make_room_and_count(out);
         if accepted >= MAX_ACCEPTED + MAX_TURNED_AWAY {
             return self.strangers.tell(|| {
-                tracing::warn!(backend = self.name, "no peer is answered: {accepted} are connected");
+                tracing::warn!(
+                    backend = self.name,
+                    "no peer is answered: {accepted} are connected"
+                );
             });
         }
         let from = heard.as_ref().map_or_else(|_| nobody(), |greeted| greeted.from.clone());
@@ -185,7 +205,9 @@ impl<F: Fabric> Machine<F> {
         });
         let (number, process) = match begun {
             Ok(begun) => begun,
-            Err(why) => return tracing::warn!(backend = self.name, ?from, %why, "a peer cannot be answered"),
+            Err(why) => {
+                return tracing::warn!(backend = self.name, ?from, %why, "a peer cannot be answered");
+            }
         };
         let until = Instant::now() + self.fabric.sets_up_within() + self.patience();
         self.look_by(until);
@@ -264,7 +286,9 @@ impl<F: Fabric> Machine<F> {
             // It comes to no session: only a stranger says it.
             ControlMessage::Hello { .. } => return Err(malformed("out of place")),
             ControlMessage::Welcome { version, body } => {
-                let Some(greeting) = session.greeting.take() else { return Err(malformed("out of place")) };
+                let Some(greeting) = session.greeting.take() else {
+                    return Err(malformed("out of place"));
+                };
                 let (rest, proof) = greeting.welcomed(version, body)?;
                 let mut reader = Reader::new("welcome", rest);
                 let process = ProcessId::decode(&mut reader)?;
@@ -289,12 +313,16 @@ impl<F: Fabric> Machine<F> {
                     session.granted.grant(id);
                     self.send(number, &ControlMessage::Grant { import, rest: &[] }, out);
                 }
-                Err(why) => {
-                    self.send(number, &ControlMessage::Deny { import, why: Refusal::from(&why) }, out)
-                }
+                Err(why) => self.send(
+                    number,
+                    &ControlMessage::Deny { import, why: Refusal::from(&why) },
+                    out,
+                ),
             },
             ControlMessage::Grant { rest, .. } if !rest.is_empty() => {
-                return Err(crate::control::reasons::malformed("a grant with more than its number"));
+                return Err(crate::control::reasons::malformed(
+                    "a grant with more than its number",
+                ));
             }
             ControlMessage::Grant { import, .. } => self.take_grant(number, import, Ok(()), out)?,
             ControlMessage::Deny { import, why } => {
@@ -305,7 +333,9 @@ impl<F: Fabric> Machine<F> {
                 session.granted.released(id)?;
                 self.confirm(number, Some(id), out);
             }
-            ControlMessage::Notify { notice, bytes } => self.take_notice(number, notice, bytes, out)?,
+            ControlMessage::Notify { notice, bytes } => {
+                self.take_notice(number, notice, bytes, out)?
+            }
             ControlMessage::Ack { notice } => {
                 out.settle(session.to_peer.acknowledged(notice)?, Ok(()));
                 self.send_notices(number, out);
@@ -365,7 +395,9 @@ impl<F: Fabric> Machine<F> {
 
     /// The library says something else of an endpoint than before.
     pub(super) fn changed(&mut self, endpoint: EndpointId, out: &mut Outbox) {
-        let Some(link) = self.sessions.get(&endpoint.0).filter(|session| session.is_up()) else { return };
+        let Some(link) = self.sessions.get(&endpoint.0).filter(|session| session.is_up()) else {
+            return;
+        };
         let Some(link) = link.link.clone() else { return };
         let (text, capabilities) = self.fabric.describe(endpoint);
         *link.known.lock() = Some((text, Arc::new(capabilities)));
@@ -376,7 +408,8 @@ impl<F: Fabric> Machine<F> {
 
     /// The target turns us away.
     fn take_refuse(&mut self, number: u64, why: Refusal, proof: &[u8], out: &mut Outbox) {
-        let Some(greeting) = self.sessions.get_mut(&number).and_then(|session| session.greeting.take())
+        let Some(greeting) =
+            self.sessions.get_mut(&number).and_then(|session| session.greeting.take())
         else {
             return;
         };

@@ -11,7 +11,9 @@ use super::regions::{Regions, Registered};
 use super::session::LONG_SILENCE;
 use super::stream::FrameHeader;
 use super::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
-use crate::control::violations::{After, Violation, any_message, greet, greet_as, prove, violations};
+use crate::control::violations::{
+    After, Violation, any_message, greet, greet_as, prove, violations,
+};
 use crate::control::{ControlMessage, HeldBytes, Silence};
 use crate::process::ProcessId;
 use crate::reactor::{Armed, Outbox, Progress, Queued, Turn};
@@ -20,8 +22,8 @@ use kvx_core::sync::Mutex;
 use kvx_core::transport::{Context, Events, Full, LinkState, RegionSpec, RemoteSpec};
 use kvx_core::wire::Reader;
 use kvx_core::{
-    Capabilities, Error, Identity, Incarnation, Invitation, Kind, LinkId, Memory, Options, RegionId,
-    RegionKey, Result,
+    Capabilities, Error, Identity, Incarnation, Invitation, Kind, LinkId, Memory, Options,
+    RegionId, RegionKey, Result,
 };
 use kvx_testkit::Random;
 
@@ -125,9 +127,20 @@ pub(super) fn machine() -> Machine<Quiet> {
     };
     let regions = Arc::new(Regions::new(1));
     let memory = Arc::new(Memory::owned(vec![0; 64]));
-    regions.open(Arc::new(Registered::new(RegionSpec { id: RegionId(1), key: KEY, memory }, (), 1)));
-    Machine::new(context, "QUIET", Quiet::default(), regions, Arc::new(|| Ok(Vec::new())), Arc::default())
-        .unwrap()
+    regions.open(Arc::new(Registered::new(
+        RegionSpec { id: RegionId(1), key: KEY, memory },
+        (),
+        1,
+    )));
+    Machine::new(
+        context,
+        "QUIET",
+        Quiet::default(),
+        regions,
+        Arc::new(|| Ok(Vec::new())),
+        Arc::default(),
+    )
+    .unwrap()
 }
 
 fn take(machine: &mut Machine<Quiet>, frame: Vec<u8>) {
@@ -159,7 +172,8 @@ fn link(machine: &mut Machine<Quiet>, process: ProcessId, from: u64) -> u64 {
 
 /// The same of another name.
 fn link_as(name: &str, machine: &mut Machine<Quiet>, process: ProcessId, from: u64) -> u64 {
-    let (greeting, hello) = greet_as(name, &INVITATION, None, &hello_rest(process, b"somewhere")).unwrap();
+    let (greeting, hello) =
+        greet_as(name, &INVITATION, None, &hello_rest(process, b"somewhere")).unwrap();
     take(machine, frame(0, from, 0, &hello));
     let (header, welcome) = sent(machine);
     assert_eq!(header.to, from);
@@ -189,7 +203,9 @@ fn what_breaks_the_protocol_ends_its_session_reaches_no_library_and_others_are_s
         sent(machine).1
     };
     let rest = hello_rest(ProcessId::this(), b"somewhere");
-    for Violation { what, after, says, .. } in violations(&INVITATION, &rest, RegionId(1), KEY).unwrap() {
+    for Violation { what, after, says, .. } in
+        violations(&INVITATION, &rest, RegionId(1), KEY).unwrap()
+    {
         let (to, first) = match after {
             After::Nothing => (0, 0),
             After::Welcome => {
@@ -216,7 +232,10 @@ fn what_breaks_the_protocol_ends_its_session_reaches_no_library_and_others_are_s
         matches!(ControlMessage::decode(&denied), Ok(ControlMessage::Deny { why, .. }) if why.kind == Kind::WrongKey),
         "{denied:?}"
     );
-    assert_eq!(answer(&mut machine, want(KEY)), ControlMessage::Grant { import: 1, rest: b"" }.encode());
+    assert_eq!(
+        answer(&mut machine, want(KEY)),
+        ControlMessage::Grant { import: 1, rest: b"" }.encode()
+    );
 }
 
 #[test]
@@ -273,7 +292,9 @@ fn what_strangers_make_us_keep_is_bounded() {
             link(&mut machine, ProcessId::this(), from + 10_000);
         }
     }
-    let up = |machine: &Machine<Quiet>| machine.sessions.values().filter(|session| session.is_up()).count();
+    let up = |machine: &Machine<Quiet>| {
+        machine.sessions.values().filter(|session| session.is_up()).count()
+    };
     assert_eq!(
         (up(&machine), machine.sessions.len()),
         (5, 64),
@@ -286,7 +307,9 @@ fn what_strangers_make_us_keep_is_bounded() {
     take(&mut machine, frame(0, 40_000, 0, &hello));
     assert_eq!(up(&machine), 64, "this one was told that there is no room");
     let told = sent(&mut machine).1;
-    let Ok(ControlMessage::Refuse { why, .. }) = ControlMessage::decode(&told) else { panic!("{told:?}") };
+    let Ok(ControlMessage::Refuse { why, .. }) = ControlMessage::decode(&told) else {
+        panic!("{told:?}")
+    };
     assert_eq!(why.kind, Kind::Exhausted);
     // An address that leads nowhere costs nothing.
     let before = machine.fabric.endpoints.len();
@@ -302,7 +325,12 @@ fn keep(machine: &mut Machine<Quiet>, (to, from): (u64, u64), mib: u32) {
 }
 
 /// Links of this name, which have so many MiB kept each.
-fn greedy<const N: usize>(machine: &mut Machine<Quiet>, name: &str, first: u64, mib: [u32; N]) -> [u64; N] {
+fn greedy<const N: usize>(
+    machine: &mut Machine<Quiet>,
+    name: &str,
+    first: u64,
+    mib: [u32; N],
+) -> [u64; N] {
     std::array::from_fn(|at| {
         let from = first + at as u64;
         let number = link_as(name, machine, ProcessId::this(), from);
@@ -333,7 +361,8 @@ fn a_peer_has_one_budget_for_all_its_links_and_others_are_served() {
 fn what_a_peer_does_not_take_counts_until_it_is_taken() {
     let (mut machine, modest) = linked();
     machine.held = Arc::new(Mutex::new(HeldBytes::of(1 << 20, 4 << 20)));
-    let deaf = [201, 202].map(|from| (link_as("deaf", &mut machine, ProcessId::this(), from), from));
+    let deaf =
+        [201, 202].map(|from| (link_as("deaf", &mut machine, ProcessId::this(), from), from));
     machine.fabric.full = true;
     let ask = |machine: &mut Machine<Quiet>, (to, from): (u64, u64), most: u32| {
         let still = |machine: &Machine<Quiet>| machine.sessions.contains_key(&to);
@@ -366,7 +395,8 @@ fn all_peers_have_one_budget_over_all_lanes_and_the_greediest_loses_its_links() 
     let small = greedy(&mut machine, "small", 100, [2, 1]);
     let most = greedy(&mut machine, "most", 200, [3, 2]);
     // The others have it all on another lane, which has nobody to end.
-    let elsewhere = [("a", 301), ("b", 302)].map(|(name, from)| greedy(&mut other, name, from, [4]));
+    let elsewhere =
+        [("a", 301), ("b", 302)].map(|(name, from)| greedy(&mut other, name, from, [4]));
     assert_eq!((alive(&machine, &small), alive(&machine, &most)), (2, 2));
     assert_eq!(alive(&other, elsewhere.as_flattened()), 2);
     assert!(machine.next_look.is_some_and(|at| at <= Instant::now() + Duration::from_secs(1)));
@@ -391,7 +421,8 @@ fn all_peers_have_one_budget_over_all_lanes_and_the_greediest_loses_its_links() 
 #[test]
 fn what_was_held_before_a_peer_confirmed_goes_with_it() {
     let mut machine = machine();
-    let (greeting, hello) = greet(&INVITATION, None, &hello_rest(ProcessId::this(), b"somewhere")).unwrap();
+    let (greeting, hello) =
+        greet(&INVITATION, None, &hello_rest(ProcessId::this(), b"somewhere")).unwrap();
     take(&mut machine, frame(0, 500, 0, &hello));
     let (header, welcome) = sent(&mut machine);
     keep(&mut machine, (header.from, 500), 1);
@@ -411,7 +442,12 @@ fn initiators_that_died_unseen_are_asked_and_leave_room_and_who_answers_stays() 
     let (from, lives) = (64, numbers[63]);
     take(
         &mut machine,
-        frame(lives, from, 2, &ControlMessage::Want { import: 1, id: RegionId(1), key: KEY }.encode()),
+        frame(
+            lives,
+            from,
+            2,
+            &ControlMessage::Want { import: 1, id: RegionId(1), key: KEY }.encode(),
+        ),
     );
     machine.fabric.sent.clear();
     machine.next_look = Some(Instant::now());

@@ -163,7 +163,9 @@ impl<F: Fabric> Running<F> {
         for local in plan.locals() {
             let any: &dyn Any = &*local.region;
             match any.downcast_ref::<FabricRegion<F>>() {
-                Some(region) => locals.push((Arc::clone(&region.registered), local.memory.address())),
+                Some(region) => {
+                    locals.push((Arc::clone(&region.registered), local.memory.address()))
+                }
                 None => {
                     let why = "a region of another transport was bound to this link: report it";
                     return Err((done, Error::new(Kind::Invalid, why)));
@@ -204,7 +206,8 @@ impl<F: Fabric> Running<F> {
     fn is_done(&self) -> bool {
         self.in_flight == 0
             && self.flush != Flush::Later
-            && (self.failed.is_some() || self.all_posted && (self.op_is_read() || self.flush == Flush::Done))
+            && (self.failed.is_some()
+                || self.all_posted && (self.op_is_read() || self.flush == Flush::Done))
     }
 
     /// Whether pieces of a write that has failed may still be on their way to the target.
@@ -271,7 +274,11 @@ impl<F: Fabric> Machine<F> {
                 }
                 // "Unsupported" would say that nothing has moved.
                 Err(why) if running.begun || running.in_flight > 0 => {
-                    let why = if why.kind() == Kind::Unsupported { why.kind_is(Kind::Native) } else { why };
+                    let why = if why.kind() == Kind::Unsupported {
+                        why.kind_is(Kind::Native)
+                    } else {
+                        why
+                    };
                     running.fail(why);
                 }
                 Err(why) => running.fail(why),
@@ -296,7 +303,10 @@ impl<F: Fabric> Machine<F> {
     /// Some pieces have ended.
     pub(super) fn moved(&mut self, job: JobId, pieces: u32, result: Result<()>, out: &mut Outbox) {
         let Some(running) = self.jobs.get_mut(job.0) else {
-            return tracing::error!(backend = self.name, "a piece of no transfer has ended: report it");
+            return tracing::error!(
+                backend = self.name,
+                "a piece of no transfer has ended: report it"
+            );
         };
         running.in_flight = running.in_flight.saturating_sub(u64::from(pieces));
         self.account(job, result, out);
@@ -365,7 +375,12 @@ impl<F: Fabric> Machine<F> {
     }
 
     /// Ends transfers early: nothing more of them is posted.
-    pub(super) fn fail_jobs(&mut self, which: impl Fn(&Running<F>) -> bool, why: &Error, out: &mut Outbox) {
+    pub(super) fn fail_jobs(
+        &mut self,
+        which: impl Fn(&Running<F>) -> bool,
+        why: &Error,
+        out: &mut Outbox,
+    ) {
         let keys: Vec<usize> =
             self.jobs.iter().filter(|(_, running)| which(running)).map(|(key, _)| key).collect();
         for key in keys {

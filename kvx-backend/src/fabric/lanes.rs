@@ -86,7 +86,8 @@ pub(super) fn tickets(done: Ticket, lanes: usize) -> Vec<Ticket> {
     if lanes == 1 {
         return vec![done];
     }
-    let joint = Joint { lanes, settled: Mutex::new(Settled { done: Some(done), ..Settled::default() }) };
+    let joint =
+        Joint { lanes, settled: Mutex::new(Settled { done: Some(done), ..Settled::default() }) };
     let joint = Arc::new(joint);
     (0..lanes).map(|_| Ticket::of(Arc::clone(&joint) as Arc<dyn Settle>)).collect()
 }
@@ -170,7 +171,11 @@ mod tests {
         let (end, done) = Completion::with_ticket();
         let mut both = tickets(done, 2);
         both.remove(0).settle(Ok(()));
-        assert_eq!(end.wait(Duration::ZERO).unwrap_err().kind(), Kind::TimedOut, "one of two has ended");
+        assert_eq!(
+            end.wait(Duration::ZERO).unwrap_err().kind(),
+            Kind::TimedOut,
+            "one of two has ended"
+        );
         drop(both);
     }
 

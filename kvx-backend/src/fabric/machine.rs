@@ -189,7 +189,11 @@ impl<F: Fabric> Machine<F> {
         })
     }
 
-    pub(super) fn error(&self, kind: Kind, sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
+    pub(super) fn error(
+        &self,
+        kind: Kind,
+        sentence: impl Into<std::borrow::Cow<'static, str>>,
+    ) -> Error {
         Error::new(kind, sentence).backend(self.name)
     }
 
@@ -244,7 +248,9 @@ impl<F: Fabric> Machine<F> {
 
     /// What is counted here may become too much by what other lanes count, which cannot end it.
     pub(super) fn look_at_lanes(&mut self) {
-        if Arc::strong_count(&self.held) > 1 && self.sessions.values().any(|session| session.counted > 0) {
+        if Arc::strong_count(&self.held) > 1
+            && self.sessions.values().any(|session| session.counted > 0)
+        {
             self.look_by(Instant::now() + BETWEEN_LANES);
         }
     }
@@ -305,7 +311,8 @@ impl<F: Fabric> Machine<F> {
         let Some(session) = self.sessions.get_mut(&number) else { return };
         let mut remotes = Vec::with_capacity(transfer.plan.remotes().len());
         for remote in transfer.plan.remotes() {
-            let import = import_of(&remote.region).and_then(|import| session.imports.get(import.number));
+            let import =
+                import_of(&remote.region).and_then(|import| session.imports.get(import.number));
             match import {
                 Some(Imported::Held((held, _))) => remotes.push(Arc::clone(held)),
                 Some(Imported::Refused(why)) => return out.settle(transfer.done, Err(why.clone())),
@@ -314,7 +321,10 @@ impl<F: Fabric> Machine<F> {
                     return self.after_work(number, out);
                 }
                 None => {
-                    let why = Error::new(Kind::Closed, "the region was imported when the link was not up");
+                    let why = Error::new(
+                        Kind::Closed,
+                        "the region was imported when the link was not up",
+                    );
                     return out.settle(transfer.done, Err(why.backend(self.name)));
                 }
             }
@@ -384,13 +394,17 @@ impl<F: Fabric> Progress for Machine<F> {
                 }
             }
             Command::Import { link, import } => self.import(&link, &import, out),
-            Command::Post { link, plan, stripe, id, done, inline_on } => match self.number_of(&link) {
-                Some(number) => self.post(number, Waiting { plan, stripe, id, done }, inline_on, out),
-                None => {
-                    drop(plan);
-                    out.settle(done, Err(link.gone()));
+            Command::Post { link, plan, stripe, id, done, inline_on } => {
+                match self.number_of(&link) {
+                    Some(number) => {
+                        self.post(number, Waiting { plan, stripe, id, done }, inline_on, out)
+                    }
+                    None => {
+                        drop(plan);
+                        out.settle(done, Err(link.gone()));
+                    }
                 }
-            },
+            }
             Command::Notify { link, bytes, done } => match self.number_of(&link) {
                 Some(number) => self.notify(number, bytes, done, out),
                 None => out.settle(done, Err(link.gone())),
@@ -490,10 +504,15 @@ mod tests {
 
     #[test]
     fn a_turn_that_moved_much_ends_for_a_command_and_any_turn_ends() {
-        let goes_on =
-            |moved, works, micros, queued| goes_on(moved, works, Duration::from_micros(micros), queued);
+        let goes_on = |moved, works, micros, queued| {
+            goes_on(moved, works, Duration::from_micros(micros), queued)
+        };
         assert!(goes_on(MUCH, 1, 20, false) && !goes_on(MUCH, 1, 20, true));
         assert!(goes_on(MUCH - 1, 8, 20, true), "small ones cost too little to take a turn each");
-        assert!(!goes_on(SLICE, 1, 20, false) && !goes_on(0, WORKS, 20, false) && !goes_on(0, 1, 50, false));
+        assert!(
+            !goes_on(SLICE, 1, 20, false)
+                && !goes_on(0, WORKS, 20, false)
+                && !goes_on(0, 1, 50, false)
+        );
     }
 }

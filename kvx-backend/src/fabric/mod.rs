@@ -173,11 +173,18 @@ pub unsafe trait Fabric: Send + 'static {
     /// Makes an endpoint that leads to an agent that is not kvx, from that agent's own metadata. It is up when
     /// [`Happened::Ready`] says so.
     fn connect_foreign(&mut self, _endpoint: EndpointId, _blob: &[u8]) -> Result<()> {
-        Err(Error::new(Kind::Unsupported, "this backend speaks to kvx agents only: use RIXL or MOONCAKE"))
+        Err(Error::new(
+            Kind::Unsupported,
+            "this backend speaks to kvx agents only: use RIXL or MOONCAKE",
+        ))
     }
 
     /// Makes a range of a foreign agent's memory usable.
-    fn unpack_foreign(&mut self, _endpoint: EndpointId, _range: &ForeignRange) -> Result<Self::Remote> {
+    fn unpack_foreign(
+        &mut self,
+        _endpoint: EndpointId,
+        _range: &ForeignRange,
+    ) -> Result<Self::Remote> {
         Err(Error::new(Kind::Unsupported, "this link leads to a kvx agent: use its regions"))
     }
 
@@ -199,7 +206,10 @@ pub unsafe trait Registrar<L>: Send + Sync + 'static {
     /// What an agent that is not kvx needs to reach this one and what is registered now, in its own protocol's form.
     /// What was told so cannot be taken back. May block.
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
-        Err(Error::new(Kind::Unsupported, "this backend speaks to kvx agents only: use RIXL or MOONCAKE"))
+        Err(Error::new(
+            Kind::Unsupported,
+            "this backend speaks to kvx agents only: use RIXL or MOONCAKE",
+        ))
     }
 }
 

@@ -27,7 +27,9 @@ impl ForeignNotices {
         let (count, room) = MAX_HELD;
         let len = bytes.len();
         if len > MAX_FOREIGN_NOTIFICATION {
-            return Err(format!("it has {len} bytes, and at most {MAX_FOREIGN_NOTIFICATION} are taken"));
+            return Err(format!(
+                "it has {len} bytes, and at most {MAX_FOREIGN_NOTIFICATION} are taken"
+            ));
         }
         if self.queue.len() >= count || self.bytes + len > room {
             return Err(format!("{} wait already: take them faster", self.queue.len()));
@@ -157,7 +159,9 @@ mod tests {
         let (mut held, from) = (ForeignNotices::default(), Arc::<str>::from("python"));
         assert!(held.add(Arc::clone(&from), vec![0; MAX_FOREIGN_NOTIFICATION + 1]).is_err());
         let fit = |held: &mut ForeignNotices, len| {
-            (0..=MAX_HELD.0).take_while(|_| held.add(Arc::clone(&from), vec![7; len]).is_ok()).count()
+            (0..=MAX_HELD.0)
+                .take_while(|_| held.add(Arc::clone(&from), vec![7; len]).is_ok())
+                .count()
         };
         assert_eq!(fit(&mut held, MAX_FOREIGN_NOTIFICATION), MAX_HELD.1 / MAX_FOREIGN_NOTIFICATION);
         let mut room = 3;

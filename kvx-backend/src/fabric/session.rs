@@ -13,8 +13,8 @@ use super::stream::{Incoming, Outgoing};
 use super::{EndpointId, Fabric, Sent};
 use crate::control::proof::Claim;
 use crate::control::{
-    ControlMessage, GrantedRegions, Greeting, HeldBytes, ImportedRegions, NoticesFromPeer, NoticesToPeer,
-    Silence,
+    ControlMessage, GrantedRegions, Greeting, HeldBytes, ImportedRegions, NoticesFromPeer,
+    NoticesToPeer, Silence,
 };
 use crate::process::WatchedProcess;
 
@@ -87,7 +87,12 @@ pub(super) struct Session<F: Fabric> {
 }
 
 impl<F: Fabric> Session<F> {
-    pub(super) fn new(number: u64, link: Option<Arc<Wiring>>, peer: Identity, until: Instant) -> Self {
+    pub(super) fn new(
+        number: u64,
+        link: Option<Arc<Wiring>>,
+        peer: Identity,
+        until: Instant,
+    ) -> Self {
         Session {
             number,
             other: 0,
@@ -164,7 +169,10 @@ impl<F: Fabric> Session<F> {
             return Ok(());
         }
         if self.outgoing.len() > MAX_QUEUED {
-            return Err(Error::new(Kind::Exhausted, format!("the peer has left {MAX_QUEUED} frames unread")));
+            return Err(Error::new(
+                Kind::Exhausted,
+                format!("the peer has left {MAX_QUEUED} frames unread"),
+            ));
         }
         self.outgoing.push(self.other, self.number, &message.encode(), max);
         Ok(())
@@ -239,7 +247,11 @@ impl<F: Fabric> Session<F> {
     }
 
     /// Hands notifications to a foreign agent, as far as the library takes them.
-    pub(super) fn notify_foreign(&mut self, fabric: &mut F, settled: &mut Vec<(Ticket, Result<()>)>) {
+    pub(super) fn notify_foreign(
+        &mut self,
+        fabric: &mut F,
+        settled: &mut Vec<(Ticket, Result<()>)>,
+    ) {
         while self.foreign
             && self.is_up()
             && let Some(bytes) = self.to_peer.front()

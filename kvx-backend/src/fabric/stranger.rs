@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use kvx_core::transport::{Context, Events, Full, LinkState};
 use kvx_core::{
-    Error, Identity, Incarnation, Invitation, Kind, LinkId, Metadata, Options, Result, Secret, Sender,
+    Error, Identity, Incarnation, Invitation, Kind, LinkId, Metadata, Options, Result, Secret,
+    Sender,
 };
 
 use super::handshake::hello_rest;
@@ -44,11 +45,13 @@ pub fn besiege<F: Fabric>(
     (secret, wrong): (&Secret, &Secret),
     time: Duration,
 ) -> Result<usize> {
-    let missing = || Error::new(Kind::Malformed, "the owner's metadata does not say how it is reached");
+    let missing =
+        || Error::new(Kind::Malformed, "the owner's metadata does not say how it is reached");
     let own = (parts.address)()?;
     let plain = sealed::open("address", &own)?;
     let invitation = owner.invited.ok_or_else(missing)?.by;
-    let (_, section) = owner.backends.iter().find(|(name, _)| **name == *parts.name).ok_or_else(missing)?;
+    let (_, section) =
+        owner.backends.iter().find(|(name, _)| **name == *parts.name).ok_or_else(missing)?;
     let mut library = parts.fabric;
     library.connect(TO, &owner.identity, lanes::decode(section)?[0])?;
     let mut sender = HelloSender { library, said: 0 };

@@ -60,7 +60,9 @@ impl FrameHeader {
         let more = match reader.u8()? {
             0 => false,
             1 => true,
-            other => return Err(reader.malformed(format_args!("{other} is neither last nor followed"))),
+            other => {
+                return Err(reader.malformed(format_args!("{other} is neither last nor followed")));
+            }
         };
         Ok((FrameHeader { to, from, place, more }, reader.bytes(reader.left())?))
     }
@@ -137,7 +139,8 @@ impl Incoming {
         if ahead > 0 {
             let new = !self.early.contains_key(&header.place);
             if new {
-                if self.early.len() >= MAX_EARLY || self.early_bytes + part.len() > MAX_EARLY_BYTES {
+                if self.early.len() >= MAX_EARLY || self.early_bytes + part.len() > MAX_EARLY_BYTES
+                {
                     return Err(malformed("too many frames came ahead of one that is missing"));
                 }
                 self.early_bytes += part.len();
@@ -222,7 +225,10 @@ mod tests {
         let mut whole = Vec::new();
         for frame in &frames {
             whole.extend(take(&mut incoming, frame).unwrap());
-            assert!(take(&mut incoming, frame).unwrap().is_empty(), "a repeated frame gives nothing");
+            assert!(
+                take(&mut incoming, frame).unwrap().is_empty(),
+                "a repeated frame gives nothing"
+            );
         }
         assert_eq!(whole, messages);
     }

@@ -125,7 +125,8 @@ mod tests {
 
     fn slow() -> (Reactor<Slow>, Arc<[AtomicU64; 3]>, Instant) {
         let counts = Arc::default();
-        let reactor = Reactor::start("slow".into(), Slow(Arc::clone(&counts)), Arc::new(Nobody)).unwrap();
+        let reactor =
+            Reactor::start("slow".into(), Slow(Arc::clone(&counts)), Arc::new(Nobody)).unwrap();
         (reactor, counts, Instant::now() + Duration::from_secs(10))
     }
 

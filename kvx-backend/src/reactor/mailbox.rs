@@ -74,14 +74,16 @@ mod tests {
         let mailbox = &Mailbox::new().unwrap();
         let readable = |longest| {
             let longest = Timespec { tv_sec: longest, tv_nsec: 0 };
-            rustix::event::poll(&mut [PollFd::new(&mailbox.wake, PollFlags::IN)], Some(&longest)) == Ok(1)
+            rustix::event::poll(&mut [PollFd::new(&mailbox.wake, PollFlags::IN)], Some(&longest))
+                == Ok(1)
         };
         std::thread::scope(|scope| {
             // Who waits for the other sleeps at last: it would be in its way where there is one processor.
             let (ask, asked) = mpsc::channel();
             let (tell, told) = mpsc::channel();
             scope.spawn(move || {
-                let next = || (0..SPINS).find_map(|_| asked.try_recv().ok()).or_else(|| asked.recv().ok());
+                let next =
+                    || (0..SPINS).find_map(|_| asked.try_recv().ok()).or_else(|| asked.recv().ok());
                 while let Some(round) = next() {
                     (0..round % 128).for_each(|_| std::hint::spin_loop()); // now earlier than a look, now later
                     mailbox.put(round);
@@ -92,7 +94,8 @@ mod tests {
             for round in 1..=5_000 {
                 ask.send(round).unwrap();
                 // In the very moment in which it is put in, if the other thread runs beside this one.
-                let mut messages = (0..SPINS).map(|_| mailbox.take()).find(|messages| !messages.is_empty());
+                let mut messages =
+                    (0..SPINS).map(|_| mailbox.take()).find(|messages| !messages.is_empty());
                 if messages.is_none() && readable(10) {
                     messages = Some(mailbox.take());
                 }
@@ -111,7 +114,10 @@ mod tests {
     fn what_lies_in_it_keeps_its_descriptor_readable_and_its_order() {
         let mailbox = Mailbox::new().unwrap();
         ["one", "two"].into_iter().for_each(|message| mailbox.put(message));
-        assert_eq!(rustix::event::poll(&mut [PollFd::new(&mailbox.wake, PollFlags::IN)], None), Ok(1));
+        assert_eq!(
+            rustix::event::poll(&mut [PollFd::new(&mailbox.wake, PollFlags::IN)], None),
+            Ok(1)
+        );
         assert_eq!(mailbox.take(), ["one", "two"]);
         assert!(mailbox.take().is_empty());
     }
@@ -132,16 +138,24 @@ mod models {
             let mailbox = Arc::new(Mailbox::new().unwrap());
             let readable = || {
                 let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-                poll(&mut [PollFd::from_borrowed_fd(mailbox.wake.as_fd(), PollFlags::IN)], Some(&now))
-                    == Ok(1)
+                poll(
+                    &mut [PollFd::from_borrowed_fd(mailbox.wake.as_fd(), PollFlags::IN)],
+                    Some(&now),
+                ) == Ok(1)
             };
             let puts = {
                 let mailbox = Arc::clone(&mailbox);
-                loom::thread::spawn(move || [1, 2].into_iter().for_each(|message| mailbox.put(message)))
+                loom::thread::spawn(move || {
+                    [1, 2].into_iter().for_each(|message| mailbox.put(message))
+                })
             };
             let mut taken = mailbox.take();
             puts.join().unwrap();
-            assert_eq!(readable(), taken.len() < 2, "it is readable for as long as it is not empty");
+            assert_eq!(
+                readable(),
+                taken.len() < 2,
+                "it is readable for as long as it is not empty"
+            );
             taken.extend(mailbox.take());
             assert_eq!(taken, [1, 2]);
             assert!(!readable() && mailbox.is_empty());

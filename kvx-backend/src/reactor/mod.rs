@@ -183,8 +183,9 @@ struct Room<P: Progress> {
 
 impl<P: Progress> Room<P> {
     fn around(machine: P) -> Result<Self> {
-        let sleep = Sleep::new()
-            .map_err(|error| Error::os("no eventfd for a reactor: raise the limit of open files", error))?;
+        let sleep = Sleep::new().map_err(|error| {
+            Error::os("no eventfd for a reactor: raise the limit of open files", error)
+        })?;
         let driven = Driven { machine, taken: Vec::new(), left_something: true };
         Ok(Room { machine: Mutex::new(Some(driven)), sleep, next: OnceLock::new() })
     }
@@ -226,7 +227,8 @@ impl<P: Progress> Reactor<P> {
     /// another thread. The thread that hangs has no further turn. Errors: `Exhausted`, and all is as before.
     pub fn go_on_with(&self, machine: P) -> Result<()> {
         let mut thread = self.thread.lock();
-        let (number, last) = self.shared.rooms().enumerate().last().unwrap_or((0, &self.shared.first));
+        let (number, last) =
+            self.shared.rooms().enumerate().last().unwrap_or((0, &self.shared.first));
         if number >= MAX_ROOMS {
             let why = format!("{MAX_ROOMS} turns of this agent have hung: start its process anew");
             return Err(Error::new(Kind::Exhausted, why));
@@ -297,7 +299,9 @@ impl<P: Progress> Reactor<P> {
         }
         let room = self.shared.room();
         let mut machine = room.machine.try_lock()?;
-        let driven = machine.as_mut().filter(|_| !self.shared.is_halted() && !closed() && !room.is_left())?;
+        let driven = machine
+            .as_mut()
+            .filter(|_| !self.shared.is_halted() && !closed() && !room.is_left())?;
         let mut out = Outbox::default();
         let last = command.take();
         // Not with the caller: what it waits for must end, and others use the machine.
@@ -426,7 +430,12 @@ impl<P: Progress> ReactorShared<P> {
     /// A machine that panics, on whichever thread, is dropped: its tickets are forgotten, which quarantines their
     /// memory, and what is submitted later is answered by [`Progress::late`]. The reactor's thread ends.
     #[cold]
-    fn panicked(&self, room: &Room<P>, mut machine: MutexGuard<'_, Option<Driven<P>>>, out: Outbox) {
+    fn panicked(
+        &self,
+        room: &Room<P>,
+        mut machine: MutexGuard<'_, Option<Driven<P>>>,
+        out: Outbox,
+    ) {
         tracing::error!(
             "a transport panicked: its links are gone and its memory is quarantined; report this as a bug"
         );

@@ -90,10 +90,9 @@ impl Sleep {
         polled.push(PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN));
         // SAFETY: the machine owns these descriptors and is not dropped before this thread ends; one that it closes
         // meanwhile (on another thread's turn) is at worst another open file, which makes for a spurious wake-up.
-        polled.extend(
-            fds.iter()
-                .map(|fd| PollFd::from_borrowed_fd(unsafe { BorrowedFd::borrow_raw(*fd) }, PollFlags::IN)),
-        );
+        polled.extend(fds.iter().map(|fd| {
+            PollFd::from_borrowed_fd(unsafe { BorrowedFd::borrow_raw(*fd) }, PollFlags::IN)
+        }));
         let longest = longest.map(|longest| Timespec {
             tv_sec: longest.as_secs().try_into().unwrap_or(i64::MAX),
             tv_nsec: longest.subsec_nanos().into(),
@@ -175,8 +174,9 @@ impl Sleep {
     /// The time after `longest` from now, as `wakes_at` counts.
     #[inline]
     fn at(&self, longest: Option<Duration>) -> u64 {
-        longest
-            .map_or(u64::MAX, |longest| u64::try_from((self.now() + longest).as_nanos()).unwrap_or(u64::MAX))
+        longest.map_or(u64::MAX, |longest| {
+            u64::try_from((self.now() + longest).as_nanos()).unwrap_or(u64::MAX)
+        })
     }
 
     /// In a model, time stands still just after the start: who has driven is expected again until he says otherwise.

@@ -79,7 +79,11 @@ impl Wake {
 
     /// Sleeps until one of these is readable, the first of which is this one, or for so long. Returns whether it is.
     #[cfg(not(all(test, kvx_loom)))]
-    pub(super) fn poll(&self, fds: &mut [PollFd<'_>], longest: Option<&Timespec>) -> Result<bool, Errno> {
+    pub(super) fn poll(
+        &self,
+        fds: &mut [PollFd<'_>],
+        longest: Option<&Timespec>,
+    ) -> Result<bool, Errno> {
         rustix::event::poll(fds, longest)?;
         Ok(fds.first().is_some_and(|wake| !wake.revents().is_empty()))
     }

@@ -104,7 +104,11 @@ impl Progress for Stuck {
     }
     fn progress(&mut self, queued: &Queued, out: &mut Outbox) -> Turn {
         self.looks.fetch_add(1, Ordering::SeqCst);
-        if self.free.load(Ordering::SeqCst) { self.echo.progress(queued, out) } else { Turn::did(0) }
+        if self.free.load(Ordering::SeqCst) {
+            self.echo.progress(queued, out)
+        } else {
+            Turn::did(0)
+        }
     }
     fn arm(&mut self) -> Result<Armed> {
         if self.free.load(Ordering::SeqCst) { self.echo.arm() } else { Ok(Armed::Busy) }
@@ -200,8 +204,12 @@ fn a_machine_that_wants_its_own_thread_only_has_no_other() {
     reactor.drive();
     ask(Reactor::submit).wait(Duration::from_secs(10)).unwrap();
     drop(reactor.shared.room().machine.lock()); // its turn has ended
-    let seen =
-        || (others.load(Ordering::Relaxed), reactor.shared.room().sleep.driven_at.load(Ordering::Relaxed));
+    let seen = || {
+        (
+            others.load(Ordering::Relaxed),
+            reactor.shared.room().sleep.driven_at.load(Ordering::Relaxed),
+        )
+    };
     let before = seen();
     for _ in 0..50 {
         let done = ask(Reactor::submit_and_turn);
@@ -242,7 +250,8 @@ impl Progress for Attentive {
 
 #[test]
 fn a_turn_sees_that_a_command_waits() {
-    let reactor = Reactor::start("attentive".into(), Attentive::default(), Arc::new(Nobody)).unwrap();
+    let reactor =
+        Reactor::start("attentive".into(), Attentive::default(), Arc::new(Nobody)).unwrap();
     let (first, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
     until(|| !reactor.shared.queued.any());
@@ -348,7 +357,8 @@ fn a_machine_that_panics_in_a_callers_turn_hangs_nobody_and_stays_out_of_use() {
     }
 
     for by_drive in [false, true] {
-        let reactor = Reactor::start("treacherous".into(), treacherous(), Arc::new(Nobody)).unwrap();
+        let reactor =
+            Reactor::start("treacherous".into(), treacherous(), Arc::new(Nobody)).unwrap();
         until(|| reactor.shared.room().sleep.is_asleep());
         let (done, ticket) = Completion::with_ticket();
         if by_drive {

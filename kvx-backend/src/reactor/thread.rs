@@ -100,7 +100,8 @@ impl<P: Progress> ReactorShared<P> {
             } else if yields {
                 std::thread::yield_now();
             }
-            let is_queued = || self.queue.lock().as_ref().is_some_and(|commands| !commands.is_empty());
+            let is_queued =
+                || self.queue.lock().as_ref().is_some_and(|commands| !commands.is_empty());
             let has_work = || is_queued() || self.is_stopping() || room.is_left();
             if let Some(longest) = sleep
                 && room.sleep.sleep_unless(has_work, &fds, longest)

@@ -51,7 +51,8 @@ fn folder() -> PathBuf {
 
 fn build(name: &str, source: &str, extra: &[&str]) -> PathBuf {
     let folder = folder();
-    let (file, library) = (folder.join(format!("{name}.c")), folder.join(format!("lib{name}.so.1")));
+    let (file, library) =
+        (folder.join(format!("{name}.c")), folder.join(format!("lib{name}.so.1")));
     std::fs::write(&file, source).unwrap();
     let soname = format!("-Wl,-soname,lib{name}.so.1");
     let mut compile = Command::new("cc"); // Rust needs it to link, so it is here
@@ -77,7 +78,9 @@ fn dispositions() -> Vec<[u64; 8]> {
         let mut disposition = [0u64; 8];
         let none = std::ptr::null::<u8>();
         // SAFETY: asks only, and the kernel's structure fits.
-        unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, none, disposition.as_mut_ptr(), 8usize) };
+        unsafe {
+            libc::syscall(libc::SYS_rt_sigaction, signal, none, disposition.as_mut_ptr(), 8usize)
+        };
         disposition
     };
     (1..=64).map(of).collect()
@@ -102,7 +105,8 @@ fn all_64_signals_are_as_they_were_after_loading_and_initialising() {
         assert_eq!(initialise(&library, 12).unwrap(), 12);
         (dispositions(), library)
     });
-    let changed: Vec<_> = (1..=64).filter(|signal| inside[signal - 1] != before[signal - 1]).collect();
+    let changed: Vec<_> =
+        (1..=64).filter(|signal| inside[signal - 1] != before[signal - 1]).collect();
     assert_eq!(changed, [7, 11, 12, 13, 23, 34, 64], "the library is as noisy as it should be");
     assert_eq!(dispositions(), before);
     assert_eq!(library.path(), file);
@@ -152,7 +156,9 @@ fn symbols_come_in_versions_and_may_be_missing() {
         let new: Answer = library.versioned_symbol(c"noisy_answer", c"NOISY_2.0").unwrap();
         assert_eq!((newest(), old(), new()), (2, 1, 2));
         assert!(library.optional_symbol::<Answer>(c"noisy_extra").is_none());
-        assert!(library.optional_versioned_symbol::<Answer>(c"noisy_answer", c"NOISY_3.0").is_none());
+        assert!(
+            library.optional_versioned_symbol::<Answer>(c"noisy_answer", c"NOISY_3.0").is_none()
+        );
         let why = library.symbol::<Answer>(c"noisy_extra").unwrap_err();
         assert_eq!(why.missing, format!("{} has no symbol noisy_extra", file.display()));
         assert!(why.cure.ends_with("build it"), "{why}");
@@ -176,8 +182,11 @@ fn a_library_that_is_there_but_does_not_load_says_why() {
 
     // Its own dependency is what is missing.
     let needed = build("needed", "int needed(void) { return 1; }", &[]);
-    let needs =
-        build("needs", "int needed(void); int needs(void) { return needed(); }", &[needed.to_str().unwrap()]);
+    let needs = build(
+        "needs",
+        "int needed(void); int needs(void) { return needed(); }",
+        &[needed.to_str().unwrap()],
+    );
     std::fs::remove_file(&needed).unwrap();
     let why = at(&needs).open().unwrap_err();
     assert_eq!(why.missing, format!("{} does not load", needs.display()));

@@ -42,7 +42,11 @@ struct AnnouncedPoint {
 }
 
 /// Answers the lines of BESIDE.md until there are no more.
-pub(crate) fn run(arguments: &BesideArguments, registry: &Registry, out: &mut dyn Write) -> Result<()> {
+pub(crate) fn run(
+    arguments: &BesideArguments,
+    registry: &Registry,
+    out: &mut dyn Write,
+) -> Result<()> {
     Options::parse(&arguments.options)?;
     let mut ready: Option<AnnouncedPoint> = None;
     for line in std::io::stdin().lock().lines() {
@@ -67,9 +71,10 @@ pub(crate) fn run(arguments: &BesideArguments, registry: &Registry, out: &mut dy
                 format!("moved {times} {seconds:.9}")
             }
             _ => {
-                return Err(
-                    format!("{line:?} is no line of BESIDE.md, or no point was announced before it").into()
-                );
+                return Err(format!(
+                    "{line:?} is no line of BESIDE.md, or no point was announced before it"
+                )
+                .into());
             }
         };
         writeln!(out, "{answer}")?;
@@ -101,22 +106,29 @@ impl AnnouncedPoint {
         };
         if ours.bytes() != shape.bytes() {
             let (ours, theirs) = (bytes::show(ours.bytes()), bytes::show(shape.bytes()));
-            return Err(
-                format!("{ours} a transfer beside {theirs}: --block times --count must be as much").into()
-            );
+            return Err(format!(
+                "{ours} a transfer beside {theirs}: --block times --count must be as much"
+            )
+            .into());
         }
         let (op, memory, wait) =
             (announced.one_of("op")?, announced.one_of("memory")?, announced.one_of("wait")?);
         let point = Point { backend, op, shape: ours, memory, wait };
         let sizes = points::memory(&[point]);
-        let mut session = Session::start(&[backend], registry, &arguments.options, sizes, PATIENCE)?;
+        let mut session =
+            Session::start(&[backend], registry, &arguments.options, sizes, PATIENCE)?;
         measure::prepare(&mut session, &point)?;
         let plans = session.initiator(backend)?.plans(op, ours, memory)?;
         Ok(AnnouncedPoint { session, point, plans })
     }
 
     fn round(&mut self, budget: Duration) -> Result<Round> {
-        self.session.initiator(self.point.backend)?.round(&mut self.plans, self.point.wait, budget, 1)
+        self.session.initiator(self.point.backend)?.round(
+            &mut self.plans,
+            self.point.wait,
+            budget,
+            1,
+        )
     }
 }
 
@@ -126,8 +138,9 @@ struct Announced<'a>(&'a str);
 impl<'a> Announced<'a> {
     fn word(&self, key: &str) -> Result<&'a str> {
         let mut words = self.0.split_whitespace().filter_map(|word| word.split_once('='));
-        let (_, value) =
-            words.find(|(name, _)| *name == key).ok_or_else(|| format!("no {key} was announced"))?;
+        let (_, value) = words
+            .find(|(name, _)| *name == key)
+            .ok_or_else(|| format!("no {key} was announced"))?;
         Ok(value)
     }
 
@@ -149,8 +162,10 @@ mod tests {
 
     #[test]
     fn what_the_protocol_documents_is_understood() {
-        let line =
-            include_str!("../../BESIDE.md").lines().find_map(|line| line.strip_prefix("    point ")).unwrap();
+        let line = include_str!("../../BESIDE.md")
+            .lines()
+            .find_map(|line| line.strip_prefix("    point "))
+            .unwrap();
         let announced = Announced(line);
         assert_eq!(announced.word("backend").unwrap(), "SHM");
         assert_eq!(announced.number::<u64>("block").unwrap(), 4096);

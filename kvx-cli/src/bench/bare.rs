@@ -56,7 +56,10 @@ impl Limit {
     ) -> Result<Vec<Self>> {
         let by_driver = DeviceLimit::all(point)?.into_iter();
         let mut limits: Vec<_> = by_driver
-            .map(|(limit, bounds)| Limit { bounds, ..Limit::new(limit.name, LimitWay::Driver(limit), None) })
+            .map(|(limit, bounds)| Limit {
+                bounds,
+                ..Limit::new(limit.name, LimitWay::Driver(limit), None)
+            })
             .collect();
         let between_hosts = if limits.is_empty() { Some(*point) } else { point.between_hosts() };
         if let Some(point) = between_hosts {
@@ -110,15 +113,19 @@ impl Limit {
         budget: Duration,
         least: u64,
     ) -> Result<Round> {
-        let times = ((budget.as_secs_f64() / self.seconds_each.max(1e-9)).min(1e6) as u64).max(least);
+        let times =
+            ((budget.as_secs_f64() / self.seconds_each.max(1e-9)).min(1e6) as u64).max(least);
         let next = self.next;
         let round = match &mut self.way {
             LimitWay::Fetch { mapped, from, to, blocks } => {
                 // SAFETY: both sides' memory has all blocks of the point, and none of this process is lent out.
-                timed(budget, least, |nth| unsafe { once(*mapped, *from, *to, blocks.list(next + nth)) })
+                timed(budget, least, |nth| unsafe {
+                    once(*mapped, *from, *to, blocks.list(next + nth))
+                })
             }
             LimitWay::Pull { memory, shape, from } => {
-                let ask = Ask::Pull { memory: *memory, shape: *shape, from: *from, first: next, times };
+                let ask =
+                    Ask::Pull { memory: *memory, shape: *shape, from: *from, first: next, times };
                 Ok(Round { times, seconds: target.ask(ask)?, ..Round::default() })
             }
             LimitWay::Lanes { lanes, sends } if lanes.len() == 1 => {
@@ -193,7 +200,9 @@ pub(crate) fn map(process: u32, file: i32, len: usize) -> std::io::Result<u64> {
     let file = std::fs::File::open(format!("/proc/{process}/fd/{file}"))?;
     let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
     // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
-    let base = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, flags, file.as_raw_fd(), 0) };
+    let base = unsafe {
+        libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, flags, file.as_raw_fd(), 0)
+    };
     if base == libc::MAP_FAILED { Err(std::io::Error::last_os_error()) } else { Ok(base as u64) }
 }
 

@@ -39,7 +39,9 @@ impl Beside {
         self.child.say(&announcement(point))?;
         let answer = self.child.hear(PATIENCE)?;
         match answer.split_once(' ').unwrap_or((&answer, "")) {
-            ("ready", name) if !name.trim().is_empty() => Ok(PointAnswer::Ready(name.trim().to_owned())),
+            ("ready", name) if !name.trim().is_empty() => {
+                Ok(PointAnswer::Ready(name.trim().to_owned()))
+            }
             ("skip", why) => Ok(PointAnswer::Skips(why.trim().to_owned())),
             _ => Err(format!(
                 "the program beside answered {answer:?} to a point: `ready NAME` or `skip REASON`"
@@ -59,9 +61,11 @@ impl Beside {
         // A program that reports less time than it took may be right; one that reports more cannot be.
         let most = start.elapsed().as_secs_f64();
         if answer.starts_with("moved") && round.seconds > most {
-            return Err(
-                format!("the program beside reports {} s for a round of {most} s", round.seconds).into()
-            );
+            return Err(format!(
+                "the program beside reports {} s for a round of {most} s",
+                round.seconds
+            )
+            .into());
         }
         Ok(round)
     }
@@ -86,15 +90,18 @@ fn announcement(point: &Point) -> String {
 
 fn result(answer: &str, bytes: u64) -> Option<Round> {
     let words: Vec<_> = answer.split_whitespace().collect();
-    let number = |word: &str| word.parse::<f64>().ok().filter(|number| number.is_finite() && *number > 0.0);
+    let number =
+        |word: &str| word.parse::<f64>().ok().filter(|number| number.is_finite() && *number > 0.0);
     match words[..] {
         ["moved", times, seconds] => {
             let times = times.parse().ok().filter(|times| *times > 0)?;
             Some(Round { times, seconds: number(seconds)?, ..Round::default() })
         }
-        ["gbps", rate] => {
-            Some(Round { times: 1, seconds: bytes as f64 / 1e9 / number(rate)?, ..Round::default() })
-        }
+        ["gbps", rate] => Some(Round {
+            times: 1,
+            seconds: bytes as f64 / 1e9 / number(rate)?,
+            ..Round::default()
+        }),
         _ => None,
     }
 }
@@ -106,9 +113,15 @@ mod tests {
 
     #[test]
     fn the_announcement_is_the_documented_one() {
-        let shape = Shape { block: 4096, count: 1024, lists: 64, pattern: Pattern::Scattered, seed: 1 };
-        let point =
-            Point { backend: "SHM", op: BenchOp::Read, shape, memory: Backing::Kvx, wait: Wait::Block };
+        let shape =
+            Shape { block: 4096, count: 1024, lists: 64, pattern: Pattern::Scattered, seed: 1 };
+        let point = Point {
+            backend: "SHM",
+            op: BenchOp::Read,
+            shape,
+            memory: Backing::Kvx,
+            wait: Wait::Block,
+        };
         let line = announcement(&point);
         assert!(include_str!("../../BESIDE.md").contains(&line), "{line}");
     }
@@ -118,9 +131,16 @@ mod tests {
         let round = result("moved 3 0.5", 1000).unwrap();
         assert_eq!((round.times, round.seconds), (3, 0.5));
         assert_eq!(result("gbps 2", 4_000_000_000).unwrap().seconds_each(), 2.0);
-        for wrong in
-            ["", "moved", "moved 0 1", "moved 1 0", "moved 1 -2", "moved 1 inf", "gbps 0", "fast 1 1"]
-        {
+        for wrong in [
+            "",
+            "moved",
+            "moved 0 1",
+            "moved 1 0",
+            "moved 1 -2",
+            "moved 1 inf",
+            "gbps 0",
+            "fast 1 1",
+        ] {
             assert!(result(wrong, 1).is_none(), "{wrong}");
         }
     }

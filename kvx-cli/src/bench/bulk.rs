@@ -172,7 +172,8 @@ fn bare(session: &mut Session, blocks: u32, budget: Duration) -> Result<AloneAnd
     };
     let one = DataLanes { count: 1, ..session.data };
     let mut stream = connect(&point(BLOCK, blocks), base, &mut session.target, session.data)?;
-    let mut request = connect(&point(SMALL, 1), base + u64::from(blocks) * BLOCK, &mut session.target, one)?;
+    let mut request =
+        connect(&point(SMALL, 1), base + u64::from(blocks) * BLOCK, &mut session.target, one)?;
     let (mut alone, mut beside) = (Vec::new(), Vec::new());
     for _ in 0..TURNS {
         alone.extend(timed(budget, 1, |_| limit::ask(&mut request, false, 1))?.each);
@@ -197,14 +198,17 @@ fn bare(session: &mut Session, blocks: u32, budget: Duration) -> Result<AloneAnd
 
 fn sentence(record: &BulkRecord) -> String {
     let part = |pair: &AloneAndBeside| {
-        let AloneAndBeside { alone_p50_us, alone_p99_us, beside_p50_us, beside_p99_us, times } = pair;
+        let AloneAndBeside { alone_p50_us, alone_p99_us, beside_p50_us, beside_p99_us, times } =
+            pair;
         format!(
             "alone p50 {alone_p50_us} us, p99 {alone_p99_us} us; beside p50 {beside_p50_us} us, p99 {beside_p99_us} us: \
              {times} times"
         )
     };
-    let bare =
-        record.bare.as_ref().map_or_else(String::new, |bare| format!("; bare connections: {}", part(bare)));
+    let bare = record
+        .bare
+        .as_ref()
+        .map_or_else(String::new, |bare| format!("; bare connections: {}", part(bare)));
     let (backend, bulk) = (record.backend, bytes::show(record.bulk_bytes));
     format!("{backend} reads of 4 KiB beside transfers of {bulk}: {}{bare}", part(&record.small))
 }

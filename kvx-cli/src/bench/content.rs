@@ -60,15 +60,23 @@ pub(crate) fn check(memory: &Memory, shape: Shape, lists: u32) -> Result<()> {
 }
 
 /// Compares every byte of some blocks of a destination with the blocks of the source that belong there: pairs of both.
-pub(crate) fn compare(memory: &Memory, block: u64, pairs: impl Iterator<Item = (u32, u32)>) -> Result<()> {
+pub(crate) fn compare(
+    memory: &Memory,
+    block: u64,
+    pairs: impl Iterator<Item = (u32, u32)>,
+) -> Result<()> {
     let mut piece = vec![0; PIECE.min(block as usize)];
     for (from, to) in pairs {
         let (source, destination) = (u64::from(from) * block, u64::from(to) * block);
         for start in (0..block).step_by(PIECE) {
             let piece = &mut piece[..PIECE.min((block - start) as usize)];
             memory.copy_out((destination + start) as usize, piece)?;
-            let mut expected = (source + start..).step_by(8).map(|offset| word(offset).to_le_bytes());
-            if !piece.chunks_exact(8).all(|word| expected.next().is_some_and(|expected| word == expected)) {
+            let mut expected =
+                (source + start..).step_by(8).map(|offset| word(offset).to_le_bytes());
+            if !piece
+                .chunks_exact(8)
+                .all(|word| expected.next().is_some_and(|expected| word == expected))
+            {
                 return Err(format!(
                     "block {to} of the destination does not hold block {from} of the source"
                 )
@@ -94,7 +102,11 @@ impl ShapeBlocks {
     /// That of a transfer, by its number: they come round again and again.
     pub(crate) fn list(&self, transfer: u64) -> List<'_> {
         let part = part(self.shape, transfer);
-        List { length: self.shape.block as usize, from: &self.from[part.clone()], to: &self.to[part] }
+        List {
+            length: self.shape.block as usize,
+            from: &self.from[part.clone()],
+            to: &self.to[part],
+        }
     }
 }
 
@@ -128,10 +140,14 @@ mod tests {
         fill(&source, shape.memory()).unwrap();
         assert!(check(&destination, shape, 2).is_err());
         // SAFETY: both memories have all blocks of the shape, and nobody else touches them.
-        unsafe { limit::copy(source.address(), destination.address(), ShapeBlocks::of(shape).list(0)) };
+        unsafe {
+            limit::copy(source.address(), destination.address(), ShapeBlocks::of(shape).list(0))
+        };
         assert!(check(&destination, shape, 1).is_ok() && check(&destination, shape, 2).is_err());
         // SAFETY: as above.
-        unsafe { limit::copy(source.address(), destination.address(), ShapeBlocks::of(shape).list(3)) };
+        unsafe {
+            limit::copy(source.address(), destination.address(), ShapeBlocks::of(shape).list(3))
+        };
         check(&destination, shape, 2).unwrap();
         let mut byte = [0];
         destination.copy_out(700, &mut byte).unwrap();

@@ -31,7 +31,15 @@ enum Copy {
         to_host: unsafe extern "C" fn(DriverHandle, u64, usize, DriverHandle) -> DriverStatus,
         within: unsafe extern "C" fn(u64, u64, usize, DriverHandle) -> DriverStatus,
     },
-    Hip(unsafe extern "C" fn(DriverHandle, *const c_void, usize, c_int, DriverHandle) -> DriverStatus),
+    Hip(
+        unsafe extern "C" fn(
+            DriverHandle,
+            *const c_void,
+            usize,
+            c_int,
+            DriverHandle,
+        ) -> DriverStatus,
+    ),
 }
 
 /// `CU_STREAM_NON_BLOCKING`, and HIP's: it does not wait for the null stream.
@@ -70,7 +78,8 @@ impl BareDriver {
         let library = open("KVX_HIP_LIB", "libamdhip64.so")?;
         // SAFETY: as above, for HIP.
         unsafe {
-            let enter: unsafe extern "C" fn(c_int) -> DriverStatus = symbol(library, c"hipSetDevice")?;
+            let enter: unsafe extern "C" fn(c_int) -> DriverStatus =
+                symbol(library, c"hipSetDevice")?;
             let stream: unsafe extern "C" fn(*mut DriverHandle, c_uint) -> DriverStatus =
                 symbol(library, c"hipStreamCreateWithFlags")?;
             let mut made = null_mut();
@@ -86,7 +95,13 @@ impl BareDriver {
     /// # Safety
     /// Both sides are valid memory of the kind that the way says until [`wait`](Driver::wait) has come back, and nobody
     /// holds references into the destination.
-    pub(crate) unsafe fn copy(&self, way: BareCopyDirection, from: u64, to: u64, len: usize) -> Result<()> {
+    pub(crate) unsafe fn copy(
+        &self,
+        way: BareCopyDirection,
+        from: u64,
+        to: u64,
+        len: usize,
+    ) -> Result<()> {
         let (source, destination) = (from as *const c_void, to as DriverHandle);
         // SAFETY: the caller's promise; the stream lives as long as this.
         let status = unsafe {
@@ -97,7 +112,9 @@ impl BareDriver {
                 (Copy::Cuda { to_host, .. }, BareCopyDirection::ToHost) => {
                     to_host(destination, from, len, self.stream)
                 }
-                (Copy::Cuda { within, .. }, BareCopyDirection::Within) => within(to, from, len, self.stream),
+                (Copy::Cuda { within, .. }, BareCopyDirection::Within) => {
+                    within(to, from, len, self.stream)
+                }
                 (Copy::Hip(copy), way) => {
                     let kind = match way {
                         BareCopyDirection::ToDevice => 1,
@@ -119,7 +136,11 @@ impl BareDriver {
 }
 
 fn check(what: &str, status: DriverStatus) -> Result<()> {
-    if status == 0 { Ok(()) } else { Err(Error::other(format!("{what}: the driver says {status}"))) }
+    if status == 0 {
+        Ok(())
+    } else {
+        Err(Error::other(format!("{what}: the driver says {status}")))
+    }
 }
 
 /// The library that the process has open already: the one that the variable names, else that name's.

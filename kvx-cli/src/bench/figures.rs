@@ -105,7 +105,8 @@ impl Figures {
             f64::total_cmp(&rate(&a.1).unwrap_or_default(), &rate(&b.1).unwrap_or_default())
         };
         let limit = limits.iter().min_by(by_rate);
-        let faster = limits.iter().filter(|(name, _)| limit.is_some_and(|(least, _)| least != name));
+        let faster =
+            limits.iter().filter(|(name, _)| limit.is_some_and(|(least, _)| least != name));
         let others = faster.chain(others).filter_map(|(name, rounds)| {
             Some(Other {
                 name,
@@ -163,14 +164,18 @@ impl Figures {
 
     /// As a line of the table.
     fn row(&self) -> String {
-        let limit = match (self.limit_name, self.limit_gbps, self.ratio, self.ratio_min, self.ratio_max) {
-            (Some(name), Some(gbps), Some(ratio), Some(min), Some(max)) => {
-                let of =
-                    if self.rounds < ENOUGH_ROUNDS { format!(" of {}", self.rounds) } else { String::new() };
-                format!("{gbps:>8.2} {name:<15} {ratio:>5.2} ({min:.2} to {max:.2}{of})")
-            }
-            _ => format!("{:>8} none", "-"),
-        };
+        let limit =
+            match (self.limit_name, self.limit_gbps, self.ratio, self.ratio_min, self.ratio_max) {
+                (Some(name), Some(gbps), Some(ratio), Some(min), Some(max)) => {
+                    let of = if self.rounds < ENOUGH_ROUNDS {
+                        format!(" of {}", self.rounds)
+                    } else {
+                        String::new()
+                    };
+                    format!("{gbps:>8.2} {name:<15} {ratio:>5.2} ({min:.2} to {max:.2}{of})")
+                }
+                _ => format!("{:>8} none", "-"),
+            };
         let beside = self.beside.as_ref().map_or_else(String::new, |beside| {
             let BesideFigures { beside_name, beside_gbps, beside_ratio, beside_ratio_min, beside_ratio_max } = beside;
             format!(
@@ -270,9 +275,15 @@ mod tests {
     }
 
     fn figures() -> Figures {
-        let shape = Shape { block: 4096, count: 1024, lists: 64, pattern: Pattern::Scattered, seed: 1 };
-        let point =
-            Point { backend: "SHM", op: BenchOp::Read, shape, memory: Backing::Kvx, wait: Wait::Block };
+        let shape =
+            Shape { block: 4096, count: 1024, lists: 64, pattern: Pattern::Scattered, seed: 1 };
+        let point = Point {
+            backend: "SHM",
+            op: BenchOp::Read,
+            shape,
+            memory: Backing::Kvx,
+            wait: Wait::Block,
+        };
         let measured = Measured {
             ours: rounds(0.002),
             limits: vec![("sockets", rounds(0.0005)), ("memcpy", rounds(0.001))],
@@ -293,14 +304,18 @@ mod tests {
         let mut rest = text.as_str();
         for field in order.split(' ') {
             let key = format!("\"{field}\":");
-            rest = &rest[rest.find(&key).unwrap_or_else(|| panic!("{field} in {text}")) + key.len()..];
+            rest =
+                &rest[rest.find(&key).unwrap_or_else(|| panic!("{field} in {text}")) + key.len()..];
         }
     }
 
     #[test]
     fn figures_are_what_the_rounds_say() {
         let figures = figures();
-        assert_eq!((figures.gbps, figures.limit_gbps, figures.ratio), (4.194, Some(8.389), Some(0.5)));
+        assert_eq!(
+            (figures.gbps, figures.limit_gbps, figures.ratio),
+            (4.194, Some(8.389), Some(0.5))
+        );
         assert_eq!(
             (figures.p50_us, figures.limit_p50_us, figures.cpu_s_per_gb),
             (1000.0, Some(500.0), 0.238)

@@ -14,7 +14,8 @@ use super::session::Session;
 use crate::Result;
 
 /// What is moved before, so that nothing is left for the first transfer to do.
-const SHAPE: Shape = Shape { block: 4096, count: 64, lists: 1, pattern: Pattern::Scattered, seed: 1 };
+const SHAPE: Shape =
+    Shape { block: 4096, count: 64, lists: 1, pattern: Pattern::Scattered, seed: 1 };
 /// How long both may settle down after it.
 const SETTLE: Duration = Duration::from_millis(500);
 
@@ -55,7 +56,8 @@ pub(crate) fn run(
     let before = both();
     std::thread::sleep(Duration::from_secs(seconds));
     let after = both();
-    let ms = |after: Duration, before| (after.saturating_sub(before).as_secs_f64() * 1e6).round() / 1e3;
+    let ms =
+        |after: Duration, before| (after.saturating_sub(before).as_secs_f64() * 1e6).round() / 1e3;
     let (cpu_ms, target_cpu_ms) = (ms(after.0, before.0), ms(after.1, before.1));
     session.end()?;
     let record = IdleRecord { mode: "idle", backend, seconds, cpu_ms, target_cpu_ms };

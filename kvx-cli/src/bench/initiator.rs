@@ -38,8 +38,9 @@ impl Initiator {
     ) -> Result<Self> {
         let builder = pools.agent(label).backends([backend]).options(Options::parse(options)?);
         let agent = builder.build(registry)?;
-        let regions =
-            pools.all().map(|(pool, memory)| Ok((pool, agent.register(pool.name(), memory.clone())?)));
+        let regions = pools
+            .all()
+            .map(|(pool, memory)| Ok((pool, agent.register(pool.name(), memory.clone())?)));
         let regions = regions.collect::<kvx::Result<Vec<_>>>()?;
         let peer = agent.connect(target.metadata(backend)?)?;
         peer.ready(PATIENCE).join()?;
@@ -81,7 +82,13 @@ impl Initiator {
     ///
     /// What is counted is kvx's work and one reading of the clock a transfer, as in the loops beside: where one ends,
     /// the next begins. Of the posts a part is timed by a second one, which costs a hundredth of a small read.
-    pub(crate) fn round(&self, plans: &mut Plans, wait: Wait, budget: Duration, least: u64) -> Result<Round> {
+    pub(crate) fn round(
+        &self,
+        plans: &mut Plans,
+        wait: Wait,
+        budget: Duration,
+        least: u64,
+    ) -> Result<Round> {
         let mut round = Round::default();
         let start = Instant::now();
         let (mut now, end) = (start, start + budget);

@@ -67,7 +67,8 @@ fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<KernelRe
     let (spread, packed) = (pool()?, pool()?);
     let order = shape.from();
     let indices: Arc<[u32]> = order.as_slice().into();
-    let grid = [DeviceGrid { base: spread.address(), stride: shape.block, length: shape.block, at: 0 }];
+    let grid =
+        [DeviceGrid { base: spread.address(), stride: shape.block, length: shape.block, at: 0 }];
     let at = DevicePtr(packed.address());
     let act = |done: Ticket| {
         // SAFETY: all blocks lie in the two pools, which outlive every wait.
@@ -88,8 +89,9 @@ fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<KernelRe
         if gather { (&spread, &packed) } else { (&packed, &spread) };
     content::fill(source, shape.bytes())?;
     once()?;
-    let in_order =
-        (0..shape.count).zip(order).map(|(at, block)| if gather { (block, at) } else { (at, block) });
+    let in_order = (0..shape.count)
+        .zip(order)
+        .map(|(at, block)| if gather { (block, at) } else { (at, block) });
     let held = content::compare(destination, shape.block, in_order);
     if let Err(why) = &held {
         eprintln!("WRONG BYTES: {why}");
@@ -102,7 +104,9 @@ fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<KernelRe
         Box::new(|budget| copy.round(0, budget, 1)),
     ];
     let done = interleave(&mut parties, arguments.rounds, arguments.seconds, || ())?;
-    let [ours, limit] = &done[..] else { return Err("two parties have two lists of rounds".into()) };
+    let [ours, limit] = &done[..] else {
+        return Err("two parties have two lists of rounds".into());
+    };
     let rate = |rounds: &[Round]| {
         median(rounds.iter().map(|round| shape.bytes() as f64 / round.seconds_each() / 1e9))
     };
@@ -126,8 +130,17 @@ fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<KernelRe
 }
 
 fn sentence(record: &KernelRecord) -> String {
-    let KernelRecord { kernel, count, gbps, limit_name, limit_gbps, ratio, ratio_min, ratio_max, .. } =
-        record;
+    let KernelRecord {
+        kernel,
+        count,
+        gbps,
+        limit_name,
+        limit_gbps,
+        ratio,
+        ratio_min,
+        ratio_max,
+        ..
+    } = record;
     format!(
         "{kernel} of {} x{count}: {gbps} GB/s; {limit_name} {limit_gbps} GB/s, {ratio} ({ratio_min} to {ratio_max})",
         bytes::show(record.block)

@@ -51,8 +51,9 @@ pub(crate) unsafe fn read(process: u32, from: u64, to: u64, list: List<'_>) -> R
         }
         let n = ours.len() as libc::c_ulong;
         // SAFETY: the lists live through the call; what is written to is the caller's promise.
-        let moved =
-            unsafe { libc::process_vm_readv(process as i32, ours.as_ptr(), n, theirs.as_ptr(), n, 0) };
+        let moved = unsafe {
+            libc::process_vm_readv(process as i32, ours.as_ptr(), n, theirs.as_ptr(), n, 0)
+        };
         if moved != (ours.len() * list.length) as isize {
             return Err(Error::last_os_error());
         }
@@ -142,6 +143,8 @@ pub(crate) fn ask(lanes: &mut [BareConnection], sends: bool, times: u64) -> Resu
         let others: Vec<_> =
             others.iter_mut().map(|lane| scope.spawn(move || lane.ask(sends, times))).collect();
         first.ask(sends, times)?;
-        others.into_iter().try_for_each(|other| other.join().unwrap_or_else(|_| Err(ErrorKind::Other.into())))
+        others
+            .into_iter()
+            .try_for_each(|other| other.join().unwrap_or_else(|_| Err(ErrorKind::Other.into())))
     })
 }

@@ -57,7 +57,10 @@ pub(crate) fn point(
     {
         let Session { target, initiators, .. } = session;
         let process = target.pid();
-        let ours = initiators.iter().find(|(name, _)| *name == point.backend).map(|(_, initiator)| initiator);
+        let ours = initiators
+            .iter()
+            .find(|(name, _)| *name == point.backend)
+            .map(|(_, initiator)| initiator);
         let ours = ours.ok_or("no agent for this backend")?;
         let target = RefCell::new(target);
         let mut parties: Vec<Party<'_>> = vec![Box::new(|budget| {
@@ -74,11 +77,13 @@ pub(crate) fn point(
         if let (Some(beside), Some(_)) = (beside, &beside_name) {
             parties.push(Box::new(|budget| beside.round(shape.bytes(), budget)));
         }
-        let mut done = interleave(&mut parties, arguments.rounds, arguments.seconds, after_each)?.into_iter();
+        let mut done =
+            interleave(&mut parties, arguments.rounds, arguments.seconds, after_each)?.into_iter();
         measured.ours = done.next().unwrap_or_default();
         drop(parties);
         for (limit, rounds) in limits.iter().zip(&mut done) {
-            let of_its_kind = if limit.bounds { &mut measured.limits } else { &mut measured.others };
+            let of_its_kind =
+                if limit.bounds { &mut measured.limits } else { &mut measured.others };
             of_its_kind.push((limit.name, rounds));
         }
         measured.beside = beside_name.and_then(|name| Some((name, done.next()?)));

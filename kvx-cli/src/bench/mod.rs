@@ -190,7 +190,11 @@ fn points(
     let memory = match (most(Sizes::on_host), most(Sizes::on_device)) {
         (host, 0) => format!("{} of memory a side", bytes::show(host)),
         (host, device) => {
-            let host = if host > 0 { format!("{} of memory and ", bytes::show(host)) } else { String::new() };
+            let host = if host > 0 {
+                format!("{} of memory and ", bytes::show(host))
+            } else {
+                String::new()
+            };
             format!("{host}{} of the GPU's a side, and twice as much beside", bytes::show(device))
         }
     };
@@ -223,7 +227,9 @@ fn duration(arguments: &Arguments, points: &[Point]) -> Duration {
     let seconds = points.iter().map(|point| {
         // Filling and wiping pass over the memory four times; what is compared is less.
         let around = 4.0 * point.shape.memory() as f64 / 2e9;
-        arguments.seconds.max(parties * arguments.rounds as f64 * once(point)) + around + 6.0 * once(point)
+        arguments.seconds.max(parties * arguments.rounds as f64 * once(point))
+            + around
+            + 6.0 * once(point)
     });
     Duration::from_secs_f64(seconds.sum())
 }

@@ -191,9 +191,16 @@ pub(crate) fn sweep(arguments: &Arguments, backends: &[&'static str]) -> (Vec<Po
                             let lists = lists(block, count, arguments.pool);
                             Shape { block, count, lists, pattern, seed: arguments.seed }
                         };
-                        let counts = |block| arguments.count.iter().map(move |count| shape(block, *count));
+                        let counts =
+                            |block| arguments.count.iter().map(move |count| shape(block, *count));
                         let shapes = arguments.block.iter().flat_map(|block| counts(*block));
-                        points.extend(shapes.map(|shape| Point { backend, op, shape, memory, wait }));
+                        points.extend(shapes.map(|shape| Point {
+                            backend,
+                            op,
+                            shape,
+                            memory,
+                            wait,
+                        }));
                     }
                 }
             }

@@ -145,13 +145,19 @@ impl Pools {
     pub(crate) fn place(&self, pool: PoolKind) -> Result<PoolLocation> {
         let memory = self.get(pool)?;
         let file = memory.shared_file().map(|file| file.as_raw_fd());
-        Ok(PoolLocation { process: std::process::id(), file, base: memory.address(), len: memory.len() })
+        Ok(PoolLocation {
+            process: std::process::id(),
+            file,
+            base: memory.address(),
+            len: memory.len(),
+        })
     }
 }
 
 /// Memory as an engine might bring it along: anonymous, on transparent huge pages where the kernel gives them.
 fn anonymous(len: usize) -> Result<Memory> {
-    let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    let (access, flags) =
+        (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
     // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
     let base = unsafe { libc::mmap(std::ptr::null_mut(), len, access, flags, -1, 0) };
     if base == libc::MAP_FAILED {

@@ -27,7 +27,8 @@ impl Bar {
         let part = self.done as f64 / self.steps.max(self.done) as f64;
         let filled = (part * WIDTH as f64) as usize;
         let left =
-            Duration::from_secs_f64(self.started.elapsed().as_secs_f64() * (1.0 / part - 1.0)).as_secs();
+            Duration::from_secs_f64(self.started.elapsed().as_secs_f64() * (1.0 / part - 1.0))
+                .as_secs();
         let (full, empty) = ("#".repeat(filled), ".".repeat(WIDTH - filled));
         eprint!("\r\x1b[K[{full}{empty}] {what}, {left} s left");
         std::io::stderr().flush().ok();

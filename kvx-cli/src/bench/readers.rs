@@ -19,7 +19,8 @@ use super::{Arguments, PATIENCE};
 use crate::{Result, bytes};
 
 /// What each reader reads, again and again.
-const SHAPE: Shape = Shape { block: 64 << 10, count: 64, lists: 1, pattern: Pattern::Scattered, seed: 1 };
+const SHAPE: Shape =
+    Shape { block: 64 << 10, count: 64, lists: 1, pattern: Pattern::Scattered, seed: 1 };
 
 /// What is printed.
 #[derive(Serialize)]
@@ -45,9 +46,13 @@ pub(crate) fn run(
 ) -> Result<()> {
     let about = Duration::from_secs_f64(arguments.seconds + f64::from(readers) / 20.0);
     let memory = bytes::show(SHAPE.bytes() * u64::from(readers + 1));
-    eprintln!("{backend}: {readers} readers, {memory} of memory in all, about {} s", about.as_secs().max(1));
+    eprintln!(
+        "{backend}: {readers} readers, {memory} of memory in all, about {} s",
+        about.as_secs().max(1)
+    );
     let life = 10 * about + Duration::from_secs(600);
-    let target = TargetProcess::start(&[backend], &arguments.options, Sizes::kvx(SHAPE.bytes()), life)?;
+    let target =
+        TargetProcess::start(&[backend], &arguments.options, Sizes::kvx(SHAPE.bytes()), life)?;
     let connect = |reader| {
         let pools = Pools::of(Sizes::kvx(SHAPE.bytes()))?;
         let label = format!("bench-{backend}-{reader}");
@@ -69,8 +74,15 @@ pub(crate) fn run(
     let gbps = (total as f64 * SHAPE.bytes() as f64 / took.as_secs_f64() / 1e6).round() / 1e3;
     let (least_of_mean, most_of_mean) = (part(least), part(most));
     let seconds = took.as_secs_f64();
-    let record =
-        ReadersRecord { mode: "readers", backend, readers, seconds, gbps, least_of_mean, most_of_mean };
+    let record = ReadersRecord {
+        mode: "readers",
+        backend,
+        readers,
+        seconds,
+        gbps,
+        least_of_mean,
+        most_of_mean,
+    };
     let sentence = format!(
         "{backend} with {readers} readers: {gbps} GB/s together; the slowest got {least_of_mean} of the mean, the \
          fastest {most_of_mean}"
@@ -101,7 +113,9 @@ fn read_all(initiators: &[Initiator], window: Duration) -> Result<(Vec<u64>, Dur
     while start.elapsed() < window {
         let at: usize = ready.recv_timeout(PATIENCE).map_err(|_| "no reader came to an end")?;
         let (plan, waker) = &readers[at];
-        while let Poll::Ready(result) = Pin::new(&mut transfers[at]).poll(&mut Context::from_waker(waker)) {
+        while let Poll::Ready(result) =
+            Pin::new(&mut transfers[at]).poll(&mut Context::from_waker(waker))
+        {
             result?;
             counts[at] += 1;
             transfers[at] = initiators[at].post(plan)?;

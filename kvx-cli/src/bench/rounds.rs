@@ -83,7 +83,8 @@ impl Ratio {
             .zip(theirs)
             .map(|(ours, theirs)| theirs.seconds_each() / ours.seconds_each())
             .collect();
-        let (min, max) = (ratios.iter().copied().reduce(f64::min)?, ratios.iter().copied().reduce(f64::max)?);
+        let (min, max) =
+            (ratios.iter().copied().reduce(f64::min)?, ratios.iter().copied().reduce(f64::max)?);
         Some(Ratio { median: median(ratios)?, min, max })
     }
 }
@@ -111,7 +112,10 @@ mod tests {
         let values = || (1..=200).map(f64::from);
         assert_eq!((quantile(values(), 0.5), quantile(values(), 0.99)), (Some(100.0), Some(198.0)));
         assert_eq!((quantile([7.0], 0.99), quantile([], 0.5)), (Some(7.0), None));
-        assert_eq!((median([3.0, 1.0]), median([5.0, 1.0, 3.0]), median([])), (Some(2.0), Some(3.0), None));
+        assert_eq!(
+            (median([3.0, 1.0]), median([5.0, 1.0, 3.0]), median([])),
+            (Some(2.0), Some(3.0), None)
+        );
     }
 
     #[test]

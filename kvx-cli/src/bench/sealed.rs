@@ -54,7 +54,8 @@ impl Sealing {
     /// Seals what was appended since `from`.
     fn seal(&mut self, from: usize) {
         let nonce = self.nonce().into();
-        let sealed = self.cipher.encrypt_inout_detached(&nonce, &[], (&mut self.frame[from..]).into());
+        let sealed =
+            self.cipher.encrypt_inout_detached(&nonce, &[], (&mut self.frame[from..]).into());
         self.frame.extend_from_slice(&sealed.expect("it is short"));
     }
 
@@ -83,7 +84,9 @@ impl Sealing {
                     && let Some((at, len)) = blocks.next(record)
                 {
                     // SAFETY: the caller's promise.
-                    self.frame.extend_from_slice(unsafe { std::slice::from_raw_parts(at as *const u8, len) });
+                    self.frame.extend_from_slice(unsafe {
+                        std::slice::from_raw_parts(at as *const u8, len)
+                    });
                     record -= len;
                 }
                 room -= self.frame.len() - from;
@@ -104,7 +107,9 @@ impl Sealing {
             let payload = blocks.left().min(FRAME);
             self.frame.resize(HEADER + TAG + payload + payload.div_ceil(RECORD) * TAG, 0);
             match socket.read_exact(&mut self.frame) {
-                Err(error) if is_first && error.kind() == ErrorKind::UnexpectedEof => return Ok(false),
+                Err(error) if is_first && error.kind() == ErrorKind::UnexpectedEof => {
+                    return Ok(false);
+                }
                 read => read?,
             }
             is_first = false;
@@ -117,7 +122,11 @@ impl Sealing {
                 while let Some((to, len)) = blocks.next(record - at) {
                     // SAFETY: the caller's promise; the frame is a vector of our own.
                     unsafe {
-                        std::ptr::copy_nonoverlapping(self.frame[from + at..].as_ptr(), to as *mut u8, len);
+                        std::ptr::copy_nonoverlapping(
+                            self.frame[from + at..].as_ptr(),
+                            to as *mut u8,
+                            len,
+                        );
                     }
                     at += len;
                 }

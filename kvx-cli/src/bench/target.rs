@@ -60,7 +60,11 @@ pub(crate) enum Ask {
 }
 
 /// Runs the target until standard input ends.
-pub(crate) fn serve(arguments: &TargetArguments, registry: &Registry, out: &mut dyn Write) -> Result<()> {
+pub(crate) fn serve(
+    arguments: &TargetArguments,
+    registry: &Registry,
+    out: &mut dyn Write,
+) -> Result<()> {
     let life = Duration::from_secs(arguments.life);
     std::thread::spawn(move || {
         std::thread::sleep(life);
@@ -73,7 +77,8 @@ pub(crate) fn serve(arguments: &TargetArguments, registry: &Registry, out: &mut 
     let mut metadata = BTreeMap::new();
     for backend in &arguments.backend {
         let options = Options::parse(&arguments.options)?;
-        let builder = pools.agent(&format!("bench-target-{backend}")).backends([backend]).options(options);
+        let builder =
+            pools.agent(&format!("bench-target-{backend}")).backends([backend]).options(options);
         let agent = builder.build(registry)?;
         let regions = pools.all().map(|(pool, memory)| agent.register(pool.name(), memory.clone()));
         let regions = regions.collect::<kvx::Result<Vec<_>>>()?;
@@ -86,7 +91,8 @@ pub(crate) fn serve(arguments: &TargetArguments, registry: &Registry, out: &mut 
     out.flush()?;
     let mut served = Served { pools, listener, mapped: None };
     for line in std::io::stdin().lock().lines() {
-        let answer = served.answer(serde_json::from_str(&line?)?).map_err(|error| error.to_string());
+        let answer =
+            served.answer(serde_json::from_str(&line?)?).map_err(|error| error.to_string());
         writeln!(out, "{}", serde_json::to_string(&answer)?)?;
         out.flush()?;
     }
@@ -108,7 +114,9 @@ impl Served {
         match ask {
             Ask::Fill { memory, bytes } => content::fill(self.pools.get(memory)?, bytes)?,
             Ask::Wipe { memory, bytes } => content::wipe(self.pools.get(memory)?, bytes)?,
-            Ask::Check { memory, shape, lists } => content::check(self.pools.get(memory)?, shape, lists)?,
+            Ask::Check { memory, shape, lists } => {
+                content::check(self.pools.get(memory)?, shape, lists)?
+            }
             Ask::Lanes { op, memory, shape, lanes, sealed } => {
                 self.lanes(op, memory, shape, (lanes, sealed))?
             }
@@ -173,7 +181,12 @@ pub(crate) struct TargetProcess {
 
 impl TargetProcess {
     /// Starts one and waits until it is ready.
-    pub(crate) fn start(backends: &[&str], options: &str, sizes: Sizes, life: Duration) -> Result<Self> {
+    pub(crate) fn start(
+        backends: &[&str],
+        options: &str,
+        sizes: Sizes,
+        life: Duration,
+    ) -> Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["bench-target", "--backend", &backends.join(","), "--options", options]);
         command.args(sizes.arguments());

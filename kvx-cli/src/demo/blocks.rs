@@ -27,7 +27,9 @@ impl DemoBlocks {
     /// Those of a pool of `size` bytes.
     pub(crate) fn of(size: u64) -> Result<Self> {
         if size == 0 || !size.is_multiple_of(STEP) || usize::try_from(size).is_err() {
-            return Err(format!("--size {size} bytes: write a multiple of {}", bytes::show(STEP)).into());
+            return Err(
+                format!("--size {size} bytes: write a multiple of {}", bytes::show(STEP)).into()
+            );
         }
         let length = size / u64::from(IN_POOL);
         Ok(DemoBlocks {
@@ -75,12 +77,16 @@ impl DemoBlocks {
 
     /// Compares the checksum of every block that was read with that of what the pool holds.
     pub(crate) fn check(&self, room: &Memory) -> Result<()> {
-        let (mut got, mut expected) = (vec![0; self.length() as usize], vec![0; self.length() as usize]);
+        let (mut got, mut expected) =
+            (vec![0; self.length() as usize], vec![0; self.length() as usize]);
         for (from, to) in self.from.iter().zip(&self.to) {
             room.copy_out(self.room.offset(*to) as usize, &mut got)?;
             fill(*from, &mut expected);
             if checksum(&got) != checksum(&expected) {
-                return Err(format!("block {from} of the pool did not arrive: its checksum is wrong").into());
+                return Err(format!(
+                    "block {from} of the pool did not arrive: its checksum is wrong"
+                )
+                .into());
             }
         }
         Ok(())
@@ -164,8 +170,9 @@ mod tests {
             assert!(list.iter().all(|index| *index < below));
         }
         let pairs: Vec<_> = blocks.from.iter().zip(&blocks.to).collect();
-        let adjacent =
-            pairs.windows(2).filter(|pair| *pair[1].0 == pair[0].0 + 1 && *pair[1].1 == pair[0].1 + 1);
+        let adjacent = pairs
+            .windows(2)
+            .filter(|pair| *pair[1].0 == pair[0].0 + 1 && *pair[1].1 == pair[0].1 + 1);
         assert_eq!(adjacent.count(), 0);
     }
 

@@ -44,7 +44,9 @@ pub(super) fn stream(
     }
     // Sizes of chunks stand on lines of their own.
     while answer.read_line(&mut line).map_err(late)? > 0 {
-        if let Some(event) = line.strip_prefix("data: ").map(str::trim).filter(|event| *event != "[DONE]") {
+        if let Some(event) =
+            line.strip_prefix("data: ").map(str::trim).filter(|event| *event != "[DONE]")
+        {
             let event: Value = serde_json::from_str(event)?;
             if !event["error"].is_null() {
                 return Err(format!("an error event: {}", event["error"]["message"]).into());
@@ -60,8 +62,9 @@ pub(super) fn stream(
             tell(text.as_str().unwrap_or_default())?;
             if let Some(prompt) = event["usage"]["prompt_tokens"].as_u64() {
                 streamed.prompt_tokens = prompt;
-                streamed.not_computed =
-                    event["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or_default();
+                streamed.not_computed = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+                    .as_u64()
+                    .unwrap_or_default();
             }
         }
         line.clear();
@@ -70,7 +73,11 @@ pub(super) fn stream(
 }
 
 /// Sends a request: the status, and the rest of the answer.
-pub(super) fn send(port: u16, path: &str, body: Option<&Value>) -> Result<(u16, BufReader<TcpStream>)> {
+pub(super) fn send(
+    port: u16,
+    path: &str,
+    body: Option<&Value>,
+) -> Result<(u16, BufReader<TcpStream>)> {
     let mut connection = TcpStream::connect(("127.0.0.1", port))?;
     connection.set_read_timeout(Some(PATIENCE))?;
     let method = if body.is_some() { "POST" } else { "GET" };

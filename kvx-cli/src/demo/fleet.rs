@@ -183,11 +183,14 @@ fn folder_of_ours() -> Result<PathBuf> {
             Ok(()) => return Ok(folder),
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
             Err(error) => {
-                return Err(format!("{}: {error}; TMPDIR says where to write", folder.display()).into());
+                return Err(
+                    format!("{}: {error}; TMPDIR says where to write", folder.display()).into()
+                );
             }
         }
     }
-    Err(format!("{} is full of the demo's folders: remove them", std::env::temp_dir().display()).into())
+    Err(format!("{} is full of the demo's folders: remove them", std::env::temp_dir().display())
+        .into())
 }
 
 fn program() -> Result<Command> {
@@ -221,8 +224,10 @@ impl Role<'_> {
             let config = json!({"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail",
                                 "kv_connector_extra_config": {"backends": [backend], "load_timeout": 10}});
             command.args(["--kv-transfer-config", &config.to_string()]);
-            command
-                .envs([("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1"), ("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")]);
+            command.envs([
+                ("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1"),
+                ("VLLM_NIXL_SIDE_CHANNEL_PORT", "0"),
+            ]);
         }
         if self.corrupt {
             command.arg("--spoil-a-moved-block");

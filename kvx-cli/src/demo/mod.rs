@@ -59,7 +59,9 @@ pub(crate) struct Arguments {
 /// Sizes of blocks, as they are written.
 fn block_sizes(text: &str) -> std::result::Result<(u16, u16), String> {
     match two(text) {
-        Some((prefill, decode)) if decode % prefill == 0 || prefill % decode == 0 => Ok((prefill, decode)),
+        Some((prefill, decode)) if decode % prefill == 0 || prefill % decode == 0 => {
+            Ok((prefill, decode))
+        }
         Some(_) => Err("one size has to be a multiple of the other, as in 16:64".to_owned()),
         None => Err("write a count of tokens, or two, as in 16:64".to_owned()),
     }

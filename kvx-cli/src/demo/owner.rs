@@ -25,7 +25,11 @@ pub(crate) struct OwnerArguments {
 }
 
 /// Publishes a pool, prints its metadata, and keeps it until standard input ends.
-pub(crate) fn own(arguments: &OwnerArguments, registry: &Registry, out: &mut dyn Write) -> Result<()> {
+pub(crate) fn own(
+    arguments: &OwnerArguments,
+    registry: &Registry,
+    out: &mut dyn Write,
+) -> Result<()> {
     let agent = Agent::builder("demo-owner").backends(&arguments.backend).build(registry)?;
     let _pool = agent.register("pool", DemoBlocks::of(arguments.size)?.filled_pool()?)?;
     let metadata: String = agent.metadata()?.iter().map(|byte| format!("{byte:02x}")).collect();
@@ -54,7 +58,8 @@ impl Owner {
         command.args(["demo-owner", "--backend", &backends.join(","), "--size", &size.to_string()]);
         let mut child = Child::start("the owner of the pool", command)?;
         let line = child.hear(patience)?;
-        let metadata = from_hex(line.trim_end()).ok_or("the owner's metadata is not hexadecimal")?;
+        let metadata =
+            from_hex(line.trim_end()).ok_or("the owner's metadata is not hexadecimal")?;
         Ok(Owner { child, metadata })
     }
 

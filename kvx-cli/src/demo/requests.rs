@@ -49,7 +49,8 @@ pub(super) fn show(
         assert_moved(computed(&apart))?;
     }
     if different > 0 {
-        let why = if arguments.corrupt { ", as it has to be: a moved block was spoiled" } else { "" };
+        let why =
+            if arguments.corrupt { ", as it has to be: a moved block was spoiled" } else { "" };
         return Err(format!("{different} answers are not those of the single server{why}").into());
     }
     if arguments.corrupt {
@@ -99,7 +100,8 @@ fn kill(mut prefill: Server, decode: &Server, single: &Server, out: &mut dyn Wri
     prefill.child.stop()?;
     let (begun, port, prompt) = (Instant::now(), decode.port, &prompt);
     let (status, answer) = std::thread::scope(|scope| -> Result<_> {
-        let asked = scope.spawn(move || ask(port, prompt, Some(params)).map_err(|error| error.to_string()));
+        let asked =
+            scope.spawn(move || ask(port, prompt, Some(params)).map_err(|error| error.to_string()));
         while !asked.is_finished() && Metrics::of(port)?.sum("vllm:num_requests_waiting") == 0.0 {
             if begun.elapsed() > LOADING {
                 return Err("the decode server did not begin to load".into());
@@ -109,11 +111,17 @@ fn kill(mut prefill: Server, decode: &Server, single: &Server, out: &mut dyn Wri
         Ok(asked.join().map_err(|_| "the client has panicked")??)
     })?;
     let seconds = begun.elapsed().as_secs_f64();
-    write!(out, "  Process {} (prefill) was killed while its blocks were moved. ", prefill.child.pid())?;
+    write!(
+        out,
+        "  Process {} (prefill) was killed while its blocks were moved. ",
+        prefill.child.pid()
+    )?;
     match status {
-        500 => {
-            writeln!(out, "The client is told HTTP 500 after {seconds:.1} s: {}", answer["error"]["message"])?
-        }
+        500 => writeln!(
+            out,
+            "The client is told HTTP 500 after {seconds:.1} s: {}",
+            answer["error"]["message"]
+        )?,
         // Shared memory is read without its owner.
         200 if answer["choices"][0]["token_ids"] == right.1["choices"][0]["token_ids"] => {
             writeln!(
@@ -149,7 +157,9 @@ fn aloud(who: &str, port: u16, prompt: &Value, out: &mut dyn Write) -> Result<St
 fn publish(prefill: &Server, prompt: &Value) -> Result<Value> {
     let (status, mut answer) = ask(prefill.port, prompt, Some(json!({"do_remote_decode": true})))?;
     match answer["kv_transfer_params"].take() {
-        Value::Null => Err(format!("the prefill server publishes nothing: HTTP {status}: {answer}").into()),
+        Value::Null => {
+            Err(format!("the prefill server publishes nothing: HTTP {status}: {answer}").into())
+        }
         params => Ok(params),
     }
 }
@@ -231,13 +241,18 @@ impl Moved {
             blocks: self.blocks - before.blocks,
             seconds: self.seconds - before.seconds,
             handshake: self.handshake - before.handshake,
-            transfers: self.transfers.iter().map(|(name, count)| (name.clone(), count - had(name))).collect(),
+            transfers: self
+                .transfers
+                .iter()
+                .map(|(name, count)| (name.clone(), count - had(name)))
+                .collect(),
         }
     }
 
     /// The backends by which they came.
     fn route(&self) -> String {
-        let used = self.transfers.iter().filter(|(_, count)| *count > 0.0).map(|(name, _)| name.as_str());
+        let used =
+            self.transfers.iter().filter(|(_, count)| *count > 0.0).map(|(name, _)| name.as_str());
         used.collect::<Vec<_>>().join("+")
     }
 }
@@ -267,7 +282,8 @@ mod tests {
 
     #[test]
     fn a_prompt_that_was_computed_again_shows_nothing() {
-        let answered = |not_computed| Streamed { prompt_tokens: 49, not_computed, ..Streamed::default() };
+        let answered =
+            |not_computed| Streamed { prompt_tokens: 49, not_computed, ..Streamed::default() };
         for all_but_the_last in [49, 48] {
             assert!(assert_moved(computed(&answered(all_but_the_last))).is_ok());
         }

@@ -19,7 +19,12 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const START: Duration = Duration::from_secs(60);
 
 /// Runs the demo. `Ok` says that all of it held.
-pub(super) fn run(written: &[String], size: u64, registry: &Registry, out: &mut dyn Write) -> Result<()> {
+pub(super) fn run(
+    written: &[String],
+    size: u64,
+    registry: &Registry,
+    out: &mut dyn Write,
+) -> Result<()> {
     let mut backends = Vec::new();
     for written in written {
         let name = registry.require(written, &Options::new())?.0.name();
@@ -54,18 +59,29 @@ pub(super) fn run(written: &[String], size: u64, registry: &Registry, out: &mut 
         let first = reader.read()?;
         blocks.check(&reader.room)?;
         writeln!(out, "Route: {}.", reader.peer.route())?;
-        writeln!(out, "  The first read took {}; the checksums of all blocks are right.", seconds(first))?;
+        writeln!(
+            out,
+            "  The first read took {}; the checksums of all blocks are right.",
+            seconds(first)
+        )?;
     }
 
     let costs = measure(&readers, &blocks)?;
     let bare = costs[0];
-    writeln!(out, "\n{} a read, median of {ROUNDS} rounds in turn:", bytes::show(blocks.read_bytes()))?;
+    writeln!(
+        out,
+        "\n{} a read, median of {ROUNDS} rounds in turn:",
+        bytes::show(blocks.read_bytes())
+    )?;
     let names = std::iter::once("bare copy").chain(backends.iter().copied());
     for (name, cost) in names.zip(costs) {
         let rate = blocks.read_bytes() as f64 / cost.as_secs_f64() / 1e9;
         let times = cost.as_secs_f64() / bare.as_secs_f64();
-        let beside =
-            if name == "bare copy" { String::new() } else { format!("  {times:.2} times the bare copy") };
+        let beside = if name == "bare copy" {
+            String::new()
+        } else {
+            format!("  {times:.2} times the bare copy")
+        };
         writeln!(out, "  {name:<10} {:>10}  {rate:>6.2} GB/s{beside}", seconds(cost))?;
     }
 
@@ -75,9 +91,12 @@ pub(super) fn run(written: &[String], size: u64, registry: &Registry, out: &mut 
         let (after, error) = reader.read_until_told(&blocks)?;
         writeln!(out, "  {} after {}: {error}", reader.backend, seconds(after))?;
         if error.kind() != Kind::PeerLost {
-            return Err(
-                format!("this should have been {:?}, and was {:?}", Kind::PeerLost, error.kind()).into()
-            );
+            return Err(format!(
+                "this should have been {:?}, and was {:?}",
+                Kind::PeerLost,
+                error.kind()
+            )
+            .into());
         }
     }
     for reader in readers {
@@ -103,7 +122,8 @@ impl DemoReader {
         metadata: &[u8],
         blocks: &DemoBlocks,
     ) -> Result<Self> {
-        let agent = Agent::builder(format!("demo-reader-{backend}")).backends([backend]).build(registry)?;
+        let agent =
+            Agent::builder(format!("demo-reader-{backend}")).backends([backend]).build(registry)?;
         let region = agent.register("room", blocks.empty_room()?)?;
         let peer = agent.connect(metadata)?;
         peer.ready(PATIENCE).join()?;
@@ -132,7 +152,11 @@ impl DemoReader {
                 Err(error) => return Ok((asked.elapsed(), error)),
             }
         }
-        Err(format!("{} went on reading from a process that is dead for {PATIENCE:?}", self.backend).into())
+        Err(format!(
+            "{} went on reading from a process that is dead for {PATIENCE:?}",
+            self.backend
+        )
+        .into())
     }
 }
 

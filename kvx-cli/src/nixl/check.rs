@@ -27,8 +27,11 @@ fn python_of(library: &Path) -> Option<PathBuf> {
 
 pub(super) fn run(found: &[Nixl], plugin: &Path, out: &mut impl Write) -> Result<()> {
     // Made anew and for this user alone: NIXL loads what lies there.
-    let name =
-        format!("kvx-nixl-check-{}-{:x}", std::process::id(), std::time::UNIX_EPOCH.elapsed()?.as_nanos());
+    let name = format!(
+        "kvx-nixl-check-{}-{:x}",
+        std::process::id(),
+        std::time::UNIX_EPOCH.elapsed()?.as_nanos()
+    );
     let folder = std::env::temp_dir().join(name);
     std::fs::DirBuilder::new().mode(0o700).create(&folder)?;
     let plugins = Folder(folder);
@@ -64,7 +67,8 @@ pub(super) fn run(found: &[Nixl], plugin: &Path, out: &mut impl Write) -> Result
                 continue;
             }
             let said = String::from_utf8_lossy(&output.stderr);
-            let told = said.lines().filter(|line| line.starts_with("KVX:")).chain(said.lines().last());
+            let told =
+                said.lines().filter(|line| line.starts_with("KVX:")).chain(said.lines().last());
             let why = told.collect::<Vec<_>>().join("\n    ");
             writeln!(out, "  {backend}: {why}")?;
             if backend == "KVX" {
@@ -78,7 +82,8 @@ pub(super) fn run(found: &[Nixl], plugin: &Path, out: &mut impl Write) -> Result
     }
     match (checked, failed.is_empty()) {
         (0, _) => {
-            Err("no NIXL in a Python environment was found that KVX can serve; `kvx nixl` says why".into())
+            Err("no NIXL in a Python environment was found that KVX can serve; `kvx nixl` says why"
+                .into())
         }
         (_, true) => Ok(()),
         (_, false) => Err(format!("KVX did not work in {}", failed.join(", ")).into()),

@@ -140,9 +140,10 @@ impl Flags {
         while let Some(argument) = arguments.next() {
             if !argument.starts_with('-') {
                 if let Some(model) = flags.model.replace(argument.clone()) {
-                    return Err(
-                        format!("two models are given, {model} and {argument}: serve them apart").into()
-                    );
+                    return Err(format!(
+                        "two models are given, {model} and {argument}: serve them apart"
+                    )
+                    .into());
                 }
                 continue;
             }
@@ -151,19 +152,25 @@ impl Flags {
                 None => (argument.as_str(), None),
             };
             let name = short(written).map_or_else(|| written.replace('_', "-"), str::to_owned);
-            let known = MEANT.iter().find(|(known, _)| *known == name).map(|(_, takes)| (*takes, None));
+            let known =
+                MEANT.iter().find(|(known, _)| *known == name).map(|(_, takes)| (*takes, None));
             let nothing = || MEANINGLESS.iter().find(|(known, ..)| *known == name);
-            let Some((takes, why)) = known.or_else(|| nothing().map(|(_, takes, why)| (*takes, Some(*why))))
+            let Some((takes, why)) =
+                known.or_else(|| nothing().map(|(_, takes, why)| (*takes, Some(*why))))
             else {
                 return Err(unknown(written).into());
             };
             let mut values: Vec<String> = inline.into_iter().collect();
             match takes {
-                Nothing if !values.is_empty() => return Err(format!("{written} takes no value").into()),
+                Nothing if !values.is_empty() => {
+                    return Err(format!("{written} takes no value").into());
+                }
                 Nothing => {}
                 Value | Values => {
                     while values.is_empty() || takes == Values {
-                        match arguments.next_if(|next| !next.starts_with("--") && short(next).is_none()) {
+                        match arguments
+                            .next_if(|next| !next.starts_with("--") && short(next).is_none())
+                        {
                             Some(value) => values.push(value),
                             None => break,
                         }
@@ -184,15 +191,18 @@ impl Flags {
     fn set(&mut self, name: &str, mut values: Vec<String>) -> Result<()> {
         let value = values.first().cloned().unwrap_or_default();
         let count = || -> Result<usize> {
-            count(&value)
-                .ok_or_else(|| format!("{name} is {value:?}: it takes a count, such as 512, 2k or 1G").into())
+            count(&value).ok_or_else(|| {
+                format!("{name} is {value:?}: it takes a count, such as 512, 2k or 1G").into()
+            })
         };
         match name {
             "--model" => self.model = Some(value),
             "--served-model-name" => self.names.append(&mut values),
             "--host" => self.host = Some(value),
             "--port" | "--data-parallel-rpc-port" => {
-                let port = value.parse().map_err(|_| format!("{name} is {value:?}: it takes 0 to 65535"))?;
+                let port = value
+                    .parse()
+                    .map_err(|_| format!("{name} is {value:?}: it takes 0 to 65535"))?;
                 *(if name == "--port" { &mut self.port } else { &mut self.head_port }) = Some(port);
             }
             "--block-size" => self.block_size = Some(count()?),
@@ -223,7 +233,8 @@ impl Flags {
                 return Err(words.into());
             }
             "--attention-backend" if value != CPU_ATTENTION => {
-                let words = "there is one; CPU_ATTN gives blocks the layout that a vLLM on the CPU has";
+                let words =
+                    "there is one; CPU_ATTN gives blocks the layout that a vLLM on the CPU has";
                 self.notes.push(format!("--attention-backend {value} means nothing here: {words}"));
             }
             "--attention-backend" => self.cpu_attention = true,
@@ -233,17 +244,24 @@ impl Flags {
                 _ => return Err(format!("{name} {value}: this server takes 1, 2, 4 or 8").into()),
             },
             "--pipeline-parallel-size" if count()? > 1 => {
-                return Err(format!("{name} {value}: this server's engines have one stage; take 1").into());
+                return Err(format!(
+                    "{name} {value}: this server's engines have one stage; take 1"
+                )
+                .into());
             }
             "--data-parallel-size" => match count()? {
                 engines @ 1..=64 => self.engines = Some(engines),
                 _ => return Err(format!("{name} {value}: this server takes at most 64").into()),
             },
             "--data-parallel-rank" | "--data-parallel-start-rank" => {
-                let rank =
-                    value.parse().map_err(|_| format!("{name} is {value:?}: it takes a rank, from 0"))?;
-                *(if name == "--data-parallel-rank" { &mut self.engine } else { &mut self.first_engine }) =
-                    Some(rank);
+                let rank = value
+                    .parse()
+                    .map_err(|_| format!("{name} is {value:?}: it takes a rank, from 0"))?;
+                *(if name == "--data-parallel-rank" {
+                    &mut self.engine
+                } else {
+                    &mut self.first_engine
+                }) = Some(rank);
             }
             "--data-parallel-size-local" => self.engines_here = Some(count()?),
             "--data-parallel-address" => self.head_address = Some(value),
@@ -256,7 +274,10 @@ impl Flags {
                 "raw_logprobs" => self.raw_logits = false,
                 "raw_logits" => self.raw_logits = true,
                 _ => {
-                    return Err(format!("{name} {value}: this server has raw_logprobs and raw_logits").into());
+                    return Err(format!(
+                        "{name} {value}: this server has raw_logprobs and raw_logits"
+                    )
+                    .into());
                 }
             },
             "--spoil-a-moved-block" => self.spoil = true,
@@ -285,7 +306,8 @@ fn count(value: &str) -> Option<usize> {
 }
 
 fn unknown(written: &str) -> String {
-    let known = MEANT.iter().map(|(name, _)| *name).chain(MEANINGLESS.iter().map(|(name, ..)| *name));
+    let known =
+        MEANT.iter().map(|(name, _)| *name).chain(MEANINGLESS.iter().map(|(name, ..)| *name));
     let hint = match nearest(written, known.chain(["--kv-transfer-config"])) {
         Some(near) => format!("did you mean {near}?"),
         None => "`kvx serve --help` lists those that are".to_owned(),
@@ -312,9 +334,15 @@ mod tests {
             (Some("Qwen/Qwen3-0.6B"), Some(8100), Some(2000))
         );
         assert_eq!(flags.names, ["a", "b"]);
-        assert_eq!(flags.notes, ["--enforce-eager means nothing here: nothing is compiled or captured"]);
+        assert_eq!(
+            flags.notes,
+            ["--enforce-eager means nothing here: nothing is compiled or captured"]
+        );
         let flags = read("m --served-model-name a -tp 2 -dp=3").unwrap();
-        assert_eq!((flags.names, flags.ranks, flags.engines), (vec!["a".to_owned()], Some(2), Some(3)));
+        assert_eq!(
+            (flags.names, flags.ranks, flags.engines),
+            (vec!["a".to_owned()], Some(2), Some(3))
+        );
         let all = read("m --max-logprobs -1 --logprobs-mode raw_logits").unwrap();
         assert_eq!((all.most_logprobs, all.raw_logits), (Some(usize::MAX), true));
         let backend = |name| read(&format!("m --attention-backend {name}")).unwrap();

@@ -111,7 +111,8 @@ pub(crate) fn run(arguments: Vec<String>, out: &mut dyn Write) -> Result<()> {
             None => eprintln!("kvx: joined the head, which is asked for what this host computes"),
         }
     };
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let served = runtime.block_on(async {
         let stop = stop()?;
         server::serve(options, recorder, started, stop).await?;
@@ -127,9 +128,12 @@ fn options(flags: Flags, transfer: KvTransferConfig) -> Result<Options> {
         Some(host) => transfer.with_first_rank_at(host),
         None => transfer,
     };
-    let model = flags.model.ok_or("no model is given: write kvx serve MODEL, a folder or a name")?;
+    let model =
+        flags.model.ok_or("no model is given: write kvx serve MODEL, a folder or a name")?;
     let layout = match transfer.environment().kv_cache_layout {
-        None | Some(KvCacheLayout::Hnd | KvCacheLayout::Lbhnc) if flags.cpu_attention => PoolLayout::VllmCpu,
+        None | Some(KvCacheLayout::Hnd | KvCacheLayout::Lbhnc) if flags.cpu_attention => {
+            PoolLayout::VllmCpu
+        }
         Some(other) if flags.cpu_attention => {
             return Err(format!(
                 "VLLM_KV_CACHE_LAYOUT is {other}: --attention-backend CPU_ATTN has HND alone"
@@ -139,7 +143,9 @@ fn options(flags: Flags, transfer: KvTransferConfig) -> Result<Options> {
         None | Some(KvCacheLayout::Hnd | KvCacheLayout::Lbhnc) => PoolLayout::Hnd,
         Some(KvCacheLayout::Nhd | KvCacheLayout::Lbnhc) => PoolLayout::Nhd,
         Some(other) => {
-            return Err(format!("VLLM_KV_CACHE_LAYOUT is {other}: this server has HND and NHD").into());
+            return Err(
+                format!("VLLM_KV_CACHE_LAYOUT is {other}: this server has HND and NHD").into()
+            );
         }
     };
     let block_size = flags.block_size.unwrap_or(16);
@@ -210,7 +216,8 @@ fn placed(flags: &Flags) -> Result<(usize, Range<usize>, Others)> {
 /// Ready when the program was told to end. Told again, it ends at once.
 fn stop() -> Result<impl Future<Output = ()> + Send + 'static> {
     use tokio::signal::unix::{SignalKind, signal};
-    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    let (mut interrupt, mut terminate) =
+        (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
     let (stopped, mut stopping) = tokio::sync::watch::channel(false);
     tokio::spawn(async move {
         for again in [false, true] {

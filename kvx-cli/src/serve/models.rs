@@ -9,7 +9,8 @@ pub(super) fn find(model: &str) -> Result<PathBuf> {
     if Path::new(model).is_dir() {
         return Ok(model.into());
     }
-    let cache = cache(|name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from));
+    let cache =
+        cache(|name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from));
     find_in(model, cache.as_deref())
 }
 
@@ -53,15 +54,23 @@ mod tests {
         std::fs::remove_dir_all(&root).unwrap();
         assert_eq!(found.unwrap(), kept.join("snapshots/abc"));
         let error = other.unwrap_err().to_string();
-        assert!(error.contains("hf download Qwen/Qwen3-8B") && error.contains("kvx make-model"), "{error}");
+        assert!(
+            error.contains("hf download Qwen/Qwen3-8B") && error.contains("kvx make-model"),
+            "{error}"
+        );
     }
 
     #[test]
     fn variables_say_where_the_cache_is() {
         let of = |set: &[(&str, &str)]| {
-            cache(|name| set.iter().find(|(known, _)| *known == name).map(|(_, value)| PathBuf::from(value)))
+            cache(|name| {
+                set.iter().find(|(known, _)| *known == name).map(|(_, value)| PathBuf::from(value))
+            })
         };
-        assert_eq!(of(&[("HOME", "/h"), ("HF_HOME", "/f"), ("HF_HUB_CACHE", "/c")]), Some("/c".into()));
+        assert_eq!(
+            of(&[("HOME", "/h"), ("HF_HOME", "/f"), ("HF_HUB_CACHE", "/c")]),
+            Some("/c".into())
+        );
         assert_eq!(of(&[("HOME", "/h"), ("HF_HOME", "/f")]), Some("/f/hub".into()));
         assert_eq!(of(&[("HOME", "/h")]), Some("/h/.cache/huggingface/hub".into()));
         assert_eq!(of(&[]), None);

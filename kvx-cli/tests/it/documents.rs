@@ -224,8 +224,11 @@ fn mooncake_command_line_serves(mut words: Words) {
 /// Writes `fleet.toml`, of these instances.
 #[cfg(feature = "proxy")]
 fn fleet_toml(words: &Words, prefill: &Instance, decode: &Instance) {
-    let text =
-        format!("port = 0\n[[pool]]\nprefill = [\"{}\"]\ndecode = [\"{}\"]\n", prefill.url(), decode.url());
+    let text = format!(
+        "port = 0\n[[pool]]\nprefill = [\"{}\"]\ndecode = [\"{}\"]\n",
+        prefill.url(),
+        decode.url()
+    );
     std::fs::write(words.folder.join("fleet.toml"), text).unwrap();
 }
 
@@ -347,7 +350,10 @@ fn every_command_runs_or_names_what_it_needs() {
 fn commands_that_something_else_runs_are_named_there() {
     for (command, file, words) in ELSEWHERE {
         let text = std::fs::read_to_string(root().join(file)).unwrap();
-        assert!(text.contains(words), "`{command}` is said to run by {file}, which has no {words:?}");
+        assert!(
+            text.contains(words),
+            "`{command}` is said to run by {file}, which has no {words:?}"
+        );
     }
 }
 

@@ -37,7 +37,13 @@ impl Wheel {
         let pythons = std::fs::read_dir(folder.join("venv/lib")).into_iter().flatten().flatten();
         let file = "site-packages/.nixl_cu12.mesonpy.libs/libnixl_capi.so";
         let library = pythons.map(|python| python.path().join(file)).find(|file| file.exists());
-        Wheel::or_skip(test, "KVX_RIXL_LIB", library, &folder, "the wheel nixl-cu12 is not installed")
+        Wheel::or_skip(
+            test,
+            "KVX_RIXL_LIB",
+            library,
+            &folder,
+            "the wheel nixl-cu12 is not installed",
+        )
     }
 
     fn folder(peer: &str) -> PathBuf {
@@ -78,7 +84,11 @@ impl Wheel {
             (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
         assert!(output.status.success(), "{told}\n{wrong}");
         let line: Value = serde_json::from_str(&told).unwrap_or_else(|_| panic!("{told}\n{wrong}"));
-        assert_eq!((&line["backend"], &line["verified"]), (&backend.into(), &true.into()), "{line}");
+        assert_eq!(
+            (&line["backend"], &line["verified"]),
+            (&backend.into(), &true.into()),
+            "{line}"
+        );
         assert_eq!(line["beside_name"], name, "{line}\n{wrong}");
         assert!(line["beside_gbps"].as_f64() > Some(0.0), "{line}");
     }
@@ -93,7 +103,8 @@ fn mooncakes_python_engine_is_measured_beside_kvx() {
 
 #[test]
 fn the_adapter_over_mooncakes_wheel_is_made_of_what_the_program_brings() {
-    let wheel = Wheel::mooncake("the_adapter_over_mooncakes_wheel_is_made_of_what_the_program_brings");
+    let wheel =
+        Wheel::mooncake("the_adapter_over_mooncakes_wheel_is_made_of_what_the_program_brings");
     let Some(wheel) = wheel else { return };
     let environment = wheel.python.parent().and_then(Path::parent).unwrap();
     let pythons = std::fs::read_dir(environment.join("lib")).unwrap().flatten();
@@ -107,7 +118,8 @@ fn the_adapter_over_mooncakes_wheel_is_made_of_what_the_program_brings() {
     assert!(found.contains("run `kvx mooncake-adapter FOLDER --engine "), "{found}");
     let run = |arguments: &[&str], compiler: &str| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
-        let output = output(command.arg("mooncake-adapter").args(arguments).env("CXX", compiler), LIMIT);
+        let output =
+            output(command.arg("mooncake-adapter").args(arguments).env("CXX", compiler), LIMIT);
         let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
         (output.status.success(), text(&output.stdout), text(&output.stderr))
     };
@@ -116,7 +128,10 @@ fn the_adapter_over_mooncakes_wheel_is_made_of_what_the_program_brings() {
     let file = folder.join("libkvx_mooncake_adapter.so");
     assert_eq!(
         told,
-        format!("export KVX_MOONCAKE_LIB={}\nexport KVX_MOONCAKE_ENGINE={engine}\n", file.display())
+        format!(
+            "export KVX_MOONCAKE_LIB={}\nexport KVX_MOONCAKE_ENGINE={engine}\n",
+            file.display()
+        )
     );
     assert!(wrong.contains("wheel 0."), "{wrong}");
     // What cannot be made leaves the old ones, and nothing else.

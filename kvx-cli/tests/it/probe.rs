@@ -43,7 +43,8 @@ pub(crate) fn prefill_of(model: &str, dtype: &str) -> Prefill {
     let mut factors = CompatibilityFactors::new(Dialect::default(), model);
     factors.dtype = dtype.to_owned();
     (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (2, 4, 1);
-    let built = Connector::builder(&config, kvx::registry()).model(factors).block_size(16).any_port();
+    let built =
+        Connector::builder(&config, kvx::registry()).model(factors).block_size(16).any_port();
     let connector = built.build_blocking().unwrap();
     let pool = Arc::new(Memory::pool(8 * 256).build().unwrap());
     let layer = LayerCache {
@@ -81,14 +82,20 @@ fn a_handshake_is_told_in_words_and_as_json() {
     let words = kvx(&["probe", &address]);
     let text = said(&words);
     assert_eq!(words.status.code(), Some(0), "{text}");
-    for part in
-        ["prefill-0", "kvx, and vLLM's handshake", "1 of 8 blocks, 16 tokens a block", "256 in each region"]
-    {
+    for part in [
+        "prefill-0",
+        "kvx, and vLLM's handshake",
+        "1 of 8 blocks, 16 tokens a block",
+        "256 in each region",
+    ] {
         assert!(text.contains(part), "{text}");
     }
     let output = kvx(&["probe", &address, "--json"]);
     let json: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!((&json["answered"], &json["fits"], &json["kvx"]), (&true.into(), &true.into(), &true.into()));
+    assert_eq!(
+        (&json["answered"], &json["fits"], &json["kvx"]),
+        (&true.into(), &true.into(), &true.into())
+    );
     assert_eq!(
         (&json["engine"]["engine_id"], &json["engine"]["num_blocks"]),
         (&"prefill-0_dp0".into(), &8.into())
@@ -101,18 +108,29 @@ fn what_would_not_fit_is_explained_and_is_the_exit_status() {
     let prefill = prefill();
     let address = prefill.address();
     let probe = |further: &[&str]| {
-        let output = kvx(&[&["probe", &address, "--", "--model", "a-model", SIZES], further].concat());
+        let output =
+            kvx(&[&["probe", &address, "--", "--model", "a-model", SIZES], further].concat());
         (output.status.code(), said(&output))
     };
     let (status, text) = probe(&["--block-size", "32"]);
     assert_eq!(status, Some(0), "{text}");
-    assert!(text.contains("the compatibility hashes are the same") && text.contains("\nfits "), "{text}");
+    assert!(
+        text.contains("the compatibility hashes are the same") && text.contains("\nfits "),
+        "{text}"
+    );
     let (status, text) = probe(&["--dtype", "half"]);
     assert_eq!(status, Some(1), "{text}");
-    assert!(text.contains("dtype is \"torch.float16\" here and \"torch.bfloat16\" there"), "{text}");
+    assert!(
+        text.contains("dtype is \"torch.float16\" here and \"torch.bfloat16\" there"),
+        "{text}"
+    );
     let (status, text) = probe(&["--dtype", "half", "--kv-cache-dtype", "fp8"]);
-    assert!(status == Some(1) && text.contains(" there, and cache_dtype is \"fp8\" here"), "{text}");
-    let (status, text) = probe(&["--dtype", "half", "--kv-cache-dtype", "fp8", "--model", "another"]);
+    assert!(
+        status == Some(1) && text.contains(" there, and cache_dtype is \"fp8\" here"),
+        "{text}"
+    );
+    let (status, text) =
+        probe(&["--dtype", "half", "--kv-cache-dtype", "fp8", "--model", "another"]);
     assert!(status == Some(1) && text.contains("no known value of one or two factors"), "{text}");
     let (status, text) = probe(&["--block-size", "24"]);
     assert!(status == Some(1) && text.contains("--block-size that is a multiple"), "{text}");
@@ -123,10 +141,10 @@ fn what_would_not_fit_is_explained_and_is_the_exit_status() {
 
 #[test]
 fn weights_of_float32_and_a_broken_file_are_explained() {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("probe-{}", std::process::id()));
+    let folder =
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("probe-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
-    let config =
-        r#"{"num_attention_heads": 2, "head_dim": 4, "num_hidden_layers": 1, "torch_dtype": "float32"}"#;
+    let config = r#"{"num_attention_heads": 2, "head_dim": 4, "num_hidden_layers": 1, "torch_dtype": "float32"}"#;
     std::fs::write(folder.join("config.json"), config).unwrap();
     let model = folder.to_str().unwrap();
     let prefill = prefill_of(model, "torch.float32");
@@ -141,7 +159,10 @@ fn weights_of_float32_and_a_broken_file_are_explained() {
     std::fs::write(folder.join("config.json"), "{\"num").unwrap();
     let (status, text) = probe(&[]);
     std::fs::remove_dir_all(&folder).unwrap();
-    assert!(status == Some(1) && text.contains(&format!("{model}/config.json is not JSON")), "{text}");
+    assert!(
+        status == Some(1) && text.contains(&format!("{model}/config.json is not JSON")),
+        "{text}"
+    );
 }
 
 #[test]
@@ -155,7 +176,8 @@ fn who_does_not_answer_is_another_exit_status_than_who_does_not_fit() {
             let _ = stream.unwrap().write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n");
         }
     });
-    for (address, word) in [(&closed, "nobody listens at"), (&other, "no ZeroMQ socket is at the other end")]
+    for (address, word) in
+        [(&closed, "nobody listens at"), (&other, "no ZeroMQ socket is at the other end")]
     {
         let output = kvx(&["probe", address]);
         assert_eq!(output.status.code(), Some(2), "{}", said(&output));
@@ -165,5 +187,9 @@ fn who_does_not_answer_is_another_exit_status_than_who_does_not_fit() {
         assert_eq!((output.status.code(), &json["answered"]), (Some(2), &false.into()));
     }
     let output = kvx(&["probe", "10.0.0.1"]);
-    assert!(output.status.code() == Some(1) && said(&output).contains("HOST:PORT"), "{}", said(&output));
+    assert!(
+        output.status.code() == Some(1) && said(&output).contains("HOST:PORT"),
+        "{}",
+        said(&output)
+    );
 }

@@ -32,15 +32,17 @@ fn text(bytes: &[u8]) -> &str {
     std::str::from_utf8(bytes).expect("the program speaks UTF-8")
 }
 
-const UNKNOWN: &str =
-    "backend \"UXC\" is unknown; did you mean UCX? known: UCX, LIBFABRIC, MOONCAKE, RIXL, SHM, TCP\n";
+const UNKNOWN: &str = "backend \"UXC\" is unknown; did you mean UCX? known: UCX, LIBFABRIC, MOONCAKE, RIXL, SHM, TCP\n";
 
 #[test]
 fn backends_has_a_line_for_every_known_one() {
     let output = kvx(&["backends"]);
     assert!(output.status.success());
     let lines: Vec<_> = text(&output.stdout).lines().collect();
-    assert!(lines[0].starts_with("BACKEND") && lines[0].ends_with("WHY NOT / NEXT STEP"), "{lines:?}");
+    assert!(
+        lines[0].starts_with("BACKEND") && lines[0].ends_with("WHY NOT / NEXT STEP"),
+        "{lines:?}"
+    );
     let rows = lines[1..].iter().filter(|line| !line.starts_with(' ')); // what a backend can use is below it
     let names: Vec<_> = rows.filter_map(|line| line.split_whitespace().next()).collect();
     assert_eq!(names, ["UCX", "LIBFABRIC", "MOONCAKE", "RIXL", "SHM", "TCP"]);
@@ -125,7 +127,8 @@ fn a_backend_that_reaches_no_second_process_says_why() {
     if row("UCX")["available"] == true {
         let why = row("UCX")["reason"].as_str().unwrap();
         assert!(
-            why.starts_with("no link to a second process of this host: ") && why.contains("UCX_TLS"),
+            why.starts_with("no link to a second process of this host: ")
+                && why.contains("UCX_TLS"),
             "{why}"
         );
         let mut required = program(&["backends", "--routes", "--require", "UCX"]);
@@ -152,14 +155,21 @@ fn find_prints_the_variable_of_what_a_python_environment_has() {
     let output = output(program(&["backends", "--find"]).env("VIRTUAL_ENV", &environment), LIMIT);
     std::fs::remove_dir_all(&environment).unwrap();
     let line = format!("export KVX_UCX_LIB={}", library.display());
-    assert!(text(&output.stdout).lines().any(|found| found.starts_with(&line)), "{}", text(&output.stdout));
+    assert!(
+        text(&output.stdout).lines().any(|found| found.starts_with(&line)),
+        "{}",
+        text(&output.stdout)
+    );
 }
 
 #[test]
 fn arguments_that_make_no_sense_exit_with_2() {
-    for arguments in
-        [&["no-such-command"][..], &["backends", "--no-such"], &["demo", "--transfer", "--size", "big"], &[]]
-    {
+    for arguments in [
+        &["no-such-command"][..],
+        &["backends", "--no-such"],
+        &["demo", "--transfer", "--size", "big"],
+        &[],
+    ] {
         let output = kvx(arguments);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}");
         assert!(!output.stderr.is_empty());
@@ -228,7 +238,8 @@ fn a_demo_that_ends_in_the_middle_leaves_no_process_behind() {
     for process in std::fs::read_dir("/proc").unwrap().flatten() {
         let line = std::fs::read(process.path().join("cmdline")).unwrap_or_default();
         let arguments: Vec<_> = line.split(|byte| *byte == 0).collect();
-        let is_owner = arguments.contains(&&b"demo-owner"[..]) && arguments.contains(&size.as_bytes());
+        let is_owner =
+            arguments.contains(&&b"demo-owner"[..]) && arguments.contains(&size.as_bytes());
         assert!(!is_owner, "{:?} is still there", process.path());
     }
 }
@@ -253,12 +264,23 @@ fn the_owner_of_the_demo_ends_with_its_reader() {
 fn a_model_is_made_and_never_over_another() {
     let folder = std::env::temp_dir().join(format!("kvx-model-{}", std::process::id()));
     let place = folder.to_str().unwrap();
-    let arguments =
-        ["make-model", place, "--arch", "qwen3", "--layers", "1", "--dtype", "bfloat16", "--shards", "2"];
+    let arguments = [
+        "make-model",
+        place,
+        "--arch",
+        "qwen3",
+        "--layers",
+        "1",
+        "--dtype",
+        "bfloat16",
+        "--shards",
+        "2",
+    ];
     let made = kvx(&arguments);
     assert!(made.status.success() && text(&made.stdout).contains("random weights"), "{made:?}");
     let config: Value =
-        serde_json::from_str(&std::fs::read_to_string(folder.join("config.json")).unwrap()).unwrap();
+        serde_json::from_str(&std::fs::read_to_string(folder.join("config.json")).unwrap())
+            .unwrap();
     assert_eq!((&config["model_type"], &config["num_hidden_layers"]), (&"qwen3".into(), &1.into()));
     let again = kvx(&arguments);
     assert!(text(&again.stderr).contains("holds a model already"), "{again:?}");
@@ -276,13 +298,20 @@ fn a_secret_is_made_for_its_owner_alone_and_never_over_another() {
     let file = file.to_str().unwrap();
     let made = kvx(&["secret", file]);
     assert!(made.status.success(), "{}", text(&made.stderr));
-    assert!(text(&made.stdout).contains(&format!("\nKVX_SECRET_FILE={file}\n")), "{}", text(&made.stdout));
+    assert!(
+        text(&made.stdout).contains(&format!("\nKVX_SECRET_FILE={file}\n")),
+        "{}",
+        text(&made.stdout)
+    );
     assert_eq!(std::fs::metadata(file).unwrap().permissions().mode() & 0o7777, 0o600);
     let line = std::fs::read_to_string(file).unwrap();
     let key = line.strip_prefix("kvx-secret-1:").and_then(|rest| rest.split(':').next()).unwrap();
     assert!(!text(&made.stdout).contains(key), "the key is printed");
     let again = kvx(&["secret", file]);
-    assert_eq!((again.status.code(), std::fs::read_to_string(file).unwrap()), (Some(1), line.clone()));
+    assert_eq!(
+        (again.status.code(), std::fs::read_to_string(file).unwrap()),
+        (Some(1), line.clone())
+    );
     assert!(text(&again.stderr).contains("never overwritten"), "{}", text(&again.stderr));
     kvx::Secret::from_file(file).unwrap();
     // `kvx config` says whether there is one, and never what it is.
@@ -293,10 +322,15 @@ fn a_secret_is_made_for_its_owner_alone_and_never_over_another() {
         assert!(said.status.success(), "{}", text(&said.stderr));
         let said = text(&said.stdout).to_owned();
         assert!(!said.contains(key), "the key is printed");
-        said.lines().find(|line| line.trim_start().starts_with("secret")).expect("a line about it").to_owned()
+        said.lines()
+            .find(|line| line.trim_start().starts_with("secret"))
+            .expect("a line about it")
+            .to_owned()
     };
     assert!(config("KVX_SECRET_FILE", file).contains("KVX_SECRET_FILE names one"));
-    assert!(config("KVX_NOTHING", "").contains("none: whoever has this engine's metadata is served"));
+    assert!(
+        config("KVX_NOTHING", "").contains("none: whoever has this engine's metadata is served")
+    );
     assert!(config("KVX_SECRET_FILE", "/nowhere").contains("/nowhere"));
     assert!(config("KVX_SECRET", "word").contains("unset KVX_SECRET"));
     std::fs::remove_dir_all(folder).unwrap();
@@ -341,9 +375,11 @@ fn two_agents_of_a_nixl_are_checked_over_kvx() {
         said.contains("it has no backend KVX: kvx nixl --install"),
         "an engine would not find it: {said}"
     );
-    for (backend, blocks) in
-        [("KVX", "1024 blocks of 4 KiB"), ("KVX", "512 blocks of 64 KiB"), ("UCX", "1024 blocks of 4 KiB")]
-    {
+    for (backend, blocks) in [
+        ("KVX", "1024 blocks of 4 KiB"),
+        ("KVX", "512 blocks of 64 KiB"),
+        ("UCX", "1024 blocks of 4 KiB"),
+    ] {
         assert!(said.contains(&format!("  {backend}: {blocks} read and verified, ")), "{said}");
     }
 }

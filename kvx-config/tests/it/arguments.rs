@@ -56,7 +56,10 @@ fn the_value_may_follow_or_stand_behind_an_equals_sign() {
 fn underscores_are_dashes_before_the_first_dot_only() {
     assert_eq!(parse(&["--kv_transfer_config.kv_port=1"]).0, json!({"kv_port": 1}));
     assert_eq!(parse(&["--kv-transfer_config.kv_port=1"]).0, json!({"kv_port": 1}));
-    assert_eq!(parse(&["--kv-transfer-config.kv-ip", "127.0.0.1"]).0, json!({"kv-ip": "127.0.0.1"}));
+    assert_eq!(
+        parse(&["--kv-transfer-config.kv-ip", "127.0.0.1"]).0,
+        json!({"kv-ip": "127.0.0.1"})
+    );
 }
 
 #[test]
@@ -92,7 +95,10 @@ fn a_plus_appends_strings_and_repeats_add_up() {
     assert_eq!(parse(&[&key("=1,2")]).0, json!({"a": ["1", "2"]}));
     assert_eq!(parse(&[&key(""), ""]).0, json!({"a": [""]}));
     assert_eq!(parse(&[&key("=x"), &key("=y,z")]).0, json!({"a": ["x", "y", "z"]}));
-    assert_eq!(parse(&["--kv-transfer-config.a=[1]", "--kv-transfer-config.a=[2]"]).0, json!({"a": [1, 2]}));
+    assert_eq!(
+        parse(&["--kv-transfer-config.a=[1]", "--kv-transfer-config.a=[2]"]).0,
+        json!({"a": [1, 2]})
+    );
     assert_eq!(parse(&["--kv-transfer-config.a=[1]", &key("=x")]).0, json!({"a": [1, "x"]}));
 }
 
@@ -101,10 +107,12 @@ fn objects_merge_and_otherwise_the_last_wins_with_a_warning() {
     let (object, _, concerns) =
         parse(&["--kv-transfer-config.a={\"x\": {\"y\": 1}}", "--kv-transfer-config.a.x.z", "2"]);
     assert_eq!((object, concerns), (json!({"a": {"x": {"y": 1, "z": 2}}}), vec![]));
-    let (object, _, concerns) = parse(&["--kv-transfer-config.a", "1", "--kv-transfer-config.a.b", "2"]);
+    let (object, _, concerns) =
+        parse(&["--kv-transfer-config.a", "1", "--kv-transfer-config.a.b", "2"]);
     assert_eq!((object, concerns), (json!({"a": {"b": 2}}), vec![Concern::Duplicate]));
     let (given, _) =
-        Given::from_arguments(["--kv-transfer-config.a.b=1", "--kv-transfer-config.a.b=2"]).unwrap();
+        Given::from_arguments(["--kv-transfer-config.a.b=1", "--kv-transfer-config.a.b=2"])
+            .unwrap();
     assert_eq!(Value::Object(given.object().clone()), json!({"a": {"b": 2}}));
     assert_eq!(
         given.warnings()[0].sentence(),
@@ -131,7 +139,11 @@ fn dotted_arguments_merge_into_the_json_wherever_they_stand_and_kvx_says_that_vl
         vec![append, "--kv-transfer-config", json, role],
     ] {
         let (object, rest, concerns) = parse(&line);
-        assert_eq!((object, rest.len(), concerns), (expected.clone(), 0, vec![Concern::Differs]), "{line:?}");
+        assert_eq!(
+            (object, rest.len(), concerns),
+            (expected.clone(), 0, vec![Concern::Differs]),
+            "{line:?}"
+        );
     }
 }
 
@@ -153,7 +165,10 @@ fn odd_numbers_and_broken_json_are_said() {
     assert_eq!((object, concerns), (json!({"a": "[UCX]"}), vec![Concern::Text]));
     assert_eq!(parse(&["--kv-transfer-config.a={\"x\": 80m}"]).0, json!({"a": {"x": 80_000_000}}));
     assert!(refused(&["--kv-transfer-config.a=99999999999T"]).contains("does not fit in 64 bits"));
-    assert!(refused(&["--kv-transfer-config", "{"]).starts_with("--kv-transfer-config: this is not JSON"));
+    assert!(
+        refused(&["--kv-transfer-config", "{"])
+            .starts_with("--kv-transfer-config: this is not JSON")
+    );
     assert!(
         refused(&["--kv-transfer-config=NixlConnector"])
             .starts_with("--kv-transfer-config: this is not JSON")
@@ -212,7 +227,10 @@ fn every_value_knows_where_it_came_from() {
     assert_eq!(
         sources,
         [
-            ("e.backends".to_owned(), vec![ValueSource::Json, argument("--kv_transfer_config.e.backends+")]),
+            (
+                "e.backends".to_owned(),
+                vec![ValueSource::Json, argument("--kv_transfer_config.e.backends+")]
+            ),
             ("e.gone".to_owned(), vec![argument("--kv-transfer-config.e.gone")]),
             ("e.none.deep".to_owned(), vec![argument("--kv-transfer-config.e.none.deep")]),
             ("kv_role".to_owned(), vec![ValueSource::Json]),

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use kvx_config::{
-    BlockRelease, Concern, KvCacheLayout, KvTransferConfig, LeaseTime, RankNumbers, Surroundings, ValueSource,
+    BlockRelease, Concern, KvCacheLayout, KvTransferConfig, LeaseTime, RankNumbers, Surroundings,
+    ValueSource,
 };
 
 const COMPATS: [&str; 5] = ["0.9", "0.11", "0.16", "0.20", "0.33"];
@@ -21,9 +22,10 @@ fn try_config(
 }
 
 fn config(compat: &str, connector: &str, variables: &[(&str, &str)]) -> KvTransferConfig {
-    let surroundings = variables
-        .iter()
-        .fold(Surroundings::default(), |surroundings, (name, value)| surroundings.variable(*name, *value));
+    let surroundings =
+        variables.iter().fold(Surroundings::default(), |surroundings, (name, value)| {
+            surroundings.variable(*name, *value)
+        });
     try_config(compat, connector, &surroundings).expect("a valid configuration")
 }
 
@@ -31,7 +33,10 @@ fn config(compat: &str, connector: &str, variables: &[(&str, &str)]) -> KvTransf
 fn without_variables_the_defaults_are_vllms() {
     let config = config("0.33", "NixlConnector", &[]);
     let environment = config.environment();
-    assert_eq!((environment.side_channel_host.as_str(), environment.side_channel_port), ("localhost", 5600));
+    assert_eq!(
+        (environment.side_channel_host.as_str(), environment.side_channel_port),
+        ("localhost", 5600)
+    );
     assert_eq!(environment.abort_request_timeout, None);
     assert_eq!(environment.mooncake_bootstrap_port, 8998);
     assert_eq!(environment.mooncake_abort_request_timeout, Duration::from_secs(480));
@@ -56,7 +61,10 @@ fn every_variable_is_read() {
         ],
     );
     let environment = config.environment();
-    assert_eq!((environment.side_channel_host.as_str(), environment.side_channel_port), ("10.0.0.7", 5700));
+    assert_eq!(
+        (environment.side_channel_host.as_str(), environment.side_channel_port),
+        ("10.0.0.7", 5700)
+    );
     assert_eq!(environment.host_ip.as_deref(), Some("10.0.0.8"));
     assert_eq!(environment.mooncake_bootstrap_port, 9000);
     assert_eq!(environment.mooncake_abort_request_timeout, Duration::from_secs(60));
@@ -106,10 +114,16 @@ fn side_channel_ports_follow_the_rule_of_each_version() {
 #[test]
 fn mooncake_has_one_bootstrap_port_and_before_a_port_for_each_worker() {
     let port = |compat, dp, tp| {
-        config(compat, "MooncakeConnector", &[]).mooncake_port(RankNumbers { dp, tp, tp_size: 2 }).unwrap()
+        config(compat, "MooncakeConnector", &[])
+            .mooncake_port(RankNumbers { dp, tp, tp_size: 2 })
+            .unwrap()
     };
     for compat in ["0.16", "0.20", "0.33"] {
-        assert_eq!([port(compat, 0, 0), port(compat, 0, 1), port(compat, 3, 1)], [8998; 3], "{compat}");
+        assert_eq!(
+            [port(compat, 0, 0), port(compat, 0, 1), port(compat, 3, 1)],
+            [8998; 3],
+            "{compat}"
+        );
     }
     assert_eq!([port("0.11", 0, 0), port("0.11", 0, 1), port("0.11", 3, 1)], [8998, 8999, 9005]);
 }
@@ -119,13 +133,16 @@ fn impossible_ranks_and_ports_are_errors() {
     let config = config("0.33", "NixlConnector", &[("VLLM_NIXL_SIDE_CHANNEL_PORT", "65535")]);
     let any = self::config("0.33", "NixlConnector", &[("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")]);
     assert_eq!(any.side_channel_port(RankNumbers { dp: 1, tp: 0, tp_size: 1 }).unwrap(), 0);
-    let error = config.side_channel_port(RankNumbers { dp: 1, tp: 0, tp_size: 1 }).unwrap_err().to_string();
+    let error =
+        config.side_channel_port(RankNumbers { dp: 1, tp: 0, tp_size: 1 }).unwrap_err().to_string();
     assert!(error.contains("above 65535; lower VLLM_NIXL_SIDE_CHANNEL_PORT"), "{error}");
-    let error = config.side_channel_port(RankNumbers { dp: 0, tp: 2, tp_size: 2 }).unwrap_err().to_string();
+    let error =
+        config.side_channel_port(RankNumbers { dp: 0, tp: 2, tp_size: 2 }).unwrap_err().to_string();
     assert!(error.contains("tp rank 2 of 2 does not exist"), "{error}");
     config.mooncake_port(RankNumbers { dp: u32::MAX, tp: 0, tp_size: u32::MAX }).unwrap();
     let old = self::config("0.9", "NixlConnector", &[]);
-    old.side_channel_port(RankNumbers { dp: u32::MAX, tp: u32::MAX - 1, tp_size: u32::MAX }).unwrap_err();
+    old.side_channel_port(RankNumbers { dp: u32::MAX, tp: u32::MAX - 1, tp_size: u32::MAX })
+        .unwrap_err();
 }
 
 #[test]
@@ -153,7 +170,11 @@ fn blocks_are_released_by_timeout_until_0_21_and_by_lease_from_0_22() {
 fn the_abort_timeout_wins_when_set_and_warns_under_0_33() {
     for compat in COMPATS {
         let config = config(compat, "NixlConnector", &[("VLLM_NIXL_ABORT_REQUEST_TIMEOUT", "77")]);
-        assert_eq!(config.block_release(), BlockRelease::After(Duration::from_secs(77)), "{compat}");
+        assert_eq!(
+            config.block_release(),
+            BlockRelease::After(Duration::from_secs(77)),
+            "{compat}"
+        );
         let warned = config.warnings().iter().any(|warning| {
             warning.concern() == Concern::Version
                 && warning.sentence().starts_with("VLLM_NIXL_ABORT_REQUEST_TIMEOUT is set")
@@ -170,7 +191,9 @@ fn nccl_variables_give_one_hint_that_names_them() {
     assert_eq!(nixl.warnings()[0].concern(), Concern::Nccl);
     let sentence = nixl.warnings()[0].sentence();
     assert!(
-        sentence.starts_with("NCCL_IB_HCA, NCCL_SOCKET_IFNAME are set, but NixlConnector does not use NCCL"),
+        sentence.starts_with(
+            "NCCL_IB_HCA, NCCL_SOCKET_IFNAME are set, but NixlConnector does not use NCCL"
+        ),
         "{sentence}"
     );
     assert!(sentence.contains("UCX_NET_DEVICES"));

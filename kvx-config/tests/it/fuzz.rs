@@ -79,8 +79,11 @@ fn mutated_dotted_arguments_never_panic() {
 
 #[test]
 fn deep_text_is_an_error_and_not_a_stack_overflow() {
-    for text in ["[".repeat(100_000), "{\"a\":".repeat(100_000), format!("{{\"x\": {}", "[".repeat(100_000))]
-    {
+    for text in [
+        "[".repeat(100_000),
+        "{\"a\":".repeat(100_000),
+        format!("{{\"x\": {}", "[".repeat(100_000)),
+    ] {
         fuzz::json_text(text.as_bytes());
         fuzz::dotted(format!("--kv-transfer-config={text}").as_bytes());
         fuzz::dotted(format!("--kv-transfer-config.a={text}").as_bytes());

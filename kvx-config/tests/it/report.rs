@@ -51,7 +51,8 @@ fn golden_prefill_of_eight_ranks() {
         "--kv-transfer-config",
         r#"{"kv_connector":"NixlConnector","kv_role":"kv_producer","kv_load_failure_policy":"fail"}"#,
     ];
-    let surroundings = Surroundings::default().gpu(true).variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.0.0.1");
+    let surroundings =
+        Surroundings::default().gpu(true).variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.0.0.1");
     golden("prefill_of_eight_ranks", &line, &surroundings);
 }
 
@@ -104,7 +105,10 @@ fn a_registry_says_what_the_names_stand_for() {
     assert!(report.to_string().contains("preferred one first\n  tcp\n  uxc\n"), "{report}");
     let opening = |name: &str, note: &str| Opening { name: name.into(), note: note.into() };
     let report = report.openings(vec![opening("TCP", ""), opening("uxc", "unknown")]);
-    assert!(report.to_string().contains("preferred one first\n  TCP\n  uxc: unknown\n"), "{report}");
+    assert!(
+        report.to_string().contains("preferred one first\n  TCP\n  uxc: unknown\n"),
+        "{report}"
+    );
     assert_eq!(report.to_json()["backends"][1]["note"], "unknown");
 }
 
@@ -121,21 +125,34 @@ fn without_a_list_it_is_said_whether_vllm_peers_reach_this_engine() {
     };
     let nixl = "--kv-transfer-config.kv_connector=NixlConnector";
     let text = said(&[nixl]).unwrap();
-    assert!(text.starts_with("they cannot load from this engine") && text.contains("name RIXL in"), "{text}");
+    assert!(
+        text.starts_with("they cannot load from this engine") && text.contains("name RIXL in"),
+        "{text}"
+    );
     // A list says it of each backend, and Mooncake's engines are no such peers.
-    assert_eq!(said(&[nixl, "--kv-transfer-config.kv_connector_extra_config.backends+=RIXL"]), None);
+    assert_eq!(
+        said(&[nixl, "--kv-transfer-config.kv_connector_extra_config.backends+=RIXL"]),
+        None
+    );
     assert_eq!(said(&["--kv-transfer-config.kv_connector=MooncakeConnector"]), None);
 }
 
 #[test]
 fn the_json_form_says_the_same() {
-    let line =
-        ["--kv-transfer-config.kv_connector=NixlConnector", "--kv-transfer-config.kv_role=kv_both", "-q"];
+    let line = [
+        "--kv-transfer-config.kv_connector=NixlConnector",
+        "--kv-transfer-config.kv_role=kv_both",
+        "-q",
+    ];
     let json = report(&line, &Surroundings::default()).to_json();
     assert_eq!(json["kv_compat"], "0.33");
     assert_eq!(json["merged"]["kv_connector"], "NixlConnector");
-    let connector =
-        json["values"].as_array().unwrap().iter().find(|line| line["name"] == "kv_connector").unwrap();
+    let connector = json["values"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|line| line["name"] == "kv_connector")
+        .unwrap();
     assert_eq!(connector["value"], "\"NixlConnector\"");
     assert_eq!(connector["from"][0], "--kv-transfer-config.kv_connector");
     assert_eq!(json["backends"].as_array().map(Vec::len), Some(0));

@@ -1,8 +1,8 @@
 //! The fields of `KVTransferConfig`: defaults, validation, accessors, and what is kept, warned about or refused.
 
 use kvx_config::{
-    BufferDevice, Compat, Concern, ConnectorKind, KvTransferConfig, LoadFailurePolicy, NUM_THREADS, Role,
-    Surroundings,
+    BufferDevice, Compat, Concern, ConnectorKind, KvTransferConfig, LoadFailurePolicy, NUM_THREADS,
+    Role, Surroundings,
 };
 use kvx_core::Kind;
 use serde_json::json;
@@ -12,7 +12,8 @@ fn config(text: &str) -> KvTransferConfig {
 }
 
 fn within(text: &str, surroundings: &Surroundings) -> KvTransferConfig {
-    KvTransferConfig::from_json(text, surroundings).unwrap_or_else(|error| panic!("{text}: {error}"))
+    KvTransferConfig::from_json(text, surroundings)
+        .unwrap_or_else(|error| panic!("{text}: {error}"))
 }
 
 fn refused(text: &str) -> String {
@@ -46,7 +47,9 @@ fn nothing_written_gives_every_default_of_vllm_0_33() {
     assert_eq!(config.kv_connector_module_path(), None);
     assert!(!config.enable_permute_local_kv());
     assert_eq!(config.kv_load_failure_policy(), LoadFailurePolicy::Fail);
-    assert!(!config.is_kv_transfer_instance() && !config.is_kv_producer() && !config.is_kv_consumer());
+    assert!(
+        !config.is_kv_transfer_instance() && !config.is_kv_producer() && !config.is_kv_consumer()
+    );
     assert!(config.warnings().is_empty(), "{:?}", config.warnings());
     // The platform's own device is the default: without a GPU that is host memory, and nothing to warn about.
     let config = self::config(&nixl(""));
@@ -64,12 +67,17 @@ fn the_old_versions_have_the_old_fields_and_defaults() {
         ("0.31", LoadFailurePolicy::Fail, BufferDevice::Cpu),
         ("0.33", LoadFailurePolicy::Fail, BufferDevice::Cpu),
     ] {
-        let config = config(&nixl(&format!(r#", "kv_connector_extra_config": {{"kv_compat": "{compat}"}}"#)));
+        let config = config(&nixl(&format!(
+            r#", "kv_connector_extra_config": {{"kv_compat": "{compat}"}}"#
+        )));
         assert_eq!(config.compat().as_str(), compat);
         assert_eq!(config.kv_load_failure_policy(), policy, "{compat}");
         assert_eq!(config.kv_buffer_device(), device, "{compat}");
         assert_eq!(config.kv_buffer_size(), 1e9);
-        assert_eq!((config.kv_rank(), config.kv_parallel_size(), config.kv_ip()), (None, 1, "127.0.0.1"));
+        assert_eq!(
+            (config.kv_rank(), config.kv_parallel_size(), config.kv_ip()),
+            (None, 1, "127.0.0.1")
+        );
         let fields = config.to_json();
         for removed in ["kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip"] {
             assert_eq!(fields.contains_key(removed), compat != "0.33", "{compat} {removed}");
@@ -77,30 +85,42 @@ fn the_old_versions_have_the_old_fields_and_defaults() {
         for added in ["enable_permute_local_kv", "kv_load_failure_policy"] {
             assert_eq!(fields.contains_key(added), compat != "0.9", "{compat} {added}");
         }
-        assert_eq!(concerns(&config).contains(&Concern::Recompute), policy == LoadFailurePolicy::Recompute);
+        assert_eq!(
+            concerns(&config).contains(&Concern::Recompute),
+            policy == LoadFailurePolicy::Recompute
+        );
     }
 }
 
 #[test]
 fn the_four_removed_fields_are_accepted_with_one_warning() {
-    let old = r#", "kv_buffer_size": "5e8", "kv_rank": 1, "kv_parallel_size": 2, "kv_ip": "10.0.0.1""#;
+    let old =
+        r#", "kv_buffer_size": "5e8", "kv_rank": 1, "kv_parallel_size": 2, "kv_ip": "10.0.0.1""#;
     let config = config(&nixl(old));
     assert_eq!(config.kv_buffer_size(), 5e8);
-    assert_eq!((config.kv_rank(), config.kv_parallel_size(), config.kv_ip()), (Some(1), 2, "10.0.0.1"));
+    assert_eq!(
+        (config.kv_rank(), config.kv_parallel_size(), config.kv_ip()),
+        (Some(1), 2, "10.0.0.1")
+    );
     assert_eq!(concerns(&config), [Concern::Version]);
     let sentence = config.warnings()[0].sentence();
     assert!(sentence.starts_with("kv_buffer_size, kv_rank, kv_parallel_size, kv_ip"), "{sentence}");
-    let config =
-        self::config(&nixl(&format!(r#"{old}, "kv_connector_extra_config": {{"kv_compat": "0.20"}}"#)));
+    let config = self::config(&nixl(&format!(
+        r#"{old}, "kv_connector_extra_config": {{"kv_compat": "0.20"}}"#
+    )));
     assert!(config.warnings().is_empty(), "{:?}", config.warnings());
 }
 
 #[test]
 fn kv_compat_is_one_of_a_list_and_a_number_will_do() {
-    for (written, meant) in
-        [("\"0.20\"", Compat::V0_20), ("0.20", Compat::V0_20), ("0.9", Compat::V0_9), ("0.11", Compat::V0_11)]
-    {
-        let config = config(&format!(r#"{{"kv_connector_extra_config": {{"kv_compat": {written}}}}}"#));
+    for (written, meant) in [
+        ("\"0.20\"", Compat::V0_20),
+        ("0.20", Compat::V0_20),
+        ("0.9", Compat::V0_9),
+        ("0.11", Compat::V0_11),
+    ] {
+        let config =
+            config(&format!(r#"{{"kv_connector_extra_config": {{"kv_compat": {written}}}}}"#));
         assert_eq!(config.compat(), meant);
     }
     let error = refused(r#"{"kv_connector_extra_config": {"kv_compat": "0.25.1"}}"#);
@@ -110,7 +130,9 @@ fn kv_compat_is_one_of_a_list_and_a_number_will_do() {
          \"0.21\", \"0.22\", \"0.26\", \"0.28\", \"0.29\", \"0.30\", \"0.31\", \"0.32\", \"0.33\"; \"0.22\" stands \
          for that one"
     );
-    assert!(refused(r#"{"kv_connector_extra_config": {"kv_compat": "new"}}"#).ends_with("\"0.33\""));
+    assert!(
+        refused(r#"{"kv_connector_extra_config": {"kv_compat": "new"}}"#).ends_with("\"0.33\"")
+    );
     refused(r#"{"kv_connector_extra_config": {"kv_compat": true}}"#);
 }
 
@@ -124,7 +146,8 @@ fn a_version_is_said_to_stand_for_others_only_where_it_does() {
         ("0.19.1", "none of them stands for vLLM 0.19.1, with which kvx does not speak"),
         ("0.34.1", "kvx does not know a later one"),
     ] {
-        let error = refused(&format!(r#"{{"kv_connector_extra_config": {{"kv_compat": "{written}"}}}}"#));
+        let error =
+            refused(&format!(r#"{{"kv_connector_extra_config": {{"kv_compat": "{written}"}}}}"#));
         assert!(error.ends_with(said), "{error}");
     }
 }
@@ -137,7 +160,9 @@ fn who_writes_a_version_before_0_16_hears_what_stands_for_its_mooncake_connector
                 "kv_connector_extra_config": {{"kv_compat": {compat}}}}}"#
         )
     };
-    for written in ["0.11.1", "0.11.2", "0.12", "0.12.0", "0.13", "0.13.0", "0.14.1", "0.15", "0.15.1"] {
+    for written in
+        ["0.11.1", "0.11.2", "0.12", "0.12.0", "0.13", "0.13.0", "0.14.1", "0.15", "0.15.1"]
+    {
         let error = refused(&mooncake(&format!("\"{written}\"")));
         let said = format!(
             "none of them stands for vLLM {written}, with whose NixlConnector kvx does not speak; for the \
@@ -153,8 +178,9 @@ fn who_writes_a_version_before_0_16_hears_what_stands_for_its_mooncake_connector
 
 #[test]
 fn factors_of_the_hash_are_an_object_without_fractions_and_misspelt_ones_are_warned_about() {
-    let factors =
-        |factors: &str| nixl(&format!(r#", "kv_connector_extra_config": {{"factors": {factors}}}"#));
+    let factors = |factors: &str| {
+        nixl(&format!(r#", "kv_connector_extra_config": {{"factors": {factors}}}"#))
+    };
     let right = config(&factors(
         r#"{"model": "Qwen/Qwen3-0.6B", "vllm_version": "0.33.0+cu129", "num_kv_heads": 8}"#,
     ));
@@ -186,22 +212,32 @@ fn kv_role_is_a_closed_set_and_goes_with_the_connector() {
     for (role, producer, consumer) in
         [("kv_producer", true, false), ("kv_both", true, true), ("kv_consumer", false, true)]
     {
-        let config = config(&format!(r#"{{"kv_connector": "MooncakeConnector", "kv_role": "{role}"}}"#));
+        let config =
+            config(&format!(r#"{{"kv_connector": "MooncakeConnector", "kv_role": "{role}"}}"#));
         assert!(config.is_kv_transfer_instance());
-        assert_eq!((config.is_kv_producer(), config.is_kv_consumer()), (producer, consumer), "{role}");
+        assert_eq!(
+            (config.is_kv_producer(), config.is_kv_consumer()),
+            (producer, consumer),
+            "{role}"
+        );
         assert_eq!(config.kv_role().map(Role::as_str), Some(role));
         // A role alone makes no instance.
         let config = self::config(&format!(r#"{{"kv_role": "{role}"}}"#));
-        assert!(!config.is_kv_transfer_instance() && !config.is_kv_producer() && !config.is_kv_consumer());
+        assert!(
+            !config.is_kv_transfer_instance()
+                && !config.is_kv_producer()
+                && !config.is_kv_consumer()
+        );
     }
     let error = refused(r#"{"kv_connector": "NixlConnector", "kv_role": "producer"}"#);
     assert_eq!(
         error,
         "kv_role is \"producer\"; supported: kv_producer, kv_both, kv_consumer; did you mean kv_producer?"
     );
-    for without in
-        [r#"{"kv_connector": "NixlConnector"}"#, r#"{"kv_connector": "NixlConnector", "kv_role": null}"#]
-    {
+    for without in [
+        r#"{"kv_connector": "NixlConnector"}"#,
+        r#"{"kv_connector": "NixlConnector", "kv_role": null}"#,
+    ] {
         assert_eq!(
             refused(without),
             "kv_connector is \"NixlConnector\" without a kv_role; write kv_role, supported roles are kv_producer, \
@@ -269,7 +305,8 @@ fn values_are_coerced_as_pydantic_does() {
     }
     for wrong in ["\"maybe\"", "1.5", "2", "null", "[]"] {
         assert!(
-            refused(&format!(r#"{{"enable_permute_local_kv": {wrong}}}"#)).ends_with("write true or false")
+            refused(&format!(r#"{{"enable_permute_local_kv": {wrong}}}"#))
+                .ends_with("write true or false")
         );
     }
     for (written, meant) in [("\"14579\"", 14579), ("14580.0", 14580), ("14k", 14000)] {
@@ -303,7 +340,10 @@ fn an_engine_id_is_a_fresh_uuid_unless_written() {
     assert!(matches!(&id[19..20], "8" | "9" | "a" | "b"), "{id}");
     assert_eq!(a.clone().engine_id(), id);
     let config = config(r#"{"engine_id": "prefill-0"}"#);
-    assert_eq!((config.engine_id(), config.engine_id_of_rank(3).as_str()), ("prefill-0", "prefill-0_dp3"));
+    assert_eq!(
+        (config.engine_id(), config.engine_id_of_rank(3).as_str()),
+        ("prefill-0", "prefill-0_dp3")
+    );
     assert!(self::config(r#"{"engine_id": null}"#).engine_id().len() == 36);
     refused(r#"{"engine_id": ""}"#);
 }
@@ -318,14 +358,22 @@ fn compute_hash_is_vllms() {
 fn a_buffer_device_that_is_not_there_means_host_memory_and_is_said_once() {
     let cuda = nixl(r#", "kv_buffer_device": "cuda""#);
     let config = config(&cuda);
-    assert_eq!((config.kv_buffer_device(), config.buffer_device()), (BufferDevice::Cuda, BufferDevice::Cpu));
+    assert_eq!(
+        (config.kv_buffer_device(), config.buffer_device()),
+        (BufferDevice::Cuda, BufferDevice::Cpu)
+    );
     assert_eq!(concerns(&config), [Concern::HostMemory]);
     let config = within(&cuda, &Surroundings::default().gpu(true));
     assert_eq!(config.buffer_device(), BufferDevice::Cuda);
     assert!(config.warnings().is_empty());
-    let config = within(&nixl(r#", "kv_buffer_device": "xpu""#), &Surroundings::default().gpu(true));
-    assert_eq!((config.buffer_device(), concerns(&config)), (BufferDevice::Cpu, vec![Concern::HostMemory]));
-    let config = within(&nixl(r#", "kv_buffer_device": "cpu""#), &Surroundings::default().gpu(true));
+    let config =
+        within(&nixl(r#", "kv_buffer_device": "xpu""#), &Surroundings::default().gpu(true));
+    assert_eq!(
+        (config.buffer_device(), concerns(&config)),
+        (BufferDevice::Cpu, vec![Concern::HostMemory])
+    );
+    let config =
+        within(&nixl(r#", "kv_buffer_device": "cpu""#), &Surroundings::default().gpu(true));
     assert_eq!((config.buffer_device(), concerns(&config)), (BufferDevice::Cpu, vec![]));
     assert!(refused(&nixl(r#", "kv_buffer_device": "cudda""#)).ends_with("did you mean cuda?"));
 }
@@ -341,7 +389,10 @@ fn an_unknown_connector_is_refused_with_the_nearest_and_vllms_others_by_name() {
     let text = r#"{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}"#;
     let error = KvTransferConfig::from_json(text, &Surroundings::default()).unwrap_err();
     assert_eq!(error.kind(), Kind::Unsupported);
-    assert!(error.to_string().contains("LMCacheConnectorV1 is vLLM's, but kvx does not speak it"), "{error}");
+    assert!(
+        error.to_string().contains("LMCacheConnectorV1 is vLLM's, but kvx does not speak it"),
+        "{error}"
+    );
     for (name, connector) in [
         ("NixlConnector", ConnectorKind::NixlPull),
         ("NixlPullConnector", ConnectorKind::NixlPull),
@@ -401,7 +452,10 @@ fn multi_connector_looks_into_its_children() {
         ))
     };
     let error = child(r#"[{"kv_connector": "NixlConnector", "kv_role": "x"}]"#);
-    assert!(error.starts_with("kv_connector_extra_config.connectors[0]: kv_role is \"x\""), "{error}");
+    assert!(
+        error.starts_with("kv_connector_extra_config.connectors[0]: kv_role is \"x\""),
+        "{error}"
+    );
     for wrong in ["[]", "3", "[1]"] {
         assert!(child(wrong).contains("must list the children"), "{wrong}");
     }
@@ -410,13 +464,17 @@ fn multi_connector_looks_into_its_children() {
 #[test]
 fn own_tables_refuse_unknown_keys_and_other_keys_are_kept_with_a_warning() {
     let extra = |extra: &str| nixl(&format!(r#", "kv_connector_extra_config": {extra}"#));
-    let config = config(&extra(r#"{"tcp": {"bind": "10.0.0.1", "ports": "7000-7010"}, "my_key": {"a": 1}}"#));
+    let config = config(&extra(
+        r#"{"tcp": {"bind": "10.0.0.1", "ports": "7000-7010"}, "my_key": {"a": 1}}"#,
+    ));
     assert_eq!(config.extra()["my_key"], json!({"a": 1}), "kept");
     assert_eq!(config.extra()["tcp"]["bind"], "10.0.0.1");
     assert_eq!(config.get_from_extra_config("my_key", &json!(0)), &json!({"a": 1}));
     assert_eq!(config.get_from_extra_config("absent", &json!(5)), &json!(5));
     assert_eq!(concerns(&config), [Concern::Unknown]);
-    assert!(config.warnings()[0].sentence().starts_with("kv_connector_extra_config.my_key is kept"));
+    assert!(
+        config.warnings()[0].sentence().starts_with("kv_connector_extra_config.my_key is kept")
+    );
 
     let error = refused(&extra(r#"{"tcp": {"bnd": "10.0.0.1"}}"#));
     assert!(
@@ -425,10 +483,17 @@ fn own_tables_refuse_unknown_keys_and_other_keys_are_kept_with_a_warning() {
         ),
         "{error}"
     );
-    assert!(refused(&extra(r#"{"tcp": 3}"#)).contains("kv_connector_extra_config.tcp is 3; write an object"));
-    assert!(refused(&extra(r#"{"TCP": {}}"#)).ends_with("is no table; write kv_connector_extra_config.tcp"));
     assert!(
-        refused(&extra(r#"{"nixl": {}}"#)).ends_with("is no table; write kv_connector_extra_config.rixl")
+        refused(&extra(r#"{"tcp": 3}"#))
+            .contains("kv_connector_extra_config.tcp is 3; write an object")
+    );
+    assert!(
+        refused(&extra(r#"{"TCP": {}}"#))
+            .ends_with("is no table; write kv_connector_extra_config.tcp")
+    );
+    assert!(
+        refused(&extra(r#"{"nixl": {}}"#))
+            .ends_with("is no table; write kv_connector_extra_config.rixl")
     );
 
     let config = self::config(&extra(r#"{"backend": ["UCX"]}"#));
@@ -438,13 +503,16 @@ fn own_tables_refuse_unknown_keys_and_other_keys_are_kept_with_a_warning() {
 #[test]
 fn a_flat_key_of_an_own_table_means_the_nested_one() {
     let extra = |extra: &str| nixl(&format!(r#", "kv_connector_extra_config": {extra}"#));
-    let config =
-        config(&extra(r#"{"tcp.seal": "all", "tcp": {"bind": "10.0.0.1"}, "ucx.set": {"TLS": "tcp"}}"#));
+    let config = config(&extra(
+        r#"{"tcp.seal": "all", "tcp": {"bind": "10.0.0.1"}, "ucx.set": {"TLS": "tcp"}}"#,
+    ));
     assert_eq!(config.extra()["tcp"], json!({"bind": "10.0.0.1", "seal": "all"}));
     assert_eq!(config.extra()["ucx"], json!({"set": {"TLS": "tcp"}}));
     assert_eq!(concerns(&config), []);
     assert!(refused(&extra(r#"{"tcp.sael": "all"}"#)).contains("did you mean tcp.seal?"));
-    assert!(refused(&extra(r#"{"TCP.seal": "all"}"#)).ends_with("write kv_connector_extra_config.tcp"));
+    assert!(
+        refused(&extra(r#"{"TCP.seal": "all"}"#)).ends_with("write kv_connector_extra_config.tcp")
+    );
     let twice = refused(&extra(r#"{"tcp.seal": "all", "tcp": {"seal": "none"}}"#));
     assert!(twice.contains("is written twice"), "{twice}");
     // Other keys with a dot are kept as they were written.
@@ -454,8 +522,9 @@ fn a_flat_key_of_an_own_table_means_the_nested_one() {
 
 #[test]
 fn a_key_that_was_meant_to_protect_something_is_never_only_warned_about() {
-    let refused =
-        |key: &str| refused(&nixl(&format!(r#", "kv_connector_extra_config": {{"{key}": "all"}}"#)));
+    let refused = |key: &str| {
+        refused(&nixl(&format!(r#", "kv_connector_extra_config": {{"{key}": "all"}}"#)))
+    };
     for (key, words) in [
         ("seal", "write kv_connector_extra_config.tcp.seal"),
         ("allowed_host", "did you mean allowed_hosts?"),
@@ -500,12 +569,14 @@ fn keys_of_other_connectors_stop_nothing() {
 
 #[test]
 fn keys_of_another_version_are_ignored_and_warned_about() {
-    let config =
-        config(&nixl(r#", "kv_connector_extra_config": {"kv_compat": "0.20", "kv_lease_duration": 60}"#));
+    let config = config(&nixl(
+        r#", "kv_connector_extra_config": {"kv_compat": "0.20", "kv_lease_duration": 60}"#,
+    ));
     assert_eq!(concerns(&config), [Concern::Version]);
     assert_eq!(config.nixl().kv_lease_duration.as_secs(), 30);
-    let config =
-        self::config(&nixl(r#", "kv_connector_extra_config": {"enable_cross_layers_blocks": "True"}"#));
+    let config = self::config(&nixl(
+        r#", "kv_connector_extra_config": {"enable_cross_layers_blocks": "True"}"#,
+    ));
     assert_eq!(concerns(&config), [Concern::Version]);
     assert!(!config.nixl().enable_cross_layers_blocks);
     let config = self::config(&nixl(
@@ -541,7 +612,10 @@ fn nixl_settings_have_vllms_types_and_but_for_the_threads_its_defaults() {
     assert!(config.warnings().is_empty(), "{:?}", config.warnings());
 
     for (wrong, begins) in [
-        (r#"{"num_threads": -1}"#, "kv_connector_extra_config.num_threads is -1; write a whole number"),
+        (
+            r#"{"num_threads": -1}"#,
+            "kv_connector_extra_config.num_threads is -1; write a whole number",
+        ),
         (
             r#"{"kv_lease_duration": 0}"#,
             "kv_connector_extra_config.kv_lease_duration is 0; write a number of seconds",
@@ -550,9 +624,15 @@ fn nixl_settings_have_vllms_types_and_but_for_the_threads_its_defaults() {
             r#"{"enforce_handshake_compat": "perhaps"}"#,
             "kv_connector_extra_config.enforce_handshake_compat is",
         ),
-        (r#"{"backends": [1]}"#, "kv_connector_extra_config.backends is [1]; write a list of strings"),
+        (
+            r#"{"backends": [1]}"#,
+            "kv_connector_extra_config.backends is [1]; write a list of strings",
+        ),
         (r#"{"backends": []}"#, "kv_connector_extra_config.backends is []: it names no backend"),
-        (r#"{"backends": [""]}"#, "kv_connector_extra_config.backends is [\"\"]: it names no backend"),
+        (
+            r#"{"backends": [""]}"#,
+            "kv_connector_extra_config.backends is [\"\"]: it names no backend",
+        ),
     ] {
         let error = refused(&nixl(&format!(r#", "kv_connector_extra_config": {wrong}"#)));
         assert!(error.starts_with(begins), "{error}");
@@ -575,7 +655,8 @@ fn mooncake_settings_have_vllms_defaults() {
 
 #[test]
 fn json_text_takes_human_readable_numbers_and_says_where_it_is_wrong() {
-    let config = config(r#"{"kv_port": 14k, "kv_connector_extra_config": {"x": 80m, "y": 1K, "z": "80m"}}"#);
+    let config =
+        config(r#"{"kv_port": 14k, "kv_connector_extra_config": {"x": 80m, "y": 1K, "z": "80m"}}"#);
     assert_eq!(config.kv_port(), 14000);
     assert_eq!(config.extra()["x"], 80_000_000);
     assert_eq!(config.extra()["y"], 1024);

@@ -76,7 +76,10 @@ impl OutputAggregator {
     }
 
     /// Adds what some workers say, each with its number in the engine; gives what all have said.
-    pub fn add(&mut self, outputs: impl IntoIterator<Item = (usize, WorkerOutput)>) -> EngineOutput {
+    pub fn add(
+        &mut self,
+        outputs: impl IntoIterator<Item = (usize, WorkerOutput)>,
+    ) -> EngineOutput {
         let mut whole = EngineOutput::default();
         for (worker, output) in outputs {
             for request in output.finished_sending {
@@ -98,17 +101,24 @@ impl OutputAggregator {
             }
             whole.failing.extend(output.failing);
             self.lost.extend(output.lost);
-            whole
-                .clocks
-                .extend(output.clocks.into_iter().map(|(engine, offset)| (output.at, engine, offset)));
+            whole.clocks.extend(
+                output.clocks.into_iter().map(|(engine, offset)| (output.at, engine, offset)),
+            );
             whole.failures.extend(output.failures);
             whole.stats.aggregate(output.stats);
         }
         let enough = |votes: &Votes| votes.count >= self.world_size;
-        let sent = self.sending.iter().filter(|(_, votes)| enough(votes)).map(|(request, _)| request.clone());
+        let sent = self
+            .sending
+            .iter()
+            .filter(|(_, votes)| enough(votes))
+            .map(|(request, _)| request.clone());
         whole.finished_sending = sent.collect();
-        let received =
-            self.recving.iter().filter(|(_, (votes, _))| enough(votes)).map(|(request, _)| request.clone());
+        let received = self
+            .recving
+            .iter()
+            .filter(|(_, (votes, _))| enough(votes))
+            .map(|(request, _)| request.clone());
         whole.finished_recving = received.collect();
         let mut lost =
             |request: &RequestId, kept| whole.lost.extend(self.lost.take(&(request.clone(), kept)));
@@ -146,16 +156,24 @@ mod tests {
     }
 
     fn failed(request: &str, invalid: &[u32]) -> WorkerOutput {
-        let failed =
-            FailedLoad { request: request.into(), failure: LoadFailure::Stale, invalid: invalid.to_vec() };
+        let failed = FailedLoad {
+            request: request.into(),
+            failure: LoadFailure::Stale,
+            invalid: invalid.to_vec(),
+        };
         WorkerOutput { failed_recving: vec![failed], ..received(request) }
     }
 
     #[test]
     fn a_request_is_over_when_every_worker_has_said_so() {
         let mut aggregator = OutputAggregator::new(3);
-        assert!(aggregator.add([(0, received("a")), (1, received("a"))]).finished_recving.is_empty());
-        assert!(aggregator.add([(1, received("a"))]).finished_recving.is_empty(), "a worker counts once");
+        assert!(
+            aggregator.add([(0, received("a")), (1, received("a"))]).finished_recving.is_empty()
+        );
+        assert!(
+            aggregator.add([(1, received("a"))]).finished_recving.is_empty(),
+            "a worker counts once"
+        );
         assert_eq!(aggregator.incomplete(), 1);
         assert_eq!(aggregator.add([(2, received("a"))]).finished_recving, ["a".into()]);
         assert_eq!(aggregator.incomplete(), 0);
@@ -173,7 +191,12 @@ mod tests {
     #[test]
     fn votes_outlive_a_change_of_the_world_size() {
         let mut aggregator = OutputAggregator::new(4);
-        assert!(aggregator.add([(0, received("a")), (1, failed("a", &[1]))]).finished_recving.is_empty());
+        assert!(
+            aggregator
+                .add([(0, received("a")), (1, failed("a", &[1]))])
+                .finished_recving
+                .is_empty()
+        );
         aggregator.set_world_size(2);
         let whole = aggregator.add([]);
         assert_eq!((whole.finished_recving.len(), whole.failed_recving.len()), (1, 1));

@@ -182,9 +182,15 @@ impl TransferFailure {
         add("remote_port", self.address.as_ref().map(|at| at.port.into()));
         add("remote_pp_rank", self.rank.map(|rank| rank.pp.into()));
         add("remote_tp_rank", self.rank.map(|rank| rank.tp.into()));
-        add("num_local_blocks", (!self.blocks.is_empty()).then(|| self.blocks.iter().sum::<usize>().into()));
+        add(
+            "num_local_blocks",
+            (!self.blocks.is_empty()).then(|| self.blocks.iter().sum::<usize>().into()),
+        );
         // One group is the ordinary model; several are told apart.
-        add("num_local_blocks_per_group", (self.blocks.len() > 1).then(|| self.blocks.clone().into()));
+        add(
+            "num_local_blocks_per_group",
+            (self.blocks.len() > 1).then(|| self.blocks.clone().into()),
+        );
         add("error", Some(self.error.as_str().into()));
         context
     }
@@ -193,6 +199,11 @@ impl TransferFailure {
 impl fmt::Display for TransferFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let connector = if self.kind.is_of_mooncake() { "Mooncake" } else { "NIXL" };
-        write!(f, "{connector} transfer failure: {} {}", self.kind.as_str(), Value::Object(self.context()))
+        write!(
+            f,
+            "{connector} transfer failure: {} {}",
+            self.kind.as_str(),
+            Value::Object(self.context())
+        )
     }
 }

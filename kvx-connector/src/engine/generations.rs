@@ -170,7 +170,11 @@ mod tests {
         old.reuse([0, 1]);
         let (life, words) = read(&pool(2, 8), &[0, 1]);
         assert_eq!(old.reference().stale(life, &words), [0, 1]);
-        assert_eq!(pool(2, 0).reference().pool, 1, "0 is what memory holds that nobody has written");
+        assert_eq!(
+            pool(2, 0).reference().pool,
+            1,
+            "0 is what memory holds that nobody has written"
+        );
     }
 
     #[test]
@@ -178,7 +182,8 @@ mod tests {
         let reference = BlockReference { pool: 0xfeed, stamp: 12 };
         assert_eq!(reference.to_string(), "000000000000feed000000000000000c");
         assert_eq!(reference.to_string().parse(), Ok(reference));
-        for bad in ["", "000000000000feed000000000000000", "+00000000000feed000000000000000c", "é"] {
+        for bad in ["", "000000000000feed000000000000000", "+00000000000feed000000000000000c", "é"]
+        {
             assert_eq!(bad.parse::<BlockReference>(), Err(NoReference));
         }
     }

@@ -56,7 +56,8 @@ impl RequestId {
     /// of a request have in common.
     pub fn shared(&self) -> &str {
         let Some((head, tail)) = self.0.rsplit_once('-') else { return &self.0 };
-        let random = tail.len() == 8 && tail.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+        let random =
+            tail.len() == 8 && tail.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
         if random { head } else { &self.0 }
     }
 }
@@ -100,7 +101,9 @@ pub(crate) fn bare(host: &str) -> &str {
 
 /// Whether a host as it is written leads to this machine alone.
 pub(crate) fn is_loopback(host: &str) -> bool {
-    bare(host).parse::<IpAddr>().map_or(host.eq_ignore_ascii_case("localhost"), |ip| ip.is_loopback())
+    bare(host)
+        .parse::<IpAddr>()
+        .map_or(host.eq_ignore_ascii_case("localhost"), |ip| ip.is_loopback())
 }
 
 /// Block numbers of one request, a list for each KV cache group. Shared: a clone copies no number.

@@ -59,12 +59,14 @@ pub(crate) use identity::{bare, is_loopback};
 pub use plan::{PeerLane, PeerPlan, PoolBlocks};
 pub use recovery::{Affected, Holding, Recovery};
 pub use scheduler::{
-    Allocation, Arrival, Ending, Finished, Kept, Matched, NotLoaded, Outcome, Scheduler, Status, Then,
+    Allocation, Arrival, Ending, Finished, Kept, Matched, NotLoaded, Outcome, Scheduler, Status,
+    Then,
 };
 pub use settings::{ConsumerRule, Settings, SideChannels, release_of};
 pub use stats::{METRICS, MOONCAKE_METRICS, Metric, Summary, TransferStats, Transferred};
 pub use step::{
-    ConnectorMeta, FailedLoad, Heartbeat, ReceiveOrder, RemoteEngine, RemoteRequest, SendOrder, WorkerOutput,
+    ConnectorMeta, FailedLoad, Heartbeat, ReceiveOrder, RemoteEngine, RemoteRequest, SendOrder,
+    WorkerOutput,
 };
 pub use time::{ClockOffset, Time};
 pub use trust::{ParamsTrust, Untrusted};

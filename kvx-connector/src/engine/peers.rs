@@ -144,7 +144,8 @@ impl Peers {
         self.last += 1;
         let connection = Connection(self.last);
         let state = ConnectionState::Connecting(connection);
-        let engine = Engine { peer: Arc::clone(peer), state, used: now, renewals, before: renewals_before };
+        let engine =
+            Engine { peer: Arc::clone(peer), state, used: now, renewals, before: renewals_before };
         self.engines.insert(peer.engine.clone(), engine);
         actions.push_back(Action::Handshake { connection, peer: Arc::clone(peer), ranks });
         Reach::Wait
@@ -243,7 +244,12 @@ impl Peers {
     }
 
     /// One user less; a retired connection goes with the last one.
-    pub(super) fn release(&mut self, now: Time, connection: Connection, actions: &mut VecDeque<Action>) {
+    pub(super) fn release(
+        &mut self,
+        now: Time,
+        connection: Connection,
+        actions: &mut VecDeque<Action>,
+    ) {
         let Some(link) = self.links.get_mut(&connection) else { return };
         link.uses = link.uses.saturating_sub(1);
         if let Some(engine) = self.engines.get_mut(&link.engine) {
@@ -293,7 +299,14 @@ mod tests {
     fn peer(engine: &str) -> Arc<RemoteEngine> {
         let address = Address { host: engine.into(), port: 1 };
         let engine = engine.into();
-        Arc::new(RemoteEngine { engine, address, tp_size: 1, pp_size: 1, dcp_size: 1, registration: 0 })
+        Arc::new(RemoteEngine {
+            engine,
+            address,
+            tp_size: 1,
+            pp_size: 1,
+            dcp_size: 1,
+            registration: 0,
+        })
     }
 
     fn at(seconds: u64) -> Time {
@@ -304,7 +317,9 @@ mod tests {
         let mut actions = VecDeque::new();
         let ranks = || Ok(vec![WorkerRank::default()]);
         assert!(matches!(peers.reach(now, &peer(engine), ranks, &mut actions), Reach::Wait));
-        let Some(Action::Handshake { connection, .. }) = actions.pop_front() else { panic!("no handshake") };
+        let Some(Action::Handshake { connection, .. }) = actions.pop_front() else {
+            panic!("no handshake")
+        };
         let plan = PeerPlan::one_to_one(16, 10).expect("a right plan");
         peers.connected(now, connection, Ok(plan), &mut actions).expect("it was waited for");
         connection

@@ -9,7 +9,8 @@ use super::identity::{BlockLists, WorkerRank};
 use super::step::ReceiveOrder;
 use super::time::ClockOffset;
 use crate::mapping::{
-    Aligned, Clip, Finishing, Geometry, MemoryType, PeerMap, RegionGroup, SendMap, Source, Tokens, Units,
+    Aligned, Clip, Finishing, Geometry, MemoryType, PeerMap, RegionGroup, SendMap, Source, Tokens,
+    Units,
 };
 
 /// One worker of a peer that blocks move from or to.
@@ -67,9 +68,11 @@ impl PoolBlocks {
             RegionGroup::Shared => None,
         });
         let named: BTreeSet<u32> = named.collect();
-        let groups = named.into_iter().filter_map(|group| Some((group, least(&|of| of.covers(group))?)));
+        let groups =
+            named.into_iter().filter_map(|group| Some((group, least(&|of| of.covers(group))?)));
         // A pipeline stage need not have a layer of each group: then other stages bound its blocks.
-        let most = || geometry.regions().iter().map(|region| region.blocks / each).max().unwrap_or(0);
+        let most =
+            || geometry.regions().iter().map(|region| region.blocks / each).max().unwrap_or(0);
         let others = least(&|of| of == RegionGroup::Shared).unwrap_or_else(most);
         PoolBlocks { groups: groups.collect(), others }
     }
@@ -200,7 +203,9 @@ impl PeerPlan {
         for source in map.sources() {
             match source.memories() {
                 memory if memory.is_empty() => plan.told.push((rank(source), readers)),
-                memory => plan.lanes.push(PeerLane { rank: rank(source), memory, groups: None, readers }),
+                memory => {
+                    plan.lanes.push(PeerLane { rank: rank(source), memory, groups: None, readers })
+                }
             }
         }
         plan
@@ -224,7 +229,8 @@ impl GroupPair {
         let (own, theirs) = (u64::from(self.consumer_units), u64::from(self.producer_units));
         let first = (self.aligned.producer_skip / theirs + at) * theirs;
         let from = first.max(self.aligned.producer_skip) - self.aligned.producer_skip;
-        let to = (first + theirs).saturating_sub(self.aligned.producer_skip).min(self.aligned.count);
+        let to =
+            (first + theirs).saturating_sub(self.aligned.producer_skip).min(self.aligned.count);
         let place = move |unit: u64| (self.aligned.consumer_skip + unit) / own;
         let places = if from < to { place(from)..place(to - 1) + 1 } else { 0..0 };
         places.filter_map(|place| usize::try_from(place).ok()).map(|place| self.consumer.at(place))
@@ -243,7 +249,8 @@ pub(super) fn pair_load(
     order: &ReceiveOrder,
     windows: &[Option<u32>],
 ) -> Result<Paired, String> {
-    let (here, there) = ((&order.local, &plan.local_blocks), (&order.remote.blocks, &plan.remote_blocks));
+    let (here, there) =
+        ((&order.local, &plan.local_blocks), (&order.remote.blocks, &plan.remote_blocks));
     pair(plan, here, there, Some(order.tokens()), windows)
 }
 
@@ -264,7 +271,8 @@ fn pair(
     tokens: Option<Tokens>,
     windows: &[Option<u32>],
 ) -> Result<Paired, String> {
-    if consumer.groups().len() != producer.groups().len() || producer.groups().len() > windows.len() {
+    if consumer.groups().len() != producer.groups().len() || producer.groups().len() > windows.len()
+    {
         return Err(format!(
             "{} KV cache groups here and {} there",
             consumer.groups().len(),
@@ -313,7 +321,10 @@ impl Paired {
         self.moves(|consumer, producer| (producer, consumer))
     }
 
-    fn moves(&self, sides: fn(Indices, Indices) -> (Indices, Indices)) -> Result<Vec<GroupMove>, String> {
+    fn moves(
+        &self,
+        sides: fn(Indices, Indices) -> (Indices, Indices),
+    ) -> Result<Vec<GroupMove>, String> {
         let some = self.pairs.iter().filter(|pair| pair.aligned.count > 0);
         let moves = some.map(|pair| {
             let consumer = pair.aligned.of_consumer(&pair.consumer)?;
@@ -331,7 +342,9 @@ impl Paired {
 
     /// The same blocks, number by number.
     pub(super) fn producer_numbers(&self) -> impl Iterator<Item = u32> {
-        self.producer_blocks().into_iter().flat_map(|list| (0..list.len()).map(move |at| list.at(at)))
+        self.producer_blocks()
+            .into_iter()
+            .flat_map(|list| (0..list.len()).map(move |at| list.at(at)))
     }
 
     /// The consumer's blocks that came from these places of [`producer_blocks`](Self::producer_blocks).
@@ -340,8 +353,10 @@ impl Paired {
         let mut start = 0;
         for pair in self.pairs.iter().filter(|pair| pair.aligned.count > 0) {
             let end = start + pair.producer_places().len() as u64;
-            let own =
-                places.iter().map(|place| u64::from(*place)).filter(|place| (start..end).contains(place));
+            let own = places
+                .iter()
+                .map(|place| u64::from(*place))
+                .filter(|place| (start..end).contains(place));
             blocks.extend(own.flat_map(|place| pair.consumer_blocks(place - start)));
             start = end;
         }

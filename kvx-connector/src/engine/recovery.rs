@@ -53,14 +53,22 @@ impl Recovery {
             let used = holding.computed.div_ceil(block_size.max(1)) as usize;
             let used = &holding.blocks[..used.min(holding.blocks.len())];
             let valid = valid_prefix(used, invalid, block_size)?;
-            Some(Affected { request: holding.request.clone(), valid, lost: holding.computed - valid })
+            Some(Affected {
+                request: holding.request.clone(),
+                valid,
+                lost: holding.computed - valid,
+            })
         });
         Recovery { policy, affected: affected.collect() }
     }
 }
 
 /// Tokens before the first invalid block; `None`: there is none.
-pub(super) fn valid_prefix(blocks: &[u32], invalid: &BTreeSet<u32>, block_size: u32) -> Option<u32> {
+pub(super) fn valid_prefix(
+    blocks: &[u32],
+    invalid: &BTreeSet<u32>,
+    block_size: u32,
+) -> Option<u32> {
     let first = blocks.iter().position(|block| invalid.contains(block))?;
     Some(u32::try_from(first).unwrap_or(u32::MAX).saturating_mul(block_size))
 }
@@ -71,7 +79,10 @@ impl fmt::Display for Recovery {
         let tokens: u64 = self.affected.iter().map(|affected| u64::from(affected.lost)).sum();
         match self.policy {
             LoadFailurePolicy::Fail => {
-                write!(f, "KV load failure: {requests} requests fail, {tokens} tokens were not loaded")
+                write!(
+                    f,
+                    "KV load failure: {requests} requests fail, {tokens} tokens were not loaded"
+                )
             }
             LoadFailurePolicy::Recompute => {
                 write!(
@@ -89,14 +100,16 @@ mod tests {
 
     fn recovery(invalid: &[u32], requests: &[(&str, &[u32], u32)]) -> Vec<(String, u32, u32)> {
         let names: Vec<RequestId> = requests.iter().map(|(name, ..)| (*name).into()).collect();
-        let holdings = requests.iter().zip(&names).map(|((_, blocks, computed), request)| Holding {
-            request,
-            blocks,
-            computed: *computed,
+        let holdings = requests.iter().zip(&names).map(|((_, blocks, computed), request)| {
+            Holding { request, blocks, computed: *computed }
         });
         let invalid = invalid.iter().copied().collect();
         let recovery = Recovery::of(LoadFailurePolicy::Recompute, 16, &invalid, holdings);
-        recovery.affected.into_iter().map(|each| (each.request.to_string(), each.valid, each.lost)).collect()
+        recovery
+            .affected
+            .into_iter()
+            .map(|each| (each.request.to_string(), each.valid, each.lost))
+            .collect()
     }
 
     #[test]
@@ -107,7 +120,8 @@ mod tests {
 
     #[test]
     fn every_request_that_shares_an_invalid_block_is_affected_and_no_other() {
-        let affected = recovery(&[7], &[("a", &[3, 7, 8], 48), ("b", &[3, 7], 32), ("c", &[3, 4], 32)]);
+        let affected =
+            recovery(&[7], &[("a", &[3, 7, 8], 48), ("b", &[3, 7], 32), ("c", &[3, 4], 32)]);
         assert_eq!(affected, [("a".to_owned(), 16, 32), ("b".to_owned(), 16, 16)]);
     }
 
@@ -129,7 +143,9 @@ mod tests {
         let line = |policy| Recovery { policy, affected: affected.clone() }.to_string();
         for line in [line(LoadFailurePolicy::Fail), line(LoadFailurePolicy::Recompute)] {
             assert!(
-                line.contains("KV load failure") && line.contains("1 requests") && line.contains("40 tokens"),
+                line.contains("KV load failure")
+                    && line.contains("1 requests")
+                    && line.contains("40 tokens"),
                 "{line}"
             );
         }

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use kvx_config::{BlockRelease, Compat, ConnectorKind, KvTransferConfig, LeaseTime, LoadFailurePolicy};
+use kvx_config::{
+    BlockRelease, Compat, ConnectorKind, KvTransferConfig, LeaseTime, LoadFailurePolicy,
+};
 use kvx_core::{Error, Kind};
 
 use super::identity::{Address, EngineId, WorkerRank};
@@ -195,7 +197,11 @@ impl Settings {
     ///
     /// `Unsupported` for a connector that does not speak NixlConnector's protocol, and for push under a `kv_compat`
     /// that had none.
-    pub fn from_config(config: &KvTransferConfig, dp: u32, address: Address) -> kvx_core::Result<Self> {
+    pub fn from_config(
+        config: &KvTransferConfig,
+        dp: u32,
+        address: Address,
+    ) -> kvx_core::Result<Self> {
         let dialect = Dialect::from(config.compat());
         let nixl = config.nixl();
         let mode = match config.connector() {
@@ -204,7 +210,9 @@ impl Settings {
             Some(ConnectorKind::NixlPush) => {
                 return Err(Error::new(
                     Kind::Unsupported,
-                    format!("{dialect} has no NixlPushConnector; take NixlConnector, or another kv_compat"),
+                    format!(
+                        "{dialect} has no NixlPushConnector; take NixlConnector, or another kv_compat"
+                    ),
                 ));
             }
             Some(ConnectorKind::Mooncake) => {

@@ -46,21 +46,32 @@ const BYTES: Metric = Metric {
 const DESCRIPTORS: Metric = Metric {
     name: "vllm:nixl_num_descriptors",
     buckets: Some(&[
-        10.0, 20.0, 30.0, 50.0, 75.0, 100.0, 200.0, 400.0, 1000.0, 2000.0, 4000.0, 10000.0, 20000.0, 50000.0,
+        10.0, 20.0, 30.0, 50.0, 75.0, 100.0, 200.0, 400.0, 1000.0, 2000.0, 4000.0, 10000.0,
+        20000.0, 50000.0,
     ]),
 };
 /// Transfers, handshakes and notifications that failed.
 const FAILED_TRANSFERS: Metric = Metric { name: "vllm:nixl_num_failed_transfers", buckets: None };
 /// Notifications that failed.
-const FAILED_NOTIFICATIONS: Metric = Metric { name: "vllm:nixl_num_failed_notifications", buckets: None };
+const FAILED_NOTIFICATIONS: Metric =
+    Metric { name: "vllm:nixl_num_failed_notifications", buckets: None };
 /// Requests whose blocks nobody came for.
 const EXPIRED: Metric = Metric { name: "vllm:nixl_num_kv_expired_reqs", buckets: None };
 /// Completions for blocks that were already free.
-const AFTER_EXPIRY: Metric = Metric { name: "vllm:nixl_num_notifications_after_expiry", buckets: None };
+const AFTER_EXPIRY: Metric =
+    Metric { name: "vllm:nixl_num_notifications_after_expiry", buckets: None };
 
 /// All metrics.
-pub const METRICS: [Metric; 8] =
-    [XFER_TIME, POST_TIME, BYTES, DESCRIPTORS, FAILED_TRANSFERS, FAILED_NOTIFICATIONS, EXPIRED, AFTER_EXPIRY];
+pub const METRICS: [Metric; 8] = [
+    XFER_TIME,
+    POST_TIME,
+    BYTES,
+    DESCRIPTORS,
+    FAILED_TRANSFERS,
+    FAILED_NOTIFICATIONS,
+    EXPIRED,
+    AFTER_EXPIRY,
+];
 
 /// Questions for blocks that failed; only MooncakeConnector counts them apart.
 const FAILED_RECEIVES: Metric = Metric { name: "vllm:mooncake_num_failed_recvs", buckets: None };
@@ -162,7 +173,10 @@ impl TransferStats {
             (AFTER_EXPIRY, self.after_expiry),
         ];
         each.chain(
-            counted.into_iter().filter(|(_, count)| *count > 0).map(|(metric, count)| (metric, count as f64)),
+            counted
+                .into_iter()
+                .filter(|(_, count)| *count > 0)
+                .map(|(metric, count)| (metric, count as f64)),
         )
     }
 
@@ -182,7 +196,10 @@ impl TransferStats {
             (expired, self.expired),
         ];
         each.chain(
-            counted.into_iter().filter(|(_, count)| *count > 0).map(|(metric, count)| (metric, count as f64)),
+            counted
+                .into_iter()
+                .filter(|(_, count)| *count > 0)
+                .map(|(metric, count)| (metric, count as f64)),
         )
     }
 
@@ -196,9 +213,11 @@ impl TransferStats {
             times
         };
         let (times, posts) = (milliseconds(|each| each.time), milliseconds(|each| each.post));
-        let mean =
-            |values: &[f64]| if values.is_empty() { 0.0 } else { values.iter().sum::<f64>() / count as f64 };
-        let megabytes = self.transfers.iter().map(|each| each.bytes as f64).sum::<f64>() / f64::from(1 << 20);
+        let mean = |values: &[f64]| {
+            if values.is_empty() { 0.0 } else { values.iter().sum::<f64>() / count as f64 }
+        };
+        let megabytes =
+            self.transfers.iter().map(|each| each.bytes as f64).sum::<f64>() / f64::from(1 << 20);
         let seconds = times.iter().sum::<f64>() / 1e3;
         let descriptors = self.transfers.iter().map(|each| each.descriptors as f64).sum::<f64>();
         Summary {
@@ -311,7 +330,12 @@ mod tests {
         stats.record(transfer(1));
         assert!(!stats.take().is_empty());
         assert!(stats.is_empty());
-        assert_eq!(stats.reduce().to_string().matches("=0").count(), 11, "all are 0: {}", stats.reduce());
+        assert_eq!(
+            stats.reduce().to_string().matches("=0").count(),
+            11,
+            "all are 0: {}",
+            stats.reduce()
+        );
     }
 
     #[test]
@@ -328,8 +352,9 @@ mod tests {
         for kind in FailureKind::ALL {
             stats.record_failure(kind);
         }
-        let of =
-            |metric: Metric| stats.observations().find(|(each, _)| *each == metric).map(|(_, value)| value);
+        let of = |metric: Metric| {
+            stats.observations().find(|(each, _)| *each == metric).map(|(_, value)| value)
+        };
         assert_eq!(
             (of(FAILED_TRANSFERS), of(FAILED_NOTIFICATIONS)),
             (Some(11.0), Some(2.0)),
@@ -367,7 +392,8 @@ mod tests {
         let mut stats = TransferStats::default();
         stats.record(transfer(20));
         stats.record_expired();
-        let said: Vec<_> = stats.observations().map(|(metric, value)| (metric.name, value)).collect();
+        let said: Vec<_> =
+            stats.observations().map(|(metric, value)| (metric.name, value)).collect();
         assert_eq!(
             said,
             [

@@ -38,7 +38,11 @@ impl Time {
     /// The same moment on another clock, of which `there` was read when this one showed `here`.
     #[must_use]
     pub fn rebased(self, here: Time, there: Time) -> Time {
-        if self >= here { there + self.since(here) } else { Time(there.0.saturating_sub(here.since(self))) }
+        if self >= here {
+            there + self.since(here)
+        } else {
+            Time(there.0.saturating_sub(here.since(self)))
+        }
     }
 }
 

@@ -89,7 +89,10 @@ impl ParamsTrust {
 
     fn sign_until(&self, remote: &RemoteBlocks, expires: u64) -> Option<String> {
         let signed = signature(self.secret.as_ref()?, remote, expires).finalize().into_bytes();
-        Some(format!("{expires}:{}", signed.iter().map(|byte| format!("{byte:02x}")).collect::<String>()))
+        Some(format!(
+            "{expires}:{}",
+            signed.iter().map(|byte| format!("{byte:02x}")).collect::<String>()
+        ))
     }
 
     /// Checks that an engine may load these blocks. In push mode none are named.
@@ -102,7 +105,8 @@ impl ParamsTrust {
     }
 
     fn check_at(&self, remote: &RemoteBlocks, now: u64) -> Result<(), Untrusted> {
-        let Some(secret) = self.secret.as_ref().filter(|_| remote.mode == TransferMode::Pull) else {
+        let Some(secret) = self.secret.as_ref().filter(|_| remote.mode == TransferMode::Pull)
+        else {
             return Ok(());
         };
         let Some(written) = &remote.signature else {
@@ -156,8 +160,8 @@ fn signature(secret: &Secret, remote: &RemoteBlocks, expires: u64) -> Hmac<Sha25
         block_reference,
         signature: _,
     } = remote;
-    let mut mac =
-        <Hmac<Sha256> as KeyInit>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");
+    let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(secret.bytes())
+        .expect("HMAC takes keys of any length");
     mac.update(LABEL);
     let mut number = |number: u64| mac.update(&number.to_be_bytes());
     for known in [
@@ -180,7 +184,8 @@ fn signature(secret: &Secret, remote: &RemoteBlocks, expires: u64) -> Hmac<Sha25
         mac.update(&optional.unwrap_or(0).to_be_bytes());
     }
     let texts = [Some(engine_id), Some(request_id), Some(host), block_reference.as_ref()];
-    for text in texts.map(|text| text.map(String::as_str)).into_iter().chain([Some(mode.as_str())]) {
+    for text in texts.map(|text| text.map(String::as_str)).into_iter().chain([Some(mode.as_str())])
+    {
         mac.update(&[u8::from(text.is_some())]);
         mac.update(&(text.map_or(0, str::len) as u64).to_be_bytes());
         mac.update(text.unwrap_or_default().as_bytes());
@@ -204,7 +209,8 @@ mod tests {
     }
 
     fn remote() -> RemoteBlocks {
-        let mut remote = RemoteBlocks::new("engine", "request", "10.0.0.1", 5600, vec![vec![1, 2], vec![3]]);
+        let mut remote =
+            RemoteBlocks::new("engine", "request", "10.0.0.1", 5600, vec![vec![1, 2], vec![3]]);
         remote.num_tokens = Some(40);
         remote.block_reference = Some("0123456789abcdef0123456789abcdef".into());
         remote

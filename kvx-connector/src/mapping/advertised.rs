@@ -96,20 +96,26 @@ impl Caches {
         let layout = geometry.layout();
         let old_name = layout.old_name().filter(|_| dialect < Dialect::V0_29);
         metadata.kv_cache_layout = old_name.unwrap_or(layout.as_str()).to_owned();
-        let names =
-            |region: &KvRegion| region.layers.iter().map(|layer| layer.to_string()).collect::<Vec<_>>();
+        let names = |region: &KvRegion| {
+            region.layers.iter().map(|layer| layer.to_string()).collect::<Vec<_>>()
+        };
         if dialect >= Dialect::V0_30 {
             metadata.region_num_blocks = Some(counts);
-            metadata.region_group_ids = Some(regions.iter().map(|region| region.group.to_wire()).collect());
+            metadata.region_group_ids =
+                Some(regions.iter().map(|region| region.group.to_wire()).collect());
             metadata.region_names = Some(
-                regions.iter().map(|region| names(region).into_iter().next().unwrap_or_default()).collect(),
+                regions
+                    .iter()
+                    .map(|region| names(region).into_iter().next().unwrap_or_default())
+                    .collect(),
             );
             metadata.region_mem_types =
                 Some(regions.iter().map(|region| region.memory.as_str().to_owned()).collect());
         }
         if dialect >= Dialect::V0_31 {
             let shared = regions.iter().any(|region| region.layers.len() > 1);
-            metadata.region_members = if shared { regions.iter().map(names).collect() } else { Vec::new() };
+            metadata.region_members =
+                if shared { regions.iter().map(names).collect() } else { Vec::new() };
         }
         Ok(())
     }
@@ -121,7 +127,11 @@ fn check_words(geometry: &Geometry, dialect: Dialect) -> Result<()> {
     let padded = regions.iter().any(|region| region.block_stride != region.block_len);
     let uneven = regions.iter().any(|region| region.blocks != regions[0].blocks);
     let needs = [
-        (geometry.kernel_per_logical() != 1, Dialect::V0_21, "several kernel blocks per logical block"),
+        (
+            geometry.kernel_per_logical() != 1,
+            Dialect::V0_21,
+            "several kernel blocks per logical block",
+        ),
         (geometry.layout().old_name().is_none(), Dialect::V0_29, "this layout"),
         (padded, Dialect::V0_29, "padded blocks"),
         (uneven, Dialect::V0_30, "regions of different numbers of blocks"),
@@ -140,11 +150,15 @@ fn check_words(geometry: &Geometry, dialect: Dialect) -> Result<()> {
 fn place_packed(metadata: &NixlAgentMetadata, regions: &mut [KvRegion]) -> Result<()> {
     let has = |region: &KvRegion, name: &str| region.layers.iter().any(|layer| **layer == *name);
     let packed = &metadata.packed_member_layouts;
-    let row = regions.iter().position(|region| packed.iter().any(|layer| has(region, &layer.layer)));
+    let row =
+        regions.iter().position(|region| packed.iter().any(|layer| has(region, &layer.layer)));
     for layer in packed {
         let own = regions.iter().position(|region| has(region, &layer.layer));
         let Some(region) = own.or(row).map(|at| &mut regions[at]) else {
-            return Err(malformed(format!("packed layer {} lies in no region", shown(&layer.layer))));
+            return Err(malformed(format!(
+                "packed layer {} lies in no region",
+                shown(&layer.layer)
+            )));
         };
         let name: Arc<str> = layer.layer.as_str().into();
         if own.is_none() {

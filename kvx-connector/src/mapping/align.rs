@@ -122,7 +122,10 @@ impl Units {
             Some(tokens) => {
                 return Err(Error::new(
                     Kind::Invalid,
-                    format!("{} tokens wanted of a producer that has {}", tokens.wanted, tokens.producer),
+                    format!(
+                        "{} tokens wanted of a producer that has {}",
+                        tokens.wanted, tokens.producer
+                    ),
                 ));
             }
         };
@@ -132,7 +135,8 @@ impl Units {
         if consumer_start < 0 && clip == Clip::Whole && tokens.is_none() {
             return Err(too_short());
         }
-        let consumer_start = if tokens.is_some() { consumer_start.max(0) } else { consumer_start } * own;
+        let consumer_start =
+            if tokens.is_some() { consumer_start.max(0) } else { consumer_start } * own;
         if consumer_start < producer_start && clip == Clip::Whole {
             return Err(too_short());
         }
@@ -216,9 +220,9 @@ pub fn clip_to_window(list: &Indices, blocks: u32) -> Indices {
 }
 
 fn len(list: usize) -> Result<i64> {
-    u32::try_from(list)
-        .map(i64::from)
-        .map_err(|_| Error::new(Kind::Invalid, format!("a list of {list} blocks: at most 2^32-1 are known")))
+    u32::try_from(list).map(i64::from).map_err(|_| {
+        Error::new(Kind::Invalid, format!("a list of {list} blocks: at most 2^32-1 are known"))
+    })
 }
 
 fn div_ceil(a: i64, b: i64) -> i64 {
@@ -275,8 +279,14 @@ mod tests {
     fn kernel_blocks_expand_with_each_sides_own_ratio() {
         // Logical blocks of 32 and 64 tokens, kernel blocks of 16 at both.
         let units = Units::new(2, 4, 16).unwrap();
-        assert_eq!(pair(units, &[5, 6, 7], &[1, 2], Some((90, 90))), ((10..16).collect(), (4..10).collect()));
-        assert_eq!(pair(units, &[7], &[1, 2], Some((90, 90))), ((14..16).collect(), (8..10).collect()));
+        assert_eq!(
+            pair(units, &[5, 6, 7], &[1, 2], Some((90, 90))),
+            ((10..16).collect(), (4..10).collect())
+        );
+        assert_eq!(
+            pair(units, &[7], &[1, 2], Some((90, 90))),
+            ((14..16).collect(), (8..10).collect())
+        );
         assert_eq!(list(&expand(&[3, 9].into(), 2, 0..4).unwrap()), [6, 7, 18, 19]);
     }
 
@@ -313,7 +323,9 @@ mod tests {
         let error = expand(&[u32::MAX / 2].into(), 4, 0..4).unwrap_err();
         assert_eq!(error.kind(), Kind::OutOfBounds);
         assert!(
-            Units::new(0, 1, 1).is_err() && Units::new(1, 65_537, 1).is_err() && Units::new(1, 1, 0).is_err()
+            Units::new(0, 1, 1).is_err()
+                && Units::new(1, 65_537, 1).is_err()
+                && Units::new(1, 1, 0).is_err()
         );
         assert!(expand(&[1].into(), 4, 3..5).is_err());
     }

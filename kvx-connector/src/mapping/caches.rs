@@ -95,7 +95,8 @@ impl Caches {
         if let Some(pair) = layers.windows(2).find(|pair| pair[0].name == pair[1].name) {
             return Err(invalid(format!("layer {} is given twice", pair[0].name)));
         }
-        let halves = layers.iter().filter(|layer| matches!(layer.tensors, KvTensors::Halves(_))).count();
+        let halves =
+            layers.iter().filter(|layer| matches!(layer.tensors, KvTensors::Halves(_))).count();
         if halves != 0 && halves != layers.len() {
             return Err(invalid("some layers have K and V as halves of a block and some have not"));
         }

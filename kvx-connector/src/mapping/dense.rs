@@ -34,7 +34,13 @@ pub struct DenseShape {
 impl DenseShape {
     /// `[head][token][dim]` without gaps.
     pub const fn heads_outermost(heads: usize, tokens: usize, row: usize) -> Self {
-        DenseShape { heads, tokens, row, head_stride: tokens.saturating_mul(row), token_stride: row }
+        DenseShape {
+            heads,
+            tokens,
+            row,
+            head_stride: tokens.saturating_mul(row),
+            token_stride: row,
+        }
     }
 
     /// `[token][head][dim]` without gaps.
@@ -128,8 +134,11 @@ fn runs(
             ),
         ));
     }
-    let (head_step, token_step) =
-        if rows.heads_before_tokens { (block_tokens * content, content) } else { (content, heads * content) };
+    let (head_step, token_step) = if rows.heads_before_tokens {
+        (block_tokens * content, content)
+    } else {
+        (content, heads * content)
+    };
     let (dense, first, part, row) = (*dense, tokens.start, rows.part.start, dense.row);
     // The dimension whose rows follow each other on both sides moves as one run.
     let (per_head, per_token) = match (

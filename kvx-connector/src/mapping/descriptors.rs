@@ -32,7 +32,8 @@ pub fn strided_rows(
     parts: u32,
     device: u64,
 ) -> Result<Vec<Row>> {
-    let block_len = part_len.checked_mul(u64::from(parts)).filter(|len| *len > 0 && *len <= block_stride);
+    let block_len =
+        part_len.checked_mul(u64::from(parts)).filter(|len| *len > 0 && *len <= block_stride);
     if block_len.is_none() || blocks == 0 {
         return Err(Error::new(
             Kind::Invalid,
@@ -42,7 +43,9 @@ pub fn strided_rows(
             ),
         ));
     }
-    let end = u64::from(blocks - 1).checked_mul(block_stride).and_then(|last| last.checked_add(block_stride));
+    let end = u64::from(blocks - 1)
+        .checked_mul(block_stride)
+        .and_then(|last| last.checked_add(block_stride));
     if end.and_then(|end| end.checked_add(base)).is_none() {
         return Err(Error::new(
             Kind::OutOfBounds,
@@ -51,7 +54,8 @@ pub fn strided_rows(
             ),
         ));
     }
-    let row = Row { address: base, len: part_len, device, stride: part_len, count: u64::from(parts) };
+    let row =
+        Row { address: base, len: part_len, device, stride: part_len, count: u64::from(parts) };
     if parts == 1 {
         return Ok(vec![Row { stride: block_stride, count: u64::from(blocks), ..row }]);
     }
@@ -89,8 +93,16 @@ pub struct RemoteRegionRow {
 /// `Invalid` for no blocks or sources, and local blocks that cannot be divided; `OutOfBounds` when the range leaves the
 /// peer's block or the address space.
 pub fn remote_row(region: RemoteRegionRow) -> Result<Row> {
-    let RemoteRegionRow { base, stride, blocks, device, local_block_len, sources, rank_offset, ratio } =
-        region;
+    let RemoteRegionRow {
+        base,
+        stride,
+        blocks,
+        device,
+        local_block_len,
+        sources,
+        rank_offset,
+        ratio,
+    } = region;
     let pieces = u64::from(sources).checked_mul(u64::from(ratio)).filter(|pieces| *pieces > 0);
     let Some(pieces) =
         pieces.filter(|pieces| local_block_len % pieces == 0 && local_block_len > 0 && blocks > 0)
@@ -105,13 +117,16 @@ pub fn remote_row(region: RemoteRegionRow) -> Result<Row> {
     let len = local_block_len / pieces;
     let offset = u64::from(rank_offset).checked_mul(local_block_len / u64::from(ratio));
     let fits = |offset: &u64| {
-        let last = u64::from(blocks - 1).checked_mul(stride).and_then(|last| last.checked_add(base));
-        offset
-            .checked_add(len)
-            .is_some_and(|end| end <= stride && last.and_then(|last| last.checked_add(end)).is_some())
+        let last =
+            u64::from(blocks - 1).checked_mul(stride).and_then(|last| last.checked_add(base));
+        offset.checked_add(len).is_some_and(|end| {
+            end <= stride && last.and_then(|last| last.checked_add(end)).is_some()
+        })
     };
     match offset.filter(fits) {
-        Some(offset) => Ok(Row { address: base + offset, len, device, stride, count: u64::from(blocks) }),
+        Some(offset) => {
+            Ok(Row { address: base + offset, len, device, stride, count: u64::from(blocks) })
+        }
         None => Err(Error::new(
             Kind::OutOfBounds,
             format!(
@@ -135,7 +150,11 @@ pub fn descriptor_ids<B: AsRef<[u32]>>(
     if region_blocks.len() != region_groups.len() {
         return Err(Error::new(
             Kind::Invalid,
-            format!("{} regions with blocks and {} with groups", region_blocks.len(), region_groups.len()),
+            format!(
+                "{} regions with blocks and {} with groups",
+                region_blocks.len(),
+                region_groups.len()
+            ),
         ));
     }
     let mut ids = Vec::new();

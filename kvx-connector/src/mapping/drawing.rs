@@ -78,7 +78,8 @@ impl Drawing<'_> {
                 let name = own.layers.first().map_or("", |layer| layer);
                 Error::new(error.kind(), format!("region {at} ({name}): {error}"))
             };
-            let pair = self.pair(at, found, stages[found.stage], (consumer.size(), producer.size()));
+            let pair =
+                self.pair(at, found, stages[found.stage], (consumer.size(), producer.size()));
             let slices = pair.slices(mapping, producer.rank()).map_err(in_words)?;
             let groups = groups_of(ours, at, options.groups.len())?;
             let memory = (own.memory, theirs.memory);
@@ -104,7 +105,8 @@ impl Drawing<'_> {
 
     fn pair(&self, at: usize, found: &Match, stage: &Geometry, sizes: (u32, u32)) -> RegionPair {
         let own = self.local.geometry().regions()[at].grid();
-        let their = Grid { base: found.offset, length: found.len, ..stage.regions()[found.region].grid() };
+        let their =
+            Grid { base: found.offset, length: found.len, ..stage.regions()[found.region].grid() };
         let (consumer, producer) = match self.op {
             Op::Read => (own, their),
             Op::Write => (their, own),

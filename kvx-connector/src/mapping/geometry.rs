@@ -65,7 +65,9 @@ impl MemoryType {
             "cuda" | "xpu" => Ok(MemoryType::Vram),
             other => Err(Error::new(
                 Kind::Invalid,
-                format!("kv_buffer_device \"{other}\": its memory can be registered for cpu, cuda and xpu"),
+                format!(
+                    "kv_buffer_device \"{other}\": its memory can be registered for cpu, cuda and xpu"
+                ),
             )),
         }
     }
@@ -75,7 +77,10 @@ impl MemoryType {
         match name {
             "VRAM" => Ok(MemoryType::Vram),
             "DRAM" => Ok(MemoryType::Dram),
-            other => Err(malformed(format!("memory of type {:?}: VRAM and DRAM are known", shown(other)))),
+            other => Err(malformed(format!(
+                "memory of type {:?}: VRAM and DRAM are known",
+                shown(other)
+            ))),
         }
     }
 
@@ -181,7 +186,10 @@ impl Geometry {
         device: u64,
     ) -> Result<Self> {
         if regions.is_empty() || regions.len() > MAX_REGIONS {
-            return Err(malformed(format!("{} regions: there are 1 to {MAX_REGIONS}", regions.len())));
+            return Err(malformed(format!(
+                "{} regions: there are 1 to {MAX_REGIONS}",
+                regions.len()
+            )));
         }
         if block_tokens == 0 {
             return Err(malformed("blocks of 0 tokens"));
@@ -263,7 +271,9 @@ impl Geometry {
         for region in by_address {
             let end = region.end().expect("checked when the geometry was made");
             match spans.last_mut() {
-                Some(last) if last.memory == region.memory && region.base <= last.address + last.len => {
+                Some(last)
+                    if last.memory == region.memory && region.base <= last.address + last.len =>
+                {
                     last.len = last.len.max(end - last.address);
                 }
                 _ => spans.push(MemorySpan {

@@ -106,7 +106,10 @@ impl Source {
             rank,
             device: geometry.device(),
             bases: geometry.regions().iter().map(|region| region.base).collect(),
-            sets: sets.into_iter().map(|(key, members)| LaneSet::new(key, members, &lanes)).collect(),
+            sets: sets
+                .into_iter()
+                .map(|(key, members)| LaneSet::new(key, members, &lanes))
+                .collect(),
             lanes,
         }
     }
@@ -136,7 +139,10 @@ impl Source {
 
     /// The lanes of a set as pairs of grids, all of the count that the set shares: what a plan's pair is made of. `set`
     /// is a position in [`sets`](Source::sets).
-    pub fn grids(&self, set: usize) -> impl ExactSizeIterator<Item = (RegionGrid, RegionGrid)> + '_ {
+    pub fn grids(
+        &self,
+        set: usize,
+    ) -> impl ExactSizeIterator<Item = (RegionGrid, RegionGrid)> + '_ {
         let set = &self.sets[set];
         let of = |side: RegionGrid, count| RegionGrid { grid: Grid { count, ..side.grid }, ..side };
         set.lanes.iter().map(move |lane| {

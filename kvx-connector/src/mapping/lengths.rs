@@ -79,7 +79,10 @@ mod tests {
             for wrong in [theirs - 1, theirs + 1, theirs * 2] {
                 let error = check(own, wrong, heads, sizes, ratio).unwrap_err();
                 assert_eq!(error.kind(), Kind::Incompatible);
-                assert!(error.to_string().contains(&format!("must have {theirs} bytes")), "{error}");
+                assert!(
+                    error.to_string().contains(&format!("must have {theirs} bytes")),
+                    "{error}"
+                );
             }
         }
         let error = check(400, 100, of(8), (1, 2), 2).unwrap_err();

@@ -55,12 +55,18 @@ impl SenderPair {
                 ),
             ));
         }
-        let whole =
-            |sends| SenderPlan { sends, source_offset: 0, destination_offset: 0, len: self.producer_len };
+        let whole = |sends| SenderPlan {
+            sends,
+            source_offset: 0,
+            destination_offset: 0,
+            len: self.producer_len,
+        };
         let plan = match (p.size(), d.size()) {
             (producer, consumer) if producer == consumer => whole(true),
             (producer, consumer) => match self.kv_heads {
-                Some(heads) if self.producer_replicated != (consumer > heads) => self.by_head(heads)?,
+                Some(heads) if self.producer_replicated != (consumer > heads) => {
+                    self.by_head(heads)?
+                }
                 _ if self.producer_replicated && producer > consumer => {
                     whole(p.rank() % (producer / consumer) == 0)
                 }
@@ -98,7 +104,8 @@ impl SenderPair {
     }
 
     fn check(&self, plan: SenderPlan) -> Result<SenderPlan> {
-        let within = |offset: u64, len: u64| offset.checked_add(plan.len).is_some_and(|end| end <= len);
+        let within =
+            |offset: u64, len: u64| offset.checked_add(plan.len).is_some_and(|end| end <= len);
         if plan.len > 0
             && within(plan.source_offset, self.producer_len)
             && within(plan.destination_offset, self.consumer_len)
@@ -109,7 +116,11 @@ impl SenderPair {
             Kind::Incompatible,
             format!(
                 "{} bytes from {} of a block of {} to {} of a block of {}: they do not fit",
-                plan.len, plan.source_offset, self.producer_len, plan.destination_offset, self.consumer_len
+                plan.len,
+                plan.source_offset,
+                self.producer_len,
+                plan.destination_offset,
+                self.consumer_len
             ),
         ))
     }
@@ -117,6 +128,9 @@ impl SenderPair {
 
 fn piece(number: u32, len: u64) -> Result<u64> {
     u64::from(number).checked_mul(len).ok_or_else(|| {
-        Error::new(Kind::Incompatible, format!("piece {number} of {len} bytes lies beyond any block"))
+        Error::new(
+            Kind::Incompatible,
+            format!("piece {number} of {len} bytes lies beyond any block"),
+        )
     })
 }

@@ -53,7 +53,9 @@ impl SendMap {
                 Error::new(error.kind(), format!("region {at} ({name}): {error}"))
             };
             let RegionGroup::Of(group) = region.group else {
-                return Err(in_words(incompatible("layers of several KV cache groups share it".into())));
+                return Err(in_words(incompatible(
+                    "layers of several KV cache groups share it".into(),
+                )));
             };
             let theirs = told.registered_group_indices.get(place).copied();
             if theirs.is_some_and(|theirs| theirs != i64::from(group)) {
@@ -93,7 +95,8 @@ impl SendMap {
             }
             for part in 0..parts {
                 let own = part * own_part + plan.source_offset;
-                let base = told.kv_caches_base_addr[place] + part * their_part + plan.destination_offset;
+                let base =
+                    told.kv_caches_base_addr[place] + part * their_part + plan.destination_offset;
                 let count = (u64::MAX - base - plan.len) / stride + 1;
                 let grid = Grid { base: own, length: plan.len, ..region.grid() };
                 lanes.push(SendLane {
@@ -143,7 +146,9 @@ fn check_heads(pair: &SenderPair) -> Result<()> {
 /// Places of regions here and in what a consumer has told that hold the same layer.
 fn pairs(local: &Caches, told: &PullRequest) -> Result<Vec<(usize, usize)>> {
     let regions = local.geometry().regions();
-    if told.registered_layer_names.is_empty() || regions.iter().any(|region| region.layers.is_empty()) {
+    if told.registered_layer_names.is_empty()
+        || regions.iter().any(|region| region.layers.is_empty())
+    {
         if regions.len() != told.kv_caches_base_addr.len() {
             return Err(incompatible(format!(
                 "{} regions here and {} there, and without layer names they cannot be told apart",
@@ -172,7 +177,9 @@ fn pairs(local: &Caches, told: &PullRequest) -> Result<Vec<(usize, usize)>> {
         }
         *count += 1;
     }
-    if let Some((name, count)) = taken.into_iter().find(|(name, count)| offered[name].len() != *count) {
+    if let Some((name, count)) =
+        taken.into_iter().find(|(name, count)| offered[name].len() != *count)
+    {
         return Err(incompatible(format!(
             "layer {} lies in {count} regions here and {} there",
             shown(name),
@@ -194,10 +201,13 @@ fn check(told: &PullRequest) -> Result<()> {
         ("registered_shared_group_ids", told.registered_shared_group_ids.len(), true),
         ("registered_row_offsets", told.registered_row_offsets.len(), true),
     ];
-    let wrong =
-        lists.into_iter().find(|(_, len, may_be_absent)| *len != regions && !(*may_be_absent && *len == 0));
+    let wrong = lists
+        .into_iter()
+        .find(|(_, len, may_be_absent)| *len != regions && !(*may_be_absent && *len == 0));
     if let Some((name, len, _)) = wrong {
-        return Err(malformed(format!("{name} is of {len} regions, kv_caches_base_addr of {regions}")));
+        return Err(malformed(format!(
+            "{name} is of {len} regions, kv_caches_base_addr of {regions}"
+        )));
     }
     let mut seen = HashMap::new();
     for (at, base) in told.kv_caches_base_addr.iter().enumerate() {

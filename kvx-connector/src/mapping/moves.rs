@@ -64,7 +64,8 @@ impl Covered {
 
     /// Whether every sub-block of every block is filled.
     pub fn is_complete(&self) -> bool {
-        let all = self.list.len() as u64 * u64::from(self.kernel_per_logical) * u64::from(self.ratio);
+        let all =
+            self.list.len() as u64 * u64::from(self.kernel_per_logical) * u64::from(self.ratio);
         self.filled == (0..all)
     }
 }
@@ -119,8 +120,10 @@ impl Sided {
     }
 
     fn check(&self, group: usize, set: &LaneSet) -> Result<()> {
-        let beyond =
-            [("local", self.local_max, set.local_count), ("remote", self.remote_max, set.remote_count)];
+        let beyond = [
+            ("local", self.local_max, set.local_count),
+            ("remote", self.remote_max, set.remote_count),
+        ];
         match beyond.into_iter().find(|(_, max, count)| max >= count) {
             None => Ok(()),
             Some((side, max, count)) => Err(Error::new(
@@ -173,7 +176,8 @@ impl PeerMap {
             for pairing in &pairings {
                 let set = &peer.sets[pairing.set];
                 let indices = pairing.local.len() as u64;
-                moves.blocks = moves.blocks.saturating_add(indices.saturating_mul(set.lanes.len() as u64));
+                moves.blocks =
+                    moves.blocks.saturating_add(indices.saturating_mul(set.lanes.len() as u64));
                 moves.bytes = moves.bytes.saturating_add(indices.saturating_mul(set.bytes));
             }
             match pairings.is_empty() {
@@ -227,13 +231,20 @@ impl PeerMap {
         }
     }
 
-    fn group(&self, group: usize, lists: &BlocksOfBothSides<'_>, moves: &mut Moves) -> Result<Forms> {
+    fn group(
+        &self,
+        group: usize,
+        lists: &BlocksOfBothSides<'_>,
+        moves: &mut Moves,
+    ) -> Result<Forms> {
         let (consumer, producer) = match self.op {
             Op::Read => (&lists.local[group], &lists.remote[group]),
             Op::Write => (&lists.remote[group], &lists.local[group]),
         };
-        let in_words = |error: Error| Error::new(error.kind(), format!("KV cache group {group}: {error}"));
-        let aligned = self.units.align(consumer.len(), producer.len(), lists.tokens, self.clips[group]);
+        let in_words =
+            |error: Error| Error::new(error.kind(), format!("KV cache group {group}: {error}"));
+        let aligned =
+            self.units.align(consumer.len(), producer.len(), lists.tokens, self.clips[group]);
         let aligned = aligned.map_err(in_words)?;
         let paired = Lists {
             consumer: aligned.of_consumer(consumer).map_err(in_words)?,
@@ -246,9 +257,11 @@ impl PeerMap {
     }
 
     fn forms(&self, lists: Lists) -> Forms {
-        let phased = self.sources.iter().flat_map(|source| &source.sets).any(|set| set.key.phase.is_some());
+        let phased =
+            self.sources.iter().flat_map(|source| &source.sets).any(|set| set.key.phase.is_some());
         let phases = if phased { 0..self.ratio } else { 0..0 };
-        let phases = phases.map(|phase| Sided::of(self.op, lists.phase(phase, self.ratio))).collect();
+        let phases =
+            phases.map(|phase| Sided::of(self.op, lists.phase(phase, self.ratio))).collect();
         Forms { phases, whole: Sided::of(self.op, lists) }
     }
 }
@@ -266,7 +279,11 @@ impl Forms {
             };
             let Some(sided) = form else { continue };
             sided.check(group, lanes)?;
-            pairings.push(Pairing { set, local: sided.local.clone(), remote: sided.remote.clone() });
+            pairings.push(Pairing {
+                set,
+                local: sided.local.clone(),
+                remote: sided.remote.clone(),
+            });
         }
         Ok(())
     }
@@ -279,7 +296,8 @@ impl Source {
     pub fn descriptor_ids(&self, pairing: &Pairing) -> (Vec<u64>, Vec<u64>) {
         let set = &self.sets[pairing.set];
         let len = pairing.local.len();
-        let mut ids = (Vec::with_capacity(set.lanes.len() * len), Vec::with_capacity(set.lanes.len() * len));
+        let mut ids =
+            (Vec::with_capacity(set.lanes.len() * len), Vec::with_capacity(set.lanes.len() * len));
         let (mut local, mut remote) = (0, 0);
         let mut wanted = set.lanes.iter().copied().peekable();
         for (at, lane) in self.lanes.iter().enumerate() {

@@ -66,7 +66,10 @@ mod tests {
             ]
         );
         assert_eq!(natural_order("l007", "l7"), Ordering::Equal);
-        assert_eq!(natural_order("l99999999999999999999998", "l99999999999999999999999"), Ordering::Less);
+        assert_eq!(
+            natural_order("l99999999999999999999998", "l99999999999999999999999"),
+            Ordering::Less
+        );
         assert_eq!(natural_order("layer", "layer1"), Ordering::Less);
     }
 }

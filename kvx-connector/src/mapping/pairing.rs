@@ -25,8 +25,13 @@ pub(super) struct Match {
 ///
 /// # Errors
 /// `Incompatible` for layers that are missing, too many, in several regions or in another group.
-pub(super) fn pair_regions(local: &Geometry, stages: &[&Geometry], all: bool) -> Result<Vec<Option<Match>>> {
-    let named = |geometry: &Geometry| geometry.regions().iter().all(|region| !region.layers.is_empty());
+pub(super) fn pair_regions(
+    local: &Geometry,
+    stages: &[&Geometry],
+    all: bool,
+) -> Result<Vec<Option<Match>>> {
+    let named =
+        |geometry: &Geometry| geometry.regions().iter().all(|region| !region.layers.is_empty());
     let matches = if named(local) && stages.iter().all(|stage| named(stage)) {
         by_name(local, stages, all)?
     } else {
@@ -34,7 +39,8 @@ pub(super) fn pair_regions(local: &Geometry, stages: &[&Geometry], all: bool) ->
     };
     for (at, found) in matches.iter().enumerate() {
         let Some(found) = found else { continue };
-        let (ours, theirs) = (local.regions()[at].group, stages[found.stage].regions()[found.region].group);
+        let (ours, theirs) =
+            (local.regions()[at].group, stages[found.stage].regions()[found.region].group);
         if !stages[found.stage].names_no_groups() && ours != theirs {
             return Err(incompatible(format!(
                 "region {at} belongs to KV cache group {} here and {} at the peer",
@@ -108,8 +114,10 @@ fn by_name(local: &Geometry, stages: &[&Geometry], all: bool) -> Result<Vec<Opti
             continue;
         };
         let theirs = &stages[stage].regions()[position];
-        let packed = theirs.packed.iter().find(|(name, ..)| name == layer && region.layers.len() == 1);
-        let (offset, len) = packed.map_or((0, theirs.block_len), |(_, offset, len)| (*offset, *len));
+        let packed =
+            theirs.packed.iter().find(|(name, ..)| name == layer && region.layers.len() == 1);
+        let (offset, len) =
+            packed.map_or((0, theirs.block_len), |(_, offset, len)| (*offset, *len));
         matches.push(Some(Match { stage, region: position, offset, len }));
     }
     for (layer, places) in &offered {

@@ -106,7 +106,12 @@ impl PeerMap {
         let layout = match local.any_sharded() {
             true => {
                 let permute = options.permute && op == Op::Read;
-                LayoutMatch::of(consumer.layout(), producer.layout(), permute, options.groups.len())?
+                LayoutMatch::of(
+                    consumer.layout(),
+                    producer.layout(),
+                    permute,
+                    options.groups.len(),
+                )?
             }
             false => LayoutMatch::Same,
         };
@@ -122,8 +127,14 @@ impl PeerMap {
             producer.kernel_per_logical(),
             producer.block_tokens(),
         )?;
-        let drawing =
-            Drawing { op, local, tp, remote, ratio, contiguous: producer.layout().has_contiguous_heads() };
+        let drawing = Drawing {
+            op,
+            local,
+            tp,
+            remote,
+            ratio,
+            contiguous: producer.layout().has_contiguous_heads(),
+        };
         let mut sources = Vec::with_capacity(stages.len() * remote.pp_size as usize);
         for (rank, stages) in ranks.iter().zip(&stages) {
             drawing.sources(*rank, stages, options, &mut sources)?;
@@ -134,7 +145,8 @@ impl PeerMap {
             Op::Write => (peer(ranks[0])?, tp),
         };
         let logical = |geometries: &mut dyn Iterator<Item = &Geometry>| {
-            let most = |geometry: &Geometry| geometry.regions().iter().map(|region| region.blocks).max();
+            let most =
+                |geometry: &Geometry| geometry.regions().iter().map(|region| region.blocks).max();
             geometries
                 .map(|geometry| most(geometry).unwrap_or(0) / geometry.kernel_per_logical())
                 .max()
@@ -147,7 +159,8 @@ impl PeerMap {
             kernel_per_logical: ours.kernel_per_logical(),
             clips: options.groups.iter().map(|(_, clip)| *clip).collect(),
             finishing: finishing(op, local, tp, ratio, layout)?,
-            consumers: Mapping::new(reader, source.size(), source.dcp(), Heads::Replicated, &[])?.consumers(),
+            consumers: Mapping::new(reader, source.size(), source.dcp(), Heads::Replicated, &[])?
+                .consumers(),
             completions: remote.pp_size.saturating_mul((source.size() / reader.size()).max(1)),
             logical_blocks: (
                 logical(&mut std::iter::once(ours)),
@@ -175,8 +188,10 @@ impl PeerMap {
         let WorkerRank { pp, tp } = part.rank;
         let source = self.sources.iter().find(|source| source.rank() == RemoteRank { pp, tp })?;
         let sets = source.sets().iter().enumerate();
-        let sets: Vec<_> =
-            sets.filter(|(_, set)| set.memory() == part.memory).map(|(position, _)| position).collect();
+        let sets: Vec<_> = sets
+            .filter(|(_, set)| set.memory() == part.memory)
+            .map(|(position, _)| position)
+            .collect();
         (!sets.is_empty()).then_some((source, sets))
     }
 
@@ -221,11 +236,17 @@ impl PeerMap {
 /// The stages of each rank, in order.
 fn stages_of<'a>(ranks: &[u32], remote: &Remote<'a>) -> Result<Vec<Vec<&'a Geometry>>> {
     if remote.pp_size == 0 || remote.pp_size > MAX_RANKS {
-        return Err(invalid(format!("{} pipeline stages: there are 1 to {MAX_RANKS}", remote.pp_size)));
+        return Err(invalid(format!(
+            "{} pipeline stages: there are 1 to {MAX_RANKS}",
+            remote.pp_size
+        )));
     }
     let mut given: HashMap<RemoteRank, &Geometry> = HashMap::new();
     for (rank, geometry) in remote.ranks {
-        if rank.pp >= remote.pp_size || !ranks.contains(&rank.tp) || given.insert(*rank, geometry).is_some() {
+        if rank.pp >= remote.pp_size
+            || !ranks.contains(&rank.tp)
+            || given.insert(*rank, geometry).is_some()
+        {
             return Err(invalid(format!(
                 "rank (pp {}, tp {}) of a peer with {} stages is not one to shake hands with, or is there twice",
                 rank.pp, rank.tp, remote.pp_size
@@ -262,7 +283,12 @@ fn uniform<'a>(remote: &Remote<'a>) -> Result<&'a Geometry> {
     }
 }
 
-fn block_ratio(op: Op, consumer: &Geometry, producer: &Geometry, options: &MappingOptions) -> Result<u32> {
+fn block_ratio(
+    op: Op,
+    consumer: &Geometry,
+    producer: &Geometry,
+    options: &MappingOptions,
+) -> Result<u32> {
     let (own, theirs) = (consumer.block_tokens(), producer.block_tokens());
     let ratio = own / theirs;
     let why = if own % theirs != 0 {
@@ -311,16 +337,24 @@ fn check_kinds(
     Ok(())
 }
 
-fn finishing(op: Op, local: &Caches, tp: Tp, ratio: u32, layout: LayoutMatch) -> Result<Option<Finishing>> {
+fn finishing(
+    op: Op,
+    local: &Caches,
+    tp: Tp,
+    ratio: u32,
+    layout: LayoutMatch,
+) -> Result<Option<Finishing>> {
     if op == Op::Write {
         return Ok(None);
     }
     let geometry = local.geometry();
     let parts = geometry.parts() as usize;
-    let reorders = layout == LayoutMatch::Permute || (ratio > 1 && geometry.layout().heads_before_tokens());
+    let reorders =
+        layout == LayoutMatch::Permute || (ratio > 1 && geometry.layout().heads_before_tokens());
     let shape = |(at, region): (usize, &KvRegion)| {
-        let len = usize::try_from(region.block_len)
-            .map_err(|_| invalid(format!("region {at} has blocks of {} bytes", region.block_len)))?;
+        let len = usize::try_from(region.block_len).map_err(|_| {
+            invalid(format!("region {at} has blocks of {} bytes", region.block_len))
+        })?;
         // Where nothing is reordered, a sub-block is any range of bytes.
         let (heads, tokens) = match local.heads(at).per_rank(tp.size()) {
             heads if reorders && heads > 1 => (heads as usize, geometry.block_tokens() as usize),

@@ -121,7 +121,12 @@ pub fn to_heads_outermost(block: &[u8], shape: BlockShape, output: &mut [u8]) ->
 /// From `ratio` blocks with heads before tokens, one after the other, to one block of the same layout. `shape` is the
 /// large block's. Blocks with tokens first need none of this. Errors: `Invalid` for other lengths, and tokens that
 /// `ratio` does not divide.
-pub fn merge_sub_blocks(blocks: &[u8], shape: BlockShape, ratio: usize, output: &mut [u8]) -> Result<()> {
+pub fn merge_sub_blocks(
+    blocks: &[u8],
+    shape: BlockShape,
+    ratio: usize,
+    output: &mut [u8],
+) -> Result<()> {
     let tokens = sub_block_tokens(shape, ratio)?;
     permute_axes(blocks, &[ratio, shape.heads, tokens], &[1, 0, 2], shape.content, output)
 }
@@ -185,9 +190,15 @@ impl Finishing {
         let shape = self.shapes.get(region as usize).copied();
         let part_len = shape.map(|shape| shape.heads * shape.tokens * shape.content);
         let (Some(shape), Some(part_len)) = (shape, part_len) else {
-            return Err(Error::new(Kind::Invalid, format!("region {region} of {}", self.shapes.len())));
+            return Err(Error::new(
+                Kind::Invalid,
+                format!("region {region} of {}", self.shapes.len()),
+            ));
         };
-        if block.len() != part_len * self.parts || filled.end > self.ratio || filled.start > filled.end {
+        if block.len() != part_len * self.parts
+            || filled.end > self.ratio
+            || filled.start > filled.end
+        {
             return Err(Error::new(
                 Kind::Invalid,
                 format!(

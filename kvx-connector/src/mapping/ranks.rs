@@ -20,7 +20,9 @@ impl Tp {
     pub fn new(rank: u32, size: u32) -> Result<Self> {
         check_size("tensor-parallel", size)?;
         if rank >= size {
-            return Err(invalid(format!("tensor-parallel rank {rank} of {size}: ranks count from 0")));
+            return Err(invalid(format!(
+                "tensor-parallel rank {rank} of {size}: ranks count from 0"
+            )));
         }
         Ok(Tp { rank, size, dcp: 1 })
     }
@@ -110,7 +112,9 @@ impl Mapping {
             return Err(invalid("a cache of 0 KV heads"));
         }
         if matches!(heads, Heads::Sharded(_)) && (consumer.dcp > 1 || producer_dcp > 1) {
-            return Err(invalid("decode context parallelism with sharded heads: it is defined for MLA only"));
+            return Err(invalid(
+                "decode context parallelism with sharded heads: it is defined for MLA only",
+            ));
         }
         let attention = match heads {
             Heads::Replicated if producer_dcp > 1 => handshake.clone(),
@@ -130,8 +134,10 @@ impl Mapping {
             [] => attention.iter().copied().collect(),
             _ => sources_per_group.iter().flatten().copied().collect(),
         };
-        let slots =
-            sources.iter().map(|rank| (*rank, slot(*rank, &attention, heads, producer_size))).collect();
+        let slots = sources
+            .iter()
+            .map(|rank| (*rank, slot(*rank, &attention, heads, producer_size)))
+            .collect();
         Ok(Mapping {
             sources: sources.into_iter().collect(),
             sources_per_group,
@@ -293,7 +299,8 @@ mod tests {
     use super::*;
 
     fn offset(rank: u32, size: u32, producer: u32, heads: u32) -> u32 {
-        let mapping = Mapping::new(Tp::new(rank, size).unwrap(), producer, 1, Heads::Sharded(heads), &[]);
+        let mapping =
+            Mapping::new(Tp::new(rank, size).unwrap(), producer, 1, Heads::Sharded(heads), &[]);
         mapping.unwrap().rank_offset()
     }
 
@@ -308,7 +315,8 @@ mod tests {
 
     #[test]
     fn replicated_heads_are_read_once() {
-        let of = |rank| Mapping::new(Tp::new(rank, 2).unwrap(), 8, 1, Heads::Sharded(4), &[]).unwrap();
+        let of =
+            |rank| Mapping::new(Tp::new(rank, 2).unwrap(), 8, 1, Heads::Sharded(4), &[]).unwrap();
         assert_eq!(of(0).attention_sources(), [0, 2]);
         assert_eq!(of(1).attention_sources(), [4, 6]);
         assert_eq!(of(1).handshake_ranks(), [4, 5, 6, 7]);
@@ -323,13 +331,18 @@ mod tests {
                 {
                     let mappings: Vec<Mapping> = (0..consumer_size)
                         .map(|rank| {
-                            let tp = Tp::new(rank, consumer_size).unwrap().with_dcp(consumer_dcp).unwrap();
-                            Mapping::new(tp, producer_size, producer_dcp, Heads::Replicated, &[]).unwrap()
+                            let tp = Tp::new(rank, consumer_size)
+                                .unwrap()
+                                .with_dcp(consumer_dcp)
+                                .unwrap();
+                            Mapping::new(tp, producer_size, producer_dcp, Heads::Replicated, &[])
+                                .unwrap()
                         })
                         .collect();
                     for rank in 0..producer_size {
                         // A rank counts those that notify it: readers, and the bare notifications of MLA.
-                        let told = mappings.iter().filter(|m| m.handshake_ranks().contains(&rank)).count();
+                        let told =
+                            mappings.iter().filter(|m| m.handshake_ranks().contains(&rank)).count();
                         assert!(
                             mappings.iter().all(|m| m.consumers() as usize == told),
                             "{mappings:?} at {rank}"
@@ -345,12 +358,15 @@ mod tests {
         let error = handshake_ranks(Tp::new(0, 3).unwrap(), 2, 1).unwrap_err();
         assert_eq!(error.kind(), Kind::Invalid);
         assert!(error.to_string().contains("3 and 2"), "{error}");
-        assert!(Tp::new(2, 2).is_err() && Tp::new(0, 0).is_err() && Tp::new(0, MAX_RANKS + 1).is_err());
+        assert!(
+            Tp::new(2, 2).is_err() && Tp::new(0, 0).is_err() && Tp::new(0, MAX_RANKS + 1).is_err()
+        );
         assert!(handshake_ranks(Tp::new(0, 1).unwrap(), 0, 1).is_err());
         assert!(handshake_ranks(Tp::new(0, 1).unwrap(), u32::MAX, 1).is_err());
         assert!(handshake_ranks(Tp::new(0, 4).unwrap(), 4, 2).is_err());
         assert!(Mapping::new(Tp::new(0, 1).unwrap(), 1, 1, Heads::Sharded(0), &[]).is_err());
-        let sharded = Mapping::new(Tp::new(0, 4).unwrap().with_dcp(4).unwrap(), 4, 4, Heads::Sharded(8), &[]);
+        let sharded =
+            Mapping::new(Tp::new(0, 4).unwrap().with_dcp(4).unwrap(), 4, 4, Heads::Sharded(8), &[]);
         assert_eq!(sharded.unwrap_err().kind(), Kind::Invalid);
     }
 }

@@ -33,7 +33,14 @@ impl RegionPair {
     pub(super) fn slices(&self, mapping: &Mapping, source: u32) -> Result<Vec<Slice>> {
         let RegionPair { consumer, producer, ratio, .. } = *self;
         let (own_size, their_size) = self.sizes;
-        check_block_length(consumer.length, producer.length, self.heads, own_size, their_size, ratio)?;
+        check_block_length(
+            consumer.length,
+            producer.length,
+            self.heads,
+            own_size,
+            their_size,
+            ratio,
+        )?;
         if self.heads.per_rank(own_size) != self.heads.per_rank(their_size) && !self.contiguous {
             return Err(Error::new(
                 Kind::Incompatible,
@@ -44,27 +51,33 @@ impl RegionPair {
             ));
         }
         let sources = mapping.attention_sources();
-        let Some(slot) = sources.iter().position(|rank| *rank == source) else { return Ok(Vec::new()) };
+        let Some(slot) = sources.iter().position(|rank| *rank == source) else {
+            return Ok(Vec::new());
+        };
         let pieces = match self.heads {
             Heads::Replicated => 1,
             Heads::Sharded(_) => sources.len() as u64,
         };
         let (parts, smaller) = (u64::from(self.parts), u64::from(ratio));
         let (own_part, their_part) = (consumer.length / parts, producer.length / parts);
-        if !consumer.length.is_multiple_of(parts * pieces * smaller) || !producer.length.is_multiple_of(parts)
+        if !consumer.length.is_multiple_of(parts * pieces * smaller)
+            || !producer.length.is_multiple_of(parts)
         {
             return Err(self.outside("its blocks cannot be divided evenly"));
         }
         let len = own_part / pieces / smaller;
         let start = u64::from(mapping.rank_offset()).checked_mul(own_part / smaller);
-        let Some(start) = start.filter(|start| start.checked_add(len).is_some_and(|end| end <= their_part))
+        let Some(start) =
+            start.filter(|start| start.checked_add(len).is_some_and(|end| end <= their_part))
         else {
             return Err(self.outside("its heads lie outside of the producer's blocks"));
         };
         let mut slices = Vec::new();
         for part in 0..parts {
-            let own = consumer.base + part * own_part + if pieces > 1 { slot as u64 * len } else { 0 };
-            let producer = Grid { base: producer.base + part * their_part + start, length: len, ..producer };
+            let own =
+                consumer.base + part * own_part + if pieces > 1 { slot as u64 * len } else { 0 };
+            let producer =
+                Grid { base: producer.base + part * their_part + start, length: len, ..producer };
             if ratio == 1 {
                 let consumer = Grid { base: own, length: len, ..consumer };
                 slices.push(Slice { phase: None, consumer, producer });
@@ -76,7 +89,8 @@ impl RegionPair {
                 slices.push(Slice { phase: None, consumer, producer });
             } else {
                 slices.extend((0..ratio).map(|phase| {
-                    let consumer = Grid { base: own + u64::from(phase) * len, length: len, ..consumer };
+                    let consumer =
+                        Grid { base: own + u64::from(phase) * len, length: len, ..consumer };
                     Slice { phase: Some(phase), consumer, producer }
                 }));
             }
@@ -87,7 +101,10 @@ impl RegionPair {
     fn outside(&self, sentence: &str) -> Error {
         Error::new(
             Kind::OutOfBounds,
-            format!("{sentence} (blocks of {} and {} bytes)", self.consumer.length, self.producer.length),
+            format!(
+                "{sentence} (blocks of {} and {} bytes)",
+                self.consumer.length, self.producer.length
+            ),
         )
     }
 }

@@ -103,8 +103,10 @@ impl MooncakeParams {
         let mut fields = Fields::new(fields::object("kv_transfer_params", value)?.clone());
         let decode = fields.flag("do_remote_prefill")?;
         let prefill = fields.flag("do_remote_decode")?;
-        let transfer_id =
-            fields.text("transfer_id")?.map(MooncakeTransferId).ok_or_else(|| missing("transfer_id"))?;
+        let transfer_id = fields
+            .text("transfer_id")?
+            .map(MooncakeTransferId)
+            .ok_or_else(|| missing("transfer_id"))?;
         let leg = match (prefill, decode) {
             (true, false) => MooncakeLeg::Prefill,
             (false, true) => MooncakeLeg::Decode {
@@ -133,7 +135,8 @@ impl MooncakeParams {
     /// An empty engine id or bootstrap address, and a known key in [`rest`](Self::rest).
     pub fn to_value(&self) -> Result<Value, ParamsError> {
         let mut object = self.rest.clone();
-        if let Some(key) = object.iter().find(|(key, value)| KEYS.contains(&key.as_str()) && !value.is_null())
+        if let Some(key) =
+            object.iter().find(|(key, value)| KEYS.contains(&key.as_str()) && !value.is_null())
         {
             return Err(ParamsError::new(
                 "rest",
@@ -145,9 +148,10 @@ impl MooncakeParams {
         put("do_remote_prefill", (self.leg != MooncakeLeg::Prefill).into());
         put("transfer_id", self.transfer_id.as_str().into());
         if let MooncakeLeg::Decode { remote_engine_id, remote_bootstrap_addr } = &self.leg {
-            for (key, text) in
-                [("remote_engine_id", remote_engine_id), ("remote_bootstrap_addr", remote_bootstrap_addr)]
-            {
+            for (key, text) in [
+                ("remote_engine_id", remote_engine_id),
+                ("remote_bootstrap_addr", remote_bootstrap_addr),
+            ] {
                 if text.is_empty() {
                     return Err(missing(key));
                 }
@@ -158,9 +162,17 @@ impl MooncakeParams {
     }
 }
 
-const KEYS: [&str; 5] =
-    ["do_remote_decode", "do_remote_prefill", "transfer_id", "remote_engine_id", "remote_bootstrap_addr"];
+const KEYS: [&str; 5] = [
+    "do_remote_decode",
+    "do_remote_prefill",
+    "transfer_id",
+    "remote_engine_id",
+    "remote_bootstrap_addr",
+];
 
 fn missing(key: &'static str) -> ParamsError {
-    ParamsError::new(key, format!("kv_transfer_params has no {key}; the router writes it into the leg"))
+    ParamsError::new(
+        key,
+        format!("kv_transfer_params has no {key}; the router writes it into the leg"),
+    )
 }

@@ -77,14 +77,19 @@ impl OlderMooncakeParams {
         let mut text = |key: &'static str| match rest.remove(key) {
             None | Some(Value::Null) => Ok(None),
             Some(Value::String(text)) if !text.is_empty() => Ok(Some(text)),
-            Some(_) => Err(ParamsError::new(key, format!("{key} takes a string that is not empty"))),
+            Some(_) => {
+                Err(ParamsError::new(key, format!("{key} takes a string that is not empty")))
+            }
         };
         let leg = match (params.do_remote_decode, params.do_remote_prefill) {
             (true, false) => OlderMooncakeLeg::Prefill,
             (false, true) => {
                 let (engine_id, request_id) = (text(ENGINE)?, text(REQUEST)?);
                 OlderMooncakeLeg::Decode {
-                    remote_host: params.remote_host.clone().ok_or_else(|| missing("remote_host"))?,
+                    remote_host: params
+                        .remote_host
+                        .clone()
+                        .ok_or_else(|| missing("remote_host"))?,
                     remote_port: params.remote_port.ok_or_else(|| missing("remote_port"))?,
                     kvx: engine_id.map(|engine_id| KvxPrefill { engine_id, request_id }),
                 }
@@ -115,7 +120,8 @@ impl From<OlderMooncakeParams> for TransferParams {
                 (read.remote_host, read.remote_port) = (Some(remote_host), Some(remote_port));
                 if let Some(KvxPrefill { engine_id, request_id }) = kvx {
                     read.rest.insert(ENGINE.into(), engine_id.into());
-                    read.rest.extend(request_id.map(|request| (REQUEST.to_owned(), request.into())));
+                    read.rest
+                        .extend(request_id.map(|request| (REQUEST.to_owned(), request.into())));
                 }
             }
         }

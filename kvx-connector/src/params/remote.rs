@@ -123,10 +123,13 @@ impl RemoteBlocks {
             }
         }
         // Push knew of pipeline stages before pull did.
-        params.pp_size = since(if pull { Dialect::V0_29 } else { Dialect::V0_26 }).then_some(self.pp_size);
+        params.pp_size =
+            since(if pull { Dialect::V0_29 } else { Dialect::V0_26 }).then_some(self.pp_size);
         params.transfer_mode = since(Dialect::V0_28).then_some(self.mode);
-        params.dcp_size = since(if pull { Dialect::V0_29 } else { Dialect::V0_30 }).then_some(self.dcp_size);
-        params.remote_prefill_cached_tokens = self.prefill_cached_tokens.filter(|_| since(Dialect::V0_32));
+        params.dcp_size =
+            since(if pull { Dialect::V0_29 } else { Dialect::V0_30 }).then_some(self.dcp_size);
+        params.remote_prefill_cached_tokens =
+            self.prefill_cached_tokens.filter(|_| since(Dialect::V0_32));
         params.remote_registration_generation =
             (pull && since(Dialect::V0_33)).then_some(self.registration_generation);
         params

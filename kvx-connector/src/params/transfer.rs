@@ -72,7 +72,8 @@ pub struct TransferParams {
     pub rest: Map<String, Value>,
 }
 
-const ASKED_AS_NULL: [&str; 4] = ["remote_engine_id", "remote_block_ids", "remote_host", "remote_port"];
+const ASKED_AS_NULL: [&str; 4] =
+    ["remote_engine_id", "remote_block_ids", "remote_host", "remote_port"];
 
 impl TransferParams {
     /// What a router asks a prefill instance: prefill this, and keep it for a remote decode.
@@ -123,9 +124,17 @@ impl TransferParams {
             dcp_size: fields.size("dcp_size")?,
             pp_size: fields.size("pp_size")?,
             remote_num_tokens: fields.number("remote_num_tokens")?,
-            remote_blocks_expiry_time: fields.take("remote_blocks_expiry_time", "seconds", Value::as_f64)?,
+            remote_blocks_expiry_time: fields.take(
+                "remote_blocks_expiry_time",
+                "seconds",
+                Value::as_f64,
+            )?,
             remote_registration_generation: fields.number("remote_registration_generation")?,
-            transfer_mode: fields.take("transfer_mode", "\"pull\" or \"push\"", TransferMode::from_value)?,
+            transfer_mode: fields.take(
+                "transfer_mode",
+                "\"pull\" or \"push\"",
+                TransferMode::from_value,
+            )?,
             remote_prefill_cached_tokens: fields.number("remote_prefill_cached_tokens")?,
             kvx_block_reference: fields.text("kvx_block_reference")?,
             kvx_signature: fields.text("kvx_signature")?,
@@ -177,7 +186,10 @@ impl TransferParams {
             engine_id: needed(&self.remote_engine_id, "remote_engine_id")?,
             request_id: needed(&self.remote_request_id, "remote_request_id")?,
             host: needed(&self.remote_host, "remote_host")?,
-            port: self.remote_port.filter(|port| *port > 0).ok_or_else(|| missing("remote_port"))?,
+            port: self
+                .remote_port
+                .filter(|port| *port > 0)
+                .ok_or_else(|| missing("remote_port"))?,
             block_ids,
             tp_size: size(self.tp_size, "tp_size")?,
             dcp_size: size(self.dcp_size, "dcp_size")?,
@@ -201,7 +213,9 @@ impl TransferParams {
         let mut object = self.rest.clone();
         object.insert("do_remote_prefill".into(), self.do_remote_prefill.into());
         object.insert("do_remote_decode".into(), self.do_remote_decode.into());
-        object.extend(self.remote_engine_id.clone().map(|engine| ("remote_engine_id".into(), engine.into())));
+        object.extend(
+            self.remote_engine_id.clone().map(|engine| ("remote_engine_id".into(), engine.into())),
+        );
         MooncakeParams::from_value(&Value::Object(object))
     }
 
@@ -254,7 +268,10 @@ impl TransferParams {
             super::OlderMooncakeParams::from_params(self)?;
         } else if self.do_remote_prefill || self.names_remote() {
             let remote = self.remote_blocks()?;
-            if self.do_remote_prefill && remote.mode == TransferMode::Pull && remote.block_count() == 0 {
+            if self.do_remote_prefill
+                && remote.mode == TransferMode::Pull
+                && remote.block_count() == 0
+            {
                 return Err(ParamsError::new(
                     "remote_block_ids",
                     "remote_block_ids names no block; a decode leg with nothing to load goes without \
@@ -267,7 +284,9 @@ impl TransferParams {
             if KEYS.contains(&key.as_str()) && !value.is_null() {
                 return Err(ParamsError::new(
                     "rest",
-                    format!("rest holds {key}, which has a field of its own; set the field instead"),
+                    format!(
+                        "rest holds {key}, which has a field of its own; set the field instead"
+                    ),
                 ));
             }
         }
@@ -278,7 +297,11 @@ impl TransferParams {
         };
         put("do_remote_prefill", Some(self.do_remote_prefill.into()));
         put("do_remote_decode", Some(self.do_remote_decode.into()));
-        let ids = self.remote_block_ids.as_ref().map(|groups| written_ids(groups, dialect)).transpose()?;
+        let ids = self
+            .remote_block_ids
+            .as_ref()
+            .map(|groups| written_ids(groups, dialect))
+            .transpose()?;
         put("remote_block_ids", ids);
         put("remote_engine_id", self.remote_engine_id.clone().map(Value::from));
         put("remote_request_id", self.remote_request_id.clone().map(Value::from));
@@ -288,7 +311,10 @@ impl TransferParams {
             [("tp_size", self.tp_size), ("dcp_size", self.dcp_size), ("pp_size", self.pp_size)]
         {
             if count == Some(0) {
-                return Err(ParamsError::new(key, format!("{key} is 0; an engine has at least one rank")));
+                return Err(ParamsError::new(
+                    key,
+                    format!("{key} is 0; an engine has at least one rank"),
+                ));
             }
             put(key, count.map(Value::from));
         }
@@ -394,7 +420,9 @@ fn needed(value: &Option<String>, key: &'static str) -> Result<String, ParamsErr
 
 fn size(value: Option<u32>, key: &'static str) -> Result<u32, ParamsError> {
     match value {
-        Some(0) => Err(ParamsError::new(key, format!("{key} is 0; an engine has at least one rank"))),
+        Some(0) => {
+            Err(ParamsError::new(key, format!("{key} is 0; an engine has at least one rank")))
+        }
         other => Ok(other.unwrap_or(1)),
     }
 }
@@ -402,6 +430,8 @@ fn size(value: Option<u32>, key: &'static str) -> Result<u32, ParamsError> {
 fn missing(key: &'static str) -> ParamsError {
     ParamsError::new(
         key,
-        format!("kv_transfer_params has no {key}; forward what the prefill instance answered, unchanged"),
+        format!(
+            "kv_transfer_params has no {key}; forward what the prefill instance answered, unchanged"
+        ),
     )
 }

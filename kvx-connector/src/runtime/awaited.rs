@@ -45,7 +45,12 @@ impl Awaited {
     }
 
     /// Nobody waits at this slot any more. One that has been filled is not known here, and its name may be another's.
-    pub(super) fn forget_release(&mut self, request: &RequestId, kept: Kept, slot: &Arc<Slot<Released>>) {
+    pub(super) fn forget_release(
+        &mut self,
+        request: &RequestId,
+        kept: Kept,
+        slot: &Arc<Slot<Released>>,
+    ) {
         if let Entry::Occupied(known) = self.kept.entry((request.clone(), kept))
             && Arc::ptr_eq(known.get(), slot)
         {
@@ -65,7 +70,9 @@ impl Awaited {
                 Ok(slot.fill(LoadEnd { outcome, held }))
             }
             Outcome::Free { request, kept } | Outcome::Lost { request, kept } => {
-                let Some(slot) = self.kept.remove(&(request.clone(), *kept)) else { return Err(outcome) };
+                let Some(slot) = self.kept.remove(&(request.clone(), *kept)) else {
+                    return Err(outcome);
+                };
                 let free = matches!(outcome, Outcome::Free { .. });
                 Ok(slot.fill(if free { Released::Free } else { Released::Lost }))
             }

@@ -140,7 +140,9 @@ impl ConnectorBuilder {
             return invalid("an engine has 1 to 1024 workers: see ConnectorBuilder::workers");
         }
         if self.groups.is_empty() || self.block_size == 0 {
-            return invalid("an engine has a KV cache group at least, and blocks of a token at least");
+            return invalid(
+                "an engine has a KV cache group at least, and blocks of a token at least",
+            );
         }
         // Where it listens is known once it does.
         let nowhere = Address { host: "".into(), port: 0 };
@@ -159,7 +161,8 @@ impl ConnectorBuilder {
             ));
         }
         let (secret, sizes) = (Secret::from_environment()?, (self.data_parallel, tp_size));
-        settings.trust = ParamsTrust::new(secret.as_ref(), &self.config.nixl().allow_unsigned_params);
+        settings.trust =
+            ParamsTrust::new(secret.as_ref(), &self.config.nixl().allow_unsigned_params);
         let mut side = SideSettings::from_config(&self.config, sizes, settings.ports, secret)?;
         if self.any_port {
             side.ports.fill(0);
@@ -237,13 +240,18 @@ impl Setup {
     }
 
     /// The agent of a worker whose pools lie on these devices, if on any.
-    pub(super) fn agent(&self, rank: WorkerRank, devices: &[Arc<dyn DeviceAccess>]) -> Result<Agent> {
+    pub(super) fn agent(
+        &self,
+        rank: WorkerRank,
+        devices: &[Arc<dyn DeviceAccess>],
+    ) -> Result<Agent> {
         let mut name = format!("{}-pp{}-tp{}", self.settings.engine, rank.pp, rank.tp);
         while name.len() > kvx_core::MAX_NAME {
             name.pop();
         }
         let staged = self.config.buffer_device() == BufferDevice::Cpu;
-        let mut builder = Agent::builder(name).options(self.options.clone()).stage_device_memory(staged);
+        let mut builder =
+            Agent::builder(name).options(self.options.clone()).stage_device_memory(staged);
         for device in devices {
             builder = builder.device(Arc::clone(device));
         }

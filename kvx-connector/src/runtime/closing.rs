@@ -40,7 +40,11 @@ impl Shared {
     pub(super) fn shutdown(&self, deadline: Deadline) -> Completion<()> {
         let (done, ticket) = Completion::with_ticket();
         let mut state = self.state.lock();
-        state.closing.get_or_insert_with(|| Shutdown { deadline, begun: false, tickets: Vec::new() });
+        state.closing.get_or_insert_with(|| Shutdown {
+            deadline,
+            begun: false,
+            tickets: Vec::new(),
+        });
         drop(state);
         self.settle_at_end(ticket);
         self.wake_up.notify_one();
@@ -65,7 +69,8 @@ impl Shared {
         let mut state = self.state.lock();
         let released = if result.is_ok() { Released::Free } else { Released::Lost };
         let outcomes = state.scheduler.end(result.is_ok());
-        let mut wakers: Vec<_> = outcomes.into_iter().filter_map(|outcome| state.deliver(outcome)).collect();
+        let mut wakers: Vec<_> =
+            outcomes.into_iter().filter_map(|outcome| state.deliver(outcome)).collect();
         let unraised = state.end_raising(result.is_ok());
         wakers.extend(unraised.into_iter().filter_map(|outcome| state.hand_over(outcome)));
         wakers.extend(state.awaited.end(released));

@@ -92,7 +92,8 @@ impl PeerLink {
         group: &crate::engine::GroupMove,
     ) -> Result<(&LinkedWorker, Vec<Pairing>)> {
         let missing = || Error::new(Kind::Invalid, "nothing moves between these workers");
-        let at = self.workers.iter().position(|worker| worker.rank == part.rank).ok_or_else(missing)?;
+        let at =
+            self.workers.iter().position(|worker| worker.rank == part.rank).ok_or_else(missing)?;
         let (_, sets) = self.map.part(part).ok_or_else(missing)?;
         let mut pairings = self.map.pairings(at, group.group, &group.local, &group.remote)?;
         pairings.retain(|pairing| sets.contains(&pairing.set));
@@ -172,7 +173,8 @@ impl Shared {
                     ),
                 ));
             }
-            geometries.push((RemoteRank { pp: rank.pp, tp: rank.tp }, Geometry::advertised(metadata)?));
+            geometries
+                .push((RemoteRank { pp: rank.pp, tp: rank.tp }, Geometry::advertised(metadata)?));
         }
         let tp = Tp::new(rank.tp, settings.tp_size)?.with_dcp(settings.dcp_size)?;
         let remote = Remote {
@@ -195,7 +197,9 @@ impl Shared {
         for source in map.sources() {
             let at = WorkerRank { pp: source.rank().pp, tp: source.rank().tp };
             let metadata = &answer.workers[&at];
-            workers.push(self.link_worker(&own, source, metadata, &geometries[&source.rank()], peer).await?);
+            workers.push(
+                self.link_worker(&own, source, metadata, &geometries[&source.rank()], peer).await?,
+            );
         }
         let (_, any) = geometries.first_key_value().expect("a map has ranks");
         let mut plan = PeerPlan::of(&map, own.geometry(), any);
@@ -208,15 +212,19 @@ impl Shared {
             }
         }
         // Blocks are checked where every worker that they are read from can be asked.
-        plan.generations = workers.iter().all(|worker| worker.words.is_some() || worker.sets.is_empty())
-            && workers.iter().any(|worker| worker.words.is_some());
+        plan.generations =
+            workers.iter().all(|worker| worker.words.is_some() || worker.sets.is_empty())
+                && workers.iter().any(|worker| worker.words.is_some());
         plan.digests = self.digests();
         if plan.digests {
             if let Some(worker) = workers.iter().find(|worker| worker.digests.is_none()) {
                 return Err(no_digests(peer, worker));
             }
             if !plan.generations {
-                return Err(Error::new(Kind::Malformed, "the peer has digests of blocks and no generations"));
+                return Err(Error::new(
+                    Kind::Malformed,
+                    "the peer has digests of blocks and no generations",
+                ));
             }
         }
         Ok(Connected { plan, link: PeerLink { map, workers } })
@@ -255,16 +263,20 @@ impl Shared {
             }
             None if NixlPeer::is_offered(&metadata.agent_metadata) => {
                 let known = NixlPeer::connect(&own.agent, &metadata.agent_metadata);
-                let peer = link(known.as_ref().map(|known| known.peer().clone()).map_err(Clone::clone)).await;
-                let failed =
-                    |error: Error| Error::new(error.kind(), no_way(&format!("by kvx in its NIXL: {error}")));
+                let peer =
+                    link(known.as_ref().map(|known| known.peer().clone()).map_err(Clone::clone))
+                        .await;
+                let failed = |error: Error| {
+                    Error::new(error.kind(), no_way(&format!("by kvx in its NIXL: {error}")))
+                };
                 let (known, peer) = (known.map_err(failed)?, peer.map_err(failed)?);
                 (peer, PeerRegions::in_nixl(&known))
             }
             None => {
                 let peer = link(own.agent.connect_foreign(RIXL, &metadata.agent_metadata)).await;
-                let failed =
-                    |error: Error| Error::new(error.kind(), no_way(&format!("as a NIXL agent: {error}")));
+                let failed = |error: Error| {
+                    Error::new(error.kind(), no_way(&format!("as a NIXL agent: {error}")))
+                };
                 let peer = peer.map_err(failed)?;
                 let regions = PeerRegions::foreign(&peer, geometry, own.device_kind())?;
                 (peer, regions)
@@ -289,8 +301,9 @@ impl Shared {
         let sets = sets.collect::<Result<_>>()?;
         let as_nixl = (!why_not.is_empty()).then_some(why_not);
         let digests = regions.digests.filter(|_| self.digests());
-        let digests =
-            digests.map(|region| PeerDigests::new(region, source, geometry).map(Arc::new)).transpose()?;
+        let digests = digests
+            .map(|region| PeerDigests::new(region, source, geometry).map(Arc::new))
+            .transpose()?;
         Ok(LinkedWorker {
             rank,
             peer,
@@ -326,8 +339,10 @@ impl Shared {
 
 /// Blocks that are to be held against digests, and a peer that has none.
 fn no_digests(peer: &RemoteEngine, worker: &LinkedWorker) -> Error {
-    let why =
-        worker.as_nixl.as_ref().map_or_else(String::new, |why| format!(" (reached as a NIXL agent: {why})"));
+    let why = worker
+        .as_nixl
+        .as_ref()
+        .map_or_else(String::new, |why| format!(" (reached as a NIXL agent: {why})"));
     Error::new(
         Kind::Incompatible,
         format!(

@@ -14,8 +14,8 @@ use super::group::JoinAddress;
 use super::rank::Rank;
 use super::state::Shared;
 use crate::engine::{
-    Address, Allocation, Arrival, BlockLists, Ending, EngineId, Finished, Matched, NotLoaded, Outcome,
-    RequestId, Settings, Time, WorkerRank,
+    Address, Allocation, Arrival, BlockLists, Ending, EngineId, Finished, Matched, NotLoaded,
+    Outcome, RequestId, Settings, Time, WorkerRank,
 };
 
 /// How long a connector that is dropped without a shutdown takes to end what it has begun.
@@ -127,7 +127,11 @@ impl Connector {
     ///
     /// # Errors
     /// As [`group`](Self::group); `Invalid` without a secret, and for port 0.
-    pub fn group_over_tcp(&self, address: SocketAddr, deadline: impl Into<Deadline>) -> Completion<()> {
+    pub fn group_over_tcp(
+        &self,
+        address: SocketAddr,
+        deadline: impl Into<Deadline>,
+    ) -> Completion<()> {
         self.shared().group(JoinAddress::Tcp(address), deadline.into())
     }
 
@@ -151,7 +155,11 @@ impl Connector {
     /// `Invalid` for another number of lists than KV cache groups, and if no caches are registered; `OutOfBounds` for
     /// blocks beyond them; `PeerLost`: a rank of this engine has not joined, or is lost. Nothing is ordered then, and
     /// no outcome comes: compute the prompt here, or fail the request.
-    pub fn update_state_after_alloc(&self, request: &RequestId, allocation: Allocation) -> Result<()> {
+    pub fn update_state_after_alloc(
+        &self,
+        request: &RequestId,
+        allocation: Allocation,
+    ) -> Result<()> {
         self.shared().allocated(request, allocation)
     }
 

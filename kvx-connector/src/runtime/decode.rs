@@ -90,7 +90,8 @@ impl<'a> Decode<'a> {
     ) -> Fetch {
         let (connector, request) = (self.0, request.into());
         let slot = Slot::new();
-        let early = begin(connector, &request, params, blocks, deadline.into(), &slot).map(Box::new);
+        let early =
+            begin(connector, &request, params, blocks, deadline.into(), &slot).map(Box::new);
         Fetch { connector: connector.clone(), request, slot, early, over: false }
     }
 }
@@ -123,7 +124,9 @@ fn begin(
     let filled = || whole.iter().map(|(list, _)| list.to_vec()).collect();
     let theirs = match &settings.mooncake {
         None => params.remote_blocks_for(settings.mode).map(|remote| remote.block_ids),
-        Some(mooncake) if mooncake.is_older() => OlderMooncakeParams::from_params(params).map(|_| filled()),
+        Some(mooncake) if mooncake.is_older() => {
+            OlderMooncakeParams::from_params(params).map(|_| filled())
+        }
         Some(_) => params.mooncake().map(|_| filled()),
     };
     let theirs = match theirs {
@@ -152,7 +155,8 @@ fn begin(
         return Some(Early { end, known: why == NotLoaded::Known });
     }
     let external = connector.get_num_new_matched_tokens(request, computed).tokens;
-    let ordered = connector.update_state_after_alloc(request, Allocation { fill, computed, external });
+    let ordered =
+        connector.update_state_after_alloc(request, Allocation { fill, computed, external });
     if ordered.is_ok() && external > 0 {
         shared.begin(request);
         return None;
@@ -162,7 +166,9 @@ fn begin(
     }
     match ordered {
         Ok(()) if nothing => early(Ok(Loaded { tokens: held })),
-        Ok(()) => refused("they name no blocks for what is to be filled: compute the prompt here".into()),
+        Ok(()) => {
+            refused("they name no blocks for what is to be filled: compute the prompt here".into())
+        }
         Err(why) => refused(why.to_string()),
     }
 }
@@ -216,7 +222,10 @@ impl Fetch {
 
     /// Blocks until it has ended. `Err`: not by this deadline; it goes on. With the fetch's own deadline either may
     /// come first: [`outcome`](Self::outcome) waits for that.
-    pub fn wait(mut self, deadline: impl Into<Deadline>) -> Result<Result<Loaded, LoadError>, Fetch> {
+    pub fn wait(
+        mut self,
+        deadline: impl Into<Deadline>,
+    ) -> Result<Result<Loaded, LoadError>, Fetch> {
         if let Some(early) = self.early.take() {
             self.over = true;
             return Ok(early.end);
@@ -305,8 +314,18 @@ impl Held {
         Held(None)
     }
 
-    fn of(connector: &Connector, request: &RequestId, slot: Arc<Slot<Released>>, blocks: BlockLists) -> Self {
-        Held(Some(HeldBlocks { connector: connector.clone(), request: request.clone(), slot, blocks }))
+    fn of(
+        connector: &Connector,
+        request: &RequestId,
+        slot: Arc<Slot<Released>>,
+        blocks: BlockLists,
+    ) -> Self {
+        Held(Some(HeldBlocks {
+            connector: connector.clone(),
+            request: request.clone(),
+            slot,
+            blocks,
+        }))
     }
 
     /// Whether there are none: then all blocks are the engine's already.
@@ -346,8 +365,12 @@ impl Drop for Held {
         connector.shared().awaited(|awaited| awaited.forget_release(&request, Kept::Load, &slot));
         // It may have come just now.
         match slot.take() {
-            Some(Released::Free) => connector.shared().tell(Outcome::Free { request, kept: Kept::Load }),
-            Some(Released::Lost) => connector.shared().tell(Outcome::Lost { request, kept: Kept::Load }),
+            Some(Released::Free) => {
+                connector.shared().tell(Outcome::Free { request, kept: Kept::Load })
+            }
+            Some(Released::Lost) => {
+                connector.shared().tell(Outcome::Lost { request, kept: Kept::Load })
+            }
             None => {}
         }
     }

@@ -95,17 +95,25 @@ impl DensePool {
     pub fn new(model: DenseModel, blocks: u32) -> Result<Self> {
         let invalid = |what: String| Err(Error::new(Kind::Invalid, what));
         if !matches!(model.layout, KvLayout::Lbhnc | KvLayout::Lbnhc) {
-            return invalid(format!("a dense pool in layout {}: LBHNC and LBNHC are possible", model.layout));
+            return invalid(format!(
+                "a dense pool in layout {}: LBHNC and LBNHC are possible",
+                model.layout
+            ));
         }
         let rows = BlockShape {
             heads: model.rank_heads,
             tokens: model.block_tokens as usize,
             content: model.row.saturating_mul(2),
         };
-        let len = [rows.heads, rows.tokens, rows.content].into_iter().try_fold(1_usize, usize::checked_mul);
-        let all = len.and_then(|len| len.checked_mul(blocks as usize)?.checked_mul(model.layers.len()));
+        let len = [rows.heads, rows.tokens, rows.content]
+            .into_iter()
+            .try_fold(1_usize, usize::checked_mul);
+        let all =
+            len.and_then(|len| len.checked_mul(blocks as usize)?.checked_mul(model.layers.len()));
         let (Some(block_len), Some(all @ 1..)) = (len, all) else {
-            return invalid(format!("a dense pool of {blocks} blocks of {model:?}: no number may be 0"));
+            return invalid(format!(
+                "a dense pool of {blocks} blocks of {model:?}: no number may be 0"
+            ));
         };
         let memory = Arc::new(Memory::pool(all).build()?);
         let free = Mutex::new((0..blocks).rev().collect());
@@ -315,8 +323,8 @@ impl Prefill<'_> {
             ));
         }
         let blocks = pool.save(tokens, views)?;
-        let tokens =
-            u32::try_from(tokens).map_err(|_| Error::new(Kind::Invalid, format!("{tokens} tokens")))?;
+        let tokens = u32::try_from(tokens)
+            .map_err(|_| Error::new(Kind::Invalid, format!("{tokens} tokens")))?;
         let (lease, params) = self.publish(request, blocks.lists(), tokens)?;
         Ok((DenseLease { lease, blocks }, params))
     }
@@ -375,7 +383,8 @@ impl Decode<'_> {
     ) -> Result<Loaded, LoadError> {
         let refused = |why: Error| LoadError::refused(LoadFailure::Refused(why.to_string()));
         let blocks = pool.take(tokens).map_err(refused)?;
-        let mut loading = Loading(Some((self.fetch(request, params, blocks.lists(), deadline), blocks)));
+        let mut loading =
+            Loading(Some((self.fetch(request, params, blocks.lists(), deadline), blocks)));
         let ended = std::future::poll_fn(|context| loading.fetch().poll(context)).await;
         let (_, blocks) = loading.0.take().expect(TAKEN);
         match ended {

@@ -75,7 +75,9 @@ impl Digests {
         if regions > AT_ONCE {
             return Err(Error::new(
                 Kind::Unsupported,
-                format!("kvx_digest is for caches of at most {AT_ONCE} regions, and these have {regions}"),
+                format!(
+                    "kvx_digest is for caches of at most {AT_ONCE} regions, and these have {regions}"
+                ),
             ));
         }
         // A worker without regions has a word all the same: there are no empty pools.
@@ -108,10 +110,16 @@ impl Registered {
             let regions = geometry.regions().iter().enumerate();
             for (region, held) in regions.filter(|(_, held)| geometry.covers(held, group)) {
                 for kernel in 0..each {
-                    let origin =
-                        Origin { pool, generation, block: block * each + kernel, region: region as u32 };
+                    let origin = Origin {
+                        pool,
+                        generation,
+                        block: block * each + kernel,
+                        region: region as u32,
+                    };
                     let whole = RegionGrid { region: origin.region, grid: held.grid() };
-                    let read = |place: &RegionGrid, bytes: &mut [u8]| self.read(place, origin.block, bytes);
+                    let read = |place: &RegionGrid, bytes: &mut [u8]| {
+                        self.read(place, origin.block, bytes)
+                    };
                     match together(&[whole], &mut bytes, read) {
                         Ok(bytes) => words[origin.block as usize * all + region]
                             .store(origin.digest(bytes), Ordering::Relaxed),
@@ -127,14 +135,24 @@ impl Registered {
     }
 
     /// Reads a block of a grid within a region of the caches.
-    fn read(&self, RegionGrid { region, grid }: &RegionGrid, index: u32, bytes: &mut [u8]) -> Result<()> {
+    fn read(
+        &self,
+        RegionGrid { region, grid }: &RegionGrid,
+        index: u32,
+        bytes: &mut [u8],
+    ) -> Result<()> {
         let (memory, base) = self.place(*region)?;
         let at = usize::try_from(base + grid.offset(index)).unwrap_or(usize::MAX);
         memory.memory().copy_out(at, bytes)
     }
 
     /// The peer's kernel blocks whose bytes here are not those that it has published. Blocks: it hashes.
-    pub(super) fn wrong(&self, peer: &PeerDigests, read: &[Pairing], rows: &Rows) -> Result<BTreeSet<u32>> {
+    pub(super) fn wrong(
+        &self,
+        peer: &PeerDigests,
+        read: &[Pairing],
+        rows: &Rows,
+    ) -> Result<BTreeSet<u32>> {
         peer.layout.wrong(read, rows, |place, index, bytes| self.read(place, index, bytes))
     }
 }
@@ -154,7 +172,10 @@ impl PeerDigests {
         if region.len() < len || regions > AT_ONCE {
             return Err(Error::new(
                 Kind::Malformed,
-                format!("{} bytes of digests for {blocks} blocks in {regions} regions", region.len()),
+                format!(
+                    "{} bytes of digests for {blocks} blocks in {regions} regions",
+                    region.len()
+                ),
             ));
         }
         Ok(PeerDigests { region, layout: Layout::of(source, geometry)? })
@@ -171,7 +192,12 @@ impl PeerDigests {
     }
 
     /// What the peer has published: digests of kernel blocks, and words of its pool and of logical blocks.
-    pub(super) fn rows(&self, pool: u64, generations: &[(u32, u64)], rows: HashMap<u32, Vec<u64>>) -> Rows {
+    pub(super) fn rows(
+        &self,
+        pool: u64,
+        generations: &[(u32, u64)],
+        rows: HashMap<u32, Vec<u64>>,
+    ) -> Rows {
         Rows { pool, generations: generations.iter().copied().collect(), rows }
     }
 }
@@ -230,7 +256,9 @@ impl Layout {
                 let row = rows.rows.get(&block);
                 let generation = rows.generations.get(&(block / self.kernel_per_logical));
                 for (region, places) in &self.sets[*set] {
-                    let bytes = together(places, &mut bytes, |place, bytes| read_block(place, here, bytes))?;
+                    let bytes = together(places, &mut bytes, |place, bytes| {
+                        read_block(place, here, bytes)
+                    })?;
                     let published = row.and_then(|row| row.get(*region as usize));
                     let found = generation.map(|generation| {
                         Origin { pool: rows.pool, generation: *generation, block, region: *region }
@@ -266,7 +294,10 @@ fn together<'a>(
 }
 
 /// The places of the lanes of one region of the peer. Errors: `Incompatible` unless they are its whole blocks.
-fn whole(lanes: &[(RegionGrid, RegionGrid)], geometry: &Geometry) -> Result<(u32, Vec<RegionGrid>)> {
+fn whole(
+    lanes: &[(RegionGrid, RegionGrid)],
+    geometry: &Geometry,
+) -> Result<(u32, Vec<RegionGrid>)> {
     let number = lanes[0].0.region;
     let region = &geometry.regions()[number as usize];
     let mut end = 0;
@@ -339,8 +370,11 @@ mod tests {
     /// What of two blocks that were asked for has arrived in one region: bytes, and what was read of the digests.
     fn check(layout: &Layout, asked: [u32; 2], arrived: &[[Kept; REGIONS]; 2]) -> BTreeSet<u32> {
         let place = |asked: u32| asked.wrapping_mul(5) % BLOCKS;
-        let read =
-            [Pairing { set: 0, local: asked.map(place).to_vec().into(), remote: asked.to_vec().into() }];
+        let read = [Pairing {
+            set: 0,
+            local: asked.map(place).to_vec().into(),
+            remote: asked.to_vec().into(),
+        }];
         let row = |at: usize| (asked[at], arrived[at].map(|(_, digest)| digest).to_vec());
         let rows = Rows {
             pool: 9,
@@ -348,10 +382,15 @@ mod tests {
             rows: [row(0), row(1)].into(),
         };
         let read_block = |grid: &RegionGrid, index: u32, bytes: &mut [u8]| {
-            let at = asked.iter().position(|asked| place(*asked) == index).expect("one of the places");
+            let at =
+                asked.iter().position(|asked| place(*asked) == index).expect("one of the places");
             let whole = arrived[at][grid.region as usize].0;
             // The peer's first half lies in the second here, where there are halves.
-            let from = if grid.grid.length as usize == LEN { 0 } else { LEN / 2 - grid.grid.base as usize };
+            let from = if grid.grid.length as usize == LEN {
+                0
+            } else {
+                LEN / 2 - grid.grid.base as usize
+            };
             bytes.copy_from_slice(&whole[from..][..bytes.len()]);
             Ok(())
         };
@@ -378,7 +417,10 @@ mod tests {
                     }
                 }
                 // Bytes alone: of the other block, of another region, of another time.
-                1 => (arrived[0][region].0, arrived[1][region].0) = (right[1][region].0, right[0][region].0),
+                1 => {
+                    (arrived[0][region].0, arrived[1][region].0) =
+                        (right[1][region].0, right[0][region].0)
+                }
                 2 => arrived[0][region].0 = right[1][region].0,
                 3 => arrived[0][region].0 = right[0][(region + 1) % REGIONS].0,
                 4 => arrived[0][region].0 = before[random.below(2)][one][region].0,
@@ -388,7 +430,11 @@ mod tests {
             }
             let wrong: BTreeSet<u32> =
                 (0..2).filter(|at| arrived[*at] != right[*at]).map(|at| asked[at]).collect();
-            assert_eq!(check(&layout, asked, &arrived), wrong, "{kind}: {asked:?}, region {region}");
+            assert_eq!(
+                check(&layout, asked, &arrived),
+                wrong,
+                "{kind}: {asked:?}, region {region}"
+            );
             injected[kind] += u32::from(!wrong.is_empty());
         }
         assert!(injected.iter().all(|count| *count > FAULTS / 20), "{injected:?}");

@@ -26,7 +26,9 @@ impl Shared {
         let own = self.registered(rank).ok_or_else(caches_are_gone)?;
         let link = self.link(rank, connection).ok_or_else(caches_are_gone)?;
         self.with_caches(rank, &own, |own| {
-            link.map().finishing().map_or(Ok(()), |finishing| reorder(own, link.map(), finishing, lists))
+            link.map()
+                .finishing()
+                .map_or(Ok(()), |finishing| reorder(own, link.map(), finishing, lists))
         })
     }
 
@@ -53,13 +55,22 @@ pub(super) fn caches_are_gone() -> Error {
 }
 
 /// Puts what was read into the order of these caches, and clears what was not.
-fn reorder(own: &Registered, map: &PeerMap, finishing: &Finishing, lists: &MoveLists) -> Result<()> {
-    let indices =
-        |lists: &crate::engine::BlockLists| lists.groups().iter().cloned().map(Into::into).collect();
+fn reorder(
+    own: &Registered,
+    map: &PeerMap,
+    finishing: &Finishing,
+    lists: &MoveLists,
+) -> Result<()> {
+    let indices = |lists: &crate::engine::BlockLists| {
+        lists.groups().iter().cloned().map(Into::into).collect()
+    };
     let (local, remote): (Vec<_>, Vec<_>) = (indices(&lists.local), indices(&lists.remote));
-    let moves = map.moves(&BlocksOfBothSides { local: &local, remote: &remote, tokens: lists.tokens })?;
+    let moves =
+        map.moves(&BlocksOfBothSides { local: &local, remote: &remote, tokens: lists.tokens })?;
     let (mut block, mut scratch) = (Vec::new(), Vec::new());
-    for covered in moves.covered.iter().filter(|covered| finishing.reorders() || !covered.is_complete()) {
+    for covered in
+        moves.covered.iter().filter(|covered| finishing.reorders() || !covered.is_complete())
+    {
         for region in finishing.regions_of(covered.group) {
             let held = &own.geometry().regions()[region as usize];
             let (memory, offset) = own.place(region)?;

@@ -22,7 +22,11 @@ pub(super) enum Abandoned {
 }
 
 impl Shared {
-    pub(super) fn request_finished(self: &Arc<Self>, request: &RequestId, mut ending: Ending) -> Finished {
+    pub(super) fn request_finished(
+        self: &Arc<Self>,
+        request: &RequestId,
+        mut ending: Ending,
+    ) -> Finished {
         let saved = self.save_the_rest(request, &ending);
         if !saved {
             ending.status = Status::Failed;
@@ -31,9 +35,11 @@ impl Shared {
         let publishes = self.digests() && !ending.blocks.is_empty();
         let _digesting = publishes.then(|| self.digesting.lock());
         let mut state = self.state.lock();
-        let mut finished = state.request_finished(self.clock.now(), request, ending, &self.setup.settings);
+        let mut finished =
+            state.request_finished(self.clock.now(), request, ending, &self.setup.settings);
         if !saved {
-            finished.withheld = Some("its blocks could not be copied to the host: the log says why");
+            finished.withheld =
+                Some("its blocks could not be copied to the host: the log says why");
         }
         let fresh = state.published.as_mut().map(Published::take_fresh).unwrap_or_default();
         let ranks = state.ranks.iter().filter(|_| !fresh.is_empty());
@@ -53,10 +59,13 @@ impl Shared {
         let end = slot.take();
         state.awaited.forget_load(request);
         let now = self.clock.now();
-        let finished = state.request_finished(now, request, Ending::aborted(), &self.setup.settings);
+        let finished =
+            state.request_finished(now, request, Ending::aborted(), &self.setup.settings);
         let abandoned = match end {
             Some(end) => Abandoned::Ended(end),
-            None if finished.delay_free => Abandoned::Held(state.awaited.release(request, Kept::Load)),
+            None if finished.delay_free => {
+                Abandoned::Held(state.awaited.release(request, Kept::Load))
+            }
             None => Abandoned::Nothing,
         };
         drop(state);
@@ -113,7 +122,8 @@ impl State {
             ending.status = Status::Failed;
         }
         let given = ending.status;
-        ending.reference = ending.reference.or_else(|| self.published.as_ref().map(Published::reference));
+        ending.reference =
+            ending.reference.or_else(|| self.published.as_ref().map(Published::reference));
         self.traces.finished(request);
         let mut finished = self.scheduler.request_finished(now, request, ending);
         if wrong && given == Status::Failed && !blocks.is_empty() {

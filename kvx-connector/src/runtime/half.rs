@@ -3,8 +3,8 @@
 use super::group::Away;
 use crate::engine::mooncake::MooncakeWorker;
 use crate::engine::{
-    ConnectorMeta, MoveFailure, MoveId, RequestId, Settings, Time, Transferred, Worker, WorkerOutput,
-    WorkerRank,
+    ConnectorMeta, MoveFailure, MoveId, RequestId, Settings, Time, Transferred, Worker,
+    WorkerOutput, WorkerRank,
 };
 use crate::wire::mooncake::PullRequest;
 
@@ -85,7 +85,12 @@ impl Half {
         }
     }
 
-    pub(super) fn move_resolved(&mut self, now: Time, id: MoveId, result: Result<Transferred, MoveFailure>) {
+    pub(super) fn move_resolved(
+        &mut self,
+        now: Time,
+        id: MoveId,
+        result: Result<Transferred, MoveFailure>,
+    ) {
         here!(self, worker => worker.move_resolved(now, id, result), _ => ());
     }
 

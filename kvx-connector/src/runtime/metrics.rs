@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use metrics::{Counter, Gauge, Histogram, Unit, describe_counter, describe_gauge, describe_histogram};
+use metrics::{
+    Counter, Gauge, Histogram, Unit, describe_counter, describe_gauge, describe_histogram,
+};
 
 use crate::engine::{METRICS, MOONCAKE_METRICS, Metric, Settings, Time, TransferStats};
 
@@ -30,7 +32,11 @@ pub fn describe_metrics() {
             None => describe_counter!(name, unit, text),
         }
     }
-    describe_histogram!(HANDSHAKE, Unit::Seconds, "Time until the side channel of a peer had answered");
+    describe_histogram!(
+        HANDSHAKE,
+        Unit::Seconds,
+        "Time until the side channel of a peer had answered"
+    );
     describe_gauge!(HELD, Unit::Count, "Blocks of failed loads that a transfer may still write to");
     describe_gauge!(
         QUARANTINED,
@@ -121,7 +127,9 @@ mod tests {
     use std::collections::BTreeMap;
     use std::sync::{Arc, Mutex};
 
-    use metrics::{CounterFn, GaugeFn, HistogramFn, Key, KeyName, Metadata, Recorder, SharedString};
+    use metrics::{
+        CounterFn, GaugeFn, HistogramFn, Key, KeyName, Metadata, Recorder, SharedString,
+    };
 
     use super::*;
     use crate::engine::{FailureKind, Transferred};
@@ -225,7 +233,8 @@ mod tests {
             ("vllm:nixl_post_time_seconds", 0.001),
             ("vllm:nixl_xfer_time_seconds", 0.02),
         ];
-        let wanted = wanted.map(|(name, value)| (format!("{name} model_name=m engine=e"), vec![value]));
+        let wanted =
+            wanted.map(|(name, value)| (format!("{name} model_name=m engine=e"), vec![value]));
         assert_eq!(told.take(), BTreeMap::from(wanted));
         let described = told.1.lock().unwrap().clone();
         assert!(
@@ -233,7 +242,9 @@ mod tests {
             "{described:?}"
         );
         assert!(
-            [HELD, QUARANTINED, HANDSHAKE].iter().all(|metric| described.iter().any(|name| name == metric))
+            [HELD, QUARANTINED, HANDSHAKE]
+                .iter()
+                .all(|metric| described.iter().any(|name| name == metric))
         );
     }
 

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use kvx_core::{Deadline, Error, Grid, Indices, Kind, Op, Peer, PeerRegion, Plan, Result, Transfer};
+use kvx_core::{
+    Deadline, Error, Grid, Indices, Kind, Op, Peer, PeerRegion, Plan, Result, Transfer,
+};
 use tokio::sync::Notify;
 use tracing::Span;
 
@@ -18,8 +20,8 @@ use super::state::Shared;
 use super::trace::Phase;
 use super::words::{AT_ONCE, WORD};
 use crate::engine::{
-    Connection, FailureKind, GroupMove, Move, MoveFailure, MoveId, ReadBlocks, RequestId, Time, Transferred,
-    WorkerRank,
+    Connection, FailureKind, GroupMove, Move, MoveFailure, MoveId, ReadBlocks, RequestId, Time,
+    Transferred, WorkerRank,
 };
 use crate::wire::nixl::{MAX_NOTE, notes};
 
@@ -37,7 +39,8 @@ impl Shared {
     ) {
         let id = order.id;
         let is_gone = |error: &Error| is_gone(op, error);
-        let resolve = |result| self.tell_half(rank, |half, now| half.move_resolved(now, id, result));
+        let resolve =
+            |result| self.tell_half(rank, |half, now| half.move_resolved(now, id, result));
         let idle = match op {
             Op::Read => self.copies_are_idle(rank, self.deadline(order.deadline)).await,
             Op::Write => Ok(()),
@@ -84,7 +87,12 @@ impl Shared {
                     Err(error) => {
                         let (kind, settled) = (FailureKind::TransferFailed, transfer.is_settled());
                         let peer_is_gone = is_gone(&error);
-                        resolve(Err(MoveFailure { kind, settled, peer_is_gone, error: error.to_string() }));
+                        resolve(Err(MoveFailure {
+                            kind,
+                            settled,
+                            peer_is_gone,
+                            error: error.to_string(),
+                        }));
                         if !settled {
                             let settled = transfer.settled().await;
                             self.tell_half(rank, |half, now| match settled {
@@ -100,7 +108,12 @@ impl Shared {
     }
 
     /// Posts a move. What its peer granted for it is kept until it has ended.
-    async fn post(&self, rank: WorkerRank, op: Op, order: Move) -> Result<(Transfer, Option<Learned>)> {
+    async fn post(
+        &self,
+        rank: WorkerRank,
+        op: Op,
+        order: Move,
+    ) -> Result<(Transfer, Option<Learned>)> {
         let mooncake = self.setup.settings.mooncake.is_some();
         if let Some(way) = mooncake.then(|| self.mooncake.way(rank, order.connection)).flatten() {
             let WayPairs { peer, pairs, learned } = way.pairs(&order)?;
@@ -145,7 +158,8 @@ impl Shared {
         let result = self.words(rank, at, &blocks).await.map_err(|error| error.to_string());
         Phase::Check.took(began.elapsed());
         self.tell_worker(rank, |worker, now| {
-            let words = result.as_ref().map(|(pool, words)| (*pool, &words[..])).map_err(String::clone);
+            let words =
+                result.as_ref().map(|(pool, words)| (*pool, &words[..])).map_err(String::clone);
             worker.generations_read(now, id, words);
         });
     }
@@ -158,14 +172,18 @@ impl Shared {
     ) -> Result<(u64, Vec<u64>)> {
         let link = self.linked_to(rank, connection)?;
         let worker = worker(&link, at)?;
-        let own =
-            self.registered(rank).ok_or_else(|| Error::new(Kind::Revoked, "the caches were given back"))?;
-        let region =
-            worker.words.as_ref().ok_or_else(|| Error::new(Kind::Unregistered, "the peer has no words"))?;
+        let own = self
+            .registered(rank)
+            .ok_or_else(|| Error::new(Kind::Revoked, "the caches were given back"))?;
+        let region = worker
+            .words
+            .as_ref()
+            .ok_or_else(|| Error::new(Kind::Unregistered, "the peer has no words"))?;
         let count = u32::try_from(kvx_core::Place::len(region) / WORD).unwrap_or(u32::MAX);
         let theirs = (region, Grid::packed(WORD, count));
         // The pool's word, then the blocks'.
-        let each = blocks.iter().flat_map(|list| (0..list.len()).map(|at| list.at(at).saturating_add(1)));
+        let each =
+            blocks.iter().flat_map(|list| (0..list.len()).map(|at| list.at(at).saturating_add(1)));
         let wanted: Vec<u32> = std::iter::once(0).chain(each).collect();
         let mut words = read_words(&own, worker, theirs, &wanted).await?;
         Ok((words[0], words.split_off(1)))
@@ -180,7 +198,8 @@ impl Shared {
         blocks: Arc<ReadBlocks>,
     ) {
         let began = Instant::now();
-        let result = self.wrong_blocks(rank, connection, &blocks).await.map_err(|error| error.to_string());
+        let result =
+            self.wrong_blocks(rank, connection, &blocks).await.map_err(|error| error.to_string());
         Phase::Check.took(began.elapsed());
         self.tell_worker(rank, |worker, now| worker.digests_checked(now, id, result));
     }
@@ -197,12 +216,14 @@ impl Shared {
         let own = self.registered(rank).ok_or_else(caches_are_gone)?;
         let missing = || Error::new(Kind::Unregistered, "the peer has no digests");
         let peer = Arc::clone(worker.digests.as_ref().ok_or_else(missing)?);
-        let remote =
-            |group: &GroupMove| (0..group.remote.len()).map(|at| group.remote.at(at)).collect::<Vec<_>>();
+        let remote = |group: &GroupMove| {
+            (0..group.remote.len()).map(|at| group.remote.at(at)).collect::<Vec<_>>()
+        };
         let wanted: Vec<u32> = blocks.groups.iter().flat_map(remote).collect();
         let words = read_words(&own, worker, peer.grid(), &wanted).await?;
         let rows = words.chunks(peer.width()).map(<[u64]>::to_vec);
-        let rows = peer.rows(blocks.pool, &blocks.words, wanted.iter().copied().zip(rows).collect());
+        let rows =
+            peer.rows(blocks.pool, &blocks.words, wanted.iter().copied().zip(rows).collect());
         let mut read = Vec::new();
         for group in blocks.groups.iter() {
             read.extend(link.pairings(blocks.part, group)?.1);
@@ -210,12 +231,14 @@ impl Shared {
         let shared = Arc::clone(self);
         let hash = move || shared.with_caches(rank, &own, |own| own.wrong(&peer, &read, &rows));
         let wrong = tokio::task::spawn_blocking(hash).await;
-        let wrong = wrong
-            .map_err(|error| Error::new(Kind::Closed, format!("blocks were not checked: {error}")))??;
+        let wrong = wrong.map_err(|error| {
+            Error::new(Kind::Closed, format!("blocks were not checked: {error}"))
+        })??;
         let each = link.map().units().consumer();
         let mut here: Vec<u32> = Vec::new();
         for group in blocks.groups.iter() {
-            let of_wrong = (0..group.remote.len()).filter(|at| wrong.contains(&group.remote.at(*at)));
+            let of_wrong =
+                (0..group.remote.len()).filter(|at| wrong.contains(&group.remote.at(*at)));
             here.extend(of_wrong.map(|at| group.local.at(at) / each));
         }
         here.sort_unstable();
@@ -247,9 +270,14 @@ impl Shared {
         }
     }
 
-    pub(super) fn linked_to(&self, rank: WorkerRank, connection: Connection) -> Result<Arc<PeerLink>> {
-        let closed =
-            || Error::new(Kind::Closed, "the connection was given up, as the caches were given back");
+    pub(super) fn linked_to(
+        &self,
+        rank: WorkerRank,
+        connection: Connection,
+    ) -> Result<Arc<PeerLink>> {
+        let closed = || {
+            Error::new(Kind::Closed, "the connection was given up, as the caches were given back")
+        };
         self.link(rank, connection).ok_or_else(closed)
     }
 

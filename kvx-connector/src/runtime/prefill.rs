@@ -59,9 +59,11 @@ impl<'a> Prefill<'a> {
         let asked = match &self.0.settings().mooncake {
             None => TransferParams::ask_prefill(),
             Some(mooncake) if mooncake.is_older() => TransferParams::ask_prefill(),
-            Some(_) => {
-                MooncakeParams::new(MooncakeTransferId::from_random(random()?), MooncakeLeg::Prefill).into()
-            }
+            Some(_) => MooncakeParams::new(
+                MooncakeTransferId::from_random(random()?),
+                MooncakeLeg::Prefill,
+            )
+            .into(),
         };
         self.publish_as(request, &asked, blocks, tokens)
     }
@@ -79,8 +81,12 @@ impl<'a> Prefill<'a> {
         tokens: u32,
     ) -> kvx_core::Result<(Lease, TransferParams)> {
         let (connector, request) = (self.0, request.into());
-        let arrival =
-            Arrival { request: &request, prompt_tokens: tokens, params: Some(asked), deadline: None };
+        let arrival = Arrival {
+            request: &request,
+            prompt_tokens: tokens,
+            params: Some(asked),
+            deadline: None,
+        };
         let shared = connector.shared();
         let refused = |why: &dyn fmt::Display| {
             if shared.is_closed() {
@@ -94,8 +100,13 @@ impl<'a> Prefill<'a> {
         let slot = shared
             .on_new_request(arrival, |awaited| awaited.release(&request, Kept::Request))
             .map_err(|why| refused(&why))?;
-        let ending =
-            Ending { status: Status::LengthCapped, blocks, computed: tokens, cached: None, reference: None };
+        let ending = Ending {
+            status: Status::LengthCapped,
+            blocks,
+            computed: tokens,
+            cached: None,
+            reference: None,
+        };
         match connector.request_finished(&request, ending) {
             Finished { params: Some(params), .. } => {
                 Ok((Lease { connector: connector.clone(), request, slot, over: false }, params))

@@ -75,7 +75,8 @@ impl GrantedWrites {
                 let since = Instant::now();
                 match region.revoke(AGAIN).await {
                     Ok(_) => break,
-                    Err(error) if error.kind() == Kind::StillShared && since.elapsed() >= AGAIN => {}
+                    Err(error) if error.kind() == Kind::StillShared && since.elapsed() >= AGAIN => {
+                    }
                     Err(error) => return Err(error),
                 }
             }
@@ -142,7 +143,9 @@ impl Shared {
             let registered = |rank: &WorkerRank, registered: &Option<Arc<Registered>>| {
                 registered.clone().map(|registered| (*rank, registered)).ok_or_else(|| {
                     let WorkerRank { pp, tp } = rank;
-                    let why = format!("worker pp {pp} tp {tp} has no caches registered: call Rank::register");
+                    let why = format!(
+                        "worker pp {pp} tp {tp} has no caches registered: call Rank::register"
+                    );
                     Error::new(Kind::Invalid, why)
                 })
             };
@@ -185,7 +188,8 @@ impl Shared {
                     Err(told)
                 }
                 before => {
-                    let granted = before.map_or_else(Arc::default, |grant| Arc::clone(grant.granted()));
+                    let granted =
+                        before.map_or_else(Arc::default, |grant| Arc::clone(grant.granted()));
                     state.grants.insert(request.clone(), Grant::Fenced(Arc::clone(&granted)));
                     Ok(granted)
                 }
@@ -234,7 +238,9 @@ impl Learned {
     /// Of the worker that a write goes to. `None`: the decode grants nothing, as one that is no kvx.
     pub(super) fn of(order: &Move, peer: &Peer) -> Result<Option<Self>> {
         let Part { rank, .. } = order.part;
-        let Some(grant) = order.grants.iter().find(|grant| (grant.pp, grant.tp) == (rank.pp, rank.tp)) else {
+        let Some(grant) =
+            order.grants.iter().find(|grant| (grant.pp, grant.tp) == (rank.pp, rank.tp))
+        else {
             return match order.grants.is_empty() {
                 true => Ok(None),
                 false => Err(Error::new(
@@ -243,7 +249,8 @@ impl Learned {
                 )),
             };
         };
-        let mut learned = Learned { peer: peer.clone(), regions: Vec::with_capacity(grant.regions.len()) };
+        let mut learned =
+            Learned { peer: peer.clone(), regions: Vec::with_capacity(grant.regions.len()) };
         for bytes in &grant.regions {
             learned.regions.push(peer.learn(bytes)?);
         }

@@ -5,7 +5,8 @@ use std::sync::{Arc, Weak};
 
 use kvx_core::sync::Mutex;
 use kvx_core::{
-    Agent, Completion, Deadline, Error, GridSet, Kind, Memory, MemoryKind, PeerRegion, Place, Region, Result,
+    Agent, Completion, Deadline, Error, GridSet, Kind, Memory, MemoryKind, PeerRegion, Place,
+    Region, Result,
 };
 
 use super::connector::Connector;
@@ -99,7 +100,8 @@ impl Registered {
         digests: bool,
         words: impl FnOnce(&Agent) -> Result<Region>,
     ) -> Result<Self> {
-        let digests = digests.then(|| Digests::new(&agent, caches.geometry(), &memory)).transpose()?;
+        let digests =
+            digests.then(|| Digests::new(&agent, caches.geometry(), &memory)).transpose()?;
         let words = words(&agent)?;
         let mut regions: Vec<Region> = Vec::with_capacity(memory.len());
         for memory in memory {
@@ -107,8 +109,17 @@ impl Registered {
         }
         let finishing = tokio::sync::RwLock::new(());
         let (granted, host_copies) = (Mutex::default(), None);
-        let registered =
-            Registered { agent, caches, scratch, regions, words, digests, host_copies, granted, finishing };
+        let registered = Registered {
+            agent,
+            caches,
+            scratch,
+            regions,
+            words,
+            digests,
+            host_copies,
+            granted,
+            finishing,
+        };
         for at in 0..registered.geometry().regions().len() {
             registered.place(at as u32)?;
         }
@@ -135,7 +146,8 @@ impl Registered {
         let held = &self.geometry().regions()[region as usize];
         let end = held.end().expect("checked when the geometry was made");
         let lies_in = |memory: &Memory| {
-            held.base >= memory.address() && end <= memory.address().saturating_add(memory.len() as u64)
+            held.base >= memory.address()
+                && end <= memory.address().saturating_add(memory.len() as u64)
         };
         match self.regions.iter().find(|region| lies_in(region.memory())) {
             Some(memory) => Ok((memory, held.base - memory.memory().address())),
@@ -258,7 +270,11 @@ impl PeerRegions {
     }
 
     /// Of an agent that is not kvx: the ranges that its handshake tells. `device`: what memory of its devices is.
-    pub(super) fn foreign(peer: &kvx_core::Peer, geometry: &Geometry, device: MemoryKind) -> Result<Self> {
+    pub(super) fn foreign(
+        peer: &kvx_core::Peer,
+        geometry: &Geometry,
+        device: MemoryKind,
+    ) -> Result<Self> {
         let region = |span: crate::mapping::MemorySpan| {
             let kind = match span.memory {
                 crate::mapping::MemoryType::Dram => MemoryKind::Host,
@@ -284,13 +300,16 @@ impl PeerRegions {
 
     /// The region that an address of the peer lies in, and where in it.
     pub(super) fn at(&self, base: u64) -> Result<(&PeerRegion, u64)> {
-        let within =
-            |(address, region): &&(u64, PeerRegion)| base >= *address && base - address < region.len();
+        let within = |(address, region): &&(u64, PeerRegion)| {
+            base >= *address && base - address < region.len()
+        };
         match self.pools.iter().find(within) {
             Some((address, region)) => Ok((region, base - address)),
             None => Err(Error::new(
                 Kind::Malformed,
-                format!("the peer names blocks at {base:#x}, where its agent has registered nothing"),
+                format!(
+                    "the peer names blocks at {base:#x}, where its agent has registered nothing"
+                ),
             )),
         }
     }

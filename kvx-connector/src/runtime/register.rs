@@ -88,7 +88,9 @@ impl Shared {
         };
         let registered = self.open(rank, agent, caches, memory, words)?;
         let (generation, own) = match side {
-            Listening::Nixl(server) => (Some(server.publish(rank, &self.setup.metadata(&registered)?)), None),
+            Listening::Nixl(server) => {
+                (Some(server.publish(rank, &self.setup.metadata(&registered)?)), None)
+            }
             Listening::Mooncake(_) => (None, Some(self.own_description(rank, &registered)?)),
         };
         // One count of registrations, for the side channel and the scheduler.
@@ -135,20 +137,27 @@ impl Shared {
             }
         };
         // A backend that moves memory of devices through small buffers needs no copy of all of it.
-        let copied = self.setup.config.buffer_device() == BufferDevice::Cpu && !agent.stages_devices();
+        let copied =
+            self.setup.config.buffer_device() == BufferDevice::Cpu && !agent.stages_devices();
         let copies = if copied { HostCopies::new(&caches, &memory)? } else { None };
         let (host_copies, caches, memory) = match copies {
             Some((copies, caches, memory)) => (Some(copies), caches, memory),
             None => (None, caches, memory),
         };
         let words = |agent: &Agent| agent.register(WORDS, words()?);
-        let mut registered = Registered::new((agent, scratch), caches, memory, self.digests(), words)?;
+        let mut registered =
+            Registered::new((agent, scratch), caches, memory, self.digests(), words)?;
         registered.host_copies = host_copies;
         Ok(registered)
     }
 
     /// Takes caches that are registered into use. Errors: `Closed`, and they are given up with their agent.
-    pub(super) fn take_up(&self, rank: WorkerRank, registered: Registered, told: AnnouncedTo) -> Result<()> {
+    pub(super) fn take_up(
+        &self,
+        rank: WorkerRank,
+        registered: Registered,
+        told: AnnouncedTo,
+    ) -> Result<()> {
         let mut state = self.state.lock();
         if state.is_closing() {
             // The shutdown has not seen an agent that is new here: it ends with this.
@@ -156,7 +165,9 @@ impl Shared {
         }
         let own = match told {
             AnnouncedTo::Peers(generation, own) => {
-                generation.into_iter().for_each(|generation| state.scheduler.registered(generation));
+                generation
+                    .into_iter()
+                    .for_each(|generation| state.scheduler.registered(generation));
                 own
             }
             AnnouncedTo::Engine(metadata, host_copies) => {
@@ -184,7 +195,11 @@ impl Shared {
         Ok(())
     }
 
-    pub(super) fn give_back(self: &Arc<Self>, rank: WorkerRank, deadline: Deadline) -> Completion<()> {
+    pub(super) fn give_back(
+        self: &Arc<Self>,
+        rank: WorkerRank,
+        deadline: Deadline,
+    ) -> Completion<()> {
         let (done, ticket) = Completion::with_ticket();
         let mut state = self.state.lock();
         if state.is_closing() {
@@ -217,15 +232,21 @@ impl Shared {
                     Some((registered, head.as_mut().map(Lead::give_back)))
                 }
                 // Those that nobody knows of yet are asked for once more.
-                None => {
-                    held.giving_back.last().map(|last| (Arc::clone(&last.registered), last.knowing.clone()))
-                }
+                None => held
+                    .giving_back
+                    .last()
+                    .map(|last| (Arc::clone(&last.registered), last.knowing.clone())),
             };
             if let Some((registered, knowing)) = given
                 && let Some(ticket) = unused.take()
             {
-                let given_back =
-                    Arc::clone(self).revoke(rank, Arc::clone(&registered), knowing.clone(), deadline, ticket);
+                let given_back = Arc::clone(self).revoke(
+                    rank,
+                    Arc::clone(&registered),
+                    knowing.clone(),
+                    deadline,
+                    ticket,
+                );
                 held.giving_back.push(GivingBack {
                     registered,
                     knowing,
@@ -277,7 +298,8 @@ impl Shared {
             given.ending.id() == own || same && given.ending.is_finished()
         };
         let held = state.ranks.get_mut(&rank);
-        let over: Vec<_> = held.into_iter().flat_map(|held| held.giving_back.extract_if(.., over)).collect();
+        let over: Vec<_> =
+            held.into_iter().flat_map(|held| held.giving_back.extract_if(.., over)).collect();
         drop(state);
         drop(over); // memory may go with it
     }
@@ -286,9 +308,11 @@ impl Shared {
 impl State {
     /// Whether another rank has caches, or is about to register some: they all have the same words.
     pub(super) fn others_have_words(&self, rank: WorkerRank) -> bool {
-        let has_words =
-            |held: &RankState| held.registered.is_some() || held.worker.away().is_some_and(Away::has_words);
-        self.published.is_some() && self.ranks.iter().any(|(at, held)| *at != rank && has_words(held))
+        let has_words = |held: &RankState| {
+            held.registered.is_some() || held.worker.away().is_some_and(Away::has_words)
+        };
+        self.published.is_some()
+            && self.ranks.iter().any(|(at, held)| *at != rank && has_words(held))
     }
 }
 

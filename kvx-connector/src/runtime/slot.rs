@@ -22,7 +22,10 @@ struct SlotState<T> {
 
 impl<T> Slot<T> {
     pub(super) fn new() -> Arc<Self> {
-        Arc::new(Slot { state: Mutex::new(SlotState { value: None, waker: None }), set: Condvar::new() })
+        Arc::new(Slot {
+            state: Mutex::new(SlotState { value: None, waker: None }),
+            set: Condvar::new(),
+        })
     }
 
     /// Sets it and wakes whoever waits.

@@ -30,8 +30,9 @@ use super::side::SideClient;
 use super::trace::Traces;
 use super::words::{Published, Scratch};
 use crate::engine::{
-    Action, Allocation, Arrival, BlockLists, Connection, ConnectorMeta, Kept, Matched, MoveId, NotLoaded,
-    Outcome, OutputAggregator, PoolBlocks, ReceiveOrder, RequestId, Scheduler, Time, WorkerRank,
+    Action, Allocation, Arrival, BlockLists, Connection, ConnectorMeta, Kept, Matched, MoveId,
+    NotLoaded, Outcome, OutputAggregator, PoolBlocks, ReceiveOrder, RequestId, Scheduler, Time,
+    WorkerRank,
 };
 use crate::params::OlderMooncakeParams;
 use crate::wire::group::ToHead;
@@ -183,7 +184,8 @@ impl Shared {
             closing: None,
             over: None,
         };
-        let (state, wake_up, news, told) = (Mutex::new(state), Notify::new(), Notify::new(), Condvar::new());
+        let (state, wake_up, news, told) =
+            (Mutex::new(state), Notify::new(), Notify::new(), Condvar::new());
         let asker = SideClient::new(clock, secret.clone(), setup.settings.ports);
         let (side, mooncake) = (Mutex::default(), Room::default());
         let (granting, digesting) = (Mutex::default(), Mutex::default());
@@ -239,7 +241,11 @@ impl Shared {
         if arrived.is_ok()
             && let Some(params) = arrival.params.filter(|params| params.do_remote_prefill)
         {
-            state.traces.arrived(now, request, params.remote_engine_id.as_deref().unwrap_or_default());
+            state.traces.arrived(
+                now,
+                request,
+                params.remote_engine_id.as_deref().unwrap_or_default(),
+            );
             let trust = &self.setup.settings.trust;
             let names_blocks = params.remote_block_ids.is_some();
             let unsigned = trust.has_secret() && names_blocks && params.kvx_signature.is_none();
@@ -383,14 +389,25 @@ impl State {
 
     pub(super) fn check_blocks(&self, blocks: &BlockLists, groups: usize) -> Result<()> {
         let mut away = self.ranks.values().filter_map(|held| held.worker.away());
-        if let Some(why) = away.clone().filter(|away| !away.has_given_back()).find_map(Away::missing) {
-            return Err(Error::new(Kind::PeerLost, format!("a rank of this engine is not there: {why}")));
+        if let Some(why) =
+            away.clone().filter(|away| !away.has_given_back()).find_map(Away::missing)
+        {
+            return Err(Error::new(
+                Kind::PeerLost,
+                format!("a rank of this engine is not there: {why}"),
+            ));
         }
         if let Some(why) = away.find_map(Away::missing) {
-            return Err(Error::new(Kind::Invalid, format!("{why}: call JoinedRank::register there")));
+            return Err(Error::new(
+                Kind::Invalid,
+                format!("{why}: call JoinedRank::register there"),
+            ));
         }
         let Some(pool) = &self.pool else {
-            return Err(Error::new(Kind::Invalid, "no caches are registered: call Rank::register first"));
+            return Err(Error::new(
+                Kind::Invalid,
+                "no caches are registered: call Rank::register first",
+            ));
         };
         if blocks.groups().len() != groups {
             return Err(Error::new(
@@ -418,7 +435,8 @@ impl State {
 
     /// Whether the engine has not started a load on some worker yet.
     pub(super) fn is_pending(&self, request: &RequestId) -> bool {
-        let orders = self.ranks.values().flat_map(|held| &held.pending).flat_map(|meta| &meta.receive);
+        let orders =
+            self.ranks.values().flat_map(|held| &held.pending).flat_map(|meta| &meta.receive);
         orders.into_iter().any(|order| order.request == *request)
     }
 
@@ -470,7 +488,8 @@ impl State {
         outcomes.extend(self.scheduler.poll(now));
         self.metrics.blocks(self.scheduler.blocks_held(), self.scheduler.blocks_lost());
         let before = self.outcomes.len();
-        let mut wakers: Vec<_> = outcomes.into_iter().filter_map(|outcome| self.deliver(outcome)).collect();
+        let mut wakers: Vec<_> =
+            outcomes.into_iter().filter_map(|outcome| self.deliver(outcome)).collect();
         wakers.extend(self.take_raised().into_iter().filter_map(|outcome| self.hand_over(outcome)));
         (self.outcomes.len() > before, wakers)
     }

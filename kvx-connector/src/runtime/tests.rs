@@ -57,7 +57,11 @@ fn pool() -> Arc<Memory> {
     Arc::new(Memory::pool((u64::from(BLOCKS) * BLOCK_LEN) as usize).build().unwrap())
 }
 
-fn register_pool(connector: &Connector, tp: u32, pool: &Arc<Memory>) -> kvx_core::Result<super::Rank> {
+fn register_pool(
+    connector: &Connector,
+    tp: u32,
+    pool: &Arc<Memory>,
+) -> kvx_core::Result<super::Rank> {
     let layer = LayerCache {
         name: "layers.0.attn".into(),
         tensors: KvTensors::Together(pool.address()),
@@ -119,7 +123,8 @@ fn caches_are_given_back_once_nothing_of_them_is_being_finished() {
 fn who_finds_no_place_for_a_peers_generations_is_told_so_in_time() {
     let connector = connector(1);
     register(&connector, 0).unwrap();
-    let scratch = Arc::clone(&connector.shared().registered(WorkerRank { pp: 0, tp: 0 }).unwrap().scratch);
+    let scratch =
+        Arc::clone(&connector.shared().registered(WorkerRank { pp: 0, tp: 0 }).unwrap().scratch);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
     runtime.block_on(async {
         let mut places = Vec::new();
@@ -350,7 +355,12 @@ fn a_request_that_ends_before_the_engine_has_heard_of_its_held_blocks_keeps_them
 }
 
 /// Publishes a block of these bytes.
-fn publish(prefill: &Connector, pool: &Memory, name: &str, byte: u8) -> (super::Lease, TransferParams) {
+fn publish(
+    prefill: &Connector,
+    pool: &Memory,
+    name: &str,
+    byte: u8,
+) -> (super::Lease, TransferParams) {
     pool.copy_in(0, &[byte; BLOCK_LEN as usize]).unwrap();
     Prefill::new(prefill).publish(name, one(0), TOKENS).unwrap()
 }
@@ -363,8 +373,9 @@ fn stopped_before_its_write(prefill: &Connector) -> (WorkerRank, crate::engine::
         assert!(std::time::Instant::now() < until, "no registration has come");
         while let Some(told) = agent.try_notification() {
             let from = format!("{:?}", told.from);
-            let heard =
-                |worker: &mut crate::engine::Worker, now| worker.notified(now, &from, &told.bytes).unwrap();
+            let heard = |worker: &mut crate::engine::Worker, now| {
+                worker.notified(now, &from, &told.bytes).unwrap()
+            };
             shared.tell_worker(WorkerRank::default(), heard);
         }
         for (rank, action, _) in shared.turn().actions {
@@ -401,7 +412,12 @@ fn a_write_that_comes_after_the_decode_has_given_up_changes_no_byte() {
         let write = |order| {
             let shared = Arc::clone(prefill.shared());
             let cancel = shared.moving(rank, id);
-            prefill.shared().runtime.spawn(shared.transfer(rank, kvx_core::Op::Write, order, cancel))
+            prefill.shared().runtime.spawn(shared.transfer(
+                rank,
+                kvx_core::Op::Write,
+                order,
+                cancel,
+            ))
         };
         let waits = tokio::runtime::Builder::new_current_thread().build().unwrap();
         if late {

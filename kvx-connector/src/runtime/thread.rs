@@ -50,13 +50,14 @@ where
         .build()
     {
         Ok(runtime) => runtime.block_on(run(slot)),
-        Err(error) => slot.set(Err(Error::os("the connector's runtime could not be started", error))),
+        Err(error) => {
+            slot.set(Err(Error::os("the connector's runtime could not be started", error)))
+        }
     };
     match std::thread::Builder::new().name(THREAD.into()).spawn(body) {
         Ok(_) => Ok(started),
-        Err(error) => {
-            Err(Error::os("the connector's thread could not be started", error).kind_is(Kind::Exhausted))
-        }
+        Err(error) => Err(Error::os("the connector's thread could not be started", error)
+            .kind_is(Kind::Exhausted)),
     }
 }
 
@@ -147,9 +148,13 @@ fn act(shared: &Arc<Shared>, rank: WorkerRank, action: Action, span: Span) {
             let registered = shared.register_push(rank, request, (connection, ranks), registration);
             tokio::spawn(registered.instrument(span));
         }
-        Action::Fence { request } => drop(tokio::spawn(shared.fence(rank, request).instrument(span))),
+        Action::Fence { request } => {
+            drop(tokio::spawn(shared.fence(rank, request).instrument(span)))
+        }
         Action::ReadGenerations { id, connection, rank: at, blocks, .. } => {
-            tokio::spawn(shared.read_generations(rank, id, (connection, at), blocks).instrument(span));
+            tokio::spawn(
+                shared.read_generations(rank, id, (connection, at), blocks).instrument(span),
+            );
         }
         Action::CheckDigests { id, connection, blocks, .. } => {
             tokio::spawn(shared.check_digests(rank, id, connection, blocks).instrument(span));
@@ -158,7 +163,8 @@ fn act(shared: &Arc<Shared>, rank: WorkerRank, action: Action, span: Span) {
             tokio::spawn(shared.notify(rank, (connection, at), request, bytes).instrument(span));
         }
         Action::Finish { request, connection, lists } => {
-            let finish = move || span.in_scope(|| shared.finish(rank, &request, connection, &lists));
+            let finish =
+                move || span.in_scope(|| shared.finish(rank, &request, connection, &lists));
             tokio::task::spawn_blocking(finish);
         }
         Action::Cancel { .. } | Action::Disconnect { .. } => unreachable!("done in the turn"),
@@ -190,7 +196,9 @@ async fn listen(shared: Arc<Shared>, rank: WorkerRank, agent: Agent) {
                     Got::Nonsense => hear(&shared, rank, &from, &notification.bytes),
                     Got::Instead(bytes) => Err(Error::new(
                         Kind::Exhausted,
-                        format!("another one, of which {bytes} bytes had come, was dropped to make room"),
+                        format!(
+                            "another one, of which {bytes} bytes had come, was dropped to make room"
+                        ),
                     )),
                 };
                 let Err(error) = heard else { continue };

@@ -45,8 +45,12 @@ impl Shared {
         let (news, wakers) = state.collect(now);
         let unheard = std::mem::take(&mut state.unheard);
         let spent = std::mem::take(&mut state.spent);
-        let mut turn =
-            ConnectorTurn { over: state.over.is_some(), unheard, spent, ..ConnectorTurn::default() };
+        let mut turn = ConnectorTurn {
+            over: state.over.is_some(),
+            unheard,
+            spent,
+            ..ConnectorTurn::default()
+        };
         for (rank, held) in &mut state.ranks {
             turn.due.append(&mut held.take_due());
             while let Some(action) = held.next_action() {

@@ -221,16 +221,18 @@ unsafe impl Sync for CopiedWords {}
 impl CopiedWords {
     /// For a pool of so many logical blocks; and the file that they are in.
     pub(super) fn new(blocks: u32) -> Result<(Self, OwnedFd)> {
-        let failed = |error| Error::os("the words of a rank's blocks could not be shared with it", error);
+        let failed =
+            |error| Error::os("the words of a rank's blocks could not be shared with it", error);
         let count = blocks as usize + 1;
         let len = count * WORD as usize;
-        let file =
-            memfd_create("kvx-words", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(failed)?;
+        let file = memfd_create("kvx-words", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+            .map_err(failed)?;
         ftruncate(&file, len as u64).map_err(failed)?;
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW).map_err(failed)?;
         // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the program.
-        let base =
-            unsafe { mmap(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0) };
+        let base = unsafe {
+            mmap(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0)
+        };
         let base = NonNull::new(base.map_err(failed)?.cast()).expect("a mapping is somewhere");
         Ok((CopiedWords { base, count }, file))
     }

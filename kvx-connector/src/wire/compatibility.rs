@@ -172,7 +172,8 @@ impl CompatibilityFactors {
             put("is_hma_enabled", self.is_hma_enabled.into());
         }
         if self.dialect >= Dialect::V0_28 {
-            let speculative = self.speculative.as_ref().map(|factors| factors.value(&self.cache_dtype));
+            let speculative =
+                self.speculative.as_ref().map(|factors| factors.value(&self.cache_dtype));
             put("speculative_config", speculative.unwrap_or_default());
             put("transfer_mode", self.transfer_mode.as_str().into());
         }

@@ -37,8 +37,17 @@ struct Candidate {
 }
 
 const DTYPES: &[&str] = &["torch.bfloat16", "torch.float16", "torch.float32"];
-const CACHE_DTYPES: &[&str] =
-    &["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4"];
+const CACHE_DTYPES: &[&str] = &[
+    "auto",
+    "bfloat16",
+    "float16",
+    "fp8",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "fp8_inc",
+    "fp8_ds_mla",
+    "nvfp4",
+];
 const BACKENDS: &[&str] = &[
     "FLASH_ATTN",
     "FLASHINFER",
@@ -86,7 +95,10 @@ const BUILDS: &[&str] = &["", "+cpu", "+cu126", "+cu128", "+cu129", "+cu130", "+
 /// assert_eq!((found.len(), found[0].factor, &*found[0].there), (1, "dtype", "\"torch.float16\""));
 /// # Ok::<(), kvx_core::Error>(())
 /// ```
-pub fn explain(here: &CompatibilityFactors, there: &CompatibilityHash) -> Result<Option<Vec<Difference>>> {
+pub fn explain(
+    here: &CompatibilityFactors,
+    there: &CompatibilityHash,
+) -> Result<Option<Vec<Difference>>> {
     let ours = written(here)?;
     let candidates = candidates(here)?;
     let mut tried = ours.clone();
@@ -105,7 +117,12 @@ pub fn explain(here: &CompatibilityFactors, there: &CompatibilityHash) -> Result
                 }
                 let before = other.sets.iter().map(|(key, _)| *key);
                 for key in before {
-                    match one.sets.iter().find(|(set, _)| *set == key).map(|(_, value)| value.clone()) {
+                    match one
+                        .sets
+                        .iter()
+                        .find(|(set, _)| *set == key)
+                        .map(|(_, value)| value.clone())
+                    {
                         Some(value) => set(&mut tried, key, value),
                         None => set(&mut tried, key, ours.get(key).cloned()),
                     }
@@ -123,9 +140,13 @@ pub fn explain(here: &CompatibilityFactors, there: &CompatibilityHash) -> Result
 /// # Errors
 ///
 /// As [`explain`].
-pub fn explain_by_one(here: &CompatibilityFactors, there: &CompatibilityHash) -> Result<Option<Difference>> {
+pub fn explain_by_one(
+    here: &CompatibilityFactors,
+    there: &CompatibilityHash,
+) -> Result<Option<Difference>> {
     let ours = written(here)?;
-    let candidates = candidates(here)?.into_iter().chain(unknown_versions(here)?).collect::<Vec<_>>();
+    let candidates =
+        candidates(here)?.into_iter().chain(unknown_versions(here)?).collect::<Vec<_>>();
     let one = alone(&ours, &candidates, there);
     Ok(one.and_then(|one| differences(&ours, &[one]).pop()))
 }
@@ -149,7 +170,11 @@ fn differences(ours: &BTreeMap<String, String>, those: &[&Candidate]) -> Vec<Dif
     let difference = |one: &&Candidate| {
         let absent = || "absent".to_owned();
         let of = |key: &str| ours.get(key).cloned().unwrap_or_else(absent);
-        let there = one.sets.iter().find(|(key, _)| *key == one.factor).and_then(|(_, value)| value.clone());
+        let there = one
+            .sets
+            .iter()
+            .find(|(key, _)| *key == one.factor)
+            .and_then(|(_, value)| value.clone());
         Difference { factor: one.factor, here: of(one.factor), there: there.unwrap_or_else(absent) }
     };
     those.iter().map(difference).collect()
@@ -187,7 +212,11 @@ fn put(values: &mut BTreeMap<String, String>, candidate: &Candidate) {
     }
 }
 
-fn take_back(values: &mut BTreeMap<String, String>, candidate: &Candidate, ours: &BTreeMap<String, String>) {
+fn take_back(
+    values: &mut BTreeMap<String, String>,
+    candidate: &Candidate,
+    ours: &BTreeMap<String, String>,
+) {
     for (key, _) in &candidate.sets {
         set(values, key, ours.get(*key).cloned());
     }
@@ -245,7 +274,13 @@ fn unknown_versions(here: &CompatibilityFactors) -> Result<Vec<Candidate>> {
     let Some(newest) = Dialect::ALL.last().copied() else { return Ok(all) };
     for minor in minor(newest)..=minor(newest) + LATER {
         for further in 0..=LATER {
-            add_version(&mut all, here, newest, newest.connector_version() + further, (minor, 0..6))?;
+            add_version(
+                &mut all,
+                here,
+                newest,
+                newest.connector_version() + further,
+                (minor, 0..6),
+            )?;
         }
     }
     Ok(all)
@@ -295,7 +330,8 @@ const FACTORS_OF_VERSIONS: [&str; 6] = [
 fn spellings(model: &str) -> Vec<String> {
     let bare = model.trim_end_matches('/');
     let parts: Vec<&str> = bare.rsplit('/').collect();
-    let mut all = vec![bare.to_owned(), format!("{bare}/"), format!("./{bare}"), bare.to_lowercase()];
+    let mut all =
+        vec![bare.to_owned(), format!("{bare}/"), format!("./{bare}"), bare.to_lowercase()];
     all.push(bare.trim_start_matches("./").to_owned());
     if let [name, parent, ..] = parts[..] {
         all.extend([name.to_owned(), format!("./{name}"), format!("{parent}/{name}")]);

@@ -10,8 +10,8 @@ use super::group::{ToHead, ToRank};
 use super::mooncake::{Directory, OlderPullRequest, PullRequest, PullResponse, WorkerRegistration};
 use super::nixl::{Assembly, Got, MAX_NOTE, NixlBlob, notes};
 use super::{
-    CompatibilityHash, EngineNotification, Expectation, Handshake, HandshakePayload, HandshakeRequest,
-    KvxChallenge, KvxRequest, Listener, NixlAgentMetadata,
+    CompatibilityHash, EngineNotification, Expectation, Handshake, HandshakePayload,
+    HandshakeRequest, KvxChallenge, KvxRequest, Listener, NixlAgentMetadata,
 };
 use crate::Dialect;
 use crate::engine::{Time, WorkerRank};
@@ -71,8 +71,10 @@ pub fn handshake_request(bytes: &[u8]) {
 pub fn handshake_payload(bytes: &[u8]) {
     stable(bytes, HandshakePayload::decode, HandshakePayload::encode);
     let hash = CompatibilityHash::foreign("h");
-    let expectation =
-        Expectation { enforce_handshake_compat: false, ..Expectation::new(Dialect::V0_33, "e1", hash) };
+    let expectation = Expectation {
+        enforce_handshake_compat: false,
+        ..Expectation::new(Dialect::V0_33, "e1", hash)
+    };
     let rank = WorkerRank { pp: 0, tp: 0 };
     let mut handshake = Handshake::new(expectation, [rank], (1, 1)).expect("the worker exists");
     let asked = handshake.request(Time::default());
@@ -90,8 +92,10 @@ pub fn agent_metadata(bytes: &[u8]) {
             && metadata.check_regions().is_ok()
         {
             for region in 0..metadata.regions() {
-                let last = metadata.blocks_of(region).expect("every region has blocks").saturating_sub(1);
-                let start = metadata.kv_caches_base_addr[region] + last * metadata.block_strides[region];
+                let last =
+                    metadata.blocks_of(region).expect("every region has blocks").saturating_sub(1);
+                let start =
+                    metadata.kv_caches_base_addr[region] + last * metadata.block_strides[region];
                 assert!(start.checked_add(metadata.block_lens[region]).is_some());
             }
         }

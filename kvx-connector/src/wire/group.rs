@@ -8,10 +8,12 @@ use kvx_core::{Error, Kind, Result};
 use super::msgpack::{MsgpackReader, MsgpackWriter};
 use super::push::PushGrant;
 use super::step::{
-    MAX_GROUPS, MAX_STEP, duration, read_duration, read_flag, read_rank, read_reason, read_request, reason,
-    record,
+    MAX_GROUPS, MAX_STEP, duration, read_duration, read_flag, read_rank, read_reason, read_request,
+    reason, record,
 };
-use crate::engine::{ConnectorMeta, Fresh, PoolBlocks, RequestId, Unsaved, WorkerOutput, WorkerRank};
+use crate::engine::{
+    ConnectorMeta, Fresh, PoolBlocks, RequestId, Unsaved, WorkerOutput, WorkerRank,
+};
 
 /// The longest message of either side.
 pub(crate) const MAX_MESSAGE: usize = MAX_STEP + 1;
@@ -177,14 +179,19 @@ impl ToRank {
             8 => {
                 record(&mut reader, 3)?;
                 let request = read_request(&mut reader)?;
-                let grants = |reader: &mut MsgpackReader<'_>| reader.list(PushGrant::MAX, PushGrant::read);
+                let grants =
+                    |reader: &mut MsgpackReader<'_>| reader.list(PushGrant::MAX, PushGrant::read);
                 ToRank::Grants { request, told: read_result(&mut reader, grants)? }
             }
             9 => ToRank::GivenBack,
             10 => {
                 record(&mut reader, 3)?;
                 let (number, stamp) = (reader.unsigned()?, reader.unsigned()?);
-                ToRank::Raise { number, stamp, blocks: reader.list(MAX_RAISED, MsgpackReader::unsigned_32)? }
+                ToRank::Raise {
+                    number,
+                    stamp,
+                    blocks: reader.list(MAX_RAISED, MsgpackReader::unsigned_32)?,
+                }
             }
             11 => {
                 record(&mut reader, 4)?;
@@ -281,7 +288,10 @@ impl ToHead {
             7 => {
                 record(&mut reader, 3)?;
                 let request = read_request(&mut reader)?;
-                ToHead::Granted { request, told: read_result(&mut reader, PushGrant::read_regions)? }
+                ToHead::Granted {
+                    request,
+                    told: read_result(&mut reader, PushGrant::read_regions)?,
+                }
             }
             8 => ToHead::GrantsOfAll(read_request(&mut reader)?),
             9 => ToHead::GivesBack,
@@ -325,7 +335,11 @@ fn check_blocks(reader: &MsgpackReader<'_>, blocks: u32) -> Result<()> {
 
 fn read_own_words(reader: &mut MsgpackReader<'_>) -> Result<OwnWords> {
     record(reader, 3)?;
-    let own = OwnWords { pool: reader.unsigned()?, stamp: reader.unsigned()?, blocks: reader.unsigned_32()? };
+    let own = OwnWords {
+        pool: reader.unsigned()?,
+        stamp: reader.unsigned()?,
+        blocks: reader.unsigned_32()?,
+    };
     check_blocks(reader, own.blocks)?;
     Ok(own)
 }
@@ -342,7 +356,11 @@ fn read_fresh(reader: &mut MsgpackReader<'_>) -> Result<Fresh> {
 
 fn read_unsaved(reader: &mut MsgpackReader<'_>) -> Result<Unsaved> {
     record(reader, 3)?;
-    Ok(Unsaved { group: reader.unsigned_32()?, block: reader.unsigned_32()?, place: reader.unsigned_32()? })
+    Ok(Unsaved {
+        group: reader.unsigned_32()?,
+        block: reader.unsigned_32()?,
+        place: reader.unsigned_32()?,
+    })
 }
 
 fn message(kind: u8, value: impl FnOnce(&mut MsgpackWriter)) -> Result<Vec<u8>> {

@@ -29,8 +29,8 @@ mod step;
 pub use compatibility::{CompatibilityFactors, CompatibilityHash, SpeculativeFactors};
 pub use explain::{Difference, explain, explain_by_one};
 pub use handshake::{
-    ClockReading, Expectation, Handshake, HandshakePayload, HandshakeRequest, HandshakenPeer, KvxChallenge,
-    KvxRequest, Listener, NixlAgentMetadata, PackedMember, Reply,
+    ClockReading, Expectation, Handshake, HandshakePayload, HandshakeRequest, HandshakenPeer,
+    KvxChallenge, KvxRequest, Listener, NixlAgentMetadata, PackedMember, Reply,
 };
 pub use notification::EngineNotification;
 pub use push::{PushGrant, PushRegistration};

@@ -68,7 +68,9 @@ impl EngineNotification {
             return Err(Error::new(Kind::Invalid, "a heartbeat without request ids says nothing"));
         }
         match request_ids.iter().find(|id| id.is_empty() || id.contains(',')) {
-            Some(id) => Err(invalid(id, "it is empty or has a comma, which separates ids in heartbeats")),
+            Some(id) => {
+                Err(invalid(id, "it is empty or has a comma, which separates ids in heartbeats"))
+            }
             None => Ok(EngineNotification::Heartbeat { request_ids }),
         }
     }
@@ -79,7 +81,9 @@ impl EngineNotification {
     /// # Errors
     ///
     /// As [`heartbeat`](Self::heartbeat), but no ids make no notifications; an id that is too long for one.
-    pub fn heartbeats<T: Into<String>>(request_ids: impl IntoIterator<Item = T>) -> Result<Vec<Self>> {
+    pub fn heartbeats<T: Into<String>>(
+        request_ids: impl IntoIterator<Item = T>,
+    ) -> Result<Vec<Self>> {
         let mut beats: Vec<Vec<String>> = Vec::new();
         let mut len = usize::MAX;
         for id in request_ids {
@@ -89,7 +93,10 @@ impl EngineNotification {
                 len = HEARTBEAT.len() + id.len();
                 if len > Self::MAX_HEARTBEAT {
                     let start: String = id.chars().take(64).collect();
-                    return Err(invalid(&start, "it starts like this and is longer than a notification"));
+                    return Err(invalid(
+                        &start,
+                        "it starts like this and is longer than a notification",
+                    ));
                 }
                 beats.push(Vec::new());
             }
@@ -103,11 +110,15 @@ impl EngineNotification {
     /// The notification as bytes.
     pub fn encode(&self) -> Vec<u8> {
         match self {
-            EngineNotification::Done { request_id, count } => format!("{request_id}:{count}").into_bytes(),
+            EngineNotification::Done { request_id, count } => {
+                format!("{request_id}:{count}").into_bytes()
+            }
             EngineNotification::Heartbeat { request_ids } => {
                 format!("{HEARTBEAT}{}", request_ids.join(",")).into_bytes()
             }
-            EngineNotification::Registration(registration) => [REGISTRATION, &registration.encode()].concat(),
+            EngineNotification::Registration(registration) => {
+                [REGISTRATION, &registration.encode()].concat()
+            }
         }
     }
 
@@ -129,7 +140,8 @@ impl EngineNotification {
         }
         let text = std::str::from_utf8(bytes).map_err(|_| malformed("it is not UTF-8"))?;
         if let Some(ids) = text.strip_prefix(HEARTBEAT) {
-            return Self::heartbeat(ids.split(',')).map_err(|_| malformed("a heartbeat with an empty id"));
+            return Self::heartbeat(ids.split(','))
+                .map_err(|_| malformed("a heartbeat with an empty id"));
         }
         let (request_id, count) =
             text.rsplit_once(':').ok_or_else(|| malformed("neither a request nor a heartbeat"))?;

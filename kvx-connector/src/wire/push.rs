@@ -123,7 +123,9 @@ impl PushRegistration {
     pub(super) fn decode(bytes: &[u8]) -> Result<Self> {
         let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
         let groups = |reader: &mut MsgpackReader<'_>| {
-            reader.list(Self::MAX_GROUPS, |reader| reader.list(Self::MAX_BLOCKS, MsgpackReader::unsigned_32))
+            reader.list(Self::MAX_GROUPS, |reader| {
+                reader.list(Self::MAX_BLOCKS, MsgpackReader::unsigned_32)
+            })
         };
         Ok(PushRegistration {
             request_id: fields.required("request_id", MsgpackReader::owned_text)?,
@@ -209,9 +211,10 @@ impl Record for PushRegistration {
             "remote_tp_size" => size(writer, self.remote_tp_size),
             "remote_pp_size" => size(writer, self.remote_pp_size),
             "kvx_grants" => writer.list(&self.kvx_grants, |writer, grant| grant.write(writer)),
-            "kvx_registration" => {
-                writer.optional(self.kvx_registration.as_ref(), |writer, number| writer.unsigned(*number))
-            }
+            "kvx_registration" => writer
+                .optional(self.kvx_registration.as_ref(), |writer, number| {
+                    writer.unsigned(*number)
+                }),
             other => unreachable!("{other} is no key of a {WHAT}"),
         }
     }

@@ -78,8 +78,7 @@ mod tests {
 
     #[test]
     fn text_is_what_python_writes() {
-        let value =
-            json!({"b": [1, -2, null, true], "a": {"z": "é\u{1F600}\u{7f}\u{1}\n\"\\/", "A": false}, "": []});
+        let value = json!({"b": [1, -2, null, true], "a": {"z": "é\u{1F600}\u{7f}\u{1}\n\"\\/", "A": false}, "": []});
         let python = concat!(
             r#"{"": [], "a": {"A": false, "z": "\u00e9\ud83d\ude00\u007f\u0001\n\"\\/"}, "#,
             r#""b": [1, -2, null, true]}"#

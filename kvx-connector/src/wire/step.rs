@@ -9,9 +9,10 @@ use kvx_core::{Error, Kind, Result};
 
 use super::msgpack::{MsgpackReader, MsgpackWriter};
 use crate::engine::{
-    Address, BlockLists, BlockReference, ClockOffset, ConnectorMeta, EngineId, FailedLoad, FailureKind,
-    Heartbeat, Kept, LoadFailure, ReceiveOrder, RemoteEngine, RemoteRequest, RequestId, SendOrder, Time,
-    TransferFailure, TransferStats, Transferred, WorkerOutput, WorkerRank,
+    Address, BlockLists, BlockReference, ClockOffset, ConnectorMeta, EngineId, FailedLoad,
+    FailureKind, Heartbeat, Kept, LoadFailure, ReceiveOrder, RemoteEngine, RemoteRequest,
+    RequestId, SendOrder, Time, TransferFailure, TransferStats, Transferred, WorkerOutput,
+    WorkerRank,
 };
 
 /// The longest message.
@@ -82,7 +83,10 @@ impl ConnectorMeta {
         let receive = reader.list(MAX_ORDERS, read_receive_order)?;
         let heartbeats = reader.list(MAX_ORDERS, |reader| {
             record(reader, 2)?;
-            Ok(Heartbeat { peer: Arc::new(read_remote_engine(reader)?), requests: read_requests(reader)? })
+            Ok(Heartbeat {
+                peer: Arc::new(read_remote_engine(reader)?),
+                requests: read_requests(reader)?,
+            })
         })?;
         reader.end()?;
         Ok(ConnectorMeta {
@@ -159,7 +163,8 @@ impl WorkerOutput {
                     invalid: reader.list(MAX_STEP, MsgpackReader::unsigned_32)?,
                 })
             })?,
-            failing: reader.list(MAX_ORDERS, |reader| reader.pair(read_request, read_load_failure))?,
+            failing: reader
+                .list(MAX_ORDERS, |reader| reader.pair(read_request, read_load_failure))?,
             lost: reader.list(MAX_ORDERS, |reader| reader.pair(read_request, read_kept))?,
             clocks: reader.list(MAX_ORDERS, |reader| {
                 record(reader, 3)?;
@@ -180,8 +185,10 @@ fn bounded(what: &str, writer: MsgpackWriter) -> Result<Vec<u8>> {
     if bytes.len() <= MAX_STEP {
         return Ok(bytes);
     }
-    let sentence =
-        format!("{what} has {} bytes, a rank in a process of its own takes {MAX_STEP}", bytes.len());
+    let sentence = format!(
+        "{what} has {} bytes, a rank in a process of its own takes {MAX_STEP}",
+        bytes.len()
+    );
     Err(Error::new(Kind::Exhausted, sentence))
 }
 
@@ -251,7 +258,8 @@ fn lists(writer: &mut MsgpackWriter, blocks: &BlockLists) {
 }
 
 fn read_lists(reader: &mut MsgpackReader<'_>) -> Result<BlockLists> {
-    let groups = reader.list(MAX_GROUPS, |reader| reader.list(MAX_STEP, MsgpackReader::unsigned_32))?;
+    let groups =
+        reader.list(MAX_GROUPS, |reader| reader.list(MAX_STEP, MsgpackReader::unsigned_32))?;
     Ok(BlockLists::new(groups))
 }
 
@@ -328,7 +336,8 @@ fn read_receive_order(reader: &mut MsgpackReader<'_>) -> Result<ReceiveOrder> {
             blocks: read_lists(reader)?,
             expires_at_peer: reader.optional(finite)?,
             reference: reader.optional(|reader| {
-                let (pool, stamp) = reader.pair(MsgpackReader::unsigned, MsgpackReader::unsigned)?;
+                let (pool, stamp) =
+                    reader.pair(MsgpackReader::unsigned, MsgpackReader::unsigned)?;
                 Ok(BlockReference { pool, stamp })
             })?,
         },
@@ -382,7 +391,8 @@ fn read_load_failure(reader: &mut MsgpackReader<'_>) -> Result<LoadFailure> {
 }
 
 fn transfer_failure(writer: &mut MsgpackWriter, failure: &TransferFailure) {
-    let number = FailureKind::ALL.iter().position(|kind| *kind == failure.kind).expect("all are in it");
+    let number =
+        FailureKind::ALL.iter().position(|kind| *kind == failure.kind).expect("all are in it");
     writer.array(8);
     writer.unsigned(number as u64);
     for request in [&failure.request, &failure.remote_request] {

@@ -4,7 +4,8 @@ mod recipes;
 
 use kvx_connector::Dialect;
 use kvx_connector::params::{
-    MooncakeLeg, MooncakeParams, MooncakeTransferId, RemoteBlocks, TransferMode, TransferParams, XRequestId,
+    MooncakeLeg, MooncakeParams, MooncakeTransferId, RemoteBlocks, TransferMode, TransferParams,
+    XRequestId,
 };
 use kvx_testkit::test;
 use serde_json::{Value, json};
@@ -84,7 +85,10 @@ fn flat_block_ids_are_one_group() {
     let mut empty = of_0_16();
     for none in [json!([]), json!([[]]), json!([[], []])] {
         empty["remote_block_ids"] = none;
-        assert_eq!(TransferParams::from_value(&empty).unwrap().remote_blocks().unwrap().block_count(), 0);
+        assert_eq!(
+            TransferParams::from_value(&empty).unwrap().remote_blocks().unwrap().block_count(),
+            0
+        );
     }
 }
 
@@ -93,7 +97,10 @@ fn a_bidirectional_answer_carries_when_the_blocks_go() {
     let mut held = remote();
     held.expiry_time = Some(4920.25);
     let value = written(&TransferParams::decoded(held, Dialect::V0_33), Dialect::V0_33);
-    assert_eq!((&value["do_remote_decode"], &value["do_remote_prefill"]), (&json!(true), &json!(false)));
+    assert_eq!(
+        (&value["do_remote_decode"], &value["do_remote_prefill"]),
+        (&json!(true), &json!(false))
+    );
     assert_eq!(value["remote_blocks_expiry_time"], json!(4920.25));
     let read = TransferParams::from_value(&value).unwrap();
     assert_eq!(read.remote_blocks().unwrap().expiry_time, Some(4920.25));
@@ -124,9 +131,17 @@ fn unknown_keys_and_nulls_come_out_as_they_went_in() {
     assert_eq!(written(&read, Dialect::V0_33), value);
     let mut set = read;
     set.dcp_size = Some(2);
-    assert_eq!(written(&set, Dialect::V0_33)["dcp_size"], json!(2), "a field that is set is written");
+    assert_eq!(
+        written(&set, Dialect::V0_33)["dcp_size"],
+        json!(2),
+        "a field that is set is written"
+    );
     set.rest.insert("tp_size".to_owned(), json!(8));
-    assert_eq!(set.to_value(Dialect::V0_33).unwrap_err().key(), "rest", "a known key has one place");
+    assert_eq!(
+        set.to_value(Dialect::V0_33).unwrap_err().key(),
+        "rest",
+        "a known key has one place"
+    );
 }
 
 #[test]
@@ -152,10 +167,16 @@ fn a_value_of_the_wrong_kind_is_named_with_what_it_takes() {
     ] {
         let error = TransferParams::from_value(&json!({key: value})).unwrap_err();
         assert_eq!(error.key(), key);
-        assert!(error.to_string().starts_with(&format!("{key} is {value}; it takes {takes}")), "{error}");
+        assert!(
+            error.to_string().starts_with(&format!("{key} is {value}; it takes {takes}")),
+            "{error}"
+        );
     }
     let long = json!({"remote_port": "x".repeat(10_000)});
-    assert!(TransferParams::from_value(&long).unwrap_err().to_string().len() < 200, "a long value is cut");
+    assert!(
+        TransferParams::from_value(&long).unwrap_err().to_string().len() < 200,
+        "a long value is cut"
+    );
     assert_eq!(TransferParams::from_value(&json!([])).unwrap_err().key(), "kv_transfer_params");
 }
 
@@ -191,7 +212,11 @@ fn what_stops_an_engine_is_never_written() {
     assert_eq!(both.to_value(Dialect::V0_33).unwrap_err().key(), "do_remote_decode");
     let mut half = TransferParams::ask_prefill();
     half.remote_host = Some("h".to_owned());
-    assert_eq!(half.to_value(Dialect::V0_33).unwrap_err().key(), "remote_block_ids", "half a remote is none");
+    assert_eq!(
+        half.to_value(Dialect::V0_33).unwrap_err().key(),
+        "remote_block_ids",
+        "half a remote is none"
+    );
 }
 
 #[test]
@@ -232,11 +257,14 @@ fn mooncake_params_name_the_key_that_is_missing() {
     }
     for flags in [(false, false), (true, true)] {
         let mut neither = value.clone();
-        (neither["do_remote_decode"], neither["do_remote_prefill"]) = (flags.0.into(), flags.1.into());
+        (neither["do_remote_decode"], neither["do_remote_prefill"]) =
+            (flags.0.into(), flags.1.into());
         assert_eq!(MooncakeParams::from_value(&neither).unwrap_err().key(), "do_remote_decode");
     }
-    let empty =
-        MooncakeLeg::Decode { remote_engine_id: String::new(), remote_bootstrap_addr: "a".to_owned() };
+    let empty = MooncakeLeg::Decode {
+        remote_engine_id: String::new(),
+        remote_bootstrap_addr: "a".to_owned(),
+    };
     let params = MooncakeParams::new(MooncakeTransferId::new("x").unwrap(), empty);
     assert_eq!(params.to_value().unwrap_err().key(), "remote_engine_id");
     assert_eq!(MooncakeTransferId::new("").unwrap_err().key(), "transfer_id");

@@ -32,7 +32,9 @@ fn rows(page: &str) -> Vec<(u32, String, String)> {
 /// Whether a file has a test function of that name.
 fn has_test(source: &str, function: &str) -> bool {
     // A test program of its own lists its trials by name.
-    if source.contains(&format!("(\"{function}\", ")) || source.contains(&format!("name: \"{function}\", ")) {
+    if source.contains(&format!("(\"{function}\", "))
+        || source.contains(&format!("name: \"{function}\", "))
+    {
         return true;
     }
     // One that awaits lists its functions: they take nothing and are `async`.
@@ -42,7 +44,8 @@ fn has_test(source: &str, function: &str) -> bool {
     let lines: Vec<_> = source.lines().map(str::trim).collect();
     let named = lines.iter().position(|line| line.starts_with(&format!("fn {function}(")));
     let Some(at) = named else { return false };
-    let above = lines[..at].iter().rev().take_while(|line| line.starts_with('#') || line.starts_with("//"));
+    let above =
+        lines[..at].iter().rev().take_while(|line| line.starts_with('#') || line.starts_with("//"));
     above.into_iter().any(|line| ["#[test]", "#[test(own_process)]"].contains(line))
 }
 
@@ -66,8 +69,10 @@ fn every_item_of_the_checklist_names_a_test() {
 fn every_row_with_the_runtime_names_a_test_or_where_it_is_left() {
     let page = page();
     let (_, after) = page.split_once("## With the runtime").unwrap();
-    let rows: Vec<_> =
-        after.lines().filter(|line| line.starts_with("| ") && !line.starts_with("| item")).collect();
+    let rows: Vec<_> = after
+        .lines()
+        .filter(|line| line.starts_with("| ") && !line.starts_with("| item"))
+        .collect();
     assert!(rows.len() > 10, "{rows:#?}");
     let left = |row: &&&str| !row.contains("::") && !row.ends_with("| left |");
     assert_eq!(rows.iter().filter(left).collect::<Vec<_>>(), [] as [&&str; 0]);

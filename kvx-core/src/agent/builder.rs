@@ -87,8 +87,10 @@ impl Builder {
 
     /// Limits the notifications that wait to be taken, and their bytes; senders are held back beyond.
     pub fn notifications(mut self, count: usize, bytes: usize) -> Self {
-        self.inbox =
-            inbox::InboxLimits { count: count.max(1), bytes: bytes.max(crate::transport::MAX_NOTIFICATION) };
+        self.inbox = inbox::InboxLimits {
+            count: count.max(1),
+            bytes: bytes.max(crate::transport::MAX_NOTIFICATION),
+        };
         self
     }
 
@@ -113,8 +115,10 @@ impl Builder {
     /// or `NoRoute` with the reason of each; `Invalid` for a name or an option; `Forked`.
     pub fn build(self, registry: &Registry) -> Result<Agent> {
         fork::check()?;
-        let identity =
-            Identity { name: checked_name("agent", &self.name)?, incarnation: Incarnation::random()? };
+        let identity = Identity {
+            name: checked_name("agent", &self.name)?,
+            incarnation: Incarnation::random()?,
+        };
         let sink = Arc::new(Sink(Mutex::new(Weak::new())));
         let context = Context {
             agent: identity.clone(),
@@ -135,7 +139,8 @@ impl Builder {
         let invited = Invited { by: context.invitation, with_secret: context.secret.is_some() };
         let opened = open(registry, named.as_deref(), &context)?;
         let (budget, inbox) = (Budget::new(self.budget), Inbox::new(self.inbox));
-        let agent = Arc::new(AgentInner::new((identity, invited), opened, self.staged, budget, inbox)?);
+        let agent =
+            Arc::new(AgentInner::new((identity, invited), opened, self.staged, budget, inbox)?);
         *sink.0.lock() = Arc::downgrade(&agent);
         let backends: Vec<_> = agent.transports.iter().map(|open| open.name).collect();
         tracing::debug!(agent = ?agent.identity, ?backends, "agent built");
@@ -189,18 +194,23 @@ fn open(
         unauthenticated.iter().map(|name| registry.canonical(name)).collect::<Result<_>>()?;
     let (mut transports, mut refused) = (Vec::new(), Vec::new());
     for name in names {
-        let opened = registry.require(name, &context.options).and_then(|(factory, availability)| {
-            let admission = factory.admission();
-            if context.secret.is_some() && admission == Admission::Open && !unauthenticated.contains(&name) {
-                return Err(asks_for_no_secret(name));
-            }
-            for caution in &availability.cautions {
-                tracing::warn!(backend = name, "{caution}");
-            }
-            let transport = factory.open(context.clone()).map_err(|error| error.backend(name))?;
-            let speaks_for = factory.placement().speaks_for;
-            Ok(Open { name, speaks_for, admission, transport, meters: Meters::of(name) })
-        });
+        let opened =
+            registry.require(name, &context.options).and_then(|(factory, availability)| {
+                let admission = factory.admission();
+                if context.secret.is_some()
+                    && admission == Admission::Open
+                    && !unauthenticated.contains(&name)
+                {
+                    return Err(asks_for_no_secret(name));
+                }
+                for caution in &availability.cautions {
+                    tracing::warn!(backend = name, "{caution}");
+                }
+                let transport =
+                    factory.open(context.clone()).map_err(|error| error.backend(name))?;
+                let speaks_for = factory.placement().speaks_for;
+                Ok(Open { name, speaks_for, admission, transport, meters: Meters::of(name) })
+            });
         match opened {
             Ok(open) => transports.push(open),
             Err(error) if error.kind() == Kind::Invalid => return Err(error),
@@ -215,7 +225,8 @@ fn open(
             return Err(only.clone());
         }
         let reasons: Vec<_> = refused.iter().map(|(_, error)| error.to_string()).collect();
-        let reasons = if reasons.is_empty() { "none is compiled in".into() } else { reasons.join("; ") };
+        let reasons =
+            if reasons.is_empty() { "none is compiled in".into() } else { reasons.join("; ") };
         return Err(Error::new(Kind::NoRoute, format!("no backend could be opened: {reasons}")));
     }
     Ok((transports, refused))

@@ -84,7 +84,8 @@ impl Events for Sink {
 
     fn link(&self, id: LinkId, state: LinkState) {
         let agent = self.0.lock().upgrade();
-        let owner = agent.and_then(|agent| agent.tables.lock().links.get(&id).and_then(Weak::upgrade));
+        let owner =
+            agent.and_then(|agent| agent.tables.lock().links.get(&id).and_then(Weak::upgrade));
         if let Some(owner) = owner {
             owner.link_changed(id, state);
         }

@@ -173,7 +173,11 @@ impl Agent {
     /// Whether an open backend reaches memory of this kind: [`register`](Self::register) has somebody to ask.
     pub fn reaches(&self, kind: MemoryKind) -> bool {
         let local = |open: &Open| open.transport.capabilities().local.contains(kind);
-        self.0.inner.transports.iter().any(|open| self.0.inner.may_register(open, kind) && local(open))
+        self.0
+            .inner
+            .transports
+            .iter()
+            .any(|open| self.0.inner.may_register(open, kind) && local(open))
     }
 
     /// Registers memory under a name that is unique among this agent's regions. May block: registering can pin pages.
@@ -215,17 +219,26 @@ impl Agent {
             })
             .collect();
         if locals.iter().all(Result::is_err) {
-            let reasons: Vec<_> =
-                locals.iter().filter_map(|local| local.as_ref().err()).map(ToString::to_string).collect();
+            let reasons: Vec<_> = locals
+                .iter()
+                .filter_map(|local| local.as_ref().err())
+                .map(ToString::to_string)
+                .collect();
             return Err(Error::new(
                 Kind::Unsupported,
-                format!("no open backend can register {} memory: {}", memory.kind(), reasons.join("; ")),
+                format!(
+                    "no open backend can register {} memory: {}",
+                    memory.kind(),
+                    reasons.join("; ")
+                ),
             ));
         }
         let exports = locals
             .iter()
             .enumerate()
-            .filter_map(|(at, local)| local.as_ref().ok().map(|local| (at as u8, local.export().to_vec())))
+            .filter_map(|(at, local)| {
+                local.as_ref().ok().map(|local| (at as u8, local.export().to_vec()))
+            })
             .collect();
         let info = RegionInfo {
             id,
@@ -298,7 +311,12 @@ impl Agent {
             return Ok(Peer(known));
         }
         let identity = metadata.identity.clone();
-        let peer = PeerInner::new(Arc::clone(&self.0.inner), identity, About::Kvx(Arc::new(metadata)), None);
+        let peer = PeerInner::new(
+            Arc::clone(&self.0.inner),
+            identity,
+            About::Kvx(Arc::new(metadata)),
+            None,
+        );
         Ok(self.0.begin(peer))
     }
 
@@ -365,8 +383,9 @@ impl Agent {
             return Completion::ready(Err(error));
         }
         let promise = Promise::new();
-        let late =
-            || Error::new(Kind::TimedOut, "not all of the expected notifications came by the deadline");
+        let late = || {
+            Error::new(Kind::TimedOut, "not all of the expected notifications came by the deadline")
+        };
         promise.by(&self.0.inner.clock, deadline.into(), late);
         if self.0.inner.inbox.expect(bytes.as_ref(), senders, &promise) {
             self.0.inner.resume_transports();
@@ -389,9 +408,8 @@ impl Agent {
             done.finish(agent.shut_down(deadline));
         });
         if let Err(error) = started {
-            promise.finish(Err(
-                Error::os("the shutdown thread could not be started", error).kind_is(Kind::Exhausted)
-            ));
+            promise.finish(Err(Error::os("the shutdown thread could not be started", error)
+                .kind_is(Kind::Exhausted)));
         }
         Completion::of(promise)
     }

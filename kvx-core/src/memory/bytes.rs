@@ -104,7 +104,9 @@ mod tests {
             let writers: Vec<_> = [1, 2]
                 .map(|byte| {
                     let memory = &memory;
-                    scope.spawn(move || (0..300).for_each(|_| memory.copy_in(0, &[byte; 4096]).unwrap()))
+                    scope.spawn(move || {
+                        (0..300).for_each(|_| memory.copy_in(0, &[byte; 4096]).unwrap())
+                    })
                 })
                 .into();
             let reader = scope.spawn(|| {

@@ -155,10 +155,17 @@ impl OnDevice {
     ///
     /// # Safety
     /// The range is memory of this device that the owner keeps.
-    pub(super) unsafe fn copy_in(&self, device: u64, bytes: &[u8], longest: Duration) -> Result<()> {
+    pub(super) unsafe fn copy_in(
+        &self,
+        device: u64,
+        bytes: &[u8],
+        longest: Duration,
+    ) -> Result<()> {
         for (at, part) in bytes.chunks(PART).enumerate() {
             // SAFETY: within the caller's range.
-            unsafe { self.part(Direction::ToDevice, device + (at * PART) as u64, part.into(), longest) }?;
+            unsafe {
+                self.part(Direction::ToDevice, device + (at * PART) as u64, part.into(), longest)
+            }?;
         }
         Ok(())
     }
@@ -167,11 +174,18 @@ impl OnDevice {
     ///
     /// # Safety
     /// As [`copy_in`](Self::copy_in).
-    pub(super) unsafe fn copy_out(&self, device: u64, bytes: &mut [u8], longest: Duration) -> Result<()> {
+    pub(super) unsafe fn copy_out(
+        &self,
+        device: u64,
+        bytes: &mut [u8],
+        longest: Duration,
+    ) -> Result<()> {
         for (at, part) in bytes.chunks_mut(PART).enumerate() {
             let room = vec![0; part.len()].into();
             // SAFETY: within the caller's range.
-            let got = unsafe { self.part(Direction::ToHost, device + (at * PART) as u64, room, longest) }?;
+            let got = unsafe {
+                self.part(Direction::ToHost, device + (at * PART) as u64, room, longest)
+            }?;
             part.copy_from_slice(&got);
         }
         Ok(())
@@ -197,10 +211,20 @@ impl OnDevice {
     }
 
     /// What is said of a copy that may go on for ever, whose memory nobody frees then. `None`: it has ended.
-    fn kept<T: 'static>(&self, error: &Error, len: usize, longest: Duration, host: T) -> Option<Error> {
+    fn kept<T: 'static>(
+        &self,
+        error: &Error,
+        len: usize,
+        longest: Duration,
+        host: T,
+    ) -> Option<Error> {
         let late = match error.kind() {
-            Kind::TimedOut => format!("has not copied {len} bytes within {longest:?}: see whether it hangs"),
-            Kind::Forgotten => format!("lost the copy of {len} bytes: report this as a bug of its access"),
+            Kind::TimedOut => {
+                format!("has not copied {len} bytes within {longest:?}: see whether it hangs")
+            }
+            Kind::Forgotten => {
+                format!("lost the copy of {len} bytes: report this as a bug of its access")
+            }
             _ => return None,
         };
         kept::note(len as u64, "device memory", "a device has not ended a copy");

@@ -60,7 +60,9 @@ impl Memory {
         if len > size {
             return Err(Error::new(
                 Kind::OutOfBounds,
-                format!("the memory file has {size} bytes, {len} are to be adopted: ftruncate it first"),
+                format!(
+                    "the memory file has {size} bytes, {len} are to be adopted: ftruncate it first"
+                ),
             ));
         }
         let block = u64::try_from(stat.st_blksize).unwrap_or(0);
@@ -101,7 +103,8 @@ mod tests {
     use super::*;
 
     fn file(size: u64) -> OwnedFd {
-        let file = memfd_create("kvx-test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        let file =
+            memfd_create("kvx-test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
         ftruncate(&file, size).unwrap();
         file
     }

@@ -362,7 +362,10 @@ impl Memory {
         }
         // SAFETY: the range was checked and the memory lives as long as `self`; the caller keeps writers away.
         Ok(unsafe {
-            std::slice::from_raw_parts(self.as_ptr().add(range.start), range.end.saturating_sub(range.start))
+            std::slice::from_raw_parts(
+                self.as_ptr().add(range.start),
+                range.end.saturating_sub(range.start),
+            )
         })
     }
 }
@@ -381,7 +384,10 @@ mod tests {
     fn copies_outside_are_refused_and_write_nothing() {
         let memory = Memory::owned(vec![1; 16]);
         for (offset, len) in [(16, 1), (0, 17), (usize::MAX, 2)] {
-            assert_eq!(memory.copy_in(offset, &vec![9; len]).unwrap_err().kind(), Kind::OutOfBounds);
+            assert_eq!(
+                memory.copy_in(offset, &vec![9; len]).unwrap_err().kind(),
+                Kind::OutOfBounds
+            );
         }
         let mut all = [0; 16];
         memory.copy_out(0, &mut all).unwrap();
@@ -392,7 +398,8 @@ mod tests {
     fn shared_memory_is_read_and_not_written() {
         let owner: Arc<[u8]> = (*b"weights").into();
         // SAFETY: the Arc keeps the bytes, and nobody writes to them.
-        let memory = unsafe { Memory::adopt_shared(owner.as_ptr(), owner.len(), Arc::clone(&owner)) };
+        let memory =
+            unsafe { Memory::adopt_shared(owner.as_ptr(), owner.len(), Arc::clone(&owner)) };
         assert_eq!(memory.copy_in(0, b"W").unwrap_err().kind(), Kind::Denied);
         let mut back = [0; 7];
         memory.copy_out(0, &mut back).unwrap();

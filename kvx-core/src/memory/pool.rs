@@ -17,7 +17,8 @@ use crate::{Error, Kind, Result, fork};
 const HUGE: usize = 2 << 20;
 
 /// What a file that peers map must have.
-pub(super) const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE);
+pub(super) const SEALS: SealFlags =
+    SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE);
 
 /// Which pages a pool shall lie on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -167,7 +168,10 @@ impl PoolMapping {
     fn map(len: usize, huge: bool) -> Result<Self> {
         let page = if huge { HUGE } else { rustix::param::page_size() };
         let mapped = len.checked_next_multiple_of(page).ok_or_else(|| {
-            Error::new(Kind::Invalid, format!("a pool of {len} bytes is larger than the address space"))
+            Error::new(
+                Kind::Invalid,
+                format!("a pool of {len} bytes is larger than the address space"),
+            )
         })?;
         let what = |step: &str| {
             if huge {
@@ -180,15 +184,17 @@ impl PoolMapping {
                 format!("{step} of {mapped} bytes failed: free memory, or make the pool smaller")
             }
         };
-        let no_room =
-            |step: &str, error: rustix::io::Errno| Error::os(what(step), error).kind_is(Kind::Exhausted);
+        let no_room = |step: &str, error: rustix::io::Errno| {
+            Error::os(what(step), error).kind_is(Kind::Exhausted)
+        };
         let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         if huge {
             flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
         }
-        let file =
-            rustix::fs::memfd_create("kvx-pool", flags).map_err(|error| no_room("a memory file", error))?;
-        rustix::fs::ftruncate(&file, mapped as u64).map_err(|error| no_room("a memory file", error))?;
+        let file = rustix::fs::memfd_create("kvx-pool", flags)
+            .map_err(|error| no_room("a memory file", error))?;
+        rustix::fs::ftruncate(&file, mapped as u64)
+            .map_err(|error| no_room("a memory file", error))?;
         PoolMapping::of(file, mapped, huge).map_err(|error| no_room("a mapping", error))
     }
 
@@ -406,7 +412,14 @@ mod tests {
         assert!(rustix::fs::ftruncate(file, 0).is_err());
         // SAFETY: a mapping that is expected to fail.
         let writable = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), 8192, ProtFlags::WRITE, MapFlags::SHARED, file, 0)
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                8192,
+                ProtFlags::WRITE,
+                MapFlags::SHARED,
+                file,
+                0,
+            )
         };
         assert!(writable.is_err());
         memory.copy_in(0, b"the owner still writes").unwrap();

@@ -31,7 +31,10 @@ impl PeerInner {
             ("remote", capabilities.remote, plan.0.remotes.first().map(Place::kind)),
         ] {
             if let Some(kind) = kind.filter(|kind| !kinds.contains(*kind)) {
-                return Err(Error::new(Kind::Unsupported, format!("it does not reach {side} {kind} memory")));
+                return Err(Error::new(
+                    Kind::Unsupported,
+                    format!("it does not reach {side} {kind} memory"),
+                ));
             }
         }
         let transport = self.state.lock().candidates[at].transport;
@@ -42,7 +45,12 @@ impl PeerInner {
             .map(|region| {
                 let core = region.core();
                 let native = core.locals[transport].clone()?;
-                Ok(LocalSide { id: core.id, key: core.key, memory: Arc::clone(&core.memory), region: native })
+                Ok(LocalSide {
+                    id: core.id,
+                    key: core.key,
+                    memory: Arc::clone(&core.memory),
+                    region: native,
+                })
             })
             .collect::<Result<Vec<_>>>()?;
         let remotes = plan
@@ -68,7 +76,12 @@ impl PeerInner {
         Ok(bound)
     }
 
-    fn import(&self, region: &PeerRegion, at: usize, link: &Arc<dyn Link>) -> Result<Arc<dyn RemoteRegion>> {
+    fn import(
+        &self,
+        region: &PeerRegion,
+        at: usize,
+        link: &Arc<dyn Link>,
+    ) -> Result<Arc<dyn RemoteRegion>> {
         let info = match region.what() {
             What::Foreign(range) => return link.import_foreign(*range),
             What::Named(info) => info,
@@ -83,7 +96,10 @@ impl PeerInner {
                 }
                 return Err(Error::new(
                     Kind::Malformed,
-                    format!("the peer describes its region {} in two ways: connect anew", info.name),
+                    format!(
+                        "the peer describes its region {} in two ways: connect anew",
+                        info.name
+                    ),
                 ));
             }
             let About::Kvx(metadata) = &state.about else {
@@ -100,7 +116,8 @@ impl PeerInner {
                 format!("the peer's region {} is not registered with it", info.name),
             )
         })?;
-        let spec = RemoteSpec { id: info.id, key: info.key, len: info.len, kind: info.kind, export };
+        let spec =
+            RemoteSpec { id: info.id, key: info.key, len: info.len, kind: info.kind, export };
         let imported = link.import(spec)?;
         let mut state = self.state.lock();
         let imported = Imported { key: info.key, len: info.len, region: imported };

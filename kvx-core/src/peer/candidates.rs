@@ -38,24 +38,32 @@ pub(super) enum LinkStage {
 /// True if a link that was refused with this may come up later: a limit was reached, here or at the peer, or a call
 /// failed. Other reasons lie in the two ends and their metadata.
 pub(super) fn may_pass(error: &Error) -> bool {
-    matches!(error.kind(), Kind::Exhausted | Kind::Busy | Kind::Native) && !broken("refused-for-good")
+    matches!(error.kind(), Kind::Exhausted | Kind::Busy | Kind::Native)
+        && !broken("refused-for-good")
 }
 
 /// One error for all backends, of which none serves; of the kind that tells most.
-pub(super) fn no_route(tried: Vec<(&'static str, Error)>, excluded: Vec<(&'static str, Error)>) -> Error {
-    let telling =
-        |kind| matches!(kind, Kind::PeerLost | Kind::PeerRestarted | Kind::Denied | Kind::Incompatible);
+pub(super) fn no_route(
+    tried: Vec<(&'static str, Error)>,
+    excluded: Vec<(&'static str, Error)>,
+) -> Error {
+    let telling = |kind| {
+        matches!(kind, Kind::PeerLost | Kind::PeerRestarted | Kind::Denied | Kind::Incompatible)
+    };
     let kind = match &tried[..] {
         [(_, only)] if excluded.is_empty() => return only.clone(),
-        _ => {
-            tried.iter().map(|(_, error)| error.kind()).rfind(|kind| telling(*kind)).unwrap_or(Kind::NoRoute)
-        }
+        _ => tried
+            .iter()
+            .map(|(_, error)| error.kind())
+            .rfind(|kind| telling(*kind))
+            .unwrap_or(Kind::NoRoute),
     };
     let reasons: Vec<String> = tried
         .into_iter()
         .chain(excluded)
         .map(|(backend, error)| format!("{backend}: {}", error.sentence()))
         .collect();
-    let reasons = if reasons.is_empty() { "no backend is open".to_owned() } else { reasons.join("; ") };
+    let reasons =
+        if reasons.is_empty() { "no backend is open".to_owned() } else { reasons.join("; ") };
     Error::new(kind, format!("no backend serves this peer and memory: {reasons}"))
 }

@@ -41,7 +41,9 @@ impl PeerState {
     /// Keeps a job until a link has come up; lets go of those that have ended while they waited.
     fn park(&mut self, job: LinkRequest) {
         if self.parked.len() == self.parked.capacity() {
-            self.parked.retain(|job| !matches!(job, LinkRequest::Transfer(transfer) if transfer.has_ended()));
+            self.parked.retain(
+                |job| !matches!(job, LinkRequest::Transfer(transfer) if transfer.has_ended()),
+            );
         }
         self.parked.push(job);
     }
@@ -135,8 +137,7 @@ impl PeerInner {
     pub(crate) fn route(&self) -> Route {
         let ours = self.agent.has_read_only_regions();
         let state = self.state.lock();
-        let theirs =
-            matches!(&state.about, About::Kvx(about) if about.regions.iter().any(|region| region.read_only));
+        let theirs = matches!(&state.about, About::Kvx(about) if about.regions.iter().any(|region| region.read_only));
         let tried = state.candidates.iter().map(|candidate| Considered {
             backend: candidate.backend,
             verdict: match &candidate.stage {
@@ -156,10 +157,10 @@ impl PeerInner {
                 LinkStage::Refused(error) => Verdict::Refused(error.clone()),
             },
         });
-        let excluded = state
-            .excluded
-            .iter()
-            .map(|(backend, error)| Considered { backend, verdict: Verdict::Refused(error.clone()) });
+        let excluded = state.excluded.iter().map(|(backend, error)| Considered {
+            backend,
+            verdict: Verdict::Refused(error.clone()),
+        });
         Route { considered: tried.chain(excluded).collect() }
     }
 
@@ -214,7 +215,8 @@ impl PeerInner {
                 let lost = state.lost.clone();
                 match (lost, state.candidates.get_mut(at)) {
                     (Some(error), _)
-                        if error.kind() == Kind::PeerLost && matches!(job, LinkRequest::Transfer(_)) =>
+                        if error.kind() == Kind::PeerLost
+                            && matches!(job, LinkRequest::Transfer(_)) =>
                     {
                         state.park(job);
                         drop(state);
@@ -226,14 +228,18 @@ impl PeerInner {
                         if again { Dispatch::Again } else { Dispatch::Nowhere }
                     }
                     (None, Some(candidate)) => match &candidate.stage {
-                        _ if let Some(error) = job.refusal(candidate.backend) => Dispatch::Skip(error),
+                        _ if let Some(error) = job.refusal(candidate.backend) => {
+                            Dispatch::Skip(error)
+                        }
                         LinkStage::Untried => {
                             let id = self.agent.new_link(self.as_owner());
                             candidate.stage = LinkStage::Opening { id, link: None, early: None };
                             Dispatch::Open(id)
                         }
                         LinkStage::Opening { .. } => return state.park(job),
-                        LinkStage::Up { id, link } => Dispatch::Try(*id, Arc::clone(link), candidate.backend),
+                        LinkStage::Up { id, link } => {
+                            Dispatch::Try(*id, Arc::clone(link), candidate.backend)
+                        }
                         LinkStage::Refused(error) => Dispatch::Skip(error.clone()),
                     },
                 }
@@ -353,7 +359,10 @@ impl PeerInner {
                 }
                 LinkState::Up if broken("lost-again") => {
                     state.lost = None;
-                    state.candidates.iter_mut().for_each(|candidate| candidate.stage = LinkStage::Untried);
+                    state
+                        .candidates
+                        .iter_mut()
+                        .for_each(|candidate| candidate.stage = LinkStage::Untried);
                     drop(state);
                     self.probed(id, false);
                 }
@@ -392,10 +401,15 @@ impl PeerInner {
             (_, LinkState::Restarted) => Some(self.restarted()),
             (LinkStage::Opening { .. }, LinkState::Lost(error)) => {
                 let error = error.backend(candidate.backend);
-                refused = Some(std::mem::replace(&mut candidate.stage, LinkStage::Refused(error.clone())));
+                refused = Some(std::mem::replace(
+                    &mut candidate.stage,
+                    LinkStage::Refused(error.clone()),
+                ));
                 // Nobody answers on any backend: the peer itself is gone.
                 let silent = |candidate: &Candidate| match &candidate.stage {
-                    LinkStage::Refused(error) => matches!(error.kind(), Kind::PeerLost | Kind::Unsupported),
+                    LinkStage::Refused(error) => {
+                        matches!(error.kind(), Kind::PeerLost | Kind::Unsupported)
+                    }
                     _ => false,
                 };
                 (error.kind() == Kind::PeerLost && candidates.iter().all(silent)).then_some(error)
@@ -442,8 +456,13 @@ impl PeerInner {
 
     /// Drops what links made of a region.
     pub(super) fn forget(&self, region: RegionId) {
-        let gone: Vec<_> =
-            self.state.lock().candidates.iter_mut().filter_map(|link| link.imports.remove(&region)).collect();
+        let gone: Vec<_> = self
+            .state
+            .lock()
+            .candidates
+            .iter_mut()
+            .filter_map(|link| link.imports.remove(&region))
+            .collect();
         drop(gone); // without the lock: mappings end here
     }
 
@@ -451,7 +470,10 @@ impl PeerInner {
         if metadata.identity.name != self.identity.name {
             return Err(Error::new(
                 Kind::Invalid,
-                format!("metadata of {} for the peer {}", metadata.identity.name, self.identity.name),
+                format!(
+                    "metadata of {} for the peer {}",
+                    metadata.identity.name, self.identity.name
+                ),
             ));
         }
         if metadata.identity.incarnation != self.identity.incarnation {
@@ -462,7 +484,10 @@ impl PeerInner {
         {
             let mut state = self.state.lock();
             let About::Kvx(known) = &state.about else {
-                return Err(Error::new(Kind::Invalid, "a foreign peer has no kvx metadata to update"));
+                return Err(Error::new(
+                    Kind::Invalid,
+                    "a foreign peer has no kvx metadata to update",
+                ));
             };
             let older = metadata.generation <= known.generation && !broken("stale-metadata");
             if older || broken("no-update") {

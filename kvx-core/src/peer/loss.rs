@@ -45,7 +45,11 @@ impl PeerInner {
             }
             let backend = lost.failed_backend();
             state.probe = Some((id, None));
-            state.candidates.iter().position(|candidate| Some(candidate.backend) == backend).unwrap_or(0)
+            state
+                .candidates
+                .iter()
+                .position(|candidate| Some(candidate.backend) == backend)
+                .unwrap_or(0)
         };
         match self.start_link(at, id) {
             Err(_) => self.probed(id, false),
@@ -139,7 +143,11 @@ impl Drop for PeerInner {
         if crate::fork::check().is_err() {
             // Links belong to threads that a fork does not have: theirs may be the locks that a drop takes.
             let PeerState { candidates, parked, probe, .. } = self.state.get_mut();
-            return std::mem::forget((std::mem::take(candidates), std::mem::take(parked), probe.take()));
+            return std::mem::forget((
+                std::mem::take(candidates),
+                std::mem::take(parked),
+                probe.take(),
+            ));
         }
         let closed = Error::new(Kind::Closed, "the peer's handle was dropped");
         let (links, parked, waiting) = {

@@ -42,14 +42,21 @@ impl Peer {
     pub fn region(&self, name: &str) -> Result<PeerRegion> {
         crate::fork::check()?;
         let About::Kvx(metadata) = self.0.about() else {
-            return Err(Error::new(Kind::Invalid, "a foreign agent has no named regions: use Peer::foreign"));
+            return Err(Error::new(
+                Kind::Invalid,
+                "a foreign agent has no named regions: use Peer::foreign",
+            ));
         };
         let found = metadata.regions.iter().find(|region| *region.name == *name);
-        let found = found.or_else(|| if broken("unregistered") { metadata.regions.first() } else { None });
+        let found =
+            found.or_else(|| if broken("unregistered") { metadata.regions.first() } else { None });
         match found {
-            Some(info) => Ok(PeerRegion::new(self.0.identity.clone(), What::Named(Arc::clone(info)))),
+            Some(info) => {
+                Ok(PeerRegion::new(self.0.identity.clone(), What::Named(Arc::clone(info))))
+            }
             None => {
-                let names: Vec<_> = metadata.regions.iter().take(16).map(|region| &*region.name).collect();
+                let names: Vec<_> =
+                    metadata.regions.iter().take(16).map(|region| &*region.name).collect();
                 Err(Error::new(
                     Kind::Unregistered,
                     format!(
@@ -65,7 +72,13 @@ impl Peer {
     }
 
     /// A range of a foreign agent's memory, by address. What kvx cannot know of it, it cannot check.
-    pub fn foreign(&self, address: u64, len: u64, kind: MemoryKind, device: u64) -> Result<PeerRegion> {
+    pub fn foreign(
+        &self,
+        address: u64,
+        len: u64,
+        kind: MemoryKind,
+        device: u64,
+    ) -> Result<PeerRegion> {
         if matches!(self.0.about(), About::Kvx(_)) {
             return Err(Error::new(
                 Kind::Invalid,
@@ -95,7 +108,10 @@ impl Peer {
         crate::fork::check()?;
         let (incarnation, info) = decode_region(metadata.as_ref())?;
         let About::Kvx(known) = self.0.about() else {
-            return Err(Error::new(Kind::Invalid, "a foreign agent has no named regions: use Peer::foreign"));
+            return Err(Error::new(
+                Kind::Invalid,
+                "a foreign agent has no named regions: use Peer::foreign",
+            ));
         };
         if incarnation != self.0.identity.incarnation {
             return Err(Error::new(
@@ -140,7 +156,8 @@ impl Peer {
             return Completion::ready(Err(error));
         }
         let promise = Promise::new();
-        let late = || Error::new(Kind::TimedOut, "the peer did not take the notification by the deadline");
+        let late =
+            || Error::new(Kind::TimedOut, "the peer did not take the notification by the deadline");
         promise.by(&self.0.agent.clock, deadline.into(), late);
         self.0.dispatch(LinkRequest::Notify(bytes.into(), Ticket::of(Arc::clone(&promise) as _)));
         Completion::of(promise)

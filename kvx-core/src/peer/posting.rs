@@ -49,8 +49,12 @@ impl Posting {
                 Err(error) if error.kind() == Kind::Busy => {}
                 Err(error) => return Err(error),
             }
-            let late =
-                || Error::new(Kind::TimedOut, "the budget of transfers stayed used up until the deadline");
+            let late = || {
+                Error::new(
+                    Kind::TimedOut,
+                    "the budget of transfers stayed used up until the deadline",
+                )
+            };
             if deadline.passed() {
                 return Err(late());
             }
@@ -71,11 +75,17 @@ impl Posting {
         if self.plan.0.peer != self.peer.identity {
             return Err(Error::new(
                 Kind::Invalid,
-                format!("the plan is for {:?}, this peer is {:?}", self.plan.0.peer, self.peer.identity),
+                format!(
+                    "the plan is for {:?}, this peer is {:?}",
+                    self.plan.0.peer, self.peer.identity
+                ),
             ));
         }
         if self.plan.0.locals.iter().any(|region| !region.is_of(agent)) {
-            return Err(Error::new(Kind::Invalid, "the plan's local regions belong to another agent"));
+            return Err(Error::new(
+                Kind::Invalid,
+                "the plan's local regions belong to another agent",
+            ));
         }
         agent.budget.take(self.plan.size().description)?;
         for (at, region) in self.plan.0.locals.iter().enumerate() {

@@ -43,7 +43,9 @@ impl LinkRequest {
     pub(super) fn fail(self, error: Error) {
         match self {
             LinkRequest::Transfer(transfer) => transfer.fail(error),
-            LinkRequest::Notify(_, ticket) | LinkRequest::Ready(ticket) => ticket.settle(Err(error)),
+            LinkRequest::Notify(_, ticket) | LinkRequest::Ready(ticket) => {
+                ticket.settle(Err(error))
+            }
         }
     }
 }

@@ -56,7 +56,10 @@ pub(super) fn still_shared() -> Error {
 }
 
 pub(super) fn revoked(name: &str) -> Error {
-    Error::new(Kind::Revoked, format!("region {name} is revoked: register its memory again to use it"))
+    Error::new(
+        Kind::Revoked,
+        format!("region {name} is revoked: register its memory again to use it"),
+    )
 }
 
 impl RegionCore {
@@ -106,7 +109,11 @@ impl RegionCore {
     }
 
     /// Begins, or joins, the revocation; with `dropped` nobody else keeps the memory meanwhile.
-    pub(super) fn revoke(self: &Arc<Self>, waiting: Option<Arc<Promise<Arc<Memory>>>>, dropped: bool) {
+    pub(super) fn revoke(
+        self: &Arc<Self>,
+        waiting: Option<Arc<Promise<Arc<Memory>>>>,
+        dropped: bool,
+    ) {
         let mut revocation = self.revocation.lock();
         let ended = if broken("revoke-at-once") { Some(Ok(())) } else { revocation.ended.clone() };
         if let Some(result) = ended {
@@ -168,7 +175,8 @@ impl RegionCore {
         }
         let watch = clock.watch(Instant::now() + SOON, Arc::clone(self) as Arc<dyn Expire>);
         let mut revocation = self.revocation.lock();
-        let unused = if revocation.held.is_some() { revocation.warning.replace(watch) } else { Some(watch) };
+        let unused =
+            if revocation.held.is_some() { revocation.warning.replace(watch) } else { Some(watch) };
         drop(revocation);
         drop(unused);
     }

@@ -86,8 +86,9 @@ impl Region {
     /// The backends that do not serve it, and why.
     pub fn refusals(&self) -> Vec<(&'static str, Error)> {
         let names = self.0.agent.transports.iter().map(|open| open.name);
-        let refused =
-            |(name, local): (_, &Result<_>)| local.as_ref().err().map(|error| (name, error.clone()));
+        let refused = |(name, local): (_, &Result<_>)| {
+            local.as_ref().err().map(|error| (name, error.clone()))
+        };
         names.zip(&self.0.core.locals).filter_map(refused).collect()
     }
 

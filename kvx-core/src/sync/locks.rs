@@ -81,7 +81,11 @@ impl Condvar {
     }
 
     /// Waits for a notification, or until `until`; spurious wake-ups happen.
-    pub fn wait_until<'a, T>(&self, guard: MutexGuard<'a, T>, until: Option<Instant>) -> MutexGuard<'a, T> {
+    pub fn wait_until<'a, T>(
+        &self,
+        guard: MutexGuard<'a, T>,
+        until: Option<Instant>,
+    ) -> MutexGuard<'a, T> {
         self.waiting.fetch_add(1, Ordering::Relaxed);
         let guard = match until {
             None => self.inner.wait(guard).unwrap_or_else(PoisonError::into_inner),

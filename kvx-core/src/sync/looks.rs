@@ -97,7 +97,11 @@ impl Condvar {
     }
 
     /// Wakes up a while later, or at `until`.
-    pub fn wait_until<'a, T>(&self, guard: MutexGuard<'a, T>, until: Option<Instant>) -> MutexGuard<'a, T> {
+    pub fn wait_until<'a, T>(
+        &self,
+        guard: MutexGuard<'a, T>,
+        until: Option<Instant>,
+    ) -> MutexGuard<'a, T> {
         let mutex = guard.mutex;
         drop(guard);
         let left = until.map_or(PAUSE, |until| until.saturating_duration_since(Instant::now()));

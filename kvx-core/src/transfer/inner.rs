@@ -209,7 +209,12 @@ impl TransferInner {
                 let Report { backend, post_time, transfer_time, .. } = report;
                 let open = self.peer.agent.transports.iter().find(|open| open.name == backend);
                 if let Some(open) = open {
-                    open.meters.succeeded(self.plan.op(), self.plan.size(), post_time, transfer_time);
+                    open.meters.succeeded(
+                        self.plan.op(),
+                        self.plan.size(),
+                        post_time,
+                        transfer_time,
+                    );
                 }
                 tracing::trace!("succeeded");
             }
@@ -295,9 +300,10 @@ impl TransferInner {
                 None
             }
             Resolution::Done(result) => Some(result),
-            Resolution::Taken => {
-                Some(Err(Error::new(Kind::Invalid, "the result was taken by an earlier await: keep it")))
-            }
+            Resolution::Taken => Some(Err(Error::new(
+                Kind::Invalid,
+                "the result was taken by an earlier await: keep it",
+            ))),
         }
     }
 }
@@ -312,7 +318,11 @@ impl NeedsLink for TransferInner {
             return None;
         }
         let state = self.state.lock();
-        state.refused.iter().find(|(refused, _)| *refused == backend).map(|(_, error)| error.clone())
+        state
+            .refused
+            .iter()
+            .find(|(refused, _)| *refused == backend)
+            .map(|(_, error)| error.clone())
     }
 
     fn has_ended(&self) -> bool {
@@ -359,7 +369,8 @@ impl Settle for TransferInner {
             return;
         }
         if broken("free-early")
-            && std::mem::replace(&mut self.state.lock().stage, TicketStage::Settled) == TicketStage::Settled
+            && std::mem::replace(&mut self.state.lock().stage, TicketStage::Settled)
+                == TicketStage::Settled
         {
             return; // a broken core settles twice
         }
@@ -370,9 +381,11 @@ impl Settle for TransferInner {
         state.stage = TicketStage::Settled;
         let waiting = std::mem::take(&mut state.settled);
         let open = matches!(state.outcome, Resolution::Pending);
-        let notify = state.notify.take().filter(|_| open && result.is_ok() || broken("notify-anyway"));
+        let notify =
+            state.notify.take().filter(|_| open && result.is_ok() || broken("notify-anyway"));
         let result = result.map(|()| self.report(&state));
-        let tell_waiting = move || waiting.into_iter().for_each(|promise| drop(promise.finish(Ok(()))));
+        let tell_waiting =
+            move || waiting.into_iter().for_each(|promise| drop(promise.finish(Ok(()))));
         match (notify, &state.on) {
             (Some(bytes), Some((link, _))) => {
                 let link = Arc::clone(link);
@@ -443,7 +456,10 @@ impl Expire for TransferInner {
         match reason {
             Reason::Region(id) => {
                 if self.plan.0.locals.iter().any(|region| region.id() == *id) {
-                    self.cancel(Error::new(Kind::Revoked, "a region of the transfer was revoked meanwhile"));
+                    self.cancel(Error::new(
+                        Kind::Revoked,
+                        "a region of the transfer was revoked meanwhile",
+                    ));
                 }
             }
             // Resolved at once; it settles when the link has its own proof that nobody touches the memory.

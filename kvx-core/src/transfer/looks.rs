@@ -21,7 +21,10 @@ pub(super) struct Looks {
 impl Looks {
     /// After a turn on the caller's thread, for a transfer of this size.
     pub(super) fn after(size: &Size, turn: &Turn) -> Self {
-        if turn.ends_unannounced && size.segments <= INLINE_SEGMENTS && size.bytes <= INLINE_SEGMENTS << 20 {
+        if turn.ends_unannounced
+            && size.segments <= INLINE_SEGMENTS
+            && size.bytes <= INLINE_SEGMENTS << 20
+        {
             // Sixteen blocks of a library that takes 30 microseconds for each, and as much again.
             return Looks { patience: Duration::from_millis(1), between: glance };
         }

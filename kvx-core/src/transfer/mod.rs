@@ -58,7 +58,9 @@ impl Transfer {
             }
             let now = Instant::now();
             let Looks { patience, between } = Looks::after(&self.0.plan.size(), &turn);
-            if until.instant().is_some_and(|until| until <= now) || (!moved && now >= begun + patience) {
+            if until.instant().is_some_and(|until| until <= now)
+                || (!moved && now >= begun + patience)
+            {
                 break;
             }
             if !moved {
@@ -74,8 +76,10 @@ impl Transfer {
                 return result;
             }
             if until.passed() {
-                let error =
-                    Error::new(Kind::TimedOut, "the wait for a transfer ended: wait longer, or await it");
+                let error = Error::new(
+                    Kind::TimedOut,
+                    "the wait for a transfer ended: wait longer, or await it",
+                );
                 return Err(error.report_is(state.arrived.clone()));
             }
             state = self.0.finished.wait_until(state, until.instant());

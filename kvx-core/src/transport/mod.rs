@@ -12,7 +12,9 @@ mod turn;
 use std::sync::Arc;
 
 pub use events::{Events, Full, LinkState};
-pub use factory::{Admission, Availability, Context, Factory, Placement, Unavailable, WithoutAList};
+pub use factory::{
+    Admission, Availability, Context, Factory, Placement, Unavailable, WithoutAList,
+};
 pub use regions::{ForeignRange, LocalRegion, RegionSpec, RemoteRegion, RemoteSpec};
 pub use turn::Turn;
 
@@ -50,13 +52,19 @@ pub unsafe trait Transport: Send + Sync {
 
     /// Starts a link to an agent that is not kvx, from its own metadata.
     fn link_foreign(&self, _id: LinkId, _blob: &[u8]) -> Result<Arc<dyn Link>> {
-        Err(Error::new(Kind::Unsupported, "this backend speaks to kvx agents only: use RIXL or MOONCAKE"))
+        Err(Error::new(
+            Kind::Unsupported,
+            "this backend speaks to kvx agents only: use RIXL or MOONCAKE",
+        ))
     }
 
     /// The bytes that an agent that is not kvx needs to reach this one and the memory that is registered now. Memory
     /// that was told so is never given back. May block.
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
-        Err(Error::new(Kind::Unsupported, "this backend speaks to kvx agents only: use RIXL or MOONCAKE"))
+        Err(Error::new(
+            Kind::Unsupported,
+            "this backend speaks to kvx agents only: use RIXL or MOONCAKE",
+        ))
     }
 
     /// The queue of notifications has room again after a [`Full`].

@@ -11,7 +11,14 @@ fn both_mappings_of_an_adopted_file_show_the_same_bytes() {
     ftruncate(&file, 10_000).unwrap();
     // SAFETY: a new mapping at an address of the kernel's choice.
     let engine = unsafe {
-        mmap(std::ptr::null_mut(), 10_000, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0)
+        mmap(
+            std::ptr::null_mut(),
+            10_000,
+            ProtFlags::READ | ProtFlags::WRITE,
+            MapFlags::SHARED,
+            &file,
+            0,
+        )
     };
     let engine = engine.unwrap().cast::<u8>();
     // SAFETY: within the mapping.

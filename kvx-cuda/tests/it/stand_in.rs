@@ -66,7 +66,11 @@ fn cudarc_has_the_same_library(bench: &Bench<'_>) {
     // SAFETY: a device that the driver named.
     let context = unsafe { cudarc::driver::result::primary_ctx::retain(device) }.unwrap();
     assert!(!context.is_null());
-    assert_eq!(bench.control.calls("cuDevicePrimaryCtxRetain"), before + 1, "cudarc called the stand-in");
+    assert_eq!(
+        bench.control.calls("cuDevicePrimaryCtxRetain"),
+        before + 1,
+        "cudarc called the stand-in"
+    );
     // SAFETY: retained above.
     unsafe { cudarc::driver::result::primary_ctx::release(device) }.unwrap();
 }

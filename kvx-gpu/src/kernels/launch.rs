@@ -56,12 +56,24 @@ pub struct Launch {
 impl Launch {
     /// Collects blocks into packed bytes: of each grid of `table` the blocks that `count` indices choose. `grids` is
     /// the address of the [encoded](encode_grids) table, `indices` that of the `u32`s.
-    pub fn gather(packed: u64, grids: u64, table: &[DeviceGrid], indices: u64, count: usize) -> Self {
+    pub fn gather(
+        packed: u64,
+        grids: u64,
+        table: &[DeviceGrid],
+        indices: u64,
+        count: usize,
+    ) -> Self {
         Launch::over_grids("kvx_gather", packed, grids, table, indices, count)
     }
 
     /// Spreads packed bytes over blocks: the reverse of [`gather`](Launch::gather).
-    pub fn scatter(packed: u64, grids: u64, table: &[DeviceGrid], indices: u64, count: usize) -> Self {
+    pub fn scatter(
+        packed: u64,
+        grids: u64,
+        table: &[DeviceGrid],
+        indices: u64,
+        count: usize,
+    ) -> Self {
         Launch::over_grids("kvx_scatter", packed, grids, table, indices, count)
     }
 
@@ -98,7 +110,10 @@ impl Launch {
     pub fn permute(to: BlocksIn, from: BlocksIn, count: usize, swap: Swap) -> Result<Self> {
         let length = swap.length().filter(|length| *length <= u64::from(u32::MAX));
         let length = length.ok_or_else(|| {
-            Error::new(Kind::Invalid, format!("a permutation of {swap:?}: blocks have less than 4 GiB"))
+            Error::new(
+                Kind::Invalid,
+                format!("a permutation of {swap:?}: blocks have less than 4 GiB"),
+            )
         })?;
         let Swap { outer, rows, columns, run } = swap;
         let count = count as u64;

@@ -11,7 +11,12 @@ use kvx_core::{Error, Kind, Result};
 use super::{DeviceGrid, Swap};
 
 /// Collects into `packed` the blocks of each grid that the indices choose. Errors: `OutOfBounds`.
-pub fn gather(region: &[u8], grids: &[DeviceGrid], indices: &[u32], packed: &mut [u8]) -> Result<()> {
+pub fn gather(
+    region: &[u8],
+    grids: &[DeviceGrid],
+    indices: &[u32],
+    packed: &mut [u8],
+) -> Result<()> {
     for grid in grids {
         for (at, index) in indices.iter().enumerate() {
             let from = range(grid.base, u64::from(*index), grid.stride, grid.length, region.len())?;
@@ -23,7 +28,12 @@ pub fn gather(region: &[u8], grids: &[DeviceGrid], indices: &[u32], packed: &mut
 }
 
 /// Spreads `packed` over the blocks of each grid that the indices choose. Errors: `OutOfBounds`.
-pub fn scatter(region: &mut [u8], grids: &[DeviceGrid], indices: &[u32], packed: &[u8]) -> Result<()> {
+pub fn scatter(
+    region: &mut [u8],
+    grids: &[DeviceGrid],
+    indices: &[u32],
+    packed: &[u8],
+) -> Result<()> {
     for grid in grids {
         for (at, index) in indices.iter().enumerate() {
             let to = range(grid.base, u64::from(*index), grid.stride, grid.length, region.len())?;
@@ -59,7 +69,9 @@ impl PlacedBlocks<'_> {
     fn block(&self, at: usize, length: u64, within: usize) -> Result<Range<usize>> {
         let index = match self.indices {
             None => at as u64,
-            Some(indices) => u64::from(*indices.get(at).ok_or_else(|| out_of_bounds(at as u64, 0, within))?),
+            Some(indices) => {
+                u64::from(*indices.get(at).ok_or_else(|| out_of_bounds(at as u64, 0, within))?)
+            }
         };
         range(self.base, index, self.stride, length, within)
     }

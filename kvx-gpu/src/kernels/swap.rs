@@ -74,6 +74,9 @@ impl Swap {
 fn run(ratio: u64, tokens: u64, content: u64) -> Result<u64> {
     let part = if ratio > 0 && tokens.is_multiple_of(ratio) { Some(tokens / ratio) } else { None };
     part.and_then(|part| part.checked_mul(content)).ok_or_else(|| {
-        Error::new(Kind::Invalid, format!("a block of {tokens} tokens does not consist of {ratio} blocks"))
+        Error::new(
+            Kind::Invalid,
+            format!("a block of {tokens} tokens does not consist of {ratio} blocks"),
+        )
     })
 }

@@ -5,7 +5,9 @@ mod on_host;
 use kvx_core::Kind;
 use kvx_core::memory::Hop;
 use kvx_gpu::kernels::reference::{self, PlacedBlocks};
-use kvx_gpu::kernels::{BlocksIn, DeviceGrid, ENTRIES, Launch, PTX, SOURCE, Swap, encode_grids, encode_hops};
+use kvx_gpu::kernels::{
+    BlocksIn, DeviceGrid, ENTRIES, Launch, PTX, SOURCE, Swap, encode_grids, encode_hops,
+};
 use kvx_testkit::test;
 use proptest::prelude::*;
 
@@ -15,7 +17,8 @@ use on_host::{OnHost, compiled};
 fn pattern(len: usize, seed: u64) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 56) as u8
     };
     (0..len).map(|_| next()).collect()
@@ -42,7 +45,10 @@ impl Aligned {
     /// The content; what is around it must be as it was.
     fn content(&self, len: usize) -> &[u8] {
         let (before, rest) = self.bytes.split_at(self.start);
-        assert!(before.iter().chain(&rest[len..]).all(|byte| *byte == 0xee), "bytes beside it were written");
+        assert!(
+            before.iter().chain(&rest[len..]).all(|byte| *byte == 0xee),
+            "bytes beside it were written"
+        );
         &rest[..len]
     }
 }
@@ -78,19 +84,25 @@ fn the_compiled_kernels_take_what_is_launched() {
 #[test]
 fn blocks_of_four_gigabytes_are_not_permuted() {
     let place = BlocksIn { base: 0, stride: 0, indices: 0 };
-    for swap in [Swap::heads_to_tokens(1 << 16, 1 << 16, 1), Swap::heads_to_tokens(1 << 32, 1 << 32, 2)] {
+    for swap in
+        [Swap::heads_to_tokens(1 << 16, 1 << 16, 1), Swap::heads_to_tokens(1 << 32, 1 << 32, 2)]
+    {
         let error = Launch::permute(place, place, 1, swap).expect_err("too much");
         assert_eq!(error.kind(), Kind::Invalid);
     }
-    assert!(Launch::permute(place, place, 1, Swap::heads_to_tokens(1 << 16, (1 << 16) - 1, 1)).is_ok());
+    assert!(
+        Launch::permute(place, place, 1, Swap::heads_to_tokens(1 << 16, (1 << 16) - 1, 1)).is_ok()
+    );
 }
 
 /// Small shapes of elements of 1, 2 and 4 bytes, and of whole rows of them.
 fn shapes() -> impl Iterator<Item = Swap> {
     let runs = [1, 2, 3, 4, 6, 8, 16, 20, 48];
-    let dimensions = (1..=2)
-        .flat_map(|outer| (1..=4).flat_map(move |rows| (1..=5).map(move |columns| (outer, rows, columns))));
-    dimensions.flat_map(move |(outer, rows, columns)| runs.map(|run| Swap { outer, rows, columns, run }))
+    let dimensions = (1..=2).flat_map(|outer| {
+        (1..=4).flat_map(move |rows| (1..=5).map(move |columns| (outer, rows, columns)))
+    });
+    dimensions
+        .flat_map(move |(outer, rows, columns)| runs.map(|run| Swap { outer, rows, columns, run }))
 }
 
 #[test]
@@ -100,8 +112,8 @@ fn every_byte_of_a_permuted_block_is_where_the_formula_puts_it() {
         let mut to = vec![0; from.len()];
         reference::permute_block(&from, &mut to, swap).expect("the right lengths");
         let Swap { outer, rows, columns, run } = swap;
-        for (plane, row, column) in
-            (0..outer).flat_map(|p| (0..rows).flat_map(move |r| (0..columns).map(move |c| (p, r, c))))
+        for (plane, row, column) in (0..outer)
+            .flat_map(|p| (0..rows).flat_map(move |r| (0..columns).map(move |c| (p, r, c))))
         {
             for byte in 0..run {
                 let before = ((plane * rows + row) * columns + column) * run + byte;
@@ -142,12 +154,21 @@ fn sub_blocks_become_one_block_and_come_back() {
         assert_eq!(swapped(of(Swap::merge), &parts), heads_first);
         assert_eq!(swapped(of(Swap::merge_to_tokens), &parts), tokens_first);
         assert_eq!(swapped(of(Swap::split), &heads_first), parts);
-        assert_eq!(swapped(Swap::heads_to_tokens(heads, tokens, content), &heads_first), tokens_first);
-        assert_eq!(swapped(Swap::tokens_to_heads(heads, tokens, content), &tokens_first), heads_first);
+        assert_eq!(
+            swapped(Swap::heads_to_tokens(heads, tokens, content), &heads_first),
+            tokens_first
+        );
+        assert_eq!(
+            swapped(Swap::tokens_to_heads(heads, tokens, content), &tokens_first),
+            heads_first
+        );
     }
     for (ratio, tokens) in [(0, 4), (3, 4), (5, 4)] {
         for make in [Swap::merge, Swap::split, Swap::merge_to_tokens] {
-            assert_eq!(make(ratio, 2, tokens, 2).expect_err("no such blocks").kind(), Kind::Invalid);
+            assert_eq!(
+                make(ratio, 2, tokens, 2).expect_err("no such blocks").kind(),
+                Kind::Invalid
+            );
         }
     }
 }
@@ -191,13 +212,20 @@ fn the_reference_refuses_what_is_out_of_bounds() {
         (2, PlacedBlocks { indices: Some(&[1]), ..place }, place),
         (1, place, PlacedBlocks { indices: Some(&[2]), ..place }),
     ] {
-        let error = reference::permute((&region, from), (&mut packed, to), count, swap).expect_err("beyond");
+        let error = reference::permute((&region, from), (&mut packed, to), count, swap)
+            .expect_err("beyond");
         assert_eq!(error.kind(), Kind::OutOfBounds);
     }
 }
 
 /// A gather and a scatter of the source, beside the reference. `beyond`: how far addresses are from a multiple of 16.
-fn compare_over_grids(on_host: &OnHost, grids: &[DeviceGrid], indices: &[u32], region: usize, beyond: usize) {
+fn compare_over_grids(
+    on_host: &OnHost,
+    grids: &[DeviceGrid],
+    indices: &[u32],
+    region: usize,
+    beyond: usize,
+) {
     let len: u64 = grids.iter().map(|grid| grid.length * indices.len() as u64).sum();
     let [content, spread] = [pattern(region, 3), pattern(len as usize, 4)];
     let mut gathered = vec![0; len as usize];
@@ -208,13 +236,14 @@ fn compare_over_grids(on_host: &OnHost, grids: &[DeviceGrid], indices: &[u32], r
     let table = |base: u64| -> Vec<DeviceGrid> {
         grids.iter().map(|grid| DeviceGrid { base: base + grid.base, ..*grid }).collect()
     };
-    let launches = |base: u64, packed: u64, make: fn(u64, u64, &[DeviceGrid], u64, usize) -> Launch| {
-        let table = table(base);
-        let encoded = Aligned::new(&encode_grids(&table), 0);
-        let address = encoded.bytes[encoded.start..].as_ptr() as u64;
-        let launch = make(packed, address, &table, indices.as_ptr() as u64, indices.len());
-        (with_grids(launch), encoded)
-    };
+    let launches =
+        |base: u64, packed: u64, make: fn(u64, u64, &[DeviceGrid], u64, usize) -> Launch| {
+            let table = table(base);
+            let encoded = Aligned::new(&encode_grids(&table), 0);
+            let address = encoded.bytes[encoded.start..].as_ptr() as u64;
+            let launch = make(packed, address, &table, indices.as_ptr() as u64, indices.len());
+            (with_grids(launch), encoded)
+        };
     let turns = with_grids(Launch::hops(0, &[])).len();
     for turn in 0..turns {
         let mut source = Aligned::new(&content, beyond);
@@ -222,14 +251,22 @@ fn compare_over_grids(on_host: &OnHost, grids: &[DeviceGrid], indices: &[u32], r
         let (launch, _table) = launches(source.address(), packed.address(), Launch::gather);
         // SAFETY: the reference found all of it within the bounds of the two.
         unsafe { on_host.run(&launch[turn]) };
-        assert!(packed.content(len as usize) == gathered, "gather {grids:?} {indices:?} {:?}", launch[turn]);
+        assert!(
+            packed.content(len as usize) == gathered,
+            "gather {grids:?} {indices:?} {:?}",
+            launch[turn]
+        );
 
         let mut target = Aligned::new(&content, beyond);
         let mut packed = Aligned::new(&spread, beyond);
         let (launch, _table) = launches(target.address(), packed.address(), Launch::scatter);
         // SAFETY: as above.
         unsafe { on_host.run(&launch[turn]) };
-        assert!(target.content(region) == scattered, "scatter {grids:?} {indices:?} {:?}", launch[turn]);
+        assert!(
+            target.content(region) == scattered,
+            "scatter {grids:?} {indices:?} {:?}",
+            launch[turn]
+        );
     }
 }
 
@@ -243,7 +280,8 @@ fn gather_and_scatter_do_what_the_reference_does() {
                 let stride = length + gap;
                 let grid = DeviceGrid { base: 0, stride, length, at: 0 };
                 for indices in orders {
-                    let second = DeviceGrid { base: 4 * stride, at: length * indices.len() as u64, ..grid };
+                    let second =
+                        DeviceGrid { base: 4 * stride, at: length * indices.len() as u64, ..grid };
                     let region = 8 * stride as usize;
                     compare_over_grids(on_host, &[grid], indices, region, beyond);
                     compare_over_grids(on_host, &[grid, second], indices, region, beyond);
@@ -256,8 +294,15 @@ fn gather_and_scatter_do_what_the_reference_does() {
 #[test]
 fn hops_do_what_the_reference_does() {
     let Some(on_host) = compiled("hops_do_what_the_reference_does") else { return };
-    let table =
-        [(0, 5, 0), (1, 0, 3), (16, 16, 64), (200, 100, 1), (300, 128, 8192), (8, 8400, 8), (12, 8420, 9)];
+    let table = [
+        (0, 5, 0),
+        (1, 0, 3),
+        (16, 16, 64),
+        (200, 100, 1),
+        (300, 128, 8192),
+        (8, 8400, 8),
+        (12, 8420, 9),
+    ];
     let table = table.map(|(from, to, len)| Hop { from, to, len });
     let source = pattern(10_000, 5);
     let mut expected = vec![0; 9000];
@@ -266,7 +311,8 @@ fn hops_do_what_the_reference_does() {
         let mut from = Aligned::new(&source, 0);
         let mut to = Aligned::new(&vec![0; 9000], 0);
         let [source, target] = [from.address(), to.address()];
-        let placed = table.map(|hop| Hop { from: source + hop.from, to: target + hop.to, len: hop.len });
+        let placed =
+            table.map(|hop| Hop { from: source + hop.from, to: target + hop.to, len: hop.len });
         let mut encoded = Aligned::new(&encode_hops(&placed), 0);
         let launch = &with_grids(Launch::hops(encoded.address(), &placed))[turn];
         // SAFETY: the reference found all of it within the bounds of the two.
@@ -279,8 +325,10 @@ fn hops_do_what_the_reference_does() {
 fn permutations_do_what_the_reference_does() {
     let Some(on_host) = compiled("permutations_do_what_the_reference_does") else { return };
     let lists: [Option<&[u32]>; 2] = [None, Some(&[2, 0])];
-    let large =
-        [Swap { outer: 1, rows: 8, columns: 16, run: 256 }, Swap { outer: 2, rows: 8, columns: 9, run: 34 }];
+    let large = [
+        Swap { outer: 1, rows: 8, columns: 16, run: 256 },
+        Swap { outer: 2, rows: 8, columns: 9, run: 34 },
+    ];
     for (swap, lists) in shapes()
         .chain(large)
         .flat_map(|swap| lists.map(|from| (swap, from)))
@@ -294,13 +342,21 @@ fn permutations_do_what_the_reference_does() {
             let content = pattern(region, 6);
             let place = |indices| PlacedBlocks { base: 0, stride, indices };
             let mut expected = vec![0; region];
-            reference::permute((&content, place(from_list)), (&mut expected, place(to_list)), 2, swap)
-                .expect("within bounds");
-            let [mut from, mut to] = [Aligned::new(&content, beyond), Aligned::new(&vec![0; region], beyond)];
+            reference::permute(
+                (&content, place(from_list)),
+                (&mut expected, place(to_list)),
+                2,
+                swap,
+            )
+            .expect("within bounds");
+            let [mut from, mut to] =
+                [Aligned::new(&content, beyond), Aligned::new(&vec![0; region], beyond)];
             let list = |list: Option<&[u32]>| list.map_or(0, |list| list.as_ptr() as u64);
             let source = BlocksIn { base: from.address(), stride, indices: list(from_list) };
             let target = BlocksIn { base: to.address(), stride, indices: list(to_list) };
-            for launch in with_grids(Launch::permute(target, source, 2, swap).expect("a small block")) {
+            for launch in
+                with_grids(Launch::permute(target, source, 2, swap).expect("a small block"))
+            {
                 to.bytes[to.start..to.start + region].fill(0);
                 // SAFETY: the reference found all of it within the bounds of the two.
                 unsafe { on_host.run(&launch) };
@@ -313,9 +369,9 @@ fn permutations_do_what_the_reference_does() {
 /// Grids of a grid set that do not touch each other, with their packed places; and the bytes of the region.
 fn grid_sets() -> impl Strategy<Value = (Vec<DeviceGrid>, Vec<u32>, usize)> {
     let grids = prop::collection::vec((1_u64..40, 0_u64..20), 1..4);
-    let indices = Just((0_u32..6).collect::<Vec<_>>())
-        .prop_shuffle()
-        .prop_flat_map(|all| (Just(all), 0_usize..=6).prop_map(|(all, count)| all[..count].to_vec()));
+    let indices = Just((0_u32..6).collect::<Vec<_>>()).prop_shuffle().prop_flat_map(|all| {
+        (Just(all), 0_usize..=6).prop_map(|(all, count)| all[..count].to_vec())
+    });
     (grids, indices).prop_map(|(sizes, indices)| {
         let [mut base, mut at] = [0; 2];
         let grids = sizes.into_iter().map(|(length, gap)| {

@@ -9,7 +9,8 @@ use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Parts, Sent}
 use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{Admission, Availability, Context, Factory, RemoteSpec, Transport};
 use kvx_core::{
-    Agent, Capabilities, Grid, Identity, Memory, Options, Placement, Plan, Registry, Result, Unavailable,
+    Agent, Capabilities, Grid, Identity, Memory, Options, Placement, Plan, Registry, Result,
+    Unavailable,
 };
 
 use crate::fabric::LibfabricFabric;
@@ -95,13 +96,17 @@ unsafe impl Fabric for Shuffling {
     }
 
     fn advance(&mut self, job: &mut Job<'_, Self>) -> Result<u64> {
-        let Some(peer) = self.inner.peer_of(job.endpoint()) else { return Err(crate::error::gone()) };
+        let Some(peer) = self.inner.peer_of(job.endpoint()) else {
+            return Err(crate::error::gone());
+        };
         let mut bytes = 0;
         while self.held.len() < HELD
             && let Some(segment) = job.next_piece()
         {
-            let (ours, theirs) = (job.local(segment.local_region), job.remote(segment.remote_region));
-            let path = self.inner.path(peer, self.held.len(), ours, theirs, segment.remote_offset)?;
+            let (ours, theirs) =
+                (job.local(segment.local_region), job.remote(segment.remote_region));
+            let path =
+                self.inner.path(peer, self.held.len(), ours, theirs, segment.remote_offset)?;
             let PiecePath { rail, descriptor, remote } = path;
             let (local, len) = (job.local_address(&segment) as *mut u8, segment.len as usize);
             let post = Post { op: job.op(), job: job.id(), peer };
@@ -132,7 +137,11 @@ unsafe impl Fabric for Shuffling {
     }
 
     fn arm(&mut self, waiting: bool) -> Result<Armed> {
-        if self.held.is_empty() && self.late.is_empty() { self.inner.arm(waiting) } else { Ok(Armed::Again) }
+        if self.held.is_empty() && self.late.is_empty() {
+            self.inner.arm(waiting)
+        } else {
+            Ok(Armed::Again)
+        }
     }
 
     fn fds(&self) -> &[RawFd] {
@@ -173,7 +182,8 @@ impl Factory for Unordered {
     }
 
     fn open(&self, agent: Context) -> Result<Arc<dyn Transport>> {
-        let Parts { name, capabilities, address, fabric: inner, registrar } = factory::parts(&agent)?;
+        let Parts { name, capabilities, address, fabric: inner, registrar } =
+            factory::parts(&agent)?;
         let seed = u64::from_le_bytes(std::array::from_fn(|at| agent.agent.incarnation.0[at])) | 1;
         let fabric = Shuffling { inner, held: Vec::new(), late: Vec::new(), seed };
         kvx_backend::fabric::open(agent, Parts { name, capabilities, address, fabric, registrar })
@@ -188,20 +198,26 @@ fn notifications_wait(test: &str, options: &str) {
     registry.add(Unordered).unwrap();
     let options = Options::parse(options).unwrap();
     if let Err(why) = registry.require("LIBFABRIC", &options) {
-        return kvx_testkit::skip(test, &why.to_string(), "cargo xtask test --install on Debian 12");
+        return kvx_testkit::skip(
+            test,
+            &why.to_string(),
+            "cargo xtask test --install on Debian 12",
+        );
     }
     let agent = |name: &str| {
         let builder = Agent::builder(name).backends(["LIBFABRIC"]).options(options.clone());
         let agent = builder.build(&registry).unwrap();
-        let region =
-            agent.register("kv", Memory::owned(vec![0; (BLOCK * u64::from(BLOCKS)) as usize])).unwrap();
+        let region = agent
+            .register("kv", Memory::owned(vec![0; (BLOCK * u64::from(BLOCKS)) as usize]))
+            .unwrap();
         (agent, region)
     };
     let ((near, ours), (far, theirs)) = (agent("near"), agent("far"));
     let peer = near.connect(far.metadata().unwrap()).unwrap();
     peer.ready(PATIENCE).wait(PATIENCE).unwrap();
     let grid = || Grid::packed(BLOCK, BLOCKS);
-    let (local, remote) = (ours.grid(grid()).unwrap(), peer.region("kv").unwrap().grid(grid()).unwrap());
+    let (local, remote) =
+        (ours.grid(grid()).unwrap(), peer.region("kv").unwrap().grid(grid()).unwrap());
     // 7 has no divisor in common with the number of blocks.
     let from: Vec<u32> = (0..BLOCKS).map(|at| at * 7 % BLOCKS).collect();
     let to: Vec<u32> = (0..BLOCKS).rev().collect();
@@ -228,5 +244,8 @@ fn notifications_come_after_all_of_their_data_over_unordered_shared_memory() {
 #[test]
 fn notifications_come_after_all_of_their_data_over_unordered_rails() {
     let test = "notifications_come_after_all_of_their_data_over_unordered_rails";
-    notifications_wait(test, r#"{"libfabric": {"provider": "tcp;ofi_rxm", "domain": ["lo", "lo"]}}"#);
+    notifications_wait(
+        test,
+        r#"{"libfabric": {"provider": "tcp;ofi_rxm", "domain": ["lo", "lo"]}}"#,
+    );
 }

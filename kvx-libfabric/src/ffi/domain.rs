@@ -55,7 +55,11 @@ impl Domain {
             let mut fabric = ptr::null_mut();
             // SAFETY: the attributes are libfabric's own, of the list that the domain keeps.
             let answer = unsafe {
-                (library.functions().fi_fabric)(first.fabric_attributes(), &mut fabric, ptr::null_mut())
+                (library.functions().fi_fabric)(
+                    first.fabric_attributes(),
+                    &mut fabric,
+                    ptr::null_mut(),
+                )
             };
             Errno::check(answer)?;
             let fabric = NonNull::new(fabric).ok_or(Errno(libc::ENOMEM))?;
@@ -132,7 +136,12 @@ impl Domain {
         // is the caller's promise.
         let answer = unsafe {
             let domain = self.raw.as_ptr();
-            function!(domain, mr, regattr)(&raw mut (*domain).fid, &raw const *asked, flags, &mut raw)
+            function!(domain, mr, regattr)(
+                &raw mut (*domain).fid,
+                &raw const *asked,
+                flags,
+                &mut raw,
+            )
         };
         Errno::check(answer)?;
         let raw = NonNull::new(raw).ok_or(Errno(libc::ENOMEM))?;
@@ -219,7 +228,11 @@ impl Registration {
         unsafe {
             let own = &raw mut (*self.raw.as_ptr()).fid;
             Errno::check(function!(own, ops, bind)(own, endpoint, 0))?;
-            Errno::check(function!(own, ops, control)(own, FI_ENABLE.cast_signed(), ptr::null_mut()))?;
+            Errno::check(function!(own, ops, control)(
+                own,
+                FI_ENABLE.cast_signed(),
+                ptr::null_mut(),
+            ))?;
         }
         Ok(())
     }

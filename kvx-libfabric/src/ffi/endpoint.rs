@@ -149,7 +149,12 @@ impl Endpoint {
         let mut queue = ptr::null_mut();
         // SAFETY: the domain is open.
         let answer = unsafe {
-            function!(raw_domain, ops, cq_open)(raw_domain, &mut attributes, &mut queue, ptr::null_mut())
+            function!(raw_domain, ops, cq_open)(
+                raw_domain,
+                &mut attributes,
+                &mut queue,
+                ptr::null_mut(),
+            )
         };
         Errno::check(answer)?;
         let queue = Opened(NonNull::new(queue).ok_or(Errno(libc::ENOMEM))?, "completion queue");
@@ -157,7 +162,12 @@ impl Endpoint {
         let mut table = ptr::null_mut();
         // SAFETY: as above.
         let answer = unsafe {
-            function!(raw_domain, ops, av_open)(raw_domain, &mut attributes, &mut table, ptr::null_mut())
+            function!(raw_domain, ops, av_open)(
+                raw_domain,
+                &mut attributes,
+                &mut table,
+                ptr::null_mut(),
+            )
         };
         Errno::check(answer)?;
         let table = Opened(NonNull::new(table).ok_or(Errno(libc::ENOMEM))?, "address table");
@@ -175,7 +185,11 @@ impl Endpoint {
             Errno::check(function!(own, ops, bind)(own, table.0.as_ptr().cast(), 0))?;
             let both = u64::from(FI_TRANSMIT | FI_RECV);
             Errno::check(function!(own, ops, bind)(own, queue.0.as_ptr().cast(), both))?;
-            Errno::check(function!(own, ops, control)(own, FI_ENABLE.cast_signed(), ptr::null_mut()))?;
+            Errno::check(function!(own, ops, control)(
+                own,
+                FI_ENABLE.cast_signed(),
+                ptr::null_mut(),
+            ))?;
         }
         let mut waits = Waits::Never;
         if sleeps {
@@ -219,7 +233,11 @@ impl Endpoint {
         let (mut bytes, mut len) = (vec![0_u8; MAX_ADDRESS], MAX_ADDRESS);
         // SAFETY: there are so many bytes to write to.
         let answer = unsafe {
-            function!(self.raw.as_ptr(), cm, getname)(self.fid(), bytes.as_mut_ptr().cast(), &mut len)
+            function!(self.raw.as_ptr(), cm, getname)(
+                self.fid(),
+                bytes.as_mut_ptr().cast(),
+                &mut len,
+            )
         };
         Errno::check(answer)?;
         bytes.truncate(len);
@@ -236,7 +254,14 @@ impl Endpoint {
         // SAFETY: one address, of the length that the provider reads: the caller's promise.
         let answer = unsafe {
             let table = self.table.as_ptr();
-            function!(table, ops, insert)(table, address.as_ptr().cast(), 1, &mut number, 0, ptr::null_mut())
+            function!(table, ops, insert)(
+                table,
+                address.as_ptr().cast(),
+                1,
+                &mut number,
+                0,
+                ptr::null_mut(),
+            )
         };
         if Errno::check(answer)? == 1 && number != u64::MAX {
             Ok(PeerNumber(number))
@@ -271,8 +296,9 @@ impl Endpoint {
     ) -> Result<(), Errno> {
         let raw = self.raw.as_ptr();
         // SAFETY: the caller's promise.
-        let answer =
-            unsafe { function!(raw, msg, recv)(raw, buffer.cast(), len, descriptor, u64::MAX, context) };
+        let answer = unsafe {
+            function!(raw, msg, recv)(raw, buffer.cast(), len, descriptor, u64::MAX, context)
+        };
         Errno::check_count(answer).map(|_| ())
     }
 
@@ -291,8 +317,9 @@ impl Endpoint {
     ) -> Result<(), Errno> {
         let raw = self.raw.as_ptr();
         // SAFETY: the caller's promise.
-        let answer =
-            unsafe { function!(raw, msg, send)(raw, buffer.cast(), len, descriptor, peer.0, context) };
+        let answer = unsafe {
+            function!(raw, msg, send)(raw, buffer.cast(), len, descriptor, peer.0, context)
+        };
         Errno::check_count(answer).map(|_| ())
     }
 
@@ -313,7 +340,16 @@ impl Endpoint {
         let RemoteRange { peer, address, key } = remote;
         // SAFETY: the caller's promise.
         let answer = unsafe {
-            function!(raw, rma, read)(raw, local.cast(), len, descriptor, peer.0, address, key, context)
+            function!(raw, rma, read)(
+                raw,
+                local.cast(),
+                len,
+                descriptor,
+                peer.0,
+                address,
+                key,
+                context,
+            )
         };
         Errno::check_count(answer).map(|_| ())
     }
@@ -335,7 +371,16 @@ impl Endpoint {
         let RemoteRange { peer, address, key } = remote;
         // SAFETY: the caller's promise.
         let answer = unsafe {
-            function!(raw, rma, write)(raw, local.cast(), len, descriptor, peer.0, address, key, context)
+            function!(raw, rma, write)(
+                raw,
+                local.cast(),
+                len,
+                descriptor,
+                peer.0,
+                address,
+                key,
+                context,
+            )
         };
         Errno::check_count(answer).map(|_| ())
     }
@@ -388,7 +433,8 @@ impl Endpoint {
         let queue = self.queue.as_ptr();
         let mut entries = [const { std::mem::MaybeUninit::<fi_cq_msg_entry>::uninit() }; BATCH];
         // SAFETY: the queue has entries of this form, and there is room for so many.
-        let answer = unsafe { function!(queue, ops, read)(queue, entries.as_mut_ptr().cast(), BATCH) };
+        let answer =
+            unsafe { function!(queue, ops, read)(queue, entries.as_mut_ptr().cast(), BATCH) };
         match Errno::check_count(answer) {
             Ok(count) => {
                 for entry in &entries[..count.min(BATCH)] {

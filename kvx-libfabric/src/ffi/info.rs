@@ -63,7 +63,8 @@ impl Infos {
             (*info.domain_attr).resource_mgmt = FI_RM_ENABLED;
             let devices = if asked.devices { FI_MR_HMEM } else { 0 };
             (*info.domain_attr).mr_mode = (MR_MODE | devices).cast_signed();
-            (*info.tx_attr).op_flags = if asked.delivery { u64::from(FI_DELIVERY_COMPLETE) } else { 0 };
+            (*info.tx_attr).op_flags =
+                if asked.delivery { u64::from(FI_DELIVERY_COMPLETE) } else { 0 };
             if let Some(provider) = asked.provider {
                 (*info.fabric_attr).prov_name = copied(provider)?;
             }
@@ -107,7 +108,9 @@ impl Drop for Infos {
 fn copied(text: &str) -> Result<*mut c_char, Errno> {
     let text = CString::new(text).map_err(|_| Errno(libc::EINVAL))?;
     // SAFETY: it is a C string.
-    NonNull::new(unsafe { libc::strdup(text.as_ptr()) }).map(NonNull::as_ptr).ok_or(Errno(libc::ENOMEM))
+    NonNull::new(unsafe { libc::strdup(text.as_ptr()) })
+        .map(NonNull::as_ptr)
+        .ok_or(Errno(libc::ENOMEM))
 }
 
 /// Where a card sits on the PCI buses of this machine.
@@ -240,7 +243,12 @@ impl Info {
         }
         // SAFETY: the kind of bus says which part it is.
         let fi_pci_attr { domain_id, bus_id, device_id, function_id } = unsafe { bus.attr.pci };
-        Some(PciAddress { domain: domain_id, bus: bus_id, device: device_id, function: function_id })
+        Some(PciAddress {
+            domain: domain_id,
+            bus: bus_id,
+            device: device_id,
+            function: function_id,
+        })
     }
 }
 

@@ -13,9 +13,9 @@ use super::bindings_1_17::{FI_MAJOR_VERSION, FI_MINOR_VERSION, Functions};
 const VARIABLE: &str = "KVX_LIBFABRIC_LIB";
 const NAMES: &[&str] = &["libfabric.so.1"];
 /// Where the installer of AWS's EFA puts its own.
-const FILES: &[&str] = &["/opt/amazon/efa/lib64/libfabric.so.1", "/opt/amazon/efa/lib/libfabric.so.1"];
-const CURE: &str =
-    "install libfabric 1.17 or newer (Debian: libfabric1), or set KVX_LIBFABRIC_LIB to its libfabric.so.1";
+const FILES: &[&str] =
+    &["/opt/amazon/efa/lib64/libfabric.so.1", "/opt/amazon/efa/lib/libfabric.so.1"];
+const CURE: &str = "install libfabric 1.17 or newer (Debian: libfabric1), or set KVX_LIBFABRIC_LIB to its libfabric.so.1";
 
 /// The version of a library, and of the interface that a program asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -82,7 +82,8 @@ impl Library {
 
     fn load() -> Result<Library, Unavailable> {
         loader::with_signals_kept(|| {
-            let library = Search::new(VARIABLE, NAMES, CURE).files(FILES.iter().map(PathBuf::from)).open()?;
+            let library =
+                Search::new(VARIABLE, NAMES, CURE).files(FILES.iter().map(PathBuf::from)).open()?;
             let find = |name: &'static CStr| library.versioned_address(name, symbol_version(name));
             // SAFETY: the loader answers with the symbol of that name and version, which is the function that the
             // headers of 1.17 declare.
@@ -91,7 +92,8 @@ impl Library {
             let version = Version::unpack(unsafe { (functions.fi_version)() });
             if version < INTERFACE {
                 let path = library.path().display();
-                let why = format!("{path} is libfabric {version}, and kvx needs {INTERFACE} or newer");
+                let why =
+                    format!("{path} is libfabric {version}, and kvx needs {INTERFACE} or newer");
                 return Err(Unavailable::because(why, CURE));
             }
             Ok(Library { functions, version, path: library.path().to_owned() })

@@ -50,7 +50,9 @@ fn wait([first, other]: [&Endpoint; 2]) -> Result<*mut c_void, Failed> {
     let until = Instant::now() + PATIENCE;
     let mut ended = None;
     while Instant::now() < until {
-        if let Read::Failed(failed) = first.read(|completion| ended = Some(completion.context)).unwrap() {
+        if let Read::Failed(failed) =
+            first.read(|completion| ended = Some(completion.context)).unwrap()
+        {
             return Err(failed);
         }
         if let Some(context) = ended {
@@ -98,7 +100,9 @@ fn bytes_go_both_ways(provider: &str, test: &str) {
         post([&near, &far], || near.put(at.add(4096), 4096, local.descriptor(), to(0), second));
         assert_eq!(wait([&near, &far]).unwrap(), second);
     }
-    assert!(ours[..4096].iter().all(|byte| *byte == 2) && ours[4096..].iter().all(|byte| *byte == 1));
+    assert!(
+        ours[..4096].iter().all(|byte| *byte == 2) && ours[4096..].iter().all(|byte| *byte == 1)
+    );
     // SAFETY: the memory is there, and nothing is in flight on it any more.
     let came = |at: usize| unsafe { theirs.as_ptr().wrapping_add(at).read_volatile() };
     assert_eq!([came(0), came(4095), came(4096)], [1, 1, 2]);
@@ -209,8 +213,10 @@ fn shared_memory_that_a_process_of_this_number_left_is_passed_over() {
     // A killed process leaves such files. Several, as tests beside this one take some of the next names.
     let copy = format!("/dev/shm/{name}-left");
     std::fs::copy(format!("/dev/shm/{name}"), &copy).unwrap();
-    let names: Vec<String> = (1..8).map(|next| format!("/dev/shm/{before}:{}", number + next)).collect();
-    let left: Vec<&String> = names.iter().filter(|path| std::fs::hard_link(&copy, path).is_ok()).collect();
+    let names: Vec<String> =
+        (1..8).map(|next| format!("/dev/shm/{before}:{}", number + next)).collect();
+    let left: Vec<&String> =
+        names.iter().filter(|path| std::fs::hard_link(&copy, path).is_ok()).collect();
     std::fs::remove_file(copy).unwrap();
     let next = endpoint("shm", test).unwrap().address().unwrap();
     for path in left {

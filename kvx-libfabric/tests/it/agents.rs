@@ -13,14 +13,17 @@ const BLOCKS: u32 = 300;
 
 const ONE: &str = r#"{"libfabric": {"provider": "tcp;ofi_rxm"}}"#;
 const TWO: &str = r#"{"libfabric": {"provider": "tcp;ofi_rxm", "domain": ["lo", "lo"]}}"#;
-const THREE: &str = r#"{"libfabric": {"provider": "tcp;ofi_rxm", "domain": ["lo", "lo", "lo"], "rails": 2}}"#;
+const THREE: &str =
+    r#"{"libfabric": {"provider": "tcp;ofi_rxm", "domain": ["lo", "lo", "lo"], "rails": 2}}"#;
 const SHARED: &str = r#"{"libfabric": {"provider": "shm"}}"#;
 
 type Outcome<T = ()> = Result<T, Box<dyn std::error::Error>>;
 
 /// Whether libfabric is installed here; says so if it is not.
 fn is_installed(test: &str) -> bool {
-    match Options::parse(ONE).and_then(|options| registry("").require("LIBFABRIC", &options).map(|_| ())) {
+    match Options::parse(ONE)
+        .and_then(|options| registry("").require("LIBFABRIC", &options).map(|_| ()))
+    {
         Ok(()) => true,
         Err(why) => {
             kvx_testkit::skip(test, &why.to_string(), "cargo xtask test --install on Debian 12");
@@ -116,7 +119,10 @@ fn what_there_is_and_what_it_can_do_is_listed() {
     let tcp = line("tcp;ofi_rxm/lo (").unwrap();
     assert!(tcp.contains("delivery") && !tcp.contains("not used"), "{tcp}");
     let shm = line("shm/shm (").unwrap();
-    assert!(shm.contains("by address") && shm.contains("copied by kvx through the kernel"), "{shm}");
+    assert!(
+        shm.contains("by address") && shm.contains("copied by kvx through the kernel"),
+        "{shm}"
+    );
 }
 
 #[test]
@@ -125,7 +131,8 @@ fn a_provider_or_domain_that_is_not_there_is_named() {
         return;
     }
     let refused = |options: &str| {
-        let error = registry("").require("LIBFABRIC", &Options::parse(options).unwrap()).err().unwrap();
+        let error =
+            registry("").require("LIBFABRIC", &Options::parse(options).unwrap()).err().unwrap();
         assert_eq!(error.kind(), Kind::Unavailable);
         error.to_string()
     };

@@ -43,7 +43,8 @@ fn tell() -> Check {
     let options = Options::parse(&processes::options(PROVIDER))?;
     let (_, standing) = registry.standing("LIBFABRIC", &options)?;
     let Standing::Available(available) = standing else { panic!("it was available just now") };
-    let agent = Agent::builder("tells").backends(["LIBFABRIC"]).options(options).build(&registry)?;
+    let agent =
+        Agent::builder("tells").backends(["LIBFABRIC"]).options(options).build(&registry)?;
     let peer = agent.connect(agent.metadata()?)?;
     peer.ready(PATIENCE).wait(PATIENCE)?;
     print!("{}\n{}", available.cautions.join("; "), peer.route());
@@ -87,12 +88,17 @@ async fn small_buffers_and_the_usual_ones_reach_each_other(setup: Setup) -> Chec
 
     // The usual ones go to the small ones,
     let peer = pair.connect().await?;
-    let read =
-        Plan::read(near.grid(grid)?.blocks(backwards()), peer.region("kv")?.grid(grid)?.blocks(backwards()))?;
+    let read = Plan::read(
+        near.grid(grid)?.blocks(backwards()),
+        peer.region("kv")?.grid(grid)?.blocks(backwards()),
+    )?;
     peer.transfer(&read).deadline(PATIENCE).post()?.await?;
     let mut came = vec![0; BYTES];
     near.copy_out(0, &mut came)?;
-    assert!(came.iter().enumerate().all(|(at, byte)| *byte == byte_at(2, at as u64)), "what was read");
+    assert!(
+        came.iter().enumerate().all(|(at, byte)| *byte == byte_at(2, at as u64)),
+        "what was read"
+    );
 
     // and the other way.
     pair.far.fill(far, 3)?;
@@ -111,6 +117,9 @@ async fn small_buffers_and_the_usual_ones_reach_each_other(setup: Setup) -> Chec
         },
     )??;
     near.copy_out(0, &mut came)?;
-    assert!(came.iter().enumerate().all(|(at, byte)| *byte == byte_at(3, at as u64)), "what was written");
+    assert!(
+        came.iter().enumerate().all(|(at, byte)| *byte == byte_at(3, at as u64)),
+        "what was written"
+    );
     Ok(())
 }

@@ -12,7 +12,11 @@ fn memory_that_a_provider_does_not_reach_is_refused_and_goes_over_tcp() {
         let options = format!(r#"{{"libfabric": {{"provider": "{provider}"}}}}"#);
         if let Err(why) = registry.require("LIBFABRIC", &Options::parse(&options).unwrap()) {
             let test = "memory_that_a_provider_does_not_reach_is_refused_and_goes_over_tcp";
-            return kvx_testkit::skip(test, &why.to_string(), "cargo xtask test --install on Debian 12");
+            return kvx_testkit::skip(
+                test,
+                &why.to_string(),
+                "cargo xtask test --install on Debian 12",
+            );
         }
         goes_elsewhere(&registry, "LIBFABRIC", "TCP", &options)
             .unwrap_or_else(|why| panic!("{provider}: {why}"));

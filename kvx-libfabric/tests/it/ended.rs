@@ -36,8 +36,10 @@ fn options() -> Options {
 }
 
 fn agent(name: &str) -> Outcome<(Agent, Region)> {
-    let agent = Agent::builder(name).backends(["LIBFABRIC"]).options(options()).build(&registry(""))?;
-    let region = agent.register("kv", Memory::pool(GRID.length as usize * GRID.count as usize).build()?)?;
+    let agent =
+        Agent::builder(name).backends(["LIBFABRIC"]).options(options()).build(&registry(""))?;
+    let region =
+        agent.register("kv", Memory::pool(GRID.length as usize * GRID.count as usize).build()?)?;
     Ok((agent, region))
 }
 
@@ -47,8 +49,10 @@ fn meet(one: &(Agent, Region), other: &(Agent, Region)) -> Outcome {
         let peer = agent.connect(owner.metadata()?)?;
         peer.ready(PATIENCE).wait(PATIENCE)?;
         let all = 0..GRID.count;
-        let plan =
-            Plan::read(region.grid(GRID)?.blocks(all.clone()), peer.region("kv")?.grid(GRID)?.blocks(all))?;
+        let plan = Plan::read(
+            region.grid(GRID)?.blocks(all.clone()),
+            peer.region("kv")?.grid(GRID)?.blocks(all),
+        )?;
         peer.post(&plan)?.wait(PATIENCE)?;
     }
     Ok(())
@@ -62,7 +66,11 @@ fn descriptors() -> usize {
 fn shrink_to(most: usize) {
     let until = Instant::now() + PATIENCE;
     while descriptors() > most {
-        assert!(Instant::now() < until, "{} descriptors are open, there were {most}", descriptors());
+        assert!(
+            Instant::now() < until,
+            "{} descriptors are open, there were {most}",
+            descriptors()
+        );
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -70,7 +78,8 @@ fn shrink_to(most: usize) {
 #[test(own_process)]
 fn what_an_agent_holds_does_not_depend_on_how_many_peers_have_come_and_gone() {
     if let Err(why) = registry("").require("LIBFABRIC", &options()) {
-        const TEST: &str = "what_an_agent_holds_does_not_depend_on_how_many_peers_have_come_and_gone";
+        const TEST: &str =
+            "what_an_agent_holds_does_not_depend_on_how_many_peers_have_come_and_gone";
         let cure = "cargo xtask test --install on Debian 12";
         return kvx_testkit::skip(TEST, &why.to_string(), cure);
     }

@@ -21,7 +21,10 @@ fn the_target_of_a_killed_process_works_on() -> Check {
 async fn kill_in_the_middle_of_writes(setup: Setup) -> Check {
     let (mut kills, mut rounds) = (0, 0);
     while kills < KILLS {
-        assert!(rounds < ROUNDS, "{kills} of {ROUNDS} processes were killed in the middle of their writes");
+        assert!(
+            rounds < ROUNDS,
+            "{kills} of {ROUNDS} processes were killed in the middle of their writes"
+        );
         rounds += 1;
         let mut pair = setup.pair()?;
         let region = pair.near_region("kv", BYTES, 1)?;

@@ -11,7 +11,11 @@ const BYTES: usize = BLOCK as usize * BLOCKS as usize;
 
 #[test]
 fn a_stopped_process_is_read_and_written() -> Check {
-    processes::check("a_stopped_process_is_read_and_written", "shm", read_and_write_while_it_is_stopped)
+    processes::check(
+        "a_stopped_process_is_read_and_written",
+        "shm",
+        read_and_write_while_it_is_stopped,
+    )
 }
 
 async fn read_and_write_while_it_is_stopped(setup: Setup) -> Check {
@@ -34,7 +38,10 @@ async fn read_and_write_while_it_is_stopped(setup: Setup) -> Check {
     peer.transfer(&read).deadline(PATIENCE).post()?.await?;
     let mut came = vec![0; BYTES];
     near.copy_out(0, &mut came)?;
-    assert!(came.iter().enumerate().all(|(at, byte)| *byte == byte_at(7, at as u64)), "what was read");
+    assert!(
+        came.iter().enumerate().all(|(at, byte)| *byte == byte_at(7, at as u64)),
+        "what was read"
+    );
     came.reverse();
     near.copy_in(0, &came)?;
     peer.transfer(&write).deadline(PATIENCE).post()?.await?;

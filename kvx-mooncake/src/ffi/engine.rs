@@ -103,8 +103,10 @@ impl Engine {
     /// # Errors
     /// `Invalid` for text with a NUL; `Unavailable` when the engine does not start, or has not the transport.
     pub(crate) fn start(library: &'static Library, recipe: &Recipe) -> Result<Engine> {
-        on_own_thread(|| Ok(kvx_backend::loader::with_signals_kept(|| Engine::make(library, recipe))))
-            .map_err(|why| Error::new(Kind::Exhausted, why.to_string()))?
+        on_own_thread(|| {
+            Ok(kvx_backend::loader::with_signals_kept(|| Engine::make(library, recipe)))
+        })
+        .map_err(|why| Error::new(Kind::Exhausted, why.to_string()))?
     }
 
     /// As [`start`](Engine::start), on this thread and with a library that is being tried.
@@ -131,11 +133,15 @@ impl Engine {
         // Engines that ask each other take a free port by themselves, and are named after it. Others are told.
         let peer_to_peer = recipe.metadata == PEER_TO_PEER;
         let port = if peer_to_peer { 0 } else { free_port()? };
-        let name = if peer_to_peer { recipe.host.clone() } else { format!("{}:{port}", recipe.host) };
+        let name =
+            if peer_to_peer { recipe.host.clone() } else { format!("{}:{port}", recipe.host) };
         let name = c_string("the host", &name)?;
         let protocol = c_string("the protocol", &recipe.protocol)?;
-        let devices: Vec<CString> =
-            recipe.devices.iter().map(|device| c_string("a device", device)).collect::<Result<_>>()?;
+        let devices: Vec<CString> = recipe
+            .devices
+            .iter()
+            .map(|device| c_string("a device", device))
+            .collect::<Result<_>>()?;
         let devices: Vec<*const c_char> = devices.iter().map(|device| device.as_ptr()).collect();
         let discovers = c_int::from(recipe.protocol != "tcp");
         let listening = incoming::listening();
@@ -176,11 +182,21 @@ impl Engine {
             );
             return Err(Error::new(Kind::Unavailable, why));
         };
-        let mut engine =
-            Engine { handle, library, name: String::new(), port: None, data_ports: None, peer_to_peer };
+        let mut engine = Engine {
+            handle,
+            library,
+            name: String::new(),
+            port: None,
+            data_ports: None,
+            peer_to_peer,
+        };
         // SAFETY: the handle lives, and the transport needs no arguments.
         let transport = unsafe {
-            (library.functions().installTransport)(engine.raw(), protocol.as_ptr(), std::ptr::null_mut())
+            (library.functions().installTransport)(
+                engine.raw(),
+                protocol.as_ptr(),
+                std::ptr::null_mut(),
+            )
         };
         if transport.is_null() {
             return Ok(None);
@@ -189,8 +205,11 @@ impl Engine {
         engine.port = listens_at.as_ref().ok().and_then(|at| at.rsplit_once(':')?.1.parse().ok());
         if recipe.protocol == "tcp" {
             // What else begins to listen meanwhile is taken for the engine's: its peers are waited for too.
-            let new = listening.and_then(|before| Ok(&incoming::listening()? - &before)).unwrap_or_default();
-            engine.data_ports = Some(new.into_iter().filter(|port| Some(*port) != engine.port).collect());
+            let new = listening
+                .and_then(|before| Ok(&incoming::listening()? - &before))
+                .unwrap_or_default();
+            engine.data_ports =
+                Some(new.into_iter().filter(|port| Some(*port) != engine.port).collect());
         }
         engine.name = if peer_to_peer { listens_at? } else { name.to_string_lossy().into_owned() };
         Ok(Some(engine))
@@ -200,7 +219,11 @@ impl Engine {
         let mut buffer = [0; 512];
         // SAFETY: the buffer is as long as it says.
         let code = unsafe {
-            (self.library.functions().getLocalIpAndPort)(self.raw(), buffer.as_mut_ptr().cast(), buffer.len())
+            (self.library.functions().getLocalIpAndPort)(
+                self.raw(),
+                buffer.as_mut_ptr().cast(),
+                buffer.len(),
+            )
         };
         let name = CStr::from_bytes_until_nul(&buffer).ok().and_then(|name| name.to_str().ok());
         match name.filter(|name| code == 0 && !name.is_empty()) {
@@ -235,15 +258,17 @@ impl Engine {
         let location = c_string("a location", location)?;
         let register = self.library.functions().registerLocalMemory;
         // SAFETY: the caller's promise.
-        let code = unsafe { register(self.raw(), address as *mut c_void, len, location.as_ptr(), 1) };
+        let code =
+            unsafe { register(self.raw(), address as *mut c_void, len, location.as_ptr(), 1) };
         if code == 0 { Ok(()) } else { Err(self.error("registering memory", code)) }
     }
 
     /// Ends that for operations that begin later.
     pub(crate) fn unregister(&self, address: u64) -> Result<()> {
         // SAFETY: an address only; one that is not registered is an error.
-        let code =
-            unsafe { (self.library.functions().unregisterLocalMemory)(self.raw(), address as *mut c_void) };
+        let code = unsafe {
+            (self.library.functions().unregisterLocalMemory)(self.raw(), address as *mut c_void)
+        };
         if code == 0 { Ok(()) } else { Err(self.error("unregistering memory", code)) }
     }
 
@@ -258,7 +283,9 @@ impl Engine {
             return Err(Error::new(Kind::StillShared, why));
         }
         match incoming::from_the_dead(ports) {
-            Err(error) if error.raw_os_error().is_some_and(|code| SHORT_OF.contains(&code)) => Ok(None),
+            Err(error) if error.raw_os_error().is_some_and(|code| SHORT_OF.contains(&code)) => {
+                Ok(None)
+            }
             told => told.map_err(|error| Error::os(why, error).kind_is(Kind::StillShared)),
         }
     }
@@ -267,7 +294,8 @@ impl Engine {
     pub(crate) fn open_segment(&self, name: &str) -> Result<SegmentId> {
         let text = c_string("the peer's address", name)?;
         // SAFETY: the text outlives the call.
-        let segment = unsafe { (self.library.functions().openSegmentNoCache)(self.raw(), text.as_ptr()) };
+        let segment =
+            unsafe { (self.library.functions().openSegmentNoCache)(self.raw(), text.as_ptr()) };
         if segment >= 0 {
             Ok(SegmentId(segment))
         } else {
@@ -295,13 +323,15 @@ impl Engine {
         // SAFETY: a number only.
         let batch = unsafe { (functions.allocateBatchID)(self.raw(), pieces.len()) };
         if batch == u64::MAX {
-            let why = Error::new(Kind::Exhausted, "Mooncake's engine has no room for another batch");
+            let why =
+                Error::new(Kind::Exhausted, "Mooncake's engine has no room for another batch");
             return Err(Refused { why, whole: true });
         }
         let mut requests: Vec<transfer_request> = pieces.iter().map(request).collect();
         // SAFETY: as many requests as it says, which the engine copies; their memory is the caller's promise.
-        let code =
-            unsafe { (functions.submitTransfer)(self.raw(), batch, requests.as_mut_ptr(), requests.len()) };
+        let code = unsafe {
+            (functions.submitTransfer)(self.raw(), batch, requests.as_mut_ptr(), requests.len())
+        };
         if code == 0 {
             return Ok(Batch(batch));
         }
@@ -336,9 +366,18 @@ impl Engine {
         let mut status = transfer_status::default();
         // SAFETY: as above.
         let code = unsafe {
-            (self.library.functions().getTransferStatus)(self.raw(), batch.0, piece, &raw mut status)
+            (self.library.functions().getTransferStatus)(
+                self.raw(),
+                batch.0,
+                piece,
+                &raw mut status,
+            )
         };
-        if code == 0 { Ok(state(&status)) } else { Err(self.error("asking for a piece's state", code)) }
+        if code == 0 {
+            Ok(state(&status))
+        } else {
+            Err(self.error("asking for a piece's state", code))
+        }
     }
 
     /// Gives a batch back whose pieces have all ended.
@@ -354,8 +393,9 @@ impl Engine {
     pub(crate) fn notify(&self, segment: SegmentId, name: &CStr, text: &CStr) -> Result<()> {
         let message = notify_msg { name: name.as_ptr().cast_mut(), msg: text.as_ptr().cast_mut() };
         // SAFETY: both texts outlive the call, which copies them.
-        let code =
-            unsafe { (self.library.functions().genNotifyInEngine)(self.raw(), segment.0 as u64, message) };
+        let code = unsafe {
+            (self.library.functions().genNotifyInEngine)(self.raw(), segment.0 as u64, message)
+        };
         if code == 0 { Ok(()) } else { Err(self.error("sending a notification", code)) }
     }
 
@@ -373,7 +413,12 @@ impl Engine {
                 continue;
             }
             // SAFETY: both are C strings of the engine's.
-            unsafe { take(CStr::from_ptr(message.name).to_bytes(), CStr::from_ptr(message.msg).to_bytes()) };
+            unsafe {
+                take(
+                    CStr::from_ptr(message.name).to_bytes(),
+                    CStr::from_ptr(message.msg).to_bytes(),
+                )
+            };
         }
         // SAFETY: what was given, once.
         unsafe { (functions.freeNotifsMsgBuf)(messages.as_ptr(), count as c_int) };
@@ -395,7 +440,10 @@ impl Drop for Engine {
                     }
                 };
                 // Without a thread it takes the second.
-                std::thread::Builder::new().name("kvx-mooncake".into()).spawn_scoped(scope, call).ok();
+                std::thread::Builder::new()
+                    .name("kvx-mooncake".into())
+                    .spawn_scoped(scope, call)
+                    .ok();
             }
             // SAFETY: the last use of the handle; the owner saw to it that no batch is under way.
             unsafe { (self.library.functions().destroyTransferEngine)(self.raw()) };
@@ -426,7 +474,9 @@ fn probe_one(address: &SocketAddr) -> Option<bool> {
     for _ in 0..3 {
         match TcpStream::connect_timeout(address, Duration::from_secs(1)) {
             Ok(_) => std::thread::sleep(Duration::from_millis(10)),
-            Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => return Some(false),
+            Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
+                return Some(false);
+            }
             Err(_) => return None,
         }
     }
@@ -463,8 +513,9 @@ fn state(status: &transfer_status) -> State {
 }
 
 fn c_string(what: &str, text: &str) -> Result<CString> {
-    CString::new(text)
-        .map_err(|_| Error::new(Kind::Invalid, format!("{what} has a NUL in it: {text:?}; write it without")))
+    CString::new(text).map_err(|_| {
+        Error::new(Kind::Invalid, format!("{what} has a NUL in it: {text:?}; write it without"))
+    })
 }
 
 #[cfg(test)]

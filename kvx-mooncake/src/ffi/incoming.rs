@@ -131,7 +131,13 @@ fn waiting(fd: RawFd) -> Option<u32> {
     let mut len = size_of_val(&told) as libc::socklen_t;
     // SAFETY: room for what is told, and how much that is. Whatever has this descriptor, it is only asked.
     let code = unsafe {
-        libc::getsockopt(fd, libc::IPPROTO_TCP, libc::TCP_INFO, (&raw mut told).cast(), &raw mut len)
+        libc::getsockopt(
+            fd,
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            (&raw mut told).cast(),
+            &raw mut len,
+        )
     };
     (code == 0).then_some(told.tcpi_unacked) // of a listener it is that
 }
@@ -141,7 +147,13 @@ fn state(fd: RawFd) -> Option<u8> {
     let (mut state, mut len) = (0_u8, 1);
     // SAFETY: room for the first byte of what is told, which is the state. Whatever has this number, it is only asked.
     let told = unsafe {
-        libc::getsockopt(fd, libc::IPPROTO_TCP, libc::TCP_INFO, (&raw mut state).cast(), &raw mut len)
+        libc::getsockopt(
+            fd,
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            (&raw mut state).cast(),
+            &raw mut len,
+        )
     };
     (told == 0).then_some(state)
 }
@@ -168,7 +180,8 @@ impl Kernel {
 
     /// The state of the end of a connection that is `local`, and leads to `remote`. `None`: there is none.
     fn state(&mut self, local: SocketAddr, remote: SocketAddr) -> Result<Option<u8>> {
-        let [local, remote] = [local, remote].map(|end| SocketAddr::new(end.ip().to_canonical(), end.port()));
+        let [local, remote] =
+            [local, remote].map(|end| SocketAddr::new(end.ip().to_canonical(), end.port()));
         let family = if local.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
         let mut question = Vec::with_capacity(72);
         question.extend(72_u32.to_ne_bytes());
@@ -283,7 +296,11 @@ mod tests {
         receiver.write_all(b"unread, so that the other end is reset").expect("it is open");
         fill(&sender);
         drop(sender);
-        assert!(!over(&ports) && receiver.read(&mut [0; 64]).expect("it came before") > 0 && !over(&ports));
+        assert!(
+            !over(&ports)
+                && receiver.read(&mut [0; 64]).expect("it came before") > 0
+                && !over(&ports)
+        );
         drop(receiver);
         assert!(over(&ports));
     }

@@ -191,12 +191,19 @@ impl Library {
 
 /// Explains the error to people who named the wheel's own file.
 fn explained(mut why: Unavailable) -> Unavailable {
-    let named = why.value.as_deref().map(Path::new).and_then(Path::file_name).and_then(|name| name.to_str());
+    let named = why
+        .value
+        .as_deref()
+        .map(Path::new)
+        .and_then(Path::file_name)
+        .and_then(|name| name.to_str());
     if named.is_some_and(|name| name.starts_with("engine") && name.ends_with(".so")) {
-        why.missing = format!("{VARIABLE} names a wheel's engine, which has no C interface: {}", why.missing);
-        why.cure = "run `kvx mooncake-adapter FOLDER` with this file behind --engine, and set what \
+        why.missing =
+            format!("{VARIABLE} names a wheel's engine, which has no C interface: {}", why.missing);
+        why.cure =
+            "run `kvx mooncake-adapter FOLDER` with this file behind --engine, and set what \
                     it says"
-            .to_owned();
+                .to_owned();
     }
     why
 }
@@ -213,10 +220,11 @@ fn not_loaded(adapter: &Path, why: &str) -> Unavailable {
 fn unknown_wheel(version: &str) -> Unavailable {
     let known = KNOWN_WHEELS.join(", ");
     let missing = match version {
-        "" => {
-            "the wheel's version cannot be told: KVX_MOONCAKE_ENGINE names no mooncake/engine.so".to_owned()
+        "" => "the wheel's version cannot be told: KVX_MOONCAKE_ENGINE names no mooncake/engine.so"
+            .to_owned(),
+        version => {
+            format!("the wheel is of version {version}, and the adapter was tried with {known}")
         }
-        version => format!("the wheel is of version {version}, and the adapter was tried with {known}"),
     };
     Unavailable::because(
         missing,
@@ -230,10 +238,11 @@ pub(super) fn on_own_thread<T: Send>(
     run: impl FnOnce() -> Result<T, Unavailable> + Send,
 ) -> Result<T, Unavailable> {
     std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new().name("kvx-mooncake".into()).spawn_scoped(scope, || {
-            block_sigpipe();
-            run()
-        });
+        let thread =
+            std::thread::Builder::new().name("kvx-mooncake".into()).spawn_scoped(scope, || {
+                block_sigpipe();
+                run()
+            });
         match thread.map(std::thread::ScopedJoinHandle::join) {
             Ok(Ok(result)) => result,
             Ok(Err(panic)) => std::panic::resume_unwind(panic),
@@ -280,17 +289,25 @@ mod tests {
     #[test]
     fn a_wheel_for_cuda_is_told_from_one_that_lacks_something_else() {
         let cure = |missing: &str| {
-            let why = format!("{missing}: cannot open shared object file: No such file or directory");
+            let why =
+                format!("{missing}: cannot open shared object file: No such file or directory");
             not_loaded(Path::new("/adapter.so"), &why).cure
         };
-        assert!(["libcudart.so.12", "libcuda.so.1"].iter().all(|missing| cure(missing).contains("for CUDA")));
+        assert!(
+            ["libcudart.so.12", "libcuda.so.1"]
+                .iter()
+                .all(|missing| cure(missing).contains("for CUDA"))
+        );
         assert!(cure("libibverbs.so.1").starts_with("apt install"));
     }
 
     #[test]
     fn an_unknown_wheel_is_named_with_those_that_are_known() {
         let why = unknown_wheel("9.9").to_string();
-        assert!(why.contains("9.9") && why.contains(KNOWN_WHEELS[0]) && why.contains("any_version"), "{why}");
+        assert!(
+            why.contains("9.9") && why.contains(KNOWN_WHEELS[0]) && why.contains("any_version"),
+            "{why}"
+        );
         assert!(unknown_wheel("").to_string().contains("KVX_MOONCAKE_ENGINE"));
     }
 }

@@ -84,8 +84,8 @@ impl Trial<'_> {
 
     fn transfer(&self, pieces: &[EnginePiece]) -> Step<Vec<State>> {
         // SAFETY: as `run` says.
-        let batch =
-            unsafe { self.ours.submit(pieces) }.map_err(|refused| ("submitting", refused.why.to_string()))?;
+        let batch = unsafe { self.ours.submit(pieces) }
+            .map_err(|refused| ("submitting", refused.why.to_string()))?;
         let states = self.ended(&batch, pieces.len())?;
         self.sums_up(&batch, &states)?;
         self.explains(&batch, pieces.len())?;
@@ -104,7 +104,9 @@ impl Trial<'_> {
             (None, _) => Ok(()), // nobody trusts what is not there
             (Some(State::Completed(said)), Some(bytes)) if said == bytes => Ok(()),
             (Some(State::Failed(_)), None) => Ok(()),
-            (whole, _) => Err(("asking for a batch's state", format!("it is {whole:?}, of {pieces:?}"))),
+            (whole, _) => {
+                Err(("asking for a batch's state", format!("it is {whole:?}, of {pieces:?}")))
+            }
         }
     }
 
@@ -117,9 +119,13 @@ impl Trial<'_> {
             Err(why) => why,
         };
         let code = why.native_detail().map(|native| native.code);
-        if self.library.adapter().is_some() && (code != Some(INVALID) || self.library.last_error().is_none())
+        if self.library.adapter().is_some()
+            && (code != Some(INVALID) || self.library.last_error().is_none())
         {
-            return Err((STEP, format!("the engine gives no reason, or another than {INVALID}: {why}")));
+            return Err((
+                STEP,
+                format!("the engine gives no reason, or another than {INVALID}: {why}"),
+            ));
         }
         Ok(())
     }
@@ -174,8 +180,13 @@ impl Trial<'_> {
         const READ_FROM: usize = 200_001;
         const REMOTE: usize = 11;
         let (local, remote) = (near + LOCAL as u64, far + REMOTE as u64);
-        let states =
-            self.transfer(&[EnginePiece { op: Op::Write, local, segment, remote, len: LEN as u64 }])?;
+        let states = self.transfer(&[EnginePiece {
+            op: Op::Write,
+            local,
+            segment,
+            remote,
+            len: LEN as u64,
+        }])?;
         if states != [State::Completed(LEN as u64)] {
             return Err(("writing", format!("it ended as {states:?}")));
         }
@@ -219,7 +230,8 @@ impl Trial<'_> {
             std::thread::yield_now();
         }
         if heard != [(name.into_bytes(), text.into_bytes())] {
-            let heard: Vec<_> = heard.iter().map(|(_, text)| String::from_utf8_lossy(text)).collect();
+            let heard: Vec<_> =
+                heard.iter().map(|(_, text)| String::from_utf8_lossy(text)).collect();
             return Err(("notifying", format!("{heard:?} arrived, and one \"hello\" was sent")));
         }
         Ok(())

@@ -105,7 +105,11 @@ fn sealed(begin: usize, len: usize, page: usize) -> Range<usize> {
 
 /// The files that are loaded now.
 pub(super) fn files() -> Vec<File> {
-    unsafe extern "C" fn note(info: *mut libc::dl_phdr_info, _: libc::size_t, found: *mut c_void) -> c_int {
+    unsafe extern "C" fn note(
+        info: *mut libc::dl_phdr_info,
+        _: libc::size_t,
+        found: *mut c_void,
+    ) -> c_int {
         // SAFETY: the C library lends the description for the length of this call, and `found` is the list below.
         let (info, found) = unsafe { (&*info, &mut *found.cast::<Vec<File>>()) };
         if info.dlpi_name.is_null() {
@@ -118,7 +122,8 @@ pub(super) fn files() -> Vec<File> {
         let headers = unsafe { std::slice::from_raw_parts(info.dlpi_phdr, info.dlpi_phnum.into()) };
         let part = |kind| headers.iter().find(|header| header.p_type == kind);
         let at = |header: &libc::Elf64_Phdr| base + header.p_vaddr as usize;
-        let sealed = part(libc::PT_GNU_RELRO).map(|part| sealed(at(part), part.p_memsz as usize, page));
+        let sealed =
+            part(libc::PT_GNU_RELRO).map(|part| sealed(at(part), part.p_memsz as usize, page));
         let sealed = sealed.unwrap_or_default();
         let dynamic = part(libc::PT_DYNAMIC).map(at);
         found.extend(dynamic.map(|dynamic| File { name: name.to_owned(), base, dynamic, sealed }));
@@ -165,16 +170,20 @@ unsafe fn lead(file: &File) -> usize {
         next = next.wrapping_add(1);
     }
     let mut led = 0;
-    for (table, bytes) in tables.into_iter().filter(|(table, _)| *table != 0 && symbols != 0 && texts != 0) {
+    for (table, bytes) in
+        tables.into_iter().filter(|(table, _)| *table != 0 && symbols != 0 && texts != 0)
+    {
         let count = bytes / size_of::<Relocation>();
         // SAFETY: the table is as long as the dynamic section says, in memory that stays.
         for relocation in unsafe { std::slice::from_raw_parts(table as *const Relocation, count) } {
             if !ADDRESSES.contains(&(relocation.info as u32)) {
                 continue;
             }
-            let symbol = (symbols as *const libc::Elf64_Sym).wrapping_add((relocation.info >> 32) as usize);
+            let symbol =
+                (symbols as *const libc::Elf64_Sym).wrapping_add((relocation.info >> 32) as usize);
             // SAFETY: the linker has followed this relocation to this symbol, whose name is a C string.
-            let name = unsafe { CStr::from_ptr((texts + (*symbol).st_name as usize) as *const c_char) };
+            let name =
+                unsafe { CStr::from_ptr((texts + (*symbol).st_name as usize) as *const c_char) };
             if let Some(function) = replacement(name) {
                 let slot = file.base + relocation.offset as usize;
                 // SAFETY: the slot holds the address of a function of this name, which ours stands in for; the linker

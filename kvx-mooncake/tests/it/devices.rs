@@ -7,7 +7,9 @@ use crate::adapter;
 
 #[test(own_process)]
 fn memory_that_mooncake_does_not_reach_is_refused_and_goes_over_tcp() {
-    if adapter::or_skip("memory_that_mooncake_does_not_reach_is_refused_and_goes_over_tcp").is_none() {
+    if adapter::or_skip("memory_that_mooncake_does_not_reach_is_refused_and_goes_over_tcp")
+        .is_none()
+    {
         return;
     }
     let mut registry = adapter::registry("");

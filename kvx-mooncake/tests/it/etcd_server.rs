@@ -42,7 +42,11 @@ impl Etcd {
         let free = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = free.local_addr().unwrap();
         drop(free);
-        let folder = std::env::temp_dir().join(format!("kvx-etcd-{}-{}", std::process::id(), address.port()));
+        let folder = std::env::temp_dir().join(format!(
+            "kvx-etcd-{}-{}",
+            std::process::id(),
+            address.port()
+        ));
         let address = address.to_string();
         let url = format!("http://{address}");
         let process = Command::new("etcd")
@@ -78,7 +82,8 @@ impl Etcd {
         // All keys from the first: a NUL, in base64, for both ends.
         let body = r#"{"key":"AA==","range_end":"AA==","count_only":true}"#;
         let len = body.len();
-        self.ask(&format!("POST /v3/kv/range HTTP/1.0\r\nContent-Length: {len}\r\n\r\n{body}")).unwrap()
+        self.ask(&format!("POST /v3/kv/range HTTP/1.0\r\nContent-Length: {len}\r\n\r\n{body}"))
+            .unwrap()
     }
 }
 

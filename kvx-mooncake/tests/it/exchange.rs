@@ -13,8 +13,13 @@ pub(crate) const CUT_OFF: Duration = Duration::from_secs(10);
 pub(crate) fn by_way_of(server: &str, meanwhile: impl FnOnce()) {
     let agent = |name: &str| {
         let mut options = Options::new();
-        options.set("mooncake", "metadata", server.to_owned()).set("mooncake", "mooncake_protocol", "tcp");
-        let builder = Agent::builder(format!("{name}-{}", std::process::id())).backends(["MOONCAKE"]);
+        options.set("mooncake", "metadata", server.to_owned()).set(
+            "mooncake",
+            "mooncake_protocol",
+            "tcp",
+        );
+        let builder =
+            Agent::builder(format!("{name}-{}", std::process::id())).backends(["MOONCAKE"]);
         builder.options(options).build(&adapter::registry("")).unwrap()
     };
     let (decode, prefill) = (agent("decode"), agent("prefill"));
@@ -32,7 +37,10 @@ pub(crate) fn by_way_of(server: &str, meanwhile: impl FnOnce()) {
     let mut bytes = vec![0; 65536];
     ours.copy_out(0, &mut bytes).unwrap();
     assert!(
-        bytes.iter().enumerate().all(|(at, byte)| *byte == if matches!(at / 4096, 1 | 3) { 7 } else { 0 })
+        bytes
+            .iter()
+            .enumerate()
+            .all(|(at, byte)| *byte == if matches!(at / 4096, 1 | 3) { 7 } else { 0 })
     );
     drop(theirs);
     decode.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();

@@ -47,7 +47,11 @@ fn serve(stream: TcpStream, entries: &Entries) -> std::io::Result<()> {
         _ => entries.get(&key).cloned(),
     };
     let (status, body) = found.map_or(("404 Not Found", Vec::new()), |body| ("200 OK", body));
-    write!(&stream, "HTTP/1.1 {status}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n", body.len())?;
+    write!(
+        &stream,
+        "HTTP/1.1 {status}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+        body.len()
+    )?;
     (&stream).write_all(&body)
 }
 
@@ -72,7 +76,10 @@ fn agents_find_each_other_by_a_metadata_server() {
     }
     let (url, entries) = server();
     exchange::by_way_of(&url, || {
-        assert!(!entries.lock().unwrap().is_empty(), "the engines have told the server of themselves");
+        assert!(
+            !entries.lock().unwrap().is_empty(),
+            "the engines have told the server of themselves"
+        );
     });
 }
 
@@ -106,7 +113,8 @@ fn a_python_that_was_started_again_under_its_name_is_reached_again() {
         ours.copy_out(block * BLOCK, &mut bytes).unwrap();
         bytes
     };
-    let content_of = |block: usize| (block * BLOCK..(block + 1) * BLOCK).map(content).collect::<Vec<u8>>();
+    let content_of =
+        |block: usize| (block * BLOCK..(block + 1) * BLOCK).map(content).collect::<Vec<u8>>();
     read(python.address, 0).unwrap();
     assert_eq!(block(0), content_of(1));
 
@@ -114,7 +122,11 @@ fn a_python_that_was_started_again_under_its_name_is_reached_again() {
     let mut python = Python::start_as(&adapter, LEN, NAME, &url);
     match read(python.address, 2) {
         Err(error) => {
-            assert_eq!(error.kind(), Kind::Native, "the engine calls where nobody listens any more: {error}");
+            assert_eq!(
+                error.kind(),
+                Kind::Native,
+                "the engine calls where nobody listens any more: {error}"
+            );
             assert_eq!(block(2), [0; BLOCK], "nothing was moved by what failed");
         }
         Ok(_) => assert_eq!(block(2), content_of(3), "it has drawn the same port again"),

@@ -77,8 +77,9 @@ impl Python {
     /// Bytes of its memory.
     pub(crate) fn get(&mut self, offset: usize, len: usize) -> Vec<u8> {
         let hex = self.ask(&format!("get {offset} {len}"));
-        let byte =
-            |two: &[u8]| u8::from_str_radix(std::str::from_utf8(two).expect("ASCII"), 16).expect("hex");
+        let byte = |two: &[u8]| {
+            u8::from_str_radix(std::str::from_utf8(two).expect("ASCII"), 16).expect("hex")
+        };
         hex.as_bytes().chunks(2).map(byte).collect()
     }
 
@@ -93,9 +94,9 @@ impl Python {
         let tasks = format!("/proc/{}/task", self.process.id());
         let stopped = || {
             let tasks = std::fs::read_dir(&tasks).into_iter().flatten().flatten();
-            tasks
-                .filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok())
-                .all(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 'Z'])))
+            tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok()).all(
+                |stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 'Z'])),
+            )
         };
         let until = std::time::Instant::now() + PATIENCE;
         while !stopped() {

@@ -82,7 +82,9 @@ fn content_of(block: u32) -> Vec<u8> {
 
 #[test(own_process)]
 fn kvx_reads_from_and_writes_to_the_python_engine() {
-    let Some(adapter) = adapter::or_skip("kvx_reads_from_and_writes_to_the_python_engine") else { return };
+    let Some(adapter) = adapter::or_skip("kvx_reads_from_and_writes_to_the_python_engine") else {
+        return;
+    };
     let mut pair = pair("initiator", &adapter, LEN);
     let order: Vec<u32> = (0..BLOCKS as u32).map(|at| at * 101 % BLOCKS as u32).collect();
     let reversed: Vec<u32> = (0..BLOCKS as u32).rev().collect();
@@ -100,7 +102,9 @@ fn kvx_reads_from_and_writes_to_the_python_engine() {
 
 #[test(own_process)]
 fn the_python_engine_reads_from_and_writes_to_kvx() {
-    let Some(adapter) = adapter::or_skip("the_python_engine_reads_from_and_writes_to_kvx") else { return };
+    let Some(adapter) = adapter::or_skip("the_python_engine_reads_from_and_writes_to_kvx") else {
+        return;
+    };
     let mut python = Python::start(&adapter, LEN);
     let agent = agent("target");
     let region = agent.register("kv", Arc::new(Memory::owned(vec![0x5A; LEN]))).unwrap();
@@ -114,7 +118,11 @@ fn the_python_engine_reads_from_and_writes_to_kvx() {
     let wanted: Vec<u8> = (131072..141072).map(content).collect();
     assert_eq!(written[1..10001], wanted);
     assert_eq!([written[0], written[10001]], [0x5A; 2]);
-    assert_ne!(python.ask(&format!("read {name} {} 0 16", address + LEN as u64)), "0", "beyond the region");
+    assert_ne!(
+        python.ask(&format!("read {name} {} 0 16", address + LEN as u64)),
+        "0",
+        "beyond the region"
+    );
     // Whoever was told of it may have begun something: its memory is not given back.
     let revoked = region.revoke(CUT_OFF).wait(CUT_OFF);
     assert_eq!(revoked.unwrap_err().kind(), Kind::StillShared);
@@ -123,7 +131,8 @@ fn the_python_engine_reads_from_and_writes_to_kvx() {
 
 #[test(own_process)]
 fn notifications_go_both_ways_and_text_only_toward_python() {
-    let Some(adapter) = adapter::or_skip("notifications_go_both_ways_and_text_only_toward_python") else {
+    let Some(adapter) = adapter::or_skip("notifications_go_both_ways_and_text_only_toward_python")
+    else {
         return;
     };
     let mut pair = pair("herald", &adapter, LEN);
@@ -136,7 +145,14 @@ fn notifications_go_both_ways_and_text_only_toward_python() {
     // With its data, and not before it.
     pair.region.copy_in(0, &[7; BLOCK]).unwrap();
     let plan = pair.plan(true, &[0], &[3]);
-    pair.peer.transfer(&plan).deadline(CUT_OFF).notify(*b"written").post().unwrap().wait(CUT_OFF).unwrap();
+    pair.peer
+        .transfer(&plan)
+        .deadline(CUT_OFF)
+        .notify(*b"written")
+        .post()
+        .unwrap()
+        .wait(CUT_OFF)
+        .unwrap();
     assert!(pair.python.ask("heard").ends_with("=written"));
     assert_eq!(pair.python.get(3 * BLOCK, BLOCK), [7; BLOCK]);
 
@@ -149,7 +165,8 @@ fn notifications_go_both_ways_and_text_only_toward_python() {
 
 #[test(own_process)]
 fn a_hundred_thousand_blocks_move_with_default_settings() {
-    let Some(adapter) = adapter::or_skip("a_hundred_thousand_blocks_move_with_default_settings") else {
+    let Some(adapter) = adapter::or_skip("a_hundred_thousand_blocks_move_with_default_settings")
+    else {
         return;
     };
     const COUNT: u32 = 100_000;
@@ -188,8 +205,10 @@ fn what_is_not_registered_fails_with_text_and_the_link_works_on() {
     let Some(adapter) = adapter::or_skip(TEST) else { return };
     // The engines of a process have one log, of which the last few lines are kept: here are no others.
     let pair = pair("prober", &adapter, LEN);
-    let beyond =
-        pair.peer.foreign(pair.python.address + LEN as u64, LEN as u64, MemoryKind::Host, 0).unwrap();
+    let beyond = pair
+        .peer
+        .foreign(pair.python.address + LEN as u64, LEN as u64, MemoryKind::Host, 0)
+        .unwrap();
     let plan = Plan::read(
         pair.region.grid(pair.grid()).unwrap().blocks([0, 2, 4]),
         beyond.grid(pair.grid()).unwrap().blocks([0, 2, 4]),
@@ -330,7 +349,10 @@ fn a_stopped_python_keeps_the_engine_for_a_while_and_none_of_its_memory() {
     python.go_on();
     let begun = Instant::now();
     while listens() {
-        assert!(begun.elapsed() < CUT_OFF / 2, "the engine stays though its last call has returned");
+        assert!(
+            begun.elapsed() < CUT_OFF / 2,
+            "the engine stays though its last call has returned"
+        );
         std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -77,16 +77,21 @@ fn errors_of_the_engine_are_seen() {
 }
 
 fn meet_an_error() {
-    let agent =
-        |name: &str| Agent::builder(name).backends(["MOONCAKE"]).options(tcp()).build(&adapter::registry(""));
+    let agent = |name: &str| {
+        Agent::builder(name).backends(["MOONCAKE"]).options(tcp()).build(&adapter::registry(""))
+    };
     let (decode, prefill) = (agent("decode").unwrap(), agent("prefill").unwrap());
     let ours = decode.register("kv", Arc::new(Memory::owned(vec![0; BLOCK]))).unwrap();
-    let peer = decode.connect_foreign("MOONCAKE", prefill.foreign_metadata("MOONCAKE").unwrap()).unwrap();
+    let peer =
+        decode.connect_foreign("MOONCAKE", prefill.foreign_metadata("MOONCAKE").unwrap()).unwrap();
     peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
     let (grid, unregistered) = (Grid::packed(BLOCK as u64, 1), vec![0; BLOCK]);
-    let there =
-        peer.foreign(unregistered.as_ptr() as u64, BLOCK as u64, MemoryKind::Host, 0).unwrap().grid(grid);
-    let plan = Plan::read(ours.grid(grid).unwrap().blocks([0]), there.unwrap().blocks([0])).unwrap();
+    let there = peer
+        .foreign(unregistered.as_ptr() as u64, BLOCK as u64, MemoryKind::Host, 0)
+        .unwrap()
+        .grid(grid);
+    let plan =
+        Plan::read(ours.grid(grid).unwrap().blocks([0]), there.unwrap().blocks([0])).unwrap();
     let error = peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait(CUT_OFF).unwrap_err();
     assert_eq!(error.kind(), Kind::Native, "{error}");
     for agent in [decode, prefill] {

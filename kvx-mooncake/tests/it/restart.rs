@@ -36,7 +36,8 @@ impl Name {
         let engine = Arc::clone(&name.engine);
         std::thread::spawn(move || {
             for asking in listener.incoming() {
-                let (asking, name, engine) = (asking.unwrap(), text.clone(), engine.lock().unwrap().clone());
+                let (asking, name, engine) =
+                    (asking.unwrap(), text.clone(), engine.lock().unwrap().clone());
                 // An error: that engine has ended, or nothing was asked.
                 std::thread::spawn(move || ask(asking, &name, &engine).ok());
             }
@@ -72,7 +73,8 @@ fn ask(mut asking: TcpStream, name: &str, engine: &str) -> std::io::Result<()> {
 /// Moves the fourth block of the memory of `python` to the first one of a region, or the other way.
 fn moves(write: bool, peer: &Peer, python: &Python, region: &Region) -> kvx_core::Result<()> {
     let grid = Grid::packed(BLOCK as u64, (LEN / BLOCK) as u32);
-    let theirs = peer.foreign(python.address, LEN as u64, MemoryKind::Host, 0)?.grid(grid)?.blocks([3]);
+    let theirs =
+        peer.foreign(python.address, LEN as u64, MemoryKind::Host, 0)?.grid(grid)?.blocks([3]);
     let ours = region.grid(grid)?.blocks([0]);
     let plan = if write { Plan::write(ours, theirs) } else { Plan::read(ours, theirs) }?;
     peer.transfer(&plan).deadline(CUT_OFF).post()?.wait(CUT_OFF).map(drop)

@@ -36,7 +36,8 @@ struct Pair {
 impl Pair {
     fn plan(&self, write: bool, block: usize, theirs: [u32; 4]) -> Plan {
         let grid = Grid::packed(block as u64, (LEN / block) as u32);
-        let remote = self.peer.foreign(self.python.address, LEN as u64, MemoryKind::Host, 0).unwrap();
+        let remote =
+            self.peer.foreign(self.python.address, LEN as u64, MemoryKind::Host, 0).unwrap();
         let (local, remote) = (self.region.grid(grid).unwrap(), remote.grid(grid).unwrap());
         let (local, remote) = (local.blocks(BLOCKS), remote.blocks(theirs));
         if write { Plan::write(local, remote) } else { Plan::read(local, remote) }.unwrap()
@@ -85,14 +86,18 @@ impl Pair {
         let bytes = self.bytes();
         for (ours, theirs) in BLOCKS.into_iter().zip(OTHERS) {
             let [at, from] = [ours, theirs].map(|block| block as usize * SMALL);
-            assert!((0..SMALL).all(|byte| bytes[at + byte] == content(from + byte)), "block {ours}");
+            assert!(
+                (0..SMALL).all(|byte| bytes[at + byte] == content(from + byte)),
+                "block {ours}"
+            );
         }
     }
 }
 
 #[test]
 fn what_has_failed_for_a_stopped_peer_stays_as_it_is_when_the_peer_goes_on() -> Check {
-    const TEST: &str = "silent::what_has_failed_for_a_stopped_peer_stays_as_it_is_when_the_peer_goes_on";
+    const TEST: &str =
+        "silent::what_has_failed_for_a_stopped_peer_stays_as_it_is_when_the_peer_goes_on";
     let Some(adapter) = adapter::or_skip(TEST) else { return Ok(()) };
     if !is_own_process() {
         let variables = [("MC_TCP_STATUS_TIMEOUT_SEC", "1"), ("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")];

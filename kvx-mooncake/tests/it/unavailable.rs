@@ -28,7 +28,10 @@ fn another_library_is_refused_by_the_symbol_that_it_lacks() {
         Err(error) => {
             assert_eq!(error.kind(), Kind::Unavailable);
             let sentence = error.to_string();
-            assert!(sentence.contains("libm.so.6 has no symbol createTransferEngine"), "{sentence}");
+            assert!(
+                sentence.contains("libm.so.6 has no symbol createTransferEngine"),
+                "{sentence}"
+            );
             assert!(sentence.contains("kvx mooncake-adapter"), "it says what to do: {sentence}");
         }
     }
@@ -38,7 +41,8 @@ fn a_transport_that_is_not_there_is_an_error() {
     if adapter::or_skip(TEST).is_none() {
         return;
     }
-    if std::fs::read_dir("/sys/class/infiniband").is_ok_and(|mut devices| devices.next().is_some()) {
+    if std::fs::read_dir("/sys/class/infiniband").is_ok_and(|mut devices| devices.next().is_some())
+    {
         return kvx_testkit::skip(TEST, "this machine has RDMA devices", "run it on one without");
     }
     let options = Options::parse(r#"{"mooncake_protocol": "rdma"}"#).unwrap();
@@ -49,5 +53,8 @@ fn a_transport_that_is_not_there_is_an_error() {
     assert_eq!(agent.build(&adapter::registry("")).err().unwrap().kind(), Kind::Unavailable);
     let tcp = Options::parse(r#"{"mooncake_protocol": "tcp"}"#).unwrap();
     let caution = adapter::registry("").require("MOONCAKE", &tcp).unwrap().1.cautions.concat();
-    assert!(caution.contains("all interfaces") && caution.contains("without authentication"), "{caution}");
+    assert!(
+        caution.contains("all interfaces") && caution.contains("without authentication"),
+        "{caution}"
+    );
 }

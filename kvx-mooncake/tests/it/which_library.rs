@@ -133,7 +133,8 @@ fn an_engine_of_another_version_is_refused_unless_it_is_wanted() -> Check {
 
 #[test]
 fn a_library_of_the_usual_name_is_opened_where_no_variable_names_one() -> Check {
-    const TEST: &str = "which_library::a_library_of_the_usual_name_is_opened_where_no_variable_names_one";
+    const TEST: &str =
+        "which_library::a_library_of_the_usual_name_is_opened_where_no_variable_names_one";
     let Some(adapter) = adapter::or_skip(TEST) else { return Ok(()) };
     if !is_own_process() {
         let folder = Folder::of_library(&adapter);

@@ -33,7 +33,10 @@ impl Address {
         if version != Self::VERSION {
             return Err(error(
                 Kind::Incompatible,
-                format!("the peer's SHM address has version {version}, this release knows {}", Self::VERSION),
+                format!(
+                    "the peer's SHM address has version {version}, this release knows {}",
+                    Self::VERSION
+                ),
             ));
         }
         let host = Host { boot: reader.array()?, network: reader.u64()? };
@@ -54,9 +57,9 @@ pub(super) fn random_socket_name() -> Result<Vec<u8>> {
 
 /// The name under which an agent answers that it is another incarnation now, to who knows an earlier one.
 pub(super) fn name_socket_name(agent: &str) -> Vec<u8> {
-    let hash = agent
-        .bytes()
-        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
+    let hash = agent.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+    });
     format!("kvx-shm-{}-{hash:016x}", host::our_uid()).into_bytes()
 }
 
@@ -66,8 +69,10 @@ mod tests {
 
     #[test]
     fn addresses_travel_as_they_are_and_nothing_else_passes() {
-        let address =
-            Address { host: Host { boot: [3; 16], network: 7 }, socket: random_socket_name().unwrap() };
+        let address = Address {
+            host: Host { boot: [3; 16], network: 7 },
+            socket: random_socket_name().unwrap(),
+        };
         let bytes = address.encode();
         assert_eq!(Address::decode(&bytes).unwrap(), address);
         for len in 0..bytes.len() {

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::control::proof::Claim;
 use kvx_backend::control::{
-    ENTRY, GrantedRegions, Greeting, HeldBytes, ImportedRegions, NoticesFromPeer, NoticesToPeer, Silence,
+    ENTRY, GrantedRegions, Greeting, HeldBytes, ImportedRegions, NoticesFromPeer, NoticesToPeer,
+    Silence,
 };
 use kvx_core::fork::Private;
 use kvx_core::{Bound, Error, Identity, Kind, Memory, RegionId, Result, Ticket, TransferId};
@@ -163,7 +164,12 @@ impl Connection {
     }
 
     /// Puts it on the readiness queue.
-    pub(crate) fn watch(&mut self, poller: &Poller, token: u64, life_token: u64) -> Result<(), Errno> {
+    pub(crate) fn watch(
+        &mut self,
+        poller: &Poller,
+        token: u64,
+        life_token: u64,
+    ) -> Result<(), Errno> {
         self.token = token;
         poller.add(self.socket.as_fd(), token, Ready::IN)?;
         match self.process.life() {
@@ -338,7 +344,8 @@ impl Connection {
                 Err(cause) => {
                     self.deaf = true;
                     self.clear_queue();
-                    let sentence = "a message could not be sent: see net.core.wmem_max and ulimit -n";
+                    let sentence =
+                        "a message could not be sent: see net.core.wmem_max and ulimit -n";
                     self.broken = Some(Error::os(sentence, cause).kind_is(Kind::Exhausted));
                 }
             }

@@ -154,14 +154,22 @@ pub(crate) struct Vectors {
 
 impl Vectors {
     pub(crate) fn new() -> Self {
-        Vectors { ours: Vec::with_capacity(MAX_VECTORS), theirs: Vec::with_capacity(MAX_VECTORS), bytes: 0 }
+        Vectors {
+            ours: Vec::with_capacity(MAX_VECTORS),
+            theirs: Vec::with_capacity(MAX_VECTORS),
+            bytes: 0,
+        }
     }
 
     /// Reads all of these. It counts only if the process is still the one that it was, which the caller finds out.
     ///
     /// # Safety
     /// Our side is writable memory that nobody holds a reference into.
-    pub(crate) unsafe fn read_hops(&mut self, process: &PeerProcess, hops: &[Hop]) -> Result<(), Stopped> {
+    pub(crate) unsafe fn read_hops(
+        &mut self,
+        process: &PeerProcess,
+        hops: &[Hop],
+    ) -> Result<(), Stopped> {
         for Hop { from, to, len } in hops {
             if self.ours.len() == MAX_VECTORS || self.bytes + *len as u64 > MAX_BATCH {
                 // SAFETY: the caller's promise.
@@ -251,7 +259,11 @@ fn fetch_ahead(from: *const u8, into: *const u8, len: usize) {
 
 /// # Safety
 /// `ours` names writable memory.
-pub(crate) unsafe fn readv(pid: i32, ours: &[libc::iovec], theirs: &[libc::iovec]) -> Result<usize, Errno> {
+pub(crate) unsafe fn readv(
+    pid: i32,
+    ours: &[libc::iovec],
+    theirs: &[libc::iovec],
+) -> Result<usize, Errno> {
     #[cfg(test)]
     let ours = &*super::pair::cut::short(ours)?;
     // SAFETY: the lists outlive the call and their lengths are given; the caller vouches for our side.
@@ -370,7 +382,11 @@ mod tests {
 
     fn extents(grids: &[Grid], indices: &[u32]) -> Extents {
         Extents::new(
-            grids.iter().enumerate().map(|(at, grid)| Placed { region: at as u32, grid: *grid }).collect(),
+            grids
+                .iter()
+                .enumerate()
+                .map(|(at, grid)| Placed { region: at as u32, grid: *grid })
+                .collect(),
             indices.into(),
         )
     }
@@ -395,7 +411,8 @@ mod tests {
             &[Grid::packed(64, 1000), Grid { base: 70_000, stride: 48, length: 32, count: 1000 }],
             &[5, 6, 7, 900, 3],
         );
-        let into = extents(&[Grid { base: 9, stride: 100, length: 96, count: 1000 }], &[1, 2, 999, 4, 8]);
+        let into =
+            extents(&[Grid { base: 9, stride: 100, length: 96, count: 1000 }], &[1, 2, 999, 4, 8]);
         let mut expected = target.clone();
         let order = |mut extents: Extents| {
             let mut bytes = Vec::new();
@@ -409,7 +426,8 @@ mod tests {
         }
         let (socket, _other) = UnixStream::pair().unwrap();
         let process = PeerProcess::behind(socket.as_fd()).unwrap();
-        let hops = hops(Pulling::new(from, into), source.as_ptr() as u64, target.as_mut_ptr() as u64);
+        let hops =
+            hops(Pulling::new(from, into), source.as_ptr() as u64, target.as_mut_ptr() as u64);
         let mut vectors = Vectors::new();
         for hops in hops.chunks(3) {
             // SAFETY: the grids lie within both buffers, which nobody else uses.

@@ -86,7 +86,8 @@ impl State {
     }
 
     fn is_stuck_with(&self, peer: Option<&Identity>) -> bool {
-        peer.is_some() && self.under_way.iter().any(|batch| batch.stuck && batch.peer.as_ref() == peer)
+        peer.is_some()
+            && self.under_way.iter().any(|batch| batch.stuck && batch.peer.as_ref() == peer)
     }
 
     fn add(&mut self, batch: Batch) {
@@ -196,7 +197,8 @@ impl Copying {
         }
         let waits = !state.waiting.is_empty() || state.under_way.iter().any(|batch| !batch.told);
         // A batch that has just begun is stuck after as long.
-        let begun = state.under_way.iter().filter(|batch| !batch.stuck).map(|batch| batch.since + STUCK);
+        let begun =
+            state.under_way.iter().filter(|batch| !batch.stuck).map(|batch| batch.since + STUCK);
         (tell, begun.chain(waits.then_some(now + STUCK)).min())
     }
 

@@ -204,7 +204,8 @@ impl Machine {
         }
         for at in late {
             let silent = self.connections[at].is_up();
-            let reason = if silent { peer_silent(self.peer_timeout) } else { no_handshake() }.backend(NAME);
+            let reason =
+                if silent { peer_silent(self.peer_timeout) } else { no_handshake() }.backend(NAME);
             self.end(at, reason.clone(), End::Ours, Some(LinkState::Lost(reason)), out);
         }
         1

@@ -25,8 +25,7 @@ pub(crate) fn no_connection(cause: Errno) -> Error {
             Error::os(why, cause).kind_is(Kind::Exhausted)
         }
         Errno::NOMEM | Errno::NOBUFS => {
-            let why =
-                "this machine has no memory for a connection now: free some, then post or connect again";
+            let why = "this machine has no memory for a connection now: free some, then post or connect again";
             Error::os(why, cause).kind_is(Kind::Exhausted)
         }
         _ => Error::os("no connection to the peer", cause),
@@ -37,7 +36,8 @@ pub(crate) fn no_connection(cause: Errno) -> Error {
 pub(crate) fn readv_refused(whom: &str, errno: Errno) -> Error {
     let cause = match errno {
         Errno::PERM => {
-            let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").unwrap_or_default();
+            let scope =
+                std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").unwrap_or_default();
             match scope.trim() {
                 "" | "0" => {
                     "the processes differ in user, capabilities or user namespace, the peer is not dumpable, or a seccomp \
@@ -59,7 +59,9 @@ pub(crate) fn readv_refused(whom: &str, errno: Errno) -> Error {
     };
     error(
         Kind::Unsupported,
-        format!("{whom}: process_vm_readv is refused; {cause}; or use kvx pools (Memory::pool), or TCP"),
+        format!(
+            "{whom}: process_vm_readv is refused; {cause}; or use kvx pools (Memory::pool), or TCP"
+        ),
     )
     .native(i64::from(errno.raw_os_error()), std::io::Error::from(errno).to_string())
 }

@@ -126,15 +126,18 @@ impl Way {
             (How::Mapped(_), None) if mover == Mover::Thread => Ok(Way::Thread { mapped: true }),
             (How::There, None) if mover == Mover::Thread => Ok(Way::Thread { mapped: false }),
             (How::Device(from), Some(_)) => access(from).map(Way::Hop),
-            (How::Device(from), None) => access(from).map(|access| Way::Copy(access, Direction::ToHost)),
+            (How::Device(from), None) => {
+                access(from).map(|access| Way::Copy(access, Direction::ToHost))
+            }
             (How::Mapped(_), Some(into)) => Ok(Way::Copy(Arc::clone(into), Direction::ToDevice)),
             (How::There, Some(_)) => Err(error(
                 Kind::Unsupported,
                 "no device reaches host memory of another process that is no kvx pool: use Memory::pool, or TCP",
             )),
-            (How::Mapped(_) | How::There, None) => {
-                Err(error(Kind::Unsupported, "a plan that mixes device memory with host memory: split it"))
-            }
+            (How::Mapped(_) | How::There, None) => Err(error(
+                Kind::Unsupported,
+                "a plan that mixes device memory with host memory: split it",
+            )),
         }
     }
 
@@ -150,7 +153,9 @@ impl Way {
     fn is(&self, other: &Way) -> bool {
         match (self, other) {
             (Way::Hop(one), Way::Hop(other)) => Arc::ptr_eq(one, other),
-            (Way::Copy(one, way), Way::Copy(other, other_way)) => way == other_way && Arc::ptr_eq(one, other),
+            (Way::Copy(one, way), Way::Copy(other, other_way)) => {
+                way == other_way && Arc::ptr_eq(one, other)
+            }
             (Way::Thread { mapped: one }, Way::Thread { mapped: other }) => one == other,
             _ => false,
         }
@@ -221,8 +226,10 @@ impl Flight {
             && hops.len() < MAX_PIECES
             && let Some(piece) = self.next.take().or_else(|| self.load.pieces.next())
         {
-            let (place, target) =
-                (&self.load.sides.places[piece.from as usize], &self.load.sides.targets[piece.into as usize]);
+            let (place, target) = (
+                &self.load.sides.places[piece.from as usize],
+                &self.load.sides.targets[piece.into as usize],
+            );
             let its = Way::of(self.load.mover, place, target)?;
             if way.as_ref().is_some_and(|way| !way.is(&its)) {
                 self.next = Some(piece);
@@ -244,8 +251,9 @@ impl Flight {
         };
         let (told, home) = (Arc::clone(&self.told), Arc::clone(home));
         let landing = Landing { told, home, number, bytes: Some(bytes) };
-        let done =
-            |landing: Landing| Ticket::new(move |result| landing.tell(result.map_err(Stopped::Failed)));
+        let done = |landing: Landing| {
+            Ticket::new(move |result| landing.tell(result.map_err(Stopped::Failed)))
+        };
         match way {
             Way::Thread { mapped } => {
                 let (process, sides) = (Arc::clone(&self.process), Arc::clone(&self.load.sides));
@@ -259,8 +267,12 @@ impl Flight {
             Way::Hop(access) => unsafe { access.hop(&hops, done(landing)) },
             Way::Copy(access, direction) => {
                 let line = |hop: &Hop| match direction {
-                    Direction::ToHost => Line { device: hop.from, host: hop.to as *mut u8, len: hop.len },
-                    Direction::ToDevice => Line { device: hop.to, host: hop.from as *mut u8, len: hop.len },
+                    Direction::ToHost => {
+                        Line { device: hop.from, host: hop.to as *mut u8, len: hop.len }
+                    }
+                    Direction::ToDevice => {
+                        Line { device: hop.to, host: hop.from as *mut u8, len: hop.len }
+                    }
                 };
                 let lines: Vec<Line> = hops.iter().map(line).collect();
                 // SAFETY: as above; what is mapped here is only read.
@@ -344,7 +356,11 @@ impl Flights {
             let told = flight.told();
             !told.landed.is_empty() || told.lost && !flight.lost
         };
-        self.open.iter().filter(|(_, flight)| has_landed(flight)).map(|(number, _)| *number).collect()
+        self.open
+            .iter()
+            .filter(|(_, flight)| has_landed(flight))
+            .map(|(number, _)| *number)
+            .collect()
     }
 
     /// Whether any is under way.
@@ -438,10 +454,11 @@ impl Machine {
         if flight.failed.is_some() || flight.left == 0 {
             return 0;
         }
-        let started = flight.start(number, &self.flights.home, &mut self.copying).unwrap_or_else(|why| {
-            flight.failed = Some(why);
-            0
-        });
+        let started =
+            flight.start(number, &self.flights.home, &mut self.copying).unwrap_or_else(|why| {
+                flight.failed = Some(why);
+                0
+            });
         if flight.load.mover == Mover::Thread {
             self.look_by(Instant::now() + copying::STUCK);
         }
@@ -502,7 +519,12 @@ impl Machine {
     }
 
     /// Starts no more batches of these flights. Those of which none is under way end at once.
-    pub(crate) fn stop_flights(&mut self, which: impl Fn(&Flight) -> bool, why: &Error, out: &mut Outbox) {
+    pub(crate) fn stop_flights(
+        &mut self,
+        which: impl Fn(&Flight) -> bool,
+        why: &Error,
+        out: &mut Outbox,
+    ) {
         for number in self.flights.of(which) {
             if let Some(flight) = self.flights.open.get_mut(&number) {
                 flight.failed.get_or_insert_with(|| why.clone());
@@ -543,7 +565,8 @@ impl Machine {
         if flight.under_way > 0 || flight.failed.is_none() && flight.left > 0 {
             return;
         }
-        let Some(Flight { at, counted, errand, load, moved, failed, .. }) = self.flights.open.remove(&number)
+        let Some(Flight { at, counted, errand, load, moved, failed, .. }) =
+            self.flights.open.remove(&number)
         else {
             return;
         };
@@ -554,7 +577,9 @@ impl Machine {
         // "Unsupported" would say that nothing has moved.
         let result = match failed {
             None => Ok(()),
-            Some(why) if moved > 0 && why.kind() == Kind::Unsupported => Err(why.kind_is(Kind::Native)),
+            Some(why) if moved > 0 && why.kind() == Kind::Unsupported => {
+                Err(why.kind_is(Kind::Native))
+            }
             Some(why) => Err(why),
         };
         match errand {

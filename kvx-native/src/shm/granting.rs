@@ -129,7 +129,12 @@ impl Machine {
     }
 
     /// A peer has let go of our region. Errors: `Malformed` when it did not hold it.
-    pub(crate) fn take_released(&mut self, at: usize, id: RegionId, out: &mut Outbox) -> Result<()> {
+    pub(crate) fn take_released(
+        &mut self,
+        at: usize,
+        id: RegionId,
+        out: &mut Outbox,
+    ) -> Result<()> {
         self.connections[at].granted.released(id)?;
         self.confirm(at, Some(id), out);
         Ok(())

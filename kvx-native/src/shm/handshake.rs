@@ -52,7 +52,8 @@ impl Machine {
     pub(crate) fn connect_again(&mut self, now: Instant, out: &mut Outbox) {
         for connecting in std::mem::take(&mut self.connecting) {
             if connecting.until <= now {
-                let reason = error(Kind::PeerLost, "the peer accepts no connection: it is stopped or hangs");
+                let reason =
+                    error(Kind::PeerLost, "the peer accepts no connection: it is stopped or hangs");
                 lost(&connecting.link, reason, out);
             } else {
                 self.try_connect(connecting, out);
@@ -92,13 +93,15 @@ impl Machine {
             return Err(nobody_listens()); // a forked child of the peer keeps its socket open
         }
         let now = Instant::now();
-        let (greeting, body) = Greeting::new(&self.me, link.keys.clone(), &self.probe().hello_rest())?;
+        let (greeting, body) =
+            Greeting::new(&self.me, link.keys.clone(), &self.probe().hello_rest())?;
         let id = link.id;
         let mut connection = Connection::new(socket, process, Some(link), now, self.patience());
         connection.greeting = Some(greeting);
         let at = self.admit(connection)?;
         self.links.insert(id, at);
-        self.connections[at].send(&self.poller, ControlMessage::Hello { versions: VERSIONS, body: &body });
+        self.connections[at]
+            .send(&self.poller, ControlMessage::Hello { versions: VERSIONS, body: &body });
         Ok(())
     }
 
@@ -106,7 +109,8 @@ impl Machine {
         let entry = self.connections.vacant_entry();
         let at = entry.key();
         connection.watch(&self.poller, token::socket(at), token::life(at)).map_err(|cause| {
-            Error::os("a connection cannot be watched: raise ulimit -n", cause).kind_is(Kind::Exhausted)
+            Error::os("a connection cannot be watched: raise ulimit -n", cause)
+                .kind_is(Kind::Exhausted)
         })?;
         entry.insert(connection);
         self.look_by(Instant::now() + self.patience());
@@ -172,10 +176,11 @@ impl Machine {
 
     /// Half-open connections make room for new ones, the oldest first.
     fn make_room(&mut self, out: &mut Outbox) {
-        let half_open = self.connections.iter().filter_map(|(at, connection)| match connection.phase {
-            Phase::Hello(until) if connection.link.is_none() => Some((until, at)),
-            _ => None,
-        });
+        let half_open =
+            self.connections.iter().filter_map(|(at, connection)| match connection.phase {
+                Phase::Hello(until) if connection.link.is_none() => Some((until, at)),
+                _ => None,
+            });
         let half_open: Vec<_> = half_open.collect();
         if half_open.len() < MAX_HALF_OPEN {
             return;
@@ -201,7 +206,12 @@ impl Machine {
 
     /// A client says who it is and proves that it was invited; before that nothing of it is read. Errors: what it is
     /// refused with, and cut off.
-    pub(crate) fn take_hello(&mut self, at: usize, versions: (u16, u16), body: &[u8]) -> Result<()> {
+    pub(crate) fn take_hello(
+        &mut self,
+        at: usize,
+        versions: (u16, u16),
+        body: &[u8],
+    ) -> Result<()> {
         if self.connections[at].awaited.is_some() {
             return Err(malformed("a second hello"));
         }
@@ -250,7 +260,9 @@ impl Machine {
     ) -> Result<()> {
         let connection = &mut self.connections[at];
         let Some(link) = connection.link.clone() else { return Ok(()) };
-        let Some(greeting) = connection.greeting.take() else { return Err(malformed("a second welcome")) };
+        let Some(greeting) = connection.greeting.take() else {
+            return Err(malformed("a second welcome"));
+        };
         let (rest, proof) = greeting.welcomed(version, body)?;
         let (probe, reads_us) = Probe::of_welcome(rest)?;
         let ours = see(
@@ -320,7 +332,8 @@ fn lost(link: &Arc<Wiring>, reason: Error, out: &mut Outbox) {
 
 /// Opens the listeners: under a name that nobody can guess, and, if it is free, under the agent's own name.
 pub(crate) fn listen(random: &[u8], name: &[u8]) -> Result<[Option<Private>; LISTENERS]> {
-    let main = socket::listen(random).map_err(|cause| Error::os("no Unix socket: raise ulimit -n", cause))?;
+    let main = socket::listen(random)
+        .map_err(|cause| Error::os("no Unix socket: raise ulimit -n", cause))?;
     // Another living agent of this name has it: then it is the one to answer.
     Ok([Some(main), socket::listen(name).ok()])
 }

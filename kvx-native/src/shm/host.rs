@@ -24,8 +24,9 @@ impl Host {
         let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(|cause| {
             error(Kind::Unavailable, format!("no boot id in /proc: {cause}")).source(cause)
         })?;
-        let boot = boot_id(&text)
-            .ok_or_else(|| error(Kind::Unavailable, format!("the boot id {:?} is none", text.trim())))?;
+        let boot = boot_id(&text).ok_or_else(|| {
+            error(Kind::Unavailable, format!("the boot id {:?} is none", text.trim()))
+        })?;
         Ok(Host { boot, network: network_namespace().unwrap_or(0) })
     }
 
@@ -104,7 +105,10 @@ impl PeerProcess {
         };
         if rc != 0 {
             let cause = std::io::Error::last_os_error();
-            return Err(kvx_core::Error::os("the kernel does not tell who is at the other end", cause));
+            return Err(kvx_core::Error::os(
+                "the kernel does not tell who is at the other end",
+                cause,
+            ));
         }
         let life = match pidfd_behind(socket) {
             Some(life) => life,
@@ -124,7 +128,9 @@ impl PeerProcess {
     /// Whether the process is known to have ended.
     pub(crate) fn ended(&self) -> bool {
         match &self.life {
-            Life::Watched(life) => matches!(poll_now(&mut [PollFd::new(life, PollFlags::IN)]), Ok(1..)),
+            Life::Watched(life) => {
+                matches!(poll_now(&mut [PollFd::new(life, PollFlags::IN)]), Ok(1..))
+            }
             Life::Ended => true,
             Life::Unknown => false,
         }
@@ -133,14 +139,17 @@ impl PeerProcess {
     /// Whether the process has ended, of whose `socket` the end was seen, or is about to. One that dies closes its
     /// files before it counts as dead, on a busy machine long before; one that leaves closes one direction first.
     pub(crate) fn ended_with(&self, socket: BorrowedFd<'_>) -> bool {
-        let hung_up =
-            matches!(poll_now(&mut [PollFd::from_borrowed_fd(socket, PollFlags::empty())]), Ok(1..));
+        let hung_up = matches!(
+            poll_now(&mut [PollFd::from_borrowed_fd(socket, PollFlags::empty())]),
+            Ok(1..)
+        );
         if let (true, Life::Watched(life)) = (hung_up, &self.life) {
             // In a namespace that we do not see its death alone can tell.
             if self.is_exiting() {
                 return true;
             }
-            let moment = rustix::time::Timespec { tv_sec: 0, tv_nsec: A_MOMENT.subsec_nanos().into() };
+            let moment =
+                rustix::time::Timespec { tv_sec: 0, tv_nsec: A_MOMENT.subsec_nanos().into() };
             rustix::event::poll(&mut [PollFd::new(life, PollFlags::IN)], Some(&moment)).ok(); // looked at below
         }
         self.ended()
@@ -177,7 +186,10 @@ const EXITING: u64 = 0x4;
 /// Whether the flags in a `/proc/<pid>/stat` say so: the seventh word behind the name, which may hold anything.
 fn has_begun_to_exit(stat: &str) -> bool {
     let mut words = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
-    words.nth(6).and_then(|flags| flags.parse::<u64>().ok()).is_some_and(|flags| flags & EXITING != 0)
+    words
+        .nth(6)
+        .and_then(|flags| flags.parse::<u64>().ok())
+        .is_some_and(|flags| flags & EXITING != 0)
 }
 
 fn poll_now(fds: &mut [PollFd<'_>]) -> Result<usize, Errno> {
@@ -233,8 +245,11 @@ pub(crate) fn random() -> Result<[u8; 16]> {
     let mut bytes = [0; 16];
     let mut filled = 0;
     while filled < bytes.len() {
-        filled += rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty())
-            .map_err(|cause| kvx_core::Error::os("the operating system gave no random bytes", cause))?;
+        filled +=
+            rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty())
+                .map_err(|cause| {
+                    kvx_core::Error::os("the operating system gave no random bytes", cause)
+                })?;
     }
     Ok(bytes)
 }
@@ -275,7 +290,8 @@ mod tests {
             assert_eq!(has_begun_to_exit(stat), exits, "{stat}");
         }
         assert!(
-            !PeerProcess { pid: std::process::id().cast_signed(), uid: 0, life: Life::Unknown }.is_exiting()
+            !PeerProcess { pid: std::process::id().cast_signed(), uid: 0, life: Life::Unknown }
+                .is_exiting()
         );
     }
 

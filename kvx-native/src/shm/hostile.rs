@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use kvx_core::fork::Private;
 use kvx_core::memory::IpcHandle;
 use kvx_core::{
-    Agent, DeviceId, Grid, Invitation, Kind, Memory, Metadata, Placed, Plan, Region, RegionId, RegionKey,
-    Registry,
+    Agent, DeviceId, Grid, Invitation, Kind, Memory, Metadata, Placed, Plan, Region, RegionId,
+    RegionKey, Registry,
 };
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{MemfdFlags, SealFlags};
@@ -83,7 +83,9 @@ impl Raw {
             loop {
                 match self.say(bytes) {
                     Ok(()) => return true,
-                    Err(rustix::io::Errno::AGAIN) => assert!(Instant::now() < until, "it takes nothing"),
+                    Err(rustix::io::Errno::AGAIN) => {
+                        assert!(Instant::now() < until, "it takes nothing")
+                    }
                     Err(_) => return false,
                 }
                 wait_for(&self.0, PollFlags::OUT);
@@ -147,11 +149,17 @@ fn invitation(agent: &Agent) -> Invitation {
 }
 
 fn block(id: RegionId, key: RegionKey, grid: Grid) -> Described {
-    Described { regions: vec![(id, key)], grids: [Placed { region: 0, grid }].into(), indices: (0..1).into() }
+    Described {
+        regions: vec![(id, key)],
+        grids: [Placed { region: 0, grid }].into(),
+        indices: (0..1).into(),
+    }
 }
 
 fn memory_file(size: u64, seals: SealFlags) -> OwnedFd {
-    let file = rustix::fs::memfd_create("kvx-test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    let file =
+        rustix::fs::memfd_create("kvx-test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+            .unwrap();
     rustix::fs::ftruncate(&file, size).unwrap();
     rustix::fs::fcntl_add_seals(&file, seals).unwrap();
     file
@@ -169,7 +177,8 @@ fn a_good_client_works(target: &Agent, region: &Region) {
     let theirs = peer.region(region.name()).unwrap();
     let grid = Grid::packed(LEN as u64, 1);
     let plan =
-        Plan::read(local.grid(grid).unwrap().blocks([0]), theirs.grid(grid).unwrap().blocks([0])).unwrap();
+        Plan::read(local.grid(grid).unwrap().blocks([0]), theirs.grid(grid).unwrap().blocks([0]))
+            .unwrap();
     peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait(CUT_OFF).unwrap();
     let (mut ours, mut original) = (vec![0; LEN], vec![0; LEN]);
     local.copy_out(0, &mut ours).unwrap();
@@ -197,7 +206,8 @@ fn untouched(region: &Region) {
 fn what_breaks_the_protocol_is_cut_off_and_others_are_served() {
     let (target, region) = target();
     let good = Raw::shaken(&target);
-    let lend = Message::Lend { id: RegionId(1), reached: Reached { len: 1, at: At::Address(0x1000) } };
+    let lend =
+        Message::Lend { id: RegionId(1), reached: Reached { len: 1, at: At::Address(0x1000) } };
     let own = [
         (After::Nothing, "a packet that is too long", vec![vec![7; 100 << 10]]),
         (
@@ -210,7 +220,8 @@ fn what_breaks_the_protocol_is_cut_off_and_others_are_served() {
     ];
     let own = own.map(|(after, what, says)| Violation { what, after, says, told: None });
     let key = region_key(&target.metadata().unwrap(), &region);
-    let of_control = violations(&invitation(&target), &NO_PROBE.hello_rest(), region.id(), key).unwrap();
+    let of_control =
+        violations(&invitation(&target), &NO_PROBE.hello_rest(), region.id(), key).unwrap();
     for violation in of_control.into_iter().chain(own) {
         let Violation { what, after, says, told } = violation;
         let raw = match after {
@@ -273,7 +284,10 @@ fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_goes_on() {
     let (foreign, open, good) = (RegionId(1), RegionId(2), RegionId(4));
     let len = LEN as u64;
     raw.send(
-        Message::Lend { id: foreign, reached: Reached { len, at: At::Address(ours.as_ptr() as u64) } },
+        Message::Lend {
+            id: foreign,
+            reached: Reached { len, at: At::Address(ours.as_ptr() as u64) },
+        },
         None,
     );
     raw.send(
@@ -285,7 +299,10 @@ fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_goes_on() {
         Some(&memory_file(len, sealed())),
     );
     raw.send(Message::Lend { id: RegionId(5), reached: Reached { len, at: At::File } }, None);
-    raw.send(Message::Lend { id: RegionId(6), reached: Reached { len, at: At::Address(0x1000) } }, None);
+    raw.send(
+        Message::Lend { id: RegionId(6), reached: Reached { len, at: At::Address(0x1000) } },
+        None,
+    );
     for unfit in [open, RegionId(5)] {
         let said = raw.next().expect("still connected");
         let released = Message::Shared(Shared::Released { id: unfit });
@@ -309,7 +326,10 @@ fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_goes_on() {
     }
     a_good_client_works(&target, &region);
     // The same connection still does what is right.
-    raw.send(Message::Write { write: 9, into: block(id, key, whole), from: block(good, none, whole) }, None);
+    raw.send(
+        Message::Write { write: 9, into: block(id, key, whole), from: block(good, none, whole) },
+        None,
+    );
     assert_eq!(raw.answer(), Ok(()));
     let mut bytes = vec![1; LEN];
     region.copy_out(0, &mut bytes).unwrap();
@@ -334,7 +354,11 @@ fn an_owner_that_passes_unfit_files_is_refused() {
         (good(), Some(memory_file(len, SealFlags::empty())), Kind::Denied),
         (good(), None, Kind::Exhausted),
         (Reached { len, at: device }, None, Kind::Unsupported),
-        (Reached { len: len * 2, at: At::File }, Some(memory_file(len * 2, sealed())), Kind::OutOfBounds),
+        (
+            Reached { len: len * 2, at: At::File },
+            Some(memory_file(len * 2, sealed())),
+            Kind::OutOfBounds,
+        ),
     ];
     for (reached, file, expected) in cases {
         // The metadata of an well-behaved agent, but for where it listens.
@@ -346,8 +370,11 @@ fn an_owner_that_passes_unfit_files_is_refused() {
         let peer = reader.connect(&metadata).unwrap();
         let theirs = peer.region(region.name()).unwrap();
         let grid = Grid::packed(len, 1);
-        let plan = Plan::read(local.grid(grid).unwrap().blocks([0]), theirs.grid(grid).unwrap().blocks([0]))
-            .unwrap();
+        let plan = Plan::read(
+            local.grid(grid).unwrap().blocks([0]),
+            theirs.grid(grid).unwrap().blocks([0]),
+        )
+        .unwrap();
         let transfer = peer.transfer(&plan).deadline(CUT_OFF).post().unwrap();
         let raw = loop {
             if let Some(socket) = socket::accept(listener.as_fd()).unwrap() {
@@ -356,13 +383,18 @@ fn an_owner_that_passes_unfit_files_is_refused() {
             std::thread::yield_now();
         };
         let hello = raw.next().unwrap();
-        let Ok(Shared::Hello { versions, body }) = Shared::decode(&hello) else { panic!("{hello:?}") };
+        let Ok(Shared::Hello { versions, body }) = Shared::decode(&hello) else {
+            panic!("{hello:?}")
+        };
         let keys = Keys::new(&invitation(&owner), None);
         let greeted = hear(&keys, versions, body).ok().unwrap();
-        let (version, body, claim) = greeted.welcome(&keys, &NO_PROBE.welcome_rest(&Ok(()))).unwrap();
+        let (version, body, claim) =
+            greeted.welcome(&keys, &NO_PROBE.welcome_rest(&Ok(()))).unwrap();
         raw.send(Shared::Welcome { version, body: &body }, None);
         let confirm = raw.next().unwrap();
-        assert!(matches!(Shared::decode(&confirm), Ok(Shared::Confirm { proof }) if claim.holds(&proof)));
+        assert!(
+            matches!(Shared::decode(&confirm), Ok(Shared::Confirm { proof }) if claim.holds(&proof))
+        );
         let wanted = raw.next().unwrap();
         let Ok(Shared::Want { import, .. }) = Shared::decode(&wanted) else { panic!("{wanted:?}") };
         raw.send(Shared::Grant { import, rest: &reached.grant_rest() }, file.as_ref());
@@ -382,7 +414,10 @@ fn mutated_messages_on_live_connections_harm_nobody() {
     let (target, region) = target();
     let (id, key) = (region.id(), RegionKey([1; 16]));
     let own = [
-        Message::Lend { id: RegionId(1), reached: Reached { len: 4096, at: At::Address(0x10_0000) } },
+        Message::Lend {
+            id: RegionId(1),
+            reached: Reached { len: 4096, at: At::Address(0x10_0000) },
+        },
         Message::Write {
             write: 1,
             into: block(id, key, Grid::packed(64, 4)),

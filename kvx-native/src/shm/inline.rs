@@ -115,12 +115,14 @@ pub(crate) fn read_inline(plan: &Arc<Bound>) -> bool {
     let (mut ours, mut theirs) = ([nothing; MAX_PIECES], [nothing; MAX_PIECES]);
     let (mut pieces, mut bytes, mut owner) = (0, 0, None);
     for segment in plan.segments(INLINE_BYTES) {
-        let Some(window) =
-            windows[segment.remote_region as usize].as_ref().and_then(|view: &View<'_>| view.window.as_ref())
+        let Some(window) = windows[segment.remote_region as usize]
+            .as_ref()
+            .and_then(|view: &View<'_>| view.window.as_ref())
         else {
             return false;
         };
-        let into = (plan.local(segment.local_region).memory.address() + segment.local_offset) as *mut u8;
+        let into =
+            (plan.local(segment.local_region).memory.address() + segment.local_offset) as *mut u8;
         let from = (window.place.base + segment.remote_offset) as *const u8;
         let len = segment.len as usize;
         match &window.owner {

@@ -6,10 +6,12 @@ use std::sync::{Arc, OnceLock};
 
 use kvx_backend::control::proof::Keys;
 use kvx_core::transport::{
-    INLINE_BYTES, INLINE_SEGMENTS, Link, MAX_NOTIFICATION, PeerSection, RemoteRegion, RemoteSpec, Turn,
+    INLINE_BYTES, INLINE_SEGMENTS, Link, MAX_NOTIFICATION, PeerSection, RemoteRegion, RemoteSpec,
+    Turn,
 };
 use kvx_core::{
-    Bound, Capabilities, Error, Identity, Kind, LinkId, Op, RegionId, RegionKey, Result, Ticket, TransferId,
+    Bound, Capabilities, Error, Identity, Kind, LinkId, Op, RegionId, RegionKey, Result, Ticket,
+    TransferId,
 };
 
 use super::error::error;
@@ -107,7 +109,8 @@ unsafe impl Link for ShmLink {
     }
 
     fn describe(&self) -> String {
-        let devices = if self.opened.devices.is_empty() { "" } else { ", device memory by its driver" };
+        let devices =
+            if self.opened.devices.is_empty() { "" } else { ", device memory by its driver" };
         match self.wiring.sight.get() {
             None => "shared memory, not up".to_owned(),
             Some(Sight { ours: Ok(()), theirs: Ok(()) }) => {
@@ -118,7 +121,8 @@ unsafe impl Link for ShmLink {
                     Ok(()) => String::new(),
                     Err(reason) => format!("; no {op} of other memory: {}", reason.sentence()),
                 };
-                let (reads, writes) = (refused("reads", &sight.ours), refused("writes", &sight.theirs));
+                let (reads, writes) =
+                    (refused("reads", &sight.ours), refused("writes", &sight.theirs));
                 format!("shared memory: pools mapped{devices}{reads}{writes}")
             }
         }
@@ -164,7 +168,8 @@ unsafe impl Link for ShmLink {
             Op::Read => size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS,
             Op::Write => size.blocks <= SHORT_WRITE,
         };
-        if small && plan.op() == Op::Read && self.wiring.gone.get().is_none() && read_inline(&plan) {
+        if small && plan.op() == Op::Read && self.wiring.gone.get().is_none() && read_inline(&plan)
+        {
             drop(plan);
             return done.settle(Ok(()));
         }

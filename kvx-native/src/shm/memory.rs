@@ -11,7 +11,9 @@ use kvx_backend::control::reasons::still_shared;
 use kvx_core::memory::IpcHandle;
 use kvx_core::sync::{Mutex, MutexGuard};
 use kvx_core::transport::RegionSpec;
-use kvx_core::{DeviceAccess, DeviceId, Error, Kind, Memory, MemoryKind, RegionId, RegionKey, Result};
+use kvx_core::{
+    DeviceAccess, DeviceId, Error, Kind, Memory, MemoryKind, RegionId, RegionKey, Result,
+};
 use rustix::fs::SealFlags;
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -58,7 +60,10 @@ impl Reach {
             [1..=u8::MAX, 2, device @ ..] if device.len() >= 16 => {
                 Ok(Reach::Device(DeviceId(std::array::from_fn(|at| device[at]))))
             }
-            _ => Err(error(Kind::Malformed, "malformed export of a region: the metadata was altered")),
+            _ => Err(error(
+                Kind::Malformed,
+                "malformed export of a region: the metadata was altered",
+            )),
         }
     }
 }
@@ -168,18 +173,20 @@ impl Mapping {
                 format!("the file that the peer passed for a region {why}: it is no kvx pool"),
             )
         };
-        let seals = rustix::fs::fcntl_get_seals(file).map_err(|_| unfit("is no memory file".into()))?;
+        let seals =
+            rustix::fs::fcntl_get_seals(file).map_err(|_| unfit("is no memory file".into()))?;
         if !seals.contains(SEALS) {
             return Err(unfit(format!("lacks the seals {:?}", SEALS.difference(seals))));
         }
-        let stat =
-            rustix::fs::fstat(file).map_err(|cause| Error::os("a passed file cannot be looked at", cause))?;
+        let stat = rustix::fs::fstat(file)
+            .map_err(|cause| Error::os("a passed file cannot be looked at", cause))?;
         // Sealed: what is read here stays true.
         let size = u64::try_from(stat.st_size).unwrap_or(0);
         if len == 0 || size < len {
             return Err(unfit(format!("has {size} bytes where {len} were named")));
         }
-        let page = u64::try_from(stat.st_blksize).unwrap_or(1).max(rustix::param::page_size() as u64);
+        let page =
+            u64::try_from(stat.st_blksize).unwrap_or(1).max(rustix::param::page_size() as u64);
         let mapped = len.checked_next_multiple_of(page).unwrap_or(size).min(size);
         let huge = rustix::fs::fstatfs(file).is_ok_and(|fs| fs.f_type == HUGETLBFS_MAGIC);
         let filled = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512) >= mapped;
@@ -191,13 +198,23 @@ impl Mapping {
             ));
         }
         let no_room = |cause: Errno| {
-            Error::os(format!("a peer's pool of {len} bytes could not be mapped: raise ulimit -v"), cause)
-                .kind_is(Kind::Exhausted)
+            Error::os(
+                format!("a peer's pool of {len} bytes could not be mapped: raise ulimit -v"),
+                cause,
+            )
+            .kind_is(Kind::Exhausted)
         };
         let mapped = usize::try_from(mapped).map_err(|_| no_room(Errno::OVERFLOW))?;
         // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the program.
         let base = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), mapped, ProtFlags::READ, MapFlags::SHARED, file, 0)
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                mapped,
+                ProtFlags::READ,
+                MapFlags::SHARED,
+                file,
+                0,
+            )
         }
         .map_err(no_room)?;
         let base = NonNull::new(base).ok_or_else(|| no_room(Errno::FAULT))?;
@@ -223,8 +240,9 @@ impl Mapping {
         }
         let len = step.min(self.mapped - from);
         // SAFETY: `from..from + len` lies in our own mapping, and the advice discards no content.
-        let touched =
-            unsafe { rustix::mm::madvise(self.base.as_ptr().byte_add(from), len, Advice::LinuxPopulateRead) };
+        let touched = unsafe {
+            rustix::mm::madvise(self.base.as_ptr().byte_add(from), len, Advice::LinuxPopulateRead)
+        };
         // Kernels before 5.14 do not know the advice: then the first transfer pays.
         touched.ok()?;
         Some(from + len)
@@ -327,8 +345,8 @@ fn opened(
     handle: &IpcHandle,
     len: u64,
 ) -> Result<Memory> {
-    let len =
-        usize::try_from(len).map_err(|_| error(Kind::Malformed, "a region beyond the address space"))?;
+    let len = usize::try_from(len)
+        .map_err(|_| error(Kind::Malformed, "a region beyond the address space"))?;
     let mut refused = None;
     for device in openers(devices, None, owner)? {
         match Arc::clone(device).open(owner, handle, len) {
@@ -337,7 +355,8 @@ fn opened(
             Err(why) => refused = refused.or(Some(why)),
         }
     }
-    let why = refused.unwrap_or_else(|| error(Kind::Unsupported, "no device opens the peer's memory"));
+    let why =
+        refused.unwrap_or_else(|| error(Kind::Unsupported, "no device opens the peer's memory"));
     Err(why.backend(NAME))
 }
 
@@ -348,7 +367,9 @@ pub(crate) fn readable_by_others(memory: &Memory) -> Result<()> {
     let us = rustix::process::getpid().as_raw_nonzero().get();
     for offset in [0, last] {
         let mut byte = [0u8];
-        if let Err(Errno::FAULT) = super::copy::read_exactly(us, memory.address() + offset, &mut byte) {
+        if let Err(Errno::FAULT) =
+            super::copy::read_exactly(us, memory.address() + offset, &mut byte)
+        {
             return Err(error(
                 Kind::Unsupported,
                 "this memory cannot be read by other processes (a device's driver maps it): register a kvx pool, \
@@ -390,7 +411,8 @@ mod tests {
 
     fn file(size: u64, seals: SealFlags) -> OwnedFd {
         let file =
-            rustix::fs::memfd_create("kvx-test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+            rustix::fs::memfd_create("kvx-test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+                .unwrap();
         rustix::fs::ftruncate(&file, size).unwrap();
         rustix::fs::fcntl_add_seals(&file, seals).unwrap();
         file
@@ -422,7 +444,11 @@ mod tests {
         let mut seen = [0; 18];
         // SAFETY: 18 bytes inside the mapping, which has 3 MiB.
         unsafe {
-            std::ptr::copy_nonoverlapping((mapping.base() as *const u8).add(2 << 20), seen.as_mut_ptr(), 18)
+            std::ptr::copy_nonoverlapping(
+                (mapping.base() as *const u8).add(2 << 20),
+                seen.as_mut_ptr(),
+                18,
+            )
         };
         assert_eq!(&seen, b"behind the mapping");
     }
@@ -432,8 +458,9 @@ mod tests {
         let regions = Regions::default();
         let memory = Arc::new(Memory::owned(vec![0; 16]));
         regions.open(RegionSpec { id: RegionId(1), key: RegionKey([1; 16]), memory }, None);
-        let kind =
-            |id, key| regions.check(RegionId(id), &RegionKey([key; 16])).map_err(|error| error.kind()).err();
+        let kind = |id, key| {
+            regions.check(RegionId(id), &RegionKey([key; 16])).map_err(|error| error.kind()).err()
+        };
         assert_eq!(kind(1, 1), None);
         assert_eq!(kind(1, 2), Some(Kind::WrongKey));
         assert_eq!(kind(2, 1), Some(Kind::Unregistered));
@@ -445,9 +472,10 @@ mod tests {
 
     #[test]
     fn exports_say_how_memory_is_reached() {
-        for (memory, reach) in
-            [(Memory::owned(vec![0; 16]), Reach::Foreign), (Memory::pool(4096).build().unwrap(), Reach::Pool)]
-        {
+        for (memory, reach) in [
+            (Memory::owned(vec![0; 16]), Reach::Foreign),
+            (Memory::pool(4096).build().unwrap(), Reach::Pool),
+        ] {
             assert_eq!(Reach::of(&memory), reach);
             assert_eq!(Reach::import(&reach.export()).unwrap(), reach);
             readable_by_others(&memory).unwrap();

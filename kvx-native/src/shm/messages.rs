@@ -95,7 +95,9 @@ impl Message<'_> {
     pub(crate) fn fits(&self, up: bool, to_initiator: bool) -> bool {
         match self {
             Message::Shared(message) => message.fits(up, to_initiator),
-            Message::Lend { .. } | Message::Write { .. } | Message::Cancel { .. } => up && !to_initiator,
+            Message::Lend { .. } | Message::Write { .. } | Message::Cancel { .. } => {
+                up && !to_initiator
+            }
             Message::Done { .. } => up && to_initiator,
         }
     }
@@ -138,12 +140,14 @@ impl<'a> Message<'a> {
         }
         let mut reader = Reader::new("SHM message", bytes);
         let message = match reader.u8()? {
-            number::LEND => {
-                Message::Lend { id: RegionId(reader.u64()?), reached: Reached::decode(&mut reader)? }
-            }
+            number::LEND => Message::Lend {
+                id: RegionId(reader.u64()?),
+                reached: Reached::decode(&mut reader)?,
+            },
             number::WRITE => {
                 let write = reader.u64()?;
-                let (into, from) = (Described::decode(&mut reader)?, Described::decode(&mut reader)?);
+                let (into, from) =
+                    (Described::decode(&mut reader)?, Described::decode(&mut reader)?);
                 if into.bytes() != from.bytes() {
                     return Err(reader.malformed(format_args!(
                         "a write of {} bytes into blocks of {} bytes",
@@ -342,8 +346,9 @@ mod tests {
 
     #[test]
     fn the_longest_messages_fit_into_a_packet() {
-        let grids: std::sync::Arc<[Placed]> =
-            (0..MAX_GRIDS as u32).map(|region| Placed { region, grid: Grid::packed(64, 100) }).collect();
+        let grids: std::sync::Arc<[Placed]> = (0..MAX_GRIDS as u32)
+            .map(|region| Placed { region, grid: Grid::packed(64, 100) })
+            .collect();
         let described = Described {
             regions: vec![(RegionId(3), RegionKey([5; 16])); MAX_GRIDS],
             grids,
@@ -397,7 +402,10 @@ mod tests {
                     accepted += 1;
                     assert_eq!(into.bytes(), from.bytes());
                     for side in [into, from] {
-                        assert!(side.indices.len() * 4 <= bytes.len() || side.indices.as_range().is_some());
+                        assert!(
+                            side.indices.len() * 4 <= bytes.len()
+                                || side.indices.as_range().is_some()
+                        );
                     }
                 }
                 Ok(Message::Lend { reached, .. }) => {

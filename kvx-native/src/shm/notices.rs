@@ -23,8 +23,15 @@ impl Connection {
 
 impl Machine {
     /// A notification goes out over a link.
-    pub(crate) fn notify(&mut self, link: &Arc<Wiring>, bytes: Box<[u8]>, done: Ticket, out: &mut Outbox) {
-        let Some(at) = self.links.get(&link.id).copied().filter(|at| self.connections[*at].is_up()) else {
+    pub(crate) fn notify(
+        &mut self,
+        link: &Arc<Wiring>,
+        bytes: Box<[u8]>,
+        done: Ticket,
+        out: &mut Outbox,
+    ) {
+        let Some(at) = self.links.get(&link.id).copied().filter(|at| self.connections[*at].is_up())
+        else {
             return out.settle(done, Err(link.gone()));
         };
         let connection = &mut self.connections[at];
@@ -49,7 +56,10 @@ impl Machine {
         let connection = &mut self.connections[at];
         let Some(peer) = &connection.peer else { return Ok(()) };
         let sender = peer.as_sender();
-        if connection.from_peer.take(notice, bytes, |bytes| self.events.notification(sender, bytes))? {
+        if connection
+            .from_peer
+            .take(notice, bytes, |bytes| self.events.notification(sender, bytes))?
+        {
             connection.send(&self.poller, ControlMessage::Ack { notice });
         }
         Ok(())

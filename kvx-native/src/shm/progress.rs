@@ -248,7 +248,8 @@ impl Machine {
                 }
                 // Another connection may have this place by now: only its own process's end counts.
                 token::Which::Life(at) => {
-                    if self.connections.get(at).is_some_and(|connection| connection.process.ended()) {
+                    if self.connections.get(at).is_some_and(|connection| connection.process.ended())
+                    {
                         self.other_end_gone(at, out);
                     }
                 }
@@ -268,7 +269,8 @@ impl Machine {
             let received = match socket::receive(connection.socket.as_fd(), &mut buffer) {
                 Ok(Received::Message(len, file)) => {
                     connection.silence.heard(Instant::now());
-                    Message::decode(&buffer[..len]).and_then(|message| self.take(at, message, file, out))
+                    Message::decode(&buffer[..len])
+                        .and_then(|message| self.take(at, message, file, out))
                 }
                 Ok(Received::Nothing) => break,
                 Ok(Received::TooLong) => Err(error(
@@ -303,7 +305,9 @@ impl Machine {
         {
             self.cut_off(at, why, out);
         }
-        while let Some(greediest) = self.held.greediest(|whose| self.counted_for(whose).next().is_some()) {
+        while let Some(greediest) =
+            self.held.greediest(|whose| self.counted_for(whose).next().is_some())
+        {
             for at in self.counted_for(&greediest).collect::<Vec<_>>() {
                 self.cut_off(at, self.held.too_much(), out);
             }
@@ -312,7 +316,8 @@ impl Machine {
 
     /// What a peer can lose.
     fn counted_for(&self, whose: &Whose) -> impl Iterator<Item = usize> {
-        let its = self.connections.iter().filter(|(_, connection)| connection.is_counted_for(whose));
+        let its =
+            self.connections.iter().filter(|(_, connection)| connection.is_counted_for(whose));
         its.map(|(at, _)| at)
     }
 
@@ -382,7 +387,9 @@ impl Machine {
             Shared::Grant { import, rest } => {
                 self.take_grant(at, import, Ok(Reached::of_grant(rest)?), file, out)?;
             }
-            Shared::Deny { import, why } => self.take_grant(at, import, Err(refused(why)), None, out)?,
+            Shared::Deny { import, why } => {
+                self.take_grant(at, import, Err(refused(why)), None, out)?
+            }
             Shared::Recall { id } => self.take_recall(at, id, out),
             Shared::Released { id } => self.take_released(at, id, out)?,
             Shared::Notify { notice, bytes } => self.take_notice(at, notice, bytes)?,

@@ -90,7 +90,9 @@ impl Machine {
                     None => self.turns.push(Work::Pull(Box::new(pull)), left),
                 }
             }
-            Ok(_) => self.connections[at].send(&self.poller, Message::Done { write, result: Ok(()) }),
+            Ok(_) => {
+                self.connections[at].send(&self.poller, Message::Done { write, result: Ok(()) })
+            }
             Err(refused) => {
                 let result = Err(Refusal::from(&refused));
                 self.connections[at].send(&self.poller, Message::Done { write, result });
@@ -114,7 +116,10 @@ impl Machine {
             .map(|(id, _)| match lent.get(id) {
                 Some(Ok(held)) => Ok(held),
                 Some(Err(unfit)) => Err(unfit.clone()),
-                None => Err(error(Kind::Unregistered, format!("region {id} was not lent for this write"))),
+                None => Err(error(
+                    Kind::Unregistered,
+                    format!("region {id} was not lent for this write"),
+                )),
             })
             .collect::<Result<Vec<_>>>()?;
         from.check(&theirs.iter().map(|held| held.len).collect::<Vec<_>>())?;
@@ -138,7 +143,8 @@ impl Machine {
     pub(crate) fn pull_turn(&mut self, mut pull: Box<Pull>) -> u64 {
         // SAFETY: `checked` held both sides' grids against the lengths of the regions; our own memory is kept by the
         // pull, is host memory and is never lent out as slices; places are mapped (`mover`), and kept so by the pull.
-        let turn = unsafe { self.copier.turn(&mut pull.pieces, &pull.places, &pull.targets, SLICE) };
+        let turn =
+            unsafe { self.copier.turn(&mut pull.pieces, &pull.places, &pull.targets, SLICE) };
         pull.left = pull.left.saturating_sub(turn.moved);
         if turn.finished || pull.left == 0 {
             self.end_pull(*pull, Ok(()));

@@ -49,7 +49,8 @@ fn grants(connection: &Connection, plan: &Bound) -> Result<Grants> {
     let mut places = Vec::with_capacity(plan.remotes().len());
     for remote in plan.remotes() {
         let any: &dyn std::any::Any = &*remote.region;
-        let import = any.downcast_ref::<Import>().and_then(|import| connection.imports.get(import.number));
+        let import =
+            any.downcast_ref::<Import>().and_then(|import| connection.imports.get(import.number));
         match import {
             Some(Imported::Held((held, _))) => places.push(held.place.clone()),
             Some(Imported::Refused(reason)) => return Err(reason.clone()),
@@ -81,7 +82,8 @@ impl Machine {
         again: bool,
         out: &mut Outbox,
     ) {
-        let Some(at) = self.links.get(&link.id).copied().filter(|at| self.connections[*at].is_up()) else {
+        let Some(at) = self.links.get(&link.id).copied().filter(|at| self.connections[*at].is_up())
+        else {
             return out.settle(transfer.done, Err(link.gone()));
         };
         match grants(&self.connections[at], &transfer.plan) {
@@ -118,7 +120,8 @@ impl Machine {
             let any: Arc<dyn std::any::Any + Send + Sync> = Arc::clone(&remote.region) as _;
             let Ok(import) = any.downcast::<Import>() else { continue };
             let known = self.connections[at].imports.get(import.number);
-            if matches!(known, Some(Imported::Refused(reason)) if reason.kind() == Kind::Exhausted) {
+            if matches!(known, Some(Imported::Refused(reason)) if reason.kind() == Kind::Exhausted)
+            {
                 self.import(link, import);
             }
         }
@@ -168,7 +171,8 @@ impl Machine {
         // SAFETY: core checked the plan against the lengths of its regions, and `Grant` is held against the remote
         // length; the local memory is kept by the plan until the ticket settles; places are mapped (`mover`), and
         // kept so.
-        let turn = unsafe { self.copier.turn(&mut read.pieces, &read.places, &read.targets, SLICE) };
+        let turn =
+            unsafe { self.copier.turn(&mut read.pieces, &read.places, &read.targets, SLICE) };
         read.left = read.left.saturating_sub(turn.moved);
         if turn.finished || read.left == 0 {
             out.settle(read.done, Ok(()));
@@ -183,13 +187,15 @@ impl Machine {
     pub(crate) fn cancel(&mut self, link: &Arc<Wiring>, id: TransferId, out: &mut Outbox) {
         let Some(&at) = self.links.get(&link.id) else { return };
         let cancelled = || cancelled().backend(NAME);
-        let stopped =
-            self.turns.extract(|work| matches!(work, Work::Read(read) if read.at == at && read.id == id));
+        let stopped = self
+            .turns
+            .extract(|work| matches!(work, Work::Read(read) if read.at == at && read.id == id));
         for work in stopped {
             work.settle(cancelled(), out);
         }
         let its = |flight: &Flight| {
-            flight.at == Some(at) && matches!(&flight.errand, Errand::Read { id: read, .. } if *read == id)
+            flight.at == Some(at)
+                && matches!(&flight.errand, Errand::Read { id: read, .. } if *read == id)
         };
         self.stop_flights(its, &cancelled(), out);
         let Some(connection) = self.connections.get_mut(at) else { return };

@@ -9,8 +9,8 @@ use kvx_core::fork::Private;
 
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
 #[cfg(test)]
@@ -67,7 +67,11 @@ pub(crate) fn accept(listener: BorrowedFd<'_>) -> Result<Option<Private>, Errno>
 }
 
 /// Sends one message; all of it or nothing.
-pub(crate) fn send(socket: BorrowedFd<'_>, bytes: &[u8], file: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
+pub(crate) fn send(
+    socket: BorrowedFd<'_>,
+    bytes: &[u8],
+    file: Option<BorrowedFd<'_>>,
+) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let files = file.map(|file| [file]);
@@ -101,7 +105,8 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Recei
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     let got = loop {
-        let mut call = || rustix::net::recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags);
+        let mut call =
+            || rustix::net::recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags);
         #[cfg(test)]
         let mut call = || cut::call(Call::Receive, &mut call);
         match call() {
@@ -167,11 +172,26 @@ impl Poller {
     }
 
     pub(crate) fn add(&self, fd: BorrowedFd<'_>, token: u64, wanted: Ready) -> Result<(), Errno> {
-        rustix::event::epoll::add(&self.epoll, fd, rustix::event::epoll::EventData::new_u64(token), wanted)
+        rustix::event::epoll::add(
+            &self.epoll,
+            fd,
+            rustix::event::epoll::EventData::new_u64(token),
+            wanted,
+        )
     }
 
-    pub(crate) fn change(&self, fd: BorrowedFd<'_>, token: u64, wanted: Ready) -> Result<(), Errno> {
-        rustix::event::epoll::modify(&self.epoll, fd, rustix::event::epoll::EventData::new_u64(token), wanted)
+    pub(crate) fn change(
+        &self,
+        fd: BorrowedFd<'_>,
+        token: u64,
+        wanted: Ready,
+    ) -> Result<(), Errno> {
+        rustix::event::epoll::modify(
+            &self.epoll,
+            fd,
+            rustix::event::epoll::EventData::new_u64(token),
+            wanted,
+        )
     }
 
     pub(crate) fn remove(&self, fd: BorrowedFd<'_>) {
@@ -198,7 +218,9 @@ impl Poller {
         #[cfg(test)]
         let Ok(()) = cut::call(Call::Events, || Ok(())) else { return ready };
         match rustix::event::epoll::wait(&self.epoll, &mut events, Some(&now)) {
-            Ok((events, _)) => ready.extend(events.iter().map(|event| (event.data.u64(), event.flags))),
+            Ok((events, _)) => {
+                ready.extend(events.iter().map(|event| (event.data.u64(), event.flags)))
+            }
             Err(Errno::INTR) => {}
             Err(error) => tracing::error!(%error, "SHM: the readiness queue failed"),
         }

@@ -7,7 +7,8 @@ use std::time::Duration;
 use kvx_backend::control::proof::Keys;
 use kvx_backend::reactor::Reactor;
 use kvx_core::transport::{
-    Admission, Availability, Context, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
+    Admission, Availability, Context, Factory, Link, LocalRegion, PeerSection, RegionSpec,
+    Transport,
 };
 use kvx_core::{
     Capabilities, DeviceAccess, HeldUp, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp,
@@ -91,7 +92,8 @@ impl Factory for Shm {
         let reactor = Reactor::start(name, machine, events)?;
         let closed = AtomicBool::new(false);
         let capabilities = Arc::new(capabilities());
-        let opened = Arc::new(Opened { reactor, capabilities, regions, devices, address, secret, closed });
+        let opened =
+            Arc::new(Opened { reactor, capabilities, regions, devices, address, secret, closed });
         home.is(&opened);
         Ok(Arc::new(ShmTransport(opened)))
     }
@@ -155,7 +157,9 @@ unsafe impl Transport for ShmTransport {
             sight: Default::default(),
             gone: Default::default(),
         });
-        self.0.reactor.submit(Command::Connect { link: Arc::clone(&wiring), socket: address.socket });
+        self.0
+            .reactor
+            .submit(Command::Connect { link: Arc::clone(&wiring), socket: address.socket });
         Ok(Arc::new(ShmLink::new(Arc::clone(&self.0), wiring)))
     }
 

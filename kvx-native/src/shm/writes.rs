@@ -60,7 +60,8 @@ impl Writes {
             let id = self.turns.pop_front()?;
             let Some(write) = self.open.get_mut(&id) else { continue };
             write.queued = false;
-            let part = if write.failed.is_none() { write.parts.next(write.plan.pairs()) } else { None };
+            let part =
+                if write.failed.is_none() { write.parts.next(write.plan.pairs()) } else { None };
             let Some(part) = part else {
                 match self.settled(id) {
                     Some(settled) => return Some(Next::Settled(settled)),
@@ -219,7 +220,8 @@ impl PartCutter {
                 *self = PartCutter { pair: self.pair + 1, grid: 0, at: 0 };
                 continue;
             }
-            let ranges = pair.local_indices.as_range().is_some() && pair.remote_indices.as_range().is_some();
+            let ranges =
+                pair.local_indices.as_range().is_some() && pair.remote_indices.as_range().is_some();
             let most = if ranges { described::MAX_INDICES } else { MAX_INDICES };
             let chosen: Range<usize> = self.grid..grids.min(self.grid + MAX_GRIDS);
             let indices = self.at..count.min(self.at + most);
@@ -241,8 +243,14 @@ mod tests {
     use super::*;
 
     fn pair(grids: usize, local: Indices, remote: Indices) -> Pair {
-        let grids: Arc<[Placed]> = vec![Placed { region: 0, grid: Grid::packed(64, 1 << 20) }; grids].into();
-        Pair { local: Arc::clone(&grids), remote: grids, local_indices: local, remote_indices: remote }
+        let grids: Arc<[Placed]> =
+            vec![Placed { region: 0, grid: Grid::packed(64, 1 << 20) }; grids].into();
+        Pair {
+            local: Arc::clone(&grids),
+            remote: grids,
+            local_indices: local,
+            remote_indices: remote,
+        }
     }
 
     #[test]
@@ -258,7 +266,10 @@ mod tests {
         let mut parts = PartCutter::default();
         while let Some(part) = parts.next(&pairs) {
             assert!(part.grids.len() <= MAX_GRIDS && !part.indices.is_empty());
-            assert!(part.indices.len() <= if part.pair == 2 { described::MAX_INDICES } else { MAX_INDICES });
+            assert!(
+                part.indices.len()
+                    <= if part.pair == 2 { described::MAX_INDICES } else { MAX_INDICES }
+            );
             for grid in part.grids.clone() {
                 for index in part.indices.clone().step_by(100).chain([part.indices.end - 1]) {
                     assert!(seen.insert((part.pair, grid, index)) || index == part.indices.end - 1);
@@ -268,7 +279,9 @@ mod tests {
         for (number, pair) in pairs.iter().enumerate() {
             let covered = |grid| {
                 let count = pair.local_indices.len();
-                count == 0 || seen.contains(&(number, grid, count - 1)) && seen.contains(&(number, grid, 0))
+                count == 0
+                    || seen.contains(&(number, grid, count - 1))
+                        && seen.contains(&(number, grid, 0))
             };
             assert!((0..pair.local.len()).all(covered), "pair {number}");
         }

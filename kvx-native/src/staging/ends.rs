@@ -39,7 +39,8 @@ impl Fetch {
                 let Started { len, extents, bounce, .. } = copy;
                 self.copied.extend(bounce.map(|bounce| Copied { len, bounce, extents }));
             }
-            if stream.blocks.left() == 0 || self.copied.len() + stream.started.len() >= stream.depth {
+            if stream.blocks.left() == 0 || self.copied.len() + stream.started.len() >= stream.depth
+            {
                 return Ok(());
             }
             let Some(bounce) = stream.buffer()? else { return Ok(()) };
@@ -57,7 +58,9 @@ impl Fetch {
     /// [`sent`](Fetch::sent) or the stream is stopped or dropped, whatever else is called.
     pub(crate) fn slices(&self) -> impl Iterator<Item = &[u8]> {
         let mut sent = self.at;
-        self.copied.iter().map(move |copied| &copied.bounce.bytes()[std::mem::take(&mut sent)..copied.len])
+        self.copied
+            .iter()
+            .map(move |copied| &copied.bounce.bytes()[std::mem::take(&mut sent)..copied.len])
     }
 
     /// `count` bytes went out: not more than [`slices`](Fetch::slices) has. Buffers that are sent are free again.
@@ -115,7 +118,13 @@ impl Fetch {
 
 impl fmt::Debug for Fetch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Fetch({}, {} bytes left, {:?})", self.stream.shared.token, self.left(), self.copies())
+        write!(
+            f,
+            "Fetch({}, {} bytes left, {:?})",
+            self.stream.shared.token,
+            self.left(),
+            self.copies()
+        )
     }
 }
 
@@ -154,7 +163,10 @@ impl Store {
             let len = stream.plan()?;
             self.filling = Some(Filling { bounce, len, at: 0 });
         }
-        Ok(self.filling.as_mut().map(|filling| &mut filling.bounce.bytes_mut()[filling.at..filling.len]))
+        Ok(self
+            .filling
+            .as_mut()
+            .map(|filling| &mut filling.bounce.bytes_mut()[filling.at..filling.len]))
     }
 
     /// `count` bytes came into the [`room`](Store::room): not more than it has. A buffer that is full is copied.
@@ -210,6 +222,12 @@ impl Store {
 
 impl fmt::Debug for Store {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Store({}, {} bytes left, {:?})", self.stream.shared.token, self.left(), self.copies())
+        write!(
+            f,
+            "Store({}, {} bytes left, {:?})",
+            self.stream.shared.token,
+            self.left(),
+            self.copies()
+        )
     }
 }

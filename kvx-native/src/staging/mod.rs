@@ -135,7 +135,12 @@ impl Stager {
     ///
     /// # Errors
     /// `Unsupported` for memory of another device.
-    pub(crate) fn fetch(&self, token: u64, memories: Vec<Arc<Memory>>, extents: Extents) -> Result<Fetch> {
+    pub(crate) fn fetch(
+        &self,
+        token: u64,
+        memories: Vec<Arc<Memory>>,
+        extents: Extents,
+    ) -> Result<Fetch> {
         let stream = self.stream(token, memories, extents, &self.fetches)?;
         Ok(Fetch { stream, copied: VecDeque::new(), at: 0 })
     }
@@ -144,7 +149,12 @@ impl Stager {
     ///
     /// # Errors
     /// `Unsupported` for memory of another device.
-    pub(crate) fn store(&self, token: u64, memories: Vec<Arc<Memory>>, extents: Extents) -> Result<Store> {
+    pub(crate) fn store(
+        &self,
+        token: u64,
+        memories: Vec<Arc<Memory>>,
+        extents: Extents,
+    ) -> Result<Store> {
         let stream = self.stream(token, memories, extents, &self.stores)?;
         Ok(Store { stream, filling: None })
     }
@@ -157,7 +167,8 @@ impl Stager {
         pool: &Arc<Pool>,
     ) -> Result<Stream> {
         for memory in &memories {
-            let ours = memory.device_access().is_some_and(|access| Arc::ptr_eq(access, &self.access));
+            let ours =
+                memory.device_access().is_some_and(|access| Arc::ptr_eq(access, &self.access));
             if !ours {
                 return Err(Error::new(
                     Kind::Unsupported,
@@ -188,6 +199,12 @@ impl Stager {
 
 impl fmt::Debug for Stager {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Stager({}, {:?} to fetch, {:?} to store)", self.access.kind(), self.fetches, self.stores)
+        write!(
+            f,
+            "Stager({}, {:?} to fetch, {:?} to store)",
+            self.access.kind(),
+            self.fetches,
+            self.stores
+        )
     }
 }

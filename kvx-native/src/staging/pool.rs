@@ -151,7 +151,11 @@ impl Pool {
 
     /// A buffer will never come back.
     fn lose(&self, memory: Memory) {
-        quarantine_for_ever(Arc::new(memory), "bounce buffer", "a device lost the ticket of a copy");
+        quarantine_for_ever(
+            Arc::new(memory),
+            "bounce buffer",
+            "a device lost the ticket of a copy",
+        );
         let mut state = self.state.lock();
         state.lost += 1;
         let queue = state.hopeless();

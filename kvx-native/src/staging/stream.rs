@@ -109,7 +109,11 @@ impl StreamBlocks {
     fn take(&mut self, max: u64) -> Option<Extent> {
         let Some(mut extent) = self.back.pop_front() else { return self.extents.take(max) };
         if extent.len > max {
-            self.back.push_front(Extent { offset: extent.offset + max, len: extent.len - max, ..extent });
+            self.back.push_front(Extent {
+                offset: extent.offset + max,
+                len: extent.len - max,
+                ..extent
+            });
             extent.len = max;
         }
         Some(extent)
@@ -198,7 +202,8 @@ impl Stream {
         let (mut at, max) = (0, self.pool.len);
         while at < max && self.planned.len() < MAX_PIECES {
             let Some(extent) = self.blocks.take((max - at) as u64) else { break };
-            let len = self.memories.get(extent.region as usize).map_or(0, |memory| memory.len() as u64);
+            let len =
+                self.memories.get(extent.region as usize).map_or(0, |memory| memory.len() as u64);
             if extent.offset.checked_add(extent.len).is_none_or(|end| end > len) {
                 let Extent { region, offset, len: bytes } = extent;
                 return Err(self.fail(Error::new(
@@ -225,7 +230,11 @@ impl Stream {
                     extents.push(Extent { len: now, ..extent });
                 }
                 let device = self.memories[extent.region as usize].address() + extent.offset;
-                self.pieces.push(Piece { device, host: bounce.base().wrapping_add(at), len: now as usize });
+                self.pieces.push(Piece {
+                    device,
+                    host: bounce.base().wrapping_add(at),
+                    len: now as usize,
+                });
                 at += now as usize;
             }
             if now < extent.len {

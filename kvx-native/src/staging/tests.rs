@@ -93,7 +93,9 @@ impl Machine {
 }
 
 fn pattern(len: usize, seed: u64) -> Vec<u8> {
-    (0..len as u64).map(|at| ((at + seed).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8).collect()
+    (0..len as u64)
+        .map(|at| ((at + seed).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8)
+        .collect()
 }
 
 /// Blocks of one region: two grids that share an index list.
@@ -103,7 +105,8 @@ impl Blocks {
     /// `count` blocks of `length` bytes in two halves of a region, in an order that merges some and scatters others.
     fn scattered(length: u64, count: u32) -> (Self, usize) {
         let grid = Grid { base: 3, stride: length + 5, length, count };
-        let packed = Grid { base: 3 + (length + 5) * u64::from(count), stride: length, length, count };
+        let packed =
+            Grid { base: 3 + (length + 5) * u64::from(count), stride: length, length, count };
         let indices = (0..count / 2).rev().chain(count / 2..count).collect();
         (Blocks(vec![grid, packed], indices), 3 + (2 * length as usize + 5) * count as usize)
     }
@@ -355,7 +358,11 @@ fn a_failed_copy_fails_its_stream_and_no_other() {
 
 impl Machine {
     /// Gives a stream turns until it fails.
-    fn token_of(&self, token: u64, mut turn: impl FnMut() -> kvx_core::Result<()>) -> kvx_core::Error {
+    fn token_of(
+        &self,
+        token: u64,
+        mut turn: impl FnMut() -> kvx_core::Result<()>,
+    ) -> kvx_core::Error {
         loop {
             if let Err(error) = turn() {
                 return error;
@@ -443,7 +450,8 @@ fn a_dropped_stream_frees_nothing_that_a_copy_may_touch() {
 fn blocks_outside_their_memory_and_memory_of_others_are_refused() {
     let machine = machine(1, 1);
     let memory = machine.memory(BUFFER, 1);
-    let beyond = Blocks(vec![Grid { base: 8, stride: 1, length: BUFFER as u64, count: 1 }], vec![0]);
+    let beyond =
+        Blocks(vec![Grid { base: 8, stride: 1, length: BUFFER as u64, count: 1 }], vec![0]);
     let mut fetch = machine.fetch(1, &memory, &beyond);
     assert_eq!(fetch.resume().unwrap_err().kind(), Kind::OutOfBounds);
     let mut store = machine.store(1, &memory, &beyond);

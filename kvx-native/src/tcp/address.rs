@@ -40,7 +40,9 @@ pub(super) fn decode(section: &[u8]) -> Result<Vec<SocketAddr>> {
     }
     let count = usize::from(reader.u8()?);
     if count == 0 || count > MAX_ADDRESSES {
-        return Err(reader.malformed(format_args!("{count} addresses, 1 to {MAX_ADDRESSES} are allowed")));
+        return Err(
+            reader.malformed(format_args!("{count} addresses, 1 to {MAX_ADDRESSES} are allowed"))
+        );
     }
     let addresses = (0..count)
         .map(|_| {
@@ -52,7 +54,9 @@ pub(super) fn decode(section: &[u8]) -> Result<Vec<SocketAddr>> {
             Ok(SocketAddr::new(ip, reader.u16()?))
         })
         .collect::<Result<Vec<_>>>()?;
-    if let Some(bad) = addresses.iter().find(|address| address.port() == 0 || address.ip().is_unspecified()) {
+    if let Some(bad) =
+        addresses.iter().find(|address| address.port() == 0 || address.ip().is_unspecified())
+    {
         return Err(Error::new(
             Kind::Malformed,
             format!("malformed TCP address: nobody can connect to {bad}"),

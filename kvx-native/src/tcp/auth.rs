@@ -35,7 +35,9 @@ fn unexpected(header: Header) -> Error {
 fn one_sided(who: &str) -> Error {
     Error::new(
         Kind::Denied,
-        format!("{who} has a shared secret and the other agent has none: give both the same, or neither"),
+        format!(
+            "{who} has a shared secret and the other agent has none: give both the same, or neither"
+        ),
     )
 }
 
@@ -50,8 +52,7 @@ fn no_version(owner: Versions, initiator: Versions) -> Error {
 }
 
 fn not_the_peer() -> Error {
-    let why =
-        "whoever answers has not proven to be the peer, or its answer was altered: find out who is between";
+    let why = "whoever answers has not proven to be the peer, or its answer was altered: find out who is between";
     Error::new(Kind::Malformed, why)
 }
 
@@ -126,7 +127,9 @@ impl InitiatorHandshake {
         out: &mut Vec<u8>,
     ) -> Result<Option<InitiatorVerdict>> {
         match (header.frame, &mut self.asked) {
-            (Frame::Refuse, Asked::ToEnter { mistaken, .. }) => refused(body, mistaken.is_some()).map(Some),
+            (Frame::Refuse, Asked::ToEnter { mistaken, .. }) => {
+                refused(body, mistaken.is_some()).map(Some)
+            }
             (Frame::Mistaken, Asked::ToEnter { mistaken: Some(noise), .. }) => {
                 noise.read(body).ok_or_else(not_the_peer)?;
                 Ok(Some(InitiatorVerdict::Restarted))
@@ -233,13 +236,16 @@ impl OwnerHandshake {
         }
         // What a stranger is told says no more of its words than that they were those of one.
         let kind = if self.keys.have_secret() { Kind::Denied } else { Kind::PeerRestarted };
-        let refuse = |out: &mut Vec<u8>| put_refuse(out, &Error::new(kind, stranger().sentence().to_owned()));
+        let refuse = |out: &mut Vec<u8>| {
+            put_refuse(out, &Error::new(kind, stranger().sentence().to_owned()))
+        };
         let hello = Hello::decode(body).inspect_err(|_| refuse(out))?;
         let head = Hello::head(hello.versions);
         let by_secret = match mistaken_key(&self.keys) {
             None => hello.mistaken.is_empty().then_some(None),
             Some(key) => {
-                let mut noise = NoiseHandshake::responder(&key, &before_mistaken(&head, hello.invited))?;
+                let mut noise =
+                    NoiseHandshake::responder(&key, &before_mistaken(&head, hello.invited))?;
                 noise.read(hello.mistaken).map(|_| Some(noise))
             }
         };
@@ -410,7 +416,9 @@ mod tests {
             let done = converse(secret.clone(), secret, 2);
             assert!(!tells_a_name(&done), "to who listens");
             assert!(matches!(done.initiator, Ok(InitiatorVerdict::Welcome(_))));
-            let Ok(Step::Entered { who: initiator, link, lane, .. }) = done.owner else { panic!("not in") };
+            let Ok(Step::Entered { who: initiator, link, lane, .. }) = done.owner else {
+                panic!("not in")
+            };
             assert_eq!((initiator, link, lane), (who(NAME, 1), [8; 16], 3));
         }
     }
@@ -419,16 +427,20 @@ mod tests {
     fn the_stricter_wish_counts() {
         for (_, ours) in Seal::NAMED {
             for (_, theirs) in Seal::NAMED {
-                let done = converse_altered(&keys(2, None), &keys(2, None), (ours, theirs), |_, _| {});
+                let done =
+                    converse_altered(&keys(2, None), &keys(2, None), (ours, theirs), |_, _| {});
                 let Ok(InitiatorVerdict::Welcome((at_initiator, _))) = done.initiator else {
                     panic!("not welcome")
                 };
-                let Ok(Step::Entered { seals: (at_owner, _), .. }) = done.owner else { panic!("not in") };
+                let Ok(Step::Entered { seals: (at_owner, _), .. }) = done.owner else {
+                    panic!("not in")
+                };
                 assert_eq!((at_initiator, at_owner), (ours.max(theirs), ours.max(theirs)));
             }
         }
         // An owner that has the key and wants less than it was asked for is not obeyed.
-        let says = [&[COME_IN][..], &VERSIONS.max.to_le_bytes(), &[Seal::Control.number()]].concat();
+        let says =
+            [&[COME_IN][..], &VERSIONS.max.to_le_bytes(), &[Seal::Control.number()]].concat();
         assert_eq!(kind(&read_welcome(&says, Seal::All)), Some(Kind::Malformed));
     }
 
@@ -463,7 +475,10 @@ mod tests {
         assert_eq!(kind(&initiator.frame(header, body, &mut Vec::new())), Some(Kind::Denied));
         let (mut initiator, _) = greets(&keys(2, secret(3)), Seal::None);
         let header = Header { frame: Frame::Mistaken, len: 48, id: 0 };
-        assert_eq!(kind(&initiator.frame(header, &[0; 48], &mut Vec::new())), Some(Kind::Malformed));
+        assert_eq!(
+            kind(&initiator.frame(header, &[0; 48], &mut Vec::new())),
+            Some(Kind::Malformed)
+        );
     }
 
     #[test]
@@ -473,7 +488,9 @@ mod tests {
                 let mut answer = Vec::new();
                 let header = Header { frame: Frame::Hello, len: hello.len(), id: 0 };
                 let mut owner = OwnerHandshake::new(keys(2, theirs.clone()), Seal::None, None);
-                assert!(owner.frame(header, hello, &mut answer).is_err() && !owner.has_said_hello());
+                assert!(
+                    owner.frame(header, hello, &mut answer).is_err() && !owner.has_said_hello()
+                );
                 answer
             };
             let of = |keys: Keys| answer(&greets(&keys, Seal::None).1[HEADER..]);
@@ -545,7 +562,10 @@ mod tests {
         let mut answer = Vec::new();
         let error = owning.frame(header, &future, &mut answer).err().unwrap();
         assert_eq!(error.kind(), Kind::Incompatible);
-        assert!(error.sentence().contains("3 to 3") && error.sentence().contains("7 to 9"), "{error}");
+        assert!(
+            error.sentence().contains("3 to 3") && error.sentence().contains("7 to 9"),
+            "{error}"
+        );
         let (mut initiator, _) = greets(&keys(2, None), Seal::None);
         let (header, body) = frame(&answer);
         assert_eq!(kind(&initiator.frame(header, body, &mut Vec::new())), Some(Kind::Incompatible));
@@ -566,7 +586,10 @@ mod tests {
                     });
                     let case = format!("bit {bit} of message {number}");
                     assert!(!matches!(done.initiator, Ok(InitiatorVerdict::Welcome(_))), "{case}");
-                    assert!(number == 3 || !matches!(done.owner, Ok(Step::Entered { .. })), "{case}");
+                    assert!(
+                        number == 3 || !matches!(done.owner, Ok(Step::Entered { .. })),
+                        "{case}"
+                    );
                 }
             }
         }

@@ -136,7 +136,8 @@ impl Machine {
         let finished = conn.closing && !conn.has_output();
         let full = conn.note_full(now);
         self.conns.put_back(key, conn);
-        if let (Ok((received, _)), Some(peer)) = (&moved, link.and_then(|link| self.peers.get_mut(&link)))
+        if let (Ok((received, _)), Some(peer)) =
+            (&moved, link.and_then(|link| self.peers.get_mut(&link)))
             && *received > 0
         {
             peer.heard(now);
@@ -165,7 +166,9 @@ impl Machine {
     /// A turn hangs: its connection is lost, and who waits for its memory waits for its thread. `leave` has another
     /// thread go on. Says whether one does.
     pub(super) fn leave_behind(&mut self, turn: u64, leave: impl FnOnce() -> Result<()>) -> bool {
-        let Some(awaited) = self.away.as_mut().filter(|awaited| awaited.turn == turn) else { return false };
+        let Some(awaited) = self.away.as_mut().filter(|awaited| awaited.turn == turn) else {
+            return false;
+        };
         if let Err(why) = leave() {
             if !std::mem::replace(&mut awaited.told, true) {
                 let peer = awaited.peer;

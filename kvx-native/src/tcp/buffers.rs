@@ -84,7 +84,8 @@ impl Input {
         {
             let (old, want) = (self.body.len(), (header.len - self.body.len()).min(GROWTH));
             self.body.resize(old + want, 0);
-            let piece = libc::iovec { iov_base: self.body[old..].as_mut_ptr().cast(), iov_len: want };
+            let piece =
+                libc::iovec { iov_base: self.body[old..].as_mut_ptr().cast(), iov_len: want };
             // SAFETY: the piece is the new end of `body`, which outlives the call.
             let got = unsafe { socket::receive(socket, &mut [piece]) };
             self.body.truncate(old + got.as_ref().ok().copied().flatten().unwrap_or(0));
@@ -312,8 +313,10 @@ impl Output {
 
     /// Bytes that wait for the peer to take them.
     pub(super) fn held(&self) -> usize {
-        let frames =
-            self.head.capacity() + self.tail.capacity() + self.control.capacity() + self.bare.capacity();
+        let frames = self.head.capacity()
+            + self.tail.capacity()
+            + self.control.capacity()
+            + self.bare.capacity();
         frames + self.spilled.capacity()
     }
 
@@ -403,8 +406,10 @@ impl Output {
     }
 
     pub(super) fn pieces(&self, pieces: &mut Vec<libc::iovec>) {
-        let piece =
-            |bytes: &[u8]| libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+        let piece = |bytes: &[u8]| libc::iovec {
+            iov_base: bytes.as_ptr().cast_mut().cast(),
+            iov_len: bytes.len(),
+        };
         pieces.clear();
         if self.head_at < self.head.len() {
             pieces.push(piece(&self.head[self.head_at..]));

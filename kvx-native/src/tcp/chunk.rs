@@ -200,6 +200,8 @@ mod tests {
         let mut chunk = over(&mut buffers);
         chunk.zero();
         assert_eq!(chunk.pieces().iter().map(|piece| piece.iov_len).sum::<usize>(), 200_000);
-        assert!(chunk.pieces().iter().all(|piece| std::ptr::eq(piece.iov_base, ZEROS.as_ptr().cast())));
+        assert!(
+            chunk.pieces().iter().all(|piece| std::ptr::eq(piece.iov_base, ZEROS.as_ptr().cast()))
+        );
     }
 }

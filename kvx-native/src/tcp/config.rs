@@ -50,7 +50,9 @@ impl Config {
             let count = advertise.len();
             return Err(Error::new(
                 Kind::Invalid,
-                format!("option \"tcp.advertise\" has {count} addresses; write at most {MAX_ADDRESSES}"),
+                format!(
+                    "option \"tcp.advertise\" has {count} addresses; write at most {MAX_ADDRESSES}"
+                ),
             ));
         }
         let advertise =
@@ -73,8 +75,9 @@ impl Config {
             advertise,
             ports,
             connections: table.number("connections", 1..=64)?.unwrap_or(CONNECTIONS) as usize,
-            max_connections: table.number("max_connections", 2..=1 << 20)?.unwrap_or(MAX_CONNECTIONS)
-                as usize,
+            max_connections: table
+                .number("max_connections", 2..=1 << 20)?
+                .unwrap_or(MAX_CONNECTIONS) as usize,
             seal: table.text("seal")?.map(parse_seal).transpose()?,
         })
     }
@@ -133,8 +136,9 @@ fn resolve(key: &str, text: &str) -> Result<SocketAddr> {
         )
     };
     let port = port.ok_or_else(|| wrong("whose port is not a number".into()))?;
-    let mut found =
-        (name, port).to_socket_addrs().map_err(|error| wrong(format!("which does not resolve ({error})")))?;
+    let mut found = (name, port)
+        .to_socket_addrs()
+        .map_err(|error| wrong(format!("which does not resolve ({error})")))?;
     found.next().ok_or_else(|| wrong("which resolves to nothing".into()))
 }
 
@@ -166,15 +170,19 @@ mod tests {
 
     #[test]
     fn addresses_come_with_or_without_a_port_and_in_both_families() {
-        let config =
-            read(r#"{"tcp": {"bind": "::1", "advertise": ["10.0.0.5", "[fd00::1]:81", "localhost:80"]}}"#);
+        let config = read(
+            r#"{"tcp": {"bind": "::1", "advertise": ["10.0.0.5", "[fd00::1]:81", "localhost:80"]}}"#,
+        );
         let config = config.unwrap();
         assert_eq!(config.bind, "::1".parse::<IpAddr>().unwrap());
         assert_eq!(config.advertise[0], "10.0.0.5:0".parse().unwrap());
         assert_eq!(config.advertise[1], "[fd00::1]:81".parse().unwrap());
         assert!(config.advertise[2].ip().is_loopback() && config.advertise[2].port() == 80);
-        for bad in [r#"{"bind": "no such host."}"#, r#"{"advertise": "0.0.0.0"}"#, r#"{"advertise": "a:b"}"#]
-        {
+        for bad in [
+            r#"{"bind": "no such host."}"#,
+            r#"{"advertise": "0.0.0.0"}"#,
+            r#"{"advertise": "a:b"}"#,
+        ] {
             let error = read(&format!(r#"{{"tcp": {bad}}}"#)).unwrap_err();
             assert_eq!(error.kind(), Kind::Invalid, "{error}");
         }
@@ -182,14 +190,18 @@ mod tests {
 
     #[test]
     fn what_is_sealed_is_named_or_comes_with_the_peer() {
-        let (near, far): (IpAddr, IpAddr) = ("::ffff:127.0.0.1".parse().unwrap(), [10, 0, 0, 5].into());
+        let (near, far): (IpAddr, IpAddr) =
+            ("::ffff:127.0.0.1".parse().unwrap(), [10, 0, 0, 5].into());
         let config = read("{}").unwrap();
         let wishes = [(near, true), (near, false), (far, false), (far, true)]
             .map(|(peer, have_secret)| config.wish_toward(peer, have_secret));
         assert_eq!(wishes, [Seal::Control, Seal::Control, Seal::Control, Seal::All]);
         for (name, seal) in Seal::NAMED {
             let config = read(&format!(r#"{{"tcp": {{"seal": "{name}"}}}}"#)).unwrap();
-            assert_eq!((config.wish_toward(near, true), config.wish_toward(far, true)), (seal, seal));
+            assert_eq!(
+                (config.wish_toward(near, true), config.wish_toward(far, true)),
+                (seal, seal)
+            );
         }
         for bad in [r#""All""#, r#""payload""#, "true", "1", "[]"] {
             let error = read(&format!(r#"{{"tcp": {{"seal": {bad}}}}}"#)).unwrap_err();

@@ -97,7 +97,9 @@ impl Role {
     /// The link that it belongs to, if it is ours, and which lane of it.
     pub(super) fn lane(&self) -> Option<(LinkId, u8)> {
         match self {
-            Role::Connecting { link, lane } | Role::Greeting { link, lane, .. } => Some((*link, *lane)),
+            Role::Connecting { link, lane } | Role::Greeting { link, lane, .. } => {
+                Some((*link, *lane))
+            }
             Role::Requests(lane) => Some((lane.link, lane.number)),
             Role::Greeted(_) | Role::Served(_) => None,
         }
@@ -122,7 +124,11 @@ impl Role {
                 match handshake.frame(header, body, &mut output.control)? {
                     None => Ok(Change::Stay),
                     Some(InitiatorVerdict::Welcome(seals)) => {
-                        scope.effects.push(Effect::Welcome { link: *link, lane: *lane, seal: seals.0 });
+                        scope.effects.push(Effect::Welcome {
+                            link: *link,
+                            lane: *lane,
+                            seal: seals.0,
+                        });
                         let role = Role::Requests(Box::new(RequestLane::new(key, *link, *lane)));
                         Ok(Change::Become { role, lane: *lane, seals })
                     }
@@ -171,13 +177,25 @@ impl Role {
 /// One end of a lane whose handshake is done: an initiator's requests, or the owner that serves them.
 pub(super) trait LaneEnd {
     /// A frame that is no payload. Errors end the connection.
-    fn frame(&mut self, header: Header, body: &[u8], output: &mut Output, scope: &mut Scope) -> Result<()>;
+    fn frame(
+        &mut self,
+        header: Header,
+        body: &[u8],
+        output: &mut Output,
+        scope: &mut Scope,
+    ) -> Result<()>;
 
     /// Payload begins. Errors end the connection.
     fn data(&mut self, header: Header) -> Result<()>;
 
     /// Where the next of it goes. False: there is no place now.
-    fn fill(&mut self, chunk: &mut Chunk, max: usize, output: &mut Output, scope: &mut Scope) -> bool;
+    fn fill(
+        &mut self,
+        chunk: &mut Chunk,
+        max: usize,
+        output: &mut Output,
+        scope: &mut Scope,
+    ) -> bool;
 
     /// So many bytes went where `fill` said.
     fn took(&mut self, count: usize);
@@ -363,7 +381,12 @@ impl Conn {
     }
 
     /// Its turn: takes in what is there, and sends what there is, about `share` bytes of each. Says how many.
-    pub(super) fn serve(&mut self, share: usize, key: usize, scope: &mut Scope) -> Result<(usize, usize)> {
+    pub(super) fn serve(
+        &mut self,
+        share: usize,
+        key: usize,
+        scope: &mut Scope,
+    ) -> Result<(usize, usize)> {
         match self.receive(share, key, scope) {
             Ok(received) => self.send(share, scope).map(|sent| (received, sent)),
             Err(error) => {
@@ -381,7 +404,11 @@ impl Conn {
         loop {
             scope.go_on()?;
             self.parse(key, scope)?;
-            if !self.readable || moved >= budget || self.input.stalled || self.is_paused(scope.described) {
+            if !self.readable
+                || moved >= budget
+                || self.input.stalled
+                || self.is_paused(scope.described)
+            {
                 self.let_go_if_dry(scope.described);
                 return Ok(moved);
             }

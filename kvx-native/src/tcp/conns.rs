@@ -53,12 +53,14 @@ impl Index<usize> for Conns {
     type Output = Conn;
 
     fn index(&self, key: usize) -> &Conn {
-        self.get(key).expect("whoever has a key of a connection loses it before the connection goes")
+        self.get(key)
+            .expect("whoever has a key of a connection loses it before the connection goes")
     }
 }
 
 impl IndexMut<usize> for Conns {
     fn index_mut(&mut self, key: usize) -> &mut Conn {
-        self.get_mut(key).expect("whoever has a key of a connection loses it before the connection goes")
+        self.get_mut(key)
+            .expect("whoever has a key of a connection loses it before the connection goes")
     }
 }

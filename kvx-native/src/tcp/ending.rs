@@ -98,9 +98,11 @@ impl Touched {
             let touched = self.0.lock();
             touched.each_ref().map(|regions| regions.as_ref().and_then(Weak::upgrade))
         };
-        let ids = |regions: &ServedRegions| regions.iter().map(|served| served.id).collect::<Vec<_>>();
+        let ids =
+            |regions: &ServedRegions| regions.iter().map(|served| served.id).collect::<Vec<_>>();
         let receives = receives.as_ref().map(ids).unwrap_or_default();
-        let all = sends.as_ref().map(ids).into_iter().flatten().chain(receives.iter().copied()).collect();
+        let all =
+            sends.as_ref().map(ids).into_iter().flatten().chain(receives.iter().copied()).collect();
         (Concern::Regions(all), Concern::Regions(receives))
     }
 }
@@ -219,7 +221,13 @@ impl Ending {
     }
 
     /// A turn hangs that touches this; `receives` of it may still be written to.
-    pub(super) fn leave(&self, token: u64, left: Arc<LeftBehind>, touches: Concern, receives: Concern) {
+    pub(super) fn leave(
+        &self,
+        token: u64,
+        left: Arc<LeftBehind>,
+        touches: Concern,
+        receives: Concern,
+    ) {
         self.table().turns += 1;
         self.add(token, Streaming::Turn { left, receives }, touches, None);
     }
@@ -277,14 +285,19 @@ impl Ending {
     /// What can be told now that copies of this stream have ended.
     pub(super) fn look(&self, token: u64) -> (Vec<Settled>, Option<LateAnswer>) {
         let mut table = self.table();
-        let Entry::Occupied(mut entry) = table.streams.entry(token) else { return (Vec::new(), None) };
+        let Entry::Occupied(mut entry) = table.streams.entry(token) else {
+            return (Vec::new(), None);
+        };
         match entry.get().stream.copies() {
             Copies::InFlight => (Vec::new(), None),
             Copies::Settled => {
                 let Ended { stream, answer, holds, .. } = entry.remove();
                 drop(table);
                 drop(stream);
-                (holds.into_iter().filter_map(|hold| Arc::into_inner(hold)?.take()).collect(), answer)
+                (
+                    holds.into_iter().filter_map(|hold| Arc::into_inner(hold)?.take()).collect(),
+                    answer,
+                )
             }
             Copies::Lost => {
                 let ended = entry.get_mut();

@@ -19,11 +19,14 @@ impl Machine {
     /// All peers together hold too much: the one that holds most loses its connections.
     pub(super) fn drop_greediest(&mut self, now: Instant, out: &mut Outbox) {
         let is_here = |who: &Identity| {
-            self.conns.iter().any(|(_, conn)| matches!(&conn.role, Role::Served(lane) if lane.who == *who))
+            self.conns
+                .iter()
+                .any(|(_, conn)| matches!(&conn.role, Role::Served(lane) if lane.who == *who))
         };
         let Some(greediest) = self.held.greediest(is_here) else { return };
         let its = |conn: &Conn| matches!(&conn.role, Role::Served(lane) if lane.who == greediest);
-        let keys: Vec<_> = self.conns.iter().filter(|(_, conn)| its(conn)).map(|(key, _)| key).collect();
+        let keys: Vec<_> =
+            self.conns.iter().filter(|(_, conn)| its(conn)).map(|(key, _)| key).collect();
         for key in keys {
             let why = self.held.too_much();
             self.failed(key, why, now, out);
@@ -48,10 +51,14 @@ impl Machine {
                     self.warn(from, &error, now);
                 }
                 let in_greeting = matches!(conn.role, Role::Greeting { .. });
-                if in_greeting && error.kind() == Kind::PeerLost && self.greet_again(link, lane, now) {
+                if in_greeting
+                    && error.kind() == Kind::PeerLost
+                    && self.greet_again(link, lane, now)
+                {
                     return;
                 }
-                let said = matches!(error.kind(), Kind::Denied | Kind::Incompatible | Kind::Exhausted);
+                let said =
+                    matches!(error.kind(), Kind::Denied | Kind::Incompatible | Kind::Exhausted);
                 if lane == 0 && conn.role.is_greeting() && !said {
                     self.open_link(link, Some(error), now, out);
                 } else {
@@ -97,7 +104,9 @@ impl Machine {
         }
         let (mut lost, mut touched) = (Vec::new(), Vec::new());
         for (link, peer) in &mut self.peers {
-            match peer.look(now, self.scope.shared.peer_timeout, &mut self.conns, |key| touched.push(key)) {
+            match peer
+                .look(now, self.scope.shared.peer_timeout, &mut self.conns, |key| touched.push(key))
+            {
                 Look::Idle => {}
                 Look::Until(at) | Look::Ask(at) => earlier(at),
                 Look::Lost => lost.push(*link),

@@ -119,7 +119,9 @@ impl RequestLane {
     /// Whether one more request may go out; at least one always may.
     pub(super) fn has_room(&self) -> bool {
         self.requests.is_empty()
-            || self.bytes < WINDOW && self.requests.len() < MAX_REQUESTS && self.described < MAX_DESCRIBED
+            || self.bytes < WINDOW
+                && self.requests.len() < MAX_REQUESTS
+                && self.described < MAX_DESCRIBED
     }
 
     /// Whether requests are out whose ends have not come.
@@ -176,21 +178,33 @@ impl RequestLane {
         }
     }
 
-    fn local(&self, plan: &Arc<Bound>, part: &Part, transfer: TransferId, ending: &Ending) -> Result<Local> {
+    fn local(
+        &self,
+        plan: &Arc<Bound>,
+        part: &Part,
+        transfer: TransferId,
+        ending: &Ending,
+    ) -> Result<Local> {
         let pair = &plan.pairs()[part.pair];
         let indices = pair.local_indices.slice(part.indices.clone());
-        let on_host =
-            pair.local.first().is_none_or(|placed| plan.local(placed.region).memory.kind().is_host());
+        let on_host = pair
+            .local
+            .first()
+            .is_none_or(|placed| plan.local(placed.region).memory.kind().is_host());
         if !on_host {
             let (regions, grids) = TcpRegion::of(plan, &pair.local[part.grids.clone()])?;
             if let Ok(staged) = Staged::of(&regions, Extents::new(grids, indices))? {
-                let (token, concern) = (ending.token(self.key), Concern::Transfer(self.link, transfer));
+                let (token, concern) =
+                    (ending.token(self.key), Concern::Transfer(self.link, transfer));
                 return Ok(match plan.op() {
                     Op::Read => Local::Into(staged.sink(self.number, token, concern)?),
                     Op::Write => Local::From(staged.source(self.number, token, concern)?),
                 });
             }
-            return Err(Error::new(Kind::Invalid, "device memory was registered without a way to copy it"));
+            return Err(Error::new(
+                Kind::Invalid,
+                "device memory was registered without a way to copy it",
+            ));
         }
         let grids = match part.grids.len() == pair.local.len() {
             true => Arc::clone(&pair.local),
@@ -206,7 +220,8 @@ impl RequestLane {
     /// Queues a write of which no frame is going out: for its turn, or for the device.
     fn go_on(&mut self, slot: usize, effects: &mut Vec<Effect>) {
         let Some(request) = self.requests.get_mut(slot) else { return };
-        let (Some(Local::From(source)), Some(transfer)) = (&mut request.local, request.transfer) else {
+        let (Some(Local::From(source)), Some(transfer)) = (&mut request.local, request.transfer)
+        else {
             return;
         };
         let has_more = source.resume();
@@ -220,10 +235,19 @@ impl RequestLane {
 
     fn find(&self, id: u64) -> Option<usize> {
         let slot = (id & ((1 << SLOT_BITS) - 1)) as usize;
-        self.requests.get(slot).filter(|request| request.id == id && !request.is_landing()).map(|_| slot)
+        self.requests
+            .get(slot)
+            .filter(|request| request.id == id && !request.is_landing())
+            .map(|_| slot)
     }
 
-    fn end(&mut self, id: u64, result: Result<()>, output: &mut Output, scope: &mut Scope) -> Result<()> {
+    fn end(
+        &mut self,
+        id: u64,
+        result: Result<()>,
+        output: &mut Output,
+        scope: &mut Scope,
+    ) -> Result<()> {
         let Some(slot) = self.find(id) else {
             return Err(malformed(format_args!("an end of {id}, which is not open")));
         };
@@ -322,7 +346,9 @@ impl RequestLane {
             let local = request.local.take();
             let (id, op, left) = (request.id, request.op, request.left);
             match op {
-                Op::Read if self.receiving == Some(slot) && input.in_payload() => input.abort(&scope.bin),
+                Op::Read if self.receiving == Some(slot) && input.in_payload() => {
+                    input.abort(&scope.bin)
+                }
                 Op::Read => {}
                 Op::Write => {
                     self.given_up_writes += 1;
@@ -348,7 +374,9 @@ impl RequestLane {
 
     /// The device of the read that is coming in has failed.
     fn fail_receiving(&mut self, why: Error, scope: &mut Scope) {
-        let Some(request) = self.receiving.and_then(|slot| self.requests.get_mut(slot)) else { return };
+        let Some(request) = self.receiving.and_then(|slot| self.requests.get_mut(slot)) else {
+            return;
+        };
         if let Some(local) = request.local.take() {
             local.stop(&scope.shared.ending);
         }
@@ -359,7 +387,13 @@ impl RequestLane {
 }
 
 impl LaneEnd for RequestLane {
-    fn frame(&mut self, header: Header, body: &[u8], output: &mut Output, scope: &mut Scope) -> Result<()> {
+    fn frame(
+        &mut self,
+        header: Header,
+        body: &[u8],
+        output: &mut Output,
+        scope: &mut Scope,
+    ) -> Result<()> {
         match header.frame {
             Frame::End => self.end(header.id, read_end(body)?, output, scope),
             Frame::Ack => {
@@ -377,7 +411,10 @@ impl LaneEnd for RequestLane {
         };
         let request = &mut self.requests[slot];
         if request.op != Op::Read || header.len as u64 > request.left {
-            return Err(malformed(format_args!("{} bytes where {} are left", header.len, request.left)));
+            return Err(malformed(format_args!(
+                "{} bytes where {} are left",
+                header.len, request.left
+            )));
         }
         request.left -= header.len as u64;
         self.receiving = Some(slot);
@@ -424,7 +461,8 @@ impl LaneEnd for RequestLane {
             }
             self.go_on(slot, &mut scope.effects);
         };
-        let Some(Request { local: Some(Local::From(source)), left, id, .. }) = self.requests.get_mut(slot)
+        let Some(Request { local: Some(Local::From(source)), left, id, .. }) =
+            self.requests.get_mut(slot)
         else {
             return;
         };
@@ -458,8 +496,10 @@ impl LaneEnd for RequestLane {
     }
 
     fn woken(&mut self, token: u64, input: &mut Input, _: &mut Output, scope: &mut Scope) {
-        let is_its = |request: &Request| request.local.as_ref().and_then(Local::token) == Some(token);
-        let Some((slot, request)) = self.requests.iter_mut().find(|(_, request)| is_its(request)) else {
+        let is_its =
+            |request: &Request| request.local.as_ref().and_then(Local::token) == Some(token);
+        let Some((slot, request)) = self.requests.iter_mut().find(|(_, request)| is_its(request))
+        else {
             return;
         };
         let waits = request.waiting;
@@ -478,6 +518,9 @@ impl LaneEnd for RequestLane {
     }
 
     fn release(&mut self, ending: &Ending) {
-        self.requests.drain().filter_map(|request| request.local).for_each(|local| local.stop(ending));
+        self.requests
+            .drain()
+            .filter_map(|request| request.local)
+            .for_each(|local| local.stop(ending));
     }
 }

@@ -136,7 +136,8 @@ impl Header {
         }
         if len > frame.max_len() {
             let max = frame.max_len();
-            return Err(reader.malformed(format_args!("{frame:?} of {len} bytes, at most {max} are allowed")));
+            return Err(reader
+                .malformed(format_args!("{frame:?} of {len} bytes, at most {max} are allowed")));
         }
         if frame.is_greeting() && id != 0 {
             return Err(reader.malformed(format_args!("{frame:?} with a number")));
@@ -267,8 +268,11 @@ impl<'a> Hello<'a> {
     /// Reads one of our version.
     pub(super) fn decode(body: &'a [u8]) -> Result<Self> {
         let (versions, mut reader) = Self::versions(body)?;
-        let hello =
-            Hello { versions, invited: reader.block(MAX_GREETING)?, mistaken: reader.block(MAX_GREETING)? };
+        let hello = Hello {
+            versions,
+            invited: reader.block(MAX_GREETING)?,
+            mistaken: reader.block(MAX_GREETING)?,
+        };
         reader.end()?;
         Ok(hello)
     }
@@ -313,7 +317,10 @@ mod tests {
         for frame in Frame::ALL {
             let mut bytes = Vec::new();
             Header { frame, len: frame.max_len() + 1, id: 0 }.encode(&mut bytes);
-            assert_eq!(Header::decode(&bytes.try_into().unwrap()).unwrap_err().kind(), Kind::Malformed);
+            assert_eq!(
+                Header::decode(&bytes.try_into().unwrap()).unwrap_err().kind(),
+                Kind::Malformed
+            );
         }
     }
 

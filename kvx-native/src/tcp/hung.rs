@@ -73,7 +73,9 @@ impl Turns {
         let mut ended = self.ended.lock();
         if is_idle {
             self.asleep.store(true, Ordering::SeqCst);
-            while !*ended && self.asleep.load(Ordering::SeqCst) && self.under_way.load(Ordering::SeqCst) == 0
+            while !*ended
+                && self.asleep.load(Ordering::SeqCst)
+                && self.under_way.load(Ordering::SeqCst) == 0
             {
                 ended = self.changed.wait_until(ended, None);
             }
@@ -98,7 +100,8 @@ impl Turns {
                 continue;
             }
             let now = pages_while_asleep(self.thread.load(Ordering::Relaxed));
-            asleep = if now.is_some() && (now == pages || pages.is_none()) { asleep + 1 } else { 0 };
+            asleep =
+                if now.is_some() && (now == pages || pages.is_none()) { asleep + 1 } else { 0 };
             pages = now;
             if asleep >= LOOKS && self.under_way.load(Ordering::Relaxed) == before {
                 hangs(before);
@@ -135,7 +138,8 @@ impl Watch {
         let name = format!("kvx-tcp-watch {}", shared.agent.name);
         let thread = std::thread::Builder::new().name(name);
         let thread = thread.spawn(move || watched.turns.watch(go_on_without)).map_err(|error| {
-            Error::os("no thread to watch over TCP's turns: raise ulimit -u", error).kind_is(Kind::Exhausted)
+            Error::os("no thread to watch over TCP's turns: raise ulimit -u", error)
+                .kind_is(Kind::Exhausted)
         })?;
         Ok(Watch { shared, thread: Mutex::new(Some(thread)) })
     }

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use kvx_core::sync::Mutex;
-use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS, Link, PeerSection, RemoteRegion, RemoteSpec, Turn};
+use kvx_core::transport::{
+    INLINE_BYTES, INLINE_SEGMENTS, Link, PeerSection, RemoteRegion, RemoteSpec, Turn,
+};
 use kvx_core::{Bound, Capabilities, LinkId, Result, Ticket, TransferId};
 
 use super::address;
@@ -72,7 +74,11 @@ unsafe impl Link for TcpLink {
     }
 
     fn notify(&self, bytes: &[u8], done: Ticket) {
-        self.handle.reactor.submit_and_turn(Command::Notify { link: self.id, bytes: bytes.into(), done });
+        self.handle.reactor.submit_and_turn(Command::Notify {
+            link: self.id,
+            bytes: bytes.into(),
+            done,
+        });
     }
 
     fn cancel(&self, id: TransferId) {

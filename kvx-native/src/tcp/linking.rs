@@ -20,13 +20,20 @@ const GREETED_AGAIN: u8 = 20;
 
 impl Machine {
     /// A lane is up: the small one opens the others, the last one makes the link.
-    pub(super) fn welcome(&mut self, (link, lane): (LinkId, u8), seal: Seal, now: Instant, out: &mut Outbox) {
+    pub(super) fn welcome(
+        &mut self,
+        (link, lane): (LinkId, u8),
+        seal: Seal,
+        now: Instant,
+        out: &mut Outbox,
+    ) {
         let Some(peer) = self.peers.get_mut(&link) else { return };
         peer.lanes_up += 1;
         peer.heard(now);
         if peer.is_up() {
             let (address, bulk) = (peer.addresses[peer.address], peer.lanes.len() - 1);
-            peer.standing.set(format!("TCP to {address}: a small lane and {bulk} bulk lanes; {seal}"));
+            peer.standing
+                .set(format!("TCP to {address}: a small lane and {bulk} bulk lanes; {seal}"));
             out.link(link, LinkState::Up);
             self.eager.push(link);
         } else if lane == 0 {
@@ -56,7 +63,9 @@ impl Machine {
     /// The other end hung up before it said anything, as it does to the oldest of too many that have proven nothing:
     /// opens the lane once more, some times. Says whether it did.
     pub(super) fn greet_again(&mut self, link: LinkId, lane: u8, now: Instant) -> bool {
-        let Some(peer) = self.peers.get_mut(&link).filter(|peer| peer.greeted_again < GREETED_AGAIN) else {
+        let Some(peer) =
+            self.peers.get_mut(&link).filter(|peer| peer.greeted_again < GREETED_AGAIN)
+        else {
             return false;
         };
         peer.greeted_again += 1;
@@ -64,7 +73,13 @@ impl Machine {
     }
 
     /// Opens the small lane of a link, at the next address if `failed` says that the current one is no good.
-    pub(super) fn open_link(&mut self, link: LinkId, failed: Option<Error>, now: Instant, out: &mut Outbox) {
+    pub(super) fn open_link(
+        &mut self,
+        link: LinkId,
+        failed: Option<Error>,
+        now: Instant,
+        out: &mut Outbox,
+    ) {
         let mut failed = failed;
         loop {
             let Some(peer) = self.peers.get_mut(&link) else { return };
@@ -100,7 +115,13 @@ impl Machine {
         }
     }
 
-    pub(super) fn give_up(&mut self, link: LinkId, transfer: TransferId, why: Error, out: &mut Outbox) {
+    pub(super) fn give_up(
+        &mut self,
+        link: LinkId,
+        transfer: TransferId,
+        why: Error,
+        out: &mut Outbox,
+    ) {
         let Some(peer) = self.peers.get_mut(&link) else { return };
         let mut touched = Vec::new();
         peer.give_up(transfer, why, &mut self.conns, &mut self.scope, out, |key| touched.push(key));
@@ -117,8 +138,10 @@ pub(super) fn greet(
     shared: &Shared,
 ) -> Result<()> {
     socket::connected(conn.socket()).map_err(|errno| error::unreachable(conn.peer, errno))?;
-    let (own, which, wish) = (shared.agent.clone(), (peer.nonce, lane), shared.wish_toward(conn.peer));
-    let handshake = InitiatorHandshake::start(&peer.keys, own, which, wish, &mut conn.output.control)?;
+    let (own, which, wish) =
+        (shared.agent.clone(), (peer.nonce, lane), shared.wish_toward(conn.peer));
+    let handshake =
+        InitiatorHandshake::start(&peer.keys, own, which, wish, &mut conn.output.control)?;
     conn.role = Role::Greeting { link, lane, handshake: Box::new(handshake) };
     Ok(())
 }

@@ -31,7 +31,8 @@ impl Listener {
             return Err(unspecified(config.bind));
         }
         let socket = match &config.ports {
-            None => bound(SocketAddr::new(config.bind, 0)).map_err(|errno| refused(config.bind, errno))?,
+            None => bound(SocketAddr::new(config.bind, 0))
+                .map_err(|errno| refused(config.bind, errno))?,
             Some(ports) => {
                 let mut free = None;
                 for port in ports.clone() {
@@ -50,7 +51,9 @@ impl Listener {
         let local = local_address(&socket).map_err(|errno| refused(config.bind, errno))?;
         let addresses = match config.advertise.is_empty() {
             true => vec![local],
-            false => config.advertise.iter().map(|address| or_port(*address, local.port())).collect(),
+            false => {
+                config.advertise.iter().map(|address| or_port(*address, local.port())).collect()
+            }
         };
         Ok(Listener { socket, addresses })
     }
@@ -71,8 +74,13 @@ fn bound(address: SocketAddr) -> Result<Private, Errno> {
 /// A TCP socket of the family of `address`, not blocking, not inherited.
 pub(super) fn stream_socket(address: SocketAddr) -> Result<Private, Errno> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-    rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)
-        .map(Private::from)
+    rustix::net::socket_with(
+        family,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+        None,
+    )
+    .map(Private::from)
 }
 
 fn local_address(socket: &Private) -> Result<SocketAddr, Errno> {
@@ -83,7 +91,9 @@ fn refused(bind: IpAddr, errno: Errno) -> Error {
     let hint = match errno {
         Errno::ADDRNOTAVAIL => format!(": it is not an address of this host, which has {}", list()),
         Errno::MFILE | Errno::NFILE => ": raise the limit of open files".into(),
-        Errno::ACCESS => ": ports below 1024 need privileges; choose others with \"tcp.ports\"".into(),
+        Errno::ACCESS => {
+            ": ports below 1024 need privileges; choose others with \"tcp.ports\"".into()
+        }
         _ => String::new(),
     };
     let error = Error::os(format!("cannot listen on {bind} (\"tcp.bind\"){hint}"), errno);
@@ -98,8 +108,13 @@ fn busy(bind: IpAddr, from: u16, to: u16) -> Error {
     let free = bound(SocketAddr::new(bind, 0))
         .and_then(|socket| local_address(&socket))
         .map(|address| address.port());
-    let free = free.map_or_else(|_| "another range".into(), |port| format!("{port}, which is free now,"));
-    let which = if from == to { format!("port {from} is") } else { format!("ports {from} to {to} are all") };
+    let free =
+        free.map_or_else(|_| "another range".into(), |port| format!("{port}, which is free now,"));
+    let which = if from == to {
+        format!("port {from} is")
+    } else {
+        format!("ports {from} to {to} are all")
+    };
     Error::os(
         format!("{which} in use on {bind} (\"tcp.ports\"): set it to {free} or leave it out"),
         Errno::ADDRINUSE,
@@ -119,7 +134,8 @@ fn unspecified(bind: IpAddr) -> Error {
 }
 
 fn list() -> String {
-    let addresses: Vec<_> = host_addresses().iter().map(|(name, ip)| format!("{ip} ({name})")).collect();
+    let addresses: Vec<_> =
+        host_addresses().iter().map(|(name, ip)| format!("{ip} ({name})")).collect();
     if addresses.is_empty() { "none that is up".into() } else { addresses.join(", ") }
 }
 
@@ -195,9 +211,11 @@ mod tests {
         let sentence = error.to_string();
         assert!(sentence.contains(&format!("port {port} is in use")), "{sentence}");
         assert!(sentence.contains("tcp.ports"), "{sentence}");
-        let mut words =
-            sentence.split(|c: char| !c.is_ascii_digit()).filter_map(|word| word.parse::<u16>().ok());
-        let free = words.rfind(|number| *number > 1024 && *number != port).expect("a free port is named");
+        let mut words = sentence
+            .split(|c: char| !c.is_ascii_digit())
+            .filter_map(|word| word.parse::<u16>().ok());
+        let free =
+            words.rfind(|number| *number > 1024 && *number != port).expect("a free port is named");
         assert!(sentence.contains(&format!("set it to {free}")), "{sentence}");
     }
 

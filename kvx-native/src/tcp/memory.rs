@@ -67,9 +67,10 @@ pub(super) fn import(export: &[u8]) -> Result<u32> {
     match (export, export.first_chunk()) {
         ([], _) => Ok(0),
         (_, Some(number)) => Ok(u32::from_le_bytes(*number)),
-        (_, None) => {
-            Err(Error::new(Kind::Malformed, "malformed export of a region: the metadata was altered"))
-        }
+        (_, None) => Err(Error::new(
+            Kind::Malformed,
+            "malformed export of a region: the metadata was altered",
+        )),
     }
 }
 
@@ -154,7 +155,9 @@ mod tests {
         let regions = Regions::default();
         let kept = regions.add(spec(1, 1), None);
         let gone = regions.add(spec(2, 2), None);
-        let open = |id, key| regions.open(&[(RegionId(id), RegionKey([key; 16]))]).map(|served| served[0].id);
+        let open = |id, key| {
+            regions.open(&[(RegionId(id), RegionKey([key; 16]))]).map(|served| served[0].id)
+        };
         assert_eq!(open(1, 1).unwrap(), kept.id);
         assert_eq!(open(1, 2).unwrap_err().kind(), Kind::WrongKey);
         assert_eq!(open(3, 1).unwrap_err().kind(), Kind::Unregistered);

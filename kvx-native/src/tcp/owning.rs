@@ -67,7 +67,11 @@ impl Machine {
                 format!("the peer serves {max} connections already (\"tcp.max_connections\"): raise that, or try later"),
             )
         });
-        Role::Greeted(Box::new(OwnerHandshake::new(shared.keys.clone(), shared.wish_toward(peer), full)))
+        Role::Greeted(Box::new(OwnerHandshake::new(
+            shared.keys.clone(),
+            shared.wish_toward(peer),
+            full,
+        )))
     }
 
     fn admit(&mut self, conn: Conn, now: Instant) {
@@ -105,16 +109,27 @@ impl Machine {
                 vacant.insert(key);
             }
             Entry::Occupied(_) => {
-                let error = Error::new(Kind::Malformed, format!("lane {} of a link comes twice", lane.lane));
+                let error = Error::new(
+                    Kind::Malformed,
+                    format!("lane {} of a link comes twice", lane.lane),
+                );
                 self.failed(key, error, now, out);
             }
         }
     }
 
     /// A peer takes back a request, which it sent on another of its lanes.
-    pub(super) fn cancelled(&mut self, link: [u8; 16], lane: u8, id: u64, now: Instant, out: &mut Outbox) {
+    pub(super) fn cancelled(
+        &mut self,
+        link: [u8; 16],
+        lane: u8,
+        id: u64,
+        now: Instant,
+        out: &mut Outbox,
+    ) {
         let Some(key) = self.lanes.get(&(link, lane)).copied() else { return };
-        let Some(Conn { role: Role::Served(lane), input, output, .. }) = self.conns.get_mut(key) else {
+        let Some(Conn { role: Role::Served(lane), input, output, .. }) = self.conns.get_mut(key)
+        else {
             return;
         };
         match lane.cancel(id, input, output, &mut self.scope) {

@@ -104,7 +104,13 @@ impl OpenedLink {
     }
 
     /// Takes a transfer; `issue` follows. Says whether it is a small one.
-    pub(super) fn post(&mut self, plan: Arc<Bound>, id: TransferId, done: Ticket, out: &mut Outbox) -> bool {
+    pub(super) fn post(
+        &mut self,
+        plan: Arc<Bound>,
+        id: TransferId,
+        done: Ticket,
+        out: &mut Outbox,
+    ) -> bool {
         let size = plan.size();
         let staged = is_staged(&plan);
         let joins = |pair: &Pair, grid| !staged || share_stages(&plan, pair, grid);
@@ -131,7 +137,12 @@ impl OpenedLink {
     }
 
     /// Sends out what the lanes have room for. Calls `touched` with the connections that now have output.
-    pub(super) fn issue(&mut self, conns: &mut Conns, scope: &mut Scope, mut touched: impl FnMut(usize)) {
+    pub(super) fn issue(
+        &mut self,
+        conns: &mut Conns,
+        scope: &mut Scope,
+        mut touched: impl FnMut(usize),
+    ) {
         if !self.is_up() {
             return;
         }
@@ -149,7 +160,8 @@ impl OpenedLink {
             }
         }
         while !self.bulk.is_empty() {
-            let free = self.lanes[1..].iter().flatten().copied().filter(|key| has_room(&conns[*key]));
+            let free =
+                self.lanes[1..].iter().flatten().copied().filter(|key| has_room(&conns[*key]));
             let Some(key) = free.min_by_key(|key| load(&conns[*key])) else { break };
             if issue_next(&mut self.transfers, &mut self.bulk, &mut conns[key], scope) {
                 touched(key);
@@ -160,7 +172,9 @@ impl OpenedLink {
     fn issue_notices(&mut self, conn: &mut Conn) -> bool {
         let mut sent = false;
         while let Some((id, bytes)) = self.notices.next_to_send() {
-            put_frame(&mut conn.output.control, Frame::Notify, id, |out| out.extend_from_slice(&bytes));
+            put_frame(&mut conn.output.control, Frame::Notify, id, |out| {
+                out.extend_from_slice(&bytes)
+            });
             sent = true;
         }
         sent
@@ -228,7 +242,9 @@ impl OpenedLink {
 
     /// Fails a transfer when nobody touches its memory any more.
     fn settle(&self, id: TransferId, done: Ticket, why: Error, ending: &Ending, out: &mut Outbox) {
-        if let Some((done, result)) = ending.hold(|concern| concern.is_of(self.id, id), done, Err(why)) {
+        if let Some((done, result)) =
+            ending.hold(|concern| concern.is_of(self.id, id), done, Err(why))
+        {
             out.settle(done, result);
         }
     }
@@ -258,7 +274,12 @@ impl OpenedLink {
 
     /// Notes whether something is in flight, also what was given up and has not ended. `Some`: it has just begun, look
     /// at the silence then.
-    pub(super) fn note_busy(&mut self, now: Instant, timeout: Duration, conns: &Conns) -> Option<Instant> {
+    pub(super) fn note_busy(
+        &mut self,
+        now: Instant,
+        timeout: Duration,
+        conns: &Conns,
+    ) -> Option<Instant> {
         let owed = || self.lanes.iter().flatten().any(|key| owes_ends(&conns[*key]));
         let in_flight = !self.transfers.is_empty() || self.notices.await_answer() || owed();
         let begun = self.silence.note(self.is_up() && in_flight, || now)?;
@@ -350,7 +371,11 @@ mod tests {
             let role = Role::Connecting { link: LinkId(1), lane: 0 };
             let lane = conns.insert(Conn::new(socket, address, role, now));
             let keys = Keys::new(&Invitation::from_bytes([2; 32]), None);
-            let who = (Identity { name: "peer".into(), incarnation: Incarnation([1; 16]) }, keys, [0; 16]);
+            let who = (
+                Identity { name: "peer".into(), incarnation: Incarnation([1; 16]) },
+                keys,
+                [0; 16],
+            );
             let mut peer = OpenedLink::new(LinkId(1), who, vec![address], 0, Arc::default(), now);
             (peer.lanes[0], peer.lanes_up) = (Some(lane), 1);
             peer.notify(Box::default(), Ticket::new(|_| {}), &mut Outbox::default());

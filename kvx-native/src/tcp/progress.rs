@@ -279,10 +279,18 @@ impl Machine {
         if std::mem::take(&mut self.scope.small_came) {
             self.small_at = Some(now);
         }
-        let beside_small = self.small_at.is_some_and(|at| now.saturating_duration_since(at) < LATELY);
+        let beside_small =
+            self.small_at.is_some_and(|at| now.saturating_duration_since(at) < LATELY);
         self.scope.piece = if beside_small { BESIDE_SMALL } else { MAX_DATA };
         let left = if brief { INLINE_BYTES as usize } else { self.scope.piece.min(SLICE as usize) };
-        Budget { brief, beside_small, small: self.small.len().min(SMALL_TURNS), left, bulk: None, done }
+        Budget {
+            brief,
+            beside_small,
+            small: self.small.len().min(SMALL_TURNS),
+            left,
+            bulk: None,
+            done,
+        }
     }
 
     /// Whose turn it is.

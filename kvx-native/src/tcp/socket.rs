@@ -66,15 +66,20 @@ pub(super) unsafe fn send(socket: &Private, pieces: &mut [libc::iovec]) -> Resul
 ///
 /// # Safety
 /// Each piece names writable memory.
-pub(super) unsafe fn receive(socket: &Private, pieces: &mut [libc::iovec]) -> Result<Option<usize>> {
+pub(super) unsafe fn receive(
+    socket: &Private,
+    pieces: &mut [libc::iovec],
+) -> Result<Option<usize>> {
     #[cfg(test)]
     let Some(pieces) = cut::short(pieces) else { return Ok(None) };
     // SAFETY: the pieces outlive the call; the caller vouches for what they name.
-    let got = unsafe { libc::readv(socket.as_raw_fd(), pieces.as_ptr(), pieces.len() as libc::c_int) };
+    let got =
+        unsafe { libc::readv(socket.as_raw_fd(), pieces.as_ptr(), pieces.len() as libc::c_int) };
     match outcome(got)? {
-        Some(0) => {
-            Err(Error::new(Kind::PeerLost, "the peer closed the connection: check whether it still runs"))
-        }
+        Some(0) => Err(Error::new(
+            Kind::PeerLost,
+            "the peer closed the connection: check whether it still runs",
+        )),
         got => Ok(got),
     }
 }
@@ -82,7 +87,8 @@ pub(super) unsafe fn receive(socket: &Private, pieces: &mut [libc::iovec]) -> Re
 fn outcome(returned: libc::ssize_t) -> Result<Option<usize>> {
     match usize::try_from(returned) {
         Ok(count) => Ok(Some(count)),
-        Err(_) => match Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO) {
+        Err(_) => match Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
+        {
             Errno::AGAIN | Errno::INTR => Ok(None),
             errno => Err(broken(errno)),
         },
@@ -91,7 +97,8 @@ fn outcome(returned: libc::ssize_t) -> Result<Option<usize>> {
 
 /// An established connection failed.
 fn broken(errno: Errno) -> Error {
-    Error::os("the connection to the peer broke: check whether it still runs", errno).kind_is(Kind::PeerLost)
+    Error::os("the connection to the peer broke: check whether it still runs", errno)
+        .kind_is(Kind::PeerLost)
 }
 
 /// Calls that move less than there is, or nothing, as a test's seed wants it.

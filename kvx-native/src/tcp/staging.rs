@@ -37,7 +37,11 @@ pub(super) struct DeviceStages(Mutex<Vec<Arc<DeviceStage>>>);
 
 impl DeviceStages {
     /// The stage for this memory; `None` for host memory. Its buffers are made now: may block. Errors: the device's.
-    pub(super) fn of(&self, memory: &Memory, ending: &Arc<Ending>) -> Result<Option<Arc<DeviceStage>>> {
+    pub(super) fn of(
+        &self,
+        memory: &Memory,
+        ending: &Arc<Ending>,
+    ) -> Result<Option<Arc<DeviceStage>>> {
         let Some(access) = memory.device_access() else { return Ok(None) };
         let stage = self.find(access, ending);
         stage.small.prepare()?;
@@ -111,7 +115,8 @@ impl Staged {
     /// # Errors
     /// `Unsupported` for regions that do not lie on one stage.
     pub(super) fn of(regions: &[Arc<Served>], extents: Extents) -> Result<Result<Self, Extents>> {
-        let mut numbers = regions.iter().map(|served| served.stage.as_ref().map(|stage| stage.number));
+        let mut numbers =
+            regions.iter().map(|served| served.stage.as_ref().map(|stage| stage.number));
         let first = numbers.next().flatten();
         if numbers.any(|number| number != first) {
             return Err(Error::new(

@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 use kvx_backend::control::proof::Keys;
 use kvx_backend::reactor::Reactor;
 use kvx_core::transport::{
-    Admission, Availability, Context, Events, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
+    Admission, Availability, Context, Events, Factory, Link, LocalRegion, PeerSection, RegionSpec,
+    Transport,
 };
 use kvx_core::{
-    Capabilities, HeldUp, Identity, Idle, Incarnation, Isolation, LinkId, MemoryKinds, Options, PerOp,
-    Placement, Result, Revocation, Secret, Ticket, Unavailable, WithoutAList,
+    Capabilities, HeldUp, Identity, Idle, Incarnation, Isolation, LinkId, MemoryKinds, Options,
+    PerOp, Placement, Result, Revocation, Secret, Ticket, Unavailable, WithoutAList,
 };
 
 use super::address;
@@ -47,9 +48,11 @@ impl Factory for Tcp {
     }
 
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
-        let config = Config::read(options)
-            .map_err(|error| Unavailable::because(error.sentence().to_owned(), "correct the option"))?;
-        let devices = host_addresses().into_iter().map(|(name, ip)| format!("{name} {ip}")).collect();
+        let config = Config::read(options).map_err(|error| {
+            Unavailable::because(error.sentence().to_owned(), "correct the option")
+        })?;
+        let devices =
+            host_addresses().into_iter().map(|(name, ip)| format!("{name} {ip}")).collect();
         let caution = (!config.bind.is_loopback()).then(|| {
             format!(
                 "TCP listens on {}: give the fleet a shared secret, and the bytes of blocks are sealed between hosts \
@@ -192,14 +195,15 @@ unsafe impl Transport for TcpTransport {
 
     fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>> {
         let name = &peer.identity.name;
-        let addresses =
-            address::decode(peer.address).map_err(|error| error.backend(NAME).peer(Arc::clone(name)))?;
+        let addresses = address::decode(peer.address)
+            .map_err(|error| error.backend(NAME).peer(Arc::clone(name)))?;
         let standing = Arc::new(LinkStanding::default());
         let Shared { config, peer_timeout, secret, .. } = &*self.handle.shared;
         let keys = Keys::new(&peer.invitation, secret.as_ref());
         let up_by = Instant::now() + *peer_timeout;
         let who = (peer.identity.clone(), keys, Incarnation::random()?.0);
-        let peer = OpenedLink::new(id, who, addresses, config.connections, Arc::clone(&standing), up_by);
+        let peer =
+            OpenedLink::new(id, who, addresses, config.connections, Arc::clone(&standing), up_by);
         self.handle.reactor.submit(Command::Connect(Box::new(peer)));
         Ok(Arc::new(TcpLink { id, handle: Arc::clone(&self.handle), standing }))
     }

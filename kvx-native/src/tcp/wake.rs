@@ -50,7 +50,12 @@ impl Wake {
                 TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK,
             )?;
             epoll::add(&epoll, &timer, EventData::new_u64(TIMER), EventFlags::IN)?;
-            epoll::add(&epoll, &listener, EventData::new_u64(LISTENER), EventFlags::IN | EventFlags::ET)?;
+            epoll::add(
+                &epoll,
+                &listener,
+                EventData::new_u64(LISTENER),
+                EventFlags::IN | EventFlags::ET,
+            )?;
             Ok(Wake { epoll, timer, armed: None, events: Vec::with_capacity(EVENTS) })
         };
         make().map_err(refused)
@@ -75,7 +80,8 @@ impl Wake {
     pub(super) fn poll(&mut self, mut tell: impl FnMut(Event)) -> Result<()> {
         self.events.clear();
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut self.events), Some(&now)) {
+        match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut self.events), Some(&now))
+        {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => return Err(refused(errno)),
         }
@@ -92,7 +98,8 @@ impl Wake {
                     key: key as usize,
                     readable: flags.contains(EventFlags::IN),
                     writable: flags.contains(EventFlags::OUT),
-                    hung_up: flags.intersects(EventFlags::RDHUP | EventFlags::HUP | EventFlags::ERR),
+                    hung_up: flags
+                        .intersects(EventFlags::RDHUP | EventFlags::HUP | EventFlags::ERR),
                 },
             });
         }
@@ -110,7 +117,8 @@ impl Wake {
             tv_nsec: wait.subsec_nanos().into(),
         };
         let once = Itimerspec { it_interval: Timespec { tv_sec: 0, tv_nsec: 0 }, it_value };
-        rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &once).map_err(refused)?;
+        rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &once)
+            .map_err(refused)?;
         self.armed = Some(at);
         Ok(())
     }

@@ -14,8 +14,9 @@ fn agent(name: &str, backend: &str, secret: Option<u8>) -> Agent {
     let mut registry = Registry::new();
     registry.add(kvx_native::Shm).and_then(|registry| registry.add(kvx_native::Tcp)).unwrap();
     let builder = Agent::builder(name).backends([backend]);
-    let builder =
-        secret.into_iter().fold(builder, |builder, secret| builder.secret(Secret::from_bytes([secret; 32])));
+    let builder = secret
+        .into_iter()
+        .fold(builder, |builder, secret| builder.secret(Secret::from_bytes([secret; 32])));
     builder.build(&registry).unwrap()
 }
 
@@ -27,7 +28,11 @@ fn pool(agent: &Agent) -> kvx_core::Region {
 fn another_user_keeps_nobody_waiting_and_learns_nothing() {
     const TITLE: &str = "another_user_keeps_nobody_waiting_and_learns_nothing";
     if !rustix::process::geteuid().is_root() {
-        return skip(TITLE, "a process of another user is started by root only", "run the tests as root");
+        return skip(
+            TITLE,
+            "a process of another user is started by root only",
+            "run the tests as root",
+        );
     }
     for secret in [None, Some(3)] {
         // SHM listens under the name as well, which is to be free.
@@ -48,7 +53,10 @@ fn another_user_keeps_nobody_waiting_and_learns_nothing() {
             for (backend, owner) in &owners {
                 let reader = agent("reader", backend, secret);
                 let waited = newcomer(&reader, &owner.metadata().unwrap()).unwrap();
-                assert!(waited < Duration::from_secs(1), "a reader over {backend} waited {waited:?}");
+                assert!(
+                    waited < Duration::from_secs(1),
+                    "a reader over {backend} waited {waited:?}"
+                );
             }
         }
         for family in ["AF_INET", "AF_UNIX", "AF_UNIX"] {

@@ -7,7 +7,10 @@ use kvx_testkit::{Backing, Device, Suite, TestDevice, Tier};
 
 pub(crate) fn registry(_: &str) -> Registry {
     let mut registry = Registry::new();
-    registry.add(kvx_native::Shm).and_then(|registry| registry.add(kvx_native::Tcp)).expect("two names");
+    registry
+        .add(kvx_native::Shm)
+        .and_then(|registry| registry.add(kvx_native::Tcp))
+        .expect("two names");
     registry
 }
 
@@ -22,7 +25,8 @@ const FOREIGN: Suite = Suite {
 
 /// What TCP does beyond this host.
 const SEAL: &str = r#"{"tcp": {"seal": "all"}}"#;
-const SEALED: Suite = Suite { label: "TCP-sealed", options: SEAL, tier: Tier::Whole, ..Suite::over("TCP") };
+const SEALED: Suite =
+    Suite { label: "TCP-sealed", options: SEAL, tier: Tier::Whole, ..Suite::over("TCP") };
 
 /// The one device of this process.
 fn device() -> kvx_core::Result<Arc<dyn Device>> {
@@ -31,7 +35,12 @@ fn device() -> kvx_core::Result<Arc<dyn Device>> {
 }
 
 /// Memory of a device on one side or on both. The usual tier runs the suites over the stand-in's devices (kvx-cuda).
-const fn on_device(backend: &'static str, label: &'static str, near: Backing, far: Backing) -> Suite {
+const fn on_device(
+    backend: &'static str,
+    label: &'static str,
+    near: Backing,
+    far: Backing,
+) -> Suite {
     Suite { label, near, far, device: Some(device), tier: Tier::Whole, ..Suite::over(backend) }
 }
 
@@ -53,7 +62,11 @@ pub(crate) fn suites() -> Vec<Suite> {
         Suite { label: "TCP-namespace", ..Suite::over("TCP") }.in_another_namespace(),
         // Not SHM, which refuses another user and another host in words.
         Suite { label: "TCP-user", ..Suite::over("TCP") }.as_another_user(),
-        Suite { label: "TCP-hosts", options: r#"{"tcp": {"bind": "{address}"}}"#, ..Suite::over("TCP") }
-            .on_two_hosts(),
+        Suite {
+            label: "TCP-hosts",
+            options: r#"{"tcp": {"bind": "{address}"}}"#,
+            ..Suite::over("TCP")
+        }
+        .on_two_hosts(),
     ]
 }

@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use kvx_core::{
-    Agent, Kind, Memory, Op, Peer, PeerRegion, Place as _, Plan, Region, Registry, Report, Result, Span,
-    Transfer,
+    Agent, Kind, Memory, Op, Peer, PeerRegion, Place as _, Plan, Region, Registry, Report, Result,
+    Span, Transfer,
 };
 use kvx_testkit::test;
 
@@ -82,13 +82,19 @@ fn spans_of_any_lengths_arrive(backend: &str) {
         driven(peer.post(&plan).unwrap()).unwrap();
     }
     for Span { local, remote, len } in spans() {
-        assert!(holds(ours, local, len, |offset| content(remote + offset)), "{local} {len} over {backend}");
+        assert!(
+            holds(ours, local, len, |offset| content(remote + offset)),
+            "{local} {len} over {backend}"
+        );
     }
     // What lies between them stays as it was.
     assert!(holds(ours, 4096, 4096, |_| 0) && holds(ours, (1 << 20) + 1, 99, |_| 0));
 
     ours.copy_in(0, &[77; 10_000]).unwrap();
-    let back = vec![Span { local: 0, remote: 10, len: 3 }, Span { local: 100, remote: 999_999, len: 8001 }];
+    let back = vec![
+        Span { local: 0, remote: 10, len: 3 },
+        Span { local: 100, remote: 999_999, len: 8001 },
+    ];
     let plan = Plan::of_spans(Op::Write, [(ours.clone(), remote.clone(), back)]).unwrap();
     driven(peer.post(&plan).unwrap()).unwrap();
     assert!(holds(theirs, 10, 3, |_| 77) && holds(theirs, 999_999, 8001, |_| 77));
@@ -186,7 +192,9 @@ fn regions_cost_the_same_each_however_many_there_are() {
             let begun = Instant::now();
             for _ in 0..count {
                 kept.push(
-                    owner.register(&format!("kv.{}", kept.len()), std::sync::Arc::clone(&memory)).unwrap(),
+                    owner
+                        .register(&format!("kv.{}", kept.len()), std::sync::Arc::clone(&memory))
+                        .unwrap(),
                 );
             }
             begun.elapsed()

@@ -18,24 +18,36 @@ fn blocks_are_read_and_written_between_pools_files_and_foreign_memory() {
     for ours in ALL {
         for theirs in ALL {
             let local = region(&decode, &format!("local {ours:?} {theirs:?}"), ours, BLOCKS, 1);
-            let remote = region(&prefill, &format!("remote {ours:?} {theirs:?}"), theirs, BLOCKS, 2);
+            let remote =
+                region(&prefill, &format!("remote {ours:?} {theirs:?}"), theirs, BLOCKS, 2);
             let peer = connect(&decode, &prefill);
             let there = peer.region(&format!("remote {ours:?} {theirs:?}")).unwrap();
             let (from, into) = (shuffled(BLOCKS), (0..BLOCKS).rev().collect::<Vec<_>>());
             let report = run(&peer, &read(&local, &there, &into, &from)).unwrap();
             assert_eq!((report.blocks, report.backend), (u64::from(BLOCKS), "SHM"));
             for (into, from) in into.iter().zip(&from) {
-                assert_eq!(filled_with(&local, *into), pattern(2, *from), "{ours:?} from {theirs:?}");
+                assert_eq!(
+                    filled_with(&local, *into),
+                    pattern(2, *from),
+                    "{ours:?} from {theirs:?}"
+                );
             }
             // And back, to other places.
             for block in 0..BLOCKS {
                 local
-                    .copy_in((u64::from(block) * BLOCK) as usize, &[pattern(3, block); BLOCK as usize])
+                    .copy_in(
+                        (u64::from(block) * BLOCK) as usize,
+                        &[pattern(3, block); BLOCK as usize],
+                    )
                     .unwrap();
             }
             run(&peer, &write(&local, &there, &into, &from)).unwrap();
             for (into, from) in into.iter().zip(&from) {
-                assert_eq!(filled_with(&remote, *from), pattern(3, *into), "{ours:?} into {theirs:?}");
+                assert_eq!(
+                    filled_with(&remote, *from),
+                    pattern(3, *into),
+                    "{ours:?} into {theirs:?}"
+                );
             }
         }
     }
@@ -75,7 +87,10 @@ fn an_agent_links_to_itself() {
         assert_eq!([7, 0].map(|at| filled_with(&b, at)), [10, 11].map(|at| pattern(1, at)));
         peer.notify(b"to myself", CUT_OFF).wait(CUT_OFF).unwrap();
         let notification = own.notification(CUT_OFF).join().unwrap();
-        assert_eq!((&*notification.bytes, &*notification.from.name), (b"to myself".as_slice(), "own"));
+        assert_eq!(
+            (&*notification.bytes, &*notification.from.name),
+            (b"to myself".as_slice(), "own")
+        );
     }
     shut_down(&[&own]);
 }
@@ -83,7 +98,8 @@ fn an_agent_links_to_itself() {
 #[test]
 fn notifications_of_any_length_arrive_once_also_through_a_full_queue() {
     let decode = agent("decode");
-    let prefill = kvx_core::Agent::builder("prefill").notifications(3, 64 << 10).build(&registry()).unwrap();
+    let prefill =
+        kvx_core::Agent::builder("prefill").notifications(3, 64 << 10).build(&registry()).unwrap();
     let peer = connect(&decode, &prefill);
     let sent: Vec<_> = (0..200u32)
         .map(|at| {
@@ -150,8 +166,11 @@ fn a_region_is_revoked_under_transfers_in_flight() {
             let peer = connect(&decode, &prefill);
             let there = peer.region(&name).unwrap();
             let all: Vec<u32> = (0..BLOCKS).collect();
-            let plan =
-                if writes { write(&local, &there, &all, &all) } else { read(&local, &there, &all, &all) };
+            let plan = if writes {
+                write(&local, &there, &all, &all)
+            } else {
+                read(&local, &there, &all, &all)
+            };
             run(&peer, &plan).unwrap();
             // Something has moved, and far from all: what is watched is written first and was zeroed before.
             let watched = if writes { &remote } else { &local };
@@ -163,7 +182,8 @@ fn a_region_is_revoked_under_transfers_in_flight() {
                     let mut transfers = VecDeque::<Transfer>::new();
                     loop {
                         assert!(begun.elapsed() < CUT_OFF, "none is refused");
-                        let oldest = if transfers.len() < 16 { None } else { transfers.pop_front() };
+                        let oldest =
+                            if transfers.len() < 16 { None } else { transfers.pop_front() };
                         let result = match oldest {
                             Some(oldest) => oldest.wait(CUT_OFF).map(drop),
                             None => peer.post(&plan).map(|transfer| transfers.push_back(transfer)),
@@ -256,7 +276,8 @@ fn foreign_memory_that_is_switched_off_says_so_and_pools_still_move() {
     let (pool, foreign) =
         (region(&decode, "pool", On::Pool, 4, 1), region(&decode, "foreign", On::Foreign, 4, 1));
     region(&prefill, "unused", On::Pool, 4, 2);
-    let _theirs = [region(&prefill, "pool", On::Pool, 4, 2), region(&prefill, "foreign", On::Foreign, 4, 2)];
+    let _theirs =
+        [region(&prefill, "pool", On::Pool, 4, 2), region(&prefill, "foreign", On::Foreign, 4, 2)];
     let peer = connect(&decode, &prefill);
     let (there, there_foreign) = (peer.region("pool").unwrap(), peer.region("foreign").unwrap());
     for local in [&pool, &foreign] {
@@ -317,8 +338,9 @@ fn regions_added_later_and_many_of_them_work() {
     let _first = region(&prefill, "first", On::Pool, 4, 2);
     let peer = connect(&decode, &prefill);
     run(&peer, &read(&local, &peer.region("first").unwrap(), &[0], &[1])).unwrap();
-    let later: Vec<_> =
-        (0..300).map(|at| region(&prefill, &format!("later {at}"), BOTH[at % 2], 2, at as u8)).collect();
+    let later: Vec<_> = (0..300)
+        .map(|at| region(&prefill, &format!("later {at}"), BOTH[at % 2], 2, at as u8))
+        .collect();
     assert!(peer.update(prefill.metadata().unwrap()).unwrap());
     let transfers: Vec<_> = (0..300u32)
         .map(|at| {
@@ -405,8 +427,9 @@ fn device_memory_is_refused_at_register() {
     }
     let own = agent("own");
     // SAFETY: nobody touches the address: `Gpu` copies nothing.
-    let memory =
-        unsafe { Memory::adopt_device(0x1000, 4096, DeviceId([1; 16]), std::sync::Arc::new(Gpu), ()) };
+    let memory = unsafe {
+        Memory::adopt_device(0x1000, 4096, DeviceId([1; 16]), std::sync::Arc::new(Gpu), ())
+    };
     let refused = own.register("gpu", memory).unwrap_err();
     assert_eq!(refused.kind(), Kind::Unsupported, "{refused}");
     own.shutdown(Duration::from_secs(5)).wait(CUT_OFF).unwrap();

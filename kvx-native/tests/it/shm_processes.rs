@@ -140,8 +140,9 @@ fn a_peer_killed_in_mid_transfer_is_lost_and_what_succeeded_is_right() {
         let reading = read(&local, &there, &all(), &all());
         let writing = write(&local, &there, &all(), &all());
         run(&peer, &reading).unwrap();
-        let transfers: Vec<_> =
-            (0..40).map(|at| peer.post(if at % 2 == 0 { &reading } else { &writing }).unwrap()).collect();
+        let transfers: Vec<_> = (0..40)
+            .map(|at| peer.post(if at % 2 == 0 { &reading } else { &writing }).unwrap())
+            .collect();
         other.kill();
         let killed = Instant::now();
         let settled: Vec<_> = transfers.iter().map(|transfer| transfer.settled()).collect();
@@ -167,7 +168,10 @@ fn a_peer_killed_in_mid_transfer_is_lost_and_what_succeeded_is_right() {
 #[test]
 fn a_stopped_peer_is_still_read_and_its_writes_wait() {
     for on in BOTH {
-        let own = Agent::builder("patient").peer_timeout(Duration::from_secs(30)).build(&registry()).unwrap();
+        let own = Agent::builder("patient")
+            .peer_timeout(Duration::from_secs(30))
+            .build(&registry())
+            .unwrap();
         let local = region(&own, "local", on, BLOCKS, 1);
         let mut other = start("stopped");
         let peer = own.connect(other.hear()).unwrap();
@@ -295,8 +299,8 @@ fn what_the_kernel_refuses_to_read_is_unsupported_with_the_reason_and_pools_stil
         let mut other = start("opaque undumpable");
         let peer = own.connect(other.hear()).unwrap();
         run(&peer, &read(&regions[1], &peer.region("Pool").unwrap(), &[0], &[1])).unwrap();
-        let refused =
-            run(&peer, &read(&regions[1], &peer.region("Foreign").unwrap(), &[0], &[1])).unwrap_err();
+        let refused = run(&peer, &read(&regions[1], &peer.region("Foreign").unwrap(), &[0], &[1]))
+            .unwrap_err();
         told(&format!("{:?} {refused}", refused.kind()));
         other.ask("quit");
     }
@@ -359,7 +363,9 @@ fn be_crowded(line: &mut child::Line) {
     std::thread::sleep(Duration::from_secs(1));
     let spent = cpu() - before;
     let all = readers.iter().map(raw::Reader::grants).collect::<Vec<_>>();
-    line.say(format!("{} ms, {all:?} of {} with files", spent.as_millis(), regions.len()).as_bytes());
+    line.say(
+        format!("{} ms, {all:?} of {} with files", spent.as_millis(), regions.len()).as_bytes(),
+    );
 }
 
 #[test]
@@ -384,7 +390,8 @@ mod raw {
     use kvx_backend::control::{ControlMessage, Greeting, VERSIONS};
     use kvx_core::{Identity, Incarnation, Metadata};
     use rustix::net::{
-        AddressFamily, RecvAncillaryBuffer, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+        AddressFamily, RecvAncillaryBuffer, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags,
+        SocketType,
     };
 
     pub(super) struct Reader(OwnedFd);
@@ -396,7 +403,8 @@ mod raw {
             let at = address.windows(8).position(|window| window == b"kvx-shm-").unwrap();
             let flags = SocketFlags::CLOEXEC;
             let socket =
-                rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+                rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+                    .unwrap();
             let name = SocketAddrUnix::new_abstract_name(&address[at..at + 40]).unwrap();
             rustix::net::connect(&socket, &name).unwrap();
             let reader = Reader(socket);
@@ -405,7 +413,8 @@ mod raw {
             let (greeting, body) = Greeting::new(&me, keys, &[0; 40]).unwrap();
             reader.say(&ControlMessage::Hello { versions: VERSIONS, body: &body });
             let (welcome, _) = reader.hear(Duration::from_secs(5)).unwrap();
-            let Ok(ControlMessage::Welcome { version, body }) = ControlMessage::decode(&welcome) else {
+            let Ok(ControlMessage::Welcome { version, body }) = ControlMessage::decode(&welcome)
+            else {
                 panic!("{welcome:?}")
             };
             let (_, proof) = greeting.welcomed(version, body).unwrap();
@@ -430,7 +439,9 @@ mod raw {
                         let file = control.drain().count() > 0;
                         return Some((buffer[..got.bytes].to_vec(), file));
                     }
-                    Err(rustix::io::Errno::AGAIN) if Instant::now() < until => std::thread::yield_now(),
+                    Err(rustix::io::Errno::AGAIN) if Instant::now() < until => {
+                        std::thread::yield_now()
+                    }
                     Err(_) => return None,
                 }
             }
@@ -441,7 +452,11 @@ mod raw {
             let heard = std::iter::from_fn(|| self.hear(Duration::from_secs(1)));
             heard
                 .filter(|(message, file)| {
-                    *file && matches!(ControlMessage::decode(message), Ok(ControlMessage::Grant { .. }))
+                    *file
+                        && matches!(
+                            ControlMessage::decode(message),
+                            Ok(ControlMessage::Grant { .. })
+                        )
                 })
                 .count()
         }

@@ -21,7 +21,11 @@ fn relayed(relay: &Relay) -> Pair {
 fn sealed(relay: &Relay, seal: &str) -> Pair {
     // One bulk lane, so that a stall is in the middle of a payload for sure.
     let reader = agent_with("reader", r#"{"tcp": {"connections": 1}}"#, None);
-    Pair::of(agent_with("owner", &relay.options(&format!(r#""seal": "{seal}""#)), None), reader, BIG)
+    Pair::of(
+        agent_with("owner", &relay.options(&format!(r#""seal": "{seal}""#)), None),
+        reader,
+        BIG,
+    )
 }
 
 fn everything(pair: &Pair, read: bool) -> Plan {
@@ -112,7 +116,8 @@ fn a_transfer_to_a_lost_peer_whose_address_is_silent_says_that_it_is_lost() {
     pair.peer.loss(CUT_OFF).wait(CUT_OFF).unwrap();
     // Who answers there now is asked, and nobody says.
     relay.stall_answers(0);
-    let posted = pair.peer.transfer(&everything(&pair, true)).deadline(Duration::from_millis(300)).post();
+    let posted =
+        pair.peer.transfer(&everything(&pair, true)).deadline(Duration::from_millis(300)).post();
     let error = posted.and_then(|transfer| transfer.wait(CUT_OFF)).unwrap_err();
     assert_eq!(error.kind(), Kind::PeerLost, "{error}");
 }
@@ -144,7 +149,8 @@ fn a_cut_connection_fails_what_is_in_flight_at_once() {
         } else {
             relay.stall_requests(2_000_000)
         }
-        let transfers: Vec<_> = (0..3).map(|_| pair.peer.post(&everything(&pair, read)).unwrap()).collect();
+        let transfers: Vec<_> =
+            (0..3).map(|_| pair.peer.post(&everything(&pair, read)).unwrap()).collect();
         relay.wait_until_stuck();
         relay.cut();
         for transfer in transfers {
@@ -178,7 +184,10 @@ fn a_revoked_region_is_let_go_at_once_though_its_readers_and_writers_stall() {
         assert_eq!(error.kind(), Kind::Revoked, "{error}");
         let mut theirs = vec![0; BIG];
         memory.copy_out(0, &mut theirs).unwrap();
-        assert!(theirs.iter().all(|byte| *byte == 0x5a), "nothing was written after the revocation");
+        assert!(
+            theirs.iter().all(|byte| *byte == 0x5a),
+            "nothing was written after the revocation"
+        );
         if read {
             assert!(
                 !Pair::all(&pair.ours).windows(64).any(|bytes| bytes == [0x5a; 64]),
@@ -189,7 +198,8 @@ fn a_revoked_region_is_let_go_at_once_though_its_readers_and_writers_stall() {
         pair.peer.update(pair.owner.metadata().unwrap()).unwrap();
         let grid = Grid::packed(4096, 1);
         let remote = pair.peer.region("other").unwrap().grid(grid).unwrap();
-        let plan = Plan::read(pair.ours.grid(grid).unwrap().blocks([0]), remote.blocks([0])).unwrap();
+        let plan =
+            Plan::read(pair.ours.grid(grid).unwrap().blocks([0]), remote.blocks([0])).unwrap();
         pair.peer.post(&plan).unwrap().wait(CUT_OFF).unwrap();
         assert_eq!(Pair::all(&pair.ours)[..4096], Pair::all(&other));
     }
@@ -198,7 +208,8 @@ fn a_revoked_region_is_let_go_at_once_though_its_readers_and_writers_stall() {
 #[test]
 fn an_owner_that_is_shut_down_is_a_lost_peer() {
     let pair = Pair::new(BIG);
-    let transfers: Vec<_> = (0..4).map(|_| pair.peer.post(&everything(&pair, true)).unwrap()).collect();
+    let transfers: Vec<_> =
+        (0..4).map(|_| pair.peer.post(&everything(&pair, true)).unwrap()).collect();
     pair.owner.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
     for transfer in transfers {
         if let Err(error) = transfer.wait(CUT_OFF) {
@@ -214,8 +225,10 @@ fn an_owner_that_is_shut_down_is_a_lost_peer() {
 fn nobody_who_answers_the_handshake_is_a_lost_peer_within_the_peer_timeout() {
     let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let options = format!(r#"{{"tcp": {{"advertise": "{}"}}}}"#, silent.local_addr().unwrap());
-    let owner =
-        Agent::builder("owner").options(Options::parse(&options).unwrap()).build(&registry()).unwrap();
+    let owner = Agent::builder("owner")
+        .options(Options::parse(&options).unwrap())
+        .build(&registry())
+        .unwrap();
     let reader = impatient("reader", Duration::from_millis(300));
     let peer = reader.connect(owner.metadata().unwrap()).unwrap();
     let error = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
@@ -232,7 +245,9 @@ fn random_work_with_random_cancels_moves_what_it_says() {
             scope.spawn(move || {
                 let mut state = 0x9e37_79b9_7f4a_7c15_u64 ^ thread as u64;
                 let mut draw = move |below: u64| {
-                    state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+                    state = state
+                        .wrapping_mul(0x5851_f42d_4c95_7f2d)
+                        .wrapping_add(0x1405_7b7e_f767_814f);
                     (state >> 33) % below
                 };
                 for round in 0..120u8 {
@@ -265,7 +280,11 @@ fn random_work_with_random_cancels_moves_what_it_says() {
                         assert!(cancelled && error.kind() == Kind::Cancelled, "{error}");
                         // What was on its way to the owner is over when the next transfer has begun there.
                         let grid = Grid { base, ..Grid::packed(64, 1) };
-                        pair.peer.post(&pair.read(grid, vec![0], vec![0])).unwrap().wait(CUT_OFF).unwrap();
+                        pair.peer
+                            .post(&pair.read(grid, vec![0], vec![0]))
+                            .unwrap()
+                            .wait(CUT_OFF)
+                            .unwrap();
                         continue;
                     }
                     let mut got = vec![0; SHARE];

@@ -54,9 +54,13 @@ fn lengths_beyond_their_bound_cost_a_connection() {
         raw.send(&header);
         assert!(raw.is_closed());
     }
-    for (kind, len) in
-        [(READ, 3 << 20), (WRITE, u32::MAX), (DATA, (1 << 20) + 1), (NOTIFY, (64 << 10) + 1), (PING, 1)]
-    {
+    for (kind, len) in [
+        (READ, 3 << 20),
+        (WRITE, u32::MAX),
+        (DATA, (1 << 20) + 1),
+        (NOTIFY, (64 << 10) + 1),
+        (PING, 1),
+    ] {
         let mut raw = Raw::lane(&pair.owner);
         let mut header = vec![kind, 0, 0, 0];
         header.put_u32(len);
@@ -145,9 +149,12 @@ fn connections_beyond_the_limit_are_refused_with_the_setting() {
 #[test]
 fn a_stranger_learns_and_touches_nothing_and_gets_one_answer() {
     for secret in [None, Some(3)] {
-        let pair = Pair::of(agent_with("owner", "{}", secret), agent_with("reader", "{}", secret), 4096);
-        let mut strangers =
-            vec![hello(&Invitation::from_bytes([9; 32])), frame(HELLO, 0, b"kvx-tcp\n\x03\0\x03\0?")];
+        let pair =
+            Pair::of(agent_with("owner", "{}", secret), agent_with("reader", "{}", secret), 4096);
+        let mut strangers = vec![
+            hello(&Invitation::from_bytes([9; 32])),
+            frame(HELLO, 0, b"kvx-tcp\n\x03\0\x03\0?"),
+        ];
         if secret.is_some() {
             strangers.push(hello(&invitation_of(&pair.owner))); // who has the metadata and no secret
         }
@@ -177,7 +184,8 @@ fn a_stranger_learns_and_touches_nothing_and_gets_one_answer() {
 
 #[test]
 fn an_owner_says_nothing_that_a_guess_of_the_key_could_be_tried_at() {
-    let pair = Pair::of(agent_with("owner", "{}", Some(3)), agent_with("reader", "{}", Some(3)), 4096);
+    let pair =
+        Pair::of(agent_with("owner", "{}", Some(3)), agent_with("reader", "{}", Some(3)), 4096);
     // Whatever is said without the key: the answer is the same to all, and made of no key at all.
     let mut first = None;
     for seed in 0..20 {
@@ -363,7 +371,10 @@ fn unfinished_requests_of_one_peer_are_bounded_over_all_its_lanes() {
     }
     let begun = std::time::Instant::now();
     pair.still_works();
-    assert!(begun.elapsed() < std::time::Duration::from_secs(1), "another reader is served meanwhile");
+    assert!(
+        begun.elapsed() < std::time::Duration::from_secs(1),
+        "another reader is served meanwhile"
+    );
     // 64 MiB for one peer: at most 32 of them.
     at_most_are_open(&crowd, 32);
     pair.still_works();
@@ -408,7 +419,8 @@ fn a_flood_of_connections_that_prove_nothing_keeps_nobody_waiting() {
         while begun.elapsed() < std::time::Duration::from_secs(3) {
             let at = std::time::Instant::now();
             let late = agent("late");
-            let ready = late.connect(pair.owner.metadata().unwrap()).unwrap().ready(CUT_OFF).wait(CUT_OFF);
+            let ready =
+                late.connect(pair.owner.metadata().unwrap()).unwrap().ready(CUT_OFF).wait(CUT_OFF);
             longest = longest.max(at.elapsed());
             late.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
             if ready.is_err() {
@@ -427,7 +439,8 @@ fn a_cancel_overtakes_the_payload_and_even_the_request() {
     let pair = bare_pair(4096);
     let (region, key) = key_of(&pair.owner, "kv");
     let link = fresh();
-    let (mut small, mut bulk) = (Raw::lane_of(&pair.owner, link, 0), Raw::lane_of(&pair.owner, link, 1));
+    let (mut small, mut bulk) =
+        (Raw::lane_of(&pair.owner, link, 0), Raw::lane_of(&pair.owner, link, 1));
     let request = blocks(region, key, 64, 64, &[0]);
     // In the middle of a payload: what came has been written, what comes is not.
     bulk.send(&frame(WRITE, 1, &request));
@@ -474,7 +487,8 @@ fn a_lane_that_comes_twice_costs_the_second_connection() {
 
 #[test]
 fn too_many_notifications_at_once_cost_a_connection() {
-    let owner = bare_builder("owner").notifications(1, 64 << 10).build(&tcp_pair::registry()).unwrap();
+    let owner =
+        bare_builder("owner").notifications(1, 64 << 10).build(&tcp_pair::registry()).unwrap();
     let pair = Pair::of(owner, agent("reader"), 4096);
     let mut raw = Raw::lane(&pair.owner);
     for id in 0..1000 {
@@ -487,7 +501,8 @@ fn too_many_notifications_at_once_cost_a_connection() {
 #[test]
 fn notifications_that_wait_for_room_count_into_the_memory_of_their_peer() {
     const LANES: usize = 80;
-    let owner = bare_builder("owner").notifications(1, 64 << 10).build(&tcp_pair::registry()).unwrap();
+    let owner =
+        bare_builder("owner").notifications(1, 64 << 10).build(&tcp_pair::registry()).unwrap();
     let pair = Pair::of(owner, agent("reader"), 4096);
     // Each lane parks as much as its window allows: 1 MiB.
     let notice = vec![7; 64 << 10];
@@ -527,7 +542,8 @@ fn at_most_are_open(crowd: &[Raw], most: usize) {
 fn with_owner<T>(owner: impl FnOnce(Vec<Raw>) + Send, reader: impl FnOnce(&Pair) -> T) -> T {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
-    let advertising = agent_with("owner", &format!(r#"{{"tcp": {{"advertise": "{address}"}}}}"#), None);
+    let advertising =
+        agent_with("owner", &format!(r#"{{"tcp": {{"advertise": "{address}"}}}}"#), None);
     let invitation = invitation_of(&advertising);
     std::thread::scope(|scope| {
         scope.spawn(move || {
@@ -570,7 +586,12 @@ fn an_owner_that_answers_wrongly_is_dropped_and_writes_nowhere_else() {
             let got = Pair::all(&pair.ours);
             assert!(got[..2048].iter().chain(&got[3072..]).all(|byte| *byte == 0), "case {case}");
             let good = agent("good");
-            pair.reader.connect(good.metadata().unwrap()).unwrap().ready(CUT_OFF).wait(CUT_OFF).unwrap();
+            pair.reader
+                .connect(good.metadata().unwrap())
+                .unwrap()
+                .ready(CUT_OFF)
+                .wait(CUT_OFF)
+                .unwrap();
         });
     }
 }
@@ -609,7 +630,10 @@ fn nothing_begins_while_a_cancelled_write_may_be_on_its_way() {
         assert_eq!((kind, cancelled, usize::from(lane[0])), (CANCEL, id, bulk));
         wait_until_posted.recv().unwrap();
         for _ in 0..1000 {
-            assert!(lanes[0].peeked(READ).is_none(), "it begins before the cancelled write has ended");
+            assert!(
+                lanes[0].peeked(READ).is_none(),
+                "it begins before the cancelled write has ended"
+            );
             std::thread::yield_now();
         }
         lanes[bulk].send(&frame(END, id, &[CANCELLED, 0, 0, 0, 0]));

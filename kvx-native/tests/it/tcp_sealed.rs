@@ -29,7 +29,8 @@ struct Dialogue {
 impl Owner {
     fn new(seal: &str) -> Self {
         let relay = Relay::new();
-        let agent = agent_with("the owner", &relay.options(&format!(r#""seal": "{seal}""#)), Some(3));
+        let agent =
+            agent_with("the owner", &relay.options(&format!(r#""seal": "{seal}""#)), Some(3));
         let bytes = pattern(LEN, 5);
         let source = agent.register("source", Memory::owned(bytes.clone())).unwrap();
         let target = agent.register("target", Memory::owned(vec![0; LEN])).unwrap();
@@ -40,24 +41,32 @@ impl Owner {
     /// whether that is asked of payload, too.
     fn speak(&self, payload: bool, ready: impl FnOnce()) -> Dialogue {
         // It leaves to the owner what is sealed.
-        let reader = agent_with("the reader", r#"{"tcp": {"seal": "none", "connections": 1}}"#, Some(3));
+        let reader =
+            agent_with("the reader", r#"{"tcp": {"seal": "none", "connections": 1}}"#, Some(3));
         let written = pattern(LEN, 6);
         let (to, from) = (Memory::owned(vec![0; LEN]), Memory::owned(written.clone()));
-        let (to, from) = (reader.register("to", to).unwrap(), reader.register("from", from).unwrap());
+        let (to, from) =
+            (reader.register("to", to).unwrap(), reader.register("from", from).unwrap());
         let peer = reader.connect(self.agent.metadata().unwrap()).unwrap();
         peer.ready(CUT_OFF).wait(CUT_OFF).unwrap();
         ready();
         let grid = Grid::packed(LEN as u64, 1);
         let whole = |region: &Region| region.grid(grid).unwrap().blocks([0]);
         let theirs = |name| peer.region(name).unwrap().grid(grid).unwrap().blocks([0]);
-        let done = |plan: Plan| peer.post(&plan).and_then(|transfer| transfer.wait(CUT_OFF)).is_ok();
+        let done =
+            |plan: Plan| peer.post(&plan).and_then(|transfer| transfer.wait(CUT_OFF)).is_ok();
         let read = done(Plan::read(whole(&to), theirs("source")).unwrap());
         let wrote = done(Plan::write(whole(&from), theirs("target")).unwrap());
         let notified = peer.notify(WORD, CUT_OFF).wait(CUT_OFF).is_ok();
         assert!(!read || !payload || Pair::all(&to) == self.bytes, "a read is well and wrong");
-        assert!(!wrote || !payload || Pair::all(&self.target) == written, "a write is well and wrong");
+        assert!(
+            !wrote || !payload || Pair::all(&self.target) == written,
+            "a write is well and wrong"
+        );
         let heard: Vec<_> = std::iter::from_fn(|| self.agent.try_notification()).collect();
-        assert!(heard.iter().all(|notice| *notice.bytes == *WORD && &*notice.from.name == "the reader"));
+        assert!(
+            heard.iter().all(|notice| *notice.bytes == *WORD && &*notice.from.name == "the reader")
+        );
         assert!(!notified || heard.len() == 1);
         Dialogue { read, wrote, notified }
     }
@@ -108,7 +117,11 @@ fn who_listens_learns_no_name_no_key_and_no_payload_that_is_sealed() {
         let shows = |bytes: &[u8]| heard.windows(bytes.len()).any(|heard| heard == bytes);
         let (_, key) = tcp_pair::raw::key_of(&owner.agent, "source");
         assert!(!shows(b"the reader") && !shows(b"the owner"), "{seal}");
-        assert_eq!((shows(&owner.bytes), shows(&pattern(LEN, 6))), (payload_shows, payload_shows), "{seal}");
+        assert_eq!(
+            (shows(&owner.bytes), shows(&pattern(LEN, 6))),
+            (payload_shows, payload_shows),
+            "{seal}"
+        );
         assert_eq!((shows(WORD), shows(&key.0)), (control_shows, control_shows), "{seal}");
     }
 }
@@ -118,7 +131,11 @@ fn much_in_many_pieces_goes_both_ways_however_it_is_sealed() {
     const ALL: usize = 8 << 20;
     for seal in ["none", "control", "all"] {
         let options = format!(r#"{{"tcp": {{"seal": "{seal}"}}}}"#);
-        let pair = Pair::of(agent_with("owner", &options, None), agent_with("reader", &options, None), ALL);
+        let pair = Pair::of(
+            agent_with("owner", &options, None),
+            agent_with("reader", &options, None),
+            ALL,
+        );
         let said = pair.peer.route().to_string();
         let words = match seal {
             "none" => "nothing is sealed",
@@ -132,10 +149,16 @@ fn much_in_many_pieces_goes_both_ways_however_it_is_sealed() {
             let (from, to) = (tcp_pair::shuffled(count, 3), tcp_pair::shuffled(count, 4));
             pair.ours.copy_in(0, &vec![0; ALL]).unwrap();
             pair.theirs.copy_in(0, &pair.bytes).unwrap();
-            pair.peer.post(&pair.read(grid, from.clone(), to.clone())).unwrap().wait(CUT_OFF).unwrap();
+            pair.peer
+                .post(&pair.read(grid, from.clone(), to.clone()))
+                .unwrap()
+                .wait(CUT_OFF)
+                .unwrap();
             let got = Pair::all(&pair.ours);
             let part = |bytes: &[u8], index: u32| bytes[index as usize * block..][..block].to_vec();
-            assert!(from.iter().zip(&to).all(|(from, to)| part(&got, *to) == part(&pair.bytes, *from)));
+            assert!(
+                from.iter().zip(&to).all(|(from, to)| part(&got, *to) == part(&pair.bytes, *from))
+            );
             pair.theirs.copy_in(0, &vec![0; ALL]).unwrap();
             pair.peer.post(&pair.write(grid, to, from)).unwrap().wait(CUT_OFF).unwrap();
             let back = Pair::all(&pair.theirs);

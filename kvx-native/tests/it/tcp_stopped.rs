@@ -29,7 +29,8 @@ pub(crate) fn play_if_asked() {
 fn play(role: &str, mut line: Line) {
     let options = if role == "connects" { BARE } else { "{}" }; // to an owner that is played by hand
     let options = Options::parse(options).unwrap();
-    let own = Agent::builder(role).options(options).peer_timeout(PATIENCE).build(&registry()).unwrap();
+    let own =
+        Agent::builder(role).options(options).peer_timeout(PATIENCE).build(&registry()).unwrap();
     if role == "owns" {
         let _pool = own.register("kv", Memory::owned(vec![0; 4096])).unwrap();
         line.say(&own.metadata().unwrap());
@@ -62,7 +63,10 @@ fn told(result: Result<()>) -> String {
 
 /// Time passes, of which nothing happens for `owner`.
 fn pass(owner: &Agent, time: Duration) {
-    assert_eq!(owner.expect(b"never sent", 1, time).wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
+    assert_eq!(
+        owner.expect(b"never sent", 1, time).wait(CUT_OFF).unwrap_err().kind(),
+        Kind::TimedOut
+    );
 }
 
 #[test]
@@ -98,7 +102,11 @@ fn a_stopped_peer_is_lost_also_by_who_gives_one_write_after_the_other_up() {
     // Each deadline is shorter than the peer may be silent, and nothing is in flight between two writes.
     let mut kinds = (0..30).map(|_| write(timeout / 4).unwrap_err().kind());
     let other_kind = kinds.find(|kind| *kind != Kind::TimedOut);
-    assert_eq!(other_kind, Some(Kind::PeerLost), "none: 30 writes have timed out one after the other");
+    assert_eq!(
+        other_kind,
+        Some(Kind::PeerLost),
+        "none: 30 writes have timed out one after the other"
+    );
     assert_eq!(peer.loss(CUT_OFF).join().unwrap().kind(), Kind::PeerLost);
     other.go_on();
 }

@@ -10,7 +10,8 @@ fn scattered_blocks_arrive_where_the_plan_says() {
     let pair = Pair::new(8 << 20);
     let grid = Grid::packed(4096, 2048);
     let (from, to) = (shuffled(2048, 1), shuffled(2048, 2));
-    let report = pair.peer.post(&pair.read(grid, from.clone(), to.clone())).unwrap().wait(CUT_OFF).unwrap();
+    let report =
+        pair.peer.post(&pair.read(grid, from.clone(), to.clone())).unwrap().wait(CUT_OFF).unwrap();
     assert_eq!((report.bytes, report.blocks), (8 << 20, 2048));
     let got = Pair::all(&pair.ours);
     for (from, to) in from.iter().zip(&to) {
@@ -66,7 +67,9 @@ fn many_transfers_at_once_from_many_threads() {
                 let blocks: Vec<u32> = (thread * 128..(thread + 1) * 128).collect();
                 let single: Vec<_> = blocks
                     .iter()
-                    .map(|block| pair.peer.post(&pair.read(grid, vec![*block], vec![*block])).unwrap())
+                    .map(|block| {
+                        pair.peer.post(&pair.read(grid, vec![*block], vec![*block])).unwrap()
+                    })
                     .collect();
                 let together = pair.peer.post(&pair.read(grid, blocks.clone(), blocks)).unwrap();
                 for transfer in single {
@@ -88,7 +91,11 @@ fn small_transfers_beside_large_ones_leave_every_byte_where_it_belongs() {
     let together = |plan: Plan| {
         let running = pair.peer.post(&plan).unwrap();
         for block in (0..16).cycle().take(320) {
-            pair.peer.post(&pair.read(small, vec![block], vec![block])).unwrap().wait(CUT_OFF).unwrap();
+            pair.peer
+                .post(&pair.read(small, vec![block], vec![block]))
+                .unwrap()
+                .wait(CUT_OFF)
+                .unwrap();
         }
         running.wait(CUT_OFF).unwrap();
     };
@@ -107,7 +114,8 @@ fn the_two_sides_may_be_cut_differently() {
     let ours = Grid { base: 3, stride: 1111, length: 1000, count: 900 };
     let theirs = Grid { base: 100, stride: 1000, length: 1000, count: 1000 };
     let remote = pair.peer.region("kv").unwrap().grid(theirs).unwrap();
-    let plan = Plan::read(pair.ours.grid(ours).unwrap().blocks(0..900), remote.blocks(50..950)).unwrap();
+    let plan =
+        Plan::read(pair.ours.grid(ours).unwrap().blocks(0..900), remote.blocks(50..950)).unwrap();
     pair.peer.post(&plan).unwrap().wait(CUT_OFF).unwrap();
     let got = Pair::all(&pair.ours);
     for block in 0..900 {
@@ -126,7 +134,8 @@ fn an_agent_may_be_linked_to_itself_and_to_another_of_its_process() {
     let myself = agent.connect(agent.metadata().unwrap()).unwrap();
     myself.ready(CUT_OFF).wait(CUT_OFF).unwrap();
     let remote = myself.region("kv").unwrap().grid(Grid::packed(4096, 1)).unwrap();
-    let plan = Plan::read(two.grid(Grid::packed(4096, 1)).unwrap().blocks([0]), remote.blocks([0])).unwrap();
+    let plan = Plan::read(two.grid(Grid::packed(4096, 1)).unwrap().blocks([0]), remote.blocks([0]))
+        .unwrap();
     myself.post(&plan).unwrap().wait(CUT_OFF).unwrap();
     assert_eq!(Pair::all(&two), Pair::all(&one));
     myself.notify(b"to myself", CUT_OFF).wait(CUT_OFF).unwrap();
@@ -147,8 +156,10 @@ fn the_same_plan_is_posted_again_and_again() {
 
 #[test]
 fn notifications_are_binary_up_to_64_kib_and_held_back_not_lost() {
-    let owner =
-        kvx_core::Agent::builder("owner").notifications(4, 64 << 10).build(&tcp_pair::registry()).unwrap();
+    let owner = kvx_core::Agent::builder("owner")
+        .notifications(4, 64 << 10)
+        .build(&tcp_pair::registry())
+        .unwrap();
     let pair = Pair::of(owner, agent("reader"), 4096);
     let sent: Vec<Vec<u8>> = (0..300u32)
         .map(|number| {
@@ -178,9 +189,10 @@ fn notifications_are_binary_up_to_64_kib_and_held_back_not_lost() {
 
 #[test]
 fn ipv6_and_an_advertised_name_work() {
-    for options in
-        [r#"{"tcp": {"bind": "::1"}}"#, r#"{"tcp": {"bind": "0.0.0.0", "advertise": ["localhost"]}}"#]
-    {
+    for options in [
+        r#"{"tcp": {"bind": "::1"}}"#,
+        r#"{"tcp": {"bind": "0.0.0.0", "advertise": ["localhost"]}}"#,
+    ] {
         let pair = Pair::of(agent_with("owner", options, None), agent("reader"), 4096);
         pair.still_works();
     }
@@ -190,8 +202,9 @@ fn ipv6_and_an_advertised_name_work() {
 fn an_address_that_does_not_answer_gives_way_to_the_next() {
     // 127.0.0.1 refuses at port 1; the second address is right.
     let port = tcp_pair::raw::free_port();
-    let options =
-        format!(r#"{{"tcp": {{"ports": {port}, "advertise": ["127.0.0.1:1", "127.0.0.1:{port}"]}}}}"#);
+    let options = format!(
+        r#"{{"tcp": {{"ports": {port}, "advertise": ["127.0.0.1:1", "127.0.0.1:{port}"]}}}}"#
+    );
     Pair::of(agent_with("owner", &options, None), agent("reader"), 4096).still_works();
 }
 
@@ -201,7 +214,8 @@ fn nobody_at_the_address_is_a_lost_peer() {
     let metadata = owner.metadata().unwrap();
     owner.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
     let reader = agent("reader");
-    let error = reader.connect(&metadata).and_then(|peer| peer.ready(CUT_OFF).wait(CUT_OFF)).unwrap_err();
+    let error =
+        reader.connect(&metadata).and_then(|peer| peer.ready(CUT_OFF).wait(CUT_OFF)).unwrap_err();
     assert!(error.to_string().contains("nobody listens there"), "{error}");
 }
 
@@ -214,7 +228,8 @@ fn a_restarted_agent_on_the_same_port_says_so() {
     first.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
     let _second = agent_with("owner", &options, None);
     let reader = agent("reader");
-    let error = reader.connect(&metadata).and_then(|peer| peer.ready(CUT_OFF).wait(CUT_OFF)).unwrap_err();
+    let error =
+        reader.connect(&metadata).and_then(|peer| peer.ready(CUT_OFF).wait(CUT_OFF)).unwrap_err();
     assert_eq!(error.kind(), Kind::PeerRestarted, "{error}");
 }
 

@@ -8,7 +8,8 @@ use kvx_core::{Agent, Grid, Kind, Memory, Plan, Registry};
 use kvx_native::Tcp;
 use kvx_testkit::test;
 use metrics::{
-    Counter, CounterFn, Gauge, GaugeFn, Histogram, HistogramFn, Key, KeyName, Metadata, SharedString, Unit,
+    Counter, CounterFn, Gauge, GaugeFn, Histogram, HistogramFn, Key, KeyName, Metadata,
+    SharedString, Unit,
 };
 
 /// Sums of counters, last values of gauges, numbers of records of histograms; by name and labels.

@@ -17,7 +17,9 @@ use crate::status::{NixlResult, NixlStatus};
 /// The function of a slot.
 pub(super) fn address_of(function: Function) -> *const c_void {
     match function {
-        Function::SupportsRemote | Function::SupportsLocal | Function::SupportsNotif => yes as *const c_void,
+        Function::SupportsRemote | Function::SupportsLocal | Function::SupportsNotif => {
+            yes as *const c_void
+        }
         Function::SupportedMems => kinds_of as *const c_void,
         Function::RegisterMem => register as *const c_void,
         Function::DeregisterMem => deregister as *const c_void,
@@ -81,7 +83,9 @@ extern "C" fn yes(_: *const Object) -> bool {
 fn listed(kinds: &[c_int]) -> Vector<c_int> {
     let mut list = Vector::<c_int>::EMPTY;
     // SAFETY: it is empty, and has room for as many as are copied there.
-    unsafe { Vector::grow(&mut list, kinds.len()).copy_from_nonoverlapping(kinds.as_ptr(), kinds.len()) };
+    unsafe {
+        Vector::grow(&mut list, kinds.len()).copy_from_nonoverlapping(kinds.as_ptr(), kinds.len())
+    };
     list
 }
 
@@ -225,9 +229,15 @@ unsafe extern "C" fn introduction(this: *const Object, out: *mut Str) -> c_int {
     }
 }
 
-unsafe extern "C" fn load_peer(this: *mut Object, agent: *const Str, introduction: *const Str) -> c_int {
+unsafe extern "C" fn load_peer(
+    this: *mut Object,
+    agent: *const Str,
+    introduction: *const Str,
+) -> c_int {
     // SAFETY: as above.
-    unsafe { on(this, |engine| done(engine.load_peer(&Str::text(agent), Str::bytes(introduction)))) }
+    unsafe {
+        on(this, |engine| done(engine.load_peer(&Str::text(agent), Str::bytes(introduction))))
+    }
 }
 
 unsafe extern "C" fn load_remote(
@@ -247,7 +257,11 @@ unsafe extern "C" fn load_remote(
     }
 }
 
-unsafe extern "C" fn load_local(this: *mut Object, memory: NixlHandle, out: *mut NixlHandle) -> c_int {
+unsafe extern "C" fn load_local(
+    this: *mut Object,
+    memory: NixlHandle,
+    out: *mut NixlHandle,
+) -> c_int {
     // SAFETY: as above.
     unsafe { on(this, |engine| give(engine.load_local(memory), out)) }
 }

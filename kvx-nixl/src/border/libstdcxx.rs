@@ -30,11 +30,15 @@ pub(super) fn find_heap() -> Result<(), String> {
         symbol.or_else(|_| library.get(name.to_bytes_with_nul())).map(|symbol| symbol.into_raw())
     };
     let (new, delete) = (find(c"_Znwm"), find(c"_ZdlPv"));
-    let (Ok(new), Ok(delete)) = (new, delete) else { return Err("this process has no operator new".into()) };
+    let (Ok(new), Ok(delete)) = (new, delete) else {
+        return Err("this process has no operator new".into());
+    };
     // SAFETY: as above.
     let heap = unsafe {
         Heap {
-            new: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(usize) -> *mut c_void>(new),
+            new: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(usize) -> *mut c_void>(
+                new,
+            ),
             delete: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_void)>(delete),
         }
     };
@@ -94,7 +98,8 @@ impl Str {
     /// 32 bytes at `this` are readable.
     pub(super) unsafe fn is_plausible(this: *const Str, longest: usize) -> bool {
         // SAFETY: the caller's promise.
-        let (at, len, small) = unsafe { ((*this).at, (*this).len, addr_of!((*this).small).cast::<u8>()) };
+        let (at, len, small) =
+            unsafe { ((*this).at, (*this).len, addr_of!((*this).small).cast::<u8>()) };
         let inside = std::ptr::eq(at, small);
         len <= longest && (inside == (len <= Str::SMALL) || !inside) && !at.is_null()
     }
@@ -155,7 +160,8 @@ pub(super) struct Vector<T> {
 }
 
 impl<T> Vector<T> {
-    pub(super) const EMPTY: Vector<T> = Vector { begin: null_mut(), end: null_mut(), room: null_mut() };
+    pub(super) const EMPTY: Vector<T> =
+        Vector { begin: null_mut(), end: null_mut(), room: null_mut() };
 
     /// Its elements.
     ///
@@ -167,7 +173,10 @@ impl<T> Vector<T> {
             if (*this).begin.is_null() {
                 return &[];
             }
-            std::slice::from_raw_parts((*this).begin, (*this).end.offset_from_unsigned((*this).begin))
+            std::slice::from_raw_parts(
+                (*this).begin,
+                (*this).end.offset_from_unsigned((*this).begin),
+            )
         }
     }
 
@@ -247,7 +256,8 @@ impl Map {
     }
 }
 
-const _: () = assert!(size_of::<Str>() == 32 && size_of::<Map>() == 56 && size_of::<Vector<u8>>() == 24);
+const _: () =
+    assert!(size_of::<Str>() == 32 && size_of::<Map>() == 56 && size_of::<Vector<u8>>() == 24);
 
 #[cfg(test)]
 mod tests {

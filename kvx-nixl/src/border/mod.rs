@@ -86,14 +86,18 @@ struct Plugin {
     kinds: extern "C" fn() -> Vector<c_int>,
 }
 
+const _: () = assert!(
+    size_of::<Blob>() == 56 && size_of::<Descriptor>() == 32 && size_of::<Descriptors>() == 40
+);
 const _: () =
-    assert!(size_of::<Blob>() == 56 && size_of::<Descriptor>() == 32 && size_of::<Descriptors>() == 40);
-const _: () = assert!(size_of::<Extra>() == 72 && size_of::<InitParams>() == 96 && size_of::<Plugin>() == 56);
-const _: () =
-    assert!(std::mem::offset_of!(Object, lock) == 120 && std::mem::offset_of!(Object, events) == 96);
+    assert!(size_of::<Extra>() == 72 && size_of::<InitParams>() == 96 && size_of::<Plugin>() == 56);
+const _: () = assert!(
+    std::mem::offset_of!(Object, lock) == 120 && std::mem::offset_of!(Object, events) == 96
+);
 #[cfg(target_arch = "x86_64")]
-const _: () =
-    assert!(std::mem::offset_of!(Object, failed) == 160 && std::mem::offset_of!(Object, agent) == 168);
+const _: () = assert!(
+    std::mem::offset_of!(Object, failed) == 160 && std::mem::offset_of!(Object, agent) == 168
+);
 
 const NAME: &std::ffi::CStr = c"KVX";
 /// A kvx agent's name has at most so many bytes.
@@ -185,12 +189,18 @@ unsafe fn make(setup: *const InitParams) -> Option<*mut Object> {
         let (kind, agent) = (addr_of!((*setup).kind), addr_of!((*setup).agent));
         let plausible = Str::is_plausible(kind, 15) && Str::bytes(kind) == NAME.to_bytes();
         if !plausible || !Str::is_plausible(agent, 1 << 20) || (*setup).parameters.is_null() {
-            warn(format_args!("{} hands over its parameters in a way that KVX does not know", table.nixl));
+            warn(format_args!(
+                "{} hands over its parameters in a way that KVX does not know",
+                table.nixl
+            ));
             return None;
         }
         let (kind, agent) = (Str::bytes(kind), Str::bytes(agent));
         if agent.is_empty() || agent.len() > LONGEST_NAME {
-            warn(format_args!("an agent's name has 1 to {LONGEST_NAME} bytes, this one has {}", agent.len()));
+            warn(format_args!(
+                "an agent's name has 1 to {LONGEST_NAME} bytes, this one has {}",
+                agent.len()
+            ));
             return None;
         }
         let parameters = Map::pairs((*setup).parameters);

@@ -38,8 +38,11 @@ fn file(names: &[String]) -> Vec<u8> {
         symbol(name, value, 1);
         relocations.extend((TABLE + 16 + 8 * at as u64).to_le_bytes());
         // By the symbol's number, and by its address: linkers write both.
-        let (kind, index, address) =
-            if at % 2 == 0 { (machine::ABSOLUTE, at as u32 + 1, 0) } else { (machine::RELATIVE, 0, value) };
+        let (kind, index, address) = if at % 2 == 0 {
+            (machine::ABSOLUTE, at as u32 + 1, 0)
+        } else {
+            (machine::RELATIVE, 0, value)
+        };
         relocations.extend(kind.to_le_bytes());
         relocations.extend(index.to_le_bytes());
         relocations.extend(address.to_le_bytes());
@@ -107,14 +110,20 @@ fn a_whole_table_gives_each_function_its_slot() {
 fn a_table_that_lacks_a_function_is_refused() {
     let mut names = whole();
     names[12] = "_ZN10nixlMyImpl8postXferEv".to_owned(); // other parameters are another function
-    assert_eq!(refusal("lacks", &[("UCX", file(&names))]), "UCX: its table lacks the function PostXfer");
+    assert_eq!(
+        refusal("lacks", &[("UCX", file(&names))]),
+        "UCX: its table lacks the function PostXfer"
+    );
 }
 
 #[test]
 fn a_table_that_has_a_function_twice_is_refused() {
     let mut names = whole();
     names[16] = names[13].clone();
-    assert_eq!(refusal("twice", &[("UCX", file(&names))]), "UCX: its table has the function CheckXfer twice");
+    assert_eq!(
+        refusal("twice", &[("UCX", file(&names))]),
+        "UCX: its table has the function CheckXfer twice"
+    );
 }
 
 #[test]
@@ -124,7 +133,10 @@ fn swapped_functions_are_refused_unless_any_order_is_asked_for() {
     let folder = Folder::new("swapped", &[("UCX", file(&names))]);
     let why = order_in(&folder.0, false).unwrap_err().to_string();
     assert_eq!(why, "its plug-in UCX has the functions in an order that no tried release has");
-    assert_eq!(order_in(&folder.0, true).unwrap().slots()[13..15], [Some(ReleaseReq), Some(CheckXfer)]);
+    assert_eq!(
+        order_in(&folder.0, true).unwrap().slots()[13..15],
+        [Some(ReleaseReq), Some(CheckXfer)]
+    );
     // A stranger where none has been moves all that follow.
     let mut names = whole();
     names.insert(5, "_ZN17nixlBackendEngine8strangerEv".to_owned());
@@ -134,7 +146,8 @@ fn swapped_functions_are_refused_unless_any_order_is_asked_for() {
 #[test]
 fn as_many_strangers_as_some_release_had_are_taken() {
     for count in 0..10 {
-        let mut names: Vec<_> = whole().into_iter().filter(|name| !name.ends_with("stranger")).collect();
+        let mut names: Vec<_> =
+            whole().into_iter().filter(|name| !name.ends_with("stranger")).collect();
         let public = names.iter().position(|name| name.contains("getPublicData")).unwrap();
         let strangers = (0..count).map(|number| format!("_ZN17nixlBackendEngine{number}stranger"));
         names.splice(public..public, strangers);
@@ -152,7 +165,10 @@ fn plug_ins_of_one_folder_have_to_agree() {
     let why = refusal("differ", &[("UCX", file(&whole())), ("POSIX", file(&shifted))]);
     assert_eq!(why, "its plug-ins UCX and POSIX have their functions in different orders");
     let cut = file(&whole())[..500].to_vec();
-    assert_eq!(refusal("cut", &[("UCX", cut), ("POSIX", file(&whole()))]), "UCX: it is cut off or damaged");
+    assert_eq!(
+        refusal("cut", &[("UCX", cut), ("POSIX", file(&whole()))]),
+        "UCX: it is cut off or damaged"
+    );
 }
 
 #[test]

@@ -77,9 +77,17 @@ const HIP: &str = "KVX_HIP_LIB";
 /// What standard error has to hold when a test has passed: the test, the route.
 const LINES: &[(&str, &str, &str)] = &[
     ("two_agents_in_one_process", "SHM", "KVX: agent a reaches b by SHM: chosen, shared memory"),
-    ("two_agents_in_one_process", "TCP", "KVX: agent a reaches b by TCP: chosen, TCP to 127.0.0.1:"),
+    (
+        "two_agents_in_one_process",
+        "TCP",
+        "KVX: agent a reaches b by TCP: chosen, TCP to 127.0.0.1:",
+    ),
     ("deregister_under_a_stopped_peer", "SHM", "KVX: do not free the 67108864 bytes at 0x"),
-    ("memory_of_gpus_that_are_not_there", "SHM", "of device 9 are not registered: there is no device 9"),
+    (
+        "memory_of_gpus_that_are_not_there",
+        "SHM",
+        "of device 9 are not registered: there is no device 9",
+    ),
     (NOT_OFFERED, "SHM", "of device 0 are not registered: memory of GPUs is not offered: NVIDIA: "),
     (
         NOT_OFFERED,
@@ -125,7 +133,14 @@ fn line_of(test: &str, route: &str) -> &'static str {
 }
 
 /// The same with the stand-in in the place of a maker's driver, or without any; no driver of this machine's.
-fn on_gpus(wheel: &Wheel, plugins: &Path, numpy: &Path, route: &str, of: &OnGpus, title: &str) -> Outcome {
+fn on_gpus(
+    wheel: &Wheel,
+    plugins: &Path,
+    numpy: &Path,
+    route: &str,
+    of: &OnGpus,
+    title: &str,
+) -> Outcome {
     if route == WITHOUT_DEVICES {
         match kvx::registry().require(route, &Options::default()) {
             Err(why) => {
@@ -133,7 +148,8 @@ fn on_gpus(wheel: &Wheel, plugins: &Path, numpy: &Path, route: &str, of: &OnGpus
                 return Ok(());
             }
             Ok((_, found)) if found.capabilities.local.contains(MemoryKind::Cuda) => {
-                let reason = format!("{route} reaches memory of NVIDIA's devices here [cannot run here]");
+                let reason =
+                    format!("{route} reaches memory of NVIDIA's devices here [cannot run here]");
                 skip(title, &reason, "run it on a machine without such devices");
                 return Ok(());
             }
@@ -150,9 +166,19 @@ fn on_gpus(wheel: &Wheel, plugins: &Path, numpy: &Path, route: &str, of: &OnGpus
 }
 
 /// The same on another heap, in all of its processes.
-fn on_a_heap(wheel: &Wheel, plugins: &Path, heap: &Path, variable: (&str, &str), test: &str) -> Outcome {
+fn on_a_heap(
+    wheel: &Wheel,
+    plugins: &Path,
+    heap: &Path,
+    variable: (&str, &str),
+    test: &str,
+) -> Outcome {
     let mut script = wheel.script(SCRIPT, plugins, &[], "SHM");
-    script.arg(test).env("LD_PRELOAD", heap).env(variable.0, variable.1).env("MALLOC_PERTURB_", "165");
+    script
+        .arg(test)
+        .env("LD_PRELOAD", heap)
+        .env(variable.0, variable.1)
+        .env("MALLOC_PERTURB_", "165");
     told(kvx_testkit::output(&mut script, CUT_OFF), "")
 }
 
@@ -164,7 +190,11 @@ fn under_valgrind(wheel: &Wheel, plugins: &Path, test: &str) -> Outcome {
     let mut command = Command::new("valgrind");
     command.args(["--error-limit=no", "--num-callers=40", "--xml=yes"]);
     command.arg(format!("--xml-file={}", file.display())).arg("--");
-    command.arg(script.get_program()).args(script.get_args()).arg(test).env("PYTHONMALLOC", "malloc");
+    command
+        .arg(script.get_program())
+        .args(script.get_args())
+        .arg(test)
+        .env("PYTHONMALLOC", "malloc");
     for (name, value) in script.get_envs() {
         match value {
             Some(value) => command.env(name, value),
@@ -231,8 +261,13 @@ impl Doctored {
 
     /// Refused in words, and the process lives to tell.
     fn refused(&self, wheel: &Wheel, plugins: &Path, sentence: &str) -> Outcome {
-        let output =
-            run(wheel, plugins, std::slice::from_ref(&self.packages), "SHM", "two_agents_in_one_process");
+        let output = run(
+            wheel,
+            plugins,
+            std::slice::from_ref(&self.packages),
+            "SHM",
+            "two_agents_in_one_process",
+        );
         let said = String::from_utf8_lossy(&output.stderr);
         let told = said.lines().any(|line| line.starts_with("KVX: ") && line.contains(sentence));
         let lived = output.status.code() == Some(1);
@@ -247,7 +282,8 @@ impl Doctored {
 fn an_unknown_version_is_refused_unless_it_is_asked_for(wheel: &Wheel, plugins: &Path) -> Outcome {
     let doctored = Doctored::new(wheel, "version", "9.8.7")?;
     doctored.refused(wheel, plugins, "NIXL 9.8.7 was not tried with KVX")?;
-    let mut command = wheel.script(SCRIPT, plugins, std::slice::from_ref(&doctored.packages), "SHM");
+    let mut command =
+        wheel.script(SCRIPT, plugins, std::slice::from_ref(&doctored.packages), "SHM");
     command.arg("two_agents_in_one_process").env("KVX_NIXL_ANY_VERSION", "1");
     let output = kvx_testkit::output(&mut command, CUT_OFF);
     let said = String::from_utf8_lossy(&output.stderr);
@@ -346,9 +382,14 @@ fn of_the_newest(wheel: &'static Wheel, plugins: &Path) -> Vec<Trial> {
             continue;
         }
         let folders = ["/usr/lib/x86_64-linux-gnu", "/lib/x86_64-linux-gnu", "/usr/lib64"];
-        let file = folders.iter().map(|folder| Path::new(folder).join(heap)).find(|file| file.exists());
+        let file =
+            folders.iter().map(|folder| Path::new(folder).join(heap)).find(|file| file.exists());
         let Some(file) = file else {
-            trials.push(missing(format!("conformance on {heap}"), package, "cargo xtask test --install"));
+            trials.push(missing(
+                format!("conformance on {heap}"),
+                package,
+                "cargo xtask test --install",
+            ));
             continue;
         };
         for test in ON_HEAPS {

@@ -30,7 +30,10 @@ const TESTS: &[(&str, Test)] = &[
     ("memory_of_gpus_goes_both_ways", memory_of_gpus_goes_both_ways),
     ("memory_that_is_registered_later_is_learnt", memory_that_is_registered_later_is_learnt),
     ("a_killed_and_restarted_nixl_is_told_apart", a_killed_and_restarted_nixl_is_told_apart),
-    ("a_nixl_without_the_backend_is_refused_in_words", a_nixl_without_the_backend_is_refused_in_words),
+    (
+        "a_nixl_without_the_backend_is_refused_in_words",
+        a_nixl_without_the_backend_is_refused_in_words,
+    ),
 ];
 
 /// What a test runs with.
@@ -52,13 +55,16 @@ impl Nixl {
     /// An agent "nixl" with a region of so many bytes, all of them 0.
     fn new(setting: &Setting, size: usize) -> Result<Nixl, Failed> {
         let before = [setting.borrowed.0.clone()];
-        let mut script = setting.wheel.script("serve.py", &setting.plugins.0, &before, setting.route);
+        let mut script =
+            setting.wheel.script("serve.py", &setting.plugins.0, &before, setting.route);
         script.env(DRIVER, kvx_stand_in::library());
         let mut process = script.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
         let commands = process.stdin.take().ok_or("a pipe")?;
         let lines = BufReader::new(process.stdout.take().ok_or("a pipe")?).lines();
         let (send, answers) = channel();
-        std::thread::spawn(move || lines.map_while(Result::ok).try_for_each(|line| send.send(line)));
+        std::thread::spawn(move || {
+            lines.map_while(Result::ok).try_for_each(|line| send.send(line))
+        });
         let mut nixl = Nixl { process, commands, answers };
         nixl.call(json!(["new", "nixl", [size]]))?;
         Ok(nixl)
@@ -66,7 +72,8 @@ impl Nixl {
 
     fn call(&mut self, command: Value) -> Result<Value, Failed> {
         writeln!(self.commands, "{command}")?;
-        let answer = self.answers.recv_timeout(LIMIT).map_err(|_| format!("no answer to {command:.200}"))?;
+        let answer =
+            self.answers.recv_timeout(LIMIT).map_err(|_| format!("no answer to {command:.200}"))?;
         Ok(serde_json::from_str(&answer)?)
     }
 
@@ -76,7 +83,13 @@ impl Nixl {
     }
 
     /// Until it ends, and whether that went well.
-    fn moved(&mut self, op: &str, theirs: u64, pairs: &[(u64, u64, u64)], note: &[u8]) -> Result<(), Failed> {
+    fn moved(
+        &mut self,
+        op: &str,
+        theirs: u64,
+        pairs: &[(u64, u64, u64)],
+        note: &[u8],
+    ) -> Result<(), Failed> {
         for make in ["direct", "prepped"] {
             let state = self.call(json!(["move", op, "kvx", theirs, pairs, hex(note), make]))?;
             if state != "DONE" {
@@ -100,8 +113,10 @@ fn hex(bytes: &[u8]) -> Value {
 
 fn unhex(value: &Value) -> Result<Vec<u8>, Failed> {
     let digits = value["hex"].as_str().ok_or_else(|| format!("no bytes: {value}"))?;
-    let pairs =
-        digits.as_bytes().chunks(2).map(|pair| Ok(u8::from_str_radix(std::str::from_utf8(pair)?, 16)?));
+    let pairs = digits
+        .as_bytes()
+        .chunks(2)
+        .map(|pair| Ok(u8::from_str_radix(std::str::from_utf8(pair)?, 16)?));
     pairs.collect()
 }
 
@@ -114,7 +129,11 @@ fn content(seed: usize, len: usize) -> Vec<u8> {
 fn pieces(count: u64) -> Vec<(u64, u64, u64)> {
     (0..count)
         .map(|at| {
-            ((at * 7 % count) * 4096, (at * 11 % count) * 8192, if at % 3 == 0 { 4096 } else { 1000 + at })
+            (
+                (at * 7 % count) * 4096,
+                (at * 11 % count) * 8192,
+                if at % 3 == 0 { 4096 } else { 1000 + at },
+            )
         })
         .collect()
 }
@@ -145,13 +164,19 @@ fn kvx_reads_and_writes_memory_of_nixl(setting: &Setting) -> Result<(), Failed> 
         for &(local, remote, len) in &pieces {
             let mut ours = vec![0; len as usize];
             region.copy_out(local as usize, &mut ours)?;
-            assert!(theirs[remote as usize..][..ours.len()] == ours, "what was written at {remote}");
+            assert!(
+                theirs[remote as usize..][..ours.len()] == ours,
+                "what was written at {remote}"
+            );
         }
         let fresh = content(seed + 100, MIB);
         nixl.call(json!(["poke", 0, hex(&fresh)]))?;
         region.copy_in(0, &vec![0; 4 * MIB])?;
-        let read =
-            peer.plan(Op::Read, region, [(5, base + 77, 500_000), (600_000, base, 70), (0, base + 9, 1)])?;
+        let read = peer.plan(
+            Op::Read,
+            region,
+            [(5, base + 77, 500_000), (600_000, base, 70), (0, base + 9, 1)],
+        )?;
         peer.peer().post(&read)?.wait(LIMIT)?;
         for (local, remote, len) in [(5, 77, 500_000), (600_000, 0, 70), (0, 9, 1)] {
             let mut got = vec![0; len];
@@ -160,7 +185,9 @@ fn kvx_reads_and_writes_memory_of_nixl(setting: &Setting) -> Result<(), Failed> 
         }
     }
     assert_eq!(peer.peer().route().chosen(), Some(setting.route));
-    let beyond = peer.plan(Op::Read, &regions_one(&agent)?, [(0, base + 4 * MIB as u64 - 1, 2)]).unwrap_err();
+    let beyond = peer
+        .plan(Op::Read, &regions_one(&agent)?, [(0, base + 4 * MIB as u64 - 1, 2)])
+        .unwrap_err();
     assert_eq!(beyond.kind(), Kind::Unregistered, "{beyond}");
     Ok(())
 }
@@ -183,7 +210,8 @@ fn nixl_reads_and_writes_memory_of_kvx(setting: &Setting) -> Result<(), Failed> 
         nixl.moved("READ", theirs, &pieces, b"read")?;
         let got = nixl.bytes(json!(["peek", 0, 4 * MIB]))?;
         for &(local, remote, len) in &pieces {
-            let right = got[local as usize..][..len as usize] == ours[remote as usize..][..len as usize];
+            let right =
+                got[local as usize..][..len as usize] == ours[remote as usize..][..len as usize];
             assert!(right, "what NIXL has read from {remote}");
         }
         nixl.moved("WRITE", theirs, &[(4, 100, 300_000), (0, 0, 3)], b"written")?;
@@ -265,7 +293,9 @@ fn memory_of_gpus_goes_both_ways(setting: &Setting) -> Result<(), Failed> {
     ours.copy_out(7, &mut got)?;
     assert!(got == there, "what kvx has read");
     ours.copy_in(50_000, &here)?;
-    peer.peer().post(&peer.plan(Op::Write, &ours, [(50_000, theirs + 50_000, 20_000)])?)?.wait(LIMIT)?;
+    peer.peer()
+        .post(&peer.plan(Op::Write, &ours, [(50_000, theirs + 50_000, 20_000)])?)?
+        .wait(LIMIT)?;
     assert!(nixl.bytes(json!(["peek", 50_000, 20_000, 1]))? == here, "what kvx has written");
 
     let address = ours.memory().address();
@@ -334,7 +364,11 @@ fn a_killed_and_restarted_nixl_is_told_apart(setting: &Setting) -> Result<(), Fa
 
 fn a_nixl_without_the_backend_is_refused_in_words(setting: &Setting) -> Result<(), Failed> {
     let agent = agent(setting)?;
-    let blob = |agent: &str, connections| NixlBlob { agent: agent.into(), connections, sections: Vec::new() };
+    let blob = |agent: &str, connections| NixlBlob {
+        agent: agent.into(),
+        connections,
+        sections: Vec::new(),
+    };
     let ucx = blob("other", vec![("UCX".into(), vec![1, 2, 3])]);
     let error = NixlPeer::connect(&agent, &ucx.encode()?).unwrap_err();
     assert!(
@@ -358,8 +392,10 @@ pub(crate) fn trials() -> Vec<Trial> {
         let (wheels, missing) = wheels::of_this_run(&format!("a kvx agent over {route} and one"));
         trials.extend(missing);
         for (release, wheel) in wheels {
-            let plugins = Folder::of_plugins(&format!("plain-{release}-{route}")).expect("a new folder");
-            let borrowed = wheels::numpy(&format!("plain-numpy-{release}-{route}")).expect("a new folder");
+            let plugins =
+                Folder::of_plugins(&format!("plain-{release}-{route}")).expect("a new folder");
+            let borrowed =
+                wheels::numpy(&format!("plain-numpy-{release}-{route}")).expect("a new folder");
             let setting = Arc::new(Setting { wheel, plugins, borrowed, route });
             for (name, test) in TESTS {
                 let setting = Arc::clone(&setting);

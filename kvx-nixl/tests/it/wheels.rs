@@ -42,7 +42,8 @@ pub(crate) fn of_this_run(what: &str) -> (Vec<(&'static str, Wheel)>, Vec<Trial>
 }
 
 /// Why nothing runs without a wheel, and what to do.
-const ABSENT: (&str, &str) = ("a wheel of nixl-cu12 is not installed", "cargo xtask test --install");
+const ABSENT: (&str, &str) =
+    ("a wheel of nixl-cu12 is not installed", "cargo xtask test --install");
 
 /// A folder with the newest wheel's numpy, for the others.
 pub(crate) fn numpy(name: &str) -> std::io::Result<Folder> {
@@ -87,11 +88,20 @@ impl Wheel {
 
     /// A script of tests/python, with these plug-ins and these packages before the wheel's own. Nothing is set of
     /// KVX's variables but the backends, and [`ROUNDS`] if it is set.
-    pub(crate) fn script(&self, name: &str, plugins: &Path, before: &[PathBuf], route: &str) -> Command {
+    pub(crate) fn script(
+        &self,
+        name: &str,
+        plugins: &Path,
+        before: &[PathBuf],
+        route: &str,
+    ) -> Command {
         let path: OsString = std::env::join_paths(before).expect("no colon in them");
         let mut command = Command::new(&self.python);
         command.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python").join(name));
-        command.env("NIXL_PLUGIN_DIR", plugins).env("PYTHONPATH", path).env("PYTHONDONTWRITEBYTECODE", "1");
+        command
+            .env("NIXL_PLUGIN_DIR", plugins)
+            .env("PYTHONPATH", path)
+            .env("PYTHONDONTWRITEBYTECODE", "1");
         for (name, _) in std::env::vars_os()
             .filter(|(name, _)| name.to_string_lossy().starts_with("KVX_") && name != ROUNDS)
         {

@@ -32,9 +32,16 @@ impl KeptBlocks {
     }
 
     /// Keeps the blocks of a request until they are read or their lease ends; their ids.
-    pub(crate) fn keep(&mut self, name: &str, engine: String, cache: u64, blocks: usize) -> Vec<u32> {
+    pub(crate) fn keep(
+        &mut self,
+        name: &str,
+        engine: String,
+        cache: u64,
+        blocks: usize,
+    ) -> Vec<u32> {
         self.sweep();
-        self.kept.insert(name.to_owned(), Kept { cache, engine, until: Instant::now() + self.lease });
+        self.kept
+            .insert(name.to_owned(), Kept { cache, engine, until: Instant::now() + self.lease });
         let first = self.next;
         self.next = (first + blocks as u32) % 1_000_000;
         (0..blocks as u32).map(|block| first + block).collect()

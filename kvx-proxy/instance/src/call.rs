@@ -61,7 +61,10 @@ async fn try_fetch(source: &Source) -> Result<(StatusCode, Value), String> {
     within(limit, call(Method::POST, &source.host, port, "/kv/read", wanted)).await
 }
 
-async fn within<T>(limit: Duration, call: impl Future<Output = Result<T, String>>) -> Result<T, String> {
+async fn within<T>(
+    limit: Duration,
+    call: impl Future<Output = Result<T, String>>,
+) -> Result<T, String> {
     tokio::time::timeout(limit, call).await.map_err(|_| "it did not answer in time".to_owned())?
 }
 
@@ -73,9 +76,11 @@ async fn call(
     body: Value,
 ) -> Result<(StatusCode, Value), String> {
     let said = |error: &dyn std::fmt::Display| error.to_string();
-    let stream = tokio::net::TcpStream::connect((host, port)).await.map_err(|error| said(&error))?;
-    let (mut sender, connection) =
-        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(|error| said(&error))?;
+    let stream =
+        tokio::net::TcpStream::connect((host, port)).await.map_err(|error| said(&error))?;
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+        .await
+        .map_err(|error| said(&error))?;
     let connection = tokio::spawn(connection);
     let request = Request::builder()
         .method(method)

@@ -21,8 +21,10 @@ pub fn run_if_asked() {
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
         .expect("this signal exists");
     let settings = serde_json::from_str(&settings.to_string_lossy()).expect("settings are JSON");
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime starts");
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .expect("a runtime starts");
     runtime.block_on(run(settings)).expect("an instance serves");
     std::process::exit(0);
 }

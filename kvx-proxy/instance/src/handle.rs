@@ -33,7 +33,11 @@ pub struct Instance {
     bootstrap: u16,
 }
 
-#[expect(clippy::expect_used, clippy::panic, reason = "a test whose instance does not obey is at its end")]
+#[expect(
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test whose instance does not obey is at its end"
+)]
 impl Instance {
     /// Starts one; it serves when this returns. The thread that calls must live as long as it.
     ///
@@ -75,9 +79,12 @@ impl Instance {
                 }
             }
         });
-        let mut instance = Instance { settings, process, stdin, lines, heard, port: 0, bootstrap: 0 };
+        let mut instance =
+            Instance { settings, process, stdin, lines, heard, port: 0, bootstrap: 0 };
         match instance.hear() {
-            Line::Listening { port, bootstrap } => (instance.port, instance.bootstrap) = (port, bootstrap),
+            Line::Listening { port, bootstrap } => {
+                (instance.port, instance.bootstrap) = (port, bootstrap)
+            }
             _ => panic!("the instance did not begin with where it listens"),
         }
         instance
@@ -166,7 +173,11 @@ impl Instance {
     /// # Panics
     ///
     /// When it is not within 10 s.
-    pub fn wait_until(&mut self, what: &str, wanted: impl Fn(&InstanceReport) -> bool) -> InstanceReport {
+    pub fn wait_until(
+        &mut self,
+        what: &str,
+        wanted: impl Fn(&InstanceReport) -> bool,
+    ) -> InstanceReport {
         let end = Instant::now() + PATIENCE;
         loop {
             let report = self.report();
@@ -222,7 +233,9 @@ impl Instance {
     fn hear(&self) -> Line {
         match self.lines.recv_timeout(PATIENCE) {
             Ok(line) => line,
-            Err(RecvTimeoutError::Timeout) => panic!("the instance did not answer within {PATIENCE:?}"),
+            Err(RecvTimeoutError::Timeout) => {
+                panic!("the instance did not answer within {PATIENCE:?}")
+            }
             Err(RecvTimeoutError::Disconnected) => panic!("the instance has ended"),
         }
     }

@@ -38,9 +38,9 @@ pub(crate) fn count_blocks(tokens: usize) -> usize {
 
 /// The KV cache of a prompt: what a decode must have fetched to answer it.
 pub(crate) fn cache(prompt: &str) -> u64 {
-    prompt
-        .bytes()
-        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+    prompt.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+    })
 }
 
 /// The answer's token at `index` from this KV cache.
@@ -64,8 +64,9 @@ pub fn answer_to(prompt: &str, tokens: u64) -> String {
 
 /// The prompts of a completion: a text, token ids, or lists of them. None: it has none.
 pub(crate) fn prompts(prompt: &Value) -> Option<Vec<String>> {
-    let ids =
-        |list: &[Value]| list.iter().map(|id| format!("{:>4}", id.as_u64().unwrap_or(0))).collect::<String>();
+    let ids = |list: &[Value]| {
+        list.iter().map(|id| format!("{:>4}", id.as_u64().unwrap_or(0))).collect::<String>()
+    };
     match prompt {
         Value::String(text) => Some(vec![text.clone()]),
         Value::Array(list) if list.is_empty() => None,
@@ -85,7 +86,8 @@ pub(crate) fn prompts(prompt: &Value) -> Option<Vec<String>> {
 /// The prompt of a chat.
 pub(crate) fn chat(messages: &Value) -> Option<String> {
     let messages = messages.as_array().filter(|messages| !messages.is_empty())?;
-    let line =
-        |message: &Value| Some(format!("{}: {}\n", message.get("role")?.as_str()?, message.get("content")?));
+    let line = |message: &Value| {
+        Some(format!("{}: {}\n", message.get("role")?.as_str()?, message.get("content")?))
+    };
     messages.iter().map(line).collect()
 }

@@ -68,7 +68,8 @@ impl Asked {
             stream,
             include_usage: body["stream_options"]["include_usage"].as_bool().unwrap_or(false),
             echo: body["echo"].as_bool().unwrap_or(false),
-            logprobs: body["logprobs"].as_u64().is_some() || body["logprobs"].as_bool() == Some(true),
+            logprobs: body["logprobs"].as_u64().is_some()
+                || body["logprobs"].as_bool() == Some(true),
         })
     }
 
@@ -95,8 +96,11 @@ impl Asked {
     /// The body of an answer that is not streamed. `caches`: what each choice comes from; `computed`: whether the
     /// prompt was computed here, so that there are probabilities of its tokens.
     pub(crate) fn whole(&self, id: &str, caches: &[u64], computed: bool, params: &Value) -> Value {
-        let choices: Vec<_> =
-            caches.iter().enumerate().map(|(index, cache)| self.choice(index, *cache, computed)).collect();
+        let choices: Vec<_> = caches
+            .iter()
+            .enumerate()
+            .map(|(index, cache)| self.choice(index, *cache, computed))
+            .collect();
         json!({
             "id": id, "object": if self.chat { "chat.completion" } else { "text_completion" }, "created": 1_795_261_458,
             "model": self.model, "choices": choices, "usage": self.usage(), "system_fingerprint": "kvx-instance",
@@ -139,7 +143,14 @@ impl Asked {
     }
 
     /// A chunk of a stream with a token; the last one says why it ends.
-    pub(crate) fn chunk(&self, id: &str, index: u64, piece: &str, last: bool, params: &Value) -> Value {
+    pub(crate) fn chunk(
+        &self,
+        id: &str,
+        index: u64,
+        piece: &str,
+        last: bool,
+        params: &Value,
+    ) -> Value {
         let finish = if last { json!("length") } else { Value::Null };
         let mut choice =
             json!({"index": index, "logprobs": null, "finish_reason": finish, "stop_reason": null});

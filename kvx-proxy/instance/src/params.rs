@@ -96,12 +96,16 @@ fn source(params: &Map<String, Value>, blocks: usize) -> Result<Source, Broken> 
             .and_then(Value::as_array)
             .ok_or_else(|| stops("remote_block_ids is no list"))?;
         for group in groups {
-            let ids = group.as_array().ok_or_else(|| stops("block ids are not nested per group"))?;
+            let ids =
+                group.as_array().ok_or_else(|| stops("block ids are not nested per group"))?;
             if !ids.iter().all(Value::is_u64) {
                 return Err(stops("a block id is no number"));
             }
             if ids.len() < blocks {
-                return Err(stops(format!("{} remote blocks, and the prompt needs {blocks}", ids.len())));
+                return Err(stops(format!(
+                    "{} remote blocks, and the prompt needs {blocks}",
+                    ids.len()
+                )));
             }
         }
         if groups.is_empty() {
@@ -113,7 +117,8 @@ fn source(params: &Map<String, Value>, blocks: usize) -> Result<Source, Broken> 
         port: number(params, "remote_port")? as u16,
         bootstrap: false,
         engine: text(params, "remote_engine_id")?,
-        name: text(params, "remote_request_id").map_err(|broken| Broken { stops: true, ..broken })?,
+        name: text(params, "remote_request_id")
+            .map_err(|broken| Broken { stops: true, ..broken })?,
         waits: false,
     })
 }
@@ -156,7 +161,8 @@ fn text(params: &Map<String, Value>, key: &str) -> Result<String, Broken> {
 }
 
 fn number(params: &Map<String, Value>, key: &str) -> Result<u64, Broken> {
-    let number = params.get(key).and_then(Value::as_u64).filter(|number| (1..65_536).contains(number));
+    let number =
+        params.get(key).and_then(Value::as_u64).filter(|number| (1..65_536).contains(number));
     number.ok_or_else(|| odd(format!("no {key}: vLLM computes the prompt again")))
 }
 
@@ -196,7 +202,8 @@ mod tests {
         ] {
             assert!(stops_it(&params), "{params}");
         }
-        for params in [with("remote_engine_id", Value::Null), with("transfer_mode", json!("push")), json!({})]
+        for params in
+            [with("remote_engine_id", Value::Null), with("transfer_mode", json!("push")), json!({})]
         {
             assert!(!stops_it(&params), "{params}");
         }

@@ -33,7 +33,11 @@ type Answer = Response<BoxBody<Bytes, BrokenOff>>;
 const LARGEST_BODY: usize = 64 << 20;
 
 /// Serves on this port, as long and as often as the state says that it listens.
-pub(crate) async fn serve(state: Arc<State>, listener: TcpListener, bootstrap: bool) -> std::io::Result<()> {
+pub(crate) async fn serve(
+    state: Arc<State>,
+    listener: TcpListener,
+    bootstrap: bool,
+) -> std::io::Result<()> {
     let address = listener.local_addr()?;
     let (mut listener, mut listens) = (Some(listener), state.listens.subscribe());
     loop {
@@ -134,8 +138,9 @@ async fn answer(
     if path == "/kv/read" {
         return Ok(hand_over(&state, &serde_json::from_slice(&body).unwrap_or(Value::Null)).await);
     }
-    let header =
-        |name: &str| parts.headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
+    let header = |name: &str| {
+        parts.headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
+    };
     let headers: BTreeMap<_, _> = parts
         .headers
         .keys()
@@ -181,12 +186,15 @@ fn other(state: &State, parts: &hyper::http::request::Parts, path: &str, body: B
         "/version" => json_answer(200, &json!({"version": "0.33.0"})),
         "/tokenize" => {
             let asked: Value = serde_json::from_slice(&body).unwrap_or(Value::Null);
-            let prompt =
-                asked["prompt"].as_str().map(str::to_owned).or_else(|| model::chat(&asked["messages"]));
+            let prompt = asked["prompt"]
+                .as_str()
+                .map(str::to_owned)
+                .or_else(|| model::chat(&asked["messages"]));
             match prompt {
-                Some(prompt) => {
-                    json_answer(200, &json!({"count": model::count_tokens(&prompt), "max_model_len": 4096}))
-                }
+                Some(prompt) => json_answer(
+                    200,
+                    &json!({"count": model::count_tokens(&prompt), "max_model_len": 4096}),
+                ),
                 None => json_answer(400, &error(400, "prompt: Field required")),
             }
         }
@@ -218,7 +226,8 @@ fn other(state: &State, parts: &hyper::http::request::Parts, path: &str, body: B
 
 /// Hands blocks to another instance.
 async fn hand_over(state: &State, wanted: &Value) -> Answer {
-    let (name, engine) = (wanted["name"].as_str().unwrap_or(""), wanted["engine_id"].as_str().unwrap_or(""));
+    let (name, engine) =
+        (wanted["name"].as_str().unwrap_or(""), wanted["engine_id"].as_str().unwrap_or(""));
     let ours = (0..state.settings.dp_size).any(|rank| state.engine(rank) == engine);
     if !ours {
         return json_answer(409, &json!({"detail": "another engine"}));
@@ -230,7 +239,9 @@ async fn hand_over(state: &State, wanted: &Value) -> Answer {
             Ok(cache) => return json_answer(200, &json!({ "cache": cache })),
             Err(Refusal::Unknown) if wanted["waits"] == true => published.await,
             Err(Refusal::Unknown) => return json_answer(404, &json!({"detail": "unknown"})),
-            Err(Refusal::OtherEngine) => return json_answer(409, &json!({"detail": "another rank"})),
+            Err(Refusal::OtherEngine) => {
+                return json_answer(409, &json!({"detail": "another rank"}));
+            }
         }
     }
 }
@@ -268,7 +279,10 @@ async fn complete(
     if state.lock().dead {
         return Ok(json_answer(
             500,
-            &error(500, "EngineCore encountered an issue. See stack trace (above) for the root cause."),
+            &error(
+                500,
+                "EngineCore encountered an issue. See stack trace (above) for the root cause.",
+            ),
         ));
     }
     let asked = match asked {
@@ -281,7 +295,10 @@ async fn complete(
             state.violation(&format!("{id}: {}", broken.sentence), broken.stops);
             return Ok(json_answer(
                 500,
-                &error(500, "EngineCore encountered an issue. See stack trace (above) for the root cause."),
+                &error(
+                    500,
+                    "EngineCore encountered an issue. See stack trace (above) for the root cause.",
+                ),
             ));
         }
     };
@@ -393,7 +410,9 @@ fn wrong_answer(wrong: WrongAnswer, body: &mut Value) -> Answer {
     let params = &mut body["kv_transfer_params"];
     match wrong {
         WrongAnswer::NoRequestId => params["remote_request_id"] = Value::Null,
-        WrongAnswer::FlatBlocks => params["remote_block_ids"] = params["remote_block_ids"][0].clone(),
+        WrongAnswer::FlatBlocks => {
+            params["remote_block_ids"] = params["remote_block_ids"][0].clone()
+        }
         WrongAnswer::BothFlags => params["do_remote_decode"] = true.into(),
         WrongAnswer::NoObject => *params = "everything is well".into(),
         WrongAnswer::OtherHost => {
@@ -421,7 +440,8 @@ async fn decode(state: Arc<State>, work: Work) -> Result<Answer, BrokenOff> {
         Ok(caches) => caches,
         Err(sentence) => return Ok(json_answer(500, &error(500, &sentence))),
     };
-    let millis = if computed { delays.prefill_ms } else { 0 } + delays.token_ms * work.asked.max_tokens;
+    let millis =
+        if computed { delays.prefill_ms } else { 0 } + delays.token_ms * work.asked.max_tokens;
     if millis > 0 {
         tokio::time::sleep(Duration::from_millis(millis)).await;
     }

@@ -85,7 +85,9 @@ impl State {
     /// What goes wrong with a request, if anything.
     pub(crate) fn fault(&self, leg: Leg) -> Option<Fault> {
         let mut inner = self.lock();
-        let fits = |script: &&mut Script| script.times > 0 && script.leg.is_none_or(|wanted| wanted == leg);
+        let fits = |script: &&mut Script| {
+            script.times > 0 && script.leg.is_none_or(|wanted| wanted == leg)
+        };
         let script = inner.scripts.iter_mut().find(fits)?;
         script.times -= 1;
         Some(script.fault.clone())

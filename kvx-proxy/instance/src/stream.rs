@@ -122,7 +122,8 @@ impl Work {
         let name = state.internal_id(&self.id);
         let tokens = model::count_tokens(self.asked.prompt(0).0) + self.asked.max_tokens as usize;
         let engine = state.engine(0);
-        let blocks = state.lock().blocks.keep(&name, engine.clone(), caches[0], model::count_blocks(tokens));
+        let blocks =
+            state.lock().blocks.keep(&name, engine.clone(), caches[0], model::count_blocks(tokens));
         serde_json::json!({
             "do_remote_prefill": false, "do_remote_decode": true, "remote_block_ids": [blocks],
             "remote_engine_id": engine, "remote_request_id": name, "remote_host": "127.0.0.1",
@@ -166,7 +167,9 @@ impl Work {
         }
         if asked.echo {
             for index in 0..caches.len() as u64 {
-                writer.event(&asked.chunk(id, index, asked.prompt(index).0, false, &Value::Null)).await?;
+                writer
+                    .event(&asked.chunk(id, index, asked.prompt(index).0, false, &Value::Null))
+                    .await?;
             }
         }
         for token in 0..asked.max_tokens {
@@ -205,7 +208,12 @@ impl Work {
     }
 
     /// Writes a token's chunk; in two pieces, with the cut within a character, where the script says so.
-    async fn write_token(&self, writer: &BodyWriter, token: u64, mut chunk: Value) -> Result<(), Ended> {
+    async fn write_token(
+        &self,
+        writer: &BodyWriter,
+        token: u64,
+        mut chunk: Value,
+    ) -> Result<(), Ended> {
         let fault = match &self.fault {
             Some(
                 fault @ (Fault::SplitCharacter(after)

@@ -45,7 +45,11 @@ pub(super) struct Candidates<'a> {
 impl<'a> Candidates<'a> {
     /// Gives the request to one that `fits` and is open; if there is none, to one that was left out and may be better
     /// than none.
-    pub(super) fn choose(&self, wanted: &Wanted<'_>, fits: impl Fn(&Instance) -> bool) -> Option<InFlight> {
+    pub(super) fn choose(
+        &self,
+        wanted: &Wanted<'_>,
+        fits: impl Fn(&Instance) -> bool,
+    ) -> Option<InFlight> {
         self.choose_open(wanted, &fits).or_else(|| {
             let usable = |one: &Arc<Instance>| one.state.is_usable() && fits(one);
             Some(self.best_for(wanted, usable)?.take_anyway(wanted.tokens))
@@ -75,10 +79,13 @@ impl<'a> Candidates<'a> {
         wanted: &Wanted<'_>,
         may: impl Fn(&Arc<Instance>) -> bool,
     ) -> Option<&'a Arc<Instance>> {
-        let avoided =
-            |one: &Arc<Instance>| wanted.avoid.iter().any(|avoid| Arc::ptr_eq(&avoid.state, &one.state));
+        let avoided = |one: &Arc<Instance>| {
+            wanted.avoid.iter().any(|avoid| Arc::ptr_eq(&avoid.state, &one.state))
+        };
         let may = |one: &Arc<Instance>| {
-            !one.setup.draining && wanted.model.is_none_or(|model| one.state.models.serve(model)) && may(one)
+            !one.setup.draining
+                && wanted.model.is_none_or(|model| one.state.models.serve(model))
+                && may(one)
         };
         let first = self.best(wanted, |one| may(one) && !avoided(one));
         first.or_else(|| match wanted.avoid {
@@ -87,9 +94,14 @@ impl<'a> Candidates<'a> {
         })
     }
 
-    fn best(&self, wanted: &Wanted<'_>, may: impl Fn(&Arc<Instance>) -> bool) -> Option<&'a Arc<Instance>> {
+    fn best(
+        &self,
+        wanted: &Wanted<'_>,
+        may: impl Fn(&Arc<Instance>) -> bool,
+    ) -> Option<&'a Arc<Instance>> {
         let Candidates { instances, turns, choice, .. } = *self;
-        let load = |one: &Instance| (one.state.outstanding() + wanted.tokens) as f64 / one.setup.weight;
+        let load =
+            |one: &Instance| (one.state.outstanding() + wanted.tokens) as f64 / one.setup.weight;
         match choice {
             Choice::LeastTokens => {
                 // Equal ones take turns.
@@ -115,8 +127,9 @@ impl<'a> Candidates<'a> {
                 }
                 let bound = (tokens as f64 / weights * BOUND).max(0.0);
                 // A request alone never exceeds its own bound on an idle instance.
-                let within =
-                    |one: &Arc<Instance>| may(one) && (one.state.outstanding() == 0 || load(one) <= bound);
+                let within = |one: &Arc<Instance>| {
+                    may(one) && (one.state.outstanding() == 0 || load(one) <= bound)
+                };
                 let near = |one: &Instance| distance(wanted.prefix ^ one.hash, one);
                 least(instances.iter().filter(|one| within(one)), near)
                     // All have so little to do that this request alone is beyond a share.

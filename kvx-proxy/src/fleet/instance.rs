@@ -11,7 +11,9 @@ use super::models::Models;
 use crate::setup::{Health, InstanceSetup};
 
 /// What an instance does in its pool.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize,
+)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Role {
     Prefill,
@@ -188,7 +190,8 @@ impl State {
             return false;
         }
         let next = millis + eject_for.as_millis() as u64;
-        let entered = self.closed_until.compare_exchange(closed_until, next, Relaxed, Relaxed).is_ok();
+        let entered =
+            self.closed_until.compare_exchange(closed_until, next, Relaxed, Relaxed).is_ok();
         if entered {
             self.trying.store(true, Relaxed);
         }
@@ -370,7 +373,12 @@ impl Instance {
     }
 
     /// Gives it a request of so many tokens, unless it may not be asked any more.
-    pub(super) fn take(self: &Arc<Self>, tokens: u64, now: Instant, eject_for: Duration) -> Option<InFlight> {
+    pub(super) fn take(
+        self: &Arc<Self>,
+        tokens: u64,
+        now: Instant,
+        eject_for: Duration,
+    ) -> Option<InFlight> {
         self.state.enter(now, eject_for).then(|| self.take_anyway(tokens))
     }
 
@@ -451,7 +459,8 @@ mod tests {
         let state = State::default();
         state.healthy();
         let now = Instant::now();
-        let ejections = (0..100).filter(|_| state.failed(Reason::Errors, "x", &health(), false, now)).count();
+        let ejections =
+            (0..100).filter(|_| state.failed(Reason::Errors, "x", &health(), false, now)).count();
         assert_eq!(ejections, 1);
         assert!(state.is_open(now + Duration::from_secs(11)), "the time out was not doubled");
     }
@@ -500,7 +509,10 @@ mod tests {
         state.healthy();
         assert!(!state.unhealthy("refused", &health(), false));
         assert!(state.unhealthy("refused", &health(), false));
-        assert!(!state.is_open(Instant::now() + Duration::from_secs(3600)), "only a check brings it back");
+        assert!(
+            !state.is_open(Instant::now() + Duration::from_secs(3600)),
+            "only a check brings it back"
+        );
         state.succeeded();
         assert!(state.is_down(), "a request of old does not");
         assert!(state.healthy() && state.is_sound());
@@ -515,7 +527,10 @@ mod tests {
         .unwrap();
         assert_eq!(state.learn_push(&params, 1, 2).unwrap().tp_size, 2);
         let PrefillKind::Push(targets) = state.kind() else { panic!("{:?}", state.kind()) };
-        assert_eq!((targets[0].is_none(), targets[1].as_ref().unwrap().engine_id.as_str()), (true, "e_dp1"));
+        assert_eq!(
+            (targets[0].is_none(), targets[1].as_ref().unwrap().engine_id.as_str()),
+            (true, "e_dp1")
+        );
         state.forget_ranks();
         assert_eq!(state.kind(), PrefillKind::Push(vec![None, None]));
         let mut pull = params;

@@ -59,7 +59,8 @@ impl Fleet {
                 connector: pool.connector.unwrap_or(setup.connector),
                 bidirectional: pool.bidirectional,
             });
-            for (role, instances) in [(Role::Prefill, &pool.prefill), (Role::Decode, &pool.decode)] {
+            for (role, instances) in [(Role::Prefill, &pool.prefill), (Role::Decode, &pool.decode)]
+            {
                 for instance in instances {
                     fleet.put(place, role, instance.clone(), false, before);
                 }
@@ -107,13 +108,20 @@ impl Fleet {
         }
     }
 
-    fn put(&mut self, pool: usize, role: Role, setup: InstanceSetup, added: bool, before: Option<&Fleet>) {
+    fn put(
+        &mut self,
+        pool: usize,
+        role: Role,
+        setup: InstanceSetup,
+        added: bool,
+        before: Option<&Fleet>,
+    ) {
         let pool_name = self.pools[pool].name.clone();
-        let known = before
-            .into_iter()
-            .flat_map(Fleet::all)
-            .find(|old| old.pool_name == pool_name && old.role == role && old.name() == setup.name());
-        let state = known.map_or_else(|| Arc::new(State::default()), |known| Arc::clone(&known.state));
+        let known = before.into_iter().flat_map(Fleet::all).find(|old| {
+            old.pool_name == pool_name && old.role == role && old.name() == setup.name()
+        });
+        let state =
+            known.map_or_else(|| Arc::new(State::default()), |known| Arc::clone(&known.state));
         let hash = choice::hash(setup.name().as_bytes());
         let instance = Arc::new(Instance { setup, role, pool, pool_name, added, hash, state });
         self.of_mut(role).push(instance);
@@ -146,7 +154,12 @@ impl Fleet {
             Role::Prefill => &self.prefill_turns,
             Role::Decode => &self.decode_turns,
         };
-        Candidates { instances: self.of(role), turns, choice: self.choice, eject_for: self.eject_for }
+        Candidates {
+            instances: self.of(role),
+            turns,
+            choice: self.choice,
+            eject_for: self.eject_for,
+        }
     }
 
     /// A prefill instance that some decode instance goes with.
@@ -177,26 +190,33 @@ impl Fleet {
         };
         let fits = |one: &Instance| {
             let Some(of_first) = of_first_decode[one.pool] else { return false };
-            let (bits, goes_with_all) = (one.state.models.bits(), one.setup.compatibility.is_none());
+            let (bits, goes_with_all) =
+                (one.state.models.bits(), one.setup.compatibility.is_none());
             if goes_with_all && models::owned(bits & of_first) {
                 return true;
             }
             let both = bits & of_all_decodes.get_or_init(served_by_all)[one.pool];
             (goes_with_all && models::owned(both))
-                || (both != 0 && self.decode.iter().any(|decode| one.pairs_with(decode) && decodes(decode)))
+                || (both != 0
+                    && self.decode.iter().any(|decode| one.pairs_with(decode) && decodes(decode)))
         };
         let prefills = self.candidates(Role::Prefill);
         if usable { prefills.choose(wanted, fits) } else { prefills.choose_open(wanted, fits) }
     }
 
     /// A decode instance that goes with a prefill instance.
-    pub(crate) fn choose_partner(&self, prefill: &Instance, wanted: &Wanted<'_>) -> Option<InFlight> {
+    pub(crate) fn choose_partner(
+        &self,
+        prefill: &Instance,
+        wanted: &Wanted<'_>,
+    ) -> Option<InFlight> {
         // Affinity is the business of whoever has the prompt's cache: the prefill side.
         let choice = match self.choice {
             Choice::Prefix => Choice::LeastTokens,
             other => other,
         };
-        Candidates { choice, ..self.candidates(Role::Decode) }.choose(wanted, |one| one.pairs_with(prefill))
+        Candidates { choice, ..self.candidates(Role::Decode) }
+            .choose(wanted, |one| one.pairs_with(prefill))
     }
 
     /// A decode instance that does everything.
@@ -234,7 +254,13 @@ impl Fleet {
 
     /// A health check failed; `late` says that no answer came in time. Returns whether its instance is down for it now:
     /// the last one of its pool and role never is for being late.
-    pub(crate) fn unhealthy(&self, instance: &Instance, words: &str, health: &Health, late: bool) -> bool {
+    pub(crate) fn unhealthy(
+        &self,
+        instance: &Instance,
+        words: &str,
+        health: &Health,
+        late: bool,
+    ) -> bool {
         let _one_at_a_time = self.leave_out();
         instance.state.unhealthy(words, health, late && self.is_last(instance))
     }
@@ -256,8 +282,9 @@ impl Fleet {
     /// Whether a request could be served: some prefill and some decode instance of one pool are usable, or a pool has
     /// no prefill instance at all.
     pub(crate) fn is_ready(&self) -> bool {
-        let up =
-            |one: &&Arc<Instance>, pool| one.pool == pool && one.state.is_usable() && !one.setup.draining;
+        let up = |one: &&Arc<Instance>, pool| {
+            one.pool == pool && one.state.is_usable() && !one.setup.draining
+        };
         (0..self.pools.len()).any(|pool| {
             let alone = !self.prefill.iter().any(|one| one.pool == pool);
             self.decode.iter().any(|one| up(&one, pool))
@@ -269,7 +296,8 @@ impl Fleet {
     pub(crate) fn has_pair(&self, model: Option<Named<'_>>) -> bool {
         let serves = |one: &Instance| model.is_none_or(|model| one.state.models.serve(model));
         self.prefill.iter().any(|prefill| {
-            serves(prefill) && self.decode.iter().any(|decode| serves(decode) && prefill.pairs_with(decode))
+            serves(prefill)
+                && self.decode.iter().any(|decode| serves(decode) && prefill.pairs_with(decode))
         })
     }
 }
@@ -370,7 +398,11 @@ mod tests {
         }
         let after = homes(&fleet.without(0, Role::Decode, "d3:1"));
         let moved = before.iter().zip(&after).filter(|(before, after)| before != after).count();
-        assert_eq!(moved, before.iter().filter(|home| *home == "d3:1").count(), "only its own move");
+        assert_eq!(
+            moved,
+            before.iter().filter(|home| *home == "d3:1").count(),
+            "only its own move"
+        );
     }
 
     #[test]
@@ -383,13 +415,18 @@ mod tests {
             let bits = choice::hash(&step.to_le_bytes());
             let tokens = 1 + bits % 1000;
             // Three prefixes that everybody asks for.
-            let chosen =
-                fleet.choose_alone(&wanted(tokens, choice::hash(&[(bits >> 40) as u8 % 3]))).unwrap();
+            let chosen = fleet
+                .choose_alone(&wanted(tokens, choice::hash(&[(bits >> 40) as u8 % 3])))
+                .unwrap();
             let total: u64 = fleet.decode.iter().map(|one| one.state.outstanding()).sum();
             let bound = total as f64 / weights.iter().sum::<f64>() * choice::BOUND;
             if held.len() >= 100 {
                 let most = load(&chosen.instance);
-                assert!(most <= bound, "{} has {most}, its bound is {bound}", chosen.instance.name());
+                assert!(
+                    most <= bound,
+                    "{} has {most}, its bound is {bound}",
+                    chosen.instance.name()
+                );
             }
             held.push(chosen);
             if held.len() > 200 {
@@ -409,7 +446,10 @@ mod tests {
             let prefill = fleet.choose_prefill(&wanted(1, 0)).unwrap();
             let decode = fleet.choose_partner(&prefill.instance, &wanted(1, 0)).unwrap();
             let pair = (prefill.instance.name().to_owned(), decode.instance.name().to_owned());
-            assert!(matches!((&*pair.0, &*pair.1), ("p1:1", "d2:1") | ("p2:1", "d3:1")), "{pair:?}");
+            assert!(
+                matches!((&*pair.0, &*pair.1), ("p1:1", "d2:1") | ("p2:1", "d3:1")),
+                "{pair:?}"
+            );
         }
         let fleet = fleet.without(0, Role::Decode, "d2:1");
         for _ in 0..20 {
@@ -428,8 +468,11 @@ mod tests {
             let range = if number == 3 { 0..99 } else { 100 * number..100 * number + 1 };
             range.map(|model| format!("model-{model}")).collect()
         };
-        for (one, number) in fleet.prefill.iter().zip([3, 1, 2]).chain(fleet.decode.iter().zip([2, 3, 1])) {
-            let cards: Vec<_> = models(number).iter().map(|id| serde_json::json!({ "id": id })).collect();
+        for (one, number) in
+            fleet.prefill.iter().zip([3, 1, 2]).chain(fleet.decode.iter().zip([2, 3, 1]))
+        {
+            let cards: Vec<_> =
+                models(number).iter().map(|id| serde_json::json!({ "id": id })).collect();
             one.state.models.learn(&serde_json::json!({ "data": cards }), &fleet.names);
         }
         for _ in 0..20 {
@@ -478,7 +521,8 @@ mod tests {
     #[test]
     fn draining_and_closed_instances_get_nothing() {
         let fleet = decodes("least-tokens", &[1.0; 2]);
-        let drained = InstanceSetup { draining: true, ..InstanceSetup::new("http://d0:1").unwrap() };
+        let drained =
+            InstanceSetup { draining: true, ..InstanceSetup::new("http://d0:1").unwrap() };
         let fleet = fleet.with(0, Role::Decode, drained);
         for _ in 0..5 {
             assert_eq!(fleet.choose_alone(&wanted(1, 0)).unwrap().instance.name(), "d1:1");
@@ -496,7 +540,8 @@ mod tests {
              decode = ['http://d0:1', 'http://d1:1']",
         );
         let health = Health { eject_after: 1, ..Health::default() };
-        let failed = |one: &Instance, reason| fleet.failed(one, reason, "x", &health, Instant::now());
+        let failed =
+            |one: &Instance, reason| fleet.failed(one, reason, "x", &health, Instant::now());
         let pair = || {
             let prefill = fleet.choose_prefill(&wanted(1, 0))?;
             let decode = fleet.choose_partner(&prefill.instance, &wanted(1, 0))?;
@@ -506,7 +551,10 @@ mod tests {
             let [slow, last] = fleet.of(role) else { panic!("two instances") };
             assert!(failed(slow, Reason::Slow));
             for _ in 0..5 {
-                assert_ne!(fleet.choose_prefill(&wanted(1, 0)).unwrap().instance.name(), slow.name());
+                assert_ne!(
+                    fleet.choose_prefill(&wanted(1, 0)).unwrap().instance.name(),
+                    slow.name()
+                );
                 let decode = fleet.choose_partner(&others[0], &wanted(1, 0)).unwrap();
                 assert_ne!(decode.instance.name(), slow.name(), "another one is there");
             }
@@ -563,7 +611,11 @@ mod tests {
             for prefix in 0..1000 {
                 fleet.choose_alone(&wanted(1, prefix)).unwrap();
             }
-            assert!(started.elapsed().as_millis() < 1000, "{choice}: {:?} for 1000", started.elapsed());
+            assert!(
+                started.elapsed().as_millis() < 1000,
+                "{choice}: {:?} for 1000",
+                started.elapsed()
+            );
         }
     }
 }

@@ -76,7 +76,8 @@ impl Models {
         if ours == 0 || theirs == 0 || owned(ours & theirs) {
             return true;
         }
-        let theirs_too = |theirs: &BTreeMap<_, _>| self.cards().keys().any(|name| theirs.contains_key(name));
+        let theirs_too =
+            |theirs: &BTreeMap<_, _>| self.cards().keys().any(|name| theirs.contains_key(name));
         ours & theirs != 0 && theirs_too(&other.cards())
     }
 
@@ -87,7 +88,8 @@ impl Models {
 
     /// Takes an answer to `GET /v1/models`. Whatever is no list of models is as if nothing had been said.
     pub(crate) fn learn(&self, answer: &Value, names: &ModelNames) {
-        let list = answer.get("data").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+        let list =
+            answer.get("data").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
         let id = |card: &Value| card.get("id").and_then(Value::as_str).map(str::to_owned);
         let cards: BTreeMap<String, Value> =
             list.iter().take(4096).filter_map(|card| Some((id(card)?, card.clone()))).collect();
@@ -138,7 +140,10 @@ mod tests {
         let many = of(&names, loras(0..100));
         assert!(many.serve(names.named("lora-0")) && many.serve(names.named("lora-99")));
         assert!(!few.serve(names.named("lora-99")) && !many.serve(names.named("first")));
-        assert!(!many.serve(names.named("lora-100")), "it shares the bit of others, and is none of them");
+        assert!(
+            !many.serve(names.named("lora-100")),
+            "it shares the bit of others, and is none of them"
+        );
         let later = of(&names, loras(100..200));
         assert!(later.serve(names.named("lora-100")) && !later.serve(names.named("lora-99")));
         assert!(!many.share_one(&later) && !later.share_one(&many));

@@ -54,7 +54,9 @@ pub(crate) enum Look {
 pub(crate) async fn round(core: &Arc<Core>, live: &Arc<Live>, look: Look) {
     let models = look != Look::Health;
     let mut checks = JoinSet::new();
-    for instance in live.fleet.all().filter(|one| look != Look::Newcomers || !one.state.is_checked()) {
+    for instance in
+        live.fleet.all().filter(|one| look != Look::Newcomers || !one.state.is_checked())
+    {
         let (core, live, instance) = (Arc::clone(core), Arc::clone(live), Arc::clone(instance));
         checks.spawn(async move { check(&core, &live, &instance, models).await });
     }
@@ -63,11 +65,12 @@ pub(crate) async fn round(core: &Arc<Core>, live: &Arc<Live>, look: Look) {
 
 async fn check(core: &Core, live: &Live, instance: &Instance, models: bool) {
     let timeout = live.setup.health.timeout;
-    let well = match live.upstream.get_json(&instance.setup, "/health", headers(live), timeout).await {
-        Ok((status, _)) if !status.is_server_error() => Ok(()),
-        Ok((status, _)) => Err((format!("GET /health answered {}", status.as_u16()), false)),
-        Err(fault) => Err((format!("GET /health: {fault}"), fault.is_late())),
-    };
+    let well =
+        match live.upstream.get_json(&instance.setup, "/health", headers(live), timeout).await {
+            Ok((status, _)) if !status.is_server_error() => Ok(()),
+            Ok((status, _)) => Err((format!("GET /health answered {}", status.as_u16()), false)),
+            Err(fault) => Err((format!("GET /health: {fault}"), fault.is_late())),
+        };
     let well = match well {
         Ok(()) => {
             let fresh = instance.state.is_down();
@@ -98,7 +101,12 @@ async fn check(core: &Core, live: &Live, instance: &Instance, models: bool) {
             // One that is too busy to say how it is is better than none.
             if live.fleet.unhealthy(instance, &words, &live.setup.health, late) {
                 core.metrics.ejection(Reason::Health.as_str());
-                tracing::warn!(instance = instance.name(), role = instance.role.as_str(), words, "is down");
+                tracing::warn!(
+                    instance = instance.name(),
+                    role = instance.role.as_str(),
+                    words,
+                    "is down"
+                );
             }
         }
     }
@@ -111,7 +119,8 @@ fn headers(live: &Live) -> HeaderMap {
 
 async fn learn_models(live: &Live, instance: &Instance) {
     let timeout = live.setup.health.timeout;
-    let answer = live.upstream.get_json(&instance.setup, "/v1/models", headers(live), timeout).await;
+    let answer =
+        live.upstream.get_json(&instance.setup, "/v1/models", headers(live), timeout).await;
     if let Ok((status, Some(value))) = answer
         && status.is_success()
     {
@@ -124,12 +133,16 @@ pub(crate) async fn learn_kind(live: &Live, instance: &Instance) -> Result<Prefi
     let connector = live.fleet.pools[instance.pool].connector;
     let known = instance.state.kind();
     let kind = match connector {
-        PoolConnector::Nixl | PoolConnector::NixlPull | PoolConnector::NixlPush => PrefillKind::Nixl,
+        PoolConnector::Nixl | PoolConnector::NixlPull | PoolConnector::NixlPush => {
+            PrefillKind::Nixl
+        }
         PoolConnector::Mooncake => PrefillKind::Mooncake(query(live, instance).await?),
         PoolConnector::Auto => match query(live, instance).await {
             Ok(targets) => PrefillKind::Mooncake(targets),
             // One that is known for Mooncake's has only failed to answer.
-            Err(fault) if instance.setup.bootstrap_port.is_some() || instance.state.was_mooncake() => {
+            Err(fault)
+                if instance.setup.bootstrap_port.is_some() || instance.state.was_mooncake() =>
+            {
                 return Err(fault);
             }
             Err(_) => PrefillKind::Nixl,
@@ -137,7 +150,11 @@ pub(crate) async fn learn_kind(live: &Live, instance: &Instance) -> Result<Prefi
     };
     // A NIXL instance that pushes has shown so itself.
     let kind = match (kind, known) {
-        (PrefillKind::Nixl, push @ PrefillKind::Push(_)) if connector != PoolConnector::NixlPull => push,
+        (PrefillKind::Nixl, push @ PrefillKind::Push(_))
+            if connector != PoolConnector::NixlPull =>
+        {
+            push
+        }
         (kind, _) => kind,
     };
     instance.state.set_kind(kind.clone());
@@ -157,12 +174,14 @@ pub(crate) async fn query(live: &Live, instance: &Instance) -> Result<Vec<Moonca
     let url: Uri = address.parse().map_err(|_| broken("its address is no URL".to_owned()))?;
     let server = InstanceSetup { url, h2c: false, ..instance.setup.clone() };
     let timeout = live.setup.health.timeout.min(live.upstream.connect_timeout());
-    let (status, answer) = live.upstream.get_json(&server, "/query", HeaderMap::new(), timeout).await?;
+    let (status, answer) =
+        live.upstream.get_json(&server, "/query", HeaderMap::new(), timeout).await?;
     let answer = match answer {
         Some(answer) if status.is_success() => answer,
         _ => return Err(broken(format!("GET /query answered {} without JSON", status.as_u16()))),
     };
-    let targets = MooncakeTarget::from_query(&address, &answer).map_err(|error| broken(error.to_string()))?;
+    let targets =
+        MooncakeTarget::from_query(&address, &answer).map_err(|error| broken(error.to_string()))?;
     match targets.is_empty() {
         true => Err(broken("no rank has registered yet".to_owned())),
         false => Ok(targets),

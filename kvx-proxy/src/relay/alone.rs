@@ -57,7 +57,8 @@ fn choose(
     }
     let chosen = fleet.choose_alone(&job.wanted(to.tokens, to.prefix, model, avoid));
     // Nobody serves this model: let an instance say so in its own words.
-    let unknown = model.is_some_and(|model| !fleet.decode.iter().any(|one| one.state.models.serve(model)));
+    let unknown =
+        model.is_some_and(|model| !fleet.decode.iter().any(|one| one.state.models.serve(model)));
     match chosen {
         None if unknown => fleet.choose_alone(&job.wanted(to.tokens, to.prefix, None, avoid)),
         chosen => chosen,
@@ -71,7 +72,10 @@ async fn run(mut job: Job, sent: Sent, kind: AnswerKind, to: &To<'_>, may_repeat
         let Some(decode) = choose(&job, to, &avoid) else {
             return match last {
                 Some((instance, fault)) => job.fail(&instance, fault),
-                None => Err(job.refused(Refusal::unavailable("no decode instance is up: try again later"))),
+                None => {
+                    Err(job
+                        .refused(Refusal::unavailable("no decode instance is up: try again later")))
+                }
             };
         };
         let opened = job.answer(&decode, sent.clone(), kind, job.first_byte()).await;
@@ -110,7 +114,8 @@ async fn run(mut job: Job, sent: Sent, kind: AnswerKind, to: &To<'_>, may_repeat
 fn response_id(first: &[u8]) -> Option<String> {
     let head = &first[..first.len().min(64 << 10)];
     let start = head.windows(6).position(|six| six == b"\"resp_")? + 1;
-    let length = head[start..].iter().position(|byte| *byte == b'"').filter(|length| *length <= 128)?;
+    let length =
+        head[start..].iter().position(|byte| *byte == b'"').filter(|length| *length <= 128)?;
     String::from_utf8(head[start..start + length].to_vec()).ok()
 }
 

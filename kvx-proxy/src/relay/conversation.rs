@@ -110,7 +110,9 @@ impl Said {
     fn goes_on(&self, text: &str, body: &Value) -> bool {
         match self {
             Said::Messages(count, hash) => {
-                let Some(messages) = body.get("messages").and_then(Value::as_array) else { return false };
+                let Some(messages) = body.get("messages").and_then(Value::as_array) else {
+                    return false;
+                };
                 let Some(answer) = messages.get(*count) else { return false };
                 answer.get("role").and_then(Value::as_str) == Some("assistant")
                     && answer.get("content").and_then(Value::as_str) == Some(text)
@@ -118,7 +120,9 @@ impl Said {
             }
             Said::Prompt(length, hash) => {
                 let Some(prompt) = body.get("prompt").and_then(Value::as_str) else { return false };
-                prompt.get(..*length).is_some_and(|before| Hash::from(Sha256::digest(before)) == *hash)
+                prompt
+                    .get(..*length)
+                    .is_some_and(|before| Hash::from(Sha256::digest(before)) == *hash)
                     && prompt[*length..].starts_with(text)
             }
         }
@@ -141,8 +145,9 @@ impl Conversations {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         // Whoever only has its name does not end it.
         let turn = kept.turns.get(key)?;
-        let goes_on =
-            turn.until > now && turn.rest == hash_of_rest(body) && turn.said.goes_on(&turn.text, body);
+        let goes_on = turn.until > now
+            && turn.rest == hash_of_rest(body)
+            && turn.said.goes_on(&turn.text, body);
         let turn = goes_on.then(|| kept.turns.remove(key))??;
         Some((turn.answer, turn.decode))
     }
@@ -178,7 +183,12 @@ pub(crate) struct Capture {
 }
 
 impl Capture {
-    pub(crate) fn new(conversations: &Conversations, key: Key, body: &Value, streamed: bool) -> Option<Self> {
+    pub(crate) fn new(
+        conversations: &Conversations,
+        key: Key,
+        body: &Value,
+        streamed: bool,
+    ) -> Option<Self> {
         Some(Capture {
             conversations: conversations.clone(),
             key,
@@ -219,8 +229,10 @@ impl Capture {
         self.answer.params = answer.params.or(self.answer.params.take());
         if let Some(choice) = chunk.get("choices").and_then(|choices| choices.get(0)) {
             let said = choice.get("delta").or_else(|| choice.get("message")).unwrap_or(choice);
-            let absent =
-                |key| said.get(key).is_none_or(|value| value.is_null() || *value == Value::Array(Vec::new()));
+            let absent = |key| {
+                said.get(key)
+                    .is_none_or(|value| value.is_null() || *value == Value::Array(Vec::new()))
+            };
             if !(absent("tool_calls") && absent("reasoning_content") && absent("reasoning")) {
                 return None;
             }
@@ -292,7 +304,10 @@ mod tests {
         let now = Instant::now();
         assert!(conversations.take(&key("b"), &next("good day"), now).is_none(), "another client");
         let (answer, decode) = conversations.take(&key("a"), &next("good day"), now).unwrap();
-        assert_eq!((answer.params.unwrap().remote_engine_id.as_deref(), &*decode), (Some("d"), "d:1"));
+        assert_eq!(
+            (answer.params.unwrap().remote_engine_id.as_deref(), &*decode),
+            (Some("d"), "d:1")
+        );
         assert!(conversations.take(&key("a"), &next("good day"), now).is_none(), "once");
     }
 
@@ -300,7 +315,8 @@ mod tests {
     fn another_text_is_not_continued() {
         let mut other = next("good day");
         other["messages"][0]["content"] = "hullo".into();
-        let mut bodies = vec![next("good night"), first(), other, serde_json::json!({"prompt": "hello"})];
+        let mut bodies =
+            vec![next("good night"), first(), other, serde_json::json!({"prompt": "hello"})];
         for key in ["model", "tools", "chat_template_kwargs", "cache_salt", "mm_processor_kwargs"] {
             let mut other = next("good day");
             other[key] = "another".into();
@@ -311,8 +327,12 @@ mod tests {
             assert!(conversations.take(&key("a"), &body, Instant::now()).is_none(), "{body}");
         }
         let mut same = next("good day");
-        (same["temperature"], same["max_tokens"], same["stream"]) = (0.5.into(), 9.into(), true.into());
-        assert!(conversations.take(&key("a"), &same, Instant::now()).is_some(), "the others ended nothing");
+        (same["temperature"], same["max_tokens"], same["stream"]) =
+            (0.5.into(), 9.into(), true.into());
+        assert!(
+            conversations.take(&key("a"), &same, Instant::now()).is_some(),
+            "the others ended nothing"
+        );
         let late = Instant::now() + HELD_FOR + Duration::from_secs(10);
         assert!(after_one_turn().take(&key("a"), &next("good day"), late).is_none());
     }
@@ -322,7 +342,8 @@ mod tests {
         let conversations = Conversations::default();
         let asked = serde_json::json!({"prompt": "Once"});
         let mut capture = Capture::new(&conversations, key("a"), &asked, false).unwrap();
-        let body = format!("{{\"choices\": [{{\"text\": \" upon\"}}], \"kv_transfer_params\": {PARAMS}}}");
+        let body =
+            format!("{{\"choices\": [{{\"text\": \" upon\"}}], \"kv_transfer_params\": {PARAMS}}}");
         let (one, other) = body.split_at(20);
         capture.push(one.as_bytes());
         capture.push(other.as_bytes());
@@ -344,7 +365,10 @@ mod tests {
             let mut capture = Capture::new(&conversations, key("a"), &first(), false).unwrap();
             capture.push(last.as_bytes());
             capture.keep("d:1");
-            assert!(conversations.take(&key("a"), &next("good day"), Instant::now()).is_none(), "{last}");
+            assert!(
+                conversations.take(&key("a"), &next("good day"), Instant::now()).is_none(),
+                "{last}"
+            );
         }
     }
 }

@@ -53,7 +53,10 @@ impl Live {
             upstream,
             admission,
             keys,
-            key_for_instances: setup.openai_api_key.as_ref().and_then(|key| headers::bearer(key.text())),
+            key_for_instances: setup
+                .openai_api_key
+                .as_ref()
+                .and_then(|key| headers::bearer(key.text())),
             setup: Arc::new(setup),
         })
     }

@@ -91,7 +91,9 @@ pub(crate) async fn completion(mut job: Job, asked: Asked) -> Ended {
         let Handover { sent, mut beside } = match handover {
             Ok(handover) => handover,
             Err(Missed::Answered(response)) => return Ok(job.pass_whole(*response)),
-            Err(Missed::Refused(error)) => return Err(job.refused(Refusal::bad_request(error.to_string()))),
+            Err(Missed::Refused(error)) => {
+                return Err(job.refused(Refusal::bad_request(error.to_string())));
+            }
             Err(Missed::Stopped) => return alone::completion(job, &asked, "prefill stopped").await,
             Err(Missed::Failed(fault)) => {
                 avoid_prefill.push(Arc::clone(&prefill_instance));
@@ -104,13 +106,14 @@ pub(crate) async fn completion(mut job: Job, asked: Asked) -> Ended {
         };
         // Decode instances one after the other, as long as none has accepted.
         loop {
-            let wanted = job.wanted(asked.prompt_tokens + asked.new_tokens, prefix, model, &avoid_decode);
+            let wanted =
+                job.wanted(asked.prompt_tokens + asked.new_tokens, prefix, model, &avoid_decode);
             let Some(decode) = turn.partner(&job, &prefill_instance, &wanted) else {
                 return match last {
                     Some((instance, fault)) => job.fail(&instance, fault),
-                    None => {
-                        Err(job.refused(Refusal::unavailable("no decode instance is up: try again later")))
-                    }
+                    None => Err(job.refused(Refusal::unavailable(
+                        "no decode instance is up: try again later",
+                    ))),
                 };
             };
             match race(&job, &decode, sent.clone(), &mut beside).await {
@@ -235,7 +238,8 @@ fn push(
 /// be taken for this one. vLLM strips an end of eight hexadecimal digits; this has eleven characters.
 fn own_id(id: &XRequestId) -> XRequestId {
     let random: String = random_id()[..5].iter().map(|byte| format!("{byte:02x}")).collect();
-    XRequestId::new(format!("{id}-k{random}")).unwrap_or_else(|_| XRequestId::from_random(random_id()))
+    XRequestId::new(format!("{id}-k{random}"))
+        .unwrap_or_else(|_| XRequestId::from_random(random_id()))
 }
 
 fn both(job: &Job, prefill: InFlight, legs: Legs, rank: Option<usize>, told: Told) -> Handover {
@@ -332,7 +336,8 @@ impl Told {
             Told::Rank if answer.finish_reason.as_deref() == Some("length") => Ok(()),
             Told::Rank => Err(Missed::Stopped),
             Told::Engine(told) => {
-                let engine = answer.params.as_ref().and_then(|params| params.remote_engine_id.as_deref());
+                let engine =
+                    answer.params.as_ref().and_then(|params| params.remote_engine_id.as_deref());
                 match engine {
                     Some(engine) if engine != told => Err(Missed::Failed(Fault::Broken(format!(
                         "its engine is {engine}, and the decode instance was told {told}"
@@ -357,8 +362,12 @@ struct ConversationTurn {
 
 impl ConversationTurn {
     fn of(job: &Job, asked: &Asked, body: &mut Value) -> Self {
-        let mut turn =
-            ConversationTurn { key: None, earlier: None, decode: None, dialect: Dialect::default() };
+        let mut turn = ConversationTurn {
+            key: None,
+            earlier: None,
+            decode: None,
+            dialect: Dialect::default(),
+        };
         let Some(id) = &asked.conversation else { return turn };
         if !job.live.fleet.pools.iter().any(|pool| pool.bidirectional) {
             return turn;
@@ -367,7 +376,9 @@ impl ConversationTurn {
             body.remove("conversation_id");
         }
         let key = Key::new(id, job.authorization.as_ref());
-        if let Some((answer, decode)) = job.core.conversations.take(&key, body, std::time::Instant::now()) {
+        if let Some((answer, decode)) =
+            job.core.conversations.take(&key, body, std::time::Instant::now())
+        {
             turn.earlier = Some((answer, Dialect::default()));
             turn.decode = Some(decode);
         }
@@ -400,8 +411,7 @@ mod tests {
 
     #[test]
     fn a_mooncake_prefill_ends_by_its_length() {
-        let mut body =
-            serde_json::json!({"prompt": "a", "stop": ["b"], "stop_token_ids": [1], "max_tokens": 1});
+        let mut body = serde_json::json!({"prompt": "a", "stop": ["b"], "stop_token_ids": [1], "max_tokens": 1});
         never_stops(&mut body);
         assert_eq!(body, serde_json::json!({"prompt": "a", "max_tokens": 1, "ignore_eos": true}));
         let stopped = Answer { finish_reason: Some("stop".to_owned()), ..Answer::default() };
@@ -423,7 +433,9 @@ mod tests {
         let params = kvx_connector::params::TransferParams::from_value(&params).unwrap();
         let answer = Answer { params: Some(params), finish_reason: None };
         assert!(Told::Engine("new".to_owned()).is_so(&answer).is_ok());
-        let Err(Missed::Failed(fault)) = Told::Engine("old".to_owned()).is_so(&answer) else { panic!() };
+        let Err(Missed::Failed(fault)) = Told::Engine("old".to_owned()).is_so(&answer) else {
+            panic!()
+        };
         assert!(fault.to_string().contains("engine is new"), "{fault}");
     }
 }

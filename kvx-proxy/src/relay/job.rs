@@ -81,7 +81,9 @@ impl Job {
         let trace = match headers::trace_id(&sent) {
             Some(trace) => trace.to_owned(),
             None => {
-                let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+                let hex = |bytes: &[u8]| {
+                    bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>()
+                };
                 let trace = hex(&random());
                 let value = format!("00-{trace}-{}-00", hex(&random()[..8]));
                 sent.insert(headers::TRACEPARENT, value.parse().expect("hexadecimal digits"));
@@ -90,7 +92,8 @@ impl Job {
             }
         };
         sent.insert(headers::REQUEST_ID, id.as_str().parse().expect("an id fits a header"));
-        let path = parts.uri.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/"));
+        let path =
+            parts.uri.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/"));
         let method = parts.method.clone();
         let mut record = Record::new(
             Arc::clone(core),
@@ -145,9 +148,8 @@ impl Job {
                     "{waiting} requests wait already: try again later"
                 ))))
             }
-            Err(Denied::Waited) => {
-                Err(self.refused(Refusal::unavailable("too many requests are at work: try again later")))
-            }
+            Err(Denied::Waited) => Err(self
+                .refused(Refusal::unavailable("too many requests are at work: try again later"))),
         }
     }
 
@@ -193,10 +195,12 @@ impl Job {
         let until = until.min(self.until);
         let sent = sent.for_rank(instance.instance.next_rank());
         let answered =
-            legs::answer(&self.core, &self.live, instance, self.method.clone(), sent, kind, until).await;
+            legs::answer(&self.core, &self.live, instance, self.method.clone(), sent, kind, until)
+                .await;
         if let Err(fault) = &answered {
             // What is only passed on may be unknown to every instance.
-            let is_answer = kind == AnswerKind::Any && matches!(fault, Fault::Busy(_) | Fault::Status(_));
+            let is_answer =
+                kind == AnswerKind::Any && matches!(fault, Fault::Busy(_) | Fault::Status(_));
             if !is_answer && !self.has_had_its_time(fault) {
                 self.core.blame(&self.live, &instance.instance, fault);
             }
@@ -226,8 +230,14 @@ impl Job {
         capture: Option<super::conversation::Capture>,
     ) -> Response<Body> {
         self.record.decode(decode.instance.name());
-        let held =
-            HeldByAnswer { live: self.live, decode, prefill, capture, _place: self.place, until: self.until };
+        let held = HeldByAnswer {
+            live: self.live,
+            decode,
+            prefill,
+            capture,
+            _place: self.place,
+            until: self.until,
+        };
         pass(opened, self.record, held)
     }
 

@@ -141,8 +141,10 @@ async fn prefill_answer(
     }
     let value: Value = serde_json::from_slice(&body)
         .map_err(|_| failed(Fault::Broken("its answer with status 200 is no JSON".to_owned())))?;
-    let answer = Answer::from_body(&value).map_err(|error| failed(Fault::Broken(error.to_string())))?;
-    let flat = value.pointer("/kv_transfer_params/remote_block_ids/0").is_some_and(Value::is_number);
+    let answer =
+        Answer::from_body(&value).map_err(|error| failed(Fault::Broken(error.to_string())))?;
+    let flat =
+        value.pointer("/kv_transfer_params/remote_block_ids/0").is_some_and(Value::is_number);
     Ok((answer, if flat { Dialect::V0_16 } else { Dialect::default() }))
 }
 
@@ -168,7 +170,9 @@ impl PrefillTask {
         let Some(task) = &mut self.0 else { return std::future::pending().await };
         let ended = task.await;
         self.0 = None;
-        ended.unwrap_or_else(|_| Err(PrefillEnd::Failed(Fault::Broken("the leg was given up".to_owned()))))
+        ended.unwrap_or_else(|_| {
+            Err(PrefillEnd::Failed(Fault::Broken("the leg was given up".to_owned())))
+        })
     }
 
     /// Lets it come to its own end.
@@ -200,13 +204,18 @@ pub(crate) async fn answer(
     let span = tracing::info_span!("decode", instance = instance.name());
     let opened = async {
         let upstream = &live.upstream;
-        let response =
-            upstream.send(&instance.setup, method, &sent.path, sent.headers, sent.body, until).await?;
+        let response = upstream
+            .send(&instance.setup, method, &sent.path, sent.headers, sent.body, until)
+            .await?;
         open(response, kind, until).await
     };
     match opened.instrument(span).await {
         Ok(opened) => {
-            timed.ended(if opened.parts.status.is_success() && !opened.is_error { "ok" } else { "status" });
+            timed.ended(if opened.parts.status.is_success() && !opened.is_error {
+                "ok"
+            } else {
+                "status"
+            });
             Ok(opened)
         }
         Err(fault) => {

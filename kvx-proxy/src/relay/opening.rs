@@ -44,10 +44,9 @@ pub(crate) struct Opened {
 }
 
 fn content_type_is(headers: &HeaderMap, wanted: &str) -> bool {
-    headers
-        .get(CONTENT_TYPE)
-        .and_then(|value| value.to_str().ok())
-        .is_some_and(|value| value.split(';').next().unwrap_or_default().trim().eq_ignore_ascii_case(wanted))
+    headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).is_some_and(|value| {
+        value.split(';').next().unwrap_or_default().trim().eq_ignore_ascii_case(wanted)
+    })
 }
 
 /// Waits for the beginning of an answer: the first whole event of a stream, the end of anything else that is short.
@@ -119,5 +118,13 @@ pub(crate) async fn open(
         }
     }
     let is_error = events.is_some() && sse::opens_with_failure(&first);
-    Ok(Opened { parts, first, rest, events, wants_done, is_turn: kind == AnswerKind::Turn, is_error })
+    Ok(Opened {
+        parts,
+        first,
+        rest,
+        events,
+        wants_done,
+        is_turn: kind == AnswerKind::Turn,
+        is_error,
+    })
 }

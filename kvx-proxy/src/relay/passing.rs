@@ -100,7 +100,13 @@ pub(crate) fn pass(opened: Opened, mut record: Record, mut held: HeldByAnswer) -
 
 impl HeldByAnswer {
     /// The answer has ended, with what its events have said.
-    fn end(mut self, mut record: Record, outcome: RequestOutcome, status: u16, events: Option<&WholeEvents>) {
+    fn end(
+        mut self,
+        mut record: Record,
+        outcome: RequestOutcome,
+        status: u16,
+        events: Option<&WholeEvents>,
+    ) {
         let instance = &self.decode.instance;
         if events.is_some_and(WholeEvents::has_failed) {
             record.core().blame_for(
@@ -188,10 +194,14 @@ impl Passing {
         drop((record, held));
         match &self.events {
             Some(events) => {
-                let kind =
-                    if outcome == RequestOutcome::Timeout { "upstream_timeout" } else { "upstream_error" };
+                let kind = if outcome == RequestOutcome::Timeout {
+                    "upstream_timeout"
+                } else {
+                    "upstream_error"
+                };
                 let code = if outcome == RequestOutcome::Timeout { 504 } else { 502 };
-                let event = [events.gap().as_bytes(), &sse::error_event(&message, kind, code)].concat();
+                let event =
+                    [events.gap().as_bytes(), &sse::error_event(&message, kind, code)].concat();
                 Poll::Ready(Some(Ok(Frame::data(event.into()))))
             }
             None => Poll::Ready(Some(Err(std::io::Error::other(message)))),
@@ -243,7 +253,11 @@ impl hyper::body::Body for Passing {
                 Poll::Pending => return this.poll_time(cx),
                 Poll::Ready(None) => return this.end(),
                 Poll::Ready(Some(Err(error))) => {
-                    return this.break_off(RequestOutcome::BrokenOff, &words(&error), Some(Reason::Errors));
+                    return this.break_off(
+                        RequestOutcome::BrokenOff,
+                        &words(&error),
+                        Some(Reason::Errors),
+                    );
                 }
                 Poll::Ready(Some(Ok(frame))) => frame.into_data().unwrap_or_default(),
             };

@@ -30,7 +30,12 @@ impl Refusal {
 
     /// The client's mistake.
     pub(crate) fn bad_request(message: impl Into<String>) -> Self {
-        Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", RequestOutcome::ClientError, message)
+        Self::new(
+            StatusCode::BAD_REQUEST,
+            "invalid_request_error",
+            RequestOutcome::ClientError,
+            message,
+        )
     }
 
     /// A client's mistake with a status of its own.
@@ -61,7 +66,10 @@ impl Refusal {
 
     /// Never again on this connection.
     pub(crate) fn draining() -> Self {
-        Refusal { close: true, ..Self::unavailable("this proxy takes no more requests: it is about to end") }
+        Refusal {
+            close: true,
+            ..Self::unavailable("this proxy takes no more requests: it is about to end")
+        }
     }
 
     /// No time is left.
@@ -74,7 +82,12 @@ impl Refusal {
         let message = format!("instance {instance} {fault}");
         match fault {
             Fault::Late(_) | Fault::Unreached(_) => Self::timeout(message),
-            _ => Self::new(StatusCode::BAD_GATEWAY, "upstream_error", RequestOutcome::UpstreamError, message),
+            _ => Self::new(
+                StatusCode::BAD_GATEWAY,
+                "upstream_error",
+                RequestOutcome::UpstreamError,
+                message,
+            ),
         }
     }
 

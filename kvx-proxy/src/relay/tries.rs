@@ -21,14 +21,15 @@ impl Budget {
     /// A request has come.
     pub(crate) fn deposit(&self, share: f64) {
         let share = (share * 1000.0) as i64;
-        let _ = self
-            .thousandths
-            .fetch_update(Relaxed, Relaxed, |have| (have < MOST).then_some((have + share).min(MOST)));
+        let _ = self.thousandths.fetch_update(Relaxed, Relaxed, |have| {
+            (have < MOST).then_some((have + share).min(MOST))
+        });
     }
 
     fn take(&self) -> bool {
-        let taken =
-            self.thousandths.fetch_update(Relaxed, Relaxed, |have| (have >= 1000).then_some(have - 1000));
+        let taken = self
+            .thousandths
+            .fetch_update(Relaxed, Relaxed, |have| (have >= 1000).then_some(have - 1000));
         taken.is_ok()
     }
 }

@@ -1,8 +1,9 @@
 //! Which headers travel, and which decide something and do not.
 
 use hyper::header::{
-    ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderMap, HeaderName,
-    HeaderValue, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
+    ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderMap,
+    HeaderName, HeaderValue, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER,
+    TRANSFER_ENCODING, UPGRADE,
 };
 use kvx_connector::params::{X_REQUEST_ID, XRequestId};
 
@@ -62,7 +63,8 @@ pub(crate) fn for_instances(
     key_was_ours: bool,
 ) -> HeaderMap {
     drop_hop_by_hop(&mut headers);
-    let named: Vec<HeaderName> = headers.keys().filter(|name| names_a_host(name.as_str())).cloned().collect();
+    let named: Vec<HeaderName> =
+        headers.keys().filter(|name| names_a_host(name.as_str())).cloned().collect();
     for name in named.iter().chain(&[HOST, CONTENT_LENGTH, EXPECT]) {
         headers.remove(name);
     }
@@ -108,9 +110,11 @@ pub(crate) fn request_id(headers: &HeaderMap) -> Result<Option<XRequestId>, Stri
 pub(crate) fn trace_id(headers: &HeaderMap) -> Option<&str> {
     let text = headers.get(TRACEPARENT)?.to_str().ok()?;
     let mut parts = text.split('-');
-    let (version, trace, span, flags) = (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
+    let (version, trace, span, flags) =
+        (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
     let hex = |text: &str, length| {
-        text.len() == length && text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
+        text.len() == length
+            && text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
     };
     let zero = |text: &str| text.bytes().all(|byte| byte == b'0');
     let whole = hex(version, 2) && hex(trace, 32) && hex(span, 16) && hex(flags, 2);
@@ -138,7 +142,10 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     let sent = for_instances(headers, bearer("k").as_ref(), false);
     assert!(sent.contains_key(AUTHORIZATION));
     for name in sent.keys() {
-        assert!(!HOP_BY_HOP.contains(name) && *name != HOST && !names_a_host(name.as_str()), "{name}");
+        assert!(
+            !HOP_BY_HOP.contains(name) && *name != HOST && !names_a_host(name.as_str()),
+            "{name}"
+        );
     }
 }
 
@@ -186,19 +193,28 @@ mod tests {
         let ours = bearer("ours").unwrap();
         let client = headers(&[("authorization", "Bearer c")]);
         let of = |headers: HeaderMap, was_ours| {
-            for_instances(headers, Some(&ours), was_ours)[AUTHORIZATION].to_str().unwrap().to_owned()
+            for_instances(headers, Some(&ours), was_ours)[AUTHORIZATION]
+                .to_str()
+                .unwrap()
+                .to_owned()
         };
         assert_eq!(of(HeaderMap::new(), false), "Bearer ours");
         assert_eq!(of(client.clone(), false), "Bearer c");
         assert_eq!(of(client.clone(), true), "Bearer ours");
-        assert!(!for_instances(client, None, true).contains_key(AUTHORIZATION), "it opens this proxy");
+        assert!(
+            !for_instances(client, None, true).contains_key(AUTHORIZATION),
+            "it opens this proxy"
+        );
         assert!(format!("{ours:?}").contains("Sensitive"));
     }
 
     #[test]
     fn traces_are_recognised() {
         let good = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
-        assert_eq!(trace_id(&headers(&[("traceparent", good)])), Some("4bf92f3577b34da6a3ce929d0e0e4736"));
+        assert_eq!(
+            trace_id(&headers(&[("traceparent", good)])),
+            Some("4bf92f3577b34da6a3ce929d0e0e4736")
+        );
         for bad in [
             "00-4BF92F3577B34DA6A3CE929D0E0E4736-00f067aa0ba902b7-01",
             "00-00000000000000000000000000000000-00f067aa0ba902b7-01",

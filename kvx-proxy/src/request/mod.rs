@@ -73,7 +73,9 @@ impl Asked {
                 + match value {
                     Value::String(text) => text.len(),
                     Value::Array(list) => list.iter().map(of).sum(),
-                    Value::Object(map) => map.iter().map(|(key, value)| 64 + key.len() + of(value)).sum(),
+                    Value::Object(map) => {
+                        map.iter().map(|(key, value)| 64 + key.len() + of(value)).sum()
+                    }
                     _ => 0,
                 }
         }
@@ -138,8 +140,9 @@ impl Passed {
         if body.is_empty() || is_form {
             return Ok(Passed { body, ..Passed::default() });
         }
-        let value = serde_json::from_slice(&body)
-            .map_err(|error| format!("the body is no JSON ({error}); send JSON or multipart/form-data"))?;
+        let value = serde_json::from_slice(&body).map_err(|error| {
+            format!("the body is no JSON ({error}); send JSON or multipart/form-data")
+        })?;
         let Value::Object(mut map) = value else { return Ok(Passed { body, ..Passed::default() }) };
         let text = |key| map.get(key).and_then(Value::as_str).map(str::to_owned);
         let (model, before) = (text("model"), text("previous_response_id"));
@@ -164,7 +167,9 @@ pub(crate) fn plain_path(path: &str) -> Result<(), String> {
     });
     let dots = path.split('/').any(|part| matches!(part, "." | ".."));
     match escaped || dots || path.contains("//") {
-        true => Err(format!("{path} can be read as another path; write it without escapes, // and ..")),
+        true => {
+            Err(format!("{path} can be read as another path; write it without escapes, // and .."))
+        }
         false => Ok(()),
     }
 }
@@ -266,7 +271,9 @@ impl<'a> Prompt<'a> {
             Prompt::None => 1,
             Prompt::Value(value) => of(value).max(1),
             // Roles and the template's own marks.
-            Prompt::Messages(messages) => messages.iter().map(|one| message(one) + 4).sum::<u64>().max(1),
+            Prompt::Messages(messages) => {
+                messages.iter().map(|one| message(one) + 4).sum::<u64>().max(1)
+            }
         }
     }
 
@@ -277,8 +284,12 @@ impl<'a> Prompt<'a> {
         fn text(value: &Value, most: usize, into: &mut Vec<u8>) {
             let left = most.saturating_sub(into.len());
             match value {
-                Value::String(text) => into.extend_from_slice(&text.as_bytes()[..text.len().min(left)]),
-                Value::Number(id) => into.extend_from_slice(&(id.as_u64().unwrap_or(0) as u32).to_le_bytes()),
+                Value::String(text) => {
+                    into.extend_from_slice(&text.as_bytes()[..text.len().min(left)])
+                }
+                Value::Number(id) => {
+                    into.extend_from_slice(&(id.as_u64().unwrap_or(0) as u32).to_le_bytes())
+                }
                 Value::Array(list) => list.iter().take(most).for_each(|one| {
                     if into.len() < most {
                         text(one, most, into);
@@ -314,7 +325,9 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     let sent = Passed::new(Bytes::copy_from_slice(bytes), false).unwrap_or_default().body;
     let clean = |value: &Value| {
         assert!(value.get("kv_transfer_params").is_none());
-        assert!(value.get("vllm_xargs").is_none_or(|nested| nested.get("kv_transfer_params").is_none()));
+        assert!(
+            value.get("vllm_xargs").is_none_or(|nested| nested.get("kv_transfer_params").is_none())
+        );
     };
     if let Ok(value) = serde_json::from_slice::<Value>(&sent) {
         clean(&value);
@@ -347,7 +360,10 @@ mod tests {
             (serde_json::json!({"prompt": [[1, 2]]}), None),
             (serde_json::json!({"messages": [{"role": "user", "content": "a"}], "n": 1}), None),
             (serde_json::json!({"prompt": "a", "n": null, "echo": true, "logprobs": null}), None),
-            (serde_json::json!({"prompt": "a", "min_tokens": 5, "max_tokens": 5, "logprobs": 3}), None),
+            (
+                serde_json::json!({"prompt": "a", "min_tokens": 5, "max_tokens": 5, "logprobs": 3}),
+                None,
+            ),
             (serde_json::json!({"prompt": ["a", "b"]}), Some("prompt list")),
             (serde_json::json!({"prompt": [[1], [2]]}), Some("prompt list")),
             (serde_json::json!({"prompt": []}), Some("prompt list")),
@@ -356,10 +372,16 @@ mod tests {
             (serde_json::json!({"prompt": "a", "best_of": 4}), Some("best_of")),
             (serde_json::json!({"prompt": "a", "use_beam_search": true}), Some("use_beam_search")),
             (serde_json::json!({"prompt": "a", "prompt_logprobs": 0}), Some("prompt_logprobs")),
-            (serde_json::json!({"prompt": "a", "echo": true, "logprobs": 0}), Some("echo with logprobs")),
+            (
+                serde_json::json!({"prompt": "a", "echo": true, "logprobs": 0}),
+                Some("echo with logprobs"),
+            ),
             (serde_json::json!({"prompt": "a", "max_tokens": 0}), Some("max_tokens")),
             (serde_json::json!({"prompt": "a", "max_tokens": "x"}), Some("max_tokens")),
-            (serde_json::json!({"prompt": "a", "max_tokens": 4, "min_tokens": 5}), Some("min_tokens")),
+            (
+                serde_json::json!({"prompt": "a", "max_tokens": 4, "min_tokens": 5}),
+                Some("min_tokens"),
+            ),
             (serde_json::json!({"prompt": "a", "stream_options": {}}), Some("stream_options")),
             (serde_json::json!({"prompt": "a", "stream": 1}), Some("stream")),
             (serde_json::json!({"messages": []}), Some("no prompt")),
@@ -385,12 +407,14 @@ mod tests {
 
     #[test]
     fn what_only_an_engine_can_read_is_not_passed_on() {
-        let deep = [&b"{\"x\": "[..], &[b'['; 200], &[b']'; 200], b", \"kv_transfer_params\": 1}"].concat();
+        let deep = [&b"{\"x\": "[..], &[b'['; 200], &[b']'; 200], b", \"kv_transfer_params\": 1}"]
+            .concat();
         let utf16: Vec<u8> =
             r#"{"kv_transfer_params": 1}"#.encode_utf16().flat_map(u16::to_le_bytes).collect();
         let lone = br#"{"x": "\ud800", "kv_transfer_params": 1}"#;
         let nan = br#"{"x": NaN, "kv_transfer_params": 1}"#;
-        for body in [&nan[..], br#"{"x": Infinity, "kv_transfer_params": 1}"#, lone, &utf16, &deep] {
+        for body in [&nan[..], br#"{"x": Infinity, "kv_transfer_params": 1}"#, lone, &utf16, &deep]
+        {
             let body = Bytes::copy_from_slice(body);
             assert!(Passed::new(body.clone(), false).is_err(), "{}", body.escape_ascii());
             assert_eq!(Passed::new(body.clone(), true).unwrap().body, body);
@@ -419,8 +443,7 @@ mod tests {
 
     #[test]
     fn numbers_travel_as_they_are() {
-        let text =
-            r#"{"prompt":"a","seed":18446744073709551615,"temperature":0.30000000000000004,"top_p":0.1}"#;
+        let text = r#"{"prompt":"a","seed":18446744073709551615,"temperature":0.30000000000000004,"top_p":0.1}"#;
         let asked = Asked::new(text.as_bytes()).unwrap();
         assert_eq!(&asked.bytes()[..], text.as_bytes());
     }
@@ -428,7 +451,10 @@ mod tests {
     #[test]
     fn lengths_are_estimated() {
         assert_eq!(asked(serde_json::json!({"prompt": "x".repeat(400)})).prompt_tokens, 100);
-        assert_eq!(asked(serde_json::json!({"prompt": [[5, 6, 7]], "max_tokens": 9})).new_tokens, 9);
+        assert_eq!(
+            asked(serde_json::json!({"prompt": [[5, 6, 7]], "max_tokens": 9})).new_tokens,
+            9
+        );
         assert_eq!(asked(serde_json::json!({"prompt": [5, 6, 7]})).prompt_tokens, 3);
         let image = serde_json::json!({"messages": [{"role": "user", "content": [
             {"type": "text", "text": "what is this?"}, {"type": "image_url", "image_url": {"url": "x".repeat(9999)}}]}]});

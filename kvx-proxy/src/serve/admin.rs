@@ -90,7 +90,10 @@ struct Where {
     pool: Option<String>,
 }
 
-async fn body_of(core: &Core, request: Request<Body>) -> Result<serde_json::Map<String, Value>, Refusal> {
+async fn body_of(
+    core: &Core,
+    request: Request<Body>,
+) -> Result<serde_json::Map<String, Value>, Refusal> {
     let (parts, body) = request.into_parts();
     admitted(core, &parts.headers)?;
     let time = core.live().setup.limits.body_time;
@@ -126,7 +129,9 @@ impl Where {
             None => (!pools.is_empty()).then_some(0),
         };
         let names: Vec<&str> = pools.iter().map(|pool| pool.name.as_str()).collect();
-        pool.ok_or_else(|| Refusal::bad_request(format!("there is no such pool; there are {names:?}")))
+        pool.ok_or_else(|| {
+            Refusal::bad_request(format!("there is no such pool; there are {names:?}"))
+        })
     }
 }
 
@@ -148,19 +153,23 @@ pub(super) async fn add(State(core): State<Arc<Core>>, request: Request<Body>) -
     answer(changed.await)
 }
 
-pub(super) async fn remove(State(core): State<Arc<Core>>, request: Request<Body>) -> Response<Body> {
+pub(super) async fn remove(
+    State(core): State<Arc<Core>>,
+    request: Request<Body>,
+) -> Response<Body> {
     let changed = async {
         let (place, table) = read(body_of(&core, request).await?)?;
         let role = place.role;
-        let setup =
-            InstanceSetup::new(&table.url).map_err(|error| Refusal::bad_request(error.to_string()))?;
+        let setup = InstanceSetup::new(&table.url)
+            .map_err(|error| Refusal::bad_request(error.to_string()))?;
         let name = setup.name();
         core.change_fleet(|fleet| {
             let pool = place.pool_in(fleet)?;
             match fleet.find(pool, role, name) {
                 Some(_) => Ok(fleet.without(pool, role, name)),
                 None => {
-                    let words = format!("there is no {} instance {name} in that pool", role.as_str());
+                    let words =
+                        format!("there is no {} instance {name} in that pool", role.as_str());
                     Err(Refusal::client(StatusCode::NOT_FOUND, words))
                 }
             }
@@ -180,7 +189,8 @@ mod tests {
     fn a_pool_is_found_in_the_fleet_that_is_changed() {
         let fleet = |text: &str| Fleet::new(&crate::Setup::from_toml(text).unwrap(), None);
         let place = Where { role: Role::Decode, pool: Some("b".to_owned()) };
-        let pool = |name: &str| format!("[[pool]]\nname = '{name}'\ndecode = ['http://{name}:1']\n");
+        let pool =
+            |name: &str| format!("[[pool]]\nname = '{name}'\ndecode = ['http://{name}:1']\n");
         assert_eq!(place.pool_in(&fleet(&(pool("a") + &pool("b")))).unwrap(), 1);
         assert_eq!(place.pool_in(&fleet(&pool("b"))).unwrap(), 0);
         assert!(place.pool_in(&fleet(&pool("a"))).is_err());

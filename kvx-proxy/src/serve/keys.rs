@@ -29,7 +29,8 @@ impl Keys {
     /// Reads a file with a key a line; empty lines and those with `#` in front are none. Others must not be able to
     /// read it.
     pub(crate) fn from_file(path: &Path) -> Result<Self> {
-        let failed = |error| Error::io(format_args!("cannot read the keys in {}", path.display()), error);
+        let failed =
+            |error| Error::io(format_args!("cannot read the keys in {}", path.display()), error);
         let mut file = File::open(path).map_err(failed)?;
         let mode = file.metadata().map_err(failed)?.mode() & 0o7777;
         if mode & 0o077 != 0 {
@@ -48,7 +49,8 @@ impl Keys {
     }
 
     fn from_text(text: &str) -> Self {
-        let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+        let lines =
+            text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
         Keys(lines.map(|line| hash(line.as_bytes())).collect())
     }
 
@@ -99,7 +101,9 @@ mod tests {
             headers
         };
         assert!(keys.admit(&with("Bearer one")) && keys.admit(&with("bearer  two")));
-        for wrong in ["Bearer", "Bearer ", "Bearer on", "Bearer onee", "Basic one", "one", "Bearer # keys"] {
+        for wrong in
+            ["Bearer", "Bearer ", "Bearer on", "Bearer onee", "Basic one", "one", "Bearer # keys"]
+        {
             assert!(!keys.admit(&with(wrong)), "{wrong}");
         }
         assert!(!keys.admit(&HeaderMap::new()));

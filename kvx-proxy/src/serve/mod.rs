@@ -94,7 +94,9 @@ pub(crate) fn acceptor(setup: &Setup) -> Result<Acceptor> {
 pub(crate) async fn listen(setup: &Setup) -> Result<TcpListener> {
     let host = setup.host.trim_start_matches('[').trim_end_matches(']');
     let listener = TcpListener::bind((host, setup.port)).await;
-    listener.map_err(|error| Error::io(format_args!("cannot listen on {}:{}", setup.host, setup.port), error))
+    listener.map_err(|error| {
+        Error::io(format_args!("cannot listen on {}:{}", setup.host, setup.port), error)
+    })
 }
 
 impl Handle {
@@ -187,7 +189,10 @@ impl Proxy {
             builder: http2_connections(&limits),
             service: TowerToHyperService::new(taken_in_time(router.clone(), &self.core)),
         };
-        let http1 = Http1 { builder: http1_connections(&limits), service: TowerToHyperService::new(router) };
+        let http1 = Http1 {
+            builder: http1_connections(&limits),
+            service: TowerToHyperService::new(router),
+        };
         let places = Arc::new(Semaphore::new(limits.connections.min(Semaphore::MAX_PERMITS)));
         let closing = Sender::new(false);
         let accept = async {
@@ -338,7 +343,12 @@ impl Serving {
             false => {
                 let connection = self.http1.builder.serve_connection(io, self.http1.service);
                 let connection = connection.with_upgrades();
-                until_closing(connection, self.closing, http1::UpgradeableConnection::graceful_shutdown).await
+                until_closing(
+                    connection,
+                    self.closing,
+                    http1::UpgradeableConnection::graceful_shutdown,
+                )
+                .await
             }
         };
         if let Err(error) = ended {

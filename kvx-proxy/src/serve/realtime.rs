@@ -60,10 +60,14 @@ pub(super) async fn realtime(job: Job, client: OnUpgrade) -> Ended {
     }
     let mut avoid = Vec::new();
     loop {
-        let Some(decode) = fleet.choose_alone_that(&job.wanted(TOKENS, 0, model, &avoid), opens) else {
-            return Err(job.refused(Refusal::unavailable("no decode instance is up: try again later")));
+        let Some(decode) = fleet.choose_alone_that(&job.wanted(TOKENS, 0, model, &avoid), opens)
+        else {
+            return Err(
+                job.refused(Refusal::unavailable("no decode instance is up: try again later"))
+            );
         };
-        let fault = match job.answer(&decode, sent.clone(), AnswerKind::Any, job.first_byte()).await {
+        let fault = match job.answer(&decode, sent.clone(), AnswerKind::Any, job.first_byte()).await
+        {
             Ok(opened) if opened.parts.status == StatusCode::SWITCHING_PROTOCOLS => {
                 return switch(job, decode, opened, client);
             }
@@ -81,7 +85,8 @@ pub(super) async fn realtime(job: Job, client: OnUpgrade) -> Ended {
 fn switch(mut job: Job, decode: InFlight, opened: Opened, client: OnUpgrade) -> Ended {
     let mut parts = opened.parts;
     let Some(instance) = parts.extensions.remove::<OnUpgrade>() else {
-        return job.fail(decode.instance.name(), Fault::Broken("it opened no WebSocket".to_owned()));
+        return job
+            .fail(decode.instance.name(), Fault::Broken("it opened no WebSocket".to_owned()));
     };
     decode.instance.state.succeeded();
     headers::drop_hop_by_hop(&mut parts.headers);
@@ -112,8 +117,18 @@ async fn carry(mut job: Job, decode: InFlight, client: OnUpgrade, instance: OnUp
         let (client_says, to_client) = split(TokioIo::new(client));
         let (instance_says, to_instance) = split(TokioIo::new(instance));
         tokio::try_join!(
-            copy(client_says, to_instance, &up, [RequestOutcome::ClientGone, RequestOutcome::BrokenOff]),
-            copy(instance_says, to_client, &down, [RequestOutcome::BrokenOff, RequestOutcome::ClientGone]),
+            copy(
+                client_says,
+                to_instance,
+                &up,
+                [RequestOutcome::ClientGone, RequestOutcome::BrokenOff]
+            ),
+            copy(
+                instance_says,
+                to_client,
+                &down,
+                [RequestOutcome::BrokenOff, RequestOutcome::ClientGone]
+            ),
         )
     };
     let outcome = tokio::select! {

@@ -44,7 +44,11 @@ pub(crate) fn router(core: Arc<Core>) -> Router {
 }
 
 /// A key, where keys are needed.
-async fn admit(State(core): Shared, request: Request<Body>, next: middleware::Next) -> Response<Body> {
+async fn admit(
+    State(core): Shared,
+    request: Request<Body>,
+    next: middleware::Next,
+) -> Response<Body> {
     let keys = core.live().keys.clone();
     match keys {
         Some(keys) if !keys.admit(request.headers()) => {
@@ -95,7 +99,8 @@ async fn body_of(live: &Live, headers: &HeaderMap, body: Body) -> Result<(Bytes,
             format!("the body is longer than {} bytes, which is this proxy's limit", limits.body),
         )
     };
-    let told = headers.get(CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
+    let told =
+        headers.get(CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
     if told.is_some_and(|told| told > limits.body as u64) {
         return Err(too_long());
     }
@@ -105,7 +110,9 @@ async fn body_of(live: &Live, headers: &HeaderMap, body: Body) -> Result<(Bytes,
         while let Some(frame) = body.frame().await {
             let data = match frame {
                 Ok(frame) => frame.into_data().unwrap_or_default(),
-                Err(error) if error.is::<http_body_util::LengthLimitError>() => return Err(too_long()),
+                Err(error) if error.is::<http_body_util::LengthLimitError>() => {
+                    return Err(too_long());
+                }
                 Err(_) => return Err(Refusal::bad_request("the body broke off")),
             };
             if !admission.widen(&mut room, read.len() + data.len()) {
@@ -125,7 +132,11 @@ async fn body_of(live: &Live, headers: &HeaderMap, body: Body) -> Result<(Bytes,
 }
 
 /// Works on a request within its span, until this proxy has to end.
-async fn until_the_end(core: &Core, span: Span, work: impl Future<Output = Ended>) -> Response<Body> {
+async fn until_the_end(
+    core: &Core,
+    span: Span,
+    work: impl Future<Output = Ended>,
+) -> Response<Body> {
     let mut end = core.end.subscribe();
     tokio::select! {
         ended = work.instrument(span) => respond(ended),
@@ -203,7 +214,10 @@ async fn pass(State(core): Shared, request: Request<Body>) -> Response<Body> {
         return refuse(&core, &Refusal::client(StatusCode::NOT_FOUND, words));
     }
     if matches!(path.as_str(), "/v1/completions" | "/v1/chat/completions") {
-        return refuse(&core, &Refusal::client(StatusCode::METHOD_NOT_ALLOWED, format!("{path} takes POST")));
+        return refuse(
+            &core,
+            &Refusal::client(StatusCode::METHOD_NOT_ALLOWED, format!("{path} takes POST")),
+        );
     }
     let job = match Job::begin(&core, &parts) {
         Ok(job) => job,
@@ -218,18 +232,22 @@ async fn pass(State(core): Shared, request: Request<Body>) -> Response<Body> {
         };
         match websocket {
             Some(client) if body.is_empty() => return realtime::realtime(job, client).await,
-            Some(_) => return Err(job.refused(Refusal::bad_request("a WebSocket begins without a body"))),
+            Some(_) => {
+                return Err(job.refused(Refusal::bad_request("a WebSocket begins without a body")));
+            }
             None => {}
         }
         let form = parts.headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
-        let is_form = form.is_some_and(|kind| kind.to_ascii_lowercase().starts_with("multipart/form-data"));
+        let is_form =
+            form.is_some_and(|kind| kind.to_ascii_lowercase().starts_with("multipart/form-data"));
         let asked = match Passed::new(body, is_form) {
             Ok(asked) => asked,
             Err(words) => return Err(job.refused(Refusal::bad_request(words))),
         };
         // A stored response is asked of the instance that stored it.
         let named = path.strip_prefix("/v1/responses/").and_then(|rest| rest.split('/').next());
-        let stored_by = named.or(asked.before.as_deref()).and_then(|response| core.stored_by(response));
+        let stored_by =
+            named.or(asked.before.as_deref()).and_then(|response| core.stored_by(response));
         let mut job = job.admit().await?;
         job.record.model(asked.model.as_deref());
         alone::passed(job, asked, stored_by).await
@@ -280,7 +298,9 @@ async fn healthcheck(State(core): Shared) -> Response<Body> {
 async fn ready(State(core): Shared) -> Response<Body> {
     let words = match core.is_draining() {
         true => "this proxy is about to end",
-        false if !core.live().fleet.is_ready() => "no prefill instance and decode instance are up together",
+        false if !core.live().fleet.is_ready() => {
+            "no prefill instance and decode instance are up together"
+        }
         false => return json(StatusCode::OK, &serde_json::json!({"ready": true})),
     };
     json(StatusCode::SERVICE_UNAVAILABLE, &serde_json::json!({"ready": false, "why": words}))
@@ -298,12 +318,19 @@ mod tests {
 
     #[test]
     fn only_paths_of_clients_are_passed() {
-        for path in ["/v1/embeddings", "/tokenize", "/v1/responses/resp_1", "/v1/messages", "/version"] {
+        for path in
+            ["/v1/embeddings", "/tokenize", "/v1/responses/resp_1", "/v1/messages", "/version"]
+        {
             assert!(is_passed(path), "{path}");
         }
-        for path in
-            ["/reset_prefix_cache", "/sleep", "/v1/load_lora_adapter", "/v1", "/instances/x", "/server_info"]
-        {
+        for path in [
+            "/reset_prefix_cache",
+            "/sleep",
+            "/v1/load_lora_adapter",
+            "/v1",
+            "/instances/x",
+            "/server_info",
+        ] {
             assert!(!is_passed(path), "{path}");
         }
     }

@@ -33,23 +33,34 @@ impl<T> Unstalled<T> {
             return polled;
         }
         let patience = self.patience;
-        let sleep =
-            self.sleep.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(Instant::now() + patience)));
+        let sleep = self
+            .sleep
+            .get_or_insert_with(|| Box::pin(tokio::time::sleep_until(Instant::now() + patience)));
         match sleep.as_mut().poll(cx) {
             Poll::Pending => Poll::Pending,
-            Poll::Ready(()) => Poll::Ready(Err(Error::new(ErrorKind::TimedOut, "the client reads nothing"))),
+            Poll::Ready(()) => {
+                Poll::Ready(Err(Error::new(ErrorKind::TimedOut, "the client reads nothing")))
+            }
         }
     }
 }
 
 impl<T: AsyncRead + Unpin> AsyncRead for Unstalled<T> {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<Result<()>> {
         Pin::new(&mut self.inner).poll_read(cx, buf)
     }
 }
 
 impl<T: AsyncWrite + Unpin> AsyncWrite for Unstalled<T> {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<Result<usize>> {
         let polled = Pin::new(&mut self.inner).poll_write(cx, buf);
         self.timed(polled, cx)
     }
@@ -173,7 +184,10 @@ impl hyper::body::Body for Untaken {
         taken.waker = Some(cx.waker().clone());
         let Some(body) = &mut taken.body else {
             let words = "the client has taken nothing of this answer for too long";
-            return Poll::Ready(Some(Err(axum::Error::new(Error::new(ErrorKind::TimedOut, words)))));
+            return Poll::Ready(Some(Err(axum::Error::new(Error::new(
+                ErrorKind::TimedOut,
+                words,
+            )))));
         };
         if taken.rest.is_empty() {
             match ready!(Pin::new(body).poll_frame(cx)).map(|frame| frame.map(Frame::into_data)) {

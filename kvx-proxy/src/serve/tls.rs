@@ -13,7 +13,8 @@ use crate::error::{Error, Result};
 
 /// What a certificate chain and its key give.
 pub(crate) fn acceptor(cert: &Path, key: &Path) -> Result<TlsAcceptor> {
-    let wrong = |path: &Path, why: &dyn std::fmt::Display| Error::new(format!("{}: {why}", path.display()));
+    let wrong =
+        |path: &Path, why: &dyn std::fmt::Display| Error::new(format!("{}: {why}", path.display()));
     let chain: Vec<CertificateDer<'static>> = CertificateDer::pem_file_iter(cert)
         .and_then(Iterator::collect)
         .map_err(|error| wrong(cert, &error))?;

@@ -31,9 +31,9 @@ impl Setup {
         found.push(Means(format!("listens on {scheme}://{}:{}", self.host, self.port)));
         match &self.api_key_file {
             None if self.is_loopback() => {}
-            None => {
-                found.push(Beware("anybody who reaches this address can use it: no api_key_file".to_owned()))
-            }
+            None => found.push(Beware(
+                "anybody who reaches this address can use it: no api_key_file".to_owned(),
+            )),
             Some(path) => match crate::serve::keys::Keys::from_file(path) {
                 Ok(keys) => found.push(Means(format!("clients need one of {} keys", keys.len()))),
                 Err(error) => found.push(Fails(error.to_string())),
@@ -54,10 +54,14 @@ impl Setup {
         }
         if self.local_below > 0 {
             let below = self.local_below;
-            found.push(Means(format!("prompts of fewer than about {below} tokens go to decode alone")));
+            found.push(Means(format!(
+                "prompts of fewer than about {below} tokens go to decode alone"
+            )));
         }
         if self.pools.is_empty() {
-            found.push(Fails("there is no instance: give [[pool]] with prefill and decode".to_owned()));
+            found.push(Fails(
+                "there is no instance: give [[pool]] with prefill and decode".to_owned(),
+            ));
         }
         for pool in &self.pools {
             let name = &pool.name;
@@ -78,22 +82,30 @@ impl Setup {
                 pool.decode.len()
             )));
             if pool.decode.is_empty() {
-                found.push(Fails(format!("pool {name} has no decode instance: nobody could answer")));
+                found.push(Fails(format!(
+                    "pool {name} has no decode instance: nobody could answer"
+                )));
             }
             if pool.prefill.is_empty() {
-                found.push(Beware(format!("pool {name} has no prefill instance: all goes to decode alone")));
+                found.push(Beware(format!(
+                    "pool {name} has no prefill instance: all goes to decode alone"
+                )));
             }
             let mut instances = pool.prefill.iter().chain(&pool.decode);
-            if instances.any(is_local) && pool.prefill.iter().chain(&pool.decode).any(|one| !is_local(one)) {
+            if instances.any(is_local)
+                && pool.prefill.iter().chain(&pool.decode).any(|one| !is_local(one))
+            {
                 found.push(Beware(format!(
                     "pool {name} has instances on this host and on others: the address that a prefill instance tells \
                      must be one that decode instances reach (VLLM_NIXL_SIDE_CHANNEL_HOST is localhost if unset)"
                 )));
             }
             let unpaired = pool.prefill.iter().filter(|prefill| {
-                !pool.decode.iter().any(|decode| match (&prefill.compatibility, &decode.compatibility) {
-                    (Some(one), Some(other)) => one == other,
-                    _ => true,
+                !pool.decode.iter().any(|decode| {
+                    match (&prefill.compatibility, &decode.compatibility) {
+                        (Some(one), Some(other)) => one == other,
+                        _ => true,
+                    }
                 })
             });
             for prefill in unpaired.filter(|_| !pool.decode.is_empty()) {
@@ -122,7 +134,8 @@ mod tests {
     fn what_is_worth_a_second_look_or_would_not_work_is_told() {
         assert!(of(GOOD).iter().all(|finding| matches!(finding, Means(_))), "{:?}", of(GOOD));
         let open = format!("host = '0.0.0.0'\n{GOOD}");
-        let (prefill, decode) = ("prefill = ['http://10.0.0.1:1']", "decode = ['http://10.0.0.2:1']");
+        let (prefill, decode) =
+            ("prefill = ['http://10.0.0.1:1']", "decode = ['http://10.0.0.2:1']");
         let pair = |one: &str, other: &str| {
             format!(
                 "[[pool]]\nprefill = [{{ url = 'http://10.0.0.1:1', compatibility = '{one}' }}]\n\
@@ -139,37 +152,68 @@ mod tests {
                 Beware(String::new()),
                 "has no prefill instance: all goes to decode alone",
             ),
-            (GOOD.replace("10.0.0.1", "127.0.0.1"), Beware(String::new()), "on this host and on others"),
-            (GOOD.replace("10.0.0.2", "localhost"), Beware(String::new()), "VLLM_NIXL_SIDE_CHANNEL_HOST"),
-            (GOOD.replace("10.0.0.2", "[::1]"), Beware(String::new()), "on this host and on others"),
-            (GOOD.replace(decode, ""), Fails(String::new()), "has no decode instance: nobody could answer"),
+            (
+                GOOD.replace("10.0.0.1", "127.0.0.1"),
+                Beware(String::new()),
+                "on this host and on others",
+            ),
+            (
+                GOOD.replace("10.0.0.2", "localhost"),
+                Beware(String::new()),
+                "VLLM_NIXL_SIDE_CHANNEL_HOST",
+            ),
+            (
+                GOOD.replace("10.0.0.2", "[::1]"),
+                Beware(String::new()),
+                "on this host and on others",
+            ),
+            (
+                GOOD.replace(decode, ""),
+                Fails(String::new()),
+                "has no decode instance: nobody could answer",
+            ),
             (
                 pair("old", "new"),
                 Fails(String::new()),
                 "no decode instance is compatible with prefill 10.0.0.1:1",
             ),
             (String::new(), Fails(String::new()), "there is no instance"),
-            (format!("api_key_file = '/nowhere/keys'\n{GOOD}"), Fails(String::new()), "/nowhere/keys"),
+            (
+                format!("api_key_file = '/nowhere/keys'\n{GOOD}"),
+                Fails(String::new()),
+                "/nowhere/keys",
+            ),
         ];
         for (text, kind, words) in cases {
             let found = of(&text);
             let told = found.iter().any(|finding| {
                 let (Means(said) | Beware(said) | Fails(said)) = finding;
-                std::mem::discriminant(finding) == std::mem::discriminant(&kind) && said.contains(words)
+                std::mem::discriminant(finding) == std::mem::discriminant(&kind)
+                    && said.contains(words)
             });
             assert!(told, "{words}: {text}: {found:?}");
         }
         let closed = of(&open.replace("host", "page = false\nhost"));
-        assert_eq!(closed.iter().filter(|finding| matches!(finding, Beware(_))).count(), 1, "{closed:?}");
+        assert_eq!(
+            closed.iter().filter(|finding| matches!(finding, Beware(_))).count(),
+            1,
+            "{closed:?}"
+        );
     }
 
     #[test]
     fn the_recipe_of_a_pool_is_told() {
         for (connector, words) in [
             ("auto", "the connector that its prefill instances turn out to have"),
-            ("NixlConnector", "NixlConnector: prefill, then decode; push if prefill instances say so"),
+            (
+                "NixlConnector",
+                "NixlConnector: prefill, then decode; push if prefill instances say so",
+            ),
             ("NixlPullConnector", "NixlPullConnector: prefill, then decode"),
-            ("NixlPushConnector", "NixlPushConnector: both at once, after a prefill instance's first answer"),
+            (
+                "NixlPushConnector",
+                "NixlPushConnector: both at once, after a prefill instance's first answer",
+            ),
             ("MooncakeConnector", "MooncakeConnector: both at once"),
         ] {
             let line = Means(format!("pool default: 1 prefill and 1 decode instances, {words}"));
@@ -183,7 +227,9 @@ mod tests {
         }
         let short = of(&format!("local_below = 7\n{GOOD}"));
         assert!(
-            short.contains(&Means("prompts of fewer than about 7 tokens go to decode alone".to_owned())),
+            short.contains(&Means(
+                "prompts of fewer than about 7 tokens go to decode alone".to_owned()
+            )),
             "{short:?}"
         );
     }

@@ -36,7 +36,8 @@ impl InstanceSetup {
     ///
     /// A URL with another scheme, without a host, or with a path.
     pub fn new(url: &str) -> Result<Self> {
-        let wrong = |why: &str| Error::new(format!("instance {url:?} {why}; write http://HOST:PORT"));
+        let wrong =
+            |why: &str| Error::new(format!("instance {url:?} {why}; write http://HOST:PORT"));
         let uri: Uri = url.parse().map_err(|_| wrong("is no URL"))?;
         if uri.scheme().is_none() {
             return Err(wrong("is no URL"));
@@ -93,7 +94,9 @@ impl InstanceTable {
         let name = instance.name().to_owned();
         if let Some(weight) = self.weight {
             if !(weight > 0.0 && weight <= 1e6) {
-                return Err(Error::new(format!("weight of {name} is {weight}; it takes a number above 0")));
+                return Err(Error::new(format!(
+                    "weight of {name} is {weight}; it takes a number above 0"
+                )));
             }
             instance.weight = weight;
         }
@@ -108,7 +111,9 @@ impl InstanceTable {
             Some("1.1") => instance.h2c = false,
             Some("h2c") => instance.h2c = true,
             Some(other) => {
-                return Err(Error::new(format!("http of {name} is {other:?}; it takes \"1.1\" or \"h2c\"")));
+                return Err(Error::new(format!(
+                    "http of {name} is {other:?}; it takes \"1.1\" or \"h2c\""
+                )));
             }
         }
         instance.draining = self.draining.unwrap_or(instance.draining);
@@ -128,11 +133,17 @@ impl<'de> Deserialize<'de> for InstanceSetup {
                 f.write_str("\"http://HOST:PORT\", or a table with url")
             }
 
-            fn visit_str<E: serde::de::Error>(self, url: &str) -> std::result::Result<InstanceSetup, E> {
+            fn visit_str<E: serde::de::Error>(
+                self,
+                url: &str,
+            ) -> std::result::Result<InstanceSetup, E> {
                 InstanceSetup::new(url).map_err(E::custom)
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> std::result::Result<InstanceSetup, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(
+                self,
+                map: A,
+            ) -> std::result::Result<InstanceSetup, A::Error> {
                 let table = InstanceTable::deserialize(MapAccessDeserializer::new(map))?;
                 table.over(None).map_err(A::Error::custom)
             }

@@ -355,7 +355,8 @@ impl Setup {
 
     /// Takes `OPENAI_API_KEY` and `ADMIN_API_KEY` from the environment.
     pub fn with_environment(mut self) -> Self {
-        let set = |name| std::env::var(name).ok().filter(|value| !value.is_empty()).map(ApiKey::new);
+        let set =
+            |name| std::env::var(name).ok().filter(|value| !value.is_empty()).map(ApiKey::new);
         self.openai_api_key = set("OPENAI_API_KEY");
         self.admin_api_key = set("ADMIN_API_KEY");
         self
@@ -373,7 +374,8 @@ impl Setup {
             }
             for (role, instances) in [("prefill", &pool.prefill), ("decode", &pool.decode)] {
                 let mut seen = std::collections::HashSet::new();
-                if let Some(twice) = instances.iter().find(|instance| !seen.insert(instance.name())) {
+                if let Some(twice) = instances.iter().find(|instance| !seen.insert(instance.name()))
+                {
                     return Err(Error::new(format!(
                         "pool {:?} has the {role} instance {} twice; leave one out, or give it a weight",
                         pool.name,
@@ -393,10 +395,15 @@ impl Setup {
             return Err(Error::new(format!("{key} is 0; it takes a number from 1")));
         }
         if !(0.0..=10.0).contains(&self.retries.budget) {
-            return Err(Error::new(format!("retries.budget is {}; it takes 0 to 10", self.retries.budget)));
+            return Err(Error::new(format!(
+                "retries.budget is {}; it takes 0 to 10",
+                self.retries.budget
+            )));
         }
         if self.limits.headers < 8 << 10 {
-            return Err(Error::new("limits.headers is below 8KiB, which no HTTP client is ready for"));
+            return Err(Error::new(
+                "limits.headers is below 8KiB, which no HTTP client is ready for",
+            ));
         }
         if self.tls_cert.is_some() != self.tls_key.is_some() {
             return Err(Error::new("TLS needs both tls_cert and tls_key; one of them is missing"));
@@ -411,7 +418,8 @@ impl Setup {
 
     /// Whether it listens for this machine only.
     pub(crate) fn is_loopback(&self) -> bool {
-        self.host == "localhost" || self.host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+        self.host == "localhost"
+            || self.host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
     }
 }
 
@@ -430,7 +438,8 @@ mod tests {
     #[test]
     fn the_file_of_the_readme_is_the_defaults() {
         let readme = include_str!("../../README.md");
-        let block = readme.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+        let block =
+            readme.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
         let mut read = Setup::from_toml(block).unwrap();
         assert_eq!(read.pools.len(), 1);
         assert_eq!(read.pools[0].prefill[0], InstanceSetup::new("http://10.0.0.1:8100/").unwrap());

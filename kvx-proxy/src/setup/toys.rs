@@ -53,11 +53,15 @@ impl Pool {
                 )));
             }
             let mut instance = InstanceSetup::new(word)?;
-            if let Some(port) = words.next_if(|next| is_behind_url(next)).filter(|port| !is_none(port)) {
+            if let Some(port) =
+                words.next_if(|next| is_behind_url(next)).filter(|port| !is_none(port))
+            {
                 let number = port.parse().ok().filter(|number| *number > 0);
                 instance.bootstrap_port = Some(number.ok_or_else(|| {
                     let name = instance.name();
-                    Error::new(format!("bootstrap port {port} of {name} is no port from 1 to 65535"))
+                    Error::new(format!(
+                        "bootstrap port {port} of {name} is no port from 1 to 65535"
+                    ))
                 })?);
             }
             pool.prefill.push(instance);
@@ -113,10 +117,15 @@ mod tests {
 
     #[test]
     fn who_names_no_bootstrap_port_has_mooncakes_own() {
-        let words = ["http://10.0.0.1:8010", "http://10.0.0.2:8010", "9000", "http://[::1]:8010", "none"];
+        let words =
+            ["http://10.0.0.1:8010", "http://10.0.0.2:8010", "9000", "http://[::1]:8010", "none"];
         let pool = Pool::from_urls(&words.map(str::to_owned), &[]).unwrap();
-        let addresses: Vec<_> = pool.prefill.iter().map(crate::fleet::watch::bootstrap_address).collect();
-        assert_eq!(addresses, ["http://10.0.0.1:8998", "http://10.0.0.2:9000", "http://[::1]:8998"]);
+        let addresses: Vec<_> =
+            pool.prefill.iter().map(crate::fleet::watch::bootstrap_address).collect();
+        assert_eq!(
+            addresses,
+            ["http://10.0.0.1:8998", "http://10.0.0.2:9000", "http://[::1]:8998"]
+        );
     }
 
     #[test]

@@ -41,7 +41,9 @@ pub(super) fn size(text: &str) -> Option<usize> {
 pub(super) fn read_duration<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
     let text = String::deserialize(from)?;
     duration(&text).filter(|duration| !duration.is_zero()).ok_or_else(|| {
-        D::Error::custom(format!("{text:?} is no duration; write \"250ms\", \"5s\", \"2m\" or \"1h\""))
+        D::Error::custom(format!(
+            "{text:?} is no duration; write \"250ms\", \"5s\", \"2m\" or \"1h\""
+        ))
     })
 }
 
@@ -52,7 +54,9 @@ pub(super) fn read_size<'de, D: Deserializer<'de>>(from: D) -> Result<usize, D::
         Bytes(u64),
         Text(String),
     }
-    let wrong = |text| D::Error::custom(format!("{text:?} is no size; write bytes, \"64KiB\" or \"32MiB\""));
+    let wrong = |text| {
+        D::Error::custom(format!("{text:?} is no size; write bytes, \"64KiB\" or \"32MiB\""))
+    };
     match Written::deserialize(from)? {
         Written::Bytes(bytes) => Ok(bytes as usize),
         Written::Text(text) => size(&text).ok_or_else(|| wrong(text)),

@@ -31,8 +31,7 @@ async fn answered(stream: &mut TcpStream) {
 
 #[tokio::test]
 async fn a_connection_beyond_the_limit_is_served_when_another_has_ended() {
-    let setup =
-        "port = 0\naccess_log = 'off'\n[limits]\nconnections = 2\n[[pool]]\ndecode = ['http://127.0.0.1:1']";
+    let setup = "port = 0\naccess_log = 'off'\n[limits]\nconnections = 2\n[[pool]]\ndecode = ['http://127.0.0.1:1']";
     let proxy = Proxy::bind(Setup::from_toml(setup).unwrap()).await.unwrap();
     let address = proxy.local_addr();
     tokio::spawn(proxy.run());

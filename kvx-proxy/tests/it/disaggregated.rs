@@ -41,11 +41,18 @@ async fn block_ids_are_written_as_their_prefill_instance_wrote_them() {
     for blocks in [json!([4, 5, 6]), json!([[4, 5, 6]]), json!([[4, 5], [6]])] {
         let (router, _prefill, decode) = router(&blocks).await;
         let (head, _) = post(router, "/v1/completions", "", &asked).await;
-        assert!(head.starts_with("http/1.1 200") && head.contains("x-kvx-route: disaggregated"), "{head}");
+        assert!(
+            head.starts_with("http/1.1 200") && head.contains("x-kvx-route: disaggregated"),
+            "{head}"
+        );
         let [body] = &decode.bodies()[..] else { panic!("one decode leg: {:?}", decode.heads()) };
         let params = &body["kv_transfer_params"];
         assert_eq!(params["remote_block_ids"], blocks, "{body}");
-        assert_eq!((&params["remote_engine_id"], &body["max_tokens"]), (&json!("e"), &json!(5)), "{body}");
+        assert_eq!(
+            (&params["remote_engine_id"], &body["max_tokens"]),
+            (&json!("e"), &json!(5)),
+            "{body}"
+        );
     }
 }
 
@@ -56,7 +63,10 @@ async fn a_client_without_a_trace_has_one_begun_for_both_legs() {
     // What no other service could go on with is no trace either.
     for lines in ["", "tracestate: a=b\r\n", "traceparent: 00-0-0-00\r\ntracestate: a=b\r\n"] {
         let (head, _) = post(router, "/v1/completions", lines, &asked).await;
-        assert!(head.starts_with("http/1.1 200") && head.contains("x-kvx-route: disaggregated"), "{head}");
+        assert!(
+            head.starts_with("http/1.1 200") && head.contains("x-kvx-route: disaggregated"),
+            "{head}"
+        );
     }
     let trace = |head: &String| {
         assert!(!head.contains("tracestate"), "of no trace that goes on: {head}");
@@ -72,7 +82,11 @@ async fn a_client_without_a_trace_has_one_begun_for_both_legs() {
         trace.clone()
     };
     let traces: Vec<_> = prefill.heads().iter().map(trace).collect();
-    assert_eq!(traces, decode.heads().iter().map(trace).collect::<Vec<_>>(), "both legs of a request");
+    assert_eq!(
+        traces,
+        decode.heads().iter().map(trace).collect::<Vec<_>>(),
+        "both legs of a request"
+    );
     let different: std::collections::HashSet<_> = traces.iter().collect();
     assert_eq!((traces.len(), different.len()), (3, 3), "each request has its own: {traces:?}");
 }

@@ -54,8 +54,8 @@ async fn send(
 
 fn completion(path: &str) -> Request<Full<Bytes>> {
     let body = r#"{"model": "m", "prompt": "a", "max_tokens": 9, "stream": true}"#;
-    let request =
-        Request::post(format!("https://localhost{path}")).header("content-type", "application/json");
+    let request = Request::post(format!("https://localhost{path}"))
+        .header("content-type", "application/json");
     request.body(Full::new(Bytes::from_static(body.as_bytes()))).unwrap()
 }
 
@@ -66,7 +66,8 @@ fn get(path: &str) -> Request<Full<Bytes>> {
 /// The beginning of a stream that goes on.
 fn stream_without_end() -> Pieces {
     let event = "data: {\"choices\": [{\"text\": \"a\"}]}\n\n";
-    let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
+    let head =
+        "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
     vec![(Duration::ZERO, format!("{head}{:x}\r\n{event}\r\n", event.len()).into_bytes())]
 }
 

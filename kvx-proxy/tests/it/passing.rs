@@ -19,7 +19,8 @@ async fn router(decode: &[Upstream]) -> SocketAddr {
 
 async fn router_with(decode: &[Upstream], lines: &str) -> SocketAddr {
     let urls: Vec<_> = decode.iter().map(|one| format!("'http://{}'", one.address)).collect();
-    let setup = format!("port = 0\naccess_log = 'off'\n{lines}\n[[pool]]\ndecode = [{}]", urls.join(", "));
+    let setup =
+        format!("port = 0\naccess_log = 'off'\n{lines}\n[[pool]]\ndecode = [{}]", urls.join(", "));
     let proxy = Proxy::bind(Setup::from_toml(&setup).unwrap()).await.unwrap();
     proxy.look().await;
     let address = proxy.local_addr();
@@ -50,7 +51,8 @@ async fn a_compressed_stream_that_goes_no_further_is_a_broken_connection_and_no_
         [("", "data: {\"choices\": []}\n\n"), ("content-encoding: gzip\r\n", "\x1f\x08\x00")]
     {
         let chunk = format!("{:x}\r\n{piece}\r\n", piece.len());
-        let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n";
+        let head =
+            "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n";
         let pieces = vec![(Duration::ZERO, format!("{head}{coding}\r\n{chunk}").into_bytes())];
         let decode = [Upstream::start(pieces).await];
         let router = router(&decode).await;
@@ -59,7 +61,9 @@ async fn a_compressed_stream_that_goes_no_further_is_a_broken_connection_and_no_
         assert!(head.starts_with("http/1.1 200"), "{coding}: {head}");
         let got = String::from_utf8(got).unwrap();
         match coding {
-            "" => assert!(got.contains("upstream_timeout") && got.ends_with("0\r\n\r\n"), "{got:?}"),
+            "" => {
+                assert!(got.contains("upstream_timeout") && got.ends_with("0\r\n\r\n"), "{got:?}")
+            }
             _ => assert_eq!(got, chunk, "no more, and not the end of a body"),
         }
     }
@@ -68,7 +72,8 @@ async fn a_compressed_stream_that_goes_no_further_is_a_broken_connection_and_no_
 #[tokio::test]
 async fn what_an_instance_says_for_one_connection_stays_here() {
     const KEPT: &str = "x-own: kept";
-    let body = json!({"choices": [{"index": 0, "text": "a", "finish_reason": "length"}]}).to_string();
+    let body =
+        json!({"choices": [{"index": 0, "text": "a", "finish_reason": "length"}]}).to_string();
     for (status, path) in [
         ("200 OK", "/v1/completions"),
         ("200 OK", "/v1/embeddings"),
@@ -81,17 +86,21 @@ async fn what_an_instance_says_for_one_connection_stays_here() {
              proxy-authenticate: Basic\r\ntrailer: x-sum\r\nupgrade: h2c\r\n\r\n{body}",
             body.len()
         );
-        let router = router(&[Upstream::start(vec![(Duration::ZERO, head.into_bytes())]).await]).await;
+        let router =
+            router(&[Upstream::start(vec![(Duration::ZERO, head.into_bytes())]).await]).await;
         let asked = json!({"model": "m", "prompt": "a", "max_tokens": 1});
         let (head, got) = post(router, path, "", &asked).await;
         let status = status.to_ascii_lowercase();
         assert!(head.starts_with(&format!("http/1.1 {status}")) && head.contains(KEPT), "{head}");
         assert_eq!(got, body.as_bytes(), "{status} {path}");
-        for name in ["x-mine", "keep-alive", "proxy-connection", "proxy-authenticate", "trailer", "upgrade"] {
+        for name in
+            ["x-mine", "keep-alive", "proxy-connection", "proxy-authenticate", "trailer", "upgrade"]
+        {
             assert!(!head.contains(&format!("\r\n{name}:")), "{name}: {head}");
         }
         // The client has asked for this itself.
-        let connection: Vec<_> = head.lines().filter(|line| line.starts_with("connection:")).collect();
+        let connection: Vec<_> =
+            head.lines().filter(|line| line.starts_with("connection:")).collect();
         assert_eq!(connection, ["connection: close"], "{head}");
     }
 }
@@ -99,8 +108,11 @@ async fn what_an_instance_says_for_one_connection_stays_here() {
 #[tokio::test]
 async fn a_stored_response_is_asked_of_the_instance_that_stored_it() {
     let answer = || upstream::json(&json!({"id": "resp_1", "object": "response"}));
-    let decode =
-        [Upstream::start(answer()).await, Upstream::start(answer()).await, Upstream::start(answer()).await];
+    let decode = [
+        Upstream::start(answer()).await,
+        Upstream::start(answer()).await,
+        Upstream::start(answer()).await,
+    ];
     let router = router(&decode).await;
     let first = json!({"model": "m", "input": "hello"});
     assert!(post(router, "/v1/responses", "", &first).await.0.starts_with("http/1.1 200"));
@@ -123,7 +135,10 @@ async fn a_stored_response_is_asked_of_the_instance_that_stored_it() {
     }
     let cancels = |id: &str| -> Vec<_> {
         let line = format!("post /v1/responses/{id}/cancel ");
-        decode.iter().map(|one| one.heads().iter().filter(|head| head.starts_with(&line)).count()).collect()
+        decode
+            .iter()
+            .map(|one| one.heads().iter().filter(|head| head.starts_with(&line)).count())
+            .collect()
     };
     let expected: Vec<_> = stored_by.iter().map(|first| first * 6).collect();
     assert_eq!(cancels("resp_1"), expected);

@@ -84,7 +84,8 @@ const YES: &str = "HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\ncon
 
 async fn router(instances: &[&Instance], keys: &str) -> (SocketAddr, Handle, JoinHandle<()>) {
     let urls: Vec<_> = instances.iter().map(|one| format!("'http://{}'", one.address)).collect();
-    let setup = format!("port = 0\naccess_log = 'off'\n{keys}\n[[pool]]\ndecode = [{}]", urls.join(", "));
+    let setup =
+        format!("port = 0\naccess_log = 'off'\n{keys}\n[[pool]]\ndecode = [{}]", urls.join(", "));
     let proxy = Proxy::bind(Setup::from_toml(&setup).unwrap()).await.unwrap();
     proxy.look().await;
     let (address, handle) = (proxy.local_addr(), proxy.handle());
@@ -111,7 +112,8 @@ async fn read(stream: &mut TcpStream, length: usize) -> String {
 
 async fn metrics(router: SocketAddr) -> String {
     let mut stream = within(TcpStream::connect(router)).await;
-    within(stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")).await;
+    within(stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"))
+        .await;
     let mut text = String::new();
     within(stream.read_to_string(&mut text)).await;
     text
@@ -136,16 +138,26 @@ async fn bytes_pass_both_ways_until_one_side_ends() {
     let path = "/v1/realtime?model=m";
     let (answer, mut stream) =
         ask(router, path, "x-request-id: mine\r\nx-prefiller-url: http://evil\r\n").await;
-    for part in
-        ["http/1.1 101", "upgrade: websocket", "connection: upgrade", "sec-websocket-accept: accepted"]
-    {
+    for part in [
+        "http/1.1 101",
+        "upgrade: websocket",
+        "connection: upgrade",
+        "sec-websocket-accept: accepted",
+    ] {
         assert!(answer.contains(part), "{part}: {answer}");
     }
-    assert!(answer.contains("x-request-id: mine") && answer.contains("x-kvx-route: passed"), "{answer}");
+    assert!(
+        answer.contains("x-request-id: mine") && answer.contains("x-kvx-route: passed"),
+        "{answer}"
+    );
     let asked = instance.hears().await.unwrap();
-    for part in
-        ["connection: upgrade", "upgrade: websocket", "sec-websocket-key: key", "x-request-id: mine", path]
-    {
+    for part in [
+        "connection: upgrade",
+        "upgrade: websocket",
+        "sec-websocket-key: key",
+        "x-request-id: mine",
+        path,
+    ] {
         assert!(asked.contains(part), "{part}: {asked}");
     }
     assert!(!asked.contains("evil"), "{asked}");
@@ -170,7 +182,8 @@ async fn what_an_instance_answers_instead_reaches_the_client() {
     assert!(answer.starts_with("http/1.1 403") && !answer.contains("upgrade"), "{answer}");
     assert_eq!(read(&mut stream, 6).await, "nobody");
     // One that takes nothing now is not the only one.
-    let busy = Instance::start("HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n").await;
+    let busy =
+        Instance::start("HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n").await;
     let mut other = Instance::start(YES).await;
     let (address, ..) = router(&[&busy, &other], "choice = 'round-robin'").await;
     for _ in 0..2 {
@@ -184,9 +197,12 @@ async fn what_an_instance_answers_instead_reaches_the_client() {
 
 #[tokio::test]
 async fn the_model_of_the_query_chooses() {
-    let mut instances = [Instance::of_model("a", YES).await, Instance::of_model("org/b", YES).await];
+    let mut instances =
+        [Instance::of_model("a", YES).await, Instance::of_model("org/b", YES).await];
     let (router, ..) = router(&[&instances[0], &instances[1]], "").await;
-    for (model, place) in [("org%2Fb", 1), ("org%2Fb", 1), ("a", 0), ("a", 0), ("org/b", 1), ("org/b", 1)] {
+    for (model, place) in
+        [("org%2Fb", 1), ("org%2Fb", 1), ("a", 0), ("a", 0), ("org/b", 1), ("org/b", 1)]
+    {
         let (answer, stream) = ask(router, &format!("/v1/realtime?model={model}"), "").await;
         assert!(answer.starts_with("http/1.1 101"), "{answer}");
         assert!(instances[place].hears().await.is_some(), "{model}");
@@ -205,8 +221,9 @@ async fn http2() -> SocketAddr {
     tokio::spawn(async move {
         loop {
             let (stream, _) = listener.accept().await.unwrap();
-            let service =
-                service_fn(|_| async { Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())) });
+            let service = service_fn(|_| async {
+                Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+            });
             let builder = http2::Builder::new(TokioExecutor::new());
             tokio::spawn(builder.serve_connection(TokioIo::new(stream), service));
         }

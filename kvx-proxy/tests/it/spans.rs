@@ -87,22 +87,25 @@ async fn a_request_is_a_span_with_both_legs_a_line_and_one_trace() {
         "remote_request_id": "r", "remote_host": "127.0.0.1", "remote_port": 5600, "tp_size": 1,
     });
     let choices = json!([{"index": 0, "text": "a", "finish_reason": "length"}]);
-    let prefill = Upstream::start(json(&json!({"choices": choices, "kv_transfer_params": params}))).await;
+    let prefill =
+        Upstream::start(json(&json!({"choices": choices, "kv_transfer_params": params}))).await;
     let decode = Upstream::start(json(&json!({"choices": choices}))).await;
     let setup = format!(
         "port = 0\nconnector = 'NixlConnector'\n[[pool]]\nprefill = ['http://{}']\ndecode = ['http://{}']",
         prefill.address, decode.address
     );
     let log = Kept::default();
-    let proxy =
-        Proxy::bind_with_output(Setup::from_toml(&setup).unwrap(), Box::new(log.clone())).await.unwrap();
+    let proxy = Proxy::bind_with_output(Setup::from_toml(&setup).unwrap(), Box::new(log.clone()))
+        .await
+        .unwrap();
     proxy.look().await;
     let (address, handle) = (proxy.local_addr(), proxy.handle());
     let running = tokio::spawn(proxy.run());
 
     let asked = json!({"model": "m", "prompt": "some words", "max_tokens": 1});
-    let lines =
-        format!("x-request-id: mine\r\ntracestate: a=b\r\ntraceparent: 00-{TRACE}-b7ad6b7169203331-01\r\n");
+    let lines = format!(
+        "x-request-id: mine\r\ntracestate: a=b\r\ntraceparent: 00-{TRACE}-b7ad6b7169203331-01\r\n"
+    );
     let (head, _) = post(address, "/v1/completions", &lines, &asked).await;
     for part in ["http/1.1 200", "x-kvx-route: disaggregated", "x-request-id: mine"] {
         assert!(head.contains(part), "{part}: {head}");
@@ -131,11 +134,18 @@ async fn a_request_is_a_span_with_both_legs_a_line_and_one_trace() {
         ("status", "200"),
         ("outcome", "ok"),
     ] {
-        assert_eq!(request.fields.get(field).map(String::as_str), Some(value), "{field}: {request:?}");
+        assert_eq!(
+            request.fields.get(field).map(String::as_str),
+            Some(value),
+            "{field}: {request:?}"
+        );
     }
     for (name, instance) in [("prefill", &prefill), ("decode", &decode)] {
         let leg = one(name);
-        assert_eq!((leg.parent, &leg.fields["instance"]), (Some("request"), &instance.address.to_string()));
+        assert_eq!(
+            (leg.parent, &leg.fields["instance"]),
+            (Some("request"), &instance.address.to_string())
+        );
     }
     let log = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
     let lines: Vec<Value> = log.lines().map(|line| serde_json::from_str(line).unwrap()).collect();

@@ -34,7 +34,8 @@ pub(crate) async fn connect(to: SocketAddr, protocols: &[&[u8]]) -> TlsStream<Tc
         .with_no_client_auth();
     config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
     let stream = within(TcpStream::connect(to)).await;
-    within(TlsConnector::from(Arc::new(config)).connect("localhost".try_into().unwrap(), stream)).await
+    within(TlsConnector::from(Arc::new(config)).connect("localhost".try_into().unwrap(), stream))
+        .await
 }
 
 fn setup(cert: &str, key: &str) -> Setup {
@@ -77,7 +78,8 @@ async fn files_that_are_something_else_are_named() {
     ] {
         let error = Proxy::bind(setup(cert, key)).await.unwrap_err().to_string();
         assert!(error.contains(words), "{cert} {key}: {error}");
-        let found = tokio::time::timeout(CUT_OFF, kvx_proxy::check(setup(cert, key))).await.unwrap();
+        let found =
+            tokio::time::timeout(CUT_OFF, kvx_proxy::check(setup(cert, key))).await.unwrap();
         assert!(found.contains(&Finding::Fails(error.clone())), "{cert} {key}: {error}: {found:?}");
     }
     let well = kvx_proxy::check(setup("cert.pem", "key.pem"));

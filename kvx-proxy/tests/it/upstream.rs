@@ -46,7 +46,12 @@ impl Upstream {
 
     /// The JSON that was in them.
     pub(crate) fn bodies(&self) -> Vec<serde_json::Value> {
-        self.posts.lock().unwrap().iter().map(|(_, body)| serde_json::from_slice(body).unwrap()).collect()
+        self.posts
+            .lock()
+            .unwrap()
+            .iter()
+            .map(|(_, body)| serde_json::from_slice(body).unwrap())
+            .collect()
     }
 
     /// Waits until a connection that had a `POST` is closed.

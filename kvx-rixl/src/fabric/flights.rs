@@ -106,7 +106,8 @@ impl NixlFabric {
                 State::Done => Ok(()),
                 // It was not asked after: NIXL does not know the peer any more.
                 State::Failed(status)
-                    if (!known || status.is_not_found()) && self.peers.dropped(peer, &mut happened) =>
+                    if (!known || status.is_not_found())
+                        && self.peers.dropped(peer, &mut happened) =>
                 {
                     at += 1;
                     continue;
@@ -118,7 +119,9 @@ impl NixlFabric {
             let result = result.map_err(|why| self.blame(agent, &peer, why));
             self.peers.landed(&peer);
             match purpose {
-                Purpose::Job(job) => self.news.push_back(Happened::Moved { job, pieces: 1, result }),
+                Purpose::Job(job) => {
+                    self.news.push_back(Happened::Moved { job, pieces: 1, result })
+                }
                 Purpose::Trial => self.trials.landed(&mut self.peers, &peer, result.is_err()),
                 Purpose::Look => {}
             }

@@ -43,7 +43,8 @@ fn near_over(plugin: &str) -> NixlFabric {
     let wakes = Wakes::new(&[loads.fd(), agent_lock.released_fd()], &[]).expect("a set");
     let peers = Peers::new(c"near".to_owned(), loads);
     let ranges = Arc::new(Ranges::new(Arc::clone(&agent_lock)));
-    NixlFabric::new(agent_lock, ranges, peers, wakes, capabilities, "NIXL".to_owned()).expect("a fabric")
+    NixlFabric::new(agent_lock, ranges, peers, wakes, capabilities, "NIXL".to_owned())
+        .expect("a fabric")
 }
 
 fn range(memory: &[u8]) -> Range {
@@ -56,7 +57,10 @@ fn range(memory: &[u8]) -> Range {
 }
 
 /// Lets kvx's end work until `done` says that it has, by itself and what has happened so far.
-fn until(near: &mut NixlFabric, mut done: impl FnMut(&mut NixlFabric, &[Happened]) -> bool) -> Vec<Happened> {
+fn until(
+    near: &mut NixlFabric,
+    mut done: impl FnMut(&mut NixlFabric, &[Happened]) -> bool,
+) -> Vec<Happened> {
     let (mut happened, end) = (Vec::new(), Instant::now() + PATIENCE);
     while !done(near, &happened) {
         near.poll(&mut happened);
@@ -83,7 +87,14 @@ fn linked(near: &mut NixlFabric, far: &mut NixlAgent, theirs: &[u8]) -> Name {
 }
 
 /// Has a request in progress, which ends when the far agent works. `ours` outlives the process's use of NIXL.
-fn flies(op: Op, near: &mut NixlFabric, agent: &NixlAgent, name: &Name, ours: &[u8], theirs: &[u8]) {
+fn flies(
+    op: Op,
+    near: &mut NixlFabric,
+    agent: &NixlAgent,
+    name: &Name,
+    ours: &[u8],
+    theirs: &[u8],
+) {
     agent.register(&range(ours)).expect("registered");
     let list = |memory: &[u8]| {
         let mut list = agent.list(MemorySegment::Host).expect("a list");
@@ -153,7 +164,8 @@ fn gone_while_tried_out() {
         range: cpu_trials::page(),
         blob: far.export(&cpu_trials::page()).expect("a blob").into(),
     };
-    let address = Address { name: "far".to_owned(), blob: far.connection().expect("a blob"), page }.encode();
+    let address =
+        Address { name: "far".to_owned(), blob: far.connection().expect("a blob"), page }.encode();
     let identity = Identity { name: "far".into(), incarnation: Incarnation([0; 16]) };
     let endpoint = EndpointId::from_number(1);
     near.connect(endpoint, &identity, &address).expect("well formed");
@@ -166,7 +178,10 @@ fn gone_while_tried_out() {
     assert_eq!(near.flights.len(), 1, "the earlier one does not count");
     assert!(Arc::strong_count(&request) > 1, "nobody releases it");
     near.disconnect(again);
-    assert!(near.flights.is_empty() && near.agent_lock.is_in_progress(), "nor when the program exits");
+    assert!(
+        near.flights.is_empty() && near.agent_lock.is_in_progress(),
+        "nor when the program exits"
+    );
     assert!(!near.stop(), "its agent is kept");
     std::mem::forget((near, far));
 }
@@ -183,7 +198,10 @@ fn a_request_of_a_link_that_is_gone_is_not_released_in_progress() {
 fn what_was_begun_before_a_refusal_ends_with_a_broken_connection_alone() {
     let flies_on = |status, kind| NixlFabric::flies_on(status, &Error::new(kind, "refused"));
     assert!(flies_on(Status::BACKEND, Kind::Native));
-    assert!(!flies_on(Status::BACKEND, Kind::PeerLost), "nothing goes over the connection any more");
+    assert!(
+        !flies_on(Status::BACKEND, Kind::PeerLost),
+        "nothing goes over the connection any more"
+    );
     assert!(!flies_on(Status::NOT_FOUND, Kind::Native), "nothing was begun");
 }
 
@@ -213,7 +231,11 @@ fn found_out() {
         let locked = agent_lock.lock();
         flies(Op::Write, &mut near, locked.as_ref().expect("it is open"), &name, &ours, &theirs);
     }
-    assert_eq!((failed(&mut near), near.flights.len()), (Kind::Native, 2), "it is answered after the write");
+    assert_eq!(
+        (failed(&mut near), near.flights.len()),
+        (Kind::Native, 2),
+        "it is answered after the write"
+    );
     let happened = landed(&mut near);
     assert!(matches!(happened[..], [Happened::Moved { result: Ok(()), .. }]), "{happened:?}");
     assert!(matches!(near.peers.way(EndpointId::from_number(1)), Ok(Way::Open(_, _, 0))));
@@ -262,7 +284,9 @@ fn asked_after_the_blame(dropped: bool) -> bool {
         drop(far);
     }
     let end = Instant::now() + PATIENCE;
-    while near.blame(agent, &name, Error::new(Kind::Native, "a transfer failed")).kind() != Kind::PeerLost {
+    while near.blame(agent, &name, Error::new(Kind::Native, "a transfer failed")).kind()
+        != Kind::PeerLost
+    {
         assert!(Instant::now() < end, "it is lost");
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -308,7 +332,10 @@ fn ended_with_the_peer() {
 
 #[test]
 fn what_is_in_progress_to_a_peer_ends_with_it() {
-    wheel::alone_on_each("fabric::tests::what_is_in_progress_to_a_peer_ends_with_it", ended_with_the_peer);
+    wheel::alone_on_each(
+        "fabric::tests::what_is_in_progress_to_a_peer_ends_with_it",
+        ended_with_the_peer,
+    );
 }
 
 const OTHER: &str = "OTHER";
@@ -318,7 +345,8 @@ struct Plugins(PathBuf);
 
 impl Plugins {
     fn beside(library: &Path) -> std::io::Result<Self> {
-        let plugins = Plugins(std::env::temp_dir().join(format!("kvx-rixl-plugins-{}", std::process::id())));
+        let plugins =
+            Plugins(std::env::temp_dir().join(format!("kvx-rixl-plugins-{}", std::process::id())));
         std::fs::remove_dir_all(&plugins.0).ok(); // of a process with the same number that was killed
         std::fs::create_dir_all(plugins.folder())?;
         let wheel = library.parent().expect("a folder");
@@ -352,7 +380,10 @@ fn unasked() {
     let locked = agent_lock.lock();
     let agent = locked.as_ref().expect("it is open");
     flies(Op::Write, &mut near, agent, &name, &ours, &theirs);
-    assert_eq!(near.blame(agent, &name, Error::new(Kind::Native, "a transfer failed")).kind(), Kind::Native);
+    assert_eq!(
+        near.blame(agent, &name, Error::new(Kind::Native, "a transfer failed")).kind(),
+        Kind::Native
+    );
     assert_eq!(near.flights.len(), 1, "no read waits for the write");
     std::mem::forget((near, ours, theirs));
 }
@@ -388,5 +419,8 @@ fn callers_stay_out() {
 
 #[test]
 fn nobody_but_the_reactor_meets_what_comes_over_tcp() {
-    wheel::alone("fabric::tests::nobody_but_the_reactor_meets_what_comes_over_tcp", callers_stay_out);
+    wheel::alone(
+        "fabric::tests::nobody_but_the_reactor_meets_what_comes_over_tcp",
+        callers_stay_out,
+    );
 }

@@ -10,8 +10,8 @@ use kvx_core::{Error, Kind, Op, Result};
 
 use super::bindings::{
     Functions, NIXL_CAPI_SUCCESS, NIXL_CAPI_THREAD_SYNC_NONE, NIXL_CAPI_XFER_OP_READ,
-    NIXL_CAPI_XFER_OP_WRITE, nixl_agent, nixl_agent_config, nixl_backend, nixl_notif_map, nixl_opt_args,
-    nixl_params, nixl_status,
+    NIXL_CAPI_XFER_OP_WRITE, nixl_agent, nixl_agent_config, nixl_backend, nixl_notif_map,
+    nixl_opt_args, nixl_params, nixl_status,
 };
 use super::library::Library;
 use super::lists::{MemorySegment, Range, RegistrationList, TransferList};
@@ -52,20 +52,26 @@ fn unreadable_home(home: Option<OsString>) -> String {
         std::fs::metadata(path).is_err_and(|why| why.kind() == std::io::ErrorKind::PermissionDenied)
     });
     hidden.map_or_else(String::new, |path| {
-        format!(" ({} may not be read by this user: set HOME to a folder of its own)", path.display())
+        format!(
+            " ({} may not be read by this user: set HOME to a folder of its own)",
+            path.display()
+        )
     })
 }
 
 fn c_string(what: &str, text: &str) -> Result<CString> {
-    CString::new(text).map_err(|_| Error::new(Kind::Invalid, format!("{what} {text:?} has a NUL byte")))
+    CString::new(text)
+        .map_err(|_| Error::new(Kind::Invalid, format!("{what} {text:?} has a NUL byte")))
 }
 
 impl NixlAgent {
     /// Makes an agent and its plugin's backend; takes half a second. Errors: what NIXL answers.
     pub(crate) fn open(library: &'static Library, settings: &Settings<'_>) -> Result<Self> {
         let functions = library.functions();
-        let check = |doing: &str, status| Status::check(status).map_err(|status| status.error(doing));
-        let (name, plugin) = (c_string("agent", settings.name)?, c_string("plugin", settings.plugin)?);
+        let check =
+            |doing: &str, status| Status::check(status).map_err(|status| status.error(doing));
+        let (name, plugin) =
+            (c_string("agent", settings.name)?, c_string("plugin", settings.plugin)?);
         let with_thread = settings.progress_thread.is_some();
         let delay = settings.progress_thread.unwrap_or_default().as_micros();
         let config = nixl_agent_config {
@@ -89,9 +95,14 @@ impl NixlAgent {
         // SAFETY: strings that end in NUL, a configuration as the header has it, and places for handles; what was made
         // is destroyed by `Drop`, whatever fails.
         unsafe {
-            let made = (functions.nixl_capi_create_configured_agent)(name.as_ptr(), &config, &mut agent.raw);
+            let made = (functions.nixl_capi_create_configured_agent)(
+                name.as_ptr(),
+                &config,
+                &mut agent.raw,
+            );
             Status::check(made).map_err(|status| {
-                status.error(&format!("making an agent{}", unreadable_home(std::env::var_os("HOME"))))
+                status
+                    .error(&format!("making an agent{}", unreadable_home(std::env::var_os("HOME"))))
             })?;
             let mut params = Params { functions, raw: ptr::null_mut() };
             check("making parameters", (functions.nixl_capi_create_params)(&mut params.raw))?;
@@ -116,7 +127,10 @@ impl NixlAgent {
                 "naming the plugin",
                 (functions.nixl_capi_opt_args_add_backend)(agent.args, agent.backend),
             )?;
-            check("making a map", (functions.nixl_capi_create_notif_map)(&mut agent.notifications))?;
+            check(
+                "making a map",
+                (functions.nixl_capi_create_notif_map)(&mut agent.notifications),
+            )?;
         }
         agent.names_refusals = agent.look_up(c"").is_err_and(Status::is_not_found);
         Ok(agent)
@@ -179,7 +193,8 @@ impl NixlAgent {
     pub(crate) fn whole(&self) -> Result<Vec<u8>> {
         let (mut data, mut len) = (ptr::null_mut(), 0);
         // SAFETY: a live handle, and places for the answer.
-        let status = unsafe { (self.functions.nixl_capi_get_local_md)(self.raw, &mut data, &mut len) };
+        let status =
+            unsafe { (self.functions.nixl_capi_get_local_md)(self.raw, &mut data, &mut len) };
         self.check("describing the agent", status)?;
         // SAFETY: the call has succeeded, so these are bytes of its own making.
         Ok(unsafe { Self::take(data, len) })
@@ -191,7 +206,12 @@ impl NixlAgent {
         let mut name: *mut c_char = ptr::null_mut();
         // SAFETY: a live handle, bytes with their length, a place for a string.
         let status = unsafe {
-            (self.functions.nixl_capi_load_remote_md)(self.raw, blob.as_ptr().cast(), blob.len(), &mut name)
+            (self.functions.nixl_capi_load_remote_md)(
+                self.raw,
+                blob.as_ptr().cast(),
+                blob.len(),
+                &mut name,
+            )
         };
         self.check("loading a peer's metadata", status)?;
         // SAFETY: the call has succeeded, so this is a C string from `malloc`.
@@ -210,8 +230,9 @@ impl NixlAgent {
     /// Connects to a peer whose metadata was loaded.
     pub(crate) fn connect(&self, peer: &CStr) -> Result<()> {
         // SAFETY: live handles and a C string.
-        let status =
-            unsafe { (self.functions.nixl_capi_agent_make_connection)(self.raw, peer.as_ptr(), self.args) };
+        let status = unsafe {
+            (self.functions.nixl_capi_agent_make_connection)(self.raw, peer.as_ptr(), self.args)
+        };
         self.check("connecting", status)
     }
 
@@ -232,7 +253,8 @@ impl NixlAgent {
         let list = RegistrationList::of(self.functions, std::slice::from_ref(range))?;
         // SAFETY: live handles. That the memory is there until it is deregistered is the caller's duty, which
         // `kvx_backend::fabric` has taken over.
-        let status = unsafe { (self.functions.nixl_capi_register_mem)(self.raw, list.raw, self.args) };
+        let status =
+            unsafe { (self.functions.nixl_capi_register_mem)(self.raw, list.raw, self.args) };
         self.check("registering memory", status)
     }
 
@@ -240,7 +262,8 @@ impl NixlAgent {
     pub(crate) fn deregister(&self, range: &Range) -> Result<()> {
         let list = RegistrationList::of(self.functions, std::slice::from_ref(range))?;
         // SAFETY: live handles.
-        let status = unsafe { (self.functions.nixl_capi_deregister_mem)(self.raw, list.raw, self.args) };
+        let status =
+            unsafe { (self.functions.nixl_capi_deregister_mem)(self.raw, list.raw, self.args) };
         self.check("deregistering memory", status)
     }
 
@@ -284,7 +307,9 @@ impl NixlAgent {
     /// The memory of its lists stays until the request is no longer in progress.
     pub(crate) unsafe fn post(&self, request: &Request) -> State {
         // SAFETY: live handles; the memory is the caller's promise.
-        State::of(unsafe { (self.functions.nixl_capi_post_xfer_req)(self.raw, request.raw, ptr::null_mut()) })
+        State::of(unsafe {
+            (self.functions.nixl_capi_post_xfer_req)(self.raw, request.raw, ptr::null_mut())
+        })
     }
 
     /// Where a request stands that was posted; lets the plugin work.
@@ -340,7 +365,8 @@ impl NixlAgent {
             let (mut name, mut count) = (ptr::null(), 0);
             // SAFETY: as above; the name lives until the map is cleared. A name with a NUL byte is not found again.
             unsafe {
-                if (functions.nixl_capi_notif_map_get_agent_at)(map, at, &mut name) != NIXL_CAPI_SUCCESS
+                if (functions.nixl_capi_notif_map_get_agent_at)(map, at, &mut name)
+                    != NIXL_CAPI_SUCCESS
                     || (functions.nixl_capi_notif_map_get_notifs_size)(map, name, &mut count)
                         != NIXL_CAPI_SUCCESS
                 {
@@ -351,8 +377,9 @@ impl NixlAgent {
                 let (mut data, mut len) = (ptr::null(), 0);
                 // SAFETY: as above; the bytes live until the map is cleared, and `each` keeps none of them.
                 unsafe {
-                    let status =
-                        (functions.nixl_capi_notif_map_get_notif)(map, name, index, &mut data, &mut len);
+                    let status = (functions.nixl_capi_notif_map_get_notif)(
+                        map, name, index, &mut data, &mut len,
+                    );
                     if status == NIXL_CAPI_SUCCESS && !data.is_null() {
                         each(CStr::from_ptr(name), std::slice::from_raw_parts(data.cast(), len));
                     }

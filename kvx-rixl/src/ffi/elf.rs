@@ -19,7 +19,8 @@ pub(super) fn missing_libraries(file: &Path) -> Vec<String> {
         .filter(|path| !path.is_empty())
         .map(|path| path.replace("$ORIGIN", &origin.to_string_lossy()).into())
         .collect();
-    let is_there = |name: &str| folders.iter().any(|folder| folder.join(name).exists()) || loads(name);
+    let is_there =
+        |name: &str| folders.iter().any(|folder| folder.join(name).exists()) || loads(name);
     dynamic.needed.into_iter().filter(|name| !is_there(name)).collect()
 }
 
@@ -53,8 +54,9 @@ impl Dynamic {
         }
         let u16_at = |at: usize| Some(u16::from_le_bytes(bytes.get(at..at + 2)?.try_into().ok()?));
         let u32_at = |at: usize| Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
-        let u64_at =
-            |at: usize| Some(u64::from_le_bytes(bytes.get(at..at.checked_add(8)?)?.try_into().ok()?));
+        let u64_at = |at: usize| {
+            Some(u64::from_le_bytes(bytes.get(at..at.checked_add(8)?)?.try_into().ok()?))
+        };
         let headers = usize::try_from(u64_at(32)?).ok()?;
         let (size, count) = (usize::from(u16_at(54)?), usize::from(u16_at(56)?));
         let (mut loads, mut dynamic) = (Vec::new(), None);
@@ -75,7 +77,8 @@ impl Dynamic {
             entries.push((u64_at(at)?, u64_at(at.checked_add(8)?)?));
         }
         let strings = entries.iter().find(|(tag, _)| *tag == TAG_STRINGS)?.1;
-        let (base, offset, _) = loads.iter().find(|(base, _, len)| (*base..base + len).contains(&strings))?;
+        let (base, offset, _) =
+            loads.iter().find(|(base, _, len)| (*base..base + len).contains(&strings))?;
         let strings = usize::try_from(strings - base + offset).ok()?;
         let string = |at: u64| {
             let start = strings.checked_add(usize::try_from(at).ok()?)?;
@@ -84,7 +87,11 @@ impl Dynamic {
             Some(String::from_utf8_lossy(&rest[..end]).into_owned())
         };
         let all = |wanted: &[u64]| -> Vec<String> {
-            entries.iter().filter(|(tag, _)| wanted.contains(tag)).filter_map(|(_, at)| string(*at)).collect()
+            entries
+                .iter()
+                .filter(|(tag, _)| wanted.contains(tag))
+                .filter_map(|(_, at)| string(*at))
+                .collect()
         };
         Some(Dynamic { needed: all(&[TAG_NEEDED]), paths: all(&[TAG_RPATH, TAG_RUNPATH]) })
     }

@@ -31,8 +31,9 @@ const FOLDERS: [&str; 3] = ["lib/aarch64-linux-gnu", "lib64", "lib"];
 
 /// The libraries of images, those that are there.
 fn in_images(root: &Path) -> impl Iterator<Item = PathBuf> {
-    let folders =
-        PREFIXES.iter().flat_map(move |prefix| FOLDERS.map(|folder| root.join(prefix).join(folder)));
+    let folders = PREFIXES
+        .iter()
+        .flat_map(move |prefix| FOLDERS.map(|folder| root.join(prefix).join(folder)));
     folders.map(|folder| folder.join(NAMES[0])).filter(|file| file.exists())
 }
 
@@ -44,7 +45,8 @@ const SYSTEMS_OWN: &str = "libnl-route-3.so.200";
 /// Loads what must be there before a wheel's libraries; that it is absent is fine.
 fn load_the_systems_own() {
     // SAFETY: the system's library of this name, whose initialiser fills tables of its own.
-    let opened = unsafe { native::Library::open(Some(SYSTEMS_OWN), native::RTLD_NOW | native::RTLD_LOCAL) };
+    let opened =
+        unsafe { native::Library::open(Some(SYSTEMS_OWN), native::RTLD_NOW | native::RTLD_LOCAL) };
     opened.map(native::Library::into_raw).ok();
 }
 
@@ -72,7 +74,10 @@ impl Library {
         let library = OPENED.open(|| Library::load(Path::new("/")))?;
         match library.version {
             Some(version) if !any_version && !is_supported(version) => Err(Unavailable::because(
-                format!("{} is NIXL {version}, and kvx speaks to 1.0 and later 1.x", library.path.display()),
+                format!(
+                    "{} is NIXL {version}, and kvx speaks to 1.0 and later 1.x",
+                    library.path.display()
+                ),
                 format!("{CURE}; or set rixl.any_version to try it all the same"),
             )),
             _ => Ok(library),

@@ -4,7 +4,9 @@ use std::ptr;
 
 use kvx_core::Result;
 
-use super::bindings::{Functions, NIXL_CAPI_MEM_DRAM, NIXL_CAPI_MEM_VRAM, nixl_reg_dlist, nixl_xfer_dlist};
+use super::bindings::{
+    Functions, NIXL_CAPI_MEM_DRAM, NIXL_CAPI_MEM_VRAM, nixl_reg_dlist, nixl_xfer_dlist,
+};
 use super::status::Status;
 
 /// Which memory a list speaks of.
@@ -61,7 +63,14 @@ impl RegistrationList {
             let (address, len) = (range.address as usize, range.len as usize);
             // SAFETY: the list lives; no metadata is passed.
             let status = unsafe {
-                (functions.nixl_capi_reg_dlist_add_desc)(raw, address, len, range.device, ptr::null(), 0)
+                (functions.nixl_capi_reg_dlist_add_desc)(
+                    raw,
+                    address,
+                    len,
+                    range.device,
+                    ptr::null(),
+                    0,
+                )
             };
             Status::check(status).map_err(|status| status.error("adding to a list"))?;
         }
@@ -98,7 +107,12 @@ impl TransferList {
     pub(crate) fn add(&mut self, address: u64, len: u64, device: u64) {
         // SAFETY: the list lives. It cannot fail but for want of memory.
         unsafe {
-            (self.functions.nixl_capi_xfer_dlist_add_desc)(self.raw, address as usize, len as usize, device)
+            (self.functions.nixl_capi_xfer_dlist_add_desc)(
+                self.raw,
+                address as usize,
+                len as usize,
+                device,
+            )
         };
     }
 

@@ -50,7 +50,11 @@ impl Plugin {
                     libloading::Error::DlOpen { source } => source.to_string(),
                     other => other.to_string(),
                 };
-                let why = if missing.is_empty() { why } else { format!("it misses {}", missing.join(", ")) };
+                let why = if missing.is_empty() {
+                    why
+                } else {
+                    format!("it misses {}", missing.join(", "))
+                };
                 Err(Unavailable::because(
                     format!("NIXL's plugin {} does not load: {why}", path.display()),
                     "install what it misses, or name another plugin in rixl.plugin",

@@ -2,7 +2,9 @@
 
 #[cfg(test)]
 use super::bindings::NIXL_CAPI_ERROR_BACKEND;
-use super::bindings::{NIXL_CAPI_ERROR_NOT_FOUND, NIXL_CAPI_IN_PROG, NIXL_CAPI_SUCCESS, nixl_status};
+use super::bindings::{
+    NIXL_CAPI_ERROR_NOT_FOUND, NIXL_CAPI_IN_PROG, NIXL_CAPI_SUCCESS, nixl_status,
+};
 
 /// NIXL's answer to a call, other than success.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -58,9 +58,10 @@ fn who_moves_bytes_with_a_cpus_help_is_noted_until_it_goes() {
     for (endpoint, name) in endpoints.into_iter().zip([c"over-tcp", c"by-the-kernel"]) {
         let name = Name::from(name);
         peers.begin(name.clone(), Vec::new(), Vec::new(), vec![endpoint]);
-        peers
-            .endpoints
-            .insert(endpoint, Endpoint { peer: Some(name), foreign: false, accepted: false, severed: false });
+        peers.endpoints.insert(
+            endpoint,
+            Endpoint { peer: Some(name), foreign: false, accepted: false, severed: false },
+        );
     }
     peers.set_reach(endpoints[1], PerOp::NEITHER);
     assert!(!peers.converse);
@@ -74,7 +75,12 @@ fn who_moves_bytes_with_a_cpus_help_is_noted_until_it_goes() {
     let third = EndpointId::from_number(3);
     peers.endpoints.insert(
         third,
-        Endpoint { peer: Some(Name::from(c"comes")), foreign: false, accepted: true, severed: false },
+        Endpoint {
+            peer: Some(Name::from(c"comes")),
+            foreign: false,
+            accepted: true,
+            severed: false,
+        },
     );
     peers.begin(Name::from(c"comes"), Vec::new(), Vec::new(), vec![third]);
     peers.note_reach();
@@ -86,7 +92,8 @@ fn who_moves_bytes_with_a_cpus_help_is_noted_until_it_goes() {
 #[test]
 fn a_peer_that_nixl_still_knows_is_lost_without_being_loaded_again() {
     let mut peers = nobody();
-    let (endpoint, name, mut happened) = (EndpointId::from_number(1), Name::from(c"far"), Vec::new());
+    let (endpoint, name, mut happened) =
+        (EndpointId::from_number(1), Name::from(c"far"), Vec::new());
     peers.begin(name.clone(), Vec::new(), Vec::new(), vec![endpoint]);
     peers.endpoints.insert(
         endpoint,
@@ -94,7 +101,8 @@ fn a_peer_that_nixl_still_knows_is_lost_without_being_loaded_again() {
     );
     peers.by_name.get_mut(&name).unwrap().state = NixlStanding::Ready;
     assert_eq!(peers.somewhere(&name), None, "nothing of its memory is known");
-    let range = Range { segment: crate::ffi::MemorySegment::Host, address: 4096, len: 64, device: 0 };
+    let range =
+        Range { segment: crate::ffi::MemorySegment::Host, address: 4096, len: 64, device: 0 };
     peers.told(endpoint, &Arc::new(NixlRegion::new(range, Box::default())));
     assert_eq!(peers.somewhere(&name), Some(range));
     peers.flies(&name);

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_testkit::{
-    Backing, Device, Gap, Suite, Tier, conformance_trials, device, is_asked_for, kill_after, skip, trial,
+    Backing, Device, Gap, Suite, Tier, conformance_trials, device, is_asked_for, kill_after, skip,
+    trial,
 };
 use libtest_mimic::{Arguments, Trial};
 
@@ -127,5 +128,7 @@ pub(crate) fn run_suites_if_asked() -> Option<ExitCode> {
     let release = std::env::var(SUITES).ok()?;
     let mut arguments = Arguments::from_args();
     arguments.test_threads.get_or_insert(2);
-    Some(libtest_mimic::run(&arguments, conformance_trials(registry, &suites(&release))).exit_code())
+    Some(
+        libtest_mimic::run(&arguments, conformance_trials(registry, &suites(&release))).exit_code(),
+    )
 }

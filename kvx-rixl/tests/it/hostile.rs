@@ -22,7 +22,8 @@ const LIST: &[u8] = b"nixlSDList|t\x04\0\0\0\0\0\0\0";
 
 /// Over TCP the peer's process takes part in all that is moved: while it is stopped, nothing ends.
 fn agent(name: &str) -> kvx_core::Result<Agent> {
-    let options = Options::parse(r#"{"rixl": {"params": {"engine_config": "NET_DEVICES=lo,TLS=tcp"}}}"#)?;
+    let options =
+        Options::parse(r#"{"rixl": {"params": {"engine_config": "NET_DEVICES=lo,TLS=tcp"}}}"#)?;
     Agent::builder(name).backends(["RIXL"]).options(options).build(&registry(""))
 }
 
@@ -59,7 +60,10 @@ fn serve(name: &str) -> kvx_core::Result<()> {
 }
 
 /// `metadata` with another description of its region by NIXL. Whoever alters it writes its checksum anew.
-fn with_description(metadata: &[u8], alter: impl FnOnce(&mut Vec<u8>)) -> kvx_core::Result<Vec<u8>> {
+fn with_description(
+    metadata: &[u8],
+    alter: impl FnOnce(&mut Vec<u8>),
+) -> kvx_core::Result<Vec<u8>> {
     let mut metadata = Metadata::decode(metadata)?;
     let mut region = (*metadata.regions[0]).clone();
     let described = &mut region.exports[0].1;
@@ -108,7 +112,8 @@ fn nobody_speaks_for_another_agent() -> Outcome {
 
 /// Overwrites the kind of memory in a description by NIXL.
 fn with_kind(described: &mut [u8], kind: i32) {
-    let at = described.windows(LIST.len()).position(|window| window == LIST).expect("a list") + LIST.len();
+    let at = described.windows(LIST.len()).position(|window| window == LIST).expect("a list")
+        + LIST.len();
     described[at..at + 4].copy_from_slice(&kind.to_le_bytes());
 }
 
@@ -122,12 +127,17 @@ fn memory_of_no_kind_is_refused() -> Outcome {
         let peer = near.connect(&metadata)?;
         peer.ready(CUT_OFF).wait(CUT_OFF)?;
         let refused = read(&ours, &peer).and_then(|read| read.wait(CUT_OFF));
-        assert_eq!(refused.map_err(|why| why.kind()).map(drop), Err(Kind::Malformed), "kind {kind}");
+        assert_eq!(
+            refused.map_err(|why| why.kind()).map(drop),
+            Err(Kind::Malformed),
+            "kind {kind}"
+        );
         drop(peer);
         let mut foreign = far.foreign_metadata("RIXL")?;
         with_kind(&mut foreign, kind);
-        let refused =
-            near.connect_foreign("RIXL", &foreign).and_then(|peer| peer.ready(CUT_OFF).wait(CUT_OFF));
+        let refused = near
+            .connect_foreign("RIXL", &foreign)
+            .and_then(|peer| peer.ready(CUT_OFF).wait(CUT_OFF));
         assert_eq!(refused.map_err(|why| why.kind()), Err(Kind::Malformed), "kind {kind}");
     }
     let peer = near.connect(&far.metadata()?)?;

@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Op, Options, Peer, PeerRegion, Plan, Region, Report};
+use kvx_core::{
+    Agent, Grid, Kind, Memory, MemoryKind, Op, Options, Peer, PeerRegion, Plan, Region, Report,
+};
 use kvx_testkit::{Child, run};
 use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
@@ -26,7 +28,11 @@ fn agent(name: &str) -> Agent {
 fn agent_over(tls: &str, name: &str) -> Agent {
     let options = json!({"rixl": {"params": {"engine_config": format!("NET_DEVICES=lo{tls}")}}});
     let options = Options::parse(&options.to_string()).expect("JSON");
-    Agent::builder(name).backends(["RIXL"]).options(options).build(&registry("")).expect("NIXL is there")
+    Agent::builder(name)
+        .backends(["RIXL"])
+        .options(options)
+        .build(&registry(""))
+        .expect("NIXL is there")
 }
 
 /// The word at a byte offset of a region that was filled with `seed`, as the Python side has it.
@@ -91,7 +97,8 @@ fn python_serves(interpreter: PathBuf) -> Outcome {
     }
     let agent = agent("kvx-reads");
     let peer = connect(&agent, &python)?;
-    let ours = [agent.register("a", Memory::owned(vec![0; LEN]))?, agent.register("b", filled(LEN, 7))?];
+    let ours =
+        [agent.register("a", Memory::owned(vec![0; LEN]))?, agent.register("b", filled(LEN, 7))?];
     let grid = Grid::packed(BLOCK, BLOCKS);
     for (round, count) in [1, 2, 64, 1000, 8192].into_iter().enumerate() {
         let region = round % 2;
@@ -112,7 +119,13 @@ fn python_serves(interpreter: PathBuf) -> Outcome {
     for (round, count) in [1, 8192].into_iter().enumerate() {
         let remote = theirs(&peer, &python, round, LEN)?;
         let (to, from) = (shuffled(BLOCKS, 90), shuffled(BLOCKS, 91));
-        moved(Op::Write, &peer, (&ours[1], grid, &from[..count]), (&remote, grid, &to[..count]), None)?;
+        moved(
+            Op::Write,
+            &peer,
+            (&ours[1], grid, &from[..count]),
+            (&remote, grid, &to[..count]),
+            None,
+        )?;
         let at = |block: &u32| u64::from(*block) * BLOCK;
         let blocks: Vec<_> =
             to.iter().zip(&from).take(count).map(|(to, from)| (at(to), at(from), BLOCK)).collect();
@@ -123,7 +136,13 @@ fn python_serves(interpreter: PathBuf) -> Outcome {
     let remote = theirs(&peer, &python, 0, LEN)?;
     let slice = Grid { base: 2048, stride: BLOCK, length: 1024, count: 512 };
     let order = shuffled(512, 3);
-    moved(Op::Read, &peer, (&ours[0], Grid::packed(1024, 512), &order), (&remote, slice, &order), None)?;
+    moved(
+        Op::Read,
+        &peer,
+        (&ours[0], Grid::packed(1024, 512), &order),
+        (&remote, slice, &order),
+        None,
+    )?;
     for block in order {
         let mut got = vec![0; 1024];
         ours[0].copy_out(block as usize * 1024, &mut got)?;
@@ -144,7 +163,8 @@ fn python_serves(interpreter: PathBuf) -> Outcome {
 /// One plan reads from both of Python's regions, into both of ours.
 fn two_regions_in_one_plan(python: &mut Python, peer: &Peer, ours: &[Region; 2]) -> Outcome {
     const HALF: usize = 300;
-    let (grid, to, from) = (Grid::packed(BLOCK, BLOCKS), shuffled(BLOCKS, 60), shuffled(BLOCKS, 61));
+    let (grid, to, from) =
+        (Grid::packed(BLOCK, BLOCKS), shuffled(BLOCKS, 60), shuffled(BLOCKS, 61));
     let halves = [0..HALF, HALF..2 * HALF];
     let mut pairs = Vec::new();
     for (region, half) in halves.iter().enumerate() {
@@ -174,7 +194,8 @@ fn two_regions_in_one_plan(python: &mut Python, peer: &Peer, ours: &[Region; 2])
 /// kvx's memory is read and written by Python.
 fn kvx_serves(interpreter: PathBuf) -> Outcome {
     let agent = agent("kvx-serves");
-    let ours = [agent.register("a", filled(LEN, 11))?, agent.register("b", Memory::owned(vec![0; LEN]))?];
+    let ours =
+        [agent.register("a", filled(LEN, 11))?, agent.register("b", Memory::owned(vec![0; LEN]))?];
     let mut python = Python::start(&interpreter, "python-reads", &[LEN]);
     let name = python.ask(json!({"do": "load", "metadata": hex(&agent.foreign_metadata("RIXL")?)}));
     let at = |region: &Region, block: u32| region.memory().address() + u64::from(block) * BLOCK;
@@ -186,13 +207,18 @@ fn kvx_serves(interpreter: PathBuf) -> Outcome {
         let transfer = json!({"do": "transfer", "op": "READ", "peer": name["name"], "local": local, "remote": remote, "length": BLOCK});
         assert_eq!(python.ask(transfer)["state"], "DONE");
         let bytes = |block: &u32| u64::from(*block) * BLOCK;
-        let blocks: Vec<_> =
-            to.iter().zip(&from).take(count).map(|(to, from)| (bytes(to), bytes(from), BLOCK)).collect();
+        let blocks: Vec<_> = to
+            .iter()
+            .zip(&from)
+            .take(count)
+            .map(|(to, from)| (bytes(to), bytes(from), BLOCK))
+            .collect();
         assert!(python.holds(0, 11, &blocks), "{count} blocks were read");
     }
     python.ask(json!({"do": "fill", "region": 0, "seed": 12}));
     let (to, from) = (shuffled(BLOCKS, 4), shuffled(BLOCKS, 5));
-    let local: Vec<u64> = from.iter().map(|block| python.at[0] + u64::from(*block) * BLOCK).collect();
+    let local: Vec<u64> =
+        from.iter().map(|block| python.at[0] + u64::from(*block) * BLOCK).collect();
     let remote: Vec<u64> = to.iter().map(|block| at(&ours[1], *block)).collect();
     let transfer = json!({
         "do": "transfer", "op": "WRITE", "peer": name["name"], "local": local, "remote": remote, "length": BLOCK,
@@ -200,7 +226,10 @@ fn kvx_serves(interpreter: PathBuf) -> Outcome {
     });
     assert_eq!(python.ask(transfer)["state"], "DONE");
     let notification = run(agent.notification(CUT_OFF))?;
-    assert_eq!((&*notification.bytes, &*notification.from.name), (&b"all\0written"[..], "python-reads"));
+    assert_eq!(
+        (&*notification.bytes, &*notification.from.name),
+        (&b"all\0written"[..], "python-reads")
+    );
     for (to, from) in to.iter().zip(&from) {
         let mut got = vec![0; BLOCK as usize];
         ours[1].copy_out(*to as usize * BLOCK as usize, &mut got)?;
@@ -265,7 +294,8 @@ fn notifications_are_bytes_both_ways(interpreter: PathBuf) -> Outcome {
     moved(Op::Write, &peer, (&region, grid, &order), (&remote, grid, &order), Some(b"written\0"))?;
     let heard = python.ask(json!({"do": "hear", "count": 1}));
     assert_eq!(heard["heard"][0][1], hex(b"written\0"));
-    let blocks: Vec<_> = (0..u64::from(BLOCKS)).map(|block| (block * BLOCK, block * BLOCK, BLOCK)).collect();
+    let blocks: Vec<_> =
+        (0..u64::from(BLOCKS)).map(|block| (block * BLOCK, block * BLOCK, BLOCK)).collect();
     assert!(python.holds(0, 1, &blocks), "the data was there before its notification");
     Ok(())
 }
@@ -342,7 +372,8 @@ fn what_flies_when_python_is_killed_fails(interpreter: PathBuf) -> Outcome {
     let read = Plan::read(ours.blocks(&order[..]), theirs.blocks(&order[..]))?;
     let write = Plan::write(ours.blocks(&order[..]), theirs.blocks(&order[..]))?;
     let post = |plan| peer.transfer(plan).deadline(CUT_OFF).post();
-    let flying: Vec<_> = [&read, &write].repeat(4).into_iter().map(post).collect::<kvx_core::Result<_>>()?;
+    let flying: Vec<_> =
+        [&read, &write].repeat(4).into_iter().map(post).collect::<kvx_core::Result<_>>()?;
     python.kill();
     let settled: Vec<_> = flying.iter().map(|flying| flying.settled()).collect();
     let kinds: Vec<_> =
@@ -418,7 +449,8 @@ fn the_latest_of_a_name_takes_its_place(interpreter: PathBuf) -> Outcome {
     };
     let lost = |peer: &Peer, python: &Python| -> Outcome {
         let remote = theirs(peer, python, 0, SMALL)?;
-        let plan = Plan::read(near.grid(grid)?.blocks(&order[..]), remote.grid(grid)?.blocks(&order[..]))?;
+        let plan =
+            Plan::read(near.grid(grid)?.blocks(&order[..]), remote.grid(grid)?.blocks(&order[..]))?;
         let end = peer.transfer(&plan).deadline(CUT_OFF).post().and_then(run);
         assert_eq!(end.map(drop).map_err(|why| why.kind()), Err(Kind::PeerLost));
         Ok(())
@@ -451,7 +483,11 @@ fn kvx_is_killed_and_starts_again(interpreter: PathBuf) -> Outcome {
         let (local, remote) = (blocks(python.at[0]), blocks(address));
         let transfer = |what: &str, op: &str| json!({"do": what, "op": op, "peer": name["name"], "local": local, "remote": remote, "length": BLOCK});
         python.ask(json!({"do": "fill", "region": 0, "seed": 30}));
-        assert_eq!(python.ask(transfer("transfer", "READ")), json!({"state": "DONE"}), "life {life}");
+        assert_eq!(
+            python.ask(transfer("transfer", "READ")),
+            json!({"state": "DONE"}),
+            "life {life}"
+        );
         assert!(python.holds(0, 31, &[(0, 0, SERVED as u64)]), "what life {life} has was read");
         served.stop()?;
         python.tell(transfer("fly", flying));
@@ -484,7 +520,8 @@ pub(crate) fn serve_if_asked() {
 
 pub(crate) fn trials() -> [Trial; 8] {
     let test = |name, test: fn(PathBuf) -> Outcome| {
-        let with_python = move || test(wheel::python().expect("the wheel's library is in its environment"));
+        let with_python =
+            move || test(wheel::python().expect("the wheel's library is in its environment"));
         with_nixl(format!("interop::{name}"), with_python)
     };
     [

@@ -88,7 +88,8 @@ fn what_a_plugin_misses_is_named() -> Outcome {
     const NOWHERE: &[u8] = b"libno-such.so0\0";
     let folder = Folder::new("plugin")?;
     let mut plugin = std::fs::read(libraries().join("plugins/libplugin_UCX.so"))?;
-    let at = plugin.windows(NEEDED.len()).position(|name| name == NEEDED).expect("it is written in C++");
+    let at =
+        plugin.windows(NEEDED.len()).position(|name| name == NEEDED).expect("it is written in C++");
     plugin[at..at + NOWHERE.len()].copy_from_slice(NOWHERE);
     let path = folder.0.join("libplugin_UCX.so");
     std::fs::write(&path, plugin)?;

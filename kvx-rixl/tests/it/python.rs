@@ -64,7 +64,9 @@ impl Python {
     }
 
     pub(crate) fn tell(&mut self, order: Value) {
-        writeln!(self.stdin, "{order}").and_then(|()| self.stdin.flush()).expect("the agent listens");
+        writeln!(self.stdin, "{order}")
+            .and_then(|()| self.stdin.flush())
+            .expect("the agent listens");
     }
 
     pub(crate) fn hear(&mut self) -> Value {

@@ -41,15 +41,18 @@ pub(crate) fn library() -> Option<PathBuf> {
 fn library_of(release: &str) -> Option<PathBuf> {
     environments(release).find_map(|environment| {
         let pythons = std::fs::read_dir(environment.join("lib")).ok()?.flatten();
-        let mut files =
-            pythons.map(|python| python.path().join("site-packages/.nixl_cu12.mesonpy.libs/libnixl_capi.so"));
+        let mut files = pythons.map(|python| {
+            python.path().join("site-packages/.nixl_cu12.mesonpy.libs/libnixl_capi.so")
+        });
         files.find(|file| file.exists())
     })
 }
 
 /// Its Python.
 pub(crate) fn python() -> Option<PathBuf> {
-    environments(NEWEST).map(|environment| environment.join("bin/python")).find(|python| python.exists())
+    environments(NEWEST)
+        .map(|environment| environment.join("bin/python"))
+        .find(|python| python.exists())
 }
 
 /// This program, over a library.

@@ -22,7 +22,10 @@ fn the_library_without_a_device_says_what_is_missing() -> Check {
         return run_in_own_process(NAME, |command| {
             command.env(AMDS_OWN, "1");
             if devices::over_the_stand_in(&stand_in::MAKER) {
-                stand_in::MAKER.variables.iter().for_each(|variable| _ = command.env_remove(variable));
+                stand_in::MAKER
+                    .variables
+                    .iter()
+                    .for_each(|variable| _ = command.env_remove(variable));
             }
         });
     }
@@ -40,7 +43,10 @@ fn says_what_is_missing() {
         return skip(NAME, &why.missing, "apt-get install libamdhip64-5");
     }
     let told = why.to_string();
-    assert!(told.contains("libamdhip64") && told.contains("finds no device: hipErrorNoDevice"), "{told}");
+    assert!(
+        told.contains("libamdhip64") && told.contains("finds no device: hipErrorNoDevice"),
+        "{told}"
+    );
     assert!(told.contains("/dev/kfd is not there") && told.contains("amdgpu"), "{told}");
     // Asked again, it says the same.
     assert_eq!(kvx_rocm::devices().expect_err("there is no device"), why);

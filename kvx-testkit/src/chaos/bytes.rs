@@ -77,7 +77,9 @@ fn flip(plan: &Arc<Bound>) -> Result<()> {
 
 /// Exchanges the first two blocks of the first pair that has two.
 fn swap(plan: &Arc<Bound>) -> Result<()> {
-    let Some(pair) = plan.pairs().iter().find(|pair| pair.local_indices.len() > 1) else { return Ok(()) };
+    let Some(pair) = plan.pairs().iter().find(|pair| pair.local_indices.len() > 1) else {
+        return Ok(());
+    };
     let placed = pair.local[0];
     let memory = &plan.local(placed.region).memory;
     let at = |position| placed.grid.offset(pair.local_indices.at(position));
@@ -92,8 +94,9 @@ fn smear(plan: &Arc<Bound>) -> Result<()> {
     for pair in plan.pairs() {
         for placed in pair.local.iter().filter(|placed| placed.grid.stride > placed.grid.length) {
             let memory = &plan.local(placed.region).memory;
-            let ends = (0..pair.local_indices.len())
-                .map(|position| placed.grid.offset(pair.local_indices.at(position)) + placed.grid.length);
+            let ends = (0..pair.local_indices.len()).map(|position| {
+                placed.grid.offset(pair.local_indices.at(position)) + placed.grid.length
+            });
             for end in ends.filter(|end| (*end as usize) < memory.len()) {
                 let mut piece = copy(memory, end, 1)?;
                 piece.bytes[0] ^= 1;

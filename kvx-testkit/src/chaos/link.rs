@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvx_core::sync::Mutex;
-use kvx_core::transport::{ForeignRange, Link, LocalRegion, PeerSection, RemoteRegion, RemoteSpec, Turn};
+use kvx_core::transport::{
+    ForeignRange, Link, LocalRegion, PeerSection, RemoteRegion, RemoteSpec, Turn,
+};
 use kvx_core::{Bound, Capabilities, Error, Kind, Result, Ticket, TransferId};
 
 use super::Fault;
@@ -49,7 +51,12 @@ pub(super) struct ChaosLink {
 struct Unwrapped(Arc<Bound>);
 
 impl ChaosLink {
-    pub(super) fn new(inner: Arc<dyn Link>, fault: Option<Fault>, gate: Gate, turns: Arc<Turns>) -> Self {
+    pub(super) fn new(
+        inner: Arc<dyn Link>,
+        fault: Option<Fault>,
+        gate: Gate,
+        turns: Arc<Turns>,
+    ) -> Self {
         ChaosLink { inner, fault, gate, turns }
     }
 
@@ -60,7 +67,8 @@ impl ChaosLink {
     /// The plan as the inner link knows it: made once and kept, so that what the inner link prepares is kept as well.
     fn unwrapped(plan: &Bound) -> Result<Arc<Bound>> {
         let ours = plan.native(|| {
-            let (local, remote) = (<dyn LocalRegion as Inner>::inner, <dyn RemoteRegion as Inner>::inner);
+            let (local, remote) =
+                (<dyn LocalRegion as Inner>::inner, <dyn RemoteRegion as Inner>::inner);
             Ok(Unwrapped(Arc::new(plan.with_regions(local, remote))))
         })?;
         Ok(Arc::clone(&ours.0))
@@ -85,13 +93,21 @@ impl ChaosLink {
     }
 
     /// What happens when the inner link settles a transfer.
-    fn settle(fault: Option<Fault>, turns: &Turns, plan: &Arc<Bound>, ticket: Ticket, result: Result<()>) {
+    fn settle(
+        fault: Option<Fault>,
+        turns: &Turns,
+        plan: &Arc<Bound>,
+        ticket: Ticket,
+        result: Result<()>,
+    ) {
         match fault {
             Some(Fault::Delay) => later(Duration::from_millis(20), move || ticket.settle(result)),
             Some(Fault::ForgetTicket) => drop(ticket),
             Some(Fault::HideFailure) => ticket.settle(Ok(())),
             Some(Fault::DropPeerLoss) => turns.settle_unless_lost(ticket, result),
-            Some(Fault::Reorder) if turns.settled.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) => {
+            Some(Fault::Reorder)
+                if turns.settled.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) =>
+            {
                 later(Duration::from_millis(5), move || ticket.settle(result));
             }
             Some(Fault::WriteLate) => {
@@ -170,7 +186,8 @@ unsafe impl Link for ChaosLink {
     }
 
     fn import(&self, region: RemoteSpec<'_>) -> Result<Arc<dyn RemoteRegion>> {
-        let export = &region.export[..region.export.len() - if self.is(Fault::FatExport) { FAT } else { 0 }];
+        let export =
+            &region.export[..region.export.len() - if self.is(Fault::FatExport) { FAT } else { 0 }];
         Ok(Arc::new(ChaosRemote { inner: self.inner.import(RemoteSpec { export, ..region })? }))
     }
 
@@ -191,7 +208,9 @@ unsafe impl Link for ChaosLink {
             Some(Fault::BlockInPost) => std::thread::sleep(Duration::from_millis(200)),
             Some(Fault::NotifyEarly) => {
                 done.settle(Ok(()));
-                return later(Duration::from_millis(100), move || inner.post(plan, id, Ticket::new(|_| ())));
+                return later(Duration::from_millis(100), move || {
+                    inner.post(plan, id, Ticket::new(|_| ()))
+                });
             }
             _ => {}
         }
@@ -215,7 +234,9 @@ unsafe impl Link for ChaosLink {
     fn notify(&self, bytes: &[u8], done: Ticket) {
         let inner = Arc::clone(&self.inner);
         match self.fault {
-            Some(Fault::DropNotification) if self.turns.sent.fetch_add(1, Ordering::Relaxed) % 5 == 4 => {
+            Some(Fault::DropNotification)
+                if self.turns.sent.fetch_add(1, Ordering::Relaxed) % 5 == 4 =>
+            {
                 done.settle(Ok(()));
             }
             Some(Fault::DuplicateNotification) => {
@@ -228,7 +249,10 @@ unsafe impl Link for ChaosLink {
             }
             Some(Fault::DropPeerLoss) => {
                 let turns = Arc::clone(&self.turns);
-                inner.notify(bytes, Ticket::new(move |result| turns.settle_unless_lost(done, result)));
+                inner.notify(
+                    bytes,
+                    Ticket::new(move |result| turns.settle_unless_lost(done, result)),
+                );
             }
             _ => inner.notify(bytes, done),
         }

@@ -62,12 +62,15 @@ extern "C" fn do_nothing(_: libc::c_int) {}
 
 fn take_signal() {
     // SAFETY: the handler does nothing, which is allowed in a handler; the signal is ignored by default.
-    unsafe { libc::signal(libc::SIGURG, do_nothing as extern "C" fn(libc::c_int) as libc::sighandler_t) };
+    unsafe {
+        libc::signal(libc::SIGURG, do_nothing as extern "C" fn(libc::c_int) as libc::sighandler_t)
+    };
 }
 
 impl ChaosTransport {
     fn wrapped(&self, inner: Arc<dyn Link>) -> Arc<dyn Link> {
-        let link = Arc::new(ChaosLink::new(inner, self.fault, self.gate.clone(), Arc::clone(&self.turns)));
+        let link =
+            Arc::new(ChaosLink::new(inner, self.fault, self.gate.clone(), Arc::clone(&self.turns)));
         if self.fault == Some(Fault::GlobalStop) {
             LINKS.lock().push(Arc::downgrade(&link));
         }
@@ -131,7 +134,8 @@ pub(super) struct ChaosRegion {
 impl Inner for dyn LocalRegion {
     fn inner(self: &Arc<Self>) -> Arc<Self> {
         let any: &dyn std::any::Any = &**self;
-        any.downcast_ref::<ChaosRegion>().map_or_else(|| Arc::clone(self), |region| Arc::clone(&region.inner))
+        any.downcast_ref::<ChaosRegion>()
+            .map_or_else(|| Arc::clone(self), |region| Arc::clone(&region.inner))
     }
 }
 
@@ -161,6 +165,7 @@ impl RemoteRegion for ChaosRemote {}
 impl Inner for dyn RemoteRegion {
     fn inner(self: &Arc<Self>) -> Arc<Self> {
         let any: &dyn std::any::Any = &**self;
-        any.downcast_ref::<ChaosRemote>().map_or_else(|| Arc::clone(self), |region| Arc::clone(&region.inner))
+        any.downcast_ref::<ChaosRemote>()
+            .map_or_else(|| Arc::clone(self), |region| Arc::clone(&region.inner))
     }
 }

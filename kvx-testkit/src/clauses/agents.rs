@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_core::{
-    Agent, Completion, Grid, Idle, Kind, Memory, Notification, Op, Peer, Plan, Region, Registry, Revocation,
-    Transfer, quarantined_bytes,
+    Agent, Completion, Grid, Idle, Kind, Memory, Notification, Op, Peer, Plan, Region, Registry,
+    Revocation, Transfer, quarantined_bytes,
 };
 
 use super::traffic::{GRACE, OPS, Traffic, exchange, is_kept, promised_by, until};
@@ -51,8 +51,13 @@ pub async fn agents_share_a_process(setup: &Setup) -> Check {
     }
     let all = |alive: usize| (0..alive).flat_map(move |from| (0..alive).map(move |to| (from, to)));
     for (from, to) in all(AGENTS).filter(|(from, to)| from != to) {
-        exchange(&agents[from].1, &agents[to].1, &peers[from][to], &format!("agent {from} with agent {to}"))
-            .await?;
+        exchange(
+            &agents[from].1,
+            &agents[to].1,
+            &peers[from][to],
+            &format!("agent {from} with agent {to}"),
+        )
+        .await?;
     }
 
     let grid = Grid::packed(4096, (LEN / 4096) as u32);
@@ -62,8 +67,10 @@ pub async fn agents_share_a_process(setup: &Setup) -> Check {
     for round in 0..200 {
         let (from, to) = (round % agents.len(), (round + 1) % agents.len());
         let remote = peers[from][to].region("kv")?.grid(grid)?;
-        let plan =
-            Plan::read(agents[from].1.grid(grid)?.blocks(order.clone()), remote.blocks(order.clone()))?;
+        let plan = Plan::read(
+            agents[from].1.grid(grid)?.blocks(order.clone()),
+            remote.blocks(order.clone()),
+        )?;
         flying.push(peers[from][to].transfer(&plan).deadline(CUT_OFF).post()?);
     }
     leaving.shutdown(CUT_OFF).await?;
@@ -81,8 +88,10 @@ pub async fn agents_share_a_process(setup: &Setup) -> Check {
 /// A2: an agent is a peer of itself like any other.
 pub async fn an_agent_can_link_to_itself(setup: &Setup) -> Check {
     let agent = setup.agent(&unique("self"))?;
-    let (one, other) =
-        (agent.register("one", setup.memory(LEN, 1)?)?, agent.register("kv", setup.memory(LEN, 2)?)?);
+    let (one, other) = (
+        agent.register("one", setup.memory(LEN, 1)?)?,
+        agent.register("kv", setup.memory(LEN, 2)?)?,
+    );
     let peer = agent.connect(&agent.metadata()?)?;
     peer.ready(CUT_OFF).await?;
     exchange(&one, &other, &peer, "an agent with itself").await?;
@@ -91,7 +100,8 @@ pub async fn an_agent_can_link_to_itself(setup: &Setup) -> Check {
     ensure!(*heard.bytes == *b"to myself", "it heard {:?} from itself", heard.bytes);
     ensure!(heard.from == *agent.identity(), "what it sent itself came from {:?}", heard.from);
     let grid = Grid::packed(4096, 2);
-    let plan = Plan::write(one.grid(grid)?.blocks([0, 1]), peer.region("kv")?.grid(grid)?.blocks([1, 0]))?;
+    let plan =
+        Plan::write(one.grid(grid)?.blocks([0, 1]), peer.region("kv")?.grid(grid)?.blocks([1, 0]))?;
     peer.transfer(&plan).deadline(CUT_OFF).notify(*b"written").post()?.await?;
     ensure!(
         *agent.notification(CUT_OFF).await?.bytes == *b"written",
@@ -129,7 +139,16 @@ pub async fn idle_costs_what_is_declared(setup: &Setup) -> Check {
             let (local, remote, within) = (blocks.clone(), blocks, CUT_OFF);
             far.post(
                 peer,
-                PostSpec { write, region: 0, theirs, grid: (4096, 64), local, remote, within, notify },
+                PostSpec {
+                    write,
+                    region: 0,
+                    theirs,
+                    grid: (4096, 64),
+                    local,
+                    remote,
+                    within,
+                    notify,
+                },
             )??;
         }
     }
@@ -137,7 +156,10 @@ pub async fn idle_costs_what_is_declared(setup: &Setup) -> Check {
     std::thread::sleep(time);
     for (far, before) in [&mut one, &mut other].into_iter().zip(before) {
         let used = far.cpu()? - before;
-        ensure!(used <= allowed, "{used:?} of CPU in {time:?} without work, declared are {allowed:?}");
+        ensure!(
+            used <= allowed,
+            "{used:?} of CPU in {time:?} without work, declared are {allowed:?}"
+        );
     }
     Ok(())
 }
@@ -189,8 +211,18 @@ impl Inherited {
     /// Makes every call there is, in the fork. Gives those that were not answered as promised.
     fn call_everything(self) -> String {
         const SOON: Duration = Duration::from_secs(1);
-        let Inherited { pair, region, peer, plan, flying, dropped, waited, settled, metadata, registry } =
-            self;
+        let Inherited {
+            pair,
+            region,
+            peer,
+            plan,
+            flying,
+            dropped,
+            waited,
+            settled,
+            metadata,
+            registry,
+        } = self;
         let agent = &pair.near;
         let grid = Grid::packed(4096, 1);
         match agent.metadata() {
@@ -222,8 +254,14 @@ impl Inherited {
         hear("ready", peer.ready(SOON).wait(SOON));
         hear("notify", peer.notify(b"from the fork", SOON).wait(SOON));
         hear("post", peer.post(&plan).map(drop));
-        hear("post with a notification", peer.transfer(&plan).notify(*b"from the fork").post().map(drop));
-        hear("post_wait", crate::executor::run(peer.transfer(&plan).deadline(SOON).post_wait()).map(drop));
+        hear(
+            "post with a notification",
+            peer.transfer(&plan).notify(*b"from the fork").post().map(drop),
+        );
+        hear(
+            "post_wait",
+            crate::executor::run(peer.transfer(&plan).deadline(SOON).post_wait()).map(drop),
+        );
         hear("waiting for a transfer", waited.wait(SOON).map(drop));
         hear("settled", dropped.settled().wait(SOON));
         hear("waiting for what was asked before the fork", settled.wait(SOON));
@@ -342,7 +380,9 @@ pub async fn shutdown_settles_what_is_in_flight(setup: &Setup) -> Check {
 
     if setup.mode == Mode::TwoProcesses {
         pair.far.shutdown(0, CUT_OFF)??;
-        until("the far end's threads end", CUT_OFF, || Ok(pair.far.surroundings()?.threads.is_empty()))?;
+        until("the far end's threads end", CUT_OFF, || {
+            Ok(pair.far.surroundings()?.threads.is_empty())
+        })?;
         shutdown_beside_a_stopped_peer(setup).await?;
     }
     Ok(())
@@ -407,7 +447,10 @@ pub async fn the_process_is_left_as_it_was(setup: &Setup) -> Check {
     let compare = |far: &mut Far, when: &str| -> Result<Vec<String>, Failure> {
         let after = far.surroundings()?;
         for (signal, (was, is)) in (1..).zip(before.signals.iter().zip(&after.signals)) {
-            ensure!(was == is, "{when} signal {signal} does something else: {was:x?} became {is:x?}");
+            ensure!(
+                was == is,
+                "{when} signal {signal} does something else: {was:x?} became {is:x?}"
+            );
         }
         ensure!(before.variables == after.variables, "{when} the environment is another");
         Ok(after.threads)
@@ -441,5 +484,7 @@ pub async fn the_process_is_left_as_it_was(setup: &Setup) -> Check {
     });
     named.map_err(|why| Failure::new(format!("{why}: others are {foreign:?}")))?;
     far.shutdown(0, CUT_OFF)??;
-    until("all threads end with the agent", CUT_OFF, || Ok(compare(&mut far, "after an agent")?.is_empty()))
+    until("all threads end with the agent", CUT_OFF, || {
+        Ok(compare(&mut far, "after an agent")?.is_empty())
+    })
 }

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
-    Agent, Error, Grid, Kind, Known, Options, Peer, Placement, Plan, Region, Registry, Unavailable, Verdict,
-    WithoutAList,
+    Agent, Error, Grid, Kind, Known, Options, Peer, Placement, Plan, Region, Registry, Unavailable,
+    Verdict, WithoutAList,
 };
 
 use super::{Breaker, Clause, Runs, clauses};
@@ -140,7 +140,8 @@ fn connect(agent: &Agent, setup: &Setup, metadata: &[u8]) -> Result<(Peer, Regio
 /// Reads a block; gives the backend that carried it.
 async fn read(peer: &Peer, near: &Region) -> kvx_core::Result<&'static str> {
     let grid = Grid::packed(4096, 16);
-    let plan = Plan::read(near.grid(grid)?.blocks([1]), peer.region("kv")?.grid(grid)?.blocks([2]))?;
+    let plan =
+        Plan::read(near.grid(grid)?.blocks([1]), peer.region("kv")?.grid(grid)?.blocks([2]))?;
     Ok(peer.transfer(&plan).deadline(CUT_OFF).post()?.await?.backend)
 }
 
@@ -154,7 +155,11 @@ pub async fn a_list_of_backends_restricts(setup: &Setup) -> Check {
     let (lower, upper) = (choice.backend.to_lowercase(), choice.backend.to_uppercase());
     for written in [&lower, &upper] {
         let agent = choice.agent(setup, Some(&[written]))?;
-        ensure!(agent.backends() == [choice.backend], "the list [{written}] opened {:?}", agent.backends());
+        ensure!(
+            agent.backends() == [choice.backend],
+            "the list [{written}] opened {:?}",
+            agent.backends()
+        );
         let (peer, near) = connect(&agent, setup, &metadata)?;
         let used = read(&peer, &near).await?;
         ensure!(used == choice.backend, "the list [{written}] used {used}");
@@ -191,7 +196,10 @@ pub async fn without_a_list_the_order_decides(setup: &Setup) -> Check {
     choice.registry.add(Absent)?;
     let named_only = choice.twin("NAMED", true, WithoutAList::Skip)?;
     let agent = choice.agent(setup, None)?;
-    ensure!(named_only.load(Ordering::SeqCst) == 0, "a backend that opens only when it is named was opened");
+    ensure!(
+        named_only.load(Ordering::SeqCst) == 0,
+        "a backend that opens only when it is named was opened"
+    );
     let own = choice.inner.placement().without_a_list;
     let (peer, near) = connect(&agent, setup, &target.far.metadata()?)?;
     if own == WithoutAList::Open {
@@ -239,19 +247,30 @@ pub async fn missing_backends_are_three_errors(setup: &Setup) -> Check {
     ]);
     let said = |name: &str| -> Result<Error, Failure> {
         let built = choice.agent(setup, Some(&[name]));
-        built.err().ok_or_else(|| Failure::new(format!("an agent was built with the backend {name}")))
+        built
+            .err()
+            .ok_or_else(|| Failure::new(format!("an agent was built with the backend {name}")))
     };
     let unknown = said("OPTOINAL")?;
     ensure!(unknown.kind() == Kind::UnknownBackend, "a name that nobody knows: {unknown:?}");
     let sentence = "backend \"OPTOINAL\" is unknown; did you mean OPTIONAL? known: ";
     ensure!(unknown.to_string().contains(sentence), "a name that nobody knows: {unknown}");
     let not_compiled = said("optional")?;
-    ensure!(not_compiled.kind() == Kind::NotCompiled, "a backend that is not compiled in: {not_compiled:?}");
+    ensure!(
+        not_compiled.kind() == Kind::NotCompiled,
+        "a backend that is not compiled in: {not_compiled:?}"
+    );
     let sentence = "backend OPTIONAL is not in this build: enable feature \"optional\"";
-    ensure!(not_compiled.to_string().contains(sentence), "a backend that is not compiled in: {not_compiled}");
+    ensure!(
+        not_compiled.to_string().contains(sentence),
+        "a backend that is not compiled in: {not_compiled}"
+    );
     let future = said("FUTURE")?;
     ensure!(future.kind() == Kind::NotCompiled, "a backend of another release: {future:?}");
-    ensure!(future.to_string().contains("not in this release"), "a backend of another release: {future}");
+    ensure!(
+        future.to_string().contains("not in this release"),
+        "a backend of another release: {future}"
+    );
     for name in ["absent", "GONE"] {
         let absent = said(name)?;
         ensure!(absent.kind() == Kind::Unavailable, "a backend that cannot run here: {absent:?}");
@@ -288,18 +307,25 @@ pub async fn the_route_explains_itself(setup: &Setup) -> Check {
         found.map(|considered| &considered.verdict)
     };
     let Some(Verdict::Refused(why)) = verdict("ABSENT") else {
-        return Err(Failure::new(format!("the route does not say why ABSENT does not carry: {route}")));
+        return Err(Failure::new(format!(
+            "the route does not say why ABSENT does not carry: {route}"
+        )));
     };
     ensure!(
         why.kind() == Kind::Unavailable && why.to_string().contains(CURE),
         "ABSENT does not carry because {why}"
     );
     let Some(Verdict::Refused(why)) = verdict("TWIN") else {
-        return Err(Failure::new(format!("the route does not say why TWIN does not carry: {route}")));
+        return Err(Failure::new(format!(
+            "the route does not say why TWIN does not carry: {route}"
+        )));
     };
     ensure!(!why.to_string().is_empty(), "TWIN does not carry for no reason");
     let Some(Verdict::Up(how)) = verdict(choice.backend) else {
-        return Err(Failure::new(format!("the route does not say how {} carries: {route}", choice.backend)));
+        return Err(Failure::new(format!(
+            "the route does not say how {} carries: {route}",
+            choice.backend
+        )));
     };
     ensure!(!how.is_empty(), "the route does not say how {} reaches the peer", choice.backend);
     let text = route.to_string();

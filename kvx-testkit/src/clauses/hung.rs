@@ -46,7 +46,11 @@ async fn connect_anew(pair: &mut AgentPair, traffic: &Traffic) -> Result<Peer, F
 /// P12: a page that does not come holds up no more than is declared, on either side; when it comes, work goes on.
 pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) -> Check {
     if let Some(why) = HungPage::refused() {
-        skip("P12 a_page_that_does_not_come_holds_up_what_is_declared", &why, "run the tests as root");
+        skip(
+            "P12 a_page_that_does_not_come_holds_up_what_is_declared",
+            &why,
+            "run the tests as root",
+        );
         return Ok(());
     }
     // Of a pool both ends have pages of their own.
@@ -77,7 +81,8 @@ pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) 
     let third = to_third.connect().await?;
     let other = setup.agent(&unique("other"))?;
     let near = other.register("others", setup.memory(LEN, 1)?)?;
-    let others = Traffic { name: "others".to_owned(), near, far: pair.far_region("others", LEN, 2)? };
+    let others =
+        Traffic { name: "others".to_owned(), near, far: pair.far_region("others", LEN, 2)? };
     let back = other.connect(&pair.far.metadata()?)?;
     blocks.works(&mut to_third.far, &third, "before").await?;
     others.works(&mut pair.far, &back, "before").await?;
@@ -102,7 +107,8 @@ pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) 
         let transfers = transfers.collect::<kvx_core::Result<Vec<_>>>()?;
         let settled: Vec<_> = transfers.iter().map(Transfer::settled).collect();
         // What can be served is served while the others wait.
-        let meanwhile = OPS.map(|op| (blocks.post(op, &third, SERVED), others.post(op, &back, SERVED)));
+        let meanwhile =
+            OPS.map(|op| (blocks.post(op, &third, SERVED), others.post(op, &back, SERVED)));
         let mut served = Vec::new();
         for result in meanwhile.into_iter().flat_map(|(third, back)| [third, back]) {
             served.push(match result {
@@ -123,7 +129,9 @@ pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) 
                 Ok(()) => {}
                 Err((Kind::TimedOut | Kind::PeerLost, _)) if promised == HeldUp::Agent => {}
                 Err((_, error)) => {
-                    return Err(Failure::new(format!("{what}: transfer {number} of others: {error:?}")));
+                    return Err(Failure::new(format!(
+                        "{what}: transfer {number} of others: {error:?}"
+                    )));
                 }
             }
         }
@@ -146,7 +154,10 @@ pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) 
     let begun = Stopwatch::start()?;
     let ended = pair.near.shutdown(SERVED).await; // the error tells what may still be touched
     let took = begun.read();
-    ensure!(took.within(SERVED + LAST_PATIENCE), "a shutdown beside a hung page took {took}: {ended:?}");
+    ensure!(
+        took.within(SERVED + LAST_PATIENCE),
+        "a shutdown beside a hung page took {took}: {ended:?}"
+    );
     drop(hung);
     Ok(())
 }

@@ -91,7 +91,11 @@ pub async fn a_peer_killed_in_mid_transfer_is_reported(setup: &Setup) -> Check {
 }
 
 /// Kills the peer with so many reads posted, and some writes. Says whether some were in flight.
-async fn killed_in_mid_transfer(setup: &Setup, slots: usize, first_arrives: bool) -> Result<bool, Failure> {
+async fn killed_in_mid_transfer(
+    setup: &Setup,
+    slots: usize,
+    first_arrives: bool,
+) -> Result<bool, Failure> {
     const SLOT: usize = 2 << 20;
     const DEADLINE: Duration = Duration::from_secs(8);
     let (promptly, late_allowed) = promised(&setup.capabilities()?, DEADLINE);
@@ -133,13 +137,19 @@ async fn killed_in_mid_transfer(setup: &Setup, slots: usize, first_arrives: bool
         results.push(write.await.map(|_| ()));
     }
     let took = killed.read();
-    ensure!(took.within(promptly), "the kill was reported after {took}, promised were {promptly:?}");
+    ensure!(
+        took.within(promptly),
+        "the kill was reported after {took}, promised were {promptly:?}"
+    );
     let wanted = bytes(2, 0, SLOT);
     for (slot, result) in arrived {
         if result.is_ok() {
             let mut content = vec![0; SLOT];
             near.copy_out(slot * SLOT, &mut content)?;
-            ensure!(content == wanted, "read {slot} was reported as a success and its bytes are wrong");
+            ensure!(
+                content == wanted,
+                "read {slot} was reported as a success and its bytes are wrong"
+            );
         }
         results.push(result.map(|_| ()));
     }
@@ -177,7 +187,9 @@ pub async fn the_loss_of_an_idle_peer_is_told(setup: &Setup) -> Check {
         Ok(reason) if reason.kind() == Kind::PeerLost => {}
         Err(late) if late.kind() == Kind::TimedOut && late_allowed => return Ok(()),
         other => {
-            return Err(Failure::new(format!("PeerLost was wanted of a killed idle peer, not {other:?}")));
+            return Err(Failure::new(format!(
+                "PeerLost was wanted of a killed idle peer, not {other:?}"
+            )));
         }
     }
     let took = killed.read();
@@ -203,7 +215,9 @@ pub async fn a_forked_child_hides_no_death(setup: &Setup) -> Check {
     match told.await {
         Ok(reason) => ensure!(reason.kind() == Kind::PeerLost, "the loss is told as {reason:?}"),
         Err(late) if late.kind() == Kind::TimedOut && late_allowed => {}
-        Err(error) => return Err(Failure::new(format!("a killed peer whose child lives on: {error:?}"))),
+        Err(error) => {
+            return Err(Failure::new(format!("a killed peer whose child lives on: {error:?}")));
+        }
     }
     let took = killed.read();
     ensure!(took.within(promptly), "the loss was told after {took}, promised were {promptly:?}");
@@ -253,7 +267,8 @@ async fn killed_amid_much(setup: &Setup, owner_survives: bool) -> Check {
         if owner_survives { [&mut owner, &mut reader] } else { [&mut reader, &mut owner] };
     let peer = third.connect(&survivor.metadata()?)?;
     let few = |first: u32| -> Result<Plan, Failure> {
-        let theirs = peer.region("kv")?.grid(Grid::packed(BLOCK, COUNT))?.blocks([first, first + 2]);
+        let theirs =
+            peer.region("kv")?.grid(Grid::packed(BLOCK, COUNT))?.blocks([first, first + 2]);
         Ok(Plan::read(near.grid(Grid::packed(BLOCK, 4))?.blocks([0, 2]), theirs)?)
     };
     peer.transfer(&few(0)?).deadline(CUT_OFF).post()?.await?;
@@ -276,7 +291,10 @@ async fn killed_amid_much(setup: &Setup, owner_survives: bool) -> Check {
     let before = survivor.cpu()?;
     std::thread::sleep(WATCHED);
     let used = survivor.cpu()? - before;
-    ensure!(used < WATCHED / 2, "the survivor used {used:?} of CPU within {WATCHED:?} after the kill");
+    ensure!(
+        used < WATCHED / 2,
+        "the survivor used {used:?} of CPU within {WATCHED:?} after the kill"
+    );
     let asked = Stopwatch::start()?;
     peer.transfer(&few(5)?).deadline(CUT_OFF).post()?.await?;
     let took = asked.read();

@@ -28,8 +28,9 @@ pub async fn regions_added_later_can_be_used(setup: &Setup) -> Check {
     let peer = pair.connect().await?;
     early.works(&mut pair.far, &peer, "before").await?;
     let seed = early.fill_far(&mut pair.far)?;
-    let flying =
-        (0..4).map(|_| early.post(Op::Read, &peer, CUT_OFF)).collect::<kvx_core::Result<Vec<_>>>()?;
+    let flying = (0..4)
+        .map(|_| early.post(Op::Read, &peer, CUT_OFF))
+        .collect::<kvx_core::Result<Vec<_>>>()?;
 
     let late = Traffic::new(&mut pair, "late", LEN)?;
     ensure_kind!(peer.region("late"), Unregistered);
@@ -64,7 +65,9 @@ pub async fn older_metadata_changes_nothing(setup: &Setup) -> Check {
         late.works(&mut pair.far, &peer, &format!("after an update with {what} metadata")).await?;
         let same = pair.near.connect(bytes)?;
         late.works(&mut pair.far, &same, &format!("after a connect with {what} metadata")).await?;
-        early.works(&mut pair.far, &same, &format!("the early region, after {what} metadata")).await?;
+        early
+            .works(&mut pair.far, &same, &format!("the early region, after {what} metadata"))
+            .await?;
     }
     Ok(())
 }
@@ -72,9 +75,9 @@ pub async fn older_metadata_changes_nothing(setup: &Setup) -> Check {
 /// Whether a result is the refusal of malformed metadata, in words.
 fn refused<T>(result: &kvx_core::Result<T>, what: &str) -> Result<bool, Failure> {
     match result {
-        Err(error) if !matches!(error.kind(), Kind::Malformed | Kind::Incompatible) => {
-            Err(Failure::new(format!("{what}: Malformed or Incompatible was wanted, it was {error:?}")))
-        }
+        Err(error) if !matches!(error.kind(), Kind::Malformed | Kind::Incompatible) => Err(
+            Failure::new(format!("{what}: Malformed or Incompatible was wanted, it was {error:?}")),
+        ),
         Err(error) if error.sentence().is_empty() => {
             Err(Failure::new(format!("{what}: an error without a sentence")))
         }
@@ -120,7 +123,10 @@ pub async fn malformed_metadata_is_refused(setup: &Setup) -> Check {
         let after_the_header = [&metadata[..12], &random[..len]].concat();
         offer(&pair.near, &peer, &after_the_header, "a header and random bytes")?;
     }
-    ensure!(peer.region("kv")?.len() == LEN as u64, "malformed metadata changed what is known of the peer");
+    ensure!(
+        peer.region("kv")?.len() == LEN as u64,
+        "malformed metadata changed what is known of the peer"
+    );
 
     // What core cannot judge, a backend's own part, is refused by the backend, or understood.
     let address = Metadata::decode(&metadata)?.backends[0].1.clone();
@@ -189,9 +195,16 @@ pub async fn unknown_sections_are_skipped_unless_critical(setup: &Setup) -> Chec
         let near = stranger.register("kv", setup.memory(LEN, 1)?)?;
         let local = Traffic { name: "kv".into(), near, far: blocks.far };
         local
-            .works(&mut pair.far, &stranger.connect(&newer)?, "a peer that tells more than is known")
+            .works(
+                &mut pair.far,
+                &stranger.connect(&newer)?,
+                "a peer that tells more than is known",
+            )
             .await?;
-        ensure_kind!(stranger.connect(with_section(&metadata, tag | CRITICAL, value)), Incompatible);
+        ensure_kind!(
+            stranger.connect(with_section(&metadata, tag | CRITICAL, value)),
+            Incompatible
+        );
     }
     let own = u16::from_le_bytes([metadata[6], metadata[7]]);
     let later = with_versions(&metadata, own + 1, own + 3);
@@ -228,12 +241,18 @@ pub async fn metadata_grows_with_regions_only(setup: &Setup) -> Check {
         let _region = other.register("kv", Arc::clone(&memory))?;
         let peer = agent.connect(&other.metadata()?)?;
         for _ in 0..10 {
-            let (local, remote) =
-                (small.grid(Grid::packed(16, 256))?, peer.region("kv")?.grid(Grid::packed(16, 256))?);
+            let (local, remote) = (
+                small.grid(Grid::packed(16, 256))?,
+                peer.region("kv")?.grid(Grid::packed(16, 256))?,
+            );
             peer.post(&Plan::read(local.blocks(0..256), remote.blocks(0..256))?)?.await?;
         }
     }
-    ensure!(size()? == many, "transfers with peers changed the metadata from {many} to {} bytes", size()?);
+    ensure!(
+        size()? == many,
+        "transfers with peers changed the metadata from {many} to {} bytes",
+        size()?
+    );
     let _ = (large, others);
     Ok(())
 }

@@ -43,8 +43,9 @@ fn numbers(taken: &[Sent]) -> Result<BTreeMap<u32, usize>, Failure> {
     let mut counts = BTreeMap::new();
     for sent in taken {
         let bytes = sent.bytes.as_slice().try_into();
-        let bytes =
-            bytes.map_err(|_| Failure::new(format!("a notification that nobody sent: {:?}", sent.bytes)))?;
+        let bytes = bytes.map_err(|_| {
+            Failure::new(format!("a notification that nobody sent: {:?}", sent.bytes))
+        })?;
         *counts.entry(u32::from_le_bytes(bytes)).or_default() += 1;
     }
     Ok(counts)
@@ -85,12 +86,18 @@ pub async fn notifications_arrive_after_their_data(setup: &Setup) -> Check {
         let transfer = peer.transfer(&plan).deadline(CUT_OFF).notify(numbered(round)).post()?;
         // This thread waits at the far end: nobody polls the transfer.
         let sent = pair.far.take(CUT_OFF)??;
-        ensure!(sent.bytes == numbered(round), "the notification of {op} {round} holds {:?}", sent.bytes);
+        ensure!(
+            sent.bytes == numbered(round),
+            "the notification of {op} {round} holds {:?}",
+            sent.bytes
+        );
         match op {
             Op::Read => blocks.check_near(seed, "when the notification of a read was there")?,
-            Op::Write => {
-                blocks.check_far(&mut pair.far, seed, "when the notification of a write was there")?
-            }
+            Op::Write => blocks.check_far(
+                &mut pair.far,
+                seed,
+                "when the notification of a write was there",
+            )?,
         }
         transfer.await?;
     }
@@ -100,8 +107,11 @@ pub async fn notifications_arrive_after_their_data(setup: &Setup) -> Check {
     let blocks = Traffic::new(&mut pair, "kv", 64 << 10)?;
     let peer = pair.connect().await?;
     peer.notify(numbered(0), CUT_OFF).await?;
-    let mut held =
-        peer.transfer(&blocks.plan(Op::Write, &peer)?).deadline(CUT_OFF).notify(numbered(1)).post()?;
+    let mut held = peer
+        .transfer(&blocks.plan(Op::Write, &peer)?)
+        .deadline(CUT_OFF)
+        .notify(numbered(1))
+        .post()?;
     stays("the transfer waits until the peer's agent has its notification", LOOK, || {
         Ok(now(&mut held).is_none())
     })?;
@@ -138,7 +148,11 @@ pub async fn notifications_are_bytes(setup: &Setup) -> Check {
         let plan = blocks.plan(Op::Read, &peer)?;
         peer.transfer(&plan).deadline(CUT_OFF).notify(content.clone()).post()?.await?;
         let sent = pair.far.take(CUT_OFF)??;
-        ensure!(sent.bytes == *content, "with a transfer {} bytes were sent, other arrived", content.len());
+        ensure!(
+            sent.bytes == *content,
+            "with a transfer {} bytes were sent, other arrived",
+            content.len()
+        );
     }
     let too_long = bytes(3, 0, MOST + 1);
     ensure_kind!(peer.notify(&too_long, CUT_OFF).await, Invalid);
@@ -160,7 +174,8 @@ pub async fn notifications_arrive_once(setup: &Setup) -> Check {
     let (mut alone, mut transfers) = (Vec::new(), Vec::new());
     for number in 0..COUNT {
         match number % 10 {
-            0 => transfers.push(peer.transfer(&plan).deadline(CUT_OFF).notify(numbered(number)).post()?),
+            0 => transfers
+                .push(peer.transfer(&plan).deadline(CUT_OFF).notify(numbered(number)).post()?),
             _ => alone.push(peer.notify(numbered(number), CUT_OFF)),
         }
     }
@@ -199,9 +214,15 @@ pub async fn notifications_name_their_sender(setup: &Setup) -> Check {
     all(sending).await?;
     each_once(&numbers(&taken)?, 0..agents.len() as u32 * EACH)?;
     for sent in &taken {
-        let number = numbers(std::slice::from_ref(sent))?.keys().next().copied().unwrap_or_default();
+        let number =
+            numbers(std::slice::from_ref(sent))?.keys().next().copied().unwrap_or_default();
         let sender = agents[(number / EACH) as usize].identity();
-        ensure!(sent.name == *sender.name, "a notification of {} came as one of {}", sender.name, sent.name);
+        ensure!(
+            sent.name == *sender.name,
+            "a notification of {} came as one of {}",
+            sender.name,
+            sent.name
+        );
         ensure!(
             sent.incarnation == sender.incarnation.0,
             "a notification of {sender:?} has another incarnation"
@@ -295,7 +316,8 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
     let forger = stranger.connect(&forged)?;
     for op in OPS {
         let plan = local.plan(op, &forger)?;
-        let result = forger.transfer(&plan).deadline(CUT_OFF).notify(numbered(next())).post()?.await;
+        let result =
+            forger.transfer(&plan).deadline(CUT_OFF).notify(numbered(next())).post()?.await;
         ensure_kind!(result, WrongKey);
     }
 
@@ -333,7 +355,8 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
     }
     // Timed out or cancelled when the data was there, and the stopped peer had not taken the notification.
     let promised = promised_by(&peer)?;
-    let reads_alone = !promised.target_cpu.of(Op::Read) && promised.settles_without_peer.of(Op::Read);
+    let reads_alone =
+        !promised.target_cpu.of(Op::Read) && promised.settles_without_peer.of(Op::Read);
     if setup.mode == Mode::TwoProcesses && reads_alone {
         others.works(&mut pair.far, &peer, "before the stop").await?; // the owner has granted it
         for cancel in [false, true] {
@@ -349,7 +372,10 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
                 transfer.cancel();
                 let result = transfer.await;
                 let took = asked.read();
-                ensure!(took.within(GRACE), "a cancel beside a notification took effect after {took}");
+                ensure!(
+                    took.within(GRACE),
+                    "a cancel beside a notification took effect after {took}"
+                );
                 result
             } else {
                 transfer.await
@@ -357,7 +383,10 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
             pair.far.process()?.go_on()?;
             if let Err(error) = result {
                 let moved = error.report().map(|report| report.bytes);
-                ensure!(moved == Some(plan.size().bytes), "the data was there, but its error says {moved:?}");
+                ensure!(
+                    moved == Some(plan.size().bytes),
+                    "the data was there, but its error says {moved:?}"
+                );
                 let wanted = if cancel { Kind::Cancelled } else { Kind::TimedOut };
                 ensure!(error.kind() == wanted, "{wanted:?} was wanted, it was {error:?}");
             }
@@ -373,7 +402,8 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
         pair.far.revoke(blocks.far, CUT_OFF)??;
         for op in OPS {
             let plan = blocks.plan(op, &peer)?;
-            let result = peer.transfer(&plan).deadline(CUT_OFF).notify(numbered(next())).post()?.await;
+            let result =
+                peer.transfer(&plan).deadline(CUT_OFF).notify(numbered(next())).post()?.await;
             ensure_kind!(result, Revoked);
         }
     }
@@ -412,15 +442,24 @@ pub async fn expect_counts_different_senders(setup: &Setup) -> Check {
     pair.far.notify(from[2], b"go", CUT_OFF)??;
     let met = three.await?;
     let names: Vec<_> = met.iter().map(|identity| identity.name.to_string()).collect();
-    ensure!(names == [twin.clone(), twin.clone(), other.clone()], "the senders are named {names:?}");
-    ensure!(met[0].incarnation != met[1].incarnation, "two agents of one name have one incarnation");
+    ensure!(
+        names == [twin.clone(), twin.clone(), other.clone()],
+        "the senders are named {names:?}"
+    );
+    ensure!(
+        met[0].incarnation != met[1].incarnation,
+        "two agents of one name have one incarnation"
+    );
 
     // Before the call, of which one notification of the first sender is left over.
     for sender in [1, 2] {
         pair.far.notify(from[sender], b"go", CUT_OFF)??;
     }
     let met = pair.near.expect(b"go", 3, CUT_OFF).wait(GRACE)?;
-    ensure!(met.iter().collect::<std::collections::HashSet<_>>().len() == 3, "it counted {met:?} as three");
+    ensure!(
+        met.iter().collect::<std::collections::HashSet<_>>().len() == 3,
+        "it counted {met:?} as three"
+    );
 
     // Not enough of them.
     for _ in 0..3 {
@@ -429,7 +468,10 @@ pub async fn expect_counts_different_senders(setup: &Setup) -> Check {
     let begun = Stopwatch::start()?;
     ensure_kind!(pair.near.expect(b"late", 2, LOOK).await, TimedOut);
     let took = begun.read();
-    ensure!(took.reaches(LOOK) && took.within(LOOK + GRACE), "an expect of {LOOK:?} timed out after {took}");
+    ensure!(
+        took.reaches(LOOK) && took.within(LOOK + GRACE),
+        "an expect of {LOOK:?} timed out after {took}"
+    );
 
     // An agent that notifies itself is a sender like any other.
     let own: Peer = pair.near.connect(&pair.near.metadata()?)?;
@@ -444,8 +486,9 @@ pub async fn expect_counts_different_senders(setup: &Setup) -> Check {
 pub async fn expect_takes_what_it_counts(setup: &Setup) -> Check {
     let mut pair = setup.pair()?;
     let from = senders(setup, &mut pair, &[&unique("one"), &unique("two")])?;
-    let mut send =
-        |sender: usize, content: &[u8]| -> Check { Ok(pair.far.notify(from[sender], content, CUT_OFF)??) };
+    let mut send = |sender: usize, content: &[u8]| -> Check {
+        Ok(pair.far.notify(from[sender], content, CUT_OFF)??)
+    };
     let near = &pair.near;
     let left = || {
         let mut contents: Vec<_> =
@@ -472,7 +515,10 @@ pub async fn expect_takes_what_it_counts(setup: &Setup) -> Check {
     send(0, b"y")?;
     send(0, b"x")?;
     let ended = [now(&mut first).is_some(), now(&mut second).is_some()];
-    ensure!(ended != [true, true], "two waited for the same bytes, and one notification ended both");
+    ensure!(
+        ended != [true, true],
+        "two waited for the same bytes, and one notification ended both"
+    );
     ensure!(ended != [false, false], "one notification of those expected ended none");
     send(1, b"x")?;
     for (waiting, has_ended) in [(first, ended[0]), (second, ended[1])] {
@@ -535,13 +581,17 @@ pub async fn a_waiting_notification_is_not_overtaken(setup: &Setup) -> Check {
     let peer = pair.connect().await?;
     let contents = [bytes(1, 0, LARGE), bytes(2, 0, LARGE), b"small".to_vec()];
     peer.notify(&contents[0], CUT_OFF).await?;
-    let mut later: Vec<_> = contents[1..].iter().map(|content| peer.notify(content, CUT_OFF)).collect();
+    let mut later: Vec<_> =
+        contents[1..].iter().map(|content| peer.notify(content, CUT_OFF)).collect();
     stays("a small notification waits behind a large one", LOOK, || {
         Ok(later.iter_mut().all(|sending| now(sending).is_none()))
     })?;
     let taken = pair.far.take_many(0, 3, CUT_OFF)?;
     let contents: Vec<_> = contents.iter().collect();
-    ensure!(taken.iter().map(|sent| &sent.bytes).eq(contents), "a notification that waited was overtaken");
+    ensure!(
+        taken.iter().map(|sent| &sent.bytes).eq(contents),
+        "a notification that waited was overtaken"
+    );
     all(later).await?;
     Ok(())
 }

@@ -89,7 +89,9 @@ pub async fn a_dropped_transfer_frees_nothing_early(setup: &Setup) -> Check {
     drop(other.post(Op::Read, &peer, CUT_OFF)?);
     drop((other, peer));
     until("the transport has finished with both", CUT_OFF, || Ok(gate.held() == 2))?;
-    stays("the memory is kept while the ticket is out", Duration::from_millis(100), || Ok(is_kept(&memory)))?;
+    stays("the memory is kept while the ticket is out", Duration::from_millis(100), || {
+        Ok(is_kept(&memory))
+    })?;
     gate.open();
     traffic.near.revoke(CUT_OFF).await?;
     until("the memory is freed once the ticket is back", CUT_OFF, || Ok(!is_kept(&memory)))?;
@@ -121,7 +123,9 @@ async fn dropped_while_stopped(setup: &Setup, pair: &mut AgentPair) -> Check {
             }
         } else if stays("the memory is kept", GRACE, || Ok(is_kept(&memory))).is_err() {
             // A link may do without the peer and not promise it. O5 sees whether the peer writes afterwards.
-            let what = format!("a dropped {op} whose memory is freed while the peer is stopped has settled");
+            let what = format!(
+                "a dropped {op} whose memory is freed while the peer is stopped has settled"
+            );
             until(&what, CUT_OFF, || Ok(now(&mut settled).is_some()))?;
         }
         pair.far.process()?.go_on()?;
@@ -136,7 +140,8 @@ async fn dropped_while_stopped(setup: &Setup, pair: &mut AgentPair) -> Check {
 pub async fn a_forgotten_ticket_quarantines(setup: &Setup) -> Check {
     /// What this clause has put into quarantine in this process: it stays there.
     static FORGOTTEN: AtomicU64 = AtomicU64::new(0);
-    let forgetful = setup.registry().wrapped(|factory| Arc::new(Chaos::over(factory, Fault::ForgetTicket)));
+    let forgetful =
+        setup.registry().wrapped(|factory| Arc::new(Chaos::over(factory, Fault::ForgetTicket)));
     let near = setup.builder(&unique("near"))?.build(&forgetful)?;
     let mut pair = AgentPair { near, ..setup.pair()? };
     let traffic = Traffic::new(&mut pair, "kv", 1 << 20)?;
@@ -184,7 +189,9 @@ pub async fn nothing_is_written_after_settle(setup: &Setup) -> Check {
             }
         }
         if alone {
-            until("the read settles while the peer is stopped", CUT_OFF, || Ok(now(&mut settled).is_some()))?;
+            until("the read settles while the peer is stopped", CUT_OFF, || {
+                Ok(now(&mut settled).is_some())
+            })?;
         } else if stays("it does not settle", GRACE, || Ok(now(&mut settled).is_none())).is_ok() {
             pair.far.process()?.go_on()?;
             settled.await?;
@@ -217,7 +224,11 @@ fn in_flight(traffic: &Traffic, peer: &Peer, count: usize) -> Result<Vec<Transfe
 }
 
 /// The peer revokes a region with transfers of this agent in flight. Says whether some were.
-async fn revoked_by_the_peer(pair: &mut AgentPair, peer: &Peer, count: usize) -> Result<bool, Failure> {
+async fn revoked_by_the_peer(
+    pair: &mut AgentPair,
+    peer: &Peer,
+    count: usize,
+) -> Result<bool, Failure> {
     let theirs = Traffic::new(pair, &format!("theirs-{count}"), 2 << 20)?;
     peer.update(&pair.far.metadata()?)?;
     theirs.works(&mut pair.far, peer, "before a revoke").await?;
@@ -227,7 +238,10 @@ async fn revoked_by_the_peer(pair: &mut AgentPair, peer: &Peer, count: usize) ->
     let mut failed = false;
     for transfer in transfers {
         if let Err(error) = transfer.await {
-            ensure!(error.kind() == Kind::Revoked, "a transfer whose region was revoked says {error:?}");
+            ensure!(
+                error.kind() == Kind::Revoked,
+                "a transfer whose region was revoked says {error:?}"
+            );
             failed = true;
         }
     }
@@ -242,7 +256,11 @@ async fn revoked_by_the_peer(pair: &mut AgentPair, peer: &Peer, count: usize) ->
 }
 
 /// This agent revokes a region with its own transfers in flight. Says whether some were.
-async fn revoked_by_its_owner(pair: &mut AgentPair, peer: &Peer, count: usize) -> Result<bool, Failure> {
+async fn revoked_by_its_owner(
+    pair: &mut AgentPair,
+    peer: &Peer,
+    count: usize,
+) -> Result<bool, Failure> {
     let ours = Traffic::new(pair, &format!("ours-{count}"), 2 << 20)?;
     peer.update(&pair.far.metadata()?)?;
     ours.works(&mut pair.far, peer, "before the own revoke").await?;
@@ -287,7 +305,10 @@ pub async fn revoke_gives_the_memory_back(setup: &Setup) -> Check {
             some[1] = revoked_by_its_owner(&mut pair, &peer, count).await?;
         }
     }
-    ensure!(some == [true; 2], "no transfer was in flight at a revoke: {some:?} of the peer's and the own");
+    ensure!(
+        some == [true; 2],
+        "no transfer was in flight at a revoke: {some:?} of the peer's and the own"
+    );
     // Other regions of the pair work on.
     beside.works(&mut pair.far, &peer, "beside regions that were revoked").await
 }
@@ -336,14 +357,19 @@ pub async fn a_revoke_that_cannot_finish_quarantines(setup: &Setup) -> Check {
         stays("the memory is kept", Duration::from_millis(50), || Ok(is_kept(&memory)))?;
         gate.open();
         if revocation != Revocation::Never {
-            until("the memory is freed once it is no longer shared", CUT_OFF, || Ok(!is_kept(&memory)))?;
+            until("the memory is freed once it is no longer shared", CUT_OFF, || {
+                Ok(!is_kept(&memory))
+            })?;
         }
         latest = latest.min(took - wanted);
         if latest <= GRACE {
             break;
         }
     }
-    ensure!(latest <= GRACE, "a revoke said `StillShared` {latest:?} after its deadline, three times");
+    ensure!(
+        latest <= GRACE,
+        "a revoke said `StillShared` {latest:?} after its deadline, three times"
+    );
     if setup.mode == Mode::TwoProcesses {
         let region = known_to_the_peer(&mut pair, "stopped")?;
         pair.far.process()?.stop()?;
@@ -388,7 +414,9 @@ pub async fn a_dropped_region_never_blocks(setup: &Setup) -> Check {
         pair.far.process()?.stop()?;
         let memory = dropped(region)?;
         if revocation == Revocation::Owner {
-            until("the memory is freed while the peer is stopped", CUT_OFF, || Ok(!is_kept(&memory)))?;
+            until("the memory is freed while the peer is stopped", CUT_OFF, || {
+                Ok(!is_kept(&memory))
+            })?;
         } else {
             stays("the memory is kept", Duration::from_millis(100), || Ok(is_kept(&memory)))?;
         }

@@ -50,8 +50,9 @@ pub async fn a_stopped_peer_costs_at_most_the_deadline(setup: &Setup) -> Check {
         };
         let deadline = if needs.of(op) { DEADLINE } else { CUT_OFF };
         pair.far.process()?.stop()?;
-        let transfers =
-            (0..8).map(|_| blocks.post(op, &peer, deadline)).collect::<kvx_core::Result<Vec<_>>>()?;
+        let transfers = (0..8)
+            .map(|_| blocks.post(op, &peer, deadline))
+            .collect::<kvx_core::Result<Vec<_>>>()?;
         let posted = Stopwatch::start()?;
         let settled: Vec<_> = transfers.iter().map(Transfer::settled).collect();
         let mut results = Vec::new();
@@ -59,14 +60,19 @@ pub async fn a_stopped_peer_costs_at_most_the_deadline(setup: &Setup) -> Check {
             results.push(transfer.await);
         }
         let took = posted.read();
-        ensure!(took.within(deadline + GRACE), "a {op} with a deadline of {deadline:?} ended after {took}");
+        ensure!(
+            took.within(deadline + GRACE),
+            "a {op} with a deadline of {deadline:?} ended after {took}"
+        );
         for result in results {
             match result {
                 Ok(_) if op == Op::Read => blocks.check_near(seed, "a read from a stopped peer")?,
                 Ok(_) => {}
                 Err(error) if needs.of(op) => ensure_kind!(Err::<(), _>(error), TimedOut),
                 Err(error) => {
-                    return Err(Failure::new(format!("a {op} needs no CPU at the peer, but: {error:?}")));
+                    return Err(Failure::new(format!(
+                        "a {op} needs no CPU at the peer, but: {error:?}"
+                    )));
                 }
             }
         }
@@ -201,13 +207,15 @@ pub async fn a_restarted_peer_is_recognised(setup: &Setup) -> Check {
 
     // What is in flight when the loss is noticed says `PeerLost`: the handle has had time to notice it before these.
     if let Some(within) = setup.capabilities()?.peer_loss_within {
-        until("the old handle has noticed the loss", within + CUT_OFF, || Ok(peer.lost().is_some()))?;
+        until("the old handle has noticed the loss", within + CUT_OFF, || {
+            Ok(peer.lost().is_some())
+        })?;
     }
     let ours = blocks.fill_near()?;
     let late = stranger.connect(&old)?.ready(CUT_OFF).await;
     // Where its address died with it nobody can tell that it restarted.
-    let answers =
-        was.backends == is.backends || matches!(&late, Err(error) if error.kind() == Kind::PeerRestarted);
+    let answers = was.backends == is.backends
+        || matches!(&late, Err(error) if error.kind() == Kind::PeerRestarted);
     let mut said = vec![("connecting with old metadata", late)];
     for op in OPS {
         said.push(("a post on an old handle", blocks.run(op, &peer, CUT_OFF).await));
@@ -239,7 +247,8 @@ pub async fn a_stopped_peer_keeps_no_other_waiting(setup: &Setup) -> Check {
     const HELD: Duration = Duration::from_secs(60);
     let setup = &Setup { peer_timeout: HELD, ..setup.clone() };
     let mut pair = setup.pair()?;
-    let (read, write) = (Traffic::new(&mut pair, "read", MUCH)?, Traffic::new(&mut pair, "write", MUCH)?);
+    let (read, write) =
+        (Traffic::new(&mut pair, "read", MUCH)?, Traffic::new(&mut pair, "write", MUCH)?);
     let peer = pair.connect().await?;
     let mut far = setup.far()?;
     setup.far_agent(&mut far, &unique("far"))?;
@@ -268,7 +277,10 @@ pub async fn a_stopped_peer_keeps_no_other_waiting(setup: &Setup) -> Check {
     }
     blocks.works(&mut other.far, &other_peer, "another peer, beside a stopped one").await?;
     if needs.read {
-        ensure!(now(&mut reading).is_none(), "a read from a stopped peer has ended: nothing was under way");
+        ensure!(
+            now(&mut reading).is_none(),
+            "a read from a stopped peer has ended: nothing was under way"
+        );
     }
     pair.far.process()?.go_on()?;
     reading.await?;
@@ -324,7 +336,9 @@ pub async fn what_was_short_is_tried_again(setup: &Setup) -> Check {
     let (grid, all) = (Grid::packed(4096, 16), 0..16u32);
     let write = |peer: &Peer, within| {
         let theirs = peer.region("kv")?.grid(grid)?.blocks(all.clone());
-        peer.transfer(&Plan::write(more.grid(grid)?.blocks(all.clone()), theirs)?).deadline(within).post()
+        peer.transfer(&Plan::write(more.grid(grid)?.blocks(all.clone()), theirs)?)
+            .deadline(within)
+            .post()
     };
     pair.far.open_files(false)?;
     write(&back, SOON)?.await.ok();
@@ -344,7 +358,12 @@ pub async fn what_was_short_is_tried_again(setup: &Setup) -> Check {
 }
 
 /// A post of the far end succeeds on this handle; or, if the peer was lost, on one from `connect`.
-fn far_succeeds(far: &mut Far, metadata: &[u8], peer: usize, post: &PostSpec) -> Result<usize, Failure> {
+fn far_succeeds(
+    far: &mut Far,
+    metadata: &[u8],
+    peer: usize,
+    post: &PostSpec,
+) -> Result<usize, Failure> {
     let (mut peer, begun) = (peer, Stopwatch::start()?);
     while let Err(error) = far.post(peer, post.clone())? {
         lost_lately(&error, &begun)?;

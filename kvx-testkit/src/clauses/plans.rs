@@ -34,7 +34,11 @@ pub async fn zero_blocks_settle_at_once(setup: &Setup) -> Check {
         settled.await?;
         ends.peer.transfer(&plan).deadline(CUT_OFF).notify(text.as_bytes()).post()?.await?;
         let taken = ends.pair.far.take(CUT_OFF)??;
-        ensure!(taken.bytes == text.as_bytes(), "the notification of zero blocks became {:?}", taken.bytes);
+        ensure!(
+            taken.bytes == text.as_bytes(),
+            "the notification of zero blocks became {:?}",
+            taken.bytes
+        );
     }
     let empty = Indices::from(7..7);
     let remote = ends.peer.region("kv")?.grid(grid)?.blocks(empty.clone());
@@ -90,7 +94,8 @@ pub async fn overlapping_destinations_are_refused(setup: &Setup) -> Check {
             Op::Read => ([1, 2, 1], [3, 4, 5]),
             Op::Write => ([1, 2, 3], [3, 4, 3]),
         };
-        let made = Plan::of(op, [(near.grid(grid)?.blocks(local), remote.grid(grid)?.blocks(theirs))]);
+        let made =
+            Plan::of(op, [(near.grid(grid)?.blocks(local), remote.grid(grid)?.blocks(theirs))]);
         ensure_kind!(made, Overlap);
         Plan::of(op, [(near.grid(grid)?.blocks(theirs), remote.grid(grid)?.blocks(local))])?;
         // Two grids of one region that share one byte, in one set and in two pairs.
@@ -98,10 +103,14 @@ pub async fn overlapping_destinations_are_refused(setup: &Setup) -> Check {
         let their_set = || GridSet::join([remote.grid(grid)?, remote.grid(last_byte)?]);
         ensure_kind!(Plan::of(op, [(set()?.blocks([0, 7]), their_set()?.blocks([0, 7]))]), Overlap);
         Plan::of(op, [(set()?.blocks([1, 2]), their_set()?.blocks([1, 2]))])?;
-        let first =
-            || Ok::<_, kvx_core::Error>((near.grid(grid)?.blocks([7]), remote.grid(grid)?.blocks([7])));
+        let first = || {
+            Ok::<_, kvx_core::Error>((near.grid(grid)?.blocks([7]), remote.grid(grid)?.blocks([7])))
+        };
         let second = || {
-            Ok::<_, kvx_core::Error>((near.grid(last_byte)?.blocks([0]), remote.grid(last_byte)?.blocks([0])))
+            Ok::<_, kvx_core::Error>((
+                near.grid(last_byte)?.blocks([0]),
+                remote.grid(last_byte)?.blocks([0]),
+            ))
         };
         ensure_kind!(Plan::of(op, [first()?, second()?]), Overlap);
     }

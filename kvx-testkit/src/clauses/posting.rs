@@ -65,7 +65,10 @@ pub async fn post_waits_for_nothing(setup: &Setup) -> Check {
                 worked.push(thread_time() - cpu);
             }
             let took = watch.read();
-            ensure!(took.within(Duration::from_secs(1)), "{op}: a post to a stopped peer took {took}");
+            ensure!(
+                took.within(Duration::from_secs(1)),
+                "{op}: a post to a stopped peer took {took}"
+            );
         }
         waited.sort();
         worked.sort();
@@ -91,10 +94,14 @@ pub async fn post_waits_for_nothing(setup: &Setup) -> Check {
     let clock = Stopwatch::start()?;
     let peer = stranger.connect(&metadata)?;
     let grid = Grid::packed(4096, 1);
-    let plan = Plan::read(near.grid(grid)?.blocks([0]), peer.region("small")?.grid(grid)?.blocks([0]))?;
+    let plan =
+        Plan::read(near.grid(grid)?.blocks([0]), peer.region("small")?.grid(grid)?.blocks([0]))?;
     let transfer = peer.transfer(&plan).deadline(CUT_OFF).post()?;
     let took = clock.read();
-    ensure!(took.within(Duration::from_secs(1)), "connecting and posting to a stopped peer took {took}");
+    ensure!(
+        took.within(Duration::from_secs(1)),
+        "connecting and posting to a stopped peer took {took}"
+    );
     pair.far.process()?.go_on()?;
     transfer.await?;
     Ok(())
@@ -118,8 +125,12 @@ pub async fn a_transfer_resolves_by_its_deadline(setup: &Setup) -> Check {
         let result = (&mut transfer).await;
         let took = clock.elapsed();
         ensure_kind!(result, TimedOut);
-        ensure!(took >= wanted, "a transfer with a deadline of {wanted:?} timed out after {took:?}");
-        let again = now(&mut transfer).ok_or_else(|| Failure::new("a resolved transfer is pending again"))?;
+        ensure!(
+            took >= wanted,
+            "a transfer with a deadline of {wanted:?} timed out after {took:?}"
+        );
+        let again = now(&mut transfer)
+            .ok_or_else(|| Failure::new("a resolved transfer is pending again"))?;
         ensure!(
             matches!(&again, Err(error) if error.kind() != Kind::TimedOut),
             "a transfer resolved twice: {again:?}"
@@ -136,7 +147,10 @@ pub async fn a_transfer_resolves_by_its_deadline(setup: &Setup) -> Check {
     let clock = Instant::now();
     let left = Deadline::default_for_transfers().left();
     let half_a_minute = left..=left + clock.elapsed();
-    ensure!(half_a_minute.contains(&Duration::from_secs(30)), "the default deadline is in {half_a_minute:?}");
+    ensure!(
+        half_a_minute.contains(&Duration::from_secs(30)),
+        "the default deadline is in {half_a_minute:?}"
+    );
     // What settles in time keeps its result.
     peer.transfer(&plan).deadline(CUT_OFF).post()?.await?;
     Ok(())
@@ -164,14 +178,20 @@ pub async fn cancel_ends_a_transfer_early(setup: &Setup) -> Check {
                 Ok(_) if op == Op::Read => {
                     traffic.check_near(theirs, "a read that was cancelled too late")?
                 }
-                Ok(_) => traffic.check_far(&mut pair.far, before, "a write that was cancelled too late")?,
+                Ok(_) => traffic.check_far(
+                    &mut pair.far,
+                    before,
+                    "a write that was cancelled too late",
+                )?,
                 Err(error) if error.kind() == Kind::Cancelled && op == Op::Read => {}
                 // Bytes of a write that was cancelled may land at the owner until something else was moved.
                 Err(error) if error.kind() == Kind::Cancelled => {
                     traffic.run(Op::Read, &peer, CUT_OFF).await?
                 }
                 Err(error) => {
-                    return Err(Failure::new(format!("round {round}: a cancelled {op} says {error:?}")));
+                    return Err(Failure::new(format!(
+                        "round {round}: a cancelled {op} says {error:?}"
+                    )));
                 }
             }
         }
@@ -215,7 +235,8 @@ pub async fn a_full_budget_says_busy(setup: &Setup) -> Check {
     pair.far_region("kv", 1 << 20, 2)?;
     let gate = Gate::new();
     let limits = Limits { transfers: 4, description_bytes: 4096 };
-    let agent = setup.builder(&unique("frugal"))?.budget(limits).build(&setup.gated_registry(&gate))?;
+    let agent =
+        setup.builder(&unique("frugal"))?.budget(limits).build(&setup.gated_registry(&gate))?;
     let near = agent.register("near", setup.memory(1 << 20, 1)?)?;
     let peer = agent.connect(&pair.far.metadata()?)?;
     peer.ready(CUT_OFF).await?;
@@ -289,7 +310,10 @@ pub async fn reports_say_what_moved(setup: &Setup) -> Check {
                 "{op}: the plan's size says {size:?}"
             );
             let (post_time, transfer_time) = (report.post_time, report.transfer_time);
-            ensure!(post_time <= posted, "{op}: a post of at most {posted:?} was reported as {post_time:?}");
+            ensure!(
+                post_time <= posted,
+                "{op}: a post of at most {posted:?} was reported as {post_time:?}"
+            );
             ensure!(
                 transfer_time <= took && !transfer_time.is_zero(),
                 "{op}: a transfer of at most {took:?} was reported as {transfer_time:?}"
@@ -327,13 +351,21 @@ pub async fn waiting_needs_no_runtime(setup: &Setup) -> Check {
     let mut transfer = post()?;
     let calls = Arc::new(Calls::default());
     let waker = Waker::from(Arc::clone(&calls));
-    let poll = |transfer: &mut Transfer| std::pin::Pin::new(transfer).poll(&mut Context::from_waker(&waker));
+    let poll = |transfer: &mut Transfer| {
+        std::pin::Pin::new(transfer).poll(&mut Context::from_waker(&waker))
+    };
     ensure!(poll(&mut transfer).is_pending(), "a transfer whose ticket is held has resolved");
     until("the transport has finished", CUT_OFF, || Ok(gate.held() == 1))?;
-    ensure!(calls.0.load(Ordering::SeqCst) == 0, "the waker was called before the transfer resolved");
+    ensure!(
+        calls.0.load(Ordering::SeqCst) == 0,
+        "the waker was called before the transfer resolved"
+    );
     gate.open();
     until("the waker is called", CUT_OFF, || Ok(calls.0.load(Ordering::SeqCst) > 0))?;
-    ensure!(matches!(poll(&mut transfer), Poll::Ready(Ok(_))), "a transfer that woke its task has no result");
+    ensure!(
+        matches!(poll(&mut transfer), Poll::Ready(Ok(_))),
+        "a transfer that woke its task has no result"
+    );
     // By a loop of the caller's own.
     gate.hold_transfers();
     let mut transfer = post()?;
@@ -402,7 +434,10 @@ pub async fn many_threads_share_one_link(setup: &Setup) -> Check {
                     let result = transfer.wait(CUT_OFF);
                     settled.wait(CUT_OFF)?;
                     if let Err(error) = result {
-                        ensure!(error.kind() == Kind::Cancelled, "a cancelled transfer says {error:?}");
+                        ensure!(
+                            error.kind() == Kind::Cancelled,
+                            "a cancelled transfer says {error:?}"
+                        );
                         continue;
                     }
                 }
@@ -438,7 +473,11 @@ pub async fn many_threads_share_one_link(setup: &Setup) -> Check {
     })?;
     let sent = sent.load(Ordering::SeqCst);
     let taken = pair.far.take_many(0, sent, CUT_OFF)?;
-    ensure!(taken.len() == sent, "{sent} notifications were sent with the data, {} came", taken.len());
+    ensure!(
+        taken.len() == sent,
+        "{sent} notifications were sent with the data, {} came",
+        taken.len()
+    );
     for thread in 0..THREADS {
         let count = taken.iter().filter(|one| one.bytes == thread.to_le_bytes()).count() as u64;
         let wanted = (0..ROUNDS).filter(|round| (thread + round) % 4 == 1).count() as u64;

@@ -114,20 +114,26 @@ async fn two_regions(setup: &Setup) -> Result<(AgentPair, Traffic, Traffic, Peer
 pub async fn a_wrong_key_moves_nothing(setup: &Setup) -> Check {
     let (mut pair, forged, untouched, peer) = two_regions(setup).await?;
     let metadata = pair.far.metadata()?;
-    for (byte, what) in [(0, "a key whose first byte is wrong"), (15, "a key whose last byte is wrong")] {
+    for (byte, what) in
+        [(0, "a key whose first byte is wrong"), (15, "a key whose last byte is wrong")]
+    {
         let wrong = altered_region(&metadata, "forged", |region| region.key.0[byte] ^= 0xff)?;
         let stranger = Stranger::new(setup, &wrong, &forged)?;
         stranger.is_refused(&mut pair.far, Kind::WrongKey, what).await?;
         // The same link goes on.
         let near = stranger.blocks.near.clone();
         let right = Traffic { name: "untouched".into(), near, far: untouched.far };
-        right.works(&mut pair.far, &stranger.peer, "the right key on a link that showed a wrong one").await?;
+        right
+            .works(&mut pair.far, &stranger.peer, "the right key on a link that showed a wrong one")
+            .await?;
         stranger.is_refused(&mut pair.far, Kind::WrongKey, what).await?;
     }
     // The key of another region of the same owner is a wrong one as well.
     let other = Metadata::decode(&metadata)?;
-    let key = other.regions.iter().find(|region| *region.name == *"untouched").map(|region| region.key);
-    let swapped = altered_region(&metadata, "forged", |region| region.key = key.unwrap_or(region.key))?;
+    let key =
+        other.regions.iter().find(|region| *region.name == *"untouched").map(|region| region.key);
+    let swapped =
+        altered_region(&metadata, "forged", |region| region.key = key.unwrap_or(region.key))?;
     let stranger = Stranger::new(setup, &swapped, &forged)?;
     stranger.is_refused(&mut pair.far, Kind::WrongKey, "the key of another region").await?;
     forged.works(&mut pair.far, &peer, "after strangers with wrong keys").await?;
@@ -139,13 +145,17 @@ pub async fn an_unregistered_region_is_refused(setup: &Setup) -> Check {
     let (mut pair, forged, untouched, peer) = two_regions(setup).await?;
     ensure_kind!(peer.region("nobody's"), Unregistered);
     let metadata = pair.far.metadata()?;
-    for (number, what) in [(1 << 40, "a number that was never given"), (u64::MAX, "the largest number")] {
+    for (number, what) in
+        [(1 << 40, "a number that was never given"), (u64::MAX, "the largest number")]
+    {
         let wrong = altered_region(&metadata, "forged", |region| region.id = RegionId(number))?;
         let stranger = Stranger::new(setup, &wrong, &forged)?;
         stranger.is_refused(&mut pair.far, Kind::Unregistered, what).await?;
         let near = stranger.blocks.near.clone();
         let right = Traffic { name: "untouched".into(), near, far: untouched.far };
-        right.works(&mut pair.far, &stranger.peer, "a region that is there, beside one that is not").await?;
+        right
+            .works(&mut pair.far, &stranger.peer, "a region that is there, beside one that is not")
+            .await?;
     }
     forged.works(&mut pair.far, &peer, "after strangers with wrong numbers").await?;
     untouched.works(&mut pair.far, &peer, "after strangers with wrong numbers").await
@@ -167,11 +177,21 @@ pub async fn a_hostile_peer_is_kept_out_as_declared(setup: &Setup) -> Check {
     let all = Grid::packed(4096, 2 * COUNT);
     // Within what is claimed: the last real block and the first that is none; only ones beyond; far beyond any mapping.
     let attacks = [
-        ("the block after the region", &longer, Grid { count: COUNT + 1, ..all }, vec![COUNT - 1, COUNT]),
+        (
+            "the block after the region",
+            &longer,
+            Grid { count: COUNT + 1, ..all },
+            vec![COUNT - 1, COUNT],
+        ),
         ("all that is not the region", &longer, all, (COUNT..2 * COUNT).collect()),
         ("a block across the end", &longer, Grid { count: COUNT, ..all }.at(2048), vec![COUNT - 1]),
         ("a block far away", &endless, all.at(1 << 44), vec![0]),
-        ("a block at the end of numbers", &endless, Grid::packed(4096, 1).at(u64::MAX - 8192), vec![0]),
+        (
+            "a block at the end of numbers",
+            &endless,
+            Grid::packed(4096, 1).at(u64::MAX - 8192),
+            vec![0],
+        ),
     ];
     // Who may touch everything by declaration has nothing to gain by a lie.
     let ops: Vec<Op> = OPS.into_iter().filter(asserted).collect();
@@ -187,11 +207,17 @@ pub async fn a_hostile_peer_is_kept_out_as_declared(setup: &Setup) -> Check {
             pair.far.fill(secret, beyond)?;
             let local = near.grid(own)?.blocks(0..blocks.len() as u32);
             let remote = hostile.region("short")?.grid(grid)?.blocks(blocks.clone());
-            let result =
-                hostile.transfer(&Plan::of(op, [(local, remote)])?).deadline(CUT_OFF / 4).post()?.await;
+            let result = hostile
+                .transfer(&Plan::of(op, [(local, remote)])?)
+                .deadline(CUT_OFF / 4)
+                .post()?
+                .await;
             ensure!(result.is_err(), "a {op} of {what} succeeded");
             let unread = checksum(&bytes(beyond, 0, LEN));
-            ensure!(pair.far.sum(secret)? == unread, "a {op} of {what} changed the bytes beside the region");
+            ensure!(
+                pair.far.sum(secret)? == unread,
+                "a {op} of {what} changed the bytes beside the region"
+            );
             if op == Op::Read {
                 let told = bytes(beyond, 0, 4096);
                 let mut content = vec![0; LEN];
@@ -241,7 +267,8 @@ pub async fn memory_that_peers_may_only_read_is_not_written(setup: &Setup) -> Ch
         );
     } else {
         // Who takes it for other memory is refused by its owner.
-        let lie = altered_region(&pair.far.metadata()?, "shared", |region| region.read_only = false)?;
+        let lie =
+            altered_region(&pair.far.metadata()?, "shared", |region| region.read_only = false)?;
         let stranger = Stranger::new(setup, &lie, &shared)?;
         let result = stranger.blocks.run(Op::Write, &stranger.peer, CUT_OFF).await;
         ensure!(
@@ -257,13 +284,17 @@ pub async fn memory_that_peers_may_only_read_is_not_written(setup: &Setup) -> Ch
 pub async fn a_stranger_gets_no_link(setup: &Setup) -> Check {
     let answers = setup.admission()? == Admission::Proven;
     for secret in [None, Some([3; 32])] {
-        let setup = &secret.map_or_else(|| Ok(setup.clone()), |secret| setup.with_secret(secret))?;
+        let setup =
+            &secret.map_or_else(|| Ok(setup.clone()), |secret| setup.with_secret(secret))?;
         let mut pair = setup.pair()?;
         let blocks = Traffic::new(&mut pair, "kv", LEN)?;
         let peer = pair.connect().await?;
         blocks.works(&mut pair.far, &peer, "at first").await?;
         let route = peer.route().to_string();
-        ensure!(says_whom_it_trusts(&route, setup.admission()?), "the route trusts somebody else: {route}");
+        ensure!(
+            says_whom_it_trusts(&route, setup.admission()?),
+            "the route trusts somebody else: {route}"
+        );
         let metadata = pair.far.metadata()?;
         // Whatever it is asked to hide, metadata of another agent has the invitation of that one.
         let other = Metadata::decode(&setup.agent(&unique("other"))?.metadata()?)?.invited;
@@ -271,18 +302,25 @@ pub async fn a_stranger_gets_no_link(setup: &Setup) -> Check {
         let both = pair.near.expect(b"go", 2, CUT_OFF * 2);
         let to_near = with_invitation(&pair.near.metadata()?, other)?;
         let impatient = Setup { peer_timeout: CUT_OFF / 10, ..setup.clone() };
-        let invented =
-            [0; 2].map(|_| Ok::<_, Failure>(impatient.agent(&unique("invented"))?.connect(&to_near)?));
+        let invented = [0; 2]
+            .map(|_| Ok::<_, Failure>(impatient.agent(&unique("invented"))?.connect(&to_near)?));
         let invited_by = |invited| with_invitation(&metadata, invited);
         let mut strangers =
             vec![("another invitation", setup.clone(), invited_by(other)?, Kind::PeerRestarted)];
         if secret.is_some() {
             let hidden = Metadata::decode(&metadata)?.invited;
-            let hidden = invited_by(hidden.map(|invited| Invited { with_secret: false, ..invited }))?;
-            let (another, none) = (setup.with_secret([4; 32])?, Setup { secret: None, ..setup.clone() });
+            let hidden =
+                invited_by(hidden.map(|invited| Invited { with_secret: false, ..invited }))?;
+            let (another, none) =
+                (setup.with_secret([4; 32])?, Setup { secret: None, ..setup.clone() });
             strangers.push(("another secret", another, metadata.clone(), Kind::Denied));
             strangers.push(("no secret", none.clone(), metadata.clone(), Kind::Denied));
-            strangers.push(("no secret, and metadata that asks for none", none, hidden, Kind::Denied));
+            strangers.push((
+                "no secret, and metadata that asks for none",
+                none,
+                hidden,
+                Kind::Denied,
+            ));
         }
         let (ours, theirs) = (blocks.fill_near()?, blocks.fill_far(&mut pair.far)?);
         let mut waiting = Vec::new();
@@ -296,8 +334,12 @@ pub async fn a_stranger_gets_no_link(setup: &Setup) -> Check {
             let hides = what.ends_with("asks for none");
             let ready = stranger.peer.ready(CUT_OFF).await;
             let is = ready.as_ref().err().map(kvx_core::Error::kind);
-            let excused = !answers && is == Some(Kind::PeerLost) || hides && is == Some(Kind::PeerRestarted);
-            ensure!(is == Some(kind) || excused, "with {what}: {kind:?} was wanted, it was {ready:?}");
+            let excused =
+                !answers && is == Some(Kind::PeerLost) || hides && is == Some(Kind::PeerRestarted);
+            ensure!(
+                is == Some(kind) || excused,
+                "with {what}: {kind:?} was wanted, it was {ready:?}"
+            );
             for transfer in transfers.into_iter().flatten() {
                 ensure!(transfer.await.is_err(), "with {what} a transfer succeeded");
             }
@@ -305,7 +347,10 @@ pub async fn a_stranger_gets_no_link(setup: &Setup) -> Check {
             ensure!(sent.is_err(), "with {what} a notification was taken");
         }
         for peer in invented {
-            ensure!(peer?.notify(b"go", CUT_OFF).await.is_err(), "a notification of nobody was taken");
+            ensure!(
+                peer?.notify(b"go", CUT_OFF).await.is_err(),
+                "a notification of nobody was taken"
+            );
         }
         let invited = [pair.near.clone(), setup.agent(&unique("invited"))?];
         for agent in &invited {

@@ -54,17 +54,30 @@ impl Traffic {
         let remote: Vec<u32> = (0..count).rev().collect();
         Plan::of(
             op,
-            [(self.near.grid(grid)?.blocks(local), peer.region(&self.name)?.grid(grid)?.blocks(remote))],
+            [(
+                self.near.grid(grid)?.blocks(local),
+                peer.region(&self.name)?.grid(grid)?.blocks(remote),
+            )],
         )
     }
 
     /// Posts all blocks.
-    pub(crate) fn post(&self, op: Op, peer: &Peer, deadline: Duration) -> kvx_core::Result<Transfer> {
+    pub(crate) fn post(
+        &self,
+        op: Op,
+        peer: &Peer,
+        deadline: Duration,
+    ) -> kvx_core::Result<Transfer> {
         peer.transfer(&self.plan(op, peer)?).deadline(deadline).post()
     }
 
     /// Posts all blocks and waits.
-    pub(crate) async fn run(&self, op: Op, peer: &Peer, deadline: Duration) -> kvx_core::Result<()> {
+    pub(crate) async fn run(
+        &self,
+        op: Op,
+        peer: &Peer,
+        deadline: Duration,
+    ) -> kvx_core::Result<()> {
         self.post(op, peer, deadline)?.await.map(|_| ())
     }
 
@@ -74,7 +87,12 @@ impl Traffic {
         self.near.copy_out(0, &mut content)?;
         let wanted = bytes(seed, 0, content.len());
         let differ = || {
-            content.iter().zip(&wanted).enumerate().filter(|(_, (is, wanted))| is != wanted).map(|(at, _)| at)
+            content
+                .iter()
+                .zip(&wanted)
+                .enumerate()
+                .filter(|(_, (is, wanted))| is != wanted)
+                .map(|(at, _)| at)
         };
         match differ().next() {
             None => Ok(()),
@@ -88,7 +106,10 @@ impl Traffic {
     /// Fails unless the region at the far end holds content `seed`.
     pub(crate) fn check_far(&self, far: &mut Far, seed: u64, when: &str) -> Check {
         let wanted = checksum(&bytes(seed, 0, self.near.len() as usize));
-        ensure!(far.sum(self.far)? == wanted, "{when}: the remote region holds other bytes than it should");
+        ensure!(
+            far.sum(self.far)? == wanted,
+            "{when}: the remote region holds other bytes than it should"
+        );
         Ok(())
     }
 
@@ -147,7 +168,8 @@ pub(crate) async fn exchange(near: &Region, far: &Region, peer: &Peer, when: &st
 
 /// What the link to a peer promises, which may be more than its backend does.
 pub(crate) fn promised_by(peer: &Peer) -> Result<Arc<Capabilities>, Failure> {
-    peer.capabilities().ok_or_else(|| Failure::new("the link is up, but nobody knows what it promises"))
+    peer.capabilities()
+        .ok_or_else(|| Failure::new("the link is up, but nobody knows what it promises"))
 }
 
 /// Whether memory is still there.
@@ -163,7 +185,8 @@ pub(crate) fn altered_region(
 ) -> Result<Vec<u8>, Failure> {
     let mut metadata = Metadata::decode(metadata)?;
     let region = metadata.regions.iter_mut().find(|region| *region.name == *name);
-    let region = region.ok_or_else(|| Failure::new(format!("the metadata has no region {name:?}")))?;
+    let region =
+        region.ok_or_else(|| Failure::new(format!("the metadata has no region {name:?}")))?;
     change(Arc::make_mut(region));
     Ok(metadata.encode()?)
 }

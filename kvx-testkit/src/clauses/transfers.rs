@@ -39,7 +39,8 @@ impl Model {
         from_indices: &[u32],
     ) {
         for (to_index, from_index) in to_indices.iter().zip(from_indices) {
-            let (to_at, from_at) = (to.offset(*to_index) as usize, from.offset(*from_index) as usize);
+            let (to_at, from_at) =
+                (to.offset(*to_index) as usize, from.offset(*from_index) as usize);
             let len = to.length as usize;
             self.0[to_at..to_at + len].copy_from_slice(&source.0[from_at..from_at + len]);
         }
@@ -51,7 +52,9 @@ impl Model {
         region.copy_out(0, &mut content)?;
         match content.iter().zip(&self.0).position(|(is, wanted)| is != wanted) {
             None => Ok(()),
-            Some(at) => Err(Failure::new(format!("{what} differs from what it should be at byte {at}"))),
+            Some(at) => {
+                Err(Failure::new(format!("{what} differs from what it should be at byte {at}")))
+            }
         }
     }
 
@@ -72,7 +75,11 @@ pub(crate) struct Ends {
 
 impl Ends {
     /// A connected pair with a region of so many bytes at each end.
-    pub(crate) async fn new(setup: &Setup, near_len: usize, far_len: usize) -> Result<Self, Failure> {
+    pub(crate) async fn new(
+        setup: &Setup,
+        near_len: usize,
+        far_len: usize,
+    ) -> Result<Self, Failure> {
         let mut pair = setup.pair()?;
         let near = pair.near_region("near", near_len, 1)?;
         let far = pair.far_region("kv", far_len, 2)?;
@@ -140,10 +147,12 @@ pub async fn writes_move_exactly_the_named_blocks(setup: &Setup) -> Check {
 async fn moves_exactly(setup: &Setup, op: Op) -> Check {
     let mut ends = Ends::new(setup, 1 << 20, 1 << 20).await?;
     let grid = Grid::packed(4096, 256);
-    let report = ends.moves(op, (grid, &[3, 250, 7, 8, 9, 0]), (grid, &[100, 1, 255, 20, 21, 22])).await?;
+    let report =
+        ends.moves(op, (grid, &[3, 250, 7, 8, 9, 0]), (grid, &[100, 1, 255, 20, 21, 22])).await?;
     ensure!(report.bytes == 6 * 4096, "6 blocks of 4 KiB were reported as {} bytes", report.bytes);
     // Odd lengths, odd places, first and last byte of both regions.
-    let (local, remote) = (Grid { base: 1, stride: 13, length: 13, count: 80_000 }, Grid::packed(13, 80_659));
+    let (local, remote) =
+        (Grid { base: 1, stride: 13, length: 13, count: 80_000 }, Grid::packed(13, 80_659));
     ends.moves(op, (local, &[0, 79_999, 5]), (remote, &[80_658, 0, 77])).await?;
     let whole = Grid::packed(1 << 20, 1);
     ends.moves(op, (whole, &[0]), (whole, &[0])).await?;
@@ -182,14 +191,24 @@ pub async fn adjacent_blocks_are_merged(setup: &Setup) -> Check {
         // One segment of 6 MiB.
         let (local, remote): (Vec<u32>, Vec<u32>) = ((0..1536).collect(), (512..2048).collect());
         let report = ends.moves(op, (grid, &local), (grid, &remote)).await?;
-        ensure!(report.segments == 1, "{op}: 1536 adjacent blocks are {} segments", report.segments);
+        ensure!(
+            report.segments == 1,
+            "{op}: 1536 adjacent blocks are {} segments",
+            report.segments
+        );
         ensure!(report.blocks == 1536, "{op}: 1536 merged blocks count as {}", report.blocks);
     }
     // A range is a list of neighbours.
     let peer = ends.peer.region("kv")?;
-    let plan =
-        Plan::read(ends.near.grid(grid)?.blocks(5..100), peer.grid(grid)?.blocks(Indices::from(6..101)))?;
-    ensure!(plan.size().segments == 1, "a range of neighbours is {} segments", plan.size().segments);
+    let plan = Plan::read(
+        ends.near.grid(grid)?.blocks(5..100),
+        peer.grid(grid)?.blocks(Indices::from(6..101)),
+    )?;
+    ensure!(
+        plan.size().segments == 1,
+        "a range of neighbours is {} segments",
+        plan.size().segments
+    );
     Ok(())
 }
 
@@ -201,14 +220,16 @@ pub async fn several_grids_share_one_index_list(setup: &Setup) -> Check {
     let (far, further) = (pair.far_region("kv", LEN, 2)?, pair.far_region("more", LEN, 4)?);
     let peer = pair.connect().await?;
     let (kv, more) = (peer.region("kv")?, peer.region("more")?);
-    let mut models = [Model::new(LEN, 1), Model::new(LEN, 3), Model::new(LEN, 2), Model::new(LEN, 4)];
+    let mut models =
+        [Model::new(LEN, 1), Model::new(LEN, 3), Model::new(LEN, 2), Model::new(LEN, 4)];
     // Four layers, two in each region; they lie in another order at the far end.
     let layer = Grid::packed(2048, 100);
     let ours = [layer, layer.at(300_000), layer.at(1000), layer.at(500_000)];
     let theirs = [layer.at(700_000), layer.at(8192), layer.at(400_000), layer.at(1)];
     let tail = Grid { base: 900_000, stride: 700, length: 500, count: 50 };
     for op in OPS {
-        let local = GridSet::of([&near, &near, &other, &other].map(Region::clone).into_iter().zip(ours))?;
+        let local =
+            GridSet::of([&near, &near, &other, &other].map(Region::clone).into_iter().zip(ours))?;
         let remote = GridSet::join([
             kv.grid(theirs[0])?,
             kv.grid(theirs[1])?,
@@ -252,10 +273,18 @@ pub async fn several_grids_share_one_index_list(setup: &Setup) -> Check {
         models[0].check("the first local region", &near)?;
         models[1].check("the second local region", &other)?;
         ensure!(pair.far.sum(far)? == models[2].sum(), "{op}: the first remote region differs");
-        ensure!(pair.far.sum(further)? == models[3].sum(), "{op}: the second remote region differs");
+        ensure!(
+            pair.far.sum(further)? == models[3].sum(),
+            "{op}: the second remote region differs"
+        );
         // Neighbours of unequal lengths, and pieces that are no block of any grid with the others.
-        let pieces =
-            [(7, 31, 100), (107, 131, 50), (5000, 2000, 4096), (20_000, 9000, 1), (90_000, 70_001, 33_333)];
+        let pieces = [
+            (7, 31, 100),
+            (107, 131, 50),
+            (5000, 2000, 4096),
+            (20_000, 9000, 1),
+            (90_000, 70_001, 33_333),
+        ];
         let spans: Vec<Span> =
             pieces.iter().map(|&(local, remote, len)| Span { local, remote, len }).collect();
         let plan = Plan::of_spans(op, [(near.clone(), kv.clone(), spans)])?;

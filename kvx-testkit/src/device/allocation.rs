@@ -34,7 +34,8 @@ fn no_room(cause: rustix::io::Errno) -> Error {
 impl Allocation {
     /// `len` bytes of zeros.
     pub(super) fn new(len: usize) -> Result<Self> {
-        let file = rustix::fs::memfd_create("kvx-test-device", MemfdFlags::CLOEXEC).map_err(no_room)?;
+        let file =
+            rustix::fs::memfd_create("kvx-test-device", MemfdFlags::CLOEXEC).map_err(no_room)?;
         let len = len.max(1);
         rustix::fs::ftruncate(&file, len as u64).map_err(no_room)?;
         Self::map(file, len)
@@ -43,8 +44,10 @@ impl Allocation {
     fn map(file: OwnedFd, len: usize) -> Result<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the program.
-        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, &file, 0) }
-            .map_err(no_room)?;
+        let base = unsafe {
+            rustix::mm::mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, &file, 0)
+        }
+        .map_err(no_room)?;
         let base = NonNull::new(base).ok_or_else(|| no_room(rustix::io::Errno::FAULT))?;
         Ok(Allocation { file, base, mapped: len })
     }
@@ -75,10 +78,14 @@ impl Allocation {
             let kind = if short { Kind::Exhausted } else { Kind::PeerLost };
             Error::os(format!("{path} cannot be opened"), cause).kind_is(kind)
         };
-        let file = rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map_err(gone)?;
+        let file =
+            rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map_err(gone)?;
         let stat = rustix::fs::fstat(&file).map_err(gone)?;
         if stat.st_ino != inode {
-            return Err(Error::new(Kind::PeerLost, format!("{path} is another file by now: it was freed")));
+            return Err(Error::new(
+                Kind::PeerLost,
+                format!("{path} is another file by now: it was freed"),
+            ));
         }
         Self::map(file, usize::try_from(stat.st_size).unwrap_or(0))
     }

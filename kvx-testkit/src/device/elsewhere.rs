@@ -21,26 +21,34 @@ const LEN: usize = (BLOCKS as usize) * (BLOCK as usize);
 pub fn goes_elsewhere(registry: &Registry, backend: &str, other: &str, options: &str) -> Check {
     let options = Options::parse(options)?;
     let reached = registry.require(backend, &options)?.1.capabilities.local;
-    let kinds = [MemoryKind::Cuda, MemoryKind::Rocm].into_iter().filter(|kind| !reached.contains(*kind));
+    let kinds =
+        [MemoryKind::Cuda, MemoryKind::Rocm].into_iter().filter(|kind| !reached.contains(*kind));
     let mut looked = false;
     for kind in kinds {
         looked = true;
         let device = TestDevice::new(kind);
         let agent = |backends: &[&str]| {
             let builder = Agent::builder(unique("elsewhere")).options(options.clone());
-            builder.backends(backends.iter().copied()).device(Arc::clone(&device) as _).build(registry)
+            builder
+                .backends(backends.iter().copied())
+                .device(Arc::clone(&device) as _)
+                .build(registry)
         };
         refused_alone(&agent(&[backend])?, &device, backend)?;
         let (near, far) = (agent(&[backend, other])?, agent(&[backend, other])?);
         let _peer = near.connect(&far.metadata()?)?; // links stay up
         for (local, remote) in [(true, true), (true, false), (false, true), (false, false)] {
             for op in [Op::Read, Op::Write] {
-                let memory =
-                    |on_device| if on_device { device.allocate(LEN) } else { Memory::owned(vec![0; LEN]) };
-                let which = |why: Failure| {
-                    Failure::new(format!("{op}, {kind} memory here: {local}, there: {remote}: {why}"))
+                let memory = |on_device| {
+                    if on_device { device.allocate(LEN) } else { Memory::owned(vec![0; LEN]) }
                 };
-                let carrier = moved(op, (&near, memory(local)), (&far, memory(remote))).map_err(which)?;
+                let which = |why: Failure| {
+                    Failure::new(format!(
+                        "{op}, {kind} memory here: {local}, there: {remote}: {why}"
+                    ))
+                };
+                let carrier =
+                    moved(op, (&near, memory(local)), (&far, memory(remote))).map_err(which)?;
                 let wanted = if local || remote { other } else { backend };
                 ensure!(
                     carrier == wanted,
@@ -53,16 +61,20 @@ pub fn goes_elsewhere(registry: &Registry, backend: &str, other: &str, options: 
         let faults = device.count().faults;
         ensure!(faults == 0, "{faults} copies named memory that is not there");
     }
-    if looked { Ok(()) } else { Err(Failure::new(format!("{backend} says that it reaches every kind"))) }
+    if looked {
+        Ok(())
+    } else {
+        Err(Failure::new(format!("{backend} says that it reaches every kind")))
+    }
 }
 
 fn refused_alone(agent: &Agent, device: &Arc<TestDevice>, backend: &str) -> Check {
     let refused = agent.register("kv", device.allocate(LEN)).err();
-    let why =
-        refused.ok_or_else(|| Failure::new(format!("{backend} takes memory that it does not reach")))?;
+    let why = refused
+        .ok_or_else(|| Failure::new(format!("{backend} takes memory that it does not reach")))?;
     let kind = device.allocate(1).kind().to_string();
-    let told =
-        why.kind() == Kind::Unsupported && [backend, &kind].iter().all(|word| why.sentence().contains(word));
+    let told = why.kind() == Kind::Unsupported
+        && [backend, &kind].iter().all(|word| why.sentence().contains(word));
     ensure!(told, "{backend} and {kind} memory: the reason is {why:?}");
     ensure!(device.allocations() == 0, "memory that was refused is kept");
     agent.register("kv", Memory::owned(vec![0; LEN]))?; // nothing is left of it
@@ -77,7 +89,8 @@ fn moved(op: Op, near: (&Agent, Memory), far: (&Agent, Memory)) -> Result<&'stat
     pattern::fill(theirs.memory(), 2)?;
     let peer = near.0.connect(&far.0.metadata()?)?;
     let (grid, backwards) = (Grid::packed(BLOCK, BLOCKS), (0..BLOCKS).rev().collect::<Vec<_>>());
-    let sides = (ours.grid(grid)?.blocks(backwards), peer.region("kv")?.grid(grid)?.blocks(0..BLOCKS));
+    let sides =
+        (ours.grid(grid)?.blocks(backwards), peer.region("kv")?.grid(grid)?.blocks(0..BLOCKS));
     let report = peer.transfer(&Plan::of(op, [sides])?).deadline(CUT_OFF).post()?.wait(CUT_OFF)?;
     let (seed, target) = if op == Op::Read { (2, &ours) } else { (1, &theirs) };
     let bytes = all(target)?;

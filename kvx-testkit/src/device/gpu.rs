@@ -35,12 +35,15 @@ impl<D: DeviceAccess> Gpu<D> {
     ) -> Result<Self> {
         let unavailable = |why: String| Error::new(Kind::Unavailable, why);
         let devices = devices().map_err(|why| unavailable(why.to_string()))?;
-        let device = devices.into_iter().next().ok_or_else(|| unavailable("there is no device".into()))?;
+        let device =
+            devices.into_iter().next().ok_or_else(|| unavailable("there is no device".into()))?;
         let pool = allocate(&device, 2)?;
         pool.copy_in(0, &[1])?;
         let (moved, ticket) = Completion::with_ticket();
         // SAFETY: both bytes are the pool's, which outlives the wait.
-        unsafe { device.hop(&[Hop { from: pool.address(), to: pool.address() + 1, len: 1 }], ticket) };
+        unsafe {
+            device.hop(&[Hop { from: pool.address(), to: pool.address() + 1, len: 1 }], ticket)
+        };
         moved.wait(Duration::from_secs(10))?;
         pool.copy_out(1, &mut [0])?;
         Ok(Gpu { device, allocate })

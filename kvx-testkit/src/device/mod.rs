@@ -142,7 +142,8 @@ impl TestDevice {
             changed: Condvar::new(),
         });
         let ours = Arc::clone(&shared);
-        let started = std::thread::Builder::new().name("kvx-test-device".into()).spawn(move || ours.run());
+        let started =
+            std::thread::Builder::new().name("kvx-test-device".into()).spawn(move || ours.run());
         started.expect("a test can start a thread");
         let mut id = [kind as u8 + 1; 16];
         id[15] = number;
@@ -159,13 +160,25 @@ impl TestDevice {
         self.adopt(allocation, base, len, self.id)
     }
 
-    fn adopt(self: &Arc<Self>, allocation: Allocation, address: u64, len: usize, device: DeviceId) -> Memory {
+    fn adopt(
+        self: &Arc<Self>,
+        allocation: Allocation,
+        address: u64,
+        len: usize,
+        device: DeviceId,
+    ) -> Memory {
         let base = allocation.address();
         self.shared.lock().allocations.insert(base, allocation);
         let owner = Kept { base, device: Arc::downgrade(&self.shared) };
         // SAFETY: the device copies at these addresses until the owner is dropped, and nobody else knows the bytes.
         unsafe {
-            Memory::adopt_device(address, len, device, Arc::clone(self) as Arc<dyn DeviceAccess>, owner)
+            Memory::adopt_device(
+                address,
+                len,
+                device,
+                Arc::clone(self) as Arc<dyn DeviceAccess>,
+                owner,
+            )
         }
     }
 
@@ -256,13 +269,18 @@ unsafe impl DeviceAccess for TestDevice {
             return Err(Error::new(Kind::Unsupported, why));
         }
         if owner != self.id {
-            let why =
-                format!("test device {:?} does not reach {owner:?}: they have different numbers", self.id);
+            let why = format!(
+                "test device {:?} does not reach {owner:?}: they have different numbers",
+                self.id
+            );
             return Err(Error::new(Kind::Unsupported, why));
         }
         let allocation = Allocation::open(handle)?;
         if handle.offset.checked_add(len as u64).is_none_or(|end| end > allocation.len() as u64) {
-            return Err(Error::new(Kind::Malformed, "a handle of the test device names more than there is"));
+            return Err(Error::new(
+                Kind::Malformed,
+                "a handle of the test device names more than there is",
+            ));
         }
         let address = allocation.address() + handle.offset;
         Ok(self.adopt(allocation, address, len, owner))
@@ -353,7 +371,9 @@ impl Order {
             Order::Oldest => 0,
             Order::Newest => waiting - 1,
             Order::Shuffled(seed) => {
-                *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                *seed = seed
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1_442_695_040_888_963_407);
                 (*seed >> 33) as usize % waiting
             }
         }
@@ -364,7 +384,9 @@ impl DeviceState {
     /// The allocation that these bytes lie in. Errors: `OutOfBounds`.
     fn find(&self, address: u64, len: usize) -> Result<(u64, &Allocation)> {
         let found = self.allocations.range(..=address).next_back().filter(|(base, allocation)| {
-            (address - **base).checked_add(len as u64).is_some_and(|end| end <= allocation.len() as u64)
+            (address - **base)
+                .checked_add(len as u64)
+                .is_some_and(|end| end <= allocation.len() as u64)
         });
         found.map(|(base, allocation)| (*base, allocation)).ok_or_else(|| {
             Error::new(
@@ -378,11 +400,16 @@ impl DeviceState {
 impl Copy {
     fn perform(&self, state: &DeviceState) -> Result<()> {
         if self.act == Act::Fail {
-            return Err(Error::new(Kind::Native, "the test device fails this copy: the test asked for it"));
+            return Err(Error::new(
+                Kind::Native,
+                "the test device fails this copy: the test asked for it",
+            ));
         }
         match &self.what {
             What::Pieces(direction, pieces) => {
-                pieces.iter().try_for_each(|piece| state.find(piece.device, piece.len).map(|_| ()))?;
+                pieces
+                    .iter()
+                    .try_for_each(|piece| state.find(piece.device, piece.len).map(|_| ()))?;
                 for piece in pieces {
                     let device = (piece.device - FAR) as *mut u8;
                     let (from, to) = match direction {
@@ -441,7 +468,10 @@ mod tests {
         let (_reader, writer) = std::io::pipe().unwrap();
         // SAFETY: no memory is touched: the system call checks the address and refuses it.
         let wrote = unsafe { libc::write(writer.as_raw_fd(), memory.as_ptr().cast(), 1) };
-        assert_eq!((wrote, std::io::Error::last_os_error().raw_os_error()), (-1, Some(libc::EFAULT)));
+        assert_eq!(
+            (wrote, std::io::Error::last_os_error().raw_os_error()),
+            (-1, Some(libc::EFAULT))
+        );
     }
 
     #[test]
@@ -480,7 +510,10 @@ mod tests {
         let refused = |device: &Arc<TestDevice>, handle: &IpcHandle, len| {
             device.clone().open(id, handle, len).map(drop).unwrap_err().kind()
         };
-        assert_eq!(refused(&TestDevice::numbered(MemoryKind::Cuda, 1), &handle, 1), Kind::Unsupported);
+        assert_eq!(
+            refused(&TestDevice::numbered(MemoryKind::Cuda, 1), &handle, 1),
+            Kind::Unsupported
+        );
         assert_eq!(refused(&theirs, &handle, 4097), Kind::Malformed);
         assert_eq!(refused(&theirs, &IpcHandle { bytes: vec![1], offset: 0 }, 1), Kind::Malformed);
         drop(memory);

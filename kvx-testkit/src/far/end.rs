@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_core::{
-    Agent, Error, Grid, Indices, Kind, Memory, Op, Options, Peer, Place as _, Plan, Region, Registry, Secret,
-    quarantined_bytes,
+    Agent, Error, Grid, Indices, Kind, Memory, Op, Options, Peer, Place as _, Plan, Region,
+    Registry, Secret, quarantined_bytes,
 };
 
 use super::limits::{HungPage, limit};
@@ -31,7 +31,8 @@ pub(super) struct End {
 
 impl End {
     pub(super) fn new(registry: Registry, device: Option<Arc<dyn Device>>) -> Self {
-        let threads = device.iter().flat_map(|_| surroundings::threads()).map(|(tid, _)| tid).collect();
+        let threads =
+            device.iter().flat_map(|_| surroundings::threads()).map(|(tid, _)| tid).collect();
         End {
             registry,
             device,
@@ -86,14 +87,18 @@ impl End {
             Command::RegisterNeighbours { agent, names, len, backing } => {
                 let both = Arc::new(match backing {
                     Backing::Device => backing.memory(2 * len, None, self.device.as_deref())?,
-                    Backing::Pool | Backing::Owned | Backing::Shared => Memory::owned(vec![0; 2 * len]),
+                    Backing::Pool | Backing::Owned | Backing::Shared => {
+                        Memory::owned(vec![0; 2 * len])
+                    }
                 });
                 for (at, name) in names.iter().enumerate() {
                     let (base, kept) = (both.address() + (at * len) as u64, Arc::clone(&both));
                     // SAFETY: the half lies within `both`, which the new memory keeps alive and which lends no slices.
                     let half = unsafe {
                         match both.device_access().cloned() {
-                            Some(access) => Memory::adopt_device(base, len, both.device(), access, kept),
+                            Some(access) => {
+                                Memory::adopt_device(base, len, both.device(), access, kept)
+                            }
                             None => Memory::adopt(base as *mut u8, len, kept),
                         }
                     };
@@ -140,7 +145,8 @@ impl End {
                 let grid = Grid::packed(post.grid.0, post.grid.1);
                 let local = self.region(post.region)?.grid(grid)?.blocks(Indices::from(post.local));
                 let peer = self.peer(peer)?;
-                let remote = peer.region(&post.theirs)?.grid(grid)?.blocks(Indices::from(post.remote));
+                let remote =
+                    peer.region(&post.theirs)?.grid(grid)?.blocks(Indices::from(post.remote));
                 let op = if post.write { Op::Write } else { Op::Read };
                 let plan = Plan::of(op, [(local, remote)])?;
                 let mut moved = 0;
@@ -173,16 +179,20 @@ impl End {
                     .expect(&bytes, senders, within)
                     .wait(within + Duration::from_secs(5))?;
                 Reply::Senders(
-                    met.into_iter().map(|from| (from.name.to_string(), from.incarnation.0)).collect(),
+                    met.into_iter()
+                        .map(|from| (from.name.to_string(), from.incarnation.0))
+                        .collect(),
                 )
             }
             Command::Limit { what, more } => {
-                limit(what, more).map_err(|error| Error::os(format!("the limit of {what}"), error))?;
+                limit(what, more)
+                    .map_err(|error| Error::os(format!("the limit of {what}"), error))?;
                 Reply::Done
             }
             Command::HangPage { region } => {
                 self.hung = None; // the one before comes
-                self.hung = region.map(|number| HungPage::of(self.region(number)?.memory())).transpose()?;
+                self.hung =
+                    region.map(|number| HungPage::of(self.region(number)?.memory())).transpose()?;
                 Reply::Done
             }
             Command::Fork { ends_after } => {
@@ -205,7 +215,9 @@ impl End {
                 }
                 Reply::Done
             }
-            Command::Surroundings => Reply::Surroundings(Surroundings::of_this_process_beside(&self.threads)),
+            Command::Surroundings => {
+                Reply::Surroundings(Surroundings::of_this_process_beside(&self.threads))
+            }
             Command::Ready { peer, within } => {
                 self.peer(peer)?.ready(within).wait(within + Duration::from_secs(5))?;
                 Reply::Done
@@ -215,7 +227,8 @@ impl End {
                 Reply::Done
             }
             Command::Holdings => Reply::Holdings(
-                Holdings::of_this_process().map_err(|error| Error::os("what the process holds", error))?,
+                Holdings::of_this_process()
+                    .map_err(|error| Error::os("what the process holds", error))?,
             ),
             Command::Cpu => Reply::Number(cpu_time().as_micros() as u64),
             Command::Quarantined => Reply::Number(quarantined_bytes()),
@@ -240,7 +253,9 @@ pub(crate) fn serve(registry: Registry, device: Option<Arc<dyn Device>>, mut ans
         let Ok(line) = line else { break };
         let reply = match serde_json::from_str(&line) {
             Ok(command) => end.execute(command),
-            Err(error) => Reply::Failed { kind: Kind::Invalid.as_str().into(), sentence: error.to_string() },
+            Err(error) => {
+                Reply::Failed { kind: Kind::Invalid.as_str().into(), sentence: error.to_string() }
+            }
         };
         let reply = serde_json::to_string(&reply).expect("replies are JSON");
         if writeln!(answers, "{reply}").is_err() {

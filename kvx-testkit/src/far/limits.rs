@@ -50,7 +50,9 @@ pub(crate) fn limit(what: Limit, more: bool) -> std::io::Result<()> {
     };
     setrlimit(resource, Rlimit { current, ..limit })?;
     if what == Limit::Threads && !more && std::thread::Builder::new().spawn(|| ()).is_ok() {
-        return Err(std::io::Error::other("threads are not limited: run it as a user without privileges"));
+        return Err(std::io::Error::other(
+            "threads are not limited: run it as a user without privileges",
+        ));
     }
     Ok(())
 }
@@ -124,8 +126,9 @@ impl HungPage {
             _ => (MINOR_OF_FILES, UserfaultfdFlags::from_bits_retain(USERS_ONLY)),
         };
         // SAFETY: the descriptor is only asked for pages of `memory`, below.
-        let keeper = unsafe { userfaultfd(flags | UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }
-            .map_err(|cause| refused(cause.into()))?;
+        let keeper =
+            unsafe { userfaultfd(flags | UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }
+                .map_err(|cause| refused(cause.into()))?;
         let mut asked = [API, features, 0, 0];
         let mut place = [address as u64, page as u64, mode, 0];
         for (request, words) in [(REQUEST_API, &mut asked), (REQUEST_REGISTER, &mut place)] {
@@ -147,8 +150,10 @@ impl HungPage {
     pub fn take_away(&self) -> Result<()> {
         // SAFETY: the page lies within memory that lives, and is either the program's own, whose content nobody relies
         // on, or of a file, which keeps it.
-        unsafe { madvise(self.address as *mut _, rustix::param::page_size(), Advice::LinuxDontNeed) }
-            .map_err(|cause| refused(cause.into()))
+        unsafe {
+            madvise(self.address as *mut _, rustix::param::page_size(), Advice::LinuxDontNeed)
+        }
+        .map_err(|cause| refused(cause.into()))
     }
 
     /// Whether a thread has begun to wait for it since this was asked last.

@@ -70,7 +70,11 @@ impl Far {
     }
 
     /// `suite`: whose device it has; `through`: the program and its words, behind which its process is started.
-    pub(crate) fn there(variant: &str, suite: Option<&str>, through: &[String]) -> Result<Self, Failure> {
+    pub(crate) fn there(
+        variant: &str,
+        suite: Option<&str>,
+        through: &[String],
+    ) -> Result<Self, Failure> {
         let mut variables = vec![(VARIABLE, variant.to_owned())];
         variables.extend(suite.map(|suite| (SUITE, suite.to_owned())));
         let started = Started { variables, through: through.to_vec() };
@@ -110,17 +114,23 @@ impl Far {
 
     /// Gives its process a command, and does not wait for the [`answer`](Far::answer).
     fn tell(&mut self, command: &Command) -> Result<(), Failure> {
-        let line = serde_json::to_string(command).map_err(|error| Failure::new(error.to_string()))?;
+        let line =
+            serde_json::to_string(command).map_err(|error| Failure::new(error.to_string()))?;
         self.process()?.say(&line)
     }
 
     fn answer(&mut self, within: Duration) -> Result<Reply, Failure> {
         let answer = self.process()?.hear(within + PATIENCE)?;
-        serde_json::from_str(&answer).map_err(|error| Failure::new(format!("{error} in {answer:?}")))
+        serde_json::from_str(&answer)
+            .map_err(|error| Failure::new(format!("{error} in {answer:?}")))
     }
 
     /// As `ask`; what kvx said at the far end comes back as the inner result.
-    fn call(&mut self, command: Command, within: Duration) -> Result<kvx_core::Result<Reply>, Failure> {
+    fn call(
+        &mut self,
+        command: Command,
+        within: Duration,
+    ) -> Result<kvx_core::Result<Reply>, Failure> {
         self.ask(command, within).and_then(said_by_kvx)
     }
 
@@ -128,7 +138,11 @@ impl Far {
         number_in(self.call(command, Duration::ZERO)?)
     }
 
-    fn done(&mut self, command: Command, within: Duration) -> Result<kvx_core::Result<()>, Failure> {
+    fn done(
+        &mut self,
+        command: Command,
+        within: Duration,
+    ) -> Result<kvx_core::Result<()>, Failure> {
         Ok(self.call(command, within)?.map(|_| ()))
     }
 
@@ -210,7 +224,12 @@ impl Far {
     }
 
     /// Copies bytes out of a region.
-    pub fn copy_out(&mut self, region: usize, offset: usize, len: usize) -> Result<Vec<u8>, Failure> {
+    pub fn copy_out(
+        &mut self,
+        region: usize,
+        offset: usize,
+        len: usize,
+    ) -> Result<Vec<u8>, Failure> {
         match self.call(Command::CopyOut { region, offset, len }, Duration::ZERO)?? {
             Reply::Bytes(bytes) => Ok(bytes),
             other => Err(Failure::new(format!("bytes were wanted, it was {other:?}"))),
@@ -223,7 +242,11 @@ impl Far {
     }
 
     /// Revokes a region; the inner result is the revocation's.
-    pub fn revoke(&mut self, region: usize, within: Duration) -> Result<kvx_core::Result<()>, Failure> {
+    pub fn revoke(
+        &mut self,
+        region: usize,
+        within: Duration,
+    ) -> Result<kvx_core::Result<()>, Failure> {
         self.done(Command::Revoke { region, within }, within)
     }
 
@@ -238,7 +261,11 @@ impl Far {
     }
 
     /// Waits until the link to one of its peers is up; the inner result is the wait's.
-    pub fn ready(&mut self, peer: usize, within: Duration) -> Result<kvx_core::Result<()>, Failure> {
+    pub fn ready(
+        &mut self,
+        peer: usize,
+        within: Duration,
+    ) -> Result<kvx_core::Result<()>, Failure> {
         self.done(Command::Ready { peer, within }, within)
     }
 
@@ -280,7 +307,11 @@ impl Far {
     }
 
     /// Takes a notification of one of its agents.
-    pub fn take_of(&mut self, agent: usize, within: Duration) -> Result<kvx_core::Result<Sent>, Failure> {
+    pub fn take_of(
+        &mut self,
+        agent: usize,
+        within: Duration,
+    ) -> Result<kvx_core::Result<Sent>, Failure> {
         let taken = self.notifications(Command::Take { agent, within }, within)?;
         Ok(taken.and_then(|mut one| {
             one.pop().ok_or_else(|| Error::new(Kind::Malformed, "no notification came back"))
@@ -288,7 +319,12 @@ impl Far {
     }
 
     /// Takes up to `count` notifications of one of its agents, for as long as `within`.
-    pub fn take_many(&mut self, agent: usize, count: usize, within: Duration) -> Result<Vec<Sent>, Failure> {
+    pub fn take_many(
+        &mut self,
+        agent: usize,
+        count: usize,
+        within: Duration,
+    ) -> Result<Vec<Sent>, Failure> {
         Ok(self.notifications(Command::TakeMany { agent, count, within }, within)??)
     }
 
@@ -299,7 +335,9 @@ impl Far {
     ) -> Result<kvx_core::Result<Vec<Sent>>, Failure> {
         Ok(match self.call(command, within)? {
             Ok(Reply::Notifications(taken)) => Ok(taken),
-            Ok(other) => return Err(Failure::new(format!("notifications were wanted, it was {other:?}"))),
+            Ok(other) => {
+                return Err(Failure::new(format!("notifications were wanted, it was {other:?}")));
+            }
             Err(error) => Err(error),
         })
     }
@@ -314,7 +352,9 @@ impl Far {
         let command = Command::Expect { agent: 0, bytes: bytes.to_vec(), senders, within };
         Ok(match self.call(command, within)? {
             Ok(Reply::Senders(senders)) => Ok(senders),
-            Ok(other) => return Err(Failure::new(format!("senders were wanted, they were {other:?}"))),
+            Ok(other) => {
+                return Err(Failure::new(format!("senders were wanted, they were {other:?}")));
+            }
             Err(error) => Err(error),
         })
     }
@@ -366,7 +406,11 @@ impl Far {
     }
 
     /// Shuts one of its agents down; the inner result is the shutdown's.
-    pub fn shutdown(&mut self, agent: usize, within: Duration) -> Result<kvx_core::Result<()>, Failure> {
+    pub fn shutdown(
+        &mut self,
+        agent: usize,
+        within: Duration,
+    ) -> Result<kvx_core::Result<()>, Failure> {
         self.done(Command::Shutdown { agent, within }, within)
     }
 }
@@ -375,7 +419,8 @@ impl Far {
 fn said_by_kvx(reply: Reply) -> Result<kvx_core::Result<Reply>, Failure> {
     match reply {
         Reply::Failed { kind, sentence } => {
-            let known = kind_of(&kind).ok_or_else(|| Failure::new(format!("unknown kind {kind}")))?;
+            let known =
+                kind_of(&kind).ok_or_else(|| Failure::new(format!("unknown kind {kind}")))?;
             Ok(Err(Error::new(known, sentence)))
         }
         reply => Ok(Ok(reply)),

@@ -162,7 +162,11 @@ pub struct Sent {
 impl From<Notification> for Sent {
     fn from(taken: Notification) -> Self {
         let Notification { from, bytes } = taken;
-        Sent { name: from.name.to_string(), incarnation: from.incarnation.0, bytes: bytes.into_vec() }
+        Sent {
+            name: from.name.to_string(),
+            incarnation: from.incarnation.0,
+            bytes: bytes.into_vec(),
+        }
     }
 }
 

@@ -58,7 +58,12 @@ const SOURCE: u64 = 2;
 /// # Errors
 /// A transfer that ended too late or in a way that the contract does not have, a wrong byte, memory that does not
 /// come back, or a next transfer that does not work.
-pub fn fault(setup: &Setup, trouble: Trouble, moment: Moment, deadline: Duration) -> Result<Ended, Failure> {
+pub fn fault(
+    setup: &Setup,
+    trouble: Trouble,
+    moment: Moment,
+    deadline: Duration,
+) -> Result<Ended, Failure> {
     // Its threads begin here, before there may be no memory for their stacks.
     drop(Stopwatch::start()?);
     let mut scene = Scene::new(setup, trouble, deadline)?;
@@ -94,7 +99,8 @@ pub fn fault(setup: &Setup, trouble: Trouble, moment: Moment, deadline: Duration
     let waited = posted.iter_mut().map(|transfer| run(transfer).map(drop));
     let results: Vec<_> = waited.chain(refused).collect();
     let after = begun.elapsed();
-    let limit = deadline + GRACE + if trouble == Trouble::Restarted { CUT_OFF } else { Duration::ZERO };
+    let limit =
+        deadline + GRACE + if trouble == Trouble::Restarted { CUT_OFF } else { Duration::ZERO };
     let took = watch.read();
     ensure!(took.within(limit), "the work ended after {took}, {deadline:?} were its deadline");
     let settled = scene.settled(&posted, op, trouble)?;

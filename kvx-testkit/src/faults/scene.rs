@@ -7,7 +7,8 @@ use kvx_core::{
 };
 
 use super::{
-    CANCELLED, GRACE, GRID, LARGE, LIFE_OF_A_CHILD, Moment, SERVED, SLOT, SLOTS, SOURCE, TRIES, Trouble,
+    CANCELLED, GRACE, GRID, LARGE, LIFE_OF_A_CHILD, Moment, SERVED, SLOT, SLOTS, SOURCE, TRIES,
+    Trouble,
 };
 use crate::check::{Check, Failure, ensure};
 use crate::executor::run;
@@ -42,7 +43,11 @@ fn region_for(op: Op) -> &'static str {
 }
 
 impl Scene {
-    pub(super) fn new(setup: &Setup, trouble: Trouble, deadline: Duration) -> Result<Scene, Failure> {
+    pub(super) fn new(
+        setup: &Setup,
+        trouble: Trouble,
+        deadline: Duration,
+    ) -> Result<Scene, Failure> {
         let mut far_setup = match trouble {
             Trouble::Restarted => setup.with_option("tcp", "ports", free_port(0)?)?,
             _ => setup.clone(),
@@ -85,7 +90,9 @@ impl Scene {
     }
 
     fn register(&mut self) -> Check {
-        for (number, (name, seed)) in self.regions.iter_mut().zip([(NAMES[0], SOURCE), (NAMES[1], 3)]) {
+        for (number, (name, seed)) in
+            self.regions.iter_mut().zip([(NAMES[0], SOURCE), (NAMES[1], 3)])
+        {
             *number = self.far.register_of(self.agent, name, SLOT, self.setup.far, Some(seed))?;
         }
         Ok(())
@@ -104,7 +111,8 @@ impl Scene {
 
     /// One in each slot.
     pub(super) fn post(&self, op: Op, peer: &Peer) -> kvx_core::Result<Vec<Transfer>> {
-        let posted = |slot| peer.transfer(&self.plan(op, peer, slot)?).deadline(self.deadline).post();
+        let posted =
+            |slot| peer.transfer(&self.plan(op, peer, slot)?).deadline(self.deadline).post();
         (0..SLOTS).map(posted).collect()
     }
 
@@ -151,7 +159,9 @@ impl Scene {
                 Self::check_refusal(what, self.more_here(what)?)
             }
             Trouble::CutOff => Hosts::cut_off_far(true),
-            Trouble::HungPage => self.far.hang_page(Some(self.regions[usize::from(op == Op::Write)])),
+            Trouble::HungPage => {
+                self.far.hang_page(Some(self.regions[usize::from(op == Op::Write)]))
+            }
             // They are cancelled as they are posted.
             Trouble::Cancelled => Ok(()),
         }
@@ -161,7 +171,9 @@ impl Scene {
     /// process that starts a thread.
     fn more_there(&mut self, what: Limit) -> Result<kvx_core::Result<()>, Failure> {
         Ok(match what {
-            Limit::Mappings => self.far.try_register_of(self.agent, "more", LARGE, Backing::Pool)?.map(drop),
+            Limit::Mappings => {
+                self.far.try_register_of(self.agent, "more", LARGE, Backing::Pool)?.map(drop)
+            }
             _ => self.far_setup.try_far_agent(&mut self.far, &unique("more"))?.map(drop),
         })
     }
@@ -178,7 +190,9 @@ impl Scene {
     fn check_refusal(what: Limit, more: kvx_core::Result<()>) -> Check {
         match more.map_err(|why| (why.kind(), why)) {
             Err((Kind::Exhausted | Kind::Unavailable, _)) => Ok(()),
-            Err((_, why)) => Err(Failure::new(format!("without {what} more is refused, but by {why:?}"))),
+            Err((_, why)) => {
+                Err(Failure::new(format!("without {what} more is refused, but by {why:?}")))
+            }
             Ok(()) => Err(Failure::new(format!("without {what} there is more"))),
         }
     }
@@ -186,7 +200,9 @@ impl Scene {
     /// The trouble is over.
     pub(super) fn end(&mut self, trouble: Trouble) -> Check {
         match trouble {
-            Trouble::Killed | Trouble::KilledBesideAChild | Trouble::StoppedThenKilled => self.start_again(),
+            Trouble::Killed | Trouble::KilledBesideAChild | Trouble::StoppedThenKilled => {
+                self.start_again()
+            }
             Trouble::Stopped => self.far.process()?.go_on(),
             Trouble::ShutDown => self.populate(),
             Trouble::Revoked => self.register(),
@@ -225,14 +241,18 @@ impl Scene {
         let begun = Instant::now();
         let alone = self.capabilities.settles_without_peer;
         // A thread that waits for a page waits in the kernel, which has both sides' memory meanwhile.
-        let must = trouble != Trouble::HungPage && if op == Op::Read { alone.read } else { alone.write };
-        let limit = if must { self.setup.peer_timeout + CUT_OFF } else { self.setup.peer_timeout + GRACE };
+        let must =
+            trouble != Trouble::HungPage && if op == Op::Read { alone.read } else { alone.write };
+        let limit =
+            if must { self.setup.peer_timeout + CUT_OFF } else { self.setup.peer_timeout + GRACE };
         for transfer in posted {
             match transfer.settled().wait(limit.saturating_sub(begun.elapsed())) {
                 Ok(()) => {}
                 Err(_) if !must => return Ok(None),
                 Err(error) => {
-                    return Err(Failure::new(format!("memory is not free after {limit:?}: {error:?}")));
+                    return Err(Failure::new(format!(
+                        "memory is not free after {limit:?}: {error:?}"
+                    )));
                 }
             }
         }
@@ -255,9 +275,12 @@ impl Scene {
             return Ok(());
         }
         let source = bytes(SOURCE, 0, SLOT);
-        let wanted: Vec<u8> = source.chunks(GRID.length as usize).rev().flatten().copied().collect();
+        let wanted: Vec<u8> =
+            source.chunks(GRID.length as usize).rev().flatten().copied().collect();
         let mut content = vec![0; SLOT];
-        for slot in results.iter().enumerate().filter(|(_, result)| result.is_ok()).map(|(slot, _)| slot) {
+        for slot in
+            results.iter().enumerate().filter(|(_, result)| result.is_ok()).map(|(slot, _)| slot)
+        {
             self.slots.copy_out(slot * SLOT, &mut content)?;
             ensure!(content == wanted, "read {slot} arrived with wrong bytes");
         }
@@ -296,16 +319,21 @@ impl Scene {
             let peer = agent.connect(&metadata)?;
             let blocks = 0..GRID.count;
             let ours = region.grid(GRID)?.blocks(blocks.clone());
-            let plan = Plan::of(Op::Read, [(ours, peer.region("third")?.grid(GRID)?.blocks(blocks))])?;
-            match run(peer.transfer(&plan).deadline(SERVED).post()?).map_err(|error| (error.kind(), error)) {
+            let plan =
+                Plan::of(Op::Read, [(ours, peer.region("third")?.grid(GRID)?.blocks(blocks))])?;
+            match run(peer.transfer(&plan).deadline(SERVED).post()?)
+                .map_err(|error| (error.kind(), error))
+            {
                 Ok(_) => ensure!(
                     checksum(&bytes(SOURCE, 0, SLOT)) == sum(&region)?,
                     "what a third peer has read meanwhile is wrong"
                 ),
-                Err((Kind::TimedOut | Kind::PeerLost, _)) if self.capabilities.hung_page == HeldUp::Agent => {
-                }
+                Err((Kind::TimedOut | Kind::PeerLost, _))
+                    if self.capabilities.hung_page == HeldUp::Agent => {}
                 Err((_, error)) => {
-                    return Err(Failure::new(format!("third peer {number} is not served: {error:?}")));
+                    return Err(Failure::new(format!(
+                        "third peer {number} is not served: {error:?}"
+                    )));
                 }
             }
         }
@@ -322,7 +350,10 @@ impl Scene {
     pub(super) fn is_untouched(&self, seed: u64) -> Check {
         let mut content = vec![0; SLOTS * SLOT];
         self.slots.copy_out(0, &mut content)?;
-        ensure!(content == bytes(seed, 0, content.len()), "memory changed after its transfers had settled");
+        ensure!(
+            content == bytes(seed, 0, content.len()),
+            "memory changed after its transfers had settled"
+        );
         Ok(())
     }
 

@@ -62,16 +62,21 @@ impl Trouble {
         match self {
             // A child that holds its parent's sockets may keep a stranger waiting.
             Trouble::Killed if is_told => &[Kind::PeerLost],
-            Trouble::KilledBesideAChild if is_told && moment != Moment::Unlinked => &[Kind::PeerLost],
-            Trouble::Killed | Trouble::KilledBesideAChild | Trouble::Stopped | Trouble::StoppedThenKilled => {
-                &[Kind::PeerLost, Kind::TimedOut]
+            Trouble::KilledBesideAChild if is_told && moment != Moment::Unlinked => {
+                &[Kind::PeerLost]
             }
+            Trouble::Killed
+            | Trouble::KilledBesideAChild
+            | Trouble::Stopped
+            | Trouble::StoppedThenKilled => &[Kind::PeerLost, Kind::TimedOut],
             Trouble::Restarted => &[Kind::PeerLost, Kind::PeerRestarted, Kind::TimedOut],
             // Nobody answers a stranger. Who is linked hears of it, and its regions are taken back first.
             Trouble::ShutDown if moment == Moment::Unlinked => &[Kind::PeerLost, Kind::TimedOut],
             Trouble::ShutDown => &[Kind::PeerLost, Kind::Revoked],
             Trouble::Revoked => &[Kind::Revoked],
-            Trouble::Lacks(_) | Trouble::LacksHere(_) => &[Kind::PeerLost, Kind::TimedOut, Kind::Exhausted],
+            Trouble::Lacks(_) | Trouble::LacksHere(_) => {
+                &[Kind::PeerLost, Kind::TimedOut, Kind::Exhausted]
+            }
             Trouble::CutOff | Trouble::HungPage => &[Kind::PeerLost, Kind::TimedOut],
             Trouble::Cancelled => &[Kind::Cancelled],
         }

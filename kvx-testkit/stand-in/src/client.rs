@@ -40,7 +40,9 @@ pub fn stand_in(process: &mut Process, variables: &[&str], folder: &Path) {
         folders.push(":");
         folders.push(others);
     }
-    process.env("LD_LIBRARY_PATH", folders).envs(variables.iter().map(|variable| (variable, &library)));
+    process
+        .env("LD_LIBRARY_PATH", folders)
+        .envs(variables.iter().map(|variable| (variable, &library)));
 }
 
 /// Starts this program again with the library in the place of a maker's. Comes back at once where the first of
@@ -54,7 +56,11 @@ pub fn start_again(variables: &[&str], folder: &str) {
     }
     let mut again = Process::new(std::env::current_exe().expect("a program has a path"));
     again.args(std::env::args_os().skip(1));
-    stand_in(&mut again, variables, &Path::new(folder).join(format!("names-{}", std::process::id())));
+    stand_in(
+        &mut again,
+        variables,
+        &Path::new(folder).join(format!("names-{}", std::process::id())),
+    );
     panic!("this program cannot be started again: {}", again.exec());
 }
 
@@ -79,7 +85,8 @@ impl Control {
         static ALONE: Mutex<()> = Mutex::new(());
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let library = library();
-        let path = CString::new(library.as_os_str().as_encoded_bytes()).expect("a path has no zero byte");
+        let path =
+            CString::new(library.as_os_str().as_encoded_bytes()).expect("a path has no zero byte");
         // SAFETY: the path is a C string, and the library runs nothing when it is opened. It stays open.
         let opened = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         assert!(!opened.is_null(), "{} opens", library.display());

@@ -60,6 +60,11 @@ const ROWS: &[(i32, &CStr, &CStr, &CStr)] = &[
     (700, c"CUDA_ERROR_ILLEGAL_ADDRESS", c"hipErrorIllegalAddress", c"an illegal memory access"),
     (719, c"CUDA_ERROR_LAUNCH_FAILED", c"hipErrorLaunchFailure", c"a kernel failed"),
     (801, c"CUDA_ERROR_NOT_SUPPORTED", c"hipErrorNotSupported", c"not supported"),
-    (803, c"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", c"hipErrorUnknown", c"library and driver do not fit"),
+    (
+        803,
+        c"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+        c"hipErrorUnknown",
+        c"library and driver do not fit",
+    ),
     (999, c"CUDA_ERROR_UNKNOWN", c"hipErrorUnknown", c"unknown error"),
 ];

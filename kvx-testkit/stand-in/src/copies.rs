@@ -38,7 +38,9 @@ impl End {
         match self {
             End::Device(address) => End::Device(address.wrapping_add(offset)),
             End::Host(address) => End::Host(address.wrapping_add(offset)),
-            End::Pinned { address, base } => End::Pinned { address: address.wrapping_add(offset), base },
+            End::Pinned { address, base } => {
+                End::Pinned { address: address.wrapping_add(offset), base }
+            }
         }
     }
 
@@ -49,7 +51,9 @@ impl End {
             End::Host(0) => Err(Code::INVALID_VALUE),
             End::Host(address) => Ok(address as *mut u8),
             End::Pinned { address, base } => match memory.pinned_around(base) {
-                Some((found, whole)) if found == base && address - base + len as u64 <= whole as u64 => {
+                Some((found, whole))
+                    if found == base && address - base + len as u64 <= whole as u64 =>
+                {
                     Ok(address as *mut u8)
                 }
                 _ => Err(Code::INVALID_VALUE),
@@ -95,7 +99,8 @@ impl Rows {
 pub(crate) fn copy(stream: &Arc<Stream>, rows: Rows) -> Answer {
     let overlap = rows.height > 1 && (rows.width > rows.to_pitch || rows.width > rows.from_pitch);
     let last = rows.height.saturating_sub(1);
-    let fits = [rows.to_pitch, rows.from_pitch].iter().all(|pitch| last.checked_mul(*pitch).is_some());
+    let fits =
+        [rows.to_pitch, rows.from_pitch].iter().all(|pitch| last.checked_mul(*pitch).is_some());
     let alive = {
         let memory = memory();
         fits && (0..rows.height).all(|row| rows.row(row, &memory).is_ok())

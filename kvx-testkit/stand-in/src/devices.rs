@@ -48,7 +48,9 @@ impl Maker {
     /// Those of a list, up to the first that there is not.
     fn chosen(self, list: &str, all: usize) -> Vec<Device> {
         let named = |name: &str| match name.strip_prefix("GPU-") {
-            Some(uuid) => (0..all).map(Device).find(|device| self.uuid_text(*device).starts_with(uuid)),
+            Some(uuid) => {
+                (0..all).map(Device).find(|device| self.uuid_text(*device).starts_with(uuid))
+            }
             None => name.parse().ok().filter(|number| *number < all).map(Device),
         };
         list.split(',').map_while(|name| named(name.trim())).collect()

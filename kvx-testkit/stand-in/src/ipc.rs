@@ -28,7 +28,8 @@ struct Parts {
 
 impl Parts {
     fn encode(&self) -> MemHandle {
-        let words = [MAGIC, self.process, self.descriptor, self.number, self.len, self.device, 0, 0];
+        let words =
+            [MAGIC, self.process, self.descriptor, self.number, self.len, self.device, 0, 0];
         let mut bytes = [0; 64];
         for (to, word) in bytes.chunks_exact_mut(8).zip(words) {
             to.copy_from_slice(&word.to_le_bytes());
@@ -52,8 +53,9 @@ impl Parts {
 impl Memory {
     /// A handle to an allocation. Errors: `INVALID_VALUE` unless one of the plain allocator begins at this address.
     pub(crate) fn share(&self, address: u64) -> Answer<MemHandle> {
-        let found =
-            self.around(address).filter(|(base, found)| *base == address && found.origin == Origin::Plain);
+        let found = self
+            .around(address)
+            .filter(|(base, found)| *base == address && found.origin == Origin::Plain);
         let (_, allocation) = found.ok_or(Code::INVALID_VALUE)?;
         let (_, number) = mapping::length_and_number(allocation.file())?;
         let parts = Parts {
@@ -77,10 +79,13 @@ impl Memory {
             return Err(Code::ALREADY_MAPPED);
         }
         let path = format!("/proc/{process}/fd/{descriptor}");
-        let file =
-            open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map_err(|_| Code::INVALID_VALUE)?;
+        let file = open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|_| Code::INVALID_VALUE)?;
         let (whole, found) = mapping::length_and_number(&file)?;
-        if found != number || whole as u64 != len.next_multiple_of(mapping::page() as u64) || device >= 16 {
+        if found != number
+            || whole as u64 != len.next_multiple_of(mapping::page() as u64)
+            || device >= 16
+        {
             return Err(Code::INVALID_VALUE);
         }
         let pages = Mapping::of_file(file.as_fd(), whole)?;

@@ -43,7 +43,11 @@ impl Module {
 
     /// From code that the compiler here has made. Errors: `INVALID_IMAGE`.
     pub(crate) fn from_code(text: &str) -> Answer<Arc<Self>> {
-        if text.starts_with(COMPILED) { Ok(Module::with(text, "")) } else { Err(Code::INVALID_IMAGE) }
+        if text.starts_with(COMPILED) {
+            Ok(Module::with(text, ""))
+        } else {
+            Err(Code::INVALID_IMAGE)
+        }
     }
 
     fn with(text: &str, head: &str) -> Arc<Self> {
@@ -81,7 +85,8 @@ pub(crate) fn launch(
     parameters: Vec<u64>,
 ) -> Answer {
     let [x, y, z] = grid;
-    let takes = (1..=i32::MAX as u32).contains(&x) && [y, z].iter().all(|len| (1..=65_535).contains(len));
+    let takes =
+        (1..=i32::MAX as u32).contains(&x) && [y, z].iter().all(|len| (1..=65_535).contains(len));
     if !takes || block != [THREADS, 1, 1] {
         return Err(Code::INVALID_VALUE);
     }
@@ -102,7 +107,12 @@ fn run(entry: &str, parameters: &[u64]) -> Option<()> {
                 if entry == "kvx_gather" {
                     write(&memory, packed, &gathered(&memory, grid, &indices)?)?;
                 } else {
-                    scattered(&memory, grid, &indices, &read(&memory, packed, usize::try_from(len).ok()?)?)?;
+                    scattered(
+                        &memory,
+                        grid,
+                        &indices,
+                        &read(&memory, packed, usize::try_from(len).ok()?)?,
+                    )?;
                 }
             }
         }
@@ -117,7 +127,19 @@ fn run(entry: &str, parameters: &[u64]) -> Option<()> {
         }
         (
             "kvx_permute",
-            &[to, to_stride, to_indices, from, from_stride, from_indices, count, outer, rows, columns, run],
+            &[
+                to,
+                to_stride,
+                to_indices,
+                from,
+                from_stride,
+                from_indices,
+                count,
+                outer,
+                rows,
+                columns,
+                run,
+            ],
         ) => {
             let swap = Swap { outer, rows, columns, run };
             let length = swap.length()?;
@@ -130,7 +152,8 @@ fn run(entry: &str, parameters: &[u64]) -> Option<()> {
             let source = gathered(&memory, grid, &from_indices)?;
             let mut target = vec![0; source.len()];
             let packed = PlacedBlocks { base: 0, stride: length, indices: None };
-            reference::permute((&source, packed), (&mut target, packed), from_indices.len(), swap).ok()?;
+            reference::permute((&source, packed), (&mut target, packed), from_indices.len(), swap)
+                .ok()?;
             let grid = DeviceGrid { base: to, stride: to_stride, length, at: 0 };
             scattered(&memory, grid, &to_indices, &target)?;
         }
@@ -160,7 +183,9 @@ fn scattered(memory: &Memory, grid: DeviceGrid, indices: &[u32], packed: &[u8]) 
 
 /// From the base of a grid to the end of the last block that is chosen.
 fn region(memory: &Memory, grid: DeviceGrid, indices: &[u32]) -> Option<(*mut u8, usize)> {
-    let Some(last) = indices.iter().max() else { return Some((std::ptr::NonNull::dangling().as_ptr(), 0)) };
+    let Some(last) = indices.iter().max() else {
+        return Some((std::ptr::NonNull::dangling().as_ptr(), 0));
+    };
     let len = u64::from(*last).checked_mul(grid.stride)?.checked_add(grid.length)?;
     let len = usize::try_from(len).ok()?;
     Some((memory.reachable(grid.base, len).ok()?, len))
@@ -175,7 +200,12 @@ fn table<const N: usize>(memory: &Memory, address: u64, count: u64) -> Option<Ve
     }
     let bytes = read(memory, address, len)?;
     let word = |bytes: &[u8]| u64::from_ne_bytes(bytes.try_into().expect("eight bytes"));
-    Some(bytes.chunks_exact(N * 8).map(|row| std::array::from_fn(|at| word(&row[at * 8..][..8]))).collect())
+    Some(
+        bytes
+            .chunks_exact(N * 8)
+            .map(|row| std::array::from_fn(|at| word(&row[at * 8..][..8])))
+            .collect(),
+    )
 }
 
 fn words(memory: &Memory, address: u64, count: usize) -> Option<Vec<u32>> {

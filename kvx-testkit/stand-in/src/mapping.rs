@@ -19,7 +19,8 @@ pub(crate) fn page() -> usize {
 
 /// A memory file of whole pages. Errors: `OUT_OF_MEMORY`.
 pub(crate) fn file(len: usize) -> Answer<OwnedFd> {
-    let file = memfd_create("kvx-stand-in", MemfdFlags::CLOEXEC).map_err(|_| Code::OUT_OF_MEMORY)?;
+    let file =
+        memfd_create("kvx-stand-in", MemfdFlags::CLOEXEC).map_err(|_| Code::OUT_OF_MEMORY)?;
     ftruncate(&file, len as u64).map_err(|_| Code::OUT_OF_MEMORY)?;
     Ok(file)
 }
@@ -58,8 +59,9 @@ impl Mapping {
     /// Pages that nobody can touch until files are put there.
     pub(crate) fn reserved(len: usize) -> Answer<Self> {
         // SAFETY: as above.
-        let start =
-            unsafe { mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::empty(), MapFlags::PRIVATE) };
+        let start = unsafe {
+            mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::empty(), MapFlags::PRIVATE)
+        };
         Mapping::new(start, len)
     }
 
@@ -72,15 +74,25 @@ impl Mapping {
     }
 
     fn new(start: rustix::io::Result<*mut std::ffi::c_void>, len: usize) -> Answer<Self> {
-        let start = start.ok().and_then(|start| NonNull::new(start.cast())).ok_or(Code::OUT_OF_MEMORY)?;
+        let start =
+            start.ok().and_then(|start| NonNull::new(start.cast())).ok_or(Code::OUT_OF_MEMORY)?;
         Ok(Mapping { start, len })
     }
 
     /// Puts a file in place of reserved pages, or takes it away. The range must lie within.
-    pub(crate) fn replace(&self, offset: usize, len: usize, file: Option<BorrowedFd<'_>>) -> Answer {
-        assert!(offset.checked_add(len).is_some_and(|end| end <= self.len), "the range lies within");
+    pub(crate) fn replace(
+        &self,
+        offset: usize,
+        len: usize,
+        file: Option<BorrowedFd<'_>>,
+    ) -> Answer {
+        assert!(
+            offset.checked_add(len).is_some_and(|end| end <= self.len),
+            "the range lies within"
+        );
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        let [shared, private] = [MapFlags::SHARED, MapFlags::PRIVATE].map(|flags| flags | MapFlags::FIXED);
+        let [shared, private] =
+            [MapFlags::SHARED, MapFlags::PRIVATE].map(|flags| flags | MapFlags::FIXED);
         // SAFETY: the range is within these pages, which are this struct's.
         let mapped = unsafe {
             let start = self.start.as_ptr().add(offset).cast();

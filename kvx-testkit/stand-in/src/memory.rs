@@ -64,7 +64,14 @@ impl Allocation {
         file: OwnedFd,
         pages: Option<Mapping>,
     ) -> Self {
-        Allocation { len, device, origin, accessible: origin != Origin::Virtual, file, _pages: pages }
+        Allocation {
+            len,
+            device,
+            origin,
+            accessible: origin != Origin::Virtual,
+            file,
+            _pages: pages,
+        }
     }
 
     pub(crate) fn file(&self) -> BorrowedFd<'_> {
@@ -118,8 +125,14 @@ impl Memory {
     }
 
     /// The allocations that begin within a range of addresses.
-    pub(crate) fn within(&mut self, start: u64, len: usize) -> impl Iterator<Item = (u64, &mut Allocation)> {
-        self.device.range_mut(start..start.saturating_add(len as u64)).map(|(base, found)| (*base, found))
+    pub(crate) fn within(
+        &mut self,
+        start: u64,
+        len: usize,
+    ) -> impl Iterator<Item = (u64, &mut Allocation)> {
+        self.device
+            .range_mut(start..start.saturating_add(len as u64))
+            .map(|(base, found)| (*base, found))
     }
 
     /// Everything that was opened.
@@ -134,7 +147,9 @@ impl Memory {
         let mut at = address;
         while at < end {
             match self.around(at) {
-                Some((base, allocation)) if allocation.accessible => at = base + allocation.len as u64,
+                Some((base, allocation)) if allocation.accessible => {
+                    at = base + allocation.len as u64
+                }
                 _ => return Err(Code::INVALID_VALUE),
             }
         }

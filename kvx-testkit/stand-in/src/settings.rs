@@ -71,8 +71,10 @@ pub(crate) fn settings() -> MutexGuard<'static, Settings> {
 pub(crate) fn called(function: &'static str) -> Option<Code> {
     let mut settings = settings();
     *settings.calls.entry(function).or_default() += 1;
-    let failure =
-        settings.failures.iter_mut().find(|failure| failure.function == function && failure.times > 0)?;
+    let failure = settings
+        .failures
+        .iter_mut()
+        .find(|failure| failure.function == function && failure.times > 0)?;
     if failure.skip > 0 {
         failure.skip -= 1;
         return None;
@@ -119,9 +121,16 @@ impl Settings {
                     _ => return None,
                 };
                 let function = function.to_owned();
-                self.failures.push(Failure { function, code: Code(code.parse().ok()?), skip, times });
+                self.failures.push(Failure {
+                    function,
+                    code: Code(code.parse().ok()?),
+                    skip,
+                    times,
+                });
             }
-            ["calls", function] => return Some(self.calls.get(function).map_or(0, |calls| *calls as i64)),
+            ["calls", function] => {
+                return Some(self.calls.get(function).map_or(0, |calls| *calls as i64));
+            }
             ["faults"] => return Some(self.faults as i64),
             _ => return None,
         }

@@ -64,7 +64,8 @@ impl Stream {
     fn start(device: Device) -> Answer<Arc<Self>> {
         let stream = Arc::new(Stream { device, queue: Mutex::default(), changed: Condvar::new() });
         let worker = Arc::clone(&stream);
-        let started = thread::Builder::new().name("kvx-stand-in".into()).spawn(move || worker.run());
+        let started =
+            thread::Builder::new().name("kvx-stand-in".into()).spawn(move || worker.run());
         started.map(|_| stream).map_err(|_| Code::OUT_OF_MEMORY)
     }
 

@@ -79,7 +79,8 @@ impl Memory {
 
     /// The reservation around a range, and where in it the range begins.
     fn reservation(&self, address: u64, len: usize) -> Answer<(&Mapping, usize)> {
-        let (base, pages) = self.reserved.range(..=address).next_back().ok_or(Code::INVALID_VALUE)?;
+        let (base, pages) =
+            self.reserved.range(..=address).next_back().ok_or(Code::INVALID_VALUE)?;
         let offset = (address - base) as usize;
         let fits = offset.checked_add(len).is_some_and(|end| end <= pages.len());
         if fits { Ok((pages, offset)) } else { Err(Code::INVALID_VALUE) }
@@ -99,8 +100,10 @@ impl Memory {
 
     /// Takes away what is mapped in a range, which must be whole pieces. Errors: `INVALID_VALUE`.
     pub(crate) fn unmap(&mut self, address: u64, len: usize) -> Answer {
-        let pieces: Vec<_> =
-            self.within(address, len).map(|(base, found)| (base, found.len, found.origin)).collect();
+        let pieces: Vec<_> = self
+            .within(address, len)
+            .map(|(base, found)| (base, found.len, found.origin))
+            .collect();
         let covered: usize = pieces.iter().map(|(_, len, _)| len).sum();
         if covered != len || pieces.iter().any(|(_, _, origin)| *origin != Origin::Virtual) {
             return Err(Code::INVALID_VALUE);
@@ -136,7 +139,8 @@ impl Memory {
         }
         let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&allocation.file()));
         // Opened again, not copied: a copy would share its position.
-        let file = open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map_err(|_| Code::UNKNOWN)?;
+        let file =
+            open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map_err(|_| Code::UNKNOWN)?;
         seek(&file, SeekFrom::Start(address - base)).map_err(|_| Code::UNKNOWN)?;
         Ok(file.into_raw_fd())
     }

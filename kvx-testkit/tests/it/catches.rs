@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 use kvx_core::Registry;
 use kvx_core::breaks::{BREAKS, break_only};
 use kvx_testkit::{
-    Breaker, CLAUSES, Chaos, Clause, Fault, HungPage, Mode, Runs, Setup, Tier, run, skip, trial_within,
+    Breaker, CLAUSES, Chaos, Clause, Fault, HungPage, Mode, Runs, Setup, Tier, run, skip,
+    trial_within,
 };
 use libtest_mimic::Trial;
 
@@ -32,7 +33,10 @@ const BACKENDS: [&str; 2] = ["TCP", "SHM"];
 /// The variants: nothing broken, a switch of core, or a fault in every backend.
 pub(crate) fn registry(variant: &str) -> Registry {
     let mut registry = Registry::new();
-    registry.add(kvx_native::Shm).and_then(|registry| registry.add(kvx_native::Tcp)).expect("two names");
+    registry
+        .add(kvx_native::Shm)
+        .and_then(|registry| registry.add(kvx_native::Tcp))
+        .expect("two names");
     let switch = variant.strip_prefix("core switch ").map(|switch| {
         *BREAKS
             .iter()
@@ -42,9 +46,10 @@ pub(crate) fn registry(variant: &str) -> Registry {
     break_only(&Vec::from_iter(switch));
     match variant.strip_prefix("chaos ") {
         None => registry,
-        Some(name) => {
-            Chaos::registry(registry, Fault::named(name).unwrap_or_else(|| panic!("no fault {name:?}")))
-        }
+        Some(name) => Chaos::registry(
+            registry,
+            Fault::named(name).unwrap_or_else(|| panic!("no fault {name:?}")),
+        ),
     }
 }
 
@@ -143,17 +148,21 @@ impl Job {
     /// Fails, and says why, unless it went as it must.
     fn judge(&self, done: &Done) -> Result<(), String> {
         match self.change {
-            Change::Unbroken => Err("the clause has no breaker: nothing shows that it can fail".to_owned()),
+            Change::Unbroken => {
+                Err("the clause has no breaker: nothing shows that it can fail".to_owned())
+            }
             Change::Broken(Breaker::CompileFail(file)) => {
                 let path = format!("{}/../{file}", env!("CARGO_MANIFEST_DIR"));
-                let text = std::fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
+                let text =
+                    std::fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
                 let found = text.contains("```compile_fail");
                 if found { Ok(()) } else { Err(format!("{file} has no compile_fail doc test")) }
             }
             Change::Broken(breaker) => self.fails(&variant(breaker), done),
             Change::Harmless(fault) => {
                 let ground = self.grounds().next().ok_or("there is nothing to run it on")?;
-                let outcome = Outcome::of(self.clause, ground, &format!("chaos {}", fault.name()), UNBROKEN);
+                let outcome =
+                    Outcome::of(self.clause, ground, &format!("chaos {}", fault.name()), UNBROKEN);
                 outcome.failure().map_or(Ok(()), Err)
             }
         }
@@ -227,10 +236,15 @@ enum Outcome {
 impl Outcome {
     /// Runs a clause in a process of its own.
     fn of(clause: &Clause, ground: Ground, variant: &str, patience: Duration) -> Self {
-        let (backend, place) = (ground.backend, if ground.mode == Mode::OneProcess { "one" } else { "two" });
+        let (backend, place) =
+            (ground.backend, if ground.mode == Mode::OneProcess { "one" } else { "two" });
         let asked = format!("{}/{backend}/{place}/{variant}", clause.id);
         let mut command = Command::new(std::env::current_exe().expect("a program knows its file"));
-        command.env(VARIABLE, asked).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+        command
+            .env(VARIABLE, asked)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null());
         let mut child = command.spawn().expect("this program can be started again");
         let end = Instant::now() + patience;
         let status = loop {
@@ -265,11 +279,16 @@ impl Outcome {
 
 fn answer(asked: &str) -> ! {
     let mut parts = asked.splitn(4, '/');
-    let [Some(id), Some(backend), Some(place), Some(variant)] = [(); 4].map(|()| parts.next()) else {
+    let [Some(id), Some(backend), Some(place), Some(variant)] = [(); 4].map(|()| parts.next())
+    else {
         panic!("{VARIABLE} is clause/backend/mode/variant, not {asked:?}");
     };
-    let clause =
-        CLAUSES.iter().copied().flatten().find(|clause| clause.id == id).expect("the clause is known");
+    let clause = CLAUSES
+        .iter()
+        .copied()
+        .flatten()
+        .find(|clause| clause.id == id)
+        .expect("the clause is known");
     let mode = if place == "one" { Mode::OneProcess } else { Mode::TwoProcesses };
     let mut setup = Setup::new(registry, variant, backend, mode);
     setup.quick = true;

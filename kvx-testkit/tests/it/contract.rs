@@ -22,7 +22,8 @@ fn written() -> Vec<(&'static str, &'static str, &'static str)> {
 #[test]
 fn the_contract_and_the_suite_agree_one_to_one() {
     let written: Vec<_> = written().into_iter().map(|(id, name, _)| (id, name)).collect();
-    let tested: Vec<_> = CLAUSES.iter().copied().flatten().map(|clause| (clause.id, clause.name)).collect();
+    let tested: Vec<_> =
+        CLAUSES.iter().copied().flatten().map(|clause| (clause.id, clause.name)).collect();
     for clause in &written {
         assert!(tested.contains(clause), "{clause:?} is promised and not tested");
     }
@@ -58,11 +59,13 @@ fn every_clause_has_a_breaker_and_every_breaker_a_clause() {
     }
     let used: Vec<_> = clauses().flat_map(|clause| clause.breakers).collect();
     for switch in BREAKS {
-        let found = used.iter().any(|breaker| matches!(breaker, Breaker::Core(used) if used == switch));
+        let found =
+            used.iter().any(|breaker| matches!(breaker, Breaker::Core(used) if used == switch));
         assert!(found, "no clause is broken by core's switch {switch:?}: remove it");
     }
     for fault in Fault::ALL.iter().filter(|fault| !Fault::HARMLESS.contains(fault)) {
-        let found = used.iter().any(|breaker| matches!(breaker, Breaker::Chaos(used) if used == fault));
+        let found =
+            used.iter().any(|breaker| matches!(breaker, Breaker::Chaos(used) if used == fault));
         assert!(found, "no clause is broken by the fault {:?}: remove it", fault.name());
     }
 }

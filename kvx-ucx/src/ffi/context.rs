@@ -46,15 +46,24 @@ impl UcxContext {
                 let Setting { name, value, asked } = setting;
                 match config.set(name, value) {
                     Ok(()) => {}
-                    Err(status) if *asked => return Err((status, Some(format!("UCX_{name}={value}")))),
+                    Err(status) if *asked => {
+                        return Err((status, Some(format!("UCX_{name}={value}"))));
+                    }
                     Err(status) => {
-                        tracing::debug!(name, value, ?status, "UCX does not take a default of kvx's")
+                        tracing::debug!(
+                            name,
+                            value,
+                            ?status,
+                            "UCX does not take a default of kvx's"
+                        )
                     }
                 }
             }
             let params = ucp_params_t {
                 field_mask: u64::from(
-                    UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_MT_WORKERS_SHARED | UCP_PARAM_FIELD_NAME,
+                    UCP_PARAM_FIELD_FEATURES
+                        | UCP_PARAM_FIELD_MT_WORKERS_SHARED
+                        | UCP_PARAM_FIELD_NAME,
                 ),
                 features: u64::from(UCP_FEATURE_RMA | UCP_FEATURE_AM | UCP_FEATURE_WAKEUP),
                 mt_workers_shared: 1,
@@ -64,12 +73,18 @@ impl UcxContext {
             let mut raw = ptr::null_mut();
             // SAFETY: the structures are those of 1.13, which is what the call says; the fields that the mask names
             // are set; the configuration is alive.
-            let status =
-                unsafe { (functions.ucp_init_version)(1, 13, &params, config.raw.as_ptr(), &mut raw) };
+            let status = unsafe {
+                (functions.ucp_init_version)(1, 13, &params, config.raw.as_ptr(), &mut raw)
+            };
             Status::check(status).map_err(|status| (status, None))?;
             let raw = NonNull::new(raw).ok_or((Status(UCS_ERR_NO_MEMORY), None))?;
-            let may_be_unknown = |setting: &Setting| setting.asked && !KNOWN.contains(&&*setting.name);
-            Ok(Arc::new(UcxContext { raw, library, takes_any_name: settings.iter().any(may_be_unknown) }))
+            let may_be_unknown =
+                |setting: &Setting| setting.asked && !KNOWN.contains(&&*setting.name);
+            Ok(Arc::new(UcxContext {
+                raw,
+                library,
+                takes_any_name: settings.iter().any(may_be_unknown),
+            }))
         })
     }
 
@@ -93,14 +108,17 @@ impl UcxContext {
             ..ucp_context_attr_t::default()
         };
         // SAFETY: the context is alive; what the mask names is written.
-        let status = unsafe { (self.library.functions().ucp_context_query)(self.raw(), &mut attributes) };
+        let status =
+            unsafe { (self.library.functions().ucp_context_query)(self.raw(), &mut attributes) };
         Status::check(status).map_or(1 << UCS_MEMORY_TYPE_HOST, |()| attributes.memory_types)
     }
 
     /// UCX's description of its devices and transports.
     pub(crate) fn printed(&self) -> String {
         // SAFETY: the context is alive, and so is the stream during the call.
-        printed(|stream| unsafe { (self.library.functions().ucp_context_print_info)(self.raw(), stream) })
+        printed(|stream| unsafe {
+            (self.library.functions().ucp_context_print_info)(self.raw(), stream)
+        })
     }
 
     /// Registers memory.
@@ -114,7 +132,8 @@ impl UcxContext {
         let Mapping(params) = memory;
         let mut raw = ptr::null_mut();
         // SAFETY: the context is alive, and the memory is: the caller's promise.
-        let status = unsafe { (self.library.functions().ucp_mem_map)(self.raw(), params, &mut raw) };
+        let status =
+            unsafe { (self.library.functions().ucp_mem_map)(self.raw(), params, &mut raw) };
         Status::check(status)?;
         let raw = NonNull::new(raw).ok_or(Status(UCS_ERR_NO_MEMORY))?;
         Ok(MappedMemory { raw, context: Arc::clone(self) })
@@ -142,7 +161,9 @@ impl UcpConfig {
     pub(super) fn read(library: &'static Library) -> Result<UcpConfig, Status> {
         let mut raw = ptr::null_mut();
         // SAFETY: without a prefix and a file the environment is read.
-        Status::check(unsafe { (library.functions().ucp_config_read)(ptr::null(), ptr::null(), &mut raw) })?;
+        Status::check(unsafe {
+            (library.functions().ucp_config_read)(ptr::null(), ptr::null(), &mut raw)
+        })?;
         let raw = NonNull::new(raw).ok_or(Status(UCS_ERR_NO_MEMORY))?;
         Ok(UcpConfig { raw, library })
     }
@@ -156,10 +177,15 @@ impl UcpConfig {
             name => name,
         };
         let invalid = |_| Status(UCS_ERR_INVALID_PARAM);
-        let (name, value) = (CString::new(name).map_err(invalid)?, CString::new(value).map_err(invalid)?);
+        let (name, value) =
+            (CString::new(name).map_err(invalid)?, CString::new(value).map_err(invalid)?);
         // SAFETY: the configuration is alive; both texts are copied.
         let status = unsafe {
-            (self.library.functions().ucp_config_modify)(self.raw.as_ptr(), name.as_ptr(), value.as_ptr())
+            (self.library.functions().ucp_config_modify)(
+                self.raw.as_ptr(),
+                name.as_ptr(),
+                value.as_ptr(),
+            )
         };
         Status::check(status)
     }
@@ -178,7 +204,11 @@ pub(crate) struct Mapping(pub(crate) ucp_mem_map_params_t);
 impl Mapping {
     /// `length` bytes at `address`. Without `memory_type` UCX finds the kind of memory out; its constant for "unknown"
     /// is another number in each version, so it is not passed.
-    pub(crate) fn new(address: *mut u8, length: usize, memory_type: Option<ucs_memory_type_t>) -> Mapping {
+    pub(crate) fn new(
+        address: *mut u8,
+        length: usize,
+        memory_type: Option<ucs_memory_type_t>,
+    ) -> Mapping {
         let mut params = ucp_mem_map_params_t {
             field_mask: u64::from(UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH),
             address: address.cast(),
@@ -218,8 +248,9 @@ impl MappedMemory {
         let functions = self.context.library.functions();
         let (mut buffer, mut length) = (ptr::null_mut::<c_void>(), 0);
         // SAFETY: the context and the registration are alive.
-        let status =
-            unsafe { (functions.ucp_rkey_pack)(self.context.raw(), self.raw(), &mut buffer, &mut length) };
+        let status = unsafe {
+            (functions.ucp_rkey_pack)(self.context.raw(), self.raw(), &mut buffer, &mut length)
+        };
         Status::check(status)?;
         // SAFETY: UCX has stored a buffer of that length.
         let key = unsafe { std::slice::from_raw_parts(buffer.cast::<u8>(), length) }.to_vec();
@@ -232,8 +263,9 @@ impl MappedMemory {
 impl Drop for MappedMemory {
     fn drop(&mut self) {
         // SAFETY: it is alive, and operations on it have ended: the transport keeps it until then.
-        let status =
-            unsafe { (self.context.library.functions().ucp_mem_unmap)(self.context.raw(), self.raw()) };
+        let status = unsafe {
+            (self.context.library.functions().ucp_mem_unmap)(self.context.raw(), self.raw())
+        };
         if let Err(status) = Status::check(status) {
             tracing::warn!(?status, "UCX did not give a registration back");
         }

@@ -45,7 +45,14 @@ impl Endpoint {
         let param = with_memory(with_callback(target), memory);
         // SAFETY: the caller's promise.
         Posted::read(unsafe {
-            (self.functions.ucp_get_nbx)(self.raw(), local.cast(), length, remote, key.raw(), &param)
+            (self.functions.ucp_get_nbx)(
+                self.raw(),
+                local.cast(),
+                length,
+                remote,
+                key.raw(),
+                &param,
+            )
         })
     }
 
@@ -66,7 +73,14 @@ impl Endpoint {
         let param = with_memory(with_callback(target), memory);
         // SAFETY: the caller's promise.
         Posted::read(unsafe {
-            (self.functions.ucp_put_nbx)(self.raw(), local.cast(), length, remote, key.raw(), &param)
+            (self.functions.ucp_put_nbx)(
+                self.raw(),
+                local.cast(),
+                length,
+                remote,
+                key.raw(),
+                &param,
+            )
         })
     }
 
@@ -76,7 +90,9 @@ impl Endpoint {
     /// As [`get`](Endpoint::get), but for the memory.
     pub(crate) unsafe fn flush<T: Completed>(&self, target: NonNull<T>) -> Posted {
         // SAFETY: the caller's promise.
-        Posted::read(unsafe { (self.functions.ucp_ep_flush_nbx)(self.raw(), &with_callback(target)) })
+        Posted::read(unsafe {
+            (self.functions.ucp_ep_flush_nbx)(self.raw(), &with_callback(target))
+        })
     }
 
     /// Sends an active message, eagerly.
@@ -117,8 +133,9 @@ impl Endpoint {
     pub(crate) unsafe fn unpack(&self, key: &[u8]) -> Result<RemoteKey, Status> {
         let mut raw = ptr::null_mut();
         // SAFETY: the caller's promise.
-        let status =
-            unsafe { (self.functions.ucp_ep_rkey_unpack)(self.raw(), key.as_ptr().cast(), &mut raw) };
+        let status = unsafe {
+            (self.functions.ucp_ep_rkey_unpack)(self.raw(), key.as_ptr().cast(), &mut raw)
+        };
         Status::check(status)?;
         let raw = NonNull::new(raw).ok_or(Status(UCS_ERR_NO_MEMORY))?;
         Ok(RemoteKey { raw, functions: self.functions })

@@ -76,7 +76,11 @@ impl Library {
             let mut version = Version::of(0, 0);
             // SAFETY: three integers to write to; may be called before anything else.
             unsafe {
-                (functions.ucp_get_version)(&mut version.major, &mut version.minor, &mut version.release);
+                (functions.ucp_get_version)(
+                    &mut version.major,
+                    &mut version.minor,
+                    &mut version.release,
+                );
             }
             if version < OLDEST || version.major != OLDEST.major {
                 return Err(Unavailable::because(

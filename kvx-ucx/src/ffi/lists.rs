@@ -47,7 +47,11 @@ impl Sgl {
     /// # Safety
     /// As [`Endpoint::put`] for every piece; the list is neither changed nor dropped until the end; the library
     /// [takes them](are_taken_by).
-    pub(super) unsafe fn put<T: Completed>(&self, endpoint: &Endpoint, target: NonNull<T>) -> Posted {
+    pub(super) unsafe fn put<T: Completed>(
+        &self,
+        endpoint: &Endpoint,
+        target: NonNull<T>,
+    ) -> Posted {
         let count = self.lengths.len();
         let local = sgl::ucp_dt_local_sgl_t {
             field_mask: u64::from(

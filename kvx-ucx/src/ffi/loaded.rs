@@ -17,7 +17,8 @@ pub(super) fn check(wanted: &Path, cure: &str) -> Result<(), Unavailable> {
     // A bare name finds what is loaded; NIXL's wheel gives its copy names of its own, which disturb nobody.
     let Ok(wanted) = wanted.canonicalize() else { return Ok(()) };
     let is_shared = PARTS.iter().any(|part| has_name(&wanted, part));
-    let Some(other) = loaded().into_iter().find(|other| is_shared && other.parent() != wanted.parent())
+    let Some(other) =
+        loaded().into_iter().find(|other| is_shared && other.parent() != wanted.parent())
     else {
         return Ok(());
     };
@@ -38,7 +39,11 @@ fn has_name(file: &Path, part: &str) -> bool {
 
 /// The files of UCX that this process has loaded.
 fn loaded() -> Vec<PathBuf> {
-    unsafe extern "C" fn note(info: *mut libc::dl_phdr_info, _: usize, found: *mut c_void) -> c_int {
+    unsafe extern "C" fn note(
+        info: *mut libc::dl_phdr_info,
+        _: usize,
+        found: *mut c_void,
+    ) -> c_int {
         // SAFETY: the linker passes an entry whose name is a C string, and what `loaded` passed, below.
         let (name, found) =
             unsafe { (CStr::from_ptr((*info).dlpi_name), &mut *found.cast::<Vec<PathBuf>>()) };

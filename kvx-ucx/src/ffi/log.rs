@@ -38,7 +38,8 @@ impl Log {
     pub(super) fn find(library: &loader::NativeLibrary) -> Option<Log> {
         // SAFETY: both are what libucs declares by these names, `push` with a handler of the type above.
         unsafe {
-            let push = library.optional_symbol::<unsafe extern "C" fn(Handler)>(c"ucs_log_push_handler")?;
+            let push = library
+                .optional_symbol::<unsafe extern "C" fn(Handler)>(c"ucs_log_push_handler")?;
             let pop = library.optional_symbol::<unsafe extern "C" fn()>(c"ucs_log_pop_handler")?;
             Some(Log { push, pop })
         }

@@ -75,7 +75,8 @@ mod tests {
 
     #[test]
     fn pointers_are_done_an_error_or_a_request() {
-        let read = |number: isize| Posted::read(std::ptr::without_provenance_mut(number.cast_unsigned()));
+        let read =
+            |number: isize| Posted::read(std::ptr::without_provenance_mut(number.cast_unsigned()));
         assert!(matches!(read(0), Posted::Done));
         for status in [UCS_ERR_NO_MESSAGE, UCS_ERR_UNREACHABLE, -99, -100] {
             assert!(

@@ -100,7 +100,8 @@ fn settings(library: &Library, tls: &str) -> Vec<Setting> {
 
 fn everything_over(library: &'static Library, tls: &str) {
     let context = UcxContext::new(library, &settings(library, tls)).expect("a context");
-    let (near, far) = (Worker::new(&context).expect("a worker"), Worker::new(&context).expect("a worker"));
+    let (near, far) =
+        (Worker::new(&context).expect("a worker"), Worker::new(&context).expect("a worker"));
     let workers = [&near, &far];
     let (ends, mail) = (Ends::default(), Mail::default());
     // SAFETY: `mail` outlives the workers' use here: nothing is sent later.
@@ -147,7 +148,8 @@ fn everything_over(library: &'static Library, tls: &str) {
         let mut list = Sgl::default();
         for piece in 0..count {
             // SAFETY: within both.
-            let (local, remote) = unsafe { (local.add(piece * 1000), remote.add(piece * 1000) as u64) };
+            let (local, remote) =
+                unsafe { (local.add(piece * 1000), remote.add(piece * 1000) as u64) };
             list.push(local, 500 + piece, at_near.raw(), remote, &key);
         }
         // SAFETY: as above, and `list` is kept until the end.
@@ -165,7 +167,10 @@ fn everything_over(library: &'static Library, tls: &str) {
     finish(workers, &ends, unsafe { endpoint.flush(ends.target()) });
     for piece in 0..count {
         let written = far_bytes[piece * 1000..][..1000].iter().filter(|byte| **byte == 11).count();
-        assert!((500 + piece..510 + piece).contains(&written), "piece {piece} over {tls}: {written}");
+        assert!(
+            (500 + piece..510 + piece).contains(&written),
+            "piece {piece} over {tls}: {written}"
+        );
     }
 
     // SAFETY: both texts are constants.
@@ -209,9 +214,12 @@ fn operations_reach_the_other_worker_over_tcp() {
 
 #[test]
 fn operations_reach_the_other_worker_over_shared_memory() {
-    on_every_version("ffi::tests::operations_reach_the_other_worker_over_shared_memory", |library| {
-        everything_over(library, "sm");
-    });
+    on_every_version(
+        "ffi::tests::operations_reach_the_other_worker_over_shared_memory",
+        |library| {
+            everything_over(library, "sm");
+        },
+    );
 }
 
 #[test]
@@ -223,38 +231,52 @@ fn operations_reach_the_other_worker_by_default() {
 
 #[test]
 fn messages_that_a_worker_would_have_to_fetch_are_refused() {
-    on_every_version("ffi::tests::messages_that_a_worker_would_have_to_fetch_are_refused", |library| {
-        let context = UcxContext::new(library, &settings(library, "tcp")).expect("a context");
-        let (near, far) =
-            (Worker::new(&context).expect("a worker"), Worker::new(&context).expect("a worker"));
-        let workers = [&near, &far];
-        let (ends, mail) = (Ends::default(), Mail::default());
-        // SAFETY: `mail` outlives the workers' use here: nothing is sent later.
-        unsafe { far.deliver(7, NonNull::from(&mail)) }.expect("a handler");
-        let address = far.address().expect("an address");
-        // SAFETY: closed below.
-        let endpoint = unsafe { near.connect(&address, ignored, std::ptr::null_mut()) }.expect("an endpoint");
-        let long = vec![1_u8; 100_000];
-        let mut param = request::with_callback(ends.target());
-        param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
-        param.flags = UCP_AM_SEND_FLAG_RNDV;
-        let send = library.functions().ucp_am_send_nbx;
-        // SAFETY: one thread, the endpoint is open, and the bytes stay until the end.
-        let posted = Posted::read(unsafe {
-            send(endpoint.raw(), 7, std::ptr::null(), 0, long.as_ptr().cast(), long.len(), &param)
-        });
-        ending(workers, &ends, posted).ok(); // some versions tell the sender
-        // SAFETY: both texts are constants.
-        finish(workers, &ends, unsafe { endpoint.send(7, b"", b"eager", ends.target()) });
-        let mut letters = Vec::new();
-        until(workers, || {
-            letters.append(&mut mail.0.take());
-            !letters.is_empty()
-        });
-        assert_eq!(letters, [(Vec::new(), b"eager".to_vec())]);
-        // SAFETY: nothing is in flight.
-        finish(workers, &ends, unsafe { endpoint.close(ends.target()) });
-    });
+    on_every_version(
+        "ffi::tests::messages_that_a_worker_would_have_to_fetch_are_refused",
+        |library| {
+            let context = UcxContext::new(library, &settings(library, "tcp")).expect("a context");
+            let (near, far) = (
+                Worker::new(&context).expect("a worker"),
+                Worker::new(&context).expect("a worker"),
+            );
+            let workers = [&near, &far];
+            let (ends, mail) = (Ends::default(), Mail::default());
+            // SAFETY: `mail` outlives the workers' use here: nothing is sent later.
+            unsafe { far.deliver(7, NonNull::from(&mail)) }.expect("a handler");
+            let address = far.address().expect("an address");
+            // SAFETY: closed below.
+            let endpoint = unsafe { near.connect(&address, ignored, std::ptr::null_mut()) }
+                .expect("an endpoint");
+            let long = vec![1_u8; 100_000];
+            let mut param = request::with_callback(ends.target());
+            param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
+            param.flags = UCP_AM_SEND_FLAG_RNDV;
+            let send = library.functions().ucp_am_send_nbx;
+            // SAFETY: one thread, the endpoint is open, and the bytes stay until the end.
+            let posted = Posted::read(unsafe {
+                send(
+                    endpoint.raw(),
+                    7,
+                    std::ptr::null(),
+                    0,
+                    long.as_ptr().cast(),
+                    long.len(),
+                    &param,
+                )
+            });
+            ending(workers, &ends, posted).ok(); // some versions tell the sender
+            // SAFETY: both texts are constants.
+            finish(workers, &ends, unsafe { endpoint.send(7, b"", b"eager", ends.target()) });
+            let mut letters = Vec::new();
+            until(workers, || {
+                letters.append(&mut mail.0.take());
+                !letters.is_empty()
+            });
+            assert_eq!(letters, [(Vec::new(), b"eager".to_vec())]);
+            // SAFETY: nothing is in flight.
+            finish(workers, &ends, unsafe { endpoint.close(ends.target()) });
+        },
+    );
 }
 
 #[test]
@@ -278,8 +300,10 @@ fn the_first_version_that_knows_lists_knows_them_as_they_are_described() {
         |library| {
             let Version { major: 1, minor: 22, .. } = library.version() else { return };
             let context = UcxContext::new(library, &settings(library, "tcp")).expect("a context");
-            let (near, far) =
-                (Worker::new(&context).expect("a worker"), Worker::new(&context).expect("a worker"));
+            let (near, far) = (
+                Worker::new(&context).expect("a worker"),
+                Worker::new(&context).expect("a worker"),
+            );
             let ends = Ends::default();
             let mut memory = vec![0_u8; 100];
             let mapping = Mapping::new(memory.as_mut_ptr(), memory.len(), None);
@@ -287,8 +311,8 @@ fn the_first_version_that_knows_lists_knows_them_as_they_are_described() {
             let mapped = unsafe { context.map(&mapping) }.expect("mapped");
             let (address, key) = (far.address().expect("an address"), mapped.key().expect("a key"));
             // SAFETY: closed below.
-            let endpoint =
-                unsafe { near.connect(&address, ignored, std::ptr::null_mut()) }.expect("an endpoint");
+            let endpoint = unsafe { near.connect(&address, ignored, std::ptr::null_mut()) }
+                .expect("an endpoint");
             // SAFETY: one thread, and the endpoint is open.
             let key = unsafe { endpoint.unpack(&key.0) }.expect("an unpacked key");
             let mut list = Sgl::default();

@@ -51,7 +51,8 @@ impl Worker {
         };
         let mut raw = ptr::null_mut();
         // SAFETY: the context is alive, and the field that the mask names is set.
-        let mut create = || unsafe { (functions.ucp_worker_create)(context.raw(), &params, &mut raw) };
+        let mut create =
+            || unsafe { (functions.ucp_worker_create)(context.raw(), &params, &mut raw) };
         // Old versions warn, on standard output, of defaults of kvx's for transports that are not used; but also of
         // names that they do not know, which new ones refuse.
         let is_old = context.library().version() < Version { major: 1, minor: 21, release: 0 };
@@ -59,8 +60,12 @@ impl Worker {
         let status = if quiet { log::quietly(context.library(), create) } else { create() };
         Status::check(status)?;
         let raw = NonNull::new(raw).ok_or(Status(UCS_ERR_NO_MEMORY))?;
-        let mut worker =
-            Worker { raw, descriptor: -1, context: Arc::clone(context), one_at_a_time: PhantomData };
+        let mut worker = Worker {
+            raw,
+            descriptor: -1,
+            context: Arc::clone(context),
+            one_at_a_time: PhantomData,
+        };
         let mut descriptor: c_int = -1;
         // SAFETY: the worker is alive; its context has the wake-up feature.
         Status::check(unsafe { (functions.ucp_worker_get_efd)(worker.raw(), &mut descriptor) })?;
@@ -83,8 +88,9 @@ impl Worker {
     pub(crate) fn address(&self) -> Result<Vec<u8>, Status> {
         let (mut address, mut length) = (ptr::null_mut(), 0);
         // SAFETY: the worker is alive.
-        let status =
-            unsafe { (self.functions().ucp_worker_get_address)(self.raw(), &mut address, &mut length) };
+        let status = unsafe {
+            (self.functions().ucp_worker_get_address)(self.raw(), &mut address, &mut length)
+        };
         Status::check(status)?;
         // SAFETY: UCX has stored an address of that length.
         let copy = unsafe { std::slice::from_raw_parts(address.cast::<u8>(), length) }.to_vec();
@@ -157,7 +163,9 @@ impl Worker {
         let mut raw = ptr::null_mut();
         // SAFETY: the worker is alive, and the fields that the mask names are set.
         Status::check(unsafe { (self.functions().ucp_ep_create)(self.raw(), &params, &mut raw) })?;
-        NonNull::new(raw).map(|raw| Endpoint::new(raw, self.functions())).ok_or(Status(UCS_ERR_NO_MEMORY))
+        NonNull::new(raw)
+            .map(|raw| Endpoint::new(raw, self.functions()))
+            .ok_or(Status(UCS_ERR_NO_MEMORY))
     }
 
     /// Has active messages of number `id` delivered whole to `T`, during progress.
@@ -167,7 +175,11 @@ impl Worker {
     ///
     /// # Errors
     /// UCX's status.
-    pub(crate) unsafe fn deliver<T: Receives>(&self, id: u32, target: NonNull<T>) -> Result<(), Status> {
+    pub(crate) unsafe fn deliver<T: Receives>(
+        &self,
+        id: u32,
+        target: NonNull<T>,
+    ) -> Result<(), Status> {
         let param = ucp_am_handler_param_t {
             field_mask: u64::from(
                 UCP_AM_HANDLER_PARAM_FIELD_ID
@@ -181,7 +193,9 @@ impl Worker {
             arg: target.as_ptr().cast(),
         };
         // SAFETY: the worker is alive, and the fields that the mask names are set.
-        Status::check(unsafe { (self.functions().ucp_worker_set_am_recv_handler)(self.raw(), &param) })
+        Status::check(unsafe {
+            (self.functions().ucp_worker_set_am_recv_handler)(self.raw(), &param)
+        })
     }
 }
 
@@ -215,7 +229,8 @@ unsafe extern "C" fn received<T: Receives>(
         return UCS_ERR_UNSUPPORTED; // kvx sends nothing that way, and a sender of another kind may not make it fetch
     }
     // SAFETY: UCX passes both with their lengths, for the time of the call.
-    let message = unsafe { Message { header: bytes(header, header_length), data: bytes(data, length) } };
+    let message =
+        unsafe { Message { header: bytes(header, header_length), data: bytes(data, length) } };
     let Some(target) = NonNull::new(target.cast::<T>()) else { return UCS_OK };
     // SAFETY: the caller of `deliver` promised that it is alive.
     unsafe { T::received(target, message) };

@@ -121,7 +121,8 @@ fn threads_of(agent: &str) -> usize {
 
 #[test]
 fn as_many_threads_make_progress_as_were_asked_for_whatever_the_peer_has() {
-    const NAME: &str = "agents::as_many_threads_make_progress_as_were_asked_for_whatever_the_peer_has";
+    const NAME: &str =
+        "agents::as_many_threads_make_progress_as_were_asked_for_whatever_the_peer_has";
     /// So large that each thread moves a part of every transfer.
     const LARGE: usize = 64 << 10;
     let content = |first: u8| (0..BLOCKS as u8).flat_map(|block| [first + block; LARGE]).collect();
@@ -139,7 +140,8 @@ fn as_many_threads_make_progress_as_were_asked_for_whatever_the_peer_has() {
             half_each_way(&local, &peer, Grid::packed(LARGE as u64, BLOCKS)).unwrap();
             let mut block = [0; LARGE];
             for number in 0..BLOCKS as u8 {
-                let (region, first) = if number < BLOCKS as u8 / 2 { (&local, 100) } else { (&remote, 0) };
+                let (region, first) =
+                    if number < BLOCKS as u8 / 2 { (&local, 100) } else { (&remote, 0) };
                 region.copy_out(usize::from(number) * LARGE, &mut block).unwrap();
                 assert!(
                     block.iter().all(|byte| *byte == first + number),
@@ -172,7 +174,8 @@ fn an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused() {
     const NAME: &str = "an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused";
     for (owner, reader) in [("UCX-1.22", "UCX-1.13"), ("UCX-1.13", "UCX-1.22")] {
         let command = |label| {
-            let version = VERSIONS.iter().find(|version: &&Version| version.label == label).unwrap();
+            let version =
+                VERSIONS.iter().find(|version: &&Version| version.label == label).unwrap();
             version.command()
         };
         let (mut owner, mut reader) = match (command(owner), command(reader)) {
@@ -187,7 +190,8 @@ fn an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused() {
         let mut owner = owner.spawn().unwrap();
         kvx_testkit::kill_after(&owner, 5 * PATIENCE);
         let mut lines = BufReader::new(owner.stdout.take().unwrap()).lines().map_while(Result::ok);
-        let metadata = lines.find_map(|line| line.strip_prefix("metadata ").map(str::to_owned)).unwrap();
+        let metadata =
+            lines.find_map(|line| line.strip_prefix("metadata ").map(str::to_owned)).unwrap();
         let output = kvx_testkit::output(reader.env(OWNER, metadata), 3 * PATIENCE);
         drop(owner.stdin.take()); // the owner looks at its memory and ends
         let told: Vec<String> = lines.collect();
@@ -210,7 +214,8 @@ fn own(version: &Version) -> Outcome {
 }
 
 fn reach(version: &Version, metadata: &str) -> Outcome {
-    let bytes = (0..metadata.len()).step_by(2).map(|at| u8::from_str_radix(&metadata[at..at + 2], 16));
+    let bytes =
+        (0..metadata.len()).step_by(2).map(|at| u8::from_str_radix(&metadata[at..at + 2], 16));
     let metadata = bytes.collect::<Result<Vec<_>, _>>()?;
     let (agent, region) = agent("reader", 1)?;
     let peer = agent.connect(&metadata)?;

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_testkit::{
-    Backing, Device, Gap, GapRate, Suite, Tier, conformance_trials, device, is_asked_for, kill_after, skip,
-    trial,
+    Backing, Device, Gap, GapRate, Suite, Tier, conformance_trials, device, is_asked_for,
+    kill_after, skip, trial,
 };
 use libtest_mimic::{Arguments, Trial};
 

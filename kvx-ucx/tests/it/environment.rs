@@ -47,9 +47,11 @@ pub(crate) fn tell_if_asked() {
 }
 
 fn agent(name: &str, options: &Options) -> Outcome<(Agent, Region)> {
-    let agent = Agent::builder(name).backends(["UCX"]).options(options.clone()).build(&registry(""))?;
+    let agent =
+        Agent::builder(name).backends(["UCX"]).options(options.clone()).build(&registry(""))?;
     let content = name.len() as u8;
-    let region = agent.register("kv", Memory::owned(vec![content; BLOCK as usize * BLOCKS as usize]))?;
+    let region =
+        agent.register("kv", Memory::owned(vec![content; BLOCK as usize * BLOCKS as usize]))?;
     Ok((agent, region))
 }
 
@@ -58,8 +60,9 @@ fn route(options: &Options, version: &Version) -> Outcome<String> {
     let peer: Peer = near.connect(&distant.metadata()?)?;
     peer.ready(PATIENCE).wait(PATIENCE)?;
     let grid = Grid::packed(BLOCK, BLOCKS);
-    let half =
-        |range| Ok::<_, kvx_core::Error>((ours.grid(grid)?.blocks(range), peer.region("kv")?.grid(grid)?));
+    let half = |range| {
+        Ok::<_, kvx_core::Error>((ours.grid(grid)?.blocks(range), peer.region("kv")?.grid(grid)?))
+    };
     let (local, remote) = half(0..BLOCKS / 2)?;
     peer.post(&Plan::read(local, remote.blocks(0..BLOCKS / 2))?)?.wait(PATIENCE)?;
     let (local, remote) = half(BLOCKS / 2..BLOCKS)?;
@@ -76,8 +79,9 @@ fn route(options: &Options, version: &Version) -> Outcome<String> {
     assert!(*distant.notification(PATIENCE).join()?.bytes == *long, "it came");
     let until = Instant::now() + PATIENCE;
     // 1.13 has no tables of what it chose.
-    let complete =
-        |route: &str| version.number < (1, 22) || route.contains("gets: ") && route.contains("puts: ");
+    let complete = |route: &str| {
+        version.number < (1, 22) || route.contains("gets: ") && route.contains("puts: ")
+    };
     while !complete(&peer.route().to_string()) && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -92,7 +96,8 @@ fn told(version: &Version, variables: &[(&str, &str)], options: &str) -> (Told, 
     let mut child = version.command().expect("it is there");
     child.env(TELLS, options).envs(variables.iter().copied());
     let output = kvx_testkit::output(&mut child, LIMIT);
-    let streams = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    let streams =
+        [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
     let said = streams.concat();
     assert!(output.status.success(), "{variables:?} {options}: {said}");
     let line = |word: &str| {
@@ -116,13 +121,23 @@ fn transports_are_those_that_ucx_tls_names() {
         for all in [&[][..], &[("UCX_TLS", "all")], &[("UCX_TLS", "^cuda_ipc")]] {
             let told = told(all, "{}");
             assert!(told.has("tcp") && told.has("cma") && told.has("sysv"), "{all:?}: {told:?}");
-            assert!(told.route.contains("lanes sysv/memory"), "{}, {all:?}: {told:?}", version.label);
+            assert!(
+                told.route.contains("lanes sysv/memory"),
+                "{}, {all:?}: {told:?}",
+                version.label
+            );
         }
         let listed = told(&[("UCX_TLS", "tcp,self")], "{}");
         assert!(
-            listed.devices.iter().all(|device| device.starts_with("tcp/") || device.starts_with("self/"))
+            listed
+                .devices
+                .iter()
+                .all(|device| device.starts_with("tcp/") || device.starts_with("self/"))
         );
-        assert!(listed.route.contains("lanes tcp/") && !listed.route.contains("memory"), "{listed:?}");
+        assert!(
+            listed.route.contains("lanes tcp/") && !listed.route.contains("memory"),
+            "{listed:?}"
+        );
         let others = told(&[("UCX_TLS", "^tcp")], "{}");
         assert!(!others.has("tcp") && others.has("cma"), "{others:?}");
     });
@@ -147,10 +162,14 @@ fn what_the_user_sets_wins_over_the_defaults_of_kvx() {
         let emulates = rendezvous.route.contains("gets: 0..inf software emulation sysv/memory");
         assert_eq!(emulates, has_tables, "{rendezvous:?}");
         let unguarded = told(&[("UCX_MM_ERROR_HANDLING", "n")], "{}");
-        assert!(!unguarded.route.contains("sysv") && !unguarded.route.contains("posix"), "{unguarded:?}");
+        assert!(
+            !unguarded.route.contains("sysv") && !unguarded.route.contains("posix"),
+            "{unguarded:?}"
+        );
         if has_tables {
             assert!(
-                unguarded.route.contains("lanes tcp/") && unguarded.route.contains("gets and puts by cma")
+                unguarded.route.contains("lanes tcp/")
+                    && unguarded.route.contains("gets and puts by cma")
             );
         } else {
             // Before 1.20 cma is for rendezvous alone.
@@ -180,10 +199,14 @@ fn a_setting_that_ucx_does_not_know_is_told() {
     versions::with_each_installed("a_setting_that_ucx_does_not_know_is_told", |version| {
         let (told, said) = told(version, &[], r#"{"ucx": {"set": "NO_SUCH_SETTING=1"}}"#);
         if version.number >= (1, 22) {
-            assert!(told.route.contains("UCX refuses the setting UCX_NO_SUCH_SETTING=1"), "{told:?}");
+            assert!(
+                told.route.contains("UCX refuses the setting UCX_NO_SUCH_SETTING=1"),
+                "{told:?}"
+            );
         } else {
-            let warning =
-                said.lines().find(|line| line.contains("WARN") && line.contains("NO_SUCH_SETTING=1"));
+            let warning = said
+                .lines()
+                .find(|line| line.contains("WARN") && line.contains("NO_SUCH_SETTING=1"));
             assert!(warning.is_some(), "{said}");
         }
     });
@@ -192,10 +215,13 @@ fn a_setting_that_ucx_does_not_know_is_told() {
 /// Old versions have some under other names, which kvx translates.
 #[test]
 fn settings_bear_the_names_of_their_variables_on_every_version() {
-    versions::with_each_installed("settings_bear_the_names_of_their_variables_on_every_version", |version| {
-        let set = r#""TCP_TX_SEG_SIZE=64k", "TCP_RX_SEG_SIZE=64k", "KEEPALIVE_INTERVAL=2s", "MM_ERROR_HANDLING=y", "RNDV_THRESH=inf""#;
-        let (told, said) = told(version, &[], &format!(r#"{{"ucx": {{"set": [{set}]}}}}"#));
-        assert!(told.route.contains("lanes sysv/memory"), "{told:?}");
-        assert!(!said.contains("WARN"), "{}: {said}", version.label);
-    });
+    versions::with_each_installed(
+        "settings_bear_the_names_of_their_variables_on_every_version",
+        |version| {
+            let set = r#""TCP_TX_SEG_SIZE=64k", "TCP_RX_SEG_SIZE=64k", "KEEPALIVE_INTERVAL=2s", "MM_ERROR_HANDLING=y", "RNDV_THRESH=inf""#;
+            let (told, said) = told(version, &[], &format!(r#"{{"ucx": {{"set": [{set}]}}}}"#));
+            assert!(told.route.contains("lanes sysv/memory"), "{told:?}");
+            assert!(!said.contains("WARN"), "{}: {said}", version.label);
+        },
+    );
 }

@@ -66,7 +66,12 @@ pub(crate) fn of_this_run() -> impl Iterator<Item = &'static Version> {
 /// The version that this process was started for; `None` in the process that starts the others.
 pub(crate) fn chosen() -> Option<&'static Version> {
     let label = std::env::var(CHILD).ok()?;
-    Some(VERSIONS.iter().find(|version| version.label == label).expect("a child's label is one of the list"))
+    Some(
+        VERSIONS
+            .iter()
+            .find(|version| version.label == label)
+            .expect("a child's label is one of the list"),
+    )
 }
 
 impl Version {
@@ -75,7 +80,8 @@ impl Version {
     /// # Errors
     /// Reason and cure when it is not there.
     pub(crate) fn library(&self) -> Result<PathBuf, (String, &'static str)> {
-        (self.file)().ok_or_else(|| (format!("{}: its library is not there", self.label), self.cure))
+        (self.file)()
+            .ok_or_else(|| (format!("{}: its library is not there", self.label), self.cure))
     }
 
     /// This test program again, to run on this version; arguments are the caller's business.
@@ -84,7 +90,8 @@ impl Version {
     /// Reason and cure when the library is not there.
     pub(crate) fn command(&self) -> Result<Command, (String, &'static str)> {
         let file = self.library()?;
-        let mut command = Command::new(std::env::current_exe().expect("the running program has a path"));
+        let mut command =
+            Command::new(std::env::current_exe().expect("the running program has a path"));
         command.env(CHILD, self.label).env("KVX_UCX_LIB", file);
         Ok(command)
     }
@@ -126,7 +133,8 @@ pub(crate) fn on_each(test: &str, body: impl FnOnce(&Version)) {
 
 /// The system's library, which Debian 12 has as 1.13: other versions are other systems' business.
 fn debian() -> Option<PathBuf> {
-    let folders = ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib"];
+    let folders =
+        ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib"];
     folders.iter().map(|folder| Path::new(folder).join("libucp.so.0")).find(|file| file.exists())
 }
 
@@ -148,9 +156,12 @@ fn in_environment(peer: &str, folder: &str, name: &str) -> Option<PathBuf> {
     let mut environments = targets.map(|target| target.join("peers").join(peer).join("venv/lib"));
     environments.find_map(|environment| {
         let pythons = std::fs::read_dir(environment).ok()?.flatten();
-        let folders = pythons
-            .filter_map(|python| std::fs::read_dir(python.path().join("site-packages").join(folder)).ok());
+        let folders = pythons.filter_map(|python| {
+            std::fs::read_dir(python.path().join("site-packages").join(folder)).ok()
+        });
         let mut files = folders.flatten().flatten().map(|entry| entry.path());
-        files.find(|file| file.file_name().is_some_and(|found| found.to_string_lossy().starts_with(name)))
+        files.find(|file| {
+            file.file_name().is_some_and(|found| found.to_string_lossy().starts_with(name))
+        })
     })
 }

@@ -57,8 +57,12 @@ pub(crate) fn start(
     let (mut memories, mut processes, mut checks) = (Vec::new(), Vec::new(), None);
     for rank in shape.ranks() {
         let (memory, file) = RankMemory::shared(shape, rank)?;
-        let setup =
-            RankSetup { shape: shape.clone(), rank: (rank.pp, rank.tp), path: path.clone(), asks: false };
+        let setup = RankSetup {
+            shape: shape.clone(),
+            rank: (rank.pp, rank.tp),
+            path: path.clone(),
+            asks: false,
+        };
         let mut command = Command::new(&program);
         command.env(VARIABLE, serde_json::to_string(&setup).expect("it is JSON"));
         let (ours, theirs) = UnixStream::pair().map_err(refused)?;
@@ -76,22 +80,24 @@ pub(crate) fn start(
 pub(crate) fn run(setup: &str) -> ! {
     let RankSetup { shape, rank: (pp, tp), path, asks } =
         serde_json::from_str(setup).expect("the engine writes it");
-    let mut answers = kvx_testkit::answers_apart().expect("the engine hears this rank on standard output");
+    let mut answers =
+        kvx_testkit::answers_apart().expect("the engine hears this rank on standard output");
     let live = move || -> Result<()> {
         let rank = WorkerRank { pp, tp };
         let file = std::io::stdin().as_fd().try_clone_to_owned().map_err(refused)?;
         let joined = Rank::join(path, rank, kvx::registry(), CUT_OFF);
         if asks {
-            let said = joined.map_or_else(|error| error.to_string(), |_| "it has joined".to_owned());
+            let said =
+                joined.map_or_else(|error| error.to_string(), |_| "it has joined".to_owned());
             return writeln!(answers, "{said}").map_err(refused);
         }
         let joined = joined?;
         let memory = Arc::new(RankMemory::adopt(&shape, rank, file)?);
         checking::serve(Arc::clone(&memory), answers);
         joined.register(memory.caches()?, [memory.memory.clone()])?;
-        joined
-            .wait(LIFE)
-            .unwrap_or_else(|| Err(Error::new(Kind::TimedOut, "the engine lives longer than a test")))
+        joined.wait(LIFE).unwrap_or_else(|| {
+            Err(Error::new(Kind::TimedOut, "the engine lives longer than a test"))
+        })
     };
     match live() {
         Ok(()) => std::process::exit(0),

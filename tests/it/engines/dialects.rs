@@ -75,7 +75,8 @@ fn unchecked(backend: &str) -> Check {
 
 fn abort_variable(backend: &str) -> Check {
     let variable = vec![("VLLM_NIXL_ABORT_REQUEST_TIMEOUT".to_owned(), "2".to_owned())];
-    let with = |name: &str| Engine::start(Spec { variables: variable.clone(), ..spec(name, backend) });
+    let with =
+        |name: &str| Engine::start(Spec { variables: variable.clone(), ..spec(name, backend) });
     // On the prefill's side blocks come back after that time, whatever anybody says.
     let (mut prefill, mut decode) = (with("prefill")?, Engine::start(spec("decode", backend))?);
     prefill.prefill("nobody's", 5, 17)?;

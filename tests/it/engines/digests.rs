@@ -30,7 +30,12 @@ pub(crate) fn cases() -> Vec<Case> {
 }
 
 /// A prefill and a decode of these shapes, with digests.
-fn pair(backend: &str, prefill: Shape, decode: Shape, policy: &str) -> Result<(Engine, Engine), Failure> {
+fn pair(
+    backend: &str,
+    prefill: Shape,
+    decode: Shape,
+    policy: &str,
+) -> Result<(Engine, Engine), Failure> {
     let start = |name: &str, shape| {
         let extra = json!({ "kv_lease_duration": 3, "kvx_digest": true });
         let config = json!({ "kv_load_failure_policy": policy, "enable_permute_local_kv": true });
@@ -85,7 +90,9 @@ fn spoilt(backend: &str) -> Check {
             };
             let right = why.contains("digests") && recompute == (policy == "recompute");
             ensure(right && invalid == [block], || {
-                format!("{request}, {policy}: {why}, computed here: {recompute}, wrong: {invalid:?}")
+                format!(
+                    "{request}, {policy}: {why}, computed here: {recompute}, wrong: {invalid:?}"
+                )
             })?;
         }
         prefill.all_free(CUT_OFF)?;
@@ -96,7 +103,8 @@ fn spoilt(backend: &str) -> Check {
 
 fn one_sided(backend: &str) -> Check {
     let with = Spec { extra: json!({ "kvx_digest": true }), ..spec("decode", backend) };
-    let (mut prefill, mut decode) = (Engine::start(spec("prefill", backend))?, Engine::start(with)?);
+    let (mut prefill, mut decode) =
+        (Engine::start(spec("prefill", backend))?, Engine::start(with)?);
     let params = prefill.prefill("request", 1, TOKENS)?;
     decode.decode(&Load::new("request", 1, TOKENS), &params, CUT_OFF)?;
     let why = decode.fails("request", CUT_OFF)?;

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use kvx::config::{KvTransferConfig, Surroundings};
 use kvx::connector::engine::{BlockLists, RequestId, Then};
 use kvx::connector::params::TransferParams;
-use kvx::connector::runtime::{Connector, Decode, Fetch, Held, Lease, LoadError, Prefill, Released};
+use kvx::connector::runtime::{
+    Connector, Decode, Fetch, Held, Lease, LoadError, Prefill, Released,
+};
 use kvx::connector::wire::CompatibilityFactors;
 use kvx::{Error, Kind, MemoryKind, Result};
 use kvx_testkit::{Holdings, HungPage, TestDevice};
@@ -52,12 +54,26 @@ pub(crate) enum Order {
     /// Overwrites a byte of a prompt that is published, in the block at this place.
     Spoil { request: String, block: usize },
     /// Begins to load a prompt whose first blocks are cached here.
-    Decode { request: String, prompt: u64, tokens: u32, cached: u32, params: Value, within: Duration },
+    Decode {
+        request: String,
+        prompt: u64,
+        tokens: u32,
+        cached: u32,
+        params: Value,
+        within: Duration,
+    },
     /// The same, and holds the check of its digests. Answer: whether it does.
     Check { request: String, prompt: u64, tokens: u32, params: Value, within: Duration },
     /// The same, and stops the process when some blocks have come and others have not. Answer, once it goes on: whether
     /// it was stopped. `at_page`: who writes waits for a page meanwhile, which it must not ask the kernel to write to.
-    StopAmid { request: String, prompt: u64, tokens: u32, params: Value, within: Duration, at_page: bool },
+    StopAmid {
+        request: String,
+        prompt: u64,
+        tokens: u32,
+        params: Value,
+        within: Duration,
+        at_page: bool,
+    },
     /// No check is held any more.
     LetGo,
     /// The same request of the engine's queue: it has no blocks yet.
@@ -258,7 +274,9 @@ impl Engine {
         let (queue, connector) = (&mut self.queue, &self.connector);
         swept(&mut self.held, &mut self.free, |holder| match holder {
             Holder::Fetch(held) => held.wait(Duration::ZERO).map_err(Holder::Fetch),
-            Holder::Queued(request) => queue.released(connector, &request).ok_or(Holder::Queued(request)),
+            Holder::Queued(request) => {
+                queue.released(connector, &request).ok_or(Holder::Queued(request))
+            }
         });
     }
 
@@ -267,7 +285,10 @@ impl Engine {
         let count = tokens.div_ceil(self.shape.logical()) as usize;
         match self.free.len().checked_sub(count) {
             Some(rest) => Ok(self.free.split_off(rest)),
-            None => Err(Error::new(Kind::Exhausted, format!("{count} blocks, {} are free", self.free.len()))),
+            None => Err(Error::new(
+                Kind::Exhausted,
+                format!("{count} blocks, {} are free", self.free.len()),
+            )),
         }
     }
 
@@ -296,7 +317,8 @@ impl Engine {
                 let mut published =
                     self.leases.iter().filter(|(lease, _)| lease.request().as_str() == request);
                 let blocks = published.next().map(|(_, blocks)| &blocks[..]).unwrap_or_default();
-                let block = blocks.get(block).ok_or_else(|| refused("no such block is published"))?;
+                let block =
+                    blocks.get(block).ok_or_else(|| refused("no such block is published"))?;
                 self.ranks.iter().try_for_each(|rank| rank.spoil(*block)).map(|()| Answer::Done)
             }
             Order::Decode { request, prompt, tokens, cached, params, within } => {
@@ -308,7 +330,8 @@ impl Engine {
                 }
                 let wanted = BlockLists::single(&blocks[cached as usize..]);
                 let begun = Instant::now();
-                let fetch = Some(Decode::new(&self.connector).fetch(&*request, &params, wanted, within));
+                let fetch =
+                    Some(Decode::new(&self.connector).fetch(&*request, &params, wanted, within));
                 self.loads.insert(request, Load { fetch, begun, prompt, blocks, cached, tokens });
                 Ok(Answer::Done)
             }
@@ -322,7 +345,8 @@ impl Engine {
                 let (connector, loads) = (&self.connector, &mut self.loads);
                 let held = self.checks.hold(&self.ranks[0], &expected, || {
                     let (begun, wanted) = (Instant::now(), BlockLists::single(&blocks[..]));
-                    let fetch = Some(Decode::new(connector).fetch(&*request, &params, wanted, within));
+                    let fetch =
+                        Some(Decode::new(connector).fetch(&*request, &params, wanted, within));
                     loads.insert(request, Load { fetch, begun, prompt, blocks, cached: 0, tokens });
                     Ok(())
                 })?;
@@ -334,12 +358,15 @@ impl Engine {
                 let rank = &self.ranks[0];
                 rank.poison(&blocks)?;
                 let expected = rank.expected(prompt, &blocks, tokens)?;
-                let page =
-                    at_page.then(|| HungPage::of_file(&rank.memory, rank.last(&blocks))).transpose()?;
+                let page = at_page
+                    .then(|| HungPage::of_file(&rank.memory, rank.last(&blocks)))
+                    .transpose()?;
                 page.iter().try_for_each(HungPage::take_away)?;
                 let (begun, wanted) = (Instant::now(), BlockLists::single(&blocks[..]));
-                let fetch = Some(Decode::new(&self.connector).fetch(&*request, &params, wanted, within));
-                self.loads.insert(request, Load { fetch, begun, prompt, blocks, cached: 0, tokens });
+                let fetch =
+                    Some(Decode::new(&self.connector).fetch(&*request, &params, wanted, within));
+                self.loads
+                    .insert(request, Load { fetch, begun, prompt, blocks, cached: 0, tokens });
                 let stopped = match page {
                     Some(page) => amid::stop_at(page)?,
                     None => amid::stop_between(rank, &expected)?,
@@ -352,7 +379,13 @@ impl Engine {
             }
             Order::Arrive { request, prompt, tokens, params, within } => {
                 let begun = Instant::now();
-                queue::arrive(&self.connector, &(&*request).into(), tokens, &parsed(&params)?, within)?;
+                queue::arrive(
+                    &self.connector,
+                    &(&*request).into(),
+                    tokens,
+                    &parsed(&params)?,
+                    within,
+                )?;
                 let (fetch, blocks, cached) = (None, Vec::new(), 0);
                 self.loads.insert(request, Load { fetch, begun, prompt, blocks, cached, tokens });
                 Ok(Answer::Done)
@@ -421,11 +454,17 @@ impl Engine {
     }
 
     fn check(&self, prompt: u64, blocks: &[u32], tokens: u32) -> Result<()> {
-        let wrong =
-            self.ranks.iter().map(|rank| rank.wrong(prompt, blocks, 0..tokens)).sum::<Result<u64>>()?;
+        let wrong = self
+            .ranks
+            .iter()
+            .map(|rank| rank.wrong(prompt, blocks, 0..tokens))
+            .sum::<Result<u64>>()?;
         match wrong {
             0 => Ok(()),
-            _ => Err(Error::new(Kind::Malformed, format!("{wrong} rows that count as loaded are wrong"))),
+            _ => Err(Error::new(
+                Kind::Malformed,
+                format!("{wrong} rows that count as loaded are wrong"),
+            )),
         }
     }
 
@@ -438,7 +477,9 @@ impl Engine {
             None => self.queue.end(&self.connector, &request.into(), patience),
         };
         let took = begun.elapsed();
-        match ended.ok_or_else(|| Error::new(Kind::TimedOut, format!("no outcome within {patience:?}")))? {
+        match ended
+            .ok_or_else(|| Error::new(Kind::TimedOut, format!("no outcome within {patience:?}")))?
+        {
             Ok(loaded) => {
                 let checked = self.check(prompt, &blocks, loaded.tokens.min(tokens));
                 self.free.extend(blocks);
@@ -476,7 +517,8 @@ impl Engine {
 
 /// Serves orders from standard input until it ends.
 pub(crate) fn serve(spec: &str) -> ! {
-    let mut answers = kvx_testkit::answers_apart().expect("a child has standard output and standard error");
+    let mut answers =
+        kvx_testkit::answers_apart().expect("a child has standard output and standard error");
     let mut say = |answer: Result<Answer>| {
         let answer = answer.unwrap_or_else(|error| Answer::Failed {
             kind: error.kind().as_str().to_owned(),

@@ -35,7 +35,10 @@ pub(crate) fn cases() -> Vec<Case> {
     let all: [(&str, fn(&str) -> Check); 9] = [
         ("a_prefill_that_is_killed_fails_its_loads", prefill_killed),
         ("a_prefill_that_is_stopped_costs_the_deadline_and_no_block", prefill_stopped),
-        ("a_stopped_prefill_that_is_killed_costs_the_deadline_and_no_block", prefill_stopped_and_killed),
+        (
+            "a_stopped_prefill_that_is_killed_costs_the_deadline_and_no_block",
+            prefill_stopped_and_killed,
+        ),
         ("a_prefill_that_restarts_is_not_taken_for_the_old_one", prefill_restarted),
         ("a_decode_that_is_killed_costs_a_lease", decode_killed),
         ("a_decode_that_is_stopped_costs_a_lease", decode_stopped),
@@ -59,7 +62,10 @@ pub(crate) fn cases() -> Vec<Case> {
     }
     let pushes: [(&str, fn(&str) -> Check); 4] = [
         ("blocks_that_a_decode_has_given_up_are_not_written", fenced),
-        ("blocks_that_a_decode_has_given_up_are_not_written_by_a_prefill_that_is_killed", fenced_and_killed),
+        (
+            "blocks_that_a_decode_has_given_up_are_not_written_by_a_prefill_that_is_killed",
+            fenced_and_killed,
+        ),
         ("a_pushing_prefill_that_is_killed_fails_its_loads", pushing_prefill_killed),
         ("a_decode_that_is_killed_before_it_is_written_to_costs_a_lease", pushed_decode_killed),
     ];
@@ -83,10 +89,13 @@ pub(crate) fn cases() -> Vec<Case> {
                 )
             })
         }),
-        ("blocks_that_an_asking_decode_has_given_up_are_not_written_by_one_that_is_killed", |backend| {
-            let round = Round { way: Way::Writes, have_met: true, at_last: AtLast::IsKilled };
-            given_up(Two::mooncake(backend)?, round)
-        }),
+        (
+            "blocks_that_an_asking_decode_has_given_up_are_not_written_by_one_that_is_killed",
+            |backend| {
+                let round = Round { way: Way::Writes, have_met: true, at_last: AtLast::IsKilled };
+                given_up(Two::mooncake(backend)?, round)
+            },
+        ),
         ("an_asked_prefill_that_is_killed_fails_its_loads", |backend| {
             killed_prefill(|| Two::mooncake(backend), Way::Writes)
         }),
@@ -99,7 +108,9 @@ pub(crate) fn cases() -> Vec<Case> {
                 .try_for_each(|same| restarted_prefill(Two::mooncake_keeping(backend, 60)?, same))
         }),
         ("questions_and_transfers_can_be_given_up", |backend| aborted(Two::mooncake(backend)?)),
-        ("transfers_that_nobody_asks_for_come_back", |backend| nobody_comes_to(Two::mooncake(backend)?)),
+        ("transfers_that_nobody_asks_for_come_back", |backend| {
+            nobody_comes_to(Two::mooncake(backend)?)
+        }),
     ];
     for (name, run) in asks {
         for backend in ["TCP", "SHM"] {
@@ -159,7 +170,8 @@ impl Two {
 
     /// The same, that keeps what nobody asks for so many seconds.
     fn mooncake_keeping(backend: &str, seconds: u32) -> Result<Self, Failure> {
-        let variables = vec![("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT".to_owned(), seconds.to_string())];
+        let variables =
+            vec![("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT".to_owned(), seconds.to_string())];
         let start = |id| {
             let variables = variables.clone();
             Engine::start(Spec { variables, ..spec(id, &format!("{MOONCAKE}{backend}")) })
@@ -211,7 +223,9 @@ impl Two {
             self.decode.arrives(&published.0, TOKENS)?;
             published = self.published()?;
         }
-        Err(Failure::new(format!("{TRIES} loads were over before one could be seen amid its blocks")))
+        Err(Failure::new(format!(
+            "{TRIES} loads were over before one could be seen amid its blocks"
+        )))
     }
 
     /// Another process takes the place of the decode, at its port.
@@ -290,7 +304,10 @@ fn prefill_stopped(backend: &str) -> Check {
 }
 
 fn prefill_stopped_and_killed(backend: &str) -> Check {
-    given_up(Two::new(backend)?, Round { way: Way::Reads, have_met: true, at_last: AtLast::IsKilled })
+    given_up(
+        Two::new(backend)?,
+        Round { way: Way::Reads, have_met: true, at_last: AtLast::IsKilled },
+    )
 }
 
 /// A UCX that needs no queues for gets and puts on one host. Where an older one's process is killed amid a message, the
@@ -310,7 +327,8 @@ fn that_outlive_kills(backend: &str) -> Result<Vec<(String, String)>, (String, &
     if version >= OUTLIVES_KILLS {
         return Ok(Vec::new());
     }
-    let is_newer = |version: &&ucx::Version| version.number >= OUTLIVES_KILLS && !version.ends_badly;
+    let is_newer =
+        |version: &&ucx::Version| version.number >= OUTLIVES_KILLS && !version.ends_badly;
     let newer = ucx::VERSIONS.iter().find(is_newer).expect("the tests run on a newer one");
     Ok(vec![("KVX_UCX_LIB".to_owned(), newer.library()?.display().to_string())])
 }
@@ -318,13 +336,19 @@ fn that_outlive_kills(backend: &str) -> Result<Vec<(String, String)>, (String, &
 /// As [`prefill_stopped`], where the prefill writes.
 fn fenced(backend: &str) -> Check {
     for have_met in HAVE_MET {
-        given_up(Two::pushing(backend)?, Round { way: Way::Writes, have_met, at_last: AtLast::GoesOn })?;
+        given_up(
+            Two::pushing(backend)?,
+            Round { way: Way::Writes, have_met, at_last: AtLast::GoesOn },
+        )?;
     }
     Ok(())
 }
 
 fn fenced_and_killed(backend: &str) -> Check {
-    given_up(Two::pushing(backend)?, Round { way: Way::Writes, have_met: true, at_last: AtLast::IsKilled })
+    given_up(
+        Two::pushing(backend)?,
+        Round { way: Way::Writes, have_met: true, at_last: AtLast::IsKilled },
+    )
 }
 
 /// How it goes when a decode gives up what a stopped prefill was asked for.

@@ -47,7 +47,8 @@ impl Engine {
     /// On a host of its own, if there is one.
     pub(crate) fn start_on(spec: Spec, host: Option<&Host>) -> Result<Self, Failure> {
         let program = std::env::current_exe()?;
-        let mut command = host.map_or_else(|| Command::new(&program), |host| host.command(&program));
+        let mut command =
+            host.map_or_else(|| Command::new(&program), |host| host.command(&program));
         command.env(VARIABLE, serde_json::to_string(&spec).expect("specs are JSON"));
         command.env("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
         command.envs(libraries::variables());
@@ -105,7 +106,12 @@ impl Engine {
     }
 
     /// Computes and publishes a prompt; the parameters.
-    pub(crate) fn prefill(&mut self, request: &str, prompt: u64, tokens: u32) -> Result<Value, Failure> {
+    pub(crate) fn prefill(
+        &mut self,
+        request: &str,
+        prompt: u64,
+        tokens: u32,
+    ) -> Result<Value, Failure> {
         self.prefill_within(CUT_OFF, request, prompt, tokens)
     }
 
@@ -222,8 +228,12 @@ impl Engine {
 
     /// What became of it.
     pub(crate) fn outcome(&mut self, request: &str, patience: Duration) -> Result<Answer, Failure> {
-        match self.ask(&Order::Outcome { request: request.to_owned(), patience }, patience + CUT_OFF)? {
-            Answer::Failed { kind, sentence } => Err(Failure::new(format!("{request}: {kind}: {sentence}"))),
+        match self
+            .ask(&Order::Outcome { request: request.to_owned(), patience }, patience + CUT_OFF)?
+        {
+            Answer::Failed { kind, sentence } => {
+                Err(Failure::new(format!("{request}: {kind}: {sentence}")))
+            }
             answer => Ok(answer),
         }
     }
@@ -336,7 +346,9 @@ impl Engine {
             }
             if Instant::now() >= until {
                 let id = &self.spec.id;
-                return Err(Failure::new(format!("{id}: {free} of {all} blocks are free after {within:?}")));
+                return Err(Failure::new(format!(
+                    "{id}: {free} of {all} blocks are free after {within:?}"
+                )));
             }
             std::thread::sleep(Duration::from_millis(10));
         }

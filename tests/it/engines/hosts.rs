@@ -14,13 +14,21 @@ pub(crate) fn cases() -> Vec<Case> {
 }
 
 /// An engine on one of them, whose side channel is told to be there.
-fn start(hosts: &Hosts, at: usize, name: &str, backend: &str, side: &str) -> Result<Engine, Failure> {
+fn start(
+    hosts: &Hosts,
+    at: usize,
+    name: &str,
+    backend: &str,
+    side: &str,
+) -> Result<Engine, Failure> {
     let variables = vec![("VLLM_NIXL_SIDE_CHANNEL_HOST".to_owned(), side.to_owned())];
     Engine::start_on(Spec { variables, ..spec(name, backend) }, Some(&hosts.each[at]))
 }
 
 fn two_hosts(backend: &str) -> Check {
-    let Some(hosts) = Hosts::for_test("one_variable_is_enough_for_two_hosts", 2)? else { return Ok(()) };
+    let Some(hosts) = Hosts::for_test("one_variable_is_enough_for_two_hosts", 2)? else {
+        return Ok(());
+    };
     let [at, from] = [1, 2].map(Hosts::address);
     let mut prefill = start(&hosts, 0, "prefill", backend, &at)?;
     let mut decode = start(&hosts, 1, "decode", backend, &from)?;

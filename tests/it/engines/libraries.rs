@@ -72,13 +72,15 @@ fn ask(backend: &str) -> Result<Standing, String> {
     let mut command = Command::new(program);
     command.env(VARIABLE, backend).envs(variables());
     let line = Child::start(command).and_then(|child| child.hear(LIMIT));
-    let line = line.unwrap_or_else(|why| panic!("a process that loads the library of {backend}: {why}"));
+    let line =
+        line.unwrap_or_else(|why| panic!("a process that loads the library of {backend}: {why}"));
     serde_json::from_str(&line).unwrap_or_else(|why| panic!("{backend}: {line}: {why}"))
 }
 
 /// The whole life of the process that is asked.
 pub(crate) fn answer(backend: &str) -> ! {
-    let mut answers = kvx_testkit::answers_apart().expect("a child has standard output and standard error");
+    let mut answers =
+        kvx_testkit::answers_apart().expect("a child has standard output and standard error");
     let registry = kvx::registry();
     let standing = match registry.require(backend, &kvx::Options::default()) {
         Ok((_, found)) => {

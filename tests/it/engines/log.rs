@@ -16,7 +16,8 @@ impl Log {
     pub(crate) fn begin() -> Self {
         let log = Log::default();
         let writer = log.clone();
-        let subscriber = tracing_subscriber::fmt().with_ansi(false).with_span_events(FmtSpan::CLOSE);
+        let subscriber =
+            tracing_subscriber::fmt().with_ansi(false).with_span_events(FmtSpan::CLOSE);
         subscriber.with_writer(move || writer.clone()).init();
         log
     }

@@ -33,7 +33,12 @@ pub(crate) fn cases() -> Vec<Case> {
         cases.push(Case::new("a_prefill_writes_prompts_to_its_decodes", backend, tier, pushes));
         let (tier, run): (_, fn(&str) -> Check) = (Tier::Whole, eight_ranks);
         cases.push(Case::new("eight_ranks_load_from_eight", backend, tier, run));
-        cases.push(Case::new("ranks_in_processes_are_divided_and_joined", backend, tier, ranks_apart));
+        cases.push(Case::new(
+            "ranks_in_processes_are_divided_and_joined",
+            backend,
+            tier,
+            ranks_apart,
+        ));
     }
     for (at, (name, run)) in all.into_iter().enumerate() {
         for backend in BACKENDS {
@@ -50,7 +55,12 @@ pub(crate) fn cases() -> Vec<Case> {
     }
     for backend in ["SHM", "UCX", "LIBFABRIC", "RIXL", "MOONCAKE"] {
         let tier = if backend == "SHM" { Tier::Usual } else { Tier::Whole };
-        cases.push(Case::new("copies_of_pools_on_devices_are_what_peers_see", backend, tier, on_devices));
+        cases.push(Case::new(
+            "copies_of_pools_on_devices_are_what_peers_see",
+            backend,
+            tier,
+            on_devices,
+        ));
     }
     let asks: [(&str, fn(&str) -> Check); 8] = [
         ("prompts_of_any_length_are_written_to_who_asks", lengths),
@@ -72,7 +82,11 @@ pub(crate) fn cases() -> Vec<Case> {
 }
 
 /// A prefill and a decode of these shapes.
-fn pair(backend: &str, prefill: Shape, decode: Shape) -> Result<(Engine, Engine), kvx_testkit::Failure> {
+fn pair(
+    backend: &str,
+    prefill: Shape,
+    decode: Shape,
+) -> Result<(Engine, Engine), kvx_testkit::Failure> {
     let start = |name: &str, shape| Engine::start(Spec { shape, ..spec(name, backend) });
     Ok((start("prefill", prefill)?, start("decode", decode)?))
 }
@@ -182,7 +196,8 @@ fn stages(backend: &str) -> Check {
 
 /// Two ranks of one name on each side: each rank's blocks are found under its own.
 fn data_parallel(backend: &str) -> Check {
-    let start = |name: &str, data_parallel| Engine::start(Spec { data_parallel, ..spec(name, backend) });
+    let start =
+        |name: &str, data_parallel| Engine::start(Spec { data_parallel, ..spec(name, backend) });
     let mut prefills = [start("prefill", 0)?, start("prefill", 1)?];
     let mut decodes = [start("decode", 0)?, start("decode", 1)?];
     for (at, prefill) in prefills.iter_mut().enumerate() {
@@ -200,7 +215,9 @@ fn data_parallel(backend: &str) -> Check {
     params["remote_port"] = prefills[1].port.into();
     stranger.decode(&Load::new("lost", 7, 49), &params, CUT_OFF / 2)?;
     let why = stranger.fails("lost", CUT_OFF / 2)?;
-    ensure(why.contains("_dp0") && why.contains("_dp1"), || format!("both were to be named: {why}"))?;
+    ensure(why.contains("_dp0") && why.contains("_dp1"), || {
+        format!("both were to be named: {why}")
+    })?;
     prefills[0].abort("lost")?;
     prefills.iter_mut().chain(&mut decodes).try_for_each(|engine| engine.all_free(CUT_OFF))
 }
@@ -211,14 +228,16 @@ fn lengths(backend: &str) -> Check {
     // Bytes that are another prompt's are found.
     let params = prefill.prefill("one", 1, 33)?;
     decode.decode(&Load::new("one", 2, 33), &params, CUT_OFF)?;
-    let found = decode.arrives("one", 33).err().map(|failure| failure.to_string()).unwrap_or_default();
+    let found =
+        decode.arrives("one", 33).err().map(|failure| failure.to_string()).unwrap_or_default();
     ensure(found.contains("wrong"), || format!("wrong bytes were not found: {found:?}"))
 }
 
 fn prefixes(backend: &str) -> Check {
     let (mut prefill, mut decode) = pair(backend, Shape::default(), Shape::default())?;
     for (tokens, cached) in [(48, 0), (48, 1), (49, 2), (49, 3), (48, 3), (16, 1)] {
-        let (request, prompt) = (format!("request-{tokens}-{cached}"), u64::from(tokens * 100 + cached));
+        let (request, prompt) =
+            (format!("request-{tokens}-{cached}"), u64::from(tokens * 100 + cached));
         let params = prefill.prefill(&request, prompt, tokens)?;
         decode.loads(&Load { cached, ..Load::new(&request, prompt, tokens) }, &params)?;
     }
@@ -228,8 +247,10 @@ fn prefixes(backend: &str) -> Check {
 
 fn fleets(backend: &str) -> Check {
     let start = |name: String| Engine::start(spec(&name, backend));
-    let mut prefills = (0..2).map(|at| start(format!("prefill-{at}"))).collect::<Result<Vec<_>, _>>()?;
-    let mut decodes = (0..4).map(|at| start(format!("decode-{at}"))).collect::<Result<Vec<_>, _>>()?;
+    let mut prefills =
+        (0..2).map(|at| start(format!("prefill-{at}"))).collect::<Result<Vec<_>, _>>()?;
+    let mut decodes =
+        (0..4).map(|at| start(format!("decode-{at}"))).collect::<Result<Vec<_>, _>>()?;
     // All loads are under way at once.
     for (d, decode) in decodes.iter_mut().enumerate() {
         for (p, prefill) in prefills.iter_mut().enumerate() {
@@ -249,7 +270,9 @@ fn fleets(backend: &str) -> Check {
 
 fn ranks(backend: &str) -> Check {
     // The last ones: more ranks than heads, and neighbours hold the same head.
-    for (prefill, decode, heads) in [(2, 4, 4), (4, 2, 4), (1, 2, 2), (2, 1, 4), (1, 4, 2), (4, 4, 2)] {
+    for (prefill, decode, heads) in
+        [(2, 4, 4), (4, 2, 4), (1, 2, 2), (2, 1, 4), (1, 4, 2), (4, 4, 2)]
+    {
         let shape = |tp| Shape { tp, heads: Some(heads), ..Shape::default() };
         let (mut prefill, mut decode) = pair(backend, shape(prefill), shape(decode))?;
         load_all(&mut prefill, &mut decode, &[1, 49])?;
@@ -268,7 +291,8 @@ fn latents(backend: &str) -> Check {
 
 fn blocks(backend: &str) -> Check {
     let large = Shape { kernel_per_logical: 4, blocks: 16, ..Shape::default() };
-    for (prefill, decode) in [(Shape::default(), large.clone()), (large.clone(), Shape::default())] {
+    for (prefill, decode) in [(Shape::default(), large.clone()), (large.clone(), Shape::default())]
+    {
         let (mut prefill, mut decode) = pair(backend, prefill, decode)?;
         load_all(&mut prefill, &mut decode, &[1, 16, 49, 64, 65, 193])?;
     }
@@ -292,7 +316,8 @@ fn layouts(backend: &str) -> Check {
     let mut prefill = Engine::start(spec("prefill", backend))?;
     let shape = Shape { heads_first: false, ..Shape::default() };
     let config = json!({ "enable_permute_local_kv": true });
-    let mut decode = Engine::start(Spec { shape: shape.clone(), config, ..spec("decode", backend) })?;
+    let mut decode =
+        Engine::start(Spec { shape: shape.clone(), config, ..spec("decode", backend) })?;
     load_all(&mut prefill, &mut decode, &[1, 15, 16, 49])?;
     // Without that the layouts are refused, and both are named.
     let mut stubborn = Engine::start(Spec { shape, ..spec("stubborn", backend) })?;
@@ -307,7 +332,8 @@ fn both_ways(backend: &str) -> Check {
     let (mut one, mut other) = pair(backend, Shape::default(), Shape::default())?;
     for round in 0..4 {
         let (there, back) = (format!("there-{round}"), format!("back-{round}"));
-        let (to_other, to_one) = (one.prefill(&there, round, 49)?, other.prefill(&back, round + 100, 33)?);
+        let (to_other, to_one) =
+            (one.prefill(&there, round, 49)?, other.prefill(&back, round + 100, 33)?);
         other.decode(&Load::new(&there, round, 49), &to_other, CUT_OFF)?;
         one.decode(&Load::new(&back, round + 100, 33), &to_one, CUT_OFF)?;
         other.arrives(&there, 49)?;

@@ -67,7 +67,8 @@ impl Case {
         let Case { name, backend, run, needs, .. } = self;
         let title = format!("engines::{backend}::{name}");
         let test = move || -> Check {
-            let missing = libraries::standing(backend).map(drop).map_err(|why| (why, "see the reason"));
+            let missing =
+                libraries::standing(backend).map(drop).map_err(|why| (why, "see the reason"));
             match missing.and_then(|()| needs()) {
                 Ok(()) => run(backend),
                 Err((reason, cure)) => {

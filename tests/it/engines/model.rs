@@ -101,7 +101,9 @@ fn content(prompt: u64, layer: u32, head: u32, token: u32) -> [u8; CONTENT] {
     for chunk in bytes.chunks_exact_mut(8) {
         state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mixed = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        chunk.copy_from_slice(&(mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb).to_le_bytes());
+        chunk.copy_from_slice(
+            &(mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb).to_le_bytes(),
+        );
     }
     bytes
 }
@@ -114,7 +116,11 @@ pub(crate) struct RankMemory {
 }
 
 impl RankMemory {
-    pub(crate) fn new(shape: &Shape, rank: WorkerRank, device: Option<&Arc<TestDevice>>) -> Result<Self> {
+    pub(crate) fn new(
+        shape: &Shape,
+        rank: WorkerRank,
+        device: Option<&Arc<TestDevice>>,
+    ) -> Result<Self> {
         let len = RankMemory::len(shape, rank);
         let memory = match device {
             Some(device) => device.allocate(len),
@@ -127,10 +133,12 @@ impl RankMemory {
     pub(crate) fn shared(shape: &Shape, rank: WorkerRank) -> Result<(Self, OwnedFd)> {
         let len = RankMemory::len(shape, rank);
         let file = memfd_create("kv-cache", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING);
-        let file = file.and_then(|file| ftruncate(&file, len as u64).map(|()| file)).map_err(refused)?;
+        let file =
+            file.and_then(|file| ftruncate(&file, len as u64).map(|()| file)).map_err(refused)?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at a place of the kernel's choice.
-        let base = unsafe { mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, &file, 0) };
+        let base =
+            unsafe { mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, &file, 0) };
         // SAFETY: nobody takes the mapping away while this process lives, and kvx alone touches it here.
         let memory = unsafe { Memory::adopt(base.map_err(refused)?.cast(), len, ()) };
         Ok((RankMemory::over(shape, rank, memory), file))
@@ -157,7 +165,10 @@ impl RankMemory {
             let (name, len) = (format!("model.layers.{at}.attn"), shape.block_len() as u64);
             let layer = LayerCache::packed(name, address, shape.kernel_blocks(), len, heads);
             let on_host = self.memory.kind().is_host();
-            LayerCache { memory: if on_host { MemoryType::Dram } else { MemoryType::Vram }, ..layer }
+            LayerCache {
+                memory: if on_host { MemoryType::Dram } else { MemoryType::Vram },
+                ..layer
+            }
         };
         let layout = if shape.heads_first { KvLayout::Lbhnc } else { KvLayout::Lbnhc };
         Caches::of_layers(
@@ -226,7 +237,12 @@ impl RankMemory {
     }
 
     /// Where each kernel block of these lies, and what a prefill has there.
-    pub(crate) fn expected(&self, prompt: u64, blocks: &[u32], tokens: u32) -> Result<Vec<(usize, Vec<u8>)>> {
+    pub(crate) fn expected(
+        &self,
+        prompt: u64,
+        blocks: &[u32],
+        tokens: u32,
+    ) -> Result<Vec<(usize, Vec<u8>)>> {
         let (each, len) = (self.shape.kernel_per_logical, self.shape.block_len());
         let mut expected = BTreeMap::new();
         for layer in self.layers() {

@@ -29,7 +29,9 @@ pub(crate) fn cases() -> Vec<Case> {
     ];
     let cases = |all: &[(&'static str, fn(&str) -> Check)], tier: Tier| -> Vec<Case> {
         all.iter()
-            .map(|(name, run)| Case::new(*name, "MOONCAKE", tier, *run).needing(packages_are_installed))
+            .map(|(name, run)| {
+                Case::new(*name, "MOONCAKE", tier, *run).needing(packages_are_installed)
+            })
             .collect()
     };
     cases(&all, Tier::Usual).into_iter().chain(cases(&older, Tier::Whole)).collect()
@@ -87,12 +89,17 @@ impl Python {
     /// The same; fails unless all of it arrives, with a layout that it brings so many times.
     fn loads(&mut self, params: &Value, prompt: u64, brought: u32) -> Check {
         let said = self.load(params, &[5, 20, 2], prompt)?;
-        let right = said["ok"] == json!(["d-1"]) && said["wrong"] == 0 && said["brought"] == brought;
+        let right =
+            said["ok"] == json!(["d-1"]) && said["wrong"] == 0 && said["brought"] == brought;
         ensure(right, || format!("the load in Python: {said}"))
     }
 
     /// Asks for requests (their shared names, blocks and prompts) by one question before vLLM 0.16.
-    fn load_older(&mut self, params: &Value, wanted: &[(&str, &[u32], u64)]) -> Result<Value, Failure> {
+    fn load_older(
+        &mut self,
+        params: &Value,
+        wanted: &[(&str, &[u32], u64)],
+    ) -> Result<Value, Failure> {
         self.ask(json!({"do": "load_older", "params": params, "wanted": wanted, "tokens": TOKENS}))
     }
 
@@ -162,8 +169,8 @@ fn endings(backend: &str) -> Check {
     let params = prefill.prefill("given-up", 1, TOKENS)?;
     prefill.abort("given-up")?;
     let said = python.load(&params, &[1, 2, 3], 1)?;
-    let heard =
-        said["err"] == json!(["d-1"]) && said["why"].as_str().is_some_and(|why| why.contains("without"));
+    let heard = said["err"] == json!(["d-1"])
+        && said["why"].as_str().is_some_and(|why| why.contains("without"));
     ensure(heard, || format!("{said}"))?;
     let params = prefill.prefill("let-go", 2, TOKENS)?;
     python.load(&params, &[], 2)?;
@@ -196,7 +203,8 @@ fn prefills(backend: &str) -> Check {
         decode.arrives(&request, TOKENS)?;
     }
     let asked = python.asked()?;
-    let brings: Vec<_> = asked.iter().map(|each| each["brings"].as_bool().unwrap_or_default()).collect();
+    let brings: Vec<_> =
+        asked.iter().map(|each| each["brings"].as_bool().unwrap_or_default()).collect();
     ensure(brings == [true, false, false], || format!("the layout is told once: {asked:?}"))?;
     // The rest of a prompt whose first block is cached.
     python.publish("xfer-9", 9, false)?;
@@ -327,7 +335,9 @@ fn failures(backend: &str) -> Check {
     // It may write on after its error, as Mooncake does: the blocks are nobody's, and who waits hears at once.
     decode.decode(&Load::new("one", 1, TOKENS), &leg(&first, &port, "xfer-1"), 10 * within)?;
     let why = decode.fails("one", within)?;
-    ensure(why.contains("it was not to be"), || format!("why the prefill failed is not told: {why}"))?;
+    ensure(why.contains("it was not to be"), || {
+        format!("why the prefill failed is not told: {why}")
+    })?;
     python.publish("xfer-2", 2, false)?;
     decode.loads(&Load::new("two", 2, TOKENS), &leg(&first, &port, "xfer-2"))?;
     python.0.kill()?;
@@ -362,10 +372,14 @@ fn side_by_side(backend: &str) -> Check {
     prefill.all_free(GRACE)?;
     decode.all_free(GRACE)?;
     let log = prefill.log()?;
-    let routes: Vec<_> =
-        log.lines().filter(|line| line.contains("blocks are written to a decode's worker")).collect();
+    let routes: Vec<_> = log
+        .lines()
+        .filter(|line| line.contains("blocks are written to a decode's worker"))
+        .collect();
     ensure(
-        ["route=TCP", "route=MOONCAKE"].iter().all(|route| routes.iter().any(|line| line.contains(route))),
+        ["route=TCP", "route=MOONCAKE"]
+            .iter()
+            .all(|route| routes.iter().any(|line| line.contains(route))),
         || log.clone(),
     )
 }

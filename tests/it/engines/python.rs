@@ -28,8 +28,10 @@ pub(crate) fn cases() -> Vec<Case> {
         ("a_decode_registers_with_no_python_prefill_that_would_write", refused_push),
     ];
     // To plain NIXL agents, UCX alone in the list is that plugin of NIXL.
-    let by_ucx: [(&str, Run); 2] =
-        [("a_python_decode_reads_and_is_counted", decodes), ("a_python_prefill_is_read_and_told", prefills)];
+    let by_ucx: [(&str, Run); 2] = [
+        ("a_python_decode_reads_and_is_counted", decodes),
+        ("a_python_prefill_is_read_and_told", prefills),
+    ];
     let case = |backend| {
         move |(name, run): (&'static str, Run)| {
             Case::new(name, backend, Tier::Usual, run).needing(packages_are_installed)
@@ -43,9 +45,10 @@ fn packages_are_installed() -> Result<(), Missing> {
     let environment = interpreter.parent().and_then(Path::parent).unwrap_or(Path::new(""));
     match libraries::has_packages(environment, ["nixl_cu12", "zmq", "msgspec"]) {
         true => Ok(()),
-        false => {
-            Err(("no nixl, pyzmq and msgspec in target/peers/nixl".to_owned(), "cargo xtask test --install"))
-        }
+        false => Err((
+            "no nixl, pyzmq and msgspec in target/peers/nixl".to_owned(),
+            "cargo xtask test --install",
+        )),
     }
 }
 
@@ -61,7 +64,9 @@ impl Python {
     fn start_ranks(engine: &str, tp: u32) -> Result<Self, Failure> {
         let mut command = Command::new(wheel::python().unwrap_or_default());
         command.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/engines/nixl_engine.py"));
-        command.envs([("NIXL_LOG_LEVEL", "fatal"), ("UCX_LOG_LEVEL", "fatal")]).env_remove("KVX_RIXL_LIB");
+        command
+            .envs([("NIXL_LOG_LEVEL", "fatal"), ("UCX_LOG_LEVEL", "fatal")])
+            .env_remove("KVX_RIXL_LIB");
         let mut python = Python(Child::start(command)?);
         python.ask(json!({"do": "start", "engine": engine, "tp": tp}))?;
         Ok(python)
@@ -86,10 +91,13 @@ impl Python {
         let mut heard: Vec<Value> = Vec::new();
         let until = Instant::now() + CUT_OFF;
         loop {
-            let told = |message: &&Value| !message.as_str().is_some_and(|text| text.starts_with("HB:"));
+            let told =
+                |message: &&Value| !message.as_str().is_some_and(|text| text.starts_with("HB:"));
             let told: Vec<_> = heard.iter().filter(told).collect();
             if told.len() >= wanted.len() || Instant::now() >= until {
-                return ensure(told == wanted, || format!("{wanted:?} was wanted, {heard:?} was told"));
+                return ensure(told == wanted, || {
+                    format!("{wanted:?} was wanted, {heard:?} was told")
+                });
             }
             let answer = self.ask(json!({"do": "hear", "patience": 1.0}))?;
             heard.extend(answer["heard"].as_array().cloned().unwrap_or_default());
@@ -111,17 +119,27 @@ impl Python {
 
     fn has_loaded(&mut self) -> Check {
         let answer = self.answer("a load")?;
-        ensure(answer == json!({"state": "DONE", "wrong": 0}), || format!("the load in Python: {answer}"))
+        ensure(answer == json!({"state": "DONE", "wrong": 0}), || {
+            format!("the load in Python: {answer}")
+        })
     }
 
     /// The parameters of a prompt that it has computed.
-    fn params(&mut self, request: &str, port: &Value, prompt: u64, engine: &str) -> Result<Value, Failure> {
+    fn params(
+        &mut self,
+        request: &str,
+        port: &Value,
+        prompt: u64,
+        engine: &str,
+    ) -> Result<Value, Failure> {
         let blocks = [9, 3, 14];
         self.ask(json!({"do": "fill", "prompt": prompt, "blocks": blocks, "tokens": TOKENS}))?;
-        Ok(json!({"do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [blocks],
+        Ok(
+            json!({"do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [blocks],
             "remote_engine_id": engine, "remote_request_id": request, "remote_host": "127.0.0.1", "remote_port": port,
             "tp_size": 1, "dcp_size": 1, "pp_size": 1, "remote_num_tokens": TOKENS, "remote_blocks_expiry_time": null,
-            "remote_registration_generation": 0, "transfer_mode": "pull"}))
+            "remote_registration_generation": 0, "transfer_mode": "pull"}),
+        )
     }
 }
 
@@ -166,8 +184,9 @@ fn leases(backend: &str) -> Check {
     python.ask(json!({"do": "connect", "port": prefill.port}))?;
     let params = prefill.prefill("kept", 1, TOKENS)?;
     let others = (0..4_999).map(|index| format!("cmpl-{index:032x}-0-0123abcd"));
-    let names: Vec<_> =
-        others.chain([params["remote_request_id"].as_str().unwrap_or_default().to_owned()]).collect();
+    let names: Vec<_> = others
+        .chain([params["remote_request_id"].as_str().unwrap_or_default().to_owned()])
+        .collect();
     let until = Instant::now() + LEASE * 2;
     while Instant::now() < until {
         python.ask(json!({"do": "heartbeat", "names": names}))?;
@@ -200,18 +219,22 @@ fn prefills(backend: &str) -> Check {
     }
     // One question for all of them, in vLLM's exact form.
     let asked = python.ask(json!({"do": "asked"}))?;
-    ensure(asked == json!({"requests": ["93c40c6765745f6d6574615f6d73670000"]}), || format!("{asked}"))?;
+    ensure(asked == json!({"requests": ["93c40c6765745f6d6574615f6d73670000"]}), || {
+        format!("{asked}")
+    })?;
     decode.all_free(GRACE)?;
     // Which way it went, and why.
     let log = decode.log()?;
     let line = |of: &str| log.lines().find(|line| line.contains(of)).unwrap_or_default().to_owned();
     let (connected, load) = (line("connected to a worker of a peer"), line("kvx_load{request=d1"));
-    ensure(connected.contains("route=RIXL") && connected.contains("as_nixl=it says nothing of kvx"), || {
-        log.clone()
-    })?;
-    ensure(load.contains("backend=\"RIXL\"") && load.contains("nixl=\"it says nothing of kvx\""), || {
-        log.clone()
-    })
+    ensure(
+        connected.contains("route=RIXL") && connected.contains("as_nixl=it says nothing of kvx"),
+        || log.clone(),
+    )?;
+    ensure(
+        load.contains("backend=\"RIXL\"") && load.contains("nixl=\"it says nothing of kvx\""),
+        || log.clone(),
+    )
 }
 
 fn side_by_side(backend: &str) -> Check {
@@ -275,7 +298,10 @@ fn refused_push(backend: &str) -> Check {
     params["transfer_mode"] = "push".into();
     decode.decode(&Load::new("one", 1, TOKENS), &params, CUT_OFF)?;
     let why = decode.fails("one", CUT_OFF)?;
-    ensure(why.contains("writes by no grant") && why.contains("kv_connector NixlConnector"), || why)?;
+    ensure(
+        why.contains("writes by no grant") && why.contains("kv_connector NixlConnector"),
+        || why,
+    )?;
     decode.all_free(GRACE)?;
     let heard = python.ask(json!({"do": "hear", "patience": 0.3}))?;
     let registered = heard["heard"]
@@ -304,7 +330,9 @@ fn restarts(backend: &str) -> Check {
     python.ask(json!({"do": "serve", "like": decode.port, "port": port}))?;
     decode.decode(&Load::new("three", 3, TOKENS), &lost, within)?;
     let why = decode.fails("three", within)?;
-    ensure(why.contains(&second) || why.contains("engine"), || format!("the restart is not named: {why}"))?;
+    ensure(why.contains(&second) || why.contains("engine"), || {
+        format!("the restart is not named: {why}")
+    })?;
     let params = python.params("four", &port, 4, &second)?;
     decode.decode(&Load::new("four", 4, TOKENS), &params, CUT_OFF)?;
     match decode.outcome("four", CUT_OFF + GRACE)? {

@@ -4,7 +4,9 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use kvx::Result;
-use kvx::connector::engine::{Allocation, Arrival, BlockLists, Ending, Kept, Outcome, RequestId, WorkerRank};
+use kvx::connector::engine::{
+    Allocation, Arrival, BlockLists, Ending, Kept, Outcome, RequestId, WorkerRank,
+};
 use kvx::connector::params::TransferParams;
 use kvx::connector::runtime::{Connector, Loaded, Released};
 
@@ -77,7 +79,11 @@ impl Queue {
     }
 
     /// What has become of blocks that a load held.
-    pub(crate) fn released(&mut self, connector: &Connector, request: &RequestId) -> Option<Released> {
+    pub(crate) fn released(
+        &mut self,
+        connector: &Connector,
+        request: &RequestId,
+    ) -> Option<Released> {
         self.hear(connector);
         self.released.remove(request)
     }
@@ -90,8 +96,10 @@ impl Queue {
                 }
                 Outcome::Failed { request, failure, then, invalid, held } => {
                     let holder = (!held.is_empty()).then(|| Holder::Queued(request.clone()));
-                    self.ended
-                        .insert(request, Err(Failed { why: failure.to_string(), then, invalid, holder }));
+                    self.ended.insert(
+                        request,
+                        Err(Failed { why: failure.to_string(), then, invalid, holder }),
+                    );
                 }
                 Outcome::Free { request, kept: Kept::Load } => {
                     self.released.insert(request, Released::Free);

@@ -53,14 +53,16 @@ pub(crate) fn cases() -> Vec<Case> {
 }
 
 fn work(backend: &str) -> Check {
-    let seed = number(SEED)
-        .unwrap_or_else(|| SystemTime::UNIX_EPOCH.elapsed().map_or(1, |since| since.as_nanos() as u64));
+    let seed = number(SEED).unwrap_or_else(|| {
+        SystemTime::UNIX_EPOCH.elapsed().map_or(1, |since| since.as_nanos() as u64)
+    });
     let time = asked_for().unwrap_or(Duration::from_secs(5));
     println!("\n{backend}, {SEED}={seed}: two prefills and two decodes for {} s", time.as_secs());
     let done = Soak::new(backend, seed)?.run(time)?;
     println!("{backend}: {done}");
     // A busy machine does less in seconds: 76 were given up once in five.
-    let wanted = if time < FIVE_MINUTES { 1 } else { ABORTS * time.as_secs() / FIVE_MINUTES.as_secs() };
+    let wanted =
+        if time < FIVE_MINUTES { 1 } else { ABORTS * time.as_secs() / FIVE_MINUTES.as_secs() };
     ensure(done.aborted >= wanted && done.loaded > 0, || format!("too little was done: {done}"))
 }
 
@@ -174,7 +176,12 @@ impl Soak {
         stays_flat(&mut self, time, 2 * CUT_OFF, Soak::turn, |soak, passed| {
             soak.all_free()?;
             let held = soak.holdings()?;
-            println!("| {} | prefill | {} |\n| | decode | {} |", passed.as_secs(), held[0], held[1]);
+            println!(
+                "| {} | prefill | {} |\n| | decode | {} |",
+                passed.as_secs(),
+                held[0],
+                held[1]
+            );
             println!("  {}", soak.done);
             Ok(held)
         })?;
@@ -186,7 +193,10 @@ impl Soak {
     }
 
     fn all_free(&mut self) -> Check {
-        self.prefills.iter_mut().chain(&mut self.decodes).try_for_each(|engine| engine.all_free(BLOCKS_BACK))
+        self.prefills
+            .iter_mut()
+            .chain(&mut self.decodes)
+            .try_for_each(|engine| engine.all_free(BLOCKS_BACK))
     }
 
     /// Some requests, each with a fate of its own, and at times a trouble amid them.
@@ -209,11 +219,16 @@ impl Soak {
         }
         if let Some(Trouble::Killed { prefill }) = trouble {
             self.names += 1;
-            let renamed = self.random.below(2) == 0 || self.began[usize::from(prefill)].elapsed() < SAME_NAME;
+            let renamed =
+                self.random.below(2) == 0 || self.began[usize::from(prefill)].elapsed() < SAME_NAME;
             self.began[usize::from(prefill)] = Instant::now();
-            let (kind, engine) =
-                if prefill { ("prefill", &mut self.prefills[1]) } else { ("decode", &mut self.decodes[1]) };
-            let name = if renamed { format!("{kind}-{}", self.names) } else { engine.spec.id.clone() };
+            let (kind, engine) = if prefill {
+                ("prefill", &mut self.prefills[1])
+            } else {
+                ("decode", &mut self.decodes[1])
+            };
+            let name =
+                if renamed { format!("{kind}-{}", self.names) } else { engine.spec.id.clone() };
             engine.start_again(&name)?;
         }
         Ok(())
@@ -255,7 +270,13 @@ impl Soak {
     }
 
     /// Computes and publishes a prompt; when there are too few blocks, those of killed decodes are waited for.
-    fn prefill(&mut self, at: usize, request: &str, prompt: u64, tokens: u32) -> Result<Value, Failure> {
+    fn prefill(
+        &mut self,
+        at: usize,
+        request: &str,
+        prompt: u64,
+        tokens: u32,
+    ) -> Result<Value, Failure> {
         let until = Instant::now() + BLOCKS_BACK;
         loop {
             match self.prefills[at].prefill(request, prompt, tokens) {
@@ -308,7 +329,9 @@ impl Soak {
             _ => (false, true),
         };
         match answer {
-            Answer::Loaded { tokens, .. } if may_arrive && tokens + 1 >= load.tokens => self.done.loaded += 1,
+            Answer::Loaded { tokens, .. } if may_arrive && tokens + 1 >= load.tokens => {
+                self.done.loaded += 1
+            }
             Answer::NotLoaded { .. } if !must_arrive => self.done.failed += 1,
             answer => {
                 let Open { request, prefill, decode, .. } = load;

@@ -14,7 +14,9 @@ const ARRIVAL: Duration = Duration::from_secs(1);
 pub(crate) fn wait_for(pid: u32) -> Result<(), Failure> {
     let until = Instant::now() + ARRIVAL;
     while !has_some(pid)? {
-        ensure(Instant::now() < until, || format!("nothing was sent to process {pid} that stands still"))?;
+        ensure(Instant::now() < until, || {
+            format!("nothing was sent to process {pid} that stands still")
+        })?;
         std::thread::sleep(Duration::from_millis(1));
     }
     Ok(())
@@ -24,7 +26,9 @@ fn has_some(pid: u32) -> Result<bool, Failure> {
     let mut sockets = BTreeSet::new();
     for descriptor in std::fs::read_dir(format!("/proc/{pid}/fd"))? {
         let target = std::fs::read_link(descriptor?.path())?.display().to_string();
-        sockets.extend(target.strip_prefix("socket:[").map(|rest| rest.trim_end_matches(']').to_owned()));
+        sockets.extend(
+            target.strip_prefix("socket:[").map(|rest| rest.trim_end_matches(']').to_owned()),
+        );
     }
     // Of a socket that listens, connections; of another one, bytes.
     let table = std::fs::read_to_string("/proc/net/tcp")?;

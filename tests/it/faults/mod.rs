@@ -7,8 +7,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use kvx_testkit::{
-    Failure, Hosts, Limit, Mode, Moment, Setup, Trouble, fault, gap_held, is_own_process, refused_behind,
-    run_in_own_process, run_one_test, skip, trial, trial_within,
+    Failure, Hosts, Limit, Mode, Moment, Setup, Trouble, fault, gap_held, is_own_process,
+    refused_behind, run_in_own_process, run_one_test, skip, trial, trial_within,
 };
 use libtest_mimic::Trial;
 
@@ -45,7 +45,9 @@ impl Place {
     fn of(trouble: Trouble) -> &'static [(Place, &'static str)] {
         match trouble {
             Trouble::CutOff => &[(Place::Hosts, "")],
-            Trouble::Lacks(Limit::Threads) | Trouble::LacksHere(Limit::Threads) => &[(Place::User, "")],
+            Trouble::Lacks(Limit::Threads) | Trouble::LacksHere(Limit::Threads) => {
+                &[(Place::User, "")]
+            }
             Trouble::Killed => &[
                 (Place::Here, ""),
                 (Place::Namespace, " in its namespace of processes"),
@@ -141,7 +143,9 @@ fn run(
         _ => return row(title, backend, run, place),
     };
     let text = said.as_ref().map_or_else(ToString::to_string, String::clone);
-    text.lines().filter_map(|line| line.find("| ").map(|at| &line[at..])).for_each(|row| println!("{row}"));
+    text.lines()
+        .filter_map(|line| line.find("| ").map(|at| &line[at..]))
+        .for_each(|row| println!("{row}"));
     said.map(drop)
 }
 
@@ -186,8 +190,9 @@ fn row(
     };
     let deadline = Duration::from_millis(deadline);
     let ended = fault(&setup, trouble, moment, deadline);
-    let known =
-        KNOWN.iter().find(|(name, what, when, _)| (*name, *what, *when) == (backend, trouble, moment));
+    let known = KNOWN
+        .iter()
+        .find(|(name, what, when, _)| (*name, *what, *when) == (backend, trouble, moment));
     let known = known.map(|(.., why)| *why);
     let ms = |time: Duration| format!("{:.0}", time.as_secs_f64() * 1e3);
     let cells = match &ended {
@@ -225,7 +230,8 @@ pub(crate) fn trials() -> Vec<Trial> {
     let mut trials = Vec::new();
     for backend in backends {
         for trouble in Trouble::ALL {
-            let places = Place::of(trouble).iter().filter(|(place, _)| place.is_reached_by(backend));
+            let places =
+                Place::of(trouble).iter().filter(|(place, _)| place.is_reached_by(backend));
             for (place, at) in places {
                 let moments = Moment::ALL.into_iter().filter(|moment| moment.has(trouble));
                 for moment in moments.filter(|moment| is_tried(backend, trouble, *place, *moment)) {

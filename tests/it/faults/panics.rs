@@ -37,7 +37,8 @@ fn panics(backend: &'static str, op: Op, step: u64) -> Result<(u64, String, Dura
     let (mut turns, mut arrived, mut failed, mut latest) = (0, 0, 0, Duration::ZERO);
     for turn in (1..=MANY).step_by(step as usize) {
         panic_in(turn);
-        let round = round(&setup, op).map_err(|why| Failure::new(format!("a panic in turn {turn}: {why}")));
+        let round =
+            round(&setup, op).map_err(|why| Failure::new(format!("a panic in turn {turn}: {why}")));
         let is_over = panic_in(0);
         let (ends, took) = round?;
         let good = ends.iter().filter(|end| **end).count();
@@ -45,7 +46,9 @@ fn panics(backend: &'static str, op: Op, step: u64) -> Result<(u64, String, Dura
         let other = self::round(&setup, op)
             .map_err(|why| Failure::new(format!("after a panic in turn {turn}: {why}")))?;
         if !other.0.iter().all(|arrived| *arrived) || other.0.is_empty() {
-            return Err(Failure::new(format!("after a panic in turn {turn} new agents do not work")));
+            return Err(Failure::new(format!(
+                "after a panic in turn {turn} new agents do not work"
+            )));
         }
         if is_over {
             break;
@@ -70,7 +73,12 @@ fn round(setup: &Setup, op: Op) -> Result<(Vec<bool>, Duration), Failure> {
     done
 }
 
-fn transfers(setup: &Setup, op: Op, near: &Agent, far: &Agent) -> Result<(Vec<bool>, Duration), Failure> {
+fn transfers(
+    setup: &Setup,
+    op: Op,
+    near: &Agent,
+    far: &Agent,
+) -> Result<(Vec<bool>, Duration), Failure> {
     let registered = (|| {
         let ours = near.register("ours", setup.memory(TRANSFERS * LEN, SEED + 1).ok()?).ok()?;
         let theirs = far.register("theirs", setup.memory(TRANSFERS * LEN, SEED).ok()?).ok()?;
@@ -90,7 +98,8 @@ fn transfers(setup: &Setup, op: Op, near: &Agent, far: &Agent) -> Result<(Vec<bo
             Err(why) => is_allowed(&why)?,
         }
     }
-    let ends: Vec<_> = posted.iter_mut().map(|(at, transfer)| (*at, run(transfer).map(drop))).collect();
+    let ends: Vec<_> =
+        posted.iter_mut().map(|(at, transfer)| (*at, run(transfer).map(drop))).collect();
     let took = begun.elapsed();
     if took > DEADLINE + GRACE {
         return Err(Failure::new(format!("transfers ended after {took:?}")));
@@ -115,7 +124,11 @@ fn is_allowed(why: &kvx::Error) -> Result<(), Failure> {
 fn is_there(region: &Region, at: usize, seed: u64) -> Result<(), Failure> {
     let mut content = vec![0; LEN];
     region.copy_out(at, &mut content)?;
-    match content.iter().enumerate().all(|(offset, byte)| *byte == byte_at(seed, (at + offset) as u64)) {
+    match content
+        .iter()
+        .enumerate()
+        .all(|(offset, byte)| *byte == byte_at(seed, (at + offset) as u64))
+    {
         true => Ok(()),
         false => Err(Failure::new("a transfer arrived with wrong bytes")),
     }

@@ -72,9 +72,15 @@ mod tests {
         }
         let workspace = crate::metadata::Metadata::of_members().unwrap();
         for (_, folder, target) in PROGRAMS {
-            let package =
-                workspace.packages.iter().find(|package| package.folder().ends_with(folder)).unwrap();
-            assert!(package.targets.iter().any(|it| it.name == target), "{folder} has no target {target}");
+            let package = workspace
+                .packages
+                .iter()
+                .find(|package| package.folder().ends_with(folder))
+                .unwrap();
+            assert!(
+                package.targets.iter().any(|it| it.name == target),
+                "{folder} has no target {target}"
+            );
         }
     }
 }

@@ -91,8 +91,10 @@ impl Kit {
     pub(crate) fn command(&self, program: &str, needs: Needs) -> Result<Command> {
         let mut command = Command::new(self.file(program)?);
         // Without the variable test programs take the stand-in.
-        command
-            .env("KVX_CUDA_LIB", std::env::var_os("KVX_CUDA_LIB").unwrap_or_else(|| "libcuda.so.1".into()));
+        command.env(
+            "KVX_CUDA_LIB",
+            std::env::var_os("KVX_CUDA_LIB").unwrap_or_else(|| "libcuda.so.1".into()),
+        );
         command.env(tier::VARIABLE, Tier::Whole.name());
         // NIXL and UCX log the ends of peers, which the tests are about.
         command.env("NIXL_LOG_LEVEL", "fatal").env("UCX_LOG_LEVEL", "fatal");
@@ -109,7 +111,9 @@ impl Kit {
     pub(crate) fn lacks(&self, needs: Needs) -> Option<String> {
         let lacks = needs != Needs::Nothing && self.library(needs).is_none();
         let peers = self.peers.display();
-        lacks.then(|| format!("{needs:?} is not in {peers}: cargo xtask test --install, before packing"))
+        lacks.then(|| {
+            format!("{needs:?} is not in {peers}: cargo xtask test --install, before packing")
+        })
     }
 
     fn library(&self, needs: Needs) -> Option<PathBuf> {
@@ -125,11 +129,14 @@ impl Kit {
     pub(crate) fn device(&self) -> Result<(String, bool)> {
         let mut command = self.command("kvx", Needs::Nothing)?;
         command.args(["devices", "--json"]);
-        let output = process::output_of(command, LOOK_LIMIT)
-            .map_err(|error| format!("no device, see above for the reason and what to do ({error})"))?;
+        let output = process::output_of(command, LOOK_LIMIT).map_err(|error| {
+            format!("no device, see above for the reason and what to do ({error})")
+        })?;
         let devices: Value = serde_json::from_str(&output)?;
-        let device = devices.as_array().into_iter().flatten().find(|device| device["kind"] == "cuda");
-        let device = device.ok_or("there is a device, but none of NVIDIA's: kvx devices says why")?;
+        let device =
+            devices.as_array().into_iter().flatten().find(|device| device["kind"] == "cuda");
+        let device =
+            device.ok_or("there is a device, but none of NVIDIA's: kvx devices says why")?;
         let [name, bus, version] =
             ["name", "bus", "version"].map(|field| device[field].as_str().unwrap_or_default());
         Ok((format!("{name} at {bus}, driver of CUDA {version}"), version.contains(STAND_IN)))
@@ -144,7 +151,9 @@ fn names() -> impl Iterator<Item = &'static str> {
 /// Returns the files of the kit in the output of a build.
 fn files_of_build(output: &str) -> BTreeMap<&'static str, PathBuf> {
     let mut files = BTreeMap::new();
-    for Artifact { manifest_path, target, profile, executable, filenames } in metadata::artifacts(output) {
+    for Artifact { manifest_path, target, profile, executable, filenames } in
+        metadata::artifacts(output)
+    {
         let package = manifest_path.parent().and_then(Path::file_name).unwrap_or_default();
         // A program, or a test program; not the unit tests of a program.
         if target.kind[0] != "bin" || !profile.test {

@@ -42,7 +42,11 @@ fn rehearse() -> Result<bool> {
     fs::create_dir_all(&folder)?;
     pack::unpack(&archive, &folder)?;
     let mut command = Command::new(folder.join(pack::SCRIPT));
-    command.arg("--quick").env_clear().env("PATH", "").env("KVX_CUDA_LIB", folder.join(kit::STAND_IN));
+    command
+        .arg("--quick")
+        .env_clear()
+        .env("PATH", "")
+        .env("KVX_CUDA_LIB", folder.join(kit::STAND_IN));
     let held = process::shown_to_succeed(command, LIMIT);
     fs::remove_dir_all(&folder)?;
     held
@@ -54,8 +58,9 @@ fn run_all(kit: &Kit, options: &GpuOptions) -> Result<bool> {
     let (device, is_stand_in) = kit.device()?;
     let (real, quick) = (!is_stand_in, options.quick);
     println!("{}\n", machine(&device));
-    let chosen =
-        |name: &str| options.only.is_empty() || options.only.iter().any(|part| name.contains(part.as_str()));
+    let chosen = |name: &str| {
+        options.only.is_empty() || options.only.iter().any(|part| name.contains(part.as_str()))
+    };
     let table = checks::table()?;
     let mut failures = Vec::new();
     for check in table.checks.iter().filter(|check| chosen(&check.name)) {
@@ -84,7 +89,9 @@ fn run_all(kit: &Kit, options: &GpuOptions) -> Result<bool> {
                 }
                 points.extend(lines.iter().map(row));
             }
-            Err(why) if !real && run.needs != Needs::Nothing => println!("<== not over the stand-in: {why}"),
+            Err(why) if !real && run.needs != Needs::Nothing => {
+                println!("<== not over the stand-in: {why}")
+            }
             Err(why) => failures.push(format!("{}: {why}", run.name)),
         }
     }
@@ -151,5 +158,10 @@ fn row(line: &Value) -> String {
     let blocks = format!("{} KiB x{}", line["block"].as_u64().unwrap_or(0) >> 10, line["count"]);
     let figures = [number("gbps"), word("limit_name"), number("limit_gbps"), number("ratio")];
     let range = [number("ratio_min"), number("ratio_max")];
-    format!("| {what} | {blocks} | {} | {} | {} |", word("memory"), figures.join(" | "), range.join(" | "))
+    format!(
+        "| {what} | {blocks} | {} | {} | {} |",
+        word("memory"),
+        figures.join(" | "),
+        range.join(" | ")
+    )
 }

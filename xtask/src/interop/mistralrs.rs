@@ -47,8 +47,10 @@ mod tests {
 
     #[test]
     fn the_hook_has_at_most_60_lines_and_the_server_300() {
-        let insertions: serde_json::Value = serde_json::from_str(&text("hook/insertions.json")).unwrap();
-        let inserted = insertions.as_array().unwrap().iter().flat_map(|it| it["lines"].as_array().unwrap());
+        let insertions: serde_json::Value =
+            serde_json::from_str(&text("hook/insertions.json")).unwrap();
+        let inserted =
+            insertions.as_array().unwrap().iter().flat_map(|it| it["lines"].as_array().unwrap());
         let hook = text("hook/outside_kv.rs").lines().count() + inserted.count();
         let is_code = |line: &&str| !line.trim().is_empty() && !line.trim_start().starts_with("//");
         let code = |file| text(file).lines().filter(is_code).count();
@@ -58,7 +60,12 @@ mod tests {
 
     #[test]
     fn the_manifest_and_the_lock_file_name_the_release_of_the_hook() {
-        assert!(text("Cargo.toml").contains(&format!("mistralrs-core = {{ version = \"={VERSION}\"")));
-        assert!(text("Cargo.lock").contains(&format!("name = \"mistralrs-core\"\nversion = \"{VERSION}\"")));
+        assert!(
+            text("Cargo.toml").contains(&format!("mistralrs-core = {{ version = \"={VERSION}\""))
+        );
+        assert!(
+            text("Cargo.lock")
+                .contains(&format!("name = \"mistralrs-core\"\nversion = \"{VERSION}\""))
+        );
     }
 }

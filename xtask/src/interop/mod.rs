@@ -68,7 +68,9 @@ fn build(package: &str) -> Result<()> {
 /// Returns the folders of `interop/` that are workspaces of their own, so that their
 /// dependencies reach nothing else. One with a hook is built by a command of its own.
 fn workspaces() -> Vec<String> {
-    crate::subfolders("interop", |folder| folder.join("Cargo.toml").exists() && !folder.join("hook").exists())
+    crate::subfolders("interop", |folder| {
+        folder.join("Cargo.toml").exists() && !folder.join("hook").exists()
+    })
 }
 
 /// Builds and runs these programs, or all; returns false if one failed.
@@ -91,7 +93,10 @@ mod tests {
     #[test]
     fn each_is_a_workspace_of_its_own() {
         let names = workspaces();
-        assert!(names.iter().any(|name| name == "candle") && names.iter().all(|name| name != "mistralrs"));
+        assert!(
+            names.iter().any(|name| name == "candle")
+                && names.iter().all(|name| name != "mistralrs")
+        );
         for name in names {
             let manifest = root().join("interop").join(&name).join("Cargo.toml");
             let text = std::fs::read_to_string(manifest).unwrap();

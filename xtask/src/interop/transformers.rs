@@ -18,8 +18,16 @@ pub(super) fn run(record: bool) -> Result<bool> {
     let environment = Environment::of(&Metadata::of_members()?.target_directory, "transformers");
     let arguments = ["--quiet"].into_iter().chain(PACKAGES).map(str::to_owned);
     environment.install(arguments, deadline)?;
-    let mut test =
-        process::cargo(["test", "-p", "kvx-paged-llama", "--test", "it", "--", "reference::", "--nocapture"]);
+    let mut test = process::cargo([
+        "test",
+        "-p",
+        "kvx-paged-llama",
+        "--test",
+        "it",
+        "--",
+        "reference::",
+        "--nocapture",
+    ]);
     test.env("KVX_TRANSFORMERS_PYTHON", environment.python());
     test.envs(record.then_some(("KVX_TRANSFORMERS_RECORD", "1")));
     process::shown_to_succeed(test, deadline.left())

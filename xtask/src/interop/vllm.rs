@@ -93,7 +93,9 @@ mod tests {
     fn pages_have_the_command_lines_that_the_scripts_look_for() {
         let page = text(&root().join("docs/vllm.md"));
         let line = page.lines().find(|line| line.starts_with("vllm serve MODEL ")).unwrap();
-        for part in ["--kv-transfer-config '", "\"backends\": [\"KVX\"]", "\"kv_role\": \"kv_producer\""] {
+        for part in
+            ["--kv-transfer-config '", "\"backends\": [\"KVX\"]", "\"kv_role\": \"kv_producer\""]
+        {
             assert!(line.contains(part), "{line}");
         }
         let page = text(&root().join("docs/mixed-fleet.md"));
@@ -117,7 +119,9 @@ mod tests {
         }
         for name in ["mixed.json", "mooncake.json"] {
             let cases: Value = serde_json::from_str(&text(&script(name))).unwrap();
-            for field in cases.as_array().unwrap().iter().flat_map(|case| case.as_object().unwrap().keys()) {
+            for field in
+                cases.as_array().unwrap().iter().flat_map(|case| case.as_object().unwrap().keys())
+            {
                 let known = ["name", "block_size", "backend"].contains(&&**field);
                 assert!(known || shape.contains(&&**field), "{field}");
             }

@@ -28,18 +28,32 @@ const LIMIT: Duration = Duration::from_secs(120);
 const SAFETY_CLAUSES: &[&str] = &["O2", "O3", "O4", "O5", "O6", "O7", "O8", "N3"];
 
 /// Words in the names of security tests that have no clause.
-const SECURITY_WORDS: &[&str] =
-    &["hostile", "stranger", "strangers", "secret", "forged", "attackers", "security", "invited", "recorded"];
+const SECURITY_WORDS: &[&str] = &[
+    "hostile",
+    "stranger",
+    "strangers",
+    "secret",
+    "forged",
+    "attackers",
+    "security",
+    "invited",
+    "recorded",
+];
 
 /// The modules that admit peers. Their names are words in the names of their tests.
-const ADMISSION: [&str; 3] =
-    ["kvx-native/src/tcp/auth.rs", "kvx-backend/src/control/hello.rs", "kvx-backend/src/control/proof.rs"];
+const ADMISSION: [&str; 3] = [
+    "kvx-native/src/tcp/auth.rs",
+    "kvx-backend/src/control/hello.rs",
+    "kvx-backend/src/control/proof.rs",
+];
 
 /// Returns whether a test, or a program, may be excused by its name.
 fn is_excusable(name: &str) -> bool {
     let is_security_clause =
         |word: &str| word.strip_prefix('S').is_some_and(|number| number.parse::<u32>().is_ok());
-    let admits = |word: &str| ADMISSION.iter().any(|file| Path::new(file).file_stem() == Some(word.as_ref()));
+    let admits = |word: &str| {
+        ADMISSION.iter().any(|file| Path::new(file).file_stem() == Some(word.as_ref()))
+    };
     !name.split(|c: char| !c.is_alphanumeric()).any(|word| {
         SAFETY_CLAUSES.contains(&word)
             || SECURITY_WORDS.contains(&word)
@@ -64,7 +78,12 @@ pub(crate) fn excuse(tally: &mut Tally, most: usize, passes: impl Fn(&Test) -> b
 }
 
 /// Runs a test alone and returns whether it ran and passed. A skip that the whole run did not have (`known`) is its own.
-pub(crate) fn passes_alone(test: &Test, notes: &Path, variables: &[(&str, &str)], known: &[Skip]) -> bool {
+pub(crate) fn passes_alone(
+    test: &Test,
+    notes: &Path,
+    variables: &[(&str, &str)],
+    known: &[Skip],
+) -> bool {
     println!("again, alone: cargo test {} -- --exact {}", test.program.shown(), test.name);
     if skips::clear(notes).is_err() {
         return false;
@@ -159,7 +178,8 @@ mod tests {
             assert!(contract.contains(&format!("\n### {clause} ")), "{clause}");
         }
         // xtask depends on no kvx crate, so the suite has its own list.
-        let suite = std::fs::read_to_string(crate::root().join("kvx-testkit/src/suite.rs")).unwrap();
+        let suite =
+            std::fs::read_to_string(crate::root().join("kvx-testkit/src/suite.rs")).unwrap();
         let list = format!("const NEVER_A_GAP: &[&str] = &{SAFETY_CLAUSES:?};");
         assert!(suite.contains(&list), "NEVER_A_GAP of the testkit has to be {list}");
     }

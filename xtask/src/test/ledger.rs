@@ -31,16 +31,20 @@ impl Ledger {
         for failure in std::mem::take(&mut tally.excused) {
             let Some(Test { name, program }) = &failure.test else { continue };
             let program = &program.title;
-            let known = self.0.iter().find(|entry| entry.test == *name && entry.program == *program);
+            let known =
+                self.0.iter().find(|entry| entry.test == *name && entry.program == *program);
             if known.is_none() {
                 let mut lines = failure.printed.lines().map(str::trim);
                 let first = lines.find(|line| !line.is_empty()).unwrap_or("nothing");
                 let cause = format!("not known yet; it printed: {first}");
-                entries.push(format!("test: {name}\nprogram: {program}\ncause: {cause}\nfixed: no\n"));
+                entries
+                    .push(format!("test: {name}\nprogram: {program}\ncause: {cause}\nfixed: no\n"));
             }
             match known.and_then(|entry| entry.fixed.as_ref()) {
                 Some(fixed) => {
-                    tally.failures.push(failure.after(&format!("failed again, though fixed ({fixed})")));
+                    tally
+                        .failures
+                        .push(failure.after(&format!("failed again, though fixed ({fixed})")));
                 }
                 None => tally.excused.push(failure),
             }
@@ -55,7 +59,9 @@ fn parse(text: &str) -> std::result::Result<Vec<Entry>, String> {
     paragraphs
         .map(|lines| entry(lines).ok_or_else(|| lines.join(" / ")))
         .collect::<std::result::Result<_, _>>()
-        .map_err(|wrong| format!("not an entry of the four lines test, program, cause, fixed: {wrong}"))
+        .map_err(|wrong| {
+            format!("not an entry of the four lines test, program, cause, fixed: {wrong}")
+        })
 }
 
 fn entry(lines: &[&str]) -> Option<Entry> {
@@ -101,14 +107,16 @@ fixed: 2026-11-23, asks the kernel for one
         let (entries, tally) = review("known");
         assert!(entries.is_empty() && tally.excused.len() == 1 && tally.passed == 1);
         let (entries, tally) = review("new");
-        let wanted =
-            "test: new\nprogram: -p tcp --lib\ncause: not known yet; it printed: 1 is not 2\nfixed: no\n";
+        let wanted = "test: new\nprogram: -p tcp --lib\ncause: not known yet; it printed: 1 is not 2\nfixed: no\n";
         assert_eq!((entries[0].as_str(), tally.excused.len()), (wanted, 1));
         assert_eq!(parse(wanted).unwrap()[0].test, "new");
         let (entries, tally) = review("fixed");
         assert!(entries.is_empty() && tally.excused.is_empty());
         assert!(tally.failures[0].to_string().contains("asks the kernel for one"));
-        assert!(parse("test: a\nprogram: b\ncause: c\n").unwrap_err().contains("test: a"), "incomplete");
+        assert!(
+            parse("test: a\nprogram: b\ncause: c\n").unwrap_err().contains("test: a"),
+            "incomplete"
+        );
     }
 
     #[test]
@@ -119,7 +127,9 @@ fixed: 2026-11-23, asks the kernel for one
             let package = workspace.packages.iter().find(|package| package.name == words[1]);
             let package = package.unwrap_or_else(|| panic!("no package of {program}"));
             assert!(
-                words.get(3).is_none_or(|target| package.targets.iter().any(|it| it.name == *target)),
+                words
+                    .get(3)
+                    .is_none_or(|target| package.targets.iter().any(|it| it.name == *target)),
                 "{program}"
             );
         }

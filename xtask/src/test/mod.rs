@@ -32,7 +32,9 @@ pub(crate) const FEATURES: &str = "--all-features";
 pub(crate) fn run(options: &TestOptions) -> Result<bool> {
     let workspace = Metadata::of_members()?;
     let crates = match &options.package {
-        Some(name) if workspace.packages.iter().any(|package| package.name == *name) => format!("-p {name}"),
+        Some(name) if workspace.packages.iter().any(|package| package.name == *name) => {
+            format!("-p {name}")
+        }
         Some(name) => return Err(format!("the workspace has no crate {name}").into()),
         None => "--workspace".to_owned(),
     };
@@ -135,7 +137,8 @@ impl TestRun<'_> {
     /// Builds the test programs and runs them: several at a time, then those that must run alone.
     fn tests(&mut self) -> Result<Tally> {
         let programs = programs::build(&self.crates, self.options.tier(), &self.workspace)?;
-        let (alone, shared): (Vec<_>, Vec<_>) = programs.into_iter().partition(|program| program.alone);
+        let (alone, shared): (Vec<_>, Vec<_>) =
+            programs.into_iter().partition(|program| program.alone);
         // Most programs wait most of the time; those that work start two threads for it.
         let threads = std::thread::available_parallelism().map_or(2, |cores| cores.get().max(2));
         let count = shared.len() + alone.len();
@@ -149,7 +152,11 @@ impl TestRun<'_> {
             });
             let (done, took) = (done.fetch_add(1, Ordering::Relaxed) + 1, start.elapsed());
             let verdict = if tally.failures.is_empty() { "ok" } else { "FAILED" };
-            println!("{done:>3}/{count} {verdict:<6} {:>7.1} s  {}", took.as_secs_f64(), program.title);
+            println!(
+                "{done:>3}/{count} {verdict:<6} {:>7.1} s  {}",
+                took.as_secs_f64(),
+                program.title
+            );
             (program.title, took, tally)
         };
         let mut results = programs::run_in_parallel(shared, threads, run);

@@ -135,12 +135,13 @@ fn unknown(workspace: &Metadata) -> Option<String> {
 fn listed(output: &str, workspace: &Metadata) -> Result<Vec<TestProgram>> {
     let mut programs = Vec::new();
     for artifact in metadata::artifacts(output).filter(|artifact| artifact.profile.test) {
-        let Artifact { manifest_path: manifest, target, executable: Some(file), .. } = artifact else {
+        let Artifact { manifest_path: manifest, target, executable: Some(file), .. } = artifact
+        else {
             continue;
         };
         let package = workspace.packages.iter().find(|package| package.manifest_path == manifest);
-        let package =
-            package.ok_or_else(|| format!("cargo built a test of {}, no member", manifest.display()))?;
+        let package = package
+            .ok_or_else(|| format!("cargo built a test of {}, no member", manifest.display()))?;
         let [alone, fast] = LISTS.map(|list| package.listed(list).any(|name| name == target.name));
         let kind = target.kind[0].as_str();
         let flags = match kind {
@@ -203,7 +204,8 @@ mod tests {
 
     #[test]
     fn unknown_packages_and_targets_are_errors() {
-        let error = listed(&message("other", "lib", "other", true), &Metadata::from_text(WORKSPACE));
+        let error =
+            listed(&message("other", "lib", "other", true), &Metadata::from_text(WORKSPACE));
         assert!(error.unwrap_err().to_string().contains("/w/other/Cargo.toml"));
         assert_eq!(unknown(&Metadata::of_members().unwrap()), None);
         let wrong = unknown(&Metadata::from_text(WORKSPACE)).unwrap();

@@ -55,7 +55,8 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(20 * 60);
 
 /// Every step, in order.
 pub(crate) static STEPS: LazyLock<Vec<Step>> = LazyLock::new(|| {
-    let table: Table = toml::from_str(include_str!("../../steps.toml")).expect("a test parses steps.toml");
+    let table: Table =
+        toml::from_str(include_str!("../../steps.toml")).expect("a test parses steps.toml");
     table.steps
 });
 
@@ -100,9 +101,13 @@ mod tests {
             steps.map(|step| step.name.as_str()).collect::<Vec<_>>()
         };
         assert_eq!(of(Tier::Fast, None), ["format", "lints", "install", "tests"]);
-        let usual = ["format", "lints", "features", "docs", "install", "spelling", "kernels", "tests"];
+        let usual =
+            ["format", "lints", "features", "docs", "install", "spelling", "kernels", "tests"];
         assert_eq!(of(Tier::Usual, None), usual);
-        assert_eq!(of(Tier::Whole, None), STEPS.iter().map(|step| step.name.as_str()).collect::<Vec<_>>());
+        assert_eq!(
+            of(Tier::Whole, None),
+            STEPS.iter().map(|step| step.name.as_str()).collect::<Vec<_>>()
+        );
         assert!(of(Tier::Whole, Some("kvx-ucx")).contains(&"bindings"));
         assert!(!of(Tier::Whole, Some("kvx-ucx")).contains(&"demo"));
     }

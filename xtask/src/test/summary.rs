@@ -42,7 +42,8 @@ impl Summary {
     pub(crate) fn add_program(&mut self, title: &str, took: Duration, tally: &Tally) {
         self.programs.push((title.to_owned(), took));
         let left: Vec<_> = tally.left_to_the_whole.iter().cloned().collect();
-        self.left_to_the_whole.extend((!left.is_empty()).then(|| format!("{} ({title})", left.join(", "))));
+        self.left_to_the_whole
+            .extend((!left.is_empty()).then(|| format!("{} ({title})", left.join(", "))));
     }
 
     /// Returns whether nothing failed.
@@ -126,14 +127,21 @@ mod tests {
         let mut summary = Summary::new(false);
         assert!(summary.add("format", Duration::ZERO, Tally::of_check(None)) && summary.held());
         assert!(
-            summary.to_string().ends_with("\n0 known gaps held\n0 excused\n1 passed, 0 failed, 0 skipped")
+            summary
+                .to_string()
+                .ends_with("\n0 known gaps held\n0 excused\n1 passed, 0 failed, 0 skipped")
         );
         assert!(!summary.add("tests", Duration::from_millis(1500), tally()) && !summary.held());
-        let (text, last) =
-            (summary.to_string(), "1 known gaps held\n1 excused: keys\n8 passed, 1 failed, 2 skipped");
-        for part in
-            ["tests: frames (cargo", "keys (cargo", "namespaces: no iproute2; cure: --install", "1.5 s"]
-        {
+        let (text, last) = (
+            summary.to_string(),
+            "1 known gaps held\n1 excused: keys\n8 passed, 1 failed, 2 skipped",
+        );
+        for part in [
+            "tests: frames (cargo",
+            "keys (cargo",
+            "namespaces: no iproute2; cure: --install",
+            "1.5 s",
+        ] {
             assert!(text.contains(part), "{part} is not in:\n{text}");
         }
         assert!(text.ends_with(last) && !text.contains("whole.txt"), "{text}");
@@ -160,7 +168,11 @@ mod tests {
     #[test]
     fn a_required_skip_is_a_failure_unless_it_cannot_run_here() {
         let mut summary = Summary::new(true);
-        assert!(!summary.add("tests", Duration::ZERO, Tally { skips: tally().skips, ..Tally::default() }));
+        assert!(!summary.add(
+            "tests",
+            Duration::ZERO,
+            Tally { skips: tally().skips, ..Tally::default() }
+        ));
         let text = summary.to_string();
         assert!(text.contains("tests: skipped although required: namespaces"), "{text}");
         assert!(text.ends_with("0 passed, 1 failed, 1 skipped"), "{text}");

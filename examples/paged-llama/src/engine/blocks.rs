@@ -72,7 +72,8 @@ impl Blocks {
 
     /// The longest run of remembered blocks that these hashes begin with, now held by the caller too.
     pub(crate) fn find(&mut self, hashes: &[Hash]) -> Vec<u32> {
-        let found: Vec<u32> = hashes.iter().map_while(|hash| self.known.get(hash).copied()).collect();
+        let found: Vec<u32> =
+            hashes.iter().map_while(|hash| self.known.get(hash).copied()).collect();
         for block in &found {
             self.hold(*block);
         }
@@ -100,7 +101,10 @@ impl Blocks {
     /// A held block is full, and holds this.
     pub(crate) fn remember(&mut self, block: u32, hash: Hash) {
         // Of two blocks that hold the same the first is remembered.
-        if self.remembers && self.hashes[block as usize].is_none() && !self.known.contains_key(&hash) {
+        if self.remembers
+            && self.hashes[block as usize].is_none()
+            && !self.known.contains_key(&hash)
+        {
             self.known.insert(hash, block);
             self.hashes[block as usize] = Some(hash);
         }

@@ -291,7 +291,10 @@ impl Answer {
     }
 
     /// As [`next`](Self::next), for a future written by hand.
-    pub fn poll_next(&mut self, context: &mut std::task::Context<'_>) -> std::task::Poll<Option<Told>> {
+    pub fn poll_next(
+        &mut self,
+        context: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<Told>> {
         self.pieces.poll_recv(context)
     }
 }

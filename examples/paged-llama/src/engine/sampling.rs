@@ -46,7 +46,13 @@ impl Sampling {
 
     /// Chooses the token behind `prompt` and `given`. Depends on nothing else: neither on the batch nor on whether
     /// the request was interrupted. `banned` tokens are not chosen.
-    pub(crate) fn choose(&self, logits: &[f32], prompt: &[u32], given: &[u32], banned: &[u32]) -> u32 {
+    pub(crate) fn choose(
+        &self,
+        logits: &[f32],
+        prompt: &[u32],
+        given: &[u32],
+        banned: &[u32],
+    ) -> u32 {
         let mut logits = logits.to_vec();
         self.penalise(&mut logits, prompt, given);
         for token in banned {
@@ -57,7 +63,8 @@ impl Sampling {
         if self.temperature < 1e-5 {
             return likeliest(&logits);
         }
-        let mut random = Random(self.seed ^ (given.len() as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let mut random =
+            Random(self.seed ^ (given.len() as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let candidates = self.candidates(&logits);
         let total: f64 = candidates.iter().map(|(_, weight)| weight).sum();
         let mut left = random.below_one() * total;
@@ -101,7 +108,8 @@ impl Sampling {
     fn candidates(&self, logits: &[f32]) -> Vec<(u32, f64)> {
         let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let weight = |logit: f32| f64::from((logit - highest) / self.temperature).exp();
-        let mut all: Vec<_> = (0..).zip(logits).map(|(token, logit)| (token, weight(*logit))).collect();
+        let mut all: Vec<_> =
+            (0..).zip(logits).map(|(token, logit)| (token, weight(*logit))).collect();
         all.sort_by(|a: &(u32, f64), b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
         if self.top_k > 0 {
             all.truncate(self.top_k);
@@ -158,8 +166,9 @@ impl Logprob {
         let normal = f64::from(highest) + sum.ln();
         let logprob = |logit: f32| if raw { logit } else { (f64::from(logit) - normal) as f32 };
         let mut all: Vec<(u32, f32)> = (0..).zip(logits.iter().copied()).collect();
-        let by_logit =
-            |a: &(u32, f32), b: &(u32, f32)| -> Ordering { b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)) };
+        let by_logit = |a: &(u32, f32), b: &(u32, f32)| -> Ordering {
+            b.1.total_cmp(&a.1).then(a.0.cmp(&b.0))
+        };
         let top = top.min(all.len());
         if top > 0 && top < all.len() {
             all.select_nth_unstable_by(top - 1, by_logit);
@@ -179,7 +188,9 @@ mod tests {
     use super::*;
 
     fn many(sampling: &Sampling, logits: &[f32]) -> Vec<u32> {
-        (0..2000).map(|seed| Sampling { seed, ..sampling.clone() }.choose(logits, &[], &[], &[])).collect()
+        (0..2000)
+            .map(|seed| Sampling { seed, ..sampling.clone() }.choose(logits, &[], &[], &[]))
+            .collect()
     }
 
     #[test]
@@ -236,7 +247,8 @@ mod tests {
             sampling.penalise(&mut logits, prompt, given);
             logits
         };
-        let frequency = Sampling { frequency_penalty: 0.5, presence_penalty: 0.25, ..Sampling::default() };
+        let frequency =
+            Sampling { frequency_penalty: 0.5, presence_penalty: 0.25, ..Sampling::default() };
         assert_eq!(penalised(frequency, &[2], &[0, 0, 1]), [0.75, -2.75, 1.0]);
         let repetition = Sampling { repetition_penalty: 2.0, ..Sampling::default() };
         assert_eq!(penalised(repetition, &[0], &[1, 1]), [1.0, -4.0, 1.0]);

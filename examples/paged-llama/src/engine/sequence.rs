@@ -121,7 +121,8 @@ impl Sequence {
 
     /// Whether the logits of prompt tokens are still wanted.
     pub(super) fn wants_prompt_logits(&self) -> bool {
-        self.request.prompt_logprobs.is_some() && self.prompt_logprobs.len() + 1 < self.request.prompt.len()
+        self.request.prompt_logprobs.is_some()
+            && self.prompt_logprobs.len() + 1 < self.request.prompt.len()
     }
 
     /// The logits of the tokens from `start` on, in front of further tokens of the prompt.
@@ -138,7 +139,12 @@ impl Sequence {
     }
 
     /// Chooses the next token.
-    pub(super) fn choose(&mut self, logits: &[f32], tokenizer: &Tokenizer, limits: &Limits) -> Chosen {
+    pub(super) fn choose(
+        &mut self,
+        logits: &[f32],
+        tokenizer: &Tokenizer,
+        limits: &Limits,
+    ) -> Chosen {
         let (prompt, given) = self.tokens.split_at(self.request.prompt.len());
         let request = &self.request;
         let young = given.len() < request.min_tokens;
@@ -147,7 +153,8 @@ impl Sequence {
             false => Vec::new(),
         };
         let token = request.sampling.choose(logits, prompt, given, &banned);
-        let logprob = request.logprobs.map(|top| Logprob::of(logits, token, top, limits.raw_logits));
+        let logprob =
+            request.logprobs.map(|top| Logprob::of(logits, token, top, limits.raw_logits));
         self.tokens.push(token);
         let request = &self.request;
         let mut reason = if request.stop_tokens.contains(&token) {

@@ -62,7 +62,8 @@ impl Loop {
     pub(super) fn run(mut self, commands: &Receiver<Command>) -> Result<()> {
         let mut idle = false;
         loop {
-            let due = self.mover.due().map_or(IDLE, |due| due.saturating_duration_since(Instant::now()));
+            let due =
+                self.mover.due().map_or(IDLE, |due| due.saturating_duration_since(Instant::now()));
             let first = match idle {
                 true => commands.recv_timeout(due.min(IDLE)),
                 false => commands.try_recv().map_err(|_| RecvTimeoutError::Timeout),
@@ -91,7 +92,8 @@ impl Loop {
                 self.measure();
             }
             idle = !admitted && !computed;
-            let nobody = self.waiting.is_empty() && self.loading.is_empty() && self.running.is_empty();
+            let nobody =
+                self.waiting.is_empty() && self.loading.is_empty() && self.running.is_empty();
             if self.draining && nobody {
                 return Ok(());
             }
@@ -131,7 +133,12 @@ impl Loop {
 
     /// The request is over. Its blocks go back, or are kept until the outcome that `kept` names: those of a load are
     /// the ones that a peer still fills.
-    fn end(&mut self, sequence: &Sequence, status: Status, kept: Kept) -> Option<crate::kv::TransferParams> {
+    fn end(
+        &mut self,
+        sequence: &Sequence,
+        status: Status,
+        kept: Kept,
+    ) -> Option<crate::kv::TransferParams> {
         let needed = sequence.computed.div_ceil(self.limits.block_size).min(sequence.blocks.len());
         let (keep, params) = self.mover.ended(Ending {
             request: sequence.name(),
@@ -146,7 +153,8 @@ impl Loop {
             _ => 0..sequence.blocks.len(),
         };
         if keep {
-            self.kept.insert((sequence.name().to_owned(), kept), sequence.blocks[held.clone()].to_vec());
+            self.kept
+                .insert((sequence.name().to_owned(), kept), sequence.blocks[held.clone()].to_vec());
         }
         self.blocks.release(&sequence.blocks[held.end..]);
         self.blocks.release(&sequence.blocks[..held.start]);
@@ -173,7 +181,8 @@ impl Loop {
                     invalid = invalid.len(),
                     "KV load failure: {failure}"
                 );
-                let held: Vec<u32> = held.groups().iter().flat_map(|group| group.iter().copied()).collect();
+                let held: Vec<u32> =
+                    held.groups().iter().flat_map(|group| group.iter().copied()).collect();
                 let computed = match then {
                     Then::Fail => 0,
                     Then::Recompute { computed } => computed as usize,
@@ -181,7 +190,8 @@ impl Loop {
                 // What is right stays; all behind it gets other blocks.
                 let valid = computed / self.limits.block_size;
                 let behind = sequence.blocks.split_off(valid.min(sequence.blocks.len()));
-                let back: Vec<u32> = behind.into_iter().filter(|block| !held.contains(block)).collect();
+                let back: Vec<u32> =
+                    behind.into_iter().filter(|block| !held.contains(block)).collect();
                 self.blocks.release(&back);
                 if !held.is_empty() {
                     self.kept.insert((sequence.name().to_owned(), Kept::Load), held);
@@ -252,7 +262,8 @@ impl Loop {
             if let Some(taken) = self.blocks.take(count) {
                 return Some(taken);
             }
-            let last = self.waiting.iter_mut().rev().find(|sequence| !sequence.blocks.is_empty())?;
+            let last =
+                self.waiting.iter_mut().rev().find(|sequence| !sequence.blocks.is_empty())?;
             self.blocks.release(&last.give_up());
         }
     }
@@ -305,7 +316,9 @@ impl Loop {
             .collect();
         let rows = self.model.forward(&work)?;
         if rows.len() != chunks.len() {
-            return Err(Error::new("the model has not answered for each chunk that it was asked for"));
+            return Err(Error::new(
+                "the model has not answered for each chunk that it was asked for",
+            ));
         }
         let mut ended = Vec::new();
         for ((at, count), rows) in chunks.into_iter().zip(rows) {
@@ -363,7 +376,8 @@ impl Loop {
         let mut chunks = Vec::new();
         for decoding in [true, false] {
             for (at, sequence) in self.running.iter().enumerate() {
-                let has_room = sequence.tokens.len() <= sequence.blocks.len() * self.limits.block_size;
+                let has_room =
+                    sequence.tokens.len() <= sequence.blocks.len() * self.limits.block_size;
                 if (sequence.missing() == 1) == decoding && has_room && left > 0 {
                     let count = sequence.missing().min(left);
                     left -= count;

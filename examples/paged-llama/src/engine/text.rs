@@ -28,7 +28,8 @@ impl Text {
             return (std::mem::take(&mut self.kept), None);
         }
         // The first in the text, and of those that begin at one place the first that was named.
-        let found = self.stops.iter().filter_map(|stop| Some((self.kept.find(stop.as_str())?, stop)));
+        let found =
+            self.stops.iter().filter_map(|stop| Some((self.kept.find(stop.as_str())?, stop)));
         if let Some((at, stop)) = found.min_by_key(|(at, _)| *at) {
             let stop = stop.clone();
             self.kept.truncate(if self.include_stop { at + stop.len() } else { at });

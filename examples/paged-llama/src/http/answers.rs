@@ -50,12 +50,17 @@ impl Asked {
     /// The body of an answer that is not streamed.
     pub(crate) fn whole(&self, grown: &mut [Grown], service: &super::Service) -> Value {
         let tokenizer = &*service.tokenizer;
-        let counts: Vec<usize> =
-            grown.iter().map(|grown| if self.nothing_new { 0 } else { grown.tokens.len() }).collect();
+        let counts: Vec<usize> = grown
+            .iter()
+            .map(|grown| if self.nothing_new { 0 } else { grown.tokens.len() })
+            .collect();
         let usage = self.usage(&counts, grown.first().map_or(0, |grown| grown.cached), service);
         let transfer = grown.first().map_or(Value::Null, Grown::transfer);
-        let choices: Vec<Value> =
-            grown.iter_mut().enumerate().map(|(index, grown)| self.choice(index, grown, tokenizer)).collect();
+        let choices: Vec<Value> = grown
+            .iter_mut()
+            .enumerate()
+            .map(|(index, grown)| self.choice(index, grown, tokenizer))
+            .collect();
         let mut body = json!({
             "id": self.id, "object": if self.chat { "chat.completion" } else { "text_completion" },
             "created": self.created, "model": self.model, "choices": choices, "service_tier": null,
@@ -153,7 +158,8 @@ impl Asked {
     pub(crate) fn usage_chunk(&self, grown: &[Grown], service: &super::Service) -> Value {
         let counts: Vec<usize> = grown.iter().map(|grown| grown.tokens.len()).collect();
         let mut chunk = self.bare_chunk(Vec::new());
-        chunk["usage"] = self.usage(&counts, grown.first().map_or(0, |grown| grown.cached), service);
+        chunk["usage"] =
+            self.usage(&counts, grown.first().map_or(0, |grown| grown.cached), service);
         chunk
     }
 
@@ -167,7 +173,8 @@ impl Asked {
     fn usage(&self, counts: &[usize], cached: usize, service: &super::Service) -> Value {
         let prompt: usize = self.prompts.iter().map(|prompt| prompt.tokens.len()).sum();
         let completion: usize = counts.iter().sum();
-        let details = if service.prompt_details { json!({ "cached_tokens": cached }) } else { Value::Null };
+        let details =
+            if service.prompt_details { json!({ "cached_tokens": cached }) } else { Value::Null };
         json!({
             "prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion,
             "prompt_tokens_details": details,
@@ -175,7 +182,13 @@ impl Asked {
     }
 
     /// The probabilities of the tokens in `grown`, with those of an echoed prompt in front if `first`.
-    fn logprobs_of(&self, index: usize, grown: &mut Grown, tokenizer: &Tokenizer, first: bool) -> Value {
+    fn logprobs_of(
+        &self,
+        index: usize,
+        grown: &mut Grown,
+        tokenizer: &Tokenizer,
+        first: bool,
+    ) -> Value {
         if self.logprobs.is_none() {
             return Value::Null;
         }

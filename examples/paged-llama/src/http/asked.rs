@@ -90,9 +90,13 @@ impl Asked {
             return Err(Refusal::of("top_p", "top_p must be in (0, 1], got 0."));
         }
         let seed = fields.integer("seed")?;
-        let repetition = fields.number("repetition_penalty", 0.0, 100.0)?.or(generation.repetition_penalty);
+        let repetition =
+            fields.number("repetition_penalty", 0.0, 100.0)?.or(generation.repetition_penalty);
         let sampling = Sampling {
-            temperature: fields.number("temperature", 0.0, 100.0)?.or(generation.temperature).unwrap_or(1.0),
+            temperature: fields
+                .number("temperature", 0.0, 100.0)?
+                .or(generation.temperature)
+                .unwrap_or(1.0),
             top_p: top_p.or(generation.top_p).unwrap_or(1.0),
             top_k: top_k.or(generation.top_k).unwrap_or(0),
             min_p: fields.number("min_p", 0.0, 1.0)?.or(generation.min_p).unwrap_or(0.0),
@@ -111,7 +115,10 @@ impl Asked {
         };
         let echo = fields.flag("echo")?;
         if chat && echo {
-            return Err(Refusal::of("echo", "echo is not supported by this server's chats; leave it out"));
+            return Err(Refusal::of(
+                "echo",
+                "echo is not supported by this server's chats; leave it out",
+            ));
         }
         let nothing_new = limit == Some(0);
         if nothing_new && (chat || !echo) {
@@ -120,8 +127,9 @@ impl Asked {
         let min_tokens = fields.count("min_tokens", 0)?.unwrap_or(0);
         if limit.is_some_and(|limit| min_tokens > limit.max(1)) {
             let limit = limit.unwrap_or_default();
-            let words =
-                format!("min_tokens must be less than or equal to max_tokens={limit}, got {min_tokens}.");
+            let words = format!(
+                "min_tokens must be less than or equal to max_tokens={limit}, got {min_tokens}."
+            );
             return Err(Refusal::of("min_tokens", words));
         }
         let stop = fields.texts("stop")?;
@@ -130,22 +138,34 @@ impl Asked {
         }
         let stop_tokens = fields.tokens("stop_token_ids")?;
         let longest_stop = stop.iter().map(String::len).max().unwrap_or(0);
-        if stop.len() > MOST_STOPS || longest_stop > LONGEST_STOP || stop_tokens.len() > MOST_STOP_TOKENS {
+        if stop.len() > MOST_STOPS
+            || longest_stop > LONGEST_STOP
+            || stop_tokens.len() > MOST_STOP_TOKENS
+        {
             let words = format!(
                 "at most {MOST_STOPS} stops of {LONGEST_STOP} bytes each and {MOST_STOP_TOKENS} stop_token_ids"
             );
             return Err(Refusal::of("stop", words));
         }
         let ignores_ends = fields.flag("ignore_eos")?;
+        let name = headers
+            .get("x-request-id")
+            .and_then(|name| name.to_str().ok())
+            .filter(|name| name.len() <= 256);
         let name =
-            headers.get("x-request-id").and_then(|name| name.to_str().ok()).filter(|name| name.len() <= 256);
-        let name = name.map_or_else(|| format!("{:016x}{:016x}", random(), random()), str::to_owned);
+            name.map_or_else(|| format!("{:016x}{:016x}", random(), random()), str::to_owned);
         let asked = Asked {
             chat,
             id: format!("{}-{name}", if chat { "chatcmpl" } else { "cmpl" }),
-            created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+            created: SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .map_or(0, |since| since.as_secs()),
             model,
-            prompts: if chat { vec![chat::prompt(service, &fields)?] } else { prompts(service, &fields)? },
+            prompts: if chat {
+                vec![chat::prompt(service, &fields)?]
+            } else {
+                prompts(service, &fields)?
+            },
             n,
             stream,
             include_usage,
@@ -186,11 +206,15 @@ impl Asked {
         // Each probability that is told is held until the answer is whole: of the prompt, too, where it is echoed.
         let new = self.max_tokens.unwrap_or(longest).min(longest);
         let echoed = |prompt: &Prompt| if self.echo { prompt.tokens.len() } else { 0 };
-        let tokens = self.prompts.iter().map(|prompt| new + echoed(prompt)).fold(0, usize::saturating_add);
+        let tokens =
+            self.prompts.iter().map(|prompt| new + echoed(prompt)).fold(0, usize::saturating_add);
         let told = self.logprobs.map_or(0, |top| top + 1);
         let told = tokens.saturating_mul(self.n).saturating_mul(told);
         if told > MOST_TOLD {
-            return Err(Refusal::of("logprobs", "that is too much to tell: lower n, max_tokens or logprobs"));
+            return Err(Refusal::of(
+                "logprobs",
+                "that is too much to tell: lower n, max_tokens or logprobs",
+            ));
         }
         for prompt in &self.prompts {
             let tokens = prompt.tokens.len();
@@ -242,7 +266,11 @@ impl Asked {
             name = format!("{child}_{name}");
         }
         let sampling = Sampling {
-            seed: if self.seeded { self.sampling.seed.wrapping_add(child as u64) } else { random() },
+            seed: if self.seeded {
+                self.sampling.seed.wrapping_add(child as u64)
+            } else {
+                random()
+            },
             ..self.sampling.clone()
         };
         Request {
@@ -285,10 +313,14 @@ fn random() -> u64 {
 fn stream_options(fields: &Fields<'_>, stream: bool) -> Read<(bool, bool)> {
     let Some(options) = fields.get("stream_options") else { return Ok((false, false)) };
     if !stream {
-        return Err(Refusal::of("stream_options", "Stream options can only be defined when `stream=True`."));
+        return Err(Refusal::of(
+            "stream_options",
+            "Stream options can only be defined when `stream=True`.",
+        ));
     }
-    let options =
-        options.as_object().ok_or_else(|| Refusal::of("stream_options", "stream_options is no object"))?;
+    let options = options
+        .as_object()
+        .ok_or_else(|| Refusal::of("stream_options", "stream_options is no object"))?;
     let options = Fields(options);
     Ok((options.flag("include_usage")?, options.flag("continuous_usage_stats")?))
 }
@@ -310,15 +342,17 @@ fn logprobs(service: &Service, fields: &Fields<'_>, chat: bool) -> Read<Option<u
     let top = check("top_logprobs", fields.integer("top_logprobs")?)?;
     match (fields.flag("logprobs")?, top) {
         (true, top) => Ok(Some(top.unwrap_or(0))),
-        (false, Some(1..)) => {
-            Err(Refusal::of("top_logprobs", "when using `top_logprobs`, `logprobs` must be set to true."))
-        }
+        (false, Some(1..)) => Err(Refusal::of(
+            "top_logprobs",
+            "when using `top_logprobs`, `logprobs` must be set to true.",
+        )),
         (false, _) => Ok(None),
     }
 }
 
 fn too_many(answers: usize) -> Refusal {
-    let words = format!("{answers} answers to one request are too many; ask for at most {MOST_ANSWERS}");
+    let words =
+        format!("{answers} answers to one request are too many; ask for at most {MOST_ANSWERS}");
     Refusal::of("n", words)
 }
 
@@ -356,5 +390,6 @@ fn prompts(service: &Service, fields: &Fields<'_>) -> Read<Vec<Prompt>> {
 }
 
 fn transfer(value: &Value) -> Read<TransferParams> {
-    TransferParams::from_value(value).map_err(|why| Refusal::of("kv_transfer_params", why.to_string()))
+    TransferParams::from_value(value)
+        .map_err(|why| Refusal::of("kv_transfer_params", why.to_string()))
 }

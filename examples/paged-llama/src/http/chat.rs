@@ -9,17 +9,18 @@ use super::refusal::Refusal;
 
 /// What a chat template makes of `messages`.
 pub(crate) fn prompt(service: &Service, fields: &Fields<'_>) -> Read<Prompt> {
-    let messages = fields.get("messages").ok_or_else(|| Refusal::bad("messages: Field required"))?;
+    let messages =
+        fields.get("messages").ok_or_else(|| Refusal::bad("messages: Field required"))?;
     let messages = messages.as_array().filter(|messages| !messages.is_empty());
-    let messages = messages
-        .ok_or_else(|| Refusal::of("messages", "messages has to be a list with a message at least"))?;
+    let messages = messages.ok_or_else(|| {
+        Refusal::of("messages", "messages has to be a list with a message at least")
+    })?;
     let messages: Vec<Value> = messages.iter().map(message).collect::<Read<_>>()?;
     let continues = fields.flag("continue_final_message")?;
     let mut more = Map::new();
     let adds = fields.flag_or("add_generation_prompt", true)?;
     if continues && adds {
-        let words =
-            "continue_final_message and add_generation_prompt cannot both be true: set one of them to false";
+        let words = "continue_final_message and add_generation_prompt cannot both be true: set one of them to false";
         return Err(Refusal::of("continue_final_message", words));
     }
     if continues {
@@ -33,7 +34,10 @@ pub(crate) fn prompt(service: &Service, fields: &Fields<'_>) -> Read<Prompt> {
         None => {}
         Some(Value::Object(kwargs)) => more.extend(kwargs.clone()),
         Some(_) => {
-            return Err(Refusal::of("chat_template_kwargs", "chat_template_kwargs has to be an object"));
+            return Err(Refusal::of(
+                "chat_template_kwargs",
+                "chat_template_kwargs has to be an object",
+            ));
         }
     }
     let text = service
@@ -48,7 +52,8 @@ pub(crate) fn prompt(service: &Service, fields: &Fields<'_>) -> Read<Prompt> {
 /// A message whose content is text: several parts of text become one.
 fn message(message: &Value) -> Read<Value> {
     let wrong = |words: &str| Refusal::of("messages", words);
-    let mut message = message.as_object().ok_or_else(|| wrong("a message has to be an object"))?.clone();
+    let mut message =
+        message.as_object().ok_or_else(|| wrong("a message has to be an object"))?.clone();
     if !message.get("role").is_some_and(Value::is_string) {
         return Err(wrong("a message has a role, which is a string"));
     }
@@ -64,8 +69,9 @@ fn message(message: &Value) -> Read<Value> {
                 _ => None,
             });
             let texts: Option<Vec<_>> = texts.collect();
-            let text =
-                texts.ok_or_else(|| wrong("this model reads text only: leave other parts out"))?.join("\n");
+            let text = texts
+                .ok_or_else(|| wrong("this model reads text only: leave other parts out"))?
+                .join("\n");
             message.insert("content".into(), text.into());
         }
         Some(_) => return Err(wrong("a message's content has to be a string or a list of parts")),

@@ -61,7 +61,11 @@ impl<S: Sync> FromRequestParts<S> for Client {
 }
 
 /// Errors: the parameters name another engine, are not signed by it, and do not come from this machine.
-pub(super) fn check_params(trust: &ParamsTrust, client: Client, params: &TransferParams) -> Read<()> {
+pub(super) fn check_params(
+    trust: &ParamsTrust,
+    client: Client,
+    params: &TransferParams,
+) -> Read<()> {
     let refused = |words: String| Refusal {
         field: Some("kv_transfer_params"),
         ..Refusal::new(StatusCode::FORBIDDEN, words)
@@ -69,11 +73,16 @@ pub(super) fn check_params(trust: &ParamsTrust, client: Client, params: &Transfe
     if trust.has_secret() {
         // Others name no blocks: those of a router, and those by which no engine loads.
         let remote = params.remote_blocks().ok();
-        return remote.map_or(Ok(()), |remote| trust.check(&remote)).map_err(|why| refused(why.to_string()));
+        return remote
+            .map_or(Ok(()), |remote| trust.check(&remote))
+            .map_err(|why| refused(why.to_string()));
     }
     let loads = params.do_remote_prefill || params.names_remote();
     let host = engine_host(params);
-    if !loads || client == Client::ThisMachine || host.is_some_and(|host| trust.allows_unsigned(host)) {
+    if !loads
+        || client == Client::ThisMachine
+        || host.is_some_and(|host| trust.allows_unsigned(host))
+    {
         return Ok(());
     }
     let host = host.unwrap_or("its host");
@@ -144,7 +153,10 @@ mod tests {
         altered.remote_block_ids = Some(vec![vec![2]]);
         for client in [Client::ThisMachine, Client::Elsewhere] {
             assert_eq!(check_params(&trust, client, &signed), Ok(()));
-            assert_eq!(check_params(&trust, client, &params(&json!({"remote_host": "10.0.0.2"}))), Ok(()));
+            assert_eq!(
+                check_params(&trust, client, &params(&json!({"remote_host": "10.0.0.2"}))),
+                Ok(())
+            );
             for wrong in [&altered, &params(&json!({}))] {
                 let refusal = check_params(&trust, client, wrong).unwrap_err();
                 assert_eq!(refusal.status, StatusCode::FORBIDDEN);

@@ -41,7 +41,8 @@ pub(crate) struct Fields<'a>(pub(crate) &'a Map<String, Value>);
 impl<'a> Fields<'a> {
     /// A body that asks for nothing that this server does not do.
     pub(crate) fn of(body: &'a Value) -> Read<Self> {
-        let object = body.as_object().ok_or_else(|| Refusal::bad("the body has to be a JSON object"))?;
+        let object =
+            body.as_object().ok_or_else(|| Refusal::bad("the body has to be a JSON object"))?;
         let fields = Fields(object);
         for field in UNSUPPORTED {
             let wanted = match fields.get(field) {
@@ -64,7 +65,10 @@ impl<'a> Fields<'a> {
         }
         let format = fields.get("response_format").map(|format| &format["type"]);
         if format.is_some_and(|format| format != "text") {
-            return Err(Refusal::of("response_format", "response_format can only be of the type text here"));
+            return Err(Refusal::of(
+                "response_format",
+                "response_format can only be of the type text here",
+            ));
         }
         Ok(fields)
     }
@@ -103,9 +107,9 @@ impl<'a> Fields<'a> {
     pub(crate) fn integer(&self, key: &'static str) -> Read<Option<i64>> {
         // Python takes 5.0 for 5.
         let whole = |value: &Value| {
-            value
-                .as_i64()
-                .or_else(|| value.as_f64().filter(|number| number.fract() == 0.0).map(|number| number as i64))
+            value.as_i64().or_else(|| {
+                value.as_f64().filter(|number| number.fract() == 0.0).map(|number| number as i64)
+            })
         };
         self.read(key, "integer", whole)
     }
@@ -142,7 +146,9 @@ impl<'a> Fields<'a> {
     pub(crate) fn texts(&self, key: &'static str) -> Read<Vec<String>> {
         let texts = self.read(key, "string or list of strings", |value| match value {
             Value::String(text) => Some(vec![text.clone()]),
-            Value::Array(texts) => texts.iter().map(|text| text.as_str().map(str::to_owned)).collect(),
+            Value::Array(texts) => {
+                texts.iter().map(|text| text.as_str().map(str::to_owned)).collect()
+            }
             _ => None,
         })?;
         Ok(texts.unwrap_or_default())
@@ -151,7 +157,11 @@ impl<'a> Fields<'a> {
 
 /// A list of tokens.
 pub(crate) fn tokens(value: &Value) -> Option<Vec<u32>> {
-    value.as_array()?.iter().map(|token| token.as_u64().and_then(|token| u32::try_from(token).ok())).collect()
+    value
+        .as_array()?
+        .iter()
+        .map(|token| token.as_u64().and_then(|token| u32::try_from(token).ok()))
+        .collect()
 }
 
 fn short(value: &Value) -> String {

@@ -69,7 +69,8 @@ impl Alike {
     /// What a host has that is not as here, if anything is.
     fn different(&self, host: &Alike) -> Option<String> {
         let (here, host) = (json!(self), json!(host));
-        let fields = here.as_object()?.iter().filter(|(name, value)| host[name.as_str()] != **value);
+        let fields =
+            here.as_object()?.iter().filter(|(name, value)| host[name.as_str()] != **value);
         let told = |(name, value): (&String, &Value)| {
             format!("{name} is {value} at the head and {} at this host", host[name.as_str()])
         };
@@ -135,12 +136,20 @@ impl Hosts {
                     let known = is_known.clone();
                     let task = tokio::spawn(async move {
                         match timeout(WORD, hosts.admit(stream, &known)).await {
-                            Ok(Ok(ranks)) => tracing::info!("{} have joined from {from}", named(&ranks)),
-                            Ok(Err(why)) => tracing::warn!("a host at {from} has not joined: {why}"),
+                            Ok(Ok(ranks)) => {
+                                tracing::info!("{} have joined from {from}", named(&ranks))
+                            }
+                            Ok(Err(why)) => {
+                                tracing::warn!("a host at {from} has not joined: {why}")
+                            }
                             Err(_) => tracing::warn!("a host at {from} said nothing for {WORD:?}"),
                         }
                     });
-                    unknown.add(UnknownConnection { from: from.ip(), task: task.abort_handle(), is_known });
+                    unknown.add(UnknownConnection {
+                        from: from.ip(),
+                        task: task.abort_handle(),
+                        is_known,
+                    });
                 }
                 Err(why) => {
                     tracing::warn!("hosts cannot join: {why}");
@@ -181,7 +190,10 @@ impl Hosts {
         let gone = ranks.clone();
         tokio::spawn(async move {
             let why = connection.await.err().map_or_else(String::new, |why| format!(": {why}"));
-            tracing::error!("{} have gone{why}; start them again and they join again", named(&gone));
+            tracing::error!(
+                "{} have gone{why}; start them again and they join again",
+                named(&gone)
+            );
         });
         self.news.notify_one();
         Ok(ranks)
@@ -193,7 +205,8 @@ impl Hosts {
         if let Some(different) = self.alike.different(alike) {
             return Some(format!("{different}: start both with the same"));
         }
-        if ranks.is_empty() || ranks.start < self.elsewhere.start || ranks.end > self.elsewhere.end {
+        if ranks.is_empty() || ranks.start < self.elsewhere.start || ranks.end > self.elsewhere.end
+        {
             return Some(format!(
                 "{} cannot join: {} are on other hosts than the head; see --data-parallel-start-rank and \
                  --data-parallel-size-local",
@@ -238,8 +251,9 @@ impl Hosts {
         let gone = || Refusal::internal(format!("rank {rank} has gone; the head's log says when"));
         let host = self.joined().iter().find(|host| host.ranks.contains(&rank)).cloned();
         let Joined { ranks, mut asking } = host.ok_or_else(gone)?;
-        let mut request =
-            Request::post(format!("http://rank-{rank}{path}")).body(Body::from(body)).map_err(|_| gone())?;
+        let mut request = Request::post(format!("http://rank-{rank}{path}"))
+            .body(Body::from(body))
+            .map_err(|_| gone())?;
         for name in FORWARDED {
             if let Some(value) = headers.get(&name) {
                 request.headers_mut().insert(name, value.clone());
@@ -300,8 +314,13 @@ fn named(ranks: &Range<usize>) -> String {
 }
 
 fn taken(joined: &[Joined], ranks: &Range<usize>) -> Option<String> {
-    let taken = joined.iter().find(|host| host.ranks.start < ranks.end && ranks.start < host.ranks.end)?;
-    Some(format!("{} cannot join: {} are there; end that host first", named(ranks), named(&taken.ranks)))
+    let taken =
+        joined.iter().find(|host| host.ranks.start < ranks.end && ranks.start < host.ranks.end)?;
+    Some(format!(
+        "{} cannot join: {} are there; end that host first",
+        named(ranks),
+        named(&taken.ranks)
+    ))
 }
 
 async fn told(mut asking: SendRequest<Body>) -> Option<String> {
@@ -309,7 +328,8 @@ async fn told(mut asking: SendRequest<Body>) -> Option<String> {
     let text = async {
         asking.ready().await.ok()?;
         let answer = asking.send_request(request).await.ok()?;
-        let body = axum::body::to_bytes(Body::new(answer.into_body()), LONGEST_METRICS).await.ok()?;
+        let body =
+            axum::body::to_bytes(Body::new(answer.into_body()), LONGEST_METRICS).await.ok()?;
         String::from_utf8(body.to_vec()).ok()
     };
     timeout(WORD, text).await.ok().flatten()
@@ -336,7 +356,10 @@ fn merged(texts: &[String]) -> String {
         }
     }
     let lines = families.into_values().filter(|(_, lines)| !lines.is_empty());
-    lines.flat_map(|(heads, lines)| heads.into_iter().chain(lines)).flat_map(|line| [line, "\n"]).collect()
+    lines
+        .flat_map(|(heads, lines)| heads.into_iter().chain(lines))
+        .flat_map(|line| [line, "\n"])
+        .collect()
 }
 
 /// Errors: `address` is beyond loopback, and there is no secret to prove there.
@@ -422,7 +445,9 @@ async fn join(
             Some(_) => "",
             None => ", or has it a secret, which is to be in KVX_SECRET_FILE here too",
         };
-        ModelError::new(format!("{host}:{port} does not answer as a head does{why}: is it one{secret}?"))
+        ModelError::new(format!(
+            "{host}:{port} does not answer as a head does{why}: is it one{secret}?"
+        ))
     };
     let (stream, refused): (_, Option<String>) = timeout(WORD, async {
         let mut stream = sealed::connect(stream, secret).await?;
@@ -512,7 +537,8 @@ mod tests {
         let mut unknown = UnknownConnections::default();
         let mut add = |host: u8, is_known: bool| {
             let task = tokio::spawn(std::future::pending::<()>());
-            let (from, is_known) = (IpAddr::from([10, 0, 0, host]), Arc::new(AtomicBool::new(is_known)));
+            let (from, is_known) =
+                (IpAddr::from([10, 0, 0, host]), Arc::new(AtomicBool::new(is_known)));
             unknown.add(UnknownConnection { from, task: task.abort_handle(), is_known });
             task
         };
@@ -547,9 +573,12 @@ mod tests {
         let head = ("127.0.0.1".to_owned(), listener.local_addr().unwrap().port());
         tokio::spawn(hosts.clone().accept(listener));
         let mut strangers = Vec::new();
-        for word in
-            [&b"\xff\xff\xff\xff"[..], b"\x00\x00\x00\x02{}", b"\x00\x00\x00\x01", b"GET / HTTP/1.1\r\n\r\n"]
-        {
+        for word in [
+            &b"\xff\xff\xff\xff"[..],
+            b"\x00\x00\x00\x02{}",
+            b"\x00\x00\x00\x01",
+            b"GET / HTTP/1.1\r\n\r\n",
+        ] {
             let mut stream = TcpStream::connect((head.0.as_str(), head.1)).await.unwrap();
             stream.write_all(word).await.unwrap();
             strangers.push(stream);
@@ -589,13 +618,17 @@ mod tests {
             secret.is_some()
         );
         let of_client = ["authorization", "content-type", "cookie", "x-api-key", "x-request-id"];
-        let headers = of_client.map(|name| (HeaderName::from_static(name), HeaderValue::from_static("a")));
+        let headers =
+            of_client.map(|name| (HeaderName::from_static(name), HeaderValue::from_static("a")));
         let answer = hosts
             .ask(2, "/headers", Client::Elsewhere, &HeaderMap::from_iter(headers), Bytes::new())
             .await
             .unwrap();
         let names = axum::body::to_bytes(answer.into_body(), 1 << 10).await.unwrap();
-        assert_eq!(names, "content-length content-type x-data-parallel-rank x-kvx-client x-request-id");
+        assert_eq!(
+            names,
+            "content-length content-type x-data-parallel-rank x-kvx-client x-request-id"
+        );
         assert_eq!(hosts.metrics(String::new()).await, "x{engine=\"2\"} 1\n");
         stop.send(()).unwrap();
         timeout(WORD, following).await.unwrap().unwrap().unwrap();
@@ -603,8 +636,10 @@ mod tests {
         while hosts.has(3) && Instant::now() < until {
             sleep(AGAIN).await;
         }
-        let refusal =
-            hosts.ask(3, "/", Client::ThisMachine, &HeaderMap::new(), Bytes::new()).await.unwrap_err();
+        let refusal = hosts
+            .ask(3, "/", Client::ThisMachine, &HeaderMap::new(), Bytes::new())
+            .await
+            .unwrap_err();
         assert_eq!(
             (refusal.status, refusal.words.contains("rank 3 has gone")),
             (StatusCode::INTERNAL_SERVER_ERROR, true)

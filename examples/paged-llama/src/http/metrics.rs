@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use metrics::{
-    Counter, CounterFn, Gauge, GaugeFn, Histogram, HistogramFn, Key, KeyName, Metadata, SharedString, Unit,
+    Counter, CounterFn, Gauge, GaugeFn, Histogram, HistogramFn, Key, KeyName, Metadata,
+    SharedString, Unit,
 };
 
 use crate::kv;
@@ -14,8 +15,8 @@ use crate::model::{ModelError, Result};
 
 /// Seconds of most of what is timed here.
 const SECONDS: &[f64] = &[
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
-    10.0, 20.0, 40.0, 80.0, 160.0,
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
 ];
 
 /// The bounds of a histogram's buckets: of transfers those that the connector tells.
@@ -64,11 +65,14 @@ impl Recorder {
 
     /// Name and labels, as they are written.
     fn key(&self, key: &Key) -> (String, String) {
-        let mut labels: Vec<(&str, &str)> = key.labels().map(|label| (label.key(), label.value())).collect();
-        if key.name().starts_with("vllm:") && labels.iter().all(|(label, _)| *label != "model_name") {
+        let mut labels: Vec<(&str, &str)> =
+            key.labels().map(|label| (label.key(), label.value())).collect();
+        if key.name().starts_with("vllm:") && labels.iter().all(|(label, _)| *label != "model_name")
+        {
             labels.push(("model_name", &self.0.model));
         }
-        let quoted = |value: &str| value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
+        let quoted =
+            |value: &str| value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
         let labels: Vec<String> =
             labels.iter().map(|(name, value)| format!("{name}=\"{}\"", quoted(value))).collect();
         (key.name().to_owned(), labels.join(","))
@@ -99,7 +103,9 @@ impl metrics::Recorder for Recorder {
     fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
         let (name, labels) = self.key(key);
         let mut counters = locked(&self.0.counters);
-        Counter::from_arc(Arc::new(Count(counters.entry((of_counter(&name), labels)).or_default().clone())))
+        Counter::from_arc(Arc::new(Count(
+            counters.entry((of_counter(&name), labels)).or_default().clone(),
+        )))
     }
 
     fn register_gauge(&self, key: &Key, _: &Metadata<'_>) -> Gauge {
@@ -108,7 +114,9 @@ impl metrics::Recorder for Recorder {
 
     fn register_histogram(&self, key: &Key, _: &Metadata<'_>) -> Histogram {
         let spread = || Arc::new(Spread::new(bounds(key.name())));
-        Histogram::from_arc(locked(&self.0.histograms).entry(self.key(key)).or_insert_with(spread).clone())
+        Histogram::from_arc(
+            locked(&self.0.histograms).entry(self.key(key)).or_insert_with(spread).clone(),
+        )
     }
 }
 
@@ -144,7 +152,12 @@ impl fmt::Display for Recorder {
                 writeln!(f, "{name}_bucket{{{labels}{comma}le=\"{end}\"}} {sum}")?;
             }
             let total = f64::from_bits(spread.sum.0.load(Relaxed));
-            writeln!(f, "{name}_sum{} {total}\n{name}_count{} {sum}", braced(labels), braced(labels))?;
+            writeln!(
+                f,
+                "{name}_sum{} {total}\n{name}_count{} {sum}",
+                braced(labels),
+                braced(labels)
+            )?;
         }
         Ok(())
     }

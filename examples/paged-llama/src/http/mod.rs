@@ -110,7 +110,10 @@ impl Service {
             return Ok(chosen);
         }
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-        Ok((0..ranks).map(|more| (turn + more) % ranks).find(|rank| self.hosts.has(*rank)).unwrap_or(0))
+        Ok((0..ranks)
+            .map(|more| (turn + more) % ranks)
+            .find(|rank| self.hosts.has(*rank))
+            .unwrap_or(0))
     }
 
     /// The name of a model that a request asks for; without one, this server's.
@@ -128,7 +131,8 @@ impl Service {
         self: &Arc<Self>,
         reading: impl FnOnce(&Self) -> Read<T> + Send + 'static,
     ) -> Read<T> {
-        let failed = || Refusal::internal("the request could not be read; the server's log says why");
+        let failed =
+            || Refusal::internal("the request could not be read; the server's log says why");
         // The thread keeps its place also when the client has gone.
         let place = self.readers.0.clone().acquire_owned().await.map_err(|_| failed())?;
         let service = self.clone();
@@ -251,11 +255,14 @@ async fn complete(
         let path = if chat { CHAT_COMPLETIONS } else { COMPLETIONS };
         return service.hosts.ask(rank, path, client, &headers, body).await;
     };
-    let read =
-        move |service: &Service| Asked::read(service, chat, client, &headers, &read_json(&headers, &body)?);
+    let read = move |service: &Service| {
+        Asked::read(service, chat, client, &headers, &read_json(&headers, &body)?)
+    };
     let asked = service.read(read).await?;
     if !service.is_alive() {
-        return Err(Refusal::internal("EngineCore encountered an issue; the server's log says which."));
+        return Err(Refusal::internal(
+            "EngineCore encountered an issue; the server's log says which.",
+        ));
     }
     let submit = |index| engine.submit(asked.request(&service, index));
     let mut answers: Vec<_> = (0..asked.answers()).map(submit).collect();
@@ -287,7 +294,8 @@ fn read_json(headers: &HeaderMap, body: &[u8]) -> Read<Value> {
         let words = "Unsupported Media Type: Only 'application/json' is allowed";
         return Err(Refusal::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, words));
     }
-    serde_json::from_slice(body).map_err(|error| Refusal::bad(format!("JSON decode error: {error}")))
+    serde_json::from_slice(body)
+        .map_err(|error| Refusal::bad(format!("JSON decode error: {error}")))
 }
 
 async fn models(State(service): Shared) -> Response<Body> {

@@ -5,7 +5,9 @@ use std::io;
 use std::time::Duration;
 
 use kvx_noise::{MESSAGE, NoiseHandshake, RECORD, Seals, derive_key};
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, DuplexStream, duplex, split};
+use tokio::io::{
+    AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, DuplexStream, duplex, split,
+};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
@@ -26,7 +28,10 @@ pub(super) trait Connection: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Connection for T {}
 
 /// The host's end, which has connected.
-pub(super) async fn connect(mut stream: TcpStream, secret: Option<&Secret>) -> Result<Box<dyn Connection>> {
+pub(super) async fn connect(
+    mut stream: TcpStream,
+    secret: Option<&Secret>,
+) -> Result<Box<dyn Connection>> {
     stream.set_nodelay(true).map_err(ModelError::of)?;
     let Some(secret) = secret else { return Ok(Box::new(stream)) };
     let mut handshake =
@@ -42,7 +47,10 @@ pub(super) async fn connect(mut stream: TcpStream, secret: Option<&Secret>) -> R
 }
 
 /// The head's end. A peer without the secret gets no answer.
-pub(super) async fn accept(mut stream: TcpStream, secret: Option<&Secret>) -> Result<Box<dyn Connection>> {
+pub(super) async fn accept(
+    mut stream: TcpStream,
+    secret: Option<&Secret>,
+) -> Result<Box<dyn Connection>> {
     stream.set_nodelay(true).map_err(ModelError::of)?;
     let Some(secret) = secret else { return Ok(Box::new(stream)) };
     let mut handshake =
@@ -137,7 +145,8 @@ mod tests {
             let long = vec![7; 3 * RECORD + 1];
             let mut heard = vec![0; long.len()];
             for _ in 0..2 {
-                let (written, read) = tokio::join!(host.write_all(&long), head.read_exact(&mut heard));
+                let (written, read) =
+                    tokio::join!(host.write_all(&long), head.read_exact(&mut heard));
                 written.unwrap();
                 read.unwrap();
                 assert!(heard == long);

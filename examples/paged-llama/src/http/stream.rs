@@ -32,7 +32,11 @@ struct Events {
 }
 
 /// The response that streams these answers.
-pub(crate) fn response(service: Arc<Service>, asked: Asked, answers: Vec<Answer>) -> Response<Body> {
+pub(crate) fn response(
+    service: Arc<Service>,
+    asked: Asked,
+    answers: Vec<Answer>,
+) -> Response<Body> {
     let grown = answers.iter().map(|_| Grown::default()).collect();
     let mut ready = VecDeque::new();
     if asked.chat {
@@ -60,7 +64,8 @@ impl Events {
                 Poll::Pending => {}
                 Poll::Ready(Some(Ok(piece))) => {
                     any = true;
-                    let chunk = self.asked.chunk(index, piece, &mut self.grown[index], &self.service);
+                    let chunk =
+                        self.asked.chunk(index, piece, &mut self.grown[index], &self.service);
                     self.ready.push_back(event(&chunk));
                 }
                 Poll::Ready(Some(Err(failure))) => return self.break_off(&failure.0),

@@ -53,8 +53,10 @@ fn text(service: &Service, body: &Value) -> Read<Value> {
     let tokens = fields.tokens("tokens")?;
     let most = service.limits().model_len;
     if tokens.len() > most {
-        let words =
-            format!("{} tokens are more than the model takes; send at most {most} at once", tokens.len());
+        let words = format!(
+            "{} tokens are more than the model takes; send at most {most} at once",
+            tokens.len()
+        );
         return Err(Refusal::of("tokens", words));
     }
     Ok(json!({ "prompt": service.tokenizer.decode(&tokens, false) }))

@@ -99,8 +99,9 @@ impl Config {
             ))
         })?;
         let generation = read_json(&folder.join("generation_config.json"))?.unwrap_or(Value::Null);
-        Config::parse(&config, generation)
-            .map_err(|error| ModelError::new(format!("{}: {error}", folder.join("config.json").display())))
+        Config::parse(&config, generation).map_err(|error| {
+            ModelError::new(format!("{}: {error}", folder.join("config.json").display()))
+        })
     }
 
     /// The same of JSON that was read already.
@@ -171,14 +172,19 @@ fn architecture(json: &Value) -> Result<Architecture> {
     let known = Architecture::ALL.iter().find(|(_, name, _)| named.contains(name));
     known.map(|(architecture, ..)| *architecture).ok_or_else(|| {
         let ours: Vec<_> = Architecture::ALL.iter().map(|(_, name, _)| *name).collect();
-        ModelError::new(format!("architectures is {named:?}: this server computes {}", ours.join(", ")))
+        ModelError::new(format!(
+            "architectures is {named:?}: this server computes {}",
+            ours.join(", ")
+        ))
     })
 }
 
 /// Says so where ignoring a setting would give wrong answers.
 fn refuse_what_is_not_computed(json: &Value) -> Result<()> {
     let refuse = |what: String| {
-        Err(ModelError::new(format!("{what}: this server does not compute that; take another model")))
+        Err(ModelError::new(format!(
+            "{what}: this server does not compute that; take another model"
+        )))
     };
     match json["hidden_act"].as_str() {
         None | Some("silu") => {}
@@ -209,15 +215,17 @@ fn optional_size(json: &Value, name: &str) -> Result<Option<usize>> {
     match (&json[name], json[name].as_u64()) {
         (Value::Null, _) => Ok(None),
         (_, Some(size)) if (1..=LARGEST).contains(&size) => Ok(Some(size as usize)),
-        (value, _) => {
-            Err(ModelError::new(format!("{name} is {value}: a number from 1 to {LARGEST} is needed")))
-        }
+        (value, _) => Err(ModelError::new(format!(
+            "{name} is {value}: a number from 1 to {LARGEST} is needed"
+        ))),
     }
 }
 
 fn dtype(json: &Value) -> Result<Dtype> {
-    let name =
-        [&json["dtype"], &json["torch_dtype"]].into_iter().find_map(Value::as_str).unwrap_or("float32");
+    let name = [&json["dtype"], &json["torch_dtype"]]
+        .into_iter()
+        .find_map(Value::as_str)
+        .unwrap_or("float32");
     [Dtype::F32, Dtype::Bf16].into_iter().find(|dtype| dtype.name() == name).ok_or_else(|| {
         ModelError::new(format!(
             "the weights are {name}: this server reads float32 and bfloat16; save the model as one of them"

@@ -320,7 +320,8 @@ fn exp(x: f32) -> f32 {
         power = f32::mul_add(power, rest, term);
     }
     let power = power.mul_add(rest * rest, rest) + 1.0;
-    let exponent = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32).wrapping_add(127);
+    let exponent =
+        (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32).wrapping_add(127);
     power * f32::from_bits((exponent as u32) << 23)
 }
 

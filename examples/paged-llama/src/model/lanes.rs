@@ -15,7 +15,10 @@ pub enum Level {
 impl Level {
     /// The best of this machine.
     pub fn detect() -> Level {
-        [Level::Avx512, Level::Avx2].into_iter().find(|level| level.is_here()).unwrap_or(Level::Portable)
+        [Level::Avx512, Level::Avx2]
+            .into_iter()
+            .find(|level| level.is_here())
+            .unwrap_or(Level::Portable)
     }
 
     /// This machine has it.

@@ -83,7 +83,15 @@ impl Model {
         layout: PoolLayout,
     ) -> PoolShape {
         let Config { layers, head_dim, .. } = self.config;
-        PoolShape { layers, blocks, block_tokens, kv_heads: self.kv_heads(), head_dim, dtype, layout }
+        PoolShape {
+            layers,
+            blocks,
+            block_tokens,
+            kv_heads: self.kv_heads(),
+            head_dim,
+            dtype,
+            layout,
+        }
     }
 
     /// Does tasks `0..count` on all threads. A result depends on its task alone.
@@ -104,7 +112,10 @@ fn several(threads: usize) -> Option<rayon::ThreadPool> {
     }
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
     let pool = pool.thread_name(|number| format!("kvx-llama-{number}")).build();
-    pool.inspect_err(|error| tracing::warn!(%error, "steps are computed by one thread, not {threads}")).ok()
+    pool.inspect_err(
+        |error| tracing::warn!(%error, "steps are computed by one thread, not {threads}"),
+    )
+    .ok()
 }
 
 /// Multiplies a matrix that lies in the cache with `count` vectors: what a step's arithmetic is measured beside.

@@ -70,7 +70,9 @@ impl PoolShape {
             PoolLayout::VllmCpu if keys => {
                 Strip { begin: begin + 2 * head * tokens * dim, token: 1, dim: tokens }
             }
-            PoolLayout::VllmCpu => Strip { begin: begin + (2 * head + 1) * tokens * dim, token: dim, dim: 1 },
+            PoolLayout::VllmCpu => {
+                Strip { begin: begin + (2 * head + 1) * tokens * dim, token: dim, dim: 1 }
+            }
         }
     }
 }
@@ -179,7 +181,9 @@ impl Pool {
                 }
                 Dtype::Bf16 => {
                     let from = self.memory.cast::<u16>().add(begin);
-                    strided(out, dims, strip, |at| f32::from_bits(u32::from(from.add(at).read()) << 16));
+                    strided(out, dims, strip, |at| {
+                        f32::from_bits(u32::from(from.add(at).read()) << 16)
+                    });
                 }
             }
         }
@@ -241,7 +245,8 @@ mod tests {
             for (keys, head, token) in
                 (0..2 * heads * tokens).map(|n| (n % 2 == 0, n / 2 % heads, n / 2 / heads))
             {
-                let name = |dim| (usize::from(keys) * 1000 + head * 100 + token * 10 + dim) as f32 + 1.0;
+                let name =
+                    |dim| (usize::from(keys) * 1000 + head * 100 + token * 10 + dim) as f32 + 1.0;
                 let values: Vec<f32> = (0..dims).map(name).collect();
                 pool.put(shape.strip(1, 2, keys, head), token, &values);
                 for (dim, value) in values.iter().enumerate() {
@@ -249,12 +254,18 @@ mod tests {
                     let within = match layout {
                         PoolLayout::Hnd => behind + 2 * (head * tokens + token) * dims + dim,
                         PoolLayout::Nhd => behind + 2 * (token * heads + head) * dims + dim,
-                        PoolLayout::VllmCpu if keys => head * 2 * tokens * dims + dim * tokens + token,
+                        PoolLayout::VllmCpu if keys => {
+                            head * 2 * tokens * dims + dim * tokens + token
+                        }
                         PoolLayout::VllmCpu => (head * 2 + 1) * tokens * dims + token * dims + dim,
                     };
                     let at = (blocks + 2) * 2 * heads * tokens * dims + within;
                     // SAFETY: within the pool, which nobody else has.
-                    assert_eq!(unsafe { pool.memory.cast::<f32>().add(at).read() }, *value, "{layout:?}");
+                    assert_eq!(
+                        unsafe { pool.memory.cast::<f32>().add(at).read() },
+                        *value,
+                        "{layout:?}"
+                    );
                 }
                 let mut back = vec![0.0; dims];
                 pool.take(shape.strip(1, 2, keys, head), token, &mut back);

@@ -19,15 +19,18 @@ pub(super) struct Rope {
 impl Rope {
     /// Of `rope_parameters`, or of `rope_theta` and `rope_scaling` before it.
     pub(super) fn parse(json: &Value, head_dim: usize, max_positions: usize) -> Result<Rope> {
-        let scaling =
-            [&json["rope_parameters"], &json["rope_scaling"]].into_iter().find(|value| value.is_object());
+        let scaling = [&json["rope_parameters"], &json["rope_scaling"]]
+            .into_iter()
+            .find(|value| value.is_object());
         let scaling = scaling.unwrap_or(&Value::Null);
         let theta = [&scaling["rope_theta"], &json["rope_theta"]]
             .into_iter()
             .find_map(Value::as_f64)
             .unwrap_or(10_000.0);
         if !(theta > 1.0 && theta.is_finite()) {
-            return Err(ModelError::new(format!("rope_theta is {theta}: a number above 1 is needed")));
+            return Err(ModelError::new(format!(
+                "rope_theta is {theta}: a number above 1 is needed"
+            )));
         }
         let powers: Vec<f32> = (0..head_dim / 2)
             .map(|pair| libm::pow(theta, f64::from(2.0 * pair as f32 / head_dim as f32)) as f32)
@@ -114,20 +117,29 @@ impl Llama3 {
     }
 }
 
-fn yarn(scaling: &Value, powers: &[f32], theta: f64, max_positions: usize) -> Result<(Vec<f32>, f32)> {
+fn yarn(
+    scaling: &Value,
+    powers: &[f32],
+    theta: f64,
+    max_positions: usize,
+) -> Result<(Vec<f32>, f32)> {
     let factor = number(scaling, "factor")?;
     let or = |name: &str, other: f64| scaling[name].as_f64().unwrap_or(other);
     let original = or("original_max_position_embeddings", max_positions as f64);
     let scale = |by: f64| if factor <= 1.0 { 1.0 } else { 0.1 * by * libm::log(factor) + 1.0 };
-    let attention = match (scaling["attention_factor"].as_f64(), or("mscale", 0.0), or("mscale_all_dim", 0.0))
-    {
+    let attention = match (
+        scaling["attention_factor"].as_f64(),
+        or("mscale", 0.0),
+        or("mscale_all_dim", 0.0),
+    ) {
         (Some(attention), ..) => attention,
         (None, some, all) if some != 0.0 && all != 0.0 => scale(some) / scale(all),
         _ => scale(1.0),
     };
     let dim = 2.0 * powers.len() as f64;
     // The pair that turns so many times within the length that the model was trained for.
-    let pair = |turns: f64| dim * libm::log(original / (turns * 2.0 * PI)) / (2.0 * libm::log(theta));
+    let pair =
+        |turns: f64| dim * libm::log(original / (turns * 2.0 * PI)) / (2.0 * libm::log(theta));
     let (mut low, mut high) = (pair(or("beta_fast", 32.0)), pair(or("beta_slow", 1.0)));
     if scaling["truncate"].as_bool().unwrap_or(true) {
         (low, high) = (low.floor(), high.ceil());
@@ -147,6 +159,9 @@ fn yarn(scaling: &Value, powers: &[f32], theta: f64, max_positions: usize) -> Re
 fn number(scaling: &Value, name: &str) -> Result<f64> {
     let value = scaling[name].as_f64().filter(|value| *value > 0.0 && value.is_finite());
     value.ok_or_else(|| {
-        ModelError::new(format!("{name} of the rope's scaling is {}: a number is needed", scaling[name]))
+        ModelError::new(format!(
+            "{name} of the rope's scaling is {}: a number is needed",
+            scaling[name]
+        ))
     })
 }

@@ -35,7 +35,9 @@ impl Tensors {
             let named = |error| ModelError::new(format!("{}: {error}", path.display()));
             let file = Arc::new(Mapped::open(&path)?);
             read_header(&file, &mut tensors).map_err(|what| {
-                named(format!("{what}: the file is damaged or still being written; fetch or make it again"))
+                named(format!(
+                    "{what}: the file is damaged or still being written; fetch or make it again"
+                ))
             })?;
         }
         Ok(Tensors(tensors))
@@ -81,7 +83,9 @@ impl Tensor {
     pub(super) fn widened(&self) -> Vec<f32> {
         match self.dtype {
             Dtype::F32 => self.f32s().to_vec(),
-            Dtype::Bf16 => self.bf16s().iter().map(|&bits| f32::from_bits(u32::from(bits) << 16)).collect(),
+            Dtype::Bf16 => {
+                self.bf16s().iter().map(|&bits| f32::from_bits(u32::from(bits) << 16)).collect()
+            }
         }
     }
 
@@ -95,8 +99,12 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     let Some(json) = read_json(&index)? else {
         return Ok(vec![folder.join("model.safetensors")]);
     };
-    let names: BTreeSet<&str> =
-        json["weight_map"].as_object().into_iter().flatten().filter_map(|(_, name)| name.as_str()).collect();
+    let names: BTreeSet<&str> = json["weight_map"]
+        .as_object()
+        .into_iter()
+        .flatten()
+        .filter_map(|(_, name)| name.as_str())
+        .collect();
     match names.iter().find(|name| name.contains('/')) {
         None if !names.is_empty() => Ok(names.into_iter().map(|name| folder.join(name)).collect()),
         _ => Err(ModelError::new(format!(
@@ -107,7 +115,10 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// The header is JSON behind its length: each tensor's type, shape and bytes, counted from the header's end.
-fn read_header(file: &Arc<Mapped>, tensors: &mut HashMap<String, Tensor>) -> std::result::Result<(), String> {
+fn read_header(
+    file: &Arc<Mapped>,
+    tensors: &mut HashMap<String, Tensor>,
+) -> std::result::Result<(), String> {
     let bytes = file.bytes();
     let (length, rest) = bytes.split_first_chunk::<8>().ok_or("it is shorter than 8 bytes")?;
     let length = u64::from_le_bytes(*length);
@@ -168,11 +179,21 @@ impl Mapped {
         let file = File::open(path).map_err(failed)?;
         let len = file.metadata().map_err(failed)?.len() as usize;
         if len == 0 {
-            return Err(ModelError::new(format!("{} is empty: fetch or make it again", path.display())));
+            return Err(ModelError::new(format!(
+                "{} is empty: fetch or make it again",
+                path.display()
+            )));
         }
         // SAFETY: a new mapping, of nobody's memory.
         let begin = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), len, ProtFlags::READ, MapFlags::PRIVATE, &file, 0)
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ,
+                MapFlags::PRIVATE,
+                &file,
+                0,
+            )
         };
         Ok(Mapped { begin: begin.map_err(|error| failed(error.into()))?, len })
     }

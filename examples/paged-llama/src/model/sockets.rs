@@ -54,8 +54,8 @@ impl Model {
     /// What fails a step here, or rank 0 gone within one.
     pub fn follow(&self, pool: &mut Pool) -> Result<()> {
         while let Some(words) = self.shard.ranks.next_step()? {
-            let chunks =
-                chunks_of(&words).ok_or_else(|| ModelError::new("rank 0 speaks of a step that is none"))?;
+            let chunks = chunks_of(&words)
+                .ok_or_else(|| ModelError::new("rank 0 speaks of a step that is none"))?;
             self.forward(pool, &chunks)?;
         }
         Ok(())
@@ -96,11 +96,13 @@ impl Ranks for Member {
     fn sum(&self, values: &mut [f32]) -> Result<()> {
         let mut head = lock(&self.head);
         let words: Vec<u32> = values.iter().map(|value| value.to_bits()).collect();
-        let sums =
-            send(&mut head, &words).and_then(|()| receive(&mut head)).map_err(|error| gone(0, &error))?;
+        let sums = send(&mut head, &words)
+            .and_then(|()| receive(&mut head))
+            .map_err(|error| gone(0, &error))?;
         let sums = sums.filter(|sums| sums.len() == values.len());
-        let sums =
-            sums.ok_or_else(|| ModelError::new(format!("rank 0 left rank {} within a step", self.rank)))?;
+        let sums = sums.ok_or_else(|| {
+            ModelError::new(format!("rank 0 left rank {} within a step", self.rank))
+        })?;
         values.iter_mut().zip(sums).for_each(|(value, sum)| *value = f32::from_bits(sum));
         Ok(())
     }
@@ -115,7 +117,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 fn gone(rank: usize, error: &io::Error) -> ModelError {
-    ModelError::new(format!("rank {rank} of the model does not answer ({error}): start the server again"))
+    ModelError::new(format!(
+        "rank {rank} of the model does not answer ({error}): start the server again"
+    ))
 }
 
 /// A step as numbers: for each chunk its start, its tokens and its blocks, the lists behind their lengths.

@@ -82,7 +82,9 @@ impl Model {
         }
         let Config { hidden: width, intermediate, head_dim, vocab, .. } = self.config;
         let places: Vec<(usize, usize)> = (chunks.iter().enumerate())
-            .flat_map(|(index, chunk)| (0..chunk.tokens.len()).map(move |token| (index, chunk.start + token)))
+            .flat_map(|(index, chunk)| {
+                (0..chunk.tokens.len()).map(move |token| (index, chunk.start + token))
+            })
             .collect();
         let rope = &self.config.rope;
         let mut turns = vec![0.0; places.len() * rope.width()];
@@ -144,10 +146,14 @@ impl Model {
         let shape = pool.shape();
         let wanted = self.pool_shape(shape.blocks, shape.block_tokens, shape.dtype, shape.layout);
         if *shape != wanted {
-            return Err(ModelError::new(format!("the pool is {shape:?}, and this model's is {wanted:?}")));
+            return Err(ModelError::new(format!(
+                "the pool is {shape:?}, and this model's is {wanted:?}"
+            )));
         }
         for chunk in chunks {
-            if let Some(token) = chunk.tokens.iter().find(|token| **token as usize >= self.config.vocab) {
+            if let Some(token) =
+                chunk.tokens.iter().find(|token| **token as usize >= self.config.vocab)
+            {
                 let vocab = self.config.vocab;
                 return Err(ModelError::new(format!(
                     "token {token} is none of the model's {vocab}: is the tokenizer its own?"
@@ -181,7 +187,9 @@ impl Model {
         };
         // A thread is not woken for a few rows.
         let rows = 16;
-        self.share(count.div_ceil(rows), |task| (task * rows..count.min((task + 1) * rows)).for_each(one));
+        self.share(count.div_ceil(rows), |task| {
+            (task * rows..count.min((task + 1) * rows)).for_each(one)
+        });
     }
 
     fn norm(&self, numbers: &[f32], weight: &[f32], out: &mut [f32]) {
@@ -203,7 +211,9 @@ impl Model {
         for linear in linears {
             let rows = linear.rows.len();
             tasks.extend(
-                (0..rows).step_by(TASK_ROWS).map(|row| (linear, begin, row..rows.min(row + TASK_ROWS))),
+                (0..rows)
+                    .step_by(TASK_ROWS)
+                    .map(|row| (linear, begin, row..rows.min(row + TASK_ROWS))),
             );
             begin += rows;
         }
@@ -221,7 +231,13 @@ impl Model {
     }
 
     /// Adds to each row of `hidden` its product with a matrix that the ranks share.
-    fn add(&self, linear: &Linear, numbers: &[f32], sums: &mut [f32], hidden: &mut [f32]) -> Result<()> {
+    fn add(
+        &self,
+        linear: &Linear,
+        numbers: &[f32],
+        sums: &mut [f32],
+        hidden: &mut [f32],
+    ) -> Result<()> {
         self.apply(&[linear], numbers, sums);
         self.shard.ranks.sum(sums)?;
         let rows = linear.rows.len();
@@ -235,14 +251,23 @@ impl Model {
     }
 
     /// Turns queries and keys to their positions, and puts keys and values into the pool.
-    fn place(&self, number: usize, layer: &Layer, step: &Step<'_>, qkv: &mut [f32], pool: &mut Pool) {
+    fn place(
+        &self,
+        number: usize,
+        layer: &Layer,
+        step: &Step<'_>,
+        qkv: &mut [f32],
+        pool: &mut Pool,
+    ) {
         let Config { head_dim, norm_epsilon, .. } = self.config;
         let (heads, kv_heads) = (self.weights.heads, self.weights.kv_heads);
         let width = (heads + 2 * kv_heads) * head_dim;
         let turn_width = self.config.rope.width();
         self.each(qkv, width, |row, numbers| {
             let turn = &step.turns[row * turn_width..][..turn_width];
-            for (head, numbers) in numbers.chunks_exact_mut(head_dim).take(heads + kv_heads).enumerate() {
+            for (head, numbers) in
+                numbers.chunks_exact_mut(head_dim).take(heads + kv_heads).enumerate()
+            {
                 let weight = if head < heads { &layer.query_norm } else { &layer.key_norm };
                 if let Some(weight) = weight {
                     kernels::norm(self.level, numbers, weight, norm_epsilon);
@@ -281,7 +306,12 @@ impl Model {
         self.share(tasks.len(), |task| {
             let (chunk, rows, head) = &tasks[task];
             let first = step.places[rows.start].1;
-            self.mix(Mixing { number, chunk, rows: rows.clone(), head: *head, first }, qkv, pool, places);
+            self.mix(
+                Mixing { number, chunk, rows: rows.clone(), head: *head, first },
+                qkv,
+                pool,
+                places,
+            );
         });
     }
 
@@ -290,8 +320,12 @@ impl Model {
         let (heads, kv_heads) = (self.weights.heads, self.weights.kv_heads);
         let (group, width) = (heads / kv_heads, (heads + 2 * kv_heads) * dim);
         let own = task.head * group * dim;
-        let queries: Vec<f32> =
-            task.rows.clone().flat_map(|row| &qkv[row * width + own..][..group * dim]).copied().collect();
+        let queries: Vec<f32> = task
+            .rows
+            .clone()
+            .flat_map(|row| &qkv[row * width + own..][..group * dim])
+            .copied()
+            .collect();
         let count = task.rows.len() * group;
         let all = task.first + task.rows.len();
         // The tokens that the query of a row sees.
@@ -311,7 +345,9 @@ impl Model {
         let mut out = queries;
         out.fill(0.0);
         self.tiles(&task, pool, false, all, &mut tile, |from, values| {
-            for (row, (out, scores)) in out.chunks_exact_mut(dim).zip(scores.chunks_exact(all)).enumerate() {
+            for (row, (out, scores)) in
+                out.chunks_exact_mut(dim).zip(scores.chunks_exact(all)).enumerate()
+            {
                 let to = seen(row).min(from + values.len() / dim);
                 if from < to {
                     kernels::accumulate(self.level, out, &scores[from..to], values);
@@ -339,8 +375,12 @@ impl Model {
         while from < all {
             let within = from % shape.block_tokens;
             let count = (tile.len() / dim).min(shape.block_tokens - within).min(all - from);
-            let strip =
-                shape.strip(task.number, task.chunk.blocks[from / shape.block_tokens], keys, task.head);
+            let strip = shape.strip(
+                task.number,
+                task.chunk.blocks[from / shape.block_tokens],
+                keys,
+                task.head,
+            );
             pool.take(strip, within, &mut tile[..count * dim]);
             work(from, &tile[..count * dim]);
             from += count;

@@ -51,7 +51,8 @@ impl Weights {
         let (heads, kv_heads) = shares(config, shard)?;
         let tensors = Tensors::open(folder)?;
         let vector = |name: &str, len: usize| Ok(tensors.take(name, &[len])?.widened());
-        let matrix = |name: &str, shape: [usize; 2]| tensors.take(&format!("{name}.weight"), &shape);
+        let matrix =
+            |name: &str, shape: [usize; 2]| tensors.take(&format!("{name}.weight"), &shape);
         // A matrix whose rows are shared out, with its bias.
         let by_rows = |name: &str, [all, cols]: [usize; 2], rows: Range<usize>, bias: bool| {
             let bias = bias.then(|| vector(&format!("{name}.bias"), all)).transpose()?;
@@ -77,14 +78,24 @@ impl Weights {
                 |part| by_rows(&attention(part), [kv, hidden], scaled(&kv_heads), config.qkv_bias);
             Ok(Layer {
                 attention_norm: vector(&name("input_layernorm.weight"), hidden)?,
-                queries: by_rows(&attention("q_proj"), [q, hidden], scaled(&heads), config.qkv_bias)?,
+                queries: by_rows(
+                    &attention("q_proj"),
+                    [q, hidden],
+                    scaled(&heads),
+                    config.qkv_bias,
+                )?,
                 keys: key_value("k_proj")?,
                 values: key_value("v_proj")?,
                 query_norm: head_norm("q_norm.weight")?,
                 key_norm: head_norm("k_norm.weight")?,
                 output: by_cols(&attention("o_proj"), [hidden, q], config.output_bias)?,
                 mlp_norm: vector(&name("post_attention_layernorm.weight"), hidden)?,
-                gate: by_rows(&mlp("gate_proj"), [intermediate, hidden], inner.clone(), config.mlp_bias)?,
+                gate: by_rows(
+                    &mlp("gate_proj"),
+                    [intermediate, hidden],
+                    inner.clone(),
+                    config.mlp_bias,
+                )?,
                 up: by_rows(&mlp("up_proj"), [intermediate, hidden], inner, config.mlp_bias)?,
                 down: by_cols(&mlp("down_proj"), [hidden, intermediate], config.mlp_bias)?,
             })
@@ -107,7 +118,9 @@ impl Weights {
             Dtype::F32 => out.copy_from_slice(&self.embedding.f32s()[at..][..out.len()]),
             Dtype::Bf16 => {
                 let row = &self.embedding.bf16s()[at..][..out.len()];
-                out.iter_mut().zip(row).for_each(|(out, bits)| *out = f32::from_bits(u32::from(*bits) << 16));
+                out.iter_mut()
+                    .zip(row)
+                    .for_each(|(out, bits)| *out = f32::from_bits(u32::from(*bits) << 16));
             }
         }
     }
@@ -159,7 +172,9 @@ fn shares(config: &Config, shard: &Shard) -> Result<(Range<usize>, Range<usize>)
             shard.rank
         )));
     }
-    if !heads.is_multiple_of(size) || (!kv_heads.is_multiple_of(size) && !size.is_multiple_of(kv_heads)) {
+    if !heads.is_multiple_of(size)
+        || (!kv_heads.is_multiple_of(size) && !size.is_multiple_of(kv_heads))
+    {
         return Err(ModelError::new(format!(
             "{heads} heads, {kv_heads} of keys and values, cannot be shared by {size} ranks: set \
              --tensor-parallel-size to a number that divides them"

@@ -25,7 +25,13 @@ impl Detokenizer {
     /// Begins behind a prompt, whose last tokens are the context of the first ones to come.
     pub(crate) fn after(prompt: &[u32], skip_special: bool) -> Self {
         let context = &prompt[prompt.len().saturating_sub(5)..];
-        Detokenizer { tokens: context.to_vec(), window: 0, told: context.len(), shown: 0, skip_special }
+        Detokenizer {
+            tokens: context.to_vec(),
+            window: 0,
+            told: context.len(),
+            shown: 0,
+            skip_special,
+        }
     }
 
     /// The text that this token completes: up to the last whole character.

@@ -36,7 +36,10 @@ impl Tokenizer {
     pub fn open(folder: &Path, model: &Config) -> Result<Self> {
         let path = folder.join("tokenizer.json");
         let bytes = std::fs::read(&path).map_err(|error| {
-            Error::new(format!("{}: {error}; save the model's fast tokenizer there", path.display()))
+            Error::new(format!(
+                "{}: {error}; save the model's fast tokenizer there",
+                path.display()
+            ))
         })?;
         let inner = tokenizers::Tokenizer::from_bytes(&bytes)
             .map_err(|error| Error::new(format!("{}: {error}", path.display())))?;
@@ -110,7 +113,8 @@ pub(crate) mod tests {
 
     /// Every byte is a token of its own number; 256 ends a text and 257 begins one.
     pub(crate) fn bytes() -> Tokenizer {
-        let mut letters: Vec<char> = (33u8..=126).chain(161..=172).chain(174..=255).map(char::from).collect();
+        let mut letters: Vec<char> =
+            (33u8..=126).chain(161..=172).chain(174..=255).map(char::from).collect();
         let printed: Vec<u8> = letters.iter().map(|letter| *letter as u8).collect();
         let mut vocab = Map::new();
         let mut next = 256;
@@ -138,7 +142,8 @@ pub(crate) mod tests {
             "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
                       "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []},
         });
-        let inner = tokenizers::Tokenizer::from_bytes(file.to_string()).expect("the tokenizer is valid");
+        let inner =
+            tokenizers::Tokenizer::from_bytes(file.to_string()).expect("the tokenizer is valid");
         Tokenizer {
             inner,
             template: None,

@@ -27,18 +27,20 @@ impl Template {
         let path = folder.join("chat_template.jinja");
         let source = match std::fs::read_to_string(&path) {
             Ok(source) => source,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => match config.get("chat_template") {
-                Some(Value::String(source)) => source.clone(),
-                // Several, by name.
-                Some(Value::Array(named)) => {
-                    let default = named.iter().find(|named| named["name"] == "default");
-                    match default.and_then(|named| named["template"].as_str()) {
-                        Some(source) => source.to_owned(),
-                        None => return Ok(None),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                match config.get("chat_template") {
+                    Some(Value::String(source)) => source.clone(),
+                    // Several, by name.
+                    Some(Value::Array(named)) => {
+                        let default = named.iter().find(|named| named["name"] == "default");
+                        match default.and_then(|named| named["template"].as_str()) {
+                            Some(source) => source.to_owned(),
+                            None => return Ok(None),
+                        }
                     }
+                    _ => return Ok(None),
                 }
-                _ => return Ok(None),
-            },
+            }
             Err(error) => return Err(Error::new(format!("{}: {error}", path.display()))),
         };
         Self::new(source, config).map(Some)
@@ -49,14 +51,16 @@ impl Template {
         environment.set_fuel(Some(MOST_WORK));
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(syntax.map_err(Error::of)?);
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment
+            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_function(
             "raise_exception",
             |words: String| -> std::result::Result<(), minijinja::Error> {
                 Err(minijinja::Error::new(ErrorKind::InvalidOperation, words))
             },
         );
-        environment.add_function("strftime_now", |format: String| strftime(&format, SystemTime::now()));
+        environment
+            .add_function("strftime_now", |format: String| strftime(&format, SystemTime::now()));
         environment.add_filter("tojson", tojson);
         environment
             .add_template_owned("chat", source)
@@ -76,17 +80,22 @@ impl Template {
         context.extend(more.clone());
         context.insert("messages".into(), messages.clone());
         let template = self.environment.get_template("chat");
-        template.and_then(|template| template.render(Serde(context))).map_err(|error| match error.kind() {
-            ErrorKind::OutOfFuel => Error::new("the messages are too much for the chat template; send fewer"),
-            _ => Error::new(format!("the chat template refuses these messages: {error:#}")),
+        template.and_then(|template| template.render(Serde(context))).map_err(|error| {
+            match error.kind() {
+                ErrorKind::OutOfFuel => {
+                    Error::new("the messages are too much for the chat template; send fewer")
+                }
+                _ => Error::new(format!("the chat template refuses these messages: {error:#}")),
+            }
         })
     }
 }
 
 /// JSON as Python writes it: nothing is escaped for HTML, and there are blanks behind `,` and `:`.
 fn tojson(value: Jinja, options: Kwargs) -> std::result::Result<String, minijinja::Error> {
-    let failed =
-        |error: serde_json::Error| minijinja::Error::new(ErrorKind::BadSerialization, error.to_string());
+    let failed = |error: serde_json::Error| {
+        minijinja::Error::new(ErrorKind::BadSerialization, error.to_string())
+    };
     let indent: Option<usize> = options.get("indent")?;
     options.get::<Option<bool>>("ensure_ascii")?;
     options.assert_all_used()?;
@@ -96,11 +105,15 @@ fn tojson(value: Jinja, options: Kwargs) -> std::result::Result<String, minijinj
         Some(indent) => {
             let blanks = " ".repeat(indent.min(16));
             let pretty = serde_json::ser::PrettyFormatter::with_indent(blanks.as_bytes());
-            serde::Serialize::serialize(&value, &mut serde_json::Serializer::with_formatter(&mut out, pretty))
+            serde::Serialize::serialize(
+                &value,
+                &mut serde_json::Serializer::with_formatter(&mut out, pretty),
+            )
         }
-        None => {
-            serde::Serialize::serialize(&value, &mut serde_json::Serializer::with_formatter(&mut out, Python))
-        }
+        None => serde::Serialize::serialize(
+            &value,
+            &mut serde_json::Serializer::with_formatter(&mut out, Python),
+        ),
     }
     .map_err(failed)?;
     Ok(String::from_utf8_lossy(&out).into_owned())
@@ -125,7 +138,10 @@ impl serde_json::ser::Formatter for Python {
         if first { Ok(()) } else { out.write_all(b", ") }
     }
 
-    fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, out: &mut W) -> std::io::Result<()> {
+    fn begin_object_value<W: ?Sized + std::io::Write>(
+        &mut self,
+        out: &mut W,
+    ) -> std::io::Result<()> {
         out.write_all(b": ")
     }
 }
@@ -146,7 +162,8 @@ fn strftime(format: &str, now: SystemTime) -> String {
         "November",
         "December",
     ];
-    const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
+    const DAYS: [&str; 7] =
+        ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
     let seconds = now.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let (days, of_day) = (seconds / 86_400, seconds % 86_400);
     let (year, month, day) = date(days);
@@ -180,7 +197,9 @@ fn strftime(format: &str, now: SystemTime) -> String {
 
 /// Year, month and day of the so many days since 1970.
 fn date(mut days: u64) -> (u64, usize, u64) {
-    let leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+    let leap = |year: u64| {
+        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
+    };
     let mut year = 1970;
     while days >= 365 + u64::from(leap(year)) {
         days -= 365 + u64::from(leap(year));
@@ -204,7 +223,8 @@ mod tests {
     use super::*;
 
     fn render(source: &str, messages: &Value, more: &Value) -> Result<String> {
-        let config = json!({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "model_max_length": 5});
+        let config =
+            json!({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "model_max_length": 5});
         let template = Template::new(source.to_owned(), config.as_object().unwrap())?;
         template.render(messages, more.as_object().unwrap())
     }
@@ -215,24 +235,24 @@ mod tests {
                       {{- '[' + message.content.strip() + ']' }}\n    {%- else %}\n        \
                       {{- '<|' + message['role'] + '|>' + message['content'] | trim + eos_token }}\n    {%- endif %}\n\
                       {%- endfor %}\n{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}";
-        let messages =
-            json!([{"role": "system", "content": " be brief "}, {"role": "user", "content": "hello"}]);
+        let messages = json!([{"role": "system", "content": " be brief "}, {"role": "user", "content": "hello"}]);
         let text = render(source, &messages, &json!({"add_generation_prompt": true})).unwrap();
         assert_eq!(text, "<s>[be brief]<|user|>hello</s><|assistant|>");
     }
 
     #[test]
     fn a_template_may_refuse() {
-        let source =
-            "{% if messages[0].role != 'user' %}{{ raise_exception('users come first') }}{% endif %}";
-        let error =
-            render(source, &json!([{"role": "tool", "content": ""}]), &json!({})).unwrap_err().to_string();
+        let source = "{% if messages[0].role != 'user' %}{{ raise_exception('users come first') }}{% endif %}";
+        let error = render(source, &json!([{"role": "tool", "content": ""}]), &json!({}))
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("users come first"), "{error}");
     }
 
     #[test]
     fn a_template_that_would_take_for_ever_is_ended() {
-        let source = "{% for a in messages %}{% for b in messages %}{{ b.content }}{% endfor %}{% endfor %}";
+        let source =
+            "{% for a in messages %}{% for b in messages %}{{ b.content }}{% endfor %}{% endfor %}";
         let few = json!(vec![json!({"content": "ab"}); 10]);
         assert_eq!(render(source, &few, &json!({})).unwrap().len(), 200);
         for (count, content) in [(5000, "ab".to_owned()), (300, "ab".repeat(10_000))] {

@@ -12,7 +12,8 @@ pub(crate) struct Folder(PathBuf);
 impl Folder {
     pub(crate) fn new() -> Folder {
         static NUMBER: AtomicUsize = AtomicUsize::new(0);
-        let name = format!("kvx-llama-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
+        let name =
+            format!("kvx-llama-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
         let path = std::env::temp_dir().join(name);
         std::fs::create_dir_all(&path).unwrap();
         Folder(path)

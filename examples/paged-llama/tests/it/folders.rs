@@ -2,7 +2,9 @@
 
 use std::os::unix::net::UnixStream;
 
-use kvx_paged_llama::model::{Architecture, Chunk, Config, Dtype, Model, Pool, PoolLayout, Shard, Wanted};
+use kvx_paged_llama::model::{
+    Architecture, Chunk, Config, Dtype, Model, Pool, PoolLayout, Shard, Wanted,
+};
 use kvx_random_model::{Made, make_model};
 use kvx_testkit::test;
 use proptest::prelude::*;
@@ -93,9 +95,12 @@ fn a_step_beyond_pool_or_vocabulary_is_refused() {
     assert!(step(&[1], 16, &[3, 4]).unwrap_err().contains("4 blocks"));
     assert!(step(&[259], 0, &[0]).unwrap_err().contains("tokenizer"));
     assert!(step(&[], 0, &[0]).is_err());
-    let mut other = Pool::allocate(kvx_paged_llama::model::PoolShape { kv_heads: 1, ..shape }).unwrap();
+    let mut other =
+        Pool::allocate(kvx_paged_llama::model::PoolShape { kv_heads: 1, ..shape }).unwrap();
     let chunk = Chunk { tokens: &[1], start: 0, blocks: &[0], wanted: Wanted::Last };
-    assert!(model.forward(&mut other, &[chunk]).unwrap_err().to_string().contains("this model's is"));
+    assert!(
+        model.forward(&mut other, &[chunk]).unwrap_err().to_string().contains("this model's is")
+    );
 }
 
 #[test]
@@ -122,7 +127,8 @@ fn the_guides_models_are_understood() {
     );
     assert_eq!((config.qkv_bias, config.tied, config.dtype), (false, true, Dtype::Bf16));
     assert_eq!(config.eos, [151645, 151643]);
-    let qwen2: Value = serde_json::from_str(include_str!("../shapes/qwen2.5-7b-instruct.json")).unwrap();
+    let qwen2: Value =
+        serde_json::from_str(include_str!("../shapes/qwen2.5-7b-instruct.json")).unwrap();
     let config = Config::parse(&qwen2, Value::Null).unwrap();
     assert_eq!(
         (config.architecture, config.heads, config.kv_heads, config.head_dim),

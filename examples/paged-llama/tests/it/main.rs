@@ -12,10 +12,13 @@ use kvx_testkit::{harness_main, trial, trial_within};
 
 fn main() -> ExitCode {
     let cases = reference::recorded_cases().into_iter();
-    let recorded = cases.map(|case| trial(case.title(), move || reference::compare_with_recorded(case)));
+    let recorded =
+        cases.map(|case| trial(case.title(), move || reference::compare_with_recorded(case)));
     let live = reference::python().map(|python| {
         let name = "reference::logits_and_tokens_are_those_of_transformers";
-        trial_within(reference::PYTHON_LIMIT, name, move || reference::compare_with_transformers(python))
+        trial_within(reference::PYTHON_LIMIT, name, move || {
+            reference::compare_with_transformers(python)
+        })
     });
     harness_main(recorded.chain(live))
 }

@@ -6,7 +6,9 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use kvx_paged_llama::model::{Architecture, Chunk, Config, Dtype, Model, Pool, PoolLayout, Shard, Wanted};
+use kvx_paged_llama::model::{
+    Architecture, Chunk, Config, Dtype, Model, Pool, PoolLayout, Shard, Wanted,
+};
 use kvx_paged_llama::tokenizer::Tokenizer;
 use kvx_random_model::Made;
 use kvx_testkit::Tier;
@@ -60,7 +62,14 @@ pub(crate) fn python() -> Option<OsString> {
 
 fn cases() -> Vec<Case> {
     let case = |name, made| Case { name, made, prompt: 150, tier: Tier::Fast };
-    let plain = Made { layers: 2, hidden: 128, intermediate: 256, heads: 4, kv_heads: 2, ..Made::default() };
+    let plain = Made {
+        layers: 2,
+        hidden: 128,
+        intermediate: 256,
+        heads: 4,
+        kv_heads: 2,
+        ..Made::default()
+    };
     let of = |architecture| Made { architecture, ..plain.clone() };
     let like = |changes: Value| {
         let mut config = plain.config();
@@ -69,7 +78,8 @@ fn cases() -> Vec<Case> {
         }
         Made { like: Some(config), ..plain.clone() }
     };
-    let scaled = |scaling: Value| like(json!({"rope_scaling": scaling, "max_position_embeddings": 256}));
+    let scaled =
+        |scaling: Value| like(json!({"rope_scaling": scaling, "max_position_embeddings": 256}));
     let guide = |text: &str, layers| Made {
         layers,
         like: Some(serde_json::from_str(text).unwrap()),
@@ -93,7 +103,9 @@ fn cases() -> Vec<Case> {
         ),
         case(
             "yarn",
-            scaled(json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64})),
+            scaled(
+                json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
+            ),
         ),
         Case { prompt: 2000, ..case("llama, 2,000 tokens", plain.clone()) },
         Case {
@@ -123,10 +135,12 @@ fn prompt(len: usize) -> Vec<u32> {
 fn ours(folder: &Folder, mut tokens: Vec<u32>, count: usize) -> (Vec<f32>, Vec<u32>) {
     let model = Model::open(folder.path(), Shard::alone()).unwrap();
     let blocks: Vec<u32> = (0..(tokens.len() + count).div_ceil(16) as u32).collect();
-    let mut pool = Pool::allocate(model.pool_shape(blocks.len(), 16, Dtype::F32, PoolLayout::Hnd)).unwrap();
+    let mut pool =
+        Pool::allocate(model.pool_shape(blocks.len(), 16, Dtype::F32, PoolLayout::Hnd)).unwrap();
     let (mut first, mut greedy, mut start) = (Vec::new(), Vec::new(), 0);
     while greedy.len() < count {
-        let chunk = Chunk { tokens: &tokens[start..], start, blocks: &blocks, wanted: Wanted::Last };
+        let chunk =
+            Chunk { tokens: &tokens[start..], start, blocks: &blocks, wanted: Wanted::Last };
         let logits = model.forward(&mut pool, &[chunk]).unwrap();
         let last = logits.of(0).next().unwrap();
         if start == 0 {
@@ -169,8 +183,10 @@ pub(crate) fn compare_with_transformers(python: OsString) {
 fn compare(case: &Case, folder: &Folder, theirs: &Value) -> f32 {
     let name = case.name;
     let (logits, greedy) = ours(folder, prompt(case.prompt), COUNT);
-    let numbers = |name: &str| theirs[name].as_array().unwrap_or_else(|| panic!("no {name}")).iter();
-    let far = logits.iter().zip(numbers("logits")).map(|(a, b)| (a - b.as_f64().unwrap() as f32).abs());
+    let numbers =
+        |name: &str| theirs[name].as_array().unwrap_or_else(|| panic!("no {name}")).iter();
+    let far =
+        logits.iter().zip(numbers("logits")).map(|(a, b)| (a - b.as_f64().unwrap() as f32).abs());
     assert_eq!(logits.len(), numbers("logits").len(), "{name}");
     let far = far.fold(0.0, f32::max);
     assert!(far <= NEAR, "{name}: {far} apart");

@@ -3,7 +3,9 @@
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use kvx_paged_llama::model::{Architecture, Chunk, Dtype, Level, Model, Pool, PoolLayout, Shard, Wanted};
+use kvx_paged_llama::model::{
+    Architecture, Chunk, Dtype, Level, Model, Pool, PoolLayout, Shard, Wanted,
+};
 use kvx_random_model::Made;
 use kvx_testkit::test;
 use proptest::prelude::*;
@@ -30,15 +32,25 @@ fn prompt(len: usize, seed: u32) -> Vec<u32> {
 }
 
 fn pool(model: &Model, block_tokens: usize, dtype: Dtype, layout: PoolLayout) -> Pool {
-    let pool =
-        Pool::allocate(model.pool_shape(256usize.div_ceil(block_tokens) * 3, block_tokens, dtype, layout))
-            .unwrap();
+    let pool = Pool::allocate(model.pool_shape(
+        256usize.div_ceil(block_tokens) * 3,
+        block_tokens,
+        dtype,
+        layout,
+    ))
+    .unwrap();
     // What a block holds of another request must not matter.
     fill_with_noise(pool)
 }
 
 /// All logits of `tokens`, in chunks that end at `cuts`.
-fn run(model: &Model, pool: &mut Pool, tokens: &[u32], cuts: &[usize], first_block: u32) -> Vec<Vec<f32>> {
+fn run(
+    model: &Model,
+    pool: &mut Pool,
+    tokens: &[u32],
+    cuts: &[usize],
+    first_block: u32,
+) -> Vec<Vec<f32>> {
     run_after(|| {}, model, pool, tokens, cuts, first_block)
 }
 
@@ -57,7 +69,8 @@ fn run_after(
     let mut start = 0;
     for end in cuts.iter().copied().filter(|cut| *cut < tokens.len()).chain([tokens.len()]) {
         if end > start {
-            let chunk = Chunk { tokens: &tokens[start..end], start, blocks: &blocks, wanted: Wanted::All };
+            let chunk =
+                Chunk { tokens: &tokens[start..end], start, blocks: &blocks, wanted: Wanted::All };
             before();
             logits.extend(model.forward(pool, &[chunk]).unwrap().of(0).map(<[f32]>::to_vec));
             start = end;
@@ -80,15 +93,22 @@ fn chunks_and_neighbours_change_no_bit() {
         let one_by_one: Vec<_> = (1..=45).collect();
         let expected = bits(&run(&model, &mut alone, &tokens, &one_by_one, 0));
         assert!(expected.iter().flatten().all(|bits| f32::from_bits(*bits).is_finite()));
-        let mut runner =
-            proptest::test_runner::TestRunner::new(ProptestConfig { cases: 12, ..ProptestConfig::default() });
-        let steps =
-            (prop::collection::btree_set(1..45_usize, 0..6), prop::collection::vec(1..30_usize, 0..4));
+        let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig {
+            cases: 12,
+            ..ProptestConfig::default()
+        });
+        let steps = (
+            prop::collection::btree_set(1..45_usize, 0..6),
+            prop::collection::vec(1..30_usize, 0..4),
+        );
         runner
             .run(&steps, |(cuts, others)| {
                 let mut shared = pool(&model, 16, Dtype::F32, PoolLayout::Hnd);
-                let others: Vec<Vec<u32>> =
-                    others.iter().enumerate().map(|(seed, len)| prompt(*len, seed as u32 + 2)).collect();
+                let others: Vec<Vec<u32>> = others
+                    .iter()
+                    .enumerate()
+                    .map(|(seed, len)| prompt(*len, seed as u32 + 2))
+                    .collect();
                 let (blocks, mut got, mut start) = ([5, 0, 7], Vec::new(), 0);
                 for end in cuts.into_iter().chain([45]) {
                     let other_blocks: Vec<[u32; 2]> =
@@ -96,13 +116,24 @@ fn chunks_and_neighbours_change_no_bit() {
                     let mut step: Vec<Chunk<'_>> = others
                         .iter()
                         .zip(&other_blocks)
-                        .map(|(tokens, blocks)| Chunk { tokens, start: 0, blocks, wanted: Wanted::Last })
+                        .map(|(tokens, blocks)| Chunk {
+                            tokens,
+                            start: 0,
+                            blocks,
+                            wanted: Wanted::Last,
+                        })
                         .collect();
                     let place = start % (step.len() + 1);
-                    let chunk =
-                        Chunk { tokens: &tokens[start..end], start, blocks: &blocks, wanted: Wanted::All };
+                    let chunk = Chunk {
+                        tokens: &tokens[start..end],
+                        start,
+                        blocks: &blocks,
+                        wanted: Wanted::All,
+                    };
                     step.insert(place, chunk);
-                    got.extend(model.forward(&mut shared, &step).unwrap().of(place).map(<[f32]>::to_vec));
+                    got.extend(
+                        model.forward(&mut shared, &step).unwrap().of(place).map(<[f32]>::to_vec),
+                    );
                     start = end;
                 }
                 prop_assert!(bits(&got) == expected, "{architecture:?}");
@@ -173,7 +204,8 @@ fn ranks_change_no_bit() {
             };
             let expected = with(Shard::alone());
             for size in [2, 4, 8] {
-                let (ours, theirs): (Vec<_>, Vec<_>) = (1..size).map(|_| UnixStream::pair().unwrap()).unzip();
+                let (ours, theirs): (Vec<_>, Vec<_>) =
+                    (1..size).map(|_| UnixStream::pair().unwrap()).unzip();
                 let head = Shard::head(ours, Duration::from_secs(10)).unwrap();
                 let members = theirs.into_iter().enumerate();
                 let members = members.map(|(index, socket)| Shard::member(index + 1, size, socket));
@@ -183,7 +215,10 @@ fn ranks_change_no_bit() {
                         shards.into_iter().map(|shard| scope.spawn(|| with(shard))).collect();
                     threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
                 });
-                assert_eq!(got[0], expected, "{size} ranks, {kv_heads} heads of keys, {architecture:?}");
+                assert_eq!(
+                    got[0], expected,
+                    "{size} ranks, {kv_heads} heads of keys, {architecture:?}"
+                );
                 assert!(got[1..].iter().all(Vec::is_empty), "only rank 0 has logits");
             }
         }

@@ -110,7 +110,10 @@ impl Run {
         if let Some(bytes) = self.link.to_initiator.back()
             && let ControlMessage::Ack { notice } = ControlMessage::decode(bytes).unwrap()
         {
-            assert!(self.link.taken.len() as u64 > notice, "{notice} is acknowledged and has not arrived");
+            assert!(
+                self.link.taken.len() as u64 > notice,
+                "{notice} is acknowledged and has not arrived"
+            );
         }
     }
 
@@ -142,7 +145,11 @@ impl Run {
     fn hold(&mut self) {
         let link = &mut self.link;
         for (at, bytes) in link.taken.iter().enumerate().rev().take(WINDOW) {
-            assert_eq!(bytes[..], (at as u32).to_le_bytes(), "notifications arrive once and in order");
+            assert_eq!(
+                bytes[..],
+                (at as u32).to_le_bytes(),
+                "notifications arrive once and in order"
+            );
         }
         self.confirmed.extend(link.recalls.take_done(|_| false));
         for id in &self.confirmed {

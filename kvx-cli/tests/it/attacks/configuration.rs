@@ -6,8 +6,7 @@ use serde_json::json;
 use crate::attacks::kvx;
 
 fn config(extra: &serde_json::Value) -> (bool, String) {
-    let config =
-        json!({"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra});
+    let config = json!({"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra});
     kvx(&["config", "--kv-transfer-config", &config.to_string()])
 }
 
@@ -16,8 +15,9 @@ fn a_seal_written_as_the_documents_name_it_seals() {
     let (flat, said) = config(&json!({"tcp.seal": "all"}));
     let (nested, right) = config(&json!({"tcp": {"seal": "all"}}));
     assert!(flat && nested, "{said}");
-    let of_tcp =
-        |said: &str| said.lines().filter(|line| line.contains("seal")).collect::<Vec<_>>().join("\n");
+    let of_tcp = |said: &str| {
+        said.lines().filter(|line| line.contains("seal")).collect::<Vec<_>>().join("\n")
+    };
     assert_eq!(of_tcp(&said), of_tcp(&right), "{said}\n{right}");
     assert!(of_tcp(&said).contains("all") && !said.contains("nothing in kvx"), "{said}");
 }

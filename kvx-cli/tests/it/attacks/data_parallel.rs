@@ -22,7 +22,9 @@ fn join(port: u16, model: &str) -> Vec<u8> {
     };
     let alike = json!({"model": model, "data_parallel_size": 2, "model_len": 64, "block_size": 16});
     let joining = json!({"ranks": {"start": 1, "end": 2}, "alike": alike}).to_string();
-    stream.write_all(&[&(joining.len() as u32).to_be_bytes()[..], joining.as_bytes()].concat()).unwrap();
+    stream
+        .write_all(&[&(joining.len() as u32).to_be_bytes()[..], joining.as_bytes()].concat())
+        .unwrap();
     // Long enough for a head that lets it in: that answers at once.
     stream.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
     let mut heard = Vec::new();
@@ -39,7 +41,11 @@ fn a_stranger_does_not_join_a_head_that_has_a_secret() {
     let told = Told { arguments: &arguments, variables: &variables };
     let _head = Server::try_start(&model, told);
     let heard = join(port, model.to_str().unwrap());
-    assert!(heard.is_empty(), "the head answers without a proof: {}", String::from_utf8_lossy(&heard));
+    assert!(
+        heard.is_empty(),
+        "the head answers without a proof: {}",
+        String::from_utf8_lossy(&heard)
+    );
 }
 
 #[test]

@@ -45,8 +45,18 @@ fn the_blocks_of_another_request_are_not_read_with_parameters_of_ones_own() {
     forged["kvx_block_reference"] = of_victim["kvx_block_reference"].clone();
     refused(decode, &own, forged, "other blocks by their reference");
     let longer = json!("0123456789abcdefffffffffffffffff");
-    refused(decode, &own, with("kvx_block_reference", &longer), "a reference that no reuse is above");
-    refused(decode, &own, with("remote_request_id", &of_victim["remote_request_id"]), "another request");
+    refused(
+        decode,
+        &own,
+        with("kvx_block_reference", &longer),
+        "a reference that no reuse is above",
+    );
+    refused(
+        decode,
+        &own,
+        with("remote_request_id", &of_victim["remote_request_id"]),
+        "another request",
+    );
     let mut unsigned = mine.clone();
     unsigned.as_object_mut().unwrap().remove("kvx_signature");
     refused(decode, &own, unsigned, "unsigned");
@@ -105,7 +115,8 @@ fn without_a_secret_parameters_from_other_hosts_are_refused() {
     let (status, answer) = load(elsewhere, &url(8200));
     assert!(status == 403 && answer.contains("allow_unsigned_params"), "{status} {answer}");
     // A decode with `allow_unsigned_params` for that engine, and a client on the decode's machine.
-    for (client, decode) in [(elsewhere, url(8300)), (decodes, "http://localhost:8200/v1/completions".into())]
+    for (client, decode) in
+        [(elsewhere, url(8300)), (decodes, "http://localhost:8200/v1/completions".into())]
     {
         let (status, answer) = load(client, &decode);
         assert_eq!(status, 200, "{decode}: {answer}");

@@ -11,13 +11,28 @@ use crate::serve::server::{Server, greedy, model, prompt};
 #[test]
 fn the_socket_of_ranks_is_where_nobody_can_be_first() {
     let model = model(&["--arch", "llama", "--kv-heads", "2"]);
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("ranks-{}", std::process::id()));
+    let folder =
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("ranks-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let config = json!({"kv_connector": "NixlConnector", "kv_role": "kv_both",
                         "kv_connector_extra_config": {"backends": ["SHM"]}});
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
-    command.arg("serve").arg(&model).args(["--host", "127.0.0.1", "--port", "0", "--served-model-name", "m"]);
-    command.args(["--kv-cache-memory-bytes", "16M", "-tp", "2", "--kv-transfer-config", &config.to_string()]);
+    command.arg("serve").arg(&model).args([
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+        "--served-model-name",
+        "m",
+    ]);
+    command.args([
+        "--kv-cache-memory-bytes",
+        "16M",
+        "-tp",
+        "2",
+        "--kv-transfer-config",
+        &config.to_string(),
+    ]);
     command.env("TMPDIR", &folder).env("VLLM_NIXL_SIDE_CHANNEL_PORT", "0");
     let server = Server::spawn(command);
     // It has still to read its model.
@@ -25,7 +40,8 @@ fn the_socket_of_ranks_is_where_nobody_can_be_first() {
     let server = server.listening();
     assert_eq!(server.ranks().len(), 1);
     assert_eq!(server.post("/v1/completions", &greedy(&prompt(1, 20), 2)).0, 200);
-    let left: Vec<_> = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let left: Vec<_> =
+        std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(left.len(), 1, "the folder of the socket stays: {left:?}");
     drop(server);
     std::fs::remove_dir_all(folder).unwrap();

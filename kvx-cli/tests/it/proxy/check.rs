@@ -11,36 +11,56 @@ pub(crate) async fn tells_recipes_and_what_to_look_at_twice() {
         Instance::start(Settings { models, ..Settings::default() })
     };
     let (prefill, decode, more, fewer) = (of(&["m"]), of(&["m"]), of(&["m", "p"]), of(&["m", "d"]));
-    let locked = Instance::start(Settings { api_key: Some("theirs".to_owned()), ..Settings::default() });
+    let locked =
+        Instance::start(Settings { api_key: Some("theirs".to_owned()), ..Settings::default() });
     let settings = Settings { connector: Connector::Mooncake, dp_size: 2, ..Settings::default() };
     let mooncake = Instance::start(settings);
     let pool = |prefill: &Instance, decode: &Instance, more: [&str; 2]| {
-        let entry = |instance: &Instance, more: &str| format!("[{{ url = \"{}\"{more} }}]", instance.url());
+        let entry =
+            |instance: &Instance, more: &str| format!("[{{ url = \"{}\"{more} }}]", instance.url());
         let (prefill, decode) = (entry(prefill, more[0]), entry(decode, more[1]));
         format!("port = 0\n[[pool]]\nprefill = {prefill}\ndecode = {decode}\n")
     };
     let good = pool(&prefill, &decode, ["", ""]);
     let apart = [", compatibility = \"old\"", ", compatibility = \"new\""];
     let bootstrap = format!(", bootstrap_port = {}", mooncake.bootstrap_port());
-    let recipe =
-        |connector: &str| good.replace("[[pool]]", &format!("[[pool]]\nconnector = \"{connector}\""));
+    let recipe = |connector: &str| {
+        good.replace("[[pool]]", &format!("[[pool]]\nconnector = \"{connector}\""))
+    };
     let name = |instance: &Instance| instance.url()[7..].to_owned();
     let serves = |instance: &Instance| format!("prefill {} is up, serves m", name(instance));
     let only = |model: &str, side: &str| {
-        let why = format!("model {model} is served by {side} instances only: nothing of it is disaggregated");
+        let why = format!(
+            "model {model} is served by {side} instances only: nothing of it is disaggregated"
+        );
         format!("beware: pool default: {why}")
     };
     let instances = "pool default: 1 prefill and 1 decode instances";
     // What is written, how it ends, and a line of what is said.
     let cases = [
-        (good.clone(), 0, format!("{}, has no Mooncake bootstrap server: NixlConnector", serves(&prefill))),
+        (
+            good.clone(),
+            0,
+            format!("{}, has no Mooncake bootstrap server: NixlConnector", serves(&prefill)),
+        ),
         (
             pool(&mooncake, &decode, [&bootstrap, ""]),
             0,
-            format!("{}, has a Mooncake bootstrap server with 2 ranks: MooncakeConnector", serves(&mooncake)),
+            format!(
+                "{}, has a Mooncake bootstrap server with 2 ranks: MooncakeConnector",
+                serves(&mooncake)
+            ),
         ),
-        (good.clone(), 0, format!("{instances}, the connector that its prefill instances turn out to have")),
-        (recipe("NixlPullConnector"), 0, format!("{instances}, NixlPullConnector: prefill, then decode")),
+        (
+            good.clone(),
+            0,
+            format!("{instances}, the connector that its prefill instances turn out to have"),
+        ),
+        (
+            recipe("NixlPullConnector"),
+            0,
+            format!("{instances}, NixlPullConnector: prefill, then decode"),
+        ),
         (recipe("NixlPullConnector"), 0, serves(&prefill)),
         (
             pool(&prefill, &locked, ["", ""]),
@@ -61,7 +81,10 @@ pub(crate) async fn tells_recipes_and_what_to_look_at_twice() {
         (
             pool(&prefill, &decode, apart),
             1,
-            format!("fails: pool default: no decode instance is compatible with prefill {}", name(&prefill)),
+            format!(
+                "fails: pool default: no decode instance is compatible with prefill {}",
+                name(&prefill)
+            ),
         ),
     ];
     for (text, status, line) in cases {

@@ -19,12 +19,14 @@ async fn ask(port: u16, prompt: &str) {
 }
 
 pub(crate) async fn round_robin_takes_turns() {
-    let mut fleet = Plan::of(3, 3, &Settings::default()).setup("choice = \"round-robin\"").start().await;
+    let mut fleet =
+        Plan::of(3, 3, &Settings::default()).setup("choice = \"round-robin\"").start().await;
     for count in 0..9 {
         ask(fleet.port(), &prompt(&format!("turn {count}"), 20)).await;
     }
     assert_eq!(prefills(&mut fleet), [3, 3, 3]);
-    let decodes: Vec<_> = fleet.decode.iter_mut().map(|instance| instance.report().decodes).collect();
+    let decodes: Vec<_> =
+        fleet.decode.iter_mut().map(|instance| instance.report().decodes).collect();
     assert_eq!(decodes, [3, 3, 3]);
 }
 
@@ -49,17 +51,24 @@ pub(crate) async fn least_tokens_go_where_least_is_outstanding() {
 }
 
 pub(crate) async fn a_prefix_stays_with_its_instance() {
-    let mut fleet =
-        Plan::of(4, 1, &Settings::default()).setup("choice = \"prefix\"\nprefix_tokens = 32").start().await;
+    let mut fleet = Plan::of(4, 1, &Settings::default())
+        .setup("choice = \"prefix\"\nprefix_tokens = 32")
+        .start()
+        .await;
     let mut homes = Vec::new();
     for prefix in 0..6 {
         let before = prefills(&mut fleet);
         for count in 0..3 {
-            ask(fleet.port(), &format!("{}{count}", prompt(&format!("{prefix} is my prefix"), 64))).await;
+            ask(fleet.port(), &format!("{}{count}", prompt(&format!("{prefix} is my prefix"), 64)))
+                .await;
         }
         let after = prefills(&mut fleet);
         let changed: Vec<_> = (0..4).filter(|index| after[*index] != before[*index]).collect();
-        assert_eq!(changed.len(), 1, "all three of prefix {prefix} went to one: {before:?} {after:?}");
+        assert_eq!(
+            changed.len(),
+            1,
+            "all three of prefix {prefix} went to one: {before:?} {after:?}"
+        );
         homes.push(changed[0]);
     }
     homes.sort_unstable();
@@ -107,8 +116,10 @@ pub(crate) async fn ranks_are_asked_in_turn() {
     for count in 0..6 {
         // A client that picks a rank itself does not get it.
         let body = completion(&prompt(&format!("rank {count}"), 20), 2);
-        let answer =
-            Call::post(proxy.port, COMPLETIONS, &body).header("x-data-parallel-rank", "1").send().await;
+        let answer = Call::post(proxy.port, COMPLETIONS, &body)
+            .header("x-data-parallel-rank", "1")
+            .send()
+            .await;
         assert_eq!(answer.status, 200, "{}", answer.text());
     }
     for (instance, leg) in [(&mut prefill, Leg::Prefill), (&mut decode, Leg::Decode)] {
@@ -127,7 +138,8 @@ pub(crate) async fn ranks_are_asked_in_turn() {
         assert_eq!(Call::post(proxy.port, COMPLETIONS, &body).send().await.status, 200);
     }
     let alone = seen(&mut decode, Leg::Alone);
-    let mut ranks: Vec<_> = alone.iter().map(|seen| seen.headers["x-data-parallel-rank"].clone()).collect();
+    let mut ranks: Vec<_> =
+        alone.iter().map(|seen| seen.headers["x-data-parallel-rank"].clone()).collect();
     ranks.sort();
     assert_eq!(ranks, ["0", "1"]);
     assert!([prefill, decode].iter_mut().all(|instance| instance.violations().is_empty()));
@@ -155,7 +167,10 @@ pub(crate) async fn without_a_model_instances_of_one_model_are_paired() {
         let asked = seen(&mut fleet.decode[d], Leg::Decode);
         assert_eq!(asked.len(), 5);
         let port = json!(fleet.prefill[p].port());
-        assert!(asked.iter().all(|seen| seen.body["kv_transfer_params"]["remote_port"] == port), "{asked:?}");
+        assert!(
+            asked.iter().all(|seen| seen.body["kv_transfer_params"]["remote_port"] == port),
+            "{asked:?}"
+        );
     }
 }
 

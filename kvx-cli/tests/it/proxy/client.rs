@@ -23,7 +23,8 @@ pub(crate) struct Call {
 
 impl Call {
     pub(crate) fn new(port: u16, method: Method, path: &str) -> Self {
-        let request = Request::builder().method(method).uri(path).header("host", format!("127.0.0.1:{port}"));
+        let request =
+            Request::builder().method(method).uri(path).header("host", format!("127.0.0.1:{port}"));
         Call { port, request, body: Bytes::new(), limit: CUT_OFF }
     }
 
@@ -32,7 +33,9 @@ impl Call {
     }
 
     pub(crate) fn post(port: u16, path: &str, body: &Value) -> Self {
-        Call::new(port, Method::POST, path).header("content-type", "application/json").body(body.to_string())
+        Call::new(port, Method::POST, path)
+            .header("content-type", "application/json")
+            .body(body.to_string())
     }
 
     pub(crate) fn header(mut self, name: &str, value: impl AsRef<str>) -> Self {
@@ -54,11 +57,13 @@ impl Call {
     pub(crate) async fn try_open(self) -> Result<Open, String> {
         let Call { port, request, body, limit } = self;
         let opened = tokio::time::timeout(limit, async move {
-            let stream =
-                tokio::net::TcpStream::connect(("127.0.0.1", port)).await.map_err(|e| e.to_string())?;
-            let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+            let stream = tokio::net::TcpStream::connect(("127.0.0.1", port))
                 .await
                 .map_err(|e| e.to_string())?;
+            let (mut sender, connection) =
+                hyper::client::conn::http1::handshake(TokioIo::new(stream))
+                    .await
+                    .map_err(|e| e.to_string())?;
             let connection = Connection(tokio::spawn(async move { drop(connection.await) }));
             let request = request.body(Full::new(body)).map_err(|e| e.to_string())?;
             let response = sender.send_request(request).await.map_err(|e| e.to_string())?;
@@ -86,7 +91,11 @@ impl Call {
         while let Some(piece) = open.piece().await? {
             body.extend_from_slice(&piece);
         }
-        Ok(Answer { status: open.status, headers: std::mem::take(&mut open.headers), body: body.into() })
+        Ok(Answer {
+            status: open.status,
+            headers: std::mem::take(&mut open.headers),
+            body: body.into(),
+        })
     }
 
     /// Sends it and reads the whole answer.
@@ -114,7 +123,9 @@ impl Answer {
     }
 
     pub(crate) fn header(&self, name: &str) -> &str {
-        self.headers.get(name).map_or("", |value| value.to_str().expect("headers of tests are text"))
+        self.headers
+            .get(name)
+            .map_or("", |value| value.to_str().expect("headers of tests are text"))
     }
 
     /// The text of a completion's choices.
@@ -156,23 +167,31 @@ impl Open {
         loop {
             if let Some(end) = self.rest.windows(2).position(|two| two == b"\n\n") {
                 let event: Vec<u8> = self.rest.drain(..end + 2).collect();
-                let text = String::from_utf8(event).map_err(|_| "an event is no UTF-8".to_owned())?;
-                let data: String =
-                    text.lines().filter_map(|line| line.strip_prefix("data:")).map(str::trim).collect();
+                let text =
+                    String::from_utf8(event).map_err(|_| "an event is no UTF-8".to_owned())?;
+                let data: String = text
+                    .lines()
+                    .filter_map(|line| line.strip_prefix("data:"))
+                    .map(str::trim)
+                    .collect();
                 if data == "[DONE]" {
                     return Ok(Some(Event::Done));
                 }
                 if data.is_empty() {
                     continue; // a comment
                 }
-                let value = serde_json::from_str(&data).map_err(|error| format!("{error}: {data}"))?;
+                let value =
+                    serde_json::from_str(&data).map_err(|error| format!("{error}: {data}"))?;
                 return Ok(Some(Event::Chunk(value)));
             }
             match self.piece().await? {
                 Some(piece) => self.rest.extend_from_slice(&piece),
                 None if self.rest.is_empty() => return Ok(None),
                 None => {
-                    return Err(format!("ended within an event: {:?}", String::from_utf8_lossy(&self.rest)));
+                    return Err(format!(
+                        "ended within an event: {:?}",
+                        String::from_utf8_lossy(&self.rest)
+                    ));
                 }
             }
         }
@@ -183,7 +202,9 @@ impl Open {
         let mut streamed = Streamed { status: self.status, ..Streamed::default() };
         loop {
             match self.event().await {
-                Ok(Some(Event::Chunk(chunk))) if !chunk["error"].is_null() => streamed.error = Some(chunk),
+                Ok(Some(Event::Chunk(chunk))) if !chunk["error"].is_null() => {
+                    streamed.error = Some(chunk)
+                }
                 Ok(Some(Event::Chunk(chunk))) => streamed.add(chunk),
                 Ok(Some(Event::Done)) => streamed.done = true,
                 Ok(None) => return streamed,
@@ -232,7 +253,8 @@ impl Streamed {
         self.begun.get_or_insert_with(kvx_instance::now);
         let choice = &chunk["choices"][0];
         if choice["index"] == 0 {
-            self.text += choice["text"].as_str().or(choice["delta"]["content"].as_str()).unwrap_or("");
+            self.text +=
+                choice["text"].as_str().or(choice["delta"]["content"].as_str()).unwrap_or("");
         }
         self.chunks.push(chunk);
     }

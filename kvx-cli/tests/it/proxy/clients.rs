@@ -65,8 +65,16 @@ pub(crate) async fn the_openai_package_gets_what_it_asks_for() {
     };
     let mut fleet = Fleet::new(1, 1).await;
     // The last request with a transfer breaks off: 4 decodes go well before it.
-    fleet.decode[0].script(Script { leg: Some(Leg::Decode), times: 4, fault: Fault::SplitCharacter(1) });
-    fleet.decode[0].script(Script { leg: Some(Leg::Decode), times: 1, fault: Fault::CloseAfter(3) });
+    fleet.decode[0].script(Script {
+        leg: Some(Leg::Decode),
+        times: 4,
+        fault: Fault::SplitCharacter(1),
+    });
+    fleet.decode[0].script(Script {
+        leg: Some(Leg::Decode),
+        times: 1,
+        fault: Fault::CloseAfter(3),
+    });
     let url = format!("http://127.0.0.1:{}", fleet.port());
     let text = said(Command::new(python).args(["-c", SCRIPT, &url]));
     let said: serde_json::Value = serde_json::from_str(&text).expect("the script prints JSON");
@@ -93,8 +101,8 @@ pub(crate) async fn curl_gets_what_it_asks_for() {
     for (version, stream) in
         [("--http1.1", false), ("--http1.1", true), ("--http1.0", false), ("--http1.0", true)]
     {
-        let body =
-            json!({"model": "m", "prompt": "from curl", "max_tokens": 6, "stream": stream}).to_string();
+        let body = json!({"model": "m", "prompt": "from curl", "max_tokens": 6, "stream": stream})
+            .to_string();
         let mut curl = Command::new("curl");
         curl.args([
             "-sS",
@@ -109,13 +117,18 @@ pub(crate) async fn curl_gets_what_it_asks_for() {
         ]);
         let text = said(curl.args(["-d", &body, &url]));
         let whole = if stream {
-            let events =
-                text.lines().filter_map(|line| line.strip_prefix("data: ")).filter(|data| *data != "[DONE]");
+            let events = text
+                .lines()
+                .filter_map(|line| line.strip_prefix("data: "))
+                .filter(|data| *data != "[DONE]");
             assert!(text.ends_with("data: [DONE]\n\n"), "{text}");
-            let chunks = events
-                .map(|event| serde_json::from_str::<serde_json::Value>(event).expect("events are JSON"));
+            let chunks = events.map(|event| {
+                serde_json::from_str::<serde_json::Value>(event).expect("events are JSON")
+            });
             chunks
-                .map(|chunk| chunk["choices"][0]["text"].as_str().expect("chunks have text").to_owned())
+                .map(|chunk| {
+                    chunk["choices"][0]["text"].as_str().expect("chunks have text").to_owned()
+                })
                 .collect()
         } else {
             let body: serde_json::Value = serde_json::from_str(&text).expect("the answer is JSON");

@@ -24,7 +24,11 @@ pub(crate) fn kvx_proxy_with(variables: &[(&str, &str)], arguments: &[&str]) -> 
 }
 
 pub(crate) fn said(output: &Output) -> String {
-    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+    format!(
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    )
 }
 
 /// Fails unless requests are answered as one server would, and each instance has its part.
@@ -58,7 +62,8 @@ pub(crate) async fn the_command_line_of_toy_proxy_server_works_as_it_is() {
             format!("--decoder-host{d}"),
             format!("--decoder-port{d}"),
         ];
-        let (p0, p1, d0, d1) = (port(&prefill[0]), port(&prefill[1]), port(&decode[0]), port(&decode[1]));
+        let (p0, p1, d0, d1) =
+            (port(&prefill[0]), port(&prefill[1]), port(&decode[0]), port(&decode[1]));
         let arguments = [
             "--host",
             "127.0.0.1",
@@ -97,8 +102,10 @@ pub(crate) async fn the_command_line_of_toy_proxy_server_works_as_it_is() {
 
 pub(crate) async fn the_command_line_of_mooncake_connector_proxy_works_as_it_is() {
     let (mut prefill, mut decode) = (start(2, Connector::Mooncake), start(1, Connector::Mooncake));
-    let (urls, bootstraps): (Vec<_>, Vec<_>) =
-        prefill.iter().map(|instance| (instance.url(), instance.bootstrap_port().to_string())).unzip();
+    let (urls, bootstraps): (Vec<_>, Vec<_>) = prefill
+        .iter()
+        .map(|instance| (instance.url(), instance.bootstrap_port().to_string()))
+        .unzip();
     let url = decode[0].url();
     let arguments = [
         "--port",
@@ -154,7 +161,8 @@ pub(crate) async fn check_says_what_a_set_up_means_and_what_would_not_work() {
 }
 
 pub(crate) async fn compare_tells_equal_endpoints_from_others() {
-    let (one, mut two) = (Instance::start(Settings::default()), Instance::start(Settings::default()));
+    let (one, mut two) =
+        (Instance::start(Settings::default()), Instance::start(Settings::default()));
     let (first, second) = (one.url(), two.url());
     let output = kvx_proxy(&["--compare", &first, &second]);
     assert_eq!(output.status.code(), Some(0), "{}", said(&output));
@@ -184,7 +192,9 @@ fn answer(mut stream: &TcpStream, base: &str, odd: Option<usize>) -> std::io::Re
     let (mut head, mut length) = (String::new(), 0);
     while !head.ends_with("\r\n\r\n") && reader.read_line(&mut head)? > 0 {
         let line = head.lines().last().unwrap_or_default().to_ascii_lowercase();
-        length = line.strip_prefix("content-length:").map_or(length, |text| text.trim().parse().unwrap());
+        length = line
+            .strip_prefix("content-length:")
+            .map_or(length, |text| text.trim().parse().unwrap());
     }
     let mut body = vec![0; length];
     reader.read_exact(&mut body)?;
@@ -196,12 +206,17 @@ fn answer(mut stream: &TcpStream, base: &str, odd: Option<usize>) -> std::io::Re
     };
     let (status, said) = match head.split(' ').nth(1).and_then(|path| path.strip_prefix(base)) {
         Some("/v1/models") => (200, json!({"data": [{"id": "m"}]})),
-        Some("/v1/completions") if asked["model"] == "m" => (200, json!({"choices": [{"text": text}]})),
+        Some("/v1/completions") if asked["model"] == "m" => {
+            (200, json!({"choices": [{"text": text}]}))
+        }
         _ => (404, json!({"error": {"message": head}})),
     };
     let said = said.to_string();
     let length = said.len();
-    write!(stream, "HTTP/1.1 {status} Said\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n{said}")
+    write!(
+        stream,
+        "HTTP/1.1 {status} Said\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n{said}"
+    )
 }
 
 pub(crate) async fn compare_exits_1_on_another_text_and_0_on_the_same() {
@@ -218,7 +233,11 @@ pub(crate) async fn compare_exits_1_on_another_text_and_0_on_the_same() {
         assert_eq!(output.status.code(), Some(1), "{odd}: {}", said(&output));
         let different = said(&output).lines().filter(|line| line.starts_with("DIFFERENT")).count();
         assert_eq!(different, 1, "{odd}: {}", said(&output));
-        assert!(said(&output).contains(&format!("DIFFERENT  \"{odd} token ids\"")), "{}", said(&output));
+        assert!(
+            said(&output).contains(&format!("DIFFERENT  \"{odd} token ids\"")),
+            "{}",
+            said(&output)
+        );
         assert!(said(&output).contains(": \"another\"\n"), "{}", said(&output));
     }
     for (url, why) in [(one.replace("http", "ftp"), "scheme"), (format!("{one}?x"), "query")] {

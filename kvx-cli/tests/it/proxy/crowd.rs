@@ -25,7 +25,8 @@ pub(crate) fn allow_descriptors() {
 
 pub(crate) async fn a_thousand_idle_and_a_thousand_slow_connections_stay_under_128_mib() {
     let fleet = Plan::of(1, 1, &Settings { keeps: 0, ..Settings::default() }).start().await;
-    let connect = async || TcpStream::connect(("127.0.0.1", fleet.port())).await.expect("it listens");
+    let connect =
+        async || TcpStream::connect(("127.0.0.1", fleet.port())).await.expect("it listens");
     let mut idle = Vec::new();
     for _ in 0..CROWD {
         idle.push(connect().await);
@@ -49,10 +50,14 @@ pub(crate) async fn a_thousand_idle_and_a_thousand_slow_connections_stay_under_1
     let resident = fleet.proxy.resident();
     assert!(resident < MEMORY, "{resident} KiB for {CROWD} idle and {CROWD} slow connections");
     println!("{resident} KiB with {CROWD} idle and {CROWD} slow connections");
-    let answer = Call::post(fleet.port(), COMPLETIONS, &completion("beside a crowd", 2)).send().await;
+    let answer =
+        Call::post(fleet.port(), COMPLETIONS, &completion("beside a crowd", 2)).send().await;
     assert_eq!(answer.status, 200, "{}", answer.text());
     for stream in idle.iter_mut().take(10) {
-        stream.write_all(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n").await.expect("it is still there");
+        stream
+            .write_all(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            .await
+            .expect("it is still there");
         let mut first = [0; 12];
         stream.read_exact(&mut first).await.expect("it answers");
         assert_eq!(&first, b"HTTP/1.1 200");

@@ -13,8 +13,12 @@ use crate::proxy::recipes::{COMPLETIONS, seen};
 pub(crate) async fn models_are_those_that_both_sides_serve() {
     let models = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
     let fleet = Plan::of(2, 2, &Settings::default())
-        .prefill(|index, settings| settings.models = models([&["m", "a", "p"][..], &["m", "b"]][index]))
-        .decode(|index, settings| settings.models = models([&["m", "a"][..], &["m", "b", "d"]][index]))
+        .prefill(|index, settings| {
+            settings.models = models([&["m", "a", "p"][..], &["m", "b"]][index])
+        })
+        .decode(|index, settings| {
+            settings.models = models([&["m", "a"][..], &["m", "b", "d"]][index])
+        })
         .start()
         .await;
     let list = Call::get(fleet.port(), "/v1/models").send().await.json();
@@ -41,10 +45,18 @@ pub(crate) async fn what_is_no_completion_goes_to_a_decode_instance_untouched() 
             .body(bytes.clone())
             .send()
             .await;
-        assert_eq!((answer.status, &answer.body[..]), (200, &bytes[..]), "{path}: {}", answer.text());
+        assert_eq!(
+            (answer.status, &answer.body[..]),
+            (200, &bytes[..]),
+            "{path}: {}",
+            answer.text()
+        );
         assert_eq!(answer.header("content-type"), "multipart/form-data; boundary=x");
         assert_eq!(answer.header("x-instance"), fleet.decode[0].port().to_string());
-        assert_eq!(seen(&mut fleet.decode[0], Leg::Alone).pop().unwrap().path, format!("{path}?a=1&b=%20"));
+        assert_eq!(
+            seen(&mut fleet.decode[0], Leg::Alone).pop().unwrap().path,
+            format!("{path}?a=1&b=%20")
+        );
     }
     let asked = json!({"model": "m", "prompt": "four and four"});
     let tokens = Call::post(fleet.port(), "/tokenize", &asked).send().await.json();
@@ -76,7 +88,9 @@ pub(crate) async fn health_and_readiness_are_told() {
         .proxy
         .wait_until("/metrics", "one prefill instance is down", |_, text| {
             text.lines().any(|line| {
-                line.starts_with("kvx_proxy_instance_up") && line.contains(&down) && line.ends_with(" 0")
+                line.starts_with("kvx_proxy_instance_up")
+                    && line.contains(&down)
+                    && line.ends_with(" 0")
             })
         })
         .await;
@@ -86,7 +100,10 @@ pub(crate) async fn health_and_readiness_are_told() {
 pub(crate) async fn metrics_count_requests_and_legs() {
     let mut fleet = Fleet::new(1, 1).await;
     for _ in 0..3 {
-        Call::post(fleet.port(), COMPLETIONS, &completion("count me, count me", 2)).send().await.texts();
+        Call::post(fleet.port(), COMPLETIONS, &completion("count me, count me", 2))
+            .send()
+            .await
+            .texts();
     }
     let wrong = Call::post(fleet.port(), COMPLETIONS, &json!({"model": "m"})).send().await;
     assert_eq!(wrong.status, 400);
@@ -97,9 +114,17 @@ pub(crate) async fn metrics_count_requests_and_legs() {
     assert_eq!(metric("kvx_proxy_ttft_seconds_count", "").await, 3.0);
     assert_eq!(metric("kvx_proxy_in_flight", "").await, 0.0);
     assert_eq!(metric("kvx_proxy_retries_total", "").await, 0.0);
-    assert_eq!(metric("kvx_proxy_queue_seconds_count", "").await, 4.0, "whoever got a place, wrong or not");
+    assert_eq!(
+        metric("kvx_proxy_queue_seconds_count", "").await,
+        4.0,
+        "whoever got a place, wrong or not"
+    );
     assert!(metric("kvx_proxy_queue_seconds_sum", "").await < 1.0, "there was room");
-    assert_eq!(metric("kvx_proxy_time_per_token_seconds_count", "").await, 0.0, "nothing was streamed");
+    assert_eq!(
+        metric("kvx_proxy_time_per_token_seconds_count", "").await,
+        0.0,
+        "nothing was streamed"
+    );
     let log = fleet.proxy.output();
     let lines: Vec<serde_json::Value> = log
         .lines()
@@ -116,27 +141,38 @@ pub(crate) async fn metrics_count_requests_and_legs() {
     fleet.decode[0].delays(Delays { prefill_ms: 0, token_ms: 40 });
     for tokens in [1, 6, 6] {
         let body = streamed("count my tokens", tokens);
-        assert!(Call::post(fleet.port(), COMPLETIONS, &body).open().await.read_out().await.is_whole());
+        assert!(
+            Call::post(fleet.port(), COMPLETIONS, &body).open().await.read_out().await.is_whole()
+        );
     }
     let metric = |name: &'static str, part: &'static str| fleet.proxy.metric(name, part);
     assert_eq!(metric("kvx_proxy_queue_seconds_count", "").await, 7.0);
     assert_eq!(metric("kvx_proxy_ttft_seconds_count", "").await, 6.0);
     let count = metric("kvx_proxy_time_per_token_seconds_count", "").await;
-    assert_eq!(count, 2.0, "one mean of each stream; between the one token of the first there is no time");
+    assert_eq!(
+        count, 2.0,
+        "one mean of each stream; between the one token of the first there is no time"
+    );
     let sum = metric("kvx_proxy_time_per_token_seconds_sum", "").await;
     assert!((0.02..0.3).contains(&sum), "about 40 ms in each of two streams: {sum}");
 }
 
 pub(crate) async fn waiting_for_a_place_is_measured() {
-    let mut fleet = Plan::of(1, 1, &Settings::default()).setup("[limits]\nin_flight = 1\n").start().await;
+    let mut fleet =
+        Plan::of(1, 1, &Settings::default()).setup("[limits]\nin_flight = 1\n").start().await;
     fleet.decode[0].script(Script { leg: Some(Leg::Decode), times: 1, fault: Fault::HangAfter(1) });
-    let mut first = Call::post(fleet.port(), COMPLETIONS, &streamed("has the place", 9)).open().await;
+    let mut first =
+        Call::post(fleet.port(), COMPLETIONS, &streamed("has the place", 9)).open().await;
     first.event().await.unwrap();
     let second = Call::post(fleet.port(), COMPLETIONS, &completion("waits for it", 2));
     let second = tokio::spawn(second.send());
     let one_waits = |_, text: &str| text.lines().any(|line| line == "kvx_proxy_queued 1");
     fleet.proxy.wait_until("/metrics", "the second waits", one_waits).await;
-    assert_eq!(fleet.proxy.metric("kvx_proxy_queue_seconds_count", "").await, 1.0, "it has none yet");
+    assert_eq!(
+        fleet.proxy.metric("kvx_proxy_queue_seconds_count", "").await,
+        1.0,
+        "it has none yet"
+    );
     tokio::time::sleep(Duration::from_millis(120)).await; // what is measured
     drop(first);
     assert_eq!(second.await.unwrap().texts(), [answer_to("waits for it", 2)]);
@@ -147,7 +183,8 @@ pub(crate) async fn waiting_for_a_place_is_measured() {
 }
 
 pub(crate) async fn instances_come_and_go_with_the_key_alone() {
-    let fleet = Plan::of(1, 1, &Settings::default()).variable("ADMIN_API_KEY", "let me in").start().await;
+    let fleet =
+        Plan::of(1, 1, &Settings::default()).variable("ADMIN_API_KEY", "let me in").start().await;
     let mut added = Instance::start(Settings::default());
     let entry = json!({"role": "decode", "url": added.url()});
     let call = |method: Method, key: &str| {
@@ -173,7 +210,10 @@ pub(crate) async fn instances_come_and_go_with_the_key_alone() {
     fleet.proxy.wait_until("/metrics", "it has been looked at", |_, text| text.contains(&up)).await;
     let before = added.report().decodes;
     for _ in 0..3 {
-        Call::post(fleet.port(), COMPLETIONS, &completion("to the new one alone", 2)).send().await.texts();
+        Call::post(fleet.port(), COMPLETIONS, &completion("to the new one alone", 2))
+            .send()
+            .await
+            .texts();
     }
     assert_eq!(added.report().decodes, before + 3, "the other one drains");
     let answer = call(Method::DELETE, "let me in").send().await;

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_instance::{
-    Connector, Delays, Fault, Instance, InstanceReport, Leg, Script, Settings, WrongAnswer, answer_to,
+    Connector, Delays, Fault, Instance, InstanceReport, Leg, Script, Settings, WrongAnswer,
+    answer_to,
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
@@ -41,7 +42,8 @@ pub(crate) async fn a_failed_prefill_is_tried_on_another_instance() {
         fleet.prefill[0].script(Script { leg: Some(Leg::Prefill), times: 1, fault: fault.clone() });
         for count in 0..3 {
             let prompt = prompt(&format!("{fault:?} {count}"), 30);
-            let answer = Call::post(fleet.port(), COMPLETIONS, &completion(&prompt, 4)).send().await;
+            let answer =
+                Call::post(fleet.port(), COMPLETIONS, &completion(&prompt, 4)).send().await;
             assert_eq!(answer.texts(), [answer_to(&prompt, 4)], "{fault:?}");
         }
         let retries = fleet.proxy.metric("kvx_proxy_retries_total", "leg=\"prefill\"").await;
@@ -64,7 +66,11 @@ pub(crate) async fn what_would_stop_a_decode_instance_never_reaches_it() {
         let answer = Call::post(fleet.port(), COMPLETIONS, &completion(&prompt, 4)).send().await;
         match answer.status {
             200 => assert_eq!(answer.texts(), [answer_to(&prompt, 4)], "{wrong:?}"),
-            _ => assert!(answer.json()["error"]["message"].is_string(), "{wrong:?}: {}", answer.text()),
+            _ => assert!(
+                answer.json()["error"]["message"].is_string(),
+                "{wrong:?}: {}",
+                answer.text()
+            ),
         }
         assert_eq!(fleet.decode[0].violations(), Vec::<String>::new(), "{wrong:?}");
         let after = Call::post(fleet.port(), COMPLETIONS, &completion(&prompt, 4)).send().await;
@@ -83,8 +89,11 @@ pub(crate) async fn a_decode_that_took_nothing_is_replaced_with_the_same_blocks(
         }
         for count in 0..3 {
             let prompt = prompt(&format!("{refuses} {count}"), 30);
-            let stream =
-                Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 4)).open().await.read_out().await;
+            let stream = Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 4))
+                .open()
+                .await
+                .read_out()
+                .await;
             assert!(stream.is_whole() && stream.text == answer_to(&prompt, 4), "{stream:?}");
         }
         let report = fleet.prefill[0].report();
@@ -118,9 +127,13 @@ pub(crate) async fn a_decode_that_failed_before_its_first_byte_gets_a_fresh_pref
                     .await
                     .read_out()
                     .await;
-                assert!(stream.is_whole() && stream.text == answer_to(&prompt, 4), "{fault:?}: {stream:?}");
+                assert!(
+                    stream.is_whole() && stream.text == answer_to(&prompt, 4),
+                    "{fault:?}: {stream:?}"
+                );
             } else {
-                let answer = Call::post(fleet.port(), COMPLETIONS, &completion(&prompt, 4)).send().await;
+                let answer =
+                    Call::post(fleet.port(), COMPLETIONS, &completion(&prompt, 4)).send().await;
                 assert_eq!(answer.texts(), [answer_to(&prompt, 4)], "{fault:?}");
             }
             seen_fault |= fleet.prefill[0].report().prefills == before + 2;
@@ -134,7 +147,8 @@ pub(crate) async fn a_decode_that_failed_before_its_first_byte_gets_a_fresh_pref
 pub(crate) async fn an_answer_that_is_not_streamed_has_the_time_of_its_request() {
     let mut fleet = Plan::of(1, 1, &Settings::default()).setup(PATIENT).start().await;
     fleet.decode[0].delays(Delays { prefill_ms: 0, token_ms: 400 });
-    let answer = Call::post(fleet.port(), COMPLETIONS, &completion("a long answer", 4)).send().await;
+    let answer =
+        Call::post(fleet.port(), COMPLETIONS, &completion("a long answer", 4)).send().await;
     assert_eq!(answer.texts(), [answer_to("a long answer", 4)]);
     let several = serde_json::json!({"model": "m", "prompt": ["one", "two"], "max_tokens": 4});
     let answer = Call::post(fleet.port(), COMPLETIONS, &several).send().await;
@@ -160,7 +174,8 @@ pub(crate) async fn an_error_that_is_not_the_instances_is_no_blame() {
         decode.script(Script { leg: Some(Leg::Decode), times: 1, fault: Fault::Status(501) });
     }
     for _ in 0..2 {
-        let answer = Call::post(fleet.port(), COMPLETIONS, &completion("not implemented", 4)).send().await;
+        let answer =
+            Call::post(fleet.port(), COMPLETIONS, &completion("not implemented", 4)).send().await;
         assert_eq!(answer.status, 501, "{}", answer.text());
     }
     assert_eq!(fleet.proxy.metric("kvx_proxy_retries_total", "").await, 0.0);
@@ -169,8 +184,11 @@ pub(crate) async fn an_error_that_is_not_the_instances_is_no_blame() {
     for decode in &mut fleet.decode {
         decode.script(Script { leg: Some(Leg::Decode), times: 1, fault: Fault::ErrorAfter(2) });
     }
-    let stream =
-        Call::post(fleet.port(), COMPLETIONS, &streamed("an error", 4)).open().await.read_out().await;
+    let stream = Call::post(fleet.port(), COMPLETIONS, &streamed("an error", 4))
+        .open()
+        .await
+        .read_out()
+        .await;
     assert!(stream.error.is_some(), "{stream:?}");
     assert_eq!(fleet.proxy.metric("kvx_proxy_ejections_total", "errors").await, 1.0);
 }
@@ -180,7 +198,8 @@ pub(crate) async fn a_decode_that_refuses_ends_the_prefill_beside_it() {
     let mut fleet = Plan::of(1, 1, &settings).setup(PATIENT).start().await;
     fleet.prefill[0].delays(Delays { prefill_ms: 30_000, token_ms: 0 });
     fleet.decode[0].script(once(Leg::Decode, Fault::Status(404)));
-    let setup = Call::post(fleet.port(), COMPLETIONS, &completion("refused, refused", 4)).send().await;
+    let setup =
+        Call::post(fleet.port(), COMPLETIONS, &completion("refused, refused", 4)).send().await;
     assert_eq!(setup.status, 404, "{}", setup.text());
     let report = fleet.prefill[0].wait_until("the prefill ends", |report| report.running == 0);
     assert_eq!((report.prefills, report.pinned), (0, 0), "{report:?}");
@@ -205,7 +224,8 @@ pub(crate) async fn both_legs_at_once_fail_together_and_are_answered_by_others()
             (Leg::Decode, Fault::Status(503)),
             (Leg::Decode, Fault::CloseFirst),
         ] {
-            let instances = if leg == Leg::Prefill { &mut fleet.prefill } else { &mut fleet.decode };
+            let instances =
+                if leg == Leg::Prefill { &mut fleet.prefill } else { &mut fleet.decode };
             instances[0].script(once(leg, fault.clone()));
             let told = format!("{connector:?} {leg:?} {fault:?}");
             let before = sum(&mut fleet.prefill, |report| report.prefills);
@@ -215,7 +235,8 @@ pub(crate) async fn both_legs_at_once_fail_together_and_are_answered_by_others()
             while retries < failed {
                 assert!(asked < 20, "{told}: nobody met the fault");
                 let prompt = prompt(&format!("{told} {asked}"), 30);
-                let answer = Call::post(fleet.port(), COMPLETIONS, &completion(&prompt, 4)).send().await;
+                let answer =
+                    Call::post(fleet.port(), COMPLETIONS, &completion(&prompt, 4)).send().await;
                 assert_eq!(answer.texts(), [answer_to(&prompt, 4)], "{told}");
                 asked += 1;
                 retries = fleet.proxy.metric("kvx_proxy_retries_total", "").await;
@@ -231,15 +252,22 @@ pub(crate) async fn both_legs_at_once_fail_together_and_are_answered_by_others()
 }
 
 pub(crate) async fn retries_have_a_budget() {
-    let setup = "[health]\nevery = \"60s\"\neject_after = 1000000\n[retries]\nattempts = 3\nbudget = 0.1\n";
+    let setup =
+        "[health]\nevery = \"60s\"\neject_after = 1000000\n[retries]\nattempts = 3\nbudget = 0.1\n";
     let mut fleet = Plan::of(2, 1, &Settings::default()).setup(setup).start().await;
     for prefill in &mut fleet.prefill {
-        prefill.script(Script { leg: Some(Leg::Prefill), times: u32::MAX, fault: Fault::Status(500) });
+        prefill.script(Script {
+            leg: Some(Leg::Prefill),
+            times: u32::MAX,
+            fault: Fault::Status(500),
+        });
     }
     let requests = 100;
     for _ in 0..requests {
         let answer =
-            Call::post(fleet.port(), COMPLETIONS, &completion("a sick fleet, a sick fleet", 2)).send().await;
+            Call::post(fleet.port(), COMPLETIONS, &completion("a sick fleet, a sick fleet", 2))
+                .send()
+                .await;
         assert!(answer.status >= 500, "{}", answer.text());
     }
     let tries: usize =
@@ -250,11 +278,16 @@ pub(crate) async fn retries_have_a_budget() {
 }
 
 pub(crate) async fn an_instance_that_fails_is_ejected_and_tried_again() {
-    let setup =
-        "[health]\nevery = \"60s\"\neject_after = 3\neject_for = \"500ms\"\n[retries]\nbudget = 1.0\n";
+    let setup = "[health]\nevery = \"60s\"\neject_after = 3\neject_for = \"500ms\"\n[retries]\nbudget = 1.0\n";
     let mut fleet = Plan::of(2, 1, &Settings::default()).setup(setup).start().await;
-    fleet.prefill[0].script(Script { leg: Some(Leg::Prefill), times: 3, fault: Fault::Status(500) });
-    let ask = async |port| Call::post(port, COMPLETIONS, &completion("eject me, eject me", 2)).send().await;
+    fleet.prefill[0].script(Script {
+        leg: Some(Leg::Prefill),
+        times: 3,
+        fault: Fault::Status(500),
+    });
+    let ask = async |port| {
+        Call::post(port, COMPLETIONS, &completion("eject me, eject me", 2)).send().await
+    };
     let end = Instant::now() + Duration::from_secs(5);
     while fleet.proxy.metric("kvx_proxy_ejections_total", "errors").await == 0.0 {
         assert!(Instant::now() < end, "never ejected");
@@ -303,7 +336,8 @@ pub(crate) async fn the_last_instance_of_a_pool_is_not_ejected_for_its_latency()
     for instance in fleet.prefill.iter_mut().chain(&mut fleet.decode) {
         instance.health(None);
         let looks = instance.report().health_looks;
-        instance.wait_until("it was late to say how it is", |report| report.health_looks > looks + 3);
+        instance
+            .wait_until("it was late to say how it is", |report| report.health_looks > looks + 3);
     }
     assert_eq!(fleet.proxy.metric("kvx_proxy_ejections_total", "").await, 0.0);
     assert_eq!(fleet.proxy.metric("kvx_proxy_instance_up", "").await, 2.0);
@@ -374,7 +408,8 @@ impl Deaf {
         let answered = tokio::time::timeout(CUT_OFF, &mut self.answers).await;
         answered.expect("nobody opens a connection and asks nothing").unwrap();
         let address = self.listener.local_addr().unwrap();
-        let connect = || tokio::time::timeout(Duration::from_millis(300), TcpStream::connect(address));
+        let connect =
+            || tokio::time::timeout(Duration::from_millis(300), TcpStream::connect(address));
         while let Ok(connected) = connect().await {
             self.waiting.push(connected.unwrap());
             assert!(self.waiting.len() < 100, "its backlog is never full");
@@ -383,8 +418,9 @@ impl Deaf {
 }
 
 async fn beside_a_deaf_one(setup: &str, prefill: &[String], decode: &[String]) -> Proxy {
-    let pool =
-        format!("[[pool]]\nconnector = \"NixlConnector\"\nprefill = {prefill:?}\ndecode = {decode:?}\n");
+    let pool = format!(
+        "[[pool]]\nconnector = \"NixlConnector\"\nprefill = {prefill:?}\ndecode = {decode:?}\n"
+    );
     let file = SetupFile::new(&format!("port = 0\n{setup}{pool}"));
     let proxy = Proxy::start(&["--config", file.path()], &[]);
     let up = (prefill.len() + decode.len()) as f64;
@@ -395,7 +431,8 @@ async fn beside_a_deaf_one(setup: &str, prefill: &[String], decode: &[String]) -
     proxy
 }
 
-pub(crate) async fn an_instance_that_takes_no_connection_in_time_is_replaced_with_the_same_blocks() {
+pub(crate) async fn an_instance_that_takes_no_connection_in_time_is_replaced_with_the_same_blocks()
+{
     for leg in ["prefill", "decode"] {
         let mut deaf = Deaf::start();
         let (mut prefill, mut decode) =
@@ -408,16 +445,25 @@ pub(crate) async fn an_instance_that_takes_no_connection_in_time_is_replaced_wit
         for count in 0..4 {
             let prompt = prompt(&format!("deaf {leg} {count}"), 30);
             let start = Instant::now();
-            let stream =
-                Call::post(proxy.port, COMPLETIONS, &streamed(&prompt, 4)).open().await.read_out().await;
+            let stream = Call::post(proxy.port, COMPLETIONS, &streamed(&prompt, 4))
+                .open()
+                .await
+                .read_out()
+                .await;
             assert!(stream.is_whole() && stream.text == answer_to(&prompt, 4), "{leg}: {stream:?}");
             assert!(start.elapsed() < Duration::from_secs(3), "{leg}: {:?}", start.elapsed());
         }
         let report = prefill.report();
-        assert_eq!((report.prefills, report.read, report.pinned), (4, 4, 0), "{leg}: none was made twice");
+        assert_eq!(
+            (report.prefills, report.read, report.pinned),
+            (4, 4, 0),
+            "{leg}: none was made twice"
+        );
         assert_eq!(decode.report().decodes, 4, "{leg}");
         let legs = async |outcome| {
-            proxy.metric("kvx_proxy_legs_total", &format!("leg=\"{leg}\",outcome=\"{outcome}\"")).await
+            proxy
+                .metric("kvx_proxy_legs_total", &format!("leg=\"{leg}\",outcome=\"{outcome}\""))
+                .await
         };
         let late = legs("timeout").await;
         assert!(late >= 1.0, "{leg}: it was asked");
@@ -440,7 +486,8 @@ pub(crate) async fn the_last_instance_that_takes_no_connection_in_time_is_late_a
     let proxy = beside_a_deaf_one(&setup, &[prefill.url()], &[deaf.url()]).await;
     deaf.take_none().await;
     for _ in 0..2 {
-        let answer = Call::post(proxy.port, COMPLETIONS, &completion("nobody listens", 4)).send().await;
+        let answer =
+            Call::post(proxy.port, COMPLETIONS, &completion("nobody listens", 4)).send().await;
         assert_eq!(answer.status, 504, "{}", answer.text());
         assert!(answer.text().contains("took no connection in time"), "{}", answer.text());
     }
@@ -459,7 +506,9 @@ pub(crate) async fn beyond_the_queue_is_503_with_a_time_to_come_back() {
     let waiting: Vec<_> = (0..4).map(|_| tokio::spawn(call().try_send())).collect();
     fleet
         .proxy
-        .wait_until("/metrics", "two wait", |_, text| text.lines().any(|line| line == "kvx_proxy_queued 2"))
+        .wait_until("/metrics", "two wait", |_, text| {
+            text.lines().any(|line| line == "kvx_proxy_queued 2")
+        })
         .await;
     let refused = call().send().await;
     assert_eq!(refused.status, 503, "{}", refused.text());
@@ -481,7 +530,8 @@ pub(crate) async fn blocks_that_nobody_can_read_any_more_are_free_by_their_lease
     let settings = Settings { lease_ms: 700, ..Settings::default() };
     let mut fleet = Plan::of(1, 1, &settings).setup(PATIENT).start().await;
     fleet.decode[0].script(Script { leg: Some(Leg::Decode), times: 10, fault: Fault::Status(503) });
-    let answer = Call::post(fleet.port(), COMPLETIONS, &completion("left over, left over", 2)).send().await;
+    let answer =
+        Call::post(fleet.port(), COMPLETIONS, &completion("left over, left over", 2)).send().await;
     assert!(answer.status >= 500, "{}", answer.text());
     let report = fleet.prefill[0].wait_until("the lease ends", |report| report.pinned == 0);
     assert!(report.expired >= 1 && report.expired == report.prefills, "{report:?}");
@@ -494,8 +544,11 @@ pub(crate) async fn a_stopped_instance_costs_its_requests_their_time_out_and_no_
     for count in 0..4 {
         let prompt = prompt(&format!("stopped {count}"), 30);
         let start = Instant::now();
-        let stream =
-            Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 4)).open().await.read_out().await;
+        let stream = Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 4))
+            .open()
+            .await
+            .read_out()
+            .await;
         assert!(stream.is_whole() && stream.text == answer_to(&prompt, 4), "{stream:?}");
         assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
     }

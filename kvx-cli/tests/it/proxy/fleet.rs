@@ -53,10 +53,16 @@ impl Proxy {
         let end = Instant::now() + CUT_OFF;
         loop {
             let left = end.saturating_duration_since(Instant::now());
-            let Ok(line) = lines.recv_timeout(left) else { panic!("it does not listen: {}", self.errors()) };
+            let Ok(line) = lines.recv_timeout(left) else {
+                panic!("it does not listen: {}", self.errors())
+            };
             if let Some((_, address)) = line.split_once("listening on ") {
-                let port =
-                    address.trim().trim_end_matches('/').rsplit_once(':').expect("an address has a port").1;
+                let port = address
+                    .trim()
+                    .trim_end_matches('/')
+                    .rsplit_once(':')
+                    .expect("an address has a port")
+                    .1;
                 return port.parse().unwrap_or_else(|_| panic!("no port: {line}"));
             }
         }
@@ -91,13 +97,22 @@ impl Proxy {
 
     /// Its resident memory in KiB.
     pub(crate) fn resident(&self) -> u64 {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id())).expect("it runs");
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a process has memory");
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()))
+            .expect("it runs");
+        let line = status
+            .lines()
+            .find_map(|line| line.strip_prefix("VmRSS:"))
+            .expect("a process has memory");
         line.trim().trim_end_matches(" kB").parse().expect("a number of KiB")
     }
 
     /// Waits until `GET path` answers as wanted.
-    pub(crate) async fn wait_until(&self, path: &str, what: &str, wanted: impl Fn(u16, &str) -> bool) {
+    pub(crate) async fn wait_until(
+        &self,
+        path: &str,
+        what: &str,
+        wanted: impl Fn(u16, &str) -> bool,
+    ) {
         let end = Instant::now() + CUT_OFF;
         loop {
             let answer = Call::get(self.port, path).send().await;
@@ -113,7 +128,8 @@ impl Proxy {
     pub(crate) async fn metric(&self, name: &str, part: &str) -> f64 {
         let text = Call::get(self.port, "/metrics").send().await.text();
         let lines = text.lines().filter(|line| {
-            line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' '])) && line.contains(part)
+            line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' ']))
+                && line.contains(part)
         });
         lines.filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok()).sum()
     }
@@ -154,7 +170,11 @@ impl SetupFile {
     pub(crate) fn new(text: &str) -> Self {
         use std::sync::atomic::{AtomicU32, Ordering};
         static COUNT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("kvx-proxy-{}-{}.toml", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let name = format!(
+            "kvx-proxy-{}-{}.toml",
+            std::process::id(),
+            COUNT.fetch_add(1, Ordering::Relaxed)
+        );
         let file = SetupFile(std::env::temp_dir().join(name));
         file.write(text);
         file

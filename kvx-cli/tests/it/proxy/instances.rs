@@ -14,7 +14,8 @@ async fn prefill(instance: &Instance, prompt: &str) -> Value {
     let mut body = completion(prompt, 1);
     body["kv_transfer_params"] =
         json!({"do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null});
-    let answer = Call::post(instance.port(), PATH, &body).header("x-request-id", "7").send().await.json();
+    let answer =
+        Call::post(instance.port(), PATH, &body).header("x-request-id", "7").send().await.json();
     answer["kv_transfer_params"].clone()
 }
 
@@ -29,7 +30,8 @@ pub(crate) async fn answer_what_one_server_answers() {
     let prompt = prompt("alone", 40);
     let answer = Call::post(instance.port(), PATH, &completion(&prompt, 12)).send().await;
     assert_eq!(answer.texts(), [answer_to(&prompt, 12)]);
-    let stream = Call::post(instance.port(), PATH, &streamed(&prompt, 12)).open().await.read_out().await;
+    let stream =
+        Call::post(instance.port(), PATH, &streamed(&prompt, 12)).open().await.read_out().await;
     assert!(stream.is_whole(), "{stream:?}");
     assert_eq!(stream.text, answer_to(&prompt, 12));
     assert_ne!(answer_to(&prompt, 12), answer_to("another prompt", 12));
@@ -37,7 +39,8 @@ pub(crate) async fn answer_what_one_server_answers() {
 }
 
 pub(crate) async fn hand_over_their_blocks_once() {
-    let (mut there, mut here) = (Instance::start(Settings::default()), Instance::start(Settings::default()));
+    let (mut there, mut here) =
+        (Instance::start(Settings::default()), Instance::start(Settings::default()));
     let prompt = prompt("once", 40);
     let params = prefill(&there, &prompt).await;
     assert_eq!(there.report().pinned, 1);
@@ -75,7 +78,8 @@ pub(crate) async fn stop_where_a_vllm_stops() {
 }
 
 pub(crate) async fn notice_blocks_of_another_prompt() {
-    let (there, mut here) = (Instance::start(Settings::default()), Instance::start(Settings::default()));
+    let (there, mut here) =
+        (Instance::start(Settings::default()), Instance::start(Settings::default()));
     let (ours, others) = (prompt("ours", 40), prompt("others", 40));
     let params = prefill(&there, &others).await;
     let answer = Call::post(here.port(), PATH, &decode(&ours, &params)).send().await;
@@ -90,14 +94,16 @@ pub(crate) async fn count_what_nobody_reads() {
     there.wait_until("its lease ends", |report| report.expired == 1 && report.pinned == 0);
     let mut here = Instance::start(Settings::default());
     there.restart(); // another engine in its place
-    let answer = Call::post(here.port(), PATH, &decode(&prompt("nobody", 40), &params)).send().await;
+    let answer =
+        Call::post(here.port(), PATH, &decode(&prompt("nobody", 40), &params)).send().await;
     assert_eq!(answer.status, 500);
     assert_eq!(here.violations(), Vec::<String>::new(), "a fleet's fault, not the router's");
     // A router that goes away during a prefill: nothing is kept.
     there.delays(kvx_instance::Delays { prefill_ms: 5_000, token_ms: 0 });
     let mut body = completion("gone", 1);
     body["kv_transfer_params"] = json!({"do_remote_decode": true});
-    let gone = Call::post(there.port(), PATH, &body).limit(Duration::from_millis(50)).try_send().await;
+    let gone =
+        Call::post(there.port(), PATH, &body).limit(Duration::from_millis(50)).try_send().await;
     assert!(gone.is_err());
     there.wait_until("it is aborted", |report| report.aborted_prefills == 1 && report.pinned == 0);
 }
@@ -124,7 +130,8 @@ pub(crate) async fn do_what_they_are_told_to_do_wrong() {
     }
     instance.script(once(Fault::HangAfter(3)));
     let limit = Duration::from_millis(200);
-    let stream = Call::post(instance.port(), PATH, &asked).limit(limit).open().await.read_out().await;
+    let stream =
+        Call::post(instance.port(), PATH, &asked).limit(limit).open().await.read_out().await;
     assert_eq!((stream.text, stream.broken.is_some()), (answer_to("wrong", 3), true));
     instance.script(once(Fault::CloseFirst));
     assert!(Call::post(instance.port(), PATH, &asked).try_send().await.is_err());

@@ -32,7 +32,12 @@ struct Ends {
 
 /// Requests, one after the other, until it is over; each ends in one of the ways that a client can tell, or this
 /// panics. Their ids, and when something of their answers had come.
-async fn stream(port: u16, number: usize, over: Arc<AtomicBool>, ends: Arc<Ends>) -> Vec<(String, Duration)> {
+async fn stream(
+    port: u16,
+    number: usize,
+    over: Arc<AtomicBool>,
+    ends: Arc<Ends>,
+) -> Vec<(String, Duration)> {
     let mut begun = Vec::new();
     for count in 0.. {
         if over.load(Ordering::Relaxed) {
@@ -40,7 +45,8 @@ async fn stream(port: u16, number: usize, over: Arc<AtomicBool>, ends: Arc<Ends>
         }
         let prompt = prompt(&format!("stream {number}, request {count}"), 40);
         let id = format!("load-{number}-{count}");
-        let call = Call::post(port, COMPLETIONS, &streamed(&prompt, TOKENS)).header("x-request-id", &id);
+        let call =
+            Call::post(port, COMPLETIONS, &streamed(&prompt, TOKENS)).header("x-request-id", &id);
         let open = call.limit(DEADLINE).try_open().await;
         let open = open.unwrap_or_else(|error| panic!("{prompt}: no answer: {error}"));
         let answer = open.read_out().await;
@@ -54,7 +60,10 @@ async fn stream(port: u16, number: usize, over: Arc<AtomicBool>, ends: Arc<Ends>
             ends.refused.fetch_add(1, Ordering::Relaxed);
             tokio::time::sleep(Duration::from_millis(20)).await; // as a client would
         } else {
-            assert!(answer.error.is_some(), "{prompt}: a short answer without an error: {answer:?}");
+            assert!(
+                answer.error.is_some(),
+                "{prompt}: a short answer without an error: {answer:?}"
+            );
             assert!(whole.starts_with(&answer.text), "{prompt}: {answer:?}");
             ends.cut_short.fetch_add(1, Ordering::Relaxed);
         }
@@ -114,8 +123,9 @@ pub(crate) async fn every_request_is_answered_while_instances_come_and_go() {
     let mut passed_on = HashMap::new();
     for stream in streams {
         let left = end.saturating_duration_since(Instant::now());
-        let ended =
-            tokio::time::timeout(left, stream).await.expect("every request has ended by its deadline");
+        let ended = tokio::time::timeout(left, stream)
+            .await
+            .expect("every request has ended by its deadline");
         passed_on.extend(ended.unwrap_or_else(|panic| panic!("a request: {panic}")));
     }
     let instances = fleet.prefill.iter_mut().chain(&mut fleet.decode);
@@ -143,11 +153,17 @@ pub(crate) async fn every_request_is_answered_while_instances_come_and_go() {
         }
     }
     let known = retries as u64 + refused + cut_short;
-    assert!(expired <= known, "{expired} prefills were for nothing, and {known} requests had a fault");
+    assert!(
+        expired <= known,
+        "{expired} prefills were for nothing, and {known} requests had a fault"
+    );
     for count in 0..20 {
         let prompt = prompt(&format!("after all {count}"), 40);
-        let answer =
-            Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 2)).open().await.read_out().await;
+        let answer = Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 2))
+            .open()
+            .await
+            .read_out()
+            .await;
         assert!(answer.is_whole() && answer.text == answer_to(&prompt, 2), "{answer:?}");
     }
 }

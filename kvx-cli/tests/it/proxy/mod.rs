@@ -44,7 +44,8 @@ fn trial<F: Future<Output = ()>>(name: &str, test: impl FnOnce() -> F + Send + '
 
 pub(crate) fn run<F: Future<Output = ()>>(test: impl FnOnce() -> F) -> Result<(), Failure> {
     // The test itself waits for its instances without yielding; connections go on beside it.
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let ended = runtime.block_on(async { tokio::time::timeout(LIMIT, test()).await });
     ended.map_err(|_| Failure::new(format!("it has not ended within {LIMIT:?}")))
 }

@@ -25,7 +25,9 @@ fn browser() -> Option<OsString> {
 pub(crate) fn has_browser_or_says() -> bool {
     let has = browser().is_some();
     if !has {
-        eprintln!("left out: the page in a browser; {VARIABLE} names one, Debian's `chromium` for example");
+        eprintln!(
+            "left out: the page in a browser; {VARIABLE} names one, Debian's `chromium` for example"
+        );
     }
     has
 }
@@ -49,8 +51,18 @@ fn rendered(browser: &OsString, url: &str) -> String {
     let profile = std::env::temp_dir().join(format!("kvx-browser-{process}-{count}"));
     let output = output(
         Command::new(browser)
-            .args(["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"])
-            .args(["--disable-background-networking", "--disable-component-update", "--disable-sync"])
+            .args([
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-quic",
+                "--no-first-run",
+            ])
+            .args([
+                "--disable-background-networking",
+                "--disable-component-update",
+                "--disable-sync",
+            ])
             .arg(format!("--user-data-dir={}", profile.display()))
             .args(["--virtual-time-budget=4000", "--dump-dom", url]),
         CUT_OFF * 5,
@@ -74,12 +86,16 @@ pub(crate) async fn shows_instances_requests_and_errors_in_a_browser() {
     let mut fleet = Plan::of(1, 1, &Settings::default()).setup(setup).start().await;
     for _ in 0..3 {
         let answer =
-            Call::post(fleet.port(), COMPLETIONS, &completion("for the page, for the page", 2)).send().await;
+            Call::post(fleet.port(), COMPLETIONS, &completion("for the page, for the page", 2))
+                .send()
+                .await;
         assert_eq!(answer.status, 200);
     }
     fleet.prefill[0].script(Script { leg: Some(Leg::Prefill), times: 1, fault: Fault::CloseFirst });
     let failed =
-        Call::post(fleet.port(), COMPLETIONS, &completion("for the page, for the page", 2)).send().await;
+        Call::post(fleet.port(), COMPLETIONS, &completion("for the page, for the page", 2))
+            .send()
+            .await;
     assert!(failed.status >= 500);
     let page = rendered(&browser, &format!("http://127.0.0.1:{}/", fleet.port()));
     assert_eq!(text(&page, "ready"), "is ready", "{page}");
@@ -129,8 +145,13 @@ pub(crate) async fn shows_rates_in_a_browser() {
     let mut status = Call::get(fleet.port(), "/status").send().await.json();
     // From look to look, about a second, 40 more have ended: 10 of them in a way that is the fleet's fault.
     let looks = (0..100).map(|look| {
-        let counts =
-            [("ok", 20), ("client_error", 4), ("client_gone", 6), ("upstream_error", 5), ("timeout", 5)];
+        let counts = [
+            ("ok", 20),
+            ("client_error", 4),
+            ("client_gone", 6),
+            ("upstream_error", 5),
+            ("timeout", 5),
+        ];
         for (outcome, count) in counts {
             status["requests"][outcome] = (1000 + look * count).into();
         }
@@ -140,10 +161,14 @@ pub(crate) async fn shows_rates_in_a_browser() {
     let address = listener.local_addr().unwrap();
     tokio::spawn(serve_looks(listener, page, looks.collect()));
     let page = rendered(&browser, &format!("http://{address}/"));
-    let rate =
-        |id: &str| text(&page, id).parse::<f64>().unwrap_or_else(|_| panic!("{id} is no number: {page}"));
+    let rate = |id: &str| {
+        text(&page, id).parse::<f64>().unwrap_or_else(|_| panic!("{id} is no number: {page}"))
+    };
     let (all, failed) = (rate("rate"), rate("failed_rate"));
     // A look itself takes its time.
     assert!((20.0..=40.5).contains(&all), "{all} a second; {page}");
-    assert!((failed * 4.0 - all).abs() <= 0.3, "a quarter of {all} has failed, not {failed}; {page}");
+    assert!(
+        (failed * 4.0 - all).abs() <= 0.3,
+        "a quarter of {all} has failed, not {failed}; {page}"
+    );
 }

@@ -18,11 +18,17 @@ pub(crate) async fn status_and_content_type_of_the_instance_reach_the_client() {
     let mut fleet = Fleet::new(1, 1).await;
     for status in [400, 404, 422] {
         fleet.decode[0].script(decode_once(Fault::Status(status)));
-        let answer = Call::post(fleet.port(), COMPLETIONS, &streamed("status, status", 3)).send().await;
+        let answer =
+            Call::post(fleet.port(), COMPLETIONS, &streamed("status, status", 3)).send().await;
         assert_eq!((answer.status, answer.header("content-type")), (status, "application/json"));
         assert_eq!(answer.json()["error"]["message"], "scripted");
-        fleet.prefill[0].script(Script { leg: Some(Leg::Prefill), times: 1, fault: Fault::Status(status) });
-        let answer = Call::post(fleet.port(), COMPLETIONS, &completion("status, status", 3)).send().await;
+        fleet.prefill[0].script(Script {
+            leg: Some(Leg::Prefill),
+            times: 1,
+            fault: Fault::Status(status),
+        });
+        let answer =
+            Call::post(fleet.port(), COMPLETIONS, &completion("status, status", 3)).send().await;
         assert_eq!((answer.status, answer.header("content-type")), (status, "application/json"));
     }
     let stream = Call::post(fleet.port(), COMPLETIONS, &streamed("kind", 3)).send().await;
@@ -45,7 +51,8 @@ pub(crate) async fn a_stream_passes_as_it_comes() {
     drop(open);
     fleet.decode[0].wait_until("the client has gone", |report| report.aborted_decodes == 1);
     fleet.decode[0].script(decode_once(Fault::SplitCharacter(2)));
-    let split = Call::post(fleet.port(), COMPLETIONS, &streamed("split", 6)).open().await.read_out().await;
+    let split =
+        Call::post(fleet.port(), COMPLETIONS, &streamed("split", 6)).open().await.read_out().await;
     assert!(split.is_whole() && split.text == answer_to("split", 6), "{split:?}");
 }
 
@@ -67,11 +74,17 @@ pub(crate) async fn an_error_after_the_first_byte_is_an_event_and_an_end() {
             decode.script(decode_once(fault.clone()));
         }
         let start = Instant::now();
-        let stream =
-            Call::post(fleet.port(), COMPLETIONS, &streamed("breaks off", 9)).open().await.read_out().await;
+        let stream = Call::post(fleet.port(), COMPLETIONS, &streamed("breaks off", 9))
+            .open()
+            .await
+            .read_out()
+            .await;
         assert_eq!(stream.text, answer_to("breaks off", tokens), "{fault:?}: {stream:?}");
         assert!(stream.error.is_some() && !stream.is_whole(), "{fault:?}: {stream:?}");
-        assert!(stream.error.as_ref().unwrap()["error"]["message"].is_string(), "{fault:?}: {stream:?}");
+        assert!(
+            stream.error.as_ref().unwrap()["error"]["message"].is_string(),
+            "{fault:?}: {stream:?}"
+        );
         assert!(start.elapsed() < Duration::from_secs(3), "{fault:?}");
         assert_eq!(
             fleet.prefill[0].report().prefills,
@@ -83,7 +96,8 @@ pub(crate) async fn an_error_after_the_first_byte_is_an_event_and_an_end() {
 }
 
 pub(crate) async fn headers_of_the_client_travel_and_hop_by_hop_ones_do_not() {
-    let mut fleet = Plan::of(1, 1, &Settings::default()).variable("OPENAI_API_KEY", "ours").start().await;
+    let mut fleet =
+        Plan::of(1, 1, &Settings::default()).variable("OPENAI_API_KEY", "ours").start().await;
     let parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
     let call = |path: &str| {
         Call::post(fleet.port(), path, &completion("headers", 2))
@@ -141,15 +155,21 @@ pub(crate) async fn a_client_that_goes_away_ends_both_legs() {
         let waits = tokio::spawn(call.limit(Duration::from_secs(30)).try_send());
         fleet.decode[0].wait_until("the decode runs", |report| report.running == 1);
         waits.abort();
-        fleet.decode[0]
-            .wait_until("the decode ends", |report| report.running == 0 && report.aborted_decodes == count);
+        fleet.decode[0].wait_until("the decode ends", |report| {
+            report.running == 0 && report.aborted_decodes == count
+        });
     }
     assert_eq!(fleet.prefill[0].report().pinned, 0);
     fleet
         .proxy
-        .wait_until("/metrics", "nothing is in flight", |_, text| text.contains("kvx_proxy_in_flight 0"))
+        .wait_until("/metrics", "nothing is in flight", |_, text| {
+            text.contains("kvx_proxy_in_flight 0")
+        })
         .await;
-    assert_eq!(fleet.proxy.metric("kvx_proxy_requests_total", "outcome=\"client_gone\"").await, 3.0);
+    assert_eq!(
+        fleet.proxy.metric("kvx_proxy_requests_total", "outcome=\"client_gone\"").await,
+        3.0
+    );
 }
 
 pub(crate) async fn a_client_that_goes_away_ends_both_legs_that_run_at_once() {
@@ -160,7 +180,8 @@ pub(crate) async fn a_client_that_goes_away_ends_both_legs_that_run_at_once() {
         let pool = format!("connector = \"{name}\"");
         let mut fleet = Plan::of(1, 1, &settings).pool(&pool).start().await;
         // From here on the router knows who pushes.
-        let first = Call::post(fleet.port(), COMPLETIONS, &completion("who are you", 2)).send().await;
+        let first =
+            Call::post(fleet.port(), COMPLETIONS, &completion("who are you", 2)).send().await;
         assert_eq!(first.status, 200, "{name}: {}", first.text());
 
         // While the prefill computes, and the decode waits for it.
@@ -171,24 +192,34 @@ pub(crate) async fn a_client_that_goes_away_ends_both_legs_that_run_at_once() {
             fleet.prefill[0].wait_until("the prefill runs", |report| report.running == 1);
             fleet.decode[0].wait_until("the decode runs", |report| report.running == 1);
             waits.abort();
-            let report = fleet.prefill[0].wait_until("the prefill ends", |report| report.running == 0);
+            let report =
+                fleet.prefill[0].wait_until("the prefill ends", |report| report.running == 0);
             let freed = (report.prefills, report.aborted_prefills, report.pinned);
             assert_eq!(freed, (1, count, 0), "{name}: its blocks are free");
-            let report = fleet.decode[0].wait_until("the decode ends", |report| report.running == 0);
+            let report =
+                fleet.decode[0].wait_until("the decode ends", |report| report.running == 0);
             assert_eq!((report.decodes, report.aborted_decodes), (1, count), "{name}");
         }
 
         // While the decode streams, and the prefill has yet to answer.
-        let cancelled =
-            fleet.proxy.metric("kvx_proxy_legs_total", "leg=\"prefill\",outcome=\"cancelled\"").await;
+        let cancelled = fleet
+            .proxy
+            .metric("kvx_proxy_legs_total", "leg=\"prefill\",outcome=\"cancelled\"")
+            .await;
         fleet.prefill[0].delays(Delays::default());
-        fleet.prefill[0].script(Script { leg: Some(Leg::Prefill), times: 1, fault: Fault::HangFirst });
+        fleet.prefill[0].script(Script {
+            leg: Some(Leg::Prefill),
+            times: 1,
+            fault: Fault::HangFirst,
+        });
         fleet.decode[0].script(decode_once(Fault::HangAfter(1)));
-        let mut open = Call::post(fleet.port(), COMPLETIONS, &streamed("gone on the way", 5)).open().await;
+        let mut open =
+            Call::post(fleet.port(), COMPLETIONS, &streamed("gone on the way", 5)).open().await;
         assert!(matches!(open.event().await, Ok(Some(Event::Chunk(_)))), "{name}");
         drop(open);
-        fleet.decode[0]
-            .wait_until("the decode ends", |report| report.running == 0 && report.aborted_decodes == 3);
+        fleet.decode[0].wait_until("the decode ends", |report| {
+            report.running == 0 && report.aborted_decodes == 3
+        });
         fleet
             .proxy
             .wait_until("/metrics", "the prefill leg ends", |_, text| {
@@ -198,7 +229,10 @@ pub(crate) async fn a_client_that_goes_away_ends_both_legs_that_run_at_once() {
             .await;
         let report = fleet.prefill[0].report();
         assert_eq!((report.read, report.pinned), (2, 0), "{name}: its blocks were read");
-        assert_eq!(fleet.proxy.metric("kvx_proxy_requests_total", "outcome=\"client_gone\"").await, 3.0);
+        assert_eq!(
+            fleet.proxy.metric("kvx_proxy_requests_total", "outcome=\"client_gone\"").await,
+            3.0
+        );
     }
 }
 
@@ -218,12 +252,18 @@ pub(crate) async fn connections_to_instances_are_pooled_over_both_protocols() {
         proxy.wait_until("/ready", "it is ready", |status, _| status == 200).await;
         for count in 0..20 {
             let prompt = prompt(&format!("{http} {count}"), 20);
-            let stream =
-                Call::post(proxy.port, COMPLETIONS, &streamed(&prompt, 4)).open().await.read_out().await;
+            let stream = Call::post(proxy.port, COMPLETIONS, &streamed(&prompt, 4))
+                .open()
+                .await
+                .read_out()
+                .await;
             assert!(stream.is_whole() && stream.text == answer_to(&prompt, 4), "{stream:?}");
         }
-        for (instance, leg) in [(&mut fleet.prefill[0], Leg::Prefill), (&mut fleet.decode[0], Leg::Decode)] {
-            let versions: Vec<_> = seen(instance, leg).into_iter().map(|seen| seen.version).collect();
+        for (instance, leg) in
+            [(&mut fleet.prefill[0], Leg::Prefill), (&mut fleet.decode[0], Leg::Decode)]
+        {
+            let versions: Vec<_> =
+                seen(instance, leg).into_iter().map(|seen| seen.version).collect();
             assert_eq!(versions, vec![version; 20]);
             let connections = instance.report().connections;
             assert!(

@@ -26,13 +26,17 @@ async fn serves_both_ways(fleet: &mut Fleet, name: &str) {
         let answer = Call::post(fleet.port(), COMPLETIONS, &completion(&prompt, 9)).send().await;
         assert_eq!(answer.texts(), [answer_to(&prompt, 9)]);
         assert_eq!(answer.header("x-kvx-route"), "disaggregated");
-        let stream =
-            Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 9)).open().await.read_out().await;
+        let stream = Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 9))
+            .open()
+            .await
+            .read_out()
+            .await;
         assert!(stream.is_whole() && stream.text == answer_to(&prompt, 9), "{stream:?}");
     }
     let decodes: u64 = fleet.decode.iter_mut().map(|instance| instance.report().decodes).sum();
     let prefills: Vec<_> = fleet.prefill.iter_mut().map(Instance::report).collect();
-    let sum = |field: fn(&kvx_instance::InstanceReport) -> u64| prefills.iter().map(field).sum::<u64>();
+    let sum =
+        |field: fn(&kvx_instance::InstanceReport) -> u64| prefills.iter().map(field).sum::<u64>();
     assert_eq!((sum(|r| r.prefills), sum(|r| r.read), sum(|r| r.pinned), decodes), (4, 4, 0, 4));
 }
 
@@ -43,8 +47,12 @@ pub(crate) async fn pull_is_prefill_then_decode() {
         "model": "m", "messages": [{"role": "user", "content": "tell me"}], "max_completion_tokens": 7, "max_tokens": 9,
         "min_tokens": 3, "stream": true, "stream_options": {"include_usage": true}, "temperature": 0, "own_key": [1, null],
     });
-    let stream =
-        Call::post(fleet.port(), CHAT, &body).header("x-request-id", "join-me").open().await.read_out().await;
+    let stream = Call::post(fleet.port(), CHAT, &body)
+        .header("x-request-id", "join-me")
+        .open()
+        .await
+        .read_out()
+        .await;
     assert!(stream.is_whole(), "{stream:?}");
     assert_eq!(stream.chunks.last().unwrap()["usage"]["completion_tokens"], 7);
     let prefill = seen(&mut fleet.prefill[0], Leg::Prefill).pop().unwrap();
@@ -90,10 +98,13 @@ pub(crate) async fn mooncake_is_both_legs_with_one_transfer_id() {
 
 pub(crate) async fn mooncake_ranks_take_turns() {
     let settings = Settings { dp_size: 2, ..of(Connector::Mooncake) };
-    let mut fleet = Plan::of(1, 1, &settings).pool("connector = \"MooncakeConnector\"").start().await;
+    let mut fleet =
+        Plan::of(1, 1, &settings).pool("connector = \"MooncakeConnector\"").start().await;
     serves_both_ways(&mut fleet, "ranks").await;
     let ranks = seen(&mut fleet.prefill[0], Leg::Prefill);
-    let of = |rank: &str| ranks.iter().filter(|seen| seen.headers["x-data-parallel-rank"] == rank).count();
+    let of = |rank: &str| {
+        ranks.iter().filter(|seen| seen.headers["x-data-parallel-rank"] == rank).count()
+    };
     assert_eq!((of("0"), of("1")), (2, 2));
 }
 
@@ -110,7 +121,9 @@ pub(crate) async fn a_later_turn_loads_what_the_decode_instance_holds() {
             let text = if stream {
                 let stream = call.open().await.read_out().await;
                 assert!(stream.is_whole(), "{stream:?}");
-                assert!(stream.chunks.iter().all(|chunk| chunk.get("kv_transfer_params").is_none()));
+                assert!(
+                    stream.chunks.iter().all(|chunk| chunk.get("kv_transfer_params").is_none())
+                );
                 stream.text
             } else {
                 let answer = call.send().await;
@@ -121,13 +134,22 @@ pub(crate) async fn a_later_turn_loads_what_the_decode_instance_holds() {
         }
     }
     let report = fleet.prefill[0].report();
-    assert_eq!((report.prefills, report.turns_loaded), (6, 4), "each turn but the first of a conversation");
+    assert_eq!(
+        (report.prefills, report.turns_loaded),
+        (6, 4),
+        "each turn but the first of a conversation"
+    );
     let bodies = seen(&mut fleet.prefill[0], Leg::Prefill);
     assert!(bodies[1].body["kv_transfer_params"]["remote_request_id"].is_string());
-    let other =
-        Call::post(fleet.port(), CHAT, &turn(&[user("another beginning")], "one", false)).send().await;
+    let other = Call::post(fleet.port(), CHAT, &turn(&[user("another beginning")], "one", false))
+        .send()
+        .await;
     assert_eq!(other.status, 200);
-    assert_eq!(fleet.prefill[0].report().turns_loaded, 4, "what does not go on from there loads nothing");
+    assert_eq!(
+        fleet.prefill[0].report().turns_loaded,
+        4,
+        "what does not go on from there loads nothing"
+    );
 }
 
 /// Without what differs between any two answers.
@@ -184,7 +206,8 @@ pub(crate) async fn the_client_gets_what_one_server_would_answer() {
         if body["stream"] == true {
             let ours = Call::post(fleet.port(), path, &body).open().await.read_out().await;
             let theirs = Call::post(alone.port(), path, &body).open().await.read_out().await;
-            let chunks = |chunks: Vec<Value>| chunks.into_iter().map(comparable).collect::<Vec<_>>();
+            let chunks =
+                |chunks: Vec<Value>| chunks.into_iter().map(comparable).collect::<Vec<_>>();
             assert!(ours.is_whole(), "{body}: {ours:?}");
             assert_eq!(chunks(ours.chunks), chunks(theirs.chunks), "{body}");
             continue;
@@ -213,7 +236,8 @@ pub(crate) async fn what_a_client_says_of_hosts_is_dropped() {
     for (path, prompts) in
         [(COMPLETIONS, json!("dropped")), (COMPLETIONS, several), ("/v1/embeddings", json!("x"))]
     {
-        let body = json!({"model": "m", "prompt": prompts, "max_tokens": 2, "kv_transfer_params": evil});
+        let body =
+            json!({"model": "m", "prompt": prompts, "max_tokens": 2, "kv_transfer_params": evil});
         let call = Call::new(fleet.port(), Method::POST, path)
             .header("content-type", "application/json")
             .header("x-prefiller-host-port", "evil.example:1")
@@ -232,7 +256,8 @@ pub(crate) async fn what_a_client_says_of_hosts_is_dropped() {
         ("/v1/%6coad_lora_adapter", "identity", 400),
         ("/v1//completions", "identity", 400),
     ] {
-        let call = Call::new(fleet.port(), Method::POST, path).header("content-type", "application/json");
+        let call =
+            Call::new(fleet.port(), Method::POST, path).header("content-type", "application/json");
         let answer = call.header("content-encoding", coding).body(text).send().await;
         assert_eq!(answer.status, status, "{path}: {}", answer.text());
     }

@@ -78,9 +78,11 @@ pub(crate) async fn clients_need_a_key_where_there_are_keys() {
 
 pub(crate) async fn what_is_too_long_or_too_slow_is_refused() {
     let fleet = Plan::of(1, 1, &Settings::default()).setup(LIMITS).start().await;
-    let long = Call::post(fleet.port(), COMPLETIONS, &completion(&"x".repeat(70_000), 1)).send().await;
+    let long =
+        Call::post(fleet.port(), COMPLETIONS, &completion(&"x".repeat(70_000), 1)).send().await;
     assert_eq!(long.status, 413, "{}", long.text());
-    let wide = Call::get(fleet.port(), "/v1/models").header("x-wide", "x".repeat(20_000)).try_send().await;
+    let wide =
+        Call::get(fleet.port(), "/v1/models").header("x-wide", "x".repeat(20_000)).try_send().await;
     assert!(wide.as_ref().map_or(true, |answer| answer.status == 431), "{wide:?}");
     let start = Instant::now();
     let chunked = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n4\r\n{\"mo\r\n";
@@ -98,7 +100,10 @@ pub(crate) async fn what_is_too_long_or_too_slow_is_refused() {
     let ids = json!({"model": "m", "prompt": vec![1; 20_000], "max_tokens": 1});
     let wide = Call::post(fleet.port(), COMPLETIONS, &ids).send().await;
     assert_eq!(wide.status, 413, "in memory it is many times as long: {}", wide.text());
-    assert_eq!(Call::post(fleet.port(), COMPLETIONS, &completion("well", 1)).send().await.status, 200);
+    assert_eq!(
+        Call::post(fleet.port(), COMPLETIONS, &completion("well", 1)).send().await.status,
+        200
+    );
 }
 
 pub(crate) async fn what_is_no_http_or_no_sense_is_answered_and_closed() {
@@ -128,14 +133,20 @@ pub(crate) async fn what_is_no_http_or_no_sense_is_answered_and_closed() {
     }
     let traversal = Call::get(fleet.port(), "/v1/../kv/read").send().await;
     assert!((400..500).contains(&traversal.status), "{}", traversal.text());
-    assert_eq!(Call::post(fleet.port(), COMPLETIONS, &completion("well", 1)).send().await.status, 200);
+    assert_eq!(
+        Call::post(fleet.port(), COMPLETIONS, &completion("well", 1)).send().await.status,
+        200
+    );
 }
 
 pub(crate) async fn an_instance_with_a_key_gets_the_clients() {
     let settings = Settings { api_key: Some("theirs".to_owned()), ..Settings::default() };
     let (prefill, decode) = (Instance::start(settings.clone()), Instance::start(settings));
-    let text =
-        format!("port = 0\n[[pool]]\nprefill = [\"{}\"]\ndecode = [\"{}\"]\n", prefill.url(), decode.url());
+    let text = format!(
+        "port = 0\n[[pool]]\nprefill = [\"{}\"]\ndecode = [\"{}\"]\n",
+        prefill.url(),
+        decode.url()
+    );
     let file = SetupFile::new(&text);
     let proxy = Proxy::start(&["--config", file.path()], &[("OPENAI_API_KEY", "theirs")]);
     proxy.wait_until("/ready", "it is ready", |status, _| status == 200).await;

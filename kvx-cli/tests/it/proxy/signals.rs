@@ -21,7 +21,8 @@ pub(crate) async fn hangup_reads_the_file_again() {
     let end = Instant::now() + CUT_OFF;
     while others[1].report().decodes == 0 {
         assert!(Instant::now() < end, "the new instances get nothing");
-        let answer = Call::post(fleet.port(), COMPLETIONS, &completion("to the new ones", 1)).send().await;
+        let answer =
+            Call::post(fleet.port(), COMPLETIONS, &completion("to the new ones", 1)).send().await;
         assert_eq!(answer.status, 200, "{}", answer.text());
     }
     let before = fleet.prefill[0].report().prefills;
@@ -77,12 +78,20 @@ pub(crate) async fn termination_lets_streams_finish_and_takes_nothing_new() {
     assert_eq!(Call::get(fleet.port(), "/ready").send().await.status, 200);
     fleet.proxy.signal(Signal::TERM);
     // It goes on to listen: whoever spreads requests over routers is told.
-    fleet.proxy.wait_until("/ready", "it says that it is not ready", |status, _| status == 503).await;
+    fleet
+        .proxy
+        .wait_until("/ready", "it says that it is not ready", |status, _| status == 503)
+        .await;
     let ready = Call::get(fleet.port(), "/ready").send().await.json();
     assert_eq!(ready["ready"], false);
     assert!(ready["why"].as_str().is_some_and(|why| why.contains("about to end")), "{ready}");
     let refused = Call::post(fleet.port(), COMPLETIONS, &completion("new", 1)).send().await;
-    assert_eq!((refused.status, refused.header("connection")), (503, "close"), "{}", refused.text());
+    assert_eq!(
+        (refused.status, refused.header("connection")),
+        (503, "close"),
+        "{}",
+        refused.text()
+    );
     assert!(!refused.header("retry-after").is_empty());
     assert_eq!(Call::get(fleet.port(), "/health").send().await.status, 200, "it lives");
     fleet.decode[0].wait_until("the stream still runs", |report| report.running == 1);

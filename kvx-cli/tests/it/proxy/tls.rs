@@ -43,9 +43,13 @@ pub(crate) async fn curl_is_served_over_it_and_only_so() {
         );
         return;
     }
-    let (prefill, decode) = (Instance::start(Settings::default()), Instance::start(Settings::default()));
-    let pool =
-        format!("port = 0\n[[pool]]\nprefill = [\"{}\"]\ndecode = [\"{}\"]\n", prefill.url(), decode.url());
+    let (prefill, decode) =
+        (Instance::start(Settings::default()), Instance::start(Settings::default()));
+    let pool = format!(
+        "port = 0\n[[pool]]\nprefill = [\"{}\"]\ndecode = [\"{}\"]\n",
+        prefill.url(),
+        decode.url()
+    );
     let file = SetupFile::new(&pool);
     let proxy = Proxy::start(&["--config", file.path(), "--tls-cert", CERT, "--tls-key", KEY], &[]);
     let address = format!("localhost:{}", proxy.port);
@@ -62,7 +66,12 @@ pub(crate) async fn curl_is_served_over_it_and_only_so() {
             "-w",
             "\n%{http_version}",
         ])
-        .args(["--resolve", &format!("{address}:127.0.0.1"), "-H", "Content-Type: application/json"])
+        .args([
+            "--resolve",
+            &format!("{address}:127.0.0.1"),
+            "-H",
+            "Content-Type: application/json",
+        ])
         .args(["-d", &completion("over TLS", 6).to_string()])
         .arg(format!("{scheme}://{address}/v1/completions"));
         output(&mut curl, CUT_OFF * 2)
@@ -82,13 +91,18 @@ pub(crate) async fn curl_is_served_over_it_and_only_so() {
 
 #[cfg(feature = "tls")]
 pub(crate) async fn compare_asks_over_it_whom_it_trusts() {
-    let (prefill, decode) = (Instance::start(Settings::default()), Instance::start(Settings::default()));
-    let pool =
-        format!("port = 0\n[[pool]]\nprefill = [\"{}\"]\ndecode = [\"{}\"]\n", prefill.url(), decode.url());
+    let (prefill, decode) =
+        (Instance::start(Settings::default()), Instance::start(Settings::default()));
+    let pool = format!(
+        "port = 0\n[[pool]]\nprefill = [\"{}\"]\ndecode = [\"{}\"]\n",
+        prefill.url(),
+        decode.url()
+    );
     let file = SetupFile::new(&pool);
     let proxy = Proxy::start(&["--config", file.path(), "--tls-cert", CERT, "--tls-key", KEY], &[]);
     let https = format!("https://localhost:{}/v1", proxy.port);
-    let compared = kvx_proxy_with(&[("SSL_CERT_FILE", CERT)], &["--compare", &https, &decode.url()]);
+    let compared =
+        kvx_proxy_with(&[("SSL_CERT_FILE", CERT)], &["--compare", &https, &decode.url()]);
     assert_eq!(compared.status.code(), Some(0), "{}", said(&compared));
     assert!(said(&compared).contains("the same answers"), "{}", said(&compared));
     // The system does not know that certificate.

@@ -35,7 +35,9 @@ pub(crate) fn backends(test: &str, usual: &str) -> Vec<Backend> {
 /// None, said to be skipped, where it is not here.
 fn here(test: &str, name: &'static str) -> Option<Backend> {
     let variables = match name {
-        "RIXL" => nixl().map(|library| vec![("KVX_RIXL_LIB", library.to_string_lossy().into_owned())]),
+        "RIXL" => {
+            nixl().map(|library| vec![("KVX_RIXL_LIB", library.to_string_lossy().into_owned())])
+        }
         _ => kvx::registry().require(name, &kvx::Options::new()).is_ok().then(Vec::new),
     };
     if variables.is_none() {

@@ -57,7 +57,8 @@ fn the_openai_package_gets_what_it_asks_for() {
     };
     let server = Server::start(&model(&["--arch", "qwen2"]), Told::default());
     let mut command = Command::new(python);
-    let output = output(command.args(["-c", SCRIPT, &format!("http://127.0.0.1:{}", server.port)]), LIMIT);
+    let output =
+        output(command.args(["-c", SCRIPT, &format!("http://127.0.0.1:{}", server.port)]), LIMIT);
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
     let said: serde_json::Value = serde_json::from_str(&text).expect("the script prints JSON");

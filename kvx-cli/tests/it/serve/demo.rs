@@ -15,8 +15,11 @@ fn demo(arguments: &[&str]) -> (Output, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
     // It gives each request a minute by itself.
     let output = kvx_testkit::output(command.arg("demo").args(arguments), LIMIT * 6);
-    let text =
-        format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let text = format!(
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
     (output, text)
 }
 
@@ -34,7 +37,8 @@ fn answers_on_moved_blocks_are_those_of_one_server_and_a_killed_prefill_is_told(
     assert_eq!(text.matches("The proxy shows them at http://127.0.0.1:").count(), 2, "{text}");
     // A build for tests is slower, and other tests run beside it.
     let limit = if cfg!(debug_assertions) { 60.0 } else { 20.0 };
-    let first = text.split_once("The first one was there ").and_then(|(_, rest)| rest.split_once(" s "));
+    let first =
+        text.split_once("The first one was there ").and_then(|(_, rest)| rest.split_once(" s "));
     assert!(first.unwrap().0.parse::<f64>().unwrap() < limit, "{text}");
     assert_eq!(text.matches(" was killed while its blocks were moved. ").count(), 2, "{text}");
     // Over TCP a prefill that is dead sends nothing; shared memory outlives it.
@@ -48,7 +52,10 @@ fn answers_on_moved_blocks_are_those_of_one_server_and_a_killed_prefill_is_told(
     let (shm, tcp) = rows.split_at(8);
     assert_eq!((with(shm, "SHM"), with(tcp, "TCP")), (8, 8), "{text}");
     // Who meets a peer for the first time says what that took, and nobody does for ever.
-    assert!((1..8).contains(&with(shm, "before")) && (1..8).contains(&with(tcp, "before")), "{text}");
+    assert!(
+        (1..8).contains(&with(shm, "before")) && (1..8).contains(&with(tcp, "before")),
+        "{text}"
+    );
 }
 
 /// What stands behind these words, line by line.
@@ -80,11 +87,13 @@ fn blocks_of_either_side_may_be_larger_and_ranks_more() {
 
 #[test]
 fn a_demo_that_serves_leaves_nothing_when_it_is_interrupted() {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("demo-{}", std::process::id()));
+    let folder =
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("demo-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
     command.args(["demo", "--backend", "SHM", "--serve"]).env("TMPDIR", &folder);
-    let mut demo = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let mut demo =
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
     kvx_testkit::kill_after(&demo, LIMIT * 2);
     let (says, said) = channel();
     let output = demo.stdout.take().unwrap();
@@ -93,15 +102,20 @@ fn a_demo_that_serves_leaves_nothing_when_it_is_interrupted() {
     });
     let until = Instant::now() + LIMIT * 2;
     let port: u16 = loop {
-        let line = said.recv_timeout(until.saturating_duration_since(Instant::now())).expect("it says more");
+        let line = said
+            .recv_timeout(until.saturating_duration_since(Instant::now()))
+            .expect("it says more");
         let Some((_, rest)) = line.split_once("curl http://127.0.0.1:") else { continue };
         break rest.split('/').next().unwrap().parse().unwrap();
     };
     // Whoever listens has the model mapped.
     assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0, "the model is still there");
     assert!(TcpStream::connect(("127.0.0.1", port)).is_ok());
-    rustix::process::kill_process(rustix::process::Pid::from_child(&demo), rustix::process::Signal::INT)
-        .unwrap();
+    rustix::process::kill_process(
+        rustix::process::Pid::from_child(&demo),
+        rustix::process::Signal::INT,
+    )
+    .unwrap();
     assert_eq!(demo.wait().unwrap().code(), Some(130));
     std::fs::remove_dir(&folder).unwrap();
     while TcpStream::connect(("127.0.0.1", port)).is_ok() {
@@ -120,21 +134,29 @@ fn runs(argument: &str) -> bool {
 
 #[test]
 fn a_demo_that_is_interrupted_while_it_starts_leaves_nothing() {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("demo-begun-{}", std::process::id()));
+    let folder =
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("demo-begun-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
     command.args(["demo", "--backend", "SHM", "--serve"]).env("TMPDIR", &folder);
-    let mut demo = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let mut demo =
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     kvx_testkit::kill_after(&demo, LIMIT);
     let model = folder.join(format!("kvx-demo-{}-0", demo.id()));
     let until = Instant::now() + LIMIT;
     while !runs(model.to_str().unwrap()) {
-        assert!(Instant::now() < until && demo.try_wait().unwrap().is_none(), "no server is started");
+        assert!(
+            Instant::now() < until && demo.try_wait().unwrap().is_none(),
+            "no server is started"
+        );
         std::thread::sleep(Duration::from_millis(1));
     }
     assert!(model.exists());
-    rustix::process::kill_process(rustix::process::Pid::from_child(&demo), rustix::process::Signal::INT)
-        .unwrap();
+    rustix::process::kill_process(
+        rustix::process::Pid::from_child(&demo),
+        rustix::process::Signal::INT,
+    )
+    .unwrap();
     assert_eq!(demo.wait().unwrap().code(), Some(130));
     std::fs::remove_dir(&folder).expect("the model is removed");
     while runs(model.to_str().unwrap()) {

@@ -25,8 +25,7 @@ const PROMPT: u64 = 60;
 
 /// A server that may be a prefill or a decode.
 fn engine(model: &Path, policy: &str) -> Server {
-    let extra =
-        json!({"backends": ["TCP"], "kv_lease_duration": LEASE.as_secs(), "load_timeout": LEASE.as_secs()});
+    let extra = json!({"backends": ["TCP"], "kv_lease_duration": LEASE.as_secs(), "load_timeout": LEASE.as_secs()});
     let fields = json!({"kv_load_failure_policy": policy, "kv_connector_extra_config": extra});
     Server::configured(model, "TCP", &fields, Told::default())
 }
@@ -61,13 +60,21 @@ impl Fleet {
     /// The answer to a prompt is that of one server.
     fn serves(&self, prompt: u64) {
         let prompt = self::prompt(prompt, PROMPT);
-        assert_same(&self.proxy.tokens(&prompt, 6, None), &self.single.tokens(&prompt, 6, None), "a request");
+        assert_same(
+            &self.proxy.tokens(&prompt, 6, None),
+            &self.single.tokens(&prompt, 6, None),
+            "a request",
+        );
     }
 
     /// So is that of a server that is left alone.
     fn serves_alone(&self, server: &Server) {
         let prompt = prompt(21, PROMPT);
-        assert_same(&server.tokens(&prompt, 6, None), &self.single.tokens(&prompt, 6, None), "alone");
+        assert_same(
+            &server.tokens(&prompt, 6, None),
+            &self.single.tokens(&prompt, 6, None),
+            "alone",
+        );
     }
 
     /// Lets the decode wait while `ask` asks for prompt 9, until its prefill has answered the proxy: the prefill that
@@ -97,9 +104,11 @@ impl Fleet {
     /// The answer to prompt 9, or words of why there is none.
     fn assert_right_or_clear(&self, (status, answer): &(u16, Value)) {
         match status {
-            200 => {
-                assert_same(answer, &self.single.tokens(&prompt(9, PROMPT), 6, None), "in spite of the fault")
-            }
+            200 => assert_same(
+                answer,
+                &self.single.tokens(&prompt(9, PROMPT), 6, None),
+                "in spite of the fault",
+            ),
             500..600 => assert!(
                 answer["error"]["message"].as_str().is_some_and(|words| !words.is_empty()),
                 "{status}: {answer}"
@@ -223,7 +232,9 @@ fn token_ids(event: &Value) -> Vec<u64> {
 }
 
 fn tokens<'a>(events: impl Iterator<Item = &'a str>) -> Vec<u64> {
-    events.flat_map(|event| token_ids(&serde_json::from_str(&format!("{{{event}")).unwrap())).collect()
+    events
+        .flat_map(|event| token_ids(&serde_json::from_str(&format!("{{{event}")).unwrap()))
+        .collect()
 }
 
 #[test]
@@ -248,7 +259,10 @@ fn a_decode_that_is_killed_in_its_answer_breaks_it_off() {
     fleet.decode.signal(Signal::KILL);
     let begun = Instant::now();
     let rest = read(&mut stream, u64::MAX);
-    assert!(begun.elapsed() < LIMIT / 2 && !rest.contains("\"finish_reason\":\"length\""), "{rest}");
+    assert!(
+        begun.elapsed() < LIMIT / 2 && !rest.contains("\"finish_reason\":\"length\""),
+        "{rest}"
+    );
     fleet.prefills[0].keeps_nothing(LEASE + BEYOND);
 }
 
@@ -330,8 +344,10 @@ fn a_model_whose_folder_is_removed_is_served_on() {
     let model = model(&["--arch", "llama"]);
     let copy = copied(&model, "gone");
     let single = Server::start(&model, Told::default());
-    let server =
-        Server::start(&copy, Told { arguments: &["--tensor-parallel-size", "2"], ..Told::default() });
+    let server = Server::start(
+        &copy,
+        Told { arguments: &["--tensor-parallel-size", "2"], ..Told::default() },
+    );
     std::fs::remove_dir_all(&copy).unwrap();
     assert_same(
         &server.tokens(&prompt(1, PROMPT), 6, None),

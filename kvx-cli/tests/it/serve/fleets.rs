@@ -37,7 +37,11 @@ fn a_fleet_answers(name: &str, usual: &str, prefills: usize, decodes: usize) {
                 &single.tokens(&prompt, 8, None),
                 format_args!("{at} over {}", backend.name),
             );
-            assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], 10 + 15 * at, "{answer}");
+            assert_eq!(
+                answer["usage"]["prompt_tokens_details"]["cached_tokens"],
+                10 + 15 * at,
+                "{answer}"
+            );
         }
         for prefill in &prefills {
             assert_eq!(prefill.metric("vllm:request_success_total"), 6.0 / prefills.len() as f64);
@@ -84,7 +88,11 @@ fn blocks_are_pushed(arguments: &[&str], further_ranks: usize) {
         assert_same(&answer, &single.tokens(&prompt, 8, None), at);
         if at > 0 {
             // From the second request on the proxy knows that blocks are pushed.
-            assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], 14 + 17 * at, "{answer}");
+            assert_eq!(
+                answer["usage"]["prompt_tokens_details"]["cached_tokens"],
+                14 + 17 * at,
+                "{answer}"
+            );
         }
     }
     assert!(prefill.metric("kvx_transfers_total") > 0.0, "the prefill writes");
@@ -131,7 +139,8 @@ fn the_next_turn_is_loaded(backend: &Backend, model: &Path, single: &Server) {
     let secret = (backend.name != "RIXL").then(|| ("KVX_SECRET_FILE", secret().to_str().unwrap()));
     let told = Told { arguments: &[], variables: secret.as_slice() };
     let [prefill, decode] = [(); 2].map(|()| backend.server(model, &fields, told));
-    let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("fleets-{}.toml", std::process::id()));
+    let file =
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("fleets-{}.toml", std::process::id()));
     let config = format!(
         "[[pool]]\nbidirectional = true\nprefill = ['http://127.0.0.1:{}']\ndecode = ['http://127.0.0.1:{}']\n",
         prefill.port, decode.port
@@ -152,7 +161,8 @@ fn the_next_turn_is_loaded(backend: &Backend, model: &Path, single: &Server) {
             let prompt = format!("{:.<46}", format!("{at}: a turn of a conversation"));
             let right = ask(single, &prompt);
             let text = right["choices"][0]["text"].as_str()?.to_owned();
-            let (_, again) = single.post("/tokenize", &json!({"prompt": format!("{prompt}{text}")}));
+            let (_, again) =
+                single.post("/tokenize", &json!({"prompt": format!("{prompt}{text}")}));
             again["tokens"]
                 .as_array()?
                 .ends_with(right["choices"][0]["token_ids"].as_array()?)
@@ -161,9 +171,14 @@ fn the_next_turn_is_loaded(backend: &Backend, model: &Path, single: &Server) {
         .expect("an answer that is text");
     assert_same(&ask(&proxy, &first), &right, "the first turn");
     assert_eq!(prefill.metric("vllm:nixl_bytes_transferred_count"), 0.0);
-    let second = format!("{first}{} And on it goes.", right["choices"][0]["text"].as_str().unwrap());
+    let second =
+        format!("{first}{} And on it goes.", right["choices"][0]["text"].as_str().unwrap());
     assert_same(&ask(&proxy, &second), &ask(single, &second), "the second turn");
-    assert_eq!(prefill.metric("vllm:nixl_bytes_transferred_count"), 1.0, "the prefill reads from the decode");
+    assert_eq!(
+        prefill.metric("vllm:nixl_bytes_transferred_count"),
+        1.0,
+        "the prefill reads from the decode"
+    );
     std::fs::remove_file(file).unwrap();
 }
 
@@ -180,8 +195,12 @@ fn blocks_that_nobody_fetches_are_free_after_the_time_that_is_said() {
         let fields = json!({"kv_connector": connector, "kv_role": "kv_producer",
                             "kv_connector_extra_config": {"backends": ["TCP"]}});
         let variables = [(variable, "1"), ("VLLM_MOONCAKE_BOOTSTRAP_PORT", port.as_str())];
-        let prefill =
-            Server::configured(&model, "TCP", &fields, Told { arguments: &[], variables: &variables });
+        let prefill = Server::configured(
+            &model,
+            "TCP",
+            &fields,
+            Told { arguments: &[], variables: &variables },
+        );
         let mut body = completion(&prompt, 1);
         body["kv_transfer_params"] = json!({"do_remote_decode": true, "transfer_id": "one"});
         let (status, answer) = prefill.post("/v1/completions", &body);
@@ -202,19 +221,28 @@ fn engines_of_data_parallelism_have_names_and_ports_of_their_own() {
     let port = base.to_string();
     let variables = [("VLLM_NIXL_SIDE_CHANNEL_PORT", port.as_str())];
     let two = ["--data-parallel-size", "2"];
-    let prefill = Server::configured(&model, "TCP", &fields, Told { arguments: &two, variables: &variables });
+    let prefill =
+        Server::configured(&model, "TCP", &fields, Told { arguments: &two, variables: &variables });
     let second = [&two[..], &["--data-parallel-rank", "1"]].concat();
-    let decode = Server::configured(&model, "TCP", &fields, Told { arguments: &second, variables: &[] });
+    let decode =
+        Server::configured(&model, "TCP", &fields, Told { arguments: &second, variables: &[] });
     for engine in [0, 1] {
         let prompt = prompt(engine, 50);
-        let leg =
-            json!({"prompt": prompt, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": true}});
+        let leg = json!({"prompt": prompt, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": true}});
         let (status, answer) = prefill.post_to(engine as usize, "/v1/completions", &leg);
         let params = &answer["kv_transfer_params"];
-        assert_eq!((status, &params["remote_port"]), (200, &json!(u64::from(base) + engine)), "{answer}");
+        assert_eq!(
+            (status, &params["remote_port"]),
+            (200, &json!(u64::from(base) + engine)),
+            "{answer}"
+        );
         let name = params["remote_engine_id"].as_str().unwrap();
         assert!(name.ends_with(&format!("_dp{engine}")), "{name}");
-        assert_same(&decode.tokens(&prompt, 8, Some(params)), &single.tokens(&prompt, 8, None), engine);
+        assert_same(
+            &decode.tokens(&prompt, 8, Some(params)),
+            &single.tokens(&prompt, 8, None),
+            engine,
+        );
     }
     let (status, answer) = prefill.post_to(2, "/v1/completions", &json!({"prompt": "a"}));
     assert!(

@@ -47,8 +47,10 @@ fn run_single(host: &mut Host, cache: &Path) {
 /// A Hugging Face cache that has a small model under the guides' names.
 fn cache(name: &str) -> PathBuf {
     // Of a size that eight ranks can share.
-    let model = model(&["--arch", "qwen3", "--heads", "8", "--kv-heads", "8", "--max-positions", "2048"]);
-    let cache = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("serve-{}-{name}", std::process::id()));
+    let model =
+        model(&["--arch", "qwen3", "--heads", "8", "--kv-heads", "8", "--max-positions", "2048"]);
+    let cache =
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("serve-{}-{name}", std::process::id()));
     for name in ["models--Qwen--Qwen3-0.6B", "models--Qwen--Qwen2.5-7B-Instruct"] {
         let kept = cache.join(name);
         std::fs::create_dir_all(kept.join("snapshots")).unwrap();
@@ -82,9 +84,12 @@ fn one_host(guide: &str) {
     }
     host.wait("http://localhost:8192/ready");
     for prompt in PROMPTS {
-        let right = host.curl("http://localhost:8300/v1/completions", Some(&ask(prompt))).expect("an answer");
-        let answer =
-            host.curl("http://localhost:8192/v1/completions", Some(&ask(prompt))).expect("an answer");
+        let right = host
+            .curl("http://localhost:8300/v1/completions", Some(&ask(prompt)))
+            .expect("an answer");
+        let answer = host
+            .curl("http://localhost:8192/v1/completions", Some(&ask(prompt)))
+            .expect("an answer");
         assert_eq!(answer["choices"][0]["token_ids"], right["choices"][0]["token_ids"]);
     }
     assert_eq!(host.metric(8200, "vllm:nixl_bytes_transferred_count", ""), PROMPTS.len() as f64);
@@ -117,8 +122,10 @@ fn four_hosts(guide: &str) {
     // Each of the two decodes loads from each of the two prefills.
     for round in 0..4 {
         let ask = ask(&format!("{round} {}", PROMPTS[1]));
-        let right = head.curl("http://localhost:8300/v1/completions", Some(&ask)).expect("an answer");
-        let answer = head.curl("http://localhost:8192/v1/completions", Some(&ask)).expect("an answer");
+        let right =
+            head.curl("http://localhost:8300/v1/completions", Some(&ask)).expect("an answer");
+        let answer =
+            head.curl("http://localhost:8192/v1/completions", Some(&ask)).expect("an answer");
         assert_eq!(answer["choices"][0]["token_ids"], right["choices"][0]["token_ids"]);
     }
     let moved = |host: &Host| host.metric(8000, "vllm:nixl_bytes_transferred_count", "");
@@ -132,8 +139,9 @@ pub(crate) fn trials() -> impl Iterator<Item = Trial> {
         ("the_older_guides_commands_for_four_hosts_work_as_they_are", "nixl-old"),
         ("the_guides_commands_for_four_hosts_work_as_they_are", "nixl"),
     ];
-    let is_wanted =
-        |guide: &str| Tier::Whole.runs_or_says(&format!("kvx serve: the commands of {guide} for four hosts"));
+    let is_wanted = |guide: &str| {
+        Tier::Whole.runs_or_says(&format!("kvx serve: the commands of {guide} for four hosts"))
+    };
     let wanted = of_guides.into_iter().filter(move |(_, guide)| is_wanted(guide));
     wanted.map(|(name, guide)| trial(format!("serve::guides::{name}"), move || four_hosts(guide)))
 }
@@ -141,7 +149,13 @@ pub(crate) fn trials() -> impl Iterator<Item = Trial> {
 /// A prefill of one command and a decode of another, each on a host of its own as the guide's rule for hosts has it,
 /// and the proxy on a third: the tokens of one server, moved by this backend if one is named. Both servers are told
 /// `more`, and the decode has these variables.
-fn pair(name: &str, [prefill, decode]: [&str; 2], variables: &[(&str, &str)], more: &[&str], backend: &str) {
+fn pair(
+    name: &str,
+    [prefill, decode]: [&str; 2],
+    variables: &[(&str, &str)],
+    more: &[&str],
+    backend: &str,
+) {
     let Some(mut hosts) = Hosts::for_this_test(3) else { return };
     let cache = cache(name);
     let mut proxy = vec!["proxy".to_owned(), "--port".to_owned(), "8192".to_owned()];
@@ -151,11 +165,15 @@ fn pair(name: &str, [prefill, decode]: [&str; 2], variables: &[(&str, &str)], mo
         arguments.extend(more.iter().map(|argument| (*argument).to_owned()));
         own.push(("VLLM_NIXL_SIDE_CHANNEL_HOST".to_owned(), Hosts::address(at + 1)));
         if role == "decoder" {
-            own.extend(variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())));
+            own.extend(
+                variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())),
+            );
         }
         let host = &mut hosts.each[at];
         host.run(host.kvx(&arguments, &own, &cache));
-        let port = arguments[arguments.iter().position(|argument| argument == "--port").unwrap() + 1].clone();
+        let port = arguments
+            [arguments.iter().position(|argument| argument == "--port").unwrap() + 1]
+            .clone();
         proxy.extend([format!("--{role}-hosts"), Hosts::address(at + 1)]);
         proxy.extend([format!("--{role}-ports"), port.clone()]);
         ports.push(port.parse::<u16>().unwrap());
@@ -170,9 +188,12 @@ fn pair(name: &str, [prefill, decode]: [&str; 2], variables: &[(&str, &str)], mo
     head.wait("http://localhost:8300/health");
     head.wait("http://localhost:8192/ready");
     for prompt in PROMPTS {
-        let right = head.curl("http://localhost:8300/v1/completions", Some(&ask(prompt))).expect("an answer");
-        let answer =
-            head.curl("http://localhost:8192/v1/completions", Some(&ask(prompt))).expect("an answer");
+        let right = head
+            .curl("http://localhost:8300/v1/completions", Some(&ask(prompt)))
+            .expect("an answer");
+        let answer = head
+            .curl("http://localhost:8192/v1/completions", Some(&ask(prompt)))
+            .expect("an answer");
         assert_eq!(answer["choices"][0]["token_ids"], right["choices"][0]["token_ids"]);
     }
     let moved = |name, label| hosts.each[1].metric(ports[1], name, label);
@@ -202,7 +223,9 @@ fn the_guides_permuting_decode_works_as_it_is() {
 fn mooncakes_commands(name: &str, more: &[&str]) {
     let Some(mut hosts) = Hosts::for_this_test(3) else { return };
     let cache = cache(name);
-    for (at, id) in ["mooncake.prefill", "mooncake.decode", "mooncake.proxy"].into_iter().enumerate() {
+    for (at, id) in
+        ["mooncake.prefill", "mooncake.decode", "mooncake.proxy"].into_iter().enumerate()
+    {
         let (mut arguments, mut variables) = command(id);
         if arguments[0] == "serve" {
             arguments.extend(more.iter().map(|argument| (*argument).to_owned()));
@@ -223,8 +246,10 @@ fn mooncakes_commands(name: &str, more: &[&str]) {
     for prompt in PROMPTS {
         let mut ask = ask(prompt);
         ask["model"] = model.into();
-        let right = head.curl("http://localhost:8300/v1/completions", Some(&ask)).expect("an answer");
-        let answer = head.curl("http://localhost:8000/v1/completions", Some(&ask)).expect("an answer");
+        let right =
+            head.curl("http://localhost:8300/v1/completions", Some(&ask)).expect("an answer");
+        let answer =
+            head.curl("http://localhost:8000/v1/completions", Some(&ask)).expect("an answer");
         assert_eq!(answer["choices"][0]["token_ids"], right["choices"][0]["token_ids"]);
     }
     let wrote = hosts.each[0].metric(8010, "vllm:mooncake_bytes_transferred_count", "");
@@ -253,7 +278,8 @@ fn exists(test: &str) -> bool {
         return true;
     }
     let Some((before, _)) = source.split_once(&format!("fn {function}(")) else { return false };
-    let mut attributes = before.lines().rev().take_while(|line| !line.contains('}') && !line.contains(';'));
+    let mut attributes =
+        before.lines().rev().take_while(|line| !line.contains('}') && !line.contains(';'));
     let suite = std::fs::read_to_string(file.with_file_name("mod.rs")).unwrap_or_default();
     attributes.any(|line| line.starts_with("#[test"))
         || source.contains(&format!("\"{function}\","))
@@ -267,7 +293,9 @@ fn the_page_names_a_test_for_each_command_and_rule() {
     let rows: Vec<Vec<&str>> = rows
         .lines()
         .filter(|line| line.starts_with("| `"))
-        .map(|line| line.trim_matches('|').split('|').map(|cell| cell.trim().trim_matches('`')).collect())
+        .map(|line| {
+            line.trim_matches('|').split('|').map(|cell| cell.trim().trim_matches('`')).collect()
+        })
         .collect();
     let guides: Value = serde_json::from_str(GUIDES).unwrap();
     let ids = ["commands", "rows"].into_iter().flat_map(|kind| guides[kind].as_array().unwrap());

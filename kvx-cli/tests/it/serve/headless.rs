@@ -15,9 +15,10 @@ const COMPLETIONS: &str = "/v1/completions";
 
 /// `kvx` with these words at the host of this number; its blocks are reached at its own address.
 fn run(hosts: &mut Hosts, number: usize, words: &str, more: &[&str]) {
-    let arguments: Vec<String> = words.split(' ').chain(more.iter().copied()).map(str::to_owned).collect();
-    let own =
-        ["VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_HOST_IP"].map(|name| (name.to_owned(), Hosts::address(number)));
+    let arguments: Vec<String> =
+        words.split(' ').chain(more.iter().copied()).map(str::to_owned).collect();
+    let own = ["VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_HOST_IP"]
+        .map(|name| (name.to_owned(), Hosts::address(number)));
     let host = &mut hosts.each[number - 1];
     host.run(host.kvx(&arguments, &own, &std::env::temp_dir()));
 }
@@ -51,16 +52,23 @@ impl Fleet {
         let transfer = json!({"kv_connector": kv_connector, "kv_role": "kv_both", "kv_load_failure_policy": "fail",
                               "kv_connector_extra_config": {"backends": ["TCP"]}});
         let folder = model(&["--arch", "llama"]).to_str().unwrap().to_owned();
-        let mut fleet = Fleet { hosts: Hosts::for_this_test(3)?, folder, transfer: transfer.to_string() };
+        let mut fleet =
+            Fleet { hosts: Hosts::for_this_test(3)?, folder, transfer: transfer.to_string() };
         // The host is there first: it looks for its head.
         fleet.start_second();
         fleet.serve(1, "-dp 2 -dpl 1 -dpa 10.77.0.1");
         fleet.serve(3, "--port 8200");
         let Fleet { hosts, folder, .. } = &mut fleet;
-        run(hosts, 3, &format!("proxy --prefill {prefill} --decode http://10.77.0.3:8200 --port 8192"), &[]);
+        run(
+            hosts,
+            3,
+            &format!("proxy --prefill {prefill} --decode http://10.77.0.3:8200 --port 8192"),
+            &[],
+        );
         run(hosts, 3, &format!("serve {folder} --port 8300 --served-model-name m"), &[]);
         let [head, _, decode] = &hosts.each[..] else { unreachable!("three hosts") };
-        for (host, url) in [(decode, "localhost:8300"), (decode, "localhost:8200"), (head, "localhost:8000")]
+        for (host, url) in
+            [(decode, "localhost:8300"), (decode, "localhost:8200"), (head, "localhost:8000")]
         {
             host.wait(&format!("http://{url}/health"));
         }
@@ -129,8 +137,10 @@ fn ranks_on_a_second_host_answer_behind_the_head() {
 #[test]
 fn ranks_on_a_second_host_register_at_the_heads_bootstrap_server() {
     let Some(fleet) = Fleet::start("MooncakeConnector", &format!("{HEAD} 8998")) else { return };
-    let listed = fleet.hosts.each[2].curl("http://10.77.0.1:8998/query", None).expect("a list of workers");
-    let address = |rank: &str| listed[rank]["worker_addr"]["0"]["0"].as_str().unwrap_or_default().to_owned();
+    let listed =
+        fleet.hosts.each[2].curl("http://10.77.0.1:8998/query", None).expect("a list of workers");
+    let address =
+        |rank: &str| listed[rank]["worker_addr"]["0"]["0"].as_str().unwrap_or_default().to_owned();
     assert!(address("0").starts_with("tcp://10.77.0.1:"), "{listed}");
     assert!(address("1").starts_with("tcp://10.77.0.2:"), "{listed}");
 }

@@ -26,8 +26,8 @@ pub(crate) struct Host {
 pub(crate) fn secret() -> &'static Path {
     static MADE: OnceLock<PathBuf> = OnceLock::new();
     MADE.get_or_init(|| {
-        let file =
-            Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("serve-{}.secret", std::process::id()));
+        let file = Path::new(env!("CARGO_TARGET_TMPDIR"))
+            .join(format!("serve-{}.secret", std::process::id()));
         let _ = std::fs::remove_file(&file);
         kvx::Secret::create(&file).expect("a file");
         file
@@ -46,8 +46,9 @@ impl Hosts {
         let mut hosts = kvx_testkit::Hosts::for_test(&this_test(), count).expect("hosts")?;
         let secret = (count > 1).then(secret);
         let each = std::mem::take(&mut hosts.each).into_iter();
-        let each =
-            each.map(|network| Host { network, secret, running: Vec::new(), logs: Vec::new() }).collect();
+        let each = each
+            .map(|network| Host { network, secret, running: Vec::new(), logs: Vec::new() })
+            .collect();
         Some(Hosts { each, _switch: hosts })
     }
 
@@ -59,7 +60,12 @@ impl Hosts {
 
 impl Host {
     /// `kvx` there.
-    pub(crate) fn kvx(&self, arguments: &[String], variables: &[(String, String)], cache: &Path) -> Command {
+    pub(crate) fn kvx(
+        &self,
+        arguments: &[String],
+        variables: &[(String, String)],
+        cache: &Path,
+    ) -> Command {
         let mut command = self.network.command(env!("CARGO_BIN_EXE_kvx"));
         command.args(arguments).env("HF_HUB_CACHE", cache);
         command.envs(self.secret.map(|file| ("KVX_SECRET_FILE", file)));
@@ -71,8 +77,8 @@ impl Host {
     pub(crate) fn run(&mut self, mut command: Command) {
         static LOGS: AtomicU32 = AtomicU32::new(0);
         let number = LOGS.fetch_add(1, Ordering::Relaxed);
-        let log =
-            Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("host-{}-{number}", std::process::id()));
+        let log = Path::new(env!("CARGO_TARGET_TMPDIR"))
+            .join(format!("host-{}-{number}", std::process::id()));
         let show = std::env::var_os("KVX_TEST_SHOW").is_some();
         command.stderr(match show {
             true => Stdio::inherit(),
@@ -89,7 +95,12 @@ impl Host {
     }
 
     /// Status and words of an answer; 0 if there is none. `header`: of the request, beside the usual ones.
-    pub(crate) fn ask(&self, url: &str, body: Option<&Value>, header: Option<&str>) -> (u16, String) {
+    pub(crate) fn ask(
+        &self,
+        url: &str,
+        body: Option<&Value>,
+        header: Option<&str>,
+    ) -> (u16, String) {
         let mut curl = self.network.command("curl");
         curl.args(["-s", "--max-time", "25", "-w", "\n%{http_code}", url]);
         if let Some(header) = header {
@@ -109,9 +120,12 @@ impl Host {
         body["stream"] = true.into();
         let (_, text) = self.ask(url, Some(&body), Some(header));
         let events = text.lines().filter_map(|line| line.strip_prefix("data: {"));
-        let events = events.filter_map(|event| serde_json::from_str::<Value>(&format!("{{{event}")).ok());
+        let events =
+            events.filter_map(|event| serde_json::from_str::<Value>(&format!("{{{event}")).ok());
         events
-            .flat_map(|event| event["choices"][0]["token_ids"].as_array().cloned().unwrap_or_default())
+            .flat_map(|event| {
+                event["choices"][0]["token_ids"].as_array().cloned().unwrap_or_default()
+            })
             .collect()
     }
 
@@ -126,7 +140,11 @@ impl Host {
     pub(crate) fn wait(&self, url: &str) {
         let until = Instant::now() + LIMIT * 2;
         while self.curl(url, None).is_none() {
-            assert!(Instant::now() < until, "{url} does not answer; its host says\n{}", self.said());
+            assert!(
+                Instant::now() < until,
+                "{url} does not answer; its host says\n{}",
+                self.said()
+            );
             std::thread::sleep(Duration::from_millis(50));
         }
     }

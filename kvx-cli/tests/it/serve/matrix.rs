@@ -35,8 +35,9 @@ impl Side<'_> {
 
 /// Lengths around the borders of blocks of 16 and 64 tokens, two that begin alike, and one beyond several steps.
 fn prompts() -> Vec<Value> {
-    let of =
-        |seed: u64, len: u64| json!((0..len).map(|at| 32 + (seed * 31 + at * 17) % 90).collect::<Vec<_>>());
+    let of = |seed: u64, len: u64| {
+        json!((0..len).map(|at| 32 + (seed * 31 + at * 17) % 90).collect::<Vec<_>>())
+    };
     let lengths = [1, 15, 16, 17, 31, 32, 33, 48, 49, 63, 64, 65, 129];
     let several = lengths.into_iter().map(|len| of(len, len));
     several.chain([of(7, 100), of(7, 180), of(8, 2000)]).collect()
@@ -50,8 +51,10 @@ fn tokens_are_those_of_one_server(name: &str, usual: &str, prefill: Side<'_>, de
     for shape in [LLAMA, QWEN] {
         let model = model(shape);
         let single = Server::start(&model, Told::default());
-        let right: Vec<(Value, Value)> =
-            prompts().into_iter().map(|prompt| (single.tokens(&prompt, 10, None), prompt)).collect();
+        let right: Vec<(Value, Value)> = prompts()
+            .into_iter()
+            .map(|prompt| (single.tokens(&prompt, 10, None), prompt))
+            .collect();
         for backend in backends(&format!("matrix::{name}"), usual) {
             let name = format!("{name} over {}, {}", backend.name, shape[1]);
             let prefill = prefill.start(&model, &backend);
@@ -61,7 +64,10 @@ fn tokens_are_those_of_one_server(name: &str, usual: &str, prefill: Side<'_>, de
                 let answer = apart(&prefill, &decode, prompt, 10);
                 assert_same(&answer, right, format_args!("{name}: {len} tokens"));
                 // Nothing of the prompt was computed at the decode, but for the last token.
-                assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], len, "{answer}");
+                assert_eq!(
+                    answer["usage"]["prompt_tokens_details"]["cached_tokens"], len,
+                    "{answer}"
+                );
             }
             // Two of them begin alike: the prefill has what the second begins with.
             assert!(prefill.metric("vllm:prefix_cache_hits_total") >= 64.0, "{name}");
@@ -109,8 +115,11 @@ fn larger_blocks_with_tokens_first() {
 #[test]
 fn heads_first_into_tokens_first() {
     let prefill = Side { layout: Some(HND), ..Side::default() };
-    let decode =
-        Side { layout: Some(NHD), fields: Some(("enable_permute_local_kv", "True")), ..Side::default() };
+    let decode = Side {
+        layout: Some(NHD),
+        fields: Some(("enable_permute_local_kv", "True")),
+        ..Side::default()
+    };
     tokens_are_those_of_one_server("heads_first_into_tokens_first", "SHM", prefill, decode);
 }
 

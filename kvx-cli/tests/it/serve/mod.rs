@@ -39,7 +39,8 @@ fn assert_same(answer: &Value, right: &Value, what: impl std::fmt::Display) {
 /// The logits of all tokens, at each place of the answer.
 #[track_caller]
 fn logits(answer: &Value) -> Vec<BTreeMap<&str, u64>> {
-    let places = answer["choices"][0]["logprobs"]["top_logprobs"].as_array().expect("logits were asked for");
+    let places =
+        answer["choices"][0]["logprobs"]["top_logprobs"].as_array().expect("logits were asked for");
     assert_eq!(places.len(), ids(answer).len());
     places.iter().map(bits).collect()
 }
@@ -48,7 +49,10 @@ fn logits(answer: &Value) -> Vec<BTreeMap<&str, u64>> {
 fn bits(place: &Value) -> BTreeMap<&str, u64> {
     let logits = place.as_object().expect("logits");
     assert_eq!(logits.len(), VOCABULARY);
-    logits.iter().map(|(name, logit)| (name.as_str(), logit.as_f64().expect("a logit").to_bits())).collect()
+    logits
+        .iter()
+        .map(|(name, logit)| (name.as_str(), logit.as_f64().expect("a logit").to_bits()))
+        .collect()
 }
 
 #[test]
@@ -66,7 +70,8 @@ fn a_completion_is_the_same_whole_streamed_by_tokens_and_among_others() {
         &json!({"model": "m", "prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": true, "stream": true,
                 "stream_options": {"include_usage": true}}),
     );
-    let text: String = events.iter().filter_map(|event| event["choices"][0]["text"].as_str()).collect();
+    let text: String =
+        events.iter().filter_map(|event| event["choices"][0]["text"].as_str()).collect();
     assert_eq!(whole["choices"][0]["text"], text);
     assert_eq!(events.last().unwrap()["usage"]["completion_tokens"], 20);
 
@@ -95,12 +100,8 @@ fn a_chat_uses_the_models_template_and_seeds_repeat() {
     assert_eq!(first["choices"][0]["message"]["role"], "assistant");
     let content = first["choices"][0]["logprobs"]["content"].as_array().unwrap();
     assert_eq!(content.len(), 12);
-    assert!(
-        content
-            .iter()
-            .all(|one| one["top_logprobs"].as_array().unwrap().len() == 2
-                && one["logprob"].as_f64() < Some(0.0))
-    );
+    assert!(content.iter().all(|one| one["top_logprobs"].as_array().unwrap().len() == 2
+        && one["logprob"].as_f64() < Some(0.0)));
     let (_, prompt) = server.post("/tokenize", &json!({"messages": messages}));
     assert_eq!(prompt["tokens"], first["prompt_token_ids"]);
     let (_, text) = server.post("/detokenize", &json!({"tokens": prompt["tokens"]}));
@@ -110,8 +111,10 @@ fn a_chat_uses_the_models_template_and_seeds_repeat() {
     streamed["stream"] = true.into();
     let events = server.events("/v1/chat/completions", &streamed);
     assert_eq!(events[0]["choices"][0]["delta"]["role"], "assistant");
-    let text: String =
-        events.iter().filter_map(|event| event["choices"][0]["delta"]["content"].as_str()).collect();
+    let text: String = events
+        .iter()
+        .filter_map(|event| event["choices"][0]["delta"]["content"].as_str())
+        .collect();
     assert_eq!(first["choices"][0]["message"]["content"], text);
 }
 
@@ -119,7 +122,8 @@ fn a_chat_uses_the_models_template_and_seeds_repeat() {
 fn several_answers_logprobs_echo_and_stops_are_as_asked() {
     let server = Server::start(&model(&["--arch", "llama"]), Told::default());
     let ask = |more: Value| {
-        let mut body = json!({"prompt": "abc", "max_tokens": 8, "temperature": 0, "ignore_eos": true});
+        let mut body =
+            json!({"prompt": "abc", "max_tokens": 8, "temperature": 0, "ignore_eos": true});
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         let (status, answer) = server.post("/v1/completions", &body);
         assert_eq!(status, 200, "{answer}");
@@ -140,19 +144,25 @@ fn several_answers_logprobs_echo_and_stops_are_as_asked() {
     let stop = ids(&plain)[3];
     let at = ids(&plain).iter().position(|id| *id == stop).unwrap();
     let stopped = ask(json!({"stop_token_ids": [stop], "return_token_ids": true}));
-    assert_eq!((ids(&stopped).len(), &stopped["choices"][0]["stop_reason"]), (at + 1, &json!(stop)));
+    assert_eq!(
+        (ids(&stopped).len(), &stopped["choices"][0]["stop_reason"]),
+        (at + 1, &json!(stop))
+    );
 }
 
 #[test]
 fn an_echo_counts_among_what_is_told() {
-    let told = Told { arguments: &["--max-model-len", "256", "--max-logprobs", "20"], ..Told::default() };
+    let told =
+        Told { arguments: &["--max-model-len", "256", "--max-logprobs", "20"], ..Told::default() };
     let server = Server::start(&model(&["--arch", "llama"]), told);
-    let body = json!({"prompt": vec![7; 200], "n": 256, "echo": true, "logprobs": 20, "max_tokens": 0});
+    let body =
+        json!({"prompt": vec![7; 200], "n": 256, "echo": true, "logprobs": 20, "max_tokens": 0});
     let (status, answer) = server.post("/v1/completions", &body);
     assert_eq!(status, 400, "{answer}");
     assert!(answer.to_string().contains("too much to tell"), "{answer}");
     for more in [-1, 21] {
-        let (status, answer) = server.post("/v1/completions", &json!({"prompt": "a", "logprobs": more}));
+        let (status, answer) =
+            server.post("/v1/completions", &json!({"prompt": "a", "logprobs": more}));
         let words = format!("logprobs must be in [0, 20], got {more}.");
         assert_eq!((status, &answer["error"]["message"]), (400, &json!(words)));
     }
@@ -213,8 +223,10 @@ fn what_is_wrong_is_said_as_vllm_says_it() {
         ("tool_choice", json!("auto")),
         ("echo", json!(true)),
     ] {
-        let (status, answer) = server
-            .post("/v1/chat/completions", &json!({"messages": messages, "max_tokens": 1, field: value}));
+        let (status, answer) = server.post(
+            "/v1/chat/completions",
+            &json!({"messages": messages, "max_tokens": 1, field: value}),
+        );
         assert_eq!((status, &answer["error"]["param"]), (400, &json!(field)), "{answer}");
         assert!(answer["error"]["message"].as_str().unwrap().contains("leave it out"), "{answer}");
     }
@@ -239,7 +251,10 @@ fn what_is_wrong_is_said_as_vllm_says_it() {
     assert_eq!(server.get("/health"), (200, String::new()));
     let models: Value = serde_json::from_str(&server.get("/v1/models").1).unwrap();
     let row = &models["data"][0];
-    assert_eq!((&row["id"], &row["max_model_len"], &row["parent"]), (&json!("m"), &json!(64), &Value::Null));
+    assert_eq!(
+        (&row["id"], &row["max_model_len"], &row["parent"]),
+        (&json!("m"), &json!(64), &Value::Null)
+    );
     // As vLLM has it: what the model was started as, and one permission.
     assert_eq!(row["root"], model(&["--arch", "llama"]).to_str().unwrap());
     assert_eq!(row["permission"][0]["object"], "model_permission");

@@ -48,7 +48,8 @@ fn what_means_nothing_here_is_said_to_mean_nothing() {
     let told = Told { arguments: &arguments, variables: &[("CUDA_VISIBLE_DEVICES", "0")] };
     let server = Server::start(&model(&["--arch", "llama"]), told);
     // One request at a time, and both are answered.
-    let body = json!({"prompt": ["a", "b"], "max_tokens": 1500, "temperature": 0, "ignore_eos": true});
+    let body =
+        json!({"prompt": ["a", "b"], "max_tokens": 1500, "temperature": 0, "ignore_eos": true});
     let both = std::thread::scope(|scope| {
         let both = scope.spawn(|| server.post("/v1/completions", &body));
         server.until("vllm:num_requests_waiting", LIMIT, |waiting| waiting == 1.0);
@@ -90,24 +91,29 @@ fn peers_have_to_name_the_model_in_the_same_words() {
 #[test]
 fn an_interrupted_server_ends_what_it_has_begun() {
     let server = Server::start(&model(&["--arch", "llama"]), Told::default());
-    let body =
-        json!({"prompt": "long", "max_tokens": 400, "temperature": 0, "ignore_eos": true, "stream": true});
+    let body = json!({"prompt": "long", "max_tokens": 400, "temperature": 0, "ignore_eos": true, "stream": true});
     let mut stream = server.send("POST", "/v1/completions", Some(&body));
     let mut text = vec![0; 400];
     stream.read_exact(&mut text).unwrap();
     server.signal(rustix::process::Signal::INT);
     stream.read_to_end(&mut text).unwrap();
     let text = String::from_utf8_lossy(&text).into_owned();
-    assert!(text.contains("data: [DONE]") && text.contains("\"finish_reason\":\"length\""), "{text}");
+    assert!(
+        text.contains("data: [DONE]") && text.contains("\"finish_reason\":\"length\""),
+        "{text}"
+    );
     let (status, said) = server.ended();
     assert!(status.success(), "{said}");
 }
 
 #[test]
 fn several_engines_tell_what_their_pools_have_together_and_end_when_interrupted() {
-    let arguments = ["--data-parallel-size", "2", "--num-gpu-blocks-override", "8", "--max-model-len", "64"];
-    let server =
-        Server::start(&model(&["--arch", "llama"]), Told { arguments: &arguments, ..Told::default() });
+    let arguments =
+        ["--data-parallel-size", "2", "--num-gpu-blocks-override", "8", "--max-model-len", "64"];
+    let server = Server::start(
+        &model(&["--arch", "llama"]),
+        Told { arguments: &arguments, ..Told::default() },
+    );
     server.signal(rustix::process::Signal::INT);
     let (status, said) = server.ended();
     assert!(status.success() && said.contains("a KV cache of 16 blocks"), "{said}");

@@ -15,8 +15,8 @@ fn assert_gone(ranks: &[Pid]) {
     let until = Instant::now() + LIMIT;
     // Whoever adopts them has to wait for them as well.
     let is_there = |pid: &Pid| {
-        let stat =
-            std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).unwrap_or_default();
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()))
+            .unwrap_or_default();
         test_kill_process(*pid).is_ok() && !stat.contains(") Z ")
     };
     while ranks.iter().any(is_there) {
@@ -45,8 +45,14 @@ fn ranks_are_processes_that_end_with_their_server() {
         assert_eq!(ranks.len(), 3);
         server.signal(Signal::INT);
         let (status, said) = server.ended();
-        assert!(status.success() && !said.contains("is killed") && !said.contains("ERROR"), "{said}");
-        assert!(ranks.iter().all(|rank| test_kill_process(*rank).is_err()), "they end before it: {ranks:?}");
+        assert!(
+            status.success() && !said.contains("is killed") && !said.contains("ERROR"),
+            "{said}"
+        );
+        assert!(
+            ranks.iter().all(|rank| test_kill_process(*rank).is_err()),
+            "they end before it: {ranks:?}"
+        );
     }
     for server in [alone(), peer()] {
         let ranks = server.ranks();
@@ -57,7 +63,8 @@ fn ranks_are_processes_that_end_with_their_server() {
 
 #[test]
 fn a_rank_that_is_killed_ends_its_engine_in_words() {
-    let server = Server::start(&model(&["--arch", "llama"]), Told { arguments: RANKS, ..Told::default() });
+    let server =
+        Server::start(&model(&["--arch", "llama"]), Told { arguments: RANKS, ..Told::default() });
     let [rank] = server.ranks()[..] else { panic!("{:?}", server.ranks()) };
     let body = json!({"prompt": "long", "max_tokens": 4000, "temperature": 0, "ignore_eos": true});
     let answer = std::thread::scope(|scope| {

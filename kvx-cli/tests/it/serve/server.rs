@@ -25,8 +25,8 @@ pub(crate) fn model(shape: &[&str]) -> PathBuf {
     let name = shape.join("").replace('-', "_");
     made.entry(name.clone())
         .or_insert_with(|| {
-            let folder =
-                Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("serve-{}-{name}", std::process::id()));
+            let folder = Path::new(env!("CARGO_TARGET_TMPDIR"))
+                .join(format!("serve-{}-{name}", std::process::id()));
             let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
             command.arg("make-model").arg(&folder).args(shape);
             for small in [["--hidden", "64"], ["--layers", "2"]] {
@@ -118,8 +118,11 @@ impl Server {
             let said = self.said.get_mut().expect("nobody panics with it");
             match said.recv_timeout(until.saturating_duration_since(Instant::now())) {
                 Ok(line) => {
-                    let address = line.split_once("listening on http://").map(|(_, address)| address);
-                    if let Some((_, port)) = address.and_then(|address| address.trim().rsplit_once(':')) {
+                    let address =
+                        line.split_once("listening on http://").map(|(_, address)| address);
+                    if let Some((_, port)) =
+                        address.and_then(|address| address.trim().rsplit_once(':'))
+                    {
                         self.port = port.trim_end_matches('/').parse().expect("a port");
                     }
                     self.heard.push(line);
@@ -179,16 +182,26 @@ impl Server {
     }
 
     /// The same with these further fields of `--kv-transfer-config`.
-    pub(crate) fn configured(model: &Path, backends: &str, fields: &Value, told: Told<'_>) -> Server {
+    pub(crate) fn configured(
+        model: &Path,
+        backends: &str,
+        fields: &Value,
+        told: Told<'_>,
+    ) -> Server {
         let mut config = json!({
             "kv_connector": "NixlConnector", "kv_role": "kv_both",
             "kv_connector_extra_config": {"backends": [backends], "kv_lease_duration": 6, "load_timeout": 5},
         });
-        config.as_object_mut().expect("it is one").extend(fields.as_object().expect("fields").clone());
+        config
+            .as_object_mut()
+            .expect("it is one")
+            .extend(fields.as_object().expect("fields").clone());
         let config = config.to_string();
         let arguments =
-            [&["--kv-transfer-config", &config, "--enable-prompt-tokens-details"], told.arguments].concat();
-        let channel = [("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1"), ("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")];
+            [&["--kv-transfer-config", &config, "--enable-prompt-tokens-details"], told.arguments]
+                .concat();
+        let channel =
+            [("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1"), ("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")];
         let variables = [&channel, told.variables].concat();
         Server::start(model, Told { arguments: &arguments, variables: &variables })
     }
@@ -212,8 +225,11 @@ impl Server {
             let command = std::fs::read(entry.path().join("cmdline")).ok()?;
             (parent == us && command.ends_with(b"serve-rank\0")).then(|| Pid::from_raw(pid))?
         };
-        let mut ranks: Vec<Pid> =
-            std::fs::read_dir("/proc").expect("processes").flatten().filter_map(of_process).collect();
+        let mut ranks: Vec<Pid> = std::fs::read_dir("/proc")
+            .expect("processes")
+            .flatten()
+            .filter_map(of_process)
+            .collect();
         // In the order in which they were started.
         ranks.sort_by_key(|pid| pid.as_raw_nonzero());
         ranks
@@ -235,9 +251,10 @@ impl Server {
 
     /// Its time on a processor.
     pub(crate) fn processor_time(&self) -> Duration {
-        let stat =
-            std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).expect("the server runs");
-        let fields: Vec<&str> = stat.rsplit(')').next().expect("a name").split_whitespace().collect();
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id()))
+            .expect("the server runs");
+        let fields: Vec<&str> =
+            stat.rsplit(')').next().expect("a name").split_whitespace().collect();
         let ticks: u64 =
             fields[11].parse::<u64>().expect("ticks") + fields[12].parse::<u64>().expect("ticks");
         Duration::from_millis(ticks * 10)
@@ -341,9 +358,13 @@ fn answer(mut stream: TcpStream) -> (u16, String) {
     let mut text = Vec::new();
     stream.read_to_end(&mut text).expect("an answer in time");
     let (head, body) = split(&text);
-    let status = head.split_whitespace().nth(1).and_then(|status| status.parse().ok()).expect("a status");
+    let status =
+        head.split_whitespace().nth(1).and_then(|status| status.parse().ok()).expect("a status");
     let chunked = head.to_ascii_lowercase().contains("transfer-encoding: chunked");
-    (status, if chunked { unchunked(body) } else { String::from_utf8(body.to_vec()).expect("UTF-8") })
+    (
+        status,
+        if chunked { unchunked(body) } else { String::from_utf8(body.to_vec()).expect("UTF-8") },
+    )
 }
 
 fn split(text: &[u8]) -> (String, &[u8]) {

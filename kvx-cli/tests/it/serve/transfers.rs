@@ -18,8 +18,10 @@ pub(crate) fn published(prefill: &Server, prompt: &Value) -> Value {
     let answer = prefill.tokens(
         prompt,
         1,
-        Some(&json!({"do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null,
-                     "remote_block_ids": null, "remote_host": null, "remote_port": null})),
+        Some(
+            &json!({"do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null,
+                     "remote_block_ids": null, "remote_host": null, "remote_port": null}),
+        ),
     );
     let params = answer["kv_transfer_params"].clone();
     assert_eq!(params["do_remote_prefill"], true, "{answer}");
@@ -28,7 +30,8 @@ pub(crate) fn published(prefill: &Server, prompt: &Value) -> Value {
 
 /// A hundred prompts, of up to eight blocks.
 fn many() -> Vec<Value> {
-    let tokens = |at: u64| (0..1 + at * 7 % 120).map(|token| 33 + (at + token * 3) % 80).collect::<Vec<_>>();
+    let tokens =
+        |at: u64| (0..1 + at * 7 % 120).map(|token| 33 + (at + token * 3) % 80).collect::<Vec<_>>();
     (0..100).map(|at| json!(tokens(at))).collect()
 }
 
@@ -42,8 +45,9 @@ fn many_requests_at_once_are_all_right_and_no_block_stays() {
     let name = "transfers::many_requests_at_once_are_all_right_and_no_block_stays";
     for backend in backends(name, "TCP") {
         let fields = json!({"kv_load_failure_policy": "fail"});
-        let start =
-            |arguments: &[&str]| backend.server(&model, &fields, Told { arguments, ..Told::default() });
+        let start = |arguments: &[&str]| {
+            backend.server(&model, &fields, Told { arguments, ..Told::default() })
+        };
         let prefill = start(&[]);
         let decode = start(&["--num-gpu-blocks-override", "130", "--max-model-len", "1024"]);
         std::thread::scope(|scope| {
@@ -73,7 +77,10 @@ fn a_prefill_that_is_gone_fails_the_request_or_it_is_computed_here() {
         if policy == "fail" {
             let body = json!({"prompt": prompt, "max_tokens": 4, "kv_transfer_params": params});
             let (status, answer) = decode.post("/v1/completions", &body);
-            assert_eq!((status, &answer["error"]["message"]), (500, &json!("Internal server error")));
+            assert_eq!(
+                (status, &answer["error"]["message"]),
+                (500, &json!("Internal server error"))
+            );
             let mut streamed = body;
             streamed["stream"] = true.into();
             let events = decode.events("/v1/completions", &streamed);

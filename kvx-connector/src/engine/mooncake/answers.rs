@@ -37,7 +37,9 @@ impl MooncakeWorker {
         settled: bool,
         last: bool,
     ) {
-        let Some(open) = self.asks.get_mut(&ask).filter(|open| open.left.contains(theirs)) else { return };
+        let Some(open) = self.asks.get_mut(&ask).filter(|open| open.left.contains(theirs)) else {
+            return;
+        };
         if last {
             open.left.remove(theirs);
         }
@@ -49,7 +51,8 @@ impl MooncakeWorker {
             }
         }
         let form = open.form;
-        let mut response = PullResponse::new(if over { PullStatus::Finish } else { PullStatus::Continue });
+        let mut response =
+            PullResponse::new(if over { PullStatus::Finish } else { PullStatus::Continue });
         response.layout_id = open.layout_id;
         let named = Some(vec![theirs.as_str().to_owned()]);
         match why {

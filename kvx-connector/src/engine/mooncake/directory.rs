@@ -91,17 +91,23 @@ impl Listings {
             )
         })?;
         let (tp_size, pp_size) = listed.sizes()?;
-        let workers = listed.workers.iter().map(|(rank, addr)| (*rank, addr.as_str().into())).collect();
+        let workers =
+            listed.workers.iter().map(|(rank, addr)| (*rank, addr.as_str().into())).collect();
         self.forget_idle(now, ttl);
         let is_kvx = listed.is_kvx;
-        self.engines.insert(peer.engine.clone(), Listed { tp_size, pp_size, is_kvx, workers, used: now });
+        self.engines
+            .insert(peer.engine.clone(), Listed { tp_size, pp_size, is_kvx, workers, used: now });
         Ok(())
     }
 
     /// Engines that nobody has asked for so long are forgotten.
     pub(super) fn forget_idle(&mut self, now: Time, ttl: Option<Duration>) {
         let idle = |listed: &Listed| ttl.is_some_and(|ttl| now.has_reached(listed.used + ttl));
-        let idle = self.engines.iter().filter(|(_, listed)| idle(listed)).map(|(engine, _)| engine.clone());
+        let idle = self
+            .engines
+            .iter()
+            .filter(|(_, listed)| idle(listed))
+            .map(|(engine, _)| engine.clone());
         for engine in idle.collect::<Vec<_>>() {
             self.forget(&engine);
         }

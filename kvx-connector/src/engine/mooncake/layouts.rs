@@ -47,7 +47,8 @@ impl Target {
     fn of(request: &PullRequest) -> Self {
         let told = request.of_worker();
         let bytes = told.encode();
-        let digest: String = Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect();
+        let digest: String =
+            Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect();
         let peer = RemoteEngine {
             engine: digest.into(),
             address: Address { host: told.remote_hostname.as_str().into(), port: told.remote_port },
@@ -143,7 +144,9 @@ mod tests {
     fn a_layout_is_found_by_its_name_and_only_for_the_worker_that_told_it() {
         let mut layouts = Layouts::default();
         assert!(matches!(layouts.find(&asked(1, 7, &[])), Found::Missing));
-        let Found::New(told, None) = layouts.find(&asked(1, 7, &[4096])) else { panic!("it is new") };
+        let Found::New(told, None) = layouts.find(&asked(1, 7, &[4096])) else {
+            panic!("it is new")
+        };
         let Found::Known(known) = layouts.find(&asked(1, 7, &[])) else { panic!("it is known") };
         assert!(Arc::ptr_eq(&told, &known));
         assert!(matches!(layouts.find(&asked(2, 7, &[])), Found::Missing), "another worker");
@@ -154,9 +157,14 @@ mod tests {
     fn a_worker_with_another_layout_has_restarted() {
         let mut layouts = Layouts::default();
         layouts.find(&asked(1, 7, &[4096]));
-        let Found::New(_, Some(old)) = layouts.find(&asked(1, 9, &[8192])) else { panic!("it replaces one") };
+        let Found::New(_, Some(old)) = layouts.find(&asked(1, 9, &[8192])) else {
+            panic!("it replaces one")
+        };
         assert_eq!(old.told.kv_caches_base_addr, [4096]);
-        assert!(matches!(layouts.find(&asked(1, 11, &[8192])), Found::New(_, None)), "the same memory");
+        assert!(
+            matches!(layouts.find(&asked(1, 11, &[8192])), Found::New(_, None)),
+            "the same memory"
+        );
     }
 
     #[test]
@@ -182,6 +190,9 @@ mod tests {
             layouts.find(&asked(2, id, &vec![id; 60_000]));
             assert!(layouts.bytes <= MAX_BYTES, "{}", layouts.bytes);
         }
-        assert_eq!(layouts.bytes, layouts.kept.iter().map(|(_, target)| target.bytes).sum::<usize>());
+        assert_eq!(
+            layouts.bytes,
+            layouts.kept.iter().map(|(_, target)| target.bytes).sum::<usize>()
+        );
     }
 }

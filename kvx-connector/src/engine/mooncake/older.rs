@@ -32,7 +32,11 @@ impl MooncakeWorker {
     /// # Errors
     ///
     /// Its port would be none.
-    pub(super) fn older_listed(&self, now: Time, peer: &RemoteEngine) -> std::result::Result<Listed, String> {
+    pub(super) fn older_listed(
+        &self,
+        now: Time,
+        peer: &RemoteEngine,
+    ) -> std::result::Result<Listed, String> {
         let (tp_size, tp) = (self.settings.tp_size, self.rank.tp);
         let port = u16::try_from(tp).ok().and_then(|tp| peer.address.port.checked_add(tp));
         let port = port.ok_or_else(|| {
@@ -60,7 +64,8 @@ impl MooncakeWorker {
     ) -> Result<()> {
         let asked = match question {
             Ok(OlderPullRequest { kvx_question: Some(bytes), .. }) => {
-                let question = PullRequest::decode(&bytes).and_then(|question| self.of_same_sizes(question));
+                let question =
+                    PullRequest::decode(&bytes).and_then(|question| self.of_same_sizes(question));
                 return self.asked_for(now, ask, question);
             }
             Ok(plain) => plain.as_pull_request(&self.own).map(|mut question| {
@@ -99,7 +104,8 @@ impl MooncakeWorker {
                 OlderAnswer::Done => response.ok_reqs = all,
                 OlderAnswer::Failed => {
                     response.err_reqs = all;
-                    response.err_msg = Some("the prefill says trans_error; its log says why".into());
+                    response.err_msg =
+                        Some("the prefill says trans_error; its log says why".into());
                 }
             }
             response

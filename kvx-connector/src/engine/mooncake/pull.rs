@@ -116,7 +116,14 @@ impl MooncakeWorker {
             self.load_deadlines.set(request.clone(), order.deadline);
             by_engine.entry(order.remote.peer.engine.clone()).or_default().push(request.clone());
             let (stage, failure, answers) = (PullStage::Waiting, None, BTreeMap::new());
-            let load = MooncakeLoad { order, stage, failure, cancelled: false, from_memory: false, answers };
+            let load = MooncakeLoad {
+                order,
+                stage,
+                failure,
+                cancelled: false,
+                from_memory: false,
+                answers,
+            };
             self.loads.insert(request, load);
         }
         for (engine, requests) in by_engine {
@@ -151,7 +158,9 @@ impl MooncakeWorker {
     /// Nobody has to be asked where the workers listen, and each request has a question of its own: its answer is for
     /// all that it asks.
     fn ask_older(&mut self, now: Time, engine: &EngineId, requests: Vec<RequestId>) {
-        let Some(load) = requests.first().and_then(|request| self.loads.get(request)) else { return };
+        let Some(load) = requests.first().and_then(|request| self.loads.get(request)) else {
+            return;
+        };
         let peer = Arc::clone(&load.order.remote.peer);
         self.listings.forget_idle(now, self.settings.engine_ttl);
         match self.older_listed(now, &peer) {
@@ -176,7 +185,13 @@ impl MooncakeWorker {
     }
 
     /// There is no way to the engine that the parameters speak of.
-    fn unreachable(&mut self, now: Time, peer: &RemoteEngine, waiting: Vec<RequestId>, why: String) {
+    fn unreachable(
+        &mut self,
+        now: Time,
+        peer: &RemoteEngine,
+        waiting: Vec<RequestId>,
+        why: String,
+    ) {
         let mut said = TransferFailure::new(FailureKind::QueryFailed, why.clone());
         said.engine = Some(peer.engine.clone());
         said.address = Some(peer.address.clone());
@@ -195,7 +210,9 @@ impl MooncakeWorker {
         };
         let mut requests = requests;
         requests.retain(|request| self.loads.get(request).is_some_and(waits));
-        let Some(first) = requests.first().and_then(|request| self.loads.get(request)) else { return };
+        let Some(first) = requests.first().and_then(|request| self.loads.get(request)) else {
+            return;
+        };
         let peer = Arc::clone(&first.order.remote.peer);
         let workers = match self.workers_of(now, &peer) {
             Ok(workers) => workers,
@@ -207,13 +224,15 @@ impl MooncakeWorker {
             let asked: Vec<_> = loads().map(MooncakeLoad::asks).collect();
             let latest = loads().map(|load| load.order.deadline).max().unwrap_or(now);
             for address in &workers {
-                let worker = PrefillWorker { engine: engine.clone(), address: Arc::clone(address), is_kvx };
+                let worker =
+                    PrefillWorker { engine: engine.clone(), address: Arc::clone(address), is_kvx };
                 let pull = self.ask(worker.clone(), asked.clone(), latest);
                 for request in requests {
                     let Some(load) = self.loads.get_mut(request) else { continue };
                     load.stage = PullStage::Asked;
                     if !load.order.local.is_empty() {
-                        load.answers.insert(pull, WorkerAnswer { said: Said::Nothing, of: worker.clone() });
+                        load.answers
+                            .insert(pull, WorkerAnswer { said: Said::Nothing, of: worker.clone() });
                         self.pulls.entry(pull).and_modify(|pull| {
                             pull.waiting.insert(request.clone());
                         });
@@ -228,7 +247,8 @@ impl MooncakeWorker {
 
     fn workers_of(&mut self, now: Time, peer: &RemoteEngine) -> Result<Vec<Arc<str>>, String> {
         let listed = self.listings.get(now, &peer.engine).ok_or("it is not listed any more")?;
-        let sized = RemoteEngine { tp_size: listed.tp_size, pp_size: listed.pp_size, ..peer.clone() };
+        let sized =
+            RemoteEngine { tp_size: listed.tp_size, pp_size: listed.pp_size, ..peer.clone() };
         let ranks = ranks_to_ask(&self.settings, self.rank, &sized)?;
         Ok(ranks.iter().filter_map(|rank| listed.workers.get(rank).cloned()).collect())
     }
@@ -243,7 +263,8 @@ impl MooncakeWorker {
         let again = (!brings).then(|| asked.clone());
         let gives_back = asked.iter().any(|asked| asked.block_ids.iter().all(Vec::is_empty));
         self.send(id, &worker, asked, brings, deadline);
-        self.pulls.insert(id, Pull { to: worker, waiting: BTreeSet::new(), gives_back, again, deadline });
+        self.pulls
+            .insert(id, Pull { to: worker, waiting: BTreeSet::new(), gives_back, again, deadline });
         self.pull_deadlines.set(id, deadline);
         id
     }
@@ -265,7 +286,12 @@ impl MooncakeWorker {
         });
     }
 
-    fn question(&self, engine: &EngineId, req_blocks: Vec<PulledRequest>, brings: bool) -> Box<PullRequest> {
+    fn question(
+        &self,
+        engine: &EngineId,
+        req_blocks: Vec<PulledRequest>,
+        brings: bool,
+    ) -> Box<PullRequest> {
         let mut question = self.own.clone();
         if !brings {
             question.forget_layout();
@@ -281,12 +307,21 @@ impl MooncakeWorker {
     }
 
     /// The same, by what its bytes were read as: they may be long, and a lock be held for this.
-    pub fn answered_with(&mut self, now: Time, pull: PullId, answer: kvx_core::Result<PullResponse>) {
+    pub fn answered_with(
+        &mut self,
+        now: Time,
+        pull: PullId,
+        answer: kvx_core::Result<PullResponse>,
+    ) {
         let Some(asked) = self.pulls.get(&pull) else { return };
         let response = match answer {
             Ok(response) => response,
             Err(error) => {
-                return self.unanswered(now, pull, Unanswered { delivered: true, error: error.to_string() });
+                return self.unanswered(
+                    now,
+                    pull,
+                    Unanswered { delivered: true, error: error.to_string() },
+                );
             }
         };
         if response.layout_id != 0 && response.layout_id == self.own.layout_id {
@@ -305,7 +340,8 @@ impl MooncakeWorker {
             PullStatus::Continue | PullStatus::Finish => {}
         }
         let ok = response.ok_reqs.unwrap_or_default().into_iter().map(|request| (request, true));
-        let failed = response.err_reqs.unwrap_or_default().into_iter().map(|request| (request, false));
+        let failed =
+            response.err_reqs.unwrap_or_default().into_iter().map(|request| (request, false));
         for (request, written) in ok.chain(failed) {
             let request = RequestId::from(request);
             let said = match (written, settled) {
@@ -323,7 +359,12 @@ impl MooncakeWorker {
     fn ask_again(&mut self, now: Time, pull: PullId) {
         let Some(asked) = self.pulls.get_mut(&pull) else { return };
         let Some(again) = asked.again.take() else {
-            return self.all_failed(now, pull, "the prefill asks again for a layout that it was sent", false);
+            return self.all_failed(
+                now,
+                pull,
+                "the prefill asks again for a layout that it was sent",
+                false,
+            );
         };
         let (worker, deadline) = (asked.to.clone(), asked.deadline);
         self.listings.knowing.remove(&worker.address);
@@ -363,7 +404,14 @@ impl MooncakeWorker {
         }
     }
 
-    pub(super) fn said(&mut self, now: Time, pull: PullId, request: &RequestId, said: Said, why: &str) {
+    pub(super) fn said(
+        &mut self,
+        now: Time,
+        pull: PullId,
+        request: &RequestId,
+        said: Said,
+        why: &str,
+    ) {
         let Some(load) = self.loads.get_mut(request) else { return };
         let Some(WorkerAnswer { said: before, .. }) = load.answers.get_mut(&pull) else { return };
         if matches!(before, Said::Written | Said::Settled) || *before == said {
@@ -438,7 +486,9 @@ impl MooncakeWorker {
     /// The fence of a request takes long: a load that has failed says so now, and that its blocks are free when they
     /// are.
     pub fn fence_is_slow(&mut self, request: &RequestId) {
-        let Some(load) = self.loads.get(request).filter(|load| load.order.awaited && !load.cancelled) else {
+        let Some(load) =
+            self.loads.get(request).filter(|load| load.order.awaited && !load.cancelled)
+        else {
             return;
         };
         if let (PullStage::Fencing, Some(failure)) = (load.stage, &load.failure) {
@@ -448,7 +498,8 @@ impl MooncakeWorker {
 
     /// It will never be proven that no peer writes into the blocks of a request. Whether a load waited for that.
     pub fn fence_forgotten(&mut self, now: Time, request: &RequestId) -> bool {
-        let is_fencing = self.loads.get(request).is_some_and(|load| load.stage == PullStage::Fencing);
+        let is_fencing =
+            self.loads.get(request).is_some_and(|load| load.stage == PullStage::Fencing);
         if is_fencing {
             self.output.lost.push((request.clone(), Kept::Load));
             self.finish(now, request);
@@ -500,7 +551,8 @@ impl MooncakeWorker {
     /// Reports a load that has touched no block. The prefill is still to be told, once its workers are known.
     fn give_back(&mut self, now: Time, request: &RequestId) {
         let Some(load) = self.loads.get_mut(request) else { return };
-        let order = ReceiveOrder { local: BlockLists::default(), awaited: false, ..load.order.clone() };
+        let order =
+            ReceiveOrder { local: BlockLists::default(), awaited: false, ..load.order.clone() };
         let rest = MooncakeLoad {
             order,
             stage: PullStage::Waiting,

@@ -106,7 +106,13 @@ mod tests {
         Time::from_origin(Duration::from_secs(seconds))
     }
 
-    fn worker(engine: &str, dp_rank: u32, tp: u32, port: u32, kvx_ttl: Option<u32>) -> WorkerRegistration {
+    fn worker(
+        engine: &str,
+        dp_rank: u32,
+        tp: u32,
+        port: u32,
+        kvx_ttl: Option<u32>,
+    ) -> WorkerRegistration {
         let (engine_id, addr) = (engine.to_owned(), format!("tcp://h:{port}"));
         WorkerRegistration { engine_id, dp_rank, rank: WorkerRank { pp: 0, tp }, addr, kvx_ttl }
     }
@@ -119,9 +125,14 @@ mod tests {
             register.register(at(1), worker("e", 0, tp, 10 + tp, None)).unwrap();
         }
         register.register(at(1), worker("f", 1, 0, 20, None)).unwrap();
-        for other in [worker("e", 0, 0, 99, None), worker("f", 0, 0, 10, None), worker("f", 0, 5, 10, None)] {
+        for other in
+            [worker("e", 0, 0, 99, None), worker("f", 0, 0, 10, None), worker("f", 0, 5, 10, None)]
+        {
             let error = register.register(at(2), other).unwrap_err();
-            assert!(error.kind() == Kind::Invalid && error.to_string().contains("engine e"), "{error}");
+            assert!(
+                error.kind() == Kind::Invalid && error.to_string().contains("engine e"),
+                "{error}"
+            );
         }
         let directory = register.directory(at(1_000_000));
         assert_eq!(directory.engine("e").unwrap().sizes(), Ok((2, 1)), "a vLLM is never forgotten");
@@ -149,12 +160,15 @@ mod tests {
     #[test]
     fn workers_are_bounded_and_the_known_ones_may_still_say_that_they_live() {
         let mut register = BootstrapRegister::default();
-        let many =
-            (0..Directory::MAX_WORKERS as u32).map(|number| worker("e", number / 512, number % 512, 1, None));
+        let many = (0..Directory::MAX_WORKERS as u32)
+            .map(|number| worker("e", number / 512, number % 512, 1, None));
         for each in many {
             register.register(at(0), each).unwrap();
         }
-        assert_eq!(register.register(at(0), worker("e", 900, 0, 1, None)).unwrap_err().kind(), Kind::Busy);
+        assert_eq!(
+            register.register(at(0), worker("e", 900, 0, 1, None)).unwrap_err().kind(),
+            Kind::Busy
+        );
         register.register(at(0), worker("e", 0, 0, 1, None)).unwrap();
     }
 }

@@ -76,7 +76,8 @@ impl Serve {
     /// About as many bytes as it keeps.
     fn bytes(&self) -> usize {
         let names = self.theirs.as_str().len() + self.name.as_str().len();
-        let grant: usize = self.grant.iter().map(|region| size_of::<Vec<u8>>() + region.len()).sum();
+        let grant: usize =
+            self.grant.iter().map(|region| size_of::<Vec<u8>>() + region.len()).sum();
         size_of::<Self>()
             + names
             + grant
@@ -99,7 +100,9 @@ impl MooncakeWorker {
             self.known_as(&name);
         }
         if !self.transfers.add(request.clone(), name.clone()) {
-            let why = format!("two requests have the transfer_id {name}; the second one is sent to nobody");
+            let why = format!(
+                "two requests have the transfer_id {name}; the second one is sent to nobody"
+            );
             let said = TransferFailure {
                 request: Some(request),
                 ..TransferFailure::new(FailureKind::SendFailed, why)
@@ -151,7 +154,12 @@ impl MooncakeWorker {
     ///
     /// # Errors
     /// As [`asked`](Self::asked).
-    pub fn asked_for(&mut self, now: Time, ask: AskId, question: Result<PullRequest>) -> Result<()> {
+    pub fn asked_for(
+        &mut self,
+        now: Time,
+        ask: AskId,
+        question: Result<PullRequest>,
+    ) -> Result<()> {
         self.asked_in(now, ask, question, AnswerForm::Each)
     }
 
@@ -173,8 +181,10 @@ impl MooncakeWorker {
                 return Err(error);
             }
         };
-        let wants =
-            request.req_blocks.iter().any(|wanted| wanted.block_ids.iter().any(|ids| !ids.is_empty()));
+        let wants = request
+            .req_blocks
+            .iter()
+            .any(|wanted| wanted.block_ids.iter().any(|ids| !ids.is_empty()));
         let (target, replaced) = match self.layouts.find(&request) {
             Found::Known(target) => (Some(target), None),
             Found::New(target, replaced) => (Some(target), replaced),
@@ -189,9 +199,14 @@ impl MooncakeWorker {
         }
         let reader = DecodeWorker::of(&request);
         let open = Ask {
-            left: request.req_blocks.iter().map(|wanted| wanted.request_id.as_str().into()).collect(),
+            left: request
+                .req_blocks
+                .iter()
+                .map(|wanted| wanted.request_id.as_str().into())
+                .collect(),
             layout_id: if target.is_some() { request.layout_id } else { 0 },
-            hears_of_the_end: request.kvx_engine_id.is_some() || matches!(form, AnswerForm::Older { .. }),
+            hears_of_the_end: request.kvx_engine_id.is_some()
+                || matches!(form, AnswerForm::Older { .. }),
             form,
         };
         if open.left.is_empty() {
@@ -212,8 +227,10 @@ impl MooncakeWorker {
 
     /// Refuses what cannot be right; gives how many workers read from this one.
     fn checked(&self, request: PullRequest) -> Result<(PullRequest, usize)> {
-        if let Some(engine) =
-            request.kvx_engine_id.as_ref().filter(|engine| **engine != *self.settings.engine.as_str())
+        if let Some(engine) = request
+            .kvx_engine_id
+            .as_ref()
+            .filter(|engine| **engine != *self.settings.engine.as_str())
         {
             return Err(Error::new(
                 Kind::PeerRestarted,
@@ -225,7 +242,9 @@ impl MooncakeWorker {
         }
         let own = Tp::new(self.rank.tp, self.settings.tp_size)?;
         let readers = handshake_ranks(own, request.remote_tp_size, 1)?;
-        if !readers.contains(&request.remote_tp_rank) || request.remote_pp_size > crate::mapping::MAX_RANKS {
+        if !readers.contains(&request.remote_tp_rank)
+            || request.remote_pp_size > crate::mapping::MAX_RANKS
+        {
             return Err(Error::new(
                 Kind::Invalid,
                 format!(
@@ -250,7 +269,11 @@ impl MooncakeWorker {
         };
         let old: Vec<_> = self.serves.keys().filter(of).copied().collect();
         for serve in old {
-            self.fail_serve(now, serve, "the decode's worker has told another layout of its memory since");
+            self.fail_serve(
+                now,
+                serve,
+                "the decode's worker has told another layout of its memory since",
+            );
         }
     }
 
@@ -270,14 +293,18 @@ impl MooncakeWorker {
         };
         let (name, lets_go) = (serve.name.clone(), serve.blocks.is_empty());
         let others = self.asked_for.get(&name).cloned().unwrap_or_default();
-        let same: Vec<_> =
-            others.into_iter().filter(|other| self.serves[other].asker.reader == asker.reader).collect();
+        let same: Vec<_> = others
+            .into_iter()
+            .filter(|other| self.serves[other].asker.reader == asker.reader)
+            .collect();
         let refused = match self.transfers.over(&name) {
             Some(why) if !lets_go => Some(why.to_owned()),
             _ if !lets_go && !same.is_empty() => {
                 Some("the same worker has asked for that transfer before".into())
             }
-            _ if self.serves.len() >= MAX_SERVES || self.serve_bytes + serve.bytes() > MAX_BYTES => {
+            _ if self.serves.len() >= MAX_SERVES
+                || self.serve_bytes + serve.bytes() > MAX_BYTES =>
+            {
                 Some(format!(
                     "{} requests for blocks wait here already, of {} bytes",
                     self.serves.len(),
@@ -306,7 +333,8 @@ impl MooncakeWorker {
 
     /// The blocks are there: writes them, or waits for the description of who gets them.
     pub(super) fn begin(&mut self, now: Time, id: ServeId) {
-        let Some(serve) = self.serves.get(&id).filter(|serve| serve.writing.is_none() && !serve.failed)
+        let Some(serve) =
+            self.serves.get(&id).filter(|serve| serve.writing.is_none() && !serve.failed)
         else {
             return;
         };
@@ -319,7 +347,11 @@ impl MooncakeWorker {
             return self.fail_serve(now, id, "the blocks of that transfer are gone");
         };
         if transfer.has_had(reader) {
-            return self.fail_serve(now, id, "the same worker has had the blocks of that transfer before");
+            return self.fail_serve(
+                now,
+                id,
+                "the same worker has had the blocks of that transfer before",
+            );
         }
         let Some(target) = serve.asker.target.clone() else { return };
         match self.reach(now, &target) {
@@ -397,7 +429,8 @@ impl MooncakeWorker {
         match result {
             Ok(transferred) => {
                 self.output.stats.record(transferred);
-                if let Some(connection) = self.serves.get(&serve).and_then(|serve| serve.connection) {
+                if let Some(connection) = self.serves.get(&serve).and_then(|serve| serve.connection)
+                {
                     self.peers.proven(connection);
                 }
                 self.write_settled(now, id);
@@ -408,7 +441,9 @@ impl MooncakeWorker {
                 if let Some(connection) = connection.filter(|_| failure.peer_is_gone) {
                     self.with_peers(|peers, actions| peers.invalidate(connection, actions));
                 }
-                if failure.settled && self.serves.get(&serve).is_some_and(|serve| serve.unsettled == 1) {
+                if failure.settled
+                    && self.serves.get(&serve).is_some_and(|serve| serve.unsettled == 1)
+                {
                     self.mark_failed(serve, &failure.error, false);
                 } else {
                     self.fail_serve(now, serve, &failure.error);
@@ -506,7 +541,13 @@ impl MooncakeWorker {
         match had {
             true => self.tell(ask, &serve.theirs, None, true, true),
             // Who has heard of the failure, if it still listens, hears that it is over.
-            false => self.tell(ask, &serve.theirs, Some("nothing is written for it any more"), true, true),
+            false => self.tell(
+                ask,
+                &serve.theirs,
+                Some("nothing is written for it any more"),
+                true,
+                true,
+            ),
         }
         if let Some(request) = &serve.writing {
             if let Some(transfer) = self.transfers.get_mut(&serve.name)

@@ -147,8 +147,9 @@ impl Settings {
 
 fn external(text: &str) -> Result<Address> {
     Address::parse(text).ok_or_else(|| {
-        let sentence =
-            format!("kv_connector_extra_config.bootstrap_server_address is {text:?}; write host:port");
+        let sentence = format!(
+            "kv_connector_extra_config.bootstrap_server_address is {text:?}; write host:port"
+        );
         Error::new(Kind::Invalid, sentence)
     })
 }

@@ -69,8 +69,15 @@ impl Transfers {
         self.over_until.clear(&name);
         self.names.insert(request.clone(), name.clone());
         let (until, had) = (Time::default(), BTreeSet::new());
-        let transfer =
-            MooncakeTransfer { request, ready: None, until, had, readers: 0, running: 0, expired: false };
+        let transfer = MooncakeTransfer {
+            request,
+            ready: None,
+            until,
+            had,
+            readers: 0,
+            running: 0,
+            expired: false,
+        };
         self.by_name.insert(name, transfer);
         true
     }
@@ -150,7 +157,12 @@ impl Transfers {
     }
 
     /// Forgets a transfer but for why.
-    pub(super) fn end(&mut self, now: Time, name: &RequestId, why: &'static str) -> Option<RequestId> {
+    pub(super) fn end(
+        &mut self,
+        now: Time,
+        name: &RequestId,
+        why: &'static str,
+    ) -> Option<RequestId> {
         let transfer = self.by_name.remove(name)?;
         self.names.remove(&transfer.request);
         self.expiries.clear(name);

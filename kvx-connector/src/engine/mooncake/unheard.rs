@@ -12,7 +12,8 @@ impl MooncakeWorker {
         let Some(asked) = self.pulls.get(&pull) else { return };
         for request in asked.waiting.clone() {
             let Some(load) = self.loads.get_mut(&request) else { continue };
-            let others = load.answers.iter().filter(|(id, _)| **id != pull).map(|(_, answer)| answer.said);
+            let others =
+                load.answers.iter().filter(|(id, _)| **id != pull).map(|(_, answer)| answer.said);
             let may_be_elsewhere = load.stage == PullStage::Asked
                 && load.from_memory
                 && !load.is_given_up()

@@ -213,7 +213,8 @@ impl MooncakeWorker {
             Ok(plan) => (Ok(plan), None),
             Err(failure) => (Err(()), Some(failure.error)),
         };
-        let peer = self.with_peers(|peers, actions| peers.connected(now, connection, result, actions));
+        let peer =
+            self.with_peers(|peers, actions| peers.connected(now, connection, result, actions));
         let Some(peer) = peer else { return };
         let waiting = self.connecting.remove(&peer.engine).unwrap_or_default();
         if let Some(error) = &failure {
@@ -242,7 +243,10 @@ impl MooncakeWorker {
         reach
     }
 
-    pub(super) fn with_peers<T>(&mut self, call: impl FnOnce(&mut Peers, &mut VecDeque<Action>) -> T) -> T {
+    pub(super) fn with_peers<T>(
+        &mut self,
+        call: impl FnOnce(&mut Peers, &mut VecDeque<Action>) -> T,
+    ) -> T {
         let mut asked = VecDeque::new();
         let result = call(&mut self.peers, &mut asked);
         self.actions.extend(asked.into_iter().map(MooncakeAction::Engine));

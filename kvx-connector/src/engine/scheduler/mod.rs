@@ -229,7 +229,9 @@ impl Scheduler {
             let source = match (params.do_remote_prefill, self.settings.mode) {
                 (true, TransferMode::Pull) => Some(LoadSource::Prefill),
                 (true, TransferMode::Push) => Some(LoadSource::Push),
-                (false, TransferMode::Pull) if params.do_remote_decode && self.settings.bidirectional => {
+                (false, TransferMode::Pull)
+                    if params.do_remote_decode && self.settings.bidirectional =>
+                {
                     params.remote_engine_id.is_some().then_some(LoadSource::Decode)
                 }
                 (false, _) => None,
@@ -239,7 +241,9 @@ impl Scheduler {
                     Ok(load) => entry.load = Some(load),
                     Err(Refused { why, remote }) => {
                         let by = now + self.settings.load_timeout;
-                        self.next.receive.extend(remote.map(|remote| release_order(request, remote, by)));
+                        self.next
+                            .receive
+                            .extend(remote.map(|remote| release_order(request, remote, by)));
                         result = Err(why);
                     }
                 }
@@ -287,7 +291,10 @@ impl Scheduler {
             .map_err(|error| Refused { why: NotLoaded::Params(error), remote: None })?;
         let allowed = self.settings.allowed_hosts.as_ref();
         if allowed.is_some_and(|allowed| !allowed.contains(&remote.host)) {
-            return Err(Refused { why: NotLoaded::HostNotAllowed(remote.host.into()), remote: None });
+            return Err(Refused {
+                why: NotLoaded::HostNotAllowed(remote.host.into()),
+                remote: None,
+            });
         }
         let trusted = self.settings.trust.check(&remote);
         trusted.map_err(|why| Refused { why: NotLoaded::Untrusted(why), remote: None })?;
@@ -349,7 +356,12 @@ impl Scheduler {
     }
 
     /// How many tokens beyond `computed` can be loaded. Changes nothing: it may be asked again.
-    pub fn get_num_new_matched_tokens(&self, now: Time, request: &RequestId, computed: u32) -> Matched {
+    pub fn get_num_new_matched_tokens(
+        &self,
+        now: Time,
+        request: &RequestId,
+        computed: u32,
+    ) -> Matched {
         let load = self.requests.get(request).and_then(|entry| entry.load.as_ref());
         let Some(load) = load.filter(|load| matches!(load.stage, LoadStage::Arrived)) else {
             return Matched::default();
@@ -374,13 +386,20 @@ impl Scheduler {
 
     /// Blocks were given to a request: the load is ordered, for as many tokens as the engine takes of those that were
     /// offered. A second call for the same load changes nothing.
-    pub fn update_state_after_alloc(&mut self, now: Time, request: &RequestId, allocation: Allocation) {
+    pub fn update_state_after_alloc(
+        &mut self,
+        now: Time,
+        request: &RequestId,
+        allocation: Allocation,
+    ) {
         let Some(entry) = self.requests.get_mut(request) else { return };
         if entry.publishes != Publishes::Nothing && !entry.announced {
             entry.announced = true;
             self.next.prefilling.push(request.clone());
         }
-        let Some(load) = entry.load.as_mut().filter(|load| matches!(load.stage, LoadStage::Arrived)) else {
+        let Some(load) =
+            entry.load.as_mut().filter(|load| matches!(load.stage, LoadStage::Arrived))
+        else {
             return;
         };
         if allocation.external == 0 {
@@ -416,9 +435,11 @@ impl Scheduler {
         (meta.built_at, meta.registration) = (now, self.registration);
         meta.heartbeats = self.heartbeats.take(now);
         for order in &meta.receive {
-            if let Some(load) = self.requests.get_mut(&order.request).and_then(|entry| entry.load.as_mut())
+            if let Some(load) =
+                self.requests.get_mut(&order.request).and_then(|entry| entry.load.as_mut())
                 && matches!(load.stage, LoadStage::Ordered(_))
-                && let LoadStage::Ordered(allocation) = std::mem::replace(&mut load.stage, LoadStage::Over)
+                && let LoadStage::Ordered(allocation) =
+                    std::mem::replace(&mut load.stage, LoadStage::Over)
             {
                 load.stage = LoadStage::Loading(allocation);
             }

@@ -136,7 +136,8 @@ impl Scheduler {
         if !matches!(load.stage, LoadStage::Loading(_)) {
             return None;
         }
-        let LoadStage::Loading(allocation) = std::mem::replace(&mut load.stage, LoadStage::Over) else {
+        let LoadStage::Loading(allocation) = std::mem::replace(&mut load.stage, LoadStage::Over)
+        else {
             return None;
         };
         let end = load.end;
@@ -168,8 +169,8 @@ impl Scheduler {
         let load = self.requests.get(request).and_then(|entry| entry.load.as_ref());
         let ended = load.is_some_and(|load| load.is_too_late(now));
         // What a decode keeps is an offer: the prompt can be computed as if there had been none.
-        let offer =
-            load.is_some_and(|load| load.source == LoadSource::Decode) || *failure == LoadFailure::Expiring;
+        let offer = load.is_some_and(|load| load.source == LoadSource::Decode)
+            || *failure == LoadFailure::Expiring;
         match self.settings.policy {
             _ if ended => Then::Fail,
             LoadFailurePolicy::Fail if !offer => Then::Fail,
@@ -191,7 +192,12 @@ impl Scheduler {
     }
 
     /// Nobody waits until the last peer has left the blocks of a load that has failed.
-    fn load_failing(&mut self, now: Time, request: &RequestId, failure: LoadFailure) -> Option<Outcome> {
+    fn load_failing(
+        &mut self,
+        now: Time,
+        request: &RequestId,
+        failure: LoadFailure,
+    ) -> Option<Outcome> {
         match self.requests.get(request)?.load.as_ref()?.stage {
             LoadStage::Loading(_) => self.give_up(now, request, failure),
             _ => None,
@@ -261,7 +267,8 @@ impl Scheduler {
             self.lost += if proven { 0 } else { blocks.len() };
             outcomes.push(over(request, Kept::Load, !proven));
         }
-        outcomes.extend(ended.sending.into_iter().map(|request| over(request, Kept::Request, !proven)));
+        outcomes
+            .extend(ended.sending.into_iter().map(|request| over(request, Kept::Request, !proven)));
         outcomes
     }
 }

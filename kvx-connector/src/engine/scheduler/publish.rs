@@ -132,7 +132,9 @@ impl Scheduler {
     /// Ends a load, if there is one, and forgets the request. False: workers still have its blocks.
     fn end_load(&mut self, now: Time, request: &RequestId) -> bool {
         self.over(request);
-        let Some(load) = self.requests.remove(request).and_then(|entry| entry.load) else { return true };
+        let Some(load) = self.requests.remove(request).and_then(|entry| entry.load) else {
+            return true;
+        };
         let release = load.release(request, now + self.settings.load_timeout);
         match &load.stage {
             LoadStage::Over => {}
@@ -173,9 +175,12 @@ impl Scheduler {
             let (from, to) = match clip {
                 None => (0, needed),
                 // The list of a window may begin anywhere; it ends with the request.
-                Some(clip) => (blocks.len().saturating_sub((*clip as usize).min(needed)), blocks.len()),
+                Some(clip) => {
+                    (blocks.len().saturating_sub((*clip as usize).min(needed)), blocks.len())
+                }
             };
-            let list = blocks.get(from..to).ok_or("there are fewer blocks than computed tokens need")?;
+            let list =
+                blocks.get(from..to).ok_or("there are fewer blocks than computed tokens need")?;
             if list.is_empty() {
                 return Err("there are fewer blocks than computed tokens need");
             }

@@ -104,7 +104,9 @@ impl Scheduler {
             }
             Leg::Decode { name, engine, address } => {
                 let allowed = self.settings.allowed_hosts.as_ref();
-                if allowed.is_some_and(|allowed| !allowed.iter().any(|host| **host == *address.host)) {
+                if allowed
+                    .is_some_and(|allowed| !allowed.iter().any(|host| **host == *address.host))
+                {
                     return Err(NotLoaded::HostNotAllowed(address.host));
                 }
                 let end = arrival.prompt_tokens.saturating_sub(self.settings.prefill_backoff);
@@ -124,7 +126,8 @@ impl Scheduler {
                     expires_at_peer: None,
                     reference: None,
                 };
-                let (source, deadline, stage) = (LoadSource::Transfer, arrival.deadline, LoadStage::Arrived);
+                let (source, deadline, stage) =
+                    (LoadSource::Transfer, arrival.deadline, LoadStage::Arrived);
                 entry.load = Some(Load { source, remote, end, held_there: end, deadline, stage });
             }
         }
@@ -133,7 +136,11 @@ impl Scheduler {
     }
 
     /// What a prefill of the MooncakeConnector answers: since vLLM 0.16 nothing.
-    pub(super) fn transfer_answer(&self, request: &RequestId, computed: u32) -> Option<TransferParams> {
+    pub(super) fn transfer_answer(
+        &self,
+        request: &RequestId,
+        computed: u32,
+    ) -> Option<TransferParams> {
         let settings = &self.settings;
         settings.mooncake.as_ref().filter(|mooncake| Mooncake::is_older(mooncake))?;
         let leg = OlderMooncakeLeg::Decode {

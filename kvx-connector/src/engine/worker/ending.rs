@@ -26,7 +26,9 @@ impl Worker {
         let Some(receive) = self.receives.get(request) else { return };
         match &receive.stage {
             ReceiveStage::Reading(reading) if reading.unsettled > 0 => {}
-            ReceiveStage::Awaiting { expected } if receive.failure.is_none() && !receive.cancelled => {
+            ReceiveStage::Awaiting { expected }
+                if receive.failure.is_none() && !receive.cancelled =>
+            {
                 if receive.written_by.len() >= *expected {
                     self.finish(now, request);
                 }
@@ -40,7 +42,9 @@ impl Worker {
             }
             ReceiveStage::Waiting if receive.failure.is_none() && !receive.cancelled => {}
             // Another worker of this engine may have told the peer of the blocks of all of them.
-            ReceiveStage::Waiting if self.settings.mode == TransferMode::Push => self.fence(request),
+            ReceiveStage::Waiting if self.settings.mode == TransferMode::Push => {
+                self.fence(request)
+            }
             ReceiveStage::Waiting if receive.failure.is_none() => {}
             ReceiveStage::Waiting | ReceiveStage::Reading(_) => self.finish(now, request),
         }
@@ -81,7 +85,8 @@ impl Worker {
         }
         self.output.finished_recving.push(request.clone());
         let Some(failure) = receive.failure.filter(|_| !receive.cancelled) else { return };
-        let unfinished = matches!(&receive.stage, ReceiveStage::Reading(reading) if reading.finishes);
+        let unfinished =
+            matches!(&receive.stage, ReceiveStage::Reading(reading) if reading.finishes);
         let invalid = match receive.invalid {
             Invalid::Blocks(blocks) if !unfinished => blocks.into_iter().collect(),
             _ => receive.order.local.ascending(),
@@ -97,7 +102,9 @@ impl Worker {
         }
         receive.cancelled = true;
         match receive.stage {
-            ReceiveStage::Waiting if self.settings.mode == TransferMode::Push => self.advance(now, request),
+            ReceiveStage::Waiting if self.settings.mode == TransferMode::Push => {
+                self.advance(now, request)
+            }
             ReceiveStage::Waiting => self.give_back(now, request),
             ReceiveStage::Reading(_) => self.cancel_moves(request),
             ReceiveStage::Awaiting { .. } => self.advance(now, request),
@@ -116,7 +123,11 @@ impl Worker {
         self.output.finished_recving.push(request.clone());
         if let Some(failure) = receive.failure.take() {
             let invalid = local.ascending();
-            self.output.failed_recving.push(FailedLoad { request: request.clone(), failure, invalid });
+            self.output.failed_recving.push(FailedLoad {
+                request: request.clone(),
+                failure,
+                invalid,
+            });
         }
     }
 

@@ -52,7 +52,9 @@ impl Worker {
             Err(failure) => (Err(()), Some(failure)),
         };
         let clock = result.as_ref().ok().and_then(|plan| plan.clock);
-        let Some(peer) = self.peers.connected(now, connection, result, &mut self.actions) else { return };
+        let Some(peer) = self.peers.connected(now, connection, result, &mut self.actions) else {
+            return;
+        };
         let waiting = self.waiting.remove(&peer.engine).unwrap_or_default();
         let heartbeat = self.heartbeats.remove(&peer.engine);
         let Some(failure) = failure else {
@@ -64,7 +66,8 @@ impl Worker {
                 match waiting {
                     // It has waited for a registration that another one has followed meanwhile.
                     Waiting::Receive(request) if !self.speaks_of(&request, &peer) => {
-                        let why = "the engine has registered its memory anew while they waited for it";
+                        let why =
+                            "the engine has registered its memory anew while they waited for it";
                         self.refused(now, &request, why.into());
                     }
                     Waiting::Receive(request) => self.find_peer(now, &request),
@@ -74,8 +77,10 @@ impl Worker {
             return;
         };
         // One failure for the handshake, however many waited for it.
-        let mut said =
-            TransferFailure::new(self.handshake_failure_kind(&waiting, failure.setup), &*failure.error);
+        let mut said = TransferFailure::new(
+            self.handshake_failure_kind(&waiting, failure.setup),
+            &*failure.error,
+        );
         said.engine = Some(peer.engine.clone());
         said.address = Some(peer.address.clone());
         if let Some(Waiting::Receive(request)) = waiting.first() {
@@ -88,7 +93,11 @@ impl Worker {
         for waiting in waiting {
             match waiting {
                 Waiting::Receive(request) => {
-                    self.fail_receive(&request, LoadFailure::Handshake(failure.error.clone()), None);
+                    self.fail_receive(
+                        &request,
+                        LoadFailure::Handshake(failure.error.clone()),
+                        None,
+                    );
                     self.advance(now, &request);
                 }
                 Waiting::Push(request) => self.push_failed(&request),
@@ -98,8 +107,14 @@ impl Worker {
 
     /// A move has an outcome. `Ok`: its data is there, what was to be sent with it was sent, and nothing touches its
     /// memory any more.
-    pub fn move_resolved(&mut self, now: Time, id: MoveId, result: Result<Transferred, MoveFailure>) {
-        let Some(state) = self.moves.get_mut(&id).filter(|state| state.phase == MovePhase::Running) else {
+    pub fn move_resolved(
+        &mut self,
+        now: Time,
+        id: MoveId,
+        result: Result<Transferred, MoveFailure>,
+    ) {
+        let Some(state) = self.moves.get_mut(&id).filter(|state| state.phase == MovePhase::Running)
+        else {
             return;
         };
         let (request, lane, push) = (state.request.clone(), state.lane, state.push);
@@ -110,7 +125,8 @@ impl Worker {
             }
             Err(failure) => {
                 state.phase = MovePhase::Unsettled;
-                if failure.settled && self.receives.get(&request).is_some_and(Receive::is_cancelled) {
+                if failure.settled && self.receives.get(&request).is_some_and(Receive::is_cancelled)
+                {
                     return self.move_settled(now, id);
                 }
                 let rank = if push { None } else { self.rank_of_lane(&request, lane) };
@@ -119,7 +135,8 @@ impl Worker {
                 if !failure.settled {
                     // The failure is counted already.
                     let why = "it has an outcome, but may still touch its blocks: they stay pinned";
-                    let said = self.describe(&request, FailureKind::TransferReleaseFailed, rank, why);
+                    let said =
+                        self.describe(&request, FailureKind::TransferReleaseFailed, rank, why);
                     self.output.failures.push(said);
                 }
                 let connection = if push {
@@ -143,7 +160,8 @@ impl Worker {
 
     /// Nothing touches the memory of a failed move any more.
     pub fn move_settled(&mut self, now: Time, id: MoveId) {
-        let Some(state) = self.moves.get(&id).filter(|state| state.phase == MovePhase::Unsettled) else {
+        let Some(state) = self.moves.get(&id).filter(|state| state.phase == MovePhase::Unsettled)
+        else {
             return;
         };
         if state.push { self.write_over(now, id) } else { self.part_failed(now, id) }
@@ -155,15 +173,22 @@ impl Worker {
         let why = "it was forgotten: its blocks may be touched as long as the process lives, and are lost";
         if self.moves.get(&id).is_some_and(MoveState::is_running) {
             let kind = FailureKind::TransferException;
-            let failure = MoveFailure { kind, settled: false, peer_is_gone: false, error: why.into() };
+            let failure =
+                MoveFailure { kind, settled: false, peer_is_gone: false, error: why.into() };
             self.move_resolved(now, id, Err(failure));
         }
-        let Some(state) = self.moves.get(&id).filter(|state| state.phase == MovePhase::Unsettled) else {
+        let Some(state) = self.moves.get(&id).filter(|state| state.phase == MovePhase::Unsettled)
+        else {
             return;
         };
         let request = state.request.clone();
         let kept = if state.push { Kept::Request } else { Kept::Load };
-        self.output.failures.push(self.describe(&request, FailureKind::TransferReleaseFailed, None, why));
+        self.output.failures.push(self.describe(
+            &request,
+            FailureKind::TransferReleaseFailed,
+            None,
+            why,
+        ));
         if !self.output.lost.contains(&(request.clone(), kept)) {
             self.output.lost.push((request, kept));
         }
@@ -185,7 +210,12 @@ impl Worker {
     }
 
     /// The generations that [`Action::ReadGenerations`] asked for: the pool's word and one for each block, in order.
-    pub fn generations_read(&mut self, now: Time, id: MoveId, result: Result<(u64, &[u64]), String>) {
+    pub fn generations_read(
+        &mut self,
+        now: Time,
+        id: MoveId,
+        result: Result<(u64, &[u64]), String>,
+    ) {
         self.words_read(now, id, result);
     }
 
@@ -226,7 +256,11 @@ impl Worker {
 
     /// A peer writes no more into the blocks of a request, whatever it still tries.
     pub fn fenced(&mut self, now: Time, request: &RequestId) {
-        if self.receives.get(request).is_some_and(|receive| matches!(receive.stage, ReceiveStage::Fencing)) {
+        if self
+            .receives
+            .get(request)
+            .is_some_and(|receive| matches!(receive.stage, ReceiveStage::Fencing))
+        {
             self.finish(now, request);
         }
     }
@@ -236,7 +270,8 @@ impl Worker {
     pub fn connection_lost(&mut self, now: Time, connection: Connection) {
         self.peers.invalidate(connection, &mut self.actions);
         let awaiting = self.receives.iter().filter(|(_, receive)| {
-            receive.connection == Some(connection) && matches!(receive.stage, ReceiveStage::Awaiting { .. })
+            receive.connection == Some(connection)
+                && matches!(receive.stage, ReceiveStage::Awaiting { .. })
         });
         let awaiting: Vec<_> = awaiting.map(|(request, _)| request.clone()).collect();
         for request in awaiting {
@@ -258,15 +293,24 @@ impl Worker {
     ///
     /// # Errors
     /// A registration that cannot be.
-    pub fn heard(&mut self, now: Time, from: &str, notification: EngineNotification) -> kvx_core::Result<()> {
+    pub fn heard(
+        &mut self,
+        now: Time,
+        from: &str,
+        notification: EngineNotification,
+    ) -> kvx_core::Result<()> {
         match notification {
-            EngineNotification::Done { request_id, count } => self.done(now, from, &request_id, count),
+            EngineNotification::Done { request_id, count } => {
+                self.done(now, from, &request_id, count)
+            }
             EngineNotification::Heartbeat { request_ids } => {
                 for request in request_ids {
                     self.renew(now, &request);
                 }
             }
-            EngineNotification::Registration(registration) => self.registered(now, *registration)?,
+            EngineNotification::Registration(registration) => {
+                self.registered(now, *registration)?
+            }
         }
         Ok(())
     }
@@ -283,7 +327,8 @@ impl Worker {
         }
         match self.sends.completed(request, count, from) {
             Counted::Last => {
-                if let Some(request) = self.pushes.give_up(request).or_else(|| Some(request.into())) {
+                if let Some(request) = self.pushes.give_up(request).or_else(|| Some(request.into()))
+                {
                     self.output.finished_sending.push(request);
                 }
             }
@@ -306,16 +351,16 @@ impl Worker {
 
     pub(super) fn send_heartbeat(&mut self, connection: Connection, heartbeat: &Heartbeat) {
         // A name with a comma cannot be told from two: its blocks are kept for one lease only.
-        let names = heartbeat.requests.iter().map(RequestId::as_str).filter(|name| !name.contains(','));
+        let names =
+            heartbeat.requests.iter().map(RequestId::as_str).filter(|name| !name.contains(','));
         match EngineNotification::heartbeats(names) {
             Ok(heartbeats) => {
                 for heartbeat in heartbeats {
                     self.tell_all(connection, None, &heartbeat.encode().into());
                 }
             }
-            Err(error) => {
-                self.record(TransferFailure::new(FailureKind::NotificationFailed, error.to_string()))
-            }
+            Err(error) => self
+                .record(TransferFailure::new(FailureKind::NotificationFailed, error.to_string())),
         }
     }
 

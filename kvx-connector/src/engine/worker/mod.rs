@@ -96,8 +96,9 @@ impl Worker {
 
     /// Whether it fills blocks for a request that are still wanted.
     pub fn is_loading(&self, request: &RequestId) -> bool {
-        let wanted =
-            |receive: &Receive| receive.order.awaited && !receive.cancelled && receive.failure.is_none();
+        let wanted = |receive: &Receive| {
+            receive.order.awaited && !receive.cancelled && receive.failure.is_none()
+        };
         self.receives.get(request).is_some_and(wanted)
     }
 
@@ -279,7 +280,9 @@ pub(super) fn ranks_to_ask(
     if peer.pp_size == 0 || u64::from(peer.pp_size) * ranks.len() as u64 > u64::from(MAX_RANKS) {
         return Err(format!("{} pipeline ranks of {} workers each", peer.pp_size, ranks.len()));
     }
-    Ok((0..peer.pp_size).flat_map(|pp| ranks.iter().map(move |tp| WorkerRank { pp, tp: *tp })).collect())
+    Ok((0..peer.pp_size)
+        .flat_map(|pp| ranks.iter().map(move |tp| WorkerRank { pp, tp: *tp }))
+        .collect())
 }
 
 #[cfg(test)]
@@ -290,8 +293,14 @@ mod tests {
     fn asked(own: (u32, u32), tp_size: u32, pp_size: u32) -> Result<Vec<(u32, u32)>, String> {
         let address = Address { host: "h".into(), port: 1 };
         let settings = Settings { tp_size: own.1, ..Settings::new("d", address.clone()) };
-        let peer =
-            RemoteEngine { engine: "p".into(), address, tp_size, pp_size, dcp_size: 1, registration: 0 };
+        let peer = RemoteEngine {
+            engine: "p".into(),
+            address,
+            tp_size,
+            pp_size,
+            dcp_size: 1,
+            registration: 0,
+        };
         let ranks = ranks_to_ask(&settings, WorkerRank { pp: 0, tp: own.0 }, &peer)?;
         Ok(ranks.into_iter().map(|rank| (rank.pp, rank.tp)).collect())
     }

@@ -38,8 +38,9 @@ struct Registration {
 impl Registration {
     /// About as many bytes as it keeps.
     fn bytes(&self) -> usize {
-        let names =
-            self.request.as_str().len() + self.peer.engine.as_str().len() + self.peer.address.host.len();
+        let names = self.request.as_str().len()
+            + self.peer.engine.as_str().len()
+            + self.peer.address.host.len();
         let lists = self.blocks.len() * size_of::<u32>() + size_of_val(self.blocks.groups());
         let grants = self.grants.iter().flat_map(|grant| &grant.regions);
         size_of::<Self>()
@@ -136,7 +137,10 @@ impl Pushes {
     }
 
     pub(super) fn next_deadline(&self) -> Option<Time> {
-        [self.watchdog.next(), self.again.next(), self.served_until.next()].into_iter().flatten().min()
+        [self.watchdog.next(), self.again.next(), self.served_until.next()]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     pub(super) fn len(&self) -> usize {
@@ -231,7 +235,12 @@ impl Pushes {
 
 impl Worker {
     /// Decode: tells the prefill where the blocks of a request are.
-    pub(super) fn register(&mut self, request: &RequestId, connection: Connection, plan: &PeerPlan) {
+    pub(super) fn register(
+        &mut self,
+        request: &RequestId,
+        connection: Connection,
+        plan: &PeerPlan,
+    ) {
         let Some(receive) = self.receives.get_mut(request) else { return };
         let remote = &receive.order.remote;
         let blocks = receive.order.local.groups().iter().map(|group| group.to_vec()).collect();
@@ -263,7 +272,11 @@ impl Worker {
     }
 
     /// Prefill: a decode has told where its blocks are.
-    pub(super) fn registered(&mut self, now: Time, registration: PushRegistration) -> kvx_core::Result<()> {
+    pub(super) fn registered(
+        &mut self,
+        now: Time,
+        registration: PushRegistration,
+    ) -> kvx_core::Result<()> {
         if self.settings.mode != TransferMode::Push {
             return Err(Error::new(
                 Kind::Unsupported,
@@ -277,7 +290,10 @@ impl Worker {
             )
         };
         let peer = RemoteEngine {
-            engine: registration.decode_engine_id.ok_or_else(|| missing("decode_engine_id"))?.into(),
+            engine: registration
+                .decode_engine_id
+                .ok_or_else(|| missing("decode_engine_id"))?
+                .into(),
             address: Address {
                 host: registration.decode_host.ok_or_else(|| missing("decode_host"))?.into(),
                 port: registration.decode_port.ok_or_else(|| missing("decode_port"))?,
@@ -305,9 +321,12 @@ impl Worker {
         }
         let request = RequestId::from(registration.request_id);
         let served = (peer.engine.clone(), request.clone());
-        let known = self.pushes.served.contains(&served) || self.pushes.registrations.contains_key(&request);
+        let known = self.pushes.served.contains(&served)
+            || self.pushes.registrations.contains_key(&request);
         if known
-            || registration.remote_engine_id.is_some_and(|engine| engine != self.settings.engine.as_str())
+            || registration
+                .remote_engine_id
+                .is_some_and(|engine| engine != self.settings.engine.as_str())
         {
             return Ok(());
         }
@@ -364,9 +383,16 @@ impl Worker {
         }
     }
 
-    fn write(&mut self, now: Time, request: &RequestId, connection: Connection, plan: &Arc<PeerPlan>) {
+    fn write(
+        &mut self,
+        now: Time,
+        request: &RequestId,
+        connection: Connection,
+        plan: &Arc<PeerPlan>,
+    ) {
         let Some(push) = self.pushes.running.get_mut(request) else { return };
-        let paired = pair_push(plan, &push.registration.blocks, &push.blocks, &self.settings.groups);
+        let paired =
+            pair_push(plan, &push.registration.blocks, &push.blocks, &self.settings.groups);
         let groups = match paired.and_then(|paired| paired.push_moves()) {
             Ok(groups) => groups,
             Err(why) => {
@@ -410,7 +436,8 @@ impl Worker {
     }
 
     pub(super) fn write_done(&mut self, now: Time, id: MoveId) {
-        if let Some(connection) = self.moves.get(&id).and_then(|state| self.pushes.connection(&state.request))
+        if let Some(connection) =
+            self.moves.get(&id).and_then(|state| self.pushes.connection(&state.request))
         {
             self.peers.proven(connection);
         }
@@ -485,8 +512,11 @@ impl Worker {
             self.pushes.serve(now, &registration);
             return true;
         }
-        let running =
-            self.pushes.running.iter_mut().find(|(_, push)| push.registration.request.as_str() == theirs);
+        let running = self
+            .pushes
+            .running
+            .iter_mut()
+            .find(|(_, push)| push.registration.request.as_str() == theirs);
         let Some((request, push)) = running else { return false };
         push.expired = true;
         let (request, idle) = (request.clone(), push.unsettled == 0);
@@ -497,7 +527,12 @@ impl Worker {
         true
     }
 
-    fn describe_push(&self, request: &RequestId, kind: FailureKind, error: &str) -> TransferFailure {
+    fn describe_push(
+        &self,
+        request: &RequestId,
+        kind: FailureKind,
+        error: &str,
+    ) -> TransferFailure {
         let mut failure = TransferFailure::new(kind, error);
         failure.request = Some(request.clone());
         if let Some(push) = self.pushes.running.get(request) {

@@ -172,7 +172,8 @@ impl Worker {
 
     /// Begins if the peer is known; waits for the handshake if not.
     pub(super) fn find_peer(&mut self, now: Time, request: &RequestId) {
-        let Some(peer) = self.receives.get(request).map(|receive| Arc::clone(&receive.order.remote.peer))
+        let Some(peer) =
+            self.receives.get(request).map(|receive| Arc::clone(&receive.order.remote.peer))
         else {
             return;
         };
@@ -191,7 +192,13 @@ impl Worker {
         self.advance(now, request);
     }
 
-    fn begin(&mut self, now: Time, request: &RequestId, connection: Connection, plan: &Arc<PeerPlan>) {
+    fn begin(
+        &mut self,
+        now: Time,
+        request: &RequestId,
+        connection: Connection,
+        plan: &Arc<PeerPlan>,
+    ) {
         let mode = self.settings.mode;
         let windows = &self.settings.groups;
         let Some(receive) = self.receives.get_mut(request) else { return };
@@ -250,7 +257,10 @@ impl Worker {
             id: MoveId(0),
             request: request.clone(),
             connection,
-            part: Part { rank: WorkerRank::default(), memory: (MemoryType::Vram, MemoryType::Vram) },
+            part: Part {
+                rank: WorkerRank::default(),
+                memory: (MemoryType::Vram, MemoryType::Vram),
+            },
             groups: groups.into(),
             lists: order.lists(),
             notification: None,
@@ -334,7 +344,8 @@ impl Worker {
         lane.parts_left = lane.parts_left.saturating_sub(1);
         if lane.parts_left == 0 && !lane.told && !failed {
             lane.told = true;
-            let (rank, readers, remote) = (lane.rank, lane.readers, receive.order.remote.request.clone());
+            let (rank, readers, remote) =
+                (lane.rank, lane.readers, receive.order.remote.request.clone());
             if let Some(connection) = connection {
                 self.complete(&request, &remote, connection, rank, readers);
             }
@@ -354,12 +365,18 @@ impl Worker {
     }
 
     /// The words of a read's blocks.
-    pub(super) fn words_read(&mut self, now: Time, id: MoveId, result: Result<(u64, &[u64]), String>) {
+    pub(super) fn words_read(
+        &mut self,
+        now: Time,
+        id: MoveId,
+        result: Result<(u64, &[u64]), String>,
+    ) {
         let checking = |state: &&mut MoveState| state.phase == MovePhase::Checking;
         let Some(state) = self.moves.get_mut(&id).filter(checking) else { return };
         let (request, lane) = (state.request.clone(), state.lane);
         let Some(receive) = self.receives.get_mut(&request) else { return };
-        let ReceiveStage::Reading(Reading { paired, reference: Some(reference), lanes, .. }) = &receive.stage
+        let ReceiveStage::Reading(Reading { paired, reference: Some(reference), lanes, .. }) =
+            &receive.stage
         else {
             return;
         };
@@ -377,7 +394,12 @@ impl Worker {
                     state.phase = MovePhase::Hashing;
                     let words = paired.producer_numbers().zip(words.iter().copied()).collect();
                     let blocks = Arc::new(ReadBlocks { part, groups, pool, words });
-                    self.actions.push_back(Action::CheckDigests { id, request, connection, blocks });
+                    self.actions.push_back(Action::CheckDigests {
+                        id,
+                        request,
+                        connection,
+                        blocks,
+                    });
                     return;
                 }
                 let blocks = paired.consumers_of(&stale);
@@ -397,8 +419,14 @@ impl Worker {
     }
 
     /// The blocks of ours that were compared with digests and are wrong.
-    pub(super) fn digests_compared(&mut self, now: Time, id: MoveId, result: Result<Vec<u32>, String>) {
-        let Some(state) = self.moves.get(&id).filter(|state| state.phase == MovePhase::Hashing) else {
+    pub(super) fn digests_compared(
+        &mut self,
+        now: Time,
+        id: MoveId,
+        result: Result<Vec<u32>, String>,
+    ) {
+        let Some(state) = self.moves.get(&id).filter(|state| state.phase == MovePhase::Hashing)
+        else {
             return;
         };
         let (request, lane) = (state.request.clone(), state.lane);
@@ -478,7 +506,10 @@ impl Worker {
 }
 
 /// What a lane moves: all groups, shared with the other lanes, or some.
-pub(in crate::engine) fn lane_groups(lane: &PeerLane, groups: &Arc<[GroupMove]>) -> Arc<[GroupMove]> {
+pub(in crate::engine) fn lane_groups(
+    lane: &PeerLane,
+    groups: &Arc<[GroupMove]>,
+) -> Arc<[GroupMove]> {
     match &lane.groups {
         None => Arc::clone(groups),
         Some(own) => groups.iter().filter(|group| own.contains(&group.group)).cloned().collect(),

@@ -131,7 +131,10 @@ impl Sends {
     }
 
     /// Requests of which this is the shared name.
-    pub(super) fn of_shared_name<'a>(&'a self, shared: &'a str) -> impl Iterator<Item = &'a RequestId> {
+    pub(super) fn of_shared_name<'a>(
+        &'a self,
+        shared: &'a str,
+    ) -> impl Iterator<Item = &'a RequestId> {
         self.kept
             .range::<str, _>((Bound::Included(shared), Bound::Unbounded))
             .map(|(request, _)| request)

@@ -23,9 +23,14 @@ impl Answer {
     pub fn from_body(body: &Value) -> Result<Self, ParamsError> {
         let object = fields::object("response", body)?;
         if let Some(error) = object.get("error").filter(|error| !error.is_null()) {
-            let message =
-                error.get("message").and_then(Value::as_str).map_or_else(|| error.to_string(), str::to_owned);
-            return Err(ParamsError::new("error", format!("the instance answered with an error: {message}")));
+            let message = error
+                .get("message")
+                .and_then(Value::as_str)
+                .map_or_else(|| error.to_string(), str::to_owned);
+            return Err(ParamsError::new(
+                "error",
+                format!("the instance answered with an error: {message}"),
+            ));
         }
         let params = match object.get(PARAMS) {
             None | Some(Value::Null) => None,

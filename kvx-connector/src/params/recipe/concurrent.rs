@@ -21,7 +21,8 @@ use serde_json::Value;
 use super::bodies;
 use crate::Dialect;
 use crate::params::{
-    MooncakeLeg, MooncakeParams, MooncakeTransferId, ParamsError, RemoteBlocks, TransferMode, TransferParams,
+    MooncakeLeg, MooncakeParams, MooncakeTransferId, ParamsError, RemoteBlocks, TransferMode,
+    TransferParams,
 };
 use crate::params::{XRequestId, fields};
 
@@ -128,7 +129,11 @@ pub struct PushTarget {
 ///
 /// A request that is no object, or one that an engine would make several of (`n`, `best_of`, `use_beam_search`); a
 /// target that is not complete.
-pub fn push_legs(request: &Value, id: &XRequestId, target: &PushTarget) -> Result<Legs, ParamsError> {
+pub fn push_legs(
+    request: &Value,
+    id: &XRequestId,
+    target: &PushTarget,
+) -> Result<Legs, ParamsError> {
     let remote = RemoteBlocks {
         tp_size: target.tp_size,
         pp_size: target.pp_size,

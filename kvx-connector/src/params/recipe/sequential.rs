@@ -79,7 +79,11 @@ pub struct DecodeLeg {
 ///
 /// As [`prefill_leg`]; and parameters that would stop the decode instance's engine
 /// ([`to_object`](TransferParams::to_object)).
-pub fn decode_leg(request: &Value, answer: &Answer, dialect: Dialect) -> Result<DecodeLeg, ParamsError> {
+pub fn decode_leg(
+    request: &Value,
+    answer: &Answer,
+    dialect: Dialect,
+) -> Result<DecodeLeg, ParamsError> {
     let params = match &answer.params {
         Some(params) if params.do_remote_decode => {
             return Err(ParamsError::new(
@@ -88,9 +92,9 @@ pub fn decode_leg(request: &Value, answer: &Answer, dialect: Dialect) -> Result<
             ));
         }
         Some(params) if params.is_of_older_mooncake() => Some(params.to_value(dialect)?),
-        Some(params) if params.do_remote_prefill => {
-            (params.remote_blocks()?.block_count() > 0).then(|| params.to_value(dialect)).transpose()?
-        }
+        Some(params) if params.do_remote_prefill => (params.remote_blocks()?.block_count() > 0)
+            .then(|| params.to_value(dialect))
+            .transpose()?,
         _ => None,
     };
     let transfers = params.is_some();

@@ -16,8 +16,8 @@ use super::super::words::Raised;
 use super::granting::refused;
 use super::serving::ends;
 use crate::engine::{
-    BlockLists, ConnectorMeta, FailedLoad, Fresh, Kept, LoadFailure, RequestId, Unsaved, WorkerOutput,
-    WorkerRank,
+    BlockLists, ConnectorMeta, FailedLoad, Fresh, Kept, LoadFailure, RequestId, Unsaved,
+    WorkerOutput, WorkerRank,
 };
 use crate::wire::NixlAgentMetadata;
 use crate::wire::group::{MAX_ASKED, MAX_RAISED, ToRank};
@@ -111,7 +111,10 @@ impl Away {
     /// A process takes the place. Gives what is sent to it.
     ///
     /// Errors: the place is taken, or was.
-    pub(super) fn join(&mut self, Newcomer { process, life, distant }: &Newcomer) -> Result<Receiver<Down>> {
+    pub(super) fn join(
+        &mut self,
+        Newcomer { process, life, distant }: &Newcomer,
+    ) -> Result<Receiver<Down>> {
         match &self.standing {
             RankStage::Awaited => {}
             RankStage::Joined { process: first }
@@ -126,7 +129,8 @@ impl Away {
                 ));
             }
             RankStage::Lost { why, .. } => {
-                let why = format!("{why}; it does not come back: restart the engine with all its ranks");
+                let why =
+                    format!("{why}; it does not come back: restart the engine with all its ranks");
                 return Err(Error::new(Kind::Closed, why));
             }
         }
@@ -142,9 +146,15 @@ impl Away {
     }
 
     /// It has registered its caches.
-    pub(super) fn registered(&mut self, registered: NixlAgentMetadata, host_copies: bool) -> Result<()> {
+    pub(super) fn registered(
+        &mut self,
+        registered: NixlAgentMetadata,
+        host_copies: bool,
+    ) -> Result<()> {
         match &self.standing {
-            RankStage::Joined { .. } | RankStage::GaveBack { .. } if !self.has_words => Err(out_of_turn()),
+            RankStage::Joined { .. } | RankStage::GaveBack { .. } if !self.has_words => {
+                Err(out_of_turn())
+            }
             RankStage::Joined { process } | RankStage::GaveBack { process } => {
                 let (process, metadata) = (Arc::clone(process), Box::new(registered));
                 self.standing = RankStage::Registered { process, metadata, host_copies };
@@ -153,7 +163,10 @@ impl Away {
             RankStage::Lost { why, .. } => Err(Error::new(Kind::Closed, why.to_string())),
             RankStage::Awaited | RankStage::Registered { .. } => Err(Error::new(
                 Kind::Invalid,
-                format!("{} has registered its caches already: it gives them back first", name(self.rank)),
+                format!(
+                    "{} has registered its caches already: it gives them back first",
+                    name(self.rank)
+                ),
             )),
         }
     }
@@ -193,8 +206,9 @@ impl Away {
 
     /// The number of what it was asked to raise last, if it has not said that it has.
     pub(in crate::runtime) fn last_unraised(&self) -> Option<u64> {
-        (self.raised < self.raising && !matches!(self.standing, RankStage::Lost { proven: true, .. }))
-            .then_some(self.raising)
+        (self.raised < self.raising
+            && !matches!(self.standing, RankStage::Lost { proven: true, .. }))
+        .then_some(self.raising)
     }
 
     /// Whether peers may still read what it was asked to raise by this number. `None`: nobody will ever know.
@@ -252,7 +266,9 @@ impl Away {
             }
             RankStage::GaveBack { process } => {
                 let rank = name(self.rank);
-                Some(format!("{rank} ({process}) has given its caches back, and not registered others"))
+                Some(format!(
+                    "{rank} ({process}) has given its caches back, and not registered others"
+                ))
             }
             RankStage::Registered { .. } => None,
             RankStage::Lost { why, .. } => Some(why.to_string()),
@@ -272,7 +288,9 @@ impl Away {
             // Nothing that is reported is ordered before all have come.
             RankStage::Awaited | RankStage::Joined { .. } => {}
             // Loads that were ordered before caches were given back fail there, as all others.
-            RankStage::Registered { .. } | RankStage::GaveBack { .. } => self.send(ToRank::Step(meta), None),
+            RankStage::Registered { .. } | RankStage::GaveBack { .. } => {
+                self.send(ToRank::Step(meta), None)
+            }
             RankStage::Lost { .. } => self.fail_what_is_open(),
         }
     }
@@ -322,7 +340,12 @@ impl Away {
     }
 
     /// Has it copy blocks of a request to the host. What is given hears when it has, or is lost.
-    pub(in crate::runtime) fn save(&mut self, of: u64, blocks: &[Unsaved], when: When) -> Vec<Task> {
+    pub(in crate::runtime) fn save(
+        &mut self,
+        of: u64,
+        blocks: &[Unsaved],
+        when: When,
+    ) -> Vec<Task> {
         if !self.has_host_copies() {
             return Vec::new();
         }
@@ -331,7 +354,11 @@ impl Away {
     }
 
     /// Asks for something to be done with blocks, not too many at once.
-    fn have_done<T: Clone>(&mut self, blocks: &[T], ask: impl Fn(u64, Vec<T>) -> ToRank) -> Vec<Task> {
+    fn have_done<T: Clone>(
+        &mut self,
+        blocks: &[T],
+        ask: impl Fn(u64, Vec<T>) -> ToRank,
+    ) -> Vec<Task> {
         let mut asked = Vec::new();
         for blocks in blocks.chunks(MAX_ASKED) {
             if self.missing().is_some() {
@@ -388,7 +415,9 @@ impl Away {
         let why: Arc<str> = format!("{}{process}: {why}", name(self.rank)).into();
         match self.ending {
             Some(_) => tracing::info!(%why, proven, "a rank has ended"),
-            None => tracing::warn!(%why, proven, "a rank is lost; the engine loads nothing any more"),
+            None => {
+                tracing::warn!(%why, proven, "a rank is lost; the engine loads nothing any more")
+            }
         }
         for done in std::mem::take(&mut self.tasks).into_values() {
             done.set(Err(why.to_string()));
@@ -430,7 +459,9 @@ impl Away {
         let ending = Slot::new();
         match self.standing {
             RankStage::Awaited | RankStage::Lost { .. } => ending.set(self.gone()),
-            RankStage::Joined { .. } | RankStage::Registered { .. } | RankStage::GaveBack { .. } => {
+            RankStage::Joined { .. }
+            | RankStage::Registered { .. }
+            | RankStage::GaveBack { .. } => {
                 self.ending = Some(Arc::clone(&ending));
                 self.send(ToRank::End(deadline.left()), None);
             }
@@ -443,7 +474,9 @@ impl Away {
         match &self.standing {
             RankStage::Lost { why, proven: false } => Err(Error::new(
                 Kind::StillShared,
-                format!("nobody knows whether a rank that was lost still touches its memory: {why}"),
+                format!(
+                    "nobody knows whether a rank that was lost still touches its memory: {why}"
+                ),
             )),
             _ => Ok(()),
         }

@@ -78,7 +78,8 @@ impl Shared {
             return Ok(());
         };
         away.registered(metadata, host_copies)?;
-        let Some(Listening::Nixl(side)) = listening.as_ref().filter(|_| state.missing().is_none()) else {
+        let Some(Listening::Nixl(side)) = listening.as_ref().filter(|_| state.missing().is_none())
+        else {
             return Ok(());
         };
         for (rank, held) in &state.ranks {

@@ -74,7 +74,10 @@ impl State {
 
 impl Shared {
     /// What all workers of this engine let peers write into for a request, wherever they are.
-    pub(in crate::runtime) async fn granted_by_all(self: &Arc<Self>, request: &RequestId) -> GrantsOfRanks {
+    pub(in crate::runtime) async fn granted_by_all(
+        self: &Arc<Self>,
+        request: &RequestId,
+    ) -> GrantsOfRanks {
         let asked = {
             let mut state = self.state.lock();
             let State { head, granting, .. } = &mut *state;
@@ -107,8 +110,10 @@ impl Shared {
     async fn collect_grants(self: &Arc<Self>, request: &RequestId) -> GrantsOfRanks {
         let asked: Vec<_> = {
             let mut state = self.state.lock();
-            let away =
-                state.ranks.iter_mut().filter_map(|(rank, held)| Some((*rank, held.worker.away_mut()?)));
+            let away = state
+                .ranks
+                .iter_mut()
+                .filter_map(|(rank, held)| Some((*rank, held.worker.away_mut()?)));
             away.map(|(rank, away)| (rank, away.grant(request))).collect()
         };
         let mut all = self.granted_here(request).await?;
@@ -116,7 +121,9 @@ impl Shared {
             let WorkerRank { pp, tp } = rank;
             let regions = match timeout(PATIENCE, answer).await {
                 Ok(Ok(regions)) => regions?,
-                Ok(Err(_)) => return Err(Error::new(Kind::PeerLost, format!("{} is not there", name(rank)))),
+                Ok(Err(_)) => {
+                    return Err(Error::new(Kind::PeerLost, format!("{} is not there", name(rank))));
+                }
                 Err(_) => {
                     let why = format!("{} has granted nothing within {PATIENCE:?}", name(rank));
                     return Err(Error::new(Kind::TimedOut, why));
@@ -141,15 +148,24 @@ impl Shared {
     }
 
     /// Answers a rank.
-    pub(in crate::runtime) async fn tell_grants(self: Arc<Self>, rank: WorkerRank, request: RequestId) {
+    pub(in crate::runtime) async fn tell_grants(
+        self: Arc<Self>,
+        rank: WorkerRank,
+        request: RequestId,
+    ) {
         let told = self.ask_all(&request).await.map_err(|error| error.sentence().to_owned());
         self.tell_rank(rank, ToRank::Grants { request, told }, None);
     }
 
     /// The engine asks, in the process of a rank.
-    pub(super) async fn grant_to_engine(self: Arc<Self>, link: Arc<EngineChannel>, request: RequestId) {
+    pub(super) async fn grant_to_engine(
+        self: Arc<Self>,
+        link: Arc<EngineChannel>,
+        request: RequestId,
+    ) {
         let told = self.granted_here(&request).await.map_err(|error| error.sentence().to_owned());
-        let regions = told.map(|grants| grants.into_iter().flat_map(|grant| grant.regions).collect());
+        let regions =
+            told.map(|grants| grants.into_iter().flat_map(|grant| grant.regions).collect());
         link.up.send(ToHead::Granted { request, told: regions }).ok(); // it may have gone
     }
 

@@ -76,7 +76,11 @@ impl Rank {
 }
 
 impl Shared {
-    pub(in crate::runtime) fn group(self: &Arc<Self>, at: JoinAddress, deadline: Deadline) -> Completion<()> {
+    pub(in crate::runtime) fn group(
+        self: &Arc<Self>,
+        at: JoinAddress,
+        deadline: Deadline,
+    ) -> Completion<()> {
         let (done, ticket) = Completion::with_ticket();
         let opened = self.may_gather().and_then(|()| {
             let _entered = self.runtime.enter();
@@ -197,7 +201,9 @@ impl Shared {
 
     pub(super) fn lose(&self, rank: WorkerRank, why: &str, proven: bool) {
         let mut state = self.state.lock();
-        let Some(away) = state.ranks.get_mut(&rank).and_then(|held| held.worker.away_mut()) else { return };
+        let Some(away) = state.ranks.get_mut(&rank).and_then(|held| held.worker.away_mut()) else {
+            return;
+        };
         away.lose(why, proven);
         let why = away.missing().unwrap_or_default();
         let failed = state.gathered(Err(Error::new(Kind::PeerLost, why)));
@@ -233,8 +239,12 @@ impl Shared {
                 self.with_away(rank, |away| away.has_raised(number));
                 self.wake_up.notify_one();
             }
-            ToHead::Done { number, failed } => self.with_away(rank, |away| away.has_done(number, failed)),
-            ToHead::Granted { request, told } => self.with_away(rank, |away| away.granted(&request, told)),
+            ToHead::Done { number, failed } => {
+                self.with_away(rank, |away| away.has_done(number, failed))
+            }
+            ToHead::Granted { request, told } => {
+                self.with_away(rank, |away| away.granted(&request, told))
+            }
             ToHead::GrantsOfAll(request) => self.want_grants(rank, request),
             ToHead::Alive => {}
             ToHead::Hello { .. } | ToHead::Ended(_) => {
@@ -249,7 +259,9 @@ impl Shared {
     }
 
     fn with_away(&self, rank: WorkerRank, change: impl FnOnce(&mut Away)) {
-        if let Some(away) = self.state.lock().ranks.get_mut(&rank).and_then(|held| held.worker.away_mut()) {
+        if let Some(away) =
+            self.state.lock().ranks.get_mut(&rank).and_then(|held| held.worker.away_mut())
+        {
             change(away);
         }
     }

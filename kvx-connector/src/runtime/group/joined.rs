@@ -107,7 +107,10 @@ fn join(
     let started = on_its_own(move |started| run(engine, rank, registry, deadline, started))?;
     let limit = deadline.left().saturating_add(LAST_WORD);
     started.wait(limit.into()).unwrap_or_else(|| {
-        Err(Error::new(Kind::TimedOut, "this process had no time for its thread to join by the deadline"))
+        Err(Error::new(
+            Kind::TimedOut,
+            "this process had no time for its thread to join by the deadline",
+        ))
     })
 }
 
@@ -148,7 +151,8 @@ impl JoinedRank {
         shared.check_block_size(&caches)?;
         let _one_at_a_time = self.link.asking.lock();
         if shared.registered(self.rank).is_some() {
-            let why = "this rank has registered its caches: give them back first (JoinedRank::give_back)";
+            let why =
+                "this rank has registered its caches: give them back first (JoinedRank::give_back)";
             return Err(Error::new(Kind::Invalid, why));
         }
         let pool = PoolBlocks::of(caches.geometry());
@@ -299,7 +303,9 @@ async fn enter(engine: &EngineAddress, rank: WorkerRank) -> Result<(Outgoing, In
             Ok(Ok(connected)) => break connected,
             Ok(Err(refused)) => return Err(refused),
             Err(error) if is_early(&error) => sleep(AGAIN).await,
-            Err(error) => return Err(Error::os(format!("this rank cannot join at {engine}"), error)),
+            Err(error) => {
+                return Err(Error::os(format!("this rank cannot join at {engine}"), error));
+            }
         }
     };
     let hello = ToHead::Hello { version: env!("CARGO_PKG_VERSION").to_owned(), rank };
@@ -310,9 +316,10 @@ async fn enter(engine: &EngineAddress, rank: WorkerRank) -> Result<(Outgoing, In
             Err(Error::new(Kind::Denied, format!("the engine lets this rank not in: {why}")))
         }
         Some(_) => Err(Error::new(Kind::Malformed, "the engine's first message is no welcome")),
-        None => {
-            Err(Error::new(Kind::PeerLost, "the engine closed the connection before it let this rank in"))
-        }
+        None => Err(Error::new(
+            Kind::PeerLost,
+            "the engine closed the connection before it let this rank in",
+        )),
     }
 }
 
@@ -329,7 +336,10 @@ impl EngineAddress {
                 let socket = socket.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))?;
                 let proven = timeout(PATIENCE, prove_as_rank(socket, secret)).await;
                 let late = || {
-                    Error::new(Kind::TimedOut, format!("{address} has proven nothing within {PATIENCE:?}"))
+                    Error::new(
+                        Kind::TimedOut,
+                        format!("{address} has proven nothing within {PATIENCE:?}"),
+                    )
                 };
                 Ok(proven.unwrap_or_else(|_| Err(late())))
             }
@@ -352,7 +362,12 @@ fn is_early(error: &io::Error) -> bool {
 }
 
 /// Does what the engine says, until one of the two ends.
-async fn obey(shared: Arc<Shared>, rank: WorkerRank, link: Arc<EngineChannel>, mut incoming: Incoming) {
+async fn obey(
+    shared: Arc<Shared>,
+    rank: WorkerRank,
+    link: Arc<EngineChannel>,
+    mut incoming: Incoming,
+) {
     // Of this process, where the engine cannot raise them itself.
     let mut own_words: Option<Words> = None;
     let gone = loop {
@@ -366,10 +381,13 @@ async fn obey(shared: Arc<Shared>, rank: WorkerRank, link: Arc<EngineChannel>, m
         };
         match message {
             Ok(ToRank::Step(meta)) => shared.take_step(rank, meta),
-            Ok(ToRank::Words(None)) => link.answer.set(Ok(incoming.take_file().map(SentWords::File))),
+            Ok(ToRank::Words(None)) => {
+                link.answer.set(Ok(incoming.take_file().map(SentWords::File)))
+            }
             Ok(ToRank::Words(Some(what))) => {
                 let made = Words::made(what);
-                link.answer.set(made.map(|words| Some(SentWords::Own(own_words.insert(words).memory()))));
+                link.answer
+                    .set(made.map(|words| Some(SentWords::Own(own_words.insert(words).memory()))));
             }
             Ok(ToRank::Raise { number, stamp, blocks }) => {
                 own_words.iter().for_each(|words| words.raise(&blocks, stamp));
@@ -398,7 +416,9 @@ async fn obey(shared: Arc<Shared>, rank: WorkerRank, link: Arc<EngineChannel>, m
             }
             Ok(ToRank::Grants { request, told }) => shared.take_grants(&request, told),
             Ok(ToRank::End(within)) => drop(shared.shutdown(within.into())),
-            Ok(ToRank::Welcome(_)) => break Error::new(Kind::Malformed, "the engine's welcome came twice"),
+            Ok(ToRank::Welcome(_)) => {
+                break Error::new(Kind::Malformed, "the engine's welcome came twice");
+            }
             Err(error) => break error,
         }
     };
@@ -419,7 +439,9 @@ async fn pass_up(mut outgoing: Outgoing, mut going_up: UnboundedReceiver<ToHead>
         let last = matches!(message, ToHead::Ended(_));
         let sent = match message.encode() {
             // What was cut short cannot be followed by anything else.
-            Ok(bytes) => timeout(SILENT, outgoing.send(&bytes, None)).await.is_ok_and(|sent| sent.is_ok()),
+            Ok(bytes) => {
+                timeout(SILENT, outgoing.send(&bytes, None)).await.is_ok_and(|sent| sent.is_ok())
+            }
             Err(_) => false,
         };
         if last || !sent {

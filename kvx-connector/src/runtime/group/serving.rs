@@ -60,7 +60,8 @@ impl RankListener {
     pub(super) fn open(at: &JoinAddress, secret: Option<&Secret>) -> Result<Self> {
         match at {
             JoinAddress::Path(path) => {
-                let failed = |error| Error::os(format!("ranks cannot join at {}", path.display()), error);
+                let failed =
+                    |error| Error::os(format!("ranks cannot join at {}", path.display()), error);
                 let listener = open(path)?;
                 Ok(RankListener::Unix(UnixListener::from_std(listener).map_err(failed)?))
             }
@@ -73,7 +74,10 @@ impl RankListener {
                 let failed = |error| Error::os(format!("ranks cannot join at {address}"), error);
                 let listener = std::net::TcpListener::bind(address).map_err(failed)?;
                 listener.set_nonblocking(true).map_err(failed)?;
-                Ok(RankListener::Tcp(TcpListener::from_std(listener).map_err(failed)?, secret.clone()))
+                Ok(RankListener::Tcp(
+                    TcpListener::from_std(listener).map_err(failed)?,
+                    secret.clone(),
+                ))
             }
         }
     }
@@ -238,27 +242,42 @@ async fn prove(stranger: Stranger) -> Result<Admitted> {
         }
         Stranger::Tcp(socket, from, secret) => {
             let proven = timeout(IMPATIENCE, prove_as_engine(socket, &secret)).await;
-            let late = || Error::new(Kind::TimedOut, format!("it has proven nothing within {IMPATIENCE:?}"));
+            let late = || {
+                Error::new(Kind::TimedOut, format!("it has proven nothing within {IMPATIENCE:?}"))
+            };
             let (outgoing, incoming) = proven
                 .unwrap_or_else(|_| Err(late()))
                 .map_err(|error| Error::new(error.kind(), format!("{from}: {error}")))?;
             let process = format!("the process at {from}").into();
-            Ok(Admitted { outgoing, incoming, newcomer: Newcomer { process, life: None, distant: true } })
+            Ok(Admitted {
+                outgoing,
+                incoming,
+                newcomer: Newcomer { process, life: None, distant: true },
+            })
         }
     }
 }
 
 /// Hears who it is, and gives it its place.
-async fn welcome(shared: &Arc<Shared>, admitted: &mut Admitted) -> Result<(WorkerRank, Receiver<Down>)> {
+async fn welcome(
+    shared: &Arc<Shared>,
+    admitted: &mut Admitted,
+) -> Result<(WorkerRank, Receiver<Down>)> {
     let Admitted { outgoing, incoming, newcomer, .. } = admitted;
     let process = &newcomer.process;
     let hello = timeout(PATIENCE, incoming.next()).await;
     let hello = hello.map_err(|_| {
-        Error::new(Kind::TimedOut, format!("{process} has not said within {PATIENCE:?} which rank it is"))
+        Error::new(
+            Kind::TimedOut,
+            format!("{process} has not said within {PATIENCE:?} which rank it is"),
+        )
     })??;
     let hello = hello.map(|bytes| ToHead::decode(&bytes)).transpose()?;
     let Some(ToHead::Hello { version, rank }) = hello else {
-        return Err(Error::new(Kind::Malformed, format!("{process} has not said which rank it is")));
+        return Err(Error::new(
+            Kind::Malformed,
+            format!("{process} has not said which rank it is"),
+        ));
     };
     if version != env!("CARGO_PKG_VERSION") {
         return Err(Error::new(
@@ -335,10 +354,17 @@ async fn serve(shared: &Arc<Shared>, admitted: Admitted, rank: WorkerRank, down:
 }
 
 /// Writes what goes to a rank, until nothing does any more.
-async fn pass_down(shared: Arc<Shared>, rank: WorkerRank, mut outgoing: Outgoing, mut down: Receiver<Down>) {
+async fn pass_down(
+    shared: Arc<Shared>,
+    rank: WorkerRank,
+    mut outgoing: Outgoing,
+    mut down: Receiver<Down>,
+) {
     while let Some((message, file)) = down.recv().await {
         let sent = match message.encode() {
-            Ok(bytes) => timeout(SILENT, outgoing.send(&bytes, file.as_ref().map(|file| file.as_fd()))).await,
+            Ok(bytes) => {
+                timeout(SILENT, outgoing.send(&bytes, file.as_ref().map(|file| file.as_fd()))).await
+            }
             Err(error) => Ok(Err(error)),
         };
         match sent {

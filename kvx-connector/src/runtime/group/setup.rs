@@ -69,7 +69,8 @@ pub(super) fn of_told(
     let list = |name: &str| field(name)?.as_array().ok_or_else(|| unreadable(name));
     let address = list("address")?;
     let (host, port) = (address.first().and_then(Value::as_str), address.get(1).and_then(number));
-    let port = port.and_then(|port| u16::try_from(port).ok()).ok_or_else(|| unreadable("address"))?;
+    let port =
+        port.and_then(|port| u16::try_from(port).ok()).ok_or_else(|| unreadable("address"))?;
     let host = host.ok_or_else(|| unreadable("address"))?;
     let gpu = field("gpu")?.as_bool().ok_or_else(|| unreadable("gpu"))?;
     let mut surroundings = Surroundings::of_process().gpu(gpu);
@@ -88,10 +89,14 @@ pub(super) fn of_told(
     factors.further = field("factors")?.as_object().ok_or_else(|| unreadable("factors"))?.clone();
     let groups = list("groups")?.iter().map(|group| match group {
         Value::Null => Ok(Group::Whole),
-        tokens => number(tokens).map(|tokens| Group::Window { tokens }).ok_or_else(|| unreadable("groups")),
+        tokens => number(tokens)
+            .map(|tokens| Group::Window { tokens })
+            .ok_or_else(|| unreadable("groups")),
     });
     let sizes = list("sizes")?.iter().map(number).collect::<Option<Vec<_>>>();
-    let &[tp, pp, dcp] = sizes.as_deref().unwrap_or_default() else { return Err(unreadable("sizes")) };
+    let &[tp, pp, dcp] = sizes.as_deref().unwrap_or_default() else {
+        return Err(unreadable("sizes"));
+    };
     let builder = ConnectorBuilder::new(&config, registry)
         .model(factors)
         .groups(groups.collect::<Result<Vec<_>>>()?)

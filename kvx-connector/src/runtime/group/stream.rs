@@ -13,8 +13,8 @@ use kvx_core::{Error, Kind, Result, Secret};
 use kvx_noise::{MESSAGE, NoiseHandshake, Opener, Sealer, Seals, derive_key};
 use rustix::io::retry_on_intr;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, sockopt,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, sockopt,
 };
 use tokio::io::Interest;
 use tokio::net::{TcpStream, UnixStream};
@@ -66,8 +66,9 @@ impl Socket {
 
 /// A connection whose other end is a process of the same user: gives its number.
 pub(super) fn same_user(socket: &UnixStream) -> Result<i32> {
-    let other =
-        socket.peer_cred().map_err(|error| Error::os("a process at the socket has no name", error))?;
+    let other = socket
+        .peer_cred()
+        .map_err(|error| Error::os("a process at the socket has no name", error))?;
     let own = rustix::process::geteuid().as_raw();
     if other.uid() != own {
         return Err(Error::new(
@@ -102,7 +103,10 @@ fn ends(socket: Arc<Socket>) -> (Outgoing, Incoming) {
 /// A rank's end of a connection to an engine on another host, when both have proven to have the secret.
 ///
 /// Errors: `Denied`, `PeerLost`, what the system says.
-pub(super) async fn prove_as_rank(socket: TcpStream, secret: &Secret) -> Result<(Outgoing, Incoming)> {
+pub(super) async fn prove_as_rank(
+    socket: TcpStream,
+    secret: &Secret,
+) -> Result<(Outgoing, Incoming)> {
     let (mut outgoing, mut incoming) = over_tcp(socket)?;
     let mut handshake = NoiseHandshake::initiator(&derive_key(secret, LABEL), LABEL)?;
     let mut first = Vec::new();
@@ -118,7 +122,10 @@ pub(super) async fn prove_as_rank(socket: TcpStream, secret: &Secret) -> Result<
 }
 
 /// The engine's end of the same. Who has not the secret hears nothing.
-pub(super) async fn prove_as_engine(socket: TcpStream, secret: &Secret) -> Result<(Outgoing, Incoming)> {
+pub(super) async fn prove_as_engine(
+    socket: TcpStream,
+    secret: &Secret,
+) -> Result<(Outgoing, Incoming)> {
     let (mut outgoing, mut incoming) = over_tcp(socket)?;
     let mut handshake = NoiseHandshake::responder(&derive_key(secret, LABEL), LABEL)?;
     let first = incoming.proof().await?;
@@ -141,8 +148,9 @@ fn over_tcp(socket: TcpStream) -> Result<(Outgoing, Incoming)> {
         sockopt::set_tcp_keepcnt(&socket, QUESTIONS)?;
         sockopt::set_tcp_user_timeout(&socket, SILENT.as_millis() as u32)
     };
-    set()
-        .map_err(|error| Error::os("a connection between an engine and its rank cannot be set up", error))?;
+    set().map_err(|error| {
+        Error::os("a connection between an engine and its rank cannot be set up", error)
+    })?;
     Ok(ends(Arc::new(Socket::Tcp(socket))))
 }
 
@@ -188,8 +196,9 @@ impl Incoming {
             if let Some(length) = self.bytes.first_chunk::<LENGTH>() {
                 let length = u32::from_be_bytes(*length) as usize;
                 if length > MAX_MESSAGE {
-                    let why =
-                        format!("a message of {length} bytes is announced, at most {MAX_MESSAGE} are taken");
+                    let why = format!(
+                        "a message of {length} bytes is announced, at most {MAX_MESSAGE} are taken"
+                    );
                     return Err(Error::new(Kind::Malformed, why));
                 }
                 if self.bytes.len() >= LENGTH + length {
@@ -202,7 +211,9 @@ impl Incoming {
             if self.receive().await? == 0 {
                 return match self.bytes.is_empty() && self.sealed.is_empty() {
                     true => Ok(None),
-                    false => Err(Error::new(Kind::Malformed, "the connection ended within a message")),
+                    false => {
+                        Err(Error::new(Kind::Malformed, "the connection ended within a message"))
+                    }
                 };
             }
         }
@@ -247,12 +258,17 @@ impl Incoming {
 }
 
 /// Takes what is there, and keeps one file at most.
-fn receive(socket: BorrowedFd<'_>, into: &mut [u8], files: &mut VecDeque<OwnedFd>) -> io::Result<usize> {
+fn receive(
+    socket: BorrowedFd<'_>,
+    into: &mut [u8],
+    files: &mut VecDeque<OwnedFd>,
+) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    let got =
-        retry_on_intr(|| rustix::net::recvmsg(socket, &mut [IoSliceMut::new(into)], &mut control, flags))?;
+    let got = retry_on_intr(|| {
+        rustix::net::recvmsg(socket, &mut [IoSliceMut::new(into)], &mut control, flags)
+    })?;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(came) = message {
             files.extend(came.take(1usize.saturating_sub(files.len())));
@@ -271,7 +287,11 @@ impl Outgoing {
     /// Sends a message, with a file beside it or without. Nothing can follow one that was given up amid it.
     ///
     /// Errors: `PeerLost`.
-    pub(super) async fn send(&mut self, message: &[u8], file: Option<BorrowedFd<'_>>) -> Result<()> {
+    pub(super) async fn send(
+        &mut self,
+        message: &[u8],
+        file: Option<BorrowedFd<'_>>,
+    ) -> Result<()> {
         let length = u32::try_from(message.len()).expect("messages are bounded").to_be_bytes();
         let mut bytes = Vec::with_capacity(LENGTH + message.len());
         bytes.extend_from_slice(&length);
@@ -401,7 +421,9 @@ mod tests {
             };
             let rank = async {
                 let socket = TcpStream::connect(address).await.unwrap();
-                let Ok((mut outgoing, _incoming)) = prove_as_rank(socket, &of_rank).await else { return };
+                let Ok((mut outgoing, _incoming)) = prove_as_rank(socket, &of_rank).await else {
+                    return;
+                };
                 for message in SAID {
                     outgoing.send(message, None).await.ok(); // the engine may have had enough
                 }
@@ -424,9 +446,14 @@ mod tests {
         let places = (0..300).chain(pieces.map(|at| at + 300)).chain(bytes - 60..bytes);
         for at in places {
             let (messages, end, _) = heard(Some(at), [1, 1]);
-            let Err(error) = end else { panic!("byte {at} of {bytes} was altered, and nobody noticed") };
+            let Err(error) = end else {
+                panic!("byte {at} of {bytes} was altered, and nobody noticed")
+            };
             assert!(matches!(error.kind(), Kind::Denied | Kind::Malformed), "byte {at}: {error}");
-            assert!(messages.len() < SAID.len() && messages[..] == SAID[..messages.len()], "byte {at}");
+            assert!(
+                messages.len() < SAID.len() && messages[..] == SAID[..messages.len()],
+                "byte {at}"
+            );
         }
     }
 

@@ -23,7 +23,8 @@ fn engine(path: &std::path::Path) -> Connector {
     let config = KvTransferConfig::from_json(json, &surroundings).unwrap();
     let mut factors = CompatibilityFactors::new(Dialect::default(), "a model");
     (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (1, 4, 1);
-    let builder = Connector::builder(&config, Registry::new()).model(factors).block_size(16).workers(2, 1);
+    let builder =
+        Connector::builder(&config, Registry::new()).model(factors).block_size(16).workers(2, 1);
     let connector = builder.any_port().build_blocking().unwrap();
     drop(connector.group(path, LIMIT));
     connector
@@ -100,7 +101,8 @@ fn a_rank_that_is_started_again_has_to_restart_its_engine() {
     let rank = WorkerRank { pp: 0, tp: 1 };
     let mut process = std::process::Command::new("true").spawn().unwrap();
     let life = pidfd_open(Pid::from_child(&process), PidfdFlags::empty()).unwrap();
-    let first = Newcomer { process: "process 1".into(), life: Some(Arc::new(life)), distant: false };
+    let first =
+        Newcomer { process: "process 1".into(), life: Some(Arc::new(life)), distant: false };
     let _down = shared.seat(rank, &first).unwrap();
     process.wait().unwrap();
 
@@ -108,8 +110,7 @@ fn a_rank_that_is_started_again_has_to_restart_its_engine() {
     let again = Newcomer { process: "process 2".into(), life: None, distant: false };
     let error = shared.seat(rank, &again).unwrap_err();
     assert_eq!(error.kind(), Kind::Closed);
-    let words =
-        "rank pp 0 tp 1 (process 1): its process has ended; it does not come back: restart the engine";
+    let words = "rank pp 0 tp 1 (process 1): its process has ended; it does not come back: restart the engine";
     assert!(error.to_string().contains(words), "{error}");
     connector.shutdown(LIMIT).wait(LIMIT).unwrap();
 }

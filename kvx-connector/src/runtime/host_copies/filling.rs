@@ -9,7 +9,8 @@ use super::super::rank::Registered;
 use super::super::state::{RankState, Shared};
 use super::may_go_on;
 use crate::engine::{
-    BlockLists, ConnectorMeta, FailedLoad, Kept, LoadFailure, RequestId, Time, WorkerOutput, WorkerRank,
+    BlockLists, ConnectorMeta, FailedLoad, Kept, LoadFailure, RequestId, Time, WorkerOutput,
+    WorkerRank,
 };
 
 /// Loads of a worker with such copies.
@@ -42,7 +43,9 @@ impl RankState {
         if let Some((own, copies)) =
             self.registered.as_ref().and_then(|own| Some((own, own.host_copies.as_ref()?)))
         {
-            for order in meta.receive.iter().filter(|order| order.awaited && !order.local.is_empty()) {
+            for order in
+                meta.receive.iter().filter(|order| order.awaited && !order.local.is_empty())
+            {
                 copies.forget(&order.local);
                 let filled = FilledBlocks { own: Arc::clone(own), blocks: order.local.clone() };
                 self.filling.loads.insert(order.request.clone(), filled);
@@ -77,7 +80,11 @@ impl RankState {
                 }
                 let failure = LoadFailure::Transfer(error.to_string());
                 let invalid = blocks.ascending();
-                output.failed_recving.push(FailedLoad { request: request.clone(), failure, invalid });
+                output.failed_recving.push(FailedLoad {
+                    request: request.clone(),
+                    failure,
+                    invalid,
+                });
             }
             output.finished_recving.push(request);
         }
@@ -92,7 +99,10 @@ impl RankState {
 
 impl Shared {
     /// Copies loaded blocks to the device, and lets the worker's half say so. Blocks.
-    pub(in crate::runtime) fn fill(&self, Due { rank, request, filled: FilledBlocks { own, blocks } }: Due) {
+    pub(in crate::runtime) fn fill(
+        &self,
+        Due { rank, request, filled: FilledBlocks { own, blocks } }: Due,
+    ) {
         let result = self.with_caches(rank, &own, |own| own.copies()?.fill(&blocks));
         if let Some(held) = self.state.lock().ranks.get_mut(&rank) {
             held.filling.done.push((request, blocks, result));
@@ -111,7 +121,9 @@ impl Shared {
         let Some(copies) = &own.host_copies else { return Ok(()) };
         match tokio::time::timeout(deadline.left(), copies.copying.lock()).await {
             Ok(_) => copies.check(),
-            Err(_) => Err(Error::new(Kind::TimedOut, "the blocks were still being copied to the host")),
+            Err(_) => {
+                Err(Error::new(Kind::TimedOut, "the blocks were still being copied to the host"))
+            }
         }
     }
 }

@@ -103,10 +103,16 @@ impl HostCopies {
             bytes,
             "kv_buffer_device is cpu: peers see a copy of the caches in memory of the host"
         );
-        let on_the_host = |base| pools.iter().find_map(|pool| pool.on_the_host(base)).unwrap_or(base);
+        let on_the_host =
+            |base| pools.iter().find_map(|pool| pool.on_the_host(base)).unwrap_or(base);
         let of_host = caches.in_host_memory(on_the_host);
-        let (saved, copying, broken) = (Mutex::default(), tokio::sync::Mutex::default(), OnceLock::new());
-        Ok(Some((HostCopies { caches: caches.clone(), pools, saved, copying, broken }, of_host, seen)))
+        let (saved, copying, broken) =
+            (Mutex::default(), tokio::sync::Mutex::default(), OnceLock::new());
+        Ok(Some((
+            HostCopies { caches: caches.clone(), pools, saved, copying, broken },
+            of_host,
+            seen,
+        )))
     }
 
     /// Notes blocks that are to be saved.
@@ -186,7 +192,8 @@ impl HostCopies {
         let places: Vec<_> = places.collect();
         let mut ranges = vec![Vec::new(); self.pools.len()];
         for (group, block) in blocks {
-            for (region, pool, offset) in places.iter().filter(|(region, ..)| geometry.covers(region, group))
+            for (region, pool, offset) in
+                places.iter().filter(|(region, ..)| geometry.covers(region, group))
             {
                 for kernel in 0..each {
                     let from = (offset + region.grid().offset(block * each + kernel)) as usize;
@@ -258,7 +265,13 @@ mod tests {
     fn caches(at: &Memory) -> Caches {
         let layer = |layer: u64| {
             let from = at.address() + layer * u64::from(BLOCKS) * LEN as u64;
-            LayerCache::packed(format!("layers.{layer}"), from, BLOCKS, LEN as u64, Heads::Sharded(4))
+            LayerCache::packed(
+                format!("layers.{layer}"),
+                from,
+                BLOCKS,
+                LEN as u64,
+                Heads::Sharded(4),
+            )
         };
         Caches::of_layers(vec![layer(0), layer(1)], KvLayout::Lbhnc, 16, 1, 0).unwrap()
     }

@@ -56,7 +56,8 @@ impl Shared {
         let whole = tokens / settings.block_size.max(1);
         let (of, ordered) = state.saving.number(request, whole);
         // The list of a window may begin anywhere: its blocks have no place, and are saved at the end.
-        let groups = (0..).zip(blocks.groups()).zip(&settings.groups).filter(|(_, window)| window.is_none());
+        let groups =
+            (0..).zip(blocks.groups()).zip(&settings.groups).filter(|(_, window)| window.is_none());
         let unsaved: Vec<_> = groups
             .flat_map(|((group, list), _)| {
                 let new = (ordered..whole).zip(list.iter().skip(ordered as usize));
@@ -74,7 +75,11 @@ impl Shared {
 
     /// Has the blocks of a request that ends copied to the host, if they are to be published. Waits. False: they are
     /// not there, and nobody may hear of them.
-    pub(in crate::runtime) fn save_the_rest(self: &Arc<Self>, request: &RequestId, ending: &Ending) -> bool {
+    pub(in crate::runtime) fn save_the_rest(
+        self: &Arc<Self>,
+        request: &RequestId,
+        ending: &Ending,
+    ) -> bool {
         let saving = {
             let mut state = self.state.lock();
             let (of, _) = state.saving.number(request, 0);
@@ -98,7 +103,8 @@ impl Shared {
             });
             // Whole blocks that peers may read already are there.
             let published = state.published.as_ref().filter(|_| windows[..] == [None]);
-            let is_new = |unsaved: &Unsaved| published.is_none_or(|all| !all.has_whole(unsaved.block));
+            let is_new =
+                |unsaved: &Unsaved| published.is_none_or(|all| !all.has_whole(unsaved.block));
             let unsaved: Vec<_> = unsaved.filter(is_new).collect();
             self.save(&mut state, of, &unsaved, When::AtItsEnd)
         };
@@ -134,7 +140,9 @@ impl Shared {
             } else if let Some(own) = &held.registered {
                 let slot = Slot::new();
                 let done = Arc::clone(&slot);
-                self.save_here(*rank, own, (of, blocks.to_vec(), when), move |result| done.set(result));
+                self.save_here(*rank, own, (of, blocks.to_vec(), when), move |result| {
+                    done.set(result)
+                });
                 saving.push(slot);
             }
         }
@@ -153,7 +161,8 @@ impl Shared {
         copies.order(of, &blocks);
         let (shared, own) = (Arc::clone(self), Arc::clone(own));
         self.runtime.spawn_blocking(move || {
-            let result = shared.with_caches(rank, &own, |own| own.copies()?.save(of, &blocks, when));
+            let result =
+                shared.with_caches(rank, &own, |own| own.copies()?.save(of, &blocks, when));
             done(result.map_err(|error| error.to_string()));
         });
     }

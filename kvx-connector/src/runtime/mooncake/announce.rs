@@ -35,10 +35,16 @@ impl Channels {
         if shared.is_older_mooncake() {
             return Ok(()); // decodes are told by the answer of each prefill leg
         }
-        let Some(router) = self.routers.iter().find(|(of, _)| *of == rank).map(|(_, router)| router) else {
+        let Some(router) =
+            self.routers.iter().find(|(of, _)| *of == rank).map(|(_, router)| router)
+        else {
             return Ok(());
         };
-        let host = if self.host.contains(':') { format!("[{}]", self.host) } else { self.host.to_string() };
+        let host = if self.host.contains(':') {
+            format!("[{}]", self.host)
+        } else {
+            self.host.to_string()
+        };
         let registration = WorkerRegistration {
             engine_id: settings.engine.as_str().to_owned(),
             dp_rank: shared.setup.data_parallel,
@@ -51,7 +57,8 @@ impl Channels {
             own.register(registration.clone())?;
         }
         let own = self.bootstrap.as_ref().map(Arc::downgrade);
-        let saying = shared.runtime.spawn(announce(Arc::clone(shared), own, registration)).abort_handle();
+        let saying =
+            shared.runtime.spawn(announce(Arc::clone(shared), own, registration)).abort_handle();
         if let Some(before) = shared.mooncake.announced.0.lock().insert(rank, saying) {
             before.abort();
         }
@@ -70,7 +77,11 @@ impl Channels {
 }
 
 /// Says where a worker listens for as long as it does.
-async fn announce(shared: Arc<Shared>, own: Option<Weak<BootstrapServer>>, registration: WorkerRegistration) {
+async fn announce(
+    shared: Arc<Shared>,
+    own: Option<Weak<BootstrapServer>>,
+    registration: WorkerRegistration,
+) {
     let Some(mooncake) = &shared.setup.settings.mooncake else { return };
     let (mut retry, mut known) = (FIRST_RETRY, true);
     while !shared.is_closed() {
@@ -116,8 +127,12 @@ impl Shared {
         let settings = &self.setup.settings;
         let mut metadata = kvx_core::Metadata::decode(&own.agent.metadata()?)?;
         // No name of an engine: this is told to kvx, which reaches the agent by what follows.
-        let mut told =
-            PullRequest::new(format!("kvx-{}", metadata.identity.incarnation), 1, settings.tp_size, rank.tp);
+        let mut told = PullRequest::new(
+            format!("kvx-{}", metadata.identity.incarnation),
+            1,
+            settings.tp_size,
+            rank.tp,
+        );
         told.remote_pp_size = settings.pp_size;
         tell_layout(&own.caches, &mut told)?;
         // Odd, as vLLM's are.

@@ -107,7 +107,9 @@ impl Shared {
     ) -> Result<()> {
         let Question { pull, address, message, is_kvx, deadline } = question;
         let at = address.strip_prefix("tcp://").and_then(Address::parse);
-        let at = at.ok_or_else(|| Error::new(Kind::Malformed, format!("{address} is no tcp://host:port")))?;
+        let at = at.ok_or_else(|| {
+            Error::new(Kind::Malformed, format!("{address} is no tcp://host:port"))
+        })?;
         let older = self.is_older_mooncake();
         // The grant of another worker's question may be older than this worker's load.
         self.copies_are_idle(rank, self.left(deadline).into()).await?;
@@ -140,7 +142,8 @@ impl Shared {
         loop {
             let limit = self.left(deadline);
             let late = || Error::new(Kind::TimedOut, "the prefill did not answer in time");
-            let answer = tokio::time::timeout(limit, client.receive(LIMIT)).await.map_err(|_| late())??;
+            let answer =
+                tokio::time::timeout(limit, client.receive(LIMIT)).await.map_err(|_| late())??;
             let frame = |at: usize| answer.frames().get(at).map_or(&[][..], Vec::as_slice);
             let (answer, seal) = (frame(0), frame(1));
             if let Some((secret, (nonce, _))) = &sealed {
@@ -151,7 +154,9 @@ impl Shared {
                 if answer.is_ok() {
                     self.mooncake.idle.keep(address, client);
                 }
-                self.tell_mooncake(rank, |worker, now| worker.older_answered_with(now, pull, answer));
+                self.tell_mooncake(rank, |worker, now| {
+                    worker.older_answered_with(now, pull, answer)
+                });
                 return Ok(());
             }
             // Read before the lock, as it may be long.
@@ -188,13 +193,16 @@ impl Shared {
         let asked = message.req_blocks.len();
         if is_kvx {
             let wanted = message.req_blocks.iter().filter(|wanted| wants(wanted));
-            let wanted: Vec<RequestId> = wanted.map(|wanted| wanted.request_id.as_str().into()).collect();
+            let wanted: Vec<RequestId> =
+                wanted.map(|wanted| wanted.request_id.as_str().into()).collect();
             let shared = Arc::clone(self);
             // Registering memory may take long.
             let granting = self.runtime.spawn_blocking(move || shared.granted_of(rank, wanted));
             let gone = |_| Error::new(Kind::Closed, "the connector ends");
             let grants = granting.await.map_err(gone)??;
-            message.req_blocks.retain(|wanted| !wants(wanted) || grants.contains_key(&wanted.request_id));
+            message
+                .req_blocks
+                .retain(|wanted| !wants(wanted) || grants.contains_key(&wanted.request_id));
             message.kvx_grants = grants;
         } else {
             self.tell_abroad(rank, &mut message)?;
@@ -209,7 +217,11 @@ impl Shared {
     }
 
     /// What a worker grants for requests; those that were given up meanwhile are left out. May block.
-    fn granted_of(&self, rank: WorkerRank, wanted: Vec<RequestId>) -> Result<BTreeMap<String, Vec<Vec<u8>>>> {
+    fn granted_of(
+        &self,
+        rank: WorkerRank,
+        wanted: Vec<RequestId>,
+    ) -> Result<BTreeMap<String, Vec<Vec<u8>>>> {
         let mut grants = BTreeMap::new();
         for request in wanted {
             match self.granted(rank, &request) {
@@ -268,7 +280,8 @@ impl Shared {
         self.tell_mooncake(rank, |worker, _| worker.fence_is_slow(request));
         tokio::time::sleep(MAY_WRITE_FOR).await;
         // A later load may have this name.
-        let is_same = |grant: &Grant| matches!(grant, Grant::Abroad(granted) if Arc::ptr_eq(granted, told));
+        let is_same =
+            |grant: &Grant| matches!(grant, Grant::Abroad(granted) if Arc::ptr_eq(granted, told));
         if !self.state.lock().grants.get(request).is_some_and(is_same) {
             return;
         }

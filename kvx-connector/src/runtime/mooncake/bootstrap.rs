@@ -105,16 +105,20 @@ async fn converse(stream: TcpStream, from: SocketAddr, state: Arc<BootstrapState
     // Good for one registration on this connection.
     let mut nonce: Option<String> = None;
     loop {
-        let (answer, goes_on) = match timeout(PATIENCE, exchange.receive(WorkerRegistration::MAX_LEN)).await {
-            Err(_) | Ok(Ok(None)) => return,
-            Ok(Ok(Some(request))) => (state.answer(&request, nonce.take()), request.keeps_alive()),
-            Ok(Err(error)) if error.kind() == Kind::PeerLost => return,
-            Ok(Err(error)) => (refusal(&error), false),
-        };
+        let (answer, goes_on) =
+            match timeout(PATIENCE, exchange.receive(WorkerRegistration::MAX_LEN)).await {
+                Err(_) | Ok(Ok(None)) => return,
+                Ok(Ok(Some(request))) => {
+                    (state.answer(&request, nonce.take()), request.keeps_alive())
+                }
+                Ok(Err(error)) if error.kind() == Kind::PeerLost => return,
+                Ok(Err(error)) => (refusal(&error), false),
+            };
         nonce.clone_from(&answer.nonce);
         let start = format!("HTTP/1.1 {}", answer.status);
         let nonce_line = answer.nonce.map(|nonce| format!("{}: {nonce}", proof::NONCE));
-        let mut headers = vec![if goes_on { "Connection: keep-alive" } else { "Connection: close" }];
+        let mut headers =
+            vec![if goes_on { "Connection: keep-alive" } else { "Connection: close" }];
         headers.extend(nonce_line.as_deref());
         match timeout(PATIENCE, exchange.send(&start, &headers, &answer.body)).await {
             Ok(Ok(())) if goes_on => {}
@@ -122,7 +126,9 @@ async fn converse(stream: TcpStream, from: SocketAddr, state: Arc<BootstrapState
             Ok(Err(error)) => {
                 return tracing::debug!(%from, %error, "an answer of the bootstrap server was not read");
             }
-            Err(_) => return tracing::debug!(%from, "an answer of the bootstrap server was not read in time"),
+            Err(_) => {
+                return tracing::debug!(%from, "an answer of the bootstrap server was not read in time");
+            }
         }
     }
 }
@@ -136,7 +142,11 @@ fn refusal(error: &Error) -> HttpAnswer {
         Kind::Busy => "503 Service Unavailable",
         _ => "400 Bad Request",
     };
-    HttpAnswer { status, nonce: None, body: json!({"detail": error.to_string()}).to_string().into_bytes() }
+    HttpAnswer {
+        status,
+        nonce: None,
+        body: json!({"detail": error.to_string()}).to_string().into_bytes(),
+    }
 }
 
 impl BootstrapState {

@@ -64,7 +64,11 @@ struct ChannelTalker {
 }
 
 /// Serves a worker's side channel until it is dropped.
-pub(super) fn serve(listener: TcpListener, shared: &Arc<Shared>, rank: WorkerRank) -> Result<Router> {
+pub(super) fn serve(
+    listener: TcpListener,
+    shared: &Arc<Shared>,
+    rank: WorkerRank,
+) -> Result<Router> {
     let talker = ChannelTalker { shared: Arc::downgrade(shared), rank, last: AtomicU32::new(0) };
     Router::serve_by(listener, LIMITS, Arc::new(talker))
 }
@@ -82,7 +86,8 @@ fn log_refusal(taken: Result<()>) {
 
 /// The answer to who is not heard.
 fn refusal(older: bool, question: &[u8], error: &Error) -> Vec<u8> {
-    let is_plain = || OlderPullRequest::decode(question).map_or(true, |asked| asked.kvx_question.is_none());
+    let is_plain =
+        || OlderPullRequest::decode(question).map_or(true, |asked| asked.kvx_question.is_none());
     if older && is_plain() {
         return OlderAnswer::Failed.encode().to_vec();
     }
@@ -122,7 +127,9 @@ impl Shared {
                 Ok(Some((secret.clone(), nonce)))
             }
             (Some(_), None)
-                if self.registered(rank).is_some_and(|own| own.agent.backends().contains(&MOONCAKE)) =>
+                if self
+                    .registered(rank)
+                    .is_some_and(|own| own.agent.backends().contains(&MOONCAKE)) =>
             {
                 Ok(None)
             }

@@ -33,7 +33,8 @@ pub(super) async fn query(address: &Address, limit: Duration) -> Result<Director
         let answer = async {
             let mut connection = connect(address).await?;
             let headers = ["Connection: close"];
-            let answer = ask(&mut connection, QUERY, address, &headers, &[], Directory::MAX_LEN).await?;
+            let answer =
+                ask(&mut connection, QUERY, address, &headers, &[], Directory::MAX_LEN).await?;
             Directory::decode(body_of(&answer)?)
         };
         match within(share, address, answer).await {
@@ -60,7 +61,8 @@ pub(super) async fn register(
         let mut connection = connect(address).await?;
         let headers = ["Connection: keep-alive"];
         let answer = ask(&mut connection, REGISTER, address, &headers, &body, MAX_ANSWER).await?;
-        let nonce = answer.header(&proof::NONCE.to_ascii_lowercase()).filter(|_| answer.start[1] == "401");
+        let nonce =
+            answer.header(&proof::NONCE.to_ascii_lowercase()).filter(|_| answer.start[1] == "401");
         let Some(nonce) = nonce else { return body_of(&answer).map(drop) };
         let secret = secret.ok_or_else(|| {
             Error::new(
@@ -76,9 +78,14 @@ pub(super) async fn register(
     within(limit, address, all).await
 }
 
-async fn within<T>(limit: Duration, address: &Address, done: impl Future<Output = Result<T>>) -> Result<T> {
+async fn within<T>(
+    limit: Duration,
+    address: &Address,
+    done: impl Future<Output = Result<T>>,
+) -> Result<T> {
     let Address { host, port } = address;
-    let context = |error: Error| Error::new(error.kind(), format!("bootstrap server {host}:{port}: {error}"));
+    let context =
+        |error: Error| Error::new(error.kind(), format!("bootstrap server {host}:{port}: {error}"));
     match timeout(limit, done).await {
         Ok(done) => done.map_err(context),
         Err(_) => Err(context(Error::new(Kind::TimedOut, format!("no answer within {limit:?}")))),
@@ -106,8 +113,11 @@ async fn ask(
     body: &[u8],
     most: usize,
 ) -> Result<HttpMessage> {
-    let host =
-        if host.contains(':') { format!("Host: [{host}]:{port}") } else { format!("Host: {host}:{port}") };
+    let host = if host.contains(':') {
+        format!("Host: [{host}]:{port}")
+    } else {
+        format!("Host: {host}:{port}")
+    };
     let headers: Vec<&str> = [&*host].into_iter().chain(headers.iter().copied()).collect();
     // To a request of this version nobody answers in chunks.
     connection.send(&format!("{what} HTTP/1.0"), &headers, body).await?;
@@ -122,7 +132,10 @@ fn body_of(answer: &HttpMessage) -> Result<&[u8]> {
         return Ok(&answer.body);
     }
     let body: Option<serde_json::Value> = serde_json::from_slice(&answer.body).ok();
-    let detail = body.as_ref().and_then(|body| body.get("detail")?.as_str()).unwrap_or("it does not say why");
+    let detail = body
+        .as_ref()
+        .and_then(|body| body.get("detail")?.as_str())
+        .unwrap_or("it does not say why");
     let detail: String = detail.chars().take(500).collect();
     Err(Error::new(Kind::Invalid, format!("it answers {status}: {detail}")))
 }

@@ -47,13 +47,15 @@ impl HttpHead {
     ///
     /// Errors: `Malformed`; `Unsupported`: a body in chunks.
     pub(super) fn parse(bytes: &[u8]) -> Result<Option<HttpHead>> {
-        let Some(end) = bytes.windows(4).take(MAX_HEAD).position(|window| window == b"\r\n\r\n") else {
+        let Some(end) = bytes.windows(4).take(MAX_HEAD).position(|window| window == b"\r\n\r\n")
+        else {
             return match bytes.len() < MAX_HEAD {
                 true => Ok(None),
                 false => Err(malformed(&format!("a head of more than {MAX_HEAD} bytes"))),
             };
         };
-        let text = std::str::from_utf8(&bytes[..end]).map_err(|_| malformed("a head that is no text"))?;
+        let text =
+            std::str::from_utf8(&bytes[..end]).map_err(|_| malformed("a head that is no text"))?;
         let mut lines = text.split("\r\n");
         let mut words = lines.next().unwrap_or_default().splitn(3, ' ').map(str::to_owned);
         let start = [(); 3].map(|()| words.next().unwrap_or_default());
@@ -64,7 +66,8 @@ impl HttpHead {
             return Err(malformed("the first line is none of HTTP/1"));
         }
         let header = |line: &str| {
-            let (name, value) = line.split_once(':').ok_or_else(|| malformed("a header without a colon"))?;
+            let (name, value) =
+                line.split_once(':').ok_or_else(|| malformed("a header without a colon"))?;
             Ok((name.to_ascii_lowercase(), value.trim().to_owned()))
         };
         let headers = lines.map(header).collect::<Result<Vec<_>>>()?;
@@ -73,7 +76,8 @@ impl HttpHead {
             return Err(Error::new(Kind::Unsupported, "an HTTP body in chunks: send its length"));
         }
         let lengths = || message.headers.iter().filter(|(name, _)| name == "content-length");
-        let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+        let digits =
+            |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
         let body = match (lengths().next(), lengths().count()) {
             (None, _) => None,
             (Some((_, length)), 1) if digits(length) => {
@@ -132,14 +136,18 @@ impl Exchange {
         };
         let HttpHead { mut message, body, len } = head;
         self.unread.drain(..len);
-        let too_long = || Error::new(Kind::Exhausted, format!("an HTTP body of more than {most} bytes"));
+        let too_long =
+            || Error::new(Kind::Exhausted, format!("an HTTP body of more than {most} bytes"));
         let is_answer = message.start[0].starts_with("HTTP/");
         match body {
             Some(length) if length > most => return Err(too_long()),
             Some(length) => {
                 while self.unread.len() < length {
                     if self.fill().await? == 0 {
-                        return Err(Error::new(Kind::PeerLost, "an HTTP connection ended within a body"));
+                        return Err(Error::new(
+                            Kind::PeerLost,
+                            "an HTTP connection ended within a body",
+                        ));
                     }
                 }
                 message.body = self.unread.drain(..length).collect();
@@ -164,8 +172,10 @@ impl Exchange {
 
     /// Sends a message: `start` is its first line, each of `headers` a line without its end.
     pub(super) async fn send(&mut self, start: &str, headers: &[&str], body: &[u8]) -> Result<()> {
-        let mut out =
-            format!("{start}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n", body.len());
+        let mut out = format!(
+            "{start}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n",
+            body.len()
+        );
         for header in headers {
             out.push_str(header);
             out.push_str("\r\n");
@@ -187,8 +197,7 @@ mod tests {
 
     #[test]
     fn heads_of_requests_and_answers_are_read() {
-        let text =
-            "POST /register HTTP/1.1\r\nHost: a:1\r\ncontent-LENGTH: 12\r\nConnection: close\r\n\r\n{\"a\"";
+        let text = "POST /register HTTP/1.1\r\nHost: a:1\r\ncontent-LENGTH: 12\r\nConnection: close\r\n\r\n{\"a\"";
         let head = parsed(text).unwrap().unwrap();
         assert_eq!((head.body, head.len), (Some(12), text.len() - 4));
         assert_eq!(head.message.start, ["POST", "/register", "HTTP/1.1"]);

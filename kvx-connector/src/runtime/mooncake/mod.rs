@@ -113,7 +113,8 @@ impl Listeners {
                 "peers of other machines cannot reach this engine: set VLLM_HOST_IP to its own address"
             );
         }
-        let mut listeners = Listeners { host: Arc::clone(&host), bootstrap: None, ranks: Vec::new() };
+        let mut listeners =
+            Listeners { host: Arc::clone(&host), bootstrap: None, ranks: Vec::new() };
         if mooncake.serves_bootstrap(setup.data_parallel, WorkerRank::default())
             && let Bootstrap::Own(port) = mooncake.bootstrap
         {
@@ -122,7 +123,8 @@ impl Listeners {
         if mooncake.prefills() && mooncake.is_older() {
             listeners.ranks = older_ranks(setup, bind).await?;
         } else if mooncake.prefills() {
-            for (pp, tp) in (0..settings.pp_size).flat_map(|pp| (0..settings.tp_size).map(move |tp| (pp, tp)))
+            for (pp, tp) in
+                (0..settings.pp_size).flat_map(|pp| (0..settings.tp_size).map(move |tp| (pp, tp)))
             {
                 listeners.ranks.push((WorkerRank { pp, tp }, listen(bind, 0).await?));
             }
@@ -135,7 +137,10 @@ impl Listeners {
         match (bootstrap, &self.bootstrap) {
             (Bootstrap::Without, _) => {
                 let first = self.ranks.first().and_then(|(_, listener)| listener.local_addr().ok());
-                Address { host: Arc::clone(&self.host), port: first.map_or(0, |local| local.port()) }
+                Address {
+                    host: Arc::clone(&self.host),
+                    port: first.map_or(0, |local| local.port()),
+                }
             }
             (Bootstrap::External(address), _) => address.clone(),
             (Bootstrap::Own(port), None) => Address { host: Arc::clone(&self.host), port: *port },
@@ -149,8 +154,9 @@ impl Listeners {
     /// Begins to answer.
     pub(super) fn serve(self, shared: &Arc<Shared>) -> Result<Channels> {
         let secret = shared.secret.clone();
-        let bootstrap =
-            self.bootstrap.map(|listener| Arc::new(BootstrapServer::serve(listener, shared.clock, secret)));
+        let bootstrap = self
+            .bootstrap
+            .map(|listener| Arc::new(BootstrapServer::serve(listener, shared.clock, secret)));
         let router = |(rank, listener)| Ok((rank, channel::serve(listener, shared, rank)?));
         let routers = self.ranks.into_iter().map(router).collect::<Result<_>>()?;
         Ok(Channels { host: self.host, bootstrap, routers })
@@ -182,7 +188,10 @@ async fn in_a_row(setup: &Setup, bind: &str) -> Result<Vec<(WorkerRank, TcpListe
             }
             None => 0,
             Some(first) => u16::try_from(u32::from(first.port()) + tp).map_err(|_| {
-                Error::new(Kind::Exhausted, "a free port has too few above it for all workers: start again")
+                Error::new(
+                    Kind::Exhausted,
+                    "a free port has too few above it for all workers: start again",
+                )
             })?,
         };
         ranks.push((WorkerRank { pp: 0, tp }, listen(bind, port).await?));

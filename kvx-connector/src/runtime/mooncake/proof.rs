@@ -20,8 +20,8 @@ pub(super) const PROOF: &str = "X-Kvx-Proof";
 pub(super) type Nonce = [u8; 32];
 
 fn mac(secret: &Secret, label: &str, nonce: &[u8], said: &[u8]) -> Hmac<Sha256> {
-    let mut mac =
-        <Hmac<Sha256> as KeyInit>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");
+    let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(secret.bytes())
+        .expect("HMAC takes keys of any length");
     for part in [label.as_bytes(), nonce] {
         mac.update(&(part.len() as u64).to_be_bytes());
         mac.update(part);
@@ -49,9 +49,11 @@ pub(super) fn prove(secret: &Secret, nonce: &str, body: &[u8]) -> String {
 /// Errors: `Denied`: whoever registers does not have the secret.
 pub(super) fn check(secret: &Secret, nonce: Option<&str>, body: &[u8], proof: &str) -> Result<()> {
     let differ = || differ("this worker and the bootstrap server");
-    let byte = |at: usize| proof.get(at..at + 2).and_then(|digits| u8::from_str_radix(digits, 16).ok());
+    let byte =
+        |at: usize| proof.get(at..at + 2).and_then(|digits| u8::from_str_radix(digits, 16).ok());
     let is_hex = proof.len() == 64 && proof.bytes().all(|digit| digit.is_ascii_hexdigit());
-    let bytes: Option<Vec<u8>> = (0..64).step_by(2).map(byte).collect::<Option<_>>().filter(|_| is_hex);
+    let bytes: Option<Vec<u8>> =
+        (0..64).step_by(2).map(byte).collect::<Option<_>>().filter(|_| is_hex);
     let (Some(nonce), Some(bytes)) = (nonce, bytes) else { return Err(differ()) };
     // In a time that does not depend on the proof.
     mac(secret, REGISTERS, nonce.as_bytes(), body).verify_slice(&bytes).map_err(|_| differ())
@@ -78,7 +80,12 @@ pub(super) fn seal_answer(secret: &Secret, nonce: &Nonce, answer: &[u8]) -> Vec<
 }
 
 /// Errors: `Denied`: whoever answers does not have the secret.
-pub(super) fn check_answer(secret: &Secret, nonce: &Nonce, answer: &[u8], seal: &[u8]) -> Result<()> {
+pub(super) fn check_answer(
+    secret: &Secret,
+    nonce: &Nonce,
+    answer: &[u8],
+    seal: &[u8],
+) -> Result<()> {
     let differ = || differ("this decode and the prefill, or whoever answers in its place,");
     mac(secret, ANSWERS, nonce, answer).verify_slice(seal).map_err(|_| differ())
 }

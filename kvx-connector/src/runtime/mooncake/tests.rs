@@ -16,7 +16,8 @@ use super::bootstrap::{BootstrapServer, CONNECTIONS};
 use super::client;
 use crate::engine::{Address, BlockLists, WorkerRank};
 use crate::wire::mooncake::{
-    Directory, OlderPullRequest, PullRequest, PullResponse, PullStatus, PulledRequest, WorkerRegistration,
+    Directory, OlderPullRequest, PullRequest, PullResponse, PullStatus, PulledRequest,
+    WorkerRegistration,
 };
 
 const LIMIT: Duration = Duration::from_secs(10);
@@ -24,7 +25,8 @@ const SHORT: Duration = Duration::from_millis(300);
 
 fn run<F: Future>(test: F) -> F::Output {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let done = runtime.block_on(async { tokio::time::timeout(Duration::from_secs(30), test).await });
+    let done =
+        runtime.block_on(async { tokio::time::timeout(Duration::from_secs(30), test).await });
     runtime.shutdown_background();
     done.expect("no test of a socket hangs")
 }
@@ -70,7 +72,10 @@ fn a_worker_registers_and_is_found_and_all_else_is_refused_in_words() {
         let (_server, address) = server(None).await;
         let good = json!({"engine_id": "e", "dp_rank": 0, "tp_rank": 0, "pp_rank": 0, "addr": "tcp://h:1"});
         let said = answered(&address, &post(&good.to_string())).await;
-        assert!(said.starts_with("HTTP/1.1 200 OK\r\n") && said.ends_with(r#"{"status":"ok"}"#), "{said}");
+        assert!(
+            said.starts_with("HTTP/1.1 200 OK\r\n") && said.ends_with(r#"{"status":"ok"}"#),
+            "{said}"
+        );
         assert!(
             answered(&address, &post(&good.to_string())).await.starts_with("HTTP/1.1 200"),
             "it may say so again"
@@ -82,7 +87,11 @@ fn a_worker_registers_and_is_found_and_all_else_is_refused_in_words() {
             (post("{}"), "400", "engine_id"),
             (post("not JSON"), "400", "no JSON"),
             (post(&" ".repeat(9 << 10)), "413", "more than"),
-            (b"POST /register HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec(), "411", "length"),
+            (
+                b"POST /register HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec(),
+                "411",
+                "length",
+            ),
             (b"DELETE /query HTTP/1.0\r\n\r\n".to_vec(), "405", "Method"),
             (b"GET /metrics HTTP/1.0\r\n\r\n".to_vec(), "404", "Not Found"),
             (vec![b'x'; 9 << 10], "400", "head"),
@@ -96,8 +105,13 @@ fn a_worker_registers_and_is_found_and_all_else_is_refused_in_words() {
         }
         // Two requests on a connection, in one piece.
         let query = "GET /query HTTP/1.1\r\nHost: x\r\n\r\n";
-        let said = answered(&address, format!("{query}GET /query?x HTTP/1.0\r\n\r\n").as_bytes()).await;
-        assert_eq!(said.matches("\"worker_addr\":{\"0\":{\"0\":\"tcp://h:1\"}}").count(), 2, "{said}");
+        let said =
+            answered(&address, format!("{query}GET /query?x HTTP/1.0\r\n\r\n").as_bytes()).await;
+        assert_eq!(
+            said.matches("\"worker_addr\":{\"0\":{\"0\":\"tcp://h:1\"}}").count(),
+            2,
+            "{said}"
+        );
         let listed = client::query(&address, LIMIT).await.unwrap();
         assert!(!listed.engine("e").unwrap().is_kvx, "it says nothing of that");
     });
@@ -192,7 +206,10 @@ fn servers_that_are_slow_or_none_are_asked_three_times_and_cost_no_more_than_the
             (vec![Some(b"SSH-2.0-x\r\n\r\n".to_vec()); 3], Kind::Malformed),
             (vec![Some(b"HTTP/1.1 500 Oh\r\n\r\n".to_vec()); 3], Kind::Invalid),
             (vec![Some(b"HTTP/1.1 200 OK\r\n\r\nhello".to_vec()); 3], Kind::Malformed),
-            (vec![Some(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}".to_vec()); 3], Kind::PeerLost),
+            (
+                vec![Some(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}".to_vec()); 3],
+                Kind::PeerLost,
+            ),
             (vec![Some(long); 3], Kind::Exhausted),
             (vec![Some(promised); 3], Kind::Exhausted),
             (vec![None; 3], Kind::TimedOut),
@@ -205,7 +222,11 @@ fn servers_that_are_slow_or_none_are_asked_three_times_and_cost_no_more_than_the
             assert!(began.elapsed() < LIMIT / 2, "{:?}", began.elapsed());
         }
         let address = impostor(vec![Some(Vec::new()), None, Some(good)]).await;
-        assert_eq!(client::query(&address, SHORT * 3).await.unwrap(), Directory::default(), "the third time");
+        assert_eq!(
+            client::query(&address, SHORT * 3).await.unwrap(),
+            Directory::default(),
+            "the third time"
+        );
     });
 }
 
@@ -222,14 +243,18 @@ fn questions_that_cannot_be_right_are_answered_in_words_and_all_else_goes_on() {
     register(&decode, 0).unwrap();
     run(async {
         let listed = client::query(prefill.address(), LIMIT).await.unwrap();
-        let at = &listed.engine(prefill.engine_id().as_str()).unwrap().workers[&WorkerRank::default()];
+        let at =
+            &listed.engine(prefill.engine_id().as_str()).unwrap().workers[&WorkerRank::default()];
         let at: SocketAddr = at.strip_prefix("tcp://").unwrap().parse().unwrap();
         let mut question = PullRequest::new("somewhere", 7, 1, 0);
         question.kvx_engine_id = Some(prefill.engine_id().as_str().to_owned());
         (question.kv_caches_base_addr, question.block_lens) = (vec![4096], vec![1024]);
         question.kv_block_lens = vec![1024];
-        let pulled =
-            PulledRequest { request_id: "r".into(), transfer_id: "t".into(), block_ids: vec![vec![0]] };
+        let pulled = PulledRequest {
+            request_id: "r".into(),
+            transfer_id: "t".into(),
+            block_ids: vec![vec![0]],
+        };
         question.req_blocks = vec![pulled];
         let changed = |change: &dyn Fn(&mut PullRequest)| {
             let mut question = question.clone();
@@ -250,7 +275,8 @@ fn questions_that_cannot_be_right_are_answered_in_words_and_all_else_goes_on() {
             assert!(answer.status == PullStatus::Error && answer.kvx_settled, "{answer:?}");
             assert!(answer.err_msg.unwrap().contains(word));
         }
-        let answer = client.ask(&changed(&|question| question.forget_layout()), LIMIT).await.unwrap();
+        let answer =
+            client.ask(&changed(&|question| question.forget_layout()), LIMIT).await.unwrap();
         let answer = PullResponse::decode(answer.frames().last().unwrap()).unwrap();
         assert_eq!(answer.status, PullStatus::LayoutMiss);
         // More than is taken of a message.
@@ -358,23 +384,29 @@ fn a_connection_is_kept_for_the_next_question_until_its_other_end_leaves() {
 
 #[test]
 fn before_0_16_a_req_socket_hears_one_answer_and_all_else_goes_on() {
-    let compat =
-        |engine| super::super::tests::built_with("MooncakeConnector", engine, r#""kv_compat": "0.11""#);
+    let compat = |engine| {
+        super::super::tests::built_with("MooncakeConnector", engine, r#""kv_compat": "0.11""#)
+    };
     let (prefill, decode) = (compat("p"), compat("d"));
     register(&prefill, 0).unwrap();
     register(&decode, 0).unwrap();
     let at = SocketAddr::from(([127, 0, 0, 1], prefill.address().port));
     let mut other = PullRequest::new("somewhere", 7, 1, 0);
     other.kv_caches_base_addr = vec![4096; 9];
-    other.req_blocks =
-        vec![PulledRequest { request_id: "r".into(), transfer_id: "r".into(), block_ids: vec![vec![0]] }];
+    other.req_blocks = vec![PulledRequest {
+        request_id: "r".into(),
+        transfer_id: "r".into(),
+        block_ids: vec![vec![0]],
+    }];
     let regions = OlderPullRequest::plain(&other).unwrap().encode();
     other.kvx_engine_id = Some("former".into());
     let former = OlderPullRequest::to_kvx(&other).encode();
     run(async {
         let limits = MessageLimits { frames: 4, bytes: 1 << 20 };
         let mut client =
-            Client::connect(SocketType::Req, &[at], limits, &Budget::new(2 << 20), LIMIT).await.unwrap();
+            Client::connect(SocketType::Req, &[at], limits, &Budget::new(2 << 20), LIMIT)
+                .await
+                .unwrap();
         for bytes in [b"nonsense".to_vec(), Vec::new(), regions] {
             let answer = client.ask(&bytes, LIMIT).await.unwrap();
             assert_eq!(answer.frames(), [b"trans_error".to_vec()]);

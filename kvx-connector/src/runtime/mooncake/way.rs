@@ -62,7 +62,10 @@ impl Shared {
 
     async fn draw_up(&self, rank: WorkerRank, target: &Target) -> Result<(PeerPlan, Way)> {
         let own = self.registered(rank).ok_or_else(|| {
-            Error::new(Kind::Invalid, "the prefill has no caches registered: it calls Rank::register")
+            Error::new(
+                Kind::Invalid,
+                "the prefill has no caches registered: it calls Rank::register",
+            )
         })?;
         let here = self.setup.settings.block_size;
         if let Some(there) = target.told.kvx_block_size.filter(|there| *there != here) {
@@ -81,7 +84,9 @@ impl Shared {
             Some(metadata) => (link(own.agent.connect(metadata)).await?, false),
             None => {
                 let name = match target.told.remote_hostname.contains(':') {
-                    true => format!("[{}]:{}", target.told.remote_hostname, target.told.remote_port),
+                    true => {
+                        format!("[{}]:{}", target.told.remote_hostname, target.told.remote_port)
+                    }
                     false => format!("{}:{}", target.told.remote_hostname, target.told.remote_port),
                 };
                 (link(own.agent.connect_foreign(MOONCAKE, name)).await?, true)
@@ -122,10 +127,14 @@ impl Way {
         let learned = match self.foreign {
             true => None,
             false => Some(Learned::of(order, &self.peer)?.ok_or_else(|| {
-                Error::new(Kind::Malformed, "the decode is one of kvx, and grants nothing to write into")
+                Error::new(
+                    Kind::Malformed,
+                    "the decode is one of kvx, and grants nothing to write into",
+                )
             })?),
         };
-        let regions = learned.as_ref().map(|learned| PeerRegions::granted(&learned.regions)).transpose()?;
+        let regions =
+            learned.as_ref().map(|learned| PeerRegions::granted(&learned.regions)).transpose()?;
         let mut pairs = Vec::new();
         for group in order.groups.iter() {
             let number = u32::try_from(group.group).unwrap_or(u32::MAX);
@@ -134,7 +143,10 @@ impl Way {
                 Some(regions) => lanes.within(regions)?,
                 None => lanes.at(&self.peer)?,
             };
-            pairs.push((lanes.ours.0.blocks(group.local.clone()), theirs.blocks(group.remote.clone())));
+            pairs.push((
+                lanes.ours.0.blocks(group.local.clone()),
+                theirs.blocks(group.remote.clone()),
+            ));
         }
         Ok(WayPairs { peer: self.peer.clone(), pairs, learned })
     }
@@ -160,7 +172,8 @@ impl Lanes {
         let count = self.theirs.iter().map(|grid| grid.count).min().unwrap_or(0);
         let placed = self.theirs.iter().map(|there| {
             let grid = Grid { count, ..there.at(0) };
-            let beyond = || Error::new(Kind::Malformed, "blocks of a decode lie beyond all addresses");
+            let beyond =
+                || Error::new(Kind::Malformed, "blocks of a decode lie beyond all addresses");
             let len = grid.end().ok_or_else(beyond)?;
             Ok((peer.foreign(there.base, len, self.kind, 0)?, grid))
         });

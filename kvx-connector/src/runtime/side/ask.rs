@@ -9,9 +9,12 @@ use super::super::clock::Clock;
 use super::super::zmtp::{Budget, Client, Message, MessageLimits, SocketType, resolve};
 use super::proof;
 use crate::Dialect;
-use crate::engine::{Address, HandshakeFailure, RemoteEngine, SideChannels, WorkerRank, is_loopback};
+use crate::engine::{
+    Address, HandshakeFailure, RemoteEngine, SideChannels, WorkerRank, is_loopback,
+};
 use crate::wire::{
-    Expectation, Handshake, HandshakePayload, HandshakeRequest, HandshakenPeer, KvxChallenge, KvxRequest,
+    Expectation, Handshake, HandshakePayload, HandshakeRequest, HandshakenPeer, KvxChallenge,
+    KvxRequest,
 };
 
 /// An answer: the payload, the clock, and what a later version may add.
@@ -101,8 +104,9 @@ impl SideClient {
             let Some(question) = handshake.request(self.clock.now()) else { break };
             let mut answer = client.ask(&question, self.limit).await.map_err(in_context)?;
             let challenge = challenge(&answer)?;
-            let this =
-                challenge.as_ref().map_or(Ok(PeerStanding::Foreign), |challenge| self.standing(challenge))?;
+            let this = challenge
+                .as_ref()
+                .map_or(Ok(PeerStanding::Foreign), |challenge| self.standing(challenge))?;
             // One for all: what the first worker tells must not be believed for what the second one proves.
             if standing.replace(this).is_some_and(|before| before != this) {
                 return Err(Error::new(
@@ -135,7 +139,12 @@ impl SideClient {
     /// What the side channel at an address says of one worker, with nothing expected of it.
     ///
     /// Errors: nobody answers, or not in words.
-    pub(crate) async fn look(&self, address: &Address, rank: WorkerRank, dialect: Dialect) -> Result<Look> {
+    pub(crate) async fn look(
+        &self,
+        address: &Address,
+        rank: WorkerRank,
+        dialect: Dialect,
+    ) -> Result<Look> {
         let mut client = self.connect(address).await?;
         let request = HandshakeRequest::new(rank, dialect)?;
         let began = Instant::now();
@@ -151,7 +160,8 @@ impl SideClient {
         {
             answer = self.ask_as_kvx(&mut client, challenge, request).await?;
         }
-        let payload = HandshakePayload::decode(answer.frames().first().map_or(&[][..], Vec::as_slice))?;
+        let payload =
+            HandshakePayload::decode(answer.frames().first().map_or(&[][..], Vec::as_slice))?;
         Ok(Look { payload, standing, round_trip })
     }
 
@@ -185,10 +195,13 @@ impl SideClient {
         let request = proof::prove_question(secret, &challenge, request);
         let answer = client.ask(&request.encode(), self.limit).await?;
         let Some(secret) = secret else { return Ok(answer) };
-        let payload = HandshakePayload::decode(answer.frames().first().map_or(&[][..], Vec::as_slice))?;
+        let payload =
+            HandshakePayload::decode(answer.frames().first().map_or(&[][..], Vec::as_slice))?;
         match payload.refusal.as_ref().filter(|_| payload.kvx_proof.is_none()) {
             // Whoever has the secret proves its refusals, too: this one says that ours is another.
-            Some(why) => Err(Error::new(Kind::Denied, format!("the prefill refuses this engine: {why}"))),
+            Some(why) => {
+                Err(Error::new(Kind::Denied, format!("the prefill refuses this engine: {why}")))
+            }
             None => proof::check_answer(secret, &challenge, &request, &payload).map(|()| answer),
         }
     }
@@ -229,6 +242,7 @@ fn unanswered(error: Error, address: &Address, engine: &str) -> Error {
 
 /// As the worker is told of it.
 pub(crate) fn handshake_failure(error: &Error) -> HandshakeFailure {
-    let unanswered = matches!(error.kind(), Kind::TimedOut | Kind::PeerLost | Kind::Malformed | Kind::Native);
+    let unanswered =
+        matches!(error.kind(), Kind::TimedOut | Kind::PeerLost | Kind::Malformed | Kind::Native);
     HandshakeFailure { setup: !unanswered, error: error.to_string() }
 }

@@ -53,8 +53,15 @@ mod tests {
 
     #[test]
     fn a_host_of_this_machine_alone_is_no_place_for_data_of_others() {
-        for host in ["localhost", "127.0.0.1", "::1", "0.0.0.0", "[::1]", "192.0.2.1", "no.such.host.invalid"]
-        {
+        for host in [
+            "localhost",
+            "127.0.0.1",
+            "::1",
+            "0.0.0.0",
+            "[::1]",
+            "192.0.2.1",
+            "no.such.host.invalid",
+        ] {
             assert_eq!(bound(&config(host, "{}")), None, "{host}");
         }
     }

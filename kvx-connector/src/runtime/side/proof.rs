@@ -16,8 +16,8 @@ use sha2::Sha256;
 use crate::wire::{HandshakePayload, KvxChallenge, KvxRequest};
 
 fn mac(secret: &Secret, label: &[u8], challenge: &[u8; 32], request: &KvxRequest) -> Hmac<Sha256> {
-    let mut mac =
-        <Hmac<Sha256> as KeyInit>::new_from_slice(secret.bytes()).expect("HMAC takes keys of any length");
+    let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(secret.bytes())
+        .expect("HMAC takes keys of any length");
     let rank = request.request.rank();
     mac.update(label);
     mac.update(challenge);
@@ -39,9 +39,11 @@ fn of_prefill(
 ) -> Hmac<Sha256> {
     let mut mac = mac(secret, b"kvx side channel 1: the prefill answers", challenge, request);
     let refusal = answer.refusal.as_deref().unwrap_or_default();
-    for said in
-        [answer.compatibility_hash.as_str().as_bytes(), refusal.as_bytes(), &answer.agent_metadata_bytes]
-    {
+    for said in [
+        answer.compatibility_hash.as_str().as_bytes(),
+        refusal.as_bytes(),
+        &answer.agent_metadata_bytes,
+    ] {
         mac.update(&(said.len() as u64).to_be_bytes());
         mac.update(said);
     }
@@ -54,8 +56,8 @@ pub(super) fn prove_question(
     challenge: &KvxChallenge,
     mut request: KvxRequest,
 ) -> KvxRequest {
-    request.proof =
-        secret.map(|secret| of_decode(secret, &challenge.nonce, &request).finalize().into_bytes().into());
+    request.proof = secret
+        .map(|secret| of_decode(secret, &challenge.nonce, &request).finalize().into_bytes().into());
     request
 }
 

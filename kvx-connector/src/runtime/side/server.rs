@@ -57,20 +57,29 @@ impl SideServer {
     /// Listens, on tasks of the runtime that it is called in. `clock` is that of the engine's `Scheduler`.
     ///
     /// Errors: a port that is taken, with the variable and a free one; a host that is not of this machine.
-    pub(crate) async fn bind(settings: &SideSettings, hash: CompatibilityHash, clock: Clock) -> Result<Self> {
+    pub(crate) async fn bind(
+        settings: &SideSettings,
+        hash: CompatibilityHash,
+        clock: Clock,
+    ) -> Result<Self> {
         for warning in &settings.warnings {
             tracing::warn!("{warning}");
         }
-        let told = SideListeners { anybody: Listener::new(hash.clone()), invited: Listener::new(hash) };
-        let handler =
-            Arc::new(SideHandler { clock, secret: settings.secret.clone(), told: Mutex::new(told) });
+        let told =
+            SideListeners { anybody: Listener::new(hash.clone()), invited: Listener::new(hash) };
+        let handler = Arc::new(SideHandler {
+            clock,
+            secret: settings.secret.clone(),
+            told: Mutex::new(told),
+        });
         let mut routers = Vec::new();
         for port in &settings.ports {
             let listener = listen(settings, *port).await?;
             routers.push(Router::serve(listener, LIMITS, Arc::clone(&handler))?);
         }
-        let first =
-            routers.first().ok_or_else(|| Error::new(Kind::Invalid, "a side channel without a port"))?;
+        let first = routers
+            .first()
+            .ok_or_else(|| Error::new(Kind::Invalid, "a side channel without a port"))?;
         let address = Address { host: Arc::clone(&settings.advertise), port: first.local().port() };
         let server = SideServer { address, handler, routers };
         let at: Vec<_> = server.listens_at().collect();
@@ -131,14 +140,17 @@ impl SideServer {
 /// The port of a side channel, at the first address of its host: where ZeroMQ binds.
 async fn listen(settings: &SideSettings, port: u16) -> Result<TcpListener> {
     let host = &settings.bind;
-    let addresses = resolve(host, port, LIMITS.patience).await.map_err(|error| foreign_host(host, &error))?;
+    let addresses =
+        resolve(host, port, LIMITS.patience).await.map_err(|error| foreign_host(host, &error))?;
     let address = addresses[0];
     match TcpListener::bind(address).await {
         Ok(listener) => Ok(listener),
         Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
             Err(busy(address, settings.ports.len()).await)
         }
-        Err(error) if error.kind() == std::io::ErrorKind::AddrNotAvailable => Err(foreign_host(host, &error)),
+        Err(error) if error.kind() == std::io::ErrorKind::AddrNotAvailable => {
+            Err(foreign_host(host, &error))
+        }
         Err(error) => Err(Error::os(format!("the side channel cannot listen at {address}"), error)),
     }
 }
@@ -213,7 +225,8 @@ impl SideHandler {
             tracing::info!(%refusal, "a handshake was refused");
         }
         let mut payload = HandshakePayload::decode(reply.payload())?;
-        payload.kvx_challenge = Some(KvxChallenge { secret: self.secret.is_some(), nonce }.encode());
+        payload.kvx_challenge =
+            Some(KvxChallenge { secret: self.secret.is_some(), nonce }.encode());
         session.challenge = Some(nonce);
         Ok(reply.with_payload(&payload).frames().map(Arc::from).collect())
     }

@@ -38,7 +38,8 @@ impl SideSettings {
             SideChannels::OfEngine => 1,
             SideChannels::OfWorkers => tp_size,
         };
-        let ports = (0..workers).map(|tp| config.side_channel_port(RankNumbers { dp, tp, tp_size }));
+        let ports =
+            (0..workers).map(|tp| config.side_channel_port(RankNumbers { dp, tp, tp_size }));
         let advertise = bare(&config.environment().side_channel_host);
         let bind = config.nixl().side_channel_bind.as_deref().unwrap_or(advertise);
         Ok(SideSettings {
@@ -99,9 +100,10 @@ mod tests {
     #[test]
     fn hosts_that_lead_nowhere_are_warned_of() {
         let json = r#"{"kv_connector_extra_config": {"tcp": {"bind": "10.0.0.1"}}}"#;
-        for (host, json, word) in
-            [("localhost", json, "tcp.bind is 10.0.0.1"), ("0.0.0.0", "{}", "side_channel_bind to 0.0.0.0")]
-        {
+        for (host, json, word) in [
+            ("localhost", json, "tcp.bind is 10.0.0.1"),
+            ("0.0.0.0", "{}", "side_channel_bind to 0.0.0.0"),
+        ] {
             let warnings = settings(host, json, SideChannels::OfEngine).unwrap().warnings;
             assert!(warnings.len() == 1 && warnings[0].contains(word), "{warnings:?}");
             assert!(warnings[0].contains("VLLM_NIXL_SIDE_CHANNEL_HOST"), "{warnings:?}");

@@ -18,7 +18,8 @@ pub(super) const SHORT: Duration = Duration::from_millis(300);
 
 pub(super) fn run<F: Future>(test: F) -> F::Output {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let done = runtime.block_on(async { tokio::time::timeout(Duration::from_secs(60), test).await });
+    let done =
+        runtime.block_on(async { tokio::time::timeout(Duration::from_secs(60), test).await });
     runtime.shutdown_background();
     done.expect("nothing at the side channel hangs")
 }
@@ -33,7 +34,13 @@ fn secret(byte: u8) -> Option<Secret> {
 
 pub(super) fn settings(host: &str, secret: Option<Secret>) -> SideSettings {
     let host: std::sync::Arc<str> = host.into();
-    SideSettings { advertise: host.clone(), bind: host, ports: vec![0], secret, warnings: Vec::new() }
+    SideSettings {
+        advertise: host.clone(),
+        bind: host,
+        ports: vec![0],
+        secret,
+        warnings: Vec::new(),
+    }
 }
 
 /// What a worker tells: with NIXL's blob, so that a vLLM could read from it, or without.
@@ -41,14 +48,16 @@ pub(super) fn metadata(nixl: bool) -> NixlAgentMetadata {
     let mut metadata = NixlAgentMetadata::new("prefill-0", Dialect::V0_33);
     metadata.block_size = 16;
     metadata.kv_caches_base_addr = vec![0x7f00_0000_0000];
-    (metadata.block_lens, metadata.block_strides, metadata.num_blocks) = (vec![4096], vec![4096], 8);
+    (metadata.block_lens, metadata.block_strides, metadata.num_blocks) =
+        (vec![4096], vec![4096], 8);
     metadata.agent_metadata = if nixl { b"nixl".to_vec() } else { Vec::new() };
     metadata.kvx_metadata = Some(b"kvx".to_vec());
     metadata
 }
 
 pub(super) async fn server(secret: Option<Secret>, nixl: bool) -> SideServer {
-    let server = SideServer::bind(&settings("127.0.0.1", secret), hash(), Clock::new()).await.unwrap();
+    let server =
+        SideServer::bind(&settings("127.0.0.1", secret), hash(), Clock::new()).await.unwrap();
     server.publish(RANK, &metadata(nixl));
     server
 }
@@ -81,10 +90,15 @@ fn a_kvx_decode_is_told_everything_once_it_may_be() {
     run(async {
         let same = secret(3);
         for nixl in [false, true] {
-            for (shared, standing) in [(None, PeerStanding::Kvx), (same.clone(), PeerStanding::Proven)] {
+            for (shared, standing) in
+                [(None, PeerStanding::Kvx), (same.clone(), PeerStanding::Proven)]
+            {
                 let server = server(shared.clone(), nixl).await;
                 let asked = ask(&server, shared).await.unwrap();
-                assert_eq!((asked.standing, &asked.peer.workers[&RANK]), (standing, &metadata(nixl)));
+                assert_eq!(
+                    (asked.standing, &asked.peer.workers[&RANK]),
+                    (standing, &metadata(nixl))
+                );
                 assert!(asked.peer.clock.unwrap().seconds.abs() < 5.0);
             }
         }
@@ -136,7 +150,9 @@ fn a_question_that_was_recorded_opens_nothing() {
         assert!(inner(&second).kvx_metadata.is_some());
         let mut changed = second.clone();
         changed.agent_metadata_bytes[9] ^= 1;
-        assert!(proof::check_answer(shared.as_ref().unwrap(), &challenge, &request, &changed).is_err());
+        assert!(
+            proof::check_answer(shared.as_ref().unwrap(), &challenge, &request, &changed).is_err()
+        );
 
         // Again on the same connection, on another one, on another one after its own challenge, and for another worker.
         assert!(payload(&mut client, &request.encode()).await.refusal.is_some());
@@ -160,10 +176,14 @@ fn what_does_not_fit_is_named_with_the_setting_to_change() {
         };
         let other_hash = CompatibilityHash::foreign("cd".repeat(32));
         let error = one(Expectation::new(Dialect::V0_33, "prefill-0", other_hash)).await;
-        assert!(error.kind() == Kind::Incompatible && error.sentence().contains("enforce_handshake_compat"));
+        assert!(
+            error.kind() == Kind::Incompatible
+                && error.sentence().contains("enforce_handshake_compat")
+        );
         let error = one(Expectation::new(Dialect::V0_33, "prefill-1", hash())).await;
         assert!(
-            error.kind() == Kind::PeerRestarted && error.sentence().contains("VLLM_NIXL_SIDE_CHANNEL_HOST")
+            error.kind() == Kind::PeerRestarted
+                && error.sentence().contains("VLLM_NIXL_SIDE_CHANNEL_HOST")
         );
         let rank = WorkerRank { pp: 0, tp: 1 };
         let larger = RemoteEngine { tp_size: 2, ..peer.clone() };
@@ -218,7 +238,8 @@ fn two_engines_on_one_port_are_told_which_is_free() {
         TcpListener::bind(("127.0.0.1", free.parse::<u16>().unwrap())).unwrap();
 
         for host in ["192.0.2.1", "no-such-host.invalid"] {
-            let error = SideServer::bind(&settings(host, None), hash(), Clock::new()).await.unwrap_err();
+            let error =
+                SideServer::bind(&settings(host, None), hash(), Clock::new()).await.unwrap_err();
             assert_eq!(error.kind(), Kind::Invalid, "{error}");
             assert!(error.sentence().contains("side_channel_bind"), "{error}");
         }
@@ -275,7 +296,8 @@ fn workers_of_which_some_are_kvx_and_some_not_are_refused() {
         fn answer(&self, count: &mut u8, message: &[Vec<u8>]) -> Option<Vec<Arc<[u8]>>> {
             let mut payload = HandshakePayload::new(hash(), metadata(true).encode());
             if self.0 == (*count == 0) {
-                payload.kvx_challenge = Some(KvxChallenge { secret: false, nonce: [7; 32] }.encode());
+                payload.kvx_challenge =
+                    Some(KvxChallenge { secret: false, nonce: [7; 32] }.encode());
             }
             *count += 1;
             Some(vec![message[0].as_slice().into(), [].into(), payload.encode().into()])
@@ -286,8 +308,13 @@ fn workers_of_which_some_are_kvx_and_some_not_are_refused() {
         for kvx_first in [false, true] {
             let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
             let message = MessageLimits { frames: 4, bytes: 1 << 16 };
-            let limits =
-                RouterLimits { connections: 8, message, bytes: 1 << 20, answers: 1 << 20, patience: SHORT };
+            let limits = RouterLimits {
+                connections: 8,
+                message,
+                bytes: 1 << 20,
+                answers: 1 << 20,
+                patience: SHORT,
+            };
             let router = Router::serve(listener, limits, Arc::new(Mixed(kvx_first))).unwrap();
             let peer = RemoteEngine { tp_size: 2, ..at("127.0.0.1", router.local().port()) };
             let ranks = [RANK, WorkerRank { pp: 0, tp: 1 }];
@@ -316,7 +343,11 @@ fn nobody_there_and_dead_peers_are_said_in_time_with_both_settings() {
             assert_eq!(error.kind(), kind, "{error}");
             assert!(!handshake_failure(&error).setup);
             assert!(error.sentence().contains("VLLM_NIXL_SIDE_CHANNEL_HOST"), "{error}");
-            assert!(kind != Kind::PeerLost || host != "localhost" || error.sentence().contains("tcp.bind"));
+            assert!(
+                kind != Kind::PeerLost
+                    || host != "localhost"
+                    || error.sentence().contains("tcp.bind")
+            );
         }
     });
 }
@@ -336,8 +367,11 @@ fn a_thousand_half_open_and_hostile_connections_cost_little_and_stop_nobody() {
     if std::env::var_os(ALONE).is_none() {
         let name = std::thread::current().name().map(str::to_owned).unwrap();
         let program = std::env::current_exe().unwrap();
-        let output =
-            std::process::Command::new(program).args([&name, "--exact"]).env(ALONE, "1").output().unwrap();
+        let output = std::process::Command::new(program)
+            .args([&name, "--exact"])
+            .env(ALONE, "1")
+            .output()
+            .unwrap();
         let text = String::from_utf8_lossy(&output.stdout);
         assert!(output.status.success() && text.contains("1 passed"), "{text}");
         return;
@@ -385,7 +419,8 @@ struct Listening {
 }
 
 fn run_on_a_thread(secret: Option<Secret>) -> Listening {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let server = runtime.block_on(server(secret, true));
     Listening { server, _runtime: runtime }
 }

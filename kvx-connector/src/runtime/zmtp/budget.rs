@@ -32,7 +32,8 @@ impl BudgetShare {
     /// Takes more. Errors: `Exhausted`.
     pub(super) fn take(&mut self, bytes: usize) -> Result<()> {
         let left = &self.budget.left;
-        let taken = left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(bytes));
+        let taken =
+            left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(bytes));
         match taken {
             Ok(_) => {
                 self.bytes += bytes;

@@ -39,14 +39,21 @@ impl Client {
             match timeout(share, TcpStream::connect(address)).await {
                 Ok(Ok(stream)) => {
                     let left = until.saturating_duration_since(Instant::now());
-                    let connection = SocketConnection::open(stream, kind, limits, budget, left).await?;
+                    let connection =
+                        SocketConnection::open(stream, kind, limits, budget, left).await?;
                     return Ok(Client { kind, connection });
                 }
                 Ok(Err(error)) => {
-                    last = Error::new(Kind::PeerLost, format!("nobody listens at {address} ({error})"));
+                    last = Error::new(
+                        Kind::PeerLost,
+                        format!("nobody listens at {address} ({error})"),
+                    );
                 }
                 Err(_) => {
-                    last = Error::new(Kind::TimedOut, format!("no connection to {address} within {share:?}"));
+                    last = Error::new(
+                        Kind::TimedOut,
+                        format!("no connection to {address} within {share:?}"),
+                    );
                 }
             }
         }
@@ -84,10 +91,13 @@ impl Client {
     ///
     /// Errors: `TimedOut`; `PeerLost`: the other end closed; `Malformed`, `Exhausted`.
     pub(crate) async fn receive(&mut self, limit: Duration) -> Result<Message> {
-        let closed =
-            || Error::new(Kind::PeerLost, "the side channel closed the connection without an answer");
+        let closed = || {
+            Error::new(Kind::PeerLost, "the side channel closed the connection without an answer")
+        };
         let mut message = self.connection.receive(limit).await?.ok_or_else(closed)?;
-        if self.kind == SocketType::Req && message.take_first().is_none_or(|frame| !frame.is_empty()) {
+        if self.kind == SocketType::Req
+            && message.take_first().is_none_or(|frame| !frame.is_empty())
+        {
             return Err(Error::new(
                 Kind::Malformed,
                 "malformed ZMTP: an answer that is none to a REQ socket",

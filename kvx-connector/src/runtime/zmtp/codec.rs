@@ -70,7 +70,9 @@ fn malformed(why: impl std::fmt::Display) -> Error {
 pub(crate) fn check_signature(bytes: &[u8; SIGNATURE]) -> Result<()> {
     match (bytes[0], bytes[9]) {
         (0xff, 0x7f) => Ok(()),
-        _ => Err(malformed("no ZeroMQ socket is at the other end; check host and port of the side channel")),
+        _ => Err(malformed(
+            "no ZeroMQ socket is at the other end; check host and port of the side channel",
+        )),
     }
 }
 
@@ -201,7 +203,9 @@ impl Command {
                 }
                 Command::Ready { kind, identity }
             }
-            b"ERROR" => Command::Error(String::from_utf8_lossy(counted(&mut left, 1)?).into_owned()),
+            b"ERROR" => {
+                Command::Error(String::from_utf8_lossy(counted(&mut left, 1)?).into_owned())
+            }
             b"PING" => match left.split_at_checked(2) {
                 Some((_, context)) if context.len() <= MAX_CONTEXT => {
                     Command::Ping { context: context.to_owned() }
@@ -287,7 +291,14 @@ struct Body {
 impl Decoder {
     /// Takes messages within these limits; their bytes come out of the budget.
     pub(crate) fn new(limits: MessageLimits, budget: &Arc<Budget>) -> Self {
-        Decoder { limits, frames: Vec::new(), held: budget.held(), taken: 0, head: Vec::new(), body: None }
+        Decoder {
+            limits,
+            frames: Vec::new(),
+            held: budget.held(),
+            taken: 0,
+            head: Vec::new(),
+            body: None,
+        }
     }
 
     /// Whether nothing has come of the next message or command.
@@ -349,11 +360,16 @@ impl Decoder {
             _ => MAX_COMMAND,
         };
         if self.frames.len() >= self.limits.frames {
-            return Err(malformed(format_args!("a message of more than {} frames", self.limits.frames)));
+            return Err(malformed(format_args!(
+                "a message of more than {} frames",
+                self.limits.frames
+            )));
         }
         match usize::try_from(len).ok().filter(|len| *len <= most) {
             Some(len) => Ok(Some(Body { flags, len, bytes: Vec::new() })),
-            None => Err(malformed(format_args!("a frame of {len} bytes, where at most {most} are taken"))),
+            None => Err(malformed(format_args!(
+                "a frame of {len} bytes, where at most {most} are taken"
+            ))),
         }
     }
 }

@@ -95,7 +95,8 @@ impl SocketConnection {
         // Greeting and READY may go together: with NULL nothing in READY depends on the other greeting.
         self.stream.write_all(&out).await.map_err(broken)?;
         let mut theirs = [0; codec::GREETING];
-        let (signature, rest) = theirs.split_first_chunk_mut().expect("a greeting begins with its signature");
+        let (signature, rest) =
+            theirs.split_first_chunk_mut().expect("a greeting begins with its signature");
         self.exact(signature).await?;
         codec::check_signature(signature)?;
         self.exact(rest).await?;
@@ -207,8 +208,9 @@ impl SocketConnection {
         }
         *count += 1;
         if *count > COMMANDS {
-            let why =
-                format!("malformed ZMTP: more than {COMMANDS} commands within {WHILE:?}, and no message");
+            let why = format!(
+                "malformed ZMTP: more than {COMMANDS} commands within {WHILE:?}, and no message"
+            );
             return Err(Error::new(Kind::Malformed, why));
         }
         match command {
@@ -223,7 +225,11 @@ impl SocketConnection {
     }
 
     /// Sends a message. Errors: `TimedOut`: the other end does not read.
-    pub(super) async fn send<F: AsRef<[u8]>>(&mut self, frames: &[F], limit: Duration) -> Result<()> {
+    pub(super) async fn send<F: AsRef<[u8]>>(
+        &mut self,
+        frames: &[F],
+        limit: Duration,
+    ) -> Result<()> {
         let until = Instant::now() + limit;
         let mut out = Vec::new();
         for (index, frame) in frames.iter().enumerate() {
@@ -255,5 +261,8 @@ impl SocketConnection {
 }
 
 fn refused(why: &str) -> Error {
-    Error::new(Kind::PeerLost, format!("the other end of the side channel refuses to talk: {why:?}"))
+    Error::new(
+        Kind::PeerLost,
+        format!("the other end of the side channel refuses to talk: {why:?}"),
+    )
 }

@@ -152,8 +152,9 @@ impl Router {
         limits: RouterLimits,
         handler: Arc<impl Talker>,
     ) -> Result<Self> {
-        let local =
-            listener.local_addr().map_err(|error| Error::os("a listening socket has no address", error))?;
+        let local = listener
+            .local_addr()
+            .map_err(|error| Error::os("a listening socket has no address", error))?;
         let connections = Arc::new(Connections {
             began: Instant::now(),
             last: AtomicU64::new(0),
@@ -190,7 +191,8 @@ async fn accept(
     handler: Arc<impl Talker>,
     connections: Arc<Connections>,
 ) {
-    let budgets = Budgets { messages: Budget::new(limits.bytes), answers: Budget::new(limits.answers) };
+    let budgets =
+        Budgets { messages: Budget::new(limits.bytes), answers: Budget::new(limits.answers) };
     loop {
         match listener.accept().await {
             Ok((stream, from)) => {
@@ -217,8 +219,10 @@ impl Connections {
 
     fn close_most_silent(&self) {
         let mut open = self.open.lock();
-        let silent =
-            open.iter().min_by_key(|(_, open)| open.heard.load(Ordering::Relaxed)).map(|(id, _)| *id);
+        let silent = open
+            .iter()
+            .min_by_key(|(_, open)| open.heard.load(Ordering::Relaxed))
+            .map(|(id, _)| *id);
         let closed = silent.and_then(|id| open.remove(&id));
         drop(open);
         if let Some(closed) = closed {
@@ -289,9 +293,14 @@ async fn converse(
     heard: Heard,
 ) -> Result<()> {
     let patience = limits.patience;
-    let connection =
-        SocketConnection::open(stream, SocketType::Router, limits.message, &budgets.messages, patience)
-            .await?;
+    let connection = SocketConnection::open(
+        stream,
+        SocketType::Router,
+        limits.message,
+        &budgets.messages,
+        patience,
+    )
+    .await?;
     // As ZeroMQ names peers that have no name: a zero and a number.
     let name = match connection.identity.is_empty() {
         true => [&[0], &number.to_be_bytes()[4..]].concat(),

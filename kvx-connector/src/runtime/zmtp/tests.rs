@@ -23,7 +23,8 @@ impl Handler for Echo {
     fn answer(&self, count: &mut u8, message: &[Vec<u8>]) -> Option<Vec<Arc<[u8]>>> {
         *count += 1;
         let frames = message.iter().map(|frame| Arc::from(frame.as_slice()));
-        (message.last().map(Vec::as_slice) != Some(b"bye")).then(|| frames.chain([[*count].into()]).collect())
+        (message.last().map(Vec::as_slice) != Some(b"bye"))
+            .then(|| frames.chain([[*count].into()]).collect())
     }
 }
 
@@ -44,7 +45,8 @@ impl Talker for AfterAPing {
 
 fn run<F: Future>(test: F) -> F::Output {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let done = runtime.block_on(async { tokio::time::timeout(Duration::from_secs(30), test).await });
+    let done =
+        runtime.block_on(async { tokio::time::timeout(Duration::from_secs(30), test).await });
     runtime.shutdown_background();
     done.expect("no test of a socket hangs")
 }
@@ -148,9 +150,11 @@ fn whoever_does_not_speak_is_closed_and_whoever_speaks_nonsense_at_once() {
         let mut silent = TcpStream::connect(address).await.unwrap();
         let mut half = raw(address).await;
         half.write_all(&[0, 5, b'a']).await.unwrap(); // two bytes of five
-        for nonsense in
-            [&b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"[..], b"\xff\0\0\0\0\0\0\0\x01\x7f\x01\0", &[0; 64]]
-        {
+        for nonsense in [
+            &b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"[..],
+            b"\xff\0\0\0\0\0\0\0\x01\x7f\x01\0",
+            &[0; 64],
+        ] {
             let mut stream = TcpStream::connect(address).await.unwrap();
             stream.write_all(nonsense).await.unwrap();
             assert!(is_closed(&mut stream).await, "{nonsense:?}");
@@ -172,7 +176,10 @@ fn whoever_does_not_speak_is_closed_and_whoever_speaks_nonsense_at_once() {
         assert!(is_closed(&mut silent).await && is_closed(&mut half).await);
         let mut well_behaved = client(SocketType::Req, address).await.unwrap();
         tokio::time::sleep(SHORT * 2).await;
-        assert!(well_behaved.ask(b"q", LIMIT).await.is_ok(), "silence between messages is nobody's fault");
+        assert!(
+            well_behaved.ask(b"q", LIMIT).await.is_ok(),
+            "silence between messages is nobody's fault"
+        );
         assert_eq!(router.connections(), 1);
     });
 }
@@ -226,7 +233,10 @@ fn a_flood_of_commands_stops_nobody_and_is_closed() {
         tokio::time::sleep(SHORT).await;
         well_behaved.ask(b"q", LIMIT).await.unwrap();
         flooding.join().unwrap();
-        assert!(Instant::now() < until, "it was answered, and the flood closed, before the flood had to end");
+        assert!(
+            Instant::now() < until,
+            "it was answered, and the flood closed, before the flood had to end"
+        );
         assert_eq!(router.connections(), 1);
     });
 }
@@ -320,13 +330,16 @@ fn bytes_in_memory_are_bounded_for_all_connections_together() {
         let (_router, address) = echo(LIMIT, 8).await;
         let limits = MessageLimits { frames: 4, bytes: 1 << 20 };
         let budget = Budget::new((1 << 20) + (1 << 19));
-        let mut first = Client::connect(SocketType::Req, &[address], limits, &budget, LIMIT).await.unwrap();
-        let mut second = Client::connect(SocketType::Req, &[address], limits, &budget, LIMIT).await.unwrap();
+        let mut first =
+            Client::connect(SocketType::Req, &[address], limits, &budget, LIMIT).await.unwrap();
+        let mut second =
+            Client::connect(SocketType::Req, &[address], limits, &budget, LIMIT).await.unwrap();
         let held = first.ask(&vec![1; (1 << 20) - 64], LIMIT).await.unwrap();
         let error = second.ask(&vec![2; (1 << 20) - 64], LIMIT).await.unwrap_err();
         assert_eq!(error.kind(), Kind::Exhausted, "{error}");
         drop((held, second));
-        let mut third = Client::connect(SocketType::Req, &[address], limits, &budget, LIMIT).await.unwrap();
+        let mut third =
+            Client::connect(SocketType::Req, &[address], limits, &budget, LIMIT).await.unwrap();
         assert!(third.ask(&vec![3; (1 << 20) - 64], LIMIT).await.is_ok());
     });
 }

@@ -45,7 +45,8 @@ impl Expectation {
 
     /// In which known factor the peer differs, if it differs in one.
     fn difference(&self, theirs: &CompatibilityHash) -> String {
-        let found = self.factors.as_ref().and_then(|ours| explain_by_one(ours, theirs).ok().flatten());
+        let found =
+            self.factors.as_ref().and_then(|ours| explain_by_one(ours, theirs).ok().flatten());
         match found {
             Some(found) => found.to_string(),
             None => "the versions of vLLM, the model's name, types, heads, layers, attention backend or transfer mode \
@@ -77,7 +78,10 @@ impl Expectation {
             ),
         })?;
         if let Some(why) = &payload.refusal {
-            return Err(Error::new(Kind::Invalid, format!("the peer refuses the handshake: {why}")));
+            return Err(Error::new(
+                Kind::Invalid,
+                format!("the peer refuses the handshake: {why}"),
+            ));
         }
         let (ours, theirs) = (&self.compatibility_hash, &payload.compatibility_hash);
         if self.enforce_handshake_compat && ours != theirs {
@@ -90,8 +94,8 @@ impl Expectation {
                 ),
             ));
         }
-        let metadata =
-            NixlAgentMetadata::decode(&payload.agent_metadata_bytes, self.dialect).map_err(|error| {
+        let metadata = NixlAgentMetadata::decode(&payload.agent_metadata_bytes, self.dialect)
+            .map_err(|error| {
                 Error::new(
                     Kind::Malformed,
                     format!("{error}; the peer does not write what {} does", self.dialect),

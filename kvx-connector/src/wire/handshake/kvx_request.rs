@@ -35,10 +35,12 @@ impl KvxChallenge {
     /// Another length; `Incompatible`: another version.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         match bytes {
-            [Self::VERSION, secret @ (0 | 1), nonce @ ..] if nonce.len() == NONCE => Ok(KvxChallenge {
-                secret: *secret == 1,
-                nonce: nonce.try_into().expect("its length was checked"),
-            }),
+            [Self::VERSION, secret @ (0 | 1), nonce @ ..] if nonce.len() == NONCE => {
+                Ok(KvxChallenge {
+                    secret: *secret == 1,
+                    nonce: nonce.try_into().expect("its length was checked"),
+                })
+            }
             [version, ..] if *version != Self::VERSION => Err(Error::new(
                 Kind::Incompatible,
                 format!(

@@ -59,7 +59,8 @@ impl Listener {
     /// Sets what is answered for a worker. Metadata that differs from its last begins a new
     /// [generation](Self::registration_generation).
     pub fn publish(&mut self, rank: WorkerRank, metadata: &NixlAgentMetadata) {
-        let payload = HandshakePayload::new(self.compatibility_hash.clone(), metadata.encode()).encode();
+        let payload =
+            HandshakePayload::new(self.compatibility_hash.clone(), metadata.encode()).encode();
         let old = self.payloads.insert(rank, Ok(payload.clone().into()));
         let changed = old.is_some_and(|old| old.is_ok_and(|old| *old != *payload));
         self.registration_generation += u64::from(changed);
@@ -150,7 +151,9 @@ impl Listener {
         let WorkerRank { pp, tp } = rank;
         let known = match self.payloads.keys().next_back() {
             None => "no worker has registered its memory yet".to_owned(),
-            Some(last) => format!("the last worker of this engine is pp {} tp {}", last.pp, last.tp),
+            Some(last) => {
+                format!("the last worker of this engine is pp {} tp {}", last.pp, last.tp)
+            }
         };
         Err(Error::new(
             Kind::Invalid,
@@ -188,14 +191,18 @@ impl<F: AsRef<[u8]>> Reply<'_, F> {
 
 /// The envelope to give back, with the empty frame that ends it, and the rest.
 fn opened<F: AsRef<[u8]>>(frames: &[F]) -> Result<(&[F], &[F])> {
-    let unanswerable =
-        |why: &str| Error::new(Kind::Malformed, format!("a message that cannot be answered: {why}"));
+    let unanswerable = |why: &str| {
+        Error::new(Kind::Malformed, format!("a message that cannot be answered: {why}"))
+    };
     if frames.first().is_none_or(|identity| identity.as_ref().is_empty()) {
         return Err(unanswerable("it has no identity in front"));
     }
     // A DEALER may leave the empty frame out: then the identity alone is the envelope.
-    let end =
-        frames.iter().take(MAX_ENVELOPE).position(|frame| frame.as_ref().is_empty()).map_or(1, |at| at + 1);
+    let end = frames
+        .iter()
+        .take(MAX_ENVELOPE)
+        .position(|frame| frame.as_ref().is_empty())
+        .map_or(1, |at| at + 1);
     let (envelope, request) = frames.split_at(end);
     if envelope.iter().any(|frame| frame.as_ref().len() > MAX_IDENTITY) {
         return Err(unanswerable("a frame of its envelope is longer than 255 bytes"));

@@ -141,10 +141,12 @@ impl NixlAgentMetadata {
     /// writes: the error names it.
     pub fn decode(bytes: &[u8], dialect: Dialect) -> Result<Self> {
         let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
-        let addresses =
-            |reader: &mut MsgpackReader<'_>| reader.list(Self::MAX_REGIONS, MsgpackReader::unsigned);
-        let names =
-            |reader: &mut MsgpackReader<'_>| reader.list(Self::MAX_REGIONS, MsgpackReader::owned_text);
+        let addresses = |reader: &mut MsgpackReader<'_>| {
+            reader.list(Self::MAX_REGIONS, MsgpackReader::unsigned)
+        };
+        let names = |reader: &mut MsgpackReader<'_>| {
+            reader.list(Self::MAX_REGIONS, MsgpackReader::owned_text)
+        };
         let always = |key: &str| since(key).is_some_and(|first| dialect >= first);
         let block_lens = fields.required("block_lens", addresses)?;
         Ok(NixlAgentMetadata {
@@ -165,7 +167,11 @@ impl NixlAgentMetadata {
                 })?
                 .unwrap_or_default(),
             attn_backend_name: fields
-                .required_if(always("attn_backend_name"), "attn_backend_name", MsgpackReader::owned_text)?
+                .required_if(
+                    always("attn_backend_name"),
+                    "attn_backend_name",
+                    MsgpackReader::owned_text,
+                )?
                 .unwrap_or_default(),
             physical_blocks_per_logical_kv_block: fields
                 .required_if(always(KERNEL_PER_LOGICAL), KERNEL_PER_LOGICAL, MsgpackReader::size)?
@@ -185,7 +191,8 @@ impl NixlAgentMetadata {
             packed_member_layouts: fields
                 .optional("packed_member_layouts", packed_members)?
                 .unwrap_or_default(),
-            kvx_metadata: fields.nullable(KVX_METADATA, |reader| Ok(reader.binary()?.to_owned()))?,
+            kvx_metadata: fields
+                .nullable(KVX_METADATA, |reader| Ok(reader.binary()?.to_owned()))?,
             shape: fields.shape(),
         })
     }
@@ -211,7 +218,10 @@ impl NixlAgentMetadata {
     pub fn check_regions(&self) -> Result<()> {
         let regions = self.regions();
         let bad = |why: String| {
-            Err(Error::new(Kind::Malformed, format!("malformed {WHAT} of {}: {why}", self.engine_id)))
+            Err(Error::new(
+                Kind::Malformed,
+                format!("malformed {WHAT} of {}: {why}", self.engine_id),
+            ))
         };
         let lists = [
             ("block_lens", Some(self.block_lens.len())),
@@ -222,26 +232,36 @@ impl NixlAgentMetadata {
             ("region_mem_types", self.region_mem_types.as_ref().map(Vec::len)),
             ("region_members", Some(self.region_members.len()).filter(|len| *len > 0)),
         ];
-        if let Some((key, len)) =
-            lists.iter().find_map(|(key, len)| len.filter(|len| *len != regions).map(|len| (key, len)))
+        if let Some((key, len)) = lists
+            .iter()
+            .find_map(|(key, len)| len.filter(|len| *len != regions).map(|len| (key, len)))
         {
             return bad(format!("{key} has {len} items for {regions} regions"));
         }
         if self.block_size == 0 {
             return bad("block_size is 0".to_owned());
         }
-        let spans =
-            self.kv_caches_base_addr.iter().zip(&self.block_lens).zip(&self.block_strides).enumerate();
+        let spans = self
+            .kv_caches_base_addr
+            .iter()
+            .zip(&self.block_lens)
+            .zip(&self.block_strides)
+            .enumerate();
         for (region, ((base, len), stride)) in spans {
             let blocks = self.blocks_of(region).unwrap_or(0);
             let end = stride
                 .checked_mul(blocks.saturating_sub(1))
                 .and_then(|last| base.checked_add(last)?.checked_add(*len));
             if end.is_none() {
-                return bad(format!("region {region} of {blocks} blocks ends beyond the address space"));
+                return bad(format!(
+                    "region {region} of {blocks} blocks ends beyond the address space"
+                ));
             }
         }
-        match self.packed_member_layouts.iter().find(|member| member.offset.checked_add(member.len).is_none())
+        match self
+            .packed_member_layouts
+            .iter()
+            .find(|member| member.offset.checked_add(member.len).is_none())
         {
             Some(member) => bad(format!("{} ends beyond its block", member.layer)),
             None => Ok(()),
@@ -266,7 +286,9 @@ fn since(key: &str) -> Option<Dialect> {
         "ssm_sizes" | "attn_backend_name" => Dialect::V0_20,
         KERNEL_PER_LOGICAL => Dialect::V0_21,
         "block_strides" | "dcp_size" | "pcp_size" => Dialect::V0_29,
-        "region_num_blocks" | "region_group_ids" | "region_names" | "region_mem_types" => Dialect::V0_30,
+        "region_num_blocks" | "region_group_ids" | "region_names" | "region_mem_types" => {
+            Dialect::V0_30
+        }
         "region_members" | "packed_member_layouts" => Dialect::V0_31,
         "ple_block_len" => Dialect::V0_32,
         KVX_METADATA => return None,
@@ -353,9 +375,11 @@ impl Record for NixlAgentMetadata {
                 writer.unsigned(self.physical_blocks_per_logical_kv_block.into());
             }
             "region_num_blocks" => writer.optional(self.region_num_blocks.as_deref(), numbers),
-            "region_group_ids" => writer.optional(self.region_group_ids.as_deref(), |writer, ids| {
-                writer.list(ids, |writer, id| writer.signed(*id));
-            }),
+            "region_group_ids" => {
+                writer.optional(self.region_group_ids.as_deref(), |writer, ids| {
+                    writer.list(ids, |writer, id| writer.signed(*id));
+                })
+            }
             "region_names" => writer.optional(self.region_names.as_deref(), texts),
             "region_mem_types" => writer.optional(self.region_mem_types.as_deref(), texts),
             "dcp_size" => writer.unsigned(self.dcp_size.into()),
@@ -363,7 +387,9 @@ impl Record for NixlAgentMetadata {
             "ple_block_len" => {
                 writer.optional(self.ple_block_len.as_ref(), |writer, len| writer.unsigned(*len))
             }
-            "region_members" => writer.list(&self.region_members, |writer, names| texts(writer, names)),
+            "region_members" => {
+                writer.list(&self.region_members, |writer, names| texts(writer, names))
+            }
             "packed_member_layouts" => {
                 writer.map(self.packed_member_layouts.len());
                 for member in &self.packed_member_layouts {

@@ -77,7 +77,9 @@ impl HandshakePayload {
         let text = |reader: &mut MsgpackReader<'_>, max| {
             let text = reader.text()?;
             if text.len() > max {
-                return Err(reader.malformed(format_args!("{} bytes, at most {max} are taken", text.len())));
+                return Err(
+                    reader.malformed(format_args!("{} bytes, at most {max} are taken", text.len()))
+                );
             }
             Ok(text.to_owned())
         };
@@ -85,7 +87,8 @@ impl HandshakePayload {
             let bytes = reader.binary()?;
             if bytes.len() > Self::MAX_WORD {
                 let max = Self::MAX_WORD;
-                return Err(reader.malformed(format_args!("{} bytes, at most {max} are taken", bytes.len())));
+                return Err(reader
+                    .malformed(format_args!("{} bytes, at most {max} are taken", bytes.len())));
             }
             Ok(bytes.to_owned())
         };
@@ -104,8 +107,13 @@ impl HandshakePayload {
 }
 
 impl Record for HandshakePayload {
-    const KEYS: &'static [&'static str] =
-        &["compatibility_hash", "agent_metadata_bytes", "kvx_refusal", "kvx_challenge", "kvx_proof"];
+    const KEYS: &'static [&'static str] = &[
+        "compatibility_hash",
+        "agent_metadata_bytes",
+        "kvx_refusal",
+        "kvx_challenge",
+        "kvx_proof",
+    ];
 
     fn shape(&self) -> &Shape {
         &self.shape
@@ -125,7 +133,9 @@ impl Record for HandshakePayload {
             "compatibility_hash" => writer.text(self.compatibility_hash.as_str()),
             "agent_metadata_bytes" => writer.binary(&self.agent_metadata_bytes),
             "kvx_refusal" => writer.optional(self.refusal.as_deref(), MsgpackWriter::text),
-            "kvx_challenge" => writer.optional(self.kvx_challenge.as_deref(), MsgpackWriter::binary),
+            "kvx_challenge" => {
+                writer.optional(self.kvx_challenge.as_deref(), MsgpackWriter::binary)
+            }
             "kvx_proof" => writer.optional(self.kvx_proof.as_deref(), MsgpackWriter::binary),
             other => unreachable!("{other} is no key of a {WHAT}"),
         }

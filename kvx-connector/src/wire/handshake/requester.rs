@@ -95,7 +95,10 @@ impl Handshake {
             left.push(HandshakeRequest::new(rank, expectation.dialect)?);
         }
         if left.is_empty() {
-            return Err(Error::new(Kind::Invalid, "a handshake needs at least one worker to ask for"));
+            return Err(Error::new(
+                Kind::Invalid,
+                "a handshake needs at least one worker to ask for",
+            ));
         }
         left.reverse();
         Ok(Handshake {
@@ -163,8 +166,10 @@ impl Handshake {
     pub fn received<F: AsRef<[u8]>>(&mut self, frames: &[F], now: Time) -> Result<()> {
         self.tick(now)?;
         let (Some(asked), Some(request)) = (self.asked, self.left.last().copied()) else {
-            return self
-                .over(Error::new(Kind::Malformed, "an answer came on the side channel before a question"));
+            return self.over(Error::new(
+                Kind::Malformed,
+                "an answer came on the side channel before a question",
+            ));
         };
         match self.read(frames, asked, now) {
             Ok((metadata, clock)) => {
@@ -213,8 +218,8 @@ impl Handshake {
             return Err(Error::new(Kind::Malformed, "malformed handshake answer: no frames"));
         };
         // A refusal says more than the number of its frames.
-        let refused =
-            HandshakePayload::decode(payload.as_ref()).is_ok_and(|payload| payload.refusal.is_some());
+        let refused = HandshakePayload::decode(payload.as_ref())
+            .is_ok_and(|payload| payload.refusal.is_some());
         if frames.len() != wanted && !refused {
             return Err(Error::new(
                 Kind::Malformed,

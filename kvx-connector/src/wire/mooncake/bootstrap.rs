@@ -90,7 +90,8 @@ impl Directory {
         for (dp, engine) in &self.engines {
             let mut workers = Map::new();
             for (rank, addr) in &engine.workers {
-                let stages = workers.entry(rank.tp.to_string()).or_insert_with(|| Value::Object(Map::new()));
+                let stages =
+                    workers.entry(rank.tp.to_string()).or_insert_with(|| Value::Object(Map::new()));
                 stages[rank.pp.to_string()] = addr.as_str().into();
             }
             let mut listed = json!({"engine_id": engine.engine_id, "worker_addr": workers});
@@ -111,7 +112,8 @@ impl Directory {
         let mut directory = Directory::default();
         let mut workers = 0;
         for (dp, listed) in object("answer to /query", bytes, Self::MAX_LEN)? {
-            let listed = listed.as_object().ok_or_else(|| malformed("it lists what is no object"))?;
+            let listed =
+                listed.as_object().ok_or_else(|| malformed("it lists what is no object"))?;
             let mut engine = ListedEngine {
                 engine_id: text("engine_id", listed.get("engine_id"))?,
                 is_kvx: listed.get("kvx").and_then(Value::as_bool).unwrap_or(false),
@@ -119,7 +121,8 @@ impl Directory {
             };
             let by_tp = listed.get("worker_addr").and_then(Value::as_object);
             for (tp, stages) in by_tp.ok_or_else(|| malformed("worker_addr is no object"))? {
-                let stages = stages.as_object().ok_or_else(|| malformed("worker_addr is not by stages"))?;
+                let stages =
+                    stages.as_object().ok_or_else(|| malformed("worker_addr is not by stages"))?;
                 for (pp, addr) in stages {
                     let rank = WorkerRank { pp: key("pp_rank", pp)?, tp: key("tp_rank", tp)? };
                     engine.workers.insert(rank, address("worker_addr", Some(addr))?);
@@ -147,11 +150,15 @@ impl ListedEngine {
     ///
     /// Workers are missing: they have not registered yet.
     pub fn sizes(&self) -> std::result::Result<(u32, u32), String> {
-        let most = |of: fn(&WorkerRank) -> u32| self.workers.keys().map(of).max().map_or(0, |most| most + 1);
+        let most = |of: fn(&WorkerRank) -> u32| {
+            self.workers.keys().map(of).max().map_or(0, |most| most + 1)
+        };
         let (tp, pp) = (most(|rank| rank.tp), most(|rank| rank.pp));
         let missing = (0..pp).flat_map(|pp| (0..tp).map(move |tp| WorkerRank { pp, tp }));
         match missing.into_iter().find(|rank| !self.workers.contains_key(rank)) {
-            _ if tp == 0 => Err(format!("engine {} has no worker that is registered", self.engine_id)),
+            _ if tp == 0 => {
+                Err(format!("engine {} has no worker that is registered", self.engine_id))
+            }
             None => Ok((tp, pp)),
             Some(WorkerRank { pp, tp }) => Err(format!(
                 "engine {} has not registered its worker of tensor rank {tp}, pipeline rank {pp}",
@@ -163,7 +170,10 @@ impl ListedEngine {
 
 fn object(what: &str, bytes: &[u8], max: usize) -> Result<Map<String, Value>> {
     if bytes.len() > max {
-        return Err(malformed(&format!("a {what} of {} bytes; at most {max} are read", bytes.len())));
+        return Err(malformed(&format!(
+            "a {what} of {} bytes; at most {max} are read",
+            bytes.len()
+        )));
     }
     match serde_json::from_slice(bytes) {
         Ok(Value::Object(object)) => Ok(object),
@@ -184,13 +194,18 @@ fn address(key: &str, value: Option<&Value>) -> Result<String> {
     let addr = text(key, value)?;
     let port = addr.strip_prefix("tcp://").and_then(|rest| rest.rsplit_once(':'));
     match port {
-        Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0) => Ok(addr),
+        Some((host, port))
+            if !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0) =>
+        {
+            Ok(addr)
+        }
         _ => Err(malformed(&format!("{key} is {addr:?}; it takes tcp://host:port"))),
     }
 }
 
 fn number(body: &Map<String, Value>, key: &str) -> Result<u32> {
-    let number = body.get(key).and_then(Value::as_u64).and_then(|number| u32::try_from(number).ok());
+    let number =
+        body.get(key).and_then(Value::as_u64).and_then(|number| u32::try_from(number).ok());
     number.ok_or_else(|| malformed(&format!("{key} must be a whole number, not negative")))
 }
 
@@ -219,8 +234,10 @@ mod tests {
         let body = br#"{"engine_id":"e0","dp_rank":1,"tp_rank":3,"pp_rank":2,"addr":"tcp://10.0.0.1:4711"}"#;
         let read = WorkerRegistration::decode(body).unwrap();
         assert_eq!((read.dp_rank, read.rank, read.kvx_ttl), (1, WorkerRank { pp: 2, tp: 3 }, None));
-        let (sent, came): (Value, Value) =
-            (serde_json::from_slice(&read.encode()).unwrap(), serde_json::from_slice(body).unwrap());
+        let (sent, came): (Value, Value) = (
+            serde_json::from_slice(&read.encode()).unwrap(),
+            serde_json::from_slice(body).unwrap(),
+        );
         assert_eq!(sent, came);
         let body = br#"{"0":{"engine_id":"e0","worker_addr":
             {"0":{"0":"tcp://a:1","1":"tcp://a:2"},"1":{"0":"tcp://a:3"}}}}"#;
@@ -252,11 +269,17 @@ mod tests {
             assert!(error.to_string().contains(key), "{error}");
         }
         assert!(
-            WorkerRegistration::decode(&vec![b' '; 9 << 10]).unwrap_err().to_string().contains("at most")
+            WorkerRegistration::decode(&vec![b' '; 9 << 10])
+                .unwrap_err()
+                .to_string()
+                .contains("at most")
         );
-        for bad in
-            [r#"{"x":{}}"#, r#"{"0":1}"#, r#"{"0":{"engine_id":"e","worker_addr":{"0":{"0":"udp"}}}}"#, "[]"]
-        {
+        for bad in [
+            r#"{"x":{}}"#,
+            r#"{"0":1}"#,
+            r#"{"0":{"engine_id":"e","worker_addr":{"0":{"0":"udp"}}}}"#,
+            "[]",
+        ] {
             assert!(Directory::decode(bad.as_bytes()).is_err(), "{bad}");
         }
     }

@@ -76,7 +76,11 @@ impl OlderPullRequest {
         OlderPullRequest {
             remote_hostname: question.remote_hostname.clone(),
             remote_port: question.remote_port,
-            request_ids: question.req_blocks.iter().map(|wanted| wanted.transfer_id.clone()).collect(),
+            request_ids: question
+                .req_blocks
+                .iter()
+                .map(|wanted| wanted.transfer_id.clone())
+                .collect(),
             kv_caches_base_addr: Vec::new(),
             block_ids: Vec::new(),
             kvx_question: None,
@@ -92,10 +96,13 @@ impl OlderPullRequest {
     /// `Malformed` for lists that do not fit each other, and requests that come twice; `Incompatible` for another
     /// number of regions.
     pub fn as_pull_request(self, own: &PullRequest) -> Result<PullRequest> {
-        let malformed = |why: String| Error::new(Kind::Malformed, format!("malformed {WHAT}: {why}"));
+        let malformed =
+            |why: String| Error::new(Kind::Malformed, format!("malformed {WHAT}: {why}"));
         let (requests, lists) = (self.request_ids.len(), self.block_ids.len());
         if requests != lists {
-            return Err(malformed(format!("{requests} request_ids and {lists} lists of block_ids")));
+            return Err(malformed(format!(
+                "{requests} request_ids and {lists} lists of block_ids"
+            )));
         }
         let distinct: BTreeSet<_> = self.request_ids.iter().collect();
         if distinct.len() != requests {
@@ -119,7 +126,8 @@ impl OlderPullRequest {
         let mut question = own.of_worker();
         (question.remote_hostname, question.remote_port) = (self.remote_hostname, self.remote_port);
         question.kv_caches_base_addr = self.kv_caches_base_addr;
-        question.req_blocks = self.request_ids.into_iter().zip(self.block_ids).map(pulled).collect();
+        question.req_blocks =
+            self.request_ids.into_iter().zip(self.block_ids).map(pulled).collect();
         (question.kvx_metadata, question.kvx_block_size) = (None, None);
         Ok(question)
     }
@@ -141,8 +149,9 @@ impl OlderPullRequest {
     /// Malformed bytes; a missing key is named.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let fields = RecordFields::read(WHAT, bytes, PullRequest::MAX_LEN, Self::KEYS)?;
-        let blocks =
-            |reader: &mut MsgpackReader<'_>| reader.list(PullRequest::MAX_BLOCKS, MsgpackReader::unsigned_32);
+        let blocks = |reader: &mut MsgpackReader<'_>| {
+            reader.list(PullRequest::MAX_BLOCKS, MsgpackReader::unsigned_32)
+        };
         Ok(OlderPullRequest {
             remote_hostname: fields.required("remote_hostname", MsgpackReader::owned_text)?,
             remote_port: fields.required("remote_port", MsgpackReader::port)?,
@@ -152,8 +161,10 @@ impl OlderPullRequest {
             kv_caches_base_addr: fields.required("kv_caches_base_addr", |reader| {
                 reader.list(PullRequest::MAX_ITEMS, MsgpackReader::unsigned)
             })?,
-            block_ids: fields.required("block_ids", |reader| reader.list(PullRequest::MAX_ITEMS, blocks))?,
-            kvx_question: fields.nullable("kvx_question", |reader| Ok(reader.binary()?.to_vec()))?,
+            block_ids: fields
+                .required("block_ids", |reader| reader.list(PullRequest::MAX_ITEMS, blocks))?,
+            kvx_question: fields
+                .nullable("kvx_question", |reader| Ok(reader.binary()?.to_vec()))?,
             shape: fields.shape(),
         })
     }
@@ -211,8 +222,10 @@ impl OlderAnswer {
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let is = |answer: &OlderAnswer| bytes == answer.encode();
         [OlderAnswer::Done, OlderAnswer::Failed].into_iter().find(is).ok_or_else(|| {
-            let sentence =
-                format!("malformed answer of {} bytes: neither trans_done nor trans_error", bytes.len());
+            let sentence = format!(
+                "malformed answer of {} bytes: neither trans_done nor trans_error",
+                bytes.len()
+            );
             Error::new(Kind::Malformed, sentence)
         })
     }

@@ -112,7 +112,9 @@ impl PullRequest {
 
     /// Leaves the layout out: the other side has it under its name.
     pub(crate) fn forget_layout(&mut self) {
-        for addresses in [&mut self.kv_caches_base_addr, &mut self.block_lens, &mut self.kv_block_lens] {
+        for addresses in
+            [&mut self.kv_caches_base_addr, &mut self.block_lens, &mut self.kv_block_lens]
+        {
             addresses.clear();
         }
         for indices in [
@@ -154,8 +156,11 @@ impl PullRequest {
         let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
         let addresses =
             |reader: &mut MsgpackReader<'_>| reader.list(Self::MAX_ITEMS, MsgpackReader::unsigned);
-        let indices = |reader: &mut MsgpackReader<'_>| reader.list(Self::MAX_ITEMS, MsgpackReader::signed);
-        let names = |reader: &mut MsgpackReader<'_>| reader.list(Self::MAX_ITEMS, MsgpackReader::owned_text);
+        let indices =
+            |reader: &mut MsgpackReader<'_>| reader.list(Self::MAX_ITEMS, MsgpackReader::signed);
+        let names = |reader: &mut MsgpackReader<'_>| {
+            reader.list(Self::MAX_ITEMS, MsgpackReader::owned_text)
+        };
         let shared = |reader: &mut MsgpackReader<'_>| reader.list(Self::MAX_ITEMS, indices);
         Ok(PullRequest {
             remote_hostname: fields.required("remote_hostname", MsgpackReader::owned_text)?,
@@ -166,7 +171,9 @@ impl PullRequest {
             kv_caches_base_addr: fields.required("kv_caches_base_addr", addresses)?,
             block_lens: fields.required("block_lens", addresses)?,
             kv_block_lens: fields.required("kv_block_lens", addresses)?,
-            registered_layer_names: fields.optional("registered_layer_names", names)?.unwrap_or_default(),
+            registered_layer_names: fields
+                .optional("registered_layer_names", names)?
+                .unwrap_or_default(),
             registered_layer_indices: fields
                 .optional("registered_layer_indices", indices)?
                 .unwrap_or_default(),
@@ -176,10 +183,13 @@ impl PullRequest {
             registered_shared_group_ids: fields
                 .optional("registered_shared_group_ids", shared)?
                 .unwrap_or_default(),
-            registered_row_offsets: fields.optional("registered_row_offsets", indices)?.unwrap_or_default(),
+            registered_row_offsets: fields
+                .optional("registered_row_offsets", indices)?
+                .unwrap_or_default(),
             remote_pp_size: fields.optional("remote_pp_size", MsgpackReader::size)?.unwrap_or(1),
             layout_id: fields.optional("layout_id", MsgpackReader::unsigned)?.unwrap_or(0),
-            kvx_metadata: fields.nullable("kvx_metadata", |reader| Ok(reader.binary()?.to_vec()))?,
+            kvx_metadata: fields
+                .nullable("kvx_metadata", |reader| Ok(reader.binary()?.to_vec()))?,
             kvx_block_size: fields.nullable("kvx_block_size", MsgpackReader::size)?,
             kvx_engine_id: fields.nullable("kvx_engine_id", MsgpackReader::owned_text)?,
             kvx_grants: fields.optional("kvx_grants", grants)?.unwrap_or_default(),
@@ -287,14 +297,18 @@ impl Record for PullRequest {
             "registered_layer_indices" => indices(writer, &self.registered_layer_indices),
             "registered_group_indices" => indices(writer, &self.registered_group_indices),
             "registered_shared_group_ids" => {
-                writer.list(&self.registered_shared_group_ids, |writer, groups| indices(writer, groups));
+                writer.list(&self.registered_shared_group_ids, |writer, groups| {
+                    indices(writer, groups)
+                });
             }
             "registered_row_offsets" => indices(writer, &self.registered_row_offsets),
             "remote_pp_size" => writer.unsigned(self.remote_pp_size.into()),
             "layout_id" => writer.unsigned(self.layout_id),
             "kvx_metadata" => writer.optional(self.kvx_metadata.as_deref(), MsgpackWriter::binary),
             "kvx_block_size" => {
-                writer.optional(self.kvx_block_size.as_ref(), |writer, size| writer.unsigned((*size).into()));
+                writer.optional(self.kvx_block_size.as_ref(), |writer, size| {
+                    writer.unsigned((*size).into())
+                });
             }
             "kvx_engine_id" => writer.optional(self.kvx_engine_id.as_deref(), MsgpackWriter::text),
             "kvx_grants" => {

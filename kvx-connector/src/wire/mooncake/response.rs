@@ -74,7 +74,9 @@ impl PullResponse {
     /// Malformed bytes, or a status that is not known.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
-        let ids = |reader: &mut MsgpackReader<'_>| reader.list(Self::MAX_REQUESTS, MsgpackReader::owned_text);
+        let ids = |reader: &mut MsgpackReader<'_>| {
+            reader.list(Self::MAX_REQUESTS, MsgpackReader::owned_text)
+        };
         Ok(PullResponse {
             status: fields.required("status", |reader| match reader.unsigned()? {
                 0 => Ok(PullStatus::Finish),
@@ -114,7 +116,9 @@ impl Record for PullResponse {
 
     fn write(&self, key: &str, writer: &mut MsgpackWriter) {
         let ids = |writer: &mut MsgpackWriter, ids: &Option<Vec<String>>| {
-            writer.optional(ids.as_deref(), |writer, ids| writer.list(ids, |writer, id| writer.text(id)));
+            writer.optional(ids.as_deref(), |writer, ids| {
+                writer.list(ids, |writer, id| writer.text(id))
+            });
         };
         match key {
             "status" => writer.unsigned(self.status as u64),

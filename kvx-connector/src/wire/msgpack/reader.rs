@@ -46,7 +46,9 @@ impl<'a> MsgpackReader<'a> {
     pub(in crate::wire) fn new(what: &'static str, bytes: &'a [u8], max: usize) -> Result<Self> {
         let reader = MsgpackReader { what, field: None, left: bytes };
         if bytes.len() > max {
-            return Err(reader.malformed(format_args!("{} bytes, at most {max} are taken", bytes.len())));
+            return Err(
+                reader.malformed(format_args!("{} bytes, at most {max} are taken", bytes.len()))
+            );
         }
         Ok(reader)
     }
@@ -75,7 +77,9 @@ impl<'a> MsgpackReader<'a> {
 
     fn bytes(&mut self, len: usize) -> Result<&'a [u8]> {
         let Some((bytes, left)) = self.left.split_at_checked(len) else {
-            return Err(self.malformed(format_args!("{len} bytes wanted, {} left", self.left.len())));
+            return Err(
+                self.malformed(format_args!("{len} bytes wanted, {} left", self.left.len()))
+            );
         };
         self.left = left;
         Ok(bytes)
@@ -93,9 +97,13 @@ impl<'a> MsgpackReader<'a> {
 
     /// A length, held against what is left: an item takes at least `each` bytes.
     fn count(&mut self, count: u64, each: usize) -> Result<usize> {
-        match usize::try_from(count).ok().filter(|count| count.saturating_mul(each) <= self.left.len()) {
+        match usize::try_from(count)
+            .ok()
+            .filter(|count| count.saturating_mul(each) <= self.left.len())
+        {
             Some(count) => Ok(count),
-            None => Err(self.malformed(format_args!("{count} items announced in {} bytes", self.left.len()))),
+            None => Err(self
+                .malformed(format_args!("{count} items announced in {} bytes", self.left.len()))),
         }
     }
 
@@ -130,9 +138,9 @@ impl<'a> MsgpackReader<'a> {
             }
             byte @ 0xe0..=0xff => Head::Negative(i64::from(byte as i8)),
             byte @ 0xc1 | byte @ 0xc7..=0xc9 | byte @ 0xd4..=0xd8 => {
-                return Err(
-                    self.malformed(format_args!("a value of type {byte:#04x}, which is not known here"))
-                );
+                return Err(self.malformed(format_args!(
+                    "a value of type {byte:#04x}, which is not known here"
+                )));
             }
         })
     }
@@ -173,9 +181,8 @@ impl<'a> MsgpackReader<'a> {
     /// An integer.
     pub(in crate::wire) fn signed(&mut self) -> Result<i64> {
         match self.head()? {
-            Head::Unsigned(number) => {
-                i64::try_from(number).map_err(|_| self.malformed(format_args!("{number} is too large")))
-            }
+            Head::Unsigned(number) => i64::try_from(number)
+                .map_err(|_| self.malformed(format_args!("{number} is too large"))),
             Head::Negative(number) => Ok(number),
             other => self.wrong("an integer", &other),
         }
@@ -226,7 +233,9 @@ impl<'a> MsgpackReader<'a> {
     pub(in crate::wire) fn array(&mut self, max: usize) -> Result<usize> {
         match self.head()? {
             Head::Array(len) if len <= max => Ok(len),
-            Head::Array(len) => Err(self.malformed(format_args!("{len} items, at most {max} are taken"))),
+            Head::Array(len) => {
+                Err(self.malformed(format_args!("{len} items, at most {max} are taken")))
+            }
             other => self.wrong("an array", &other),
         }
     }
@@ -235,7 +244,9 @@ impl<'a> MsgpackReader<'a> {
     pub(in crate::wire) fn map(&mut self, max: usize) -> Result<usize> {
         match self.head()? {
             Head::Map(len) if len <= max => Ok(len),
-            Head::Map(len) => Err(self.malformed(format_args!("{len} entries, at most {max} are taken"))),
+            Head::Map(len) => {
+                Err(self.malformed(format_args!("{len} entries, at most {max} are taken")))
+            }
             other => self.wrong("a map", &other),
         }
     }
@@ -303,7 +314,11 @@ impl<'a> MsgpackReader<'a> {
             depth += 1;
             match open.get_mut(depth) {
                 Some(level) => *level = items,
-                None => return Err(self.malformed(format_args!("nested deeper than {MAX_DEPTH} levels"))),
+                None => {
+                    return Err(
+                        self.malformed(format_args!("nested deeper than {MAX_DEPTH} levels"))
+                    );
+                }
             }
         }
     }
@@ -358,7 +373,13 @@ mod tests {
         let deep = [vec![0x91; MAX_DEPTH - 1], vec![0x00]].concat();
         assert_eq!(reader(&deep).skip().unwrap(), deep);
         let deeper = [vec![0x91; MAX_DEPTH], vec![0x00]].concat();
-        assert!(reader(&deeper).skip().unwrap_err().to_string().contains("nested deeper than 16 levels"));
+        assert!(
+            reader(&deeper)
+                .skip()
+                .unwrap_err()
+                .to_string()
+                .contains("nested deeper than 16 levels")
+        );
         for extension in [&[0xc1][..], &[0xc7, 0, 1], &[0xd4, 1, 2]] {
             assert!(reader(extension).skip().unwrap_err().to_string().contains("not known here"));
         }

@@ -93,7 +93,9 @@ impl<'a> RecordFields<'a> {
         key: &'static str,
         read: impl FnOnce(&mut MsgpackReader<'a>) -> Result<T>,
     ) -> Result<Option<T>> {
-        let Some((_, bytes)) = self.values.iter().find(|(known, _)| *known == key) else { return Ok(None) };
+        let Some((_, bytes)) = self.values.iter().find(|(known, _)| *known == key) else {
+            return Ok(None);
+        };
         read(&mut MsgpackReader::field(self.what, key, bytes)).map(Some)
     }
 
@@ -103,7 +105,8 @@ impl<'a> RecordFields<'a> {
         key: &'static str,
         read: impl FnOnce(&mut MsgpackReader<'a>) -> Result<T>,
     ) -> Result<T> {
-        let absent = || MsgpackReader::field(self.what, key, &[]).malformed("this required key is absent");
+        let absent =
+            || MsgpackReader::field(self.what, key, &[]).malformed("this required key is absent");
         self.optional(key, read)?.ok_or_else(absent)
     }
 

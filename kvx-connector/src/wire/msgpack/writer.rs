@@ -120,8 +120,20 @@ mod tests {
 
     #[test]
     fn integers_take_the_shortest_form_and_read_back() {
-        let edges = [0, 0x7f, 0x80, 0xff, 0x100, 0xffff, 0x1_0000, 0xffff_ffff, 0x1_0000_0000, i64::MAX];
-        let below = [-1, -0x20, -0x21, -0x80, -0x81, -0x8000, -0x8001, -0x8000_0000, -0x8000_0001, i64::MIN];
+        let edges =
+            [0, 0x7f, 0x80, 0xff, 0x100, 0xffff, 0x1_0000, 0xffff_ffff, 0x1_0000_0000, i64::MAX];
+        let below = [
+            -1,
+            -0x20,
+            -0x21,
+            -0x80,
+            -0x81,
+            -0x8000,
+            -0x8001,
+            -0x8000_0000,
+            -0x8000_0001,
+            i64::MIN,
+        ];
         let widths = [1, 1, 2, 2, 3, 3, 5, 5, 9, 9, 1, 1, 2, 2, 3, 3, 5, 5, 9, 9];
         for (number, width) in edges.into_iter().chain(below).zip(widths) {
             let mut writer = MsgpackWriter::default();
@@ -154,7 +166,10 @@ mod tests {
             for (writer, head) in [(text, text_head), (binary, bin_head), (array, array_head)] {
                 let bytes = writer.into_bytes();
                 assert_eq!(bytes.len(), head + len);
-                assert_eq!(MsgpackReader::new("test", &bytes, 1 << 20).unwrap().skip().unwrap(), bytes);
+                assert_eq!(
+                    MsgpackReader::new("test", &bytes, 1 << 20).unwrap().skip().unwrap(),
+                    bytes
+                );
             }
         }
     }

@@ -67,8 +67,13 @@ pub enum NixlMemory {
 }
 
 impl NixlMemory {
-    const ALL: [NixlMemory; 5] =
-        [NixlMemory::Dram, NixlMemory::Vram, NixlMemory::Block, NixlMemory::Object, NixlMemory::File];
+    const ALL: [NixlMemory; 5] = [
+        NixlMemory::Dram,
+        NixlMemory::Vram,
+        NixlMemory::Block,
+        NixlMemory::Object,
+        NixlMemory::File,
+    ];
 }
 
 struct BlobFields<'a>(Reader<'a>);
@@ -76,7 +81,9 @@ struct BlobFields<'a>(Reader<'a>);
 impl<'a> BlobFields<'a> {
     fn word(&mut self, word: &[u8]) -> Result<()> {
         if self.0.left() < word.len() || self.0.bytes(word.len())? != word {
-            return Err(self.0.malformed(format_args!("{:?} was expected", String::from_utf8_lossy(word))));
+            return Err(self
+                .0
+                .malformed(format_args!("{:?} was expected", String::from_utf8_lossy(word))));
         }
         Ok(())
     }
@@ -90,27 +97,33 @@ impl<'a> BlobFields<'a> {
                 self.word(b"|")?;
                 Ok(data)
             }
-            None => Err(self.0.malformed(format_args!("the field {tag:?} is longer than the blob"))),
+            None => {
+                Err(self.0.malformed(format_args!("the field {tag:?} is longer than the blob")))
+            }
         }
     }
 
     fn name(&mut self, tag: &str) -> Result<String> {
         let data = self.field(tag)?;
         let name = std::str::from_utf8(data).ok().filter(|name| is_name(name));
-        let name = name.ok_or_else(|| self.0.malformed(format_args!("the field {tag:?} holds no name")))?;
+        let name =
+            name.ok_or_else(|| self.0.malformed(format_args!("the field {tag:?} holds no name")))?;
         Ok(name.to_owned())
     }
 
     fn number<const N: usize>(&mut self, tag: &str) -> Result<[u8; N]> {
         let data = self.field(tag)?;
-        data.try_into().map_err(|_| self.0.malformed(format_args!("the field {tag:?} holds no number")))
+        data.try_into()
+            .map_err(|_| self.0.malformed(format_args!("the field {tag:?} holds no number")))
     }
 
     /// A count of things that take at least `least` bytes each.
     fn count(&mut self, tag: &str, least: usize) -> Result<usize> {
         let count = u64::from_le_bytes(self.number(tag)?);
         let fits = usize::try_from(count).ok().filter(|count| *count <= self.0.left() / least);
-        fits.ok_or_else(|| self.0.malformed(format_args!("the field {tag:?} counts more than there is")))
+        fits.ok_or_else(|| {
+            self.0.malformed(format_args!("the field {tag:?} counts more than there is"))
+        })
     }
 
     fn section(&mut self) -> Result<NixlSection> {
@@ -120,7 +133,8 @@ impl<'a> BlobFields<'a> {
         }
         let number = i32::from_le_bytes(self.number("t")?);
         let kind = NixlMemory::ALL.into_iter().find(|kind| *kind as i32 == number);
-        let kind = kind.ok_or_else(|| self.0.malformed(format_args!("no memory is of kind {number}")))?;
+        let kind =
+            kind.ok_or_else(|| self.0.malformed(format_args!("no memory is of kind {number}")))?;
         let count = self.count("n", FIELD + DESCRIPTOR)?;
         let memory = (0..count).map(|_| self.descriptor()).collect::<Result<_>>()?;
         Ok(NixlSection { backend, kind, memory })
@@ -198,7 +212,8 @@ impl NixlBlob {
             put(&mut out, "t", &(section.kind as i32).to_le_bytes());
             put(&mut out, "n", &(section.memory.len() as u64).to_le_bytes());
             for NixlDescriptor { device, address, len, key } in &section.memory {
-                let head = [address.to_le_bytes(), len.to_le_bytes(), device.to_le_bytes()].concat();
+                let head =
+                    [address.to_le_bytes(), len.to_le_bytes(), device.to_le_bytes()].concat();
                 put(&mut out, "", &[&head[..], key].concat());
             }
         }
@@ -220,8 +235,12 @@ mod tests {
     use super::*;
 
     fn sample() -> NixlBlob {
-        let range =
-            |at: u64| NixlDescriptor { device: at, address: at << 20, len: 4096, key: b"k|y".to_vec() };
+        let range = |at: u64| NixlDescriptor {
+            device: at,
+            address: at << 20,
+            len: 4096,
+            key: b"k|y".to_vec(),
+        };
         NixlBlob {
             agent: "prefill".into(),
             connections: vec![("KVX".into(), b"|address\0|".to_vec()), ("UCX".into(), Vec::new())],
@@ -241,7 +260,11 @@ mod tests {
         let bytes = sample().encode().unwrap();
         assert_eq!(NixlBlob::decode(&bytes).unwrap(), sample());
         for len in 0..bytes.len() {
-            assert_eq!(NixlBlob::decode(&bytes[..len]).unwrap_err().kind(), Kind::Malformed, "{len}");
+            assert_eq!(
+                NixlBlob::decode(&bytes[..len]).unwrap_err().kind(),
+                Kind::Malformed,
+                "{len}"
+            );
         }
         assert!(NixlBlob::decode(&[&bytes[..], b"x"].concat()).is_err());
     }

@@ -86,7 +86,8 @@ impl Assembly {
         let (number, at, count) =
             (reader.u64().ok()?, reader.u32().ok()? as usize, reader.u32().ok()? as usize);
         let part = reader.bytes(reader.left()).ok()?;
-        if !(1..=MAX_PARTS).contains(&count) || at >= count || part.is_empty() || part.len() > ROOM {
+        if !(1..=MAX_PARTS).contains(&count) || at >= count || part.is_empty() || part.len() > ROOM
+        {
             return None;
         }
         if at + 1 < count && part.len() != ROOM {
@@ -94,7 +95,12 @@ impl Assembly {
         }
         let known = self.unfinished.iter().position(|it| it.from == from && it.number == number);
         let known = known.unwrap_or_else(|| {
-            self.unfinished.push_back(Unfinished { from, number, parts: vec![None; count], bytes: 0 });
+            self.unfinished.push_back(Unfinished {
+                from,
+                number,
+                parts: vec![None; count],
+                bytes: 0,
+            });
             self.unfinished.len() - 1
         });
         let one = &mut self.unfinished[known];
@@ -107,7 +113,9 @@ impl Assembly {
         if one.parts.iter().all(Option::is_some) {
             let whole = self.unfinished.remove(known)?;
             self.kept -= whole.bytes;
-            return Some(Got::Whole(whole.parts.into_iter().flatten().collect::<Vec<_>>().concat().into()));
+            return Some(Got::Whole(
+                whole.parts.into_iter().flatten().collect::<Vec<_>>().concat().into(),
+            ));
         }
         if self.unfinished.len() <= MAX_UNFINISHED && self.kept <= MAX_KEPT {
             return Some(Got::Part);
@@ -156,9 +164,14 @@ mod tests {
 
     #[test]
     fn notifications_of_any_length_arrive_in_any_order_of_their_parts() {
-        for (len, parts) in
-            [(0, 1), (1, 1), (64 << 10, 1), ((64 << 10) + 1, 2), (1 << 20, 17), (MAX_NOTE, MAX_PARTS)]
-        {
+        for (len, parts) in [
+            (0, 1),
+            (1, 1),
+            (64 << 10, 1),
+            ((64 << 10) + 1, 2),
+            (1 << 20, 17),
+            (MAX_NOTE, MAX_PARTS),
+        ] {
             let bytes: Vec<u8> = (0..len).map(|at| (at / 7) as u8).collect();
             assert_eq!(there_and_back(&bytes, len / 3 + 1), parts, "{len}");
         }
@@ -200,7 +213,9 @@ mod tests {
                     let got = assembly.take(FROM, part);
                     dropped += usize::from(matches!(got, Got::Instead(bytes) if bytes > 0));
                     assert!(matches!(got, Got::Part | Got::Instead(_)), "{got:?}");
-                    assert!(assembly.kept <= MAX_KEPT && assembly.unfinished.len() <= MAX_UNFINISHED);
+                    assert!(
+                        assembly.kept <= MAX_KEPT && assembly.unfinished.len() <= MAX_UNFINISHED
+                    );
                 }
             }
             assert!(dropped > 100, "{dropped}");

@@ -1,15 +1,16 @@
 //! A conversation's second turn: the prefill fetches back what the decode still has.
 
 use kvx_connector::engine::{
-    BlockLists, ClockOffset, Ending, Finished, LoadFailure, Outcome, PeerPlan, Settings, Status, Then,
-    WorkerRank,
+    BlockLists, ClockOffset, Ending, Finished, LoadFailure, Outcome, PeerPlan, Settings, Status,
+    Then, WorkerRank,
 };
 use kvx_connector::params::{Dialect, TransferParams};
 use kvx_connector::wire::{CompatibilityHash, Expectation, Handshake, Listener, NixlAgentMetadata};
 use kvx_testkit::test;
 
 use super::rig::{
-    Rig, at, beats, blocks, handshakes, loaded, notes, pairs, plan, prefilled, reads, remote, settings,
+    Rig, at, beats, blocks, handshakes, loaded, notes, pairs, plan, prefilled, reads, remote,
+    settings,
 };
 
 fn both(engine: &str) -> Settings {
@@ -50,7 +51,10 @@ fn a_decode_keeps_its_blocks_and_says_until_when() {
     let params = finished.params.unwrap();
     assert!(params.do_remote_decode && !params.do_remote_prefill);
     assert_eq!(params.remote_blocks_expiry_time, Some(482.0));
-    assert_eq!((params.remote_num_tokens, params.remote_block_ids), (Some(50), Some(vec![blocks(100, 50)])));
+    assert_eq!(
+        (params.remote_num_tokens, params.remote_block_ids),
+        (Some(50), Some(vec![blocks(100, 50)]))
+    );
     decode.step(2.0);
     assert_eq!(decode.outcomes(481.0), []);
     assert_eq!(decode.outcomes(482.0).len(), 1, "whoever has come");
@@ -107,7 +111,11 @@ fn no_more_than_the_prompt_is_fetched_and_the_last_block_may_be_partial() {
     let connection = prefill.step_to_handshake(0.0);
     let read = reads(&prefill.connected(0.0, connection, clocked())).remove(0);
     let expected: Vec<_> = (0..6).map(|place| (100 + place, 501 + place)).collect();
-    assert_eq!(pairs(&read), expected, "blocks 1 to 6 of the prompt, not the last six of the decode's");
+    assert_eq!(
+        pairs(&read),
+        expected,
+        "blocks 1 to 6 of the prompt, not the last six of the decode's"
+    );
 }
 
 #[test]
@@ -136,7 +144,11 @@ fn blocks_about_to_expire_are_declined_and_computed() {
         (&LoadFailure::Expiring, Then::Recompute { computed: 0 }),
         "under either policy"
     );
-    assert_eq!(prefill.metric("vllm:nixl_num_kv_expired_reqs"), 1.0, "a declined expiry is counted");
+    assert_eq!(
+        prefill.metric("vllm:nixl_num_kv_expired_reqs"),
+        1.0,
+        "a declined expiry is counted"
+    );
     assert_eq!(prefill.metric("vllm:nixl_num_failed_transfers"), 0.0);
     // Once the peer's clock is known, such an offer is not even taken up.
     prefill.arrive(1.0, "s", 200, &decoded("d-s", 150, 1005.9));
@@ -165,8 +177,13 @@ fn an_expiry_is_on_the_clock_that_the_listener_shows() {
     let mut handshake = Handshake::new(expectation, [rank], (1, 1)).unwrap();
     let request = handshake.request(at(40.0)).unwrap();
     let message = [&b"p"[..], b"", &request];
-    let frames: Vec<Vec<u8>> =
-        listener.answer(&message, at(5470.0)).unwrap().frames().skip(2).map(<[u8]>::to_vec).collect();
+    let frames: Vec<Vec<u8>> = listener
+        .answer(&message, at(5470.0))
+        .unwrap()
+        .frames()
+        .skip(2)
+        .map(<[u8]>::to_vec)
+        .collect();
     handshake.received(&frames, at(40.0)).unwrap();
     let clock = handshake.finish().unwrap().clock;
     for (worker_now, declined) in [(40.0, false), (46.0, true)] {

@@ -54,7 +54,10 @@ fn only_connectors_that_speak_the_protocol_have_settings() {
     for (connector, extra) in [
         ("MooncakeConnector", ""),
         ("NixlPushConnector", r#""kv_compat": "0.20""#),
-        ("MultiConnector", r#""connectors": [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}]"#),
+        (
+            "MultiConnector",
+            r#""connectors": [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}]"#,
+        ),
     ] {
         let error = settings(connector, extra).unwrap_err();
         assert_eq!(error.kind(), Kind::Unsupported, "{error}");
@@ -64,8 +67,12 @@ fn only_connectors_that_speak_the_protocol_have_settings() {
 
 #[test]
 fn timeouts_come_from_the_configuration() {
-    let set = settings("NixlConnector", r#""load_timeout": 7, "push_registration_timeout": 9"#).unwrap();
-    assert_eq!((set.load_timeout, set.push_timeout), (Duration::from_secs(7), Duration::from_secs(9)));
+    let set =
+        settings("NixlConnector", r#""load_timeout": 7, "push_registration_timeout": 9"#).unwrap();
+    assert_eq!(
+        (set.load_timeout, set.push_timeout),
+        (Duration::from_secs(7), Duration::from_secs(9))
+    );
     let unset = settings("NixlConnector", "").unwrap();
     assert_eq!(
         (unset.load_timeout, unset.push_timeout),
@@ -91,7 +98,9 @@ fn every_kv_compat_has_a_dialect_and_the_oldest_the_ports_of_their_time() {
     assert_eq!(SideChannels::OfWorkers.of(&base, third).unwrap().port, 5559);
     assert_eq!(SideChannels::OfEngine.of(&base, third).unwrap().port, 5557);
     let last = Address { port: u16::MAX, ..base };
-    assert!(SideChannels::OfWorkers.of(&last, third).unwrap_err().to_string().contains("above 65535"));
+    assert!(
+        SideChannels::OfWorkers.of(&last, third).unwrap_err().to_string().contains("above 65535")
+    );
 }
 
 #[test]

@@ -2,8 +2,8 @@
 
 use kvx_config::LoadFailurePolicy;
 use kvx_connector::engine::{
-    Action, Arrival, FailureKind, HandshakeFailure, Kept, LoadFailure, Move, MoveFailure, NotLoaded, Outcome,
-    PeerLane, Settings, Status, Then, WorkerRank,
+    Action, Arrival, FailureKind, HandshakeFailure, Kept, LoadFailure, Move, MoveFailure,
+    NotLoaded, Outcome, PeerLane, Settings, Status, Then, WorkerRank,
 };
 use kvx_connector::params::Dialect;
 use kvx_connector::params::TransferParams;
@@ -80,7 +80,11 @@ fn a_transfer_that_cannot_be_described_fails_with_all_its_blocks() {
     small.remote_blocks = 501.into();
     let actions = decode.connected(0.0, connection, small);
     assert!(reads(&actions).is_empty(), "nothing beyond the peer's pool is asked for");
-    assert_eq!(notes(&actions), [(0, "p-r:1".to_owned())], "its blocks need not wait for their lease");
+    assert_eq!(
+        notes(&actions),
+        [(0, "p-r:1".to_owned())],
+        "its blocks need not wait for their lease"
+    );
     let outcomes = decode.outcomes(0.0);
     let (failure, then, invalid) = failed(&outcomes);
     assert!(matches!(failure, LoadFailure::Refused(why) if why.contains("501")), "{failure}");
@@ -112,7 +116,11 @@ fn a_read_that_cannot_be_ended_keeps_its_blocks_until_it_settles() {
     assert_eq!(decode.outcomes(2.0), [], "it has had its outcome");
     decode.worker.move_settled(at(3.0), read.id);
     assert_eq!(decode.outcomes(3.0).len(), 1);
-    assert!(decode.log.iter().any(|line| line.contains("transfer_release_failed")), "{:?}", decode.log);
+    assert!(
+        decode.log.iter().any(|line| line.contains("transfer_release_failed")),
+        "{:?}",
+        decode.log
+    );
     assert_eq!(decode.metric("vllm:nixl_num_failed_transfers"), 1.0, "one failure is counted once");
 }
 
@@ -127,7 +135,8 @@ fn blocks_of_a_forgotten_read_are_lost_and_nobody_waits_for_them() {
         }
         decode.worker.move_forgotten(at(2.0), read.id);
         let outcomes = decode.outcomes(2.0);
-        let [Outcome::Failed { then, held, .. }, Outcome::Lost { request, kept: Kept::Load }] = &outcomes[..]
+        let [Outcome::Failed { then, held, .. }, Outcome::Lost { request, kept: Kept::Load }] =
+            &outcomes[..]
         else {
             panic!("{outcomes:?}")
         };
@@ -142,7 +151,8 @@ fn blocks_of_a_forgotten_read_are_lost_and_nobody_waits_for_them() {
 
 #[test]
 fn blocks_held_after_a_deadline_are_lost_when_their_read_is_forgotten() {
-    let mut decode = Rig::new(Settings { load_timeout: std::time::Duration::from_secs(60), ..recomputing() });
+    let mut decode =
+        Rig::new(Settings { load_timeout: std::time::Duration::from_secs(60), ..recomputing() });
     let read = decode.load_to_read(0.0, "r", 40, &prefilled("p", "p-r", 40));
     assert_eq!(decode.outcomes(60.0).len(), 1);
     decode.worker.move_forgotten(at(70.0), read.id);
@@ -153,7 +163,8 @@ fn blocks_held_after_a_deadline_are_lost_when_their_read_is_forgotten() {
 
 #[test]
 fn a_load_that_times_out_during_the_handshake_still_releases_the_prefill() {
-    let mut decode = Rig::new(Settings { load_timeout: std::time::Duration::from_secs(3), ..recomputing() });
+    let mut decode =
+        Rig::new(Settings { load_timeout: std::time::Duration::from_secs(3), ..recomputing() });
     decode.load(0.0, "r", 40, &prefilled("p", "p-r", 40));
     let connection = decode.step_to_handshake(0.0);
     let outcomes = decode.outcomes(3.0);
@@ -169,7 +180,8 @@ fn a_load_that_times_out_during_the_handshake_still_releases_the_prefill() {
 
 #[test]
 fn a_release_waits_for_a_handshake_no_longer_than_a_load() {
-    let mut decode = Rig::new(Settings { load_timeout: std::time::Duration::from_secs(60), ..settings("d") });
+    let mut decode =
+        Rig::new(Settings { load_timeout: std::time::Duration::from_secs(60), ..settings("d") });
     decode.arrive(0.0, "r", 40, &prefilled("p", "p-r", 40));
     decode.ends(10.0, "r", Status::Aborted, 0);
     decode.step_to_handshake(10.0);
@@ -182,7 +194,8 @@ fn a_release_waits_for_a_handshake_no_longer_than_a_load() {
 fn refused_parameters_release_the_blocks_that_they_name() {
     let mut decode = Rig::new(Settings { groups: vec![None, None], ..settings("d") });
     let (request, params) = ("r".into(), prefilled("p", "p-r", 40));
-    let arrival = Arrival { request: &request, prompt_tokens: 40, params: Some(&params), deadline: None };
+    let arrival =
+        Arrival { request: &request, prompt_tokens: 40, params: Some(&params), deadline: None };
     let refused = decode.scheduler.on_new_request(at(0.0), arrival);
     assert_eq!(refused, Err(NotLoaded::TooFewBlocks), "one list of blocks, two groups");
     let connection = decode.step_to_handshake(0.0);
@@ -192,13 +205,20 @@ fn refused_parameters_release_the_blocks_that_they_name() {
 
 #[test]
 fn a_request_at_its_deadline_has_an_outcome_though_a_read_never_ends() {
-    let mut decode = Rig::new(Settings { load_timeout: std::time::Duration::from_secs(60), ..recomputing() });
+    let mut decode =
+        Rig::new(Settings { load_timeout: std::time::Duration::from_secs(60), ..recomputing() });
     let read = decode.load_to_read(0.0, "r", 40, &prefilled("p", "p-r", 40));
     assert_eq!(decode.outcomes(59.9), []);
     let outcomes = decode.outcomes(60.0);
-    let [Outcome::Failed { failure, then, held, .. }] = &outcomes[..] else { panic!("{outcomes:?}") };
+    let [Outcome::Failed { failure, then, held, .. }] = &outcomes[..] else {
+        panic!("{outcomes:?}")
+    };
     assert_eq!((failure, *then), (&LoadFailure::Deadline, Then::Recompute { computed: 0 }));
-    assert_eq!(held.iter().collect::<Vec<_>>(), [100, 101, 102], "the read may still write into them");
+    assert_eq!(
+        held.iter().collect::<Vec<_>>(),
+        [100, 101, 102],
+        "the read may still write into them"
+    );
     let cancelled = decode.step(60.0);
     assert!(
         cancelled.iter().any(|action| matches!(action, Action::Cancel { id } if *id == read.id)),
@@ -288,14 +308,20 @@ fn a_failure_is_logged_with_what_is_known() {
             } else {
                 let read = reads(&decode.connected(0.0, connection, plan())).remove(0);
                 if kind == FailureKind::NotificationFailed {
-                    decode.worker.notification_failed(at(1.0), Some(&"r".into()), read.part.rank, "no route");
+                    decode.worker.notification_failed(
+                        at(1.0),
+                        Some(&"r".into()),
+                        read.part.rank,
+                        "no route",
+                    );
                 } else {
                     fails(&mut decode, 1.0, &read, kind, true);
                 }
             }
             decode.outcomes(1.0);
             let line = &decode.log[0];
-            let context = line.strip_prefix(&format!("NIXL transfer failure: {} ", kind.as_str())).unwrap();
+            let context =
+                line.strip_prefix(&format!("NIXL transfer failure: {} ", kind.as_str())).unwrap();
             let context: serde_json::Value = serde_json::from_str(context).unwrap();
             assert_eq!(context["request_id"], "r", "{line}");
             assert_eq!(context["remote_request_id"], "p-r", "{line}");
@@ -337,7 +363,8 @@ fn with_several_groups_a_failed_load_counts_as_a_whole() {
     let mut decode = Rig::new(Settings { groups: vec![None, None], ..recomputing() });
     let mut from = remote("p", "p-r", blocks(500, 64), 64);
     from.block_ids = vec![blocks(500, 64), blocks(600, 64)];
-    from.block_reference = Some(kvx_connector::engine::BlockReference { pool: 7, stamp: 9 }.to_string());
+    from.block_reference =
+        Some(kvx_connector::engine::BlockReference { pool: 7, stamp: 9 }.to_string());
     decode.arrive(0.0, "r", 64, &TransferParams::prefilled(from, Dialect::default()));
     let fill = kvx_connector::engine::BlockLists::new([blocks(100, 64), blocks(200, 64)]);
     let allocation = kvx_connector::engine::Allocation { fill, computed: 0, external: 64 };
@@ -351,7 +378,10 @@ fn with_several_groups_a_failed_load_counts_as_a_whole() {
     decode.worker.generations_read(at(1.0), read.id, Ok((7, &[0, 0, 0, 0, 0, 0, 10, 0])));
     let outcomes = decode.outcomes(1.0);
     let (failure, then, invalid) = failed(&outcomes);
-    assert_eq!((failure, then, invalid), (&LoadFailure::Stale, Then::Recompute { computed: 0 }, &[202][..]));
+    assert_eq!(
+        (failure, then, invalid),
+        (&LoadFailure::Stale, Then::Recompute { computed: 0 }, &[202][..])
+    );
 }
 
 #[test]
@@ -444,7 +474,10 @@ fn an_end_leaves_nothing_unsaid() {
         let Outcome::Failed { request, then, invalid, held, .. } = outcomes.remove(0) else {
             panic!("{outcomes:?}")
         };
-        assert_eq!((request.as_str(), then, &invalid[..]), ("loading", Then::Fail, &blocks(100, 40)[..]));
+        assert_eq!(
+            (request.as_str(), then, &invalid[..]),
+            ("loading", Then::Fail, &blocks(100, 40)[..])
+        );
         let mut told = vec![over("aborted", Kept::Load), over("published", Kept::Request)];
         if proven {
             assert!(held.is_empty());
@@ -453,6 +486,9 @@ fn an_end_leaves_nothing_unsaid() {
             told.insert(0, over("loading", Kept::Load));
         }
         assert_eq!(outcomes, told);
-        assert_eq!((engine.scheduler.len(), engine.scheduler.blocks_lost()), (0, if proven { 0 } else { 6 }));
+        assert_eq!(
+            (engine.scheduler.len(), engine.scheduler.blocks_lost()),
+            (0, if proven { 0 } else { 6 })
+        );
     }
 }

@@ -74,7 +74,8 @@ fn what_fills_no_block_needs_no_step() {
     decode.load(0.0, "loads", 40, &prefilled("p", "p-loads", 40));
     decode.ends(0.0, "ends", Status::Aborted, 0);
     let ready = decode.scheduler.take_ready(at(0.0), None);
-    let told: Vec<_> = ready.receive.iter().map(|order| (&order.request, order.local.len())).collect();
+    let told: Vec<_> =
+        ready.receive.iter().map(|order| (&order.request, order.local.len())).collect();
     assert_eq!(told, [(&ends, 0)], "the word that its blocks are not wanted");
     assert_eq!(ready.heartbeats[0].requests, ["p-loads".into()]);
     assert!(decode.scheduler.take_ready(at(0.0), None).is_empty());
@@ -102,7 +103,11 @@ fn only_normal_ends_publish() {
         let mut prefill = Rig::new(settings("p"));
         prefill.arrive(0.0, "p-r", 40, &TransferParams::ask_prefill());
         let finished = prefill.ends(0.0, "p-r", status, 40);
-        assert_eq!((finished.delay_free, finished.params.is_some()), (publishes, publishes), "{status:?}");
+        assert_eq!(
+            (finished.delay_free, finished.params.is_some()),
+            (publishes, publishes),
+            "{status:?}"
+        );
     }
 }
 
@@ -161,7 +166,10 @@ fn heartbeats_begin_with_the_request_and_go_to_its_engine_every_sixth_of_a_lease
         .heartbeats
         .iter()
         .map(|beat| {
-            (beat.peer.engine.as_str(), beat.requests.iter().map(|id| id.as_str()).collect::<Vec<_>>())
+            (
+                beat.peer.engine.as_str(),
+                beat.requests.iter().map(|id| id.as_str()).collect::<Vec<_>>(),
+            )
         })
         .collect();
     assert_eq!(by_engine, [("p", vec!["p-a", "p-b"]), ("q", vec!["q-c"])]);
@@ -169,17 +177,27 @@ fn heartbeats_begin_with_the_request_and_go_to_its_engine_every_sixth_of_a_lease
     assert_eq!(decode.scheduler.build_connector_meta(at(5.0)).heartbeats.len(), 2);
     // One of two ends, then the other.
     decode.ends(6.0, "a", Status::Aborted, 0);
-    assert_eq!(decode.scheduler.build_connector_meta(at(10.0)).heartbeats[0].requests, ["p-b".into()]);
+    assert_eq!(
+        decode.scheduler.build_connector_meta(at(10.0)).heartbeats[0].requests,
+        ["p-b".into()]
+    );
     decode.ends(11.0, "b", Status::Aborted, 0);
     let meta = decode.scheduler.build_connector_meta(at(15.0));
-    assert_eq!(meta.heartbeats.iter().map(|beat| beat.peer.engine.as_str()).collect::<Vec<_>>(), ["q"]);
+    assert_eq!(
+        meta.heartbeats.iter().map(|beat| beat.peer.engine.as_str()).collect::<Vec<_>>(),
+        ["q"]
+    );
 }
 
 #[test]
 fn heartbeats_end_with_the_load() {
     let mut decode = Rig::new(settings("d"));
     let read = decode.load_to_read(0.0, "r", 40, &prefilled("p", "p-r", 40));
-    assert_eq!(decode.scheduler.build_connector_meta(at(5.0)).heartbeats.len(), 1, "while it loads");
+    assert_eq!(
+        decode.scheduler.build_connector_meta(at(5.0)).heartbeats.len(),
+        1,
+        "while it loads"
+    );
     decode.read_done(6.0, &read);
     decode.outcomes(6.0);
     assert!(decode.scheduler.build_connector_meta(at(20.0)).heartbeats.is_empty());
@@ -261,7 +279,10 @@ fn the_older_count_is_the_decodes_ranks() {
         let old = ConsumerRule::DecodeRanks;
         assert_eq!(old.written(readers, d), d);
         assert_eq!(old.expected(d, p), readers);
-        assert_eq!(ConsumerRule::Readers.expected(ConsumerRule::Readers.written(readers, d), p), readers);
+        assert_eq!(
+            ConsumerRule::Readers.expected(ConsumerRule::Readers.written(readers, d), p),
+            readers
+        );
     }
     let mut prefill =
         Rig::new(Settings { consumers: ConsumerRule::DecodeRanks, tp_size: 2, ..settings("p") });
@@ -299,9 +320,17 @@ fn a_completion_after_the_lease_is_counted() {
 fn what_is_no_notification_changes_nothing() {
     let mut prefill = Rig::new(settings("p"));
     prefill.prefill(0.0, "p-r", 40);
-    for wrong in
-        [&b""[..], b"p-r", b"p-r:", b"p-r:0", b"p-r:-1", b"HB:", b"PUSH_REG:", b"PUSH_REG:\x80", b"\xff:1"]
-    {
+    for wrong in [
+        &b""[..],
+        b"p-r",
+        b"p-r:",
+        b"p-r:0",
+        b"p-r:-1",
+        b"HB:",
+        b"PUSH_REG:",
+        b"PUSH_REG:\x80",
+        b"\xff:1",
+    ] {
         assert!(prefill.worker.notified(at(1.0), "d/0", wrong).is_err(), "{wrong:?}");
     }
     assert_eq!(prefill.outcomes(1.0), []);

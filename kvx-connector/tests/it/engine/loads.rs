@@ -1,8 +1,8 @@
 //! Loads that go well: what is read, who is told, what is reported.
 
 use kvx_connector::engine::{
-    Action, Allocation, Arrival, BlockLists, BlockReference, LoadFailure, NotLoaded, Outcome, PeerLane,
-    Status, Time, WorkerRank,
+    Action, Allocation, Arrival, BlockLists, BlockReference, LoadFailure, NotLoaded, Outcome,
+    PeerLane, Status, Time, WorkerRank,
 };
 use kvx_connector::mapping::{MemoryType, Units};
 use kvx_connector::params::{Dialect, TransferParams};
@@ -20,7 +20,10 @@ fn a_load_orders_its_own_blocks() {
     let [order] = &meta.receive[..] else { panic!("{meta:?}") };
     assert_eq!(order.request.as_str(), "r");
     assert_eq!(order.local, BlockLists::single(fill));
-    assert!(decode.scheduler.build_connector_meta(at(0.0)).receive.is_empty(), "a message is built once");
+    assert!(
+        decode.scheduler.build_connector_meta(at(0.0)).receive.is_empty(),
+        "a message is built once"
+    );
 }
 
 #[test]
@@ -77,7 +80,10 @@ fn a_prefill_says_how_it_is_spread_and_who_moves_the_data() {
     let mut of_ranks = settings("p");
     (of_ranks.tp_size, of_ranks.dcp_size) = (4, 4);
     let value = Rig::new(of_ranks).prefill(0.0, "p-r", 40).to_value(Dialect::default()).unwrap();
-    assert_eq!((&value["tp_size"], &value["dcp_size"], &value["pp_size"]), (&4.into(), &4.into(), &1.into()));
+    assert_eq!(
+        (&value["tp_size"], &value["dcp_size"], &value["pp_size"]),
+        (&4.into(), &4.into(), &1.into())
+    );
     assert_eq!(value["transfer_mode"], "pull");
 }
 
@@ -109,7 +115,8 @@ fn nothing_that_stops_vllms_engine_is_published() {
         cached: None,
         reference: None,
     };
-    for wrong in [BlockLists::single([1, 2]), BlockLists::default(), BlockLists::new([[1, 2, 3], [4, 5, 6]])]
+    for wrong in
+        [BlockLists::single([1, 2]), BlockLists::default(), BlockLists::new([[1, 2, 3], [4, 5, 6]])]
     {
         prefill.arrive(0.0, "q", 40, &TransferParams::ask_prefill());
         let finished = prefill.scheduler.request_finished(at(0.0), &"q".into(), ending(wrong));
@@ -119,8 +126,11 @@ fn nothing_that_stops_vllms_engine_is_published() {
         );
     }
     // Blocks for tokens to come are cut off: the peer pairs lists by their ends.
-    let finished =
-        prefill.scheduler.request_finished(at(0.0), &"p-r".into(), ending(BlockLists::single([1, 2, 3, 4])));
+    let finished = prefill.scheduler.request_finished(
+        at(0.0),
+        &"p-r".into(),
+        ending(BlockLists::single([1, 2, 3, 4])),
+    );
     assert_eq!(finished.params.unwrap().remote_block_ids, Some(vec![vec![1, 2, 3]]));
 }
 
@@ -129,7 +139,8 @@ fn parameters_that_cannot_be_used_are_computed_here() {
     let mut decode = Rig::new(settings("d"));
     let mut arrive = |params: &TransferParams| {
         let request = "r".into();
-        let arrival = Arrival { request: &request, prompt_tokens: 40, params: Some(params), deadline: None };
+        let arrival =
+            Arrival { request: &request, prompt_tokens: 40, params: Some(params), deadline: None };
         decode.scheduler.on_new_request(at(0.0), arrival)
     };
     let without = |cut: fn(&mut TransferParams)| {
@@ -177,7 +188,8 @@ fn an_engine_may_take_fewer_tokens_than_it_was_offered() {
     let mut decode = Rig::new(settings("d"));
     decode.arrive(0.0, "r", 64, &prefilled("p", "p-r", 64));
     assert_eq!(decode.matched(0.0, "r", 16), 48);
-    let allocation = Allocation { fill: BlockLists::single([100, 101]), computed: 16, external: 32 };
+    let allocation =
+        Allocation { fill: BlockLists::single([100, 101]), computed: 16, external: 32 };
     decode.scheduler.update_state_after_alloc(at(0.0), &"r".into(), allocation);
     let connection = decode.step_to_handshake(0.0);
     let read = reads(&decode.connected(0.0, connection, plan())).remove(0);
@@ -188,8 +200,10 @@ fn an_engine_may_take_fewer_tokens_than_it_was_offered() {
 
 #[test]
 fn fewer_tokens_with_a_sliding_window_are_refused() {
-    let mut decode = Rig::new(kvx_connector::engine::Settings { groups: vec![Some(2)], ..settings("d") });
-    let window = TransferParams::prefilled(remote("p", "p-r", vec![502, 503], 64), Dialect::default());
+    let mut decode =
+        Rig::new(kvx_connector::engine::Settings { groups: vec![Some(2)], ..settings("d") });
+    let window =
+        TransferParams::prefilled(remote("p", "p-r", vec![502, 503], 64), Dialect::default());
     decode.arrive(0.0, "r", 64, &window);
     assert_eq!(decode.matched(0.0, "r", 0), 64);
     let allocation = Allocation { fill: BlockLists::single([100, 101]), computed: 0, external: 48 };
@@ -201,7 +215,8 @@ fn fewer_tokens_with_a_sliding_window_are_refused() {
 
 #[test]
 fn a_prefill_is_told_how_many_tokens_to_leave_to_the_decode() {
-    let mut prefill = Rig::new(kvx_connector::engine::Settings { prefill_backoff: 3, ..settings("p") });
+    let mut prefill =
+        Rig::new(kvx_connector::engine::Settings { prefill_backoff: 3, ..settings("p") });
     prefill.arrive(0.0, "long", 40, &TransferParams::ask_prefill());
     prefill.arrive(0.0, "short", 2, &TransferParams::ask_prefill());
     prefill.arrive(0.0, "decode", 40, &prefilled("q", "q-r", 37));
@@ -284,7 +299,9 @@ fn a_step_never_waits_for_the_handshake() {
             from.tp_size = p;
             decode.load(0.0, "r", 40, &TransferParams::prefilled(from, Dialect::default()));
             let actions = decode.step(0.0);
-            let [Action::Handshake { connection, ranks, .. }] = &actions[..] else { panic!("{actions:?}") };
+            let [Action::Handshake { connection, ranks, .. }] = &actions[..] else {
+                panic!("{actions:?}")
+            };
             assert_eq!(ranks, &[WorkerRank { pp: 0, tp: rank * p / d }]);
             for second in 1..4 {
                 assert!(
@@ -397,12 +414,16 @@ fn halves_in_two_kinds_of_memory_are_told_once_after_both() {
 
 #[test]
 fn a_prefill_that_hands_over_less_than_the_prompt_leaves_the_rest_to_the_decode() {
-    let mut decode = Rig::new(kvx_connector::engine::Settings { prefill_backoff: 1, ..settings("d") });
+    let mut decode =
+        Rig::new(kvx_connector::engine::Settings { prefill_backoff: 1, ..settings("d") });
     decode.arrive(0.0, "r", 33, &prefilled("p", "p-r", 32));
     assert_eq!(decode.matched(0.0, "r", 0), 32, "one token is computed here");
     decode.allocate(0.0, "r", 100, 0);
     let connection = decode.step_to_handshake(0.0);
-    assert_eq!(pairs(&reads(&decode.connected(0.0, connection, plan()))[0]), [(100, 500), (101, 501)]);
+    assert_eq!(
+        pairs(&reads(&decode.connected(0.0, connection, plan()))[0]),
+        [(100, 500), (101, 501)]
+    );
 }
 
 #[test]
@@ -418,7 +439,10 @@ fn generations_are_read_after_the_data_and_the_prefill_is_told_last() {
     assert_eq!(note_of(&read), None);
     let actions = decode.read_done(1.0, &read);
     let [Action::ReadGenerations { id, blocks, .. }] = &actions[..] else { panic!("{actions:?}") };
-    assert_eq!((0..blocks[0].len()).map(|place| blocks[0].at(place)).collect::<Vec<_>>(), [500, 501, 502]);
+    assert_eq!(
+        (0..blocks[0].len()).map(|place| blocks[0].at(place)).collect::<Vec<_>>(),
+        [500, 501, 502]
+    );
     assert_eq!(decode.outcomes(1.0), []);
     decode.worker.generations_read(at(1.0), *id, Ok((7, &[9, 3, 0])));
     assert_eq!(notes(&decode.actions()), [(0, "p-r:1".to_owned())]);
@@ -431,7 +455,8 @@ fn a_stale_reference_is_refused_with_exactly_the_stale_blocks() {
     from.block_reference = Some(BlockReference { pool: 7, stamp: 9 }.to_string());
     let params = TransferParams::prefilled(from, Dialect::default());
     let recompute = kvx_config::LoadFailurePolicy::Recompute;
-    let mut decode = Rig::new(kvx_connector::engine::Settings { policy: recompute, ..settings("d") });
+    let mut decode =
+        Rig::new(kvx_connector::engine::Settings { policy: recompute, ..settings("d") });
     decode.load(0.0, "r", 64, &params);
     let connection = decode.step_to_handshake(0.0);
     let mut checked = plan();
@@ -474,7 +499,9 @@ fn blocks_are_held_against_digests_last_and_the_wrong_ones_alone_are_refused() {
         } else {
             assert_eq!(notes(&decode.actions()), []);
             let outcomes = decode.outcomes(1.0);
-            let [Outcome::Failed { failure, invalid, .. }] = &outcomes[..] else { panic!("{outcomes:?}") };
+            let [Outcome::Failed { failure, invalid, .. }] = &outcomes[..] else {
+                panic!("{outcomes:?}")
+            };
             assert_eq!((failure, &invalid[..]), (&LoadFailure::Corrupt, &[101][..]));
         }
     }
@@ -485,7 +512,11 @@ fn an_engine_reports_the_time_of_its_next_duty() {
     let mut decode = Rig::new(settings("d"));
     assert_eq!(decode.scheduler.next_deadline(at(0.0)), None);
     decode.arrive(0.0, "r", 40, &prefilled("p", "p-r", 40));
-    assert_eq!(decode.scheduler.next_deadline(at(0.0)), Some(at(0.0)), "the first heartbeat is due");
+    assert_eq!(
+        decode.scheduler.next_deadline(at(0.0)),
+        Some(at(0.0)),
+        "the first heartbeat is due"
+    );
     decode.step(0.0);
     let next: Option<Time> = decode.scheduler.next_deadline(at(0.0));
     assert_eq!(next, Some(at(5.0)));

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use kvx_connector::engine::{
-    Connection, FailureKind, HandshakeFailure, LoadFailure, Move, MoveFailure, Outcome, Settings, WorkerRank,
+    Connection, FailureKind, HandshakeFailure, LoadFailure, Move, MoveFailure, Outcome, Settings,
+    WorkerRank,
 };
 use kvx_connector::params::{Dialect, TransferParams};
 use kvx_connector::wire::{CompatibilityHash, Listener, NixlAgentMetadata};
@@ -64,7 +65,8 @@ fn no_answer(rig: &mut Rig, now: f64, connection: Connection) {
 
 #[test]
 fn an_idle_engine_is_forgotten_when_a_new_one_comes() {
-    let mut decode = Rig::new(Settings { engine_ttl: Some(Duration::from_secs(60)), ..settings("d") });
+    let mut decode =
+        Rig::new(Settings { engine_ttl: Some(Duration::from_secs(60)), ..settings("d") });
     let (first, _) = load_whole(&mut decode, 0.0, "a", &prefilled("p", "p-a", 40));
     decode.step(1000.0);
     assert_eq!(decode.worker.len(), 1, "time alone forgets nobody");
@@ -84,16 +86,25 @@ fn an_engine_that_is_used_or_without_a_ttl_is_not_forgotten() {
         ..settings("d")
     });
     decode.load_to_read(0.0, "reading", 40, &prefilled("p", "p-a", 40));
-    assert_eq!(load_whole(&mut decode, 100.0, "b", &prefilled("q", "q-b", 40)).1, [], "it is read from");
+    assert_eq!(
+        load_whole(&mut decode, 100.0, "b", &prefilled("q", "q-b", 40)).1,
+        [],
+        "it is read from"
+    );
 
-    let mut decode = Rig::new(Settings { engine_ttl: Some(Duration::from_secs(60)), ..settings("d") });
+    let mut decode =
+        Rig::new(Settings { engine_ttl: Some(Duration::from_secs(60)), ..settings("d") });
     decode.arrive(0.0, "waiting", 40, &prefilled("p", "p-a", 40));
     let connection = decode.step_to_handshake(0.0);
     decode.connected(0.0, connection, plan());
     for beat in 1..20 {
         decode.step(f64::from(beat) * 5.0);
     }
-    assert_eq!(load_whole(&mut decode, 100.0, "b", &prefilled("q", "q-b", 40)).1, [], "it has heartbeats");
+    assert_eq!(
+        load_whole(&mut decode, 100.0, "b", &prefilled("q", "q-b", 40)).1,
+        [],
+        "it has heartbeats"
+    );
 }
 
 #[test]
@@ -192,7 +203,8 @@ fn an_engine_that_restarts_is_reached_as_soon_as_it_listens() {
         decode.actions();
         decode.outcomes(now);
         for attempt in 0..3 {
-            let (now, id) = (now + 2.0 + 0.1 * f64::from(attempt), format!("early{round}{attempt}"));
+            let (now, id) =
+                (now + 2.0 + 0.1 * f64::from(attempt), format!("early{round}{attempt}"));
             decode.load(now, &id, 40, &prefilled("p", &id, 40));
             let connection = decode.step_to_handshake(now);
             no_answer(&mut decode, now, connection);
@@ -264,7 +276,11 @@ fn a_registration_that_rises_during_the_handshake_starts_another() {
     let first = decode.step_to_handshake(0.0);
     decode.load(1.0, "b", 40, &registered(1));
     let second = decode.step_to_handshake(1.0);
-    assert_eq!(disconnects(&decode.connected(2.0, first, plan())), [first], "nobody waits for it any more");
+    assert_eq!(
+        disconnects(&decode.connected(2.0, first, plan())),
+        [first],
+        "nobody waits for it any more"
+    );
     let actions = decode.connected(3.0, second, plan());
     assert_eq!(reads(&actions).len(), 1, "the blocks of the older registration are refused");
     assert_eq!(decode.outcomes(3.0).len(), 1);
@@ -274,7 +290,8 @@ fn a_registration_that_rises_during_the_handshake_starts_another() {
 fn an_engine_that_registers_anew_says_so() {
     let mut prefill = Rig::new(settings("p"));
     assert_eq!(prefill.prefill(0.0, "a", 40).remote_registration_generation, Some(0));
-    let (mut listener, rank) = (Listener::new(CompatibilityHash::foreign("h")), WorkerRank::default());
+    let (mut listener, rank) =
+        (Listener::new(CompatibilityHash::foreign("h")), WorkerRank::default());
     let mut metadata = NixlAgentMetadata::new("p", Dialect::default());
     listener.publish(rank, &metadata);
     listener.publish(WorkerRank { tp: 1, ..rank }, &metadata);

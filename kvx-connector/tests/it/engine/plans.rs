@@ -1,9 +1,11 @@
 //! From what a handshake has told to whom a worker reads from.
 
-use kvx_connector::engine::{Allocation, BlockLists, Part, PeerPlan, PoolBlocks, Settings, WorkerRank};
+use kvx_connector::engine::{
+    Allocation, BlockLists, Part, PeerPlan, PoolBlocks, Settings, WorkerRank,
+};
 use kvx_connector::mapping::{
-    Caches, Heads, KvLayout, KvTensors, LayerCache, MappingOptions, MemoryType, PeerMap, Remote, RemoteRank,
-    Tp, handshake_ranks,
+    Caches, Heads, KvLayout, KvTensors, LayerCache, MappingOptions, MemoryType, PeerMap, Remote,
+    RemoteRank, Tp, handshake_ranks,
 };
 use kvx_connector::params::{Dialect, TransferParams};
 use kvx_core::Op;
@@ -26,7 +28,8 @@ fn caches(heads: Heads, size: u64, kernel_per_logical: u32) -> Caches {
         heads,
     };
     let block = BLOCK / kernel_per_logical;
-    Caches::of_layers(vec![layer(0), layer(1)], KvLayout::Lbhnc, block, kernel_per_logical, 0).unwrap()
+    Caches::of_layers(vec![layer(0), layer(1)], KvLayout::Lbhnc, block, kernel_per_logical, 0)
+        .unwrap()
 }
 
 fn plan(heads: Heads, (d, rank): (u32, u32), p: u32, kernel_per_logical: u32) -> PeerPlan {
@@ -102,7 +105,8 @@ fn a_move_leads_to_its_source_and_to_what_it_moves_there() {
     let ranks = [0, 1].map(|tp| (RemoteRank { pp: 0, tp }, theirs.geometry().clone()));
     let remote = Remote { tp_size: 2, pp_size: 1, dcp_size: 1, ranks: &ranks };
     let map =
-        PeerMap::new(Op::Read, &own, Tp::new(0, 1).unwrap(), &remote, &MappingOptions::default()).unwrap();
+        PeerMap::new(Op::Read, &own, Tp::new(0, 1).unwrap(), &remote, &MappingOptions::default())
+            .unwrap();
     let mut decode = Rig::new(settings("d"));
     decode.load(0.0, "r", 24, &prefilled("p", "p-r", 24));
     let connection = decode.step_to_handshake(0.0);

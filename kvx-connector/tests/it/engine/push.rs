@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use kvx_connector::engine::{
-    Action, FailureKind, HandshakeFailure, Kept, LoadFailure, Move, MoveFailure, Outcome, PeerLane, Settings,
-    Status, WorkerRank,
+    Action, FailureKind, HandshakeFailure, Kept, LoadFailure, Move, MoveFailure, Outcome, PeerLane,
+    Settings, Status, WorkerRank,
 };
 use kvx_connector::mapping::MemoryType;
 use kvx_connector::params::{Dialect, TransferMode, TransferParams};
@@ -12,7 +12,8 @@ use kvx_connector::wire::{EngineNotification, PushGrant, PushRegistration};
 use kvx_testkit::test;
 
 use super::rig::{
-    Rig, at, handshakes, loaded, note_of, notes, pairs, plan, push, remote, settings, transferred, writes,
+    Rig, at, handshakes, loaded, note_of, notes, pairs, plan, push, remote, settings, transferred,
+    writes,
 };
 
 /// What a router tells a decode: no blocks, the name that both engines share.
@@ -133,9 +134,16 @@ fn two_requests_of_one_shared_name_are_not_guessed_apart() {
     let mut prefill = prefill();
     prefill.prefill(0.0, "cmpl-u-0-00000001", 40);
     prefill.prefill(0.0, "cmpl-u-0-00000002", 40);
-    assert!(prefill.notified(1.0, "d/0", &registration("cmpl-u-0-0000abcd", vec![7, 8, 9])).is_empty());
+    assert!(
+        prefill.notified(1.0, "d/0", &registration("cmpl-u-0-0000abcd", vec![7, 8, 9])).is_empty()
+    );
     assert_eq!(
-        handshakes(&prefill.notified(1.0, "d/0", &registration("cmpl-u-0-00000002", vec![4, 5, 6]))).len(),
+        handshakes(&prefill.notified(
+            1.0,
+            "d/0",
+            &registration("cmpl-u-0-00000002", vec![4, 5, 6])
+        ))
+        .len(),
         1
     );
 }
@@ -145,7 +153,8 @@ fn a_registration_that_lacks_something_is_dropped() {
     let mut prefill = prefill();
     prefill.prefill(0.0, "r", 40);
     let bare =
-        EngineNotification::Registration(Box::new(PushRegistration::new("r", vec![vec![1, 2, 3]]))).encode();
+        EngineNotification::Registration(Box::new(PushRegistration::new("r", vec![vec![1, 2, 3]])))
+            .encode();
     assert!(prefill.worker.notified(at(0.0), "d/0", &bare).is_err());
     assert!(prefill.worker.notified(at(0.0), "d/0", b"PUSH_REG:\xc1").is_err());
     assert!(prefill.actions().is_empty());
@@ -162,7 +171,9 @@ fn a_registration_for_another_engine_is_not_served() {
     (other.decode_port, other.decode_tp_size) = (Some(1), Some(1));
     other.remote_engine_id = Some("an-earlier-life".into());
     assert!(
-        prefill.notified(0.0, "d/0", &EngineNotification::Registration(Box::new(other)).encode()).is_empty()
+        prefill
+            .notified(0.0, "d/0", &EngineNotification::Registration(Box::new(other)).encode())
+            .is_empty()
     );
 }
 
@@ -204,7 +215,11 @@ fn the_oldest_of_very_many_served_registrations_is_forgotten_and_push_goes_on() 
 fn blocks_of_a_forgotten_write_are_lost() {
     let mut prefill = prefill();
     let write = writing(&mut prefill, "r");
-    prefill.worker.move_resolved(at(1.0), write.id, Err(MoveFailure { settled: false, ..failed() }));
+    prefill.worker.move_resolved(
+        at(1.0),
+        write.id,
+        Err(MoveFailure { settled: false, ..failed() }),
+    );
     prefill.worker.move_forgotten(at(2.0), write.id);
     assert_eq!(prefill.outcomes(2.0), [], "they are kept until their lease ends");
     let outcomes = prefill.outcomes(30.0);
@@ -215,9 +230,11 @@ fn blocks_of_a_forgotten_write_are_lost() {
 fn a_decode_is_told_after_all_writes_into_its_kinds_of_memory() {
     let mut prefill = prefill();
     prefill.prefill(0.0, "r", 40);
-    let connection = handshakes(&prefill.notified(0.0, "d/0", &registration("r", vec![7, 8, 9])))[0];
+    let connection =
+        handshakes(&prefill.notified(0.0, "d/0", &registration("r", vec![7, 8, 9])))[0];
     let mut mixed = plan();
-    mixed.lanes[0].memory = vec![(MemoryType::Vram, MemoryType::Vram), (MemoryType::Dram, MemoryType::Dram)];
+    mixed.lanes[0].memory =
+        vec![(MemoryType::Vram, MemoryType::Vram), (MemoryType::Dram, MemoryType::Dram)];
     let moves = writes(&prefill.connected(0.0, connection, mixed));
     assert_eq!(moves.iter().map(note_of).collect::<Vec<_>>(), [None, None]);
     prefill.worker.move_resolved(at(1.0), moves[1].id, Ok(transferred()));
@@ -228,8 +245,10 @@ fn a_decode_is_told_after_all_writes_into_its_kinds_of_memory() {
 
 #[test]
 fn a_registration_nobody_prefills_for_is_forgotten() {
-    let mut prefill =
-        Rig::new(Settings { push_timeout: std::time::Duration::from_secs(10), ..push(settings("p")) });
+    let mut prefill = Rig::new(Settings {
+        push_timeout: std::time::Duration::from_secs(10),
+        ..push(settings("p"))
+    });
     prefill.notified(0.0, "d/0", &registration("r", vec![7, 8, 9]));
     assert_eq!(prefill.worker.next_deadline(), Some(at(10.0)));
     prefill.outcomes(10.0);
@@ -308,10 +327,12 @@ fn a_decode_waits_for_all_ranks_that_write() {
 fn a_latent_cache_is_written_to_every_decode_rank() {
     let mut prefill = prefill();
     prefill.prefill(0.0, "r", 40);
-    let connection = handshakes(&prefill.notified(0.0, "d/0", &registration("r", vec![7, 8, 9])))[0];
+    let connection =
+        handshakes(&prefill.notified(0.0, "d/0", &registration("r", vec![7, 8, 9])))[0];
     let mut all = plan();
-    all.lanes =
-        (0..4).map(|tp| PeerLane { rank: WorkerRank { pp: 0, tp }, ..all.lanes[0].clone() }).collect();
+    all.lanes = (0..4)
+        .map(|tp| PeerLane { rank: WorkerRank { pp: 0, tp }, ..all.lanes[0].clone() })
+        .collect();
     let moves = writes(&prefill.connected(0.0, connection, all));
     assert_eq!(moves.iter().map(|what| what.part.rank.tp).collect::<Vec<_>>(), [0, 1, 2, 3]);
     for what in &moves {
@@ -330,7 +351,10 @@ fn a_decode_that_is_not_written_to_in_time_fails_when_it_cannot_be_written_to_an
     assert_eq!(decode.worker.next_deadline(), Some(at(200.0)), "a push has more time than a read");
     decode.worker.get_finished(at(200.0));
     let actions = decode.actions();
-    assert!(matches!(&actions[0], Action::Fence { request } if request.as_str() == "r"), "{actions:?}");
+    assert!(
+        matches!(&actions[0], Action::Fence { request } if request.as_str() == "r"),
+        "{actions:?}"
+    );
     assert_eq!(notes(&actions), [(0, "r:1".to_owned())], "a kvx prefill forgets the registration");
     assert!(decode.worker.get_finished(at(201.0)).is_empty());
     decode.worker.fenced(at(202.0), &"r".into());
@@ -360,7 +384,10 @@ fn a_load_that_is_cancelled_before_it_begins_registers_nothing_and_is_fenced() {
     meta.cancel = decode.scheduler.build_connector_meta(at(0.0)).cancel;
     decode.worker.start_load_kv(at(0.0), meta);
     let actions = decode.actions();
-    assert!(matches!(&actions[0], Action::Fence { .. }) && notes(&actions).is_empty(), "{actions:?}");
+    assert!(
+        matches!(&actions[0], Action::Fence { .. }) && notes(&actions).is_empty(),
+        "{actions:?}"
+    );
     decode.worker.fenced(at(1.0), &"r".into());
     assert!(matches!(&decode.outcomes(1.0)[..], [Outcome::Free { .. }]));
 }
@@ -403,14 +430,22 @@ fn a_withdrawn_registration_is_not_written_to() {
     let cancelled = other.notified(1.0, "d/0", b"cmpl-u-0-0000abcd:1");
     assert!(matches!(&cancelled[..], [Action::Cancel { id }] if *id == write.id), "{cancelled:?}");
     other.worker.move_resolved(at(2.0), write.id, Err(failed()));
-    assert!(matches!(&other.outcomes(2.0)[..], [Outcome::Free { .. }]), "nobody wants the blocks any more");
+    assert!(
+        matches!(&other.outcomes(2.0)[..], [Outcome::Free { .. }]),
+        "nobody wants the blocks any more"
+    );
 }
 
 #[test]
 fn a_registration_that_cannot_be_sent_fails_the_load() {
     let mut decode = decode();
     registered(&mut decode, "r");
-    decode.worker.notification_failed(at(1.0), Some(&"r".into()), WorkerRank::default(), "no route");
+    decode.worker.notification_failed(
+        at(1.0),
+        Some(&"r".into()),
+        WorkerRank::default(),
+        "no route",
+    );
     assert!(matches!(&decode.actions()[0], Action::Fence { .. }));
     decode.outcomes(1.0);
     assert!(decode.log[0].contains("push_reg_notif_failed"), "{:?}", decode.log);
@@ -445,13 +480,15 @@ fn what_registrations_keep_is_bounded_and_an_engine_that_is_pulled_from_keeps_no
     let mut prefill = prefill();
     let many: Vec<u32> = (0..1 << 20).collect();
     let told = |at_: usize| registration(&format!("r{at_}"), many.clone());
-    let refused = (0..20).find_map(|index| prefill.worker.notified(at(0.0), "d/0", &told(index)).err());
+    let refused =
+        (0..20).find_map(|index| prefill.worker.notified(at(0.0), "d/0", &told(index)).err());
     assert_eq!(refused.unwrap().kind(), kvx_core::Kind::Busy);
 }
 
 #[test]
 fn blocks_that_are_taken_back_are_free_when_nothing_reads_them() {
-    let freed = |outcomes: &[Outcome]| matches!(outcomes, [Outcome::Free { kept: Kept::Request, .. }]);
+    let freed =
+        |outcomes: &[Outcome]| matches!(outcomes, [Outcome::Free { kept: Kept::Request, .. }]);
     // Nobody has registered: at once.
     let mut waiting = prefill();
     waiting.prefill(0.0, "r", 40);

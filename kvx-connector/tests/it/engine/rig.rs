@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use kvx_connector::engine::{
     Action, Address, Allocation, Arrival, BlockLists, Connection, Ending, Finished, Move, Outcome,
-    OutputAggregator, PeerPlan, RequestId, Scheduler, Settings, Status, Time, TransferStats, Transferred,
-    Worker, WorkerOutput, WorkerRank,
+    OutputAggregator, PeerPlan, RequestId, Scheduler, Settings, Status, Time, TransferStats,
+    Transferred, Worker, WorkerOutput, WorkerRank,
 };
 use kvx_connector::params::{Dialect, RemoteBlocks, TransferMode, TransferParams};
 use kvx_connector::wire::EngineNotification;
@@ -32,15 +32,24 @@ pub(crate) fn blocks(first: u32, tokens: u32) -> Vec<u32> {
     (first..first + tokens.div_ceil(BLOCK)).collect()
 }
 
-pub(crate) fn remote(engine: &str, request: &str, block_ids: Vec<u32>, tokens: u32) -> RemoteBlocks {
-    let mut remote = RemoteBlocks::new(engine, request, format!("{engine}.host"), 5600, vec![block_ids]);
+pub(crate) fn remote(
+    engine: &str,
+    request: &str,
+    block_ids: Vec<u32>,
+    tokens: u32,
+) -> RemoteBlocks {
+    let mut remote =
+        RemoteBlocks::new(engine, request, format!("{engine}.host"), 5600, vec![block_ids]);
     remote.num_tokens = Some(tokens.into());
     remote
 }
 
 /// What a prefill has answered: blocks 500 and on.
 pub(crate) fn prefilled(engine: &str, request: &str, tokens: u32) -> TransferParams {
-    TransferParams::prefilled(remote(engine, request, blocks(500, tokens), tokens), Dialect::default())
+    TransferParams::prefilled(
+        remote(engine, request, blocks(500, tokens), tokens),
+        Dialect::default(),
+    )
 }
 
 /// An engine.
@@ -98,7 +107,13 @@ impl Rig {
     }
 
     /// A request arrives and gets blocks 100 and on.
-    pub(crate) fn load(&mut self, now: f64, id: &str, prompt: u32, params: &TransferParams) -> Vec<u32> {
+    pub(crate) fn load(
+        &mut self,
+        now: f64,
+        id: &str,
+        prompt: u32,
+        params: &TransferParams,
+    ) -> Vec<u32> {
         self.arrive(now, id, prompt, params);
         self.allocate(now, id, 100, 0)
     }
@@ -123,13 +138,24 @@ impl Rig {
         *connection
     }
 
-    pub(crate) fn connected(&mut self, now: f64, connection: Connection, plan: PeerPlan) -> Vec<Action> {
+    pub(crate) fn connected(
+        &mut self,
+        now: f64,
+        connection: Connection,
+        plan: PeerPlan,
+    ) -> Vec<Action> {
         self.worker.connected(at(now), connection, Ok(plan));
         self.actions()
     }
 
     /// A load that has come to its one read.
-    pub(crate) fn load_to_read(&mut self, now: f64, id: &str, prompt: u32, params: &TransferParams) -> Move {
+    pub(crate) fn load_to_read(
+        &mut self,
+        now: f64,
+        id: &str,
+        prompt: u32,
+        params: &TransferParams,
+    ) -> Move {
         self.load(now, id, prompt, params);
         let connection = self.step_to_handshake(now);
         let mut reads = reads(&self.connected(now, connection, plan()));
@@ -183,7 +209,11 @@ impl Rig {
 
     /// How often a metric was observed, or counted.
     pub(crate) fn metric(&self, name: &str) -> f64 {
-        self.stats.observations().filter(|(metric, _)| metric.name == name).map(|(_, value)| value).sum()
+        self.stats
+            .observations()
+            .filter(|(metric, _)| metric.name == name)
+            .map(|(_, value)| value)
+            .sum()
     }
 }
 
@@ -219,7 +249,8 @@ pub(crate) fn beats(actions: &[Action]) -> Vec<(u32, String)> {
 }
 
 fn said(actions: &[Action]) -> Vec<(u32, String)> {
-    let text = |rank: &WorkerRank, bytes: &[u8]| (rank.tp, String::from_utf8_lossy(bytes).into_owned());
+    let text =
+        |rank: &WorkerRank, bytes: &[u8]| (rank.tp, String::from_utf8_lossy(bytes).into_owned());
     let note = |action: &Action| match action {
         Action::Notify { rank, bytes, .. } => vec![text(rank, bytes)],
         Action::Register { ranks, registration, .. } => {

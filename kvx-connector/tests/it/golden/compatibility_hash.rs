@@ -77,10 +77,12 @@ fn golden_hashes_from_their_factors() {
 #[test]
 fn golden_hashes_that_a_live_vllm_sent() {
     let entries = golden::json("compatibility_hash.json");
-    let seen = entries.as_array().expect("a list").iter().filter(|entry| entry["seen_in"].is_string());
+    let seen =
+        entries.as_array().expect("a list").iter().filter(|entry| entry["seen_in"].is_string());
     let mut count = 0;
     for entry in seen {
-        let payload = HandshakePayload::decode(&golden::bytes(entry["seen_in"].as_str().unwrap())).unwrap();
+        let payload =
+            HandshakePayload::decode(&golden::bytes(entry["seen_in"].as_str().unwrap())).unwrap();
         assert_eq!(
             payload.compatibility_hash,
             factors(&entry["factors"]).hash().unwrap(),

@@ -28,7 +28,9 @@ fn number(value: &Value) -> u32 {
 
 #[test]
 fn golden_connector_versions() {
-    each(|dialect, entry| assert_eq!(dialect.connector_version(), number(&entry["connector_version"])));
+    each(|dialect, entry| {
+        assert_eq!(dialect.connector_version(), number(&entry["connector_version"]))
+    });
 }
 
 #[test]
@@ -42,7 +44,11 @@ fn golden_requests_and_the_frames_that_answer_them() {
         let message = [&b"d"[..], b"", &bytes];
         let answer = listener.answer(&message, Time::default()).unwrap();
         assert!(answer.refusal().is_none());
-        assert_eq!(answer.frames().count(), 2 + number(&entry["reply_frames"]) as usize, "{dialect}");
+        assert_eq!(
+            answer.frames().count(),
+            2 + number(&entry["reply_frames"]) as usize,
+            "{dialect}"
+        );
     });
 }
 
@@ -87,7 +93,11 @@ fn golden_hashes() {
         let mut factors = CompatibilityFactors::new(dialect, "Qwen/Qwen3-0.6B");
         (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (8, 128, 28);
         assert_eq!(factors.json().unwrap(), entry["hash"]["input"].as_str().unwrap(), "{dialect}");
-        assert_eq!(factors.hash().unwrap().as_str(), entry["hash"]["sha256"].as_str().unwrap(), "{dialect}");
+        assert_eq!(
+            factors.hash().unwrap().as_str(),
+            entry["hash"]["sha256"].as_str().unwrap(),
+            "{dialect}"
+        );
     });
 }
 

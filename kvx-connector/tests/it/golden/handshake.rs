@@ -5,7 +5,8 @@ use std::time::Duration;
 use kvx_connector::Dialect;
 use kvx_connector::engine::{Time, WorkerRank};
 use kvx_connector::wire::{
-    ClockReading, Expectation, Handshake, HandshakePayload, HandshakeRequest, Listener, NixlAgentMetadata,
+    ClockReading, Expectation, Handshake, HandshakePayload, HandshakeRequest, Listener,
+    NixlAgentMetadata,
 };
 use kvx_testkit::test;
 
@@ -23,9 +24,11 @@ struct Captured {
 /// All captures: every `handshake/NAME.request.bin` and the files beside it.
 fn captured() -> Vec<Captured> {
     let folder = golden::directory().join("handshake");
-    let files = std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
-    let names = files
-        .filter_map(|file| file.ok()?.file_name().to_str()?.strip_suffix(".request.bin").map(str::to_owned));
+    let files =
+        std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+    let names = files.filter_map(|file| {
+        file.ok()?.file_name().to_str()?.strip_suffix(".request.bin").map(str::to_owned)
+    });
     let captured: Vec<_> = names
         .map(|name| {
             let read = |part: &str| golden::bytes(&format!("handshake/{name}.{part}.bin"));
@@ -131,9 +134,13 @@ fn golden_exchange_between_our_two_ends() {
         assert!(answer.refusal().is_none(), "{}", capture.name);
 
         // Our asking side sends vLLM's request and takes vLLM's answer.
-        let expectation =
-            Expectation::new(Dialect::V0_32, metadata.engine_id.clone(), payload.compatibility_hash);
-        let mut handshake = Handshake::new(expectation, [rank], (rank.pp + 1, rank.tp + 1)).unwrap();
+        let expectation = Expectation::new(
+            Dialect::V0_32,
+            metadata.engine_id.clone(),
+            payload.compatibility_hash,
+        );
+        let mut handshake =
+            Handshake::new(expectation, [rank], (rank.pp + 1, rank.tp + 1)).unwrap();
         let at = |seconds| Time::from_origin(Duration::from_secs(seconds));
         assert_eq!(handshake.request(at(10)).unwrap(), capture.request, "{}", capture.name);
         handshake.received(&[&capture.payload, &capture.clock], at(12)).unwrap();

@@ -11,7 +11,8 @@ use crate::golden;
 /// Every file in `http/` that has both legs, by name.
 fn captures() -> Vec<(String, Value)> {
     let folder = golden::directory().join("http");
-    let files = std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+    let files =
+        std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
     let names = files.filter_map(|file| file.ok()?.file_name().into_string().ok());
     let captures: Vec<_> = names
         .filter(|name| name.ends_with(".json"))
@@ -19,7 +20,11 @@ fn captures() -> Vec<(String, Value)> {
         .filter(|(_, capture)| capture.get("prefill").is_some() && capture.get("decode").is_some())
         .collect();
     let names = captures.iter().map(|(name, _)| name.as_str());
-    golden::require_captures("http", names, &["chat.json", "first.json", "logprobs.json", "prefix_hit.json"]);
+    golden::require_captures(
+        "http",
+        names,
+        &["chat.json", "first.json", "logprobs.json", "prefix_hit.json"],
+    );
     captures
 }
 
@@ -58,13 +63,13 @@ fn golden_params_read_and_write_back() {
     let captures = captures();
     let mut all: Vec<(&str, &Value)> = captures
         .iter()
-        .map(|(name, capture)| (name.as_str(), &capture["prefill"]["response"]["kv_transfer_params"]))
+        .map(|(name, capture)| {
+            (name.as_str(), &capture["prefill"]["response"]["kv_transfer_params"])
+        })
         .collect();
-    all.extend(
-        captures
-            .iter()
-            .map(|(name, capture)| (name.as_str(), &capture["prefill"]["request"]["kv_transfer_params"])),
-    );
+    all.extend(captures.iter().map(|(name, capture)| {
+        (name.as_str(), &capture["prefill"]["request"]["kv_transfer_params"])
+    }));
     let blocks = golden::json("kv_blocks/request.json");
     all.push(("kv_blocks/request.json", &blocks["kv_transfer_params"]));
     for (name, value) in all {
@@ -96,12 +101,14 @@ fn golden_request_ids() {
     for (name, capture) in captures() {
         let id = XRequestId::new(capture["x_request_id"].as_str().unwrap()).unwrap();
         let chat = capture["prefill"]["path"].as_str().unwrap().contains("chat");
-        let (public, engine) = if chat { (id.chat(), id.chat()) } else { (id.completion(), id.prompt(0)) };
+        let (public, engine) =
+            if chat { (id.chat(), id.chat()) } else { (id.completion(), id.prompt(0)) };
         for leg in ["prefill", "decode"] {
             assert_eq!(capture[leg]["response"]["id"], public.as_str(), "{name}");
         }
         let params =
-            TransferParams::from_value(&capture["prefill"]["response"]["kv_transfer_params"]).unwrap();
+            TransferParams::from_value(&capture["prefill"]["response"]["kv_transfer_params"])
+                .unwrap();
         let remote = params.remote_request_id.unwrap();
         let suffix = remote.strip_prefix(&engine).and_then(|suffix| suffix.strip_prefix('-'));
         assert_eq!(suffix.map(str::len), Some(8), "{name}: {remote}");
@@ -140,8 +147,14 @@ fn golden_fail_modes() {
         keys.iter().for_each(|key| drop(value.as_object_mut().unwrap().remove(*key)));
         value
     };
-    let optional =
-        ["tp_size", "dcp_size", "pp_size", "remote_num_tokens", "remote_blocks_expiry_time", "transfer_mode"];
+    let optional = [
+        "tp_size",
+        "dcp_size",
+        "pp_size",
+        "remote_num_tokens",
+        "remote_blocks_expiry_time",
+        "transfer_mode",
+    ];
     let cases = golden::json("http/fail_modes.json");
     let case = |name: &str| cases.as_array().unwrap().iter().find(|case| case["case"] == name);
     if let Some(served) = case("only the needed parameters") {
@@ -151,7 +164,8 @@ fn golden_fail_modes() {
         assert_eq!((remote.tp_size, remote.dcp_size, remote.pp_size), (1, 1, 1));
         params.to_value(Dialect::V0_32).unwrap();
     }
-    let needed = ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port"];
+    let needed =
+        ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port"];
     for key in needed {
         let params = TransferParams::from_value(&without(&[key])).unwrap();
         assert_eq!(params.remote_blocks().unwrap_err().key(), key);

@@ -1,8 +1,8 @@
 //! The mapping functions against golden numbers: every case of every set that `KVX_VECTORS` names.
 
 use kvx_connector::mapping::{
-    Clip, GroupKind, Heads, Mapping, RegionGroup, RemoteRegionRow, Row, SenderPair, SenderPlan, Tp, Units,
-    descriptor_ids, expand, handshake_ranks, remote_row, strided_rows,
+    Clip, GroupKind, Heads, Mapping, RegionGroup, RemoteRegionRow, Row, SenderPair, SenderPlan, Tp,
+    Units, descriptor_ids, expand, handshake_ranks, remote_row, strided_rows,
 };
 use kvx_core::Indices;
 use kvx_testkit::test;
@@ -55,7 +55,8 @@ fn golden_tensor_parallel_mapping() {
         let remote = number(&case["remote_tp"]);
         let mapping = Mapping::new(tp, remote, 1, heads(case), &kinds).unwrap();
         let slots = case["rank_to_attention_slot"].as_object().unwrap();
-        let slots = slots.iter().map(|(rank, slot)| (rank.parse().unwrap(), number(slot))).collect();
+        let slots =
+            slots.iter().map(|(rank, slot)| (rank.parse().unwrap(), number(slot))).collect();
         assert_eq!(mapping.sources_per_group(), lists(&case["source_ranks_per_group"]), "{case}");
         assert_eq!(mapping.sources(), numbers::<u32>(&case["all_source_ranks"]), "{case}");
         assert_eq!(*mapping.slots(), slots, "{case}");
@@ -130,8 +131,10 @@ fn list(indices: &Indices) -> Vec<u32> {
 fn golden_prefix_trim() {
     let file = golden::json("descriptors.json");
     for case in cases(&file, "prefix_trim") {
-        let [local, remote] = ["local", "remote"].map(|side| Indices::from(numbers::<u32>(&case[side])));
-        let aligned = Units::equal(16).unwrap().align(local.len(), remote.len(), None, Clip::Whole).unwrap();
+        let [local, remote] =
+            ["local", "remote"].map(|side| Indices::from(numbers::<u32>(&case[side])));
+        let aligned =
+            Units::equal(16).unwrap().align(local.len(), remote.len(), None, Clip::Whole).unwrap();
         assert_eq!(
             list(&aligned.of_consumer(&local).unwrap()),
             numbers::<u32>(&case["read_local"]),
@@ -149,7 +152,8 @@ fn golden_prefix_trim() {
 fn golden_block_size_ratio() {
     let file = golden::json("descriptors.json");
     for case in cases(&file, "block_size_ratio") {
-        let [local, remote] = ["local", "remote"].map(|side| Indices::from(numbers::<u32>(&case[side])));
+        let [local, remote] =
+            ["local", "remote"].map(|side| Indices::from(numbers::<u32>(&case[side])));
         let ratio = number(&case["ratio"]);
         let units = Units::new(ratio, 1, 4).unwrap();
         let aligned = units.align(local.len(), remote.len(), None, Clip::Whole).unwrap();

@@ -37,13 +37,21 @@ pub(crate) fn require(cases: usize, what: &str) {
         assert!(!own(), "no {what} in the vectors");
         let thread = std::thread::current();
         let reason = format!("no {what} in the vectors that KVX_VECTORS names");
-        kvx_testkit::skip(thread.name().unwrap(), &reason, "unset KVX_VECTORS, or add such vectors");
+        kvx_testkit::skip(
+            thread.name().unwrap(),
+            &reason,
+            "unset KVX_VECTORS, or add such vectors",
+        );
     }
 }
 
 /// Asserts that the crate's own vectors have exactly these captures in a folder. Another set needs at least one.
 #[track_caller]
-pub(crate) fn require_captures<'a>(folder: &str, found: impl Iterator<Item = &'a str>, own_names: &[&str]) {
+pub(crate) fn require_captures<'a>(
+    folder: &str,
+    found: impl Iterator<Item = &'a str>,
+    own_names: &[&str],
+) {
     let found: std::collections::BTreeSet<_> = found.collect();
     assert!(!found.is_empty(), "no captures in {}", directory().join(folder).display());
     assert!(!own() || found == own_names.iter().copied().collect(), "{folder}: {found:?}");
@@ -69,7 +77,8 @@ pub(crate) fn hex(text: &str) -> Vec<u8> {
     pairs
         .map(|pair| {
             let pair = std::str::from_utf8(pair).expect("hexadecimal text is ASCII");
-            u8::from_str_radix(pair, 16).unwrap_or_else(|error| panic!("{pair:?} in {text:?}: {error}"))
+            u8::from_str_radix(pair, 16)
+                .unwrap_or_else(|error| panic!("{pair:?} in {text:?}: {error}"))
         })
         .collect()
 }

@@ -32,7 +32,11 @@ fn cases() -> Vec<Case> {
 }
 
 /// Runs `check` over the cases that `pick` takes; in our own vectors there are some of each kind.
-fn each<'a, T>(cases: &'a [Case], pick: impl Fn(&'a Case) -> Option<T>, check: impl Fn(&'a Case, T)) {
+fn each<'a, T>(
+    cases: &'a [Case],
+    pick: impl Fn(&'a Case) -> Option<T>,
+    check: impl Fn(&'a Case, T),
+) {
     let mut count = 0;
     for case in cases {
         if let Some(picked) = pick(case) {
@@ -49,7 +53,8 @@ fn object<'a>(case: &'a Case, key: &str) -> Option<&'a Value> {
 
 fn numbers<T: TryFrom<i128>>(value: &Value) -> Vec<T> {
     let number = |value: &Value| {
-        let wide = value.as_u64().map(i128::from).or(value.as_i64().map(i128::from)).expect("an integer");
+        let wide =
+            value.as_u64().map(i128::from).or(value.as_i64().map(i128::from)).expect("an integer");
         T::try_from(wide).unwrap_or_else(|_| panic!("{wide} does not fit"))
     };
     value.as_array().expect("a list").iter().map(number).collect()
@@ -90,7 +95,8 @@ fn metadata(value: &Value) -> NixlAgentMetadata {
     let sizes: Vec<u64> = numbers(&value["ssm_sizes"]);
     metadata.ssm_sizes = (sizes[0], sizes[1]);
     metadata.attn_backend_name = text(&value["attn_backend_name"]);
-    metadata.physical_blocks_per_logical_kv_block = uint(&value["physical_blocks_per_logical_kv_block"]);
+    metadata.physical_blocks_per_logical_kv_block =
+        uint(&value["physical_blocks_per_logical_kv_block"]);
     metadata.region_num_blocks = optional(&value["region_num_blocks"], numbers);
     metadata.region_group_ids = optional(&value["region_group_ids"], numbers);
     metadata.region_names = optional(&value["region_names"], texts);
@@ -98,7 +104,8 @@ fn metadata(value: &Value) -> NixlAgentMetadata {
     metadata.dcp_size = uint(&value["dcp_size"]);
     metadata.pcp_size = uint(&value["pcp_size"]);
     metadata.ple_block_len = optional(&value["ple_block_len"], uint);
-    metadata.region_members = value["region_members"].as_array().unwrap().iter().map(texts).collect();
+    metadata.region_members =
+        value["region_members"].as_array().unwrap().iter().map(texts).collect();
     let packed = value["packed_member_layouts"].as_object().unwrap();
     metadata.packed_member_layouts = packed
         .iter()
@@ -114,7 +121,8 @@ fn metadata(value: &Value) -> NixlAgentMetadata {
 /// `as "NAME"` and what comes behind it: how a case describes itself by another one.
 fn variant<'a>(case: &'a Case, cases: &'a [Case]) -> Option<(&'a Case, &'a str)> {
     let (name, further) = case.value.as_str()?.strip_prefix("as \"")?.split_once('"')?;
-    let base = cases.iter().find(|base| base.name == name).unwrap_or_else(|| panic!("no case {name:?}"));
+    let base =
+        cases.iter().find(|base| base.name == name).unwrap_or_else(|| panic!("no case {name:?}"));
     Some((base, further.trim()))
 }
 
@@ -132,7 +140,12 @@ fn golden_handshake_requests() {
             _ => panic!("{}: {ranks:?}", case.name),
         };
         for dialect in dialects {
-            assert_eq!(HandshakeRequest::new(rank, dialect).unwrap().encode(), case.bytes, "{}", case.name);
+            assert_eq!(
+                HandshakeRequest::new(rank, dialect).unwrap().encode(),
+                case.bytes,
+                "{}",
+                case.name
+            );
         }
         assert_eq!(HandshakeRequest::decode(&case.bytes).unwrap().rank(), rank, "{}", case.name);
     });
@@ -145,7 +158,12 @@ fn golden_clock_frames() {
         |case| case.value.as_f64(),
         |case, seconds| {
             assert_eq!(ClockReading(seconds).encode()[..], case.bytes, "{}", case.name);
-            assert_eq!(ClockReading::decode(&case.bytes).unwrap(), ClockReading(seconds), "{}", case.name);
+            assert_eq!(
+                ClockReading::decode(&case.bytes).unwrap(),
+                ClockReading(seconds),
+                "{}",
+                case.name
+            );
         },
     );
 }
@@ -202,13 +220,18 @@ fn golden_payload() {
         |case, value| {
             let inner = text(&value["agent_metadata_bytes"]);
             let inner = match inner.split('"').nth(1) {
-                Some(name) => {
-                    cases.iter().find(|case| case.name == name).expect("the case it names").bytes.clone()
-                }
+                Some(name) => cases
+                    .iter()
+                    .find(|case| case.name == name)
+                    .expect("the case it names")
+                    .bytes
+                    .clone(),
                 None => golden::hex(inner.strip_prefix("bin:").expect("bytes")),
             };
-            let typed =
-                HandshakePayload::new(CompatibilityHash::foreign(text(&value["compatibility_hash"])), inner);
+            let typed = HandshakePayload::new(
+                CompatibilityHash::foreign(text(&value["compatibility_hash"])),
+                inner,
+            );
             assert_eq!(typed.encode(), case.bytes, "{}", case.name);
             let read = HandshakePayload::decode(&case.bytes).unwrap();
             assert_eq!(read, typed, "{}", case.name);
@@ -269,8 +292,12 @@ fn golden_mooncake_responses() {
         &cases(),
         |case| object(case, "status"),
         |case, value| {
-            let statuses =
-                [PullStatus::Finish, PullStatus::Continue, PullStatus::Error, PullStatus::LayoutMiss];
+            let statuses = [
+                PullStatus::Finish,
+                PullStatus::Continue,
+                PullStatus::Error,
+                PullStatus::LayoutMiss,
+            ];
             let mut typed = PullResponse::new(statuses[uint::<usize>(&value["status"])]);
             typed.ok_reqs = optional(&value["ok_reqs"], texts);
             typed.err_reqs = optional(&value["err_reqs"], texts);
@@ -286,10 +313,12 @@ fn golden_mooncake_responses() {
 
 #[test]
 fn golden_push_registrations() {
-    let pick =
-        |case: &'_ Case| (case.value.get(0)?.as_str()? == "raw:PUSH_REG:").then(|| case.value[1].clone());
+    let pick = |case: &'_ Case| {
+        (case.value.get(0)?.as_str()? == "raw:PUSH_REG:").then(|| case.value[1].clone())
+    };
     each(&cases(), pick, |case, value| {
-        let mut typed = PushRegistration::new(text(&value["request_id"]), groups(&value["local_block_ids"]));
+        let mut typed =
+            PushRegistration::new(text(&value["request_id"]), groups(&value["local_block_ids"]));
         for (key, value) in value.as_object().unwrap() {
             match key.as_str() {
                 "decode_engine_id" => typed.decode_engine_id = Some(text(value)),

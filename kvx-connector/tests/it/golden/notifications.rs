@@ -28,7 +28,10 @@ fn check(entry: &Value, expected: EngineNotification) {
 fn golden_completions() {
     for entry in entries("completion") {
         let count = entry["consumers"].as_u64().unwrap().try_into().unwrap();
-        check(&entry, EngineNotification::done(entry["remote_request_id"].as_str().unwrap(), count).unwrap());
+        check(
+            &entry,
+            EngineNotification::done(entry["remote_request_id"].as_str().unwrap(), count).unwrap(),
+        );
     }
 }
 

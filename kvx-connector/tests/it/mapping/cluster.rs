@@ -112,14 +112,18 @@ impl Engine {
 
     /// A rank with the layers of `stage`, of `stages` equal parts of the model.
     pub(crate) fn rank(&self, model: &Model, rank: u32, stage: u32, stages: u32) -> Result<Rank> {
-        let base = 0x7f00_0000_0000 + u64::from(rank) * 0x1_0000_0000 + u64::from(stage) * 0x10_0000_0000;
+        let base =
+            0x7f00_0000_0000 + u64::from(rank) * 0x1_0000_0000 + u64::from(stage) * 0x10_0000_0000;
         let count = self.blocks * self.kernel_per_logical;
         let layers: Vec<usize> = (0..model.layers.len())
             .filter(|layer| layer * stages as usize / model.layers.len() == stage as usize)
             .collect();
         let block_len = |layer: usize| {
             let kv = if model.style == Style::Apart { 1 } else { 2 };
-            u64::from(model.heads_of(layer).per_rank(self.tp)) * u64::from(self.block_tokens) * ELEMENT * kv
+            u64::from(model.heads_of(layer).per_rank(self.tp))
+                * u64::from(self.block_tokens)
+                * ELEMENT
+                * kv
         };
         let row: u64 = layers.iter().map(|layer| block_len(*layer)).sum::<u64>() + self.padding;
         let mut end = base;
@@ -143,7 +147,11 @@ impl Engine {
                     } else {
                         take()
                     };
-                    if style == Style::Halves { KvTensors::Halves(start) } else { KvTensors::Together(start) }
+                    if style == Style::Halves {
+                        KvTensors::Halves(start)
+                    } else {
+                        KvTensors::Together(start)
+                    }
                 }
             };
             tensors.push(match kv {
@@ -166,7 +174,8 @@ impl Engine {
             end = base + row * u64::from(count);
         }
         given.reverse(); // the order in which an engine names its layers must not matter
-        let caches = Caches::of_layers(given, self.layout, self.block_tokens, self.kernel_per_logical, 0)?;
+        let caches =
+            Caches::of_layers(given, self.layout, self.block_tokens, self.kernel_per_logical, 0)?;
         let memory = vec![POISON; (end - base) as usize];
         let tp = Tp::new(rank, self.tp)?;
         Ok(Rank { tp, caches, base, memory, engine: self.clone(), tensors })
@@ -179,7 +188,15 @@ impl Rank {
     }
 
     /// Where a head's K or V of a token lies.
-    fn address(&self, model: &Model, layer: usize, v: bool, head: u32, blocks: &[u32], token: u32) -> usize {
+    fn address(
+        &self,
+        model: &Model,
+        layer: usize,
+        v: bool,
+        head: u32,
+        blocks: &[u32],
+        token: u32,
+    ) -> usize {
         let engine = &self.engine;
         let logical = blocks[(token / engine.logical_tokens()) as usize];
         let within = token % engine.logical_tokens();
@@ -230,7 +247,13 @@ impl Rank {
         })
     }
 
-    pub(crate) fn fill(&mut self, model: &Model, layers: &[usize], lists: &[Vec<u32>], tokens: u32) {
+    pub(crate) fn fill(
+        &mut self,
+        model: &Model,
+        layers: &[usize],
+        lists: &[Vec<u32>],
+        tokens: u32,
+    ) {
         let elements: Vec<_> = self.elements(model, layers, lists, 0..tokens).collect();
         for (at, word) in elements {
             self.memory[at..at + 4].copy_from_slice(&word);
@@ -275,7 +298,8 @@ impl Rank {
         for (at, _) in self.elements(model, layers, lists, but) {
             written[at..at + 4].fill(true);
         }
-        let stray = self.memory.iter().zip(written).position(|(byte, written)| !written && *byte != POISON);
+        let stray =
+            self.memory.iter().zip(written).position(|(byte, written)| !written && *byte != POISON);
         assert_eq!(stray, None, "of rank {:?}", self.tp);
     }
 
@@ -307,7 +331,8 @@ impl Rank {
                 let region = &self.caches.geometry().regions()[at as usize];
                 for (block, filled) in covered.blocks() {
                     let start = region.base - self.base + u64::from(block) * region.block_stride;
-                    let bytes = &mut self.memory[start as usize..(start + region.block_len) as usize];
+                    let bytes =
+                        &mut self.memory[start as usize..(start + region.block_len) as usize];
                     finishing.finish(at, bytes, filled, &mut scratch).unwrap();
                 }
             }
@@ -317,11 +342,17 @@ impl Rank {
 
 /// Does what a map says for one request: by grids, and checks that descriptors say the same. `others` are the ranks
 /// of the peer.
-pub(crate) fn carry_out(map: &PeerMap, moves: &Moves, own: &mut Rank, others: &mut [(RemoteRank, Rank)]) {
+pub(crate) fn carry_out(
+    map: &PeerMap,
+    moves: &Moves,
+    own: &mut Rank,
+    others: &mut [(RemoteRank, Rank)],
+) {
     let mut bytes = 0;
     for rank in &moves.ranks {
         let source = &map.sources()[rank.source];
-        let (_, other) = others.iter_mut().find(|(at, _)| *at == source.rank()).expect("a rank of the peer");
+        let (_, other) =
+            others.iter_mut().find(|(at, _)| *at == source.rank()).expect("a rank of the peer");
         let (local_rows, remote_rows) = (map.local_rows(source), source.remote_rows());
         for pairing in &rank.pairings {
             let (local_ids, remote_ids) = source.descriptor_ids(pairing);
@@ -378,12 +409,20 @@ impl Request {
         let (consumer, producer) = (lists(&uncached), lists(&self.producer_lists));
         let tokens = self.told.then_some(Tokens { producer: self.tokens, wanted: self.tokens });
         match map.op() {
-            Op::Read => map.moves(&BlocksOfBothSides { local: &consumer, remote: &producer, tokens }),
-            Op::Write => map.moves(&BlocksOfBothSides { local: &producer, remote: &consumer, tokens }),
+            Op::Read => {
+                map.moves(&BlocksOfBothSides { local: &consumer, remote: &producer, tokens })
+            }
+            Op::Write => {
+                map.moves(&BlocksOfBothSides { local: &producer, remote: &consumer, tokens })
+            }
         }
     }
 }
 
-pub(crate) fn remote<'a>(engine: &Engine, stages: u32, ranks: &'a [(RemoteRank, Geometry)]) -> Remote<'a> {
+pub(crate) fn remote<'a>(
+    engine: &Engine,
+    stages: u32,
+    ranks: &'a [(RemoteRank, Geometry)],
+) -> Remote<'a> {
     Remote { tp_size: engine.tp, pp_size: stages, dcp_size: 1, ranks }
 }

@@ -39,13 +39,17 @@ fn every_row_lands_where_index_arithmetic_says_and_comes_back() {
         let first = random.below(dense.tokens as u64) as usize;
         let count = (random.below(block_tokens as u64 + 1) as usize).min(dense.tokens - first);
         let tensor: Vec<u8> = (0..dense.extent().unwrap()).map(|_| random.next() as u8).collect();
-        let before: Vec<u8> = (0..heads * block_tokens * content).map(|_| random.next() as u8).collect();
+        let before: Vec<u8> =
+            (0..heads * block_tokens * content).map(|_| random.next() as u8).collect();
 
         let (mut wanted, mut wanted_back) = (before.clone(), vec![0xee; tensor.len()]);
         for head in 0..heads {
             for token in 0..count {
-                let place =
-                    if rows.heads_before_tokens { head * block_tokens + token } else { token * heads + head };
+                let place = if rows.heads_before_tokens {
+                    head * block_tokens + token
+                } else {
+                    token * heads + head
+                };
                 let from = head * dense.head_stride + (first + token) * dense.token_stride;
                 let to = place * content + start;
                 wanted[to..to + row].copy_from_slice(&tensor[from..from + row]);
@@ -76,10 +80,28 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
     for (what, dense, tokens, len, rows) in [
         ("tokens beyond the tensor", dense, 7..9, 32, rows.clone()),
         ("more tokens than the block has", dense, 0..5, 32, rows.clone()),
-        ("a tensor longer than its slice", DenseShape { tokens: 9, ..dense }, 0..4, 32, rows.clone()),
-        ("a stride beyond numbers", DenseShape { head_stride: huge, ..dense }, 0..4, 32, rows.clone()),
+        (
+            "a tensor longer than its slice",
+            DenseShape { tokens: 9, ..dense },
+            0..4,
+            32,
+            rows.clone(),
+        ),
+        (
+            "a stride beyond numbers",
+            DenseShape { head_stride: huge, ..dense },
+            0..4,
+            32,
+            rows.clone(),
+        ),
         ("tokens beyond numbers", DenseShape { tokens: huge, ..dense }, 0..4, 32, rows.clone()),
-        ("rows on top of each other", DenseShape { token_stride: 0, ..dense }, 0..4, 32, rows.clone()),
+        (
+            "rows on top of each other",
+            DenseShape { token_stride: 0, ..dense },
+            0..4,
+            32,
+            rows.clone(),
+        ),
         ("other heads", DenseShape { heads: 1, ..dense }, 0..4, 32, rows.clone()),
         ("other rows", DenseShape { row: 2, ..dense }, 0..4, 32, rows.clone()),
         ("a part beyond the content", dense, 0..4, 32, BlockRows { part: 1..5, ..rows.clone() }),
@@ -87,8 +109,13 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
         ("a block beyond numbers", dense, 0..4, 32, block(BlockShape { tokens: huge, ..shape })),
     ] {
         let mut bytes = vec![9; len];
-        let error = rows_into_block(&tensor, &dense, tokens.clone(), &mut bytes, &rows).unwrap_err();
-        assert_eq!((error.kind(), &bytes[..]), (Kind::Invalid, &vec![9; len][..]), "{what}: {error}");
+        let error =
+            rows_into_block(&tensor, &dense, tokens.clone(), &mut bytes, &rows).unwrap_err();
+        assert_eq!(
+            (error.kind(), &bytes[..]),
+            (Kind::Invalid, &vec![9; len][..]),
+            "{what}: {error}"
+        );
         let mut back = [7; 64];
         let error = rows_from_block(&bytes, &rows, tokens, &mut back, &dense).unwrap_err();
         assert_eq!((error.kind(), back), (Kind::Invalid, [7; 64]), "{what}: {error}");

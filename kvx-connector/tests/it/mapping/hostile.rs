@@ -2,9 +2,9 @@
 
 use kvx_connector::Dialect;
 use kvx_connector::mapping::{
-    BlocksOfBothSides, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvRegion, KvTensors, LayerCache,
-    MappingOptions, MemoryType, PeerMap, RegionGrid, RegionGroup, Remote, RemoteRank, Tokens, Tp,
-    handshake_ranks,
+    BlocksOfBothSides, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvRegion, KvTensors,
+    LayerCache, MappingOptions, MemoryType, PeerMap, RegionGrid, RegionGroup, Remote, RemoteRank,
+    Tokens, Tp, handshake_ranks,
 };
 use kvx_connector::wire::{NixlAgentMetadata, PackedMember};
 use kvx_core::Op;
@@ -92,8 +92,11 @@ fn peer(random: &mut Random, local: &Caches, stages: u32) -> kvx_core::Result<Ge
         regions.rotate_left(keep);
         regions.truncate(keep.max(1));
     }
-    let tokens =
-        if random.below(6) == 0 { small(random) } else { ours.block_tokens() / random.of(&[1, 1, 2, 4]) };
+    let tokens = if random.below(6) == 0 {
+        small(random)
+    } else {
+        ours.block_tokens() / random.of(&[1, 1, 2, 4])
+    };
     let kernel = if random.below(6) == 0 { small(random) } else { ours.kernel_per_logical() };
     let layout = if random.below(4) == 0 { layout(random) } else { ours.layout() };
     let geometry = Geometry::new(regions, layout, tokens, kernel, number(random))?;
@@ -120,7 +123,8 @@ fn no_geometry_leads_outside_of_a_region() {
         let local = local(random);
         let size = random.of(&[1, 1, 2, 4, 8]);
         let tp = Tp::new(random.below(u64::from(size)) as u32, size).unwrap();
-        let tp_size = if random.below(10) == 0 { small(random) } else { random.of(&[1, 1, 2, 4, 8]) };
+        let tp_size =
+            if random.below(10) == 0 { small(random) } else { random.of(&[1, 1, 2, 4, 8]) };
         let pp_size = if random.below(10) == 0 { small(random) } else { random.of(&[1, 1, 2]) };
         let Ok(known) = handshake_ranks(tp, tp_size, 1) else { continue };
         let mut ranks = Vec::new();
@@ -139,7 +143,10 @@ fn no_geometry_leads_outside_of_a_region() {
         let groups = random.of(&[1, 2, 2, 2, 3]);
         let options = MappingOptions {
             groups: vec![
-                (GroupKind::Attention, random.of(&[Clip::Whole, Clip::Whole, Clip::Window]));
+                (
+                    GroupKind::Attention,
+                    random.of(&[Clip::Whole, Clip::Whole, Clip::Window])
+                );
                 groups
             ],
             permute: random.below(2) == 0,
@@ -147,9 +154,13 @@ fn no_geometry_leads_outside_of_a_region() {
         };
         let op = random.of(&[Op::Read, Op::Read, Op::Write]);
         let dcp_size = if random.below(20) == 0 { small(random) } else { 1 };
-        let Ok(map) =
-            PeerMap::new(op, &local, tp, &Remote { tp_size, pp_size, dcp_size, ranks: &ranks }, &options)
-        else {
+        let Ok(map) = PeerMap::new(
+            op,
+            &local,
+            tp,
+            &Remote { tp_size, pp_size, dcp_size, ranks: &ranks },
+            &options,
+        ) else {
             refused += 1;
             continue;
         };
@@ -164,10 +175,9 @@ fn no_geometry_leads_outside_of_a_region() {
                 }
             }
             let rows = map.local_rows(source).into_iter().chain(source.remote_rows());
-            assert!(
-                rows.into_iter()
-                    .all(|row| row.address.checked_add((row.count - 1) * row.stride + row.len).is_some())
-            );
+            assert!(rows.into_iter().all(|row| {
+                row.address.checked_add((row.count - 1) * row.stride + row.len).is_some()
+            }));
         }
         let list = |random: &mut Random| {
             let len = random.below(6);
@@ -183,22 +193,29 @@ fn no_geometry_leads_outside_of_a_region() {
                 1 => Some(Tokens { producer: small(random), wanted: small(random) }),
                 _ => Some(Tokens { producer: 40, wanted: 40 }),
             };
-            let Ok(moves) = map.moves(&BlocksOfBothSides { local: &here, remote: &there, tokens }) else {
+            let Ok(moves) = map.moves(&BlocksOfBothSides { local: &here, remote: &there, tokens })
+            else {
                 continue;
             };
             moved += usize::from(moves.blocks > 0);
             assert_eq!(moves.ranks.len() + moves.notify_only.len(), map.sources().len());
-            for (source, pairing) in
-                moves.ranks.iter().flat_map(|rank| rank.pairings.iter().map(|pairing| (rank.source, pairing)))
+            for (source, pairing) in moves
+                .ranks
+                .iter()
+                .flat_map(|rank| rank.pairings.iter().map(|pairing| (rank.source, pairing)))
             {
                 let (own, theirs) = map.sources()[source].sets()[pairing.set].counts();
                 assert_eq!(pairing.local.len(), pairing.remote.len());
-                assert!(pairing.local.max().unwrap() < own && pairing.remote.max().unwrap() < theirs);
+                assert!(
+                    pairing.local.max().unwrap() < own && pairing.remote.max().unwrap() < theirs
+                );
             }
             for covered in &moves.covered {
                 let ratio = map.block_size_ratio();
                 assert!(
-                    covered.blocks().all(|(_, filled)| filled.start <= filled.end && filled.end <= ratio)
+                    covered
+                        .blocks()
+                        .all(|(_, filled)| filled.start <= filled.end && filled.end <= ratio)
                 );
             }
         }
@@ -234,19 +251,28 @@ fn no_metadata_makes_an_impossible_geometry() {
             (0..regions).map(|_| random.of(&[0, 1, -1, 0, 1, -1, -2, i64::MIN, i64::MAX])).collect()
         };
         metadata.region_group_ids = (random.below(2) == 0).then(|| ids(random));
-        metadata.region_mem_types = (random.below(2) == 0)
-            .then(|| (0..regions).map(|_| random.of(&["VRAM", "DRAM", "VRAM", "?"]).into()).collect());
+        metadata.region_mem_types = (random.below(2) == 0).then(|| {
+            (0..regions).map(|_| random.of(&["VRAM", "DRAM", "VRAM", "?"]).into()).collect()
+        });
         metadata.region_names =
             (random.below(2) == 0).then(|| (0..regions).map(|at| format!("layers.{at}")).collect());
         if random.below(3) == 0 {
             let (offset, len) = (number(random), number(random));
-            metadata.packed_member_layouts.push(PackedMember { layer: "layers.0".into(), offset, len });
+            metadata.packed_member_layouts.push(PackedMember {
+                layer: "layers.0".into(),
+                offset,
+                len,
+            });
         }
         let Ok(geometry) = Geometry::advertised(&metadata) else { continue };
         understood += 1;
         assert_eq!(geometry.regions().len(), metadata.regions());
         for region in geometry.regions() {
-            assert!(region.block_len > 0 && region.block_stride >= region.block_len && region.blocks > 0);
+            assert!(
+                region.block_len > 0
+                    && region.block_stride >= region.block_len
+                    && region.blocks > 0
+            );
             assert!(region.end().is_some());
         }
         let spans = geometry.spans();

@@ -60,7 +60,9 @@ fn written(heads: Heads, (p_tp, d_tp, d_rank): (u32, u32, u32), stages: &[&[&str
         false => vec![d_rank / (d_tp / p_tp)],
     };
     let mut bytes = BTreeSet::new();
-    for (stage, p_rank) in stages.iter().flat_map(|stage| ranks.iter().map(move |rank| (stage, *rank))) {
+    for (stage, p_rank) in
+        stages.iter().flat_map(|stage| ranks.iter().map(move |rank| (stage, *rank)))
+    {
         let producer = caches(stage, heads, p_tp, apart, 0);
         let map = SendMap::new(&producer, Tp::new(p_rank, p_tp).unwrap(), &asked).unwrap();
         for lane in map.lanes() {
@@ -89,7 +91,8 @@ fn written(heads: Heads, (p_tp, d_tp, d_rank): (u32, u32, u32), stages: &[&[&str
 fn every_byte_of_every_head_is_written_once_between_engines_of_any_sizes() {
     let kinds = [Heads::Replicated, Heads::Sharded(1), Heads::Sharded(2), Heads::Sharded(8)];
     for heads in kinds {
-        for (p_tp, d_tp) in [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (8, 1), (1, 8), (4, 4), (8, 4)] {
+        for (p_tp, d_tp) in [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (8, 1), (1, 8), (4, 4), (8, 4)]
+        {
             for d_rank in 0..d_tp {
                 for apart in [false, true] {
                     written(heads, (p_tp, d_tp, d_rank), &[&["l.0", "l.1"]], apart);
@@ -103,8 +106,11 @@ fn every_byte_of_every_head_is_written_once_between_engines_of_any_sizes() {
 /// A vLLM that is asked for a layer by another number than its own refuses, and its message is all that tells why.
 #[test]
 fn a_layer_is_told_by_the_number_in_its_name() {
-    let layers =
-        ["model.layers.0.self_attn.attn", "model.layers.2.self_attn.attn", "model.layers.10.self_attn.attn"];
+    let layers = [
+        "model.layers.0.self_attn.attn",
+        "model.layers.2.self_attn.attn",
+        "model.layers.10.self_attn.attn",
+    ];
     for apart in [false, true] {
         let asked = told(&caches(&layers, Heads::Sharded(2), 1, apart, 0), 0, 1);
         let named = asked.registered_layer_names.iter().zip(&asked.registered_layer_indices);
@@ -139,7 +145,10 @@ fn regions_are_paired_by_name_and_occurrence_or_else_by_position() {
     assert_eq!(places(&asked), [(0, 0), (1, 1), (2, 2), (3, 3)]);
     asked.registered_layer_names = ["a", "c", "c", "c"].map(str::to_owned).to_vec();
     assert!(
-        SendMap::new(&producer, tp, &asked).unwrap_err().to_string().contains("2 regions here and 1 there")
+        SendMap::new(&producer, tp, &asked)
+            .unwrap_err()
+            .to_string()
+            .contains("2 regions here and 1 there")
     );
 }
 
@@ -147,7 +156,8 @@ fn regions_are_paired_by_name_and_occurrence_or_else_by_position() {
 fn a_stage_without_a_layer_of_the_consumers_writes_nothing() {
     let heads = Heads::Sharded(2);
     let asked = told(&caches(&["a"], heads, 1, false, 0), 0, 1);
-    let map = SendMap::new(&caches(&["b"], heads, 1, false, 0), Tp::new(0, 1).unwrap(), &asked).unwrap();
+    let map =
+        SendMap::new(&caches(&["b"], heads, 1, false, 0), Tp::new(0, 1).unwrap(), &asked).unwrap();
     assert!(map.lanes().is_empty());
 }
 

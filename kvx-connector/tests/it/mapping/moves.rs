@@ -16,12 +16,22 @@ fn stage_layers(model: &Model, stage: u32, stages: u32) -> Vec<usize> {
 }
 
 /// All ranks of a producer, filled with a request.
-fn producer(engine: &Engine, model: &Model, stages: u32, request: &Request) -> Vec<(RemoteRank, Rank)> {
+fn producer(
+    engine: &Engine,
+    model: &Model,
+    stages: u32,
+    request: &Request,
+) -> Vec<(RemoteRank, Rank)> {
     let mut ranks = Vec::new();
     for tp in 0..engine.tp {
         for pp in 0..stages {
             let mut rank = engine.rank(model, tp, pp, stages).unwrap();
-            rank.fill(model, &stage_layers(model, pp, stages), &request.producer_lists, request.tokens);
+            rank.fill(
+                model,
+                &stage_layers(model, pp, stages),
+                &request.producer_lists,
+                request.tokens,
+            );
             ranks.push((RemoteRank { pp, tp }, rank));
         }
     }
@@ -45,7 +55,13 @@ fn reading(
         .map(|(rank, there)| (*rank, there.geometry().clone()))
         .collect();
     assert_eq!(consumer.tp, own.tp.size());
-    PeerMap::new(Op::Read, &own.caches, own.tp, &remote(producer, stages, &told), &options(model, permute))
+    PeerMap::new(
+        Op::Read,
+        &own.caches,
+        own.tp,
+        &remote(producer, stages, &told),
+        &options(model, permute),
+    )
 }
 
 /// Pulls a request into every rank of the consumer and checks each element. Returns the first refusal.
@@ -70,16 +86,24 @@ fn pull(
         own.finish(&map, &moves);
         let cached = request.cached as u32 * consumer.logical_tokens();
         let end = request.consumer_lists[0].len() as u32 * consumer.logical_tokens();
-        own.check(model, &layers, &request.consumer_lists, cached.min(request.tokens)..request.tokens);
+        own.check(
+            model,
+            &layers,
+            &request.consumer_lists,
+            cached.min(request.tokens)..request.tokens,
+        );
         // What lies behind the last unit that was moved was cleared; inside of it are the producer's bytes.
         let moved = request.tokens.next_multiple_of(producer_engine.block_tokens).min(end);
         if moves.blocks > 0 {
             own.check_zero(model, &layers, &request.consumer_lists, moved..end);
         }
         own.check_untouched(model, &layers, &request.consumer_lists, cached..end);
-        let at =
-            |source: usize| ranks.iter().position(|(rank, _)| *rank == map.sources()[source].rank()).unwrap();
-        for source in moves.ranks.iter().map(|rank| rank.source).chain(moves.notify_only.iter().copied()) {
+        let at = |source: usize| {
+            ranks.iter().position(|(rank, _)| *rank == map.sources()[source].rank()).unwrap()
+        };
+        for source in
+            moves.ranks.iter().map(|rank| rank.source).chain(moves.notify_only.iter().copied())
+        {
             told[at(source)] += 1;
         }
     }
@@ -119,24 +143,35 @@ fn push(
         assert!(map.finishing().is_none());
         let moves = request.moves(&map)?;
         carry_out(&map, &moves, &mut own, &mut consumers);
-        for source in moves.ranks.iter().map(|rank| rank.source).chain(moves.notify_only.iter().copied()) {
+        for source in
+            moves.ranks.iter().map(|rank| rank.source).chain(moves.notify_only.iter().copied())
+        {
             told[map.sources()[source].rank().tp as usize] += 1;
         }
     }
     let layers: Vec<usize> = (0..model.layers.len()).collect();
     let cached = request.cached as u32 * consumer.logical_tokens();
     for (_, rank) in &consumers {
-        rank.check(model, &layers, &request.consumer_lists, cached.min(request.tokens)..request.tokens);
+        rank.check(
+            model,
+            &layers,
+            &request.consumer_lists,
+            cached.min(request.tokens)..request.tokens,
+        );
         let end = request.consumer_lists[0].len() as u32 * consumer.logical_tokens();
         rank.check_untouched(model, &layers, &request.consumer_lists, cached..end);
     }
     let expected = stages * (producer_engine.tp / consumer.tp).max(1);
-    assert!(told.iter().all(|count| *count == expected), "each consumer rank is told {told:?} of {expected}");
+    assert!(
+        told.iter().all(|count| *count == expected),
+        "each consumer rank is told {told:?} of {expected}"
+    );
     Ok(())
 }
 
 fn request(random: &mut Random, consumer: &Engine, producer: &Engine, model: &Model) -> Request {
-    let most = (consumer.blocks * consumer.logical_tokens()).min(producer.blocks * producer.logical_tokens());
+    let most = (consumer.blocks * consumer.logical_tokens())
+        .min(producer.blocks * producer.logical_tokens());
     // With a pool that groups share, the groups' blocks are distinct.
     let tokens = 1 + random.below(u64::from(most / model.groups as u32)) as u32;
     let lists = |random: &mut Random, engine: &Engine| {
@@ -221,11 +256,15 @@ fn every_element_arrives_between_engines_of_any_shape() {
             0 => Engine { layout: producer.layout, ..consumer },
             _ => consumer,
         };
-        let stages =
-            if model.style == Style::Apart || producer.shared_pool { 1 } else { random.of(&[1, 1, 2]) };
+        let stages = if model.style == Style::Apart || producer.shared_pool {
+            1
+        } else {
+            random.of(&[1, 1, 2])
+        };
         let permute = random.below(2) == 0;
         let request = request(random, &consumer, &producer, &model);
-        let what = format!("seed {seed}: {consumer:?} from {producer:?} in {stages} stages of {model:?}");
+        let what =
+            format!("seed {seed}: {consumer:?} from {producer:?} in {stages} stages of {model:?}");
         match pull(&consumer, &producer, &model, stages, permute, &request) {
             Ok(()) => {
                 assert!(allowed(&consumer, &producer, &model, permute), "{what}");

@@ -2,7 +2,8 @@
 
 use kvx_connector::mapping::{
     BlocksOfBothSides, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvTensors, LayerCache,
-    MappingOptions, MemoryType, Moves, Pairing, PeerMap, Remote, RemoteRank, Tokens, Tp, handshake_ranks,
+    MappingOptions, MemoryType, Moves, Pairing, PeerMap, Remote, RemoteRank, Tokens, Tp,
+    handshake_ranks,
 };
 use kvx_core::{Error, Indices, Kind, Op, Result};
 use kvx_testkit::test;
@@ -56,8 +57,14 @@ impl Side {
             change(&mut layer);
             layer
         };
-        Caches::of_layers((0..self.layers).map(layer).collect(), self.layout, self.tokens, self.kernel, 0)
-            .unwrap()
+        Caches::of_layers(
+            (0..self.layers).map(layer).collect(),
+            self.layout,
+            self.tokens,
+            self.kernel,
+            0,
+        )
+        .unwrap()
     }
 
     fn reads(self, rank: u32, peer: Side, options: &MappingOptions) -> Result<PeerMap> {
@@ -82,7 +89,10 @@ impl Side {
 }
 
 fn groups(count: usize) -> MappingOptions {
-    MappingOptions { groups: vec![(GroupKind::Attention, Clip::Whole); count], ..MappingOptions::default() }
+    MappingOptions {
+        groups: vec![(GroupKind::Attention, Clip::Whole); count],
+        ..MappingOptions::default()
+    }
 }
 
 fn refused(result: Result<PeerMap>, kind: Kind, word: &str) -> Error {
@@ -121,8 +131,10 @@ fn a_layout_mismatch_is_refused_or_permuted() {
         "several",
     );
     // Without heads there is nothing to permute.
-    let (a, b) =
-        (Side { heads: Heads::Replicated, ..tokens_first }, Side { heads: Heads::Replicated, ..SIDE });
+    let (a, b) = (
+        Side { heads: Heads::Replicated, ..tokens_first },
+        Side { heads: Heads::Replicated, ..SIDE },
+    );
     assert!(!a.reads(0, b, &groups(1)).unwrap().finishing().unwrap().reorders());
 }
 
@@ -160,7 +172,8 @@ fn a_producer_of_more_ranks_is_read_once_per_rank() {
     let moved = moves(&map, &[3, 4], &[8, 9]).unwrap();
     assert_eq!(ranks(&map, &moved), (vec![4, 5, 6, 7], vec![]));
     assert!(moved.ranks.iter().all(|rank| rank.pairings.len() == 1));
-    let starts: Vec<u64> = map.sources().iter().map(|source| source.lanes()[0].local.grid.base).collect();
+    let starts: Vec<u64> =
+        map.sources().iter().map(|source| source.lanes()[0].local.grid.base).collect();
     assert_eq!(starts, [0, 4096, 2 * 4096, 3 * 4096]);
     assert_eq!(map.consumers(), 1);
 }
@@ -173,7 +186,8 @@ fn a_replicated_latent_is_read_once_and_the_other_ranks_are_told() {
     assert_eq!(ranks(&map, &moved), (vec![4], vec![5, 6, 7]));
     // All of the prompt is cached, or the request was aborted: everyone is told, nothing moves.
     for (local, remote) in [(one(&[]), one(&[8, 9])), (vec![], vec![])] {
-        let nothing = map.moves(&BlocksOfBothSides { local: &local, remote: &remote, tokens: None }).unwrap();
+        let nothing =
+            map.moves(&BlocksOfBothSides { local: &local, remote: &remote, tokens: None }).unwrap();
         assert_eq!(ranks(&map, &nothing), (vec![], vec![4, 5, 6, 7]));
         assert_eq!((nothing.blocks, nothing.covered.len()), (0, 0));
     }
@@ -185,7 +199,8 @@ fn a_replicated_latent_is_read_once_and_the_other_ranks_are_told() {
 fn heads_of_a_draft_are_divided_beside_a_latent() {
     let draft = Side { heads: Heads::Replicated, draft: Some(Heads::Sharded(8)), ..SIDE };
     for (rank, tp, producer, offset) in [(3, 8, 1, 3), (5, 8, 2, 1), (5, 16, 1, 2)] {
-        let map = Side { tp, ..draft }.reads(rank, Side { tp: producer, ..draft }, &groups(1)).unwrap();
+        let map =
+            Side { tp, ..draft }.reads(rank, Side { tp: producer, ..draft }, &groups(1)).unwrap();
         let lanes = map.sources()[0].lanes();
         assert_eq!((lanes[0].remote.grid.base, lanes[0].remote.grid.length), (0, 4096));
         assert_eq!((lanes[1].remote.grid.base, lanes[1].remote.grid.length), (offset * 4096, 4096));
@@ -212,13 +227,18 @@ fn block_sizes_that_do_not_divide_are_declined() {
     assert_eq!((map.block_size_ratio(), map.sources()[0].lanes()[0].local.grid.count), (4, 256));
     let buffered = MappingOptions { host_buffer: true, ..groups(1) };
     refused(SIDE.reads(0, small, &buffered), Kind::Incompatible, "host memory");
-    refused(SIDE.reads(0, Side { tp: 2, ..small }, &groups(1)), Kind::Incompatible, "same block size");
+    refused(
+        SIDE.reads(0, Side { tp: 2, ..small }, &groups(1)),
+        Kind::Incompatible,
+        "same block size",
+    );
     let latent = Side { heads: Heads::Replicated, ..SIDE };
     assert!(latent.reads(0, Side { tp: 2, tokens: 4, ..latent }, &groups(1)).is_ok());
     // A producer that writes cannot finish the consumer's blocks.
     let peer = [(RemoteRank { pp: 0, tp: 0 }, SIDE.caches().geometry().clone())];
     let remote = Remote { tp_size: 1, pp_size: 1, dcp_size: 1, ranks: &peer };
-    let written = PeerMap::new(Op::Write, &small.caches(), Tp::new(0, 1).unwrap(), &remote, &groups(1));
+    let written =
+        PeerMap::new(Op::Write, &small.caches(), Tp::new(0, 1).unwrap(), &remote, &groups(1));
     refused(written, Kind::Incompatible, "equal sizes");
 }
 
@@ -262,13 +282,17 @@ fn index_lists_are_shared_by_all_layers_and_ranks() {
     let map = large.reads(0, Side { tp: 2, ..large }, &groups(1)).unwrap();
     let (local, remote): (Vec<u32>, Vec<u32>) = ((0..2000).collect(), (2000..4000).rev().collect());
     let (local, remote) = (one(&local), one(&remote));
-    let moved = map.moves(&BlocksOfBothSides { local: &local, remote: &remote, tokens: None }).unwrap();
+    let moved =
+        map.moves(&BlocksOfBothSides { local: &local, remote: &remote, tokens: None }).unwrap();
     assert_eq!((moved.ranks.len(), moved.blocks), (2, 2 * 60 * 2000));
     for rank in &moved.ranks {
         assert_eq!(rank.pairings.len(), 1);
         assert_eq!(map.sources()[rank.source].grids(rank.pairings[0].set).len(), 60);
-        let same = |a: &Indices, b: &Indices| std::ptr::eq(a.as_list().unwrap(), b.as_list().unwrap());
-        assert!(same(&rank.pairings[0].local, &local[0]) && same(&rank.pairings[0].remote, &remote[0]));
+        let same =
+            |a: &Indices, b: &Indices| std::ptr::eq(a.as_list().unwrap(), b.as_list().unwrap());
+        assert!(
+            same(&rank.pairings[0].local, &local[0]) && same(&rank.pairings[0].remote, &remote[0])
+        );
     }
 }
 
@@ -279,10 +303,12 @@ fn units_that_were_paired_elsewhere_go_the_same_way() {
     let ranks = [(RemoteRank { pp: 0, tp: 0 }, small.caches().geometry().clone())];
     let remote = Remote { tp_size: 1, pp_size: 1, dcp_size: 1, ranks: &ranks };
     for (caches, sets) in [(SIDE.caches(), 1), (padded, 4)] {
-        let map = PeerMap::new(Op::Read, &caches, Tp::new(0, 1).unwrap(), &remote, &groups(1)).unwrap();
+        let map =
+            PeerMap::new(Op::Read, &caches, Tp::new(0, 1).unwrap(), &remote, &groups(1)).unwrap();
         assert_eq!(map.sources()[0].sets().len(), sets);
         let (local, theirs) = (one(&[5, 9]), one(&[1, 2, 3, 4, 5, 6, 7]));
-        let moved = map.moves(&BlocksOfBothSides { local: &local, remote: &theirs, tokens: None }).unwrap();
+        let moved =
+            map.moves(&BlocksOfBothSides { local: &local, remote: &theirs, tokens: None }).unwrap();
         let aligned = map.units().align(2, 7, None, Clip::Whole).unwrap();
         let (own, peers) =
             (aligned.of_consumer(&local[0]).unwrap(), aligned.of_producer(&theirs[0]).unwrap());
@@ -310,8 +336,9 @@ fn units_that_were_paired_elsewhere_go_the_same_way() {
 fn completions_count_all_stages_and_ranks_that_write() {
     for (consumer, producer, expected) in [(1, 1, 1), (2, 1, 1), (1, 4, 4), (2, 8, 4)] {
         let latent = Side { heads: Heads::Replicated, ..SIDE };
-        let map =
-            Side { tp: consumer, ..latent }.reads(0, Side { tp: producer, ..latent }, &groups(1)).unwrap();
+        let map = Side { tp: consumer, ..latent }
+            .reads(0, Side { tp: producer, ..latent }, &groups(1))
+            .unwrap();
         assert_eq!((map.completions(), map.logical_blocks()), (expected, (64, 64)));
     }
 }
@@ -324,7 +351,8 @@ fn kinds_of_memory_are_moved_apart() {
         }
     });
     let map = SIDE.reads_geometry(0, SIDE, mixed.geometry(), &groups(1)).unwrap();
-    let kinds: Vec<_> = map.sources()[0].sets().iter().map(|set| (set.memory(), set.lanes())).collect();
+    let kinds: Vec<_> =
+        map.sources()[0].sets().iter().map(|set| (set.memory(), set.lanes())).collect();
     let (vram, dram) = (MemoryType::Vram, MemoryType::Dram);
     assert_eq!(kinds, [((vram, vram), 1), ((vram, dram), 1)]);
     assert_eq!(map.sources()[0].memories(), [(vram, vram), (vram, dram)]);
@@ -333,8 +361,9 @@ fn kinds_of_memory_are_moved_apart() {
 
 #[test]
 fn groups_have_lists_of_their_own() {
-    let two_groups =
-        |side: Side| side.caches_with(|layer| layer.group = if &*layer.name == "layers.0" { 0 } else { 1 });
+    let two_groups = |side: Side| {
+        side.caches_with(|layer| layer.group = if &*layer.name == "layers.0" { 0 } else { 1 })
+    };
     let caches = two_groups(SIDE);
     let ranks = [(RemoteRank { pp: 0, tp: 0 }, caches.geometry().clone())];
     let remote = Remote { tp_size: 1, pp_size: 1, dcp_size: 1, ranks: &ranks };
@@ -354,13 +383,15 @@ fn groups_have_lists_of_their_own() {
         .map(|pairing| (pairing.local.as_list().unwrap(), pairing.remote.as_list().unwrap()))
         .collect();
     assert_eq!(pairs, [(&[1, 2, 3, 4][..], &[12, 13, 14, 15][..]), (&[7, 8], &[21, 22])]);
-    let flat = map.moves(&BlocksOfBothSides { local: &local, remote: &theirs[..1], tokens }).unwrap_err();
+    let flat =
+        map.moves(&BlocksOfBothSides { local: &local, remote: &theirs[..1], tokens }).unwrap_err();
     assert!(flat.to_string().contains("1 remote KV cache groups"), "{flat}");
     let missing = PeerMap::new(Op::Read, &caches, Tp::new(0, 1).unwrap(), &remote, &groups(1));
     refused(missing, Kind::Invalid, "group 1 of 1");
     // A model whose regions are all of one group takes the blocks of all lists.
     let map = SIDE.reads(0, SIDE, &groups(2)).unwrap();
-    let moved = map.moves(&BlocksOfBothSides { local: &local, remote: &theirs, tokens: None }).unwrap();
+    let moved =
+        map.moves(&BlocksOfBothSides { local: &local, remote: &theirs, tokens: None }).unwrap();
     assert_eq!((moved.ranks[0].pairings.len(), moved.blocks), (2, 2 * 6));
 }
 
@@ -368,7 +399,9 @@ fn groups_have_lists_of_their_own() {
 fn ids_that_a_peer_makes_up_are_refused() {
     let map = SIDE.reads(0, SIDE, &groups(1)).unwrap();
     assert!(moves(&map, &[63], &[63]).is_ok());
-    for (local, remote) in [(&[1][..], &[64][..]), (&[64], &[1]), (&[1], &[u32::MAX]), (&[1, 2], &[1])] {
+    for (local, remote) in
+        [(&[1][..], &[64][..]), (&[64], &[1]), (&[1], &[u32::MAX]), (&[1, 2], &[1])]
+    {
         assert_eq!(moves(&map, local, remote).unwrap_err().kind(), Kind::OutOfBounds);
     }
 }
@@ -378,7 +411,8 @@ fn a_map_needs_every_rank_it_reads_and_no_other() {
     let (one, two) = (SIDE, Side { tp: 2, ..SIDE });
     let geometry = two.caches().geometry().clone();
     let draw = |tps: &[u32], pp_size| {
-        let ranks: Vec<_> = tps.iter().map(|tp| (RemoteRank { pp: 0, tp: *tp }, geometry.clone())).collect();
+        let ranks: Vec<_> =
+            tps.iter().map(|tp| (RemoteRank { pp: 0, tp: *tp }, geometry.clone())).collect();
         let remote = Remote { tp_size: 2, pp_size, dcp_size: 1, ranks: &ranks };
         PeerMap::new(Op::Read, &one.caches(), Tp::new(0, 1).unwrap(), &remote, &groups(1))
     };
@@ -389,7 +423,8 @@ fn a_map_needs_every_rank_it_reads_and_no_other() {
     refused(draw(&[0, 1, 2], 1), Kind::Invalid, "not one to shake hands with");
     refused(draw(&[0, 1], 0), Kind::Invalid, "pipeline stages");
     let other = Side { tokens: 8, ..two }.caches().geometry().clone();
-    let ranks = [(RemoteRank { pp: 0, tp: 0 }, geometry.clone()), (RemoteRank { pp: 0, tp: 1 }, other)];
+    let ranks =
+        [(RemoteRank { pp: 0, tp: 0 }, geometry.clone()), (RemoteRank { pp: 0, tp: 1 }, other)];
     let remote = Remote { tp_size: 2, pp_size: 1, dcp_size: 1, ranks: &ranks };
     let uneven = PeerMap::new(Op::Read, &one.caches(), Tp::new(0, 1).unwrap(), &remote, &groups(1));
     refused(uneven, Kind::Incompatible, "another layout or block size");
@@ -397,12 +432,18 @@ fn a_map_needs_every_rank_it_reads_and_no_other() {
 
 #[test]
 fn what_is_mapped_but_not_moved_says_so() {
-    let state =
-        MappingOptions { groups: vec![(GroupKind::StateSpace, Clip::Whole)], ..MappingOptions::default() };
+    let state = MappingOptions {
+        groups: vec![(GroupKind::StateSpace, Clip::Whole)],
+        ..MappingOptions::default()
+    };
     refused(SIDE.reads(0, SIDE, &state), Kind::Unsupported, "state-space");
     let latent = Side { heads: Heads::Replicated, tp: 4, ..SIDE };
     let sharded = Side { dcp: 4, ..latent };
-    refused(latent.reads(0, sharded, &groups(1)), Kind::Unsupported, "decode-context-parallel sizes 1 and 4");
+    refused(
+        latent.reads(0, sharded, &groups(1)),
+        Kind::Unsupported,
+        "decode-context-parallel sizes 1 and 4",
+    );
     let map = sharded.reads(2, sharded, &groups(1)).unwrap();
     assert_eq!((map.sources()[0].rank().tp, map.consumers()), (2, 1));
     let heads = Side { heads: Heads::Sharded(8), ..sharded };

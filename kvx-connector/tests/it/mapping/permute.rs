@@ -49,7 +49,10 @@ fn every_element_of_every_size_lands_where_it_belongs() {
                 for token in 0..tokens {
                     let from = (head * tokens + token) * shape.content;
                     let to = (token * heads + head) * shape.content;
-                    assert_eq!(heads_first[from..from + shape.content], tokens_first[to..to + shape.content]);
+                    assert_eq!(
+                        heads_first[from..from + shape.content],
+                        tokens_first[to..to + shape.content]
+                    );
                 }
             }
             let mut back = vec![0; heads_first.len()];
@@ -76,8 +79,14 @@ fn small_blocks_become_one_large() {
         let mut merged = vec![0; large.len()];
         merge_sub_blocks(&small, shape, ratio, &mut merged).unwrap();
         assert_eq!(merged, large);
-        assert_eq!(merge_sub_blocks(&small, shape, 3, &mut merged).unwrap_err().kind(), Kind::Invalid);
-        assert_eq!(merge_sub_blocks(&small, shape, 0, &mut merged).unwrap_err().kind(), Kind::Invalid);
+        assert_eq!(
+            merge_sub_blocks(&small, shape, 3, &mut merged).unwrap_err().kind(),
+            Kind::Invalid
+        );
+        assert_eq!(
+            merge_sub_blocks(&small, shape, 0, &mut merged).unwrap_err().kind(),
+            Kind::Invalid
+        );
     }
 }
 
@@ -156,7 +165,9 @@ fn golden_blocks_of_vllm_hold_the_keys_and_values() {
             let mut k = vec![0; half];
             permute_axes(&head[..half], &[DIM, tokens], &[1, 0], 4, &mut k).unwrap();
             let k = k.chunks_exact(DIM * 4);
-            rows.extend(k.zip(head[half..].chunks_exact(DIM * 4)).flat_map(|(k, v)| [k, v].concat()));
+            rows.extend(
+                k.zip(head[half..].chunks_exact(DIM * 4)).flat_map(|(k, v)| [k, v].concat()),
+            );
         }
         // What NHD looks like: all heads of a token side by side.
         let mut tokens_first = vec![0; block_len];

@@ -2,8 +2,8 @@
 
 use kvx_connector::Dialect;
 use kvx_connector::mapping::{
-    BlocksOfBothSides, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvRegion, KvTensors, LayerCache,
-    MappingOptions, MemoryType, PeerMap, RegionGroup, Remote, RemoteRank, Tp,
+    BlocksOfBothSides, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvRegion, KvTensors,
+    LayerCache, MappingOptions, MemoryType, PeerMap, RegionGroup, Remote, RemoteRank, Tp,
 };
 use kvx_connector::wire::{NixlAgentMetadata, PackedMember};
 use kvx_core::{Indices, Kind, Op, Result};
@@ -54,27 +54,43 @@ fn layers_become_regions_in_natural_order() {
     ]);
     let caches = caches.unwrap();
     let regions = caches.geometry().regions();
-    assert_eq!(regions.iter().map(|region| region.base).collect::<Vec<_>>(), [0x10000, 0x90000, 0xa0000]);
+    assert_eq!(
+        regions.iter().map(|region| region.base).collect::<Vec<_>>(),
+        [0x10000, 0x90000, 0xa0000]
+    );
     assert_eq!(*regions[2].layers[0], *"layers.10.attn");
-    assert_eq!((regions[0].block_len, regions[0].blocks, regions[0].memory), (4096, 8, MemoryType::Vram));
-    let devices = ["cpu", "cuda", "xpu"].map(|device| MemoryType::of_buffer_device(device).unwrap().as_str());
+    assert_eq!(
+        (regions[0].block_len, regions[0].blocks, regions[0].memory),
+        (4096, 8, MemoryType::Vram)
+    );
+    let devices =
+        ["cpu", "cuda", "xpu"].map(|device| MemoryType::of_buffer_device(device).unwrap().as_str());
     assert_eq!(devices, ["DRAM", "VRAM", "VRAM"]);
     assert_eq!(MemoryType::of_buffer_device("tpu").unwrap_err().kind(), Kind::Invalid);
 }
 
 #[test]
 fn k_and_v_apart_are_two_regions_and_halves_are_one_in_two_parts() {
-    let apart =
-        LayerCache { tensors: KvTensors::Apart { k: 0x10000, v: 0x90000 }, ..layer("layers.0", 0, 0) };
+    let apart = LayerCache {
+        tensors: KvTensors::Apart { k: 0x10000, v: 0x90000 },
+        ..layer("layers.0", 0, 0)
+    };
     let caches_apart = caches(vec![apart]).unwrap();
-    let bases: Vec<u64> = caches_apart.geometry().regions().iter().map(|region| region.base).collect();
+    let bases: Vec<u64> =
+        caches_apart.geometry().regions().iter().map(|region| region.base).collect();
     assert_eq!(bases, [0x10000, 0x90000]);
     let halves = LayerCache { tensors: KvTensors::Halves(0x10000), ..layer("layers.0", 0, 0) };
     let caches_halves = caches(vec![halves.clone()]).unwrap();
-    assert_eq!((caches_halves.geometry().regions().len(), caches_halves.geometry().parts()), (1, 2));
+    assert_eq!(
+        (caches_halves.geometry().regions().len(), caches_halves.geometry().parts()),
+        (1, 2)
+    );
     let map = map(&caches_halves, &[caches_halves.geometry().clone()], 1).unwrap();
-    let parts: Vec<(u64, u64)> =
-        map.sources()[0].lanes().iter().map(|lane| (lane.local.grid.base, lane.local.grid.length)).collect();
+    let parts: Vec<(u64, u64)> = map.sources()[0]
+        .lanes()
+        .iter()
+        .map(|lane| (lane.local.grid.base, lane.local.grid.length))
+        .collect();
     assert_eq!(parts, [(0, 2048), (2048, 2048)]);
     // The latent of MLA is one region and one part.
     let latent = caches(vec![LayerCache { heads: MLA, ..layer("layers.0", 0x10000, 0) }]).unwrap();
@@ -99,10 +115,17 @@ fn layers_at_one_address_share_a_region() {
         regions.iter().map(|region| region.group).collect::<Vec<_>>(),
         [RegionGroup::Shared, RegionGroup::Of(0)]
     );
-    assert_eq!(regions[0].layers.iter().map(|layer| &**layer).collect::<Vec<_>>(), ["layers.0", "layers.2"]);
+    assert_eq!(
+        regions[0].layers.iter().map(|layer| &**layer).collect::<Vec<_>>(),
+        ["layers.0", "layers.2"]
+    );
     let unlike = LayerCache { block_len: 2048, ..layer("layers.1", 0x10000, 0) };
-    assert_eq!(caches(vec![layer("layers.0", 0x10000, 0), unlike]).unwrap_err().kind(), Kind::Invalid);
-    let twice = caches(vec![layer("layers.0", 0x10000, 0), layer("layers.0", 0x20000, 0)]).unwrap_err();
+    assert_eq!(
+        caches(vec![layer("layers.0", 0x10000, 0), unlike]).unwrap_err().kind(),
+        Kind::Invalid
+    );
+    let twice =
+        caches(vec![layer("layers.0", 0x10000, 0), layer("layers.0", 0x20000, 0)]).unwrap_err();
     assert!(twice.to_string().contains("layers.0 is given twice"), "{twice}");
 }
 
@@ -125,9 +148,11 @@ fn whole_rows_are_registered_and_their_padding_is_not_moved() {
     assert_eq!(caches.geometry().place(4, &spans), None);
     let map = map(&caches, &[caches.geometry().clone()], 1).unwrap();
     let local: Vec<Indices> = vec![[3, 7].into()];
-    let moves = map.moves(&BlocksOfBothSides { local: &local, remote: &local, tokens: None }).unwrap();
+    let moves =
+        map.moves(&BlocksOfBothSides { local: &local, remote: &local, tokens: None }).unwrap();
     assert_eq!((moves.blocks, moves.bytes), (8, 8 * 4096));
-    let apart = self::caches(vec![layer("layers.0", 0x10000, 0), layer("layers.1", 0x90000, 0)]).unwrap();
+    let apart =
+        self::caches(vec![layer("layers.0", 0x10000, 0), layer("layers.1", 0x90000, 0)]).unwrap();
     assert_eq!(apart.geometry().spans().len(), 2);
 }
 
@@ -143,7 +168,11 @@ fn one_row(names: &[&str], lens: &[u64]) -> NixlAgentMetadata {
     metadata.region_names = Some(vec!["layers.0".into()]);
     let mut offset = 0;
     for (name, len) in names.iter().zip(lens) {
-        metadata.packed_member_layouts.push(PackedMember { layer: (*name).into(), offset, len: *len });
+        metadata.packed_member_layouts.push(PackedMember {
+            layer: (*name).into(),
+            offset,
+            len: *len,
+        });
         offset += len;
     }
     metadata
@@ -156,7 +185,12 @@ fn rows_of_a_peer_are_split_into_layers() {
     let map = map(&rows(), &[peer], 1).unwrap();
     let bases: Vec<u64> = map.sources()[0].remote_rows().iter().map(|row| row.address).collect();
     assert_eq!(bases, [0x70_0000, 0x70_1000, 0x70_2000, 0x70_3000]);
-    assert!(map.sources()[0].remote_rows().iter().all(|row| row.stride == 4 * 4096 + 512 && row.len == 4096));
+    assert!(
+        map.sources()[0]
+            .remote_rows()
+            .iter()
+            .all(|row| row.stride == 4 * 4096 + 512 && row.len == 4096)
+    );
     // A layer without a place in the row, and places outside of it.
     let missing = Geometry::advertised(&one_row(&names[..3], &[4096; 3])).unwrap();
     assert_eq!(self::map(&rows(), &[missing], 1).unwrap_err().kind(), Kind::Incompatible);
@@ -189,8 +223,11 @@ fn regions_of_different_capacity_are_bounded_by_their_own() {
     let done = moves(lists(2, 3), lists(9, 0)).unwrap();
     let source = &map.sources()[0];
     // As vLLM counts: regions of 10, 4 and 10 blocks, the last one shared by both groups.
-    let ids: Vec<u64> =
-        done.ranks[0].pairings.iter().flat_map(|pairing| source.descriptor_ids(pairing).0).collect();
+    let ids: Vec<u64> = done.ranks[0]
+        .pairings
+        .iter()
+        .flat_map(|pairing| source.descriptor_ids(pairing).0)
+        .collect();
     assert_eq!(ids, [2, 16, 13, 17]);
     assert_eq!(moves(lists(9, 3), lists(9, 4)).unwrap_err().kind(), Kind::OutOfBounds);
     assert_eq!(moves(lists(10, 3), lists(9, 3)).unwrap_err().kind(), Kind::OutOfBounds);
@@ -201,7 +238,8 @@ fn regions_of_different_capacity_are_bounded_by_their_own() {
 #[test]
 fn stages_of_a_pipeline_are_paired_by_layer_names() {
     let layers = |range: std::ops::Range<u64>| {
-        caches(range.map(|at| layer(&format!("layers.{at}"), 0x100000 * (at + 1), 0)).collect()).unwrap()
+        caches(range.map(|at| layer(&format!("layers.{at}"), 0x100000 * (at + 1), 0)).collect())
+            .unwrap()
     };
     let local = layers(0..5);
     let stages = [layers(0..2).geometry().clone(), layers(2..5).geometry().clone()];
@@ -224,13 +262,16 @@ fn stages_of_a_pipeline_are_paired_by_layer_names() {
         "layers.5 lies in 1 regions at the peer and 0 here",
     );
     // Layers that share memory here must share it there.
-    let shared = caches(vec![layer("layers.0", 0x10000, 0), layer("layers.1", 0x10000, 0)]).unwrap();
+    let shared =
+        caches(vec![layer("layers.0", 0x10000, 0), layer("layers.1", 0x10000, 0)]).unwrap();
     let error = self::map(&shared, &[layers(0..2).geometry().clone()], 1).unwrap_err();
     assert!(error.to_string().contains("shares a region"), "{error}");
     // Without names stages cannot be told apart.
     let unnamed = |geometry: &Geometry| {
-        let regions =
-            geometry.regions().iter().map(|region| KvRegion { layers: Vec::new(), ..region.clone() });
+        let regions = geometry
+            .regions()
+            .iter()
+            .map(|region| KvRegion { layers: Vec::new(), ..region.clone() });
         Geometry::new(regions.collect(), KvLayout::Lbhnc, 16, 1, 0).unwrap()
     };
     refused(&[unnamed(&stages[0]), unnamed(&stages[1])], "cannot be told apart");
@@ -314,19 +355,25 @@ fn golden_captured_metadata_is_a_geometry() {
     };
     let ((decode, metadata), (prefill, _)) = (read("decode"), read("prefill"));
     let layers =
-        decode.regions().iter().zip(&metadata.kv_caches_base_addr).map(|(region, base)| LayerCache {
-            name: region.layers[0].clone(),
-            tensors: KvTensors::Together(*base),
-            blocks: region.blocks,
-            block_len: region.block_len,
-            block_stride: region.block_stride,
-            group: 0,
-            heads: Heads::Sharded(2),
-            memory: region.memory,
+        decode.regions().iter().zip(&metadata.kv_caches_base_addr).map(|(region, base)| {
+            LayerCache {
+                name: region.layers[0].clone(),
+                tensors: KvTensors::Together(*base),
+                blocks: region.blocks,
+                block_len: region.block_len,
+                block_stride: region.block_stride,
+                group: 0,
+                heads: Heads::Sharded(2),
+                memory: region.memory,
+            }
         });
-    let own = Caches::of_layers(layers.collect(), decode.layout(), decode.block_tokens(), 1, 0).unwrap();
+    let own =
+        Caches::of_layers(layers.collect(), decode.layout(), decode.block_tokens(), 1, 0).unwrap();
     // CPU_ATTN keeps K transposed: only what does so too may read it.
-    assert_eq!(map(&own, std::slice::from_ref(&prefill), 1).unwrap_err().kind(), Kind::Incompatible);
+    assert_eq!(
+        map(&own, std::slice::from_ref(&prefill), 1).unwrap_err().kind(),
+        Kind::Incompatible
+    );
     let own = own.with_transposed_keys();
     assert_eq!(*own.geometry(), decode);
     let map = map(&own, std::slice::from_ref(&prefill), 1).unwrap();

@@ -8,13 +8,19 @@ use kvx_connector::engine::{Address, Settings, WorkerRank};
 use kvx_core::{Kind, Result};
 use kvx_testkit::test;
 
-fn config(connector: &str, role: &str, extra: &str, variables: &[(&str, &str)]) -> KvTransferConfig {
+fn config(
+    connector: &str,
+    role: &str,
+    extra: &str,
+    variables: &[(&str, &str)],
+) -> KvTransferConfig {
     let text = format!(
         r#"{{"kv_connector": "{connector}", "kv_role": "{role}", "engine_id": "e",
              "kv_connector_extra_config": {{{extra}}}}}"#
     );
-    let surroundings =
-        variables.iter().fold(Surroundings::default(), |all, (name, value)| all.variable(*name, *value));
+    let surroundings = variables
+        .iter()
+        .fold(Surroundings::default(), |all, (name, value)| all.variable(*name, *value));
     KvTransferConfig::from_json(&text, &surroundings).unwrap()
 }
 
@@ -22,7 +28,12 @@ fn of(config: &KvTransferConfig, data_parallel: u32) -> Result<Settings> {
     Settings::of_mooncake(config, data_parallel, Address { host: "h".into(), port: 1 })
 }
 
-fn settings(connector: &str, role: &str, extra: &str, variables: &[(&str, &str)]) -> Result<Settings> {
+fn settings(
+    connector: &str,
+    role: &str,
+    extra: &str,
+    variables: &[(&str, &str)],
+) -> Result<Settings> {
     of(&config(connector, role, extra, variables), 1)
 }
 
@@ -51,11 +62,17 @@ fn variables_and_keys_are_heeded() {
         "MooncakeConnector",
         "kv_producer",
         r#""bootstrap_server_address": "10.0.0.9:9000", "load_timeout": 7, "allowed_hosts": ["a"]"#,
-        &[("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "77"), ("VLLM_MOONCAKE_CONNECTOR_TIMEOUT", "2.5")],
+        &[
+            ("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "77"),
+            ("VLLM_MOONCAKE_CONNECTOR_TIMEOUT", "2.5"),
+        ],
     )
     .unwrap();
     assert_eq!(set.release, BlockRelease::After(Duration::from_secs(77)));
-    assert_eq!((set.load_timeout, set.allowed_hosts), (Duration::from_secs(7), Some(vec!["a".to_owned()])));
+    assert_eq!(
+        (set.load_timeout, set.allowed_hosts),
+        (Duration::from_secs(7), Some(vec!["a".to_owned()]))
+    );
     let external = Bootstrap::External(Address { host: "10.0.0.9".into(), port: 9000 });
     let mooncake_set = set.mooncake.unwrap();
     assert_eq!(

@@ -1,7 +1,9 @@
 //! The protocol before vLLM 0.16: who is asked where, one answer to a question, and names that both sides share.
 
 use kvx_config::Role;
-use kvx_connector::engine::mooncake::{AskId, Bootstrap, Mooncake, MooncakeAction, MooncakeWorker, PullId};
+use kvx_connector::engine::mooncake::{
+    AskId, Bootstrap, Mooncake, MooncakeAction, MooncakeWorker, PullId,
+};
 use kvx_connector::engine::{
     Address, Arrival, Kept, LoadFailure, Move, Outcome, RequestId, Settings, Status, WorkerRank,
 };
@@ -31,7 +33,8 @@ fn rig(role: Role) -> Rig {
 fn arrives(rig: &mut Rig, request: &str, params: &TransferParams) {
     let params = OlderMooncakeParams::from_params(params).unwrap();
     let request = RequestId::from(request);
-    let arrival = Arrival { request: &request, prompt_tokens: 40, params: None, deadline: Some(at(1000.0)) };
+    let arrival =
+        Arrival { request: &request, prompt_tokens: 40, params: None, deadline: Some(at(1000.0)) };
     rig.scheduler.on_new_older_transfer(arrival, &params).unwrap();
 }
 
@@ -57,7 +60,9 @@ fn asks(decode: &mut Rig, request: &str, params: &TransferParams) -> (Asked, boo
     arrives(decode, request, params);
     decode.allocate(0.0, request, 100, 0);
     let actions = decode.step(0.0);
-    let [MooncakeAction::Ask { is_kvx, .. }] = &actions[..] else { panic!("not one question: {actions:?}") };
+    let [MooncakeAction::Ask { is_kvx, .. }] = &actions[..] else {
+        panic!("not one question: {actions:?}")
+    };
     (asked(&actions).remove(0), *is_kvx)
 }
 
@@ -68,11 +73,16 @@ fn answered(decode: &mut Rig, now: f64, pull: PullId, bytes: &[u8]) -> Vec<Moonc
 
 /// A plain agent's question.
 fn plain(asked: &[(&str, &[u32])]) -> OlderPullRequest {
-    let asked: Vec<_> = asked.iter().map(|(request, blocks)| (*request, *request, *blocks)).collect();
+    let asked: Vec<_> =
+        asked.iter().map(|(request, blocks)| (*request, *request, *blocks)).collect();
     OlderPullRequest::plain(&question((0, 1), &asked)).unwrap()
 }
 
-fn is_asked(prefill: &mut Rig, ask: u64, question: OlderPullRequest) -> (Result<()>, Vec<MooncakeAction>) {
+fn is_asked(
+    prefill: &mut Rig,
+    ask: u64,
+    question: OlderPullRequest,
+) -> (Result<()>, Vec<MooncakeAction>) {
     let question = OlderPullRequest::decode(&question.encode());
     let taken = prefill.worker.older_asked_for(at(0.1), AskId(ask), question);
     (taken, prefill.actions())
@@ -110,7 +120,11 @@ fn messages_are_those_of_vllm() {
     assert_eq!(OlderAnswer::decode(b"trans_error").unwrap(), OlderAnswer::Failed);
     assert_eq!(OlderAnswer::decode(b"trans_done ").unwrap_err().kind(), Kind::Malformed);
     for cut in 0..GOLDEN.len() {
-        assert_eq!(OlderPullRequest::decode(&GOLDEN[..cut]).unwrap_err().kind(), Kind::Malformed, "{cut}");
+        assert_eq!(
+            OlderPullRequest::decode(&GOLDEN[..cut]).unwrap_err().kind(),
+            Kind::Malformed,
+            "{cut}"
+        );
     }
     // What a vLLM that listens at the address of a kvx gets of it names no block: it refuses that.
     let kvx = OlderPullRequest::decode(&OlderPullRequest::to_kvx(&asked).encode()).unwrap();
@@ -126,8 +140,7 @@ fn a_prefill_answers_where_it_listens_and_vllm_finds_its_keys() {
     for (key, value) in vllms.as_object().unwrap() {
         assert_eq!(told.as_object_mut().unwrap().remove(key).as_ref(), Some(value), "{key}");
     }
-    let own: Value =
-        json!({"kvx_engine_id": "p", "kvx_request_id": "cmpl-x-0-0123abcd", "remote_num_tokens": 48});
+    let own: Value = json!({"kvx_engine_id": "p", "kvx_request_id": "cmpl-x-0-0123abcd", "remote_num_tokens": 48});
     assert_eq!(told, own);
 }
 
@@ -195,7 +208,11 @@ fn a_plain_decode_is_written_and_hears_one_answer_for_all() {
     prefilled(&mut prefill, "r2-0123abcd", 20);
     let moves = begins(&mut prefill, 1, plain(&[("r1", &[100, 101]), ("r2", &[200])]));
     let written: Vec<_> = moves.iter().map(pairs).collect();
-    assert_eq!(written, [vec![(11, 100), (12, 101)], vec![(22, 200)]], "a cached prefix is not wanted");
+    assert_eq!(
+        written,
+        [vec![(11, 100), (12, 101)], vec![(22, 200)]],
+        "a cached prefix is not wanted"
+    );
     assert_eq!(said(&prefill.written(0.2, moves[0].id)), None);
     assert_eq!(said(&prefill.written(0.2, moves[1].id)), Some((1, &b"trans_done"[..])));
     let free = |request: &str| Outcome::Free { request: request.into(), kept: Kept::Request };
@@ -293,7 +310,8 @@ fn what_the_older_messages_cannot_say_is_refused_when_it_is_built() {
     let several = Settings { groups: vec![None, None], ..settings("p", Role::Both) };
     let stages = Settings { pp_size: 2, ..settings("p", Role::Both) };
     for settings in [several, stages] {
-        let error = MooncakeWorker::new(settings, WorkerRank::default(), told((0, 1), 7)).unwrap_err();
+        let error =
+            MooncakeWorker::new(settings, WorkerRank::default(), told((0, 1), 7)).unwrap_err();
         assert_eq!(error.kind(), Kind::Unsupported);
         assert!(error.to_string().contains("0.16 or later"), "{error}");
     }

@@ -2,12 +2,16 @@
 
 use kvx_config::Role;
 use kvx_connector::engine::mooncake::{MooncakeAction, MooncakeWorker, QueryId};
-use kvx_connector::engine::{Arrival, Kept, LoadFailure, NotLoaded, Outcome, Settings, Status, WorkerRank};
+use kvx_connector::engine::{
+    Arrival, Kept, LoadFailure, NotLoaded, Outcome, Settings, Status, WorkerRank,
+};
 use kvx_connector::params::{MooncakeLeg, MooncakeParams, MooncakeTransferId};
 use kvx_connector::wire::mooncake::PullStatus::{Continue, Error, Finish, LayoutMiss};
 use kvx_testkit::test;
 
-use super::rig::{Asked, Rig, asked, at, decode_leg, directory, fences, loaded, response, settings, told};
+use super::rig::{
+    Asked, Rig, asked, at, decode_leg, directory, fences, loaded, response, settings, told,
+};
 
 #[test]
 fn one_question_to_the_bootstrap_server_and_one_for_all_requests_of_a_step() {
@@ -17,9 +21,16 @@ fn one_question_to_the_bootstrap_server_and_one_for_all_requests_of_a_step() {
     let asked = decode.queries(0.0, &directory("p", 1, 1));
     assert_eq!(asked.len(), 1);
     assert_eq!(asked[0].address, "tcp://p.host:4000");
-    assert_eq!(asked[0].wants(), [("d-1", "x-1", vec![100, 101, 102]), ("d-2", "x-2", vec![200, 201, 202])]);
+    assert_eq!(
+        asked[0].wants(),
+        [("d-1", "x-1", vec![100, 101, 102]), ("d-2", "x-2", vec![200, 201, 202])]
+    );
     assert_eq!(asked[0].request.kvx_engine_id.as_deref(), Some("p"));
-    assert_eq!(asked[0].request.kv_caches_base_addr, [1 << 20], "the prefill does not know the layout yet");
+    assert_eq!(
+        asked[0].request.kv_caches_base_addr,
+        [1 << 20],
+        "the prefill does not know the layout yet"
+    );
 
     decode.answered(0.1, asked[0].pull, &response(Continue, &["d-2"], &[]));
     assert_eq!(decode.outcomes(0.1), [loaded("d-2")]);
@@ -42,8 +53,10 @@ fn every_worker_that_holds_a_part_is_asked_and_waited_for() {
         let mut decode = Rig::new(settings, rank, 7);
         decode.loads(0.0, "d-1", "x-1", 100);
         let asked = decode.queries(0.0, &directory("p", p_tp, p_pp));
-        let ports: Vec<u32> =
-            asked.iter().map(|asked| asked.address.rsplit_once(':').unwrap().1.parse().unwrap()).collect();
+        let ports: Vec<u32> = asked
+            .iter()
+            .map(|asked| asked.address.rsplit_once(':').unwrap().1.parse().unwrap())
+            .collect();
         assert_eq!(ports, workers, "rank {rank} of {tp}, prefill of {p_tp} x {p_pp}");
         for (at, asked) in asked.iter().enumerate() {
             assert!(decode.outcomes(0.1).is_empty(), "{at} of {workers:?} have written");
@@ -116,12 +129,17 @@ fn a_failed_load_waits_for_every_worker_or_for_the_fence() {
             decode.worker.fenced(at(0.4), &"d-1".into());
         }
         let outcomes = decode.outcomes(0.5);
-        let [Outcome::Failed { failure: LoadFailure::Transfer(_), invalid, .. }] = &outcomes[..] else {
+        let [Outcome::Failed { failure: LoadFailure::Transfer(_), invalid, .. }] = &outcomes[..]
+        else {
             panic!("{outcomes:?}")
         };
         assert_eq!(*invalid, [100, 101, 102]);
         assert_eq!(decode.log.len(), 1, "{:?}", decode.log);
-        assert!(decode.log[0].starts_with("Mooncake transfer failure: pull_failed"), "{:?}", decode.log);
+        assert!(
+            decode.log[0].starts_with("Mooncake transfer failure: pull_failed"),
+            "{:?}",
+            decode.log
+        );
     }
 }
 
@@ -169,7 +187,9 @@ fn an_end_without_a_word_fails_those_that_wait_and_no_others() {
         assert_eq!(fences(&actions), 1);
         decode.worker.fenced(at(0.2), &"d-2".into());
         let outcomes = decode.outcomes(0.2);
-        assert!(matches!(&outcomes[..], [Outcome::Failed { request, .. }] if *request == "d-2".into()));
+        assert!(
+            matches!(&outcomes[..], [Outcome::Failed { request, .. }] if *request == "d-2".into())
+        );
     }
 }
 
@@ -217,7 +237,12 @@ fn a_prefill_that_listens_elsewhere_under_its_name_is_found_again() {
     assert!(queries(&actions).is_empty(), "the other one may have heard");
     let actions = decode.unanswered(0.3, asked[1].pull, false);
     let mut elsewhere = directory("p", 1, 1);
-    elsewhere.engines.get_mut(&0).unwrap().workers.insert(WorkerRank::default(), "tcp://p.host:5000".into());
+    elsewhere
+        .engines
+        .get_mut(&0)
+        .unwrap()
+        .workers
+        .insert(WorkerRank::default(), "tcp://p.host:5000".into());
     let asked = decode.queried(0.4, queries(&actions)[0], Ok(elsewhere));
     assert_eq!((asked.len(), &*asked[0].address), (1, "tcp://p.host:5000"));
     assert_eq!(asked[0].wants(), [("d-2", "x-2", vec![200, 201, 202])]);
@@ -275,17 +300,22 @@ fn a_kvx_that_is_forgotten_is_told_as_a_kvx_that_its_blocks_are_not_wanted() {
 
 #[test]
 fn an_engine_that_its_bootstrap_server_does_not_list_fails_all_that_wait_with_one_line() {
-    for directory in [Ok(directory("other", 1, 1)), Ok(Default::default()), Err("no answer".to_owned())] {
+    for directory in
+        [Ok(directory("other", 1, 1)), Ok(Default::default()), Err("no answer".to_owned())]
+    {
         let mut decode = Rig::decode();
         decode.loads(0.0, "d-1", "x-1", 100);
         decode.loads(0.0, "d-2", "x-2", 200);
         let actions = decode.step(0.0);
-        let [MooncakeAction::Query { query, address, .. }] = &actions[..] else { panic!("{actions:?}") };
+        let [MooncakeAction::Query { query, address, .. }] = &actions[..] else {
+            panic!("{actions:?}")
+        };
         assert_eq!((&*address.host, address.port), ("p.host", 8998));
         assert!(decode.queried(0.1, *query, directory.clone()).is_empty());
         let outcomes = decode.outcomes(0.1);
-        let handshake =
-            |outcome: &Outcome| matches!(outcome, Outcome::Failed { failure: LoadFailure::Handshake(_), .. });
+        let handshake = |outcome: &Outcome| {
+            matches!(outcome, Outcome::Failed { failure: LoadFailure::Handshake(_), .. })
+        };
         assert!(outcomes.len() == 2 && outcomes.iter().all(handshake), "{outcomes:?}");
         assert_eq!(decode.log.len(), 1, "{:?}", decode.log);
         assert!(decode.worker.is_empty());
@@ -332,8 +362,10 @@ fn a_cached_prefix_is_not_asked_for() {
 #[test]
 fn at_its_deadline_a_load_ends_and_its_blocks_are_held_until_nobody_writes_into_them() {
     for lost in [false, true] {
-        let settings =
-            Settings { push_timeout: std::time::Duration::from_secs(9), ..settings("d", Role::Consumer) };
+        let settings = Settings {
+            push_timeout: std::time::Duration::from_secs(9),
+            ..settings("d", Role::Consumer)
+        };
         let mut decode = Rig::new(settings, 0, 7);
         decode.loads(0.0, "d-1", "x-1", 100);
         decode.queries(0.0, &directory("p", 1, 1));
@@ -372,7 +404,9 @@ fn a_load_whose_blocks_are_not_free_for_long_has_failed_all_the_same() {
         assert!(decode.outcomes(0.2).is_empty());
         decode.worker.fence_is_slow(&request);
         let outcomes = decode.outcomes(0.3);
-        let [Outcome::Failed { failure: LoadFailure::Transfer(_), held, invalid, .. }] = &outcomes[..] else {
+        let [Outcome::Failed { failure: LoadFailure::Transfer(_), held, invalid, .. }] =
+            &outcomes[..]
+        else {
             panic!("{outcomes:?}")
         };
         assert_eq!(held.iter().collect::<Vec<_>>(), *invalid);
@@ -448,7 +482,8 @@ fn answers_that_nobody_can_have_meant_change_nothing_of_others() {
 fn legs_of_the_other_role_and_addresses_that_are_none_are_refused_in_words() {
     let refused = |settings: Settings, leg: MooncakeLeg| {
         let request = "r".into();
-        let arrival = Arrival { request: &request, prompt_tokens: 40, params: None, deadline: None };
+        let arrival =
+            Arrival { request: &request, prompt_tokens: 40, params: None, deadline: None };
         let params = MooncakeParams::new(MooncakeTransferId::new("x").unwrap(), leg);
         let mut scheduler = kvx_connector::engine::Scheduler::new(settings);
         scheduler.on_new_transfer(arrival, &params).unwrap_err()
@@ -459,8 +494,13 @@ fn legs_of_the_other_role_and_addresses_that_are_none_are_refused_in_words() {
     ] {
         assert!(refused(settings("e", role), leg).to_string().contains(says));
     }
-    for address in ["https://h:8998", "h", "http://h:0", "http://:1", "http://a/b:1", "http://::1:8998"] {
-        let leg = MooncakeLeg::Decode { remote_engine_id: "p".into(), remote_bootstrap_addr: address.into() };
+    for address in
+        ["https://h:8998", "h", "http://h:0", "http://:1", "http://a/b:1", "http://::1:8998"]
+    {
+        let leg = MooncakeLeg::Decode {
+            remote_engine_id: "p".into(),
+            remote_bootstrap_addr: address.into(),
+        };
         let why = refused(settings("e", Role::Both), leg).to_string();
         assert!(why.contains("http://host:port"), "{address}: {why}");
     }

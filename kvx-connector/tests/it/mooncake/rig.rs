@@ -8,8 +8,8 @@ use kvx_connector::engine::mooncake::{
 };
 use kvx_connector::engine::{
     Action, Address, Allocation, Arrival, BlockLists, Ending, Finished, Move, MoveId, Outcome,
-    OutputAggregator, PeerPlan, RequestId, Scheduler, Settings, Status, Time, TransferStats, Transferred,
-    WorkerRank,
+    OutputAggregator, PeerPlan, RequestId, Scheduler, Settings, Status, Time, TransferStats,
+    Transferred, WorkerRank,
 };
 use kvx_connector::params::{MooncakeLeg, MooncakeParams, MooncakeTransferId};
 use kvx_connector::wire::mooncake::{
@@ -55,14 +55,17 @@ pub(crate) fn question(tp: (u32, u32), asked: &[(&str, &str, &[u32])]) -> PullRe
 pub(crate) fn directory(engine: &str, tp: u32, pp: u32) -> Directory {
     let mut listed = ListedEngine { engine_id: engine.into(), ..ListedEngine::default() };
     for (pp, tp) in (0..pp).flat_map(|pp| (0..tp).map(move |tp| (pp, tp))) {
-        listed.workers.insert(WorkerRank { pp, tp }, format!("tcp://p.host:{}", 4000 + 10 * pp + tp));
+        listed
+            .workers
+            .insert(WorkerRank { pp, tp }, format!("tcp://p.host:{}", 4000 + 10 * pp + tp));
     }
     Directory { engines: [(0, listed)].into() }
 }
 
 pub(crate) fn response(status: PullStatus, ok: &[&str], err: &[&str]) -> PullResponse {
-    let names =
-        |names: &[&str]| (!names.is_empty()).then(|| names.iter().map(|name| (*name).into()).collect());
+    let names = |names: &[&str]| {
+        (!names.is_empty()).then(|| names.iter().map(|name| (*name).into()).collect())
+    };
     let mut response = PullResponse::new(status);
     (response.ok_reqs, response.err_reqs) = (names(ok), names(err));
     response
@@ -99,8 +102,12 @@ impl Rig {
 
     pub(crate) fn arrive(&mut self, request: &str, prompt: u32, transfer: &str, leg: MooncakeLeg) {
         let request = RequestId::from(request);
-        let arrival =
-            Arrival { request: &request, prompt_tokens: prompt, params: None, deadline: Some(at(1000.0)) };
+        let arrival = Arrival {
+            request: &request,
+            prompt_tokens: prompt,
+            params: None,
+            deadline: Some(at(1000.0)),
+        };
         let params = MooncakeParams::new(MooncakeTransferId::new(transfer).unwrap(), leg);
         self.scheduler.on_new_transfer(arrival, &params).unwrap();
     }
@@ -111,7 +118,13 @@ impl Rig {
     }
 
     /// It ends with blocks of 40 tokens.
-    pub(crate) fn ends(&mut self, now: f64, request: &str, status: Status, blocks: &[u32]) -> Finished {
+    pub(crate) fn ends(
+        &mut self,
+        now: f64,
+        request: &str,
+        status: Status,
+        blocks: &[u32],
+    ) -> Finished {
         let ending = Ending {
             status,
             blocks: BlockLists::single(blocks),
@@ -123,7 +136,12 @@ impl Rig {
     }
 
     /// A prefill leg that is computed: three blocks from 10 on.
-    pub(crate) fn has_prefilled(&mut self, now: f64, request: &str, transfer: &str) -> Vec<MooncakeAction> {
+    pub(crate) fn has_prefilled(
+        &mut self,
+        now: f64,
+        request: &str,
+        transfer: &str,
+    ) -> Vec<MooncakeAction> {
         self.prefills(request, transfer);
         let finished = self.ends(now, request, Status::LengthCapped, &[10, 11, 12]);
         assert!(finished.delay_free && finished.params.is_none(), "{finished:?}");
@@ -138,7 +156,8 @@ impl Rig {
 
     pub(crate) fn allocate(&mut self, now: f64, request: &str, first: u32, computed: u32) {
         let request = request.into();
-        let external = self.scheduler.get_num_new_matched_tokens(at(now), &request, computed).tokens;
+        let external =
+            self.scheduler.get_num_new_matched_tokens(at(now), &request, computed).tokens;
         let fill: Vec<u32> = (first..first + external.div_ceil(BLOCK)).collect();
         let allocation = Allocation { fill: BlockLists::single(&fill[..]), computed, external };
         self.scheduler.update_state_after_alloc(at(now), &request, allocation);
@@ -193,20 +212,35 @@ impl Rig {
         self.actions()
     }
 
-    pub(crate) fn unanswered(&mut self, now: f64, pull: PullId, delivered: bool) -> Vec<MooncakeAction> {
+    pub(crate) fn unanswered(
+        &mut self,
+        now: f64,
+        pull: PullId,
+        delivered: bool,
+    ) -> Vec<MooncakeAction> {
         let error = "no route".into();
         self.worker.unanswered(at(now), pull, Unanswered { delivered, error });
         self.actions()
     }
 
     /// A question comes.
-    pub(crate) fn asked(&mut self, now: f64, ask: u64, question: &PullRequest) -> Vec<MooncakeAction> {
+    pub(crate) fn asked(
+        &mut self,
+        now: f64,
+        ask: u64,
+        question: &PullRequest,
+    ) -> Vec<MooncakeAction> {
         let _ = self.worker.asked(at(now), AskId(ask), &question.encode());
         self.actions()
     }
 
     /// A question comes for blocks that are ready: its decode is connected to. Gives the writes.
-    pub(crate) fn asked_and_connected(&mut self, now: f64, ask: u64, question: &PullRequest) -> Vec<Move> {
+    pub(crate) fn asked_and_connected(
+        &mut self,
+        now: f64,
+        ask: u64,
+        question: &PullRequest,
+    ) -> Vec<Move> {
         let actions = self.asked(now, ask, question);
         self.connected(now, &actions)
     }
@@ -214,7 +248,11 @@ impl Rig {
     pub(crate) fn connected(&mut self, now: f64, actions: &[MooncakeAction]) -> Vec<Move> {
         for action in actions {
             if let MooncakeAction::Connect { connection, .. } = action {
-                self.worker.connected(at(now), *connection, Ok(PeerPlan::one_to_one(BLOCK, 1000).unwrap()));
+                self.worker.connected(
+                    at(now),
+                    *connection,
+                    Ok(PeerPlan::one_to_one(BLOCK, 1000).unwrap()),
+                );
             }
         }
         let further = self.actions();
@@ -278,7 +316,9 @@ pub(crate) fn writes(actions: &[MooncakeAction]) -> Vec<Move> {
 
 pub(crate) fn answers(actions: &[MooncakeAction]) -> Vec<(u64, PullResponse)> {
     let answer = |action: &MooncakeAction| match action {
-        MooncakeAction::Answer { ask, bytes } => Some((ask.0, PullResponse::decode(bytes).unwrap())),
+        MooncakeAction::Answer { ask, bytes } => {
+            Some((ask.0, PullResponse::decode(bytes).unwrap()))
+        }
         _ => None,
     };
     actions.iter().filter_map(answer).collect()
@@ -292,7 +332,8 @@ pub(crate) fn answer(actions: &[MooncakeAction]) -> (u64, PullStatus, Vec<String
 }
 
 pub(crate) fn fences(actions: &[MooncakeAction]) -> usize {
-    let fence = |action: &&MooncakeAction| matches!(action, MooncakeAction::Engine(Action::Fence { .. }));
+    let fence =
+        |action: &&MooncakeAction| matches!(action, MooncakeAction::Engine(Action::Fence { .. }));
     actions.iter().filter(fence).count()
 }
 

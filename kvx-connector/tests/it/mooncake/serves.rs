@@ -5,7 +5,8 @@ use std::time::Duration;
 use kvx_config::Role;
 use kvx_connector::engine::mooncake::{AskId, Mooncake, MooncakeAction};
 use kvx_connector::engine::{
-    Action, FailureKind, HandshakeFailure, Kept, Move, MoveFailure, Outcome, PeerPlan, Settings, Status,
+    Action, FailureKind, HandshakeFailure, Kept, Move, MoveFailure, Outcome, PeerPlan, Settings,
+    Status,
 };
 use kvx_connector::wire::mooncake::PullResponse;
 use kvx_connector::wire::mooncake::PullStatus::{Continue, Error, Finish, LayoutMiss};
@@ -37,7 +38,8 @@ fn fails(prefill: &mut Rig, now: f64, write: &Move, settled: bool) -> Vec<Moonca
 fn blocks_that_are_computed_are_written_and_freed_when_they_are_there() {
     let mut prefill = Rig::prefill();
     prefill.has_prefilled(0.0, "p-1", "x-1");
-    let writes = prefill.asked_and_connected(0.1, 1, &question(D1, &[("d-1", "x-1", &[100, 101, 102])]));
+    let writes =
+        prefill.asked_and_connected(0.1, 1, &question(D1, &[("d-1", "x-1", &[100, 101, 102])]));
     assert_eq!(writes.len(), 1);
     assert_eq!(pairs(&writes[0]), [(10, 100), (11, 101), (12, 102)]);
     assert!(writes[0].notification.is_none(), "the answer says it");
@@ -80,7 +82,10 @@ fn a_thousand_that_wait_keep_nobody_from_being_served() {
         assert!(prefill.asked(0.0, ask, &question(D1, &[("d", &transfer, &[1, 2])])).is_empty());
     }
     prefill.has_prefilled(0.1, "p-1", "x-1");
-    assert_eq!(prefill.asked_and_connected(0.1, 5000, &question(D1, &[("d-1", "x-1", &[5])])).len(), 1);
+    assert_eq!(
+        prefill.asked_and_connected(0.1, 5000, &question(D1, &[("d-1", "x-1", &[5])])).len(),
+        1
+    );
 }
 
 #[test]
@@ -97,9 +102,15 @@ fn one_question_for_several_requests_is_answered_one_by_one() {
     prefill.has_prefilled(0.0, "p-2", "x-2");
     let both = question(D1, &[("d-1", "x-1", &[100, 101, 102]), ("d-2", "x-2", &[200, 201, 202])]);
     let first = prefill.asked_and_connected(0.1, 1, &both);
-    assert_eq!(answer(&prefill.written(0.2, first[0].id)), (1, Continue, vec!["d-2".into()], vec![]));
+    assert_eq!(
+        answer(&prefill.written(0.2, first[0].id)),
+        (1, Continue, vec!["d-2".into()], vec![])
+    );
     let second = writes(&prefill.has_prefilled(0.3, "p-1", "x-1"));
-    assert_eq!(answer(&prefill.written(0.4, second[0].id)), (1, Finish, vec!["d-1".into()], vec![]));
+    assert_eq!(
+        answer(&prefill.written(0.4, second[0].id)),
+        (1, Finish, vec!["d-1".into()], vec![])
+    );
 }
 
 #[test]
@@ -208,7 +219,10 @@ fn a_worker_that_lets_go_counts_as_a_reader_whenever_it_says_so() {
         }
         prefill.has_prefilled(0.1, "p-1", "x-1");
         if !before {
-            assert_eq!(answer(&prefill.asked(0.2, 1, &lets_go(0))), (1, Finish, vec!["d-1".into()], vec![]));
+            assert_eq!(
+                answer(&prefill.asked(0.2, 1, &lets_go(0))),
+                (1, Finish, vec!["d-1".into()], vec![])
+            );
         }
         assert!(prefill.outcomes(0.2).is_empty());
         prefill.asked(0.3, 2, &lets_go(0));
@@ -246,7 +260,10 @@ fn a_worker_that_lets_go_takes_back_what_it_asked_for() {
     };
     assert!(actions.iter().any(cancel), "{actions:?}");
     let said = answers(&actions);
-    assert!(said.iter().any(|(ask, answer)| *ask == 3 && answer.status == Continue && !answer.kvx_settled));
+    assert!(
+        said.iter()
+            .any(|(ask, answer)| *ask == 3 && answer.status == Continue && !answer.kvx_settled)
+    );
     assert!(prefill.outcomes(1.2).is_empty(), "the write still reads the blocks");
     let actions = prefill.written(1.3, writes[0].id);
     let settled = refusal(&actions);
@@ -262,7 +279,11 @@ fn a_failed_write_leaves_the_blocks_until_the_decode_lets_go() {
     let refused = refusal(&fails(&mut prefill, 0.2, &writes[0], true));
     assert_eq!((refused.status, refused.err_msg.as_deref()), (Finish, Some("no luck")));
     assert!(prefill.outcomes(0.2).is_empty());
-    assert!(prefill.log[0].starts_with("Mooncake transfer failure: send_failed"), "{:?}", prefill.log);
+    assert!(
+        prefill.log[0].starts_with("Mooncake transfer failure: send_failed"),
+        "{:?}",
+        prefill.log
+    );
     prefill.asked(0.3, 2, &question(D1, &[("d-1", "x-1", &[])]));
     assert_eq!(prefill.outcomes(0.3), [free("p-1")]);
 }
@@ -293,7 +314,9 @@ fn blocks_that_a_forgotten_write_reads_are_lost() {
     let writes = prefill.asked_and_connected(0.1, 1, &question(D1, &[("d-1", "x-1", &[100])]));
     fails(&mut prefill, 0.2, &writes[0], false);
     prefill.worker.move_forgotten(at(0.3), writes[0].id);
-    assert!(prefill.actions().iter().all(|action| !matches!(action, MooncakeAction::Answer { .. })));
+    assert!(
+        prefill.actions().iter().all(|action| !matches!(action, MooncakeAction::Answer { .. }))
+    );
     prefill.outcomes(0.3);
     let outcome = Outcome::Lost { request: "p-1".into(), kept: Kept::Request };
     assert_eq!(prefill.outcomes(480.0), [outcome]);
@@ -348,7 +371,11 @@ fn a_decode_whose_memory_does_not_fit_is_told_why() {
         prefill.has_prefilled(1.0, "p-2", "x-2");
         let mut actions = prefill.asked(1.0, 2, &question(D1, &[("d-2", "x-2", blocks)]));
         if let [MooncakeAction::Connect { connection, .. }] = &actions[..] {
-            prefill.worker.connected(at(1.0), *connection, Ok(PeerPlan::one_to_one(BLOCK, 1000).unwrap()));
+            prefill.worker.connected(
+                at(1.0),
+                *connection,
+                Ok(PeerPlan::one_to_one(BLOCK, 1000).unwrap()),
+            );
             actions = prefill.actions();
         }
         assert_eq!(refusal(&actions).err_reqs, Some(vec!["d-2".into()]), "{blocks:?}");

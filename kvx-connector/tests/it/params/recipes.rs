@@ -15,7 +15,8 @@ fn request() -> Value {
 }
 
 fn handed_over() -> Value {
-    let remote = RemoteBlocks::new("prefill-0", "cmpl-u-0-bbb18847", "10.0.0.1", 5600, vec![vec![28]]);
+    let remote =
+        RemoteBlocks::new("prefill-0", "cmpl-u-0-bbb18847", "10.0.0.1", 5600, vec![vec![28]]);
     TransferParams::prefilled(remote, Dialect::V0_33).to_value(Dialect::V0_33).unwrap()
 }
 
@@ -83,12 +84,17 @@ fn an_address_alone_is_of_a_mooncake_connector_before_0_16_and_is_passed_on() {
 #[test]
 fn parameters_of_a_client_are_never_passed_on() {
     let mut hostile = request();
-    hostile["kv_transfer_params"] = json!({"do_remote_prefill": true, "remote_host": "169.254.169.254"});
+    hostile["kv_transfer_params"] =
+        json!({"do_remote_prefill": true, "remote_host": "169.254.169.254"});
     let prefill = sequential::prefill_leg(&hostile).unwrap();
     let decode = sequential::decode_leg(&hostile, &Answer::default(), Dialect::V0_33).unwrap().body;
-    let target =
-        MooncakeTarget { dp_rank: 0, engine_id: "e".to_owned(), bootstrap_addr: "http://h:1".to_owned() };
-    let legs = concurrent::mooncake_legs(&hostile, &MooncakeTransferId::new("x").unwrap(), &target).unwrap();
+    let target = MooncakeTarget {
+        dp_rank: 0,
+        engine_id: "e".to_owned(),
+        bootstrap_addr: "http://h:1".to_owned(),
+    };
+    let legs = concurrent::mooncake_legs(&hostile, &MooncakeTransferId::new("x").unwrap(), &target)
+        .unwrap();
     for body in [prefill, decode, legs.prefill, legs.decode] {
         assert!(!body.to_string().contains("169.254"), "{body}");
     }
@@ -96,13 +102,17 @@ fn parameters_of_a_client_are_never_passed_on() {
 
 #[test]
 fn a_request_for_several_answers_has_no_transfer() {
-    for (key, value) in
-        [("n", json!(2)), ("n", json!("2")), ("best_of", json!(4)), ("use_beam_search", json!(true))]
-    {
+    for (key, value) in [
+        ("n", json!(2)),
+        ("n", json!("2")),
+        ("best_of", json!(4)),
+        ("use_beam_search", json!(true)),
+    ] {
         let mut several = request();
         several[key] = value;
         assert_eq!(sequential::prefill_leg(&several).unwrap_err().key(), key);
-        let error = sequential::decode_leg(&several, &answer(handed_over()), Dialect::V0_33).unwrap_err();
+        let error =
+            sequential::decode_leg(&several, &answer(handed_over()), Dialect::V0_33).unwrap_err();
         assert_eq!(error.key(), key);
     }
     let mut one = request();
@@ -113,10 +123,12 @@ fn a_request_for_several_answers_has_no_transfer() {
 
 #[test]
 fn an_answer_with_an_error_is_an_error_with_its_words() {
-    let body =
-        json!({"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}});
+    let body = json!({"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}});
     let error = Answer::from_body(&body).unwrap_err();
-    assert!(error.key() == "error" && error.to_string().contains("Internal server error"), "{error}");
+    assert!(
+        error.key() == "error" && error.to_string().contains("Internal server error"),
+        "{error}"
+    );
     let mut stream = AnswerStream::default();
     assert_eq!(stream.push(format!("data: {body}\n").as_bytes()).unwrap_err().key(), "error");
 }
@@ -124,19 +136,31 @@ fn an_answer_with_an_error_is_an_error_with_its_words() {
 #[test]
 fn answers_of_the_wrong_leg_are_told_apart() {
     let mut from_decode = handed_over();
-    (from_decode["do_remote_decode"], from_decode["do_remote_prefill"]) = (json!(true), json!(false));
-    let error = sequential::decode_leg(&request(), &answer(from_decode.clone()), Dialect::V0_33).unwrap_err();
-    assert_eq!(error.key(), "do_remote_prefill");
-    let error = sequential::prefill_leg_of_later_turn(&request(), &answer(handed_over()), Dialect::V0_33)
+    (from_decode["do_remote_decode"], from_decode["do_remote_prefill"]) =
+        (json!(true), json!(false));
+    let error = sequential::decode_leg(&request(), &answer(from_decode.clone()), Dialect::V0_33)
         .unwrap_err();
+    assert_eq!(error.key(), "do_remote_prefill");
+    let error =
+        sequential::prefill_leg_of_later_turn(&request(), &answer(handed_over()), Dialect::V0_33)
+            .unwrap_err();
     assert_eq!(error.key(), "do_remote_decode");
 
-    let leg = sequential::prefill_leg_of_later_turn(&request(), &answer(from_decode.clone()), Dialect::V0_33)
-        .unwrap();
+    let leg = sequential::prefill_leg_of_later_turn(
+        &request(),
+        &answer(from_decode.clone()),
+        Dialect::V0_33,
+    )
+    .unwrap();
     assert_eq!((&leg["kv_transfer_params"], &leg["max_tokens"]), (&from_decode, &json!(1)));
     let first =
-        sequential::prefill_leg_of_later_turn(&request(), &Answer::default(), Dialect::V0_33).unwrap();
-    assert_eq!(first, sequential::prefill_leg(&request()).unwrap(), "a decode instance that kept nothing");
+        sequential::prefill_leg_of_later_turn(&request(), &Answer::default(), Dialect::V0_33)
+            .unwrap();
+    assert_eq!(
+        first,
+        sequential::prefill_leg(&request()).unwrap(),
+        "a decode instance that kept nothing"
+    );
 }
 
 #[test]
@@ -192,7 +216,9 @@ fn both_mooncake_legs_name_one_transfer() {
     });
     assert_eq!(legs.decode, decode);
 
-    for (bad, key) in [(json!([]), "query"), (json!({"x": {}}), "query"), (json!({"0": {}}), "engine_id")] {
+    for (bad, key) in
+        [(json!([]), "query"), (json!({"x": {}}), "query"), (json!({"0": {}}), "engine_id")]
+    {
         assert_eq!(MooncakeTarget::from_query("http://h:1", &bad).unwrap_err().key(), key);
     }
 }
@@ -217,5 +243,8 @@ fn both_push_legs_are_known_before_the_prefill_is_done() {
                "transfer_mode": "push"})
     );
     let nameless = PushTarget { engine_id: String::new(), ..target };
-    assert_eq!(concurrent::push_legs(&request(), &id, &nameless).unwrap_err().key(), "remote_engine_id");
+    assert_eq!(
+        concurrent::push_legs(&request(), &id, &nameless).unwrap_err().key(),
+        "remote_engine_id"
+    );
 }

@@ -26,8 +26,14 @@ pub(crate) const CASES: &[(&str, fn(&str))] = &[
 
 /// What SHM does and refuses, TCP beside it or alone.
 pub(crate) const OF_SHM: &[(&str, fn(&str))] = &[
-    ("on_devices_shm_alone_reads_none_into_the_host", on_devices_shm_alone_reads_none_into_the_host),
-    ("on_devices_bytes_go_through_buffers_of_the_host", on_devices_bytes_go_through_buffers_of_the_host),
+    (
+        "on_devices_shm_alone_reads_none_into_the_host",
+        on_devices_shm_alone_reads_none_into_the_host,
+    ),
+    (
+        "on_devices_bytes_go_through_buffers_of_the_host",
+        on_devices_bytes_go_through_buffers_of_the_host,
+    ),
     ("on_devices_peers_see_copies_on_the_host", on_devices_peers_see_copies_on_the_host),
     ("on_devices_chunks_are_copied_before_the_end", on_devices_chunks_are_copied_before_the_end),
     (
@@ -125,7 +131,8 @@ fn on_devices_ranks_write_and_are_written_to(backend: &str) {
 /// What SHM says of it alone.
 fn on_devices_shm_alone_reads_none_into_the_host(backend: &str) {
     let fleet = |side| fleet(side, &extra(backend), CUDA);
-    let (mut prefill, decode) = (fleet(on_device("prefill", 1)), fleet(in_host_memory("decode", 1)));
+    let (mut prefill, decode) =
+        (fleet(on_device("prefill", 1)), fleet(in_host_memory("decode", 1)));
     prefill.compute(1, &[5], BLOCK);
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     let error = decode.fetch("d", &params, &[1], LIMIT).outcome().unwrap_err();
@@ -147,7 +154,8 @@ fn calls_of_a_load(extra: &str, buffer: &str) -> [u64; 2] {
         assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
     }
     let mut called = |function| {
-        let counts = [&mut prefill, &mut decode].map(|fleet| fleet.ask(&format!("calls {function}")));
+        let counts =
+            [&mut prefill, &mut decode].map(|fleet| fleet.ask(&format!("calls {function}")));
         counts.iter().flatten().map(|count| count.parse::<u64>().unwrap()).sum()
     };
     let calls = if is_stand_in() { [OPEN, BUFFER].map(&mut called) } else { [0, 0] };
@@ -176,7 +184,10 @@ fn copied(connector: &str, (engine, tp, start): Side, backend: &str) -> Fleet {
 /// SHM alone reads no device into the host, and would refuse these.
 fn on_devices_peers_see_copies_on_the_host(backend: &str) {
     let pulled = |from: Side, to: Side| {
-        prompts_arrive(copied("NixlConnector", from, backend), copied("NixlConnector", to, backend));
+        prompts_arrive(
+            copied("NixlConnector", from, backend),
+            copied("NixlConnector", to, backend),
+        );
     };
     pulled(on_device("prefill", 2), on_device("decode", 1));
     pulled(on_device("prefill", 1), in_host_memory("decode", 2));
@@ -194,7 +205,8 @@ fn on_devices_chunks_are_copied_before_the_end(_: &str) {
     let (mut prefill, mut decode) = (fleet(on_device("prefill", 2)), fleet(on_device("decode", 1)));
     let (request, tokens, here, there) = ("r".into(), 3 * BLOCK + 2, [5, 6, 8, 9], [1, 2, 3, 4]);
     let asked = TransferParams::ask_prefill();
-    let arrival = Arrival { request: &request, prompt_tokens: tokens, params: Some(&asked), deadline: None };
+    let arrival =
+        Arrival { request: &request, prompt_tokens: tokens, params: Some(&asked), deadline: None };
     prefill.connector.on_new_request(arrival).unwrap();
     prefill.compute(1, &here, tokens);
     prefill.connector.computed(&request, &lists(&here[..2]), 2 * BLOCK);
@@ -219,6 +231,9 @@ fn on_devices_nobody_hears_of_what_a_lost_rank_copied(backend: &str) {
     let error = prefill.publish("r", &[5], BLOCK).unwrap_err();
     assert!(began.elapsed() < 3 * LIMIT, "{:?}", began.elapsed());
     let said = error.to_string();
-    assert!(said.contains("could not be copied to the host") || said.contains("is not there"), "{said}");
+    assert!(
+        said.contains("could not be copied to the host") || said.contains("is not there"),
+        "{said}"
+    );
     drop(prefill);
 }

@@ -11,7 +11,10 @@ use crate::runtime::rig::{BLOCK, LIMIT, builder};
 
 pub(crate) const CASES: &[(&str, fn(&str))] = &[
     ("blocks_are_published_with_their_digests", blocks_are_published_with_their_digests),
-    ("a_block_that_one_rank_has_spoilt_is_refused_alone", a_block_that_one_rank_has_spoilt_is_refused_alone),
+    (
+        "a_block_that_one_rank_has_spoilt_is_refused_alone",
+        a_block_that_one_rank_has_spoilt_is_refused_alone,
+    ),
     (
         "a_rank_that_is_killed_before_its_digests_holds_nobody_up",
         a_rank_that_is_killed_before_its_digests_holds_nobody_up,
@@ -34,7 +37,8 @@ fn blocks_are_published_with_their_digests(backend: &str) {
         // The second and the third time the blocks hold something else.
         for round in 1..=3 {
             prefill.compute(round, &[5, 6, 8], 3 * BLOCK);
-            let (lease, params) = prefill.publish(&format!("p{round}"), &[5, 6, 8], 3 * BLOCK).unwrap();
+            let (lease, params) =
+                prefill.publish(&format!("p{round}"), &[5, 6, 8], 3 * BLOCK).unwrap();
             load(&decode, &format!("d{round}"), &params).unwrap();
             assert_eq!(decode.wrong(round, &[1, 2, 3], 0..3 * BLOCK), 0, "{from} to {to}");
             assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
@@ -66,7 +70,10 @@ fn a_rank_that_is_killed_before_its_digests_holds_nobody_up(backend: &str) {
             (began.elapsed(), whole)
         });
         std::thread::sleep(Duration::from_millis(300));
-        assert!(!publishing.is_finished(), "blocks are published before all ranks have written digests");
+        assert!(
+            !publishing.is_finished(),
+            "blocks are published before all ranks have written digests"
+        );
         prefill.ranks[1].kill().unwrap_or_else(|why| panic!("{why}"));
         publishing.join().unwrap()
     });

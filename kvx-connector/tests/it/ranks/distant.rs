@@ -39,9 +39,16 @@ const CASES: &[(&str, fn(&str))] = &[
 ];
 
 pub(crate) fn trials() -> Vec<Trial> {
-    let all =
-        [loads::CASES, digests::CASES, pushes::CASES, giving_back::WITH_LOADS, faults::WITH_LOADS, CASES];
-    let mut trials: Vec<Trial> = all.into_iter().flatten().map(|(name, run)| trial(name, *run)).collect();
+    let all = [
+        loads::CASES,
+        digests::CASES,
+        pushes::CASES,
+        giving_back::WITH_LOADS,
+        faults::WITH_LOADS,
+        CASES,
+    ];
+    let mut trials: Vec<Trial> =
+        all.into_iter().flatten().map(|(name, run)| trial(name, *run)).collect();
     trials.push(kvx_testkit::trial(
         "ranks::an_engine_without_a_secret_has_no_ranks_elsewhere",
         without_a_secret,
@@ -69,8 +76,10 @@ pub(crate) fn secret_of_this_host() -> Option<PathBuf> {
     }
     let file = a_secret("ours");
     let program = std::env::current_exe().unwrap();
-    let why =
-        std::process::Command::new(program).args(std::env::args_os().skip(1)).env(VARIABLE, file).exec();
+    let why = std::process::Command::new(program)
+        .args(std::env::args_os().skip(1))
+        .env(VARIABLE, file)
+        .exec();
     panic!("this program cannot be started again: {why}");
 }
 
@@ -110,15 +119,22 @@ fn a_stopped_rank_holds_blocks(backend: &str) {
 }
 
 fn what_a_killed_rank_had_published_is_lost(backend: &str) {
-    let (mut prefill, decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 1));
+    let (mut prefill, decode) =
+        (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 1));
     prefill.compute(1, &[5], BLOCK);
     let (lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     let (taken_back, _) = prefill.publish("q", &[6], BLOCK).unwrap();
     prefill.ranks[1].kill().unwrap_or_else(|why| panic!("{why}"));
     let error = decode.fetch("d", &params, &[1], LIMIT).outcome().unwrap_err();
-    assert!(!matches!(error.failure, LoadFailure::Rank(_)), "the other engine's rank is lost: {error}");
+    assert!(
+        !matches!(error.failure, LoadFailure::Rank(_)),
+        "the other engine's rank is lost: {error}"
+    );
     let why = lost(&prefill, &params, LIMIT);
-    assert!(why.contains(&format!("rank pp 0 tp 1 (the process at {}:", Hosts::address(2))), "{why}");
+    assert!(
+        why.contains(&format!("rank pp 0 tp 1 (the process at {}:", Hosts::address(2))),
+        "{why}"
+    );
     // A killed process cannot be told from one that is cut off, and serves what it had: nobody says `Free` of that.
     drop(taken_back);
     assert!(prefill.connector.wait(LIMIT));
@@ -138,7 +154,8 @@ fn what_a_killed_rank_was_filling_is_lost(backend: &str) {
 
 /// Neither end is told.
 fn a_rank_that_is_cut_off_is_missed(backend: &str) {
-    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
+    let (mut prefill, mut decode) =
+        (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
     prefill.compute(1, &[5], BLOCK);
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     let (lease, _) = prefill.publish("q", &[6], BLOCK).unwrap();
@@ -159,10 +176,16 @@ fn a_rank_that_is_cut_off_is_missed(backend: &str) {
             rank.say("ended").unwrap_or_else(|why| panic!("{why}"));
             match heard(rank).as_str() {
                 "it goes on" => {
-                    assert!(Instant::now() < until, "a rank believes in an engine that is not there")
+                    assert!(
+                        Instant::now() < until,
+                        "a rank believes in an engine that is not there"
+                    )
                 }
                 said => {
-                    break assert!(said.contains("connection is lost") || said.contains("gone"), "{said}");
+                    break assert!(
+                        said.contains("connection is lost") || said.contains("gone"),
+                        "{said}"
+                    );
                 }
             }
         }
@@ -211,12 +234,14 @@ fn a_crowd_of_strangers_keeps_no_rank_out(backend: &str) {
 
 fn a_port_has_to_be_named(backend: &str) {
     let connector = builder("engine", &extra(backend)).build_blocking().unwrap();
-    let error = connector.group_over_tcp(([127, 0, 0, 1], 0).into(), LIMIT).wait(LIMIT).unwrap_err();
+    let error =
+        connector.group_over_tcp(([127, 0, 0, 1], 0).into(), LIMIT).wait(LIMIT).unwrap_err();
     assert!(error.kind() == Kind::Invalid && error.to_string().contains("port"), "{error}");
 }
 
 fn without_a_secret() {
     let connector = builder("engine", &extra("TCP")).build_blocking().unwrap();
-    let error = connector.group_over_tcp(([127, 0, 0, 1], 4711).into(), LIMIT).wait(LIMIT).unwrap_err();
+    let error =
+        connector.group_over_tcp(([127, 0, 0, 1], 4711).into(), LIMIT).wait(LIMIT).unwrap_err();
     assert!(error.kind() == Kind::Invalid && error.to_string().contains(VARIABLE), "{error}");
 }

@@ -13,8 +13,14 @@ use crate::runtime::rig::{BLOCK, BLOCKS, LIMIT};
 
 /// What moves blocks: over each backend.
 pub(crate) const WITH_LOADS: &[(&str, fn(&str))] = &[
-    ("a_rank_that_stands_still_a_while_costs_no_more", a_rank_that_stands_still_a_while_costs_no_more),
-    ("a_stopped_prefill_rank_costs_loads_their_deadline", a_stopped_prefill_rank_costs_loads_their_deadline),
+    (
+        "a_rank_that_stands_still_a_while_costs_no_more",
+        a_rank_that_stands_still_a_while_costs_no_more,
+    ),
+    (
+        "a_stopped_prefill_rank_costs_loads_their_deadline",
+        a_stopped_prefill_rank_costs_loads_their_deadline,
+    ),
 ];
 
 /// The same of ranks whose death is seen.
@@ -24,7 +30,10 @@ pub(crate) const OF_ONE_HOST: &[(&str, fn(&str))] =
 pub(crate) const CASES: &[(&str, fn(&str))] = &[
     ("a_killed_rank_ends_the_loads_of_its_engine", a_killed_rank_ends_the_loads_of_its_engine),
     ("a_stopped_rank_costs_its_deadline_and_blocks", a_stopped_rank_costs_its_deadline_and_blocks),
-    ("a_reader_notices_reuse_while_a_rank_is_stopped", a_reader_notices_reuse_while_a_rank_is_stopped),
+    (
+        "a_reader_notices_reuse_while_a_rank_is_stopped",
+        a_reader_notices_reuse_while_a_rank_is_stopped,
+    ),
     ("a_killed_prefill_rank_withholds_what_it_had", a_killed_prefill_rank_withholds_what_it_had),
     ("a_rank_that_is_started_twice_ends_the_loads", a_rank_that_is_started_twice_ends_the_loads),
     ("a_rank_that_does_not_exist_is_refused", a_rank_that_does_not_exist_is_refused),
@@ -63,7 +72,8 @@ fn ended(whole: Completion<()>) -> Error {
 }
 
 fn a_killed_rank_ends_the_loads_of_its_engine(backend: &str) {
-    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
+    let (mut prefill, mut decode) =
+        (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
     prefill.compute(1, &[5], BLOCK);
     let (lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     decode.ranks[1].kill().unwrap_or_else(|why| panic!("{why}"));
@@ -73,7 +83,10 @@ fn a_killed_rank_ends_the_loads_of_its_engine(backend: &str) {
     // Started again, it hears the same of the rank (a load may say more before it), and what to do.
     let of_the_rank = &why[why.find("rank pp").unwrap()..];
     let said = heard(&rank(&decode.path, 1, 2));
-    assert!(said.contains(of_the_rank) && said.contains("restart the engine with all its ranks"), "{said}");
+    assert!(
+        said.contains(of_the_rank) && said.contains("restart the engine with all its ranks"),
+        "{said}"
+    );
     // The blocks of the prefill come back with their lease at the latest.
     assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
     prefill.end();
@@ -83,7 +96,8 @@ fn a_killed_rank_ends_the_loads_of_its_engine(backend: &str) {
 
 /// A prefill and a decode, of which this rank was killed in the middle of a load; and how that has failed.
 pub(crate) fn killed_in_mid_load(backend: &str, rank: usize) -> (Fleet, Fleet, LoadError) {
-    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
+    let (mut prefill, mut decode) =
+        (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
     prefill.compute(1, &[5], BLOCK);
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     // It stands still, so the load is open when it is killed.
@@ -106,7 +120,8 @@ fn a_rank_that_is_killed_in_mid_load_fails_it(backend: &str) {
 }
 
 fn a_stopped_rank_costs_its_deadline_and_blocks(backend: &str) {
-    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
+    let (mut prefill, mut decode) =
+        (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
     prefill.compute(1, &[5], BLOCK);
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     decode.ranks[1].stop().unwrap_or_else(|why| panic!("{why}"));
@@ -130,7 +145,8 @@ fn a_stopped_rank_costs_its_deadline_and_blocks(backend: &str) {
 }
 
 fn a_rank_that_stands_still_a_while_costs_no_more(backend: &str) {
-    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
+    let (mut prefill, mut decode) =
+        (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
     prefill.compute(1, &[5], BLOCK);
     let (lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     decode.ranks[1].stop().unwrap_or_else(|why| panic!("{why}"));
@@ -145,7 +161,8 @@ fn a_rank_that_stands_still_a_while_costs_no_more(backend: &str) {
 }
 
 fn a_stopped_prefill_rank_costs_loads_their_deadline(backend: &str) {
-    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 1));
+    let (mut prefill, mut decode) =
+        (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 1));
     prefill.compute(1, &[5], BLOCK);
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     prefill.ranks[1].stop().unwrap_or_else(|why| panic!("{why}"));
@@ -163,7 +180,8 @@ fn a_stopped_prefill_rank_costs_loads_their_deadline(backend: &str) {
 }
 
 fn a_reader_notices_reuse_while_a_rank_is_stopped(backend: &str) {
-    let (mut prefill, decode) = (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 1));
+    let (mut prefill, decode) =
+        (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 1));
     prefill.compute(1, &[5], BLOCK);
     let (_first, params) = prefill.publish("p1", &[4], BLOCK).unwrap();
     decode.fetch("d1", &params, &[1], LIMIT).outcome().unwrap();
@@ -179,14 +197,18 @@ fn a_reader_notices_reuse_while_a_rank_is_stopped(backend: &str) {
 }
 
 fn a_killed_prefill_rank_withholds_what_it_had(backend: &str) {
-    let (mut prefill, decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 1));
+    let (mut prefill, decode) =
+        (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 1));
     prefill.compute(1, &[5], BLOCK);
     let (lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     prefill.ranks[0].kill().unwrap_or_else(|why| panic!("{why}"));
     let began = Instant::now();
     let error = decode.fetch("d", &params, &[1], LIMIT).outcome().unwrap_err();
     assert!(began.elapsed() < LIMIT + Duration::from_secs(1));
-    assert!(!matches!(error.failure, LoadFailure::Rank(_)), "the other engine's rank is lost: {error}");
+    assert!(
+        !matches!(error.failure, LoadFailure::Rank(_)),
+        "the other engine's rank is lost: {error}"
+    );
     // The other rank keeps them for its lease.
     assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
     let error = prefill.publish("q", &[6], BLOCK).map(|_| ()).unwrap_err();
@@ -196,7 +218,8 @@ fn a_killed_prefill_rank_withholds_what_it_had(backend: &str) {
 }
 
 fn a_rank_that_is_started_twice_ends_the_loads(backend: &str) {
-    let (mut prefill, decode) = (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
+    let (mut prefill, decode) =
+        (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
     prefill.compute(1, &[5], BLOCK);
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     let twice = rank(&decode.path, 1, 2);
@@ -215,7 +238,10 @@ fn a_rank_that_does_not_exist_is_refused(backend: &str) {
     let said = heard(&wrong);
     assert!(said.contains("rank pp 0 tp 2") && said.contains("built for 1 x 2 workers"), "{said}");
     let error = ended(whole);
-    assert!(error.kind() == Kind::Invalid && error.to_string().contains("rank pp 0 tp 2"), "{error}");
+    assert!(
+        error.kind() == Kind::Invalid && error.to_string().contains("rank pp 0 tp 2"),
+        "{error}"
+    );
 }
 
 fn a_shutdown_before_all_have_come_says_so(backend: &str) {
@@ -240,7 +266,8 @@ fn a_rank_that_never_comes_is_named_in_time(backend: &str) {
     let error = ended(whole);
     assert_eq!(error.kind(), Kind::TimedOut);
     assert!(
-        error.to_string().contains("rank pp 0 tp 1") && error.to_string().contains("at the deadline"),
+        error.to_string().contains("rank pp 0 tp 1")
+            && error.to_string().contains("at the deadline"),
         "{error}"
     );
     assert!(lost(&decode, &params, LIMIT).contains("rank pp 0 tp 1"));
@@ -265,13 +292,17 @@ fn a_rank_with_other_blocks_is_refused(backend: &str) {
     decode.ranks.push(rank(&decode.path, 0, 2));
     assert_eq!(heard(&decode.ranks[0]), "ready");
     let said = heard(&rank_of(&decode.path, 1, 2, BLOCKS / 2));
-    assert!(said.contains("rank pp 0 tp 1 has 32 logical blocks, another rank of this engine 64"), "{said}");
+    assert!(
+        said.contains("rank pp 0 tp 1 has 32 logical blocks, another rank of this engine 64"),
+        "{said}"
+    );
     let error = ended(whole);
     assert!(error.to_string().contains("rank pp 0 tp 1"), "{error}");
 }
 
 fn a_rank_that_leaves_is_missed(backend: &str) {
-    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
+    let (mut prefill, mut decode) =
+        (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
     prefill.compute(1, &[5], BLOCK);
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     decode.ranks[0].say("leave").unwrap_or_else(|why| panic!("{why}"));
@@ -303,8 +334,9 @@ fn ranks_end_when_their_engine_is_gone(_: &str) {
 fn a_path_that_is_taken_stays_as_it_is(backend: &str) {
     let taken = path("taken");
     std::fs::write(&taken, "somebody's").unwrap();
-    let connector =
-        crate::runtime::rig::builder("engine", &super::fleet::extra(backend)).build_blocking().unwrap();
+    let connector = crate::runtime::rig::builder("engine", &super::fleet::extra(backend))
+        .build_blocking()
+        .unwrap();
     let error = ended(connector.group(&taken, LIMIT));
     assert_eq!(error.kind(), Kind::Exhausted, "{error}");
     assert_eq!(std::fs::read_to_string(&taken).unwrap(), "somebody's");
@@ -318,7 +350,8 @@ fn a_path_that_is_taken_stays_as_it_is(backend: &str) {
 }
 
 fn what_is_of_one_process_is_refused(_: &str) {
-    let connector = crate::runtime::rig::Engine::mooncake_builder("engine", "{}").build_blocking().unwrap();
+    let connector =
+        crate::runtime::rig::Engine::mooncake_builder("engine", "{}").build_blocking().unwrap();
     let error = ended(connector.group(path("refused"), LIMIT));
     assert_eq!(error.kind(), Kind::Unsupported, "{error}");
 }
@@ -355,13 +388,18 @@ fn a_stranger_at_the_socket_is_refused(backend: &str) {
 fn nonsense_at_the_socket_ends_nothing(backend: &str) {
     use std::io::{Read as _, Write as _};
     let (decode, whole) = Fleet::awaiting("decode", backend, 1, LIMIT);
-    for nonsense in [&b"\xff\xff\xff\xff"[..], b"\0\0\0\x01\x09", b"\0\0\0\0", b"GET / HTTP/1.1\r\n\r\n"] {
+    for nonsense in
+        [&b"\xff\xff\xff\xff"[..], b"\0\0\0\x01\x09", b"\0\0\0\0", b"GET / HTTP/1.1\r\n\r\n"]
+    {
         let mut socket = std::os::unix::net::UnixStream::connect(&decode.path).unwrap();
         socket.set_read_timeout(Some(LIMIT)).unwrap();
         socket.write_all(nonsense).unwrap();
         let mut said = Vec::new();
         socket.read_to_end(&mut said).unwrap();
-        assert!(String::from_utf8_lossy(&said).contains("malformed") || !said.is_empty(), "{said:?}");
+        assert!(
+            String::from_utf8_lossy(&said).contains("malformed") || !said.is_empty(),
+            "{said:?}"
+        );
     }
     let rank = rank(&decode.path, 0, 1);
     assert_eq!(heard(&rank), "ready");

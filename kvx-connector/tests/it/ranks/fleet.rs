@@ -162,7 +162,12 @@ impl Fleet {
     }
 
     /// Which tokens of these are not those of the request, on all ranks.
-    pub(crate) fn wrong(&mut self, request: u16, blocks: &[u32], tokens: std::ops::Range<u32>) -> usize {
+    pub(crate) fn wrong(
+        &mut self,
+        request: u16,
+        blocks: &[u32],
+        tokens: std::ops::Range<u32>,
+    ) -> usize {
         let line = format!("wrong {request} {} {} {}", joined(blocks), tokens.start, tokens.end);
         self.ask(&line).iter().map(|count| count.parse::<usize>().unwrap()).sum()
     }

@@ -15,16 +15,31 @@ pub(crate) const WITH_LOADS: &[(&str, fn(&str))] = &[
     ("all_ranks_register_other_blocks_anew", all_ranks_register_other_blocks_anew),
     ("a_rank_alone_registers_anew_under_a_lease", a_rank_alone_registers_anew_under_a_lease),
     ("a_decode_rank_registers_anew", a_decode_rank_registers_anew),
-    ("nothing_is_pushed_of_caches_that_were_given_back", nothing_is_pushed_of_caches_that_were_given_back),
+    (
+        "nothing_is_pushed_of_caches_that_were_given_back",
+        nothing_is_pushed_of_caches_that_were_given_back,
+    ),
     ("caches_that_are_read_are_given_back_later", caches_that_are_read_are_given_back_later),
 ];
 
 pub(crate) const CASES: &[(&str, fn(&str))] = &[
     ("a_rank_that_has_no_caches_gives_none_back", a_rank_that_has_no_caches_gives_none_back),
-    ("a_rank_that_is_killed_as_it_gives_back_is_lost", a_rank_that_is_killed_as_it_gives_back_is_lost),
-    ("a_rank_that_is_stopped_as_it_gives_back_is_lost", a_rank_that_is_stopped_as_it_gives_back_is_lost),
-    ("an_engine_that_stands_still_is_waited_for_in_vain", an_engine_that_stands_still_is_waited_for_in_vain),
-    ("the_deadline_of_the_group_is_not_of_later_caches", the_deadline_of_the_group_is_not_of_later_caches),
+    (
+        "a_rank_that_is_killed_as_it_gives_back_is_lost",
+        a_rank_that_is_killed_as_it_gives_back_is_lost,
+    ),
+    (
+        "a_rank_that_is_stopped_as_it_gives_back_is_lost",
+        a_rank_that_is_stopped_as_it_gives_back_is_lost,
+    ),
+    (
+        "an_engine_that_stands_still_is_waited_for_in_vain",
+        an_engine_that_stands_still_is_waited_for_in_vain,
+    ),
+    (
+        "the_deadline_of_the_group_is_not_of_later_caches",
+        the_deadline_of_the_group_is_not_of_later_caches,
+    ),
     ("one_rank_cannot_register_other_blocks", one_rank_cannot_register_other_blocks),
 ];
 
@@ -67,7 +82,8 @@ fn refused(prefill: &Fleet) {
 }
 
 fn all_ranks_register_other_blocks_anew(backend: &str) {
-    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
+    let (mut prefill, mut decode) =
+        (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
     arrives(&mut prefill, &mut decode, 1, 5);
     for round in 1..=2 {
         let blocks = BLOCKS << round;
@@ -88,7 +104,8 @@ fn all_ranks_register_other_blocks_anew(backend: &str) {
 }
 
 fn a_rank_alone_registers_anew_under_a_lease(backend: &str) {
-    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 1));
+    let (mut prefill, mut decode) =
+        (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 1));
     arrives(&mut prefill, &mut decode, 1, 4);
     prefill.compute(2, &[5], BLOCK);
     let (lease, params) = prefill.publish("kept", &[5], BLOCK).unwrap();
@@ -110,7 +127,8 @@ fn a_rank_alone_registers_anew_under_a_lease(backend: &str) {
 }
 
 fn a_decode_rank_registers_anew(backend: &str) {
-    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
+    let (mut prefill, mut decode) =
+        (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 2));
     arrives(&mut prefill, &mut decode, 1, 4);
     prefill.compute(2, &[5], BLOCK);
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
@@ -147,7 +165,8 @@ fn nothing_is_pushed_of_caches_that_were_given_back(backend: &str) {
 
 /// A reader stands still in the middle of a load.
 fn caches_that_are_read_are_given_back_later(backend: &str) {
-    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 1));
+    let (mut prefill, mut decode) =
+        (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 1));
     arrives(&mut prefill, &mut decode, 1, 4);
     prefill.compute(2, &[5], BLOCK);
     let (lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
@@ -193,7 +212,8 @@ fn a_rank_that_has_no_caches_gives_none_back(backend: &str) {
 
 /// A prefill whose first rank waits for a decode that stands still, to give its caches back.
 fn as_it_gives_back(backend: &str) -> (Fleet, Fleet) {
-    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 1));
+    let (mut prefill, mut decode) =
+        (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 1));
     arrives(&mut prefill, &mut decode, 1, 4);
     decode.ranks[0].stop().unwrap_or_else(|why| panic!("{why}"));
     prefill.ranks[0].say(GIVE_BACK).unwrap_or_else(|why| panic!("{why}"));
@@ -257,7 +277,10 @@ fn an_engine_that_stands_still_is_waited_for_in_vain(_: &str) {
     let said = ask("give_back 100");
     assert!(said.starts_with("TimedOut: "), "{said}");
     engine.go_on().unwrap_or_else(|why| panic!("{why}"));
-    assert_eq!([ask(GIVE_BACK), ask(GIVE_BACK), ask("register 128")], [GIVEN_BACK, GIVEN_BACK, "ready"]);
+    assert_eq!(
+        [ask(GIVE_BACK), ask(GIVE_BACK), ask("register 128")],
+        [GIVEN_BACK, GIVEN_BACK, "ready"]
+    );
     engine.kill().unwrap_or_else(|why| panic!("{why}"));
     std::fs::remove_file(path).unwrap();
 }
@@ -270,7 +293,9 @@ fn the_deadline_of_the_group_is_not_of_later_caches(backend: &str) {
     whole.wait(LIMIT).unwrap();
     assert_eq!(heard(&prefill.ranks[0]), "ready");
     give_back(&mut prefill, 0);
-    std::thread::sleep(deadline.saturating_duration_since(Instant::now()) + Duration::from_millis(300));
+    std::thread::sleep(
+        deadline.saturating_duration_since(Instant::now()) + Duration::from_millis(300),
+    );
     refused(&prefill);
     register(&mut prefill, 0, BLOCKS);
     let mut decode = Fleet::new("decode", backend, 1);
@@ -283,6 +308,9 @@ fn one_rank_cannot_register_other_blocks(backend: &str) {
     let mut prefill = Fleet::new("prefill", backend, 2);
     give_back(&mut prefill, 0);
     let said = prefill.ask_one(0, "register 32");
-    assert!(said.contains("rank pp 0 tp 0 has 32 logical blocks, another rank of this engine 64"), "{said}");
+    assert!(
+        said.contains("rank pp 0 tp 0 has 32 logical blocks, another rank of this engine 64"),
+        "{said}"
+    );
     not_there(&prefill, LIMIT);
 }

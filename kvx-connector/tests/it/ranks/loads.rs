@@ -87,12 +87,14 @@ pub(crate) fn a_prompt_arrives_beside_the_engine(mut prefill: Fleet, decode: Con
 }
 
 fn a_step_loop_orders_loads_of_joined_ranks(backend: &str) {
-    let (mut prefill, mut decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
+    let (mut prefill, mut decode) =
+        (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
     let (tokens, here, there) = (3 * BLOCK, [1, 2, 3], [6, 5]);
     prefill.compute(9, &here, tokens);
     let (_lease, params) = prefill.publish("asked", &here, tokens).unwrap();
     let given: RequestId = "given".into();
-    let arrival = Arrival { request: &given, prompt_tokens: tokens, params: Some(&params), deadline: None };
+    let arrival =
+        Arrival { request: &given, prompt_tokens: tokens, params: Some(&params), deadline: None };
     decode.connector.on_new_request(arrival).unwrap();
     let matched = decode.connector.get_num_new_matched_tokens(&given, BLOCK);
     let allocation = Allocation { fill: lists(&there), computed: BLOCK, external: matched.tokens };
@@ -116,7 +118,8 @@ fn blocks_that_were_taken_back_are_noticed(backend: &str) {
 
 /// The same, where the engine waits until the blocks are its own.
 pub(crate) fn taken_back_blocks_are_noticed(backend: &str, wait: fn(&Connector)) {
-    let (mut prefill, decode) = (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
+    let (mut prefill, decode) =
+        (Fleet::new("prefill", backend, 2), Fleet::new("decode", backend, 2));
     prefill.compute(1, &[5, 6], 2 * BLOCK);
     let (lease, params) = prefill.publish("p", &[5, 6], 2 * BLOCK).unwrap();
     // Another request has the first block: it stays right.

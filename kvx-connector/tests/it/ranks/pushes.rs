@@ -2,7 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use kvx_connector::engine::{Allocation, Arrival, Kept, LoadFailure, Outcome, RequestId, WorkerRank};
+use kvx_connector::engine::{
+    Allocation, Arrival, Kept, LoadFailure, Outcome, RequestId, WorkerRank,
+};
 use kvx_connector::runtime::Released;
 
 use super::fleet::{Fleet, extra};
@@ -10,11 +12,26 @@ use super::loads::{a_prompt_arrives_beside_the_engine, prompts_arrive};
 use crate::runtime::rig::{BLOCK, Engine, LIMIT, lists};
 
 pub(crate) const CASES: &[(&str, fn(&str))] = &[
-    ("prompts_are_written_whatever_the_numbers_of_ranks", prompts_are_written_whatever_the_numbers_of_ranks),
-    ("a_rank_may_be_written_to_in_the_engines_process", a_rank_may_be_written_to_in_the_engines_process),
-    ("no_rank_is_written_to_before_all_have_started", no_rank_is_written_to_before_all_have_started),
-    ("a_stopped_writer_costs_the_deadline_and_no_block", a_stopped_writer_costs_the_deadline_and_no_block),
-    ("a_killed_writer_costs_the_deadline_and_no_block", a_killed_writer_costs_the_deadline_and_no_block),
+    (
+        "prompts_are_written_whatever_the_numbers_of_ranks",
+        prompts_are_written_whatever_the_numbers_of_ranks,
+    ),
+    (
+        "a_rank_may_be_written_to_in_the_engines_process",
+        a_rank_may_be_written_to_in_the_engines_process,
+    ),
+    (
+        "no_rank_is_written_to_before_all_have_started",
+        no_rank_is_written_to_before_all_have_started,
+    ),
+    (
+        "a_stopped_writer_costs_the_deadline_and_no_block",
+        a_stopped_writer_costs_the_deadline_and_no_block,
+    ),
+    (
+        "a_killed_writer_costs_the_deadline_and_no_block",
+        a_killed_writer_costs_the_deadline_and_no_block,
+    ),
     ("a_dropped_lease_comes_back_by_an_outcome", a_dropped_lease_comes_back_by_an_outcome),
 ];
 
@@ -39,7 +56,8 @@ fn no_rank_is_written_to_before_all_have_started(backend: &str) {
     prefill.compute(3, &here, tokens);
     let (lease, params) = prefill.publish("r", &here, tokens).unwrap();
     let request: RequestId = "r".into();
-    let arrival = Arrival { request: &request, prompt_tokens: tokens, params: Some(&params), deadline: None };
+    let arrival =
+        Arrival { request: &request, prompt_tokens: tokens, params: Some(&params), deadline: None };
     decode.connector.on_new_request(arrival).unwrap();
     let external = decode.connector.get_num_new_matched_tokens(&request, 0).tokens;
     let allocation = Allocation { fill: lists(&there), computed: 0, external };
@@ -86,11 +104,15 @@ fn after_a_stopped_writer(backend: &str, then: fn(&mut Fleet)) {
 }
 
 fn a_stopped_writer_costs_the_deadline_and_no_block(backend: &str) {
-    after_a_stopped_writer(backend, |prefill| prefill.ranks[1].go_on().unwrap_or_else(|why| panic!("{why}")));
+    after_a_stopped_writer(backend, |prefill| {
+        prefill.ranks[1].go_on().unwrap_or_else(|why| panic!("{why}"))
+    });
 }
 
 fn a_killed_writer_costs_the_deadline_and_no_block(backend: &str) {
-    after_a_stopped_writer(backend, |prefill| prefill.ranks[1].kill().unwrap_or_else(|why| panic!("{why}")));
+    after_a_stopped_writer(backend, |prefill| {
+        prefill.ranks[1].kill().unwrap_or_else(|why| panic!("{why}"))
+    });
 }
 
 fn a_dropped_lease_comes_back_by_an_outcome(backend: &str) {
@@ -99,7 +121,10 @@ fn a_dropped_lease_comes_back_by_an_outcome(backend: &str) {
     let (lease, _) = prefill.publish("r", &[5], BLOCK).unwrap();
     drop(lease);
     assert!(prefill.connector.wait(LIMIT));
-    assert_eq!(prefill.connector.outcomes(), [Outcome::Free { request: "r".into(), kept: Kept::Request }]);
+    assert_eq!(
+        prefill.connector.outcomes(),
+        [Outcome::Free { request: "r".into(), kept: Kept::Request }]
+    );
     assert!(prefill.connector.is_idle());
     prefill.end();
 }

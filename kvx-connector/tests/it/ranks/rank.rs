@@ -16,7 +16,9 @@ pub(crate) const VARIABLE: &str = "KVX_TEST_RANK";
 
 /// Joins and serves, until standard input ends.
 pub(crate) fn serve(spec: &str) {
-    let [path, rank, tp, blocks] = spec.split(' ').collect::<Vec<_>>()[..] else { return lead(spec) };
+    let [path, rank, tp, blocks] = spec.split(' ').collect::<Vec<_>>()[..] else {
+        return lead(spec);
+    };
     let (rank, tp, blocks): (u32, u32, u32) =
         (rank.parse().unwrap(), tp.parse().unwrap(), blocks.parse().unwrap());
     let worker = WorkerRank { pp: 0, tp: rank };
@@ -41,8 +43,9 @@ pub(crate) fn serve(spec: &str) {
     for line in std::io::stdin().lines() {
         let line = line.unwrap();
         let words: Vec<&str> = line.split(' ').collect();
-        let numbers =
-            |text: &str| -> Vec<u32> { text.split(',').map(|word| word.parse().unwrap()).collect() };
+        let numbers = |text: &str| -> Vec<u32> {
+            text.split(',').map(|word| word.parse().unwrap()).collect()
+        };
         let part = Part { pool: &memory, tp, rank: rank % tp, blocks };
         match words[..] {
             ["compute", request, blocks, tokens] => {
@@ -73,12 +76,10 @@ pub(crate) fn serve(spec: &str) {
             ["give_back", millis] => {
                 let limit = Duration::from_millis(millis.parse().unwrap());
                 let given = joined.give_back(limit).wait(LIMIT);
-                answer(
-                    &given.map_or_else(
-                        |error| format!("{:?}: {error}", error.kind()),
-                        |()| "given back".into(),
-                    ),
-                );
+                answer(&given.map_or_else(
+                    |error| format!("{:?}: {error}", error.kind()),
+                    |()| "given back".into(),
+                ));
             }
             ["leave"] => answer(&format!("{:?}", joined.leave(LIMIT).wait(LIMIT))),
             _ => panic!("{line}"),

@@ -22,7 +22,8 @@ struct Engine {
 
 impl Engine {
     fn new(builder: ConnectorBuilder, dcp: u32) -> Self {
-        let connector = builder.workers(2, 1).decode_context_parallel(dcp).build_blocking().unwrap();
+        let connector =
+            builder.workers(2, 1).decode_context_parallel(dcp).build_blocking().unwrap();
         let pools: Vec<_> =
             (0..2).map(|_| Arc::new(Memory::pool(place(LAYERS, 0)).build().unwrap())).collect();
         for (pool, tp) in pools.iter().zip(0..) {
@@ -70,7 +71,8 @@ fn each_rank_gets_its_part(start: fn(&str, &str) -> ConnectorBuilder) {
         }
     }
     let tokens = 3 * BLOCK;
-    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&here), tokens).unwrap();
+    let (lease, params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&here), tokens).unwrap();
     assert_eq!((params.tp_size, params.dcp_size), (Some(2), Some(2)));
     let fetch = Decode::new(&decode.connector).fetch("r", &params, lists(&there), LIMIT);
     assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens });
@@ -99,7 +101,8 @@ fn ranks_that_share_a_sequence_are_written_each_its_part() {
 fn a_peer_that_divides_its_sequences_otherwise_is_refused_in_words() {
     let prefill = Engine::new(rig::builder("prefill", "{}"), 2);
     let decode = Engine::new(rig::builder("decode", "{}"), 1);
-    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
+    let (lease, params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
     let refused = refused(&decode, &params);
     assert!(refused.contains("blocks are moved between equal ones only"), "{refused}");
     drop(lease);
@@ -111,7 +114,8 @@ fn a_peer_that_divides_its_sequences_otherwise_is_refused_in_words() {
 fn a_peer_whose_handshake_says_another_size_is_refused_in_words() {
     let prefill = Engine::new(rig::builder("prefill", "{}"), 1);
     let decode = Engine::new(rig::builder("decode", "{}"), 2);
-    let (lease, mut params) = Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
+    let (lease, mut params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
     params.dcp_size = Some(2);
     let refused = refused(&decode, &params);
     assert!(refused.contains("size of 1, and 2 was expected"), "{refused}");

@@ -17,7 +17,11 @@ fn digesting(engine: &str, tp: u32) -> Engine {
 }
 
 /// Publishes three blocks, lets somebody `spoil` the prefill's, and loads them into blocks 1 to 3.
-fn loaded_after(prefill: &Engine, decode: &Engine, spoil: impl FnOnce(&Engine)) -> Result<(), LoadError> {
+fn loaded_after(
+    prefill: &Engine,
+    decode: &Engine,
+    spoil: impl FnOnce(&Engine),
+) -> Result<(), LoadError> {
     // Each request has a name of its own: the decode's last word on the one before may still be under way.
     static REQUESTS: AtomicU32 = AtomicU32::new(0);
     let request = format!("r{}", REQUESTS.fetch_add(1, Ordering::Relaxed));
@@ -44,12 +48,17 @@ fn blocks_are_loaded_whose_digests_are_those_that_were_published() {
 
 #[test]
 fn a_block_that_was_spoilt_after_it_was_published_is_refused_alone() {
-    for (policy, then) in [("fail", Then::Fail), ("recompute", Then::Recompute { computed: BLOCK })] {
+    for (policy, then) in [("fail", Then::Fail), ("recompute", Then::Recompute { computed: BLOCK })]
+    {
         for tp in [1, 2] {
             let (prefill, decode) =
                 (digesting("prefill", 2), Engine::with_policy("decode", DIGEST, policy, tp));
-            let error = loaded_after(&prefill, &decode, |prefill| prefill.compute(8, &[6], 1)).unwrap_err();
-            assert_eq!((error.failure, error.then, error.invalid), (LoadFailure::Corrupt, then, vec![2]));
+            let error =
+                loaded_after(&prefill, &decode, |prefill| prefill.compute(8, &[6], 1)).unwrap_err();
+            assert_eq!(
+                (error.failure, error.then, error.invalid),
+                (LoadFailure::Corrupt, then, vec![2])
+            );
             loaded_after(&prefill, &decode, |_| ()).unwrap();
         }
     }
@@ -100,11 +109,16 @@ fn caches_on_a_device_are_refused_in_words() {
     let json = format!(
         r#"{{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {DIGEST}}}"#
     );
-    let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1").gpu(true);
+    let surroundings =
+        Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1").gpu(true);
     let config = KvTransferConfig::from_json(&json, &surroundings).unwrap();
     let connector = built(&config).build_blocking().unwrap();
     let memory = TestDevice::new(MemoryKind::Cuda).allocate((LAYERS as usize) << 16);
     let caches = caches(&memory, 1);
-    let error = connector.rank(WorkerRank { pp: 0, tp: 0 }).unwrap().register(caches, [memory]).unwrap_err();
+    let error = connector
+        .rank(WorkerRank { pp: 0, tp: 0 })
+        .unwrap()
+        .register(caches, [memory])
+        .unwrap_err();
     assert!(error.to_string().contains("kvx_digest is for caches in host memory"), "{error}");
 }

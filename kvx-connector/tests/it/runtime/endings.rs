@@ -28,16 +28,21 @@ fn is_idle_soon(connector: &Connector) -> bool {
 fn who_comes_after_a_lease_was_dropped_is_refused() {
     let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
     prefill.compute(1, &[5], BLOCK);
-    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+    let (lease, params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     // Another request has the same block, of the prefix cache: it stays right.
-    let (shared, theirs) = Prefill::new(&prefill.connector).publish("s", lists(&[5]), BLOCK).unwrap();
+    let (shared, theirs) =
+        Prefill::new(&prefill.connector).publish("s", lists(&[5]), BLOCK).unwrap();
     drop(lease);
     let fetch = Decode::new(&decode.connector).fetch("d1", &theirs, lists(&[1]), LIMIT);
     fetch.wait(LIMIT).unwrap().unwrap();
     assert_eq!(shared.wait(LIMIT).unwrap(), Released::Free);
     let fetch = Decode::new(&decode.connector).fetch("d2", &params, lists(&[2]), LIMIT);
     let error = fetch.wait(LIMIT).unwrap().unwrap_err();
-    assert_eq!((error.failure, error.then, error.invalid), (LoadFailure::Stale, Then::Fail, vec![2]));
+    assert_eq!(
+        (error.failure, error.then, error.invalid),
+        (LoadFailure::Stale, Then::Fail, vec![2])
+    );
     assert!(error.held.is_empty());
     assert!(prefill.connector.is_idle() && decode.connector.is_idle());
 }
@@ -45,11 +50,13 @@ fn who_comes_after_a_lease_was_dropped_is_refused() {
 #[test]
 fn a_dropped_fetch_releases_both_sides() {
     let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
-    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+    let (lease, params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     drop(Decode::new(&decode.connector).fetch("d", &params, lists(&[1]), LIMIT));
     assert_eq!(outcome(&decode.connector), Outcome::Free { request: "d".into(), kept: Kept::Load });
     assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
-    let (lease, params) = Prefill::new(&prefill.connector).publish("r2", lists(&[5]), BLOCK).unwrap();
+    let (lease, params) =
+        Prefill::new(&prefill.connector).publish("r2", lists(&[5]), BLOCK).unwrap();
     let held = Decode::new(&decode.connector).fetch("d2", &params, lists(&[1]), LIMIT).cancel();
     assert_eq!(held.wait(LIMIT).unwrap(), Released::Free);
     assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
@@ -61,7 +68,8 @@ fn a_dropped_fetch_releases_both_sides() {
 fn a_name_that_is_in_use_changes_nothing_for_whose_it_is() {
     let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
     prefill.compute(1, &[5], BLOCK);
-    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+    let (lease, params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     let error = Prefill::new(&prefill.connector).publish("r", lists(&[6]), BLOCK).unwrap_err();
     assert!(error.to_string().contains("has not ended yet"), "{error}");
     let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1]), LIMIT);
@@ -77,13 +85,18 @@ fn a_name_that_is_in_use_changes_nothing_for_whose_it_is() {
 #[test]
 fn a_fetch_that_never_began_frees_its_blocks_once() {
     let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
-    let (_lease, mut params) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+    let (_lease, mut params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     params.do_remote_prefill = false;
-    let held = Decode::new(&decode.connector).fetch("cancelled", &params, lists(&[1]), LIMIT).cancel();
+    let held =
+        Decode::new(&decode.connector).fetch("cancelled", &params, lists(&[1]), LIMIT).cancel();
     assert!(held.is_empty());
     assert_eq!(decode.connector.outcomes(), [], "the call has said so");
     drop(Decode::new(&decode.connector).fetch("dropped", &params, lists(&[1]), LIMIT));
-    assert_eq!(outcome(&decode.connector), Outcome::Free { request: "dropped".into(), kept: Kept::Load });
+    assert_eq!(
+        outcome(&decode.connector),
+        Outcome::Free { request: "dropped".into(), kept: Kept::Load }
+    );
 }
 
 #[test]
@@ -93,7 +106,8 @@ fn blocks_come_back_when_nobody_comes_and_stay_while_somebody_waits() {
     let begun = Instant::now();
     let (lost, _) = Prefill::new(&prefill.connector).publish("nobody", lists(&[1]), BLOCK).unwrap();
     prefill.compute(2, &[2], BLOCK);
-    let (wanted, params) = Prefill::new(&prefill.connector).publish("wanted", lists(&[2]), BLOCK).unwrap();
+    let (wanted, params) =
+        Prefill::new(&prefill.connector).publish("wanted", lists(&[2]), BLOCK).unwrap();
     // Queued at the decode, whose engine does nothing meanwhile.
     let (queued, id) = (&params, "queued".into());
     let arrival = kvx_connector::engine::Arrival {
@@ -115,7 +129,8 @@ fn blocks_come_back_when_nobody_comes_and_stay_while_somebody_waits() {
 fn a_load_without_a_peer_fails_in_time_and_the_next_one_works() {
     let extra = r#"{"backends": ["TCP"]}"#;
     let (prefill, decode) = (Engine::new("prefill", extra, 1), Engine::new("decode", extra, 1));
-    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+    let (lease, params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     prefill.end();
     assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free, "a shutdown that was proven frees all");
     let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1]), LIMIT);
@@ -166,13 +181,15 @@ fn an_engine_that_comes_back_under_its_name_is_asked_anew() {
 #[test]
 fn caches_are_given_back_and_registered_anew() {
     let (mut prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
-    let (lease, before) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+    let (lease, before) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     let fetch = Decode::new(&decode.connector).fetch("d", &before, lists(&[1]), LIMIT);
     fetch.wait(LIMIT).unwrap().unwrap();
     assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
     prefill.register_anew();
     prefill.compute(4, &[5], BLOCK);
-    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+    let (lease, params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     assert!(params.remote_registration_generation > before.remote_registration_generation);
     let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1]), LIMIT);
     fetch.wait(LIMIT).unwrap().unwrap();
@@ -183,7 +200,8 @@ fn caches_are_given_back_and_registered_anew() {
 fn the_policy_says_what_becomes_of_a_request_whose_load_failed() {
     let decode = Engine::with_policy("decode", "{}", "recompute", 1);
     let prefill = Engine::new("prefill", "{}", 1);
-    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5, 6]), 2 * BLOCK).unwrap();
+    let (lease, params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[5, 6]), 2 * BLOCK).unwrap();
     drop(lease);
     let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1, 2]), LIMIT);
     let error = fetch.wait(LIMIT).unwrap().unwrap_err();
@@ -195,10 +213,12 @@ fn what_was_published_before_caches_were_given_back_is_not_loaded() {
     for start in [Engine::new, Engine::pushing] {
         let (mut prefill, decode) = (start("prefill", "{}", 2), start("decode", "{}", 1));
         prefill.compute(1, &[5], BLOCK);
-        let (_lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+        let (_lease, params) =
+            Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
         // The other worker keeps its caches, and so the words of all blocks.
         prefill.register_one_anew(0);
-        let fetch = Decode::new(&decode.connector).fetch("r", &params, lists(&[1]), Duration::from_secs(3));
+        let fetch =
+            Decode::new(&decode.connector).fetch("r", &params, lists(&[1]), Duration::from_secs(3));
         fetch.wait(LIMIT).unwrap().unwrap_err();
     }
 }

@@ -28,7 +28,10 @@ fn a_lease_that_has_ended_takes_nothing_back_from_the_next_of_its_name() {
     prefill.compute(1, &here, tokens);
     let publish = || Prefill::new(&prefill.connector).publish("r", lists(&here), tokens).unwrap();
     let fetch = |name: &str, params: &TransferParams| {
-        Decode::new(&decode.connector).fetch(name, params, lists(&[7, 1, 30]), LIMIT).outcome().unwrap()
+        Decode::new(&decode.connector)
+            .fetch(name, params, lists(&[7, 1, 30]), LIMIT)
+            .outcome()
+            .unwrap()
     };
     let (first, params) = publish();
     fetch("d", &params);
@@ -54,9 +57,11 @@ fn what_the_engine_has_already_is_not_loaded() {
     let tokens = 2 * BLOCK + 5;
     prefill.compute(1, &here, tokens);
     for (at, there) in [&[7, 1, 30][..], &[8, 2], &[5], &[]].into_iter().enumerate() {
-        let (lease, params) =
-            Prefill::new(&prefill.connector).publish(format!("r{at}"), lists(&here), tokens).unwrap();
-        let loaded = Decode::new(&decode.connector).fetch(format!("d{at}"), &params, lists(there), LIMIT);
+        let (lease, params) = Prefill::new(&prefill.connector)
+            .publish(format!("r{at}"), lists(&here), tokens)
+            .unwrap();
+        let loaded =
+            Decode::new(&decode.connector).fetch(format!("d{at}"), &params, lists(there), LIMIT);
         assert_eq!(loaded.wait(LIMIT).unwrap().unwrap(), Loaded { tokens });
         let cached = 3 - there.len() as u32;
         let blocks: Vec<u32> = (0..cached).map(|_| 63).chain(there.iter().copied()).collect();
@@ -71,11 +76,13 @@ fn what_cannot_be_fetched_or_published_is_said_in_the_words_of_the_caller() {
     let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
     let mut nobody = TransferParams::default();
     nobody.do_remote_prefill = true;
-    let why = Decode::new(&decode.connector).fetch("d", &nobody, lists(&[1]), LIMIT).wait(LIMIT).unwrap();
+    let why =
+        Decode::new(&decode.connector).fetch("d", &nobody, lists(&[1]), LIMIT).wait(LIMIT).unwrap();
     let why = why.unwrap_err().to_string();
     assert!(why.contains("remote_") && !why.contains("blocks to fill"), "{why}");
     prefill.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
-    let why = Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap_err().to_string();
+    let why =
+        Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap_err().to_string();
     assert!(why.contains("was shut down") && !why.contains("computed here"), "{why}");
 }
 
@@ -85,7 +92,8 @@ fn sixty_prompts_at_once_are_each_their_own() {
     let publish = |at: u32| {
         let block = [at % 60];
         prefill.compute(at as u16 % 60, &block, BLOCK);
-        let published = Prefill::new(&prefill.connector).publish(format!("r{at}"), lists(&block), BLOCK);
+        let published =
+            Prefill::new(&prefill.connector).publish(format!("r{at}"), lists(&block), BLOCK);
         published.unwrap()
     };
     let published: Vec<_> = (0..60).map(publish).collect();

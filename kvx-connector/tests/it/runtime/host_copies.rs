@@ -183,7 +183,9 @@ fn a_block_that_grows_while_peers_may_read_it_is_copied_anew() {
     let all = [BLOCK + 4, 2 * BLOCK - 6, 2 * BLOCK];
     let published = all.map(|tokens| {
         prefill.compute(1, &[3, 9], tokens);
-        Prefill::new(&prefill.connector).publish(format!("r{tokens}"), lists(&[3, 9]), tokens).unwrap()
+        Prefill::new(&prefill.connector)
+            .publish(format!("r{tokens}"), lists(&[3, 9]), tokens)
+            .unwrap()
     });
     for (tokens, (_, params)) in all.into_iter().zip(&published) {
         fetched(&decode, &format!("d{tokens}"), params, &[1, 2], tokens);
@@ -196,7 +198,8 @@ fn a_block_that_grows_while_peers_may_read_it_is_copied_anew() {
 fn no_older_copy_gets_into_loaded_blocks() {
     let ([_, there], prefill, decode) = pair();
     prefill.compute(1, &[5, 6], 2 * BLOCK);
-    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5, 6]), 2 * BLOCK).unwrap();
+    let (lease, params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[5, 6]), 2 * BLOCK).unwrap();
     let given_up = RequestId::from("given up");
     arrived(&decode, &given_up, 2 * BLOCK);
     decode.compute(9, &[1, 2], 2 * BLOCK);
@@ -220,10 +223,12 @@ fn nobody_hears_of_blocks_that_were_not_copied_to_the_host() {
     let ([here, _], prefill, decode) = pair();
     prefill.compute(1, &[5], BLOCK);
     here.next([Act::Fail]);
-    let why = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap_err().to_string();
+    let why =
+        Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap_err().to_string();
     assert!(why.contains("could not be copied to the host"), "{why}");
     assert!(prefill.connector.is_idle());
-    let (_lease, params) = Prefill::new(&prefill.connector).publish("s", lists(&[5]), BLOCK).unwrap();
+    let (_lease, params) =
+        Prefill::new(&prefill.connector).publish("s", lists(&[5]), BLOCK).unwrap();
     fetched(&decode, "d", &params, &[1], BLOCK);
     assert_eq!(decode.wrong(1, &[1], 0..BLOCK), 0);
 }
@@ -233,7 +238,8 @@ fn a_load_that_does_not_get_to_the_device_has_failed() {
     let ([_, there], prefill, decode) = pair();
     prefill.compute(1, &[5], BLOCK);
     let fetch = |name: &str, act| {
-        let (_lease, params) = Prefill::new(&prefill.connector).publish(name, lists(&[5]), BLOCK).unwrap();
+        let (_lease, params) =
+            Prefill::new(&prefill.connector).publish(name, lists(&[5]), BLOCK).unwrap();
         there.next([act]);
         let fetch = Decode::new(&decode.connector).fetch(name, &params, lists(&[1]), LIMIT);
         fetch.wait(LIMIT).unwrap().unwrap_err()
@@ -280,7 +286,8 @@ fn caches_are_given_back_when_nothing_copies_them() {
 fn caches_are_given_back_after_a_load_that_is_being_copied() {
     let ([_, there], prefill, decode) = pair();
     prefill.compute(1, &[5], BLOCK);
-    let (_lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+    let (_lease, params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     there.hold();
     let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1]), LIMIT);
     wait_until("nothing is copied to the device", || there.waiting() == 1);
@@ -294,7 +301,8 @@ fn digests_are_of_the_copies() {
     let extra = r#"{"backends": ["SHM"], "kvx_digest": true}"#;
     let (prefill, decode) = (pulling("prefill", extra, 2), pulling("decode", extra, 1));
     prefill.compute(1, &[5, 6], 2 * BLOCK);
-    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5, 6]), 2 * BLOCK).unwrap();
+    let (lease, params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[5, 6]), 2 * BLOCK).unwrap();
     fetched(&decode, "d", &params, &[1, 2], 2 * BLOCK);
     assert_eq!(decode.wrong(1, &[1, 2], 0..2 * BLOCK), 0);
     assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
@@ -305,9 +313,11 @@ fn digests_are_of_the_copies() {
 fn a_step_loop_hears_of_blocks_on_the_device() {
     let ([_, there], prefill, decode) = pair();
     prefill.compute(1, &[5], BLOCK);
-    let (_lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+    let (_lease, params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     let request = RequestId::from("d");
-    let arrival = Arrival { request: &request, prompt_tokens: BLOCK, params: Some(&params), deadline: None };
+    let arrival =
+        Arrival { request: &request, prompt_tokens: BLOCK, params: Some(&params), deadline: None };
     decode.connector.on_new_request(arrival).unwrap();
     let external = decode.connector.get_num_new_matched_tokens(&request, 0).tokens;
     let allocation = kvx_connector::engine::Allocation { fill: lists(&[1]), computed: 0, external };

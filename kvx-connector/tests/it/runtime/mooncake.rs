@@ -29,14 +29,19 @@ fn heads_are_written_to_their_workers_whatever_the_numbers_of_them() {
 
 #[test]
 fn a_decode_with_a_cached_prefix_is_written_the_rest() {
-    let (prefill, decode) = (Engine::mooncake("prefill", "{}", 1), Engine::mooncake("decode", "{}", 1));
+    let (prefill, decode) =
+        (Engine::mooncake("prefill", "{}", 1), Engine::mooncake("decode", "{}", 1));
     let tokens = 3 * BLOCK;
     prefill.compute(5, &[1, 2, 3], tokens);
-    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[1, 2, 3]), tokens).unwrap();
+    let (lease, params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[1, 2, 3]), tokens).unwrap();
     decode.compute(5, &[8], BLOCK);
     let fetch = Decode::new(&decode.connector).fetch("r", &params, lists(&[20, 10]), LIMIT);
     assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens });
-    assert_eq!((decode.wrong(5, &[8, 20, 10], 0..tokens), lease.wait(LIMIT).unwrap()), (0, Released::Free));
+    assert_eq!(
+        (decode.wrong(5, &[8, 20, 10], 0..tokens), lease.wait(LIMIT).unwrap()),
+        (0, Released::Free)
+    );
 }
 
 #[test]
@@ -46,16 +51,22 @@ fn a_load_that_is_given_up_frees_both_sides_at_once() {
 
 /// By the prefill before it is asked for, then by the decode.
 fn given_up(prefill: &Engine, decode: &Engine) {
-    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
+    let (lease, params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
     drop(lease);
     let fetch = Decode::new(&decode.connector).fetch("r", &params, lists(&[1]), LIMIT);
     let error = fetch.wait(LIMIT).unwrap().unwrap_err();
     assert!(error.to_string().contains("without the blocks of that transfer"), "{error}");
     assert_eq!(error.held.wait(LIMIT).unwrap(), Released::Free);
-    let (lease, params) = Prefill::new(&prefill.connector).publish("s", lists(&[1]), BLOCK).unwrap();
+    let (lease, params) =
+        Prefill::new(&prefill.connector).publish("s", lists(&[1]), BLOCK).unwrap();
     let held = Decode::new(&decode.connector).fetch("s", &params, lists(&[1]), LIMIT).cancel();
     assert_eq!(held.wait(LIMIT).unwrap(), Released::Free);
-    assert_eq!(lease.wait(Duration::from_secs(5)).unwrap(), Released::Free, "the decode has let go");
+    assert_eq!(
+        lease.wait(Duration::from_secs(5)).unwrap(),
+        Released::Free,
+        "the decode has let go"
+    );
     assert!(prefill.connector.is_idle() && decode.connector.is_idle());
 }
 
@@ -66,8 +77,10 @@ fn free_port() -> u16 {
 
 /// Loads a block that a prefill publishes.
 fn load(prefill: &Engine, decode: &Engine, request: &str) -> Result<Loaded, LoadError> {
-    let (lease, params) = Prefill::new(&prefill.connector).publish(request, lists(&[1]), BLOCK).unwrap();
-    let loaded = Decode::new(&decode.connector).fetch(request, &params, lists(&[2]), LIMIT).outcome();
+    let (lease, params) =
+        Prefill::new(&prefill.connector).publish(request, lists(&[1]), BLOCK).unwrap();
+    let loaded =
+        Decode::new(&decode.connector).fetch(request, &params, lists(&[2]), LIMIT).outcome();
     if loaded.is_ok() {
         assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
     }
@@ -85,19 +98,20 @@ fn a_bootstrap_server_that_is_down_or_restarted_costs_what_asks_it_then_and_noth
     assert!(error.to_string().contains(&format!("127.0.0.1:{port}: nobody listens")), "{error}");
     assert!(error.held.is_empty());
     // An engine without caches is a server and nothing else.
-    let server = || Engine::mooncake_at("server", "kv_producer", "{}", port).build_blocking().unwrap();
+    let server =
+        || Engine::mooncake_at("server", "kv_producer", "{}", port).build_blocking().unwrap();
     let loads_in_time = |decode: &Engine, request: &str| {
         let until = Instant::now() + LIMIT;
-        (0..).map(|round| load(&prefill, decode, &format!("{request}-{round}"))).find_map(|loaded| {
-            match loaded {
+        (0..).map(|round| load(&prefill, decode, &format!("{request}-{round}"))).find_map(
+            |loaded| match loaded {
                 Ok(loaded) => Some(loaded),
                 Err(error) => {
                     assert!(Instant::now() < until, "{error}");
                     std::thread::sleep(Duration::from_millis(50));
                     None
                 }
-            }
-        })
+            },
+        )
     };
     let first = server();
     assert_eq!(loads_in_time(&decode, "up"), Some(Loaded { tokens: BLOCK }));
@@ -120,21 +134,29 @@ fn a_port_that_is_taken_and_legs_of_the_other_role_are_refused_in_words() {
     let port = taken.local_addr().unwrap().port();
     let error = Engine::mooncake_at("p", "kv_producer", "{}", port).build_blocking().unwrap_err();
     assert!(
-        error.kind() == Kind::Exhausted && error.to_string().contains("VLLM_MOONCAKE_BOOTSTRAP_PORT"),
+        error.kind() == Kind::Exhausted
+            && error.to_string().contains("VLLM_MOONCAKE_BOOTSTRAP_PORT"),
         "{error}"
     );
     let builder = |role| Engine::mooncake_at(role, role, "{}", port);
     // A consumer listens nowhere.
     let consumer = Engine::of(builder("kv_consumer"), 1);
     let producer = Engine::of(builder("kv_producer").any_port(), 1);
-    let (lease, params) = Prefill::new(&producer.connector).publish("r", lists(&[1]), BLOCK).unwrap();
-    let error =
-        Decode::new(&producer.connector).fetch("own", &params, lists(&[2]), LIMIT).outcome().unwrap_err();
+    let (lease, params) =
+        Prefill::new(&producer.connector).publish("r", lists(&[1]), BLOCK).unwrap();
+    let error = Decode::new(&producer.connector)
+        .fetch("own", &params, lists(&[2]), LIMIT)
+        .outcome()
+        .unwrap_err();
     assert!(error.to_string().contains("kv_role is kv_producer"), "{error}");
     let error = Prefill::new(&consumer.connector).publish("r", lists(&[1]), BLOCK).unwrap_err();
     assert!(error.to_string().contains("kv_role is kv_consumer"), "{error}");
-    let error =
-        Decode::new(&consumer.connector).fetch("r", &TransferParams::ask_prefill(), lists(&[2]), LIMIT);
+    let error = Decode::new(&consumer.connector).fetch(
+        "r",
+        &TransferParams::ask_prefill(),
+        lists(&[2]),
+        LIMIT,
+    );
     assert!(error.outcome().is_err());
     let fetch = Decode::new(&consumer.connector).fetch("r", &params, lists(&[2]), LIMIT);
     assert_eq!(fetch.outcome().unwrap(), Loaded { tokens: BLOCK });
@@ -143,16 +165,19 @@ fn a_port_that_is_taken_and_legs_of_the_other_role_are_refused_in_words() {
 
 #[test]
 fn parameters_are_those_that_routers_write_and_a_step_loop_takes_them_in_either_order() {
-    let (prefill, decode) = (Engine::mooncake("prefill", "{}", 2), Engine::mooncake("decode", "{}", 2));
+    let (prefill, decode) =
+        (Engine::mooncake("prefill", "{}", 2), Engine::mooncake("decode", "{}", 2));
     let tokens = 2 * BLOCK;
     for decode_first in [true, false] {
         let transfer = format!("xfer-{decode_first}");
         let (asked, given): (RequestId, RequestId) = ("p-1".into(), "d-1".into());
         let arrive = |engine: &Engine, request: &RequestId, leg| {
-            let params =
-                MooncakeParams::new(MooncakeTransferId::new(&*transfer).unwrap(), leg).to_value().unwrap();
+            let params = MooncakeParams::new(MooncakeTransferId::new(&*transfer).unwrap(), leg)
+                .to_value()
+                .unwrap();
             let params = TransferParams::from_value(&params).unwrap();
-            let arrival = Arrival { request, prompt_tokens: tokens, params: Some(&params), deadline: None };
+            let arrival =
+                Arrival { request, prompt_tokens: tokens, params: Some(&params), deadline: None };
             engine.connector.on_new_request(arrival).unwrap();
         };
         let publish = || {
@@ -161,7 +186,8 @@ fn parameters_are_those_that_routers_write_and_a_step_loop_takes_them_in_either_
             prefill.compute(3, &[1, 2], tokens);
             let (status, blocks) = (Status::LengthCapped, lists(&[1, 2]));
             let ending = Ending { status, blocks, computed: tokens, cached: None, reference: None };
-            let Finished { delay_free, params, .. } = prefill.connector.request_finished(&asked, ending);
+            let Finished { delay_free, params, .. } =
+                prefill.connector.request_finished(&asked, ending);
             assert!(delay_free && params.is_none(), "the router knows already what a decode needs");
             prefill.step();
         };
@@ -180,7 +206,10 @@ fn parameters_are_those_that_routers_write_and_a_step_loop_takes_them_in_either_
         };
         if decode_first {
             ask();
-            assert!(!decode.connector.wait(Duration::from_millis(100)), "it waits, and holds nothing up");
+            assert!(
+                !decode.connector.wait(Duration::from_millis(100)),
+                "it waits, and holds nothing up"
+            );
             publish();
         } else {
             publish();
@@ -200,7 +229,8 @@ fn parameters_are_those_that_routers_write_and_a_step_loop_takes_them_in_either_
     // Those of a NixlConnector name no transfer.
     let request = "n".into();
     let params = TransferParams::from_value(&json!({"do_remote_decode": true})).unwrap();
-    let arrival = Arrival { request: &request, prompt_tokens: 1, params: Some(&params), deadline: None };
+    let arrival =
+        Arrival { request: &request, prompt_tokens: 1, params: Some(&params), deadline: None };
     let refused = prefill.connector.on_new_request(arrival).unwrap_err();
     assert!(
         matches!(&refused, NotLoaded::Params(_)) && refused.to_string().contains("transfer_id"),
@@ -247,11 +277,15 @@ fn before_0_16_a_prompt_is_written_to_the_decode_that_asks_without_a_bootstrap_s
 fn before_0_16_other_sizes_are_refused_in_words_and_both_sides_are_free() {
     for (from, to) in [(2, 1), (1, 2)] {
         let (prefill, decode) = (older("prefill", "{}", from), older("decode", "{}", to));
-        let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
+        let (lease, params) =
+            Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
         let fetch = Decode::new(&decode.connector).fetch("r", &params, lists(&[2]), LIMIT);
         let error = fetch.outcome().unwrap_err();
         let words = error.to_string();
-        assert!(words.contains("tensor-parallel size") || words.contains("nobody listens"), "{words}");
+        assert!(
+            words.contains("tensor-parallel size") || words.contains("nobody listens"),
+            "{words}"
+        );
         assert!(error.held.is_empty() || error.held.wait(LIMIT).is_ok());
         drop(lease);
         decode.end();

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use kvx_connector::engine::{Allocation, Arrival, Ending, Kept, LoadFailure, Outcome, RequestId, Status};
+use kvx_connector::engine::{
+    Allocation, Arrival, Ending, Kept, LoadFailure, Outcome, RequestId, Status,
+};
 use kvx_connector::params::{TransferMode, TransferParams};
 use kvx_connector::runtime::{Decode, Loaded, Prefill, Released};
 use kvx_testkit::test;
@@ -31,12 +33,14 @@ fn heads_are_written_to_their_workers_whatever_the_numbers_of_them() {
 #[test]
 fn a_registration_longer_than_a_notification_travels_in_parts() {
     let blocks = 30_000;
-    let (prefill, decode) = (Engine::pushing_many("prefill", blocks), Engine::pushing_many("decode", blocks));
+    let (prefill, decode) =
+        (Engine::pushing_many("prefill", blocks), Engine::pushing_many("decode", blocks));
     let (here, there): (Vec<u32>, Vec<u32>) = ((0..blocks).collect(), (0..blocks).rev().collect());
     let tokens = blocks * BLOCK;
     let (last, ours) = ([here[blocks as usize - 1]], [there[blocks as usize - 1]]);
     prefill.compute(8, &last, BLOCK);
-    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&here), tokens).unwrap();
+    let (lease, params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&here), tokens).unwrap();
     let fetch = Decode::new(&decode.connector).fetch("r", &params, lists(&there), LIMIT);
     assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens });
     assert_eq!((decode.wrong(8, &ours, 0..BLOCK), lease.wait(LIMIT).unwrap()), (0, Released::Free));
@@ -45,7 +49,8 @@ fn a_registration_longer_than_a_notification_travels_in_parts() {
 /// The way that is there leads to what the decode has given back.
 #[test]
 fn a_decode_that_registers_anew_is_written_to() {
-    let (prefill, mut decode) = (Engine::pushing("prefill", "{}", 2), Engine::pushing("decode", "{}", 1));
+    let (prefill, mut decode) =
+        (Engine::pushing("prefill", "{}", 2), Engine::pushing("decode", "{}", 1));
     // The third one waits until the decode may be asked anew.
     for round in 0..3 {
         let name = format!("r{round}");
@@ -67,7 +72,8 @@ fn arrive(engine: &Engine, request: &RequestId, tokens: u32, params: &TransferPa
 
 #[test]
 fn a_step_loop_pushes_whichever_side_is_first_and_no_worker_is_written_to_before_it_is_told() {
-    let (prefill, decode) = (Engine::pushing("prefill", "{}", 2), Engine::pushing("decode", "{}", 2));
+    let (prefill, decode) =
+        (Engine::pushing("prefill", "{}", 2), Engine::pushing("decode", "{}", 2));
     let tokens = 2 * BLOCK;
     for decode_first in [true, false] {
         // Each engine has a suffix of its own.
@@ -81,8 +87,13 @@ fn a_step_loop_pushes_whichever_side_is_first_and_no_worker_is_written_to_before
             prefill.step();
             prefill.compute(3, &here, tokens);
             let status = Status::LengthCapped;
-            let ending =
-                Ending { status, blocks: lists(&here), computed: tokens, cached: None, reference: None };
+            let ending = Ending {
+                status,
+                blocks: lists(&here),
+                computed: tokens,
+                cached: None,
+                reference: None,
+            };
             prefill.connector.request_finished(&asked, ending).params.unwrap()
         };
         let load = || {
@@ -92,7 +103,8 @@ fn a_step_loop_pushes_whichever_side_is_first_and_no_worker_is_written_to_before
             params.do_remote_prefill = true;
             params.remote_engine_id = Some(prefill.connector.engine_id().as_str().to_owned());
             params.remote_request_id = Some("cmpl-x".to_owned());
-            (params.remote_host, params.remote_port) = (Some(address.host.to_string()), Some(address.port));
+            (params.remote_host, params.remote_port) =
+                (Some(address.host.to_string()), Some(address.port));
             (params.tp_size, params.transfer_mode) = (Some(2), Some(TransferMode::Push));
             arrive(&decode, &given, tokens, &params);
             let external = decode.connector.get_num_new_matched_tokens(&given, 0).tokens;
@@ -128,10 +140,13 @@ fn a_step_loop_pushes_whichever_side_is_first_and_no_worker_is_written_to_before
 
 #[test]
 fn a_load_that_nobody_pushes_fails_in_time_and_the_next_one_works() {
-    let (prefill, decode) = (Engine::pushing("prefill", "{}", 1), Engine::pushing("decode", "{}", 1));
-    let (lease, params) = Prefill::new(&prefill.connector).publish("other", lists(&[5]), BLOCK).unwrap();
+    let (prefill, decode) =
+        (Engine::pushing("prefill", "{}", 1), Engine::pushing("decode", "{}", 1));
+    let (lease, params) =
+        Prefill::new(&prefill.connector).publish("other", lists(&[5]), BLOCK).unwrap();
     // The prefill knows no request of that name.
-    let fetch = Decode::new(&decode.connector).fetch("r", &params, lists(&[1]), Duration::from_millis(300));
+    let fetch =
+        Decode::new(&decode.connector).fetch("r", &params, lists(&[1]), Duration::from_millis(300));
     let error = fetch.wait(LIMIT).unwrap().unwrap_err();
     assert!(matches!(error.failure, LoadFailure::NotPushed | LoadFailure::Deadline), "{error}");
     assert_eq!(error.held.wait(LIMIT).unwrap(), Released::Free);

@@ -8,7 +8,9 @@ use kvx_connector::Dialect;
 use kvx_connector::engine::{BlockLists, WorkerRank};
 use kvx_connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
 use kvx_connector::params::TransferParams;
-use kvx_connector::runtime::{Connector, ConnectorBuilder, Decode, Loaded, Prefill, Rank, Released};
+use kvx_connector::runtime::{
+    Connector, ConnectorBuilder, Decode, Loaded, Prefill, Rank, Released,
+};
 use kvx_connector::wire::CompatibilityFactors;
 use kvx_core::{Memory, Registry};
 use kvx_testkit::{Hosts, TestDevice};
@@ -77,7 +79,8 @@ pub(crate) fn built(config: &KvTransferConfig) -> ConnectorBuilder {
 
 fn built_at(config: &KvTransferConfig) -> ConnectorBuilder {
     let mut factors = CompatibilityFactors::new(Dialect::default(), "a model");
-    (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (HEADS, 4, LAYERS as u32);
+    (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) =
+        (HEADS, 4, LAYERS as u32);
     Connector::builder(config, registry()).model(factors).block_size(BLOCK)
 }
 
@@ -145,12 +148,18 @@ impl Engine {
     }
 
     /// The same in this role, whose bootstrap server has this port.
-    pub(crate) fn mooncake_at(engine: &str, role: &str, extra: &str, port: u16) -> ConnectorBuilder {
+    pub(crate) fn mooncake_at(
+        engine: &str,
+        role: &str,
+        extra: &str,
+        port: u16,
+    ) -> ConnectorBuilder {
         let json = format!(
             r#"{{"kv_connector": "MooncakeConnector", "kv_role": "{role}", "engine_id": "{engine}",
                  "kv_connector_extra_config": {extra}}}"#
         );
-        let surroundings = Surroundings::default().variable("VLLM_MOONCAKE_BOOTSTRAP_PORT", port.to_string());
+        let surroundings =
+            Surroundings::default().variable("VLLM_MOONCAKE_BOOTSTRAP_PORT", port.to_string());
         built_at(&KvTransferConfig::from_json(&json, &surroundings).unwrap())
     }
 
@@ -172,7 +181,8 @@ impl Engine {
             r#"{{"kv_connector": "{connector}", "kv_role": "kv_both", "engine_id": "{engine}",
                  "kv_buffer_device": "cpu", "kv_connector_extra_config": {extra}}}"#
         );
-        let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", host()).gpu(true);
+        let surroundings =
+            Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", host()).gpu(true);
         let builder = built(&KvTransferConfig::from_json(&json, &surroundings).unwrap());
         let pool = || Arc::new(device.allocate(len_of(tp, BLOCKS)));
         Self::with(builder, (0..tp).map(|_| pool()).collect(), BLOCKS)
@@ -227,7 +237,12 @@ impl Engine {
     }
 
     /// Which tokens of these are not those of the request.
-    pub(crate) fn wrong(&self, request: u16, blocks: &[u32], tokens: std::ops::Range<u32>) -> usize {
+    pub(crate) fn wrong(
+        &self,
+        request: u16,
+        blocks: &[u32],
+        tokens: std::ops::Range<u32>,
+    ) -> usize {
         self.parts().map(|part| part.wrong(request, blocks, tokens.clone())).sum()
     }
 
@@ -274,7 +289,12 @@ impl Part<'_> {
         }
     }
 
-    pub(crate) fn wrong(&self, request: u16, blocks: &[u32], tokens: std::ops::Range<u32>) -> usize {
+    pub(crate) fn wrong(
+        &self,
+        request: u16,
+        blocks: &[u32],
+        tokens: std::ops::Range<u32>,
+    ) -> usize {
         let wrong = self.each(request, blocks, tokens).filter(|(at, right)| {
             let mut bytes = [0; CONTENT as usize];
             self.pool.copy_out(*at, &mut bytes).unwrap();
@@ -322,7 +342,8 @@ fn prompts_arrive(prefill: Engine, decode: Engine, called: &str, what: &str) -> 
     let round = |round| {
         prefill.compute(round, &here, tokens);
         let name = format!("r{round}");
-        let (lease, params) = Prefill::new(&prefill.connector).publish(&*name, lists(&here), tokens).unwrap();
+        let (lease, params) =
+            Prefill::new(&prefill.connector).publish(&*name, lists(&here), tokens).unwrap();
         let loaded = block_on(Decode::new(&decode.connector).fetch(
             format!("{called}{round}"),
             &params,

@@ -19,8 +19,9 @@ fn says(error: &Error, kind: Kind, words: &[&str]) {
 fn caches_that_do_not_fit_are_refused_with_the_call_to_change() {
     let connector = builder("engine", "{}").block_size(2 * BLOCK).build_blocking().unwrap();
     let (pool, rank) = (pool(1), WorkerRank { pp: 0, tp: 0 });
-    let register =
-        |connector: &Connector| connector.rank(rank).unwrap().register(caches(&pool, 1), [pool.clone()]);
+    let register = |connector: &Connector| {
+        connector.rank(rank).unwrap().register(caches(&pool, 1), [pool.clone()])
+    };
     says(&register(&connector).unwrap_err(), Kind::Invalid, &["ConnectorBuilder::block_size(16)"]);
     let connector = builder("engine", "{}").build_blocking().unwrap();
     let elsewhere = super::rig::pool(1);
@@ -35,12 +36,14 @@ fn caches_that_do_not_fit_are_refused_with_the_call_to_change() {
 #[test]
 fn blocks_that_are_none_of_the_caches_are_refused_and_nothing_is_ordered() {
     let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
-    let publish = |blocks: &[u32]| Prefill::new(&prefill.connector).publish("r", lists(blocks), BLOCK);
+    let publish =
+        |blocks: &[u32]| Prefill::new(&prefill.connector).publish("r", lists(blocks), BLOCK);
     says(&publish(&[BLOCKS]).unwrap_err(), Kind::Invalid, &["beyond"]);
     says(&publish(&[]).unwrap_err(), Kind::Invalid, &["fewer blocks"]);
     let (lease, params) = publish(&[1]).unwrap();
     let id: RequestId = "d".into();
-    let arrival = Arrival { request: &id, prompt_tokens: BLOCK, params: Some(&params), deadline: None };
+    let arrival =
+        Arrival { request: &id, prompt_tokens: BLOCK, params: Some(&params), deadline: None };
     decode.connector.on_new_request(arrival).unwrap();
     let allocate = |fill| {
         let allocation = Allocation { fill, computed: 0, external: BLOCK };
@@ -50,7 +53,8 @@ fn blocks_that_are_none_of_the_caches_are_refused_and_nothing_is_ordered() {
     let two = kvx_connector::engine::BlockLists::new([vec![1], vec![2]]);
     says(&allocate(two), Kind::Invalid, &["ConnectorBuilder::groups"]);
     drop(lease);
-    let (_other, params) = Prefill::new(&prefill.connector).publish("s", lists(&[1]), BLOCK).unwrap();
+    let (_other, params) =
+        Prefill::new(&prefill.connector).publish("s", lists(&[1]), BLOCK).unwrap();
     let fetch = |blocks: &[u32]| {
         let fetch = Decode::new(&decode.connector).fetch("other", &params, lists(blocks), LIMIT);
         fetch.wait(LIMIT).unwrap()
@@ -74,7 +78,10 @@ fn parameters_of_peers_are_no_better_than_their_words() {
         let published = Prefill::new(&prefill.connector).publish(&*name, lists(&[1]), BLOCK);
         let (_lease, mut params) = published.unwrap();
         change(&mut params);
-        Decode::new(&decode.connector).fetch(&*name, &params, lists(&[3]), LIMIT).wait(LIMIT).unwrap()
+        Decode::new(&decode.connector)
+            .fetch(&*name, &params, lists(&[3]), LIMIT)
+            .wait(LIMIT)
+            .unwrap()
     };
     let with = |change: &dyn Fn(&mut TransferParams)| fetch_with(change).unwrap_err().failure;
     let beyond = with(&|params| params.remote_block_ids = Some(vec![vec![BLOCKS]]));
@@ -85,7 +92,10 @@ fn parameters_of_peers_are_no_better_than_their_words() {
         "{engine:?}"
     );
     let stripped = with(&|params| params.kvx_block_reference = None);
-    assert!(matches!(&stripped, LoadFailure::Refused(why) if why.contains("unchanged")), "{stripped:?}");
+    assert!(
+        matches!(&stripped, LoadFailure::Refused(why) if why.contains("unchanged")),
+        "{stripped:?}"
+    );
     let nobody = with(&|params| params.do_remote_prefill = false);
     assert!(matches!(nobody, LoadFailure::Refused(_)), "{nobody:?}");
     fetch_with(&|_| ()).expect("all else goes on");
@@ -94,11 +104,16 @@ fn parameters_of_peers_are_no_better_than_their_words() {
 #[test]
 fn nothing_is_loaded_from_parameters_without_blocks() {
     let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
-    let (_lease, mut params) = Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
+    let (_lease, mut params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
     (params.remote_block_ids, params.remote_num_tokens) = (Some(vec![vec![]]), Some(100));
-    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1, 2, 3, 4, 5, 6, 7]), LIMIT);
+    let fetch =
+        Decode::new(&decode.connector).fetch("d", &params, lists(&[1, 2, 3, 4, 5, 6, 7]), LIMIT);
     let error = fetch.wait(LIMIT).unwrap().unwrap_err();
-    assert!(matches!(&error.failure, LoadFailure::Refused(why) if why.contains("no blocks")), "{error}");
+    assert!(
+        matches!(&error.failure, LoadFailure::Refused(why) if why.contains("no blocks")),
+        "{error}"
+    );
 }
 
 #[test]
@@ -109,7 +124,8 @@ fn a_load_into_windows_alone_reads_them() {
     };
     let (prefill, decode) = (windows("prefill"), windows("decode"));
     prefill.compute(7, &[5], BLOCK);
-    let (_lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
+    let (_lease, params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1]), LIMIT);
     fetch.wait(LIMIT).unwrap().unwrap();
     assert_eq!(decode.wrong(7, &[1], 0..BLOCK), 0);
@@ -118,10 +134,12 @@ fn a_load_into_windows_alone_reads_them() {
 #[test]
 fn only_hosts_that_are_allowed_are_asked() {
     let prefill = Engine::new("prefill", "{}", 1);
-    let (_lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
+    let (_lease, params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
     let decode = Engine::new("decode", r#"{"allowed_hosts": ["10.1.2.3"]}"#, 1);
     let request: RequestId = "d".into();
-    let arrival = Arrival { request: &request, prompt_tokens: BLOCK, params: Some(&params), deadline: None };
+    let arrival =
+        Arrival { request: &request, prompt_tokens: BLOCK, params: Some(&params), deadline: None };
     let refused = decode.connector.on_new_request(arrival).unwrap_err();
     assert_eq!(refused, NotLoaded::HostNotAllowed("127.0.0.1".into()));
     assert!(refused.to_string().contains("allowed_hosts"), "{refused}");
@@ -185,11 +203,17 @@ fn what_this_runtime_does_not_drive_is_refused_when_it_is_built() {
         says(&error, Kind::Unsupported, &words);
     }
     let stages = Engine::mooncake_builder("engine", r#"{"kv_compat": "0.11"}"#).workers(1, 2);
-    says(&stages.build_blocking().unwrap_err(), Kind::Unsupported, &["pipeline stages", "kv_compat"]);
+    says(
+        &stages.build_blocking().unwrap_err(),
+        Kind::Unsupported,
+        &["pipeline stages", "kv_compat"],
+    );
     let nothing: [Group; 0] = [];
     let error = builder("engine", "{}").groups(nothing).build_blocking().unwrap_err();
     says(&error, Kind::Invalid, &["KV cache group"]);
     let error = builder("engine", "{}").workers(0, 1).build_blocking().unwrap_err();
     says(&error, Kind::Invalid, &["ConnectorBuilder::workers"]);
-    assert!(Connector::builder(&config("engine", "{}"), registry()).any_port().build_blocking().is_ok());
+    assert!(
+        Connector::builder(&config("engine", "{}"), registry()).any_port().build_blocking().is_ok()
+    );
 }

@@ -33,13 +33,22 @@ fn a_load_has_one_span_with_its_phases_and_a_failure_a_line() {
     let subscriber = tracing_subscriber::fmt().with_ansi(false).with_span_events(FmtSpan::CLOSE);
     subscriber.with_writer(move || writer.clone()).init();
     let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
-    let (lease, params) = Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
-    Decode::new(&decode.connector).fetch("traced", &params, lists(&[2]), LIMIT).wait(LIMIT).unwrap().unwrap();
+    let (lease, params) =
+        Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
+    Decode::new(&decode.connector)
+        .fetch("traced", &params, lists(&[2]), LIMIT)
+        .wait(LIMIT)
+        .unwrap()
+        .unwrap();
     // As long as the first request has the block, too, it stays right.
     lease.wait(LIMIT).unwrap();
-    let (lease, params) = Prefill::new(&prefill.connector).publish("late", lists(&[1]), BLOCK).unwrap();
+    let (lease, params) =
+        Prefill::new(&prefill.connector).publish("late", lists(&[1]), BLOCK).unwrap();
     drop(lease);
-    let late = Decode::new(&decode.connector).fetch("late", &params, lists(&[2]), LIMIT).wait(LIMIT).unwrap();
+    let late = Decode::new(&decode.connector)
+        .fetch("late", &params, lists(&[2]), LIMIT)
+        .wait(LIMIT)
+        .unwrap();
     late.expect_err("its lease was dropped");
     let until = Instant::now() + LIMIT;
     let lines = |of: &str| -> Vec<String> {
@@ -48,8 +57,10 @@ fn a_load_has_one_span_with_its_phases_and_a_failure_a_line() {
     };
     // The span ends with the word to the prefill, which nobody waits for.
     let closed = loop {
-        let closed: Vec<_> =
-            lines("kvx_load{request=traced").into_iter().filter(|line| line.contains("close")).collect();
+        let closed: Vec<_> = lines("kvx_load{request=traced")
+            .into_iter()
+            .filter(|line| line.contains("close"))
+            .collect();
         if !closed.is_empty() || Instant::now() > until {
             break closed;
         }
@@ -70,5 +81,8 @@ fn a_load_has_one_span_with_its_phases_and_a_failure_a_line() {
         assert!(closed[0].contains(field), "{field}: {}", closed[0]);
     }
     let failures = lines("NIXL transfer failure: transfer_failed");
-    assert!(failures.iter().any(|line| line.contains("\"remote_request_id\":\"late\"")), "{failures:?}");
+    assert!(
+        failures.iter().any(|line| line.contains("\"remote_request_id\":\"late\"")),
+        "{failures:?}"
+    );
 }

@@ -1,6 +1,8 @@
 //! Engines with a step loop, by the names of `KVConnectorBase_V1`.
 
-use kvx_connector::engine::{Allocation, Arrival, Ending, Kept, Matched, Outcome, RequestId, Status};
+use kvx_connector::engine::{
+    Allocation, Arrival, Ending, Kept, Matched, Outcome, RequestId, Status,
+};
 use kvx_connector::params::TransferParams;
 use kvx_testkit::test;
 
@@ -42,12 +44,18 @@ fn a_step_loop_prefills_and_loads() {
     decode.ranks.iter().for_each(|rank| rank.start_load_kv());
 
     block_on(decode.connector.wake());
-    assert_eq!(decode.connector.outcomes(), [Outcome::Loaded { request: given.clone(), computed: tokens }]);
+    assert_eq!(
+        decode.connector.outcomes(),
+        [Outcome::Loaded { request: given.clone(), computed: tokens }]
+    );
     assert_eq!(decode.wrong(9, &[63, 6, 5], BLOCK..tokens), 0);
     decode.connector.request_finished(&given, ending(&[63, 6, 5], tokens));
     // The engine of the prefill sleeps: no step is needed for it.
     assert!(prefill.connector.wait(LIMIT));
-    assert_eq!(prefill.connector.outcomes(), [Outcome::Free { request: asked, kept: Kept::Request }]);
+    assert_eq!(
+        prefill.connector.outcomes(),
+        [Outcome::Free { request: asked, kept: Kept::Request }]
+    );
     assert!(prefill.connector.is_idle() && decode.connector.is_idle());
 }
 

@@ -8,7 +8,8 @@ use kvx_config::BlockRelease;
 use kvx_connector::engine::mooncake::MooncakeWorker;
 use kvx_connector::engine::{
     Address, Allocation, Arrival, BlockLists, ConnectorMeta, Ending, Kept, LoadFailure, Outcome,
-    OutputAggregator, RequestId, Scheduler, Settings, Status, Then, Time, Worker, WorkerOutput, WorkerRank,
+    OutputAggregator, RequestId, Scheduler, Settings, Status, Then, Time, Worker, WorkerOutput,
+    WorkerRank,
 };
 use kvx_connector::params::{MooncakeParams, OlderMooncakeParams, TransferParams};
 
@@ -159,7 +160,8 @@ pub(crate) struct Birth {
 
 impl<W: Half> Engine<W> {
     pub(crate) fn new(birth: Birth, worker: impl Fn(&Settings, WorkerRank) -> W) -> Self {
-        let Birth { settings, blocks, clock, clocks, random, generations, life, registration } = birth;
+        let Birth { settings, blocks, clock, clocks, random, generations, life, registration } =
+            birth;
         let mut scheduler = Scheduler::new(settings.clone());
         scheduler.registered(registration);
         let workers = (0..settings.tp_size).map(|tp| worker(&settings, WorkerRank { pp: 0, tp }));
@@ -195,14 +197,22 @@ impl<W: Half> Engine<W> {
     ) {
         let (client, conversation, prompt, output) = request;
         let deadline_here = Some(self.clock.at(deadline));
-        let arrival =
-            |params| Arrival { request: id, prompt_tokens: prompt, params, deadline: deadline_here };
+        let arrival = |params| Arrival {
+            request: id,
+            prompt_tokens: prompt,
+            params,
+            deadline: deadline_here,
+        };
         // Wrong parameters are no concern of the simulation: they never come.
         match params {
             Asked::Nothing => self.scheduler.on_new_request(self.clock.at(now), arrival(None)),
-            Asked::Nixl(params) => self.scheduler.on_new_request(self.clock.at(now), arrival(Some(params))),
+            Asked::Nixl(params) => {
+                self.scheduler.on_new_request(self.clock.at(now), arrival(Some(params)))
+            }
             Asked::Mooncake(params) => self.scheduler.on_new_transfer(arrival(None), params),
-            Asked::OlderMooncake(params) => self.scheduler.on_new_older_transfer(arrival(None), params),
+            Asked::OlderMooncake(params) => {
+                self.scheduler.on_new_older_transfer(arrival(None), params)
+            }
         }
         .expect("right parameters");
         let request = Request {
@@ -245,9 +255,11 @@ impl<W: Half> Engine<W> {
         }
         if finished.delay_free {
             // A prefill leg of a MooncakeConnector has no load to wait for; since vLLM 0.16 it answers nothing.
-            let published = finished.params.is_some() || (self.settings.mooncake.is_some() && normal);
+            let published =
+                finished.params.is_some() || (self.settings.mooncake.is_some() && normal);
             if published {
-                let for_next_turn = finished.params.as_ref().is_some_and(|params| params.do_remote_decode);
+                let for_next_turn =
+                    finished.params.as_ref().is_some_and(|params| params.do_remote_decode);
                 let kept = match self.settings.release {
                     _ if for_next_turn => self.settings.decoder_ttl,
                     BlockRelease::Lease(lease) => lease.duration,
@@ -300,8 +312,10 @@ impl<W: Half> Engine<W> {
         let size = self.settings.block_size;
         match outcome {
             Outcome::Loaded { request: id, computed } => {
-                let request =
-                    self.requests.get_mut(&id).ok_or_else(|| format!("{id} is loaded, but has ended"))?;
+                let request = self
+                    .requests
+                    .get_mut(&id)
+                    .ok_or_else(|| format!("{id} is loaded, but has ended"))?;
                 self.pool
                     .check(request.conversation, &request.blocks, computed, size)
                     .map_err(|why| format!("STALE: {id}: {why}"))?;
@@ -318,8 +332,10 @@ impl<W: Half> Engine<W> {
             }
             Outcome::Failed { request: id, failure, then, invalid, held } => {
                 self.stale += u32::from(failure == LoadFailure::Stale);
-                let request =
-                    self.requests.get_mut(&id).ok_or_else(|| format!("{id} has failed, but had ended"))?;
+                let request = self
+                    .requests
+                    .get_mut(&id)
+                    .ok_or_else(|| format!("{id} has failed, but had ended"))?;
                 let held: Vec<u32> = held.iter().collect();
                 if !held.is_empty() {
                     request.blocks.retain(|block| !held.contains(block));
@@ -331,8 +347,8 @@ impl<W: Half> Engine<W> {
                         self.end(now, &id, Status::Failed)?;
                         ended.push((client, id, End::Error));
                     }
-                    Then::Recompute { .. } if request.blocks.is_empty() && request.doing == Doing::Queued => {
-                    }
+                    Then::Recompute { .. }
+                        if request.blocks.is_empty() && request.doing == Doing::Queued => {}
                     Then::Recompute { computed } => {
                         self.recomputed += 1;
                         self.pool
@@ -355,7 +371,13 @@ impl<W: Half> Engine<W> {
                         request.blocks.extend(self.pool.take(&id, missing)?);
                         let rest = request.blocks.split_at((computed / size) as usize).1;
                         let tokens = request.prompt + request.output;
-                        self.pool.compute(request.conversation, rest, computed / size, tokens, size);
+                        self.pool.compute(
+                            request.conversation,
+                            rest,
+                            computed / size,
+                            tokens,
+                            size,
+                        );
                         request.doing = Doing::Computing(now + 20_000);
                     }
                 }
@@ -367,7 +389,8 @@ impl<W: Half> Engine<W> {
                     .remove(&(id.clone(), published))
                     .ok_or_else(|| format!("{id}: {kept:?} is to be freed, but is not kept"))?;
                 // Only a lease that has ended takes blocks from under a reader; it finds out by their generations.
-                let leased = published && self.published.remove(&id).is_some_and(|until| now < until);
+                let leased =
+                    published && self.published.remove(&id).is_some_and(|until| now < until);
                 if leased && self.pool.read_by_peers.get(&id).is_some_and(|reads| *reads > 0) {
                     return Err(format!(
                         "the blocks of {id} are freed while a peer reads them, within their lease"
@@ -377,7 +400,8 @@ impl<W: Half> Engine<W> {
             }
             Outcome::Lost { request: id, kept } => {
                 let blocks = self.kept.remove(&(id.clone(), kept == Kept::Request));
-                let blocks = blocks.ok_or_else(|| format!("{id}: {kept:?} is lost, but is not kept"))?;
+                let blocks =
+                    blocks.ok_or_else(|| format!("{id}: {kept:?} is lost, but is not kept"))?;
                 self.published.remove(&id);
                 self.lost += 1;
                 self.pool.lose(&id, &blocks)?;
@@ -392,7 +416,10 @@ impl<W: Half> Engine<W> {
         let (pool, scheduler) = (&mut self.pool, &mut self.scheduler);
         for (id, request) in &mut self.requests {
             let needed = (request.prompt + request.output).div_ceil(size) as usize;
-            if request.doing != Doing::Queued || now < request.not_before || pool.available() < needed {
+            if request.doing != Doing::Queued
+                || now < request.not_before
+                || pool.available() < needed
+            {
                 continue;
             }
             request.blocks = pool.take(id, needed)?;
@@ -401,8 +428,9 @@ impl<W: Half> Engine<W> {
             pool.compute(request.conversation, cached, 0, computed, size);
             let matched = scheduler.get_num_new_matched_tokens(time, id, computed);
             // Blocks for the tokens to come are no blocks to fill.
-            let fill =
-                rest.len().min((computed + matched.tokens).div_ceil(size) as usize - request.cached as usize);
+            let fill = rest
+                .len()
+                .min((computed + matched.tokens).div_ceil(size) as usize - request.cached as usize);
             let fill = BlockLists::single(&rest[..fill]);
             scheduler.update_state_after_alloc(
                 time,
@@ -420,7 +448,11 @@ impl<W: Half> Engine<W> {
         Ok(())
     }
 
-    fn finish_computed(&mut self, now: u64, ended: &mut Vec<(usize, RequestId, End)>) -> Result<(), String> {
+    fn finish_computed(
+        &mut self,
+        now: u64,
+        ended: &mut Vec<(usize, RequestId, End)>,
+    ) -> Result<(), String> {
         let over = self.requests.iter().filter_map(|(id, request)| match request.doing {
             Doing::Computing(until) if now >= until => Some((id.clone(), Status::LengthCapped)),
             _ if now >= request.deadline => Some((id.clone(), Status::Failed)),
@@ -447,7 +479,8 @@ impl<W: Half> Engine<W> {
         let scheduler =
             self.scheduler.next_deadline(self.clock.at(now)).map(|time| self.clock.when(time, now));
         let workers = self.workers.iter().zip(&self.clocks);
-        let workers = workers.filter_map(|(worker, clock)| Some(clock.when(worker.next_deadline()?, now)));
+        let workers =
+            workers.filter_map(|(worker, clock)| Some(clock.when(worker.next_deadline()?, now)));
         workers.chain(scheduler).min()
     }
 
@@ -461,7 +494,10 @@ impl<W: Half> Engine<W> {
             return Err(format!("the scheduler of {} still knows {:?}", self.id, self.scheduler));
         }
         if self.aggregator.incomplete() > 0 {
-            return Err(format!("{}: reports of some workers only: {:?}", self.id, self.aggregator));
+            return Err(format!(
+                "{}: reports of some workers only: {:?}",
+                self.id, self.aggregator
+            ));
         }
         for worker in &mut self.workers {
             if !worker.ends(self.clock.at(now)) {

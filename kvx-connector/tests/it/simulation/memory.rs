@@ -83,9 +83,12 @@ impl Pool {
             memory.generations.reuse(taken.iter().copied());
             for block in &taken {
                 if memory.writers[*block as usize] > 0 || memory.readers[*block as usize] > 0 {
-                    return Err(format!("block {block} is given to {request} while a transfer uses it"));
+                    return Err(format!(
+                        "block {block} is given to {request} while a transfer uses it"
+                    ));
                 }
-                let junk = Content { conversation: u32::MAX, version: self.version, ..Content::default() };
+                let junk =
+                    Content { conversation: u32::MAX, version: self.version, ..Content::default() };
                 memory.blocks[*block as usize] = [junk; 2];
             }
         }
@@ -102,7 +105,9 @@ impl Pool {
             }
             for memory in &self.workers {
                 if memory.writers[*block as usize] > 0 || memory.readers[*block as usize] > 0 {
-                    return Err(format!("block {block} of {request} is freed while a transfer uses it"));
+                    return Err(format!(
+                        "block {block} of {request} is freed while a transfer uses it"
+                    ));
                 }
             }
             self.owners[*block as usize] = None;
@@ -113,12 +118,20 @@ impl Pool {
 
     /// The engine computes tokens of a conversation up to `tokens` into blocks of which the first is block `first` of
     /// it.
-    pub(crate) fn compute(&mut self, conversation: u32, blocks: &[u32], first: u32, tokens: u32, size: u32) {
+    pub(crate) fn compute(
+        &mut self,
+        conversation: u32,
+        blocks: &[u32],
+        first: u32,
+        tokens: u32,
+        size: u32,
+    ) {
         self.version += 1;
         for (at, block) in blocks.iter().enumerate() {
             let index = first + at as u32;
             let filled = tokens.saturating_sub(index * size).min(size);
-            let content = Content { conversation, index, filled, version: self.version, unfinished: false };
+            let content =
+                Content { conversation, index, filled, version: self.version, unfinished: false };
             for memory in &mut self.workers {
                 memory.blocks[*block as usize] = [content; 2];
             }
@@ -173,8 +186,8 @@ impl Pool {
     /// Blocks that nobody has let go of, and nobody has lost.
     pub(crate) fn leaked(&self) -> Vec<(usize, Option<RequestId>)> {
         let free: BTreeSet<u32> = self.free.iter().copied().collect();
-        let leaked =
-            (0..self.size() as u32).filter(|block| !free.contains(block) && !self.lost.contains(block));
+        let leaked = (0..self.size() as u32)
+            .filter(|block| !free.contains(block) && !self.lost.contains(block));
         leaked.map(|block| (block as usize, self.owners[block as usize].clone())).collect()
     }
 }

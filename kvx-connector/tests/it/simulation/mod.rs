@@ -50,7 +50,8 @@ pub(crate) fn trials() -> Vec<Trial> {
     }
     let runs = runs(Tier::Whole.runs());
     let limit = LIMIT + EACH * u32::try_from(runs).unwrap();
-    let trial = |(name, run): &(&str, fn())| trial_within(limit, format!("simulation::{name}"), *run);
+    let trial =
+        |(name, run): &(&str, fn())| trial_within(limit, format!("simulation::{name}"), *run);
     ALL_SEEDS.iter().map(trial).collect()
 }
 
@@ -101,7 +102,10 @@ fn all(
                 })
             })
             .collect();
-        parts.into_iter().map(|part| part.join().expect("runs catch their panics")).collect::<Vec<_>>()
+        parts
+            .into_iter()
+            .map(|part| part.join().expect("runs catch their panics"))
+            .collect::<Vec<_>>()
     });
     let mut whole = Summary::default();
     for part in parts {
@@ -124,7 +128,10 @@ fn mooncake_engines() {
 
 fn engines_of_unequal_dialects() {
     let summary = hold_among(&Dialect::ALL);
-    assert!(summary.is_none_or(|summary| summary.unequal > 8 * summary.runs / 10), "most pairs are unequal");
+    assert!(
+        summary.is_none_or(|summary| summary.unequal > 8 * summary.runs / 10),
+        "most pairs are unequal"
+    );
 }
 
 /// Runs all seeds among engines of these dialects; gives what came of it, if that many ran.
@@ -132,7 +139,8 @@ fn hold_among(among: &[Dialect]) -> Option<Summary> {
     hold(
         |seed| run(seed, true, among),
         |summary, count| {
-            let Summary { loaded, recomputed, errors, aborted, stale, lost, restarts, .. } = *summary;
+            let Summary { loaded, recomputed, errors, aborted, stale, lost, restarts, .. } =
+                *summary;
             let least = [loaded, recomputed, errors, aborted, restarts].into_iter().min();
             least.map(u64::from) > Some(count / 10)
                 && u64::from(stale) > count / 200
@@ -167,8 +175,8 @@ fn hold(
 
 #[test]
 fn without_generations_the_same_simulation_finds_a_stale_block_that_is_accepted() {
-    let found =
-        (0..RUNS).find_map(|seed| run(seed, false, &[Dialect::default()]).err().map(|why| (seed, why)));
+    let found = (0..RUNS)
+        .find_map(|seed| run(seed, false, &[Dialect::default()]).err().map(|why| (seed, why)));
     let (seed, why) = found.expect("a read that observed another request's contents");
     println!("seed {seed}: {why}");
     assert!(why.contains("STALE"), "seed {seed}: {why}");

@@ -78,7 +78,8 @@ fn handshake_requests() {
 fn messages_of_ranks() {
     let blocks = BlockLists::single(&[1, 2, 300][..]);
     let send = SendOrder { request: "r".into(), expires: Time::default(), push: Some(blocks) };
-    let meta = ConnectorMeta { send: vec![send], cancel: vec!["c".into()], ..ConnectorMeta::default() };
+    let meta =
+        ConnectorMeta { send: vec![send], cancel: vec!["c".into()], ..ConnectorMeta::default() };
     let failed = FailedLoad { request: "r".into(), failure: LoadFailure::Stale, invalid: vec![7] };
     let output = WorkerOutput {
         finished_recving: vec!["r".into()],
@@ -138,16 +139,18 @@ fn bodies_of_a_bootstrap_server() {
 
 #[test]
 fn nixl_blobs() {
-    let seeds =
-        ["prefill", "decode"].map(|side| golden::bytes(&format!("handshake/{side}.nixl_agent_blob.bin")));
+    let seeds = ["prefill", "decode"]
+        .map(|side| golden::bytes(&format!("handshake/{side}.nixl_agent_blob.bin")));
     run("blob", &seeds, fuzz::nixl_blob);
 }
 
 #[test]
 fn nixl_notes() {
-    let part =
-        |at: u8, count: u8| [&b"\xf8kvx\x01\0\0\0\0\0\0\0"[..], &[at, 0, 0, 0, count, 0, 0, 0]].concat();
-    let parts = [&part(0, 2)[..], b"first\xfe", &part(1, 2), b"second\xfe", &part(0, 1), b"whole"].concat();
+    let part = |at: u8, count: u8| {
+        [&b"\xf8kvx\x01\0\0\0\0\0\0\0"[..], &[at, 0, 0, 0, count, 0, 0, 0]].concat()
+    };
+    let parts =
+        [&part(0, 2)[..], b"first\xfe", &part(1, 2), b"second\xfe", &part(0, 1), b"whole"].concat();
     run("notes", &[parts, b"HB:one,two".to_vec()], fuzz::nixl_notes);
 }
 
@@ -162,7 +165,8 @@ fn params_and_streams() {
         "do_remote_decode": false, "do_remote_prefill": true, "remote_bootstrap_addr": "http://h:8998",
         "remote_engine_id": "e", "transfer_id": "x",
     });
-    let chunk = serde_json::json!({"choices": [{"finish_reason": "length"}], "kv_transfer_params": params});
+    let chunk =
+        serde_json::json!({"choices": [{"finish_reason": "length"}], "kv_transfer_params": params});
     seeds.push(mooncake.to_string().into_bytes());
     seeds.push(format!("data: {chunk}\n\ndata: [DONE]\n\n").into_bytes());
     run("params", &seeds, fuzz::params);

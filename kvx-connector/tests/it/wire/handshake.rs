@@ -6,8 +6,9 @@ use kvx_connector::Dialect;
 use kvx_connector::engine::{Time, WorkerRank};
 use kvx_connector::params::{RemoteBlocks, TransferMode, TransferParams};
 use kvx_connector::wire::{
-    ClockReading, CompatibilityFactors, CompatibilityHash, Expectation, Handshake, HandshakePayload,
-    HandshakeRequest, HandshakenPeer, Listener, NixlAgentMetadata, SpeculativeFactors,
+    ClockReading, CompatibilityFactors, CompatibilityHash, Expectation, Handshake,
+    HandshakePayload, HandshakeRequest, HandshakenPeer, Listener, NixlAgentMetadata,
+    SpeculativeFactors,
 };
 use kvx_core::{Error, Kind, Result};
 use kvx_testkit::test;
@@ -68,7 +69,8 @@ fn shake(listener: &Listener, mut handshake: Handshake) -> Result<HandshakenPeer
 fn the_agents_bytes_arrive_as_the_prefill_side_published_them() {
     let mut listener = Listener::new(hash());
     listener.publish(rank(0, 0), &metadata("prefill"));
-    let peer = shake(&listener, Handshake::new(expectation(), [rank(0, 0)], (1, 1)).unwrap()).unwrap();
+    let peer =
+        shake(&listener, Handshake::new(expectation(), [rank(0, 0)], (1, 1)).unwrap()).unwrap();
     assert_eq!(peer.workers[&rank(0, 0)].agent_metadata, b"the agent's own bytes");
     assert_eq!(peer.workers[&rank(0, 0)], metadata("prefill"));
 }
@@ -122,7 +124,8 @@ fn a_different_factor_is_a_different_hash_and_is_refused() {
     for (name, change) in changes {
         let mut other = factors();
         change(&mut other);
-        let payload = HandshakePayload::new(other.hash().unwrap(), metadata("prefill").encode()).encode();
+        let payload =
+            HandshakePayload::new(other.hash().unwrap(), metadata("prefill").encode()).encode();
         let error = expectation().check(&payload).unwrap_err();
         assert_eq!(error.kind(), Kind::Incompatible, "{name}");
         assert!(error.to_string().contains(other.hash().unwrap().as_str()), "{name}: {error}");
@@ -211,7 +214,8 @@ fn older_dialects_have_the_factors_that_they_had() {
 fn parameters_tell_the_topology_and_the_mode() {
     let mut remote = RemoteBlocks::new("prefill", "r", "h", 5600, vec![vec![1]]);
     (remote.tp_size, remote.dcp_size, remote.pp_size, remote.mode) = (4, 2, 1, TransferMode::Push);
-    let written = TransferParams::prefilled(remote, Dialect::V0_33).to_value(Dialect::V0_33).unwrap();
+    let written =
+        TransferParams::prefilled(remote, Dialect::V0_33).to_value(Dialect::V0_33).unwrap();
     assert_eq!(
         (&written["tp_size"], &written["dcp_size"], &written["pp_size"]),
         (&4.into(), &2.into(), &1.into())
@@ -231,11 +235,23 @@ fn bytes_that_cannot_be_read_are_an_error_of_their_own() {
     let with_inner = |inner: Vec<u8>| HandshakePayload::new(hash(), inner).encode();
     for (name, payload, named) in [
         ("payload, no msgpack", b"\xc1".to_vec(), "0xc1"),
-        ("payload, a field missing", b"\x81\xb2compatibility_hash\xa1h".to_vec(), "agent_metadata_bytes"),
+        (
+            "payload, a field missing",
+            b"\x81\xb2compatibility_hash\xa1h".to_vec(),
+            "agent_metadata_bytes",
+        ),
         ("payload, too short", truncated(payload(&metadata("prefill"))), "bytes wanted"),
         ("metadata, no msgpack", with_inner(b"\xc1".to_vec()), "a map"),
-        ("metadata, fields missing", with_inner(b"\x81\xa9engine_id\xa7prefill".to_vec()), "block_lens"),
-        ("metadata, too short", with_inner(truncated(metadata("prefill").encode())), "agent metadata"),
+        (
+            "metadata, fields missing",
+            with_inner(b"\x81\xa9engine_id\xa7prefill".to_vec()),
+            "block_lens",
+        ),
+        (
+            "metadata, too short",
+            with_inner(truncated(metadata("prefill").encode())),
+            "agent metadata",
+        ),
     ] {
         let error = expectation().check(&payload).unwrap_err();
         assert_eq!(error.kind(), Kind::Malformed, "{name}: {error}");
@@ -268,8 +284,9 @@ fn the_checks_come_in_vllms_order() {
     let (mut inner, mut theirs) = (b"no metadata".to_vec(), other_hash);
     for (kind, repair) in steps {
         repair(&mut inner, &mut wrong, &mut theirs);
-        let error =
-            expectation().check(&HandshakePayload::new(theirs.clone(), inner.clone()).encode()).unwrap_err();
+        let error = expectation()
+            .check(&HandshakePayload::new(theirs.clone(), inner.clone()).encode())
+            .unwrap_err();
         assert_eq!(error.kind(), kind, "{error}");
     }
     wrong.block_lens.push(64);
@@ -281,7 +298,9 @@ fn context_parallel_sizes_must_go_together() {
     let check = |ours: (u32, u32), theirs: (u32, u32)| {
         let mut peer = metadata("prefill");
         (peer.pcp_size, peer.dcp_size) = theirs;
-        Expectation { pcp_size: ours.0, dcp_size: ours.1, ..expectation() }.check(&payload(&peer)).map(drop)
+        Expectation { pcp_size: ours.0, dcp_size: ours.1, ..expectation() }
+            .check(&payload(&peer))
+            .map(drop)
     };
     for (ours, theirs) in [
         ((1, 1), (1, 1)),
@@ -294,7 +313,11 @@ fn context_parallel_sizes_must_go_together() {
         check(ours, theirs).unwrap_or_else(|error| panic!("{ours:?} {theirs:?}: {error}"));
     }
     for (ours, theirs) in [((1, 1), (4, 2)), ((4, 1), (1, 2)), ((4, 1), (4, 4)), ((1, 2), (4, 1))] {
-        assert_eq!(check(ours, theirs).unwrap_err().kind(), Kind::Unsupported, "{ours:?} {theirs:?}");
+        assert_eq!(
+            check(ours, theirs).unwrap_err().kind(),
+            Kind::Unsupported,
+            "{ours:?} {theirs:?}"
+        );
     }
 }
 
@@ -314,7 +337,9 @@ fn metadata_whose_addresses_cannot_be_is_refused() {
         ("region_members", |metadata| metadata.region_members = vec![vec![]]),
         ("block_size", |metadata| metadata.block_size = 0),
         ("region 1 of 4 blocks", |metadata| metadata.kv_caches_base_addr[1] = u64::MAX - 100),
-        ("region 1 of 4 blocks", |metadata| metadata.kv_caches_base_addr[1] = u64::MAX - 3 * 128 - 10),
+        ("region 1 of 4 blocks", |metadata| {
+            metadata.kv_caches_base_addr[1] = u64::MAX - 3 * 128 - 10
+        }),
         ("region 1 of 9 blocks", |metadata| {
             metadata.region_num_blocks = Some(vec![1, 9]);
             metadata.block_strides[1] = u64::MAX / 4;
@@ -377,7 +402,8 @@ fn the_answer_carries_the_clock_for_who_can_read_it() {
 
 #[test]
 fn the_clock_offset_is_that_of_the_shortest_round_trip() {
-    let mut handshake = Handshake::new(expectation(), [rank(0, 0), rank(0, 1), rank(0, 2)], (1, 3)).unwrap();
+    let mut handshake =
+        Handshake::new(expectation(), [rank(0, 0), rank(0, 1), rank(0, 2)], (1, 3)).unwrap();
     for (asked, answered, there) in [(1000, 1400, 7.0), (2000, 2100, 52.5), (3000, 3900, 9.0)] {
         handshake.request(at(asked)).unwrap();
         let clock = ClockReading(there).encode();
@@ -417,12 +443,17 @@ fn an_answer_of_another_form_ends_the_handshake() {
     let good = payload(&metadata("prefill"));
     let clock = ClockReading(0.0).encode().to_vec();
     let nan = [b"\xcb\x7f\xf8\0\0\0\0\0\0".to_vec(), vec![0xc0], Vec::new()];
-    let mut answers = vec![vec![], vec![good.clone()], vec![good.clone(), clock.clone(), clock.clone()]];
+    let mut answers =
+        vec![vec![], vec![good.clone()], vec![good.clone(), clock.clone(), clock.clone()]];
     answers.extend(nan.map(|clock| vec![good.clone(), clock]));
     for frames in answers {
         let mut handshake = Handshake::new(expectation(), [rank(0, 0)], (1, 1)).unwrap();
         handshake.request(at(0)).unwrap();
-        assert_eq!(handshake.received(&frames, at(1)).unwrap_err().kind(), Kind::Malformed, "{frames:?}");
+        assert_eq!(
+            handshake.received(&frames, at(1)).unwrap_err().kind(),
+            Kind::Malformed,
+            "{frames:?}"
+        );
         assert!(handshake.finish().is_err());
     }
     let mut handshake = Handshake::new(expectation(), [rank(0, 0)], (1, 1)).unwrap();
@@ -437,7 +468,10 @@ fn an_answer_of_another_form_ends_the_handshake() {
 #[test]
 fn a_worker_that_does_not_exist_is_never_asked_for() {
     for (wanted, sizes) in [(rank(0, 2), (1, 2)), (rank(1, 0), (1, 2)), (rank(0, 0), (0, 0))] {
-        assert_eq!(Handshake::new(expectation(), [wanted], sizes).unwrap_err().kind(), Kind::Invalid);
+        assert_eq!(
+            Handshake::new(expectation(), [wanted], sizes).unwrap_err().kind(),
+            Kind::Invalid
+        );
     }
     assert_eq!(Handshake::new(expectation(), [], (1, 1)).unwrap_err().kind(), Kind::Invalid);
 }
@@ -447,8 +481,10 @@ fn refusal(listener: &Listener, frames: &[&[u8]]) -> Result<(String, String, usi
     let answer = listener.answer(frames, at(0))?;
     let sent: Vec<&[u8]> = answer.frames().collect();
     assert_eq!(sent[0], frames[0]);
-    let payload =
-        sent.iter().find_map(|frame| HandshakePayload::decode(frame).ok()).expect("an answer has a payload");
+    let payload = sent
+        .iter()
+        .find_map(|frame| HandshakePayload::decode(frame).ok())
+        .expect("an answer has a payload");
     assert!(answer.refusal().is_some());
     assert!(payload.agent_metadata_bytes.is_empty());
     let refusal = payload.refusal.expect("these requests are refused");
@@ -460,7 +496,9 @@ fn an_unknown_rank_is_answered_in_words() {
     let mut listener = Listener::new(hash());
     let request = HandshakeRequest::new(rank(0, 5), Dialect::V0_33).unwrap().encode();
     let frames: [&[u8]; 3] = [b"d", b"", &request];
-    assert!(refusal(&listener, &frames).unwrap().0.contains("no worker has registered its memory yet"));
+    assert!(
+        refusal(&listener, &frames).unwrap().0.contains("no worker has registered its memory yet")
+    );
     listener.publish(rank(0, 1), &metadata("prefill"));
     let (words, in_place_of_hash, _) = refusal(&listener, &frames).unwrap();
     assert!(
@@ -520,7 +558,8 @@ fn a_listener_survives_every_malformed_request() {
         assert_eq!(error.kind(), Kind::Malformed);
     }
     // After all that, it answers as before.
-    let peer = shake(&listener, Handshake::new(expectation(), [rank(0, 0)], (1, 1)).unwrap()).unwrap();
+    let peer =
+        shake(&listener, Handshake::new(expectation(), [rank(0, 0)], (1, 1)).unwrap()).unwrap();
     assert_eq!(peer.workers[&rank(0, 0)], metadata("prefill"));
 }
 
@@ -529,7 +568,8 @@ fn any_envelope_that_zmq_makes_is_given_back() {
     let mut listener = Listener::new(hash());
     listener.publish(rank(0, 0), &metadata("prefill"));
     let request = HandshakeRequest::new(rank(0, 0), Dialect::V0_33).unwrap().encode();
-    for envelope in [vec![&b"d"[..], b""], vec![b"d"], vec![b"broker", b"d", b""], vec![&[255; 255][..], b""]]
+    for envelope in
+        [vec![&b"d"[..], b""], vec![b"d"], vec![b"broker", b"d", b""], vec![&[255; 255][..], b""]]
     {
         let mut message = envelope.clone();
         message.push(&request);
@@ -575,7 +615,8 @@ fn a_changed_registration_is_a_new_generation() {
     worker.agent_metadata = b"after sleep and wake".to_vec();
     listener.publish(rank(0, 0), &worker);
     assert_eq!(listener.registration_generation(), 1);
-    let peer = shake(&listener, Handshake::new(expectation(), [rank(0, 0)], (1, 1)).unwrap()).unwrap();
+    let peer =
+        shake(&listener, Handshake::new(expectation(), [rank(0, 0)], (1, 1)).unwrap()).unwrap();
     assert_eq!(peer.workers[&rank(0, 0)].agent_metadata, b"after sleep and wake");
 }
 

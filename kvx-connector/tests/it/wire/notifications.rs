@@ -95,7 +95,8 @@ fn many_requests_share_heartbeats_that_every_transport_carries() {
     for beat in &beats {
         let bytes = beat.encode();
         assert!(bytes.len() <= EngineNotification::MAX_HEARTBEAT);
-        let EngineNotification::Heartbeat { request_ids, .. } = EngineNotification::decode(&bytes).unwrap()
+        let EngineNotification::Heartbeat { request_ids, .. } =
+            EngineNotification::decode(&bytes).unwrap()
         else {
             panic!("{beat:?}")
         };
@@ -124,7 +125,8 @@ fn grants_are_read_as_they_were_written_and_bounded() {
     let mut many = PushRegistration::new("r", vec![vec![7]]);
     many.kvx_grants = vec![grant(0); PushGrant::MAX + 1];
     let error =
-        EngineNotification::decode(&EngineNotification::Registration(Box::new(many)).encode()).unwrap_err();
+        EngineNotification::decode(&EngineNotification::Registration(Box::new(many)).encode())
+            .unwrap_err();
     assert!(error.to_string().contains("kvx_grants"), "{error}");
     let bytes = sent.encode();
     let at = bytes.windows(10).position(|part| part == b"kvx_grants").unwrap() + 11;

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_connector::engine::{
-    Address, BlockLists, BlockReference, ClockOffset, ConnectorMeta, FailedLoad, FailureKind, Heartbeat,
-    Kept, LoadFailure, ReceiveOrder, RemoteEngine, RemoteRequest, RequestId, SendOrder, Time,
-    TransferFailure, Transferred, WorkerOutput, WorkerRank,
+    Address, BlockLists, BlockReference, ClockOffset, ConnectorMeta, FailedLoad, FailureKind,
+    Heartbeat, Kept, LoadFailure, ReceiveOrder, RemoteEngine, RemoteRequest, RequestId, SendOrder,
+    Time, TransferFailure, Transferred, WorkerOutput, WorkerRank,
 };
 use kvx_testkit::{Random, test};
 
@@ -140,8 +140,10 @@ impl Values {
                 peer: self.peer(),
                 blocks: self.blocks(),
                 expires_at_peer: self.maybe(Self::seconds),
-                reference: self
-                    .maybe(|values| BlockReference { pool: values.0.word(), stamp: values.0.word() }),
+                reference: self.maybe(|values| BlockReference {
+                    pool: values.0.word(),
+                    stamp: values.0.word(),
+                }),
             },
             computed: self.number(),
             end: self.number(),
@@ -166,8 +168,10 @@ impl Values {
             withdrawn: self.some(Self::request),
             receive: self.some(Self::order),
             cancel: self.some(Self::request),
-            heartbeats: self
-                .some(|values| Heartbeat { peer: values.peer(), requests: values.some(Self::request) }),
+            heartbeats: self.some(|values| Heartbeat {
+                peer: values.peer(),
+                requests: values.some(Self::request),
+            }),
         }
     }
 
@@ -200,7 +204,8 @@ impl Values {
                 (values.request(), if values.below(2) == 1 { Kept::Load } else { Kept::Request })
             }),
             clocks: self.some(|values| {
-                let offset = ClockOffset { seconds: values.seconds(), round_trip: values.duration() };
+                let offset =
+                    ClockOffset { seconds: values.seconds(), round_trip: values.duration() };
                 (values.text().into(), offset)
             }),
             failures: self.some(|values| TransferFailure {
@@ -209,7 +214,8 @@ impl Values {
                 remote_request: values.maybe(Self::request),
                 engine: values.maybe(|values| values.text().into()),
                 address: values.maybe(Self::address),
-                rank: values.maybe(|values| WorkerRank { pp: values.number(), tp: values.number() }),
+                rank: values
+                    .maybe(|values| WorkerRank { pp: values.number(), tp: values.number() }),
                 blocks: values.some(|values| values.number() as usize),
                 error: values.text(),
             }),
@@ -234,7 +240,11 @@ fn within_the_bound(bytes: &[u8]) -> (Option<ConnectorMeta>, Option<WorkerOutput
     let meta = ConnectorMeta::decode(bytes).ok();
     let output = WorkerOutput::decode(bytes).ok();
     let took = (MOST.get() - before) as usize;
-    assert!(took <= EACH * bytes.len() + ONCE, "{took} bytes of memory for {} that came", bytes.len());
+    assert!(
+        took <= EACH * bytes.len() + ONCE,
+        "{took} bytes of memory for {} that came",
+        bytes.len()
+    );
     (meta, output)
 }
 
@@ -263,8 +273,12 @@ fn what_is_cut_off_or_altered_is_taken_for_nothing_else(seed: u64) {
 /// Lists that announce more than there is, at every place where one is read.
 fn what_is_announced_takes_no_memory() {
     let million = 1_000_000;
-    for head in [&b"\x99\x00\xdd"[..], b"\x99\x00\x90\xdd", b"\x98\x00\xdd", b"\x98\x00\x90\x90\xdd"] {
-        for (announced, filler) in [(u32::MAX, 0x90), (1 << 20, 0xa0), (1 << 16, 0x9c), (1 << 20, 0x00)] {
+    for head in
+        [&b"\x99\x00\xdd"[..], b"\x99\x00\x90\xdd", b"\x98\x00\xdd", b"\x98\x00\x90\x90\xdd"]
+    {
+        for (announced, filler) in
+            [(u32::MAX, 0x90), (1 << 20, 0xa0), (1 << 16, 0x9c), (1 << 20, 0x00)]
+        {
             let mut bytes = [head, &announced.to_be_bytes()[..]].concat();
             bytes.resize(million, filler);
             within_the_bound(&bytes);
@@ -272,10 +286,12 @@ fn what_is_announced_takes_no_memory() {
     }
     // As long a list as is taken of the longest there are in memory for each byte.
     let names = vec![RequestId::from(""); 1 << 20];
-    let meta = ConnectorMeta { prefilling: names.clone(), dropped: names, ..ConnectorMeta::default() };
+    let meta =
+        ConnectorMeta { prefilling: names.clone(), dropped: names, ..ConnectorMeta::default() };
     let read = within_the_bound(&meta.encode().unwrap()).0;
     assert_eq!(read.map(|meta| meta.dropped.len()), Some(1 << 20));
-    let longer = ConnectorMeta { cancel: vec!["".into(); (1 << 20) + 1], ..ConnectorMeta::default() };
+    let longer =
+        ConnectorMeta { cancel: vec!["".into(); (1 << 20) + 1], ..ConnectorMeta::default() };
     assert!(ConnectorMeta::decode(&longer.encode().unwrap()).is_err());
 }
 
@@ -294,12 +310,14 @@ fn steps_and_outputs_are_read_as_written_within_a_bound() {
 #[test]
 fn reasons_are_cut_and_steps_beyond_the_bound_are_refused() {
     let why = "é".repeat(3000);
-    let failed = FailedLoad { request: "r".into(), failure: LoadFailure::Transfer(why), invalid: vec![] };
+    let failed =
+        FailedLoad { request: "r".into(), failure: LoadFailure::Transfer(why), invalid: vec![] };
     let output = WorkerOutput { failed_recving: vec![failed], ..WorkerOutput::default() };
     let read = WorkerOutput::decode(&output.encode().unwrap()).unwrap();
     assert_eq!(read.failed_recving[0].failure, LoadFailure::Transfer("é".repeat(2048)));
     let blocks = BlockLists::single(vec![u32::MAX; 7 << 20]);
     let order = SendOrder { request: "r".into(), expires: Time::default(), push: Some(blocks) };
-    let error = ConnectorMeta { send: vec![order], ..ConnectorMeta::default() }.encode().unwrap_err();
+    let error =
+        ConnectorMeta { send: vec![order], ..ConnectorMeta::default() }.encode().unwrap_err();
     assert!(error.to_string().contains("a step has"), "{error}");
 }

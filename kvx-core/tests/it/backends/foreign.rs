@@ -20,7 +20,8 @@ fn speaker(backends: &[&str], kind: &str) -> Result<String> {
         let backend = Still { name, placement, foreign_metadata, shutdown };
         registry.add(backend).expect("another name");
     }
-    let agent = Agent::builder("a").backends(backends.iter().copied()).build(&registry).expect("all open");
+    let agent =
+        Agent::builder("a").backends(backends.iter().copied()).build(&registry).expect("all open");
     agent.foreign_metadata(kind).map(|name| String::from_utf8(name).expect("a name"))
 }
 

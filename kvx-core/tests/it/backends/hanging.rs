@@ -10,7 +10,11 @@ use kvx_testkit::test;
 use super::still::Still;
 
 /// A backend that is opened without a list, and closes so.
-fn closing_by(name: &'static str, order: u32, shutdown: impl Fn(Ticket) + Send + Sync + 'static) -> Still {
+fn closing_by(
+    name: &'static str,
+    order: u32,
+    shutdown: impl Fn(Ticket) + Send + Sync + 'static,
+) -> Still {
     let placement = Placement { order, without_a_list: WithoutAList::Open, speaks_for: &[] };
     Still { name, placement, foreign_metadata: None, shutdown: Arc::new(shutdown) }
 }

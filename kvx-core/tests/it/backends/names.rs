@@ -69,7 +69,8 @@ impl Factory for Stub {
 }
 
 fn sentence(registry: &Registry, name: &str) -> (Kind, String) {
-    let error = registry.require(name, &Options::new()).err().expect("the test names what cannot be used");
+    let error =
+        registry.require(name, &Options::new()).err().expect("the test names what cannot be used");
     (error.kind(), error.to_string())
 }
 
@@ -81,7 +82,8 @@ fn an_unknown_name_gets_the_nearest_one_and_all_there_are() {
         sentence(&registry, "UXC"),
         (
             Kind::UnknownBackend,
-            "backend \"UXC\" is unknown; did you mean UCX? known: UCX, LIBFABRIC, RIXL, WIRE".into()
+            "backend \"UXC\" is unknown; did you mean UCX? known: UCX, LIBFABRIC, RIXL, WIRE"
+                .into()
         )
     );
     assert_eq!(
@@ -129,7 +131,10 @@ fn the_reason_shows_the_variable_as_it_is_and_leaves_out_what_is_not_there() {
     };
     assert_eq!(set.reason(), "libucp.so.0 not found (KVX_UCX_LIB=/opt/ucx/libucp.so.0)");
     let plain = Unavailable::because("no boot id", "mount /proc");
-    assert_eq!((plain.reason(), plain.to_string()), ("no boot id".into(), "no boot id: mount /proc".into()));
+    assert_eq!(
+        (plain.reason(), plain.to_string()),
+        ("no boot id".into(), "no boot id: mount /proc".into())
+    );
 }
 
 #[test]
@@ -170,7 +175,8 @@ fn an_agent_that_is_built_says_the_same_sentences() {
     let mut registry = Registry::new().know(KNOWN);
     registry.add(Stub::without_its_library()).unwrap().add(Stub::working("WIRE", 1)).unwrap();
     let refused = |names: &[&str]| {
-        let error = Agent::builder("a").backends(names.iter().copied()).build(&registry).unwrap_err();
+        let error =
+            Agent::builder("a").backends(names.iter().copied()).build(&registry).unwrap_err();
         (error.kind(), error.to_string())
     };
     for name in ["UXC", "LIBFABRIC", "NIXL", "ucx"] {
@@ -221,7 +227,8 @@ fn with_a_secret_a_library_that_asks_for_none_is_opened_in_words_only() {
     registry.add(Stub::working("SILENT", 3)).unwrap();
     let secret = || Secret::from_bytes([7; 32]);
     let opens = |name: &str, secret: Option<Secret>, options: &str| {
-        let builder = Agent::builder("agent").backends([name]).options(Options::parse(options).unwrap());
+        let builder =
+            Agent::builder("agent").backends([name]).options(Options::parse(options).unwrap());
         let builder = match secret {
             Some(secret) => builder.secret(secret),
             None => builder,

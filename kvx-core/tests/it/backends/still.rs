@@ -6,8 +6,8 @@ use kvx_core::transport::{
     Availability, Context, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
 };
 use kvx_core::{
-    Capabilities, Error, HeldUp, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp, Placement,
-    Result, Revocation, Ticket, Unavailable,
+    Capabilities, Error, HeldUp, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp,
+    Placement, Result, Revocation, Ticket, Unavailable,
 };
 
 const CAPABILITIES: Capabilities = Capabilities {

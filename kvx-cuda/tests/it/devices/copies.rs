@@ -14,10 +14,16 @@ pub(crate) const TESTS: &[(&str, Test)] = &[
     ("a_grid_is_one_call", a_grid_is_one_call),
     ("pieces_that_continue_each_other_are_one_call", pieces_that_continue_each_other_are_one_call),
     ("scattered_blocks_are_few_calls", scattered_blocks_are_few_calls),
-    ("scattered_blocks_of_memory_that_is_not_pinned", scattered_blocks_of_memory_that_is_not_pinned),
+    (
+        "scattered_blocks_of_memory_that_is_not_pinned",
+        scattered_blocks_of_memory_that_is_not_pinned,
+    ),
     ("hops_are_one_launch", hops_are_one_launch),
     ("more_hops_than_a_table_has", more_hops_than_a_table_has),
-    ("a_ticket_settles_after_its_copy_and_not_before", a_ticket_settles_after_its_copy_and_not_before),
+    (
+        "a_ticket_settles_after_its_copy_and_not_before",
+        a_ticket_settles_after_its_copy_and_not_before,
+    ),
     ("a_late_event_is_waited_for", a_late_event_is_waited_for),
 ];
 
@@ -36,8 +42,11 @@ fn bytes_go_in_and_come_out(bench: &Bench<'_>) {
 fn pieces(memory: &Memory, host: &Memory, blocks: &[(u64, usize)]) -> Vec<Piece> {
     let mut at = 0;
     let piece = |(offset, len): &(u64, usize)| {
-        let piece =
-            Piece { device: memory.address() + offset, host: host.as_ptr().wrapping_add(at), len: *len };
+        let piece = Piece {
+            device: memory.address() + offset,
+            host: host.as_ptr().wrapping_add(at),
+            len: *len,
+        };
         at += len;
         piece
     };
@@ -45,7 +54,12 @@ fn pieces(memory: &Memory, host: &Memory, blocks: &[(u64, usize)]) -> Vec<Piece>
 }
 
 /// Copies blocks out and, changed, back in; says how often each function was called for the first of these.
-fn out_and_in(bench: &Bench<'_>, host: &Memory, blocks: &[(u64, usize)], functions: &[&str]) -> Vec<u64> {
+fn out_and_in(
+    bench: &Bench<'_>,
+    host: &Memory,
+    blocks: &[(u64, usize)],
+    functions: &[&str],
+) -> Vec<u64> {
     let bytes = pattern(2, 1 << 20);
     let pool = filled(&bench.device, &bytes);
     let total: usize = blocks.iter().map(|(_, len)| len).sum();
@@ -68,14 +82,18 @@ fn out_and_in(bench: &Bench<'_>, host: &Memory, blocks: &[(u64, usize)], functio
     for (at, len) in blocks {
         changed[*at as usize..][..*len].iter_mut().for_each(|byte| *byte ^= 0xa5);
     }
-    assert!(all_of(&pool) == changed, "what went in is where it belongs, and nothing else has changed");
+    assert!(
+        all_of(&pool) == changed,
+        "what went in is where it belongs, and nothing else has changed"
+    );
     counted
 }
 
 fn a_grid_is_one_call(bench: &Bench<'_>) {
     let host = bench.device.pinned(1 << 20).unwrap();
     let grid: Vec<_> = (0..100).map(|at| (500 + at * 8192, 4096)).collect();
-    let calls = out_and_in(bench, &host, &grid, &[bench.maker.names.rows, bench.maker.names.launch]);
+    let calls =
+        out_and_in(bench, &host, &grid, &[bench.maker.names.rows, bench.maker.names.launch]);
     assert_eq!(calls, [1, 0]);
 }
 
@@ -83,8 +101,12 @@ fn pieces_that_continue_each_other_are_one_call(bench: &Bench<'_>) {
     let host = bench.device.pinned(1 << 20).unwrap();
     let row: Vec<_> = (0..64).map(|at| (100 + at * 1000, 1000)).collect();
     let names = &bench.maker.names;
-    let calls =
-        out_and_in(bench, &host, &row, &[names.rows, names.launch, names.batch.unwrap_or(names.rows)]);
+    let calls = out_and_in(
+        bench,
+        &host,
+        &row,
+        &[names.rows, names.launch, names.batch.unwrap_or(names.rows)],
+    );
     assert_eq!(calls, [0, 0, 0]);
 }
 
@@ -111,8 +133,11 @@ fn scattered_blocks_of_memory_that_is_not_pinned(bench: &Bench<'_>) {
 fn hop(bench: &Bench<'_>, blocks: &[(u64, u64, usize)]) -> u64 {
     let (source, target) = (pattern(3, 1 << 20), pattern(4, 1 << 20));
     let (from, to) = (filled(&bench.device, &source), filled(&bench.device, &target));
-    let hops =
-        |(a, b, len): &(u64, u64, usize)| Hop { from: from.address() + a, to: to.address() + b, len: *len };
+    let hops = |(a, b, len): &(u64, u64, usize)| Hop {
+        from: from.address() + a,
+        to: to.address() + b,
+        len: *len,
+    };
     let hops: Vec<_> = blocks.iter().map(hops).collect();
     let before = bench.control.calls(bench.maker.names.launch);
     // SAFETY: the hops lie in the pools, which outlive the wait, and write to each place once.
@@ -137,7 +162,8 @@ fn hops_are_one_launch(bench: &Bench<'_>) {
 }
 
 fn more_hops_than_a_table_has(bench: &Bench<'_>) {
-    let blocks: Vec<_> = (0..6000u64).map(|at| (at * 130 + at % 3, (5999 - at) * 170, 100)).collect();
+    let blocks: Vec<_> =
+        (0..6000u64).map(|at| (at * 130 + at % 3, (5999 - at) * 170, 100)).collect();
     assert_eq!(hop(bench, &blocks), 3);
 }
 
@@ -155,8 +181,13 @@ fn a_ticket_settles_after_its_copy_and_not_before(bench: &Bench<'_>) {
         unsafe { bench.device.copy(Direction::ToDevice, &[piece], ticket) };
         outcomes.push(outcome);
     }
-    until("the copies are started", || bench.control.calls(bench.maker.names.to_device) == copied + 5);
-    assert!(outcomes.iter().all(|outcome| outcome.lock().unwrap().is_none()), "the stream has not moved");
+    until("the copies are started", || {
+        bench.control.calls(bench.maker.names.to_device) == copied + 5
+    });
+    assert!(
+        outcomes.iter().all(|outcome| outcome.lock().unwrap().is_none()),
+        "the stream has not moved"
+    );
     bench.control.command("release");
     for outcome in &outcomes {
         until("a copy ends", || matches!(*outcome.lock().unwrap(), Some(Ok(()))));

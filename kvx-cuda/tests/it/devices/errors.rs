@@ -47,7 +47,8 @@ fn refused_in_the_middle(bench: &Bench<'_>) {
     bench.control.command(&format!("fail {} 999 1 3", bench.maker.names.to_device));
     bench.control.command("delay 3000");
     // SAFETY: the memory outlives the wait.
-    let error = settled(|done| unsafe { bench.device.copy(Direction::ToDevice, &pieces, done) }).unwrap_err();
+    let error = settled(|done| unsafe { bench.device.copy(Direction::ToDevice, &pieces, done) })
+        .unwrap_err();
     assert_eq!(error.native_detail().map(|native| native.code), Some(999));
     // It has settled, so the three that were started have ended: this is what no copy changes any more.
     let now = all_of(&pool);
@@ -114,7 +115,8 @@ fn unavailable(_: &Bench<'_>) {
         ("unavailable other-library", "no symbol", "too old"),
     ] {
         let child = Child::start_self(ROLE, role).expect("a process starts");
-        let why = child.hear(LONG).expect("a process without a device says why, and does not panic");
+        let why =
+            child.hear(LONG).expect("a process without a device says why, and does not panic");
         assert!(why.contains(reason) && why.contains(cure), "{role}: {why}");
     }
 }
@@ -144,7 +146,8 @@ pub(crate) fn break_the_device(bench: &Bench<'_>) {
                 match at % 2 {
                     0 => bench.device.copy(Direction::ToDevice, &[piece], ticket),
                     _ => {
-                        let hop = Hop { from: pool.address(), to: pool.address() + 4096, len: 4096 };
+                        let hop =
+                            Hop { from: pool.address(), to: pool.address() + 4096, len: 4096 };
                         bench.device.hop(&[hop], ticket);
                     }
                 }

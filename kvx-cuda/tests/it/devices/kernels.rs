@@ -15,7 +15,8 @@ pub(crate) const ANYWHERE: &[(&str, Test)] = &[
     ("sides_of_different_counts_are_refused", different_counts),
 ];
 
-pub(crate) const TESTS: &[(&str, Test)] = &[("a_gather_and_a_scatter_are_one_launch_each", one_launch_each)];
+pub(crate) const TESTS: &[(&str, Test)] =
+    &[("a_gather_and_a_scatter_are_one_launch_each", one_launch_each)];
 
 /// Collects blocks of two grids, spreads them over another pool, and compares with the reference.
 pub(crate) fn gather_scatter(bench: &Bench<'_>, indices: &[u32], stride: u64, length: u64) {
@@ -34,13 +35,15 @@ pub(crate) fn gather_scatter(bench: &Bench<'_>, indices: &[u32], stride: u64, le
     let chosen: Arc<[u32]> = indices.into();
     let at = DevicePtr(packed.address());
     // SAFETY: all blocks lie in pools that outlive the waits, here and below.
-    settled(|done| unsafe { bench.device.gather(at, &grids(pool.address()), &chosen, done) }).unwrap();
+    settled(|done| unsafe { bench.device.gather(at, &grids(pool.address()), &chosen, done) })
+        .unwrap();
     let mut expected = vec![0; packed.len()];
     reference::gather(&bytes, &grids(0), indices, &mut expected).unwrap();
     assert!(all_of(&packed) == expected);
     let other = bench.device.pool(1 << 20).build().unwrap();
     // SAFETY: as above.
-    settled(|done| unsafe { bench.device.scatter(at, &grids(other.address()), &chosen, done) }).unwrap();
+    settled(|done| unsafe { bench.device.scatter(at, &grids(other.address()), &chosen, done) })
+        .unwrap();
     let mut spread = vec![0; 1 << 20];
     reference::scatter(&mut spread, &grids(0), indices, &expected).unwrap();
     assert!(all_of(&other) == spread);
@@ -95,7 +98,8 @@ fn different_counts(bench: &Bench<'_>) {
     let side = |count| BlocksAt { base: DevicePtr(4096), stride: 64, chosen: Chosen::First(count) };
     let swap = Swap::heads_to_tokens(2, 2, 16);
     // SAFETY: nothing is copied.
-    let error = settled(|done| unsafe { bench.device.permute(&side(1), &side(2), swap, done) }).unwrap_err();
+    let error = settled(|done| unsafe { bench.device.permute(&side(1), &side(2), swap, done) })
+        .unwrap_err();
     assert_eq!(error.kind(), Kind::Invalid);
 }
 

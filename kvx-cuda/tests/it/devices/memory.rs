@@ -25,7 +25,8 @@ pub(crate) const TESTS: &[(&str, Test)] = &[
 /// Processes of their own: a library has one version.
 fn every_release(bench: &Bench<'_>) {
     for release in bench.maker.releases {
-        let child = Child::start_self(ROLE, &format!("release {release}")).expect("a process starts");
+        let child =
+            Child::start_self(ROLE, &format!("release {release}")).expect("a process starts");
         assert_eq!(child.hear(LONG).expect("it tells memory apart"), "told apart", "{release}");
     }
 }
@@ -44,7 +45,10 @@ fn the_same_each_time(bench: &Bench<'_>) {
     assert_eq!(about.len(), 2);
     assert_ne!(about[0].id, about[1].id);
     assert_eq!((about[0].ordinal, about[1].ordinal), (0, 1));
-    assert!(about.iter().all(|about| !about.name.is_empty() && about.bus.contains(':')), "{about:?}");
+    assert!(
+        about.iter().all(|about| !about.name.is_empty() && about.bus.contains(':')),
+        "{about:?}"
+    );
 }
 
 fn memory_is_given_back(bench: &Bench<'_>) {

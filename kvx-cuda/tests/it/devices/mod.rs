@@ -132,7 +132,11 @@ fn check(maker: &'static Maker, test: Test) -> Check {
         test(bench);
         bench.control.0.map_or(0, Control::faults)
     });
-    if faults == 0 { Ok(()) } else { Err(Failure::new(format!("memory was misused {faults} times"))) }
+    if faults == 0 {
+        Ok(())
+    } else {
+        Err(Failure::new(format!("memory was misused {faults} times")))
+    }
 }
 
 /// Bytes that tell where they are from.

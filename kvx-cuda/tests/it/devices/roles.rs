@@ -3,7 +3,9 @@
 use std::io::{BufRead as _, Write as _};
 
 use super::sharing::{SHARED, hex, map_anothers, owned, read, sum, unhex};
-use super::{Bench, Maker, all_of, errors, filled, kernels, memory, settled, tickets, with_a_device};
+use super::{
+    Bench, Maker, all_of, errors, filled, kernels, memory, settled, tickets, with_a_device,
+};
 use kvx_core::memory::{DeviceAccess as _, IpcHandle};
 use kvx_core::{DeviceId, Kind};
 use kvx_gpu::kernels::Swap;
@@ -76,10 +78,18 @@ fn own(maker: &'static Maker, visible: &str, mapped: bool) {
         let pool = bench.device.pool(1 << 20);
         let pool = if mapped { pool.virtual_memory() } else { pool }.build().expect("a pool");
         pool.copy_in(0, &owned()).expect("a pool takes bytes");
-        let handle =
-            bench.device.share(pool.address() + SHARED.0 as u64, SHARED.1).expect("a pool is shared");
+        let handle = bench
+            .device
+            .share(pool.address() + SHARED.0 as u64, SHARED.1)
+            .expect("a pool is shared");
         let about = bench.device.about();
-        say(&format!("{} {} {} {}", about.ordinal, hex(&about.id.0), handle.offset, hex(&handle.bytes)));
+        say(&format!(
+            "{} {} {} {}",
+            about.ordinal,
+            hex(&about.id.0),
+            handle.offset,
+            hex(&handle.bytes)
+        ));
         hear();
         drop(pool);
     });
@@ -125,7 +135,8 @@ fn without_kernels(bench: &Bench<'_>) {
     let (to, from) = (side(to.address()), side(from.address()));
     let swap = Swap::heads_to_tokens(2, 4, 64);
     // SAFETY: as above.
-    let error = settled(|done| unsafe { bench.device.permute(&to, &from, swap, done) }).unwrap_err();
+    let error =
+        settled(|done| unsafe { bench.device.permute(&to, &from, swap, done) }).unwrap_err();
     assert!([Kind::Native, Kind::Unavailable].contains(&error.kind()), "{error}");
     say("copied, not permuted");
 }

@@ -48,7 +48,9 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 }
 
 pub(crate) fn unhex(text: &str) -> Vec<u8> {
-    (0..text.len() / 2).map(|at| u8::from_str_radix(&text[2 * at..][..2], 16).expect("hex")).collect()
+    (0..text.len() / 2)
+        .map(|at| u8::from_str_radix(&text[2 * at..][..2], 16).expect("hex"))
+        .collect()
 }
 
 /// What an owner's pool holds, from the offset on that it shares.
@@ -60,7 +62,11 @@ pub(crate) fn owned() -> Vec<u8> {
 pub(crate) const SHARED: (usize, usize) = (4096, 500_000);
 
 /// Reads all of what is shared, in scattered blocks.
-pub(crate) fn read(bench: &Bench<'_>, owner: DeviceId, handle: &IpcHandle) -> kvx_core::Result<Vec<u8>> {
+pub(crate) fn read(
+    bench: &Bench<'_>,
+    owner: DeviceId,
+    handle: &IpcHandle,
+) -> kvx_core::Result<Vec<u8>> {
     let len = SHARED.1;
     let theirs = Arc::clone(&bench.device).open(owner, handle, len)?;
     assert_eq!(theirs.device(), owner);
@@ -124,7 +130,10 @@ fn opened_once(bench: &Bench<'_>) {
     drop(second);
     assert_eq!(bench.control.calls(close), before.1 + 1);
     drop(device().open(owner.device, &later, 1000).unwrap());
-    assert_eq!((bench.control.calls(open), bench.control.calls(close)), (before.0 + 2, before.1 + 2));
+    assert_eq!(
+        (bench.control.calls(open), bench.control.calls(close)),
+        (before.0 + 2, before.1 + 2)
+    );
 }
 
 fn an_owners_death(bench: &Bench<'_>) {
@@ -148,13 +157,16 @@ fn opened_in_place(bench: &Bench<'_>) {
     let again = Arc::clone(&bench.device).open(bench.device.about().id, &handle, 200_000).unwrap();
     assert_eq!(again.address(), pool.address() + 1000);
     drop((again, pool));
-    let gone = Arc::clone(&bench.device).open(bench.device.about().id, &handle, 200_000).unwrap_err();
+    let gone =
+        Arc::clone(&bench.device).open(bench.device.about().id, &handle, 200_000).unwrap_err();
     assert!([Kind::Revoked, Kind::Native].contains(&gone.kind()), "{gone}");
 }
 
 fn made_up(bench: &Bench<'_>) {
     let owner = Owner::start("owner 0");
-    let open = |handle: &IpcHandle, len| Arc::clone(&bench.device).open(owner.device, handle, len).map(drop);
+    let open = |handle: &IpcHandle, len| {
+        Arc::clone(&bench.device).open(owner.device, handle, len).map(drop)
+    };
     let good = &owner.handle;
     let far = IpcHandle { offset: 1 << 40, ..good.clone() };
     assert_eq!(open(&far, 10).unwrap_err().kind(), Kind::Malformed);
@@ -191,7 +203,8 @@ fn virtual_memory(bench: &Bench<'_>) {
     assert!(all_of(&pool) == bytes);
     bench.device.dma_buf(pool.address(), pool.len()).unwrap();
     let handle = bench.device.share(pool.address(), pool.len()).unwrap();
-    let again = Arc::clone(&bench.device).open(bench.device.about().id, &handle, pool.len()).unwrap();
+    let again =
+        Arc::clone(&bench.device).open(bench.device.about().id, &handle, pool.len()).unwrap();
     assert_eq!(again.address(), pool.address());
     drop((again, pool));
     assert_eq!(bench.control.allocated(), before);
@@ -210,7 +223,8 @@ fn virtual_memory(bench: &Bench<'_>) {
 /// Processes of their own: a library has one version.
 fn every_release(bench: &Bench<'_>) {
     for release in bench.maker.releases {
-        let child = Child::start_self(ROLE, &format!("mapping {release}")).expect("a process starts");
+        let child =
+            Child::start_self(ROLE, &format!("mapping {release}")).expect("a process starts");
         assert_eq!(child.hear(LONG).expect("it maps another's memory"), "mapped", "{release}");
     }
 }

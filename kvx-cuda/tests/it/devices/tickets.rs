@@ -14,11 +14,13 @@ pub(crate) const ANYWHERE: &[(&str, Test)] = &[
     ("a_fork_is_told_so_and_touches_nothing", a_fork),
 ];
 
-pub(crate) const TESTS: &[(&str, Test)] = &[("a_stream_of_the_programs_is_waited_for_when_asked", after)];
+pub(crate) const TESTS: &[(&str, Test)] =
+    &[("a_stream_of_the_programs_is_waited_for_when_asked", after)];
 
 fn after(bench: &Bench<'_>) {
     let bytes = pattern(41, 64 << 10);
-    let (from, to) = (filled(&bench.device, &bytes), bench.device.pool(bytes.len()).build().unwrap());
+    let (from, to) =
+        (filled(&bench.device, &bytes), bench.device.pool(bytes.len()).build().unwrap());
     bench.control.command("delay 50000");
     let stream = (bench.maker.copy_on_a_stream)(from.address(), to.address(), bytes.len());
     bench.control.command("delay 0");
@@ -43,7 +45,8 @@ fn a_ticket_that_panics(bench: &Bench<'_>) {
     let pool = filled(&bench.device, &bytes);
     let hop = Hop { from: pool.address(), to: pool.address() + 1024, len: 1024 };
     // A panic of which the hook says nothing: what a log shows of panics is what nobody wanted.
-    let ticket = Ticket::new(|_| std::panic::resume_unwind(Box::new("a ticket of the program's panics")));
+    let ticket =
+        Ticket::new(|_| std::panic::resume_unwind(Box::new("a ticket of the program's panics")));
     // SAFETY: the pool outlives the wait for the second hop, which ends after the first.
     unsafe { bench.device.hop(&[hop], ticket) };
     // SAFETY: as above.
@@ -119,7 +122,8 @@ fn calls_of_a_fork(bench: &Bench<'_>, (pool, pinned): (Memory, Memory)) -> Optio
         device.pinned(64).map(drop),
         device.pool(64).build().map(drop),
     ];
-    let refused = |answer: &Result<()>| answer.as_ref().is_err_and(|error| error.kind() == Kind::Forked);
+    let refused =
+        |answer: &Result<()>| answer.as_ref().is_err_and(|error| error.kind() == Kind::Forked);
     drop((pool, pinned));
     answers.iter().position(|answer| !refused(answer)).map(|at| at as i32 + 1)
 }

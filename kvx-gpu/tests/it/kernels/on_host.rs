@@ -31,9 +31,11 @@ impl OnHost {
     /// # Safety
     /// Its parameters are addresses of this process, and what the kernel does with them is right.
     pub(crate) unsafe fn run(&self, launch: &Launch) {
-        let kernel = ENTRIES.iter().position(|entry| *entry == launch.entry).expect("a kernel of ours");
+        let kernel =
+            ENTRIES.iter().position(|entry| *entry == launch.entry).expect("a kernel of ours");
         // SAFETY: `on_host.cpp` defines it so.
-        let run: Symbol<'_, Run> = unsafe { self.0.get(b"kvx_launch_on_host") }.expect("it is there");
+        let run: Symbol<'_, Run> =
+            unsafe { self.0.get(b"kvx_launch_on_host") }.expect("it is there");
         // SAFETY: the caller answers for the addresses; there are as many parameters as the kernel takes, which
         // `the_compiled_kernels_take_what_is_launched` compares.
         unsafe { run(kernel as u32, launch.grid.as_ptr(), launch.parameters.as_ptr()) };
@@ -42,9 +44,17 @@ impl OnHost {
 
 fn compile() -> Option<OnHost> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let library = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("kernels-{}.so", std::process::id()));
+    let library =
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("kernels-{}.so", std::process::id()));
     let mut compile = Command::new("c++");
-    compile.args(["-std=c++17", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-Wno-unknown-pragmas"]);
+    compile.args([
+        "-std=c++17",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-fno-strict-aliasing",
+        "-Wno-unknown-pragmas",
+    ]);
     // A unit wider than an address is aligned to, which this processor would let pass, ends the test.
     compile.args(["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]);
     compile.arg("-I").arg(root.join("src/kernels")).arg(root.join("tests/it/kernels/on_host.cpp"));

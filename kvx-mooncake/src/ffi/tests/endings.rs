@@ -87,8 +87,13 @@ fn a_batch_that_has_failed_is_not_over_while_one_of_its_pieces_moves() {
         // SAFETY: as above.
         unsafe { theirs.register(far, LEN, "*") }.expect("it is free");
         let segment = ours.open_segment(theirs.name()).expect("it is there");
-        let piece =
-            |at: u64| EnginePiece { op: Op::Read, local: near + at, segment, remote: far + at, len: 4096 };
+        let piece = |at: u64| EnginePiece {
+            op: Op::Read,
+            local: near + at,
+            segment,
+            remote: far + at,
+            len: 4096,
+        };
         SECOND_MOVES.store(true, Ordering::SeqCst);
         // SAFETY: the memory stays for ever.
         let batch = unsafe { ours.submit(&[piece(0), piece(4096)]) }.expect("it is taken");
@@ -214,15 +219,21 @@ fn memory_is_given_back_when_what_the_dead_had_sent_was_read_to_its_end() {
     const TEST: &str = "memory_is_given_back_when_what_the_dead_had_sent_was_read_to_its_end";
     let Some((real, functions, of_adapter)) = real(TEST) else { return };
     let listens = Functions { installTransport: listens_too, ..functions };
-    let owner = agent("owner", Arc::new(Over(Box::leak(Box::new(real.with(listens, Some(of_adapter)))))));
-    let region = |name| owner.register(name, Arc::new(Memory::owned(vec![0; LEN]))).expect("it is free");
+    let owner =
+        agent("owner", Arc::new(Over(Box::leak(Box::new(real.with(listens, Some(of_adapter)))))));
+    let region =
+        |name| owner.register(name, Arc::new(Memory::owned(vec![0; LEN]))).expect("it is free");
     let listener = DATA_PORT.lock().expect("nobody panics").take().expect("a port is free");
     let port = listener.local_addr().expect("it has one").port();
     let sender = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).expect("somebody listens");
     let receiver = listener.accept().expect("somebody has connected").0;
-    region("of the living").revoke(CUT_OFF).wait(CUT_OFF).expect("whoever lives is asked otherwise");
+    region("of the living")
+        .revoke(CUT_OFF)
+        .wait(CUT_OFF)
+        .expect("whoever lives is asked otherwise");
     drop(sender);
-    let why = region("of the dead").revoke(SHORT).wait(CUT_OFF).expect_err("it was not read to its end");
+    let why =
+        region("of the dead").revoke(SHORT).wait(CUT_OFF).expect_err("it was not read to its end");
     assert_eq!(why.kind(), Kind::StillShared, "{why}");
     drop(receiver);
     region("of nobody").revoke(CUT_OFF).wait(CUT_OFF).expect("all is read");

@@ -27,14 +27,16 @@ pub(super) fn adapter() -> Option<PathBuf> {
 }
 
 /// The real library with its functions; or the test is skipped.
-pub(super) fn real(test: &str) -> Option<(&'static Library, Functions, adapter_bindings::Functions)> {
+pub(super) fn real(
+    test: &str,
+) -> Option<(&'static Library, Functions, adapter_bindings::Functions)> {
     let Some(file) = adapter() else {
         let why = "Mooncake's wheel and the adapter are not there";
         kvx_testkit::skip(test, why, "cargo xtask peers mooncake");
         return None;
     };
-    let library =
-        Library::open(&Wanted { files: vec![file], ..Wanted::default() }).expect("the real one passes");
+    let library = Library::open(&Wanted { files: vec![file], ..Wanted::default() })
+        .expect("the real one passes");
     let of_adapter = *library.adapter().expect("that is the adapter");
     let (functions, of_adapter) = *REAL.get_or_init(|| (*library.functions(), of_adapter));
     Some((library, functions, of_adapter))

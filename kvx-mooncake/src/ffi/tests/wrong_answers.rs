@@ -76,7 +76,11 @@ unsafe extern "C" fn another_error(
     if code == 0 { 0 } else { 302 }
 }
 
-unsafe extern "C" fn all_is_completed(_: *mut c_void, _: u64, status: *mut transfer_status) -> c_int {
+unsafe extern "C" fn all_is_completed(
+    _: *mut c_void,
+    _: u64,
+    status: *mut transfer_status,
+) -> c_int {
     // SAFETY: the place that the caller gave for the answer.
     unsafe { *status = transfer_status { status: 4, transferred_bytes: 16 } };
     0
@@ -140,7 +144,11 @@ unsafe extern "C" fn no_reason() -> *const c_char {
     c"".as_ptr()
 }
 
-unsafe extern "C" fn no_transport(_: *mut c_void, _: *const c_char, _: *mut *mut c_void) -> *mut c_void {
+unsafe extern "C" fn no_transport(
+    _: *mut c_void,
+    _: *const c_char,
+    _: *mut *mut c_void,
+) -> *mut c_void {
     null_mut()
 }
 
@@ -159,7 +167,11 @@ unsafe extern "C" fn piece_counted(
     unsafe { (real_functions().getTransferStatus)(engine, batch, task, status) }
 }
 
-unsafe extern "C" fn batch_counted(engine: *mut c_void, batch: u64, status: *mut transfer_status) -> c_int {
+unsafe extern "C" fn batch_counted(
+    engine: *mut c_void,
+    batch: u64,
+    status: *mut transfer_status,
+) -> c_int {
     BATCHES_ASKED.fetch_add(1, Ordering::Relaxed);
     // SAFETY: the caller's arguments.
     unsafe { (real_adapter_functions().kvx_mooncake_batch_status)(engine, batch, status) }
@@ -182,7 +194,9 @@ unsafe extern "C" fn devices_noted(
         let named = std::slice::from_raw_parts(devices, count).iter();
         let named = named.map(|device| CStr::from_ptr(*device).to_string_lossy().into_owned());
         *DEVICES.lock().expect("nobody panics with it") = named.collect();
-        (real_adapter_functions().kvx_mooncake_create)(metadata, name, ip, port, discovers, devices, count)
+        (real_adapter_functions().kvx_mooncake_create)(
+            metadata, name, ip, port, discovers, devices, count,
+        )
     }
 }
 
@@ -221,7 +235,8 @@ fn an_engine_that_answers_wrongly_is_refused_with_the_reason() {
     ask(failed_is_completed, &["state", "Completed(16)"]);
     ask(no_task_is_wrong, &["not there", "should be an error"]);
     ask(another_error, &["not there", "out of memory"]);
-    let whole = adapter_bindings::Functions { kvx_mooncake_batch_status: all_is_completed, ..of_adapter };
+    let whole =
+        adapter_bindings::Functions { kvx_mooncake_batch_status: all_is_completed, ..of_adapter };
     refused(functions, whole, &["batch's state", "Completed(16)"]);
     let silent = adapter_bindings::Functions { kvx_mooncake_error: no_reason, ..of_adapter };
     refused(functions, silent, &["not there", "no reason"]);
@@ -229,7 +244,11 @@ fn an_engine_that_answers_wrongly_is_refused_with_the_reason() {
     refused(misplaced, of_adapter, &["reading: byte 5000 is"]);
     let reads = Functions { submitTransfer: writes_read, ..functions };
     refused(reads, of_adapter, &["writing: byte 11 is"]);
-    refused(Functions { openSegmentNoCache: no_segment, ..functions }, of_adapter, &["segment", "metadata"]);
+    refused(
+        Functions { openSegmentNoCache: no_segment, ..functions },
+        of_adapter,
+        &["segment", "metadata"],
+    );
     let unregistered = Functions { registerLocalMemory: no_registration, ..functions };
     refused(unregistered, of_adapter, &["reading", "Failed"]);
     let mute = Functions { genNotifyInEngine: sent_nothing, ..functions };
@@ -249,7 +268,8 @@ fn an_engine_without_the_adapters_functions_is_tried_all_the_same() {
     let refused = |wrong: Functions, said: &[&str]| {
         is_refused(&real.with(wrong, None), self_test::PATIENCE, said);
     };
-    let ask = |ask: Ask, said: &[&str]| refused(Functions { getTransferStatus: ask, ..functions }, said);
+    let ask =
+        |ask: Ask, said: &[&str]| refused(Functions { getTransferStatus: ask, ..functions }, said);
     ask(a_byte_less, &["reading", "Completed(300000)"]);
     ask(failed_is_completed, &["reading unregistered memory", "Completed(16)"]);
     ask(no_task_is_wrong, &["not there", "should be an error"]);
@@ -267,9 +287,11 @@ fn a_batch_is_asked_for_as_a_whole_where_that_can_be_and_else_piece_by_piece() {
     const LEN: u64 = 512;
     let Some((real, functions, of_adapter)) = real(TEST) else { return };
     let counted = Functions { getTransferStatus: piece_counted, ..functions };
-    let whole = adapter_bindings::Functions { kvx_mooncake_batch_status: batch_counted, ..of_adapter };
+    let whole =
+        adapter_bindings::Functions { kvx_mooncake_batch_status: batch_counted, ..of_adapter };
     // For the life of the process: a batch that went wrong may still be under way.
-    let [near, far] = [0, 7].map(|byte| Vec::leak(vec![byte; COUNT * LEN as usize]).as_mut_ptr() as u64);
+    let [near, far] =
+        [0, 7].map(|byte| Vec::leak(vec![byte; COUNT * LEN as usize]).as_mut_ptr() as u64);
     for of_adapter in [Some(whole), None] {
         let ours = engine(real.with(counted, of_adapter), &[]).expect("an engine");
         let theirs = engine(real.with(functions, of_adapter), &[]).expect("another");
@@ -294,7 +316,9 @@ fn a_batch_is_asked_for_as_a_whole_where_that_can_be_and_else_piece_by_piece() {
             // SAFETY: the memory stays for ever.
             let batch = unsafe { ours.submit(&pieces) }.expect("it is taken");
             let until = begun + self_test::PATIENCE;
-            while (0..COUNT).any(|piece| ours.task(&batch, piece).expect("it is there") == State::Moving) {
+            while (0..COUNT)
+                .any(|piece| ours.task(&batch, piece).expect("it is there") == State::Moving)
+            {
                 assert!(Instant::now() < until, "the pieces do not end");
                 std::thread::yield_now();
             }
@@ -302,14 +326,22 @@ fn a_batch_is_asked_for_as_a_whole_where_that_can_be_and_else_piece_by_piece() {
             counts.iter().for_each(|count| count.store(0, Ordering::Relaxed));
             let mut batches = Batches::default();
             let (job, endpoint) = (JobId::from_number(1), EndpointId::from_number(1));
-            batches.push(Moving::new(batch, job, endpoint, theirs.name().into(), [LEN; COUNT].into()));
+            batches.push(Moving::new(
+                batch,
+                job,
+                endpoint,
+                theirs.name().into(),
+                [LEN; COUNT].into(),
+            ));
             let ended = batches.look_at_next(&ours, begun).expect("all its pieces have ended");
             assert_eq!(ended.failed.is_some(), beyond > 0);
             ours.free(ended.batch);
             let asked = counts.map(|count| count.load(Ordering::Relaxed));
             match (of_adapter.is_some(), beyond > 0) {
                 (true, false) => assert_eq!(asked, [0, 1]),
-                (exported, _) => assert!(asked[0] >= COUNT && asked[1] == usize::from(exported), "{asked:?}"),
+                (exported, _) => {
+                    assert!(asked[0] >= COUNT && asked[1] == usize::from(exported), "{asked:?}")
+                }
             }
         }
     }
@@ -353,7 +385,9 @@ fn the_engine_is_told_on_which_device_memory_is() {
     for (node, at, host) in [(None, 1, "*"), (Some("cpu:1"), 2, "cpu:1")] {
         let (weak, ranges) = (Arc::downgrade(&engine), Arc::<Ranges>::default());
         let enrolment = Enrolment { engine: weak, ranges, node: node.map(str::to_owned) };
-        for (memory, location) in [(device.allocate(4096), &*gpu), (Memory::owned(vec![0; 64]), host)] {
+        for (memory, location) in
+            [(device.allocate(4096), &*gpu), (Memory::owned(vec![0; 64]), host)]
+        {
             enrolment.register(RegionId(at), &Arc::new(memory)).expect("it is noted");
             assert_eq!(*LOCATION.lock().expect("nobody panics with it"), location);
         }

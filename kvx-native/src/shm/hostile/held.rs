@@ -9,7 +9,8 @@ use kvx_backend::control::{ControlMessage as Shared, HeldBytes};
 use kvx_backend::reactor::{Outbox, Progress as _, Queued};
 use kvx_core::transport::{self, Context, Events, LinkState, RegionSpec};
 use kvx_core::{
-    Grid, Identity, Incarnation, Invitation, LinkId, Memory, Options, Placed, RegionId, RegionKey, Sender,
+    Grid, Identity, Incarnation, Invitation, LinkId, Memory, Options, Placed, RegionId, RegionKey,
+    Sender,
 };
 use kvx_testkit::newcomers_amid;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -29,7 +30,8 @@ impl Another {
     fn to(name: &[u8], connections: usize) -> (Self, Vec<Raw>) {
         let fresh = || {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
+            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+                .unwrap()
         };
         let sockets: Vec<OwnedFd> = (0..connections).map(|_| fresh()).collect();
         let numbers: Vec<_> = sockets.iter().map(AsRawFd::as_raw_fd).collect();
@@ -250,7 +252,10 @@ fn parts_of_writes_count_until_they_are_done_whether_their_connection_is_there_o
     let land_all = |machine: &mut Machine| {
         let until = Instant::now() + CUT_OFF;
         while machine.flights.any() {
-            assert!(machine.copying.is_idle_by(until) && Instant::now() < until, "a part does not land");
+            assert!(
+                machine.copying.is_idle_by(until) && Instant::now() < until,
+                "a part does not land"
+            );
             for number in machine.flights.landed() {
                 machine.landed(number, &mut Outbox::default());
             }

@@ -24,8 +24,13 @@ enum Fate {
     Killed(Who),
 }
 
-const FATES: [Fate; 5] =
-    [Fate::Well, Fate::Closed, Fate::Broken, Fate::Killed(Who::Initiator), Fate::Killed(Who::Owner)];
+const FATES: [Fate; 5] = [
+    Fate::Well,
+    Fate::Closed,
+    Fate::Broken,
+    Fate::Killed(Who::Initiator),
+    Fate::Killed(Who::Owner),
+];
 
 /// Something happens.
 fn step(pair: &mut Pair) {

@@ -15,7 +15,10 @@ impl Pair {
         let is_open = |place: &Place| place.revoked.is_none();
         self.told.is_empty()
             && self.slots.iter().all(|slot| {
-                slot.posted.is_none() && is_open(&slot.local) && is_open(&slot.source) && is_open(&slot.sink)
+                slot.posted.is_none()
+                    && is_open(&slot.local)
+                    && is_open(&slot.source)
+                    && is_open(&slot.sink)
             })
     }
 
@@ -26,18 +29,22 @@ impl Pair {
 
     /// What is under way, for whoever reads of a failure.
     pub(super) fn standing(&self) -> String {
-        let link =
-            self.link.as_ref().map(|link| (link.wiring.id, link.wiring.gone.get(), self.up().is_some()));
+        let link = self
+            .link
+            .as_ref()
+            .map(|link| (link.wiring.id, link.wiring.gone.get(), self.up().is_some()));
         let phases = [&self.initiator, &self.owner].map(|end| {
             let all = end.machine.connections.iter();
-            all.map(|(_, one)| format!("{:?}, {} packets wait", one.phase, one.queued())).collect::<Vec<_>>()
+            all.map(|(_, one)| format!("{:?}, {} packets wait", one.phase, one.queued()))
+                .collect::<Vec<_>>()
         });
-        let posted =
-            self.slots.iter().map(|slot| slot.posted.as_ref().map(|posted| (posted.op, &posted.ends_by)));
-        let revoked = self
+        let posted = self
             .slots
             .iter()
-            .map(|slot| [&slot.local, &slot.source, &slot.sink].map(|place| place.revoked.is_some()));
+            .map(|slot| slot.posted.as_ref().map(|posted| (posted.op, &posted.ends_by)));
+        let revoked = self.slots.iter().map(|slot| {
+            [&slot.local, &slot.source, &slot.sink].map(|place| place.revoked.is_some())
+        });
         format!(
             "the link: {link:?}; connections: {phases:?}; transfers: {:?}; {} notifications; taken back: {:?}",
             posted.collect::<Vec<_>>(),
@@ -58,10 +65,16 @@ impl Pair {
             match result {
                 Ok(()) => {
                     acknowledged += 1;
-                    assert!(inbox.has(told.number), "a notification was acknowledged that has not come");
+                    assert!(
+                        inbox.has(told.number),
+                        "a notification was acknowledged that has not come"
+                    );
                 }
                 Err(why) => {
-                    assert!(told.ends_by.contains(&why.kind()), "a notification failed for no reason: {why}");
+                    assert!(
+                        told.ends_by.contains(&why.kind()),
+                        "a notification failed for no reason: {why}"
+                    );
                 }
             }
             false
@@ -71,7 +84,8 @@ impl Pair {
 
     fn settle_transfer(&mut self, at: usize) {
         let slot = &mut self.slots[at];
-        let Some(result) = slot.posted.as_ref().and_then(|posted| posted.outcome.get("a transfer")).cloned()
+        let Some(result) =
+            slot.posted.as_ref().and_then(|posted| posted.outcome.get("a transfer")).cloned()
         else {
             return;
         };
@@ -93,7 +107,8 @@ impl Pair {
             let mut expected = std::mem::take(&mut into.content);
             let [to_order, from_order] = orders.map(|by| indices(slot.shape, posted.is_list, by));
             for number in 0..to_order.len() {
-                let [to, from] = [&to_order, &from_order].map(|order| order.at(number) as usize * block);
+                let [to, from] =
+                    [&to_order, &from_order].map(|order| order.at(number) as usize * block);
                 expected[to..to + block].copy_from_slice(&posted.from[from..from + block]);
             }
             assert!(now == expected || posted.orphan, "a {:?} brought wrong bytes", posted.op);
@@ -101,7 +116,11 @@ impl Pair {
         // A killed owner's memory may be anybody's by now: what has not succeeded does not count.
         let is_garbage = result.is_err() && posted.ends_by.contains(&Kind::PeerLost);
         if !posted.orphan && !is_garbage {
-            assert!(!now.contains(&POISON), "a {:?} brought what nobody may read any more", posted.op);
+            assert!(
+                !now.contains(&POISON),
+                "a {:?} brought what nobody may read any more",
+                posted.op
+            );
         }
         into.content = now;
         if posted.op == Op::Write {
@@ -158,15 +177,18 @@ impl Pair {
         let is_gone = |link: &Arc<Wiring>| link.gone.get().is_some();
         self.until("the end of all that was under way", |pair| {
             let all_gone = pair.link.iter().map(|link| &link.wiring).chain(&pair.lost).all(is_gone);
-            let all_landed = [&pair.initiator, &pair.owner].iter().all(|end| !end.machine.flights.any());
+            let all_landed =
+                [&pair.initiator, &pair.owner].iter().all(|end| !end.machine.flights.any());
             pair.is_idle() && pair.is_apart() && all_gone && all_landed
         });
         for end in [&self.initiator, &self.owner] {
             assert!(end.machine.held.is_empty(), "{:?} is still counted", end.machine.held);
         }
-        for link in self.link.take().map(|link| link.wiring).into_iter().chain(self.lost.drain(..)) {
+        for link in self.link.take().map(|link| link.wiring).into_iter().chain(self.lost.drain(..))
+        {
             let why = link.gone.get().expect("it was waited for");
-            let is_expected = matches!(why.kind(), Kind::PeerLost | Kind::PeerRestarted | Kind::Exhausted);
+            let is_expected =
+                matches!(why.kind(), Kind::PeerLost | Kind::PeerRestarted | Kind::Exhausted);
             assert!(is_expected, "a link is lost for no reason: {why}");
             let (ups, ends) = self.inbox.told_of(link.id);
             assert!(
@@ -184,7 +206,8 @@ impl Pair {
         }
         self.check(usize::MAX);
         let places = self.slots.iter().flat_map(|slot| [&slot.local, &slot.source, &slot.sink]);
-        let pools = places.chain(&self.given_back).filter(|place| place.memory.shared_file().is_some());
+        let pools =
+            places.chain(&self.given_back).filter(|place| place.memory.shared_file().is_some());
         let descriptors =
             self.others + self.initiator.descriptors() + self.owner.descriptors() + pools.count();
         let wanted = Held { descriptors, mapped: 0 };

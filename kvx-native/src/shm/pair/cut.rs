@@ -118,7 +118,10 @@ pub(super) fn lost_files() -> u64 {
 }
 
 /// Makes a call, or ends it with an error instead.
-pub(in crate::shm) fn call<T>(call: Call, make: impl FnOnce() -> Result<T, Errno>) -> Result<T, Errno> {
+pub(in crate::shm) fn call<T>(
+    call: Call,
+    make: impl FnOnce() -> Result<T, Errno>,
+) -> Result<T, Errno> {
     STATE.with_borrow_mut(|state| {
         state.cut.as_mut().map_or(Ok(()), |cut| cut.before(call))?;
         match call {
@@ -143,7 +146,9 @@ impl Cut {
     fn before(&mut self, call: Call) -> Result<(), Errno> {
         let is_packet = matches!(call, Call::Send { .. } | Call::Receive);
         let (random, late) = match self {
-            Cut::Counted { left: 0 } if is_packet || call == Call::Accept => return Err(Errno::AGAIN),
+            Cut::Counted { left: 0 } if is_packet || call == Call::Accept => {
+                return Err(Errno::AGAIN);
+            }
             Cut::Counted { .. } => return Ok(()),
             Cut::Random { random, late, .. } => (random, late),
         };
@@ -154,7 +159,9 @@ impl Cut {
         match (random.below(16), call) {
             (0..3, Call::Events) => Err(Errno::INTR),
             (0, Call::Connect) => Err(Errno::AGAIN),
-            (0..6, Call::Accept) => Err([Errno::AGAIN, Errno::INTR, Errno::CONNABORTED][random.below(3)]),
+            (0..6, Call::Accept) => {
+                Err([Errno::AGAIN, Errno::INTR, Errno::CONNABORTED][random.below(3)])
+            }
             (0..3, Call::Send { .. } | Call::Receive) => Err(Errno::AGAIN),
             (3..5, Call::Send { .. } | Call::Receive) => Err(Errno::INTR),
             (5, Call::Receive) => Err(Errno::CONNRESET),

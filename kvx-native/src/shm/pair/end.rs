@@ -52,7 +52,10 @@ impl Events for Inbox {
         }
         let (number, rest) = bytes.split_first_chunk().expect("it begins with its number");
         let number = u64::from_le_bytes(*number);
-        assert!(rest.iter().all(|byte| *byte == number as u8), "a notification came with wrong bytes");
+        assert!(
+            rest.iter().all(|byte| *byte == number as u8),
+            "a notification came with wrong bytes"
+        );
         let is_new = self.notifications.lock().expect("no test has failed").insert(number);
         assert!(is_new, "a notification came twice");
         Ok(())
@@ -97,7 +100,8 @@ impl End {
             secret: None,
             peer_timeout: CUT_OFF,
         };
-        let machine = Machine::new(context, config, Arc::clone(&regions)).expect("there are descriptors");
+        let machine =
+            Machine::new(context, config, Arc::clone(&regions)).expect("there are descriptors");
         End { machine, regions, inbox, invitation, sleeps: None }
     }
 
@@ -126,7 +130,10 @@ impl End {
     /// A turn, as the reactor's thread has it. Says whether anything was done.
     pub(super) fn turn(&mut self) -> bool {
         // So that a seed decides what comes of it, and not how fast threads are.
-        assert!(self.machine.copying.is_idle_by(Instant::now() + CUT_OFF), "a copying thread hangs");
+        assert!(
+            self.machine.copying.is_idle_by(Instant::now() + CUT_OFF),
+            "a copying thread hangs"
+        );
         let landed = self.machine.flights.landed();
         for number in &landed {
             self.command(Command::Landed { number: *number });
@@ -164,7 +171,8 @@ pub(super) fn wait_for_any(ends: [&End; 2]) {
     let any_flies = ends.iter().any(|end| end.machine.flights.any());
     let longest = Duration::from_micros(if any_flies { 50 } else { 100_000 });
     let longest = ends.iter().filter_map(|end| end.sleeps).fold(longest, Duration::min);
-    let mut polled = ends.map(|end| PollFd::from_borrowed_fd(end.machine.poller.fd(), PollFlags::IN));
+    let mut polled =
+        ends.map(|end| PollFd::from_borrowed_fd(end.machine.poller.fd(), PollFlags::IN));
     let longest = rustix::time::Timespec { tv_sec: 0, tv_nsec: longest.subsec_nanos().into() };
     rustix::event::poll(&mut polled, Some(&longest)).expect("both are open");
 }
@@ -246,5 +254,8 @@ pub(super) fn alone(module: &str, test: &str, run: impl FnOnce()) {
     }
     let mut again = std::process::Command::new(std::env::current_exe().expect("it runs"));
     again.args(["--exact", &name, "--nocapture", "--test-threads=1"]).env(ALONE, &name);
-    print!("{}", run_one_test(&name, &mut again, ALL).unwrap_or_else(|why| panic!("{name}: {why}")));
+    print!(
+        "{}",
+        run_one_test(&name, &mut again, ALL).unwrap_or_else(|why| panic!("{name}: {why}"))
+    );
 }

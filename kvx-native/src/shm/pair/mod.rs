@@ -16,8 +16,8 @@ use std::time::Instant;
 
 use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
 use kvx_core::{
-    Bound, Grid, Indices, Kind, LinkId, LocalSide, Memory, Op, Placed, RegionId, RegionKey, RemoteSide,
-    TransferId,
+    Bound, Grid, Indices, Kind, LinkId, LocalSide, Memory, Op, Placed, RegionId, RegionKey,
+    RemoteSide, TransferId,
 };
 use kvx_testkit::Random;
 
@@ -129,7 +129,10 @@ impl Place {
     }
 
     fn check(&self, whose: &str) {
-        assert!(self.look() == self.content, "{whose}: memory was written to that nobody may touch");
+        assert!(
+            self.look() == self.content,
+            "{whose}: memory was written to that nobody may touch"
+        );
     }
 }
 
@@ -483,7 +486,9 @@ impl Pair {
                     let (source, sink) = (self.open(who, shape), self.open(who, shape));
                     let slot = &mut self.slots[at];
                     (slot.source, slot.sink, slot.unsure) = (source, sink, false);
-                    slot.posted.iter_mut().for_each(|posted| posted.orphan |= posted.op == Op::Write);
+                    slot.posted
+                        .iter_mut()
+                        .for_each(|posted| posted.orphan |= posted.op == Op::Write);
                 }
             }
             Who::Initiator => {
@@ -508,12 +513,23 @@ fn indices(Shape { count, .. }: Shape, is_list: bool, by: u32) -> Indices {
     }
 }
 
-fn plan(op: Op, link: LinkId, shape: Shape, is_list: bool, local: &Place, import: Arc<Import>) -> Bound {
+fn plan(
+    op: Op,
+    link: LinkId,
+    shape: Shape,
+    is_list: bool,
+    local: &Place,
+    import: Arc<Import>,
+) -> Bound {
     let grid = Grid::packed(shape.block as u64, shape.count);
     let grids = || -> Arc<[Placed]> { Arc::from([Placed { region: 0, grid }]) };
     let [ours, theirs] = ORDERS.map(|by| indices(shape, is_list, by));
-    let pair =
-        kvx_core::Pair { local: grids(), remote: grids(), local_indices: ours, remote_indices: theirs };
+    let pair = kvx_core::Pair {
+        local: grids(),
+        remote: grids(),
+        local_indices: ours,
+        remote_indices: theirs,
+    };
     let memory = Arc::clone(&local.memory);
     let local = LocalSide { id: local.id, key: local.key, memory, region: Arc::new(end::Local) };
     let remote = RemoteSide { id: import.id, key: import.key, len: import.len, region: import };

@@ -9,7 +9,8 @@ use super::end::{Held, alone};
 use super::{LONG, MANY, Pair, SMALL, Shape, Which, Who, cut};
 
 /// Grants and loans with files, and without.
-const SLOTS: [Shape; 2] = [Shape { on_pools: Some(true), ..SMALL }, Shape { on_pools: Some(false), ..MANY }];
+const SLOTS: [Shape; 2] =
+    [Shape { on_pools: Some(true), ..SMALL }, Shape { on_pools: Some(false), ..MANY }];
 
 /// How a link ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,7 +20,8 @@ enum Fate {
     Killed(Who),
 }
 
-const FATES: [Fate; 4] = [Fate::Closed, Fate::Broken, Fate::Killed(Who::Initiator), Fate::Killed(Who::Owner)];
+const FATES: [Fate; 4] =
+    [Fate::Closed, Fate::Broken, Fate::Killed(Who::Initiator), Fate::Killed(Who::Owner)];
 
 /// The life of a link, as far as `packets` go. Says whether that was all of it.
 fn life(pair: &mut Pair, packets: u64) -> bool {
@@ -126,7 +128,9 @@ fn take_back(op: Op, which: Which, on_pools: bool, turns: u32) {
 
 fn at_every_turn() {
     cut::off();
-    for (op, which) in [(Op::Read, Which::Source), (Op::Write, Which::Local), (Op::Write, Which::Sink)] {
+    for (op, which) in
+        [(Op::Read, Which::Source), (Op::Write, Which::Local), (Op::Write, Which::Sink)]
+    {
         for (on_pools, turns) in (0..8).map(|number| (number % 2 == 0, number / 2)) {
             let ran = std::panic::catch_unwind(|| take_back(op, which, on_pools, turns));
             assert!(ran.is_ok(), "{op:?}, {which:?}, on pools: {on_pools}, after {turns} turns");

@@ -25,7 +25,8 @@ impl InitiatorByHand {
         (link, lane): ([u8; 16], u8),
     ) -> Result<(Self, Vec<u8>)> {
         let (keys, mut hello) = (Keys::new(invitation, secret), Vec::new());
-        let handshake = InitiatorHandshake::start(&keys, who, (link, lane), Seal::None, &mut hello)?;
+        let handshake =
+            InitiatorHandshake::start(&keys, who, (link, lane), Seal::None, &mut hello)?;
         Ok((InitiatorByHand { handshake, lane }, hello))
     }
 

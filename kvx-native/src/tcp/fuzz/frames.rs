@@ -27,5 +27,8 @@ pub(crate) fn frames(bytes: &[u8]) {
 
 /// It ends up in logs and terminals.
 fn check(sentence: &str) {
-    assert!(sentence.len() <= 2 * Refusal::MAX_BYTES && !sentence.contains(char::is_control), "{sentence:?}");
+    assert!(
+        sentence.len() <= 2 * Refusal::MAX_BYTES && !sentence.contains(char::is_control),
+        "{sentence:?}"
+    );
 }

@@ -35,13 +35,18 @@ pub(crate) fn handshake(bytes: &[u8]) {
         match conversation.pass(&said, |header, body| owner.frame(header, body, &mut answer)) {
             Some(Ok(Step::Entered { who: initiator, link, lane, seals })) => {
                 assert!(same && !conversation.altered, "a stranger is let in");
-                assert!(initiator == who(3) && (link, lane) == ([8; 16], 1), "it says another than it is");
+                assert!(
+                    initiator == who(3) && (link, lane) == ([8; 16], 1),
+                    "it says another than it is"
+                );
                 assert!(seals.0 == wishes.0.max(wishes.1), "somebody has a say in what is sealed");
                 entered = Some(seals.1);
             }
             // Only who has the secret is told, and only of what was said as it came.
             Some(Ok(Step::Mistaken)) => assert!(flags & 10 == 10 && !same && !conversation.altered),
-            Some(Ok(Step::More)) => assert!(same && !conversation.altered, "a stranger is answered"),
+            Some(Ok(Step::More)) => {
+                assert!(same && !conversation.altered, "a stranger is answered")
+            }
             Some(Err(_)) => assert!(conversation.altered || !same),
             None => {}
         }

@@ -9,8 +9,8 @@ use kvx_backend::reactor::Outbox;
 use kvx_core::transport::LocalRegion;
 use kvx_core::wire::Reader;
 use kvx_core::{
-    Bound, Error, Grid, Indices, Invitation, Kind, LinkId, LocalSide, Op, Pair, Placed, RegionId, RegionKey,
-    RemoteSide, Ticket, TransferId,
+    Bound, Error, Grid, Indices, Invitation, Kind, LinkId, LocalSide, Op, Pair, Placed, RegionId,
+    RegionKey, RemoteSide, Ticket, TransferId,
 };
 
 use super::{FuzzStep, LANES, Lanes, WatchedMemory, next, who};
@@ -57,7 +57,8 @@ pub(crate) fn initiator(bytes: &[u8]) {
 }
 
 fn run(bytes: &[u8], seal: Seal) {
-    let mut lanes = Lanes::new(seal, |key, lane| Role::Requests(Box::new(RequestLane::new(key, LINK, lane))));
+    let mut lanes =
+        Lanes::new(seal, |key, lane| Role::Requests(Box::new(RequestLane::new(key, LINK, lane))));
     let (mut peer, mut slots) = (opened(), SLOTS.map(Slot::new));
     let mut posted = 0;
     let mut script = Reader::new("script", bytes);
@@ -92,9 +93,16 @@ fn run(bytes: &[u8], seal: Seal) {
     }
     lanes.end();
     let mut out = Outbox::default();
-    peer.lost(Error::new(Kind::PeerLost, "the script has ended"), &lanes.scope.shared.ending, &mut out);
+    peer.lost(
+        Error::new(Kind::PeerLost, "the script has ended"),
+        &lanes.scope.shared.ending,
+        &mut out,
+    );
     settle(&mut slots, out);
-    assert!(slots.iter().all(|slot| slot.posted.is_none()), "a transfer has not settled at its link's end");
+    assert!(
+        slots.iter().all(|slot| slot.posted.is_none()),
+        "a transfer has not settled at its link's end"
+    );
 }
 
 impl Slot {
@@ -141,8 +149,9 @@ pub(super) fn post(
     out: &mut Outbox,
 ) {
     let op = op_of(how);
-    let grids =
-        || -> Arc<[Placed]> { Arc::from([Placed { region: 0, grid: Grid::packed(SLOTS[at], BLOCKS) }]) };
+    let grids = || -> Arc<[Placed]> {
+        Arc::from([Placed { region: 0, grid: Grid::packed(SLOTS[at], BLOCKS) }])
+    };
     let pair = Pair {
         local: grids(),
         remote: grids(),
@@ -153,7 +162,8 @@ pub(super) fn post(
     let memory = Arc::clone(&slot.watched.memory);
     let len = memory.len() as u64;
     let local = LocalSide { id: id_of_region, key, memory, region: Arc::new(LocalByPlan) };
-    let remote = RemoteSide { id: id_of_region, key, len, region: Arc::new(TcpRemote { stage: 0 }) };
+    let remote =
+        RemoteSide { id: id_of_region, key, len, region: Arc::new(TcpRemote { stage: 0 }) };
     let plan: Bound = kvx_core::fuzz::bound(op, LINK, pair, local, remote);
     let standing = Arc::new(AtomicU8::new(OPEN));
     let done = Ticket::new({
@@ -179,7 +189,9 @@ fn go_on(lanes: &mut Lanes, peer: &mut OpenedLink, slots: &mut [Slot; 4]) -> Res
             peer.issue(&mut lanes.conns, &mut lanes.scope, |_| {});
             let says = |frame| match frame {
                 Frame::Read | Frame::Write | Frame::Data | Frame::Stop => {}
-                Frame::Cancel | Frame::Notify | Frame::Ping => assert_eq!(key, 0, "{frame:?} on a bulk lane"),
+                Frame::Cancel | Frame::Notify | Frame::Ping => {
+                    assert_eq!(key, 0, "{frame:?} on a bulk lane")
+                }
                 other => panic!("an initiator does not say {other:?}"),
             };
             moves |= lanes.turn(key, |header| says(header.frame)).map_err(drop)?;

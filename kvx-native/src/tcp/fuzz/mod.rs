@@ -107,7 +107,11 @@ impl Lanes {
     }
 
     /// Lanes of these roles over these sockets, after a handshake.
-    fn over(sockets: Vec<(UnixStream, Seals)>, seal: Seal, role: impl Fn(usize, u8) -> Role) -> Self {
+    fn over(
+        sockets: Vec<(UnixStream, Seals)>,
+        seal: Seal,
+        role: impl Fn(usize, u8) -> Role,
+    ) -> Self {
         let inbox = Arc::new(Inbox::default());
         let shared = Shared {
             config: Config::read(&Options::new()).expect("there is a default for every option"),
@@ -126,14 +130,25 @@ impl Lanes {
         for (number, (near, ours)) in sockets.into_iter().enumerate() {
             near.set_nonblocking(true).expect("it is open");
             let near = Private::from(OwnedFd::from(near));
-            let mut conn =
-                Conn::new(near, ([127, 0, 0, 1], 1).into(), role(number, number as u8), Instant::now());
+            let mut conn = Conn::new(
+                near,
+                ([127, 0, 0, 1], 1).into(),
+                role(number, number as u8),
+                Instant::now(),
+            );
             conn.small = number == 0;
             conn.input.open_from_here(ours.opener, seal);
             conn.output.seal_from_here(ours.sealer, seal);
             conns.insert(conn);
         }
-        Lanes { conns, scope, held: HeldBytes::default(), inbox, fars: Vec::new(), piece: usize::MAX }
+        Lanes {
+            conns,
+            scope,
+            held: HeldBytes::default(),
+            inbox,
+            fars: Vec::new(),
+            piece: usize::MAX,
+        }
     }
 
     /// A turn of one lane. Says whether anything moved; calls `heard` with each header that its peer gets. Errors end
@@ -232,7 +247,8 @@ impl Far {
         let header = came.first_chunk().expect("it is as long");
         let header = Header::decode(header).expect("a lane says what its peer understands");
         self.left = header.len;
-        self.is_sealed = self.seals.as_ref().is_some_and(|(seal, _)| seals_body(*seal, header.frame as u8));
+        self.is_sealed =
+            self.seals.as_ref().is_some_and(|(seal, _)| seals_body(*seal, header.frame as u8));
         heard(header);
     }
 
@@ -240,7 +256,9 @@ impl Far {
     fn frame(&mut self, kind: u8, id: u64, body: &[u8]) {
         let len = body.len() as u32;
         let head = [&[kind, 0, 0, 0][..], &len.to_le_bytes(), &id.to_le_bytes()].concat();
-        let Some((seal, seals)) = &mut self.seals else { return self.send(&[&head, body].concat()) };
+        let Some((seal, seals)) = &mut self.seals else {
+            return self.send(&[&head, body].concat());
+        };
         let mut sealed = Vec::new();
         seals.sealer.seal(&head, &mut sealed);
         match seals_body(*seal, kind) {
@@ -329,7 +347,9 @@ impl Lanes {
     fn take(&mut self, step: &FuzzStep<'_>) {
         match *step {
             FuzzStep::Frame { lane, kind, id, body } => self.fars[lane].frame(kind, id, body),
-            FuzzStep::Long { lane, kind, id, len } => self.fars[lane].frame(kind, id, &vec![FILLER; len]),
+            FuzzStep::Long { lane, kind, id, len } => {
+                self.fars[lane].frame(kind, id, &vec![FILLER; len])
+            }
             FuzzStep::Bytes { lane, bytes } => self.fars[lane].send(bytes),
             FuzzStep::Reads { lane, reads } => self.fars[lane].reads = reads,
             FuzzStep::Ends { lane } => self.fars[lane].ends = true,
@@ -368,7 +388,10 @@ impl WatchedMemory {
 
     fn check(&self) {
         if let Some(kept) = &self.kept {
-            assert!(*kept == self.content(), "memory was written to that nobody may touch any more");
+            assert!(
+                *kept == self.content(),
+                "memory was written to that nobody may touch any more"
+            );
         }
     }
 }

@@ -27,8 +27,9 @@ pub(crate) fn owner(bytes: &[u8]) {
 }
 
 fn run(bytes: &[u8], seal: Seal) {
-    let mut lanes =
-        Lanes::new(seal, |key, lane| Role::Served(Box::new(ServedLane::new(key, who(3), LINK, lane))));
+    let mut lanes = Lanes::new(seal, |key, lane| {
+        Role::Served(Box::new(ServedLane::new(key, who(3), LINK, lane)))
+    });
     let mut regions: Vec<(Arc<Served>, WatchedMemory)> = (1..=REGIONS)
         .map(|number| {
             let watched = WatchedMemory::new(number as usize * LEN);

@@ -69,14 +69,17 @@ impl Pair {
             for socket in [&near, &far] {
                 // The kernel doubles it, and has a least size of its own.
                 let room = [1, 8 << 10, 64 << 10][random.below(3)];
-                rustix::net::sockopt::set_socket_send_buffer_size(socket.as_fd(), room).expect("it is open");
+                rustix::net::sockopt::set_socket_send_buffer_size(socket.as_fd(), room)
+                    .expect("it is open");
             }
             let (initiators, owners) = seals();
             ours.push((near, initiators));
             theirs.push((far, owners));
         }
-        let request = |key, lane| Role::Requests(Box::new(RequestLane::new(key, initiator::LINK, lane)));
-        let served = |key, lane| Role::Served(Box::new(ServedLane::new(key, who(3), owner::LINK, lane)));
+        let request =
+            |key, lane| Role::Requests(Box::new(RequestLane::new(key, initiator::LINK, lane)));
+        let served =
+            |key, lane| Role::Served(Box::new(ServedLane::new(key, who(3), owner::LINK, lane)));
         let mut pair = Pair {
             initiator: Lanes::over(ours, seal, request),
             peer: Some(initiator::opened()),
@@ -92,7 +95,8 @@ impl Pair {
             random,
         };
         for number in SOURCE..=SOURCE + SLOTS.len() as u64 {
-            let block = if number == SOURCE { SLOTS[3] } else { SLOTS[(number - SOURCE - 1) as usize] };
+            let block =
+                if number == SOURCE { SLOTS[3] } else { SLOTS[(number - SOURCE - 1) as usize] };
             let watched = WatchedMemory::new(BLOCKS as usize * block as usize);
             pair.fill(&watched.memory);
             let (id, key) = (RegionId(number), RegionKey([number as u8; 16]));
@@ -196,10 +200,13 @@ impl Pair {
 
     /// What a turn has settled: what arrived is right, and nobody writes to it any more.
     fn settle(&mut self, out: Outbox) {
-        let before = [0, 1, 2, 3].map(|at| self.slots[at].posted.as_ref().map(|(_, how)| Arc::clone(how)));
+        let before =
+            [0, 1, 2, 3].map(|at| self.slots[at].posted.as_ref().map(|(_, how)| Arc::clone(how)));
         initiator::settle(&mut self.slots, out);
         for (at, standing) in before.into_iter().enumerate() {
-            let Some(standing) = standing.map(|standing| standing.load(Ordering::Relaxed)) else { continue };
+            let Some(standing) = standing.map(|standing| standing.load(Ordering::Relaxed)) else {
+                continue;
+            };
             if standing == OPEN {
                 continue;
             }
@@ -209,7 +216,8 @@ impl Pair {
                 self.unsure[at] |= !is_read;
             } else if is_read || !self.unsure[at] {
                 self.arrived += 1;
-                let watched = if is_read { &self.slots[at].watched } else { &self.regions[1 + at].1 };
+                let watched =
+                    if is_read { &self.slots[at].watched } else { &self.regions[1 + at].1 };
                 let orders = if is_read { ORDERS } else { [ORDERS[1], ORDERS[0]] };
                 is_there(how, &watched.content(), &from, SLOTS[at] as usize, orders);
             }
@@ -227,7 +235,10 @@ fn is_there(how: u8, to: &[u8], from: &[u8], block: usize, orders: [u32; 2]) {
     let block_of = |content: &[u8], index: u32| content[index as usize * block..][..block].to_vec();
     let [to_order, from_order] = orders.map(|by| initiator::blocks(how, by));
     for (there, here) in (0..to_order.len()).map(|at| (to_order.at(at), from_order.at(at))) {
-        assert!(block_of(to, there) == block_of(from, here), "block {there} arrived with wrong bytes");
+        assert!(
+            block_of(to, there) == block_of(from, here),
+            "block {there} arrived with wrong bytes"
+        );
     }
 }
 
@@ -235,7 +246,8 @@ fn is_there(how: u8, to: &[u8], from: &[u8], block: usize, orders: [u32; 2]) {
 fn run(seed: u64) -> (u64, Killed) {
     cut::by(Some(seed));
     let mut pair = Pair::new(seed);
-    let killed = [Killed::Nobody, Killed::Nobody, Killed::Owner, Killed::Initiator][pair.random.below(4)];
+    let killed =
+        [Killed::Nobody, Killed::Nobody, Killed::Owner, Killed::Initiator][pair.random.below(4)];
     for _ in 0..4 + pair.random.below(40) {
         pair.step();
         for _ in 0..pair.random.below(6) {
@@ -299,11 +311,15 @@ fn whatever_a_socket_takes_and_whoever_is_killed_transfers_arrive_whole_or_end()
     };
     let (mut arrived, mut killed) = (0, 0);
     for seed in seeds.clone() {
-        let ran = std::panic::catch_unwind(|| run(seed)).inspect_err(|_| eprintln!("KVX_SEED={seed}"));
+        let ran =
+            std::panic::catch_unwind(|| run(seed)).inspect_err(|_| eprintln!("KVX_SEED={seed}"));
         let (count, who) = ran.expect("the seed is shown above");
         (arrived, killed) = (arrived + count, killed + u64::from(who != Killed::Nobody));
     }
     if seeds.end - seeds.start == SEEDS {
-        assert!(arrived > 4 * SEEDS && killed > SEEDS / 4, "{arrived} arrived, {killed} ends were killed");
+        assert!(
+            arrived > 4 * SEEDS && killed > SEEDS / 4,
+            "{arrived} arrived, {killed} ends were killed"
+        );
     }
 }

@@ -135,7 +135,8 @@ impl ServedLane {
             return Ok((bytes, Err(cancelled())));
         }
         let named = scope.shared.regions.open(&described.regions).and_then(|regions| {
-            let lengths: Vec<u64> = regions.iter().map(|served| served.memory.len() as u64).collect();
+            let lengths: Vec<u64> =
+                regions.iter().map(|served| served.memory.len() as u64).collect();
             described.check(&lengths)?;
             Ok(Named { regions, extents: Extents::new(described.grids, described.indices) })
         });
@@ -224,7 +225,9 @@ impl ServedLane {
         scope: &mut Scope,
     ) {
         let mut stopped = self.reads.extract(&which);
-        stopped.extend(self.waiting.extract_if(|_, reading| which(reading)).map(|(_, reading)| reading));
+        stopped.extend(
+            self.waiting.extract_if(|_, reading| which(reading)).map(|(_, reading)| reading),
+        );
         for reading in stopped {
             put_end(&mut output.control, reading.id, Err(why));
             self.forget_read(reading, scope);
@@ -248,7 +251,8 @@ impl ServedLane {
         output: &mut Output,
         scope: &mut Scope,
     ) {
-        let revoked = Error::new(Kind::Revoked, format!("region {region} was revoked by its owner"));
+        let revoked =
+            Error::new(Kind::Revoked, format!("region {region} was revoked by its owner"));
         self.stop_reads(|reading| reading.source.touches(region), &revoked, output, scope);
         self.refuse_writes(|_, sink| sink.touches(region), &revoked, input, output, scope);
     }
@@ -274,7 +278,13 @@ impl ServedLane {
 }
 
 impl LaneEnd for ServedLane {
-    fn frame(&mut self, header: Header, body: &[u8], output: &mut Output, scope: &mut Scope) -> Result<()> {
+    fn frame(
+        &mut self,
+        header: Header,
+        body: &[u8],
+        output: &mut Output,
+        scope: &mut Scope,
+    ) -> Result<()> {
         match header.frame {
             Frame::Read => self.read(header.id, body, output, scope),
             Frame::Write => self.write(header.id, body, output, scope),
@@ -334,7 +344,9 @@ impl LaneEnd for ServedLane {
     }
 
     fn make_way(&mut self, output: &mut Output) {
-        for reading in self.reads.iter_mut().chain(self.waiting.values_mut()).chain(&mut self.sending) {
+        for reading in
+            self.reads.iter_mut().chain(self.waiting.values_mut()).chain(&mut self.sending)
+        {
             reading.source.make_way(|| output.spill());
         }
     }
@@ -346,7 +358,8 @@ impl LaneEnd for ServedLane {
         }
         let receiving = self.receiving.map(|(id, _)| id);
         for (id, writing) in &mut self.writes {
-            let Some(sink) = writing.sink.as_mut().filter(|sink| sink.token() == Some(token)) else {
+            let Some(sink) = writing.sink.as_mut().filter(|sink| sink.token() == Some(token))
+            else {
                 continue;
             };
             let (id, left) = (*id, writing.left);
@@ -381,17 +394,29 @@ impl LaneEnd for ServedLane {
 
     fn data(&mut self, header: Header) -> Result<()> {
         let Some(writing) = self.writes.get(&header.id) else {
-            return Err(malformed(format_args!("data for the write {}, which is not open", header.id)));
+            return Err(malformed(format_args!(
+                "data for the write {}, which is not open",
+                header.id
+            )));
         };
         if header.len as u64 > writing.left {
-            return Err(malformed(format_args!("{} bytes for a write of {} more", header.len, writing.left)));
+            return Err(malformed(format_args!(
+                "{} bytes for a write of {} more",
+                header.len, writing.left
+            )));
         }
         self.touched.receives(writing.sink.as_ref().and_then(Sink::regions));
         self.receiving = Some((header.id, header.len));
         Ok(())
     }
 
-    fn fill(&mut self, chunk: &mut Chunk, max: usize, output: &mut Output, scope: &mut Scope) -> bool {
+    fn fill(
+        &mut self,
+        chunk: &mut Chunk,
+        max: usize,
+        output: &mut Output,
+        scope: &mut Scope,
+    ) -> bool {
         if let Some((id, sink)) = self.receiving() {
             if scope.left_behind.is_so() {
                 return false; // nobody may know of its regions

@@ -106,7 +106,13 @@ impl ServedLane {
 
     /// The same for one; its end is told when nothing goes into its memory any more, so that what its initiator writes
     /// next stays.
-    pub(super) fn refuse_write(&mut self, id: u64, why: &Error, output: &mut Output, scope: &mut Scope) {
+    pub(super) fn refuse_write(
+        &mut self,
+        id: u64,
+        why: &Error,
+        output: &mut Output,
+        scope: &mut Scope,
+    ) {
         let Some(writing) = self.writes.get_mut(&id) else { return };
         let Some(sink) = writing.sink.take() else { return };
         let answer = LateAnswer { link: self.link, lane: self.lane, id, why: why.clone() };

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_core::{
-    Agent, Builder, Grid, Memory, MemoryKind, Op, Peer, Plan, Region, Registry, Report, Result, Transfer,
+    Agent, Builder, Grid, Memory, MemoryKind, Op, Peer, Plan, Region, Registry, Report, Result,
+    Transfer,
 };
 use kvx_testkit::TestDevice;
 
@@ -58,11 +59,21 @@ impl Ends {
     }
 
     /// The same, of agents whose peers may be silent for so long.
-    pub(crate) fn patient(backend: &str, local: bool, remote: bool, blocks: u32, timeout: Duration) -> Self {
+    pub(crate) fn patient(
+        backend: &str,
+        local: bool,
+        remote: bool,
+        blocks: u32,
+        timeout: Duration,
+    ) -> Self {
         let devices = [0, 1].map(|_| TestDevice::new(MemoryKind::Cuda));
-        let [reader, owner] = [("reader", &devices[0]), ("owner", &devices[1])].map(|(name, device)| {
-            builder(name, &[backend], Some(device)).peer_timeout(timeout).build(&registry()).unwrap()
-        });
+        let [reader, owner] =
+            [("reader", &devices[0]), ("owner", &devices[1])].map(|(name, device)| {
+                builder(name, &[backend], Some(device))
+                    .peer_timeout(timeout)
+                    .build(&registry())
+                    .unwrap()
+            });
         let len = blocks as usize * BLOCK as usize;
         let memory = |on_device: bool, device: &Arc<TestDevice>| match on_device {
             true => device.allocate(len),
@@ -107,7 +118,11 @@ impl Ends {
     pub(crate) fn check(region: &Region, block: u32, seed: u8, number: u32) {
         let mut bytes = [0; BLOCK as usize];
         region.copy_out(block as usize * BLOCK as usize, &mut bytes).unwrap();
-        assert!(bytes == [Self::byte(seed, number); BLOCK as usize], "block {block} of {}", region.name());
+        assert!(
+            bytes == [Self::byte(seed, number); BLOCK as usize],
+            "block {block} of {}",
+            region.name()
+        );
     }
 
     /// So many different blocks below 1000, in no order.
@@ -144,7 +159,9 @@ impl Ends {
 
     /// Moves a block each way, and puts the contents back.
     pub(crate) fn works(&self) {
-        for (op, region, seed, other) in [(Op::Read, &self.ours, 2, 1), (Op::Write, &self.theirs, 1, 2)] {
+        for (op, region, seed, other) in
+            [(Op::Read, &self.ours, 2, 1), (Op::Write, &self.theirs, 1, 2)]
+        {
             self.fill(&self.ours, 1);
             self.fill(&self.theirs, 2);
             self.run(op, &[3], &[5]).unwrap();

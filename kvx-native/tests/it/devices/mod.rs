@@ -34,7 +34,8 @@ fn blocks_arrive_where_the_plan_says_and_others_stay() {
                 let (ours, theirs) = if op == Op::Read { (&to, &from) } else { (&from, &to) };
                 let report = ends.run(op, ours, theirs).unwrap();
                 assert_eq!((report.bytes, report.backend), (900 * BLOCK, backend));
-                let (source, target) = if op == Op::Read { (2, &ends.ours) } else { (1, &ends.theirs) };
+                let (source, target) =
+                    if op == Op::Read { (2, &ends.ours) } else { (1, &ends.theirs) };
                 let other = 3 - source;
                 for block in 0..1000 {
                     let moved = to.iter().position(|to| *to == block).map(|at| (source, from[at]));
@@ -180,7 +181,8 @@ fn a_lost_copy_quarantines_what_it_may_touch() {
         ends.device(Busy::Ours).next([Act::Forget]);
         let transfer = ends.post(Op::Read);
         assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::Forgotten, "{backend}");
-        let revoked = ends.ours.revoke(Duration::from_millis(100)).wait(CUT_OFF).map(drop).unwrap_err();
+        let revoked =
+            ends.ours.revoke(Duration::from_millis(100)).wait(CUT_OFF).map(drop).unwrap_err();
         assert_eq!(revoked.kind(), Kind::StillShared, "{backend}: {revoked}");
 
         let ends = Ends::new(backend, true, true, 64);

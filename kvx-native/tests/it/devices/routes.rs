@@ -13,8 +13,10 @@ const LEN: usize = 64 << 10;
 fn run(op: Op, agent: &Agent, ours: &Region, owner: &Agent) -> Result<Report> {
     let peer = agent.connect(&owner.metadata()?)?;
     let grid = Grid::packed(4096, 16);
-    let plan =
-        Plan::of(op, [(ours.grid(grid)?.blocks(0..16), peer.region("kv")?.grid(grid)?.blocks(0..16))])?;
+    let plan = Plan::of(
+        op,
+        [(ours.grid(grid)?.blocks(0..16), peer.region("kv")?.grid(grid)?.blocks(0..16))],
+    )?;
     peer.transfer(&plan).deadline(CUT_OFF).post()?.wait(CUT_OFF)
 }
 
@@ -54,7 +56,12 @@ fn goes_over_tcp(
 fn memory_that_a_device_does_not_share_goes_over_tcp() {
     let (ours, theirs) = (TestDevice::new(MemoryKind::Cuda), TestDevice::new(MemoryKind::Cuda));
     theirs.refuse_to_share("it lies in a memory pool");
-    goes_over_tcp(&|| ours.allocate(LEN), &|| theirs.allocate(LEN), Some(&ours), "it lies in a memory pool");
+    goes_over_tcp(
+        &|| ours.allocate(LEN),
+        &|| theirs.allocate(LEN),
+        Some(&ours),
+        "it lies in a memory pool",
+    );
 }
 
 #[test]
@@ -73,9 +80,19 @@ fn memory_that_a_device_does_not_open_goes_over_tcp() {
 #[test]
 fn memory_of_a_device_that_an_agent_was_not_given_goes_over_tcp() {
     let (ours, theirs) = (TestDevice::new(MemoryKind::Cuda), TestDevice::new(MemoryKind::Cuda));
-    goes_over_tcp(&|| ours.allocate(LEN), &|| theirs.allocate(LEN), None, "this agent was not given");
+    goes_over_tcp(
+        &|| ours.allocate(LEN),
+        &|| theirs.allocate(LEN),
+        None,
+        "this agent was not given",
+    );
     let rocm = TestDevice::new(MemoryKind::Rocm);
-    goes_over_tcp(&|| ours.allocate(LEN), &|| theirs.allocate(LEN), Some(&rocm), "this agent was not given");
+    goes_over_tcp(
+        &|| ours.allocate(LEN),
+        &|| theirs.allocate(LEN),
+        Some(&rocm),
+        "this agent was not given",
+    );
 }
 
 /// SHM would move it from device to device.
@@ -84,8 +101,9 @@ fn staged_device_memory_goes_through_the_host_where_shm_would_reach_it() {
     for (staged, backend) in [(false, "SHM"), (true, "TCP")] {
         let device = TestDevice::new(MemoryKind::Cuda);
         let agent = |name, backends: &[&str]| {
-            let builder =
-                Agent::builder(name).backends(backends.iter().copied()).device(Arc::clone(&device) as _);
+            let builder = Agent::builder(name)
+                .backends(backends.iter().copied())
+                .device(Arc::clone(&device) as _);
             builder.stage_device_memory(staged).build(&registry()).unwrap()
         };
         let (reader, owner) = (agent("reader", &["SHM", "TCP"]), agent("owner", &["SHM", "TCP"]));
@@ -116,10 +134,12 @@ fn two_devices_share_a_plan_over_tcp() {
     let devices = [1, 2, 3].map(|number| TestDevice::numbered(MemoryKind::Cuda, number));
     let (reader, owner) = (agent("reader", &["TCP"], None), agent("owner", &["TCP"], None));
     let name = |at: usize| format!("kv.{at}");
-    let ours: Vec<_> =
-        (0..3).map(|at| reader.register(&name(at), devices[at / 2].allocate(LEN)).unwrap()).collect();
-    let theirs: Vec<_> =
-        (0..3).map(|at| owner.register(&name(at), devices[1 + at % 2].allocate(LEN)).unwrap()).collect();
+    let ours: Vec<_> = (0..3)
+        .map(|at| reader.register(&name(at), devices[at / 2].allocate(LEN)).unwrap())
+        .collect();
+    let theirs: Vec<_> = (0..3)
+        .map(|at| owner.register(&name(at), devices[1 + at % 2].allocate(LEN)).unwrap())
+        .collect();
     for (at, region) in theirs.iter().enumerate() {
         region.copy_in(0, &[at as u8 + 1; LEN]).unwrap();
     }

@@ -5,7 +5,9 @@ pub(crate) mod child;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Agent, Grid, Memory, Options, Peer, PeerRegion, Plan, Region, Registry, Report, Result};
+use kvx_core::{
+    Agent, Grid, Memory, Options, Peer, PeerRegion, Plan, Region, Registry, Report, Result,
+};
 use kvx_native::Shm;
 use rustix::fs::MemfdFlags;
 
@@ -60,7 +62,9 @@ pub(crate) const BLOCK: u64 = 4096;
 pub(crate) fn region(agent: &Agent, name: &str, on: On, blocks: u32, seed: u8) -> Region {
     let memory = Arc::new(on.memory(blocks as usize * BLOCK as usize));
     for block in 0..blocks {
-        memory.copy_in(block as usize * BLOCK as usize, &[pattern(seed, block); BLOCK as usize]).unwrap();
+        memory
+            .copy_in(block as usize * BLOCK as usize, &[pattern(seed, block); BLOCK as usize])
+            .unwrap();
     }
     agent.register(name, memory).unwrap()
 }
@@ -79,15 +83,19 @@ pub(crate) fn filled_with(region: &Region, block: u32) -> u8 {
 
 pub(crate) fn read(local: &Region, remote: &PeerRegion, ours: &[u32], theirs: &[u32]) -> Plan {
     let grid = |count| Grid::packed(BLOCK, count);
-    let local = local.grid(grid((local.memory().len() as u64 / BLOCK) as u32)).unwrap().blocks(ours);
-    let remote = remote.grid(grid((kvx_core::Place::len(remote) / BLOCK) as u32)).unwrap().blocks(theirs);
+    let local =
+        local.grid(grid((local.memory().len() as u64 / BLOCK) as u32)).unwrap().blocks(ours);
+    let remote =
+        remote.grid(grid((kvx_core::Place::len(remote) / BLOCK) as u32)).unwrap().blocks(theirs);
     Plan::read(local, remote).unwrap()
 }
 
 pub(crate) fn write(local: &Region, remote: &PeerRegion, ours: &[u32], theirs: &[u32]) -> Plan {
     let grid = |count| Grid::packed(BLOCK, count);
-    let local = local.grid(grid((local.memory().len() as u64 / BLOCK) as u32)).unwrap().blocks(ours);
-    let remote = remote.grid(grid((kvx_core::Place::len(remote) / BLOCK) as u32)).unwrap().blocks(theirs);
+    let local =
+        local.grid(grid((local.memory().len() as u64 / BLOCK) as u32)).unwrap().blocks(ours);
+    let remote =
+        remote.grid(grid((kvx_core::Place::len(remote) / BLOCK) as u32)).unwrap().blocks(theirs);
     Plan::write(local, remote).unwrap()
 }
 

@@ -63,7 +63,13 @@ pub(crate) fn fresh() -> [u8; 16] {
 }
 
 /// A description of blocks of one packed grid.
-pub(crate) fn blocks(region: RegionId, key: RegionKey, length: u64, count: u32, indices: &[u32]) -> Vec<u8> {
+pub(crate) fn blocks(
+    region: RegionId,
+    key: RegionKey,
+    length: u64,
+    count: u32,
+    indices: &[u32],
+) -> Vec<u8> {
     let mut body = Vec::new();
     body.put_u16(1);
     body.put_region(region, &key);
@@ -205,7 +211,9 @@ impl Raw {
         loop {
             match self.frame().expect("an answer") {
                 (DATA, from, payload) if from == id => got.extend_from_slice(&payload),
-                (END, from, end) if from == id => return end.first().map_or(Ok(got), |kind| Err(*kind)),
+                (END, from, end) if from == id => {
+                    return end.first().map_or(Ok(got), |kind| Err(*kind));
+                }
                 other => panic!("unexpected frame {other:?}"),
             }
         }

@@ -45,11 +45,13 @@ struct Inner {
 impl Relay {
     pub(crate) fn new() -> Self {
         let (listener, target) = (TcpListener::bind("127.0.0.1:0").unwrap(), free_port());
-        let relay = Relay { listen: listener.local_addr().unwrap().port(), target, state: Arc::default() };
+        let relay =
+            Relay { listen: listener.local_addr().unwrap().port(), target, state: Arc::default() };
         let state = Arc::clone(&relay.state);
         std::thread::spawn(move || {
             for initiator in listener.incoming() {
-                let (Ok(initiator), Ok(owner)) = (initiator, TcpStream::connect(("127.0.0.1", target)))
+                let (Ok(initiator), Ok(owner)) =
+                    (initiator, TcpStream::connect(("127.0.0.1", target)))
                 else {
                     return;
                 };
@@ -61,7 +63,8 @@ impl Relay {
                     inner.streams.push(owner.try_clone().unwrap());
                     (inner.recorded.len() - 1, inner.alteration.take())
                 };
-                let meant = |to_owner| alteration.filter(|alteration| alteration.to_owner == to_owner);
+                let meant =
+                    |to_owner| alteration.filter(|alteration| alteration.to_owner == to_owner);
                 let (there_at, back_at) = (meant(true), meant(false));
                 let (from, to) = (initiator.try_clone().unwrap(), owner.try_clone().unwrap());
                 let (there, back) = (Arc::clone(&state), Arc::clone(&state));

@@ -26,7 +26,9 @@ extern "C" fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, len: usize, stream: Handl
 }
 
 fn one(to: End, from: End, len: usize, stream: Handle) -> Answer {
-    for (end, of_device) in [(to, matches!(to, End::Device(_))), (from, matches!(from, End::Device(_)))] {
+    for (end, of_device) in
+        [(to, matches!(to, End::Device(_))), (from, matches!(from, End::Device(_)))]
+    {
         // Host addresses where a device's belong, which the device would not find.
         if let (End::Device(address), true) = (end, of_device)
             && !is_of_device(address)
@@ -39,7 +41,9 @@ fn one(to: End, from: End, len: usize, stream: Handle) -> Answer {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuMemsetD8Async(address: u64, value: u8, len: usize, stream: Handle) -> c_int {
-    answer("cuMemsetD8Async", || copies::fill(&stream::of(stream, current()?)?, address, value, len))
+    answer("cuMemsetD8Async", || {
+        copies::fill(&stream::of(stream, current()?)?, address, value, len)
+    })
 }
 
 /// `CUDA_MEMCPY2D`.

@@ -59,8 +59,13 @@ fn attribute(name: c_int, value: *mut c_void, address: u64) -> Answer {
         8 => put(value, 0_u8),
         9 => put(value, device.map_or(-2, |(_, found)| Maker::Cuda.ordinal(found.device))),
         10 => put(value, u8::from(origin == Some(Origin::Plain))),
-        11 => put(value, device.map(|(base, _)| base).or(pinned.map(|(base, _)| base)).unwrap_or(0)),
-        12 => put(value, device.map(|(_, found)| found.len).or(pinned.map(|(_, len)| len)).unwrap_or(0)),
+        11 => {
+            put(value, device.map(|(base, _)| base).or(pinned.map(|(base, _)| base)).unwrap_or(0))
+        }
+        12 => put(
+            value,
+            device.map(|(_, found)| found.len).or(pinned.map(|(_, len)| len)).unwrap_or(0),
+        ),
         // The pool.
         17 => put(value, if origin == Some(Origin::Pool) { 0x0900_0000_usize } else { 0 }),
         _ => Err(Code::INVALID_VALUE),

@@ -50,5 +50,7 @@ extern "C" fn hipMemcpy2DAsync(
 
 #[unsafe(no_mangle)]
 extern "C" fn hipMemsetAsync(address: u64, value: c_int, len: usize, stream: Handle) -> c_int {
-    answer("hipMemsetAsync", || copies::fill(&stream::of(stream, current()?)?, address, value as u8, len))
+    answer("hipMemsetAsync", || {
+        copies::fill(&stream::of(stream, current()?)?, address, value as u8, len)
+    })
 }

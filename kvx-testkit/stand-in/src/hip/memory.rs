@@ -77,7 +77,12 @@ fn of_address(address: u64) -> Answer<PointerAttributes> {
     }
     if memory.pinned_around(address).is_some() {
         let (device_pointer, host_pointer) = (address, address);
-        return Ok(PointerAttributes { memory_type: types.host, device_pointer, host_pointer, ..nothing });
+        return Ok(PointerAttributes {
+            memory_type: types.host,
+            device_pointer,
+            host_pointer,
+            ..nothing
+        });
     }
     let memory_type = types.unregistered.ok_or(Code::INVALID_VALUE)?;
     Ok(PointerAttributes { memory_type, ordinal: -2, ..nothing })

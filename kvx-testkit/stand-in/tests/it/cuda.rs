@@ -25,7 +25,10 @@ impl Cuda {
         let library = Opened::by_path();
         assert_eq!(call!(library, cuInit(0 => u32)), 0);
         let [mut context, mut stream]: [Handle; 2] = [0; 2];
-        assert_eq!(call!(library, cuDevicePrimaryCtxRetain(&mut context => *mut Handle, 0 => i32)), 0);
+        assert_eq!(
+            call!(library, cuDevicePrimaryCtxRetain(&mut context => *mut Handle, 0 => i32)),
+            0
+        );
         assert_eq!(call!(library, cuCtxPushCurrent_v2(context => Handle)), 0);
         assert_eq!(call!(library, cuStreamCreate(&mut stream => *mut Handle, 1 => u32)), 0);
         Cuda { library, stream, control }
@@ -69,7 +72,8 @@ impl Cuda {
     }
 
     fn launch(&self, function: Handle, launch: &Launch) -> i32 {
-        let parameters: Vec<*const u64> = launch.parameters.iter().map(|value| &raw const *value).collect();
+        let parameters: Vec<*const u64> =
+            launch.parameters.iter().map(|value| &raw const *value).collect();
         let [x, y, z] = launch.grid;
         call!(self.library, cuLaunchKernel(
             function => Handle, x => u32, y => u32, z => u32, THREADS => u32, 1 => u32, 1 => u32, 0 => u32,
@@ -115,16 +119,23 @@ fn calls_without_a_context_are_refused() {
     let cuda = Cuda::new();
     let mut context: Handle = 0;
     let mut address = 0_u64;
-    let allocate = |address: &mut u64| call!(cuda.library, cuMemAlloc_v2(address => *mut u64, 64 => usize));
+    let allocate =
+        |address: &mut u64| call!(cuda.library, cuMemAlloc_v2(address => *mut u64, 64 => usize));
     assert_eq!(allocate(&mut address), 0);
     assert_eq!(call!(cuda.library, cuCtxPopCurrent_v2(&mut context => *mut Handle)), 0);
     assert_eq!(allocate(&mut address), 201);
     assert_eq!(call!(cuda.library, cuEventCreate(&mut context => *mut Handle, 2 => u32)), 201);
     let mut again: Handle = 0;
-    assert_eq!(call!(cuda.library, cuDevicePrimaryCtxRetain(&mut again => *mut Handle, 0 => i32)), 0);
+    assert_eq!(
+        call!(cuda.library, cuDevicePrimaryCtxRetain(&mut again => *mut Handle, 0 => i32)),
+        0
+    );
     assert_eq!(call!(cuda.library, cuCtxPushCurrent_v2(again => Handle)), 0);
     let mut third: Handle = 0;
-    assert_eq!(call!(cuda.library, cuDevicePrimaryCtxRetain(&mut third => *mut Handle, 0 => i32)), 0);
+    assert_eq!(
+        call!(cuda.library, cuDevicePrimaryCtxRetain(&mut third => *mut Handle, 0 => i32)),
+        0
+    );
     assert_eq!(again, third, "a device has one primary context");
     assert_eq!(call!(cuda.library, cuCtxPushCurrent_v2(0xbad => Handle)), 201);
     assert_eq!(cuda.free(address), 0);
@@ -164,8 +175,7 @@ fn rows_are_copied_at_their_pitches() {
     // Four rows of five bytes: every 16 at the host, every 8 on the device.
     let from = [0, 0, 1, host.as_ptr() as u64, 0, 0, 16];
     let copy = |pitch| Copy2D([from, [0, 0, 2, 0, device, 0, pitch]], [5, 4]);
-    let run =
-        |copy: Copy2D| call!(cuda.library, cuMemcpy2DAsync_v2(&copy => *const Copy2D, cuda.stream => Handle));
+    let run = |copy: Copy2D| call!(cuda.library, cuMemcpy2DAsync_v2(&copy => *const Copy2D, cuda.stream => Handle));
     assert_eq!(run(copy(8)), 0);
     let expected: Vec<u8> =
         (0..64).map(|at| if at < 32 && at % 8 < 5 { at / 8 * 16 + at % 8 } else { 0 }).collect();
@@ -236,7 +246,8 @@ fn launches_do_what_the_reference_does() {
     reference::scatter(&mut expected, &grids, &indices, &packed).expect("within bounds");
     assert_eq!(cuda.download(back, 200), expected);
 
-    let hops = [Hop { from: region + 3, to: back, len: 9 }, Hop { from: region, to: back + 150, len: 50 }];
+    let hops =
+        [Hop { from: region + 3, to: back, len: 9 }, Hop { from: region, to: back + 150, len: 50 }];
     let hop_table = cuda.with(&encode_hops(&hops));
     assert_eq!(cuda.launch(cuda.function("kvx_hops"), &Launch::hops(hop_table, &hops)), 0);
     expected[..9].copy_from_slice(&content[3..12]);
@@ -279,7 +290,10 @@ fn kernels_reach_pinned_memory_and_no_other_of_the_host() {
     let cuda = Cuda::new();
     let memory = cuda.with(b"kvx kvx ");
     let mut pinned = 0_u64;
-    assert_eq!(call!(cuda.library, cuMemHostAlloc(&mut pinned => *mut u64, 64 => usize, 1 => u32)), 0);
+    assert_eq!(
+        call!(cuda.library, cuMemHostAlloc(&mut pinned => *mut u64, 64 => usize, 1 => u32)),
+        0
+    );
     let mut plain = [0_u8; 8];
     let table = cuda.allocate(24);
     let run = |to: u64| {
@@ -355,7 +369,10 @@ fn calls_fail_as_a_test_wants() {
 fn errors_have_names() {
     let cuda = Cuda::new();
     let mut name: *const std::ffi::c_char = std::ptr::null();
-    assert_eq!(call!(cuda.library, cuGetErrorName(700 => i32, &mut name => *mut *const std::ffi::c_char)), 0);
+    assert_eq!(
+        call!(cuda.library, cuGetErrorName(700 => i32, &mut name => *mut *const std::ffi::c_char)),
+        0
+    );
     // SAFETY: the driver's names are constants.
     let name_text = unsafe { std::ffi::CStr::from_ptr(name) };
     assert_eq!(name_text, c"CUDA_ERROR_ILLEGAL_ADDRESS");
@@ -449,7 +466,11 @@ fn virtual_memory_has_addresses_files_and_access() {
     );
     assert_eq!(cuda.download(elsewhere, 4), b"kvx ");
 
-    assert_eq!(call!(cuda.library, cuMemAddressFree(base => u64, 2 * LEN => usize)), 1, "still mapped");
+    assert_eq!(
+        call!(cuda.library, cuMemAddressFree(base => u64, 2 * LEN => usize)),
+        1,
+        "still mapped"
+    );
     assert_eq!(call!(cuda.library, cuMemUnmap(base => u64, 2 * LEN => usize)), 0);
     assert_eq!(call!(cuda.library, cuMemUnmap(elsewhere => u64, LEN => usize)), 0);
     assert_eq!(cuda.upload(across, b"kvx kvx "), 1, "unmapped");

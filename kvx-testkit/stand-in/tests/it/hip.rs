@@ -21,7 +21,10 @@ impl Hip {
         let library = Opened::by_path();
         let mut stream: Handle = 0;
         assert_eq!(call!(library, hipSetDevice(0 => i32)), 0);
-        assert_eq!(call!(library, hipStreamCreateWithFlags(&mut stream => *mut Handle, 1 => u32)), 0);
+        assert_eq!(
+            call!(library, hipStreamCreateWithFlags(&mut stream => *mut Handle, 1 => u32)),
+            0
+        );
         Hip { library, stream, control }
     }
 
@@ -96,7 +99,10 @@ fn types_of_memory_have_the_numbers_of_the_version() {
     let hip = Hip::new();
     let memory = hip.allocate(64);
     let (mut pinned, mut pool) = (0_u64, 0_usize);
-    assert_eq!(call!(hip.library, hipHostMalloc(&mut pinned => *mut u64, 64 => usize, 1 => u32)), 0);
+    assert_eq!(
+        call!(hip.library, hipHostMalloc(&mut pinned => *mut u64, 64 => usize, 1 => u32)),
+        0
+    );
     let plain = 0_u64;
     let kind = |address: u64| {
         let mut found = Attributes { kind: 99, ..Attributes::default() };
@@ -104,9 +110,11 @@ fn types_of_memory_have_the_numbers_of_the_version() {
         if code == 0 { Ok((found.kind, found.device, found.host)) } else { Err(code) }
     };
     let plain = (&raw const plain) as u64;
-    for (version, device, host, unknown) in
-        [("50221153", 1, 0, Err(1)), ("60100000", 2, 1, Ok((0, 0, 0))), ("70051831", 2, 1, Ok((0, 0, 0)))]
-    {
+    for (version, device, host, unknown) in [
+        ("50221153", 1, 0, Err(1)),
+        ("60100000", 2, 1, Ok((0, 0, 0))),
+        ("70051831", 2, 1, Ok((0, 0, 0))),
+    ] {
         hip.control.command(&format!("hip-version {version}"));
         let mut found = 0;
         assert_eq!(call!(hip.library, hipRuntimeGetVersion(&mut found => *mut i32)), 0);
@@ -174,17 +182,27 @@ fn a_thread_has_a_device_of_its_own() {
     assert_eq!(call!(hip.library, hipSetDevice(1 => i32)), 0);
     assert_eq!(call!(hip.library, hipSetDevice(2 => i32)), 101);
     assert_eq!(ordinal(), 1);
-    let elsewhere = std::thread::scope(|scope| scope.spawn(ordinal).join().expect("it does not panic"));
+    let elsewhere =
+        std::thread::scope(|scope| scope.spawn(ordinal).join().expect("it does not panic"));
     assert_eq!(elsewhere, 0);
     let memory = hip.allocate(64);
     let mut found = Attributes::default();
-    assert_eq!(call!(hip.library, hipPointerGetAttributes(&mut found => *mut Attributes, memory => u64)), 0);
+    assert_eq!(
+        call!(hip.library, hipPointerGetAttributes(&mut found => *mut Attributes, memory => u64)),
+        0
+    );
     assert_eq!(found.ordinal, 1);
     let mut can = 0;
-    assert_eq!(call!(hip.library, hipDeviceCanAccessPeer(&mut can => *mut i32, 0 => i32, 1 => i32)), 0);
+    assert_eq!(
+        call!(hip.library, hipDeviceCanAccessPeer(&mut can => *mut i32, 0 => i32, 1 => i32)),
+        0
+    );
     assert_eq!(can, 1);
     hip.control.command("no-peers");
-    assert_eq!(call!(hip.library, hipDeviceCanAccessPeer(&mut can => *mut i32, 0 => i32, 1 => i32)), 0);
+    assert_eq!(
+        call!(hip.library, hipDeviceCanAccessPeer(&mut can => *mut i32, 0 => i32, 1 => i32)),
+        0
+    );
     assert_eq!(can, 0);
     assert_eq!(hip.free(memory), 0);
     assert_eq!(call!(hip.library, hipSetDevice(0 => i32)), 0);
@@ -205,12 +223,21 @@ fn compiled(hip: &Hip, source: &str) -> Result<Vec<u8>, (i32, String)> {
     let code = call!(hip.library, hiprtcCompileProgram(
         program => Handle, 1 => i32, options.as_ptr() => *const *const std::ffi::c_char));
     let mut len = 0_usize;
-    assert_eq!(call!(hip.library, hiprtcGetProgramLogSize(program => Handle, &mut len => *mut usize)), 0);
+    assert_eq!(
+        call!(hip.library, hiprtcGetProgramLogSize(program => Handle, &mut len => *mut usize)),
+        0
+    );
     let mut log = vec![0_u8; len];
-    assert_eq!(call!(hip.library, hiprtcGetProgramLog(program => Handle, log.as_mut_ptr() => *mut u8)), 0);
+    assert_eq!(
+        call!(hip.library, hiprtcGetProgramLog(program => Handle, log.as_mut_ptr() => *mut u8)),
+        0
+    );
     assert_eq!(call!(hip.library, hiprtcGetCodeSize(program => Handle, &mut len => *mut usize)), 0);
     let mut bytes = vec![0_u8; len];
-    assert_eq!(call!(hip.library, hiprtcGetCode(program => Handle, bytes.as_mut_ptr() => *mut u8)), 0);
+    assert_eq!(
+        call!(hip.library, hiprtcGetCode(program => Handle, bytes.as_mut_ptr() => *mut u8)),
+        0
+    );
     assert_eq!(call!(hip.library, hiprtcDestroyProgram(&mut program => *mut Handle)), 0);
     assert_eq!(program, 0);
     let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned();
@@ -241,15 +268,18 @@ fn the_kernels_are_compiled_loaded_and_launched() {
     );
 
     let memory = hip.allocate(128);
-    let hops =
-        [Hop { from: memory, to: memory + 64, len: 5 }, Hop { from: memory + 1, to: memory + 80, len: 3 }];
+    let hops = [
+        Hop { from: memory, to: memory + 64, len: 5 },
+        Hop { from: memory + 1, to: memory + 80, len: 3 },
+    ];
     let mut content = [b"kvx k".as_slice(), &[0; 59], &[0; 64]].concat();
     assert_eq!(hip.copy(memory, content.as_ptr() as u64, 128, 1), 0);
     let encoded = encode_hops(&hops);
     let table = hip.allocate(encoded.len());
     assert_eq!(hip.copy(table, encoded.as_ptr() as u64, encoded.len(), 1), 0);
     let launch = Launch::hops(table, &hops);
-    let parameters: Vec<*const u64> = launch.parameters.iter().map(|value| &raw const *value).collect();
+    let parameters: Vec<*const u64> =
+        launch.parameters.iter().map(|value| &raw const *value).collect();
     let run = |threads: u32| {
         call!(hip.library, hipModuleLaunchKernel(
             function => Handle, launch.grid[0] => u32, 1 => u32, 1 => u32, threads => u32, 1 => u32, 1 => u32,
@@ -272,7 +302,8 @@ fn errors_have_names() {
     let library = Opened::by_path();
     // SAFETY: it takes any number and returns a constant C string.
     let name = unsafe {
-        let name: unsafe extern "C" fn(i32) -> *const std::ffi::c_char = library.function("hipGetErrorName");
+        let name: unsafe extern "C" fn(i32) -> *const std::ffi::c_char =
+            library.function("hipGetErrorName");
         std::ffi::CStr::from_ptr(name(700))
     };
     assert_eq!(name, c"hipErrorIllegalAddress");

@@ -38,7 +38,10 @@ fn addresses_are_told_apart() {
         call!(cuda.library, cuMemAllocAsync(&mut pool => *mut u64, 50 => usize, cuda.stream => Handle)),
         0
     );
-    assert_eq!(call!(cuda.library, cuMemHostAlloc(&mut pinned => *mut u64, 4096 => usize, 1 => u32)), 0);
+    assert_eq!(
+        call!(cuda.library, cuMemHostAlloc(&mut pinned => *mut u64, 4096 => usize, 1 => u32)),
+        0
+    );
     let host = 0_u64;
     assert_eq!(attributes(&cuda, plain + 99), (2, 0, 1, plain, 100, 0));
     assert!(matches!(attributes(&cuda, pool), (2, 0, 0, start, 50, 1..) if start == pool));
@@ -76,7 +79,10 @@ fn pool_memory_is_not_shared() {
         0
     );
     let mut handle = [0_u8; 64];
-    assert_eq!(call!(cuda.library, cuIpcGetMemHandle(handle.as_mut_ptr() => *mut u8, pool => u64)), 1);
+    assert_eq!(
+        call!(cuda.library, cuIpcGetMemHandle(handle.as_mut_ptr() => *mut u8, pool => u64)),
+        1
+    );
     let mut descriptor = -1;
     assert_ne!(
         call!(cuda.library, cuMemGetHandleForAddressRange(

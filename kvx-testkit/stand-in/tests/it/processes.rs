@@ -27,7 +27,8 @@ pub(crate) fn play_if_asked() {
 
 /// Starts another process with these variables.
 fn start(role: &str, variables: &[(&str, &str)]) -> Child {
-    let mut variables: Vec<_> = variables.iter().map(|(name, value)| (*name, (*value).to_owned())).collect();
+    let mut variables: Vec<_> =
+        variables.iter().map(|(name, value)| (*name, (*value).to_owned())).collect();
     variables.push((ROLE, role.to_owned()));
     Child::start_self_with(&variables).expect("this program starts")
 }
@@ -62,12 +63,14 @@ fn owner() {
     let cuda = Cuda::new();
     let memory = cuda.with(b"kvx kvx ");
     let mut handle = [0_u8; 64];
-    assert_eq!(call!(cuda.library, cuIpcGetMemHandle(handle.as_mut_ptr() => *mut u8, memory => u64)), 0);
+    assert_eq!(
+        call!(cuda.library, cuIpcGetMemHandle(handle.as_mut_ptr() => *mut u8, memory => u64)),
+        0
+    );
     let mut opened = 0_u64;
     let bytes: [u64; 8] =
         std::array::from_fn(|at| u64::from_le_bytes(handle[at * 8..][..8].try_into().expect("8")));
-    let own =
-        call!(cuda.library, cuIpcOpenMemHandle_v2(&mut opened => *mut u64, bytes => [u64; 8], 1 => u32));
+    let own = call!(cuda.library, cuIpcOpenMemHandle_v2(&mut opened => *mut u64, bytes => [u64; 8], 1 => u32));
     assert_eq!(own, 201, "memory of this process");
     say(&hex(&handle));
     while let Some(line) = next_line() {
@@ -87,7 +90,8 @@ struct ByValue([u8; 64]);
 fn open(cuda: &Cuda, handle: &[u8]) -> Result<u64, i32> {
     let handle = ByValue(handle.try_into().expect("64 bytes"));
     let mut address = 0_u64;
-    match call!(cuda.library, cuIpcOpenMemHandle_v2(&mut address => *mut u64, handle => ByValue, 1 => u32)) {
+    match call!(cuda.library, cuIpcOpenMemHandle_v2(&mut address => *mut u64, handle => ByValue, 1 => u32))
+    {
         0 => Ok(address),
         code => Err(code),
     }
@@ -141,14 +145,20 @@ fn seer() {
     assert_eq!(call!(library, cuDeviceGetCount(&mut count => *mut i32)), 0);
     let uuid = |ordinal: i32| {
         let mut uuid = [0_u8; 16];
-        assert_eq!(call!(library, cuDeviceGetUuid_v2(uuid.as_mut_ptr() => *mut u8, ordinal => i32)), 0);
+        assert_eq!(
+            call!(library, cuDeviceGetUuid_v2(uuid.as_mut_ptr() => *mut u8, ordinal => i32)),
+            0
+        );
         let mut bus = [0_u8; 32];
         assert_eq!(
             call!(library, cuDeviceGetPCIBusId(bus.as_mut_ptr() => *mut u8, 32 => i32, ordinal => i32)),
             0
         );
         let mut context: Handle = 0;
-        assert_eq!(call!(library, cuDevicePrimaryCtxRetain(&mut context => *mut Handle, ordinal => i32)), 0);
+        assert_eq!(
+            call!(library, cuDevicePrimaryCtxRetain(&mut context => *mut Handle, ordinal => i32)),
+            0
+        );
         format!("{}@{}", uuid[15], String::from_utf8_lossy(&bus[..12]))
     };
     say(&(0..count).map(uuid).collect::<Vec<_>>().join(" "));
@@ -162,7 +172,10 @@ fn a_process_sees_the_devices_that_it_is_told() {
         (&[three, ("CUDA_VISIBLE_DEVICES", "2")], "2@0000:03:00.0"),
         (&[three, ("CUDA_VISIBLE_DEVICES", "1,0")], "1@0000:02:00.0 0@0000:01:00.0"),
         (&[three, ("CUDA_VISIBLE_DEVICES", "1,7,0")], "1@0000:02:00.0"),
-        (&[three, ("CUDA_VISIBLE_DEVICES", "GPU-6b76782d-7374-616e-642d-696e2d637501")], "1@0000:02:00.0"),
+        (
+            &[three, ("CUDA_VISIBLE_DEVICES", "GPU-6b76782d-7374-616e-642d-696e2d637501")],
+            "1@0000:02:00.0",
+        ),
         (&[three, ("CUDA_VISIBLE_DEVICES", "")], "none"),
         (&[("KVX_STAND_IN", "devices 0")], "none"),
         (&[("KVX_STAND_IN", "fail cuInit 803 always")], "none"),

@@ -73,9 +73,15 @@ fn a_stream_waits_for_an_event_of_another() {
         );
     }
     record(&cuda, mark);
-    assert_eq!(call!(cuda.library, cuStreamWaitEvent(other => Handle, mark => Handle, 0 => u32)), 0);
+    assert_eq!(
+        call!(cuda.library, cuStreamWaitEvent(other => Handle, mark => Handle, 0 => u32)),
+        0
+    );
     cuda.control.command("delay 0");
-    assert_eq!(call!(cuda.library, cuMemsetD8Async(memory => u64, 3 => u8, 4 => usize, other => Handle)), 0);
+    assert_eq!(
+        call!(cuda.library, cuMemsetD8Async(memory => u64, 3 => u8, 4 => usize, other => Handle)),
+        0
+    );
     assert_eq!(call!(cuda.library, cuStreamSynchronize(other => Handle)), 0);
     assert_eq!(cuda.download(memory, 4), [3; 4]);
     assert_eq!(call!(cuda.library, cuStreamDestroy_v2(other => Handle)), 0);
@@ -104,7 +110,10 @@ fn pinned_memory_freed_under_a_copy_is_found_out() {
     let cuda = Cuda::new();
     let memory = cuda.allocate(8);
     let mut pinned = 0_u64;
-    assert_eq!(call!(cuda.library, cuMemHostAlloc(&mut pinned => *mut u64, 8 => usize, 1 => u32)), 0);
+    assert_eq!(
+        call!(cuda.library, cuMemHostAlloc(&mut pinned => *mut u64, 8 => usize, 1 => u32)),
+        0
+    );
     cuda.control.command("hold");
     assert_eq!(
         call!(cuda.library, cuMemcpyDtoHAsync_v2(

@@ -19,7 +19,8 @@ impl Opened {
     /// The address of a function.
     pub(crate) fn address(&self, name: &str) -> Option<usize> {
         // SAFETY: nothing is called.
-        let found: Symbol<'_, unsafe extern "C" fn()> = unsafe { self.0.get(name.as_bytes()) }.ok()?;
+        let found: Symbol<'_, unsafe extern "C" fn()> =
+            unsafe { self.0.get(name.as_bytes()) }.ok()?;
         Some(*found as usize)
     }
 

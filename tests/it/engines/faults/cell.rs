@@ -38,7 +38,8 @@ pub(super) enum Moment {
 }
 
 pub(super) use Moment::{
-    Asked, BeforeTheHandshake, Checking, Idle, InTheHandshake, Queued, Reading, ToldNotFreed, Written,
+    Asked, BeforeTheHandshake, Checking, Idle, InTheHandshake, Queued, Reading, ToldNotFreed,
+    Written,
 };
 pub(super) use Subject::{DecodeEngine, DecodeRank, PrefillEngine, PrefillRank};
 pub(super) use Trouble::{Aborted, Killed, Renamed, Restarted, Stopped, StoppedAWhile};

@@ -37,7 +37,11 @@ pub(crate) fn cases() -> Vec<Case> {
         false => (Tier::Whole, &["TCP"]),
     };
     let third = |cells: Vec<Cell>, of: usize| {
-        cells.into_iter().enumerate().filter(move |(at, _)| all || at % 3 == of).map(|(_, cell)| cell)
+        cells
+            .into_iter()
+            .enumerate()
+            .filter(move |(at, _)| all || at % 3 == of)
+            .map(|(_, cell)| cell)
     };
     let reads = third(cell::of_reads(), 0).map(|cell| (cell, false));
     // Those that once failed are among this third.
@@ -46,7 +50,8 @@ pub(crate) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for backend in backends {
         // A library of MooncakeConnector alone.
-        for (cell, asks) in rows.iter().copied().filter(|(_, asks)| *asks || *backend != "MOONCAKE") {
+        for (cell, asks) in rows.iter().copied().filter(|(_, asks)| *asks || *backend != "MOONCAKE")
+        {
             let connector = if asks { MOONCAKE } else { "" };
             let name = format!("{connector}{cell}");
             let title = name.clone();
@@ -167,8 +172,9 @@ impl Run {
         let works = healed.elapsed();
         self.two.all_free()?;
         if is_all() {
-            let ms =
-                |time: Option<Duration>| time.map_or("-".to_owned(), |time| time.as_millis().to_string());
+            let ms = |time: Option<Duration>| {
+                time.map_or("-".to_owned(), |time| time.as_millis().to_string())
+            };
             let ended = ended.as_deref().unwrap_or("-");
             let (after, works) = (ms(after), ms(Some(works)));
             // The harness has begun a line.
@@ -183,7 +189,9 @@ impl Run {
         let published = self.two.published()?;
         match self.cell.moment {
             // What a decode aborts, it has heard of.
-            BeforeTheHandshake if (self.cell.subject, self.cell.trouble) == (DecodeEngine, Aborted) => {
+            BeforeTheHandshake
+                if (self.cell.subject, self.cell.trouble) == (DecodeEngine, Aborted) =>
+            {
                 self.two.decode.arrive(&load(&published.0), &published.1, WITHIN)?
             }
             BeforeTheHandshake | Idle => {}
@@ -284,7 +292,9 @@ impl Run {
         let Some(again) = self.again.take() else { return Ok(()) };
         let said = again.hear(CUT_OFF)?;
         let words = ["rank pp 0 tp 0 (process ", "restart the engine with all its ranks"];
-        ensure(words.iter().all(|words| said.contains(words)), || format!("a rank came back: {said}"))
+        ensure(words.iter().all(|words| said.contains(words)), || {
+            format!("a rank came back: {said}")
+        })
     }
 
     fn go_on_after(&mut self, since: Instant) -> Check {
@@ -309,7 +319,9 @@ impl Run {
             (_, _, ToldNotFreed) => return Ok(None),
             (DecodeEngine, Killed | Stopped | Aborted, _) => return Ok(None),
             // The old one's loads have gone with it.
-            (DecodeEngine, Restarted | Renamed, moment) if !matches!(moment, BeforeTheHandshake | Idle) => {
+            (DecodeEngine, Restarted | Renamed, moment)
+                if !matches!(moment, BeforeTheHandshake | Idle) =>
+            {
                 return Ok(None);
             }
             (_, _, BeforeTheHandshake | Idle) => self.two.begin(published, WITHIN)?,
@@ -372,8 +384,9 @@ impl Run {
             let is_missed = subject == PrefillRank && trouble == Stopped;
             let back = self.two.prefill.all_free(if is_missed { MISSED } else { BLOCKS_BACK });
             // What writes them may be the decode itself, or a library: until the decode is gone.
-            let may_be_kept =
-                self.asks && (subject, trouble) == (DecodeEngine, Stopped) && !alone.writes_settle_alone;
+            let may_be_kept = self.asks
+                && (subject, trouble) == (DecodeEngine, Stopped)
+                && !alone.writes_settle_alone;
             if may_be_kept && back.is_err() {
                 return self.two.prefill.keeps_at_most(TOKENS).map(|()| KEPT.to_owned());
             }

@@ -29,7 +29,9 @@ fn limits(blocks: usize) -> Limits {
 fn start(limits: &Limits) -> (Running, Memory) {
     let memory = Memory::new(limits.blocks, limits.block_size);
     let running =
-        Engine::start(limits.clone(), Box::new(memory.clone()), Arc::new(bytes()), |_| Ok(Box::new(Alone)));
+        Engine::start(limits.clone(), Box::new(memory.clone()), Arc::new(bytes()), |_| {
+            Ok(Box::new(Alone))
+        });
     (running.expect("the engine starts"), memory)
 }
 
@@ -57,11 +59,14 @@ fn prompt(seed: u32, len: u32) -> Vec<u32> {
 
 /// All pieces of an answer as one.
 fn whole(mut answer: Answer) -> std::result::Result<Piece, Failure> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
     runtime.block_on(async {
         let mut whole = Piece::default();
         while whole.end.is_none() {
-            let told = tokio::time::timeout(LIMIT, answer.next()).await.expect("the engine answers in time");
+            let told = tokio::time::timeout(LIMIT, answer.next())
+                .await
+                .expect("the engine answers in time");
             let piece = told.expect("an answer has an end")?;
             whole.text += &piece.text;
             whole.tokens.extend(piece.tokens);
@@ -86,7 +91,8 @@ fn an_answer_is_the_models_at_every_length_of_the_prompt() {
     let (running, _) = start(&limits(16));
     for len in 1..=40 {
         let prompt = prompt(len, len);
-        let answer = whole(running.engine().submit(request(&format!("r{len}"), &prompt, 9))).unwrap();
+        let answer =
+            whole(running.engine().submit(request(&format!("r{len}"), &prompt, 9))).unwrap();
         let right = expected(&prompt, 9);
         assert_eq!((tokens(&answer), answer.text), (right.clone(), text(&right)), "{len}");
         assert_eq!(answer.end.unwrap().reason, Reason::Length);
@@ -164,7 +170,10 @@ fn what_was_computed_is_not_computed_again() {
 fn without_the_cache_everything_is_computed() {
     let (running, memory) = start(&Limits { prefix_cache: false, ..limits(16) });
     for name in ["one", "two"] {
-        assert_eq!(whole(running.engine().submit(request(name, &prompt(3, 22), 1))).unwrap().cached, 0);
+        assert_eq!(
+            whole(running.engine().submit(request(name, &prompt(3, 22), 1))).unwrap().cached,
+            0
+        );
     }
     assert_eq!(memory.lock().computed, 44);
 }
@@ -188,8 +197,9 @@ fn stops_end_an_answer() {
         (&said[..at], Reason::Stop(stop.clone()))
     );
     assert_eq!(stopped.tokens.len(), at + 3);
-    let included =
-        ask("included", &|request| (request.stop, request.include_stop) = (vec![stop.clone()], true));
+    let included = ask("included", &|request| {
+        (request.stop, request.include_stop) = (vec![stop.clone()], true)
+    });
     assert_eq!(included.text, said[..at + 3]);
 
     let token = right[7];
@@ -223,7 +233,10 @@ fn logprobs_are_those_of_the_model() {
         }
         assert_eq!(answer.prompt_logprobs.len(), 8);
         for (at, logprob) in answer.prompt_logprobs.iter().enumerate() {
-            assert_eq!(*logprob, Logprob::of(&logits(all[..=at].iter().copied()), all[at + 1], 0, false));
+            assert_eq!(
+                *logprob,
+                Logprob::of(&logits(all[..=at].iter().copied()), all[at + 1], 0, false)
+            );
         }
     }
 }
@@ -232,10 +245,12 @@ fn logprobs_are_those_of_the_model() {
 fn a_client_that_goes_gives_its_blocks_back() {
     let (running, _) = start(&limits(8));
     for round in 0..20 {
-        let mut answer = running.engine().submit(request(&format!("gone{round}"), &prompt(round, 20), 12));
+        let mut answer =
+            running.engine().submit(request(&format!("gone{round}"), &prompt(round, 20), 12));
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
-        runtime
-            .block_on(async { tokio::time::timeout(LIMIT, answer.next()).await.unwrap().unwrap().unwrap() });
+        runtime.block_on(async {
+            tokio::time::timeout(LIMIT, answer.next()).await.unwrap().unwrap().unwrap()
+        });
     }
     let prompt = prompt(50, 28);
     assert_eq!(
@@ -316,7 +331,8 @@ fn engines_that_are_stopped_together_part_from_their_peers_at_once() {
 fn a_pool_that_is_too_small_is_refused_in_words() {
     let memory = Memory::new(2, 4);
     let tiny = Limits { model_len: 64, ..limits(2) };
-    let error =
-        Engine::start(tiny, Box::new(memory), Arc::new(bytes()), |_| Ok(Box::new(Alone))).err().unwrap();
+    let error = Engine::start(tiny, Box::new(memory), Arc::new(bytes()), |_| Ok(Box::new(Alone)))
+        .err()
+        .unwrap();
     assert!(error.to_string().contains("--max-model-len to 8"), "{error}");
 }

@@ -101,8 +101,9 @@ pub(super) fn expected(prompt: &[u32], count: usize) -> Vec<u32> {
     let mut tokens = prompt.to_vec();
     for _ in 0..count {
         let logits = logits(tokens.iter().copied());
-        let best =
-            (0..VOCABULARY).max_by(|a, b| logits[*a].total_cmp(&logits[*b])).expect("there are tokens");
+        let best = (0..VOCABULARY)
+            .max_by(|a, b| logits[*a].total_cmp(&logits[*b]))
+            .expect("there are tokens");
         tokens.push(best as u32);
     }
     tokens.split_off(prompt.len())

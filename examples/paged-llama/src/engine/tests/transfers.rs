@@ -61,7 +61,12 @@ impl Mover for Peer {
     }
 
     fn allocated(&mut self, request: &str, fill: &[u32], computed: usize, external: usize) {
-        self.0.lock().unwrap().allocated.push((request.to_owned(), fill.to_vec(), computed, external));
+        self.0.lock().unwrap().allocated.push((
+            request.to_owned(),
+            fill.to_vec(),
+            computed,
+            external,
+        ));
     }
 
     fn step(&mut self) -> Vec<Outcome> {
@@ -70,7 +75,8 @@ impl Mover for Peer {
 
     fn ended(&mut self, ending: Ending<'_>) -> (bool, Option<TransferParams>) {
         let mut script = self.0.lock().unwrap();
-        let ended = (ending.request.to_owned(), ending.blocks.to_vec(), ending.computed, ending.status);
+        let ended =
+            (ending.request.to_owned(), ending.blocks.to_vec(), ending.computed, ending.status);
         script.ended.push(ended);
         (script.keeps, script.keeps.then(TransferParams::ask_prefill))
     }
@@ -79,10 +85,11 @@ impl Mover for Peer {
 fn start(limits: &Limits) -> (Running, Memory, Peer) {
     let (memory, peer) = (Memory::new(limits.blocks, limits.block_size), Peer::default());
     let for_engine = peer.clone();
-    let running = Engine::start(limits.clone(), Box::new(memory.clone()), Arc::new(bytes()), |wake| {
-        for_engine.0.lock().unwrap().wake = Some(wake);
-        Ok(Box::new(for_engine))
-    });
+    let running =
+        Engine::start(limits.clone(), Box::new(memory.clone()), Arc::new(bytes()), |wake| {
+            for_engine.0.lock().unwrap().wake = Some(wake);
+            Ok(Box::new(for_engine))
+        });
     (running.expect("the engine starts"), memory, peer)
 }
 
@@ -161,7 +168,11 @@ fn a_failed_load_fails_its_request_or_is_computed_from_the_first_invalid_block_o
     peer.tell(failed("fails", Then::Fail, &fill, &[]));
     assert_eq!(whole(fails).unwrap_err().0, "Internal server error");
     peer.wait(|script| {
-        script.ended.iter().any(|(name, .., how)| name == "fails" && *how == Status::Failed).then_some(())
+        script
+            .ended
+            .iter()
+            .any(|(name, .., how)| name == "fails" && *how == Status::Failed)
+            .then_some(())
     });
 
     let goes_on = running.engine().submit(request("goes on", &prompt, 3));
@@ -237,15 +248,23 @@ fn leased_blocks_keep_their_tokens_until_the_lease_ends() {
     for seed in 0..20 {
         let prompt = prompt(30 + seed, 24);
         assert_eq!(
-            tokens(&whole(running.engine().submit(request(&format!("o{seed}"), &prompt, 9))).unwrap()),
+            tokens(
+                &whole(running.engine().submit(request(&format!("o{seed}"), &prompt, 9))).unwrap()
+            ),
             expected(&prompt, 9)
         );
     }
-    let held: Vec<u32> =
-        blocks.iter().flat_map(|block| memory.lock().slots[*block as usize].clone()).flatten().collect();
+    let held: Vec<u32> = blocks
+        .iter()
+        .flat_map(|block| memory.lock().slots[*block as usize].clone())
+        .flatten()
+        .collect();
     assert_eq!(held, published);
     // Nothing keeps others from beginning with them.
-    assert_eq!(whole(running.engine().submit(request("shares", &published, 1))).unwrap().cached, 16);
+    assert_eq!(
+        whole(running.engine().submit(request("shares", &published, 1))).unwrap().cached,
+        16
+    );
     peer.tell(Outcome::Free { request: "leased".into(), kept: Kept::Request });
     let long = prompt(77, 60);
     assert_eq!(
@@ -293,11 +312,14 @@ fn lost_blocks_are_never_given_again() {
     for seed in 0..6 {
         let prompt = prompt(60 + seed, 30);
         assert_eq!(
-            tokens(&whole(running.engine().submit(request(&format!("o{seed}"), &prompt, 9))).unwrap()),
+            tokens(
+                &whole(running.engine().submit(request(&format!("o{seed}"), &prompt, 9))).unwrap()
+            ),
             expected(&prompt, 9)
         );
     }
-    let touched =
-        fill.iter().all(|block| memory.lock().slots[*block as usize].iter().all(|slot| *slot == Some(1)));
+    let touched = fill
+        .iter()
+        .all(|block| memory.lock().slots[*block as usize].iter().all(|slot| *slot == Some(1)));
     assert!(touched, "a lost block was used");
 }

@@ -98,7 +98,11 @@ fn decodes_of_pyzmq_are_answered_over_req_and_dealer_while_pinging() {
                     (&answers[index]["hash"], &answers[index]["kvx_metadata"]),
                     (&hash().as_str().into(), &true.into())
                 );
-                assert_eq!(answers[index]["clock"].is_f64(), index != 3, "an older form gets no clock");
+                assert_eq!(
+                    answers[index]["clock"].is_f64(),
+                    index != 3,
+                    "an older form gets no clock"
+                );
             }
             for index in [1, 2] {
                 let said = answers[index]["hash"].as_str().unwrap();
@@ -144,13 +148,17 @@ fn a_listener_of_pyzmq_gets_vllms_exact_request_and_nothing_else() {
         let test = "a_listener_of_pyzmq_gets_vllms_exact_request_and_nothing_else";
         let Some(mut python) = Python::start(test) else { return };
         let old_form = dialect == Dialect::V0_22;
-        let served =
-            python.ask(json!({"do": "serve", "payload": payload, "ranks": [[0, 0]], "old_form": old_form}));
+        let served = python.ask(
+            json!({"do": "serve", "payload": payload, "ranks": [[0, 0]], "old_form": old_form}),
+        );
         let peer = at("127.0.0.1", served["port"].as_u64().unwrap() as u16);
         for secret in [None, secret(3)] {
             let expectation = Expectation::new(dialect, "prefill-0", hash());
             let asked = run(asker(secret).ask(&peer, &[RANK], expectation)).unwrap();
-            assert_eq!((asked.standing, &asked.peer.workers[&RANK]), (PeerStanding::Foreign, &theirs));
+            assert_eq!(
+                (asked.standing, &asked.peer.workers[&RANK]),
+                (PeerStanding::Foreign, &theirs)
+            );
             assert_eq!(asked.peer.clock.is_some(), !old_form);
         }
         let heard = python.ask(json!({"do": "asked"}));

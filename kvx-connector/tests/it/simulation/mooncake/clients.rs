@@ -2,8 +2,8 @@
 
 use kvx_connector::engine::RequestId;
 use kvx_connector::params::{
-    KvxPrefill, MooncakeLeg, MooncakeParams, MooncakeTransferId, OlderMooncakeLeg, OlderMooncakeParams,
-    TransferParams,
+    KvxPrefill, MooncakeLeg, MooncakeParams, MooncakeTransferId, OlderMooncakeLeg,
+    OlderMooncakeParams, TransferParams,
 };
 
 use super::{Event, MAY_WRITE_FOR, MILLISECOND, SECOND, World};
@@ -52,14 +52,17 @@ impl World {
         let start = random.skewed(0..10 * SECOND);
         let scenario = &self.scenario;
         let older = scenario.older.then(|| Older {
-            plain: scenario.foreign || (scenario.prefill_tp == scenario.decode_tp && random.percent(20)),
+            plain: scenario.foreign
+                || (scenario.prefill_tp == scenario.decode_tp && random.percent(20)),
             at_once: random.percent(25),
             answer: None,
         });
         // Before vLLM 0.16 a plain decode and its prefill have nothing in common but what the proxy has named both.
         let (prefill_id, decode_id) = match &older {
             None => (format!("p-{number}"), format!("d-{number}")),
-            Some(_) if random.percent(20) => (format!("r-{number}"), format!("r-{number}-{number:08x}")),
+            Some(_) if random.percent(20) => {
+                (format!("r-{number}"), format!("r-{number}-{number:08x}"))
+            }
             Some(_) => (format!("r-{number}-{number:08x}"), format!("r-{number}-ffff{number:04x}")),
         };
         let at_once = older.as_ref().is_none_or(|older| older.at_once);
@@ -108,7 +111,8 @@ impl World {
         client.lives.0 = self.engines[prefill].life;
         client.prefilling = true;
         let params = MooncakeParams::new(client.transfer.clone(), MooncakeLeg::Prefill);
-        let older = client.older.is_some().then(|| OlderMooncakeParams::new(OlderMooncakeLeg::Prefill));
+        let older =
+            client.older.is_some().then(|| OlderMooncakeParams::new(OlderMooncakeLeg::Prefill));
         let asked = older.as_ref().map_or(Asked::Mooncake(&params), Asked::OlderMooncake);
         let request = (number, client.conversation, client.prompt, 1);
         let times = (client.deadline, self.now, 0);
@@ -125,7 +129,11 @@ impl World {
         let (decode, id) = (client.decode, client.decode_id.clone());
         client.lives.1 = self.engines[decode].life;
         let whole_blocks = u64::from(client.prompt / 4);
-        let cached = if self.random.percent(40) { self.random.within(0..whole_blocks + 1) as u32 } else { 0 };
+        let cached = if self.random.percent(40) {
+            self.random.within(0..whole_blocks + 1) as u32
+        } else {
+            0
+        };
         let hold = if self.random.percent(20) { self.random.skewed(0..20 * SECOND) } else { 0 };
         let client = &self.clients[number];
         let leg = MooncakeLeg::Decode {
@@ -150,15 +158,16 @@ impl World {
     /// What a decode is told before vLLM 0.16: the prefill's answer, or what a proxy knows without.
     fn older_params(&self, client: &Client, older: &Older) -> OlderMooncakeParams {
         let answer = older.answer.as_ref().map(|answer| OlderMooncakeParams::from_params(answer));
-        let mut params = answer.transpose().expect("the prefill's answer is right").unwrap_or_else(|| {
-            let there = &self.engines[client.prefill];
-            let request_id = Some(client.prefill_id.to_string());
-            OlderMooncakeParams::new(OlderMooncakeLeg::Decode {
-                remote_host: there.settings.address.host.to_string(),
-                remote_port: there.settings.address.port,
-                kvx: Some(KvxPrefill { engine_id: there.id.clone(), request_id }),
-            })
-        });
+        let mut params =
+            answer.transpose().expect("the prefill's answer is right").unwrap_or_else(|| {
+                let there = &self.engines[client.prefill];
+                let request_id = Some(client.prefill_id.to_string());
+                OlderMooncakeParams::new(OlderMooncakeLeg::Decode {
+                    remote_host: there.settings.address.host.to_string(),
+                    remote_port: there.settings.address.port,
+                    kvx: Some(KvxPrefill { engine_id: there.id.clone(), request_id }),
+                })
+            });
         if let OlderMooncakeLeg::Decode { kvx, .. } = &mut params.leg
             && older.plain
         {
@@ -232,7 +241,9 @@ impl World {
                     let delay = self.random.skewed(0..2 * SECOND);
                     self.after(delay, Event::Decode(number));
                 }
-                (End::Finished(_), _) => return Err(format!("{id} does not answer where it listens")),
+                (End::Finished(_), _) => {
+                    return Err(format!("{id} does not answer where it listens"));
+                }
                 (End::Error, _) => {
                     client.over = true;
                     self.summary.errors += 1;

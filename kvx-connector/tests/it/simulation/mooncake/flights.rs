@@ -97,7 +97,8 @@ impl World {
         }
         for group in flight.what.groups.iter() {
             for place in (0..group.local.len()).filter(|place| place % 2 == part) {
-                let (local, remote) = (group.local.at(place) as usize, group.remote.at(place) as usize);
+                let (local, remote) =
+                    (group.local.at(place) as usize, group.remote.at(place) as usize);
                 let from = self.engines[at.engine].pool.workers[at.worker].blocks[local];
                 let there = &mut self.engines[to.engine].pool.workers[to.worker].blocks[remote];
                 match flight.half {
@@ -150,7 +151,9 @@ impl World {
     }
 
     pub(super) fn move_times_out(&mut self, key: u64) {
-        let Some(flight) = self.flights.get_mut(&key).filter(|flight| !flight.resolved) else { return };
+        let Some(flight) = self.flights.get_mut(&key).filter(|flight| !flight.resolved) else {
+            return;
+        };
         flight.resolved = true;
         let (at, to, id) = (flight.at, flight.to, flight.what.id);
         self.says_at_once(to, at);
@@ -179,7 +182,8 @@ impl World {
             return self.fence_forgotten(at, &request);
         }
         self.fenced.insert((at, request.clone()));
-        let off = self.flights.iter().filter(|(_, flight)| flight.to == at && self.is_fenced_off(flight));
+        let off =
+            self.flights.iter().filter(|(_, flight)| flight.to == at && self.is_fenced_off(flight));
         for key in off.map(|(key, _)| *key).collect::<Vec<_>>() {
             let Some(mut flight) = self.flights.remove(&key) else { continue };
             // Its memory here is free of it; its own end still has it.

@@ -15,8 +15,8 @@ use kvx_connector::engine::mooncake::{
     AskId, Bootstrap, Mooncake, MooncakeAction, MooncakeWorker, PullId, QueryId, Target,
 };
 use kvx_connector::engine::{
-    Action, Address, Connection, HandshakeFailure, MoveId, PeerLane, PeerPlan, RequestId, Settings, Time,
-    WorkerRank,
+    Action, Address, Connection, HandshakeFailure, MoveId, PeerLane, PeerPlan, RequestId, Settings,
+    Time, WorkerRank,
 };
 use kvx_connector::wire::mooncake::{OlderPullRequest, PullRequest};
 
@@ -125,7 +125,11 @@ impl World {
             nameless: random.percent(20),
             same_ports: random.percent(50),
             wait: random.one_of(&[5, 20, 60]) * SECOND,
-            policy: if random.percent(50) { LoadFailurePolicy::Fail } else { LoadFailurePolicy::Recompute },
+            policy: if random.percent(50) {
+                LoadFailurePolicy::Fail
+            } else {
+                LoadFailurePolicy::Recompute
+            },
             load_timeout: random.one_of(&[1, 10, 60]) * SECOND,
             blocks: random.within(12..40) as u32,
             clients: random.within(3..12) as usize,
@@ -172,7 +176,8 @@ impl World {
             }
             if world.random.percent(trouble * 2) {
                 let (p, d) = (world.scenario.prefills as u64, engines as u64);
-                let (a, b) = (world.random.within(0..p) as usize, world.random.within(p..d) as usize);
+                let (a, b) =
+                    (world.random.within(0..p) as usize, world.random.within(p..d) as usize);
                 let from = world.random.within(0..20 * SECOND);
                 let until = from + world.random.skewed(SECOND..60 * SECOND);
                 world.cuts.push((a, b, from, until));
@@ -187,7 +192,11 @@ impl World {
         let prefill = engine < scenario.prefills;
         let tp = if prefill { scenario.prefill_tp } else { scenario.decode_tp };
         let keeps_its_name = self.random.percent(30);
-        let id = if keeps_its_name { format!("engine-{engine}") } else { format!("engine-{engine}.{life}") };
+        let id = if keeps_its_name {
+            format!("engine-{engine}")
+        } else {
+            format!("engine-{engine}.{life}")
+        };
         let mut mooncake = Mooncake::new(if prefill { Role::Producer } else { Role::Consumer });
         mooncake.wait = Duration::from_micros(scenario.wait);
         mooncake.connect_timeout = Duration::from_secs(3);
@@ -220,11 +229,13 @@ impl World {
         };
         let layout_id = if self.scenario.nameless { 0 } else { self.random.word() >> 1 | 1 };
         Engine::new(birth, |settings, rank| {
-            let mut told = PullRequest::new(format!("host-{engine}"), 7000 + rank.tp as u16, tp, rank.tp);
+            let mut told =
+                PullRequest::new(format!("host-{engine}"), 7000 + rank.tp as u16, tp, rank.tp);
             // Memory is never where it was in another life.
             told.kv_caches_base_addr = vec![u64::from(life) << 32 | 4096];
             (told.block_lens, told.kv_block_lens, told.layout_id) = (vec![64], vec![64], layout_id);
-            MooncakeWorker::new(settings.clone(), rank, told).expect("a MooncakeConnector's settings")
+            MooncakeWorker::new(settings.clone(), rank, told)
+                .expect("a MooncakeConnector's settings")
         })
     }
 
@@ -313,7 +324,8 @@ impl World {
     /// Calls a worker, if it still lives, and does what it asks for.
     fn with(&mut self, at: At, call: impl FnOnce(&mut MooncakeWorker, Time)) {
         let now = self.now;
-        let Some(engine) = self.engines.get_mut(at.engine).filter(|engine| engine.life == at.life) else {
+        let Some(engine) = self.engines.get_mut(at.engine).filter(|engine| engine.life == at.life)
+        else {
             return;
         };
         let time = engine.clocks[at.worker].at(now);
@@ -340,8 +352,9 @@ impl World {
     fn cut(&self, a: usize, b: usize) -> Option<u64> {
         let (a, b) = (a.min(b), a.max(b));
         let cuts = self.cuts.iter();
-        let cuts =
-            cuts.filter(|(x, y, from, until)| (*x, *y) == (a, b) && (*from..*until).contains(&self.now));
+        let cuts = cuts.filter(|(x, y, from, until)| {
+            (*x, *y) == (a, b) && (*from..*until).contains(&self.now)
+        });
         cuts.map(|(.., until)| *until).max()
     }
 
@@ -410,7 +423,8 @@ impl World {
     /// A prefill's worker describes the memory that a decode's worker has told of.
     fn connect(&mut self, at: At, connection: Connection, target: &Target) {
         let told = &target.told;
-        let engine = told.remote_hostname.strip_prefix("host-").and_then(|engine| engine.parse().ok());
+        let engine =
+            told.remote_hostname.strip_prefix("host-").and_then(|engine| engine.parse().ok());
         let engine: usize = engine.expect("only decodes ask");
         let life = (told.kv_caches_base_addr[0] >> 32) as u32;
         let to = At { engine, life, worker: told.remote_tp_rank as usize };
@@ -449,8 +463,10 @@ impl World {
         self.cut_wires(engine);
         for number in 0..self.clients.len() {
             let client = &self.clients[number];
-            let there =
-                (client.prefilling && client.prefill == engine, client.decoding && client.decode == engine);
+            let there = (
+                client.prefilling && client.prefill == engine,
+                client.decoding && client.decode == engine,
+            );
             if !client.over && there != (false, false) {
                 self.summary.errors += 1;
                 self.end_client(number)?;

@@ -33,17 +33,20 @@ impl World {
     pub(super) fn query(&mut self, at: At, query: QueryId, host: &str) {
         let engine: usize =
             host.strip_prefix("host-").and_then(|engine| engine.parse().ok()).expect("a host");
-        let lost = self.cut(at.engine, engine).is_some() || self.random.percent(self.scenario.trouble / 5);
+        let lost =
+            self.cut(at.engine, engine).is_some() || self.random.percent(self.scenario.trouble / 5);
         let result = if lost {
             Err("no answer".to_owned())
         } else {
             let there = &self.engines[engine];
-            let mut listed = ListedEngine { engine_id: there.id.clone(), ..ListedEngine::default() };
+            let mut listed =
+                ListedEngine { engine_id: there.id.clone(), ..ListedEngine::default() };
             for worker in 0..there.workers.len() {
                 let port = self.port(At { engine, life: there.life, worker });
-                listed
-                    .workers
-                    .insert(WorkerRank { pp: 0, tp: worker as u32 }, format!("tcp://host-{engine}:{port}"));
+                listed.workers.insert(
+                    WorkerRank { pp: 0, tp: worker as u32 },
+                    format!("tcp://host-{engine}:{port}"),
+                );
             }
             if self.random.percent(self.scenario.trouble / 8) {
                 listed.workers.pop_first();
@@ -64,13 +67,17 @@ impl World {
     ) {
         let (host, port) =
             address.strip_prefix("tcp://host-").and_then(|at| at.split_once(':')).expect("ours");
-        let (engine, port): (usize, u16) = (host.parse().expect("an engine"), port.parse().expect("a port"));
+        let (engine, port): (usize, u16) =
+            (host.parse().expect("an engine"), port.parse().expect("a port"));
         let wire = match self.by_pull.get(&(from, pull)) {
             Some(wire) => *wire,
             None => {
                 let life = self.engines[engine].life;
-                let workers =
-                    (0..self.engines[engine].workers.len()).map(|worker| At { engine, life, worker });
+                let workers = (0..self.engines[engine].workers.len()).map(|worker| At {
+                    engine,
+                    life,
+                    worker,
+                });
                 let to = workers.into_iter().find(|at| self.port(*at) == port);
                 self.sequence += 1;
                 let wire = self.sequence;
@@ -163,7 +170,9 @@ impl World {
 
     /// A write to a plain agent has failed, and may go on: a vLLM says so and is done.
     pub(super) fn says_at_once(&mut self, from: At, to: At) {
-        let asked = |wire: &&mut Wire| wire.plain && (wire.from, wire.to) == (from, to) && wire.answers == 0;
+        let asked = |wire: &&mut Wire| {
+            wire.plain && (wire.from, wire.to) == (from, to) && wire.answers == 0
+        };
         // Whichever it is: any of them may fail.
         let Some(known) = self.wires.values_mut().find(asked) else { return };
         let Some(ask) = known.ask else { return };
@@ -201,8 +210,12 @@ impl World {
     pub(super) fn cut_wires(&mut self, engine: usize) {
         self.wires.retain(|_, wire| wire.from.engine != engine);
         self.by_pull.retain(|(at, _), _| at.engine != engine);
-        let dead: Vec<_> =
-            self.wires.iter().filter(|(_, wire)| wire.to.engine == engine).map(|(wire, _)| *wire).collect();
+        let dead: Vec<_> = self
+            .wires
+            .iter()
+            .filter(|(_, wire)| wire.to.engine == engine)
+            .map(|(wire, _)| *wire)
+            .collect();
         for wire in dead {
             let delay = self.random.skewed(MILLISECOND..10 * SECOND);
             self.after(delay, Event::Breaks(wire, true));

@@ -49,8 +49,8 @@ impl World {
         if let Some((before, params)) = turn {
             let before = &self.clients[before];
             client.conversation = before.conversation;
-            client.prompt =
-                (before.prompt + before.output + random.within(0..8) as u32).min(longest as u32 + 8);
+            client.prompt = (before.prompt + before.output + random.within(0..8) as u32)
+                .min(longest as u32 + 8);
             client.decode = before.decode;
             client.earlier = Some(params);
         }
@@ -77,14 +77,21 @@ impl World {
         client.running.0 = true;
         let request = (number, client.conversation, client.prompt, 1);
         let deadline = client.deadline;
-        self.engines[prefill].arrive(self.now, &id, request, Asked::Nixl(&asked), (deadline, self.now, 0));
+        self.engines[prefill].arrive(
+            self.now,
+            &id,
+            request,
+            Asked::Nixl(&asked),
+            (deadline, self.now, 0),
+        );
         self.wake(prefill, self.now);
         if self.scenario.mode == TransferMode::Push {
             let engine = &self.engines[prefill];
             let dialect = engine.settings.dialect;
             let shared = format!("cmpl-{number}-0");
             let at = &engine.settings.address;
-            let mut remote = RemoteBlocks::new(engine.id.as_str(), shared, &*at.host, at.port, Vec::new());
+            let mut remote =
+                RemoteBlocks::new(engine.id.as_str(), shared, &*at.host, at.port, Vec::new());
             remote.tp_size = self.scenario.prefill_tp;
             remote.mode = TransferMode::Push;
             remote.num_tokens = Some(self.clients[number].prompt.into());
@@ -104,7 +111,11 @@ impl World {
         let (decode, prefill, id) = (client.decode, client.prefill, client.decode_id.clone());
         client.lives.1 = self.engines[decode].life;
         let whole_blocks = u64::from(client.prompt / 4);
-        let cached = if self.random.percent(40) { self.random.within(0..whole_blocks + 1) as u32 } else { 0 };
+        let cached = if self.random.percent(40) {
+            self.random.within(0..whole_blocks + 1) as u32
+        } else {
+            0
+        };
         let hold = if self.random.percent(20) { self.random.skewed(0..20 * SECOND) } else { 0 };
         let request = (number, client.conversation, client.prompt, client.output);
         let deadline = client.deadline;
@@ -112,7 +123,8 @@ impl World {
         let dialect = self.engines[prefill].settings.dialect;
         let params = params.map(|params| {
             let text = params.to_value(dialect).expect("right parameters").to_string();
-            TransferParams::from_value(&serde_json::from_str(&text).expect("JSON")).expect("right parameters")
+            TransferParams::from_value(&serde_json::from_str(&text).expect("JSON"))
+                .expect("right parameters")
         });
         self.engines[decode].arrive(
             self.now,
@@ -161,9 +173,13 @@ impl World {
                 // For this client nobody waits any more.
                 End::Finished(_) if self.now >= client.deadline => {}
                 End::Finished(params) if self.scenario.mode == TransferMode::Pull => {
-                    let params =
-                        params.ok_or_else(|| format!("{id} was prefilled, but nothing was published"))?;
-                    never_stops_vllm(&params, client.prompt, self.engines[engine].settings.dialect)?;
+                    let params = params
+                        .ok_or_else(|| format!("{id} was prefilled, but nothing was published"))?;
+                    never_stops_vllm(
+                        &params,
+                        client.prompt,
+                        self.engines[engine].settings.dialect,
+                    )?;
                     // Some are long on their way, and some bring nothing.
                     let delay = if self.random.percent(10) { 40 * SECOND } else { SECOND };
                     let delay = self.random.skewed(0..delay);
@@ -174,7 +190,8 @@ impl World {
                 End::Finished(_) => return Ok(()),
                 End::Error => {
                     // The proxy gives up; the decode leg of a push goes with it.
-                    let (decode, life, id) = (client.decode, client.lives.1, client.decode_id.clone());
+                    let (decode, life, id) =
+                        (client.decode, client.lives.1, client.decode_id.clone());
                     if client.running.1 && self.engines[decode].life == life {
                         self.engines[decode].abort(self.now, &id)?;
                         self.wake(decode, self.now);

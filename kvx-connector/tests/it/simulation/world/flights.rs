@@ -105,9 +105,14 @@ impl World {
     pub(super) fn count(&mut self, flight: &mut Flight, starts: bool) {
         let change = |count: &mut u32| *count = if starts { *count + 1 } else { *count - 1 };
         let blocks = |local: bool| {
-            let lists =
-                flight.what.groups.iter().map(move |group| if local { &group.local } else { &group.remote });
-            lists.flat_map(|list| (0..list.len()).map(|place| list.at(place) as usize)).collect::<Vec<_>>()
+            let lists = flight
+                .what
+                .groups
+                .iter()
+                .map(move |group| if local { &group.local } else { &group.remote });
+            lists
+                .flat_map(|list| (0..list.len()).map(|place| list.at(place) as usize))
+                .collect::<Vec<_>>()
         };
         if self.engines[flight.at.engine].life == flight.at.life && (starts || flight.counted.0) {
             let memory = &mut self.engines[flight.at.engine].pool.workers[flight.at.worker];
@@ -119,14 +124,20 @@ impl World {
             flight.counted = (true, flight.write && !flight.blocked);
         }
         if flight.counted.1 && self.engines[flight.link.engine].life == flight.link.life {
-            let memory =
-                &mut self.engines[flight.link.engine].pool.workers[flight.what.part.rank.tp as usize];
+            let memory = &mut self.engines[flight.link.engine].pool.workers
+                [flight.what.part.rank.tp as usize];
             blocks(false).into_iter().for_each(|block| change(&mut memory.writers[block]));
         }
         if self.engines[flight.link.engine].life == flight.link.life
             && let Some(owner) = &flight.owner
         {
-            change(self.engines[flight.link.engine].pool.read_by_peers.entry(owner.clone()).or_default());
+            change(
+                self.engines[flight.link.engine]
+                    .pool
+                    .read_by_peers
+                    .entry(owner.clone())
+                    .or_default(),
+            );
         }
         if !starts {
             flight.counted = (false, false);
@@ -137,20 +148,26 @@ impl World {
     pub(super) fn copy(&mut self, key: u64, part: usize) {
         let Some(flight) = self.flights.get(&key) else { return };
         let (at, link) = (flight.at, flight.link);
-        let alive = self.engines[at.engine].life == at.life && self.engines[link.engine].life == link.life;
+        let alive =
+            self.engines[at.engine].life == at.life && self.engines[link.engine].life == link.life;
         if !alive || flight.blocked || (flight.fails && part == 1) {
             return;
         }
         let remote_worker = flight.what.part.rank.tp as usize;
         for group in flight.what.groups.iter() {
             for place in (0..group.local.len()).filter(|place| place % 2 == part) {
-                let (local, remote) = (group.local.at(place) as usize, group.remote.at(place) as usize);
-                let there = &mut self.engines[link.engine].pool.workers[remote_worker].blocks[remote];
+                let (local, remote) =
+                    (group.local.at(place) as usize, group.remote.at(place) as usize);
+                let there =
+                    &mut self.engines[link.engine].pool.workers[remote_worker].blocks[remote];
                 let from_there = *there;
                 let here = &mut self.engines[at.engine].pool.workers[at.worker].blocks[local];
                 let (from, to) = if flight.write {
                     let from = *here;
-                    (from, &mut self.engines[link.engine].pool.workers[remote_worker].blocks[remote])
+                    (
+                        from,
+                        &mut self.engines[link.engine].pool.workers[remote_worker].blocks[remote],
+                    )
                 } else {
                     (from_there, here)
                 };
@@ -234,8 +251,12 @@ impl World {
             return;
         }
         self.fenced.insert((at.engine, at.life, at.worker, request.clone()));
-        let keys: Vec<_> =
-            self.flights.iter().filter(|(_, flight)| self.fenced_off(flight)).map(|(key, _)| *key).collect();
+        let keys: Vec<_> = self
+            .flights
+            .iter()
+            .filter(|(_, flight)| self.fenced_off(flight))
+            .map(|(key, _)| *key)
+            .collect();
         for key in keys {
             let Some(mut flight) = self.flights.remove(&key) else { continue };
             if !flight.blocked {
@@ -244,8 +265,8 @@ impl World {
                 if flight.counted.1 && self.engines[engine].life == life {
                     for group in flight.what.groups.iter() {
                         for place in 0..group.remote.len() {
-                            let memory =
-                                &mut self.engines[engine].pool.workers[flight.what.part.rank.tp as usize];
+                            let memory = &mut self.engines[engine].pool.workers
+                                [flight.what.part.rank.tp as usize];
                             memory.writers[group.remote.at(place) as usize] -= 1;
                         }
                     }

@@ -59,7 +59,8 @@ impl Scenario {
     pub(crate) fn drawn(seed: u64, generations: bool, among: &[Dialect]) -> (Self, Random) {
         let mut random = Random::new(seed);
         let push = random.percent(25);
-        let spoken: Vec<_> = among.iter().copied().filter(|dialect| !push || dialect.leases()).collect();
+        let spoken: Vec<_> =
+            among.iter().copied().filter(|dialect| !push || dialect.leases()).collect();
         let dialects = [random.one_of(&spoken), random.one_of(&spoken)];
         let scenario = Scenario {
             mode: if push { TransferMode::Push } else { TransferMode::Pull },
@@ -75,7 +76,11 @@ impl Scenario {
             bidirectional: !push && random.percent(30),
             lease: Duration::from_secs(random.one_of(&[3, 6, 30])),
             fixed: random.percent(20),
-            policy: if random.percent(50) { LoadFailurePolicy::Fail } else { LoadFailurePolicy::Recompute },
+            policy: if random.percent(50) {
+                LoadFailurePolicy::Fail
+            } else {
+                LoadFailurePolicy::Recompute
+            },
             load_timeout: random.one_of(&[1, 10, 60]) * SECOND,
             blocks: random.within(12..40) as u32,
             clients: random.within(3..12) as usize,
@@ -217,7 +222,8 @@ impl World {
             }
             if world.random.percent(trouble * 2) {
                 let (p, d) = (world.scenario.prefills as u64, engines as u64);
-                let (a, b) = (world.random.within(0..p) as usize, world.random.within(p..d) as usize);
+                let (a, b) =
+                    (world.random.within(0..p) as usize, world.random.within(p..d) as usize);
                 let from = world.random.within(0..20 * SECOND);
                 let until = from + world.random.skewed(SECOND..60 * SECOND);
                 world.cuts.push((a, b, from, until));
@@ -231,7 +237,11 @@ impl World {
         let prefill = engine < scenario.prefills;
         let tp = if prefill { scenario.prefill_tp } else { scenario.decode_tp };
         let keeps_its_name = self.random.percent(30);
-        let id = if keeps_its_name { format!("engine-{engine}") } else { format!("engine-{engine}.{life}") };
+        let id = if keeps_its_name {
+            format!("engine-{engine}")
+        } else {
+            format!("engine-{engine}.{life}")
+        };
         let mut settings = Settings::new(id, address(engine));
         settings.mode = scenario.mode;
         settings.tp_size = tp;
@@ -338,13 +348,16 @@ impl World {
                     return self.step(engine);
                 }
             }
-            Event::Handshake(at, connection, peer, sent) => self.handshake(at, connection, &peer, sent),
+            Event::Handshake(at, connection, peer, sent) => {
+                self.handshake(at, connection, &peer, sent)
+            }
             Event::MoveHalf(key) => self.copy(key, 0),
             Event::MoveEnd(key) => self.move_ends(key),
             Event::MoveTimesOut(key) => self.move_times_out(key),
             Event::Words(at, link, id, rank, blocks) => self.words(at, link, id, rank, &blocks),
             Event::WordsBack(at, id, result) => {
-                let result = result.as_ref().map(|(pool, words)| (*pool, &words[..])).map_err(Clone::clone);
+                let result =
+                    result.as_ref().map(|(pool, words)| (*pool, &words[..])).map_err(Clone::clone);
                 self.with(at, |worker, time| worker.generations_read(time, id, result));
             }
             Event::Notice { to: (engine, life), rank, from, bytes } => {
@@ -371,7 +384,8 @@ impl World {
     /// Calls a worker, if it still lives, and does what it asks for.
     fn with(&mut self, at: At, call: impl FnOnce(&mut Worker, kvx_connector::engine::Time)) {
         let now = self.now;
-        let Some(engine) = self.engines.get_mut(at.engine).filter(|engine| engine.life == at.life) else {
+        let Some(engine) = self.engines.get_mut(at.engine).filter(|engine| engine.life == at.life)
+        else {
             return;
         };
         let time = engine.clocks[at.worker].at(now);
@@ -401,10 +415,9 @@ impl World {
     /// When two engines can talk again, if they cannot now.
     fn cut(&self, a: usize, b: usize) -> Option<u64> {
         let (a, b) = (a.min(b), a.max(b));
-        let cuts = self
-            .cuts
-            .iter()
-            .filter(|(x, y, from, until)| (*x, *y) == (a, b) && (*from..*until).contains(&self.now));
+        let cuts = self.cuts.iter().filter(|(x, y, from, until)| {
+            (*x, *y) == (a, b) && (*from..*until).contains(&self.now)
+        });
         cuts.map(|(.., until)| *until).max()
     }
 
@@ -431,8 +444,10 @@ impl World {
                 Action::Write(what) => self.take_off(at, what, true),
                 Action::ReadGenerations { id, connection, rank, blocks, .. } => {
                     let delay = self.random.skewed(50..200 * MILLISECOND);
-                    let blocks =
-                        blocks.iter().flat_map(|list| (0..list.len()).map(|place| list.at(place))).collect();
+                    let blocks = blocks
+                        .iter()
+                        .flat_map(|list| (0..list.len()).map(|place| list.at(place)))
+                        .collect();
                     let link = self.links[&(at, connection)];
                     self.after(delay, Event::Words(at, link, id, rank, blocks));
                 }
@@ -494,8 +509,12 @@ impl World {
         self.engines[engine] = Engine::new(born, worker);
         self.steps[engine] = None;
         self.links.retain(|(at, _), _| at.engine != engine);
-        let lost: Vec<_> =
-            self.links.iter().filter(|(_, link)| link.engine == engine).map(|(key, _)| *key).collect();
+        let lost: Vec<_> = self
+            .links
+            .iter()
+            .filter(|(_, link)| link.engine == engine)
+            .map(|(key, _)| *key)
+            .collect();
         for (at, connection) in lost {
             // Some transports notice.
             if self.random.percent(50) {
@@ -505,8 +524,10 @@ impl World {
         }
         for number in 0..self.clients.len() {
             let client = &self.clients[number];
-            let there =
-                (client.running.0 && client.prefill == engine, client.running.1 && client.decode == engine);
+            let there = (
+                client.running.0 && client.prefill == engine,
+                client.running.1 && client.decode == engine,
+            );
             if client.over || there == (false, false) {
                 continue;
             }

@@ -11,7 +11,13 @@ use kvx_connector::params::TransferMode;
 use super::{At, Event, Link, MILLISECOND, SECOND, World};
 
 impl World {
-    pub(super) fn handshake(&mut self, at: At, connection: Connection, peer: &RemoteEngine, sent: u64) {
+    pub(super) fn handshake(
+        &mut self,
+        at: At,
+        connection: Connection,
+        peer: &RemoteEngine,
+        sent: u64,
+    ) {
         let found = self.engine_at(&peer.address.host);
         let failed = |error: &str| Err(HandshakeFailure { setup: false, error: error.to_owned() });
         let result = match found {
@@ -19,7 +25,8 @@ impl World {
             Some(engine) if self.cut(at.engine, engine).is_some() => failed("no answer"),
             Some(_) if self.random.percent(self.scenario.trouble / 5) => failed("no answer"),
             Some(engine) if self.engines[engine].id == peer.engine.as_str() => {
-                self.links.insert((at, connection), Link { engine, life: self.engines[engine].life });
+                self.links
+                    .insert((at, connection), Link { engine, life: self.engines[engine].life });
                 Ok(self.plan(at, engine, sent))
             }
             _ => failed("Remote NIXL agent engine ID mismatch"),
@@ -33,7 +40,8 @@ impl World {
 
     /// How a worker and an engine fit together.
     fn plan(&self, at: At, engine: usize, sent: u64) -> PeerPlan {
-        let (own, theirs) = (self.engines[at.engine].settings.tp_size, self.engines[engine].settings.tp_size);
+        let (own, theirs) =
+            (self.engines[at.engine].settings.tp_size, self.engines[engine].settings.tp_size);
         let mine = at.worker as u32;
         let ranks: Vec<u32> = match theirs / own {
             0 => vec![mine * theirs / own],
@@ -51,7 +59,8 @@ impl World {
         let clock = self.engines[at.engine].clocks[at.worker];
         let theirs_now = self.engines[engine].clock.at((sent + self.now) / 2).seconds();
         let told = self.engines[at.engine].settings.dialect.asks_for_pipeline_rank();
-        plan.clock = ClockOffset::sampled(clock.at(sent), clock.at(self.now), theirs_now).filter(|_| told);
+        plan.clock =
+            ClockOffset::sampled(clock.at(sent), clock.at(self.now), theirs_now).filter(|_| told);
         plan.completions = (theirs / own).max(1);
         plan
     }
@@ -72,7 +81,14 @@ impl World {
         self.with(at, |worker, time| worker.finished(time, request, result));
     }
 
-    pub(super) fn words(&mut self, at: At, link: Link, id: MoveId, rank: WorkerRank, blocks: &[u32]) {
+    pub(super) fn words(
+        &mut self,
+        at: At,
+        link: Link,
+        id: MoveId,
+        rank: WorkerRank,
+        blocks: &[u32],
+    ) {
         let engine = &self.engines[link.engine];
         let result = if engine.life != link.life || self.cut(at.engine, link.engine).is_some() {
             Err("the peer is gone".to_owned())
@@ -106,13 +122,22 @@ impl World {
             return;
         }
         let from: Arc<str> = format!("{}/{}.{}", at.engine, at.life, at.worker).into();
-        let bytes = if self.scenario.crowded && bytes.starts_with(b"HB:") { &crowded(bytes) } else { bytes };
+        let bytes = if self.scenario.crowded && bytes.starts_with(b"HB:") {
+            &crowded(bytes)
+        } else {
+            bytes
+        };
         let times = if self.random.percent(trouble / 2) { 2 } else { 1 };
         for _ in 0..times {
-            let delay = cut.map_or(0, |until| until - self.now) + self.random.skewed(50..2 * SECOND);
+            let delay =
+                cut.map_or(0, |until| until - self.now) + self.random.skewed(50..2 * SECOND);
             let to = (link.engine, link.life);
-            let event =
-                Event::Notice { to, rank: rank.tp, from: Arc::clone(&from), bytes: Arc::clone(bytes) };
+            let event = Event::Notice {
+                to,
+                rank: rank.tp,
+                from: Arc::clone(&from),
+                bytes: Arc::clone(bytes),
+            };
             self.after(delay, event);
         }
     }
@@ -120,7 +145,8 @@ impl World {
 
 /// A heartbeat that names 5,000 requests more: a vLLM names all that wait in one.
 fn crowded(bytes: &[u8]) -> Arc<[u8]> {
-    let names = (0..5_000).map(|other| format!(",cmpl-7f9c2ba4-5d1e-4a3b-9c8d-{other:012}-0-0000abcd"));
+    let names =
+        (0..5_000).map(|other| format!(",cmpl-7f9c2ba4-5d1e-4a3b-9c8d-{other:012}-0-0000abcd"));
     [String::from_utf8_lossy(bytes).into_owned()]
         .into_iter()
         .chain(names)

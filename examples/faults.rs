@@ -8,7 +8,7 @@ use std::io::{Read as _, Write as _};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use kvx::{Agent, Error, Grid, Kind, Memory, Peer, Plan, Region};
+use kvx::{Agent, Error, ErrorKind, Grid, Memory, Peer, Plan, Region};
 
 type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
 
@@ -33,11 +33,12 @@ enum Then {
 /// told.
 fn then(error: &Error) -> Then {
     match error.kind() {
-        Kind::TimedOut | Kind::Cancelled => Then::RetryOnce,
-        Kind::PeerLost | Kind::PeerRestarted | Kind::Revoked | Kind::Unregistered => {
-            Then::Reconnect
-        }
-        Kind::Busy | Kind::Exhausted => Then::Later,
+        ErrorKind::TimedOut | ErrorKind::Cancelled => Then::RetryOnce,
+        ErrorKind::PeerLost
+        | ErrorKind::PeerRestarted
+        | ErrorKind::Revoked
+        | ErrorKind::Unregistered => Then::Reconnect,
+        ErrorKind::Busy | ErrorKind::Exhausted => Then::Later,
         _ => Then::Report,
     }
 }
@@ -145,7 +146,7 @@ fn main() -> Result {
     let error =
         fetch(&peer, &cache, Duration::from_millis(300)).expect_err("nobody serves the block");
     println!("stopped: {error}");
-    assert_eq!((error.kind(), then(&error)), (Kind::TimedOut, Then::RetryOnce));
+    assert_eq!((error.kind(), then(&error)), (ErrorKind::TimedOut, Then::RetryOnce));
     prefill.signal("-CONT")?;
     assert_eq!(fetch(&peer, &cache, SOON)?, 64 << 10, "it goes on");
 
@@ -153,7 +154,7 @@ fn main() -> Result {
     drop(prefill);
     let error = fetch(&peer, &cache, SOON).expect_err("its process is gone");
     println!("killed: {error}");
-    assert_eq!((error.kind(), then(&error)), (Kind::PeerLost, Then::Reconnect));
+    assert_eq!((error.kind(), then(&error)), (ErrorKind::PeerLost, Then::Reconnect));
 
     // It is started again: its new metadata leads to it, what was known before does not.
     let prefill = Prefill::start()?;

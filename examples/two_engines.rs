@@ -97,7 +97,7 @@ fn load(
 ) -> Result<Option<Held>> {
     let params = TransferParams::from_value(params)?;
     let fetch = Decode::new(connector).fetch(request, &params, BlockLists::single(blocks), SOON);
-    match fetch.outcome() {
+    match fetch.wait_blocking() {
         Ok(_) => Ok(None),
         Err(error) => {
             eprintln!("{request}: {error}");

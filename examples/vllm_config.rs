@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvx::config::{KvTransferConfig, Surroundings};
-use kvx::{Agent, BuilderExt as _, Kind, Memory, Result};
+use kvx::{Agent, BuilderExt as _, ErrorKind, Memory, Result};
 
 const SOON: Duration = Duration::from_secs(10);
 
@@ -33,7 +33,7 @@ fn main() -> Result<()> {
     // A list that names nothing usable is an error that says what to do: nothing else is taken silently.
     let misspelled = chosen.replace("\"tcp\"]", "\"UXC\"]");
     let error = agent(&misspelled).expect_err("there is no such backend");
-    assert_eq!(error.kind(), Kind::UnknownBackend);
+    assert_eq!(error.kind(), ErrorKind::UnknownBackend);
     println!("{error}");
     decode.shutdown(SOON).join()?;
     prefill.shutdown(SOON).join()

@@ -7,13 +7,14 @@ pub use kvx_config as config;
 pub use kvx_connector as connector;
 pub use kvx_core::transport::{Availability, Factory};
 pub use kvx_core::{
-    Agent, Blocks, Builder, Canceller, Capabilities, Completion, Considered, Deadline,
-    DeviceAccess, DeviceId, Error, Generation, Grid, GridSet, HeldUp, Identity, Idle, Incarnation,
-    Indices, Isolation, Kind, Known, Limits, MAX_NAME, Memory, MemoryKind, MemoryKinds, Metadata,
-    Native, NextNotification, Notification, Op, Options, Peer, PeerRegion, PerOp, Place, Placement,
-    Plan, Posting, Region, RegionId, RegionInfo, Registry, Report, Result, Revocation, Route,
-    Secret, Sender, Size, Span, Standing, Table, Ticket, Transfer, TransferId, Unavailable,
-    Verdict, WithoutAList, describe_metrics, memory, nearest, quarantined_bytes,
+    Agent, AutoOpen, BackendName, BackendStatus, Blocks, Builder, Canceller, Capabilities,
+    Completion, Considered, Deadline, DeviceAccess, DeviceId, Error, ErrorKind, Generation, Grid,
+    GridSet, HungPageScope, Identity, Idle, Incarnation, Indices, Isolation, Limits, MAX_NAME,
+    Memory, MemoryKind, MemoryKinds, Metadata, Native, NextNotification, Notification, Op, Options,
+    Peer, PeerRegion, PerOp, Place, Placement, Plan, Posting, Region, RegionId, RegionInfo,
+    Registry, Report, Result, Revocation, Route, Secret, Sender, Size, Span, Table, Ticket,
+    Transfer, TransferId, Unavailable, Verdict, describe_metrics, memory, nearest,
+    quarantined_bytes,
 };
 #[cfg(all(target_os = "linux", feature = "cuda"))]
 pub use kvx_cuda as cuda;
@@ -38,14 +39,14 @@ pub use kvx_ucx::Ucx;
 
 /// Every backend's name that a user may write, and the feature of this crate that compiles it in.
 ///
-/// A backend without a feature is not in this release. For a registry of your own: `Registry::new().know(kvx::KNOWN)`.
-pub const KNOWN: &[Known] = &[
-    Known { name: "UCX", aliases: &[], feature: Some("ucx") },
-    Known { name: "LIBFABRIC", aliases: &[], feature: Some("libfabric") },
-    Known { name: "MOONCAKE", aliases: &[], feature: Some("mooncake") },
-    Known { name: "RIXL", aliases: &["NIXL"], feature: Some("rixl") },
-    Known { name: "SHM", aliases: &[], feature: Some("shm") },
-    Known { name: "TCP", aliases: &[], feature: Some("tcp") },
+/// A backend without a feature is not in this release. For a registry of your own: `Registry::new().with_names(kvx::KNOWN)`.
+pub const KNOWN: &[BackendName] = &[
+    BackendName { name: "UCX", aliases: &[], feature: Some("ucx") },
+    BackendName { name: "LIBFABRIC", aliases: &[], feature: Some("libfabric") },
+    BackendName { name: "MOONCAKE", aliases: &[], feature: Some("mooncake") },
+    BackendName { name: "RIXL", aliases: &["NIXL"], feature: Some("rixl") },
+    BackendName { name: "SHM", aliases: &[], feature: Some("shm") },
+    BackendName { name: "TCP", aliases: &[], feature: Some("tcp") },
 ];
 
 /// The backends that are compiled in, and all [`KNOWN`] names. Add transports of your own to it.
@@ -73,7 +74,7 @@ pub fn registry() -> Registry {
         )),
         allow(unused_mut)
     )]
-    let mut registry = Registry::new().know(KNOWN);
+    let mut registry = Registry::new().with_names(KNOWN);
     #[cfg(all(target_os = "linux", feature = "shm"))]
     registry.add(Shm).expect("SHM is added once");
     #[cfg(all(target_os = "linux", feature = "tcp"))]

@@ -8,8 +8,8 @@ use kvx_core::transport::{
     RemoteRegion, RemoteSpec, Transport,
 };
 use kvx_core::{
-    Bound, Capabilities, HeldUp, Idle, Isolation, LinkId, MemoryKinds, Options, PerOp, Placement,
-    Result, Revocation, Ticket, TransferId, Unavailable, WithoutAList,
+    AutoOpen, Bound, Capabilities, HungPageScope, Idle, Isolation, LinkId, MemoryKinds, Options,
+    PerOp, Placement, Result, Revocation, Ticket, TransferId, Unavailable,
 };
 
 /// What was posted last.
@@ -32,7 +32,7 @@ fn capabilities() -> Capabilities {
         revocation: Revocation::Owner,
         peer_loss_within: Some(Duration::from_secs(1)),
         settles_without_peer: PerOp::BOTH,
-        hung_page: HeldUp::Agent,
+        hung_page: HungPageScope::Agent,
         ordered: true,
         local: MemoryKinds::HOST,
         remote: MemoryKinds::HOST,
@@ -45,7 +45,7 @@ impl Factory for Still {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: 0, without_a_list: WithoutAList::Skip, speaks_for: &[] }
+        Placement { order: 0, without_a_list: AutoOpen::Skip, speaks_for: &[] }
     }
 
     fn available(&self, _: &Options) -> Result<Availability, Unavailable> {

@@ -12,14 +12,15 @@ use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use kvx_backend::fabric::{
-    EndpointId, Fabric, Happened, Job, JobId, LetGo, Parts, Registrar, Sent,
+    EndpointId, Fabric, Happened, Job, JobId, Parts, Registrar, Sent, Unregister,
 };
 use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{Availability, Context, Factory, RemoteSpec, Transport};
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{
-    Capabilities, Error, HeldUp, Identity, Idle, Isolation, Kind, Memory, MemoryKinds, Op, Options,
-    PerOp, Placement, RegionId, Registry, Result, Revocation, Unavailable, WithoutAList,
+    AutoOpen, Capabilities, Error, ErrorKind, HungPageScope, Identity, Idle, Isolation, Memory,
+    MemoryKinds, Op, Options, PerOp, Placement, RegionId, Registry, Result, Revocation,
+    Unavailable,
 };
 use kvx_testkit::{Suite, Tier, conformance_main};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
@@ -53,7 +54,7 @@ fn capabilities() -> Capabilities {
         revocation: Revocation::Confirmed,
         peer_loss_within: Some(Duration::from_secs(1)),
         settles_without_peer: PerOp::BOTH,
-        hung_page: HeldUp::Agent,
+        hung_page: HungPageScope::Agent,
         ordered: false,
         local: MemoryKinds::HOST,
         remote: MemoryKinds::HOST,
@@ -69,7 +70,7 @@ impl Factory for Shuffled {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: 1000, without_a_list: WithoutAList::Skip, speaks_for: &[] }
+        Placement { order: 1000, without_a_list: AutoOpen::Skip, speaks_for: &[] }
     }
 
     fn available(&self, _: &Options) -> Result<Availability, Unavailable> {
@@ -163,7 +164,7 @@ impl ShuffledFabric {
     }
 
     fn copy(&self, piece: &PostedPiece) -> Result<()> {
-        let lost = |why: String| Error::new(Kind::PeerLost, why);
+        let lost = |why: String| Error::new(ErrorKind::PeerLost, why);
         let Some(peer) = self.destinations.get(&piece.endpoint).filter(|peer| !peer.severed) else {
             return Err(lost("the peer is lost".into()));
         };
@@ -204,7 +205,9 @@ unsafe impl Fabric for ShuffledFabric {
         match rustix::net::sendto(self.socket.as_fd(), message, SendFlags::DONTWAIT, &peer.at) {
             Ok(_) => Ok(Sent::Taken),
             Err(rustix::io::Errno::AGAIN) => Ok(Sent::Later),
-            Err(cause) => Err(Error::os("nobody listens any more", cause).kind_is(Kind::PeerLost)),
+            Err(cause) => {
+                Err(Error::os("nobody listens any more", cause).with_kind(ErrorKind::PeerLost))
+            }
         }
     }
 
@@ -289,8 +292,8 @@ unsafe impl Fabric for ShuffledFabric {
         ("shuffled datagrams".into(), capabilities())
     }
 
-    fn unregister(&mut self, (): &()) -> Result<LetGo> {
-        Ok(LetGo::Now)
+    fn unregister(&mut self, (): &()) -> Result<Unregister> {
+        Ok(Unregister::Now)
     }
 
     fn stop(&mut self) -> bool {

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 /// A process, as it says of itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,7 +64,7 @@ impl ProcessId {
         let short = |cause: io::Error| {
             let why =
                 "no descriptor to watch the peer's process with: raise ulimit -n, then try again";
-            Error::os(why, cause).kind_is(Kind::Exhausted)
+            Error::os(why, cause).with_kind(ErrorKind::Exhausted)
         };
         if !here().map(|here| self.is_of(here)).map_err(short)? {
             return Ok(None);

@@ -7,13 +7,13 @@ const APART: Duration = Duration::from_secs(10);
 
 /// Lets through one warning in ten seconds.
 #[derive(Debug, Default)]
-pub struct Seldom {
+pub struct RateLimited {
     last: Option<Instant>,
     /// Those that were held back since.
     held_back: u64,
 }
 
-impl Seldom {
+impl RateLimited {
     /// Warns, unless it has just done so.
     pub fn tell(&mut self, warn: impl FnOnce()) {
         let now = Instant::now();
@@ -38,7 +38,7 @@ mod tests {
 
     #[test]
     fn a_flood_is_told_of_once() {
-        let (mut seldom, mut told) = (Seldom::default(), 0);
+        let (mut seldom, mut told) = (RateLimited::default(), 0);
         for _ in 0..1000 {
             seldom.tell(|| told += 1);
         }

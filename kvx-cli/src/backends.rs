@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use clap::Args;
-use kvx::{Options, Registry, Standing};
+use kvx::{BackendStatus, Options, Registry};
 use serde_json::{Map, Value, json};
 
 use crate::wheels::{self, Found};
@@ -82,7 +82,7 @@ impl BackendRow {
             capabilities: None,
         };
         match registry.standing(name, options)?.1 {
-            Standing::Available(found) => {
+            BackendStatus::Available(found) => {
                 row.available = true;
                 row.version = Some(found.version);
                 row.library = found.library.map(|path| path.display().to_string());
@@ -96,16 +96,16 @@ impl BackendRow {
                         .collect(),
                 );
             }
-            Standing::Unavailable(why) => {
+            BackendStatus::Unavailable(why) => {
                 row.reason = Some(why.reason());
                 row.next_step = Some(why.cure);
             }
-            Standing::NotCompiled { feature } => {
+            BackendStatus::NotCompiled { feature } => {
                 row.compiled = false;
                 row.reason = Some("not in this build".into());
                 row.next_step = Some(format!("enable feature \"{feature}\""));
             }
-            Standing::NotReleased => {
+            BackendStatus::NotReleased => {
                 row.compiled = false;
                 row.reason = Some("not in this release".into());
             }
@@ -235,18 +235,18 @@ mod tests {
     use std::sync::Arc;
 
     use kvx::{
-        Capabilities, Error, HeldUp, Idle, Isolation, Kind, Known, MemoryKinds, PerOp, Placement,
-        Revocation, Unavailable, WithoutAList,
+        AutoOpen, BackendName, Capabilities, Error, ErrorKind, HungPageScope, Idle, Isolation,
+        MemoryKinds, PerOp, Placement, Revocation, Unavailable,
     };
     use kvx_core::transport::{Availability, Context, Factory, Transport};
 
     use super::*;
 
-    const KNOWN: &[Known] = &[
-        Known { name: "UCX", aliases: &[], feature: Some("ucx") },
-        Known { name: "LIBFABRIC", aliases: &[], feature: Some("libfabric") },
-        Known { name: "RIXL", aliases: &["NIXL"], feature: None },
-        Known { name: "WIRE", aliases: &[], feature: Some("wire") },
+    const KNOWN: &[BackendName] = &[
+        BackendName { name: "UCX", aliases: &[], feature: Some("ucx") },
+        BackendName { name: "LIBFABRIC", aliases: &[], feature: Some("libfabric") },
+        BackendName { name: "RIXL", aliases: &["NIXL"], feature: None },
+        BackendName { name: "WIRE", aliases: &[], feature: Some("wire") },
     ];
 
     /// UCX without its library; WIRE, which works; RADIO, which works and is to be warned of.
@@ -258,7 +258,7 @@ mod tests {
         }
 
         fn placement(&self) -> Placement {
-            Placement { order: 1, without_a_list: WithoutAList::Skip, speaks_for: &[] }
+            Placement { order: 1, without_a_list: AutoOpen::Skip, speaks_for: &[] }
         }
 
         fn available(&self, _options: &Options) -> std::result::Result<Availability, Unavailable> {
@@ -283,7 +283,7 @@ mod tests {
                     revocation: Revocation::Owner,
                     peer_loss_within: None,
                     settles_without_peer: PerOp::BOTH,
-                    hung_page: HeldUp::Agent,
+                    hung_page: HungPageScope::Agent,
                     ordered: false,
                     local: MemoryKinds::HOST,
                     remote: MemoryKinds::HOST,
@@ -296,12 +296,12 @@ mod tests {
         }
 
         fn open(&self, _context: Context) -> kvx::Result<Arc<dyn Transport>> {
-            Err(Error::new(Kind::Unsupported, "a stub moves nothing"))
+            Err(Error::new(ErrorKind::Unsupported, "a stub moves nothing"))
         }
     }
 
     fn registry() -> Registry {
-        let mut registry = Registry::new().know(KNOWN);
+        let mut registry = Registry::new().with_names(KNOWN);
         registry.add(Stub("UCX")).unwrap().add(Stub("WIRE")).unwrap();
         registry
     }

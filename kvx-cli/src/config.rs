@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use kvx::Factory;
 use kvx::config::{ConfigReport, ConnectorKind, KvTransferConfig, Opening, Surroundings};
 use kvx::connector::nixl::BACKEND;
-use kvx::{Options, Registry, Result, Secret, Standing, WithoutAList};
+use kvx::{AutoOpen, BackendStatus, Options, Registry, Result, Secret};
 
 const USAGE: &str = "\
 Says what vLLM's KV transfer arguments mean to kvx, in this environment and on this machine.
@@ -96,9 +96,9 @@ fn openings(config: &KvTransferConfig, registry: &Registry) -> Result<Vec<Openin
     let unnamed = |factory: &dyn Factory| {
         let available = factory.available(&options).ok()?;
         let opens = match factory.placement().without_a_list {
-            WithoutAList::Open => true,
-            WithoutAList::OpenWithRdma => available.rdma,
-            WithoutAList::Skip => false,
+            AutoOpen::Open => true,
+            AutoOpen::OpenWithRdma => available.rdma,
+            AutoOpen::Skip => false,
         };
         opens.then(|| Opening { name: factory.name().to_owned(), note: available.version })
     };
@@ -124,7 +124,7 @@ fn named(
         notes.push(format!("written as {written}"));
     }
     match standing {
-        Standing::Available(available) => notes.push(available.version),
+        BackendStatus::Available(available) => notes.push(available.version),
         _ => notes.extend(registry.require(written, options).err().map(|error| error.to_string())),
     }
     let nixl =
@@ -140,11 +140,11 @@ fn named(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvx::Known;
+    use kvx::BackendName;
 
     fn lines(args: &[&str]) -> Result<String> {
-        let known = |name, aliases, feature| Known { name, aliases, feature };
-        let registry = Registry::new().know(&[
+        let known = |name, aliases, feature| BackendName { name, aliases, feature };
+        let registry = Registry::new().with_names(&[
             known("UCX", &[], Some("ucx")),
             known("RIXL", &["NIXL"], None),
             known("TCP", &[], Some("tcp")),

@@ -28,7 +28,7 @@ use std::os::fd::AsFd as _;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use kvx::Kind;
+use kvx::ErrorKind;
 
 /// What a command that could not do its work says.
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -175,7 +175,10 @@ fn main() -> ExitCode {
 /// The three sentences about a backend that cannot be used are the registry's, word for word.
 fn names_a_backend(error: &(dyn std::error::Error + 'static)) -> bool {
     let kind = error.downcast_ref::<kvx::Error>().map(kvx::Error::kind);
-    matches!(kind, Some(Kind::UnknownBackend | Kind::NotCompiled | Kind::Unavailable))
+    matches!(
+        kind,
+        Some(ErrorKind::UnknownBackend | ErrorKind::NotCompiled | ErrorKind::Unavailable)
+    )
 }
 
 /// Whoever reads our output, `head` say, has seen enough.

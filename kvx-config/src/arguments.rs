@@ -4,7 +4,7 @@ use serde_json::{Map, Value};
 
 use super::human::{self, Misfit};
 use super::warning::{Concern, Warning};
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 const OPTION: &str = "--kv-transfer-config";
 
@@ -71,7 +71,7 @@ fn missing(name: &str) -> Error {
 }
 
 fn invalid(sentence: String) -> Error {
-    Error::new(Kind::Invalid, sentence)
+    Error::new(ErrorKind::Invalid, sentence)
 }
 
 fn about(written: &str, error: &Error) -> Error {

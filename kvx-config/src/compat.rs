@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use super::fields::{BufferDevice, LoadFailurePolicy};
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 /// The vLLM version whose defaults and rules a configuration follows: the key `kv_compat` of
 /// `kv_connector_extra_config`. Versions that none of these stands for are refused.
@@ -177,7 +177,7 @@ impl Compat {
             let hint = Compat::hint(value);
             let known = names.map(|name| format!("\"{name}\"")).join(", ");
             Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!("kv_compat is {value}; write the vLLM whose defaults kvx shall take: {known}{hint}"),
             )
         })

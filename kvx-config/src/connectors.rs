@@ -3,7 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::surroundings::Surroundings;
-use kvx_core::{Error, Kind, Result, nearest};
+use kvx_core::{Error, ErrorKind, Result, nearest};
 
 /// What `kv_connector` names.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,7 +54,7 @@ pub(super) fn find(
     module_path: Option<&str>,
     surroundings: &Surroundings,
 ) -> Result<ConnectorKind> {
-    let invalid = |sentence: String| Error::new(Kind::Invalid, sentence);
+    let invalid = |sentence: String| Error::new(ErrorKind::Invalid, sentence);
     let own = surroundings.connectors.contains(name);
     match module_path {
         Some("") => {
@@ -78,7 +78,7 @@ pub(super) fn find(
     let list = spoken.clone().collect::<Vec<_>>().join(", ");
     if NOT_SPOKEN.contains(&name) {
         return Err(Error::new(
-            Kind::Unsupported,
+            ErrorKind::Unsupported,
             format!(
                 "Unsupported connector type: {name} is vLLM's, but kvx does not speak it; use one of {list}"
             ),
@@ -93,7 +93,7 @@ pub(super) fn find(
 pub(super) fn children(extra: &Map<String, Value>) -> Result<Vec<&Map<String, Value>>> {
     let error = || {
         Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             "kv_connector_extra_config.connectors must list the children of MultiConnector; write \
              [{\"kv_connector\": …, \
              \"kv_role\": …}, …]",

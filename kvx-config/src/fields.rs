@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use kvx_core::{Error, Kind, Result, nearest};
+use kvx_core::{Error, ErrorKind, Result, nearest};
 
 /// One field of `KVTransferConfig`.
 #[derive(Clone, Copy, Debug)]
@@ -132,11 +132,11 @@ fn not_one_of<'a>(key: &str, value: &Value, names: impl Iterator<Item = &'a str>
         .and_then(|text| nearest(text, names.clone()))
         .map_or_else(String::new, |near| format!("; did you mean {near}?"));
     let known = names.collect::<Vec<_>>().join(", ");
-    Error::new(Kind::Invalid, format!("{key} is {value}; supported: {known}{hint}"))
+    Error::new(ErrorKind::Invalid, format!("{key} is {value}; supported: {known}{hint}"))
 }
 
 pub(super) fn wrong(key: &str, value: &Value, wanted: &str) -> Error {
-    Error::new(Kind::Invalid, format!("{key} is {value}; write {wanted}"))
+    Error::new(ErrorKind::Invalid, format!("{key} is {value}; write {wanted}"))
 }
 
 /// A string. A number is refused as vLLM refuses it, with the cure for dotted arguments.

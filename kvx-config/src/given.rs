@@ -10,7 +10,7 @@ use super::compat::Compat;
 use super::human;
 use super::tables;
 use super::warning::{Concern, Warning};
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 /// Where a value came from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -223,7 +223,7 @@ fn check_depth(object: &Map<String, Value>) -> Result<()> {
     let sentence = format!(
         "the KV transfer configuration is nested more than {DEEPEST} deep; write flatter objects"
     );
-    Err(Error::new(Kind::Invalid, sentence))
+    Err(Error::new(ErrorKind::Invalid, sentence))
 }
 
 struct Merging<'a> {

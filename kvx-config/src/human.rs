@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Number, Value};
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 /// What is wrong with a number that has the shape of one.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -122,7 +122,9 @@ fn expand(text: &str) -> Result<String> {
         let (token, after) = rest.split_at(length);
         match suffixed(token).filter(|_| word) {
             Some(Ok(number)) => out.push_str(&number.to_string()),
-            Some(Err(misfit)) => return Err(Error::new(Kind::Invalid, explain(token, &misfit))),
+            Some(Err(misfit)) => {
+                return Err(Error::new(ErrorKind::Invalid, explain(token, &misfit)));
+            }
             None => out.push_str(token),
         }
         rest = after;
@@ -155,7 +157,7 @@ pub(super) fn json(text: &str) -> Result<Value> {
         let reason = error.to_string();
         let reason = reason.rsplit_once(" at line ").map_or(reason.as_str(), |(reason, _)| reason);
         let near = near(&expanded, error.line(), error.column());
-        Error::new(Kind::Invalid, format!("this is not JSON: {reason}, near `{near}`"))
+        Error::new(ErrorKind::Invalid, format!("this is not JSON: {reason}, near `{near}`"))
     })
 }
 
@@ -173,7 +175,7 @@ pub(super) fn object(text: &str) -> Result<Map<String, Value>> {
     match json(text)? {
         Value::Object(object) => Ok(object),
         other => Err(Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!(
                 "the KV transfer configuration is {other}; write an object: {{\"kv_connector\": \"NixlConnector\", …}}"
             ),

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::compat::{Compat, PortRule};
 use super::transfer_config::KvTransferConfig;
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 /// One worker of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,7 +94,7 @@ fn port(base: u16, rank: RankNumbers, rule: PortRule, variable: &str) -> Result<
     let RankNumbers { dp, tp, tp_size } = rank;
     if tp >= tp_size {
         let sentence = format!("tp rank {tp} of {tp_size} does not exist; ranks count from 0");
-        return Err(Error::new(Kind::Invalid, sentence));
+        return Err(Error::new(ErrorKind::Invalid, sentence));
     }
     if base == 0 {
         return Ok(0);
@@ -105,7 +105,7 @@ fn port(base: u16, rank: RankNumbers, rule: PortRule, variable: &str) -> Result<
     };
     u16::try_from(u64::from(base) + offset).map_err(|_| {
         Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!("port {base} + {offset} for dp rank {dp}, tp rank {tp} is above 65535; lower {variable}"),
         )
     })

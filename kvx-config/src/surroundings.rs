@@ -9,7 +9,7 @@ use super::compat::Compat;
 use super::fields::{self, KvCacheLayout};
 use super::given::ValueSource;
 use super::warning::{Concern, Warning};
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 const HOST: &str = "VLLM_NIXL_SIDE_CHANNEL_HOST";
 const HOST_IP: &str = "VLLM_HOST_IP";
@@ -204,7 +204,7 @@ pub(super) fn nccl_hint(surroundings: &Surroundings, connector: &str) -> Option<
 }
 
 fn invalid(sentence: String) -> Error {
-    Error::new(Kind::Invalid, sentence)
+    Error::new(ErrorKind::Invalid, sentence)
 }
 
 struct Variables<'a>(&'a BTreeMap<String, String>);

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use super::compat::Compat;
 use super::fields;
 use super::warning::{Concern, Warning};
-use kvx_core::{Error, Kind, Result, nearest};
+use kvx_core::{Error, ErrorKind, Result, nearest};
 
 /// One of kvx's own tables in `kv_connector_extra_config`: a backend's options, under the backend's name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -184,7 +184,7 @@ fn factors_of<'a>(key: &str, value: &'a Value) -> Result<&'a Map<String, Value>>
         }
     }
     let wrong =
-        |wanted: &str| Error::new(Kind::Invalid, format!("{key} is {value}; write {wanted}"));
+        |wanted: &str| Error::new(ErrorKind::Invalid, format!("{key} is {value}; write {wanted}"));
     let Value::Object(object) = value else {
         return Err(wrong("an object of factors, {\"model\": …}"));
     };
@@ -216,7 +216,7 @@ fn check_table(table: &OptionTable, value: &Value) -> Result<()> {
         let name = extra(table.name);
         let sentence =
             format!("{name} is {value}; write an object with keys of: {}", table.keys.join(", "));
-        return Err(Error::new(Kind::Invalid, sentence));
+        return Err(Error::new(ErrorKind::Invalid, sentence));
     };
     let Some(key) = object.keys().find(|key| !table.keys.contains(&key.as_str())) else {
         return Ok(());
@@ -228,7 +228,10 @@ fn check_table(table: &OptionTable, value: &Value) -> Result<()> {
         [] => format!("; the table {name} has no keys: remove it"),
         keys => format!("; known: {}", keys.join(", ")),
     };
-    Err(Error::new(Kind::Invalid, format!("{}.{key} is not an option{hint}{known}", extra(name))))
+    Err(Error::new(
+        ErrorKind::Invalid,
+        format!("{}.{key} is not an option{hint}{known}", extra(name)),
+    ))
 }
 
 /// Keys with security meaning: a misspelt one is an error, since an operator would rely on it.
@@ -251,7 +254,7 @@ pub(super) fn names_table(name: &str) -> bool {
 /// An unknown key is kept. An unknown table under another name of a backend of kvx is an error, and so is a key that
 /// was meant to protect something.
 fn unknown(key: &str, value: &Value) -> Result<Warning> {
-    let refused = |sentence: String| Err(Error::new(Kind::Invalid, sentence));
+    let refused = |sentence: String| Err(Error::new(ErrorKind::Invalid, sentence));
     if let Some(table) = table_called(key).filter(|_| value.is_object()) {
         return refused(format!("{} is no table; write {}", extra(key), extra(table.name)));
     }
@@ -436,7 +439,7 @@ pub(super) fn backends(object: &Map<String, Value>) -> Result<Option<Vec<String>
             "{} is {value}: it names no backend; remove the key for the default order, or write [\"TCP\"]",
             extra("backends")
         );
-        return Err(Error::new(Kind::Invalid, sentence));
+        return Err(Error::new(ErrorKind::Invalid, sentence));
     }
     Ok(Some(names))
 }

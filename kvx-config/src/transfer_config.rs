@@ -12,7 +12,7 @@ use super::given::Given;
 use super::surroundings::{self, Environment, Surroundings};
 use super::tables::{self, MooncakeSettings, NixlSettings};
 use super::warning::{self, Concern, Warning};
-use kvx_core::{Error, Kind, Result, nearest};
+use kvx_core::{Error, ErrorKind, Result, nearest};
 
 /// vLLM's `KVTransferConfig`, checked as vLLM checks it, with what kvx adds under `kv_connector_extra_config`.
 ///
@@ -522,7 +522,7 @@ impl KvTransferConfig {
 }
 
 fn invalid(sentence: String) -> Error {
-    Error::new(Kind::Invalid, sentence)
+    Error::new(ErrorKind::Invalid, sentence)
 }
 
 fn check_names(object: &Map<String, Value>) -> Result<()> {

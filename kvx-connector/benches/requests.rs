@@ -155,7 +155,7 @@ impl Both {
                     lists.local.groups().iter().map(|list| Arc::clone(list).into()).collect();
                 let remote: Vec<Indices> =
                     lists.remote.groups().iter().map(|list| Arc::clone(list).into()).collect();
-                let moves = self.map.moves(&kvx_connector::mapping::BlocksOfBothSides {
+                let moves = self.map.moves(&kvx_connector::mapping::BlockPairs {
                     local: &local,
                     remote: &remote,
                     tokens: lists.tokens,

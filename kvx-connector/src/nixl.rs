@@ -21,8 +21,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use kvx_core::{
-    Agent, Error, Generation, Kind, Metadata, Op, Peer, PeerRegion, Place, Plan, Region, Result,
-    Span,
+    Agent, Error, ErrorKind, Generation, Metadata, Op, Peer, PeerRegion, Place, Plan, Region,
+    Result, Span,
 };
 
 use crate::wire::nixl::{NixlBlob, NixlDescriptor, NixlMemory, NixlSection};
@@ -123,7 +123,7 @@ impl NixlPeer {
                 blob.agent,
                 self.peer.identity().name
             );
-            return Err(Error::new(Kind::Invalid, why));
+            return Err(Error::new(ErrorKind::Invalid, why));
         }
         self.take(&blob)
     }
@@ -138,10 +138,10 @@ impl NixlPeer {
             if self.regions.get(&range.address).is_some_and(|(key, _)| *key == range.key) {
                 continue;
             }
-            let region = self.peer.learn(&range.key)?;
+            let region = self.peer.import_region(&range.key)?;
             if region.len() != range.len || range.address.checked_add(range.len).is_none() {
                 return Err(Error::new(
-                    Kind::Malformed,
+                    ErrorKind::Malformed,
                     format!(
                         "agent {}: {} bytes at {:#x} whose backend says {}",
                         blob.agent,
@@ -194,7 +194,7 @@ impl NixlPeer {
         match holding.next() {
             Some((base, (_, region))) => Ok((region.clone(), address - base)),
             None => Err(Error::new(
-                Kind::Unregistered,
+                ErrorKind::Unregistered,
                 format!(
                     "agent {} has registered no {len} bytes at {address:#x}: if it has since, update the peer with its \
                  newer metadata",
@@ -234,5 +234,5 @@ impl fmt::Debug for NixlPeer {
 }
 
 fn incompatible(agent: &str, why: impl fmt::Display) -> Error {
-    Error::new(Kind::Incompatible, format!("NIXL agent {agent} cannot be reached: {why}"))
+    Error::new(ErrorKind::Incompatible, format!("NIXL agent {agent} cannot be reached: {why}"))
 }

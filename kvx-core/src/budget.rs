@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use crate::breaks::broken;
 use crate::completion::Promise;
+use crate::fault_injection::injected;
 use crate::sync::{Condvar, Mutex};
-use crate::{Deadline, Error, Kind, Result};
+use crate::{Deadline, Error, ErrorKind, Result};
 
 /// Limits on what one agent has in flight; see [`Builder::budget`](crate::Builder::budget). By default 65,536 transfers
 /// and 256 MiB of descriptions.
@@ -52,9 +52,9 @@ impl Budget {
     /// Errors: `Busy`.
     pub(crate) fn take(&self, description: usize) -> Result<()> {
         let mut used = self.used.lock();
-        if !self.fits(&used, description) && !broken("budget") {
+        if !self.fits(&used, description) && !injected("budget") {
             return Err(Error::new(
-                Kind::Busy,
+                ErrorKind::Busy,
                 format!(
                     "{} transfers with {} bytes of descriptions are in flight, the budget is {} and {}: \
                      wait with post_wait, or raise it when the agent is built",
@@ -117,9 +117,9 @@ mod tests {
     fn the_budget_is_kept_and_given_back() {
         let budget = Budget::new(Limits { transfers: 2, description_bytes: 100 });
         budget.take(80).unwrap();
-        assert_eq!(budget.take(30).unwrap_err().kind(), Kind::Busy);
+        assert_eq!(budget.take(30).unwrap_err().kind(), ErrorKind::Busy);
         budget.take(20).unwrap();
-        assert_eq!(budget.take(0).unwrap_err().kind(), Kind::Busy);
+        assert_eq!(budget.take(0).unwrap_err().kind(), ErrorKind::Busy);
         budget.give_back(80);
         budget.give_back(20);
         budget.take(1000).unwrap(); // alone, a description of any size

@@ -44,7 +44,7 @@ pub enum Revocation {
 /// keep that thread; and other agents go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum HeldUp {
+pub enum HungPageScope {
     /// What goes on between the two agents whose transfer needs the page, and what needs the same page.
     Peer,
     /// All that the agent does over this backend whose thread touches the page: its other peers may count as lost.
@@ -161,7 +161,7 @@ pub struct Capabilities {
     /// Operations that settle after a cancel although the peer is stopped.
     pub settles_without_peer: PerOp,
     /// What waits for a page that does not come, of memory that is no pool of kvx's.
-    pub hung_page: HeldUp,
+    pub hung_page: HungPageScope,
     /// True if data becomes visible at the target in the order it was posted. kvx never relies on it.
     pub ordered: bool,
     /// Kinds of the initiator's memory.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::deadline::{Clock, Expire, Reason, Watch};
 use crate::sync::{Condvar, Mutex};
 use crate::ticket::Settle;
-use crate::{Deadline, Error, Kind, Result, Ticket};
+use crate::{Deadline, Error, ErrorKind, Result, Ticket};
 
 /// The clock ends an operation at its deadline; a thread that is not told looks for itself a little later.
 const GRACE: Duration = Duration::from_secs(1);
@@ -114,7 +114,7 @@ impl<T> Promise<T> {
 }
 
 fn taken() -> Error {
-    Error::new(Kind::Invalid, "the result was taken by an earlier await: keep it")
+    Error::new(ErrorKind::Invalid, "the result was taken by an earlier await: keep it")
 }
 
 impl<T> Completion<T> {
@@ -163,7 +163,7 @@ impl<T> Completion<T> {
             }
             if until.is_some_and(|until| until <= std::time::Instant::now()) {
                 return Err(Error::new(
-                    Kind::TimedOut,
+                    ErrorKind::TimedOut,
                     "the wait ended before the operation; wait longer or await it",
                 ));
             }
@@ -195,7 +195,7 @@ impl Settle for Promise<()> {
 
     fn forgotten(self: Arc<Self>) {
         self.finish(Err(Error::new(
-            Kind::Forgotten,
+            ErrorKind::Forgotten,
             "the transport lost the operation: report this as a bug of it",
         )));
     }
@@ -218,7 +218,7 @@ impl<T: Send, F: Fn() -> Error + Send + Sync> Expire for Timed<T, F> {
         if matches!(reason, Reason::Shutdown)
             && let Some(promise) = self.promise.upgrade()
         {
-            promise.finish(Err(Error::new(Kind::Closed, "the agent was shut down meanwhile")));
+            promise.finish(Err(Error::new(ErrorKind::Closed, "the agent was shut down meanwhile")));
         }
     }
 }
@@ -241,7 +241,7 @@ mod tests {
     fn a_wait_ends_at_its_deadline() {
         let error =
             Completion::<()>::of(Promise::new()).wait(Duration::from_millis(10)).unwrap_err();
-        assert_eq!(error.kind(), Kind::TimedOut);
+        assert_eq!(error.kind(), ErrorKind::TimedOut);
     }
 
     #[test]
@@ -250,14 +250,14 @@ mod tests {
         let begun = Instant::now();
         let promise = Promise::<()>::new();
         promise.by(&clock, Duration::from_millis(20).into(), || {
-            Error::new(Kind::StillShared, "its own")
+            Error::new(ErrorKind::StillShared, "its own")
         });
         let error = Completion::of(Arc::clone(&promise)).join().unwrap_err();
-        assert_eq!(error.kind(), Kind::StillShared, "{error}");
+        assert_eq!(error.kind(), ErrorKind::StillShared, "{error}");
         // Of an operation that does not keep its deadline a thread is rid all the same.
         let deadline = Deadline::from(Duration::from_millis(20));
         let error = Completion::of(Promise::<()>::until(deadline)).join().unwrap_err();
-        assert_eq!(error.kind(), Kind::TimedOut);
+        assert_eq!(error.kind(), ErrorKind::TimedOut);
         assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
         clock.stop();
     }
@@ -266,6 +266,9 @@ mod tests {
     fn a_lost_ticket_ends_the_completion() {
         let (completion, ticket) = Completion::with_ticket();
         drop(ticket);
-        assert_eq!(completion.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Forgotten);
+        assert_eq!(
+            completion.wait(Duration::from_secs(10)).unwrap_err().kind(),
+            ErrorKind::Forgotten
+        );
     }
 }

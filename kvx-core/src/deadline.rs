@@ -8,7 +8,7 @@ use slab::Slab;
 
 use crate::identity::PeerId;
 use crate::sync::{Condvar, Mutex, catch_panic};
-use crate::{Error, Kind, RegionId, Result};
+use crate::{Error, ErrorKind, RegionId, Result};
 
 /// The moment at which a call gives up. Made from a [`Duration`] from now, or from an [`Instant`].
 ///
@@ -136,7 +136,8 @@ impl Clock {
             .name(format!("kvx-clock {agent}"))
             .spawn(move || ours.run())
             .map_err(|error| {
-                Error::os("the clock thread could not be started", error).kind_is(Kind::Exhausted)
+                Error::os("the clock thread could not be started", error)
+                    .with_kind(ErrorKind::Exhausted)
             })?;
         Ok(Clock { shared, thread: Mutex::new(Some(thread)) })
     }

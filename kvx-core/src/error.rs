@@ -12,7 +12,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// The kind of an error, for a program to branch on. More kinds may be added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Kind {
+pub enum ErrorKind {
     /// An argument is wrong: the sentence names it.
     Invalid,
     /// Blocks, a grid or a range lie outside the region they speak of.
@@ -68,79 +68,79 @@ pub enum Kind {
     Native,
 }
 
-impl Kind {
+impl ErrorKind {
     /// Every kind of this release.
-    pub const ALL: &[Kind] = &[
-        Kind::Invalid,
-        Kind::OutOfBounds,
-        Kind::Overlap,
-        Kind::Unregistered,
-        Kind::WrongKey,
-        Kind::Revoked,
-        Kind::StillShared,
-        Kind::TimedOut,
-        Kind::Cancelled,
-        Kind::Busy,
-        Kind::PeerLost,
-        Kind::PeerRestarted,
-        Kind::Incompatible,
-        Kind::Denied,
-        Kind::NoRoute,
-        Kind::UnknownBackend,
-        Kind::NotCompiled,
-        Kind::Unavailable,
-        Kind::Unsupported,
-        Kind::Exhausted,
-        Kind::Malformed,
-        Kind::Closed,
-        Kind::Forked,
-        Kind::Forgotten,
-        Kind::Native,
+    pub const ALL: &[ErrorKind] = &[
+        ErrorKind::Invalid,
+        ErrorKind::OutOfBounds,
+        ErrorKind::Overlap,
+        ErrorKind::Unregistered,
+        ErrorKind::WrongKey,
+        ErrorKind::Revoked,
+        ErrorKind::StillShared,
+        ErrorKind::TimedOut,
+        ErrorKind::Cancelled,
+        ErrorKind::Busy,
+        ErrorKind::PeerLost,
+        ErrorKind::PeerRestarted,
+        ErrorKind::Incompatible,
+        ErrorKind::Denied,
+        ErrorKind::NoRoute,
+        ErrorKind::UnknownBackend,
+        ErrorKind::NotCompiled,
+        ErrorKind::Unavailable,
+        ErrorKind::Unsupported,
+        ErrorKind::Exhausted,
+        ErrorKind::Malformed,
+        ErrorKind::Closed,
+        ErrorKind::Forked,
+        ErrorKind::Forgotten,
+        ErrorKind::Native,
     ];
 
     /// The kind as a short word: the label of metrics and of JSON output.
     pub fn as_str(self) -> &'static str {
         match self {
-            Kind::Invalid => "invalid",
-            Kind::OutOfBounds => "out_of_bounds",
-            Kind::Overlap => "overlap",
-            Kind::Unregistered => "unregistered",
-            Kind::WrongKey => "wrong_key",
-            Kind::Revoked => "revoked",
-            Kind::StillShared => "still_shared",
-            Kind::TimedOut => "timed_out",
-            Kind::Cancelled => "cancelled",
-            Kind::Busy => "busy",
-            Kind::PeerLost => "peer_lost",
-            Kind::PeerRestarted => "peer_restarted",
-            Kind::Incompatible => "incompatible",
-            Kind::Denied => "denied",
-            Kind::NoRoute => "no_route",
-            Kind::UnknownBackend => "unknown_backend",
-            Kind::NotCompiled => "not_compiled",
-            Kind::Unavailable => "unavailable",
-            Kind::Unsupported => "unsupported",
-            Kind::Exhausted => "exhausted",
-            Kind::Malformed => "malformed",
-            Kind::Closed => "closed",
-            Kind::Forked => "forked",
-            Kind::Forgotten => "forgotten",
-            Kind::Native => "native",
+            ErrorKind::Invalid => "invalid",
+            ErrorKind::OutOfBounds => "out_of_bounds",
+            ErrorKind::Overlap => "overlap",
+            ErrorKind::Unregistered => "unregistered",
+            ErrorKind::WrongKey => "wrong_key",
+            ErrorKind::Revoked => "revoked",
+            ErrorKind::StillShared => "still_shared",
+            ErrorKind::TimedOut => "timed_out",
+            ErrorKind::Cancelled => "cancelled",
+            ErrorKind::Busy => "busy",
+            ErrorKind::PeerLost => "peer_lost",
+            ErrorKind::PeerRestarted => "peer_restarted",
+            ErrorKind::Incompatible => "incompatible",
+            ErrorKind::Denied => "denied",
+            ErrorKind::NoRoute => "no_route",
+            ErrorKind::UnknownBackend => "unknown_backend",
+            ErrorKind::NotCompiled => "not_compiled",
+            ErrorKind::Unavailable => "unavailable",
+            ErrorKind::Unsupported => "unsupported",
+            ErrorKind::Exhausted => "exhausted",
+            ErrorKind::Malformed => "malformed",
+            ErrorKind::Closed => "closed",
+            ErrorKind::Forked => "forked",
+            ErrorKind::Forgotten => "forgotten",
+            ErrorKind::Native => "native",
         }
     }
 }
 
-/// An error: its [`Kind`], a sentence that says what to do next, and what is known of where it came from.
+/// An error: its [`ErrorKind`], a sentence that says what to do next, and what is known of where it came from.
 ///
 /// Cheap to clone, so that one failure of a link can be the answer of every transfer that was on it.
 ///
 /// ```
 /// # use kvx_core as kvx;
-/// use kvx::{Error, Kind};
-/// let error = Error::new(Kind::TimedOut, "no answer within 2 s; raise the deadline or check the peer")
-///     .backend("TCP")
-///     .peer("prefill-0");
-/// assert_eq!(error.kind(), Kind::TimedOut);
+/// use kvx::{Error, ErrorKind};
+/// let error = Error::new(ErrorKind::TimedOut, "no answer within 2 s; raise the deadline or check the peer")
+///     .with_backend("TCP")
+///     .with_peer("prefill-0");
+/// assert_eq!(error.kind(), ErrorKind::TimedOut);
 /// assert_eq!(
 ///     error.to_string(),
 ///     "no answer within 2 s; raise the deadline or check the peer (peer prefill-0, backend TCP)"
@@ -151,7 +151,7 @@ pub struct Error(Box<Detail>);
 
 #[derive(Clone)]
 struct Detail {
-    kind: Kind,
+    kind: ErrorKind,
     sentence: Cow<'static, str>,
     operation: Option<Cow<'static, str>>,
     backend: Option<Cow<'static, str>>,
@@ -172,7 +172,7 @@ pub struct Native {
 
 impl Error {
     /// An error of `kind`; `sentence` says what happened and what to do next.
-    pub fn new(kind: Kind, sentence: impl Into<Cow<'static, str>>) -> Self {
+    pub fn new(kind: ErrorKind, sentence: impl Into<Cow<'static, str>>) -> Self {
         Error(Box::new(Detail {
             kind,
             sentence: sentence.into(),
@@ -189,58 +189,58 @@ impl Error {
     pub fn os(sentence: impl Into<Cow<'static, str>>, error: impl Into<std::io::Error>) -> Self {
         let error = error.into();
         let native = error.raw_os_error().map(|code| (i64::from(code), error.to_string()));
-        let mut this = Error::new(Kind::Native, sentence);
+        let mut this = Error::new(ErrorKind::Native, sentence);
         if let Some((code, text)) = native {
-            this = this.native(code, text);
+            this = this.with_native(code, text);
         }
-        this.source(error)
+        this.with_source(error)
     }
 
     /// The same error as another kind.
     #[must_use]
-    pub fn kind_is(mut self, kind: Kind) -> Self {
+    pub fn with_kind(mut self, kind: ErrorKind) -> Self {
         self.0.kind = kind;
         self
     }
 
     /// Names the operation that failed.
     #[must_use]
-    pub fn operation(mut self, operation: impl Into<Cow<'static, str>>) -> Self {
+    pub fn with_operation(mut self, operation: impl Into<Cow<'static, str>>) -> Self {
         self.0.operation.get_or_insert(operation.into());
         self
     }
 
     /// Names the backend, unless one is named already.
     #[must_use]
-    pub fn backend(mut self, backend: impl Into<Cow<'static, str>>) -> Self {
+    pub fn with_backend(mut self, backend: impl Into<Cow<'static, str>>) -> Self {
         self.0.backend.get_or_insert(backend.into());
         self
     }
 
     /// Names the peer, unless one is named already.
     #[must_use]
-    pub fn peer(mut self, peer: impl Into<Arc<str>>) -> Self {
+    pub fn with_peer(mut self, peer: impl Into<Arc<str>>) -> Self {
         self.0.peer.get_or_insert(peer.into());
         self
     }
 
     /// Adds what the native side said.
     #[must_use]
-    pub fn native(mut self, code: i64, text: impl Into<String>) -> Self {
+    pub fn with_native(mut self, code: i64, text: impl Into<String>) -> Self {
         self.0.native = Some(Native { code, text: text.into() });
         self
     }
 
     /// Adds the error that caused this one.
     #[must_use]
-    pub fn source(mut self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
+    pub fn with_source(mut self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
         self.0.source = Some(Arc::new(source));
         self
     }
 
     /// Adds what was moved, if the data had arrived when it failed.
     #[must_use]
-    pub(crate) fn report_is(mut self, report: Option<Report>) -> Self {
+    pub(crate) fn with_report(mut self, report: Option<Report>) -> Self {
         self.0.report = report;
         self
     }
@@ -253,7 +253,7 @@ impl Error {
     }
 
     /// Its kind, to branch on.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         self.0.kind
     }
 
@@ -263,22 +263,22 @@ impl Error {
     }
 
     /// The operation that failed, where known.
-    pub fn failed_operation(&self) -> Option<&str> {
+    pub fn operation(&self) -> Option<&str> {
         self.0.operation.as_deref()
     }
 
     /// The backend it failed on, where one was chosen.
-    pub fn failed_backend(&self) -> Option<&str> {
+    pub fn backend(&self) -> Option<&str> {
         self.0.backend.as_deref()
     }
 
     /// The peer it concerns, where one is known.
-    pub fn failed_peer(&self) -> Option<&str> {
+    pub fn peer(&self) -> Option<&str> {
         self.0.peer.as_deref()
     }
 
     /// The words of the native library or of the operating system.
-    pub fn native_detail(&self) -> Option<&Native> {
+    pub fn native(&self) -> Option<&Native> {
         self.0.native.as_ref()
     }
 }
@@ -329,17 +329,21 @@ mod tests {
 
     #[test]
     fn every_kind_has_a_word_of_its_own() {
-        let mut words: Vec<_> = Kind::ALL.iter().map(|kind| kind.as_str()).collect();
+        let mut words: Vec<_> = ErrorKind::ALL.iter().map(|kind| kind.as_str()).collect();
         words.sort_unstable();
         words.dedup();
-        assert_eq!(words.len(), Kind::ALL.len());
+        assert_eq!(words.len(), ErrorKind::ALL.len());
     }
 
     #[test]
     fn an_error_names_all_it_knows_and_nothing_else() {
-        let bare = Error::new(Kind::Busy, "too many transfers in flight");
+        let bare = Error::new(ErrorKind::Busy, "too many transfers in flight");
         assert_eq!(bare.to_string(), "too many transfers in flight");
-        let full = bare.operation("post").backend("SHM").peer("p0").native(11, "EAGAIN");
+        let full = bare
+            .with_operation("post")
+            .with_backend("SHM")
+            .with_peer("p0")
+            .with_native(11, "EAGAIN");
         assert_eq!(
             full.to_string(),
             "too many transfers in flight (in post, peer p0, backend SHM, code 11: EAGAIN)"
@@ -348,14 +352,15 @@ mod tests {
 
     #[test]
     fn the_first_named_backend_stays() {
-        let error = Error::new(Kind::Native, "refused").backend("TCP").backend("SHM");
-        assert_eq!(error.failed_backend(), Some("TCP"));
+        let error =
+            Error::new(ErrorKind::Native, "refused").with_backend("TCP").with_backend("SHM");
+        assert_eq!(error.backend(), Some("TCP"));
     }
 
     #[test]
     fn an_os_error_keeps_code_and_source() {
         let error = Error::os("bind failed", std::io::Error::from_raw_os_error(98));
-        assert_eq!(error.native_detail().map(|native| native.code), Some(98));
+        assert_eq!(error.native().map(|native| native.code), Some(98));
         assert!(std::error::Error::source(&error).is_some());
     }
 }

@@ -1,6 +1,6 @@
 //! After `fork`, a child has none of the threads that kvx needs: its calls say so instead of hanging.
 
-use crate::{Error, Kind, Result};
+use crate::{Error, ErrorKind, Result};
 
 #[cfg(all(target_os = "linux", not(kvx_portable)))]
 mod imp {
@@ -74,7 +74,7 @@ mod imp {
                 }
             }
             if let Some((word, bit)) =
-                place(&descriptor).filter(|_| !crate::breaks::broken("fork-keeps"))
+                place(&descriptor).filter(|_| !crate::fault_injection::injected("fork-keeps"))
             {
                 USED.fetch_max(word + 1, Ordering::Relaxed);
                 KEPT[word].fetch_or(bit, Ordering::Relaxed);
@@ -188,7 +188,7 @@ pub fn check() -> Result<()> {
         return Ok(());
     }
     Err(Error::new(
-        Kind::Forked,
+        ErrorKind::Forked,
         "this process is a fork of one that uses kvx: start a new program (exec) and build an agent there",
     ))
 }

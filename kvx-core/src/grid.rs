@@ -4,8 +4,8 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::breaks::broken;
-use crate::{Error, Kind, MemoryKind, Result, fork};
+use crate::fault_injection::injected;
+use crate::{Error, ErrorKind, MemoryKind, Result, fork};
 
 /// Something that grids lie on: a [`Region`](crate::Region) or a [`PeerRegion`](crate::PeerRegion).
 pub trait Place: sealed::Sealed {
@@ -91,13 +91,13 @@ impl Grid {
     pub fn check(&self, len: u64) -> Result<()> {
         if self.length == 0 {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 "a grid with length 0: blocks have at least one byte",
             ));
         }
         if self.count > 1 && self.stride < self.length {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "a grid with stride {} below its length {}: blocks would overlap",
                     self.stride, self.length
@@ -106,9 +106,9 @@ impl Grid {
         }
         match self.end() {
             Some(end) if end <= len => Ok(()),
-            _ if broken("bounds") => Ok(()),
+            _ if injected("bounds") => Ok(()),
             _ => Err(Error::new(
-                Kind::OutOfBounds,
+                ErrorKind::OutOfBounds,
                 format!(
                     "a grid of {} blocks of {} bytes, stride {}, from offset {} does not fit into a region of \
                      {len} bytes",
@@ -284,11 +284,14 @@ impl<R: Place + Clone> GridSet<R> {
     fn of_equal_counts(self) -> Result<Self> {
         let grids = &self.grids;
         let Some((_, first)) = grids.first() else {
-            return Err(Error::new(Kind::Invalid, "a grid set of no grids: join at least one"));
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                "a grid set of no grids: join at least one",
+            ));
         };
         if let Some((_, other)) = grids.iter().find(|(_, grid)| grid.count != first.count) {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "a grid set shares one index list, but its grids have {} and {} blocks: make a set of each",
                     first.count, other.count
@@ -328,12 +331,12 @@ mod tests {
     #[test]
     fn a_grid_is_checked_against_its_region() {
         assert!(Grid::packed(16, 4).check(64).is_ok());
-        assert_eq!(Grid::packed(16, 4).check(63).unwrap_err().kind(), Kind::OutOfBounds);
-        assert_eq!(Grid::packed(0, 4).check(64).unwrap_err().kind(), Kind::Invalid);
+        assert_eq!(Grid::packed(16, 4).check(63).unwrap_err().kind(), ErrorKind::OutOfBounds);
+        assert_eq!(Grid::packed(0, 4).check(64).unwrap_err().kind(), ErrorKind::Invalid);
         let overlapping = Grid { base: 0, stride: 8, length: 16, count: 2 };
-        assert_eq!(overlapping.check(64).unwrap_err().kind(), Kind::Invalid);
+        assert_eq!(overlapping.check(64).unwrap_err().kind(), ErrorKind::Invalid);
         let huge = Grid { base: u64::MAX, stride: u64::MAX, length: 1, count: u32::MAX };
-        assert_eq!(huge.check(u64::MAX).unwrap_err().kind(), Kind::OutOfBounds);
+        assert_eq!(huge.check(u64::MAX).unwrap_err().kind(), ErrorKind::OutOfBounds);
         // The last block of a strided grid needs no room behind it.
         assert!(Grid { base: 8, stride: 16, length: 8, count: 4 }.check(64).is_ok());
     }

@@ -4,8 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::breaks::broken;
-use crate::{Error, Kind, Result};
+use crate::fault_injection::injected;
+use crate::{Error, ErrorKind, Result};
 
 /// One life of an agent: 128 random bits, drawn when it is built. A restarted agent has another one.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -56,7 +56,7 @@ impl RegionKey {
 
     /// Compares in a time that does not depend on the keys.
     pub fn matches(&self, other: &RegionKey) -> bool {
-        u128::from_ne_bytes(self.0) ^ u128::from_ne_bytes(other.0) == 0 || broken("any-key")
+        u128::from_ne_bytes(self.0) ^ u128::from_ne_bytes(other.0) == 0 || injected("any-key")
     }
 }
 
@@ -75,7 +75,7 @@ pub struct Invitation([u8; 32]);
 impl Invitation {
     /// A new one.
     pub fn random() -> Result<Self> {
-        if broken("any-invitation") {
+        if injected("any-invitation") {
             return Ok(Invitation([0; 32]));
         }
         random_key().map(Invitation)
@@ -157,7 +157,7 @@ pub struct Sender<'a> {
 pub(crate) fn checked_name(what: &str, name: &str) -> Result<Arc<str>> {
     if name.is_empty() || name.len() > MAX_NAME || name.chars().any(char::is_control) {
         return Err(Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!(
                 "{what} {name:?} is not a name: use 1 to {MAX_NAME} bytes without control characters"
             ),
@@ -187,7 +187,7 @@ fn random_bytes() -> Result<[u8; 16]> {
         .map_err(|error| Error::os("the operating system gave no random bytes", error))?;
     if got != bytes.len() {
         return Err(Error::new(
-            Kind::Native,
+            ErrorKind::Native,
             "the operating system gave too few random bytes; try again",
         ));
     }
@@ -224,7 +224,7 @@ mod tests {
     fn names_are_checked() {
         assert!(checked_name("agent", "prefill-0").is_ok());
         for bad in ["", "a\nb", &"x".repeat(256)] {
-            assert_eq!(checked_name("agent", bad).unwrap_err().kind(), Kind::Invalid);
+            assert_eq!(checked_name("agent", bad).unwrap_err().kind(), ErrorKind::Invalid);
         }
     }
 }

@@ -5,8 +5,8 @@ use std::sync::{Arc, Weak};
 use std::task::Waker;
 use std::time::Instant;
 
-use crate::breaks::broken;
 use crate::completion::Promise;
+use crate::fault_injection::injected;
 use crate::identity::{Identity, Incarnation, Sender};
 use crate::sync::{Condvar, Mutex};
 use crate::transport::Full;
@@ -65,7 +65,7 @@ struct ExpectedSenders {
 impl ExpectedSenders {
     /// True if the notification is one more of those expected.
     fn wants(&mut self, from: &Identity, bytes: &[u8]) -> bool {
-        *self.bytes == *bytes && (self.seen.insert(from.clone()) || broken("expect"))
+        *self.bytes == *bytes && (self.seen.insert(from.clone()) || injected("expect"))
     }
 
     fn is_met(&self) -> bool {
@@ -103,7 +103,7 @@ impl Inbox {
 
     /// Takes a notification in. [`Full`]: the sender's transport keeps it and stops reading.
     pub(crate) fn deliver(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), Full> {
-        let incarnation = if broken("sender") { Incarnation([0; 16]) } else { from.incarnation };
+        let incarnation = if injected("sender") { Incarnation([0; 16]) } else { from.incarnation };
         let from = Identity { name: from.name.into(), incarnation };
         let mut state = self.state.lock();
         state.sweep();
@@ -111,7 +111,7 @@ impl Inbox {
             state.expected.iter_mut().position(|expectation| expectation.wants(&from, bytes))
         {
             let notification = Notification { from, bytes: bytes.into() };
-            if broken("expect-keeps") {
+            if injected("expect-keeps") {
                 state.queue.push_back(notification.clone());
             }
             state.expected[at].taken.push(notification);
@@ -127,13 +127,13 @@ impl Inbox {
         // One that is larger than all the room, as a foreign agent may send, is taken alone.
         let fits = state.bytes == 0 || state.bytes + bytes.len() <= self.limits.bytes;
         let full = state.queue.len() >= self.limits.count || !fits;
-        if full && !broken("inbox") {
+        if full && !injected("inbox") {
             state.refused = true;
             return Err(Full);
         }
         let notification = Notification { from, bytes: bytes.into() };
         state.bytes += bytes.len();
-        if broken("twice") {
+        if injected("twice") {
             state.queue.push_back(notification.clone());
         }
         state.queue.push_back(notification);
@@ -207,7 +207,7 @@ impl Inbox {
     /// Finishes `promise` when `wanted` different senders have sent `bytes`; looks at what is queued first. The flag
     /// says that transports hold notifications back: what is expected may be among them, and needs no room in the
     /// queue.
-    pub(crate) fn expect(
+    pub(crate) fn wait_for_senders(
         &self,
         bytes: &[u8],
         wanted: usize,
@@ -229,7 +229,7 @@ impl Inbox {
                 kept.push_back(notification);
                 continue;
             }
-            if broken("expect-keeps") {
+            if injected("expect-keeps") {
                 kept.push_back(notification.clone());
             }
             state.bytes = state.bytes.saturating_sub(notification.bytes.len());
@@ -309,7 +309,7 @@ mod tests {
         inbox.deliver(SENDERS[0], b"done").unwrap();
         inbox.deliver(SENDERS[0], b"other").unwrap();
         let promise = Promise::new();
-        inbox.expect(b"done", 2, &promise);
+        inbox.wait_for_senders(b"done", 2, &promise);
         assert!(!promise.is_finished());
         inbox.deliver(SENDERS[1], b"done").unwrap();
         assert!(promise.is_finished());
@@ -321,12 +321,12 @@ mod tests {
     fn an_expectation_that_nobody_waits_for_gives_back_what_it_took() {
         let inbox = Inbox::new(InboxLimits::default());
         let promise = Promise::new();
-        inbox.expect(b"done", 2, &promise);
+        inbox.wait_for_senders(b"done", 2, &promise);
         inbox.deliver(SENDERS[0], b"done").unwrap();
         assert_eq!(inbox.take().0, None);
         drop(promise);
         let again = Promise::new();
-        inbox.expect(b"done", 2, &again);
+        inbox.wait_for_senders(b"done", 2, &again);
         inbox.deliver(SENDERS[1], b"done").unwrap();
         assert!(again.is_finished());
     }

@@ -44,9 +44,11 @@ mod registry;
 mod segments;
 pub mod transport;
 
-pub use capabilities::{Capabilities, HeldUp, Idle, Isolation, MemoryKinds, PerOp, Revocation};
-pub use registry::{Known, Registry, Standing};
-pub use transport::{Placement, Unavailable, WithoutAList};
+pub use capabilities::{
+    Capabilities, HungPageScope, Idle, Isolation, MemoryKinds, PerOp, Revocation,
+};
+pub use registry::{BackendName, BackendStatus, Registry};
+pub use transport::{AutoOpen, Placement, Unavailable};
 
 // Words: memory and its blocks, metadata, options, routes.
 mod grid;
@@ -81,7 +83,7 @@ mod kept;
 mod names;
 mod report;
 
-pub use error::{Error, Kind, Native, Result};
+pub use error::{Error, ErrorKind, Native, Result};
 pub use identity::{
     Generation, Identity, Incarnation, Invitation, LinkId, MAX_NAME, RegionId, RegionKey, Sender,
     TransferId,
@@ -91,9 +93,9 @@ pub use names::nearest;
 pub use report::Report;
 
 // For authors of backends only, and not shown by the facade: locks that no panic poisons, bounded parsing of what peers
-// send, forks, a plan as a backend gets it, memory that is never freed. By `breaks`, tests break core on purpose.
+// send, forks, a plan as a backend gets it, memory that is never freed. By `fault_injection`, tests break core on purpose.
 #[doc(hidden)]
-pub mod breaks;
+pub mod fault_injection;
 pub mod fork;
 pub mod sync;
 pub mod wire;

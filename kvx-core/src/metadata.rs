@@ -7,11 +7,11 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::breaks::broken;
+use crate::fault_injection::injected;
 use crate::identity::{Generation, Identity, Incarnation, Invitation, RegionId, RegionKey};
 use crate::memory::DeviceId;
 use crate::wire::{Reader, Writer};
-use crate::{Error, Kind, MemoryKind, Result};
+use crate::{Error, ErrorKind, MemoryKind, Result};
 
 const MAGIC: [u8; 4] = *b"KVXM";
 const REGION_MAGIC: [u8; 4] = *b"KVXR";
@@ -109,7 +109,7 @@ impl Metadata {
                 return Ok(());
             }
             Err(Error::new(
-                Kind::Exhausted,
+                ErrorKind::Exhausted,
                 format!("{is} {what} in one agent's metadata, at most {max} are allowed"),
             ))
         };
@@ -199,9 +199,9 @@ impl Metadata {
                 IDENTITY | BACKEND | REGION | INVITATION => {
                     return Err(value.malformed("more sections of a kind than allowed"));
                 }
-                unknown if unknown & CRITICAL != 0 && !broken("critical") => {
+                unknown if unknown & CRITICAL != 0 && !injected("critical") => {
                     return Err(Error::new(
-                        Kind::Incompatible,
+                        ErrorKind::Incompatible,
                         format!(
                             "the peer's metadata needs section {unknown:#x}, which this kvx does not know: upgrade it"
                         ),
@@ -234,7 +234,7 @@ impl Metadata {
         self.invited.ok_or_else(|| {
             let why = "the peer's metadata holds no invitation, by which its agent would let this one in: a release of \
                        kvx wrote it that had none; upgrade the peer";
-            Error::new(Kind::Incompatible, why)
+            Error::new(ErrorKind::Incompatible, why)
         })
     }
 
@@ -258,7 +258,7 @@ fn section(out: &mut Vec<u8>, tag: u16, write: impl FnOnce(&mut Vec<u8>)) {
 pub(crate) fn encode_region(owner: &Identity, region: &RegionInfo) -> Result<Vec<u8>> {
     if let Some((_, export)) = region.exports.iter().find(|(_, export)| export.len() > MAX_EXPORT) {
         return Err(Error::new(
-            Kind::Exhausted,
+            ErrorKind::Exhausted,
             format!(
                 "{} bytes of a region's export, at most {MAX_EXPORT} are allowed",
                 export.len()
@@ -298,7 +298,7 @@ fn check_versions(oldest: u16, newest: u16) -> Result<()> {
         return Ok(());
     }
     Err(Error::new(
-        Kind::Incompatible,
+        ErrorKind::Incompatible,
         format!(
             "the peer's metadata is of versions {oldest} to {newest}, this kvx reads {} to {}: upgrade the older",
             VERSIONS.start(),
@@ -452,7 +452,7 @@ mod tests {
     fn an_invitation_travels_and_metadata_without_one_says_what_to_do() {
         let old = Metadata::decode(&sample(1).encode().unwrap()).unwrap();
         let error = old.invited().unwrap_err();
-        assert_eq!(error.kind(), Kind::Incompatible);
+        assert_eq!(error.kind(), ErrorKind::Incompatible);
         assert!(error.to_string().contains("upgrade the peer"), "{error}");
         for with_secret in [false, true] {
             let invited = Some(Invited { by: Invitation::from_bytes([5; 32]), with_secret });
@@ -472,7 +472,7 @@ mod tests {
             Metadata::decode(&bytes)
         };
         assert!(add(77).is_ok());
-        assert_eq!(add(77 | CRITICAL).unwrap_err().kind(), Kind::Incompatible);
+        assert_eq!(add(77 | CRITICAL).unwrap_err().kind(), ErrorKind::Incompatible);
     }
 
     #[test]
@@ -480,7 +480,7 @@ mod tests {
         let mut bytes = sample(0).encode().unwrap();
         bytes[4..8].copy_from_slice(&[9, 0, 12, 0]);
         let error = Metadata::decode(&bytes).unwrap_err();
-        assert_eq!(error.kind(), Kind::Incompatible);
+        assert_eq!(error.kind(), ErrorKind::Incompatible);
         assert!(error.to_string().contains("9 to 12"), "{error}");
     }
 
@@ -488,7 +488,7 @@ mod tests {
     fn every_truncation_and_bit_flip_is_an_error_or_metadata() {
         let bytes = sample(3).encode().unwrap();
         for len in 0..bytes.len() {
-            assert_eq!(Metadata::decode(&bytes[..len]).unwrap_err().kind(), Kind::Malformed);
+            assert_eq!(Metadata::decode(&bytes[..len]).unwrap_err().kind(), ErrorKind::Malformed);
         }
         for bit in 0..bytes.len() * 8 {
             let mut flipped = bytes.clone();
@@ -507,7 +507,7 @@ mod tests {
         assert_eq!(incarnation, agent.identity.incarnation);
         assert_eq!(encode_region(&agent.identity, &back).unwrap(), bytes);
         for len in 0..bytes.len() {
-            assert_eq!(decode_region(&bytes[..len]).unwrap_err().kind(), Kind::Malformed);
+            assert_eq!(decode_region(&bytes[..len]).unwrap_err().kind(), ErrorKind::Malformed);
         }
         for bit in 0..bytes.len() * 8 {
             let mut flipped = bytes.clone();

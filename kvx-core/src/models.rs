@@ -9,7 +9,7 @@ use loom::thread;
 use crate::completion::{Completion, Promise};
 use crate::region::core_of;
 use crate::transport::LocalRegion;
-use crate::{Kind, Ticket};
+use crate::{ErrorKind, Ticket};
 
 /// Never reached: a model has no time, and a wait that nobody ends is a deadlock, which fails it.
 const LONG: Duration = Duration::from_secs(3600);
@@ -70,7 +70,7 @@ fn a_region_is_revoked_once_and_only_when_no_transfer_uses_it() {
                     users.fetch_sub(1, Ordering::SeqCst);
                     region.unpin();
                 }
-                Err(why) => assert_eq!(why.kind(), Kind::Revoked),
+                Err(why) => assert_eq!(why.kind(), ErrorKind::Revoked),
             })
         };
         region.revoke_at_shutdown().wait(LONG).unwrap();

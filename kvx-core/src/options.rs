@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::{Map, Value};
 
-use crate::{Error, Kind, Result, nearest};
+use crate::{Error, ErrorKind, Result, nearest};
 
 /// The object `kv_connector_extra_config`. Each backend reads the table of its own name.
 ///
@@ -35,10 +35,13 @@ impl Options {
     pub fn parse(text: &str) -> Result<Self> {
         match serde_json::from_str(text) {
             Ok(Value::Object(object)) => Ok(Options(object)),
-            Ok(_) => {
-                Err(Error::new(Kind::Invalid, "options are a JSON object: write {\"tcp\": {…}}"))
+            Ok(_) => Err(Error::new(
+                ErrorKind::Invalid,
+                "options are a JSON object: write {\"tcp\": {…}}",
+            )),
+            Err(error) => {
+                Err(Error::new(ErrorKind::Invalid, format!("options are not JSON: {error}")))
             }
-            Err(error) => Err(Error::new(Kind::Invalid, format!("options are not JSON: {error}"))),
         }
     }
 
@@ -79,7 +82,7 @@ impl Options {
             Some(Value::Object(object)) => Some(object),
             Some(other) => {
                 return Err(Error::new(
-                    Kind::Invalid,
+                    ErrorKind::Invalid,
                     format!("option {name:?} is {other}; write an object {{…}}"),
                 ));
             }
@@ -90,7 +93,7 @@ impl Options {
                     .map_or_else(String::new, |near| format!("did you mean \"{name}.{near}\"? "));
                 let known = known.join(", ");
                 return Err(Error::new(
-                    Kind::Invalid,
+                    ErrorKind::Invalid,
                     format!("\"{name}.{key}\" is not an option; {hint}known: {known}"),
                 ));
             }
@@ -114,7 +117,7 @@ impl<'a> Table<'a> {
     fn wrong(&self, key: &str, found: &Value, wanted: &str) -> Error {
         let dot = if self.name.is_empty() { "" } else { "." };
         Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!("option \"{}{dot}{key}\" is {found}; write {wanted}", self.name),
         )
     }

@@ -1,7 +1,7 @@
 //! Finds overlapping destinations of a plan, and counts the runs of an index list.
 
 use crate::grid::{Grid, Indices};
-use crate::{Error, Kind, Result};
+use crate::{Error, ErrorKind, Result};
 
 /// One grid's worth of destinations, in a space (the host's addresses, or one region of a peer).
 pub(crate) struct Destination<'a> {
@@ -87,7 +87,7 @@ fn disjoint(group: &[&Destination<'_>]) -> Result<()> {
     match blocks.windows(2).find(|pair| pair[0].1 > pair[1].0) {
         None => Ok(()),
         Some(pair) => Err(Error::new(
-            Kind::Overlap,
+            ErrorKind::Overlap,
             format!(
                 "two destinations of the plan overlap, {} bytes apart and {} bytes long: which would win is undefined",
                 pair[1].0 - pair[0].0,
@@ -117,7 +117,7 @@ fn distinct(indices: &Indices) -> Result<()> {
     match twice {
         None => Ok(()),
         Some(index) => Err(Error::new(
-            Kind::Overlap,
+            ErrorKind::Overlap,
             format!("block {index} is a destination twice: which content would win is undefined"),
         )),
     }
@@ -151,16 +151,16 @@ mod tests {
         Destination { space: 0, base: 0, grid, indices }
     }
 
-    fn kind(targets: &[Destination<'_>]) -> Option<Kind> {
+    fn kind(targets: &[Destination<'_>]) -> Option<ErrorKind> {
         check(targets).err().map(|error| error.kind())
     }
 
     #[test]
     fn a_block_named_twice_is_refused() {
         let twice = Indices::from([4, 2, 4]);
-        assert_eq!(kind(&[target(Grid::packed(8, 9), &twice)]), Some(Kind::Overlap));
+        assert_eq!(kind(&[target(Grid::packed(8, 9), &twice)]), Some(ErrorKind::Overlap));
         let far = Indices::from([u32::MAX - 1, 2, u32::MAX - 1]);
-        assert_eq!(kind(&[target(Grid::packed(8, u32::MAX), &far)]), Some(Kind::Overlap));
+        assert_eq!(kind(&[target(Grid::packed(8, u32::MAX), &far)]), Some(ErrorKind::Overlap));
         let once = Indices::from([4, 2, 5]);
         assert_eq!(kind(&[target(Grid::packed(8, 9), &once)]), None);
     }
@@ -170,10 +170,10 @@ mod tests {
         let all = Indices::from(0..100);
         let slice = |base, length| target(Grid { base, stride: 64, length, count: 100 }, &all);
         assert_eq!(kind(&[slice(0, 32), slice(32, 32)]), None);
-        assert_eq!(kind(&[slice(0, 33), slice(32, 32)]), Some(Kind::Overlap));
+        assert_eq!(kind(&[slice(0, 33), slice(32, 32)]), Some(ErrorKind::Overlap));
         assert_eq!(kind(&[slice(48, 16), slice(0, 16), slice(16, 16)]), None);
         // A slice that runs over the end of the stride into the first one of the next block.
-        assert_eq!(kind(&[slice(0, 16), slice(56, 16)]), Some(Kind::Overlap));
+        assert_eq!(kind(&[slice(0, 16), slice(56, 16)]), Some(ErrorKind::Overlap));
     }
 
     #[test]
@@ -182,7 +182,7 @@ mod tests {
         let a = Grid::packed(16, 4);
         let b = Grid { base: 8, stride: 24, length: 8, count: 3 };
         // a: 0..16, 48..64; b: 32..40, 56..64
-        assert_eq!(kind(&[target(a, &few), target(b, &all)]), Some(Kind::Overlap));
+        assert_eq!(kind(&[target(a, &few), target(b, &all)]), Some(ErrorKind::Overlap));
         let first = Indices::from([1]);
         assert_eq!(kind(&[target(a, &few), target(b, &first)]), None);
     }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::bound::{Bound, KeepsBound, Pair, Placed};
-use crate::breaks::broken;
+use crate::fault_injection::injected;
 use crate::grid::{Blocks, Grid, Place};
 use crate::identity::Identity;
 use crate::memory::read_only;
@@ -12,7 +12,7 @@ use crate::operation::{Op, Size};
 use crate::overlap::{self, Destination};
 use crate::region::{PeerRegion, Region};
 use crate::sync::Mutex;
-use crate::{Error, Kind, LinkId, MemoryKind, Result, fork};
+use crate::{Error, ErrorKind, LinkId, MemoryKind, Result, fork};
 
 /// Pairs of local and remote blocks, checked once and immutable; cheap to clone, and can be posted again and again.
 ///
@@ -75,13 +75,13 @@ impl Plan {
         let Some(peer) = build.remotes.first().map(|region: &PeerRegion| region.peer().clone())
         else {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 "a plan of no pairs: name at least one, its index lists may be empty",
             ));
         };
         if let Some(other) = build.remotes.iter().find(|region| *region.peer() != peer) {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "one plan for two peers, {peer:?} and {:?}: make a plan for each",
                     other.peer()
@@ -96,7 +96,7 @@ impl Plan {
         }
         if build.locals.iter().any(|region| !region.same_agent(&build.locals[0])) {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 "the local regions of a plan belong to different agents",
             ));
         }
@@ -141,7 +141,7 @@ fn one_kind(side: &str, mut kinds: impl Iterator<Item = MemoryKind>) -> Result<(
     match kinds.find(|kind| Some(*kind) != first) {
         None => Ok(()),
         Some(other) => Err(Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!(
                 "the {side} side of a plan mixes {} and {other} memory: make a plan for each",
                 first.unwrap_or(MemoryKind::Host)
@@ -152,7 +152,7 @@ fn one_kind(side: &str, mut kinds: impl Iterator<Item = MemoryKind>) -> Result<(
 
 /// What is written to may be. Errors: `Denied`.
 fn writable(side: &str, written: &[impl Place]) -> Result<()> {
-    match written.iter().any(Place::is_read_only) && !broken("read-only") {
+    match written.iter().any(Place::is_read_only) && !injected("read-only") {
         true => Err(read_only(&format!("a {side} region of the plan"))),
         false => Ok(()),
     }
@@ -171,7 +171,7 @@ impl Build {
         let (ours, theirs) = (local.set.grids(), remote.set.grids());
         if ours.len() != theirs.len() {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "a pair of {} local and {} remote grids: they pair one to one",
                     ours.len(),
@@ -183,7 +183,7 @@ impl Build {
             ours.iter().zip(theirs).find(|((_, a), (_, b))| a.length != b.length)
         {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "a local block of {} bytes pairs with a remote one of {}: they must be equal",
                     a.length, b.length
@@ -192,7 +192,7 @@ impl Build {
         }
         if local.indices.len() != remote.indices.len() {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "{} local and {} remote indices: they pair one to one",
                     local.indices.len(),
@@ -208,7 +208,7 @@ impl Build {
                 && max >= count
             {
                 return Err(Error::new(
-                    Kind::OutOfBounds,
+                    ErrorKind::OutOfBounds,
                     format!("the {side} index {max} lies beyond a grid of {count} blocks"),
                 ));
             }
@@ -236,7 +236,7 @@ impl Build {
     }
 
     fn check_destinations(&self, op: Op) -> Result<()> {
-        if broken("overlap") {
+        if injected("overlap") {
             return Ok(());
         }
         let mut targets = Vec::new();

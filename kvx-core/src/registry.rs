@@ -3,13 +3,13 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::breaks::broken;
+use crate::fault_injection::injected;
 use crate::transport::{Availability, Factory, Unavailable};
-use crate::{Error, Kind, Options, Result, nearest};
+use crate::{Error, ErrorKind, Options, Result, nearest};
 
 /// A name that users may write, whether or not its backend is in this build.
 #[derive(Clone, Copy, Debug)]
-pub struct Known {
+pub struct BackendName {
     /// The name, in capitals.
     pub name: &'static str,
     /// Other names for it.
@@ -20,7 +20,7 @@ pub struct Known {
 
 /// The meaning of a name in this build and on this machine.
 #[derive(Clone, Debug)]
-pub enum Standing {
+pub enum BackendStatus {
     /// It can be used.
     Available(Availability),
     /// Compiled in, but not usable on this machine.
@@ -38,7 +38,7 @@ pub enum Standing {
 #[derive(Clone, Default)]
 pub struct Registry {
     factories: Vec<Arc<dyn Factory>>,
-    known: Vec<Known>,
+    known: Vec<BackendName>,
 }
 
 impl Registry {
@@ -49,7 +49,7 @@ impl Registry {
 
     /// Adds names that users may write.
     #[must_use]
-    pub fn know(mut self, known: &[Known]) -> Self {
+    pub fn with_names(mut self, known: &[BackendName]) -> Self {
         self.known.extend_from_slice(known);
         self
     }
@@ -63,7 +63,10 @@ impl Registry {
     pub fn add_shared(&mut self, factory: Arc<dyn Factory>) -> Result<&mut Self> {
         let name = factory.name();
         if self.factory(name).is_some() {
-            return Err(Error::new(Kind::Invalid, format!("backend {name} is registered already")));
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("backend {name} is registered already"),
+            ));
         }
         self.factories.push(factory);
         self.factories.sort_by_key(|factory| factory.placement().order);
@@ -115,18 +118,22 @@ impl Registry {
         let hint = nearest(written, self.names().into_iter().chain(aliases))
             .map_or_else(String::new, |near| format!("did you mean {near}? "));
         Err(Error::new(
-            Kind::UnknownBackend,
+            ErrorKind::UnknownBackend,
             format!("backend \"{written}\" is unknown; {hint}known: {}", self.names().join(", ")),
         ))
     }
 
     /// Looks up `written`. Errors: `UnknownBackend`.
-    pub fn standing(&self, written: &str, options: &Options) -> Result<(&'static str, Standing)> {
+    pub fn standing(
+        &self,
+        written: &str,
+        options: &Options,
+    ) -> Result<(&'static str, BackendStatus)> {
         let name = self.canonical(written)?;
         if let Some(factory) = self.factory(name) {
             let standing = match factory.available(options) {
-                Ok(availability) => Standing::Available(availability),
-                Err(unavailable) => Standing::Unavailable(unavailable),
+                Ok(availability) => BackendStatus::Available(availability),
+                Err(unavailable) => BackendStatus::Unavailable(unavailable),
             };
             return Ok((name, standing));
         }
@@ -134,7 +141,9 @@ impl Registry {
             self.known.iter().find(|known| known.name == name).and_then(|known| known.feature);
         Ok((
             name,
-            feature.map_or(Standing::NotReleased, |feature| Standing::NotCompiled { feature }),
+            feature.map_or(BackendStatus::NotReleased, |feature| BackendStatus::NotCompiled {
+                feature,
+            }),
         ))
     }
 
@@ -147,28 +156,28 @@ impl Registry {
     ) -> Result<(&Arc<dyn Factory>, Availability)> {
         let (name, standing) = self.standing(written, options)?;
         match (standing, self.factory(name)) {
-            (Standing::Available(availability), Some(factory)) => Ok((factory, availability)),
+            (BackendStatus::Available(availability), Some(factory)) => Ok((factory, availability)),
             (standing, _) => Err(standing.error(name)),
         }
     }
 }
 
-impl Standing {
+impl BackendStatus {
     /// The sentence for a backend that cannot be used.
     fn error(self, name: &'static str) -> Error {
         match self {
-            _ if broken("one-error") => {
-                Error::new(Kind::Unavailable, format!("backend {name} is unavailable"))
+            _ if injected("one-error") => {
+                Error::new(ErrorKind::Unavailable, format!("backend {name} is unavailable"))
             }
-            Standing::Unavailable(why) => {
-                Error::new(Kind::Unavailable, format!("backend {name} is unavailable: {why}"))
+            BackendStatus::Unavailable(why) => {
+                Error::new(ErrorKind::Unavailable, format!("backend {name} is unavailable: {why}"))
             }
-            Standing::NotCompiled { feature } => Error::new(
-                Kind::NotCompiled,
+            BackendStatus::NotCompiled { feature } => Error::new(
+                ErrorKind::NotCompiled,
                 format!("backend {name} is not in this build: enable feature \"{feature}\""),
             ),
-            Standing::NotReleased | Standing::Available(_) => Error::new(
-                Kind::NotCompiled,
+            BackendStatus::NotReleased | BackendStatus::Available(_) => Error::new(
+                ErrorKind::NotCompiled,
                 format!("backend {name} is not in this release: `kvx backends` lists what is"),
             ),
         }

@@ -5,7 +5,7 @@ use std::io::{Read as _, Write as _};
 use std::path::Path;
 
 use crate::identity::random_key;
-use crate::{Error, Kind, Result};
+use crate::{Error, ErrorKind, Result};
 
 /// How the line of a secret's file begins.
 const PREFIX: &str = "kvx-secret-1:";
@@ -73,7 +73,10 @@ impl Secret {
             )
         };
         let refused = |why: String| {
-            Error::new(Kind::Invalid, format!("the shared secret's file {} {why}", path.display()))
+            Error::new(
+                ErrorKind::Invalid,
+                format!("the shared secret's file {} {why}", path.display()),
+            )
         };
         // Opening a pipe would wait for its writer.
         if !std::fs::metadata(path).map_err(failed)?.is_file() {
@@ -100,7 +103,7 @@ impl Secret {
         if std::env::var_os("KVX_SECRET").is_some() {
             let why = "KVX_SECRET is set, and a secret comes from a file alone: make one by `kvx secret FILE`, set \
                        KVX_SECRET_FILE to it, and unset KVX_SECRET";
-            return Err(Error::new(Kind::Invalid, why));
+            return Err(Error::new(ErrorKind::Invalid, why));
         }
         std::env::var_os("KVX_SECRET_FILE").map(Secret::from_file).transpose()
     }
@@ -219,7 +222,7 @@ mod tests {
 
         fn refusal(&self) -> String {
             let error = Secret::from_file(&self.0).unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid, "{error}");
+            assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
             error.to_string()
         }
     }

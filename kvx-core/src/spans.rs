@@ -6,7 +6,7 @@ use crate::grid::{Blocks, Grid, GridSet, Place};
 use crate::operation::Op;
 use crate::plan::Plan;
 use crate::region::{PeerRegion, Region};
-use crate::{Error, Kind, Result};
+use crate::{Error, ErrorKind, Result};
 
 /// Bytes of a local region, and as many of a peer's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,7 +91,7 @@ fn within(side: &str, offset: u64, len: u64, region: u64) -> Result<()> {
         return Ok(());
     }
     Err(Error::new(
-        Kind::OutOfBounds,
+        ErrorKind::OutOfBounds,
         format!(
             "a span of {len} bytes at {side} offset {offset} lies outside a region of {region} bytes"
         ),

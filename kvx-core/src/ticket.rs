@@ -74,13 +74,13 @@ mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
 
     use super::*;
-    use crate::{Error, Kind};
+    use crate::{Error, ErrorKind};
 
     #[derive(Default)]
     struct Seen {
         settled: AtomicU32,
         forgotten: AtomicU32,
-        failed: Mutex<Option<Kind>>,
+        failed: Mutex<Option<ErrorKind>>,
     }
 
     impl Settle for Seen {
@@ -96,12 +96,12 @@ mod tests {
     #[test]
     fn a_settled_ticket_is_not_forgotten() {
         let seen = Arc::new(Seen::default());
-        Ticket::of(seen.clone()).settle(Err(Error::new(Kind::PeerLost, "gone")));
+        Ticket::of(seen.clone()).settle(Err(Error::new(ErrorKind::PeerLost, "gone")));
         assert_eq!(
             (seen.settled.load(Ordering::Relaxed), seen.forgotten.load(Ordering::Relaxed)),
             (1, 0)
         );
-        assert_eq!(*seen.failed.lock().unwrap(), Some(Kind::PeerLost));
+        assert_eq!(*seen.failed.lock().unwrap(), Some(ErrorKind::PeerLost));
     }
 
     #[test]

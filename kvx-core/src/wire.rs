@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use crate::breaks::broken;
+use crate::fault_injection::injected;
 use crate::identity::{Generation, Identity, Incarnation, MAX_NAME, RegionId, RegionKey};
-use crate::{Error, Kind, Result};
+use crate::{Error, ErrorKind, Result};
 
 /// Takes fields off a message. Every read is checked; nothing is allocated before its size is known to be there.
 #[derive(Clone, Debug)]
@@ -21,7 +21,7 @@ impl<'a> Reader<'a> {
 
     /// An error of this message.
     pub fn malformed(&self, why: impl std::fmt::Display) -> Error {
-        Error::new(Kind::Malformed, format!("malformed {}: {why}", self.what))
+        Error::new(ErrorKind::Malformed, format!("malformed {}: {why}", self.what))
     }
 
     /// The number of bytes that are left.
@@ -36,7 +36,7 @@ impl<'a> Reader<'a> {
                 self.left = left;
                 Ok(bytes)
             }
-            None if broken("trust-lengths") => panic!("{len} bytes were believed to be there"),
+            None if injected("trust-lengths") => panic!("{len} bytes were believed to be there"),
             None => {
                 Err(self.malformed(format_args!("{len} bytes wanted, {} left", self.left.len())))
             }
@@ -194,8 +194,11 @@ mod tests {
     fn lengths_are_bounded_before_anything_is_read() {
         let mut long = Vec::new();
         long.put_u32(u32::MAX);
-        assert_eq!(Reader::new("test", &long).block(10).unwrap_err().kind(), Kind::Malformed);
-        assert_eq!(Reader::new("test", &[9, b'a']).name().unwrap_err().kind(), Kind::Malformed);
-        assert_eq!(Reader::new("test", &[1]).end().unwrap_err().kind(), Kind::Malformed);
+        assert_eq!(Reader::new("test", &long).block(10).unwrap_err().kind(), ErrorKind::Malformed);
+        assert_eq!(
+            Reader::new("test", &[9, b'a']).name().unwrap_err().kind(),
+            ErrorKind::Malformed
+        );
+        assert_eq!(Reader::new("test", &[1]).end().unwrap_err().kind(), ErrorKind::Malformed);
     }
 }

@@ -5,7 +5,7 @@
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{CUevent_flags, CUstream};
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use kvx_gpu::{EventHandle, StreamHandle};
 
 use crate::ffi::{DeviceNumber, Handle};
@@ -28,7 +28,7 @@ pub(crate) fn primary(library: &Library, device: DeviceNumber) -> Result<usize> 
         // SAFETY: retained above.
         unsafe { (table.cuDevicePrimaryCtxRelease_v2)(device) };
         return Err(Error::new(
-            Kind::Unavailable,
+            ErrorKind::Unavailable,
             format!(
                 "cudarc has opened another driver than {}: one serves a process; set KVX_CUDA_LIB to the file that is called \
                  libcuda.so.1",

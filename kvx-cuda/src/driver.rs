@@ -6,7 +6,7 @@ use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::{Arc, OnceLock};
 
 use kvx_core::memory::Hop;
-use kvx_core::{DeviceId, Error, Kind, Result};
+use kvx_core::{DeviceId, Error, ErrorKind, Result};
 use kvx_gpu::{
     CopyDirection, Current, DeviceInfo, Driver, EventHandle, FunctionHandle, Mapped, Pointer,
     PointerPlace, Rows, StreamHandle,
@@ -209,7 +209,7 @@ unsafe impl Driver for Cuda {
         const LAZY_PEER_ACCESS: u32 = 1;
         let bytes = handle.try_into().map_err(|_| {
             Error::new(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 format!("a handle of CUDA has 64 bytes, and the peer's {}", handle.len()),
             )
         })?;
@@ -242,7 +242,7 @@ unsafe impl Driver for Cuda {
             true => self.descriptor(&range, OVER_PCIE).or_else(|_| self.descriptor(&range, 0)),
             false => self.descriptor(&range, 0),
         };
-        file.map(|file| (file, 0)).map_err(|error| error.kind_is(Kind::Unsupported))
+        file.map(|file| (file, 0)).map_err(|error| error.with_kind(ErrorKind::Unsupported))
     }
 
     fn stream(&self) -> Result<StreamHandle> {

@@ -3,7 +3,7 @@
 use std::ffi::{CStr, CString, c_void};
 
 use kvx_backend::loader::{self, Search};
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use kvx_gpu::kernels::{ENTRIES, PTX, SOURCE};
 use kvx_gpu::{Compiler, FunctionHandle};
 
@@ -16,13 +16,14 @@ const NAMES: &[&str] = &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2",
 const CURE: &str = "install a driver of CUDA 12.0 or newer; or NVRTC of CUDA's toolkit, and set KVX_NVRTC_LIB if it is not found";
 
 pub(crate) fn load(cuda: &Cuda) -> Result<Vec<FunctionHandle>> {
-    let ptx = CString::new(PTX)
-        .map_err(|error| Error::new(Kind::Invalid, "PTX with a NUL in it").source(error))?;
+    let ptx = CString::new(PTX).map_err(|error| {
+        Error::new(ErrorKind::Invalid, "PTX with a NUL in it").with_source(error)
+    })?;
     let module = match module(cuda, ptx.as_bytes_with_nul()) {
         Ok(module) => module,
         Err(refused) => {
             tracing::debug!(error = %refused, "the driver does not take kvx's PTX: compiling the kernels");
-            module(cuda, &compiled(cuda).map_err(|error| error.source(refused))?)?
+            module(cuda, &compiled(cuda).map_err(|error| error.with_source(refused))?)?
         }
     };
     ENTRIES.iter().map(|entry| function(cuda, module, entry)).collect()
@@ -39,8 +40,9 @@ fn module(cuda: &Cuda, image: &[u8]) -> Result<Handle> {
 }
 
 fn function(cuda: &Cuda, module: Handle, entry: &str) -> Result<FunctionHandle> {
-    let name = CString::new(entry)
-        .map_err(|error| Error::new(Kind::Invalid, "an entry with a NUL").source(error))?;
+    let name = CString::new(entry).map_err(|error| {
+        Error::new(ErrorKind::Invalid, "an entry with a NUL").with_source(error)
+    })?;
     let mut function = std::ptr::null_mut();
     // SAFETY: a place for one handle; the module lives, and the name ends in NUL.
     let status = unsafe {
@@ -53,7 +55,8 @@ fn function(cuda: &Cuda, module: Handle, entry: &str) -> Result<FunctionHandle> 
 ///
 /// By a table of our own: cudarc panics if it does not find NVRTC, and gives no binaries.
 fn compiled(cuda: &Cuda) -> Result<Vec<u8>> {
-    let unavailable = |why: kvx_core::Unavailable| Error::new(Kind::Unavailable, why.to_string());
+    let unavailable =
+        |why: kvx_core::Unavailable| Error::new(ErrorKind::Unavailable, why.to_string());
     let (nvrtc, path) = loader::with_signals_kept(|| {
         let library = Search::new(VARIABLE, NAMES, CURE).open()?;
         // SAFETY: the signatures are those of NVRTC's header, of every version since 11.2.

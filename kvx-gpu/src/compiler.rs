@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 type Program = *mut c_void;
 type Names = *const *const c_char;
@@ -37,8 +37,9 @@ impl Compiler {
     /// # Safety
     /// The functions are those of one compiler.
     pub unsafe fn compile(&self, source: &str, options: &[&CStr]) -> Result<Vec<u8>> {
-        let source = CString::new(source)
-            .map_err(|error| Error::new(Kind::Invalid, "source with a NUL in it").source(error))?;
+        let source = CString::new(source).map_err(|error| {
+            Error::new(ErrorKind::Invalid, "source with a NUL in it").with_source(error)
+        })?;
         let mut program: Program = std::ptr::null_mut();
         let none = std::ptr::null();
         let options: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
@@ -87,9 +88,9 @@ impl Compiler {
         }
         let name = self.name;
         Err(Error::new(
-            Kind::Native,
+            ErrorKind::Native,
             format!("{name} did not {what}: see the log, and report this as a bug"),
         )
-        .native(status.into(), log))
+        .with_native(status.into(), log))
     }
 }

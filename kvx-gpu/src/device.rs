@@ -15,7 +15,7 @@ use super::thread::{DeviceJob, DeviceThread, PermutedBlocks, Work};
 use kvx_backend::process::ProcessId;
 use kvx_core::memory::{DeviceAccess, DeviceId, Direction, DmaBuf, Hop, IpcHandle, Piece};
 use kvx_core::sync::Mutex;
-use kvx_core::{Error, Kind, Memory, MemoryKind, Result, Ticket};
+use kvx_core::{Error, ErrorKind, Memory, MemoryKind, Result, Ticket};
 
 /// A GPU, and kvx's machine for it. Give it to an agent with [`Builder::device`](kvx_core::Builder::device).
 ///
@@ -120,7 +120,7 @@ impl Device {
     pub unsafe fn permute(&self, to: &BlocksAt, from: &BlocksAt, swap: Swap, done: Ticket) {
         if to.count() != from.count() {
             return done.settle(Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "{} blocks cannot become {}: give as many indices on both sides",
                     from.count(),
@@ -196,7 +196,10 @@ impl Device {
     fn around(&self, address: u64, len: usize) -> Result<(Range<u64>, bool)> {
         let allocation = self.driver.allocation(address)?;
         let end = address.checked_add(len as u64).filter(|_| len > 0).ok_or_else(|| {
-            Error::new(Kind::Invalid, format!("{len} bytes at {address:#x}: share at least one"))
+            Error::new(
+                ErrorKind::Invalid,
+                format!("{len} bytes at {address:#x}: share at least one"),
+            )
         })?;
         let whole = end <= allocation.end;
         Ok((allocation, whole))
@@ -301,7 +304,7 @@ unsafe impl DeviceAccess for Device {
         let (allocation, whole) = self.around(address, len)?;
         if !whole {
             return Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 format!(
                     "{len} bytes at {address:#x} are several allocations to {}: share them one by one, or make the \
                      pool with \
@@ -316,9 +319,9 @@ unsafe impl DeviceAccess for Device {
             None => Name::Driver(self.driver.share(allocation.start).map_err(|error| {
                 match self.driver.classify(address) {
                     Ok(pointer) if pointer.pooled => {
-                        in_a_pool(address, self.about().driver).source(error)
+                        in_a_pool(address, self.about().driver).with_source(error)
                     }
-                    _ => error.kind_is(Kind::Unsupported),
+                    _ => error.with_kind(ErrorKind::Unsupported),
                 }
             })?),
         };
@@ -338,7 +341,7 @@ unsafe impl DeviceAccess for Device {
         };
         let outside = || {
             Error::new(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 format!(
                     "bytes {}..+{len} lie outside the device memory that the peer shares",
                     handle.offset
@@ -356,7 +359,7 @@ unsafe impl DeviceAccess for Device {
             drop(inside);
             if allocation != (named.base..named.base.saturating_add(named.len)) {
                 return Err(Error::new(
-                    Kind::Revoked,
+                    ErrorKind::Revoked,
                     "the device memory that was shared is freed",
                 ));
             }
@@ -392,7 +395,7 @@ unsafe impl DeviceAccess for Device {
         // Memory of several mappings in a row ends elsewhere than its first one: the driver knows whether that works.
         if start < allocation.start || (whole && end > allocation.end) {
             return Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 format!(
                     "{len} bytes at {address:#x} share a page with other memory: a descriptor has whole pages of \
                      {page} bytes; \

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use kvx_core::memory::Hop;
-use kvx_core::{DeviceId, Error, Kind, MemoryKind, Result};
+use kvx_core::{DeviceId, Error, ErrorKind, MemoryKind, Result};
 
 /// What is known of a device before it is used.
 #[derive(Clone, Debug)]
@@ -283,7 +283,7 @@ pub unsafe trait Driver: Send + Sync + 'static {
     /// An error for what this driver or device has not.
     fn cannot(&self, what: &str) -> Error {
         let DeviceInfo { driver, name, version, .. } = self.about();
-        Error::new(Kind::Unsupported, format!("{name} with {driver} {version} has {what}"))
+        Error::new(ErrorKind::Unsupported, format!("{name} with {driver} {version} has {what}"))
     }
 }
 

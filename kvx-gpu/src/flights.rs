@@ -8,7 +8,7 @@ use super::driver::{Driver, EventHandle, StreamHandle};
 use super::tables::{KernelTable, Tables};
 use kvx_backend::process::WatchedProcess;
 use kvx_core::sync::catch_panic;
-use kvx_core::{Error, Kind, Result, Ticket};
+use kvx_core::{Error, ErrorKind, Result, Ticket};
 
 /// How long a driver may answer with errors that say nothing of the work before that work counts as lost.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -32,7 +32,7 @@ impl Flight {
             match self.owners.iter().any(|owner| owner.ending()) {
                 false => Ok(()),
                 true => Err(Error::new(
-                    Kind::PeerLost,
+                    ErrorKind::PeerLost,
                     "the process whose device memory was copied has ended meanwhile: what came is not to be used",
                 )),
             }
@@ -178,5 +178,5 @@ impl SpareEvents {
 
 /// The driver's answer.
 pub(super) fn code(error: &Error) -> i64 {
-    error.native_detail().map_or(0, |native| native.code)
+    error.native().map_or(0, |native| native.code)
 }

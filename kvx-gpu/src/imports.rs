@@ -11,7 +11,7 @@ use kvx_backend::process::{ProcessId, WatchedProcess};
 use kvx_core::memory::IpcHandle;
 use kvx_core::sync::Mutex;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Kind, Result, fork};
+use kvx_core::{Error, ErrorKind, Result, fork};
 
 /// The form of the handles of this release.
 const FORM: u8 = 1;
@@ -62,7 +62,7 @@ impl Handle {
         }
         if reader.u8()? != FORM {
             return Err(Error::new(
-                Kind::Incompatible,
+                ErrorKind::Incompatible,
                 "the peer's kvx names its device memory in another way: use the same release on both ends",
             ));
         }
@@ -144,7 +144,7 @@ impl Imports {
                 return gone();
             }
             Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 "device memory is shared between processes that see each other: run both in one PID namespace",
             )
         })
@@ -197,7 +197,7 @@ impl Imports {
 }
 
 fn gone() -> Error {
-    Error::new(Kind::PeerLost, "the process that shared this device memory has ended")
+    Error::new(ErrorKind::PeerLost, "the process that shared this device memory has ended")
 }
 
 /// A copy of another process's descriptor.
@@ -209,7 +209,7 @@ fn taken_from(owner: &WatchedProcess, number: RawFd) -> Result<OwnedFd> {
              kernel.yama.ptrace_scope=0 or CAP_SYS_PTRACE, or let the owner make its pool without virtual memory",
             error,
         )
-        .kind_is(Kind::Unsupported)
+        .with_kind(ErrorKind::Unsupported)
     })
 }
 
@@ -266,7 +266,7 @@ mod tests {
                 Handle::decode(&bytes[..len]).unwrap_err();
             }
         }
-        assert_eq!(Handle::decode(&[9; 60]).unwrap_err().kind(), Kind::Incompatible);
-        assert_eq!(Handle::decode(&[1; 300]).unwrap_err().kind(), Kind::Malformed);
+        assert_eq!(Handle::decode(&[9; 60]).unwrap_err().kind(), ErrorKind::Incompatible);
+        assert_eq!(Handle::decode(&[1; 300]).unwrap_err().kind(), ErrorKind::Malformed);
     }
 }

@@ -9,7 +9,7 @@ use super::device::Device;
 use super::driver::{Driver, Inside, Mapped, PointerPlace};
 use super::thread::Work;
 use kvx_core::sync::Mutex;
-use kvx_core::{Completion, Deadline, DeviceAccess, Error, Kind, Memory, Result, fork};
+use kvx_core::{Completion, Deadline, DeviceAccess, Error, ErrorKind, Memory, Result, fork};
 
 /// An address on a device: a `CUdeviceptr` or a `hipDeviceptr_t`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +49,7 @@ impl DevicePoolBuilder {
         let whole =
             len.checked_next_multiple_of(PAGE).filter(|whole| *whole > 0).ok_or_else(|| {
                 Error::new(
-                    Kind::Invalid,
+                    ErrorKind::Invalid,
                     format!("a pool of {len} bytes: ask for at least one, and for fewer"),
                 )
             })?;
@@ -73,7 +73,7 @@ impl DevicePoolBuilder {
         // SAFETY: the allocation is held until the completion ends, and if nobody knows whether it has, for ever.
         unsafe { device.ask(Work::Zero { address, len: whole }, std::iter::empty(), ticket) };
         if let Err(error) = filled.wait(Deadline::default_for_transfers()) {
-            if matches!(error.kind(), Kind::Forgotten | Kind::TimedOut) {
+            if matches!(error.kind(), ErrorKind::Forgotten | ErrorKind::TimedOut) {
                 std::mem::forget(allocation);
             }
             return Err(error);
@@ -182,7 +182,10 @@ impl Drop for PinnedBuffer {
 /// Host memory, pinned and zeroed.
 pub(super) fn pin(driver: &Arc<dyn Driver>, pinned: &Arc<Pinned>, len: usize) -> Result<Memory> {
     if len == 0 {
-        return Err(Error::new(Kind::Invalid, "0 bytes of pinned memory: ask for at least one"));
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            "0 bytes of pinned memory: ask for at least one",
+        ));
     }
     let inside = Inside::of(&**driver)?;
     let base = driver.pin(len)?;
@@ -212,7 +215,7 @@ pub(super) unsafe fn adopt(
 ) -> Result<Memory> {
     let driver = device.driver();
     let about = driver.about();
-    let invalid = |sentence: String| Err(Error::new(Kind::Invalid, sentence));
+    let invalid = |sentence: String| Err(Error::new(ErrorKind::Invalid, sentence));
     let Some(last) = (len as u64).checked_sub(1).and_then(|more| address.checked_add(more)) else {
         return invalid(format!(
             "{len} bytes at {address:#x}: adopt at least one, inside the address space"
@@ -238,7 +241,7 @@ pub(super) unsafe fn adopt(
             }
             PointerPlace::Managed => {
                 return Err(Error::new(
-                    Kind::Unsupported,
+                    ErrorKind::Unsupported,
                     format!(
                         "{end:#x} is managed memory, which moves between host and devices: allocate it as plain memory"
                     ),
@@ -264,7 +267,7 @@ pub(super) unsafe fn adopt(
 /// Memory of a driver's pool.
 pub(super) fn in_a_pool(address: u64, driver: &str) -> Error {
     Error::new(
-        Kind::Unsupported,
+        ErrorKind::Unsupported,
         format!(
             "{address:#x} comes from a memory pool of {driver} (the async allocator), which no other process and \
              no card \

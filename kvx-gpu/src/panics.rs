@@ -13,7 +13,7 @@ use super::driver::{
 use super::{Device, DevicePtr};
 use kvx_core::memory::{DeviceAccess as _, Hop};
 use kvx_core::sync::Mutex;
-use kvx_core::{Completion, DeviceId, Kind, MemoryKind, Result};
+use kvx_core::{Completion, DeviceId, ErrorKind, MemoryKind, Result};
 
 const LONG: Duration = Duration::from_secs(8);
 
@@ -162,7 +162,7 @@ fn a_driver_that_panics_leaves_no_ticket_behind() {
     let (first, second) = (ask(&device), ask(&device));
     go.send(()).unwrap();
     // The driver may have begun the first: its memory is quarantined.
-    assert_eq!(first.wait(LONG).unwrap_err().kind(), Kind::Forgotten);
+    assert_eq!(first.wait(LONG).unwrap_err().kind(), ErrorKind::Forgotten);
     second.wait(LONG).unwrap_err();
     let error = ask(&device).wait(LONG).unwrap_err();
     assert!(error.sentence().contains("the thread of the device has ended"), "{error}");

@@ -14,7 +14,7 @@ use super::tables::{KernelTable, TABLE, Tables};
 use kvx_backend::process::WatchedProcess;
 use kvx_core::memory::Hop;
 use kvx_core::sync::{Condvar, Mutex, catch_panic, pause_between_looks};
-use kvx_core::{Error, Kind, Result, Ticket};
+use kvx_core::{Error, ErrorKind, Result, Ticket};
 
 /// What the thread is asked for.
 pub(super) enum Work {
@@ -83,7 +83,7 @@ impl Drop for Ended<'_> {
 
 fn ended() -> Error {
     Error::new(
-        Kind::Native,
+        ErrorKind::Native,
         "the thread of the device has ended: report this as a bug, and start the process again",
     )
 }
@@ -108,7 +108,8 @@ impl DeviceThread {
             }
         };
         let thread = std::thread::Builder::new().name(name).spawn(run).map_err(|error| {
-            Error::os("the thread of a device could not be started", error).kind_is(Kind::Exhausted)
+            Error::os("the thread of a device could not be started", error)
+                .with_kind(ErrorKind::Exhausted)
         })?;
         // The sender ends with the thread.
         let begun = ready.recv().unwrap_or_else(|_| Err(ended()));
@@ -306,15 +307,15 @@ impl<'a> Streams<'a> {
     fn give_up(&mut self, error: Error) -> Error {
         let device = &self.driver.about().name;
         tracing::error!(%error, device, "the driver has given up the device for this process");
-        let native = error.native_detail().cloned();
+        let native = error.native().cloned();
         let mut told = Error::new(
-            Kind::Native,
+            ErrorKind::Native,
             format!("the driver has given up {device} for this process: start the process again"),
         );
         if let Some(native) = native {
-            told = told.native(native.code, native.text);
+            told = told.with_native(native.code, native.text);
         }
-        let told = told.source(error);
+        let told = told.with_source(error);
         self.broken = Some(told.clone());
         told
     }
@@ -468,7 +469,7 @@ impl<'a> Streams<'a> {
         let functions = self.kernels.as_ref().map_err(Clone::clone)?;
         let at = ENTRIES.iter().position(|entry| *entry == launch.entry);
         let function = at.and_then(|at| functions.get(at)).ok_or_else(|| {
-            Error::new(Kind::Unsupported, format!("kernel {} was not loaded", launch.entry))
+            Error::new(ErrorKind::Unsupported, format!("kernel {} was not loaded", launch.entry))
         })?;
         // SAFETY: as in `start`; `Launch` lays the parameters out as its kernel takes them.
         unsafe { self.driver.launch(*function, launch.grid, THREADS, &launch.parameters, stream) }

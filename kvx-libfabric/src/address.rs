@@ -2,7 +2,7 @@
 
 use kvx_backend::sealed;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use crate::config::MAX_RAILS;
 use crate::error::NAME;
@@ -65,7 +65,7 @@ impl Address {
                 "the peer's LIBFABRIC address has form {form}, this release knows {}",
                 Self::FORM
             );
-            return Err(Error::new(Kind::Incompatible, why).backend(NAME));
+            return Err(Error::new(ErrorKind::Incompatible, why).with_backend(NAME));
         }
         let provider = String::from_utf8_lossy(reader.block(MAX_PROVIDER)?).into_owned();
         let protocol = (reader.u32()?, reader.u32()?);
@@ -101,14 +101,14 @@ impl Address {
                 ours.protocol.0,
                 ours.protocol.1
             );
-            return Err(Error::new(Kind::Incompatible, why).backend(NAME));
+            return Err(Error::new(ErrorKind::Incompatible, why).with_backend(NAME));
         }
         let own = ours.rails.first().map(|rail| &**rail).unwrap_or_default();
         if !self.rails.iter().all(|rail| has_form_of(own, rail, texts))
             || self.host.is_some() != ours.host.is_some()
         {
             let why = "malformed LIBFABRIC address: the provider has no such addresses";
-            return Err(Error::new(Kind::Malformed, why).backend(NAME));
+            return Err(Error::new(ErrorKind::Malformed, why).with_backend(NAME));
         }
         Ok(())
     }
@@ -145,10 +145,13 @@ mod tests {
         assert_eq!(Address::decode(&bytes).unwrap(), address);
         let remote = Address { host: None, ..address };
         assert_eq!(Address::decode(&remote.encode()).unwrap(), remote);
-        assert_eq!(Address::decode(&bytes[1..]).unwrap_err().kind(), Kind::Malformed);
-        assert_eq!(Address::decode(&sealed::seal(vec![9])).unwrap_err().kind(), Kind::Incompatible);
+        assert_eq!(Address::decode(&bytes[1..]).unwrap_err().kind(), ErrorKind::Malformed);
+        assert_eq!(
+            Address::decode(&sealed::seal(vec![9])).unwrap_err().kind(),
+            ErrorKind::Incompatible
+        );
         let nowhere = Address { rails: Vec::new(), ..somewhere() }.encode();
-        assert_eq!(Address::decode(&nowhere).unwrap_err().kind(), Kind::Malformed);
+        assert_eq!(Address::decode(&nowhere).unwrap_err().kind(), ErrorKind::Malformed);
     }
 
     #[test]
@@ -173,7 +176,7 @@ mod tests {
         for rail in [&b"fi_shm://8:0"[..], b"fi_shm\0://8:0\0", b"\0", b""] {
             assert_eq!(
                 with(rail).check(&ours, true).unwrap_err().kind(),
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 "{rail:?}"
             );
         }
@@ -186,8 +189,8 @@ mod tests {
             to(&[10, 0, 1, 1]).is_err() && to(&[2, 0, 1]).is_err() && to(&[2, 0, 1, 1, 1]).is_err()
         );
         let other = Address { provider: "tcp;ofi_rxm".into(), ..somewhere() };
-        assert_eq!(other.check(&ours, true).unwrap_err().kind(), Kind::Incompatible);
+        assert_eq!(other.check(&ours, true).unwrap_err().kind(), ErrorKind::Incompatible);
         let newer = Address { protocol: (14, 2), ..somewhere() };
-        assert_eq!(newer.check(&ours, true).unwrap_err().kind(), Kind::Incompatible);
+        assert_eq!(newer.check(&ours, true).unwrap_err().kind(), ErrorKind::Incompatible);
     }
 }

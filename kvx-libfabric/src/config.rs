@@ -9,7 +9,7 @@
 //! The variables `FI_*` are read by libfabric itself and win over whatever kvx would have chosen: with `FI_PROVIDER`,
 //! it shows kvx no other provider.
 
-use kvx_core::{Error, Kind, Options, Result};
+use kvx_core::{Error, ErrorKind, Options, Result};
 
 /// The most endpoints of an agent.
 pub(crate) const MAX_RAILS: usize = 32;
@@ -49,7 +49,7 @@ impl Config {
 
 fn wrong(key: &str, cure: &str) -> Error {
     Error::new(
-        Kind::Invalid,
+        ErrorKind::Invalid,
         format!("option \"libfabric.{key}\" is of no use: {cure}, or remove the option"),
     )
 }
@@ -86,7 +86,7 @@ mod tests {
             (r#"{"domains": "lo"}"#, "libfabric.domain"),
         ] {
             let error = read(&format!(r#"{{"libfabric": {json}}}"#)).unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid);
+            assert_eq!(error.kind(), ErrorKind::Invalid);
             assert!(error.sentence().contains(name), "{json}: {error}");
         }
     }

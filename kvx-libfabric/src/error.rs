@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 
-use kvx_core::{Error, Kind};
+use kvx_core::{Error, ErrorKind};
 
 use crate::ffi::bindings_1_17::*;
 use crate::ffi::{Errno, Failed};
@@ -18,7 +18,7 @@ const REFUSED: &str = "the peer's provider does not let this be reached: it was 
 const UNKNOWN: &str = "FI_LOG_LEVEL=warn makes libfabric say more";
 
 /// The meaning of an error number, and what to do next.
-fn row(errno: i32) -> (Kind, &'static str) {
+fn row(errno: i32) -> (ErrorKind, &'static str) {
     // The numbers of libfabric's own stand in an enumeration of C's, which is unsigned.
     const OVERRUN: i32 = FI_EOVERRUN.cast_signed();
     const NO_KEY: i32 = FI_ENOKEY.cast_signed();
@@ -42,15 +42,15 @@ fn row(errno: i32) -> (Kind, &'static str) {
         | libc::ESRCH
         | libc::ENOENT
         // kvx cancels nothing in libfabric: the connection was closed under the operation, as it failed.
-        | libc::ECANCELED => (Kind::PeerLost, GONE),
-        libc::EACCES | libc::EPERM | libc::EKEYREJECTED | NO_KEY => (Kind::Native, REFUSED),
+        | libc::ECANCELED => (ErrorKind::PeerLost, GONE),
+        libc::EACCES | libc::EPERM | libc::EKEYREJECTED | NO_KEY => (ErrorKind::Native, REFUSED),
         libc::ENOMEM | libc::ENOBUFS | libc::ENOSPC | libc::EMFILE | libc::ENFILE | OVERRUN | NO_RECEIVE => {
-            (Kind::Exhausted, SCARCE)
+            (ErrorKind::Exhausted, SCARCE)
         }
-        libc::ENOSYS | libc::EOPNOTSUPP | libc::ENOPROTOOPT => (Kind::Unsupported, CONFIGURED),
-        libc::ENODEV | libc::ENODATA => (Kind::Unavailable, CONFIGURED),
-        libc::EINVAL | libc::EADDRNOTAVAIL | NO_ADDRESS | TRUNCATED => (Kind::Invalid, CONFIGURED),
-        _ => (Kind::Native, UNKNOWN),
+        libc::ENOSYS | libc::EOPNOTSUPP | libc::ENOPROTOOPT => (ErrorKind::Unsupported, CONFIGURED),
+        libc::ENODEV | libc::ENODATA => (ErrorKind::Unavailable, CONFIGURED),
+        libc::EINVAL | libc::EADDRNOTAVAIL | NO_ADDRESS | TRUNCATED => (ErrorKind::Invalid, CONFIGURED),
+        _ => (ErrorKind::Native, UNKNOWN),
     }
 }
 
@@ -58,8 +58,8 @@ fn row(errno: i32) -> (Kind, &'static str) {
 pub(crate) fn native(what: impl Display, errno: Errno) -> Error {
     let (kind, cure) = row(errno.0);
     Error::new(kind, format!("{what}: {cure}"))
-        .backend(NAME)
-        .native(i64::from(errno.0), errno.text())
+        .with_backend(NAME)
+        .with_native(i64::from(errno.0), errno.text())
 }
 
 /// Why an operation has failed.
@@ -68,12 +68,13 @@ pub(crate) fn of_operation(what: &str, failed: Failed) -> Error {
     let (kind, cure) = row(errno.0);
     let text = format!("{}; the provider's own number is {provider}", errno.text());
     let error = Error::new(kind, format!("libfabric could not move {what}: {cure}"));
-    error.backend(NAME).native(i64::from(errno.0), text)
+    error.with_backend(NAME).with_native(i64::from(errno.0), text)
 }
 
 /// Work on a link that is lost.
 pub(crate) fn gone() -> Error {
-    Error::new(Kind::PeerLost, "the link to the peer is gone: connect again").backend(NAME)
+    Error::new(ErrorKind::PeerLost, "the link to the peer is gone: connect again")
+        .with_backend(NAME)
 }
 
 #[cfg(test)]
@@ -83,18 +84,18 @@ mod tests {
     #[test]
     fn each_number_has_its_kind_and_a_cure() {
         for (errno, kind, cure) in [
-            (libc::ECONNRESET, Kind::PeerLost, "still runs"),
-            (libc::ESRCH, Kind::PeerLost, "still runs"),
-            (libc::ECANCELED, Kind::PeerLost, "still runs"),
-            (FI_ENOKEY.cast_signed(), Kind::Native, "taken back"),
-            (libc::EACCES, Kind::Native, "taken back"),
-            (libc::ENOMEM, Kind::Exhausted, "ulimit"),
-            (FI_EOVERRUN.cast_signed(), Kind::Exhausted, "ulimit"),
-            (libc::ENOSYS, Kind::Unsupported, "table libfabric"),
-            (libc::ENODATA, Kind::Unavailable, "fi_info"),
-            (libc::EINVAL, Kind::Invalid, "FI_*"),
-            (FI_EOTHER.cast_signed(), Kind::Native, "FI_LOG_LEVEL"),
-            (libc::EIO, Kind::Native, "FI_LOG_LEVEL"),
+            (libc::ECONNRESET, ErrorKind::PeerLost, "still runs"),
+            (libc::ESRCH, ErrorKind::PeerLost, "still runs"),
+            (libc::ECANCELED, ErrorKind::PeerLost, "still runs"),
+            (FI_ENOKEY.cast_signed(), ErrorKind::Native, "taken back"),
+            (libc::EACCES, ErrorKind::Native, "taken back"),
+            (libc::ENOMEM, ErrorKind::Exhausted, "ulimit"),
+            (FI_EOVERRUN.cast_signed(), ErrorKind::Exhausted, "ulimit"),
+            (libc::ENOSYS, ErrorKind::Unsupported, "table libfabric"),
+            (libc::ENODATA, ErrorKind::Unavailable, "fi_info"),
+            (libc::EINVAL, ErrorKind::Invalid, "FI_*"),
+            (FI_EOTHER.cast_signed(), ErrorKind::Native, "FI_LOG_LEVEL"),
+            (libc::EIO, ErrorKind::Native, "FI_LOG_LEVEL"),
         ] {
             let error = native("a trial", Errno(errno));
             assert_eq!(error.kind(), kind, "{errno}");
@@ -102,8 +103,8 @@ mod tests {
                 error.sentence().starts_with("a trial: ") && error.sentence().contains(cure),
                 "{error}"
             );
-            assert_eq!(error.native_detail().map(|native| native.code), Some(i64::from(errno)));
-            assert_eq!(error.failed_backend(), Some(NAME));
+            assert_eq!(error.native().map(|native| native.code), Some(i64::from(errno)));
+            assert_eq!(error.backend(), Some(NAME));
         }
     }
 }

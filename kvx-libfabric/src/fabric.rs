@@ -4,10 +4,10 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, JobId, LetGo, Sent};
+use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, JobId, Sent, Unregister};
 use kvx_backend::reactor::{Armed, SLICE, Turn};
 use kvx_core::transport::RemoteSpec;
-use kvx_core::{Capabilities, Error, Identity, Kind, Result};
+use kvx_core::{Capabilities, Error, ErrorKind, Identity, Result};
 
 use crate::address::Address;
 use crate::error::{self, gone};
@@ -150,8 +150,8 @@ impl LibfabricFabric {
                     Ended::Send { peer, failed } => {
                         sent.push(peer);
                         if let Some(failed) = failed {
-                            let why =
-                                error::of_operation("a message", failed).kind_is(Kind::PeerLost);
+                            let why = error::of_operation("a message", failed)
+                                .with_kind(ErrorKind::PeerLost);
                             lost.push((peer, why));
                         }
                     }
@@ -258,7 +258,7 @@ fn note(happened: &mut Vec<Happened>, job: JobId, count: u32, result: Result<()>
 /// Why an operation has failed; a peer that is lost is noted.
 fn of_peer(what: &str, peer: usize, failed: Failed, lost: &mut Vec<(usize, Error)>) -> Error {
     let why = error::of_operation(what, failed);
-    if why.kind() == Kind::PeerLost {
+    if why.kind() == ErrorKind::PeerLost {
         lost.push((peer, why.clone()));
     }
     why
@@ -301,7 +301,8 @@ unsafe impl Fabric for LibfabricFabric {
         let Some(rail) = self.rails.first() else { return Err(gone()) };
         if let Some(host) = self.peers.peer(at).and_then(|peer| peer.address.host.as_ref()) {
             // A process that was killed may have left a lock behind on which this would spin.
-            host::check(host.process, host.probe).map_err(|why| why.kind_is(Kind::PeerLost))?;
+            host::check(host.process, host.probe)
+                .map_err(|why| why.with_kind(ErrorKind::PeerLost))?;
         }
         let to = self.peers.lead(at, 0, 0, rail)?;
         // Those to a stopped peer stay with the provider: others find room all the same.
@@ -311,7 +312,7 @@ unsafe impl Fabric for LibfabricFabric {
         }
         let posted = self.rails[0].send(at, to, message).map_err(|errno| {
             error::native("libfabric does not send a message to the peer", errno)
-                .kind_is(Kind::PeerLost)
+                .with_kind(ErrorKind::PeerLost)
         })?;
         if let Some(peer) = self.peers.peer(at) {
             if posted == Posted::Yes {
@@ -367,7 +368,7 @@ unsafe impl Fabric for LibfabricFabric {
                 }
                 Ok(None) => break,
                 Err(why) => {
-                    if why.kind() == Kind::PeerLost {
+                    if why.kind() == ErrorKind::PeerLost {
                         self.broken.extend(broken_links(&mut self.peers, at, &why));
                     }
                     result = Err(why);
@@ -449,9 +450,9 @@ unsafe impl Fabric for LibfabricFabric {
         (self.description.clone(), self.capabilities.clone())
     }
 
-    fn unregister(&mut self, local: &Local) -> Result<LetGo> {
+    fn unregister(&mut self, local: &Local) -> Result<Unregister> {
         local.unmap();
-        Ok(LetGo::Now)
+        Ok(Unregister::Now)
     }
 
     fn stop(&mut self) -> bool {

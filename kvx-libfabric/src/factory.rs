@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvx_backend::fabric::Parts;
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
-    Error, Idle, Kind, MemoryKind, Options, Placement, Result, Unavailable, WithoutAList,
+    AutoOpen, Error, ErrorKind, Idle, MemoryKind, Options, Placement, Result, Unavailable,
 };
 
 use crate::address::{Address, Host};
@@ -30,7 +30,7 @@ impl Factory for Libfabric {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: 40, without_a_list: WithoutAList::OpenWithRdma, speaks_for: &[] }
+        Placement { order: 40, without_a_list: AutoOpen::OpenWithRdma, speaks_for: &[] }
     }
 
     fn admission(&self) -> Admission {
@@ -78,8 +78,8 @@ impl Factory for Libfabric {
 
 /// The endpoints of an agent, and all that belongs to them. Errors: `Unavailable`, `Invalid`, libfabric's.
 pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
-    let library =
-        Library::open().map_err(|why| Error::new(Kind::Unavailable, why.reason()).backend(NAME))?;
+    let library = Library::open()
+        .map_err(|why| Error::new(ErrorKind::Unavailable, why.reason()).with_backend(NAME))?;
     let config = Config::read(&agent.options)?;
     let devices: Vec<MemoryKind> = agent.devices.iter().map(|access| access.kind()).collect();
     let chosen = providers::choose(library, &config, !devices.is_empty())?;
@@ -140,7 +140,8 @@ pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
 
 fn first(chosen: &[Infos]) -> Result<&Info> {
     chosen.iter().flat_map(Infos::iter).next().ok_or_else(|| {
-        Error::new(Kind::Unavailable, "libfabric shows no domain: check FI_PROVIDER").backend(NAME)
+        Error::new(ErrorKind::Unavailable, "libfabric shows no domain: check FI_PROVIDER")
+            .with_backend(NAME)
     })
 }
 

@@ -7,7 +7,7 @@
 use std::io;
 use std::sync::atomic::AtomicU64;
 
-use kvx_core::{Error, Kind, Op, Result};
+use kvx_core::{Error, ErrorKind, Op, Result};
 
 use crate::error::NAME;
 use crate::ffi::Range;
@@ -31,10 +31,10 @@ pub(crate) fn check(process: u32, probe: u64) -> Result<()> {
     let refused = |why: String| {
         let cure = "check kernel.yama.ptrace_scope, and that both run as one user in one container; or use the backend SHM or TCP";
         Err(Error::new(
-            Kind::Unsupported,
+            ErrorKind::Unsupported,
             format!("memory of the peer's process cannot be copied ({why}): {cure}"),
         )
-        .backend(NAME))
+        .with_backend(NAME))
     };
     match copied {
         Ok(8) if value == VALUE => Ok(()),
@@ -63,7 +63,9 @@ pub(crate) unsafe fn copy(process: u32, op: Op, ranges: &[Range]) -> Result<()> 
         // SAFETY: they are the rest of what the caller promises.
         match unsafe { copy_some(process, op, ours, theirs) } {
             Ok(0) if ours.iter().any(|range| range.iov_len > 0) => {
-                return Err(Error::new(Kind::Native, "the kernel copies nothing").backend(NAME));
+                return Err(
+                    Error::new(ErrorKind::Native, "the kernel copies nothing").with_backend(NAME)
+                );
             }
             Ok(count) => (ours, theirs) = (behind(ours, count), behind(theirs, count)),
             Err(cause) if cause.raw_os_error() == Some(libc::ESRCH) => {
@@ -71,7 +73,7 @@ pub(crate) unsafe fn copy(process: u32, op: Op, ranges: &[Range]) -> Result<()> 
             }
             Err(cause) => {
                 let why = format!("memory of process {process} could not be copied");
-                return Err(Error::os(why, cause).backend(NAME));
+                return Err(Error::os(why, cause).with_backend(NAME));
             }
         }
     }
@@ -128,7 +130,7 @@ unsafe fn copy_some(
 
 fn ended(process: u32, cause: io::Error) -> Error {
     let why = format!("the peer's process {process} has ended");
-    Error::os(why, cause).kind_is(Kind::PeerLost).backend(NAME)
+    Error::os(why, cause).with_kind(ErrorKind::PeerLost).with_backend(NAME)
 }
 
 #[cfg(test)]
@@ -149,9 +151,12 @@ mod tests {
         check(std::process::id(), probe()).unwrap();
         let other = AtomicU64::new(7);
         let elsewhere = (&raw const other).addr() as u64;
-        assert_eq!(check(std::process::id(), elsewhere).unwrap_err().kind(), Kind::Unsupported);
-        assert_eq!(check(std::process::id(), 8).unwrap_err().kind(), Kind::Unsupported);
-        assert_eq!(check(ended(), probe()).unwrap_err().kind(), Kind::PeerLost);
+        assert_eq!(
+            check(std::process::id(), elsewhere).unwrap_err().kind(),
+            ErrorKind::Unsupported
+        );
+        assert_eq!(check(std::process::id(), 8).unwrap_err().kind(), ErrorKind::Unsupported);
+        assert_eq!(check(ended(), probe()).unwrap_err().kind(), ErrorKind::PeerLost);
     }
 
     #[test]
@@ -177,15 +182,15 @@ mod tests {
         copy(Op::Write, this_process, &[range(20, 60, theirs)]).unwrap();
         assert_eq!(
             copy(Op::Read, this_process, &[range(0, 9, 8)]).unwrap_err().kind(),
-            Kind::Native
+            ErrorKind::Native
         );
         // What lies before a place that is not there is copied all the same.
         let error =
             copy(Op::Write, this_process, &[range(0, 1, theirs + 99), range(0, 1, 8)]).unwrap_err();
-        assert_eq!(error.kind(), Kind::Native);
+        assert_eq!(error.kind(), ErrorKind::Native);
         assert_eq!(
             copy(Op::Write, ended(), &[range(0, 9, theirs)]).unwrap_err().kind(),
-            Kind::PeerLost
+            ErrorKind::PeerLost
         );
         let wanted = |from: usize, to: usize, of: u8| near[from..to].iter().all(|byte| *byte == of);
         assert!(wanted(0, 20, 2) && wanted(20, 40, 1) && wanted(40, 60, 2) && wanted(60, 100, 1));

@@ -8,7 +8,7 @@ use kvx_backend::fabric::Registrar;
 use kvx_backend::sealed;
 use kvx_core::transport::RemoteSpec;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Kind, Memory, MemoryKind, RegionId, Result};
+use kvx_core::{Error, ErrorKind, Memory, MemoryKind, RegionId, Result};
 
 use crate::config::MAX_RAILS;
 use crate::error::{self, NAME};
@@ -26,7 +26,7 @@ const DRAWS: usize = 8;
 pub(crate) fn random_key(size: usize) -> Result<u64> {
     let mut random = [0_u8; 8];
     rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
-        .map_err(|cause| Error::os("no random key can be drawn", cause).backend(NAME))?;
+        .map_err(|cause| Error::os("no random key can be drawn", cause).with_backend(NAME))?;
     let kept = size.clamp(1, 8);
     random[kept..].fill(0);
     Ok(u64::from_le_bytes(random))
@@ -137,7 +137,7 @@ impl Open {
                 let why = format!(
                     "{provider} does not reach {kind} memory here (no FI_HMEM): name another \"libfabric.provider\", or register host memory"
                 );
-                return Err(Error::new(Kind::Unsupported, why).backend(NAME));
+                return Err(Error::new(ErrorKind::Unsupported, why).with_backend(NAME));
             }
             described.device = Some((interface, c_int::try_from(access.ordinal()).unwrap_or(0)));
             if Library::opened().is_some_and(|library| library.version() >= WITH_FILES)
@@ -178,7 +178,7 @@ unsafe impl Registrar<Local> for Registrations {
     fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let open = self.open.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let open =
-            open.ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))?;
+            open.ok_or_else(|| Error::new(ErrorKind::Closed, "the transport has been shut down"))?;
         let places: Vec<Option<&BusPlace>> =
             open.rails.iter().map(|rail| rail.place.as_ref()).collect();
         // One rail is the nearest, wherever it is.

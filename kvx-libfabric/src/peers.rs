@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use kvx_backend::fabric::EndpointId;
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use rustix::net::SocketAddrUnix;
 use slab::Slab;
 
@@ -60,7 +60,7 @@ impl Peers {
             Some(&at) if self.peers[at].address == address => at,
             Some(_) => {
                 let why = "malformed LIBFABRIC address: another peer is at the same place";
-                return Err(Error::new(Kind::Malformed, why).backend(NAME));
+                return Err(Error::new(ErrorKind::Malformed, why).with_backend(NAME));
             }
             None => {
                 let wake_at = address
@@ -124,7 +124,7 @@ impl Peers {
                 let address = unsafe { rail.endpoint().insert(&peer.address.rails[their_rail]) }
                     .map_err(|errno| {
                         error::native("libfabric has no way to the peer", errno)
-                            .kind_is(Kind::PeerLost)
+                            .with_kind(ErrorKind::PeerLost)
                     })?;
                 peer.table[our_rail][their_rail] = Some(address);
                 Ok(address)

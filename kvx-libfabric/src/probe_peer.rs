@@ -7,7 +7,7 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
@@ -47,7 +47,7 @@ impl PeerProbe {
         match answer {
             Err(cause @ (Errno::CONNREFUSED | Errno::HOSTUNREACH | Errno::NETUNREACH)) => {
                 let why = format!("nobody listens at {}: the peer's agent has ended", self.at);
-                Err(Error::os(why, cause).kind_is(Kind::PeerLost).backend(NAME))
+                Err(Error::os(why, cause).with_kind(ErrorKind::PeerLost).with_backend(NAME))
             }
             _ => Ok(()), // it listens, or is on its way to say so
         }
@@ -106,7 +106,7 @@ mod tests {
                     Ok(()) => assert!(Instant::now() < until, "nobody is there"),
                 }
             };
-            assert_eq!(why.kind(), Kind::PeerLost);
+            assert_eq!(why.kind(), ErrorKind::PeerLost);
         }
     }
 

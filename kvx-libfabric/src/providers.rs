@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use kvx_core::{
-    Capabilities, Error, HeldUp, Idle, Isolation, Kind, MemoryKind, MemoryKinds, PerOp, Result,
-    Revocation,
+    Capabilities, Error, ErrorKind, HungPageScope, Idle, Isolation, MemoryKind, MemoryKinds, PerOp,
+    Result, Revocation,
 };
 
 use crate::config::{Config, MAX_RAILS};
@@ -155,7 +155,7 @@ pub(crate) fn capabilities(provider: &str, idle: Idle, memory: MemoryKinds) -> C
         revocation: Revocation::Confirmed,
         peer_loss_within: Some(LOSS),
         settles_without_peer: PerOp::same(settles),
-        hung_page: HeldUp::Agent,
+        hung_page: HungPageScope::Agent,
         ordered: false,
         local: memory,
         remote: memory,
@@ -204,7 +204,7 @@ fn preferred(library: &'static Library) -> Result<String> {
     let all = query(library, Asked::default())?;
     all.iter().next().map(Info::provider).ok_or_else(|| {
         let why = "libfabric has no provider with which memory of peers is read and written: check FI_PROVIDER, and `fi_info`";
-        Error::new(Kind::Unavailable, why).backend(NAME)
+        Error::new(ErrorKind::Unavailable, why).with_backend(NAME)
     })
 }
 
@@ -225,7 +225,7 @@ fn check_version(library: &Library, provider: &str) -> Result<()> {
         library.path().display(),
         library.version()
     );
-    Err(Error::new(Kind::Unavailable, why).backend(NAME))
+    Err(Error::new(ErrorKind::Unavailable, why).with_backend(NAME))
 }
 
 /// Over shared memory bytes are moved by copies from process to process alone. Errors: `Unavailable`, where somebody
@@ -239,7 +239,7 @@ fn check_copies() -> Result<()> {
     let why = format!(
         "kvx moves bytes over shm by copies from process to process, which {VARIABLE}={value} forbids: unset it, or use the backend SHM"
     );
-    Err(Error::new(Kind::Unavailable, why).backend(NAME))
+    Err(Error::new(ErrorKind::Unavailable, why).with_backend(NAME))
 }
 
 /// The offers of a provider. Errors: `Unavailable`; `Unsupported` if it does not say when writes can be seen.
@@ -262,7 +262,7 @@ fn find(library: &'static Library, provider: &str, devices: bool) -> Result<Info
     let (kind, why) = if without.iter().next().is_some() {
         let why = "cannot say when written bytes can be seen at the target (FI_DELIVERY_COMPLETE), which notifications after their data need";
         (
-            Kind::Unsupported,
+            ErrorKind::Unsupported,
             format!("libfabric's provider {provider} {why}: name another \"libfabric.provider\""),
         )
     } else {
@@ -270,9 +270,9 @@ fn find(library: &'static Library, provider: &str, devices: bool) -> Result<Info
             "with which memory of peers is read and written over endpoints without connections";
         let cure =
             "name another \"libfabric.provider\", or check FI_PROVIDER; `fi_info` lists them";
-        (Kind::Unavailable, format!("libfabric has no provider {provider} {why}: {cure}"))
+        (ErrorKind::Unavailable, format!("libfabric has no provider {provider} {why}: {cure}"))
     };
-    Err(Error::new(kind, why).backend(NAME))
+    Err(Error::new(kind, why).with_backend(NAME))
 }
 
 /// The entry of each domain that is used: those that were named; else every card, or the loopback interface.
@@ -289,7 +289,7 @@ fn on_domains<'a>(found: &'a Infos, config: &Config, provider: &str) -> Result<V
             "{provider} has no domain {domain}: name one of {} as \"libfabric.domain\"",
             domains.join(", ")
         );
-        Error::new(Kind::Unavailable, why).backend(NAME)
+        Error::new(ErrorKind::Unavailable, why).with_backend(NAME)
     };
     if !config.domains.is_empty() {
         return config

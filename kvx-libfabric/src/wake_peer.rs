@@ -7,7 +7,7 @@
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 
 use kvx_core::fork::Private;
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -29,8 +29,8 @@ impl WakeSocket {
     pub(crate) fn new() -> Result<Self> {
         let os = |cause: Errno| {
             Error::os("no socket to be woken by: raise ulimit -n", cause)
-                .kind_is(Kind::Exhausted)
-                .backend(NAME)
+                .with_kind(ErrorKind::Exhausted)
+                .with_backend(NAME)
         };
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None)
@@ -71,7 +71,7 @@ impl WakeSocket {
             Ok(_) | Err(Errno::AGAIN | Errno::NOBUFS | Errno::INTR) => Ok(()),
             Err(cause) => {
                 let why = "nobody is at the peer's end: its agent has ended, or runs in another network namespace";
-                Err(Error::os(why, cause).kind_is(Kind::PeerLost).backend(NAME))
+                Err(Error::os(why, cause).with_kind(ErrorKind::PeerLost).with_backend(NAME))
             }
         }
     }
@@ -80,8 +80,8 @@ impl WakeSocket {
 /// The socket of this name of a peer's. Errors: `Malformed`.
 pub(crate) fn socket_of(name: &[u8]) -> Result<SocketAddrUnix> {
     let wrong = || {
-        Error::new(Kind::Malformed, "malformed LIBFABRIC address: no socket has such a name")
-            .backend(NAME)
+        Error::new(ErrorKind::Malformed, "malformed LIBFABRIC address: no socket has such a name")
+            .with_backend(NAME)
     };
     if !(1..=MAX_NAME).contains(&name.len()) {
         return Err(wrong());
@@ -115,7 +115,7 @@ mod tests {
             ours.wake(&to).unwrap(); // also when it is full
         }
         drop(theirs);
-        assert_eq!(ours.wake(&to).unwrap_err().kind(), Kind::PeerLost);
+        assert_eq!(ours.wake(&to).unwrap_err().kind(), ErrorKind::PeerLost);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! An agent's address: its section of the metadata.
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 /// The longest address of a peer.
 const MAX_ADDRESS: usize = 512;
@@ -14,7 +14,7 @@ pub(crate) fn checked(address: &[u8]) -> Result<&str> {
     text.ok_or_else(|| {
         let shown = String::from_utf8_lossy(&address[..address.len().min(80)]).into_owned();
         Error::new(
-            Kind::Malformed,
+            ErrorKind::Malformed,
             format!("{shown:?} is no address of a Mooncake engine: it is host:port"),
         )
     })
@@ -29,7 +29,7 @@ mod tests {
         assert_eq!(checked(b"10.0.0.1:15000").expect("an address"), "10.0.0.1:15000");
         assert!(checked(b"[fd00::1]:15000").is_ok());
         for bad in [&b""[..], b"a b", b"a\0b", &[0xff, 0xfe], &[b'x'; 600]] {
-            assert_eq!(checked(bad).unwrap_err().kind(), Kind::Malformed);
+            assert_eq!(checked(bad).unwrap_err().kind(), ErrorKind::Malformed);
         }
     }
 }

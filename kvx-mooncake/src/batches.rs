@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_backend::fabric::{EndpointId, Happened, JobId};
-use kvx_core::{Error, Kind};
+use kvx_core::{Error, ErrorKind};
 
 use crate::error;
 use crate::ffi::{Batch, Engine, State};
@@ -124,12 +124,12 @@ impl Failure {
         let why = format!("{why}{said}");
         let peer = if lives { "though the peer lives" } else { "and the peer may be gone" };
         Error::new(
-            Kind::Native,
+            ErrorKind::Native,
             format!(
                 "Mooncake failed to move {count} pieces {peer}: its memory may be unregistered, or it was silent for 30 s"
             ),
         )
-        .native(*code, why)
+        .with_native(*code, why)
     }
 }
 

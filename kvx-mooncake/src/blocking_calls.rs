@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::fabric::EndpointId;
 use kvx_backend::reactor::Mailbox;
-use kvx_core::{Error, Kind, RegionId, Result};
+use kvx_core::{Error, ErrorKind, RegionId, Result};
 
 use crate::ffi::{Engine, SegmentId, block_sigpipe};
 use crate::frames;
@@ -50,7 +50,7 @@ enum Call {
     Probe(Arc<str>),
     Frame(EndpointId, Box<[u8]>),
     Foreign(EndpointId, CString, CString),
-    LetGo(Arc<Ranges>, Local),
+    Unregister(Arc<Ranges>, Local),
 }
 
 /// The outcome of a call.
@@ -72,7 +72,7 @@ pub(crate) enum CallReport {
         result: Result<()>,
     },
     /// A region was unregistered. `dead`: an error, if it could not be told whether dead processes are done with it.
-    LetGo {
+    Unregister {
         region: RegionId,
         left: Result<Leaving>,
         dead: Result<()>,
@@ -175,7 +175,7 @@ impl BlockingCalls {
         ranges: &Arc<Ranges>,
         local: &Local,
     ) -> Result<()> {
-        let call = Call::LetGo(Arc::clone(ranges), *local);
+        let call = Call::Unregister(Arc::clone(ranges), *local);
         self.enqueue(engine, &self.own, call, 0).map(|_| ())
     }
 
@@ -327,7 +327,7 @@ impl Shared {
             state.threads -= 1;
             if state.threads == 0 {
                 let why = "no thread for Mooncake's blocking calls: raise the limit of threads";
-                return Err(Error::os(why, error).kind_is(Kind::Exhausted));
+                return Err(Error::os(why, error).with_kind(ErrorKind::Exhausted));
             }
         }
         Ok(())
@@ -394,7 +394,7 @@ impl Shared {
                     let alive = engine.probe(&to);
                     self.reports.put(CallReport::Probed { to, alive });
                 }
-                first @ Call::LetGo(..) => {
+                first @ Call::Unregister(..) => {
                     self.let_go(engine, std::iter::once(first).chain(calls.by_ref()).collect());
                 }
                 Call::Frame(endpoint, frame) => {
@@ -429,7 +429,7 @@ impl Shared {
         let mut pause = LOOKS.0;
         loop {
             for call in calls.drain(..) {
-                let Call::LetGo(ranges, local) = call else { continue };
+                let Call::Unregister(ranges, local) = call else { continue };
                 let left = ranges.remove(&local, |address| engine.unregister(address));
                 leaving.push((local.region, left));
                 waited_for = None;
@@ -448,7 +448,7 @@ impl Shared {
             };
             if let Some(dead) = dead {
                 for (region, left) in leaving {
-                    self.reports.put(CallReport::LetGo { region, left, dead: dead.clone() });
+                    self.reports.put(CallReport::Unregister { region, left, dead: dead.clone() });
                 }
                 return;
             }

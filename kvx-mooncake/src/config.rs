@@ -14,7 +14,7 @@
 
 use std::ops::RangeInclusive;
 
-use kvx_core::{Error, Kind, Options, Result};
+use kvx_core::{Error, ErrorKind, Options, Result};
 
 use crate::ffi::Recipe;
 
@@ -106,7 +106,7 @@ impl Config {
 }
 
 fn wrong(key: &str, found: &str, wanted: &str) -> Error {
-    Error::new(Kind::Invalid, format!("option \"{key}\" is {found:?}; write {wanted}"))
+    Error::new(ErrorKind::Invalid, format!("option \"{key}\" is {found:?}; write {wanted}"))
 }
 
 /// RDMA devices that the kernel knows.

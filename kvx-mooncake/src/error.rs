@@ -1,43 +1,43 @@
 //! The engine's numbers as errors with text.
 
-use kvx_core::{Error, Kind};
+use kvx_core::{Error, ErrorKind};
 
 /// The backend's name.
 pub(crate) const NAME: &str = "MOONCAKE";
 
 /// The engine's list of errors: calls return the number or its negative.
-const CODES: &[(i32, Kind, &str)] = &[
-    (1, Kind::Invalid, "invalid argument"),
-    (2, Kind::Exhausted, "too many requests for the batch"),
-    (3, Kind::Unregistered, "the address is not registered"),
-    (4, Kind::Busy, "the batch is busy"),
-    (6, Kind::Unavailable, "no such device"),
-    (7, Kind::Overlap, "the address range overlaps memory that is registered already"),
-    (8, Kind::Unsupported, "no transport serves the peer's segment"),
-    (101, Kind::PeerLost, "the peer's name does not resolve"),
-    (102, Kind::PeerLost, "the socket failed: nobody listens there, or nobody answers"),
-    (103, Kind::Malformed, "malformed JSON"),
-    (104, Kind::PeerLost, "the peer rejected the handshake"),
-    (200, Kind::PeerLost, "the peer's metadata cannot be had"),
-    (201, Kind::Native, "the endpoint failed"),
-    (202, Kind::Native, "the device's context failed"),
-    (300, Kind::Native, "a NUMA call failed"),
-    (301, Kind::Native, "a clock call failed"),
-    (302, Kind::Exhausted, "out of memory"),
-    (303, Kind::Unsupported, "not implemented"),
-    (999, Kind::Unsupported, "not implemented"),
+const CODES: &[(i32, ErrorKind, &str)] = &[
+    (1, ErrorKind::Invalid, "invalid argument"),
+    (2, ErrorKind::Exhausted, "too many requests for the batch"),
+    (3, ErrorKind::Unregistered, "the address is not registered"),
+    (4, ErrorKind::Busy, "the batch is busy"),
+    (6, ErrorKind::Unavailable, "no such device"),
+    (7, ErrorKind::Overlap, "the address range overlaps memory that is registered already"),
+    (8, ErrorKind::Unsupported, "no transport serves the peer's segment"),
+    (101, ErrorKind::PeerLost, "the peer's name does not resolve"),
+    (102, ErrorKind::PeerLost, "the socket failed: nobody listens there, or nobody answers"),
+    (103, ErrorKind::Malformed, "malformed JSON"),
+    (104, ErrorKind::PeerLost, "the peer rejected the handshake"),
+    (200, ErrorKind::PeerLost, "the peer's metadata cannot be had"),
+    (201, ErrorKind::Native, "the endpoint failed"),
+    (202, ErrorKind::Native, "the device's context failed"),
+    (300, ErrorKind::Native, "a NUMA call failed"),
+    (301, ErrorKind::Native, "a clock call failed"),
+    (302, ErrorKind::Exhausted, "out of memory"),
+    (303, ErrorKind::Unsupported, "not implemented"),
+    (999, ErrorKind::Unsupported, "not implemented"),
 ];
 
 /// An error from what a call returned; `said`: the engine's own words.
 pub(crate) fn of_code(doing: &str, code: i32, said: Option<String>) -> Error {
     let known = CODES.iter().find(|(known, ..)| Some(*known) == code.checked_abs());
     let (kind, text) = known
-        .map_or((Kind::Native, "an error that kvx has no name for"), |(_, kind, text)| {
+        .map_or((ErrorKind::Native, "an error that kvx has no name for"), |(_, kind, text)| {
             (*kind, text)
         });
     let text = said.map_or_else(|| text.to_owned(), |said| format!("{text}: {said}"));
     Error::new(kind, format!("Mooncake failed in {doing}; its log on standard error may say more"))
-        .native(i64::from(code), text)
+        .with_native(i64::from(code), text)
 }
 
 /// Whether `submitTransfer` gives this code before it hands anything to a transport.
@@ -60,7 +60,7 @@ pub(crate) fn of_state(state: i32) -> (i64, &'static str) {
 /// Nobody is there.
 pub(crate) fn lost(to: &str) -> Error {
     Error::new(
-        Kind::PeerLost,
+        ErrorKind::PeerLost,
         format!("nobody listens at {to} any more: connect again once the peer runs"),
     )
 }
@@ -73,11 +73,11 @@ mod tests {
     fn both_signs_of_a_code_are_one_error_with_text() {
         for code in [-102, 102] {
             let error = of_code("sending", code, None);
-            assert_eq!(error.kind(), Kind::PeerLost);
+            assert_eq!(error.kind(), ErrorKind::PeerLost);
             assert!(error.to_string().contains("socket"), "{error}");
         }
         assert_eq!(of_code("x", -303, None).kind(), of_code("x", 999, None).kind());
-        assert_eq!(of_code("x", i32::MIN, None).kind(), Kind::Native);
+        assert_eq!(of_code("x", i32::MIN, None).kind(), ErrorKind::Native);
         assert!(of_code("x", 2, Some("batch of 3".into())).to_string().contains("batch of 3"));
     }
 }

@@ -5,10 +5,10 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
+use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, Sent, Unregister};
 use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{ForeignRange, RemoteSpec};
-use kvx_core::{Capabilities, Error, Identity, Kind, RegionId, Result};
+use kvx_core::{Capabilities, Error, ErrorKind, Identity, RegionId, Result};
 
 use crate::batches::{Batches, Moving, Suspect};
 use crate::blocking_calls::{BlockingCalls, CallReport, TAG};
@@ -105,7 +105,7 @@ impl MooncakeFabric {
     fn engine(&self) -> Result<Arc<Engine>> {
         self.engine
             .clone()
-            .ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))
+            .ok_or_else(|| Error::new(ErrorKind::Closed, "the transport has been shut down"))
     }
 
     fn add(&mut self, endpoint: EndpointId, address: &[u8], foreign: bool) -> Result<()> {
@@ -218,7 +218,7 @@ impl MooncakeFabric {
                             }
                         }
                         Err(why) => {
-                            let why = why.clone().kind_is(Kind::PeerLost);
+                            let why = why.clone().with_kind(ErrorKind::PeerLost);
                             self.break_off(id, why, happened);
                         }
                     }
@@ -226,14 +226,14 @@ impl MooncakeFabric {
             }
             CallReport::Probed { to, alive } => self.probed(&to, alive, happened),
             CallReport::Unsent { endpoint, why } => {
-                self.break_off(endpoint, why.kind_is(Kind::PeerLost), happened);
+                self.break_off(endpoint, why.with_kind(ErrorKind::PeerLost), happened);
             }
             CallReport::ForeignSent { endpoint, result } => {
                 if let Some(endpoint) = self.links.endpoints.get_mut(&endpoint) {
                     endpoint.note = Note::Sent(result);
                 }
             }
-            CallReport::LetGo { region, left, dead } => {
+            CallReport::Unregister { region, left, dead } => {
                 let proven = dead.or_else(|why| if self.any_lost { Err(why) } else { Ok(()) });
                 let ended = left.and_then(|left| match proven {
                     Ok(()) => left.end(),
@@ -305,7 +305,7 @@ unsafe impl Fabric for MooncakeFabric {
     fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent> {
         let engine = self.engine()?;
         let Some(to) = self.links.endpoints.get(&endpoint).map(|endpoint| &endpoint.to) else {
-            return Err(Error::new(Kind::PeerLost, "the link has ended"));
+            return Err(Error::new(ErrorKind::PeerLost, "the link has ended"));
         };
         Ok(if self.calls.frame(&engine, to, endpoint, message)? {
             Sent::Taken
@@ -332,7 +332,10 @@ unsafe impl Fabric for MooncakeFabric {
         let Some(endpoint) =
             self.links.endpoints.get(&id).filter(|there| there.phase != Phase::Broken)
         else {
-            return Err(Error::new(Kind::PeerLost, "the link to the peer is gone: connect again"));
+            return Err(Error::new(
+                ErrorKind::PeerLost,
+                "the link to the peer is gone: connect again",
+            ));
         };
         let to = Arc::clone(&endpoint.to);
         let Some(peer) = self.links.peers.get_mut(&to) else { return Ok(0) };
@@ -455,14 +458,14 @@ unsafe impl Fabric for MooncakeFabric {
         (format!("Mooncake over {} to {to}", self.protocol), capabilities(&self.protocol))
     }
 
-    fn unregister(&mut self, local: &Local) -> Result<LetGo> {
+    fn unregister(&mut self, local: &Local) -> Result<Unregister> {
         match self.leaving.remove(&local.region) {
-            Some(Some(ended)) => return ended.map(|()| LetGo::Now),
+            Some(Some(ended)) => return ended.map(|()| Unregister::Now),
             Some(None) => {}
             None => self.calls.let_go(&self.engine()?, &self.ranges, local)?,
         }
         self.leaving.insert(local.region, None); // reports are taken on this thread
-        Ok(LetGo::Later)
+        Ok(Unregister::Later)
     }
 
     fn stop(&mut self) -> bool {
@@ -484,7 +487,7 @@ unsafe impl Fabric for MooncakeFabric {
     fn notify_foreign(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<Sent> {
         let engine = self.engine()?;
         let Some(there) = self.links.endpoints.get_mut(&endpoint) else {
-            return Err(Error::new(Kind::PeerLost, "the link has ended"));
+            return Err(Error::new(ErrorKind::PeerLost, "the link has ended"));
         };
         match std::mem::take(&mut there.note) {
             Note::Sent(result) => result.map(|()| Sent::Taken),
@@ -507,7 +510,7 @@ impl MooncakeFabric {
     /// Tells core at the next turn: it holds the job now.
     fn break_off_later(&mut self, id: EndpointId, why: Error) {
         let mut told = Vec::new();
-        self.break_off(id, why.kind_is(Kind::PeerLost), &mut told);
+        self.break_off(id, why.with_kind(ErrorKind::PeerLost), &mut told);
         self.notified.append(&mut told);
     }
 }

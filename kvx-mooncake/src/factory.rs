@@ -7,8 +7,8 @@ use std::time::Duration;
 use kvx_backend::fabric::{self, Parts};
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
-    Capabilities, Error, HeldUp, Idle, Isolation, Kind, MemoryKind, MemoryKinds, Options, PerOp,
-    Placement, Result, Revocation, Unavailable, WithoutAList,
+    AutoOpen, Capabilities, Error, ErrorKind, HungPageScope, Idle, Isolation, MemoryKind,
+    MemoryKinds, Options, PerOp, Placement, Result, Revocation, Unavailable,
 };
 
 use crate::adapter;
@@ -63,7 +63,7 @@ impl Factory for Mooncake {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: 95, without_a_list: WithoutAList::Skip, speaks_for: &[] }
+        Placement { order: 95, without_a_list: AutoOpen::Skip, speaks_for: &[] }
     }
 
     fn admission(&self) -> Admission {
@@ -93,10 +93,10 @@ impl Factory for Mooncake {
     }
 
     fn open(&self, context: Context) -> Result<Arc<dyn Transport>> {
-        let config = Config::read(&context.options).map_err(|error| error.backend(NAME))?;
-        let library = self
-            .library(&config)
-            .map_err(|why| Error::new(Kind::Unavailable, why.to_string()).backend(NAME))?;
+        let config = Config::read(&context.options).map_err(|error| error.with_backend(NAME))?;
+        let library = self.library(&config).map_err(|why| {
+            Error::new(ErrorKind::Unavailable, why.to_string()).with_backend(NAME)
+        })?;
         open(library, config, context)
     }
 }
@@ -107,7 +107,8 @@ pub(crate) fn open(
     config: Config,
     context: Context,
 ) -> Result<Arc<dyn Transport>> {
-    let engine = Engine::start(library, &config.recipe).map_err(|error| error.backend(NAME))?;
+    let engine =
+        Engine::start(library, &config.recipe).map_err(|error| error.with_backend(NAME))?;
     let engine = Arc::new(engine);
     tracing::warn!(agent = %context.agent.name, address = engine.name(), "{CAUTION}");
     let calls = BlockingCalls::new(config.workers)?;
@@ -144,7 +145,7 @@ pub(crate) fn capabilities(protocol: &str) -> Capabilities {
         revocation: Revocation::Confirmed,
         peer_loss_within: Some(Duration::from_secs(1)),
         settles_without_peer: PerOp::NEITHER,
-        hung_page: HeldUp::Agent,
+        hung_page: HungPageScope::Agent,
         ordered: false,
         local: memory,
         remote: memory,

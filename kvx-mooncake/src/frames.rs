@@ -1,6 +1,6 @@
 //! Bytes of any value in the engine's notifications, which are C strings in JSON: base64, several frames in one.
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 /// Between frames.
@@ -65,7 +65,7 @@ fn value(letter: u8) -> Option<u8> {
 }
 
 fn malformed(why: &'static str) -> Error {
-    Error::new(Kind::Malformed, format!("malformed notification of a kvx agent: {why}"))
+    Error::new(ErrorKind::Malformed, format!("malformed notification of a kvx agent: {why}"))
 }
 
 #[cfg(test)]

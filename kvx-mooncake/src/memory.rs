@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use kvx_backend::fabric::Registrar;
 use kvx_core::wire::Writer;
-use kvx_core::{Error, Kind, Memory, MemoryKind, RegionId, Result};
+use kvx_core::{Error, ErrorKind, Memory, MemoryKind, RegionId, Result};
 
 use crate::ffi::Engine;
 
@@ -69,7 +69,7 @@ impl Ranges {
         if known.ranges.range(..end).next_back().is_some_and(|(_, range)| range.end > address) {
             let why = "Mooncake takes no memory twice, and this overlaps another region's without lying in it: register \
                        the larger one first";
-            return Err(Error::new(Kind::Unsupported, why));
+            return Err(Error::new(ErrorKind::Unsupported, why));
         }
         drop(known);
         register()?;
@@ -132,7 +132,7 @@ impl Leaving {
         std::mem::forget(self.memory.take()); // of a region that may have ended before
         let why = "an agent that is not kvx was told of this region, and cannot be asked whether it has let go: its memory \
                    is kept";
-        Err(Error::new(Kind::StillShared, why))
+        Err(Error::new(ErrorKind::StillShared, why))
     }
 }
 
@@ -155,7 +155,7 @@ impl Remote {
         match export.try_into() {
             Ok(address) => Ok(Remote { address: u64::from_le_bytes(address) }),
             Err(_) => Err(Error::new(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 format!(
                     "malformed region: Mooncake's have 8 bytes, and this one has {}",
                     export.len()
@@ -178,8 +178,8 @@ pub(crate) struct Enrolment {
 unsafe impl Registrar<Local> for Enrolment {
     fn register(&self, region: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let engine = self.engine.upgrade();
-        let engine =
-            engine.ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))?;
+        let engine = engine
+            .ok_or_else(|| Error::new(ErrorKind::Closed, "the transport has been shut down"))?;
         let address = memory.address();
         let location = location(memory, self.node.as_deref());
         let local = self.ranges.add(region, memory, || {
@@ -193,8 +193,8 @@ unsafe impl Registrar<Local> for Enrolment {
 
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
         let engine = self.engine.upgrade();
-        let engine =
-            engine.ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))?;
+        let engine = engine
+            .ok_or_else(|| Error::new(ErrorKind::Closed, "the transport has been shut down"))?;
         self.ranges.tell();
         Ok(engine.name().as_bytes().to_vec())
     }
@@ -245,7 +245,7 @@ mod tests {
         let inner = shared(1020, 80).expect("it lies in the first");
         let _neighbour = add(1100, 50).expect("it begins where the first ends");
         for (from, len) in [(990, 20), (1090, 20), (900, 1000)] {
-            assert_eq!(add(from, len).unwrap_err().kind(), Kind::Unsupported, "{from} {len}");
+            assert_eq!(add(from, len).unwrap_err().kind(), ErrorKind::Unsupported, "{from} {len}");
         }
         let left =
             ranges.remove(&whole, |_| panic!("another region lies in it")).expect("one is left");
@@ -266,11 +266,11 @@ mod tests {
         });
         assert_eq!(
             removed.expect("the engine gave it up").end().unwrap_err().kind(),
-            Kind::StillShared
+            ErrorKind::StillShared
         );
         assert!(unregistered, "nothing new is let in");
-        let refused =
-            ranges.add(RegionId(3), &part(&page, 3000, 1), || Err(Error::new(Kind::Native, "no")));
+        let refused = ranges
+            .add(RegionId(3), &part(&page, 3000, 1), || Err(Error::new(ErrorKind::Native, "no")));
         assert!(refused.is_err());
         add(3000, 1).expect("what was refused is not kept");
     }
@@ -290,7 +290,7 @@ mod tests {
     fn memory_stays_as_long_as_the_engine_knows_it_or_somebody_is_not_done_with_it() {
         let (ranges, within, kept) = outlived();
         assert_eq!(kept.strong_count(), 1, "the engine knows all of it, for the region within");
-        let kept_by_engine = ranges.remove(&within, |_| Err(Error::new(Kind::Native, "no")));
+        let kept_by_engine = ranges.remove(&within, |_| Err(Error::new(ErrorKind::Native, "no")));
         assert!(kept_by_engine.is_err() && kept.strong_count() == 1 && !ranges.is_empty());
         let leaving = ranges.remove(&within, |_| Ok(())).expect("now it does");
         assert!(kept.strong_count() == 1 && !ranges.is_empty(), "somebody may not be done with it");
@@ -303,7 +303,7 @@ mod tests {
         let (ranges, within, kept) = outlived();
         ranges.tell();
         let told = ranges.remove(&within, |_| Ok(())).expect("it ends").end().unwrap_err();
-        assert_eq!((told.kind(), kept.strong_count()), (Kind::StillShared, 1));
+        assert_eq!((told.kind(), kept.strong_count()), (ErrorKind::StillShared, 1));
     }
 
     #[test]
@@ -313,7 +313,7 @@ mod tests {
             0x7f00_1234
         );
         for bad in [&[][..], &[0; 7], &[0; 9]] {
-            assert_eq!(Remote::read(bad).unwrap_err().kind(), Kind::Malformed);
+            assert_eq!(Remote::read(bad).unwrap_err().kind(), ErrorKind::Malformed);
         }
     }
 }

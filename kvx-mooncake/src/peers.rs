@@ -5,7 +5,7 @@ use std::ffi::CString;
 use std::sync::Arc;
 
 use kvx_backend::fabric::EndpointId;
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use crate::address;
 use crate::ffi::SegmentId;
@@ -112,7 +112,7 @@ pub(crate) fn foreign_text(bytes: &[u8]) -> Result<CString> {
         let why = format!(
             "Mooncake's own notifications are text, and this one has {what}: send text to agents that are not kvx"
         );
-        Error::new(Kind::Unsupported, why)
+        Error::new(ErrorKind::Unsupported, why)
     };
     std::str::from_utf8(bytes).map_err(|_| refused("bytes that are no UTF-8"))?;
     CString::new(bytes).map_err(|_| refused("a NUL"))
@@ -140,7 +140,7 @@ mod tests {
     fn foreign_agents_get_text_only() {
         assert_eq!(foreign_text("grüß".as_bytes()).expect("text").as_bytes(), "grüß".as_bytes());
         for bad in [&b"a\0b"[..], &[0xff]] {
-            assert_eq!(foreign_text(bad).unwrap_err().kind(), Kind::Unsupported);
+            assert_eq!(foreign_text(bad).unwrap_err().kind(), ErrorKind::Unsupported);
         }
     }
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Bound, Error, Grid, Indices, Kind, Pair, Placed, RegionId, RegionKey, Result};
+use kvx_core::{Bound, Error, ErrorKind, Grid, Indices, Pair, Placed, RegionId, RegionKey, Result};
 
 /// The most grids in one request.
 pub(crate) const MAX_GRIDS: usize = 1024;
@@ -234,10 +234,10 @@ impl Described {
         for placed in self.grids.iter() {
             let len = lengths.get(placed.region as usize).copied().unwrap_or(0);
             placed.grid.check(len).map_err(|error| {
-                if error.kind() == Kind::OutOfBounds {
+                if error.kind() == ErrorKind::OutOfBounds {
                     error
                 } else {
-                    Error::new(Kind::Malformed, error.to_string())
+                    Error::new(ErrorKind::Malformed, error.to_string())
                 }
             })?;
         }
@@ -304,7 +304,7 @@ mod tests {
     #[test]
     fn a_grid_beyond_its_region_is_out_of_bounds() {
         let error = sample([0]).check(&[6400, 100]).unwrap_err();
-        assert_eq!(error.kind(), Kind::OutOfBounds);
+        assert_eq!(error.kind(), ErrorKind::OutOfBounds);
         sample([0]).check(&[6400, 8 + 99 * 128 + 64]).unwrap();
     }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use kvx::connector::nixl;
 use kvx::connector::wire::nixl::{Assembly, Got, MAX_NOTE, notes};
-use kvx::{Agent, Completion, Kind, Memory, Op, Peer, PeerRegion, Plan, Region, Secret, Span};
+use kvx::{Agent, Completion, ErrorKind, Memory, Op, Peer, PeerRegion, Plan, Region, Secret, Span};
 use kvx_core::sync::Mutex;
 
 use crate::devices::Devices;
@@ -173,7 +173,7 @@ impl Engine {
         agent: &str,
     ) -> NixlResult<NixlHandle> {
         let peer = self.peer(agent)?;
-        let region = peer.learn(data).map_err(|error| told(agent, &error))?;
+        let region = peer.import_region(data).map_err(|error| told(agent, &error))?;
         if kvx::Place::len(&region) != len {
             warn(format_args!(
                 "agent {agent}: memory of {len} bytes whose metadata is of {}",
@@ -239,7 +239,9 @@ impl Engine {
             .get(agent)
             .map(|remote| (remote.peer.clone(), remote.introduction.clone()));
         match known {
-            Some((peer, _)) if peer.lost().is_none_or(|error| error.kind() != Kind::PeerLost) => {
+            Some((peer, _))
+                if peer.lost().is_none_or(|error| error.kind() != ErrorKind::PeerLost) =>
+            {
                 Ok(peer)
             }
             Some((_, introduction)) => {
@@ -352,7 +354,7 @@ impl Engine {
                 let What::Ours(region) = &mirrored.what else {
                     return Err(NixlStatus::InvalidParam);
                 };
-                let region = region.metadata().and_then(|bytes| peer.learn(&bytes));
+                let region = region.metadata().and_then(|bytes| peer.import_region(&bytes));
                 let region = region.map_err(|error| told("memory of this agent", &error))?;
                 Ok(learnt.get_or_init(|| region).clone())
             }

@@ -89,7 +89,7 @@ pub(crate) fn now<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
 
 /// Whether where TCP listens may be the reason.
 fn is_of_the_way(error: &kvx::Error) -> bool {
-    matches!(error.kind(), kvx::Kind::NoRoute | kvx::Kind::PeerLost)
+    matches!(error.kind(), kvx::ErrorKind::NoRoute | kvx::ErrorKind::PeerLost)
 }
 
 /// What came of a release.

@@ -4,7 +4,7 @@ use std::fmt;
 use std::net::{IpAddr, TcpListener};
 use std::time::Duration;
 
-use kvx::{Error, Kind, Options, Result, nearest};
+use kvx::{Error, ErrorKind, Options, Result, nearest};
 
 /// Parameters and their variables.
 const KNOWN: [(&str, &str); 7] = [
@@ -132,7 +132,7 @@ impl fmt::Display for PluginSettings {
 }
 
 fn invalid(sentence: String) -> Error {
-    Error::new(Kind::Invalid, sentence)
+    Error::new(ErrorKind::Invalid, sentence)
 }
 
 fn seconds(value: &str, by: &str) -> Result<Duration> {

@@ -1,6 +1,6 @@
 //! What NIXL is told, in its own numbers.
 
-use kvx::{Error, Kind};
+use kvx::{Error, ErrorKind};
 
 /// A `nixl_status_t`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,12 +25,14 @@ pub(crate) type NixlResult<T = ()> = Result<T, NixlStatus>;
 impl From<&Error> for NixlStatus {
     fn from(error: &Error) -> Self {
         match error.kind() {
-            Kind::PeerLost | Kind::PeerRestarted => NixlStatus::RemoteDisconnect,
-            Kind::Cancelled => NixlStatus::Cancelled,
-            Kind::Invalid | Kind::OutOfBounds | Kind::Overlap => NixlStatus::InvalidParam,
-            Kind::Incompatible | Kind::Malformed => NixlStatus::Mismatch,
-            Kind::Unregistered | Kind::Revoked => NixlStatus::NotFound,
-            Kind::Unsupported => NixlStatus::NotSupported,
+            ErrorKind::PeerLost | ErrorKind::PeerRestarted => NixlStatus::RemoteDisconnect,
+            ErrorKind::Cancelled => NixlStatus::Cancelled,
+            ErrorKind::Invalid | ErrorKind::OutOfBounds | ErrorKind::Overlap => {
+                NixlStatus::InvalidParam
+            }
+            ErrorKind::Incompatible | ErrorKind::Malformed => NixlStatus::Mismatch,
+            ErrorKind::Unregistered | ErrorKind::Revoked => NixlStatus::NotFound,
+            ErrorKind::Unsupported => NixlStatus::NotSupported,
             _ => NixlStatus::Backend,
         }
     }

@@ -7,7 +7,7 @@ use aes_gcm::aead::inout::InOutBuf;
 use aes_gcm::{Aes256Gcm, KeyInit as _, Tag};
 use curve25519_dalek::MontgomeryPoint;
 use hmac::{Hmac, Mac as _};
-use kvx_core::{Error, Kind, Result, Secret, random_key};
+use kvx_core::{Error, ErrorKind, Result, Secret, random_key};
 use sha2::{Digest as _, Sha256};
 use snow::params::{CipherChoice, DHChoice, HashChoice};
 use snow::resolvers::CryptoResolver;
@@ -93,7 +93,7 @@ fn builder<'a>(key: &'a [u8; KEY], prologue: &'a [u8]) -> Result<Builder<'a>, sn
 
 /// What fails without a fault of the peer's: randomness.
 fn broken(error: snow::Error) -> Error {
-    Error::new(Kind::Native, format!("Noise failed ({error:?}): try again"))
+    Error::new(ErrorKind::Native, format!("Noise failed ({error:?}): try again"))
 }
 
 /// Finds what the pattern's name asks for.

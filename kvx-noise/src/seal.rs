@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use snow::types::Cipher as _;
 
 use crate::handshake::{AesGcm, KEY, TAG};
@@ -103,7 +103,7 @@ impl Opener {
             .is_some_and(|(message, tag)| self.0.cipher.open(number, &[], message.into(), tag));
         let why = "what the peer sent was altered, lost or repeated on its way, so the connection was closed: find out \
                    who is between the two hosts";
-        if is_whole { Ok(()) } else { Err(Error::new(Kind::Malformed, why)) }
+        if is_whole { Ok(()) } else { Err(Error::new(ErrorKind::Malformed, why)) }
     }
 
     /// Opens the pieces of a stream that have come whole: appends their contents to `out`, and leaves the rest in
@@ -117,7 +117,7 @@ impl Opener {
                 let why = format!(
                     "a sealed piece of {length} bytes is announced, at most {most} are sealed"
                 );
-                return Err(Error::new(Kind::Malformed, why));
+                return Err(Error::new(ErrorKind::Malformed, why));
             }
             let Some(piece) = rest.get_mut(..length) else { break };
             self.open(piece)?;
@@ -164,7 +164,7 @@ mod tests {
         // Each of these is an end for the connection: what comes behind it is not opened either.
         assert_eq!(
             theirs.opener.open(&mut second.clone()).unwrap_err().kind(),
-            Kind::Malformed,
+            ErrorKind::Malformed,
             "repeated"
         );
         assert!(theirs.opener.open(&mut third.clone()).is_err());
@@ -184,7 +184,7 @@ mod tests {
         assert!(heard == said && coming.is_empty());
         for wrong in [vec![0, 15], vec![0x40, 1], [&[0, 20][..], &[0; 20]].concat()] {
             let error = theirs.opener.open_stream(&mut wrong.clone(), &mut heard).unwrap_err();
-            assert_eq!(error.kind(), Kind::Malformed, "{wrong:?}");
+            assert_eq!(error.kind(), ErrorKind::Malformed, "{wrong:?}");
         }
     }
 

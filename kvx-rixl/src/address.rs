@@ -2,7 +2,7 @@
 
 use kvx_backend::sealed;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Identity, Kind, MAX_NAME, Result};
+use kvx_core::{Error, ErrorKind, Identity, MAX_NAME, Result};
 
 use crate::blob::Blob;
 use crate::memory::Export;
@@ -60,7 +60,7 @@ pub(crate) fn version(what: &str, found: u8, ours: u8) -> Result<()> {
         return Ok(());
     }
     Err(Error::new(
-        Kind::Incompatible,
+        ErrorKind::Incompatible,
         format!(
             "the peer's RIXL {what} has version {found}, this release knows {ours}: update the older end"
         ),

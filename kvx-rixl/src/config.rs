@@ -7,7 +7,7 @@
 //! | `progress_thread` | false with `UCX`, else true | whether NIXL gets a thread of its own, which sleeps until something comes |
 //! | `any_version` | false | use a wheel of a version that this release does not know |
 
-use kvx_core::{Error, Kind, Options, Result};
+use kvx_core::{Error, ErrorKind, Options, Result};
 
 use crate::ffi::UCX;
 
@@ -44,7 +44,7 @@ impl Config {
         };
         if plugin.is_empty() || !plugin.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "option \"rixl.plugin\" is {plugin:?}; write the name of a plugin of NIXL, such as UCX"
                 ),
@@ -75,7 +75,7 @@ mod tests {
         let both = read(r#"{"backends": ["LIBFABRIC"], "rixl": {"plugin": "POSIX"}}"#).unwrap();
         assert_eq!(both.plugin, "POSIX");
         for wrong in [r#"{"rixl": {"plugin": ""}}"#, r#"{"rixl": {"plugin": "../x"}}"#] {
-            assert_eq!(read(wrong).unwrap_err().kind(), Kind::Invalid, "{wrong}");
+            assert_eq!(read(wrong).unwrap_err().kind(), ErrorKind::Invalid, "{wrong}");
         }
     }
 

@@ -1,6 +1,6 @@
 //! NIXL's answers as kvx's errors.
 
-use kvx_core::{Error, Kind};
+use kvx_core::{Error, ErrorKind};
 
 use crate::ffi::Status;
 use crate::ffi::bindings::{
@@ -31,9 +31,9 @@ impl Status {
     /// As an error. NIXL's own words are on standard error, if NIXL_LOG_LEVEL lets them.
     pub(crate) fn error(self, doing: &str) -> Error {
         Error::new(
-            Kind::Native,
+            ErrorKind::Native,
             format!("NIXL failed in {doing}; its log on standard error may say more"),
         )
-        .native(i64::from(self.code()), self.text())
+        .with_native(i64::from(self.code()), self.text())
     }
 }

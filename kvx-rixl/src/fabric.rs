@@ -6,10 +6,10 @@ use std::os::fd::{AsRawFd as _, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
+use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, Sent, Unregister};
 use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{ForeignRange, MAX_NOTIFICATION, RemoteSpec};
-use kvx_core::{Capabilities, Error, Identity, Kind, PerOp, Result, Revocation};
+use kvx_core::{Capabilities, Error, ErrorKind, Identity, PerOp, Result, Revocation};
 
 use crate::address::Address;
 use crate::agent_lock::AgentLock;
@@ -99,7 +99,7 @@ pub(crate) struct NixlFabric {
 }
 
 fn agent(locked: &Option<NixlAgent>) -> Result<&NixlAgent> {
-    locked.as_ref().ok_or_else(|| Error::new(Kind::Closed, "the transport has been shut down"))
+    locked.as_ref().ok_or_else(|| Error::new(ErrorKind::Closed, "the transport has been shut down"))
 }
 
 impl NixlFabric {
@@ -140,7 +140,7 @@ impl NixlFabric {
         match agent(&locked)?.notify(name, bytes) {
             Ok(()) => Ok(Sent::Taken),
             // NIXL names no reason; nothing else makes it refuse a message to an agent that it knows.
-            Err(status) => Err(status.error("sending to the peer").kind_is(Kind::PeerLost)),
+            Err(status) => Err(status.error("sending to the peer").with_kind(ErrorKind::PeerLost)),
         }
     }
 
@@ -237,7 +237,7 @@ unsafe impl Fabric for NixlFabric {
         let memory::Export { range, blob } = export;
         if range.len < region.len {
             return Err(Error::new(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 "the region is longer than what NIXL knows of it",
             ));
         }
@@ -399,7 +399,7 @@ unsafe impl Fabric for NixlFabric {
         )
     }
 
-    fn unregister(&mut self, local: &Local) -> Result<LetGo> {
+    fn unregister(&mut self, local: &Local) -> Result<Unregister> {
         self.ranges.remove(&local.range)
     }
 
@@ -427,7 +427,7 @@ unsafe impl Fabric for NixlFabric {
         }
         for earlier in self.peers.superseded(endpoint) {
             let why = Error::new(
-                Kind::PeerLost,
+                ErrorKind::PeerLost,
                 "another life, or a newer description, of this agent was connected",
             );
             self.news.push_back(Happened::Broken { endpoint: earlier, why, gone: false });

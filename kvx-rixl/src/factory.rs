@@ -11,8 +11,8 @@ use kvx_backend::fabric::{self, Parts};
 use kvx_backend::loader;
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
-    Capabilities, Error, HeldUp, Idle, Isolation, Kind, MemoryKind, MemoryKinds, Options, PerOp,
-    Placement, Result, Revocation, Unavailable, WithoutAList,
+    AutoOpen, Capabilities, Error, ErrorKind, HungPageScope, Idle, Isolation, MemoryKind,
+    MemoryKinds, Options, PerOp, Placement, Result, Revocation, Unavailable,
 };
 
 use crate::address::{Address, name_of};
@@ -56,7 +56,7 @@ fn capabilities() -> Capabilities {
         revocation: Revocation::Confirmed,
         peer_loss_within: None,
         settles_without_peer: PerOp::NEITHER,
-        hung_page: HeldUp::Agent,
+        hung_page: HungPageScope::Agent,
         ordered: false,
         local: kinds,
         remote: kinds,
@@ -64,7 +64,7 @@ fn capabilities() -> Capabilities {
 }
 
 fn unavailable(why: Unavailable) -> Error {
-    Error::new(Kind::Unavailable, why.to_string()).backend(NAME)
+    Error::new(ErrorKind::Unavailable, why.to_string()).with_backend(NAME)
 }
 
 fn described(library: &Library, plugin: &str) -> String {
@@ -80,7 +80,7 @@ impl Factory for Rixl {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: 100, without_a_list: WithoutAList::Skip, speaks_for: SPEAKS_FOR }
+        Placement { order: 100, without_a_list: AutoOpen::Skip, speaks_for: SPEAKS_FOR }
     }
 
     fn admission(&self) -> Admission {
@@ -113,22 +113,22 @@ impl Factory for Rixl {
         Plugin::check(library, &config.plugin).map_err(unavailable)?;
         let name = name_of(&context.agent);
         let me = CString::new(name.as_str()).map_err(|_| {
-            Error::new(Kind::Invalid, "the agent's name has a NUL byte").backend(NAME)
+            Error::new(ErrorKind::Invalid, "the agent's name has a NUL byte").with_backend(NAME)
         })?;
         let opened = opened(library, &config, &name, &context.agent.name);
-        let (agent, watchers) = opened.map_err(|why| why.backend(NAME))?;
-        let blob = agent.connection().map_err(|why| why.backend(NAME))?;
-        agent.register(&cpu_trials::page()).map_err(|why| why.backend(NAME))?;
-        let page = agent.export(&cpu_trials::page()).map_err(|why| why.backend(NAME))?;
+        let (agent, watchers) = opened.map_err(|why| why.with_backend(NAME))?;
+        let blob = agent.connection().map_err(|why| why.with_backend(NAME))?;
+        agent.register(&cpu_trials::page()).map_err(|why| why.with_backend(NAME))?;
+        let page = agent.export(&cpu_trials::page()).map_err(|why| why.with_backend(NAME))?;
         let page = Export { range: cpu_trials::page(), blob: page.into() };
         let address = Address { name, blob, page }.encode();
-        Address::decode(&address).map_err(|why| why.backend(NAME))?; // else no peer would understand it
-        let agent_lock = AgentLock::new(agent).map_err(|why| why.backend(NAME))?;
+        Address::decode(&address).map_err(|why| why.with_backend(NAME))?; // else no peer would understand it
+        let agent_lock = AgentLock::new(agent).map_err(|why| why.with_backend(NAME))?;
         let ranges = Arc::new(Ranges::new(Arc::clone(&agent_lock)));
         let loads =
             Loads::start(format!("kvx-rixl+ {}", context.agent.name), Arc::clone(&agent_lock))?;
         let wakes = Wakes::new(&[loads.fd(), agent_lock.released_fd()], &watchers)
-            .map_err(|why| why.backend(NAME))?;
+            .map_err(|why| why.with_backend(NAME))?;
         let peers = Peers::new(me, loads);
         let description = described(library, &config.plugin);
         let fabric = NixlFabric::new(
@@ -184,11 +184,11 @@ fn within<T: Send + 'static>(
     let (sender, opened) = channel();
     let thread = std::thread::Builder::new().name(name).spawn(move || sender.send(open()).is_ok());
     let thread = thread.map_err(|error| {
-        Error::os("a thread for NIXL could not be started", error).kind_is(Kind::Exhausted)
+        Error::os("a thread for NIXL could not be started", error).with_kind(ErrorKind::Exhausted)
     })?;
     match opened.recv_timeout(limit) {
         Err(RecvTimeoutError::Timeout) => Err(Error::new(
-            Kind::TimedOut,
+            ErrorKind::TimedOut,
             format!(
                 "NIXL has not opened its plugin within {limit:?}: NIXL_LOG_LEVEL=debug tells what it waits for"
             ),
@@ -198,7 +198,7 @@ fn within<T: Send + 'static>(
             opened
         }
         Err(RecvTimeoutError::Disconnected) => {
-            Err(Error::new(Kind::Native, "opening NIXL panicked")) // the panic hook has told why
+            Err(Error::new(ErrorKind::Native, "opening NIXL panicked")) // the panic hook has told why
         }
     }
 }
@@ -213,13 +213,13 @@ mod tests {
         let opened =
             within(Duration::MAX, name(), || Ok(std::thread::current().name().map(str::to_owned)));
         assert_eq!(opened.unwrap(), Some(name()));
-        let refused = || Err::<(), _>(Error::new(Kind::Invalid, "refused"));
-        assert_eq!(within(Duration::MAX, name(), refused).unwrap_err().kind(), Kind::Invalid);
+        let refused = || Err::<(), _>(Error::new(ErrorKind::Invalid, "refused"));
+        assert_eq!(within(Duration::MAX, name(), refused).unwrap_err().kind(), ErrorKind::Invalid);
         let panicked = within(Duration::MAX, name(), || -> Result<()> { panic!("NIXL's own") });
-        assert_eq!(panicked.unwrap_err().kind(), Kind::Native);
+        assert_eq!(panicked.unwrap_err().kind(), ErrorKind::Native);
         let (_never, opens) = channel::<()>();
         let open = move || Ok(opens.recv_timeout(Duration::from_secs(10)).is_ok());
         let late = within(Duration::from_millis(1), name(), open);
-        assert_eq!(late.unwrap_err().kind(), Kind::TimedOut);
+        assert_eq!(late.unwrap_err().kind(), ErrorKind::TimedOut);
     }
 }

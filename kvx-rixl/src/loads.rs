@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
 use kvx_backend::reactor::Mailbox;
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use crate::agent_lock::AgentLock;
 use crate::blob;
@@ -48,7 +48,8 @@ impl Loads {
             .name(name)
             .spawn(move || serve(&todo, &agent_lock, &theirs));
         let thread = thread.map_err(|error| {
-            Error::os("a thread for NIXL could not be started", error).kind_is(Kind::Exhausted)
+            Error::os("a thread for NIXL could not be started", error)
+                .with_kind(ErrorKind::Exhausted)
         })?;
         Ok(Loads { tasks: Some(tasks), answers, thread: Some(thread) })
     }

@@ -4,10 +4,10 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvx_backend::fabric::{LetGo, Registrar};
+use kvx_backend::fabric::{Registrar, Unregister};
 use kvx_backend::sealed;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Kind, Memory, RegionId, Result};
+use kvx_core::{Error, ErrorKind, Memory, RegionId, Result};
 
 use crate::address::version;
 use crate::agent_lock::AgentLock;
@@ -57,7 +57,7 @@ impl Ranges {
             && let Some(other) = registered.keys().find(|other| other.overlaps(&range))
         {
             return Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 format!(
                     "the region overlaps another of {} bytes at {:#x}, and NIXL cannot tell them apart: register the \
                      whole range once, and use grids on it",
@@ -70,7 +70,7 @@ impl Ranges {
         if is_new {
             agent.register(&range).map_err(|why| match range.segment {
                 MemorySegment::Host => why,
-                MemorySegment::Device => why.kind_is(Kind::Unsupported),
+                MemorySegment::Device => why.with_kind(ErrorKind::Unsupported),
             })?;
         }
         let blob = agent.export(&range).inspect_err(|_| {
@@ -86,13 +86,13 @@ impl Ranges {
 
     /// A region ends, unless another thread has NIXL: then the reactor is woken when that has let go. Errors:
     /// `StillShared`, if foreign agents may know it; what NIXL answers.
-    pub(crate) fn remove(&self, range: &Range) -> Result<LetGo> {
-        let Some(locked) = self.agent_lock.try_lock() else { return Ok(LetGo::Later) };
+    pub(crate) fn remove(&self, range: &Range) -> Result<Unregister> {
+        let Some(locked) = self.agent_lock.try_lock() else { return Ok(Unregister::Later) };
         let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(uses) = registered.get_mut(range) else { return Ok(LetGo::Now) };
+        let Some(uses) = registered.get_mut(range) else { return Ok(Unregister::Now) };
         if uses.told {
             return Err(Error::new(
-                Kind::StillShared,
+                ErrorKind::StillShared,
                 "a foreign agent was told of this memory, and NIXL has no way to take that back",
             ));
         }
@@ -101,7 +101,7 @@ impl Ranges {
             registered.remove(range);
             locked.as_ref().ok_or_else(closed)?.deregister(range)?;
         }
-        Ok(LetGo::Now)
+        Ok(Unregister::Now)
     }
 
     /// Whether foreign agents may know some of it.
@@ -111,7 +111,7 @@ impl Ranges {
 }
 
 fn closed() -> Error {
-    Error::new(Kind::Closed, "the transport has been shut down")
+    Error::new(ErrorKind::Closed, "the transport has been shut down")
 }
 
 // SAFETY: NIXL keeps what it needs of a registration until `remove`, which the fabric calls when no peer reaches it.
@@ -223,10 +223,10 @@ mod tests {
         ranges.registered.lock().unwrap().insert(range, Uses { regions: 2, told: false });
         let locked = agent_lock.lock();
         for _ in 0..3 {
-            assert_eq!(ranges.remove(&range).unwrap(), LetGo::Later, "somebody else has NIXL");
+            assert_eq!(ranges.remove(&range).unwrap(), Unregister::Later, "somebody else has NIXL");
         }
         drop(locked);
-        assert_eq!(ranges.remove(&range).unwrap(), LetGo::Now);
+        assert_eq!(ranges.remove(&range).unwrap(), Unregister::Now);
         assert_eq!(
             ranges.registered.lock().unwrap()[&range].regions,
             1,

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvx_backend::fabric::{EndpointId, Happened};
 use kvx_core::wire::Writer as _;
-use kvx_core::{Error, Kind, PerOp, Result};
+use kvx_core::{Error, ErrorKind, PerOp, Result};
 
 use crate::blob::{Blob, Described, malformed};
 use crate::ffi::Range;
@@ -100,7 +100,7 @@ pub(crate) struct Peers {
 }
 
 fn lost(why: &'static str) -> Error {
-    Error::new(Kind::PeerLost, why)
+    Error::new(ErrorKind::PeerLost, why)
 }
 
 impl Peers {
@@ -135,7 +135,7 @@ impl Peers {
         if name == self.me {
             if foreign {
                 let why = "this is the blob of the agent itself: connect with its metadata";
-                return Err(Error::new(Kind::Invalid, why));
+                return Err(Error::new(ErrorKind::Invalid, why));
             }
             self.endpoints.insert(
                 endpoint,
@@ -446,7 +446,7 @@ impl Peers {
                 }
                 (_, Err(why)) => {
                     peer.state = NixlStanding::Lost { watched: true };
-                    let why = why.kind_is(Kind::PeerLost);
+                    let why = why.with_kind(ErrorKind::PeerLost);
                     happened.extend(peer.endpoints.iter().map(|endpoint| Happened::Broken {
                         endpoint: *endpoint,
                         why: why.clone(),

@@ -10,7 +10,7 @@
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use rustix::event::epoll;
 
 /// Descriptors of this process that watch others.
@@ -43,7 +43,7 @@ impl Wakes {
     /// Watches `own`, which outlive it, and what the plugin has made. Errors: `Exhausted`.
     pub(crate) fn new(own: &[RawFd], plugins: &[RawFd]) -> Result<Self> {
         let exhausted = |cause| {
-            Error::os("no readiness queue: raise ulimit -n", cause).kind_is(Kind::Exhausted)
+            Error::os("no readiness queue: raise ulimit -n", cause).with_kind(ErrorKind::Exhausted)
         };
         for plugins in [plugins, &[]] {
             let set = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(exhausted)?;
@@ -68,7 +68,7 @@ impl Wakes {
                 Err(_) => {}
             }
         }
-        Err(Error::new(Kind::Native, "no set of descriptors could be made"))
+        Err(Error::new(ErrorKind::Native, "no set of descriptors could be made"))
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {

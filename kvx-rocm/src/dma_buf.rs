@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::os::fd::{FromRawFd, OwnedFd};
 
 use kvx_backend::loader::{self, Search};
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use kvx_gpu::Driver as _;
 
 use crate::driver::Hip;
@@ -23,7 +23,7 @@ pub(crate) fn export(hip: &Hip, range: Range<u64>) -> Result<(OwnedFd, u64)> {
         Some(told) => Ok(told),
         None => by_hsa(hip, &range),
     };
-    told.map_err(|error| error.kind_is(Kind::Unsupported))
+    told.map_err(|error| error.with_kind(ErrorKind::Unsupported))
 }
 
 /// `None` if this release does not do it.
@@ -38,7 +38,7 @@ fn by_hip(hip: &Hip, range: &Range<u64>) -> Result<Option<(OwnedFd, u64)>> {
         return Ok(None);
     }
     let checked = hip.check("hipMemGetHandleForAddressRange", status);
-    checked.map_err(|error| error.kind_is(Kind::Unsupported))?;
+    checked.map_err(|error| error.with_kind(ErrorKind::Unsupported))?;
     // SAFETY: the runtime made it for this call, and nobody else has it.
     Ok(Some((unsafe { OwnedFd::from_raw_fd(file) }, 0)))
 }
@@ -57,11 +57,11 @@ fn by_hsa(hip: &Hip, range: &Range<u64>) -> Result<(OwnedFd, u64)> {
         unsafe { (hsa.hsa_amd_portable_export_dmabuf)(start, len, &raw mut file, &raw mut offset) };
     if status != 0 {
         return Err(Error::new(
-            Kind::Unsupported,
+            ErrorKind::Unsupported,
             "the ROCm runtime gives no dma-buf descriptor: it needs Linux 6.2 or newer, or amdgpu-dkms",
         )
-        .operation("hsa_amd_portable_export_dmabuf")
-        .native(status.into(), format!("hsa_status_t {status:#x}")));
+        .with_operation("hsa_amd_portable_export_dmabuf")
+        .with_native(status.into(), format!("hsa_status_t {status:#x}")));
     }
     // SAFETY: the runtime made it for this call, and nobody else has it.
     Ok((unsafe { OwnedFd::from_raw_fd(file) }, offset))

@@ -6,7 +6,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use kvx_core::memory::Hop;
-use kvx_core::{DeviceId, Error, Kind, Result};
+use kvx_core::{DeviceId, Error, ErrorKind, Result};
 use kvx_gpu::{
     CopyDirection, Current, DeviceInfo, Driver, EventHandle, FunctionHandle, Mapped, Pointer,
     PointerPlace, Rows, StreamHandle,
@@ -196,7 +196,7 @@ unsafe impl Driver for Hip {
         const LAZY_PEER_ACCESS: u32 = 1;
         let bytes = handle.try_into().map_err(|_| {
             Error::new(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 format!("a handle of HIP has 64 bytes, and the peer's {}", handle.len()),
             )
         })?;

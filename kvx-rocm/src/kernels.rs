@@ -3,7 +3,7 @@
 use std::ffi::{CString, c_void};
 
 use kvx_backend::loader::{self, Search};
-use kvx_core::{Error, Kind, Result, Unavailable};
+use kvx_core::{Error, ErrorKind, Result, Unavailable};
 use kvx_gpu::kernels::{ENTRIES, SOURCE};
 use kvx_gpu::{Compiler, FunctionHandle};
 
@@ -19,7 +19,7 @@ const CURE: &str =
     "install ROCm's hipRTC (AMD: hip-runtime-amd), or set KVX_HIPRTC_LIB to its libhiprtc.so";
 
 pub(crate) fn load(hip: &Hip) -> Result<Vec<FunctionHandle>> {
-    let unavailable = |why: Unavailable| Error::new(Kind::Unavailable, why.to_string());
+    let unavailable = |why: Unavailable| Error::new(ErrorKind::Unavailable, why.to_string());
     let hiprtc = loader::with_signals_kept(|| {
         // HIP 5 and 6 have it in the same file as all else.
         // SAFETY: the signatures are those of hipRTC's header, the same in all releases.
@@ -53,8 +53,9 @@ pub(crate) fn load(hip: &Hip) -> Result<Vec<FunctionHandle>> {
 }
 
 fn function(hip: &Hip, module: Handle, entry: &str) -> Result<FunctionHandle> {
-    let name = CString::new(entry)
-        .map_err(|error| Error::new(Kind::Invalid, "an entry with a NUL").source(error))?;
+    let name = CString::new(entry).map_err(|error| {
+        Error::new(ErrorKind::Invalid, "an entry with a NUL").with_source(error)
+    })?;
     let mut function = std::ptr::null_mut();
     // SAFETY: a place for one handle; the module lives, and the name ends in NUL.
     let status = unsafe {

@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char};
 use std::path::Path;
 
 use kvx_backend::loader::{self, NativeLibrary as File, OpenOnce, Search};
-use kvx_core::{Error, Kind, Result, Unavailable};
+use kvx_core::{Error, ErrorKind, Result, Unavailable};
 
 use crate::ffi::{self, Functions, Status, VirtualMemory};
 
@@ -135,18 +135,21 @@ impl Library {
     fn error(&self, call: &'static str, status: Status) -> Error {
         let (name, text) = self.explained(status);
         let (kind, sentence) = match status {
-            ffi::OUT_OF_MEMORY => {
-                (Kind::Exhausted, "the device has not enough memory: free some, or ask for less")
-            }
-            ffi::DEINITIALIZED => (Kind::Closed, "the runtime has ended with the process"),
+            ffi::OUT_OF_MEMORY => (
+                ErrorKind::Exhausted,
+                "the device has not enough memory: free some, or ask for less",
+            ),
+            ffi::DEINITIALIZED => (ErrorKind::Closed, "the runtime has ended with the process"),
             status if ends_all_work(status.into()) => (
-                Kind::Native,
+                ErrorKind::Native,
                 "the runtime has given up the device for this process after an error of some kernel or copy in it: start the \
                  process again, and see dmesg for lines of amdgpu",
             ),
-            _ => (Kind::Native, "the runtime refused: its text says why"),
+            _ => (ErrorKind::Native, "the runtime refused: its text says why"),
         };
-        Error::new(kind, sentence).operation(call).native(status.into(), format!("{name}: {text}"))
+        Error::new(kind, sentence)
+            .with_operation(call)
+            .with_native(status.into(), format!("{name}: {text}"))
     }
 
     /// The runtime's version, and the file.

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use kvx_gpu::{Driver as _, Mapped};
 
 use crate::driver::Hip;
@@ -40,7 +40,10 @@ pub(crate) fn map(hip: &Hip, len: usize) -> Result<Mapped> {
     };
     hip.check("hipMemGetAllocationGranularity", status)?;
     let len = len.checked_next_multiple_of(page.max(1)).ok_or_else(|| {
-        Error::new(Kind::Invalid, format!("a pool of {len} bytes is larger than the address space"))
+        Error::new(
+            ErrorKind::Invalid,
+            format!("a pool of {len} bytes is larger than the address space"),
+        )
     })?;
     let mut handle = std::ptr::null_mut();
     // SAFETY: a place for one handle.

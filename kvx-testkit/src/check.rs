@@ -47,12 +47,12 @@ macro_rules! ensure {
 macro_rules! ensure_kind {
     ($result:expr, $($kind:ident)|+) => {
         match &$result {
-            Err(error) if matches!(error.kind(), $(kvx_core::Kind::$kind)|+) => {}
+            Err(error) if matches!(error.kind(), $(kvx_core::ErrorKind::$kind)|+) => {}
             Err(error) => return Err($crate::check::Failure::new(format!(
-                "{}: {:?} was wanted, it was {:?}", stringify!($result), [$(kvx_core::Kind::$kind),+], error
+                "{}: {:?} was wanted, it was {:?}", stringify!($result), [$(kvx_core::ErrorKind::$kind),+], error
             ))),
             Ok(_) => return Err($crate::check::Failure::new(format!(
-                "{}: {:?} was wanted, it succeeded", stringify!($result), [$(kvx_core::Kind::$kind),+]
+                "{}: {:?} was wanted, it succeeded", stringify!($result), [$(kvx_core::ErrorKind::$kind),+]
             ))),
         }
     };

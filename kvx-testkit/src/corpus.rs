@@ -43,8 +43,8 @@ mod tests {
     fn a_file_that_breaks_a_target_and_a_target_without_files_are_found() {
         let here = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/src/chaos"));
         replay_one(here, |bytes| assert!(!bytes.is_empty()));
-        let breaks = |bytes: &[u8]| assert!(bytes.len() < 100, "too long");
-        assert!(std::panic::catch_unwind(|| replay_one(here, breaks)).is_err());
+        let fault_injection = |bytes: &[u8]| assert!(bytes.len() < 100, "too long");
+        assert!(std::panic::catch_unwind(|| replay_one(here, fault_injection)).is_err());
         assert!(std::panic::catch_unwind(|| replay(&[("no_such_target", |_| {})])).is_err());
     }
 }

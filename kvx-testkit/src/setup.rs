@@ -7,7 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvx_core::transport::Admission;
-use kvx_core::{Agent, Capabilities, Error, Kind, Memory, Options, Peer, Region, Registry, Secret};
+use kvx_core::{
+    Agent, Capabilities, Error, ErrorKind, Memory, Options, Peer, Region, Registry, Secret,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::chaos::{Chaos, Gate};
@@ -57,7 +59,7 @@ impl Backing {
             (Backing::Owned | Backing::Shared, _) => Memory::owned(vec![0; len]),
             (Backing::Device, Some(device)) => device.allocate(len)?,
             (Backing::Device, None) => {
-                return Err(Error::new(Kind::Invalid, "the setup has no device"));
+                return Err(Error::new(ErrorKind::Invalid, "the setup has no device"));
             }
         };
         if let Some(seed) = seed {

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use kvx_core::{Agent, Grid, Kind, Op, Peer, Plan, Region, Revocation, Transfer};
+use kvx_core::{Agent, ErrorKind, Grid, Op, Peer, Plan, Region, Revocation, Transfer};
 
 use crate::check::{Check, Failure, ensure, ensure_kind};
 use crate::executor::run;
@@ -305,8 +305,8 @@ impl World<'_> {
             Err(error) => {
                 self.done.failed += 1;
                 let fits = match error.kind() {
-                    Kind::Cancelled | Kind::TimedOut => true,
-                    Kind::PeerLost => killed,
+                    ErrorKind::Cancelled | ErrorKind::TimedOut => true,
+                    ErrorKind::PeerLost => killed,
                     _ => false,
                 };
                 ensure!(

@@ -2,7 +2,7 @@
 
 use kvx_backend::sealed;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use crate::error::NAME;
 use crate::ffi::Version;
@@ -45,7 +45,7 @@ impl Address {
                 "the peer's UCX address has form {form}, this release knows {}",
                 Self::FORM
             );
-            return Err(Error::new(Kind::Incompatible, why).backend(NAME));
+            return Err(Error::new(ErrorKind::Incompatible, why).with_backend(NAME));
         }
         let version =
             Version { major: reader.u32()?, minor: reader.u32()?, release: reader.u32()? };
@@ -66,12 +66,12 @@ mod tests {
         let address = Address { version, worker: (*b"somewhere").into() };
         let bytes = address.encode();
         assert_eq!(Address::decode(&bytes).unwrap(), address);
-        assert_eq!(Address::decode(&bytes[1..]).unwrap_err().kind(), Kind::Malformed);
+        assert_eq!(Address::decode(&bytes[1..]).unwrap_err().kind(), ErrorKind::Malformed);
         let other = sealed::seal(vec![9]);
-        assert_eq!(Address::decode(&other).unwrap_err().kind(), Kind::Incompatible);
+        assert_eq!(Address::decode(&other).unwrap_err().kind(), ErrorKind::Incompatible);
         for none in [0, MAX_WORKER + 1] {
             let nobody = Address { worker: vec![1; none].into(), version }.encode();
-            assert_eq!(Address::decode(&nobody).unwrap_err().kind(), Kind::Malformed);
+            assert_eq!(Address::decode(&nobody).unwrap_err().kind(), ErrorKind::Malformed);
         }
     }
 

@@ -251,11 +251,11 @@ impl Completed for Tally {
 /// An operation that is told of once, and owns what UCX reads meanwhile: its callback, or who posted it, takes it back.
 pub(crate) struct Once {
     notes: Rc<CallbackNotes>,
-    what: Told,
+    what: CallbackEvent,
 }
 
 /// The event that a callback tells of.
-pub(crate) enum Told {
+pub(crate) enum CallbackEvent {
     /// A message is on its way: it counts among those of its peer.
     Sent { frame: Vec<u8>, waiting: Rc<Cell<usize>> },
     /// The flush of a job.
@@ -266,8 +266,8 @@ pub(crate) enum Told {
 
 impl Once {
     /// Hands it to an operation.
-    pub(crate) fn hand_over(what: Told, notes: &Rc<CallbackNotes>) -> NonNull<Once> {
-        if let Told::Sent { waiting, .. } = &what {
+    pub(crate) fn hand_over(what: CallbackEvent, notes: &Rc<CallbackNotes>) -> NonNull<Once> {
+        if let CallbackEvent::Sent { waiting, .. } = &what {
             waiting.set(waiting.get() + 1);
         }
         notes.others.set(notes.others.get() + 1);
@@ -281,8 +281,8 @@ impl Once {
     pub(crate) unsafe fn frame<'a>(this: NonNull<Once>) -> &'a [u8] {
         // SAFETY: the caller's promise.
         match unsafe { &this.as_ref().what } {
-            Told::Sent { frame, .. } => frame,
-            Told::Flushed(_) | Told::Ended => &[],
+            CallbackEvent::Sent { frame, .. } => frame,
+            CallbackEvent::Flushed(_) | CallbackEvent::Ended => &[],
         }
     }
 
@@ -294,7 +294,7 @@ impl Once {
         // SAFETY: it was leaked by `hand_over`, and nobody else takes it back: the caller's promise.
         let once = unsafe { Box::from_raw(this.as_ptr()) };
         once.notes.others.set(once.notes.others.get() - 1);
-        if let Told::Sent { waiting, .. } = &once.what {
+        if let CallbackEvent::Sent { waiting, .. } = &once.what {
             waiting.set(waiting.get() - 1);
         }
     }
@@ -304,7 +304,7 @@ impl Completed for Once {
     unsafe fn completed(this: NonNull<Self>, outcome: Result<(), Status>) {
         // SAFETY: handed over to this operation, whose only callback this is.
         let once = unsafe { this.as_ref() };
-        if let Told::Flushed(job) = once.what {
+        if let CallbackEvent::Flushed(job) = once.what {
             let result = outcome.map_err(error::of_piece);
             once.notes.flushed.borrow_mut().push(Happened::Flushed { job, result });
         }
@@ -437,7 +437,7 @@ mod tests {
     fn a_frame_is_kept_until_it_is_sent() {
         let notes = Rc::new(CallbackNotes::default());
         let waiting = Rc::new(Cell::new(0));
-        let told = Told::Sent { frame: b"frame".to_vec(), waiting: Rc::clone(&waiting) };
+        let told = CallbackEvent::Sent { frame: b"frame".to_vec(), waiting: Rc::clone(&waiting) };
         let once = Once::hand_over(told, &notes);
         // SAFETY: it was handed over just now.
         assert_eq!(unsafe { Once::frame(once) }, b"frame");

@@ -20,7 +20,7 @@
 
 use std::path::{Path, PathBuf};
 
-use kvx_core::{Error, Kind, Options, Result, Table};
+use kvx_core::{Error, ErrorKind, Options, Result, Table};
 
 use crate::Ucx;
 
@@ -117,7 +117,7 @@ fn list(table: &Table<'_>, key: &str) -> Result<Option<String>> {
     let Some(items) = table.texts(key)? else { return Ok(None) };
     if items.is_empty() || items.iter().any(|item| item.trim().is_empty()) {
         return Err(Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!(
                 "option \"ucx.{key}\" has an empty name; write a list such as [\"all\"], or remove the option"
             ),
@@ -131,7 +131,7 @@ fn list(table: &Table<'_>, key: &str) -> Result<Option<String>> {
 fn assignment(text: &str) -> Result<Setting> {
     let wrong = || {
         Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!(
                 "option \"ucx.set\" has {text:?}; write UCX's settings as \"UCX_MAX_RMA_RAILS=2\""
             ),
@@ -244,7 +244,7 @@ mod tests {
             (r#"["all"]"#, "ucx"),
         ] {
             let error = read(&format!(r#"{{"ucx": {json}}}"#)).unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid);
+            assert_eq!(error.kind(), ErrorKind::Invalid);
             assert!(error.sentence().contains(name), "{json}: {error}");
         }
     }
@@ -257,7 +257,7 @@ mod tests {
         for wrong in ["0", "65", "-1", "1.5", r#""two""#, "[2]"] {
             let error = read(&format!(r#"{{"num_threads": {wrong}}}"#)).unwrap_err();
             assert!(
-                error.kind() == Kind::Invalid && error.sentence().contains("num_threads"),
+                error.kind() == ErrorKind::Invalid && error.sentence().contains("num_threads"),
                 "{error}"
             );
         }

@@ -3,7 +3,7 @@
 use std::fmt::Display;
 use std::ops::RangeInclusive;
 
-use kvx_core::{Error, Kind};
+use kvx_core::{Error, ErrorKind};
 
 use crate::ffi::Status;
 use crate::ffi::bindings_1_13::*;
@@ -18,37 +18,37 @@ const CONFIGURED: &str = "check the options of the table ucx and the variables U
 const UNKNOWN: &str = "UCX_LOG_LEVEL=info makes UCX say more";
 
 /// The meaning of a status, and what to do next. The first row that holds it counts.
-const ROWS: &[(RangeInclusive<ucs_status_t>, Kind, &str)] = &[
+const ROWS: &[(RangeInclusive<ucs_status_t>, ErrorKind, &str)] = &[
     // Ranges that UCX reserves: a broken link, an endpoint whose peer has failed.
-    (UCS_ERR_LAST_LINK_FAILURE..=UCS_ERR_FIRST_LINK_FAILURE, Kind::PeerLost, GONE),
-    (UCS_ERR_LAST_ENDPOINT_FAILURE..=UCS_ERR_FIRST_ENDPOINT_FAILURE, Kind::PeerLost, GONE),
-    (UCS_ERR_CONNECTION_RESET..=UCS_ERR_REJECTED, Kind::PeerLost, GONE),
-    (UCS_ERR_TIMED_OUT..=UCS_ERR_TIMED_OUT, Kind::PeerLost, GONE),
+    (UCS_ERR_LAST_LINK_FAILURE..=UCS_ERR_FIRST_LINK_FAILURE, ErrorKind::PeerLost, GONE),
+    (UCS_ERR_LAST_ENDPOINT_FAILURE..=UCS_ERR_FIRST_ENDPOINT_FAILURE, ErrorKind::PeerLost, GONE),
+    (UCS_ERR_CONNECTION_RESET..=UCS_ERR_REJECTED, ErrorKind::PeerLost, GONE),
+    (UCS_ERR_TIMED_OUT..=UCS_ERR_TIMED_OUT, ErrorKind::PeerLost, GONE),
     // A read of a process that has ended.
-    (UCS_ERR_IO_ERROR..=UCS_ERR_IO_ERROR, Kind::PeerLost, GONE),
+    (UCS_ERR_IO_ERROR..=UCS_ERR_IO_ERROR, ErrorKind::PeerLost, GONE),
     // kvx cancels nothing in UCX: the endpoint was closed under the operation, as it failed.
-    (UCS_ERR_CANCELED..=UCS_ERR_CANCELED, Kind::PeerLost, GONE),
+    (UCS_ERR_CANCELED..=UCS_ERR_CANCELED, ErrorKind::PeerLost, GONE),
     (
         UCS_ERR_UNREACHABLE..=UCS_ERR_UNREACHABLE,
-        Kind::Unsupported,
+        ErrorKind::Unsupported,
         "both ends need a transport in common that notices the end of its peer: tcp, an RDMA card's, or sm with \
          UCX_MM_ERROR_HANDLING=y; check UCX_TLS and UCX_NET_DEVICES on both",
     ),
-    (UCS_ERR_NOT_IMPLEMENTED..=UCS_ERR_NOT_IMPLEMENTED, Kind::Unsupported, CONFIGURED),
-    (UCS_ERR_UNSUPPORTED..=UCS_ERR_UNSUPPORTED, Kind::Unsupported, CONFIGURED),
+    (UCS_ERR_NOT_IMPLEMENTED..=UCS_ERR_NOT_IMPLEMENTED, ErrorKind::Unsupported, CONFIGURED),
+    (UCS_ERR_UNSUPPORTED..=UCS_ERR_UNSUPPORTED, ErrorKind::Unsupported, CONFIGURED),
     (
         UCS_ERR_NO_DEVICE..=UCS_ERR_NO_DEVICE,
-        Kind::Unavailable,
+        ErrorKind::Unavailable,
         "no device of this machine fits the options of the table ucx and the variables UCX_*: `ucx_info -d` lists what \
          there is",
     ),
-    (UCS_ERR_NO_ELEM..=UCS_ERR_NO_ELEM, Kind::Invalid, CONFIGURED),
-    (UCS_ERR_INVALID_PARAM..=UCS_ERR_INVALID_PARAM, Kind::Invalid, CONFIGURED),
-    (UCS_ERR_NO_MEMORY..=UCS_ERR_NO_MEMORY, Kind::Exhausted, SCARCE),
-    (UCS_ERR_NO_RESOURCE..=UCS_ERR_NO_RESOURCE, Kind::Exhausted, SCARCE),
-    (UCS_ERR_SHMEM_SEGMENT..=UCS_ERR_SHMEM_SEGMENT, Kind::Exhausted, SCARCE),
-    (UCS_ERR_EXCEEDS_LIMIT..=UCS_ERR_EXCEEDS_LIMIT, Kind::Exhausted, SCARCE),
-    (ucs_status_t::MIN..=ucs_status_t::MAX, Kind::Native, UNKNOWN),
+    (UCS_ERR_NO_ELEM..=UCS_ERR_NO_ELEM, ErrorKind::Invalid, CONFIGURED),
+    (UCS_ERR_INVALID_PARAM..=UCS_ERR_INVALID_PARAM, ErrorKind::Invalid, CONFIGURED),
+    (UCS_ERR_NO_MEMORY..=UCS_ERR_NO_MEMORY, ErrorKind::Exhausted, SCARCE),
+    (UCS_ERR_NO_RESOURCE..=UCS_ERR_NO_RESOURCE, ErrorKind::Exhausted, SCARCE),
+    (UCS_ERR_SHMEM_SEGMENT..=UCS_ERR_SHMEM_SEGMENT, ErrorKind::Exhausted, SCARCE),
+    (UCS_ERR_EXCEEDS_LIMIT..=UCS_ERR_EXCEEDS_LIMIT, ErrorKind::Exhausted, SCARCE),
+    (ucs_status_t::MIN..=ucs_status_t::MAX, ErrorKind::Native, UNKNOWN),
 ];
 
 /// What tells more.
@@ -59,8 +59,8 @@ pub(crate) fn native(what: impl Display, status: Status) -> Error {
     let row = ROWS.iter().find(|(statuses, ..)| statuses.contains(&status.0));
     let (_, kind, cure) = row.expect("the last row holds every status");
     Error::new(*kind, format!("{what}: {cure}"))
-        .backend(NAME)
-        .native(i64::from(status.0), status.text())
+        .with_backend(NAME)
+        .with_native(i64::from(status.0), status.text())
 }
 
 /// Why there is no worker: no peer has part in that, whatever UCX's answer is to mean elsewhere.
@@ -68,13 +68,13 @@ pub(crate) fn of_worker(status: Status) -> Error {
     const WHAT: &str = "UCX gives no worker";
     let error = native(WHAT, status);
     match error.kind() {
-        Kind::PeerLost => {
+        ErrorKind::PeerLost => {
             let why = format!(
                 "{WHAT}: raise the limits of open files (ulimit -n) and of memory; {SAYS_WHICH}"
             );
-            Error::new(Kind::Exhausted, why)
-                .backend(NAME)
-                .native(i64::from(status.0), status.text())
+            Error::new(ErrorKind::Exhausted, why)
+                .with_backend(NAME)
+                .with_native(i64::from(status.0), status.text())
         }
         _ => error,
     }
@@ -85,13 +85,13 @@ pub(crate) fn of_piece(status: Status) -> Error {
     let error = native("UCX could not move a piece of the transfer", status);
     match error.kind() {
         // So it says also when the peer's memory is gone with the peer.
-        Kind::Exhausted => {
+        ErrorKind::Exhausted => {
             let why = format!(
                 "UCX could not move a piece of the transfer: check whether the peer still runs; if it does, {SCARCE}"
             );
-            Error::new(Kind::Exhausted, why)
-                .backend(NAME)
-                .native(i64::from(status.0), status.text())
+            Error::new(ErrorKind::Exhausted, why)
+                .with_backend(NAME)
+                .with_native(i64::from(status.0), status.text())
         }
         _ => error,
     }
@@ -104,11 +104,11 @@ mod tests {
     #[test]
     fn a_worker_that_there_is_none_of_is_no_peers_fault() {
         let error = of_worker(Status(-3));
-        assert_eq!(error.kind(), Kind::Exhausted);
+        assert_eq!(error.kind(), ErrorKind::Exhausted);
         assert!(error.sentence().contains("ulimit -n"), "{error}");
         assert_eq!(
             native("", Status(-3)).kind(),
-            Kind::PeerLost,
+            ErrorKind::PeerLost,
             "else nothing is told apart here"
         );
     }
@@ -116,30 +116,30 @@ mod tests {
     #[test]
     fn each_status_has_its_kind_and_a_cure() {
         for (status, kind, cure) in [
-            (UCS_ERR_CONNECTION_RESET, Kind::PeerLost, "still runs"),
-            (UCS_ERR_NOT_CONNECTED, Kind::PeerLost, "still runs"),
-            (UCS_ERR_REJECTED, Kind::PeerLost, "still runs"),
-            (UCS_ERR_ENDPOINT_TIMEOUT, Kind::PeerLost, "still runs"),
-            (UCS_ERR_FIRST_LINK_FAILURE, Kind::PeerLost, "still runs"),
-            (UCS_ERR_LAST_LINK_FAILURE, Kind::PeerLost, "still runs"),
-            (UCS_ERR_FIRST_ENDPOINT_FAILURE, Kind::PeerLost, "still runs"),
-            (UCS_ERR_LAST_ENDPOINT_FAILURE, Kind::PeerLost, "still runs"),
-            (UCS_ERR_TIMED_OUT, Kind::PeerLost, "still runs"),
-            (UCS_ERR_IO_ERROR, Kind::PeerLost, "still runs"),
-            (UCS_ERR_CANCELED, Kind::PeerLost, "still runs"),
-            (UCS_ERR_UNREACHABLE, Kind::Unsupported, "UCX_TLS"),
-            (UCS_ERR_UNSUPPORTED, Kind::Unsupported, "table ucx"),
-            (UCS_ERR_NO_DEVICE, Kind::Unavailable, "ucx_info -d"),
-            (UCS_ERR_INVALID_PARAM, Kind::Invalid, "table ucx"),
-            (UCS_ERR_NO_ELEM, Kind::Invalid, "table ucx"),
-            (UCS_ERR_NO_MEMORY, Kind::Exhausted, "ulimit"),
-            (UCS_ERR_NO_RESOURCE, Kind::Exhausted, "ulimit"),
-            (UCS_ERR_SHMEM_SEGMENT, Kind::Exhausted, "/dev/shm"),
-            (UCS_ERR_NO_MESSAGE, Kind::Native, "UCX_LOG_LEVEL"),
-            (UCS_ERR_INVALID_ADDR, Kind::Native, "UCX_LOG_LEVEL"),
-            (UCS_ERR_LAST, Kind::Native, "UCX_LOG_LEVEL"),
-            (-90, Kind::Native, "UCX_LOG_LEVEL"),
-            (UCS_INPROGRESS, Kind::Native, "UCX_LOG_LEVEL"),
+            (UCS_ERR_CONNECTION_RESET, ErrorKind::PeerLost, "still runs"),
+            (UCS_ERR_NOT_CONNECTED, ErrorKind::PeerLost, "still runs"),
+            (UCS_ERR_REJECTED, ErrorKind::PeerLost, "still runs"),
+            (UCS_ERR_ENDPOINT_TIMEOUT, ErrorKind::PeerLost, "still runs"),
+            (UCS_ERR_FIRST_LINK_FAILURE, ErrorKind::PeerLost, "still runs"),
+            (UCS_ERR_LAST_LINK_FAILURE, ErrorKind::PeerLost, "still runs"),
+            (UCS_ERR_FIRST_ENDPOINT_FAILURE, ErrorKind::PeerLost, "still runs"),
+            (UCS_ERR_LAST_ENDPOINT_FAILURE, ErrorKind::PeerLost, "still runs"),
+            (UCS_ERR_TIMED_OUT, ErrorKind::PeerLost, "still runs"),
+            (UCS_ERR_IO_ERROR, ErrorKind::PeerLost, "still runs"),
+            (UCS_ERR_CANCELED, ErrorKind::PeerLost, "still runs"),
+            (UCS_ERR_UNREACHABLE, ErrorKind::Unsupported, "UCX_TLS"),
+            (UCS_ERR_UNSUPPORTED, ErrorKind::Unsupported, "table ucx"),
+            (UCS_ERR_NO_DEVICE, ErrorKind::Unavailable, "ucx_info -d"),
+            (UCS_ERR_INVALID_PARAM, ErrorKind::Invalid, "table ucx"),
+            (UCS_ERR_NO_ELEM, ErrorKind::Invalid, "table ucx"),
+            (UCS_ERR_NO_MEMORY, ErrorKind::Exhausted, "ulimit"),
+            (UCS_ERR_NO_RESOURCE, ErrorKind::Exhausted, "ulimit"),
+            (UCS_ERR_SHMEM_SEGMENT, ErrorKind::Exhausted, "/dev/shm"),
+            (UCS_ERR_NO_MESSAGE, ErrorKind::Native, "UCX_LOG_LEVEL"),
+            (UCS_ERR_INVALID_ADDR, ErrorKind::Native, "UCX_LOG_LEVEL"),
+            (UCS_ERR_LAST, ErrorKind::Native, "UCX_LOG_LEVEL"),
+            (-90, ErrorKind::Native, "UCX_LOG_LEVEL"),
+            (UCS_INPROGRESS, ErrorKind::Native, "UCX_LOG_LEVEL"),
         ] {
             let error = native("a trial", Status(status));
             assert_eq!(error.kind(), kind, "{status}");
@@ -147,8 +147,8 @@ mod tests {
                 error.sentence().starts_with("a trial: ") && error.sentence().contains(cure),
                 "{error}"
             );
-            assert_eq!(error.native_detail().map(|native| native.code), Some(i64::from(status)));
-            assert_eq!(error.failed_backend(), Some("UCX"));
+            assert_eq!(error.native().map(|native| native.code), Some(i64::from(status)));
+            assert_eq!(error.backend(), Some("UCX"));
         }
     }
 

@@ -5,13 +5,15 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::fabric::{EndpointId, Fabric, Flushed, Happened, Job, JobId, LetGo, Sent};
+use kvx_backend::fabric::{EndpointId, Fabric, Flushed, Happened, Job, JobId, Sent, Unregister};
 use kvx_backend::reactor::{self, SLICE};
 use kvx_core::transport::{INLINE_BYTES, RemoteSpec};
-use kvx_core::{Capabilities, Error, Identity, Kind, Op, Result};
+use kvx_core::{Capabilities, Error, ErrorKind, Identity, Op, Result};
 
 use crate::address::Address;
-use crate::callbacks::{CallbackNotes, FAREWELL, Letter, MAX_MESSAGE, Once, Postmark, Tally, Told};
+use crate::callbacks::{
+    CallbackEvent, CallbackNotes, FAREWELL, Letter, MAX_MESSAGE, Once, Postmark, Tally,
+};
 use crate::error::{self, NAME};
 use crate::ffi::{Endpoint, Posted, Worker, WorkerArmed};
 use crate::memory::{Local, Registrations, Remote, RemoteKeys};
@@ -111,7 +113,7 @@ impl UcxFabric {
         happened: &mut Vec<Happened>,
     ) {
         let Some(at) = at else { return };
-        self.break_off(at, None, &Error::new(Kind::PeerLost, why).backend(NAME));
+        self.break_off(at, None, &Error::new(ErrorKind::PeerLost, why).with_backend(NAME));
         happened.append(&mut self.news);
     }
 
@@ -158,7 +160,7 @@ impl UcxFabric {
                     "the connection to the peer broke: check whether it still runs",
                     status,
                 );
-                self.break_off(at, None, &why.kind_is(Kind::PeerLost));
+                self.break_off(at, None, &why.with_kind(ErrorKind::PeerLost));
             }
         }
         // Links break first, so that what fails with them fails for that reason.
@@ -194,7 +196,7 @@ impl UcxFabric {
         for (endpoint, peer) in self.peers.endpoints() {
             // SAFETY: this thread has the machine, and the endpoint is open.
             unsafe { post(endpoint, peer, FAREWELL, &self.notes) }.ok(); // who does not hear it learns of it later
-            let ended = Once::hand_over(Told::Ended, &self.notes);
+            let ended = Once::hand_over(CallbackEvent::Ended, &self.notes);
             // SAFETY: this thread has the machine, the worker is alive, the endpoint is open.
             match unsafe { endpoint.flush(ended) } {
                 Posted::Pending => {}
@@ -224,7 +226,8 @@ unsafe fn post(
     message: &[u8],
     notes: &Rc<CallbackNotes>,
 ) -> Result<()> {
-    let told = Told::Sent { frame: peer.mark.frame(message), waiting: Rc::clone(&peer.unsent) };
+    let told =
+        CallbackEvent::Sent { frame: peer.mark.frame(message), waiting: Rc::clone(&peer.unsent) };
     let once = Once::hand_over(told, notes);
     // SAFETY: it was handed over just now, and UCX keeps it until the end.
     let (mark, message) = unsafe { Once::frame(once) }.split_at(Postmark::LEN);
@@ -237,7 +240,7 @@ unsafe fn post(
             // SAFETY: as above.
             unsafe { Once::take_back(once) };
             return Err(error::native("UCX does not send a message to the peer", status)
-                .kind_is(Kind::PeerLost));
+                .with_kind(ErrorKind::PeerLost));
         }
     }
     Ok(())
@@ -341,7 +344,7 @@ unsafe impl Fabric for UcxFabric {
         let Some((endpoint, _)) = self.peers.of(endpoint) else {
             return Ok(Flushed::WithItsPieces);
         };
-        let once = Once::hand_over(Told::Flushed(job), &self.notes);
+        let once = Once::hand_over(CallbackEvent::Flushed(job), &self.notes);
         // SAFETY: this thread has the machine, and the endpoint is open.
         match unsafe { endpoint.flush(once) } {
             Posted::Pending => return Ok(Flushed::Later),
@@ -359,10 +362,10 @@ unsafe impl Fabric for UcxFabric {
     fn sever(&mut self, endpoint: EndpointId) {
         if let Some(at) = self.peers.of_link(endpoint) {
             let why = Error::new(
-                Kind::PeerLost,
+                ErrorKind::PeerLost,
                 "another link to this peer was lost, and they share a connection",
             );
-            self.break_off(at, Some(endpoint), &why.backend(NAME));
+            self.break_off(at, Some(endpoint), &why.with_backend(NAME));
         }
     }
 
@@ -413,13 +416,13 @@ unsafe impl Fabric for UcxFabric {
         unsafe { route::is_over_tcp(endpoint) }.then(|| {
             let why = "UCX reaches this peer over tcp only, where it ends the target's process when a reader goes away amid its reads: \
                        use the backend TCP, or name tcp in ucx.tls";
-            Error::new(Kind::Unsupported, why).backend(NAME)
+            Error::new(ErrorKind::Unsupported, why).with_backend(NAME)
         })
     }
 
-    fn unregister(&mut self, local: &Local) -> Result<LetGo> {
+    fn unregister(&mut self, local: &Local) -> Result<Unregister> {
         local.unmap();
-        Ok(LetGo::Now)
+        Ok(Unregister::Now)
     }
 
     fn stop(&mut self) -> bool {

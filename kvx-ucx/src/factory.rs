@@ -6,8 +6,8 @@ use std::time::Duration;
 use kvx_backend::fabric::{LaneParts, Parts};
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
-    Capabilities, Error, HeldUp, Idle, Isolation, Kind, MemoryKinds, Options, PerOp, Placement,
-    Result, Revocation, Unavailable, WithoutAList,
+    AutoOpen, Capabilities, Error, ErrorKind, HungPageScope, Idle, Isolation, MemoryKinds, Options,
+    PerOp, Placement, Result, Revocation, Unavailable,
 };
 
 use crate::address::Address;
@@ -50,7 +50,7 @@ fn capabilities(memory: MemoryKinds) -> Capabilities {
         revocation: Revocation::Confirmed,
         peer_loss_within: Some(LOSS),
         settles_without_peer: PerOp::NEITHER,
-        hung_page: HeldUp::Agent,
+        hung_page: HungPageScope::Agent,
         ordered: false,
         local: memory,
         remote: memory,
@@ -62,12 +62,12 @@ fn context(library: &'static Library, options: &Options) -> Result<Arc<ffi::UcxC
     let settings = Config::read(options)?.settings(library.path());
     ffi::UcxContext::new(library, &settings).map_err(|(status, setting)| match setting {
         Some(setting) => error::native(format!("UCX refuses the setting {setting}"), status)
-            .kind_is(Kind::Invalid),
+            .with_kind(ErrorKind::Invalid),
         None => error::native(
             "UCX finds no transport that it may use: check UCX_TLS and \"ucx.tls\"",
             status,
         )
-        .kind_is(Kind::Unavailable),
+        .with_kind(ErrorKind::Unavailable),
     })
 }
 
@@ -100,7 +100,7 @@ impl Factory for Ucx {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: 30, without_a_list: WithoutAList::OpenWithRdma, speaks_for: &[] }
+        Placement { order: 30, without_a_list: AutoOpen::OpenWithRdma, speaks_for: &[] }
     }
 
     fn admission(&self) -> Admission {
@@ -154,8 +154,8 @@ impl Factory for Ucx {
 /// The workers of an agent, and all that belongs to them. Errors: `Unavailable`, `Invalid`, UCX's.
 pub(crate) fn parts(agent: &Context) -> Result<(Parts<UcxFabric>, Vec<LaneParts<UcxFabric>>)> {
     let library = Library::open().map_err(|why| {
-        let error = Error::new(Kind::Unavailable, why.reason());
-        error.backend(NAME)
+        let error = Error::new(ErrorKind::Unavailable, why.reason());
+        error.with_backend(NAME)
     })?;
     let config = Config::read(&agent.options)?;
     let threads = Threads::now();

@@ -6,7 +6,7 @@ use kvx_backend::fabric::Registrar;
 use kvx_backend::sealed;
 use kvx_core::transport::RemoteSpec;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Kind, Memory, MemoryKind, MemoryKinds, RegionId, Result};
+use kvx_core::{Error, ErrorKind, Memory, MemoryKind, MemoryKinds, RegionId, Result};
 use slab::Slab;
 
 use crate::error;
@@ -95,7 +95,7 @@ impl Registrations {
 
     fn context(&self) -> Result<Arc<UcxContext>> {
         let open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let closed = || Error::new(Kind::Closed, "the transport has been shut down");
+        let closed = || Error::new(ErrorKind::Closed, "the transport has been shut down");
         open.as_ref().map(|open| Arc::clone(&open.context)).ok_or_else(closed)
     }
 
@@ -203,7 +203,7 @@ impl RemoteKeys {
         // SAFETY: the caller's promise.
         let key = unsafe { endpoint.unpack(&padded(packed)) }.map_err(|status| {
             error::native("UCX reaches this region of the peer by none of its lanes", status)
-                .kind_is(Kind::Unsupported)
+                .with_kind(ErrorKind::Unsupported)
         })?;
         Ok(Remote { base, key: self.keys.insert(key), unused: Arc::clone(&self.unused) })
     }
@@ -292,7 +292,7 @@ mod tests {
                 let mut refused = |export: &[u8], len, kind| {
                     assert_eq!(
                         unpack(export, len, kind).map_err(|why| why.kind()),
-                        Err(Kind::Malformed)
+                        Err(ErrorKind::Malformed)
                     );
                 };
                 let bytes = export.len() - 8;

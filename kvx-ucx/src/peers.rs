@@ -17,11 +17,13 @@ use std::ptr::NonNull;
 use std::rc::Rc;
 
 use kvx_backend::fabric::EndpointId;
-use kvx_core::{Error, Kind, Op, Result};
+use kvx_core::{Error, ErrorKind, Op, Result};
 use slab::Slab;
 
 use crate::address::Address;
-use crate::callbacks::{CallbackNotes, EndpointHandle, Once, Postmark, Told, endpoint_failed};
+use crate::callbacks::{
+    CallbackEvent, CallbackNotes, EndpointHandle, Once, Postmark, endpoint_failed,
+};
 use crate::error::{self, NAME};
 use crate::ffi::{Endpoint, Posted, Status, Version, Worker, padded};
 
@@ -209,7 +211,7 @@ impl Peers {
         let handle = EndpointHandle(endpoint.raw() as usize);
         self.by_worker.remove(&peer.worker);
         self.by_handle.remove(&handle);
-        let ended = Once::hand_over(Told::Ended, notes);
+        let ended = Once::hand_over(CallbackEvent::Ended, notes);
         // SAFETY: the caller's promise. Keys touch no endpoint when they are dropped, in 1.13 as in 1.22, so those of
         // operations that are still ending may be dropped later.
         match unsafe { endpoint.close(ended) } {
@@ -257,12 +259,13 @@ fn unreachable(status: Status) -> Error {
         "UCX does not reach this peer: it is gone, or the two have no transport in common",
         status,
     )
-    .kind_is(Kind::PeerLost)
+    .with_kind(ErrorKind::PeerLost)
 }
 
 /// Work on a link whose endpoint is closed.
 pub(crate) fn gone() -> Error {
-    Error::new(Kind::PeerLost, "the link to the peer is gone: connect again").backend(NAME)
+    Error::new(ErrorKind::PeerLost, "the link to the peer is gone: connect again")
+        .with_backend(NAME)
 }
 
 #[cfg(test)]

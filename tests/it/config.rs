@@ -1,7 +1,7 @@
 //! A vLLM configuration given to an agent's builder.
 
 use kvx::config::{KvTransferConfig, Surroundings};
-use kvx::{Agent, BuilderExt as _, Kind};
+use kvx::{Agent, BuilderExt as _, ErrorKind};
 use kvx_testkit::test;
 
 #[test]
@@ -25,5 +25,5 @@ fn a_backend_that_is_none_is_named() {
                    "kv_connector_extra_config": {"backends": ["UXC"]}}"#;
     let config = KvTransferConfig::from_json(text, &Surroundings::default()).unwrap();
     let error = Agent::builder("a").config(&config).build(&kvx::registry()).unwrap_err();
-    assert_eq!(error.kind(), Kind::UnknownBackend);
+    assert_eq!(error.kind(), ErrorKind::UnknownBackend);
 }

@@ -1,6 +1,6 @@
 //! The facade's registry: what is compiled in, and what is only known.
 
-use kvx::{Options, Standing, Unavailable};
+use kvx::{BackendStatus, Options, Unavailable};
 use kvx_testkit::test;
 
 #[test(own_process)]
@@ -20,13 +20,13 @@ fn every_known_name_has_a_standing_and_its_features_decide_which() {
             None => false,
         };
         match standing {
-            Standing::Available(_) | Standing::Unavailable(Unavailable { .. }) => {
+            BackendStatus::Available(_) | BackendStatus::Unavailable(Unavailable { .. }) => {
                 assert!(compiled, "{name}")
             }
-            Standing::NotCompiled { feature } => {
+            BackendStatus::NotCompiled { feature } => {
                 assert!(!compiled && Some(feature) == known.feature, "{name}")
             }
-            Standing::NotReleased => assert!(known.feature.is_none(), "{name}"),
+            BackendStatus::NotReleased => assert!(known.feature.is_none(), "{name}"),
         }
     }
 }

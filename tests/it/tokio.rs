@@ -28,7 +28,7 @@ async fn two_agents() -> Result<()> {
     cache.copy_out(0, &mut block)?;
     assert_eq!(&block, b"block 7");
     let slow = decode.notification(Duration::from_millis(20)).await;
-    assert_eq!(slow.expect_err("nobody sends").kind(), kvx::Kind::TimedOut);
+    assert_eq!(slow.expect_err("nobody sends").kind(), kvx::ErrorKind::TimedOut);
     pool.revoke(WAIT).await?;
     decode.shutdown(WAIT).await?;
     prefill.shutdown(WAIT).await

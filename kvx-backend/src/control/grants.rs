@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::hash::Hash;
 
-use kvx_core::{Error, Kind, RegionId, RegionKey, Result};
+use kvx_core::{Error, ErrorKind, RegionId, RegionKey, Result};
 
 use super::reasons::{malformed, revoked};
 
@@ -54,14 +54,14 @@ impl<R> RegionTable<R> {
         match self.open.get(&id) {
             Some((key, region)) if key.matches(shown) => Ok(region),
             Some(_) => Err(Error::new(
-                Kind::WrongKey,
+                ErrorKind::WrongKey,
                 format!(
                     "the key shown for region {id} is not its key: take the peer's metadata again"
                 ),
             )),
             None if self.revoked.contains(&id) => Err(revoked(id)),
             None => Err(Error::new(
-                Kind::Unregistered,
+                ErrorKind::Unregistered,
                 format!(
                     "region {id} is not registered with this agent: take the peer's metadata again"
                 ),
@@ -261,19 +261,19 @@ mod tests {
             table.check(id, key).copied().map_err(|why| why.kind())
         };
         assert_eq!(check(&table, one, &KEY), Ok("memory"));
-        assert_eq!(check(&table, one, &other), Err(Kind::WrongKey));
-        assert_eq!(check(&table, two, &KEY), Err(Kind::Unregistered));
+        assert_eq!(check(&table, one, &other), Err(ErrorKind::WrongKey));
+        assert_eq!(check(&table, two, &KEY), Err(ErrorKind::Unregistered));
         assert_eq!((table.revoke(one), table.revoke(one)), (Some("memory"), None));
-        assert_eq!(check(&table, one, &KEY), Err(Kind::Revoked));
+        assert_eq!(check(&table, one, &KEY), Err(ErrorKind::Revoked));
         assert!(table.take(one).is_none() && table.get(one).is_none() && table.drain().is_empty());
         table.open(two, KEY, "more");
         assert_eq!((table.iter().count(), table.drain()), (1, vec!["more"]));
-        assert_eq!(check(&table, one, &KEY), Err(Kind::Revoked), "it stays known");
+        assert_eq!(check(&table, one, &KEY), Err(ErrorKind::Revoked), "it stays known");
         for id in 0..2 * REMEMBERED as u64 {
             table.revoke(RegionId(100 + id));
             assert!(table.order.len() <= REMEMBERED && table.revoked.len() == table.order.len());
         }
-        assert_eq!(check(&table, one, &KEY), Err(Kind::Unregistered), "so many are not kept");
+        assert_eq!(check(&table, one, &KEY), Err(ErrorKind::Unregistered), "so many are not kept");
     }
 
     #[test]
@@ -298,7 +298,7 @@ mod tests {
         let (mut granted, id) = (GrantedRegions::default(), RegionId(1));
         assert!(granted.grant(id) && !granted.grant(id) && granted.holds(id));
         assert!(granted.released(id).is_ok());
-        assert_eq!(granted.released(id).unwrap_err().kind(), Kind::Malformed);
+        assert_eq!(granted.released(id).unwrap_err().kind(), ErrorKind::Malformed);
 
         let mut imports = ImportedRegions::default();
         imports.want(7, "region");
@@ -318,7 +318,7 @@ mod tests {
         }
         imports.recall(|held| *held == id, &revoked(id));
         assert!(
-            matches!(imports.get(1), Some(Imported::Refused(why)) if why.kind() == Kind::Revoked)
+            matches!(imports.get(1), Some(Imported::Refused(why)) if why.kind() == ErrorKind::Revoked)
         );
         assert!(matches!(imports.get(2), Some(Imported::Held(_))));
         assert_eq!(imports.held().count(), 1);

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::hash::Hash;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 /// The most for one peer, over all its connections.
 const ONE_PEER: usize = 64 << 20;
@@ -53,7 +53,7 @@ impl<P> HeldBytes<P> {
              notifications that wait, or holds most of the {} that are kept for all peers",
             self.one_peer, self.all_peers
         );
-        Error::new(Kind::Exhausted, why)
+        Error::new(ErrorKind::Exhausted, why)
     }
 }
 
@@ -113,7 +113,7 @@ mod tests {
         let mut lanes = [0; 3];
         assert!(held.note(&1, &mut lanes[0], ONE_PEER).is_ok());
         assert!(held.note(&1, &mut lanes[1], STEP - 1).is_ok(), "too little to count");
-        assert_eq!(held.note(&1, &mut lanes[1], STEP).unwrap_err().kind(), Kind::Exhausted);
+        assert_eq!(held.note(&1, &mut lanes[1], STEP).unwrap_err().kind(), ErrorKind::Exhausted);
         assert!(held.note(&2, &mut lanes[2], ONE_PEER).is_ok(), "another has its own");
         let mut more = [0; 8];
         for (number, counted) in more.iter_mut().enumerate() {
@@ -135,7 +135,7 @@ mod tests {
     fn what_is_noted_to_the_byte_counts_with_the_rest() {
         let (mut held, mut first, mut second) = (HeldBytes::of(STEP, 2 * STEP), 0, 0);
         assert!(held.note(&1, &mut first, STEP).is_ok());
-        assert_eq!(held.note_all(&1, &mut second, 1).unwrap_err().kind(), Kind::Exhausted);
+        assert_eq!(held.note_all(&1, &mut second, 1).unwrap_err().kind(), ErrorKind::Exhausted);
         assert!(held.check(&1).is_err() && held.check(&2).is_ok());
         assert!(held.note_all(&1, &mut second, 0).is_ok() && held.check(&1).is_ok());
         assert_eq!((held.by_peer[&1], held.all), (STEP, STEP));

@@ -7,7 +7,7 @@
 //! always the same, and where an answer would need its address, none.
 
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Identity, Kind, Result, random_key};
+use kvx_core::{Error, ErrorKind, Identity, Result, random_key};
 
 use super::proof::{Claim, Keys, PROOF, Proof, other_secret, stranger};
 use super::reasons::malformed;
@@ -75,13 +75,13 @@ impl Greeting {
     /// What it means that we were turned away: an error, of kind `PeerRestarted` if whoever answers for the peer does
     /// not know what its metadata invites by. Where there is a secret that is believed of those alone who have it.
     pub fn refused(&self, why: Refusal, proof: &[u8]) -> Error {
-        if why.kind != Kind::PeerRestarted {
+        if why.kind != ErrorKind::PeerRestarted {
             return why.into_error();
         }
         match self.keys.secret(REFUSES, &[&self.said]) {
             Some(claim) if !claim.holds(proof) => other_secret(),
             _ => Error::new(
-                Kind::PeerRestarted,
+                ErrorKind::PeerRestarted,
                 "whoever answers for the peer does not know its metadata: it was restarted; connect with its \
                  new metadata",
             ),
@@ -125,11 +125,12 @@ pub fn hear<'a>(
             "link versions {} to {} meet {} to {}: update the older end",
             versions.0, versions.1, VERSIONS.0, VERSIONS.1
         );
-        let why = Error::new(Kind::Incompatible, why);
+        let why = Error::new(ErrorKind::Incompatible, why);
         let refusal = Refusal::from(&why);
         return Err(turned_away(why, refusal));
     }
-    let refusal = || Refusal { kind: Kind::PeerRestarted, text: stranger().sentence().to_owned() };
+    let refusal =
+        || Refusal { kind: ErrorKind::PeerRestarted, text: stranger().sentence().to_owned() };
     let (said, proof, of_secret) = read(body).map_err(|why| turned_away(why, refusal()))?;
     let offered = encoded(versions);
     let knows_secret =
@@ -144,7 +145,7 @@ pub fn hear<'a>(
             keys.secret(REFUSES, &[said]).map_or_else(Vec::new, |claim| claim.proof().into());
         away.rest = taken_apart(said).ok().map(|(_, rest)| rest);
         away.why = Error::new(
-            Kind::PeerRestarted,
+            ErrorKind::PeerRestarted,
             "a peer comes with the metadata of another agent or another life",
         );
     }
@@ -180,7 +181,7 @@ impl<'a> Greeted<'a> {
             return Ok(self);
         }
         let why = format!("the peer serves {most} others, which is the most: try later");
-        let why = Error::new(Kind::Exhausted, why);
+        let why = Error::new(ErrorKind::Exhausted, why);
         Err(Box::new(TurnedAway {
             refusal: Refusal::from(&why),
             why,
@@ -248,13 +249,13 @@ mod tests {
             meet(keys(1, secret), &keys(1, secret)).unwrap();
             assert_eq!(
                 meet(keys(2, secret), &keys(1, secret)).unwrap_err().kind(),
-                Kind::PeerRestarted
+                ErrorKind::PeerRestarted
             );
         }
         for invitation in [1, 2] {
             for (ours, theirs) in [(A, B), (A, None)] {
                 let error = meet(keys(invitation, ours), &keys(1, theirs)).unwrap_err();
-                assert_eq!(error.kind(), Kind::Denied, "{error}");
+                assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
             }
         }
     }
@@ -273,7 +274,10 @@ mod tests {
         // With the secret and old metadata it is told so, and may be answered.
         let (_, body) = Greeting::new(&me(), keys(2, A), b"an address").unwrap();
         let away = hear(&target, VERSIONS, &body).err().unwrap();
-        assert_eq!((away.rest, away.why.kind()), (Some(&b"an address"[..]), Kind::PeerRestarted));
+        assert_eq!(
+            (away.rest, away.why.kind()),
+            (Some(&b"an address"[..]), ErrorKind::PeerRestarted)
+        );
     }
 
     #[test]
@@ -315,7 +319,7 @@ mod tests {
     fn other_versions_are_told_whatever_else_is_said() {
         for versions in [(7, 9), (0, 0), (3, 1), (u16::MAX, 0)] {
             let away = hear(&keys(1, None), versions, b"as version 7 says it").err().unwrap();
-            assert_eq!(away.refusal.kind, Kind::Incompatible, "{versions:?}");
+            assert_eq!(away.refusal.kind, ErrorKind::Incompatible, "{versions:?}");
         }
         let (_, body) = Greeting::offering((0, 9), &me(), keys(1, None), b"").unwrap();
         assert_eq!(hear(&keys(1, None), (0, 9), &body).ok().unwrap().version, VERSIONS.1);
@@ -330,7 +334,10 @@ mod tests {
         assert!(comes(0).is_ok() && comes(63).is_ok());
         for served in [64, 65] {
             let away = comes(served).err().unwrap();
-            assert_eq!((away.why.kind(), away.refusal.kind), (Kind::Exhausted, Kind::Exhausted));
+            assert_eq!(
+                (away.why.kind(), away.refusal.kind),
+                (ErrorKind::Exhausted, ErrorKind::Exhausted)
+            );
             assert!(away.refusal.text.contains("serves 64 others") && away.proof.is_empty());
         }
     }

@@ -277,11 +277,11 @@ fn rest<'a>(reader: &mut Reader<'a>) -> Result<&'a [u8]> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvx_core::{Error, Kind};
+    use kvx_core::{Error, ErrorKind};
 
     /// Each message, and how many of its last bytes are of any length.
     fn all() -> Vec<(ControlMessage<'static>, usize)> {
-        let why = Refusal { kind: Kind::WrongKey, text: "not that key".into() };
+        let why = Refusal { kind: ErrorKind::WrongKey, text: "not that key".into() };
         let (id, key) = (RegionId(4), RegionKey([5; 16]));
         vec![
             (ControlMessage::Hello { versions: (1, 3), body: b"\0\x01body" }, 6),
@@ -347,7 +347,7 @@ mod tests {
                 && ControlMessage::decode(&notify(&long[1..])).is_ok()
         );
         assert!(notify(&long).len() <= MAX_MESSAGE);
-        let why = Refusal::from(&Error::new(Kind::Denied, "\x1b[2Jno\n"));
+        let why = Refusal::from(&Error::new(ErrorKind::Denied, "\x1b[2Jno\n"));
         let refused = [
             ControlMessage::Deny { import: 3, why: why.clone() }.encode(),
             ControlMessage::Refuse { why, proof: b"" }.encode(),

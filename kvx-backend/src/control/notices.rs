@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use kvx_core::transport::Full;
-use kvx_core::{Error, Kind, Result, Ticket};
+use kvx_core::{Error, ErrorKind, Result, Ticket};
 
 use super::ENTRY;
 use super::reasons::malformed;
@@ -47,7 +47,7 @@ impl NoticesToPeer {
                 self.waiting.len(),
                 MAX_WAITING_BYTES >> 20
             );
-            return Err((done, Error::new(Kind::Exhausted, why)));
+            return Err((done, Error::new(ErrorKind::Exhausted, why)));
         }
         self.waiting_cost += cost;
         self.waiting.push_back(Unsent { bytes, done });
@@ -197,7 +197,7 @@ mod tests {
             let most = MAX_WAITING_BYTES / (len + ENTRY);
             let fit = (0..=most).take_while(|_| add(&mut to_peer, len).is_ok()).count();
             assert_eq!(fit, most);
-            assert_eq!(add(&mut to_peer, len).unwrap_err().kind(), Kind::Exhausted);
+            assert_eq!(add(&mut to_peer, len).unwrap_err().kind(), ErrorKind::Exhausted);
             to_peer.next_to_send().unwrap();
             add(&mut to_peer, len).unwrap();
             assert_eq!(settle(to_peer.end()), most + 1);
@@ -252,7 +252,7 @@ mod tests {
                 last = notice;
             }
             let more = from_peer.take(last + 1, &vec![0; len], |_| Err(Full));
-            assert_eq!(more.unwrap_err().kind(), Kind::Malformed);
+            assert_eq!(more.unwrap_err().kind(), ErrorKind::Malformed);
             settle(to_peer.end());
         }
     }

@@ -5,7 +5,7 @@
 //! peer with old metadata from a stranger.
 
 use hmac::{Hmac, KeyInit, Mac as _};
-use kvx_core::{Error, Invitation, Kind, Secret};
+use kvx_core::{Error, ErrorKind, Invitation, Secret};
 use sha2::Sha256;
 
 /// Bytes of a proof.
@@ -78,7 +78,7 @@ fn keyed(key: &[u8]) -> Hmac<Sha256> {
 /// What a stranger is told, whoever it is and whatever it said.
 pub fn stranger() -> Error {
     Error::new(
-        Kind::Denied,
+        ErrorKind::Denied,
         "not proven: connect with this agent's newest metadata, and with the fleet's secret",
     )
 }
@@ -86,7 +86,7 @@ pub fn stranger() -> Error {
 /// The secrets of the two ends differ.
 pub fn other_secret() -> Error {
     let why = "the shared secrets of the two agents differ: give both the same by KVX_SECRET_FILE";
-    Error::new(Kind::Denied, why)
+    Error::new(ErrorKind::Denied, why)
 }
 
 #[cfg(test)]

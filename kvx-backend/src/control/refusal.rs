@@ -1,24 +1,24 @@
 //! Why something was refused, as it travels.
 
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 /// The kinds that travel; the position plus one is the number on the wire, of every transport. What is not here
 /// travels as 0, a native error. Only the end may grow.
-const KINDS: [Kind; 13] = [
-    Kind::WrongKey,
-    Kind::Unregistered,
-    Kind::Revoked,
-    Kind::OutOfBounds,
-    Kind::Unsupported,
-    Kind::Cancelled,
-    Kind::Malformed,
-    Kind::Exhausted,
-    Kind::Denied,
-    Kind::Incompatible,
-    Kind::PeerRestarted,
-    Kind::Closed,
-    Kind::Invalid,
+const KINDS: [ErrorKind; 13] = [
+    ErrorKind::WrongKey,
+    ErrorKind::Unregistered,
+    ErrorKind::Revoked,
+    ErrorKind::OutOfBounds,
+    ErrorKind::Unsupported,
+    ErrorKind::Cancelled,
+    ErrorKind::Malformed,
+    ErrorKind::Exhausted,
+    ErrorKind::Denied,
+    ErrorKind::Incompatible,
+    ErrorKind::PeerRestarted,
+    ErrorKind::Closed,
+    ErrorKind::Invalid,
 ];
 
 /// The most bytes of its sentence.
@@ -28,7 +28,7 @@ const MAX_TEXT: usize = 768;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
     /// What a program branches on.
-    pub kind: Kind,
+    pub kind: ErrorKind,
     /// What a person reads.
     pub text: String,
 }
@@ -60,8 +60,10 @@ impl Refusal {
     /// Reads what a peer wrote. Its text ends up in logs and terminals: control characters become spaces.
     /// Errors: `Malformed`.
     pub fn decode(reader: &mut Reader<'_>) -> Result<Self> {
-        let kind =
-            KINDS.get(usize::from(reader.u8()?).wrapping_sub(1)).copied().unwrap_or(Kind::Native);
+        let kind = KINDS
+            .get(usize::from(reader.u8()?).wrapping_sub(1))
+            .copied()
+            .unwrap_or(ErrorKind::Native);
         let text = std::str::from_utf8(reader.block(MAX_TEXT)?)
             .map_err(|_| reader.malformed("a text that is not UTF-8"))?;
         Ok(Refusal { kind, text: text.replace(char::is_control, " ") })
@@ -90,24 +92,27 @@ mod tests {
             refusal.encode(&mut bytes);
             assert_eq!((usize::from(bytes[0]), travelled(&refusal)), (at + 1, refusal));
         }
-        assert_eq!((KINDS[0], KINDS[11], KINDS[12]), (Kind::WrongKey, Kind::Closed, Kind::Invalid));
         assert_eq!(
-            travelled(&Refusal { kind: Kind::Busy, text: String::new() }).kind,
-            Kind::Native
+            (KINDS[0], KINDS[11], KINDS[12]),
+            (ErrorKind::WrongKey, ErrorKind::Closed, ErrorKind::Invalid)
+        );
+        assert_eq!(
+            travelled(&Refusal { kind: ErrorKind::Busy, text: String::new() }).kind,
+            ErrorKind::Native
         );
         let later = [200, 0, 0, 0, 0];
         assert_eq!(
             Refusal::decode(&mut Reader::new("refusal", &later)).unwrap().kind,
-            Kind::Native
+            ErrorKind::Native
         );
     }
 
     #[test]
     fn a_peers_text_is_cleaned_and_bounded() {
         let cleaned =
-            travelled(&Refusal { kind: Kind::Denied, text: "\x1b[2Jno\nkey\u{9b}".into() });
+            travelled(&Refusal { kind: ErrorKind::Denied, text: "\x1b[2Jno\nkey\u{9b}".into() });
         assert_eq!(cleaned.text, " [2Jno key ");
-        let long = Error::new(Kind::Native, "é".repeat(MAX_TEXT));
+        let long = Error::new(ErrorKind::Native, "é".repeat(MAX_TEXT));
         let cut = Refusal::from(&long);
         assert_eq!(travelled(&cut), cut);
         assert!(cut.text.len() <= MAX_TEXT && cut.text.chars().all(|character| character == 'é'));

@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use kvx_core::transport::Full;
 use kvx_core::{
-    Completion, Error, Identity, Incarnation, Invitation, Kind, RegionId, RegionKey, Result,
+    Completion, Error, ErrorKind, Identity, Incarnation, Invitation, RegionId, RegionKey, Result,
 };
 
 use super::proof::{Claim, Keys, stranger};
 use super::reasons::{malformed, revoked};
-use super::violations::{After, violations};
+use super::violations::{ViolationOutcome, violations};
 use super::*;
 
 mod simulation;
@@ -44,7 +44,7 @@ struct Link {
     /// What the owner waits for before it is up.
     confirmed: Option<Claim>,
     /// As what it has turned the initiator away.
-    refused: Option<Kind>,
+    refused: Option<ErrorKind>,
     both_up: bool,
     table: RegionTable<()>,
     granted: GrantedRegions,
@@ -227,17 +227,20 @@ impl Link {
 fn who_was_invited_by_another_agent_is_turned_away() {
     let mut link = Link::greeted("stranger");
     link.settle();
-    assert_eq!((link.up, link.turned_away.unwrap().kind()), (false, Kind::PeerRestarted));
+    assert_eq!((link.up, link.turned_away.unwrap().kind()), (false, ErrorKind::PeerRestarted));
 }
 
 #[test]
 fn whatever_breaks_the_protocol_ends_the_link_and_nothing_is_granted_or_taken() {
     for violation in violations(&Invitation::from_bytes([5; 32]), b"", REGION, KEY).unwrap() {
-        let mut link =
-            if violation.after == After::Proof { Link::up() } else { Link::greeted("owner") };
+        let mut link = if violation.after == ViolationOutcome::Proof {
+            Link::up()
+        } else {
+            Link::greeted("owner")
+        };
         link.room = 0;
         let hello = link.to_owner.pop_front();
-        if violation.after == After::Welcome {
+        if violation.after == ViolationOutcome::Welcome {
             link.owner(&hello.unwrap()).unwrap();
         }
         let ended =
@@ -287,8 +290,8 @@ fn a_region_is_used_from_its_grant_to_its_recall() {
         _ => None,
     };
     assert_eq!(link.imports.held().collect::<Vec<_>>(), [&REGION]);
-    assert_eq!(refused(&link, 2), Some(Kind::WrongKey));
-    assert_eq!(refused(&link, 3), Some(Kind::Unregistered));
+    assert_eq!(refused(&link, 2), Some(ErrorKind::WrongKey));
+    assert_eq!(refused(&link, 3), Some(ErrorKind::Unregistered));
 
     assert!(link.table.revoke(REGION).is_some() && link.granted.holds(REGION));
     link.recalls.begin(REGION, HashSet::from([0]), REGION);
@@ -297,7 +300,7 @@ fn a_region_is_used_from_its_grant_to_its_recall() {
     link.settle();
     assert_eq!(
         (refused(&link, 1), link.recalls.take_done(|_| false)),
-        (Some(Kind::Revoked), vec![REGION])
+        (Some(ErrorKind::Revoked), vec![REGION])
     );
     assert!(link.granted.is_empty());
 }
@@ -325,5 +328,5 @@ fn an_owner_that_lives_is_never_lost_and_one_that_is_stopped_is() {
     }
     assert!(link.now >= stopped + TIMEOUT);
     link.to_peer.end().for_each(|done| done.settle(Err(reasons::peer_silent(TIMEOUT))));
-    assert_eq!(end.wait(Duration::ZERO).unwrap_err().kind(), Kind::PeerLost);
+    assert_eq!(end.wait(Duration::ZERO).unwrap_err().kind(), ErrorKind::PeerLost);
 }

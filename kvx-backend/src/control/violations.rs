@@ -1,7 +1,7 @@
 //! What an initiator may not say, for tests: those of this room see without a socket that it ends a link, those of
 //! each backend that the backend asks this room, and goes on with others.
 
-use kvx_core::{Identity, Incarnation, Invitation, Kind, RegionId, RegionKey, Result, Secret};
+use kvx_core::{ErrorKind, Identity, Incarnation, Invitation, RegionId, RegionKey, Result, Secret};
 
 use super::proof::{Keys, PROOF};
 use super::{ControlMessage, Greeting, VERSIONS, WINDOW};
@@ -11,7 +11,7 @@ const NONCE: usize = 17;
 
 /// How far a link has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum After {
+pub enum ViolationOutcome {
     /// Nobody has said anything.
     Nothing,
     /// The hello of one that was invited was welcomed. It may be a recorded one.
@@ -26,11 +26,11 @@ pub struct Violation {
     /// What it is, for who reads that a test has failed.
     pub what: &'static str,
     /// When the initiator says it.
-    pub after: After,
+    pub after: ViolationOutcome,
     /// What it says. With the last message, if not before, the link has ended.
     pub says: Vec<Vec<u8>>,
     /// What a target that can answer anybody refuses it as.
-    pub told: Option<Kind>,
+    pub told: Option<ErrorKind>,
 }
 
 /// Each kind of violation once, toward a target that invites by this, has a region of this number and key, has not
@@ -48,51 +48,51 @@ pub fn violations(
     altered[NONCE] ^= 1; // what it says besides is as it was
     let one = |message: ControlMessage<'_>| vec![message.encode()];
     let notify = |notice| ControlMessage::Notify { notice, bytes: &[7; 1000] }.encode();
-    let (old, newer) = (Some(Kind::PeerRestarted), Some(Kind::Incompatible));
+    let (old, newer) = (Some(ErrorKind::PeerRestarted), Some(ErrorKind::Incompatible));
     let other_versions = ControlMessage::Hello { versions: (7, 9), body: b"as version 7 says it" };
     let proof = || one(ControlMessage::Confirm { proof: [0; PROOF] });
     let violations = [
         (
-            After::Nothing,
+            ViolationOutcome::Nothing,
             "bytes that are no message",
             vec![b"GET / HTTP/1.1\r\n\r\n".to_vec()],
             None,
         ),
-        (After::Nothing, "a message that is no hello", one(ControlMessage::Ping), None),
-        (After::Nothing, "the hello of a stranger", vec![stranger], old),
-        (After::Nothing, "a hello that was altered", vec![altered], old),
-        (After::Nothing, "a hello in other versions", one(other_versions), newer),
-        (After::Welcome, "a proof that is none", proof(), None),
+        (ViolationOutcome::Nothing, "a message that is no hello", one(ControlMessage::Ping), None),
+        (ViolationOutcome::Nothing, "the hello of a stranger", vec![stranger], old),
+        (ViolationOutcome::Nothing, "a hello that was altered", vec![altered], old),
+        (ViolationOutcome::Nothing, "a hello in other versions", one(other_versions), newer),
+        (ViolationOutcome::Welcome, "a proof that is none", proof(), None),
         (
-            After::Welcome,
+            ViolationOutcome::Welcome,
             "a region is wanted before the proof",
             one(ControlMessage::Want { import: 1, id, key }),
             None,
         ),
-        (After::Welcome, "a notification before the proof", vec![notify(0)], None),
-        (After::Welcome, "a question before the proof", one(ControlMessage::Ping), None),
-        (After::Proof, "a second hello", vec![invited], None),
-        (After::Proof, "a second proof", proof(), None),
+        (ViolationOutcome::Welcome, "a notification before the proof", vec![notify(0)], None),
+        (ViolationOutcome::Welcome, "a question before the proof", one(ControlMessage::Ping), None),
+        (ViolationOutcome::Proof, "a second hello", vec![invited], None),
+        (ViolationOutcome::Proof, "a second proof", proof(), None),
         (
-            After::Proof,
+            ViolationOutcome::Proof,
             "the answer to a notification, from who notifies",
             one(ControlMessage::Ack { notice: 3 }),
             None,
         ),
         (
-            After::Proof,
+            ViolationOutcome::Proof,
             "a grant, from who asks for it",
             one(ControlMessage::Grant { import: 0, rest: b"" }),
             None,
         ),
         (
-            After::Proof,
+            ViolationOutcome::Proof,
             "a region is released that was not granted",
             one(ControlMessage::Released { id }),
             None,
         ),
         (
-            After::Proof,
+            ViolationOutcome::Proof,
             "more notifications than the window",
             (0..WINDOW as u64 + 8).map(notify).collect(),
             None,

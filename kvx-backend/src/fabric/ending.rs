@@ -7,7 +7,7 @@ use rustix::event::epoll;
 
 use crate::reactor::Outbox;
 use kvx_core::transport::LinkState;
-use kvx_core::{Error, Kind, RegionId};
+use kvx_core::{Error, ErrorKind, RegionId};
 
 use super::handle::Wiring;
 use super::machine::Machine;
@@ -166,7 +166,7 @@ impl<F: Fabric> Machine<F> {
     pub(super) fn close(&mut self, link: &Wiring, out: &mut Outbox) {
         if let Some(number) = self.links.get(&link.id).copied() {
             // Where another lane was lost, that is why.
-            let why = link.gone.get().cloned().unwrap_or_else(|| closed().backend(self.name));
+            let why = link.gone.get().cloned().unwrap_or_else(|| closed().with_backend(self.name));
             self.end(number, why, None, Phase::Closing, out);
         }
     }
@@ -235,7 +235,7 @@ impl<F: Fabric> Machine<F> {
                 Due::Died => self.peer_died(number, out),
                 Due::Unanswered => self.unanswered(number, out),
                 Due::Silent => {
-                    let why = peer_silent(self.peer_timeout).backend(self.name);
+                    let why = peer_silent(self.peer_timeout).with_backend(self.name);
                     self.lose(number, why, false, out);
                 }
             }
@@ -247,11 +247,11 @@ impl<F: Fabric> Machine<F> {
     }
 
     pub(super) fn unanswered(&mut self, number: u64, out: &mut Outbox) {
-        self.lose(number, no_handshake().backend(self.name), false, out);
+        self.lose(number, no_handshake().with_backend(self.name), false, out);
     }
 
     pub(super) fn peer_died(&mut self, number: u64, out: &mut Outbox) {
-        self.lose(number, peer_died().backend(self.name), true, out);
+        self.lose(number, peer_died().with_backend(self.name), true, out);
     }
 
     /// Wakes the machine when a process ends.
@@ -298,7 +298,7 @@ impl<F: Fabric> Machine<F> {
 
     /// Ends every link, gives peers a moment to let go, and then the library.
     pub(super) fn end_all(&mut self, out: &mut Outbox) {
-        let why = self.error(Kind::Closed, "the transport has been shut down");
+        let why = self.error(ErrorKind::Closed, "the transport has been shut down");
         let all: Vec<u64> = self.sessions.keys().copied().collect();
         for number in all {
             let target = self.sessions.get(&number).is_some_and(|session| session.link.is_none());

@@ -10,7 +10,7 @@ use kvx_core::{RegionId, Result, Ticket};
 use super::handle::{Import, RemoteMemory, Wiring};
 use super::machine::Machine;
 use super::regions::Registered;
-use super::{EndpointId, Fabric, LetGo};
+use super::{EndpointId, Fabric, Unregister};
 use crate::control::ControlMessage;
 use crate::control::reasons::{malformed, revoked};
 
@@ -24,7 +24,9 @@ impl<F: Fabric> Machine<F> {
             RemoteMemory::Foreign(range) => {
                 let made = self.fabric.unpack_foreign(EndpointId(number), range);
                 let made = made.map(|remote| (Arc::new(remote), RegionId(u64::MAX)));
-                session.imports.settle(import.number, made.map_err(|why| why.backend(self.name)));
+                session
+                    .imports
+                    .settle(import.number, made.map_err(|why| why.with_backend(self.name)));
             }
             RemoteMemory::Region { id, key, .. } => {
                 session.imports.want(import.number, Arc::clone(import));
@@ -54,7 +56,7 @@ impl<F: Fabric> Machine<F> {
             }
             RemoteMemory::Foreign(_) => Err(malformed("foreign memory is granted")),
         });
-        session.imports.settle(import, made.map_err(|why| why.backend(name)));
+        session.imports.settle(import, made.map_err(|why| why.with_backend(name)));
         for transfer in std::mem::take(&mut session.waiting) {
             self.post(number, transfer, None, out);
         }
@@ -115,17 +117,17 @@ impl<F: Fabric> Machine<F> {
         let count = released.len();
         for (region, done) in released {
             let result = match self.fabric.unregister(&region.local) {
-                Ok(LetGo::Later) => {
+                Ok(Unregister::Later) => {
                     self.released.push((region, done));
                     continue;
                 }
-                Ok(LetGo::Now) => {
+                Ok(Unregister::Now) => {
                     region.give_back();
                     Ok(())
                 }
                 Err(why) => {
                     region.quarantine();
-                    Err(why.backend(self.name))
+                    Err(why.with_backend(self.name))
                 }
             };
             out.settle(done, result);
@@ -135,7 +137,7 @@ impl<F: Fabric> Machine<F> {
 
     /// The owner takes a region back that we were granted.
     pub(super) fn take_recall(&mut self, number: u64, id: RegionId, out: &mut Outbox) {
-        let why = revoked(id).backend(self.name);
+        let why = revoked(id).with_backend(self.name);
         let Some(session) = self.sessions.get_mut(&number) else { return };
         session.imports.recall(|(_, held)| *held == id, &why);
         session.recalled.insert(id);
@@ -167,7 +169,7 @@ mod tests {
     use super::*;
     use crate::reactor::{Armed, Progress as _, Queued};
     use kvx_core::transport::RegionSpec;
-    use kvx_core::{Completion, Kind};
+    use kvx_core::{Completion, ErrorKind};
     use kvx_core::{Memory, RegionKey};
 
     /// A machine with a region that the library does not let go of yet; the region's memory, and the recall's end.
@@ -192,7 +194,7 @@ mod tests {
         mut out: Outbox,
         kept: &Weak<Memory>,
         end: Completion<()>,
-    ) -> (usize, Result<(), Kind>) {
+    ) -> (usize, Result<(), ErrorKind>) {
         out.deliver(&*machine.events);
         (kept.strong_count(), end.wait(Duration::ZERO).map_err(|why| why.kind()))
     }
@@ -218,7 +220,7 @@ mod tests {
 
     #[test]
     fn what_the_library_never_lets_go_of_ends_with_it_or_is_kept() {
-        for (kept_by_it, left) in [(false, (0, Ok(()))), (true, (1, Err(Kind::StillShared)))] {
+        for (kept_by_it, left) in [(false, (0, Ok(()))), (true, (1, Err(ErrorKind::StillShared)))] {
             let (mut machine, kept, end) = busy();
             machine.fabric.kept = kept_by_it;
             let mut out = Outbox::default();

@@ -11,7 +11,7 @@ use kvx_core::transport::{
     PeerSection, RegionSpec, RemoteRegion, RemoteSpec, Transport, Turn,
 };
 use kvx_core::{
-    Bound, Capabilities, Error, Identity, Incarnation, Kind, LinkId, MemoryKind, RegionId,
+    Bound, Capabilities, Error, ErrorKind, Identity, Incarnation, LinkId, MemoryKind, RegionId,
     RegionKey, Result, Secret, Ticket, TransferId,
 };
 
@@ -75,13 +75,13 @@ struct Opened<F: Fabric> {
 }
 
 impl<F: Fabric> Opened<F> {
-    fn error(&self, kind: Kind, sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
-        Error::new(kind, sentence).backend(self.name)
+    fn error(&self, kind: ErrorKind, sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
+        Error::new(kind, sentence).with_backend(self.name)
     }
 
     fn check_open(&self) -> Result<()> {
         if self.closed.load(Ordering::Acquire) {
-            return Err(self.error(Kind::Closed, "the transport has been shut down"));
+            return Err(self.error(ErrorKind::Closed, "the transport has been shut down"));
         }
         Ok(())
     }
@@ -121,7 +121,7 @@ unsafe impl<F: Fabric> Transport for Opened<F> {
 
     fn address(&self) -> Result<Vec<u8>> {
         lanes::encode(self.addresses.iter().map(|address| address()))
-            .map_err(|error| error.backend(self.name))
+            .map_err(|error| error.with_backend(self.name))
     }
 
     fn register(&self, region: RegionSpec) -> Result<Arc<dyn LocalRegion>> {
@@ -130,7 +130,7 @@ unsafe impl<F: Fabric> Transport for Opened<F> {
         if !self.capabilities.local.contains(kind) {
             let moves = self.capabilities.local;
             return Err(self.error(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 format!(
                     "{} moves {moves} memory, and this is {kind} memory: use a backend that reaches it",
                     self.name
@@ -140,7 +140,7 @@ unsafe impl<F: Fabric> Transport for Opened<F> {
         let (local, export) = self
             .registrar
             .register(region.id, &region.memory)
-            .map_err(|error| error.backend(self.name))?;
+            .map_err(|error| error.with_backend(self.name))?;
         let registered = Arc::new(Registered::new(region, local, self.lanes.len()));
         self.regions.open(Arc::clone(&registered));
         let (lanes, regions) = (Arc::clone(&self.lanes), Arc::clone(&self.regions));
@@ -149,7 +149,8 @@ unsafe impl<F: Fabric> Transport for Opened<F> {
 
     fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>> {
         self.check_open()?;
-        let addresses = lanes::decode(peer.address).map_err(|error| error.backend(self.name))?;
+        let addresses =
+            lanes::decode(peer.address).map_err(|error| error.with_backend(self.name))?;
         let keys = Keys::new(&peer.invitation, self.secret.as_ref());
         Ok(self.link(id, peer.identity.clone(), &addresses, Some(keys)))
     }
@@ -162,7 +163,8 @@ unsafe impl<F: Fabric> Transport for Opened<F> {
 
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
         self.check_open()?;
-        let told = self.registrar.foreign_metadata().map_err(|error| error.backend(self.name))?;
+        let told =
+            self.registrar.foreign_metadata().map_err(|error| error.with_backend(self.name))?;
         self.resume(); // a turn in which the library sees that somebody was told
         Ok(told)
     }
@@ -234,7 +236,10 @@ impl Wiring {
 
     /// Why nothing goes over this link any more.
     pub(super) fn gone(&self) -> Error {
-        self.gone.get().cloned().unwrap_or_else(|| Error::new(Kind::Closed, "the link is not up"))
+        self.gone
+            .get()
+            .cloned()
+            .unwrap_or_else(|| Error::new(ErrorKind::Closed, "the link is not up"))
     }
 }
 
@@ -276,10 +281,10 @@ impl<F: Fabric> FabricLink<F> {
         let reaches = self.capabilities().remote;
         if !reaches.contains(kind) {
             return Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 format!("this link reaches {reaches} memory of the peer, and its region is {kind} memory"),
             )
-            .backend(self.name));
+            .with_backend(self.name));
         }
         let number = self.imports.fetch_add(1, Ordering::Relaxed);
         let import = Arc::new(Import { number, what });
@@ -305,12 +310,13 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
     fn update(&self, peer: PeerSection<'_>) -> Result<()> {
         if *peer.identity != self.wiring.peer {
             return Err(Error::new(
-                Kind::PeerRestarted,
+                ErrorKind::PeerRestarted,
                 format!("this link leads to {:?}, not {:?}", self.wiring.peer, peer.identity),
             )
-            .backend(self.name));
+            .with_backend(self.name));
         }
-        let addresses = lanes::decode(peer.address).map_err(|error| error.backend(self.name))?;
+        let addresses =
+            lanes::decode(peer.address).map_err(|error| error.with_backend(self.name))?;
         for (lane, address) in self.lanes().iter().zip(addresses.iter().cycle()) {
             let (link, address) = (Arc::clone(&self.wiring), (*address).into());
             lane.submit(Command::Update { link, address });
@@ -322,7 +328,7 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
         let RemoteSpec { id, key, len, kind, export } = region;
         if self.foreign {
             let why = "this link leads to an agent that is not kvx: use RemoteGrid::at";
-            return Err(Error::new(Kind::Unsupported, why).backend(self.name));
+            return Err(Error::new(ErrorKind::Unsupported, why).with_backend(self.name));
         }
         self.import_as(kind, RemoteMemory::Region { id, key, len, kind, export: export.into() })
     }
@@ -330,7 +336,7 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
     fn import_foreign(&self, range: ForeignRange) -> Result<Arc<dyn RemoteRegion>> {
         if !self.foreign {
             let why = "this link leads to a kvx agent: use its regions";
-            return Err(Error::new(Kind::Unsupported, why).backend(self.name));
+            return Err(Error::new(ErrorKind::Unsupported, why).with_backend(self.name));
         }
         self.import_as(range.kind, RemoteMemory::Foreign(range))
     }
@@ -362,7 +368,7 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
             let len = bytes.len();
             let why =
                 format!("a notification of {len} bytes, at most {MAX_NOTIFICATION} are allowed");
-            return done.settle(Err(Error::new(Kind::Invalid, why).backend(self.name)));
+            return done.settle(Err(Error::new(ErrorKind::Invalid, why).with_backend(self.name)));
         }
         let link = Arc::clone(&self.wiring);
         self.lanes[0].submit(Command::Notify { link, bytes: bytes.into(), done });

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use crate::reactor::Outbox;
 use kvx_core::transport::LinkState;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Identity, Incarnation, Kind, Result};
+use kvx_core::{ErrorKind, Identity, Incarnation, Result};
 
 use super::handle::Wiring;
 use super::machine::Machine;
@@ -63,7 +63,7 @@ impl<F: Fabric> Machine<F> {
         });
         match begun {
             Err(why) => {
-                let why = why.backend(self.name);
+                let why = why.with_backend(self.name);
                 if link.gone.set(why.clone()).is_ok() {
                     out.link(link.id, LinkState::Lost(why));
                 }
@@ -343,7 +343,7 @@ impl<F: Fabric> Machine<F> {
             ControlMessage::Ping => self.send(number, &ControlMessage::Alive, out),
             ControlMessage::Alive => {}
             ControlMessage::Leave => {
-                let why = peer_closed().backend(self.name);
+                let why = peer_closed().with_backend(self.name);
                 self.end(number, why.clone(), Some(LinkState::Lost(why)), Phase::Closing, out);
             }
             ControlMessage::Bye => self.take_bye(number, out),
@@ -357,7 +357,7 @@ impl<F: Fabric> Machine<F> {
         session.granted.clear();
         session.parted = true;
         self.confirm(number, None, out);
-        let why = peer_closed().backend(self.name);
+        let why = peer_closed().with_backend(self.name);
         self.end(number, why.clone(), Some(LinkState::Lost(why)), Phase::Lost, out);
     }
 
@@ -374,7 +374,7 @@ impl<F: Fabric> Machine<F> {
     /// A handshake is done.
     pub(super) fn come_up(&mut self, number: u64, out: &mut Outbox) {
         if let Some(why) = self.fabric.refuses(EndpointId(number)) {
-            let why = why.backend(self.name);
+            let why = why.with_backend(self.name);
             return self.end(number, why.clone(), Some(LinkState::Lost(why)), Phase::Closing, out);
         }
         let (text, capabilities) = self.fabric.describe(EndpointId(number));
@@ -388,7 +388,7 @@ impl<F: Fabric> Machine<F> {
             }
         } else {
             // It was closed before it was up: the target is told.
-            let why = closed().backend(self.name);
+            let why = closed().with_backend(self.name);
             self.end(number, why, None, Phase::Closing, out);
         }
     }
@@ -413,8 +413,8 @@ impl<F: Fabric> Machine<F> {
         else {
             return;
         };
-        let why = greeting.refused(why, proof).backend(self.name);
-        let restarted = why.kind() == Kind::PeerRestarted;
+        let why = greeting.refused(why, proof).with_backend(self.name);
+        let restarted = why.kind() == ErrorKind::PeerRestarted;
         let state = if restarted { LinkState::Restarted } else { LinkState::Lost(why.clone()) };
         self.end(number, why, Some(state), Phase::Lost, out);
     }

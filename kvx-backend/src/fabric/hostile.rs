@@ -10,9 +10,9 @@ use super::machine::Machine;
 use super::regions::{Regions, Registered};
 use super::session::LONG_SILENCE;
 use super::stream::FrameHeader;
-use super::{EndpointId, Fabric, Happened, Job, LetGo, Sent};
+use super::{EndpointId, Fabric, Happened, Job, Sent, Unregister};
 use crate::control::violations::{
-    After, Violation, any_message, greet, greet_as, prove, violations,
+    Violation, ViolationOutcome, any_message, greet, greet_as, prove, violations,
 };
 use crate::control::{ControlMessage, HeldBytes, Silence};
 use crate::process::ProcessId;
@@ -22,7 +22,7 @@ use kvx_core::sync::Mutex;
 use kvx_core::transport::{Context, Events, Full, LinkState, RegionSpec, RemoteSpec};
 use kvx_core::wire::Reader;
 use kvx_core::{
-    Capabilities, Error, Identity, Incarnation, Invitation, Kind, LinkId, Memory, Options,
+    Capabilities, Error, ErrorKind, Identity, Incarnation, Invitation, LinkId, Memory, Options,
     RegionId, RegionKey, Result,
 };
 use kvx_testkit::Random;
@@ -52,7 +52,7 @@ unsafe impl Fabric for Quiet {
 
     fn connect(&mut self, endpoint: EndpointId, _: &Identity, address: &[u8]) -> Result<()> {
         if address == b"nowhere" {
-            return Err(Error::new(Kind::Malformed, "no address"));
+            return Err(Error::new(ErrorKind::Malformed, "no address"));
         }
         assert!(self.endpoints.insert(endpoint));
         Ok(())
@@ -92,8 +92,8 @@ unsafe impl Fabric for Quiet {
     fn describe(&mut self, _: EndpointId) -> (String, Capabilities) {
         unreachable!("nobody links from here")
     }
-    fn unregister(&mut self, (): &()) -> Result<LetGo> {
-        Ok(if self.busy { LetGo::Later } else { LetGo::Now })
+    fn unregister(&mut self, (): &()) -> Result<Unregister> {
+        Ok(if self.busy { Unregister::Later } else { Unregister::Now })
     }
     fn stop(&mut self) -> bool {
         !self.kept
@@ -207,12 +207,12 @@ fn what_breaks_the_protocol_ends_its_session_reaches_no_library_and_others_are_s
         violations(&INVITATION, &rest, RegionId(1), KEY).unwrap()
     {
         let (to, first) = match after {
-            After::Nothing => (0, 0),
-            After::Welcome => {
+            ViolationOutcome::Nothing => (0, 0),
+            ViolationOutcome::Welcome => {
                 take(&mut machine, frame(0, 78, 0, &hello(b"somewhere")));
                 (sent(&mut machine).0.from, 1)
             }
-            After::Proof => (link(&mut machine, ProcessId::this(), 78), 2),
+            ViolationOutcome::Proof => (link(&mut machine, ProcessId::this(), 78), 2),
         };
         for (place, message) in (first..).zip(&says) {
             take(&mut machine, frame(to, 78, place, message));
@@ -229,7 +229,7 @@ fn what_breaks_the_protocol_ends_its_session_reaches_no_library_and_others_are_s
     let want = |key| ControlMessage::Want { import: 1, id: RegionId(1), key };
     let denied = answer(&mut machine, want(RegionKey([0; 16])));
     assert!(
-        matches!(ControlMessage::decode(&denied), Ok(ControlMessage::Deny { why, .. }) if why.kind == Kind::WrongKey),
+        matches!(ControlMessage::decode(&denied), Ok(ControlMessage::Deny { why, .. }) if why.kind == ErrorKind::WrongKey),
         "{denied:?}"
     );
     assert_eq!(
@@ -310,7 +310,7 @@ fn what_strangers_make_us_keep_is_bounded() {
     let Ok(ControlMessage::Refuse { why, .. }) = ControlMessage::decode(&told) else {
         panic!("{told:?}")
     };
-    assert_eq!(why.kind, Kind::Exhausted);
+    assert_eq!(why.kind, ErrorKind::Exhausted);
     // An address that leads nowhere costs nothing.
     let before = machine.fabric.endpoints.len();
     take(&mut machine, frame(0, 9, 0, &self::hello(b"nowhere")));
@@ -427,7 +427,11 @@ fn what_was_held_before_a_peer_confirmed_goes_with_it() {
     let (header, welcome) = sent(&mut machine);
     keep(&mut machine, (header.from, 500), 1);
     take(&mut machine, frame(header.from, 500, 1, &prove(&greeting, &welcome).unwrap()));
-    machine.cut_off(header.from, Error::new(Kind::Malformed, "on purpose"), &mut Outbox::default());
+    machine.cut_off(
+        header.from,
+        Error::new(ErrorKind::Malformed, "on purpose"),
+        &mut Outbox::default(),
+    );
     assert!(machine.held.lock().is_empty());
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::reactor::Outbox;
-use kvx_core::{Bound, Error, Kind, Op, Result, Segment, Segments, Ticket, TransferId};
+use kvx_core::{Bound, Error, ErrorKind, Op, Result, Segment, Segments, Ticket, TransferId};
 
 use super::handle::FabricRegion;
 use super::lanes::Stripe;
@@ -168,7 +168,7 @@ impl<F: Fabric> Running<F> {
                 }
                 None => {
                     let why = "a region of another transport was bound to this link: report it";
-                    return Err((done, Error::new(Kind::Invalid, why)));
+                    return Err((done, Error::new(ErrorKind::Invalid, why)));
                 }
             }
         }
@@ -274,8 +274,8 @@ impl<F: Fabric> Machine<F> {
                 }
                 // "Unsupported" would say that nothing has moved.
                 Err(why) if running.begun || running.in_flight > 0 => {
-                    let why = if why.kind() == Kind::Unsupported {
-                        why.kind_is(Kind::Native)
+                    let why = if why.kind() == ErrorKind::Unsupported {
+                        why.with_kind(ErrorKind::Native)
                     } else {
                         why
                     };
@@ -368,8 +368,8 @@ impl<F: Fabric> Machine<F> {
     /// of the process can be seen.
     fn judged(&self, number: u64, why: Error) -> Error {
         let process = self.sessions.get(&number).and_then(|session| session.process.as_ref());
-        if why.kind() == Kind::Native && process.is_some_and(WatchedProcess::ending) {
-            return why.kind_is(Kind::PeerLost);
+        if why.kind() == ErrorKind::Native && process.is_some_and(WatchedProcess::ending) {
+            return why.with_kind(ErrorKind::PeerLost);
         }
         why
     }

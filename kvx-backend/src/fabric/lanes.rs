@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use kvx_core::Settle;
 use kvx_core::sync::Mutex;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Kind, Result, Ticket};
+use kvx_core::{Error, ErrorKind, Result, Ticket};
 
 /// The most lanes of a transport; more are not taken from a peer.
 pub(super) const MAX_LANES: usize = 64;
@@ -112,7 +112,7 @@ impl Settle for Joint {
         let mut settled = self.settled.lock();
         settled.lanes += 1;
         if let Err(why) = result {
-            settled.refused += usize::from(why.kind() == Kind::Unsupported);
+            settled.refused += usize::from(why.kind() == ErrorKind::Unsupported);
             settled.failed.get_or_insert(why);
         }
         if settled.lanes < self.lanes {
@@ -122,8 +122,8 @@ impl Settle for Joint {
         drop(settled);
         let failed = failed.map(|why| {
             // "Unsupported" says that nothing has moved.
-            let partly = why.kind() == Kind::Unsupported && refused < self.lanes;
-            if partly { why.kind_is(Kind::Native) } else { why }
+            let partly = why.kind() == ErrorKind::Unsupported && refused < self.lanes;
+            if partly { why.with_kind(ErrorKind::Native) } else { why }
         });
         if let Some(done) = done {
             done.settle(failed.map_or(Ok(()), Err));
@@ -160,20 +160,26 @@ mod tests {
         let kind = |results| joined(results).map_err(|why| why.kind());
         assert_eq!(kind(vec![Some(Ok(()))]), Ok(()));
         assert_eq!(kind(vec![Some(Ok(())), Some(Ok(()))]), Ok(()));
-        assert_eq!(kind(vec![Some(Ok(())), Some(error(Kind::PeerLost))]), Err(Kind::PeerLost));
         assert_eq!(
-            kind(vec![Some(error(Kind::Unsupported)), Some(error(Kind::Unsupported))]),
-            Err(Kind::Unsupported)
+            kind(vec![Some(Ok(())), Some(error(ErrorKind::PeerLost))]),
+            Err(ErrorKind::PeerLost)
         );
-        assert_eq!(kind(vec![Some(error(Kind::Unsupported)), Some(Ok(()))]), Err(Kind::Native));
-        assert_eq!(kind(vec![None, Some(Ok(()))]), Err(Kind::Forgotten));
-        assert_eq!(kind(vec![Some(Ok(())), None]), Err(Kind::Forgotten));
+        assert_eq!(
+            kind(vec![Some(error(ErrorKind::Unsupported)), Some(error(ErrorKind::Unsupported))]),
+            Err(ErrorKind::Unsupported)
+        );
+        assert_eq!(
+            kind(vec![Some(error(ErrorKind::Unsupported)), Some(Ok(()))]),
+            Err(ErrorKind::Native)
+        );
+        assert_eq!(kind(vec![None, Some(Ok(()))]), Err(ErrorKind::Forgotten));
+        assert_eq!(kind(vec![Some(Ok(())), None]), Err(ErrorKind::Forgotten));
         let (end, done) = Completion::with_ticket();
         let mut both = tickets(done, 2);
         both.remove(0).settle(Ok(()));
         assert_eq!(
             end.wait(Duration::ZERO).unwrap_err().kind(),
-            Kind::TimedOut,
+            ErrorKind::TimedOut,
             "one of two has ended"
         );
         drop(both);
@@ -184,7 +190,11 @@ mod tests {
         let section = encode([b"here".to_vec(), Vec::new()].into_iter().map(Ok)).unwrap();
         assert_eq!(decode(&section).unwrap(), [b"here".as_slice(), b""]);
         for len in 0..section.len() {
-            assert_eq!(decode(&section[..len]).unwrap_err().kind(), Kind::Malformed, "{len} bytes");
+            assert_eq!(
+                decode(&section[..len]).unwrap_err().kind(),
+                ErrorKind::Malformed,
+                "{len} bytes"
+            );
         }
         assert!(decode(&[section.as_slice(), b"x"].concat()).is_err());
         assert!(decode(&[0; 4]).is_err() && decode(&u32::MAX.to_le_bytes()).is_err());

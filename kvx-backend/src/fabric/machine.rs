@@ -10,7 +10,7 @@ use slab::Slab;
 
 use crate::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, WorkQueue, no_poller};
 use kvx_core::transport::{Context, Events};
-use kvx_core::{Bound, Error, Identity, Kind, LinkId, Result, Ticket, TransferId};
+use kvx_core::{Bound, Error, ErrorKind, Identity, LinkId, Result, Ticket, TransferId};
 
 use super::ending::Unproven;
 use super::handle::{Import, Wiring, import_of};
@@ -25,7 +25,7 @@ use crate::control::proof::Keys;
 use crate::control::reasons::{cancelled, still_shared};
 use crate::control::{ControlMessage, Imported, Recalls};
 use crate::process::ProcessId;
-use crate::seldom::Seldom;
+use crate::seldom::RateLimited;
 
 /// The most jobs that have a turn before others of the machine's duties.
 const WORKS: usize = 32;
@@ -93,7 +93,7 @@ pub(super) struct Machine<F: Fabric> {
     pub(super) me: Identity,
     /// What peers prove to us by.
     pub(super) keys: Keys,
-    pub(super) strangers: Seldom,
+    pub(super) strangers: RateLimited,
     pub(super) fabric: F,
     pub(super) events: Arc<dyn Events>,
     pub(super) peer_timeout: Duration,
@@ -156,7 +156,7 @@ impl<F: Fabric> Machine<F> {
         Ok(Machine {
             name,
             keys: Keys::new(&context.invitation, context.secret.as_ref()),
-            strangers: Seldom::default(),
+            strangers: RateLimited::default(),
             me: context.agent,
             events: context.events,
             peer_timeout: context.peer_timeout,
@@ -191,10 +191,10 @@ impl<F: Fabric> Machine<F> {
 
     pub(super) fn error(
         &self,
-        kind: Kind,
+        kind: ErrorKind,
         sentence: impl Into<std::borrow::Cow<'static, str>>,
     ) -> Error {
-        Error::new(kind, sentence).backend(self.name)
+        Error::new(kind, sentence).with_backend(self.name)
     }
 
     /// Sends a message, now or when the library has room.
@@ -322,10 +322,10 @@ impl<F: Fabric> Machine<F> {
                 }
                 None => {
                     let why = Error::new(
-                        Kind::Closed,
+                        ErrorKind::Closed,
                         "the region was imported when the link was not up",
                     );
-                    return out.settle(transfer.done, Err(why.backend(self.name)));
+                    return out.settle(transfer.done, Err(why.with_backend(self.name)));
                 }
             }
         }
@@ -336,7 +336,7 @@ impl<F: Fabric> Machine<F> {
     }
 
     fn cancel(&mut self, number: u64, id: TransferId, out: &mut Outbox) {
-        let why = cancelled().backend(self.name);
+        let why = cancelled().with_backend(self.name);
         let Some(session) = self.sessions.get_mut(&number) else { return };
         if let Some(position) = session.waiting.iter().position(|waiting| waiting.id == id) {
             out.settle(session.waiting.swap_remove(position).done, Err(why));
@@ -390,7 +390,7 @@ impl<F: Fabric> Progress for Machine<F> {
                 if let Some(number) = self.number_of(&link)
                     && let Err(why) = self.fabric.update(EndpointId(number), &address)
                 {
-                    self.lose(number, why.backend(self.name), false, out);
+                    self.lose(number, why.with_backend(self.name), false, out);
                 }
             }
             Command::Import { link, import } => self.import(&link, &import, out),
@@ -467,7 +467,7 @@ impl<F: Fabric> Progress for Machine<F> {
     }
 
     fn late(command: Self::Command) {
-        let closed = || Error::new(Kind::Closed, "the transport has been shut down");
+        let closed = || Error::new(ErrorKind::Closed, "the transport has been shut down");
         match command {
             Command::Post { plan, done, .. } => {
                 drop(plan);

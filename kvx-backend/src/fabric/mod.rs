@@ -34,7 +34,7 @@ use std::time::Duration;
 
 use crate::reactor::{Armed, Turn};
 use kvx_core::transport::{Context, ForeignRange, RemoteSpec, Transport};
-use kvx_core::{Capabilities, Error, Identity, Kind, Memory, RegionId, Result};
+use kvx_core::{Capabilities, Error, ErrorKind, Identity, Memory, RegionId, Result};
 
 pub use jobs::Job;
 
@@ -162,9 +162,9 @@ pub unsafe trait Fabric: Send + 'static {
     }
 
     /// Every peer has let go of a region of ours: ends remote access. Its memory is given back when that is done.
-    /// After [`LetGo::Later`] it is asked again each turn, and a descriptor of [`fds`](Fabric::fds) wakes the machine
+    /// After [`Unregister::Later`] it is asked again each turn, and a descriptor of [`fds`](Fabric::fds) wakes the machine
     /// when asking is worth it. Errors: it cannot be known that no peer reaches it, and it stays quarantined.
-    fn unregister(&mut self, local: &Self::Local) -> Result<LetGo>;
+    fn unregister(&mut self, local: &Self::Local) -> Result<Unregister>;
 
     /// The last call. Says whether it is certain that the library touches no memory of ours any more, and that peers
     /// do not through it; false quarantines what was in flight and registered.
@@ -174,7 +174,7 @@ pub unsafe trait Fabric: Send + 'static {
     /// [`Happened::Ready`] says so.
     fn connect_foreign(&mut self, _endpoint: EndpointId, _blob: &[u8]) -> Result<()> {
         Err(Error::new(
-            Kind::Unsupported,
+            ErrorKind::Unsupported,
             "this backend speaks to kvx agents only: use RIXL or MOONCAKE",
         ))
     }
@@ -185,12 +185,15 @@ pub unsafe trait Fabric: Send + 'static {
         _endpoint: EndpointId,
         _range: &ForeignRange,
     ) -> Result<Self::Remote> {
-        Err(Error::new(Kind::Unsupported, "this link leads to a kvx agent: use its regions"))
+        Err(Error::new(ErrorKind::Unsupported, "this link leads to a kvx agent: use its regions"))
     }
 
     /// Sends a foreign agent a notification in its own form. [`Sent::Taken`] settles it.
     fn notify_foreign(&mut self, _endpoint: EndpointId, _bytes: &[u8]) -> Result<Sent> {
-        Err(Error::new(Kind::Unsupported, "this backend has no notifications for foreign agents"))
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            "this backend has no notifications for foreign agents",
+        ))
     }
 }
 
@@ -207,7 +210,7 @@ pub unsafe trait Registrar<L>: Send + Sync + 'static {
     /// What was told so cannot be taken back. May block.
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
         Err(Error::new(
-            Kind::Unsupported,
+            ErrorKind::Unsupported,
             "this backend speaks to kvx agents only: use RIXL or MOONCAKE",
         ))
     }
@@ -224,7 +227,7 @@ pub enum Sent {
 
 /// Whether the library has let go of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LetGo {
+pub enum Unregister {
     /// Nobody reaches it any more.
     Now,
     /// It is busy, and would have kept the machine waiting.

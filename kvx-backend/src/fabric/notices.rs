@@ -58,7 +58,7 @@ impl<F: Fabric> Machine<F> {
     pub(super) fn notify(&mut self, number: u64, bytes: Box<[u8]>, done: Ticket, out: &mut Outbox) {
         let Some(session) = self.sessions.get_mut(&number) else { return };
         if let Err((done, why)) = session.to_peer.add(bytes, done) {
-            return out.settle(done, Err(why.backend(self.name)));
+            return out.settle(done, Err(why.with_backend(self.name)));
         }
         if session.foreign {
             self.notify_foreign(number, out);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_core::sync::Mutex;
-use kvx_core::{Error, Identity, Kind, RegionId, Result, Ticket};
+use kvx_core::{Error, ErrorKind, Identity, RegionId, Result, Ticket};
 
 use super::handle::{Import, Wiring};
 use super::jobs::Waiting;
@@ -170,7 +170,7 @@ impl<F: Fabric> Session<F> {
         }
         if self.outgoing.len() > MAX_QUEUED {
             return Err(Error::new(
-                Kind::Exhausted,
+                ErrorKind::Exhausted,
                 format!("the peer has left {MAX_QUEUED} frames unread"),
             ));
         }

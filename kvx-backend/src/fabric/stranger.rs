@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use kvx_core::transport::{Context, Events, Full, LinkState};
 use kvx_core::{
-    Error, Identity, Incarnation, Invitation, Kind, LinkId, Metadata, Options, Result, Secret,
+    Error, ErrorKind, Identity, Incarnation, Invitation, LinkId, Metadata, Options, Result, Secret,
     Sender,
 };
 
@@ -46,7 +46,7 @@ pub fn besiege<F: Fabric>(
     time: Duration,
 ) -> Result<usize> {
     let missing =
-        || Error::new(Kind::Malformed, "the owner's metadata does not say how it is reached");
+        || Error::new(ErrorKind::Malformed, "the owner's metadata does not say how it is reached");
     let own = (parts.address)()?;
     let plain = sealed::open("address", &own)?;
     let invitation = owner.invited.ok_or_else(missing)?.by;
@@ -99,7 +99,10 @@ impl<F: Fabric> HelloSender<F> {
             match self.library.send(TO, frame)? {
                 Sent::Taken => frames.pop(),
                 Sent::Later if Instant::now() >= until => {
-                    return Err(Error::new(Kind::TimedOut, "the library does not take a frame"));
+                    return Err(Error::new(
+                        ErrorKind::TimedOut,
+                        "the library does not take a frame",
+                    ));
                 }
                 Sent::Later => {}
             }

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Kind, MAX_NAME, Result};
+use kvx_core::{Error, ErrorKind, MAX_NAME, Result};
 
 use crate::control::{ENTRY, MAX_MESSAGE};
 
@@ -178,7 +178,7 @@ impl Incoming {
 }
 
 fn malformed(why: &'static str) -> Error {
-    Error::new(Kind::Malformed, format!("malformed link frame: {why}"))
+    Error::new(ErrorKind::Malformed, format!("malformed link frame: {why}"))
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use std::os::fd::{AsRawFd as _, RawFd};
 
 use super::sync::{AtomicBool, Mutex, Ordering, Wake};
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 /// Answers of threads that make a library's blocking calls. Its descriptor, one of
 /// [`Progress::fds`](super::Progress::fds), is readable for as long as it is not empty.
@@ -18,7 +18,8 @@ impl<T> Mailbox<T> {
     /// Errors: `Exhausted` without a descriptor.
     pub fn new() -> Result<Self> {
         let wake = Wake::new().map_err(|cause| {
-            Error::os("no eventfd for a mailbox: raise ulimit -n", cause).kind_is(Kind::Exhausted)
+            Error::os("no eventfd for a mailbox: raise ulimit -n", cause)
+                .with_kind(ErrorKind::Exhausted)
         })?;
         Ok(Mailbox { messages: Mutex::default(), is_full: AtomicBool::new(false), wake })
     }

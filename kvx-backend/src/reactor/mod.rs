@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use kvx_core::sync::catch_panic;
 use kvx_core::transport::{Events, LinkState};
-use kvx_core::{Error, Kind, LinkId, Result, Ticket};
+use kvx_core::{Error, ErrorKind, LinkId, Result, Ticket};
 
 pub(crate) use exit::halt_before_destructors;
 pub use kvx_core::transport::Turn;
@@ -63,7 +63,7 @@ pub trait Progress: Send + 'static {
 
 /// The error of a machine that has no descriptor for its epoll, or may not watch one more.
 pub fn no_poller(cause: rustix::io::Errno) -> Error {
-    Error::os("no readiness queue: raise ulimit -n", cause).kind_is(Kind::Exhausted)
+    Error::os("no readiness queue: raise ulimit -n", cause).with_kind(ErrorKind::Exhausted)
 }
 
 /// The most bytes to move in one turn before others get theirs.
@@ -174,20 +174,20 @@ const LOOKS_WHETHER_STOPPED: Duration = Duration::from_micros(100);
 const MAX_ROOMS: usize = 64;
 
 /// A machine, and how its thread sleeps.
-struct Room<P: Progress> {
+struct MachineSlot<P: Progress> {
     machine: Mutex<Option<Driven<P>>>,
     sleep: Sleep,
     /// Where work goes on since a turn in this one hangs.
-    next: OnceLock<Box<Room<P>>>,
+    next: OnceLock<Box<MachineSlot<P>>>,
 }
 
-impl<P: Progress> Room<P> {
+impl<P: Progress> MachineSlot<P> {
     fn around(machine: P) -> Result<Self> {
         let sleep = Sleep::new().map_err(|error| {
             Error::os("no eventfd for a reactor: raise the limit of open files", error)
         })?;
         let driven = Driven { machine, taken: Vec::new(), left_something: true };
-        Ok(Room { machine: Mutex::new(Some(driven)), sleep, next: OnceLock::new() })
+        Ok(MachineSlot { machine: Mutex::new(Some(driven)), sleep, next: OnceLock::new() })
     }
 
     /// Whether work goes on elsewhere.
@@ -198,7 +198,7 @@ impl<P: Progress> Room<P> {
 }
 
 struct ReactorShared<P: Progress> {
-    first: Room<P>,
+    first: MachineSlot<P>,
     stopping: AtomicBool,
     /// `None` when the machine takes no more.
     queue: Mutex<Option<Vec<P::Command>>>,
@@ -231,12 +231,12 @@ impl<P: Progress> Reactor<P> {
             self.shared.rooms().enumerate().last().unwrap_or((0, &self.shared.first));
         if number >= MAX_ROOMS {
             let why = format!("{MAX_ROOMS} turns of this agent have hung: start its process anew");
-            return Err(Error::new(Kind::Exhausted, why));
+            return Err(Error::new(ErrorKind::Exhausted, why));
         }
-        let next = Box::new(Room::around(machine)?);
+        let next = Box::new(MachineSlot::around(machine)?);
         let queue = self.shared.queue.lock();
         if queue.is_none() {
-            return Err(Error::new(Kind::Closed, "the machine has ended"));
+            return Err(Error::new(ErrorKind::Closed, "the machine has ended"));
         }
         // It waits for its room, whose number only this thread gives.
         let started = self.shared.start_thread(&self.name, number + 1)?;
@@ -369,7 +369,7 @@ impl<P: Progress> Drop for Reactor<P> {
 impl<P: Progress> ReactorShared<P> {
     fn around(machine: P, events: Arc<dyn Events>) -> Result<Self> {
         Ok(ReactorShared {
-            first: Room::around(machine)?,
+            first: MachineSlot::around(machine)?,
             stopping: AtomicBool::new(false),
             queue: Mutex::new(Some(Vec::new())),
             queued: Queued::default(),
@@ -384,17 +384,18 @@ impl<P: Progress> ReactorShared<P> {
         let ours = Arc::clone(self);
         let thread = std::thread::Builder::new().name(name.to_owned());
         thread.spawn(move || ours.serve(room)).map_err(|error| {
-            Error::os("a reactor thread could not be started", error).kind_is(Kind::Exhausted)
+            Error::os("a reactor thread could not be started", error)
+                .with_kind(ErrorKind::Exhausted)
         })
     }
 
-    fn rooms(&self) -> impl Iterator<Item = &Room<P>> {
+    fn rooms(&self) -> impl Iterator<Item = &MachineSlot<P>> {
         std::iter::successors(Some(&self.first), |room| room.next.get().map(|next| &**next))
     }
 
     /// Where work goes on.
     #[inline(always)]
-    fn room(&self) -> &Room<P> {
+    fn room(&self) -> &MachineSlot<P> {
         let mut room = &self.first;
         while let Some(next) = room.next.get() {
             room = next;
@@ -432,7 +433,7 @@ impl<P: Progress> ReactorShared<P> {
     #[cold]
     fn panicked(
         &self,
-        room: &Room<P>,
+        room: &MachineSlot<P>,
         mut machine: MutexGuard<'_, Option<Driven<P>>>,
         out: Outbox,
     ) {

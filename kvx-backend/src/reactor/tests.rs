@@ -39,7 +39,7 @@ impl Progress for Echo {
     }
     fn stop(&mut self, out: &mut Outbox) {
         for ticket in self.0.drain(..) {
-            out.settle(ticket, Err(Error::new(Kind::Closed, "stopped")));
+            out.settle(ticket, Err(Error::new(ErrorKind::Closed, "stopped")));
         }
     }
 }
@@ -310,7 +310,7 @@ fn a_machine_that_panics_hangs_nobody() {
     for _ in 0..2 {
         let (done, ticket) = Completion::with_ticket();
         reactor.submit(ticket);
-        assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Forgotten);
+        assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), ErrorKind::Forgotten);
     }
     reactor.stop();
 }
@@ -339,7 +339,7 @@ fn what_the_end_of_a_lost_command_submits_is_answered_too() {
     let reactor = Reactor::start("refilled".into(), machine, Arc::new(Nobody)).unwrap();
     let reactor = place.get_or_init(|| reactor);
     reactor.submit(Ticket::new(drop));
-    assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Forgotten);
+    assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), ErrorKind::Forgotten);
     reactor.stop();
 }
 
@@ -373,13 +373,13 @@ fn a_machine_that_panics_in_a_callers_turn_hangs_nobody_and_stays_out_of_use() {
             until(|| reactor.shared.room().machine.try_lock().is_some());
             reactor.submit_and_turn(ticket);
         }
-        assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Forgotten);
+        assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), ErrorKind::Forgotten);
         assert_eq!(reactor.shared.room().sleep.drivers.load(Ordering::SeqCst), 0);
         // Its thread has ended, and does not wake for ever.
         until(|| reactor.thread.lock().as_ref().is_some_and(JoinHandle::is_finished));
         let (done, ticket) = Completion::with_ticket();
         reactor.submit_and_turn(ticket);
-        assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Forgotten);
+        assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), ErrorKind::Forgotten);
         reactor.stop();
     }
 }
@@ -391,7 +391,7 @@ fn what_is_submitted_after_the_stop_is_forgotten_not_lost_silently() {
     let (done, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
     drop(reactor);
-    assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Forgotten);
+    assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), ErrorKind::Forgotten);
 }
 
 /// Settles its tickets, once those that hang its turns let them go on.
@@ -480,7 +480,7 @@ fn a_machine_that_hangs_when_it_is_to_stop_is_stopped_by_the_one_that_goes_on() 
     let (left, ticket) = Completion::with_ticket();
     reactor.submit(ticket);
     reactor.go_on_with(machine()).unwrap();
-    assert_eq!(left.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::Closed);
+    assert_eq!(left.wait(Duration::from_secs(10)).unwrap_err().kind(), ErrorKind::Closed);
     reactor.stop(); // does not wait for who hangs
     end.send(()).unwrap();
 }

@@ -4,7 +4,7 @@ use std::os::fd::RawFd;
 use std::panic::AssertUnwindSafe;
 use std::time::{Duration, Instant};
 
-use super::{Armed, Driven, Outbox, Progress, ReactorShared, Room, Turn, exit};
+use super::{Armed, Driven, MachineSlot, Outbox, Progress, ReactorShared, Turn, exit};
 use kvx_core::sync::pause_between_looks;
 
 /// A machine that was busy for this long, and got nothing done, is not looked at without a pause any more: whom it
@@ -35,7 +35,7 @@ impl<P: Progress> ReactorShared<P> {
         }
     }
 
-    pub(super) fn run(&self, room: &Room<P>, out: &mut Outbox) {
+    pub(super) fn run(&self, room: &MachineSlot<P>, out: &mut Outbox) {
         let (mut idle_since, mut stuck_since): (Option<Instant>, Option<Instant>) = (None, None);
         let mut looks = 0;
         let mut fds: Vec<RawFd> = Vec::new();

@@ -7,7 +7,7 @@ use std::sync::mpsc::{self, Sender};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use kvx::{Kind, Registry};
+use kvx::{ErrorKind, Registry};
 use serde::Serialize;
 
 use super::figures::Output;
@@ -124,7 +124,7 @@ fn read_all(initiators: &[Initiator], window: Duration) -> Result<(Vec<u64>, Dur
     let took = start.elapsed();
     for transfer in transfers {
         match transfer.wait(PATIENCE) {
-            Err(error) if error.kind() != Kind::Cancelled => return Err(error.into()),
+            Err(error) if error.kind() != ErrorKind::Cancelled => return Err(error.into()),
             _ => {}
         }
     }

@@ -4,7 +4,7 @@
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-use kvx::{Agent, Kind, Memory, Options, Peer, Plan, Registry};
+use kvx::{Agent, ErrorKind, Memory, Options, Peer, Plan, Registry};
 
 use super::blocks::DemoBlocks;
 use super::owner::Owner;
@@ -90,10 +90,10 @@ pub(super) fn run(
     for reader in &readers {
         let (after, error) = reader.read_until_told(&blocks)?;
         writeln!(out, "  {} after {}: {error}", reader.backend, seconds(after))?;
-        if error.kind() != Kind::PeerLost {
+        if error.kind() != ErrorKind::PeerLost {
             return Err(format!(
                 "this should have been {:?}, and was {:?}",
-                Kind::PeerLost,
+                ErrorKind::PeerLost,
                 error.kind()
             )
             .into());

@@ -4,7 +4,7 @@ use kvx_config::{
     BufferDevice, Compat, Concern, ConnectorKind, KvTransferConfig, LoadFailurePolicy, NUM_THREADS,
     Role, Surroundings,
 };
-use kvx_core::Kind;
+use kvx_core::ErrorKind;
 use serde_json::json;
 
 fn config(text: &str) -> KvTransferConfig {
@@ -20,7 +20,10 @@ fn refused(text: &str) -> String {
     match KvTransferConfig::from_json(text, &Surroundings::default()) {
         Ok(config) => panic!("{text} was accepted: {:?}", config.to_json()),
         Err(error) => {
-            assert!(matches!(error.kind(), Kind::Invalid | Kind::Unsupported), "{text}: {error:?}");
+            assert!(
+                matches!(error.kind(), ErrorKind::Invalid | ErrorKind::Unsupported),
+                "{text}: {error:?}"
+            );
             error.to_string()
         }
     }
@@ -388,7 +391,7 @@ fn an_unknown_connector_is_refused_with_the_nearest_and_vllms_others_by_name() {
     assert!(error.ends_with("did you mean NixlConnector?"), "{error}");
     let text = r#"{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}"#;
     let error = KvTransferConfig::from_json(text, &Surroundings::default()).unwrap_err();
-    assert_eq!(error.kind(), Kind::Unsupported);
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(
         error.to_string().contains("LMCacheConnectorV1 is vLLM's, but kvx does not speak it"),
         "{error}"

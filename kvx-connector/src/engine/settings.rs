@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvx_config::{
     BlockRelease, Compat, ConnectorKind, KvTransferConfig, LeaseTime, LoadFailurePolicy,
 };
-use kvx_core::{Error, Kind};
+use kvx_core::{Error, ErrorKind};
 
 use super::identity::{Address, EngineId, WorkerRank};
 use super::mooncake::Mooncake;
@@ -136,7 +136,7 @@ impl SideChannels {
         match u32::from(base.port).checked_add(offset).and_then(|port| u16::try_from(port).ok()) {
             Some(port) => Ok(Address { host: base.host.clone(), port }),
             None => Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "the side channel of rank {} would be port {} + {offset}, above 65535; lower \
                      VLLM_NIXL_SIDE_CHANNEL_PORT there",
@@ -150,7 +150,7 @@ impl SideChannels {
 /// An engine has one connector.
 pub(super) fn multi() -> Error {
     Error::new(
-        Kind::Unsupported,
+        ErrorKind::Unsupported,
         "MultiConnector is not served: an engine has one connector. Write the child that moves blocks between engines \
          (NixlConnector, NixlPushConnector or MooncakeConnector) as kv_connector, with its own kv_role and \
          kv_connector_extra_config; to serve decodes of both kinds, run an instance for each",
@@ -209,7 +209,7 @@ impl Settings {
             Some(ConnectorKind::NixlPush) if dialect.leases() => TransferMode::Push,
             Some(ConnectorKind::NixlPush) => {
                 return Err(Error::new(
-                    Kind::Unsupported,
+                    ErrorKind::Unsupported,
                     format!(
                         "{dialect} has no NixlPushConnector; take NixlConnector, or another kv_compat"
                     ),
@@ -217,7 +217,7 @@ impl Settings {
             }
             Some(ConnectorKind::Mooncake) => {
                 return Err(Error::new(
-                    Kind::Unsupported,
+                    ErrorKind::Unsupported,
                     "MooncakeConnector does not speak NixlConnector's protocol, which these settings are for; write \
                      NixlConnector or NixlPushConnector, or take Settings::of_mooncake",
                 ));
@@ -227,7 +227,7 @@ impl Settings {
             }
             Some(ConnectorKind::Own(name)) => {
                 return Err(Error::new(
-                    Kind::Unsupported,
+                    ErrorKind::Unsupported,
                     format!(
                         "{name} is a connector of this program; write NixlConnector, NixlPushConnector or \
                          MooncakeConnector for one of kvx"
@@ -236,7 +236,7 @@ impl Settings {
             }
             Some(other) => {
                 return Err(Error::new(
-                    Kind::Unsupported,
+                    ErrorKind::Unsupported,
                     format!(
                         "{other:?} is not known here; write NixlConnector, NixlPushConnector or MooncakeConnector"
                     ),

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::caches::Caches;
 use super::geometry::{Geometry, KvRegion, MemoryType, RegionGroup, malformed, shown};
@@ -33,7 +33,7 @@ impl Geometry {
         };
         if !fault.is_empty() {
             return Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 format!("the peer has {fault}, which kvx does not move"),
             ));
         }
@@ -139,7 +139,7 @@ fn check_words(geometry: &Geometry, dialect: Dialect) -> Result<()> {
     match needs.into_iter().find(|(needed, since, _)| *needed && dialect < *since) {
         None => Ok(()),
         Some((_, since, what)) => Err(Error::new(
-            Kind::Incompatible,
+            ErrorKind::Incompatible,
             format!("the metadata of {dialect} has no words for {what}; {since} has"),
         )),
     }

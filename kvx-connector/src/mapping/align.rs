@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvx_core::{Error, Indices, Kind, Result};
+use kvx_core::{Error, ErrorKind, Indices, Result};
 
 /// The most units of one logical block; index arithmetic relies on it.
 const MAX_UNITS: u32 = 65_536;
@@ -53,7 +53,7 @@ impl Units {
         let known = 1..=MAX_UNITS;
         if !known.contains(&consumer) || !known.contains(&producer) || tokens == 0 {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "blocks of {consumer} and {producer} units of {tokens} tokens: units are 1 to {MAX_UNITS}, \
                      tokens at least 1"
@@ -107,7 +107,7 @@ impl Units {
         let (listed, offered) = (len(consumer)?, len(producer)?);
         let too_short = || {
             Error::new(
-                Kind::OutOfBounds,
+                ErrorKind::OutOfBounds,
                 format!(
                     "{consumer} blocks to fill, but the producer's list of {producer} does not reach that far \
                      (units per block: {own} and {theirs})"
@@ -121,7 +121,7 @@ impl Units {
             }
             Some(tokens) => {
                 return Err(Error::new(
-                    Kind::Invalid,
+                    ErrorKind::Invalid,
                     format!(
                         "{} tokens wanted of a producer that has {}",
                         tokens.wanted, tokens.producer
@@ -182,7 +182,7 @@ pub fn expand(list: &Indices, each: u32, part: Range<u64>) -> Result<Indices> {
     let available = list.len() as u64 * u64::from(each);
     if part.start > part.end || part.end > available {
         return Err(Error::new(
-            Kind::OutOfBounds,
+            ErrorKind::OutOfBounds,
             format!("units {} to {} of a list of {available}", part.start, part.end),
         ));
     }
@@ -193,7 +193,7 @@ pub fn expand(list: &Indices, each: u32, part: Range<u64>) -> Result<Indices> {
         && (u64::from(max) + 1) * u64::from(each) > u64::from(u32::MAX)
     {
         return Err(Error::new(
-            Kind::OutOfBounds,
+            ErrorKind::OutOfBounds,
             format!("block {max} of {each} smaller ones: their indices do not fit into 32 bits"),
         ));
     }
@@ -221,7 +221,7 @@ pub fn clip_to_window(list: &Indices, blocks: u32) -> Indices {
 
 fn len(list: usize) -> Result<i64> {
     u32::try_from(list).map(i64::from).map_err(|_| {
-        Error::new(Kind::Invalid, format!("a list of {list} blocks: at most 2^32-1 are known"))
+        Error::new(ErrorKind::Invalid, format!("a list of {list} blocks: at most 2^32-1 are known"))
     })
 }
 
@@ -254,7 +254,10 @@ mod tests {
         let units = Units::equal(16).unwrap();
         assert_eq!(pair(units, &[7, 8], &[1, 2, 3, 4], None), (vec![7, 8], vec![3, 4]));
         assert_eq!(pair(units, &[], &[1, 2], None), (vec![], vec![]));
-        assert_eq!(units.align(3, 2, None, Clip::Whole).unwrap_err().kind(), Kind::OutOfBounds);
+        assert_eq!(
+            units.align(3, 2, None, Clip::Whole).unwrap_err().kind(),
+            ErrorKind::OutOfBounds
+        );
     }
 
     #[test]
@@ -295,7 +298,7 @@ mod tests {
         let units = Units::equal(16).unwrap();
         assert_eq!(pair(units, &[7, 8], &[1, 2, 3, 4], Some((60, 33))), (vec![7, 8], vec![2, 3]));
         let more = Some(Tokens { producer: 10, wanted: 11 });
-        assert_eq!(units.align(1, 1, more, Clip::Whole).unwrap_err().kind(), Kind::Invalid);
+        assert_eq!(units.align(1, 1, more, Clip::Whole).unwrap_err().kind(), ErrorKind::Invalid);
     }
 
     #[test]
@@ -321,7 +324,7 @@ mod tests {
     #[test]
     fn indices_beyond_32_bits_are_errors() {
         let error = expand(&[u32::MAX / 2].into(), 4, 0..4).unwrap_err();
-        assert_eq!(error.kind(), Kind::OutOfBounds);
+        assert_eq!(error.kind(), ErrorKind::OutOfBounds);
         assert!(
             Units::new(0, 1, 1).is_err()
                 && Units::new(1, 65_537, 1).is_err()

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::geometry::{Geometry, KvRegion, MemoryType, RegionGroup};
 use super::layout::KvLayout;
@@ -186,5 +186,5 @@ fn share(region: &mut KvRegion, heads: Heads, other: KvRegion, others_heads: Hea
 }
 
 fn invalid(sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
-    Error::new(Kind::Invalid, sentence)
+    Error::new(ErrorKind::Invalid, sentence)
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::permute::BlockShape;
 
@@ -127,7 +127,7 @@ fn runs(
         && heads.checked_mul(block_tokens).and_then(|all| all.checked_mul(content)) == Some(block);
     if !fits {
         return Err(Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!(
                 "tokens {tokens:?} of a tensor of {tensor} bytes, {dense:?}, are not those of a block of {block} \
                  bytes, {rows:?}"

@@ -1,6 +1,6 @@
 //! Descriptors as NIXL prepares them: rows of equal blocks, and flat ids that count through the rows.
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::geometry::RegionGroup;
 
@@ -36,7 +36,7 @@ pub fn strided_rows(
         part_len.checked_mul(u64::from(parts)).filter(|len| *len > 0 && *len <= block_stride);
     if block_len.is_none() || blocks == 0 {
         return Err(Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!(
                 "{blocks} blocks of {parts} parts of {part_len} bytes, {block_stride} apart: parts fit into \
                  blocks, and none is empty"
@@ -48,7 +48,7 @@ pub fn strided_rows(
         .and_then(|last| last.checked_add(block_stride));
     if end.and_then(|end| end.checked_add(base)).is_none() {
         return Err(Error::new(
-            Kind::OutOfBounds,
+            ErrorKind::OutOfBounds,
             format!(
                 "{blocks} blocks, {block_stride} bytes apart, from {base:#x} end beyond the address space"
             ),
@@ -108,7 +108,7 @@ pub fn remote_row(region: RemoteRegionRow) -> Result<Row> {
         pieces.filter(|pieces| local_block_len % pieces == 0 && local_block_len > 0 && blocks > 0)
     else {
         return Err(Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!(
                 "a local block of {local_block_len} bytes from {sources} ranks, {ratio} blocks each, of {blocks}"
             ),
@@ -128,7 +128,7 @@ pub fn remote_row(region: RemoteRegionRow) -> Result<Row> {
             Ok(Row { address: base + offset, len, device, stride, count: u64::from(blocks) })
         }
         None => Err(Error::new(
-            Kind::OutOfBounds,
+            ErrorKind::OutOfBounds,
             format!(
                 "piece {rank_offset} of {len} bytes lies outside of a peer's block ({blocks} blocks, {stride} \
                  bytes apart, from {base:#x})"
@@ -149,7 +149,7 @@ pub fn descriptor_ids<B: AsRef<[u32]>>(
 ) -> Result<Vec<u64>> {
     if region_blocks.len() != region_groups.len() {
         return Err(Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!(
                 "{} regions with blocks and {} with groups",
                 region_blocks.len(),
@@ -182,7 +182,7 @@ fn add_ids(
         if covers(region) {
             if let Some(beyond) = blocks.iter().find(|block| *block >= count) {
                 return Err(Error::new(
-                    Kind::OutOfBounds,
+                    ErrorKind::OutOfBounds,
                     format!("block {beyond} of region {region}, which has {count}"),
                 ));
             }
@@ -199,10 +199,16 @@ mod tests {
 
     #[test]
     fn hostile_rows_are_errors() {
-        assert_eq!(strided_rows(0, 64, 63, 1, 1, 0).unwrap_err().kind(), Kind::Invalid);
-        assert_eq!(strided_rows(0, u64::MAX, u64::MAX, 1, 2, 0).unwrap_err().kind(), Kind::Invalid);
-        assert_eq!(strided_rows(u64::MAX, 1, 1, 2, 1, 0).unwrap_err().kind(), Kind::OutOfBounds);
-        assert_eq!(strided_rows(0, 64, 64, 0, 1, 0).unwrap_err().kind(), Kind::Invalid);
+        assert_eq!(strided_rows(0, 64, 63, 1, 1, 0).unwrap_err().kind(), ErrorKind::Invalid);
+        assert_eq!(
+            strided_rows(0, u64::MAX, u64::MAX, 1, 2, 0).unwrap_err().kind(),
+            ErrorKind::Invalid
+        );
+        assert_eq!(
+            strided_rows(u64::MAX, 1, 1, 2, 1, 0).unwrap_err().kind(),
+            ErrorKind::OutOfBounds
+        );
+        assert_eq!(strided_rows(0, 64, 64, 0, 1, 0).unwrap_err().kind(), ErrorKind::Invalid);
         let row = RemoteRegionRow {
             base: 0,
             stride: 200,
@@ -234,8 +240,8 @@ mod tests {
         assert_eq!(descriptor_ids(&[10, 4], &groups, &[&[9][..], &[3]]).unwrap(), [9, 13]);
         assert_eq!(
             descriptor_ids(&[10, 4], &groups, &[&[9][..], &[4]]).unwrap_err().kind(),
-            Kind::OutOfBounds
+            ErrorKind::OutOfBounds
         );
-        assert_eq!(descriptor_ids(&[10], &groups, &[[0]]).unwrap_err().kind(), Kind::Invalid);
+        assert_eq!(descriptor_ids(&[10], &groups, &[[0]]).unwrap_err().kind(), ErrorKind::Invalid);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Error, Grid, Kind, Result};
+use kvx_core::{Error, ErrorKind, Grid, Result};
 
 use super::layout::KvLayout;
 
@@ -64,7 +64,7 @@ impl MemoryType {
             "cpu" => Ok(MemoryType::Dram),
             "cuda" | "xpu" => Ok(MemoryType::Vram),
             other => Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "kv_buffer_device \"{other}\": its memory can be registered for cpu, cuda and xpu"
                 ),
@@ -309,7 +309,7 @@ impl Geometry {
 }
 
 pub(super) fn malformed(sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
-    Error::new(Kind::Malformed, sentence)
+    Error::new(ErrorKind::Malformed, sentence)
 }
 
 /// A peer's text, cut to a length that fits into a sentence.

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::geometry::{malformed, shown};
 
@@ -140,7 +140,7 @@ impl LayoutMatch {
             (false, ..) => "only LBHNC can be received into LBNHC: give both sides the same layout",
         };
         Err(Error::new(
-            Kind::Incompatible,
+            ErrorKind::Incompatible,
             format!(
                 "the KV cache layouts differ: {consumer} at the consumer, {producer} at the producer; {why}"
             ),
@@ -161,7 +161,7 @@ mod tests {
             }
         }
         let error = KvLayout::from_wire(&"x".repeat(10_000)).unwrap_err();
-        assert_eq!(error.kind(), Kind::Malformed);
+        assert_eq!(error.kind(), ErrorKind::Malformed);
         assert!(error.to_string().len() < 300);
     }
 
@@ -177,7 +177,7 @@ mod tests {
             (Blhnc, Lbhnc, true, 1),
         ] {
             let error = LayoutMatch::of(consumer, producer, permute, groups).unwrap_err();
-            assert_eq!(error.kind(), Kind::Incompatible);
+            assert_eq!(error.kind(), ErrorKind::Incompatible);
             assert!(error.to_string().contains(consumer.as_str()), "{error}");
         }
     }

@@ -1,6 +1,6 @@
 //! The lengths that a region's blocks must have on both sides.
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::ranks::Heads;
 
@@ -24,7 +24,7 @@ pub fn check_block_length(
     let (own, theirs) = (heads.per_rank(consumer_size), heads.per_rank(producer_size));
     if matches!(heads, Heads::Sharded(_)) && producer_size > consumer_size && ratio != 1 {
         return Err(Error::new(
-            Kind::Incompatible,
+            ErrorKind::Incompatible,
             format!(
                 "blocks of {ratio} times the producer's tokens, and {producer_size} producer ranks to \
                  {consumer_size}: give both sides the same block size"
@@ -36,7 +36,7 @@ pub fn check_block_length(
         return Ok(());
     }
     Err(Error::new(
-        Kind::Incompatible,
+        ErrorKind::Incompatible,
         format!(
             "blocks of {consumer_len} bytes at the consumer and {producer_len} at the producer do not fit: with \
              {own} and {theirs} heads on a rank ({consumer_size} and {producer_size} ranks) and {ratio} producer \
@@ -78,7 +78,7 @@ mod tests {
             check(own, theirs, heads, sizes, ratio).unwrap();
             for wrong in [theirs - 1, theirs + 1, theirs * 2] {
                 let error = check(own, wrong, heads, sizes, ratio).unwrap_err();
-                assert_eq!(error.kind(), Kind::Incompatible);
+                assert_eq!(error.kind(), ErrorKind::Incompatible);
                 assert!(
                     error.to_string().contains(&format!("must have {theirs} bytes")),
                     "{error}"

@@ -43,7 +43,7 @@
 //!
 //! // Two blocks are cached here: the list of the peer is cut at the front.
 //! let (local, theirs) = ([Indices::from([7, 8])], [Indices::from([20, 21, 22, 23])]);
-//! let moves = map.moves(&BlocksOfBothSides { local: &local, remote: &theirs, tokens: None })?;
+//! let moves = map.moves(&BlockPairs { local: &local, remote: &theirs, tokens: None })?;
 //! let pairing = &moves.ranks[0].pairings[0];
 //! assert_eq!(pairing.remote.as_list(), Some(&[22, 23][..]));
 //! assert_eq!((moves.blocks, moves.bytes), (4, 4 * 8192));
@@ -80,7 +80,7 @@ pub use layout::{KvLayout, LayoutMatch};
 pub use lengths::check_block_length;
 pub use mooncake::{SenderPair, SenderPlan};
 pub use mooncake_map::{SendLane, SendMap, tell_layout};
-pub use moves::{BlocksOfBothSides, Covered, Moves, Pairing, RankMoves};
+pub use moves::{BlockPairs, Covered, Moves, Pairing, RankMoves};
 pub use names::natural_order;
 pub use peer::{MappingOptions, PeerMap, Remote, RemoteRank};
 pub use permute::{

@@ -1,6 +1,6 @@
 //! What one rank of a Mooncake producer writes into one rank of a consumer.
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::ranks::{Heads, Tp};
 
@@ -45,7 +45,7 @@ impl SenderPair {
         let paired = super::ranks::reader_ranks(p, d.size())?;
         if !paired.contains(&d.rank()) {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "producer rank {} of {} does not write to consumer rank {} of {}",
                     p.rank(),
@@ -88,7 +88,7 @@ impl SenderPair {
     /// One side has whole heads per rank, the other has replicas of single heads.
     fn by_head(&self, heads: u32) -> Result<SenderPlan> {
         if heads == 0 {
-            return Err(Error::new(Kind::Invalid, "a cache of 0 KV heads"));
+            return Err(Error::new(ErrorKind::Invalid, "a cache of 0 KV heads"));
         }
         let (p, d) = (self.producer, self.consumer);
         let own = Heads::first(heads, p.rank(), p.size());
@@ -113,7 +113,7 @@ impl SenderPair {
             return Ok(plan);
         }
         Err(Error::new(
-            Kind::Incompatible,
+            ErrorKind::Incompatible,
             format!(
                 "{} bytes from {} of a block of {} to {} of a block of {}: they do not fit",
                 plan.len,
@@ -129,7 +129,7 @@ impl SenderPair {
 fn piece(number: u32, len: u64) -> Result<u64> {
     u64::from(number).checked_mul(len).ok_or_else(|| {
         Error::new(
-            Kind::Incompatible,
+            ErrorKind::Incompatible,
             format!("piece {number} of {len} bytes lies beyond any block"),
         )
     })

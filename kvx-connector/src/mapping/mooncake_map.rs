@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use kvx_core::{Error, Grid, Kind, Result};
+use kvx_core::{Error, ErrorKind, Grid, Result};
 
 use super::caches::Caches;
 use super::geometry::{RegionGroup, shown};
@@ -233,7 +233,7 @@ pub fn tell_layout(local: &Caches, told: &mut PullRequest) -> Result<()> {
     for region in local.geometry().regions() {
         let RegionGroup::Of(group) = region.group else {
             return Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 "layers of several KV cache groups share memory: a MooncakeConnector of kvx does not move them",
             ));
         };
@@ -255,9 +255,9 @@ fn number_of_layer(name: &str) -> i64 {
 }
 
 fn incompatible(sentence: String) -> Error {
-    Error::new(Kind::Incompatible, sentence)
+    Error::new(ErrorKind::Incompatible, sentence)
 }
 
 fn malformed(why: String) -> Error {
-    Error::new(Kind::Malformed, format!("malformed layout of a decode's worker: {why}"))
+    Error::new(ErrorKind::Malformed, format!("malformed layout of a decode's worker: {why}"))
 }

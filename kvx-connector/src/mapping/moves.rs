@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvx_core::{Error, Indices, Kind, Op, Result};
+use kvx_core::{Error, ErrorKind, Indices, Op, Result};
 
 use super::align::{Aligned, Tokens};
 use super::lanes::{LaneSet, Source};
@@ -10,7 +10,7 @@ use super::peer::PeerMap;
 
 /// The logical blocks of a request on both sides, a list for each KV cache group.
 #[derive(Clone, Copy, Debug)]
-pub struct BlocksOfBothSides<'a> {
+pub struct BlockPairs<'a> {
     /// Of this rank.
     pub local: &'a [Indices],
     /// Of the peer: its word.
@@ -127,7 +127,7 @@ impl Sided {
         match beyond.into_iter().find(|(_, max, count)| max >= count) {
             None => Ok(()),
             Some((side, max, count)) => Err(Error::new(
-                Kind::OutOfBounds,
+                ErrorKind::OutOfBounds,
                 format!("KV cache group {group}: {side} block {max} of regions that have {count}"),
             )),
         }
@@ -148,12 +148,12 @@ impl PeerMap {
     /// # Errors
     /// `Invalid` for another number of lists than groups; `OutOfBounds` for blocks beyond a region, and lists that
     /// are too short. Nothing moves then.
-    pub fn moves(&self, lists: &BlocksOfBothSides<'_>) -> Result<Moves> {
+    pub fn moves(&self, lists: &BlockPairs<'_>) -> Result<Moves> {
         let groups = self.clips.len();
         let nothing = lists.local.iter().all(Indices::is_empty);
         if !nothing && (lists.local.len() != groups || lists.remote.len() != groups) {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "block lists for {} local and {} remote KV cache groups, where the model has {groups}",
                     lists.local.len(),
@@ -202,7 +202,7 @@ impl PeerMap {
     ) -> Result<Vec<Pairing>> {
         let Some(peer) = self.sources.get(source).filter(|_| local.len() == remote.len()) else {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "{} local and {} remote units, source {source} of {}",
                     local.len(),
@@ -231,12 +231,7 @@ impl PeerMap {
         }
     }
 
-    fn group(
-        &self,
-        group: usize,
-        lists: &BlocksOfBothSides<'_>,
-        moves: &mut Moves,
-    ) -> Result<Forms> {
+    fn group(&self, group: usize, lists: &BlockPairs<'_>, moves: &mut Moves) -> Result<Forms> {
         let (consumer, producer) = match self.op {
             Op::Read => (&lists.local[group], &lists.remote[group]),
             Op::Write => (&lists.remote[group], &lists.local[group]),

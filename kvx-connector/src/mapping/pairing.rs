@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::geometry::{Geometry, shown};
 
@@ -134,5 +134,5 @@ fn by_name(local: &Geometry, stages: &[&Geometry], all: bool) -> Result<Vec<Opti
 }
 
 fn incompatible(sentence: String) -> Error {
-    Error::new(Kind::Incompatible, sentence)
+    Error::new(ErrorKind::Incompatible, sentence)
 }

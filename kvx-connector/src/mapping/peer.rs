@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use kvx_core::{Error, Kind, Op, Result};
+use kvx_core::{Error, ErrorKind, Op, Result};
 
 use super::align::{Clip, Units};
 use super::caches::Caches;
@@ -369,13 +369,13 @@ fn finishing(
 }
 
 pub(super) fn invalid(sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
-    Error::new(Kind::Invalid, sentence)
+    Error::new(ErrorKind::Invalid, sentence)
 }
 
 pub(super) fn incompatible(sentence: String) -> Error {
-    Error::new(Kind::Incompatible, sentence)
+    Error::new(ErrorKind::Incompatible, sentence)
 }
 
 fn unsupported(sentence: String) -> Error {
-    Error::new(Kind::Unsupported, sentence)
+    Error::new(ErrorKind::Unsupported, sentence)
 }

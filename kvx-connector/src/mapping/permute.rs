@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::geometry::RegionGroup;
 use super::layout::LayoutMatch;
@@ -40,7 +40,7 @@ pub fn permute_axes(
         && order.iter().all(|at| *at < shape.len() && !std::mem::replace(&mut seen[*at], true));
     if !permutes || bytes != Some(input.len()) || input.len() != output.len() {
         return Err(Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!(
                 "{} bytes of shape {shape:?} by elements of {element} in the order {order:?} into {} bytes",
                 input.len(),
@@ -101,7 +101,7 @@ impl BlockShape {
                 Ok(BlockShape { heads, tokens, content: len / rows })
             }
             _ => Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!("a block of {len} bytes is not {heads} heads of {tokens} tokens"),
             )),
         }
@@ -135,7 +135,7 @@ fn sub_block_tokens(shape: BlockShape, ratio: usize) -> Result<usize> {
     if ratio > 0 && shape.tokens.is_multiple_of(ratio) {
         return Ok(shape.tokens / ratio);
     }
-    Err(Error::new(Kind::Invalid, format!("{} tokens are not {ratio} blocks", shape.tokens)))
+    Err(Error::new(ErrorKind::Invalid, format!("{} tokens are not {ratio} blocks", shape.tokens)))
 }
 
 /// What a consumer does with its blocks after they were filled: reorders them, and clears what was not filled.
@@ -191,7 +191,7 @@ impl Finishing {
         let part_len = shape.map(|shape| shape.heads * shape.tokens * shape.content);
         let (Some(shape), Some(part_len)) = (shape, part_len) else {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!("region {region} of {}", self.shapes.len()),
             ));
         };
@@ -200,7 +200,7 @@ impl Finishing {
             || filled.start > filled.end
         {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "a block of {} bytes with sub-blocks {filled:?} filled, where blocks have {} bytes in {} \
                      sub-blocks",

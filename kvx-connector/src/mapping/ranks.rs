@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 /// The largest tensor-parallel size that is accepted; a peer's word is checked against it before anything is allocated.
 pub const MAX_RANKS: u32 = 1024;
@@ -291,7 +291,7 @@ fn divides(what: &str, own: u32, theirs: u32) -> Result<()> {
 }
 
 fn invalid(sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
-    Error::new(Kind::Invalid, sentence)
+    Error::new(ErrorKind::Invalid, sentence)
 }
 
 #[cfg(test)]
@@ -356,7 +356,7 @@ mod tests {
     #[test]
     fn sizes_that_do_not_divide_are_refused_in_words() {
         let error = handshake_ranks(Tp::new(0, 3).unwrap(), 2, 1).unwrap_err();
-        assert_eq!(error.kind(), Kind::Invalid);
+        assert_eq!(error.kind(), ErrorKind::Invalid);
         assert!(error.to_string().contains("3 and 2"), "{error}");
         assert!(
             Tp::new(2, 2).is_err() && Tp::new(0, 0).is_err() && Tp::new(0, MAX_RANKS + 1).is_err()
@@ -367,6 +367,6 @@ mod tests {
         assert!(Mapping::new(Tp::new(0, 1).unwrap(), 1, 1, Heads::Sharded(0), &[]).is_err());
         let sharded =
             Mapping::new(Tp::new(0, 4).unwrap().with_dcp(4).unwrap(), 4, 4, Heads::Sharded(8), &[]);
-        assert_eq!(sharded.unwrap_err().kind(), Kind::Invalid);
+        assert_eq!(sharded.unwrap_err().kind(), ErrorKind::Invalid);
     }
 }

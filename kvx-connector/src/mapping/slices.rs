@@ -1,6 +1,6 @@
 //! Which bytes of a consumer's blocks are which bytes of a producer's.
 
-use kvx_core::{Error, Grid, Kind, Result};
+use kvx_core::{Error, ErrorKind, Grid, Result};
 
 use super::lengths::check_block_length;
 use super::ranks::{Heads, Mapping};
@@ -43,7 +43,7 @@ impl RegionPair {
         )?;
         if self.heads.per_rank(own_size) != self.heads.per_rank(their_size) && !self.contiguous {
             return Err(Error::new(
-                Kind::Incompatible,
+                ErrorKind::Incompatible,
                 format!(
                     "{own_size} and {their_size} ranks divide its blocks by heads, which only a layout with heads \
                      before tokens allows: use LBHNC"
@@ -100,7 +100,7 @@ impl RegionPair {
 
     fn outside(&self, sentence: &str) -> Error {
         Error::new(
-            Kind::OutOfBounds,
+            ErrorKind::OutOfBounds,
             format!(
                 "{sentence} (blocks of {} and {} bytes)",
                 self.consumer.length, self.producer.length

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use kvx_config::{BufferDevice, KvTransferConfig};
-use kvx_core::{Agent, DeviceAccess, Error, Kind, Options, Registry, Result, Secret};
+use kvx_core::{Agent, DeviceAccess, Error, ErrorKind, Options, Registry, Result, Secret};
 use serde_json::{Map, Value, json};
 
 use super::connector::Connector;
@@ -128,12 +128,12 @@ impl ConnectorBuilder {
         let (setup, side) = self.setup()?;
         let started = thread::start(setup, side)?;
         started.wait(thread::START_LIMIT.into()).unwrap_or_else(|| {
-            Err(Error::new(Kind::TimedOut, "the side channel did not begin to listen in time"))
+            Err(Error::new(ErrorKind::TimedOut, "the side channel did not begin to listen in time"))
         })
     }
 
     pub(super) fn setup(self) -> Result<(Setup, SideSettings)> {
-        let invalid = |sentence: &str| Err(Error::new(Kind::Invalid, sentence.to_owned()));
+        let invalid = |sentence: &str| Err(Error::new(ErrorKind::Invalid, sentence.to_owned()));
         let (tp_size, pp_size, dcp_size) = self.sizes;
         let most = crate::mapping::MAX_RANKS;
         if tp_size == 0 || pp_size == 0 || dcp_size == 0 || tp_size.saturating_mul(pp_size) > most {
@@ -155,7 +155,7 @@ impl ConnectorBuilder {
         let writes = settings.mode == TransferMode::Push || settings.mooncake.is_some();
         if self.config.nixl().kvx_digest && writes {
             return Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 "kvx_digest is for NixlConnector, where the decode reads: other connectors write without digests; \
                  take kvx_digest out of kv_connector_extra_config, or write NixlConnector",
             ));

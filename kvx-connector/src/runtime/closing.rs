@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::Duration;
 
-use kvx_core::{Agent, Completion, Deadline, Error, Kind, Result, Ticket};
+use kvx_core::{Agent, Completion, Deadline, Error, ErrorKind, Result, Ticket};
 
 use super::prefill::Released;
 use super::register::closed;
@@ -101,7 +101,7 @@ const TO_SAY_SO: Duration = Duration::from_millis(100);
 
 fn unheard() -> Error {
     Error::new(
-        Kind::StillShared,
+        ErrorKind::StillShared,
         "a rank in a process of its own had not said by the deadline that it has ended: give it more time",
     )
 }

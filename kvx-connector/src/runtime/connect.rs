@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::{Completion, Error, GridSet, Kind, Metadata, Op, Peer, PeerRegion, Region, Result};
+use kvx_core::{
+    Completion, Error, ErrorKind, GridSet, Metadata, Op, Peer, PeerRegion, Region, Result,
+};
 
 use super::builder::RIXL;
 use super::digests::PeerDigests;
@@ -91,7 +93,7 @@ impl PeerLink {
         part: Part,
         group: &crate::engine::GroupMove,
     ) -> Result<(&LinkedWorker, Vec<Pairing>)> {
-        let missing = || Error::new(Kind::Invalid, "nothing moves between these workers");
+        let missing = || Error::new(ErrorKind::Invalid, "nothing moves between these workers");
         let at =
             self.workers.iter().position(|worker| worker.rank == part.rank).ok_or_else(missing)?;
         let (_, sets) = self.map.part(part).ok_or_else(missing)?;
@@ -158,14 +160,14 @@ impl Shared {
                 "worker pp {} tp {} of this engine has no caches registered: call Rank::register",
                 rank.pp, rank.tp
             );
-            Error::new(Kind::Invalid, sentence)
+            Error::new(ErrorKind::Invalid, sentence)
         })?;
         let settings = &self.setup.settings;
         let mut geometries = Vec::with_capacity(answer.workers.len());
         for (rank, metadata) in &answer.workers {
             if metadata.dcp_size != peer.dcp_size {
                 return Err(Error::new(
-                    Kind::Unsupported,
+                    ErrorKind::Unsupported,
                     format!(
                         "the peer's handshake says a decode-context-parallel size of {}, and {} was expected: give \
                          both engines the same",
@@ -222,7 +224,7 @@ impl Shared {
             }
             if !plan.generations {
                 return Err(Error::new(
-                    Kind::Malformed,
+                    ErrorKind::Malformed,
                     "the peer has digests of blocks and no generations",
                 ));
             }
@@ -259,7 +261,7 @@ impl Shared {
                 (peer, regions)
             }
             None if metadata.agent_metadata.is_empty() => {
-                return Err(Error::new(Kind::NoRoute, no_way("and it tells nothing of NIXL")));
+                return Err(Error::new(ErrorKind::NoRoute, no_way("and it tells nothing of NIXL")));
             }
             None if NixlPeer::is_offered(&metadata.agent_metadata) => {
                 let known = NixlPeer::connect(&own.agent, &metadata.agent_metadata);
@@ -344,7 +346,7 @@ fn no_digests(peer: &RemoteEngine, worker: &LinkedWorker) -> Error {
         .as_ref()
         .map_or_else(String::new, |why| format!(" (reached as a NIXL agent: {why})"));
     Error::new(
-        Kind::Incompatible,
+        ErrorKind::Incompatible,
         format!(
             "kvx_digest is set here, and engine {} publishes no digests of its blocks{why}: set kvx_digest in its \
              kv_connector_extra_config too, if it is one of kvx, or take it out here",

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_config::KvTransferConfig;
-use kvx_core::{Completion, Deadline, Error, Kind, Registry, Result};
+use kvx_core::{Completion, Deadline, Error, ErrorKind, Registry, Result};
 
 use super::builder::ConnectorBuilder;
 use super::group::JoinAddress;
@@ -33,7 +33,7 @@ const AT_DROP: Duration = Duration::from_secs(1);
 /// 3. [`outcomes`](Self::outcomes), and what they ask for.
 /// 4. [`request_finished`](Self::request_finished) for requests that end.
 ///
-/// An idle engine sleeps in [`wake`](Self::wake). What need not wait for a step (leases, heartbeats, deadlines, peers
+/// An idle engine sleeps in [`outcomes_ready`](Self::outcomes_ready). What need not wait for a step (leases, heartbeats, deadlines, peers
 /// that fetch) goes on without it. Blocks are checked by their generations at both ends, and the engine has nothing to
 /// do for it.
 #[derive(Clone)]
@@ -91,7 +91,7 @@ impl Connector {
         }
         let Settings { tp_size, pp_size, .. } = self.settings();
         Err(Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!(
                 "there is no worker pp {} tp {}: the connector was built for {pp_size} x {tp_size}, see \
                  ConnectorBuilder::workers",
@@ -176,7 +176,7 @@ impl Connector {
     }
 
     /// Ends when there are [`outcomes`](Self::outcomes), or the connector was shut down. Under any executor.
-    pub async fn wake(&self) {
+    pub async fn outcomes_ready(&self) {
         loop {
             let rung = self.shared().news.notified();
             let mut rung = std::pin::pin!(rung);
@@ -188,7 +188,7 @@ impl Connector {
         }
     }
 
-    /// As [`wake`](Self::wake), without a runtime: blocks until then or until the deadline, and says which it was.
+    /// As [`outcomes_ready`](Self::outcomes_ready), without a runtime: blocks until then or until the deadline, and says which it was.
     pub fn wait(&self, deadline: impl Into<Deadline>) -> bool {
         self.shared().wait(deadline.into())
     }

@@ -188,7 +188,7 @@ fn ended(connector: &Connector, request: &RequestId, end: LoadEnd) -> Result<Loa
     }
 }
 
-/// A load that is under way: a future, or [`outcome`](Self::outcome) without a runtime.
+/// A load that is under way: a future, or [`wait_blocking`](Self::wait_blocking) without a runtime.
 ///
 /// Dropped before its end it is aborted, and the prefill is told so. The engine then hears of its blocks once, by
 /// [`outcomes`](Connector::outcomes): `Free` or `Lost`. [`cancel`](Self::cancel) gives something to wait for instead.
@@ -210,7 +210,7 @@ impl Fetch {
     }
 
     /// Blocks until it has ended, which it does by its own deadline.
-    pub fn outcome(self) -> Result<Loaded, LoadError> {
+    pub fn wait_blocking(self) -> Result<Loaded, LoadError> {
         let mut fetch = self;
         loop {
             match fetch.wait(Duration::MAX) {
@@ -221,7 +221,7 @@ impl Fetch {
     }
 
     /// Blocks until it has ended. `Err`: not by this deadline; it goes on. With the fetch's own deadline either may
-    /// come first: [`outcome`](Self::outcome) waits for that.
+    /// come first: [`wait_blocking`](Self::wait_blocking) waits for that.
     pub fn wait(
         mut self,
         deadline: impl Into<Deadline>,
@@ -339,14 +339,14 @@ impl Held {
     }
 
     /// Ends when nothing touches them any more; at once if there are none.
-    pub async fn free(mut self) -> Released {
+    pub async fn released(mut self) -> Released {
         let Some(held) = &self.0 else { return Released::Free };
         let released = std::future::poll_fn(|context| held.slot.poll(context)).await;
         self.0 = None;
         released
     }
 
-    /// As [`free`](Self::free), without a runtime. `Err`: not by the deadline.
+    /// As [`released`](Self::released), without a runtime. `Err`: not by the deadline.
     pub fn wait(mut self, deadline: impl Into<Deadline>) -> Result<Released, Held> {
         let Some(held) = &self.0 else { return Ok(Released::Free) };
         match held.slot.wait(deadline.into()) {

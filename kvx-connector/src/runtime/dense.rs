@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_core::sync::Mutex;
-use kvx_core::{Deadline, Error, Kind, Memory, Result};
+use kvx_core::{Deadline, Error, ErrorKind, Memory, Result};
 
 use super::decode::{Decode, Fetch, Held, LoadError, Loaded};
 use super::prefill::{Lease, Prefill, Released};
@@ -93,7 +93,7 @@ impl DensePool {
     /// # Errors
     /// `Invalid` for a model without layers, heads or bytes, and other layouts; `Exhausted` when memory is short.
     pub fn new(model: DenseModel, blocks: u32) -> Result<Self> {
-        let invalid = |what: String| Err(Error::new(Kind::Invalid, what));
+        let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
         if !matches!(model.layout, KvLayout::Lbhnc | KvLayout::Lbnhc) {
             return invalid(format!(
                 "a dense pool in layout {}: LBHNC and LBNHC are possible",
@@ -173,7 +173,7 @@ impl DensePool {
         let mut free = self.0.free.lock();
         let Some(rest) = free.len().checked_sub(count) else {
             return Err(Error::new(
-                Kind::Busy,
+                ErrorKind::Busy,
                 format!(
                     "{count} blocks for {tokens} tokens, {} are free: wait for a release, or make the pool larger",
                     free.len()
@@ -214,7 +214,7 @@ impl DensePool {
     ) -> Result<()> {
         self.layers(views.len())?;
         if blocks.blocks.len() < tokens.div_ceil(self.0.rows.tokens) {
-            return Err(Error::new(Kind::Invalid, format!("{tokens} tokens of {blocks:?}")));
+            return Err(Error::new(ErrorKind::Invalid, format!("{tokens} tokens of {blocks:?}")));
         }
         let mut scratch = vec![0; self.0.block_len];
         for (part, block) in self.parts(tokens).zip(&blocks.blocks) {
@@ -250,7 +250,10 @@ impl DensePool {
         if given == wanted {
             return Ok(());
         }
-        Err(Error::new(Kind::Invalid, format!("views of {given} layers, the pool has {wanted}")))
+        Err(Error::new(
+            ErrorKind::Invalid,
+            format!("views of {given} layers, the pool has {wanted}"),
+        ))
     }
 }
 
@@ -318,13 +321,13 @@ impl Prefill<'_> {
     ) -> Result<(DenseLease, TransferParams)> {
         if self.mode() == TransferMode::Push {
             return Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 "blocks of a dense pool are not pushed: write kv_connector NixlConnector",
             ));
         }
         let blocks = pool.save(tokens, views)?;
         let tokens = u32::try_from(tokens)
-            .map_err(|_| Error::new(Kind::Invalid, format!("{tokens} tokens")))?;
+            .map_err(|_| Error::new(ErrorKind::Invalid, format!("{tokens} tokens")))?;
         let (lease, params) = self.publish(request, blocks.lists(), tokens)?;
         Ok((DenseLease { lease, blocks }, params))
     }

@@ -8,12 +8,12 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use kvx_core::{Agent, Error, Grid, Kind, Memory, PeerRegion, Place as _, Region, Result};
+use kvx_core::{Agent, Error, ErrorKind, Grid, Memory, PeerRegion, Place as _, Region, Result};
 use twox_hash::XxHash3_64;
 
 use super::rank::Registered;
 use super::state::Shared;
-use super::words::{AT_ONCE, WORD, Words};
+use super::words::{AT_ONCE, GenerationTable, WORD};
 use crate::engine::{Fresh, WorkerRank};
 use crate::mapping::{Geometry, Pairing, RegionGrid, Source};
 
@@ -47,7 +47,7 @@ impl Origin {
 /// The digests of one worker's blocks.
 #[derive(Debug)]
 pub(super) struct Digests {
-    words: Words,
+    words: GenerationTable,
     pub(super) region: Region,
 }
 
@@ -62,7 +62,7 @@ impl Digests {
     pub(super) fn new(agent: &Agent, geometry: &Geometry, pools: &[Arc<Memory>]) -> Result<Self> {
         if let Some(pool) = pools.iter().find(|pool| !pool.kind().is_host()) {
             return Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 format!(
                     "kvx_digest is for caches in host memory, and these lie in {} memory: write \
                      \"kv_buffer_device\": \"cpu\" and name another backend than TCP, or take kvx_digest out of \
@@ -74,7 +74,7 @@ impl Digests {
         let (regions, blocks) = size(geometry);
         if regions > AT_ONCE {
             return Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 format!(
                     "kvx_digest is for caches of at most {AT_ONCE} regions, and these have {regions}"
                 ),
@@ -84,7 +84,7 @@ impl Digests {
         let words = (regions * blocks as usize).max(1);
         let memory = Arc::new(Memory::pool(words * WORD as usize).build()?);
         let region = agent.register(DIGESTS, Arc::clone(&memory))?;
-        Ok(Digests { words: Words::of(memory), region })
+        Ok(Digests { words: GenerationTable::of(memory), region })
     }
 }
 
@@ -171,7 +171,7 @@ impl PeerDigests {
         let len = (regions as u64).saturating_mul(u64::from(blocks)).saturating_mul(WORD);
         if region.len() < len || regions > AT_ONCE {
             return Err(Error::new(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 format!(
                     "{} bytes of digests for {blocks} blocks in {regions} regions",
                     region.len()
@@ -309,7 +309,7 @@ fn whole(
     }
     if end != region.block_len {
         return Err(Error::new(
-            Kind::Incompatible,
+            ErrorKind::Incompatible,
             format!(
                 "kvx_digest is set, and this engine reads {} bytes of the peer's blocks of {}: digests are of whole \
                  blocks, so its tensor-parallel size has to be that of the peer or a divisor of it; else take \

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Error, Kind, Memory, Result};
+use kvx_core::{Error, ErrorKind, Memory, Result};
 
 use super::rank::Registered;
 use super::state::Shared;
 use crate::engine::{Connection, MoveLists, RequestId, WorkerRank};
-use crate::mapping::{BlocksOfBothSides, Finishing, PeerMap};
+use crate::mapping::{BlockPairs, Finishing, PeerMap};
 
 impl Shared {
     /// Answers [`Action::Finish`](crate::engine::Action::Finish). Blocks: it copies.
@@ -51,7 +51,7 @@ impl Shared {
 }
 
 pub(super) fn caches_are_gone() -> Error {
-    Error::new(Kind::Revoked, "the caches were given back before the blocks were finished")
+    Error::new(ErrorKind::Revoked, "the caches were given back before the blocks were finished")
 }
 
 /// Puts what was read into the order of these caches, and clears what was not.
@@ -65,8 +65,7 @@ fn reorder(
         lists.groups().iter().cloned().map(Into::into).collect()
     };
     let (local, remote): (Vec<_>, Vec<_>) = (indices(&lists.local), indices(&lists.remote));
-    let moves =
-        map.moves(&BlocksOfBothSides { local: &local, remote: &remote, tokens: lists.tokens })?;
+    let moves = map.moves(&BlockPairs { local: &local, remote: &remote, tokens: lists.tokens })?;
     let (mut block, mut scratch) = (Vec::new(), Vec::new());
     for covered in
         moves.covered.iter().filter(|covered| finishing.reorders() || !covered.is_complete())

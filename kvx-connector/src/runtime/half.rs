@@ -9,7 +9,7 @@ use crate::engine::{
 use crate::wire::mooncake::PullRequest;
 
 /// What all kinds of worker are told and asked alike.
-pub(super) enum Half {
+pub(super) enum WorkerKind {
     Nixl(Box<Worker>),
     Mooncake(Box<MooncakeWorker>),
     /// In a process of its own, where it speaks NixlConnector's protocol.
@@ -20,37 +20,41 @@ pub(super) enum Half {
 macro_rules! here {
     ($half:expr, $worker:ident => $call:expr, $away:pat => $otherwise:expr) => {
         match $half {
-            Half::Nixl($worker) => $call,
-            Half::Mooncake($worker) => $call,
-            Half::Away($away) => $otherwise,
+            WorkerKind::Nixl($worker) => $call,
+            WorkerKind::Mooncake($worker) => $call,
+            WorkerKind::Away($away) => $otherwise,
         }
     };
 }
 
-impl Half {
+impl WorkerKind {
     /// Of one worker of an engine with these settings.
     pub(super) fn new(settings: &Settings, rank: WorkerRank) -> kvx_core::Result<Self> {
         Ok(match &settings.mooncake {
-            None => Half::Nixl(Box::new(Worker::new(settings.clone(), rank))),
+            None => WorkerKind::Nixl(Box::new(Worker::new(settings.clone(), rank))),
             // Nothing is asked before its caches are registered: then it tells where they are.
             Some(_) => {
                 let nowhere = PullRequest::new("", 0, settings.tp_size, rank.tp);
-                Half::Mooncake(Box::new(MooncakeWorker::new(settings.clone(), rank, nowhere)?))
+                WorkerKind::Mooncake(Box::new(MooncakeWorker::new(
+                    settings.clone(),
+                    rank,
+                    nowhere,
+                )?))
             }
         })
     }
 
     pub(super) fn away(&self) -> Option<&Away> {
-        if let Half::Away(away) = self { Some(away) } else { None }
+        if let WorkerKind::Away(away) = self { Some(away) } else { None }
     }
 
     pub(super) fn away_mut(&mut self) -> Option<&mut Away> {
-        if let Half::Away(away) = self { Some(away) } else { None }
+        if let WorkerKind::Away(away) = self { Some(away) } else { None }
     }
 
     /// Whether it fills blocks for a request, in this process and by a NixlConnector's protocol.
     pub(super) fn is_loading(&self, request: &RequestId) -> bool {
-        matches!(self, Half::Nixl(worker) if worker.is_loading(request))
+        matches!(self, WorkerKind::Nixl(worker) if worker.is_loading(request))
     }
 
     /// Takes the message of a step.
@@ -71,16 +75,16 @@ impl Half {
     /// Ends what it has, if it is in this process.
     pub(super) fn shutdown(&mut self, now: Time) {
         match self {
-            Half::Nixl(worker) => worker.shutdown(),
-            Half::Mooncake(worker) => worker.shutdown(now),
-            Half::Away(_) => {}
+            WorkerKind::Nixl(worker) => worker.shutdown(),
+            WorkerKind::Mooncake(worker) => worker.shutdown(now),
+            WorkerKind::Away(_) => {}
         }
     }
 
     /// Its caches are given back.
     pub(super) fn give_back(&mut self, now: Time) {
         match self {
-            Half::Nixl(worker) => worker.caches_given_back(now),
+            WorkerKind::Nixl(worker) => worker.caches_given_back(now),
             other => other.shutdown(now),
         }
     }

@@ -25,7 +25,7 @@
 //!     Ok(loaded) => println!("{} tokens are there", loaded.tokens),
 //!     Err(error) => {
 //!         println!("{error}; {:?}", error.then);
-//!         error.held.free().await;
+//!         error.held.released().await;
 //!     }
 //! }
 //! # Ok(()) }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvx_core::{
-    Deadline, Error, Grid, Indices, Kind, Op, Peer, PeerRegion, Plan, Result, Transfer,
+    Deadline, Error, ErrorKind, Grid, Indices, Op, Peer, PeerRegion, Plan, Result, Transfer,
 };
 use tokio::sync::Notify;
 use tracing::Span;
@@ -123,7 +123,7 @@ impl Shared {
         }
         let link = self.linked_to(rank, order.connection)?;
         let worker = worker(&link, order.part.rank)?;
-        let missing = || Error::new(Kind::Invalid, "nothing moves between these workers");
+        let missing = || Error::new(ErrorKind::Invalid, "nothing moves between these workers");
         let grant = match op {
             Op::Read => None,
             Op::Write => {
@@ -174,11 +174,11 @@ impl Shared {
         let worker = worker(&link, at)?;
         let own = self
             .registered(rank)
-            .ok_or_else(|| Error::new(Kind::Revoked, "the caches were given back"))?;
+            .ok_or_else(|| Error::new(ErrorKind::Revoked, "the caches were given back"))?;
         let region = worker
             .words
             .as_ref()
-            .ok_or_else(|| Error::new(Kind::Unregistered, "the peer has no words"))?;
+            .ok_or_else(|| Error::new(ErrorKind::Unregistered, "the peer has no words"))?;
         let count = u32::try_from(kvx_core::Place::len(region) / WORD).unwrap_or(u32::MAX);
         let theirs = (region, Grid::packed(WORD, count));
         // The pool's word, then the blocks'.
@@ -214,7 +214,7 @@ impl Shared {
         let link = self.linked_to(rank, connection)?;
         let worker = worker(&link, blocks.part.rank)?;
         let own = self.registered(rank).ok_or_else(caches_are_gone)?;
-        let missing = || Error::new(Kind::Unregistered, "the peer has no digests");
+        let missing = || Error::new(ErrorKind::Unregistered, "the peer has no digests");
         let peer = Arc::clone(worker.digests.as_ref().ok_or_else(missing)?);
         let remote = |group: &GroupMove| {
             (0..group.remote.len()).map(|at| group.remote.at(at)).collect::<Vec<_>>()
@@ -232,7 +232,7 @@ impl Shared {
         let hash = move || shared.with_caches(rank, &own, |own| own.wrong(&peer, &read, &rows));
         let wrong = tokio::task::spawn_blocking(hash).await;
         let wrong = wrong.map_err(|error| {
-            Error::new(Kind::Closed, format!("blocks were not checked: {error}"))
+            Error::new(ErrorKind::Closed, format!("blocks were not checked: {error}"))
         })??;
         let each = link.map().units().consumer();
         let mut here: Vec<u32> = Vec::new();
@@ -276,7 +276,10 @@ impl Shared {
         connection: Connection,
     ) -> Result<Arc<PeerLink>> {
         let closed = || {
-            Error::new(Kind::Closed, "the connection was given up, as the caches were given back")
+            Error::new(
+                ErrorKind::Closed,
+                "the connection was given up, as the caches were given back",
+            )
         };
         self.link(rank, connection).ok_or_else(closed)
     }
@@ -323,7 +326,7 @@ pub(super) async fn send(peer: &Peer, bytes: &[u8], limit: Duration) -> Result<(
     static LAST: AtomicU64 = AtomicU64::new(0);
     let too_long = || {
         let why = format!("{} bytes of a notification, at most {MAX_NOTE} are sent", bytes.len());
-        Error::new(Kind::Exhausted, why)
+        Error::new(ErrorKind::Exhausted, why)
     };
     let number = LAST.fetch_add(1, Ordering::Relaxed);
     for note in notes(number, bytes).ok_or_else(too_long)? {
@@ -333,17 +336,18 @@ pub(super) async fn send(peer: &Peer, bytes: &[u8], limit: Duration) -> Result<(
 }
 
 pub(super) fn worker(link: &PeerLink, rank: WorkerRank) -> Result<&LinkedWorker> {
-    link.worker(rank)
-        .ok_or_else(|| Error::new(Kind::Invalid, "a worker of the peer that is not connected to"))
+    link.worker(rank).ok_or_else(|| {
+        Error::new(ErrorKind::Invalid, "a worker of the peer that is not connected to")
+    })
 }
 
 /// Whether what a handshake described is no longer there. What a write was granted may end at any time, alone.
 fn is_gone(op: Op, error: &Error) -> bool {
     match error.kind() {
-        Kind::PeerLost | Kind::PeerRestarted => true,
-        Kind::Unregistered | Kind::WrongKey | Kind::Revoked => op == Op::Read,
+        ErrorKind::PeerLost | ErrorKind::PeerRestarted => true,
+        ErrorKind::Unregistered | ErrorKind::WrongKey | ErrorKind::Revoked => op == Op::Read,
         // Its caches lie elsewhere now.
-        Kind::Malformed => op == Op::Write,
+        ErrorKind::Malformed => op == Op::Write,
         _ => false,
     }
 }

@@ -6,7 +6,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use kvx_core::{Deadline, Error, Kind};
+use kvx_core::{Deadline, Error, ErrorKind};
 
 use super::connector::Connector;
 use super::slot::Slot;
@@ -91,11 +91,11 @@ impl<'a> Prefill<'a> {
         let refused = |why: &dyn fmt::Display| {
             if shared.is_closed() {
                 return Error::new(
-                    Kind::Closed,
+                    ErrorKind::Closed,
                     format!("request {request} cannot be published: the connector was shut down"),
                 );
             }
-            Error::new(Kind::Invalid, format!("request {request} cannot be published: {why}"))
+            Error::new(ErrorKind::Invalid, format!("request {request} cannot be published: {why}"))
         };
         let slot = shared
             .on_new_request(arrival, |awaited| awaited.release(&request, Kept::Request))

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Error, GridSet, Kind, Peer, PeerRegion, Region, Result};
+use kvx_core::{Error, ErrorKind, GridSet, Peer, PeerRegion, Region, Result};
 
 use super::connect::{Grids, LinkedWorker, PeerLink};
 use super::rank::{PeerRegions, Registered};
@@ -75,8 +75,8 @@ impl GrantedWrites {
                 let since = Instant::now();
                 match region.revoke(AGAIN).await {
                     Ok(_) => break,
-                    Err(error) if error.kind() == Kind::StillShared && since.elapsed() >= AGAIN => {
-                    }
+                    Err(error)
+                        if error.kind() == ErrorKind::StillShared && since.elapsed() >= AGAIN => {}
                     Err(error) => return Err(error),
                 }
             }
@@ -123,7 +123,7 @@ impl Shared {
             if worker.as_nixl.is_some() {
                 let why = "a prefill that is a plain NIXL agent writes by no grant, and its writes cannot be ended: \
                            let it be read from (kv_connector NixlConnector on both sides)";
-                return Err((*at, Error::new(Kind::Unsupported, why)));
+                return Err((*at, Error::new(ErrorKind::Unsupported, why)));
             }
         }
         Ok(link)
@@ -146,7 +146,7 @@ impl Shared {
                     let why = format!(
                         "worker pp {pp} tp {tp} has no caches registered: call Rank::register"
                     );
-                    Error::new(Kind::Invalid, why)
+                    Error::new(ErrorKind::Invalid, why)
                 })
             };
             let here = state.ranks.iter().filter(|(_, held)| held.worker.away().is_none());
@@ -211,7 +211,7 @@ impl Shared {
 
 /// Why nothing is granted any more.
 pub(super) fn over() -> Error {
-    Error::new(Kind::Revoked, "the request was given up: nothing is to be written for it")
+    Error::new(ErrorKind::Revoked, "the request was given up: nothing is to be written for it")
 }
 
 async fn send_push(
@@ -244,7 +244,7 @@ impl Learned {
             return match order.grants.is_empty() {
                 true => Ok(None),
                 false => Err(Error::new(
-                    Kind::Malformed,
+                    ErrorKind::Malformed,
                     "the decode's registration grants nothing of this worker",
                 )),
             };
@@ -252,7 +252,7 @@ impl Learned {
         let mut learned =
             Learned { peer: peer.clone(), regions: Vec::with_capacity(grant.regions.len()) };
         for bytes in &grant.regions {
-            learned.regions.push(peer.learn(bytes)?);
+            learned.regions.push(peer.import_region(bytes)?);
         }
         Ok(Some(learned))
     }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 
 use kvx_core::sync::Mutex;
 use kvx_core::{
-    Agent, Completion, Deadline, Error, GridSet, Kind, Memory, MemoryKind, PeerRegion, Place,
+    Agent, Completion, Deadline, Error, ErrorKind, GridSet, Memory, MemoryKind, PeerRegion, Place,
     Region, Result,
 };
 
@@ -152,7 +152,7 @@ impl Registered {
         match self.regions.iter().find(|region| lies_in(region.memory())) {
             Some(memory) => Ok((memory, held.base - memory.memory().address())),
             None => Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "region {region} of the caches ({:#x} to {end:#x}, layer {}) lies in none of the {} pieces of \
                      memory: give Rank::register all memory that the caches are in",
@@ -213,7 +213,7 @@ impl Registered {
         match tokio::time::timeout(deadline.left(), self.finishing.write()).await {
             Ok(_) => self.host_copies.as_ref().map_or(Ok(()), HostCopies::check),
             Err(_) => Err(Error::new(
-                Kind::StillShared,
+                ErrorKind::StillShared,
                 "blocks were still being finished, hashed or copied at the deadline: give it more time",
             )),
         }
@@ -258,8 +258,9 @@ impl PeerRegions {
         let pool = |region: &PeerRegion| {
             let name = region.name().and_then(|name| name.strip_prefix(GRANT)?.split_once('@'));
             let address = name.and_then(|(_, hex)| u64::from_str_radix(hex, 16).ok());
-            let malformed =
-                || Error::new(Kind::Malformed, "a grant of a push is a region without an address");
+            let malformed = || {
+                Error::new(ErrorKind::Malformed, "a grant of a push is a region without an address")
+            };
             Ok((address.ok_or_else(malformed)?, region.clone()))
         };
         Ok(PeerRegions {
@@ -306,7 +307,7 @@ impl PeerRegions {
         match self.pools.iter().find(within) {
             Some((address, region)) => Ok((region, base - address)),
             None => Err(Error::new(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 format!(
                     "the peer names blocks at {base:#x}, where its agent has registered nothing"
                 ),

@@ -3,10 +3,12 @@
 use std::sync::Arc;
 
 use kvx_config::BufferDevice;
-use kvx_core::{Agent, Completion, Deadline, DeviceAccess, Error, Kind, Memory, Result, Ticket};
+use kvx_core::{
+    Agent, Completion, Deadline, DeviceAccess, Error, ErrorKind, Memory, Result, Ticket,
+};
 
-use super::group::{Away, Knowing, Lead};
-use super::half::Half;
+use super::group::{Away, HeadHandle, ReleaseConfirmation};
+use super::half::WorkerKind;
 use super::host_copies::HostCopies;
 use super::listening::Listening;
 use super::rank::Registered;
@@ -21,7 +23,7 @@ use crate::wire::mooncake::PullRequest;
 pub(super) struct GivingBack {
     pub(super) registered: Arc<Registered>,
     /// In the process of a rank: whether its engine knows.
-    pub(super) knowing: Option<Knowing>,
+    pub(super) knowing: Option<ReleaseConfirmation>,
     pub(super) ending: tokio::task::JoinHandle<()>,
 }
 
@@ -41,7 +43,7 @@ impl Shared {
         caches: Caches,
         memory: Vec<Arc<Memory>>,
     ) -> Result<()> {
-        let invalid = |sentence: String| Err(Error::new(Kind::Invalid, sentence));
+        let invalid = |sentence: String| Err(Error::new(ErrorKind::Invalid, sentence));
         self.check_block_size(&caches)?;
         // Workers register one after the other: the first one makes what they share.
         let side = self.side.lock();
@@ -84,7 +86,9 @@ impl Shared {
         }
         let words = || {
             let memory = self.state.lock().published.as_ref().map(Published::memory);
-            memory.ok_or_else(|| Error::new(Kind::Closed, "the caches were given back meanwhile"))
+            memory.ok_or_else(|| {
+                Error::new(ErrorKind::Closed, "the caches were given back meanwhile")
+            })
         };
         let registered = self.open(rank, agent, caches, memory, words)?;
         let (generation, own) = match side {
@@ -110,7 +114,7 @@ impl Shared {
             return Ok(());
         }
         Err(Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!(
                 "the caches have logical blocks of {tokens} tokens, the connector was built for {}: call \
                  ConnectorBuilder::block_size({tokens})",
@@ -179,10 +183,10 @@ impl Shared {
         };
         let (agent, scratch) = (registered.agent.clone(), Arc::clone(&registered.scratch));
         if let Some(held) = state.ranks.get_mut(&rank) {
-            if let (Half::Mooncake(worker), Some(own)) = (&mut held.worker, own) {
+            if let (WorkerKind::Mooncake(worker), Some(own)) = (&mut held.worker, own) {
                 worker.describe(*own);
             }
-            if let Half::Nixl(worker) = &mut held.worker {
+            if let WorkerKind::Nixl(worker) = &mut held.worker {
                 worker.caches_taken_up();
             }
             held.registered = Some(Arc::new(registered));
@@ -210,7 +214,7 @@ impl Shared {
         if state.ranks.get(&rank).is_some_and(|held| held.worker.away().is_some()) {
             drop(state);
             let why = "a rank in a process of its own gives its caches back there (JoinedRank::give_back)";
-            ticket.settle(Err(Error::new(Kind::Invalid, why)));
+            ticket.settle(Err(Error::new(ErrorKind::Invalid, why)));
             return done;
         }
         let mut unused = Some(ticket);
@@ -229,7 +233,7 @@ impl Shared {
                 Some(registered) => {
                     held.giving_back.retain(|earlier| !earlier.ending.is_finished());
                     // In the order in which caches come and go: the engine hears of both under this lock.
-                    Some((registered, head.as_mut().map(Lead::give_back)))
+                    Some((registered, head.as_mut().map(HeadHandle::give_back)))
                 }
                 // Those that nobody knows of yet are asked for once more.
                 None => held
@@ -269,7 +273,7 @@ impl Shared {
         self: Arc<Self>,
         rank: WorkerRank,
         registered: Arc<Registered>,
-        knowing: Option<Knowing>,
+        knowing: Option<ReleaseConfirmation>,
         deadline: Deadline,
         ticket: Ticket,
     ) {
@@ -283,7 +287,7 @@ impl Shared {
         drop(registered);
         match result {
             // The agent was shut down meanwhile, and that says whether anything touches the memory.
-            Err(error) if error.kind() == Kind::Closed => self.settle_at_end(ticket),
+            Err(error) if error.kind() == ErrorKind::Closed => self.settle_at_end(ticket),
             result => ticket.settle(result),
         }
     }
@@ -317,7 +321,7 @@ impl State {
 }
 
 pub(super) fn closed() -> Error {
-    Error::new(Kind::Closed, "the connector was shut down: build another one")
+    Error::new(ErrorKind::Closed, "the connector was shut down: build another one")
 }
 
 /// Who copies what of these pools lies on devices, each once: a transport opens memory of devices by them.

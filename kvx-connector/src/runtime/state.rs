@@ -7,7 +7,7 @@ use std::task::Waker;
 use std::time::Instant;
 
 use kvx_core::sync::{Condvar, Mutex};
-use kvx_core::{Agent, Deadline, Error, Kind, Result, Secret};
+use kvx_core::{Agent, Deadline, Error, ErrorKind, Result, Secret};
 use tokio::sync::Notify;
 use tokio::sync::mpsc::UnboundedSender;
 use tracing::Span;
@@ -17,8 +17,8 @@ use super::builder::Setup;
 use super::clock::Clock;
 use super::closing::Shutdown;
 use super::connect::PeerLink;
-use super::group::{Away, Gathering, Granting, Lead};
-use super::half::Half;
+use super::group::{Away, Gathering, Granting, HeadHandle};
+use super::half::WorkerKind;
 use super::host_copies::{Filling, Saving};
 use super::listening::Listening;
 use super::metrics::Metrics;
@@ -91,14 +91,14 @@ pub(super) struct State {
     /// Ranks in processes of their own, which join here.
     pub(super) gathering: Option<Gathering>,
     /// The engine of this rank, where that is in another process.
-    pub(super) head: Option<Lead>,
+    pub(super) head: Option<HeadHandle>,
     pub(super) closing: Option<Shutdown>,
     /// The thread ends: whether nothing touches any block any more.
     pub(super) over: Option<Result<()>>,
 }
 
 pub(super) struct RankState {
-    pub(super) worker: Half,
+    pub(super) worker: WorkerKind,
     /// Loads of steps that the engine has not started on this worker yet.
     pending: Vec<ConnectorMeta>,
     /// Kept from one registration to the next.
@@ -134,7 +134,7 @@ impl Shared {
         runtime: tokio::runtime::Handle,
     ) -> Result<Self> {
         let shared = Self::new(setup, [rank], Clock::new(), secret, runtime)?;
-        shared.state.lock().head = Some(Lead::new(head));
+        shared.state.lock().head = Some(HeadHandle::new(head));
         Ok(shared)
     }
 
@@ -148,7 +148,7 @@ impl Shared {
         let settings = &setup.settings;
         let rank = |rank| {
             let state = RankState {
-                worker: Half::new(settings, rank)?,
+                worker: WorkerKind::new(settings, rank)?,
                 pending: Vec::new(),
                 agent: None,
                 registered: None,
@@ -393,25 +393,25 @@ impl State {
             away.clone().filter(|away| !away.has_given_back()).find_map(Away::missing)
         {
             return Err(Error::new(
-                Kind::PeerLost,
+                ErrorKind::PeerLost,
                 format!("a rank of this engine is not there: {why}"),
             ));
         }
         if let Some(why) = away.find_map(Away::missing) {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!("{why}: call JoinedRank::register there"),
             ));
         }
         let Some(pool) = &self.pool else {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 "no caches are registered: call Rank::register first",
             ));
         };
         if blocks.groups().len() != groups {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "{} lists of blocks, and the connector was built for {groups} KV cache groups: give a list for \
                      each, or call ConnectorBuilder::groups",
@@ -423,7 +423,7 @@ impl State {
             let count = pool.of_group(group);
             if let Some(beyond) = list.iter().find(|block| **block >= count) {
                 return Err(Error::new(
-                    Kind::OutOfBounds,
+                    ErrorKind::OutOfBounds,
                     format!(
                         "block {beyond} of KV cache group {group}: the registered caches have {count} blocks"
                     ),

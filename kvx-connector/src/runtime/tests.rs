@@ -4,7 +4,7 @@ use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use kvx_config::{KvTransferConfig, Surroundings};
-use kvx_core::{Kind, Memory, Registry};
+use kvx_core::{ErrorKind, Memory, Registry};
 
 use super::{Connector, Decode, Prefill, Released};
 use crate::Dialect;
@@ -106,7 +106,7 @@ fn caches_are_given_back_once_nothing_of_them_is_being_finished() {
     let rank = register(&connector, 0).unwrap();
     let registered = connector.shared().registered(at).unwrap();
     let finishing = registered.finishing.blocking_read();
-    assert_eq!(rank.give_back(SHORT).wait(LIMIT).unwrap_err().kind(), Kind::StillShared);
+    assert_eq!(rank.give_back(SHORT).wait(LIMIT).unwrap_err().kind(), ErrorKind::StillShared);
     drop(finishing);
     register(&connector, 0).unwrap();
     rank.give_back(LIMIT).wait(LIMIT).unwrap();
@@ -114,9 +114,9 @@ fn caches_are_given_back_once_nothing_of_them_is_being_finished() {
     register(&connector, 0).unwrap();
     let registered = connector.shared().registered(at).unwrap();
     let finishing = registered.finishing.blocking_read();
-    assert_eq!(connector.shutdown(SHORT).wait(LIMIT).unwrap_err().kind(), Kind::StillShared);
+    assert_eq!(connector.shutdown(SHORT).wait(LIMIT).unwrap_err().kind(), ErrorKind::StillShared);
     drop(finishing);
-    assert_eq!(register(&connector, 0).unwrap_err().kind(), Kind::Closed);
+    assert_eq!(register(&connector, 0).unwrap_err().kind(), ErrorKind::Closed);
 }
 
 #[test]
@@ -134,7 +134,7 @@ fn who_finds_no_place_for_a_peers_generations_is_told_so_in_time() {
                 Err(error) => break error,
             }
         };
-        assert_eq!((busy.kind(), places.len()), (Kind::Busy, 32), "{busy}");
+        assert_eq!((busy.kind(), places.len()), (ErrorKind::Busy, 32), "{busy}");
         places.pop();
         scratch.take(SHORT).await.unwrap();
     });
@@ -198,7 +198,7 @@ fn what_was_granted_is_given_back_with_the_caches() {
     let granted = connector.shared().grant(&request).unwrap();
     granted.told().unwrap();
     rank.give_back(LIMIT).wait(LIMIT).unwrap();
-    assert_eq!(granted.told().unwrap_err().kind(), Kind::Revoked);
+    assert_eq!(granted.told().unwrap_err().kind(), ErrorKind::Revoked);
     connector.shutdown(LIMIT).wait(LIMIT).unwrap();
 }
 
@@ -248,7 +248,7 @@ fn an_end_that_is_not_proven_loses_what_was_lent_and_stays_so() {
     let cancelled = Decode::new(&connector).fetch("cancelled", &params, one(2), LIMIT);
     let finishing = registered.finishing.blocking_read();
     let not_proven = |done: kvx_core::Completion<()>| {
-        assert_eq!(done.wait(LIMIT).unwrap_err().kind(), Kind::StillShared);
+        assert_eq!(done.wait(LIMIT).unwrap_err().kind(), ErrorKind::StillShared);
     };
     not_proven(connector.shutdown(SHORT));
     drop(finishing);
@@ -263,7 +263,7 @@ fn an_end_that_is_not_proven_loses_what_was_lent_and_stays_so() {
     not_proven(connector.shutdown(LIMIT));
     not_proven(rank.give_back(LIMIT));
     let error = Prefill::new(&connector).publish("late", one(3), TOKENS).unwrap_err();
-    assert_eq!(error.kind(), Kind::Closed, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
     let late = Decode::new(&connector).fetch("late", &params, one(3), LIMIT).wait(LIMIT).unwrap();
     assert!(matches!(late.unwrap_err().failure, LoadFailure::Refused(_)));
     assert!(connector.is_idle());

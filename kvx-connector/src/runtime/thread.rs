@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Agent, Error, Kind, Op, Result};
+use kvx_core::{Agent, Error, ErrorKind, Op, Result};
 use tokio::time::timeout_at;
 use tracing::{Instrument as _, Span};
 
@@ -57,7 +57,7 @@ where
     match std::thread::Builder::new().name(THREAD.into()).spawn(body) {
         Ok(_) => Ok(started),
         Err(error) => Err(Error::os("the connector's thread could not be started", error)
-            .kind_is(Kind::Exhausted)),
+            .with_kind(ErrorKind::Exhausted)),
     }
 }
 
@@ -195,7 +195,7 @@ async fn listen(shared: Arc<Shared>, rank: WorkerRank, agent: Agent) {
                     Got::Whole(bytes) => hear(&shared, rank, &from, &bytes),
                     Got::Nonsense => hear(&shared, rank, &from, &notification.bytes),
                     Got::Instead(bytes) => Err(Error::new(
-                        Kind::Exhausted,
+                        ErrorKind::Exhausted,
                         format!(
                             "another one, of which {bytes} bytes had come, was dropped to make room"
                         ),
@@ -209,7 +209,7 @@ async fn listen(shared: Arc<Shared>, rank: WorkerRank, agent: Agent) {
                 tracing::warn!(%from, %error, unsaid, "a notification that is of no use here");
                 (warned, unsaid) = (Some(Instant::now()), 0);
             }
-            Err(error) if error.kind() == Kind::TimedOut => {}
+            Err(error) if error.kind() == ErrorKind::TimedOut => {}
             Err(_) => return,
         }
     }

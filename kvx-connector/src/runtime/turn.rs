@@ -10,7 +10,7 @@ use tracing::Span;
 
 use super::closing::Closing;
 use super::connect::PeerLink;
-use super::half::Half;
+use super::half::WorkerKind;
 use super::host_copies::Due;
 use super::push::GrantedWrites;
 use super::rank::Registered;
@@ -96,7 +96,7 @@ impl Shared {
             let (mut agents, mut away) = (Vec::new(), Vec::new());
             for held in state.ranks.values_mut() {
                 match &mut held.worker {
-                    Half::Away(rank) => away.push(rank.shutdown(closing.deadline)),
+                    WorkerKind::Away(rank) => away.push(rank.shutdown(closing.deadline)),
                     here => here.shutdown(now),
                 }
                 agents.extend(held.agent.as_ref().map(|(agent, _)| agent.clone()));
@@ -117,14 +117,14 @@ impl Shared {
     /// As [`tell_half`](Self::tell_half), for the worker of a NixlConnector.
     pub(super) fn tell_worker(&self, rank: WorkerRank, tell: impl FnOnce(&mut Worker, Time)) {
         self.tell_half(rank, |half, now| {
-            if let Half::Nixl(worker) = half {
+            if let WorkerKind::Nixl(worker) = half {
                 tell(worker, now);
             }
         });
     }
 
     /// Lets a worker hear what came of something, on its clock; the thread looks at what follows from it.
-    pub(super) fn tell_half(&self, rank: WorkerRank, tell: impl FnOnce(&mut Half, Time)) {
+    pub(super) fn tell_half(&self, rank: WorkerRank, tell: impl FnOnce(&mut WorkerKind, Time)) {
         let now = self.clock.now();
         let mut state = self.state.lock();
         if let Some(held) = state.ranks.get_mut(&rank) {
@@ -172,12 +172,12 @@ enum WorkerAction {
 impl RankState {
     fn next_action(&mut self) -> Option<WorkerAction> {
         match &mut self.worker {
-            Half::Nixl(worker) => worker.next_action().map(WorkerAction::Either),
-            Half::Mooncake(worker) => worker.next_action().map(|action| match action {
+            WorkerKind::Nixl(worker) => worker.next_action().map(WorkerAction::Either),
+            WorkerKind::Mooncake(worker) => worker.next_action().map(|action| match action {
                 MooncakeAction::Engine(action) => WorkerAction::Either(action),
                 action => WorkerAction::Mooncake(action),
             }),
-            Half::Away(_) => None,
+            WorkerKind::Away(_) => None,
         }
     }
 }

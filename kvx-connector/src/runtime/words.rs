@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvx_core::sync::Mutex;
-use kvx_core::{Agent, Error, Grid, Kind, Memory, Region, Result, random_number};
+use kvx_core::{Agent, Error, ErrorKind, Grid, Memory, Region, Result, random_number};
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
@@ -28,17 +28,18 @@ const SLOTS: u32 = 32;
 
 /// Words in memory that peers read.
 #[derive(Debug)]
-pub(super) struct Words(Arc<Memory>);
+pub(super) struct GenerationTable(Arc<Memory>);
 
-impl Words {
+impl GenerationTable {
     /// In a pool that nothing else of this process touches.
     pub(super) fn of(pool: Arc<Memory>) -> Self {
-        Words(pool)
+        GenerationTable(pool)
     }
 
     /// Of a rank on another host, whose engine says what they are.
     pub(super) fn made(OwnWords { pool, stamp, blocks }: OwnWords) -> Result<Self> {
-        let words = Words(Arc::new(Memory::pool((blocks as usize + 1) * WORD as usize).build()?));
+        let words =
+            GenerationTable(Arc::new(Memory::pool((blocks as usize + 1) * WORD as usize).build()?));
         for (at, word) in words.as_ref().iter().enumerate() {
             word.store(if at == 0 { pool } else { stamp }, Ordering::Relaxed);
         }
@@ -60,7 +61,7 @@ impl Words {
     }
 }
 
-impl AsRef<[AtomicU64]> for Words {
+impl AsRef<[AtomicU64]> for GenerationTable {
     fn as_ref(&self) -> &[AtomicU64] {
         let words = self.0.len() / WORD as usize;
         // SAFETY: the memory is a pool of whole pages, so aligned, zeroed, of that many words and alive as long as
@@ -75,7 +76,7 @@ impl AsRef<[AtomicU64]> for Words {
 /// the engine hears that they are free: so an engine has nothing to do for it.
 #[derive(Debug)]
 pub(super) struct Published {
-    generations: Generations<Words>,
+    generations: Generations<GenerationTable>,
     memory: Arc<Memory>,
     requests: HashMap<RequestId, BlockLists>,
     /// How many requests of those have a block.
@@ -94,7 +95,7 @@ impl Published {
     /// Words for a pool of so many logical blocks, with `digests` or without.
     pub(super) fn new(blocks: u32, digests: bool) -> Result<Self> {
         let memory = Arc::new(Memory::pool((blocks as usize + 1) * WORD as usize).build()?);
-        let generations = Generations::new(Words(Arc::clone(&memory)), random_number()?);
+        let generations = Generations::new(GenerationTable(Arc::clone(&memory)), random_number()?);
         Ok(Published {
             generations,
             memory,
@@ -287,7 +288,7 @@ impl Scratch {
             Ok(permit) => permit.expect("nobody closes it").forget(),
             Err(_) => {
                 return Err(Error::new(
-                    Kind::Busy,
+                    ErrorKind::Busy,
                     format!(
                         "{SLOTS} reads of peers' generations and digests are under way, and none has ended within {limit:?}"
                     ),

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use kvx_config::{ConnectorKind, KvTransferConfig};
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
@@ -146,7 +146,7 @@ impl CompatibilityFactors {
     pub fn json(&self) -> Result<String> {
         python_json::text(&Value::Object(self.map())).map_err(|key| {
             Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!("the factor {key} holds a fraction, which cannot be hashed as Python does"),
             )
         })

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::msgpack::{MsgpackReader, MsgpackWriter};
 use super::push::PushGrant;
@@ -371,7 +371,7 @@ fn message(kind: u8, value: impl FnOnce(&mut MsgpackWriter)) -> Result<Vec<u8>> 
     match bytes.len() <= MAX_MESSAGE {
         true => Ok(bytes),
         false => Err(Error::new(
-            Kind::Exhausted,
+            ErrorKind::Exhausted,
             format!(
                 "a message of {} bytes between an engine and its rank: at most {MAX_MESSAGE}",
                 bytes.len()
@@ -383,6 +383,6 @@ fn message(kind: u8, value: impl FnOnce(&mut MsgpackWriter)) -> Result<Vec<u8>> 
 fn parts<'a>(what: &str, bytes: &'a [u8]) -> Result<(u8, &'a [u8])> {
     match bytes.split_first() {
         Some((kind, body)) => Ok((*kind, body)),
-        None => Err(Error::new(Kind::Malformed, format!("malformed {what}: it is empty"))),
+        None => Err(Error::new(ErrorKind::Malformed, format!("malformed {what}: it is empty"))),
     }
 }

@@ -1,6 +1,6 @@
 //! What engines tell each other beside the data.
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::PushRegistration;
 
@@ -65,7 +65,10 @@ impl EngineNotification {
     pub fn heartbeat<T: Into<String>>(request_ids: impl IntoIterator<Item = T>) -> Result<Self> {
         let request_ids: Vec<String> = request_ids.into_iter().map(Into::into).collect();
         if request_ids.is_empty() {
-            return Err(Error::new(Kind::Invalid, "a heartbeat without request ids says nothing"));
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                "a heartbeat without request ids says nothing",
+            ));
         }
         match request_ids.iter().find(|id| id.is_empty() || id.contains(',')) {
             Some(id) => {
@@ -130,7 +133,7 @@ impl EngineNotification {
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let malformed = |why: &str| {
             let shown = bytes[..bytes.len().min(64)].escape_ascii();
-            Error::new(Kind::Malformed, format!("malformed notification: {why}: {shown}"))
+            Error::new(ErrorKind::Malformed, format!("malformed notification: {why}: {shown}"))
         };
         if bytes.len() > Self::MAX_LEN {
             return Err(malformed("it is too long"));
@@ -165,5 +168,8 @@ fn checked(request_id: &str) -> Result<()> {
 }
 
 fn invalid(request_id: &str, why: &str) -> Error {
-    Error::new(Kind::Invalid, format!("request id {request_id:?} cannot be notified of: {why}"))
+    Error::new(
+        ErrorKind::Invalid,
+        format!("request id {request_id:?} cannot be notified of: {why}"),
+    )
 }

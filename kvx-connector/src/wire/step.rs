@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::msgpack::{MsgpackReader, MsgpackWriter};
 use crate::engine::{
@@ -189,7 +189,7 @@ fn bounded(what: &str, writer: MsgpackWriter) -> Result<Vec<u8>> {
         "{what} has {} bytes, a rank in a process of its own takes {MAX_STEP}",
         bytes.len()
     );
-    Err(Error::new(Kind::Exhausted, sentence))
+    Err(Error::new(ErrorKind::Exhausted, sentence))
 }
 
 /// The head of a record: an array of exactly so many items.

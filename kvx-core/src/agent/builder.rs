@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use super::Agent;
 use super::inner::{AgentInner, Open, Sink};
-use crate::breaks::broken;
 use crate::budget::{self, Budget};
+use crate::fault_injection::injected;
 use crate::identity::{Identity, Incarnation, Invitation, checked_name};
 use crate::inbox::{self, Inbox};
 use crate::memory::DeviceAccess;
@@ -14,8 +14,8 @@ use crate::metadata::Invited;
 use crate::registry::Registry;
 use crate::sync::Mutex;
 use crate::telemetry::Meters;
-use crate::transport::{Admission, Context, Events, WithoutAList};
-use crate::{Error, Kind, Options, Result, Secret, fork};
+use crate::transport::{Admission, AutoOpen, Context, Events};
+use crate::{Error, ErrorKind, Options, Result, Secret, fork};
 
 impl Agent {
     /// Begins an agent of this name: 1 to 255 bytes, the same after a restart.
@@ -157,7 +157,7 @@ fn open(
 ) -> Result<(Vec<Open>, Vec<(&'static str, Error)>)> {
     let mut names = Vec::new();
     match named {
-        Some(written) if !broken("silent-fallback") => {
+        Some(written) if !injected("silent-fallback") => {
             for name in written {
                 let name = registry.canonical(name)?;
                 if !names.contains(&name) {
@@ -166,7 +166,7 @@ fn open(
             }
             if names.is_empty() {
                 return Err(Error::new(
-                    Kind::Invalid,
+                    ErrorKind::Invalid,
                     format!(
                         "an empty list of backends serves nobody: name one of {}",
                         registry.names().join(", ")
@@ -177,14 +177,14 @@ fn open(
         _ => {
             for factory in registry.factories() {
                 let wanted = match factory.placement().without_a_list {
-                    WithoutAList::Open => true,
-                    WithoutAList::Skip => broken("order"),
-                    WithoutAList::OpenWithRdma => {
+                    AutoOpen::Open => true,
+                    AutoOpen::Skip => injected("order"),
+                    AutoOpen::OpenWithRdma => {
                         factory.available(&context.options).is_ok_and(|found| found.rdma)
                     }
                 };
                 if wanted {
-                    names.insert(if broken("order") { 0 } else { names.len() }, factory.name());
+                    names.insert(if injected("order") { 0 } else { names.len() }, factory.name());
                 }
             }
         }
@@ -207,13 +207,13 @@ fn open(
                     tracing::warn!(backend = name, "{caution}");
                 }
                 let transport =
-                    factory.open(context.clone()).map_err(|error| error.backend(name))?;
+                    factory.open(context.clone()).map_err(|error| error.with_backend(name))?;
                 let speaks_for = factory.placement().speaks_for;
                 Ok(Open { name, speaks_for, admission, transport, meters: Meters::of(name) })
             });
         match opened {
             Ok(open) => transports.push(open),
-            Err(error) if error.kind() == Kind::Invalid => return Err(error),
+            Err(error) if error.kind() == ErrorKind::Invalid => return Err(error),
             Err(error) => {
                 tracing::warn!(backend = name, %error, "a backend could not be opened");
                 refused.push((name, error));
@@ -227,7 +227,10 @@ fn open(
         let reasons: Vec<_> = refused.iter().map(|(_, error)| error.to_string()).collect();
         let reasons =
             if reasons.is_empty() { "none is compiled in".into() } else { reasons.join("; ") };
-        return Err(Error::new(Kind::NoRoute, format!("no backend could be opened: {reasons}")));
+        return Err(Error::new(
+            ErrorKind::NoRoute,
+            format!("no backend could be opened: {reasons}"),
+        ));
     }
     Ok((transports, refused))
 }
@@ -237,5 +240,5 @@ fn asks_for_no_secret(name: &'static str) -> Error {
         "this agent has a shared secret, and {name}'s library speaks to whoever reaches it: leave {name} out, or write \
          \"unauthenticated\": [\"{name}\"] beside \"backends\" if only your peers reach it (vLLM's need that)"
     );
-    Error::new(Kind::Denied, why).backend(name)
+    Error::new(ErrorKind::Denied, why).with_backend(name)
 }

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use crate::breaks::broken;
 use crate::budget::Budget;
 use crate::deadline::Clock;
+use crate::fault_injection::injected;
 use crate::identity::{Identity, LinkId, RegionId, TransferId};
 use crate::inbox::Inbox;
 use crate::metadata::{Invited, RegionInfo};
@@ -14,7 +14,7 @@ use crate::region::core::RegionCore;
 use crate::sync::Mutex;
 use crate::telemetry::Meters;
 use crate::transport::{Admission, Events, Full, LinkState, Transport};
-use crate::{Error, Kind, MemoryKind, Result, Sender, fork};
+use crate::{Error, ErrorKind, MemoryKind, Result, Sender, fork};
 
 pub(crate) struct AgentInner {
     pub(crate) identity: Identity,
@@ -130,7 +130,7 @@ impl AgentInner {
         speaker.or_else(|| position(&|open| is(&open.name))).ok_or_else(|| {
             let open: Vec<_> = self.transports.iter().map(|open| open.name).collect();
             Error::new(
-                Kind::NoRoute,
+                ErrorKind::NoRoute,
                 format!(
                     "no open backend speaks {backend} to foreign agents; open are {}: name {backend} in `backends`",
                     open.join(", ")
@@ -150,15 +150,18 @@ impl AgentInner {
             }
             _ => return Ok(()),
         };
-        Err(Error::new(Kind::Denied, why))
+        Err(Error::new(ErrorKind::Denied, why))
     }
 
     pub(crate) fn check_open(&self) -> Result<()> {
-        if !broken("fork") {
+        if !injected("fork") {
             fork::check()?;
         }
         if self.is_closed() {
-            return Err(Error::new(Kind::Closed, "the agent has been shut down: build a new one"));
+            return Err(Error::new(
+                ErrorKind::Closed,
+                "the agent has been shut down: build a new one",
+            ));
         }
         Ok(())
     }

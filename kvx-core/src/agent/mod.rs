@@ -12,9 +12,9 @@ use std::time::Duration;
 
 use inner::{AgentInner, Open, OwnsLinks, Tables};
 
-use crate::breaks::broken;
 use crate::completion::{Completion, Promise};
 use crate::deadline::Reason;
+use crate::fault_injection::injected;
 use crate::identity::{Generation, Identity, Incarnation, RegionId, RegionKey, checked_name};
 use crate::inbox::Notification;
 use crate::metadata::{Metadata, RegionInfo};
@@ -22,7 +22,7 @@ use crate::peer::{About, Peer, PeerInner};
 use crate::region::{Region, RegionCore};
 use crate::sync::Mutex;
 use crate::transport::RegionSpec;
-use crate::{Deadline, Error, Kind, Memory, MemoryKind, Result, fork};
+use crate::{Deadline, Error, ErrorKind, Memory, MemoryKind, Result, fork};
 
 pub use builder::Builder;
 pub use next::NextNotification;
@@ -55,7 +55,7 @@ fn only_staged(backend: &'static str, kind: MemoryKind) -> Error {
          backend that \
          does, or register host memory"
     );
-    Error::new(Kind::Unsupported, why).backend(backend)
+    Error::new(ErrorKind::Unsupported, why).with_backend(backend)
 }
 
 impl AgentHandle {
@@ -82,8 +82,8 @@ impl AgentHandle {
         peers.extend(self.peers.lock().values().filter_map(|peer| Some(peer.upgrade()? as _)));
         let peers: HashMap<_, _> =
             peers.into_iter().map(|peer| (Arc::as_ptr(&peer).cast::<()>(), peer)).collect();
-        let closed = || Error::new(Kind::Closed, "the agent was shut down");
-        if !broken("shutdown-leaves") {
+        let closed = || Error::new(ErrorKind::Closed, "the agent was shut down");
+        if !injected("shutdown-leaves") {
             agent.clock.interrupt(&Reason::Shutdown);
             for peer in peers.into_values() {
                 peer.end(closed());
@@ -131,7 +131,7 @@ impl AgentHandle {
         if left == 0 && shared == 0 && stuck.is_empty() {
             return Ok(());
         }
-        let kind = if shared > 0 { Kind::StillShared } else { Kind::TimedOut };
+        let kind = if shared > 0 { ErrorKind::StillShared } else { ErrorKind::TimedOut };
         Err(Error::new(
             kind,
             format!(
@@ -190,14 +190,14 @@ impl Agent {
         let (name, memory) = (checked_name("region", name)?, memory.into());
         if memory.is_empty() {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!("region {name:?} has no bytes: register at least one"),
             ));
         }
         let taken = |tables: &Tables| tables.names.contains(&name);
         let name_is_taken = || {
             Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!("a region named {name:?} is registered already: choose another name"),
             )
         };
@@ -215,7 +215,7 @@ impl Agent {
                     return Err(only_staged(open.name, memory.kind()));
                 }
                 let spec = RegionSpec { id, key, memory: Arc::clone(&memory) };
-                open.transport.register(spec).map_err(|error| error.backend(open.name))
+                open.transport.register(spec).map_err(|error| error.with_backend(open.name))
             })
             .collect();
         if locals.iter().all(Result::is_err) {
@@ -225,7 +225,7 @@ impl Agent {
                 .map(ToString::to_string)
                 .collect();
             return Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 format!(
                     "no open backend can register {} memory: {}",
                     memory.kind(),
@@ -278,7 +278,7 @@ impl Agent {
         for open in &self.0.inner.transports {
             backends.push((
                 open.name.into(),
-                open.transport.address().map_err(|error| error.backend(open.name))?,
+                open.transport.address().map_err(|error| error.with_backend(open.name))?,
             ));
         }
         let tables = self.0.inner.tables.lock();
@@ -373,7 +373,7 @@ impl Agent {
     /// call; gives their identities. What it counts does not come out of the queue again. Who was invited says himself
     /// what he is called, so that one peer can be all of them: hand metadata, or the secret, only to peers that you
     /// believe. Errors: `TimedOut`.
-    pub fn expect(
+    pub fn wait_for_senders(
         &self,
         bytes: impl AsRef<[u8]>,
         senders: usize,
@@ -384,10 +384,13 @@ impl Agent {
         }
         let promise = Promise::new();
         let late = || {
-            Error::new(Kind::TimedOut, "not all of the expected notifications came by the deadline")
+            Error::new(
+                ErrorKind::TimedOut,
+                "not all of the expected notifications came by the deadline",
+            )
         };
         promise.by(&self.0.inner.clock, deadline.into(), late);
-        if self.0.inner.inbox.expect(bytes.as_ref(), senders, &promise) {
+        if self.0.inner.inbox.wait_for_senders(bytes.as_ref(), senders, &promise) {
             self.0.inner.resume_transports();
         }
         Completion::of(promise)
@@ -409,7 +412,7 @@ impl Agent {
         });
         if let Err(error) = started {
             promise.finish(Err(Error::os("the shutdown thread could not be started", error)
-                .kind_is(Kind::Exhausted)));
+                .with_kind(ErrorKind::Exhausted)));
         }
         Completion::of(promise)
     }

@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 use super::inner::AgentInner;
 use crate::deadline::{Expire, Reason, Watch};
 use crate::inbox::Notification;
-use crate::{Deadline, Error, Kind, Result};
+use crate::{Deadline, Error, ErrorKind, Result};
 
 /// The next notification of an agent; see [`Agent::notification`](super::Agent::notification).
 #[must_use = "await it, or call join"]
@@ -48,7 +48,7 @@ impl NextNotification {
             Some(notification) => Some(Ok(notification)),
             None if self.agent.check_open().is_err() => self.agent.check_open().err().map(Err),
             None if self.deadline.passed() => {
-                Some(Err(Error::new(Kind::TimedOut, "no notification came by the deadline")))
+                Some(Err(Error::new(ErrorKind::TimedOut, "no notification came by the deadline")))
             }
             None => None,
         }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::completion::Completion;
-use crate::{Error, Kind, Memory, MemoryKind, Result, Ticket, kept};
+use crate::{Error, ErrorKind, Memory, MemoryKind, Result, Ticket, kept};
 
 /// A device, by the UUID or PCI address that its crate gives it: ordinals differ from process to process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -136,7 +136,7 @@ pub unsafe trait DeviceAccess: Send + Sync {
 }
 
 fn cannot(kind: MemoryKind, what: &str) -> Error {
-    Error::new(Kind::Unsupported, format!("this access to {kind} memory has no {what}"))
+    Error::new(ErrorKind::Unsupported, format!("this access to {kind} memory has no {what}"))
 }
 
 /// The longest that a caller waits for a part of its copy.
@@ -219,10 +219,10 @@ impl OnDevice {
         host: T,
     ) -> Option<Error> {
         let late = match error.kind() {
-            Kind::TimedOut => {
+            ErrorKind::TimedOut => {
                 format!("has not copied {len} bytes within {longest:?}: see whether it hangs")
             }
-            Kind::Forgotten => {
+            ErrorKind::Forgotten => {
                 format!("lost the copy of {len} bytes: report this as a bug of its access")
             }
             _ => return None,
@@ -298,7 +298,7 @@ mod tests {
             unsafe { (device.copy_in(64, &[7; 8], soon), device.copy_out(64, &mut [0; 8], soon)) };
         for late in [in_, out] {
             let late = late.unwrap_err();
-            assert_eq!(late.kind(), Kind::TimedOut, "{late}");
+            assert_eq!(late.kind(), ErrorKind::TimedOut, "{late}");
             assert!(late.to_string().contains("hangs"), "{late}");
         }
         drop(device);

@@ -6,7 +6,7 @@ use rustix::fs::SealFlags;
 
 use super::Memory;
 use super::pool::PoolMapping;
-use crate::{Error, Kind, Result, fork};
+use crate::{Error, ErrorKind, Result, fork};
 
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 const HUGE: u64 = 2 << 20;
@@ -40,7 +40,7 @@ impl Memory {
         let file = file.into();
         let unfit = |why: &str| {
             Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 format!(
                     "the file {why}: adopt a memfd that was made with MFD_ALLOW_SEALING, before it is sealed \
                      against writing"
@@ -55,11 +55,14 @@ impl Memory {
             .map_err(|error| Error::os("the memory file cannot be looked at", error))?;
         let size = usize::try_from(stat.st_size).unwrap_or(0);
         if len == 0 {
-            return Err(Error::new(Kind::Invalid, "0 bytes of a memory file: adopt at least one"));
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                "0 bytes of a memory file: adopt at least one",
+            ));
         }
         if len > size {
             return Err(Error::new(
-                Kind::OutOfBounds,
+                ErrorKind::OutOfBounds,
                 format!(
                     "the memory file has {size} bytes, {len} are to be adopted: ftruncate it first"
                 ),
@@ -73,20 +76,20 @@ impl Memory {
             PoolMapping::of(file, mapped, on_huge_pages && block == HUGE).map_err(|error| match error {
                 rustix::io::Errno::PERM => unfit("is sealed against writing"),
                 rustix::io::Errno::ACCESS => Error::new(
-                    Kind::Unsupported,
+                    ErrorKind::Unsupported,
                     "the memory file is not open for writing: adopt a descriptor that is open for both",
                 ),
                 error => Error::os(
                     format!("a memory file of {len} bytes could not be mapped: raise ulimit -v"),
                     error,
                 )
-                .kind_is(Kind::Exhausted),
+                .with_kind(ErrorKind::Exhausted),
             })?;
         // Sealed first: whoever else has the file can shrink it or punch holes no more. What is read here stays true.
         mapping.seal()?;
         if mapping.file_size()? < len {
             return Err(Error::new(
-                Kind::OutOfBounds,
+                ErrorKind::OutOfBounds,
                 "the memory file was made smaller while it was adopted",
             ));
         }
@@ -115,22 +118,22 @@ mod tests {
         let file = file(4096);
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let why = Memory::adopt_file(std::fs::File::open(path).unwrap(), 4096).unwrap_err();
-        assert_eq!(why.kind(), Kind::Unsupported);
+        assert_eq!(why.kind(), ErrorKind::Unsupported);
         assert!(why.to_string().contains("not open for writing"), "{why}");
     }
 
     #[test]
     fn a_file_that_peers_could_not_map_is_refused_and_the_sentence_says_what_to_do() {
         let kind = |file: OwnedFd, len| Memory::adopt_file(file, len).unwrap_err().kind();
-        assert_eq!(kind(file(4096), 0), Kind::Invalid);
-        assert_eq!(kind(file(4096), 4097), Kind::OutOfBounds);
+        assert_eq!(kind(file(4096), 0), ErrorKind::Invalid);
+        assert_eq!(kind(file(4096), 4097), ErrorKind::OutOfBounds);
         let unsealable = memfd_create("kvx-test", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&unsealable, 4096).unwrap();
         let read_only = file(4096);
         fcntl_add_seals(&read_only, SealFlags::WRITE).unwrap();
         for unfit in [unsealable, read_only, rustix::pipe::pipe().unwrap().0] {
             let why = Memory::adopt_file(unfit, 4096).unwrap_err();
-            assert_eq!(why.kind(), Kind::Unsupported, "{why}");
+            assert_eq!(why.kind(), ErrorKind::Unsupported, "{why}");
             assert!(why.to_string().contains("MFD_ALLOW_SEALING"), "{why}");
         }
     }

@@ -20,13 +20,13 @@ pub use device::{DeviceAccess, DeviceId, Direction, Hop, IpcHandle, Piece};
 #[cfg(all(target_os = "linux", not(kvx_portable)))]
 pub use pool::{Granted, HugePages, PageSize, PoolBuilder};
 
-use crate::breaks::broken;
-use crate::{Error, Kind, Result, fork};
+use crate::fault_injection::injected;
+use crate::{Error, ErrorKind, Result, fork};
 
 /// The refusal of a write to `what`.
 pub(crate) fn read_only(what: &str) -> Error {
     Error::new(
-        Kind::Denied,
+        ErrorKind::Denied,
         format!("{what} may only be read: its owner registered it by Memory::adopt_shared"),
     )
 }
@@ -229,7 +229,11 @@ impl Memory {
 
     /// For whoever would write to it. Errors: `Denied`.
     pub fn check_writable(&self) -> Result<()> {
-        if self.read_only && !broken("read-only") { Err(read_only("this memory")) } else { Ok(()) }
+        if self.read_only && !injected("read-only") {
+            Err(read_only("this memory"))
+        } else {
+            Ok(())
+        }
     }
 
     /// Its address: a host pointer, or what the device calls one.
@@ -272,7 +276,7 @@ impl Memory {
         fork::check()?;
         if offset.checked_add(len).is_none_or(|end| end > self.len) {
             return Err(Error::new(
-                Kind::OutOfBounds,
+                ErrorKind::OutOfBounds,
                 format!("bytes {offset}..+{len} lie outside the memory of {} bytes", self.len),
             ));
         }
@@ -321,11 +325,11 @@ impl Memory {
     ) -> Result<()> {
         let Backing::Device(device) = &self.backing else {
             let why = format!("{} memory is copied by copy_in and copy_out", self.kind);
-            return Err(Error::new(Kind::Unsupported, why));
+            return Err(Error::new(ErrorKind::Unsupported, why));
         };
         if !host.kind.is_host() {
             return Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 "two devices: one of two memories is to be of the host",
             ));
         }
@@ -358,7 +362,10 @@ impl Memory {
     pub unsafe fn block(&self, range: Range<usize>) -> Result<&[u8]> {
         self.check(range.start, range.end.saturating_sub(range.start))?;
         if !self.kind.is_host() {
-            return Err(Error::new(Kind::Unsupported, "device memory has no slice: use copy_out"));
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "device memory has no slice: use copy_out",
+            ));
         }
         // SAFETY: the range was checked and the memory lives as long as `self`; the caller keeps writers away.
         Ok(unsafe {
@@ -386,7 +393,7 @@ mod tests {
         for (offset, len) in [(16, 1), (0, 17), (usize::MAX, 2)] {
             assert_eq!(
                 memory.copy_in(offset, &vec![9; len]).unwrap_err().kind(),
-                Kind::OutOfBounds
+                ErrorKind::OutOfBounds
             );
         }
         let mut all = [0; 16];
@@ -400,7 +407,7 @@ mod tests {
         // SAFETY: the Arc keeps the bytes, and nobody writes to them.
         let memory =
             unsafe { Memory::adopt_shared(owner.as_ptr(), owner.len(), Arc::clone(&owner)) };
-        assert_eq!(memory.copy_in(0, b"W").unwrap_err().kind(), Kind::Denied);
+        assert_eq!(memory.copy_in(0, b"W").unwrap_err().kind(), ErrorKind::Denied);
         let mut back = [0; 7];
         memory.copy_out(0, &mut back).unwrap();
         assert_eq!((&back, &*owner), (b"weights", &b"weights"[..]));

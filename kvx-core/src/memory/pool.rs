@@ -12,7 +12,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use super::{Backing, Memory, MemoryKind};
 use crate::memory::DeviceId;
-use crate::{Error, Kind, Result, fork};
+use crate::{Error, ErrorKind, Result, fork};
 
 const HUGE: usize = 2 << 20;
 
@@ -114,7 +114,7 @@ impl PoolBuilder {
     pub fn build(self) -> Result<Memory> {
         fork::check()?;
         if self.len == 0 {
-            return Err(Error::new(Kind::Invalid, "a pool of 0 bytes: ask for at least one"));
+            return Err(Error::new(ErrorKind::Invalid, "a pool of 0 bytes: ask for at least one"));
         }
         let (pool, huge_refused) = match self.huge {
             HugePages::Never | HugePages::Transparent => (PoolMapping::map(self.len, false)?, None),
@@ -169,7 +169,7 @@ impl PoolMapping {
         let page = if huge { HUGE } else { rustix::param::page_size() };
         let mapped = len.checked_next_multiple_of(page).ok_or_else(|| {
             Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!("a pool of {len} bytes is larger than the address space"),
             )
         })?;
@@ -185,7 +185,7 @@ impl PoolMapping {
             }
         };
         let no_room = |step: &str, error: rustix::io::Errno| {
-            Error::os(what(step), error).kind_is(Kind::Exhausted)
+            Error::os(what(step), error).with_kind(ErrorKind::Exhausted)
         };
         let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         if huge {
@@ -260,7 +260,7 @@ impl PoolMapping {
         let word = node as usize / 64;
         if word >= mask.len() {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!("NUMA node {node} does not exist: see /sys/devices/system/node"),
             ));
         }
@@ -285,7 +285,7 @@ impl PoolMapping {
             format!("the pool was not bound to NUMA node {node}: see /sys/devices/system/node for the nodes there are"),
             error,
         )
-        .kind_is(Kind::Invalid))
+        .with_kind(ErrorKind::Invalid))
     }
 
     /// Makes every page present, so that no transfer pays for it, and changes no byte.
@@ -309,7 +309,7 @@ impl PoolMapping {
                 ),
                 error,
             )
-            .kind_is(Kind::Exhausted)),
+            .with_kind(ErrorKind::Exhausted)),
         }
     }
 
@@ -329,7 +329,7 @@ impl PoolMapping {
             ),
             error,
         )
-        .kind_is(Kind::Exhausted))
+        .with_kind(ErrorKind::Exhausted))
     }
 
     /// Fixes the size for ever and lets nobody map the file for writing from now on: a reader cannot be made to fault
@@ -428,9 +428,9 @@ mod tests {
     #[test]
     fn a_node_that_does_not_exist_is_named() {
         let error = Memory::pool(4096).numa_node(900).build().unwrap_err();
-        assert_eq!(error.kind(), Kind::Invalid);
+        assert_eq!(error.kind(), ErrorKind::Invalid);
         assert!(error.to_string().contains("900"), "{error}");
-        assert_eq!(Memory::pool(0).build().unwrap_err().kind(), Kind::Invalid);
+        assert_eq!(Memory::pool(0).build().unwrap_err().kind(), ErrorKind::Invalid);
     }
 
     #[test]

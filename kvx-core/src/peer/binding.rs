@@ -9,7 +9,7 @@ use crate::grid::Place;
 use crate::plan::Plan;
 use crate::region::{PeerRegion, What};
 use crate::transport::{Link, RemoteRegion, RemoteSpec};
-use crate::{Error, Kind, LinkId, Result};
+use crate::{Error, ErrorKind, LinkId, Result};
 
 impl PeerInner {
     /// The plan on this link: kept from the last time, or made now.
@@ -32,7 +32,7 @@ impl PeerInner {
         ] {
             if let Some(kind) = kind.filter(|kind| !kinds.contains(*kind)) {
                 return Err(Error::new(
-                    Kind::Unsupported,
+                    ErrorKind::Unsupported,
                     format!("it does not reach {side} {kind} memory"),
                 ));
             }
@@ -95,7 +95,7 @@ impl PeerInner {
                     return Ok(Arc::clone(&known.region));
                 }
                 return Err(Error::new(
-                    Kind::Malformed,
+                    ErrorKind::Malformed,
                     format!(
                         "the peer describes its region {} in two ways: connect anew",
                         info.name
@@ -104,7 +104,7 @@ impl PeerInner {
             }
             let About::Kvx(metadata) = &state.about else {
                 return Err(Error::new(
-                    Kind::Invalid,
+                    ErrorKind::Invalid,
                     "a foreign agent has no named regions: use Peer::foreign",
                 ));
             };
@@ -112,7 +112,7 @@ impl PeerInner {
         };
         let export = position.and_then(|position| info.export(position)).ok_or_else(|| {
             Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 format!("the peer's region {} is not registered with it", info.name),
             )
         })?;

@@ -4,10 +4,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::bound::Bindings;
-use crate::breaks::broken;
+use crate::fault_injection::injected;
 use crate::identity::{Generation, LinkId, RegionId, RegionKey};
 use crate::transport::{Link, LinkState, RemoteRegion};
-use crate::{Error, Kind};
+use crate::{Error, ErrorKind};
 
 /// A backend that may serve the peer.
 pub(super) struct Candidate {
@@ -38,8 +38,8 @@ pub(super) enum LinkStage {
 /// True if a link that was refused with this may come up later: a limit was reached, here or at the peer, or a call
 /// failed. Other reasons lie in the two ends and their metadata.
 pub(super) fn may_pass(error: &Error) -> bool {
-    matches!(error.kind(), Kind::Exhausted | Kind::Busy | Kind::Native)
-        && !broken("refused-for-good")
+    matches!(error.kind(), ErrorKind::Exhausted | ErrorKind::Busy | ErrorKind::Native)
+        && !injected("refused-for-good")
 }
 
 /// One error for all backends, of which none serves; of the kind that tells most.
@@ -48,7 +48,13 @@ pub(super) fn no_route(
     excluded: Vec<(&'static str, Error)>,
 ) -> Error {
     let telling = |kind| {
-        matches!(kind, Kind::PeerLost | Kind::PeerRestarted | Kind::Denied | Kind::Incompatible)
+        matches!(
+            kind,
+            ErrorKind::PeerLost
+                | ErrorKind::PeerRestarted
+                | ErrorKind::Denied
+                | ErrorKind::Incompatible
+        )
     };
     let kind = match &tried[..] {
         [(_, only)] if excluded.is_empty() => return only.clone(),
@@ -56,7 +62,7 @@ pub(super) fn no_route(
             .iter()
             .map(|(_, error)| error.kind())
             .rfind(|kind| telling(*kind))
-            .unwrap_or(Kind::NoRoute),
+            .unwrap_or(ErrorKind::NoRoute),
     };
     let reasons: Vec<String> = tried
         .into_iter()

@@ -7,14 +7,14 @@ use super::candidates::{Candidate, LinkStage, may_pass, no_route};
 use super::requests::LinkRequest;
 use crate::agent::inner::{AgentInner, OwnsLinks};
 use crate::bound::Bindings;
-use crate::breaks::broken;
 use crate::completion::Promise;
+use crate::fault_injection::injected;
 use crate::identity::{Generation, Identity, LinkId, PeerId, RegionId};
 use crate::metadata::Metadata;
 use crate::route::{Considered, Route, Verdict};
 use crate::sync::Mutex;
 use crate::transport::{Admission, Link, LinkState, PeerSection};
-use crate::{Capabilities, Error, HeldUp, Isolation, Kind, Result, Ticket};
+use crate::{Capabilities, Error, ErrorKind, HungPageScope, Isolation, Result, Ticket};
 
 pub(crate) struct PeerInner {
     pub(crate) id: PeerId,
@@ -104,7 +104,7 @@ impl PeerInner {
                 });
             } else if matches!(about, About::Kvx(_)) {
                 let why = Error::new(
-                    Kind::Unsupported,
+                    ErrorKind::Unsupported,
                     "the peer has not opened it: name it in the peer's backends",
                 );
                 excluded.push((open.name, why));
@@ -149,7 +149,7 @@ impl PeerInner {
                     if (ours || theirs) && !refuses_writes(&**link) {
                         how += ", which leaves it to its users not to write to memory that may only be read";
                     }
-                    if link.capabilities().hung_page == HeldUp::Agent {
+                    if link.capabilities().hung_page == HungPageScope::Agent {
                         how += "; a page that does not come holds up the agent";
                     }
                     Verdict::Up(how)
@@ -215,7 +215,7 @@ impl PeerInner {
                 let lost = state.lost.clone();
                 match (lost, state.candidates.get_mut(at)) {
                     (Some(error), _)
-                        if error.kind() == Kind::PeerLost
+                        if error.kind() == ErrorKind::PeerLost
                             && matches!(job, LinkRequest::Transfer(_)) =>
                     {
                         state.park(job);
@@ -278,7 +278,7 @@ impl PeerInner {
         let candidate = &mut state.candidates[at];
         match (opened, &mut candidate.stage) {
             (Err(error), stage) => {
-                *stage = LinkStage::Refused(error.backend(candidate.backend));
+                *stage = LinkStage::Refused(error.with_backend(candidate.backend));
                 let parked = std::mem::take(&mut state.parked);
                 drop(state);
                 self.agent.forget_link(id);
@@ -357,7 +357,7 @@ impl PeerInner {
                     drop(state);
                     self.probed(id, true);
                 }
-                LinkState::Up if broken("lost-again") => {
+                LinkState::Up if injected("lost-again") => {
                     state.lost = None;
                     state
                         .candidates
@@ -400,7 +400,7 @@ impl PeerInner {
             (_, LinkState::Changed | LinkState::Up) => return,
             (_, LinkState::Restarted) => Some(self.restarted()),
             (LinkStage::Opening { .. }, LinkState::Lost(error)) => {
-                let error = error.backend(candidate.backend);
+                let error = error.with_backend(candidate.backend);
                 refused = Some(std::mem::replace(
                     &mut candidate.stage,
                     LinkStage::Refused(error.clone()),
@@ -408,13 +408,14 @@ impl PeerInner {
                 // Nobody answers on any backend: the peer itself is gone.
                 let silent = |candidate: &Candidate| match &candidate.stage {
                     LinkStage::Refused(error) => {
-                        matches!(error.kind(), Kind::PeerLost | Kind::Unsupported)
+                        matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::Unsupported)
                     }
                     _ => false,
                 };
-                (error.kind() == Kind::PeerLost && candidates.iter().all(silent)).then_some(error)
+                (error.kind() == ErrorKind::PeerLost && candidates.iter().all(silent))
+                    .then_some(error)
             }
-            (_, LinkState::Lost(error)) => Some(error.backend(candidate.backend)),
+            (_, LinkState::Lost(error)) => Some(error.with_backend(candidate.backend)),
         };
         let parked = std::mem::take(&mut state.parked);
         drop(state);
@@ -469,7 +470,7 @@ impl PeerInner {
     pub(crate) fn update(&self, metadata: Metadata) -> Result<bool> {
         if metadata.identity.name != self.identity.name {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "metadata of {} for the peer {}",
                     metadata.identity.name, self.identity.name
@@ -485,12 +486,12 @@ impl PeerInner {
             let mut state = self.state.lock();
             let About::Kvx(known) = &state.about else {
                 return Err(Error::new(
-                    Kind::Invalid,
+                    ErrorKind::Invalid,
                     "a foreign peer has no kvx metadata to update",
                 ));
             };
-            let older = metadata.generation <= known.generation && !broken("stale-metadata");
-            if older || broken("no-update") {
+            let older = metadata.generation <= known.generation && !injected("stale-metadata");
+            if older || injected("no-update") {
                 return Ok(false);
             }
             state.about = About::Kvx(Arc::clone(&metadata));

@@ -8,16 +8,16 @@ use super::links::{PeerInner, PeerState};
 use super::requests::LinkRequest;
 use crate::agent::inner::AgentInner;
 use crate::bound::Released;
-use crate::breaks::broken;
 use crate::deadline::Reason;
+use crate::fault_injection::injected;
 use crate::identity::{LinkId, RegionId};
 use crate::transport::Link;
-use crate::{Error, Kind};
+use crate::{Error, ErrorKind};
 
 impl PeerInner {
     /// The peer is gone for good: closes all links and fails what waits.
     pub(super) fn lose(self: &Arc<Self>, error: Error, parked: Vec<LinkRequest>) {
-        let error = error.peer(Arc::clone(&self.identity.name));
+        let error = error.with_peer(Arc::clone(&self.identity.name));
         let (closed, more, waiting) = {
             let mut state = self.state.lock();
             state.lost.get_or_insert_with(|| error.clone());
@@ -26,7 +26,8 @@ impl PeerInner {
         };
         self.agent.clock.interrupt(&Reason::Lost(self.id, error.clone()));
         closed.finish(&self.agent);
-        for promise in waiting.iter().filter_map(Weak::upgrade).filter(|_| !broken("loss-untold")) {
+        for promise in waiting.iter().filter_map(Weak::upgrade).filter(|_| !injected("loss-untold"))
+        {
             promise.finish(Ok(error.clone()));
         }
         for job in parked.into_iter().chain(more) {
@@ -43,7 +44,7 @@ impl PeerInner {
             if state.probe.is_some() {
                 return self.agent.forget_link(id); // another post has begun one meanwhile
             }
-            let backend = lost.failed_backend();
+            let backend = lost.backend();
             state.probe = Some((id, None));
             state
                 .candidates
@@ -98,7 +99,7 @@ impl PeerInner {
             "whoever answers for the peer is not incarnation {was} any more: it was restarted; get its new metadata \
              and connect again"
         );
-        Error::new(Kind::PeerRestarted, why).peer(Arc::clone(&self.identity.name))
+        Error::new(ErrorKind::PeerRestarted, why).with_peer(Arc::clone(&self.identity.name))
     }
 }
 
@@ -149,7 +150,7 @@ impl Drop for PeerInner {
                 probe.take(),
             ));
         }
-        let closed = Error::new(Kind::Closed, "the peer's handle was dropped");
+        let closed = Error::new(ErrorKind::Closed, "the peer's handle was dropped");
         let (links, parked, waiting) = {
             let mut state = self.state.lock();
             let links = Closed::all(&mut state, &closed);

@@ -10,8 +10,8 @@ mod requests;
 use std::fmt;
 use std::sync::Arc;
 
-use crate::breaks::broken;
 use crate::completion::{Completion, Promise};
+use crate::fault_injection::injected;
 use crate::identity::Identity;
 use crate::metadata::{Metadata, decode_region};
 use crate::plan::Plan;
@@ -19,7 +19,7 @@ use crate::region::{PeerRegion, What};
 use crate::route::Route;
 use crate::transfer::Transfer;
 use crate::transport::ForeignRange;
-use crate::{Capabilities, Deadline, Error, Kind, MemoryKind, Result, Ticket};
+use crate::{Capabilities, Deadline, Error, ErrorKind, MemoryKind, Result, Ticket};
 
 pub(crate) use links::{About, PeerInner};
 pub use posting::Posting;
@@ -43,13 +43,13 @@ impl Peer {
         crate::fork::check()?;
         let About::Kvx(metadata) = self.0.about() else {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 "a foreign agent has no named regions: use Peer::foreign",
             ));
         };
         let found = metadata.regions.iter().find(|region| *region.name == *name);
-        let found =
-            found.or_else(|| if broken("unregistered") { metadata.regions.first() } else { None });
+        let found = found
+            .or_else(|| if injected("unregistered") { metadata.regions.first() } else { None });
         match found {
             Some(info) => {
                 Ok(PeerRegion::new(self.0.identity.clone(), What::Named(Arc::clone(info))))
@@ -58,7 +58,7 @@ impl Peer {
                 let names: Vec<_> =
                     metadata.regions.iter().take(16).map(|region| &*region.name).collect();
                 Err(Error::new(
-                    Kind::Unregistered,
+                    ErrorKind::Unregistered,
                     format!(
                         "the peer has no region {name:?} in generation {}; it has: {}. If it was registered later, \
                          update the peer with newer metadata",
@@ -66,7 +66,7 @@ impl Peer {
                         if names.is_empty() { "none".into() } else { names.join(", ") }
                     ),
                 )
-                .peer(Arc::clone(&self.0.identity.name)))
+                .with_peer(Arc::clone(&self.0.identity.name)))
             }
         }
     }
@@ -81,7 +81,7 @@ impl Peer {
     ) -> Result<PeerRegion> {
         if matches!(self.0.about(), About::Kvx(_)) {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 "this peer is a kvx agent: name its region instead of an address",
             ));
         }
@@ -104,25 +104,25 @@ impl Peer {
     ///
     /// # Errors
     /// `Malformed`, `Incompatible`; `PeerRestarted` for a region of another incarnation; `Invalid` for a foreign peer.
-    pub fn learn(&self, metadata: impl AsRef<[u8]>) -> Result<PeerRegion> {
+    pub fn import_region(&self, metadata: impl AsRef<[u8]>) -> Result<PeerRegion> {
         crate::fork::check()?;
         let (incarnation, info) = decode_region(metadata.as_ref())?;
         let About::Kvx(known) = self.0.about() else {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 "a foreign agent has no named regions: use Peer::foreign",
             ));
         };
         if incarnation != self.0.identity.incarnation {
             return Err(Error::new(
-                Kind::PeerRestarted,
+                ErrorKind::PeerRestarted,
                 "the region is of another incarnation of the peer: connect with the metadata that came with it",
             )
-            .peer(Arc::clone(&self.0.identity.name)));
+            .with_peer(Arc::clone(&self.0.identity.name)));
         }
         if info.exports.iter().any(|(at, _)| usize::from(*at) >= known.backends.len()) {
             return Err(Error::new(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 format!("region {} names a backend that is not there", info.name),
             ));
         }
@@ -156,8 +156,12 @@ impl Peer {
             return Completion::ready(Err(error));
         }
         let promise = Promise::new();
-        let late =
-            || Error::new(Kind::TimedOut, "the peer did not take the notification by the deadline");
+        let late = || {
+            Error::new(
+                ErrorKind::TimedOut,
+                "the peer did not take the notification by the deadline",
+            )
+        };
         promise.by(&self.0.agent.clock, deadline.into(), late);
         self.0.dispatch(LinkRequest::Notify(bytes.into(), Ticket::of(Arc::clone(&promise) as _)));
         Completion::of(promise)
@@ -169,7 +173,8 @@ impl Peer {
             return Completion::ready(Err(error));
         }
         let promise = Promise::new();
-        let late = || Error::new(Kind::TimedOut, "no link to the peer came up by the deadline");
+        let late =
+            || Error::new(ErrorKind::TimedOut, "no link to the peer came up by the deadline");
         promise.by(&self.0.agent.clock, deadline.into(), late);
         self.0.dispatch(LinkRequest::Ready(Ticket::of(Arc::clone(&promise) as _)));
         Completion::of(promise)
@@ -197,7 +202,7 @@ impl Peer {
             return Completion::ready(Err(error));
         }
         let promise = Promise::new();
-        let late = || Error::new(Kind::TimedOut, "the peer was not lost by the deadline");
+        let late = || Error::new(ErrorKind::TimedOut, "the peer was not lost by the deadline");
         promise.by(&self.0.agent.clock, deadline.into(), late);
         self.0.on_loss(&promise);
         Completion::of(promise)

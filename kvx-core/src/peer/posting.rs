@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use super::links::PeerInner;
-use crate::breaks::broken;
 use crate::completion::{Completion, Promise};
+use crate::fault_injection::injected;
 use crate::plan::Plan;
 use crate::transfer::{Transfer, TransferInner};
 use crate::transport::MAX_NOTIFICATION;
-use crate::{Deadline, Error, Kind, Result};
+use crate::{Deadline, Error, ErrorKind, Result};
 
 /// A transfer about to be posted; see [`Peer::transfer`](crate::Peer::transfer).
 #[must_use = "call post or post_wait"]
@@ -46,12 +46,12 @@ impl Posting {
         loop {
             match self.reserve() {
                 Ok(()) => return Ok(self.begin()),
-                Err(error) if error.kind() == Kind::Busy => {}
+                Err(error) if error.kind() == ErrorKind::Busy => {}
                 Err(error) => return Err(error),
             }
             let late = || {
                 Error::new(
-                    Kind::TimedOut,
+                    ErrorKind::TimedOut,
                     "the budget of transfers stayed used up until the deadline",
                 )
             };
@@ -74,7 +74,7 @@ impl Posting {
         }
         if self.plan.0.peer != self.peer.identity {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "the plan is for {:?}, this peer is {:?}",
                     self.plan.0.peer, self.peer.identity
@@ -83,7 +83,7 @@ impl Posting {
         }
         if self.plan.0.locals.iter().any(|region| !region.is_of(agent)) {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 "the plan's local regions belong to another agent",
             ));
         }
@@ -104,7 +104,7 @@ impl Posting {
         let Posting { peer, plan, deadline, notify } = self;
         let empty = plan.size().bytes == 0 && notify.is_none();
         let transfer = TransferInner::new(plan, peer, deadline, notify);
-        if empty && !broken("zero") {
+        if empty && !injected("zero") {
             transfer.end(Ok(())); // nothing to wait for, not even a link
         } else {
             transfer.dispatch();
@@ -119,7 +119,7 @@ pub(super) fn check_notification(bytes: &[u8]) -> Result<()> {
         return Ok(());
     }
     Err(Error::new(
-        Kind::Invalid,
+        ErrorKind::Invalid,
         format!(
             "a notification of {} bytes, at most {MAX_NOTIFICATION} are allowed: send data by a transfer",
             bytes.len()

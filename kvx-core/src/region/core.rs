@@ -4,16 +4,16 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crate::bound::{Bindings, KeepsBound};
-use crate::breaks::broken;
 use crate::completion::{Completion, Promise};
 use crate::deadline::{Clock, Expire, Reason, Watch};
+use crate::fault_injection::injected;
 use crate::identity::{RegionId, RegionKey};
 use crate::quarantine::{self, Quarantined};
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::ticket::Settle;
 use crate::transport::LocalRegion;
-use crate::{Error, Kind, Memory, Result, Ticket};
+use crate::{Error, ErrorKind, Memory, Result, Ticket};
 
 /// The part of a region that outlives its handles while transports still hold on to it.
 pub(crate) struct RegionCore {
@@ -49,7 +49,7 @@ struct RevocationState {
 
 pub(super) fn still_shared() -> Error {
     Error::new(
-        Kind::StillShared,
+        ErrorKind::StillShared,
         "remote access to the region is not proven ended: its memory stays quarantined until every peer has confirmed \
          or is known to be dead; call revoke again to go on waiting",
     )
@@ -57,7 +57,7 @@ pub(super) fn still_shared() -> Error {
 
 pub(super) fn revoked(name: &str) -> Error {
     Error::new(
-        Kind::Revoked,
+        ErrorKind::Revoked,
         format!("region {name} is revoked: register its memory again to use it"),
     )
 }
@@ -115,7 +115,8 @@ impl RegionCore {
         dropped: bool,
     ) {
         let mut revocation = self.revocation.lock();
-        let ended = if broken("revoke-at-once") { Some(Ok(())) } else { revocation.ended.clone() };
+        let ended =
+            if injected("revoke-at-once") { Some(Ok(())) } else { revocation.ended.clone() };
         if let Some(result) = ended {
             drop(revocation);
             waiting.map(|promise| promise.finish(result.map(|()| Arc::clone(&self.memory))));
@@ -194,7 +195,7 @@ impl RegionCore {
         let waiting = std::mem::take(&mut revocation.waiting);
         let result = match revocation.failed.clone() {
             None => Ok(()),
-            Some(cause) => Err(still_shared().source(cause)),
+            Some(cause) => Err(still_shared().with_source(cause)),
         };
         revocation.ended = Some(result.clone());
         let (mut held, warning) = (revocation.held.take(), revocation.warning.take());
@@ -231,7 +232,7 @@ impl Settle for RegionCore {
 
     fn forgotten(self: Arc<Self>) {
         self.answered(Err(Error::new(
-            Kind::Forgotten,
+            ErrorKind::Forgotten,
             "a transport lost the revocation: report this as a bug of it",
         )));
     }

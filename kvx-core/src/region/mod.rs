@@ -7,9 +7,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::agent::inner::AgentInner;
-use crate::breaks::broken;
 use crate::completion::{Completion, Promise};
 use crate::deadline::Reason;
+use crate::fault_injection::injected;
 use crate::grid::{Grid, GridSet, Place, sealed};
 use crate::identity::RegionId;
 use crate::metadata::encode_region;
@@ -72,7 +72,7 @@ impl Region {
         GridSet::of([(self.clone(), grid)])
     }
 
-    /// What a peer needs to use this region alone, in bytes: for [`Peer::learn`](crate::Peer::learn), at a peer that
+    /// What a peer needs to use this region alone, in bytes: for [`Peer::import_region`](crate::Peer::import_region), at a peer that
     /// knows the agent already. All of an agent's regions one by one cost as much as its metadata once. Errors:
     /// `Revoked`.
     pub fn metadata(&self) -> Result<Vec<u8>> {
@@ -130,7 +130,7 @@ impl Drop for RegionHandle {
         if crate::fork::check().is_err() {
             return std::mem::forget(Arc::clone(&self.core)); // in a fork nothing of a transport is dropped
         }
-        if broken("drop-frees") {
+        if injected("drop-frees") {
             return;
         }
         self.agent.forget_region(self.core.id);

@@ -6,9 +6,9 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use crate::bound::Bound;
-use crate::breaks::broken;
 use crate::completion::Promise;
 use crate::deadline::{Expire, Reason, Watch};
+use crate::fault_injection::injected;
 use crate::operation::{Op, Size};
 use crate::peer::{LinkRequest, NeedsLink, PeerInner};
 use crate::plan::Plan;
@@ -16,7 +16,7 @@ use crate::report::Report;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::ticket::Settle;
 use crate::transport::Link;
-use crate::{Deadline, Error, Kind, Result, Ticket, TransferId, quarantine, telemetry};
+use crate::{Deadline, Error, ErrorKind, Result, Ticket, TransferId, quarantine, telemetry};
 
 pub(crate) struct TransferInner {
     pub(crate) id: TransferId,
@@ -170,12 +170,12 @@ impl TransferInner {
     /// The error as a user is told it. Takes the lock of the peer.
     fn explained(&self, error: Error) -> Error {
         // A link that was closed because the peer is lost says less than the loss.
-        let lost = if error.kind() == Kind::Closed { self.peer.lost() } else { None };
-        let error = lost.unwrap_or(error).operation(match self.plan.op() {
+        let lost = if error.kind() == ErrorKind::Closed { self.peer.lost() } else { None };
+        let error = lost.unwrap_or(error).with_operation(match self.plan.op() {
             Op::Read => "read",
             Op::Write => "write",
         });
-        error.peer(Arc::clone(&self.peer.identity.name))
+        error.with_peer(Arc::clone(&self.peer.identity.name))
     }
 
     /// As [`resolve`](Self::resolve), in a state that is locked, with an error that is explained.
@@ -187,9 +187,9 @@ impl TransferInner {
             return drop(watch);
         }
         let result = result.map_err(|error| {
-            let error = error.report_is(state.arrived.clone());
+            let error = error.with_report(state.arrived.clone());
             match state.on {
-                Some((_, backend)) => error.backend(backend),
+                Some((_, backend)) => error.with_backend(backend),
                 None => error,
             }
         });
@@ -200,7 +200,7 @@ impl TransferInner {
         drop(state);
         drop(watch);
         self.finished.notify_all();
-        if let Some(waker) = waker.filter(|_| !broken("wake")) {
+        if let Some(waker) = waker.filter(|_| !injected("wake")) {
             waker.wake();
         }
         let _entered = self.span.enter();
@@ -230,8 +230,8 @@ impl TransferInner {
         let transfer_time = self.posted.elapsed();
         Report {
             bytes,
-            blocks: blocks + u64::from(broken("report")),
-            segments: segments + u64::from(broken("report")),
+            blocks: blocks + u64::from(injected("report")),
+            segments: segments + u64::from(injected("report")),
             // A transfer that ends within its post has cost its caller all of its time.
             post_time: if state.post_time.is_zero() { transfer_time } else { state.post_time },
             transfer_time,
@@ -240,7 +240,7 @@ impl TransferInner {
     }
 
     pub(crate) fn cancel(self: &Arc<Self>, error: Error) {
-        if broken("free-early") {
+        if injected("free-early") {
             return Arc::clone(self).settled(Err(error));
         }
         self.cancelled.store(true, Ordering::SeqCst);
@@ -301,7 +301,7 @@ impl TransferInner {
             }
             Resolution::Done(result) => Some(result),
             Resolution::Taken => Some(Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 "the result was taken by an earlier await: keep it",
             ))),
         }
@@ -338,13 +338,13 @@ impl NeedsLink for TransferInner {
             }
             state.stage = TicketStage::InFlight;
             state.on = Some((Arc::clone(link), backend));
-            state.notify.take_if(|_| broken("early-notify"))
+            state.notify.take_if(|_| injected("early-notify"))
         };
         if let Some(bytes) = early {
             link.notify(&bytes, Ticket::new(|_| ()));
         }
         if self.plan.size().bytes == 0 {
-            if !broken("zero") {
+            if !injected("zero") {
                 self.settled(Ok(()));
             }
             return;
@@ -363,12 +363,12 @@ impl NeedsLink for TransferInner {
 impl Settle for TransferInner {
     fn settled(self: Arc<Self>, result: Result<()>) {
         if let Err(error) = &result
-            && error.kind() == Kind::Unsupported
+            && error.kind() == ErrorKind::Unsupported
             && self.try_another(error)
         {
             return;
         }
-        if broken("free-early")
+        if injected("free-early")
             && std::mem::replace(&mut self.state.lock().stage, TicketStage::Settled)
                 == TicketStage::Settled
         {
@@ -382,7 +382,7 @@ impl Settle for TransferInner {
         let waiting = std::mem::take(&mut state.settled);
         let open = matches!(state.outcome, Resolution::Pending);
         let notify =
-            state.notify.take().filter(|_| open && result.is_ok() || broken("notify-anyway"));
+            state.notify.take().filter(|_| open && result.is_ok() || injected("notify-anyway"));
         let result = result.map(|()| self.report(&state));
         let tell_waiting =
             move || waiting.into_iter().for_each(|promise| drop(promise.finish(Ok(()))));
@@ -405,12 +405,12 @@ impl Settle for TransferInner {
     }
 
     fn forgotten(self: Arc<Self>) {
-        if broken("forget-is-fine") {
+        if injected("forget-is-fine") {
             return self.settled(Ok(()));
         }
         let error = || {
             Error::new(
-                Kind::Forgotten,
+                ErrorKind::Forgotten,
                 "the transport lost the transfer: its memory is quarantined; report this as a bug of the transport",
             )
         };
@@ -438,13 +438,13 @@ impl Settle for TransferInner {
 
 impl Expire for TransferInner {
     fn expire(self: Arc<Self>) {
-        if broken("deadline") {
+        if injected("deadline") {
             return;
         }
         // One that was posted to a lost peer waits to hear who answers there now: that it is lost says more.
         let late = self.peer.lost().unwrap_or_else(|| {
             Error::new(
-                Kind::TimedOut,
+                ErrorKind::TimedOut,
                 "the transfer did not end by its deadline: raise it, or see whether the peer still works",
             )
         });
@@ -457,7 +457,7 @@ impl Expire for TransferInner {
             Reason::Region(id) => {
                 if self.plan.0.locals.iter().any(|region| region.id() == *id) {
                     self.cancel(Error::new(
-                        Kind::Revoked,
+                        ErrorKind::Revoked,
                         "a region of the transfer was revoked meanwhile",
                     ));
                 }
@@ -466,7 +466,7 @@ impl Expire for TransferInner {
             Reason::Lost(peer, error) if *peer == self.peer.id => self.resolve(Err(error.clone())),
             Reason::Lost(..) => {}
             Reason::Shutdown => {
-                let closed = || Error::new(Kind::Closed, "the agent was shut down meanwhile");
+                let closed = || Error::new(ErrorKind::Closed, "the agent was shut down meanwhile");
                 self.resolve(Err(closed()));
                 self.cancel(closed());
             }

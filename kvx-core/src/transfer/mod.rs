@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use crate::completion::{Completion, Promise};
 use crate::report::Report;
-use crate::{Deadline, Error, Kind, Result, TransferId};
+use crate::{Deadline, Error, ErrorKind, Result, TransferId};
 
 use inner::TicketStage;
 pub(crate) use inner::TransferInner;
@@ -77,10 +77,10 @@ impl Transfer {
             }
             if until.passed() {
                 let error = Error::new(
-                    Kind::TimedOut,
+                    ErrorKind::TimedOut,
                     "the wait for a transfer ended: wait longer, or await it",
                 );
-                return Err(error.report_is(state.arrived.clone()));
+                return Err(error.with_report(state.arrived.clone()));
             }
             state = self.0.finished.wait_until(state, until.instant());
         }
@@ -126,7 +126,7 @@ impl Transfer {
             }
             TicketStage::Forgotten => {
                 promise.finish(Err(Error::new(
-                    Kind::Forgotten,
+                    ErrorKind::Forgotten,
                     "the transport lost the transfer: it never settles",
                 )));
             }
@@ -139,7 +139,7 @@ impl Transfer {
     /// whose data has arrived resolves at once; its notification cannot be called back.
     pub fn cancel(&self) {
         if crate::fork::check().is_ok() {
-            self.0.cancel(Error::new(Kind::Cancelled, "the transfer was cancelled"));
+            self.0.cancel(Error::new(ErrorKind::Cancelled, "the transfer was cancelled"));
         }
     }
 
@@ -169,7 +169,7 @@ impl Canceller {
             && let Some(transfer) = self.0.upgrade()
             && !transfer.over.load(Ordering::Acquire)
         {
-            transfer.cancel(Error::new(Kind::Cancelled, "the transfer was cancelled"));
+            transfer.cancel(Error::new(ErrorKind::Cancelled, "the transfer was cancelled"));
         }
     }
 }
@@ -197,7 +197,7 @@ impl Drop for Transfer {
             return;
         }
         if !matches!(self.0.state.lock().stage, TicketStage::Settled | TicketStage::Forgotten) {
-            self.0.cancel(Error::new(Kind::Cancelled, "the transfer was dropped"));
+            self.0.cancel(Error::new(ErrorKind::Cancelled, "the transfer was dropped"));
         }
     }
 }

@@ -71,14 +71,14 @@ pub struct Placement {
     /// Lower is preferred.
     pub order: u32,
     /// The condition under which it is opened without being named.
-    pub without_a_list: WithoutAList,
+    pub without_a_list: AutoOpen,
     /// Further names whose backends it speaks for toward foreign agents of its kind.
     pub speaks_for: &'static [&'static str],
 }
 
 /// The condition under which a backend is opened although no list names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WithoutAList {
+pub enum AutoOpen {
     /// Always.
     Open,
     /// When it reports an RDMA device.

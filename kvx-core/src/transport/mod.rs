@@ -12,15 +12,13 @@ mod turn;
 use std::sync::Arc;
 
 pub use events::{Events, Full, LinkState};
-pub use factory::{
-    Admission, Availability, Context, Factory, Placement, Unavailable, WithoutAList,
-};
+pub use factory::{Admission, AutoOpen, Availability, Context, Factory, Placement, Unavailable};
 pub use regions::{ForeignRange, LocalRegion, RegionSpec, RemoteRegion, RemoteSpec};
 pub use turn::Turn;
 
 use crate::bound::Bound;
 use crate::identity::{Generation, Identity, Invitation};
-use crate::{Capabilities, Error, Kind, LinkId, Result, Ticket, TransferId};
+use crate::{Capabilities, Error, ErrorKind, LinkId, Result, Ticket, TransferId};
 
 /// One backend, opened for one agent. Dropping the last handle ends its threads without waiting for them.
 ///
@@ -53,7 +51,7 @@ pub unsafe trait Transport: Send + Sync {
     /// Starts a link to an agent that is not kvx, from its own metadata.
     fn link_foreign(&self, _id: LinkId, _blob: &[u8]) -> Result<Arc<dyn Link>> {
         Err(Error::new(
-            Kind::Unsupported,
+            ErrorKind::Unsupported,
             "this backend speaks to kvx agents only: use RIXL or MOONCAKE",
         ))
     }
@@ -62,7 +60,7 @@ pub unsafe trait Transport: Send + Sync {
     /// that was told so is never given back. May block.
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
         Err(Error::new(
-            Kind::Unsupported,
+            ErrorKind::Unsupported,
             "this backend speaks to kvx agents only: use RIXL or MOONCAKE",
         ))
     }
@@ -109,7 +107,7 @@ pub unsafe trait Link: Send + Sync {
 
     /// The same for a foreign agent's memory.
     fn import_foreign(&self, _range: ForeignRange) -> Result<Arc<dyn RemoteRegion>> {
-        Err(Error::new(Kind::Unsupported, "this link leads to a kvx agent: use its regions"))
+        Err(Error::new(ErrorKind::Unsupported, "this link leads to a kvx agent: use its regions"))
     }
 
     /// Starts a transfer. Never blocks; may do a little at once ([`INLINE_BYTES`] and [`INLINE_SEGMENTS`] in all).

@@ -1,6 +1,6 @@
 //! A file that the program has mapped itself, adopted.
 
-use kvx_core::{Kind, Memory};
+use kvx_core::{ErrorKind, Memory};
 use kvx_testkit::test;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_get_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
@@ -36,7 +36,7 @@ fn both_mappings_of_an_adopted_file_show_the_same_bytes() {
     memory.copy_out(9_000, &mut byte).unwrap();
     assert_eq!(byte, [8]);
     assert!(memory.granted().unwrap().touched);
-    assert_eq!(memory.copy_out(9_499, &mut [0; 2]).unwrap_err().kind(), Kind::OutOfBounds);
+    assert_eq!(memory.copy_out(9_499, &mut [0; 2]).unwrap_err().kind(), ErrorKind::OutOfBounds);
     let seals = fcntl_get_seals(memory.shared_file().unwrap()).unwrap();
     assert!(seals.contains(SealFlags::SHRINK | SealFlags::FUTURE_WRITE), "peers map it: {seals:?}");
     // SAFETY: the mapping made above, of which nothing is used any more.

@@ -1,6 +1,6 @@
 //! Limits and environment variables of the process.
 
-use kvx_core::{Kind, Memory, Secret};
+use kvx_core::{ErrorKind, Memory, Secret};
 use kvx_testkit::{is_own_process, run_in_own_process, test};
 
 #[test(own_process)]
@@ -10,7 +10,7 @@ fn a_pool_that_cannot_be_locked_names_the_limit_and_the_cure() {
     // SAFETY: plain system call; root is not bound by the limit, so this process stops being root.
     unsafe { libc::setresuid(65_534, 65_534, 65_534) };
     let error = Memory::pool(1 << 20).lock(true).build().unwrap_err();
-    assert_eq!(error.kind(), Kind::Exhausted);
+    assert_eq!(error.kind(), ErrorKind::Exhausted);
     for word in ["RLIMIT_MEMLOCK is 0 bytes", "ulimit -l", "LimitMEMLOCK="] {
         assert!(error.to_string().contains(word), "{word} is missing in: {error}");
     }
@@ -73,7 +73,7 @@ fn a_secret_of_another_user_is_refused_and_one_of_root_is_not() {
     std::fs::remove_file(other).unwrap();
     of_root.unwrap();
     let error = of_other.unwrap_err();
-    assert_eq!(error.kind(), Kind::Invalid);
+    assert_eq!(error.kind(), ErrorKind::Invalid);
     assert!(
         error.to_string().contains("belongs to user 65534") && error.to_string().contains("chown"),
         "{error}"

@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use kvx_core::memory::DeviceAccess as _;
-use kvx_core::{Kind, MemoryKind};
+use kvx_core::{ErrorKind, MemoryKind};
 use kvx_gpu::{DevicePtr, StreamHandle};
 use libtest_mimic::Trial;
 
@@ -88,9 +88,9 @@ fn pool_memory_is_refused(bench: &Bench<'_>) {
     };
     // SAFETY: refused.
     let error = unsafe { bench.device.adopt(DevicePtr(address), 4096, ()) }.unwrap_err();
-    assert_eq!(error.kind(), Kind::Unsupported);
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(error.to_string().contains("Device::pool"), "{error}");
     let error = bench.device.share(address, 4096).unwrap_err();
-    assert_eq!(error.kind(), Kind::Unsupported);
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(error.to_string().contains("pool of CUDA"), "{error}");
 }

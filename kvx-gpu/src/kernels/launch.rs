@@ -1,7 +1,7 @@
 //! The arguments with which a driver launches a kernel: its entry, the size of the grid, and numbers.
 
 use kvx_core::memory::Hop;
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::Swap;
 
@@ -111,7 +111,7 @@ impl Launch {
         let length = swap.length().filter(|length| *length <= u64::from(u32::MAX));
         let length = length.ok_or_else(|| {
             Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!("a permutation of {swap:?}: blocks have less than 4 GiB"),
             )
         })?;

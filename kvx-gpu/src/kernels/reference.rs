@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use kvx_core::memory::Hop;
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::{DeviceGrid, Swap};
 
@@ -125,5 +125,5 @@ fn range(base: u64, index: u64, stride: u64, length: u64, within: usize) -> Resu
 }
 
 fn out_of_bounds(start: u64, length: u64, within: usize) -> Error {
-    Error::new(Kind::OutOfBounds, format!("{length} bytes from offset {start} of {within}"))
+    Error::new(ErrorKind::OutOfBounds, format!("{length} bytes from offset {start} of {within}"))
 }

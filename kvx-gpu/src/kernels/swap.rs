@@ -1,6 +1,6 @@
 //! Permutations of a block's dimensions.
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 /// A block of the shape `[outer, rows, columns, run]` becomes one of `[outer, columns, rows, run]`. This is all that KV
 /// caches need: a head's content of a token stays together, and what is around it changes places.
@@ -75,7 +75,7 @@ fn run(ratio: u64, tokens: u64, content: u64) -> Result<u64> {
     let part = if ratio > 0 && tokens.is_multiple_of(ratio) { Some(tokens / ratio) } else { None };
     part.and_then(|part| part.checked_mul(content)).ok_or_else(|| {
         Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!("a block of {tokens} tokens does not consist of {ratio} blocks"),
         )
     })

@@ -2,7 +2,7 @@
 
 mod on_host;
 
-use kvx_core::Kind;
+use kvx_core::ErrorKind;
 use kvx_core::memory::Hop;
 use kvx_gpu::kernels::reference::{self, PlacedBlocks};
 use kvx_gpu::kernels::{
@@ -88,7 +88,7 @@ fn blocks_of_four_gigabytes_are_not_permuted() {
         [Swap::heads_to_tokens(1 << 16, 1 << 16, 1), Swap::heads_to_tokens(1 << 32, 1 << 32, 2)]
     {
         let error = Launch::permute(place, place, 1, swap).expect_err("too much");
-        assert_eq!(error.kind(), Kind::Invalid);
+        assert_eq!(error.kind(), ErrorKind::Invalid);
     }
     assert!(
         Launch::permute(place, place, 1, Swap::heads_to_tokens(1 << 16, (1 << 16) - 1, 1)).is_ok()
@@ -167,7 +167,7 @@ fn sub_blocks_become_one_block_and_come_back() {
         for make in [Swap::merge, Swap::split, Swap::merge_to_tokens] {
             assert_eq!(
                 make(ratio, 2, tokens, 2).expect_err("no such blocks").kind(),
-                Kind::Invalid
+                ErrorKind::Invalid
             );
         }
     }
@@ -191,9 +191,9 @@ fn the_reference_refuses_what_is_out_of_bounds() {
     ];
     for (grid, index) in wrong {
         let read = reference::gather(&region, &[grid], &[0, index], &mut packed);
-        assert_eq!(read.expect_err("beyond").kind(), Kind::OutOfBounds, "{grid:?} {index}");
+        assert_eq!(read.expect_err("beyond").kind(), ErrorKind::OutOfBounds, "{grid:?} {index}");
         let written = reference::scatter(&mut region, &[grid], &[0, index], &packed);
-        assert_eq!(written.expect_err("beyond").kind(), Kind::OutOfBounds, "{grid:?} {index}");
+        assert_eq!(written.expect_err("beyond").kind(), ErrorKind::OutOfBounds, "{grid:?} {index}");
     }
     for hop in [
         Hop { from: 41, to: 0, len: 8 },
@@ -202,7 +202,7 @@ fn the_reference_refuses_what_is_out_of_bounds() {
         Hop { from: 0, to: 0, len: usize::MAX },
     ] {
         let error = reference::hops(&region, &mut packed, &[hop]).expect_err("beyond");
-        assert_eq!(error.kind(), Kind::OutOfBounds);
+        assert_eq!(error.kind(), ErrorKind::OutOfBounds);
     }
     let place = PlacedBlocks { base: 0, stride: 8, indices: None };
     let swap = Swap::heads_to_tokens(2, 2, 2);
@@ -214,7 +214,7 @@ fn the_reference_refuses_what_is_out_of_bounds() {
     ] {
         let error = reference::permute((&region, from), (&mut packed, to), count, swap)
             .expect_err("beyond");
-        assert_eq!(error.kind(), Kind::OutOfBounds);
+        assert_eq!(error.kind(), ErrorKind::OutOfBounds);
     }
 }
 

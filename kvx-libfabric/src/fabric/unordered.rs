@@ -5,7 +5,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, LetGo, Parts, Sent};
+use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, Parts, Sent, Unregister};
 use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{Admission, Availability, Context, Factory, RemoteSpec, Transport};
 use kvx_core::{
@@ -152,7 +152,7 @@ unsafe impl Fabric for Shuffling {
         self.inner.describe(endpoint)
     }
 
-    fn unregister(&mut self, local: &Local) -> Result<LetGo> {
+    fn unregister(&mut self, local: &Local) -> Result<Unregister> {
         self.inner.unregister(local)
     }
 
@@ -226,7 +226,7 @@ fn notifications_wait(test: &str, options: &str) {
         let sent = vec![round; (BLOCK * u64::from(BLOCKS)) as usize];
         ours.copy_in(0, &sent).unwrap();
         let transfer = peer.transfer(&plan).notify(vec![round]).post().unwrap();
-        far.expect([round], 1, PATIENCE).wait(PATIENCE).unwrap();
+        far.wait_for_senders([round], 1, PATIENCE).wait(PATIENCE).unwrap();
         let mut came = vec![0; sent.len()];
         theirs.copy_out(0, &mut came).unwrap();
         let missing = came.iter().filter(|byte| **byte != round).count();

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvx_core::{Agent, Grid, Kind, Memory, Options, Peer, Plan, Region, Standing};
+use kvx_core::{Agent, ErrorKind, Grid, Memory, Options, Peer, Plan, Region, BackendStatus};
 use kvx_testkit::test;
 
 use crate::registry;
@@ -114,7 +114,7 @@ fn what_there_is_and_what_it_can_do_is_listed() {
         return;
     }
     let (_, standing) = registry("").standing("LIBFABRIC", &Options::parse(ONE).unwrap()).unwrap();
-    let Standing::Available(available) = standing else { panic!("it was available just now") };
+    let BackendStatus::Available(available) = standing else { panic!("it was available just now") };
     let line = |name: &str| available.devices.iter().find(|line| line.starts_with(name)).cloned();
     let tcp = line("tcp;ofi_rxm/lo (").unwrap();
     assert!(tcp.contains("delivery") && !tcp.contains("not used"), "{tcp}");
@@ -133,7 +133,7 @@ fn a_provider_or_domain_that_is_not_there_is_named() {
     let refused = |options: &str| {
         let error =
             registry("").require("LIBFABRIC", &Options::parse(options).unwrap()).err().unwrap();
-        assert_eq!(error.kind(), Kind::Unavailable);
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
         error.to_string()
     };
     let why = refused(r#"{"libfabric": {"provider": "nothing"}}"#);

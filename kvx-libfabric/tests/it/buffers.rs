@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use crate::processes::{self, PATIENCE};
-use kvx_core::{Agent, Grid, Options, Plan, Registry, Standing};
+use kvx_core::{Agent, Grid, Options, Plan, Registry, BackendStatus};
 use kvx_testkit::{Check, PostSpec, Setup, byte_at, output, test};
 
 const BLOCK: u64 = 4096;
@@ -42,7 +42,7 @@ fn tell() -> Check {
     registry.add(kvx_libfabric::Libfabric)?;
     let options = Options::parse(&processes::options(PROVIDER))?;
     let (_, standing) = registry.standing("LIBFABRIC", &options)?;
-    let Standing::Available(available) = standing else { panic!("it was available just now") };
+    let BackendStatus::Available(available) = standing else { panic!("it was available just now") };
     let agent =
         Agent::builder("tells").backends(["LIBFABRIC"]).options(options).build(&registry)?;
     let peer = agent.connect(agent.metadata()?)?;

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use kvx_core::{Error, Kind, Op, Result};
+use kvx_core::{Error, ErrorKind, Op, Result};
 
 use super::bindings::{notify_msg, transfer_request, transfer_status};
 use super::incoming;
@@ -106,7 +106,7 @@ impl Engine {
         on_own_thread(|| {
             Ok(kvx_backend::loader::with_signals_kept(|| Engine::make(library, recipe)))
         })
-        .map_err(|why| Error::new(Kind::Exhausted, why.to_string()))?
+        .map_err(|why| Error::new(ErrorKind::Exhausted, why.to_string()))?
     }
 
     /// As [`start`](Engine::start), on this thread and with a library that is being tried.
@@ -122,7 +122,7 @@ impl Engine {
             "Mooncake has no transport {} here: choose another by mooncake_protocol; kvx takes none in its place",
             recipe.protocol
         );
-        Err(Error::new(Kind::Unavailable, why))
+        Err(Error::new(ErrorKind::Unavailable, why))
     }
 
     /// `None` without the transport that is asked for.
@@ -171,7 +171,7 @@ impl Engine {
             (None, _) => {
                 let why = "this libtransfer_engine.so takes no list of devices: leave device_name out, and set \
                            MC_TE_FILTERS before the program starts";
-                return Err(Error::new(Kind::Unsupported, why));
+                return Err(Error::new(ErrorKind::Unsupported, why));
             }
         };
         let Some(handle) = NonNull::new(made) else {
@@ -180,7 +180,7 @@ impl Engine {
                 "Mooncake's engine does not start with metadata {} and host {}: {said}",
                 recipe.metadata, recipe.host
             );
-            return Err(Error::new(Kind::Unavailable, why));
+            return Err(Error::new(ErrorKind::Unavailable, why));
         };
         let mut engine = Engine {
             handle,
@@ -280,13 +280,13 @@ impl Engine {
         let Some(ports) = &self.data_ports else { return Ok(Some(BTreeSet::new())) };
         let why = "whether something still comes in from a process that has ended cannot be told: its memory is kept";
         if ports.is_empty() {
-            return Err(Error::new(Kind::StillShared, why));
+            return Err(Error::new(ErrorKind::StillShared, why));
         }
         match incoming::from_the_dead(ports) {
             Err(error) if error.raw_os_error().is_some_and(|code| SHORT_OF.contains(&code)) => {
                 Ok(None)
             }
-            told => told.map_err(|error| Error::os(why, error).kind_is(Kind::StillShared)),
+            told => told.map_err(|error| Error::os(why, error).with_kind(ErrorKind::StillShared)),
         }
     }
 
@@ -324,7 +324,7 @@ impl Engine {
         let batch = unsafe { (functions.allocateBatchID)(self.raw(), pieces.len()) };
         if batch == u64::MAX {
             let why =
-                Error::new(Kind::Exhausted, "Mooncake's engine has no room for another batch");
+                Error::new(ErrorKind::Exhausted, "Mooncake's engine has no room for another batch");
             return Err(Refused { why, whole: true });
         }
         let mut requests: Vec<transfer_request> = pieces.iter().map(request).collect();
@@ -486,9 +486,9 @@ fn probe_one(address: &SocketAddr) -> Option<bool> {
 /// A port that is free now: the engine listens on all interfaces.
 fn free_port() -> Result<u16> {
     let found = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|free| free.local_addr());
-    found
-        .map(|address| address.port())
-        .map_err(|error| Error::os("no free port for the engine", error).kind_is(Kind::Exhausted))
+    found.map(|address| address.port()).map_err(|error| {
+        Error::os("no free port for the engine", error).with_kind(ErrorKind::Exhausted)
+    })
 }
 
 fn request(piece: &EnginePiece) -> transfer_request {
@@ -514,7 +514,10 @@ fn state(status: &transfer_status) -> State {
 
 fn c_string(what: &str, text: &str) -> Result<CString> {
     CString::new(text).map_err(|_| {
-        Error::new(Kind::Invalid, format!("{what} has a NUL in it: {text:?}; write it without"))
+        Error::new(
+            ErrorKind::Invalid,
+            format!("{what} has a NUL in it: {text:?}; write it without"),
+        )
     })
 }
 

@@ -118,7 +118,7 @@ impl Trial<'_> {
             Ok(state) => return Err((STEP, format!("it is {state:?}, and should be an error"))),
             Err(why) => why,
         };
-        let code = why.native_detail().map(|native| native.code);
+        let code = why.native().map(|native| native.code);
         if self.library.adapter().is_some()
             && (code != Some(INVALID) || self.library.last_error().is_none())
         {

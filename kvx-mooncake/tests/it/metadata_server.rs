@@ -5,7 +5,7 @@ use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 
-use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Options, Plan};
+use kvx_core::{Agent, ErrorKind, Grid, Memory, MemoryKind, Options, Plan};
 use kvx_testkit::test;
 
 use crate::adapter;
@@ -124,7 +124,7 @@ fn a_python_that_was_started_again_under_its_name_is_reached_again() {
         Err(error) => {
             assert_eq!(
                 error.kind(),
-                Kind::Native,
+                ErrorKind::Native,
                 "the engine calls where nobody listens any more: {error}"
             );
             assert_eq!(block(2), [0; BLOCK], "nothing was moved by what failed");

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Options, Peer, Plan, Region};
+use kvx_core::{Agent, ErrorKind, Grid, Memory, MemoryKind, Options, Peer, Plan, Region};
 use kvx_testkit::test;
 
 use crate::adapter;
@@ -125,7 +125,7 @@ fn the_python_engine_reads_from_and_writes_to_kvx() {
     );
     // Whoever was told of it may have begun something: its memory is not given back.
     let revoked = region.revoke(CUT_OFF).wait(CUT_OFF);
-    assert_eq!(revoked.unwrap_err().kind(), Kind::StillShared);
+    assert_eq!(revoked.unwrap_err().kind(), ErrorKind::StillShared);
     assert_ne!(python.ask(&format!("read {name} {address} 0 16")), "0", "but nothing new begins");
 }
 
@@ -140,7 +140,7 @@ fn notifications_go_both_ways_and_text_only_toward_python() {
     assert_eq!(pair.python.ask("heard"), format!("{}=grüße", pair.agent.identity().name));
     for bad in [&b"a\0b"[..], &[0xff]] {
         let refused = pair.peer.notify(bad, CUT_OFF).wait(CUT_OFF);
-        assert_eq!(refused.unwrap_err().kind(), Kind::Unsupported);
+        assert_eq!(refused.unwrap_err().kind(), ErrorKind::Unsupported);
     }
     // With its data, and not before it.
     pair.region.copy_in(0, &[7; BLOCK]).unwrap();
@@ -215,8 +215,8 @@ fn what_is_not_registered_fails_with_text_and_the_link_works_on() {
     )
     .unwrap();
     let error = pair.run(&plan, CUT_OFF).unwrap_err();
-    assert_eq!(error.kind(), Kind::Native, "{error}");
-    let native = error.native_detail().unwrap();
+    assert_eq!(error.kind(), ErrorKind::Native, "{error}");
+    let native = error.native().unwrap();
     assert!(native.code == 6 && native.text.contains("failed"), "{error}");
     assert!(native.text.contains("rejected"), "the engine's own words: {error}");
     pair.run(&pair.plan(false, &[1], &[2]), CUT_OFF).unwrap();
@@ -233,7 +233,7 @@ fn a_killed_python_is_lost_at_once() {
     pair.python.kill();
     let begun = Instant::now();
     let error = pair.run(&plan, CUT_OFF).unwrap_err();
-    assert_eq!(error.kind(), Kind::PeerLost, "{error}");
+    assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
     assert!(begun.elapsed() < CUT_OFF / 2, "it took {:?}", begun.elapsed());
     // The transfer is told first.
     while pair.peer.lost().is_none() {
@@ -241,7 +241,7 @@ fn a_killed_python_is_lost_at_once() {
         std::thread::sleep(Duration::from_millis(1));
     }
     let stranger = pair.agent.connect_foreign("MOONCAKE", pair.python.name.as_bytes()).unwrap();
-    assert_eq!(stranger.ready(CUT_OFF).wait(CUT_OFF).unwrap_err().kind(), Kind::PeerLost);
+    assert_eq!(stranger.ready(CUT_OFF).wait(CUT_OFF).unwrap_err().kind(), ErrorKind::PeerLost);
 }
 
 #[test(own_process)]
@@ -257,10 +257,14 @@ fn a_stopped_python_costs_the_deadline_and_its_memory_stays_until_it_goes_on() {
     let begun = Instant::now();
     let transfer = pair.peer.transfer(&plan).deadline(DEADLINE).post().unwrap();
     let settled = transfer.settled();
-    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
+    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::TimedOut);
     assert!(begun.elapsed() < CUT_OFF / 2, "it took {:?}", begun.elapsed());
     let revoked = pair.region.revoke(DEADLINE).wait(CUT_OFF);
-    assert_eq!(revoked.unwrap_err().kind(), Kind::StillShared, "the engine may write to it still");
+    assert_eq!(
+        revoked.unwrap_err().kind(),
+        ErrorKind::StillShared,
+        "the engine may write to it still"
+    );
     pair.python.go_on();
     settled.wait(CUT_OFF).unwrap();
     let again = pair.agent.register("again", Arc::new(Memory::owned(vec![0; LEN]))).unwrap();
@@ -285,10 +289,10 @@ fn what_a_stopped_python_still_moves_at_a_shutdown_is_quarantined() {
     pair.python.stop();
     let transfer = pair.peer.transfer(&plan).deadline(DEADLINE).post().unwrap();
     let settled = transfer.settled();
-    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
+    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::TimedOut);
     let Pair { agent, region, python, peer } = pair;
     agent.shutdown(DEADLINE).wait(CUT_OFF).ok(); // the peer was told of the region: it says so
-    assert_eq!(settled.wait(CUT_OFF).unwrap_err().kind(), Kind::Forgotten);
+    assert_eq!(settled.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::Forgotten);
     drop((region, peer, plan, agent));
     let memory = memory.upgrade().expect("the engine may write to it");
     assert!(TcpStream::connect(name).is_ok(), "the engine ended while pieces were under way");

@@ -5,7 +5,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Options, Plan};
+use kvx_core::{Agent, ErrorKind, Grid, Memory, MemoryKind, Options, Plan};
 use kvx_testkit::test;
 
 use crate::adapter;
@@ -93,7 +93,7 @@ fn meet_an_error() {
     let plan =
         Plan::read(ours.grid(grid).unwrap().blocks([0]), there.unwrap().blocks([0])).unwrap();
     let error = peer.transfer(&plan).deadline(CUT_OFF).post().unwrap().wait(CUT_OFF).unwrap_err();
-    assert_eq!(error.kind(), Kind::Native, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Native, "{error}");
     for agent in [decode, prefill] {
         agent.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
     }

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Options, Peer, Plan, Region};
+use kvx_core::{Agent, ErrorKind, Grid, Memory, MemoryKind, Options, Peer, Plan, Region};
 use kvx_testkit::test;
 
 use crate::adapter;
@@ -103,7 +103,11 @@ fn reached_again(adapter: &Path) {
     name.leads_to(&second);
     first.kill();
     let why = moves(false, &peer, &second, &region).unwrap_err();
-    assert_eq!(why.kind(), Kind::Native, "what is under way fails, and somebody is there: {why}");
+    assert_eq!(
+        why.kind(),
+        ErrorKind::Native,
+        "what is under way fails, and somebody is there: {why}"
+    );
     reads(&peer, &second, &region);
     region.copy_in(0, &[0xC3; BLOCK]).unwrap();
     moves(true, &peer, &second, &region).unwrap();

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Options, Peer, Plan, Region};
+use kvx_core::{Agent, ErrorKind, Grid, Memory, MemoryKind, Options, Peer, Plan, Region};
 use kvx_testkit::{Check, is_own_process, run_in_own_process, test};
 
 use crate::adapter;
@@ -58,7 +58,11 @@ impl Pair {
         let transfer = self.peer.transfer(&plan).deadline(PATIENCE).post().unwrap();
         let settled = transfer.settled();
         let why = transfer.wait(PATIENCE).unwrap_err();
-        assert_eq!(why.kind(), Kind::Native, "the engine gave up before anybody else did: {why}");
+        assert_eq!(
+            why.kind(),
+            ErrorKind::Native,
+            "the engine gave up before anybody else did: {why}"
+        );
         settled.wait(PATIENCE).unwrap();
         self.region.copy_in(0, &vec![OVER; LEN]).unwrap();
         self.python.go_on();
@@ -76,7 +80,7 @@ impl Pair {
         loop {
             let transfer = self.peer.transfer(&plan).deadline(PATIENCE).post().unwrap();
             match transfer.wait(PATIENCE) {
-                Err(why) if why.kind() == Kind::Native && Instant::now() < until => {}
+                Err(why) if why.kind() == ErrorKind::Native && Instant::now() < until => {}
                 result => {
                     result.unwrap();
                     break;

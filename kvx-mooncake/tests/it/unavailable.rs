@@ -1,6 +1,6 @@
 //! An engine that cannot be used is an error with the reason, and nothing is used in its place.
 
-use kvx_core::{Kind, Options, Registry};
+use kvx_core::{ErrorKind, Options, Registry};
 use kvx_mooncake::Mooncake;
 use kvx_testkit::test;
 
@@ -26,7 +26,7 @@ fn another_library_is_refused_by_the_symbol_that_it_lacks() {
     match registry.require("mooncake", &Options::new()) {
         Ok(_) => kvx_testkit::skip(TEST, "a libtransfer_engine.so is installed", "remove it"),
         Err(error) => {
-            assert_eq!(error.kind(), Kind::Unavailable);
+            assert_eq!(error.kind(), ErrorKind::Unavailable);
             let sentence = error.to_string();
             assert!(
                 sentence.contains("libm.so.6 has no symbol createTransferEngine"),
@@ -47,10 +47,10 @@ fn a_transport_that_is_not_there_is_an_error() {
     }
     let options = Options::parse(r#"{"mooncake_protocol": "rdma"}"#).unwrap();
     let error = adapter::registry("").require("MOONCAKE", &options).err().unwrap();
-    assert_eq!(error.kind(), Kind::Unavailable);
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert!(error.to_string().contains("no RDMA device"), "{error}");
     let agent = kvx_core::Agent::builder("asks-for-rdma").backends(["MOONCAKE"]).options(options);
-    assert_eq!(agent.build(&adapter::registry("")).err().unwrap().kind(), Kind::Unavailable);
+    assert_eq!(agent.build(&adapter::registry("")).err().unwrap().kind(), ErrorKind::Unavailable);
     let tcp = Options::parse(r#"{"mooncake_protocol": "tcp"}"#).unwrap();
     let caution = adapter::registry("").require("MOONCAKE", &tcp).unwrap().1.cautions.concat();
     assert!(

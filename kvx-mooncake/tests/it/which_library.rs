@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use kvx_core::{Kind, Options, Registry};
+use kvx_core::{ErrorKind, Options, Registry};
 use kvx_mooncake::Mooncake;
 use kvx_testkit::{Check, is_own_process, run_in_own_process, test};
 
@@ -23,7 +23,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 fn opened(registry: &Registry, options: &str) -> Result<(String, PathBuf), String> {
     let found = registry.require("MOONCAKE", &Options::parse(options).unwrap());
     found.map(|(_, found)| (found.version, found.library.unwrap())).map_err(|error| {
-        assert_eq!(error.kind(), Kind::Unavailable, "{error}");
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
         error.to_string()
     })
 }

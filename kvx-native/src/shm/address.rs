@@ -1,7 +1,7 @@
 //! Where an agent is reached, as its metadata says it.
 
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Kind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use super::error::error;
 use super::host::{self, Host};
@@ -32,7 +32,7 @@ impl Address {
         let version = reader.u8()?;
         if version != Self::VERSION {
             return Err(error(
-                Kind::Incompatible,
+                ErrorKind::Incompatible,
                 format!(
                     "the peer's SHM address has version {version}, this release knows {}",
                     Self::VERSION
@@ -79,8 +79,8 @@ mod tests {
             assert!(Address::decode(&bytes[..len]).is_err());
         }
         let newer = [&[9], &bytes[1..]].concat();
-        assert_eq!(Address::decode(&newer).unwrap_err().kind(), Kind::Incompatible);
+        assert_eq!(Address::decode(&newer).unwrap_err().kind(), ErrorKind::Incompatible);
         let nameless = Address { socket: Vec::new(), ..address };
-        assert_eq!(Address::decode(&nameless.encode()).unwrap_err().kind(), Kind::Malformed);
+        assert_eq!(Address::decode(&nameless.encode()).unwrap_err().kind(), ErrorKind::Malformed);
     }
 }

@@ -11,14 +11,14 @@ use kvx_backend::control::{
     Silence,
 };
 use kvx_core::fork::Private;
-use kvx_core::{Bound, Error, Identity, Kind, Memory, RegionId, Result, Ticket, TransferId};
+use kvx_core::{Bound, Error, ErrorKind, Identity, Memory, RegionId, Result, Ticket, TransferId};
 use rustix::io::Errno;
 
 use super::error::error;
 use super::host::PeerProcess;
 use super::inline::{Watched, Window};
 use super::link::{Import, Wiring};
-use super::memory::{self, Held, How};
+use super::memory::{self, CopyMethod, Held};
 use super::messages::Message;
 use super::socket::{self, Poller, Ready};
 use super::writes::Writes;
@@ -31,7 +31,7 @@ const LENT: usize = 256;
 
 /// What tells one peer from another where memory is counted.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Whose {
+pub(crate) enum HeldBytesOwner {
     /// Its process, as the kernel says.
     Process(i32),
     /// Of a process in another namespace, which has no number here: what it says itself.
@@ -190,9 +190,9 @@ impl Connection {
     pub(crate) fn window(&mut self, held: &Held) -> Option<Window> {
         let place = held.place.clone();
         match place.how {
-            How::Mapped(_) => return Some(Window { place, owner: None }),
-            How::Device(_) => return None, // a device takes its time
-            How::There => {}
+            CopyMethod::Mapped(_) => return Some(Window { place, owner: None }),
+            CopyMethod::Device(_) => return None, // a device takes its time
+            CopyMethod::There => {}
         }
         if self.watched.is_none() && self.process.pid > 0 {
             let socket = self.socket.try_clone().ok()?;
@@ -278,36 +278,36 @@ impl Connection {
         if self.queue.len() <= MAX_QUEUED {
             return Ok(());
         }
-        Err(error(Kind::Exhausted, format!("the peer has left {MAX_QUEUED} messages unread")))
+        Err(error(ErrorKind::Exhausted, format!("the peer has left {MAX_QUEUED} messages unread")))
     }
 
     /// Whose memory it counts as; `None`: we began it, or nobody knows yet.
-    pub(crate) fn whose(&self) -> Option<Whose> {
+    pub(crate) fn whose(&self) -> Option<HeldBytesOwner> {
         match (&self.link, &self.peer) {
             (Some(_), _) => None,
-            (None, _) if self.process.pid > 0 => Some(Whose::Process(self.process.pid)),
+            (None, _) if self.process.pid > 0 => Some(HeldBytesOwner::Process(self.process.pid)),
             (None, _) if matches!(self.phase, Phase::Hello(_)) => None, // it may be another's hello
-            (None, peer) => peer.clone().map(Whose::Told),
+            (None, peer) => peer.clone().map(HeldBytesOwner::Told),
         }
     }
 
     /// Whether it can be ended to make room: it belongs to this peer, and has something.
-    pub(crate) fn is_counted_for(&self, whose: &Whose) -> bool {
+    pub(crate) fn is_counted_for(&self, whose: &HeldBytesOwner) -> bool {
         self.counted > 0 && !self.is_leaving() && self.whose().as_ref() == Some(whose)
     }
 
     /// Counts what its peer has us hold now. Errors: `Exhausted` for one that goes too far.
-    pub(crate) fn note_held(&mut self, held: &mut HeldBytes<Whose>) -> Result<()> {
+    pub(crate) fn note_held(&mut self, held: &mut HeldBytes<HeldBytesOwner>) -> Result<()> {
         let lent = self.lent.len() * LENT;
         let bytes = self.from_peer.held() + self.queued_bytes + self.pulls_bytes + lent;
-        if HeldBytes::<Whose>::in_steps(bytes) == self.counted {
+        if HeldBytes::<HeldBytesOwner>::in_steps(bytes) == self.counted {
             return Ok(());
         }
         self.whose().map_or(Ok(()), |whose| held.note(&whose, &mut self.counted, bytes))
     }
 
     /// It goes, and all that was held for it.
-    pub(crate) fn let_go_of_held(&mut self, held: &mut HeldBytes<Whose>) {
+    pub(crate) fn let_go_of_held(&mut self, held: &mut HeldBytes<HeldBytesOwner>) {
         if let Some(whose) = self.whose() {
             held.note(&whose, &mut self.counted, 0).ok(); // too much for the others of this peer is seen with them
         }
@@ -346,7 +346,7 @@ impl Connection {
                     self.clear_queue();
                     let sentence =
                         "a message could not be sent: see net.core.wmem_max and ulimit -n";
-                    self.broken = Some(Error::os(sentence, cause).kind_is(Kind::Exhausted));
+                    self.broken = Some(Error::os(sentence, cause).with_kind(ErrorKind::Exhausted));
                 }
             }
         }

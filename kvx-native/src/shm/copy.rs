@@ -232,7 +232,7 @@ impl Vectors {
                     "the peer's memory is not there any more: it was unmapped without being revoked",
                     errno,
                 )
-                .backend(super::error::NAME),
+                .with_backend(super::error::NAME),
             ),
             errno => {
                 Stopped::Failed(readv_refused("the kernel stopped a transfer from foreign memory", errno))
@@ -299,7 +299,7 @@ pub(crate) fn probe(pid: i32, probe: &super::messages::Probe, whom: &str) -> Res
     read_exactly(pid, probe.address, &mut seen).map_err(|errno| readv_refused(whom, errno))?;
     if seen != probe.bytes {
         return Err(error(
-            kvx_core::Kind::Unsupported,
+            kvx_core::ErrorKind::Unsupported,
             format!(
                 "{whom}: process {pid} here is another one there; share the process namespace, use kvx pools, or TCP"
             ),
@@ -473,7 +473,7 @@ mod tests {
             probe(0, &there, ""),
             probe(us, &super::super::messages::Probe { address: 16, ..there }, ""),
         ] {
-            assert_eq!(refused.unwrap_err().kind(), kvx_core::Kind::Unsupported);
+            assert_eq!(refused.unwrap_err().kind(), kvx_core::ErrorKind::Unsupported);
         }
     }
 }

@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 use kvx_backend::reactor::WorkQueue;
 use kvx_core::memory::Hop;
 use kvx_core::sync::{Condvar, Mutex, MutexGuard, pause_between_looks};
-use kvx_core::{Error, Identity, Kind, Memory, Result};
+use kvx_core::{Error, ErrorKind, Identity, Memory, Result};
 
 use super::copy::{Copier, Vectors};
 use super::error::NAME;
-use super::flights::Landing;
+use super::flights::BatchCompletion;
 use super::host::PeerProcess;
 use super::memory::CopySource;
 
@@ -54,7 +54,7 @@ pub(crate) struct Batch {
     pub(crate) bytes: u64,
     /// Kept for as long as the batch may touch them.
     pub(crate) sides: Arc<Sides>,
-    pub(crate) landing: Landing,
+    pub(crate) landing: BatchCompletion,
 }
 
 /// A batch that a thread is in.
@@ -165,8 +165,8 @@ impl Copying {
         };
         std::thread::Builder::new().name(self.name.clone()).spawn(serve).map_err(|cause| {
             Error::os("no thread to copy memory that is no kvx pool: raise ulimit -u", cause)
-                .kind_is(Kind::Exhausted)
-                .backend(NAME)
+                .with_kind(ErrorKind::Exhausted)
+                .with_backend(NAME)
         })?;
         state.next += 1;
         state.threads += 1;

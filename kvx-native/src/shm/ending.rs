@@ -11,7 +11,7 @@ use kvx_core::{Error, LinkId};
 
 use super::connection::Phase;
 use super::error::{NAME, error};
-use super::flights::Errand;
+use super::flights::FlightPurpose;
 use super::progress::{Machine, Work};
 use super::socket;
 
@@ -96,7 +96,7 @@ impl Machine {
             work.settle(reason.clone(), out);
         }
         for flight in self.flights.iter_mut().filter(|flight| flight.at == Some(at)) {
-            if let Errand::Pull { write, .. } = &mut flight.errand {
+            if let FlightPurpose::Pull { write, .. } = &mut flight.errand {
                 *write = None; // nobody there waits for an answer
             }
         }
@@ -125,7 +125,7 @@ impl Machine {
         let ended = connection.process.ended_with(connection.socket.as_fd());
         // A process that is ending loses its memory first, and may still copy until its last thread has ended.
         let proven = ended || !connection.process.still_behind(connection.socket.as_fd());
-        let reason = if ended || !proven { peer_died() } else { peer_closed() }.backend(NAME);
+        let reason = if ended || !proven { peer_died() } else { peer_closed() }.with_backend(NAME);
         let end = if proven { End::Proven } else { End::Ours };
         self.end(at, reason.clone(), end, Some(LinkState::Lost(reason)), out);
     }
@@ -142,7 +142,7 @@ impl Machine {
     /// Core closes a link.
     pub(crate) fn close(&mut self, link: LinkId, out: &mut Outbox) {
         if let Some(&at) = self.links.get(&link) {
-            self.end(at, closed().backend(NAME), End::Ours, None, out);
+            self.end(at, closed().with_backend(NAME), End::Ours, None, out);
         }
         self.connecting.retain(|connecting| connecting.link.id != link);
     }
@@ -204,8 +204,8 @@ impl Machine {
         }
         for at in late {
             let silent = self.connections[at].is_up();
-            let reason =
-                if silent { peer_silent(self.peer_timeout) } else { no_handshake() }.backend(NAME);
+            let reason = if silent { peer_silent(self.peer_timeout) } else { no_handshake() }
+                .with_backend(NAME);
             self.end(at, reason.clone(), End::Ours, Some(LinkState::Lost(reason)), out);
         }
         1
@@ -214,7 +214,7 @@ impl Machine {
     /// The machine's last breath: ends every connection, gives peers a moment to let go, and never frees what they
     /// have not let go of.
     pub(crate) fn end_all(&mut self, out: &mut Outbox) {
-        let closed = closed().backend(NAME);
+        let closed = closed().with_backend(NAME);
         let all: Vec<usize> = self.connections.iter().map(|(at, _)| at).collect();
         for at in all {
             self.end(at, closed.clone(), End::Ours, Some(LinkState::Lost(closed.clone())), out);

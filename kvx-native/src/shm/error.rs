@@ -1,20 +1,20 @@
 //! From what the kernel and the peer say to errors that a person can act on.
 
 use kvx_backend::control::Refusal;
-use kvx_core::{Error, Kind};
+use kvx_core::{Error, ErrorKind};
 use rustix::io::Errno;
 
 /// The backend's name.
 pub(crate) const NAME: &str = "SHM";
 
 /// An error of this backend.
-pub(crate) fn error(kind: Kind, sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
-    Error::new(kind, sentence).backend(NAME)
+pub(crate) fn error(kind: ErrorKind, sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
+    Error::new(kind, sentence).with_backend(NAME)
 }
 
 /// What a peer refused.
 pub(crate) fn refused(why: Refusal) -> Error {
-    why.into_error().backend(NAME)
+    why.into_error().with_backend(NAME)
 }
 
 /// A connection that did not come about for lack of something that may be there later, or for another reason.
@@ -22,11 +22,11 @@ pub(crate) fn no_connection(cause: Errno) -> Error {
     match cause {
         Errno::MFILE | Errno::NFILE => {
             let why = "no socket for a connection to the peer: raise ulimit -n, then post or connect again";
-            Error::os(why, cause).kind_is(Kind::Exhausted)
+            Error::os(why, cause).with_kind(ErrorKind::Exhausted)
         }
         Errno::NOMEM | Errno::NOBUFS => {
             let why = "this machine has no memory for a connection now: free some, then post or connect again";
-            Error::os(why, cause).kind_is(Kind::Exhausted)
+            Error::os(why, cause).with_kind(ErrorKind::Exhausted)
         }
         _ => Error::os("no connection to the peer", cause),
     }
@@ -58,18 +58,18 @@ pub(crate) fn readv_refused(whom: &str, errno: Errno) -> Error {
         _ => "the call failed".to_owned(),
     };
     error(
-        Kind::Unsupported,
+        ErrorKind::Unsupported,
         format!(
             "{whom}: process_vm_readv is refused; {cause}; or use kvx pools (Memory::pool), or TCP"
         ),
     )
-    .native(i64::from(errno.raw_os_error()), std::io::Error::from(errno).to_string())
+    .with_native(i64::from(errno.raw_os_error()), std::io::Error::from(errno).to_string())
 }
 
 /// Foreign memory is switched off.
 pub(crate) fn foreign_off(whose: &str) -> Error {
     error(
-        Kind::Unsupported,
+        ErrorKind::Unsupported,
         format!("shm.foreign_memory is off {whose}: use kvx pools (Memory::pool), or TCP"),
     )
 }

@@ -14,15 +14,17 @@ use kvx_backend::control::HeldBytes;
 use kvx_backend::reactor::Outbox;
 use kvx_core::memory::{Direction, Hop, Piece as Line};
 use kvx_core::sync::{Mutex, MutexGuard};
-use kvx_core::{DeviceAccess, Error, Identity, Kind, Memory, RegionId, Result, Ticket, TransferId};
+use kvx_core::{
+    DeviceAccess, Error, ErrorKind, Identity, Memory, RegionId, Result, Ticket, TransferId,
+};
 
-use super::connection::Whose;
+use super::connection::HeldBytesOwner;
 use super::copy::{CopyPiece, Stopped};
 use super::copying::{self, Batch, Copying, Sides};
 use super::error::error;
 use super::granting::forget;
 use super::host::PeerProcess;
-use super::memory::{CopySource, How};
+use super::memory::{CopyMethod, CopySource};
 use super::progress::{Command, Machine, Work};
 use super::transport::Opened;
 
@@ -39,9 +41,9 @@ const DEPTH: usize = 4;
 
 /// The way to the machine from the thread of a device, or one that copies.
 #[derive(Default)]
-pub(crate) struct Home(OnceLock<Weak<Opened>>);
+pub(crate) struct ReactorHandle(OnceLock<Weak<Opened>>);
 
-impl Home {
+impl ReactorHandle {
     pub(crate) fn is(&self, opened: &Arc<Opened>) {
         self.0.set(Arc::downgrade(opened)).ok(); // once, when the transport opens
     }
@@ -61,7 +63,7 @@ impl Home {
 }
 
 /// What a flight is for.
-pub(crate) enum Errand {
+pub(crate) enum FlightPurpose {
     /// A read of ours, and whom to tell.
     Read { id: TransferId, done: Option<Ticket> },
     /// A part of the peer's write, if it waits for the answer, our regions that it goes to, and what keeping it takes.
@@ -92,12 +94,12 @@ impl Load {
         places: &[CopySource],
         mut targets: impl Iterator<Item = &'a Arc<Memory>> + Clone,
     ) -> Option<Mover> {
-        if matches!(places.first(), Some(CopySource { how: How::Device(_), .. }))
+        if matches!(places.first(), Some(CopySource { how: CopyMethod::Device(_), .. }))
             || targets.clone().next().is_some_and(|target| !target.kind().is_host())
         {
             return Some(Mover::Device);
         }
-        let all_there = places.iter().all(|place| matches!(place.how, How::Mapped(_)))
+        let all_there = places.iter().all(|place| matches!(place.how, CopyMethod::Mapped(_)))
             && targets.all(|target| target.shared_file().is_some());
         (!all_there).then_some(Mover::Thread)
     }
@@ -123,19 +125,25 @@ enum Way {
 impl Way {
     fn of(mover: Mover, place: &CopySource, target: &Memory) -> Result<Self> {
         match (&place.how, target.device_access()) {
-            (How::Mapped(_), None) if mover == Mover::Thread => Ok(Way::Thread { mapped: true }),
-            (How::There, None) if mover == Mover::Thread => Ok(Way::Thread { mapped: false }),
-            (How::Device(from), Some(_)) => access(from).map(Way::Hop),
-            (How::Device(from), None) => {
+            (CopyMethod::Mapped(_), None) if mover == Mover::Thread => {
+                Ok(Way::Thread { mapped: true })
+            }
+            (CopyMethod::There, None) if mover == Mover::Thread => {
+                Ok(Way::Thread { mapped: false })
+            }
+            (CopyMethod::Device(from), Some(_)) => access(from).map(Way::Hop),
+            (CopyMethod::Device(from), None) => {
                 access(from).map(|access| Way::Copy(access, Direction::ToHost))
             }
-            (How::Mapped(_), Some(into)) => Ok(Way::Copy(Arc::clone(into), Direction::ToDevice)),
-            (How::There, Some(_)) => Err(error(
-                Kind::Unsupported,
+            (CopyMethod::Mapped(_), Some(into)) => {
+                Ok(Way::Copy(Arc::clone(into), Direction::ToDevice))
+            }
+            (CopyMethod::There, Some(_)) => Err(error(
+                ErrorKind::Unsupported,
                 "no device reaches host memory of another process that is no kvx pool: use Memory::pool, or TCP",
             )),
-            (How::Mapped(_) | How::There, None) => Err(error(
-                Kind::Unsupported,
+            (CopyMethod::Mapped(_) | CopyMethod::There, None) => Err(error(
+                ErrorKind::Unsupported,
                 "a plan that mixes device memory with host memory: split it",
             )),
         }
@@ -164,7 +172,9 @@ impl Way {
 
 fn access(memory: &Memory) -> Result<Arc<dyn DeviceAccess>> {
     let access = memory.device_access().cloned();
-    access.ok_or_else(|| error(Kind::Unsupported, "a device opened a peer's memory as host memory"))
+    access.ok_or_else(|| {
+        error(ErrorKind::Unsupported, "a device opened a peer's memory as host memory")
+    })
 }
 
 /// See the module.
@@ -172,10 +182,10 @@ pub(crate) struct Flight {
     /// The connection whose peer's memory is read; `None`: it is gone.
     pub(crate) at: Option<usize>,
     /// Once that is gone: whose memory it counts as, and how much is counted.
-    counted: Option<(Whose, usize)>,
+    counted: Option<(HeldBytesOwner, usize)>,
     peer: Option<Identity>,
     process: Arc<PeerProcess>,
-    pub(crate) errand: Errand,
+    pub(crate) errand: FlightPurpose,
     load: Load,
     /// A piece that did not go with the batch before it.
     next: Option<CopyPiece>,
@@ -200,15 +210,19 @@ impl Flight {
     /// Regions of ours that it writes to for a peer.
     pub(crate) fn ours(&self) -> &[RegionId] {
         match &self.errand {
-            Errand::Read { .. } => &[],
-            Errand::Pull { into, .. } => into,
+            FlightPurpose::Read { .. } => &[],
+            FlightPurpose::Pull { into, .. } => into,
         }
     }
 
     /// Its connection is gone: what keeping it takes is counted for itself.
-    pub(crate) fn outlives(&mut self, whose: Option<Whose>, held: &mut HeldBytes<Whose>) {
+    pub(crate) fn outlives(
+        &mut self,
+        whose: Option<HeldBytesOwner>,
+        held: &mut HeldBytes<HeldBytesOwner>,
+    ) {
         self.at = None;
-        if let (Errand::Pull { cost, .. }, Some(whose)) = (&self.errand, whose) {
+        if let (FlightPurpose::Pull { cost, .. }, Some(whose)) = (&self.errand, whose) {
             let mut counted = 0;
             held.note_all(&whose, &mut counted, *cost).ok(); // too much is seen with the peer's next connection
             self.counted = Some((whose, counted));
@@ -244,14 +258,19 @@ impl Flight {
     }
 
     /// Starts the next batch. Says how many bytes it has. Errors: as `batch`, and `Exhausted` without a thread for it.
-    fn start(&mut self, number: u64, home: &Arc<Home>, copying: &mut Copying) -> Result<u64> {
+    fn start(
+        &mut self,
+        number: u64,
+        home: &Arc<ReactorHandle>,
+        copying: &mut Copying,
+    ) -> Result<u64> {
         let Some((way, hops, bytes)) = self.batch()? else {
             self.left = 0;
             return Ok(0);
         };
         let (told, home) = (Arc::clone(&self.told), Arc::clone(home));
-        let landing = Landing { told, home, number, bytes: Some(bytes) };
-        let done = |landing: Landing| {
+        let landing = BatchCompletion { told, home, number, bytes: Some(bytes) };
+        let done = |landing: BatchCompletion| {
             Ticket::new(move |result| landing.tell(result.map_err(Stopped::Failed)))
         };
         match way {
@@ -286,15 +305,15 @@ impl Flight {
 }
 
 /// Tells the machine of a batch.
-pub(crate) struct Landing {
+pub(crate) struct BatchCompletion {
     told: Arc<Mutex<BatchEnds>>,
-    home: Arc<Home>,
+    home: Arc<ReactorHandle>,
     number: u64,
     /// `None`: told.
     bytes: Option<u64>,
 }
 
-impl Landing {
+impl BatchCompletion {
     fn told(&self) -> MutexGuard<'_, BatchEnds> {
         self.told.lock()
     }
@@ -327,7 +346,7 @@ impl Landing {
     }
 }
 
-impl Drop for Landing {
+impl Drop for BatchCompletion {
     fn drop(&mut self) {
         if self.bytes.is_some() {
             self.told().lost = true;
@@ -341,7 +360,7 @@ impl Drop for Landing {
 pub(crate) struct Flights {
     open: HashMap<u64, Flight>,
     next: u64,
-    pub(crate) home: Arc<Home>,
+    pub(crate) home: Arc<ReactorHandle>,
 }
 
 impl Flights {
@@ -403,7 +422,7 @@ impl Flights {
         let mut kept = Vec::new();
         for (_, mut flight) in self.open.drain() {
             kept.extend_from_slice(flight.ours());
-            if let Errand::Read { done, .. } = &mut flight.errand {
+            if let FlightPurpose::Read { done, .. } = &mut flight.errand {
                 drop(done.take());
             }
             std::mem::forget(flight);
@@ -414,7 +433,7 @@ impl Flights {
 
 impl Machine {
     /// Takes a read or a pull that a device or a thread has to move. Gives its number.
-    pub(crate) fn take_off(&mut self, at: usize, errand: Errand, load: Load) -> u64 {
+    pub(crate) fn take_off(&mut self, at: usize, errand: FlightPurpose, load: Load) -> u64 {
         let number = self.flights.next;
         self.flights.next += 1;
         let flight = Flight {
@@ -503,13 +522,13 @@ impl Machine {
     fn lose_flight(&mut self, number: u64) {
         let Some(flight) = self.flights.open.get_mut(&number) else { return };
         let forgotten = error(
-            Kind::Forgotten,
+            ErrorKind::Forgotten,
             "a device, or a thread of kvx's, lost a copy: the memory on both sides is quarantined; report this as a \
              bug of its crate",
         );
         tracing::error!(error = %forgotten, "SHM: a transfer never ends");
         flight.failed.get_or_insert(forgotten);
-        if let Errand::Read { done, .. } = &mut flight.errand {
+        if let FlightPurpose::Read { done, .. } = &mut flight.errand {
             drop(done.take());
         }
         let into = flight.ours().to_vec();
@@ -577,18 +596,18 @@ impl Machine {
         // "Unsupported" would say that nothing has moved.
         let result = match failed {
             None => Ok(()),
-            Some(why) if moved > 0 && why.kind() == Kind::Unsupported => {
-                Err(why.kind_is(Kind::Native))
+            Some(why) if moved > 0 && why.kind() == ErrorKind::Unsupported => {
+                Err(why.with_kind(ErrorKind::Native))
             }
             Some(why) => Err(why),
         };
         match errand {
-            Errand::Read { done, .. } => {
+            FlightPurpose::Read { done, .. } => {
                 if let Some(done) = done {
                     out.settle(done, result);
                 }
             }
-            Errand::Pull { write, cost, .. } => {
+            FlightPurpose::Pull { write, cost, .. } => {
                 if let Some(at) = at {
                     self.forget_pull(at, cost);
                     if let Some(write) = write {

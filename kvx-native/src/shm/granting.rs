@@ -12,7 +12,7 @@ use kvx_core::{RegionId, RegionKey, Result, Ticket};
 
 use super::ending::End;
 use super::error::NAME;
-use super::memory::{Held, How, Mapping, Revoked};
+use super::memory::{CopyMethod, Held, Mapping, Revoked};
 use super::messages::Reached;
 use super::progress::{Machine, Work};
 
@@ -84,7 +84,7 @@ impl Machine {
 
     /// Has a new mapping's pages made present while there is nothing else to do, so that transfers do not pay for it.
     pub(crate) fn populate(&mut self, at: usize, held: &Held) {
-        if let How::Mapped(mapping) = &held.place.how {
+        if let CopyMethod::Mapped(mapping) = &held.place.how {
             let populate = Populate { at, id: held.id, mapping: Arc::clone(mapping), from: 0 };
             self.populates.push_back(populate);
         }
@@ -103,7 +103,7 @@ impl Machine {
     /// Our region is revoked: nobody is granted it any more, and everyone who was is asked to let go.
     pub(crate) fn revoke(&mut self, region: Revoked, done: Ticket, out: &mut Outbox) {
         let id = region.id;
-        let why = revoked(id).backend(NAME);
+        let why = revoked(id).with_backend(NAME);
         self.stop_pulls(|pull| pull.writes(id), &why);
         self.stop_flights(|flight| flight.ours().contains(&id), &why, out);
         let mut waiting = HashSet::new();
@@ -148,7 +148,7 @@ impl Machine {
 
     /// The owner takes a region back that we were granted or lent: lets go of it and says so.
     pub(crate) fn take_recall(&mut self, at: usize, id: RegionId, out: &mut Outbox) {
-        let reason = revoked(id).backend(NAME);
+        let reason = revoked(id).with_backend(NAME);
         self.stop_pulls(|pull| pull.at == at && pull.reads(id), &reason);
         let stopped = self.turns.extract(|work| match work {
             Work::Read(read) => read.at == at && read.reads(id),
@@ -184,7 +184,7 @@ impl Machine {
         if connection.is_looked_through(None) {
             self.look_by(Instant::now() + LOOK_THROUGH);
         } else if connection.is_leaving() && !flights.any_at(at) {
-            self.end(at, closed().backend(NAME), End::Ours, None, out);
+            self.end(at, closed().with_backend(NAME), End::Ours, None, out);
         }
     }
 
@@ -206,7 +206,7 @@ impl Machine {
         unproven.extend(self.flights.keep_for_ever());
         self.regions.close(unproven);
         for (region, done) in self.recalls.give_up(|_| true) {
-            out.settle(done, Err(still_shared(region.id).backend(NAME)));
+            out.settle(done, Err(still_shared(region.id).with_backend(NAME)));
             std::mem::forget(region);
         }
     }

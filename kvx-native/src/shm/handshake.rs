@@ -10,7 +10,7 @@ use kvx_backend::control::{ControlMessage, Greeting, Refusal, VERSIONS, hear};
 use kvx_backend::reactor::Outbox;
 use kvx_core::fork::Private;
 use kvx_core::transport::LinkState;
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 
 use super::address::name_socket_name;
@@ -19,7 +19,7 @@ use super::copy;
 use super::ending::End;
 use super::error::{NAME, error, foreign_off, no_connection, refused};
 use super::host::{PeerProcess, our_uid};
-use super::link::{Sight, Wiring};
+use super::link::{Reachability, Wiring};
 use super::messages::Probe;
 use super::progress::{LISTENERS, Machine, token};
 use super::socket::{self, Ready};
@@ -52,8 +52,10 @@ impl Machine {
     pub(crate) fn connect_again(&mut self, now: Instant, out: &mut Outbox) {
         for connecting in std::mem::take(&mut self.connecting) {
             if connecting.until <= now {
-                let reason =
-                    error(Kind::PeerLost, "the peer accepts no connection: it is stopped or hangs");
+                let reason = error(
+                    ErrorKind::PeerLost,
+                    "the peer accepts no connection: it is stopped or hangs",
+                );
                 lost(&connecting.link, reason, out);
             } else {
                 self.try_connect(connecting, out);
@@ -110,7 +112,7 @@ impl Machine {
         let at = entry.key();
         connection.watch(&self.poller, token::socket(at), token::life(at)).map_err(|cause| {
             Error::os("a connection cannot be watched: raise ulimit -n", cause)
-                .kind_is(Kind::Exhausted)
+                .with_kind(ErrorKind::Exhausted)
         })?;
         entry.insert(connection);
         self.look_by(Instant::now() + self.patience());
@@ -188,7 +190,7 @@ impl Machine {
         if let Some((_, oldest)) = half_open.into_iter().min() {
             self.end(
                 oldest,
-                error(Kind::Exhausted, "too many clients did not finish the handshake"),
+                error(ErrorKind::Exhausted, "too many clients did not finish the handshake"),
                 End::Ours,
                 None,
                 out,
@@ -272,7 +274,7 @@ impl Machine {
             "the peer's memory is no kvx pool, and cannot be read from here",
         );
         let theirs = reads_us.map_err(refused);
-        link.sight.set(Sight { ours, theirs }).ok(); // a handshake ends once
+        link.sight.set(Reachability { ours, theirs }).ok(); // a handshake ends once
         connection.peer = Some(link.peer.clone());
         connection.phase = Phase::Up;
         connection.send(&self.poller, ControlMessage::Confirm { proof });
@@ -283,8 +285,8 @@ impl Machine {
     /// The target turns us away.
     pub(crate) fn take_refuse(&mut self, at: usize, why: Refusal, proof: &[u8], out: &mut Outbox) {
         let Some(greeting) = self.connections[at].greeting.take() else { return };
-        let reason = greeting.refused(why, proof).backend(NAME);
-        let restarted = reason.kind() == Kind::PeerRestarted;
+        let reason = greeting.refused(why, proof).with_backend(NAME);
+        let restarted = reason.kind() == ErrorKind::PeerRestarted;
         let state = if restarted { LinkState::Restarted } else { LinkState::Lost(reason.clone()) };
         self.end(at, reason, End::Proven, Some(state), out);
     }
@@ -306,7 +308,7 @@ fn see(allowed: bool, connection: &Connection, probe: &Probe, whom: &str) -> Res
 
 fn nobody_listens() -> Error {
     error(
-        Kind::PeerLost,
+        ErrorKind::PeerLost,
         "nobody listens at the peer's address any more: its agent has ended; connect with new metadata",
     )
 }
@@ -316,7 +318,7 @@ fn check_user(process: &PeerProcess) -> Result<()> {
         return Ok(());
     }
     Err(error(
-        Kind::Denied,
+        ErrorKind::Denied,
         format!(
             "SHM trusts processes of the same user, and user {} meets user {}: use TCP",
             process.uid,

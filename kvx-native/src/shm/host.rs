@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::Duration;
 
-use kvx_core::{Kind, Result};
+use kvx_core::{ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
@@ -22,10 +22,11 @@ impl Host {
     /// This host. Errors: `Unavailable` when the kernel does not tell its boot id.
     pub(crate) fn this() -> Result<Self> {
         let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(|cause| {
-            error(Kind::Unavailable, format!("no boot id in /proc: {cause}")).source(cause)
+            error(ErrorKind::Unavailable, format!("no boot id in /proc: {cause}"))
+                .with_source(cause)
         })?;
         let boot = boot_id(&text).ok_or_else(|| {
-            error(Kind::Unavailable, format!("the boot id {:?} is none", text.trim()))
+            error(ErrorKind::Unavailable, format!("the boot id {:?} is none", text.trim()))
         })?;
         Ok(Host { boot, network: network_namespace().unwrap_or(0) })
     }
@@ -34,13 +35,13 @@ impl Host {
     pub(crate) fn reaches(&self, other: &Host) -> Result<()> {
         if self.boot != other.boot {
             return Err(error(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 "the peer runs on another host: shared memory ends at this one",
             ));
         }
         if self.network != 0 && other.network != 0 && self.network != other.network {
             return Err(error(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 "the peer runs on this host in another network namespace: give both containers one network \
                  (hostNetwork, one pod, --network=container:…)",
             ));
@@ -264,7 +265,7 @@ mod tests {
         this.reaches(&this).unwrap();
         let other = Host { boot: [0; 16], ..this };
         let refused = this.reaches(&other).unwrap_err();
-        assert_eq!(refused.kind(), Kind::Unsupported);
+        assert_eq!(refused.kind(), ErrorKind::Unsupported);
         assert!(refused.to_string().contains("another host"), "{refused}");
         let apart = Host { network: this.network + 1, ..this };
         if this.network != 0 {

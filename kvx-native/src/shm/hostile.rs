@@ -9,14 +9,16 @@ use std::time::{Duration, Instant};
 use kvx_core::fork::Private;
 use kvx_core::memory::IpcHandle;
 use kvx_core::{
-    Agent, DeviceId, Grid, Invitation, Kind, Memory, Metadata, Placed, Plan, Region, RegionId,
+    Agent, DeviceId, ErrorKind, Grid, Invitation, Memory, Metadata, Placed, Plan, Region, RegionId,
     RegionKey, Registry,
 };
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use kvx_backend::control::proof::Keys;
-use kvx_backend::control::violations::{After, Violation, any_message, greet, prove, violations};
+use kvx_backend::control::violations::{
+    Violation, ViolationOutcome, any_message, greet, prove, violations,
+};
 use kvx_backend::control::{ControlMessage as Shared, Refusal, hear};
 use kvx_testkit::Random;
 
@@ -132,7 +134,7 @@ impl Raw {
         }
     }
 
-    fn refusal(&self) -> Kind {
+    fn refusal(&self) -> ErrorKind {
         self.answer().unwrap_err().kind
     }
 }
@@ -209,14 +211,22 @@ fn what_breaks_the_protocol_is_cut_off_and_others_are_served() {
     let lend =
         Message::Lend { id: RegionId(1), reached: Reached { len: 1, at: At::Address(0x1000) } };
     let own = [
-        (After::Nothing, "a packet that is too long", vec![vec![7; 100 << 10]]),
+        (ViolationOutcome::Nothing, "a packet that is too long", vec![vec![7; 100 << 10]]),
         (
-            After::Proof,
+            ViolationOutcome::Proof,
             "the answer to a write, from who writes",
             vec![Message::Done { write: 1, result: Ok(()) }.encode()],
         ),
-        (After::Proof, "a word in place of the socket's end", vec![Shared::Bye.encode()]),
-        (After::Proof, "a region that is lent twice", vec![lend.encode(), lend.encode()]),
+        (
+            ViolationOutcome::Proof,
+            "a word in place of the socket's end",
+            vec![Shared::Bye.encode()],
+        ),
+        (
+            ViolationOutcome::Proof,
+            "a region that is lent twice",
+            vec![lend.encode(), lend.encode()],
+        ),
     ];
     let own = own.map(|(after, what, says)| Violation { what, after, says, told: None });
     let key = region_key(&target.metadata().unwrap(), &region);
@@ -225,21 +235,21 @@ fn what_breaks_the_protocol_is_cut_off_and_others_are_served() {
     for violation in of_control.into_iter().chain(own) {
         let Violation { what, after, says, told } = violation;
         let raw = match after {
-            After::Nothing => Raw::to(&target),
-            After::Welcome => Raw::welcomed(&target).0,
-            After::Proof => Raw::shaken(&target),
+            ViolationOutcome::Nothing => Raw::to(&target),
+            ViolationOutcome::Welcome => Raw::welcomed(&target).0,
+            ViolationOutcome::Proof => Raw::shaken(&target),
         };
         says.iter().find(|bytes| raw.say(bytes).is_err()); // it may be cut off before it has said all
         let mut answers = Vec::new();
         while let Some(answer) = raw.next() {
             match Shared::decode(&answer) {
                 Ok(Shared::Refuse { why, proof: b"" }) => answers.push(why.kind),
-                Ok(Shared::Ack { .. }) if after == After::Proof => {}
+                Ok(Shared::Ack { .. }) if after == ViolationOutcome::Proof => {}
                 other => panic!("{what}: {other:?}"),
             }
         }
         assert_eq!(answers, Vec::from_iter(told), "{what}");
-        assert!(after == After::Proof || target.try_notification().is_none(), "{what}");
+        assert!(after == ViolationOutcome::Proof || target.try_notification().is_none(), "{what}");
         assert!(good.is_served(), "after {what}");
         while target.try_notification().is_some() {}
     }
@@ -276,7 +286,7 @@ fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_goes_on() {
     let (id, key) = (region.id(), region_key(&target.metadata().unwrap(), &region));
     let raw = Raw::shaken(&target);
     raw.send(Shared::Want { import: 1, id, key: RegionKey([0; 16]) }, None);
-    assert_eq!(raw.refusal(), Kind::WrongKey);
+    assert_eq!(raw.refusal(), ErrorKind::WrongKey);
     raw.send(Shared::Want { import: 2, id, key }, None);
     assert_eq!(raw.answer(), Ok(()));
 
@@ -312,13 +322,13 @@ fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_goes_on() {
     let beyond = Grid { base: 1, ..whole };
     let none = RegionKey([0; 16]);
     for (into, from, expected) in [
-        (block(id, none, whole), block(foreign, none, whole), Kind::WrongKey),
-        (block(id, key, beyond), block(foreign, none, whole), Kind::OutOfBounds),
-        (block(id, key, whole), block(foreign, none, beyond), Kind::OutOfBounds),
-        (block(id, key, whole), block(RegionId(77), none, whole), Kind::Unregistered),
-        (block(id, key, whole), block(open, none, whole), Kind::Denied),
-        (block(id, key, whole), block(RegionId(5), none, whole), Kind::Exhausted),
-        (block(id, key, whole), block(RegionId(6), none, whole), Kind::Native),
+        (block(id, none, whole), block(foreign, none, whole), ErrorKind::WrongKey),
+        (block(id, key, beyond), block(foreign, none, whole), ErrorKind::OutOfBounds),
+        (block(id, key, whole), block(foreign, none, beyond), ErrorKind::OutOfBounds),
+        (block(id, key, whole), block(RegionId(77), none, whole), ErrorKind::Unregistered),
+        (block(id, key, whole), block(open, none, whole), ErrorKind::Denied),
+        (block(id, key, whole), block(RegionId(5), none, whole), ErrorKind::Exhausted),
+        (block(id, key, whole), block(RegionId(6), none, whole), ErrorKind::Native),
     ] {
         raw.send(Message::Write { write: 8, into, from }, None);
         assert_eq!(raw.refusal(), expected);
@@ -350,14 +360,14 @@ fn an_owner_that_passes_unfit_files_is_refused() {
     let good = || Reached { len, at: At::File };
     let handle = IpcHandle { bytes: vec![7; 64], offset: 0 };
     let device = At::Device { device: DeviceId([1; 16]), handle };
-    let cases: [(Reached, Option<OwnedFd>, Kind); 4] = [
-        (good(), Some(memory_file(len, SealFlags::empty())), Kind::Denied),
-        (good(), None, Kind::Exhausted),
-        (Reached { len, at: device }, None, Kind::Unsupported),
+    let cases: [(Reached, Option<OwnedFd>, ErrorKind); 4] = [
+        (good(), Some(memory_file(len, SealFlags::empty())), ErrorKind::Denied),
+        (good(), None, ErrorKind::Exhausted),
+        (Reached { len, at: device }, None, ErrorKind::Unsupported),
         (
             Reached { len: len * 2, at: At::File },
             Some(memory_file(len * 2, sealed())),
-            Kind::OutOfBounds,
+            ErrorKind::OutOfBounds,
         ),
     ];
     for (reached, file, expected) in cases {

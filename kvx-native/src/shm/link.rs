@@ -10,8 +10,8 @@ use kvx_core::transport::{
     Turn,
 };
 use kvx_core::{
-    Bound, Capabilities, Error, Identity, Kind, LinkId, Op, RegionId, RegionKey, Result, Ticket,
-    TransferId,
+    Bound, Capabilities, Error, ErrorKind, Identity, LinkId, Op, RegionId, RegionKey, Result,
+    Ticket, TransferId,
 };
 
 use super::error::error;
@@ -25,7 +25,7 @@ const SHORT_WRITE: u64 = 2048;
 
 /// What the handshake found out about foreign memory: whether each side can read the other's.
 #[derive(Debug)]
-pub(crate) struct Sight {
+pub(crate) struct Reachability {
     /// Whether we can read the peer's.
     pub(crate) ours: Result<()>,
     /// Whether the peer can read ours.
@@ -39,7 +39,7 @@ pub(crate) struct Wiring {
     /// What we prove ourselves to the peer by.
     pub(crate) keys: Keys,
     /// Set before the link is reported up.
-    pub(crate) sight: OnceLock<Sight>,
+    pub(crate) sight: OnceLock<Reachability>,
     /// Set when it is gone.
     pub(crate) gone: OnceLock<Error>,
 }
@@ -47,7 +47,7 @@ pub(crate) struct Wiring {
 impl Wiring {
     /// Why nothing goes over this link any more.
     pub(crate) fn gone(&self) -> Error {
-        self.gone.get().cloned().unwrap_or_else(|| error(Kind::Closed, "the link is not up"))
+        self.gone.get().cloned().unwrap_or_else(|| error(ErrorKind::Closed, "the link is not up"))
     }
 }
 
@@ -113,7 +113,7 @@ unsafe impl Link for ShmLink {
             if self.opened.devices.is_empty() { "" } else { ", device memory by its driver" };
         match self.wiring.sight.get() {
             None => "shared memory, not up".to_owned(),
-            Some(Sight { ours: Ok(()), theirs: Ok(()) }) => {
+            Some(Reachability { ours: Ok(()), theirs: Ok(()) }) => {
                 format!("shared memory: pools mapped{devices}, other memory by process_vm_readv")
             }
             Some(sight) => {
@@ -133,7 +133,7 @@ unsafe impl Link for ShmLink {
             return Ok(()); // where the peer listens never changes within an incarnation
         }
         Err(error(
-            Kind::PeerRestarted,
+            ErrorKind::PeerRestarted,
             format!("this link leads to {:?}, not {:?}", self.wiring.peer, peer.identity),
         ))
     }
@@ -186,7 +186,7 @@ unsafe impl Link for ShmLink {
         if bytes.len() > MAX_NOTIFICATION {
             let len = bytes.len();
             return done.settle(Err(error(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!("a notification of {len} bytes, at most {MAX_NOTIFICATION} are allowed"),
             )));
         }

@@ -12,7 +12,7 @@ use kvx_core::memory::IpcHandle;
 use kvx_core::sync::{Mutex, MutexGuard};
 use kvx_core::transport::RegionSpec;
 use kvx_core::{
-    DeviceAccess, DeviceId, Error, Kind, Memory, MemoryKind, RegionId, RegionKey, Result,
+    DeviceAccess, DeviceId, Error, ErrorKind, Memory, MemoryKind, RegionId, RegionKey, Result,
 };
 use rustix::fs::SealFlags;
 use rustix::io::Errno;
@@ -61,7 +61,7 @@ impl Reach {
                 Ok(Reach::Device(DeviceId(std::array::from_fn(|at| device[at]))))
             }
             _ => Err(error(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 "malformed export of a region: the metadata was altered",
             )),
         }
@@ -113,7 +113,7 @@ impl Regions {
     pub(crate) fn revoke(&self, id: RegionId) -> Result<Revoked> {
         let mut table = self.table();
         if table.unproven.contains(&id) {
-            return Err(still_shared(id).backend(NAME));
+            return Err(still_shared(id).with_backend(NAME));
         }
         Ok(Revoked { id, _memory: table.regions.revoke(id).map(|region| region.memory) })
     }
@@ -169,7 +169,7 @@ impl Mapping {
     pub(crate) fn of(file: &OwnedFd, len: u64) -> Result<Self> {
         let unfit = |why: String| {
             error(
-                Kind::Denied,
+                ErrorKind::Denied,
                 format!("the file that the peer passed for a region {why}: it is no kvx pool"),
             )
         };
@@ -193,7 +193,7 @@ impl Mapping {
         if huge && !filled {
             // A page that is missing when it is first read would kill this process if none is in reserve.
             return Err(error(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 "the peer's pool lies on huge pages that were never touched: its owner must build it with pre_touch",
             ));
         }
@@ -202,7 +202,7 @@ impl Mapping {
                 format!("a peer's pool of {len} bytes could not be mapped: raise ulimit -v"),
                 cause,
             )
-            .kind_is(Kind::Exhausted)
+            .with_kind(ErrorKind::Exhausted)
         };
         let mapped = usize::try_from(mapped).map_err(|_| no_room(Errno::OVERFLOW))?;
         // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the program.
@@ -271,12 +271,12 @@ pub(crate) struct Held {
 pub(crate) struct CopySource {
     /// An address in this process if it is mapped here, on the device, else in the peer's process.
     pub(crate) base: u64,
-    pub(crate) how: How,
+    pub(crate) how: CopyMethod,
 }
 
 /// What a peer's memory is for us.
 #[derive(Clone, Debug)]
-pub(crate) enum How {
+pub(crate) enum CopyMethod {
     /// Mapped here, as long as somebody holds this.
     Mapped(Arc<Mapping>),
     /// The peer's own.
@@ -296,18 +296,18 @@ impl Held {
     ) -> Result<Self> {
         let len = reached.len;
         let place = match (reached.at, file) {
-            (At::Address(base), _) => CopySource { base, how: How::There },
+            (At::Address(base), _) => CopySource { base, how: CopyMethod::There },
             (At::Device { device, handle }, _) => {
                 let opened = opened(devices, device, &handle, len)?;
-                CopySource { base: opened.address(), how: How::Device(Arc::new(opened)) }
+                CopySource { base: opened.address(), how: CopyMethod::Device(Arc::new(opened)) }
             }
             (At::File, Some(file)) => {
                 let mapping = Mapping::of(file, len)?;
-                CopySource { base: mapping.base(), how: How::Mapped(Arc::new(mapping)) }
+                CopySource { base: mapping.base(), how: CopyMethod::Mapped(Arc::new(mapping)) }
             }
             (At::File, None) => {
                 return Err(error(
-                    Kind::Exhausted,
+                    ErrorKind::Exhausted,
                     "the file of a peer's pool did not arrive: this process has too many open files, raise ulimit -n",
                 ));
             }
@@ -328,7 +328,7 @@ pub(crate) fn openers(
     openers.sort_by_key(|device| device.device() != owner);
     if openers.is_empty() {
         return Err(error(
-            Kind::Unsupported,
+            ErrorKind::Unsupported,
             format!(
                 "the peer's memory lies on a device that this agent was not given: build it with an access to device \
                  {:032x} (Builder::device), or use TCP",
@@ -346,7 +346,7 @@ fn opened(
     len: u64,
 ) -> Result<Memory> {
     let len = usize::try_from(len)
-        .map_err(|_| error(Kind::Malformed, "a region beyond the address space"))?;
+        .map_err(|_| error(ErrorKind::Malformed, "a region beyond the address space"))?;
     let mut refused = None;
     for device in openers(devices, None, owner)? {
         match Arc::clone(device).open(owner, handle, len) {
@@ -355,9 +355,9 @@ fn opened(
             Err(why) => refused = refused.or(Some(why)),
         }
     }
-    let why =
-        refused.unwrap_or_else(|| error(Kind::Unsupported, "no device opens the peer's memory"));
-    Err(why.backend(NAME))
+    let why = refused
+        .unwrap_or_else(|| error(ErrorKind::Unsupported, "no device opens the peer's memory"));
+    Err(why.with_backend(NAME))
 }
 
 /// Whether the kernel lets other processes read this memory at all: what a driver maps into a process it may not.
@@ -371,7 +371,7 @@ pub(crate) fn readable_by_others(memory: &Memory) -> Result<()> {
             super::copy::read_exactly(us, memory.address() + offset, &mut byte)
         {
             return Err(error(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 "this memory cannot be read by other processes (a device's driver maps it): register a kvx pool, \
                  or use TCP",
             ));
@@ -385,10 +385,10 @@ pub(crate) fn readable_by_others(memory: &Memory) -> Result<()> {
 pub(crate) fn shared_by_device(memory: &Memory) -> Result<Option<IpcHandle>> {
     let Some(access) = memory.device_access() else { return Ok(None) };
     let shared = access.share(memory.address(), memory.len());
-    match shared.map_err(|why| why.backend(NAME))? {
+    match shared.map_err(|why| why.with_backend(NAME))? {
         handle if handle.bytes.len() <= IpcHandle::LONGEST => Ok(Some(handle)),
         handle => Err(error(
-            Kind::Unsupported,
+            ErrorKind::Unsupported,
             format!(
                 "the device's handle has {} bytes, {} are allowed: report this as a bug of its crate",
                 handle.bytes.len(),
@@ -422,12 +422,12 @@ mod tests {
     fn files_that_are_not_sealed_or_too_short_are_never_mapped() {
         for missing in [SealFlags::SHRINK, SealFlags::GROW, SealFlags::FUTURE_WRITE] {
             let refused = Mapping::of(&file(8192, SEALS.difference(missing)), 4096).unwrap_err();
-            assert_eq!(refused.kind(), Kind::Denied, "{refused}");
+            assert_eq!(refused.kind(), ErrorKind::Denied, "{refused}");
         }
-        assert_eq!(Mapping::of(&file(4096, SEALS), 4097).unwrap_err().kind(), Kind::Denied);
-        assert_eq!(Mapping::of(&file(4096, SEALS), 0).unwrap_err().kind(), Kind::Denied);
+        assert_eq!(Mapping::of(&file(4096, SEALS), 4097).unwrap_err().kind(), ErrorKind::Denied);
+        assert_eq!(Mapping::of(&file(4096, SEALS), 0).unwrap_err().kind(), ErrorKind::Denied);
         let (pipe, _other) = rustix::pipe::pipe().unwrap();
-        assert_eq!(Mapping::of(&pipe, 1).unwrap_err().kind(), Kind::Denied);
+        assert_eq!(Mapping::of(&pipe, 1).unwrap_err().kind(), ErrorKind::Denied);
         Mapping::of(&file(4096, SEALS), 4096).unwrap();
     }
 
@@ -462,12 +462,12 @@ mod tests {
             regions.check(RegionId(id), &RegionKey([key; 16])).map_err(|error| error.kind()).err()
         };
         assert_eq!(kind(1, 1), None);
-        assert_eq!(kind(1, 2), Some(Kind::WrongKey));
-        assert_eq!(kind(2, 1), Some(Kind::Unregistered));
+        assert_eq!(kind(1, 2), Some(ErrorKind::WrongKey));
+        assert_eq!(kind(2, 1), Some(ErrorKind::Unregistered));
         regions.revoke(RegionId(1)).unwrap();
-        assert_eq!(kind(1, 1), Some(Kind::Revoked));
+        assert_eq!(kind(1, 1), Some(ErrorKind::Revoked));
         regions.close([RegionId(3)]);
-        assert_eq!(regions.revoke(RegionId(3)).unwrap_err().kind(), Kind::StillShared);
+        assert_eq!(regions.revoke(RegionId(3)).unwrap_err().kind(), ErrorKind::StillShared);
     }
 
     #[test]
@@ -483,7 +483,7 @@ mod tests {
         let device = Reach::Device(DeviceId([9; 16]));
         assert_eq!(Reach::import(&device.export()).unwrap(), device);
         for bad in [&[][..], &[1], &[0, 0], &[1, 2], &[1, 3], &device.export()[..17]] {
-            assert_eq!(Reach::import(bad).unwrap_err().kind(), Kind::Malformed);
+            assert_eq!(Reach::import(bad).unwrap_err().kind(), ErrorKind::Malformed);
         }
     }
 }

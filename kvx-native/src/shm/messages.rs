@@ -285,7 +285,7 @@ fn result(reader: &mut Reader<'_>) -> Result<Result<(), Refusal>> {
 
 #[cfg(test)]
 mod tests {
-    use kvx_core::{Error, Grid, Kind, Placed, RegionKey};
+    use kvx_core::{Error, ErrorKind, Grid, Placed, RegionKey};
 
     use super::*;
 
@@ -303,7 +303,7 @@ mod tests {
     }
 
     fn samples() -> Vec<Message<'static>> {
-        let why = || Refusal { kind: Kind::WrongKey, text: "the key is another".into() };
+        let why = || Refusal { kind: ErrorKind::WrongKey, text: "the key is another".into() };
         let lend = |at| Message::Lend { id: RegionId(2), reached: Reached { len: 4096, at } };
         vec![
             lend(At::File),
@@ -321,7 +321,7 @@ mod tests {
     fn what_handshakes_and_grants_say_travels_as_it_is() {
         let probe = Probe { address: 0x7000_0000, bytes: [9; 32] };
         assert_eq!(Probe::of_hello(&probe.hello_rest()).unwrap(), probe);
-        for reads_us in [Ok(()), Err(Refusal { kind: Kind::Unsupported, text: "no".into() })] {
+        for reads_us in [Ok(()), Err(Refusal { kind: ErrorKind::Unsupported, text: "no".into() })] {
             let rest = probe.welcome_rest(&reads_us);
             assert_eq!(Probe::of_welcome(&rest).unwrap(), (probe, reads_us));
             assert!(Probe::of_welcome(&rest[1..]).is_err() && Probe::of_hello(&rest).is_err());
@@ -357,7 +357,7 @@ mod tests {
         let write = Message::Write { write: 1, into: described.clone(), from: described };
         assert!(write.encode().len() <= MAX_MESSAGE);
         const { assert!(control::MAX_MESSAGE <= MAX_MESSAGE) };
-        let long = Error::new(Kind::Native, "é".repeat(5000));
+        let long = Error::new(ErrorKind::Native, "é".repeat(5000));
         let refused = Message::Done { write: 1, result: Err(Refusal::from(&long)) }.encode();
         assert!(Message::decode(&refused).is_ok());
     }
@@ -421,7 +421,7 @@ mod tests {
                     assert!(from + reached.len <= i64::MAX as u64);
                 }
                 Ok(_) => accepted += 1,
-                Err(error) => assert_eq!(error.kind(), Kind::Malformed),
+                Err(error) => assert_eq!(error.kind(), ErrorKind::Malformed),
             }
         }
         assert!(accepted > 1000, "the mutations never hit a sound message");

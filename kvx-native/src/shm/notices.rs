@@ -36,7 +36,7 @@ impl Machine {
         };
         let connection = &mut self.connections[at];
         if let Err((done, why)) = connection.to_peer.add(bytes, done) {
-            return out.settle(done, Err(why.backend(NAME)));
+            return out.settle(done, Err(why.with_backend(NAME)));
         }
         connection.send_notices(&self.poller);
         self.note_awaiting(at);

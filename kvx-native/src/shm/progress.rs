@@ -10,20 +10,22 @@ use kvx_backend::control::proof::Keys;
 use kvx_backend::control::reasons::{cancelled, closed, malformed, peer_closed, peer_died};
 use kvx_backend::control::{ControlMessage as Shared, HeldBytes, Recalls};
 use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, WorkQueue, no_poller};
-use kvx_backend::seldom::Seldom;
+use kvx_backend::seldom::RateLimited;
 use kvx_core::fork::Private;
 use kvx_core::transport::{Context, Events, LinkState};
-use kvx_core::{Bound, DeviceAccess, Error, Identity, Kind, LinkId, Result, Ticket, TransferId};
+use kvx_core::{
+    Bound, DeviceAccess, Error, ErrorKind, Identity, LinkId, Result, Ticket, TransferId,
+};
 use slab::Slab;
 
 use super::address::{name_socket_name, random_socket_name};
 use super::config::Config;
-use super::connection::{Connection, Waiting, Whose};
+use super::connection::{Connection, HeldBytesOwner, Waiting};
 use super::copy::Copier;
 use super::copying::Copying;
 use super::ending::End;
 use super::error::{NAME, error, refused};
-use super::flights::{Errand, Flight, Flights, Home};
+use super::flights::{Flight, FlightPurpose, Flights, ReactorHandle};
 use super::granting::Populate;
 use super::handshake::{self, Connecting};
 use super::host;
@@ -130,7 +132,7 @@ pub(crate) struct Machine {
     pub(crate) me: Identity,
     /// What peers prove to us by.
     pub(crate) keys: Keys,
-    pub(crate) strangers: Seldom,
+    pub(crate) strangers: RateLimited,
     pub(crate) config: Config,
     pub(crate) events: Arc<dyn Events>,
     pub(crate) peer_timeout: Duration,
@@ -146,7 +148,7 @@ pub(crate) struct Machine {
     fds: [RawFd; 1],
     pub(crate) connections: Slab<Connection>,
     /// What peers have us hold.
-    pub(crate) held: HeldBytes<Whose>,
+    pub(crate) held: HeldBytes<HeldBytesOwner>,
     pub(crate) links: HashMap<LinkId, usize>,
     pub(crate) connecting: Vec<Connecting>,
     /// By the connections whose peers hold the region.
@@ -157,7 +159,7 @@ pub(crate) struct Machine {
     pub(crate) copier: Copier,
     pub(crate) copying: Copying,
     /// Of copies that wait for a page.
-    pub(crate) hung: Seldom,
+    pub(crate) hung: RateLimited,
     buffer: Vec<u8>,
     /// When to look at the clock; `None`: nothing depends on it.
     pub(crate) next_look: Option<Instant>,
@@ -184,7 +186,7 @@ impl Machine {
         let copying = Copying::of(&context.agent.name);
         Ok(Machine {
             keys: Keys::new(&context.invitation, context.secret.as_ref()),
-            strangers: Seldom::default(),
+            strangers: RateLimited::default(),
             me: context.agent,
             config,
             events: context.events,
@@ -207,7 +209,7 @@ impl Machine {
             populates: VecDeque::new(),
             copier: Copier::new(),
             copying,
-            hung: Seldom::default(),
+            hung: RateLimited::default(),
             buffer: vec![0; MAX_MESSAGE],
             next_look: None,
             lent_turn: false,
@@ -217,7 +219,7 @@ impl Machine {
     }
 
     /// How a device's thread reaches it.
-    pub(crate) fn home(&self) -> Arc<Home> {
+    pub(crate) fn home(&self) -> Arc<ReactorHandle> {
         Arc::clone(&self.flights.home)
     }
 
@@ -274,16 +276,18 @@ impl Machine {
                 }
                 Ok(Received::Nothing) => break,
                 Ok(Received::TooLong) => Err(error(
-                    Kind::Malformed,
+                    ErrorKind::Malformed,
                     format!("malformed SHM message: longer than {MAX_MESSAGE} bytes"),
                 )),
                 Ok(Received::End) => {
                     let died = connection.process.ended_with(connection.socket.as_fd());
-                    let reason = if died { peer_died() } else { peer_closed() }.backend(NAME);
+                    let reason = if died { peer_died() } else { peer_closed() }.with_backend(NAME);
                     self.end(at, reason.clone(), End::Proven, Some(LinkState::Lost(reason)), out);
                     break;
                 }
-                Err(cause) => Err(Error::os("a connection failed", cause).kind_is(Kind::PeerLost)),
+                Err(cause) => {
+                    Err(Error::os("a connection failed", cause).with_kind(ErrorKind::PeerLost))
+                }
             };
             if let Err(reason) = received {
                 if self.connections.get(at).is_some_and(|connection| !connection.is_leaving()) {
@@ -315,7 +319,7 @@ impl Machine {
     }
 
     /// What a peer can lose.
-    fn counted_for(&self, whose: &Whose) -> impl Iterator<Item = usize> {
+    fn counted_for(&self, whose: &HeldBytesOwner) -> impl Iterator<Item = usize> {
         let its =
             self.connections.iter().filter(|(_, connection)| connection.is_counted_for(whose));
         its.map(|(at, _)| at)
@@ -359,11 +363,11 @@ impl Machine {
                 self.pump(at, out);
             }
             Message::Cancel { write } => {
-                let cancelled = cancelled().backend(NAME);
+                let cancelled = cancelled().with_backend(NAME);
                 self.stop_pulls(|pull| pull.at == at && pull.write == write, &cancelled);
                 let its = |flight: &Flight| {
                     flight.at == Some(at)
-                        && matches!(&flight.errand, Errand::Pull { write: its, .. } if *its == Some(write))
+                        && matches!(&flight.errand, FlightPurpose::Pull { write: its, .. } if *its == Some(write))
                 };
                 self.stop_flights(its, &cancelled, out);
             }
@@ -404,7 +408,7 @@ impl Machine {
     fn leave_if_done(&mut self, at: usize, out: &mut Outbox) {
         let connection = &self.connections[at];
         if connection.writes.is_empty() && connection.granted.is_empty() {
-            self.end(at, closed().backend(NAME), End::Ours, None, out);
+            self.end(at, closed().with_backend(NAME), End::Ours, None, out);
         }
     }
 

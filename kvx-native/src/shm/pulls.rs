@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use kvx_backend::control::Refusal;
 use kvx_backend::reactor::SLICE;
-use kvx_core::{Error, Extents, Kind, Memory, RegionId, Result};
+use kvx_core::{Error, ErrorKind, Extents, Memory, RegionId, Result};
 
 use super::copy::Pulling;
 use super::copying::Sides;
 use super::error::error;
-use super::flights::{Errand, Load, Mover};
+use super::flights::{FlightPurpose, Load, Mover};
 use super::memory::CopySource;
 use super::messages::Message;
 use super::progress::{Machine, Work};
@@ -51,12 +51,12 @@ impl Pull {
     }
 
     /// The same for another to do.
-    fn flight(self, mover: Mover) -> (Errand, Load) {
+    fn flight(self, mover: Mover) -> (FlightPurpose, Load) {
         let Pull { write, pieces, places, from, into, left, cost, .. } = self;
         let (into, targets) = into.into_iter().unzip();
         let sides = Arc::new(Sides { places, targets });
         let load = Load { mover, pieces: Box::new(pieces), sides, from, bytes: left };
-        (Errand::Pull { write: Some(write), into, cost }, load)
+        (FlightPurpose::Pull { write: Some(write), into, cost }, load)
     }
 }
 
@@ -73,7 +73,7 @@ impl Machine {
         let connection = &mut self.connections[at];
         if connection.pulls >= WINDOW {
             return Err(error(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 format!("malformed SHM message: more than {WINDOW} parts of writes at once"),
             ));
         }
@@ -117,7 +117,7 @@ impl Machine {
                 Some(Ok(held)) => Ok(held),
                 Some(Err(unfit)) => Err(unfit.clone()),
                 None => Err(error(
-                    Kind::Unregistered,
+                    ErrorKind::Unregistered,
                     format!("region {id} was not lent for this write"),
                 )),
             })

@@ -8,13 +8,13 @@ use kvx_backend::control::reasons::{cancelled, closed};
 use kvx_backend::control::{ControlMessage as Shared, Imported};
 use kvx_backend::reactor::{Outbox, SLICE};
 use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
-use kvx_core::{Bound, Kind, Op, RegionId, Result, Ticket, TransferId};
+use kvx_core::{Bound, ErrorKind, Op, RegionId, Result, Ticket, TransferId};
 
 use super::connection::{Connection, Waiting};
 use super::copy::{MAX_BATCH, Reading};
 use super::copying::Sides;
 use super::error::{NAME, error};
-use super::flights::{Errand, Flight, Load};
+use super::flights::{Flight, FlightPurpose, Load};
 use super::link::{Import, Wiring};
 use super::memory::{CopySource, Held};
 use super::messages::{Message, Reached};
@@ -55,7 +55,7 @@ fn grants(connection: &Connection, plan: &Bound) -> Result<Grants> {
             Some(Imported::Held((held, _))) => places.push(held.place.clone()),
             Some(Imported::Refused(reason)) => return Err(reason.clone()),
             Some(Imported::Wanted(_)) => return Ok(Grants::Missing),
-            None => return Err(closed().backend(NAME)),
+            None => return Err(closed().with_backend(NAME)),
         }
     }
     Ok(Grants::All(places))
@@ -87,7 +87,7 @@ impl Machine {
             return out.settle(transfer.done, Err(link.gone()));
         };
         match grants(&self.connections[at], &transfer.plan) {
-            Err(reason) if again && reason.kind() == Kind::Exhausted => {
+            Err(reason) if again && reason.kind() == ErrorKind::Exhausted => {
                 self.ask_again(link, at, &transfer.plan);
                 self.connections[at].waiting.push(transfer);
             }
@@ -120,7 +120,7 @@ impl Machine {
             let any: Arc<dyn std::any::Any + Send + Sync> = Arc::clone(&remote.region) as _;
             let Ok(import) = any.downcast::<Import>() else { continue };
             let known = self.connections[at].imports.get(import.number);
-            if matches!(known, Some(Imported::Refused(reason)) if reason.kind() == Kind::Exhausted)
+            if matches!(known, Some(Imported::Refused(reason)) if reason.kind() == ErrorKind::Exhausted)
             {
                 self.import(link, import);
             }
@@ -151,7 +151,7 @@ impl Machine {
                 from: plan.remotes().iter().map(|remote| remote.id).collect(),
                 bytes: size.bytes,
             };
-            let number = self.take_off(at, Errand::Read { id, done: Some(done) }, load);
+            let number = self.take_off(at, FlightPurpose::Read { id, done: Some(done) }, load);
             if inline {
                 self.flight_turn(number, out);
             }
@@ -186,7 +186,7 @@ impl Machine {
     /// Stops a transfer as soon as it can be.
     pub(crate) fn cancel(&mut self, link: &Arc<Wiring>, id: TransferId, out: &mut Outbox) {
         let Some(&at) = self.links.get(&link.id) else { return };
-        let cancelled = || cancelled().backend(NAME);
+        let cancelled = || cancelled().with_backend(NAME);
         let stopped = self
             .turns
             .extract(|work| matches!(work, Work::Read(read) if read.at == at && read.id == id));
@@ -195,7 +195,7 @@ impl Machine {
         }
         let its = |flight: &Flight| {
             flight.at == Some(at)
-                && matches!(&flight.errand, Errand::Read { id: read, .. } if *read == id)
+                && matches!(&flight.errand, FlightPurpose::Read { id: read, .. } if *read == id)
         };
         self.stop_flights(its, &cancelled(), out);
         let Some(connection) = self.connections.get_mut(at) else { return };
@@ -239,7 +239,7 @@ impl Machine {
         let held = answer.and_then(|reached| {
             if reached.len != import.len {
                 return Err(error(
-                    Kind::OutOfBounds,
+                    ErrorKind::OutOfBounds,
                     format!(
                         "region {} has {} bytes, and its metadata says {}: take the peer's metadata again",
                         import.id, reached.len, import.len

@@ -11,8 +11,9 @@ use kvx_core::transport::{
     Transport,
 };
 use kvx_core::{
-    Capabilities, DeviceAccess, HeldUp, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp,
-    Placement, RegionId, Result, Revocation, Secret, Ticket, Unavailable, WithoutAList,
+    AutoOpen, Capabilities, DeviceAccess, ErrorKind, HungPageScope, Idle, Isolation, LinkId,
+    MemoryKinds, Options, PerOp, Placement, RegionId, Result, Revocation, Secret, Ticket,
+    Unavailable,
 };
 
 use super::address::Address;
@@ -40,7 +41,7 @@ fn capabilities() -> Capabilities {
         revocation: Revocation::Confirmed,
         peer_loss_within: Some(Duration::from_secs(1)),
         settles_without_peer: PerOp { read: true, write: false },
-        hung_page: HeldUp::Peer,
+        hung_page: HungPageScope::Peer,
         ordered: false,
         // Memory of a device goes where the agent has an access to that device.
         local: MemoryKinds::ALL,
@@ -54,7 +55,7 @@ impl Factory for Shm {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: 10, without_a_list: WithoutAList::Open, speaks_for: &[] }
+        Placement { order: 10, without_a_list: AutoOpen::Open, speaks_for: &[] }
     }
 
     fn admission(&self) -> Admission {
@@ -116,7 +117,7 @@ struct ShmTransport(Arc<Opened>);
 impl ShmTransport {
     fn check_open(&self) -> Result<()> {
         if self.0.closed.load(Ordering::Acquire) {
-            return Err(error(Kind::Closed, "the transport has been shut down"));
+            return Err(error(ErrorKind::Closed, "the transport has been shut down"));
         }
         Ok(())
     }

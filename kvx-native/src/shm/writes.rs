@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvx_core::{Bound, Error, Kind, Pair, RegionKey, Result, Ticket, TransferId};
+use kvx_core::{Bound, Error, ErrorKind, Pair, RegionKey, Result, Ticket, TransferId};
 
 use super::connection::Connection;
 use super::error::error;
@@ -99,7 +99,7 @@ impl Writes {
                 Ok(())
             }
             _ => Err(error(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 "malformed SHM message: an answer to a write that is not under way",
             )),
         }
@@ -114,8 +114,8 @@ impl Writes {
         let result = match write.failed {
             None => Ok(()),
             // "Unsupported" would say that nothing has moved.
-            Some(error) if write.moved && error.kind() == Kind::Unsupported => {
-                Err(error.kind_is(Kind::Native))
+            Some(error) if write.moved && error.kind() == ErrorKind::Unsupported => {
+                Err(error.with_kind(ErrorKind::Native))
             }
             Some(error) => Err(error),
         };

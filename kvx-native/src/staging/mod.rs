@@ -50,7 +50,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use kvx_core::sync::Mutex;
-use kvx_core::{DeviceAccess, Error, Extents, Kind, Memory, Result};
+use kvx_core::{DeviceAccess, Error, ErrorKind, Extents, Memory, Result};
 
 pub(crate) use ends::{Fetch, Store};
 use pool::Pool;
@@ -171,7 +171,7 @@ impl Stager {
                 memory.device_access().is_some_and(|access| Arc::ptr_eq(access, &self.access));
             if !ours {
                 return Err(Error::new(
-                    Kind::Unsupported,
+                    ErrorKind::Unsupported,
                     format!(
                         "{} memory of another device: stage it with the access it was adopted with",
                         memory.kind()

@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 
 use super::stream::SharedStream;
 use kvx_core::sync::Mutex;
-use kvx_core::{DeviceAccess, Error, Kind, Memory, Result, quarantine_for_ever};
+use kvx_core::{DeviceAccess, Error, ErrorKind, Memory, Result, quarantine_for_ever};
 
 /// The bounce buffers of one direction.
 pub(super) struct Pool {
@@ -38,7 +38,7 @@ impl Pool {
             return Ok(memory);
         }
         Err(Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!(
                 "the device gave {} bytes of {} memory to bounce through, {} of host memory were asked for: report \
                  this as a bug of its crate",
@@ -101,7 +101,7 @@ impl Pool {
             if state.lost == state.made {
                 return Err(refused.unwrap_or_else(|| {
                     Error::new(
-                        Kind::Exhausted,
+                        ErrorKind::Exhausted,
                         "the device has lost a copy on each of the bounce buffers: restart the process, and report \
                          this as a bug of its crate",
                     )

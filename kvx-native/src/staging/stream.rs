@@ -8,7 +8,7 @@ use super::pool::{Bounce, Pool};
 use kvx_core::Settle;
 use kvx_core::memory::{Direction, Piece};
 use kvx_core::sync::Mutex;
-use kvx_core::{DeviceAccess, Error, Extent, Extents, Kind, Memory, Result, Ticket};
+use kvx_core::{DeviceAccess, Error, ErrorKind, Extent, Extents, Memory, Result, Ticket};
 
 /// The most pieces of one copy: a stream of very small blocks uses its buffers in part.
 const MAX_PIECES: usize = 4096;
@@ -91,7 +91,7 @@ impl Settle for InFlight {
             bounce.lose();
         }
         let error = Error::new(
-            Kind::Forgotten,
+            ErrorKind::Forgotten,
             "the device lost a copy: the memory on both sides is quarantined; report this as a bug of its crate",
         );
         self.stream.landed(self.number, Err(error));
@@ -207,7 +207,7 @@ impl Stream {
             if extent.offset.checked_add(extent.len).is_none_or(|end| end > len) {
                 let Extent { region, offset, len: bytes } = extent;
                 return Err(self.fail(Error::new(
-                    Kind::OutOfBounds,
+                    ErrorKind::OutOfBounds,
                     format!(
                         "bytes {offset}..+{bytes} lie outside the {len} bytes of region {region} of a staged stream"
                     ),
@@ -285,7 +285,7 @@ impl Stream {
     }
 
     pub(super) fn stop(&mut self) {
-        self.fail(Error::new(Kind::Cancelled, "the staged stream was stopped"));
+        self.fail(Error::new(ErrorKind::Cancelled, "the staged stream was stopped"));
         let mut told = self.shared.told.lock();
         told.stopped = true;
         let buffers = (told.granted.take(), std::mem::take(&mut told.landed));

@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::{Buffers, Copies, Fetch, Stager, Store};
-use kvx_core::{Extents, Grid, Indices, Kind, Memory, MemoryKind, Placed, quarantined_bytes};
+use kvx_core::{ErrorKind, Extents, Grid, Indices, Memory, MemoryKind, Placed, quarantined_bytes};
 use kvx_testkit::TestDevice;
 use kvx_testkit::device::{Act, Order};
 
@@ -338,8 +338,8 @@ fn a_failed_copy_fails_its_stream_and_no_other() {
             Err(error) => break error,
         }
     };
-    assert_eq!(error.kind(), Kind::Native);
-    assert_eq!(fetch.resume().unwrap_err().kind(), Kind::Native, "it stays failed");
+    assert_eq!(error.kind(), ErrorKind::Native);
+    assert_eq!(fetch.resume().unwrap_err().kind(), ErrorKind::Native, "it stays failed");
     fetch.stop();
     while fetch.copies() != Copies::Settled {
         machine.token();
@@ -351,7 +351,7 @@ fn a_failed_copy_fails_its_stream_and_no_other() {
     let mut store = machine.store(3, &memory, &Blocks::whole(BUFFER));
     assert!(store.room().unwrap().is_some());
     store.received(BUFFER);
-    assert_eq!(machine.token_of(3, || store.room().map(|_| ())).kind(), Kind::Native);
+    assert_eq!(machine.token_of(3, || store.room().map(|_| ())).kind(), ErrorKind::Native);
     assert!(store.left() > 0, "bytes that did not arrive are not counted as arrived");
     assert_eq!(store.copies(), Copies::Settled);
 }
@@ -380,7 +380,7 @@ fn a_lost_copy_quarantines_its_buffer_and_says_that_it_never_settles() {
     let before = quarantined_bytes();
     machine.device.next([Act::Forget]);
     let mut fetch = machine.fetch(1, &memory, &whole);
-    assert_eq!(machine.token_of(1, || fetch.resume()).kind(), Kind::Forgotten);
+    assert_eq!(machine.token_of(1, || fetch.resume()).kind(), ErrorKind::Forgotten);
     assert!(quarantined_bytes() >= before + BUFFER as u64);
     fetch.stop();
     assert_eq!(fetch.copies(), Copies::Lost);
@@ -395,14 +395,14 @@ fn a_lost_copy_quarantines_its_buffer_and_says_that_it_never_settles() {
     let mut waiting = machine.fetch(4, &memory, &whole);
     waiting.resume().unwrap();
     machine.device.release();
-    assert_eq!(machine.token_of(4, || waiting.resume()).kind(), Kind::Exhausted);
+    assert_eq!(machine.token_of(4, || waiting.resume()).kind(), ErrorKind::Exhausted);
 
     let store_before = quarantined_bytes();
     machine.device.next([Act::Forget]);
     let mut store = machine.store(5, &memory, &whole);
     store.room().unwrap();
     store.received(BUFFER);
-    assert_eq!(machine.token_of(5, || store.room().map(|_| ())).kind(), Kind::Forgotten);
+    assert_eq!(machine.token_of(5, || store.room().map(|_| ())).kind(), ErrorKind::Forgotten);
     assert_eq!(store.copies(), Copies::Lost);
     assert!(quarantined_bytes() >= store_before + BUFFER as u64);
 }
@@ -416,7 +416,7 @@ fn a_stopped_stream_settles_when_its_last_copy_does() {
     fetch.resume().unwrap();
     fetch.stop();
     assert_eq!((fetch.copies(), fetch.bytes().len()), (Copies::InFlight, 0));
-    assert_eq!(fetch.resume().unwrap_err().kind(), Kind::Cancelled);
+    assert_eq!(fetch.resume().unwrap_err().kind(), ErrorKind::Cancelled);
     machine.device.release();
     while fetch.copies() == Copies::InFlight {
         assert_eq!(machine.token(), 1);
@@ -453,13 +453,13 @@ fn blocks_outside_their_memory_and_memory_of_others_are_refused() {
     let beyond =
         Blocks(vec![Grid { base: 8, stride: 1, length: BUFFER as u64, count: 1 }], vec![0]);
     let mut fetch = machine.fetch(1, &memory, &beyond);
-    assert_eq!(fetch.resume().unwrap_err().kind(), Kind::OutOfBounds);
+    assert_eq!(fetch.resume().unwrap_err().kind(), ErrorKind::OutOfBounds);
     let mut store = machine.store(1, &memory, &beyond);
-    assert_eq!(store.room().unwrap_err().kind(), Kind::OutOfBounds);
+    assert_eq!(store.room().unwrap_err().kind(), ErrorKind::OutOfBounds);
     assert_eq!(machine.device.count().copies, 1, "only the pattern was written");
     for foreign in [TestDevice::new(MemoryKind::Cuda).allocate(8), Memory::owned(vec![0; 8])] {
         let refused = machine.stager.fetch(1, vec![Arc::new(foreign)], Blocks::whole(8).extents());
-        assert_eq!(refused.unwrap_err().kind(), Kind::Unsupported);
+        assert_eq!(refused.unwrap_err().kind(), ErrorKind::Unsupported);
     }
 }
 

@@ -3,7 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 /// The version of the section. Later versions may add fields behind the addresses.
 const VERSION: u8 = 1;
@@ -58,7 +58,7 @@ pub(super) fn decode(section: &[u8]) -> Result<Vec<SocketAddr>> {
         addresses.iter().find(|address| address.port() == 0 || address.ip().is_unspecified())
     {
         return Err(Error::new(
-            Kind::Malformed,
+            ErrorKind::Malformed,
             format!("malformed TCP address: nobody can connect to {bad}"),
         ));
     }
@@ -85,7 +85,7 @@ mod tests {
     fn truncated_oversized_and_senseless_sections_are_malformed() {
         let good = encode(&sample());
         for len in 0..good.len() {
-            assert_eq!(decode(&good[..len]).unwrap_err().kind(), Kind::Malformed);
+            assert_eq!(decode(&good[..len]).unwrap_err().kind(), ErrorKind::Malformed);
         }
         let mut longer = good.clone();
         longer.push(0);

@@ -11,7 +11,7 @@
 use kvx_backend::control::Refusal;
 use kvx_backend::control::proof::{Keys, other_secret, stranger};
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Identity, Kind, Result};
+use kvx_core::{Error, ErrorKind, Identity, Result};
 use kvx_noise::{KEY, NoiseHandshake, Seals, TAG};
 
 use super::frames::{Frame, Header, Hello, VERSIONS, Versions, put_frame, put_refuse, read_refuse};
@@ -28,13 +28,13 @@ const NO_ROOM: u8 = 1;
 pub(super) type Agreed = (Seal, Box<Seals>);
 
 fn unexpected(header: Header) -> Error {
-    Error::new(Kind::Malformed, format!("malformed handshake: {:?} out of turn", header.frame))
+    Error::new(ErrorKind::Malformed, format!("malformed handshake: {:?} out of turn", header.frame))
 }
 
 /// Only one end has a secret.
 fn one_sided(who: &str) -> Error {
     Error::new(
-        Kind::Denied,
+        ErrorKind::Denied,
         format!(
             "{who} has a shared secret and the other agent has none: give both the same, or neither"
         ),
@@ -43,7 +43,7 @@ fn one_sided(who: &str) -> Error {
 
 fn no_version(owner: Versions, initiator: Versions) -> Error {
     Error::new(
-        Kind::Incompatible,
+        ErrorKind::Incompatible,
         format!(
             "the owner speaks versions {owner} of the TCP protocol, the initiator {initiator}: \
              bring both to releases of kvx that overlap"
@@ -53,7 +53,7 @@ fn no_version(owner: Versions, initiator: Versions) -> Error {
 
 fn not_the_peer() -> Error {
     let why = "whoever answers has not proven to be the peer, or its answer was altered: find out who is between";
-    Error::new(Kind::Malformed, why)
+    Error::new(ErrorKind::Malformed, why)
 }
 
 fn invited_key(keys: &Keys) -> [u8; KEY] {
@@ -159,11 +159,11 @@ impl InitiatorHandshake {
 fn refused(body: &[u8], have_secret: bool) -> Result<InitiatorVerdict> {
     let error = read_refuse(body);
     match (error.kind(), have_secret) {
-        (Kind::PeerRestarted, false) => Ok(InitiatorVerdict::Restarted),
-        (Kind::PeerRestarted, true) => Err(one_sided("this agent")),
-        (Kind::Denied, false) => Err(one_sided("the peer")),
-        (Kind::Denied, true) => Err(other_secret()),
-        (Kind::Incompatible, _) => Err(error),
+        (ErrorKind::PeerRestarted, false) => Ok(InitiatorVerdict::Restarted),
+        (ErrorKind::PeerRestarted, true) => Err(one_sided("this agent")),
+        (ErrorKind::Denied, false) => Err(one_sided("the peer")),
+        (ErrorKind::Denied, true) => Err(other_secret()),
+        (ErrorKind::Incompatible, _) => Err(error),
         // No owner says anything else to a stranger.
         _ => Err(not_the_peer()),
     }
@@ -235,7 +235,8 @@ impl OwnerHandshake {
             return Err(error);
         }
         // What a stranger is told says no more of its words than that they were those of one.
-        let kind = if self.keys.have_secret() { Kind::Denied } else { Kind::PeerRestarted };
+        let kind =
+            if self.keys.have_secret() { ErrorKind::Denied } else { ErrorKind::PeerRestarted };
         let refuse = |out: &mut Vec<u8>| {
             put_refuse(out, &Error::new(kind, stranger().sentence().to_owned()))
         };
@@ -369,7 +370,7 @@ mod tests {
             let header = Header::decode(said.first_chunk()?).ok()?;
             Some((header, said[HEADER..].get(..header.len)?.to_vec()))
         };
-        let cut_off = || Error::new(Kind::PeerLost, "no whole frame came");
+        let cut_off = || Error::new(ErrorKind::PeerLost, "no whole frame came");
         loop {
             alter(frames.len() - 1, frames.last_mut().unwrap());
             let mut reply = Vec::new();
@@ -406,7 +407,7 @@ mod tests {
         conversation.frames.iter().any(is_in)
     }
 
-    fn kind<T>(result: &Result<T>) -> Option<Kind> {
+    fn kind<T>(result: &Result<T>) -> Option<ErrorKind> {
         result.as_ref().err().map(Error::kind)
     }
 
@@ -441,7 +442,7 @@ mod tests {
         // An owner that has the key and wants less than it was asked for is not obeyed.
         let says =
             [&[COME_IN][..], &VERSIONS.max.to_le_bytes(), &[Seal::Control.number()]].concat();
-        assert_eq!(kind(&read_welcome(&says, Seal::All)), Some(Kind::Malformed));
+        assert_eq!(kind(&read_welcome(&says, Seal::All)), Some(ErrorKind::Malformed));
     }
 
     #[test]
@@ -452,7 +453,7 @@ mod tests {
                 let done = converse(ours.clone(), theirs.clone(), expected);
                 assert_eq!(
                     (kind(&done.initiator), kind(&done.owner)),
-                    (Some(Kind::Denied), Some(Kind::Denied))
+                    (Some(ErrorKind::Denied), Some(ErrorKind::Denied))
                 );
                 assert!(!tells_a_name(&done));
             }
@@ -469,15 +470,15 @@ mod tests {
         }
         // Without it that is not believed.
         let mut restarted = Vec::new();
-        put_refuse(&mut restarted, &Error::new(Kind::PeerRestarted, "restarted"));
+        put_refuse(&mut restarted, &Error::new(ErrorKind::PeerRestarted, "restarted"));
         let (mut initiator, _) = greets(&keys(2, secret(3)), Seal::None);
         let (header, body) = frame(&restarted);
-        assert_eq!(kind(&initiator.frame(header, body, &mut Vec::new())), Some(Kind::Denied));
+        assert_eq!(kind(&initiator.frame(header, body, &mut Vec::new())), Some(ErrorKind::Denied));
         let (mut initiator, _) = greets(&keys(2, secret(3)), Seal::None);
         let header = Header { frame: Frame::Mistaken, len: 48, id: 0 };
         assert_eq!(
             kind(&initiator.frame(header, &[0; 48], &mut Vec::new())),
-            Some(Kind::Malformed)
+            Some(ErrorKind::Malformed)
         );
     }
 
@@ -516,7 +517,7 @@ mod tests {
         assert_ne!(welcome, recorded.frames[1], "what it is answered it cannot read");
         let (header, body) = frame(&recorded.frames[2]);
         let mut reply = Vec::new();
-        assert_eq!(kind(&owning.frame(header, body, &mut reply)), Some(Kind::Denied));
+        assert_eq!(kind(&owning.frame(header, body, &mut reply)), Some(ErrorKind::Denied));
         assert!(reply.is_empty());
     }
 
@@ -527,19 +528,22 @@ mod tests {
             let mut imposter = OwnerHandshake::new(keys(2, self::secret(7)), Seal::None, None);
             let (header, body) = frame(&hello);
             let mut reply = Vec::new();
-            assert_eq!(kind(&imposter.frame(header, body, &mut reply)), Some(Kind::Denied));
+            assert_eq!(kind(&imposter.frame(header, body, &mut reply)), Some(ErrorKind::Denied));
             let welcome = Header { frame: Frame::Welcome, len: 52, id: 0 };
             let mut out = Vec::new();
-            assert_eq!(kind(&initiator.frame(welcome, &[3; 52], &mut out)), Some(Kind::Malformed));
+            assert_eq!(
+                kind(&initiator.frame(welcome, &[3; 52], &mut out)),
+                Some(ErrorKind::Malformed)
+            );
             assert!(out.is_empty());
         }
     }
 
     #[test]
     fn who_may_come_in_is_told_that_there_is_no_room_and_nobody_else() {
-        for (invited, expected) in [(2, Kind::Exhausted), (9, Kind::PeerRestarted)] {
+        for (invited, expected) in [(2, ErrorKind::Exhausted), (9, ErrorKind::PeerRestarted)] {
             let (mut initiator, hello) = greets(&keys(invited, None), Seal::None);
-            let full = Some(Error::new(Kind::Exhausted, "raise the limit"));
+            let full = Some(Error::new(ErrorKind::Exhausted, "raise the limit"));
             let mut owning = OwnerHandshake::new(keys(2, None), Seal::None, full);
             let (header, body) = frame(&hello);
             let mut answer = Vec::new();
@@ -547,7 +551,9 @@ mod tests {
             assert!(!answer.windows(5).any(|word| word == b"raise"), "to who listens");
             let (header, body) = frame(&answer);
             match initiator.frame(header, body, &mut Vec::new()) {
-                Ok(Some(InitiatorVerdict::Restarted)) => assert_eq!(expected, Kind::PeerRestarted),
+                Ok(Some(InitiatorVerdict::Restarted)) => {
+                    assert_eq!(expected, ErrorKind::PeerRestarted)
+                }
                 other => assert_eq!(kind(&other), Some(expected)),
             }
         }
@@ -561,14 +567,17 @@ mod tests {
         let header = Header { frame: Frame::Hello, len: future.len(), id: 0 };
         let mut answer = Vec::new();
         let error = owning.frame(header, &future, &mut answer).err().unwrap();
-        assert_eq!(error.kind(), Kind::Incompatible);
+        assert_eq!(error.kind(), ErrorKind::Incompatible);
         assert!(
             error.sentence().contains("3 to 3") && error.sentence().contains("7 to 9"),
             "{error}"
         );
         let (mut initiator, _) = greets(&keys(2, None), Seal::None);
         let (header, body) = frame(&answer);
-        assert_eq!(kind(&initiator.frame(header, body, &mut Vec::new())), Some(Kind::Incompatible));
+        assert_eq!(
+            kind(&initiator.frame(header, body, &mut Vec::new())),
+            Some(ErrorKind::Incompatible)
+        );
     }
 
     #[test]

@@ -6,15 +6,15 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvx_backend::reactor::Outbox;
-use kvx_core::{Error, Identity, Kind, LinkId, Result};
+use kvx_core::{Error, ErrorKind, Identity, LinkId, Result};
 
 use super::conn::{Conn, Role, Scope};
-use super::ending::{Concern, LeftBehind, Touched};
+use super::ending::{AbandonedTurn, Concern, Touched};
 use super::linking::greet;
 use super::progress::{Machine, Owned, SHARE};
 
 /// What a thread works on in a turn, without the machine's lock.
-pub(super) struct Away {
+pub(super) struct InFlightTurn {
     pub(super) key: usize,
     /// Its link, if that is one of ours.
     link: Option<LinkId>,
@@ -31,7 +31,7 @@ pub(super) struct Awaited {
     what: AwaitedRole,
     peer: SocketAddr,
     socket: RawFd,
-    pub(super) left_behind: Arc<LeftBehind>,
+    pub(super) left_behind: Arc<AbandonedTurn>,
     /// It was said that nobody can go on.
     pub(super) told: bool,
 }
@@ -63,8 +63,8 @@ impl AwaitedRole {
 }
 
 /// Lets a turn go that others went on without; not under the machine's lock.
-pub(super) fn let_go(owned: &Owned, away: Away) {
-    let Away { mut conn, scope, .. } = away;
+pub(super) fn let_go(owned: &Owned, away: InFlightTurn) {
+    let InFlightTurn { mut conn, scope, .. } = away;
     if let Some(machine) = owned.machine.lock().as_mut() {
         conn.let_go_of_held(&mut machine.held);
     }
@@ -79,7 +79,12 @@ pub(super) fn let_go(owned: &Owned, away: Away) {
 impl Machine {
     /// Sends a connection into its turn, if there is something to do. What was to be told so far waits with the
     /// machine.
-    pub(super) fn send_away(&mut self, key: usize, now: Instant, out: &mut Outbox) -> Option<Away> {
+    pub(super) fn send_away(
+        &mut self,
+        key: usize,
+        now: Instant,
+        out: &mut Outbox,
+    ) -> Option<InFlightTurn> {
         let conn = self.conns.get_mut(key)?;
         conn.queued = false;
         if !conn.is_ready(self.scope.described) {
@@ -109,7 +114,7 @@ impl Machine {
             told: false,
         });
         let share = SHARE.min(scope.piece);
-        Some(Away { key, link, conn, scope, share })
+        Some(InFlightTurn { key, link, conn, scope, share })
     }
 
     fn new_scope(&self) -> Box<Scope> {
@@ -119,15 +124,15 @@ impl Machine {
     /// The turn has ended. Says how many bytes it moved. It comes back if others went on without it.
     pub(super) fn take_back(
         &mut self,
-        away: Away,
+        away: InFlightTurn,
         moved: Result<(usize, usize)>,
         now: Instant,
         out: &mut Outbox,
-    ) -> std::result::Result<usize, Away> {
+    ) -> std::result::Result<usize, InFlightTurn> {
         if away.scope.left_behind.is_so() {
             return Err(away);
         }
-        let Away { key, link, mut conn, scope, .. } = away;
+        let InFlightTurn { key, link, mut conn, scope, .. } = away;
         scope.shared.turns.end();
         self.away = None;
         self.spare = Some(std::mem::replace(&mut self.scope, scope));
@@ -240,7 +245,7 @@ impl Machine {
 
 fn hangs() -> Error {
     Error::new(
-        Kind::PeerLost,
+        ErrorKind::PeerLost,
         "a page of memory that takes part in a transfer does not come: look after what backs it (userfaultfd, a file \
          whose server hangs), then connect again",
     )

@@ -12,7 +12,7 @@
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::ops::RangeInclusive;
 
-use kvx_core::{Error, Kind, Options, Result};
+use kvx_core::{Error, ErrorKind, Options, Result};
 
 use super::address::MAX_ADDRESSES;
 use super::seal::Seal;
@@ -49,7 +49,7 @@ impl Config {
         if advertise.len() > MAX_ADDRESSES {
             let count = advertise.len();
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "option \"tcp.advertise\" has {count} addresses; write at most {MAX_ADDRESSES}"
                 ),
@@ -59,7 +59,7 @@ impl Config {
             advertise.iter().map(|text| resolve("advertise", text)).collect::<Result<Vec<_>>>()?;
         if let Some(bad) = advertise.iter().find(|address| address.ip().is_unspecified()) {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "option \"tcp.advertise\" is {}: nobody can connect to that; write an address",
                     bad.ip()
@@ -95,7 +95,7 @@ fn parse_seal(text: &str) -> Result<Seal> {
     let found = Seal::NAMED.into_iter().find(|(name, _)| *name == text);
     found.map(|(_, seal)| seal).ok_or_else(|| {
         Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!("option \"tcp.seal\" is {text:?}; write \"all\", \"control\" or \"none\""),
         )
     })
@@ -107,7 +107,7 @@ fn parse_ports(text: &str) -> Result<RangeInclusive<u16>> {
     match (from.trim().parse::<u16>(), to.trim().parse::<u16>()) {
         (Ok(from), Ok(to)) if from > 0 && from <= to => Ok(from..=to),
         _ => Err(Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!(
                 "option \"tcp.ports\" is {text:?}; write a port such as \"7000\" or a range such as \"7000-7010\""
             ),
@@ -129,7 +129,7 @@ fn resolve(key: &str, text: &str) -> Result<SocketAddr> {
     };
     let wrong = |why: String| {
         Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!(
                 "option \"tcp.{key}\" is {text:?}, {why}; write an address of this host or a name that resolves"
             ),
@@ -163,7 +163,7 @@ mod tests {
         assert_eq!(read(r#"{"tcp": {"ports": "7000-7010"}}"#).unwrap().ports, Some(7000..=7010));
         for bad in [r#""7010-7000""#, r#""many""#, "0", "65536", r#""-""#, "[]"] {
             let error = read(&format!(r#"{{"tcp": {{"ports": {bad}}}}}"#)).unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid);
+            assert_eq!(error.kind(), ErrorKind::Invalid);
             assert!(error.sentence().contains("tcp.ports"), "{error}");
         }
     }
@@ -184,7 +184,7 @@ mod tests {
             r#"{"advertise": "a:b"}"#,
         ] {
             let error = read(&format!(r#"{{"tcp": {bad}}}"#)).unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid, "{error}");
+            assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
         }
     }
 
@@ -205,7 +205,7 @@ mod tests {
         }
         for bad in [r#""All""#, r#""payload""#, "true", "1", "[]"] {
             let error = read(&format!(r#"{{"tcp": {{"seal": {bad}}}}}"#)).unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid);
+            assert_eq!(error.kind(), ErrorKind::Invalid);
             assert!(error.sentence().contains("tcp.seal"), "{error}");
         }
     }

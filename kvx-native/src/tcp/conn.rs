@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::control::HeldBytes;
 use kvx_core::fork::Private;
-use kvx_core::{Error, Identity, Kind, LinkId, Result, TransferId};
+use kvx_core::{Error, ErrorKind, Identity, LinkId, Result, TransferId};
 use kvx_noise::Seals;
 
 use super::auth::{InitiatorHandshake, InitiatorVerdict, OwnerHandshake, Step};
 use super::buffers::{Input, Output, ReadState};
 use super::chunk::{Bin, Chunk, MAX_PIECES};
-use super::ending::{Ending, LeftBehind};
+use super::ending::{AbandonedTurn, DeferredCompletions};
 use super::fetch::RequestLane;
 use super::frames::{Frame, Header, MAX_DATA};
 use super::seal::Seal;
@@ -24,7 +24,7 @@ use super::transport::Shared;
 pub(super) struct Scope {
     pub(super) shared: Arc<Shared>,
     /// Whether others went on without the turn that has this.
-    pub(super) left_behind: Arc<LeftBehind>,
+    pub(super) left_behind: Arc<AbandonedTurn>,
     pub(super) bin: Bin,
     /// Scratch for one system call.
     pub(super) pieces: Vec<libc::iovec>,
@@ -222,7 +222,7 @@ pub(super) trait LaneEnd {
     fn woken(&mut self, token: u64, input: &mut Input, output: &mut Output, scope: &mut Scope);
 
     /// Nothing comes and goes any more: lets go of all memory.
-    fn release(&mut self, ending: &Ending);
+    fn release(&mut self, ending: &DeferredCompletions);
 
     /// Whether nothing more is read before some of what waits has gone out.
     fn is_paused(&self, _output: &Output, _described_in_all: usize) -> bool {
@@ -244,7 +244,10 @@ enum Change {
 }
 
 fn out_of_turn(header: Header) -> Error {
-    Error::new(Kind::Malformed, format!("malformed conversation: {:?} out of turn", header.frame))
+    Error::new(
+        ErrorKind::Malformed,
+        format!("malformed conversation: {:?} out of turn", header.frame),
+    )
 }
 
 /// A connection.

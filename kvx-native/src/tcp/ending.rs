@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use crate::Settled;
 use crate::staging::{Copies, Fetch, Store};
 use kvx_core::sync::{Mutex, MutexGuard};
-use kvx_core::{Error, Kind, LinkId, RegionId, Result, Ticket, TransferId};
+use kvx_core::{Error, ErrorKind, LinkId, RegionId, Result, Ticket, TransferId};
 
 use super::memory::Served;
 use super::payload::ServedRegions;
@@ -57,13 +57,13 @@ pub(super) struct LateAnswer {
 
 /// Whether others went on without a turn, and whether its thread is out of it.
 #[derive(Debug, Default)]
-pub(super) struct LeftBehind {
+pub(super) struct AbandonedTurn {
     /// What it is known by since then.
     token: OnceLock<u64>,
     is_over: AtomicBool,
 }
 
-impl LeftBehind {
+impl AbandonedTurn {
     /// Others go on.
     pub(super) fn leave(&self, token: u64) {
         self.token.set(token).ok(); // once
@@ -112,7 +112,7 @@ pub(super) enum Streaming {
     Fetch(Fetch),
     Store(Store),
     Turn {
-        left: Arc<LeftBehind>,
+        left: Arc<AbandonedTurn>,
         /// What it receives into.
         receives: Concern,
     },
@@ -156,7 +156,7 @@ struct Ended {
 
 /// See the module.
 #[derive(Default)]
-pub(super) struct Ending {
+pub(super) struct DeferredCompletions {
     /// The way to the machine.
     home: OnceLock<Weak<Handle>>,
     tokens: AtomicU32,
@@ -173,7 +173,7 @@ struct GivenUpStreams {
     closed: bool,
 }
 
-impl Ending {
+impl DeferredCompletions {
     fn table(&self) -> MutexGuard<'_, GivenUpStreams> {
         self.table.lock()
     }
@@ -224,7 +224,7 @@ impl Ending {
     pub(super) fn leave(
         &self,
         token: u64,
-        left: Arc<LeftBehind>,
+        left: Arc<AbandonedTurn>,
         touches: Concern,
         receives: Concern,
     ) {
@@ -249,20 +249,22 @@ impl Ending {
                      what backs it, or have the owner register other memory",
                     served.id
                 );
-                Err(Error::new(Kind::Exhausted, why))
+                Err(Error::new(ErrorKind::Exhausted, why))
             }
         }
     }
 
     /// The thread is out of a turn that was left behind, and has given up the streams of its connection: what waits for
     /// the turn waits for them now.
-    pub(super) fn is_out(&self, turn: &LeftBehind) {
+    pub(super) fn is_out(&self, turn: &AbandonedTurn) {
         let Some(token) = turn.token.get().copied() else { return };
         let mut table = self.table();
         let waits = table.streams.get_mut(&token).map(|ended| std::mem::take(&mut ended.holds));
         let waits = waits.unwrap_or_default();
         // The next connection in its place has later tokens.
-        let is_its = |other: &u64| *other < token && Ending::key(*other) == Ending::key(token);
+        let is_its = |other: &u64| {
+            *other < token && DeferredCompletions::key(*other) == DeferredCompletions::key(token)
+        };
         let mut is_lost = false;
         for (_, ended) in table.streams.iter_mut().filter(|(other, _)| is_its(other)) {
             match ended.stream.copies() {

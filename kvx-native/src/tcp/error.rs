@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use kvx_core::{Error, Identity, Kind};
+use kvx_core::{Error, ErrorKind, Identity};
 use rustix::io::Errno;
 
 /// The backend's name.
@@ -10,7 +10,7 @@ pub(super) const NAME: &str = "TCP";
 
 /// Names the backend and the peer.
 pub(super) fn of_peer(error: Error, peer: &Identity) -> Error {
-    error.backend(NAME).peer(peer.name.clone())
+    error.with_backend(NAME).with_peer(peer.name.clone())
 }
 
 /// A connect that did not come about.
@@ -20,7 +20,7 @@ pub(super) fn unreachable(address: SocketAddr, errno: Errno) -> Error {
             format!("no socket for a connection to {address}: raise the limit of open files"),
             errno,
         );
-        return error.kind_is(Kind::Exhausted);
+        return error.with_kind(ErrorKind::Exhausted);
     }
     if matches!(errno, Errno::NOMEM | Errno::NOBUFS | Errno::AGAIN) {
         let error = Error::os(
@@ -29,7 +29,7 @@ pub(super) fn unreachable(address: SocketAddr, errno: Errno) -> Error {
             ),
             errno,
         );
-        return error.kind_is(Kind::Exhausted);
+        return error.with_kind(ErrorKind::Exhausted);
     }
     let hint = match errno {
         Errno::CONNREFUSED => {
@@ -37,13 +37,13 @@ pub(super) fn unreachable(address: SocketAddr, errno: Errno) -> Error {
         }
         _ => "check the route and \"tcp.advertise\" of the peer",
     };
-    Error::os(format!("no connection to {address}; {hint}"), errno).kind_is(Kind::PeerLost)
+    Error::os(format!("no connection to {address}; {hint}"), errno).with_kind(ErrorKind::PeerLost)
 }
 
 /// A handshake that was not finished in time.
 pub(super) fn no_answer(address: SocketAddr) -> Error {
     Error::new(
-        Kind::PeerLost,
+        ErrorKind::PeerLost,
         format!(
             "no answer from {address} in time: check that the peer runs and that a kvx agent listens there"
         ),
@@ -52,10 +52,11 @@ pub(super) fn no_answer(address: SocketAddr) -> Error {
 
 /// Work on a link that was lost before its user heard of it.
 pub(super) fn gone() -> Error {
-    Error::new(Kind::PeerLost, "the link to the peer is gone: connect again").backend(NAME)
+    Error::new(ErrorKind::PeerLost, "the link to the peer is gone: connect again")
+        .with_backend(NAME)
 }
 
 /// Work on something that was closed.
 pub(super) fn closed(what: &'static str) -> Error {
-    Error::new(Kind::Closed, format!("{what} was closed")).backend(NAME)
+    Error::new(ErrorKind::Closed, format!("{what} was closed")).with_backend(NAME)
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use kvx_backend::control::Look;
 use kvx_backend::control::reasons::peer_silent;
 use kvx_backend::reactor::Outbox;
-use kvx_core::{Error, Identity, Kind};
+use kvx_core::{Error, ErrorKind, Identity};
 
 use super::conn::{Conn, Role};
 use super::error;
@@ -40,25 +40,30 @@ impl Machine {
         match conn.role.lane() {
             None if matches!(
                 error.kind(),
-                Kind::Malformed | Kind::Denied | Kind::Incompatible | Kind::Exhausted
+                ErrorKind::Malformed
+                    | ErrorKind::Denied
+                    | ErrorKind::Incompatible
+                    | ErrorKind::Exhausted
             ) =>
             {
                 self.warn(from, &error, now);
             }
             None => tracing::debug!(%from, %error, "a TCP connection ended"),
             Some((link, lane)) => {
-                if error.kind() == Kind::Malformed {
+                if error.kind() == ErrorKind::Malformed {
                     self.warn(from, &error, now);
                 }
                 let in_greeting = matches!(conn.role, Role::Greeting { .. });
                 if in_greeting
-                    && error.kind() == Kind::PeerLost
+                    && error.kind() == ErrorKind::PeerLost
                     && self.greet_again(link, lane, now)
                 {
                     return;
                 }
-                let said =
-                    matches!(error.kind(), Kind::Denied | Kind::Incompatible | Kind::Exhausted);
+                let said = matches!(
+                    error.kind(),
+                    ErrorKind::Denied | ErrorKind::Incompatible | ErrorKind::Exhausted
+                );
                 if lane == 0 && conn.role.is_greeting() && !said {
                     self.open_link(link, Some(error), now, out);
                 } else {

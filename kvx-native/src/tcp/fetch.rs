@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use kvx_backend::reactor::WorkQueue;
-use kvx_core::{Bound, Error, Extents, Kind, LinkId, Op, Result, TransferId};
+use kvx_core::{Bound, Error, ErrorKind, Extents, LinkId, Op, Result, TransferId};
 use slab::Slab;
 
 use super::buffers::{Input, Output};
 use super::chunk::Chunk;
 use super::conn::{Effect, LaneEnd, Scope};
-use super::ending::{Concern, Ending};
+use super::ending::{Concern, DeferredCompletions};
 use super::frames::{Frame, Header, put_bare, put_frame, read_end};
 use super::memory::TcpRegion;
 use super::payload::{HostBlocks, Sink, Source};
@@ -57,7 +57,7 @@ impl Local {
     }
 
     /// Nothing of it is touched any more, but by copies that a device has begun.
-    fn stop(self, ending: &Ending) {
+    fn stop(self, ending: &DeferredCompletions) {
         match self {
             Local::From(source) => source.stop(ending),
             Local::Into(sink) => {
@@ -96,7 +96,7 @@ pub(super) struct RequestLane {
 }
 
 fn malformed(why: impl std::fmt::Display) -> Error {
-    Error::new(Kind::Malformed, format!("the peer answers out of order: {why}"))
+    Error::new(ErrorKind::Malformed, format!("the peer answers out of order: {why}"))
 }
 
 impl RequestLane {
@@ -183,7 +183,7 @@ impl RequestLane {
         plan: &Arc<Bound>,
         part: &Part,
         transfer: TransferId,
-        ending: &Ending,
+        ending: &DeferredCompletions,
     ) -> Result<Local> {
         let pair = &plan.pairs()[part.pair];
         let indices = pair.local_indices.slice(part.indices.clone());
@@ -202,7 +202,7 @@ impl RequestLane {
                 });
             }
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 "device memory was registered without a way to copy it",
             ));
         }
@@ -517,7 +517,7 @@ impl LaneEnd for RequestLane {
         }
     }
 
-    fn release(&mut self, ending: &Ending) {
+    fn release(&mut self, ending: &DeferredCompletions) {
         self.requests
             .drain()
             .filter_map(|request| request.local)

@@ -41,7 +41,7 @@
 
 use kvx_backend::control::Refusal;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Kind, Result, transport};
+use kvx_core::{Error, ErrorKind, Result, transport};
 
 use crate::described;
 
@@ -287,7 +287,9 @@ pub(super) fn put_refuse(out: &mut Vec<u8>, error: &Error) {
 pub(super) fn read_refuse(body: &[u8]) -> Error {
     match read_end(body) {
         Ok(Err(error)) => error,
-        Ok(Ok(())) => Error::new(Kind::Denied, "the peer refused the connection without a reason"),
+        Ok(Ok(())) => {
+            Error::new(ErrorKind::Denied, "the peer refused the connection without a reason")
+        }
         Err(error) => error,
     }
 }
@@ -319,7 +321,7 @@ mod tests {
             Header { frame, len: frame.max_len() + 1, id: 0 }.encode(&mut bytes);
             assert_eq!(
                 Header::decode(&bytes.try_into().unwrap()).unwrap_err().kind(),
-                Kind::Malformed
+                ErrorKind::Malformed
             );
         }
     }
@@ -342,14 +344,17 @@ mod tests {
     #[test]
     fn a_refusal_keeps_kind_and_sentence() {
         let mut bytes = Vec::new();
-        put_end(&mut bytes, 9, Err(&Error::new(Kind::WrongKey, "wrong key for region #3")));
+        put_end(&mut bytes, 9, Err(&Error::new(ErrorKind::WrongKey, "wrong key for region #3")));
         let error = read_end(&bytes[HEADER..]).unwrap().unwrap_err();
-        assert_eq!((error.kind(), error.sentence()), (Kind::WrongKey, "wrong key for region #3"));
-        let long = Error::new(Kind::Busy, "ä".repeat(5000));
+        assert_eq!(
+            (error.kind(), error.sentence()),
+            (ErrorKind::WrongKey, "wrong key for region #3")
+        );
+        let long = Error::new(ErrorKind::Busy, "ä".repeat(5000));
         bytes.clear();
         put_end(&mut bytes, 9, Err(&long));
         assert!(bytes.len() - HEADER <= Frame::End.max_len());
-        assert_eq!(read_end(&bytes[HEADER..]).unwrap().unwrap_err().kind(), Kind::Native);
+        assert_eq!(read_end(&bytes[HEADER..]).unwrap().unwrap_err().kind(), ErrorKind::Native);
     }
 
     #[test]
@@ -364,7 +369,7 @@ mod tests {
     fn mutated_bodies_are_errors_or_bounded_messages() {
         let hello = Hello { versions: VERSIONS, invited: &[1; 49], mistaken: &[2; 48] }.encode();
         let mut end = Vec::new();
-        put_end(&mut end, 1, Err(&Error::new(Kind::Revoked, "region #3 wäs revoked")));
+        put_end(&mut end, 1, Err(&Error::new(ErrorKind::Revoked, "region #3 wäs revoked")));
         end.drain(..HEADER);
         let mut state = 0x9e37_79b9_7f4a_7c15_u64;
         let mut draw = |below: usize| {

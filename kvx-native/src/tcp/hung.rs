@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvx_core::sync::{Condvar, Mutex};
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::transport::{Handle, Shared};
 
@@ -139,7 +139,7 @@ impl Watch {
         let thread = std::thread::Builder::new().name(name);
         let thread = thread.spawn(move || watched.turns.watch(go_on_without)).map_err(|error| {
             Error::os("no thread to watch over TCP's turns: raise ulimit -u", error)
-                .kind_is(Kind::Exhausted)
+                .with_kind(ErrorKind::Exhausted)
         })?;
         Ok(Watch { shared, thread: Mutex::new(Some(thread)) })
     }

@@ -44,7 +44,7 @@ impl RemoteRegion for TcpRemote {}
 
 // SAFETY: a plan's local memory is touched only in turns of the machine's connections, of which there is one at a time,
 // while the plan's requests hold its blocks; they let go of them before its ticket settles, and what a device still
-// copies, and a turn that others went on without, hold that up (`Ending`).
+// copies, and a turn that others went on without, hold that up (`DeferredCompletions`).
 unsafe impl Link for TcpLink {
     fn capabilities(&self) -> Arc<Capabilities> {
         Arc::new(capabilities())

@@ -4,7 +4,7 @@ use std::ffi::CStr;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use kvx_core::fork::Private;
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
@@ -97,10 +97,10 @@ fn refused(bind: IpAddr, errno: Errno) -> Error {
         _ => String::new(),
     };
     let error = Error::os(format!("cannot listen on {bind} (\"tcp.bind\"){hint}"), errno);
-    error.kind_is(match errno {
-        Errno::ADDRNOTAVAIL => Kind::Invalid,
-        Errno::MFILE | Errno::NFILE => Kind::Exhausted,
-        _ => Kind::Native,
+    error.with_kind(match errno {
+        Errno::ADDRNOTAVAIL => ErrorKind::Invalid,
+        Errno::MFILE | Errno::NFILE => ErrorKind::Exhausted,
+        _ => ErrorKind::Native,
     })
 }
 
@@ -119,12 +119,12 @@ fn busy(bind: IpAddr, from: u16, to: u16) -> Error {
         format!("{which} in use on {bind} (\"tcp.ports\"): set it to {free} or leave it out"),
         Errno::ADDRINUSE,
     )
-    .kind_is(Kind::Exhausted)
+    .with_kind(ErrorKind::Exhausted)
 }
 
 fn unspecified(bind: IpAddr) -> Error {
     Error::new(
-        Kind::Invalid,
+        ErrorKind::Invalid,
         format!(
             "\"tcp.bind\" is {bind}, all addresses of this host, but peers need one to connect to: set \
              \"tcp.advertise\" to one that they reach, of {}",
@@ -193,7 +193,7 @@ mod tests {
     #[test]
     fn a_socket_that_there_is_no_descriptor_for_is_a_limit_to_be_raised() {
         let error = refused([127, 0, 0, 1].into(), Errno::MFILE);
-        assert_eq!(error.kind(), Kind::Exhausted);
+        assert_eq!(error.kind(), ErrorKind::Exhausted);
         assert!(error.sentence().contains("raise the limit of open files"), "{error}");
     }
     use kvx_core::Options;
@@ -207,7 +207,7 @@ mod tests {
         let first = open("{}").unwrap();
         let port = first.addresses[0].port();
         let error = open(&format!(r#"{{"tcp": {{"ports": {port}}}}}"#)).unwrap_err();
-        assert_eq!(error.kind(), Kind::Exhausted);
+        assert_eq!(error.kind(), ErrorKind::Exhausted);
         let sentence = error.to_string();
         assert!(sentence.contains(&format!("port {port} is in use")), "{sentence}");
         assert!(sentence.contains("tcp.ports"), "{sentence}");
@@ -233,7 +233,7 @@ mod tests {
     fn a_wildcard_without_an_advertised_address_lists_what_there_is() {
         for bind in ["0.0.0.0", "::"] {
             let error = open(&format!(r#"{{"tcp": {{"bind": "{bind}"}}}}"#)).unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid);
+            assert_eq!(error.kind(), ErrorKind::Invalid);
             assert!(error.sentence().contains("tcp.advertise"), "{error}");
             for (_, ip) in host_addresses() {
                 assert!(error.sentence().contains(&ip.to_string()), "{error}");
@@ -247,7 +247,7 @@ mod tests {
     #[test]
     fn an_address_of_another_host_is_refused_with_those_of_this_one() {
         let error = open(r#"{"tcp": {"bind": "192.0.2.1"}}"#).unwrap_err();
-        assert_eq!(error.kind(), Kind::Invalid);
+        assert_eq!(error.kind(), ErrorKind::Invalid);
         assert!(error.sentence().contains("not an address of this host"), "{error}");
     }
 }

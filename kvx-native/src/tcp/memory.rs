@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvx_backend::control::RegionTable;
 use kvx_core::sync::{Mutex, MutexGuard};
 use kvx_core::transport::{LocalRegion, RegionSpec};
-use kvx_core::{Bound, Error, Kind, Memory, Placed, RegionId, RegionKey, Result, Ticket};
+use kvx_core::{Bound, Error, ErrorKind, Memory, Placed, RegionId, RegionKey, Result, Ticket};
 
 use super::ending::Concern;
 use super::progress::Command;
@@ -68,7 +68,7 @@ pub(super) fn import(export: &[u8]) -> Result<u32> {
         ([], _) => Ok(0),
         (_, Some(number)) => Ok(u32::from_le_bytes(*number)),
         (_, None) => Err(Error::new(
-            Kind::Malformed,
+            ErrorKind::Malformed,
             "malformed export of a region: the metadata was altered",
         )),
     }
@@ -102,7 +102,10 @@ impl TcpRegion {
             let any: &dyn Any = &*plan.local(region).region;
             let region = any.downcast_ref::<TcpRegion>().map(|region| Arc::clone(&region.served));
             region.ok_or_else(|| {
-                Error::new(Kind::Invalid, "a plan over TCP names a region of another transport")
+                Error::new(
+                    ErrorKind::Invalid,
+                    "a plan over TCP names a region of another transport",
+                )
             })
         };
         Ok((order.into_iter().map(served).collect::<Result<_>>()?, grids))
@@ -159,10 +162,10 @@ mod tests {
             regions.open(&[(RegionId(id), RegionKey([key; 16]))]).map(|served| served[0].id)
         };
         assert_eq!(open(1, 1).unwrap(), kept.id);
-        assert_eq!(open(1, 2).unwrap_err().kind(), Kind::WrongKey);
-        assert_eq!(open(3, 1).unwrap_err().kind(), Kind::Unregistered);
+        assert_eq!(open(1, 2).unwrap_err().kind(), ErrorKind::WrongKey);
+        assert_eq!(open(3, 1).unwrap_err().kind(), ErrorKind::Unregistered);
         regions.remove(&gone);
-        assert_eq!(open(2, 2).unwrap_err().kind(), Kind::Revoked);
+        assert_eq!(open(2, 2).unwrap_err().kind(), ErrorKind::Revoked);
     }
 
     #[test]
@@ -170,6 +173,6 @@ mod tests {
         assert_eq!(import(&export(None)).unwrap(), 0);
         assert_eq!(import(&7u32.to_le_bytes()).unwrap(), 7);
         assert_eq!(import(&[7, 0, 0, 0, 99]).unwrap(), 7);
-        assert_eq!(import(&[7, 0, 0]).unwrap_err().kind(), Kind::Malformed);
+        assert_eq!(import(&[7, 0, 0]).unwrap_err().kind(), ErrorKind::Malformed);
     }
 }

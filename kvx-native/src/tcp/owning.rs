@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::reactor::Outbox;
 use kvx_core::fork::Private;
-use kvx_core::{Error, Kind, RegionId};
+use kvx_core::{Error, ErrorKind, RegionId};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
@@ -63,7 +63,7 @@ impl Machine {
         let max = shared.config.max_connections;
         let full = (self.served >= max).then(|| {
             Error::new(
-                Kind::Exhausted,
+                ErrorKind::Exhausted,
                 format!("the peer serves {max} connections already (\"tcp.max_connections\"): raise that, or try later"),
             )
         });
@@ -110,7 +110,7 @@ impl Machine {
             }
             Entry::Occupied(_) => {
                 let error = Error::new(
-                    Kind::Malformed,
+                    ErrorKind::Malformed,
                     format!("lane {} of a link comes twice", lane.lane),
                 );
                 self.failed(key, error, now, out);

@@ -6,7 +6,7 @@ use crate::staging::{Fetch, Store};
 use kvx_core::{Bound, Extents, RegionId, Result};
 
 use super::chunk::Chunk;
-use super::ending::{Concern, Ending, LateAnswer, Streaming};
+use super::ending::{Concern, DeferredCompletions, LateAnswer, Streaming};
 use super::memory::Served;
 
 /// The bytes of blocks, to be sent.
@@ -110,7 +110,7 @@ impl Source {
     }
 
     /// Nothing of it is read any more, but for copies that a device has begun.
-    pub(super) fn stop(self, ending: &Ending) {
+    pub(super) fn stop(self, ending: &DeferredCompletions) {
         if let Source::Device(fetching) = self {
             let Fetching { token, fetch, concern, .. } = *fetching;
             ending.add(token, Streaming::Fetch(fetch), concern, None);
@@ -196,7 +196,11 @@ impl Sink {
 
     /// Nothing more goes into it, but for copies that a device has begun: `answer` goes out when they have ended. It
     /// comes back when it may go out now.
-    pub(super) fn stop(self, ending: &Ending, answer: Option<LateAnswer>) -> Option<LateAnswer> {
+    pub(super) fn stop(
+        self,
+        ending: &DeferredCompletions,
+        answer: Option<LateAnswer>,
+    ) -> Option<LateAnswer> {
         match self {
             Sink::Host(_) => answer,
             Sink::Device(storing) => {

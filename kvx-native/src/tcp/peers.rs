@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::conn::{Conn, Role, Scope};
 use super::conns::Conns;
-use super::ending::Ending;
+use super::ending::DeferredCompletions;
 use super::error;
 use super::frames::{Frame, put_bare, put_cancel, put_frame};
 use super::link::LinkStanding;
@@ -241,7 +241,14 @@ impl OpenedLink {
     }
 
     /// Fails a transfer when nobody touches its memory any more.
-    fn settle(&self, id: TransferId, done: Ticket, why: Error, ending: &Ending, out: &mut Outbox) {
+    fn settle(
+        &self,
+        id: TransferId,
+        done: Ticket,
+        why: Error,
+        ending: &DeferredCompletions,
+        out: &mut Outbox,
+    ) {
         if let Some((done, result)) =
             ending.hold(|concern| concern.is_of(self.id, id), done, Err(why))
         {
@@ -250,7 +257,7 @@ impl OpenedLink {
     }
 
     /// Fails everything; its connections are gone.
-    pub(super) fn fail(&mut self, why: &Error, ending: &Ending, out: &mut Outbox) {
+    pub(super) fn fail(&mut self, why: &Error, ending: &DeferredCompletions, out: &mut Outbox) {
         for (id, UnsettledTransfer { plan, done, .. }) in std::mem::take(&mut self.transfers) {
             drop(plan);
             self.settle(id, done, why.clone(), ending, out);
@@ -261,7 +268,7 @@ impl OpenedLink {
     }
 
     /// The link is gone: fails everything and says so.
-    pub(super) fn lost(mut self, why: Error, ending: &Ending, out: &mut Outbox) {
+    pub(super) fn lost(mut self, why: Error, ending: &DeferredCompletions, out: &mut Outbox) {
         let why = error::of_peer(why, &self.who);
         self.fail(&why, ending, out);
         out.link(self.id, LinkState::Lost(why));

@@ -10,7 +10,7 @@ use kvx_backend::control::HeldBytes;
 use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn};
 use kvx_core::sync::Mutex;
 use kvx_core::transport::{INLINE_BYTES, LinkState};
-use kvx_core::{Bound, Error, Identity, Kind, LinkId, RegionId, Result, Ticket, TransferId};
+use kvx_core::{Bound, Error, ErrorKind, Identity, LinkId, RegionId, Result, Ticket, TransferId};
 
 use super::away::{Awaited, let_go};
 use super::chunk::Bin;
@@ -207,7 +207,7 @@ impl Machine {
                 Effect::Restarted { link } => {
                     let Some(peer) = self.peers.get(&link) else { continue };
                     let why = Error::new(
-                        Kind::PeerRestarted,
+                        ErrorKind::PeerRestarted,
                         format!(
                             "whoever answers for agent {} does not know its metadata: connect with its new metadata",
                             peer.who.name
@@ -354,7 +354,7 @@ impl Machine {
                 None => out.settle(done, Err(error::gone())),
             },
             Command::Cancel { link, id } => {
-                let why = Error::new(Kind::Cancelled, "the transfer was cancelled");
+                let why = Error::new(ErrorKind::Cancelled, "the transfer was cancelled");
                 self.give_up(link, id, why, out);
                 self.eager.push(link);
             }

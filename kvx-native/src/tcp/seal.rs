@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 /// How much of what follows a handshake is sealed: `tcp.seal`. The stricter of both ends' wishes counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -30,7 +30,7 @@ impl Seal {
         let found = Self::NAMED.into_iter().find(|(_, seal)| seal.number() == number);
         found.map(|(_, seal)| seal).ok_or_else(|| {
             Error::new(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 format!(
                     "malformed handshake: nothing is sealed in way {number}; bring both ends to one release"
                 ),
@@ -59,6 +59,6 @@ mod tests {
         for (_, seal) in Seal::NAMED {
             assert_eq!(Seal::of_number(seal.number()).unwrap(), seal);
         }
-        assert_eq!(Seal::of_number(3).unwrap_err().kind(), Kind::Malformed);
+        assert_eq!(Seal::of_number(3).unwrap_err().kind(), ErrorKind::Malformed);
     }
 }

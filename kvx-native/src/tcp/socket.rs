@@ -5,7 +5,7 @@ use std::os::fd::AsRawFd;
 use std::time::Duration;
 
 use kvx_core::fork::Private;
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 use rustix::net::sockopt;
 
@@ -77,7 +77,7 @@ pub(super) unsafe fn receive(
         unsafe { libc::readv(socket.as_raw_fd(), pieces.as_ptr(), pieces.len() as libc::c_int) };
     match outcome(got)? {
         Some(0) => Err(Error::new(
-            Kind::PeerLost,
+            ErrorKind::PeerLost,
             "the peer closed the connection: check whether it still runs",
         )),
         got => Ok(got),
@@ -98,7 +98,7 @@ fn outcome(returned: libc::ssize_t) -> Result<Option<usize>> {
 /// An established connection failed.
 fn broken(errno: Errno) -> Error {
     Error::os("the connection to the peer broke: check whether it still runs", errno)
-        .kind_is(Kind::PeerLost)
+        .with_kind(ErrorKind::PeerLost)
 }
 
 /// Calls that move less than there is, or nothing, as a test's seed wants it.

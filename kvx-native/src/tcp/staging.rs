@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use crate::staging::{Buffers, Stager};
 use kvx_core::sync::Mutex;
-use kvx_core::{Bound, DeviceAccess, Error, Extents, Kind, Memory, Pair, Result};
+use kvx_core::{Bound, DeviceAccess, Error, ErrorKind, Extents, Memory, Pair, Result};
 
-use super::ending::{Concern, Ending};
+use super::ending::{Concern, DeferredCompletions};
 use super::link::TcpRemote;
 use super::memory::{Served, TcpRegion};
 use super::payload::{Sink, Source};
@@ -40,7 +40,7 @@ impl DeviceStages {
     pub(super) fn of(
         &self,
         memory: &Memory,
-        ending: &Arc<Ending>,
+        ending: &Arc<DeferredCompletions>,
     ) -> Result<Option<Arc<DeviceStage>>> {
         let Some(access) = memory.device_access() else { return Ok(None) };
         let stage = self.find(access, ending);
@@ -59,7 +59,11 @@ impl DeviceStages {
         !stages.is_empty()
     }
 
-    fn find(&self, access: &Arc<dyn DeviceAccess>, ending: &Arc<Ending>) -> Arc<DeviceStage> {
+    fn find(
+        &self,
+        access: &Arc<dyn DeviceAccess>,
+        ending: &Arc<DeferredCompletions>,
+    ) -> Arc<DeviceStage> {
         let mut stages = self.0.lock();
         if let Some(known) = stages.iter().find(|stage| Arc::ptr_eq(stage.bulk.access(), access)) {
             return Arc::clone(known);
@@ -120,7 +124,7 @@ impl Staged {
         let first = numbers.next().flatten();
         if numbers.any(|number| number != first) {
             return Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 "a request names memory of several devices: its initiator should have made several of it",
             ));
         }

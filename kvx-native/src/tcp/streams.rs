@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use kvx_backend::reactor::Outbox;
 
-use super::ending::Ending;
+use super::ending::DeferredCompletions;
 use super::progress::Machine;
 
 impl Machine {
@@ -18,7 +18,7 @@ impl Machine {
             if let Some(answer) = answer {
                 self.answer(&answer);
             }
-            let key = Ending::key(token);
+            let key = DeferredCompletions::key(token);
             if let Some(conn) = self.conns.get_mut(key) {
                 conn.woken(token, now, &mut self.scope);
                 self.touch(key);

@@ -11,13 +11,13 @@ use kvx_core::transport::{
     Transport,
 };
 use kvx_core::{
-    Capabilities, HeldUp, Identity, Idle, Incarnation, Isolation, LinkId, MemoryKinds, Options,
-    PerOp, Placement, Result, Revocation, Secret, Ticket, Unavailable, WithoutAList,
+    AutoOpen, Capabilities, HungPageScope, Identity, Idle, Incarnation, Isolation, LinkId,
+    MemoryKinds, Options, PerOp, Placement, Result, Revocation, Secret, Ticket, Unavailable,
 };
 
 use super::address;
 use super::config::Config;
-use super::ending::Ending;
+use super::ending::DeferredCompletions;
 use super::error::NAME;
 use super::hung::{Turns, Watch};
 use super::link::{LinkStanding, TcpLink};
@@ -40,7 +40,7 @@ impl Factory for Tcp {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: 90, without_a_list: WithoutAList::Open, speaks_for: &[] }
+        Placement { order: 90, without_a_list: AutoOpen::Open, speaks_for: &[] }
     }
 
     fn admission(&self) -> Admission {
@@ -71,7 +71,9 @@ impl Factory for Tcp {
     }
 
     fn open(&self, context: Context) -> Result<Arc<dyn Transport>> {
-        open(context).map(|transport| Arc::new(transport) as _).map_err(|error| error.backend(NAME))
+        open(context)
+            .map(|transport| Arc::new(transport) as _)
+            .map_err(|error| error.with_backend(NAME))
     }
 }
 
@@ -84,7 +86,7 @@ pub(super) fn capabilities() -> Capabilities {
         revocation: Revocation::Owner,
         peer_loss_within: Some(Duration::from_secs(1)),
         settles_without_peer: PerOp::BOTH,
-        hung_page: HeldUp::Peer,
+        hung_page: HungPageScope::Peer,
         ordered: false,
         // Memory of a device brings along who copies it.
         local: MemoryKinds::ALL,
@@ -103,7 +105,7 @@ pub(super) struct Shared {
     pub(super) peer_timeout: Duration,
     pub(super) regions: Regions,
     pub(super) stages: DeviceStages,
-    pub(super) ending: Arc<Ending>,
+    pub(super) ending: Arc<DeferredCompletions>,
     pub(super) turns: Turns,
 }
 
@@ -173,7 +175,7 @@ fn open(context: Context) -> Result<TcpTransport> {
 
 // SAFETY: the machine touches a plan's memory as `TcpLink` says. A region's memory is touched for requests that hold
 // it, and a revocation takes it out of the table and then from each of them, before it settles; what a device still
-// copies for one of them, and a turn that hangs in it, hold the revocation up (`Ending`).
+// copies for one of them, and a turn that hangs in it, hold the revocation up (`DeferredCompletions`).
 unsafe impl Transport for TcpTransport {
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
@@ -186,7 +188,7 @@ unsafe impl Transport for TcpTransport {
     fn register(&self, region: RegionSpec) -> Result<Arc<dyn LocalRegion>> {
         TcpRegion::register(region, Arc::clone(&self.handle))
             .map(|region| Arc::new(region) as _)
-            .map_err(|error| error.backend(NAME))
+            .map_err(|error| error.with_backend(NAME))
     }
 
     fn stages_devices(&self) -> bool {
@@ -196,7 +198,7 @@ unsafe impl Transport for TcpTransport {
     fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>> {
         let name = &peer.identity.name;
         let addresses = address::decode(peer.address)
-            .map_err(|error| error.backend(NAME).peer(Arc::clone(name)))?;
+            .map_err(|error| error.with_backend(NAME).with_peer(Arc::clone(name)))?;
         let standing = Arc::new(LinkStanding::default());
         let Shared { config, peer_timeout, secret, .. } = &*self.handle.shared;
         let keys = Keys::new(&peer.invitation, secret.as_ref());

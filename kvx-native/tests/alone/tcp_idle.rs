@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::tcp_pair::Pair;
-use kvx_core::Kind;
+use kvx_core::ErrorKind;
 use kvx_testkit::test;
 
 /// CPU time of this process's threads of that name, and how many there are.
@@ -27,8 +27,8 @@ fn connected_agents_without_work_sleep() {
     pair.still_works();
     let (before, threads) = spent("kvx-tcp");
     assert_eq!(threads, 4, "one of each that has its turns, and one that watches over these");
-    let quiet = pair.owner.expect(b"never sent", 1, Duration::from_secs(3));
-    assert_eq!(quiet.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::TimedOut);
+    let quiet = pair.owner.wait_for_senders(b"never sent", 1, Duration::from_secs(3));
+    assert_eq!(quiet.wait(Duration::from_secs(10)).unwrap_err().kind(), ErrorKind::TimedOut);
     let (after, _) = spent("kvx-tcp");
     assert!(after - before <= Duration::from_millis(10), "{:?} in 3 s", after - before);
     pair.still_works();

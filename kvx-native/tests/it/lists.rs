@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use kvx_core::{
-    Agent, Kind, Memory, Op, Peer, PeerRegion, Place as _, Plan, Region, Registry, Report, Result,
-    Span, Transfer,
+    Agent, ErrorKind, Memory, Op, Peer, PeerRegion, Place as _, Plan, Region, Registry, Report,
+    Result, Span, Transfer,
 };
 use kvx_testkit::test;
 
@@ -38,7 +38,7 @@ fn pair(backend: &str) -> Pair {
     let bytes: Vec<u8> = (0..LEN as u64).map(content).collect();
     let theirs = owner.register("late", Memory::owned(bytes)).unwrap();
     let ours = reader.register("cache", Memory::owned(vec![0; LEN])).unwrap();
-    let remote = peer.learn(theirs.metadata().unwrap()).unwrap();
+    let remote = peer.import_region(theirs.metadata().unwrap()).unwrap();
     Pair { owner, reader, theirs, ours, peer, remote }
 }
 
@@ -121,10 +121,10 @@ fn spans_outside_or_on_top_of_each_other_are_refused() {
         Span { local: 0, remote: len - 1, len: 2 },
         Span { local: u64::MAX, remote: 0, len: 2 },
     ] {
-        assert_eq!(plan(&[span]).unwrap_err().kind(), Kind::OutOfBounds);
+        assert_eq!(plan(&[span]).unwrap_err().kind(), ErrorKind::OutOfBounds);
     }
     let on_top = [Span { local: 0, remote: 0, len: 100 }, Span { local: 99, remote: 500, len: 7 }];
-    assert_eq!(plan(&on_top).unwrap_err().kind(), Kind::Overlap);
+    assert_eq!(plan(&on_top).unwrap_err().kind(), ErrorKind::Overlap);
     assert_eq!(plan(&[]).unwrap().size().bytes, 0);
 }
 
@@ -153,8 +153,14 @@ fn a_region_of_another_life_or_of_nobody_is_refused() {
     let Pair { owner, reader, theirs, peer, remote, .. } = &pair("TCP");
     let again = agent("owner", "TCP");
     let other = again.register("late", Memory::owned(vec![0; 10])).unwrap();
-    assert_eq!(peer.learn(other.metadata().unwrap()).unwrap_err().kind(), Kind::PeerRestarted);
-    assert_eq!(peer.learn(owner.metadata().unwrap()).unwrap_err().kind(), Kind::Malformed);
+    assert_eq!(
+        peer.import_region(other.metadata().unwrap()).unwrap_err().kind(),
+        ErrorKind::PeerRestarted
+    );
+    assert_eq!(
+        peer.import_region(owner.metadata().unwrap()).unwrap_err().kind(),
+        ErrorKind::Malformed
+    );
     peer.forget(remote); // and it can still be used
     let small = reader.register("small", Memory::owned(vec![0; 16])).unwrap();
     let span = vec![Span { local: 0, remote: 100, len: 16 }];
@@ -162,7 +168,7 @@ fn a_region_of_another_life_or_of_nobody_is_refused() {
     driven(peer.post(&plan).unwrap()).unwrap();
     assert!(holds(&small, 0, 16, |offset| content(100 + offset)));
     theirs.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
-    assert_eq!(theirs.metadata().unwrap_err().kind(), Kind::Revoked);
+    assert_eq!(theirs.metadata().unwrap_err().kind(), ErrorKind::Revoked);
     assert!(driven(peer.post(&plan).unwrap()).is_err(), "its owner has taken it back");
 }
 

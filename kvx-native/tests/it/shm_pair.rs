@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::ends::*;
-use kvx_core::{Kind, MemoryKind, Transfer};
+use kvx_core::{ErrorKind, MemoryKind, Transfer};
 use kvx_testkit::test;
 
 fn shuffled(count: u32) -> Vec<u32> {
@@ -144,7 +144,7 @@ fn a_revoked_region_is_refused_and_its_memory_is_given_back() {
         run(&peer, &writing).unwrap();
         remote.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
         for plan in [&reading, &writing] {
-            assert_eq!(run(&peer, plan).unwrap_err().kind(), Kind::Revoked, "{plan:?} {on:?}");
+            assert_eq!(run(&peer, plan).unwrap_err().kind(), ErrorKind::Revoked, "{plan:?} {on:?}");
         }
         // The local region was lent for the write: it comes back as well.
         drop(reading);
@@ -202,9 +202,9 @@ fn a_region_is_revoked_under_transfers_in_flight() {
                 // From here on nobody else touches it. No block was ever filled with an even byte.
                 memory.copy_in(0, &vec![0x5a; memory.len()]).unwrap();
                 let (refused, others) = until_refused.join().unwrap();
-                assert_eq!(refused.kind(), Kind::Revoked, "{refused}");
+                assert_eq!(refused.kind(), ErrorKind::Revoked, "{refused}");
                 for error in others.into_iter().filter_map(|other| other.wait(CUT_OFF).err()) {
-                    assert_eq!(error.kind(), Kind::Revoked, "{error}");
+                    assert_eq!(error.kind(), ErrorKind::Revoked, "{error}");
                 }
                 memory
             });
@@ -239,7 +239,7 @@ fn a_cancelled_transfer_settles_and_the_link_works_on() {
         for transfer in transfers {
             match transfer.wait(CUT_OFF) {
                 Ok(_) => {}
-                Err(error) => assert_eq!(error.kind(), Kind::Cancelled),
+                Err(error) => assert_eq!(error.kind(), ErrorKind::Cancelled),
             }
         }
         run(&peer, &plan).unwrap();
@@ -260,11 +260,11 @@ fn a_peer_that_shuts_down_is_lost_and_a_new_life_under_its_name_is_told() {
     run(&peer, &plan).unwrap();
     shut_down(&[&prefill]);
     until_lost(&peer);
-    assert_eq!(run(&peer, &plan).unwrap_err().kind(), Kind::PeerLost);
+    assert_eq!(run(&peer, &plan).unwrap_err().kind(), ErrorKind::PeerLost);
     let again = agent("prefill of a_peer_that_shuts_down");
     let stale = decode.connect(&old).unwrap();
-    assert_eq!(stale.ready(CUT_OFF).wait(CUT_OFF).unwrap_err().kind(), Kind::PeerRestarted);
-    assert_eq!(run(&peer, &plan).unwrap_err().kind(), Kind::PeerRestarted);
+    assert_eq!(stale.ready(CUT_OFF).wait(CUT_OFF).unwrap_err().kind(), ErrorKind::PeerRestarted);
+    assert_eq!(run(&peer, &plan).unwrap_err().kind(), ErrorKind::PeerRestarted);
     connect(&decode, &again).ready(CUT_OFF).wait(CUT_OFF).unwrap();
     shut_down(&[&decode, &again]);
 }
@@ -286,7 +286,7 @@ fn foreign_memory_that_is_switched_off_says_so_and_pools_still_move() {
     run(&peer, &write(&pool, &there, &[0], &[1])).unwrap();
     for plan in [read(&pool, &there_foreign, &[0], &[1]), write(&foreign, &there, &[0], &[1])] {
         let refused = run(&peer, &plan).unwrap_err();
-        assert_eq!(refused.kind(), Kind::Unsupported, "{refused}");
+        assert_eq!(refused.kind(), ErrorKind::Unsupported, "{refused}");
         assert!(refused.to_string().contains("shm.foreign_memory"), "{refused}");
     }
     shut_down(&[&decode, &prefill]);
@@ -373,10 +373,10 @@ fn a_shutdown_with_work_in_flight_ends_everything() {
     for transfer in transfers {
         match transfer.wait(CUT_OFF) {
             Ok(_) => {}
-            Err(error) => assert_eq!(error.kind(), Kind::Closed, "{error}"),
+            Err(error) => assert_eq!(error.kind(), ErrorKind::Closed, "{error}"),
         }
     }
-    assert_eq!(peer.notify(b"late", CUT_OFF).wait(CUT_OFF).unwrap_err().kind(), Kind::Closed);
+    assert_eq!(peer.notify(b"late", CUT_OFF).wait(CUT_OFF).unwrap_err().kind(), ErrorKind::Closed);
     // The other end works on, and its memory is its own again.
     remote.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
     shut_down(&[&prefill]);
@@ -431,6 +431,6 @@ fn device_memory_is_refused_at_register() {
         Memory::adopt_device(0x1000, 4096, DeviceId([1; 16]), std::sync::Arc::new(Gpu), ())
     };
     let refused = own.register("gpu", memory).unwrap_err();
-    assert_eq!(refused.kind(), Kind::Unsupported, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Unsupported, "{refused}");
     own.shutdown(Duration::from_secs(5)).wait(CUT_OFF).unwrap();
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use crate::ends::child::{self, Other};
 use crate::ends::*;
 use kvx_backend::control::ControlMessage;
-use kvx_core::{Agent, Kind, Region};
+use kvx_core::{Agent, ErrorKind, Region};
 use kvx_testkit::{skip, test};
 
 const BLOCKS: u32 = 4096;
@@ -148,7 +148,7 @@ fn a_peer_killed_in_mid_transfer_is_lost_and_what_succeeded_is_right() {
         let settled: Vec<_> = transfers.iter().map(|transfer| transfer.settled()).collect();
         for transfer in transfers {
             if let Err(error) = transfer.wait(CUT_OFF) {
-                assert_eq!(error.kind(), Kind::PeerLost, "{error}");
+                assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
                 assert!(!error.to_string().contains("shut down"), "it was killed: {error}");
             }
         }
@@ -156,7 +156,7 @@ fn a_peer_killed_in_mid_transfer_is_lost_and_what_succeeded_is_right() {
             settled.wait(CUT_OFF).unwrap();
         }
         assert!(killed.elapsed() < CUT_OFF);
-        assert_eq!(run(&peer, &reading).unwrap_err().kind(), Kind::PeerLost);
+        assert_eq!(run(&peer, &reading).unwrap_err().kind(), ErrorKind::PeerLost);
         // Reads and writes carried the same bytes, so each block holds them whatever came through.
         for block in 0..BLOCKS {
             assert_eq!(filled_with(&local, block), pattern(2, block));
@@ -186,7 +186,7 @@ fn a_stopped_peer_is_still_read_and_its_writes_wait() {
         assert_eq!(filled_with(&local, 0), pattern(2, 7));
         let late = peer.transfer(&writing).deadline(Duration::from_millis(100)).post().unwrap();
         let settled = late.settled();
-        assert_eq!(late.wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
+        assert_eq!(late.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::TimedOut);
         other.go_on();
         settled.wait(CUT_OFF).unwrap();
         run(&peer, &writing).unwrap();
@@ -204,10 +204,10 @@ fn a_silent_peer_is_lost_but_its_writes_settle_only_when_it_lets_go() {
     other.stop();
     let transfer = peer.transfer(&writing).deadline(CUT_OFF).post().unwrap();
     let settled = transfer.settled();
-    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::PeerLost);
+    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::PeerLost);
     // The peer is stopped, not dead: it could still read what the write was to carry.
     let revoked = local.revoke(Duration::from_millis(100)).wait(CUT_OFF);
-    assert_eq!(revoked.unwrap_err().kind(), Kind::StillShared);
+    assert_eq!(revoked.unwrap_err().kind(), ErrorKind::StillShared);
     other.go_on();
     settled.wait(CUT_OFF).unwrap();
     local.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
@@ -224,7 +224,7 @@ fn a_restarted_peer_is_recognised() {
     until_lost(&peer);
     let mut again = start("restarted");
     let metadata = again.hear();
-    assert_eq!(run(&peer, &reading).unwrap_err().kind(), Kind::PeerRestarted);
+    assert_eq!(run(&peer, &reading).unwrap_err().kind(), ErrorKind::PeerRestarted);
     let peer = own.connect(&metadata).unwrap();
     let reading = read(&local, &peer.region("Pool").unwrap(), &[0], &[7]);
     run(&peer, &reading).unwrap();
@@ -246,7 +246,7 @@ fn a_stopped_reader_holds_a_region_until_it_lets_go_or_dies() {
             assert_eq!(other.ask("read lent 1"), "ok");
             other.stop();
             let refused = lent.revoke(Duration::from_millis(100)).wait(CUT_OFF).unwrap_err();
-            assert_eq!(refused.kind(), Kind::StillShared);
+            assert_eq!(refused.kind(), ErrorKind::StillShared);
             if dies {
                 other.kill()
             } else {
@@ -319,7 +319,7 @@ fn a_process_of_another_user_is_turned_away() {
     let metadata = other.hear();
     let peer = own.connect(&metadata).unwrap();
     let refused = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
-    assert_eq!(refused.kind(), Kind::Denied, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Denied, "{refused}");
     other.say(b"connect");
     other.say(&own.metadata().unwrap());
     assert_eq!(other.hear(), b"connected");

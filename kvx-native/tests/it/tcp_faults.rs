@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::tcp_pair::relay::Relay;
 use crate::tcp_pair::{CUT_OFF, Pair, agent, agent_with, registry, shuffled};
-use kvx_core::{Agent, Grid, Kind, Options, Plan};
+use kvx_core::{Agent, ErrorKind, Grid, Options, Plan};
 use kvx_testkit::test;
 
 const BIG: usize = 32 << 20;
@@ -45,7 +45,7 @@ fn cancel_in_the_middle(relay: &Relay, pair: &Pair, read: bool) {
     relay.wait_until_stuck();
     transfer.cancel();
     settled.wait(CUT_OFF).unwrap();
-    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::Cancelled);
+    assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::Cancelled);
 }
 
 /// Whatever was on its way has passed when later work on the same lanes has.
@@ -99,7 +99,7 @@ fn a_transfer_whose_peer_is_silent_is_lost_after_the_peer_timeout() {
         let transfer = pair.peer.post(&everything(&pair, read)).unwrap();
         let settled = transfer.settled();
         let error = transfer.wait(CUT_OFF).unwrap_err();
-        assert_eq!(error.kind(), Kind::PeerLost, "{error}");
+        assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
         settled.wait(CUT_OFF).unwrap();
         // The owner's side lives on.
         let late = agent("late");
@@ -119,7 +119,7 @@ fn a_transfer_to_a_lost_peer_whose_address_is_silent_says_that_it_is_lost() {
     let posted =
         pair.peer.transfer(&everything(&pair, true)).deadline(Duration::from_millis(300)).post();
     let error = posted.and_then(|transfer| transfer.wait(CUT_OFF)).unwrap_err();
-    assert_eq!(error.kind(), Kind::PeerLost, "{error}");
+    assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
 }
 
 #[test]
@@ -128,8 +128,8 @@ fn a_peer_that_is_busy_but_alive_is_not_lost() {
     let owner = Agent::builder("owner").notifications(1, 64 << 10).build(&registry()).unwrap();
     let pair = Pair::of(owner, impatient("reader", Duration::from_millis(1500)), 4096);
     let waiting: Vec<_> = (0..5u8).map(|number| pair.peer.notify([number], CUT_OFF * 3)).collect();
-    let quiet = pair.owner.expect(b"never sent", 1, Duration::from_secs(5));
-    assert_eq!(quiet.wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
+    let quiet = pair.owner.wait_for_senders(b"never sent", 1, Duration::from_secs(5));
+    assert_eq!(quiet.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::TimedOut);
     for _ in 0..5 {
         pair.owner.notification(CUT_OFF).join().unwrap();
     }
@@ -156,7 +156,7 @@ fn a_cut_connection_fails_what_is_in_flight_at_once() {
         for transfer in transfers {
             let settled = transfer.settled();
             let error = transfer.wait(CUT_OFF).unwrap_err();
-            assert_eq!(error.kind(), Kind::PeerLost, "{error}");
+            assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
             settled.wait(CUT_OFF).unwrap();
         }
         let late = agent("late");
@@ -181,7 +181,7 @@ fn a_revoked_region_is_let_go_at_once_though_its_readers_and_writers_stall() {
         memory.copy_in(0, &vec![0x5a; BIG]).unwrap();
         relay.go_on();
         let error = transfer.wait(CUT_OFF).unwrap_err();
-        assert_eq!(error.kind(), Kind::Revoked, "{error}");
+        assert_eq!(error.kind(), ErrorKind::Revoked, "{error}");
         let mut theirs = vec![0; BIG];
         memory.copy_out(0, &mut theirs).unwrap();
         assert!(
@@ -213,12 +213,12 @@ fn an_owner_that_is_shut_down_is_a_lost_peer() {
     pair.owner.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
     for transfer in transfers {
         if let Err(error) = transfer.wait(CUT_OFF) {
-            assert!(matches!(error.kind(), Kind::PeerLost | Kind::Revoked), "{error}");
+            assert!(matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::Revoked), "{error}");
         }
     }
     let plan = everything(&pair, true);
     let error = pair.peer.post(&plan).and_then(|transfer| transfer.wait(CUT_OFF)).unwrap_err();
-    assert!(matches!(error.kind(), Kind::PeerLost | Kind::Revoked), "{error}");
+    assert!(matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::Revoked), "{error}");
 }
 
 #[test]
@@ -277,7 +277,7 @@ fn random_work_with_random_cancels_moves_what_it_says() {
                     let result = transfer.wait(CUT_OFF);
                     settled.wait(CUT_OFF).unwrap();
                     if let Err(error) = &result {
-                        assert!(cancelled && error.kind() == Kind::Cancelled, "{error}");
+                        assert!(cancelled && error.kind() == ErrorKind::Cancelled, "{error}");
                         // What was on its way to the owner is over when the next transfer has begun there.
                         let grid = Grid { base, ..Grid::packed(64, 1) };
                         pair.peer
@@ -316,7 +316,7 @@ fn a_peer_that_was_full_is_tried_again_on_the_same_handle() {
     let late = agent_with("late", room_for_one, None);
     let peer = late.connect(owner.metadata().unwrap()).unwrap();
     let full = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
-    assert_eq!(full.kind(), Kind::Exhausted, "{full}");
+    assert_eq!(full.kind(), ErrorKind::Exhausted, "{full}");
     assert!(full.to_string().contains("try later"), "{full}");
     drop(taken);
     until_ready(&peer);
@@ -327,7 +327,7 @@ fn a_peer_that_was_full_is_tried_again_on_the_same_handle() {
 fn until_ready(peer: &kvx_core::Peer) {
     let until = std::time::Instant::now() + CUT_OFF;
     while let Err(error) = peer.ready(CUT_OFF).wait(CUT_OFF) {
-        assert_eq!(error.kind(), Kind::Exhausted, "{error}");
+        assert_eq!(error.kind(), ErrorKind::Exhausted, "{error}");
         assert!(std::time::Instant::now() < until, "{error}");
         std::thread::yield_now();
     }

@@ -1,6 +1,6 @@
 //! Peers that are malformed, slow or hostile: they lose their connection, and nobody else notices.
 
-use std::io::{ErrorKind, Write};
+use std::io::{self, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::mpsc::channel;
 
@@ -8,7 +8,7 @@ use crate::tcp_pair;
 use crate::tcp_pair::raw::*;
 use crate::tcp_pair::{CUT_OFF, Pair, agent, agent_with, pattern};
 use kvx_core::wire::Writer;
-use kvx_core::{Agent, Grid, Invitation, Kind, RegionKey};
+use kvx_core::{Agent, ErrorKind, Grid, Invitation, RegionKey};
 use kvx_testkit::test;
 
 /// As END carries them.
@@ -346,7 +346,7 @@ fn a_peer_that_asks_and_never_takes_the_answers_is_not_read_any_further() {
             assert!(taken < 256 << 20, "the owner reads and reads");
             match raw.0.write(&crowd[taken % crowd.len()..]) {
                 Ok(count) => (taken, stuck) = (taken + count, 0),
-                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     pair.still_works(); // takes a moment, and shows that others are served
                     stuck += 1;
                 }
@@ -524,7 +524,7 @@ fn at_most_are_open(crowd: &[Raw], most: usize) {
         let mut byte = [0];
         match raw.0.peek(&mut byte) {
             Ok(count) => count > 0, // what was said before the end stands before it
-            Err(error) => error.kind() == ErrorKind::WouldBlock,
+            Err(error) => error.kind() == io::ErrorKind::WouldBlock,
         }
     };
     let until = std::time::Instant::now() + CUT_OFF;
@@ -582,7 +582,7 @@ fn an_owner_that_answers_wrongly_is_dropped_and_writes_nowhere_else() {
         };
         with_owner(owner, |pair| {
             let error = read_one(pair).unwrap_err();
-            assert_eq!(error.kind(), Kind::Malformed, "case {case}: {error}");
+            assert_eq!(error.kind(), ErrorKind::Malformed, "case {case}: {error}");
             let got = Pair::all(&pair.ours);
             assert!(got[..2048].iter().chain(&got[3072..]).all(|byte| *byte == 0), "case {case}");
             let good = agent("good");
@@ -607,8 +607,8 @@ fn a_refusal_reaches_the_initiator_with_its_kind_and_the_link_lives_on() {
     };
     with_owner(owner, |pair| {
         let error = read_one(pair).unwrap_err();
-        assert_eq!((error.kind(), error.sentence()), (Kind::Revoked, "taken back"));
-        assert_eq!((error.failed_backend(), error.failed_peer()), (Some("TCP"), Some("owner")));
+        assert_eq!((error.kind(), error.sentence()), (ErrorKind::Revoked, "taken back"));
+        assert_eq!((error.backend(), error.peer()), (Some("TCP"), Some("owner")));
         read_one(pair).unwrap();
         pair.reader.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
     });

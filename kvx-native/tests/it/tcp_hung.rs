@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::tcp_pair::{CUT_OFF, Pair, agent, agent_with, pattern};
-use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Peer, Plan, Region, Transfer};
+use kvx_core::{Agent, ErrorKind, Grid, Memory, MemoryKind, Peer, Plan, Region, Transfer};
 use kvx_testkit::{HungPage, TestDevice, skip, test};
 
 const LEN: usize = 4 << 20;
@@ -47,10 +47,13 @@ fn an_owners_page_holds_up_its_region_and_no_other() {
         read(&to_owner, "well", &into, CUT_OFF).wait(CUT_OFF).unwrap();
     }
     assert_eq!(Pair::all(&into), bytes);
-    assert!(matches!(held_up.wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut | Kind::PeerLost));
+    assert!(matches!(
+        held_up.wait(CUT_OFF).unwrap_err().kind(),
+        ErrorKind::TimedOut | ErrorKind::PeerLost
+    ));
     // Nobody is in this one, and whoever is in the other may go on to touch it.
     well.revoke(CUT_OFF).wait(CUT_OFF).unwrap();
-    assert_eq!(pair.theirs.revoke(STAYS).wait(CUT_OFF).unwrap_err().kind(), Kind::StillShared);
+    assert_eq!(pair.theirs.revoke(STAYS).wait(CUT_OFF).unwrap_err().kind(), ErrorKind::StillShared);
     assert_eq!(kvx_core::quarantined_bytes(), LEN as u64);
     drop(page);
     let until = Instant::now() + CUT_OFF;
@@ -121,15 +124,15 @@ fn nobody_writes_where_a_write_that_hangs_may_still_land() {
     let page = HungPage::of(theirs.memory()).unwrap();
     from.copy_in(0, &vec![1; LEN]).unwrap();
     let hung = write(&peer, &from, &[middle, middle + 1, last], DEADLINE).unwrap_err();
-    assert!(matches!(hung.kind(), Kind::TimedOut | Kind::PeerLost), "{hung:?}");
+    assert!(matches!(hung.kind(), ErrorKind::TimedOut | ErrorKind::PeerLost), "{hung:?}");
 
     from.copy_in(0, &vec![2; LEN]).unwrap();
     let peer = writer.connect(owner.metadata().unwrap()).unwrap();
-    assert_eq!(write(&peer, &from, &[last], CUT_OFF).unwrap_err().kind(), Kind::Exhausted);
+    assert_eq!(write(&peer, &from, &[last], CUT_OFF).unwrap_err().kind(), ErrorKind::Exhausted);
     drop(page);
     let until = Instant::now() + CUT_OFF;
     while let Err(error) = write(&peer, &from, &[last], CUT_OFF) {
-        assert!(error.kind() == Kind::Exhausted && Instant::now() < until, "{error:?}");
+        assert!(error.kind() == ErrorKind::Exhausted && Instant::now() < until, "{error:?}");
         std::thread::sleep(Duration::from_millis(10));
     }
     let mut block = [0];

@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::ends::child::{self, Line, Other};
 use crate::tcp_pair::raw::{BARE, Raw, invitation_of};
 use crate::tcp_pair::{CUT_OFF, agent_with, registry};
-use kvx_core::{Agent, Grid, Kind, Memory, Options, Peer, Plan, Result};
+use kvx_core::{Agent, ErrorKind, Grid, Memory, Options, Peer, Plan, Result};
 use kvx_testkit::test;
 
 /// How long the children let a peer be silent.
@@ -64,8 +64,8 @@ fn told(result: Result<()>) -> String {
 /// Time passes, of which nothing happens for `owner`.
 fn pass(owner: &Agent, time: Duration) {
     assert_eq!(
-        owner.expect(b"never sent", 1, time).wait(CUT_OFF).unwrap_err().kind(),
-        Kind::TimedOut
+        owner.wait_for_senders(b"never sent", 1, time).wait(CUT_OFF).unwrap_err().kind(),
+        ErrorKind::TimedOut
     );
 }
 
@@ -101,13 +101,13 @@ fn a_stopped_peer_is_lost_also_by_who_gives_one_write_after_the_other_up() {
     other.stop();
     // Each deadline is shorter than the peer may be silent, and nothing is in flight between two writes.
     let mut kinds = (0..30).map(|_| write(timeout / 4).unwrap_err().kind());
-    let other_kind = kinds.find(|kind| *kind != Kind::TimedOut);
+    let other_kind = kinds.find(|kind| *kind != ErrorKind::TimedOut);
     assert_eq!(
         other_kind,
-        Some(Kind::PeerLost),
+        Some(ErrorKind::PeerLost),
         "none: 30 writes have timed out one after the other"
     );
-    assert_eq!(peer.loss(CUT_OFF).join().unwrap().kind(), Kind::PeerLost);
+    assert_eq!(peer.loss(CUT_OFF).join().unwrap().kind(), ErrorKind::PeerLost);
     other.go_on();
 }
 

@@ -2,7 +2,7 @@
 
 use crate::tcp_pair;
 use crate::tcp_pair::{CUT_OFF, Pair, agent, agent_with, shuffled};
-use kvx_core::{Grid, Kind, Memory, Plan};
+use kvx_core::{ErrorKind, Grid, Memory, Plan};
 use kvx_testkit::test;
 
 #[test]
@@ -230,7 +230,7 @@ fn a_restarted_agent_on_the_same_port_says_so() {
     let reader = agent("reader");
     let error =
         reader.connect(&metadata).and_then(|peer| peer.ready(CUT_OFF).wait(CUT_OFF)).unwrap_err();
-    assert_eq!(error.kind(), Kind::PeerRestarted, "{error}");
+    assert_eq!(error.kind(), ErrorKind::PeerRestarted, "{error}");
 }
 
 #[test]
@@ -242,7 +242,7 @@ fn secrets_must_match_on_both_ends() {
         let reader = agent_with("reader", "{}", ours);
         let peer = reader.connect(owner.metadata().unwrap()).unwrap();
         let error = peer.ready(CUT_OFF).wait(CUT_OFF).unwrap_err();
-        assert_eq!(error.kind(), Kind::Denied, "{error}");
+        assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
     }
 }
 
@@ -257,7 +257,7 @@ fn shutdown_ends_what_is_in_flight() {
         let settled = transfer.settled();
         match transfer.wait(CUT_OFF) {
             Ok(_) => {}
-            Err(error) => assert_eq!(error.kind(), Kind::Closed, "{error}"),
+            Err(error) => assert_eq!(error.kind(), ErrorKind::Closed, "{error}"),
         }
         settled.wait(CUT_OFF).unwrap();
     }

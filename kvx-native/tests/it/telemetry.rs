@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use kvx_core::{Agent, Grid, Kind, Memory, Plan, Registry};
+use kvx_core::{Agent, ErrorKind, Grid, Memory, Plan, Registry};
 use kvx_native::Tcp;
 use kvx_testkit::test;
 use metrics::{
@@ -110,7 +110,7 @@ fn a_recorder_is_told_of_transfers_and_failures() {
         peer.post(&plan).unwrap().wait(wait).unwrap();
     }
     region.revoke(wait).wait(wait).unwrap();
-    assert_eq!(peer.post(&plan).unwrap().wait(wait).unwrap_err().kind(), Kind::Revoked);
+    assert_eq!(peer.post(&plan).unwrap().wait(wait).unwrap_err().kind(), ErrorKind::Revoked);
 
     told.becomes("kvx_transfers_total backend=TCP op=read", 2.0);
     told.becomes("kvx_bytes_total backend=TCP op=read", 4.0 * 4096.0);

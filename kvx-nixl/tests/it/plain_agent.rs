@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use kvx::connector::nixl::{self, NixlPeer};
 use kvx::connector::wire::nixl::{Assembly, Got, NixlBlob, notes};
-use kvx::{Agent, Kind, Memory, Op, Region};
+use kvx::{Agent, ErrorKind, Memory, Op, Region};
 use kvx_testkit::{run_in_own_process, trial};
 use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
@@ -188,7 +188,7 @@ fn kvx_reads_and_writes_memory_of_nixl(setting: &Setting) -> Result<(), Failed> 
     let beyond = peer
         .plan(Op::Read, &regions_one(&agent)?, [(0, base + 4 * MIB as u64 - 1, 2)])
         .unwrap_err();
-    assert_eq!(beyond.kind(), Kind::Unregistered, "{beyond}");
+    assert_eq!(beyond.kind(), ErrorKind::Unregistered, "{beyond}");
     Ok(())
 }
 
@@ -316,7 +316,7 @@ fn memory_that_is_registered_later_is_learnt(setting: &Setting) -> Result<(), Fa
     let mut peer = NixlPeer::connect(&agent, &nixl.bytes(json!(["metadata"]))?)?;
     let more = nixl.call(json!(["more", MIB]))?;
     let later = more[1].as_u64().ok_or("an address")?;
-    assert_eq!(peer.place(later, 1).unwrap_err().kind(), Kind::Unregistered);
+    assert_eq!(peer.place(later, 1).unwrap_err().kind(), ErrorKind::Unregistered);
     for (blob, new) in [(unhex(&more[0])?, 1), (nixl.bytes(json!(["partial", 1]))?, 0)] {
         assert_eq!(peer.update(&blob)?, new);
     }
@@ -350,12 +350,12 @@ fn a_killed_and_restarted_nixl_is_told_apart(setting: &Setting) -> Result<(), Fa
     let started = Instant::now();
     let error = peer.peer().post(&plan).map(|transfer| transfer.wait(LIMIT)).and_then(|done| done);
     let kind = error.map(|_| ()).unwrap_err().kind();
-    assert!(matches!(kind, Kind::PeerLost | Kind::PeerRestarted), "{kind:?}");
+    assert!(matches!(kind, ErrorKind::PeerLost | ErrorKind::PeerRestarted), "{kind:?}");
     assert!(started.elapsed() < Duration::from_secs(5), "promptly");
 
     let mut nixl = Nixl::new(setting, MIB)?;
     let blob = nixl.bytes(json!(["metadata"]))?;
-    assert_eq!(peer.update(&blob).unwrap_err().kind(), Kind::PeerRestarted);
+    assert_eq!(peer.update(&blob).unwrap_err().kind(), ErrorKind::PeerRestarted);
     let peer = NixlPeer::connect(&agent, &blob)?;
     let base = nixl.call(json!(["at"]))?.as_u64().ok_or("an address")?;
     peer.peer().post(&peer.plan(Op::Read, &ours, [(0, base, 4096)])?)?.wait(LIMIT)?;
@@ -372,17 +372,19 @@ fn a_nixl_without_the_backend_is_refused_in_words(setting: &Setting) -> Result<(
     let ucx = blob("other", vec![("UCX".into(), vec![1, 2, 3])]);
     let error = NixlPeer::connect(&agent, &ucx.encode()?).unwrap_err();
     assert!(
-        error.kind() == Kind::Incompatible && error.sentence().contains("no backend KVX, but UCX"),
+        error.kind() == ErrorKind::Incompatible
+            && error.sentence().contains("no backend KVX, but UCX"),
         "{error}"
     );
     let other = blob("other", vec![("KVX".into(), nixl::introduction(&agent)?)]);
     let error = NixlPeer::connect(&agent, &other.encode()?).unwrap_err();
     assert!(
-        error.kind() == Kind::Incompatible && error.sentence().contains("introduces itself as kvx"),
+        error.kind() == ErrorKind::Incompatible
+            && error.sentence().contains("introduces itself as kvx"),
         "{error}"
     );
     let odd = blob("other", vec![("KVX".into(), b"odd".to_vec())]);
-    assert_eq!(NixlPeer::connect(&agent, &odd.encode()?).unwrap_err().kind(), Kind::Malformed);
+    assert_eq!(NixlPeer::connect(&agent, &odd.encode()?).unwrap_err().kind(), ErrorKind::Malformed);
     Ok(())
 }
 

@@ -36,9 +36,9 @@ struct Handover {
 }
 
 /// Why a prefill did not come to a handover.
-enum Missed {
+enum HandoverError {
     /// The client's mistake, in an instance's words.
-    Answered(Box<hyper::Response<bytes::Bytes>>),
+    Rejected(Box<hyper::Response<bytes::Bytes>>),
     /// In ours.
     Refused(ParamsError),
     /// Another instance may do better.
@@ -47,9 +47,9 @@ enum Missed {
     Stopped,
 }
 
-impl From<ParamsError> for Missed {
+impl From<ParamsError> for HandoverError {
     fn from(error: ParamsError) -> Self {
-        Missed::Refused(error)
+        HandoverError::Refused(error)
     }
 }
 
@@ -90,12 +90,14 @@ pub(crate) async fn completion(mut job: Job, asked: Asked) -> Ended {
         let handover = hand_over(&mut job, prefill, &body, &mut turn).await;
         let Handover { sent, mut beside } = match handover {
             Ok(handover) => handover,
-            Err(Missed::Answered(response)) => return Ok(job.pass_whole(*response)),
-            Err(Missed::Refused(error)) => {
+            Err(HandoverError::Rejected(response)) => return Ok(job.pass_whole(*response)),
+            Err(HandoverError::Refused(error)) => {
                 return Err(job.refused(Refusal::bad_request(error.to_string())));
             }
-            Err(Missed::Stopped) => return alone::completion(job, &asked, "prefill stopped").await,
-            Err(Missed::Failed(fault)) => {
+            Err(HandoverError::Stopped) => {
+                return alone::completion(job, &asked, "prefill stopped").await;
+            }
+            Err(HandoverError::Failed(fault)) => {
                 avoid_prefill.push(Arc::clone(&prefill_instance));
                 if !job.again("prefill") {
                     return job.fail(prefill_instance.name(), fault);
@@ -149,15 +151,17 @@ pub(crate) async fn completion(mut job: Job, asked: Asked) -> Ended {
                         break;
                     }
                 }
-                Raced::Prefill(Missed::Answered(response)) => return Ok(job.pass_whole(*response)),
-                Raced::Prefill(Missed::Refused(error)) => {
+                Raced::Prefill(HandoverError::Rejected(response)) => {
+                    return Ok(job.pass_whole(*response));
+                }
+                Raced::Prefill(HandoverError::Refused(error)) => {
                     return Err(job.refused(Refusal::bad_request(error.to_string())));
                 }
-                Raced::Prefill(Missed::Stopped) => {
+                Raced::Prefill(HandoverError::Stopped) => {
                     drop(decode);
                     return alone::completion(job, &asked, "prefill stopped").await;
                 }
-                Raced::Prefill(Missed::Failed(fault)) => {
+                Raced::Prefill(HandoverError::Failed(fault)) => {
                     prefill_instance.state.forget_ranks();
                     avoid_prefill.push(Arc::clone(&prefill_instance));
                     if !job.again("prefill") {
@@ -177,7 +181,7 @@ async fn hand_over(
     prefill: InFlight,
     body: &Value,
     turn: &mut ConversationTurn,
-) -> Result<Handover, Missed> {
+) -> Result<Handover, HandoverError> {
     let instance = Arc::clone(&prefill.instance);
     let connector = job.live.fleet.pools[instance.pool].connector;
     let kind = match instance.state.kind() {
@@ -185,7 +189,7 @@ async fn hand_over(
             Ok(kind) => kind,
             Err(fault) => {
                 job.core.blame(&job.live, &instance, &fault);
-                return Err(Missed::Failed(fault));
+                return Err(HandoverError::Failed(fault));
             }
         },
         kind => kind,
@@ -226,7 +230,7 @@ fn push(
     body: &Value,
     rank: Option<usize>,
     target: PushTarget,
-) -> Result<Handover, Missed> {
+) -> Result<Handover, HandoverError> {
     let id = own_id(&job.id);
     let value = id.as_str().parse().expect("an id fits a header");
     job.headers.insert(crate::request::headers::REQUEST_ID, value);
@@ -255,7 +259,7 @@ async fn sequentially(
     turn: &mut ConversationTurn,
     rank: Option<usize>,
     connector: PoolConnector,
-) -> Result<Handover, Missed> {
+) -> Result<Handover, HandoverError> {
     let bidirectional = job.live.fleet.pools[prefill.instance.pool].bidirectional;
     let leg = match turn.earlier.take().filter(|_| bidirectional) {
         Some((earlier, dialect)) => sequential::prefill_leg_of_later_turn(body, &earlier, dialect)?,
@@ -274,7 +278,7 @@ async fn sequentially(
         Err(error) => {
             let fault = Fault::Broken(error.to_string());
             job.core.blame(&job.live, &prefill.instance, &fault);
-            return Err(Missed::Failed(fault));
+            return Err(HandoverError::Failed(fault));
         }
     };
     if !leg.transfers {
@@ -284,10 +288,10 @@ async fn sequentially(
     Ok(Handover { sent: Sent::json(&job.path, &job.headers, &leg.body), beside: None })
 }
 
-fn missed(end: PrefillEnd) -> Missed {
+fn missed(end: PrefillEnd) -> HandoverError {
     match end {
-        PrefillEnd::Answered(response) => Missed::Answered(response),
-        PrefillEnd::Failed(fault) => Missed::Failed(fault),
+        PrefillEnd::Rejected(response) => HandoverError::Rejected(response),
+        PrefillEnd::Failed(fault) => HandoverError::Failed(fault),
     }
 }
 
@@ -295,7 +299,7 @@ fn missed(end: PrefillEnd) -> Missed {
 enum Raced {
     Opened(Opened),
     Decode(Fault),
-    Prefill(Missed),
+    Prefill(HandoverError),
 }
 
 async fn race(
@@ -331,19 +335,21 @@ async fn race(
 
 impl Told {
     /// Whether the decode instance waits for what really comes.
-    fn is_so(&self, answer: &Answer) -> Result<(), Missed> {
+    fn is_so(&self, answer: &Answer) -> Result<(), HandoverError> {
         match self {
             Told::Rank if answer.finish_reason.as_deref() == Some("length") => Ok(()),
-            Told::Rank => Err(Missed::Stopped),
+            Told::Rank => Err(HandoverError::Stopped),
             Told::Engine(told) => {
                 let engine =
                     answer.params.as_ref().and_then(|params| params.remote_engine_id.as_deref());
                 match engine {
-                    Some(engine) if engine != told => Err(Missed::Failed(Fault::Broken(format!(
-                        "its engine is {engine}, and the decode instance was told {told}"
-                    )))),
+                    Some(engine) if engine != told => Err(HandoverError::Failed(Fault::Broken(
+                        format!("its engine is {engine}, and the decode instance was told {told}"),
+                    ))),
                     Some(_) => Ok(()),
-                    None => Err(Missed::Failed(Fault::Broken("it kept no blocks".to_owned()))),
+                    None => {
+                        Err(HandoverError::Failed(Fault::Broken("it kept no blocks".to_owned())))
+                    }
                 }
             }
         }
@@ -415,7 +421,7 @@ mod tests {
         never_stops(&mut body);
         assert_eq!(body, serde_json::json!({"prompt": "a", "max_tokens": 1, "ignore_eos": true}));
         let stopped = Answer { finish_reason: Some("stop".to_owned()), ..Answer::default() };
-        assert!(matches!(Told::Rank.is_so(&stopped), Err(Missed::Stopped)));
+        assert!(matches!(Told::Rank.is_so(&stopped), Err(HandoverError::Stopped)));
     }
 
     #[test]
@@ -433,7 +439,8 @@ mod tests {
         let params = kvx_connector::params::TransferParams::from_value(&params).unwrap();
         let answer = Answer { params: Some(params), finish_reason: None };
         assert!(Told::Engine("new".to_owned()).is_so(&answer).is_ok());
-        let Err(Missed::Failed(fault)) = Told::Engine("old".to_owned()).is_so(&answer) else {
+        let Err(HandoverError::Failed(fault)) = Told::Engine("old".to_owned()).is_so(&answer)
+        else {
             panic!()
         };
         assert!(fault.to_string().contains("engine is new"), "{fault}");

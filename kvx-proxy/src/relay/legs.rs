@@ -58,7 +58,7 @@ pub(crate) struct Prefilled {
 #[derive(Debug)]
 pub(crate) enum PrefillEnd {
     /// The instance answered the client's mistake: the answer is the client's.
-    Answered(Box<Response<Bytes>>),
+    Rejected(Box<Response<Bytes>>),
     /// Another instance may do better.
     Failed(Fault),
 }
@@ -108,10 +108,10 @@ pub(crate) async fn prefill(
             instance.state.succeeded();
             Ok(Prefilled { answer, dialect, time: timed.ended("ok") })
         }
-        Err(PrefillEnd::Answered(response)) => {
+        Err(PrefillEnd::Rejected(response)) => {
             instance.state.succeeded();
             timed.ended("status");
-            Err(PrefillEnd::Answered(response))
+            Err(PrefillEnd::Rejected(response))
         }
         Err(PrefillEnd::Failed(fault)) => {
             timed.ended(fault.outcome());
@@ -137,7 +137,7 @@ async fn prefill_answer(
     let (parts, body) = accepted(response, until).await.map_err(failed)?.into_parts();
     let body = whole(body, WHOLE, until).await.map_err(failed)?;
     if !parts.status.is_success() {
-        return Err(PrefillEnd::Answered(Box::new(Response::from_parts(parts, body))));
+        return Err(PrefillEnd::Rejected(Box::new(Response::from_parts(parts, body))));
     }
     let value: Value = serde_json::from_slice(&body)
         .map_err(|_| failed(Fault::Broken("its answer with status 200 is no JSON".to_owned())))?;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvx_backend::fabric::{Happened, JobId};
-use kvx_core::{Error, Kind};
+use kvx_core::{Error, ErrorKind};
 
 use super::NixlFabric;
 use crate::connection::{self, Connection};
@@ -49,7 +49,7 @@ impl NixlFabric {
         // Asked once more: NIXL may have dropped the peer over the look.
         self.peers.lose(name, agent.knows(name), &mut happened);
         self.news.extend(happened);
-        why.kind_is(Kind::PeerLost)
+        why.with_kind(ErrorKind::PeerLost)
     }
 
     /// Whether pieces may be under way whose post has failed: over what it refuses a plugin forgets those before it,
@@ -57,7 +57,7 @@ impl NixlFabric {
     /// begun. A connection that is broken carries none: proven over TCP and cross-memory attach, not over cards for
     /// RDMA.
     pub(super) fn flies_on(status: Status, why: &Error) -> bool {
-        !status.is_not_found() && why.kind() != Kind::PeerLost
+        !status.is_not_found() && why.kind() != ErrorKind::PeerLost
     }
 
     /// A request is in progress, and nobody will say when it has ended: it is never released.

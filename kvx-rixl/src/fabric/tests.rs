@@ -197,12 +197,12 @@ fn a_request_of_a_link_that_is_gone_is_not_released_in_progress() {
 #[test]
 fn what_was_begun_before_a_refusal_ends_with_a_broken_connection_alone() {
     let flies_on = |status, kind| NixlFabric::flies_on(status, &Error::new(kind, "refused"));
-    assert!(flies_on(Status::BACKEND, Kind::Native));
+    assert!(flies_on(Status::BACKEND, ErrorKind::Native));
     assert!(
-        !flies_on(Status::BACKEND, Kind::PeerLost),
+        !flies_on(Status::BACKEND, ErrorKind::PeerLost),
         "nothing goes over the connection any more"
     );
-    assert!(!flies_on(Status::NOT_FOUND, Kind::Native), "nothing was begun");
+    assert!(!flies_on(Status::NOT_FOUND, ErrorKind::Native), "nothing was begun");
 }
 
 /// A failure on a connection that works loses nothing, whether or not something else is in progress on it; one on a
@@ -215,7 +215,7 @@ fn found_out() {
     let failed = |near: &mut NixlFabric| {
         let locked = agent_lock.lock();
         let agent = locked.as_ref().expect("it is open");
-        near.blame(agent, &name, Error::new(Kind::Native, "a transfer failed")).kind()
+        near.blame(agent, &name, Error::new(ErrorKind::Native, "a transfer failed")).kind()
     };
     let mut landed = |near: &mut NixlFabric| {
         until(near, |near, _| {
@@ -223,9 +223,9 @@ fn found_out() {
             near.flights.is_empty()
         })
     };
-    assert_eq!(failed(&mut near), Kind::Native);
+    assert_eq!(failed(&mut near), ErrorKind::Native);
     assert!(landed(&mut near).is_empty());
-    assert_eq!((failed(&mut near), near.flights.len()), (Kind::Native, 0), "it works");
+    assert_eq!((failed(&mut near), near.flights.len()), (ErrorKind::Native, 0), "it works");
 
     {
         let locked = agent_lock.lock();
@@ -233,7 +233,7 @@ fn found_out() {
     }
     assert_eq!(
         (failed(&mut near), near.flights.len()),
-        (Kind::Native, 2),
+        (ErrorKind::Native, 2),
         "it is answered after the write"
     );
     let happened = landed(&mut near);
@@ -252,11 +252,11 @@ fn found_out() {
         }
         false
     });
-    assert_eq!(failed(&mut near), Kind::PeerLost);
+    assert_eq!(failed(&mut near), ErrorKind::PeerLost);
     assert!(near.peers.way(EndpointId::from_number(1)).is_err(), "it stays lost");
     let happened = until(&mut near, |_, happened| !happened.is_empty());
     assert!(matches!(happened[..], [Happened::Broken { .. }]), "{happened:?}");
-    assert_eq!(failed(&mut near), Kind::PeerLost, "and is reported once");
+    assert_eq!(failed(&mut near), ErrorKind::PeerLost, "and is reported once");
     std::mem::forget((near, ours, looks));
 }
 
@@ -284,8 +284,8 @@ fn asked_after_the_blame(dropped: bool) -> bool {
         drop(far);
     }
     let end = Instant::now() + PATIENCE;
-    while near.blame(agent, &name, Error::new(Kind::Native, "a transfer failed")).kind()
-        != Kind::PeerLost
+    while near.blame(agent, &name, Error::new(ErrorKind::Native, "a transfer failed")).kind()
+        != ErrorKind::PeerLost
     {
         assert!(Instant::now() < end, "it is lost");
         std::thread::sleep(Duration::from_millis(1));
@@ -322,7 +322,7 @@ fn ended_with_the_peer() {
     drop(far);
     let happened = until(&mut near, |near, _| near.flights.is_empty());
     let lost = |happened: &&Happened| match happened {
-        Happened::Moved { result: Err(why), .. } => why.kind() == Kind::PeerLost,
+        Happened::Moved { result: Err(why), .. } => why.kind() == ErrorKind::PeerLost,
         _ => false,
     };
     assert_eq!(happened.iter().filter(lost).count(), 3, "{happened:?}");
@@ -381,8 +381,8 @@ fn unasked() {
     let agent = locked.as_ref().expect("it is open");
     flies(Op::Write, &mut near, agent, &name, &ours, &theirs);
     assert_eq!(
-        near.blame(agent, &name, Error::new(Kind::Native, "a transfer failed")).kind(),
-        Kind::Native
+        near.blame(agent, &name, Error::new(ErrorKind::Native, "a transfer failed")).kind(),
+        ErrorKind::Native
     );
     assert_eq!(near.flights.len(), 1, "no read waits for the write");
     std::mem::forget((near, ours, theirs));

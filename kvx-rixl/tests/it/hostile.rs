@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::{Agent, Grid, Kind, Memory, Metadata, Options, Peer, Plan, Region, Transfer};
+use kvx_core::{Agent, ErrorKind, Grid, Memory, Metadata, Options, Peer, Plan, Region, Transfer};
 use kvx_testkit::Child;
 use libtest_mimic::{Failed, Trial};
 
@@ -100,7 +100,7 @@ fn nobody_speaks_for_another_agent() -> Outcome {
     ours.copy_in(0, &[0; LEN])?;
     let flying = read(&ours, &victim)?;
     let refused = read(&ours, &hostile).and_then(|read| read.wait(CUT_OFF));
-    assert_eq!(refused.map_err(|why| why.kind()).map(drop), Err(Kind::Malformed));
+    assert_eq!(refused.map_err(|why| why.kind()).map(drop), Err(ErrorKind::Malformed));
     victim_process.go_on()?;
     let report = flying.wait(CUT_OFF)?;
     assert_eq!(report.bytes, LEN as u64);
@@ -129,7 +129,7 @@ fn memory_of_no_kind_is_refused() -> Outcome {
         let refused = read(&ours, &peer).and_then(|read| read.wait(CUT_OFF));
         assert_eq!(
             refused.map_err(|why| why.kind()).map(drop),
-            Err(Kind::Malformed),
+            Err(ErrorKind::Malformed),
             "kind {kind}"
         );
         drop(peer);
@@ -138,7 +138,7 @@ fn memory_of_no_kind_is_refused() -> Outcome {
         let refused = near
             .connect_foreign("RIXL", &foreign)
             .and_then(|peer| peer.ready(CUT_OFF).wait(CUT_OFF));
-        assert_eq!(refused.map_err(|why| why.kind()), Err(Kind::Malformed), "kind {kind}");
+        assert_eq!(refused.map_err(|why| why.kind()), Err(ErrorKind::Malformed), "kind {kind}");
     }
     let peer = near.connect(&far.metadata()?)?;
     peer.ready(CUT_OFF).wait(CUT_OFF)?;

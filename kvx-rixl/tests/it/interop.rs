@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use kvx_core::{
-    Agent, Grid, Kind, Memory, MemoryKind, Op, Options, Peer, PeerRegion, Plan, Region, Report,
+    Agent, ErrorKind, Grid, Memory, MemoryKind, Op, Options, Peer, PeerRegion, Plan, Region, Report,
 };
 use kvx_testkit::{Child, run};
 use libtest_mimic::{Failed, Trial};
@@ -154,7 +154,7 @@ fn python_serves(interpreter: PathBuf) -> Outcome {
     let one = Grid::packed(BLOCK, 1);
     let plan = Plan::read(ours[0].grid(one)?.blocks(&[0][..]), beyond.grid(one)?.blocks(&[0][..]))?;
     let refused = run(peer.transfer(&plan).deadline(CUT_OFF).post()?);
-    assert_eq!(refused.map(drop).map_err(|why| why.kind()), Err(Kind::Native));
+    assert_eq!(refused.map(drop).map_err(|why| why.kind()), Err(ErrorKind::Native));
     moved(Op::Read, &peer, (&ours[0], one, &[0]), (&remote, one, &[0]), None)?;
     agent.shutdown(CUT_OFF).wait(CUT_OFF)?;
     Ok(())
@@ -240,7 +240,7 @@ fn kvx_serves(interpreter: PathBuf) -> Outcome {
     let [told, _] = ours;
     assert_eq!(
         told.revoke(CUT_OFF).wait(CUT_OFF).map(drop).map_err(|why| why.kind()),
-        Err(Kind::StillShared)
+        Err(ErrorKind::StillShared)
     );
     Ok(())
 }
@@ -328,7 +328,7 @@ fn python_is_killed_and_starts_again(interpreter: PathBuf) -> Outcome {
     let post = |plan| peer.transfer(plan).deadline(CUT_OFF).post();
     let flying: Vec<_> = plans.iter().map(post).collect::<kvx_core::Result<_>>()?;
     python.kill();
-    let right = |error: &kvx_core::Error| error.kind() == Kind::PeerLost;
+    let right = |error: &kvx_core::Error| error.kind() == ErrorKind::PeerLost;
     for (region, flying) in regions.iter().zip(flying) {
         match run(flying) {
             Ok(_) => assert!(holds(region, 21)?, "what ended well is there"),
@@ -378,10 +378,10 @@ fn what_flies_when_python_is_killed_fails(interpreter: PathBuf) -> Outcome {
     let settled: Vec<_> = flying.iter().map(|flying| flying.settled()).collect();
     let kinds: Vec<_> =
         flying.into_iter().map(|flying| run(flying).map(drop).map_err(|why| why.kind())).collect();
-    assert_eq!(kinds, vec![Err(Kind::PeerLost); 8]);
+    assert_eq!(kinds, vec![Err(ErrorKind::PeerLost); 8]);
     settled.into_iter().try_for_each(|settled| settled.wait(CUT_OFF))?;
     let late = post(&write).and_then(run);
-    assert_eq!(late.map(drop).map_err(|why| why.kind()), Err(Kind::PeerLost), "it stays lost");
+    assert_eq!(late.map(drop).map_err(|why| why.kind()), Err(ErrorKind::PeerLost), "it stays lost");
     Ok(())
 }
 
@@ -417,7 +417,7 @@ fn callers_work_on_while_python_streams(interpreter: PathBuf) -> Outcome {
             let cancelled = peer.transfer(&plan).deadline(CUT_OFF).post()?;
             cancelled.cancel();
             let end = cancelled.wait(CUT_OFF).map(drop).map_err(|why| why.kind());
-            assert!(matches!(end, Ok(()) | Err(Kind::Cancelled)), "{end:?}");
+            assert!(matches!(end, Ok(()) | Err(ErrorKind::Cancelled)), "{end:?}");
             agent.register("more", Memory::owned(vec![0; 64]))?.revoke(CUT_OFF).wait(CUT_OFF)?;
             if let Some(end) = python.heard() {
                 break end;
@@ -452,7 +452,7 @@ fn the_latest_of_a_name_takes_its_place(interpreter: PathBuf) -> Outcome {
         let plan =
             Plan::read(near.grid(grid)?.blocks(&order[..]), remote.grid(grid)?.blocks(&order[..]))?;
         let end = peer.transfer(&plan).deadline(CUT_OFF).post().and_then(run);
-        assert_eq!(end.map(drop).map_err(|why| why.kind()), Err(Kind::PeerLost));
+        assert_eq!(end.map(drop).map_err(|why| why.kind()), Err(ErrorKind::PeerLost));
         Ok(())
     };
     let mut first = Python::start(&interpreter, "python-twice", &[SMALL]);

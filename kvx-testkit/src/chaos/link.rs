@@ -9,7 +9,7 @@ use kvx_core::sync::Mutex;
 use kvx_core::transport::{
     ForeignRange, Link, LocalRegion, PeerSection, RemoteRegion, RemoteSpec, Turn,
 };
-use kvx_core::{Bound, Capabilities, Error, Kind, Result, Ticket, TransferId};
+use kvx_core::{Bound, Capabilities, Error, ErrorKind, Result, Ticket, TransferId};
 
 use super::Fault;
 use super::bytes::{Damage, Rewrite};
@@ -77,7 +77,8 @@ impl ChaosLink {
     /// Whether this transfer shall be lost, and what its ticket then says.
     fn skips(&self, plan: &Arc<Bound>) -> Option<Result<()>> {
         let turn = self.turns.posts.fetch_add(1, Ordering::Relaxed) + 1;
-        let failed = || Err(Error::new(Kind::Exhausted, "chaos: this transfer was chosen to fail"));
+        let failed =
+            || Err(Error::new(ErrorKind::Exhausted, "chaos: this transfer was chosen to fail"));
         match self.fault? {
             Fault::Drop => Some(Ok(())),
             Fault::Mix if turn.is_multiple_of(50) => Some(Ok(())),
@@ -152,7 +153,7 @@ impl Turns {
     /// For [`Fault::DropPeerLoss`]: what the loss of a peer would end does not end.
     fn settle_unless_lost(&self, ticket: Ticket, result: Result<()>) {
         match result {
-            Err(error) if error.kind() == Kind::PeerLost => {
+            Err(error) if error.kind() == ErrorKind::PeerLost => {
                 self.kept.lock().push(ticket);
             }
             other => ticket.settle(other),

@@ -7,7 +7,7 @@ use kvx_core::sync::Mutex;
 use kvx_core::transport::{
     Context, Factory, Link, LocalRegion, PeerSection, RegionSpec, RemoteRegion, Transport,
 };
-use kvx_core::{Capabilities, Error, Identity, Kind, LinkId, Result, Ticket};
+use kvx_core::{Capabilities, Error, ErrorKind, Identity, LinkId, Result, Ticket};
 
 use super::Fault;
 use super::events::ChaosEvents;
@@ -104,7 +104,7 @@ unsafe impl Transport for ChaosTransport {
 
     fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>> {
         if self.fault == Some(Fault::NoLoopback) && *peer.identity == self.agent {
-            return Err(Error::new(Kind::Unsupported, "chaos: no link to the own agent"));
+            return Err(Error::new(ErrorKind::Unsupported, "chaos: no link to the own agent"));
         }
         Ok(self.wrapped(self.inner.link(id, peer)?))
     }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_core::{
-    Agent, Completion, Grid, Idle, Kind, Memory, Notification, Op, Peer, Plan, Region, Registry,
-    Revocation, Transfer, quarantined_bytes,
+    Agent, Completion, ErrorKind, Grid, Idle, Memory, Notification, Op, Peer, Plan, Region,
+    Registry, Revocation, Transfer, quarantined_bytes,
 };
 
 use super::traffic::{GRACE, OPS, Traffic, exchange, is_kept, promised_by, until};
@@ -226,13 +226,13 @@ impl Inherited {
         let agent = &pair.near;
         let grid = Grid::packed(4096, 1);
         match agent.metadata() {
-            Err(error) if error.kind() == Kind::Forked => {}
+            Err(error) if error.kind() == ErrorKind::Forked => {}
             // The other calls would wait for threads that the fork does not have.
             other => return format!("metadata said {:?}", other.map(drop)),
         }
         let mut wrong = String::new();
         let mut hear = |call: &str, result: kvx_core::Result<()>| match result {
-            Err(error) if error.kind() == Kind::Forked => {}
+            Err(error) if error.kind() == ErrorKind::Forked => {}
             other => wrong.push_str(&format!("{call} said {other:?}; ")),
         };
         hear("build", Agent::builder("forked").build(&registry).map(drop));
@@ -244,7 +244,7 @@ impl Inherited {
             "awaiting a notification",
             crate::executor::run(agent.notification(SOON)).map(drop::<Notification>),
         );
-        hear("expect", agent.expect(b"x", 1, SOON).wait(SOON).map(drop));
+        hear("expect", agent.wait_for_senders(b"x", 1, SOON).wait(SOON).map(drop));
         hear("copy_in", region.copy_in(0, b"x"));
         hear("copy_out", region.copy_out(0, &mut [0]));
         hear("a local grid", region.grid(grid).map(drop));
@@ -330,7 +330,7 @@ async fn is_closed(agent: &Agent, blocks: &Traffic, peer: &Peer, plan: &Plan) ->
     ensure_kind!(agent.register("more", Memory::owned(vec![0; 64])), Closed);
     ensure_kind!(agent.connect([]), Closed);
     ensure_kind!(agent.notification(CUT_OFF).await, Closed);
-    ensure_kind!(agent.expect(b"x", 1, CUT_OFF).await, Closed);
+    ensure_kind!(agent.wait_for_senders(b"x", 1, CUT_OFF).await, Closed);
     ensure_kind!(peer.post(plan), Closed);
     ensure_kind!(peer.notify(b"x", CUT_OFF).await, Closed);
     ensure_kind!(peer.ready(CUT_OFF).await, Closed);
@@ -353,7 +353,7 @@ pub async fn shutdown_settles_what_is_in_flight(setup: &Setup) -> Check {
     let back = pair.connect_back()?;
     let seed = blocks.fill_far(&mut pair.far)?;
     let waiting = pair.near.notification(CUT_OFF);
-    let expecting = pair.near.expect(b"never", 1, CUT_OFF);
+    let expecting = pair.near.wait_for_senders(b"never", 1, CUT_OFF);
     let plan = blocks.plan(Op::Read, &peer)?;
     let transfers = (0..8)
         .map(|_| peer.transfer(&plan).deadline(CUT_OFF).post())

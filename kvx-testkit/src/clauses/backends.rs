@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
-    Agent, Error, Grid, Kind, Known, Options, Peer, Placement, Plan, Region, Registry, Unavailable,
-    Verdict, WithoutAList,
+    Agent, AutoOpen, BackendName, Error, ErrorKind, Grid, Options, Peer, Placement, Plan, Region,
+    Registry, Unavailable, Verdict,
 };
 
 use super::{Breaker, Clause, Runs, clauses};
@@ -64,7 +64,7 @@ impl Factory for Absent {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: 0, without_a_list: WithoutAList::Open, speaks_for: &[] }
+        Placement { order: 0, without_a_list: AutoOpen::Open, speaks_for: &[] }
     }
 
     fn available(&self, _: &Options) -> Result<Availability, Unavailable> {
@@ -72,7 +72,7 @@ impl Factory for Absent {
     }
 
     fn open(&self, _: Context) -> kvx_core::Result<Arc<dyn Transport>> {
-        Err(Error::new(Kind::Unavailable, "opened although it is not available"))
+        Err(Error::new(ErrorKind::Unavailable, "opened although it is not available"))
     }
 }
 
@@ -98,7 +98,7 @@ impl Choice {
         &mut self,
         name: &'static str,
         before: bool,
-        without_a_list: WithoutAList,
+        without_a_list: AutoOpen,
     ) -> Result<Arc<AtomicUsize>, Failure> {
         let own = self.inner.placement().order;
         let order = if before { own.saturating_sub(1) } else { own + 1 };
@@ -150,7 +150,7 @@ pub async fn a_list_of_backends_restricts(setup: &Setup) -> Check {
     let mut target = target(setup)?;
     let metadata = target.far.metadata()?;
     let mut choice = Choice::new(setup)?;
-    choice.twin("TWIN", true, WithoutAList::Open)?;
+    choice.twin("TWIN", true, AutoOpen::Open)?;
     choice.registry.add(Absent)?;
     let (lower, upper) = (choice.backend.to_lowercase(), choice.backend.to_uppercase());
     for written in [&lower, &upper] {
@@ -192,9 +192,9 @@ pub async fn without_a_list_the_order_decides(setup: &Setup) -> Check {
     let mut target = target(setup)?;
     let mut choice = Choice::new(setup)?;
     // Before the backend, but the peer does not have it; then one that must be named.
-    choice.twin("FIRST", true, WithoutAList::Open)?;
+    choice.twin("FIRST", true, AutoOpen::Open)?;
     choice.registry.add(Absent)?;
-    let named_only = choice.twin("NAMED", true, WithoutAList::Skip)?;
+    let named_only = choice.twin("NAMED", true, AutoOpen::Skip)?;
     let agent = choice.agent(setup, None)?;
     ensure!(
         named_only.load(Ordering::SeqCst) == 0,
@@ -202,7 +202,7 @@ pub async fn without_a_list_the_order_decides(setup: &Setup) -> Check {
     );
     let own = choice.inner.placement().without_a_list;
     let (peer, near) = connect(&agent, setup, &target.far.metadata()?)?;
-    if own == WithoutAList::Open {
+    if own == AutoOpen::Open {
         ensure!(
             agent.backends() == ["FIRST", choice.backend],
             "without a list {:?} are open",
@@ -218,10 +218,10 @@ pub async fn without_a_list_the_order_decides(setup: &Setup) -> Check {
         agent.backends()
     );
     // Two agents that both have all of them: the first in the order is used.
-    if setup.mode == Mode::OneProcess && own == WithoutAList::Open {
+    if setup.mode == Mode::OneProcess && own == AutoOpen::Open {
         let mut choice = Choice::new(setup)?;
-        choice.twin("SECOND", false, WithoutAList::Open)?;
-        choice.twin("FIRST", true, WithoutAList::Open)?;
+        choice.twin("SECOND", false, AutoOpen::Open)?;
+        choice.twin("FIRST", true, AutoOpen::Open)?;
         let (one, other) = (choice.agent(setup, None)?, choice.agent(setup, None)?);
         let _kv = other.register("kv", setup.memory(1 << 16, 2)?)?;
         let (peer, near) = connect(&one, setup, &other.metadata()?)?;
@@ -240,10 +240,10 @@ pub async fn without_a_list_the_order_decides(setup: &Setup) -> Check {
 pub async fn missing_backends_are_three_errors(setup: &Setup) -> Check {
     let mut choice = Choice::new(setup)?;
     choice.registry.add(Absent)?;
-    choice.registry = choice.registry.know(&[
-        Known { name: "ABSENT", aliases: &["GONE"], feature: Some("absent") },
-        Known { name: "OPTIONAL", aliases: &[], feature: Some("optional") },
-        Known { name: "FUTURE", aliases: &[], feature: None },
+    choice.registry = choice.registry.with_names(&[
+        BackendName { name: "ABSENT", aliases: &["GONE"], feature: Some("absent") },
+        BackendName { name: "OPTIONAL", aliases: &[], feature: Some("optional") },
+        BackendName { name: "FUTURE", aliases: &[], feature: None },
     ]);
     let said = |name: &str| -> Result<Error, Failure> {
         let built = choice.agent(setup, Some(&[name]));
@@ -252,12 +252,12 @@ pub async fn missing_backends_are_three_errors(setup: &Setup) -> Check {
             .ok_or_else(|| Failure::new(format!("an agent was built with the backend {name}")))
     };
     let unknown = said("OPTOINAL")?;
-    ensure!(unknown.kind() == Kind::UnknownBackend, "a name that nobody knows: {unknown:?}");
+    ensure!(unknown.kind() == ErrorKind::UnknownBackend, "a name that nobody knows: {unknown:?}");
     let sentence = "backend \"OPTOINAL\" is unknown; did you mean OPTIONAL? known: ";
     ensure!(unknown.to_string().contains(sentence), "a name that nobody knows: {unknown}");
     let not_compiled = said("optional")?;
     ensure!(
-        not_compiled.kind() == Kind::NotCompiled,
+        not_compiled.kind() == ErrorKind::NotCompiled,
         "a backend that is not compiled in: {not_compiled:?}"
     );
     let sentence = "backend OPTIONAL is not in this build: enable feature \"optional\"";
@@ -266,14 +266,17 @@ pub async fn missing_backends_are_three_errors(setup: &Setup) -> Check {
         "a backend that is not compiled in: {not_compiled}"
     );
     let future = said("FUTURE")?;
-    ensure!(future.kind() == Kind::NotCompiled, "a backend of another release: {future:?}");
+    ensure!(future.kind() == ErrorKind::NotCompiled, "a backend of another release: {future:?}");
     ensure!(
         future.to_string().contains("not in this release"),
         "a backend of another release: {future}"
     );
     for name in ["absent", "GONE"] {
         let absent = said(name)?;
-        ensure!(absent.kind() == Kind::Unavailable, "a backend that cannot run here: {absent:?}");
+        ensure!(
+            absent.kind() == ErrorKind::Unavailable,
+            "a backend that cannot run here: {absent:?}"
+        );
         let sentence = format!("backend ABSENT is unavailable: libabsent.so.0 not found: {CURE}");
         ensure!(absent.to_string().contains(&sentence), "a backend that cannot run here: {absent}");
     }
@@ -289,7 +292,7 @@ pub async fn missing_backends_are_three_errors(setup: &Setup) -> Check {
 pub async fn the_route_explains_itself(setup: &Setup) -> Check {
     let mut target = target(setup)?;
     let mut choice = Choice::new(setup)?;
-    choice.twin("TWIN", true, WithoutAList::Open)?;
+    choice.twin("TWIN", true, AutoOpen::Open)?;
     choice.registry.add(Absent)?;
     let agent = choice.agent(setup, Some(&["ABSENT", "TWIN", choice.backend]))?;
     let (peer, near) = connect(&agent, setup, &target.far.metadata()?)?;
@@ -312,7 +315,7 @@ pub async fn the_route_explains_itself(setup: &Setup) -> Check {
         )));
     };
     ensure!(
-        why.kind() == Kind::Unavailable && why.to_string().contains(CURE),
+        why.kind() == ErrorKind::Unavailable && why.to_string().contains(CURE),
         "ABSENT does not carry because {why}"
     );
     let Some(Verdict::Refused(why)) = verdict("TWIN") else {

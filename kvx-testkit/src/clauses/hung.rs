@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvx_core::{HeldUp, Kind, Op, Peer, Transfer};
+use kvx_core::{ErrorKind, HungPageScope, Op, Peer, Transfer};
 
 use super::traffic::{GRACE, OPS, Traffic, promised_by};
 use super::{Breaker, Clause, Runs, clauses};
@@ -36,7 +36,7 @@ async fn connect_anew(pair: &mut AgentPair, traffic: &Traffic) -> Result<Peer, F
     let mut peer = pair.connect().await?;
     for _ in 0..AGAIN {
         match traffic.run(Op::Read, &peer, SERVED).await {
-            Err(error) if error.kind() == Kind::PeerLost => peer = pair.connect().await?,
+            Err(error) if error.kind() == ErrorKind::PeerLost => peer = pair.connect().await?,
             result => return result.map(|_| peer).map_err(Failure::from),
         }
     }
@@ -65,7 +65,7 @@ pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) 
     let peer = pair.connect().await?;
     // Over some links such memory is not reached at all.
     if let Err(error) = well.run(Op::Read, &peer, SERVED).await
-        && error.kind() == Kind::Unsupported
+        && error.kind() == ErrorKind::Unsupported
     {
         let why = format!("memory that is no pool is not reached [cannot run here]: {error}");
         skip("P12 a_page_that_does_not_come_holds_up_what_is_declared", &why, "none");
@@ -118,7 +118,7 @@ pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) 
         }
         for transfer in transfers {
             match transfer.await.map_err(|error| error.kind()) {
-                Err(Kind::TimedOut | Kind::PeerLost) => {}
+                Err(ErrorKind::TimedOut | ErrorKind::PeerLost) => {}
                 result => return Err(Failure::new(format!("{what}: {result:?}"))),
             }
         }
@@ -127,7 +127,8 @@ pub async fn a_page_that_does_not_come_holds_up_what_is_declared(setup: &Setup) 
         for (number, result) in served.into_iter().enumerate() {
             match result.map_err(|error| (error.kind(), error)) {
                 Ok(()) => {}
-                Err((Kind::TimedOut | Kind::PeerLost, _)) if promised == HeldUp::Agent => {}
+                Err((ErrorKind::TimedOut | ErrorKind::PeerLost, _))
+                    if promised == HungPageScope::Agent => {}
                 Err((_, error)) => {
                     return Err(Failure::new(format!(
                         "{what}: transfer {number} of others: {error:?}"

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvx_core::{Capabilities, Error, Grid, Kind, Plan, Revocation};
+use kvx_core::{Capabilities, Error, ErrorKind, Grid, Plan, Revocation};
 
 use super::peers::{AT_ONCE, LEN};
 use super::traffic::{GRACE, OPS, Traffic, until};
@@ -33,7 +33,7 @@ fn promised(capabilities: &Capabilities, deadline: Duration) -> (Duration, bool)
 
 /// Whether this may be said of what a killed peer was to do.
 fn is_loss(error: &Error, late_allowed: bool) -> bool {
-    error.kind() == Kind::PeerLost || late_allowed && error.kind() == Kind::TimedOut
+    error.kind() == ErrorKind::PeerLost || late_allowed && error.kind() == ErrorKind::TimedOut
 }
 
 /// P3: a post to a killed peer says so promptly.
@@ -184,8 +184,8 @@ pub async fn the_loss_of_an_idle_peer_is_told(setup: &Setup) -> Check {
     pair.far.process()?.kill()?;
     let killed = Stopwatch::start()?;
     match told.await {
-        Ok(reason) if reason.kind() == Kind::PeerLost => {}
-        Err(late) if late.kind() == Kind::TimedOut && late_allowed => return Ok(()),
+        Ok(reason) if reason.kind() == ErrorKind::PeerLost => {}
+        Err(late) if late.kind() == ErrorKind::TimedOut && late_allowed => return Ok(()),
         other => {
             return Err(Failure::new(format!(
                 "PeerLost was wanted of a killed idle peer, not {other:?}"
@@ -195,7 +195,7 @@ pub async fn the_loss_of_an_idle_peer_is_told(setup: &Setup) -> Check {
     let took = killed.read();
     ensure!(took.within(promptly), "the loss was told after {took}, promised were {promptly:?}");
     let again = peer.loss(DEADLINE).await?;
-    ensure!(again.kind() == Kind::PeerLost, "told again, the reason is {again:?}");
+    ensure!(again.kind() == ErrorKind::PeerLost, "told again, the reason is {again:?}");
     Ok(())
 }
 
@@ -213,8 +213,10 @@ pub async fn a_forked_child_hides_no_death(setup: &Setup) -> Check {
     pair.far.process()?.kill()?;
     let killed = Stopwatch::start()?;
     match told.await {
-        Ok(reason) => ensure!(reason.kind() == Kind::PeerLost, "the loss is told as {reason:?}"),
-        Err(late) if late.kind() == Kind::TimedOut && late_allowed => {}
+        Ok(reason) => {
+            ensure!(reason.kind() == ErrorKind::PeerLost, "the loss is told as {reason:?}")
+        }
+        Err(late) if late.kind() == ErrorKind::TimedOut && late_allowed => {}
         Err(error) => {
             return Err(Failure::new(format!("a killed peer whose child lives on: {error:?}")));
         }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Agent, Grid, Kind, Memory, Metadata, Op, Peer, Place as _, Plan};
+use kvx_core::{Agent, ErrorKind, Grid, Memory, Metadata, Op, Peer, Place as _, Plan};
 
 use super::traffic::{Traffic, altered_region};
 use super::{Breaker, Clause, Runs, clauses};
@@ -75,9 +75,11 @@ pub async fn older_metadata_changes_nothing(setup: &Setup) -> Check {
 /// Whether a result is the refusal of malformed metadata, in words.
 fn refused<T>(result: &kvx_core::Result<T>, what: &str) -> Result<bool, Failure> {
     match result {
-        Err(error) if !matches!(error.kind(), Kind::Malformed | Kind::Incompatible) => Err(
-            Failure::new(format!("{what}: Malformed or Incompatible was wanted, it was {error:?}")),
-        ),
+        Err(error) if !matches!(error.kind(), ErrorKind::Malformed | ErrorKind::Incompatible) => {
+            Err(Failure::new(format!(
+                "{what}: Malformed or Incompatible was wanted, it was {error:?}"
+            )))
+        }
         Err(error) if error.sentence().is_empty() => {
             Err(Failure::new(format!("{what}: an error without a sentence")))
         }

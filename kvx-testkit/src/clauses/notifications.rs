@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use kvx_core::{Completion, Kind, Op, Peer, Revocation};
+use kvx_core::{Completion, ErrorKind, Op, Peer, Revocation};
 
 use super::traffic::{GRACE, OPS, Traffic, altered_region, now, promised_by, stays, until};
 use super::{Breaker, Clause, Runs, clauses};
@@ -387,7 +387,7 @@ pub async fn a_failed_transfer_notifies_nobody(setup: &Setup) -> Check {
                     moved == Some(plan.size().bytes),
                     "the data was there, but its error says {moved:?}"
                 );
-                let wanted = if cancel { Kind::Cancelled } else { Kind::TimedOut };
+                let wanted = if cancel { ErrorKind::Cancelled } else { ErrorKind::TimedOut };
                 ensure!(error.kind() == wanted, "{wanted:?} was wanted, it was {error:?}");
             }
             others.check_near(seed, "a read whose notification was not acknowledged")?;
@@ -427,14 +427,14 @@ fn senders(setup: &Setup, pair: &mut AgentPair, names: &[&str]) -> Result<Vec<us
         .collect()
 }
 
-/// N7: `expect` counts senders, each once, before the call or after it.
+/// N7: `wait_for_senders` counts senders, each once, before the call or after it.
 pub async fn expect_counts_different_senders(setup: &Setup) -> Check {
     let mut pair = setup.pair()?;
     let (twin, other) = (unique("twin"), unique("other"));
     let from = senders(setup, &mut pair, &[&twin, &twin, &other])?;
 
     // After the call.
-    let mut three = pair.near.expect(b"go", 3, CUT_OFF);
+    let mut three = pair.near.wait_for_senders(b"go", 3, CUT_OFF);
     for (sender, content) in [(0, &b"go"[..]), (0, b"go"), (0, b"gone"), (1, b"g"), (1, b"go")] {
         pair.far.notify(from[sender], content, CUT_OFF)??;
         ensure!(now(&mut three).is_none(), "two senders counted as three");
@@ -455,7 +455,7 @@ pub async fn expect_counts_different_senders(setup: &Setup) -> Check {
     for sender in [1, 2] {
         pair.far.notify(from[sender], b"go", CUT_OFF)??;
     }
-    let met = pair.near.expect(b"go", 3, CUT_OFF).wait(GRACE)?;
+    let met = pair.near.wait_for_senders(b"go", 3, CUT_OFF).wait(GRACE)?;
     ensure!(
         met.iter().collect::<std::collections::HashSet<_>>().len() == 3,
         "it counted {met:?} as three"
@@ -466,7 +466,7 @@ pub async fn expect_counts_different_senders(setup: &Setup) -> Check {
         pair.far.notify(from[0], b"late", CUT_OFF)??;
     }
     let begun = Stopwatch::start()?;
-    ensure_kind!(pair.near.expect(b"late", 2, LOOK).await, TimedOut);
+    ensure_kind!(pair.near.wait_for_senders(b"late", 2, LOOK).await, TimedOut);
     let took = begun.read();
     ensure!(
         took.reaches(LOOK) && took.within(LOOK + GRACE),
@@ -475,14 +475,14 @@ pub async fn expect_counts_different_senders(setup: &Setup) -> Check {
 
     // An agent that notifies itself is a sender like any other.
     let own: Peer = pair.near.connect(&pair.near.metadata()?)?;
-    let both = pair.near.expect(b"all", 2, CUT_OFF);
+    let both = pair.near.wait_for_senders(b"all", 2, CUT_OFF);
     own.notify(b"all", CUT_OFF).await?;
     pair.far.notify(from[1], b"all", CUT_OFF)??;
     both.await?;
     Ok(())
 }
 
-/// N8: what an `expect` has taken is gone, and nothing else.
+/// N8: what an `wait_for_senders` has taken is gone, and nothing else.
 pub async fn expect_takes_what_it_counts(setup: &Setup) -> Check {
     let mut pair = setup.pair()?;
     let from = senders(setup, &mut pair, &[&unique("one"), &unique("two")])?;
@@ -501,9 +501,9 @@ pub async fn expect_takes_what_it_counts(setup: &Setup) -> Check {
     for (sender, content) in [(0, &b"a"[..]), (0, b"a"), (0, b"b"), (1, b"a"), (1, b"c")] {
         send(sender, content)?;
     }
-    near.expect(b"a", 2, CUT_OFF).await?;
-    near.expect(b"a", 1, CUT_OFF).await?;
-    ensure_kind!(near.expect(b"a", 1, LOOK).await, TimedOut);
+    near.wait_for_senders(b"a", 2, CUT_OFF).await?;
+    near.wait_for_senders(b"a", 1, CUT_OFF).await?;
+    ensure_kind!(near.wait_for_senders(b"a", 1, LOOK).await, TimedOut);
     let rest = left();
     ensure!(
         *rest == [Box::from(*b"b"), Box::from(*b"c")],
@@ -511,7 +511,8 @@ pub async fn expect_takes_what_it_counts(setup: &Setup) -> Check {
     );
 
     // As they come in: two that wait for the same bytes share nothing.
-    let (mut first, mut second) = (near.expect(b"x", 1, CUT_OFF), near.expect(b"x", 1, CUT_OFF));
+    let (mut first, mut second) =
+        (near.wait_for_senders(b"x", 1, CUT_OFF), near.wait_for_senders(b"x", 1, CUT_OFF));
     send(0, b"y")?;
     send(0, b"x")?;
     let ended = [now(&mut first).is_some(), now(&mut second).is_some()];
@@ -529,7 +530,9 @@ pub async fn expect_takes_what_it_counts(setup: &Setup) -> Check {
     let rest = left();
     ensure!(*rest == [Box::from(*b"y")], "the queue should hold y, it holds {rest:?}");
     ensure!(
-        near.notification(Duration::ZERO).await.is_err_and(|error| error.kind() == Kind::TimedOut),
+        near.notification(Duration::ZERO)
+            .await
+            .is_err_and(|error| error.kind() == ErrorKind::TimedOut),
         "it holds more"
     );
     Ok(())

@@ -4,7 +4,9 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use kvx_core::{Kind, Memory, Op, Peer, Region, Revocation, Ticket, Transfer, quarantined_bytes};
+use kvx_core::{
+    ErrorKind, Memory, Op, Peer, Region, Revocation, Ticket, Transfer, quarantined_bytes,
+};
 
 use super::traffic::{GRACE, OPS, Traffic, is_kept, now, promised_by, stays, until};
 use super::{Breaker, Clause, Runs, clauses};
@@ -185,7 +187,10 @@ pub async fn nothing_is_written_after_settle(setup: &Setup) -> Check {
         match transfer.await {
             Ok(_) => traffic.check_near(theirs, "a read from a stopped peer")?,
             Err(error) => {
-                ensure!(error.kind() == Kind::TimedOut, "a read from a stopped peer says {error:?}")
+                ensure!(
+                    error.kind() == ErrorKind::TimedOut,
+                    "a read from a stopped peer says {error:?}"
+                )
             }
         }
         if alone {
@@ -239,7 +244,7 @@ async fn revoked_by_the_peer(
     for transfer in transfers {
         if let Err(error) = transfer.await {
             ensure!(
-                error.kind() == Kind::Revoked,
+                error.kind() == ErrorKind::Revoked,
                 "a transfer whose region was revoked says {error:?}"
             );
             failed = true;
@@ -271,7 +276,7 @@ async fn revoked_by_its_owner(
     let mut failed = false;
     for transfer in transfers {
         if let Err(error) = transfer.await {
-            let fits = matches!(error.kind(), Kind::Revoked | Kind::Cancelled);
+            let fits = matches!(error.kind(), ErrorKind::Revoked | ErrorKind::Cancelled);
             ensure!(fits, "a transfer of a revoked region says {error:?}");
             failed = true;
         }

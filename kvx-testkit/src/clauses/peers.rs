@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvx_core::{Error, Grid, Kind, Metadata, Op, Peer, Plan, Region, Transfer};
+use kvx_core::{Error, ErrorKind, Grid, Metadata, Op, Peer, Plan, Region, Transfer};
 
 use super::traffic::{GRACE, OPS, Traffic, now, promised_by, stays, until};
 use super::{Breaker, Clause, Runs, clauses};
@@ -136,7 +136,7 @@ async fn stays_lost(peer: &Peer, blocks: &Traffic, when: &str) -> Check {
     let took = begun.read();
     ensure!(took.within(AT_ONCE), "{when}: four calls on a lost handle took {took}");
     let kind = peer.lost().map(|error| error.kind());
-    ensure!(kind == Some(Kind::PeerLost), "{when}: the handle says {kind:?} of its peer");
+    ensure!(kind == Some(ErrorKind::PeerLost), "{when}: the handle says {kind:?} of its peer");
     Ok(())
 }
 
@@ -215,14 +215,14 @@ pub async fn a_restarted_peer_is_recognised(setup: &Setup) -> Check {
     let late = stranger.connect(&old)?.ready(CUT_OFF).await;
     // Where its address died with it nobody can tell that it restarted.
     let answers = was.backends == is.backends
-        || matches!(&late, Err(error) if error.kind() == Kind::PeerRestarted);
+        || matches!(&late, Err(error) if error.kind() == ErrorKind::PeerRestarted);
     let mut said = vec![("connecting with old metadata", late)];
     for op in OPS {
         said.push(("a post on an old handle", blocks.run(op, &peer, CUT_OFF).await));
     }
     let sent = other.notify(b"for the one that was", CUT_OFF).await;
     ensure!(sent.is_err(), "a notification on an old handle reached somebody");
-    let wanted = if answers { Kind::PeerRestarted } else { Kind::PeerLost };
+    let wanted = if answers { ErrorKind::PeerRestarted } else { ErrorKind::PeerLost };
     for (what, result) in said {
         let kind = result.as_ref().err().map(kvx_core::Error::kind);
         ensure!(kind == Some(wanted), "{what}: {wanted:?} was wanted, it was {result:?}");
@@ -374,7 +374,7 @@ fn far_succeeds(
 
 /// Fails for what is no loss. A handle knows of its loss a moment after its transfers, and is shared until then.
 fn lost_lately(error: &Error, begun: &Stopwatch) -> Check {
-    let lost = error.kind() == Kind::PeerLost && begun.read().within(CUT_OFF);
+    let lost = error.kind() == ErrorKind::PeerLost && begun.read().within(CUT_OFF);
     ensure!(lost, "with descriptors again: {error:?}");
     Ok(())
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use kvx_core::{Deadline, Grid, Indices, Kind, Limits, Op, Peer, Plan, Region, Transfer};
+use kvx_core::{Deadline, ErrorKind, Grid, Indices, Limits, Op, Peer, Plan, Region, Transfer};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::traffic::{GRACE, OPS, Traffic, now, promised_by, until};
@@ -132,7 +132,7 @@ pub async fn a_transfer_resolves_by_its_deadline(setup: &Setup) -> Check {
         let again = now(&mut transfer)
             .ok_or_else(|| Failure::new("a resolved transfer is pending again"))?;
         ensure!(
-            matches!(&again, Err(error) if error.kind() != Kind::TimedOut),
+            matches!(&again, Err(error) if error.kind() != ErrorKind::TimedOut),
             "a transfer resolved twice: {again:?}"
         );
         latest = latest.min(took - wanted);
@@ -183,9 +183,9 @@ pub async fn cancel_ends_a_transfer_early(setup: &Setup) -> Check {
                     before,
                     "a write that was cancelled too late",
                 )?,
-                Err(error) if error.kind() == Kind::Cancelled && op == Op::Read => {}
+                Err(error) if error.kind() == ErrorKind::Cancelled && op == Op::Read => {}
                 // Bytes of a write that was cancelled may land at the owner until something else was moved.
-                Err(error) if error.kind() == Kind::Cancelled => {
+                Err(error) if error.kind() == ErrorKind::Cancelled => {
                     traffic.run(Op::Read, &peer, CUT_OFF).await?
                 }
                 Err(error) => {
@@ -222,7 +222,7 @@ async fn cancelled_while_stopped(far: &mut crate::Far, peer: &Peer, traffic: &Tr
         }
         let result = (&mut transfer).await;
         ensure!(
-            result.is_ok() || matches!(&result, Err(error) if error.kind() == Kind::Cancelled),
+            result.is_ok() || matches!(&result, Err(error) if error.kind() == ErrorKind::Cancelled),
             "a {op} that was cancelled while the peer was stopped says {result:?}"
         );
     }
@@ -435,7 +435,7 @@ pub async fn many_threads_share_one_link(setup: &Setup) -> Check {
                     settled.wait(CUT_OFF)?;
                     if let Err(error) = result {
                         ensure!(
-                            error.kind() == Kind::Cancelled,
+                            error.kind() == ErrorKind::Cancelled,
                             "a cancelled transfer says {error:?}"
                         );
                         continue;

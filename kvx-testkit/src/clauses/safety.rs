@@ -1,7 +1,9 @@
 //! S: safety against mistakes and against hostile peers.
 
 use kvx_core::transport::Admission;
-use kvx_core::{Grid, Invited, Isolation, Kind, Metadata, Op, Peer, Place as _, Plan, RegionId};
+use kvx_core::{
+    ErrorKind, Grid, Invited, Isolation, Metadata, Op, Peer, Place as _, Plan, RegionId,
+};
 
 use super::traffic::{GRACE, OPS, Traffic, altered_region, promised_by};
 use super::{Breaker, Clause, Runs, clauses};
@@ -47,7 +49,7 @@ pub async fn ranges_outside_a_region_are_refused(setup: &Setup) -> Check {
         let kinds = [blocks.near.grid(grid).err(), remote.grid(grid).err()]
             .map(|error| error.map(|error| error.kind()));
         ensure!(
-            kinds == [Some(Kind::OutOfBounds); 2],
+            kinds == [Some(ErrorKind::OutOfBounds); 2],
             "{what}: OutOfBounds was wanted, locally and remotely, it was {kinds:?}"
         );
     }
@@ -86,7 +88,7 @@ impl Stranger {
     }
 
     /// Posts all blocks both ways; fails unless both are refused with `kind` and move nothing.
-    async fn is_refused(&self, far: &mut Far, kind: Kind, what: &str) -> Check {
+    async fn is_refused(&self, far: &mut Far, kind: ErrorKind, what: &str) -> Check {
         for op in OPS {
             let (ours, theirs) = (self.blocks.fill_near()?, self.blocks.fill_far(far)?);
             let result = self.blocks.run(op, &self.peer, CUT_OFF).await;
@@ -119,14 +121,14 @@ pub async fn a_wrong_key_moves_nothing(setup: &Setup) -> Check {
     {
         let wrong = altered_region(&metadata, "forged", |region| region.key.0[byte] ^= 0xff)?;
         let stranger = Stranger::new(setup, &wrong, &forged)?;
-        stranger.is_refused(&mut pair.far, Kind::WrongKey, what).await?;
+        stranger.is_refused(&mut pair.far, ErrorKind::WrongKey, what).await?;
         // The same link goes on.
         let near = stranger.blocks.near.clone();
         let right = Traffic { name: "untouched".into(), near, far: untouched.far };
         right
             .works(&mut pair.far, &stranger.peer, "the right key on a link that showed a wrong one")
             .await?;
-        stranger.is_refused(&mut pair.far, Kind::WrongKey, what).await?;
+        stranger.is_refused(&mut pair.far, ErrorKind::WrongKey, what).await?;
     }
     // The key of another region of the same owner is a wrong one as well.
     let other = Metadata::decode(&metadata)?;
@@ -135,7 +137,7 @@ pub async fn a_wrong_key_moves_nothing(setup: &Setup) -> Check {
     let swapped =
         altered_region(&metadata, "forged", |region| region.key = key.unwrap_or(region.key))?;
     let stranger = Stranger::new(setup, &swapped, &forged)?;
-    stranger.is_refused(&mut pair.far, Kind::WrongKey, "the key of another region").await?;
+    stranger.is_refused(&mut pair.far, ErrorKind::WrongKey, "the key of another region").await?;
     forged.works(&mut pair.far, &peer, "after strangers with wrong keys").await?;
     untouched.works(&mut pair.far, &peer, "after strangers with wrong keys").await
 }
@@ -150,7 +152,7 @@ pub async fn an_unregistered_region_is_refused(setup: &Setup) -> Check {
     {
         let wrong = altered_region(&metadata, "forged", |region| region.id = RegionId(number))?;
         let stranger = Stranger::new(setup, &wrong, &forged)?;
-        stranger.is_refused(&mut pair.far, Kind::Unregistered, what).await?;
+        stranger.is_refused(&mut pair.far, ErrorKind::Unregistered, what).await?;
         let near = stranger.blocks.near.clone();
         let right = Traffic { name: "untouched".into(), near, far: untouched.far };
         right
@@ -299,27 +301,31 @@ pub async fn a_stranger_gets_no_link(setup: &Setup) -> Check {
         // Whatever it is asked to hide, metadata of another agent has the invitation of that one.
         let other = Metadata::decode(&setup.agent(&unique("other"))?.metadata()?)?.invited;
         // Two senders that were invented, who know everything of it but its invitation.
-        let both = pair.near.expect(b"go", 2, CUT_OFF * 2);
+        let both = pair.near.wait_for_senders(b"go", 2, CUT_OFF * 2);
         let to_near = with_invitation(&pair.near.metadata()?, other)?;
         let impatient = Setup { peer_timeout: CUT_OFF / 10, ..setup.clone() };
         let invented = [0; 2]
             .map(|_| Ok::<_, Failure>(impatient.agent(&unique("invented"))?.connect(&to_near)?));
         let invited_by = |invited| with_invitation(&metadata, invited);
-        let mut strangers =
-            vec![("another invitation", setup.clone(), invited_by(other)?, Kind::PeerRestarted)];
+        let mut strangers = vec![(
+            "another invitation",
+            setup.clone(),
+            invited_by(other)?,
+            ErrorKind::PeerRestarted,
+        )];
         if secret.is_some() {
             let hidden = Metadata::decode(&metadata)?.invited;
             let hidden =
                 invited_by(hidden.map(|invited| Invited { with_secret: false, ..invited }))?;
             let (another, none) =
                 (setup.with_secret([4; 32])?, Setup { secret: None, ..setup.clone() });
-            strangers.push(("another secret", another, metadata.clone(), Kind::Denied));
-            strangers.push(("no secret", none.clone(), metadata.clone(), Kind::Denied));
+            strangers.push(("another secret", another, metadata.clone(), ErrorKind::Denied));
+            strangers.push(("no secret", none.clone(), metadata.clone(), ErrorKind::Denied));
             strangers.push((
                 "no secret, and metadata that asks for none",
                 none,
                 hidden,
-                Kind::Denied,
+                ErrorKind::Denied,
             ));
         }
         let (ours, theirs) = (blocks.fill_near()?, blocks.fill_far(&mut pair.far)?);
@@ -334,8 +340,8 @@ pub async fn a_stranger_gets_no_link(setup: &Setup) -> Check {
             let hides = what.ends_with("asks for none");
             let ready = stranger.peer.ready(CUT_OFF).await;
             let is = ready.as_ref().err().map(kvx_core::Error::kind);
-            let excused =
-                !answers && is == Some(Kind::PeerLost) || hides && is == Some(Kind::PeerRestarted);
+            let excused = !answers && is == Some(ErrorKind::PeerLost)
+                || hides && is == Some(ErrorKind::PeerRestarted);
             ensure!(
                 is == Some(kind) || excused,
                 "with {what}: {kind:?} was wanted, it was {ready:?}"

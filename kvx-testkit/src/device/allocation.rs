@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 
 use kvx_core::memory::IpcHandle;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
@@ -28,7 +28,7 @@ unsafe impl Send for Allocation {}
 unsafe impl Sync for Allocation {}
 
 fn no_room(cause: rustix::io::Errno) -> Error {
-    Error::os("no memory for the test device", cause).kind_is(Kind::Exhausted)
+    Error::os("no memory for the test device", cause).with_kind(ErrorKind::Exhausted)
 }
 
 impl Allocation {
@@ -75,15 +75,15 @@ impl Allocation {
         let path = format!("/proc/{process}/fd/{fd}");
         let gone = |cause| {
             let short = matches!(cause, Errno::MFILE | Errno::NFILE);
-            let kind = if short { Kind::Exhausted } else { Kind::PeerLost };
-            Error::os(format!("{path} cannot be opened"), cause).kind_is(kind)
+            let kind = if short { ErrorKind::Exhausted } else { ErrorKind::PeerLost };
+            Error::os(format!("{path} cannot be opened"), cause).with_kind(kind)
         };
         let file =
             rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map_err(gone)?;
         let stat = rustix::fs::fstat(&file).map_err(gone)?;
         if stat.st_ino != inode {
             return Err(Error::new(
-                Kind::PeerLost,
+                ErrorKind::PeerLost,
                 format!("{path} is another file by now: it was freed"),
             ));
         }

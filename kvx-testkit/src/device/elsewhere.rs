@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Agent, Grid, Kind, Memory, MemoryKind, Op, Options, Plan, Region, Registry};
+use kvx_core::{Agent, ErrorKind, Grid, Memory, MemoryKind, Op, Options, Plan, Region, Registry};
 
 use super::TestDevice;
 use crate::check::{Check, Failure, ensure};
@@ -73,7 +73,7 @@ fn refused_alone(agent: &Agent, device: &Arc<TestDevice>, backend: &str) -> Chec
     let why = refused
         .ok_or_else(|| Failure::new(format!("{backend} takes memory that it does not reach")))?;
     let kind = device.allocate(1).kind().to_string();
-    let told = why.kind() == Kind::Unsupported
+    let told = why.kind() == ErrorKind::Unsupported
         && [backend, &kind].iter().all(|word| why.sentence().contains(word));
     ensure!(told, "{backend} and {kind} memory: the reason is {why:?}");
     ensure!(device.allocations() == 0, "memory that was refused is kept");

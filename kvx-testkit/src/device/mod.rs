@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use kvx_core::memory::{Direction, Hop, IpcHandle, Piece};
 use kvx_core::sync::{Condvar, Mutex, MutexGuard};
-use kvx_core::{DeviceAccess, DeviceId, Error, Kind, Memory, MemoryKind, Result, Ticket};
+use kvx_core::{DeviceAccess, DeviceId, Error, ErrorKind, Memory, MemoryKind, Result, Ticket};
 
 use self::allocation::{Allocation, FAR};
 pub use self::elsewhere::goes_elsewhere;
@@ -258,7 +258,7 @@ unsafe impl DeviceAccess for TestDevice {
     fn share(&self, address: u64, len: usize) -> Result<IpcHandle> {
         let state = self.shared.lock();
         if let Some(why) = state.refusal[0] {
-            return Err(Error::new(Kind::Unsupported, why));
+            return Err(Error::new(ErrorKind::Unsupported, why));
         }
         let (base, allocation) = state.find(address, len)?;
         allocation.share(address - base)
@@ -266,19 +266,19 @@ unsafe impl DeviceAccess for TestDevice {
 
     fn open(self: Arc<Self>, owner: DeviceId, handle: &IpcHandle, len: usize) -> Result<Memory> {
         if let Some(why) = self.shared.lock().refusal[1] {
-            return Err(Error::new(Kind::Unsupported, why));
+            return Err(Error::new(ErrorKind::Unsupported, why));
         }
         if owner != self.id {
             let why = format!(
                 "test device {:?} does not reach {owner:?}: they have different numbers",
                 self.id
             );
-            return Err(Error::new(Kind::Unsupported, why));
+            return Err(Error::new(ErrorKind::Unsupported, why));
         }
         let allocation = Allocation::open(handle)?;
         if handle.offset.checked_add(len as u64).is_none_or(|end| end > allocation.len() as u64) {
             return Err(Error::new(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 "a handle of the test device names more than there is",
             ));
         }
@@ -352,7 +352,7 @@ impl Shared {
             state.count.hops += u64::from(matches!(copy.what, What::Hops(_)));
             // Under the lock: memory that is freed meanwhile waits.
             let result = copy.perform(&state);
-            if result.as_ref().is_err_and(|error| error.kind() == Kind::OutOfBounds) {
+            if result.as_ref().is_err_and(|error| error.kind() == ErrorKind::OutOfBounds) {
                 state.count.faults += 1;
             }
             drop(state);
@@ -390,7 +390,7 @@ impl DeviceState {
         });
         found.map(|(base, allocation)| (*base, allocation)).ok_or_else(|| {
             Error::new(
-                Kind::OutOfBounds,
+                ErrorKind::OutOfBounds,
                 format!("{len} bytes at {address:#x} are no memory of the test device"),
             )
         })
@@ -401,7 +401,7 @@ impl Copy {
     fn perform(&self, state: &DeviceState) -> Result<()> {
         if self.act == Act::Fail {
             return Err(Error::new(
-                Kind::Native,
+                ErrorKind::Native,
                 "the test device fails this copy: the test asked for it",
             ));
         }
@@ -483,7 +483,7 @@ mod tests {
         let (done, ticket) = kvx_core::Completion::with_ticket();
         // SAFETY: `byte` outlives the wait below; the device side is refused.
         unsafe { device.copy(Direction::ToHost, &[piece], ticket) };
-        assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), Kind::OutOfBounds);
+        assert_eq!(done.wait(Duration::from_secs(10)).unwrap_err().kind(), ErrorKind::OutOfBounds);
         assert_eq!(device.count().faults, 1);
     }
 
@@ -512,14 +512,17 @@ mod tests {
         };
         assert_eq!(
             refused(&TestDevice::numbered(MemoryKind::Cuda, 1), &handle, 1),
-            Kind::Unsupported
+            ErrorKind::Unsupported
         );
-        assert_eq!(refused(&theirs, &handle, 4097), Kind::Malformed);
-        assert_eq!(refused(&theirs, &IpcHandle { bytes: vec![1], offset: 0 }, 1), Kind::Malformed);
+        assert_eq!(refused(&theirs, &handle, 4097), ErrorKind::Malformed);
+        assert_eq!(
+            refused(&theirs, &IpcHandle { bytes: vec![1], offset: 0 }, 1),
+            ErrorKind::Malformed
+        );
         drop(memory);
-        assert_eq!(refused(&theirs, &handle, 1), Kind::PeerLost);
+        assert_eq!(refused(&theirs, &handle, 1), ErrorKind::PeerLost);
         theirs.refuse_to_open("no IPC here");
-        assert_eq!(refused(&theirs, &handle, 1), Kind::Unsupported);
+        assert_eq!(refused(&theirs, &handle, 1), ErrorKind::Unsupported);
         let more = ours.allocate(1);
         ours.refuse_to_share("pool memory");
         assert_eq!(ours.share(more.address(), 1).unwrap_err().sentence(), "pool memory");
@@ -530,8 +533,8 @@ mod tests {
         let device = TestDevice::new(MemoryKind::Cuda);
         let memory = device.allocate(64);
         device.next([Act::Fail, Act::Forget, Act::Copy]);
-        assert_eq!(memory.copy_in(0, b"x").unwrap_err().kind(), Kind::Native);
-        assert_eq!(memory.copy_in(0, b"x").unwrap_err().kind(), Kind::Forgotten);
+        assert_eq!(memory.copy_in(0, b"x").unwrap_err().kind(), ErrorKind::Native);
+        assert_eq!(memory.copy_in(0, b"x").unwrap_err().kind(), ErrorKind::Forgotten);
         memory.copy_in(0, b"x").unwrap();
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_core::{
-    Agent, Error, Grid, Indices, Kind, Memory, Op, Options, Peer, Place as _, Plan, Region,
+    Agent, Error, ErrorKind, Grid, Indices, Memory, Op, Options, Peer, Place as _, Plan, Region,
     Registry, Secret, quarantined_bytes,
 };
 
@@ -46,12 +46,12 @@ impl End {
 
     fn region(&self, number: usize) -> kvx_core::Result<&Region> {
         let region = self.regions.get(number).and_then(Option::as_ref);
-        region.ok_or_else(|| Error::new(Kind::Invalid, "the far end has no such region"))
+        region.ok_or_else(|| Error::new(ErrorKind::Invalid, "the far end has no such region"))
     }
 
     fn peer(&self, number: usize) -> kvx_core::Result<&Peer> {
         let peer = self.peers.get(number).and_then(Option::as_ref);
-        peer.ok_or_else(|| Error::new(Kind::Invalid, "the far end has no such peer"))
+        peer.ok_or_else(|| Error::new(ErrorKind::Invalid, "the far end has no such peer"))
     }
 
     pub(super) fn execute(&mut self, command: Command) -> Reply {
@@ -168,7 +168,7 @@ impl End {
                 while taken.len() < count {
                     match self.agents[agent].notification(deadline).join() {
                         Ok(notification) => taken.push(notification.into()),
-                        Err(error) if error.kind() == Kind::TimedOut => break,
+                        Err(error) if error.kind() == ErrorKind::TimedOut => break,
                         Err(error) => return Err(error),
                     }
                 }
@@ -176,7 +176,7 @@ impl End {
             }
             Command::Expect { agent, bytes, senders, within } => {
                 let met = self.agents[agent]
-                    .expect(&bytes, senders, within)
+                    .wait_for_senders(&bytes, senders, within)
                     .wait(within + Duration::from_secs(5))?;
                 Reply::Senders(
                     met.into_iter()
@@ -253,9 +253,10 @@ pub(crate) fn serve(registry: Registry, device: Option<Arc<dyn Device>>, mut ans
         let Ok(line) = line else { break };
         let reply = match serde_json::from_str(&line) {
             Ok(command) => end.execute(command),
-            Err(error) => {
-                Reply::Failed { kind: Kind::Invalid.as_str().into(), sentence: error.to_string() }
-            }
+            Err(error) => Reply::Failed {
+                kind: ErrorKind::Invalid.as_str().into(),
+                sentence: error.to_string(),
+            },
         };
         let reply = serde_json::to_string(&reply).expect("replies are JSON");
         if writeln!(answers, "{reply}").is_err() {

@@ -4,7 +4,7 @@ use std::fmt;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::sync::Arc;
 
-use kvx_core::{Error, Kind, Memory, Result};
+use kvx_core::{Error, ErrorKind, Memory, Result};
 use rustix::mm::{Advice, UserfaultfdFlags, madvise, userfaultfd};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::{Deserialize, Serialize};
@@ -164,5 +164,5 @@ impl HungPage {
 }
 
 fn refused(cause: std::io::Error) -> Error {
-    Error::os("no userfaultfd: run it as root", cause).kind_is(Kind::Unavailable)
+    Error::os("no userfaultfd: run it as root", cause).with_kind(ErrorKind::Unavailable)
 }

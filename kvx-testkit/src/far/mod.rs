@@ -7,7 +7,7 @@ mod words;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::{Error, Kind, Registry};
+use kvx_core::{Error, ErrorKind, Registry};
 
 use self::end::End;
 use self::words::{Command, Reply, kind_of};
@@ -314,7 +314,7 @@ impl Far {
     ) -> Result<kvx_core::Result<Sent>, Failure> {
         let taken = self.notifications(Command::Take { agent, within }, within)?;
         Ok(taken.and_then(|mut one| {
-            one.pop().ok_or_else(|| Error::new(Kind::Malformed, "no notification came back"))
+            one.pop().ok_or_else(|| Error::new(ErrorKind::Malformed, "no notification came back"))
         }))
     }
 
@@ -343,7 +343,7 @@ impl Far {
     }
 
     /// Expects notifications at its first agent; gives the senders.
-    pub fn expect(
+    pub fn wait_for_senders(
         &mut self,
         bytes: &[u8],
         senders: usize,

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvx_core::{Kind, Notification};
+use kvx_core::{ErrorKind, Notification};
 use serde::{Deserialize, Serialize};
 
 use super::limits::Limit;
@@ -171,6 +171,6 @@ impl From<Notification> for Sent {
 }
 
 /// The kind that is written so.
-pub(super) fn kind_of(word: &str) -> Option<Kind> {
-    Kind::ALL.iter().copied().find(|kind| kind.as_str() == word)
+pub(super) fn kind_of(word: &str) -> Option<ErrorKind> {
+    ErrorKind::ALL.iter().copied().find(|kind| kind.as_str() == word)
 }

@@ -6,7 +6,7 @@ mod trouble;
 
 use std::time::{Duration, Instant};
 
-use kvx_core::{Grid, Kind, Op};
+use kvx_core::{ErrorKind, Grid, Op};
 
 use self::scene::Scene;
 pub use self::trouble::{Moment, Trouble};
@@ -126,7 +126,7 @@ pub fn fault(
 
 /// `18 arrived, 6 peer_lost`.
 fn told(results: Vec<kvx_core::Result<()>>) -> String {
-    let (mut arrived, mut failed) = (0, Vec::<(Kind, u32)>::new());
+    let (mut arrived, mut failed) = (0, Vec::<(ErrorKind, u32)>::new());
     for result in results {
         match result.map_err(|error| error.kind()) {
             Ok(()) => arrived += 1,

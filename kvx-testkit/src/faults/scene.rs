@@ -3,7 +3,8 @@
 use std::time::{Duration, Instant};
 
 use kvx_core::{
-    Agent, Capabilities, Grid, HeldUp, Kind, Memory, Op, Peer, Place as _, Plan, Region, Transfer,
+    Agent, Capabilities, ErrorKind, Grid, HungPageScope, Memory, Op, Peer, Place as _, Plan,
+    Region, Transfer,
 };
 
 use super::{
@@ -189,7 +190,7 @@ impl Scene {
     /// A limit ends no process: what goes beyond it is refused in words.
     fn check_refusal(what: Limit, more: kvx_core::Result<()>) -> Check {
         match more.map_err(|why| (why.kind(), why)) {
-            Err((Kind::Exhausted | Kind::Unavailable, _)) => Ok(()),
+            Err((ErrorKind::Exhausted | ErrorKind::Unavailable, _)) => Ok(()),
             Err((_, why)) => {
                 Err(Failure::new(format!("without {what} more is refused, but by {why:?}")))
             }
@@ -328,8 +329,8 @@ impl Scene {
                     checksum(&bytes(SOURCE, 0, SLOT)) == sum(&region)?,
                     "what a third peer has read meanwhile is wrong"
                 ),
-                Err((Kind::TimedOut | Kind::PeerLost, _))
-                    if self.capabilities.hung_page == HeldUp::Agent => {}
+                Err((ErrorKind::TimedOut | ErrorKind::PeerLost, _))
+                    if self.capabilities.hung_page == HungPageScope::Agent => {}
                 Err((_, error)) => {
                     return Err(Failure::new(format!(
                         "third peer {number} is not served: {error:?}"

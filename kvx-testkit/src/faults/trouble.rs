@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use kvx_core::{Capabilities, Kind};
+use kvx_core::{Capabilities, ErrorKind};
 
 use crate::far::Limit;
 
@@ -57,28 +57,32 @@ impl Trouble {
     ];
 
     /// How work may end beside it, other than well. A deadline is what every backend keeps.
-    pub(super) fn kinds(self, moment: Moment, capabilities: &Capabilities) -> &'static [Kind] {
+    pub(super) fn kinds(self, moment: Moment, capabilities: &Capabilities) -> &'static [ErrorKind] {
         let is_told = capabilities.peer_loss_within.is_some();
         match self {
             // A child that holds its parent's sockets may keep a stranger waiting.
-            Trouble::Killed if is_told => &[Kind::PeerLost],
+            Trouble::Killed if is_told => &[ErrorKind::PeerLost],
             Trouble::KilledBesideAChild if is_told && moment != Moment::Unlinked => {
-                &[Kind::PeerLost]
+                &[ErrorKind::PeerLost]
             }
             Trouble::Killed
             | Trouble::KilledBesideAChild
             | Trouble::Stopped
-            | Trouble::StoppedThenKilled => &[Kind::PeerLost, Kind::TimedOut],
-            Trouble::Restarted => &[Kind::PeerLost, Kind::PeerRestarted, Kind::TimedOut],
-            // Nobody answers a stranger. Who is linked hears of it, and its regions are taken back first.
-            Trouble::ShutDown if moment == Moment::Unlinked => &[Kind::PeerLost, Kind::TimedOut],
-            Trouble::ShutDown => &[Kind::PeerLost, Kind::Revoked],
-            Trouble::Revoked => &[Kind::Revoked],
-            Trouble::Lacks(_) | Trouble::LacksHere(_) => {
-                &[Kind::PeerLost, Kind::TimedOut, Kind::Exhausted]
+            | Trouble::StoppedThenKilled => &[ErrorKind::PeerLost, ErrorKind::TimedOut],
+            Trouble::Restarted => {
+                &[ErrorKind::PeerLost, ErrorKind::PeerRestarted, ErrorKind::TimedOut]
             }
-            Trouble::CutOff | Trouble::HungPage => &[Kind::PeerLost, Kind::TimedOut],
-            Trouble::Cancelled => &[Kind::Cancelled],
+            // Nobody answers a stranger. Who is linked hears of it, and its regions are taken back first.
+            Trouble::ShutDown if moment == Moment::Unlinked => {
+                &[ErrorKind::PeerLost, ErrorKind::TimedOut]
+            }
+            Trouble::ShutDown => &[ErrorKind::PeerLost, ErrorKind::Revoked],
+            Trouble::Revoked => &[ErrorKind::Revoked],
+            Trouble::Lacks(_) | Trouble::LacksHere(_) => {
+                &[ErrorKind::PeerLost, ErrorKind::TimedOut, ErrorKind::Exhausted]
+            }
+            Trouble::CutOff | Trouble::HungPage => &[ErrorKind::PeerLost, ErrorKind::TimedOut],
+            Trouble::Cancelled => &[ErrorKind::Cancelled],
         }
     }
 }

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use kvx_core::Registry;
-use kvx_core::breaks::{BREAKS, break_only};
+use kvx_core::fault_injection::{BREAKS, break_only};
 use kvx_testkit::{
     Breaker, CLAUSES, Chaos, Clause, Fault, HungPage, Mode, Runs, Setup, Tier, run, skip,
     trial_within,

@@ -1,6 +1,6 @@
 //! CONTRACT.md and the suite's table say the same: every clause has a test, and every test is a clause.
 
-use kvx_core::breaks::BREAKS;
+use kvx_core::fault_injection::BREAKS;
 use kvx_testkit::{Breaker, CLAUSES, Fault, Runs, test};
 
 const CONTRACT: &str = include_str!("../../../kvx-core/CONTRACT.md");

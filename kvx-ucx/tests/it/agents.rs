@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Agent, Grid, Kind, Memory, Options, Peer, Plan, Region};
+use kvx_core::{Agent, ErrorKind, Grid, Memory, Options, Peer, Plan, Region};
 use kvx_testkit::test;
 
 use crate::registry;
@@ -222,7 +222,7 @@ fn reach(version: &Version, metadata: &str) -> Outcome {
     let reached = both_ways(&region, &peer);
     if version.number > (1, 13) {
         // It does not unpack the keys of so old a version, and says so before anything is moved.
-        assert_eq!(reached.map_err(|why| why.kind()), Err(Kind::Unsupported));
+        assert_eq!(reached.map_err(|why| why.kind()), Err(ErrorKind::Unsupported));
         assert_eq!(ends(&region)?, (1, 1));
     } else {
         reached?;

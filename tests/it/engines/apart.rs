@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use kvx::connector::engine::WorkerRank;
 use kvx::connector::runtime::{Connector, Rank};
-use kvx::{Error, Kind, Result};
+use kvx::{Error, ErrorKind, Result};
 use kvx_testkit::{Child, Failure};
 use serde::{Deserialize, Serialize};
 
@@ -96,7 +96,7 @@ pub(crate) fn run(setup: &str) -> ! {
         checking::serve(Arc::clone(&memory), answers);
         joined.register(memory.caches()?, [memory.memory.clone()])?;
         joined.wait(LIFE).unwrap_or_else(|| {
-            Err(Error::new(Kind::TimedOut, "the engine lives longer than a test"))
+            Err(Error::new(ErrorKind::TimedOut, "the engine lives longer than a test"))
         })
     };
     match live() {

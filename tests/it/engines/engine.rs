@@ -12,7 +12,7 @@ use kvx::connector::runtime::{
     Connector, Decode, Fetch, Held, Lease, LoadError, Prefill, Released,
 };
 use kvx::connector::wire::CompatibilityFactors;
-use kvx::{Error, Kind, MemoryKind, Result};
+use kvx::{Error, ErrorKind, MemoryKind, Result};
 use kvx_testkit::{Holdings, HungPage, TestDevice};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -185,7 +185,7 @@ impl From<LoadError> for Failed {
 }
 
 pub(crate) fn refused(why: impl ToString) -> Error {
-    Error::new(Kind::Invalid, why.to_string())
+    Error::new(ErrorKind::Invalid, why.to_string())
 }
 
 fn parsed(params: &Value) -> Result<TransferParams> {
@@ -286,7 +286,7 @@ impl Engine {
         match self.free.len().checked_sub(count) {
             Some(rest) => Ok(self.free.split_off(rest)),
             None => Err(Error::new(
-                Kind::Exhausted,
+                ErrorKind::Exhausted,
                 format!("{count} blocks, {} are free", self.free.len()),
             )),
         }
@@ -462,7 +462,7 @@ impl Engine {
         match wrong {
             0 => Ok(()),
             _ => Err(Error::new(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 format!("{wrong} rows that count as loaded are wrong"),
             )),
         }
@@ -471,15 +471,15 @@ impl Engine {
     fn outcome(&mut self, request: &str, patience: Duration) -> Result<Answer> {
         let load = self.loads.remove(request);
         let Load { fetch, begun, prompt, blocks, cached, tokens } =
-            load.ok_or_else(|| Error::new(Kind::Invalid, format!("no load {request}")))?;
+            load.ok_or_else(|| Error::new(ErrorKind::Invalid, format!("no load {request}")))?;
         let ended = match fetch {
             Some(fetch) => fetch.wait(patience).ok().map(|end| end.map_err(Failed::from)),
             None => self.queue.end(&self.connector, &request.into(), patience),
         };
         let took = begun.elapsed();
-        match ended
-            .ok_or_else(|| Error::new(Kind::TimedOut, format!("no outcome within {patience:?}")))?
-        {
+        match ended.ok_or_else(|| {
+            Error::new(ErrorKind::TimedOut, format!("no outcome within {patience:?}"))
+        })? {
             Ok(loaded) => {
                 let checked = self.check(prompt, &blocks, loaded.tokens.min(tokens));
                 self.free.extend(blocks);

@@ -4,7 +4,7 @@ use std::panic::PanicHookInfo;
 use std::sync::Once;
 use std::time::{Duration, Instant};
 
-use kvx::{Agent, Grid, Kind, Op, Plan, Region, Transfer};
+use kvx::{Agent, ErrorKind, Grid, Op, Plan, Region, Transfer};
 use kvx_backend::reactor::panics::{SAYS, panic_in};
 use kvx_testkit::{Failure, Mode, Setup, byte_at, run, skip, unique};
 
@@ -23,7 +23,8 @@ const CUT_OFF: Duration = Duration::from_secs(10);
 /// How long an agent may take for its end: one whose machine is lost takes all of it.
 const SHUTDOWN: Duration = Duration::from_millis(50);
 /// What a transfer may be told: its own end has gone, its peer has, or neither says so before the deadline.
-const KINDS: [Kind; 4] = [Kind::PeerLost, Kind::Forgotten, Kind::Closed, Kind::TimedOut];
+const KINDS: [ErrorKind; 4] =
+    [ErrorKind::PeerLost, ErrorKind::Forgotten, ErrorKind::Closed, ErrorKind::TimedOut];
 
 /// More turns than two agents have until their transfers have ended.
 const MANY: u64 = 1000;

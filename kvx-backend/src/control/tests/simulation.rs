@@ -216,7 +216,7 @@ impl Run {
         for (number, end) in self.ends.into_iter().enumerate() {
             match end.wait(Duration::ZERO) {
                 Ok(()) => assert!(number < link.taken.len(), "{number} has not arrived"),
-                Err(why) => assert_eq!(why.kind(), Kind::PeerLost, "{number}"),
+                Err(why) => assert_eq!(why.kind(), ErrorKind::PeerLost, "{number}"),
             }
         }
     }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::super::identity::{Address, EngineId, RequestId, WorkerRank};
 use super::super::step::RemoteEngine;
@@ -86,7 +86,7 @@ impl MooncakeWorker {
             return Ok(question);
         }
         Err(Error::new(
-            Kind::Incompatible,
+            ErrorKind::Incompatible,
             format!(
                 "tensor-parallel size {there} at the decode and {here} at the prefill: the MooncakeConnector before \
                  vLLM 0.16 takes the same on both sides; write a kv_compat of 0.16 or later on both"

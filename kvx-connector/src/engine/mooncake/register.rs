@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::super::identity::WorkerRank;
 use super::super::time::Time;
@@ -52,7 +52,7 @@ impl BootstrapRegister {
                 None => "it is of a vLLM and never forgotten: restart this bootstrap server".into(),
             };
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "data-parallel rank {dp_rank} is engine {}, whose worker (tensor rank {}, pipeline rank {}) listens \
                      at {}; {cure}",
@@ -63,7 +63,7 @@ impl BootstrapRegister {
         let key = (dp_rank, rank);
         if self.workers.len() >= Directory::MAX_WORKERS && !self.workers.contains_key(&key) {
             return Err(Error::new(
-                Kind::Busy,
+                ErrorKind::Busy,
                 format!("{} workers are registered here", self.workers.len()),
             ));
         }
@@ -130,7 +130,7 @@ mod tests {
         {
             let error = register.register(at(2), other).unwrap_err();
             assert!(
-                error.kind() == Kind::Invalid && error.to_string().contains("engine e"),
+                error.kind() == ErrorKind::Invalid && error.to_string().contains("engine e"),
                 "{error}"
             );
         }
@@ -167,7 +167,7 @@ mod tests {
         }
         assert_eq!(
             register.register(at(0), worker("e", 900, 0, 1, None)).unwrap_err().kind(),
-            Kind::Busy
+            ErrorKind::Busy
         );
         register.register(at(0), worker("e", 0, 0, 1, None)).unwrap();
     }

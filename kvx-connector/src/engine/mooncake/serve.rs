@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::super::action::{Action, Connection, Move, MoveId, MoveLists};
 use super::super::failure::{FailureKind, TransferFailure};
@@ -233,7 +233,7 @@ impl MooncakeWorker {
             .filter(|engine| **engine != *self.settings.engine.as_str())
         {
             return Err(Error::new(
-                Kind::PeerRestarted,
+                ErrorKind::PeerRestarted,
                 format!(
                     "a question for engine {engine}, and this is {}: ask the bootstrap server anew",
                     self.settings.engine
@@ -246,7 +246,7 @@ impl MooncakeWorker {
             || request.remote_pp_size > crate::mapping::MAX_RANKS
         {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "rank {} of {} with {} pipeline stages does not ask rank {} of {}",
                     request.remote_tp_rank,

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvx_config::{BlockRelease, Compat, ConnectorKind, KvTransferConfig, RankNumbers, Role};
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::super::identity::{Address, WorkerRank, bare, is_loopback};
 use super::super::settings::{Settings, multi};
@@ -94,7 +94,7 @@ impl Settings {
         if config.connector() != Some(&ConnectorKind::Mooncake) {
             let name = config.kv_connector().unwrap_or("no connector").to_owned();
             return Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 format!(
                     "{name} is not the MooncakeConnector, which these settings are for; take Settings::from_config"
                 ),
@@ -134,7 +134,7 @@ impl Settings {
             return Ok(());
         }
         Err(Error::new(
-            Kind::Unsupported,
+            ErrorKind::Unsupported,
             format!(
                 "{} KV cache groups and {} pipeline stages: the MooncakeConnector before vLLM 0.16 moves blocks of one \
                  group and has no stages; write a kv_compat of 0.16 or later on both sides",
@@ -150,6 +150,6 @@ fn external(text: &str) -> Result<Address> {
         let sentence = format!(
             "kv_connector_extra_config.bootstrap_server_address is {text:?}; write host:port"
         );
-        Error::new(Kind::Invalid, sentence)
+        Error::new(ErrorKind::Invalid, sentence)
     })
 }

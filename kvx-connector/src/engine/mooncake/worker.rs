@@ -72,7 +72,7 @@ impl MooncakeWorker {
     pub fn new(settings: Settings, rank: WorkerRank, own: PullRequest) -> kvx_core::Result<Self> {
         let Some(mooncake) = settings.mooncake.clone() else {
             return Err(kvx_core::Error::new(
-                kvx_core::Kind::Invalid,
+                kvx_core::ErrorKind::Invalid,
                 "settings of a NixlConnector; write MooncakeConnector as kv_connector",
             ));
         };

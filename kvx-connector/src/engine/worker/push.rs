@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::{Error, Kind};
+use kvx_core::{Error, ErrorKind};
 
 use super::super::action::{Action, Connection, Move, MoveId, MoveLists};
 use super::super::failure::{FailureKind, TransferFailure};
@@ -279,13 +279,13 @@ impl Worker {
     ) -> kvx_core::Result<()> {
         if self.settings.mode != TransferMode::Push {
             return Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 "a push registration, and this engine's decodes pull: set kv_connector of both engines to the same",
             ));
         }
         let missing = |key: &str| {
             Error::new(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 format!("malformed push registration: it has no {key}; nothing is pushed"),
             )
         };
@@ -312,7 +312,7 @@ impl Worker {
             .is_some_and(|allowed| !allowed.iter().any(|one| **one == **host))
         {
             return Err(Error::new(
-                Kind::Denied,
+                ErrorKind::Denied,
                 format!(
                     "a push registration names the host {host:?}, which is none of \
                      kv_connector_extra_config.allowed_hosts: add it there if it is a decode of yours"
@@ -338,7 +338,7 @@ impl Worker {
         let (count, bytes) = (self.pushes.registrations.len(), self.pushes.bytes);
         if count >= MAX_REGISTRATIONS || bytes + registration.bytes() > MAX_BYTES {
             return Err(Error::new(
-                Kind::Busy,
+                ErrorKind::Busy,
                 format!(
                     "{count} push registrations of {bytes} bytes wait for a prefill: request {request} is not pushed"
                 ),

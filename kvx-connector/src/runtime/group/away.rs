@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::{Deadline, Error, Kind, Result};
+use kvx_core::{Deadline, Error, ErrorKind, Result};
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::mpsc::{self, Receiver, Sender};
 use tokio::sync::oneshot;
@@ -121,7 +121,7 @@ impl Away {
             | RankStage::Registered { process: first, .. }
             | RankStage::GaveBack { process: first } => {
                 return Err(Error::new(
-                    Kind::Invalid,
+                    ErrorKind::Invalid,
                     format!(
                         "{process} joined as {}, which {first} is already: start each rank once",
                         name(self.rank)
@@ -131,7 +131,7 @@ impl Away {
             RankStage::Lost { why, .. } => {
                 let why =
                     format!("{why}; it does not come back: restart the engine with all its ranks");
-                return Err(Error::new(Kind::Closed, why));
+                return Err(Error::new(ErrorKind::Closed, why));
             }
         }
         let (to, down) = mpsc::channel(BACKLOG);
@@ -160,9 +160,9 @@ impl Away {
                 self.standing = RankStage::Registered { process, metadata, host_copies };
                 Ok(())
             }
-            RankStage::Lost { why, .. } => Err(Error::new(Kind::Closed, why.to_string())),
+            RankStage::Lost { why, .. } => Err(Error::new(ErrorKind::Closed, why.to_string())),
             RankStage::Awaited | RankStage::Registered { .. } => Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "{} has registered its caches already: it gives them back first",
                     name(self.rank)
@@ -175,7 +175,9 @@ impl Away {
     pub(super) fn has_words_now(&mut self) -> Result<()> {
         match &self.standing {
             RankStage::Registered { .. } => return Err(out_of_turn()),
-            RankStage::Lost { why, .. } => return Err(Error::new(Kind::Closed, why.to_string())),
+            RankStage::Lost { why, .. } => {
+                return Err(Error::new(ErrorKind::Closed, why.to_string()));
+            }
             RankStage::Awaited | RankStage::Joined { .. } | RankStage::GaveBack { .. } => {}
         }
         self.has_words = true;
@@ -231,7 +233,9 @@ impl Away {
             RankStage::Registered { process, .. } => {
                 self.standing = RankStage::GaveBack { process: Arc::clone(process) };
             }
-            RankStage::Lost { why, .. } => return Err(Error::new(Kind::Closed, why.to_string())),
+            RankStage::Lost { why, .. } => {
+                return Err(Error::new(ErrorKind::Closed, why.to_string()));
+            }
             _ => return Err(out_of_turn()),
         }
         self.has_words = false;
@@ -473,7 +477,7 @@ impl Away {
     fn gone(&self) -> Result<()> {
         match &self.standing {
             RankStage::Lost { why, proven: false } => Err(Error::new(
-                Kind::StillShared,
+                ErrorKind::StillShared,
                 format!(
                     "nobody knows whether a rank that was lost still touches its memory: {why}"
                 ),
@@ -485,7 +489,7 @@ impl Away {
 
 /// What a rank says when it does not come next.
 pub(super) fn out_of_turn() -> Error {
-    Error::new(Kind::Malformed, "a message out of turn")
+    Error::new(ErrorKind::Malformed, "a message out of turn")
 }
 
 /// A rank in words.

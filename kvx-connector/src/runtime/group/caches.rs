@@ -1,6 +1,6 @@
 //! The caches of ranks in processes of their own, in the engine's process: what has been registered, and given back.
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::super::listening::Listening;
 use super::super::register::closed;
@@ -34,7 +34,7 @@ impl Shared {
         let known = state.pool.as_ref().map(PoolBlocks::most).filter(|_| !first);
         if let Some(known) = known.filter(|known| *known != blocks.most()) {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "{} has {} logical blocks, another rank of this engine {known}: give all of them the same",
                     name(rank),

@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use tokio::sync::{OnceCell, oneshot};
 use tokio::time::timeout;
 
@@ -122,11 +122,14 @@ impl Shared {
             let regions = match timeout(PATIENCE, answer).await {
                 Ok(Ok(regions)) => regions?,
                 Ok(Err(_)) => {
-                    return Err(Error::new(Kind::PeerLost, format!("{} is not there", name(rank))));
+                    return Err(Error::new(
+                        ErrorKind::PeerLost,
+                        format!("{} is not there", name(rank)),
+                    ));
                 }
                 Err(_) => {
                     let why = format!("{} has granted nothing within {PATIENCE:?}", name(rank));
-                    return Err(Error::new(Kind::TimedOut, why));
+                    return Err(Error::new(ErrorKind::TimedOut, why));
                 }
             };
             all.push(PushGrant { pp, tp, regions });
@@ -179,5 +182,5 @@ impl Shared {
 
 /// What a peer of the same engine refuses.
 pub(super) fn refused(why: String) -> Error {
-    Error::new(Kind::Invalid, why)
+    Error::new(ErrorKind::Invalid, why)
 }

@@ -6,11 +6,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvx_config::KvTransferConfig;
-use kvx_core::{Completion, Deadline, Error, Kind, Result, Ticket};
+use kvx_core::{Completion, Deadline, Error, ErrorKind, Result, Ticket};
 use tokio::sync::mpsc::Receiver;
 use tokio::time::sleep_until;
 
-use super::super::half::Half;
+use super::super::half::WorkerKind;
 use super::super::rank::Rank;
 use super::super::register::closed;
 use super::super::slot::until;
@@ -71,7 +71,7 @@ impl Rank {
             }
             _ => return Ok(()),
         };
-        Err(Error::new(Kind::Unsupported, why))
+        Err(Error::new(ErrorKind::Unsupported, why))
     }
 }
 
@@ -125,7 +125,7 @@ impl Shared {
         }
         let pushes = self.setup.settings.mode == TransferMode::Push;
         for (rank, held) in state.ranks.iter_mut().filter(|(_, held)| held.registered.is_none()) {
-            held.worker = Half::Away(Box::new(Away::new(*rank, pushes)));
+            held.worker = WorkerKind::Away(Box::new(Away::new(*rank, pushes)));
         }
         Ok(())
     }
@@ -141,12 +141,12 @@ impl Shared {
         }
         let mut state = self.state.lock();
         let why = match state.ranks.get_mut(&rank).map(|held| &mut held.worker) {
-            Some(Half::Away(away)) => match away.join(newcomer) {
+            Some(WorkerKind::Away(away)) => match away.join(newcomer) {
                 Ok(down) => return Ok(down),
-                Err(error) if error.kind() == Kind::Closed => return Err(error),
+                Err(error) if error.kind() == ErrorKind::Closed => return Err(error),
                 Err(error) => error.sentence().to_owned(),
             },
-            Some(Half::Nixl(_) | Half::Mooncake(_)) => format!(
+            Some(WorkerKind::Nixl(_) | WorkerKind::Mooncake(_)) => format!(
                 "{process} joined as {}, which the engine's own process is already: start each rank once",
                 name(rank)
             ),
@@ -161,17 +161,17 @@ impl Shared {
         // Two processes for one place: whose blocks it would load is in doubt. All are if there is no such place.
         let twice = state.ranks.get(&rank).is_some_and(|held| held.worker.away().is_some());
         for (at, held) in &mut state.ranks {
-            if let Half::Away(away) = &mut held.worker
+            if let WorkerKind::Away(away) = &mut held.worker
                 && (!twice || *at == rank)
             {
                 away.lose(&why, false);
             }
         }
-        let failed = state.gathered(Err(Error::new(Kind::Invalid, why.clone())));
+        let failed = state.gathered(Err(Error::new(ErrorKind::Invalid, why.clone())));
         drop(state);
         failed.settle();
         self.wake_up.notify_one();
-        Err(Error::new(Kind::Invalid, why))
+        Err(Error::new(ErrorKind::Invalid, why))
     }
 
     /// The deadline has come: who is not there now does not come any more.
@@ -182,7 +182,7 @@ impl Shared {
         }
         let mut first = None;
         for held in state.ranks.values_mut() {
-            if let Half::Away(away) = &mut held.worker
+            if let WorkerKind::Away(away) = &mut held.worker
                 && away.missing().is_some()
             {
                 away.lose(
@@ -193,7 +193,7 @@ impl Shared {
             }
         }
         let Some(first) = first else { return };
-        let failed = state.gathered(Err(Error::new(Kind::TimedOut, first)));
+        let failed = state.gathered(Err(Error::new(ErrorKind::TimedOut, first)));
         drop(state);
         failed.settle();
         self.wake_up.notify_one();
@@ -206,7 +206,7 @@ impl Shared {
         };
         away.lose(why, proven);
         let why = away.missing().unwrap_or_default();
-        let failed = state.gathered(Err(Error::new(Kind::PeerLost, why)));
+        let failed = state.gathered(Err(Error::new(ErrorKind::PeerLost, why)));
         drop(state);
         failed.settle();
         self.wake_up.notify_one();
@@ -280,7 +280,7 @@ impl Gathered {
 
 impl State {
     fn may_gather(&self) -> Result<()> {
-        let refused = |why: &'static str| Err(Error::new(Kind::Invalid, why));
+        let refused = |why: &'static str| Err(Error::new(ErrorKind::Invalid, why));
         if self.is_closing() {
             return Err(closed());
         }

@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use kvx_core::sync::Mutex;
-use kvx_core::{Completion, Deadline, Error, Kind, Memory, Registry, Result, Secret};
+use kvx_core::{Completion, Deadline, Error, ErrorKind, Memory, Registry, Result, Secret};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::{sleep, timeout, timeout_at};
@@ -20,7 +20,7 @@ use super::super::register::AnnouncedTo;
 use super::super::slot::{Slot, until};
 use super::super::state::Shared;
 use super::super::thread::{drive, on_its_own};
-use super::super::words::Words;
+use super::super::words::GenerationTable;
 use super::serving::no_secret;
 use super::setup::of_told;
 use super::stream::{Incoming, Outgoing, prove_as_rank, same_user, within_a_host};
@@ -108,7 +108,7 @@ fn join(
     let limit = deadline.left().saturating_add(LAST_WORD);
     started.wait(limit.into()).unwrap_or_else(|| {
         Err(Error::new(
-            Kind::TimedOut,
+            ErrorKind::TimedOut,
             "this process had no time for its thread to join by the deadline",
         ))
     })
@@ -153,7 +153,7 @@ impl JoinedRank {
         if shared.registered(self.rank).is_some() {
             let why =
                 "this rank has registered its caches: give them back first (JoinedRank::give_back)";
-            return Err(Error::new(Kind::Invalid, why));
+            return Err(Error::new(ErrorKind::Invalid, why));
         }
         let pool = PoolBlocks::of(caches.geometry());
         let words = (pool.most() as usize + 1) * super::super::words::WORD as usize;
@@ -161,7 +161,10 @@ impl JoinedRank {
         let words = || match sent {
             Some(SentWords::File(file)) => Ok(Arc::new(Memory::adopt_file(file, words)?)),
             Some(SentWords::Own(memory)) if memory.len() >= words => Ok(memory),
-            _ => Err(Error::new(Kind::Malformed, "the engine has sent no words for these caches")),
+            _ => Err(Error::new(
+                ErrorKind::Malformed,
+                "the engine has sent no words for these caches",
+            )),
         };
         let memory = memory.into_iter().map(Into::into).collect();
         let agent = shared.state.lock().ranks.get(&self.rank).and_then(|held| held.agent.clone());
@@ -191,7 +194,7 @@ impl JoinedRank {
     /// # Errors
     /// `PeerLost`: the engine's process is gone, or has given this rank up. As [`Connector::shutdown`] otherwise.
     pub async fn ended(&self) -> Result<()> {
-        self.connector.wake().await;
+        self.connector.outcomes_ready().await;
         self.end()
     }
 
@@ -235,7 +238,7 @@ impl EngineChannel {
         ask()?;
         self.answer.wait(PATIENCE.into()).unwrap_or_else(|| {
             let late = Error::new(
-                Kind::TimedOut,
+                ErrorKind::TimedOut,
                 format!("the engine has not answered within {PATIENCE:?}: join again"),
             );
             self.gone.set(late.clone()).ok();
@@ -244,7 +247,7 @@ impl EngineChannel {
     }
 
     fn lost(&self) -> Error {
-        let ended = || Error::new(Kind::Closed, "this rank has left its engine: join again");
+        let ended = || Error::new(ErrorKind::Closed, "this rank has left its engine: join again");
         self.gone.get().cloned().unwrap_or_else(ended)
     }
 }
@@ -259,7 +262,7 @@ async fn run(
     let entered = match timeout_at(until(deadline).into(), enter(&engine, rank)).await {
         Ok(entered) => entered,
         Err(_) => Err(Error::new(
-            Kind::TimedOut,
+            ErrorKind::TimedOut,
             format!(
                 "no engine let this rank in at {engine} in time: see that it runs, and lets its ranks in there \
                  (Connector::group, group_over_tcp)"
@@ -313,11 +316,13 @@ async fn enter(engine: &EngineAddress, rank: WorkerRank) -> Result<(Outgoing, In
     match incoming.next().await?.map(|bytes| ToRank::decode(&bytes)).transpose()? {
         Some(ToRank::Welcome(told)) => Ok((outgoing, incoming, told)),
         Some(ToRank::Refused(why)) => {
-            Err(Error::new(Kind::Denied, format!("the engine lets this rank not in: {why}")))
+            Err(Error::new(ErrorKind::Denied, format!("the engine lets this rank not in: {why}")))
         }
-        Some(_) => Err(Error::new(Kind::Malformed, "the engine's first message is no welcome")),
+        Some(_) => {
+            Err(Error::new(ErrorKind::Malformed, "the engine's first message is no welcome"))
+        }
         None => Err(Error::new(
-            Kind::PeerLost,
+            ErrorKind::PeerLost,
             "the engine closed the connection before it let this rank in",
         )),
     }
@@ -337,7 +342,7 @@ impl EngineAddress {
                 let proven = timeout(PATIENCE, prove_as_rank(socket, secret)).await;
                 let late = || {
                     Error::new(
-                        Kind::TimedOut,
+                        ErrorKind::TimedOut,
                         format!("{address} has proven nothing within {PATIENCE:?}"),
                     )
                 };
@@ -349,16 +354,15 @@ impl EngineAddress {
 
 /// Whether the engine may not listen yet, or its host not be there.
 fn is_early(error: &io::Error) -> bool {
-    use io::ErrorKind;
     matches!(
         error.kind(),
-        ErrorKind::NotFound
-            | ErrorKind::ConnectionRefused
-            | ErrorKind::WouldBlock
-            | ErrorKind::TimedOut
-            | ErrorKind::HostUnreachable
-            | ErrorKind::NetworkUnreachable
-    ) || error.raw_os_error().is_none() && error.kind() != ErrorKind::InvalidInput // the name is not known yet
+        io::ErrorKind::NotFound
+            | io::ErrorKind::ConnectionRefused
+            | io::ErrorKind::WouldBlock
+            | io::ErrorKind::TimedOut
+            | io::ErrorKind::HostUnreachable
+            | io::ErrorKind::NetworkUnreachable
+    ) || error.raw_os_error().is_none() && error.kind() != io::ErrorKind::InvalidInput // the name is not known yet
 }
 
 /// Does what the engine says, until one of the two ends.
@@ -369,13 +373,13 @@ async fn obey(
     mut incoming: Incoming,
 ) {
     // Of this process, where the engine cannot raise them itself.
-    let mut own_words: Option<Words> = None;
+    let mut own_words: Option<GenerationTable> = None;
     let gone = loop {
         let message = match incoming.next().await {
             Ok(Some(bytes)) => ToRank::decode(&bytes),
             Ok(None) => {
                 let why = "the engine's process is gone, or has given this rank up";
-                break Error::new(Kind::PeerLost, why);
+                break Error::new(ErrorKind::PeerLost, why);
             }
             Err(error) => break error,
         };
@@ -385,7 +389,7 @@ async fn obey(
                 link.answer.set(Ok(incoming.take_file().map(SentWords::File)))
             }
             Ok(ToRank::Words(Some(what))) => {
-                let made = Words::made(what);
+                let made = GenerationTable::made(what);
                 link.answer
                     .set(made.map(|words| Some(SentWords::Own(own_words.insert(words).memory()))));
             }
@@ -396,7 +400,10 @@ async fn obey(
             Ok(ToRank::Taken) => link.answer.set(Ok(None)),
             Ok(ToRank::GivenBack) => shared.engine_knows(),
             Ok(ToRank::Refused(why)) => {
-                break Error::new(Kind::Invalid, format!("the engine refuses this rank: {why}"));
+                break Error::new(
+                    ErrorKind::Invalid,
+                    format!("the engine refuses this rank: {why}"),
+                );
             }
             Ok(ToRank::Digest { number, fresh }) => shared.digest_here(rank, &link, number, fresh),
             Ok(ToRank::Save { number, of, early, blocks }) => {
@@ -417,7 +424,7 @@ async fn obey(
             Ok(ToRank::Grants { request, told }) => shared.take_grants(&request, told),
             Ok(ToRank::End(within)) => drop(shared.shutdown(within.into())),
             Ok(ToRank::Welcome(_)) => {
-                break Error::new(Kind::Malformed, "the engine's welcome came twice");
+                break Error::new(ErrorKind::Malformed, "the engine's welcome came twice");
             }
             Err(error) => break error,
         }

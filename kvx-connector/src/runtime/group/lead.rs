@@ -1,6 +1,6 @@
 //! The engine, as the process of a rank sees it.
 
-use kvx_core::{Deadline, Error, Kind, Result};
+use kvx_core::{Deadline, Error, ErrorKind, Result};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::watch;
 use tokio::time::timeout;
@@ -9,7 +9,7 @@ use super::super::state::Shared;
 use crate::wire::group::ToHead;
 
 /// Where the engine is told what happens here.
-pub(in crate::runtime) struct Lead {
+pub(in crate::runtime) struct HeadHandle {
     up: UnboundedSender<ToHead>,
     /// How often it was told that caches are given back.
     told: u64,
@@ -17,9 +17,9 @@ pub(in crate::runtime) struct Lead {
     knows: watch::Sender<u64>,
 }
 
-impl Lead {
+impl HeadHandle {
     pub(in crate::runtime) fn new(up: UnboundedSender<ToHead>) -> Self {
-        Lead { up, told: 0, knows: watch::Sender::new(0) }
+        HeadHandle { up, told: 0, knows: watch::Sender::new(0) }
     }
 
     /// Says something. An engine that has gone needs to hear nothing.
@@ -28,28 +28,28 @@ impl Lead {
     }
 
     /// Says that this rank gives its caches back.
-    pub(in crate::runtime) fn give_back(&mut self) -> Knowing {
+    pub(in crate::runtime) fn give_back(&mut self) -> ReleaseConfirmation {
         self.told += 1;
         self.say(ToHead::GivesBack);
-        Knowing { number: self.told, knows: self.knows.subscribe() }
+        ReleaseConfirmation { number: self.told, knows: self.knows.subscribe() }
     }
 }
 
 /// That the engine knows of caches that are given back, some time.
 #[derive(Clone, Debug)]
-pub(in crate::runtime) struct Knowing {
+pub(in crate::runtime) struct ReleaseConfirmation {
     number: u64,
     knows: watch::Receiver<u64>,
 }
 
-impl Knowing {
+impl ReleaseConfirmation {
     /// Errors: `TimedOut`.
     pub(in crate::runtime) async fn known(mut self, deadline: Deadline) -> Result<()> {
         match timeout(deadline.left(), self.knows.wait_for(|knows| *knows >= self.number)).await {
             // Who is gone with this process asks nothing.
             Ok(_) => Ok(()),
             Err(_) => Err(Error::new(
-                Kind::TimedOut,
+                ErrorKind::TimedOut,
                 "the caches are given back, and the engine had not said by the deadline that it knows: peers are \
                  refused by this rank alone",
             )),

@@ -2,7 +2,7 @@
 //!
 //! The engine's process keeps the scheduler's half, the side channel and the words of all blocks, which it shares with
 //! ranks of its host and tells the others; a rank's process has the worker's half, its agent and its memory. Steps go
-//! down, outputs come up, and [`Half`](super::half::Half) is what of it the rest of the runtime sees.
+//! down, outputs come up, and [`WorkerKind`](super::half::WorkerKind) is what of it the rest of the runtime sees.
 
 mod away;
 mod caches;
@@ -26,7 +26,7 @@ pub(super) use self::digesting::await_digests;
 pub(super) use self::granting::Granting;
 pub(super) use self::head::{Gathering, JoinAddress};
 pub use self::joined::JoinedRank;
-pub(super) use self::lead::{Knowing, Lead};
+pub(super) use self::lead::{HeadHandle, ReleaseConfirmation};
 
 /// A rank says this often that it lives.
 const PULSE: Duration = Duration::from_secs(1);

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_core::sync::Mutex;
-use kvx_core::{Error, Kind, Result, Secret};
+use kvx_core::{Error, ErrorKind, Result, Secret};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
@@ -69,7 +69,7 @@ impl RankListener {
                 let secret = secret.ok_or_else(no_secret)?;
                 if address.port() == 0 {
                     let why = "ranks are told the port that they join at: name one";
-                    return Err(Error::new(Kind::Invalid, why));
+                    return Err(Error::new(ErrorKind::Invalid, why));
                 }
                 let failed = |error| Error::os(format!("ranks cannot join at {address}"), error);
                 let listener = std::net::TcpListener::bind(address).map_err(failed)?;
@@ -97,7 +97,7 @@ impl RankListener {
 pub(super) fn no_secret() -> Error {
     let why = "ranks on other hosts and their engine prove to each other that they have the fleet's secret, and this \
                process has none: `kvx secret FILE` makes one, KVX_SECRET_FILE names it";
-    Error::new(Kind::Invalid, why)
+    Error::new(ErrorKind::Invalid, why)
 }
 
 /// How many of each address have connected and not said yet who they are.
@@ -138,7 +138,7 @@ fn open(path: &Path) -> Result<StdUnixListener> {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
             if !is_left_behind(path).map_err(failed)? {
                 return Err(Error::new(
-                    Kind::Exhausted,
+                    ErrorKind::Exhausted,
                     format!(
                         "{} is there, and no socket that an engine has left behind: name a path of its own",
                         path.display()
@@ -243,7 +243,10 @@ async fn prove(stranger: Stranger) -> Result<Admitted> {
         Stranger::Tcp(socket, from, secret) => {
             let proven = timeout(IMPATIENCE, prove_as_engine(socket, &secret)).await;
             let late = || {
-                Error::new(Kind::TimedOut, format!("it has proven nothing within {IMPATIENCE:?}"))
+                Error::new(
+                    ErrorKind::TimedOut,
+                    format!("it has proven nothing within {IMPATIENCE:?}"),
+                )
             };
             let (outgoing, incoming) = proven
                 .unwrap_or_else(|_| Err(late()))
@@ -268,20 +271,20 @@ async fn welcome(
     let hello = timeout(PATIENCE, incoming.next()).await;
     let hello = hello.map_err(|_| {
         Error::new(
-            Kind::TimedOut,
+            ErrorKind::TimedOut,
             format!("{process} has not said within {PATIENCE:?} which rank it is"),
         )
     })??;
     let hello = hello.map(|bytes| ToHead::decode(&bytes)).transpose()?;
     let Some(ToHead::Hello { version, rank }) = hello else {
         return Err(Error::new(
-            Kind::Malformed,
+            ErrorKind::Malformed,
             format!("{process} has not said which rank it is"),
         ));
     };
     if version != env!("CARGO_PKG_VERSION") {
         return Err(Error::new(
-            Kind::Incompatible,
+            ErrorKind::Incompatible,
             format!(
                 "{} is of kvx {version}, its engine of kvx {}: run both with the same",
                 name(rank),
@@ -295,7 +298,7 @@ async fn welcome(
         Ok(Ok(())) => Ok((rank, down)),
         _ => {
             shared.lose(rank, "it has not read what the engine was built with", false);
-            Err(Error::new(Kind::PeerLost, format!("{} went as it joined", name(rank))))
+            Err(Error::new(ErrorKind::PeerLost, format!("{} went as it joined", name(rank))))
         }
     }
 }
@@ -337,7 +340,7 @@ async fn serve(shared: &Arc<Shared>, admitted: Admitted, rank: WorkerRank, down:
             Ok(message @ (ToHead::Pool(_) | ToHead::Registered { .. } | ToHead::GivesBack)) => {
                 let shared = Arc::clone(shared);
                 let heard = tokio::task::spawn_blocking(move || shared.heard(rank, message)).await;
-                heard.unwrap_or_else(|_| Err(Error::new(Kind::Closed, "the engine ends")))
+                heard.unwrap_or_else(|_| Err(Error::new(ErrorKind::Closed, "the engine ends")))
             }
             Ok(message) => shared.heard(rank, message),
             Err(error) => Err(error),
@@ -370,7 +373,7 @@ async fn pass_down(
         match sent {
             Ok(Ok(())) => {}
             // Who reads from it hears what has become of it.
-            Ok(Err(error)) if error.kind() == Kind::PeerLost => break,
+            Ok(Err(error)) if error.kind() == ErrorKind::PeerLost => break,
             Ok(Err(error)) => {
                 shared.lose(rank, error.sentence(), false);
                 break;

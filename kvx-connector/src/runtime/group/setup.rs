@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use kvx_config::{BufferDevice, KvTransferConfig, Surroundings};
-use kvx_core::{Error, Kind, Registry, Result, Secret};
+use kvx_core::{Error, ErrorKind, Registry, Result, Secret};
 use serde_json::{Map, Value, json};
 
 use super::super::builder::{ConnectorBuilder, Group, Setup};
@@ -51,7 +51,7 @@ impl Setup {
 }
 
 fn unreadable(what: &str) -> Error {
-    Error::new(Kind::Malformed, format!("the engine's word of how it was built lacks {what}"))
+    Error::new(ErrorKind::Malformed, format!("the engine's word of how it was built lacks {what}"))
 }
 
 /// The setup of a rank, and the secret of its own process. `own_address`: by which it reaches its engine, if that may

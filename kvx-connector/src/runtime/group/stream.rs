@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::{Error, Kind, Result, Secret};
+use kvx_core::{Error, ErrorKind, Result, Secret};
 use kvx_noise::{MESSAGE, NoiseHandshake, Opener, Sealer, Seals, derive_key};
 use rustix::io::retry_on_intr;
 use rustix::net::{
@@ -72,7 +72,7 @@ pub(super) fn same_user(socket: &UnixStream) -> Result<i32> {
     let own = rustix::process::geteuid().as_raw();
     if other.uid() != own {
         return Err(Error::new(
-            Kind::Denied,
+            ErrorKind::Denied,
             format!(
                 "the process at the other end of the socket runs as user {}, this one as user {own}: an engine and its \
                  ranks are of one user",
@@ -116,7 +116,7 @@ pub(super) async fn prove_as_rank(
     if answer.and_then(|answer| handshake.read(&answer)).is_none() {
         let why = "whoever answers has not proven to have this fleet's secret: give the engine and its ranks the same \
                    KVX_SECRET_FILE";
-        return Err(Error::new(Kind::Denied, why));
+        return Err(Error::new(ErrorKind::Denied, why));
     }
     Ok(sealed(outgoing, incoming, handshake.seals()))
 }
@@ -130,7 +130,7 @@ pub(super) async fn prove_as_engine(
     let mut handshake = NoiseHandshake::responder(&derive_key(secret, LABEL), LABEL)?;
     let first = incoming.proof().await?;
     if first.and_then(|first| handshake.read(&first)).is_none() {
-        return Err(Error::new(Kind::Denied, "it has not proven to have this fleet's secret"));
+        return Err(Error::new(ErrorKind::Denied, "it has not proven to have this fleet's secret"));
     }
     let mut answer = Vec::new();
     handshake.write(&[], &mut answer)?;
@@ -160,7 +160,7 @@ fn sealed(mut outgoing: Outgoing, mut incoming: Incoming, seals: Seals) -> (Outg
 }
 
 fn lost(error: io::Error) -> Error {
-    Error::os("the connection is lost", error).kind_is(Kind::PeerLost)
+    Error::os("the connection is lost", error).with_kind(ErrorKind::PeerLost)
 }
 
 /// The reading end.
@@ -199,7 +199,7 @@ impl Incoming {
                     let why = format!(
                         "a message of {length} bytes is announced, at most {MAX_MESSAGE} are taken"
                     );
-                    return Err(Error::new(Kind::Malformed, why));
+                    return Err(Error::new(ErrorKind::Malformed, why));
                 }
                 if self.bytes.len() >= LENGTH + length {
                     let rest = self.bytes.split_off(LENGTH + length);
@@ -211,9 +211,10 @@ impl Incoming {
             if self.receive().await? == 0 {
                 return match self.bytes.is_empty() && self.sealed.is_empty() {
                     true => Ok(None),
-                    false => {
-                        Err(Error::new(Kind::Malformed, "the connection ended within a message"))
-                    }
+                    false => Err(Error::new(
+                        ErrorKind::Malformed,
+                        "the connection ended within a message",
+                    )),
                 };
             }
         }
@@ -449,7 +450,10 @@ mod tests {
             let Err(error) = end else {
                 panic!("byte {at} of {bytes} was altered, and nobody noticed")
             };
-            assert!(matches!(error.kind(), Kind::Denied | Kind::Malformed), "byte {at}: {error}");
+            assert!(
+                matches!(error.kind(), ErrorKind::Denied | ErrorKind::Malformed),
+                "byte {at}: {error}"
+            );
             assert!(
                 messages.len() < SAID.len() && messages[..] == SAID[..messages.len()],
                 "byte {at}"
@@ -460,7 +464,7 @@ mod tests {
     #[test]
     fn another_secret_is_no_way_in() {
         let (messages, end, bytes) = heard(None, [1, 2]);
-        assert_eq!(end.unwrap_err().kind(), Kind::Denied);
+        assert_eq!(end.unwrap_err().kind(), ErrorKind::Denied);
         assert!(messages.is_empty() && bytes == MESSAGE, "{bytes}");
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_config::{KvTransferConfig, Surroundings};
-use kvx_core::{Kind, Registry};
+use kvx_core::{ErrorKind, Registry};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::super::connector::Connector;
@@ -50,7 +50,7 @@ fn what_a_rank_says_out_of_turn_is_refused() {
     let hears = |rank, message| shared.heard(rank, message);
     let refused = |rank, message| {
         let error = hears(rank, message).unwrap_err();
-        assert_eq!(error.kind(), Kind::Malformed, "{error}");
+        assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
     };
     let check = |block: u32| shared.state.lock().check_blocks(&BlockLists::single([block]), 1);
 
@@ -61,12 +61,12 @@ fn what_a_rank_says_out_of_turn_is_refused() {
     refused(one, ToHead::GivesBack);
     // Words may be asked for again, of other blocks too as long as nobody else has some.
     hears(one, pool(9)).unwrap();
-    assert_eq!(hears(other, pool(8)).unwrap_err().kind(), Kind::Invalid);
+    assert_eq!(hears(other, pool(8)).unwrap_err().kind(), ErrorKind::Invalid);
     hears(one, metadata()).unwrap();
     hears(other, pool(9)).unwrap();
     hears(other, metadata()).unwrap();
     refused(other, pool(9));
-    assert_eq!(hears(other, metadata()).unwrap_err().kind(), Kind::Invalid);
+    assert_eq!(hears(other, metadata()).unwrap_err().kind(), ErrorKind::Invalid);
     check(8).unwrap();
 
     // Twice.
@@ -75,7 +75,7 @@ fn what_a_rank_says_out_of_turn_is_refused() {
     refused(one, metadata());
     assert!(check(8).unwrap_err().to_string().contains("pp 0 tp 0"));
     // The other one still has its own.
-    assert_eq!(hears(one, pool(7)).unwrap_err().kind(), Kind::Invalid);
+    assert_eq!(hears(one, pool(7)).unwrap_err().kind(), ErrorKind::Invalid);
     hears(other, ToHead::GivesBack).unwrap();
     hears(one, pool(7)).unwrap();
     hears(one, metadata()).unwrap();
@@ -83,12 +83,12 @@ fn what_a_rank_says_out_of_turn_is_refused() {
     hears(other, pool(7)).unwrap();
     hears(other, metadata()).unwrap();
     check(6).unwrap();
-    assert_eq!(check(8).unwrap_err().kind(), Kind::OutOfBounds);
+    assert_eq!(check(8).unwrap_err().kind(), ErrorKind::OutOfBounds);
 
     // One that is lost gives nothing back.
     shared.lose(one, "a test", true);
-    assert_eq!(hears(one, ToHead::GivesBack).unwrap_err().kind(), Kind::Closed);
-    assert_eq!(hears(one, pool(7)).unwrap_err().kind(), Kind::Closed);
+    assert_eq!(hears(one, ToHead::GivesBack).unwrap_err().kind(), ErrorKind::Closed);
+    assert_eq!(hears(one, pool(7)).unwrap_err().kind(), ErrorKind::Closed);
     shared.lose(other, "a test", true);
     connector.shutdown(LIMIT).wait(LIMIT).unwrap();
 }
@@ -109,7 +109,7 @@ fn a_rank_that_is_started_again_has_to_restart_its_engine() {
     // Nobody has heard of its end yet, which proves that nothing touches its memory.
     let again = Newcomer { process: "process 2".into(), life: None, distant: false };
     let error = shared.seat(rank, &again).unwrap_err();
-    assert_eq!(error.kind(), Kind::Closed);
+    assert_eq!(error.kind(), ErrorKind::Closed);
     let words = "rank pp 0 tp 1 (process 1): its process has ended; it does not come back: restart the engine";
     assert!(error.to_string().contains(words), "{error}");
     connector.shutdown(LIMIT).wait(LIMIT).unwrap();

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use kvx_core::{Deadline, Error, Kind, Result};
+use kvx_core::{Deadline, Error, ErrorKind, Result};
 
 use super::super::rank::Registered;
 use super::super::state::{RankState, Shared};
@@ -121,9 +121,10 @@ impl Shared {
         let Some(copies) = &own.host_copies else { return Ok(()) };
         match tokio::time::timeout(deadline.left(), copies.copying.lock()).await {
             Ok(_) => copies.check(),
-            Err(_) => {
-                Err(Error::new(Kind::TimedOut, "the blocks were still being copied to the host"))
-            }
+            Err(_) => Err(Error::new(
+                ErrorKind::TimedOut,
+                "the blocks were still being copied to the host",
+            )),
         }
     }
 }

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use kvx_core::memory::Direction;
 use kvx_core::sync::Mutex;
-use kvx_core::{Error, Kind, Memory, Result};
+use kvx_core::{Error, ErrorKind, Memory, Result};
 
 pub(super) use self::filling::{Due, Filling};
 pub(super) use self::saving::Saving;
@@ -171,7 +171,7 @@ impl HostCopies {
     pub(super) fn check(&self) -> Result<()> {
         let why = |why: &String| {
             let why = format!("nothing is copied between the host and the device any more: {why}");
-            Err(Error::new(Kind::StillShared, why))
+            Err(Error::new(ErrorKind::StillShared, why))
         };
         self.broken.get().map_or(Ok(()), why)
     }
@@ -215,7 +215,7 @@ impl HostCopies {
 
 /// Whether a copy that has failed may still touch its memory.
 fn may_go_on(error: &Error) -> bool {
-    matches!(error.kind(), Kind::TimedOut | Kind::Forgotten)
+    matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::Forgotten)
 }
 
 impl CopiedPool {
@@ -347,12 +347,12 @@ mod tests {
         copies.order(1, &[block(2, 0), block(3, 1)]);
         device.next([Act::Forget]);
         let forgotten = copies.save(1, &[block(2, 0)], When::Early).unwrap_err();
-        assert_eq!(forgotten.kind(), Kind::Forgotten, "{forgotten}");
+        assert_eq!(forgotten.kind(), ErrorKind::Forgotten, "{forgotten}");
         let before = device.count().copies;
         for later in [copies.save(1, &[block(3, 1)], When::AtItsEnd), copies.fill(&lists(4))] {
             // These are over: they have not begun.
             let later = later.unwrap_err();
-            assert_eq!(later.kind(), Kind::StillShared, "{later}");
+            assert_eq!(later.kind(), ErrorKind::StillShared, "{later}");
             assert!(later.sentence().contains(forgotten.sentence()), "{later}");
         }
         assert_eq!(device.count().copies, before);

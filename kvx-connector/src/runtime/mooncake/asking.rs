@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_core::sync::Mutex;
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::super::builder::MOONCAKE;
 use super::super::push::{Grant, GrantedWrites};
@@ -108,7 +108,7 @@ impl Shared {
         let Question { pull, address, message, is_kvx, deadline } = question;
         let at = address.strip_prefix("tcp://").and_then(Address::parse);
         let at = at.ok_or_else(|| {
-            Error::new(Kind::Malformed, format!("{address} is no tcp://host:port"))
+            Error::new(ErrorKind::Malformed, format!("{address} is no tcp://host:port"))
         })?;
         let older = self.is_older_mooncake();
         // The grant of another worker's question may be older than this worker's load.
@@ -141,7 +141,7 @@ impl Shared {
         drop(bytes);
         loop {
             let limit = self.left(deadline);
-            let late = || Error::new(Kind::TimedOut, "the prefill did not answer in time");
+            let late = || Error::new(ErrorKind::TimedOut, "the prefill did not answer in time");
             let answer =
                 tokio::time::timeout(limit, client.receive(LIMIT)).await.map_err(|_| late())??;
             let frame = |at: usize| answer.frames().get(at).map_or(&[][..], Vec::as_slice);
@@ -198,7 +198,7 @@ impl Shared {
             let shared = Arc::clone(self);
             // Registering memory may take long.
             let granting = self.runtime.spawn_blocking(move || shared.granted_of(rank, wanted));
-            let gone = |_| Error::new(Kind::Closed, "the connector ends");
+            let gone = |_| Error::new(ErrorKind::Closed, "the connector ends");
             let grants = granting.await.map_err(gone)??;
             message
                 .req_blocks
@@ -209,7 +209,7 @@ impl Shared {
         }
         if asked > 0 && message.req_blocks.is_empty() {
             return Err(Error::new(
-                Kind::Revoked,
+                ErrorKind::Revoked,
                 "the requests were given up: nothing is to be written for them",
             ));
         }
@@ -226,7 +226,7 @@ impl Shared {
         for request in wanted {
             match self.granted(rank, &request) {
                 Ok(regions) => drop(grants.insert(request.as_str().to_owned(), regions)),
-                Err(error) if error.kind() == Kind::Revoked => {}
+                Err(error) if error.kind() == ErrorKind::Revoked => {}
                 Err(error) => return Err(error),
             }
         }
@@ -246,7 +246,7 @@ impl Shared {
         let name = String::from_utf8_lossy(&name);
         let at = Address::parse(&name).ok_or_else(|| {
             Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 format!("{name} is no host:port of a Mooncake engine, which a vLLM needs"),
             )
         })?;

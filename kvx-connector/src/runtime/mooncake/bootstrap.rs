@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_core::sync::Mutex;
-use kvx_core::{Error, Kind, Result, Secret};
+use kvx_core::{Error, ErrorKind, Result, Secret};
 use serde_json::json;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{AbortHandle, JoinSet};
@@ -111,7 +111,7 @@ async fn converse(stream: TcpStream, from: SocketAddr, state: Arc<BootstrapState
                 Ok(Ok(Some(request))) => {
                     (state.answer(&request, nonce.take()), request.keeps_alive())
                 }
-                Ok(Err(error)) if error.kind() == Kind::PeerLost => return,
+                Ok(Err(error)) if error.kind() == ErrorKind::PeerLost => return,
                 Ok(Err(error)) => (refusal(&error), false),
             };
         nonce.clone_from(&answer.nonce);
@@ -136,10 +136,10 @@ async fn converse(stream: TcpStream, from: SocketAddr, state: Arc<BootstrapState
 /// As vLLM's server words what it refuses.
 fn refusal(error: &Error) -> HttpAnswer {
     let status = match error.kind() {
-        Kind::Exhausted => "413 Content Too Large",
-        Kind::Unsupported => "411 Length Required",
-        Kind::Denied => "401 Unauthorized",
-        Kind::Busy => "503 Service Unavailable",
+        ErrorKind::Exhausted => "413 Content Too Large",
+        ErrorKind::Unsupported => "411 Length Required",
+        ErrorKind::Denied => "401 Unauthorized",
+        ErrorKind::Busy => "503 Service Unavailable",
         _ => "400 Bad Request",
     };
     HttpAnswer {

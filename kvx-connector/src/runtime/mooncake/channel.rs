@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use kvx_core::sync::Mutex;
-use kvx_core::{Error, Kind, Result, Secret};
+use kvx_core::{Error, ErrorKind, Result, Secret};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 
@@ -119,7 +119,7 @@ impl Shared {
         question: &[u8],
         seal: Option<&[u8]>,
     ) -> Result<Option<(Secret, Nonce)>> {
-        let denied = |why: &str| Err(Error::new(Kind::Denied, why.to_owned()));
+        let denied = |why: &str| Err(Error::new(ErrorKind::Denied, why.to_owned()));
         match (&self.secret, seal) {
             (None, None) => Ok(None),
             (Some(secret), Some(seal)) => {

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvx_core::{Error, Kind, Result, Secret};
+use kvx_core::{Error, ErrorKind, Result, Secret};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
@@ -66,7 +66,7 @@ pub(super) async fn register(
         let Some(nonce) = nonce else { return body_of(&answer).map(drop) };
         let secret = secret.ok_or_else(|| {
             Error::new(
-                Kind::Denied,
+                ErrorKind::Denied,
                 "its fleet has a shared secret and this engine has none: give it the same by KVX_SECRET_FILE",
             )
         })?;
@@ -88,17 +88,22 @@ async fn within<T>(
         |error: Error| Error::new(error.kind(), format!("bootstrap server {host}:{port}: {error}"));
     match timeout(limit, done).await {
         Ok(done) => done.map_err(context),
-        Err(_) => Err(context(Error::new(Kind::TimedOut, format!("no answer within {limit:?}")))),
+        Err(_) => {
+            Err(context(Error::new(ErrorKind::TimedOut, format!("no answer within {limit:?}"))))
+        }
     }
 }
 
 async fn connect(address: &Address) -> Result<Exchange> {
-    let mut last = Error::new(Kind::Invalid, "no address to connect to");
+    let mut last = Error::new(ErrorKind::Invalid, "no address to connect to");
     for address in resolve(&address.host, address.port, Duration::MAX).await? {
         match TcpStream::connect(address).await {
             Ok(stream) => return Ok(Exchange::new(stream)),
             Err(error) => {
-                last = Error::new(Kind::PeerLost, format!("nobody listens at {address} ({error})"));
+                last = Error::new(
+                    ErrorKind::PeerLost,
+                    format!("nobody listens at {address} ({error})"),
+                );
             }
         }
     }
@@ -121,7 +126,7 @@ async fn ask(
     let headers: Vec<&str> = [&*host].into_iter().chain(headers.iter().copied()).collect();
     // To a request of this version nobody answers in chunks.
     connection.send(&format!("{what} HTTP/1.0"), &headers, body).await?;
-    let none = || Error::new(Kind::PeerLost, "it closed the connection without an answer");
+    let none = || Error::new(ErrorKind::PeerLost, "it closed the connection without an answer");
     connection.receive(most).await?.ok_or_else(none)
 }
 
@@ -137,5 +142,5 @@ fn body_of(answer: &HttpMessage) -> Result<&[u8]> {
         .and_then(|body| body.get("detail")?.as_str())
         .unwrap_or("it does not say why");
     let detail: String = detail.chars().take(500).collect();
-    Err(Error::new(Kind::Invalid, format!("it answers {status}: {detail}")))
+    Err(Error::new(ErrorKind::Invalid, format!("it answers {status}: {detail}")))
 }

@@ -1,7 +1,7 @@
 //! As much of HTTP/1.1 as a bootstrap server and those who ask it need: requests and answers whose bodies have a
 //! length, both bounded before memory is taken for them.
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
@@ -35,11 +35,11 @@ pub(in super::super) fn head_len(bytes: &[u8]) -> Option<Option<usize>> {
 }
 
 fn malformed(why: &str) -> Error {
-    Error::new(Kind::Malformed, format!("malformed HTTP: {why}"))
+    Error::new(ErrorKind::Malformed, format!("malformed HTTP: {why}"))
 }
 
 fn broken(error: std::io::Error) -> Error {
-    Error::os("an HTTP connection broke", error).kind_is(Kind::PeerLost)
+    Error::os("an HTTP connection broke", error).with_kind(ErrorKind::PeerLost)
 }
 
 impl HttpHead {
@@ -73,7 +73,10 @@ impl HttpHead {
         let headers = lines.map(header).collect::<Result<Vec<_>>>()?;
         let message = HttpMessage { start, headers, body: Vec::new() };
         if message.header("transfer-encoding").is_some() {
-            return Err(Error::new(Kind::Unsupported, "an HTTP body in chunks: send its length"));
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "an HTTP body in chunks: send its length",
+            ));
         }
         let lengths = || message.headers.iter().filter(|(name, _)| name == "content-length");
         let digits =
@@ -137,7 +140,7 @@ impl Exchange {
         let HttpHead { mut message, body, len } = head;
         self.unread.drain(..len);
         let too_long =
-            || Error::new(Kind::Exhausted, format!("an HTTP body of more than {most} bytes"));
+            || Error::new(ErrorKind::Exhausted, format!("an HTTP body of more than {most} bytes"));
         let is_answer = message.start[0].starts_with("HTTP/");
         match body {
             Some(length) if length > most => return Err(too_long()),
@@ -145,7 +148,7 @@ impl Exchange {
                 while self.unread.len() < length {
                     if self.fill().await? == 0 {
                         return Err(Error::new(
-                            Kind::PeerLost,
+                            ErrorKind::PeerLost,
                             "an HTTP connection ended within a body",
                         ));
                     }
@@ -223,11 +226,11 @@ mod tests {
             "GET / HTTP/1.1\r\nContent-Length: 99999999999999999999999\r\n\r\n",
             "GET / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
         ] {
-            assert_eq!(parsed(bad).unwrap_err().kind(), Kind::Malformed, "{bad:?}");
+            assert_eq!(parsed(bad).unwrap_err().kind(), ErrorKind::Malformed, "{bad:?}");
         }
         let chunked = "POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n";
-        assert_eq!(parsed(chunked).unwrap_err().kind(), Kind::Unsupported);
-        assert_eq!(HttpHead::parse(&[b'a'; MAX_HEAD]).unwrap_err().kind(), Kind::Malformed);
+        assert_eq!(parsed(chunked).unwrap_err().kind(), ErrorKind::Unsupported);
+        assert_eq!(HttpHead::parse(&[b'a'; MAX_HEAD]).unwrap_err().kind(), ErrorKind::Malformed);
         assert_eq!(HttpHead::parse(&[0xff; 100]).unwrap(), None);
     }
 }

@@ -23,7 +23,7 @@ use std::sync::Arc;
 
 use kvx_config::RankNumbers;
 use kvx_core::sync::Mutex;
-use kvx_core::{Error, Kind, Op, Result};
+use kvx_core::{Error, ErrorKind, Op, Result};
 use tokio::net::TcpListener;
 use tokio::task::AbortHandle;
 
@@ -34,7 +34,7 @@ use self::channel::Askers;
 pub(super) use self::http::{MAX_HEAD as MAX_HTTP_HEAD, head_len as http_head_len};
 pub(super) use self::way::{Way, WayPairs};
 use super::builder::Setup;
-use super::half::Half;
+use super::half::WorkerKind;
 use super::state::Shared;
 use super::zmtp::{Budget, Router, resolve};
 use crate::engine::mooncake::{Bootstrap, MooncakeAction, MooncakeWorker, PullId};
@@ -104,7 +104,7 @@ impl Listeners {
     pub(super) async fn bind(setup: &Setup) -> Result<Self> {
         let settings = &setup.settings;
         let Some(mooncake) = &settings.mooncake else {
-            return Err(Error::new(Kind::Invalid, "settings of a NixlConnector"));
+            return Err(Error::new(ErrorKind::Invalid, "settings of a NixlConnector"));
         };
         let host: Arc<str> = bare(setup.host()).into();
         let bind = setup.config.nixl().side_channel_bind.as_deref().map_or(&*host, bare);
@@ -170,7 +170,7 @@ async fn older_ranks(setup: &Setup, bind: &str) -> Result<Vec<(WorkerRank, TcpLi
     loop {
         tries -= 1;
         match in_a_row(setup, bind).await {
-            Err(error) if error.kind() == Kind::Exhausted && tries > 0 => {}
+            Err(error) if error.kind() == ErrorKind::Exhausted && tries > 0 => {}
             done => return done,
         }
     }
@@ -189,7 +189,7 @@ async fn in_a_row(setup: &Setup, bind: &str) -> Result<Vec<(WorkerRank, TcpListe
             None => 0,
             Some(first) => u16::try_from(u32::from(first.port()) + tp).map_err(|_| {
                 Error::new(
-                    Kind::Exhausted,
+                    ErrorKind::Exhausted,
                     "a free port has too few above it for all workers: start again",
                 )
             })?,
@@ -203,7 +203,7 @@ async fn in_a_row(setup: &Setup, bind: &str) -> Result<Vec<(WorkerRank, TcpListe
 async fn listen(host: &str, port: u16) -> Result<TcpListener> {
     let foreign = |why: &dyn std::fmt::Display| {
         Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!(
                 "a MooncakeConnector cannot listen at {host:?}, no address of this machine ({why}): set VLLM_HOST_IP \
                  to one, or kv_connector_extra_config.side_channel_bind to the one to listen at"
@@ -214,7 +214,7 @@ async fn listen(host: &str, port: u16) -> Result<TcpListener> {
     let address = addresses[0];
     TcpListener::bind(address).await.map_err(|error| match error.kind() {
         std::io::ErrorKind::AddrInUse => Error::new(
-            Kind::Exhausted,
+            ErrorKind::Exhausted,
             format!(
                 "port {} of {} is taken, so a MooncakeConnector cannot listen there; another prefill may have it: set \
                  VLLM_MOONCAKE_BOOTSTRAP_PORT to one that is free, or, where there is a bootstrap server, \
@@ -232,7 +232,7 @@ impl Shared {
     /// Lets a worker hear what came of something, on its clock; the thread looks at what follows from it.
     fn tell_mooncake(&self, rank: WorkerRank, tell: impl FnOnce(&mut MooncakeWorker, Time)) {
         self.tell_half(rank, |half, now| {
-            if let Half::Mooncake(worker) = half {
+            if let WorkerKind::Mooncake(worker) = half {
                 tell(worker, now);
             }
         });

@@ -8,7 +8,7 @@
 //! an answer; a question that is sent again asks for what was had already, and what it grants has ended.
 
 use hmac::{Hmac, KeyInit, Mac as _};
-use kvx_core::{Error, Kind, Result, Secret};
+use kvx_core::{Error, ErrorKind, Result, Secret};
 use sha2::Sha256;
 
 /// The header of an answer that asks for a proof.
@@ -36,7 +36,7 @@ const ANSWERS: &str = "kvx MooncakeConnector 1: a prefill answers";
 
 fn differ(who: &str) -> Error {
     Error::new(
-        Kind::Denied,
+        ErrorKind::Denied,
         format!("the shared secrets of {who} differ: give both the same by KVX_SECRET_FILE"),
     )
 }
@@ -109,7 +109,7 @@ mod tests {
             check(&secrets[0], Some("n"), b"body", "ä%"),
         ];
         for refused in refused {
-            assert_eq!(refused.unwrap_err().kind(), Kind::Denied);
+            assert_eq!(refused.unwrap_err().kind(), ErrorKind::Denied);
         }
     }
 
@@ -133,7 +133,7 @@ mod tests {
             check_answer(&secrets[0], &nonce, b"question", &seal[32..]),
         ];
         for refused in refused {
-            assert_eq!(refused.unwrap_err().kind(), Kind::Denied);
+            assert_eq!(refused.unwrap_err().kind(), ErrorKind::Denied);
         }
     }
 }

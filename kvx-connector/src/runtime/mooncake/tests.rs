@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Kind, Secret};
+use kvx_core::{ErrorKind, Secret};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
@@ -135,7 +135,7 @@ fn connections_that_say_nothing_make_room() {
             "the oldest one was closed"
         );
         drop(server);
-        assert_eq!(client::query(&address, LIMIT).await.unwrap_err().kind(), Kind::PeerLost);
+        assert_eq!(client::query(&address, LIMIT).await.unwrap_err().kind(), ErrorKind::PeerLost);
     });
 }
 
@@ -147,7 +147,7 @@ fn with_a_secret_only_those_register_who_prove_it() {
         let (e, f) = (registration("e", 1), registration("f", 2));
         let refused = client::register(&address, &f, None, LIMIT).await.unwrap_err();
         assert!(
-            refused.kind() == Kind::Denied && refused.to_string().contains("KVX_SECRET_FILE"),
+            refused.kind() == ErrorKind::Denied && refused.to_string().contains("KVX_SECRET_FILE"),
             "{refused}"
         );
         let refused = client::register(&address, &f, Some(&other), LIMIT).await.unwrap_err();
@@ -202,17 +202,17 @@ fn servers_that_are_slow_or_none_are_asked_three_times_and_cost_no_more_than_the
         let long = [&b"HTTP/1.1 200 OK\r\n\r\n"[..], &vec![b' '; Directory::MAX_LEN + 1]].concat();
         let promised = b"HTTP/1.1 200 OK\r\nContent-Length: 4000000000\r\n\r\n".to_vec();
         for (answers, kind) in [
-            (vec![Some(Vec::new()); 3], Kind::PeerLost),
-            (vec![Some(b"SSH-2.0-x\r\n\r\n".to_vec()); 3], Kind::Malformed),
-            (vec![Some(b"HTTP/1.1 500 Oh\r\n\r\n".to_vec()); 3], Kind::Invalid),
-            (vec![Some(b"HTTP/1.1 200 OK\r\n\r\nhello".to_vec()); 3], Kind::Malformed),
+            (vec![Some(Vec::new()); 3], ErrorKind::PeerLost),
+            (vec![Some(b"SSH-2.0-x\r\n\r\n".to_vec()); 3], ErrorKind::Malformed),
+            (vec![Some(b"HTTP/1.1 500 Oh\r\n\r\n".to_vec()); 3], ErrorKind::Invalid),
+            (vec![Some(b"HTTP/1.1 200 OK\r\n\r\nhello".to_vec()); 3], ErrorKind::Malformed),
             (
                 vec![Some(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}".to_vec()); 3],
-                Kind::PeerLost,
+                ErrorKind::PeerLost,
             ),
-            (vec![Some(long); 3], Kind::Exhausted),
-            (vec![Some(promised); 3], Kind::Exhausted),
-            (vec![None; 3], Kind::TimedOut),
+            (vec![Some(long); 3], ErrorKind::Exhausted),
+            (vec![Some(promised); 3], ErrorKind::Exhausted),
+            (vec![None; 3], ErrorKind::TimedOut),
         ] {
             let address = impostor(answers).await;
             let began = Instant::now();

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use kvx_core::{
-    Blocks, Error, Grid, GridSet, Kind, MemoryKind, Peer, PeerRegion, Place as _, Region, Result,
+    Blocks, Error, ErrorKind, Grid, GridSet, MemoryKind, Peer, PeerRegion, Place as _, Region,
+    Result,
 };
 
 use super::super::builder::MOONCAKE;
@@ -63,14 +64,14 @@ impl Shared {
     async fn draw_up(&self, rank: WorkerRank, target: &Target) -> Result<(PeerPlan, Way)> {
         let own = self.registered(rank).ok_or_else(|| {
             Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 "the prefill has no caches registered: it calls Rank::register",
             )
         })?;
         let here = self.setup.settings.block_size;
         if let Some(there) = target.told.kvx_block_size.filter(|there| *there != here) {
             return Err(Error::new(
-                Kind::Incompatible,
+                ErrorKind::Incompatible,
                 format!(
                     "blocks of {there} tokens at the decode and {here} at the prefill: a MooncakeConnector \
                      tells blocks by number, so give both the same block size"
@@ -128,7 +129,7 @@ impl Way {
             true => None,
             false => Some(Learned::of(order, &self.peer)?.ok_or_else(|| {
                 Error::new(
-                    Kind::Malformed,
+                    ErrorKind::Malformed,
                     "the decode is one of kvx, and grants nothing to write into",
                 )
             })?),
@@ -173,7 +174,7 @@ impl Lanes {
         let placed = self.theirs.iter().map(|there| {
             let grid = Grid { count, ..there.at(0) };
             let beyond =
-                || Error::new(Kind::Malformed, "blocks of a decode lie beyond all addresses");
+                || Error::new(ErrorKind::Malformed, "blocks of a decode lie beyond all addresses");
             let len = grid.end().ok_or_else(beyond)?;
             Ok((peer.foreign(there.base, len, self.kind, 0)?, grid))
         });

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Error, Kind, Result, Secret};
+use kvx_core::{Error, ErrorKind, Result, Secret};
 
 use super::super::clock::Clock;
 use super::super::zmtp::{Budget, Client, Message, MessageLimits, SocketType, resolve};
@@ -110,7 +110,7 @@ impl SideClient {
             // One for all: what the first worker tells must not be believed for what the second one proves.
             if standing.replace(this).is_some_and(|before| before != this) {
                 return Err(Error::new(
-                    Kind::Malformed,
+                    ErrorKind::Malformed,
                     format!(
                         "malformed handshake answers of engine {engine}: some of its workers are kvx's and some are \
                          not: give all of them the same connector"
@@ -199,9 +199,10 @@ impl SideClient {
             HandshakePayload::decode(answer.frames().first().map_or(&[][..], Vec::as_slice))?;
         match payload.refusal.as_ref().filter(|_| payload.kvx_proof.is_none()) {
             // Whoever has the secret proves its refusals, too: this one says that ours is another.
-            Some(why) => {
-                Err(Error::new(Kind::Denied, format!("the prefill refuses this engine: {why}")))
-            }
+            Some(why) => Err(Error::new(
+                ErrorKind::Denied,
+                format!("the prefill refuses this engine: {why}"),
+            )),
             None => proof::check_answer(secret, &challenge, &request, &payload).map(|()| answer),
         }
     }
@@ -226,12 +227,12 @@ fn unanswered(error: Error, address: &Address, engine: &str) -> Error {
     let Address { host, port } = address;
     let there = format!("the side channel of engine {engine} at {host} port {port}");
     let cure = match error.kind() {
-        Kind::PeerLost | Kind::TimedOut if is_loopback(host) => {
+        ErrorKind::PeerLost | ErrorKind::TimedOut if is_loopback(host) => {
             "; that is this machine: if the engine is on another one, set VLLM_NIXL_SIDE_CHANNEL_HOST there to an \
              address that is reached from here (and, unless TCP is to listen there too, \
              kv_connector_extra_config.tcp.bind)"
         }
-        Kind::PeerLost | Kind::TimedOut => {
+        ErrorKind::PeerLost | ErrorKind::TimedOut => {
             "; the instance is down, its listener has ended, or something between drops the packets: restart it, check \
              VLLM_NIXL_SIDE_CHANNEL_HOST and VLLM_NIXL_SIDE_CHANNEL_PORT there, or ask by `kvx probe`"
         }
@@ -242,7 +243,9 @@ fn unanswered(error: Error, address: &Address, engine: &str) -> Error {
 
 /// As the worker is told of it.
 pub(crate) fn handshake_failure(error: &Error) -> HandshakeFailure {
-    let unanswered =
-        matches!(error.kind(), Kind::TimedOut | Kind::PeerLost | Kind::Malformed | Kind::Native);
+    let unanswered = matches!(
+        error.kind(),
+        ErrorKind::TimedOut | ErrorKind::PeerLost | ErrorKind::Malformed | ErrorKind::Native
+    );
     HandshakeFailure { setup: !unanswered, error: error.to_string() }
 }

@@ -10,7 +10,7 @@
 //! secret: who listens on the way learns where the memory is, and still cannot prove to have the secret to its owner.
 
 use hmac::{Hmac, KeyInit, Mac as _};
-use kvx_core::{Error, Kind, Result, Secret};
+use kvx_core::{Error, ErrorKind, Result, Secret};
 use sha2::Sha256;
 
 use crate::wire::{HandshakePayload, KvxChallenge, KvxRequest};
@@ -81,7 +81,10 @@ pub(super) fn check_question(
         ));
     };
     let challenge = challenge.ok_or_else(|| {
-        Error::new(Kind::Malformed, "malformed kvx handshake request: a proof before a challenge")
+        Error::new(
+            ErrorKind::Malformed,
+            "malformed kvx handshake request: a proof before a challenge",
+        )
     })?;
     // In a time that does not depend on the proof.
     of_decode(secret, &challenge, request).verify_slice(proof).map_err(|_| differ())
@@ -109,7 +112,7 @@ pub(super) fn check_answer(
 }
 
 pub(super) fn denied(why: &str) -> Error {
-    Error::new(Kind::Denied, why.to_owned())
+    Error::new(ErrorKind::Denied, why.to_owned())
 }
 
 fn differ() -> Error {

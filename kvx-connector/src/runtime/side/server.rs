@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_core::sync::Mutex;
-use kvx_core::{Error, Kind, Result, Secret};
+use kvx_core::{Error, ErrorKind, Result, Secret};
 use tokio::net::TcpListener;
 
 use super::super::clock::Clock;
@@ -79,7 +79,7 @@ impl SideServer {
         }
         let first = routers
             .first()
-            .ok_or_else(|| Error::new(Kind::Invalid, "a side channel without a port"))?;
+            .ok_or_else(|| Error::new(ErrorKind::Invalid, "a side channel without a port"))?;
         let address = Address { host: Arc::clone(&settings.advertise), port: first.local().port() };
         let server = SideServer { address, handler, routers };
         let at: Vec<_> = server.listens_at().collect();
@@ -107,7 +107,7 @@ impl SideServer {
             told.anybody.refuse(
                 rank,
                 Error::new(
-                    Kind::Unsupported,
+                    ErrorKind::Unsupported,
                     "this engine has no NIXL agent for a vLLM to load: name RIXL in \
                      kv_connector_extra_config.backends of it, and see that `kvx backends` finds NIXL's library; \
                      or KVX, if vLLM's NIXL has that backend",
@@ -157,7 +157,7 @@ async fn listen(settings: &SideSettings, port: u16) -> Result<TcpListener> {
 
 fn foreign_host(host: &str, why: &dyn std::fmt::Display) -> Error {
     Error::new(
-        Kind::Invalid,
+        ErrorKind::Invalid,
         format!(
             "the side channel cannot listen at {host:?}, no address of this machine ({why}): set \
              VLLM_NIXL_SIDE_CHANNEL_HOST to one, or kv_connector_extra_config.side_channel_bind to the one to listen \
@@ -180,7 +180,7 @@ async fn busy(taken: SocketAddr, ports: usize) -> Error {
     }
     let free = free.map_or("a free port".to_owned(), |free| format!("a free port, such as {free}"));
     Error::new(
-        Kind::Exhausted,
+        ErrorKind::Exhausted,
         format!(
             "port {} of {} is taken, so the side channel cannot listen there; another engine may have it: set \
              VLLM_NIXL_SIDE_CHANNEL_PORT to {free} (each data-parallel rank counts on from it)",

@@ -5,7 +5,7 @@ mod python;
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Kind, Result, Secret};
+use kvx_core::{ErrorKind, Result, Secret};
 
 use super::*;
 use crate::Dialect;
@@ -112,7 +112,7 @@ fn another_secret_or_none_is_denied_on_both_sides() {
         for (theirs, ours) in [(a.clone(), b.clone()), (a.clone(), None), (None, b)] {
             let server = server(theirs, true).await;
             let error = ask(&server, ours).await.unwrap_err();
-            assert_eq!(error.kind(), Kind::Denied, "{error}");
+            assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
             assert!(error.sentence().contains("KVX_SECRET_FILE"), "{error}");
         }
     });
@@ -177,21 +177,25 @@ fn what_does_not_fit_is_named_with_the_setting_to_change() {
         let other_hash = CompatibilityHash::foreign("cd".repeat(32));
         let error = one(Expectation::new(Dialect::V0_33, "prefill-0", other_hash)).await;
         assert!(
-            error.kind() == Kind::Incompatible
+            error.kind() == ErrorKind::Incompatible
                 && error.sentence().contains("enforce_handshake_compat")
         );
         let error = one(Expectation::new(Dialect::V0_33, "prefill-1", hash())).await;
         assert!(
-            error.kind() == Kind::PeerRestarted
+            error.kind() == ErrorKind::PeerRestarted
                 && error.sentence().contains("VLLM_NIXL_SIDE_CHANNEL_HOST")
         );
         let rank = WorkerRank { pp: 0, tp: 1 };
         let larger = RemoteEngine { tp_size: 2, ..peer.clone() };
         let error = asker(None).ask(&larger, &[rank], expectation()).await.unwrap_err();
-        assert!(error.kind() == Kind::Invalid && error.sentence().contains("tp_size"), "{error}");
+        assert!(
+            error.kind() == ErrorKind::Invalid && error.sentence().contains("tp_size"),
+            "{error}"
+        );
         let error = asker(None).ask(&peer, &[rank], expectation()).await.unwrap_err();
         assert!(
-            error.kind() == Kind::Invalid && error.sentence().contains("would end its listener"),
+            error.kind() == ErrorKind::Invalid
+                && error.sentence().contains("would end its listener"),
             "{error}"
         );
     });
@@ -230,7 +234,7 @@ fn two_engines_on_one_port_are_told_which_is_free() {
         let port = first.address().port;
         let taken = SideSettings { ports: vec![port], ..settings("127.0.0.1", None) };
         let error = SideServer::bind(&taken, hash(), Clock::new()).await.unwrap_err();
-        assert_eq!(error.kind(), Kind::Exhausted);
+        assert_eq!(error.kind(), ErrorKind::Exhausted);
         let said = error.sentence().to_owned();
         assert!(said.contains(&format!("port {port} of 127.0.0.1")), "{said}");
         assert!(said.contains("VLLM_NIXL_SIDE_CHANNEL_PORT to a free port, such as "), "{said}");
@@ -240,7 +244,7 @@ fn two_engines_on_one_port_are_told_which_is_free() {
         for host in ["192.0.2.1", "no-such-host.invalid"] {
             let error =
                 SideServer::bind(&settings(host, None), hash(), Clock::new()).await.unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid, "{error}");
+            assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
             assert!(error.sentence().contains("side_channel_bind"), "{error}");
         }
         assert!(ask(&first, None).await.is_ok(), "all else goes on");
@@ -320,7 +324,7 @@ fn workers_of_which_some_are_kvx_and_some_not_are_refused() {
             let ranks = [RANK, WorkerRank { pp: 0, tp: 1 }];
             let expectation = Expectation::new(Dialect::V0_22, "prefill-0", hash());
             let error = asker(None).ask(&peer, &ranks, expectation).await.unwrap_err();
-            assert_eq!(error.kind(), Kind::Malformed, "{error}");
+            assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
             assert!(error.sentence().contains("some of its workers are kvx's"), "{error}");
         }
     });
@@ -333,9 +337,9 @@ fn nobody_there_and_dead_peers_are_said_in_time_with_both_settings() {
         let port = dead.local_addr().unwrap().port();
         let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         for (host, port, kind) in [
-            ("127.0.0.1", port, Kind::TimedOut),
-            ("localhost", closed, Kind::PeerLost),
-            ("no-such-host.invalid", 1, Kind::PeerLost),
+            ("127.0.0.1", port, ErrorKind::TimedOut),
+            ("localhost", closed, ErrorKind::PeerLost),
+            ("no-such-host.invalid", 1, ErrorKind::PeerLost),
         ] {
             let began = Instant::now();
             let error = asker(None).ask(&at(host, port), &[RANK], expectation()).await.unwrap_err();
@@ -344,7 +348,7 @@ fn nobody_there_and_dead_peers_are_said_in_time_with_both_settings() {
             assert!(!handshake_failure(&error).setup);
             assert!(error.sentence().contains("VLLM_NIXL_SIDE_CHANNEL_HOST"), "{error}");
             assert!(
-                kind != Kind::PeerLost
+                kind != ErrorKind::PeerLost
                     || host != "localhost"
                     || error.sentence().contains("tcp.bind")
             );

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 /// Bytes that are left.
 #[derive(Debug)]
@@ -40,7 +40,7 @@ impl BudgetShare {
                 Ok(())
             }
             Err(_) => Err(Error::new(
-                Kind::Exhausted,
+                ErrorKind::Exhausted,
                 "too many bytes of handshakes are in memory at once; this one is given up: ask again",
             )),
         }

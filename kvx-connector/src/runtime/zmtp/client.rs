@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
@@ -31,7 +31,7 @@ impl Client {
         limit: Duration,
     ) -> Result<Self> {
         let until = Instant::now() + limit;
-        let mut last = Error::new(Kind::Invalid, "no address to connect to");
+        let mut last = Error::new(ErrorKind::Invalid, "no address to connect to");
         for (index, address) in addresses.iter().enumerate() {
             let left = until.saturating_duration_since(Instant::now());
             // One that does not answer leaves time for the others.
@@ -45,13 +45,13 @@ impl Client {
                 }
                 Ok(Err(error)) => {
                     last = Error::new(
-                        Kind::PeerLost,
+                        ErrorKind::PeerLost,
                         format!("nobody listens at {address} ({error})"),
                     );
                 }
                 Err(_) => {
                     last = Error::new(
-                        Kind::TimedOut,
+                        ErrorKind::TimedOut,
                         format!("no connection to {address} within {share:?}"),
                     );
                 }
@@ -66,7 +66,7 @@ impl Client {
     pub(crate) async fn ask(&mut self, question: &[u8], limit: Duration) -> Result<Message> {
         match timeout(limit, self.exchange(question, limit)).await {
             Ok(done) => done,
-            Err(_) => Err(Error::new(Kind::TimedOut, format!("no answer within {limit:?}"))),
+            Err(_) => Err(Error::new(ErrorKind::TimedOut, format!("no answer within {limit:?}"))),
         }
     }
 
@@ -92,14 +92,17 @@ impl Client {
     /// Errors: `TimedOut`; `PeerLost`: the other end closed; `Malformed`, `Exhausted`.
     pub(crate) async fn receive(&mut self, limit: Duration) -> Result<Message> {
         let closed = || {
-            Error::new(Kind::PeerLost, "the side channel closed the connection without an answer")
+            Error::new(
+                ErrorKind::PeerLost,
+                "the side channel closed the connection without an answer",
+            )
         };
         let mut message = self.connection.receive(limit).await?.ok_or_else(closed)?;
         if self.kind == SocketType::Req
             && message.take_first().is_none_or(|frame| !frame.is_empty())
         {
             return Err(Error::new(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 "malformed ZMTP: an answer that is none to a REQ socket",
             ));
         }
@@ -115,12 +118,12 @@ pub(crate) async fn resolve(host: &str, port: u16, limit: Duration) -> Result<Ve
     if let Ok(ip) = bare.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(ip, port)]);
     }
-    let nowhere = |why: String| Error::new(Kind::PeerLost, format!("host {host:?} {why}"));
+    let nowhere = |why: String| Error::new(ErrorKind::PeerLost, format!("host {host:?} {why}"));
     let found = match timeout(limit, tokio::net::lookup_host((bare, port))).await {
         Ok(found) => found.map_err(|error| nowhere(format!("does not resolve ({error})")))?,
         Err(_) => {
             return Err(Error::new(
-                Kind::TimedOut,
+                ErrorKind::TimedOut,
                 format!("host {host:?} did not resolve within {limit:?}"),
             ));
         }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::budget::{Budget, BudgetShare};
 
@@ -61,7 +61,7 @@ pub(crate) fn greeting() -> [u8; GREETING] {
 }
 
 fn malformed(why: impl std::fmt::Display) -> Error {
-    Error::new(Kind::Malformed, format!("malformed ZMTP: {why}"))
+    Error::new(ErrorKind::Malformed, format!("malformed ZMTP: {why}"))
 }
 
 /// Checks the first bytes of a greeting.
@@ -83,7 +83,7 @@ pub(crate) fn check_greeting(bytes: &[u8; GREETING]) -> Result<()> {
     check_signature(bytes.first_chunk().expect("a greeting is longer than its signature"))?;
     if bytes[10] < 3 {
         return Err(Error::new(
-            Kind::Incompatible,
+            ErrorKind::Incompatible,
             format!(
                 "the peer's ZeroMQ speaks version {} of its protocol; 3 is needed: upgrade it to 4.0",
                 bytes[10]
@@ -93,7 +93,7 @@ pub(crate) fn check_greeting(bytes: &[u8; GREETING]) -> Result<()> {
     let mechanism = bytes[12..32].split(|byte| *byte == 0).next().unwrap_or_default();
     if mechanism != b"NULL" {
         return Err(Error::new(
-            Kind::Unsupported,
+            ErrorKind::Unsupported,
             format!(
                 "the peer's ZeroMQ socket wants security {:?}; vLLM's side channel has none (NULL)",
                 mechanism.escape_ascii().to_string()

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -51,11 +51,14 @@ fn broken(error: std::io::Error) -> Error {
 }
 
 fn ended() -> Error {
-    Error::new(Kind::PeerLost, "the other end of the side channel closed the connection")
+    Error::new(ErrorKind::PeerLost, "the other end of the side channel closed the connection")
 }
 
 fn late(limit: Duration, what: &str) -> Error {
-    Error::new(Kind::TimedOut, format!("the other end of the side channel {what} within {limit:?}"))
+    Error::new(
+        ErrorKind::TimedOut,
+        format!("the other end of the side channel {what} within {limit:?}"),
+    )
 }
 
 impl SocketConnection {
@@ -109,12 +112,12 @@ impl SocketConnection {
                 Ok(())
             }
             Some(Input::Command(Command::Ready { .. })) => Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 format!("the other end is no socket that a {} speaks with", kind.as_str()),
             )),
             Some(Input::Command(Command::Error(why))) => Err(refused(&why)),
             None => Err(ended()),
-            Some(_) => Err(Error::new(Kind::Malformed, "malformed ZMTP: READY wanted first")),
+            Some(_) => Err(Error::new(ErrorKind::Malformed, "malformed ZMTP: READY wanted first")),
         }
     }
 
@@ -211,7 +214,7 @@ impl SocketConnection {
             let why = format!(
                 "malformed ZMTP: more than {COMMANDS} commands within {WHILE:?}, and no message"
             );
-            return Err(Error::new(Kind::Malformed, why));
+            return Err(Error::new(ErrorKind::Malformed, why));
         }
         match command {
             Command::Ping { context } => {
@@ -262,7 +265,7 @@ impl SocketConnection {
 
 fn refused(why: &str) -> Error {
     Error::new(
-        Kind::PeerLost,
+        ErrorKind::PeerLost,
         format!("the other end of the side channel refuses to talk: {why:?}"),
     )
 }

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::Kind;
+use kvx_core::ErrorKind;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 
@@ -121,7 +121,7 @@ fn req_and_dealer_get_answers_one_after_the_other() {
                 assert_eq!(answer.frames(), [question, vec![count]], "{kind:?}");
             }
             let error = client.ask(b"bye", LIMIT).await.unwrap_err();
-            assert_eq!(error.kind(), Kind::PeerLost, "{error}");
+            assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
         }
     });
 }
@@ -267,7 +267,7 @@ async fn trap(then: impl AsyncFnOnce(TcpStream) + 'static) -> (SocketAddr, impl 
 
 #[test]
 fn dead_peers_cost_their_time_and_no_more() {
-    async fn asked(address: SocketAddr) -> Kind {
+    async fn asked(address: SocketAddr) -> ErrorKind {
         let limits = MessageLimits { frames: 4, bytes: 1 << 16 };
         let budget = Budget::new(1 << 20);
         match Client::connect(SocketType::Req, &[address], limits, &budget, SHORT).await {
@@ -286,28 +286,28 @@ fn dead_peers_cost_their_time_and_no_more() {
     }
     run(async {
         let closed = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
-        assert_eq!(asked(closed).await, Kind::PeerLost);
+        assert_eq!(asked(closed).await, ErrorKind::PeerLost);
 
         let (address, silent) = trap(wait).await;
         let began = Instant::now();
-        either(silent, async { assert_eq!(asked(address).await, Kind::TimedOut) }).await;
+        either(silent, async { assert_eq!(asked(address).await, ErrorKind::TimedOut) }).await;
 
         let (address, closes) = trap(async |stream| drop(stream)).await;
-        either(closes, async { assert_eq!(asked(address).await, Kind::PeerLost) }).await;
+        either(closes, async { assert_eq!(asked(address).await, ErrorKind::PeerLost) }).await;
 
         let (address, greets_only) = trap(async |mut stream: TcpStream| {
             greets(&mut stream, SocketType::Router).await;
             wait(stream).await;
         })
         .await;
-        either(greets_only, async { assert_eq!(asked(address).await, Kind::TimedOut) }).await;
+        either(greets_only, async { assert_eq!(asked(address).await, ErrorKind::TimedOut) }).await;
 
         let (address, another) = trap(async |mut stream: TcpStream| {
             greets(&mut stream, SocketType::Req).await;
             wait(stream).await;
         })
         .await;
-        either(another, async { assert_eq!(asked(address).await, Kind::Unsupported) }).await;
+        either(another, async { assert_eq!(asked(address).await, ErrorKind::Unsupported) }).await;
 
         // An answer that never ends: a byte now and then, announced as the longest that is taken.
         let (address, drips) = trap(async |mut stream: TcpStream| {
@@ -319,7 +319,7 @@ fn dead_peers_cost_their_time_and_no_more() {
             }
         })
         .await;
-        either(drips, async { assert_eq!(asked(address).await, Kind::TimedOut) }).await;
+        either(drips, async { assert_eq!(asked(address).await, ErrorKind::TimedOut) }).await;
         assert!(began.elapsed() < LIMIT, "{:?}", began.elapsed());
     });
 }
@@ -336,7 +336,7 @@ fn bytes_in_memory_are_bounded_for_all_connections_together() {
             Client::connect(SocketType::Req, &[address], limits, &budget, LIMIT).await.unwrap();
         let held = first.ask(&vec![1; (1 << 20) - 64], LIMIT).await.unwrap();
         let error = second.ask(&vec![2; (1 << 20) - 64], LIMIT).await.unwrap_err();
-        assert_eq!(error.kind(), Kind::Exhausted, "{error}");
+        assert_eq!(error.kind(), ErrorKind::Exhausted, "{error}");
         drop((held, second));
         let mut third =
             Client::connect(SocketType::Req, &[address], limits, &budget, LIMIT).await.unwrap();

@@ -1,6 +1,6 @@
 //! What a peer's answer must be, checked in vLLM's order.
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::{HandshakePayload, NixlAgentMetadata};
 use crate::Dialect;
@@ -61,16 +61,16 @@ impl Expectation {
     ///
     /// # Errors
     ///
-    /// [`Malformed`](Kind::Malformed): a part cannot be read, or its lists do not fit each other.
-    /// [`Invalid`](Kind::Invalid): a kvx peer refuses what it was asked, in its own words.
-    /// [`Incompatible`](Kind::Incompatible): the hashes differ.
-    /// [`Unsupported`](Kind::Unsupported): the context parallel sizes, or a vLLM too old to be spoken with.
-    /// [`PeerRestarted`](Kind::PeerRestarted): another engine answers at this address.
+    /// [`Malformed`](ErrorKind::Malformed): a part cannot be read, or its lists do not fit each other.
+    /// [`Invalid`](ErrorKind::Invalid): a kvx peer refuses what it was asked, in its own words.
+    /// [`Incompatible`](ErrorKind::Incompatible): the hashes differ.
+    /// [`Unsupported`](ErrorKind::Unsupported): the context parallel sizes, or a vLLM too old to be spoken with.
+    /// [`PeerRestarted`](ErrorKind::PeerRestarted): another engine answers at this address.
     pub fn check(&self, payload: &[u8]) -> Result<NixlAgentMetadata> {
         let payload = HandshakePayload::decode(payload).map_err(|error| match error.kind() {
-            Kind::Unsupported => error,
+            ErrorKind::Unsupported => error,
             _ => Error::new(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 format!(
                     "{error}; the peer may speak another version than {}: set kv_compat to its version",
                     self.dialect
@@ -79,14 +79,14 @@ impl Expectation {
         })?;
         if let Some(why) = &payload.refusal {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!("the peer refuses the handshake: {why}"),
             ));
         }
         let (ours, theirs) = (&self.compatibility_hash, &payload.compatibility_hash);
         if self.enforce_handshake_compat && ours != theirs {
             return Err(Error::new(
-                Kind::Incompatible,
+                ErrorKind::Incompatible,
                 format!(
                     "compatibility hash mismatch: here {ours}, there {theirs}; {}: give both sides the same, or set \
                      enforce_handshake_compat to false in kv_connector_extra_config of both",
@@ -97,14 +97,14 @@ impl Expectation {
         let metadata = NixlAgentMetadata::decode(&payload.agent_metadata_bytes, self.dialect)
             .map_err(|error| {
                 Error::new(
-                    Kind::Malformed,
+                    ErrorKind::Malformed,
                     format!("{error}; the peer does not write what {} does", self.dialect),
                 )
             })?;
         self.check_context_parallel(&metadata)?;
         if metadata.engine_id != self.engine_id {
             return Err(Error::new(
-                Kind::PeerRestarted,
+                ErrorKind::PeerRestarted,
                 format!(
                     "engine id mismatch: {} expected, {} answers; the prefill side has restarted, or its side channel \
                      host is the default and leads to another machine: set VLLM_NIXL_SIDE_CHANNEL_HOST there",
@@ -123,7 +123,7 @@ impl Expectation {
         );
         let refused = |why| {
             Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 format!("{why}: {sizes}; give the engines sizes that go together"),
             ))
         };

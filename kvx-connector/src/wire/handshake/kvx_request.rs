@@ -1,6 +1,6 @@
 //! The question that kvx decodes ask kvx prefills alone.
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::HandshakeRequest;
 use crate::engine::WorkerRank;
@@ -42,13 +42,13 @@ impl KvxChallenge {
                 })
             }
             [version, ..] if *version != Self::VERSION => Err(Error::new(
-                Kind::Incompatible,
+                ErrorKind::Incompatible,
                 format!(
                     "the peer's kvx speaks version {version} of kvx's part of the handshake, this one 1: bring both to \
                      releases of kvx that overlap"
                 ),
             )),
-            _ => Err(Error::new(Kind::Malformed, "malformed kvx_challenge")),
+            _ => Err(Error::new(ErrorKind::Malformed, "malformed kvx_challenge")),
         }
     }
 }
@@ -145,8 +145,8 @@ mod tests {
         let mut bytes = challenge.encode();
         assert_eq!(KvxChallenge::decode(&bytes).unwrap(), challenge);
         bytes[0] = 2;
-        assert_eq!(KvxChallenge::decode(&bytes).unwrap_err().kind(), Kind::Incompatible);
-        assert_eq!(KvxChallenge::decode(&[1, 0, 5]).unwrap_err().kind(), Kind::Malformed);
-        assert_eq!(KvxChallenge::decode(&[]).unwrap_err().kind(), Kind::Malformed);
+        assert_eq!(KvxChallenge::decode(&bytes).unwrap_err().kind(), ErrorKind::Incompatible);
+        assert_eq!(KvxChallenge::decode(&[1, 0, 5]).unwrap_err().kind(), ErrorKind::Malformed);
+        assert_eq!(KvxChallenge::decode(&[]).unwrap_err().kind(), ErrorKind::Malformed);
     }
 }

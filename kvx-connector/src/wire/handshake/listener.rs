@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::{ClockReading, HandshakePayload, HandshakeRequest, NixlAgentMetadata};
 use crate::engine::{Time, WorkerRank};
@@ -96,7 +96,7 @@ impl Listener {
         let request = match request {
             [one] => HandshakeRequest::decode(one.as_ref()),
             several => Err(Error::new(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 format!("malformed handshake request: {} frames, 1 wanted", several.len()),
             )),
         };
@@ -141,7 +141,7 @@ impl Listener {
         let rank = request.rank();
         if !request.pipeline_aware() && self.payloads.keys().any(|rank| rank.pp > 0) {
             return Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 "this engine has pipeline stages, and the request (of vLLM 0.25 or older) cannot name one",
             ));
         }
@@ -156,7 +156,7 @@ impl Listener {
             }
         };
         Err(Error::new(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!(
                 "there is no worker pp {pp} tp {tp}: {known}; tp_size and pp_size in kv_transfer_params say how many \
                  there are"
@@ -192,7 +192,7 @@ impl<F: AsRef<[u8]>> Reply<'_, F> {
 /// The envelope to give back, with the empty frame that ends it, and the rest.
 fn opened<F: AsRef<[u8]>>(frames: &[F]) -> Result<(&[F], &[F])> {
     let unanswerable = |why: &str| {
-        Error::new(Kind::Malformed, format!("a message that cannot be answered: {why}"))
+        Error::new(ErrorKind::Malformed, format!("a message that cannot be answered: {why}"))
     };
     if frames.first().is_none_or(|identity| identity.as_ref().is_empty()) {
         return Err(unanswerable("it has no identity in front"));

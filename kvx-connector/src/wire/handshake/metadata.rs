@@ -1,6 +1,6 @@
 //! The inner part of a handshake's answer: one worker's memory.
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use crate::Dialect;
 use crate::wire::msgpack::{MsgpackReader, MsgpackWriter, Record, RecordFields, Shape};
@@ -219,7 +219,7 @@ impl NixlAgentMetadata {
         let regions = self.regions();
         let bad = |why: String| {
             Err(Error::new(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 format!("malformed {WHAT} of {}: {why}", self.engine_id),
             ))
         };

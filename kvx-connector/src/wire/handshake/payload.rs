@@ -1,6 +1,6 @@
 //! The outer part of a handshake's answer: a hash to compare before the inner part is read.
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use crate::wire::CompatibilityHash;
 use crate::wire::msgpack::{MsgpackReader, MsgpackWriter, Record, RecordFields, Shape};
@@ -69,7 +69,7 @@ impl HandshakePayload {
         let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
         if fields.has_unknown("engine_id") && !fields.has("compatibility_hash") {
             return Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 "a vLLM before 0.13 answers, whose handshake has no compatibility hash; kvx speaks with vLLM 0.16 and \
                  later: upgrade the peer",
             ));

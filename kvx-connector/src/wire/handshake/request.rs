@@ -1,6 +1,6 @@
 //! The question of a handshake: the metadata of one worker.
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use crate::Dialect;
 use crate::engine::WorkerRank;
@@ -38,7 +38,7 @@ impl HandshakeRequest {
         let pipeline_aware = dialect.asks_for_pipeline_rank();
         if rank.pp != 0 && !pipeline_aware {
             return Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 format!(
                     "{dialect} cannot be asked for pipeline rank {}: it shakes hands with stage 0 only",
                     rank.pp
@@ -83,7 +83,7 @@ impl HandshakeRequest {
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         if bytes == TAG {
             return Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 "a vLLM up to 0.11.0 asks, which knows no ranks; kvx speaks with vLLM 0.16 and later: upgrade it",
             ));
         }

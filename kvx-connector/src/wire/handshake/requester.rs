@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::{ClockReading, Expectation, HandshakePayload, HandshakeRequest, NixlAgentMetadata};
 use crate::engine::{ClockOffset, Time, WorkerRank};
@@ -84,7 +84,7 @@ impl Handshake {
         for rank in workers {
             if rank.pp >= pp_size || rank.tp >= tp_size {
                 return Err(Error::new(
-                    Kind::Invalid,
+                    ErrorKind::Invalid,
                     format!(
                         "engine {} has {pp_size} x {tp_size} workers, none is pp {} tp {}; asking would end its \
                          listener",
@@ -96,7 +96,7 @@ impl Handshake {
         }
         if left.is_empty() {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 "a handshake needs at least one worker to ask for",
             ));
         }
@@ -138,13 +138,13 @@ impl Handshake {
     ///
     /// # Errors
     ///
-    /// [`TimedOut`](Kind::TimedOut): the awaited answer has not come in time.
+    /// [`TimedOut`](ErrorKind::TimedOut): the awaited answer has not come in time.
     pub fn tick(&mut self, now: Time) -> Result<()> {
         match (self.answer_by(), self.left.last()) {
             (Some(by), Some(request)) if now.has_reached(by) => {
                 let WorkerRank { pp, tp } = request.rank();
                 self.over(Error::new(
-                    Kind::TimedOut,
+                    ErrorKind::TimedOut,
                     format!(
                         "the side channel of engine {} did not answer for worker pp {pp} tp {tp} within {:?}; it \
                          is down, \
@@ -167,7 +167,7 @@ impl Handshake {
         self.tick(now)?;
         let (Some(asked), Some(request)) = (self.asked, self.left.last().copied()) else {
             return self.over(Error::new(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 "an answer came on the side channel before a question",
             ));
         };
@@ -194,7 +194,7 @@ impl Handshake {
     pub fn finish(self) -> Result<HandshakenPeer> {
         if self.failed || !self.left.is_empty() {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!("the handshake with engine {} is not complete", self.expectation.engine_id),
             ));
         }
@@ -215,14 +215,14 @@ impl Handshake {
     ) -> Result<(NixlAgentMetadata, Option<ClockOffset>)> {
         let wanted = if self.expectation.dialect.asks_for_pipeline_rank() { 2 } else { 1 };
         let [payload, clock @ ..] = frames else {
-            return Err(Error::new(Kind::Malformed, "malformed handshake answer: no frames"));
+            return Err(Error::new(ErrorKind::Malformed, "malformed handshake answer: no frames"));
         };
         // A refusal says more than the number of its frames.
         let refused = HandshakePayload::decode(payload.as_ref())
             .is_ok_and(|payload| payload.refusal.is_some());
         if frames.len() != wanted && !refused {
             return Err(Error::new(
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 format!(
                     "malformed handshake answer: {} frames, {wanted} wanted; the peer may speak another version \
                      than {}: set \

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use serde_json::{Map, Value, json};
 
 use crate::engine::WorkerRank;
@@ -222,7 +222,7 @@ fn below_ranks(key: &str, rank: u32) -> Result<u32> {
 }
 
 fn malformed(why: &str) -> Error {
-    Error::new(Kind::Malformed, format!("malformed message of a bootstrap server: {why}"))
+    Error::new(ErrorKind::Malformed, format!("malformed message of a bootstrap server: {why}"))
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 use super::{PullRequest, PulledRequest};
 use crate::wire::msgpack::{MsgpackReader, MsgpackWriter, Record, RecordFields, Shape};
@@ -51,7 +51,7 @@ impl OlderPullRequest {
             [] => Ok(Vec::new()),
             [blocks] => Ok(blocks.clone()),
             several => Err(Error::new(
-                Kind::Unsupported,
+                ErrorKind::Unsupported,
                 format!(
                     "the MooncakeConnector before vLLM 0.16 moves blocks of one KV cache group, and request {} has \
                      {}: write a kv_compat of 0.16 or later on both sides",
@@ -97,7 +97,7 @@ impl OlderPullRequest {
     /// number of regions.
     pub fn as_pull_request(self, own: &PullRequest) -> Result<PullRequest> {
         let malformed =
-            |why: String| Error::new(Kind::Malformed, format!("malformed {WHAT}: {why}"));
+            |why: String| Error::new(ErrorKind::Malformed, format!("malformed {WHAT}: {why}"));
         let (requests, lists) = (self.request_ids.len(), self.block_ids.len());
         if requests != lists {
             return Err(malformed(format!(
@@ -111,7 +111,7 @@ impl OlderPullRequest {
         let (here, there) = (own.kv_caches_base_addr.len(), self.kv_caches_base_addr.len());
         if here != there && self.block_ids.iter().any(|blocks| !blocks.is_empty()) {
             return Err(Error::new(
-                Kind::Incompatible,
+                ErrorKind::Incompatible,
                 format!(
                     "{here} regions at the prefill and {there} at the decode: the MooncakeConnector before vLLM 0.16 \
                      takes the same layout and the same tensor-parallel size on both sides"
@@ -226,7 +226,7 @@ impl OlderAnswer {
                 "malformed answer of {} bytes: neither trans_done nor trans_error",
                 bytes.len()
             );
-            Error::new(Kind::Malformed, sentence)
+            Error::new(ErrorKind::Malformed, sentence)
         })
     }
 }

@@ -1,6 +1,6 @@
 //! Takes values off a message.
 
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 /// How deep values may be nested: the deepest known message has four levels.
 const MAX_DEPTH: usize = 16;
@@ -64,7 +64,7 @@ impl<'a> MsgpackReader<'a> {
             None => format!("malformed {}: {why}", self.what),
             Some(field) => format!("malformed {}: {field}: {why}", self.what),
         };
-        Error::new(Kind::Malformed, sentence)
+        Error::new(ErrorKind::Malformed, sentence)
     }
 
     /// Nothing may be left.
@@ -364,7 +364,7 @@ mod tests {
             &[0xcf, 1],
             &[],
         ] {
-            assert_eq!(reader(bytes).skip().unwrap_err().kind(), Kind::Malformed, "{bytes:?}");
+            assert_eq!(reader(bytes).skip().unwrap_err().kind(), ErrorKind::Malformed, "{bytes:?}");
         }
     }
 

@@ -4,7 +4,7 @@
 //! tags is fixed, lengths and numbers are little-endian.
 
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 
 const MAGIC: &[u8] = b"nixlSerDes|";
 /// The longest blob that is read or written; about 150 bytes a region are usual.
@@ -193,7 +193,7 @@ impl NixlBlob {
         let names = backends.chain(self.sections.iter().map(|section| &section.backend));
         if let Some(name) = names.chain([&self.agent]).find(|name| !is_name(name)) {
             return Err(Error::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!("{name:?} is no name for NIXL: 1 to {MAX_NAME} bytes, none of them 0"),
             ));
         }
@@ -219,7 +219,7 @@ impl NixlBlob {
         }
         if out.len() > MAX_BLOB {
             return Err(Error::new(
-                Kind::Exhausted,
+                ErrorKind::Exhausted,
                 format!(
                     "{} bytes of NIXL metadata, at most {MAX_BLOB} are read: register fewer regions",
                     out.len()
@@ -262,7 +262,7 @@ mod tests {
         for len in 0..bytes.len() {
             assert_eq!(
                 NixlBlob::decode(&bytes[..len]).unwrap_err().kind(),
-                Kind::Malformed,
+                ErrorKind::Malformed,
                 "{len}"
             );
         }
@@ -283,7 +283,7 @@ mod tests {
     fn names_that_nixl_cannot_read_are_not_written() {
         for name in ["", "a\0b", &"x".repeat(MAX_NAME + 1)] {
             let blob = NixlBlob { agent: name.into(), ..sample() };
-            assert_eq!(blob.encode().unwrap_err().kind(), Kind::Invalid);
+            assert_eq!(blob.encode().unwrap_err().kind(), ErrorKind::Invalid);
         }
     }
 }

@@ -7,7 +7,7 @@ use kvx_connector::Dialect;
 use kvx_connector::engine::{Address, Settings, SideChannels, WorkerRank};
 use kvx_connector::params::TransferMode;
 use kvx_connector::wire::CompatibilityFactors;
-use kvx_core::Kind;
+use kvx_core::ErrorKind;
 use kvx_testkit::test;
 
 use super::rig::{Rig, at, prefilled};
@@ -60,7 +60,7 @@ fn only_connectors_that_speak_the_protocol_have_settings() {
         ),
     ] {
         let error = settings(connector, extra).unwrap_err();
-        assert_eq!(error.kind(), Kind::Unsupported, "{error}");
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
         assert!(error.to_string().contains("NixlConnector"), "{error}");
     }
 }

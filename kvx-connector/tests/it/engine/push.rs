@@ -474,7 +474,7 @@ fn a_push_says_so_and_leaves_out_what_only_pull_has() {
 fn what_registrations_keep_is_bounded_and_an_engine_that_is_pulled_from_keeps_none() {
     let mut pulled = Rig::new(settings("p"));
     let error = pulled.worker.notified(at(0.0), "d/0", &registration("r", vec![7])).unwrap_err();
-    assert_eq!(error.kind(), kvx_core::Kind::Unsupported, "{error}");
+    assert_eq!(error.kind(), kvx_core::ErrorKind::Unsupported, "{error}");
     assert_eq!(pulled.worker.next_deadline(), None, "nothing to forget later");
 
     let mut prefill = prefill();
@@ -482,7 +482,7 @@ fn what_registrations_keep_is_bounded_and_an_engine_that_is_pulled_from_keeps_no
     let told = |at_: usize| registration(&format!("r{at_}"), many.clone());
     let refused =
         (0..20).find_map(|index| prefill.worker.notified(at(0.0), "d/0", &told(index)).err());
-    assert_eq!(refused.unwrap().kind(), kvx_core::Kind::Busy);
+    assert_eq!(refused.unwrap().kind(), kvx_core::ErrorKind::Busy);
 }
 
 #[test]

@@ -194,7 +194,7 @@ fn golden_agent_metadata_with_unknown_and_absent_keys() {
             let base = metadata(&base.value);
             if let Some(absent) = further.strip_prefix("without ") {
                 let error = read.unwrap_err();
-                assert_eq!(error.kind(), kvx_core::Kind::Malformed);
+                assert_eq!(error.kind(), kvx_core::ErrorKind::Malformed);
                 assert!(error.to_string().contains(absent), "{}: {error}", case.name);
                 return;
             }

@@ -2,7 +2,7 @@
 //! copies. What a mapping gets wrong, an element shows.
 
 use kvx_connector::mapping::{
-    BlocksOfBothSides, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvTensors, LayerCache,
+    BlockPairs, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvTensors, LayerCache,
     MappingOptions, MemoryType, Moves, PeerMap, RegionGrid, Remote, RemoteRank, Row, Tokens, Tp,
 };
 use kvx_core::{Indices, Op, Result};
@@ -409,12 +409,8 @@ impl Request {
         let (consumer, producer) = (lists(&uncached), lists(&self.producer_lists));
         let tokens = self.told.then_some(Tokens { producer: self.tokens, wanted: self.tokens });
         match map.op() {
-            Op::Read => {
-                map.moves(&BlocksOfBothSides { local: &consumer, remote: &producer, tokens })
-            }
-            Op::Write => {
-                map.moves(&BlocksOfBothSides { local: &producer, remote: &consumer, tokens })
-            }
+            Op::Read => map.moves(&BlockPairs { local: &consumer, remote: &producer, tokens }),
+            Op::Write => map.moves(&BlockPairs { local: &producer, remote: &consumer, tokens }),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Dense tensors in either order and with any strides, to blocks of either layout and back.
 
 use kvx_connector::mapping::{BlockRows, BlockShape, DenseShape, rows_from_block, rows_into_block};
-use kvx_core::Kind;
+use kvx_core::ErrorKind;
 use kvx_testkit::test;
 
 use super::cluster::Random;
@@ -113,11 +113,11 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
             rows_into_block(&tensor, &dense, tokens.clone(), &mut bytes, &rows).unwrap_err();
         assert_eq!(
             (error.kind(), &bytes[..]),
-            (Kind::Invalid, &vec![9; len][..]),
+            (ErrorKind::Invalid, &vec![9; len][..]),
             "{what}: {error}"
         );
         let mut back = [7; 64];
         let error = rows_from_block(&bytes, &rows, tokens, &mut back, &dense).unwrap_err();
-        assert_eq!((error.kind(), back), (Kind::Invalid, [7; 64]), "{what}: {error}");
+        assert_eq!((error.kind(), back), (ErrorKind::Invalid, [7; 64]), "{what}: {error}");
     }
 }

@@ -2,7 +2,7 @@
 
 use kvx_connector::Dialect;
 use kvx_connector::mapping::{
-    BlocksOfBothSides, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvRegion, KvTensors,
+    BlockPairs, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvRegion, KvTensors,
     LayerCache, MappingOptions, MemoryType, PeerMap, RegionGrid, RegionGroup, Remote, RemoteRank,
     Tokens, Tp, handshake_ranks,
 };
@@ -193,8 +193,7 @@ fn no_geometry_leads_outside_of_a_region() {
                 1 => Some(Tokens { producer: small(random), wanted: small(random) }),
                 _ => Some(Tokens { producer: 40, wanted: 40 }),
             };
-            let Ok(moves) = map.moves(&BlocksOfBothSides { local: &here, remote: &there, tokens })
-            else {
+            let Ok(moves) = map.moves(&BlockPairs { local: &here, remote: &there, tokens }) else {
                 continue;
             };
             moved += usize::from(moves.blocks > 0);

@@ -7,7 +7,7 @@ use kvx_connector::mapping::{
     Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType, SendMap, Tp, tell_layout,
 };
 use kvx_connector::wire::mooncake::PullRequest;
-use kvx_core::Kind;
+use kvx_core::ErrorKind;
 use kvx_testkit::test;
 
 /// Bytes of a head in a block.
@@ -181,7 +181,7 @@ fn layouts_that_lie_are_refused() {
         &|bad| bad.kv_caches_base_addr[1] = u64::MAX,
         &|bad| bad.kv_caches_base_addr[1] = bad.kv_caches_base_addr[0],
     ] {
-        assert_eq!(refused(change).kind(), Kind::Malformed);
+        assert_eq!(refused(change).kind(), ErrorKind::Malformed);
     }
     for change in [
         &(|bad: &mut PullRequest| bad.kv_block_lens[0] = 16) as &dyn Fn(&mut PullRequest),
@@ -189,9 +189,9 @@ fn layouts_that_lie_are_refused() {
         &|bad| bad.registered_group_indices[1] = 3,
         &|bad| bad.registered_layer_names[1] = "a".into(),
     ] {
-        assert_eq!(refused(change).kind(), Kind::Incompatible);
+        assert_eq!(refused(change).kind(), ErrorKind::Incompatible);
     }
-    assert_eq!(refused(&|bad| bad.remote_tp_rank = 7).kind(), Kind::Invalid);
+    assert_eq!(refused(&|bad| bad.remote_tp_rank = 7).kind(), ErrorKind::Invalid);
     // No block that addresses can name reaches beyond them.
     let mut far = good.clone();
     far.kv_caches_base_addr[1] = u64::MAX - 10 * 32;

@@ -1,7 +1,7 @@
 //! Every element of a KV cache arrives where it belongs, between engines of any ranks, heads, blocks and layouts.
 
 use kvx_connector::mapping::{Geometry, Heads, KvLayout, PeerMap, RemoteRank, handshake_ranks};
-use kvx_core::{Kind, Op};
+use kvx_core::{ErrorKind, Op};
 use kvx_testkit::test;
 
 use super::cluster::{Engine, Model, Random, Rank, Request, Style, carry_out, options, remote};
@@ -271,7 +271,7 @@ fn every_element_arrives_between_engines_of_any_shape() {
                 pulled += 1;
             }
             Err(error) => {
-                assert_eq!(error.kind(), Kind::Incompatible, "{what}: {error}");
+                assert_eq!(error.kind(), ErrorKind::Incompatible, "{what}: {error}");
                 assert!(!allowed(&consumer, &producer, &model, permute), "{what}: {error}");
                 refused += 1;
             }
@@ -285,7 +285,7 @@ fn every_element_arrives_between_engines_of_any_shape() {
                 pushed += 1;
             }
             Err(error) => {
-                assert_eq!(error.kind(), Kind::Incompatible, "{what}: {error}");
+                assert_eq!(error.kind(), ErrorKind::Incompatible, "{what}: {error}");
                 assert!(!allowed, "{what}: {error}");
             }
         }

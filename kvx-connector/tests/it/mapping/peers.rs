@@ -1,11 +1,11 @@
 //! Pairs of engines: which fit, which are refused and why, and what a request moves.
 
 use kvx_connector::mapping::{
-    BlocksOfBothSides, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvTensors, LayerCache,
+    BlockPairs, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvTensors, LayerCache,
     MappingOptions, MemoryType, Moves, Pairing, PeerMap, Remote, RemoteRank, Tokens, Tp,
     handshake_ranks,
 };
-use kvx_core::{Error, Indices, Kind, Op, Result};
+use kvx_core::{Error, ErrorKind, Indices, Op, Result};
 use kvx_testkit::test;
 
 /// One engine: `heads` for all layers but the draft's.
@@ -95,7 +95,7 @@ fn groups(count: usize) -> MappingOptions {
     }
 }
 
-fn refused(result: Result<PeerMap>, kind: Kind, word: &str) -> Error {
+fn refused(result: Result<PeerMap>, kind: ErrorKind, word: &str) -> Error {
     let error = result.map(|_| ()).unwrap_err();
     assert_eq!(error.kind(), kind, "{error}");
     assert!(error.to_string().contains(word), "{error}");
@@ -107,7 +107,7 @@ fn one(list: &[u32]) -> Vec<Indices> {
 }
 
 fn moves(map: &PeerMap, local: &[u32], remote: &[u32]) -> Result<Moves> {
-    map.moves(&BlocksOfBothSides { local: &one(local), remote: &one(remote), tokens: None })
+    map.moves(&BlockPairs { local: &one(local), remote: &one(remote), tokens: None })
 }
 
 /// The ranks that blocks move from, and those that are only told.
@@ -120,14 +120,18 @@ fn ranks(map: &PeerMap, moves: &Moves) -> (Vec<u32>, Vec<u32>) {
 #[test]
 fn a_layout_mismatch_is_refused_or_permuted() {
     let tokens_first = Side { layout: KvLayout::Lbnhc, ..SIDE };
-    refused(tokens_first.reads(0, SIDE, &groups(1)), Kind::Incompatible, "enable_permute_local_kv");
+    refused(
+        tokens_first.reads(0, SIDE, &groups(1)),
+        ErrorKind::Incompatible,
+        "enable_permute_local_kv",
+    );
     let permute = MappingOptions { permute: true, ..groups(1) };
     let map = tokens_first.reads(0, SIDE, &permute).unwrap();
     assert!(map.finishing().unwrap().reorders());
-    refused(SIDE.reads(0, tokens_first, &permute), Kind::Incompatible, "only LBHNC");
+    refused(SIDE.reads(0, tokens_first, &permute), ErrorKind::Incompatible, "only LBHNC");
     refused(
         tokens_first.reads(0, SIDE, &MappingOptions { permute: true, ..groups(2) }),
-        Kind::Incompatible,
+        ErrorKind::Incompatible,
         "several",
     );
     // Without heads there is nothing to permute.
@@ -146,15 +150,15 @@ fn block_lengths_follow_heads_and_wrong_ones_are_refused() {
     let map = wide.reads(5, narrow, &groups(1)).unwrap();
     assert_eq!(map.sources()[0].lanes()[0].remote.grid, map.sources()[0].lanes()[0].local.grid);
     let wrong = Side { tp: 4, heads: Heads::Sharded(8), ..SIDE };
-    refused(wide.reads(5, wrong, &groups(1)), Kind::Incompatible, "must have 4096 bytes");
+    refused(wide.reads(5, wrong, &groups(1)), ErrorKind::Incompatible, "must have 4096 bytes");
     // What vLLM refuses: copies of heads at a producer of more ranks.
-    refused(narrow.reads(0, wide, &groups(1)), Kind::Incompatible, "copies of 2 KV heads");
+    refused(narrow.reads(0, wide, &groups(1)), ErrorKind::Incompatible, "copies of 2 KV heads");
 }
 
 #[test]
 fn heads_are_divided_only_where_they_are_ranges_of_bytes() {
     let half = Side { tp: 2, layout: KvLayout::Lbnhc, ..SIDE };
-    refused(half.reads(1, Side { tp: 1, ..half }, &groups(1)), Kind::Incompatible, "LBHNC");
+    refused(half.reads(1, Side { tp: 1, ..half }, &groups(1)), ErrorKind::Incompatible, "LBHNC");
     assert!(half.reads(1, half, &groups(1)).is_ok());
     // One head on each rank is never divided.
     let one_head = Side { heads: Heads::Sharded(1), ..half };
@@ -187,7 +191,7 @@ fn a_replicated_latent_is_read_once_and_the_other_ranks_are_told() {
     // All of the prompt is cached, or the request was aborted: everyone is told, nothing moves.
     for (local, remote) in [(one(&[]), one(&[8, 9])), (vec![], vec![])] {
         let nothing =
-            map.moves(&BlocksOfBothSides { local: &local, remote: &remote, tokens: None }).unwrap();
+            map.moves(&BlockPairs { local: &local, remote: &remote, tokens: None }).unwrap();
         assert_eq!(ranks(&map, &nothing), (vec![], vec![4, 5, 6, 7]));
         assert_eq!((nothing.blocks, nothing.covered.len()), (0, 0));
     }
@@ -213,23 +217,23 @@ fn heads_of_a_draft_are_divided_beside_a_latent() {
     assert_eq!(ranks(&map, &moved), (vec![0, 1, 2, 3], vec![]));
     // The draft's heads need their layout even where the latent does not.
     let other = Side { layout: KvLayout::Lbnhc, ..draft };
-    refused(other.reads(0, draft, &groups(1)), Kind::Incompatible, "layouts differ");
+    refused(other.reads(0, draft, &groups(1)), ErrorKind::Incompatible, "layouts differ");
 }
 
 #[test]
 fn block_sizes_that_do_not_divide_are_declined() {
     for (own, theirs, word) in [(16, 32, "multiple"), (48, 32, "multiple"), (16, 5, "multiple")] {
         let (own, theirs) = (Side { tokens: own, ..SIDE }, Side { tokens: theirs, ..SIDE });
-        refused(own.reads(0, theirs, &groups(1)), Kind::Incompatible, word);
+        refused(own.reads(0, theirs, &groups(1)), ErrorKind::Incompatible, word);
     }
     let small = Side { tokens: 4, ..SIDE };
     let map = SIDE.reads(0, small, &groups(1)).unwrap();
     assert_eq!((map.block_size_ratio(), map.sources()[0].lanes()[0].local.grid.count), (4, 256));
     let buffered = MappingOptions { host_buffer: true, ..groups(1) };
-    refused(SIDE.reads(0, small, &buffered), Kind::Incompatible, "host memory");
+    refused(SIDE.reads(0, small, &buffered), ErrorKind::Incompatible, "host memory");
     refused(
         SIDE.reads(0, Side { tp: 2, ..small }, &groups(1)),
-        Kind::Incompatible,
+        ErrorKind::Incompatible,
         "same block size",
     );
     let latent = Side { heads: Heads::Replicated, ..SIDE };
@@ -239,7 +243,7 @@ fn block_sizes_that_do_not_divide_are_declined() {
     let remote = Remote { tp_size: 1, pp_size: 1, dcp_size: 1, ranks: &peer };
     let written =
         PeerMap::new(Op::Write, &small.caches(), Tp::new(0, 1).unwrap(), &remote, &groups(1));
-    refused(written, Kind::Incompatible, "equal sizes");
+    refused(written, ErrorKind::Incompatible, "equal sizes");
 }
 
 #[test]
@@ -282,8 +286,7 @@ fn index_lists_are_shared_by_all_layers_and_ranks() {
     let map = large.reads(0, Side { tp: 2, ..large }, &groups(1)).unwrap();
     let (local, remote): (Vec<u32>, Vec<u32>) = ((0..2000).collect(), (2000..4000).rev().collect());
     let (local, remote) = (one(&local), one(&remote));
-    let moved =
-        map.moves(&BlocksOfBothSides { local: &local, remote: &remote, tokens: None }).unwrap();
+    let moved = map.moves(&BlockPairs { local: &local, remote: &remote, tokens: None }).unwrap();
     assert_eq!((moved.ranks.len(), moved.blocks), (2, 2 * 60 * 2000));
     for rank in &moved.ranks {
         assert_eq!(rank.pairings.len(), 1);
@@ -308,7 +311,7 @@ fn units_that_were_paired_elsewhere_go_the_same_way() {
         assert_eq!(map.sources()[0].sets().len(), sets);
         let (local, theirs) = (one(&[5, 9]), one(&[1, 2, 3, 4, 5, 6, 7]));
         let moved =
-            map.moves(&BlocksOfBothSides { local: &local, remote: &theirs, tokens: None }).unwrap();
+            map.moves(&BlockPairs { local: &local, remote: &theirs, tokens: None }).unwrap();
         let aligned = map.units().align(2, 7, None, Clip::Whole).unwrap();
         let (own, peers) =
             (aligned.of_consumer(&local[0]).unwrap(), aligned.of_producer(&theirs[0]).unwrap());
@@ -328,7 +331,7 @@ fn units_that_were_paired_elsewhere_go_the_same_way() {
                 && map.pairings(0, 0, &own, &theirs[0].slice(0..1)).is_err()
         );
         let far: Indices = [u32::MAX].into();
-        assert_eq!(map.pairings(0, 0, &far, &far).unwrap_err().kind(), Kind::OutOfBounds);
+        assert_eq!(map.pairings(0, 0, &far, &far).unwrap_err().kind(), ErrorKind::OutOfBounds);
     }
 }
 
@@ -376,22 +379,20 @@ fn groups_have_lists_of_their_own() {
     let local: Vec<Indices> = vec![[1, 2, 3, 4].into(), [7, 8].into()];
     let theirs: Vec<Indices> = vec![[10, 11, 12, 13, 14, 15].into(), [20, 21, 22].into()];
     let tokens = Some(Tokens { producer: 90, wanted: 90 });
-    let moved = map.moves(&BlocksOfBothSides { local: &local, remote: &theirs, tokens }).unwrap();
+    let moved = map.moves(&BlockPairs { local: &local, remote: &theirs, tokens }).unwrap();
     let pairs: Vec<(&[u32], &[u32])> = moved.ranks[0]
         .pairings
         .iter()
         .map(|pairing| (pairing.local.as_list().unwrap(), pairing.remote.as_list().unwrap()))
         .collect();
     assert_eq!(pairs, [(&[1, 2, 3, 4][..], &[12, 13, 14, 15][..]), (&[7, 8], &[21, 22])]);
-    let flat =
-        map.moves(&BlocksOfBothSides { local: &local, remote: &theirs[..1], tokens }).unwrap_err();
+    let flat = map.moves(&BlockPairs { local: &local, remote: &theirs[..1], tokens }).unwrap_err();
     assert!(flat.to_string().contains("1 remote KV cache groups"), "{flat}");
     let missing = PeerMap::new(Op::Read, &caches, Tp::new(0, 1).unwrap(), &remote, &groups(1));
-    refused(missing, Kind::Invalid, "group 1 of 1");
+    refused(missing, ErrorKind::Invalid, "group 1 of 1");
     // A model whose regions are all of one group takes the blocks of all lists.
     let map = SIDE.reads(0, SIDE, &groups(2)).unwrap();
-    let moved =
-        map.moves(&BlocksOfBothSides { local: &local, remote: &theirs, tokens: None }).unwrap();
+    let moved = map.moves(&BlockPairs { local: &local, remote: &theirs, tokens: None }).unwrap();
     assert_eq!((moved.ranks[0].pairings.len(), moved.blocks), (2, 2 * 6));
 }
 
@@ -402,7 +403,7 @@ fn ids_that_a_peer_makes_up_are_refused() {
     for (local, remote) in
         [(&[1][..], &[64][..]), (&[64], &[1]), (&[1], &[u32::MAX]), (&[1, 2], &[1])]
     {
-        assert_eq!(moves(&map, local, remote).unwrap_err().kind(), Kind::OutOfBounds);
+        assert_eq!(moves(&map, local, remote).unwrap_err().kind(), ErrorKind::OutOfBounds);
     }
 }
 
@@ -417,17 +418,17 @@ fn a_map_needs_every_rank_it_reads_and_no_other() {
         PeerMap::new(Op::Read, &one.caches(), Tp::new(0, 1).unwrap(), &remote, &groups(1))
     };
     assert!(draw(&[1, 0], 1).is_ok());
-    refused(draw(&[0], 1), Kind::Invalid, "(pp 0, tp 1) of the peer is missing");
-    refused(draw(&[0, 1], 2), Kind::Invalid, "(pp 1, tp 0) of the peer is missing");
-    refused(draw(&[0, 1, 1], 1), Kind::Invalid, "twice");
-    refused(draw(&[0, 1, 2], 1), Kind::Invalid, "not one to shake hands with");
-    refused(draw(&[0, 1], 0), Kind::Invalid, "pipeline stages");
+    refused(draw(&[0], 1), ErrorKind::Invalid, "(pp 0, tp 1) of the peer is missing");
+    refused(draw(&[0, 1], 2), ErrorKind::Invalid, "(pp 1, tp 0) of the peer is missing");
+    refused(draw(&[0, 1, 1], 1), ErrorKind::Invalid, "twice");
+    refused(draw(&[0, 1, 2], 1), ErrorKind::Invalid, "not one to shake hands with");
+    refused(draw(&[0, 1], 0), ErrorKind::Invalid, "pipeline stages");
     let other = Side { tokens: 8, ..two }.caches().geometry().clone();
     let ranks =
         [(RemoteRank { pp: 0, tp: 0 }, geometry.clone()), (RemoteRank { pp: 0, tp: 1 }, other)];
     let remote = Remote { tp_size: 2, pp_size: 1, dcp_size: 1, ranks: &ranks };
     let uneven = PeerMap::new(Op::Read, &one.caches(), Tp::new(0, 1).unwrap(), &remote, &groups(1));
-    refused(uneven, Kind::Incompatible, "another layout or block size");
+    refused(uneven, ErrorKind::Incompatible, "another layout or block size");
 }
 
 #[test]
@@ -436,16 +437,16 @@ fn what_is_mapped_but_not_moved_says_so() {
         groups: vec![(GroupKind::StateSpace, Clip::Whole)],
         ..MappingOptions::default()
     };
-    refused(SIDE.reads(0, SIDE, &state), Kind::Unsupported, "state-space");
+    refused(SIDE.reads(0, SIDE, &state), ErrorKind::Unsupported, "state-space");
     let latent = Side { heads: Heads::Replicated, tp: 4, ..SIDE };
     let sharded = Side { dcp: 4, ..latent };
     refused(
         latent.reads(0, sharded, &groups(1)),
-        Kind::Unsupported,
+        ErrorKind::Unsupported,
         "decode-context-parallel sizes 1 and 4",
     );
     let map = sharded.reads(2, sharded, &groups(1)).unwrap();
     assert_eq!((map.sources()[0].rank().tp, map.consumers()), (2, 1));
     let heads = Side { heads: Heads::Sharded(8), ..sharded };
-    refused(heads.reads(2, heads, &groups(1)), Kind::Invalid, "MLA only");
+    refused(heads.reads(2, heads, &groups(1)), ErrorKind::Invalid, "MLA only");
 }

@@ -3,7 +3,7 @@
 use kvx_connector::mapping::{
     BlockShape, merge_sub_blocks, permute_axes, to_heads_outermost, to_tokens_outermost,
 };
-use kvx_core::Kind;
+use kvx_core::ErrorKind;
 use kvx_testkit::test;
 
 use super::cluster::Random;
@@ -81,11 +81,11 @@ fn small_blocks_become_one_large() {
         assert_eq!(merged, large);
         assert_eq!(
             merge_sub_blocks(&small, shape, 3, &mut merged).unwrap_err().kind(),
-            Kind::Invalid
+            ErrorKind::Invalid
         );
         assert_eq!(
             merge_sub_blocks(&small, shape, 0, &mut merged).unwrap_err().kind(),
-            Kind::Invalid
+            ErrorKind::Invalid
         );
     }
 }
@@ -131,7 +131,7 @@ fn what_is_no_permutation_is_refused() {
         (&[1; 9], &[0; 9], 6),
     ] {
         let error = permute_axes(&[0; 6], shape, order, element, &mut out).unwrap_err();
-        assert_eq!(error.kind(), Kind::Invalid);
+        assert_eq!(error.kind(), ErrorKind::Invalid);
     }
     assert!(permute_axes(&[0; 6], &[2, 3], &[1, 0], 1, &mut out[..5]).is_err());
     assert!(permute_axes(&[], &[0, 3], &[1, 0], 1, &mut []).is_ok());

@@ -2,11 +2,11 @@
 
 use kvx_connector::Dialect;
 use kvx_connector::mapping::{
-    BlocksOfBothSides, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvRegion, KvTensors,
+    BlockPairs, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvRegion, KvTensors,
     LayerCache, MappingOptions, MemoryType, PeerMap, RegionGroup, Remote, RemoteRank, Tp,
 };
 use kvx_connector::wire::{NixlAgentMetadata, PackedMember};
-use kvx_core::{Indices, Kind, Op, Result};
+use kvx_core::{ErrorKind, Indices, Op, Result};
 use kvx_testkit::test;
 
 use crate::golden;
@@ -66,7 +66,7 @@ fn layers_become_regions_in_natural_order() {
     let devices =
         ["cpu", "cuda", "xpu"].map(|device| MemoryType::of_buffer_device(device).unwrap().as_str());
     assert_eq!(devices, ["DRAM", "VRAM", "VRAM"]);
-    assert_eq!(MemoryType::of_buffer_device("tpu").unwrap_err().kind(), Kind::Invalid);
+    assert_eq!(MemoryType::of_buffer_device("tpu").unwrap_err().kind(), ErrorKind::Invalid);
 }
 
 #[test]
@@ -96,9 +96,9 @@ fn k_and_v_apart_are_two_regions_and_halves_are_one_in_two_parts() {
     let latent = caches(vec![LayerCache { heads: MLA, ..layer("layers.0", 0x10000, 0) }]).unwrap();
     assert_eq!((latent.geometry().regions().len(), latent.geometry().parts()), (1, 1));
     let mixed = caches(vec![halves.clone(), layer("layers.1", 0x90000, 0)]).unwrap_err();
-    assert_eq!(mixed.kind(), Kind::Invalid);
+    assert_eq!(mixed.kind(), ErrorKind::Invalid);
     let odd = caches(vec![LayerCache { block_len: 4095, ..halves }]).unwrap_err();
-    assert_eq!(odd.kind(), Kind::Malformed);
+    assert_eq!(odd.kind(), ErrorKind::Malformed);
 }
 
 #[test]
@@ -122,7 +122,7 @@ fn layers_at_one_address_share_a_region() {
     let unlike = LayerCache { block_len: 2048, ..layer("layers.1", 0x10000, 0) };
     assert_eq!(
         caches(vec![layer("layers.0", 0x10000, 0), unlike]).unwrap_err().kind(),
-        Kind::Invalid
+        ErrorKind::Invalid
     );
     let twice =
         caches(vec![layer("layers.0", 0x10000, 0), layer("layers.0", 0x20000, 0)]).unwrap_err();
@@ -148,8 +148,7 @@ fn whole_rows_are_registered_and_their_padding_is_not_moved() {
     assert_eq!(caches.geometry().place(4, &spans), None);
     let map = map(&caches, &[caches.geometry().clone()], 1).unwrap();
     let local: Vec<Indices> = vec![[3, 7].into()];
-    let moves =
-        map.moves(&BlocksOfBothSides { local: &local, remote: &local, tokens: None }).unwrap();
+    let moves = map.moves(&BlockPairs { local: &local, remote: &local, tokens: None }).unwrap();
     assert_eq!((moves.blocks, moves.bytes), (8, 8 * 4096));
     let apart =
         self::caches(vec![layer("layers.0", 0x10000, 0), layer("layers.1", 0x90000, 0)]).unwrap();
@@ -193,16 +192,16 @@ fn rows_of_a_peer_are_split_into_layers() {
     );
     // A layer without a place in the row, and places outside of it.
     let missing = Geometry::advertised(&one_row(&names[..3], &[4096; 3])).unwrap();
-    assert_eq!(self::map(&rows(), &[missing], 1).unwrap_err().kind(), Kind::Incompatible);
+    assert_eq!(self::map(&rows(), &[missing], 1).unwrap_err().kind(), ErrorKind::Incompatible);
     for (offset, len) in [(3 * 4096, 4097), (u64::MAX, 1), (0, 0), (1, u64::MAX)] {
         let mut metadata = one_row(&names, &[4096; 4]);
         let last = &mut metadata.packed_member_layouts[3];
         (last.offset, last.len) = (offset, len);
-        assert_eq!(Geometry::advertised(&metadata).unwrap_err().kind(), Kind::Malformed);
+        assert_eq!(Geometry::advertised(&metadata).unwrap_err().kind(), ErrorKind::Malformed);
     }
     let mut elsewhere = one_row(&names, &[4096; 4]);
     elsewhere.region_names = Some(vec!["another".into()]);
-    assert_eq!(Geometry::advertised(&elsewhere).unwrap_err().kind(), Kind::Malformed);
+    assert_eq!(Geometry::advertised(&elsewhere).unwrap_err().kind(), ErrorKind::Malformed);
 }
 
 #[test]
@@ -218,7 +217,7 @@ fn regions_of_different_capacity_are_bounded_by_their_own() {
     let map = map(&local, &[local.geometry().clone()], 2).unwrap();
     let lists = |first: u32, second: u32| -> Vec<Indices> { vec![[first].into(), [second].into()] };
     let moves = |local: Vec<Indices>, remote: Vec<Indices>| {
-        map.moves(&BlocksOfBothSides { local: &local, remote: &remote, tokens: None })
+        map.moves(&BlockPairs { local: &local, remote: &remote, tokens: None })
     };
     let done = moves(lists(2, 3), lists(9, 0)).unwrap();
     let source = &map.sources()[0];
@@ -229,10 +228,10 @@ fn regions_of_different_capacity_are_bounded_by_their_own() {
         .flat_map(|pairing| source.descriptor_ids(pairing).0)
         .collect();
     assert_eq!(ids, [2, 16, 13, 17]);
-    assert_eq!(moves(lists(9, 3), lists(9, 4)).unwrap_err().kind(), Kind::OutOfBounds);
-    assert_eq!(moves(lists(10, 3), lists(9, 3)).unwrap_err().kind(), Kind::OutOfBounds);
-    assert_eq!(moves(lists(9, 4), lists(9, 3)).unwrap_err().kind(), Kind::OutOfBounds);
-    assert_eq!(moves(vec![[1].into()], vec![[1].into()]).unwrap_err().kind(), Kind::Invalid);
+    assert_eq!(moves(lists(9, 3), lists(9, 4)).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    assert_eq!(moves(lists(10, 3), lists(9, 3)).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    assert_eq!(moves(lists(9, 4), lists(9, 3)).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    assert_eq!(moves(vec![[1].into()], vec![[1].into()]).unwrap_err().kind(), ErrorKind::Invalid);
 }
 
 #[test]
@@ -252,7 +251,7 @@ fn stages_of_a_pipeline_are_paired_by_layer_names() {
 
     let refused = |stages: &[Geometry], word: &str| {
         let error = self::map(&local, stages, 1).unwrap_err();
-        assert_eq!(error.kind(), Kind::Incompatible, "{error}");
+        assert_eq!(error.kind(), ErrorKind::Incompatible, "{error}");
         assert!(error.to_string().contains(word), "{error}");
     };
     refused(&[stages[0].clone(), layers(2..4).geometry().clone()], "layers.4 is missing");
@@ -326,7 +325,7 @@ fn what_is_advertised_is_what_a_peer_understands() {
         if dialects.len() < 4 {
             let mut metadata = NixlAgentMetadata::new("decode", Dialect::V0_20);
             let error = caches.advertise(&mut metadata, Dialect::V0_20).unwrap_err();
-            assert_eq!(error.kind(), Kind::Incompatible);
+            assert_eq!(error.kind(), ErrorKind::Incompatible);
         }
     }
 }
@@ -341,7 +340,7 @@ fn what_is_not_moved_is_refused_in_words() {
         let mut metadata = one_row(&["layers.0"], &[4096]);
         fault(&mut metadata);
         let error = Geometry::advertised(&metadata).unwrap_err();
-        assert_eq!(error.kind(), Kind::Unsupported);
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
         assert!(error.to_string().contains(word), "{error}");
     }
 }
@@ -372,7 +371,7 @@ fn golden_captured_metadata_is_a_geometry() {
     // CPU_ATTN keeps K transposed: only what does so too may read it.
     assert_eq!(
         map(&own, std::slice::from_ref(&prefill), 1).unwrap_err().kind(),
-        Kind::Incompatible
+        ErrorKind::Incompatible
     );
     let own = own.with_transposed_keys();
     assert_eq!(*own.geometry(), decode);

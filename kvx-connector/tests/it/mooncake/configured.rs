@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvx_config::{BlockRelease, KvTransferConfig, LoadFailurePolicy, Role, Surroundings};
 use kvx_connector::engine::mooncake::{Bootstrap, Mooncake};
 use kvx_connector::engine::{Address, Settings, WorkerRank};
-use kvx_core::{Kind, Result};
+use kvx_core::{ErrorKind, Result};
 use kvx_testkit::test;
 
 fn config(
@@ -120,7 +120,7 @@ fn an_external_address_that_is_none_is_refused_by_its_key() {
     for bad in ["h", "h:0", ":1", "h:65536", "http://h:1", "::1:80"] {
         let extra = format!(r#""bootstrap_server_address": "{bad}""#);
         let error = settings("MooncakeConnector", "kv_both", &extra, &[]).unwrap_err();
-        assert_eq!(error.kind(), Kind::Invalid, "{bad}");
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{bad}");
         assert!(error.to_string().contains("bootstrap_server_address"), "{error}");
     }
     let v6 = mooncake("kv_both", r#""bootstrap_server_address": "[::1]:80""#, &[]);
@@ -156,7 +156,7 @@ fn a_multi_connector_is_refused_in_words_that_say_what_to_use() {
         Settings::from_config(&config, 0, address.clone()).unwrap_err(),
         Settings::of_mooncake(&config, 0, address.clone()).unwrap_err(),
     ] {
-        assert_eq!(error.kind(), Kind::Unsupported);
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
         for connector in ["NixlConnector", "NixlPushConnector", "MooncakeConnector"] {
             assert!(error.to_string().contains(connector), "{error}");
         }

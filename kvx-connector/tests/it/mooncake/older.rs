@@ -10,7 +10,7 @@ use kvx_connector::engine::{
 use kvx_connector::params::{OlderMooncakeParams, TransferParams};
 use kvx_connector::wire::mooncake::PullStatus::Finish;
 use kvx_connector::wire::mooncake::{OlderAnswer, OlderPullRequest, PullRequest};
-use kvx_core::{Kind, Result};
+use kvx_core::{ErrorKind, Result};
 use kvx_testkit::test;
 use serde_json::{Value, json};
 
@@ -118,11 +118,11 @@ fn messages_are_those_of_vllm() {
     assert_eq!(OlderPullRequest::decode(GOLDEN).unwrap(), older);
     assert_eq!(OlderAnswer::decode(b"trans_done").unwrap(), OlderAnswer::Done);
     assert_eq!(OlderAnswer::decode(b"trans_error").unwrap(), OlderAnswer::Failed);
-    assert_eq!(OlderAnswer::decode(b"trans_done ").unwrap_err().kind(), Kind::Malformed);
+    assert_eq!(OlderAnswer::decode(b"trans_done ").unwrap_err().kind(), ErrorKind::Malformed);
     for cut in 0..GOLDEN.len() {
         assert_eq!(
             OlderPullRequest::decode(&GOLDEN[..cut]).unwrap_err().kind(),
-            Kind::Malformed,
+            ErrorKind::Malformed,
             "{cut}"
         );
     }
@@ -255,15 +255,15 @@ fn who_asks_before_the_prefill_waits_and_an_abort_wakes_it() {
 
 #[test]
 fn questions_that_cannot_be_right_are_answered_by_an_error_and_written_nowhere() {
-    let wrong: [(Kind, &dyn Fn(&mut OlderPullRequest)); 5] = [
-        (Kind::Malformed, &|asked| asked.block_ids.clear()),
-        (Kind::Malformed, &|asked| asked.request_ids.push("r2".into())),
-        (Kind::Malformed, &|asked| {
+    let wrong: [(ErrorKind, &dyn Fn(&mut OlderPullRequest)); 5] = [
+        (ErrorKind::Malformed, &|asked| asked.block_ids.clear()),
+        (ErrorKind::Malformed, &|asked| asked.request_ids.push("r2".into())),
+        (ErrorKind::Malformed, &|asked| {
             asked.request_ids.push("r1".into());
             asked.block_ids.push(vec![101]);
         }),
-        (Kind::Incompatible, &|asked| asked.kv_caches_base_addr.push(1 << 30)),
-        (Kind::Incompatible, &|asked| asked.kv_caches_base_addr.clear()),
+        (ErrorKind::Incompatible, &|asked| asked.kv_caches_base_addr.push(1 << 30)),
+        (ErrorKind::Incompatible, &|asked| asked.kv_caches_base_addr.clear()),
     ];
     let mut prefill = rig(Role::Producer);
     prefilled(&mut prefill, "r1-0123abcd", 10);
@@ -312,7 +312,7 @@ fn what_the_older_messages_cannot_say_is_refused_when_it_is_built() {
     for settings in [several, stages] {
         let error =
             MooncakeWorker::new(settings, WorkerRank::default(), told((0, 1), 7)).unwrap_err();
-        assert_eq!(error.kind(), Kind::Unsupported);
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
         assert!(error.to_string().contains("0.16 or later"), "{error}");
     }
     // A port beyond all ports fails the load, and nobody is asked.

@@ -27,7 +27,7 @@ fn digesting(engine: &str, backend: &str, tp: u32) -> Fleet {
 }
 
 fn load(decode: &Fleet, request: &str, params: &TransferParams) -> Result<(), LoadError> {
-    decode.fetch(request, params, &[1, 2, 3], LIMIT).outcome().map(drop)
+    decode.fetch(request, params, &[1, 2, 3], LIMIT).wait_blocking().map(drop)
 }
 
 fn blocks_are_published_with_their_digests(backend: &str) {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use kvx_connector::engine::{Kept, LoadFailure, Outcome};
 use kvx_connector::runtime::Released;
-use kvx_core::{Kind, Secret};
+use kvx_core::{ErrorKind, Secret};
 use kvx_testkit::{Check, Hosts, Tier};
 use libtest_mimic::Trial;
 
@@ -125,7 +125,7 @@ fn what_a_killed_rank_had_published_is_lost(backend: &str) {
     let (lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     let (taken_back, _) = prefill.publish("q", &[6], BLOCK).unwrap();
     prefill.ranks[1].kill().unwrap_or_else(|why| panic!("{why}"));
-    let error = decode.fetch("d", &params, &[1], LIMIT).outcome().unwrap_err();
+    let error = decode.fetch("d", &params, &[1], LIMIT).wait_blocking().unwrap_err();
     assert!(
         !matches!(error.failure, LoadFailure::Rank(_)),
         "the other engine's rank is lost: {error}"
@@ -142,7 +142,7 @@ fn what_a_killed_rank_had_published_is_lost(backend: &str) {
     assert_eq!(prefill.connector.outcomes(), [is_lost]);
     assert_eq!(lease.wait(LIMIT).unwrap(), Released::Lost);
     let error = prefill.connector.shutdown(Duration::from_secs(2)).wait(LIMIT).unwrap_err();
-    assert_eq!(error.kind(), Kind::StillShared, "{error}");
+    assert_eq!(error.kind(), ErrorKind::StillShared, "{error}");
     decode.end();
 }
 
@@ -236,12 +236,12 @@ fn a_port_has_to_be_named(backend: &str) {
     let connector = builder("engine", &extra(backend)).build_blocking().unwrap();
     let error =
         connector.group_over_tcp(([127, 0, 0, 1], 0).into(), LIMIT).wait(LIMIT).unwrap_err();
-    assert!(error.kind() == Kind::Invalid && error.to_string().contains("port"), "{error}");
+    assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains("port"), "{error}");
 }
 
 fn without_a_secret() {
     let connector = builder("engine", &extra("TCP")).build_blocking().unwrap();
     let error =
         connector.group_over_tcp(([127, 0, 0, 1], 4711).into(), LIMIT).wait(LIMIT).unwrap_err();
-    assert!(error.kind() == Kind::Invalid && error.to_string().contains(VARIABLE), "{error}");
+    assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains(VARIABLE), "{error}");
 }

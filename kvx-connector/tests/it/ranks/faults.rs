@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use kvx_connector::engine::LoadFailure;
 use kvx_connector::runtime::{LoadError, Released};
-use kvx_core::{Completion, Error, Kind};
+use kvx_core::{Completion, Error, ErrorKind};
 use kvx_testkit::{Child, skip};
 
 use super::fleet::{Fleet, heard, path, rank, rank_of};
@@ -57,7 +57,8 @@ pub(crate) fn lost(
 ) -> String {
     let until = Instant::now() + within;
     for number in 0.. {
-        let error = decode.fetch(&format!("look{number}"), params, &[9], LIMIT).outcome().err();
+        let error =
+            decode.fetch(&format!("look{number}"), params, &[9], LIMIT).wait_blocking().err();
         match error.map(|error| error.failure) {
             Some(LoadFailure::Rank(why) | LoadFailure::Refused(why)) => return why,
             other => assert!(Instant::now() < until, "no rank is lost: {other:?}"),
@@ -105,7 +106,7 @@ pub(crate) fn killed_in_mid_load(backend: &str, rank: usize) -> (Fleet, Fleet, L
     let fetch = decode.fetch("d", &params, &[1], LIMIT);
     let fetch = fetch.wait(Duration::from_millis(200)).expect_err("a rank stands still");
     decode.ranks[rank].kill().unwrap_or_else(|why| panic!("{why}"));
-    let error = fetch.outcome().unwrap_err();
+    let error = fetch.wait_blocking().unwrap_err();
     let LoadFailure::Rank(why) = &error.failure else { panic!("{error:?}") };
     assert!(why.contains(&format!("rank pp 0 tp {rank}")), "{why}");
     assert_eq!(error.invalid, [1]);
@@ -126,7 +127,8 @@ fn a_stopped_rank_costs_its_deadline_and_blocks(backend: &str) {
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     decode.ranks[1].stop().unwrap_or_else(|why| panic!("{why}"));
     let began = Instant::now();
-    let error = decode.fetch("d", &params, &[1], Duration::from_secs(1)).outcome().unwrap_err();
+    let error =
+        decode.fetch("d", &params, &[1], Duration::from_secs(1)).wait_blocking().unwrap_err();
     assert_eq!(error.failure, LoadFailure::Deadline);
     assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
     assert!(!error.held.is_empty(), "the rank may still write to the block");
@@ -135,7 +137,7 @@ fn a_stopped_rank_costs_its_deadline_and_blocks(backend: &str) {
     let why = lost(&decode, &params, LIMIT);
     assert!(why.contains("rank pp 0 tp 1") && why.contains("nothing was heard"), "{why}");
     let error = decode.connector.shutdown(Duration::from_secs(1)).wait(LIMIT).unwrap_err();
-    assert_eq!(error.kind(), Kind::StillShared, "{error}");
+    assert_eq!(error.kind(), ErrorKind::StillShared, "{error}");
     // It ends when it goes on.
     decode.ranks[1].go_on().unwrap_or_else(|why| panic!("{why}"));
     decode.ranks[1].say("ended").unwrap_or_else(|why| panic!("{why}"));
@@ -153,7 +155,7 @@ fn a_rank_that_stands_still_a_while_costs_no_more(backend: &str) {
     let fetch = decode.fetch("d", &params, &[1], LIMIT);
     let fetch = fetch.wait(Duration::from_secs(2)).expect_err("a rank stands still");
     decode.ranks[1].go_on().unwrap_or_else(|why| panic!("{why}"));
-    fetch.outcome().unwrap();
+    fetch.wait_blocking().unwrap();
     assert_eq!(decode.wrong(1, &[1], 0..BLOCK), 0);
     assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
     prefill.end();
@@ -167,13 +169,14 @@ fn a_stopped_prefill_rank_costs_loads_their_deadline(backend: &str) {
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     prefill.ranks[1].stop().unwrap_or_else(|why| panic!("{why}"));
     let began = Instant::now();
-    let error = decode.fetch("d", &params, &[1], Duration::from_secs(1)).outcome().unwrap_err();
+    let error =
+        decode.fetch("d", &params, &[1], Duration::from_secs(1)).wait_blocking().unwrap_err();
     assert!(began.elapsed() < Duration::from_secs(2), "{:?}: {error}", began.elapsed());
     prefill.ranks[1].go_on().unwrap_or_else(|why| panic!("{why}"));
     assert_eq!(error.held.wait(LIMIT).unwrap(), Released::Free);
     prefill.compute(2, &[6], BLOCK);
     let (_lease, params) = prefill.publish("q", &[6], BLOCK).unwrap();
-    decode.fetch("e", &params, &[1], LIMIT).outcome().unwrap();
+    decode.fetch("e", &params, &[1], LIMIT).wait_blocking().unwrap();
     assert_eq!(decode.wrong(2, &[1], 0..BLOCK), 0);
     prefill.end();
     decode.end();
@@ -184,12 +187,13 @@ fn a_reader_notices_reuse_while_a_rank_is_stopped(backend: &str) {
         (Fleet::new("prefill", backend, 1), Fleet::new("decode", backend, 1));
     prefill.compute(1, &[5], BLOCK);
     let (_first, params) = prefill.publish("p1", &[4], BLOCK).unwrap();
-    decode.fetch("d1", &params, &[1], LIMIT).outcome().unwrap();
+    decode.fetch("d1", &params, &[1], LIMIT).wait_blocking().unwrap();
     let (lease, params) = prefill.publish("p2", &[5], BLOCK).unwrap();
     prefill.ranks[0].stop().unwrap_or_else(|why| panic!("{why}"));
     // The engine takes the block back, and needs no word of the rank for it.
     drop(lease);
-    let error = decode.fetch("d2", &params, &[2], Duration::from_secs(3)).outcome().unwrap_err();
+    let error =
+        decode.fetch("d2", &params, &[2], Duration::from_secs(3)).wait_blocking().unwrap_err();
     assert_eq!(error.failure, LoadFailure::Stale);
     prefill.ranks[0].go_on().unwrap_or_else(|why| panic!("{why}"));
     prefill.end();
@@ -203,7 +207,7 @@ fn a_killed_prefill_rank_withholds_what_it_had(backend: &str) {
     let (lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     prefill.ranks[0].kill().unwrap_or_else(|why| panic!("{why}"));
     let began = Instant::now();
-    let error = decode.fetch("d", &params, &[1], LIMIT).outcome().unwrap_err();
+    let error = decode.fetch("d", &params, &[1], LIMIT).wait_blocking().unwrap_err();
     assert!(began.elapsed() < LIMIT + Duration::from_secs(1));
     assert!(
         !matches!(error.failure, LoadFailure::Rank(_)),
@@ -239,7 +243,7 @@ fn a_rank_that_does_not_exist_is_refused(backend: &str) {
     assert!(said.contains("rank pp 0 tp 2") && said.contains("built for 1 x 2 workers"), "{said}");
     let error = ended(whole);
     assert!(
-        error.kind() == Kind::Invalid && error.to_string().contains("rank pp 0 tp 2"),
+        error.kind() == ErrorKind::Invalid && error.to_string().contains("rank pp 0 tp 2"),
         "{error}"
     );
 }
@@ -249,7 +253,7 @@ fn a_shutdown_before_all_have_come_says_so(backend: &str) {
     // There was no process that could touch anything.
     decode.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
     let error = ended(whole);
-    assert_eq!(error.kind(), Kind::Closed, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
     assert!(!decode.path.exists(), "the socket goes with the connector");
 }
 
@@ -261,10 +265,10 @@ fn a_rank_that_never_comes_is_named_in_time(backend: &str) {
     decode.ranks.push(rank(&decode.path, 0, 2));
     assert_eq!(heard(&decode.ranks[0]), "ready");
     // Until then nothing is loaded, and that is said.
-    let early = decode.fetch("early", &params, &[1], LIMIT).outcome().unwrap_err();
+    let early = decode.fetch("early", &params, &[1], LIMIT).wait_blocking().unwrap_err();
     assert!(early.to_string().contains("rank pp 0 tp 1 has not joined"), "{early}");
     let error = ended(whole);
-    assert_eq!(error.kind(), Kind::TimedOut);
+    assert_eq!(error.kind(), ErrorKind::TimedOut);
     assert!(
         error.to_string().contains("rank pp 0 tp 1")
             && error.to_string().contains("at the deadline"),
@@ -284,7 +288,7 @@ fn a_rank_that_does_not_register_is_named(backend: &str) {
     assert_eq!([heard(&decode.ranks[0]), heard(&decode.ranks[1])], ["ready", "joined"]);
     let error = ended(whole);
     let named = format!("rank pp 0 tp 1 (process {})", decode.ranks[1].pid());
-    assert!(error.kind() == Kind::TimedOut && error.to_string().contains(&named), "{error}");
+    assert!(error.kind() == ErrorKind::TimedOut && error.to_string().contains(&named), "{error}");
 }
 
 fn a_rank_with_other_blocks_is_refused(backend: &str) {
@@ -338,12 +342,12 @@ fn a_path_that_is_taken_stays_as_it_is(backend: &str) {
         .build_blocking()
         .unwrap();
     let error = ended(connector.group(&taken, LIMIT));
-    assert_eq!(error.kind(), Kind::Exhausted, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Exhausted, "{error}");
     assert_eq!(std::fs::read_to_string(&taken).unwrap(), "somebody's");
     std::fs::remove_file(&taken).unwrap();
     let (other, _whole) = Fleet::awaiting("other", backend, 1, LIMIT);
     let error = ended(connector.group(&other.path, LIMIT));
-    assert_eq!(error.kind(), Kind::Exhausted, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Exhausted, "{error}");
     // Neither has cost it anything.
     let _whole = connector.group(&taken, LIMIT);
     assert_eq!(heard(&rank(&taken, 0, 1)), "ready");
@@ -353,7 +357,7 @@ fn what_is_of_one_process_is_refused(_: &str) {
     let connector =
         crate::runtime::rig::Engine::mooncake_builder("engine", "{}").build_blocking().unwrap();
     let error = ended(connector.group(path("refused"), LIMIT));
-    assert_eq!(error.kind(), Kind::Unsupported, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
 }
 
 fn a_stranger_at_the_socket_is_refused(backend: &str) {

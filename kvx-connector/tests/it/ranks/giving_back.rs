@@ -60,7 +60,8 @@ fn arrives(prefill: &mut Fleet, decode: &mut Fleet, request: u16, block: u32) {
     prefill.compute(request, &[block], BLOCK);
     let (lease, params) = prefill.publish(&format!("p{request}"), &[block], BLOCK).unwrap();
     let until = Instant::now() + Duration::from_secs(4);
-    let fetch = |at: u32| decode.fetch(&format!("d{request}-{at}"), &params, &[1], LIMIT).outcome();
+    let fetch =
+        |at: u32| decode.fetch(&format!("d{request}-{at}"), &params, &[1], LIMIT).wait_blocking();
     for at in 0.. {
         match fetch(at) {
             Ok(_) => break,
@@ -110,18 +111,19 @@ fn a_rank_alone_registers_anew_under_a_lease(backend: &str) {
     prefill.compute(2, &[5], BLOCK);
     let (lease, params) = prefill.publish("kept", &[5], BLOCK).unwrap();
     give_back(&mut prefill, 0);
-    let error = decode.fetch("early", &params, &[1], Duration::from_secs(3)).outcome().unwrap_err();
+    let error =
+        decode.fetch("early", &params, &[1], Duration::from_secs(3)).wait_blocking().unwrap_err();
     assert_eq!(error.invalid, [1], "{error}");
     register(&mut prefill, 0, BLOCKS);
     // What was published holds something else on that rank now.
-    decode.fetch("late", &params, &[1], Duration::from_secs(3)).outcome().unwrap_err();
+    decode.fetch("late", &params, &[1], Duration::from_secs(3)).wait_blocking().unwrap_err();
     arrives(&mut prefill, &mut decode, 3, 6);
     assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
     // The words are those of both ranks still: what is taken back is noticed.
     prefill.compute(4, &[7], BLOCK);
     let (lease, params) = prefill.publish("taken back", &[7], BLOCK).unwrap();
     drop(lease);
-    decode.fetch("stale", &params, &[1], LIMIT).outcome().unwrap_err();
+    decode.fetch("stale", &params, &[1], LIMIT).wait_blocking().unwrap_err();
     prefill.end();
     decode.end();
 }
@@ -133,7 +135,7 @@ fn a_decode_rank_registers_anew(backend: &str) {
     prefill.compute(2, &[5], BLOCK);
     let (_lease, params) = prefill.publish("p", &[5], BLOCK).unwrap();
     give_back(&mut decode, 1);
-    let error = decode.fetch("refused", &params, &[1], LIMIT).outcome().unwrap_err();
+    let error = decode.fetch("refused", &params, &[1], LIMIT).wait_blocking().unwrap_err();
     for words in ["rank pp 0 tp 1 (", ") has given its caches back"] {
         assert!(error.to_string().contains(words), "{error}");
     }
@@ -153,10 +155,10 @@ fn nothing_is_pushed_of_caches_that_were_given_back(backend: &str) {
     let (lease, params) = publish(&mut prefill, "early", 1);
     give_back(&mut prefill, 0);
     register(&mut prefill, 0, BLOCKS);
-    decode.fetch("early", &params, &[1], Duration::from_secs(2)).outcome().unwrap_err();
+    decode.fetch("early", &params, &[1], Duration::from_secs(2)).wait_blocking().unwrap_err();
     assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
     let (lease, params) = publish(&mut prefill, "late", 2);
-    decode.fetch("late", &params, &[1], LIMIT).outcome().unwrap();
+    decode.fetch("late", &params, &[1], LIMIT).wait_blocking().unwrap();
     assert_eq!(decode.wrong(2, &[1], 0..BLOCK), 0);
     assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
     prefill.end();
@@ -185,7 +187,7 @@ fn caches_that_are_read_are_given_back_later(backend: &str) {
     decode.ranks[0].go_on().unwrap_or_else(|why| panic!("{why}"));
     give_back(&mut prefill, 0);
     // What of it was read has come whole, or the load has failed.
-    if fetch.outcome().is_ok() {
+    if fetch.wait_blocking().is_ok() {
         assert_eq!(decode.wrong(2, &[1], 0..BLOCK), 0);
     }
     assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
@@ -257,7 +259,7 @@ fn a_rank_that_is_stopped_as_it_gives_back_is_lost(backend: &str) {
     not_there(&prefill, Duration::from_secs(15));
     let began = Instant::now();
     let error = prefill.connector.shutdown(Duration::from_secs(1)).wait(LIMIT).unwrap_err();
-    assert_eq!(error.kind(), kvx_core::Kind::StillShared, "{error}");
+    assert_eq!(error.kind(), kvx_core::ErrorKind::StillShared, "{error}");
     assert!(began.elapsed() < Duration::from_secs(3), "{:?}", began.elapsed());
     decode.end();
 }

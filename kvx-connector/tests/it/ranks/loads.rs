@@ -30,7 +30,7 @@ pub(crate) fn prompts_arrive(mut prefill: Fleet, mut decode: Fleet) {
         // A push finds its load by the request's name.
         let request = format!("r{number}");
         let (lease, params) = prefill.publish(&request, &here, tokens).unwrap();
-        let loaded = decode.fetch(&request, &params, &there, LIMIT).outcome().unwrap();
+        let loaded = decode.fetch(&request, &params, &there, LIMIT).wait_blocking().unwrap();
         assert_eq!(loaded.tokens, tokens);
         let wrong = decode.wrong(number, &there, 0..tokens);
         assert_eq!(wrong, 0, "{} to {}, {tokens} tokens", prefill.tp, decode.tp);
@@ -77,7 +77,7 @@ pub(crate) fn a_prompt_arrives_beside_the_engine(mut prefill: Fleet, decode: Con
     let (tokens, here, there) = (3 * BLOCK, [1, 2, 3], [6, 5, 4]);
     prefill.compute(9, &here, tokens);
     let (_lease, params) = prefill.publish("r", &here, tokens).unwrap();
-    Decode::new(&connector).fetch("r", &params, lists(&there), LIMIT).outcome().unwrap();
+    Decode::new(&connector).fetch("r", &params, lists(&there), LIMIT).wait_blocking().unwrap();
     let part = Part { pool: &own, tp: 2, rank: 0, blocks: BLOCKS };
     assert_eq!(part.wrong(9, &there, 0..tokens), 0);
     other.say(&format!("wrong 9 6,5,4 0 {tokens}")).unwrap_or_else(|why| panic!("{why}"));
@@ -104,7 +104,7 @@ fn a_step_loop_orders_loads_of_joined_ranks(backend: &str) {
         assert_eq!(decode.connector.outcomes(), [], "a load is over before all ranks were told");
         decode.connector.rank(WorkerRank { pp: 0, tp }).unwrap().start_load_kv();
     }
-    block_on(decode.connector.wake());
+    block_on(decode.connector.outcomes_ready());
     assert_eq!(decode.connector.outcomes(), [Outcome::Loaded { request: given, computed: tokens }]);
     assert_eq!(decode.wrong(9, &[63, 6, 5], BLOCK..tokens), 0);
     prefill.end();
@@ -126,8 +126,8 @@ pub(crate) fn taken_back_blocks_are_noticed(backend: &str, wait: fn(&Connector))
     let (_shared, theirs) = prefill.publish("q", &[5], BLOCK).unwrap();
     drop(lease);
     wait(&prefill.connector);
-    decode.fetch("d1", &theirs, &[1], LIMIT).outcome().unwrap();
-    let error = decode.fetch("d2", &params, &[1, 2], LIMIT).outcome().unwrap_err();
+    decode.fetch("d1", &theirs, &[1], LIMIT).wait_blocking().unwrap();
+    let error = decode.fetch("d2", &params, &[1, 2], LIMIT).wait_blocking().unwrap_err();
     // The completion of `d1` has released the other one meanwhile, or not yet.
     assert_eq!(error.failure, LoadFailure::Stale);
     assert!(error.invalid.contains(&2), "{:?}", error.invalid);

@@ -85,10 +85,11 @@ fn after_a_stopped_writer(backend: &str, then: fn(&mut Fleet)) {
     // The link stands.
     prefill.compute(4, &[8], BLOCK);
     let (_first, first) = prefill.publish("first", &[8], BLOCK).unwrap();
-    decode.fetch("first", &first, &[9], LIMIT).outcome().unwrap();
+    decode.fetch("first", &first, &[9], LIMIT).wait_blocking().unwrap();
     prefill.ranks[1].stop().unwrap_or_else(|why| panic!("{why}"));
     let began = Instant::now();
-    let error = decode.fetch("r", &params, &[1, 2], Duration::from_secs(1)).outcome().unwrap_err();
+    let error =
+        decode.fetch("r", &params, &[1, 2], Duration::from_secs(1)).wait_blocking().unwrap_err();
     assert!(began.elapsed() < Duration::from_secs(2), "{:?}: {error}", began.elapsed());
     assert!(matches!(error.failure, LoadFailure::NotPushed | LoadFailure::Deadline), "{error}");
     assert_eq!(error.held.wait(LIMIT).unwrap(), Released::Free);

@@ -30,7 +30,7 @@ fn a_lease_that_has_ended_takes_nothing_back_from_the_next_of_its_name() {
     let fetch = |name: &str, params: &TransferParams| {
         Decode::new(&decode.connector)
             .fetch(name, params, lists(&[7, 1, 30]), LIMIT)
-            .outcome()
+            .wait_blocking()
             .unwrap()
     };
     let (first, params) = publish();

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use kvx_connector::engine::{Arrival, Ending, Kept, LoadFailure, Outcome, RequestId, Status};
 use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{Decode, Loaded, Prefill, Released};
-use kvx_core::{Kind, MemoryKind};
+use kvx_core::{ErrorKind, MemoryKind};
 use kvx_testkit::device::Act;
 use kvx_testkit::{TestDevice, test};
 
@@ -259,13 +259,13 @@ fn a_load_that_does_not_get_to_the_device_has_failed() {
     assert_eq!(none.held.wait(LIMIT).unwrap(), Released::Free);
     assert!(decode.connector.is_idle());
     let kept = decode.ranks[0].give_back(LIMIT).wait(LIMIT).unwrap_err();
-    assert_eq!(kept.kind(), Kind::StillShared, "{kept}");
+    assert_eq!(kept.kind(), ErrorKind::StillShared, "{kept}");
 }
 
 /// Caches that a device still copies are not the engine's.
 fn are_given_back_when_released(engine: &Engine, device: &TestDevice) {
     let early = engine.ranks[0].give_back(Duration::from_millis(100)).wait(LIMIT).unwrap_err();
-    assert_eq!(early.kind(), Kind::StillShared, "{early}");
+    assert_eq!(early.kind(), ErrorKind::StillShared, "{early}");
     device.release();
     engine.ranks[0].give_back(LIMIT).wait(LIMIT).unwrap();
 }

@@ -8,7 +8,7 @@ use kvx_connector::engine::{
 };
 use kvx_connector::params::{MooncakeLeg, MooncakeParams, MooncakeTransferId, TransferParams};
 use kvx_connector::runtime::{Decode, LoadError, Loaded, Prefill, Released};
-use kvx_core::Kind;
+use kvx_core::ErrorKind;
 use kvx_testkit::test;
 use serde_json::json;
 
@@ -80,7 +80,7 @@ fn load(prefill: &Engine, decode: &Engine, request: &str) -> Result<Loaded, Load
     let (lease, params) =
         Prefill::new(&prefill.connector).publish(request, lists(&[1]), BLOCK).unwrap();
     let loaded =
-        Decode::new(&decode.connector).fetch(request, &params, lists(&[2]), LIMIT).outcome();
+        Decode::new(&decode.connector).fetch(request, &params, lists(&[2]), LIMIT).wait_blocking();
     if loaded.is_ok() {
         assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
     }
@@ -134,7 +134,7 @@ fn a_port_that_is_taken_and_legs_of_the_other_role_are_refused_in_words() {
     let port = taken.local_addr().unwrap().port();
     let error = Engine::mooncake_at("p", "kv_producer", "{}", port).build_blocking().unwrap_err();
     assert!(
-        error.kind() == Kind::Exhausted
+        error.kind() == ErrorKind::Exhausted
             && error.to_string().contains("VLLM_MOONCAKE_BOOTSTRAP_PORT"),
         "{error}"
     );
@@ -146,7 +146,7 @@ fn a_port_that_is_taken_and_legs_of_the_other_role_are_refused_in_words() {
         Prefill::new(&producer.connector).publish("r", lists(&[1]), BLOCK).unwrap();
     let error = Decode::new(&producer.connector)
         .fetch("own", &params, lists(&[2]), LIMIT)
-        .outcome()
+        .wait_blocking()
         .unwrap_err();
     assert!(error.to_string().contains("kv_role is kv_producer"), "{error}");
     let error = Prefill::new(&consumer.connector).publish("r", lists(&[1]), BLOCK).unwrap_err();
@@ -157,9 +157,9 @@ fn a_port_that_is_taken_and_legs_of_the_other_role_are_refused_in_words() {
         lists(&[2]),
         LIMIT,
     );
-    assert!(error.outcome().is_err());
+    assert!(error.wait_blocking().is_err());
     let fetch = Decode::new(&consumer.connector).fetch("r", &params, lists(&[2]), LIMIT);
-    assert_eq!(fetch.outcome().unwrap(), Loaded { tokens: BLOCK });
+    assert_eq!(fetch.wait_blocking().unwrap(), Loaded { tokens: BLOCK });
     lease.wait(LIMIT).unwrap();
 }
 
@@ -280,7 +280,7 @@ fn before_0_16_other_sizes_are_refused_in_words_and_both_sides_are_free() {
         let (lease, params) =
             Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
         let fetch = Decode::new(&decode.connector).fetch("r", &params, lists(&[2]), LIMIT);
-        let error = fetch.outcome().unwrap_err();
+        let error = fetch.wait_blocking().unwrap_err();
         let words = error.to_string();
         assert!(
             words.contains("tensor-parallel size") || words.contains("nobody listens"),

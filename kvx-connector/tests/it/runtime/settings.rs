@@ -5,12 +5,12 @@ use kvx_connector::engine::{Allocation, Arrival, LoadFailure, NotLoaded, Request
 use kvx_connector::nixl::NixlPeer;
 use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{Connector, Decode, Group, Prefill, probe};
-use kvx_core::{Agent, Error, Kind, Memory, Op};
+use kvx_core::{Agent, Error, ErrorKind, Memory, Op};
 use kvx_testkit::test;
 
 use super::rig::{BLOCK, BLOCKS, Engine, LIMIT, builder, caches, config, lists, pool, registry};
 
-fn says(error: &Error, kind: Kind, words: &[&str]) {
+fn says(error: &Error, kind: ErrorKind, words: &[&str]) {
     assert_eq!(error.kind(), kind, "{error}");
     assert!(words.iter().all(|word| error.to_string().contains(word)), "{error}");
 }
@@ -22,15 +22,19 @@ fn caches_that_do_not_fit_are_refused_with_the_call_to_change() {
     let register = |connector: &Connector| {
         connector.rank(rank).unwrap().register(caches(&pool, 1), [pool.clone()])
     };
-    says(&register(&connector).unwrap_err(), Kind::Invalid, &["ConnectorBuilder::block_size(16)"]);
+    says(
+        &register(&connector).unwrap_err(),
+        ErrorKind::Invalid,
+        &["ConnectorBuilder::block_size(16)"],
+    );
     let connector = builder("engine", "{}").build_blocking().unwrap();
     let elsewhere = super::rig::pool(1);
     let error = connector.rank(rank).unwrap().register(caches(&pool, 1), [elsewhere]).unwrap_err();
-    says(&error, Kind::Invalid, &["Rank::register", "layers.0.attn"]);
+    says(&error, ErrorKind::Invalid, &["Rank::register", "layers.0.attn"]);
     register(&connector).expect("after a refusal all is as before");
-    says(&register(&connector).unwrap_err(), Kind::Invalid, &["Rank::give_back"]);
+    says(&register(&connector).unwrap_err(), ErrorKind::Invalid, &["Rank::give_back"]);
     let error = connector.rank(WorkerRank { pp: 0, tp: 1 }).unwrap_err();
-    says(&error, Kind::Invalid, &["ConnectorBuilder::workers"]);
+    says(&error, ErrorKind::Invalid, &["ConnectorBuilder::workers"]);
 }
 
 #[test]
@@ -38,8 +42,8 @@ fn blocks_that_are_none_of_the_caches_are_refused_and_nothing_is_ordered() {
     let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
     let publish =
         |blocks: &[u32]| Prefill::new(&prefill.connector).publish("r", lists(blocks), BLOCK);
-    says(&publish(&[BLOCKS]).unwrap_err(), Kind::Invalid, &["beyond"]);
-    says(&publish(&[]).unwrap_err(), Kind::Invalid, &["fewer blocks"]);
+    says(&publish(&[BLOCKS]).unwrap_err(), ErrorKind::Invalid, &["beyond"]);
+    says(&publish(&[]).unwrap_err(), ErrorKind::Invalid, &["fewer blocks"]);
     let (lease, params) = publish(&[1]).unwrap();
     let id: RequestId = "d".into();
     let arrival =
@@ -49,9 +53,9 @@ fn blocks_that_are_none_of_the_caches_are_refused_and_nothing_is_ordered() {
         let allocation = Allocation { fill, computed: 0, external: BLOCK };
         decode.connector.update_state_after_alloc(&id, allocation).unwrap_err()
     };
-    says(&allocate(lists(&[BLOCKS])), Kind::OutOfBounds, &["block 64", "64 blocks"]);
+    says(&allocate(lists(&[BLOCKS])), ErrorKind::OutOfBounds, &["block 64", "64 blocks"]);
     let two = kvx_connector::engine::BlockLists::new([vec![1], vec![2]]);
-    says(&allocate(two), Kind::Invalid, &["ConnectorBuilder::groups"]);
+    says(&allocate(two), ErrorKind::Invalid, &["ConnectorBuilder::groups"]);
     drop(lease);
     let (_other, params) =
         Prefill::new(&prefill.connector).publish("s", lists(&[1]), BLOCK).unwrap();
@@ -181,7 +185,7 @@ fn a_port_that_is_taken_is_an_error_with_the_variable_and_a_free_one() {
     let json = r#"{"kv_connector": "NixlConnector", "kv_role": "kv_both"}"#;
     let second = kvx_config::KvTransferConfig::from_json(json, &surroundings).unwrap();
     let error = Connector::builder(&second, registry()).build_blocking().unwrap_err();
-    says(&error, Kind::Exhausted, &["VLLM_NIXL_SIDE_CHANNEL_PORT", &port]);
+    says(&error, ErrorKind::Exhausted, &["VLLM_NIXL_SIDE_CHANNEL_PORT", &port]);
 }
 
 #[test]
@@ -200,19 +204,19 @@ fn what_this_runtime_does_not_drive_is_refused_when_it_is_built() {
         let surroundings = kvx_config::Surroundings::default();
         let other = kvx_config::KvTransferConfig::from_json(&json, &surroundings).unwrap();
         let error = Connector::builder(&other, registry()).any_port().build_blocking().unwrap_err();
-        says(&error, Kind::Unsupported, &words);
+        says(&error, ErrorKind::Unsupported, &words);
     }
     let stages = Engine::mooncake_builder("engine", r#"{"kv_compat": "0.11"}"#).workers(1, 2);
     says(
         &stages.build_blocking().unwrap_err(),
-        Kind::Unsupported,
+        ErrorKind::Unsupported,
         &["pipeline stages", "kv_compat"],
     );
     let nothing: [Group; 0] = [];
     let error = builder("engine", "{}").groups(nothing).build_blocking().unwrap_err();
-    says(&error, Kind::Invalid, &["KV cache group"]);
+    says(&error, ErrorKind::Invalid, &["KV cache group"]);
     let error = builder("engine", "{}").workers(0, 1).build_blocking().unwrap_err();
-    says(&error, Kind::Invalid, &["ConnectorBuilder::workers"]);
+    says(&error, ErrorKind::Invalid, &["ConnectorBuilder::workers"]);
     assert!(
         Connector::builder(&config("engine", "{}"), registry()).any_port().build_blocking().is_ok()
     );

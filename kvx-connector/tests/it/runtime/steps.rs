@@ -43,7 +43,7 @@ fn a_step_loop_prefills_and_loads() {
     assert_eq!(decode.connector.outcomes(), [], "nothing is loaded before the workers are told");
     decode.ranks.iter().for_each(|rank| rank.start_load_kv());
 
-    block_on(decode.connector.wake());
+    block_on(decode.connector.outcomes_ready());
     assert_eq!(
         decode.connector.outcomes(),
         [Outcome::Loaded { request: given.clone(), computed: tokens }]

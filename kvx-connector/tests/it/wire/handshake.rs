@@ -10,7 +10,7 @@ use kvx_connector::wire::{
     HandshakePayload, HandshakeRequest, HandshakenPeer, Listener, NixlAgentMetadata,
     SpeculativeFactors,
 };
-use kvx_core::{Error, Kind, Result};
+use kvx_core::{Error, ErrorKind, Result};
 use kvx_testkit::test;
 
 fn rank(pp: u32, tp: u32) -> WorkerRank {
@@ -97,7 +97,7 @@ fn a_legacy_dialect_cannot_ask_for_a_pipeline_stage() {
     for dialect in [Dialect::V0_16, Dialect::V0_20] {
         let expectation = Expectation { dialect, ..expectation() };
         let error = Handshake::new(expectation, [rank(0, 0), rank(1, 0)], (2, 1)).unwrap_err();
-        assert_eq!(error.kind(), Kind::Unsupported);
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
         assert_eq!(
             HandshakeRequest::new(rank(0, 3), dialect).unwrap().encode(),
             *b"\x92\xc4\x0cget_meta_msg\x03"
@@ -127,7 +127,7 @@ fn a_different_factor_is_a_different_hash_and_is_refused() {
         let payload =
             HandshakePayload::new(other.hash().unwrap(), metadata("prefill").encode()).encode();
         let error = expectation().check(&payload).unwrap_err();
-        assert_eq!(error.kind(), Kind::Incompatible, "{name}");
+        assert_eq!(error.kind(), ErrorKind::Incompatible, "{name}");
         assert!(error.to_string().contains(other.hash().unwrap().as_str()), "{name}: {error}");
         let knowing = Expectation { factors: Some(factors()), ..expectation() };
         let error = knowing.check(&payload).unwrap_err().to_string();
@@ -254,7 +254,7 @@ fn bytes_that_cannot_be_read_are_an_error_of_their_own() {
         ),
     ] {
         let error = expectation().check(&payload).unwrap_err();
-        assert_eq!(error.kind(), Kind::Malformed, "{name}: {error}");
+        assert_eq!(error.kind(), ErrorKind::Malformed, "{name}: {error}");
         if name != "metadata, no msgpack" {
             assert!(error.to_string().contains(named), "{name}: {error}");
         }
@@ -268,15 +268,16 @@ fn the_checks_come_in_vllms_order() {
     let mut wrong = metadata("somebody else");
     (wrong.pcp_size, wrong.dcp_size) = (4, 2);
     wrong.block_lens.pop();
-    let steps: [(Kind, &dyn Fn(&mut Vec<u8>, &mut NixlAgentMetadata, &mut CompatibilityHash)); 5] = [
-        (Kind::Incompatible, &|_, _, _| ()),
-        (Kind::Malformed, &|_, _, theirs| *theirs = hash()),
-        (Kind::Unsupported, &|inner, metadata, _| *inner = metadata.encode()),
-        (Kind::PeerRestarted, &|inner, metadata, _| {
+    let steps: [(ErrorKind, &dyn Fn(&mut Vec<u8>, &mut NixlAgentMetadata, &mut CompatibilityHash));
+        5] = [
+        (ErrorKind::Incompatible, &|_, _, _| ()),
+        (ErrorKind::Malformed, &|_, _, theirs| *theirs = hash()),
+        (ErrorKind::Unsupported, &|inner, metadata, _| *inner = metadata.encode()),
+        (ErrorKind::PeerRestarted, &|inner, metadata, _| {
             metadata.dcp_size = 4;
             *inner = metadata.encode();
         }),
-        (Kind::Malformed, &|inner, metadata, _| {
+        (ErrorKind::Malformed, &|inner, metadata, _| {
             metadata.engine_id = "prefill".to_owned();
             *inner = metadata.encode();
         }),
@@ -315,7 +316,7 @@ fn context_parallel_sizes_must_go_together() {
     for (ours, theirs) in [((1, 1), (4, 2)), ((4, 1), (1, 2)), ((4, 1), (4, 4)), ((1, 2), (4, 1))] {
         assert_eq!(
             check(ours, theirs).unwrap_err().kind(),
-            Kind::Unsupported,
+            ErrorKind::Unsupported,
             "{ours:?} {theirs:?}"
         );
     }
@@ -324,7 +325,7 @@ fn context_parallel_sizes_must_go_together() {
 #[test]
 fn another_engine_at_the_address_is_named() {
     let error = expectation().check(&payload(&metadata("a later life"))).unwrap_err();
-    assert_eq!(error.kind(), Kind::PeerRestarted);
+    assert_eq!(error.kind(), ErrorKind::PeerRestarted);
     assert!(error.to_string().contains("prefill expected, a later life answers"), "{error}");
 }
 
@@ -349,7 +350,7 @@ fn metadata_whose_addresses_cannot_be_is_refused() {
         let mut peer = metadata("prefill");
         change(&mut peer);
         let error = expectation().check(&payload(&peer)).unwrap_err();
-        assert_eq!(error.kind(), Kind::Malformed);
+        assert_eq!(error.kind(), ErrorKind::Malformed);
         assert!(error.to_string().contains(named), "{named}: {error}");
     }
 }
@@ -423,14 +424,14 @@ fn an_answer_must_come_in_time() {
     assert_eq!(handshake.answer_by(), Some(at(6000)));
     assert_eq!(handshake.request(at(1001)), None, "a REQ socket asks once");
     handshake.tick(at(5999)).unwrap();
-    assert_eq!(handshake.tick(at(6000)).unwrap_err().kind(), Kind::TimedOut);
+    assert_eq!(handshake.tick(at(6000)).unwrap_err().kind(), ErrorKind::TimedOut);
     assert_eq!(handshake.request(at(6001)), None, "it is over");
-    assert_eq!(handshake.finish().unwrap_err().kind(), Kind::Invalid);
+    assert_eq!(handshake.finish().unwrap_err().kind(), ErrorKind::Invalid);
 
     let mut late = start();
     late.request(at(0)).unwrap();
     let frames = [payload(&metadata("prefill")), ClockReading(0.0).encode().to_vec()];
-    assert_eq!(late.received(&frames, at(5000)).unwrap_err().kind(), Kind::TimedOut);
+    assert_eq!(late.received(&frames, at(5000)).unwrap_err().kind(), ErrorKind::TimedOut);
 
     let mut patient = start().with_limit(Duration::from_secs(60));
     patient.request(at(0)).unwrap();
@@ -451,7 +452,7 @@ fn an_answer_of_another_form_ends_the_handshake() {
         handshake.request(at(0)).unwrap();
         assert_eq!(
             handshake.received(&frames, at(1)).unwrap_err().kind(),
-            Kind::Malformed,
+            ErrorKind::Malformed,
             "{frames:?}"
         );
         assert!(handshake.finish().is_err());
@@ -459,7 +460,7 @@ fn an_answer_of_another_form_ends_the_handshake() {
     let mut handshake = Handshake::new(expectation(), [rank(0, 0)], (1, 1)).unwrap();
     assert_eq!(
         handshake.received(&[&good, &clock], at(1)).unwrap_err().kind(),
-        Kind::Malformed,
+        ErrorKind::Malformed,
         "nobody asked"
     );
 }
@@ -470,10 +471,10 @@ fn a_worker_that_does_not_exist_is_never_asked_for() {
     for (wanted, sizes) in [(rank(0, 2), (1, 2)), (rank(1, 0), (1, 2)), (rank(0, 0), (0, 0))] {
         assert_eq!(
             Handshake::new(expectation(), [wanted], sizes).unwrap_err().kind(),
-            Kind::Invalid
+            ErrorKind::Invalid
         );
     }
-    assert_eq!(Handshake::new(expectation(), [], (1, 1)).unwrap_err().kind(), Kind::Invalid);
+    assert_eq!(Handshake::new(expectation(), [], (1, 1)).unwrap_err().kind(), ErrorKind::Invalid);
 }
 
 /// The words for a peer of ours, and what a vLLM peer finds in place of the hash.
@@ -555,7 +556,7 @@ fn a_listener_survives_every_malformed_request() {
         [vec![], vec![b""], vec![&[7; 300], b"", &good], vec![b"", b"d", &good]];
     for frames in unanswerable {
         let error = listener.answer(&frames, at(0)).unwrap_err();
-        assert_eq!(error.kind(), Kind::Malformed);
+        assert_eq!(error.kind(), ErrorKind::Malformed);
     }
     // After all that, it answers as before.
     let peer =
@@ -630,6 +631,6 @@ fn a_vllm_that_is_too_old_is_refused_by_name_at_both_ends() {
     assert!(answer.refusal().unwrap().to_string().contains("a vLLM up to 0.11.0 asks"));
     // Before 0.13 the answer is the metadata without a hash around it.
     let error = expectation().check(&metadata("prefill").encode()).unwrap_err();
-    assert_eq!(error.kind(), Kind::Unsupported);
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(error.to_string().contains("a vLLM before 0.13 answers"), "{error}");
 }

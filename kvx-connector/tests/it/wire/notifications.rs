@@ -1,7 +1,7 @@
 //! Notifications: what is never sent, and what is read without harm.
 
 use kvx_connector::wire::{EngineNotification, PushGrant, PushRegistration};
-use kvx_core::Kind;
+use kvx_core::ErrorKind;
 use kvx_testkit::test;
 
 /// vLLM's engine ends on a notification that has no colon, no number behind the last one, or is not UTF-8.
@@ -26,7 +26,7 @@ fn malformed_notifications_are_errors() {
     ];
     for bytes in bad {
         let error = EngineNotification::decode(bytes).unwrap_err();
-        assert_eq!(error.kind(), Kind::Malformed, "{:?}", bytes.escape_ascii().to_string());
+        assert_eq!(error.kind(), ErrorKind::Malformed, "{:?}", bytes.escape_ascii().to_string());
         assert!(error.to_string().len() < 400, "{error}");
     }
 }
@@ -45,7 +45,7 @@ fn malformed_registrations_are_errors_that_name_the_key() {
         (b"\x90", "a map"),
     ] {
         let error = EngineNotification::decode(&[b"PUSH_REG:", map].concat()).unwrap_err();
-        assert_eq!(error.kind(), Kind::Malformed);
+        assert_eq!(error.kind(), ErrorKind::Malformed);
         assert!(error.to_string().contains(named), "{named}: {error}");
     }
 }
@@ -74,13 +74,13 @@ fn a_registration_without_addresses_says_so() {
 #[test]
 fn what_the_other_engine_would_misread_is_not_made() {
     for id in ["", "HB:a", "PUSH_REG:a"] {
-        assert_eq!(EngineNotification::done(id, 1).unwrap_err().kind(), Kind::Invalid, "{id}");
+        assert_eq!(EngineNotification::done(id, 1).unwrap_err().kind(), ErrorKind::Invalid, "{id}");
     }
-    assert_eq!(EngineNotification::done("r", 0).unwrap_err().kind(), Kind::Invalid);
+    assert_eq!(EngineNotification::done("r", 0).unwrap_err().kind(), ErrorKind::Invalid);
     for ids in [&[][..], &[""], &["a,b"], &["a", ""]] {
         assert_eq!(
             EngineNotification::heartbeat(ids.iter().copied()).unwrap_err().kind(),
-            Kind::Invalid,
+            ErrorKind::Invalid,
             "{ids:?}"
         );
     }
@@ -112,7 +112,10 @@ fn many_requests_share_heartbeats_that_every_transport_carries() {
     assert_eq!(EngineNotification::heartbeats(Vec::<String>::new()).unwrap(), []);
     let edge = "x".repeat(EngineNotification::MAX_HEARTBEAT - 3);
     assert_eq!(EngineNotification::heartbeats([edge.clone(), "y".to_owned()]).unwrap().len(), 2);
-    assert_eq!(EngineNotification::heartbeats([edge + "x"]).unwrap_err().kind(), Kind::Invalid);
+    assert_eq!(
+        EngineNotification::heartbeats([edge + "x"]).unwrap_err().kind(),
+        ErrorKind::Invalid
+    );
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Agent, Kind, Placement, Registry, Result, Ticket, WithoutAList};
+use kvx_core::{Agent, AutoOpen, ErrorKind, Placement, Registry, Result, Ticket};
 use kvx_testkit::test;
 
 use super::still::Still;
@@ -15,7 +15,7 @@ fn speaker(backends: &[&str], kind: &str) -> Result<String> {
     {
         let foreign_metadata = speaks_for.map(|_| name);
         let speaks_for = speaks_for.unwrap_or_default();
-        let placement = Placement { order: 0, without_a_list: WithoutAList::Skip, speaks_for };
+        let placement = Placement { order: 0, without_a_list: AutoOpen::Skip, speaks_for };
         let shutdown = Arc::new(|done: Ticket| done.settle(Ok(())));
         let backend = Still { name, placement, foreign_metadata, shutdown };
         registry.add(backend).expect("another name");
@@ -34,8 +34,8 @@ fn who_speaks_for_a_backend_goes_before_it_wherever_the_list_has_them() {
     }
     assert_eq!(speaker(&["RIXL", "MOONCAKE"], "mooncake").unwrap(), "MOONCAKE");
     let silent = speaker(&["UCX", "MOONCAKE"], "UCX").unwrap_err();
-    assert_eq!(silent.kind(), Kind::Unsupported, "it is open, and speaks to kvx alone");
+    assert_eq!(silent.kind(), ErrorKind::Unsupported, "it is open, and speaks to kvx alone");
     let absent = speaker(&["UCX", "MOONCAKE"], "RIXL").unwrap_err();
-    assert_eq!(absent.kind(), Kind::NoRoute);
+    assert_eq!(absent.kind(), ErrorKind::NoRoute);
     assert!(absent.to_string().contains("name RIXL in `backends`"), "{absent}");
 }

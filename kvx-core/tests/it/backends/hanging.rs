@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
-use kvx_core::{Agent, Kind, Placement, Registry, Ticket, WithoutAList};
+use kvx_core::{Agent, AutoOpen, ErrorKind, Placement, Registry, Ticket};
 use kvx_testkit::test;
 
 use super::still::Still;
@@ -15,7 +15,7 @@ fn closing_by(
     order: u32,
     shutdown: impl Fn(Ticket) + Send + Sync + 'static,
 ) -> Still {
-    let placement = Placement { order, without_a_list: WithoutAList::Open, speaks_for: &[] };
+    let placement = Placement { order, without_a_list: AutoOpen::Open, speaks_for: &[] };
     Still { name, placement, foreign_metadata: None, shutdown: Arc::new(shutdown) }
 }
 
@@ -40,7 +40,7 @@ fn a_transport_that_does_not_close_keeps_neither_the_shutdown_nor_the_other_ones
     let begun = Instant::now();
     let error = agent.shutdown(Duration::from_millis(300)).join().unwrap_err();
     assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
-    assert_eq!(error.kind(), Kind::TimedOut);
+    assert_eq!(error.kind(), ErrorKind::TimedOut);
     assert!(error.to_string().contains("1 transports not closed STUCK"), "{error}");
     assert_eq!(closed.load(Ordering::SeqCst), 1, "the other one has closed");
     drop(go_on);

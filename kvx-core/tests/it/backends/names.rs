@@ -5,18 +5,18 @@ use std::sync::Arc;
 
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
-    Agent, Error, Kind, Known, Options, Placement, Registry, Result, Secret, Standing, Unavailable,
-    WithoutAList,
+    Agent, AutoOpen, BackendName, BackendStatus, Error, ErrorKind, Options, Placement, Registry,
+    Result, Secret, Unavailable,
 };
 use kvx_testkit::test;
 
 use super::still::availability;
 
-const KNOWN: &[Known] = &[
-    Known { name: "UCX", aliases: &[], feature: Some("ucx") },
-    Known { name: "LIBFABRIC", aliases: &[], feature: Some("libfabric") },
-    Known { name: "RIXL", aliases: &["NIXL"], feature: None },
-    Known { name: "WIRE", aliases: &[], feature: Some("wire") },
+const KNOWN: &[BackendName] = &[
+    BackendName { name: "UCX", aliases: &[], feature: Some("ucx") },
+    BackendName { name: "LIBFABRIC", aliases: &[], feature: Some("libfabric") },
+    BackendName { name: "RIXL", aliases: &["NIXL"], feature: None },
+    BackendName { name: "WIRE", aliases: &[], feature: Some("wire") },
 ];
 
 /// A backend that is as available as the test wants, and cannot be opened.
@@ -49,7 +49,7 @@ impl Factory for Stub {
     }
 
     fn placement(&self) -> Placement {
-        Placement { order: self.order, without_a_list: WithoutAList::Skip, speaks_for: &[] }
+        Placement { order: self.order, without_a_list: AutoOpen::Skip, speaks_for: &[] }
     }
 
     fn available(&self, _options: &Options) -> Result<Availability, Unavailable> {
@@ -64,11 +64,11 @@ impl Factory for Stub {
     }
 
     fn open(&self, _context: Context) -> Result<Arc<dyn Transport>> {
-        Err(Error::new(Kind::Unsupported, "a stub moves nothing"))
+        Err(Error::new(ErrorKind::Unsupported, "a stub moves nothing"))
     }
 }
 
-fn sentence(registry: &Registry, name: &str) -> (Kind, String) {
+fn sentence(registry: &Registry, name: &str) -> (ErrorKind, String) {
     let error =
         registry.require(name, &Options::new()).err().expect("the test names what cannot be used");
     (error.kind(), error.to_string())
@@ -76,12 +76,12 @@ fn sentence(registry: &Registry, name: &str) -> (Kind, String) {
 
 #[test]
 fn an_unknown_name_gets_the_nearest_one_and_all_there_are() {
-    let mut registry = Registry::new().know(KNOWN);
+    let mut registry = Registry::new().with_names(KNOWN);
     registry.add(Stub::working("WIRE", 1)).unwrap();
     assert_eq!(
         sentence(&registry, "UXC"),
         (
-            Kind::UnknownBackend,
+            ErrorKind::UnknownBackend,
             "backend \"UXC\" is unknown; did you mean UCX? known: UCX, LIBFABRIC, RIXL, WIRE"
                 .into()
         )
@@ -100,21 +100,21 @@ fn an_unknown_name_gets_the_nearest_one_and_all_there_are() {
 
 #[test]
 fn a_backend_that_was_not_compiled_in_names_its_feature() {
-    let registry = Registry::new().know(KNOWN);
+    let registry = Registry::new().with_names(KNOWN);
     assert_eq!(
         sentence(&registry, "ucx"),
-        (Kind::NotCompiled, "backend UCX is not in this build: enable feature \"ucx\"".into())
+        (ErrorKind::NotCompiled, "backend UCX is not in this build: enable feature \"ucx\"".into())
     );
 }
 
 #[test]
 fn an_unavailable_backend_names_library_variable_attempts_and_cure() {
-    let mut registry = Registry::new().know(KNOWN);
+    let mut registry = Registry::new().with_names(KNOWN);
     registry.add(Stub::without_its_library()).unwrap();
     assert_eq!(
         sentence(&registry, "Ucx"),
         (
-            Kind::Unavailable,
+            ErrorKind::Unavailable,
             "backend UCX is unavailable: libucp.so.0 not found (KVX_UCX_LIB unset; tried libucp.so.0, libucp.so): \
              apt install libucx0, or set KVX_UCX_LIB to the file"
                 .into()
@@ -139,17 +139,17 @@ fn the_reason_shows_the_variable_as_it_is_and_leaves_out_what_is_not_there() {
 
 #[test]
 fn a_known_backend_without_a_feature_is_not_in_this_release_under_every_name() {
-    let registry = Registry::new().know(KNOWN);
+    let registry = Registry::new().with_names(KNOWN);
     for name in ["RIXL", "nixl"] {
         let (kind, sentence) = sentence(&registry, name);
-        assert_eq!(kind, Kind::NotCompiled);
+        assert_eq!(kind, ErrorKind::NotCompiled);
         assert!(sentence.starts_with("backend RIXL is not in this release"), "{sentence}");
     }
 }
 
 #[test]
 fn any_letter_case_finds_a_working_backend() {
-    let mut registry = Registry::new().know(KNOWN);
+    let mut registry = Registry::new().with_names(KNOWN);
     registry.add(Stub::working("WIRE", 1)).unwrap();
     for name in ["WIRE", "wire", "Wire"] {
         let (factory, found) = registry.require(name, &Options::new()).unwrap();
@@ -159,20 +159,20 @@ fn any_letter_case_finds_a_working_backend() {
 
 #[test]
 fn a_backend_that_no_table_knows_is_added_at_run_time() {
-    let mut registry = Registry::new().know(KNOWN);
+    let mut registry = Registry::new().with_names(KNOWN);
     registry.add(Stub::working("WIRE", 2)).unwrap().add(Stub::working("HOMEMADE", 1)).unwrap();
     assert_eq!(registry.names(), ["UCX", "LIBFABRIC", "RIXL", "WIRE", "HOMEMADE"]);
     let order: Vec<_> = registry.factories().iter().map(|factory| factory.name()).collect();
     assert_eq!(order, ["HOMEMADE", "WIRE"], "by the order that they ask for");
     let (_, standing) = registry.standing("homemade", &Options::new()).unwrap();
-    assert!(matches!(standing, Standing::Available(_)));
+    assert!(matches!(standing, BackendStatus::Available(_)));
     let taken = registry.add(Stub::working("WIRE", 3)).unwrap_err();
-    assert_eq!(taken.kind(), Kind::Invalid);
+    assert_eq!(taken.kind(), ErrorKind::Invalid);
 }
 
 #[test]
 fn an_agent_that_is_built_says_the_same_sentences() {
-    let mut registry = Registry::new().know(KNOWN);
+    let mut registry = Registry::new().with_names(KNOWN);
     registry.add(Stub::without_its_library()).unwrap().add(Stub::working("WIRE", 1)).unwrap();
     let refused = |names: &[&str]| {
         let error =
@@ -185,12 +185,12 @@ fn an_agent_that_is_built_says_the_same_sentences() {
     // One misspelt name spoils a list, so that nobody runs over a backend that was not meant.
     assert_eq!(refused(&["WIRE", "UXC"]), sentence(&registry, "UXC"));
     let (kind, both) = refused(&["UCX", "LIBFABRIC"]);
-    assert_eq!(kind, Kind::NoRoute);
+    assert_eq!(kind, ErrorKind::NoRoute);
     for name in ["UCX", "LIBFABRIC"] {
         assert!(both.contains(&sentence(&registry, name).1), "{both}");
     }
     let (kind, empty) = refused(&[]);
-    assert_eq!(kind, Kind::Invalid);
+    assert_eq!(kind, ErrorKind::Invalid);
     assert!(empty.contains("an empty list of backends"), "{empty}");
 }
 
@@ -221,7 +221,7 @@ impl Factory for Admits {
 
 #[test]
 fn with_a_secret_a_library_that_asks_for_none_is_opened_in_words_only() {
-    let mut registry = Registry::new().know(KNOWN);
+    let mut registry = Registry::new().with_names(KNOWN);
     registry.add(Admits(Stub::working("RIXL", 1), Admission::Open)).unwrap();
     registry.add(Admits(Stub::working("WIRE", 2), Admission::Keys)).unwrap();
     registry.add(Stub::working("SILENT", 3)).unwrap();
@@ -236,12 +236,12 @@ fn with_a_secret_a_library_that_asks_for_none_is_opened_in_words_only() {
         let error = builder.build(&registry).expect_err("stubs open nothing");
         (error.kind(), error.to_string())
     };
-    let opened = Kind::Unsupported;
+    let opened = ErrorKind::Unsupported;
     assert_eq!(opens("WIRE", Some(secret()), "{}").0, opened);
     for name in ["RIXL", "SILENT"] {
         assert_eq!(opens(name, None, "{}").0, opened);
         let (kind, sentence) = opens(name, Some(secret()), "{}");
-        assert_eq!(kind, Kind::Denied, "{sentence}");
+        assert_eq!(kind, ErrorKind::Denied, "{sentence}");
         for words in [&format!("\"unauthenticated\": [\"{name}\"]"), "vLLM's need that"] {
             assert!(sentence.contains(words), "{sentence}");
         }
@@ -251,5 +251,5 @@ fn with_a_secret_a_library_that_asks_for_none_is_opened_in_words_only() {
         assert_eq!(opens("nixl", Some(secret()), &options).0, opened, "{named}");
     }
     let (kind, _) = opens("RIXL", Some(secret()), r#"{"unauthenticated": ["RIXXL"]}"#);
-    assert_eq!(kind, Kind::UnknownBackend);
+    assert_eq!(kind, ErrorKind::UnknownBackend);
 }

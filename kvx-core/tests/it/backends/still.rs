@@ -6,8 +6,8 @@ use kvx_core::transport::{
     Availability, Context, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
 };
 use kvx_core::{
-    Capabilities, Error, HeldUp, Idle, Isolation, Kind, LinkId, MemoryKinds, Options, PerOp,
-    Placement, Result, Revocation, Ticket, Unavailable,
+    Capabilities, Error, ErrorKind, HungPageScope, Idle, Isolation, LinkId, MemoryKinds, Options,
+    PerOp, Placement, Result, Revocation, Ticket, Unavailable,
 };
 
 const CAPABILITIES: Capabilities = Capabilities {
@@ -17,7 +17,7 @@ const CAPABILITIES: Capabilities = Capabilities {
     revocation: Revocation::Owner,
     peer_loss_within: None,
     settles_without_peer: PerOp::NEITHER,
-    hung_page: HeldUp::Agent,
+    hung_page: HungPageScope::Agent,
     ordered: false,
     local: MemoryKinds::HOST,
     remote: MemoryKinds::HOST,
@@ -66,7 +66,7 @@ impl Factory for Still {
 struct Opened(Still);
 
 fn nothing<T>() -> Result<T> {
-    Err(Error::new(Kind::Unsupported, "it moves nothing"))
+    Err(Error::new(ErrorKind::Unsupported, "it moves nothing"))
 }
 
 // SAFETY: it touches no memory.

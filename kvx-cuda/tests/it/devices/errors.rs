@@ -1,6 +1,6 @@
 //! A driver's errors reach the caller with their reason, and tickets settle.
 
-use kvx_core::Kind;
+use kvx_core::ErrorKind;
 use kvx_core::memory::{DeviceAccess as _, Direction, Hop, Piece};
 use kvx_testkit::Child;
 
@@ -27,8 +27,8 @@ fn a_refused_copy_says_what_the_driver_said(bench: &Bench<'_>) {
     let pool = bench.device.pool(4096).build().unwrap();
     bench.control.fail(bench.maker.names.to_device, 1, 1);
     let error = pool.copy_in(0, &[1; 64]).unwrap_err();
-    assert_eq!(error.kind(), Kind::Native);
-    let native = error.native_detail().expect("the driver gave a code");
+    assert_eq!(error.kind(), ErrorKind::Native);
+    let native = error.native().expect("the driver gave a code");
     assert_eq!(native.code, 1);
     assert!(native.text.to_lowercase().contains("invalid"), "{error}");
     pool.copy_in(0, &[1; 64]).unwrap();
@@ -49,7 +49,7 @@ fn refused_in_the_middle(bench: &Bench<'_>) {
     // SAFETY: the memory outlives the wait.
     let error = settled(|done| unsafe { bench.device.copy(Direction::ToDevice, &pieces, done) })
         .unwrap_err();
-    assert_eq!(error.native_detail().map(|native| native.code), Some(999));
+    assert_eq!(error.native().map(|native| native.code), Some(999));
     // It has settled, so the three that were started have ended: this is what no copy changes any more.
     let now = all_of(&pool);
     for at in 0..3 {
@@ -92,14 +92,14 @@ fn never_answers(_: &Bench<'_>) {
 
 fn no_room_is_said(bench: &Bench<'_>) {
     let error = bench.device.pool(1 << 40).build().unwrap_err();
-    assert_eq!(error.kind(), Kind::Exhausted);
+    assert_eq!(error.kind(), ErrorKind::Exhausted);
     let error = bench.device.pool(0).build().unwrap_err();
-    assert_eq!(error.kind(), Kind::Invalid);
+    assert_eq!(error.kind(), ErrorKind::Invalid);
 }
 
 fn a_refused_allocation(bench: &Bench<'_>) {
     bench.control.fail(bench.maker.names.allocate, 2, 1);
-    assert_eq!(bench.device.pool(64).build().unwrap_err().kind(), Kind::Exhausted);
+    assert_eq!(bench.device.pool(64).build().unwrap_err().kind(), ErrorKind::Exhausted);
 }
 
 fn without_kernels(_: &Bench<'_>) {
@@ -125,7 +125,7 @@ fn unavailable(_: &Bench<'_>) {
 pub(crate) fn say_nothing(bench: &Bench<'_>) {
     let pool = bench.device.pool(4096).build().unwrap();
     bench.control.command(&format!("fail {} 999 always", bench.maker.names.query));
-    assert_eq!(pool.copy_in(0, &[1; 64]).unwrap_err().kind(), Kind::Forgotten);
+    assert_eq!(pool.copy_in(0, &[1; 64]).unwrap_err().kind(), ErrorKind::Forgotten);
     bench.control.command("well");
     pool.copy_in(0, &[2; 64]).unwrap();
     assert!(all_of(&pool)[..64] == [2; 64]);
@@ -158,10 +158,10 @@ pub(crate) fn break_the_device(bench: &Bench<'_>) {
     for outcome in outcomes {
         super::until("a ticket settles", || outcome.lock().unwrap().is_some());
         let result = outcome.lock().unwrap().take().unwrap();
-        assert_eq!(result.unwrap_err().native_detail().map(|native| native.code), Some(700));
+        assert_eq!(result.unwrap_err().native().map(|native| native.code), Some(700));
     }
     let error = pool.copy_in(0, &[1]).unwrap_err();
-    assert_eq!(error.native_detail().map(|native| native.code), Some(700));
+    assert_eq!(error.native().map(|native| native.code), Some(700));
     assert!(error.to_string().contains("start the process again"), "{error}");
     std::mem::forget((pool, host));
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::Kind;
+use kvx_core::ErrorKind;
 use kvx_gpu::kernels::{DeviceGrid, Swap, reference};
 use kvx_gpu::{BlocksAt, Chosen, DevicePtr};
 
@@ -100,7 +100,7 @@ fn different_counts(bench: &Bench<'_>) {
     // SAFETY: nothing is copied.
     let error = settled(|done| unsafe { bench.device.permute(&side(1), &side(2), swap, done) })
         .unwrap_err();
-    assert_eq!(error.kind(), Kind::Invalid);
+    assert_eq!(error.kind(), ErrorKind::Invalid);
 }
 
 /// For [`super::roles`]: the driver takes no kernels of kvx's, but those that a compiler of the machine's makes.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvx_core::memory::DeviceAccess as _;
-use kvx_core::{Kind, MemoryKind};
+use kvx_core::{ErrorKind, MemoryKind};
 use kvx_gpu::DevicePtr;
 use kvx_testkit::Child;
 
@@ -68,7 +68,7 @@ fn pinned_memory_is_host_memory(bench: &Bench<'_>) {
     // SAFETY: nobody writes to it.
     let bytes = unsafe { memory.block(0..10_000) }.unwrap();
     assert!(bytes[..9_990].iter().all(|byte| *byte == 0) && bytes[9_990..] == [5; 10]);
-    assert_eq!(bench.device.pinned(0).unwrap_err().kind(), Kind::Invalid);
+    assert_eq!(bench.device.pinned(0).unwrap_err().kind(), ErrorKind::Invalid);
 }
 
 fn a_pointer_is_adopted(bench: &Bench<'_>) {
@@ -92,7 +92,7 @@ fn other_pointers_are_refused(bench: &Bench<'_>) {
     };
     let plain = vec![0u8; 4096];
     let error = adopt(plain.as_ptr() as u64, 4096).unwrap_err();
-    assert_eq!(error.kind(), Kind::Invalid);
+    assert_eq!(error.kind(), ErrorKind::Invalid);
     assert!(error.to_string().contains("Memory::adopt"), "{error}");
 
     let pinned = bench.device.pinned(4096).unwrap();
@@ -107,10 +107,10 @@ fn other_pointers_are_refused(bench: &Bench<'_>) {
     let pool = bench.device.pool(4096).build().unwrap();
     assert_eq!(
         adopt(pool.address(), 64 << 20).unwrap_err().kind(),
-        Kind::Invalid,
+        ErrorKind::Invalid,
         "it ends in nobody's memory"
     );
-    assert_eq!(adopt(pool.address(), 0).unwrap_err().kind(), Kind::Invalid);
+    assert_eq!(adopt(pool.address(), 0).unwrap_err().kind(), ErrorKind::Invalid);
     adopt(pool.address(), 4096).unwrap();
 }
 
@@ -123,5 +123,5 @@ fn a_descriptor(bench: &Bench<'_>) {
     assert_eq!(part.offset % page, 100);
     assert!(rustix::fs::fstat(&part.file).is_ok());
     let error = bench.device.dma_buf(pool.address(), 1 << 40).unwrap_err();
-    assert_eq!(error.kind(), Kind::Unsupported, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
 }

@@ -7,7 +7,7 @@ use super::{
     Bench, Maker, all_of, errors, filled, kernels, memory, settled, tickets, with_a_device,
 };
 use kvx_core::memory::{DeviceAccess as _, IpcHandle};
-use kvx_core::{DeviceId, Kind};
+use kvx_core::{DeviceId, ErrorKind};
 use kvx_gpu::kernels::Swap;
 use kvx_gpu::{BlocksAt, Chosen, DevicePtr};
 
@@ -137,7 +137,7 @@ fn without_kernels(bench: &Bench<'_>) {
     // SAFETY: as above.
     let error =
         settled(|done| unsafe { bench.device.permute(&to, &from, swap, done) }).unwrap_err();
-    assert!([Kind::Native, Kind::Unavailable].contains(&error.kind()), "{error}");
+    assert!([ErrorKind::Native, ErrorKind::Unavailable].contains(&error.kind()), "{error}");
     say("copied, not permuted");
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvx_core::memory::{DeviceAccess as _, Hop, IpcHandle};
-use kvx_core::{DeviceId, Kind};
+use kvx_core::{DeviceId, ErrorKind};
 use kvx_testkit::Child;
 
 use super::{Bench, LONG, ROLE, Test, all_of, filled, pattern, settled};
@@ -142,12 +142,12 @@ fn an_owners_death(bench: &Bench<'_>) {
     assert!(all_of(&theirs) == expected()[..1000]);
     owner.child.kill().unwrap();
     let error = theirs.copy_out(0, &mut [0; 1000]).unwrap_err();
-    assert_eq!(error.kind(), Kind::PeerLost, "{error}");
+    assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
     let again = Arc::clone(&bench.device).open(owner.device, &owner.handle, 1000).unwrap_err();
-    assert_eq!(again.kind(), Kind::PeerLost, "also while it is still open: {again}");
+    assert_eq!(again.kind(), ErrorKind::PeerLost, "also while it is still open: {again}");
     drop(theirs);
     let error = Arc::clone(&bench.device).open(owner.device, &owner.handle, 1000).unwrap_err();
-    assert_eq!(error.kind(), Kind::PeerLost, "{error}");
+    assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
 }
 
 fn opened_in_place(bench: &Bench<'_>) {
@@ -159,7 +159,7 @@ fn opened_in_place(bench: &Bench<'_>) {
     drop((again, pool));
     let gone =
         Arc::clone(&bench.device).open(bench.device.about().id, &handle, 200_000).unwrap_err();
-    assert!([Kind::Revoked, Kind::Native].contains(&gone.kind()), "{gone}");
+    assert!([ErrorKind::Revoked, ErrorKind::Native].contains(&gone.kind()), "{gone}");
 }
 
 fn made_up(bench: &Bench<'_>) {
@@ -169,10 +169,10 @@ fn made_up(bench: &Bench<'_>) {
     };
     let good = &owner.handle;
     let far = IpcHandle { offset: 1 << 40, ..good.clone() };
-    assert_eq!(open(&far, 10).unwrap_err().kind(), Kind::Malformed);
+    assert_eq!(open(&far, 10).unwrap_err().kind(), ErrorKind::Malformed);
     let wrapping = IpcHandle { offset: u64::MAX, ..good.clone() };
-    assert_eq!(open(&wrapping, 10).unwrap_err().kind(), Kind::Malformed);
-    assert_eq!(open(good, 0).unwrap_err().kind(), Kind::Malformed);
+    assert_eq!(open(&wrapping, 10).unwrap_err().kind(), ErrorKind::Malformed);
+    assert_eq!(open(good, 0).unwrap_err().kind(), ErrorKind::Malformed);
     for cut in 0..good.bytes.len() {
         open(&IpcHandle { bytes: good.bytes[..cut].to_vec(), offset: 0 }, 10).unwrap_err();
     }
@@ -185,14 +185,14 @@ fn made_up(bench: &Bench<'_>) {
     let mut longer = good.bytes.clone();
     longer[45..53].copy_from_slice(&[0xff; 8]); // after the form, the process and the base
     let all = IpcHandle { bytes: longer, offset: 0 };
-    assert_eq!(open(&all, 1 << 30).unwrap_err().kind(), Kind::Malformed);
+    assert_eq!(open(&all, 1 << 30).unwrap_err().kind(), ErrorKind::Malformed);
 }
 
 fn no_way(bench: &Bench<'_>) {
     let owner = Owner::start("owner 1");
     bench.control.command("no-peers");
     let error = Arc::clone(&bench.device).open(owner.device, &owner.handle, 1000).unwrap_err();
-    assert_eq!(error.kind(), Kind::Unsupported, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
 }
 
 fn virtual_memory(bench: &Bench<'_>) {
@@ -214,9 +214,9 @@ fn virtual_memory(bench: &Bench<'_>) {
     assert!(read_it().unwrap() == expected());
     let kept = Arc::clone(&bench.device).open(owner.device, &owner.handle, 1000).unwrap();
     owner.child.kill().unwrap();
-    assert_eq!(kept.copy_out(0, &mut [0; 1000]).unwrap_err().kind(), Kind::PeerLost);
+    assert_eq!(kept.copy_out(0, &mut [0; 1000]).unwrap_err().kind(), ErrorKind::PeerLost);
     drop(kept);
-    assert_eq!(read(bench, owner.device, &owner.handle).unwrap_err().kind(), Kind::PeerLost);
+    assert_eq!(read(bench, owner.device, &owner.handle).unwrap_err().kind(), ErrorKind::PeerLost);
     drop(filled(&bench.device, &[1; 16]));
 }
 

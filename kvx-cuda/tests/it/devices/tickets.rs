@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use kvx_core::memory::{DeviceAccess as _, Direction, Hop, Piece};
-use kvx_core::{Kind, Memory, Result, Ticket};
+use kvx_core::{ErrorKind, Memory, Result, Ticket};
 use kvx_gpu::DevicePtr;
 use kvx_testkit::Child;
 
@@ -123,7 +123,7 @@ fn calls_of_a_fork(bench: &Bench<'_>, (pool, pinned): (Memory, Memory)) -> Optio
         device.pool(64).build().map(drop),
     ];
     let refused =
-        |answer: &Result<()>| answer.as_ref().is_err_and(|error| error.kind() == Kind::Forked);
+        |answer: &Result<()>| answer.as_ref().is_err_and(|error| error.kind() == ErrorKind::Forked);
     drop((pool, pinned));
     answers.iter().position(|answer| !refused(answer)).map(|at| at as i32 + 1)
 }

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::fabric::{EndpointId, JobId};
 use kvx_core::transport::{Availability, Context, Factory, Transport};
-use kvx_core::{Agent, Grid, Kind, Memory, Op, Options, Placement, Plan, Registry, Unavailable};
+use kvx_core::{
+    Agent, ErrorKind, Grid, Memory, Op, Options, Placement, Plan, Registry, Unavailable,
+};
 
 use super::super::adapter_bindings;
 use super::super::bindings::{Functions, transfer_request, transfer_status};
@@ -187,13 +189,13 @@ fn what_may_have_been_started_is_forgotten_and_its_memory_kept() {
     let transfer = peer.transfer(&plan).deadline(CUT_OFF).post().expect("there is room");
     let settled = transfer.settled();
     let why = transfer.wait(CUT_OFF).expect_err("it was denied");
-    assert_eq!(why.kind(), Kind::PeerLost, "{why}");
+    assert_eq!(why.kind(), ErrorKind::PeerLost, "{why}");
     assert_eq!(DENIED.load(Ordering::SeqCst), 1, "it is not tried again");
     drop((ours, peer));
     let kept_back = decode.shutdown(SHORT).wait(CUT_OFF).expect_err("a transfer has not settled");
-    assert_eq!(kept_back.kind(), Kind::StillShared, "{kept_back}");
+    assert_eq!(kept_back.kind(), ErrorKind::StillShared, "{kept_back}");
     let why = settled.wait(CUT_OFF).expect_err("nobody knows whether it is under way");
-    assert_eq!(why.kind(), Kind::Forgotten, "{why}");
+    assert_eq!(why.kind(), ErrorKind::Forgotten, "{why}");
     drop((plan, decode));
     assert!(kept.strong_count() > 0, "the engine may write to it for ever");
     drop(theirs);
@@ -234,7 +236,7 @@ fn memory_is_given_back_when_what_the_dead_had_sent_was_read_to_its_end() {
     drop(sender);
     let why =
         region("of the dead").revoke(SHORT).wait(CUT_OFF).expect_err("it was not read to its end");
-    assert_eq!(why.kind(), Kind::StillShared, "{why}");
+    assert_eq!(why.kind(), ErrorKind::StillShared, "{why}");
     drop(receiver);
     region("of nobody").revoke(CUT_OFF).wait(CUT_OFF).expect("all is read");
     owner.shutdown(CUT_OFF).wait(CUT_OFF).expect("nothing is under way");

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use kvx_backend::fabric::{EndpointId, JobId, Registrar as _};
-use kvx_core::{DeviceAccess as _, Kind, Memory, MemoryKind, Op, RegionId};
+use kvx_core::{DeviceAccess as _, ErrorKind, Memory, MemoryKind, Op, RegionId};
 use kvx_testkit::TestDevice;
 
 use super::super::bindings::{Functions, notify_msg, transfer_request, transfer_status};
@@ -276,7 +276,7 @@ fn an_engine_without_the_adapters_functions_is_tried_all_the_same() {
     let unopened = Functions { openSegmentNoCache: no_segment, ..functions };
     refused(unopened, &["segment", "the peer's metadata cannot be had"]);
     let devices = engine(real.with(functions, None), &["mlx5_0"]).err().expect("it takes none");
-    assert_eq!(devices.kind(), Kind::Unsupported);
+    assert_eq!(devices.kind(), ErrorKind::Unsupported);
     assert!(devices.sentence().contains("device_name"), "{devices}");
 }
 
@@ -354,7 +354,7 @@ fn a_transport_that_the_engine_does_not_install_is_an_error() {
     let none = Functions { installTransport: no_transport, ..functions };
     for of_adapter in [Some(of_adapter), None] {
         let why = engine(real.with(none, of_adapter), &[]).err().expect("it has no transport");
-        assert_eq!(why.kind(), Kind::Unavailable);
+        assert_eq!(why.kind(), ErrorKind::Unavailable);
         assert!(
             why.sentence().contains("no transport tcp") && why.sentence().contains("in its place"),
             "{why}"

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Kind, Op};
+use kvx_core::{ErrorKind, Op};
 
 use super::end::Held;
 use super::{ORDERS, POISON, Pair, Place, Which, cut, indices};
@@ -91,7 +91,7 @@ impl Pair {
         };
         let Some(posted) = slot.posted.take() else { return };
         if let Err(why) = &result {
-            let lost_file = why.kind() == Kind::Exhausted && cut::lost_files() > 0;
+            let lost_file = why.kind() == ErrorKind::Exhausted && cut::lost_files() > 0;
             let is_expected = lost_file || posted.ends_by.contains(&why.kind());
             assert!(is_expected, "a {:?} failed for no reason: {why}", posted.op);
         }
@@ -114,7 +114,7 @@ impl Pair {
             assert!(now == expected || posted.orphan, "a {:?} brought wrong bytes", posted.op);
         }
         // A killed owner's memory may be anybody's by now: what has not succeeded does not count.
-        let is_garbage = result.is_err() && posted.ends_by.contains(&Kind::PeerLost);
+        let is_garbage = result.is_err() && posted.ends_by.contains(&ErrorKind::PeerLost);
         if !posted.orphan && !is_garbage {
             assert!(
                 !now.contains(&POISON),
@@ -141,7 +141,8 @@ impl Pair {
         let mut old = std::mem::replace(which.of(slot), new);
         if let Some(posted) = &mut slot.posted {
             // Who does not have a loan any more, or could not take its file, will refuse the rest of the write.
-            let is_refused = cut::lost_files() > 0 || posted.ends_by.contains(&Kind::Unregistered);
+            let is_refused =
+                cut::lost_files() > 0 || posted.ends_by.contains(&ErrorKind::Unregistered);
             assert!(which != Which::Local || is_refused, "a region came back under a write of it");
             // It moves nothing any more, and settles later.
             posted.orphan |= which == Which::Sink && posted.op == Op::Write;
@@ -187,8 +188,10 @@ impl Pair {
         for link in self.link.take().map(|link| link.wiring).into_iter().chain(self.lost.drain(..))
         {
             let why = link.gone.get().expect("it was waited for");
-            let is_expected =
-                matches!(why.kind(), Kind::PeerLost | Kind::PeerRestarted | Kind::Exhausted);
+            let is_expected = matches!(
+                why.kind(),
+                ErrorKind::PeerLost | ErrorKind::PeerRestarted | ErrorKind::Exhausted
+            );
             assert!(is_expected, "a link is lost for no reason: {why}");
             let (ups, ends) = self.inbox.told_of(link.id);
             assert!(

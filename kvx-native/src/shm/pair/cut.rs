@@ -42,7 +42,7 @@ struct State {
     moved: u64,
     lost_files: u64,
     /// The next packet fails for good.
-    breaks: bool,
+    fault_injection: bool,
 }
 
 thread_local! {
@@ -99,12 +99,12 @@ pub(super) fn allow(packets: u32) {
 
 /// The next packet that is sent fails, and no other will go.
 pub(super) fn break_next() {
-    STATE.with_borrow_mut(|state| state.breaks = true);
+    STATE.with_borrow_mut(|state| state.fault_injection = true);
 }
 
 /// Whether that is still to come.
 pub(super) fn will_break() -> bool {
-    STATE.with_borrow(|state| state.breaks)
+    STATE.with_borrow(|state| state.fault_injection)
 }
 
 /// How many packets and clients have come through since the cutting began.
@@ -125,7 +125,7 @@ pub(in crate::shm) fn call<T>(
     STATE.with_borrow_mut(|state| {
         state.cut.as_mut().map_or(Ok(()), |cut| cut.before(call))?;
         match call {
-            Call::Send { .. } if std::mem::take(&mut state.breaks) => Err(Errno::NOMEM),
+            Call::Send { .. } if std::mem::take(&mut state.fault_injection) => Err(Errno::NOMEM),
             _ => Ok(()),
         }
     })?;

@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
 use kvx_core::{
-    Bound, Grid, Indices, Kind, LinkId, LocalSide, Memory, Op, Placed, RegionId, RegionKey,
+    Bound, ErrorKind, Grid, Indices, LinkId, LocalSide, Memory, Op, Placed, RegionId, RegionKey,
     RemoteSide, TransferId,
 };
 use kvx_testkit::Random;
@@ -145,7 +145,7 @@ struct Posted {
     /// What it was to bring.
     from: Vec<u8>,
     /// What it may end with instead.
-    ends_by: Vec<Kind>,
+    ends_by: Vec<ErrorKind>,
     /// What it writes to is not there any more.
     orphan: bool,
 }
@@ -171,7 +171,7 @@ struct OpenLink {
 struct Told {
     number: u64,
     outcome: Outcome,
-    ends_by: Vec<Kind>,
+    ends_by: Vec<ErrorKind>,
 }
 
 /// Both ends, and all that is under way between them.
@@ -312,7 +312,7 @@ impl Pair {
             Op::Write => &slot.sink,
         };
         let Some(import) = remote.import.clone() else { return false };
-        let ends_by = remote.revoked.iter().map(|_| Kind::Revoked).collect();
+        let ends_by = remote.revoked.iter().map(|_| ErrorKind::Revoked).collect();
         if slot.posted.is_some() || slot.local.revoked.is_some() || slot.unsure {
             return false;
         }
@@ -344,7 +344,7 @@ impl Pair {
 
     fn cancel(&mut self, at: usize) {
         let (Some(link), Some(posted)) = (&self.link, &mut self.slots[at].posted) else { return };
-        posted.ends_by.push(Kind::Cancelled);
+        posted.ends_by.push(ErrorKind::Cancelled);
         self.initiator.command(Command::Cancel { link: Arc::clone(&link.wiring), id: posted.id });
         self.settle();
     }
@@ -378,9 +378,9 @@ impl Pair {
         if cancels {
             self.cancel(at);
         } else if let Some(posted) = &mut slot.posted {
-            posted.ends_by.push(Kind::Revoked);
+            posted.ends_by.push(ErrorKind::Revoked);
             // Parts of a write that are asked for later name what is not lent any more.
-            posted.ends_by.extend((which == Which::Local).then_some(Kind::Unregistered));
+            posted.ends_by.extend((which == Which::Local).then_some(ErrorKind::Unregistered));
         }
         let end = self.end(which.owner());
         let region = end.regions.revoke(id).expect("the machine has not ended");
@@ -396,7 +396,7 @@ impl Pair {
     }
 
     /// The link ends: what is under way may end with it, by these kinds.
-    fn ends(&mut self, by: &[Kind]) {
+    fn ends(&mut self, by: &[ErrorKind]) {
         let transfers = self.slots.iter_mut().filter_map(|slot| slot.posted.as_mut());
         let all = transfers
             .map(|posted| &mut posted.ends_by)
@@ -406,7 +406,7 @@ impl Pair {
 
     /// Core closes the link.
     fn close(&mut self) {
-        self.ends(&[Kind::Closed]);
+        self.ends(&[ErrorKind::Closed]);
         self.forget_link();
         self.settle();
     }
@@ -421,7 +421,7 @@ impl Pair {
 
     /// The kernel refuses the next packet for good, or one that is sent for it; and so the link ends.
     fn break_link(&mut self) {
-        const BY: [Kind; 2] = [Kind::Exhausted, Kind::PeerLost];
+        const BY: [ErrorKind; 2] = [ErrorKind::Exhausted, ErrorKind::PeerLost];
         if self.link.is_none() {
             return;
         }
@@ -479,7 +479,7 @@ impl Pair {
         drop(std::mem::replace(self.end(who), new));
         match who {
             Who::Owner => {
-                self.ends(&[Kind::PeerLost]);
+                self.ends(&[ErrorKind::PeerLost]);
                 self.lost.extend(self.link.take().map(|link| link.wiring));
                 for at in 0..self.slots.len() {
                     let shape = self.slots[at].shape;

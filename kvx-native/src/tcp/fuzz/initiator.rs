@@ -9,8 +9,8 @@ use kvx_backend::reactor::Outbox;
 use kvx_core::transport::LocalRegion;
 use kvx_core::wire::Reader;
 use kvx_core::{
-    Bound, Error, Grid, Indices, Invitation, Kind, LinkId, LocalSide, Op, Pair, Placed, RegionId,
-    RegionKey, RemoteSide, Ticket, TransferId,
+    Bound, Error, ErrorKind, Grid, Indices, Invitation, LinkId, LocalSide, Op, Pair, Placed,
+    RegionId, RegionKey, RemoteSide, Ticket, TransferId,
 };
 
 use super::{FuzzStep, LANES, Lanes, WatchedMemory, next, who};
@@ -75,7 +75,7 @@ fn run(bytes: &[u8], seal: Seal) {
             }
             FuzzStep::Own(1, at) => {
                 if let Some((id, _)) = &slots[usize::from(at) % SLOTS.len()].posted {
-                    let why = Error::new(Kind::Cancelled, "cancelled by the script");
+                    let why = Error::new(ErrorKind::Cancelled, "cancelled by the script");
                     peer.give_up(*id, why, &mut lanes.conns, &mut lanes.scope, &mut out, |_| {});
                 }
             }
@@ -94,7 +94,7 @@ fn run(bytes: &[u8], seal: Seal) {
     lanes.end();
     let mut out = Outbox::default();
     peer.lost(
-        Error::new(Kind::PeerLost, "the script has ended"),
+        Error::new(ErrorKind::PeerLost, "the script has ended"),
         &lanes.scope.shared.ending,
         &mut out,
     );

@@ -31,7 +31,7 @@ use super::chunk::Bin;
 use super::config::Config;
 use super::conn::{Conn, Role, Scope};
 use super::conns::Conns;
-use super::ending::Ending;
+use super::ending::DeferredCompletions;
 use super::frames::{Frame, HEADER, Header, MAX_DATA};
 use super::memory::Regions;
 use super::seal::Seal;
@@ -122,7 +122,7 @@ impl Lanes {
             peer_timeout: Duration::from_secs(4),
             regions: Regions::default(),
             stages: DeviceStages::default(),
-            ending: Arc::new(Ending::default()),
+            ending: Arc::new(DeferredCompletions::default()),
             turns: Default::default(),
         };
         let scope = Scope::new(Arc::new(shared), Bin::new());

@@ -8,14 +8,14 @@ use std::sync::Arc;
 use kvx_backend::control::NoticesFromPeer;
 use kvx_backend::reactor::WorkQueue;
 use kvx_core::wire::Reader;
-use kvx_core::{Error, Extents, Identity, Kind, RegionId, Result};
+use kvx_core::{Error, ErrorKind, Extents, Identity, RegionId, Result};
 
 use self::writes::ServedWrite;
 use crate::described::Described;
 use crate::tcp::buffers::{Input, Output};
 use crate::tcp::chunk::Chunk;
 use crate::tcp::conn::{Effect, LaneEnd, Scope};
-use crate::tcp::ending::{Concern, Ending, Touched};
+use crate::tcp::ending::{Concern, DeferredCompletions, Touched};
 use crate::tcp::frames::{Frame, Header, put_bare, put_end};
 use crate::tcp::memory::Served;
 use crate::tcp::payload::{HostBlocks, Sink, Source};
@@ -74,11 +74,11 @@ pub(crate) struct ServedLane {
 }
 
 fn malformed(why: impl std::fmt::Display) -> Error {
-    Error::new(Kind::Malformed, format!("malformed conversation: {why}"))
+    Error::new(ErrorKind::Malformed, format!("malformed conversation: {why}"))
 }
 
 fn cancelled() -> Error {
-    Error::new(Kind::Cancelled, "cancelled by its initiator")
+    Error::new(ErrorKind::Cancelled, "cancelled by its initiator")
 }
 
 /// What streams over these regions work for.
@@ -143,14 +143,14 @@ impl ServedLane {
         Ok((bytes, named))
     }
 
-    fn source(&self, named: Named, ending: &Ending) -> Result<Source> {
+    fn source(&self, named: Named, ending: &DeferredCompletions) -> Result<Source> {
         match Staged::of(&named.regions, named.extents)? {
             Ok(staged) => staged.source(self.lane, ending.token(self.key), concern(&named.regions)),
             Err(extents) => Ok(Source::Host(HostBlocks::served(named.regions, extents))),
         }
     }
 
-    fn sink(&self, named: Named, ending: &Ending) -> Result<Sink> {
+    fn sink(&self, named: Named, ending: &DeferredCompletions) -> Result<Sink> {
         named.regions.iter().try_for_each(|served| served.memory.check_writable())?;
         ending.check_writable(&named.regions)?;
         match Staged::of(&named.regions, named.extents)? {
@@ -252,7 +252,7 @@ impl ServedLane {
         scope: &mut Scope,
     ) {
         let revoked =
-            Error::new(Kind::Revoked, format!("region {region} was revoked by its owner"));
+            Error::new(ErrorKind::Revoked, format!("region {region} was revoked by its owner"));
         self.stop_reads(|reading| reading.source.touches(region), &revoked, output, scope);
         self.refuse_writes(|_, sink| sink.touches(region), &revoked, input, output, scope);
     }
@@ -374,7 +374,7 @@ impl LaneEnd for ServedLane {
         }
     }
 
-    fn release(&mut self, ending: &Ending) {
+    fn release(&mut self, ending: &DeferredCompletions) {
         let reads = self.reads.extract(|_| true).into_iter();
         let waiting = self.waiting.drain().map(|(_, reading)| reading);
         for reading in reads.chain(waiting).chain(self.sending.take()) {

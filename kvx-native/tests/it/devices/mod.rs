@@ -7,7 +7,7 @@ use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
 use ends::{BLOCK, BOTH, Busy, CUT_OFF, Ends, OPS};
-use kvx_core::{Completion, Kind, Op};
+use kvx_core::{Completion, ErrorKind, Op};
 use kvx_testkit::device::Act;
 use kvx_testkit::test;
 
@@ -65,7 +65,7 @@ fn a_cancelled_transfer_settles_when_its_device_has_let_go() {
             assert!(!ends_now(&mut settled), "{backend} {op}: settled while a copy is in flight");
             ends.device(busy).release();
             settled.wait(CUT_OFF).unwrap();
-            assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::Cancelled);
+            assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::Cancelled);
             ends.works();
         }
     }
@@ -80,7 +80,7 @@ fn nothing_is_written_after_a_late_transfer_has_settled() {
         let transfer = ends.post_within(Op::Read, Duration::from_secs(3));
         ends.until_waiting(Busy::Ours);
         let mut settled = transfer.settled();
-        assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
+        assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::TimedOut);
         assert!(!ends_now(&mut settled), "{backend}: settled while a copy is in flight");
         ends.device(Busy::Ours).release();
         settled.wait(CUT_OFF).unwrap();
@@ -107,8 +107,8 @@ fn a_device_that_takes_its_time_loses_no_peer() {
     };
     let transfers: Vec<_> = (0..64).map(post).collect();
     ends.until_waiting(Busy::Ours);
-    let quiet = ends.owner.expect(b"never sent", 1, PATIENCE * 2);
-    assert_eq!(quiet.wait(CUT_OFF).unwrap_err().kind(), Kind::TimedOut);
+    let quiet = ends.owner.wait_for_senders(b"never sent", 1, PATIENCE * 2);
+    assert_eq!(quiet.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::TimedOut);
     ends.device(Busy::Ours).release();
     for transfer in transfers {
         transfer.wait(CUT_OFF).unwrap();
@@ -131,8 +131,12 @@ fn a_revocation_waits_for_copies_from_and_to_the_region() {
             assert!(!ends_now(&mut revoked), "{backend} {op}: revoked while a copy is in flight");
             ends.device(busy).release();
             revoked.wait(CUT_OFF).unwrap();
-            assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::Revoked, "{backend} {op}");
-            assert_eq!(ends.run(op, &[0], &[0]).unwrap_err().kind(), Kind::Revoked);
+            assert_eq!(
+                transfer.wait(CUT_OFF).unwrap_err().kind(),
+                ErrorKind::Revoked,
+                "{backend} {op}"
+            );
+            assert_eq!(ends.run(op, &[0], &[0]).unwrap_err().kind(), ErrorKind::Revoked);
         }
     }
 }
@@ -165,7 +169,7 @@ fn what_a_device_refuses_fails_its_transfer_alone() {
                 }
                 ends.device(busy).next([Act::Fail]);
                 let failed = ends.post(op).wait(CUT_OFF).unwrap_err();
-                assert_eq!(failed.kind(), Kind::Native, "{backend} {op} {busy:?}: {failed}");
+                assert_eq!(failed.kind(), ErrorKind::Native, "{backend} {op} {busy:?}: {failed}");
                 assert!(failed.sentence().contains("the test device fails this copy"), "{failed}");
                 ends.works();
             }
@@ -180,16 +184,16 @@ fn a_lost_copy_quarantines_what_it_may_touch() {
         let ends = Ends::new(backend, true, true, 64);
         ends.device(Busy::Ours).next([Act::Forget]);
         let transfer = ends.post(Op::Read);
-        assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), Kind::Forgotten, "{backend}");
+        assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::Forgotten, "{backend}");
         let revoked =
             ends.ours.revoke(Duration::from_millis(100)).wait(CUT_OFF).map(drop).unwrap_err();
-        assert_eq!(revoked.kind(), Kind::StillShared, "{backend}: {revoked}");
+        assert_eq!(revoked.kind(), ErrorKind::StillShared, "{backend}: {revoked}");
 
         let ends = Ends::new(backend, true, true, 64);
         ends.device(Busy::Theirs).next([Act::Forget]);
         ends.post_within(Op::Write, Duration::from_secs(1)).wait(CUT_OFF).unwrap_err();
         let revoked = ends.theirs.revoke(CUT_OFF).wait(CUT_OFF).map(drop).unwrap_err();
-        assert_eq!(revoked.kind(), Kind::StillShared, "{backend}: {revoked}");
+        assert_eq!(revoked.kind(), ErrorKind::StillShared, "{backend}: {revoked}");
     }
 }
 

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Agent, Grid, GridSet, Kind, Memory, MemoryKind, Op, Plan, Region, Report, Result};
+use kvx_core::{
+    Agent, ErrorKind, Grid, GridSet, Memory, MemoryKind, Op, Plan, Region, Report, Result,
+};
 use kvx_testkit::{TestDevice, test};
 
 use super::ends::{CUT_OFF, Ends, agent, registry};
@@ -45,7 +47,10 @@ fn goes_over_tcp(
                 assert_eq!(result.unwrap().backend, "TCP", "{op}");
             } else {
                 let refused = result.unwrap_err();
-                assert!(matches!(refused.kind(), Kind::NoRoute | Kind::Unsupported), "{refused:?}");
+                assert!(
+                    matches!(refused.kind(), ErrorKind::NoRoute | ErrorKind::Unsupported),
+                    "{refused:?}"
+                );
                 assert!(refused.sentence().contains(why), "{op}: {refused}");
             }
         }
@@ -123,7 +128,7 @@ fn staged_device_memory_goes_through_the_host_where_shm_would_reach_it() {
             registered.unwrap();
         } else {
             let refused = registered.unwrap_err();
-            assert_eq!(refused.kind(), Kind::Unsupported);
+            assert_eq!(refused.kind(), ErrorKind::Unsupported);
             assert!(refused.sentence().contains("kv_buffer_device is cpu, and SHM"), "{refused}");
         }
     }

@@ -173,9 +173,9 @@ fn a_listener_that_has_ended_or_was_killed_never_hangs_a_decode() {
     let served = python.ask(json!({"do": "serve", "payload": "80", "ranks": [], "mute": true}));
     let peer = at("127.0.0.1", served["port"].as_u64().unwrap() as u16);
     let ask = || run(asker(None).ask(&peer, &[RANK], expectation())).unwrap_err();
-    assert_eq!(ask().kind(), Kind::TimedOut, "a thread that has ended: the socket lives");
+    assert_eq!(ask().kind(), ErrorKind::TimedOut, "a thread that has ended: the socket lives");
     python.0.stop().unwrap();
-    assert_eq!(ask().kind(), Kind::TimedOut);
+    assert_eq!(ask().kind(), ErrorKind::TimedOut);
     python.0.kill().unwrap();
-    assert_eq!(ask().kind(), Kind::PeerLost);
+    assert_eq!(ask().kind(), ErrorKind::PeerLost);
 }

@@ -20,8 +20,8 @@ mod imp {
         "forget-is-fine",   // a forgotten ticket counts as success and quarantines nothing
         "budget",           // no limit on transfers in flight
         "inbox",            // the queue of notifications has no bound
-        "expect",           // `expect` counts one sender twice
-        "expect-keeps",     // what `expect` took stays in the queue
+        "expect",           // `wait_for_senders` counts one sender twice
+        "expect-keeps",     // what `wait_for_senders` took stays in the queue
         "early-notify",     // a transfer's notification is sent when it is posted
         "stale-metadata",   // an older generation replaces a newer one
         "lost-again",       // a lost peer handle comes back to life
@@ -58,7 +58,7 @@ mod imp {
         *BROKEN.lock() = switches.to_vec();
     }
 
-    pub(crate) fn broken(switch: &'static str) -> bool {
+    pub(crate) fn injected(switch: &'static str) -> bool {
         debug_assert!(BREAKS.contains(&switch));
         BROKEN.lock().contains(&switch)
     }
@@ -67,11 +67,11 @@ mod imp {
 #[cfg(not(feature = "break-for-tests"))]
 mod imp {
     #[inline(always)]
-    pub(crate) const fn broken(_switch: &'static str) -> bool {
+    pub(crate) const fn injected(_switch: &'static str) -> bool {
         false
     }
 }
 
-pub(crate) use imp::broken;
+pub(crate) use imp::injected;
 #[cfg(feature = "break-for-tests")]
 pub use imp::{BREAKS, break_only};

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvx_core::{Agent, ErrorKind, Grid, Memory, Options, Peer, Plan, Region, BackendStatus};
+use kvx_core::{Agent, BackendStatus, ErrorKind, Grid, Memory, Options, Peer, Plan, Region};
 use kvx_testkit::test;
 
 use crate::registry;

@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use crate::processes::{self, PATIENCE};
-use kvx_core::{Agent, Grid, Options, Plan, Registry, BackendStatus};
+use kvx_core::{Agent, BackendStatus, Grid, Options, Plan, Registry};
 use kvx_testkit::{Check, PostSpec, Setup, byte_at, output, test};
 
 const BLOCK: u64 = 4096;

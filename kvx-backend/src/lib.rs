@@ -1,6 +1,8 @@
 #![cfg(target_os = "linux")]
 #![doc = include_str!("../README.md")]
 
+#[cfg(feature = "baseline")]
+pub mod baseline;
 pub mod control;
 pub mod fabric;
 #[doc(hidden)]

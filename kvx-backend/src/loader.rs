@@ -108,14 +108,8 @@ impl Search {
         };
         let (mut tried, mut broken) = (Vec::new(), None);
         for candidate in &candidates {
-            // SAFETY: the library's initialisers run. That they may is what naming a library means; what they do to
-            // signal handlers is undone.
-            let opened = with_signals_kept(|| unsafe {
-                native::Library::open(Some(*candidate), self.flags)
-            });
-            match opened {
-                Ok(library) => {
-                    let handle = library.into_raw(); // nobody closes it
+            match open_for_good(candidate, self.flags) {
+                Ok(handle) => {
                     crate::reactor::halt_before_destructors();
                     let path = loaded_path(handle).unwrap_or_else(|| candidate.into());
                     tracing::debug!(path = %path.display(), variable = self.variable, "opened a native library");
@@ -127,8 +121,7 @@ impl Search {
                     })));
                 }
                 Err(error) => {
-                    let shown = candidate.to_string_lossy();
-                    let reason = reason(error);
+                    let (shown, reason) = (candidate.to_string_lossy(), error);
                     // The linker says the same of a file that is not there and of one that needs such a file: it
                     // begins with the name of the one that is missing.
                     let absent = reason.starts_with(&*shown) && reason.contains("No such file");
@@ -161,11 +154,24 @@ impl Search {
     }
 }
 
-fn reason(error: libloading::Error) -> String {
-    match error {
+/// Opens a library for the life of the process. Returns its handle, or the dynamic linker's reason.
+fn open_for_good(file: &OsStr, flags: i32) -> Result<*mut c_void, String> {
+    // SAFETY: the library's initialisers run. That they may is what naming a library means; what they do to signal
+    // handlers is undone.
+    let opened = with_signals_kept(|| unsafe { native::Library::open(Some(file), flags) });
+    opened.map(native::Library::into_raw).map_err(|error| match error {
         libloading::Error::DlOpen { source } => source.to_string(),
         other => other.to_string(),
-    }
+    })
+}
+
+/// Loads a library for the life of the process, for others that look for it: by a name that the dynamic linker finds,
+/// or by its file. Signal handlers that it installs meanwhile are put back.
+///
+/// # Errors
+/// The dynamic linker's reason.
+pub fn preload(library: impl AsRef<OsStr>) -> Result<(), String> {
+    open_for_good(library.as_ref(), native::RTLD_NOW | native::RTLD_LOCAL).map(drop)
 }
 
 /// A native library that is open for the life of the process. Cheap to clone.

@@ -31,6 +31,7 @@ pub use providers::bound_kept_messages;
 #[cfg(feature = "raw")]
 pub mod raw {
     pub use crate::ffi::bindings_1_17::*;
+    pub use crate::ffi::symbol_version;
 }
 
 #[cfg(test)]

@@ -2,14 +2,13 @@
 //!
 //! It is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`). Each transfer is one batch, whose state it asks
 //! for until it has ended, as the Python engine does. The library is the adapter that `KVX_MOONCAKE_LIB` names; it uses
-//! nothing of kvx but the bindings.
+//! nothing of kvx but the bindings and the kit for baselines.
 
+use kvx_backend::baseline::{self, Baseline, Channel, HugeMemory, Point, answer};
+use kvx_backend::loader::Search;
 use kvx_mooncake::raw::{adapter, *};
 use std::ffi::{CStr, CString, c_char, c_void};
-use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::net::UnixStream;
-use std::ptr::{NonNull, null_mut};
-use std::time::Instant;
+use std::ptr::null_mut;
 
 const COMPLETED: i32 = 4;
 /// From here on a batch has ended otherwise; 0 and 1 mean that it moves.
@@ -25,16 +24,13 @@ struct BareEngine {
 
 impl BareEngine {
     fn start() -> BareEngine {
-        let file = std::env::var("KVX_MOONCAKE_LIB").expect("KVX_MOONCAKE_LIB names the adapter");
-        let file = CString::new(file).expect("a file name");
+        let search = Search::new("KVX_MOONCAKE_LIB", &[], "run `kvx mooncake-adapter FOLDER`");
+        let library = search.open().expect("the adapter");
+        let find = |name: &'static CStr| library.address(name);
         let mut name = [0; 512];
         // SAFETY: each call is as transfer_engine.h and adapter.h describe it, on handles that the calls before have
         // made.
         unsafe {
-            let library = libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL);
-            assert!(!library.is_null(), "{} does not load", file.to_string_lossy());
-            let find =
-                |name: &'static CStr| NonNull::new(libc::dlsym(library, name.as_ptr())).ok_or(name);
             let functions = Functions::find(find).expect("Mooncake's functions");
             let adapter = adapter::Functions::find(find).expect("the adapter's functions");
             let why = (adapter.kvx_mooncake_load)(0);
@@ -52,27 +48,19 @@ impl BareEngine {
         }
     }
 
-    /// Memory as kvx's: shared pages for its pools, private ones for what a program brings along; registered, for ever.
-    fn memory(&self, len: usize, foreign: bool) -> u64 {
-        const HUGE: usize = 2 << 20;
-        let kind = if foreign { libc::MAP_PRIVATE } else { libc::MAP_SHARED } | libc::MAP_ANONYMOUS;
-        // SAFETY: new pages, of which so many are written to behind the first huge page's border.
-        unsafe {
-            let pages =
-                libc::mmap(null_mut(), len + HUGE, libc::PROT_READ | libc::PROT_WRITE, kind, -1, 0);
-            assert!(pages != libc::MAP_FAILED, "no memory");
-            libc::madvise(pages, len + HUGE, libc::MADV_HUGEPAGE);
-            let address = pages.map_addr(|address| address.next_multiple_of(HUGE));
-            address.cast::<u8>().write_bytes(7, len);
-            let code =
-                (self.functions.registerLocalMemory)(self.handle, address, len, c"*".as_ptr(), 1);
-            assert_eq!(code, 0, "registering memory");
-            address as u64
-        }
+    /// Allocates and registers memory, for the life of the process.
+    fn memory(&self, len: usize, foreign: bool) -> usize {
+        let address = HugeMemory::new(len, foreign).leak();
+        let start = std::ptr::with_exposed_provenance_mut(address);
+        let register = self.functions.registerLocalMemory;
+        // SAFETY: the memory is as long, and stays.
+        let code = unsafe { register(self.handle, start, len, c"*".as_ptr(), 1) };
+        assert_eq!(code, 0, "registering memory");
+        address
     }
 
-    /// Moves all of it in one batch. Says how the batch ended.
-    fn transfer(&self, requests: &mut [transfer_request]) -> i32 {
+    /// Moves all of it in one batch. Returns the state in which the batch ended.
+    fn submit(&self, requests: &mut [transfer_request]) -> i32 {
         let Functions { allocateBatchID, submitTransfer, freeBatchID, .. } = self.functions;
         let mut status = transfer_status::default();
         // SAFETY: the requests name memory of both processes that stays for ever; the batch is freed once.
@@ -91,102 +79,64 @@ impl BareEngine {
     }
 }
 
-/// The other process: says its name, and lends memory of the lengths that it is told.
-fn serve(stream: UnixStream) {
+/// Runs the other process: sends its name, and allocates memory of the lengths that it receives.
+fn serve(channel: &Channel) {
     let engine = BareEngine::start();
-    let mut answers = &stream;
-    answers.write_all(engine.name.as_bytes_with_nul()).expect("the first process lives");
-    let mut asked = [[0; 8]; 2];
-    while (&stream).read_exact(asked.as_flattened_mut()).is_ok() {
-        let [len, foreign] = asked.map(usize::from_le_bytes);
-        answers
-            .write_all(&engine.memory(len, foreign == 1).to_le_bytes())
-            .expect("the first process lives");
+    channel.send(0, engine.name.as_bytes_with_nul());
+    while let Some((len, foreign)) = channel.receive() {
+        channel.send(engine.memory(len, foreign == [1]), &[]);
     }
 }
 
-/// As `kvx-cli/BESIDE.md` has it.
-fn shuffled(count: usize, seed: u64) -> Vec<u64> {
-    let (mut numbers, mut state) = ((0..count as u64).collect::<Vec<_>>(), seed);
-    for at in (1..count).rev() {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let word = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        numbers.swap(at, ((word ^ (word >> 31)) % (at as u64 + 1)) as usize);
+/// The first process.
+struct Initiator {
+    engine: BareEngine,
+    target: Channel,
+    segment: i32,
+    requests: Vec<transfer_request>,
+}
+
+impl Initiator {
+    fn new() -> Initiator {
+        // SAFETY: the program has one thread, and has not opened the engine yet.
+        let target = unsafe { baseline::fork(|channel| serve(&channel)) };
+        let engine = BareEngine::start();
+        let name = CString::from_vec_with_nul(target.receive().expect("its name").1);
+        let name = name.expect("its name");
+        // SAFETY: the name outlives the call.
+        let segment =
+            unsafe { (engine.functions.openSegmentNoCache)(engine.handle, name.as_ptr()) };
+        assert!(segment >= 0, "its segment does not open");
+        Initiator { engine, target, segment, requests: Vec::new() }
     }
-    numbers
+}
+
+impl Baseline for Initiator {
+    fn prepare(&mut self, point: &Point) -> Option<String> {
+        let local_memory = self.engine.memory(point.bytes(), point.foreign);
+        self.target.send(point.bytes(), &[point.foreign.into()]);
+        let (remote_memory, _) = self.target.receive().expect("an address");
+        let request = |(local, remote): &(usize, usize)| transfer_request {
+            opcode: (!point.read).into(),
+            source: (local_memory + local * point.block) as *mut c_void,
+            target_id: self.segment,
+            target_offset: (remote_memory + remote * point.block) as u64,
+            length: point.block as u64,
+        };
+        self.requests = point.pairs.iter().map(request).collect();
+        match self.engine.submit(&mut self.requests[point.list(0)]) {
+            COMPLETED => None,
+            state => Some(format!("the engine ends a batch of {} with {state}", point.count)),
+        }
+    }
+
+    fn transfer(&mut self, point: &Point, list: usize) {
+        let state = self.engine.submit(&mut self.requests[point.list(list)]);
+        assert_eq!(state, COMPLETED, "a batch failed");
+    }
 }
 
 fn main() {
-    let (ours, theirs) = UnixStream::pair().expect("two sockets");
-    // SAFETY: the program has one thread, and has not opened the engine yet.
-    if unsafe { libc::fork() } == 0 {
-        drop(ours);
-        return serve(theirs);
-    }
-    drop(theirs);
-    let engine = BareEngine::start();
-    let (mut other, mut name) = (BufReader::new(&ours), Vec::new());
-    other.read_until(0, &mut name).expect("its name");
-    let name = CString::from_vec_with_nul(name).expect("its name");
-    // SAFETY: the name outlives the call.
-    let segment = unsafe { (engine.functions.openSegmentNoCache)(engine.handle, name.as_ptr()) };
-    assert!(segment >= 0, "its segment does not open");
-    let (mut requests, mut count, mut next) = (Vec::<transfer_request>::new(), 1, 0);
-    for line in std::io::stdin().lines().map_while(Result::ok) {
-        let words = || line.split(' ').filter_map(|word| word.split_once('='));
-        let word =
-            |key: &str| words().find(|(name, _)| *name == key).map_or("", |(_, value)| value);
-        let number = |key: &str| word(key).parse::<usize>().expect("a number");
-        let mut once = |requests: &mut [transfer_request]| {
-            let state = engine.transfer(&mut requests[next..next + count]);
-            next = (next + count) % requests.len();
-            state
-        };
-        if let Some(seconds) = line.strip_prefix("go ") {
-            let seconds: f64 = seconds.parse().expect("seconds");
-            let (start, mut times) = (Instant::now(), 0);
-            while times == 0 || start.elapsed().as_secs_f64() < seconds {
-                assert_eq!(once(&mut requests), COMPLETED, "a batch failed");
-                times += 1;
-            }
-            println!("moved {times} {}", start.elapsed().as_secs_f64());
-            continue;
-        }
-        let (block, foreign, read) =
-            (number("block") as u64, word("memory") == "foreign", word("op") == "read");
-        let (all, seed, scattered) = (
-            number("count") * number("lists"),
-            number("seed") as u64,
-            word("pattern") == "scattered",
-        );
-        (count, next) = (number("count"), 0);
-        let order = |seed| if scattered { shuffled(all, seed) } else { (0..all as u64).collect() };
-        let (from, to) = (order(seed), order(seed + 1));
-        let len = block as usize * all;
-        let our_memory = engine.memory(len, foreign);
-        (&ours)
-            .write_all([len, foreign.into()].map(usize::to_le_bytes).as_flattened())
-            .expect("the other lives");
-        let mut their_memory = [0; 8];
-        other.read_exact(&mut their_memory).expect("an address");
-        let their_memory = u64::from_le_bytes(their_memory);
-        let request = |(from, to): (&u64, &u64)| {
-            let (local, remote) = if read { (to, from) } else { (from, to) };
-            transfer_request {
-                opcode: (!read).into(),
-                source: (our_memory + local * block) as *mut c_void,
-                target_id: segment,
-                target_offset: their_memory + remote * block,
-                length: block,
-            }
-        };
-        requests = from.iter().zip(&to).map(request).collect();
-        let state = engine.transfer(&mut requests[..count]);
-        match state {
-            COMPLETED => println!("ready bare Mooncake"),
-            state => println!("skip the engine ends a batch of {count} with {state}"),
-        }
-    }
+    answer("Mooncake", &mut Initiator::new());
     std::process::exit(0);
 }

@@ -2,22 +2,22 @@
 //!
 //! It is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`). Requests are prepared before the rounds, one for
 //! each list, with neighbours merged; each transfer posts the next of them and asks for its state until it has ended.
-//! Neither agent has NIXL's thread. The library is what `KVX_RIXL_LIB` names; it uses nothing of kvx but the bindings.
+//! Neither agent has NIXL's thread. The library is what `KVX_RIXL_LIB` names; it uses nothing of kvx but the bindings and the kit
+//! for baselines.
 //! With arguments it measures notifications beside transfers instead ([`notices`]).
 
 mod notices;
 
+use kvx_backend::baseline::{self, Baseline, Channel, HugeMemory, Point, answer};
+use kvx_backend::loader::{self, Search};
 use kvx_rixl::raw::*;
-use std::ffi::{CStr, CString, c_int, c_void};
-use std::io::{Read, Write};
-use std::os::fd::AsRawFd;
-use std::os::unix::net::UnixStream;
-use std::ptr::{NonNull, null, null_mut};
-use std::time::Instant;
+use std::ffi::{CStr, c_int, c_void};
+use std::ptr::{null, null_mut};
+use std::time::Duration;
 
-/// How often a target without an order lets NIXL work, in milliseconds: the first request waits until both ends have
+/// How often a target without an order lets NIXL work, because the first request waits until both ends have
 /// answered each other.
-const LOOKS: c_int = 20;
+const LOOKS: Duration = Duration::from_millis(20);
 
 /// An agent with the plugin UCX.
 struct NixlAgent {
@@ -33,20 +33,15 @@ fn done(code: nixl_status) {
 
 impl NixlAgent {
     fn start(name: &CStr) -> NixlAgent {
-        let file = CString::new(
-            std::env::var("KVX_RIXL_LIB").expect("KVX_RIXL_LIB names libnixl_capi.so"),
-        );
-        let file = file.expect("a file name");
+        // The system's before the wheel's, as kvx-rixl does it: with both in turn the process crashes at its end.
+        loader::preload("libnl-route-3.so.200").ok();
+        let search = Search::new("KVX_RIXL_LIB", &[], "set it to libnixl_capi.so");
+        let library = search.open().expect("NIXL");
+        let find = |name: &'static CStr| library.address(name);
         let (mut raw, mut params, mut backend) = (null_mut(), null_mut(), null_mut());
         let (mut args, mut notifications) = (null_mut(), null_mut());
         // SAFETY: each call is as nixl_capi.h describes it, on handles that the calls before have made.
         unsafe {
-            // The system's before the wheel's, as kvx-rixl does it: with both in turn the process crashes at its end.
-            libc::dlopen(c"libnl-route-3.so.200".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL);
-            let library = libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL);
-            assert!(!library.is_null(), "{} does not load", file.to_string_lossy());
-            let find =
-                |name: &'static CStr| NonNull::new(libc::dlsym(library, name.as_ptr())).ok_or(name);
             let nixl = Functions::find(find).expect("NIXL's functions");
             let config = nixl_agent_config { num_workers: 1, ..nixl_agent_config::default() };
             done((nixl.nixl_capi_create_configured_agent)(name.as_ptr(), &config, &mut raw));
@@ -61,32 +56,17 @@ impl NixlAgent {
         }
     }
 
-    /// Memory as kvx's: shared pages for its pools, private ones for what a program brings along; registered, for ever.
+    /// Allocates and registers memory, for the life of the process.
     fn memory(&self, len: usize, foreign: bool) -> usize {
-        const HUGE: usize = 2 << 20;
-        let kind = if foreign { libc::MAP_PRIVATE } else { libc::MAP_SHARED } | libc::MAP_ANONYMOUS;
-        let mut list = null_mut();
-        // SAFETY: new pages, of which so many are written to behind the first huge page's border; a list of this
-        // agent's.
+        let (address, mut list) = (HugeMemory::new(len, foreign).leak(), null_mut());
+        let add = self.nixl.nixl_capi_reg_dlist_add_desc;
+        // SAFETY: a list of this agent's; the memory is as long, and stays.
         unsafe {
-            let pages =
-                libc::mmap(null_mut(), len + HUGE, libc::PROT_READ | libc::PROT_WRITE, kind, -1, 0);
-            assert!(pages != libc::MAP_FAILED, "no memory");
-            libc::madvise(pages, len + HUGE, libc::MADV_HUGEPAGE);
-            let address = pages.map_addr(|address| address.next_multiple_of(HUGE));
-            address.cast::<u8>().write_bytes(7, len);
             done((self.nixl.nixl_capi_create_reg_dlist)(NIXL_CAPI_MEM_DRAM as c_int, &mut list));
-            done((self.nixl.nixl_capi_reg_dlist_add_desc)(
-                list,
-                address as usize,
-                len,
-                0,
-                null(),
-                0,
-            ));
+            done(add(list, address, len, 0, null(), 0));
             done((self.nixl.nixl_capi_register_mem)(self.raw, list, self.args));
-            address as usize
         }
+        address
     }
 
     /// How to reach it and all of its memory.
@@ -153,49 +133,20 @@ impl NixlAgent {
     }
 }
 
-fn send(mut to: &UnixStream, bytes: &[u8]) {
-    to.write_all(&bytes.len().to_le_bytes())
-        .and_then(|()| to.write_all(bytes))
-        .expect("the other lives");
-}
-
-fn receive(mut from: &UnixStream) -> Option<Vec<u8>> {
-    let mut len = [0; 8];
-    from.read_exact(&mut len).ok()?;
-    let mut bytes = vec![0; usize::from_le_bytes(len)];
-    from.read_exact(&mut bytes).ok().map(|()| bytes)
-}
-
-/// The other process: lends memory of the lengths that it is told, and looks after NIXL meanwhile.
-fn serve(stream: &UnixStream) {
+/// Runs the other process: allocates memory of the lengths that it receives, and has NIXL work meanwhile.
+fn serve(channel: &Channel) {
     let agent = NixlAgent::start(c"target");
-    let mut socket = libc::pollfd { fd: stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     loop {
-        // SAFETY: one descriptor, which is open.
-        if unsafe { libc::poll(&mut socket, 1, LOOKS) } == 0 {
+        if !channel.wait(LOOKS) {
             agent.look();
             continue;
         }
-        let Some(order) = receive(stream) else { return };
-        let Some((asked, metadata)) = order.split_at_checked(16) else { return };
-        let number =
-            |at: usize| usize::from_le_bytes(asked[at..at + 8].try_into().expect("eight bytes"));
-        let address = agent.memory(number(0), number(8) == 1);
+        let Some((len, request)) = channel.receive() else { return };
+        let Some((foreign, metadata)) = request.split_first() else { return };
+        let address = agent.memory(len, *foreign == 1);
         agent.load(metadata);
-        send(stream, &[&address.to_le_bytes(), agent.metadata().as_slice()].concat());
+        channel.send(address, &agent.metadata());
     }
-}
-
-/// As `kvx-cli/BESIDE.md` has it.
-fn shuffled(count: usize, seed: u64) -> Vec<usize> {
-    let (mut numbers, mut state) = ((0..count).collect::<Vec<_>>(), seed);
-    for at in (1..count).rev() {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let word = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        numbers.swap(at, ((word ^ (word >> 31)) % (at as u64 + 1)) as usize);
-    }
-    numbers
 }
 
 /// Puts pieces together that are neighbours at both ends.
@@ -215,73 +166,55 @@ fn merged(pieces: impl Iterator<Item = [usize; 3]>) -> Vec<[usize; 3]> {
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let (ours, theirs) = UnixStream::pair().expect("two sockets");
-    // SAFETY: the program has one thread, and has not opened NIXL yet.
-    if unsafe { libc::fork() } == 0 {
-        drop(ours);
+    let serve = |channel| {
         match arguments[..] {
-            ["notices", _, how] => notices::serve(&theirs, how == "polls"),
-            _ => serve(&theirs),
+            ["notices", _, how] => notices::serve(&channel, how == "polls"),
+            _ => serve(&channel),
         }
         // SAFETY: ends the process. NIXL's libraries do not survive a usual exit everywhere.
         unsafe { libc::_exit(0) };
-    }
-    drop(theirs);
+    };
+    // SAFETY: the program has one thread, and has not opened NIXL yet.
+    let target = unsafe { baseline::fork(serve) };
     match arguments[..] {
-        ["notices", slice, _] => notices::read(&ours, slice.parse().expect("bytes of a slice")),
-        _ => answer(&ours),
+        ["notices", slice, _] => notices::read(&target, slice.parse().expect("bytes of a slice")),
+        _ => {
+            let agent = NixlAgent::start(c"initiator");
+            answer("NIXL", &mut Initiator { agent, target, requests: Vec::new() });
+        }
     }
-    // SAFETY: as above.
+    // SAFETY: as for the other process.
     unsafe { libc::_exit(0) };
 }
 
-/// Answers `kvx bench`.
-fn answer(other: &UnixStream) {
-    let agent = NixlAgent::start(c"initiator");
-    let (mut requests, mut next) = (Vec::new(), 0);
-    for line in std::io::stdin().lines().map_while(Result::ok) {
-        let words = || line.split(' ').filter_map(|word| word.split_once('='));
-        let word =
-            |key: &str| words().find(|(name, _)| *name == key).map_or("", |(_, value)| value);
-        let number = |key: &str| word(key).parse::<usize>().expect("a number");
-        let mut once = || {
-            agent.transfer(requests[next]);
-            next = (next + 1) % requests.len();
+/// The first process.
+struct Initiator {
+    agent: NixlAgent,
+    target: Channel,
+    /// A prepared request for each list.
+    requests: Vec<nixl_xfer_req>,
+}
+
+impl Baseline for Initiator {
+    fn prepare(&mut self, point: &Point) -> Option<String> {
+        let local_memory = self.agent.memory(point.bytes(), point.foreign);
+        let request = [&[point.foreign.into()], self.agent.metadata().as_slice()].concat();
+        self.target.send(point.bytes(), &request);
+        let (remote_memory, metadata) = self.target.receive().expect("the other lives");
+        self.agent.load(&metadata);
+        let request = |list| {
+            let pieces = point.pairs[point.list(list)].iter().map(|(local, remote)| {
+                let (local, remote) = (local * point.block, remote * point.block);
+                [local_memory + local, remote_memory + remote, point.block]
+            });
+            self.agent.request(point.read, &merged(pieces))
         };
-        if let Some(seconds) = line.strip_prefix("go ") {
-            let seconds: f64 = seconds.parse().expect("seconds");
-            let (start, mut times) = (Instant::now(), 0);
-            while times == 0 || start.elapsed().as_secs_f64() < seconds {
-                once();
-                times += 1;
-            }
-            println!("moved {times} {}", start.elapsed().as_secs_f64());
-            continue;
-        }
-        let (block, count, foreign, read) =
-            (number("block"), number("count"), word("memory") == "foreign", word("op") == "read");
-        let (all, seed, scattered) =
-            (count * number("lists"), number("seed") as u64, word("pattern") == "scattered");
-        let our_memory = agent.memory(block * all, foreign);
-        let asked = [block * all, foreign.into()].map(usize::to_le_bytes);
-        send(other, &[asked.as_flattened(), agent.metadata().as_slice()].concat());
-        let answer = receive(other).expect("the other lives");
-        let (their_memory, metadata) = answer.split_at(8);
-        let their_memory = usize::from_le_bytes(their_memory.try_into().expect("eight bytes"));
-        agent.load(metadata);
-        let order = |seed| if scattered { shuffled(all, seed) } else { (0..all).collect() };
-        let (from, to) = (order(seed), order(seed + 1));
-        let (locals, remotes) = if read { (to, from) } else { (from, to) };
-        let lists = locals.chunks(count).zip(remotes.chunks(count));
-        let pieces = lists.map(|(locals, remotes)| {
-            let places = locals.iter().zip(remotes);
-            merged(places.map(|(local, remote)| {
-                [our_memory + local * block, their_memory + remote * block, block]
-            }))
-        });
-        requests = pieces.map(|pieces| agent.request(read, &pieces)).collect();
-        next = 0;
-        agent.transfer(requests[0]);
-        println!("ready bare NIXL");
+        self.requests = (0..point.lists()).map(request).collect();
+        self.agent.transfer(self.requests[0]);
+        None
+    }
+
+    fn transfer(&mut self, _: &Point, list: usize) {
+        self.agent.transfer(self.requests[list]);
     }
 }

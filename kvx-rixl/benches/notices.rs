@@ -6,12 +6,12 @@
 
 use std::collections::BTreeSet;
 use std::os::fd::RawFd;
-use std::os::unix::net::UnixStream;
 use std::ptr::null;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::{NixlAgent, done, receive, send, shuffled};
+use super::{NixlAgent, done};
+use kvx_backend::baseline::{Channel, shuffled};
 use kvx_rixl::raw::NIXL_CAPI_SUCCESS;
 
 /// Bytes of all blocks together, and of one.
@@ -43,7 +43,7 @@ fn watchers() -> BTreeSet<RawFd> {
 }
 
 /// The target: lends its memory, and tells how long each notification took to arrive.
-pub(crate) fn serve(stream: &UnixStream, polls: bool) {
+pub(crate) fn serve(channel: &Channel, polls: bool) {
     let before = watchers();
     let agent = NixlAgent::start(c"target");
     // SAFETY: a new set, and descriptors of this process.
@@ -57,9 +57,9 @@ pub(crate) fn serve(stream: &UnixStream, polls: bool) {
         set
     };
     let address = agent.memory(BYTES, false);
-    let Some(metadata) = receive(stream) else { return };
+    let Some((_, metadata)) = channel.receive() else { return };
     agent.load(&metadata);
-    send(stream, &[&address.to_le_bytes(), agent.metadata().as_slice()].concat());
+    channel.send(address, &agent.metadata());
     let (mut delays, mut heard) = (Vec::new(), now());
     while now() - heard < PATIENCE {
         if !polls {
@@ -117,14 +117,12 @@ fn taken(agent: &NixlAgent) -> Vec<u64> {
 }
 
 /// The initiator: reads, and sends what the other thread asks for.
-pub(crate) fn read(stream: &UnixStream, slice: usize) {
+pub(crate) fn read(channel: &Channel, slice: usize) {
     let agent = NixlAgent::start(c"initiator");
     let our_memory = agent.memory(BYTES, false);
-    send(stream, &agent.metadata());
-    let answer = receive(stream).expect("the other lives");
-    let (their_memory, metadata) = answer.split_at(8);
-    let their_memory = usize::from_le_bytes(their_memory.try_into().expect("eight bytes"));
-    agent.load(metadata);
+    channel.send(0, &agent.metadata());
+    let (their_memory, metadata) = channel.receive().expect("the other lives");
+    agent.load(&metadata);
     let blocks = BYTES / BLOCK;
     let places = shuffled(blocks, 1).into_iter().zip(shuffled(blocks, 2));
     let mut pieces = Vec::new();
@@ -163,7 +161,7 @@ pub(crate) fn read(stream: &UnixStream, slice: usize) {
     });
     say(&agent, END);
     // Until the target has said what it has found and closes its end.
-    receive(stream);
+    channel.receive();
 }
 
 fn say(agent: &NixlAgent, what: u64) {

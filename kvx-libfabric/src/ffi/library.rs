@@ -48,8 +48,8 @@ impl fmt::Display for Version {
 /// The version of the bindings: what is asked of every library, and the oldest that has it.
 pub(crate) const INTERFACE: Version = Version::of(FI_MAJOR_VERSION, FI_MINOR_VERSION);
 
-/// The version of each symbol whose structures are those of the bindings: newer libraries give others by default.
-fn symbol_version(name: &CStr) -> &'static CStr {
+/// Returns the version of a symbol whose structures are those of the bindings; newer libraries have others by default.
+pub fn symbol_version(name: &CStr) -> &'static CStr {
     match name.to_bytes() {
         b"fi_getinfo" | b"fi_freeinfo" | b"fi_dupinfo" => c"FABRIC_1.3",
         b"fi_fabric" => c"FABRIC_1.1",

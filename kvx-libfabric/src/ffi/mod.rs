@@ -23,4 +23,6 @@ pub(crate) use endpoint::{
 };
 pub(crate) use errno::Errno;
 pub(crate) use info::{Asked, Info, Infos, PciAddress};
+#[cfg(feature = "raw")]
+pub use library::symbol_version;
 pub(crate) use library::{Library, Version};

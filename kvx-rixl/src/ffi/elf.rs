@@ -1,10 +1,8 @@
 //! Which libraries a library needs: the dynamic linker names only the first that it misses.
 
-use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use kvx_backend::loader;
-use libloading::os::unix as native;
 
 /// The libraries that `file` needs and the dynamic linker does not find for it. Empty when that cannot be told.
 pub(super) fn missing_libraries(file: &Path) -> Vec<String> {
@@ -19,17 +17,10 @@ pub(super) fn missing_libraries(file: &Path) -> Vec<String> {
         .filter(|path| !path.is_empty())
         .map(|path| path.replace("$ORIGIN", &origin.to_string_lossy()).into())
         .collect();
-    let is_there =
-        |name: &str| folders.iter().any(|folder| folder.join(name).exists()) || loads(name);
+    let is_there = |name: &str| {
+        folders.iter().any(|folder| folder.join(name).exists()) || loader::preload(name).is_ok()
+    };
     dynamic.needed.into_iter().filter(|name| !is_there(name)).collect()
-}
-
-fn loads(name: &str) -> bool {
-    // SAFETY: a library that the plugin is to load anyway; its initialisers may run, and signal handlers are kept.
-    let opened = loader::with_signals_kept(|| unsafe {
-        native::Library::open(Some(OsStr::new(name)), native::RTLD_LAZY | native::RTLD_LOCAL)
-    });
-    opened.map(|library| library.into_raw()).is_ok()
 }
 
 /// What a 64-bit little-endian ELF file says of its needs.

@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use kvx_backend::loader::{self, OpenOnce, Search};
 use kvx_backend::wheel::WheelVersion;
 use kvx_core::Unavailable;
-use libloading::os::unix as native;
 
 use super::bindings::Functions;
 
@@ -40,15 +39,7 @@ fn in_images(root: &Path) -> impl Iterator<Item = PathBuf> {
 /// A wheel brings a copy of this with its UCX, which makes the copy's symbols global and then loads the system's beside
 /// it: the two take each other's places, and the process crashes when it exits. Loaded first, the system's keeps its
 /// own.
-const SYSTEMS_OWN: &str = "libnl-route-3.so.200";
-
-/// Loads what must be there before a wheel's libraries; that it is absent is fine.
-fn load_the_systems_own() {
-    // SAFETY: the system's library of this name, whose initialiser fills tables of its own.
-    let opened =
-        unsafe { native::Library::open(Some(SYSTEMS_OWN), native::RTLD_NOW | native::RTLD_LOCAL) };
-    opened.map(native::Library::into_raw).ok();
-}
+const SYSTEM_LIBNL: &str = "libnl-route-3.so.200";
 
 /// Whether the functions that kvx calls are those of the header. Compared: NIXL's sources of 1.0, 1.1, 1.4 and after,
 /// and RIXL's. Run: 1.1.0 and 1.5.1 by the tests, 1.4.0 by hand; no RIXL.
@@ -86,7 +77,7 @@ impl Library {
 
     fn load(root: &Path) -> Result<Library, Unavailable> {
         loader::with_signals_kept(|| {
-            load_the_systems_own();
+            loader::preload(SYSTEM_LIBNL).ok(); // where it is absent, nothing conflicts
             let library = Search::new(VARIABLE, NAMES, CURE).files(in_images(root)).open()?;
             let find = |name: &'static CStr| library.address(name);
             // SAFETY: the loader answers with the symbol of that name; that it is the function of the header is what

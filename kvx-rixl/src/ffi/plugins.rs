@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 
 use kvx_backend::loader;
 use kvx_core::Unavailable;
-use libloading::os::unix as native;
 
 use super::elf;
 use super::library::{CURE, Library};
@@ -34,24 +33,12 @@ impl Plugin {
                 format!("name one of these in rixl.plugin, or {CURE}"),
             ));
         }
-        // SAFETY: the plugin's initialisers run. That they may is what naming it means; what they do to signal
-        // handlers is undone.
-        let opened = loader::with_signals_kept(|| unsafe {
-            native::Library::open(Some(&path), native::RTLD_NOW | native::RTLD_LOCAL)
-        });
-        match opened {
-            Ok(library) => {
-                let _never_closed = library.into_raw();
-                Ok(Plugin { path })
-            }
-            Err(error) => {
+        match loader::preload(&path) {
+            Ok(()) => Ok(Plugin { path }),
+            Err(reason) => {
                 let missing = elf::missing_libraries(&path);
-                let why = match error {
-                    libloading::Error::DlOpen { source } => source.to_string(),
-                    other => other.to_string(),
-                };
                 let why = if missing.is_empty() {
-                    why
+                    reason
                 } else {
                     format!("it misses {}", missing.join(", "))
                 };

@@ -1,248 +1,150 @@
-//! The limit beside a backend's figures: which one it is, and its rounds.
+//! The limit of this host: the same list of blocks between the same memory, with no protocol.
+//!
+//! Nothing of what is measured is used here, so that it can neither slow the limit down nor speed it up.
 
+use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::net::TcpStream;
-use std::os::fd::AsRawFd as _;
-use std::time::{Duration, Instant};
+use std::os::fd::AsRawFd;
 
-use super::ANSWER_PATIENCE;
-use super::content::{self, ShapeBlocks};
-use super::device_limits::DeviceLimit;
-use super::limit::{self, BareConnection, List};
-use super::points::{BenchOp, Point, Shape};
-use super::pools::{PoolKind, PoolLocation, Pools};
-use super::rounds::Round;
-use super::sealed;
-use super::session::DataLanes;
-use super::target::{Ask, TargetProcess};
-use crate::Result;
+/// The most vectors in one call: the kernel's own limit.
+const VECTORS: usize = 1024;
+/// The most bytes in one call on a socket.
+const CALL: usize = 1 << 20;
 
-/// How the same blocks are moved between the same pools without kvx.
-pub(crate) struct Limit {
-    pub(crate) name: &'static str,
-    /// Whether kvx cannot be faster; else it only stands beside.
-    pub(crate) bounds: bool,
-    way: LimitWay,
-    /// What it moves between both sides' pools; none: between memory of its own.
-    pub(crate) moves: Option<Point>,
-    /// The number of its next transfer.
-    next: u64,
-    /// Seconds that one took when it was last seen.
-    seconds_each: f64,
+/// Blocks of `length` bytes: block `from[i]` of the source goes to block `to[i]` of the destination.
+#[derive(Clone, Copy)]
+pub(crate) struct List<'a> {
+    pub(crate) length: usize,
+    pub(crate) from: &'a [u32],
+    pub(crate) to: &'a [u32],
 }
 
-enum LimitWay {
-    /// This process copies out of the target's memory.
-    Fetch { mapped: Option<u64>, from: PoolLocation, to: u64, blocks: ShapeBlocks },
-    /// The target copies out of this process's memory.
-    Pull { memory: PoolKind, shape: Shape, from: PoolLocation },
-    /// Bare connections.
-    Lanes { lanes: Vec<BareConnection>, sends: bool },
-    /// The driver of a GPU.
-    Driver(DeviceLimit),
+/// Copies within this process.
+///
+/// # Safety
+/// All blocks of the list lie in valid memory at both addresses, and nobody holds references into the destination.
+pub(crate) unsafe fn copy(from: u64, to: u64, list: List<'_>) {
+    for (source, destination) in list.from.iter().zip(list.to) {
+        let source = (from as usize + *source as usize * list.length) as *const u8;
+        let destination = (to as usize + *destination as usize * list.length) as *mut u8;
+        // SAFETY: the caller's promise.
+        unsafe { std::ptr::copy_nonoverlapping(source, destination, list.length) };
+    }
 }
 
-/// The target's pool as it is mapped here, once it is.
-pub(crate) type MappedPool = Option<u64>;
+fn vector(base: u64, block: u32, length: usize, skipped: usize) -> libc::iovec {
+    let base = base as usize + block as usize * length + skipped;
+    libc::iovec { iov_base: base as *mut libc::c_void, iov_len: length - skipped }
+}
 
-impl Limit {
-    /// Those of a point: what each part of the way does at best. None for a backend that has none. `data`: how kvx's
-    /// data goes over TCP.
-    pub(crate) fn all(
-        point: &Point,
-        pools: &Pools,
-        target: &mut TargetProcess,
-        mapped: &mut MappedPool,
-        data: DataLanes,
-    ) -> Result<Vec<Self>> {
-        let by_driver = DeviceLimit::all(point)?.into_iter();
-        let mut limits: Vec<_> = by_driver
-            .map(|(limit, bounds)| Limit {
-                bounds,
-                ..Limit::new(limit.name, LimitWay::Driver(limit), None)
-            })
-            .collect();
-        let between_hosts = if limits.is_empty() { Some(*point) } else { point.between_hosts() };
-        if let Some(point) = between_hosts {
-            limits.extend(Limit::of(&point, pools, target, mapped, data)?);
+/// Reads out of another process, on this thread.
+///
+/// # Safety
+/// As [`copy`], for the destination. The kernel checks the source.
+pub(crate) unsafe fn read(process: u32, from: u64, to: u64, list: List<'_>) -> Result<()> {
+    let (mut theirs, mut ours) = (Vec::with_capacity(VECTORS), Vec::with_capacity(VECTORS));
+    let some = VECTORS.min((1 << 30) / list.length).max(1);
+    for blocks in list.from.chunks(some).zip(list.to.chunks(some)) {
+        for (vectors, base, blocks) in [(&mut theirs, from, blocks.0), (&mut ours, to, blocks.1)] {
+            vectors.clear();
+            vectors.extend(blocks.iter().map(|block| vector(base, *block, list.length, 0)));
         }
-        Ok(limits)
-    }
-
-    fn new(name: &'static str, way: LimitWay, moves: Option<Point>) -> Self {
-        Limit { name, bounds: true, way, moves, next: 0, seconds_each: f64::MAX }
-    }
-
-    /// That of a point between memory of the hosts.
-    fn of(
-        point: &Point,
-        pools: &Pools,
-        target: &mut TargetProcess,
-        mapped: &mut MappedPool,
-        data: DataLanes,
-    ) -> Result<Option<Self>> {
-        let Point { op, shape, memory, .. } = *point;
-        let (ours, theirs) = (memory.ours(), memory.theirs());
-        let bare = if ours == PoolKind::Kvx { "memcpy" } else { "process_vm_readv" };
-        let (name, way) = match (point.backend, op) {
-            ("SHM", BenchOp::Read) => {
-                let from = target.place(theirs)?;
-                if let (Some(file), None) = (from.file, &mapped) {
-                    *mapped = Some(map(from.process, file, from.len)?);
-                }
-                let mapped = from.file.and(*mapped);
-                let to = pools.get(ours)?.address();
-                (bare, LimitWay::Fetch { mapped, from, to, blocks: ShapeBlocks::of(shape) })
-            }
-            ("SHM", BenchOp::Write) => {
-                (bare, LimitWay::Pull { memory: theirs, shape, from: pools.place(ours)? })
-            }
-            ("TCP", _) => {
-                let lanes = connect(point, pools.get(ours)?.address(), target, data)?;
-                let name = if data.sealed { "sealed sockets" } else { "sockets" };
-                (name, LimitWay::Lanes { lanes, sends: op == BenchOp::Write })
-            }
-            _ => return Ok(None),
+        let n = ours.len() as libc::c_ulong;
+        // SAFETY: the lists live through the call; what is written to is the caller's promise.
+        let moved = unsafe {
+            libc::process_vm_readv(process as i32, ours.as_ptr(), n, theirs.as_ptr(), n, 0)
         };
-        Ok(Some(Limit::new(name, way, Some(*point))))
+        if moved != (ours.len() * list.length) as isize {
+            return Err(Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
+/// Sends the blocks of a list, or receives them, otherwise than as they are. False: as [`BareConnection`]'s own way.
+pub(crate) type Mover = Box<dyn FnMut(&mut TcpStream, &[u32], bool) -> Result<bool> + Send>;
+
+/// One end of a connection, and the blocks that go over it: one list each time, in turn.
+pub(crate) struct BareConnection {
+    pub(crate) socket: TcpStream,
+    /// Of memory that outlives the lane, and that nobody holds references into.
+    pub(crate) base: u64,
+    pub(crate) length: usize,
+    pub(crate) lists: Vec<Vec<u32>>,
+    pub(crate) next: usize,
+    pub(crate) mover: Option<Mover>,
+}
+
+impl BareConnection {
+    /// Sends the next list, or receives it. False: the other end has closed instead of sending the first byte.
+    fn all(&mut self, send: bool) -> Result<bool> {
+        let blocks = &self.lists[self.next];
+        self.next = (self.next + 1) % self.lists.len();
+        if let Some(mover) = &mut self.mover {
+            return mover(&mut self.socket, blocks, send);
+        }
+        let mut vectors = Vec::with_capacity(VECTORS);
+        let (mut at, mut within) = (0, 0); // block of the list, byte of the block
+        while at < blocks.len() {
+            vectors.clear();
+            let (mut bytes, mut skipped) = (0, within);
+            for block in blocks[at..].iter().take(VECTORS) {
+                let mut piece = vector(self.base, *block, self.length, skipped);
+                piece.iov_len = piece.iov_len.min(CALL - bytes);
+                (bytes, skipped) = (bytes + piece.iov_len, 0);
+                vectors.push(piece);
+                if bytes == CALL {
+                    break;
+                }
+            }
+            let (socket, n) = (self.socket.as_raw_fd(), vectors.len());
+            // SAFETY: zeros are a message without name and control data.
+            let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+            (message.msg_iov, message.msg_iovlen) = (vectors.as_mut_ptr(), n as _);
+            let moved = match send {
+                // SAFETY: the vectors live through the call, and lie in memory that outlives the lane.
+                true => unsafe { libc::sendmsg(socket, &message, 0) },
+                // SAFETY: as above, and nobody holds references into that memory.
+                false => unsafe { libc::readv(socket, vectors.as_ptr(), n as i32) },
+            };
+            match moved {
+                0 if at + within == 0 => return Ok(false),
+                0 => return Err(ErrorKind::UnexpectedEof.into()),
+                moved if moved < 0 => return Err(Error::last_os_error()),
+                moved => within += moved as usize,
+            }
+            (at, within) = (at + within / self.length, within % self.length);
+        }
+        Ok(true)
     }
 
-    /// Moves list after list until about `budget` has passed, and at least `least`.
-    pub(crate) fn round(
-        &mut self,
-        target: &mut TargetProcess,
-        budget: Duration,
-        least: u64,
-    ) -> Result<Round> {
-        let times =
-            ((budget.as_secs_f64() / self.seconds_each.max(1e-9)).min(1e6) as u64).max(least);
-        let next = self.next;
-        let round = match &mut self.way {
-            LimitWay::Fetch { mapped, from, to, blocks } => {
-                // SAFETY: both sides' memory has all blocks of the point, and none of this process is lent out.
-                timed(budget, least, |nth| unsafe {
-                    once(*mapped, *from, *to, blocks.list(next + nth))
-                })
-            }
-            LimitWay::Pull { memory, shape, from } => {
-                let ask =
-                    Ask::Pull { memory: *memory, shape: *shape, from: *from, first: next, times };
-                Ok(Round { times, seconds: target.ask(ask)?, ..Round::default() })
-            }
-            LimitWay::Lanes { lanes, sends } if lanes.len() == 1 => {
-                timed(budget, least, |_| limit::ask(lanes, *sends, 1))
-            }
-            LimitWay::Lanes { lanes, sends } => {
-                let start = Instant::now();
-                limit::ask(lanes, *sends, times)?;
-                Ok(Round { times, seconds: start.elapsed().as_secs_f64(), ..Round::default() })
-            }
-            LimitWay::Driver(limit) => limit.round(next, budget, least),
-        }?;
-        self.next += round.times;
-        self.seconds_each = round.seconds_each();
-        Ok(round)
-    }
-
-    /// Of a limit between memory of its own: moves the first lists, and compares what arrived.
-    pub(crate) fn verify(&mut self, lists: u64) -> Result<()> {
-        if let LimitWay::Driver(limit) = &self.way {
-            (self.next, self.seconds_each) = (lists, limit.verify(lists)?);
+    /// The end that is asked: for each byte it sends its blocks, or it answers its blocks with a byte.
+    pub(crate) fn serve(&mut self, sends: bool) -> Result<()> {
+        while (!sends || self.socket.read(&mut [0])? == 1) && self.all(sends)? {
+            self.socket.write_all(&[1][..usize::from(!sends)])?;
         }
         Ok(())
     }
-}
 
-/// As many connections as kvx has, but none without a block, and the target's ends of them.
-pub(crate) fn connect(
-    point: &Point,
-    base: u64,
-    target: &mut TargetProcess,
-    data: DataLanes,
-) -> Result<Vec<BareConnection>> {
-    let Point { op, shape, memory, .. } = *point;
-    let DataLanes { count, sealed } = data;
-    let lanes = count.min(shape.count as usize);
-    let blocks = match op {
-        BenchOp::Read => shape.to(),
-        BenchOp::Write => shape.from(),
-    };
-    let ours = (0..lanes).map(|lane| {
-        share(TcpStream::connect(target.address())?, (base, sealed), shape, &blocks, (lane, lanes))
-    });
-    let ours = ours.collect::<Result<Vec<_>>>()?;
-    target.ask(Ask::Lanes { op, memory: memory.theirs(), shape, lanes, sealed })?;
-    Ok(ours)
-}
-
-/// Moves a list once out of memory of another process: by copying where it is mapped here, else by the kernel.
-///
-/// # Safety
-/// The memory has all blocks of the list; nobody holds references into the destination.
-pub(crate) unsafe fn once(
-    mapped: Option<u64>,
-    from: PoolLocation,
-    to: u64,
-    list: List<'_>,
-) -> std::io::Result<()> {
-    match mapped {
-        Some(mapped) => {
-            // SAFETY: the caller's promise; a mapping stays for the life of this process.
-            unsafe { limit::copy(mapped, to, list) };
-            Ok(())
-        }
-        // SAFETY: the caller's promise.
-        None => unsafe { limit::read(from.process, from.base, to, list) },
+    /// The end that asks, so many times.
+    fn ask(&mut self, sends: bool, times: u64) -> Result<()> {
+        (0..times).try_for_each(|_| {
+            self.socket.write_all(&[1][..usize::from(!sends)])?;
+            self.all(sends)?;
+            self.socket.read_exact(&mut [0][..usize::from(sends)])
+        })
     }
 }
 
-/// Maps a memory file of another process to be read, every page present, and keeps it mapped. Gives its address.
-pub(crate) fn map(process: u32, file: i32, len: usize) -> std::io::Result<u64> {
-    let file = std::fs::File::open(format!("/proc/{process}/fd/{file}"))?;
-    let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
-    // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
-    let base = unsafe {
-        libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, flags, file.as_raw_fd(), 0)
-    };
-    if base == libc::MAP_FAILED { Err(std::io::Error::last_os_error()) } else { Ok(base as u64) }
-}
-
-/// One end of a bare connection, with its share of each list: `of` is which lane, and of how many. `memory`: where the
-/// blocks begin, and whether they go sealed.
-pub(crate) fn share(
-    socket: TcpStream,
-    memory: (u64, bool),
-    shape: Shape,
-    blocks: &[u32],
-    of: (usize, usize),
-) -> Result<BareConnection> {
-    socket.set_nodelay(true)?;
-    socket.set_read_timeout(Some(ANSWER_PATIENCE))?;
-    socket.set_write_timeout(Some(ANSWER_PATIENCE))?;
-    let lists = (0..u64::from(shape.lists)).map(|transfer| {
-        let list = &blocks[content::part(shape, transfer)];
-        list[list.len() * of.0 / of.1..list.len() * (of.0 + 1) / of.1].to_vec()
-    });
-    let (base, length) = (memory.0, shape.block as usize);
-    let mover = memory.1.then(|| sealed::mover(base, length));
-    Ok(BareConnection { socket, base, length, lists: lists.collect(), next: 0, mover })
-}
-
-/// Does something again and again until `budget` has passed, and at least `least` times; it is told which time it is.
-pub(crate) fn timed(
-    budget: Duration,
-    least: u64,
-    mut act: impl FnMut(u64) -> std::io::Result<()>,
-) -> Result<Round> {
-    let mut round = Round::default();
-    let start = Instant::now();
-    let mut now = start;
-    while round.times < least || now - start < budget {
-        act(round.times)?;
-        let done = Instant::now();
-        round.each.push((done - now).as_secs_f64());
-        round.times += 1;
-        now = done;
-    }
-    round.seconds = (now - start).as_secs_f64();
-    Ok(round)
+/// Moves the next lists of all lanes so many times, the first lane on this thread and each other on one of its own.
+pub(crate) fn ask(lanes: &mut [BareConnection], sends: bool, times: u64) -> Result<()> {
+    let Some((first, others)) = lanes.split_first_mut() else { return Ok(()) };
+    std::thread::scope(|scope| {
+        let others: Vec<_> =
+            others.iter_mut().map(|lane| scope.spawn(move || lane.ask(sends, times))).collect();
+        first.ask(sends, times)?;
+        others
+            .into_iter()
+            .try_for_each(|other| other.join().unwrap_or_else(|_| Err(ErrorKind::Other.into())))
+    })
 }

@@ -1,372 +1,403 @@
-//! The flags of `vllm serve`: what each means here, or that it means nothing.
+//! The flags of `vllm serve`, as clap parses them once [`normalized`].
 
+use clap::{Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, error, parser};
 use kvx::nearest;
-use kvx_paged_llama::model::Dtype;
 
-use crate::Result;
-
-/// What the flags say.
-#[derive(Debug, Default, PartialEq)]
+/// Serves a model as `vllm serve` does: OpenAI's HTTP API, and KV cache from and to other servers.
+///
+/// It is an example on the CPU, not an engine to tune.
+#[derive(Debug, Parser)]
+#[command(
+    name = "kvx serve",
+    no_binary_name = true,
+    args_override_self = true,
+    override_usage = "kvx serve MODEL [FLAGS...]",
+    after_help = AFTER_HELP
+)]
 pub(super) struct Flags {
+    /// A Hugging Face folder (config.json, safetensors, tokenizer.json) of a Llama, Qwen2 or Qwen3,
+    /// or a name in the local Hugging Face cache.
+    #[arg(value_name = "MODEL")]
+    pub(super) models: Vec<String>,
+    /// The same as MODEL.
+    #[arg(long, value_name = "MODEL")]
     pub(super) model: Option<String>,
-    pub(super) names: Vec<String>,
-    pub(super) host: Option<String>,
-    pub(super) port: Option<u16>,
-    pub(super) block_size: Option<usize>,
+    /// The name that clients use for the model [default: MODEL].
+    #[arg(long, value_name = "NAME", num_args = 1.., action = ArgAction::Append)]
+    pub(super) served_model_name: Vec<String>,
+    /// The address to listen on.
+    #[arg(long, default_value = "0.0.0.0")]
+    pub(super) host: String,
+    /// The port to listen on; 0 takes any free port.
+    #[arg(long, default_value_t = 8000)]
+    pub(super) port: u16,
+    /// The most tokens of a prompt and its answer together.
+    #[arg(long, value_name = "TOKENS", value_parser = count)]
+    pub(super) max_model_len: Option<usize>,
+    /// The most requests that run at once.
+    #[arg(long, value_name = "N", default_value = "128", value_parser = count)]
+    pub(super) max_num_seqs: usize,
+    /// The most tokens of a step.
+    #[arg(long, value_name = "N", default_value = "512", value_parser = count)]
+    pub(super) max_num_batched_tokens: usize,
+    /// Tokens of a block of the KV cache.
+    #[arg(long, value_name = "TOKENS", default_value = "16", value_parser = count)]
+    pub(super) block_size: usize,
+    /// Tokens of the smaller blocks that make up a block, as peers see them [default:
+    /// --block-size].
+    #[arg(long, value_name = "TOKENS", value_parser = count)]
     pub(super) kernel_block_size: Option<usize>,
-    pub(super) ranks: Option<usize>,
-    pub(super) engines: Option<usize>,
-    /// The engine that is served here, of those.
-    pub(super) engine: Option<usize>,
-    /// So many of them are here, from this one on.
-    pub(super) engines_here: Option<usize>,
-    pub(super) first_engine: Option<usize>,
-    /// Where hosts join the head.
-    pub(super) head_address: Option<String>,
-    pub(super) head_port: Option<u16>,
-    /// This is such a host.
+    /// Bytes of the KV cache.
+    #[arg(long, value_name = "BYTES", value_parser = count)]
+    pub(super) kv_cache_memory_bytes: Option<usize>,
+    /// Blocks of the KV cache, instead of its bytes.
+    #[arg(long, value_name = "BLOCKS", value_parser = count)]
+    pub(super) num_gpu_blocks_override: Option<usize>,
+    /// Ranks of the model, each a process with a pool of its own: 1, 2, 4 or 8.
+    #[arg(long, value_name = "N", default_value = "1", value_parser = ranks)]
+    pub(super) tensor_parallel_size: usize,
+    /// Engines, each with a pool of its own; at most 64.
+    #[arg(long, value_name = "N", default_value = "1", value_parser = engines)]
+    pub(super) data_parallel_size: usize,
+    /// Serve only this engine.
+    #[arg(long, value_name = "RANK")]
+    pub(super) data_parallel_rank: Option<usize>,
+    /// Serve this many engines here; hosts that join serve the others.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(super) data_parallel_size_local: Option<usize>,
+    /// Where hosts join. Beyond loopback they prove the secret that KVX_SECRET_FILE names
+    /// [default: 127.0.0.1].
+    #[arg(long, value_name = "HOST")]
+    pub(super) data_parallel_address: Option<String>,
+    /// The port where hosts join.
+    #[arg(long, value_name = "PORT", default_value_t = 29550)]
+    pub(super) data_parallel_rpc_port: u16,
+    /// Join the head at that address and serve some of its engines.
+    #[arg(long)]
     pub(super) headless: bool,
-    pub(super) model_len: Option<usize>,
-    pub(super) requests: Option<usize>,
-    pub(super) step_tokens: Option<usize>,
-    pub(super) blocks: Option<usize>,
-    pub(super) pool_bytes: Option<usize>,
-    pub(super) dtype: Option<Dtype>,
-    /// vLLM's attention on the CPU: its layout of blocks.
-    pub(super) cpu_attention: bool,
-    pub(super) no_prefix_cache: bool,
-    pub(super) prompt_details: bool,
-    /// Probabilities that a request may have of each token.
-    pub(super) most_logprobs: Option<usize>,
-    pub(super) raw_logits: bool,
-    /// For `kvx demo --corrupt`: not in the help.
-    pub(super) spoil: bool,
-    /// What was said of flags that mean nothing.
+    /// The first engine that a headless host serves.
+    #[arg(long, value_name = "RANK")]
+    pub(super) data_parallel_start_rank: Option<usize>,
+    /// The type of keys and values; auto is that of the weights.
+    #[arg(long, value_name = "TYPE", default_value = "auto", value_parser = ["auto", "float32", "bfloat16"])]
+    pub(super) kv_cache_dtype: String,
+    /// CPU_ATTN lays blocks out as a vLLM on the CPU does, to exchange them with one.
+    #[arg(long, value_name = "NAME")]
+    attention_backend: Option<String>,
+    /// Compute prefixes that requests have in common once for each request.
+    #[arg(long)]
+    pub(super) no_enable_prefix_caching: bool,
+    /// Report in `usage` how many tokens of the prompt came from the cache.
+    #[arg(long)]
+    pub(super) enable_prompt_tokens_details: bool,
+    /// The most tokens whose probabilities a request may have; -1: all.
+    #[arg(long, value_name = "N", default_value = "20", value_parser = logprobs)]
+    pub(super) max_logprobs: usize,
+    /// Whether requests get log probabilities or logits.
+    #[arg(long, value_name = "MODE", default_value = "raw_logprobs", value_parser = ["raw_logprobs", "raw_logits"])]
+    pub(super) logprobs_mode: String,
+    /// For `kvx demo --corrupt`.
+    #[arg(long, hide = true)]
+    pub(super) spoil_a_moved_block: bool,
+    /// Messages about flags without effect.
+    #[arg(skip)]
     pub(super) notes: Vec<String>,
 }
 
-/// How many words stand behind a flag.
-#[derive(Clone, Copy, PartialEq)]
-enum Takes {
-    Nothing,
-    Value,
-    Values,
-}
+const AFTER_HELP: &str = "\
+KV transfer, as in vLLM (`kvx config` explains the values):
+      --kv-transfer-config <JSON>
+      --kv-transfer-config.KEY <VALUE>
+      --kv-transfer-config.KEY+ <ITEM>
 
-use Takes::{Nothing, Value, Values};
+vLLM's short forms (-tp, -pp, -dp, -dpn, -dpl, -dpr, -dpa, -dpp) work too. Counts take units: 2k is 2000, 2K 2048.
+VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, VLLM_KV_CACHE_LAYOUT, UCX_* and the variables that `kvx config` lists
+apply. Flags of vLLM without effect here are reported; unknown flags are errors. The first Ctrl-C waits for
+requests to finish, the second one does not.";
 
-/// The flags that mean something.
-const MEANT: &[(&str, Takes)] = &[
-    ("--model", Value),
-    ("--served-model-name", Values),
-    ("--host", Value),
-    ("--port", Value),
-    ("--block-size", Value),
-    ("--kernel-block-size", Value),
-    ("--max-model-len", Value),
-    ("--max-num-seqs", Value),
-    ("--max-num-batched-tokens", Value),
-    ("--num-gpu-blocks-override", Value),
-    ("--kv-cache-memory-bytes", Value),
-    ("--kv-cache-dtype", Value),
-    ("--dtype", Value),
-    ("--attention-backend", Value),
-    ("--tensor-parallel-size", Value),
-    ("--pipeline-parallel-size", Value),
-    ("--data-parallel-size", Value),
-    ("--data-parallel-rank", Value),
-    ("--data-parallel-size-local", Value),
-    ("--data-parallel-start-rank", Value),
-    ("--data-parallel-address", Value),
-    ("--data-parallel-rpc-port", Value),
-    ("--headless", Nothing),
-    ("--enable-prefix-caching", Nothing),
-    ("--no-enable-prefix-caching", Nothing),
-    ("--enable-prompt-tokens-details", Nothing),
-    ("--max-logprobs", Value),
-    ("--logprobs-mode", Value),
-    ("--spoil-a-moved-block", Nothing),
+/// Flags of vLLM without effect here, whether each takes a value, and why it has no effect.
+const WITHOUT_EFFECT: &[(&str, bool, &str)] = &[
+    ("enforce-eager", false, "nothing is compiled or captured"),
+    ("gpu-memory-utilization", true, "there is no GPU; --kv-cache-memory-bytes sizes the pool"),
+    ("cpu-offload-gb", true, "everything is in host memory"),
+    ("swap-space", true, "a preempted request is computed again, not swapped"),
+    ("trust-remote-code", false, "no code of a model is run"),
+    ("enable-chunked-prefill", false, "prompts are always computed in chunks"),
+    ("enable-prefix-caching", false, "it is the default"),
+    ("disable-log-requests", false, "requests are not logged"),
+    ("no-enable-log-requests", false, "requests are not logged"),
+    ("disable-log-stats", false, "/metrics has them"),
+    ("disable-uvicorn-access-log", false, "there is no such log"),
+    ("uvicorn-log-level", true, "there is no such log"),
+    ("seed", true, "weights are read, not drawn; requests have their own seeds"),
+    ("load-format", true, "weights are safetensors"),
+    ("download-dir", true, "nothing is downloaded"),
+    ("disable-hybrid-kv-cache-manager", false, "there is one KV cache group"),
+    ("async-scheduling", false, "steps run one after the other"),
 ];
 
-/// The flags of vLLM that mean nothing here, and why.
-const MEANINGLESS: &[(&str, Takes, &str)] = &[
-    ("--enforce-eager", Nothing, "nothing is compiled or captured"),
-    ("--gpu-memory-utilization", Value, "there is no GPU; --kv-cache-memory-bytes sizes the pool"),
-    ("--cpu-offload-gb", Value, "everything is in host memory"),
-    ("--swap-space", Value, "nothing is swapped: a preempted request is computed again"),
-    ("--trust-remote-code", Nothing, "no code of a model is run"),
-    ("--enable-chunked-prefill", Nothing, "prompts are always computed in chunks"),
-    ("--disable-log-requests", Nothing, "requests are not logged"),
-    ("--no-enable-log-requests", Nothing, "requests are not logged"),
-    ("--disable-log-stats", Nothing, "/metrics has them"),
-    ("--disable-uvicorn-access-log", Nothing, "there is no such log"),
-    ("--uvicorn-log-level", Value, "there is no such log"),
-    ("--seed", Value, "weights are read, not drawn; requests have seeds of their own"),
-    ("--load-format", Value, "weights are safetensors"),
-    ("--download-dir", Value, "nothing is downloaded"),
-    ("--disable-hybrid-kv-cache-manager", Nothing, "there is one KV cache group"),
-    ("--async-scheduling", Nothing, "a step follows the other"),
-];
-
-/// What the environment has that means nothing here.
-pub(super) const MEANINGLESS_VARIABLES: &[(&str, &str)] = &[
-    ("CUDA_VISIBLE_DEVICES", "this server computes on the CPU"),
-    ("HIP_VISIBLE_DEVICES", "this server computes on the CPU"),
+/// vLLM's short flags of several letters, which clap has no notion of.
+const SHORT_FORMS: &[(&str, &str)] = &[
+    ("-tp", "--tensor-parallel-size"),
+    ("-pp", "--pipeline-parallel-size"),
+    ("-dp", "--data-parallel-size"),
+    ("-dpn", "--data-parallel-rank"),
+    ("-dpl", "--data-parallel-size-local"),
+    ("-dpr", "--data-parallel-start-rank"),
+    ("-dpa", "--data-parallel-address"),
+    ("-dpp", "--data-parallel-rpc-port"),
 ];
 
 /// vLLM's name of its attention on the CPU.
 const CPU_ATTENTION: &str = "CPU_ATTN";
 
-/// What vLLM's short flags stand for.
-fn short(written: &str) -> Option<&'static str> {
-    match written {
-        "-tp" => Some("--tensor-parallel-size"),
-        "-dp" => Some("--data-parallel-size"),
-        "-dpn" => Some("--data-parallel-rank"),
-        "-dpl" => Some("--data-parallel-size-local"),
-        "-dpr" => Some("--data-parallel-start-rank"),
-        "-dpa" => Some("--data-parallel-address"),
-        "-dpp" => Some("--data-parallel-rpc-port"),
-        "-pp" => Some("--pipeline-parallel-size"),
-        _ => None,
-    }
-}
-
 impl Flags {
-    /// Reads what is not `--kv-transfer-config`.
-    pub(super) fn read(arguments: Vec<String>) -> Result<Self> {
-        let mut flags = Flags::default();
-        let mut arguments = arguments.into_iter().peekable();
-        while let Some(argument) = arguments.next() {
-            if !argument.starts_with('-') {
-                if let Some(model) = flags.model.replace(argument.clone()) {
-                    return Err(format!(
-                        "two models are given, {model} and {argument}: serve them apart"
-                    )
-                    .into());
-                }
-                continue;
+    /// Parses a command line without its `--kv-transfer-config`.
+    pub(super) fn parse_arguments(arguments: Vec<String>) -> crate::Result<Self> {
+        let mut command = command();
+        let parsed = command.try_get_matches_from_mut(arguments.into_iter().map(normalized));
+        let matches = parsed.map_err(|error| message(&error))?;
+        let mut flags = Flags::from_arg_matches(&matches).map_err(|error| message(&error))?;
+        for (name, _, reason) in WITHOUT_EFFECT {
+            if matches.value_source(name) == Some(parser::ValueSource::CommandLine) {
+                flags.notes.push(format!("--{name} has no effect: {reason}"));
             }
-            let (written, inline) = match argument.split_once('=') {
-                Some((written, value)) => (written, Some(value.to_owned())),
-                None => (argument.as_str(), None),
-            };
-            let name = short(written).map_or_else(|| written.replace('_', "-"), str::to_owned);
-            let known =
-                MEANT.iter().find(|(known, _)| *known == name).map(|(_, takes)| (*takes, None));
-            let nothing = || MEANINGLESS.iter().find(|(known, ..)| *known == name);
-            let Some((takes, why)) =
-                known.or_else(|| nothing().map(|(_, takes, why)| (*takes, Some(*why))))
-            else {
-                return Err(unknown(written).into());
-            };
-            let mut values: Vec<String> = inline.into_iter().collect();
-            match takes {
-                Nothing if !values.is_empty() => {
-                    return Err(format!("{written} takes no value").into());
-                }
-                Nothing => {}
-                Value | Values => {
-                    while values.is_empty() || takes == Values {
-                        match arguments
-                            .next_if(|next| !next.starts_with("--") && short(next).is_none())
-                        {
-                            Some(value) => values.push(value),
-                            None => break,
-                        }
-                    }
-                    if values.is_empty() {
-                        return Err(format!("{written} has no value: write {written} VALUE").into());
-                    }
-                }
-            }
-            match why {
-                Some(why) => flags.notes.push(format!("{written} means nothing here: {why}")),
-                None => flags.set(&name, values)?,
-            }
+        }
+        if let Some(other) = flags.attention_backend.as_ref().filter(|_| !flags.cpu_attention()) {
+            flags.notes.push(format!(
+                "--attention-backend {other} has no effect: there is one backend; {CPU_ATTENTION} \
+                 selects the layout of blocks that a vLLM on the CPU has"
+            ));
+        }
+        flags.models.extend(flags.model.take());
+        if let [first, second, ..] = &flags.models[..] {
+            return Err(
+                format!("two models are given, {first} and {second}: serve them apart").into()
+            );
         }
         Ok(flags)
     }
 
-    fn set(&mut self, name: &str, mut values: Vec<String>) -> Result<()> {
-        let value = values.first().cloned().unwrap_or_default();
-        let count = || -> Result<usize> {
-            count(&value).ok_or_else(|| {
-                format!("{name} is {value:?}: it takes a count, such as 512, 2k or 1G").into()
-            })
-        };
-        match name {
-            "--model" => self.model = Some(value),
-            "--served-model-name" => self.names.append(&mut values),
-            "--host" => self.host = Some(value),
-            "--port" | "--data-parallel-rpc-port" => {
-                let port = value
-                    .parse()
-                    .map_err(|_| format!("{name} is {value:?}: it takes 0 to 65535"))?;
-                *(if name == "--port" { &mut self.port } else { &mut self.head_port }) = Some(port);
-            }
-            "--block-size" => self.block_size = Some(count()?),
-            "--kernel-block-size" => self.kernel_block_size = Some(count()?),
-            "--max-model-len" => self.model_len = Some(count()?),
-            "--max-num-seqs" => self.requests = Some(count()?),
-            "--max-num-batched-tokens" => self.step_tokens = Some(count()?),
-            "--num-gpu-blocks-override" => self.blocks = Some(count()?),
-            "--kv-cache-memory-bytes" => self.pool_bytes = Some(count()?),
-            "--kv-cache-dtype" => {
-                self.dtype = match value.as_str() {
-                    "auto" => None,
-                    "float32" => Some(Dtype::F32),
-                    "bfloat16" => Some(Dtype::Bf16),
-                    _ => {
-                        return Err(format!(
-                            "--kv-cache-dtype is {value}: it takes auto, float32 or bfloat16"
-                        )
-                        .into());
-                    }
-                }
-            }
-            "--dtype" if value != "auto" => {
-                let words = format!(
-                    "--dtype {value}: weights are kept as the model has them, and sums are always made of float32; \
-                     leave it out, or take --kv-cache-dtype for the KV cache"
-                );
-                return Err(words.into());
-            }
-            "--attention-backend" if value != CPU_ATTENTION => {
-                let words =
-                    "there is one; CPU_ATTN gives blocks the layout that a vLLM on the CPU has";
-                self.notes.push(format!("--attention-backend {value} means nothing here: {words}"));
-            }
-            "--attention-backend" => self.cpu_attention = true,
-            "--dtype" | "--enable-prefix-caching" => {}
-            "--tensor-parallel-size" => match count()? {
-                ranks @ (1 | 2 | 4 | 8) => self.ranks = Some(ranks),
-                _ => return Err(format!("{name} {value}: this server takes 1, 2, 4 or 8").into()),
-            },
-            "--pipeline-parallel-size" if count()? > 1 => {
-                return Err(format!(
-                    "{name} {value}: this server's engines have one stage; take 1"
-                )
-                .into());
-            }
-            "--data-parallel-size" => match count()? {
-                engines @ 1..=64 => self.engines = Some(engines),
-                _ => return Err(format!("{name} {value}: this server takes at most 64").into()),
-            },
-            "--data-parallel-rank" | "--data-parallel-start-rank" => {
-                let rank = value
-                    .parse()
-                    .map_err(|_| format!("{name} is {value:?}: it takes a rank, from 0"))?;
-                *(if name == "--data-parallel-rank" {
-                    &mut self.engine
-                } else {
-                    &mut self.first_engine
-                }) = Some(rank);
-            }
-            "--data-parallel-size-local" => self.engines_here = Some(count()?),
-            "--data-parallel-address" => self.head_address = Some(value),
-            "--headless" => self.headless = true,
-            "--no-enable-prefix-caching" => self.no_prefix_cache = true,
-            "--enable-prompt-tokens-details" => self.prompt_details = true,
-            "--max-logprobs" if value == "-1" => self.most_logprobs = Some(usize::MAX),
-            "--max-logprobs" => self.most_logprobs = Some(if value == "0" { 0 } else { count()? }),
-            "--logprobs-mode" => match value.as_str() {
-                "raw_logprobs" => self.raw_logits = false,
-                "raw_logits" => self.raw_logits = true,
-                _ => {
-                    return Err(format!(
-                        "{name} {value}: this server has raw_logprobs and raw_logits"
-                    )
-                    .into());
-                }
-            },
-            "--spoil-a-moved-block" => self.spoil = true,
-            _ => {}
-        }
-        Ok(())
+    /// Whether blocks are laid out as by vLLM's attention on the CPU.
+    pub(super) fn cpu_attention(&self) -> bool {
+        self.attention_backend.as_deref() == Some(CPU_ATTENTION)
     }
 }
 
-/// A count, which may have a unit as vLLM means it: `2k` is 2000, and `2K` 2048.
-fn count(value: &str) -> Option<usize> {
-    let (digits, unit) = match value.char_indices().last() {
-        Some((at, letter)) if letter.is_ascii_alphabetic() => (&value[..at], letter),
-        _ => (value, ' '),
-    };
-    let power = match unit.to_ascii_lowercase() {
-        ' ' => 0,
-        'k' => 1,
-        'm' => 2,
-        'g' => 3,
-        't' => 4,
-        _ => return None,
-    };
-    let unit = if unit.is_ascii_lowercase() { 1000usize } else { 1024 }.checked_pow(power)?;
-    digits.parse::<usize>().ok()?.checked_mul(unit).filter(|count| *count > 0)
+/// The flags' help.
+pub(super) fn help() -> impl std::fmt::Display {
+    command().render_help()
 }
 
-fn unknown(written: &str) -> String {
-    let known =
-        MEANT.iter().map(|(name, _)| *name).chain(MEANINGLESS.iter().map(|(name, ..)| *name));
-    let hint = match nearest(written, known.chain(["--kv-transfer-config"])) {
-        Some(near) => format!("did you mean {near}?"),
-        None => "`kvx serve --help` lists those that are".to_owned(),
+fn command() -> clap::Command {
+    let without_effect = |(name, takes_value, _): &(&'static str, bool, _)| {
+        let action = if *takes_value { ArgAction::Set } else { ArgAction::SetTrue };
+        Arg::new(*name).long(*name).action(action).hide(true)
     };
-    format!("{written} is not known to this server; {hint}")
+    let checked = [
+        Arg::new("pipeline-parallel-size").long("pipeline-parallel-size").value_parser(stages),
+        Arg::new("dtype").long("dtype").value_parser(dtype),
+    ];
+    let others = WITHOUT_EFFECT.iter().map(without_effect).chain(checked.map(|arg| arg.hide(true)));
+    // A negative number is a bad value, not an unknown flag.
+    Flags::command().args(others).mut_args(|arg| {
+        let takes_values = arg.get_action().takes_values();
+        if takes_values { arg.allow_negative_numbers(true) } else { arg }
+    })
+}
+
+/// Writes a flag as clap knows it: in its long form, with dashes for the underscores that vLLM
+/// allows.
+fn normalized(argument: String) -> String {
+    if !argument.starts_with('-') {
+        return argument;
+    }
+    let (name, value) = match argument.split_once('=') {
+        Some((name, _)) => argument.split_at(name.len()),
+        None => (argument.as_str(), ""),
+    };
+    match SHORT_FORMS.iter().find(|(short, _)| *short == name) {
+        Some((_, long)) => format!("{long}{value}"),
+        None => name.replace('_', "-") + value,
+    }
+}
+
+/// What is wrong with a command line, without clap's usage lines.
+fn message(error: &clap::Error) -> String {
+    let unknown = (error.kind() == error::ErrorKind::UnknownArgument)
+        .then(|| error.get(error::ContextKind::InvalidArg))
+        .flatten();
+    if let Some(unknown) = unknown {
+        let unknown = unknown.to_string();
+        let command = command();
+        let known = command.get_arguments().filter_map(Arg::get_long).chain(["kv-transfer-config"]);
+        let known: Vec<String> = known.map(|name| format!("--{name}")).collect();
+        return match nearest(&unknown, known.iter().map(String::as_str)) {
+            Some(near) => format!("unknown flag {unknown}; did you mean {near}?"),
+            None => format!("unknown flag {unknown}; `kvx serve --help` lists the known ones"),
+        };
+    }
+    let text = error.render().to_string();
+    let sentence = text.split("\n\n").next().unwrap_or(&text);
+    sentence.trim_start_matches("error: ").trim_end().to_owned()
+}
+
+/// A count, which may have a unit as in vLLM: `2k` is 2000, and `2K` 2048.
+fn count(value: &str) -> Result<usize, String> {
+    let (digits, unit) = match value.char_indices().last() {
+        Some((at, unit)) if unit.is_ascii_alphabetic() => (&value[..at], Some(unit)),
+        _ => (value, None),
+    };
+    let scale = unit.map_or(Some(1), |unit| {
+        let power = "kmgt".find(unit.to_ascii_lowercase())? as u32 + 1;
+        if unit.is_ascii_lowercase() { 1000usize } else { 1024 }.checked_pow(power)
+    });
+    let count = digits.parse::<usize>().ok().zip(scale).and_then(|(n, scale)| n.checked_mul(scale));
+    count
+        .filter(|count| *count > 0)
+        .ok_or_else(|| "write a count, such as 512, 2k or 1G".to_owned())
+}
+
+fn ranks(value: &str) -> Result<usize, String> {
+    let is_supported = |ranks: &usize| matches!(ranks, 1 | 2 | 4 | 8);
+    count(value)
+        .ok()
+        .filter(is_supported)
+        .ok_or_else(|| "this server takes 1, 2, 4 or 8".to_owned())
+}
+
+fn stages(value: &str) -> Result<usize, String> {
+    let is_supported = |stages: &usize| *stages == 1;
+    let stages = count(value).ok().filter(is_supported);
+    stages.ok_or_else(|| "this server's engines have one stage; write 1".to_owned())
+}
+
+fn engines(value: &str) -> Result<usize, String> {
+    let engines = count(value).ok().filter(|engines| *engines <= 64);
+    engines.ok_or_else(|| "this server takes 1 to 64".to_owned())
+}
+
+fn logprobs(value: &str) -> Result<usize, String> {
+    match value {
+        "-1" => Ok(usize::MAX),
+        "0" => Ok(0),
+        _ => count(value),
+    }
+}
+
+fn dtype(value: &str) -> Result<String, String> {
+    match value {
+        "auto" => Ok(value.to_owned()),
+        _ => Err("weights keep the type that the model has, and sums are always float32; leave the flag out, \
+                  or set the KV cache's type with --kv-cache-dtype"
+            .to_owned()),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn read(line: &str) -> Result<Flags> {
-        Flags::read(line.split_whitespace().map(str::to_owned).collect())
+    fn parse(line: &str) -> crate::Result<Flags> {
+        Flags::parse_arguments(line.split_whitespace().map(str::to_owned).collect())
     }
 
     #[test]
-    fn a_line_of_vllms_is_taken_as_it_is() {
-        let flags = read(
+    fn command_lines_of_vllm_are_accepted() {
+        let flags = parse(
             "Qwen/Qwen3-0.6B --port 8100 --enforce-eager --max_model_len=2k --served-model-name a b --tensor-parallel-size 1",
         );
         let flags = flags.unwrap();
         assert_eq!(
-            (flags.model.as_deref(), flags.port, flags.model_len),
-            (Some("Qwen/Qwen3-0.6B"), Some(8100), Some(2000))
+            (&flags.models[..], flags.port, flags.max_model_len),
+            (&["Qwen/Qwen3-0.6B".to_owned()][..], 8100, Some(2000))
         );
-        assert_eq!(flags.names, ["a", "b"]);
+        assert_eq!(flags.served_model_name, ["a", "b"]);
+        assert_eq!(flags.notes, ["--enforce-eager has no effect: nothing is compiled or captured"]);
+        let flags = parse("m --served-model-name a -tp 2 -dp=3").unwrap();
         assert_eq!(
-            flags.notes,
-            ["--enforce-eager means nothing here: nothing is compiled or captured"]
+            (flags.served_model_name, flags.tensor_parallel_size, flags.data_parallel_size),
+            (vec!["a".to_owned()], 2, 3)
         );
-        let flags = read("m --served-model-name a -tp 2 -dp=3").unwrap();
-        assert_eq!(
-            (flags.names, flags.ranks, flags.engines),
-            (vec!["a".to_owned()], Some(2), Some(3))
-        );
-        let all = read("m --max-logprobs -1 --logprobs-mode raw_logits").unwrap();
-        assert_eq!((all.most_logprobs, all.raw_logits), (Some(usize::MAX), true));
-        let backend = |name| read(&format!("m --attention-backend {name}")).unwrap();
-        assert!(backend("CPU_ATTN").cpu_attention && backend("CPU_ATTN").notes.is_empty());
-        assert!(!backend("FLASH_ATTN").cpu_attention && backend("FLASH_ATTN").notes.len() == 1);
+        let all = parse("m --max-logprobs -1 --logprobs-mode raw_logits").unwrap();
+        assert_eq!((all.max_logprobs, &*all.logprobs_mode), (usize::MAX, "raw_logits"));
+        let backend = |name| parse(&format!("m --attention-backend {name}")).unwrap();
+        assert!(backend("CPU_ATTN").cpu_attention() && backend("CPU_ATTN").notes.is_empty());
+        assert!(!backend("FLASH_ATTN").cpu_attention() && backend("FLASH_ATTN").notes.len() == 1);
     }
 
     #[test]
-    fn what_is_not_known_is_refused_in_words() {
+    fn short_forms_underscores_and_repeated_flags_are_accepted() {
+        let flags = parse(
+            "--model m -dpn=1 -dpa 10.0.0.1 -dpp 9 -pp 1 --block_size 8 --block-size=32 --seed -1 \
+             --dtype auto --max-num-seqs 2K --served-model-name a --served-model-name b",
+        );
+        let flags = flags.unwrap();
+        assert_eq!(flags.data_parallel_rank, Some(1));
+        assert_eq!(flags.data_parallel_address.as_deref(), Some("10.0.0.1"));
+        assert_eq!(
+            (flags.data_parallel_rpc_port, flags.block_size, flags.max_num_seqs),
+            (9, 32, 2048)
+        );
+        assert_eq!(
+            (flags.models, flags.served_model_name),
+            (vec!["m".into()], vec!["a".into(), "b".into()])
+        );
+        let local = parse("m -dpl 2 -dpr 1 --headless").unwrap();
+        assert_eq!(
+            (local.data_parallel_size_local, local.data_parallel_start_rank),
+            (Some(2), Some(1))
+        );
+    }
+
+    /// The servers' commands of vLLM's guides, without their `--kv-transfer-config`.
+    #[test]
+    fn commands_of_the_guides_keep_their_meaning() {
+        let guides: serde_json::Value =
+            serde_json::from_str(include_str!("../../tests/it/serve/guides.json")).unwrap();
+        let commands = guides["commands"].as_array().unwrap();
+        let mut count = 0;
+        for command in commands.iter().filter(|command| command["program"] == "serve") {
+            let arguments: Vec<String> = serde_json::from_value(command["args"].clone()).unwrap();
+            let after = |flag: &str| {
+                let at = arguments.iter().position(|argument| argument == flag)?;
+                Some(arguments[at + 1].parse().unwrap())
+            };
+            let (_, rest) = kvx::config::Given::from_arguments(arguments.clone()).unwrap();
+            let flags = Flags::parse_arguments(rest).unwrap();
+            assert_eq!(flags.models, arguments[..1]);
+            assert_eq!(Some(usize::from(flags.port)), after("--port"));
+            assert_eq!(flags.tensor_parallel_size, after("--tensor-parallel-size").unwrap_or(1));
+            let eager = arguments.iter().any(|argument| argument == "--enforce-eager");
+            assert_eq!(flags.notes.len(), usize::from(eager));
+            count += 1;
+        }
+        assert!(count > 0);
+    }
+
+    #[test]
+    fn invalid_command_lines_are_rejected_with_a_reason() {
         for (line, words) in [
-            ("m --prot 1", "--prot is not known to this server; did you mean --port?"),
-            ("m --port many", "it takes 0 to 65535"),
-            ("m --port", "--port has no value"),
-            ("m n", "two models are given"),
+            ("m --prot 1", "unknown flag --prot; did you mean --port?"),
+            ("m --kv_transfer_confg {}", "did you mean --kv-transfer-config?"),
+            ("m -x", "unknown flag -x"),
+            ("m --port many", "invalid value 'many' for '--port <PORT>'"),
+            ("m --port 65536", "65536 is not in 0..=65535"),
+            ("m --port", "a value is required for '--port <PORT>'"),
+            ("m --port --headless", "a value is required for '--port <PORT>'"),
+            ("m n", "two models are given, m and n"),
+            ("m --model n", "two models are given, m and n"),
             ("m --tensor-parallel-size 3", "takes 1, 2, 4 or 8"),
             ("m --pipeline-parallel-size 2", "one stage"),
-            ("m --data-parallel-size 65", "at most 64"),
-            ("m --data-parallel-rank -1", "from 0"),
-            ("m --enforce-eager=1", "--enforce-eager takes no value"),
+            ("m --data-parallel-size 65", "takes 1 to 64"),
+            ("m --data-parallel-rank -1", "invalid value '-1' for '--data-parallel-rank <RANK>'"),
+            ("m --enforce-eager=1", "unexpected value '1' for '--enforce-eager'"),
             ("m --dtype half", "--kv-cache-dtype"),
-            ("m --logprobs-mode processed_logits", "raw_logprobs and raw_logits"),
-            ("m --max-logprobs all", "it takes a count"),
+            ("m --kv-cache-dtype fp8", "[possible values: auto, float32, bfloat16]"),
+            ("m --logprobs-mode processed_logits", "raw_logprobs, raw_logits"),
+            ("m --max-logprobs all", "write a count"),
         ] {
-            let error = read(line).unwrap_err().to_string();
+            let error = parse(line).unwrap_err().to_string();
             assert!(error.contains(words), "{line}: {error}");
         }
     }

@@ -11,49 +11,18 @@ use std::process::Command;
 use kvx::Secret;
 use kvx::config::{KvCacheLayout, KvTransferConfig, Surroundings};
 use kvx_paged_llama::http::Recorder;
-use kvx_paged_llama::model::PoolLayout;
+use kvx_paged_llama::model::{Dtype, PoolLayout};
 use kvx_paged_llama::rank;
 use kvx_paged_llama::server::{self, Options, Others, Started};
 
-use self::flags::{Flags, MEANINGLESS_VARIABLES};
+use self::flags::Flags;
 use crate::{Result, bytes};
 
-/// Where hosts join a head unless it is said: vLLM's port.
-const HEAD_PORT: u16 = 29550;
-
-const USAGE: &str = "\
-Serves a model as `vllm serve` does: OpenAI's interface, and KV cache from and to other servers.
-
-Usage: kvx serve MODEL [FLAGS...]
-
-MODEL is a folder as Hugging Face has them (config.json, safetensors, tokenizer.json) of a Llama, Qwen2 or Qwen3, or a
-name that is in the local Hugging Face cache. It is an example on the CPU, not an engine to tune.
-
-  --host HOST, --port PORT         where to listen [default: 0.0.0.0, 8000; port 0: any]
-  --served-model-name NAME...      what clients call the model [default: MODEL]
-  --max-model-len TOKENS           of prompt and answer together
-  --max-num-seqs N                 requests that run at once [default: 128]
-  --max-num-batched-tokens N       tokens of a step [default: 512]
-  --block-size TOKENS              of the KV cache [default: 16]
-  --kernel-block-size TOKENS       a block is made of such blocks, which is how peers see it [default: --block-size]
-  --kv-cache-memory-bytes BYTES    of the KV cache; --num-gpu-blocks-override BLOCKS says it in blocks
-  --tensor-parallel-size N         ranks of the model, processes each with a pool of its own: 1, 2, 4 or 8
-  --data-parallel-size N           engines, each with a pool of its own; --data-parallel-rank R: only that one of them
-  --data-parallel-size-local N     so many of them here; the others on hosts that join at --data-parallel-address and
-                                   --data-parallel-rpc-port [default: 127.0.0.1, 29550]; beyond loopback they prove
-                                   the secret that KVX_SECRET_FILE names
-  --headless                       is such a host, of the ranks from --data-parallel-start-rank on
-  --kv-cache-dtype TYPE            auto, float32 or bfloat16
-  --attention-backend CPU_ATTN     blocks as a vLLM on the CPU has them, to exchange with one
-  --no-enable-prefix-caching       requests that begin alike share nothing
-  --enable-prompt-tokens-details   usage says how many tokens of a prompt were not computed
-  --max-logprobs N                 tokens whose probabilities a request may have, -1: all [default: 20]
-  --logprobs-mode MODE             raw_logprobs, or raw_logits to have logits instead
-  --kv-transfer-config JSON        other servers, as in vLLM; also --kv-transfer-config.KEY VALUE; `kvx config` tells
-
-VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, VLLM_KV_CACHE_LAYOUT, UCX_* and what else `kvx config` lists are heeded. Flags of
-vLLM that mean nothing here are said to mean nothing; others are refused. Ctrl-C waits for answers to end, a second one
-does not.";
+/// Variables without effect here, and why.
+const VARIABLES_WITHOUT_EFFECT: &[(&str, &str)] = &[
+    ("CUDA_VISIBLE_DEVICES", "this server computes on the CPU"),
+    ("HIP_VISIBLE_DEVICES", "this server computes on the CPU"),
+];
 
 /// This program as a rank of a model: also when its file was replaced meanwhile.
 fn rank_process() -> Command {
@@ -80,18 +49,18 @@ fn log_to_standard_error() {
 pub(crate) fn run(arguments: Vec<String>, out: &mut dyn Write) -> Result<()> {
     // Also where a variable is wrong: the help names them.
     if arguments.iter().any(|word| word == "-h" || word == "--help") {
-        return Ok(writeln!(out, "{USAGE}")?);
+        return Ok(writeln!(out, "{}", flags::help())?);
     }
     let surroundings = Surroundings::of_process();
     let (transfer, rest) = KvTransferConfig::from_arguments(arguments, &surroundings)?;
-    let flags = Flags::read(rest)?;
+    let flags = Flags::parse_arguments(rest)?;
     log_to_standard_error();
     for note in &flags.notes {
         eprintln!("kvx: {note}");
     }
-    for (name, why) in MEANINGLESS_VARIABLES {
+    for (name, reason) in VARIABLES_WITHOUT_EFFECT {
         if std::env::var_os(name).is_some() {
-            eprintln!("kvx: {name} means nothing here: {why}");
+            eprintln!("kvx: {name} has no effect: {reason}");
         }
     }
     transfer.log_warnings_once();
@@ -123,18 +92,19 @@ pub(crate) fn run(arguments: Vec<String>, out: &mut dyn Write) -> Result<()> {
 }
 
 fn options(flags: Flags, transfer: KvTransferConfig) -> Result<Options> {
-    let (data_parallel_size, data_parallel_here, others) = placed(&flags)?;
-    let transfer = match &flags.head_address {
+    let (data_parallel_here, others) = data_parallel(&flags)?;
+    let transfer = match &flags.data_parallel_address {
         Some(host) => transfer.with_first_rank_at(host),
         None => transfer,
     };
-    let model =
-        flags.model.ok_or("no model is given: write kvx serve MODEL, a folder or a name")?;
+    let cpu_attention = flags.cpu_attention();
+    let model = flags.models.into_iter().next();
+    let model = model.ok_or("no model is given: write kvx serve MODEL, a folder or a name")?;
     let layout = match transfer.environment().kv_cache_layout {
-        None | Some(KvCacheLayout::Hnd | KvCacheLayout::Lbhnc) if flags.cpu_attention => {
+        None | Some(KvCacheLayout::Hnd | KvCacheLayout::Lbhnc) if cpu_attention => {
             PoolLayout::VllmCpu
         }
-        Some(other) if flags.cpu_attention => {
+        Some(other) if cpu_attention => {
             return Err(format!(
                 "VLLM_KV_CACHE_LAYOUT is {other}: --attention-backend CPU_ATTN has HND alone"
             )
@@ -148,67 +118,70 @@ fn options(flags: Flags, transfer: KvTransferConfig) -> Result<Options> {
             );
         }
     };
-    let block_size = flags.block_size.unwrap_or(16);
-    let names = if flags.names.is_empty() { vec![model.clone()] } else { flags.names };
+    let mut names = flags.served_model_name;
+    if names.is_empty() {
+        names.push(model.clone());
+    }
+    let mut dtypes = [Dtype::F32, Dtype::Bf16].into_iter();
     Ok(Options {
         folder: models::find(&model)?,
         model,
         names,
-        host: flags.host.unwrap_or_else(|| "0.0.0.0".into()),
-        port: flags.port.unwrap_or(8000),
-        block_size,
-        kernel_block_size: flags.kernel_block_size.unwrap_or(block_size),
-        ranks: flags.ranks.unwrap_or(1),
+        host: flags.host,
+        port: flags.port,
+        block_size: flags.block_size,
+        kernel_block_size: flags.kernel_block_size.unwrap_or(flags.block_size),
+        ranks: flags.tensor_parallel_size,
         rank_process,
-        data_parallel_size,
+        data_parallel_size: flags.data_parallel_size,
         data_parallel_here,
         others,
-        model_len: flags.model_len,
-        requests: flags.requests.unwrap_or(128),
-        step_tokens: flags.step_tokens.unwrap_or(512),
-        blocks: flags.blocks,
-        pool_bytes: flags.pool_bytes,
-        dtype: flags.dtype,
+        model_len: flags.max_model_len,
+        requests: flags.max_num_seqs,
+        step_tokens: flags.max_num_batched_tokens,
+        blocks: flags.num_gpu_blocks_override,
+        pool_bytes: flags.kv_cache_memory_bytes,
+        dtype: dtypes.find(|dtype| dtype.name() == flags.kv_cache_dtype),
         layout,
-        prefix_cache: !flags.no_prefix_cache,
-        prompt_details: flags.prompt_details,
-        most_logprobs: flags.most_logprobs.unwrap_or(20),
-        raw_logits: flags.raw_logits,
-        spoil: flags.spoil,
+        prefix_cache: !flags.no_enable_prefix_caching,
+        prompt_details: flags.enable_prompt_tokens_details,
+        most_logprobs: flags.max_logprobs,
+        raw_logits: flags.logprobs_mode == "raw_logits",
+        spoil: flags.spoil_a_moved_block,
         transfer: transfer.is_kv_transfer_instance().then_some(transfer),
         secret: Secret::from_environment()?,
     })
 }
 
-/// How many ranks of data parallelism there are, which of them are here, and where the others are.
-fn placed(flags: &Flags) -> Result<(usize, Range<usize>, Others)> {
-    let size = flags.engines.unwrap_or(1);
+/// Returns which ranks of data parallelism are here, and where the others are.
+fn data_parallel(flags: &Flags) -> Result<(Range<usize>, Others)> {
+    let size = flags.data_parallel_size;
     let head = || {
-        let address = flags.head_address.clone().unwrap_or_else(|| "127.0.0.1".into());
-        (address, flags.head_port.unwrap_or(HEAD_PORT))
+        let address = flags.data_parallel_address.clone();
+        (address.unwrap_or_else(|| "127.0.0.1".into()), flags.data_parallel_rpc_port)
     };
-    let several = flags.headless || flags.engines_here.is_some() || flags.first_engine.is_some();
-    match (flags.engine, flags.headless) {
-        (Some(_), _) if several => {
+    let (local, start) = (flags.data_parallel_size_local, flags.data_parallel_start_rank);
+    match (flags.data_parallel_rank, flags.headless) {
+        (Some(_), headless) if headless || local.is_some() || start.is_some() => {
             Err("--data-parallel-rank is for a server of one rank that clients know: leave it out, or --headless, \
                  --data-parallel-size-local and --data-parallel-start-rank"
                 .into())
         }
-        (Some(rank), _) => Ok((size, rank..rank.saturating_add(1), Others::Apart)),
+        (Some(rank), _) => Ok((rank..rank.saturating_add(1), Others::Apart)),
         (None, true) => {
-            let first = flags.first_engine.unwrap_or(0);
-            let here = flags.engines_here.unwrap_or(size.saturating_sub(first));
+            let first = start.unwrap_or(0);
+            let here = local.unwrap_or(size.saturating_sub(first));
             let (address, port) = head();
-            Ok((size, first..first.saturating_add(here), Others::JoinThere(address, port)))
+            Ok((first..first.saturating_add(here), Others::JoinThere(address, port)))
         }
-        (None, false) if flags.first_engine.is_some() => {
+        (None, false) if start.is_some() => {
             Err("--data-parallel-start-rank is for hosts behind a head: add --headless, or leave it out".into())
         }
         (None, false) => {
-            let here = flags.engines_here.unwrap_or(size);
+            let here = local.unwrap_or(size);
             let (address, port) = head();
             let others = if here < size { Others::JoinHere(address, port) } else { Others::Apart };
-            Ok((size, 0..here, others))
+            Ok((0..here, others))
         }
     }
 }

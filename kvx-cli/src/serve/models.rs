@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 
 use crate::Result;
 
-/// The folder of a model: the one that is named, or the newest of that name in the local Hugging Face cache.
+/// The folder of a model: the one that is named, or the newest of that name in the local Hugging
+/// Face cache.
 pub(super) fn find(model: &str) -> Result<PathBuf> {
     if Path::new(model).is_dir() {
         return Ok(model.into());

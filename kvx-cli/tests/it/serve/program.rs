@@ -43,7 +43,7 @@ fn what_keeps_it_from_serving_is_said_with_what_to_do() {
 }
 
 #[test]
-fn what_means_nothing_here_is_said_to_mean_nothing() {
+fn flags_without_effect_are_reported() {
     let arguments = ["--gpu-memory-utilization", "0.8", "--enforce-eager", "--max-num-seqs", "1"];
     let told = Told { arguments: &arguments, variables: &[("CUDA_VISIBLE_DEVICES", "0")] };
     let server = Server::start(&model(&["--arch", "llama"]), told);
@@ -60,9 +60,9 @@ fn what_means_nothing_here_is_said_to_mean_nothing() {
     server.signal(rustix::process::Signal::INT);
     let (_, said) = server.ended();
     for words in [
-        "--gpu-memory-utilization means nothing here: there is no GPU; --kv-cache-memory-bytes sizes the pool",
-        "--enforce-eager means nothing here: ",
-        "CUDA_VISIBLE_DEVICES means nothing here: this server computes on the CPU",
+        "--gpu-memory-utilization has no effect: there is no GPU; --kv-cache-memory-bytes sizes the pool",
+        "--enforce-eager has no effect: ",
+        "CUDA_VISIBLE_DEVICES has no effect: this server computes on the CPU",
     ] {
         assert!(said.contains(words), "{words}\n{said}");
     }

@@ -1,0 +1,248 @@
+//! The limit beside a backend's figures: which one it is, and its rounds.
+
+use std::net::TcpStream;
+use std::os::fd::AsRawFd as _;
+use std::time::{Duration, Instant};
+
+use super::ANSWER_PATIENCE;
+use super::content::{self, ShapeBlocks};
+use super::device_limits::DeviceLimit;
+use super::limit::{self, BareConnection, List};
+use super::points::{BenchOp, Point, Shape};
+use super::pools::{PoolKind, PoolLocation, Pools};
+use super::rounds::Round;
+use super::sealed;
+use super::session::DataLanes;
+use super::target::{Ask, TargetProcess};
+use crate::Result;
+
+/// How the same blocks are moved between the same pools without kvx.
+pub(crate) struct Limit {
+    pub(crate) name: &'static str,
+    /// Whether kvx cannot be faster; else it only stands beside.
+    pub(crate) bounds: bool,
+    way: LimitWay,
+    /// What it moves between both sides' pools; none: between memory of its own.
+    pub(crate) moves: Option<Point>,
+    /// The number of its next transfer.
+    next: u64,
+    /// Seconds that one took when it was last seen.
+    seconds_each: f64,
+}
+
+enum LimitWay {
+    /// This process copies out of the target's memory.
+    Fetch { mapped: Option<u64>, from: PoolLocation, to: u64, blocks: ShapeBlocks },
+    /// The target copies out of this process's memory.
+    Pull { memory: PoolKind, shape: Shape, from: PoolLocation },
+    /// Bare connections.
+    Lanes { lanes: Vec<BareConnection>, sends: bool },
+    /// The driver of a GPU.
+    Driver(DeviceLimit),
+}
+
+/// The target's pool as it is mapped here, once it is.
+pub(crate) type MappedPool = Option<u64>;
+
+impl Limit {
+    /// Those of a point: what each part of the way does at best. None for a backend that has none. `data`: how kvx's
+    /// data goes over TCP.
+    pub(crate) fn all(
+        point: &Point,
+        pools: &Pools,
+        target: &mut TargetProcess,
+        mapped: &mut MappedPool,
+        data: DataLanes,
+    ) -> Result<Vec<Self>> {
+        let by_driver = DeviceLimit::all(point)?.into_iter();
+        let mut limits: Vec<_> = by_driver
+            .map(|(limit, bounds)| Limit {
+                bounds,
+                ..Limit::new(limit.name, LimitWay::Driver(limit), None)
+            })
+            .collect();
+        let between_hosts = if limits.is_empty() { Some(*point) } else { point.between_hosts() };
+        if let Some(point) = between_hosts {
+            limits.extend(Limit::of(&point, pools, target, mapped, data)?);
+        }
+        Ok(limits)
+    }
+
+    fn new(name: &'static str, way: LimitWay, moves: Option<Point>) -> Self {
+        Limit { name, bounds: true, way, moves, next: 0, seconds_each: f64::MAX }
+    }
+
+    /// That of a point between memory of the hosts.
+    fn of(
+        point: &Point,
+        pools: &Pools,
+        target: &mut TargetProcess,
+        mapped: &mut MappedPool,
+        data: DataLanes,
+    ) -> Result<Option<Self>> {
+        let Point { op, shape, memory, .. } = *point;
+        let (ours, theirs) = (memory.ours(), memory.theirs());
+        let bare = if ours == PoolKind::Kvx { "memcpy" } else { "process_vm_readv" };
+        let (name, way) = match (point.backend, op) {
+            ("SHM", BenchOp::Read) => {
+                let from = target.place(theirs)?;
+                if let (Some(file), None) = (from.file, &mapped) {
+                    *mapped = Some(map(from.process, file, from.len)?);
+                }
+                let mapped = from.file.and(*mapped);
+                let to = pools.get(ours)?.address();
+                (bare, LimitWay::Fetch { mapped, from, to, blocks: ShapeBlocks::of(shape) })
+            }
+            ("SHM", BenchOp::Write) => {
+                (bare, LimitWay::Pull { memory: theirs, shape, from: pools.place(ours)? })
+            }
+            ("TCP", _) => {
+                let lanes = connect(point, pools.get(ours)?.address(), target, data)?;
+                let name = if data.sealed { "sealed sockets" } else { "sockets" };
+                (name, LimitWay::Lanes { lanes, sends: op == BenchOp::Write })
+            }
+            _ => return Ok(None),
+        };
+        Ok(Some(Limit::new(name, way, Some(*point))))
+    }
+
+    /// Moves list after list until about `budget` has passed, and at least `least`.
+    pub(crate) fn round(
+        &mut self,
+        target: &mut TargetProcess,
+        budget: Duration,
+        least: u64,
+    ) -> Result<Round> {
+        let times =
+            ((budget.as_secs_f64() / self.seconds_each.max(1e-9)).min(1e6) as u64).max(least);
+        let next = self.next;
+        let round = match &mut self.way {
+            LimitWay::Fetch { mapped, from, to, blocks } => {
+                // SAFETY: both sides' memory has all blocks of the point, and none of this process is lent out.
+                timed(budget, least, |nth| unsafe {
+                    once(*mapped, *from, *to, blocks.list(next + nth))
+                })
+            }
+            LimitWay::Pull { memory, shape, from } => {
+                let ask =
+                    Ask::Pull { memory: *memory, shape: *shape, from: *from, first: next, times };
+                Ok(Round { times, seconds: target.ask(ask)?, ..Round::default() })
+            }
+            LimitWay::Lanes { lanes, sends } if lanes.len() == 1 => {
+                timed(budget, least, |_| limit::ask(lanes, *sends, 1))
+            }
+            LimitWay::Lanes { lanes, sends } => {
+                let start = Instant::now();
+                limit::ask(lanes, *sends, times)?;
+                Ok(Round { times, seconds: start.elapsed().as_secs_f64(), ..Round::default() })
+            }
+            LimitWay::Driver(limit) => limit.round(next, budget, least),
+        }?;
+        self.next += round.times;
+        self.seconds_each = round.seconds_each();
+        Ok(round)
+    }
+
+    /// Of a limit between memory of its own: moves the first lists, and compares what arrived.
+    pub(crate) fn verify(&mut self, lists: u64) -> Result<()> {
+        if let LimitWay::Driver(limit) = &self.way {
+            (self.next, self.seconds_each) = (lists, limit.verify(lists)?);
+        }
+        Ok(())
+    }
+}
+
+/// As many connections as kvx has, but none without a block, and the target's ends of them.
+pub(crate) fn connect(
+    point: &Point,
+    base: u64,
+    target: &mut TargetProcess,
+    data: DataLanes,
+) -> Result<Vec<BareConnection>> {
+    let Point { op, shape, memory, .. } = *point;
+    let DataLanes { count, sealed } = data;
+    let lanes = count.min(shape.count as usize);
+    let blocks = match op {
+        BenchOp::Read => shape.to(),
+        BenchOp::Write => shape.from(),
+    };
+    let ours = (0..lanes).map(|lane| {
+        share(TcpStream::connect(target.address())?, (base, sealed), shape, &blocks, (lane, lanes))
+    });
+    let ours = ours.collect::<Result<Vec<_>>>()?;
+    target.ask(Ask::Lanes { op, memory: memory.theirs(), shape, lanes, sealed })?;
+    Ok(ours)
+}
+
+/// Moves a list once out of memory of another process: by copying where it is mapped here, else by the kernel.
+///
+/// # Safety
+/// The memory has all blocks of the list; nobody holds references into the destination.
+pub(crate) unsafe fn once(
+    mapped: Option<u64>,
+    from: PoolLocation,
+    to: u64,
+    list: List<'_>,
+) -> std::io::Result<()> {
+    match mapped {
+        Some(mapped) => {
+            // SAFETY: the caller's promise; a mapping stays for the life of this process.
+            unsafe { limit::copy(mapped, to, list) };
+            Ok(())
+        }
+        // SAFETY: the caller's promise.
+        None => unsafe { limit::read(from.process, from.base, to, list) },
+    }
+}
+
+/// Maps a memory file of another process to be read, every page present, and keeps it mapped. Gives its address.
+pub(crate) fn map(process: u32, file: i32, len: usize) -> std::io::Result<u64> {
+    let file = std::fs::File::open(format!("/proc/{process}/fd/{file}"))?;
+    let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
+    // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+    let base = unsafe {
+        libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, flags, file.as_raw_fd(), 0)
+    };
+    if base == libc::MAP_FAILED { Err(std::io::Error::last_os_error()) } else { Ok(base as u64) }
+}
+
+/// One end of a bare connection, with its share of each list: `of` is which lane, and of how many. `memory`: where the
+/// blocks begin, and whether they go sealed.
+pub(crate) fn share(
+    socket: TcpStream,
+    memory: (u64, bool),
+    shape: Shape,
+    blocks: &[u32],
+    of: (usize, usize),
+) -> Result<BareConnection> {
+    socket.set_nodelay(true)?;
+    socket.set_read_timeout(Some(ANSWER_PATIENCE))?;
+    socket.set_write_timeout(Some(ANSWER_PATIENCE))?;
+    let lists = (0..u64::from(shape.lists)).map(|transfer| {
+        let list = &blocks[content::part(shape, transfer)];
+        list[list.len() * of.0 / of.1..list.len() * (of.0 + 1) / of.1].to_vec()
+    });
+    let (base, length) = (memory.0, shape.block as usize);
+    let mover = memory.1.then(|| sealed::mover(base, length));
+    Ok(BareConnection { socket, base, length, lists: lists.collect(), next: 0, mover })
+}
+
+/// Does something again and again until `budget` has passed, and at least `least` times; it is told which time it is.
+pub(crate) fn timed(
+    budget: Duration,
+    least: u64,
+    mut act: impl FnMut(u64) -> std::io::Result<()>,
+) -> Result<Round> {
+    let mut round = Round::default();
+    let start = Instant::now();
+    let mut now = start;
+    while round.times < least || now - start < budget {
+        act(round.times)?;
+        let done = Instant::now();
+        round.each.push((done - now).as_secs_f64());
+        round.times += 1;
+        now = done;
+    }
+    round.seconds = (now - start).as_secs_f64();
+    Ok(round)
+}

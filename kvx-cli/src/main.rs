@@ -54,14 +54,15 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
-    /// Show that answers made on moved KV cache are those of one server, what moving costs, and what a client is told
-    /// whose prefill is killed.
+    /// Show that answers made on moved KV cache are those of one server, what moving costs, and
+    /// what a client is told whose prefill is killed.
     Demo(demo::Arguments),
     /// Measure what moving blocks costs, beside a limit that moves the same blocks without kvx.
     Bench(Box<bench::Arguments>),
     /// List the NIXLs of this machine, and put kvx into them as their backend KVX.
     Nixl(nixl::Arguments),
-    /// Make, or find, the library that leads kvx to the engine in Mooncake's wheel, and say what to set.
+    /// Make, or find, the library that leads kvx to the engine in Mooncake's wheel, and say what to
+    /// set.
     #[cfg(feature = "mooncake")]
     MooncakeAdapter(mooncake_adapter::Arguments),
     /// Ask a prefill's side channel for its handshake, and say what of an engine would not fit it.
@@ -84,7 +85,7 @@ enum Command {
     #[cfg(feature = "serve")]
     MakeModel(Box<make_model::Arguments>),
     /// Answer another `kvx bench --beside` as the program beside it.
-    BenchBeside(bench::BesideArguments),
+    BenchBeside(bench::CompanionArguments),
     /// The process that owns the other side's memory of `bench`.
     #[command(hide = true)]
     BenchTarget(bench::TargetArguments),
@@ -97,18 +98,21 @@ enum Command {
     DemoOwner(demo::OwnerArguments),
 }
 
-/// Standard output, which from now on is kvx's alone. Libraries log there, UCX unless it is told otherwise: their lines
-/// would be taken for figures and for answers. What they write goes to standard error, line by line.
+/// Standard output, which from now on is kvx's alone. Libraries log there, UCX unless it is told
+/// otherwise: their lines would be taken for figures and for answers. What they write goes to
+/// standard error, line by line.
 fn output_apart() -> std::io::Result<File> {
     // SAFETY: as <stdio.h> declares it.
     unsafe extern "C" {
-        /// C's, where libraries print: it would keep what goes to a file or pipe until this process ends.
+        /// C's, where libraries print: it would keep what goes to a file or pipe until this process
+        /// ends.
         static stdout: *mut libc::FILE;
     }
     // SAFETY: nothing has been printed by it, and it makes a buffer of its own.
     unsafe { libc::setvbuf(stdout, std::ptr::null_mut(), libc::_IOLBF, 0) };
     let output = std::io::stdout().as_fd().try_clone_to_owned()?;
-    // SAFETY: plain system call. Nobody owns the number of standard output, and nothing has been written to it.
+    // SAFETY: plain system call. Nobody owns the number of standard output, and nothing has been
+    // written to it.
     match unsafe { libc::dup2(libc::STDERR_FILENO, libc::STDOUT_FILENO) } {
         -1 => Err(std::io::Error::last_os_error()),
         _ => Ok(output.into()),

@@ -1,6 +1,7 @@
-//! The limit of this host: the same list of blocks between the same memory, with no protocol.
+//! Bare moves on this host: the same list of blocks between the same memory, with no protocol.
 //!
-//! Nothing of what is measured is used here, so that it can neither slow the limit down nor speed it up.
+//! Nothing of what is measured is used here, so that it can neither slow the limit down nor speed
+//! it up.
 
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::net::TcpStream;
@@ -11,7 +12,8 @@ const VECTORS: usize = 1024;
 /// The most bytes in one call on a socket.
 const CALL: usize = 1 << 20;
 
-/// Blocks of `length` bytes: block `from[i]` of the source goes to block `to[i]` of the destination.
+/// Blocks of `length` bytes: block `from[i]` of the source goes to block `to[i]` of the
+/// destination.
 #[derive(Clone, Copy)]
 pub(crate) struct List<'a> {
     pub(crate) length: usize,
@@ -22,7 +24,8 @@ pub(crate) struct List<'a> {
 /// Copies within this process.
 ///
 /// # Safety
-/// All blocks of the list lie in valid memory at both addresses, and nobody holds references into the destination.
+/// All blocks of the list lie in valid memory at both addresses, and nobody holds references into
+/// the destination.
 pub(crate) unsafe fn copy(from: u64, to: u64, list: List<'_>) {
     for (source, destination) in list.from.iter().zip(list.to) {
         let source = (from as usize + *source as usize * list.length) as *const u8;
@@ -61,7 +64,8 @@ pub(crate) unsafe fn read(process: u32, from: u64, to: u64, list: List<'_>) -> R
     Ok(())
 }
 
-/// Sends the blocks of a list, or receives them, otherwise than as they are. False: as [`BareConnection`]'s own way.
+/// Sends the blocks of a list, or receives them, otherwise than as they are. False: as
+/// [`BareConnection`]'s own way.
 pub(crate) type Mover = Box<dyn FnMut(&mut TcpStream, &[u32], bool) -> Result<bool> + Send>;
 
 /// One end of a connection, and the blocks that go over it: one list each time, in turn.
@@ -76,7 +80,8 @@ pub(crate) struct BareConnection {
 }
 
 impl BareConnection {
-    /// Sends the next list, or receives it. False: the other end has closed instead of sending the first byte.
+    /// Sends the next list, or receives it. False: the other end has closed instead of sending the
+    /// first byte.
     fn all(&mut self, send: bool) -> Result<bool> {
         let blocks = &self.lists[self.next];
         self.next = (self.next + 1) % self.lists.len();
@@ -102,7 +107,8 @@ impl BareConnection {
             let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
             (message.msg_iov, message.msg_iovlen) = (vectors.as_mut_ptr(), n as _);
             let moved = match send {
-                // SAFETY: the vectors live through the call, and lie in memory that outlives the lane.
+                // SAFETY: the vectors live through the call, and lie in memory that outlives the
+                // lane.
                 true => unsafe { libc::sendmsg(socket, &message, 0) },
                 // SAFETY: as above, and nobody holds references into that memory.
                 false => unsafe { libc::readv(socket, vectors.as_ptr(), n as i32) },
@@ -118,7 +124,8 @@ impl BareConnection {
         Ok(true)
     }
 
-    /// The end that is asked: for each byte it sends its blocks, or it answers its blocks with a byte.
+    /// The end that is asked: for each byte it sends its blocks, or it answers its blocks with a
+    /// byte.
     pub(crate) fn serve(&mut self, sends: bool) -> Result<()> {
         while (!sends || self.socket.read(&mut [0])? == 1) && self.all(sends)? {
             self.socket.write_all(&[1][..usize::from(!sends)])?;
@@ -136,7 +143,8 @@ impl BareConnection {
     }
 }
 
-/// Moves the next lists of all lanes so many times, the first lane on this thread and each other on one of its own.
+/// Moves the next lists of all lanes so many times, the first lane on this thread and each other on
+/// one of its own.
 pub(crate) fn ask(lanes: &mut [BareConnection], sends: bool, times: u64) -> Result<()> {
     let Some((first, others)) = lanes.split_first_mut() else { return Ok(()) };
     std::thread::scope(|scope| {

@@ -9,14 +9,17 @@ use std::time::{Duration, Instant};
 use kvx::{Grid, Plan, Registry, Transfer};
 use serde::Serialize;
 
-use super::bare::{connect, timed};
+use super::arguments::Arguments;
+use super::bare;
+use super::content;
+use super::deadlines::DEADLINE;
 use super::figures::Output;
 use super::initiator::{Initiator, Plans, block_on};
-use super::points::{Backing, BenchOp, Pattern, Point, Shape, Wait};
+use super::limits::{DataLanes, connect};
+use super::points::{Backing, BenchOp, Pattern, Point, Shape, Wait, shuffled};
 use super::pools::{PoolKind, Sizes};
-use super::rounds::quantile;
-use super::session::{DataLanes, Session};
-use super::{Arguments, PATIENCE, content, limit};
+use super::rounds::{quantile, timed};
+use super::session::Session;
 use crate::{Result, bytes};
 
 /// Bytes of a small read.
@@ -36,14 +39,14 @@ struct BulkRecord {
     bulk_bytes: u64,
     /// Large transfers that ended meanwhile.
     bulk_done: u64,
-    small: AloneAndBeside,
+    small: QuietAndLoaded,
     /// The same with bare connections, where that is what lies below.
-    bare: Option<AloneAndBeside>,
+    bare: Option<QuietAndLoaded>,
 }
 
 /// Small reads alone and beside.
 #[derive(Serialize)]
-struct AloneAndBeside {
+struct QuietAndLoaded {
     alone_p50_us: f64,
     alone_p99_us: f64,
     beside_p50_us: f64,
@@ -52,7 +55,7 @@ struct AloneAndBeside {
     times: f64,
 }
 
-impl AloneAndBeside {
+impl QuietAndLoaded {
     fn of(alone: &[f64], beside: &[f64]) -> Result<Self> {
         let us = |values: &[f64], part| {
             let seconds = quantile(values.iter().copied(), part).ok_or("no small read ended");
@@ -61,7 +64,7 @@ impl AloneAndBeside {
         let (alone_p99_us, beside_p99_us) = (us(alone, 0.99)?, us(beside, 0.99)?);
         let times = (beside_p99_us / alone_p99_us * 100.0).round() / 100.0;
         let (alone_p50_us, beside_p50_us) = (us(alone, 0.5)?, us(beside, 0.5)?);
-        Ok(AloneAndBeside { alone_p50_us, alone_p99_us, beside_p50_us, beside_p99_us, times })
+        Ok(QuietAndLoaded { alone_p50_us, alone_p99_us, beside_p50_us, beside_p99_us, times })
     }
 }
 
@@ -98,7 +101,7 @@ pub(crate) fn run(
     let available = (theirs / BLOCK) as u32;
     let from: Vec<u32> = (0..blocks).map(|block| block % available).collect();
     let large = Plan::read(
-        local.grid(Grid::packed(BLOCK, blocks))?.blocks(content::shuffled(blocks, arguments.seed)),
+        local.grid(Grid::packed(BLOCK, blocks))?.blocks(shuffled(blocks, arguments.seed)),
         remote.grid(Grid::packed(BLOCK, available))?.blocks(from),
     )?;
     let mut small = Plans::one(Plan::read(
@@ -113,7 +116,7 @@ pub(crate) fn run(
         bulk_done += reads_beside(initiator, &mut small, &large, budget, &mut beside)?;
     }
     let bare = match backend {
-        "TCP" => Some(bare(&mut session, available, budget)?),
+        "TCP" => Some(bare_sockets(&mut session, available, budget)?),
         _ => None,
     };
     session.end()?;
@@ -122,7 +125,7 @@ pub(crate) fn run(
         backend,
         bulk_bytes: bulk,
         bulk_done,
-        small: AloneAndBeside::of(&alone, &beside)?,
+        small: QuietAndLoaded::of(&alone, &beside)?,
         bare,
     };
     output.record(&record, &sentence(&record))
@@ -151,7 +154,7 @@ fn reads_beside(
     }
     let settled = running.settled();
     drop(running);
-    settled.wait(PATIENCE)?;
+    settled.wait(DEADLINE)?;
     Ok(ended)
 }
 
@@ -163,8 +166,9 @@ fn finished(transfer: &mut Transfer) -> Option<kvx::Result<kvx::Report>> {
     }
 }
 
-/// The same without kvx: a request and its answer on a connection of their own, beside a stream on others.
-fn bare(session: &mut Session, blocks: u32, budget: Duration) -> Result<AloneAndBeside> {
+/// The same without kvx: a request and its answer on a connection of their own, beside a stream on
+/// others.
+fn bare_sockets(session: &mut Session, blocks: u32, budget: Duration) -> Result<QuietAndLoaded> {
     let base = session.pools.get(PoolKind::Kvx)?.address();
     let point = |block, count| {
         let shape = Shape { block, count, lists: 1, pattern: Pattern::Scattered, seed: 1 };
@@ -176,29 +180,29 @@ fn bare(session: &mut Session, blocks: u32, budget: Duration) -> Result<AloneAnd
         connect(&point(SMALL, 1), base + u64::from(blocks) * BLOCK, &mut session.target, one)?;
     let (mut alone, mut beside) = (Vec::new(), Vec::new());
     for _ in 0..TURNS {
-        alone.extend(timed(budget, 1, |_| limit::ask(&mut request, false, 1))?.each);
+        alone.extend(timed(budget, 1, |_| bare::ask(&mut request, false, 1))?.each);
         let enough = AtomicBool::new(false);
         let mut streaming = || -> std::io::Result<()> {
             while !enough.load(Ordering::Relaxed) {
-                limit::ask(&mut stream, false, 1)?;
+                bare::ask(&mut stream, false, 1)?;
             }
             Ok(())
         };
         let turn = std::thread::scope(|scope| {
             let streaming = scope.spawn(&mut streaming);
-            let turn = timed(budget, 1, |_| limit::ask(&mut request, false, 1));
+            let turn = timed(budget, 1, |_| bare::ask(&mut request, false, 1));
             enough.store(true, Ordering::Relaxed);
             streaming.join().map_err(|_| "the bare stream panicked")??;
             turn
         })?;
         beside.extend(turn.each);
     }
-    AloneAndBeside::of(&alone, &beside)
+    QuietAndLoaded::of(&alone, &beside)
 }
 
 fn sentence(record: &BulkRecord) -> String {
-    let part = |pair: &AloneAndBeside| {
-        let AloneAndBeside { alone_p50_us, alone_p99_us, beside_p50_us, beside_p99_us, times } =
+    let part = |pair: &QuietAndLoaded| {
+        let QuietAndLoaded { alone_p50_us, alone_p99_us, beside_p50_us, beside_p99_us, times } =
             pair;
         format!(
             "alone p50 {alone_p50_us} us, p99 {alone_p99_us} us; beside p50 {beside_p50_us} us, p99 {beside_p99_us} us: \

@@ -1,16 +1,17 @@
-//! A program beside kvx: it moves the same bytes in rounds of its own, in turn with kvx's. `BESIDE.md` is its protocol.
+//! A program beside kvx: it moves the same bytes in rounds of its own, in turn with kvx's.
+//! `BESIDE.md` is its protocol.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use super::deadlines::{ANSWER_DEADLINE, DEADLINE};
 use super::points::{Point, Shape, name};
 use super::rounds::Round;
-use super::{ANSWER_PATIENCE, PATIENCE};
 use crate::Result;
 use crate::child::Child;
 
 /// Such a program.
-pub(crate) struct Beside {
+pub(crate) struct Companion {
     child: Child,
 }
 
@@ -22,7 +23,7 @@ pub(crate) enum PointAnswer {
     Skips(String),
 }
 
-impl Beside {
+impl Companion {
     /// Starts it, as the shell understands it.
     pub(crate) fn start(program: &str) -> Result<Self> {
         let mut command = Command::new("sh");
@@ -31,13 +32,13 @@ impl Beside {
         if std::env::var_os("UCX_LOG_FILE").is_none() {
             command.env("UCX_LOG_FILE", "stderr");
         }
-        Ok(Beside { child: Child::start("the program beside", command)? })
+        Ok(Companion { child: Child::start("the program beside", command)? })
     }
 
     /// Announces a point.
     pub(crate) fn announce(&mut self, point: &Point) -> Result<PointAnswer> {
         self.child.say(&announcement(point))?;
-        let answer = self.child.hear(PATIENCE)?;
+        let answer = self.child.hear(DEADLINE)?;
         match answer.split_once(' ').unwrap_or((&answer, "")) {
             ("ready", name) if !name.trim().is_empty() => {
                 Ok(PointAnswer::Ready(name.trim().to_owned()))
@@ -54,11 +55,12 @@ impl Beside {
     pub(crate) fn round(&mut self, bytes: u64, budget: Duration) -> Result<Round> {
         let start = Instant::now();
         self.child.say(&format!("go {:.6}", budget.as_secs_f64()))?;
-        let answer = self.child.hear(ANSWER_PATIENCE + budget)?;
+        let answer = self.child.hear(ANSWER_DEADLINE + budget)?;
         let round = result(&answer, bytes).ok_or_else(|| {
             format!("the program beside answered {answer:?} to a round: `moved TIMES SECONDS` or `gbps RATE`")
         })?;
-        // A program that reports less time than it took may be right; one that reports more cannot be.
+        // A program that reports less time than it took may be right; one that reports more cannot
+        // be.
         let most = start.elapsed().as_secs_f64();
         if answer.starts_with("moved") && round.seconds > most {
             return Err(format!(

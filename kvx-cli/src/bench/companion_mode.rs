@@ -1,5 +1,5 @@
-//! `kvx bench-beside`: kvx as the program beside a bench. For another build, other options, or another shape of as many
-//! bytes, measured in the same minute.
+//! `kvx bench-beside`: kvx as the program beside a bench. For another build, other options, or
+//! another shape of as many bytes, measured in the same minute.
 
 use std::io::{BufRead, Write};
 use std::time::Duration;
@@ -7,16 +7,17 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use kvx::{Options, Registry};
 
+use super::deadlines::DEADLINE;
 use super::initiator::Plans;
+use super::measure;
 use super::points::{self, Pattern, Point, Shape};
 use super::rounds::Round;
 use super::session::Session;
-use super::{PATIENCE, measure};
 use crate::{Result, bytes};
 
 /// What stands behind `bench-beside` on the command line. All of it: instead of what is announced.
 #[derive(Args)]
-pub(crate) struct BesideArguments {
+pub(crate) struct CompanionArguments {
     /// Another backend.
     #[arg(long, value_name = "NAME")]
     backend: Option<String>,
@@ -43,7 +44,7 @@ struct AnnouncedPoint {
 
 /// Answers the lines of BESIDE.md until there are no more.
 pub(crate) fn run(
-    arguments: &BesideArguments,
+    arguments: &CompanionArguments,
     registry: &Registry,
     out: &mut dyn Write,
 ) -> Result<()> {
@@ -84,7 +85,7 @@ pub(crate) fn run(
 }
 
 impl AnnouncedPoint {
-    fn of(words: &str, arguments: &BesideArguments, registry: &Registry) -> Result<Self> {
+    fn of(words: &str, arguments: &CompanionArguments, registry: &Registry) -> Result<Self> {
         let announced = Announced(words);
         let named = match &arguments.backend {
             Some(named) => named,
@@ -116,7 +117,7 @@ impl AnnouncedPoint {
         let point = Point { backend, op, shape: ours, memory, wait };
         let sizes = points::memory(&[point]);
         let mut session =
-            Session::start(&[backend], registry, &arguments.options, sizes, PATIENCE)?;
+            Session::start(&[backend], registry, &arguments.options, sizes, DEADLINE)?;
         measure::prepare(&mut session, &point)?;
         let plans = session.initiator(backend)?.plans(op, ours, memory)?;
         Ok(AnnouncedPoint { session, point, plans })

@@ -1,32 +1,16 @@
-//! The content of memory, and the order in which blocks are moved: both known to every side from a few numbers.
+//! The content of memory, which every side knows from a few numbers.
 
 use kvx::Memory;
 
-use super::limit::List;
+use super::bare::List;
 use super::points::Shape;
 use crate::Result;
 
 /// Bytes that are written or compared at a time.
 const PIECE: usize = 256 << 10;
 
-/// The numbers below `count` in an order that depends only on `seed`. `BESIDE.md` says how.
-pub(crate) fn shuffled(count: u32, seed: u64) -> Vec<u32> {
-    let mut state = seed;
-    let mut random = || {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut word = state;
-        word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        word ^ (word >> 31)
-    };
-    let mut numbers: Vec<u32> = (0..count).collect();
-    for at in (1..numbers.len()).rev() {
-        numbers.swap(at, (random() % (at as u64 + 1)) as usize);
-    }
-    numbers
-}
-
-/// The word at `offset`, a multiple of 8, of a source; never zero within a memory that a machine has.
+/// The word at `offset`, a multiple of 8, of a source; never zero within a memory that a machine
+/// has.
 fn word(offset: u64) -> u64 {
     (offset / 8 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
@@ -59,7 +43,8 @@ pub(crate) fn check(memory: &Memory, shape: Shape, lists: u32) -> Result<()> {
     compare(memory, shape.block, pairs.take((lists * shape.count) as usize))
 }
 
-/// Compares every byte of some blocks of a destination with the blocks of the source that belong there: pairs of both.
+/// Compares every byte of some blocks of a destination with the blocks of the source that belong
+/// there: pairs of both.
 pub(crate) fn compare(
     memory: &Memory,
     block: u64,
@@ -101,7 +86,7 @@ impl ShapeBlocks {
 
     /// That of a transfer, by its number: they come round again and again.
     pub(crate) fn list(&self, transfer: u64) -> List<'_> {
-        let part = part(self.shape, transfer);
+        let part = self.shape.part(transfer);
         List {
             length: self.shape.block as usize,
             from: &self.from[part.clone()],
@@ -110,27 +95,11 @@ impl ShapeBlocks {
     }
 }
 
-/// Which part of all blocks a transfer moves.
-pub(crate) fn part(shape: Shape, transfer: u64) -> std::ops::Range<usize> {
-    let start = (transfer % u64::from(shape.lists)) as usize * shape.count as usize;
-    start..start + shape.count as usize
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::limit;
+    use super::super::bare;
     use super::super::points::Pattern;
     use super::*;
-
-    /// `BESIDE.md` has these numbers, so that other programs can be checked against them.
-    #[test]
-    fn the_order_is_the_documented_one() {
-        let document = include_str!("../../BESIDE.md");
-        for (count, seed) in [(8, 1), (8, 2)] {
-            let line = format!("shuffled({count}, {seed}) = {:?}", shuffled(count, seed));
-            assert!(document.contains(&line), "{line}");
-        }
-    }
 
     #[test]
     fn a_copy_passes_the_check_and_a_changed_byte_does_not() {
@@ -141,12 +110,12 @@ mod tests {
         assert!(check(&destination, shape, 2).is_err());
         // SAFETY: both memories have all blocks of the shape, and nobody else touches them.
         unsafe {
-            limit::copy(source.address(), destination.address(), ShapeBlocks::of(shape).list(0))
+            bare::copy(source.address(), destination.address(), ShapeBlocks::of(shape).list(0))
         };
         assert!(check(&destination, shape, 1).is_ok() && check(&destination, shape, 2).is_err());
         // SAFETY: as above.
         unsafe {
-            limit::copy(source.address(), destination.address(), ShapeBlocks::of(shape).list(3))
+            bare::copy(source.address(), destination.address(), ShapeBlocks::of(shape).list(3))
         };
         check(&destination, shape, 2).unwrap();
         let mut byte = [0];

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 /// CPU time of all threads of a process so far; zero when it is gone.
 pub(crate) fn of(process: u32) -> Duration {
-    // How the kernel names another process's clock: the complement of its number, then the clock's kind.
+    // How the kernel names another process's clock: the complement of its number, then the clock's
+    // kind.
     const WHOLE_PROCESS: i32 = 2;
     read((!process.cast_signed() << 3) | WHOLE_PROCESS)
 }

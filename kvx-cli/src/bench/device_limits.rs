@@ -1,4 +1,5 @@
-//! The limits beside figures of device memory: bare copies by the driver, of as many bytes as a transfer.
+//! The limits beside figures of device memory: bare copies by the driver, of as many bytes as a
+//! transfer.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,12 +8,11 @@ use kvx::gpu::Device;
 use kvx::memory::DeviceAccess;
 use kvx::{Memory, MemoryKind};
 
-use super::bare::timed;
 use super::content::{self, ShapeBlocks};
 use super::driver::{BareCopyDirection, BareDriver};
 use super::points::{Pattern, Point, Shape};
 use super::pools::PoolKind;
-use super::rounds::Round;
+use super::rounds::{Round, timed};
 use crate::{Result, devices};
 
 /// Copies between two memories of their own, each as large as a side's.
@@ -29,8 +29,8 @@ pub(crate) struct DeviceLimit {
 }
 
 impl DeviceLimit {
-    /// What the first device does with the bytes of a point on their way. The flag: whether that bounds the point, or
-    /// only stands beside it.
+    /// What the first device does with the bytes of a point on their way. The flag: whether that
+    /// bounds the point, or only stands beside it.
     pub(crate) fn all(point: &Point) -> Result<Vec<(Self, bool)>> {
         let (from, to) = point.memory.way(point.op);
         if ![from, to].contains(&PoolKind::Device) {
@@ -56,8 +56,8 @@ impl DeviceLimit {
         DeviceLimit::new(device, BareCopyDirection::Within, shape)
     }
 
-    /// The same list as the point's by a copy for each block, which is what a program without kernels does. In the same
-    /// memory: they take turns.
+    /// The same list as the point's by a copy for each block, which is what a program without
+    /// kernels does. In the same memory: they take turns.
     fn one_by_one(&self, device: &Arc<Device>, shape: Shape) -> Result<Self> {
         Ok(DeviceLimit {
             name: "a call a block",

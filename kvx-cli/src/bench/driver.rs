@@ -1,6 +1,7 @@
 //! The limit of a GPU: bare copies by its driver, with nothing around them.
 //!
-//! Nothing of what is measured is used here, so that it can neither slow the limit down nor speed it up.
+//! Nothing of what is measured is used here, so that it can neither slow the limit down nor speed
+//! it up.
 
 use std::ffi::{CStr, CString, c_int, c_uint, c_void};
 use std::io::{Error, Result};
@@ -93,8 +94,8 @@ impl BareDriver {
     /// Starts a copy.
     ///
     /// # Safety
-    /// Both sides are valid memory of the kind that the way says until [`wait`](Driver::wait) has come back, and nobody
-    /// holds references into the destination.
+    /// Both sides are valid memory of the kind that the way says until [`wait`](Driver::wait) has
+    /// come back, and nobody holds references into the destination.
     pub(crate) unsafe fn copy(
         &self,
         way: BareCopyDirection,
@@ -143,7 +144,8 @@ fn check(what: &str, status: DriverStatus) -> Result<()> {
     }
 }
 
-/// The library that the process has open already: the one that the variable names, else that name's.
+/// The library that the process has open already: the one that the variable names, else that
+/// name's.
 fn open(variable: &str, name: &str) -> Result<DriverHandle> {
     let name = std::env::var(variable).unwrap_or_else(|_| name.to_owned());
     let path = CString::new(name.as_str())?;

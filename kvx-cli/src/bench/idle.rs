@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvx::Registry;
 use serde::Serialize;
 
-use super::Arguments;
+use super::arguments::Arguments;
 use super::cpu;
 use super::figures::Output;
 use super::points::{Backing, BenchOp, Pattern, Shape, Wait};

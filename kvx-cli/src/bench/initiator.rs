@@ -9,14 +9,15 @@ use std::time::{Duration, Instant};
 
 use kvx::{Agent, Options, Peer, Plan, Region, Registry, Transfer};
 
+use super::deadlines::DEADLINE;
 use super::points::{Backing, BenchOp, Shape, Wait};
 use super::pools::{PoolKind, Pools};
 use super::rounds::Round;
 use super::target::TargetProcess;
-use super::{PATIENCE, content};
 use crate::Result;
 
-/// So many posts of a round are timed, and then one in so many: a prime, so that it is each list's turn.
+/// So many posts of a round are timed, and then one in so many: a prime, so that it is each list's
+/// turn.
 const TIMED_POSTS: u64 = 17;
 
 /// One backend's agent, connected with the target's.
@@ -43,7 +44,7 @@ impl Initiator {
             .map(|(pool, memory)| Ok((pool, agent.register(pool.name(), memory.clone())?)));
         let regions = regions.collect::<kvx::Result<Vec<_>>>()?;
         let peer = agent.connect(target.metadata(backend)?)?;
-        peer.ready(PATIENCE).join()?;
+        peer.ready(DEADLINE).join()?;
         Ok(Initiator { agent, peer, regions })
     }
 
@@ -59,7 +60,7 @@ impl Initiator {
         let (from, to) = (shape.from(), shape.to());
         let mut plans = Plans { plans: Vec::new(), took: Vec::new(), next: 0 };
         for transfer in 0..u64::from(shape.lists) {
-            let part = content::part(shape, transfer);
+            let part = shape.part(transfer);
             // Each list is an allocation of its own, as an engine's block table is.
             let (from, to): (Arc<[u32]>, Arc<[u32]>) = (from[part.clone()].into(), to[part].into());
             let start = Instant::now();
@@ -75,13 +76,14 @@ impl Initiator {
 
     /// Posts the plan.
     pub(crate) fn post(&self, plan: &Plan) -> Result<Transfer> {
-        Ok(self.peer.transfer(plan).deadline(PATIENCE).post()?)
+        Ok(self.peer.transfer(plan).deadline(DEADLINE).post()?)
     }
 
     /// Moves list after list until `budget` has passed, and at least `least`.
     ///
-    /// What is counted is kvx's work and one reading of the clock a transfer, as in the loops beside: where one ends,
-    /// the next begins. Of the posts a part is timed by a second one, which costs a hundredth of a small read.
+    /// What is counted is kvx's work and one reading of the clock a transfer, as in the loops
+    /// beside: where one ends, the next begins. Of the posts a part is timed by a second one, which
+    /// costs a hundredth of a small read.
     pub(crate) fn round(
         &self,
         plans: &mut Plans,
@@ -93,7 +95,7 @@ impl Initiator {
         let start = Instant::now();
         let (mut now, end) = (start, start + budget);
         while round.times < least || now < end {
-            let until = now + PATIENCE;
+            let until = now + DEADLINE;
             let transfer = self.peer.transfer(plans.next()).deadline(until).post()?;
             if round.times < TIMED_POSTS || round.times.is_multiple_of(TIMED_POSTS) {
                 round.posts.push(now.elapsed().as_secs_f64());
@@ -114,7 +116,7 @@ impl Initiator {
     /// Ends the agent.
     pub(crate) fn end(self) -> Result<()> {
         drop(self.regions);
-        Ok(self.agent.shutdown(PATIENCE).join()?)
+        Ok(self.agent.shutdown(DEADLINE).join()?)
     }
 }
 

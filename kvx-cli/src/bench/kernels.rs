@@ -7,13 +7,13 @@ use kvx::gpu::kernels::DeviceGrid;
 use kvx::{Completion, Memory, Ticket};
 use serde::Serialize;
 
-use super::bare::timed;
+use super::arguments::Arguments;
 use super::content;
+use super::deadlines::DEADLINE;
 use super::device_limits::DeviceLimit;
 use super::figures::Output;
 use super::points::{Pattern, Shape};
-use super::rounds::{Party, Ratio, Round, interleave, median};
-use super::{Arguments, PATIENCE};
+use super::rounds::{Party, Ratio, Round, interleave, median, timed};
 use crate::{Result, bytes, devices};
 
 /// What is printed.
@@ -82,7 +82,7 @@ fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<KernelRe
     let once = || -> kvx::Result<()> {
         let (moved, ticket) = Completion::with_ticket();
         act(ticket);
-        moved.wait(PATIENCE)
+        moved.wait(DEADLINE)
     };
 
     let (source, destination): (&Memory, &Memory) =

@@ -1,18 +1,15 @@
 //! The limit beside a backend's figures: which one it is, and its rounds.
 
 use std::net::TcpStream;
-use std::os::fd::AsRawFd as _;
 use std::time::{Duration, Instant};
 
-use super::ANSWER_PATIENCE;
-use super::content::{self, ShapeBlocks};
+use super::access::{fetch, map, share};
+use super::bare::{self, BareConnection};
+use super::content::ShapeBlocks;
 use super::device_limits::DeviceLimit;
-use super::limit::{self, BareConnection, List};
 use super::points::{BenchOp, Point, Shape};
 use super::pools::{PoolKind, PoolLocation, Pools};
-use super::rounds::Round;
-use super::sealed;
-use super::session::DataLanes;
+use super::rounds::{Round, timed};
 use super::target::{Ask, TargetProcess};
 use crate::Result;
 
@@ -41,17 +38,14 @@ enum LimitWay {
     Driver(DeviceLimit),
 }
 
-/// The target's pool as it is mapped here, once it is.
-pub(crate) type MappedPool = Option<u64>;
-
 impl Limit {
-    /// Those of a point: what each part of the way does at best. None for a backend that has none. `data`: how kvx's
-    /// data goes over TCP.
+    /// Those of a point: what each part of the way does at best. None for a backend that has none.
+    /// `data`: how kvx's data goes over TCP.
     pub(crate) fn all(
         point: &Point,
         pools: &Pools,
         target: &mut TargetProcess,
-        mapped: &mut MappedPool,
+        mapped: &mut Option<u64>,
         data: DataLanes,
     ) -> Result<Vec<Self>> {
         let by_driver = DeviceLimit::all(point)?.into_iter();
@@ -77,12 +71,12 @@ impl Limit {
         point: &Point,
         pools: &Pools,
         target: &mut TargetProcess,
-        mapped: &mut MappedPool,
+        mapped: &mut Option<u64>,
         data: DataLanes,
     ) -> Result<Option<Self>> {
         let Point { op, shape, memory, .. } = *point;
         let (ours, theirs) = (memory.ours(), memory.theirs());
-        let bare = if ours == PoolKind::Kvx { "memcpy" } else { "process_vm_readv" };
+        let copy = if ours == PoolKind::Kvx { "memcpy" } else { "process_vm_readv" };
         let (name, way) = match (point.backend, op) {
             ("SHM", BenchOp::Read) => {
                 let from = target.place(theirs)?;
@@ -91,10 +85,10 @@ impl Limit {
                 }
                 let mapped = from.file.and(*mapped);
                 let to = pools.get(ours)?.address();
-                (bare, LimitWay::Fetch { mapped, from, to, blocks: ShapeBlocks::of(shape) })
+                (copy, LimitWay::Fetch { mapped, from, to, blocks: ShapeBlocks::of(shape) })
             }
             ("SHM", BenchOp::Write) => {
-                (bare, LimitWay::Pull { memory: theirs, shape, from: pools.place(ours)? })
+                (copy, LimitWay::Pull { memory: theirs, shape, from: pools.place(ours)? })
             }
             ("TCP", _) => {
                 let lanes = connect(point, pools.get(ours)?.address(), target, data)?;
@@ -118,9 +112,10 @@ impl Limit {
         let next = self.next;
         let round = match &mut self.way {
             LimitWay::Fetch { mapped, from, to, blocks } => {
-                // SAFETY: both sides' memory has all blocks of the point, and none of this process is lent out.
+                // SAFETY: both sides' memory has all blocks of the point, and none of this process
+                // is lent out.
                 timed(budget, least, |nth| unsafe {
-                    once(*mapped, *from, *to, blocks.list(next + nth))
+                    fetch(*mapped, *from, *to, blocks.list(next + nth))
                 })
             }
             LimitWay::Pull { memory, shape, from } => {
@@ -129,11 +124,11 @@ impl Limit {
                 Ok(Round { times, seconds: target.ask(ask)?, ..Round::default() })
             }
             LimitWay::Lanes { lanes, sends } if lanes.len() == 1 => {
-                timed(budget, least, |_| limit::ask(lanes, *sends, 1))
+                timed(budget, least, |_| bare::ask(lanes, *sends, 1))
             }
             LimitWay::Lanes { lanes, sends } => {
                 let start = Instant::now();
-                limit::ask(lanes, *sends, times)?;
+                bare::ask(lanes, *sends, times)?;
                 Ok(Round { times, seconds: start.elapsed().as_secs_f64(), ..Round::default() })
             }
             LimitWay::Driver(limit) => limit.round(next, budget, least),
@@ -150,6 +145,15 @@ impl Limit {
         }
         Ok(())
     }
+}
+
+/// How kvx's data goes over TCP.
+#[derive(Clone, Copy)]
+pub(crate) struct DataLanes {
+    /// Over how many connections.
+    pub(crate) count: usize,
+    /// Whether payload is sealed.
+    pub(crate) sealed: bool,
 }
 
 /// As many connections as kvx has, but none without a block, and the target's ends of them.
@@ -169,80 +173,7 @@ pub(crate) fn connect(
     let ours = (0..lanes).map(|lane| {
         share(TcpStream::connect(target.address())?, (base, sealed), shape, &blocks, (lane, lanes))
     });
-    let ours = ours.collect::<Result<Vec<_>>>()?;
+    let ours = ours.collect::<std::io::Result<Vec<_>>>()?;
     target.ask(Ask::Lanes { op, memory: memory.theirs(), shape, lanes, sealed })?;
     Ok(ours)
-}
-
-/// Moves a list once out of memory of another process: by copying where it is mapped here, else by the kernel.
-///
-/// # Safety
-/// The memory has all blocks of the list; nobody holds references into the destination.
-pub(crate) unsafe fn once(
-    mapped: Option<u64>,
-    from: PoolLocation,
-    to: u64,
-    list: List<'_>,
-) -> std::io::Result<()> {
-    match mapped {
-        Some(mapped) => {
-            // SAFETY: the caller's promise; a mapping stays for the life of this process.
-            unsafe { limit::copy(mapped, to, list) };
-            Ok(())
-        }
-        // SAFETY: the caller's promise.
-        None => unsafe { limit::read(from.process, from.base, to, list) },
-    }
-}
-
-/// Maps a memory file of another process to be read, every page present, and keeps it mapped. Gives its address.
-pub(crate) fn map(process: u32, file: i32, len: usize) -> std::io::Result<u64> {
-    let file = std::fs::File::open(format!("/proc/{process}/fd/{file}"))?;
-    let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
-    // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
-    let base = unsafe {
-        libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, flags, file.as_raw_fd(), 0)
-    };
-    if base == libc::MAP_FAILED { Err(std::io::Error::last_os_error()) } else { Ok(base as u64) }
-}
-
-/// One end of a bare connection, with its share of each list: `of` is which lane, and of how many. `memory`: where the
-/// blocks begin, and whether they go sealed.
-pub(crate) fn share(
-    socket: TcpStream,
-    memory: (u64, bool),
-    shape: Shape,
-    blocks: &[u32],
-    of: (usize, usize),
-) -> Result<BareConnection> {
-    socket.set_nodelay(true)?;
-    socket.set_read_timeout(Some(ANSWER_PATIENCE))?;
-    socket.set_write_timeout(Some(ANSWER_PATIENCE))?;
-    let lists = (0..u64::from(shape.lists)).map(|transfer| {
-        let list = &blocks[content::part(shape, transfer)];
-        list[list.len() * of.0 / of.1..list.len() * (of.0 + 1) / of.1].to_vec()
-    });
-    let (base, length) = (memory.0, shape.block as usize);
-    let mover = memory.1.then(|| sealed::mover(base, length));
-    Ok(BareConnection { socket, base, length, lists: lists.collect(), next: 0, mover })
-}
-
-/// Does something again and again until `budget` has passed, and at least `least` times; it is told which time it is.
-pub(crate) fn timed(
-    budget: Duration,
-    least: u64,
-    mut act: impl FnMut(u64) -> std::io::Result<()>,
-) -> Result<Round> {
-    let mut round = Round::default();
-    let start = Instant::now();
-    let mut now = start;
-    while round.times < least || now - start < budget {
-        act(round.times)?;
-        let done = Instant::now();
-        round.each.push((done - now).as_secs_f64());
-        round.times += 1;
-        now = done;
-    }
-    round.seconds = (now - start).as_secs_f64();
-    Ok(round)
 }

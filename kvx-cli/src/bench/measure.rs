@@ -3,13 +3,13 @@
 use std::cell::RefCell;
 use std::time::Duration;
 
-use super::Arguments;
-use super::bare::Limit;
-use super::beside::{Beside, PointAnswer};
+use super::arguments::Arguments;
+use super::companion::{Companion, PointAnswer};
 use super::content;
 use super::cpu;
 use super::figures::{Figures, Measured};
 use super::initiator::Plans;
+use super::limits::Limit;
 use super::points::{BenchOp, Point};
 use super::rounds::{Party, interleave};
 use super::session::Session;
@@ -23,7 +23,7 @@ const VERIFIED: u64 = 64 << 20;
 pub(crate) fn point(
     session: &mut Session,
     point: &Point,
-    mut beside: Option<&mut Beside>,
+    mut beside: Option<&mut Companion>,
     arguments: &Arguments,
     after_each: impl FnMut(),
 ) -> Result<Figures> {

@@ -1,4 +1,5 @@
-//! Notifications: how long one takes to arrive after quiet, and beside large transfers between the same agents.
+//! Notifications: how long one takes to arrive after quiet, and beside large transfers between the
+//! same agents.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
@@ -7,21 +8,22 @@ use std::time::{Duration, Instant};
 use kvx::{Agent, Grid, Options, Peer, Plan, Registry};
 use serde::Serialize;
 
+use super::arguments::Arguments;
 use super::bulk::{BLOCK, blocks_of};
+use super::deadlines::DEADLINE;
 use super::figures::Output;
 use super::initiator::block_on;
-use super::points::Wait;
+use super::points::{Wait, shuffled};
 use super::pools::{PoolKind, Pools, Sizes};
 use super::rounds::quantile;
-use super::{Arguments, PATIENCE, content};
 use crate::{Result, bytes};
 
 /// What a notification says.
 const SAID: &[u8] = b"moved";
 /// How long nothing happens before a notification that is alone.
 const QUIET: Duration = Duration::from_millis(200);
-/// How long after one the next is sent beside transfers: longer than a thread goes on looking for more before it
-/// sleeps.
+/// How long after one the next is sent beside transfers: longer than a thread goes on looking for
+/// more before it sleeps.
 const GAP: Duration = Duration::from_millis(3);
 /// The least of either kind: fewer have no middle worth telling.
 const LEAST: usize = 11;
@@ -58,7 +60,8 @@ impl Delay {
     }
 }
 
-/// Measures one backend. Both agents are of this process, so that one clock tells when a notification left and arrived.
+/// Measures one backend. Both agents are of this process, so that one clock tells when a
+/// notification left and arrived.
 pub(crate) fn run(
     arguments: &Arguments,
     backend: &'static str,
@@ -88,13 +91,13 @@ pub(crate) fn run(
     let local = speaker.register(name, ours.get(PoolKind::Kvx)?.clone())?;
     let _theirs = hearer.register(name, theirs.get(PoolKind::Kvx)?.clone())?;
     let peer = speaker.connect(&hearer.metadata()?)?;
-    peer.ready(PATIENCE).join()?;
+    peer.ready(DEADLINE).join()?;
     let grid = Grid::packed(BLOCK, blocks);
     let plan = Plan::read(
-        local.grid(grid)?.blocks(content::shuffled(blocks, arguments.seed)),
-        peer.region(name)?.grid(grid)?.blocks(content::shuffled(blocks, arguments.seed + 1)),
+        local.grid(grid)?.blocks(shuffled(blocks, arguments.seed)),
+        peer.region(name)?.grid(grid)?.blocks(shuffled(blocks, arguments.seed + 1)),
     )?;
-    peer.transfer(&plan).deadline(PATIENCE).post()?.wait(PATIENCE)?;
+    peer.transfer(&plan).deadline(DEADLINE).post()?.wait(DEADLINE)?;
 
     let quiet = delays(&peer, &hearer, alone, QUIET)?;
     for &wait in &arguments.wait {
@@ -113,7 +116,7 @@ pub(crate) fn run(
     }
     drop((local, _theirs));
     for agent in [speaker, hearer] {
-        agent.shutdown(PATIENCE).join()?;
+        agent.shutdown(DEADLINE).join()?;
     }
     Ok(())
 }
@@ -124,7 +127,7 @@ fn delays(peer: &Peer, hearer: &Agent, count: usize, gap: Duration) -> Result<Ve
     std::thread::scope(move |scope| {
         scope.spawn(move || {
             for _ in 0..count {
-                let arrived = hearer.notification(PATIENCE).join().map(|_| Instant::now());
+                let arrived = hearer.notification(DEADLINE).join().map(|_| Instant::now());
                 if heard.send(arrived).is_err() {
                     break; // whoever sends them has given up
                 }
@@ -134,9 +137,9 @@ fn delays(peer: &Peer, hearer: &Agent, count: usize, gap: Duration) -> Result<Ve
         for _ in 0..count {
             std::thread::sleep(gap);
             let sent = Instant::now();
-            let acknowledged = peer.notify(SAID, PATIENCE);
+            let acknowledged = peer.notify(SAID, DEADLINE);
             each.push((arrivals.recv()?? - sent).as_secs_f64());
-            acknowledged.wait(PATIENCE)?;
+            acknowledged.wait(DEADLINE)?;
         }
         Ok(each)
     })
@@ -155,9 +158,9 @@ fn beside_transfers(
         let moving = scope.spawn(|| -> kvx::Result<u64> {
             let mut ended = 0;
             while !enough.load(Ordering::Relaxed) {
-                let transfer = peer.transfer(plan).deadline(PATIENCE).post()?;
+                let transfer = peer.transfer(plan).deadline(DEADLINE).post()?;
                 match wait {
-                    Wait::Block => transfer.wait(PATIENCE)?,
+                    Wait::Block => transfer.wait(DEADLINE)?,
                     Wait::Async => block_on(transfer)?,
                 };
                 ended += 1;

@@ -1,4 +1,4 @@
-//! The points that are measured, and the sweep that the command line asks for.
+//! The points that are measured, and the order of their blocks.
 
 use std::fmt;
 
@@ -6,8 +6,6 @@ use clap::ValueEnum;
 use kvx::Grid;
 use serde::{Deserialize, Serialize};
 
-use super::Arguments;
-use super::content::shuffled;
 use super::pools::{PoolKind, Sizes};
 use crate::bytes;
 
@@ -88,7 +86,8 @@ pub(crate) enum Wait {
     Async,
 }
 
-/// Which bytes of the memory a point moves: enough to know the lists of blocks on any side and in any program.
+/// Which bytes of the memory a point moves: enough to know the lists of blocks on any side and in
+/// any program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Shape {
     /// Bytes of a block.
@@ -128,12 +127,35 @@ impl Shape {
         self.order(self.seed + 1)
     }
 
+    /// The part of all blocks that a transfer moves, by its number: they repeat after `lists`.
+    pub(crate) fn part(self, transfer: u64) -> std::ops::Range<usize> {
+        let start = (transfer % u64::from(self.lists)) as usize * self.count as usize;
+        start..start + self.count as usize
+    }
+
     fn order(self, seed: u64) -> Vec<u32> {
         match self.pattern {
             Pattern::Scattered => shuffled(self.grid().count, seed),
             Pattern::Adjacent => (0..self.grid().count).collect(),
         }
     }
+}
+
+/// The numbers below `count` in an order that depends only on `seed`. `BESIDE.md` says how.
+pub(crate) fn shuffled(count: u32, seed: u64) -> Vec<u32> {
+    let mut state = seed;
+    let mut random = || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut word = state;
+        word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        word ^ (word >> 31)
+    };
+    let mut numbers: Vec<u32> = (0..count).collect();
+    for at in (1..numbers.len()).rev() {
+        numbers.swap(at, (random() % (at as u64 + 1)) as usize);
+    }
+    numbers
 }
 
 /// One point.
@@ -179,38 +201,8 @@ pub(crate) fn name(value: impl ValueEnum) -> String {
     value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
 }
 
-/// The points that are asked for, in order, and those that are larger than is allowed.
-pub(crate) fn sweep(arguments: &Arguments, backends: &[&'static str]) -> (Vec<Point>, Vec<Point>) {
-    let mut points = Vec::new();
-    for backend in backends.iter().copied() {
-        for memory in arguments.memory.iter().copied() {
-            for op in arguments.op.iter().copied() {
-                for wait in arguments.wait.iter().copied() {
-                    for pattern in arguments.pattern.iter().copied() {
-                        let shape = |block, count| {
-                            let lists = lists(block, count, arguments.pool);
-                            Shape { block, count, lists, pattern, seed: arguments.seed }
-                        };
-                        let counts =
-                            |block| arguments.count.iter().map(move |count| shape(block, *count));
-                        let shapes = arguments.block.iter().flat_map(|block| counts(*block));
-                        points.extend(shapes.map(|shape| Point {
-                            backend,
-                            op,
-                            shape,
-                            memory,
-                            wait,
-                        }));
-                    }
-                }
-            }
-        }
-    }
-    points.into_iter().partition(|point| point.shape.bytes() <= arguments.max_total)
-}
-
 /// How many transfers of `count` blocks a pool of that size holds.
-fn lists(block: u64, count: u32, pool: u64) -> u32 {
+pub(crate) fn lists(block: u64, count: u32, pool: u64) -> u32 {
     let fit = pool / (block * u64::from(count));
     fit.min(u64::from(u32::MAX / count)).clamp(1, MOST_LISTS) as u32
 }
@@ -218,6 +210,16 @@ fn lists(block: u64, count: u32, pool: u64) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// `BESIDE.md` has these numbers, so that other programs can be checked against them.
+    #[test]
+    fn the_order_is_the_documented_one() {
+        let document = include_str!("../../BESIDE.md");
+        for (count, seed) in [(8, 1), (8, 2)] {
+            let line = format!("shuffled({count}, {seed}) = {:?}", shuffled(count, seed));
+            assert!(document.contains(&line), "{line}");
+        }
+    }
 
     #[test]
     fn both_sides_have_every_block_once() {

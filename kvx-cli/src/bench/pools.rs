@@ -154,7 +154,8 @@ impl Pools {
     }
 }
 
-/// Memory as an engine might bring it along: anonymous, on transparent huge pages where the kernel gives them.
+/// Memory as an engine might bring it along: anonymous, on transparent huge pages where the kernel
+/// gives them.
 fn anonymous(len: usize) -> Result<Memory> {
     let (access, flags) =
         (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
@@ -163,7 +164,8 @@ fn anonymous(len: usize) -> Result<Memory> {
     if base == libc::MAP_FAILED {
         return Err(format!("{len} bytes of memory: {}", std::io::Error::last_os_error()).into());
     }
-    // SAFETY: advice on the mapping just made. Without huge pages it fails, and nothing depends on it.
+    // SAFETY: advice on the mapping just made. Without huge pages it fails, and nothing depends on
+    // it.
     unsafe { libc::madvise(base, len, libc::MADV_HUGEPAGE) };
     // SAFETY: the mapping is `len` bytes that nobody else knows of.
     unsafe { std::ptr::write_bytes(base.cast::<u8>(), 1, len) };
@@ -178,7 +180,8 @@ struct ForeignMapping {
 
 impl Drop for ForeignMapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping made by `anonymous`, unmapped once, when nobody can touch it any more.
+        // SAFETY: the mapping made by `anonymous`, unmapped once, when nobody can touch it any
+        // more.
         unsafe { libc::munmap(self.base as *mut libc::c_void, self.len) };
     }
 }

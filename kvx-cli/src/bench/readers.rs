@@ -10,12 +10,13 @@ use std::time::{Duration, Instant};
 use kvx::{ErrorKind, Registry};
 use serde::Serialize;
 
+use super::arguments::Arguments;
+use super::deadlines::DEADLINE;
 use super::figures::Output;
 use super::initiator::Initiator;
 use super::points::{Backing, BenchOp, Pattern, Shape};
 use super::pools::{Pools, Sizes};
 use super::target::TargetProcess;
-use super::{Arguments, PATIENCE};
 use crate::{Result, bytes};
 
 /// What each reader reads, again and again.
@@ -90,7 +91,8 @@ pub(crate) fn run(
     output.record(&record, &sentence)
 }
 
-/// Has every reader read all the time, from one thread. Gives how often each has, and in how much time.
+/// Has every reader read all the time, from one thread. Gives how often each has, and in how much
+/// time.
 fn read_all(initiators: &[Initiator], window: Duration) -> Result<(Vec<u64>, Duration)> {
     let (woken, ready) = mpsc::channel();
     let mut readers = Vec::new();
@@ -98,7 +100,7 @@ fn read_all(initiators: &[Initiator], window: Duration) -> Result<(Vec<u64>, Dur
         let mut plans = initiator.plans(BenchOp::Read, SHAPE, Backing::Kvx)?;
         let plan = plans.next().clone();
         // Once before it counts, so that no reader pays for its first time.
-        initiator.post(&plan)?.wait(PATIENCE)?;
+        initiator.post(&plan)?.wait(DEADLINE)?;
         let waker = Waker::from(Arc::new(ReaderWaker { at, woken: woken.clone() }));
         readers.push((plan, waker));
     }
@@ -111,7 +113,7 @@ fn read_all(initiators: &[Initiator], window: Duration) -> Result<(Vec<u64>, Dur
     (0..initiators.len()).try_for_each(|at| woken.send(at))?;
     let start = Instant::now();
     while start.elapsed() < window {
-        let at: usize = ready.recv_timeout(PATIENCE).map_err(|_| "no reader came to an end")?;
+        let at: usize = ready.recv_timeout(DEADLINE).map_err(|_| "no reader came to an end")?;
         let (plan, waker) = &readers[at];
         while let Poll::Ready(result) =
             Pin::new(&mut transfers[at]).poll(&mut Context::from_waker(waker))
@@ -123,7 +125,7 @@ fn read_all(initiators: &[Initiator], window: Duration) -> Result<(Vec<u64>, Dur
     }
     let took = start.elapsed();
     for transfer in transfers {
-        match transfer.wait(PATIENCE) {
+        match transfer.wait(DEADLINE) {
             Err(error) if error.kind() != ErrorKind::Cancelled => return Err(error.into()),
             _ => {}
         }

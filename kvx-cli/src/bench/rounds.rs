@@ -1,6 +1,6 @@
 //! Rounds in turn, and what is made of their times.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::Result;
 
@@ -27,8 +27,8 @@ impl Round {
 /// Something that moves the blocks for about as long as it is told.
 pub(crate) type Party<'a> = Box<dyn FnMut(Duration) -> Result<Round> + 'a>;
 
-/// Runs all parties in turn, `rounds` times; who goes first changes from round to round. `seconds` is for all of it.
-/// Gives each party's rounds.
+/// Runs all parties in turn, `rounds` times; who goes first changes from round to round. `seconds`
+/// is for all of it. Gives each party's rounds.
 pub(crate) fn interleave(
     parties: &mut [Party<'_>],
     rounds: usize,
@@ -45,6 +45,26 @@ pub(crate) fn interleave(
         after_each();
     }
     Ok(done)
+}
+
+/// Calls `act` with 0, 1, … until `budget` has passed, and at least `least` times.
+pub(crate) fn timed(
+    budget: Duration,
+    least: u64,
+    mut act: impl FnMut(u64) -> std::io::Result<()>,
+) -> Result<Round> {
+    let mut round = Round::default();
+    let start = Instant::now();
+    let mut now = start;
+    while round.times < least || now - start < budget {
+        act(round.times)?;
+        let done = Instant::now();
+        round.each.push((done - now).as_secs_f64());
+        round.times += 1;
+        now = done;
+    }
+    round.seconds = (now - start).as_secs_f64();
+    Ok(round)
 }
 
 /// The value below which this part of the values lies; none of none.

@@ -1,4 +1,5 @@
-//! The limit where payload is sealed: frames as kvx seals them, by the same cipher, with no protocol.
+//! The limit where payload is sealed: frames as kvx seals them, by the same cipher, with no
+//! protocol.
 
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::net::TcpStream;
@@ -6,7 +7,7 @@ use std::net::TcpStream;
 use aes_gcm::aead::AeadInOut as _;
 use aes_gcm::{Aes256Gcm, KeyInit as _};
 
-use super::limit::Mover;
+use super::bare::Mover;
 
 /// Bytes before a frame's payload.
 const HEADER: usize = 16;
@@ -17,7 +18,8 @@ const RECORD: usize = (16 << 10) - TAG;
 /// Payload of a frame.
 const FRAME: usize = 16 * RECORD;
 
-/// Moves blocks of `length` bytes, of memory at `base` that outlives the lane and that nobody holds references into.
+/// Moves blocks of `length` bytes, of memory at `base` that outlives the lane and that nobody holds
+/// references into.
 pub(crate) fn mover(base: u64, length: usize) -> Mover {
     let mut sealing = Sealing::new();
     Box::new(move |socket, blocks, send| {

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use kvx::Registry;
 
-use super::bare::MappedPool;
 use super::initiator::Initiator;
+use super::limits::DataLanes;
 use super::pools::{Pools, Sizes};
 use super::target::TargetProcess;
 use crate::Result;
@@ -13,28 +13,19 @@ use crate::Result;
 /// Bulk connections of a TCP link, unless the option `tcp.connections` says otherwise.
 const TCP_CONNECTIONS: u64 = 2;
 
-/// How kvx's data goes over TCP.
-#[derive(Clone, Copy)]
-pub(crate) struct DataLanes {
-    /// Over how many connections.
-    pub(crate) count: usize,
-    /// Whether payload is sealed.
-    pub(crate) sealed: bool,
-}
-
 /// A target, and an initiator for each backend.
 pub(crate) struct Session {
     pub(crate) target: TargetProcess,
     pub(crate) pools: Pools,
     pub(crate) initiators: Vec<(&'static str, Initiator)>,
     /// The target's pool, once the limit has mapped it.
-    pub(crate) mapped: MappedPool,
+    pub(crate) mapped: Option<u64>,
     pub(crate) data: DataLanes,
 }
 
 impl Session {
-    /// Starts the target, with so much memory on this side and there, and connects with it. `about`: how long it will
-    /// be needed.
+    /// Starts the target, with so much memory on this side and there, and connects with it.
+    /// `about`: how long it will be needed.
     pub(crate) fn start(
         backends: &[&'static str],
         registry: &Registry,

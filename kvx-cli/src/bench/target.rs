@@ -11,11 +11,11 @@ use clap::Args;
 use kvx::{Options, Registry};
 use serde::{Deserialize, Serialize};
 
-use super::bare::{map, once, share};
+use super::access::{fetch, map, share};
 use super::content::{self, ShapeBlocks};
+use super::deadlines::{ANSWER_DEADLINE, DEADLINE};
 use super::points::{BenchOp, Shape};
 use super::pools::{PoolKind, PoolLocation, Pools, Sizes};
-use super::{ANSWER_PATIENCE, PATIENCE};
 use crate::Result;
 use crate::child::Child;
 
@@ -97,7 +97,7 @@ pub(crate) fn serve(
         out.flush()?;
     }
     for (agent, _regions) in agents {
-        agent.shutdown(PATIENCE).join()?;
+        agent.shutdown(DEADLINE).join()?;
     }
     Ok(())
 }
@@ -166,8 +166,9 @@ impl Served {
         self.mapped = self.mapped.or(mapped);
         let start = Instant::now();
         for transfer in transfers {
-            // SAFETY: both sides' memory has all blocks of the shape, and none of this process is lent out.
-            unsafe { once(mapped, from, memory.address(), blocks.list(transfer)) }?;
+            // SAFETY: both sides' memory has all blocks of the shape, and none of this process is
+            // lent out.
+            unsafe { fetch(mapped, from, memory.address(), blocks.list(transfer)) }?;
         }
         Ok(start.elapsed().as_secs_f64())
     }
@@ -192,7 +193,7 @@ impl TargetProcess {
         command.args(sizes.arguments());
         command.args(["--life", &life.as_secs().to_string()]);
         let mut child = Child::start("the target", command)?;
-        let greeting = serde_json::from_str(&child.hear(PATIENCE)?)?;
+        let greeting = serde_json::from_str(&child.hear(DEADLINE)?)?;
         Ok(TargetProcess { child, greeting })
     }
 
@@ -225,7 +226,7 @@ impl TargetProcess {
     pub(crate) fn ask(&mut self, ask: Ask) -> Result<f64> {
         self.child.say(&serde_json::to_string(&ask)?)?;
         let answer: std::result::Result<f64, String> =
-            serde_json::from_str(&self.child.hear(ANSWER_PATIENCE)?)?;
+            serde_json::from_str(&self.child.hear(ANSWER_DEADLINE)?)?;
         Ok(answer.map_err(|why| format!("the target: {why}"))?)
     }
 

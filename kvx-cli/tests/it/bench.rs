@@ -153,7 +153,8 @@ fn arguments_that_make_no_sense_are_refused() {
 
 #[test]
 fn a_program_beside_is_asked_as_documented() {
-    // It claims four transfers in a microsecond of each round, has no writes, and keeps what it was told.
+    // It claims four transfers in a microsecond of each round, has no writes, and keeps what it was
+    // told.
     let told = std::env::temp_dir().join(format!("kvx-beside-{}", std::process::id()));
     let program = format!(
         "sh -c 'while read -r word rest; do echo \"$word $rest\" >> {told}; case \"$word $rest\" in \
@@ -308,7 +309,7 @@ fn the_target_does_not_outlive_a_bench_that_is_killed() {
 #[test]
 fn the_limits_stay_small_and_know_nothing_of_kvx() {
     for limit in
-        [include_str!("../../src/bench/limit.rs"), include_str!("../../src/bench/driver.rs")]
+        [include_str!("../../src/bench/bare.rs"), include_str!("../../src/bench/driver.rs")]
     {
         assert!(limit.lines().count() <= 170, "{} lines", limit.lines().count());
         assert!(!limit.contains("kvx"), "the limit names kvx");

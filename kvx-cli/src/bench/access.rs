@@ -1,0 +1,66 @@
+//! Access to the other side's memory without kvx: mapped, by the kernel, or over a bare connection.
+
+use std::io::{Error, Result};
+use std::net::TcpStream;
+use std::os::fd::AsRawFd as _;
+
+use super::bare::{self, BareConnection, List};
+use super::deadlines::ANSWER_DEADLINE;
+use super::points::Shape;
+use super::pools::PoolLocation;
+use super::sealed;
+
+/// Moves a list once out of memory of another process: by copying where it is mapped here, else by
+/// the kernel.
+///
+/// # Safety
+/// The memory has all blocks of the list; nobody holds references into the destination.
+pub(crate) unsafe fn fetch(
+    mapped: Option<u64>,
+    from: PoolLocation,
+    to: u64,
+    list: List<'_>,
+) -> Result<()> {
+    match mapped {
+        Some(mapped) => {
+            // SAFETY: the caller's promise; a mapping stays for the life of this process.
+            unsafe { bare::copy(mapped, to, list) };
+            Ok(())
+        }
+        // SAFETY: the caller's promise.
+        None => unsafe { bare::read(from.process, from.base, to, list) },
+    }
+}
+
+/// Maps a memory file of another process to be read, every page present, and keeps it mapped. Gives
+/// its address.
+pub(crate) fn map(process: u32, file: i32, len: usize) -> Result<u64> {
+    let file = std::fs::File::open(format!("/proc/{process}/fd/{file}"))?;
+    let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
+    // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+    let base = unsafe {
+        libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, flags, file.as_raw_fd(), 0)
+    };
+    if base == libc::MAP_FAILED { Err(Error::last_os_error()) } else { Ok(base as u64) }
+}
+
+/// One end of a bare connection, with its share of each list: `of` is which lane, and of how many.
+/// `memory`: where the blocks begin, and whether they go sealed.
+pub(crate) fn share(
+    socket: TcpStream,
+    memory: (u64, bool),
+    shape: Shape,
+    blocks: &[u32],
+    of: (usize, usize),
+) -> Result<BareConnection> {
+    socket.set_nodelay(true)?;
+    socket.set_read_timeout(Some(ANSWER_DEADLINE))?;
+    socket.set_write_timeout(Some(ANSWER_DEADLINE))?;
+    let lists = (0..u64::from(shape.lists)).map(|transfer| {
+        let list = &blocks[shape.part(transfer)];
+        list[list.len() * of.0 / of.1..list.len() * (of.0 + 1) / of.1].to_vec()
+    });
+    let (base, length) = (memory.0, shape.block as usize);
+    let mover = memory.1.then(|| sealed::mover(base, length));
+    Ok(BareConnection { socket, base, length, lists: lists.collect(), next: 0, mover })
+}

@@ -1,0 +1,142 @@
+//! The flags of `kvx bench`, and the points that they ask for.
+
+use std::time::Duration;
+
+use clap::Args;
+
+use super::figures;
+use super::points::{self, Backing, BenchOp, Pattern, Point, Shape, Wait};
+use crate::{Result, bytes};
+
+/// What stands behind `bench` on the command line.
+#[derive(Args)]
+pub(crate) struct Arguments {
+    /// The backends to measure.
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "SHM,TCP")]
+    pub(crate) backend: Vec<String>,
+    /// Read from the target, or write to it.
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "read,write")]
+    pub(crate) op: Vec<BenchOp>,
+    /// Sizes of a block.
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = bytes::parse, default_value = "4K,64K,1M")]
+    pub(crate) block: Vec<u64>,
+    /// Numbers of blocks in a transfer.
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "1,64,1024,8192")]
+    pub(crate) count: Vec<u32>,
+    /// Whether the blocks of a transfer are shuffled on both sides or follow each other.
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "scattered")]
+    pub(crate) pattern: Vec<Pattern>,
+    /// Pools of kvx's own, memory that a program brings along, or memory of the first GPU: on both
+    /// sides, or with a pool of kvx's own at the target (device-host) or here (host-device).
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "kvx")]
+    pub(crate) memory: Vec<Backing>,
+    /// Wait on this thread, which lends a hand, or like `.await`.
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "block")]
+    pub(crate) wait: Vec<Wait>,
+    /// Rounds of a point; the ratio of fewer than 11 has their number beside it.
+    #[arg(long, value_name = "N", default_value_t = figures::ENOUGH_ROUNDS)]
+    pub(crate) rounds: usize,
+    /// About how long a point takes, all rounds of all parties together.
+    #[arg(long, value_name = "S", default_value_t = 1.0)]
+    pub(crate) seconds: f64,
+    /// Print JSON lines, also on a terminal.
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Points that move more bytes in one transfer are left out.
+    #[arg(long, value_name = "BYTES", value_parser = bytes::parse, default_value = "1G")]
+    pub(crate) max_total: u64,
+    /// Memory a side, where a transfer does not need more: one transfer after the other moves other
+    /// blocks of it, so that what is measured does not come out of a cache.
+    #[arg(long, value_name = "BYTES", value_parser = bytes::parse, default_value = "256M")]
+    pub(crate) pool: u64,
+    /// A program that moves the same blocks in rounds of its own; BESIDE.md says how it is asked.
+    #[arg(long, value_name = "PROGRAM")]
+    pub(crate) beside: Option<String>,
+    /// Options of both agents: the JSON object kv_connector_extra_config.
+    #[arg(long, value_name = "JSON", default_value = "{}")]
+    pub(crate) options: String,
+    /// Where the shuffles start.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// Instead of points: small reads alone, and beside a transfer of so many bytes on the same
+    /// link.
+    #[arg(long, value_name = "BYTES", value_parser = bytes::parse, conflicts_with_all = ["beside", "readers", "idle"])]
+    pub(crate) beside_bulk: Option<u64>,
+    /// Instead of points: notifications after quiet, and beside transfers of so many bytes between
+    /// the same two agents.
+    #[arg(long, value_name = "BYTES", value_parser = bytes::parse, conflicts_with_all = ["beside", "beside_bulk", "readers", "idle", "op", "pattern", "memory"])]
+    pub(crate) notices_beside: Option<u64>,
+    /// Instead of points: so many agents read from the target at once.
+    #[arg(long, value_name = "N", conflicts_with_all = ["beside", "idle"])]
+    pub(crate) readers: Option<u32>,
+    /// Instead of points: CPU time of both processes while they are connected and idle for so many
+    /// seconds.
+    #[arg(long, value_name = "S", conflicts_with = "beside")]
+    pub(crate) idle: Option<u64>,
+    /// Instead of points: blocks collected and spread by the kernels of the first GPU, beside one
+    /// copy of as many bytes.
+    #[arg(long, conflicts_with_all = ["beside", "beside_bulk", "notices_beside", "readers", "idle", "backend", "op", "pattern", "memory", "wait"])]
+    pub(crate) kernels: bool,
+}
+
+impl Arguments {
+    /// Checks what clap does not.
+    pub(crate) fn check(&self) -> Result<()> {
+        if let Some(block) =
+            self.block.iter().find(|block| **block == 0 || **block > 1 << 30 || **block % 8 != 0)
+        {
+            return Err(format!("--block {block}: write a multiple of 8 of at most 1 GiB").into());
+        }
+        if self.count.contains(&0) || self.rounds == 0 || self.readers == Some(0) {
+            return Err("--count, --rounds and --readers are at least 1".into());
+        }
+        if !(self.seconds > 0.0 && self.seconds <= 86_400.0) {
+            return Err(format!("--seconds {}: write a time of up to a day", self.seconds).into());
+        }
+        Ok(())
+    }
+
+    /// The points that are asked for, in order, and those that are larger than is allowed.
+    pub(crate) fn sweep(&self, backends: &[&'static str]) -> (Vec<Point>, Vec<Point>) {
+        let mut points = Vec::new();
+        for backend in backends.iter().copied() {
+            for memory in self.memory.iter().copied() {
+                for op in self.op.iter().copied() {
+                    for wait in self.wait.iter().copied() {
+                        for pattern in self.pattern.iter().copied() {
+                            let shape = |block, count| {
+                                let lists = points::lists(block, count, self.pool);
+                                Shape { block, count, lists, pattern, seed: self.seed }
+                            };
+                            let counts =
+                                |block| self.count.iter().map(move |count| shape(block, *count));
+                            let shapes = self.block.iter().flat_map(|block| counts(*block));
+                            points.extend(shapes.map(|shape| Point {
+                                backend,
+                                op,
+                                shape,
+                                memory,
+                                wait,
+                            }));
+                        }
+                    }
+                }
+            }
+        }
+        points.into_iter().partition(|point| point.shape.bytes() <= self.max_total)
+    }
+
+    /// About how long the points take, on a machine that moves 2e9 bytes a second.
+    pub(crate) fn duration(&self, points: &[Point]) -> Duration {
+        let parties = if self.beside.is_some() { 3.0 } else { 2.0 };
+        let once = |point: &Point| point.shape.bytes() as f64 / 2e9;
+        let seconds = points.iter().map(|point| {
+            // Filling and wiping pass over the memory four times; what is compared is less.
+            let around = 4.0 * point.shape.memory() as f64 / 2e9;
+            self.seconds.max(parties * self.rounds as f64 * once(point))
+                + around
+                + 6.0 * once(point)
+        });
+        Duration::from_secs_f64(seconds.sum())
+    }
+}

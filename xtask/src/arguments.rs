@@ -5,10 +5,11 @@ use std::path::PathBuf;
 use clap::builder::PossibleValuesParser;
 use clap::{Args, Parser, Subcommand};
 
+use crate::fuzz::FuzzOptions;
 use crate::interop::Interop;
+use crate::peers;
 use crate::test::steps;
 use crate::test::tier::Tier;
-use crate::{fuzz, peers};
 
 /// Tests, measures and packages kvx
 #[derive(Debug, Parser, PartialEq)]
@@ -55,7 +56,8 @@ pub(crate) enum Request {
     },
     /// Test and measure on this machine's NVIDIA GPU (docs/gpu.md)
     Gpu(GpuOptions),
-    /// Run random work for hours while peers are killed, restarted and revoked (docs/reliability.md)
+    /// Run random work for hours while peers are killed, restarted and revoked
+    /// (docs/reliability.md)
     Soak(SoakOptions),
     /// Print tables of how transfers end when something fails (docs/reliability.md); twenty minutes
     Faults(FaultsOptions),
@@ -78,7 +80,8 @@ pub(crate) struct TestOptions {
     /// Fail if a test that could run on this machine is skipped
     #[arg(long, value_name = "all", value_parser = ["all"], hide_possible_values = true)]
     pub(crate) require: Option<String>,
-    /// Fail if a test fails once, even if it passes alone (otherwise it is excused, see xtask/flaky.txt)
+    /// Fail if a test fails once, even if it passes alone (otherwise it is excused, see
+    /// xtask/flaky.txt)
     #[arg(long)]
     pub(crate) strict: bool,
     /// Only format, lints, unit tests and the contract in one process; minutes
@@ -144,26 +147,13 @@ pub(crate) struct SoakOptions {
 /// The options of `cargo xtask faults`.
 #[derive(Args, Debug, PartialEq)]
 pub(crate) struct FaultsOptions {
-    /// Instead of agents let engines and their ranks fail (docs/reliability-of-loads.md); half an hour
+    /// Instead of agents let engines and their ranks fail (docs/reliability-of-loads.md); half an
+    /// hour
     #[arg(value_name = "connector", value_parser = ["connector"], hide_possible_values = true)]
     pub(crate) connector: Option<String>,
     /// Only this backend, fault or connector (`TCP`, `MooncakeConnector`)
     #[arg(long, value_name = "PART")]
     pub(crate) only: Option<String>,
-}
-
-/// The options of `cargo xtask fuzz`.
-#[derive(Args, Debug, PartialEq)]
-pub(crate) struct FuzzOptions {
-    /// Run each target for this long
-    #[arg(long, value_name = "N", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=86_400))]
-    pub(crate) seconds: u64,
-    /// Add new inputs to the committed corpora (fuzz/corpus), which tests replay
-    #[arg(long)]
-    pub(crate) keep: bool,
-    /// Only these targets; without a name all of them
-    #[arg(value_name = "TARGET", value_parser = one_of(fuzz::targets()))]
-    pub(crate) only: Vec<String>,
 }
 
 /// The options of `cargo xtask limits`.
@@ -175,16 +165,6 @@ pub(crate) struct LimitsOptions {
     /// Only runs with this in their names (`SHM 4K`, `TCP`, `costs`); may be repeated
     #[arg(long, value_name = "PART")]
     pub(crate) only: Vec<String>,
-}
-
-/// Returns a parser of names that are found at run time.
-pub(crate) fn one_of(
-    names: Vec<String>,
-) -> impl Fn(&str) -> Result<String, String> + Clone + Send + Sync {
-    move |name| match names.iter().any(|known| known == name) {
-        true => Ok(name.to_owned()),
-        false => Err(format!("known names: {}", names.join(", "))),
-    }
 }
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
-//! Bars: figures of a run that must be at least or at most a number. They are data, in `bars.toml` and `gpu.toml`.
+//! Bars: figures of a run that must be at least or at most a number. They are data, in `bars.toml`
+//! and `gpu.toml`.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -28,8 +29,8 @@ pub(crate) struct Bar {
 enum Formula {
     /// Nanoseconds that a block takes beyond its share of the limit.
     BeyondTheCopy,
-    /// The factor by which small reads take longer beside bulk ones than alone; or, if that is less, their 99th
-    /// percentile in fifths of what bare connections get.
+    /// The factor by which small reads take longer beside bulk ones than alone; or, if that is
+    /// less, their 99th percentile in fifths of what bare connections get.
     BesideBulkOrBare,
 }
 

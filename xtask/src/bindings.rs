@@ -1,6 +1,7 @@
 //! `cargo xtask bindings`: generates the committed bindings to native libraries from their headers.
 //!
-//! The generator is a workspace of its own in `xtask/bindings`, so that only this command builds bindgen.
+//! The generator is a workspace of its own in `xtask/bindings`, so that only this command builds
+//! bindgen.
 
 use crate::metadata::Metadata;
 use crate::process::{self, Output};

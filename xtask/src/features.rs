@@ -1,4 +1,5 @@
-//! `cargo xtask features`: checks that each feature builds alone, and that few dependencies are compiled in.
+//! `cargo xtask features`: checks that each feature builds alone, and that few dependencies are
+//! compiled in.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -14,13 +15,14 @@ const CORE: &str = "kvx-core";
 const RUNTIMES: [&str; 7] =
     ["async-executor", "async-std", "compio", "glommio", "monoio", "smol", "tokio"];
 
-/// Bounds for users of one feature: the package, the feature, the most crates (the package included), and whether an
-/// async runtime may be among them.
+/// Bounds for users of one feature: the package, the feature, the most crates (the package
+/// included), and whether an async runtime may be among them.
 const SMALL: [(&str, &str, usize, bool); 2] =
     [("kvx-transfer", "tcp", 59, true), ("kvx-connector", "params", 25, false)];
 
-/// Runs the checks within `limit` and returns what failed, a sentence each. Compiles the facade without features and with
-/// `tcp` alone; with `all`, with each feature alone and with the default ones.
+/// Runs the checks within `limit` and returns what failed, a sentence each. Compiles the facade
+/// without features and with `tcp` alone; with `all`, with each feature alone and with the default
+/// ones.
 pub(crate) fn check(all: bool, limit: Duration) -> Result<Vec<String>> {
     let deadline = Deadline::after(limit);
     let metadata = Metadata::of_everything()?;
@@ -31,8 +33,9 @@ pub(crate) fn check(all: bool, limit: Duration) -> Result<Vec<String>> {
     let others = ["--no-default-features", "--features default"].map(str::to_owned);
     let mut failures = Vec::new();
     for choice in alone.chain(others.into_iter().take(if all { 2 } else { 1 })) {
-        // Clippy does what `cargo check` does and shares its dependencies with the lint step. It passes `-D warnings`
-        // to the facade alone, where RUSTFLAGS would compile every dependency again.
+        // Clippy does what `cargo check` does and shares its dependencies with the lint step. It
+        // passes `-D warnings` to the facade alone, where RUSTFLAGS would compile every dependency
+        // again.
         let line = format!("clippy -p {} {choice} -- -D warnings", facade.name);
         let cargo = process::cargo(line.split(' '));
         failures.extend(process::failure_of(cargo, &format!("cargo {line}"), deadline)?);
@@ -42,7 +45,8 @@ pub(crate) fn check(all: bool, limit: Duration) -> Result<Vec<String>> {
     Ok(failures)
 }
 
-/// Checks what cargo resolves: runtimes under core, numbers of crates, and the `rust-version` of every package.
+/// Checks what cargo resolves: runtimes under core, numbers of crates, and the `rust-version` of
+/// every package.
 fn check_dependencies(metadata: &Metadata, deadline: Deadline) -> Result<Vec<String>> {
     let mut failures = wrong_rust_versions(metadata)?;
     let crates = tree(&["-p", CORE, "--all-features"], deadline)?;
@@ -69,12 +73,14 @@ fn check_dependencies(metadata: &Metadata, deadline: Deadline) -> Result<Vec<Str
     Ok(failures)
 }
 
-/// Compiles core as it compiles on other systems, without Linux's modules and their dependencies, without a warning.
+/// Compiles core as it compiles on other systems, without Linux's modules and their dependencies,
+/// without a warning.
 fn core_is_portable(metadata: &Metadata, deadline: Deadline) -> Result<Option<String>> {
     let flags = "--cfg kvx_portable -D warnings";
     let shown = format!("RUSTFLAGS=\"{flags}\" cargo check -p {CORE}");
     let mut check = process::cargo(["check", "-p", CORE]);
-    // With other flags everything is built again, so it has a folder of its own. Encoded flags would take precedence.
+    // With other flags everything is built again, so it has a folder of its own. Encoded flags
+    // would take precedence.
     let target = metadata.target_directory.join("xtask/portable");
     check
         .env("RUSTFLAGS", flags)
@@ -83,7 +89,8 @@ fn core_is_portable(metadata: &Metadata, deadline: Deadline) -> Result<Option<St
     Ok(process::failure_of(check, &shown, deadline)?)
 }
 
-/// Returns the dependencies that need a newer compiler than the workspace, and the members that differ from it.
+/// Returns the dependencies that need a newer compiler than the workspace, and the members that
+/// differ from it.
 fn wrong_rust_versions(metadata: &Metadata) -> Result<Vec<String>> {
     let workspace = metadata.root_package()?.rust_version.as_deref();
     let workspace = workspace.ok_or("the root package has no rust-version")?;

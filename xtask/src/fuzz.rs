@@ -1,23 +1,26 @@
-//! `cargo xtask fuzz`: runs everything that kvx reads from others under libFuzzer with AddressSanitizer.
+//! `cargo xtask fuzz`: runs everything that kvx reads from others under libFuzzer with
+//! AddressSanitizer.
 //!
-//! Not part of the tests, which replay what it found. The compiler that builds kvx builds the workspace `fuzz/`:
-//! `RUSTC_BOOTSTRAP` lets it take the sanitizer's flags.
+//! Not part of the tests, which replay what it found. The compiler that builds kvx builds the
+//! workspace `fuzz/`: `RUSTC_BOOTSTRAP` lets it take the sanitizer's flags.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use crate::arguments::FuzzOptions;
+use clap::Args;
+
 use crate::bars::print_table;
 use crate::metadata::Metadata;
 use crate::process::{self, Deadline, Output};
-use crate::{Result, root, subfolders};
+use crate::{Result, one_of, root, subfolders};
 
 /// The committed corpora, a folder for each target.
 const CORPORA: &str = "fuzz/corpus";
 /// The variable that names the program's target.
 const TARGET: &str = "KVX_FUZZ";
-/// The only platform that it is built for. Because it is named, the flags do not apply to build scripts and macros.
+/// The only platform that it is built for. Because it is named, the flags do not apply to build
+/// scripts and macros.
 const PLATFORM: &str = "x86_64-unknown-linux-gnu";
 /// AddressSanitizer, and the coverage that libFuzzer needs.
 const FLAGS: &str = "-Zsanitizer=address -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
@@ -27,10 +30,25 @@ const FLAGS: &str = "-Zsanitizer=address -Cpasses=sancov-module -Cllvm-args=-san
 const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
 /// How long a target may take to start and to end, beyond its time.
 const BEYOND: Duration = Duration::from_secs(120);
-/// The most bytes of an input that is kept, and of a whole corpus; the most inputs that are added at a time.
+/// The most bytes of an input that is kept, and of a whole corpus; the most inputs that are added
+/// at a time.
 const KEPT_INPUT: u64 = 512;
 const KEPT_IN_ALL: u64 = 6 << 10;
 const KEPT_AT_A_TIME: usize = 32;
+
+/// The options of `cargo xtask fuzz`.
+#[derive(Args, Debug, PartialEq)]
+pub(crate) struct FuzzOptions {
+    /// Run each target for this long
+    #[arg(long, value_name = "N", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub(crate) seconds: u64,
+    /// Add new inputs to the committed corpora (fuzz/corpus), which tests replay
+    #[arg(long)]
+    pub(crate) keep: bool,
+    /// Only these targets; without a name all of them
+    #[arg(value_name = "TARGET", value_parser = one_of(targets()))]
+    pub(crate) only: Vec<String>,
+}
 
 /// Returns the targets, each of which has a corpus.
 pub(crate) fn targets() -> Vec<String> {
@@ -113,8 +131,8 @@ fn after<'a>(output: &'a str, text: &str) -> Option<&'a str> {
     output.rsplit_once(text)?.1.split_whitespace().next()
 }
 
-/// Adds some kilobytes to the committed corpus: of the fewest inputs that reach all that was reached, the longest,
-/// which reach most.
+/// Adds some kilobytes to the committed corpus: of the fewest inputs that reach all that was
+/// reached, the longest, which reach most.
 fn keep(name: &str, program: &Path, grown: &Path, committed: &Path) -> Result<()> {
     let least = grown.with_extension("least");
     let _ = std::fs::remove_dir_all(&least); // of an earlier run

@@ -166,11 +166,13 @@ pub(crate) fn tally(program: &TestProgram, finished: &Finished, notes: Notes) ->
 impl ParsedOutput {
     fn of(output: &str) -> ParsedOutput {
         let mut parsed = ParsedOutput::default();
-        // The failed test whose lines follow: up to its backtrace, the next headline or the list of names.
+        // The failed test whose lines follow: up to its backtrace, the next headline or the list of
+        // names.
         let mut printing: Option<usize> = None;
         for line in output.lines() {
             if let Some(name) = headline(line) {
-                // Another process may have printed into the line of the verdict, which then is not recognised.
+                // Another process may have printed into the line of the verdict, which then is not
+                // recognised.
                 let known = parsed.failed.iter().position(|(failed, _)| failed == name);
                 printing = known.or(Some(parsed.failed.len()));
                 if known.is_none() {
@@ -198,13 +200,15 @@ impl ParsedOutput {
     }
 }
 
-/// Parses `---- name ----` (libtest-mimic) or `---- name stdout ----` (libtest), above the lines of a failed test.
+/// Parses `---- name ----` (libtest-mimic) or `---- name stdout ----` (libtest), above the lines of
+/// a failed test.
 fn headline(line: &str) -> Option<&str> {
     let name = line.strip_prefix("---- ")?.strip_suffix(" ----")?;
     Some(name.strip_suffix(" stdout").unwrap_or(name))
 }
 
-/// Parses `test result: ok. 5 passed; 0 failed; 1 ignored; 0 measured; 2 filtered out; finished in 0.00s`.
+/// Parses `test result: ok. 5 passed; 0 failed; 1 ignored; 0 measured; 2 filtered out; finished in
+/// 0.00s`.
 fn counts(line: &str) -> Option<[usize; 3]> {
     let (_, list) = line.trim().strip_prefix("test result: ")?.split_once(". ")?;
     let count = |word: &str| {

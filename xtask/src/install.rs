@@ -1,4 +1,5 @@
-//! `cargo xtask test --install`: installs what the tests need and cargo does not bring, by the table `install.toml`.
+//! `cargo xtask test --install`: installs what the tests need and cargo does not bring, by the
+//! table `install.toml`.
 //!
 //! When everything is there, it downloads nothing and calls no package tool but `dpkg-query`.
 
@@ -59,8 +60,8 @@ struct Wheel {
     why: String,
 }
 
-/// Installs missing packages within `limit` and returns what could not be installed, a sentence each. The whole tier needs
-/// cargo-deny too, which is compiled.
+/// Installs missing packages within `limit` and returns what could not be installed, a sentence
+/// each. The whole tier needs cargo-deny too, which is compiled.
 pub(crate) fn run(target: &Path, whole: bool, limit: Duration) -> Vec<String> {
     let is_wanted =
         |peer: &Peer| peer.variable.as_ref().is_none_or(|name| std::env::var_os(name).is_some());
@@ -182,7 +183,8 @@ pub(crate) fn is_installed(peer: &str, wheel: &str, target: &Path) -> bool {
     version.is_some_and(|version| Environment::of(target, peer).has(wheel, version))
 }
 
-/// A virtual Python environment. It has no pip of its own: making one with it takes 5 s instead of 0.3 s.
+/// A virtual Python environment. It has no pip of its own: making one with it takes 5 s instead of
+/// 0.3 s.
 pub(crate) struct Environment(pub(crate) PathBuf);
 
 impl Environment {
@@ -213,7 +215,8 @@ impl Environment {
         names.map(|name| name.to_string_lossy().to_ascii_lowercase()).any(|name| name == record)
     }
 
-    /// Runs `pip install` with these arguments for the environment, which it creates if it does not exist.
+    /// Runs `pip install` with these arguments for the environment, which it creates if it does not
+    /// exist.
     pub(crate) fn install(
         &self,
         arguments: impl IntoIterator<Item = String>,

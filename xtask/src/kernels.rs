@@ -27,7 +27,8 @@ const NVRTC_LIBRARY: &str = "nvidia/cuda_nvrtc/lib/libnvrtc.so.12";
 const HIP: [&str; 2] =
     ["/usr/lib/x86_64-linux-gnu/libamdhip64.so.5", "/usr/lib/aarch64-linux-gnu/libamdhip64.so.5"];
 
-/// Writes the PTX again, or only compares, and compiles for AMD devices; returns false if the PTX differs.
+/// Writes the PTX again, or only compares, and compiles for AMD devices; returns false if the PTX
+/// differs.
 pub(crate) fn run(check: bool) -> Result<bool> {
     let target = Metadata::of_members()?.target_directory;
     let skip =

@@ -77,7 +77,8 @@ fn runs() -> Result<Vec<Run>> {
     Ok(toml::from_str::<Table>(include_str!("../bars.toml"))?.runs)
 }
 
-/// Runs everything as often as the options say, prints the table, and returns whether every bar holds.
+/// Runs everything as often as the options say, prints the table, and returns whether every bar
+/// holds.
 pub(crate) fn run(options: &LimitsOptions) -> Result<bool> {
     let target = Metadata::of_members()?.target_directory;
     let mut runs = runs()?;

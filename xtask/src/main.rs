@@ -29,7 +29,8 @@ use std::process::ExitCode;
 use arguments::{Arguments, Request};
 use clap::Parser as _;
 
-/// The result of a command that could not do its work. Failures that a command is there to find are values instead.
+/// The result of a command that could not do its work. Failures that a command is there to find are
+/// values instead.
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 fn main() -> ExitCode {
@@ -81,4 +82,14 @@ pub(crate) fn subfolders(of: &str, passes: impl Fn(&std::path::Path) -> bool) ->
         folders.filter_map(|folder| folder.file_name().into_string().ok()).collect();
     names.sort();
     names
+}
+
+/// Returns a parser of names that are found at run time.
+pub(crate) fn one_of(
+    names: Vec<String>,
+) -> impl Fn(&str) -> std::result::Result<String, String> + Clone + Send + Sync {
+    move |name| match names.iter().any(|known| known == name) {
+        true => Ok(name.to_owned()),
+        false => Err(format!("known names: {}", names.join(", "))),
+    }
 }

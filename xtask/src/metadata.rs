@@ -95,8 +95,8 @@ impl Metadata {
         Metadata::load(&["--no-deps"])
     }
 
-    /// Loads the members with all their features, and every package that they build with on this platform, for
-    /// whatever purpose (normal, build, dev).
+    /// Loads the members with all their features, and every package that they build with on this
+    /// platform, for whatever purpose (normal, build, dev).
     pub(crate) fn of_everything() -> Result<Metadata> {
         let mut rustc = Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()));
         rustc.arg("-vV");
@@ -122,7 +122,8 @@ impl Metadata {
 }
 
 impl PackageMetadata {
-    /// Returns whether it has a library, and its manifest does not say how docs.rs builds its documentation.
+    /// Returns whether it has a library, and its manifest does not say how docs.rs builds its
+    /// documentation.
     pub(crate) fn lacks_docs_rs(&self) -> bool {
         let has_library =
             self.targets.iter().any(|target| target.kind.first().is_some_and(|kind| kind == "lib"));

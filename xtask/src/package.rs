@@ -1,4 +1,5 @@
-//! `cargo xtask package`: builds the crates as their users get them. cargo says which crates are published.
+//! `cargo xtask package`: builds the crates as their users get them. cargo says which crates are
+//! published.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -19,7 +20,8 @@ const LIMIT: Duration = Duration::from_secs(30 * 60);
 const DENY: &str =
     "--offline --workspace check -D unnecessary-skip -D unmatched-skip licenses bans sources";
 
-/// Variables that would let a build script compile or find a native library; set to a program that fails.
+/// Variables that would let a build script compile or find a native library; set to a program that
+/// fails.
 const NATIVE_TOOLS: [&str; 5] = ["CC", "CXX", "HOST_CC", "HOST_CXX", "PKG_CONFIG"];
 
 /// The features that README's program is built with, as a manifest has them.
@@ -133,14 +135,16 @@ fn tarballs(workspace: &Metadata, folder: &Path, deadline: Deadline) -> Result<(
     for package in published(workspace) {
         let tarball = format!("{}-{}.crate", package.name, package.version);
         let mut tar = Command::new("tar");
-        // cargo gives all files one old time, with which cargo would take an earlier run's build for up to date.
+        // cargo gives all files one old time, with which cargo would take an earlier run's build
+        // for up to date.
         tar.arg("-xzmf").arg(folder.join("package").join(tarball)).arg("-C").arg(&unpacked);
         process::must_succeed(tar, deadline)?;
     }
     Ok(())
 }
 
-/// Compiles each unpacked crate alone, against the tarballs of the others, and returns those that fail.
+/// Compiles each unpacked crate alone, against the tarballs of the others, and returns those that
+/// fail.
 fn compile_alone(workspace: &Metadata, folder: &Path, deadline: Deadline) -> Result<Vec<String>> {
     let mut failures = Vec::new();
     for package in published(workspace) {
@@ -159,7 +163,8 @@ fn compile_alone(workspace: &Metadata, folder: &Path, deadline: Deadline) -> Res
     Ok(failures)
 }
 
-/// Builds and runs README's program as a crate of its own, from the unpacked tarballs; returns why it failed.
+/// Builds and runs README's program as a crate of its own, from the unpacked tarballs; returns why
+/// it failed.
 fn readmes_program(
     workspace: &Metadata,
     folder: &Path,
@@ -200,8 +205,8 @@ fn readmes_program(
     })
 }
 
-/// Returns a call of cargo in a user's crate, without native tools. All of them share one target directory, and build
-/// no debug information, with which they took 9 GB.
+/// Returns a call of cargo in a user's crate, without native tools. All of them share one target
+/// directory, and build no debug information, with which they took 9 GB.
 fn user_cargo(command: &str, crate_folder: &Path, folder: &Path) -> Command {
     let mut cargo = process::cargo([command, "--offline", "--quiet"]);
     cargo.current_dir(crate_folder).env("CARGO_TARGET_DIR", folder.join("built"));

@@ -1,5 +1,5 @@
-//! `cargo xtask peers`: installs other people's software that kvx's tests and measurements use, and builds the shared
-//! libraries that lead to it.
+//! `cargo xtask peers`: installs other people's software that kvx's tests and measurements use, and
+//! builds the shared libraries that lead to it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -86,7 +86,8 @@ fn compile(source: &Path, options: &[String], output: &Path, deadline: Deadline)
     Ok(std::fs::rename(unfinished, output)?)
 }
 
-/// Builds the libraries over Mooncake's wheel for other machines, where a variable says where the wheel lies.
+/// Builds the libraries over Mooncake's wheel for other machines, where a variable says where the
+/// wheel lies.
 pub(crate) fn portable_adapter(folder: &Path, deadline: Deadline) -> Result<()> {
     for SharedLibrary { file, source, .. } in &TABLE.peers[MOONCAKE].libraries {
         let options = ["-s".to_owned(), format!("-Wl,-soname,{file}")];

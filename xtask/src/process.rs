@@ -1,4 +1,5 @@
-//! Child processes that end: in a process group of their own, under a time limit, with their output kept.
+//! Child processes that end: in a process group of their own, under a time limit, with their output
+//! kept.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -125,24 +126,27 @@ pub(crate) fn failure_of(
     Ok((!finished.succeeded()).then(|| format!("{shown}: {}", finished.end)))
 }
 
-/// Makes SIGINT, SIGTERM and SIGHUP end the children's process groups before xtask. The terminal does not signal
-/// these groups.
+/// Makes SIGINT, SIGTERM and SIGHUP end the children's process groups before xtask. The terminal
+/// does not signal these groups.
 pub(crate) fn catch_interrupts() {
     extern "C" fn note(signal: libc::c_int) {
         INTERRUPTED.store(signal, Ordering::Relaxed);
     }
     for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
-        // SAFETY: `note` has the signature of a handler and only stores to an atomic, which is async-signal-safe.
+        // SAFETY: `note` has the signature of a handler and only stores to an atomic, which is
+        // async-signal-safe.
         let before = unsafe { libc::signal(signal, note as *const () as libc::sighandler_t) };
         if before == libc::SIG_IGN {
-            // SAFETY: SIG_IGN is a valid disposition. The caller of xtask (nohup) wants this signal ignored.
+            // SAFETY: SIG_IGN is a valid disposition. The caller of xtask (nohup) wants this signal
+            // ignored.
             unsafe { libc::signal(signal, libc::SIG_IGN) };
         }
     }
 }
 
-/// Runs `command` in its own process group, without standard input, until it exits or `limit` is over, and kills what
-/// is left of the group. A process that left the group survives, but cannot delay the call.
+/// Runs `command` in its own process group, without standard input, until it exits or `limit` is
+/// over, and kills what is left of the group. A process that left the group survives, but cannot
+/// delay the call.
 ///
 /// An error means that the child could not be started or watched. An interrupt ends xtask.
 pub(crate) fn run(mut command: Command, limit: Duration, mode: Output) -> io::Result<Finished> {
@@ -163,7 +167,8 @@ pub(crate) fn run(mut command: Command, limit: Duration, mode: Output) -> io::Re
             format!("cannot start {}: {error}", command.get_program().display()),
         )
     })?;
-    // Closes this process's copies of the pipe's writing end, so that the output ends with the children's copies.
+    // Closes this process's copies of the pipe's writing end, so that the output ends with the
+    // children's copies.
     drop(command);
     let kept = Arc::new(Mutex::new(Vec::new()));
     let output = Arc::clone(&kept);
@@ -194,7 +199,8 @@ pub(crate) fn run(mut command: Command, limit: Duration, mode: Output) -> io::Re
     })
 }
 
-/// Waits until the leader of a group exits, or asks the group to end at the deadline; returns whether it had to.
+/// Waits until the leader of a group exits, or asks the group to end at the deadline; returns
+/// whether it had to.
 fn watch(group: Pid, deadline: Deadline) -> io::Result<bool> {
     while !exited(group)? {
         if deadline.left().is_zero() {

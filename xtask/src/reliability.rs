@@ -1,5 +1,6 @@
-//! `cargo xtask soak`: random work for as long as one likes; `cargo xtask faults`: how transfers end when something fails,
-//! as tables. Both are about agents or, with `connector`, about engines, and run the facade's tests (docs/reliability.md).
+//! `cargo xtask soak`: random work for as long as one likes; `cargo xtask faults`: how transfers
+//! end when something fails, as tables. Both are about agents or, with `connector`, about engines,
+//! and run the facade's tests (docs/reliability.md).
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -14,7 +15,8 @@ const LIMIT: Duration = Duration::from_secs(60 * 60);
 /// The most backends that a soak runs over.
 const BACKENDS: u32 = 4;
 
-/// Returns a call of the facade's tests. With the feature `connector` they run engines, and agents without it.
+/// Returns a call of the facade's tests. With the feature `connector` they run engines, and agents
+/// without it.
 fn facade_tests(connector: bool) -> Command {
     let line = "test --release -p kvx-transfer --test it --features";
     let mut cargo = process::cargo(line.split(' '));
@@ -36,7 +38,8 @@ pub(crate) fn soak(options: &SoakOptions) -> Result<bool> {
 /// One run: backend, fault, moment, how transfers ended, and three times.
 type FaultRow<'a> = [&'a str; 7];
 
-/// Runs every fault at every moment over each backend, or only one part; returns false if anything was wrong.
+/// Runs every fault at every moment over each backend, or only one part; returns false if anything
+/// was wrong.
 pub(crate) fn faults(options: &FaultsOptions) -> Result<bool> {
     let connector = options.connector.is_some();
     let mut cargo = facade_tests(connector);
@@ -72,8 +75,8 @@ fn rows(output: &str) -> Vec<FaultRow<'_>> {
     output.lines().filter_map(row).collect()
 }
 
-/// A line, a column, and what a table says there: how transfers ended, after how many ms, when their memory was free,
-/// and when work continued.
+/// A line, a column, and what a table says there: how transfers ended, after how many ms, when
+/// their memory was free, and when work continued.
 type Cell<'a> = (String, &'a str, [&'a str; 4]);
 
 /// Returns cells with a line for each fault and moment, and a column for each backend.

@@ -1,9 +1,11 @@
-//! Notes of tests: those that could not run here, known gaps of backends, and what a tier leaves out.
+//! Notes of tests: those that could not run here, known gaps of backends, and what a tier leaves
+//! out.
 //!
 //! # The format
 //!
-//! `cargo xtask test` sets the variable `KVX_SKIPS` to the path of a file for every step and test program. Tests append
-//! lines to it, each in one `write` call on a file opened for appending (several processes share the file):
+//! `cargo xtask test` sets the variable `KVX_SKIPS` to the path of a file for every step and test
+//! program. Tests append lines to it, each in one `write` call on a file opened for appending
+//! (several processes share the file):
 //!
 //! ```text
 //! SKIP <test name>: <reason>; cure: <what to do>
@@ -11,10 +13,11 @@
 //! WHOLE <what `--whole` adds>
 //! ```
 //!
-//! The name ends at the first `": "` and may itself contain `::`; it is the name that the test harness prints, or its
-//! last part. Reason and cure hold no line break. A reason with the marker `[cannot run here]` says that no package or
-//! setting of this machine makes the test run (there is no GPU): `--require all` lets it pass. A file is used because
-//! test harnesses swallow what a passing test prints.
+//! The name ends at the first `": "` and may itself contain `::`; it is the name that the test
+//! harness prints, or its last part. Reason and cure hold no line break. A reason with the marker
+//! `[cannot run here]` says that no package or setting of this machine makes the test run (there is
+//! no GPU): `--require all` lets it pass. A file is used because test harnesses swallow what a
+//! passing test prints.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -68,7 +71,8 @@ pub(crate) struct Notes {
     pub(crate) left_to_the_whole: BTreeSet<String>,
 }
 
-/// Reads the text of such a file. A line of another form is a skip too, so that a typing error hides no skip.
+/// Reads the text of such a file. A line of another form is a skip too, so that a typing error
+/// hides no skip.
 fn parse(text: &str) -> Notes {
     let mut notes = Notes::default();
     for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {

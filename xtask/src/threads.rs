@@ -1,5 +1,5 @@
-//! `cargo xtask loom`: every order of threads in small models; `cargo xtask thread-sanitizer`: tests of core and native
-//! with every memory access watched.
+//! `cargo xtask loom`: every order of threads in small models; `cargo xtask thread-sanitizer`:
+//! tests of core and native with every memory access watched.
 
 use std::time::Duration;
 
@@ -12,8 +12,9 @@ use crate::process::{self, Output};
 const LIMIT: Duration = Duration::from_secs(45 * 60);
 /// The models, by the name of their modules.
 const MODELS: &str = "test --package kvx-core --package kvx-backend --lib -- models::";
-/// The tests that ThreadSanitizer watches: core's unit tests; SHM's, except three that count descriptors and need a process and
-/// two minutes to themselves; and transfers between agents of one process.
+/// The tests that ThreadSanitizer watches: core's unit tests; SHM's, except three that count
+/// descriptors and need a process and two minutes to themselves; and transfers between agents of
+/// one process.
 const WATCHED: [&str; 6] = [
     "test --target x86_64-unknown-linux-gnu --package kvx-core --lib",
     "test --target x86_64-unknown-linux-gnu --package kvx-native --lib -- shm:: \
@@ -23,8 +24,8 @@ const WATCHED: [&str; 6] = [
     "test --target x86_64-unknown-linux-gnu --package kvx-native --test it -- lists::",
     "test --target x86_64-unknown-linux-gnu --package kvx-native --test it -- shm_pair::",
 ];
-/// Flags for ThreadSanitizer without a standard library that is built for it: at least its generic code is compiled
-/// again, and core uses locks that ThreadSanitizer sees.
+/// Flags for ThreadSanitizer without a standard library that is built for it: at least its generic
+/// code is compiled again, and core uses locks that ThreadSanitizer sees.
 const WATCH: &str = "-Zsanitizer=thread -Zshare-generics=no --cfg kvx_tsan \
                      -Cunsafe-allow-abi-mismatch=sanitizer";
 /// Reports that are suppressed, with the reasons.

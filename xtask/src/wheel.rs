@@ -1,4 +1,5 @@
-//! `cargo xtask wheel`: builds the NIXL backend KVX and the program `kvx`, which `wheel.py` packs into a Python wheel.
+//! `cargo xtask wheel`: builds the NIXL backend KVX and the program `kvx`, which `wheel.py` packs
+//! into a Python wheel.
 
 use std::process::Command;
 use std::time::Duration;
@@ -16,8 +17,8 @@ pub(crate) fn command(check: bool) -> Result<bool> {
     let deadline = Deadline::after(LIMIT);
     let target = Metadata::of_members()?.target_directory;
     install::peers(&["wheel"], &target, deadline)?;
-    // The program as `cargo run --release` builds it, so that it exists already. The library last and alone: built
-    // with the program, it contains more than it needs.
+    // The program as `cargo run --release` builds it, so that it exists already. The library last
+    // and alone: built with the program, it contains more than it needs.
     for what in [["--bin", "kvx"], ["-p", "kvx-nixl"]] {
         must_succeed(process::cargo(["build", "--release"].into_iter().chain(what)), deadline)?;
     }

@@ -8,10 +8,12 @@ use syn::{File, Item};
 
 use crate::name_of;
 
-/// Keeps the items of `file` whose names contain one of `wanted` and that `known` does not have in the same form.
+/// Keeps the items of `file` whose names contain one of `wanted` and that `known` does not have in
+/// the same form.
 ///
 /// # Errors
-/// An item that is kept needs one that is not kept, and that `known` has in another form or not at all.
+/// An item that is kept needs one that is not kept, and that `known` has in another form or not at
+/// all.
 pub(crate) fn keep_what_is_added(file: &mut File, known: &File, wanted: &[String]) -> Result<(), String> {
     let known: BTreeMap<_, _> = known.items.iter().filter_map(|item| Some((name_of(item)?, item))).collect();
     let is_known = |name: &str, item: &Item| known.get(name).is_some_and(|other| same(item, other));

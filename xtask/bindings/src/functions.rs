@@ -4,7 +4,8 @@ use proc_macro2::Literal;
 use quote::quote;
 use syn::{File, ForeignItem, Item};
 
-/// Replaces the `extern` blocks of `file` by a struct `Functions`; does nothing without such a block.
+/// Replaces the `extern` blocks of `file` by a struct `Functions`; does nothing without such a
+/// block.
 pub(crate) fn collect(file: &mut File) -> syn::Result<()> {
     let (mut declared, mut rest) = (Vec::new(), Vec::new());
     for item in file.items.drain(..) {

@@ -1,5 +1,6 @@
-//! Generates bindings to native libraries that are opened at run time, by the table `bindings.toml`. `cargo xtask
-//! bindings` runs it as `kvx-bindings REPOSITORY TARGET-DIRECTORY [--check]`.
+//! Generates bindings to native libraries that are opened at run time, by the table
+//! `bindings.toml`. `cargo xtask bindings` runs it as `kvx-bindings REPOSITORY TARGET-DIRECTORY
+//! [--check]`.
 //!
 //! Functions become the fields of one struct of pointers, so that nothing is linked.
 

@@ -1,4 +1,5 @@
-//! The programs and libraries that test a machine with a GPU: as cargo built them, or unpacked from an archive.
+//! The programs and libraries that test a machine with a GPU: as cargo built them, or unpacked from
+//! an archive.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,7 @@ use crate::Result;
 use crate::install::{Environment, NIXL_LIBRARY};
 use crate::metadata::{self, Artifact, Metadata};
 use crate::process;
-use crate::test::FEATURES;
+use crate::test::programs::FEATURES;
 use crate::test::tier::{self, Tier};
 
 /// The programs: their names in the kit, the folders of their packages, and their targets.
@@ -56,7 +57,8 @@ impl Kit {
                 "test --release --no-run -p kvx-connector --features runtime --test it".to_owned(),
             ]
         } else {
-            // As `cargo xtask test` calls it: another choice of packages or features would build them again.
+            // As `cargo xtask test` calls it: another choice of packages or features would build
+            // them again.
             vec![format!("test --workspace {FEATURES} --no-run")]
         };
         let mut files = BTreeMap::from([(XTASK, std::env::current_exe()?)]);
@@ -86,8 +88,8 @@ impl Kit {
         Ok(self.files.get(name).ok_or_else(|| format!("the kit has no {name}"))?)
     }
 
-    /// Returns a command that runs a program with the driver and the libraries that exist; NIXL gets the plug-ins that
-    /// are needed.
+    /// Returns a command that runs a program with the driver and the libraries that exist; NIXL
+    /// gets the plug-ins that are needed.
     pub(crate) fn command(&self, program: &str, needs: Needs) -> Result<Command> {
         let mut command = Command::new(self.file(program)?);
         // Without the variable test programs take the stand-in.
@@ -125,7 +127,8 @@ impl Kit {
         Environment(self.peers.join(peer).join("venv")).find(file)
     }
 
-    /// Describes the first NVIDIA device, and returns whether it is the stand-in. The program prints why there is none.
+    /// Describes the first NVIDIA device, and returns whether it is the stand-in. The program
+    /// prints why there is none.
     pub(crate) fn device(&self) -> Result<(String, bool)> {
         let mut command = self.command("kvx", Needs::Nothing)?;
         command.args(["devices", "--json"]);

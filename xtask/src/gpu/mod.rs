@@ -1,8 +1,8 @@
 //! `cargo xtask gpu`: everything that needs a machine with an NVIDIA GPU.
 //!
-//! A [kit](kit::Kit) has the programs and libraries for this, in cargo's folders or in an archive for a machine without
-//! cargo and network; what runs is the same. `--rehearse` packs a kit, unpacks it in another folder and runs it over the
-//! stand-in, so that it works when it matters.
+//! A [kit](kit::Kit) has the programs and libraries for this, in cargo's folders or in an archive
+//! for a machine without cargo and network; what runs is the same. `--rehearse` packs a kit,
+//! unpacks it in another folder and runs it over the stand-in, so that it works when it matters.
 
 mod checks;
 mod kit;
@@ -35,7 +35,8 @@ pub(crate) fn run(options: &GpuOptions) -> Result<bool> {
     }
 }
 
-/// Packs what the tests have built, and runs it from a temporary folder, without a PATH, over the stand-in.
+/// Packs what the tests have built, and runs it from a temporary folder, without a PATH, over the
+/// stand-in.
 fn rehearse() -> Result<bool> {
     let archive = pack::make(&Kit::build(false)?)?;
     let folder = std::env::temp_dir().join(format!("kvx-gpu-{}", std::process::id()));
@@ -52,8 +53,8 @@ fn rehearse() -> Result<bool> {
     held
 }
 
-/// Prints the device, runs tests and bench, and prints all that failed. A quick run has a part of the tests, and a
-/// bench of a few bytes whose bars are not judged.
+/// Prints the device, runs tests and bench, and prints all that failed. A quick run has a part of
+/// the tests, and a bench of a few bytes whose bars are not judged.
 fn run_all(kit: &Kit, options: &GpuOptions) -> Result<bool> {
     let (device, is_stand_in) = kit.device()?;
     let (real, quick) = (!is_stand_in, options.quick);

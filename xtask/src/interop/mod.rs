@@ -1,5 +1,5 @@
-//! `cargo xtask interop`: runs kvx together with other inference engines. None of it is a part of the tests, because it
-//! downloads and builds a lot.
+//! `cargo xtask interop`: runs kvx together with other inference engines. None of it is a part of
+//! the tests, because it downloads and builds a lot.
 
 mod mistralrs;
 mod transformers;
@@ -10,9 +10,8 @@ use std::time::Duration;
 use clap::builder::PossibleValuesParser;
 use clap::{Args, Subcommand};
 
-use crate::arguments::one_of;
 use crate::metadata::Metadata;
-use crate::{Result, process, root};
+use crate::{Result, one_of, process, root};
 
 /// The limit of building `kvx` and `kvx-nixl`.
 const BUILD: Duration = Duration::from_secs(60 * 60);
@@ -33,15 +32,18 @@ pub(crate) struct Interop {
 /// An engine that a command of its own prepares.
 #[derive(Debug, PartialEq, Subcommand)]
 enum Engine {
-    /// Run vLLM and `kvx serve` in one fleet, both ways; an hour, and 3 GB to download the first time
+    /// Run vLLM and `kvx serve` in one fleet, both ways; an hour, and 3 GB to download the first
+    /// time
     Vllm(vllm::Options),
-    /// Run engines on mistral.rs that prefill for each other and for `kvx serve`; builds for an hour
+    /// Run engines on mistral.rs that prefill for each other and for `kvx serve`; builds for an
+    /// hour
     Mistralrs {
         /// Only these parts; without a name all of them
         #[arg(value_name = "PART", value_parser = PossibleValuesParser::new(mistralrs::PARTS))]
         parts: Vec<String>,
     },
-    /// Compare the example server's logits and tokens with Hugging Face's transformers; downloads 3 GB
+    /// Compare the example server's logits and tokens with Hugging Face's transformers; downloads 3
+    /// GB
     Transformers {
         /// Record the answers, for tests without transformers
         #[arg(long)]

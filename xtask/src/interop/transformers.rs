@@ -1,4 +1,5 @@
-//! `cargo xtask interop transformers`: compares the example server's logits and tokens with an independent reference.
+//! `cargo xtask interop transformers`: compares the example server's logits and tokens with an
+//! independent reference.
 
 use std::time::Duration;
 
@@ -12,7 +13,8 @@ const PACKAGES: [&str; 2] = ["torch==2.13.0", "transformers==5.19.0"];
 /// The limit of installation and test.
 const LIMIT: Duration = Duration::from_secs(60 * 60);
 
-/// Installs transformers and runs the test that compares with it; returns false if the logits differ.
+/// Installs transformers and runs the test that compares with it; returns false if the logits
+/// differ.
 pub(super) fn run(record: bool) -> Result<bool> {
     let deadline = Deadline::after(LIMIT);
     let environment = Environment::of(&Metadata::of_members()?.target_directory, "transformers");

@@ -1,5 +1,5 @@
-//! `cargo xtask interop vllm`: runs vLLM in one fleet with `kvx serve` or, with `--kvx`, a pair of vLLMs with kvx inside
-//! their NIXL.
+//! `cargo xtask interop vllm`: runs vLLM in one fleet with `kvx serve` or, with `--kvx`, a pair of
+//! vLLMs with kvx inside their NIXL.
 //!
 //! It downloads gigabytes, and takes half an hour or more of an otherwise idle machine.
 

@@ -1,11 +1,12 @@
 //! Runs failed tests again, alone.
 //!
-//! The suites start thousands of processes, several tests at a time, on machines that others use as well. A test that
-//! fails there once and never alone has a defect, of kvx, of a library or of the test; its name and its message help to
-//! find it, and repeating the whole run does not. So such a test is *excused*: it counts as neither passed nor failed, its
-//! name is printed above the counts, and the run prints an entry for the ledger ([`super::ledger`]). A test that fails in
-//! one of [`TIMES`] runs alone has failed. So have all failed tests if they are more than [`MOST`], or if one of them is
-//! never excused.
+//! The suites start thousands of processes, several tests at a time, on machines that others use as
+//! well. A test that fails there once and never alone has a defect, of kvx, of a library or of the
+//! test; its name and its message help to find it, and repeating the whole run does not. So such a
+//! test is *excused*: it counts as neither passed nor failed, its name is printed above the counts,
+//! and the run prints an entry for the ledger ([`super::ledger`]). A test that fails in one of
+//! [`TIMES`] runs alone has failed. So have all failed tests if they are more than [`MOST`], or if
+//! one of them is never excused.
 
 use std::path::Path;
 use std::time::Duration;
@@ -23,8 +24,9 @@ const TIMES: usize = 3;
 /// How long each of these runs may take.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Clauses of kvx-core/CONTRACT.md that are never excused: those about memory that is touched or freed too early, and
-/// about notifications that arrive twice. Neither are the security clauses, S1 and so on.
+/// Clauses of kvx-core/CONTRACT.md that are never excused: those about memory that is touched or
+/// freed too early, and about notifications that arrive twice. Neither are the security clauses, S1
+/// and so on.
 const SAFETY_CLAUSES: &[&str] = &["O2", "O3", "O4", "O5", "O6", "O7", "O8", "N3"];
 
 /// Words in the names of security tests that have no clause.
@@ -62,8 +64,8 @@ fn is_excusable(name: &str) -> bool {
     })
 }
 
-/// Runs the failed tests of `tally` again, by `passes`, if no more than `most` failed and each of them may be excused.
-/// Moves those that pass each time from the failures to the excused tests.
+/// Runs the failed tests of `tally` again, by `passes`, if no more than `most` failed and each of
+/// them may be excused. Moves those that pass each time from the failures to the excused tests.
 pub(crate) fn excuse(tally: &mut Tally, most: usize, passes: impl Fn(&Test) -> bool) {
     let may_be_excused = |failure: &Failure| {
         let test = failure.test.as_ref();
@@ -77,7 +79,8 @@ pub(crate) fn excuse(tally: &mut Tally, most: usize, passes: impl Fn(&Test) -> b
     }
 }
 
-/// Runs a test alone and returns whether it ran and passed. A skip that the whole run did not have (`known`) is its own.
+/// Runs a test alone and returns whether it ran and passed. A skip that the whole run did not have
+/// (`known`) is its own.
 pub(crate) fn passes_alone(
     test: &Test,
     notes: &Path,
@@ -95,7 +98,8 @@ pub(crate) fn passes_alone(
     passed && skips::read(notes).is_ok_and(|notes| are_known(&notes.skips, known))
 }
 
-/// Returns whether the whole run had all these skips: a program notes those of its other suites whenever it runs.
+/// Returns whether the whole run had all these skips: a program notes those of its other suites
+/// whenever it runs.
 fn are_known(skips: &[Skip], known: &[Skip]) -> bool {
     skips.iter().all(|skip| known.contains(skip))
 }

@@ -1,8 +1,10 @@
-//! The ledger of flaky tests: `xtask/flaky.txt`, the tests that failed among others and passed alone.
+//! The ledger of flaky tests: `xtask/flaky.txt`, the tests that failed among others and passed
+//! alone.
 //!
-//! A run prints the entry to commit for each excused test that the ledger does not have. Entries are paragraphs of lines
-//! `key: value` with an empty line between them; lines that begin with `#` are comments. `fixed` becomes the day and the
-//! fix; a test that is excused again after that has failed.
+//! A run prints the entry to commit for each excused test that the ledger does not have. Entries
+//! are paragraphs of lines `key: value` with an empty line between them; lines that begin with `#`
+//! are comments. `fixed` becomes the day and the fix; a test that is excused again after that has
+//! failed.
 
 use crate::Result;
 use crate::harness::{Tally, Test};
@@ -25,7 +27,8 @@ impl Ledger {
         Ok(Ledger(parse(&text).map_err(|wrong| format!("xtask/flaky.txt: {wrong}"))?))
     }
 
-    /// Turns excused tests that are marked as fixed into failures, and returns the entries to commit for new ones.
+    /// Turns excused tests that are marked as fixed into failures, and returns the entries to
+    /// commit for new ones.
     pub(crate) fn review(&self, tally: &mut Tally) -> Vec<String> {
         let mut entries = Vec::new();
         for failure in std::mem::take(&mut tally.excused) {

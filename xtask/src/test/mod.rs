@@ -25,9 +25,6 @@ use steps::{Action, STEPS, Step};
 use summary::Summary;
 use tier::Tier;
 
-/// The features of lints, documentation and tests: the same for all, so that cargo compiles no crate twice.
-pub(crate) const FEATURES: &str = "--all-features";
-
 /// Runs the chosen steps, also after one has failed; returns false if any failed.
 pub(crate) fn run(options: &TestOptions) -> Result<bool> {
     let workspace = Metadata::of_members()?;

@@ -5,17 +5,20 @@ use std::process::Command;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use super::FEATURES;
 use super::tier::Tier;
 use crate::Result;
 use crate::metadata::{self, Artifact, Metadata};
 use crate::process::{self, Output, locked};
 
+/// The features of lints, documentation and tests: the same for all, so that cargo compiles no
+/// crate twice.
+pub(crate) const FEATURES: &str = "--all-features";
 /// How long the build of all of them may take.
 const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
 
-/// Lists of test targets that a manifest may have in `[package.metadata.kvx]`: those that run while no other program
-/// does, and those that are part of the fast tier. `seconds` there says about how long the crate's integration tests take.
+/// Lists of test targets that a manifest may have in `[package.metadata.kvx]`: those that run while
+/// no other program does, and those that are part of the fast tier. `seconds` there says about how
+/// long the crate's integration tests take.
 const LISTS: [&str; 2] = ["alone", "fast"];
 
 /// A program of tests.
@@ -81,7 +84,8 @@ impl TestProgram {
     }
 }
 
-/// Builds the test programs of the packages that `of` chooses (`--workspace`, `-p NAME`) and lists those of `tier`.
+/// Builds the test programs of the packages that `of` chooses (`--workspace`, `-p NAME`) and lists
+/// those of `tier`.
 pub(crate) fn build(of: &str, tier: Tier, workspace: &Metadata) -> Result<Vec<TestProgram>> {
     if let Some(wrong) = unknown(workspace) {
         return Err(wrong.into());
@@ -122,7 +126,8 @@ pub(crate) fn run_in_parallel<T: Send>(
     results.into_inner().unwrap_or_default()
 }
 
-/// Returns an error for the first name in a manifest's lists of test programs that is no target of the crate.
+/// Returns an error for the first name in a manifest's lists of test programs that is no target of
+/// the crate.
 fn unknown(workspace: &Metadata) -> Option<String> {
     workspace.packages.iter().find_map(|package| {
         let mut names = LISTS.iter().flat_map(|list| package.listed(list));

@@ -38,7 +38,8 @@ pub(crate) struct Step {
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Action {
-    /// Runs cargo with these arguments, separated by single spaces; `{crates}` stands for the choice of packages.
+    /// Runs cargo with these arguments, separated by single spaces; `{crates}` stands for the
+    /// choice of packages.
     Cargo(String),
     /// Installs what the tests need, if the options ask for it.
     Install,
@@ -46,7 +47,8 @@ pub(crate) enum Action {
     Tests,
     /// Checks the spelling.
     Spelling,
-    /// Checks the features and dependencies that are compiled in: the cheap checks, or every choice of features.
+    /// Checks the features and dependencies that are compiled in: the cheap checks, or every choice
+    /// of features.
     Features { all: bool },
 }
 

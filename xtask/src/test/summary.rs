@@ -53,8 +53,8 @@ impl Summary {
 }
 
 impl fmt::Display for Summary {
-    /// The last three lines, without a line break at the end, are the counts of known gaps and of excused tests, and
-    /// `N passed, N failed, N skipped`.
+    /// The last three lines, without a line break at the end, are the counts of known gaps and of
+    /// excused tests, and `N passed, N failed, N skipped`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut programs: Vec<_> = self.programs.iter().collect();
         programs.sort_by_key(|(_, took)| std::cmp::Reverse(*took));

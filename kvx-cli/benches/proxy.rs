@@ -1,11 +1,14 @@
-//! What `kvx proxy` costs a request, beside a bare program that makes the same two calls, and what it costs when idle.
+//! What `kvx proxy` costs a request, beside a bare program that makes the same two calls, and what
+//! it costs when idle.
 //!
-//! 200 streams of 128 tokens at once, as fast as instances without a model give them, through one and then the other,
-//! in turn: latency and requests a second are those of a saturated machine. `cargo bench -p kvx-cli --bench proxy --
+//! 200 streams of 128 tokens at once, as fast as instances without a model give them, through one
+//! and then the other, in turn: latency and requests a second are those of a saturated machine.
+//! `cargo bench -p kvx-cli --bench proxy --
 //! --bars` prints a JSON object a line.
 //!
-//! `KVX_TOY_PROXY="PYTHON toy_proxy_server.py"` measures beside that program instead, which lies in vLLM's repository
-//! (tests/v1/kv_connector/nixl_integration) and needs fastapi, httpx and uvicorn: requests a second of processor time.
+//! `KVX_TOY_PROXY="PYTHON toy_proxy_server.py"` measures beside that program instead, which lies in
+//! vLLM's repository (tests/v1/kv_connector/nixl_integration) and needs fastapi, httpx and uvicorn:
+//! requests a second of processor time.
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -115,7 +118,8 @@ fn main() -> Result<(), Failure> {
     Ok(())
 }
 
-/// Requests that each does in a second of a processor's time; the bare program shows what there is to be had.
+/// Requests that each does in a second of a processor's time; the bare program shows what there is
+/// to be had.
 fn beside_the_toy(
     runtime: &tokio::runtime::Runtime,
     kvx: &Program,
@@ -278,7 +282,8 @@ async fn load_once(port: u16) -> Result<(), Failure> {
     }
 }
 
-/// The bare program: a prefill, then a decode whose bytes are passed on. It checks, counts, retries and limits nothing.
+/// The bare program: a prefill, then a decode whose bytes are passed on. It checks, counts, retries
+/// and limits nothing.
 async fn serve_bare(urls: &str) -> Result<(), Failure> {
     let (prefill, decode) = urls.split_once(' ').ok_or("two URLs")?;
     let (prefill, decode) =

@@ -1,8 +1,9 @@
-//! The first token of a prompt of 2,000 tokens, prefill and decode apart, beside what its parts cost: the prefill's own
-//! time, a bare transfer of the same blocks by `kvx bench`, and one step of the decode. `cargo bench -p kvx-cli --bench
-//! serve` prints a JSON object a backend, medians of rounds in milliseconds; the first token of a short prompt through
-//! `kvx proxy` beside that of a single server; and how long `kvx demo` takes to its first answer. The model has the KV
-//! cache of a large one and narrow layers, so that no minutes are spent on what lies before the transfer.
+//! The first token of a prompt of 2,000 tokens, prefill and decode apart, beside what its parts
+//! cost: the prefill's own time, a bare transfer of the same blocks by `kvx bench`, and one step of
+//! the decode. `cargo bench -p kvx-cli --bench serve` prints a JSON object a backend, medians of
+//! rounds in milliseconds; the first token of a short prompt through `kvx proxy` beside that of a
+//! single server; and how long `kvx demo` takes to its first answer. The model has the KV cache of
+//! a large one and narrow layers, so that no minutes are spent on what lies before the transfer.
 //! With `-- --test` it takes one round of a small model.
 #![allow(clippy::unwrap_used, reason = "a benchmark that cannot run may panic")]
 
@@ -65,7 +66,8 @@ impl Shape {
         model(&[&shape[..], numbers.as_flattened()].concat())
     }
 
-    /// Milliseconds of a read of the prompt's blocks by kvx alone, between processes as the engines are.
+    /// Milliseconds of a read of the prompt's blocks by kvx alone, between processes as the engines
+    /// are.
     fn bare_transfer(&self, backend: &str) -> f64 {
         // Keys and values of two bytes.
         let block = 2 * 2 * BLOCK * self.kv_heads * self.head_dim;
@@ -95,7 +97,8 @@ fn main() {
             "{}",
             short(backend, [&single, &router], seed + 1000..seed + 1000 + rounds * SHORT_ROUNDS)
         );
-        // Alone, prefill, transfer, bare transfer, step, first token apart, what of it is in no part.
+        // Alone, prefill, transfer, bare transfer, step, first token apart, what of it is in no
+        // part.
         let mut figures: [Vec<f64>; 7] = Default::default();
         for round in seed..seed + rounds {
             let before = decode.metric(TRANSFERRED);
@@ -124,8 +127,8 @@ fn main() {
     std::fs::remove_dir_all(model).unwrap();
 }
 
-/// The first token of short prompts, by a single server and through a router; each right after the one before: only
-/// then do sockets wait for acknowledgements, where they may.
+/// The first token of short prompts, by a single server and through a router; each right after the
+/// one before: only then do sockets wait for acknowledgements, where they may.
 fn short(backend: &str, servers: [&Server; 2], seeds: Range<u64>) -> Value {
     let [alone, apart] = servers.map(|server| {
         median(seeds.clone().map(|seed| stream(server, &prompt(seed, SHORT), None).0).collect())
@@ -159,7 +162,8 @@ fn prompt(seed: u64, tokens: u64) -> Value {
     json!(digits.into_iter().chain(rest).map(|token| 32 + token % 90).collect::<Vec<_>>())
 }
 
-/// Milliseconds of the prefill's leg, until the first token by both legs, and of a step of the decode.
+/// Milliseconds of the prefill's leg, until the first token by both legs, and of a step of the
+/// decode.
 fn apart(prefill: &Server, decode: &Server, prompt: &Value) -> (f64, f64, f64) {
     let begun = Instant::now();
     let answer = prefill.tokens(prompt, 1, Some(&json!({"do_remote_decode": true})));

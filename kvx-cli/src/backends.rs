@@ -1,4 +1,5 @@
-//! `kvx backends`: every backend that kvx knows, whether it works here, and what to do if it does not.
+//! `kvx backends`: every backend that kvx knows, whether it works here, and what to do if it does
+//! not.
 
 use std::io::Write;
 
@@ -18,7 +19,8 @@ pub(crate) struct Arguments {
     /// Look for native libraries in Python environments, and print the variables to set.
     #[arg(long)]
     find: bool,
-    /// Start a second process with each available backend, move a block each way, and say how that was done.
+    /// Start a second process with each available backend, move a block each way, and say how that
+    /// was done.
     #[arg(long)]
     routes: bool,
     /// List this backend only; exit with 1 and the reason if it cannot be used.
@@ -26,7 +28,8 @@ pub(crate) struct Arguments {
     require: Option<String>,
 }
 
-/// Runs the command. Errors: the registry's, for a required backend that cannot be used; or the output's.
+/// Runs the command. Errors: the registry's, for a required backend that cannot be used; or the
+/// output's.
 pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Write) -> Result<()> {
     let options = Options::new();
     let names = match &arguments.require {
@@ -113,7 +116,8 @@ impl BackendRow {
         Ok(row)
     }
 
-    /// Links to a second process. A backend that cannot do so says why; that is an error if it is `required`.
+    /// Links to a second process. A backend that cannot do so says why; that is an error if it is
+    /// `required`.
     fn route(&mut self, registry: &Registry, required: bool) -> Result<()> {
         match routes::of(self.name, registry) {
             Ok(route) => self.route = Some(route),

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use crate::Result;
 
-/// Lines that wait to be heard. Whoever answers waits when there are more; of lines of standard error more are dropped.
+/// Lines that wait to be heard. Whoever answers waits when there are more; of lines of standard
+/// error more are dropped.
 const UNHEARD: usize = 1024;
 
 /// Such a process. It is killed when this is dropped, and by the kernel when this process dies.
@@ -20,7 +21,8 @@ pub(crate) struct Child {
 }
 
 impl Child {
-    /// Starts it. Call this on a thread that lives as long as the program: the kernel watches that thread.
+    /// Starts it. Call this on a thread that lives as long as the program: the kernel watches that
+    /// thread.
     pub(crate) fn start(name: &str, mut command: Command) -> Result<Self> {
         command.stdout(Stdio::piped());
         Self::spawn(name, command)
@@ -151,7 +153,8 @@ impl Child {
 impl Drop for Child {
     fn drop(&mut self) {
         if let Ok(None) = self.process.try_wait() {
-            // SAFETY: plain system call. The process is not reaped, so the number is that of its group.
+            // SAFETY: plain system call. The process is not reaped, so the number is that of its
+            // group.
             unsafe { libc::kill(-self.process.id().cast_signed(), libc::SIGKILL) };
         }
         // Errors: it has ended already.

@@ -79,7 +79,8 @@ fn secret() -> String {
     }
 }
 
-/// The kernel drivers' control nodes; which memory they can transfer is the business of the GPU crates.
+/// The kernel drivers' control nodes; which memory they can transfer is the business of the GPU
+/// crates.
 fn gpu_present() -> bool {
     ["/dev/nvidiactl", "/dev/kfd"].iter().any(|node| Path::new(node).exists())
 }

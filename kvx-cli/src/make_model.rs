@@ -11,7 +11,8 @@ use crate::Result;
 /// The shape of the model.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// Where to write it: a folder as Hugging Face has them, which vLLM and transformers load as well.
+    /// Where to write it: a folder as Hugging Face has them, which vLLM and transformers load as
+    /// well.
     folder: PathBuf,
     /// llama, qwen2 (biases) or qwen3 (normed queries and keys).
     #[arg(long, default_value = "llama")]

@@ -1,4 +1,5 @@
-//! `kvx mooncake-adapter`: the library that leads kvx to the engine in Mooncake's wheel, made or found, and tried.
+//! `kvx mooncake-adapter`: the library that leads kvx to the engine in Mooncake's wheel, made or
+//! found, and tried.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -19,7 +20,8 @@ const OPTIONS: [&str; 7] =
 
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// Where to make it, by `CXX` or else c++. Without it the one that came with this program is used.
+    /// Where to make it, by `CXX` or else c++. Without it the one that came with this program is
+    /// used.
     folder: Option<PathBuf>,
     /// The wheel's mooncake/engine.so, if it is not the first that `kvx backends --find` shows.
     #[arg(long, value_name = "FILE")]
@@ -104,7 +106,8 @@ fn make(libraries: &[Library], folder: &Path) -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Runs it with these bytes as its input, which a pipe holds; what it prints goes to standard error.
+/// Runs it with these bytes as its input, which a pipe holds; what it prints goes to standard
+/// error.
 fn run_within_limit(mut command: Command, input: &[u8], name: &str) -> Result<ExitStatus> {
     command.stdin(if input.is_empty() { Stdio::null() } else { Stdio::piped() });
     let not_started = |error| match name {

@@ -23,14 +23,15 @@ pub(crate) struct Arguments {
     /// One JSON object per NIXL.
     #[arg(long, conflicts_with_all = ["install", "remove", "check"])]
     json: bool,
-    /// Link the backend KVX into this NIXL: a Python environment, a folder of packages, a folder with libnixl.so; or
-    /// make this folder for NIXL_PLUGIN_DIR.
+    /// Link the backend KVX into this NIXL: a Python environment, a folder of packages, a folder
+    /// with libnixl.so; or make this folder for NIXL_PLUGIN_DIR.
     #[arg(long, value_name = "DIR|WHEEL", conflicts_with_all = ["remove", "check"])]
     install: Option<PathBuf>,
     /// Take back what --install has linked there.
     #[arg(long, value_name = "DIR|WHEEL", conflicts_with = "check")]
     remove: Option<PathBuf>,
-    /// Run two agents of each NIXL in a wheel over KVX, and say what moved and how fast, beside its own UCX.
+    /// Run two agents of each NIXL in a wheel over KVX, and say what moved and how fast, beside its
+    /// own UCX.
     #[arg(long)]
     check: bool,
 }
@@ -128,7 +129,8 @@ pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
     Ok(())
 }
 
-/// The plug-in's file: the variable's, else the one beside this program or in the `lib` beside its folder.
+/// The plug-in's file: the variable's, else the one beside this program or in the `lib` beside its
+/// folder.
 fn plugin() -> Result<PathBuf> {
     let named = std::env::var_os(VARIABLE).filter(|value| !value.is_empty()).map(PathBuf::from);
     let program = std::env::current_exe()?.canonicalize()?;
@@ -144,7 +146,8 @@ fn plugin() -> Result<PathBuf> {
     Ok(found.canonicalize()?)
 }
 
-/// The folders of plug-ins that somebody means: those of the NIXLs that lie there, which are told, or any other.
+/// The folders of plug-ins that somebody means: those of the NIXLs that lie there, which are told,
+/// or any other.
 fn folders_at(place: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
     let library = |folder: &Path| Some(folder.join("libnixl.so")).filter(|file| file.exists());
     let above =
@@ -157,7 +160,8 @@ fn folders_at(place: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
     libraries.into_iter().map(|library| (installed::plugins_of(&library), Some(library))).collect()
 }
 
-/// Whether a link is one that this program made: it leads to a plug-in of this name, by its whole path.
+/// Whether a link is one that this program made: it leads to a plug-in of this name, by its whole
+/// path.
 fn is_ours(link: &Path) -> bool {
     std::fs::read_link(link).is_ok_and(|target| {
         target.is_absolute() && target.file_name().is_some_and(|name| name == PLUGIN)

@@ -19,16 +19,19 @@ use super::Result;
 /// Nobody answered.
 const NO_ANSWER: u8 = 2;
 
-/// Exit status: 0 if what was asked for fits, 1 if it does not, 2 if nobody answers (or the arguments are not valid).
+/// Exit status: 0 if what was asked for fits, 1 if it does not, 2 if nobody answers (or the
+/// arguments are not valid).
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// Where the side channel listens: VLLM_NIXL_SIDE_CHANNEL_HOST and VLLM_NIXL_SIDE_CHANNEL_PORT of the prefill
+    /// Where the side channel listens: VLLM_NIXL_SIDE_CHANNEL_HOST and VLLM_NIXL_SIDE_CHANNEL_PORT
+    /// of the prefill
     #[arg(value_name = "HOST:PORT")]
     address: String,
     /// Print it as JSON
     #[arg(long)]
     json: bool,
-    /// The arguments of `vllm serve` of the engine that is to decode: what would not fit is told. `kv_compat` in
+    /// The arguments of `vllm serve` of the engine that is to decode: what would not fit is told.
+    /// `kv_compat` in
     /// --kv-transfer-config says which version is asked; a vLLM does not survive the question of another one
     #[arg(last = true, value_name = "VLLM ARGUMENTS")]
     serve: Vec<String>,

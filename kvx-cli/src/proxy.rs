@@ -38,7 +38,8 @@ pub(crate) struct Arguments {
     /// A decode instance.
     #[arg(long, value_name = "URL")]
     decode: Vec<String>,
-    /// NixlConnector, NixlPullConnector, NixlPushConnector or MooncakeConnector, for pools that name none.
+    /// NixlConnector, NixlPullConnector, NixlPushConnector or MooncakeConnector, for pools that
+    /// name none.
     #[arg(long, value_name = "NAME")]
     connector: Option<String>,
     /// How instances are chosen: least-tokens, round-robin or prefix.
@@ -59,11 +60,13 @@ pub(crate) struct Arguments {
     /// Its private key, PEM.
     #[arg(long, value_name = "FILE")]
     tls_key: Option<PathBuf>,
-    /// Say what this means and what would not work now; serve nothing. Exit status 1 if something would not.
+    /// Say what this means and what would not work now; serve nothing. Exit status 1 if something
+    /// would not.
     #[arg(long)]
     check: bool,
-    /// Send the same prompts to two endpoints, `http://HOST:PORT` or `http://HOST:PORT/BASE` of one that answers at
-    /// `BASE/v1`; https where TLS is built in. Exit status 1 if an answer differs or does not come.
+    /// Send the same prompts to two endpoints, `http://HOST:PORT` or `http://HOST:PORT/BASE` of one
+    /// that answers at `BASE/v1`; https where TLS is built in. Exit status 1 if an answer differs
+    /// or does not come.
     #[arg(long, num_args = 2, value_names = ["URL", "URL"], conflicts_with_all = ["check", "config"])]
     compare: Vec<String>,
     /// The model of `--compare` [default: the first endpoint's first].

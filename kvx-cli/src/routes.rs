@@ -1,4 +1,5 @@
-//! Finds out how a backend reaches a second process of this host: by a link to one and a block each way.
+//! Finds out how a backend reaches a second process of this host: by a link to one and a block each
+//! way.
 
 use std::time::{Duration, Instant};
 
@@ -7,15 +8,17 @@ use kvx::{Agent, Grid, Memory, Peer, Plan, Registry, Verdict};
 use crate::Result;
 use crate::demo::{Owner, STEP};
 
-/// How long the other process may take to start, a link to come up, and a transfer or a shutdown to end.
+/// How long the other process may take to start, a link to come up, and a transfer or a shutdown to
+/// end.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// UCX chooses how it gets and puts at the first of each, and is asked for it when it is idle. Old versions never say.
+/// UCX chooses how it gets and puts at the first of each, and is asked for it when it is idle. Old
+/// versions never say.
 const CHOICE: Duration = Duration::from_secs(2);
 /// One block is read and written.
 const BLOCK: u64 = 256;
 
-/// What the backend says of a link to a second process of this program. Errors: why there is none, or what did not
-/// move.
+/// What the backend says of a link to a second process of this program. Errors: why there is none,
+/// or what did not move.
 pub(crate) fn of(backend: &'static str, registry: &Registry) -> Result<String> {
     let agent = Agent::builder("routes").backends([backend]).build(registry)?;
     let owner = Owner::start(&[backend], STEP, PATIENCE)?;

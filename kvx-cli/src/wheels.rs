@@ -1,4 +1,5 @@
-//! Native libraries that Python wheels and conda packages have brought, found by their known places. No Python runs.
+//! Native libraries that Python wheels and conda packages have brought, found by their known
+//! places. No Python runs.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -78,7 +79,8 @@ impl Environments {
     }
 }
 
-/// Looks for every known library; each file once, by backend, and the most particular environment first.
+/// Looks for every known library; each file once, by backend, and the most particular environment
+/// first.
 pub(crate) fn find(environments: &Environments) -> Vec<Found> {
     let mut seen = BTreeSet::new();
     let mut found = Vec::new();
@@ -118,7 +120,8 @@ const FOLDERS: [&str; 3] = ["lib/aarch64-linux-gnu", "lib64", "lib"];
 #[cfg(not(target_arch = "aarch64"))]
 const FOLDERS: [&str; 3] = ["lib/x86_64-linux-gnu", "lib64", "lib"];
 
-/// Every NIXL: of the environments' wheels, of the conda environment, and of images; each file once.
+/// Every NIXL: of the environments' wheels, of the conda environment, and of images; each file
+/// once.
 pub(crate) fn nixls(environments: &Environments) -> Vec<PathBuf> {
     let of_wheels = environments.roots.iter().flat_map(|root| nixls_below(root));
     let of_conda = environments.conda.iter().flat_map(|root| matches(root, "lib/libnixl.so"));

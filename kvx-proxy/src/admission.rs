@@ -67,8 +67,8 @@ impl RequestAdmission {
         place.map_err(|_| Denied::Waited)?.map_err(|_| Denied::Full)
     }
 
-    /// Has a body take so many bytes in all; whether there was room. Nobody waits: each would hold what the others
-    /// need.
+    /// Has a body take so many bytes in all; whether there was room. Nobody waits: each would hold
+    /// what the others need.
     pub(crate) fn widen(&self, room: &mut Room, bytes: usize) -> bool {
         let have = room.0.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
         let Ok(more) = u32::try_from(bytes.div_ceil(1024).saturating_sub(have)) else {

@@ -12,8 +12,8 @@ use crate::relay::core::{Core, Live};
 use crate::serve;
 use crate::setup::{Finding, PoolConnector, Setup};
 
-/// All [findings](Setup::findings), whether its address can be listened on now, and what the instances say when they
-/// are asked now. Serves nothing.
+/// All [findings](Setup::findings), whether its address can be listened on now, and what the
+/// instances say when they are asked now. Serves nothing.
 pub async fn check(setup: Setup) -> Vec<Finding> {
     let mut found = setup.findings();
     // Let go at once: what it is for is to fail.

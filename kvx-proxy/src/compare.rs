@@ -44,9 +44,10 @@ impl Compared {
 const WORDS: &str = "import os sys def class return yield lambda self args kwargs for while try except finally raise assert \
                      with open as file print range len str int list dict set tuple";
 
-/// The prompts: short and long texts, lengths around the edges of blocks of 16 and 128 tokens, one to three blocks of
-/// 16 and a token, 2,000 tokens, and beginnings that others have had before. Token ids have a length that no tokenizer
-/// changes; 2,000 and an answer's are within a context of 2,048.
+/// The prompts: short and long texts, lengths around the edges of blocks of 16 and 128 tokens, one
+/// to three blocks of 16 and a token, 2,000 tokens, and beginnings that others have had before.
+/// Token ids have a length that no tokenizer changes; 2,000 and an answer's are within a context of
+/// 2,048.
 fn prompts() -> Vec<Value> {
     let words: Vec<&str> = WORDS.split_ascii_whitespace().collect();
     let mut prompts: Vec<Value> = vec!["Hello".into(), "def main():".into()];
@@ -74,7 +75,8 @@ type UpstreamConnector = HttpsConnector<HttpConnector>;
 #[cfg(not(feature = "tls"))]
 type UpstreamConnector = HttpConnector;
 
-/// Connections to either endpoint. They have a client of their own: the router's goes to servers by plain HTTP alone.
+/// Connections to either endpoint. They have a client of their own: the router's goes to servers by
+/// plain HTTP alone.
 #[cfg_attr(not(feature = "tls"), expect(unused_variables, reason = "certificates are for https"))]
 fn client(endpoints: &[Endpoint]) -> Result<Client<UpstreamConnector, Full<Bytes>>> {
     let mut connector = HttpConnector::new();
@@ -107,8 +109,8 @@ fn client(endpoints: &[Endpoint]) -> Result<Client<UpstreamConnector, Full<Bytes
 struct Endpoint(String);
 
 impl Endpoint {
-    /// Takes `http://HOST:PORT` or `http://HOST:PORT/BASE`, also with the `/v1` of OpenAI's clients at its end, and
-    /// `https` where TLS is built in.
+    /// Takes `http://HOST:PORT` or `http://HOST:PORT/BASE`, also with the `/v1` of OpenAI's clients
+    /// at its end, and `https` where TLS is built in.
     fn new(url: &str) -> Result<Self> {
         let wrong = |why: &str| {
             Error::new(format!(
@@ -173,10 +175,10 @@ impl Endpoint {
     }
 }
 
-/// Sends the same prompts to two endpoints, at temperature 0, and hands each pair of answers to `each`. A URL is
-/// `http://HOST:PORT`, or `http://HOST:PORT/BASE` of a server that answers at `BASE/v1`; with the feature `tls` also
-/// `https`, of servers that the system trusts or the certificates in the file `SSL_CERT_FILE`. `model` is the first
-/// one's first if none is named.
+/// Sends the same prompts to two endpoints, at temperature 0, and hands each pair of answers to
+/// `each`. A URL is `http://HOST:PORT`, or `http://HOST:PORT/BASE` of a server that answers at
+/// `BASE/v1`; with the feature `tls` also `https`, of servers that the system trusts or the
+/// certificates in the file `SSL_CERT_FILE`. `model` is the first one's first if none is named.
 ///
 /// # Errors
 ///

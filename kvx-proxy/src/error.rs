@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-/// A set-up that cannot be used, or a socket or file that could not be opened: a sentence that says what to do.
+/// A set-up that cannot be used, or a socket or file that could not be opened: a sentence that says
+/// what to do.
 ///
 /// ```
 /// let error = kvx_proxy::Setup::from_toml("prot = 8000").unwrap_err();

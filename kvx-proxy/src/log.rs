@@ -14,7 +14,8 @@ use crate::error::{Error, Result};
 use crate::metrics::Metrics;
 use crate::setup::AccessLog;
 
-/// Writes a line per request on a thread of its own: whoever reads the log too slowly loses lines, not requests.
+/// Writes a line per request on a thread of its own: whoever reads the log too slowly loses lines,
+/// not requests.
 #[derive(Clone, Debug)]
 pub(crate) struct Access(Option<(SyncSender<Line>, Arc<AtomicUsize>)>);
 

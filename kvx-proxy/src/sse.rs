@@ -1,11 +1,13 @@
-//! Server-sent events as they pass: cut at the ends of events, so that an error can always follow a whole one.
+//! Server-sent events as they pass: cut at the ends of events, so that an error can always follow a
+//! whole one.
 
 use bytes::{Bytes, BytesMut};
 
 /// More than this without the end of an event is passed on as it is.
 const LONGEST_HELD: usize = 4 << 20;
 
-/// Passes on whole events. An event mostly comes as one piece: then nothing is copied and nothing waits.
+/// Passes on whole events. An event mostly comes as one piece: then nothing is copied and nothing
+/// waits.
 #[derive(Debug, Default)]
 pub(crate) struct WholeEvents {
     held: BytesMut,
@@ -40,7 +42,8 @@ impl WholeEvents {
         ready
     }
 
-    /// What is left when the stream has ended as it should: an event without the empty line behind it.
+    /// What is left when the stream has ended as it should: an event without the empty line behind
+    /// it.
     pub(crate) fn finish(&mut self) -> Bytes {
         let left = self.held.split().freeze();
         self.look(&left);
@@ -100,7 +103,8 @@ fn end_of_events(bytes: &[u8]) -> usize {
     0
 }
 
-/// The status that an event's data name if they are an error: what vLLM sends in a stream whose request failed.
+/// The status that an event's data name if they are an error: what vLLM sends in a stream whose
+/// request failed.
 fn error_code(data: &[u8]) -> Option<u16> {
     // Chunks start otherwise: do not parse them all.
     if !(data.starts_with(b"{\"error\"") || data.starts_with(b"{ \"error\"")) {
@@ -111,8 +115,8 @@ fn error_code(data: &[u8]) -> Option<u16> {
     Some(code.and_then(|code| u16::try_from(code).ok()).unwrap_or(500))
 }
 
-/// Whether the first thing that a stream says is an error that is not the client's: nothing of an answer has been
-/// passed on yet.
+/// Whether the first thing that a stream says is an error that is not the client's: nothing of an
+/// answer has been passed on yet.
 pub(crate) fn opens_with_failure(bytes: &[u8]) -> bool {
     let first = bytes.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"data:"));
     first.and_then(|data| error_code(data.trim_ascii())).is_some_and(|code| code >= 500)
@@ -147,7 +151,8 @@ pub(crate) fn error_event(message: &str, kind: &str, code: u16) -> Bytes {
     format!("event: error\ndata: {error}\n\n").into()
 }
 
-/// What the fuzz target calls: bytes come out as they went in, in order, cut at ends of events only.
+/// What the fuzz target calls: bytes come out as they went in, in order, cut at ends of events
+/// only.
 pub(crate) fn fuzz(bytes: &[u8]) {
     let Some((step, stream)) = bytes.split_first() else { return };
     let mut events = WholeEvents::default();

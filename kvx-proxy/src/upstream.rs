@@ -16,7 +16,8 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::setup::{InstanceSetup, Setup};
 
-/// The longest answer of an instance that is read as a whole: a prefill's, an error's, a list of models.
+/// The longest answer of an instance that is read as a whole: a prefill's, an error's, a list of
+/// models.
 pub(crate) const WHOLE: usize = 16 << 20;
 
 /// Why a leg has no answer that could be passed on. The order is that of the request's life.
@@ -200,8 +201,9 @@ pub(crate) async fn whole(
     }
 }
 
-/// Tells answers that end a leg from those that another instance may better: 503 and 429 say that nothing was done,
-/// other 5xx that it was tried. Their bodies are read, so that they can be passed on in the end.
+/// Tells answers that end a leg from those that another instance may better: 503 and 429 say that
+/// nothing was done, other 5xx that it was tried. Their bodies are read, so that they can be passed
+/// on in the end.
 pub(crate) async fn accepted(
     response: Response<Incoming>,
     until: Instant,

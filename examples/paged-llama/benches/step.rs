@@ -1,7 +1,7 @@
-//! Steps of a model of 1 GiB beside what this machine can do: decode of one sequence beside a bare read of the
-//! weights, prefill beside the bare kernel on numbers that lie in the cache. `cargo bench -p kvx-paged-llama --bench
-//! step` prints a JSON object a line: medians of rounds, and of each round's ratio. With `-- --test` it takes one round
-//! of a small model.
+//! Steps of a model of 1 GiB beside what this machine can do: decode of one sequence beside a bare
+//! read of the weights, prefill beside the bare kernel on numbers that lie in the cache. `cargo
+//! bench -p kvx-paged-llama --bench step` prints a JSON object a line: medians of rounds, and of
+//! each round's ratio. With `-- --test` it takes one round of a small model.
 #![allow(clippy::unwrap_used, reason = "a benchmark that cannot run may panic")]
 
 use std::fs::File;
@@ -92,7 +92,8 @@ fn bare_read(bytes: &[u8], threads: usize) -> f64 {
     begin.elapsed().as_secs_f64()
 }
 
-/// Operations in a second that `threads` threads make of the kernel when all numbers lie in their caches.
+/// Operations in a second that `threads` threads make of the kernel when all numbers lie in their
+/// caches.
 fn bare_kernel(threads: usize) -> f64 {
     let (rows, cols, count, times) = (32, 512, 32, 4000);
     let begin = Instant::now();

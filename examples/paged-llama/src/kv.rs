@@ -34,8 +34,8 @@ pub(crate) fn buckets(name: &str) -> Option<&'static [f64]> {
 /// A pool in memory that kvx can register.
 pub fn pool(shape: PoolShape) -> Result<(Pool, Arc<Memory>)> {
     let memory = Arc::new(Memory::pool(shape.bytes()).build().map_err(Error::of)?);
-    // SAFETY: the memory lives as long as the pool. Peers read only blocks that are complete, which no step writes, and
-    // write only blocks of requests that wait, which no step names.
+    // SAFETY: the memory lives as long as the pool. Peers read only blocks that are complete, which
+    // no step writes, and write only blocks of requests that wait, which no step names.
     unsafe { Pool::over(shape, memory.as_ptr(), memory.len(), memory.clone()) }
         .map(|pool| (pool, memory))
 }

@@ -1,7 +1,9 @@
-//! The further ranks of an engine's model: processes, each with its share of the weights and a pool of its own.
+//! The further ranks of an engine's model: processes, each with its share of the weights and a pool
+//! of its own.
 //!
-//! A rank has a socket to rank 0 as its standard input. Over it it is told its place, says that it is ready, is told
-//! where to join the engine's connection with its peers, all of it in lines, and then takes steps.
+//! A rank has a socket to rank 0 as its standard input. Over it it is told its place, says that it
+//! is ready, is told where to join the engine's connection with its peers, all of it in lines, and
+//! then takes steps.
 
 use std::fs::DirBuilder;
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
@@ -115,8 +117,9 @@ impl RankSetup {
 }
 
 impl AllRanks {
-    /// Has those in other processes join the engine's connection with its peers at the socket in this folder, until
-    /// `all_have` says that they have: nobody else joins there, and a server that is killed later leaves no folder.
+    /// Has those in other processes join the engine's connection with its peers at the socket in
+    /// this folder, until `all_have` says that they have: nobody else joins there, and a server
+    /// that is killed later leaves no folder.
     pub(crate) fn join_at(
         &mut self,
         folder: PrivateFolder,
@@ -132,8 +135,8 @@ impl AllRanks {
     }
 }
 
-/// A folder of mode 0700 with a random name: other users can neither take the name first nor reach the socket in it.
-/// It is removed on drop.
+/// A folder of mode 0700 with a random name: other users can neither take the name first nor reach
+/// the socket in it. It is removed on drop.
 pub(crate) struct PrivateFolder(PathBuf);
 
 impl PrivateFolder {
@@ -171,7 +174,8 @@ impl RankProcess {
     ) -> Result<Self> {
         let RankSockets { rank, member, head } = sockets;
         let failed = |error| ModelError::new(format!("rank {rank} could not be started: {error}"));
-        // What interrupts a terminal's processes is the server's to follow, and its ranks are needed to the end.
+        // What interrupts a terminal's processes is the server's to follow, and its ranks are
+        // needed to the end.
         let child =
             command.stdin(OwnedFd::from(member)).process_group(0).spawn().map_err(failed)?;
         // It is not waited for yet, so the number is its own.

@@ -43,7 +43,8 @@ pub struct Options {
     pub block_size: usize,
     /// Tokens of a block in the pool, which is what peers see; `--block-size` is a multiple of it.
     pub kernel_block_size: usize,
-    /// Tensor-parallel ranks: 1, 2, 4 or 8, each with its share of the weights and a pool of its own.
+    /// Tensor-parallel ranks: 1, 2, 4 or 8, each with its share of the weights and a pool of its
+    /// own.
     pub ranks: usize,
     /// Starts the process of a further rank: it calls [`rank::run`] and nothing else.
     pub rank_process: fn() -> Command,
@@ -225,7 +226,8 @@ impl Opened {
         ranks.processes.iter_mut().try_for_each(|process| process.ready(joins))
     }
 
-    /// Starts it, with its peers if there are any. The processes of its ranks are to be dropped behind it.
+    /// Starts it, with its peers if there are any. The processes of its ranks are to be dropped
+    /// behind it.
     fn start(
         self,
         options: &Options,
@@ -305,11 +307,13 @@ impl Options {
     }
 }
 
-/// Serves until `stop` is ready and answers have ended. `started` is told when it listens, or has joined its head.
+/// Serves until `stop` is ready and answers have ended. `started` is told when it listens, or has
+/// joined its head.
 ///
 /// # Errors
 ///
-/// The folder, the port, the pool, the peers or the other hosts are not as they should be; the words say what to do.
+/// The folder, the port, the pool, the peers or the other hosts are not as they should be; the
+/// words say what to do.
 pub async fn serve(
     options: Options,
     recorder: Recorder,

@@ -96,7 +96,8 @@ impl DemoBlocks {
     pub(crate) fn copy(&self, pool: &Memory, room: &Memory) -> Result<()> {
         for (from, to) in self.from.iter().zip(&self.to) {
             let start = self.pool.offset(*from) as usize;
-            // SAFETY: the demo never registers this pool and fills it before it copies: nobody writes to it.
+            // SAFETY: the demo never registers this pool and fills it before it copies: nobody
+            // writes to it.
             let block = unsafe { pool.block(start..start + self.length() as usize) }?;
             room.copy_in(self.room.offset(*to) as usize, block)?;
         }

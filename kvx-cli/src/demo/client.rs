@@ -22,7 +22,8 @@ pub(super) struct Streamed {
     pub(super) not_computed: u64,
 }
 
-/// Asks for a greedy answer of so many tokens, and reads it as it comes: `tell` is given each piece of its text.
+/// Asks for a greedy answer of so many tokens, and reads it as it comes: `tell` is given each piece
+/// of its text.
 pub(super) fn stream(
     port: u16,
     prompt: &Value,

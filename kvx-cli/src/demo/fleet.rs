@@ -34,7 +34,8 @@ pub(super) struct Fleet {
     pub(super) proxy: Server,
 }
 
-/// Runs the demo over one backend after the other. `Ok` says that every answer was that of the single server.
+/// Runs the demo over one backend after the other. `Ok` says that every answer was that of the
+/// single server.
 pub(super) fn run(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     end_when_interrupted()?;
     if arguments.model.is_none() {
@@ -94,8 +95,8 @@ impl Fleet {
     }
 }
 
-/// The model that is served. One that was made is removed as soon as it is dropped, as servers that listen have it
-/// mapped; a user's own is not in [`ours`] and stays.
+/// The model that is served. One that was made is removed as soon as it is dropped, as servers that
+/// listen have it mapped; a user's own is not in [`ours`] and stays.
 struct Model {
     folder: PathBuf,
 }
@@ -138,7 +139,8 @@ impl Drop for Model {
     }
 }
 
-/// The folder that was made, which nobody needs when this process ends. Whoever makes it holds it until it is whole.
+/// The folder that was made, which nobody needs when this process ends. Whoever makes it holds it
+/// until it is whole.
 fn ours() -> MutexGuard<'static, Option<PathBuf>> {
     static OURS: Mutex<Option<PathBuf>> = Mutex::new(None);
     OURS.lock().unwrap_or_else(PoisonError::into_inner)

@@ -1,4 +1,5 @@
-//! `kvx demo`: that an answer made on moved KV cache is the answer of one server; and what moving blocks costs.
+//! `kvx demo`: that an answer made on moved KV cache is the answer of one server; and what moving
+//! blocks costs.
 
 mod blocks;
 #[cfg(all(feature = "serve", feature = "proxy"))]
@@ -32,14 +33,16 @@ pub(crate) struct Arguments {
     /// Decode servers.
     #[arg(long, default_value_t = 1, value_name = "M", value_parser = clap::value_parser!(u8).range(1..=8))]
     decoders: u8,
-    /// Tensor-parallel ranks of a prefill and of a decode server: 1, 2, 4 or 8; one number is for both.
+    /// Tensor-parallel ranks of a prefill and of a decode server: 1, 2, 4 or 8; one number is for
+    /// both.
     #[arg(long, value_name = "P:D", value_parser = ranks, default_value = "1")]
     tp: (u16, u16),
-    /// Tokens of a block at the prefill and at the decode servers; one number is for both. One of two is a multiple of
-    /// the other.
+    /// Tokens of a block at the prefill and at the decode servers; one number is for both. One of
+    /// two is a multiple of the other.
     #[arg(long, value_name = "P:D", value_parser = block_sizes, default_value = "16")]
     block_size: (u16, u16),
-    /// A model's folder, or a name in the local Hugging Face cache [default: one of random weights, made for the demo].
+    /// A model's folder, or a name in the local Hugging Face cache [default: one of random weights,
+    /// made for the demo].
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     /// Spoil one moved block: the answer has to differ, and the demo ends with exit status 1.

@@ -1,4 +1,5 @@
-//! The process that owns the pool: what it does, and how the reader holds it. `kvx backends` asks such a process too.
+//! The process that owns the pool: what it does, and how the reader holds it. `kvx backends` asks
+//! such a process too.
 
 use std::io::{Read, Write};
 use std::process::Command;

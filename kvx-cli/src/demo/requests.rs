@@ -15,7 +15,8 @@ const TOKENS: usize = 24;
 /// Within this a decode server has begun to load.
 const LOADING: Duration = Duration::from_secs(10);
 
-/// Asks both, and compares; in the end a prefill is killed. `begun`: when this backend's servers were started.
+/// Asks both, and compares; in the end a prefill is killed. `begun`: when this backend's servers
+/// were started.
 pub(super) fn show(
     mut fleet: Fleet,
     arguments: &Arguments,
@@ -77,7 +78,8 @@ pub(super) fn show(
     kill(killed, &fleet.decodes[0], &fleet.single, out)
 }
 
-/// How many tokens of the prompt the decode server computed: the last one always, for what comes behind it.
+/// How many tokens of the prompt the decode server computed: the last one always, for what comes
+/// behind it.
 fn computed(apart: &Streamed) -> u64 {
     apart.prompt_tokens.saturating_sub(apart.not_computed).max(1)
 }
@@ -92,7 +94,8 @@ fn assert_moved(computed: u64) -> Result<()> {
 
 /// What a client gets whose prefill dies while its blocks are moved.
 fn kill(mut prefill: Server, decode: &Server, single: &Server, out: &mut dyn Write) -> Result<()> {
-    // The two know each other before: it is the transfer that is interrupted, and not their handshake.
+    // The two know each other before: it is the transfer that is interrupted, and not their
+    // handshake.
     ask(decode.port, &tokens(7, 40), Some(publish(&prefill, &tokens(7, 40))?))?;
     let prompt = tokens(8, 1500);
     let right = ask(single.port, &prompt, None)?;

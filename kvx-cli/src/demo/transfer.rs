@@ -1,5 +1,5 @@
-//! `kvx demo --transfer`: scattered blocks between two processes, what that costs, and what is told when one of them is
-//! killed.
+//! `kvx demo --transfer`: scattered blocks between two processes, what that costs, and what is told
+//! when one of them is killed.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -141,7 +141,8 @@ impl DemoReader {
         Ok(start.elapsed())
     }
 
-    /// Reads until the loss of the owner has come to be known. What still succeeds must have brought the right bytes.
+    /// Reads until the loss of the owner has come to be known. What still succeeds must have
+    /// brought the right bytes.
     fn read_until_told(&self, blocks: &DemoBlocks) -> Result<(Duration, kvx::Error)> {
         let until = Instant::now() + PATIENCE;
         while Instant::now() < until {

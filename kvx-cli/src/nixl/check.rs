@@ -1,4 +1,5 @@
-//! `kvx nixl --check`: two agents of a wheel's NIXL, in two processes, over KVX and over its own UCX.
+//! `kvx nixl --check`: two agents of a wheel's NIXL, in two processes, over KVX and over its own
+//! UCX.
 
 use std::io::Write;
 use std::os::unix::fs::DirBuilderExt as _;

@@ -1,5 +1,6 @@
-//! The commands that the documents show. Those of `kvx` run here as they stand on the page, but for addresses, ports
-//! and files that this machine does not have; of the others it is known what runs them.
+//! The commands that the documents show. Those of `kvx` run here as they stand on the page, but for
+//! addresses, ports and files that this machine does not have; of the others it is known what runs
+//! them.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

@@ -1,4 +1,5 @@
-//! The program over other people's software, and beside it: what `cargo xtask test --install` installs.
+//! The program over other people's software, and beside it: what `cargo xtask test --install`
+//! installs.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -70,12 +71,13 @@ impl Wheel {
         output(command.args(arguments).env(self.variable, &self.library), LIMIT)
     }
 
-    /// One point of `kvx bench`, with this script beside it. It moves bytes and checks them; how fast is not asked
-    /// here.
+    /// One point of `kvx bench`, with this script beside it. It moves bytes and checks them; how
+    /// fast is not asked here.
     fn is_measured_beside(&self, backend: &str, script: &str, name: &str) {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(script);
         let beside = format!("'{}' '{}'", self.python.display(), script.display());
-        // So large that a rate of three decimals is not nothing if the one transfer of a round takes half a second.
+        // So large that a rate of three decimals is not nothing if the one transfer of a round
+        // takes half a second.
         let shape = ["--op", "read", "--block", "64K", "--count", "8", "--memory", "foreign"];
         let rounds = ["--rounds", "1", "--seconds", "0.05", "--pool", "2M"];
         let run = ["bench", "--backend", backend, "--beside", &beside];

@@ -1,4 +1,5 @@
-//! `kvx probe` at the side channel of a connector in this process, at something else, and at nobody's.
+//! `kvx probe` at the side channel of a connector in this process, at something else, and at
+//! nobody's.
 
 use std::net::TcpListener;
 use std::path::Path;

@@ -19,7 +19,8 @@ fn program(arguments: &[&str]) -> Command {
     command
 }
 
-/// NIXL's plug-in. Cargo leaves it there for those that depend on its crate; a user builds it by itself.
+/// NIXL's plug-in. Cargo leaves it there for those that depend on its crate; a user builds it by
+/// itself.
 pub(crate) fn plug_in() -> PathBuf {
     Path::new(env!("CARGO_BIN_EXE_kvx")).with_file_name("deps").join("libplugin_KVX.so")
 }
@@ -66,7 +67,8 @@ fn require_says_whether_a_backend_can_be_used_and_else_why_not() {
     assert!(output.stdout.is_empty());
 }
 
-/// The rows of `kvx backends --routes --json` with UCX from this file, or from where the system has it.
+/// The rows of `kvx backends --routes --json` with UCX from this file, or from where the system has
+/// it.
 fn routes(ucx: Option<&Path>, settings: &[(&str, &str)]) -> Vec<Value> {
     let mut command = program(&["backends", "--routes", "--json"]);
     command.envs(ucx.map(|file| ("KVX_UCX_LIB", file))).envs(settings.iter().copied());

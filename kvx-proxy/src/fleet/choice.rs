@@ -43,8 +43,8 @@ pub(super) struct Candidates<'a> {
 }
 
 impl<'a> Candidates<'a> {
-    /// Gives the request to one that `fits` and is open; if there is none, to one that was left out and may be better
-    /// than none.
+    /// Gives the request to one that `fits` and is open; if there is none, to one that was left out
+    /// and may be better than none.
     pub(super) fn choose(
         &self,
         wanted: &Wanted<'_>,
@@ -73,7 +73,8 @@ impl<'a> Candidates<'a> {
         None
     }
 
-    /// The best one that `may` be asked and that the request does not avoid; if there is none, the best of those.
+    /// The best one that `may` be asked and that the request does not avoid; if there is none, the
+    /// best of those.
     fn best_for(
         &self,
         wanted: &Wanted<'_>,
@@ -139,7 +140,8 @@ impl<'a> Candidates<'a> {
     }
 }
 
-/// Rendezvous hashing: each prefix orders the instances in its own way, which changes little when one comes or goes.
+/// Rendezvous hashing: each prefix orders the instances in its own way, which changes little when
+/// one comes or goes.
 fn distance(mixed: u64, one: &Instance) -> f64 {
     // From 2^-53 to 1, so that the logarithm is finite.
     let uniform = ((mix(mixed) >> 11) + 1) as f64 / (1u64 << 53) as f64;

@@ -89,7 +89,8 @@ pub(crate) struct State {
     requests: AtomicU64,
     pub(crate) requests_total: AtomicU64,
     pub(crate) failures_total: AtomicU64,
-    /// 0: open. [`DOWN`]: closed by its health. Else closed until so many milliseconds after `started`.
+    /// 0: open. [`DOWN`]: closed by its health. Else closed until so many milliseconds after
+    /// `started`.
     closed_until: AtomicU64,
     /// Whether it refused connections when it was left out.
     refuses: AtomicBool,
@@ -179,7 +180,8 @@ impl State {
         self.checked.load(Relaxed)
     }
 
-    /// Takes the right to ask it: after a time out only one gets it, and the next one a time out later.
+    /// Takes the right to ask it: after a time out only one gets it, and the next one a time out
+    /// later.
     fn enter(&self, now: Instant, eject_for: Duration) -> bool {
         let closed_until = self.closed_until.load(Relaxed);
         if closed_until == 0 {
@@ -224,8 +226,8 @@ impl State {
         }
     }
 
-    /// A request failed. `alone` says that nobody else of its pool and role is open. Returns whether it is left out
-    /// now.
+    /// A request failed. `alone` says that nobody else of its pool and role is open. Returns
+    /// whether it is left out now.
     pub(crate) fn failed(
         &self,
         reason: Reason,
@@ -246,7 +248,8 @@ impl State {
         if alone && !refused {
             return false;
         }
-        // Whatever else was at work there when it was left out fails too, and says nothing new, unless it refuses now.
+        // Whatever else was at work there when it was left out fails too, and says nothing new,
+        // unless it refuses now.
         let says_more = refused && !self.refuses.load(Relaxed);
         if !self.is_open(now) && !self.trying.swap(false, Relaxed) && !says_more {
             return false;
@@ -272,8 +275,8 @@ impl State {
         true
     }
 
-    /// A health check failed. `spared` says that it stays up all the same. Returns whether the instance is down for it
-    /// now.
+    /// A health check failed. `spared` says that it stays up all the same. Returns whether the
+    /// instance is down for it now.
     pub(crate) fn unhealthy(&self, words: &str, health: &Health, spared: bool) -> bool {
         let first = !self.checked.swap(true, Relaxed);
         let mut faults = lock(&self.faults);
@@ -313,8 +316,8 @@ impl State {
         }
     }
 
-    /// Learns from the answer of a prefill leg to a rank whether the instance pushes, and who that rank is. Returns the
-    /// rank's target if it does.
+    /// Learns from the answer of a prefill leg to a rank whether the instance pushes, and who that
+    /// rank is. Returns the rank's target if it does.
     pub(crate) fn learn_push(
         &self,
         params: &TransferParams,
@@ -361,8 +364,9 @@ impl Instance {
         (ranks > 1).then(|| self.state.next_rank(ranks))
     }
 
-    /// Whether these two may serve a request together: they are of one pool and compatible, as far as the set-up says
-    /// what is, and have a model in common, as far as they have said what they serve.
+    /// Whether these two may serve a request together: they are of one pool and compatible, as far
+    /// as the set-up says what is, and have a model in common, as far as they have said what they
+    /// serve.
     pub(crate) fn pairs_with(&self, other: &Instance) -> bool {
         self.pool == other.pool
             && self.state.models.share_one(&other.state.models)

@@ -34,13 +34,14 @@ pub(crate) struct Fleet {
     decode_turns: Turns,
     choice: Choice,
     eject_for: std::time::Duration,
-    /// Held by whoever leaves an instance out: nobody else does between the look at who is left and that.
+    /// Held by whoever leaves an instance out: nobody else does between the look at who is left and
+    /// that.
     leaving_out: Arc<Mutex<()>>,
 }
 
 impl Fleet {
-    /// The fleet of a set-up. Instances that were there `before` keep their state, and those that came over
-    /// `/instances` stay as long as their pool does.
+    /// The fleet of a set-up. Instances that were there `before` keep their state, and those that
+    /// came over `/instances` stay as long as their pool does.
     pub(crate) fn new(setup: &Setup, before: Option<&Fleet>) -> Self {
         let mut fleet = Fleet {
             pools: Vec::new(),
@@ -174,7 +175,8 @@ impl Fleet {
                 && (one.state.is_open(wanted.now) || (usable && one.state.is_usable()))
                 && wanted.model.is_none_or(|model| one.state.models.serve(model))
         };
-        // Most pools name no compatibility and have the same models everywhere: one decode instance says it for all.
+        // Most pools name no compatibility and have the same models everywhere: one decode instance
+        // says it for all.
         let of_first_decode: Vec<Option<u64>> = (0..self.pools.len())
             .map(|pool| self.decode.iter().find(|one| one.pool == pool && decodes(one)))
             .map(|one| Some(one?.state.models.bits()))
@@ -238,8 +240,8 @@ impl Fleet {
         self.candidates(Role::Decode).choose_open(wanted, |one| one.name() == name)
     }
 
-    /// A request failed. Returns whether its instance is left out now: the last one of its pool and role never is for
-    /// how it answers.
+    /// A request failed. Returns whether its instance is left out now: the last one of its pool and
+    /// role never is for how it answers.
     pub(crate) fn failed(
         &self,
         instance: &Instance,
@@ -252,8 +254,8 @@ impl Fleet {
         instance.state.failed(reason, words, health, self.is_last(instance), now)
     }
 
-    /// A health check failed; `late` says that no answer came in time. Returns whether its instance is down for it now:
-    /// the last one of its pool and role never is for being late.
+    /// A health check failed; `late` says that no answer came in time. Returns whether its instance
+    /// is down for it now: the last one of its pool and role never is for being late.
     pub(crate) fn unhealthy(
         &self,
         instance: &Instance,
@@ -279,8 +281,8 @@ impl Fleet {
         })
     }
 
-    /// Whether a request could be served: some prefill and some decode instance of one pool are usable, or a pool has
-    /// no prefill instance at all.
+    /// Whether a request could be served: some prefill and some decode instance of one pool are
+    /// usable, or a pool has no prefill instance at all.
     pub(crate) fn is_ready(&self) -> bool {
         let up = |one: &&Arc<Instance>, pool| {
             one.pool == pool && one.state.is_usable() && !one.setup.draining

@@ -1,4 +1,5 @@
-//! Which instance serves which model: names as bits, so that a choice among hundreds looks at one word each.
+//! Which instance serves which model: names as bits, so that a choice among hundreds looks at one
+//! word each.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -6,8 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use serde_json::Value;
 
-/// The numbers of model names, shared by a fleet: the first 63 have a bit each, all others one together, behind which
-/// the names themselves are compared.
+/// The numbers of model names, shared by a fleet: the first 63 have a bit each, all others one
+/// together, behind which the names themselves are compared.
 #[derive(Debug, Default)]
 pub(crate) struct ModelNames(Mutex<Vec<String>>);
 
@@ -86,7 +87,8 @@ impl Models {
         Arc::clone(&self.cards.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Takes an answer to `GET /v1/models`. Whatever is no list of models is as if nothing had been said.
+    /// Takes an answer to `GET /v1/models`. Whatever is no list of models is as if nothing had been
+    /// said.
     pub(crate) fn learn(&self, answer: &Value, names: &ModelNames) {
         let list =
             answer.get("data").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();

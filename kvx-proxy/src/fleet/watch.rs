@@ -77,7 +77,8 @@ async fn check(core: &Core, live: &Live, instance: &Instance, models: bool) {
             if fresh || models {
                 learn_models(live, instance).await;
             }
-            // Mooncake's ranks have ids of their own for each start: ask every time, it is one small answer.
+            // Mooncake's ranks have ids of their own for each start: ask every time, it is one
+            // small answer.
             let mooncake = matches!(instance.state.kind(), PrefillKind::Mooncake(_));
             let asks = instance.role == Role::Prefill && (fresh || models || mooncake);
             match asks {

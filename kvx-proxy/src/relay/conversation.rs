@@ -1,4 +1,5 @@
-//! Bidirectional transfer: what the decode instance of a turn still holds, for the prefill of the next one.
+//! Bidirectional transfer: what the decode instance of a turn still holds, for the prefill of the
+//! next one.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,7 +10,8 @@ use kvx_connector::params::recipe::Answer;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 
-/// How long a decode instance of vLLM holds the blocks (`decoder_kv_blocks_ttl` is 480 s), less what the way takes.
+/// How long a decode instance of vLLM holds the blocks (`decoder_kv_blocks_ttl` is 480 s), less
+/// what the way takes.
 const HELD_FOR: Duration = Duration::from_secs(470);
 const KEPT: usize = 16_384;
 /// An answer whose text is longer is not continued.
@@ -43,8 +45,8 @@ struct EndedTurn {
     until: Instant,
 }
 
-/// What a turn was asked, so far as the next must repeat it. Instances compare nothing: blocks of another text would be
-/// taken for this one's.
+/// What a turn was asked, so far as the next must repeat it. Instances compare nothing: blocks of
+/// another text would be taken for this one's.
 #[derive(Clone, Debug, PartialEq)]
 enum Said {
     Messages(usize, Hash),
@@ -77,7 +79,8 @@ const OF_THE_ANSWER: [&str; 22] = [
     "user",
 ];
 
-/// All else that a body says: another model, tools, a template's arguments, a salt make other blocks of the same words.
+/// All else that a body says: another model, tools, a template's arguments, a salt make other
+/// blocks of the same words.
 fn hash_of_rest(body: &Value) -> Hash {
     let mut hash = Sha256::new();
     for (key, value) in body.as_object().into_iter().flatten() {
@@ -140,7 +143,8 @@ struct KeptTurns {
 }
 
 impl Conversations {
-    /// The answer of the turn before this one, and who holds it: if this body goes on with it, and in time.
+    /// The answer of the turn before this one, and who holds it: if this body goes on with it, and
+    /// in time.
     pub(crate) fn take(&self, key: &Key, body: &Value, now: Instant) -> Option<(Answer, String)> {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         // Whoever only has its name does not end it.

@@ -21,7 +21,8 @@ use crate::serve::keys::Keys;
 use crate::setup::Setup;
 use crate::upstream::{Fault, Upstream};
 
-/// What a set-up has become: replaced as a whole, while requests go on with the one that they began with.
+/// What a set-up has become: replaced as a whole, while requests go on with the one that they began
+/// with.
 #[derive(Debug)]
 pub(crate) struct Live {
     pub(crate) setup: Arc<Setup>,
@@ -132,8 +133,8 @@ impl Core {
         Arc::clone(&self.live.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Takes another set-up, once new instances have been asked how they are. It is read when its turn has come: the
-    /// last one to be asked for is the last one read.
+    /// Takes another set-up, once new instances have been asked how they are. It is read when its
+    /// turn has come: the last one to be asked for is the last one read.
     ///
     /// # Errors
     ///

@@ -214,8 +214,8 @@ async fn hand_over(
     }
 }
 
-/// Mooncake's prefill side keeps blocks only for requests that end by their length, and the decode side would wait for
-/// minutes for those that do not.
+/// Mooncake's prefill side keeps blocks only for requests that end by their length, and the decode
+/// side would wait for minutes for those that do not.
 fn never_stops(prefill: &mut Value) {
     if let Value::Object(body) = prefill {
         body.remove("stop");
@@ -238,8 +238,9 @@ fn push(
     Ok(both(job, prefill, legs, rank, Told::Engine(target.engine_id)))
 }
 
-/// The sides find each other by the id: what is left of an attempt, or of a client's request of the same id, must not
-/// be taken for this one. vLLM strips an end of eight hexadecimal digits; this has eleven characters.
+/// The sides find each other by the id: what is left of an attempt, or of a client's request of the
+/// same id, must not be taken for this one. vLLM strips an end of eight hexadecimal digits; this
+/// has eleven characters.
 fn own_id(id: &XRequestId) -> XRequestId {
     let random: String = random_id()[..5].iter().map(|byte| format!("{byte:02x}")).collect();
     XRequestId::new(format!("{id}-k{random}"))

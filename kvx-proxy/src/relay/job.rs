@@ -216,7 +216,8 @@ impl Job {
         }
     }
 
-    /// Whether nothing but the time of the request was too short: no instance's fault, and nothing to try again.
+    /// Whether nothing but the time of the request was too short: no instance's fault, and nothing
+    /// to try again.
     pub(crate) fn has_had_its_time(&self, fault: &Fault) -> bool {
         !self.streamed && matches!(fault, Fault::Late(_))
     }
@@ -241,7 +242,8 @@ impl Job {
         pass(opened, self.record, held)
     }
 
-    /// Passes on an answer that has been read, of an instance that may be none of the decode side's.
+    /// Passes on an answer that has been read, of an instance that may be none of the decode
+    /// side's.
     pub(crate) fn pass_whole(mut self, response: Response<bytes::Bytes>) -> Response<Body> {
         let (mut parts, body) = response.into_parts();
         headers::drop_hop_by_hop(&mut parts.headers);

@@ -148,7 +148,8 @@ async fn prefill_answer(
     Ok((answer, if flat { Dialect::V0_16 } else { Dialect::default() }))
 }
 
-/// A prefill leg beside a decode leg. Dropped, it ends: the instance sees that nobody waits any more.
+/// A prefill leg beside a decode leg. Dropped, it ends: the instance sees that nobody waits any
+/// more.
 #[derive(Debug)]
 pub(crate) struct PrefillTask(Option<JoinHandle<Result<Prefilled, PrefillEnd>>>);
 

@@ -19,7 +19,8 @@ const HELD: usize = 1 << 20;
 pub(crate) enum AnswerKind {
     /// A completion: a JSON object, or events that end with `[DONE]`.
     Completion,
-    /// A completion of an instance that says what it holds for the next turn: what it is passed on without.
+    /// A completion of an instance that says what it holds for the next turn: what it is passed on
+    /// without.
     Turn,
     /// Whatever the instance says.
     Any,
@@ -49,7 +50,8 @@ fn content_type_is(headers: &HeaderMap, wanted: &str) -> bool {
     })
 }
 
-/// Waits for the beginning of an answer: the first whole event of a stream, the end of anything else that is short.
+/// Waits for the beginning of an answer: the first whole event of a stream, the end of anything
+/// else that is short.
 pub(crate) async fn open(
     response: Response<Incoming>,
     kind: AnswerKind,

@@ -181,7 +181,8 @@ impl Passing {
         }
     }
 
-    /// Nothing more comes that could be passed on: the client is told, by an event or by a connection that breaks.
+    /// Nothing more comes that could be passed on: the client is told, by an event or by a
+    /// connection that breaks.
     fn break_off(&mut self, outcome: RequestOutcome, why: &str, blame: Option<Reason>) -> Next {
         let Some((mut record, held)) = self.work.take() else { return Poll::Ready(None) };
         let instance = &held.decode.instance;

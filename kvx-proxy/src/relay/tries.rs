@@ -2,7 +2,8 @@
 
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
 
-/// Retries are a share of requests, so that a sick fleet is not stormed: each request pays in, each retry takes out.
+/// Retries are a share of requests, so that a sick fleet is not stormed: each request pays in, each
+/// retry takes out.
 #[derive(Debug)]
 pub(crate) struct Budget {
     thousandths: AtomicI64,

@@ -55,8 +55,8 @@ pub(crate) fn drop_hop_by_hop(headers: &mut HeaderMap) {
     }
 }
 
-/// The client's headers, ready for any leg: without hop-by-hop ones, without those that name hosts, with a key where
-/// the client sent none (or where its key was for this proxy).
+/// The client's headers, ready for any leg: without hop-by-hop ones, without those that name hosts,
+/// with a key where the client sent none (or where its key was for this proxy).
 pub(crate) fn for_instances(
     mut headers: HeaderMap,
     key: Option<&HeaderValue>,

@@ -65,8 +65,8 @@ impl Asked {
         choice::hash(&beginning)
     }
 
-    /// How much memory it takes until it has an answer, at most: of token ids, many times what came. A leg's body is
-    /// there beside it, as values and as bytes.
+    /// How much memory it takes until it has an answer, at most: of token ids, many times what
+    /// came. A leg's body is there beside it, as values and as bytes.
     pub(crate) fn held(&self) -> usize {
         fn of(value: &Value) -> usize {
             size_of::<Value>()
@@ -109,7 +109,8 @@ pub(crate) fn without_transfer_params(body: Bytes) -> Bytes {
     }
 }
 
-/// Takes out `kv_transfer_params`, wherever an engine would look for it: it names hosts to connect to.
+/// Takes out `kv_transfer_params`, wherever an engine would look for it: it names hosts to connect
+/// to.
 fn drop_transfer_params(map: &mut Map<String, Value>) -> bool {
     let mut dropped = map.remove("kv_transfer_params").is_some();
     for nested in ["vllm_xargs", "extra_args", "extra_body"] {
@@ -135,7 +136,8 @@ impl Passed {
     ///
     /// # Errors
     ///
-    /// A body that is neither JSON nor a form: an engine may read more than we can. The sentence is for the client.
+    /// A body that is neither JSON nor a form: an engine may read more than we can. The sentence is
+    /// for the client.
     pub(crate) fn new(body: Bytes, is_form: bool) -> Result<Self, String> {
         if body.is_empty() || is_form {
             return Ok(Passed { body, ..Passed::default() });
@@ -179,9 +181,9 @@ fn limit(map: &Map<String, Value>) -> Option<&Value> {
     set("max_completion_tokens").or_else(|| set("max_tokens"))
 }
 
-/// Requests that go to a decode instance alone: those that an engine makes several of (one transfer serves one answer),
-/// those that need what only a computed prompt has, and those whose mistakes only the decode leg would show, after a
-/// prefill for nothing.
+/// Requests that go to a decode instance alone: those that an engine makes several of (one transfer
+/// serves one answer), those that need what only a computed prompt has, and those whose mistakes
+/// only the decode leg would show, after a prefill for nothing.
 fn alone(map: &Map<String, Value>) -> Option<&'static str> {
     let set = |key| map.get(key).filter(|value: &&Value| !value.is_null());
     let several = |key| set(key).is_some_and(|count| count.as_u64() != Some(1));
@@ -277,8 +279,8 @@ impl<'a> Prompt<'a> {
         }
     }
 
-    /// Writes what the first so many tokens are made of; a little more or less does not matter, as long as it is the
-    /// same for the same beginning.
+    /// Writes what the first so many tokens are made of; a little more or less does not matter, as
+    /// long as it is the same for the same beginning.
     fn beginning(&self, tokens: usize, into: &mut Vec<u8>) {
         let most = (tokens as f64 / TOKENS_PER_BYTE) as usize;
         fn text(value: &Value, most: usize, into: &mut Vec<u8>) {
@@ -319,8 +321,8 @@ impl<'a> Prompt<'a> {
     }
 }
 
-/// What the fuzz target calls: no panic; nothing that a client may not say is left, and whatever goes through two
-/// legs is fit for the recipes.
+/// What the fuzz target calls: no panic; nothing that a client may not say is left, and whatever
+/// goes through two legs is fit for the recipes.
 pub(crate) fn fuzz(bytes: &[u8]) {
     let sent = Passed::new(Bytes::copy_from_slice(bytes), false).unwrap_or_default().body;
     let clean = |value: &Value| {

@@ -26,8 +26,8 @@ fn hash(key: &[u8]) -> [u8; 32] {
 }
 
 impl Keys {
-    /// Reads a file with a key a line; empty lines and those with `#` in front are none. Others must not be able to
-    /// read it.
+    /// Reads a file with a key a line; empty lines and those with `#` in front are none. Others
+    /// must not be able to read it.
     pub(crate) fn from_file(path: &Path) -> Result<Self> {
         let failed =
             |error| Error::io(format_args!("cannot read the keys in {}", path.display()), error);

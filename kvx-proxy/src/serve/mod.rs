@@ -100,9 +100,9 @@ pub(crate) async fn listen(setup: &Setup) -> Result<TcpListener> {
 }
 
 impl Handle {
-    /// Takes another set-up, once its new instances have been asked how they are. Requests at work go on as they
-    /// began; what instances have to do and how they stand is kept. Where to listen, limits of connections and the
-    /// access log stay as they were.
+    /// Takes another set-up, once its new instances have been asked how they are. Requests at work
+    /// go on as they began; what instances have to do and how they stand is kept. Where to listen,
+    /// limits of connections and the access log stay as they were.
     ///
     /// # Errors
     ///
@@ -125,7 +125,8 @@ impl Handle {
         self.core.replace(read, || self.tls.set(next.now())).await
     }
 
-    /// Takes no more requests; [`run`](Proxy::run) ends when those at work have, or at the set-up's deadline.
+    /// Takes no more requests; [`run`](Proxy::run) ends when those at work have, or at the set-up's
+    /// deadline.
     pub fn drain(&self) {
         self.core.drain();
         self.drain.notify_one();
@@ -133,11 +134,13 @@ impl Handle {
 }
 
 impl Proxy {
-    /// Opens the address of a set-up. The access log goes to this process's standard output if it goes there.
+    /// Opens the address of a set-up. The access log goes to this process's standard output if it
+    /// goes there.
     ///
     /// # Errors
     ///
-    /// A set-up that cannot be used, an address that cannot be opened, a log that cannot be written.
+    /// A set-up that cannot be used, an address that cannot be opened, a log that cannot be
+    /// written.
     pub async fn bind(setup: Setup) -> Result<Self> {
         Self::bind_with_output(setup, Box::new(std::io::stdout())).await
     }
@@ -372,8 +375,8 @@ async fn until_closing<C: Future>(
     connection.await
 }
 
-/// Serves a set-up until SIGTERM or SIGINT, and rereads it on SIGHUP. `started` is told the address once instances have
-/// been asked for the first time.
+/// Serves a set-up until SIGTERM or SIGINT, and rereads it on SIGHUP. `started` is told the address
+/// once instances have been asked for the first time.
 ///
 /// # Errors
 ///

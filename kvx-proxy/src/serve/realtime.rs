@@ -23,8 +23,8 @@ use crate::relay::refusal::Refusal;
 use crate::request::headers;
 use crate::upstream::Fault;
 
-/// The only path of a WebSocket: what is said there names no hosts. Messages elsewhere might, and nobody could take
-/// that out.
+/// The only path of a WebSocket: what is said there names no hosts. Messages elsewhere might, and
+/// nobody could take that out.
 const PATH: &str = "/v1/realtime";
 /// What a session is taken for when instances are chosen.
 const TOKENS: u64 = 1024;
@@ -106,8 +106,8 @@ fn switch(mut job: Job, decode: InFlight, opened: Opened, client: OnUpgrade) -> 
     Ok(Response::from_parts(parts, Body::empty()))
 }
 
-/// Carries bytes both ways until both sides have ended, one breaks off, or nothing comes for too long. The request is
-/// at work as long.
+/// Carries bytes both ways until both sides have ended, one breaks off, or nothing comes for too
+/// long. The request is at work as long.
 async fn carry(mut job: Job, decode: InFlight, client: OnUpgrade, instance: OnUpgrade) {
     let (up, down) = (AtomicU64::new(0), AtomicU64::new(0));
     let mut end = job.core.end.subscribe();

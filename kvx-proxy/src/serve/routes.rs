@@ -86,7 +86,8 @@ fn no_room() -> Refusal {
     Refusal::unavailable("too many long requests are at work: try again later")
 }
 
-/// The body of a client, of bounded length and in bounded time, as it is; and its share of what all bodies may take.
+/// The body of a client, of bounded length and in bounded time, as it is; and its share of what all
+/// bodies may take.
 async fn body_of(live: &Live, headers: &HeaderMap, body: Body) -> Result<(Bytes, Room), Refusal> {
     if headers.get(CONTENT_ENCODING).is_some_and(|value| value != "identity") {
         let words = "the body has a Content-Encoding; send it as it is";
@@ -183,7 +184,8 @@ async fn completion(State(core): Shared, request: Request<Body>) -> Response<Bod
     until_the_end(&core, span, work).await
 }
 
-/// What an OpenAI server has besides, as vLLM has it. What would change one instance of several is not among them.
+/// What an OpenAI server has besides, as vLLM has it. What would change one instance of several is
+/// not among them.
 fn is_passed(path: &str) -> bool {
     const VLLM: [&str; 12] = [
         "/tokenize",

@@ -89,8 +89,9 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Unstalled<T> {
     }
 }
 
-/// An answer over HTTP/2 that is given up once its client has taken nothing of it for a time. A client that opens no
-/// window makes no write wait: its stream is not asked for anything, and would be held for ever.
+/// An answer over HTTP/2 that is given up once its client has taken nothing of it for a time. A
+/// client that opens no window makes no write wait: its stream is not asked for anything, and would
+/// be held for ever.
 pub(crate) struct Untaken {
     inner: Arc<Mutex<Taken>>,
     watch: AbortHandle,

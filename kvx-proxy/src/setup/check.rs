@@ -1,4 +1,5 @@
-//! What a set-up means, and what of it would not work, as far as can be said without asking anybody.
+//! What a set-up means, and what of it would not work, as far as can be said without asking
+//! anybody.
 
 use super::{InstanceSetup, PoolConnector, Setup};
 use crate::log::Access;
@@ -20,7 +21,8 @@ fn is_local(instance: &InstanceSetup) -> bool {
 }
 
 impl Setup {
-    /// What this set-up means, and what would not work. Asks no instance: see [`check`](crate::check).
+    /// What this set-up means, and what would not work. Asks no instance: see
+    /// [`check`](crate::check).
     pub fn findings(&self) -> Vec<Finding> {
         use Finding::{Beware, Fails, Means};
         let mut found = Vec::new();

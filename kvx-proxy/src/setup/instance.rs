@@ -19,7 +19,8 @@ pub struct InstanceSetup {
     pub weight: f64,
     /// Gets no new requests.
     pub draining: bool,
-    /// Its data parallel ranks, if the proxy shall pick one by `X-data-parallel-rank`; 1 leaves that to the instance.
+    /// Its data parallel ranks, if the proxy shall pick one by `X-data-parallel-rank`; 1 leaves
+    /// that to the instance.
     pub ranks: u32,
     /// Where its Mooncake bootstrap server listens.
     pub bootstrap_port: Option<u16>,

@@ -20,7 +20,8 @@ pub(crate) use instance::InstanceTable;
 
 use crate::error::{Error, Result};
 
-/// Everything the proxy is told. The README lists the keys of the file, which are the names of these fields.
+/// Everything the proxy is told. The README lists the keys of the file, which are the names of
+/// these fields.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[non_exhaustive]
@@ -61,7 +62,8 @@ pub struct Setup {
     /// The fleet.
     #[serde(rename = "pool")]
     pub pools: Vec<Pool>,
-    /// What goes to instances as a bearer token where a client sent no `Authorization`; from the environment only.
+    /// What goes to instances as a bearer token where a client sent no `Authorization`; from the
+    /// environment only.
     #[serde(skip)]
     pub openai_api_key: Option<ApiKey>,
     /// What opens `/instances`; from the environment only.
@@ -72,8 +74,8 @@ pub struct Setup {
 /// Which recipe a pool's instances need.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 pub enum PoolConnector {
-    /// Asks: a prefill instance with a bootstrap server is Mooncake's, any other is NIXL's, pull or push by its
-    /// answers.
+    /// Asks: a prefill instance with a bootstrap server is Mooncake's, any other is NIXL's, pull or
+    /// push by its answers.
     #[default]
     #[serde(rename = "auto")]
     Auto,
@@ -127,7 +129,8 @@ pub enum Choice {
     LeastTokens,
     /// One after the other, by weight.
     RoundRobin,
-    /// The instance that had the same beginning of a prompt before, unless it has much more to do than the others.
+    /// The instance that had the same beginning of a prompt before, unless it has much more to do
+    /// than the others.
     Prefix,
 }
 

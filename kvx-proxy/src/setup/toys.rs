@@ -4,8 +4,8 @@ use super::{InstanceSetup, Pool};
 use crate::error::{Error, Result};
 
 impl Pool {
-    /// `toy_proxy_server.py`: hosts and ports of prefill and decode instances. An empty list is its default:
-    /// `localhost`, 8100, 8200.
+    /// `toy_proxy_server.py`: hosts and ports of prefill and decode instances. An empty list is its
+    /// default: `localhost`, 8100, 8200.
     ///
     /// # Errors
     ///
@@ -29,8 +29,8 @@ impl Pool {
         })
     }
 
-    /// `mooncake_connector_proxy.py`: what stands behind each `--prefill`, a URL and perhaps a bootstrap port or
-    /// `none`, and each `--decode`.
+    /// `mooncake_connector_proxy.py`: what stands behind each `--prefill`, a URL and perhaps a
+    /// bootstrap port or `none`, and each `--decode`.
     ///
     /// # Errors
     ///

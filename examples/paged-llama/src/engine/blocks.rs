@@ -1,4 +1,5 @@
-//! The blocks of the pool: who holds them, and which of them hold tokens that another request may begin with.
+//! The blocks of the pool: who holds them, and which of them hold tokens that another request may
+//! begin with.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -70,7 +71,8 @@ impl Blocks {
         }
     }
 
-    /// The longest run of remembered blocks that these hashes begin with, now held by the caller too.
+    /// The longest run of remembered blocks that these hashes begin with, now held by the caller
+    /// too.
     pub(crate) fn find(&mut self, hashes: &[Hash]) -> Vec<u32> {
         let found: Vec<u32> =
             hashes.iter().map_while(|hash| self.known.get(hash).copied()).collect();
@@ -80,7 +82,8 @@ impl Blocks {
         found
     }
 
-    /// `count` blocks, those first that hold nothing of use and then those unused for the longest time; or none.
+    /// `count` blocks, those first that hold nothing of use and then those unused for the longest
+    /// time; or none.
     pub(crate) fn take(&mut self, count: usize) -> Option<Vec<u32>> {
         if count > self.free() {
             return None;
@@ -117,7 +120,8 @@ impl Blocks {
         }
     }
 
-    /// Gives a request's blocks back. Its last ones are the first to be forgotten: more requests share the first ones.
+    /// Gives a request's blocks back. Its last ones are the first to be forgotten: more requests
+    /// share the first ones.
     pub(crate) fn release(&mut self, blocks: &[u32]) {
         for block in blocks.iter().rev() {
             let at = *block as usize;

@@ -1,8 +1,9 @@
 //! The engine: many requests over one model and one pool, step by step, on a thread of its own.
 //!
-//! Each step computes a chunk of every request that runs: one token of those that decode, more of those whose prompt
-//! is still to be computed. Blocks that begin alike are shared; when there are too few, the youngest request gives its
-//! own back and is computed again later. With nothing to do the thread sleeps.
+//! Each step computes a chunk of every request that runs: one token of those that decode, more of
+//! those whose prompt is still to be computed. Blocks that begin alike are shared; when there are
+//! too few, the youngest request gives its own back and is computed again later. With nothing to do
+//! the thread sleeps.
 
 mod blocks;
 mod counts;
@@ -30,8 +31,8 @@ use crate::tokenizer::Tokenizer;
 
 /// A model with its pool.
 pub trait Forward: Send {
-    /// Computes a step: keys and values go into the blocks, and of each chunk the logits that are wanted come back, a
-    /// row for each token.
+    /// Computes a step: keys and values go into the blocks, and of each chunk the logits that are
+    /// wanted come back, a row for each token.
     ///
     /// # Errors
     ///
@@ -246,7 +247,8 @@ impl Running {
         &self.engine
     }
 
-    /// Ends it. What runs is over unless `drain`; then nothing new is taken and what runs goes on to its end.
+    /// Ends it. What runs is over unless `drain`; then nothing new is taken and what runs goes on
+    /// to its end.
     ///
     /// # Errors
     ///
@@ -259,7 +261,8 @@ impl Running {
         }
     }
 
-    /// Ends all of these. What runs is over. Each takes its time to part from its peers, and all take it at once.
+    /// Ends all of these. What runs is over. Each takes its time to part from its peers, and all
+    /// take it at once.
     ///
     /// # Errors
     ///

@@ -16,21 +16,21 @@ pub trait Mover: Send {
     /// Tokens beyond the first `computed` ones that a peer has.
     fn offers(&self, request: &str, computed: usize) -> usize;
 
-    /// The request has its blocks: of the first `computed` tokens nothing is to be loaded, of the `external` next ones
-    /// all, into `fill`. Called once more for a request that loads nothing.
+    /// The request has its blocks: of the first `computed` tokens nothing is to be loaded, of the
+    /// `external` next ones all, into `fill`. Called once more for a request that loads nothing.
     fn allocated(&mut self, request: &str, fill: &[u32], computed: usize, external: usize);
 
     /// Orders go out; what has come of earlier ones comes back.
     fn step(&mut self) -> Vec<Outcome>;
 
-    /// When the next [`step`](Self::step) is due though nothing wakes the engine. Never, for a mover with a thread of
-    /// its own that keeps its times.
+    /// When the next [`step`](Self::step) is due though nothing wakes the engine. Never, for a
+    /// mover with a thread of its own that keeps its times.
     fn due(&self) -> Option<Instant> {
         None
     }
 
-    /// A request has ended, with its blocks and so many tokens in them. True: the engine keeps the blocks until an
-    /// outcome names the request.
+    /// A request has ended, with its blocks and so many tokens in them. True: the engine keeps the
+    /// blocks until an outcome names the request.
     fn ended(&mut self, ending: Ending<'_>) -> (bool, Option<TransferParams>);
 }
 

@@ -17,7 +17,8 @@ pub struct Sampling {
     pub frequency_penalty: f32,
     /// Taken off the logit of a token that was given.
     pub presence_penalty: f32,
-    /// Divides the positive logits of tokens that are in the prompt or were given, and multiplies negative ones.
+    /// Divides the positive logits of tokens that are in the prompt or were given, and multiplies
+    /// negative ones.
     pub repetition_penalty: f32,
     /// The same seed and prompt give the same tokens.
     pub seed: u64,
@@ -44,8 +45,8 @@ impl Sampling {
         Sampling { temperature: 0.0, ..Sampling::default() }
     }
 
-    /// Chooses the token behind `prompt` and `given`. Depends on nothing else: neither on the batch nor on whether
-    /// the request was interrupted. `banned` tokens are not chosen.
+    /// Chooses the token behind `prompt` and `given`. Depends on nothing else: neither on the batch
+    /// nor on whether the request was interrupted. `banned` tokens are not chosen.
     pub(crate) fn choose(
         &self,
         logits: &[f32],

@@ -131,8 +131,8 @@ impl Loop {
         }
     }
 
-    /// The request is over. Its blocks go back, or are kept until the outcome that `kept` names: those of a load are
-    /// the ones that a peer still fills.
+    /// The request is over. Its blocks go back, or are kept until the outcome that `kept` names:
+    /// those of a load are the ones that a peer still fills.
     fn end(
         &mut self,
         sequence: &Sequence,
@@ -169,7 +169,8 @@ impl Loop {
                 sequence.computed = (computed as usize).min(sequence.tokens.len());
                 sequence.external = sequence.computed - had.min(sequence.computed);
                 self.counts.external_hits.increment(sequence.external as u64);
-                // The last token's logits do not travel: it is computed again, and its block is remembered after that.
+                // The last token's logits do not travel: it is computed again, and its block is
+                // remembered after that.
                 sequence.computed = sequence.computed.min(sequence.tokens.len() - 1);
                 sequence.remember(&mut self.blocks, self.limits.block_size, had);
                 self.waiting.push_front(sequence);
@@ -218,7 +219,8 @@ impl Loop {
         }
     }
 
-    /// Gives blocks to those that wait, in their order, as long as there are some. Whether anybody got them.
+    /// Gives blocks to those that wait, in their order, as long as there are some. Whether anybody
+    /// got them.
     fn admit(&mut self) -> bool {
         let mut any = false;
         while self.running.len() < self.limits.requests {
@@ -256,7 +258,8 @@ impl Loop {
         any
     }
 
-    /// So many blocks; if there are too few, those that requests have which wait: they are computed again.
+    /// So many blocks; if there are too few, those that requests have which wait: they are computed
+    /// again.
     fn take(&mut self, count: usize) -> Option<Vec<u32>> {
         loop {
             if let Some(taken) = self.blocks.take(count) {
@@ -388,8 +391,8 @@ impl Loop {
         chunks
     }
 
-    /// Gets the block for the next token of a request: a free one, or that of a younger request, which waits then.
-    /// False: it is not at this place any more.
+    /// Gets the block for the next token of a request: a free one, or that of a younger request,
+    /// which waits then. False: it is not at this place any more.
     fn grow(&mut self, at: usize) -> bool {
         loop {
             let sequence = &self.running[at];

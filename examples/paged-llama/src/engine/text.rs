@@ -16,7 +16,8 @@ impl Text {
         Text { detokenizer, kept: String::new(), stops, include_stop }
     }
 
-    /// A further token: what is certain now, and the stop that it completes. Before `may_stop` nothing is a stop.
+    /// A further token: what is certain now, and the stop that it completes. Before `may_stop`
+    /// nothing is a stop.
     pub(super) fn push(
         &mut self,
         tokenizer: &Tokenizer,

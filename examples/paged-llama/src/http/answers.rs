@@ -181,7 +181,8 @@ impl Asked {
         })
     }
 
-    /// The probabilities of the tokens in `grown`, with those of an echoed prompt in front if `first`.
+    /// The probabilities of the tokens in `grown`, with those of an echoed prompt in front if
+    /// `first`.
     fn logprobs_of(
         &self,
         index: usize,

@@ -42,7 +42,8 @@ impl Connected<IncomingStream<'_, Clients>> for Client {
     }
 }
 
-/// Sets the client of a request to a further host, as the head says: hosts get requests from their head alone.
+/// Sets the client of a request to a further host, as the head says: hosts get requests from their
+/// head alone.
 pub(super) async fn set_by_head(mut request: Request, next: Next) -> Response {
     let is_local =
         request.headers().get(CLIENT).is_some_and(|client| *client == Client::ThisMachine.header());
@@ -60,7 +61,8 @@ impl<S: Sync> FromRequestParts<S> for Client {
     }
 }
 
-/// Errors: the parameters name another engine, are not signed by it, and do not come from this machine.
+/// Errors: the parameters name another engine, are not signed by it, and do not come from this
+/// machine.
 pub(super) fn check_params(
     trust: &ParamsTrust,
     client: Client,

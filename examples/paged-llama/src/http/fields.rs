@@ -1,4 +1,5 @@
-//! The fields of a request's body, read strictly: a wrong type is told, and so is what this server does not do.
+//! The fields of a request's body, read strictly: a wrong type is told, and so is what this server
+//! does not do.
 
 use serde_json::{Map, Value};
 

@@ -1,6 +1,6 @@
-//! Ranks of data parallelism on other hosts, behind the one server that clients know: the head. A host joins it by one
-//! connection and is asked over it by HTTP/2, so that it needs no port of its own, and its loss shows at once. Beyond
-//! loopback both ends have to have the fleet's secret.
+//! Ranks of data parallelism on other hosts, behind the one server that clients know: the head. A
+//! host joins it by one connection and is asked over it by HTTP/2, so that it needs no port of its
+//! own, and its loss shows at once. Beyond loopback both ends have to have the fleet's secret.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -52,7 +52,8 @@ const LONGEST_METRICS: usize = 16 << 20;
 const UNKNOWN: usize = 16;
 /// Requests that a host is asked at once.
 const REQUESTS: u32 = 4096;
-/// The headers of a client that a host gets. Credentials, such as `Authorization`, are for the head alone.
+/// The headers of a client that a host gets. Credentials, such as `Authorization`, are for the head
+/// alone.
 const FORWARDED: [HeaderName; 2] = [CONTENT_TYPE, HeaderName::from_static("x-request-id")];
 
 /// What has to be the same at all ranks for one to answer like the other.
@@ -159,7 +160,8 @@ impl Hosts {
         }
     }
 
-    /// Sets `known` as soon as the other end is a host: it has proven the secret, or said what one says.
+    /// Sets `known` as soon as the other end is a host: it has proven the secret, or said what one
+    /// says.
     async fn admit(&self, stream: TcpStream, known: &AtomicBool) -> Result<Range<usize>> {
         let mut stream = sealed::accept(stream, self.secret.as_ref()).await?;
         known.store(self.secret.is_some(), Ordering::Relaxed);
@@ -181,7 +183,8 @@ impl Hosts {
             .map_err(ModelError::of)?;
         {
             let mut joined = self.joined();
-            // Two may have come at once: the second one finds its connection closed, and asks again.
+            // Two may have come at once: the second one finds its connection closed, and asks
+            // again.
             if let Some(taken) = taken(&joined, &ranks) {
                 return Err(ModelError::new(taken));
             }
@@ -238,8 +241,9 @@ impl Hosts {
         })
     }
 
-    /// Asks the host of a rank, which answers as this server would. An answer takes as long as it takes; that of a host
-    /// that is lost ends when its connection does, twice [`SILENT`] later at most.
+    /// Asks the host of a rank, which answers as this server would. An answer takes as long as it
+    /// takes; that of a host that is lost ends when its connection does, twice [`SILENT`] later at
+    /// most.
     pub(crate) async fn ask(
         &self,
         rank: usize,
@@ -270,7 +274,8 @@ impl Hosts {
         Ok(answer.map(Body::new))
     }
 
-    /// What this server counts, and the engines on other hosts; those that do not tell are left out.
+    /// What this server counts, and the engines on other hosts; those that do not tell are left
+    /// out.
     pub(crate) async fn metrics(&self, here: String) -> String {
         let asked: Vec<_> =
             self.joined().iter().map(|host| tokio::spawn(told(host.asking.clone()))).collect();
@@ -294,7 +299,8 @@ struct UnknownConnection {
 struct UnknownConnections(Vec<UnknownConnection>);
 
 impl UnknownConnections {
-    /// Beyond [`UNKNOWN`] the oldest connection of the address with most of them ends: silent ones keep no host out.
+    /// Beyond [`UNKNOWN`] the oldest connection of the address with most of them ends: silent ones
+    /// keep no host out.
     fn add(&mut self, connection: UnknownConnection) {
         let all = &mut self.0;
         all.push(connection);
@@ -335,8 +341,8 @@ async fn told(mut asking: SendRequest<Body>) -> Option<String> {
     timeout(WORD, text).await.ok().flatten()
 }
 
-/// One text of several of Prometheus's. Of all but the first there is what an engine has counted: the rest has no
-/// label that would tell it apart.
+/// One text of several of Prometheus's. Of all but the first there is what an engine has counted:
+/// the rest has no label that would tell it apart.
 fn merged(texts: &[String]) -> String {
     let mut families: BTreeMap<&str, (Vec<&str>, Vec<&str>)> = BTreeMap::new();
     for (at, text) in texts.iter().enumerate() {
@@ -373,8 +379,8 @@ pub(crate) fn check_reach(address: SocketAddr, secret: Option<&Secret>) -> Resul
     )))
 }
 
-/// Answers the head's requests until `stop` is ready and answers have ended, at most `drain` later. A head that is lost
-/// is looked for again. `joined` is told the first time.
+/// Answers the head's requests until `stop` is ready and answers have ended, at most `drain` later.
+/// A head that is lost is looked for again. `joined` is told the first time.
 ///
 /// # Errors
 ///

@@ -1,4 +1,5 @@
-//! What `/metrics` shows: a recorder for the `metrics` facade, and Prometheus's text of what it has.
+//! What `/metrics` shows: a recorder for the `metrics` facade, and Prometheus's text of what it
+//! has.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -103,7 +103,8 @@ impl Service {
         self.engines.iter().all(Engine::is_alive)
     }
 
-    /// The rank that a request has chosen, counted from 0, or the next one in turn of those that are there.
+    /// The rank that a request has chosen, counted from 0, or the next one in turn of those that
+    /// are there.
     fn rank(&self, headers: &HeaderMap) -> Read<usize> {
         let ranks = self.hosts.size();
         if let Some(chosen) = asked::rank(headers, ranks)? {
@@ -126,7 +127,8 @@ impl Service {
         Err(Refusal { field: Some("model"), ..Refusal::new(StatusCode::NOT_FOUND, words) })
     }
 
-    /// Reads a request on a thread where it holds up no other: texts become tokens, and messages a prompt.
+    /// Reads a request on a thread where it holds up no other: texts become tokens, and messages a
+    /// prompt.
     async fn read<T: Send + 'static>(
         self: &Arc<Self>,
         reading: impl FnOnce(&Self) -> Read<T> + Send + 'static,
@@ -144,7 +146,8 @@ impl Service {
     }
 
     fn encode(&self, text: &str, special: bool) -> Read<Vec<u32>> {
-        // Whatever its tokens are, this is longer than the model takes, and reading it would hold up others.
+        // Whatever its tokens are, this is longer than the model takes, and reading it would hold
+        // up others.
         let most = self.limits().model_len.saturating_mul(MOST_BYTES_A_TOKEN);
         if text.len() > most {
             return Err(Refusal::bad(format!(
@@ -156,7 +159,8 @@ impl Service {
     }
 }
 
-/// Serves clients until `stop` is ready, and then as long as clients wait for answers; at most `drain` longer.
+/// Serves clients until `stop` is ready, and then as long as clients wait for answers; at most
+/// `drain` longer.
 ///
 /// # Errors
 ///
@@ -185,8 +189,8 @@ pub async fn serve(
     }
 }
 
-/// Clients to whom each piece of an answer is sent at once. Else the second one waits until the first is acknowledged,
-/// which a client may leave for 40 ms.
+/// Clients to whom each piece of an answer is sent at once. Else the second one waits until the
+/// first is acknowledged, which a client may leave for 40 ms.
 pub(crate) struct Clients(TcpListener);
 
 impl Listener for Clients {

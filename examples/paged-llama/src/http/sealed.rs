@@ -1,5 +1,5 @@
-//! The connection between the head of a server and a host behind it. With a fleet's secret both ends prove that they
-//! have it, and seal all that they say.
+//! The connection between the head of a server and a host behind it. With a fleet's secret both
+//! ends prove that they have it, and seal all that they say.
 
 use std::io;
 use std::time::Duration;
@@ -77,7 +77,8 @@ async fn hear(stream: &mut TcpStream, handshake: &mut NoiseHandshake) -> bool {
     stream.read_exact(&mut message).await.is_ok() && handshake.read(&message).is_some()
 }
 
-/// Returns a stream whose bytes travel sealed. The end of either direction ends both, and so does an altered byte.
+/// Returns a stream whose bytes travel sealed. The end of either direction ends both, and so does
+/// an altered byte.
 fn seal(stream: TcpStream, seals: Seals) -> DuplexStream {
     let (ours, inner) = duplex(BUFFER);
     tokio::spawn(async move {

@@ -74,13 +74,15 @@ pub struct Config {
     pub dtype: Dtype,
     /// The embedding is the last layer as well.
     pub tied: bool,
-    /// Biases of queries, keys and values; of attention's output; of the three of the feed-forward part.
+    /// Biases of queries, keys and values; of attention's output; of the three of the feed-forward
+    /// part.
     pub qkv_bias: bool,
     pub output_bias: bool,
     pub mlp_bias: bool,
     /// Tokens that end an answer: `generation_config.json`'s, else `config.json`'s.
     pub eos: Vec<u32>,
-    /// `generation_config.json` as it is: what a request gets that says nothing. Null without the file.
+    /// `generation_config.json` as it is: what a request gets that says nothing. Null without the
+    /// file.
     pub generation: Value,
     pub(super) rope: Rope,
 }
@@ -89,7 +91,8 @@ impl Config {
     /// Reads the two files of `folder`.
     ///
     /// # Errors
-    /// A file that is missing or no JSON, a size that does not fit, and whatever this server does not compute.
+    /// A file that is missing or no JSON, a size that does not fit, and whatever this server does
+    /// not compute.
     pub fn read(folder: &Path) -> Result<Config> {
         let config = read_json(&folder.join("config.json"))?.ok_or_else(|| {
             ModelError::new(format!(

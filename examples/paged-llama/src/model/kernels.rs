@@ -1,11 +1,13 @@
-//! The arithmetic. Each kernel is written once and compiled for each [`Level`]; which one runs changes no bit.
+//! The arithmetic. Each kernel is written once and compiled for each [`Level`]; which one runs
+//! changes no bit.
 
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{Avx2, Avx512};
 use super::lanes::{Element, Lanes, Level, Portable};
 
-/// Makes of one body a function for each level, and one that chooses. The body is inlined into each, and with it what
-/// it calls: the compiler then uses the level's instructions. It may not fuse or reorder what is not written so.
+/// Makes of one body a function for each level, and one that chooses. The body is inlined into
+/// each, and with it what it calls: the compiler then uses the level's instructions. It may not
+/// fuse or reorder what is not written so.
 macro_rules! compiled {
     ($(#[$doc:meta])* fn $name:ident $(<$e:ident>)? ($($arg:ident: $type:ty),* $(,)?) = $body:ident) => {
         $(#[$doc])*
@@ -37,8 +39,8 @@ macro_rules! compiled {
     };
 }
 
-/// A matrix as it lies: rows of `cols` numbers, `stride` apart. A row's product with a vector is the tree of `parts`
-/// sums of equal length.
+/// A matrix as it lies: rows of `cols` numbers, `stride` apart. A row's product with a vector is
+/// the tree of `parts` sums of equal length.
 #[derive(Clone, Copy)]
 pub(super) struct Matrix<'a, E> {
     pub(super) numbers: &'a [E],
@@ -97,8 +99,8 @@ impl<'a> Places<'a> {
 const TILE: usize = 64;
 
 compiled! {
-    /// Writes the product of row `o` of `matrix` with vector `r` to `out[r * out_stride + o]`, for `rows` of the
-    /// matrix. The caller is alone at these places.
+    /// Writes the product of row `o` of `matrix` with vector `r` to `out[r * out_stride + o]`, for
+    /// `rows` of the matrix. The caller is alone at these places.
     fn multiply<E>(
         matrix: Matrix<'_, E>,
         rows: std::ops::Range<usize>,
@@ -257,7 +259,8 @@ fn gate_body<L: Lanes>(gate: &mut [f32], up: &[f32]) {
 }
 
 compiled! {
-    /// Makes weights of scores: exponentials of what is `scale` times as much, divided by their sum.
+    /// Makes weights of scores: exponentials of what is `scale` times as much, divided by their
+    /// sum.
     fn softmax(scores: &mut [f32], scale: f32) = softmax_body
 }
 
@@ -303,11 +306,13 @@ fn accumulate_body<L: Lanes>(out: &mut [f32], weights: &[f32], rows: &[f32]) {
     }
 }
 
-/// The exponential, to a unit or two in the last place. Below -87 it stays at the smallest ordinary number.
+/// The exponential, to a unit or two in the last place. Below -87 it stays at the smallest ordinary
+/// number.
 #[inline(always)]
 #[allow(clippy::excessive_precision, reason = "the constants are written as they are known")]
 fn exp(x: f32) -> f32 {
-    // Adding and taking away 1.5 * 2^23 rounds to the nearest integer, which the sum's low bits then are.
+    // Adding and taking away 1.5 * 2^23 rounds to the nearest integer, which the sum's low bits
+    // then are.
     const ROUND: f32 = 12_582_912.0;
     let x = if x < -87.0 { -87.0 } else { x };
     let x = if x > 88.0 { 88.0 } else { x };

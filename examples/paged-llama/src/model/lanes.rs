@@ -1,5 +1,6 @@
-//! Sixteen numbers at a time, by what the processor has. All three ways round alike: a product is added by one fused
-//! operation, and the sixteen sums meet in one tree, so that a result has the same bits on each.
+//! Sixteen numbers at a time, by what the processor has. All three ways round alike: a product is
+//! added by one fused operation, and the sixteen sums meet in one tree, so that a result has the
+//! same bits on each.
 
 /// What the processor is asked to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -35,7 +36,8 @@ impl Level {
     }
 }
 
-/// Sixteen sums. What implements it for a kind of processor is called only where that processor was found.
+/// Sixteen sums. What implements it for a kind of processor is called only where that processor was
+/// found.
 pub(super) trait Lanes: Copy {
     fn zero() -> Self;
     fn load(from: &[f32; 16]) -> Self;

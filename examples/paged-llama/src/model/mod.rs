@@ -35,10 +35,12 @@ pub struct Model {
 }
 
 impl Model {
-    /// Opens the model in `folder`: `config.json`, `generation_config.json` if there is one, and safetensors files.
+    /// Opens the model in `folder`: `config.json`, `generation_config.json` if there is one, and
+    /// safetensors files.
     ///
     /// # Errors
-    /// What [`Config::read`] refuses, weights that are not what it says, and a share that the heads cannot be cut into.
+    /// What [`Config::read`] refuses, weights that are not what it says, and a share that the heads
+    /// cannot be cut into.
     pub fn open(folder: &Path, shard: Shard) -> Result<Model> {
         let config = Config::read(folder)?;
         let weights = Weights::open(folder, &config, &shard)?;
@@ -46,14 +48,16 @@ impl Model {
         Ok(Model { config, shard, weights, level: Level::detect(), threads })
     }
 
-    /// Computes with so many threads: as many as there are cores unless this is called. No result depends on it.
+    /// Computes with so many threads: as many as there are cores unless this is called. No result
+    /// depends on it.
     #[must_use]
     pub fn with_threads(mut self, threads: usize) -> Model {
         self.threads = several(threads);
         self
     }
 
-    /// Computes at this level: the best that there is unless this is called. No result depends on it.
+    /// Computes at this level: the best that there is unless this is called. No result depends on
+    /// it.
     ///
     /// # Panics
     /// This machine does not have it.
@@ -105,7 +109,8 @@ impl Model {
     }
 }
 
-/// So many threads that sleep until there is work; none where the caller's own is enough, or the system gives no more.
+/// So many threads that sleep until there is work; none where the caller's own is enough, or the
+/// system gives no more.
 fn several(threads: usize) -> Option<rayon::ThreadPool> {
     if threads <= 1 {
         return None;
@@ -118,7 +123,8 @@ fn several(threads: usize) -> Option<rayon::ThreadPool> {
     .ok()
 }
 
-/// Multiplies a matrix that lies in the cache with `count` vectors: what a step's arithmetic is measured beside.
+/// Multiplies a matrix that lies in the cache with `count` vectors: what a step's arithmetic is
+/// measured beside.
 #[doc(hidden)]
 pub fn multiply_alone(matrix: &[f32], vectors: &[f32], count: usize, out: &mut [f32]) {
     let (cols, rows) = (vectors.len() / count, out.len() / count);

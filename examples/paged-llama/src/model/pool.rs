@@ -11,7 +11,8 @@ use super::error::{ModelError, Result};
 /// The order of the numbers within one block of one layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PoolLayout {
-    /// `[head][token]`, of each the key and behind it the value: what a peer may cut into heads, or into fewer tokens.
+    /// `[head][token]`, of each the key and behind it the value: what a peer may cut into heads, or
+    /// into fewer tokens.
     Hnd,
     /// `[token][head]`, of each the key and behind it the value.
     Nhd,
@@ -55,7 +56,8 @@ impl PoolShape {
         self.block_tokens * self.kv_heads * self.head_dim
     }
 
-    /// Where the keys (or else values) of one head lie in a block, in numbers from the pool's begin.
+    /// Where the keys (or else values) of one head lie in a block, in numbers from the pool's
+    /// begin.
     pub(super) fn strip(&self, layer: usize, block: u32, keys: bool, head: usize) -> Strip {
         let PoolShape { block_tokens: tokens, kv_heads: heads, head_dim: dim, .. } = *self;
         let begin = (layer * self.blocks + block as usize) * 2 * self.half();
@@ -113,7 +115,8 @@ impl Pool {
         })?;
         memory.resize(words, 0);
         let begin = memory.as_mut_ptr().cast();
-        // SAFETY: the vector owns the bytes, lives as long as the pool, and is touched by nobody else.
+        // SAFETY: the vector owns the bytes, lives as long as the pool, and is touched by nobody
+        // else.
         unsafe { Pool::over(shape, begin, words * 4, Arc::new(memory)) }
     }
 
@@ -123,8 +126,8 @@ impl Pool {
     /// Memory that is too short, or begins at an odd address.
     ///
     /// # Safety
-    /// The bytes are readable and writable while `owner` lives. While a step runs nobody else writes into the blocks
-    /// that it names, and nobody reads those that it writes.
+    /// The bytes are readable and writable while `owner` lives. While a step runs nobody else
+    /// writes into the blocks that it names, and nobody reads those that it writes.
     pub unsafe fn over(
         shape: PoolShape,
         memory: *mut u8,
@@ -226,7 +229,8 @@ pub fn bf16(value: f32) -> u16 {
 mod tests {
     use super::*;
 
-    /// Of 3 layers, 4 blocks of 5 tokens, 2 heads of 6 numbers: where each number lies, counted from the begin.
+    /// Of 3 layers, 4 blocks of 5 tokens, 2 heads of 6 numbers: where each number lies, counted
+    /// from the begin.
     #[test]
     fn layouts_put_each_number_where_they_say() {
         for layout in [PoolLayout::Hnd, PoolLayout::Nhd, PoolLayout::VllmCpu] {

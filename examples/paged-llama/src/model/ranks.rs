@@ -5,7 +5,8 @@ use std::sync::Arc;
 use super::error::Result;
 use super::step::Chunk;
 
-/// Sums of this many equal parts are made in one tree, whoever makes the parts: 1, 2, 4 and 8 ranks get the same bits.
+/// Sums of this many equal parts are made in one tree, whoever makes the parts: 1, 2, 4 and 8 ranks
+/// get the same bits.
 pub const PARTS: usize = 8;
 
 /// A rank's place among those that share one model.
@@ -28,7 +29,8 @@ impl Shard {
 
 /// Adds numbers over all ranks.
 pub trait Ranks: Send + Sync {
-    /// Makes `values` the sums over all ranks, each rank's at the same place, in the order of [`sum_in_tree`].
+    /// Makes `values` the sums over all ranks, each rank's at the same place, in the order of
+    /// [`sum_in_tree`].
     ///
     /// # Errors
     /// A rank that is gone or does not answer by a deadline: the step then fails.
@@ -51,7 +53,8 @@ pub trait Ranks: Send + Sync {
     }
 }
 
-/// Adds up what ranks 0, 1, … gave: neighbours to neighbours, until one is left, which is then in `given[0]`.
+/// Adds up what ranks 0, 1, … gave: neighbours to neighbours, until one is left, which is then in
+/// `given[0]`.
 pub fn sum_in_tree(given: &mut [Vec<f32>]) {
     let mut apart = 1;
     while apart < given.len() {

@@ -1,4 +1,5 @@
-//! Positions, as rotations of queries and keys, with the ways of stretching them that `config.json` names.
+//! Positions, as rotations of queries and keys, with the ways of stretching them that `config.json`
+//! names.
 
 use std::f64::consts::PI;
 
@@ -6,9 +7,9 @@ use serde_json::Value;
 
 use super::error::{ModelError, Result};
 
-/// How fast each pair of a head's numbers turns from one position to the next. Numbers are `f32` where transformers'
-/// are: at position 2,000 a rounding more would be seen in the logits. What is beyond arithmetic comes from libm in
-/// Rust, since the system's differs from host to host.
+/// How fast each pair of a head's numbers turns from one position to the next. Numbers are `f32`
+/// where transformers' are: at position 2,000 a rounding more would be seen in the logits. What is
+/// beyond arithmetic comes from libm in Rust, since the system's differs from host to host.
 #[derive(Debug, Clone)]
 pub(super) struct Rope {
     frequencies: Vec<f32>,

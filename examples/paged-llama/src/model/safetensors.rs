@@ -1,4 +1,5 @@
-//! Weights in safetensors files, mapped: a page is read when it is first used, and the system may drop it again.
+//! Weights in safetensors files, mapped: a page is read when it is first used, and the system may
+//! drop it again.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
@@ -114,7 +115,8 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     }
 }
 
-/// The header is JSON behind its length: each tensor's type, shape and bytes, counted from the header's end.
+/// The header is JSON behind its length: each tensor's type, shape and bytes, counted from the
+/// header's end.
 fn read_header(
     file: &Arc<Mapped>,
     tensors: &mut HashMap<String, Tensor>,
@@ -199,7 +201,8 @@ impl Mapped {
     }
 
     fn bytes(&self) -> &[u8] {
-        // SAFETY: mapped until this is dropped. Weights are not written in place: tools make new files.
+        // SAFETY: mapped until this is dropped. Weights are not written in place: tools make new
+        // files.
         unsafe { std::slice::from_raw_parts(self.begin.cast(), self.len) }
     }
 }

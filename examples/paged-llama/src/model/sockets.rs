@@ -1,5 +1,5 @@
-//! Ranks with sockets between them, the server's: rank 0 has one to each of the others, tells them its steps, and
-//! adds up what all gave.
+//! Ranks with sockets between them, the server's: rank 0 has one to each of the others, tells them
+//! its steps, and adds up what all gave.
 
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -27,8 +27,9 @@ struct Member {
 }
 
 impl Shard {
-    /// Rank 0, with a socket to each of the others: an end of [`UnixStream::pair`], whose other end a thread or a
-    /// process was started with. A rank that does not answer within `deadline` fails the step.
+    /// Rank 0, with a socket to each of the others: an end of [`UnixStream::pair`], whose other end
+    /// a thread or a process was started with. A rank that does not answer within `deadline` fails
+    /// the step.
     ///
     /// # Errors
     /// A deadline of zero.
@@ -41,7 +42,8 @@ impl Shard {
         Ok(Shard { rank: 0, size, ranks: Arc::new(Head { others: Mutex::new(others) }) })
     }
 
-    /// Rank `rank` of `size`, with its socket to rank 0. Between steps it waits for as long as rank 0 lives.
+    /// Rank `rank` of `size`, with its socket to rank 0. Between steps it waits for as long as rank
+    /// 0 lives.
     pub fn member(rank: usize, size: usize, head: UnixStream) -> Shard {
         Shard { rank, size, ranks: Arc::new(Member { rank, head: Mutex::new(head) }) }
     }
@@ -122,7 +124,8 @@ fn gone(rank: usize, error: &io::Error) -> ModelError {
     ))
 }
 
-/// A step as numbers: for each chunk its start, its tokens and its blocks, the lists behind their lengths.
+/// A step as numbers: for each chunk its start, its tokens and its blocks, the lists behind their
+/// lengths.
 fn words_of(chunks: &[Chunk<'_>]) -> Vec<u32> {
     let mut words = Vec::new();
     for Chunk { tokens, start, blocks, .. } in chunks {

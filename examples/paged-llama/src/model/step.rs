@@ -1,5 +1,5 @@
-//! One step: some tokens of some sequences go through all layers at once. Each token's numbers are made in one order,
-//! whatever stands beside it.
+//! One step: some tokens of some sequences go through all layers at once. Each token's numbers are
+//! made in one order, whatever stands beside it.
 
 use std::ops::Range;
 
@@ -22,7 +22,8 @@ pub enum Wanted {
     All,
 }
 
-/// Neighbouring tokens of one sequence. The keys and values of all tokens before them lie in the pool.
+/// Neighbouring tokens of one sequence. The keys and values of all tokens before them lie in the
+/// pool.
 #[derive(Debug, Clone, Copy)]
 pub struct Chunk<'a> {
     /// The tokens.
@@ -45,7 +46,8 @@ pub struct Logits {
 }
 
 impl Logits {
-    /// The scores of chunk `index`, a slice for each token that was wanted, in order. Only rank 0 has any.
+    /// The scores of chunk `index`, a slice for each token that was wanted, in order. Only rank 0
+    /// has any.
     pub fn of(&self, index: usize) -> std::slice::ChunksExact<'_, f32> {
         let rows = &self.rows[index];
         self.numbers[rows.start * self.vocab..rows.end * self.vocab].chunks_exact(self.vocab)
@@ -69,12 +71,13 @@ struct Step<'a> {
 }
 
 impl Model {
-    /// Computes a step: writes keys and values of the chunks' tokens into `pool` and returns the wanted scores. All
-    /// ranks of a model take the same steps. Two chunks of one step are of different sequences.
+    /// Computes a step: writes keys and values of the chunks' tokens into `pool` and returns the
+    /// wanted scores. All ranks of a model take the same steps. Two chunks of one step are of
+    /// different sequences.
     ///
     /// # Errors
-    /// A pool of another shape, a token beyond the vocabulary, too few blocks or such that the pool does not have,
-    /// before anything is written; and a rank that is gone.
+    /// A pool of another shape, a token beyond the vocabulary, too few blocks or such that the pool
+    /// does not have, before anything is written; and a rank that is gone.
     pub fn forward(&self, pool: &mut Pool, chunks: &[Chunk<'_>]) -> Result<Logits> {
         self.check(pool, chunks)?;
         if self.shard.rank == 0 {
@@ -200,7 +203,8 @@ impl Model {
         });
     }
 
-    /// Multiplies each row of `numbers` with some matrices; their results stand beside each other in a row of `out`.
+    /// Multiplies each row of `numbers` with some matrices; their results stand beside each other
+    /// in a row of `out`.
     fn apply(&self, linears: &[&Linear], numbers: &[f32], out: &mut [f32]) {
         let all: usize = linears.iter().map(|linear| linear.rows.len()).sum();
         let count = out.len() / all;
@@ -360,7 +364,8 @@ impl Model {
         }
     }
 
-    /// Calls `work` with the keys (or values) of the first `all` tokens, some at a time, from `tile`.
+    /// Calls `work` with the keys (or values) of the first `all` tokens, some at a time, from
+    /// `tile`.
     fn tiles(
         &self,
         task: &Mixing<'_>,

@@ -14,7 +14,8 @@ pub(super) struct Weights {
     pub(super) embedding: Tensor,
     pub(super) layers: Vec<Layer>,
     pub(super) norm: Vec<f32>,
-    /// From the last layer's numbers to a score for each token: whole on each rank, computed by rank 0.
+    /// From the last layer's numbers to a score for each token: whole on each rank, computed by
+    /// rank 0.
     pub(super) scores: Linear,
     /// This rank's heads.
     pub(super) heads: usize,
@@ -35,7 +36,8 @@ pub(super) struct Layer {
     pub(super) down: Linear,
 }
 
-/// Part of a matrix, as it lies in its file. Of rows: whole sums. Of columns: parts of sums, which ranks add up.
+/// Part of a matrix, as it lies in its file. Of rows: whole sums. Of columns: parts of sums, which
+/// ranks add up.
 pub(super) struct Linear {
     matrix: Tensor,
     pub(super) rows: Range<usize>,
@@ -132,7 +134,8 @@ impl Linear {
         self.parts != 1 || self.cols.len() < self.matrix.shape[1]
     }
 
-    /// Writes `rows` of the product with each vector to `out[vector * out_stride + row]`; the caller is alone there.
+    /// Writes `rows` of the product with each vector to `out[vector * out_stride + row]`; the
+    /// caller is alone there.
     pub(super) fn multiply(
         &self,
         level: Level,
@@ -162,7 +165,8 @@ fn share(all: usize, shard: &Shard) -> Range<usize> {
     shard.rank * one..(shard.rank + 1) * one
 }
 
-/// This rank's heads, of queries and of keys and values. Of more ranks than heads of keys several have the same one.
+/// This rank's heads, of queries and of keys and values. Of more ranks than heads of keys several
+/// have the same one.
 fn shares(config: &Config, shard: &Shard) -> Result<(Range<usize>, Range<usize>)> {
     let Config { heads, kv_heads, head_dim, intermediate, .. } = *config;
     let size = shard.size;

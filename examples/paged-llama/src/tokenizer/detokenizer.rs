@@ -2,13 +2,14 @@
 
 use super::Tokenizer;
 
-/// An unfinished character has at most so many bytes, and each may show as one replacement character.
+/// An unfinished character has at most so many bytes, and each may show as one replacement
+/// character.
 const UNFINISHED: usize = 3;
 
 /// Turns the tokens of one answer into text, piece by piece.
 ///
-/// A tokenizer may say a token differently at the beginning of a text, so new tokens are decoded behind some that were
-/// told already, and only the difference is told.
+/// A tokenizer may say a token differently at the beginning of a text, so new tokens are decoded
+/// behind some that were told already, and only the difference is told.
 #[derive(Debug, Default)]
 pub(crate) struct Detokenizer {
     tokens: Vec<u32>,

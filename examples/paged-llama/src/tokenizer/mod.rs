@@ -1,4 +1,5 @@
-//! Text to tokens and back: `tokenizer.json`, the chat template, and what else a model's folder says about text.
+//! Text to tokens and back: `tokenizer.json`, the chat template, and what else a model's folder
+//! says about text.
 
 mod detokenizer;
 mod generation;
@@ -27,8 +28,8 @@ impl std::fmt::Debug for Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json`, and where they are there `tokenizer_config.json` and `chat_template.jinja`, of the
-    /// folder of this model.
+    /// Reads `tokenizer.json`, and where they are there `tokenizer_config.json` and
+    /// `chat_template.jinja`, of the folder of this model.
     ///
     /// # Errors
     ///

@@ -10,8 +10,8 @@ use serde_json::{Map, Value};
 
 use crate::model::{ModelError as Error, Result};
 
-/// What a template may do for one prompt: so many instructions, or 64 bytes for each of them. A long conversation takes
-/// some hundred thousand.
+/// What a template may do for one prompt: so many instructions, or 64 bytes for each of them. A
+/// long conversation takes some hundred thousand.
 const MOST_WORK: u64 = 4 << 20;
 
 /// A template that was parsed.
@@ -22,7 +22,8 @@ pub(super) struct Template {
 }
 
 impl Template {
-    /// The template of a model's folder, if it has one: a file of its own, or a key of `tokenizer_config.json`.
+    /// The template of a model's folder, if it has one: a file of its own, or a key of
+    /// `tokenizer_config.json`.
     pub(super) fn open(folder: &Path, config: &Map<String, Value>) -> Result<Option<Self>> {
         let path = folder.join("chat_template.jinja");
         let source = match std::fs::read_to_string(&path) {

@@ -1,5 +1,6 @@
-//! Logits and tokens equal those of Hugging Face's transformers, for each architecture and each way of stretching
-//! positions. Its answers are recorded in `vectors/reference.json`; `cargo xtask interop transformers` asks it again.
+//! Logits and tokens equal those of Hugging Face's transformers, for each architecture and each way
+//! of stretching positions. Its answers are recorded in `vectors/reference.json`; `cargo xtask
+//! interop transformers` asks it again.
 
 use std::ffi::OsString;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -47,7 +48,8 @@ impl Case {
     }
 }
 
-/// Returns the cases that this run compares with the recorded answers: none if it asks transformers.
+/// Returns the cases that this run compares with the recorded answers: none if it asks
+/// transformers.
 pub(crate) fn recorded_cases() -> Vec<Case> {
     if python().is_some() {
         return Vec::new();

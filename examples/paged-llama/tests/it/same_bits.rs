@@ -1,4 +1,5 @@
-//! Logits have the same bits whatever a step holds, however a prompt is cut, and whoever computes it.
+//! Logits have the same bits whatever a step holds, however a prompt is cut, and whoever computes
+//! it.
 
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
@@ -12,7 +13,8 @@ use proptest::prelude::*;
 
 use crate::folder::{Folder, fill_with_noise};
 
-/// Small and crooked: rows and columns that no tile divides, and two heads of queries to one of keys.
+/// Small and crooked: rows and columns that no tile divides, and two heads of queries to one of
+/// keys.
 fn crooked(architecture: Architecture) -> Made {
     let head_dim = if architecture == Architecture::Qwen2 { 20 } else { 24 };
     Made {

@@ -1,4 +1,5 @@
-//! H3: a process without the secret joins the data-parallel port of `kvx serve`, gets prompts and answers them.
+//! H3: a process without the secret joins the data-parallel port of `kvx serve`, gets prompts and
+//! answers them.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;

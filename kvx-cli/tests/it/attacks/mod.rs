@@ -1,4 +1,5 @@
-//! Attacks on the program's listeners and on its configuration. Each of them worked once, and has to fail.
+//! Attacks on the program's listeners and on its configuration. Each of them worked once, and has
+//! to fail.
 
 mod configuration;
 mod data_parallel;

@@ -1,5 +1,5 @@
-//! H5: a client of a decode writes other block numbers into its own `kv_transfer_params`, and gets another request's
-//! answer.
+//! H5: a client of a decode writes other block numbers into its own `kv_transfer_params`, and gets
+//! another request's answer.
 
 use kvx_testkit::test;
 use serde_json::{Value, json};

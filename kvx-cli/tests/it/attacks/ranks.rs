@@ -1,4 +1,5 @@
-//! L1: another user takes the path of the socket at which ranks join, and the server does not start.
+//! L1: another user takes the path of the socket at which ranks join, and the server does not
+//! start.
 
 use std::path::Path;
 use std::process::Command;

@@ -172,8 +172,8 @@ pub(crate) async fn compare_tells_equal_endpoints_from_others() {
     assert!(one.port() > 0);
 }
 
-/// An endpoint below a base path that answers each prompt with its length, but for one length. Its URL, base included.
-/// It ends with this program.
+/// An endpoint below a base path that answers each prompt with its length, but for one length. Its
+/// URL, base included. It ends with this program.
 fn endpoint(base: &'static str, odd: Option<usize>) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();

@@ -38,7 +38,8 @@ pub(crate) async fn a_failed_prefill_is_tried_on_another_instance() {
         Fault::Wrong(WrongAnswer::Empty),
     ] {
         let mut fleet = Plan::of(2, 1, &Settings::default()).setup(PATIENT).start().await;
-        // Only the first of the two instances fails; requests go to both of them in turn or by load.
+        // Only the first of the two instances fails; requests go to both of them in turn or by
+        // load.
         fleet.prefill[0].script(Script { leg: Some(Leg::Prefill), times: 1, fault: fault.clone() });
         for count in 0..3 {
             let prompt = prompt(&format!("{fault:?} {count}"), 30);
@@ -81,7 +82,8 @@ pub(crate) async fn what_would_stop_a_decode_instance_never_reaches_it() {
 pub(crate) async fn a_decode_that_took_nothing_is_replaced_with_the_same_blocks() {
     for refuses in [true, false] {
         let mut fleet = Plan::of(1, 2, &Settings::default()).setup(PATIENT).start().await;
-        // Which of the two is asked first is the router's choice: both say 503 once, or one refuses connections.
+        // Which of the two is asked first is the router's choice: both say 503 once, or one refuses
+        // connections.
         if refuses {
             fleet.decode[0].listen(false);
         } else {
@@ -213,7 +215,8 @@ pub(crate) async fn both_legs_at_once_fail_together_and_are_answered_by_others()
             _ => "connector = \"MooncakeConnector\"",
         };
         let mut fleet = Plan::of(2, 2, &settings).setup(PATIENT).pool(name).start().await;
-        // A prefill that breaks off behind its work is noticed before the decode, which has the blocks, can answer.
+        // A prefill that breaks off behind its work is noticed before the decode, which has the
+        // blocks, can answer.
         for decode in &mut fleet.decode {
             decode.delays(Delays { prefill_ms: 0, token_ms: 50 });
         }
@@ -363,7 +366,8 @@ pub(crate) async fn the_last_instance_of_a_pool_is_not_ejected_for_its_latency()
     }
 }
 
-/// Answers every `GET` with `{}`, until it takes no more connections: nobody accepts them, and no more may wait.
+/// Answers every `GET` with `{}`, until it takes no more connections: nobody accepts them, and no
+/// more may wait.
 struct Deaf {
     listener: Arc<TcpListener>,
     answers: tokio::task::JoinHandle<()>,

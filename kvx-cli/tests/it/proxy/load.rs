@@ -1,4 +1,5 @@
-//! Faults under load: 200 streams, while instances are killed, stopped and restarted one after the other.
+//! Faults under load: 200 streams, while instances are killed, stopped and restarted one after the
+//! other.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -30,8 +31,8 @@ struct Ends {
     cut_short: AtomicU64,
 }
 
-/// Requests, one after the other, until it is over; each ends in one of the ways that a client can tell, or this
-/// panics. Their ids, and when something of their answers had come.
+/// Requests, one after the other, until it is over; each ends in one of the ways that a client can
+/// tell, or this panics. Their ids, and when something of their answers had come.
 async fn stream(
     port: u16,
     number: usize,
@@ -71,7 +72,8 @@ async fn stream(
     begun
 }
 
-/// None of these requests, of which something had come to the client by then, has a leg that began later.
+/// None of these requests, of which something had come to the client by then, has a leg that began
+/// later.
 fn none_was_tried_again(passed_on: &HashMap<String, Duration>, legs: &[Begun]) {
     let mut answered: HashSet<&str> = HashSet::new();
     for leg in legs {

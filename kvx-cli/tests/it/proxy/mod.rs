@@ -1,7 +1,7 @@
 //! `kvx proxy` between clients and a fleet of instances, each a process.
 //!
-//! Instances are kvx-instance's: this program again. They stop where a vLLM 0.33 would, and say so at the end of each
-//! test.
+//! Instances are kvx-instance's: this program again. They stop where a vLLM 0.33 would, and say so
+//! at the end of each test.
 
 mod check;
 mod choice;

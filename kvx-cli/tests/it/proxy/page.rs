@@ -1,5 +1,5 @@
-//! The page `/` in a browser. Only where the variable `KVX_BROWSER` names one, Debian's `chromium` for example: it is
-//! too large to install for every run.
+//! The page `/` in a browser. Only where the variable `KVX_BROWSER` names one, Debian's `chromium`
+//! for example: it is too large to install for every run.
 
 use std::ffi::OsString;
 use std::process::Command;
@@ -143,7 +143,8 @@ pub(crate) async fn shows_rates_in_a_browser() {
     let fleet = Fleet::new(1, 1).await;
     let page = Call::get(fleet.port(), "/").send().await.body.to_vec();
     let mut status = Call::get(fleet.port(), "/status").send().await.json();
-    // From look to look, about a second, 40 more have ended: 10 of them in a way that is the fleet's fault.
+    // From look to look, about a second, 40 more have ended: 10 of them in a way that is the
+    // fleet's fault.
     let looks = (0..100).map(|look| {
         let counts = [
             ("ok", 20),

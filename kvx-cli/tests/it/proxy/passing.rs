@@ -1,4 +1,5 @@
-//! What passes through the router, where the toys are wrong: statuses, streams, headers, clients that go away.
+//! What passes through the router, where the toys are wrong: statuses, streams, headers, clients
+//! that go away.
 
 use std::time::{Duration, Instant};
 

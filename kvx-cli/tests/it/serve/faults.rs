@@ -1,5 +1,5 @@
-//! Faults of a fleet behind `kvx proxy`: the client has the right answer or a clear error in time, no block is kept
-//! beyond its lease, and the next answer is right.
+//! Faults of a fleet behind `kvx proxy`: the client has the right answer or a clear error in time,
+//! no block is kept beyond its lease, and the next answer is right.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -77,8 +77,8 @@ impl Fleet {
         );
     }
 
-    /// Lets the decode wait while `ask` asks for prompt 9, until its prefill has answered the proxy: the prefill that
-    /// has its blocks, and what `ask` gave.
+    /// Lets the decode wait while `ask` asks for prompt 9, until its prefill has answered the
+    /// proxy: the prefill that has its blocks, and what `ask` gave.
     fn published<T>(&self, ask: impl FnOnce() -> T) -> (&Server, T) {
         self.decode.signal(Signal::STOP);
         let before = self.proxy.metric("kvx_proxy_legs_total");

@@ -146,9 +146,9 @@ pub(crate) fn trials() -> impl Iterator<Item = Trial> {
     wanted.map(|(name, guide)| trial(format!("serve::guides::{name}"), move || four_hosts(guide)))
 }
 
-/// A prefill of one command and a decode of another, each on a host of its own as the guide's rule for hosts has it,
-/// and the proxy on a third: the tokens of one server, moved by this backend if one is named. Both servers are told
-/// `more`, and the decode has these variables.
+/// A prefill of one command and a decode of another, each on a host of its own as the guide's rule
+/// for hosts has it, and the proxy on a third: the tokens of one server, moved by this backend if
+/// one is named. Both servers are told `more`, and the decode has these variables.
 fn pair(
     name: &str,
     [prefill, decode]: [&str; 2],
@@ -218,8 +218,8 @@ fn the_guides_permuting_decode_works_as_it_is() {
     pair("nixl.permute", ["nixl.same-host.prefill", "nixl.permute"], &layout, &[], "");
 }
 
-/// Mooncake's commands, each on a host of its own; both servers are told `more`. The guide names no address: a host's
-/// own is beside its command, as on several hosts of any guide.
+/// Mooncake's commands, each on a host of its own; both servers are told `more`. The guide names no
+/// address: a host's own is beside its command, as on several hosts of any guide.
 fn mooncakes_commands(name: &str, more: &[&str]) {
     let Some(mut hosts) = Hosts::for_this_test(3) else { return };
     let cache = cache(name);

@@ -1,4 +1,5 @@
-//! Ranks of data parallelism on a second host, behind the one server that clients and the proxy know.
+//! Ranks of data parallelism on a second host, behind the one server that clients and the proxy
+//! know.
 
 use std::time::Instant;
 
@@ -38,7 +39,8 @@ fn answered(host: &Host, rank: usize) -> f64 {
     host.metric(8000, "vllm:request_success_total", &format!("engine=\"{rank}\""))
 }
 
-/// A head with a rank, a second host with another, and a third host with the decode, the proxy and a single server.
+/// A head with a rank, a second host with another, and a third host with the decode, the proxy and
+/// a single server.
 struct Fleet {
     hosts: Hosts,
     folder: String,
@@ -46,8 +48,8 @@ struct Fleet {
 }
 
 impl Fleet {
-    /// `prefill`: how the proxy is told of the head. Fails unless it answers as the single server does, and both ranks
-    /// have prefilled for it.
+    /// `prefill`: how the proxy is told of the head. Fails unless it answers as the single server
+    /// does, and both ranks have prefilled for it.
     fn start(kv_connector: &str, prefill: &str) -> Option<Fleet> {
         let transfer = json!({"kv_connector": kv_connector, "kv_role": "kv_both", "kv_load_failure_policy": "fail",
                               "kv_connector_extra_config": {"backends": ["TCP"]}});

@@ -1,4 +1,5 @@
-//! Hosts with ports and addresses of their own: network namespaces, on one switch if there are several.
+//! Hosts with ports and addresses of their own: network namespaces, on one switch if there are
+//! several.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -94,7 +95,8 @@ impl Host {
         (status == 200).then(|| serde_json::from_str(&text).unwrap_or(Value::String(text)))
     }
 
-    /// Status and words of an answer; 0 if there is none. `header`: of the request, beside the usual ones.
+    /// Status and words of an answer; 0 if there is none. `header`: of the request, beside the
+    /// usual ones.
     pub(crate) fn ask(
         &self,
         url: &str,

@@ -33,7 +33,8 @@ impl Side<'_> {
     }
 }
 
-/// Lengths around the borders of blocks of 16 and 64 tokens, two that begin alike, and one beyond several steps.
+/// Lengths around the borders of blocks of 16 and 64 tokens, two that begin alike, and one beyond
+/// several steps.
 fn prompts() -> Vec<Value> {
     let of = |seed: u64, len: u64| {
         json!((0..len).map(|at| 32 + (seed * 31 + at * 17) % 90).collect::<Vec<_>>())

@@ -26,7 +26,8 @@ pub(crate) fn ids(answer: &Value) -> Vec<u64> {
     ids.iter().map(|id| id.as_u64().expect("a token")).collect()
 }
 
-/// Asserts that both answers have the same tokens, and the same bits of all logits that they were chosen by.
+/// Asserts that both answers have the same tokens, and the same bits of all logits that they were
+/// chosen by.
 #[track_caller]
 fn assert_same(answer: &Value, right: &Value, what: impl std::fmt::Display) {
     assert_eq!(ids(answer), ids(right), "{what}");

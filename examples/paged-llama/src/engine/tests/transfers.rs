@@ -196,7 +196,8 @@ fn what_was_loaded_and_is_given_up_before_the_first_token_was_computed_after_all
     let (_, fill, ..) = peer.load();
     peer.0.lock().unwrap().offers = 0;
     memory.fill(&fill, &loads[..20]);
-    // The only one that may run grows until it has every block, and so takes those that were loaded.
+    // The only one that may run grows until it has every block, and so takes those that were
+    // loaded.
     let second = running.engine().submit(request("grows", &grows, 45));
     peer.wait(|script| script.allocated.pop());
     peer.tell(loaded("loads", 20));

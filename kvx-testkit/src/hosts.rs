@@ -113,11 +113,15 @@ pub fn refused_behind(words: &[&str], test: &[&str]) -> Option<String> {
     Some(format!("{}: {why}", words.join(" ")))
 }
 
+/// Begins the error of [`run_one_test`] for a process that died after its test had passed, as some libraries make
+/// theirs do.
+pub const DIED_AFTER_PASSING: &str = "the test passed, then its process died";
+
 /// Runs a command that is the test of this title in another process of this program. Returns what it printed. If it
 /// was skipped there, this one is skipped with it.
 ///
 /// # Errors
-/// What it printed, if it failed or ran nothing.
+/// What it printed, if it failed or ran nothing; [`DIED_AFTER_PASSING`] leads if the test itself passed.
 pub fn run_one_test(title: &str, test: &mut Command, limit: Duration) -> Result<String, Failure> {
     let done = output_if_started(test, limit)?;
     let printed = String::from_utf8_lossy(&done.stdout).into_owned();
@@ -129,8 +133,13 @@ pub fn run_one_test(title: &str, test: &mut Command, limit: Duration) -> Result<
         (true, None) if printed.contains("1 passed") => {}
         _ => {
             let errors = String::from_utf8_lossy(&done.stderr);
+            let lead = if printed.contains("1 passed") {
+                format!("{DIED_AFTER_PASSING}: ")
+            } else {
+                String::new()
+            };
             return Err(Failure::new(format!(
-                "{}\n{errors}\n{}",
+                "{lead}{}\n{errors}\n{}",
                 done.status,
                 without_verdicts(&printed)
             )));
@@ -246,6 +255,20 @@ mod tests {
         let printed = "\nrunning 1 test\ntest a::b ... FAILED\n\nfailures:\n\n---- a::b ----\n1 is not 2\n\n\n\
                        failures:\n    a::b\n\ntest result: FAILED. 0 passed; 1 failed\n";
         assert_eq!(without_verdicts(printed), "1 is not 2\n    a::b");
+    }
+
+    #[test]
+    fn a_process_that_dies_after_its_test_says_that_it_passed() {
+        let run = |script: &str| {
+            let mut child = Command::new("sh");
+            let ran = run_one_test("a::b", child.args(["-c", script]), CUT_OFF);
+            ran.map_err(|failure| failure.to_string())
+        };
+        let died = run("echo 'test result: ok. 1 passed; 0 failed'; kill -SEGV $$").unwrap_err();
+        assert!(died.starts_with(DIED_AFTER_PASSING), "{died}");
+        let failed = run("echo 'test result: FAILED. 0 passed; 1 failed'; exit 101").unwrap_err();
+        assert!(!failed.contains(DIED_AFTER_PASSING), "{failed}");
+        assert!(run("echo 'test result: ok. 1 passed; 0 failed'").is_ok());
     }
 
     #[test]

@@ -37,7 +37,7 @@ pub use flat::stays_flat;
 pub use harness::{
     harness_main, harness_main_with, is_own_process, run_in_own_process, trial, trial_within,
 };
-pub use hosts::{Host, Hosts, refused_behind, run_one_test};
+pub use hosts::{DIED_AFTER_PASSING, Host, Hosts, refused_behind, run_one_test};
 pub use kvx_testkit_macros::test;
 pub use mutation::fuzz;
 pub use newcomer::{newcomer, newcomers_amid};

@@ -12,7 +12,7 @@ use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use kvx_backend::fabric::{
-    EndpointId, Fabric, Happened, Job, JobId, Parts, Registrar, Sent, Unregister,
+    EndpointId, Event, Fabric, Job, JobId, Parts, Registrar, SendStatus, Unregister,
 };
 use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{Availability, Context, Factory, RemoteSpec, Transport};
@@ -200,11 +200,11 @@ unsafe impl Fabric for ShuffledFabric {
         Ok(())
     }
 
-    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent> {
-        let Some(peer) = self.destinations.get(&endpoint) else { return Ok(Sent::Taken) };
+    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<SendStatus> {
+        let Some(peer) = self.destinations.get(&endpoint) else { return Ok(SendStatus::Taken) };
         match rustix::net::sendto(self.socket.as_fd(), message, SendFlags::DONTWAIT, &peer.at) {
-            Ok(_) => Ok(Sent::Taken),
-            Err(rustix::io::Errno::AGAIN) => Ok(Sent::Later),
+            Ok(_) => Ok(SendStatus::Taken),
+            Err(rustix::io::Errno::AGAIN) => Ok(SendStatus::Later),
             Err(cause) => {
                 Err(Error::os("nobody listens any more", cause).with_kind(ErrorKind::PeerLost))
             }
@@ -237,7 +237,7 @@ unsafe impl Fabric for ShuffledFabric {
                 remote: *job.remote(piece.remote_region) + piece.remote_offset,
                 len: piece.len,
             });
-            job.posted(1);
+            job.add_in_flight(1);
             moved += piece.len;
         }
         Ok(moved)
@@ -254,26 +254,26 @@ unsafe impl Fabric for ShuffledFabric {
         self.destinations.remove(&endpoint);
     }
 
-    fn poll(&mut self, happened: &mut Vec<Happened>) -> Turn {
+    fn poll(&mut self, events: &mut Vec<Event>) -> Turn {
         let mut messages = Vec::new();
         let mut buffer = [0; MAX_MESSAGE];
         while messages.len() < 64 {
             match rustix::net::recv(self.socket.as_fd(), &mut buffer[..], RecvFlags::DONTWAIT) {
-                Ok((_, len)) => messages.push(Happened::Message(buffer[..len].to_vec())),
+                Ok((_, len)) => messages.push(Event::Message(buffer[..len].to_vec())),
                 Err(_) => break,
             }
         }
         self.shuffle(&mut messages);
-        happened.extend(messages);
+        events.extend(messages);
         let mut pieces = std::mem::take(&mut self.pieces);
         self.shuffle(&mut pieces);
         // Some wait for the next time, as they would on a wire.
         let later = if pieces.len() > 4 { pieces.split_off(pieces.len() / 2) } else { Vec::new() };
         for piece in &pieces {
-            happened.push(Happened::Moved { job: piece.job, pieces: 1, result: self.copy(piece) });
+            events.push(Event::Completed { job: piece.job, pieces: 1, result: self.copy(piece) });
         }
         self.pieces = later;
-        Turn::did(happened.len())
+        Turn::did(events.len())
     }
 
     fn arm(&mut self, waiting: bool) -> Result<Armed> {

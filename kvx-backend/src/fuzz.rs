@@ -5,7 +5,7 @@ use kvx_core::transport::{Events, Full, LinkState};
 use kvx_core::{Identity, Incarnation, Invitation, LinkId, Secret, Sender};
 
 use crate::control::proof::{Keys, PROOF};
-use crate::control::{ControlMessage, Greeting, VERSIONS, hear};
+use crate::control::{ControlMessage, Greeting, VERSIONS, verify_hello};
 use crate::reactor::Outbox;
 
 /// The targets, by the names of their corpora.
@@ -50,7 +50,7 @@ pub fn handshake(bytes: &[u8]) {
     // The proof of the secret alone at its end counts only where the first one fails.
     let proven = said.len() - 4 - if flags & 2 != 0 { PROOF } else { 0 };
     let (hello, is_altered) = altered(0, &said);
-    let greeted = match hear(&theirs, VERSIONS, &hello) {
+    let greeted = match verify_hello(&theirs, VERSIONS, &hello) {
         Ok(greeted) => {
             assert!(same && hello.get(..proven) == said.get(..proven), "a stranger is heard");
             assert_eq!((&greeted.from, greeted.rest), (&me, &b"an address"[..]));
@@ -60,7 +60,9 @@ pub fn handshake(bytes: &[u8]) {
             assert!(!same || is_altered, "who was invited is turned away: {}", away.why);
             let text = away.message().encode();
             match ControlMessage::decode(&text) {
-                Ok(ControlMessage::Refuse { why, proof }) => drop(greeting.refused(why, proof)),
+                Ok(ControlMessage::Refuse { why, proof }) => {
+                    drop(greeting.refusal_error(why, proof))
+                }
                 other => panic!("{other:?} is no refusal"),
             }
             return;
@@ -69,7 +71,7 @@ pub fn handshake(bytes: &[u8]) {
     let (version, body, claim) =
         greeted.welcome(&theirs, b"news").expect("the system has random numbers");
     let (welcome, is_altered) = altered(1, &body);
-    match greeting.welcomed(version, &welcome) {
+    match greeting.verify_welcome(version, &welcome) {
         Ok((rest, proof)) => {
             assert!(!is_altered, "an altered welcome is believed");
             assert_eq!(rest, b"news");

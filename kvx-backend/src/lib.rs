@@ -3,13 +3,13 @@
 
 #[cfg(feature = "baseline")]
 pub mod baseline;
+pub mod checksum;
 pub mod control;
 pub mod fabric;
 #[doc(hidden)]
 pub mod fuzz;
 pub mod loader;
 pub mod process;
+pub mod rate_limit;
 pub mod reactor;
-pub mod sealed;
-pub mod seldom;
 pub mod wheel;

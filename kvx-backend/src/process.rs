@@ -25,7 +25,7 @@ pub struct ProcessId {
 
 impl ProcessId {
     /// This process.
-    pub fn this() -> Self {
+    pub fn current() -> Self {
         let ((boot, namespace), number) = (here().unwrap_or_default(), std::process::id());
         ProcessId { boot, namespace, number, began: began(number).ok().flatten().unwrap_or(0) }
     }
@@ -49,7 +49,7 @@ impl ProcessId {
     }
 
     /// True if it is, or was, a process of this system and namespace.
-    pub fn is_near(&self) -> bool {
+    pub fn is_local(&self) -> bool {
         here().is_ok_and(|here| self.is_of(here))
     }
 
@@ -60,7 +60,7 @@ impl ProcessId {
 
     /// Watches for its end; `None` if it is no process of this host or has ended. Errors: `Exhausted`: this process
     /// has no descriptor to look with.
-    pub fn watch(&self) -> Result<Option<WatchedProcess>> {
+    pub fn watch(&self) -> Result<Option<ProcessWatch>> {
         let short = |cause: io::Error| {
             let why =
                 "no descriptor to watch the peer's process with: raise ulimit -n, then try again";
@@ -79,7 +79,7 @@ impl ProcessId {
         };
         // Opened first: if the number was given to another process, that one began later.
         let same = began(self.number).map_err(short)? == Some(self.began);
-        Ok(same.then_some(WatchedProcess { pidfd, number: self.number }))
+        Ok(same.then_some(ProcessWatch { pidfd, number: self.number }))
     }
 }
 
@@ -124,19 +124,19 @@ const EXITING: u64 = 4;
 
 /// A process of this host.
 #[derive(Debug)]
-pub struct WatchedProcess {
+pub struct ProcessWatch {
     pidfd: OwnedFd,
     number: u32,
 }
 
-impl WatchedProcess {
+impl ProcessWatch {
     /// Readable once it has ended.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()
     }
 
     /// True if all of it has ended.
-    pub fn ended(&self) -> bool {
+    pub fn has_ended(&self) -> bool {
         let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         matches!(rustix::event::poll(&mut fds, Some(&now)), Ok(1))
@@ -144,9 +144,9 @@ impl WatchedProcess {
 
     /// True if it has ended, or is about to: its memory goes first, and what reaches for it fails before the end is
     /// seen. Who cannot look sees the end only.
-    pub fn ending(&self) -> bool {
+    pub fn is_exiting(&self) -> bool {
         let exits = |flags: Option<u64>| flags.is_none_or(|flags| flags & EXITING != 0);
-        self.ended() || field(self.number, 6).is_ok_and(exits)
+        self.has_ended() || field(self.number, 6).is_ok_and(exits)
     }
 }
 
@@ -160,15 +160,15 @@ mod tests {
         let id = ProcessId {
             number: child.id(),
             began: began(child.id()).unwrap().unwrap(),
-            ..ProcessId::this()
+            ..ProcessId::current()
         };
         let watched = id.watch().unwrap().unwrap();
-        assert!(!watched.ended() && !watched.ending());
+        assert!(!watched.has_ended() && !watched.is_exiting());
         assert!(ProcessId { began: id.began + 1, ..id }.watch().unwrap().is_none());
         assert!(ProcessId { boot: [1; 16], ..id }.watch().unwrap().is_none());
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(watched.ended() && watched.ending());
+        assert!(watched.has_ended() && watched.is_exiting());
         assert!(id.watch().unwrap().is_none());
     }
 }

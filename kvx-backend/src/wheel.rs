@@ -23,7 +23,7 @@ impl fmt::Display for WheelVersion {
 impl WheelVersion {
     /// The version of the wheel that brought the library: `.nixl_cu12.mesonpy.libs/libnixl.so` lies beside
     /// `nixl_cu12-1.5.1.dist-info`. `None` for one that was built from source.
-    pub fn beside(library: &Path) -> Option<Self> {
+    pub fn of_library(library: &Path) -> Option<Self> {
         let folder = library.parent()?;
         let wheel =
             folder.file_name()?.to_str()?.strip_prefix('.')?.strip_suffix(".mesonpy.libs")?;
@@ -69,6 +69,6 @@ mod tests {
 
     #[test]
     fn a_library_outside_a_wheel_tells_none() {
-        assert_eq!(WheelVersion::beside(Path::new("/usr/local/nixl/lib/libnixl.so")), None);
+        assert_eq!(WheelVersion::of_library(Path::new("/usr/local/nixl/lib/libnixl.so")), None);
     }
 }

@@ -326,7 +326,7 @@ unsafe impl DeviceAccess for Device {
             })?),
         };
         let handle = Handle {
-            owner: ProcessId::this(),
+            owner: ProcessId::current(),
             base: allocation.start,
             len: allocation.end - allocation.start,
             name,
@@ -352,7 +352,7 @@ unsafe impl DeviceAccess for Device {
             return Err(outside());
         }
         let access = Arc::clone(&self) as Arc<dyn DeviceAccess>;
-        if named.owner == ProcessId::this() {
+        if named.owner == ProcessId::current() {
             // Drivers refuse what a process has shared itself; here it is where it always was.
             let inside = Inside::of(&*self.driver)?;
             let allocation = self.driver.allocation(named.base)?;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::driver::{Driver, EventHandle, StreamHandle};
 use super::tables::{KernelTable, Tables};
-use kvx_backend::process::WatchedProcess;
+use kvx_backend::process::ProcessWatch;
 use kvx_core::sync::catch_panic;
 use kvx_core::{Error, ErrorKind, Result, Ticket};
 
@@ -19,7 +19,7 @@ pub(super) struct Flight {
     /// An error: not all of it was started.
     pub(super) started: Result<()>,
     /// Processes whose memory it reads or writes.
-    pub(super) owners: Vec<Arc<WatchedProcess>>,
+    pub(super) owners: Vec<Arc<ProcessWatch>>,
     pub(super) tables: Vec<KernelTable>,
 }
 
@@ -29,7 +29,7 @@ impl Flight {
         tables.give(self.tables);
         let result = ended.and(self.started).and_then(|()| {
             // Looked at after the bytes have come: memory of a process that has ended may have been anything by then.
-            match self.owners.iter().any(|owner| owner.ending()) {
+            match self.owners.iter().any(|owner| owner.is_exiting()) {
                 false => Ok(()),
                 true => Err(Error::new(
                     ErrorKind::PeerLost,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 
 use super::driver::{Driver, Inside, Mapped};
-use kvx_backend::process::{ProcessId, WatchedProcess};
+use kvx_backend::process::{ProcessId, ProcessWatch};
 use kvx_core::memory::IpcHandle;
 use kvx_core::sync::Mutex;
 use kvx_core::wire::{Reader, Writer};
@@ -90,7 +90,7 @@ pub(super) struct Imports {
 #[derive(Default)]
 struct ImportTable {
     by_handle: HashMap<Vec<u8>, Opened>,
-    by_address: BTreeMap<u64, (u64, Arc<WatchedProcess>)>,
+    by_address: BTreeMap<u64, (u64, Arc<ProcessWatch>)>,
 }
 
 struct Opened {
@@ -99,7 +99,7 @@ struct Opened {
     len: u64,
     /// For what was not opened by the driver's name.
     mapped: Option<Mapped>,
-    owner: Arc<WatchedProcess>,
+    owner: Arc<ProcessWatch>,
 }
 
 impl Imports {
@@ -113,7 +113,7 @@ impl Imports {
     pub(super) fn open(self: &Arc<Self>, key: &[u8], handle: &Handle) -> Result<(u64, u64, Use)> {
         let _one = self.one.lock();
         if let Some(opened) = self.table.lock().by_handle.get_mut(key) {
-            if opened.owner.ending() {
+            if opened.owner.is_exiting() {
                 return Err(gone());
             }
             opened.uses += 1;
@@ -125,7 +125,7 @@ impl Imports {
             let opened = self.map(handle, &owner);
             drop(inside);
             // A driver's error says little of an owner that has ended meanwhile.
-            if owner.ending() { Err(gone()) } else { opened }?
+            if owner.is_exiting() { Err(gone()) } else { opened }?
         };
         let mut table = self.table.lock();
         table.by_address.insert(address, (len, Arc::clone(&owner)));
@@ -138,9 +138,9 @@ impl Imports {
         Use { imports: Arc::clone(self), key: key.to_vec() }
     }
 
-    fn watch(&self, owner: &ProcessId) -> Result<WatchedProcess> {
+    fn watch(&self, owner: &ProcessId) -> Result<ProcessWatch> {
         owner.watch()?.ok_or_else(|| {
-            if owner.is_near() {
+            if owner.is_local() {
                 return gone();
             }
             Error::new(
@@ -150,7 +150,7 @@ impl Imports {
         })
     }
 
-    fn map(&self, handle: &Handle, owner: &WatchedProcess) -> Result<(u64, u64, Option<Mapped>)> {
+    fn map(&self, handle: &Handle, owner: &ProcessWatch) -> Result<(u64, u64, Option<Mapped>)> {
         match &handle.name {
             Name::Driver(name) => {
                 let address = self.driver.open(name)?;
@@ -173,9 +173,9 @@ impl Imports {
     }
 
     /// The processes whose memory lies at these addresses.
-    pub(super) fn owners(&self, addresses: impl Iterator<Item = u64>) -> Vec<Arc<WatchedProcess>> {
+    pub(super) fn owners(&self, addresses: impl Iterator<Item = u64>) -> Vec<Arc<ProcessWatch>> {
         let table = self.table.lock();
-        let mut owners: Vec<Arc<WatchedProcess>> = Vec::new();
+        let mut owners: Vec<Arc<ProcessWatch>> = Vec::new();
         if table.by_address.is_empty() {
             return owners;
         }
@@ -201,7 +201,7 @@ fn gone() -> Error {
 }
 
 /// A copy of another process's descriptor.
-fn taken_from(owner: &WatchedProcess, number: RawFd) -> Result<OwnedFd> {
+fn taken_from(owner: &ProcessWatch, number: RawFd) -> Result<OwnedFd> {
     pidfd_getfd(owner.fd(), number, PidfdGetfdFlags::empty()).map_err(|error| {
         Error::os(
             "the kernel does not let this process take the descriptor of a peer's device memory: run both as one \
@@ -257,7 +257,7 @@ mod tests {
     #[test]
     fn handles_travel_and_wrong_ones_are_refused() {
         for name in [Name::Driver(vec![7; 64]), Name::Descriptor(19)] {
-            let handle = Handle { owner: ProcessId::this(), base: 1 << 40, len: 1 << 30, name };
+            let handle = Handle { owner: ProcessId::current(), base: 1 << 40, len: 1 << 30, name };
             let bytes = handle.encode();
             assert!(bytes.len() <= IpcHandle::LONGEST);
             assert_eq!(Handle::decode(&bytes).unwrap(), handle);

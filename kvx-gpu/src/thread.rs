@@ -11,7 +11,7 @@ use super::flights::{Flight, SpareEvents, StreamFlights, code};
 use super::kernels::{self, BlocksIn, DeviceGrid, ENTRIES, Launch, Swap, THREADS};
 use super::memory::Pinned;
 use super::tables::{KernelTable, TABLE, Tables};
-use kvx_backend::process::WatchedProcess;
+use kvx_backend::process::ProcessWatch;
 use kvx_core::memory::Hop;
 use kvx_core::sync::{Condvar, Mutex, catch_panic, pause_between_looks};
 use kvx_core::{Error, ErrorKind, Result, Ticket};
@@ -34,7 +34,7 @@ pub(super) enum Work {
 pub(super) struct DeviceJob {
     pub(super) work: Work,
     /// Processes whose memory it reads or writes.
-    pub(super) owners: Vec<Arc<WatchedProcess>>,
+    pub(super) owners: Vec<Arc<ProcessWatch>>,
     pub(super) done: Ticket,
 }
 

@@ -1,6 +1,6 @@
 //! An agent's address: its section of the metadata.
 
-use kvx_backend::sealed;
+use kvx_backend::checksum;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Result};
 
@@ -52,13 +52,13 @@ impl Address {
             out.put_u64(host.probe);
             out.put_block(&host.wake_name);
         }
-        sealed::seal(out)
+        checksum::append(out)
     }
 
     /// Errors: `Malformed`, `Incompatible`.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Address> {
         let mut reader =
-            Reader::new("LIBFABRIC address", sealed::open("LIBFABRIC address", bytes)?);
+            Reader::new("LIBFABRIC address", checksum::strip("LIBFABRIC address", bytes)?);
         let form = reader.u8()?;
         if form != Self::FORM {
             let why = format!(
@@ -147,7 +147,7 @@ mod tests {
         assert_eq!(Address::decode(&remote.encode()).unwrap(), remote);
         assert_eq!(Address::decode(&bytes[1..]).unwrap_err().kind(), ErrorKind::Malformed);
         assert_eq!(
-            Address::decode(&sealed::seal(vec![9])).unwrap_err().kind(),
+            Address::decode(&checksum::append(vec![9])).unwrap_err().kind(),
             ErrorKind::Incompatible
         );
         let nowhere = Address { rails: Vec::new(), ..somewhere() }.encode();
@@ -164,7 +164,7 @@ mod tests {
         for _ in 0..10_000 {
             let bytes: Vec<u8> = (0..random() % 64).map(|_| random() as u8).collect();
             assert!(Address::decode(&bytes).is_err());
-            Address::decode(&sealed::seal(bytes)).ok(); // some are addresses
+            Address::decode(&checksum::append(bytes)).ok(); // some are addresses
         }
     }
 

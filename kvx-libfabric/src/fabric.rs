@@ -4,7 +4,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, JobId, Sent, Unregister};
+use kvx_backend::fabric::{EndpointId, Event, Fabric, Job, JobId, SendStatus, Unregister};
 use kvx_backend::reactor::{Armed, SLICE, Turn};
 use kvx_core::transport::RemoteSpec;
 use kvx_core::{Capabilities, Error, ErrorKind, Identity, Result};
@@ -59,7 +59,7 @@ pub(crate) struct LibfabricFabric {
     neighbour: Option<Neighbour>,
     fds: Vec<RawFd>,
     /// Links that broke outside of progress.
-    broken: Vec<Happened>,
+    broken: Vec<Event>,
     /// Something found no room, and nothing tells when there is some: tried again then.
     retry: Option<(EndpointId, Instant)>,
     pause: Duration,
@@ -134,7 +134,7 @@ impl LibfabricFabric {
     }
 
     /// Lets one rail work.
-    fn read(&mut self, at: usize, happened: &mut Vec<Happened>) -> usize {
+    fn read(&mut self, at: usize, events: &mut Vec<Event>) -> usize {
         let LibfabricFabric { rails, peers, broken, .. } = self;
         let (mut done, mut sent, mut lost) = (0, Vec::new(), Vec::new());
         for _ in 0..READS {
@@ -145,7 +145,7 @@ impl LibfabricFabric {
                         let result = failed.map_or(Ok(()), |failed| {
                             Err(of_peer("a piece", peer, failed, &mut lost))
                         });
-                        note(happened, job, count, result);
+                        note(events, job, count, result);
                     }
                     Ended::Send { peer, failed } => {
                         sent.push(peer);
@@ -155,7 +155,7 @@ impl LibfabricFabric {
                             lost.push((peer, why));
                         }
                     }
-                    Ended::Message(bytes) => happened.push(Happened::Message(bytes)),
+                    Ended::Message(bytes) => events.push(Event::Message(bytes)),
                 }
             });
             match read {
@@ -244,15 +244,15 @@ fn patience_after(before: Duration, slept: Duration) -> Duration {
 
 /// Tells of pieces that have ended, together with those before if they were of the same job.
 #[inline]
-fn note(happened: &mut Vec<Happened>, job: JobId, count: u32, result: Result<()>) {
-    if let (Ok(()), Some(Happened::Moved { job: last, pieces, result: Ok(()) })) =
-        (&result, happened.last_mut())
+fn note(events: &mut Vec<Event>, job: JobId, count: u32, result: Result<()>) {
+    if let (Ok(()), Some(Event::Completed { job: last, pieces, result: Ok(()) })) =
+        (&result, events.last_mut())
         && *last == job
     {
         *pieces += count;
         return;
     }
-    happened.push(Happened::Moved { job, pieces: count, result });
+    events.push(Event::Completed { job, pieces: count, result });
 }
 
 /// Why an operation has failed; a peer that is lost is noted.
@@ -268,9 +268,9 @@ fn broken_links<'a>(
     peers: &mut Peers,
     peer: usize,
     why: &'a Error,
-) -> impl Iterator<Item = Happened> + use<'a> {
+) -> impl Iterator<Item = Event> + use<'a> {
     let links = peers.break_off(peer).into_iter();
-    links.map(|endpoint| Happened::Broken { endpoint, why: why.clone(), gone: false })
+    links.map(|endpoint| Event::Broken { endpoint, why: why.clone(), gone: false })
 }
 
 // SAFETY: libfabric touches the memory of a piece until it reports its end, and that is what is reported as `Moved`; a
@@ -292,11 +292,11 @@ unsafe impl Fabric for LibfabricFabric {
         self.peers.connect(endpoint, address, &self.rails)
     }
 
-    fn sets_up_within(&self) -> Duration {
+    fn setup_time(&self) -> Duration {
         SETS_UP
     }
 
-    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent> {
+    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<SendStatus> {
         let Some(at) = self.peers.of(endpoint) else { return Err(gone()) };
         let Some(rail) = self.rails.first() else { return Err(gone()) };
         if let Some(host) = self.peers.peer(at).and_then(|peer| peer.address.host.as_ref()) {
@@ -308,7 +308,7 @@ unsafe impl Fabric for LibfabricFabric {
         // Those to a stopped peer stay with the provider: others find room all the same.
         let most = UNSENT.min(self.rails[0].sends());
         if self.peers.peer(at).is_some_and(|peer| peer.unsent >= most) {
-            return Ok(Sent::Later);
+            return Ok(SendStatus::Later);
         }
         let posted = self.rails[0].send(at, to, message).map_err(|errno| {
             error::native("libfabric does not send a message to the peer", errno)
@@ -330,7 +330,7 @@ unsafe impl Fabric for LibfabricFabric {
         if posted == Posted::Yes || self.try_again(endpoint) {
             self.wake_peer(at)?;
         }
-        Ok(if posted == Posted::Yes { Sent::Taken } else { Sent::Later })
+        Ok(if posted == Posted::Yes { SendStatus::Taken } else { SendStatus::Later })
     }
 
     fn max_message(&self) -> usize {
@@ -361,7 +361,7 @@ unsafe impl Fabric for LibfabricFabric {
                 Ok(Some((how, count, len))) => {
                     match how {
                         Gone::Posted => posted += count,
-                        _ => job.reached(),
+                        _ => job.note_contact(),
                     }
                     gone += count;
                     bytes += len;
@@ -376,7 +376,7 @@ unsafe impl Fabric for LibfabricFabric {
                 }
             }
         }
-        job.posted(posted);
+        job.add_in_flight(posted);
         result.map(|()| bytes)
     }
 
@@ -389,24 +389,24 @@ unsafe impl Fabric for LibfabricFabric {
         self.peers.disconnect(endpoint, &self.rails);
     }
 
-    fn poll(&mut self, happened: &mut Vec<Happened>) -> Turn {
+    fn poll(&mut self, events: &mut Vec<Event>) -> Turn {
         if let Some(since) = self.sleeps.take() {
             self.patience = patience_after(self.patience, since.elapsed());
         }
-        happened.append(&mut self.broken);
-        let done: usize = (0..self.rails.len()).map(|at| self.read(at, happened)).sum();
+        events.append(&mut self.broken);
+        let done: usize = (0..self.rails.len()).map(|at| self.read(at, events)).sum();
         // Whoever serves goes on looking for requests for a while: to ask whether it may sleep costs more than to look.
         let done = done + usize::from(std::mem::take(&mut self.serves));
         if !self.broken.is_empty() {
             // Links break first, so that what fails with them fails for that reason.
-            happened.splice(0..0, self.broken.drain(..));
+            events.splice(0..0, self.broken.drain(..));
         }
-        if !happened.is_empty() {
+        if !events.is_empty() {
             (self.retry, self.pause) = (None, RETRIES.0);
         } else if let Some((endpoint, _)) = self.retry.take_if(|(_, at)| *at <= Instant::now()) {
             // There may be room: whatever happens makes the machine try again, and this means nothing to a link of
             // ours.
-            happened.push(Happened::Ready(endpoint));
+            events.push(Event::Ready(endpoint));
         }
         let look_for =
             if self.wake_socket.is_some() { PATIENCE_WITH_SOCKET } else { self.patience };

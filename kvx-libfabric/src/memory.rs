@@ -4,8 +4,8 @@ use std::ffi::{c_int, c_void};
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use kvx_backend::checksum;
 use kvx_backend::fabric::Registrar;
-use kvx_backend::sealed;
 use kvx_core::transport::RemoteSpec;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Memory, MemoryKind, RegionId, Result};
@@ -226,7 +226,7 @@ fn encode(keys: &[Key]) -> Vec<u8> {
         out.put_u64(*base);
         out.put_u64(*key);
     }
-    sealed::seal(out)
+    checksum::append(out)
 }
 
 /// A region of a peer.
@@ -236,7 +236,7 @@ impl Remote {
     /// Reads the export of a region of an agent with so many rails. Errors: `Malformed`.
     pub(crate) fn decode(region: &RemoteSpec<'_>, rails: usize) -> Result<Remote> {
         let mut reader =
-            Reader::new("LIBFABRIC keys", sealed::open("LIBFABRIC keys", region.export)?);
+            Reader::new("LIBFABRIC keys", checksum::strip("LIBFABRIC keys", region.export)?);
         let count = usize::from(reader.u8()?);
         if !(1..=MAX_RAILS).contains(&count) {
             return Err(reader.malformed("no region has so many"));

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvx_backend::fabric::stranger;
+use kvx_backend::fabric::attacker;
 use kvx_core::{Agent, Memory, Metadata, Options, Registry, Secret};
 use kvx_testkit::{newcomer, newcomers_amid};
 
@@ -30,8 +30,9 @@ fn an_address_that_is_not_proven_reaches_no_parser(test: &str, provider: &str) {
     let _region = owner.register("kv", Memory::pool(64 << 10).build().unwrap()).unwrap();
     let metadata = owner.metadata().unwrap();
     let told = Metadata::decode(&metadata).unwrap();
-    let library = parts(&stranger::context(options.clone())).unwrap();
-    let siege = || stranger::besiege(library, &told, (&secret, &wrong), Duration::from_secs(2));
+    let library = parts(&attacker::context(options.clone())).unwrap();
+    let siege =
+        || attacker::flood_with_hellos(library, &told, (&secret, &wrong), Duration::from_secs(2));
     let hellos = newcomers_amid(|| agent("reader"), &metadata, siege).unwrap();
     assert!(hellos > 1_000, "{hellos} hellos");
     newcomer(&agent("reader"), &metadata).unwrap();

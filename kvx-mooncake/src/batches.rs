@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::fabric::{EndpointId, Happened, JobId};
+use kvx_backend::fabric::{EndpointId, Event, JobId};
 use kvx_core::{Error, ErrorKind};
 
 use crate::error;
@@ -144,7 +144,7 @@ pub(crate) struct Suspect {
 
 impl Suspect {
     /// Its end.
-    pub(crate) fn moved(&self, why: Error) -> Happened {
-        Happened::Moved { job: self.job, pieces: self.pieces, result: Err(why) }
+    pub(crate) fn moved(&self, why: Error) -> Event {
+        Event::Completed { job: self.job, pieces: self.pieces, result: Err(why) }
     }
 }

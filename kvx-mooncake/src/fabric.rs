@@ -5,7 +5,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, Sent, Unregister};
+use kvx_backend::fabric::{EndpointId, Event, Fabric, Job, SendStatus, Unregister};
 use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{ForeignRange, RemoteSpec};
 use kvx_core::{Capabilities, Error, ErrorKind, Identity, RegionId, Result};
@@ -64,7 +64,7 @@ pub(crate) struct MooncakeFabric {
     /// A peer was lost, and may have died.
     any_lost: bool,
     /// Notifications were taken that have not been handed over.
-    notified: Vec<Happened>,
+    notified: Vec<Event>,
     pieces: Vec<EnginePiece>,
     last_event: Instant,
     /// When the engine is asked for notifications again.
@@ -114,12 +114,7 @@ impl MooncakeFabric {
         self.calls.open(&engine, &to, foreign)
     }
 
-    fn look_at_batches(
-        &mut self,
-        engine: &Arc<Engine>,
-        now: Instant,
-        happened: &mut Vec<Happened>,
-    ) {
+    fn look_at_batches(&mut self, engine: &Arc<Engine>, now: Instant, events: &mut Vec<Event>) {
         for _ in 0..self.moving.len().min(LOOKED_AT) {
             let Some(ended) = self.moving.look_at_next(engine, now) else { continue };
             let Moving { batch, job, endpoint, to, lens, bytes, failed, .. } = ended;
@@ -133,16 +128,16 @@ impl MooncakeFabric {
                 self.calls.leave(&to);
             }
             match failed {
-                None => happened.push(Happened::Moved { job, pieces, result: Ok(()) }),
+                None => events.push(Event::Completed { job, pieces, result: Ok(()) }),
                 Some(failure) => {
-                    self.suspect(engine, Suspect { job, endpoint, to, pieces, failure }, happened)
+                    self.suspect(engine, Suspect { job, endpoint, to, pieces, failure }, events)
                 }
             }
         }
     }
 
     /// Finds out whether a failure means that the peer is gone, before it is told.
-    fn suspect(&mut self, engine: &Arc<Engine>, suspect: Suspect, happened: &mut Vec<Happened>) {
+    fn suspect(&mut self, engine: &Arc<Engine>, suspect: Suspect, events: &mut Vec<Event>) {
         let broken = self
             .links
             .endpoints
@@ -155,11 +150,11 @@ impl MooncakeFabric {
                 peer.probing = true;
                 self.suspects.push(suspect);
             }
-            _ => happened.push(suspect.moved(error::lost(&suspect.to))),
+            _ => events.push(suspect.moved(error::lost(&suspect.to))),
         }
     }
 
-    fn probed(&mut self, to: &Arc<str>, alive: Option<bool>, happened: &mut Vec<Happened>) {
+    fn probed(&mut self, to: &Arc<str>, alive: Option<bool>, events: &mut Vec<Event>) {
         if let Some(peer) = self.links.peers.get_mut(to) {
             peer.probing = false;
         }
@@ -169,11 +164,11 @@ impl MooncakeFabric {
                 Some(false) => error::lost(to),
                 _ => suspect.failure.error(alive.is_some(), &log),
             };
-            happened.push(suspect.moved(why));
+            events.push(suspect.moved(why));
         }
         if alive == Some(false) {
             for endpoint in self.links.leading_to(to) {
-                self.break_off(endpoint, error::lost(to), happened);
+                self.break_off(endpoint, error::lost(to), events);
             }
             return;
         }
@@ -189,16 +184,16 @@ impl MooncakeFabric {
     }
 
     /// That nobody is met any more is no proof that the peer has ended.
-    fn break_off(&mut self, id: EndpointId, why: Error, happened: &mut Vec<Happened>) {
+    fn break_off(&mut self, id: EndpointId, why: Error, events: &mut Vec<Event>) {
         if let Some(endpoint) = self.links.endpoints.get_mut(&id)
             && endpoint.phase != Phase::Broken
         {
             endpoint.phase = Phase::Broken;
-            happened.push(Happened::Broken { endpoint: id, why, gone: false });
+            events.push(Event::Broken { endpoint: id, why, gone: false });
         }
     }
 
-    fn take_report(&mut self, report: CallReport, happened: &mut Vec<Happened>) {
+    fn take_report(&mut self, report: CallReport, events: &mut Vec<Event>) {
         match report {
             CallReport::Opened { to, result } => {
                 if let Some(peer) = self.links.peers.get_mut(&to) {
@@ -209,24 +204,24 @@ impl MooncakeFabric {
                     let Some(endpoint) = self.links.endpoints.get_mut(&id) else { continue };
                     match &result {
                         // So that core tries again what the peer's segment kept waiting.
-                        _ if endpoint.phase == Phase::Open => happened.push(Happened::Ready(id)),
+                        _ if endpoint.phase == Phase::Open => events.push(Event::Ready(id)),
                         _ if endpoint.phase != Phase::Opening => {}
                         Ok(_) => {
                             endpoint.phase = Phase::Open;
                             if endpoint.foreign {
-                                happened.push(Happened::Ready(id));
+                                events.push(Event::Ready(id));
                             }
                         }
                         Err(why) => {
                             let why = why.clone().with_kind(ErrorKind::PeerLost);
-                            self.break_off(id, why, happened);
+                            self.break_off(id, why, events);
                         }
                     }
                 }
             }
-            CallReport::Probed { to, alive } => self.probed(&to, alive, happened),
+            CallReport::Probed { to, alive } => self.probed(&to, alive, events),
             CallReport::Unsent { endpoint, why } => {
-                self.break_off(endpoint, why.with_kind(ErrorKind::PeerLost), happened);
+                self.break_off(endpoint, why.with_kind(ErrorKind::PeerLost), events);
             }
             CallReport::ForeignSent { endpoint, result } => {
                 if let Some(endpoint) = self.links.endpoints.get_mut(&endpoint) {
@@ -254,10 +249,10 @@ impl MooncakeFabric {
         engine.notifications(|name, text| {
             if name != TAG.to_bytes() {
                 let from = String::from_utf8_lossy(name).into();
-                return notified.push(Happened::Notified { from, bytes: text.to_vec() });
+                return notified.push(Event::Notification { from, bytes: text.to_vec() });
             }
             match frames::decode(text) {
-                Ok(frames) => notified.extend(frames.into_iter().map(Happened::Message)),
+                Ok(frames) => notified.extend(frames.into_iter().map(Event::Message)),
                 Err(why) => {
                     tracing::debug!(%why, "Mooncake brought something that no kvx agent sends")
                 }
@@ -282,7 +277,7 @@ unsafe impl Fabric for MooncakeFabric {
         self.add(endpoint, blob.trim_ascii(), true)
     }
 
-    fn sets_up_within(&self) -> Duration {
+    fn setup_time(&self) -> Duration {
         SETS_UP
     }
 
@@ -302,15 +297,15 @@ unsafe impl Fabric for MooncakeFabric {
         Ok(())
     }
 
-    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent> {
+    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<SendStatus> {
         let engine = self.engine()?;
         let Some(to) = self.links.endpoints.get(&endpoint).map(|endpoint| &endpoint.to) else {
             return Err(Error::new(ErrorKind::PeerLost, "the link has ended"));
         };
         Ok(if self.calls.frame(&engine, to, endpoint, message)? {
-            Sent::Taken
+            SendStatus::Taken
         } else {
-            Sent::Later
+            SendStatus::Later
         })
     }
 
@@ -365,7 +360,7 @@ unsafe impl Fabric for MooncakeFabric {
         // SAFETY: core keeps the local memory until the pieces that are counted here have been reported.
         match unsafe { engine.submit(&self.pieces) } {
             Ok(batch) => {
-                job.posted(count as u32);
+                job.add_in_flight(count as u32);
                 peer.pieces += count;
                 peer.bytes += bytes;
                 let lens = self.pieces.iter().map(|piece| piece.len).collect();
@@ -375,7 +370,7 @@ unsafe impl Fabric for MooncakeFabric {
             Err(refused) => {
                 if !refused.whole {
                     // Never reported: the ticket is not settled, and the memory stays in quarantine.
-                    job.posted(count as u32);
+                    job.add_in_flight(count as u32);
                     self.lost_count = true;
                     self.break_off_later(id, refused.why.clone());
                 }
@@ -403,20 +398,20 @@ unsafe impl Fabric for MooncakeFabric {
         }
     }
 
-    fn poll(&mut self, happened: &mut Vec<Happened>) -> Turn {
+    fn poll(&mut self, events: &mut Vec<Event>) -> Turn {
         let Some(engine) = self.engine.clone() else { return Turn::did(0) };
-        let (before, now) = (happened.len(), Instant::now());
+        let (before, now) = (events.len(), Instant::now());
         // Whoever spins on a transfer must not keep the engine's lock busy.
         if now >= self.listens {
             self.listens = now + LISTENS;
             self.take_notifications(&engine);
         }
-        happened.append(&mut self.notified);
+        events.append(&mut self.notified);
         for report in self.calls.reports().take() {
-            self.take_report(report, happened);
+            self.take_report(report, events);
         }
-        self.look_at_batches(&engine, now, happened);
-        let count = happened.len() - before;
+        self.look_at_batches(&engine, now, events);
+        let count = events.len() - before;
         if count > 0 {
             self.last_event = now;
         }
@@ -484,23 +479,23 @@ unsafe impl Fabric for MooncakeFabric {
         ended
     }
 
-    fn notify_foreign(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<Sent> {
+    fn notify_foreign(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<SendStatus> {
         let engine = self.engine()?;
         let Some(there) = self.links.endpoints.get_mut(&endpoint) else {
             return Err(Error::new(ErrorKind::PeerLost, "the link has ended"));
         };
         match std::mem::take(&mut there.note) {
-            Note::Sent(result) => result.map(|()| Sent::Taken),
+            Note::Sent(result) => result.map(|()| SendStatus::Taken),
             Note::Sending => {
                 there.note = Note::Sending;
-                Ok(Sent::Later)
+                Ok(SendStatus::Later)
             }
             Note::None => {
                 let text = foreign_text(bytes)?;
                 if self.calls.foreign(&engine, &there.to, endpoint, self.own_name.clone(), text)? {
                     there.note = Note::Sending;
                 }
-                Ok(Sent::Later)
+                Ok(SendStatus::Later)
             }
         }
     }

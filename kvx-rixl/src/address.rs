@@ -1,6 +1,6 @@
 //! An agent's address: its section of the metadata.
 
-use kvx_backend::sealed;
+use kvx_backend::checksum;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Identity, MAX_NAME, Result};
 
@@ -33,12 +33,12 @@ impl Address {
         out.put_block(self.name.as_bytes());
         out.put_block(&self.blob);
         out.put_block(&self.page.encode());
-        sealed::seal(out)
+        checksum::append(out)
     }
 
     /// Errors: `Malformed`, `Incompatible`.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
-        let mut reader = Reader::new("RIXL address", sealed::open("RIXL address", bytes)?);
+        let mut reader = Reader::new("RIXL address", checksum::strip("RIXL address", bytes)?);
         version("address", reader.u8()?, Self::VERSION)?;
         let name = std::str::from_utf8(reader.block(MAX_NAME + 33)?)
             .map_err(|_| reader.malformed("no name"))?;

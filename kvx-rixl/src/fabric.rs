@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd as _, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, Sent, Unregister};
+use kvx_backend::fabric::{EndpointId, Event, Fabric, Job, SendStatus, Unregister};
 use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{ForeignRange, MAX_NOTIFICATION, RemoteSpec};
 use kvx_core::{Capabilities, Error, ErrorKind, Identity, PerOp, Result, Revocation};
@@ -86,7 +86,7 @@ pub(crate) struct NixlFabric {
     gave_up: bool,
     trials: Trials,
     /// The events to be told next.
-    news: VecDeque<Happened>,
+    news: VecDeque<Event>,
     /// An endpoint of a transfer that found somebody else at NIXL: it tries again.
     turned_away: Option<EndpointId>,
     sleeps: Sleeps,
@@ -134,11 +134,11 @@ impl NixlFabric {
     }
 
     /// Sends, if that is possible now. Errors: `PeerLost`.
-    fn notify(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<Sent> {
-        let Way::Open(name, ..) = self.peers.way(endpoint)? else { return Ok(Sent::Later) };
-        let Some(locked) = self.agent_lock.try_lock() else { return Ok(Sent::Later) };
+    fn notify(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<SendStatus> {
+        let Way::Open(name, ..) = self.peers.way(endpoint)? else { return Ok(SendStatus::Later) };
+        let Some(locked) = self.agent_lock.try_lock() else { return Ok(SendStatus::Later) };
         match agent(&locked)?.notify(name, bytes) {
-            Ok(()) => Ok(Sent::Taken),
+            Ok(()) => Ok(SendStatus::Taken),
             // NIXL names no reason; nothing else makes it refuse a message to an agent that it knows.
             Err(status) => Err(status.error("sending to the peer").with_kind(ErrorKind::PeerLost)),
         }
@@ -201,7 +201,7 @@ unsafe impl Fabric for NixlFabric {
     fn connect(&mut self, endpoint: EndpointId, _: &Identity, address: &[u8]) -> Result<()> {
         let Address { blob, page, .. } = Address::decode(address)?;
         if self.peers.connect(endpoint, &blob, false)? {
-            self.news.push_back(Happened::Ready(endpoint));
+            self.news.push_back(Event::Ready(endpoint));
         }
         let page = Arc::new(NixlRegion::new(page.range, page.blob));
         self.trials.begin(&self.peers, endpoint, page);
@@ -213,13 +213,13 @@ unsafe impl Fabric for NixlFabric {
         self.peers.accept(endpoint, &blob)
     }
 
-    fn sets_up_within(&self) -> Duration {
+    fn setup_time(&self) -> Duration {
         SETS_UP
     }
 
-    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent> {
+    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<SendStatus> {
         if self.trials.hold_back(endpoint) {
-            return Ok(Sent::Later);
+            return Ok(SendStatus::Later);
         }
         let framed = [MAGIC, message].concat();
         self.notify(endpoint, &framed)
@@ -278,7 +278,7 @@ unsafe impl Fabric for NixlFabric {
         let slice = match next {
             Some((slice, last)) => {
                 if last {
-                    job.all_posted();
+                    job.finish_posting();
                 }
                 slice
             }
@@ -302,14 +302,14 @@ unsafe impl Fabric for NixlFabric {
             State::Done => {}
             State::InProgress => {
                 self.fly(Purpose::Job(job.id()), slice.request, &name);
-                job.posted(1);
+                job.add_in_flight(1);
             }
             State::Failed(status) => {
                 let why = self.blame(agent, &name, status.error("a transfer"));
                 if Self::flies_on(status, &why) {
                     tracing::warn!(peer = ?name, %why, "pieces of a post that failed may be under way: their memory is kept");
                     self.give_up(slice.request);
-                    job.posted(1); // which is never reported
+                    job.add_in_flight(1); // which is never reported
                 }
                 return Err(why);
             }
@@ -329,16 +329,16 @@ unsafe impl Fabric for NixlFabric {
         }
     }
 
-    fn poll(&mut self, happened: &mut Vec<Happened>) -> Turn {
+    fn poll(&mut self, events: &mut Vec<Event>) -> Turn {
         // Asked first: once the plugin has read what came, nothing tells any more that it has woken.
         let woken = self.sleeps.is_asleep() && self.wakes.take();
-        self.peers.take_loaded(happened);
+        self.peers.take_loaded(events);
         let agent_lock = Arc::clone(&self.agent_lock);
         agent_lock.clear_released();
         let mut told = 0;
         if let Some(mut locked) = agent_lock.try_lock() {
             if let Some(endpoint) = self.turned_away.take() {
-                happened.push(Happened::Ready(endpoint)); // so that core tries again what found another thread at NIXL
+                events.push(Event::Ready(endpoint)); // so that core tries again what found another thread at NIXL
             }
             if let Some(agent) = locked.as_mut() {
                 if !self.unreleased.is_empty() {
@@ -351,18 +351,18 @@ unsafe impl Fabric for NixlFabric {
                 self.try_out(agent);
                 // What ended is told first: whoever waits for it drives this turn.
                 if self.news.is_empty() {
-                    let before = happened.len();
-                    agent.notifications(|from, bytes| happened.push(sorted(from, bytes)));
-                    told = happened.len() - before;
+                    let before = events.len();
+                    agent.notifications(|from, bytes| events.push(sorted(from, bytes)));
+                    told = events.len() - before;
                 }
             }
         }
-        happened.extend(self.news.drain(..));
-        self.sleeps.looked(woken, told > 0, !happened.is_empty());
+        events.extend(self.news.drain(..));
+        self.sleeps.looked(woken, told > 0, !events.is_empty());
         let (look_for, look_until) = self.sleeps.looks();
         // UCX works for as long as it finds something to do, and what peers move over TCP is that: up to a second.
         let own_thread_only = !self.has_rdma && (self.peers.converse || self.ranges.any_told());
-        Turn { look_for, look_until, own_thread_only, ..Turn::did(happened.len()) }
+        Turn { look_for, look_until, own_thread_only, ..Turn::did(events.len()) }
     }
 
     fn arm(&mut self, waiting: bool) -> Result<Armed> {
@@ -423,14 +423,14 @@ unsafe impl Fabric for NixlFabric {
 
     fn connect_foreign(&mut self, endpoint: EndpointId, blob: &[u8]) -> Result<()> {
         if self.peers.connect(endpoint, blob, true)? {
-            self.news.push_back(Happened::Ready(endpoint));
+            self.news.push_back(Event::Ready(endpoint));
         }
         for earlier in self.peers.superseded(endpoint) {
             let why = Error::new(
                 ErrorKind::PeerLost,
                 "another life, or a newer description, of this agent was connected",
             );
-            self.news.push_back(Happened::Broken { endpoint: earlier, why, gone: false });
+            self.news.push_back(Event::Broken { endpoint: earlier, why, gone: false });
         }
         Ok(())
     }
@@ -442,16 +442,16 @@ unsafe impl Fabric for NixlFabric {
         Ok(Remote(Arc::new(NixlRegion::new(range, Box::default()))))
     }
 
-    fn notify_foreign(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<Sent> {
+    fn notify_foreign(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<SendStatus> {
         self.notify(endpoint, bytes)
     }
 }
 
 /// A notification of kvx's own, or of somebody else.
-fn sorted(from: &CStr, bytes: &[u8]) -> Happened {
+fn sorted(from: &CStr, bytes: &[u8]) -> Event {
     match bytes.strip_prefix(MAGIC) {
-        Some(message) => Happened::Message(message.to_vec()),
-        None => Happened::Notified { from: from.to_string_lossy().into(), bytes: bytes.to_vec() },
+        Some(message) => Event::Message(message.to_vec()),
+        None => Event::Notification { from: from.to_string_lossy().into(), bytes: bytes.to_vec() },
     }
 }
 

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use kvx_backend::checksum;
 use kvx_backend::fabric::{Registrar, Unregister};
-use kvx_backend::sealed;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Memory, RegionId, Result};
 
@@ -151,12 +151,12 @@ impl Export {
         out.put_u64(self.range.len);
         out.put_u64(self.range.device);
         out.put_block(&self.blob);
-        sealed::seal(out)
+        checksum::append(out)
     }
 
     /// Errors: `Malformed`, `Incompatible`.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
-        let mut reader = Reader::new("RIXL region", sealed::open("RIXL region", bytes)?);
+        let mut reader = Reader::new("RIXL region", checksum::strip("RIXL region", bytes)?);
         version("region", reader.u8()?, Self::VERSION)?;
         let segment = match reader.u8()? {
             0 => MemorySegment::Host,

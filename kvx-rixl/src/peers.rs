@@ -5,7 +5,7 @@ use std::ffi::{CStr, CString};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvx_backend::fabric::{EndpointId, Happened};
+use kvx_backend::fabric::{EndpointId, Event};
 use kvx_core::wire::Writer as _;
 use kvx_core::{Error, ErrorKind, PerOp, Result};
 
@@ -361,7 +361,7 @@ impl Peers {
 
     /// NIXL was asked about a request to a peer that it has dropped since. Says whether that peer is known
     /// here: then the request may be in progress still.
-    pub(crate) fn dropped(&mut self, name: &CStr, happened: &mut Vec<Happened>) -> bool {
+    pub(crate) fn dropped(&mut self, name: &CStr, events: &mut Vec<Event>) -> bool {
         let Some(peer) = self.by_name.get_mut(name) else { return false };
         match peer.state {
             // NIXL was told of the peer once more and has dropped it again. Before 1.5 it does so over each request
@@ -373,7 +373,7 @@ impl Peers {
                 peer.state = NixlStanding::Lost { watched: false };
                 tracing::warn!(peer = ?name, "NIXL tells no more of requests to a lost peer: their memory is kept");
             }
-            _ => self.lose(name, false, happened),
+            _ => self.lose(name, false, events),
         }
         true
     }
@@ -404,7 +404,7 @@ impl Peers {
     }
 
     /// NIXL has dropped a peer, or knows it (`known`) and does not reach it: it is lost, with all its endpoints.
-    pub(crate) fn lose(&mut self, name: &CStr, known: bool, happened: &mut Vec<Happened>) {
+    pub(crate) fn lose(&mut self, name: &CStr, known: bool, events: &mut Vec<Event>) {
         let Some(peer) = self.by_name.get_mut(name) else { return };
         if matches!(peer.state, NixlStanding::Lost { .. }) {
             return;
@@ -417,7 +417,7 @@ impl Peers {
         }
         let Some(peer) = self.by_name.get(name) else { return };
         let why = "the connection broke: the peer's process has ended, or the network between has";
-        happened.extend(peer.endpoints.iter().map(|endpoint| Happened::Broken {
+        events.extend(peer.endpoints.iter().map(|endpoint| Event::Broken {
             endpoint: *endpoint,
             why: lost(why),
             gone: false,
@@ -425,7 +425,7 @@ impl Peers {
     }
 
     /// Takes what the thread has done.
-    pub(crate) fn take_loaded(&mut self, happened: &mut Vec<Happened>) {
+    pub(crate) fn take_loaded(&mut self, events: &mut Vec<Event>) {
         for Loaded { peer: name, load, result } in self.loads.take() {
             let Some(peer) = self.by_name.get_mut(&name).filter(|peer| peer.load == load) else {
                 continue;
@@ -441,13 +441,12 @@ impl Peers {
                 (_, Ok(())) => {
                     peer.state = NixlStanding::Ready;
                     // To links of kvx it says only that what waited can be tried again.
-                    happened
-                        .extend(peer.endpoints.iter().map(|endpoint| Happened::Ready(*endpoint)));
+                    events.extend(peer.endpoints.iter().map(|endpoint| Event::Ready(*endpoint)));
                 }
                 (_, Err(why)) => {
                     peer.state = NixlStanding::Lost { watched: true };
                     let why = why.with_kind(ErrorKind::PeerLost);
-                    happened.extend(peer.endpoints.iter().map(|endpoint| Happened::Broken {
+                    events.extend(peer.endpoints.iter().map(|endpoint| Event::Broken {
                         endpoint: *endpoint,
                         why: why.clone(),
                         gone: false,

@@ -1,6 +1,6 @@
 //! An agent's address: its section of the metadata.
 
-use kvx_backend::sealed;
+use kvx_backend::checksum;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Result};
 
@@ -24,7 +24,7 @@ impl Address {
 
     /// A number for the worker, the same at both ends.
     pub(crate) fn number(&self) -> u64 {
-        sealed::checksum(&self.worker)
+        checksum::fnv1a(&self.worker)
     }
 
     pub(crate) fn encode(&self) -> Vec<u8> {
@@ -33,12 +33,12 @@ impl Address {
             out.put_u32(number);
         }
         out.put(&self.worker);
-        sealed::seal(out)
+        checksum::append(out)
     }
 
     /// Errors: `Malformed`, `Incompatible`.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Address> {
-        let mut reader = Reader::new("UCX address", sealed::open("UCX address", bytes)?);
+        let mut reader = Reader::new("UCX address", checksum::strip("UCX address", bytes)?);
         let form = reader.u8()?;
         if form != Self::FORM {
             let why = format!(
@@ -67,7 +67,7 @@ mod tests {
         let bytes = address.encode();
         assert_eq!(Address::decode(&bytes).unwrap(), address);
         assert_eq!(Address::decode(&bytes[1..]).unwrap_err().kind(), ErrorKind::Malformed);
-        let other = sealed::seal(vec![9]);
+        let other = checksum::append(vec![9]);
         assert_eq!(Address::decode(&other).unwrap_err().kind(), ErrorKind::Incompatible);
         for none in [0, MAX_WORKER + 1] {
             let nobody = Address { worker: vec![1; none].into(), version }.encode();
@@ -85,7 +85,7 @@ mod tests {
         for _ in 0..10_000 {
             let bytes: Vec<u8> = (0..random() % 64).map(|_| random() as u8).collect();
             assert!(Address::decode(&bytes).is_err());
-            Address::decode(&sealed::seal(bytes)).ok(); // some are addresses
+            Address::decode(&checksum::append(bytes)).ok(); // some are addresses
         }
     }
 }

@@ -8,7 +8,7 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::rc::Rc;
 
-use kvx_backend::fabric::{Happened, JobId};
+use kvx_backend::fabric::{Event, JobId};
 use kvx_core::wire::{Reader, Writer};
 
 use crate::error;
@@ -62,7 +62,7 @@ pub(crate) struct Letter {
 #[derive(Default)]
 pub(crate) struct CallbackNotes {
     letters: RefCell<Vec<Letter>>,
-    flushed: RefCell<Vec<Happened>>,
+    flushed: RefCell<Vec<Event>>,
     /// Endpoints that have failed, by their handles.
     failed: RefCell<Vec<(EndpointHandle, Status)>>,
     /// Jobs of which pieces have ended.
@@ -117,7 +117,7 @@ impl CallbackNotes {
     }
 
     /// Takes what has ended. `tallies`: by the numbers of their jobs.
-    pub(crate) fn take_ended(&self, tallies: &[Rc<Tally>], into: &mut Vec<Happened>) {
+    pub(crate) fn take_ended(&self, tallies: &[Rc<Tally>], into: &mut Vec<Event>) {
         into.append(&mut self.flushed.borrow_mut());
         for job in self.ended.borrow_mut().drain(..) {
             let tally = &tallies[job.number()];
@@ -126,7 +126,7 @@ impl CallbackNotes {
                 None => Ok(()),
                 Some(status) => Err(error::of_piece(status)),
             };
-            into.push(Happened::Moved { job, pieces: tally.take_pieces(), result });
+            into.push(Event::Completed { job, pieces: tally.take_pieces(), result });
         }
     }
 }
@@ -306,7 +306,7 @@ impl Completed for Once {
         let once = unsafe { this.as_ref() };
         if let CallbackEvent::Flushed(job) = once.what {
             let result = outcome.map_err(error::of_piece);
-            once.notes.flushed.borrow_mut().push(Happened::Flushed { job, result });
+            once.notes.flushed.borrow_mut().push(Event::Flushed { job, result });
         }
         // SAFETY: as above. That a message could not be sent is told by the failure of its endpoint.
         unsafe { Once::take_back(this) };
@@ -325,10 +325,10 @@ mod tests {
     }
 
     fn moved(notes: &CallbackNotes, tallies: &[Rc<Tally>]) -> Vec<(usize, u32, bool)> {
-        let mut happened = Vec::new();
-        notes.take_ended(tallies, &mut happened);
-        let moved = happened.into_iter().map(|event| match event {
-            Happened::Moved { job, pieces, result } => (job.number(), pieces, result.is_ok()),
+        let mut events = Vec::new();
+        notes.take_ended(tallies, &mut events);
+        let moved = events.into_iter().map(|event| match event {
+            Event::Completed { job, pieces, result } => (job.number(), pieces, result.is_ok()),
             other => panic!("{other:?}"),
         });
         moved.collect()

@@ -5,7 +5,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::fabric::{EndpointId, Fabric, Flushed, Happened, Job, JobId, Sent, Unregister};
+use kvx_backend::fabric::{
+    EndpointId, Event, Fabric, FlushCompletion, Job, JobId, SendStatus, Unregister,
+};
 use kvx_backend::reactor::{self, SLICE};
 use kvx_core::transport::{INLINE_BYTES, RemoteSpec};
 use kvx_core::{Capabilities, Error, ErrorKind, Identity, Op, Result};
@@ -52,7 +54,7 @@ pub(crate) struct UcxFabric {
     peers: Peers,
     keys: RemoteKeys,
     /// Events of links that happened outside of progress.
-    news: Vec<Happened>,
+    news: Vec<Event>,
     registrations: Arc<Registrations>,
     capabilities: Capabilities,
     /// The user has named tcp, and so knows what its links do to a target.
@@ -98,7 +100,7 @@ impl UcxFabric {
         // SAFETY: this thread has the machine, and the worker is alive.
         let links = unsafe { self.peers.close(at, &self.notes) };
         let links = links.into_iter().filter(|link| Some(*link) != but);
-        self.news.extend(links.map(|endpoint| Happened::Broken {
+        self.news.extend(links.map(|endpoint| Event::Broken {
             endpoint,
             why: why.clone(),
             gone: false,
@@ -106,15 +108,10 @@ impl UcxFabric {
     }
 
     /// The same of one that is over, if there is one, before anything else is told.
-    fn break_off_lost(
-        &mut self,
-        at: Option<usize>,
-        why: &'static str,
-        happened: &mut Vec<Happened>,
-    ) {
+    fn break_off_lost(&mut self, at: Option<usize>, why: &'static str, events: &mut Vec<Event>) {
         let Some(at) = at else { return };
         self.break_off(at, None, &Error::new(ErrorKind::PeerLost, why).with_backend(NAME));
-        happened.append(&mut self.news);
+        events.append(&mut self.news);
     }
 
     fn progress(&self) -> usize {
@@ -153,7 +150,7 @@ impl UcxFabric {
     }
 
     /// Endpoints that have failed, and everything else that was noted.
-    fn take_notes(&mut self, happened: &mut Vec<Happened>) {
+    fn take_notes(&mut self, events: &mut Vec<Event>) {
         for (handle, status) in self.notes.take_failed() {
             if let Some(at) = self.peers.of_handle(handle) {
                 let why = error::native(
@@ -164,22 +161,22 @@ impl UcxFabric {
             }
         }
         // Links break first, so that what fails with them fails for that reason.
-        happened.append(&mut self.news);
+        events.append(&mut self.news);
         for Letter { from, message } in self.notes.take_letters() {
             if message == FAREWELL {
                 let over = self.peers.hear_farewell(from);
-                self.break_off_lost(over, "the peer's agent was shut down", happened);
+                self.break_off_lost(over, "the peer's agent was shut down", events);
             } else {
                 let over = self.peers.hear(from);
                 self.break_off_lost(
                     over,
                     "the peer has given up this connection and made another",
-                    happened,
+                    events,
                 );
-                happened.push(Happened::Message(message));
+                events.push(Event::Message(message));
             }
         }
-        self.notes.take_ended(&self.tallies, happened);
+        self.notes.take_ended(&self.tallies, events);
     }
 
     /// Sends what is being sent, ends what is in flight, and lets go of everything.
@@ -266,17 +263,17 @@ unsafe impl Fabric for UcxFabric {
         unsafe { self.peers.connect(endpoint, address, worker, &self.notes) }
     }
 
-    fn sets_up_within(&self) -> Duration {
+    fn setup_time(&self) -> Duration {
         SETS_UP
     }
 
-    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent> {
+    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<SendStatus> {
         let Some((endpoint, peer)) = self.peers.of(endpoint) else { return Err(gone()) };
         if peer.unsent.get() >= UNSENT {
-            return Ok(Sent::Later);
+            return Ok(SendStatus::Later);
         }
         // SAFETY: this thread has the machine, and the endpoint is open.
-        unsafe { post(endpoint, peer, message, &self.notes) }.map(|()| Sent::Taken)
+        unsafe { post(endpoint, peer, message, &self.notes) }.map(|()| SendStatus::Taken)
     }
 
     fn max_message(&self) -> usize {
@@ -328,26 +325,26 @@ unsafe impl Fabric for UcxFabric {
         tally.posted(&peer.pieces, pending, done);
         let pieces = pending + done;
         if let Some(error) = failed {
-            job.posted(pieces);
+            job.add_in_flight(pieces);
             return Err(error);
         }
         let small = bytes <= SMALL && pieces < TURN;
         let ended = small && self.end_now(pending as usize) && tally.take_back(pieces);
-        job.posted(if ended { 0 } else { pieces });
+        job.add_in_flight(if ended { 0 } else { pieces });
         if is_first {
             self.peers.note_moved(job.endpoint(), op);
         }
         Ok(bytes)
     }
 
-    fn flush(&mut self, endpoint: EndpointId, job: JobId) -> Result<Flushed> {
+    fn flush(&mut self, endpoint: EndpointId, job: JobId) -> Result<FlushCompletion> {
         let Some((endpoint, _)) = self.peers.of(endpoint) else {
-            return Ok(Flushed::WithItsPieces);
+            return Ok(FlushCompletion::WithPieces);
         };
         let once = Once::hand_over(CallbackEvent::Flushed(job), &self.notes);
         // SAFETY: this thread has the machine, and the endpoint is open.
         match unsafe { endpoint.flush(once) } {
-            Posted::Pending => return Ok(Flushed::Later),
+            Posted::Pending => return Ok(FlushCompletion::Later),
             // SAFETY: no callback will come.
             Posted::Done => unsafe { Once::take_back(once) },
             Posted::Failed(status) => {
@@ -356,7 +353,7 @@ unsafe impl Fabric for UcxFabric {
                 return Err(error::of_piece(status));
             }
         }
-        Ok(Flushed::WithItsPieces)
+        Ok(FlushCompletion::WithPieces)
     }
 
     fn sever(&mut self, endpoint: EndpointId) {
@@ -374,15 +371,15 @@ unsafe impl Fabric for UcxFabric {
         self.peers.disconnect(endpoint);
     }
 
-    fn poll(&mut self, happened: &mut Vec<Happened>) -> reactor::Turn {
+    fn poll(&mut self, events: &mut Vec<Event>) -> reactor::Turn {
         let done = self.progress();
-        self.take_notes(happened);
+        self.take_notes(events);
         reactor::Turn::did(done)
     }
 
     fn arm(&mut self, waiting: bool) -> Result<reactor::Armed> {
         // UCX has chosen protocols meanwhile: they are looked at when there is time.
-        self.news.extend(self.peers.take_untold().map(Happened::Changed));
+        self.news.extend(self.peers.take_untold().map(Event::Changed));
         if !self.notes.is_empty() || !self.news.is_empty() {
             return Ok(reactor::Armed::Again);
         }
@@ -410,7 +407,7 @@ unsafe impl Fabric for UcxFabric {
         }
     }
 
-    fn refuses(&mut self, endpoint: EndpointId) -> Option<Error> {
+    fn rejection(&mut self, endpoint: EndpointId) -> Option<Error> {
         let (endpoint, _) = self.peers.of(endpoint).filter(|_| !self.tcp)?;
         // SAFETY: this thread has the machine, and the endpoint is open.
         unsafe { route::is_over_tcp(endpoint) }.then(|| {

@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use kvx_backend::checksum;
 use kvx_backend::fabric::Registrar;
-use kvx_backend::sealed;
 use kvx_core::transport::RemoteSpec;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Memory, MemoryKind, MemoryKinds, RegionId, Result};
@@ -145,7 +145,7 @@ unsafe impl Registrar<Local> for Registrations {
         let handle = Handle(mapped.raw());
         let mapped = Arc::new(Mapped(Mutex::new(Some(mapped))));
         self.add(&mapped);
-        Ok((Local { handle, mapped }, sealed::seal(export)))
+        Ok((Local { handle, mapped }, checksum::append(export)))
     }
 }
 
@@ -186,7 +186,7 @@ impl RemoteKeys {
         region: &RemoteSpec<'_>,
     ) -> Result<Remote> {
         self.drop_unused();
-        let export = sealed::open("UCX key", region.export)?;
+        let export = checksum::strip("UCX key", region.export)?;
         let mut reader = Reader::new("UCX key", export);
         let base = reader.u64()?;
         if base.checked_add(region.len).is_none() || reader.left() > MAX_KEY {
@@ -306,7 +306,7 @@ mod tests {
                 let resealed = |alter: &dyn Fn(&mut Vec<u8>)| {
                     let mut bytes = export[..bytes].to_vec();
                     alter(&mut bytes);
-                    sealed::seal(bytes)
+                    checksum::append(bytes)
                 };
                 for kind in 1..=u8::MAX {
                     refused(&resealed(&|bytes| bytes[8 + KIND_AT] = kind), PAGE, MemoryKind::Host);

@@ -5,7 +5,7 @@ use std::hash::Hash;
 
 use kvx_core::{Error, ErrorKind, RegionId, RegionKey, Result};
 
-use super::reasons::{malformed, revoked};
+use super::errors::{malformed, revoked};
 
 /// The most regions that are known as revoked; of older ones it is said that there is no such region.
 const REMEMBERED: usize = 4096;
@@ -167,11 +167,11 @@ impl<P: Hash + Eq, R> Recalls<P, R> {
 
 /// What became of a region that a reader asked for.
 #[derive(Debug)]
-pub enum Imported<W, H> {
+pub enum ImportState<W, H> {
     /// The owner has not answered.
-    Wanted(W),
+    Pending(W),
     /// It was granted.
-    Held(H),
+    Granted(H),
     /// It was denied, or recalled.
     Refused(Error),
 }
@@ -179,7 +179,7 @@ pub enum Imported<W, H> {
 /// Regions of a peer, by the numbers under which its owner was asked for them: looked up for each transfer.
 #[derive(Debug)]
 pub struct ImportedRegions<W, H> {
-    by_number: BTreeMap<u64, Imported<W, H>>,
+    by_number: BTreeMap<u64, ImportState<W, H>>,
     wanted: usize,
 }
 
@@ -192,7 +192,7 @@ impl<W, H> Default for ImportedRegions<W, H> {
 impl<W, H> ImportedRegions<W, H> {
     /// The owner is asked.
     pub fn want(&mut self, import: u64, what: W) {
-        self.by_number.insert(import, Imported::Wanted(what));
+        self.by_number.insert(import, ImportState::Pending(what));
         self.wanted += 1;
     }
 
@@ -200,7 +200,7 @@ impl<W, H> ImportedRegions<W, H> {
     /// asked.
     pub fn answered(&mut self, import: u64) -> Result<W> {
         match self.by_number.remove(&import) {
-            Some(Imported::Wanted(what)) => {
+            Some(ImportState::Pending(what)) => {
                 self.wanted -= 1;
                 Ok(what)
             }
@@ -210,33 +210,34 @@ impl<W, H> ImportedRegions<W, H> {
 
     /// Notes what became of it.
     pub fn settle(&mut self, import: u64, result: Result<H>) {
-        self.by_number.insert(import, result.map_or_else(Imported::Refused, Imported::Held));
+        self.by_number
+            .insert(import, result.map_or_else(ImportState::Refused, ImportState::Granted));
     }
 
     /// What became of it. `None`: nobody asked while this link was up.
-    pub fn get(&self, import: u64) -> Option<&Imported<W, H>> {
+    pub fn get(&self, import: u64) -> Option<&ImportState<W, H>> {
         self.by_number.get(&import)
     }
 
     /// All that are held.
     pub fn held(&self) -> impl Iterator<Item = &H> {
         self.by_number.values().filter_map(|imported| match imported {
-            Imported::Held(held) => Some(held),
-            Imported::Wanted(_) | Imported::Refused(_) => None,
+            ImportState::Granted(held) => Some(held),
+            ImportState::Pending(_) | ImportState::Refused(_) => None,
         })
     }
 
     /// The owner takes regions back.
     pub fn recall(&mut self, which: impl Fn(&H) -> bool, why: &Error) {
         for imported in self.by_number.values_mut() {
-            if matches!(imported, Imported::Held(held) if which(held)) {
-                *imported = Imported::Refused(why.clone());
+            if matches!(imported, ImportState::Granted(held) if which(held)) {
+                *imported = ImportState::Refused(why.clone());
             }
         }
     }
 
     /// Whether an answer is awaited.
-    pub fn await_answer(&self) -> bool {
+    pub fn awaits_answer(&self) -> bool {
         self.wanted > 0
     }
 
@@ -302,10 +303,10 @@ mod tests {
 
         let mut imports = ImportedRegions::default();
         imports.want(7, "region");
-        assert!(imports.await_answer() && imports.answered(8).is_err());
+        assert!(imports.awaits_answer() && imports.answered(8).is_err());
         assert_eq!(imports.answered(7).unwrap(), "region");
         imports.settle(7, Ok(id));
-        assert!(!imports.await_answer() && imports.answered(7).is_err());
+        assert!(!imports.awaits_answer() && imports.answered(7).is_err());
     }
 
     #[test]
@@ -318,9 +319,9 @@ mod tests {
         }
         imports.recall(|held| *held == id, &revoked(id));
         assert!(
-            matches!(imports.get(1), Some(Imported::Refused(why)) if why.kind() == ErrorKind::Revoked)
+            matches!(imports.get(1), Some(ImportState::Refused(why)) if why.kind() == ErrorKind::Revoked)
         );
-        assert!(matches!(imports.get(2), Some(Imported::Held(_))));
+        assert!(matches!(imports.get(2), Some(ImportState::Granted(_))));
         assert_eq!(imports.held().count(), 1);
         imports.clear();
         assert!(imports.get(2).is_none());

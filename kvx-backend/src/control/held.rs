@@ -13,7 +13,7 @@ const ALL_PEERS: usize = 256 << 20;
 /// What is less than this on a connection is not counted, nor are changes by less.
 const STEP: usize = 64 << 10;
 /// What keeping one thing in a queue costs beside its bytes.
-pub const ENTRY: usize = 64;
+pub const ENTRY_OVERHEAD: usize = 64;
 
 /// What is held for whom. `P` is what tells one peer from another.
 #[derive(Debug)]
@@ -37,7 +37,7 @@ impl<P> HeldBytes<P> {
     }
 
     /// What [`note`](HeldBytes::note) counts of so many bytes.
-    pub fn in_steps(bytes: usize) -> usize {
+    pub fn rounded_to_step(bytes: usize) -> usize {
         bytes / STEP * STEP
     }
 
@@ -61,7 +61,7 @@ impl<P: Hash + Eq + Clone> HeldBytes<P> {
     /// A connection of `who` holds `bytes` now; `counted` is what was counted for it, and is brought up to date.
     /// Errors: `Exhausted` when that is too much for one peer.
     pub fn note(&mut self, who: &P, counted: &mut usize, bytes: usize) -> Result<()> {
-        self.note_all(who, counted, Self::in_steps(bytes))
+        self.note_all(who, counted, Self::rounded_to_step(bytes))
     }
 
     /// The same to the byte, for what is seldom counted and has little.

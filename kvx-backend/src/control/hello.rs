@@ -9,8 +9,8 @@
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Identity, Result, random_key};
 
-use super::proof::{Claim, Keys, PROOF, Proof, other_secret, stranger};
-use super::reasons::malformed;
+use super::errors::malformed;
+use super::proof::{Claim, Keys, PROOF, Proof, secret_mismatch, unauthenticated};
 use super::{ControlMessage, Refusal};
 
 /// The versions of this protocol that this release speaks: from, to.
@@ -53,7 +53,7 @@ impl Greeting {
 
     /// The target welcomes us: gives what its transport says with it, and the proof for [`ControlMessage::Confirm`].
     /// Errors: `Malformed`, also for who was not invited to welcome.
-    pub fn welcomed<'a>(&self, version: u16, body: &'a [u8]) -> Result<(&'a [u8], Proof)> {
+    pub fn verify_welcome<'a>(&self, version: u16, body: &'a [u8]) -> Result<(&'a [u8], Proof)> {
         if !(VERSIONS.0..=VERSIONS.1).contains(&version) {
             return Err(malformed(format_args!(
                 "version {version}, where {VERSIONS:?} were offered"
@@ -74,12 +74,12 @@ impl Greeting {
 
     /// What it means that we were turned away: an error, of kind `PeerRestarted` if whoever answers for the peer does
     /// not know what its metadata invites by. Where there is a secret that is believed of those alone who have it.
-    pub fn refused(&self, why: Refusal, proof: &[u8]) -> Error {
+    pub fn refusal_error(&self, why: Refusal, proof: &[u8]) -> Error {
         if why.kind != ErrorKind::PeerRestarted {
             return why.into_error();
         }
         match self.keys.secret(REFUSES, &[&self.said]) {
-            Some(claim) if !claim.holds(proof) => other_secret(),
+            Some(claim) if !claim.holds(proof) => secret_mismatch(),
             _ => Error::new(
                 ErrorKind::PeerRestarted,
                 "whoever answers for the peer does not know its metadata: it was restarted; connect with its \
@@ -90,7 +90,7 @@ impl Greeting {
 }
 
 /// An initiator that has proven to be invited.
-pub struct Greeted<'a> {
+pub struct VerifiedHello<'a> {
     /// Who it is.
     pub from: Identity,
     /// What its transport says beside that.
@@ -100,7 +100,7 @@ pub struct Greeted<'a> {
 }
 
 /// An initiator that is turned away.
-pub struct TurnedAway<'a> {
+pub struct Rejection<'a> {
     /// Why.
     pub why: Error,
     /// What it is told where it can be told something.
@@ -112,13 +112,13 @@ pub struct TurnedAway<'a> {
 }
 
 /// Hears an initiator's first message.
-pub fn hear<'a>(
+pub fn verify_hello<'a>(
     keys: &Keys,
     versions: (u16, u16),
     body: &'a [u8],
-) -> Result<Greeted<'a>, Box<TurnedAway<'a>>> {
+) -> Result<VerifiedHello<'a>, Box<Rejection<'a>>> {
     let turned_away = |why: Error, refusal: Refusal| {
-        Box::new(TurnedAway { why, refusal, proof: Vec::new(), rest: None })
+        Box::new(Rejection { why, refusal, proof: Vec::new(), rest: None })
     };
     if versions.1 < VERSIONS.0 || versions.0 > VERSIONS.1 {
         let why = format!(
@@ -129,17 +129,19 @@ pub fn hear<'a>(
         let refusal = Refusal::from(&why);
         return Err(turned_away(why, refusal));
     }
-    let refusal =
-        || Refusal { kind: ErrorKind::PeerRestarted, text: stranger().sentence().to_owned() };
+    let refusal = || Refusal {
+        kind: ErrorKind::PeerRestarted,
+        text: unauthenticated().sentence().to_owned(),
+    };
     let (said, proof, of_secret) = read(body).map_err(|why| turned_away(why, refusal()))?;
     let offered = encoded(versions);
     let knows_secret =
         || keys.secret(GREETS, &[&offered, said]).is_some_and(|claim| claim.holds(of_secret));
     if keys.both(GREETS, &[&offered, said]).holds(&proof) {
         let (from, rest) = taken_apart(said).map_err(|why| turned_away(why, refusal()))?;
-        return Ok(Greeted { from, rest, version: versions.1.min(VERSIONS.1), said });
+        return Ok(VerifiedHello { from, rest, version: versions.1.min(VERSIONS.1), said });
     }
-    let mut away = turned_away(stranger(), refusal());
+    let mut away = turned_away(unauthenticated(), refusal());
     if knows_secret() {
         away.proof =
             keys.secret(REFUSES, &[said]).map_or_else(Vec::new, |claim| claim.proof().into());
@@ -174,15 +176,15 @@ fn taken_apart(said: &[u8]) -> Result<(Identity, &[u8])> {
     Ok((reader.identity()?, reader.bytes(reader.left())?))
 }
 
-impl<'a> Greeted<'a> {
+impl<'a> VerifiedHello<'a> {
     /// Goes on while there is room beside the `served`. Errors: there is none; it may come again.
-    pub fn if_room(self, served: usize, most: usize) -> Result<Self, Box<TurnedAway<'a>>> {
+    pub fn admit(self, served: usize, most: usize) -> Result<Self, Box<Rejection<'a>>> {
         if served < most {
             return Ok(self);
         }
         let why = format!("the peer serves {most} others, which is the most: try later");
         let why = Error::new(ErrorKind::Exhausted, why);
-        Err(Box::new(TurnedAway {
+        Err(Box::new(Rejection {
             refusal: Refusal::from(&why),
             why,
             proof: Vec::new(),
@@ -202,7 +204,7 @@ impl<'a> Greeted<'a> {
     }
 }
 
-impl TurnedAway<'_> {
+impl Rejection<'_> {
     /// What it is told.
     pub fn message(&self) -> ControlMessage<'_> {
         ControlMessage::Refuse { why: self.refusal.clone(), proof: &self.proof }
@@ -230,16 +232,16 @@ mod tests {
     /// What the initiator makes of it: nothing when it is welcomed.
     fn meet(ours: Keys, theirs: &Keys) -> Result<()> {
         let (greeting, body) = Greeting::new(&me(), ours, b"an address").unwrap();
-        match hear(theirs, VERSIONS, &body) {
+        match verify_hello(theirs, VERSIONS, &body) {
             Ok(greeted) => {
                 assert_eq!((&greeted.from, greeted.rest), (&me(), &b"an address"[..]));
                 let (version, body, claim) = greeted.welcome(theirs, b"news").unwrap();
-                let (rest, proof) = greeting.welcomed(version, &body)?;
+                let (rest, proof) = greeting.verify_welcome(version, &body)?;
                 assert_eq!(rest, b"news");
                 assert!(claim.holds(&proof) && !claim.holds(&[0; 32]));
                 Ok(())
             }
-            Err(away) => Err(greeting.refused(away.refusal.clone(), &away.proof)),
+            Err(away) => Err(greeting.refusal_error(away.refusal.clone(), &away.proof)),
         }
     }
 
@@ -265,15 +267,15 @@ mod tests {
         let target = keys(1, A);
         let answers = [keys(1, None), keys(1, B), keys(2, None), keys(2, B)].map(|stranger| {
             let (_, body) = Greeting::new(&me(), stranger, b"an address").unwrap();
-            let away = hear(&target, VERSIONS, &body).err().unwrap();
+            let away = verify_hello(&target, VERSIONS, &body).err().unwrap();
             assert!(away.rest.is_none());
             away.message().encode()
         });
-        let garbage = hear(&target, VERSIONS, b"garbage").err().unwrap().message().encode();
+        let garbage = verify_hello(&target, VERSIONS, b"garbage").err().unwrap().message().encode();
         assert!(answers.iter().all(|answer| *answer == garbage));
         // With the secret and old metadata it is told so, and may be answered.
         let (_, body) = Greeting::new(&me(), keys(2, A), b"an address").unwrap();
-        let away = hear(&target, VERSIONS, &body).err().unwrap();
+        let away = verify_hello(&target, VERSIONS, &body).err().unwrap();
         assert_eq!(
             (away.rest, away.why.kind()),
             (Some(&b"an address"[..]), ErrorKind::PeerRestarted)
@@ -288,18 +290,18 @@ mod tests {
         for bit in 0..8 * proven {
             let mut altered = body.clone();
             altered[bit / 8] ^= 1 << (bit % 8);
-            assert!(hear(&target, VERSIONS, &altered).is_err(), "bit {bit}");
+            assert!(verify_hello(&target, VERSIONS, &altered).is_err(), "bit {bit}");
         }
         let (version, body, _) =
-            hear(&target, VERSIONS, &body).ok().unwrap().welcome(&target, b"news").unwrap();
+            verify_hello(&target, VERSIONS, &body).ok().unwrap().welcome(&target, b"news").unwrap();
         for bit in 0..8 * body.len() {
             let mut altered = body.clone();
             altered[bit / 8] ^= 1 << (bit % 8);
-            assert!(greeting.welcomed(version, &altered).is_err(), "bit {bit}");
+            assert!(greeting.verify_welcome(version, &altered).is_err(), "bit {bit}");
         }
         assert!(
-            greeting.welcomed(VERSIONS.1 + 1, &body).is_err()
-                && greeting.welcomed(0, &body).is_err()
+            greeting.verify_welcome(VERSIONS.1 + 1, &body).is_err()
+                && greeting.verify_welcome(0, &body).is_err()
         );
     }
 
@@ -308,29 +310,31 @@ mod tests {
         let target = keys(1, A);
         let (greeting, hello) = Greeting::new(&me(), keys(1, A), b"").unwrap();
         let (version, welcome, _) =
-            hear(&target, VERSIONS, &hello).ok().unwrap().welcome(&target, b"").unwrap();
-        let (_, recorded) = greeting.welcomed(version, &welcome).unwrap();
+            verify_hello(&target, VERSIONS, &hello).ok().unwrap().welcome(&target, b"").unwrap();
+        let (_, recorded) = greeting.verify_welcome(version, &welcome).unwrap();
         let (_, _, again) =
-            hear(&target, VERSIONS, &hello).ok().unwrap().welcome(&target, b"").unwrap();
+            verify_hello(&target, VERSIONS, &hello).ok().unwrap().welcome(&target, b"").unwrap();
         assert!(!again.holds(&recorded));
     }
 
     #[test]
     fn other_versions_are_told_whatever_else_is_said() {
         for versions in [(7, 9), (0, 0), (3, 1), (u16::MAX, 0)] {
-            let away = hear(&keys(1, None), versions, b"as version 7 says it").err().unwrap();
+            let away =
+                verify_hello(&keys(1, None), versions, b"as version 7 says it").err().unwrap();
             assert_eq!(away.refusal.kind, ErrorKind::Incompatible, "{versions:?}");
         }
         let (_, body) = Greeting::offering((0, 9), &me(), keys(1, None), b"").unwrap();
-        assert_eq!(hear(&keys(1, None), (0, 9), &body).ok().unwrap().version, VERSIONS.1);
+        assert_eq!(verify_hello(&keys(1, None), (0, 9), &body).ok().unwrap().version, VERSIONS.1);
     }
 
     #[test]
     fn one_more_than_there_is_room_for_is_told_so_and_may_come_again() {
         let target = keys(1, None);
         let (_, body) = Greeting::new(&me(), keys(1, None), b"").unwrap();
-        let comes =
-            |served| hear(&target, VERSIONS, &body).and_then(|greeted| greeted.if_room(served, 64));
+        let comes = |served| {
+            verify_hello(&target, VERSIONS, &body).and_then(|greeted| greeted.admit(served, 64))
+        };
         assert!(comes(0).is_ok() && comes(63).is_ok());
         for served in [64, 65] {
             let away = comes(served).err().unwrap();
@@ -346,7 +350,7 @@ mod tests {
     fn versions_that_were_altered_on_their_way_are_those_of_a_stranger() {
         let (_, body) = Greeting::offering((0, 9), &me(), keys(1, A), b"").unwrap();
         for versions in [(0, 2), (2, 9), (2, 2), (1, 9)] {
-            let away = hear(&keys(1, A), versions, &body).err().unwrap();
+            let away = verify_hello(&keys(1, A), versions, &body).err().unwrap();
             assert!(away.rest.is_none() && away.proof.is_empty(), "{versions:?}");
         }
     }

@@ -10,7 +10,7 @@ use super::proof::{PROOF, Proof};
 /// What handshakes begin with.
 const MAGIC: [u8; 8] = *b"kvx/link";
 /// Messages with this number, or a higher one, are a transport's own.
-pub const OWN: u8 = 32;
+pub const FIRST_TRANSPORT_NUMBER: u8 = 32;
 /// The longest message once the handshake is done, but for what a transport says itself.
 pub const MAX_MESSAGE: usize = MAX_NOTIFICATION + 1024;
 
@@ -28,7 +28,7 @@ pub enum ControlMessage<'a> {
     Welcome {
         /// The version that both speak.
         version: u16,
-        /// What it says and proves: see [`Greeted`](super::Greeted).
+        /// What it says and proves: see [`VerifiedHello`](super::VerifiedHello).
         body: &'a [u8],
     },
     /// The initiator proves that it speaks now, and not at another time.
@@ -308,7 +308,7 @@ mod tests {
         for (message, any) in all() {
             let bytes = message.encode();
             assert_eq!(ControlMessage::decode(&bytes).unwrap().encode(), bytes);
-            assert!(bytes[0] < OWN && bytes.len() <= MAX_MESSAGE);
+            assert!(bytes[0] < FIRST_TRANSPORT_NUMBER && bytes.len() <= MAX_MESSAGE);
             for len in 0..bytes.len() - any {
                 assert!(ControlMessage::decode(&bytes[..len]).is_err(), "{len} of {message:?}");
             }
@@ -324,7 +324,7 @@ mod tests {
                 "{whole:?}"
             );
         }
-        assert!(ControlMessage::decode(&[OWN]).is_err());
+        assert!(ControlMessage::decode(&[FIRST_TRANSPORT_NUMBER]).is_err());
     }
 
     #[test]

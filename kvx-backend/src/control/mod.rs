@@ -8,7 +8,7 @@
 //! * **Handshake.** The initiator says [`Hello`](ControlMessage::Hello): versions, who it is, the proof that it was
 //!   invited. The target says [`Welcome`](ControlMessage::Welcome) and proves itself, and the link is up at the
 //!   initiator's [`Confirm`](ControlMessage::Confirm); or it says [`Refuse`](ControlMessage::Refuse), the same to every
-//!   stranger. See [`Greeting`] and [`hear`].
+//!   stranger. See [`Greeting`] and [`verify_hello`].
 //! * **Regions.** Before a link first uses a region, its owner is shown number and key
 //!   ([`Want`](ControlMessage::Want)), and says [`Grant`](ControlMessage::Grant) or [`Deny`](ControlMessage::Deny).
 //!   So a wrong key is refused also where a library's own keys know nothing of kvx's, and the owner knows whom to ask
@@ -26,15 +26,15 @@
 //! * **Memory.** What a peer has this end keep is counted over all its links, and bounded. See [`HeldBytes`].
 //!
 //! What is refused travels as a [`Refusal`]: a kind, by one numbering for all transports, and a sentence that is
-//! cleaned of control characters. [`reasons`] holds the sentences that all transports say alike.
+//! cleaned of control characters. [`errors`] holds the sentences that all transports say alike.
 
+pub mod errors;
 mod grants;
 mod held;
 mod hello;
 mod messages;
 mod notices;
 pub mod proof;
-pub mod reasons;
 mod refusal;
 mod silence;
 #[cfg(test)]
@@ -42,10 +42,10 @@ mod tests;
 #[cfg(any(test, feature = "stranger-for-tests"))]
 pub mod violations;
 
-pub use grants::{GrantedRegions, Imported, ImportedRegions, Recalls, RegionTable};
-pub use held::{ENTRY, HeldBytes};
-pub use hello::{Greeted, Greeting, TurnedAway, VERSIONS, hear};
-pub use messages::{ControlMessage, MAX_MESSAGE, OWN};
+pub use grants::{GrantedRegions, ImportState, ImportedRegions, Recalls, RegionTable};
+pub use held::{ENTRY_OVERHEAD, HeldBytes};
+pub use hello::{Greeting, Rejection, VERSIONS, VerifiedHello, verify_hello};
+pub use messages::{ControlMessage, FIRST_TRANSPORT_NUMBER, MAX_MESSAGE};
 pub use notices::{MAX_WAITING_BYTES, NoticesFromPeer, NoticesToPeer, WINDOW};
 pub use refusal::Refusal;
-pub use silence::{Look, Silence};
+pub use silence::{Silence, SilenceStatus};

@@ -5,8 +5,8 @@ use std::collections::VecDeque;
 use kvx_core::transport::Full;
 use kvx_core::{Error, ErrorKind, Result, Ticket};
 
-use super::ENTRY;
-use super::reasons::malformed;
+use super::ENTRY_OVERHEAD;
+use super::errors::malformed;
 
 /// The most notifications of one link that are not acknowledged. A target may have to park so many, and never
 /// stops reading.
@@ -40,7 +40,7 @@ pub struct NoticesToPeer {
 impl NoticesToPeer {
     /// Queues one. Errors: `Exhausted`, with the ticket, where too much waits already.
     pub fn add(&mut self, bytes: Box<[u8]>, done: Ticket) -> Result<(), (Ticket, Error)> {
-        let cost = bytes.len() + ENTRY;
+        let cost = bytes.len() + ENTRY_OVERHEAD;
         if self.waiting_cost + cost > MAX_WAITING_BYTES {
             let why = format!(
                 "{} notifications wait for this peer already, of {} MiB in all: it does not take them",
@@ -80,7 +80,7 @@ impl NoticesToPeer {
     }
 
     /// Whether an acknowledgement is awaited.
-    pub fn await_answer(&self) -> bool {
+    pub fn awaits_answer(&self) -> bool {
         !self.sent.is_empty()
     }
 
@@ -92,7 +92,7 @@ impl NoticesToPeer {
     /// Takes that one out.
     pub fn pop(&mut self) -> Option<(Box<[u8]>, Ticket)> {
         let Unsent { bytes, done } = self.waiting.pop_front()?;
-        self.waiting_cost -= bytes.len() + ENTRY;
+        self.waiting_cost -= bytes.len() + ENTRY_OVERHEAD;
         Some((bytes, done))
     }
 
@@ -141,7 +141,7 @@ impl NoticesFromPeer {
 
     /// Bytes that they take.
     pub fn held(&self) -> usize {
-        self.bytes + self.parked.len() * ENTRY
+        self.bytes + self.parked.len() * ENTRY_OVERHEAD
     }
 
     /// Whether some wait.
@@ -184,9 +184,9 @@ mod tests {
             assert_eq!(sent, (0..fit as u64).collect::<Vec<_>>());
             to_peer.acknowledged(0).unwrap().settle(Ok(()));
             assert_eq!(to_peer.next_to_send().unwrap().0, fit as u64);
-            assert!(to_peer.next_to_send().is_none() && to_peer.await_answer());
+            assert!(to_peer.next_to_send().is_none() && to_peer.awaits_answer());
             assert_eq!(settle(to_peer.end()), 2 * WINDOW - 1);
-            assert!(!to_peer.await_answer() && to_peer.front().is_none());
+            assert!(!to_peer.awaits_answer() && to_peer.front().is_none());
         }
     }
 
@@ -194,7 +194,7 @@ mod tests {
     fn what_waits_for_a_peer_is_bounded_also_where_it_is_empty() {
         for len in [0, 1000, 64 << 10] {
             let mut to_peer = NoticesToPeer::default();
-            let most = MAX_WAITING_BYTES / (len + ENTRY);
+            let most = MAX_WAITING_BYTES / (len + ENTRY_OVERHEAD);
             let fit = (0..=most).take_while(|_| add(&mut to_peer, len).is_ok()).count();
             assert_eq!(fit, most);
             assert_eq!(add(&mut to_peer, len).unwrap_err().kind(), ErrorKind::Exhausted);

@@ -76,7 +76,7 @@ fn keyed(key: &[u8]) -> Hmac<Sha256> {
 }
 
 /// What a stranger is told, whoever it is and whatever it said.
-pub fn stranger() -> Error {
+pub fn unauthenticated() -> Error {
     Error::new(
         ErrorKind::Denied,
         "not proven: connect with this agent's newest metadata, and with the fleet's secret",
@@ -84,7 +84,7 @@ pub fn stranger() -> Error {
 }
 
 /// The secrets of the two ends differ.
-pub fn other_secret() -> Error {
+pub fn secret_mismatch() -> Error {
     let why = "the shared secrets of the two agents differ: give both the same by KVX_SECRET_FILE";
     Error::new(ErrorKind::Denied, why)
 }

@@ -21,7 +21,7 @@ pub struct Silence {
 
 /// What a look found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Look {
+pub enum SilenceStatus {
     /// Nothing is awaited.
     Idle,
     /// Look again then.
@@ -65,19 +65,19 @@ impl Silence {
     }
 
     /// Looks.
-    pub fn look(&mut self, now: Instant, timeout: Duration) -> Look {
+    pub fn look(&mut self, now: Instant, timeout: Duration) -> SilenceStatus {
         let step = Self::step(timeout);
         if !self.awaits {
-            return Look::Idle;
+            return SilenceStatus::Idle;
         }
         if now < self.seen + step {
-            return Look::Until(self.seen + step);
+            return SilenceStatus::Until(self.seen + step);
         }
         (self.seen, self.in_vain) = (now, self.in_vain.saturating_add(1));
         match self.in_vain {
-            looks if step.saturating_mul(looks) >= timeout => Look::Lost,
-            1 => Look::Ask(now + step),
-            _ => Look::Until(now + step),
+            looks if step.saturating_mul(looks) >= timeout => SilenceStatus::Lost,
+            1 => SilenceStatus::Ask(now + step),
+            _ => SilenceStatus::Until(now + step),
         }
     }
 }
@@ -98,13 +98,13 @@ mod tests {
         fn new() -> Self {
             let now = Instant::now();
             let mut silence = Silence::new(now);
-            assert_eq!(silence.look(now + TIMEOUT * 100, TIMEOUT), Look::Idle);
+            assert_eq!(silence.look(now + TIMEOUT * 100, TIMEOUT), SilenceStatus::Idle);
             assert_eq!(silence.note(true, || now), Some(now));
             assert_eq!(silence.note(true, || unreachable!("it awaits already")), None);
             SilentPeer { silence, now }
         }
 
-        fn after(&mut self, time: Duration) -> Look {
+        fn after(&mut self, time: Duration) -> SilenceStatus {
             self.now += time;
             self.silence.look(self.now, TIMEOUT)
         }
@@ -114,13 +114,13 @@ mod tests {
     fn a_silent_peer_is_asked_once_and_lost_when_its_time_is_over() {
         let mut waiting = SilentPeer::new();
         let (step, lost_at) = (TIMEOUT / 4, waiting.now + TIMEOUT);
-        assert_eq!(waiting.after(step / 2), Look::Until(waiting.now + step / 2));
-        assert_eq!(waiting.after(step / 2), Look::Ask(waiting.now + step));
+        assert_eq!(waiting.after(step / 2), SilenceStatus::Until(waiting.now + step / 2));
+        assert_eq!(waiting.after(step / 2), SilenceStatus::Ask(waiting.now + step));
         for _ in 0..2 {
-            assert_eq!(waiting.after(step / 2), Look::Until(waiting.now + step / 2));
-            assert_eq!(waiting.after(step / 2), Look::Until(waiting.now + step));
+            assert_eq!(waiting.after(step / 2), SilenceStatus::Until(waiting.now + step / 2));
+            assert_eq!(waiting.after(step / 2), SilenceStatus::Until(waiting.now + step));
         }
-        assert_eq!(waiting.after(step), Look::Lost);
+        assert_eq!(waiting.after(step), SilenceStatus::Lost);
         assert_eq!(waiting.now, lost_at);
     }
 
@@ -131,8 +131,8 @@ mod tests {
             let mut silence = Silence::new(start);
             silence.note(true, || start);
             let step = Silence::step(timeout);
-            let lost =
-                (1..20).find(|look| silence.look(start + step * *look, timeout) == Look::Lost);
+            let lost = (1..20)
+                .find(|look| silence.look(start + step * *look, timeout) == SilenceStatus::Lost);
             assert_eq!(lost, Some(looks), "{timeout:?}");
         }
     }
@@ -143,13 +143,14 @@ mod tests {
         for looks in 0..3 {
             let mut waiting = SilentPeer::new();
             let step = TIMEOUT / 4;
-            (0..looks).for_each(|_| assert_ne!(waiting.after(step), Look::Lost));
+            (0..looks).for_each(|_| assert_ne!(waiting.after(step), SilenceStatus::Lost));
             for look in looks..3 {
                 let next = waiting.now + TIMEOUT * 10 + step;
-                let found = if look == 0 { Look::Ask(next) } else { Look::Until(next) };
+                let found =
+                    if look == 0 { SilenceStatus::Ask(next) } else { SilenceStatus::Until(next) };
                 assert_eq!(waiting.after(TIMEOUT * 10), found, "{looks}");
             }
-            assert_eq!(waiting.after(step), Look::Lost);
+            assert_eq!(waiting.after(step), SilenceStatus::Lost);
         }
     }
 
@@ -157,13 +158,13 @@ mod tests {
     fn a_word_or_an_answer_begins_the_time_anew() {
         let mut waiting = SilentPeer::new();
         let step = TIMEOUT / 4;
-        (0..3).for_each(|_| assert_ne!(waiting.after(step), Look::Lost));
+        (0..3).for_each(|_| assert_ne!(waiting.after(step), SilenceStatus::Lost));
         waiting.silence.heard(waiting.now);
-        assert_eq!(waiting.after(step), Look::Ask(waiting.now + step));
+        assert_eq!(waiting.after(step), SilenceStatus::Ask(waiting.now + step));
         assert_eq!(waiting.silence.note(false, || unreachable!("nothing begins")), None);
-        assert_eq!(waiting.after(TIMEOUT), Look::Idle);
+        assert_eq!(waiting.after(TIMEOUT), SilenceStatus::Idle);
         let now = waiting.now;
         assert_eq!(waiting.silence.note(true, || now), Some(now));
-        assert_eq!(waiting.after(step), Look::Ask(waiting.now + step));
+        assert_eq!(waiting.after(step), SilenceStatus::Ask(waiting.now + step));
     }
 }

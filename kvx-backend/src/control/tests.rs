@@ -8,9 +8,9 @@ use kvx_core::{
     Completion, Error, ErrorKind, Identity, Incarnation, Invitation, RegionId, RegionKey, Result,
 };
 
-use super::proof::{Claim, Keys, stranger};
-use super::reasons::{malformed, revoked};
-use super::violations::{ViolationOutcome, violations};
+use super::errors::{malformed, revoked};
+use super::proof::{Claim, Keys, unauthenticated};
+use super::violations::{HandshakeStage, violations};
 use super::*;
 
 mod simulation;
@@ -105,7 +105,7 @@ impl Link {
         };
         let answer = match message {
             ControlMessage::Hello { versions, body } => {
-                let answer = match hear(&keys("owner"), versions, body) {
+                let answer = match verify_hello(&keys("owner"), versions, body) {
                     Ok(greeted) => {
                         let (version, body, claim) = greeted.welcome(&keys("owner"), b"")?;
                         self.confirmed = Some(claim);
@@ -121,7 +121,7 @@ impl Link {
             }
             ControlMessage::Confirm { proof } => {
                 self.both_up = self.confirmed.take().is_some_and(|claim| claim.holds(&proof));
-                return if self.both_up { Ok(()) } else { Err(stranger()) };
+                return if self.both_up { Ok(()) } else { Err(unauthenticated()) };
             }
             ControlMessage::Want { import, id, key } => match self.table.check(id, &key) {
                 Ok(()) => {
@@ -154,12 +154,12 @@ impl Link {
         self.silence.heard(self.now);
         match message {
             ControlMessage::Welcome { version, body } => {
-                let (_, proof) = self.greeting.as_ref().unwrap().welcomed(version, body)?;
+                let (_, proof) = self.greeting.as_ref().unwrap().verify_welcome(version, body)?;
                 self.to_owner.push_back(ControlMessage::Confirm { proof }.encode());
                 self.up = true;
             }
             ControlMessage::Refuse { why, proof } => {
-                self.turned_away = Some(self.greeting.as_ref().unwrap().refused(why, proof));
+                self.turned_away = Some(self.greeting.as_ref().unwrap().refusal_error(why, proof));
             }
             ControlMessage::Grant { import, .. } => {
                 let id = self.imports.answered(import)?;
@@ -185,7 +185,7 @@ impl Link {
         while let Some((notice, bytes)) = self.to_peer.next_to_send() {
             self.to_owner.push_back(ControlMessage::Notify { notice, bytes: &bytes }.encode());
         }
-        let awaits = self.to_peer.await_answer() || self.imports.await_answer();
+        let awaits = self.to_peer.awaits_answer() || self.imports.awaits_answer();
         self.silence.note(awaits, || self.now);
     }
 
@@ -233,21 +233,20 @@ fn who_was_invited_by_another_agent_is_turned_away() {
 #[test]
 fn whatever_breaks_the_protocol_ends_the_link_and_nothing_is_granted_or_taken() {
     for violation in violations(&Invitation::from_bytes([5; 32]), b"", REGION, KEY).unwrap() {
-        let mut link = if violation.after == ViolationOutcome::Proof {
-            Link::up()
-        } else {
-            Link::greeted("owner")
-        };
+        let mut link =
+            if violation.stage == HandshakeStage::Up { Link::up() } else { Link::greeted("owner") };
         link.room = 0;
         let hello = link.to_owner.pop_front();
-        if violation.after == ViolationOutcome::Welcome {
+        if violation.stage == HandshakeStage::Welcome {
             link.owner(&hello.unwrap()).unwrap();
         }
-        let ended =
-            violation.says.iter().any(|bytes| link.owner(bytes).is_err() || link.refused.is_some());
-        assert!(ended && !violation.says.is_empty(), "{}", violation.what);
-        assert_eq!(link.refused, violation.told, "{}", violation.what);
-        assert!(link.taken.is_empty() && link.granted.is_empty(), "{}", violation.what);
+        let ended = violation
+            .messages
+            .iter()
+            .any(|bytes| link.owner(bytes).is_err() || link.refused.is_some());
+        assert!(ended && !violation.messages.is_empty(), "{}", violation.description);
+        assert_eq!(link.refused, violation.refusal, "{}", violation.description);
+        assert!(link.taken.is_empty() && link.granted.is_empty(), "{}", violation.description);
     }
 }
 
@@ -258,7 +257,7 @@ fn notifications_arrive_once_and_in_order_through_a_queue_of_any_size() {
         link.room = 0;
         let ends: Vec<_> = (0..500).map(|number| link.notify(number)).collect();
         link.settle();
-        assert!(link.taken.is_empty() && link.to_peer.await_answer());
+        assert!(link.taken.is_empty() && link.to_peer.awaits_answer());
         for _ in 0..500_usize.div_ceil(step) {
             link.resume(step);
             // One more than there was room for waits, and none overtakes it.
@@ -286,7 +285,7 @@ fn a_region_is_used_from_its_grant_to_its_recall() {
     }
     link.settle();
     let refused = |link: &Link, import| match link.imports.get(import) {
-        Some(Imported::Refused(why)) => Some(why.kind()),
+        Some(ImportState::Refused(why)) => Some(why.kind()),
         _ => None,
     };
     assert_eq!(link.imports.held().collect::<Vec<_>>(), [&REGION]);
@@ -315,18 +314,18 @@ fn an_owner_that_lives_is_never_lost_and_one_that_is_stopped_is() {
     for _ in 0..100 {
         link.now += Silence::step(TIMEOUT);
         match link.silence.look(link.now, TIMEOUT) {
-            Look::Ask(_) => link.to_owner.push_back(ControlMessage::Ping.encode()),
-            look => assert!(matches!(look, Look::Until(_)), "{look:?}"),
+            SilenceStatus::Ask(_) => link.to_owner.push_back(ControlMessage::Ping.encode()),
+            look => assert!(matches!(look, SilenceStatus::Until(_)), "{look:?}"),
         }
         link.settle();
     }
     // It is stopped: what was said to it stays on the wire.
     let stopped = link.now;
-    while link.silence.look(link.now, TIMEOUT) != Look::Lost {
+    while link.silence.look(link.now, TIMEOUT) != SilenceStatus::Lost {
         assert!(link.now <= stopped + 2 * TIMEOUT);
         link.now += Silence::step(TIMEOUT);
     }
     assert!(link.now >= stopped + TIMEOUT);
-    link.to_peer.end().for_each(|done| done.settle(Err(reasons::peer_silent(TIMEOUT))));
+    link.to_peer.end().for_each(|done| done.settle(Err(errors::peer_silent(TIMEOUT))));
     assert_eq!(end.wait(Duration::ZERO).unwrap_err().kind(), ErrorKind::PeerLost);
 }

@@ -9,28 +9,28 @@ use super::{ControlMessage, Greeting, VERSIONS, WINDOW};
 /// Where the nonce of an encoded hello begins: behind its number, eight bytes that name kvx, versions and a length.
 const NONCE: usize = 17;
 
-/// How far a link has come.
+/// The state of a handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ViolationOutcome {
-    /// Nobody has said anything.
-    Nothing,
-    /// The hello of one that was invited was welcomed. It may be a recorded one.
+pub enum HandshakeStage {
+    /// No message was sent.
+    Start,
+    /// The target welcomed the hello of an invited initiator. It may be a recorded one.
     Welcome,
     /// The initiator has proven itself: the link is up.
-    Proof,
+    Up,
 }
 
 /// Something that ends a link.
 #[derive(Debug)]
 pub struct Violation {
-    /// What it is, for who reads that a test has failed.
-    pub what: &'static str,
-    /// When the initiator says it.
-    pub after: ViolationOutcome,
-    /// What it says. With the last message, if not before, the link has ended.
-    pub says: Vec<Vec<u8>>,
-    /// What a target that can answer anybody refuses it as.
-    pub told: Option<ErrorKind>,
+    /// Names it in the message of a failed test.
+    pub description: &'static str,
+    /// When the initiator sends it.
+    pub stage: HandshakeStage,
+    /// Its messages. With the last one at the latest, the link has ended.
+    pub messages: Vec<Vec<u8>>,
+    /// The error with which a target refuses it that can answer anybody.
+    pub refusal: Option<ErrorKind>,
 }
 
 /// Each kind of violation once, toward a target that invites by this, has a region of this number and key, has not
@@ -53,52 +53,57 @@ pub fn violations(
     let proof = || one(ControlMessage::Confirm { proof: [0; PROOF] });
     let violations = [
         (
-            ViolationOutcome::Nothing,
+            HandshakeStage::Start,
             "bytes that are no message",
             vec![b"GET / HTTP/1.1\r\n\r\n".to_vec()],
             None,
         ),
-        (ViolationOutcome::Nothing, "a message that is no hello", one(ControlMessage::Ping), None),
-        (ViolationOutcome::Nothing, "the hello of a stranger", vec![stranger], old),
-        (ViolationOutcome::Nothing, "a hello that was altered", vec![altered], old),
-        (ViolationOutcome::Nothing, "a hello in other versions", one(other_versions), newer),
-        (ViolationOutcome::Welcome, "a proof that is none", proof(), None),
+        (HandshakeStage::Start, "a message that is no hello", one(ControlMessage::Ping), None),
+        (HandshakeStage::Start, "the hello of a stranger", vec![stranger], old),
+        (HandshakeStage::Start, "a hello that was altered", vec![altered], old),
+        (HandshakeStage::Start, "a hello in other versions", one(other_versions), newer),
+        (HandshakeStage::Welcome, "a proof that is none", proof(), None),
         (
-            ViolationOutcome::Welcome,
+            HandshakeStage::Welcome,
             "a region is wanted before the proof",
             one(ControlMessage::Want { import: 1, id, key }),
             None,
         ),
-        (ViolationOutcome::Welcome, "a notification before the proof", vec![notify(0)], None),
-        (ViolationOutcome::Welcome, "a question before the proof", one(ControlMessage::Ping), None),
-        (ViolationOutcome::Proof, "a second hello", vec![invited], None),
-        (ViolationOutcome::Proof, "a second proof", proof(), None),
+        (HandshakeStage::Welcome, "a notification before the proof", vec![notify(0)], None),
+        (HandshakeStage::Welcome, "a question before the proof", one(ControlMessage::Ping), None),
+        (HandshakeStage::Up, "a second hello", vec![invited], None),
+        (HandshakeStage::Up, "a second proof", proof(), None),
         (
-            ViolationOutcome::Proof,
+            HandshakeStage::Up,
             "the answer to a notification, from who notifies",
             one(ControlMessage::Ack { notice: 3 }),
             None,
         ),
         (
-            ViolationOutcome::Proof,
+            HandshakeStage::Up,
             "a grant, from who asks for it",
             one(ControlMessage::Grant { import: 0, rest: b"" }),
             None,
         ),
         (
-            ViolationOutcome::Proof,
+            HandshakeStage::Up,
             "a region is released that was not granted",
             one(ControlMessage::Released { id }),
             None,
         ),
         (
-            ViolationOutcome::Proof,
+            HandshakeStage::Up,
             "more notifications than the window",
             (0..WINDOW as u64 + 8).map(notify).collect(),
             None,
         ),
     ];
-    let violation = |(after, what, says, told)| Violation { what, after, says, told };
+    let violation = |(stage, description, messages, refusal)| Violation {
+        description,
+        stage,
+        messages,
+        refusal,
+    };
     Ok(violations.into_iter().map(violation).collect())
 }
 
@@ -126,15 +131,15 @@ pub fn greet_as(
 /// The message that proves the greeting which was welcomed by this one. Errors: it is no welcome to it.
 pub fn prove(greeting: &Greeting, welcome: &[u8]) -> Result<Vec<u8>> {
     let ControlMessage::Welcome { version, body } = ControlMessage::decode(welcome)? else {
-        return Err(super::reasons::malformed("no welcome"));
+        return Err(super::errors::malformed("no welcome"));
     };
-    let (_, proof) = greeting.welcomed(version, body)?;
+    let (_, proof) = greeting.verify_welcome(version, body)?;
     Ok(ControlMessage::Confirm { proof }.encode())
 }
 
 /// Any message to a target, one in four with an altered byte. Every other one is of `own`, where a transport has
 /// messages of its own. `below` draws a number below another one.
-pub fn any_message(
+pub fn random_message(
     mut below: impl FnMut(usize) -> usize,
     id: RegionId,
     key: RegionKey,

@@ -13,9 +13,9 @@ use super::handle::Wiring;
 use super::machine::Machine;
 use super::session::Phase;
 use super::{EndpointId, Fabric};
-use crate::control::reasons::{closed, no_handshake, peer_died, peer_silent, still_shared};
-use crate::control::{ControlMessage, GrantedRegions, Look};
-use crate::process::{ProcessId, WatchedProcess};
+use crate::control::errors::{closed, no_handshake, peer_died, peer_silent, still_shared};
+use crate::control::{ControlMessage, GrantedRegions, SilenceStatus};
+use crate::process::{ProcessId, ProcessWatch};
 
 /// How often peers are looked after while they owe an answer: their processes, if they can be seen, and their silence.
 const BETWEEN_LOOKS: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
@@ -27,7 +27,7 @@ const LAST_PATIENCE: Duration = Duration::from_millis(150);
 /// What a lost peer may still hold.
 pub(super) struct Unproven {
     pub(super) granted: GrantedRegions,
-    process: Option<WatchedProcess>,
+    process: Option<ProcessWatch>,
 }
 
 /// What a look at the clock finds for a session.
@@ -85,7 +85,7 @@ impl<F: Fabric> Machine<F> {
     /// Looks whether lost peers that hold regions of ours have ended.
     pub(super) fn check_unproven(&mut self, out: &mut Outbox) {
         let ended =
-            |unproven: &Unproven| unproven.process.as_ref().is_some_and(WatchedProcess::ended);
+            |unproven: &Unproven| unproven.process.as_ref().is_some_and(ProcessWatch::has_ended);
         let gone: Vec<u64> = self
             .unproven
             .iter()
@@ -101,7 +101,7 @@ impl<F: Fabric> Machine<F> {
     /// A peer cannot be reached any more. `gone`: it is certain that it reaches no memory of ours.
     pub(super) fn lose(&mut self, number: u64, why: Error, gone: bool, out: &mut Outbox) {
         let Some(session) = self.sessions.get_mut(&number) else { return };
-        let gone = gone || session.process.as_ref().is_some_and(WatchedProcess::ended);
+        let gone = gone || session.process.as_ref().is_some_and(ProcessWatch::has_ended);
         if gone {
             session.granted.clear();
             self.confirm(number, None, out);
@@ -214,15 +214,15 @@ impl<F: Fabric> Machine<F> {
                     session.silence.look(now, self.peer_timeout)
                 }
             };
-            if look != Look::Idle {
+            if look != SilenceStatus::Idle {
                 look_at(soon);
             }
-            let ended = session.process.as_ref().is_some_and(WatchedProcess::ended);
+            let ended = session.process.as_ref().is_some_and(ProcessWatch::has_ended);
             match look {
                 _ if ended => due.push((*number, Due::Died)),
-                Look::Ask(_) => due.push((*number, Due::Ask)),
-                Look::Lost => due.push((*number, Due::Silent)),
-                Look::Idle | Look::Until(_) => {}
+                SilenceStatus::Ask(_) => due.push((*number, Due::Ask)),
+                SilenceStatus::Lost => due.push((*number, Due::Silent)),
+                SilenceStatus::Idle | SilenceStatus::Until(_) => {}
             }
         }
         if let Some(again) = again {

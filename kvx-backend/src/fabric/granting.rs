@@ -12,7 +12,7 @@ use super::machine::Machine;
 use super::regions::Registered;
 use super::{EndpointId, Fabric, Unregister};
 use crate::control::ControlMessage;
-use crate::control::reasons::{malformed, revoked};
+use crate::control::errors::{malformed, revoked};
 
 impl<F: Fabric> Machine<F> {
     pub(super) fn import(&mut self, link: &Arc<Wiring>, import: &Arc<Import>, out: &mut Outbox) {

@@ -19,8 +19,8 @@ use super::lanes::{self, Stripe, Thread};
 use super::machine::{Command, Machine};
 use super::regions::{Regions, Registered};
 use super::{Fabric, LaneParts, Parts, Registrar};
+use crate::control::errors::still_shared;
 use crate::control::proof::Keys;
-use crate::control::reasons::still_shared;
 
 pub(super) fn open<F: Fabric>(
     context: Context,

@@ -13,9 +13,9 @@ use super::machine::Machine;
 use super::session::{LONG_SILENCE, Phase, Session};
 use super::stream::{FrameHeader, Incoming, MAX_ADDRESS};
 use super::{EndpointId, Fabric};
-use crate::control::proof::stranger;
-use crate::control::reasons::{closed, malformed, peer_closed};
-use crate::control::{ControlMessage, Greeting, Refusal, VERSIONS, hear};
+use crate::control::errors::{closed, malformed, peer_closed};
+use crate::control::proof::unauthenticated;
+use crate::control::{ControlMessage, Greeting, Refusal, VERSIONS, verify_hello};
 use crate::process::ProcessId;
 
 /// How long a handshake may take, unless peers are to be lost earlier.
@@ -69,7 +69,7 @@ impl<F: Fabric> Machine<F> {
                 }
             }
             Ok((number, greeting, hello)) => {
-                let until = Instant::now() + self.fabric.sets_up_within() + self.patience();
+                let until = Instant::now() + self.fabric.setup_time() + self.patience();
                 self.look_by(until);
                 self.links.insert(link.id, number);
                 let mut session =
@@ -137,7 +137,7 @@ impl<F: Fabric> Machine<F> {
                 self.greetings.remove(&oldest);
             }
         }
-        let until = Instant::now() + self.fabric.sets_up_within() + self.patience();
+        let until = Instant::now() + self.fabric.setup_time() + self.patience();
         let greeting = self
             .greetings
             .entry(header.from)
@@ -178,19 +178,19 @@ impl<F: Fabric> Machine<F> {
         body: &[u8],
         out: &mut Outbox,
     ) {
-        let heard = hear(&self.keys, versions, body);
+        let heard = verify_hello(&self.keys, versions, body);
         let rest = match &heard {
             Ok(greeted) => greeted.rest,
             Err(away) => match away.rest {
                 Some(rest) => rest,
-                None => return self.strangers.tell(
+                None => return self.strangers.log(
                     || tracing::warn!(backend = self.name, why = %away.why, "a stranger's hello is ignored"),
                 ),
             },
         };
         let accepted = self.make_room_and_count(out);
         if accepted >= MAX_ACCEPTED + MAX_TURNED_AWAY {
-            return self.strangers.tell(|| {
+            return self.strangers.log(|| {
                 tracing::warn!(
                     backend = self.name,
                     "no peer is answered: {accepted} are connected"
@@ -209,13 +209,13 @@ impl<F: Fabric> Machine<F> {
                 return tracing::warn!(backend = self.name, ?from, %why, "a peer cannot be answered");
             }
         };
-        let until = Instant::now() + self.fabric.sets_up_within() + self.patience();
+        let until = Instant::now() + self.fabric.setup_time() + self.patience();
         self.look_by(until);
         let mut session = Session::new(number, None, from, until);
         (session.other, session.incoming) = (other, incoming);
         let mut own = Vec::new();
         self.process.encode(&mut own);
-        let heard = heard.and_then(|greeted| greeted.if_room(accepted, MAX_ACCEPTED));
+        let heard = heard.and_then(|greeted| greeted.admit(accepted, MAX_ACCEPTED));
         let welcome = heard.map(|greeted| greeted.welcome(&self.keys, &own));
         match welcome {
             Ok(Ok((version, body, claim))) => {
@@ -289,7 +289,7 @@ impl<F: Fabric> Machine<F> {
                 let Some(greeting) = session.greeting.take() else {
                     return Err(malformed("out of place"));
                 };
-                let (rest, proof) = greeting.welcomed(version, body)?;
+                let (rest, proof) = greeting.verify_welcome(version, body)?;
                 let mut reader = Reader::new("welcome", rest);
                 let process = ProcessId::decode(&mut reader)?;
                 reader.end()?;
@@ -300,7 +300,7 @@ impl<F: Fabric> Machine<F> {
             }
             ControlMessage::Confirm { proof } => {
                 if !session.awaited.take().is_some_and(|claim| claim.holds(&proof)) {
-                    return Err(stranger());
+                    return Err(unauthenticated());
                 }
                 session.confirm(&self.held);
                 if session.ends_unseen() {
@@ -320,9 +320,7 @@ impl<F: Fabric> Machine<F> {
                 ),
             },
             ControlMessage::Grant { rest, .. } if !rest.is_empty() => {
-                return Err(crate::control::reasons::malformed(
-                    "a grant with more than its number",
-                ));
+                return Err(crate::control::errors::malformed("a grant with more than its number"));
             }
             ControlMessage::Grant { import, .. } => self.take_grant(number, import, Ok(()), out)?,
             ControlMessage::Deny { import, why } => {
@@ -373,7 +371,7 @@ impl<F: Fabric> Machine<F> {
 
     /// A handshake is done.
     pub(super) fn come_up(&mut self, number: u64, out: &mut Outbox) {
-        if let Some(why) = self.fabric.refuses(EndpointId(number)) {
+        if let Some(why) = self.fabric.rejection(EndpointId(number)) {
             let why = why.with_backend(self.name);
             return self.end(number, why.clone(), Some(LinkState::Lost(why)), Phase::Closing, out);
         }
@@ -413,7 +411,7 @@ impl<F: Fabric> Machine<F> {
         else {
             return;
         };
-        let why = greeting.refused(why, proof).with_backend(self.name);
+        let why = greeting.refusal_error(why, proof).with_backend(self.name);
         let restarted = why.kind() == ErrorKind::PeerRestarted;
         let state = if restarted { LinkState::Restarted } else { LinkState::Lost(why.clone()) };
         self.end(number, why, Some(state), Phase::Lost, out);

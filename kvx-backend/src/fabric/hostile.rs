@@ -10,9 +10,9 @@ use super::machine::Machine;
 use super::regions::{Regions, Registered};
 use super::session::LONG_SILENCE;
 use super::stream::FrameHeader;
-use super::{EndpointId, Fabric, Happened, Job, Sent, Unregister};
+use super::{EndpointId, Event, Fabric, Job, SendStatus, Unregister};
 use crate::control::violations::{
-    Violation, ViolationOutcome, any_message, greet, greet_as, prove, violations,
+    HandshakeStage, Violation, greet, greet_as, prove, random_message, violations,
 };
 use crate::control::{ControlMessage, HeldBytes, Silence};
 use crate::process::ProcessId;
@@ -33,7 +33,7 @@ pub(super) struct Quiet {
     sent: Vec<Vec<u8>>,
     endpoints: HashSet<EndpointId>,
     inbox: Vec<Vec<u8>>,
-    foreign: Vec<Happened>,
+    foreign: Vec<Event>,
     /// It has no room for messages.
     pub(super) full: bool,
     /// It lets go of no region now.
@@ -57,13 +57,13 @@ unsafe impl Fabric for Quiet {
         assert!(self.endpoints.insert(endpoint));
         Ok(())
     }
-    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent> {
+    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<SendStatus> {
         assert!(self.endpoints.contains(&endpoint));
         if self.full {
-            return Ok(Sent::Later);
+            return Ok(SendStatus::Later);
         }
         self.sent.push(message.to_vec());
-        Ok(Sent::Taken)
+        Ok(SendStatus::Taken)
     }
     fn max_message(&self) -> usize {
         512
@@ -78,10 +78,10 @@ unsafe impl Fabric for Quiet {
     fn disconnect(&mut self, endpoint: EndpointId) {
         assert!(self.endpoints.remove(&endpoint));
     }
-    fn poll(&mut self, happened: &mut Vec<Happened>) -> Turn {
-        happened.extend(self.inbox.drain(..).map(Happened::Message));
-        happened.append(&mut self.foreign);
-        Turn { own_thread_only: self.alone, ..Turn::did(happened.len()) }
+    fn poll(&mut self, events: &mut Vec<Event>) -> Turn {
+        events.extend(self.inbox.drain(..).map(Event::Message));
+        events.append(&mut self.foreign);
+        Turn { own_thread_only: self.alone, ..Turn::did(events.len()) }
     }
     fn arm(&mut self, _: bool) -> Result<Armed> {
         Ok(Armed::Sleep(None))
@@ -151,7 +151,7 @@ fn take(machine: &mut Machine<Quiet>, frame: Vec<u8>) {
 const INVITATION: Invitation = Invitation::from_bytes([4; 32]);
 
 fn hello(address: &[u8]) -> Vec<u8> {
-    greet(&INVITATION, None, &hello_rest(ProcessId::this(), address)).unwrap().1
+    greet(&INVITATION, None, &hello_rest(ProcessId::current(), address)).unwrap().1
 }
 
 fn frame(to: u64, from: u64, place: u32, message: &[u8]) -> Vec<u8> {
@@ -161,7 +161,7 @@ fn frame(to: u64, from: u64, place: u32, message: &[u8]) -> Vec<u8> {
 /// A machine with a peer: the number of its session.
 fn linked() -> (Machine<Quiet>, u64) {
     let mut machine = machine();
-    let number = link(&mut machine, ProcessId::this(), 77);
+    let number = link(&mut machine, ProcessId::current(), 77);
     (machine, number)
 }
 
@@ -202,17 +202,17 @@ fn what_breaks_the_protocol_ends_its_session_reaches_no_library_and_others_are_s
         place += 1;
         sent(machine).1
     };
-    let rest = hello_rest(ProcessId::this(), b"somewhere");
-    for Violation { what, after, says, .. } in
+    let rest = hello_rest(ProcessId::current(), b"somewhere");
+    for Violation { description: what, stage: after, messages: says, .. } in
         violations(&INVITATION, &rest, RegionId(1), KEY).unwrap()
     {
         let (to, first) = match after {
-            ViolationOutcome::Nothing => (0, 0),
-            ViolationOutcome::Welcome => {
+            HandshakeStage::Start => (0, 0),
+            HandshakeStage::Welcome => {
                 take(&mut machine, frame(0, 78, 0, &hello(b"somewhere")));
                 (sent(&mut machine).0.from, 1)
             }
-            ViolationOutcome::Proof => (link(&mut machine, ProcessId::this(), 78), 2),
+            HandshakeStage::Up => (link(&mut machine, ProcessId::current(), 78), 2),
         };
         for (place, message) in (first..).zip(&says) {
             take(&mut machine, frame(to, 78, place, message));
@@ -265,7 +265,7 @@ fn any_messages_on_a_link_are_survived() {
         let mut place = 2;
         for _ in 0..60 {
             let id = RegionId(random.below(3) as u64);
-            let message = any_message(|bound| random.below(bound), id, KEY, &[]);
+            let message = random_message(|bound| random.below(bound), id, KEY, &[]);
             take(&mut machine, frame(number, 77, place, &message));
             place += if random.below(16) == 0 { 2 } else { 1 };
         }
@@ -289,7 +289,7 @@ fn what_strangers_make_us_keep_is_bounded() {
         machine.take_frame(&frame(0, from, 0, &hello), &mut Outbox::default());
         machine.fabric.sent.clear();
         if from % 1_000 == 0 {
-            link(&mut machine, ProcessId::this(), from + 10_000);
+            link(&mut machine, ProcessId::current(), from + 10_000);
         }
     }
     let up = |machine: &Machine<Quiet>| {
@@ -301,7 +301,7 @@ fn what_strangers_make_us_keep_is_bounded() {
         "the oldest that is not confirmed makes room"
     );
     for from in 30_000..30_059 {
-        link(&mut machine, ProcessId::this(), from);
+        link(&mut machine, ProcessId::current(), from);
     }
     assert_eq!(up(&machine), 64);
     take(&mut machine, frame(0, 40_000, 0, &hello));
@@ -333,7 +333,7 @@ fn greedy<const N: usize>(
 ) -> [u64; N] {
     std::array::from_fn(|at| {
         let from = first + at as u64;
-        let number = link_as(name, machine, ProcessId::this(), from);
+        let number = link_as(name, machine, ProcessId::current(), from);
         keep(machine, (number, from), mib[at]);
         number
     })
@@ -350,7 +350,7 @@ fn is_served(machine: &mut Machine<Quiet>, (to, from, place): (u64, u64, u32)) {
 #[test]
 fn a_peer_has_one_budget_for_all_its_links_and_others_are_served() {
     let mut machine = machine();
-    let modest = link_as("modest", &mut machine, ProcessId::this(), 77);
+    let modest = link_as("modest", &mut machine, ProcessId::current(), 77);
     let greedy = greedy(&mut machine, "greedy", 100, [4; 40]);
     let alive = greedy.iter().filter(|number| machine.sessions.contains_key(number)).count();
     assert_eq!(alive, 16, "of 64 MiB and not more");
@@ -362,7 +362,7 @@ fn what_a_peer_does_not_take_counts_until_it_is_taken() {
     let (mut machine, modest) = linked();
     machine.held = Arc::new(Mutex::new(HeldBytes::of(1 << 20, 4 << 20)));
     let deaf =
-        [201, 202].map(|from| (link_as("deaf", &mut machine, ProcessId::this(), from), from));
+        [201, 202].map(|from| (link_as("deaf", &mut machine, ProcessId::current(), from), from));
     machine.fabric.full = true;
     let ask = |machine: &mut Machine<Quiet>, (to, from): (u64, u64), most: u32| {
         let still = |machine: &Machine<Quiet>| machine.sessions.contains_key(&to);
@@ -390,7 +390,7 @@ fn all_peers_have_one_budget_over_all_lanes_and_the_greediest_loses_its_links() 
     let alive = |machine: &Machine<Quiet>, links: &[u64]| {
         links.iter().filter(|number| machine.sessions.contains_key(number)).count()
     };
-    let modest = link_as("modest", &mut machine, ProcessId::this(), 77);
+    let modest = link_as("modest", &mut machine, ProcessId::current(), 77);
     keep(&mut machine, (modest, 77), 1);
     let small = greedy(&mut machine, "small", 100, [2, 1]);
     let most = greedy(&mut machine, "most", 200, [3, 2]);
@@ -407,7 +407,7 @@ fn all_peers_have_one_budget_over_all_lanes_and_the_greediest_loses_its_links() 
     is_served(&mut machine, (modest, 77, 2));
     // Who has not confirmed counts as one with all that have not, whatever they say of themselves.
     for from in 400..410 {
-        let rest = hello_rest(ProcessId::this(), b"somewhere");
+        let rest = hello_rest(ProcessId::current(), b"somewhere");
         let (_, hello) = greet_as(&from.to_string(), &INVITATION, None, &rest).unwrap();
         take(&mut machine, frame(0, from, 0, &hello));
         let to = sent(&mut machine).0.from;
@@ -422,7 +422,7 @@ fn all_peers_have_one_budget_over_all_lanes_and_the_greediest_loses_its_links() 
 fn what_was_held_before_a_peer_confirmed_goes_with_it() {
     let mut machine = machine();
     let (greeting, hello) =
-        greet(&INVITATION, None, &hello_rest(ProcessId::this(), b"somewhere")).unwrap();
+        greet(&INVITATION, None, &hello_rest(ProcessId::current(), b"somewhere")).unwrap();
     take(&mut machine, frame(0, 500, 0, &hello));
     let (header, welcome) = sent(&mut machine);
     keep(&mut machine, (header.from, 500), 1);

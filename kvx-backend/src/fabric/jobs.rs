@@ -11,8 +11,8 @@ use super::handle::FabricRegion;
 use super::lanes::Stripe;
 use super::machine::Machine;
 use super::regions::Registered;
-use super::{EndpointId, Fabric, Flushed, JobId};
-use crate::process::WatchedProcess;
+use super::{EndpointId, Fabric, FlushCompletion, JobId};
+use crate::process::ProcessWatch;
 
 /// A transfer, as [`Fabric::advance`] sees it.
 pub struct Job<'a, F: Fabric> {
@@ -62,21 +62,21 @@ impl<F: Fabric> Job<'_, F> {
 
     /// A library that posts the plan by its own prepared lists has posted the last piece. Where it goes on with
     /// pieces after some lists, it passes over those that the lists have posted.
-    pub fn all_posted(&mut self) {
+    pub fn finish_posting(&mut self) {
         self.running.all_posted = true;
     }
 
-    /// So many pieces were posted, and each is to be reported by [`Happened::Moved`](super::Happened::Moved). Those
+    /// So many pieces were posted, and each is to be reported by [`Event::Completed`](super::Event::Completed). Those
     /// that have ended within the call are neither counted nor reported.
     #[inline]
-    pub fn posted(&mut self, pieces: u32) {
+    pub fn add_in_flight(&mut self, pieces: u32) {
         self.running.in_flight += u64::from(pieces);
         self.running.posted |= pieces > 0;
     }
 
     /// Pieces ended within the call, and the peer's memory was reached by them: it is not silent.
     #[inline]
-    pub fn reached(&mut self) {
+    pub fn note_contact(&mut self) {
         self.running.reached = true;
     }
 
@@ -294,8 +294,8 @@ impl<F: Fabric> Machine<F> {
             return;
         }
         match self.fabric.flush(EndpointId(running.session), JobId(key)) {
-            Ok(Flushed::WithItsPieces) => running.flush = Flush::Done,
-            Ok(Flushed::Later) => running.flush = Flush::Later,
+            Ok(FlushCompletion::WithPieces) => running.flush = Flush::Done,
+            Ok(FlushCompletion::Later) => running.flush = Flush::Later,
             Err(why) => running.fail(why),
         }
     }
@@ -368,7 +368,7 @@ impl<F: Fabric> Machine<F> {
     /// of the process can be seen.
     fn judged(&self, number: u64, why: Error) -> Error {
         let process = self.sessions.get(&number).and_then(|session| session.process.as_ref());
-        if why.kind() == ErrorKind::Native && process.is_some_and(WatchedProcess::ending) {
+        if why.kind() == ErrorKind::Native && process.is_some_and(ProcessWatch::is_exiting) {
             return why.with_kind(ErrorKind::PeerLost);
         }
         why

@@ -20,12 +20,12 @@ use super::lanes::{Stripe, Thread};
 use super::notices::ForeignNotices;
 use super::regions::{Regions, Registered};
 use super::session::{Held, Session};
-use super::{EndpointId, Fabric, Happened};
+use super::{EndpointId, Event, Fabric};
+use crate::control::errors::{cancelled, still_shared};
 use crate::control::proof::Keys;
-use crate::control::reasons::{cancelled, still_shared};
-use crate::control::{ControlMessage, Imported, Recalls};
+use crate::control::{ControlMessage, ImportState, Recalls};
 use crate::process::ProcessId;
-use crate::seldom::RateLimited;
+use crate::rate_limit::RateLimited;
 
 /// The most jobs that have a turn before others of the machine's duties.
 const WORKS: usize = 32;
@@ -121,7 +121,7 @@ pub(super) struct Machine<F: Fabric> {
     pub(super) unproven: HashMap<u64, Unproven>,
     /// Notifications of foreign agents that found no room.
     pub(super) foreign_notices: ForeignNotices,
-    happened: Vec<Happened>,
+    fabric_events: Vec<Event>,
     /// Wakes for the library's descriptors, and for the end of peers' processes.
     pub(super) poller: OwnedFd,
     fds: [RawFd; 1],
@@ -162,7 +162,7 @@ impl<F: Fabric> Machine<F> {
             peer_timeout: context.peer_timeout,
             regions,
             address,
-            process: ProcessId::this(),
+            process: ProcessId::current(),
             max_message: fabric.max_message(),
             fabric,
             sessions: BTreeMap::new(),
@@ -177,7 +177,7 @@ impl<F: Fabric> Machine<F> {
             released: Vec::new(),
             unproven: HashMap::new(),
             foreign_notices: ForeignNotices::default(),
-            happened: Vec::new(),
+            fabric_events: Vec::new(),
             fds: [poller.as_raw_fd()],
             poller,
             next_look: None,
@@ -287,15 +287,15 @@ impl<F: Fabric> Machine<F> {
         taken
     }
 
-    fn take(&mut self, event: Happened, out: &mut Outbox) {
+    fn take(&mut self, event: Event, out: &mut Outbox) {
         match event {
-            Happened::Message(frame) => self.take_frame(&frame, out),
-            Happened::Ready(endpoint) => self.ready(endpoint, out),
-            Happened::Changed(endpoint) => self.changed(endpoint, out),
-            Happened::Broken { endpoint, why, gone } => self.lose(endpoint.0, why, gone, out),
-            Happened::Moved { job, pieces, result } => self.moved(job, pieces, result, out),
-            Happened::Flushed { job, result } => self.flushed(job, result, out),
-            Happened::Notified { from, bytes } => self.take_foreign_notice(from, bytes),
+            Event::Message(frame) => self.take_frame(&frame, out),
+            Event::Ready(endpoint) => self.ready(endpoint, out),
+            Event::Changed(endpoint) => self.changed(endpoint, out),
+            Event::Broken { endpoint, why, gone } => self.lose(endpoint.0, why, gone, out),
+            Event::Completed { job, pieces, result } => self.moved(job, pieces, result, out),
+            Event::Flushed { job, result } => self.flushed(job, result, out),
+            Event::Notification { from, bytes } => self.take_foreign_notice(from, bytes),
         }
     }
 
@@ -314,9 +314,11 @@ impl<F: Fabric> Machine<F> {
             let import =
                 import_of(&remote.region).and_then(|import| session.imports.get(import.number));
             match import {
-                Some(Imported::Held((held, _))) => remotes.push(Arc::clone(held)),
-                Some(Imported::Refused(why)) => return out.settle(transfer.done, Err(why.clone())),
-                Some(Imported::Wanted(_)) => {
+                Some(ImportState::Granted((held, _))) => remotes.push(Arc::clone(held)),
+                Some(ImportState::Refused(why)) => {
+                    return out.settle(transfer.done, Err(why.clone()));
+                }
+                Some(ImportState::Pending(_)) => {
                     session.waiting.push(transfer);
                     return self.after_work(number, out);
                 }
@@ -359,16 +361,16 @@ impl<F: Fabric> Machine<F> {
     }
 
     pub(super) fn poll(&mut self, out: &mut Outbox) -> usize {
-        let mut happened = std::mem::take(&mut self.happened);
-        self.polled = self.fabric.poll(&mut happened);
-        let done = self.polled.done.max(happened.len());
-        if !happened.is_empty() {
+        let mut fabric_events = std::mem::take(&mut self.fabric_events);
+        self.polled = self.fabric.poll(&mut fabric_events);
+        let done = self.polled.done.max(fabric_events.len());
+        if !fabric_events.is_empty() {
             self.unstall();
         }
-        for event in happened.drain(..) {
+        for event in fabric_events.drain(..) {
             self.take(event, out);
         }
-        self.happened = happened;
+        self.fabric_events = fabric_events;
         done
     }
 
@@ -442,7 +444,9 @@ impl<F: Fabric> Progress for Machine<F> {
         let waiting = !self.jobs.is_empty()
             || !self.sending.is_empty()
             || self.sessions.values().any(|session| {
-                !session.is_up() || session.imports.await_answer() || session.to_peer.await_answer()
+                !session.is_up()
+                    || session.imports.awaits_answer()
+                    || session.to_peer.awaits_answer()
             });
         let armed = self.fabric.arm(waiting)?;
         let look = self.next_look.map(|at| at.saturating_duration_since(Instant::now()));

@@ -12,6 +12,8 @@
 //!   goes to a thread of the fabric's own, which wakes the machine through a descriptor of [`Fabric::fds`];
 //! - [`Registrar`] is called on the threads of the program, and may block.
 
+#[cfg(feature = "stranger-for-tests")]
+pub mod attacker;
 mod ending;
 mod granting;
 mod handle;
@@ -24,8 +26,6 @@ mod machine;
 mod notices;
 mod regions;
 mod session;
-#[cfg(feature = "stranger-for-tests")]
-pub mod stranger;
 mod stream;
 
 use std::os::fd::RawFd;
@@ -74,7 +74,7 @@ impl JobId {
 ///
 /// # Safety
 /// Local memory of a [`Job`] is touched only for pieces that were posted and whose end has not been reported by
-/// [`Happened::Moved`]; and after [`stop`](Fabric::stop) has returned true by nobody.
+/// [`Event::Completed`]; and after [`stop`](Fabric::stop) has returned true by nobody.
 pub unsafe trait Fabric: Send + 'static {
     /// What the library made of a region of ours. Dropped when it is no longer registered with kvx, on any thread.
     type Local: Send + Sync + 'static;
@@ -85,7 +85,7 @@ pub unsafe trait Fabric: Send + 'static {
     type State: Default + Send + 'static;
 
     /// Makes an endpoint that leads to `address`; returns at once. Until it is ready, [`send`](Fabric::send) says
-    /// [`Sent::Later`]; if it never is, [`Happened::Broken`] follows. Errors: `Malformed` for an address that makes no
+    /// [`SendStatus::Later`]; if it never is, [`Event::Broken`] follows. Errors: `Malformed` for an address that makes no
     /// sense, `PeerLost` where nobody is there.
     fn connect(&mut self, endpoint: EndpointId, peer: &Identity, address: &[u8]) -> Result<()>;
 
@@ -98,7 +98,7 @@ pub unsafe trait Fabric: Send + 'static {
     /// How long the two sides may be busy with a connection before the handshake can be answered: the peer makes its
     /// end of it when it is greeted, which is no silence. The handshake may take so much longer than the
     /// `peer_timeout`.
-    fn sets_up_within(&self) -> Duration {
+    fn setup_time(&self) -> Duration {
         Duration::ZERO
     }
 
@@ -109,7 +109,7 @@ pub unsafe trait Fabric: Send + 'static {
 
     /// Sends a message of at most [`max_message`](Fabric::max_message) bytes, which are copied. It may overtake
     /// others and must not be lost while the endpoint lives. Errors break the endpoint.
-    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent>;
+    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<SendStatus>;
 
     /// The longest message that [`send`](Fabric::send) takes; at least 256 bytes.
     fn max_message(&self) -> usize;
@@ -129,10 +129,10 @@ pub unsafe trait Fabric: Send + 'static {
     where
         Self: Sized;
 
-    /// No more pieces of a write are posted: all of them were, or it has failed. [`Flushed::Later`]:
-    /// [`Happened::Flushed`] tells when all that was posted is visible at the target.
-    fn flush(&mut self, _endpoint: EndpointId, _job: JobId) -> Result<Flushed> {
-        Ok(Flushed::WithItsPieces)
+    /// No more pieces of a write are posted: all of them were, or it has failed. [`FlushCompletion::Later`]:
+    /// [`Event::Flushed`] tells when all that was posted is visible at the target.
+    fn flush(&mut self, _endpoint: EndpointId, _job: JobId) -> Result<FlushCompletion> {
+        Ok(FlushCompletion::WithPieces)
     }
 
     /// Nothing more is to be posted to this endpoint, and what was posted is to end as soon as it can: the peer is
@@ -144,7 +144,7 @@ pub unsafe trait Fabric: Send + 'static {
 
     /// Lets the library work, and takes what has happened. Says how much it did, and how the machine is to be
     /// scheduled.
-    fn poll(&mut self, happened: &mut Vec<Happened>) -> Turn;
+    fn poll(&mut self, events: &mut Vec<Event>) -> Turn;
 
     /// Before sleeping; `waiting`: something is in flight. As [`Progress::arm`](crate::reactor::Progress::arm).
     fn arm(&mut self, waiting: bool) -> Result<Armed>;
@@ -157,7 +157,7 @@ pub unsafe trait Fabric: Send + 'static {
 
     /// Why an endpoint whose handshake is done is not to be used all the same: by its error core goes to the next
     /// backend.
-    fn refuses(&mut self, _endpoint: EndpointId) -> Option<Error> {
+    fn rejection(&mut self, _endpoint: EndpointId) -> Option<Error> {
         None
     }
 
@@ -171,7 +171,7 @@ pub unsafe trait Fabric: Send + 'static {
     fn stop(&mut self) -> bool;
 
     /// Makes an endpoint that leads to an agent that is not kvx, from that agent's own metadata. It is up when
-    /// [`Happened::Ready`] says so.
+    /// [`Event::Ready`] says so.
     fn connect_foreign(&mut self, _endpoint: EndpointId, _blob: &[u8]) -> Result<()> {
         Err(Error::new(
             ErrorKind::Unsupported,
@@ -188,8 +188,8 @@ pub unsafe trait Fabric: Send + 'static {
         Err(Error::new(ErrorKind::Unsupported, "this link leads to a kvx agent: use its regions"))
     }
 
-    /// Sends a foreign agent a notification in its own form. [`Sent::Taken`] settles it.
-    fn notify_foreign(&mut self, _endpoint: EndpointId, _bytes: &[u8]) -> Result<Sent> {
+    /// Sends a foreign agent a notification in its own form. [`SendStatus::Taken`] settles it.
+    fn notify_foreign(&mut self, _endpoint: EndpointId, _bytes: &[u8]) -> Result<SendStatus> {
         Err(Error::new(
             ErrorKind::Unsupported,
             "this backend has no notifications for foreign agents",
@@ -218,7 +218,7 @@ pub unsafe trait Registrar<L>: Send + Sync + 'static {
 
 /// Whether a message was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Sent {
+pub enum SendStatus {
     /// The library has it.
     Taken,
     /// There is no room now, or no connection yet: it is tried again.
@@ -236,16 +236,16 @@ pub enum Unregister {
 
 /// How the end of a write's flush is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Flushed {
+pub enum FlushCompletion {
     /// Each piece is reported when it is visible at the target.
-    WithItsPieces,
-    /// [`Happened::Flushed`] follows.
+    WithPieces,
+    /// [`Event::Flushed`] follows.
     Later,
 }
 
 /// What a library has to tell.
 #[derive(Debug)]
-pub enum Happened {
+pub enum Event {
     /// A message came, from whomever.
     Message(Vec<u8>),
     /// A foreign endpoint can be used. Of one that leads to a kvx agent it says only that what waited can be tried
@@ -262,7 +262,7 @@ pub enum Happened {
         gone: bool,
     },
     /// Pieces of a job have ended: none of them touches memory any more.
-    Moved {
+    Completed {
         /// Which.
         job: JobId,
         /// How many.
@@ -280,7 +280,7 @@ pub enum Happened {
         result: Result<()>,
     },
     /// A foreign agent sent a notification.
-    Notified {
+    Notification {
         /// Its name, as its protocol tells it.
         from: Arc<str>,
         /// What it sent.

@@ -10,13 +10,13 @@ use kvx_core::{Error, ErrorKind, Identity, RegionId, Result, Ticket};
 use super::handle::{Import, Wiring};
 use super::jobs::Waiting;
 use super::stream::{Incoming, Outgoing};
-use super::{EndpointId, Fabric, Sent};
+use super::{EndpointId, Fabric, SendStatus};
 use crate::control::proof::Claim;
 use crate::control::{
     ControlMessage, GrantedRegions, Greeting, HeldBytes, ImportedRegions, NoticesFromPeer,
     NoticesToPeer, Silence,
 };
-use crate::process::WatchedProcess;
+use crate::process::ProcessWatch;
 
 /// The most frames that wait for a peer to read them; one that lets more pile up is cut off.
 const MAX_QUEUED: usize = 64 << 10;
@@ -61,7 +61,7 @@ pub(super) struct Session<F: Fabric> {
     /// The peer has said its last word: nothing needs to be broken off but what is still in flight.
     pub(super) parted: bool,
     pub(super) peer: Identity,
-    pub(super) process: Option<WatchedProcess>,
+    pub(super) process: Option<ProcessWatch>,
     pub(super) silence: Silence,
     /// Nothing is in flight, and the peer has been asked whether it is there.
     asked: bool,
@@ -144,7 +144,7 @@ impl<F: Fabric> Session<F> {
             return Ok(()); // we began it, and it has bounds of its own
         }
         let bytes = self.incoming.held() + self.outgoing.held() + self.from_peer.held();
-        if HeldBytes::<Whose>::in_steps(bytes) == self.counted {
+        if HeldBytes::<Whose>::rounded_to_step(bytes) == self.counted {
             return Ok(());
         }
         held.lock().note(&self.whose(), &mut self.counted, bytes)
@@ -182,7 +182,7 @@ impl<F: Fabric> Session<F> {
     pub(super) fn push_out(&mut self, fabric: &mut F) -> Result<usize> {
         let mut taken = 0;
         while let Some(frame) = self.outgoing.front() {
-            if fabric.send(EndpointId(self.number), frame)? == Sent::Later {
+            if fabric.send(EndpointId(self.number), frame)? == SendStatus::Later {
                 break;
             }
             self.outgoing.pop();
@@ -204,7 +204,7 @@ impl<F: Fabric> Session<F> {
     pub(super) fn note_awaiting(&mut self) -> Option<Instant> {
         // A region that was asked for is work when a transfer waits for it: of several lanes, those that the
         // transfers do not take may be answered later than those end.
-        let in_flight = !self.waiting.is_empty() || self.to_peer.await_answer() || self.jobs > 0;
+        let in_flight = !self.waiting.is_empty() || self.to_peer.awaits_answer() || self.jobs > 0;
         self.silence.note(!self.foreign && (in_flight || self.asked), Instant::now)
     }
 
@@ -257,8 +257,8 @@ impl<F: Fabric> Session<F> {
             && let Some(bytes) = self.to_peer.front()
         {
             let result = match fabric.notify_foreign(EndpointId(self.number), bytes) {
-                Ok(Sent::Later) => return,
-                Ok(Sent::Taken) => Ok(()),
+                Ok(SendStatus::Later) => return,
+                Ok(SendStatus::Taken) => Ok(()),
                 Err(why) => Err(why),
             };
             if let Some((_, done)) = self.to_peer.pop() {

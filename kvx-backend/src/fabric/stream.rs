@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, VecDeque};
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, MAX_NAME, Result};
 
-use crate::control::{ENTRY, MAX_MESSAGE};
+use crate::control::{ENTRY_OVERHEAD, MAX_MESSAGE};
 
 /// The longest address of a library.
 pub(super) const MAX_ADDRESS: usize = 1 << 20;
@@ -85,7 +85,7 @@ impl Outgoing {
             let header = FrameHeader { to, from, place: self.place, more: parts.peek().is_some() };
             self.place = self.place.wrapping_add(1);
             let frame = header.frame(part);
-            self.bytes += frame.len() + ENTRY;
+            self.bytes += frame.len() + ENTRY_OVERHEAD;
             self.queue.push_back(frame);
         }
     }
@@ -97,7 +97,7 @@ impl Outgoing {
 
     /// It was taken.
     pub(super) fn pop(&mut self) {
-        self.bytes -= self.queue.pop_front().map_or(0, |frame| frame.len() + ENTRY);
+        self.bytes -= self.queue.pop_front().map_or(0, |frame| frame.len() + ENTRY_OVERHEAD);
     }
 
     /// Frames that wait.
@@ -159,7 +159,7 @@ impl Incoming {
 
     /// Bytes that it keeps.
     pub(super) fn held(&self) -> usize {
-        self.early_bytes + self.early.len() * ENTRY + self.partial.capacity()
+        self.early_bytes + self.early.len() * ENTRY_OVERHEAD + self.partial.capacity()
     }
 
     fn next(&mut self, more: bool, part: &[u8], whole: &mut Vec<Vec<u8>>) -> Result<()> {

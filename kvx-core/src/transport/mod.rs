@@ -44,7 +44,7 @@ pub unsafe trait Transport: Send + Sync {
 
     /// Starts a link to a peer and returns at once; `Up`, `Lost` or `Restarted` follows on [`Events::link`] within
     /// the `peer_timeout`, perhaps before this returns; a library that is busy before the two sides can talk may take
-    /// as long as `sets_up_within` of a `kvx_backend::fabric::Fabric` more. An error means that the section makes no
+    /// as long as `setup_time` of a `kvx_backend::fabric::Fabric` more. An error means that the section makes no
     /// sense, or that this peer cannot be reached at all.
     fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>>;
 

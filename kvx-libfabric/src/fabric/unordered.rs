@@ -5,7 +5,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_backend::fabric::{EndpointId, Fabric, Happened, Job, Parts, Sent, Unregister};
+use kvx_backend::fabric::{EndpointId, Event, Fabric, Job, Parts, SendStatus, Unregister};
 use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{Admission, Availability, Context, Factory, RemoteSpec, Transport};
 use kvx_core::{
@@ -27,7 +27,7 @@ const HELD: usize = 256;
 struct Shuffling {
     inner: LibfabricFabric,
     held: Vec<(usize, Post, Range)>,
-    late: Vec<Happened>,
+    late: Vec<Event>,
     seed: u64,
 }
 
@@ -61,7 +61,7 @@ impl Shuffling {
                 Ok(Posted::Later) => held.push((rail, post, range)),
                 Err(errno) => {
                     let result = Err(crate::error::native("a piece", errno));
-                    self.late.push(Happened::Moved { job: post.job, pieces: 1, result });
+                    self.late.push(Event::Completed { job: post.job, pieces: 1, result });
                 }
             }
         }
@@ -79,7 +79,7 @@ unsafe impl Fabric for Shuffling {
         self.inner.connect(endpoint, peer, address)
     }
 
-    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<Sent> {
+    fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<SendStatus> {
         self.inner.send(endpoint, message)
     }
 
@@ -111,7 +111,7 @@ unsafe impl Fabric for Shuffling {
             let (local, len) = (job.local_address(&segment) as *mut u8, segment.len as usize);
             let post = Post { op: job.op(), job: job.id(), peer };
             self.held.push((rail, post, Range { local, len, descriptor, remote }));
-            job.posted(1);
+            job.add_in_flight(1);
             bytes += segment.len;
         }
         Ok(bytes)
@@ -125,15 +125,15 @@ unsafe impl Fabric for Shuffling {
         self.inner.disconnect(endpoint);
     }
 
-    fn poll(&mut self, happened: &mut Vec<Happened>) -> Turn {
+    fn poll(&mut self, events: &mut Vec<Event>) -> Turn {
         self.let_go();
         let mut told = std::mem::take(&mut self.late);
         self.inner.poll(&mut told);
         self.shuffle(&mut told);
         let late = if told.len() > 2 { told.len() / 2 } else { 0 };
         self.late = told.split_off(told.len() - late);
-        happened.extend(told);
-        Turn::did(happened.len() + self.held.len())
+        events.extend(told);
+        Turn::did(events.len() + self.held.len())
     }
 
     fn arm(&mut self, waiting: bool) -> Result<Armed> {

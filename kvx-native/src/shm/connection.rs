@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::control::proof::Claim;
 use kvx_backend::control::{
-    ENTRY, GrantedRegions, Greeting, HeldBytes, ImportedRegions, NoticesFromPeer, NoticesToPeer,
-    Silence,
+    ENTRY_OVERHEAD, GrantedRegions, Greeting, HeldBytes, ImportedRegions, NoticesFromPeer,
+    NoticesToPeer, Silence,
 };
 use kvx_core::fork::Private;
 use kvx_core::{Bound, Error, ErrorKind, Identity, Memory, RegionId, Result, Ticket, TransferId};
@@ -58,7 +58,7 @@ struct Packet {
 impl Packet {
     /// What keeping it takes.
     fn cost(&self) -> usize {
-        self.bytes.capacity() + ENTRY
+        self.bytes.capacity() + ENTRY_OVERHEAD
     }
 }
 
@@ -237,7 +237,7 @@ impl Connection {
 
     /// Whether something is in flight that only the peer can end.
     pub(crate) fn awaits(&self) -> bool {
-        self.imports.await_answer() || self.to_peer.await_answer() || !self.writes.is_empty()
+        self.imports.awaits_answer() || self.to_peer.awaits_answer() || !self.writes.is_empty()
     }
 
     /// Notes whether an answer is awaited, after what is in flight changed. Says when, if that began just now.
@@ -300,7 +300,7 @@ impl Connection {
     pub(crate) fn note_held(&mut self, held: &mut HeldBytes<HeldBytesOwner>) -> Result<()> {
         let lent = self.lent.len() * LENT;
         let bytes = self.from_peer.held() + self.queued_bytes + self.pulls_bytes + lent;
-        if HeldBytes::<HeldBytesOwner>::in_steps(bytes) == self.counted {
+        if HeldBytes::<HeldBytesOwner>::rounded_to_step(bytes) == self.counted {
             return Ok(());
         }
         self.whose().map_or(Ok(()), |whose| held.note(&whose, &mut self.counted, bytes))

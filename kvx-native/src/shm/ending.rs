@@ -3,8 +3,8 @@
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use kvx_backend::control::reasons::{closed, no_handshake, peer_closed, peer_died, peer_silent};
-use kvx_backend::control::{ControlMessage, Look, Silence};
+use kvx_backend::control::errors::{closed, no_handshake, peer_closed, peer_died, peer_silent};
+use kvx_backend::control::{ControlMessage, Silence, SilenceStatus};
 use kvx_backend::reactor::Outbox;
 use kvx_core::transport::LinkState;
 use kvx_core::{Error, LinkId};
@@ -184,16 +184,16 @@ impl Machine {
                 Phase::Leaving => {}
                 Phase::Up => {
                     let next = match connection.silence.look(now, self.peer_timeout) {
-                        Look::Idle => continue,
-                        Look::Lost => {
+                        SilenceStatus::Idle => continue,
+                        SilenceStatus::Lost => {
                             late.push(at);
                             continue;
                         }
-                        Look::Ask(next) => {
+                        SilenceStatus::Ask(next) => {
                             connection.send(&self.poller, ControlMessage::Ping);
                             next
                         }
-                        Look::Until(next) => next,
+                        SilenceStatus::Until(next) => next,
                     };
                     again = Some(again.map_or(next, |again| again.min(next)));
                 }

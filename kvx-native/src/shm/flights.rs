@@ -560,7 +560,7 @@ impl Machine {
         let (hung, again) = self.copying.look(now);
         let hung: Vec<_> = hung.iter().filter_map(|number| self.flights.open.get(number)).collect();
         if !hung.is_empty() {
-            self.hung.tell(|| {
+            self.hung.log(|| {
                 for flight in hung {
                     let (peer, theirs, ours) = (&flight.peer, &flight.load.from, flight.ours());
                     tracing::warn!(

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::control::reasons::{closed, malformed, revoked, still_shared};
+use kvx_backend::control::errors::{closed, malformed, revoked, still_shared};
 use kvx_backend::control::{ControlMessage, Refusal};
 use kvx_backend::reactor::Outbox;
 use kvx_core::{RegionId, RegionKey, Result, Ticket};

@@ -4,9 +4,9 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::control::proof::stranger;
-use kvx_backend::control::reasons::malformed;
-use kvx_backend::control::{ControlMessage, Greeting, Refusal, VERSIONS, hear};
+use kvx_backend::control::errors::malformed;
+use kvx_backend::control::proof::unauthenticated;
+use kvx_backend::control::{ControlMessage, Greeting, Refusal, VERSIONS, verify_hello};
 use kvx_backend::reactor::Outbox;
 use kvx_core::fork::Private;
 use kvx_core::transport::LinkState;
@@ -165,7 +165,7 @@ impl Machine {
             let refuse = ControlMessage::Refuse { why: Refusal::from(&reason), proof: &[] };
             socket::send(socket.as_fd(), &refuse.encode(), None).ok(); // it is turned away in any case
             let (pid, uid) = (process.pid, process.uid);
-            return self.strangers.tell(|| {
+            return self.strangers.log(|| {
                 tracing::warn!(pid, uid, "SHM: a client of another user is turned away");
             });
         }
@@ -218,8 +218,8 @@ impl Machine {
             return Err(malformed("a second hello"));
         }
         let own_probe = self.probe();
-        let heard = hear(&self.keys, versions, body);
-        let heard = heard.and_then(|greeted| greeted.if_room(self.served(), MAX_ACCEPTED));
+        let heard = verify_hello(&self.keys, versions, body);
+        let heard = heard.and_then(|greeted| greeted.admit(self.served(), MAX_ACCEPTED));
         let connection = &mut self.connections[at];
         let greeted = match heard {
             Ok(greeted) => greeted,
@@ -246,7 +246,7 @@ impl Machine {
     pub(crate) fn take_confirm(&mut self, at: usize, proof: &[u8]) -> Result<()> {
         let connection = &mut self.connections[at];
         if !connection.awaited.take().is_some_and(|claim| claim.holds(proof)) {
-            return Err(stranger());
+            return Err(unauthenticated());
         }
         connection.phase = Phase::Up;
         connection.whose().map_or(Ok(()), |whose| self.held.check(&whose))
@@ -265,7 +265,7 @@ impl Machine {
         let Some(greeting) = connection.greeting.take() else {
             return Err(malformed("a second welcome"));
         };
-        let (rest, proof) = greeting.welcomed(version, body)?;
+        let (rest, proof) = greeting.verify_welcome(version, body)?;
         let (probe, reads_us) = Probe::of_welcome(rest)?;
         let ours = see(
             self.config.foreign_memory,
@@ -285,7 +285,7 @@ impl Machine {
     /// The target turns us away.
     pub(crate) fn take_refuse(&mut self, at: usize, why: Refusal, proof: &[u8], out: &mut Outbox) {
         let Some(greeting) = self.connections[at].greeting.take() else { return };
-        let reason = greeting.refused(why, proof).with_backend(NAME);
+        let reason = greeting.refusal_error(why, proof).with_backend(NAME);
         let restarted = reason.kind() == ErrorKind::PeerRestarted;
         let state = if restarted { LinkState::Restarted } else { LinkState::Lost(reason.clone()) };
         self.end(at, reason, End::Proven, Some(state), out);

@@ -17,9 +17,9 @@ use rustix::fs::{MemfdFlags, SealFlags};
 
 use kvx_backend::control::proof::Keys;
 use kvx_backend::control::violations::{
-    Violation, ViolationOutcome, any_message, greet, prove, violations,
+    HandshakeStage, Violation, greet, prove, random_message, violations,
 };
-use kvx_backend::control::{ControlMessage as Shared, Refusal, hear};
+use kvx_backend::control::{ControlMessage as Shared, Refusal, verify_hello};
 use kvx_testkit::Random;
 
 use super::messages::{At, Message, Probe, Reached};
@@ -211,45 +211,43 @@ fn what_breaks_the_protocol_is_cut_off_and_others_are_served() {
     let lend =
         Message::Lend { id: RegionId(1), reached: Reached { len: 1, at: At::Address(0x1000) } };
     let own = [
-        (ViolationOutcome::Nothing, "a packet that is too long", vec![vec![7; 100 << 10]]),
+        (HandshakeStage::Start, "a packet that is too long", vec![vec![7; 100 << 10]]),
         (
-            ViolationOutcome::Proof,
+            HandshakeStage::Up,
             "the answer to a write, from who writes",
             vec![Message::Done { write: 1, result: Ok(()) }.encode()],
         ),
-        (
-            ViolationOutcome::Proof,
-            "a word in place of the socket's end",
-            vec![Shared::Bye.encode()],
-        ),
-        (
-            ViolationOutcome::Proof,
-            "a region that is lent twice",
-            vec![lend.encode(), lend.encode()],
-        ),
+        (HandshakeStage::Up, "a word in place of the socket's end", vec![Shared::Bye.encode()]),
+        (HandshakeStage::Up, "a region that is lent twice", vec![lend.encode(), lend.encode()]),
     ];
-    let own = own.map(|(after, what, says)| Violation { what, after, says, told: None });
+    let own = own.map(|(after, what, says)| Violation {
+        description: what,
+        stage: after,
+        messages: says,
+        refusal: None,
+    });
     let key = region_key(&target.metadata().unwrap(), &region);
     let of_control =
         violations(&invitation(&target), &NO_PROBE.hello_rest(), region.id(), key).unwrap();
     for violation in of_control.into_iter().chain(own) {
-        let Violation { what, after, says, told } = violation;
+        let Violation { description: what, stage: after, messages: says, refusal: told } =
+            violation;
         let raw = match after {
-            ViolationOutcome::Nothing => Raw::to(&target),
-            ViolationOutcome::Welcome => Raw::welcomed(&target).0,
-            ViolationOutcome::Proof => Raw::shaken(&target),
+            HandshakeStage::Start => Raw::to(&target),
+            HandshakeStage::Welcome => Raw::welcomed(&target).0,
+            HandshakeStage::Up => Raw::shaken(&target),
         };
         says.iter().find(|bytes| raw.say(bytes).is_err()); // it may be cut off before it has said all
         let mut answers = Vec::new();
         while let Some(answer) = raw.next() {
             match Shared::decode(&answer) {
                 Ok(Shared::Refuse { why, proof: b"" }) => answers.push(why.kind),
-                Ok(Shared::Ack { .. }) if after == ViolationOutcome::Proof => {}
+                Ok(Shared::Ack { .. }) if after == HandshakeStage::Up => {}
                 other => panic!("{what}: {other:?}"),
             }
         }
         assert_eq!(answers, Vec::from_iter(told), "{what}");
-        assert!(after == ViolationOutcome::Proof || target.try_notification().is_none(), "{what}");
+        assert!(after == HandshakeStage::Up || target.try_notification().is_none(), "{what}");
         assert!(good.is_served(), "after {what}");
         while target.try_notification().is_some() {}
     }
@@ -397,7 +395,7 @@ fn an_owner_that_passes_unfit_files_is_refused() {
             panic!("{hello:?}")
         };
         let keys = Keys::new(&invitation(&owner), None);
-        let greeted = hear(&keys, versions, body).ok().unwrap();
+        let greeted = verify_hello(&keys, versions, body).ok().unwrap();
         let (version, body, claim) =
             greeted.welcome(&keys, &NO_PROBE.welcome_rest(&Ok(()))).unwrap();
         raw.send(Shared::Welcome { version, body: &body }, None);
@@ -440,7 +438,7 @@ fn mutated_messages_on_live_connections_harm_nobody() {
     for _ in 0..200 {
         let raw = Raw::shaken(&target);
         for _ in 0..10 {
-            if raw.say(&any_message(|bound| random.below(bound), id, key, &own)).is_err() {
+            if raw.say(&random_message(|bound| random.below(bound), id, key, &own)).is_err() {
                 break;
             }
         }

@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use kvx_backend::control::RegionTable;
-use kvx_backend::control::reasons::still_shared;
+use kvx_backend::control::errors::still_shared;
 use kvx_core::memory::IpcHandle;
 use kvx_core::sync::{Mutex, MutexGuard};
 use kvx_core::transport::RegionSpec;

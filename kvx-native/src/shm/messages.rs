@@ -21,7 +21,7 @@
 //!   drops all as well and closes. Either sight (end of stream, or the process's end) proves that the other end
 //!   holds nothing any more: only then do tickets of half-done writes settle and revocations count as confirmed.
 
-use kvx_backend::control::{self, OWN, Refusal};
+use kvx_backend::control::{self, FIRST_TRANSPORT_NUMBER, Refusal};
 use kvx_core::memory::IpcHandle;
 use kvx_core::transport::MAX_NOTIFICATION;
 use kvx_core::wire::{Reader, Writer};
@@ -82,12 +82,12 @@ impl<'a> From<control::ControlMessage<'a>> for Message<'a> {
 }
 
 mod number {
-    use super::OWN;
+    use super::FIRST_TRANSPORT_NUMBER;
 
-    pub(super) const LEND: u8 = OWN;
-    pub(super) const WRITE: u8 = OWN + 1;
-    pub(super) const DONE: u8 = OWN + 2;
-    pub(super) const CANCEL: u8 = OWN + 3;
+    pub(super) const LEND: u8 = FIRST_TRANSPORT_NUMBER;
+    pub(super) const WRITE: u8 = FIRST_TRANSPORT_NUMBER + 1;
+    pub(super) const DONE: u8 = FIRST_TRANSPORT_NUMBER + 2;
+    pub(super) const CANCEL: u8 = FIRST_TRANSPORT_NUMBER + 3;
 }
 
 impl Message<'_> {
@@ -135,7 +135,7 @@ impl Message<'_> {
 impl<'a> Message<'a> {
     /// Reads one packet. Errors: `Malformed`.
     pub(crate) fn decode(bytes: &'a [u8]) -> Result<Self> {
-        if bytes.first().is_none_or(|number| *number < OWN) {
+        if bytes.first().is_none_or(|number| *number < FIRST_TRANSPORT_NUMBER) {
             return control::ControlMessage::decode(bytes).map(Message::Shared);
         }
         let mut reader = Reader::new("SHM message", bytes);

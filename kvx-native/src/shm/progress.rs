@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
+use kvx_backend::control::errors::{cancelled, closed, malformed, peer_closed, peer_died};
 use kvx_backend::control::proof::Keys;
-use kvx_backend::control::reasons::{cancelled, closed, malformed, peer_closed, peer_died};
 use kvx_backend::control::{ControlMessage as Shared, HeldBytes, Recalls};
+use kvx_backend::rate_limit::RateLimited;
 use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, WorkQueue, no_poller};
-use kvx_backend::seldom::RateLimited;
 use kvx_core::fork::Private;
 use kvx_core::transport::{Context, Events, LinkState};
 use kvx_core::{

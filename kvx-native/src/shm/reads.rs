@@ -4,8 +4,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::ThreadId;
 
-use kvx_backend::control::reasons::{cancelled, closed};
-use kvx_backend::control::{ControlMessage as Shared, Imported};
+use kvx_backend::control::errors::{cancelled, closed};
+use kvx_backend::control::{ControlMessage as Shared, ImportState};
 use kvx_backend::reactor::{Outbox, SLICE};
 use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
 use kvx_core::{Bound, ErrorKind, Op, RegionId, Result, Ticket, TransferId};
@@ -52,9 +52,9 @@ fn grants(connection: &Connection, plan: &Bound) -> Result<Grants> {
         let import =
             any.downcast_ref::<Import>().and_then(|import| connection.imports.get(import.number));
         match import {
-            Some(Imported::Held((held, _))) => places.push(held.place.clone()),
-            Some(Imported::Refused(reason)) => return Err(reason.clone()),
-            Some(Imported::Wanted(_)) => return Ok(Grants::Missing),
+            Some(ImportState::Granted((held, _))) => places.push(held.place.clone()),
+            Some(ImportState::Refused(reason)) => return Err(reason.clone()),
+            Some(ImportState::Pending(_)) => return Ok(Grants::Missing),
             None => return Err(closed().with_backend(NAME)),
         }
     }
@@ -120,7 +120,7 @@ impl Machine {
             let any: Arc<dyn std::any::Any + Send + Sync> = Arc::clone(&remote.region) as _;
             let Ok(import) = any.downcast::<Import>() else { continue };
             let known = self.connections[at].imports.get(import.number);
-            if matches!(known, Some(Imported::Refused(reason)) if reason.kind() == ErrorKind::Exhausted)
+            if matches!(known, Some(ImportState::Refused(reason)) if reason.kind() == ErrorKind::Exhausted)
             {
                 self.import(link, import);
             }

@@ -9,7 +9,7 @@
 //! knows that it has restarted.
 
 use kvx_backend::control::Refusal;
-use kvx_backend::control::proof::{Keys, other_secret, stranger};
+use kvx_backend::control::proof::{Keys, secret_mismatch, unauthenticated};
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Identity, Result};
 use kvx_noise::{KEY, NoiseHandshake, Seals, TAG};
@@ -162,7 +162,7 @@ fn refused(body: &[u8], have_secret: bool) -> Result<InitiatorVerdict> {
         (ErrorKind::PeerRestarted, false) => Ok(InitiatorVerdict::Restarted),
         (ErrorKind::PeerRestarted, true) => Err(one_sided("this agent")),
         (ErrorKind::Denied, false) => Err(one_sided("the peer")),
-        (ErrorKind::Denied, true) => Err(other_secret()),
+        (ErrorKind::Denied, true) => Err(secret_mismatch()),
         (ErrorKind::Incompatible, _) => Err(error),
         // No owner says anything else to a stranger.
         _ => Err(not_the_peer()),
@@ -238,7 +238,7 @@ impl OwnerHandshake {
         let kind =
             if self.keys.have_secret() { ErrorKind::Denied } else { ErrorKind::PeerRestarted };
         let refuse = |out: &mut Vec<u8>| {
-            put_refuse(out, &Error::new(kind, stranger().sentence().to_owned()))
+            put_refuse(out, &Error::new(kind, unauthenticated().sentence().to_owned()))
         };
         let hello = Hello::decode(body).inspect_err(|_| refuse(out))?;
         let head = Hello::head(hello.versions);
@@ -263,7 +263,7 @@ impl OwnerHandshake {
             }
         }
         refuse(out);
-        Err(stranger())
+        Err(unauthenticated())
     }
 
     fn welcome(
@@ -304,7 +304,7 @@ impl OwnerHandshake {
 /// The initiator's last word: no recorded one can say it.
 fn confirm(body: &[u8], (seal, mut seals): Agreed, out: &mut Vec<u8>) -> Result<Step> {
     let mut said = body.to_vec();
-    seals.opener.open(&mut said).map_err(|_| stranger())?;
+    seals.opener.open(&mut said).map_err(|_| unauthenticated())?;
     said.truncate(body.len() - TAG);
     let mut reader = Reader::new("Confirm", &said);
     let (link, lane, who) = (reader.array()?, reader.u8()?, reader.identity()?);

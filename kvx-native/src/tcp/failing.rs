@@ -3,8 +3,8 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use kvx_backend::control::Look;
-use kvx_backend::control::reasons::peer_silent;
+use kvx_backend::control::SilenceStatus;
+use kvx_backend::control::errors::peer_silent;
 use kvx_backend::reactor::Outbox;
 use kvx_core::{Error, ErrorKind, Identity};
 
@@ -112,9 +112,9 @@ impl Machine {
             match peer
                 .look(now, self.scope.shared.peer_timeout, &mut self.conns, |key| touched.push(key))
             {
-                Look::Idle => {}
-                Look::Until(at) | Look::Ask(at) => earlier(at),
-                Look::Lost => lost.push(*link),
+                SilenceStatus::Idle => {}
+                SilenceStatus::Until(at) | SilenceStatus::Ask(at) => earlier(at),
+                SilenceStatus::Lost => lost.push(*link),
             }
         }
         for (key, peer) in late {

@@ -14,7 +14,7 @@ use super::link::LinkStanding;
 use super::staging::{is_staged, share_stages};
 use crate::described::{self, Part};
 use kvx_backend::control::proof::Keys;
-use kvx_backend::control::{Look, NoticesToPeer, Silence};
+use kvx_backend::control::{NoticesToPeer, Silence, SilenceStatus};
 use kvx_backend::reactor::Outbox;
 use kvx_core::transport::LinkState;
 use kvx_core::{Bound, Error, Identity, LinkId, Pair, Result, Ticket, TransferId};
@@ -288,7 +288,7 @@ impl OpenedLink {
         conns: &Conns,
     ) -> Option<Instant> {
         let owed = || self.lanes.iter().flatten().any(|key| owes_ends(&conns[*key]));
-        let in_flight = !self.transfers.is_empty() || self.notices.await_answer() || owed();
+        let in_flight = !self.transfers.is_empty() || self.notices.awaits_answer() || owed();
         let begun = self.silence.note(self.is_up() && in_flight, || now)?;
         Some(begun + Silence::step(timeout))
     }
@@ -301,12 +301,12 @@ impl OpenedLink {
         timeout: Duration,
         conns: &mut Conns,
         mut touched: impl FnMut(usize),
-    ) -> Look {
+    ) -> SilenceStatus {
         if self.lanes.iter().flatten().any(|key| conns[*key].may_have_unread()) {
             self.heard(now); // it is this end that is slow: others have their turn, or a device
         }
         let look = self.silence.look(now, timeout);
-        if let (Look::Ask(_), Some(key)) = (look, self.lanes[0]) {
+        if let (SilenceStatus::Ask(_), Some(key)) = (look, self.lanes[0]) {
             put_bare(&mut conns[key].output.control, Frame::Ping, 0);
             touched(key);
         }
@@ -391,7 +391,7 @@ mod tests {
             SilentPeer { peer, conns, now }
         }
 
-        fn after(&mut self, time: Duration) -> Look {
+        fn after(&mut self, time: Duration) -> SilenceStatus {
             self.now += time;
             self.peer.look(self.now, TIMEOUT, &mut self.conns, |_| {})
         }
@@ -411,11 +411,11 @@ mod tests {
     fn a_silent_peer_is_asked_and_then_lost() {
         let mut waiting = SilentPeer::new();
         let step = TIMEOUT / 4;
-        assert_eq!(waiting.after(step), Look::Ask(waiting.now + step));
+        assert_eq!(waiting.after(step), SilenceStatus::Ask(waiting.now + step));
         for _ in 0..2 {
-            assert_eq!(waiting.after(step), Look::Until(waiting.now + step));
+            assert_eq!(waiting.after(step), SilenceStatus::Until(waiting.now + step));
         }
-        assert_eq!((waiting.after(step), waiting.asked()), (Look::Lost, 1));
+        assert_eq!((waiting.after(step), waiting.asked()), (SilenceStatus::Lost, 1));
     }
 
     #[test]
@@ -425,7 +425,7 @@ mod tests {
             conn.event(true, false, false);
         }
         for _ in 0..20 {
-            assert_eq!(waiting.after(TIMEOUT), Look::Until(waiting.now + TIMEOUT / 4));
+            assert_eq!(waiting.after(TIMEOUT), SilenceStatus::Until(waiting.now + TIMEOUT / 4));
         }
     }
 }

@@ -417,7 +417,7 @@ mod raw {
             else {
                 panic!("{welcome:?}")
             };
-            let (_, proof) = greeting.welcomed(version, body).unwrap();
+            let (_, proof) = greeting.verify_welcome(version, body).unwrap();
             reader.say(&ControlMessage::Confirm { proof });
             reader
         }

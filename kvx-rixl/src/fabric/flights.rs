@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_backend::fabric::{Happened, JobId};
+use kvx_backend::fabric::{Event, JobId};
 use kvx_core::{Error, ErrorKind};
 
 use super::NixlFabric;
@@ -45,10 +45,10 @@ impl NixlFabric {
                 }
             }
         }
-        let mut happened = Vec::new();
+        let mut events = Vec::new();
         // Asked once more: NIXL may have dropped the peer over the look.
-        self.peers.lose(name, agent.knows(name), &mut happened);
-        self.news.extend(happened);
+        self.peers.lose(name, agent.knows(name), &mut events);
+        self.news.extend(events);
         why.with_kind(ErrorKind::PeerLost)
     }
 
@@ -89,7 +89,7 @@ impl NixlFabric {
 
     /// Asks after the requests in progress.
     pub(super) fn look_at_flights(&mut self, agent: &NixlAgent) {
-        let (mut at, mut happened) = (0, Vec::new());
+        let (mut at, mut events) = (0, Vec::new());
         while let Some(Flight { purpose, request, peer }) = self.flights.get(at) {
             if !self.peers.can_be_asked(peer) {
                 at += 1;
@@ -107,7 +107,7 @@ impl NixlFabric {
                 // It was not asked after: NIXL does not know the peer any more.
                 State::Failed(status)
                     if (!known || status.is_not_found())
-                        && self.peers.dropped(peer, &mut happened) =>
+                        && self.peers.dropped(peer, &mut events) =>
                 {
                     at += 1;
                     continue;
@@ -120,13 +120,13 @@ impl NixlFabric {
             self.peers.landed(&peer);
             match purpose {
                 Purpose::Job(job) => {
-                    self.news.push_back(Happened::Moved { job, pieces: 1, result })
+                    self.news.push_back(Event::Completed { job, pieces: 1, result })
                 }
                 Purpose::Trial => self.trials.landed(&mut self.peers, &peer, result.is_err()),
                 Purpose::Look => {}
             }
         }
-        self.news.extend(happened);
+        self.news.extend(events);
     }
 
     /// Goes on with finding out what peers can do.
@@ -134,6 +134,6 @@ impl NixlFabric {
         for (peer, request) in self.trials.go_on(agent, &mut self.peers) {
             self.fly(Purpose::Trial, request, &peer);
         }
-        self.news.extend(self.trials.take_over().map(Happened::Ready));
+        self.news.extend(self.trials.take_over().map(Event::Ready));
     }
 }

@@ -59,22 +59,22 @@ fn range(memory: &[u8]) -> Range {
 /// Lets kvx's end work until `done` says that it has, by itself and what has happened so far.
 fn until(
     near: &mut NixlFabric,
-    mut done: impl FnMut(&mut NixlFabric, &[Happened]) -> bool,
-) -> Vec<Happened> {
-    let (mut happened, end) = (Vec::new(), Instant::now() + PATIENCE);
-    while !done(near, &happened) {
-        near.poll(&mut happened);
-        assert!(Instant::now() < end, "{happened:?}");
+    mut done: impl FnMut(&mut NixlFabric, &[Event]) -> bool,
+) -> Vec<Event> {
+    let (mut events, end) = (Vec::new(), Instant::now() + PATIENCE);
+    while !done(near, &events) {
+        near.poll(&mut events);
+        assert!(Instant::now() < end, "{events:?}");
     }
-    happened
+    events
 }
 
 /// Connects kvx's end with whom the blob describes.
 fn connected(near: &mut NixlFabric, far: &mut NixlAgent, blob: &[u8]) {
     near.connect_foreign(EndpointId::from_number(1), blob).expect("well formed");
-    until(near, |_, happened| {
+    until(near, |_, events| {
         far.notifications(|_, _| {});
-        happened.iter().any(|happened| matches!(happened, Happened::Ready(_)))
+        events.iter().any(|events| matches!(events, Event::Ready(_)))
     });
 }
 
@@ -107,8 +107,8 @@ fn flies(
     near.fly(Purpose::Job(JobId::from_number(0)), Arc::new(request), name);
 }
 
-fn moved(happened: &[Happened]) -> bool {
-    happened.iter().any(|happened| matches!(happened, Happened::Moved { .. }))
+fn moved(events: &[Event]) -> bool {
+    events.iter().any(|events| matches!(events, Event::Completed { .. }))
 }
 
 /// NIXL drops an agent over metadata that contradicts what it knows, and answers "not found" then when it is asked
@@ -132,16 +132,16 @@ fn dropped_while_in_progress() {
     assert!(agent.load(&region).is_err() && !agent.knows(&name));
     drop(locked);
 
-    let happened = until(&mut near, |_, happened| !happened.is_empty());
-    assert!(matches!(happened[..], [Happened::Broken { .. }]), "{happened:?}");
+    let events = until(&mut near, |_, events| !events.is_empty());
+    assert!(matches!(events[..], [Event::Broken { .. }]), "{events:?}");
     // SAFETY: bytes of `ours`, which NIXL writes in the calls of this thread.
     let arrived = || ours.iter().all(|byte| unsafe { std::ptr::read_volatile(byte) } == CONTENT);
-    let happened = until(&mut near, |_, happened| {
+    let events = until(&mut near, |_, events| {
         far.notifications(|_, _| {});
-        assert!(!moved(happened) || arrived(), "it is said to have ended, and has not");
+        assert!(!moved(events) || arrived(), "it is said to have ended, and has not");
         arrived()
     });
-    if !moved(&happened) {
+    if !moved(&events) {
         assert!(!near.stop(), "nobody can tell that it has ended, and its memory is kept");
     }
     std::mem::forget((near, ours)); // what is kept is kept
@@ -236,8 +236,8 @@ fn found_out() {
         (ErrorKind::Native, 2),
         "it is answered after the write"
     );
-    let happened = landed(&mut near);
-    assert!(matches!(happened[..], [Happened::Moved { result: Ok(()), .. }]), "{happened:?}");
+    let events = landed(&mut near);
+    assert!(matches!(events[..], [Event::Completed { result: Ok(()), .. }]), "{events:?}");
     assert!(matches!(near.peers.way(EndpointId::from_number(1)), Ok(Way::Open(_, _, 0))));
 
     drop(far);
@@ -254,8 +254,8 @@ fn found_out() {
     });
     assert_eq!(failed(&mut near), ErrorKind::PeerLost);
     assert!(near.peers.way(EndpointId::from_number(1)).is_err(), "it stays lost");
-    let happened = until(&mut near, |_, happened| !happened.is_empty());
-    assert!(matches!(happened[..], [Happened::Broken { .. }]), "{happened:?}");
+    let events = until(&mut near, |_, events| !events.is_empty());
+    assert!(matches!(events[..], [Event::Broken { .. }]), "{events:?}");
     assert_eq!(failed(&mut near), ErrorKind::PeerLost, "and is reported once");
     std::mem::forget((near, ours, looks));
 }
@@ -320,12 +320,12 @@ fn ended_with_the_peer() {
         }
     }
     drop(far);
-    let happened = until(&mut near, |near, _| near.flights.is_empty());
-    let lost = |happened: &&Happened| match happened {
-        Happened::Moved { result: Err(why), .. } => why.kind() == ErrorKind::PeerLost,
+    let events = until(&mut near, |near, _| near.flights.is_empty());
+    let lost = |events: &&Event| match events {
+        Event::Completed { result: Err(why), .. } => why.kind() == ErrorKind::PeerLost,
         _ => false,
     };
-    assert_eq!(happened.iter().filter(lost).count(), 3, "{happened:?}");
+    assert_eq!(events.iter().filter(lost).count(), 3, "{events:?}");
     assert!(near.stop(), "nothing is in progress");
     std::mem::forget(ours);
 }
@@ -344,7 +344,7 @@ const OTHER: &str = "OTHER";
 struct Plugins(PathBuf);
 
 impl Plugins {
-    fn beside(library: &Path) -> std::io::Result<Self> {
+    fn of_library(library: &Path) -> std::io::Result<Self> {
         let plugins =
             Plugins(std::env::temp_dir().join(format!("kvx-rixl-plugins-{}", std::process::id())));
         std::fs::remove_dir_all(&plugins.0).ok(); // of a process with the same number that was killed
@@ -394,7 +394,7 @@ fn a_plugin_other_than_ucx_is_not_asked_by_a_read_of_no_bytes() {
     let Some(library) = wheel::library() else {
         return kvx_testkit::skip(NAME, wheel::ABSENT.0, wheel::ABSENT.1);
     };
-    let plugins = Plugins::beside(&library).expect("a new folder takes new names");
+    let plugins = Plugins::of_library(&library).expect("a new folder takes new names");
     wheel::alone_with(NAME, &[("NIXL_PLUGIN_DIR", &plugins.folder())], unasked);
 }
 

@@ -84,7 +84,7 @@ impl Library {
             // its name, which no other library uses, and the version checked by `open` say.
             let functions = unsafe { Functions::find(find) }?;
             let path = library.path().to_owned();
-            Ok(Library { functions, version: WheelVersion::beside(&path), path })
+            Ok(Library { functions, version: WheelVersion::of_library(&path), path })
         })
     }
 

@@ -11,34 +11,34 @@ fn nobody() -> Peers {
 
 #[test]
 fn a_dropped_peer_is_loaded_once_more_and_not_for_ever() {
-    let (mut peers, mut happened) = (nobody(), Vec::new());
+    let (mut peers, mut events) = (nobody(), Vec::new());
     let name = Name::from(c"far");
     peers.begin(name.clone(), Vec::new(), Vec::new(), vec![EndpointId::from_number(1)]);
     peers.by_name.get_mut(&name).unwrap().state = NixlStanding::Ready;
     peers.flies(&name);
-    assert!(peers.can_be_asked(&name) && peers.dropped(&name, &mut happened));
-    assert!(matches!(happened[..], [Happened::Broken { .. }]) && peers.next_load == 2);
+    assert!(peers.can_be_asked(&name) && peers.dropped(&name, &mut events));
+    assert!(matches!(events[..], [Event::Broken { .. }]) && peers.next_load == 2);
     assert!(!peers.can_be_asked(&name), "not before it is loaded");
     peers.by_name.get_mut(&name).unwrap().state = NixlStanding::Lost { watched: true };
-    assert!(peers.can_be_asked(&name) && peers.dropped(&name, &mut happened));
-    assert!(!peers.can_be_asked(&name) && peers.next_load == 2 && happened.len() == 1);
+    assert!(peers.can_be_asked(&name) && peers.dropped(&name, &mut events));
+    assert!(!peers.can_be_asked(&name) && peers.next_load == 2 && events.len() == 1);
 }
 
 /// Before 1.5, NIXL drops a peer anew over each request whose failure it finds out.
 #[test]
 fn a_peer_is_loaded_again_as_long_as_its_requests_end() {
     for known in [false, true] {
-        let (mut peers, mut happened) = (nobody(), Vec::new());
+        let (mut peers, mut events) = (nobody(), Vec::new());
         let name = Name::from(c"far");
         peers.begin(name.clone(), Vec::new(), Vec::new(), vec![EndpointId::from_number(1)]);
         peers.by_name.get_mut(&name).unwrap().state = NixlStanding::Ready;
         (0..3).for_each(|_| peers.flies(&name));
-        peers.lose(&name, known, &mut happened);
+        peers.lose(&name, known, &mut events);
         for _ in 0..2 {
             peers.by_name.get_mut(&name).unwrap().state = NixlStanding::Lost { watched: true };
             peers.landed(&name);
             let loads = peers.next_load;
-            assert!(peers.dropped(&name, &mut happened));
+            assert!(peers.dropped(&name, &mut events));
             assert!(
                 !peers.can_be_asked(&name) && peers.next_load == loads + 1,
                 "the others are asked after again"
@@ -46,7 +46,7 @@ fn a_peer_is_loaded_again_as_long_as_its_requests_end() {
         }
         peers.by_name.get_mut(&name).unwrap().state = NixlStanding::Lost { watched: true };
         let loads = peers.next_load;
-        assert!(peers.dropped(&name, &mut happened) && !peers.can_be_asked(&name));
+        assert!(peers.dropped(&name, &mut events) && !peers.can_be_asked(&name));
         assert_eq!(peers.next_load, loads, "none has ended: not for ever");
     }
 }
@@ -92,8 +92,7 @@ fn who_moves_bytes_with_a_cpus_help_is_noted_until_it_goes() {
 #[test]
 fn a_peer_that_nixl_still_knows_is_lost_without_being_loaded_again() {
     let mut peers = nobody();
-    let (endpoint, name, mut happened) =
-        (EndpointId::from_number(1), Name::from(c"far"), Vec::new());
+    let (endpoint, name, mut events) = (EndpointId::from_number(1), Name::from(c"far"), Vec::new());
     peers.begin(name.clone(), Vec::new(), Vec::new(), vec![endpoint]);
     peers.endpoints.insert(
         endpoint,
@@ -107,8 +106,8 @@ fn a_peer_that_nixl_still_knows_is_lost_without_being_loaded_again() {
     assert_eq!(peers.somewhere(&name), Some(range));
     peers.flies(&name);
     for _ in 0..2 {
-        peers.lose(&name, true, &mut happened);
-        assert!(matches!(happened[..], [Happened::Broken { .. }]) && peers.way(endpoint).is_err());
+        peers.lose(&name, true, &mut events);
+        assert!(matches!(events[..], [Event::Broken { .. }]) && peers.way(endpoint).is_err());
         assert!(peers.can_be_asked(&name) && peers.next_load == 1);
     }
 }

@@ -132,8 +132,10 @@ impl Run {
         let link = &mut self.link;
         link.now += time;
         match link.silence.look(link.now, TIMEOUT) {
-            Look::Ask(_) if link.up => link.to_owner.push_back(ControlMessage::Ping.encode()),
-            Look::Lost => {
+            SilenceStatus::Ask(_) if link.up => {
+                link.to_owner.push_back(ControlMessage::Ping.encode())
+            }
+            SilenceStatus::Lost => {
                 assert!(link.now >= self.heard + TIMEOUT, "lost too early");
                 self.lost = true;
             }
@@ -182,7 +184,7 @@ impl Run {
                 self.drain();
                 assert!(self.link.up && self.link.both_up && self.link.granted.is_empty());
                 assert_eq!(self.confirmed.len() as u64, REGIONS);
-                assert!(!self.link.to_peer.await_answer() && !self.link.imports.await_answer());
+                assert!(!self.link.to_peer.awaits_answer() && !self.link.imports.awaits_answer());
                 assert_eq!(self.link.taken.len(), self.ends.len());
                 return self.ends.into_iter().for_each(|end| end.wait(Duration::ZERO).unwrap());
             }
@@ -201,7 +203,7 @@ impl Run {
         }
         // Both ends give the link up: all of it ends, and none of it comes again.
         let link = &mut self.link;
-        link.to_peer.end().for_each(|done| done.settle(Err(reasons::peer_died())));
+        link.to_peer.end().for_each(|done| done.settle(Err(errors::peer_died())));
         link.imports.clear();
         link.from_peer.clear();
         link.granted.clear();
@@ -211,7 +213,7 @@ impl Run {
         self.hold();
         assert_eq!(self.confirmed.len() as u64, REGIONS, "every revocation ends");
         let link = &mut self.link;
-        assert!(!link.to_peer.await_answer() && link.to_peer.next_to_send().is_none());
+        assert!(!link.to_peer.awaits_answer() && link.to_peer.next_to_send().is_none());
         assert!(link.from_peer.deliver_next(|_| Ok(())).is_none());
         for (number, end) in self.ends.into_iter().enumerate() {
             match end.wait(Duration::ZERO) {

@@ -12,11 +12,11 @@ use kvx_core::{
 use super::handshake::hello_rest;
 use super::lanes;
 use super::stream::Outgoing;
-use super::{EndpointId, Fabric, Parts, Sent};
+use super::{EndpointId, Fabric, Parts, SendStatus};
+use crate::checksum;
 use crate::control::proof::PROOF;
 use crate::control::violations::greet;
 use crate::process::ProcessId;
-use crate::sealed;
 
 /// How long the library may take for a frame.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -39,7 +39,7 @@ pub fn context(options: Options) -> Context {
 /// a true hello altered but its proofs. Says how many hellos that were.
 ///
 /// Errors: the library's, `TimedOut` if it takes no frame.
-pub fn besiege<F: Fabric>(
+pub fn flood_with_hellos<F: Fabric>(
     parts: Parts<F>,
     owner: &Metadata,
     (secret, wrong): (&Secret, &Secret),
@@ -48,7 +48,7 @@ pub fn besiege<F: Fabric>(
     let missing =
         || Error::new(ErrorKind::Malformed, "the owner's metadata does not say how it is reached");
     let own = (parts.address)()?;
-    let plain = sealed::open("address", &own)?;
+    let plain = checksum::strip("address", &own)?;
     let invitation = owner.invited.ok_or_else(missing)?.by;
     let (_, section) =
         owner.backends.iter().find(|(name, _)| **name == *parts.name).ok_or_else(missing)?;
@@ -59,7 +59,7 @@ pub fn besiege<F: Fabric>(
     while sender.said == 0 || Instant::now() < until {
         for flip in [0x01, 0x80, 0xff] {
             for at in 0..plain.len() {
-                let address = sealed::seal(altered(plain, at, flip));
+                let address = checksum::append(altered(plain, at, flip));
                 sender.say(&hello(&invitation, wrong, &address)?)?;
             }
             let true_hello = hello(&invitation, secret, &own)?;
@@ -97,14 +97,14 @@ impl<F: Fabric> HelloSender<F> {
         frames.push(0, self.said as u64, message, self.library.max_message());
         while let Some(frame) = frames.front() {
             match self.library.send(TO, frame)? {
-                Sent::Taken => frames.pop(),
-                Sent::Later if Instant::now() >= until => {
+                SendStatus::Taken => frames.pop(),
+                SendStatus::Later if Instant::now() >= until => {
                     return Err(Error::new(
                         ErrorKind::TimedOut,
                         "the library does not take a frame",
                     ));
                 }
-                Sent::Later => {}
+                SendStatus::Later => {}
             }
             self.library.poll(&mut Vec::new());
         }
@@ -123,7 +123,7 @@ fn stranger() -> Identity {
 }
 
 fn hello(invitation: &Invitation, secret: &Secret, address: &[u8]) -> Result<Vec<u8>> {
-    Ok(greet(invitation, Some(secret), &hello_rest(ProcessId::this(), address))?.1)
+    Ok(greet(invitation, Some(secret), &hello_rest(ProcessId::current(), address))?.1)
 }
 
 struct NoEvents;

@@ -15,7 +15,7 @@ pub struct RateLimited {
 
 impl RateLimited {
     /// Warns, unless it has just done so.
-    pub fn tell(&mut self, warn: impl FnOnce()) {
+    pub fn log(&mut self, log: impl FnOnce()) {
         let now = Instant::now();
         if self.last.is_some_and(|last| now < last + APART) {
             self.held_back += 1;
@@ -28,7 +28,7 @@ impl RateLimited {
             );
         }
         (self.last, self.held_back) = (Some(now), 0);
-        warn();
+        log();
     }
 }
 
@@ -38,10 +38,10 @@ mod tests {
 
     #[test]
     fn a_flood_is_told_of_once() {
-        let (mut seldom, mut told) = (RateLimited::default(), 0);
+        let (mut warnings, mut told) = (RateLimited::default(), 0);
         for _ in 0..1000 {
-            seldom.tell(|| told += 1);
+            warnings.log(|| told += 1);
         }
-        assert_eq!((told, seldom.held_back), (1, 999));
+        assert_eq!((told, warnings.held_back), (1, 999));
     }
 }

@@ -8,25 +8,25 @@ use kvx_core::Result;
 use kvx_core::wire::{Reader, Writer};
 
 /// Adds the checksum.
-pub fn seal(mut bytes: Vec<u8>) -> Vec<u8> {
-    let sum = checksum(&bytes);
+pub fn append(mut bytes: Vec<u8>) -> Vec<u8> {
+    let sum = fnv1a(&bytes);
     bytes.put_u64(sum);
     bytes
 }
 
 /// The bytes without their checksum; `what` they are is part of the error. Errors: `Malformed` for bytes that are not
-/// what [`seal`] made.
-pub fn open<'a>(what: &'static str, sealed: &'a [u8]) -> Result<&'a [u8]> {
+/// what [`append`] made.
+pub fn strip<'a>(what: &'static str, sealed: &'a [u8]) -> Result<&'a [u8]> {
     let mut reader = Reader::new(what, sealed);
     let bytes = reader.bytes(sealed.len().saturating_sub(8))?;
-    if reader.u64()? != checksum(bytes) {
+    if reader.u64()? != fnv1a(bytes) {
         return Err(reader.malformed("its checksum is another"));
     }
     Ok(bytes)
 }
 
 /// FNV-1a.
-pub fn checksum(bytes: &[u8]) -> u64 {
+pub fn fnv1a(bytes: &[u8]) -> u64 {
     let step = |sum: u64, byte: &u8| (sum ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, step)
 }
@@ -37,15 +37,15 @@ mod tests {
 
     #[test]
     fn bytes_that_were_altered_or_cut_are_refused() {
-        let sealed = seal(b"a worker's address".to_vec());
-        assert_eq!(open("address", &sealed).unwrap(), b"a worker's address");
+        let sealed = append(b"a worker's address".to_vec());
+        assert_eq!(strip("address", &sealed).unwrap(), b"a worker's address");
         for len in 0..sealed.len() {
-            assert!(open("address", &sealed[..len]).is_err(), "{len} bytes");
+            assert!(strip("address", &sealed[..len]).is_err(), "{len} bytes");
         }
         for at in 0..sealed.len() * 8 {
             let mut altered = sealed.clone();
             altered[at / 8] ^= 1 << (at % 8);
-            assert!(open("address", &altered).is_err(), "bit {at}");
+            assert!(strip("address", &altered).is_err(), "bit {at}");
         }
     }
 }

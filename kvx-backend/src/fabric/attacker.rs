@@ -11,8 +11,9 @@ use kvx_core::{
 
 use super::handshake::hello_rest;
 use super::lanes;
+use super::library::{EndpointId, Fabric, SendStatus};
 use super::stream::Outgoing;
-use super::{EndpointId, Fabric, Parts, SendStatus};
+use super::transport::Parts;
 use crate::checksum;
 use crate::control::proof::PROOF;
 use crate::control::violations::greet;

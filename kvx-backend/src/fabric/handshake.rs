@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 use crate::reactor::Outbox;
 use kvx_core::transport::LinkState;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{ErrorKind, Identity, Incarnation, Result};
+use kvx_core::{Error, ErrorKind, Identity, Incarnation, Result};
 
-use super::handle::Wiring;
+use super::library::{EndpointId, Fabric};
 use super::machine::Machine;
-use super::session::{LONG_SILENCE, Phase, Session};
+use super::session::{LONG_SILENCE, Phase, Session, UnfinishedHello};
+use super::shared_link::SharedLink;
 use super::stream::{FrameHeader, Incoming, MAX_ADDRESS};
-use super::{EndpointId, Fabric};
 use crate::control::errors::{closed, malformed, peer_closed};
 use crate::control::proof::unauthenticated;
 use crate::control::{ControlMessage, Greeting, Refusal, VERSIONS, verify_hello};
@@ -26,12 +26,6 @@ const MAX_GREETINGS: usize = 64;
 const MAX_ACCEPTED: usize = if cfg!(test) { 64 } else { 4096 };
 /// The most peers beside them who are being told that there is no room.
 const MAX_TURNED_AWAY: usize = 256;
-
-/// A peer whose first message is not whole yet.
-pub(super) struct Unheard {
-    incoming: Incoming,
-    pub(super) until: Instant,
-}
 
 impl<F: Fabric> Machine<F> {
     fn patience(&self) -> Duration {
@@ -49,7 +43,7 @@ impl<F: Fabric> Machine<F> {
     }
 
     /// Begins a link.
-    pub(super) fn connect(&mut self, link: Arc<Wiring>, address: &[u8], out: &mut Outbox) {
+    pub(super) fn connect(&mut self, link: Arc<SharedLink>, address: &[u8], out: &mut Outbox) {
         let begun = self.draw().and_then(|number| {
             let endpoint = EndpointId(number);
             let Some(keys) = link.keys.clone() else {
@@ -91,7 +85,11 @@ impl<F: Fabric> Machine<F> {
     pub(super) fn take_frame(&mut self, frame: &[u8], out: &mut Outbox) {
         let (header, part) = match FrameHeader::read(frame) {
             Ok(read) => read,
-            Err(why) => return tracing::warn!(backend = self.name, %why, "a frame is ignored"),
+            Err(why) => {
+                return self
+                    .strangers
+                    .log(|| tracing::warn!(backend = self.name, %why, "a frame is ignored"));
+            }
         };
         if header.to == 0 {
             return self.take_greeting(&header, part, out);
@@ -102,8 +100,16 @@ impl<F: Fabric> Machine<F> {
                 "a frame for a link that has ended is ignored"
             );
         };
-        if session.phase == Phase::Lost || session.other != 0 && session.other != header.from {
-            return;
+        if session.phase == Phase::Lost {
+            return; // expected: it was sent before the peer noticed that the link has ended
+        }
+        if session.other != 0 && session.other != header.from {
+            return self.strangers.log(|| {
+                tracing::warn!(
+                    backend = self.name,
+                    "a frame is ignored that names another sender than its link's peer"
+                );
+            });
         }
         session.heard(Instant::now());
         match session.incoming.take(&header, part) {
@@ -123,50 +129,58 @@ impl<F: Fabric> Machine<F> {
     }
 
     fn take_greeting(&mut self, header: &FrameHeader, part: &[u8], out: &mut Outbox) {
-        if header.from == 0 || self.sessions.values().any(|session| session.other == header.from) {
-            return;
+        if header.from == 0 {
+            return self.strangers.log(|| {
+                tracing::warn!(backend = self.name, "a hello is ignored that names no sender");
+            });
         }
-        if !self.greetings.contains_key(&header.from) && self.greetings.len() >= MAX_GREETINGS {
+        if self.sessions.values().any(|session| session.other == header.from) {
+            return; // expected: a library that repeats itself
+        }
+        if !self.unfinished_hellos.contains_key(&header.from)
+            && self.unfinished_hellos.len() >= MAX_GREETINGS
+        {
             // The oldest makes room.
             if let Some(oldest) = self
-                .greetings
+                .unfinished_hellos
                 .iter()
                 .min_by_key(|(_, greeting)| greeting.until)
                 .map(|(number, _)| *number)
             {
-                self.greetings.remove(&oldest);
+                self.unfinished_hellos.remove(&oldest);
             }
         }
         let until = Instant::now() + self.fabric.setup_time() + self.patience();
         let greeting = self
-            .greetings
+            .unfinished_hellos
             .entry(header.from)
-            .or_insert_with(|| Unheard { incoming: Incoming::default(), until });
-        let messages = match greeting.incoming.take(header, part) {
-            Ok(messages) => messages,
-            Err(why) => {
-                self.greetings.remove(&header.from);
-                return tracing::warn!(backend = self.name, %why, "a peer's first message is ignored");
-            }
+            .or_insert_with(|| UnfinishedHello { incoming: Incoming::default(), until });
+        let taken = greeting.incoming.take(header, part);
+        if taken.is_err() {
+            self.unfinished_hellos.remove(&header.from);
+        }
+        let first = match taken.map(|messages| messages.into_iter().next()) {
+            Ok(Some(first)) => first,
+            // Expected: the rest of the hello is in frames that have not arrived.
+            Ok(None) => return self.look_by(until),
+            Err(why) => return self.ignore_hello(&why),
         };
-        self.look_by(until);
-        let mut messages = messages.into_iter();
-        let Some(first) = messages.next() else { return };
-        let Some(greeting) = self.greetings.remove(&header.from) else { return };
+        let Some(greeting) = self.unfinished_hellos.remove(&header.from) else {
+            debug_assert!(false, "a hello is whole that was not kept");
+            return;
+        };
         match ControlMessage::decode(&first) {
             Ok(ControlMessage::Hello { versions, body }) => {
                 self.take_hello(header.from, greeting.incoming, versions, body, out);
             }
-            Ok(_) => {
-                tracing::warn!(
-                    backend = self.name,
-                    "a peer's first message is no hello, and is ignored"
-                )
-            }
-            Err(why) => {
-                tracing::warn!(backend = self.name, %why, "a peer's first message is ignored")
-            }
+            Ok(_) => self.ignore_hello(&malformed("no hello")),
+            Err(why) => self.ignore_hello(&why),
         }
+    }
+
+    fn ignore_hello(&mut self, why: &Error) {
+        self.strangers
+            .log(|| tracing::warn!(backend = self.name, %why, "a peer's first message is ignored"));
     }
 
     /// Of one that is not proven nothing is read, and its address reaches no library: it gets no answer.
@@ -265,6 +279,7 @@ impl<F: Fabric> Machine<F> {
         message: ControlMessage<'_>,
         out: &mut Outbox,
     ) -> Result<()> {
+        // Expected: an earlier message of the same frame ended the session.
         let Some(session) = self.sessions.get_mut(&number) else { return Ok(()) };
         let initiator = session.link.is_some();
         if session.is_ending() {
@@ -307,7 +322,7 @@ impl<F: Fabric> Machine<F> {
                     self.look_by(Instant::now() + LONG_SILENCE);
                 }
             }
-            ControlMessage::Refuse { why, proof } => self.take_refuse(number, why, proof, out),
+            ControlMessage::Refuse { why, proof } => self.take_refuse(number, why, proof, out)?,
             ControlMessage::Want { import, id, key } => match self.regions.check(id, &key) {
                 Ok(()) => {
                     session.granted.grant(id);
@@ -320,7 +335,7 @@ impl<F: Fabric> Machine<F> {
                 ),
             },
             ControlMessage::Grant { rest, .. } if !rest.is_empty() => {
-                return Err(crate::control::errors::malformed("a grant with more than its number"));
+                return Err(malformed("a grant with more than its number"));
             }
             ControlMessage::Grant { import, .. } => self.take_grant(number, import, Ok(()), out)?,
             ControlMessage::Deny { import, why } => {
@@ -351,7 +366,10 @@ impl<F: Fabric> Machine<F> {
 
     /// The peer holds nothing of ours any more, and says no more.
     fn take_bye(&mut self, number: u64, out: &mut Outbox) {
-        let Some(session) = self.sessions.get_mut(&number) else { return };
+        let Some(session) = self.sessions.get_mut(&number) else {
+            debug_assert!(false, "a farewell is taken for session {number}, which has ended");
+            return;
+        };
         session.granted.clear();
         session.parted = true;
         self.confirm(number, None, out);
@@ -376,8 +394,12 @@ impl<F: Fabric> Machine<F> {
             return self.end(number, why.clone(), Some(LinkState::Lost(why)), Phase::Closing, out);
         }
         let (text, capabilities) = self.fabric.describe(EndpointId(number));
+        // Expected: the proof could not be sent, and the session ended.
         let Some(session) = self.sessions.get_mut(&number) else { return };
-        let Some(link) = session.link.clone() else { return };
+        let Some(link) = session.link.clone() else {
+            debug_assert!(false, "session {number} comes up, and a peer began it");
+            return;
+        };
         *link.known.lock() = Some((text, Arc::new(capabilities)));
         session.phase = Phase::Up;
         if self.links.contains_key(&link.id) {
@@ -394,9 +416,9 @@ impl<F: Fabric> Machine<F> {
     /// The library says something else of an endpoint than before.
     pub(super) fn changed(&mut self, endpoint: EndpointId, out: &mut Outbox) {
         let Some(link) = self.sessions.get(&endpoint.0).filter(|session| session.is_up()) else {
-            return;
+            return; // expected: the endpoint changed before its handshake was done, or after its end
         };
-        let Some(link) = link.link.clone() else { return };
+        let Some(link) = link.link.clone() else { return }; // a peer began it: nobody asks for its route
         let (text, capabilities) = self.fabric.describe(endpoint);
         *link.known.lock() = Some((text, Arc::new(capabilities)));
         if self.links.contains_key(&link.id) {
@@ -405,16 +427,23 @@ impl<F: Fabric> Machine<F> {
     }
 
     /// The target turns us away.
-    fn take_refuse(&mut self, number: u64, why: Refusal, proof: &[u8], out: &mut Outbox) {
+    fn take_refuse(
+        &mut self,
+        number: u64,
+        why: Refusal,
+        proof: &[u8],
+        out: &mut Outbox,
+    ) -> Result<()> {
         let Some(greeting) =
             self.sessions.get_mut(&number).and_then(|session| session.greeting.take())
         else {
-            return;
+            return Err(malformed("out of place"));
         };
         let why = greeting.refusal_error(why, proof).with_backend(self.name);
         let restarted = why.kind() == ErrorKind::PeerRestarted;
         let state = if restarted { LinkState::Restarted } else { LinkState::Lost(why.clone()) };
         self.end(number, why, Some(state), Phase::Lost, out);
+        Ok(())
     }
 }
 

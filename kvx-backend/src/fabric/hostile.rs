@@ -6,11 +6,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::handshake::hello_rest;
+use super::job::Job;
+use super::library::{EndpointId, Event, Fabric, SendStatus, Unregister};
 use super::machine::Machine;
-use super::regions::{Regions, Registered};
+use super::regions::{RegionRecord, Regions};
 use super::session::LONG_SILENCE;
 use super::stream::FrameHeader;
-use super::{EndpointId, Event, Fabric, Job, SendStatus, Unregister};
 use crate::control::violations::{
     HandshakeStage, Violation, greet, greet_as, prove, random_message, violations,
 };
@@ -127,7 +128,7 @@ pub(super) fn machine() -> Machine<Quiet> {
     };
     let regions = Arc::new(Regions::new(1));
     let memory = Arc::new(Memory::owned(vec![0; 64]));
-    regions.open(Arc::new(Registered::new(
+    regions.open(Arc::new(RegionRecord::new(
         RegionSpec { id: RegionId(1), key: KEY, memory },
         (),
         1,
@@ -254,7 +255,7 @@ fn any_bytes_are_survived() {
         take(&mut machine, bytes);
     }
     assert!(machine.sessions.is_empty());
-    assert!(machine.greetings.len() <= 64);
+    assert!(machine.unfinished_hellos.len() <= 64);
 }
 
 #[test]
@@ -281,7 +282,7 @@ fn what_strangers_make_us_keep_is_bounded() {
         let more = FrameHeader { to: 0, from, place: 0, more: true };
         take(&mut machine, more.frame(b"the beginning of a hello"));
     }
-    assert_eq!(machine.greetings.len(), 64);
+    assert_eq!(machine.unfinished_hellos.len(), 64);
     assert!(machine.sessions.is_empty());
     let hello = hello(b"somewhere");
     // A recorded one, again and again: who means it comes in all the same.
@@ -484,7 +485,7 @@ fn initiators_that_died_unseen_are_asked_and_leave_room_and_who_answers_stays() 
     }
     assert_eq!(asked.len(), 64);
     assert!(machine.sessions[&lives].is_up() && machine.fabric.endpoints.len() == 1);
-    assert!(machine.unproven.is_empty(), "they held nothing");
+    assert!(machine.lost_peers.is_empty(), "they held nothing");
     // There is room again, and the one that lives is asked again after another minute.
     link(&mut machine, elsewhere, 1_000);
     age(&mut machine);

@@ -1,92 +1,28 @@
-//! The machine behind the reactor's thread: commands, what happens, turns.
+//! The machine of one lane: its state, and what it sends.
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvx_core::transport::{Context, Events};
+use kvx_core::{Error, ErrorKind, Identity, LinkId, Result, Ticket};
 use rustix::event::epoll;
 use slab::Slab;
 
-use crate::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, WorkQueue, no_poller};
-use kvx_core::transport::{Context, Events};
-use kvx_core::{Bound, Error, ErrorKind, Identity, LinkId, Result, Ticket, TransferId};
-
-use super::ending::Unproven;
-use super::handle::{Import, Wiring, import_of};
-use super::handshake::Unheard;
-use super::jobs::{Running, Waiting};
-use super::lanes::{Stripe, Thread};
-use super::notices::ForeignNotices;
-use super::regions::{Regions, Registered};
-use super::session::{Held, Session};
-use super::{EndpointId, Event, Fabric};
-use crate::control::errors::{cancelled, still_shared};
+use super::foreign_notices::ForeignNotices;
+use super::job::JobState;
+use super::library::{Event, Fabric};
+use super::regions::{RegionRecord, Regions};
+use super::session::{LostPeer, Session, SharedHeldBytes, UnfinishedHello};
 use crate::control::proof::Keys;
-use crate::control::{ControlMessage, ImportState, Recalls};
+use crate::control::{ControlMessage, Recalls};
 use crate::process::ProcessId;
 use crate::rate_limit::RateLimited;
-
-/// The most jobs that have a turn before others of the machine's duties.
-const WORKS: usize = 32;
-/// How long jobs have a turn before messages get theirs: some libraries copy within a post.
-const TURN: Duration = Duration::from_micros(50);
-/// After so many bytes commands wait no longer, for a notification may be among them: some 20 microseconds of such a
-/// library.
-const MUCH: u64 = 128 << 10;
+use crate::reactor::{Outbox, Turn, WorkQueue, no_poller};
 
 /// How often a lane looks whether it holds too much with the others.
 const BETWEEN_LANES: Duration = Duration::from_millis(100);
-
-/// Whether one more job has a turn, after so many that took so long. `queued`: commands wait.
-fn goes_on(moved: u64, works: usize, time: Duration, queued: bool) -> bool {
-    moved < SLICE && works < WORKS && time < TURN && !(queued && moved >= MUCH)
-}
-
-/// What other threads ask of the machine.
-pub(super) enum Command<L> {
-    Connect {
-        link: Arc<Wiring>,
-        address: Box<[u8]>,
-    },
-    Update {
-        link: Arc<Wiring>,
-        address: Box<[u8]>,
-    },
-    Import {
-        link: Arc<Wiring>,
-        import: Arc<Import>,
-    },
-    /// `inline_on`: on this thread a small transfer may be posted at once.
-    Post {
-        link: Arc<Wiring>,
-        plan: Arc<Bound>,
-        stripe: Stripe,
-        id: TransferId,
-        done: Ticket,
-        inline_on: Option<Thread>,
-    },
-    Notify {
-        link: Arc<Wiring>,
-        bytes: Box<[u8]>,
-        done: Ticket,
-    },
-    Cancel {
-        link: Arc<Wiring>,
-        id: TransferId,
-    },
-    Close {
-        link: Arc<Wiring>,
-    },
-    Revoke {
-        region: Arc<Registered<L>>,
-        done: Ticket,
-    },
-    Resume,
-    Shutdown {
-        done: Ticket,
-    },
-}
 
 pub(super) struct Machine<F: Fabric> {
     pub(super) name: &'static str,
@@ -102,29 +38,29 @@ pub(super) struct Machine<F: Fabric> {
     pub(super) process: ProcessId,
     pub(super) max_message: usize,
     pub(super) sessions: BTreeMap<u64, Session<F>>,
-    pub(super) held: Arc<Held>,
+    pub(super) held: Arc<SharedHeldBytes>,
     pub(super) links: BTreeMap<LinkId, u64>,
     /// Peers whose first message is not whole yet, by their numbers.
-    pub(super) greetings: HashMap<u64, Unheard>,
+    pub(super) unfinished_hellos: HashMap<u64, UnfinishedHello>,
     /// In boxes, which are moved instead of them.
-    pub(super) jobs: Slab<Box<Running<F>>>,
+    pub(super) jobs: Slab<Box<JobState<F>>>,
     pub(super) turns: WorkQueue<usize>,
     /// Jobs that wait for room in the library.
     pub(super) stalled: Vec<usize>,
     /// Sessions with something to be sent.
     pub(super) sending: Vec<u64>,
     /// By the numbers of the sessions whose peers hold the region.
-    pub(super) recalls: Recalls<u64, (Arc<Registered<F::Local>>, Ticket)>,
+    pub(super) recalls: Recalls<u64, (Arc<RegionRecord<F::Local>>, Ticket)>,
     /// Regions that every peer has let go of, and the library has not.
-    pub(super) released: Vec<(Arc<Registered<F::Local>>, Ticket)>,
+    pub(super) released: Vec<(Arc<RegionRecord<F::Local>>, Ticket)>,
     /// By the number of the session that was lost.
-    pub(super) unproven: HashMap<u64, Unproven>,
+    pub(super) lost_peers: HashMap<u64, LostPeer>,
     /// Notifications of foreign agents that found no room.
     pub(super) foreign_notices: ForeignNotices,
-    fabric_events: Vec<Event>,
+    pub(super) fabric_events: Vec<Event>,
     /// Wakes for the library's descriptors, and for the end of peers' processes.
     pub(super) poller: OwnedFd,
-    fds: [RawFd; 1],
+    pub(super) fds: [RawFd; 1],
     pub(super) next_look: Option<Instant>,
     /// Numbers of peers whose processes have ended, seen when there was nobody to tell.
     pub(super) ended: Vec<u64>,
@@ -133,8 +69,8 @@ pub(super) struct Machine<F: Fabric> {
     /// In this turn, something else was done than transfers that ended as they were posted.
     pub(super) left_something: bool,
     /// How the library wants to be scheduled, as it last said.
-    polled: Turn,
-    shutdown: Vec<Ticket>,
+    pub(super) polled: Turn,
+    pub(super) shutdown: Vec<Ticket>,
 }
 
 impl<F: Fabric> Machine<F> {
@@ -144,7 +80,7 @@ impl<F: Fabric> Machine<F> {
         fabric: F,
         regions: Arc<Regions<F::Local>>,
         address: Arc<dyn Fn() -> Result<Vec<u8>> + Send + Sync>,
-        held: Arc<Held>,
+        held: Arc<SharedHeldBytes>,
     ) -> Result<Self> {
         let poller = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(no_poller)?;
         for fd in fabric.fds() {
@@ -168,14 +104,14 @@ impl<F: Fabric> Machine<F> {
             sessions: BTreeMap::new(),
             held,
             links: BTreeMap::new(),
-            greetings: HashMap::new(),
+            unfinished_hellos: HashMap::new(),
             jobs: Slab::new(),
             turns: WorkQueue::default(),
             stalled: Vec::new(),
             sending: Vec::new(),
             recalls: Recalls::default(),
             released: Vec::new(),
-            unproven: HashMap::new(),
+            lost_peers: HashMap::new(),
             foreign_notices: ForeignNotices::default(),
             fabric_events: Vec::new(),
             fds: [poller.as_raw_fd()],
@@ -189,6 +125,11 @@ impl<F: Fabric> Machine<F> {
         })
     }
 
+    /// Has the clock look again by `at`.
+    pub(super) fn look_by(&mut self, at: Instant) {
+        look_by(&mut self.next_look, at);
+    }
+
     pub(super) fn error(
         &self,
         kind: ErrorKind,
@@ -199,6 +140,7 @@ impl<F: Fabric> Machine<F> {
 
     /// Sends a message, now or when the library has room.
     pub(super) fn send(&mut self, number: u64, message: &ControlMessage<'_>, out: &mut Outbox) {
+        // Expected: an earlier message of this turn ended the session.
         let Some(session) = self.sessions.get_mut(&number) else { return };
         match session.send(message, self.max_message) {
             Ok(()) => {
@@ -209,6 +151,7 @@ impl<F: Fabric> Machine<F> {
     }
 
     pub(super) fn push_out(&mut self, number: u64, out: &mut Outbox) -> usize {
+        // Expected: the session ended while its frames waited for room.
         let Some(session) = self.sessions.get_mut(&number) else { return 0 };
         match session.push_out(&mut self.fabric) {
             Ok(taken) => {
@@ -233,6 +176,7 @@ impl<F: Fabric> Machine<F> {
 
     /// Counts what a peer has us hold. One with too much loses the session.
     pub(super) fn count_held(&mut self, number: u64, out: &mut Outbox) {
+        // Expected: the message that was just taken ended the session.
         let Some(session) = self.sessions.get_mut(&number) else { return };
         let was = session.counted;
         let noted = session.note_held(&self.held);
@@ -286,237 +230,9 @@ impl<F: Fabric> Machine<F> {
         }
         taken
     }
-
-    fn take(&mut self, event: Event, out: &mut Outbox) {
-        match event {
-            Event::Message(frame) => self.take_frame(&frame, out),
-            Event::Ready(endpoint) => self.ready(endpoint, out),
-            Event::Changed(endpoint) => self.changed(endpoint, out),
-            Event::Broken { endpoint, why, gone } => self.lose(endpoint.0, why, gone, out),
-            Event::Completed { job, pieces, result } => self.moved(job, pieces, result, out),
-            Event::Flushed { job, result } => self.flushed(job, result, out),
-            Event::Notification { from, bytes } => self.take_foreign_notice(from, bytes),
-        }
-    }
-
-    /// A transfer was posted; `inline_on`: by this thread.
-    #[inline(always)]
-    pub(super) fn post(
-        &mut self,
-        number: u64,
-        transfer: Waiting,
-        inline_on: Option<Thread>,
-        out: &mut Outbox,
-    ) {
-        let Some(session) = self.sessions.get_mut(&number) else { return };
-        let mut remotes = Vec::with_capacity(transfer.plan.remotes().len());
-        for remote in transfer.plan.remotes() {
-            let import =
-                import_of(&remote.region).and_then(|import| session.imports.get(import.number));
-            match import {
-                Some(ImportState::Granted((held, _))) => remotes.push(Arc::clone(held)),
-                Some(ImportState::Refused(why)) => {
-                    return out.settle(transfer.done, Err(why.clone()));
-                }
-                Some(ImportState::Pending(_)) => {
-                    session.waiting.push(transfer);
-                    return self.after_work(number, out);
-                }
-                None => {
-                    let why = Error::new(
-                        ErrorKind::Closed,
-                        "the region was imported when the link was not up",
-                    );
-                    return out.settle(transfer.done, Err(why.with_backend(self.name)));
-                }
-            }
-        }
-        match Running::new(number, transfer, remotes, self.fabric.max_piece()) {
-            Ok(running) => self.start(running, inline_on == Some(Thread::this()), out),
-            Err((done, why)) => out.settle(done, Err(why)),
-        }
-    }
-
-    fn cancel(&mut self, number: u64, id: TransferId, out: &mut Outbox) {
-        let why = cancelled().with_backend(self.name);
-        let Some(session) = self.sessions.get_mut(&number) else { return };
-        if let Some(position) = session.waiting.iter().position(|waiting| waiting.id == id) {
-            out.settle(session.waiting.swap_remove(position).done, Err(why));
-            return self.after_work(number, out);
-        }
-        self.fail_jobs(|running| running.session == number && running.transfer == id, &why, out);
-    }
-
-    fn work(&mut self, queued: &Queued, out: &mut Outbox) -> usize {
-        if self.turns.is_empty() {
-            return 0;
-        }
-        let (mut moved, mut works, begun) = (0, 0, Instant::now());
-        while works == 0 || goes_on(moved, works, begun.elapsed(), queued.any()) {
-            let Some(key) = self.turns.next_turn() else { break };
-            works += 1;
-            moved += self.advance(key, out);
-        }
-        works
-    }
-
-    pub(super) fn poll(&mut self, out: &mut Outbox) -> usize {
-        let mut fabric_events = std::mem::take(&mut self.fabric_events);
-        self.polled = self.fabric.poll(&mut fabric_events);
-        let done = self.polled.done.max(fabric_events.len());
-        if !fabric_events.is_empty() {
-            self.unstall();
-        }
-        for event in fabric_events.drain(..) {
-            self.take(event, out);
-        }
-        self.fabric_events = fabric_events;
-        done
-    }
-
-    fn number_of(&self, link: &Wiring) -> Option<u64> {
-        let number = *self.links.get(&link.id)?;
-        self.sessions.get(&number).is_some_and(Session::is_up).then_some(number)
-    }
 }
 
-impl<F: Fabric> Progress for Machine<F> {
-    type Command = Command<F::Local>;
-
-    #[inline(always)]
-    fn command(&mut self, command: Self::Command, out: &mut Outbox) {
-        self.left_something |= !matches!(command, Command::Post { inline_on: Some(_), .. });
-        match command {
-            Command::Connect { link, address } => self.connect(link, &address, out),
-            Command::Update { link, address } => {
-                if let Some(number) = self.number_of(&link)
-                    && let Err(why) = self.fabric.update(EndpointId(number), &address)
-                {
-                    self.lose(number, why.with_backend(self.name), false, out);
-                }
-            }
-            Command::Import { link, import } => self.import(&link, &import, out),
-            Command::Post { link, plan, stripe, id, done, inline_on } => {
-                match self.number_of(&link) {
-                    Some(number) => {
-                        self.post(number, Waiting { plan, stripe, id, done }, inline_on, out)
-                    }
-                    None => {
-                        drop(plan);
-                        out.settle(done, Err(link.gone()));
-                    }
-                }
-            }
-            Command::Notify { link, bytes, done } => match self.number_of(&link) {
-                Some(number) => self.notify(number, bytes, done, out),
-                None => out.settle(done, Err(link.gone())),
-            },
-            Command::Cancel { link, id } => {
-                if let Some(number) = self.number_of(&link) {
-                    self.cancel(number, id, out);
-                }
-            }
-            Command::Close { link } => self.close(&link, out),
-            Command::Revoke { region, done } => self.revoke(region, done, out),
-            Command::Resume => self.resume(out),
-            Command::Shutdown { done } => self.shutdown.push(done),
-        }
-    }
-
-    fn progress(&mut self, queued: &Queued, out: &mut Outbox) -> Turn {
-        let left_something = std::mem::take(&mut self.left_something);
-        if std::mem::take(&mut self.lent_turn) {
-            return Turn { done: 0, left_nothing: !left_something, ..self.polled };
-        }
-        let done = self.poll(out) + self.take_ends(out) + self.send_waiting(out) + self.look(out);
-        let done = done + self.unregister(out) + self.work(queued, out);
-        Turn { done, left_nothing: false, ..self.polled }
-    }
-
-    fn arm(&mut self) -> Result<Armed> {
-        if !self.turns.is_empty() {
-            return Ok(Armed::Again);
-        }
-        self.see_ends();
-        if !self.ended.is_empty() {
-            return Ok(Armed::Again);
-        }
-        let waiting = !self.jobs.is_empty()
-            || !self.sending.is_empty()
-            || self.sessions.values().any(|session| {
-                !session.is_up()
-                    || session.imports.awaits_answer()
-                    || session.to_peer.awaits_answer()
-            });
-        let armed = self.fabric.arm(waiting)?;
-        let look = self.next_look.map(|at| at.saturating_duration_since(Instant::now()));
-        Ok(match armed {
-            Armed::Again | Armed::Busy => armed,
-            Armed::Sleep(longest) => Armed::Sleep(match (longest, look) {
-                (Some(a), Some(b)) => Some(a.min(b)),
-                (a, b) => a.or(b),
-            }),
-        })
-    }
-
-    fn fds(&self) -> &[RawFd] {
-        &self.fds
-    }
-
-    fn stop(&mut self, out: &mut Outbox) {
-        self.end_all(out);
-        for done in self.shutdown.drain(..) {
-            out.settle(done, Ok(()));
-        }
-    }
-
-    fn late(command: Self::Command) {
-        let closed = || Error::new(ErrorKind::Closed, "the transport has been shut down");
-        match command {
-            Command::Post { plan, done, .. } => {
-                drop(plan);
-                done.settle(Err(closed()));
-            }
-            Command::Notify { done, .. } => done.settle(Err(closed())),
-            Command::Shutdown { done } => done.settle(Ok(())),
-            Command::Revoke { region, done } => {
-                let id = region.id;
-                region.quarantine();
-                done.settle(Err(still_shared(id)));
-            }
-            _ => {}
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::hostile::machine;
-    use super::*;
-
-    #[test]
-    fn what_the_library_asks_for_reaches_the_reactor_also_after_a_turn_without_it() {
-        let (mut machine, queued, mut out) = (machine(), Queued::default(), Outbox::default());
-        assert!(!machine.progress(&queued, &mut out).own_thread_only);
-        machine.fabric.alone = true;
-        let turn = machine.progress(&queued, &mut out);
-        assert!(turn.own_thread_only && !turn.left_nothing);
-        machine.lent_turn = true;
-        let turn = machine.progress(&queued, &mut out);
-        assert!(turn.own_thread_only && turn.left_nothing && turn.done == 0);
-    }
-
-    #[test]
-    fn a_turn_that_moved_much_ends_for_a_command_and_any_turn_ends() {
-        let goes_on = |moved, works, micros, queued| {
-            goes_on(moved, works, Duration::from_micros(micros), queued)
-        };
-        assert!(goes_on(MUCH, 1, 20, false) && !goes_on(MUCH, 1, 20, true));
-        assert!(goes_on(MUCH - 1, 8, 20, true), "small ones cost too little to take a turn each");
-        assert!(
-            !goes_on(SLICE, 1, 20, false)
-                && !goes_on(0, WORKS, 20, false)
-                && !goes_on(0, 1, 50, false)
-        );
-    }
+/// Moves the time of the next look forward to `at`, if that is earlier.
+pub(super) fn look_by(next_look: &mut Option<Instant>, at: Instant) {
+    *next_look = Some(next_look.map_or(at, |next| next.min(at)));
 }

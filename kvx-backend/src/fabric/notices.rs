@@ -1,62 +1,21 @@
 //! Notifications, in both directions.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::reactor::Outbox;
-use kvx_core::transport::{Full, MAX_FOREIGN_NOTIFICATION};
 use kvx_core::{Incarnation, Result, Sender, Ticket};
 
-use super::Fabric;
+use super::library::Fabric;
 use super::machine::Machine;
 use crate::control::ControlMessage;
-
-/// The most notifications of foreign agents that wait for room, and their bytes.
-const MAX_HELD: (usize, usize) = (16 << 10, 64 << 20);
-
-/// Notifications of foreign agents that wait for room, the oldest first. Nothing holds such agents back.
-#[derive(Default)]
-pub(super) struct ForeignNotices {
-    queue: VecDeque<(Arc<str>, Vec<u8>)>,
-    bytes: usize,
-}
-
-impl ForeignNotices {
-    /// Errors: why it is dropped.
-    fn add(&mut self, from: Arc<str>, bytes: Vec<u8>) -> Result<(), String> {
-        let (count, room) = MAX_HELD;
-        let len = bytes.len();
-        if len > MAX_FOREIGN_NOTIFICATION {
-            return Err(format!(
-                "it has {len} bytes, and at most {MAX_FOREIGN_NOTIFICATION} are taken"
-            ));
-        }
-        if self.queue.len() >= count || self.bytes + len > room {
-            return Err(format!("{} wait already: take them faster", self.queue.len()));
-        }
-        self.bytes += len;
-        self.queue.push_back((from, bytes));
-        Ok(())
-    }
-
-    fn is_empty(&self) -> bool {
-        self.queue.is_empty()
-    }
-
-    /// Hands over as many as `deliver` takes.
-    fn deliver(&mut self, mut deliver: impl FnMut(&str, &[u8]) -> Result<(), Full>) {
-        while let Some((from, bytes)) = self.queue.front()
-            && deliver(from, bytes).is_ok()
-        {
-            self.bytes -= bytes.len();
-            self.queue.pop_front();
-        }
-    }
-}
+use crate::control::errors::closed;
 
 impl<F: Fabric> Machine<F> {
     pub(super) fn notify(&mut self, number: u64, bytes: Box<[u8]>, done: Ticket, out: &mut Outbox) {
-        let Some(session) = self.sessions.get_mut(&number) else { return };
+        let Some(session) = self.sessions.get_mut(&number) else {
+            debug_assert!(false, "a notification goes to session {number}, which has ended");
+            return out.settle(done, Err(closed().with_backend(self.name)));
+        };
         if let Err((done, why)) = session.to_peer.add(bytes, done) {
             return out.settle(done, Err(why.with_backend(self.name)));
         }
@@ -68,6 +27,7 @@ impl<F: Fabric> Machine<F> {
     }
 
     pub(super) fn send_notices(&mut self, number: u64, out: &mut Outbox) {
+        // Expected: the acknowledgement before this call ended the session.
         let Some(session) = self.sessions.get_mut(&number) else { return };
         if let Err(why) = session.send_notices(self.max_message) {
             return self.cut_off(number, why, out);
@@ -77,6 +37,7 @@ impl<F: Fabric> Machine<F> {
     }
 
     pub(super) fn notify_foreign(&mut self, number: u64, out: &mut Outbox) -> usize {
+        // Expected: the session ended while its notifications waited for room.
         let Some(session) = self.sessions.get_mut(&number) else { return 0 };
         let mut settled = Vec::new();
         session.notify_foreign(&mut self.fabric, &mut settled);
@@ -119,7 +80,10 @@ impl<F: Fabric> Machine<F> {
         bytes: &[u8],
         out: &mut Outbox,
     ) -> Result<()> {
-        let Some(session) = self.sessions.get_mut(&number) else { return Ok(()) };
+        let Some(session) = self.sessions.get_mut(&number) else {
+            debug_assert!(false, "a notification is taken for session {number}, which has ended");
+            return Ok(());
+        };
         let sender = session.peer.as_sender();
         if session.from_peer.take(notice, bytes, |bytes| self.events.notification(sender, bytes))? {
             self.send(number, &ControlMessage::Ack { notice }, out);
@@ -147,31 +111,5 @@ impl<F: Fabric> Machine<F> {
         self.foreign_notices.deliver(|name, bytes| {
             self.events.notification(Sender { name, incarnation: Incarnation([0; 16]) }, bytes)
         });
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_foreign_agents_send_is_bounded_and_none_is_stuck() {
-        let (mut held, from) = (ForeignNotices::default(), Arc::<str>::from("python"));
-        assert!(held.add(Arc::clone(&from), vec![0; MAX_FOREIGN_NOTIFICATION + 1]).is_err());
-        let fit = |held: &mut ForeignNotices, len| {
-            (0..=MAX_HELD.0)
-                .take_while(|_| held.add(Arc::clone(&from), vec![7; len]).is_ok())
-                .count()
-        };
-        assert_eq!(fit(&mut held, MAX_FOREIGN_NOTIFICATION), MAX_HELD.1 / MAX_FOREIGN_NOTIFICATION);
-        let mut room = 3;
-        held.deliver(|name, bytes| {
-            assert_eq!((name, bytes.len()), ("python", MAX_FOREIGN_NOTIFICATION));
-            room -= 1;
-            if room < 0 { Err(Full) } else { Ok(()) }
-        });
-        assert_eq!(fit(&mut held, MAX_FOREIGN_NOTIFICATION), 3);
-        held.deliver(|_, _| Ok(()));
-        assert_eq!((held.bytes, fit(&mut held, 1)), (0, MAX_HELD.0));
     }
 }

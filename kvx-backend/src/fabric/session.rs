@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use kvx_core::sync::Mutex;
 use kvx_core::{Error, ErrorKind, Identity, RegionId, Result, Ticket};
 
-use super::handle::{Import, Wiring};
-use super::jobs::Waiting;
+use super::job::PendingTransfer;
+use super::library::{EndpointId, Fabric, SendStatus};
+use super::shared_link::{Import, SharedLink};
 use super::stream::{Incoming, Outgoing};
-use super::{EndpointId, Fabric, SendStatus};
 use crate::control::proof::Claim;
 use crate::control::{
     ControlMessage, GrantedRegions, Greeting, HeldBytes, ImportedRegions, NoticesFromPeer,
@@ -26,9 +26,9 @@ pub(super) const LONG_SILENCE: Duration = Duration::from_secs(60);
 
 /// Whose memory a session counts as: of what it says it is; `None`: it has not confirmed its hello, and all such count
 /// as one.
-pub(super) type Whose = Option<Identity>;
+pub(super) type HeldBytesOwner = Option<Identity>;
 /// What peers have all lanes of a transport hold.
-pub(super) type Held = Mutex<HeldBytes<Whose>>;
+pub(super) type SharedHeldBytes = Mutex<HeldBytes<HeldBytesOwner>>;
 
 /// Where a session stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +44,18 @@ pub(super) enum Phase {
     Lost,
 }
 
+/// A peer whose first message is not whole yet.
+pub(super) struct UnfinishedHello {
+    pub(super) incoming: Incoming,
+    pub(super) until: Instant,
+}
+
+/// What a lost peer may still hold.
+pub(super) struct LostPeer {
+    pub(super) granted: GrantedRegions,
+    pub(super) process: Option<ProcessWatch>,
+}
+
 pub(super) struct Session<F: Fabric> {
     /// Its number, which is its endpoint's as well.
     pub(super) number: u64,
@@ -55,7 +67,7 @@ pub(super) struct Session<F: Fabric> {
     /// What the peer has to prove before the session is up.
     pub(super) awaited: Option<Claim>,
     /// The link it carries; `None` on the target's side.
-    pub(super) link: Option<Arc<Wiring>>,
+    pub(super) link: Option<Arc<SharedLink>>,
     /// Leads to an agent that is not kvx.
     pub(super) foreign: bool,
     /// The peer has said its last word: nothing needs to be broken off but what is still in flight.
@@ -71,7 +83,7 @@ pub(super) struct Session<F: Fabric> {
     /// Regions of the peer.
     pub(super) imports: ImportedRegions<Arc<Import>, (Arc<F::Remote>, RegionId)>,
     /// Transfers that wait for them.
-    pub(super) waiting: Vec<Waiting>,
+    pub(super) waiting: Vec<PendingTransfer>,
     /// Transfers under way.
     pub(super) jobs: usize,
     /// Regions that the peer wants back and transfers still use.
@@ -89,7 +101,7 @@ pub(super) struct Session<F: Fabric> {
 impl<F: Fabric> Session<F> {
     pub(super) fn new(
         number: u64,
-        link: Option<Arc<Wiring>>,
+        link: Option<Arc<SharedLink>>,
         peer: Identity,
         until: Instant,
     ) -> Self {
@@ -129,37 +141,37 @@ impl<F: Fabric> Session<F> {
         matches!(self.phase, Phase::Closing | Phase::Leaving(_) | Phase::Lost)
     }
 
-    fn whose(&self) -> Whose {
+    fn held_bytes_owner(&self) -> HeldBytesOwner {
         self.confirmed.then(|| self.peer.clone())
     }
 
     /// Whether it belongs to this peer, and has something.
-    pub(super) fn is_counted_for(&self, whose: &Whose) -> bool {
-        self.counted > 0 && self.whose() == *whose
+    pub(super) fn is_counted_for(&self, whose: &HeldBytesOwner) -> bool {
+        self.counted > 0 && self.held_bytes_owner() == *whose
     }
 
     /// Counts what its peer has us hold now. Errors: `Exhausted` for one that goes too far.
-    pub(super) fn note_held(&mut self, held: &Held) -> Result<()> {
+    pub(super) fn note_held(&mut self, held: &SharedHeldBytes) -> Result<()> {
         if self.link.is_some() {
             return Ok(()); // we began it, and it has bounds of its own
         }
         let bytes = self.incoming.held() + self.outgoing.held() + self.from_peer.held();
-        if HeldBytes::<Whose>::rounded_to_step(bytes) == self.counted {
+        if HeldBytes::<HeldBytesOwner>::rounded_to_step(bytes) == self.counted {
             return Ok(());
         }
-        held.lock().note(&self.whose(), &mut self.counted, bytes)
+        held.lock().note(&self.held_bytes_owner(), &mut self.counted, bytes)
     }
 
     /// It goes, or counts as another's from now on.
-    pub(super) fn let_go_of_held(&mut self, held: &Held) {
+    pub(super) fn release_held(&mut self, held: &SharedHeldBytes) {
         if self.counted > 0 {
-            held.lock().note(&self.whose(), &mut self.counted, 0).ok(); // too much for its others is seen with them
+            held.lock().note(&self.held_bytes_owner(), &mut self.counted, 0).ok(); // too much for its others is seen with them
         }
     }
 
     /// The peer that began it is up.
-    pub(super) fn confirm(&mut self, held: &Held) {
-        self.let_go_of_held(held);
+    pub(super) fn confirm(&mut self, held: &SharedHeldBytes) {
+        self.release_held(held);
         (self.phase, self.confirmed) = (Phase::Up, true);
     }
 
@@ -278,8 +290,8 @@ impl<F: Fabric> Session<F> {
 mod tests {
     use kvx_core::{MemoryKind, RegionKey};
 
-    use super::super::handle::RemoteMemory;
     use super::super::hostile::{Quiet, identity};
+    use super::super::shared_link::RemoteMemory;
     use super::*;
 
     #[test]

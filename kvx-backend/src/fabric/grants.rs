@@ -7,15 +7,21 @@ use crate::reactor::Outbox;
 use kvx_core::transport::RemoteSpec;
 use kvx_core::{RegionId, Result, Ticket};
 
-use super::handle::{Import, RemoteMemory, Wiring};
+use super::library::{EndpointId, Fabric, Unregister};
 use super::machine::Machine;
-use super::regions::Registered;
-use super::{EndpointId, Fabric, Unregister};
+use super::regions::RegionRecord;
+use super::shared_link::{Import, RemoteMemory, SharedLink};
 use crate::control::ControlMessage;
 use crate::control::errors::{malformed, revoked};
 
 impl<F: Fabric> Machine<F> {
-    pub(super) fn import(&mut self, link: &Arc<Wiring>, import: &Arc<Import>, out: &mut Outbox) {
+    pub(super) fn import(
+        &mut self,
+        link: &Arc<SharedLink>,
+        import: &Arc<Import>,
+        out: &mut Outbox,
+    ) {
+        // Expected: the link was lost or closed, or is not up yet: a transfer that uses the region fails.
         let Some(&number) = self.links.get(&link.id) else { return };
         let Some(session) = self.sessions.get_mut(&number).filter(|session| session.is_up()) else {
             return;
@@ -46,7 +52,10 @@ impl<F: Fabric> Machine<F> {
         out: &mut Outbox,
     ) -> Result<()> {
         let name = self.name;
-        let Some(session) = self.sessions.get_mut(&number) else { return Ok(()) };
+        let Some(session) = self.sessions.get_mut(&number) else {
+            debug_assert!(false, "an answer is taken for session {number}, which has ended");
+            return Ok(());
+        };
         let wanted = session.imports.answered(import)?;
         let made = answer.and_then(|()| match &wanted.what {
             RemoteMemory::Region { id, key, len, kind, export } => {
@@ -67,7 +76,7 @@ impl<F: Fabric> Machine<F> {
     /// A region of ours is revoked: everyone who was granted it is asked to let go.
     pub(super) fn revoke(
         &mut self,
-        region: Arc<Registered<F::Local>>,
+        region: Arc<RegionRecord<F::Local>>,
         done: Ticket,
         out: &mut Outbox,
     ) {
@@ -80,7 +89,7 @@ impl<F: Fabric> Machine<F> {
         }
         let asked: Vec<u64> = waiting.iter().copied().collect();
         waiting.extend(
-            self.unproven
+            self.lost_peers
                 .iter()
                 .filter(|(_, lost)| lost.granted.holds(id))
                 .map(|(number, _)| *number),
@@ -89,7 +98,7 @@ impl<F: Fabric> Machine<F> {
         for number in asked {
             self.send(number, &ControlMessage::Recall { id }, out);
         }
-        self.check_unproven(out);
+        self.check_lost_peers(out);
         self.finish_recalls(out);
     }
 
@@ -102,7 +111,7 @@ impl<F: Fabric> Machine<F> {
     pub(super) fn finish_recalls(&mut self, out: &mut Outbox) {
         for (region, done) in self.recalls.take_done(|_| false) {
             // The last lane does it for all.
-            if region.let_go() {
+            if region.release() {
                 self.released.push((region, done));
             } else {
                 out.settle(done, Ok(()));
@@ -122,7 +131,7 @@ impl<F: Fabric> Machine<F> {
                     continue;
                 }
                 Ok(Unregister::Now) => {
-                    region.give_back();
+                    region.free();
                     Ok(())
                 }
                 Err(why) => {
@@ -138,15 +147,19 @@ impl<F: Fabric> Machine<F> {
     /// The owner takes a region back that we were granted.
     pub(super) fn take_recall(&mut self, number: u64, id: RegionId, out: &mut Outbox) {
         let why = revoked(id).with_backend(self.name);
-        let Some(session) = self.sessions.get_mut(&number) else { return };
+        let Some(session) = self.sessions.get_mut(&number) else {
+            debug_assert!(false, "a recall is taken for session {number}, which has ended");
+            return;
+        };
         session.imports.recall(|(_, held)| *held == id, &why);
         session.recalled.insert(id);
         self.fail_jobs(|running| running.session == number && running.uses(id), &why, out);
-        self.let_go_of_recalled(number, out);
+        self.release_recalled(number, out);
     }
 
     /// Says which recalled regions no transfer uses any more.
-    pub(super) fn let_go_of_recalled(&mut self, number: u64, out: &mut Outbox) {
+    pub(super) fn release_recalled(&mut self, number: u64, out: &mut Outbox) {
+        // Expected: the session ended with the transfer that held the region up.
         let Some(session) = self.sessions.get_mut(&number) else { return };
         if session.recalled.is_empty() {
             return;
@@ -181,7 +194,7 @@ mod tests {
         let (end, done) = Completion::with_ticket();
         machine.fabric.busy = true;
         let mut out = Outbox::default();
-        machine.revoke(Arc::new(Registered::new(region, (), 1)), done, &mut out);
+        machine.revoke(Arc::new(RegionRecord::new(region, (), 1)), done, &mut out);
         assert_eq!(machine.progress(&Queued::default(), &mut out).done, 0, "nothing is done");
         assert!(matches!(machine.arm(), Ok(Armed::Sleep(None))), "it sleeps until it is woken");
         assert_eq!(kept.strong_count(), 1);

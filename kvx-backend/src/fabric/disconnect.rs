@@ -4,17 +4,18 @@ use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
+use rustix::io::Errno;
 
 use crate::reactor::Outbox;
 use kvx_core::transport::LinkState;
 use kvx_core::{Error, ErrorKind, RegionId};
 
-use super::handle::Wiring;
-use super::machine::Machine;
-use super::session::Phase;
-use super::{EndpointId, Fabric};
+use super::library::{EndpointId, Fabric};
+use super::machine::{Machine, look_by};
+use super::session::{LostPeer, Phase};
+use super::shared_link::SharedLink;
 use crate::control::errors::{closed, no_handshake, peer_died, peer_silent, still_shared};
-use crate::control::{ControlMessage, GrantedRegions, SilenceStatus};
+use crate::control::{ControlMessage, SilenceStatus};
 use crate::process::{ProcessId, ProcessWatch};
 
 /// How often peers are looked after while they owe an answer: their processes, if they can be seen, and their silence.
@@ -23,12 +24,6 @@ const BETWEEN_LOOKS: (Duration, Duration) = (Duration::from_millis(5), Duration:
 const FAREWELL: Duration = Duration::from_secs(5);
 /// How long a machine that ends waits for peers to let go.
 const LAST_PATIENCE: Duration = Duration::from_millis(150);
-
-/// What a lost peer may still hold.
-pub(super) struct Unproven {
-    pub(super) granted: GrantedRegions,
-    process: Option<ProcessWatch>,
-}
 
 /// What a look at the clock finds for a session.
 enum Due {
@@ -47,11 +42,12 @@ enum Due {
 impl<F: Fabric> Machine<F> {
     /// What follows when transfers or messages of a session have ended.
     pub(super) fn after_work(&mut self, number: u64, out: &mut Outbox) {
+        let interval = self.time_between_looks();
+        // Expected: the work itself ended the session, and removed it.
         let Some(session) = self.sessions.get_mut(&number) else { return };
         if let Some(now) = session.note_awaiting() {
-            self.look_by(now + self.time_between_looks());
+            look_by(&mut self.next_look, now + interval);
         }
-        let Some(session) = self.sessions.get_mut(&number) else { return };
         if session.jobs > 0 {
             return;
         }
@@ -71,35 +67,37 @@ impl<F: Fabric> Machine<F> {
 
     /// Lets a session go whose transfers have ended.
     pub(super) fn remove(&mut self, number: u64, out: &mut Outbox) {
+        // Expected: the look that found it due, or the work before, has removed it.
         let Some(mut session) = self.sessions.remove(&number) else { return };
-        session.let_go_of_held(&self.held);
+        session.release_held(&self.held);
         session.imports.clear();
         self.fabric.disconnect(EndpointId(number));
         if !session.granted.is_empty() {
-            self.unproven
-                .insert(number, Unproven { granted: session.granted, process: session.process });
-            self.check_unproven(out);
+            self.lost_peers
+                .insert(number, LostPeer { granted: session.granted, process: session.process });
+            self.check_lost_peers(out);
         }
     }
 
     /// Looks whether lost peers that hold regions of ours have ended.
-    pub(super) fn check_unproven(&mut self, out: &mut Outbox) {
-        let ended =
-            |unproven: &Unproven| unproven.process.as_ref().is_some_and(ProcessWatch::has_ended);
+    pub(super) fn check_lost_peers(&mut self, out: &mut Outbox) {
+        let ended = |lost: &LostPeer| lost.process.as_ref().is_some_and(ProcessWatch::has_ended);
         let gone: Vec<u64> = self
-            .unproven
+            .lost_peers
             .iter()
-            .filter(|(_, unproven)| ended(unproven))
+            .filter(|(_, lost)| ended(lost))
             .map(|(number, _)| *number)
             .collect();
         for number in gone {
-            self.unproven.remove(&number);
+            self.lost_peers.remove(&number);
             self.confirm(number, None, out);
         }
     }
 
     /// A peer cannot be reached any more. `gone`: it is certain that it reaches no memory of ours.
     pub(super) fn lose(&mut self, number: u64, why: Error, gone: bool, out: &mut Outbox) {
+        // Expected: the library reports a broken endpoint, or the kernel an ended process, after the
+        // session has been removed.
         let Some(session) = self.sessions.get_mut(&number) else { return };
         let gone = gone || session.process.as_ref().is_some_and(ProcessWatch::has_ended);
         if gone {
@@ -111,6 +109,7 @@ impl<F: Fabric> Machine<F> {
 
     /// The peer broke the protocol: nothing more is taken from it.
     pub(super) fn cut_off(&mut self, number: u64, why: Error, out: &mut Outbox) {
+        // Expected: the peer violated the protocol twice in one turn.
         let Some(session) = self.sessions.get(&number) else { return };
         if session.phase == Phase::Lost {
             return;
@@ -129,6 +128,7 @@ impl<F: Fabric> Machine<F> {
         phase: Phase,
         out: &mut Outbox,
     ) {
+        // Expected: `confirm` before this call removed the session with its last transfer.
         let Some(session) = self.sessions.get_mut(&number) else { return };
         let ending = session.is_ending();
         let (was, severs) = (session.phase, phase == Phase::Lost && session.phase != Phase::Lost);
@@ -163,17 +163,12 @@ impl<F: Fabric> Machine<F> {
         self.after_work(number, out);
     }
 
-    pub(super) fn close(&mut self, link: &Wiring, out: &mut Outbox) {
+    pub(super) fn close(&mut self, link: &SharedLink, out: &mut Outbox) {
         if let Some(number) = self.links.get(&link.id).copied() {
             // Where another lane was lost, that is why.
             let why = link.gone.get().cloned().unwrap_or_else(|| closed().with_backend(self.name));
             self.end(number, why, None, Phase::Closing, out);
         }
-    }
-
-    /// Has the clock look again by `at`.
-    pub(super) fn look_by(&mut self, at: Instant) {
-        self.next_look = Some(self.next_look.map_or(at, |next| next.min(at)));
     }
 
     fn time_between_looks(&self) -> Duration {
@@ -188,11 +183,11 @@ impl<F: Fabric> Machine<F> {
             return 0;
         }
         self.next_look = None;
-        self.greetings.retain(|_, greeting| greeting.until > now);
+        self.unfinished_hellos.retain(|_, greeting| greeting.until > now);
         let soon = now + self.time_between_looks();
         let mut due: Vec<(u64, Due)> = Vec::new();
         let mut again: Option<Instant> =
-            self.greetings.values().map(|greeting| greeting.until).min();
+            self.unfinished_hellos.values().map(|greeting| greeting.until).min();
         let mut look_at = |at: Instant| again = Some(again.map_or(at, |next| next.min(at)));
         for (number, session) in &mut self.sessions {
             let look = match session.phase {
@@ -240,7 +235,7 @@ impl<F: Fabric> Machine<F> {
                 }
             }
         }
-        self.check_unproven(out);
+        self.check_lost_peers(out);
         self.drop_greediest(out);
         self.look_at_lanes();
         1
@@ -278,7 +273,14 @@ impl<F: Fabric> Machine<F> {
             data: epoll::EventData::new_u64(0),
         }; 16];
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
-        let Ok(count) = epoll::wait(&self.poller, &mut events[..], Some(&now)) else { return };
+        let count = match epoll::wait(&self.poller, &mut events[..], Some(&now)) {
+            Ok(count) => count,
+            // Expected: a signal. The descriptors stay readable for the next call.
+            Err(Errno::INTR) => return,
+            Err(cause) => {
+                return tracing::error!(backend = self.name, %cause, "the ends of peers are not seen");
+            }
+        };
         self.ended.extend(
             events[..count].iter().map(|event| event.data.u64()).filter(|number| *number != 0),
         );
@@ -291,7 +293,7 @@ impl<F: Fabric> Machine<F> {
             self.peer_died(*number, out);
         }
         if !ended.is_empty() {
-            self.check_unproven(out);
+            self.check_lost_peers(out);
         }
         ended.len()
     }
@@ -340,7 +342,7 @@ impl<F: Fabric> Machine<F> {
                 shared.extend(session.granted.iter());
             }
         }
-        shared.extend(self.unproven.values().flat_map(|lost| lost.granted.iter()));
+        shared.extend(self.lost_peers.values().flat_map(|lost| lost.granted.iter()));
         let quiet = self.fabric.stop();
         if quiet {
             self.settle_all(why, out);
@@ -356,7 +358,7 @@ impl<F: Fabric> Machine<F> {
         for (region, done) in self.released.drain(..) {
             let result = if quiet { Ok(()) } else { Err(still_shared(region.id)) };
             if quiet {
-                region.give_back();
+                region.free();
             } else {
                 region.quarantine();
             }
@@ -365,8 +367,8 @@ impl<F: Fabric> Machine<F> {
         for region in self.regions.close() {
             if !quiet || shared.contains(&region.id) {
                 region.quarantine();
-            } else if region.let_go() {
-                region.give_back();
+            } else if region.release() {
+                region.free();
             }
         }
     }

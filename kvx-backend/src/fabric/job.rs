@@ -1,0 +1,219 @@
+//! Transfers under way: which pieces are still to be posted, and which have not ended.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use kvx_core::{Bound, Error, ErrorKind, Op, Result, Segment, Segments, Ticket, TransferId};
+
+use super::lanes::Stripe;
+use super::library::{EndpointId, Fabric, JobId};
+use super::regions::{RegionHandle, RegionRecord};
+
+/// A transfer, as [`Fabric::advance`] sees it.
+pub struct Job<'a, F: Fabric> {
+    pub(super) id: JobId,
+    pub(super) running: &'a mut JobState<F>,
+}
+
+impl<F: Fabric> Job<'_, F> {
+    /// Its number, to be reported with what has ended.
+    pub fn id(&self) -> JobId {
+        self.id
+    }
+
+    /// Where it goes.
+    pub fn endpoint(&self) -> EndpointId {
+        EndpointId(self.running.session)
+    }
+
+    /// Read or write.
+    pub fn op(&self) -> Op {
+        self.running.plan().op()
+    }
+
+    /// The whole plan; [`Bound::native`] keeps what a library prepares for it.
+    pub fn plan(&self) -> &Arc<Bound> {
+        self.running.plan()
+    }
+
+    /// The next piece to be posted; `None`: all of them have been given out.
+    #[inline]
+    pub fn next_piece(&mut self) -> Option<Segment> {
+        let running = &mut *self.running;
+        let next = running.put_back.pop().or_else(|| {
+            // Of a stripe, those between are other lanes'.
+            let skipped = std::mem::replace(&mut running.skip, running.stripe.of - 1);
+            running.segments.nth(skipped)
+        });
+        running.all_posted = next.is_none();
+        next
+    }
+
+    /// No room for this one, or for the rest of it: it comes next, before others that were put back.
+    pub fn put_back(&mut self, piece: Segment) {
+        self.running.put_back.push(piece);
+        self.running.all_posted = false;
+    }
+
+    /// A library that posts the plan by its own prepared lists has posted the last piece. Where it goes on with
+    /// pieces after some lists, it passes over those that the lists have posted.
+    pub fn finish_posting(&mut self) {
+        self.running.all_posted = true;
+    }
+
+    /// So many pieces were posted, and each is to be reported by [`Event::Completed`](super::Event::Completed). Those
+    /// that have ended within the call are neither counted nor reported.
+    #[inline]
+    pub fn add_in_flight(&mut self, pieces: u32) {
+        self.running.in_flight += u64::from(pieces);
+        self.running.posted |= pieces > 0;
+    }
+
+    /// Pieces ended within the call, and the peer's memory was reached by them: it is not silent.
+    #[inline]
+    pub fn note_contact(&mut self) {
+        self.running.reached = true;
+    }
+
+    /// Pieces whose end has not been reported.
+    pub fn in_flight(&self) -> u64 {
+        self.running.in_flight
+    }
+
+    /// What the library made of a local region, by its position in the plan.
+    #[inline]
+    pub fn local(&self, region: u32) -> &F::Local {
+        &self.running.locals[region as usize].0.local
+    }
+
+    /// The address of a piece in this process, or in the device's memory.
+    #[inline]
+    pub fn local_address(&self, piece: &Segment) -> u64 {
+        self.running.locals[piece.local_region as usize].1 + piece.local_offset
+    }
+
+    /// What the endpoint made of a remote region, by its position in the plan.
+    #[inline]
+    pub fn remote(&self, region: u32) -> &F::Remote {
+        &self.running.remotes[region as usize]
+    }
+
+    /// What the library keeps for this job.
+    pub fn state(&mut self) -> &mut F::State {
+        &mut self.running.state
+    }
+}
+
+/// A transfer whose regions are not all granted yet.
+pub(super) struct PendingTransfer {
+    pub(super) plan: Arc<Bound>,
+    pub(super) stripe: Stripe,
+    pub(super) id: TransferId,
+    pub(super) done: Ticket,
+}
+
+/// How far the flush of a write is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Flush {
+    NotYet,
+    Later,
+    Done,
+}
+
+/// A transfer whose pieces are being posted, or have not all ended.
+pub(super) struct JobState<F: Fabric> {
+    pub(super) session: u64,
+    pub(super) transfer: TransferId,
+    /// What is left of the plan, which they own.
+    pub(super) segments: Segments,
+    pub(super) stripe: Stripe,
+    /// Segments to be passed over before the next one.
+    pub(super) skip: usize,
+    pub(super) put_back: Vec<Segment>,
+    /// With their addresses.
+    pub(super) locals: Vec<(Arc<RegionRecord<F::Local>>, u64)>,
+    pub(super) remotes: Vec<Arc<F::Remote>>,
+    pub(super) state: F::State,
+    pub(super) left: u64,
+    pub(super) in_flight: u64,
+    pub(super) all_posted: bool,
+    pub(super) begun: bool,
+    /// In this turn.
+    pub(super) reached: bool,
+    /// A piece has been posted, at some time.
+    pub(super) posted: bool,
+    pub(super) flush: Flush,
+    pub(super) failed: Option<Error>,
+    pub(super) done: Ticket,
+}
+
+impl<F: Fabric> JobState<F> {
+    pub(super) fn new(
+        session: u64,
+        PendingTransfer { plan, stripe, id, done }: PendingTransfer,
+        remotes: Vec<Arc<F::Remote>>,
+        max_piece: u64,
+    ) -> Result<Box<Self>, (Ticket, Error)> {
+        let mut locals = Vec::with_capacity(plan.locals().len());
+        for local in plan.locals() {
+            let any: &dyn Any = &*local.region;
+            match any.downcast_ref::<RegionHandle<F::Local>>() {
+                Some(region) => locals.push((Arc::clone(&region.record), local.memory.address())),
+                None => {
+                    let why = "a region of another transport was bound to this link: report it";
+                    return Err((done, Error::new(ErrorKind::Invalid, why)));
+                }
+            }
+        }
+        Ok(Box::new(JobState {
+            session,
+            transfer: id,
+            left: plan.size().bytes / stripe.of as u64,
+            segments: Segments::new(plan, max_piece),
+            stripe,
+            skip: stripe.lane,
+            put_back: Vec::new(),
+            locals,
+            remotes,
+            state: F::State::default(),
+            in_flight: 0,
+            all_posted: false,
+            begun: false,
+            reached: false,
+            posted: false,
+            flush: Flush::NotYet,
+            failed: None,
+            done,
+        }))
+    }
+
+    fn plan(&self) -> &Arc<Bound> {
+        self.segments.bound()
+    }
+
+    /// Whether it uses the peer's region of this number.
+    pub(super) fn uses(&self, id: kvx_core::RegionId) -> bool {
+        self.plan().remotes().iter().any(|remote| remote.id == id)
+    }
+
+    pub(super) fn is_done(&self) -> bool {
+        self.in_flight == 0
+            && self.flush != Flush::Later
+            && (self.failed.is_some()
+                || self.all_posted && (self.op_is_read() || self.flush == Flush::Done))
+    }
+
+    /// Whether pieces of a write that has failed may still be on their way to the target.
+    pub(super) fn is_failed_on_its_way(&self) -> bool {
+        let failed = self.failed.is_some() && self.posted && self.in_flight == 0;
+        failed && !self.op_is_read() && self.flush == Flush::NotYet
+    }
+
+    pub(super) fn op_is_read(&self) -> bool {
+        self.plan().op() == Op::Read
+    }
+
+    pub(super) fn fail(&mut self, why: Error) {
+        self.failed.get_or_insert(why);
+    }
+}

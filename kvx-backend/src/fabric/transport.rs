@@ -1,0 +1,225 @@
+//! Opens a transport around a library; the handles of the transport and its regions.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use kvx_core::transport::{Context, Link, LocalRegion, PeerSection, RegionSpec, Transport};
+use kvx_core::{
+    Capabilities, Error, ErrorKind, Identity, Incarnation, LinkId, Result, Secret, Ticket,
+};
+
+use super::lanes;
+use super::library::{Fabric, Registrar};
+use super::link::{FabricLink, Lanes};
+use super::machine::Machine;
+use super::progress::Command;
+use super::regions::{RegionHandle, RegionRecord, Regions};
+use super::shared_link::SharedLink;
+use crate::control::proof::Keys;
+use crate::reactor::Reactor;
+
+/// What a transport is made of.
+pub struct Parts<F: Fabric> {
+    /// The backend's name.
+    pub name: &'static str,
+    /// What it promises, as the [`Factory`](kvx_core::transport::Factory) said.
+    pub capabilities: Capabilities,
+    /// How peers reach it: its section of the metadata. Asked for each generation, on the program's threads.
+    pub address: Box<dyn Fn() -> Result<Vec<u8>> + Send + Sync>,
+    /// The library.
+    pub fabric: F,
+    /// Where memory is registered.
+    pub registrar: Arc<dyn Registrar<F::Local>>,
+}
+
+/// A further part of a library, with a thread of its own.
+pub struct LaneParts<F: Fabric> {
+    /// How peers reach it, as in [`Parts`].
+    pub address: Box<dyn Fn() -> Result<Vec<u8>> + Send + Sync>,
+    /// The library.
+    pub fabric: F,
+}
+
+/// Starts the reactor around a library and gives the transport. Errors: `Exhausted` without a thread or a descriptor
+/// for it.
+pub fn open<F: Fabric>(context: Context, parts: Parts<F>) -> Result<Arc<dyn Transport>> {
+    start(context, parts, Vec::new())
+}
+
+/// As [`open`], with several parts of the library that work at the same time. Each serves every region, is linked
+/// with a part of the peer's, and may be given some of a [`Job`]'s pieces: they are to be taken from
+/// [`Job::next_piece`]. [`unregister`](Fabric::unregister) of a region is called by one of them, when all have let
+/// go.
+pub fn open_lanes<F: Fabric>(
+    context: Context,
+    first: Parts<F>,
+    more: Vec<LaneParts<F>>,
+) -> Result<Arc<dyn Transport>> {
+    start(context, first, more)
+}
+
+fn start<F: Fabric>(
+    context: Context,
+    first: Parts<F>,
+    more: Vec<LaneParts<F>>,
+) -> Result<Arc<dyn Transport>> {
+    let Parts { name, capabilities, address, fabric, registrar } = first;
+    let regions = Arc::new(Regions::new(1 + more.len()));
+    let held = Arc::default();
+    let lanes = std::iter::once(LaneParts { address, fabric }).chain(more).enumerate();
+    let lanes = lanes.map(|(number, LaneParts { address, fabric })| {
+        let address: Address = address.into();
+        let number = if number == 0 { String::new() } else { format!("/{number}") };
+        let thread = format!("kvx-{}{number} {}", name.to_ascii_lowercase(), context.agent.name);
+        let events = Arc::clone(&context.events);
+        let machine = Machine::new(
+            context.clone(),
+            name,
+            fabric,
+            Arc::clone(&regions),
+            Arc::clone(&address),
+            Arc::clone(&held),
+        )?;
+        Ok((Reactor::start(thread, machine, events)?, address))
+    });
+    let (reactors, addresses) =
+        lanes.collect::<Result<Vec<_>>>()?.into_iter().unzip::<_, _, Vec<_>, _>();
+    Ok(Arc::new(FabricTransport {
+        name,
+        lanes: reactors.into(),
+        capabilities: Arc::new(capabilities),
+        regions,
+        registrar,
+        addresses,
+        secret: context.secret,
+        closed: AtomicBool::new(false),
+    }))
+}
+
+type Address = Arc<dyn Fn() -> Result<Vec<u8>> + Send + Sync>;
+
+struct FabricTransport<F: Fabric> {
+    name: &'static str,
+    lanes: Lanes<F>,
+    capabilities: Arc<Capabilities>,
+    regions: Arc<Regions<F::Local>>,
+    registrar: Arc<dyn Registrar<F::Local>>,
+    addresses: Vec<Address>,
+    secret: Option<Secret>,
+    closed: AtomicBool,
+}
+
+impl<F: Fabric> FabricTransport<F> {
+    fn error(&self, kind: ErrorKind, sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
+        Error::new(kind, sentence).with_backend(self.name)
+    }
+
+    fn check_open(&self) -> Result<()> {
+        if self.closed.load(Ordering::Acquire) {
+            return Err(self.error(ErrorKind::Closed, "the transport has been shut down"));
+        }
+        Ok(())
+    }
+
+    /// Leads a link over the lanes to `addresses` in turn.
+    fn link(
+        &self,
+        id: LinkId,
+        peer: Identity,
+        addresses: &[&[u8]],
+        keys: Option<Keys>,
+    ) -> Arc<dyn Link> {
+        let foreign = keys.is_none();
+        let lanes = if foreign { &self.lanes[..1] } else { &self.lanes[..] };
+        let shared = Arc::new(SharedLink::new(id, peer, keys, lanes.len()));
+        for (lane, address) in lanes.iter().zip(addresses.iter().cycle()) {
+            let (link, address) = (Arc::clone(&shared), (*address).into());
+            lane.submit(Command::Connect { link, address });
+        }
+        Arc::new(FabricLink {
+            name: self.name,
+            lanes: Arc::clone(&self.lanes),
+            capabilities: Arc::clone(&self.capabilities),
+            shared,
+            foreign,
+            imports: AtomicU64::new(0),
+        })
+    }
+}
+
+// SAFETY: a `Fabric` touches local memory only for pieces that it has not reported, and the machine settles a ticket
+// when all pieces of its job have been; a region's memory is kept until every peer that was granted it has released it.
+unsafe impl<F: Fabric> Transport for FabricTransport<F> {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn address(&self) -> Result<Vec<u8>> {
+        lanes::encode(self.addresses.iter().map(|address| address()))
+            .map_err(|error| error.with_backend(self.name))
+    }
+
+    fn register(&self, region: RegionSpec) -> Result<Arc<dyn LocalRegion>> {
+        self.check_open()?;
+        let kind = region.memory.kind();
+        if !self.capabilities.local.contains(kind) {
+            let moves = self.capabilities.local;
+            return Err(self.error(
+                ErrorKind::Unsupported,
+                format!(
+                    "{} moves {moves} memory, and this is {kind} memory: use a backend that reaches it",
+                    self.name
+                ),
+            ));
+        }
+        let (local, export) = self
+            .registrar
+            .register(region.id, &region.memory)
+            .map_err(|error| error.with_backend(self.name))?;
+        let record = Arc::new(RegionRecord::new(region, local, self.lanes.len()));
+        self.regions.open(Arc::clone(&record));
+        let (lanes, regions) = (Arc::clone(&self.lanes), Arc::clone(&self.regions));
+        let revoke = Box::new(move |region: Arc<RegionRecord<F::Local>>, done| {
+            for (lane, done) in lanes.iter().zip(lanes::tickets(done, lanes.len())) {
+                lane.submit(Command::Revoke { region: Arc::clone(&region), done });
+            }
+        });
+        Ok(Arc::new(RegionHandle { record, export, regions, revoke }))
+    }
+
+    fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>> {
+        self.check_open()?;
+        let addresses =
+            lanes::decode(peer.address).map_err(|error| error.with_backend(self.name))?;
+        let keys = Keys::new(&peer.invitation, self.secret.as_ref());
+        Ok(self.link(id, peer.identity.clone(), &addresses, Some(keys)))
+    }
+
+    fn link_foreign(&self, id: LinkId, blob: &[u8]) -> Result<Arc<dyn Link>> {
+        self.check_open()?;
+        let nobody = Identity { name: "foreign agent".into(), incarnation: Incarnation([0; 16]) };
+        Ok(self.link(id, nobody, &[blob], None))
+    }
+
+    fn foreign_metadata(&self) -> Result<Vec<u8>> {
+        self.check_open()?;
+        let told =
+            self.registrar.foreign_metadata().map_err(|error| error.with_backend(self.name))?;
+        self.resume(); // a turn in which the library sees that somebody was told
+        Ok(told)
+    }
+
+    fn resume(&self) {
+        self.lanes.iter().for_each(|lane| lane.submit(Command::Resume));
+    }
+
+    fn shutdown(&self, done: Ticket) {
+        self.closed.store(true, Ordering::Release);
+        // A machine settles it with its last breath; if it is gone already, the ticket settles at once.
+        for (lane, done) in self.lanes.iter().zip(lanes::tickets(done, self.lanes.len())) {
+            lane.submit(Command::Shutdown { done });
+            lane.ask_to_stop();
+        }
+        self.lanes.iter().for_each(Reactor::stop);
+    }
+}

@@ -11,17 +11,21 @@ use kvx_backend::control::{
     NoticesToPeer, Silence,
 };
 use kvx_core::fork::Private;
-use kvx_core::{Bound, Error, ErrorKind, Identity, Memory, RegionId, Result, Ticket, TransferId};
+use kvx_core::{
+    Bound, Error, ErrorKind, Identity, Memory, RegionId, RegionKey, Result, Ticket, TransferId,
+};
 use rustix::io::Errno;
 
 use super::error::error;
 use super::host::PeerProcess;
-use super::inline::{Watched, Window};
-use super::link::{Import, Wiring};
-use super::memory::{self, CopyMethod, Held};
+use super::memory::{self, CopyMethod, Held, Regions};
 use super::messages::Message;
+use super::shared_link::{Import, Wiring};
 use super::socket::{self, Poller, Ready};
-use super::writes::Writes;
+use super::window::{Watched, Window};
+use super::writes::{Next, WINDOW, Writes};
+use crate::Settled;
+use crate::described::{Described, Side};
 
 /// The most messages that wait for a peer to read them; one that lets more pile up is cut off.
 const MAX_QUEUED: usize = 64 << 10;
@@ -46,6 +50,23 @@ pub(crate) enum Phase {
     Up,
     /// We hold nothing of the peer and send no more, but the peer has not proven yet that it holds nothing of ours.
     Leaving,
+}
+
+/// How a connection ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum End {
+    /// The other end is known to hold nothing of ours: its process has ended, or it has said that it sends no more,
+    /// which it does last of all.
+    Proven,
+    /// We end it; what the other end holds, it holds until it sees that.
+    Ours,
+}
+
+/// A link that waits for room in the peer's queue of clients.
+pub(crate) struct Connecting {
+    pub(crate) link: Arc<Wiring>,
+    pub(crate) socket: Vec<u8>,
+    pub(crate) until: Instant,
 }
 
 /// A packet that waits for room in the socket.
@@ -357,6 +378,46 @@ impl Connection {
             let ready = if wanted { Ready::IN | Ready::OUT } else { Ready::IN };
             if let Err(cause) = poller.change(self.socket.as_fd(), self.token, ready) {
                 tracing::error!(error = %cause, "SHM: a connection cannot be watched");
+            }
+        }
+    }
+
+    /// Begins a write whose remote regions were granted.
+    pub(crate) fn start_write(
+        &mut self,
+        poller: &Poller,
+        regions: &Regions,
+        id: TransferId,
+        plan: Arc<Bound>,
+        done: Ticket,
+    ) {
+        for local in plan.locals() {
+            if self.granted.grant(local.id) {
+                let reached = regions.reached(local.id, &local.memory);
+                let lend = Message::Lend { id: local.id, reached };
+                self.send_with(poller, lend, Some(Arc::clone(&local.memory)));
+            }
+        }
+        self.writes.start(id, plan, done);
+    }
+
+    /// Sends the parts that there is room for. Hands out the writes that have settled.
+    pub(crate) fn pump(&mut self, poller: &Poller, settled: &mut Vec<Settled>) {
+        while self.queued() < WINDOW {
+            match self.writes.next_part() {
+                None => break,
+                Some(Next::Settled(one)) => settled.push(one),
+                Some(Next::Part(write, plan, part)) => {
+                    let into = Described::of(&plan, &part, Side::Remote, |region| {
+                        let remote = plan.remote(region);
+                        (remote.id, remote.key)
+                    });
+                    // What was lent is known to the target by its number, on this connection only: no key is shown.
+                    let from = Described::of(&plan, &part, Side::Local, |region| {
+                        (plan.local(region).id, RegionKey([0; 16]))
+                    });
+                    self.send(poller, Message::Write { write, into, from });
+                }
             }
         }
     }

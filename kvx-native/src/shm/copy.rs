@@ -308,6 +308,24 @@ pub(crate) fn probe(pid: i32, probe: &super::messages::Probe, whom: &str) -> Res
     Ok(())
 }
 
+/// Whether the kernel lets other processes read this memory at all: what a driver maps into a process it may not.
+/// Errors: `Unsupported`.
+pub(crate) fn readable_by_others(memory: &kvx_core::Memory) -> Result<(), Error> {
+    let Some(last) = (memory.len() as u64).checked_sub(1) else { return Ok(()) };
+    let us = rustix::process::getpid().as_raw_nonzero().get();
+    for offset in [0, last] {
+        let mut byte = [0u8];
+        if let Err(Errno::FAULT) = read_exactly(us, memory.address() + offset, &mut byte) {
+            return Err(error(
+                kvx_core::ErrorKind::Unsupported,
+                "this memory cannot be read by other processes (a device's driver maps it): register a kvx pool, \
+                 or use TCP",
+            ));
+        }
+    }
+    Ok(())
+}
+
 /// The pieces of a read: what is remote flows into what is local.
 pub(crate) struct Reading(pub(crate) Segments);
 

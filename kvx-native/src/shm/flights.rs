@@ -1,5 +1,5 @@
 //! Copies that the machine does not make itself: reads and pulls with memory on either side that is a device's, or that
-//! is no pool of kvx's, for which there are [threads](super::copying).
+//! is no pool of kvx's, for which there are [threads](super::copy_threads).
 //!
 //! A flight is such a read or pull, moved in batches: its turns start them, and each that has landed makes room for
 //! the next. While one is under way the device or the thread may touch the memory of both sides, so whatever ends a
@@ -7,26 +7,22 @@
 //! the last batch has landed. A batch whose ticket the device loses never lands.
 
 use std::collections::HashMap;
-use std::sync::{Arc, OnceLock, Weak};
-use std::time::Instant;
+use std::sync::Arc;
 
 use kvx_backend::control::HeldBytes;
-use kvx_backend::reactor::Outbox;
 use kvx_core::memory::{Direction, Hop, Piece as Line};
 use kvx_core::sync::{Mutex, MutexGuard};
 use kvx_core::{
     DeviceAccess, Error, ErrorKind, Identity, Memory, RegionId, Result, Ticket, TransferId,
 };
 
+use super::completion::{BatchCompletion, BatchEnds, ReactorHandle};
 use super::connection::HeldBytesOwner;
 use super::copy::{CopyPiece, Stopped};
-use super::copying::{self, Batch, Copying, Sides};
+use super::copy_threads::{Batch, Copying, Sides};
 use super::error::error;
-use super::granting::forget;
 use super::host::PeerProcess;
 use super::memory::{CopyMethod, CopySource};
-use super::progress::{Command, Machine, Work};
-use super::transport::Opened;
 
 /// Bytes of a batch between a device and the host, about: what other transfers wait for.
 const COPY_BATCH: u64 = 4 << 20;
@@ -37,30 +33,7 @@ const THREAD_BATCH: u64 = 1 << 20;
 /// The most pieces of a batch.
 const MAX_PIECES: usize = 8192;
 /// Batches of one flight that are under way: the device always has the next.
-const DEPTH: usize = 4;
-
-/// The way to the machine from the thread of a device, or one that copies.
-#[derive(Default)]
-pub(crate) struct ReactorHandle(OnceLock<Weak<Opened>>);
-
-impl ReactorHandle {
-    pub(crate) fn is(&self, opened: &Arc<Opened>) {
-        self.0.set(Arc::downgrade(opened)).ok(); // once, when the transport opens
-    }
-
-    fn landed(&self, number: u64) {
-        if let Some(opened) = self.0.get().and_then(Weak::upgrade) {
-            opened.reactor.submit(Command::Landed { number });
-        }
-    }
-
-    /// The same, from a thread of ours, which saves the reactor's a wake-up.
-    fn landed_and_turn(&self, number: u64) {
-        if let Some(opened) = self.0.get().and_then(Weak::upgrade) {
-            opened.reactor.submit_and_turn(Command::Landed { number });
-        }
-    }
-}
+pub(crate) const DEPTH: usize = 4;
 
 /// What a flight is for.
 pub(crate) enum FlightPurpose {
@@ -103,13 +76,6 @@ impl Load {
             && targets.all(|target| target.shared_file().is_some());
         (!all_there).then_some(Mover::Thread)
     }
-}
-
-/// What devices and threads have said of batches.
-#[derive(Default)]
-struct BatchEnds {
-    landed: Vec<(u64, Result<(), Stopped>)>,
-    lost: bool,
 }
 
 /// Who moves a batch, and which way.
@@ -182,23 +148,23 @@ pub(crate) struct Flight {
     /// The connection whose peer's memory is read; `None`: it is gone.
     pub(crate) at: Option<usize>,
     /// Once that is gone: whose memory it counts as, and how much is counted.
-    counted: Option<(HeldBytesOwner, usize)>,
-    peer: Option<Identity>,
-    process: Arc<PeerProcess>,
+    pub(crate) counted: Option<(HeldBytesOwner, usize)>,
+    pub(crate) peer: Option<Identity>,
+    pub(crate) process: Arc<PeerProcess>,
     pub(crate) errand: FlightPurpose,
-    load: Load,
+    pub(crate) load: Load,
     /// A piece that did not go with the batch before it.
-    next: Option<CopyPiece>,
+    pub(crate) next: Option<CopyPiece>,
     /// Bytes that are in no batch yet.
-    left: u64,
-    moved: u64,
-    told: Arc<Mutex<BatchEnds>>,
-    under_way: usize,
-    queued: bool,
+    pub(crate) left: u64,
+    pub(crate) moved: u64,
+    pub(crate) told: Arc<Mutex<BatchEnds>>,
+    pub(crate) under_way: usize,
+    pub(crate) queued: bool,
     /// What it ends with if not with success; no further batch is started.
-    failed: Option<Error>,
+    pub(crate) failed: Option<Error>,
     /// A batch was lost: it never ends.
-    lost: bool,
+    pub(crate) lost: bool,
 }
 
 impl Flight {
@@ -229,7 +195,7 @@ impl Flight {
         }
     }
 
-    fn told(&self) -> MutexGuard<'_, BatchEnds> {
+    pub(crate) fn told(&self) -> MutexGuard<'_, BatchEnds> {
         self.told.lock()
     }
 
@@ -258,7 +224,7 @@ impl Flight {
     }
 
     /// Starts the next batch. Says how many bytes it has. Errors: as `batch`, and `Exhausted` without a thread for it.
-    fn start(
+    pub(crate) fn start(
         &mut self,
         number: u64,
         home: &Arc<ReactorHandle>,
@@ -304,62 +270,11 @@ impl Flight {
     }
 }
 
-/// Tells the machine of a batch.
-pub(crate) struct BatchCompletion {
-    told: Arc<Mutex<BatchEnds>>,
-    home: Arc<ReactorHandle>,
-    number: u64,
-    /// `None`: told.
-    bytes: Option<u64>,
-}
-
-impl BatchCompletion {
-    fn told(&self) -> MutexGuard<'_, BatchEnds> {
-        self.told.lock()
-    }
-
-    /// It was not begun, and the machine knows.
-    pub(crate) fn withdraw(mut self) {
-        self.bytes = None;
-    }
-
-    fn tell(mut self, result: Result<(), Stopped>) {
-        self.put(result);
-        self.home.landed(self.number);
-    }
-
-    /// From a thread of ours.
-    pub(crate) fn tell_and_turn(mut self, result: Result<(), Stopped>) {
-        self.put(result);
-        self.home.landed_and_turn(self.number);
-    }
-
-    /// Another of the flight follows at once, and is told of.
-    pub(crate) fn note(mut self, result: Result<(), Stopped>) {
-        self.put(result);
-    }
-
-    fn put(&mut self, result: Result<(), Stopped>) {
-        if let Some(bytes) = self.bytes.take() {
-            self.told().landed.push((bytes, result));
-        }
-    }
-}
-
-impl Drop for BatchCompletion {
-    fn drop(&mut self) {
-        if self.bytes.is_some() {
-            self.told().lost = true;
-            self.home.landed(self.number);
-        }
-    }
-}
-
 /// All flights of a machine, by number.
 #[derive(Default)]
 pub(crate) struct Flights {
-    open: HashMap<u64, Flight>,
-    next: u64,
+    pub(crate) open: HashMap<u64, Flight>,
+    pub(crate) next: u64,
     pub(crate) home: Arc<ReactorHandle>,
 }
 
@@ -413,7 +328,7 @@ impl Flights {
         self.of(|flight| !flight.lost)
     }
 
-    fn of(&self, which: impl Fn(&Flight) -> bool) -> Vec<u64> {
+    pub(crate) fn of(&self, which: impl Fn(&Flight) -> bool) -> Vec<u64> {
         self.open.iter().filter(|(_, flight)| which(flight)).map(|(number, _)| *number).collect()
     }
 
@@ -428,197 +343,5 @@ impl Flights {
             std::mem::forget(flight);
         }
         kept
-    }
-}
-
-impl Machine {
-    /// Takes a read or a pull that a device or a thread has to move. Gives its number.
-    pub(crate) fn take_off(&mut self, at: usize, errand: FlightPurpose, load: Load) -> u64 {
-        let number = self.flights.next;
-        self.flights.next += 1;
-        let flight = Flight {
-            at: Some(at),
-            counted: None,
-            peer: self.connections[at].peer.clone(),
-            process: Arc::clone(&self.connections[at].process),
-            errand,
-            left: load.bytes,
-            load,
-            next: None,
-            moved: 0,
-            told: Arc::default(),
-            under_way: 0,
-            queued: false,
-            failed: None,
-            lost: false,
-        };
-        self.flights.open.insert(number, flight);
-        self.queue_flight(number);
-        number
-    }
-
-    fn queue_flight(&mut self, number: u64) {
-        let Some(flight) = self.flights.open.get_mut(&number) else { return };
-        let has_more = flight.failed.is_none() && flight.left > 0;
-        if has_more && !flight.queued && flight.under_way < DEPTH {
-            flight.queued = true;
-            self.turns.push(Work::Flight(number), flight.left);
-        }
-    }
-
-    /// Starts a batch. Says how many bytes it has.
-    pub(crate) fn flight_turn(&mut self, number: u64, out: &mut Outbox) -> u64 {
-        let Some(flight) = self.flights.open.get_mut(&number) else { return 0 };
-        flight.queued = false;
-        if flight.failed.is_some() || flight.left == 0 {
-            return 0;
-        }
-        let started =
-            flight.start(number, &self.flights.home, &mut self.copying).unwrap_or_else(|why| {
-                flight.failed = Some(why);
-                0
-            });
-        if flight.load.mover == Mover::Thread {
-            self.look_by(Instant::now() + copying::STUCK);
-        }
-        self.queue_flight(number);
-        self.end_flight(number, out);
-        started
-    }
-
-    /// Batches of a flight have landed.
-    pub(crate) fn landed(&mut self, number: u64, out: &mut Outbox) {
-        let Some(flight) = self.flights.open.get_mut(&number) else { return };
-        let (landed, lost) = {
-            let mut told = flight.told();
-            (std::mem::take(&mut told.landed), told.lost)
-        };
-        let mut gone = false;
-        for (bytes, result) in landed {
-            flight.under_way -= 1;
-            match result {
-                Ok(()) => flight.moved += bytes,
-                Err(Stopped::OwnerGone) => gone = true,
-                Err(Stopped::Failed(why)) => {
-                    flight.failed.get_or_insert(why);
-                }
-            }
-        }
-        if lost && !std::mem::replace(&mut flight.lost, true) {
-            return self.lose_flight(number);
-        }
-        if let Some(at) = flight.at
-            && flight.failed.is_none()
-            && (gone || !self.connections[at].peer_lives())
-        {
-            // What was copied last does not count: it ends with the connection, and for the same reason.
-            self.other_end_gone(at, out);
-        }
-        self.queue_flight(number);
-        self.end_flight(number, out);
-    }
-
-    /// A device has lost a batch: it may touch both sides for ever.
-    fn lose_flight(&mut self, number: u64) {
-        let Some(flight) = self.flights.open.get_mut(&number) else { return };
-        let forgotten = error(
-            ErrorKind::Forgotten,
-            "a device, or a thread of kvx's, lost a copy: the memory on both sides is quarantined; report this as a \
-             bug of its crate",
-        );
-        tracing::error!(error = %forgotten, "SHM: a transfer never ends");
-        flight.failed.get_or_insert(forgotten);
-        if let FlightPurpose::Read { done, .. } = &mut flight.errand {
-            drop(done.take());
-        }
-        let into = flight.ours().to_vec();
-        for (region, done) in self.recalls.give_up(|id| into.contains(&id)) {
-            forget(region, done);
-        }
-    }
-
-    /// Starts no more batches of these flights. Those of which none is under way end at once.
-    pub(crate) fn stop_flights(
-        &mut self,
-        which: impl Fn(&Flight) -> bool,
-        why: &Error,
-        out: &mut Outbox,
-    ) {
-        for number in self.flights.of(which) {
-            if let Some(flight) = self.flights.open.get_mut(&number) {
-                flight.failed.get_or_insert_with(|| why.clone());
-                if flight.load.mover == Mover::Thread {
-                    flight.under_way -= self.copying.withdraw(number);
-                }
-            }
-            self.end_flight(number, out);
-        }
-    }
-
-    /// Looks after the copying threads: one that is stuck is replaced.
-    pub(crate) fn look_at_copies(&mut self, now: Instant) {
-        let (hung, again) = self.copying.look(now);
-        let hung: Vec<_> = hung.iter().filter_map(|number| self.flights.open.get(number)).collect();
-        if !hung.is_empty() {
-            self.hung.log(|| {
-                for flight in hung {
-                    let (peer, theirs, ours) = (&flight.peer, &flight.load.from, flight.ours());
-                    tracing::warn!(
-                        ?peer,
-                        ?theirs,
-                        ?ours,
-                        "SHM: a copy waits for a page that does not come (userfaultfd, a file whose server hangs): \
-                         its regions, and what goes on with this peer, wait with it"
-                    );
-                }
-            });
-        }
-        if let Some(again) = again {
-            self.look_by(again);
-        }
-    }
-
-    /// Ends a flight if nothing of it is under way and nothing more will be.
-    fn end_flight(&mut self, number: u64, out: &mut Outbox) {
-        let Some(flight) = self.flights.open.get(&number) else { return };
-        if flight.under_way > 0 || flight.failed.is_none() && flight.left > 0 {
-            return;
-        }
-        let Some(Flight { at, counted, errand, load, moved, failed, .. }) =
-            self.flights.open.remove(&number)
-        else {
-            return;
-        };
-        if let Some((whose, mut counted)) = counted {
-            self.held.note_all(&whose, &mut counted, 0).ok(); // it has less
-        }
-        drop(load); // the plan, and what was opened of the peer's
-        // "Unsupported" would say that nothing has moved.
-        let result = match failed {
-            None => Ok(()),
-            Some(why) if moved > 0 && why.kind() == ErrorKind::Unsupported => {
-                Err(why.with_kind(ErrorKind::Native))
-            }
-            Some(why) => Err(why),
-        };
-        match errand {
-            FlightPurpose::Read { done, .. } => {
-                if let Some(done) = done {
-                    out.settle(done, result);
-                }
-            }
-            FlightPurpose::Pull { write, cost, .. } => {
-                if let Some(at) = at {
-                    self.forget_pull(at, cost);
-                    if let Some(write) = write {
-                        self.answer(at, write, result);
-                    }
-                }
-                self.settle_recalls(out);
-            }
-        }
-        if let Some(at) = at {
-            self.release_landed(at, out);
-        }
     }
 }

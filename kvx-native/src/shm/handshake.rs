@@ -14,15 +14,14 @@ use kvx_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 
 use super::address::name_socket_name;
-use super::connection::{Connection, Phase};
+use super::connection::{Connecting, Connection, End, Phase};
 use super::copy;
-use super::ending::End;
 use super::error::{NAME, error, foreign_off, no_connection, refused};
 use super::host::{PeerProcess, our_uid};
-use super::link::{Reachability, Wiring};
+use super::machine::Machine;
 use super::messages::Probe;
-use super::progress::{LISTENERS, Machine, token};
-use super::socket::{self, Ready};
+use super::shared_link::{Reachability, Wiring};
+use super::socket::{self, Ready, token};
 
 /// How long a handshake may take, unless peers are to be lost earlier.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -34,13 +33,6 @@ const MAX_ACCEPTED: usize = if cfg!(test) { 64 } else { 4096 };
 const MAX_HALF_OPEN: usize = 256;
 /// The most clients accepted in one turn.
 const ACCEPT_BATCH: usize = 16;
-
-/// A link that waits for room in the peer's queue of clients.
-pub(crate) struct Connecting {
-    pub(crate) link: Arc<Wiring>,
-    socket: Vec<u8>,
-    until: Instant,
-}
 
 impl Machine {
     /// Begins a link.
@@ -330,12 +322,4 @@ fn check_user(process: &PeerProcess) -> Result<()> {
 fn lost(link: &Arc<Wiring>, reason: Error, out: &mut Outbox) {
     link.gone.set(reason.clone()).ok(); // the first reason stays
     out.link(link.id, LinkState::Lost(reason));
-}
-
-/// Opens the listeners: under a name that nobody can guess, and, if it is free, under the agent's own name.
-pub(crate) fn listen(random: &[u8], name: &[u8]) -> Result<[Option<Private>; LISTENERS]> {
-    let main = socket::listen(random)
-        .map_err(|cause| Error::os("no Unix socket: raise ulimit -n", cause))?;
-    // Another living agent of this name has it: then it is the one to answer.
-    Ok([Some(main), socket::listen(name).ok()])
 }

@@ -1,80 +1,36 @@
 //! A link to a peer of this host, as core holds it.
 
 use std::any::Any;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
 
-use kvx_backend::control::proof::Keys;
 use kvx_core::transport::{
     INLINE_BYTES, INLINE_SEGMENTS, Link, MAX_NOTIFICATION, PeerSection, RemoteRegion, RemoteSpec,
     Turn,
 };
-use kvx_core::{
-    Bound, Capabilities, Error, ErrorKind, Identity, LinkId, Op, RegionId, RegionKey, Result,
-    Ticket, TransferId,
-};
+use kvx_core::{Bound, Capabilities, ErrorKind, Op, Result, Ticket, TransferId};
 
+use super::endpoint::Endpoint;
 use super::error::error;
-use super::inline::{Shutter, read_inline};
+use super::inline::read_inline;
 use super::memory::{Reach, openers};
 use super::progress::Command;
-use super::transport::{Opened, ShmRegion};
+use super::shared_link::{Import, Reachability, Wiring};
+use super::window::Shutter;
 
 /// The most blocks of a write whose request is sent on the poster's thread.
 const SHORT_WRITE: u64 = 2048;
 
-/// What the handshake found out about foreign memory: whether each side can read the other's.
-#[derive(Debug)]
-pub(crate) struct Reachability {
-    /// Whether we can read the peer's.
-    pub(crate) ours: Result<()>,
-    /// Whether the peer can read ours.
-    pub(crate) theirs: Result<()>,
-}
-
-/// What a link's handle and the machine share.
-pub(crate) struct Wiring {
-    pub(crate) id: LinkId,
-    pub(crate) peer: Identity,
-    /// What we prove ourselves to the peer by.
-    pub(crate) keys: Keys,
-    /// Set before the link is reported up.
-    pub(crate) sight: OnceLock<Reachability>,
-    /// Set when it is gone.
-    pub(crate) gone: OnceLock<Error>,
-}
-
-impl Wiring {
-    /// Why nothing goes over this link any more.
-    pub(crate) fn gone(&self) -> Error {
-        self.gone.get().cloned().unwrap_or_else(|| error(ErrorKind::Closed, "the link is not up"))
-    }
-}
-
-/// A region of the peer as this link knows it. The machine holds what it was granted, under this number.
-#[derive(Debug)]
-pub(crate) struct Import {
-    pub(crate) number: u64,
-    pub(crate) id: RegionId,
-    pub(crate) key: RegionKey,
-    pub(crate) len: u64,
-    pub(crate) reach: Reach,
-    /// Open while it may be read.
-    pub(crate) shutter: Shutter,
-}
-
-impl RemoteRegion for Import {}
-
 /// The handle of a link.
 pub(crate) struct ShmLink {
-    opened: Arc<Opened>,
+    endpoint: Arc<Endpoint>,
     wiring: Arc<Wiring>,
     imports: AtomicU64,
 }
 
 impl ShmLink {
-    pub(crate) fn new(opened: Arc<Opened>, wiring: Arc<Wiring>) -> Self {
-        ShmLink { opened, wiring, imports: AtomicU64::new(0) }
+    pub(crate) fn new(endpoint: Arc<Endpoint>, wiring: Arc<Wiring>) -> Self {
+        ShmLink { endpoint, wiring, imports: AtomicU64::new(0) }
     }
 
     /// Whether who copies can read the memory that the bytes come from: we for a read, the peer for a write.
@@ -84,10 +40,9 @@ impl ShmLink {
                 let any: &dyn Any = &*remote.region;
                 any.downcast_ref::<Import>().is_none_or(|import| import.reach == Reach::Foreign)
             }),
-            Op::Write => plan.locals().iter().any(|local| {
-                let any: &dyn Any = &*local.region;
-                any.downcast_ref::<ShmRegion>().is_none_or(|region| region.reach == Reach::Foreign)
-            }),
+            Op::Write => {
+                plan.locals().iter().any(|local| Reach::of(&local.memory) == Reach::Foreign)
+            }
         };
         match (foreign, self.wiring.sight.get()) {
             (false, _) => Ok(()),
@@ -105,12 +60,12 @@ impl ShmLink {
 // which settles it itself afterwards. A peer that pulls a write has confirmed, or is dead, before the ticket settles.
 unsafe impl Link for ShmLink {
     fn capabilities(&self) -> Arc<Capabilities> {
-        Arc::clone(&self.opened.capabilities)
+        Arc::clone(&self.endpoint.capabilities)
     }
 
     fn describe(&self) -> String {
         let devices =
-            if self.opened.devices.is_empty() { "" } else { ", device memory by its driver" };
+            if self.endpoint.devices.is_empty() { "" } else { ", device memory by its driver" };
         match self.wiring.sight.get() {
             None => "shared memory, not up".to_owned(),
             Some(Reachability { ours: Ok(()), theirs: Ok(()) }) => {
@@ -142,7 +97,7 @@ unsafe impl Link for ShmLink {
         // Whether foreign memory can be read matters for reads only: a post says so.
         let reach = Reach::import(region.export)?;
         if let Reach::Device(owner) = reach {
-            openers(&self.opened.devices, Some(region.kind), owner)?;
+            openers(&self.endpoint.devices, Some(region.kind), owner)?;
         }
         let number = self.imports.fetch_add(1, Ordering::Relaxed);
         let import = Arc::new(Import {
@@ -154,7 +109,7 @@ unsafe impl Link for ShmLink {
             shutter: Shutter::default(),
         });
         let link = Arc::clone(&self.wiring);
-        self.opened.reactor.submit(Command::Import { link, import: Arc::clone(&import) });
+        self.endpoint.reactor.submit(Command::Import { link, import: Arc::clone(&import) });
         Ok(import)
     }
 
@@ -176,9 +131,15 @@ unsafe impl Link for ShmLink {
         let link = Arc::clone(&self.wiring);
         if small {
             let inline_on = Some(std::thread::current().id());
-            self.opened.reactor.submit_and_turn(Command::Post { link, plan, id, done, inline_on });
+            self.endpoint.reactor.submit_and_turn(Command::Post {
+                link,
+                plan,
+                id,
+                done,
+                inline_on,
+            });
         } else {
-            self.opened.reactor.submit(Command::Post { link, plan, id, done, inline_on: None });
+            self.endpoint.reactor.submit(Command::Post { link, plan, id, done, inline_on: None });
         }
     }
 
@@ -191,22 +152,22 @@ unsafe impl Link for ShmLink {
             )));
         }
         let link = Arc::clone(&self.wiring);
-        self.opened.reactor.submit(Command::Notify { link, bytes: bytes.into(), done });
+        self.endpoint.reactor.submit(Command::Notify { link, bytes: bytes.into(), done });
     }
 
     fn cancel(&self, id: TransferId) {
-        self.opened.reactor.submit(Command::Cancel { link: Arc::clone(&self.wiring), id });
+        self.endpoint.reactor.submit(Command::Cancel { link: Arc::clone(&self.wiring), id });
     }
 
     fn drive(&self) -> Turn {
-        self.opened.reactor.drive()
+        self.endpoint.reactor.drive()
     }
 
     fn stop_driving(&self) {
-        self.opened.reactor.stop_driving();
+        self.endpoint.reactor.stop_driving();
     }
 
     fn close(&self) {
-        self.opened.reactor.submit(Command::Close { link: Arc::clone(&self.wiring) });
+        self.endpoint.reactor.submit(Command::Close { link: Arc::clone(&self.wiring) });
     }
 }

@@ -13,6 +13,7 @@ use kvx_core::sync::{Mutex, MutexGuard};
 use kvx_core::transport::RegionSpec;
 use kvx_core::{
     DeviceAccess, DeviceId, Error, ErrorKind, Memory, MemoryKind, RegionId, RegionKey, Result,
+    Ticket,
 };
 use rustix::fs::SealFlags;
 use rustix::io::Errno;
@@ -141,6 +142,12 @@ impl Regions {
 pub(crate) struct Revoked {
     pub(crate) id: RegionId,
     _memory: Option<Arc<Memory>>,
+}
+
+/// A revocation whose end will never be known: the memory is never freed.
+pub(crate) fn forget(region: Revoked, done: Ticket) {
+    drop(done);
+    std::mem::forget(region);
 }
 
 /// A peer's pool in our address space, for reading only.
@@ -360,26 +367,6 @@ fn opened(
     Err(why.with_backend(NAME))
 }
 
-/// Whether the kernel lets other processes read this memory at all: what a driver maps into a process it may not.
-/// Errors: `Unsupported`.
-pub(crate) fn readable_by_others(memory: &Memory) -> Result<()> {
-    let Some(last) = (memory.len() as u64).checked_sub(1) else { return Ok(()) };
-    let us = rustix::process::getpid().as_raw_nonzero().get();
-    for offset in [0, last] {
-        let mut byte = [0u8];
-        if let Err(Errno::FAULT) =
-            super::copy::read_exactly(us, memory.address() + offset, &mut byte)
-        {
-            return Err(error(
-                ErrorKind::Unsupported,
-                "this memory cannot be read by other processes (a device's driver maps it): register a kvx pool, \
-                 or use TCP",
-            ));
-        }
-    }
-    Ok(())
-}
-
 /// How other processes open memory of a device; `None` for host memory. May block. Errors: the device's, `Unsupported`
 /// for memory that its driver does not share.
 pub(crate) fn shared_by_device(memory: &Memory) -> Result<Option<IpcHandle>> {
@@ -478,7 +465,7 @@ mod tests {
         ] {
             assert_eq!(Reach::of(&memory), reach);
             assert_eq!(Reach::import(&reach.export()).unwrap(), reach);
-            readable_by_others(&memory).unwrap();
+            super::super::copy::readable_by_others(&memory).unwrap();
         }
         let device = Reach::Device(DeviceId([9; 16]));
         assert_eq!(Reach::import(&device.export()).unwrap(), device);

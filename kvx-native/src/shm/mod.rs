@@ -2,23 +2,37 @@
 //!
 //! Nobody writes into memory that it does not own: the initiator of a read copies from the owner's memory into its
 //! own, and a write is pulled by the target's own thread. [`messages`] describes the protocol.
+//!
+//! The modules form layers, from the lowest to the highest; a module imports what stands before it:
+//!
+//! 1. values: `error`, `config`, `host`, `address`, [`messages`];
+//! 2. memory and copying: `memory`, `copy`, `completion`, `copy_threads`;
+//! 3. sockets and connections: `socket`, `window`, `shared_link`, `writes`, `connection`;
+//! 4. transfers: `inline`, `flights`, `work`;
+//! 5. the machine: `machine`, and what it does in `handshake`, `grants`, `reads`, `pulls`, `flight_turns`, `notices`
+//!    and `disconnect`;
+//! 6. the handles and the thread: `progress`, `endpoint`, `link`, `transport`.
 
 mod address;
+mod completion;
 mod config;
 mod connection;
 mod copy;
-mod copying;
-mod ending;
+mod copy_threads;
+mod disconnect;
+mod endpoint;
 mod error;
+mod flight_turns;
 mod flights;
 pub(crate) mod fuzz;
-mod granting;
+mod grants;
 mod handshake;
 mod host;
 #[cfg(test)]
 mod hostile;
 mod inline;
 mod link;
+mod machine;
 mod memory;
 mod messages;
 mod notices;
@@ -27,8 +41,11 @@ mod pair;
 mod progress;
 mod pulls;
 mod reads;
+mod shared_link;
 mod socket;
 mod transport;
+mod window;
+mod work;
 mod writes;
 
 pub use transport::Shm;

@@ -8,8 +8,8 @@ use kvx_core::{Result, Ticket};
 
 use super::connection::Connection;
 use super::error::NAME;
-use super::link::Wiring;
-use super::progress::Machine;
+use super::machine::Machine;
+use super::shared_link::Wiring;
 use super::socket::Poller;
 
 impl Connection {

@@ -1,43 +1,26 @@
 //! The machine behind the reactor's thread: commands, events, turns.
 
-use std::collections::{HashMap, VecDeque};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
+use kvx_backend::control::ControlMessage as Shared;
 use kvx_backend::control::errors::{cancelled, closed, malformed, peer_closed, peer_died};
-use kvx_backend::control::proof::Keys;
-use kvx_backend::control::{ControlMessage as Shared, HeldBytes, Recalls};
-use kvx_backend::rate_limit::RateLimited;
-use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn, WorkQueue, no_poller};
-use kvx_core::fork::Private;
-use kvx_core::transport::{Context, Events, LinkState};
-use kvx_core::{
-    Bound, DeviceAccess, Error, ErrorKind, Identity, LinkId, Result, Ticket, TransferId,
-};
-use slab::Slab;
+use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn};
+use kvx_core::transport::LinkState;
+use kvx_core::{Bound, Error, ErrorKind, Result, Ticket, TransferId};
 
-use super::address::{name_socket_name, random_socket_name};
-use super::config::Config;
-use super::connection::{Connection, HeldBytesOwner, Waiting};
-use super::copy::Copier;
-use super::copying::Copying;
-use super::ending::End;
+use super::connection::{Connection, End, HeldBytesOwner, Waiting};
 use super::error::{NAME, error, refused};
-use super::flights::{Flight, FlightPurpose, Flights, ReactorHandle};
-use super::granting::Populate;
-use super::handshake::{self, Connecting};
-use super::host;
-use super::link::{Import, Wiring};
-use super::memory::{Regions, Revoked};
+use super::flights::{Flight, FlightPurpose};
+use super::machine::Machine;
+use super::memory::Revoked;
 use super::messages::{MAX_MESSAGE, Message, Reached};
-use super::pulls::Pull;
-use super::reads::Read;
-use super::socket::{self, Poller, Ready, Received};
+use super::shared_link::{Import, Wiring};
+use super::socket::{self, Ready, Received, token};
+use super::work::Work;
 
-/// How many sockets a transport listens on.
-pub(crate) const LISTENERS: usize = 2;
 /// The most messages taken from one connection in a turn.
 const MESSAGES: usize = 32;
 /// Bytes of a turn that are more than a request or two.
@@ -47,34 +30,6 @@ const WORKS: usize = 32;
 
 /// How long files wait that the kernel does not take now.
 const CROWDED: Duration = Duration::from_millis(20);
-
-/// Which descriptor an event speaks of.
-pub(crate) mod token {
-    use super::LISTENERS;
-
-    pub(crate) fn socket(at: usize) -> u64 {
-        (LISTENERS + 2 * at) as u64
-    }
-
-    pub(crate) fn life(at: usize) -> u64 {
-        socket(at) + 1
-    }
-
-    pub(super) enum Which {
-        Listener(usize),
-        Socket(usize),
-        Life(usize),
-    }
-
-    pub(super) fn which(token: u64) -> Which {
-        let token = token as usize;
-        match token.checked_sub(LISTENERS) {
-            None => Which::Listener(token),
-            Some(rest) if rest % 2 == 0 => Which::Socket(rest / 2),
-            Some(rest) => Which::Life(rest / 2),
-        }
-    }
-}
 
 /// What other threads ask of the machine.
 pub(crate) enum Command {
@@ -111,7 +66,7 @@ pub(crate) enum Command {
         done: Ticket,
     },
     /// A device or a thread has ended a batch of this flight.
-    Landed {
+    BatchEnded {
         number: u64,
     },
     Resume,
@@ -120,114 +75,7 @@ pub(crate) enum Command {
     },
 }
 
-/// Work that takes turns.
-pub(crate) enum Work {
-    Read(Box<Read>),
-    Pull(Box<Pull>),
-    /// The next batch of a flight.
-    Flight(u64),
-}
-
-pub(crate) struct Machine {
-    pub(crate) me: Identity,
-    /// What peers prove to us by.
-    pub(crate) keys: Keys,
-    pub(crate) strangers: RateLimited,
-    pub(crate) config: Config,
-    pub(crate) events: Arc<dyn Events>,
-    pub(crate) peer_timeout: Duration,
-    pub(crate) regions: Arc<Regions>,
-    pub(crate) devices: Vec<Arc<dyn DeviceAccess>>,
-    pub(crate) flights: Flights,
-    /// What peers read to find out whether they may.
-    pub(crate) probe_bytes: Box<[u8; 32]>,
-    socket_name: Vec<u8>,
-    pub(crate) listeners: [Option<Private>; LISTENERS],
-    pub(crate) accepting: bool,
-    pub(crate) poller: Poller,
-    fds: [RawFd; 1],
-    pub(crate) connections: Slab<Connection>,
-    /// What peers have us hold.
-    pub(crate) held: HeldBytes<HeldBytesOwner>,
-    pub(crate) links: HashMap<LinkId, usize>,
-    pub(crate) connecting: Vec<Connecting>,
-    /// By the connections whose peers hold the region.
-    pub(crate) recalls: Recalls<usize, (Revoked, Ticket)>,
-    pub(crate) turns: WorkQueue<Work>,
-    /// Mappings to be made present while there is nothing else to do.
-    pub(crate) populates: VecDeque<Populate>,
-    pub(crate) copier: Copier,
-    pub(crate) copying: Copying,
-    /// Of copies that wait for a page.
-    pub(crate) hung: RateLimited,
-    buffer: Vec<u8>,
-    /// When to look at the clock; `None`: nothing depends on it.
-    pub(crate) next_look: Option<Instant>,
-    /// This turn was lent by a thread that posted a small read, which is done: nothing more is done on it.
-    pub(crate) lent_turn: bool,
-    /// Much has been moved since the machine last slept.
-    bursting: bool,
-    shutdown: Vec<Ticket>,
-}
-
 impl Machine {
-    pub(crate) fn new(context: Context, config: Config, regions: Arc<Regions>) -> Result<Self> {
-        let socket_name = random_socket_name()?;
-        let listeners = handshake::listen(&socket_name, &name_socket_name(&context.agent.name))?;
-        let poller = Poller::new().map_err(no_poller)?;
-        for (token, listener) in listeners.iter().enumerate() {
-            if let Some(listener) = listener {
-                poller.add(listener.as_fd(), token as u64, Ready::IN).map_err(no_poller)?;
-            }
-        }
-        let mut probe_bytes = Box::new([0; 32]);
-        probe_bytes[..16].copy_from_slice(&host::random()?);
-        probe_bytes[16..].copy_from_slice(&host::random()?);
-        let copying = Copying::of(&context.agent.name);
-        Ok(Machine {
-            keys: Keys::new(&context.invitation, context.secret.as_ref()),
-            strangers: RateLimited::default(),
-            me: context.agent,
-            config,
-            events: context.events,
-            peer_timeout: context.peer_timeout,
-            regions,
-            devices: context.devices,
-            flights: Flights::default(),
-            probe_bytes,
-            socket_name,
-            listeners,
-            accepting: true,
-            fds: [poller.fd().as_raw_fd()],
-            poller,
-            connections: Slab::new(),
-            held: HeldBytes::default(),
-            links: HashMap::new(),
-            connecting: Vec::new(),
-            recalls: Recalls::default(),
-            turns: WorkQueue::default(),
-            populates: VecDeque::new(),
-            copier: Copier::new(),
-            copying,
-            hung: RateLimited::default(),
-            buffer: vec![0; MAX_MESSAGE],
-            next_look: None,
-            lent_turn: false,
-            bursting: false,
-            shutdown: Vec::new(),
-        })
-    }
-
-    /// How a device's thread reaches it.
-    pub(crate) fn home(&self) -> Arc<ReactorHandle> {
-        Arc::clone(&self.flights.home)
-    }
-
-    /// Where it listens.
-    pub(crate) fn socket_name(&self) -> Vec<u8> {
-        self.socket_name.clone()
-    }
-
     /// Takes what the sockets have. Says how many events there were.
     pub(crate) fn handle_events(&mut self, out: &mut Outbox) -> usize {
         let ready = self.poller.take();
@@ -412,16 +260,6 @@ impl Machine {
         }
     }
 
-    /// Sends the parts of writes that there is room for, and settles the writes that are done.
-    pub(crate) fn pump(&mut self, at: usize, out: &mut Outbox) {
-        let mut settled = Vec::new();
-        self.connections[at].pump(&self.poller, &mut settled);
-        for (done, result) in settled {
-            out.settle(done, result);
-        }
-        self.note_awaiting(at);
-    }
-
     fn work(&mut self, out: &mut Outbox) -> usize {
         let (mut moved, mut works) = (0, 0);
         while moved < SLICE && works < WORKS {
@@ -452,7 +290,7 @@ impl Progress for Machine {
             Command::Cancel { link, id } => self.cancel(&link, id, out),
             Command::Close { link } => self.close(link.id, out),
             Command::Revoke { region, done } => self.revoke(region, done, out),
-            Command::Landed { number } => self.landed(number, out),
+            Command::BatchEnded { number } => self.landed(number, out),
             Command::Resume => self.resume(),
             Command::Shutdown { done } => self.shutdown.push(done),
         }
@@ -503,7 +341,7 @@ impl Progress for Machine {
             | Command::Import { .. }
             | Command::Cancel { .. }
             | Command::Close { .. }
-            | Command::Landed { .. }
+            | Command::BatchEnded { .. }
             | Command::Resume => {}
         }
     }

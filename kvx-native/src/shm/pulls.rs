@@ -1,18 +1,15 @@
 //! Writes on the target's side: our thread pulls the bytes into our own memory, after checking keys and bounds.
 
-use std::sync::Arc;
-
 use kvx_backend::control::Refusal;
 use kvx_backend::reactor::SLICE;
-use kvx_core::{Error, ErrorKind, Extents, Memory, RegionId, Result};
+use kvx_core::{Error, ErrorKind, Extents, Result};
 
 use super::copy::Pulling;
-use super::copying::Sides;
 use super::error::error;
-use super::flights::{FlightPurpose, Load, Mover};
-use super::memory::CopySource;
+use super::flights::Load;
+use super::machine::Machine;
 use super::messages::Message;
-use super::progress::{Machine, Work};
+use super::work::{Pull, Work};
 use super::writes::WINDOW;
 use crate::described::Described;
 
@@ -22,42 +19,6 @@ const NAMED: usize = 128;
 /// What keeping a described side of a part takes.
 fn cost(side: &Described) -> usize {
     side.kept() + side.regions.len() * NAMED
-}
-
-/// A part of a peer's write.
-pub(crate) struct Pull {
-    /// The connection it came over.
-    pub(crate) at: usize,
-    pub(crate) write: u64,
-    pieces: Pulling,
-    places: Vec<CopySource>,
-    targets: Vec<u64>,
-    /// The peer's regions that it reads from.
-    from: Vec<RegionId>,
-    /// Our regions that it writes to, and what keeps them.
-    into: Vec<(RegionId, Arc<Memory>)>,
-    left: u64,
-    /// What keeping it takes.
-    pub(crate) cost: usize,
-}
-
-impl Pull {
-    pub(crate) fn reads(&self, id: RegionId) -> bool {
-        self.from.contains(&id)
-    }
-
-    pub(crate) fn writes(&self, id: RegionId) -> bool {
-        self.into.iter().any(|(into, _)| *into == id)
-    }
-
-    /// The same for another to do.
-    fn flight(self, mover: Mover) -> (FlightPurpose, Load) {
-        let Pull { write, pieces, places, from, into, left, cost, .. } = self;
-        let (into, targets) = into.into_iter().unzip();
-        let sides = Arc::new(Sides { places, targets });
-        let load = Load { mover, pieces: Box::new(pieces), sides, from, bytes: left };
-        (FlightPurpose::Pull { write: Some(write), into, cost }, load)
-    }
 }
 
 impl Machine {

@@ -8,36 +8,18 @@ use kvx_backend::control::errors::{cancelled, closed};
 use kvx_backend::control::{ControlMessage as Shared, ImportState};
 use kvx_backend::reactor::{Outbox, SLICE};
 use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
-use kvx_core::{Bound, ErrorKind, Op, RegionId, Result, Ticket, TransferId};
+use kvx_core::{Bound, ErrorKind, Op, Result, TransferId};
 
 use super::connection::{Connection, Waiting};
 use super::copy::{MAX_BATCH, Reading};
-use super::copying::Sides;
+use super::copy_threads::Sides;
 use super::error::{NAME, error};
 use super::flights::{Flight, FlightPurpose, Load};
-use super::link::{Import, Wiring};
+use super::machine::Machine;
 use super::memory::{CopySource, Held};
 use super::messages::{Message, Reached};
-use super::progress::{Machine, Work};
-
-/// A read under way.
-pub(crate) struct Read {
-    /// The connection whose peer is read.
-    pub(crate) at: usize,
-    pub(crate) id: TransferId,
-    pieces: Reading,
-    places: Vec<CopySource>,
-    targets: Vec<u64>,
-    left: u64,
-    pub(crate) done: Ticket,
-}
-
-impl Read {
-    /// Whether it reads from the peer's region of this number.
-    pub(crate) fn reads(&self, id: RegionId) -> bool {
-        self.pieces.0.bound().remotes().iter().any(|remote| remote.id == id)
-    }
-}
+use super::shared_link::{Import, Wiring};
+use super::work::{Read, Work};
 
 /// Where a plan's remote regions stand.
 enum Grants {

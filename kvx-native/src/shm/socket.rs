@@ -21,6 +21,36 @@ const BACKLOG: i32 = 1024;
 /// Room for outgoing messages in the kernel; it grants what `net.core.wmem_max` allows.
 const SEND_BUFFER: usize = 4 << 20;
 
+/// How many sockets a transport listens on.
+pub(crate) const LISTENERS: usize = 2;
+/// Which descriptor an event speaks of.
+pub(crate) mod token {
+    use super::LISTENERS;
+
+    pub(crate) fn socket(at: usize) -> u64 {
+        (LISTENERS + 2 * at) as u64
+    }
+
+    pub(crate) fn life(at: usize) -> u64 {
+        socket(at) + 1
+    }
+
+    pub(crate) enum Which {
+        Listener(usize),
+        Socket(usize),
+        Life(usize),
+    }
+
+    pub(crate) fn which(token: u64) -> Which {
+        let token = token as usize;
+        match token.checked_sub(LISTENERS) {
+            None => Which::Listener(token),
+            Some(rest) if rest % 2 == 0 => Which::Socket(rest / 2),
+            Some(rest) => Which::Life(rest / 2),
+        }
+    }
+}
+
 fn fresh() -> Result<Private, Errno> {
     rustix::net::socket_with(
         AddressFamily::UNIX,
@@ -37,6 +67,17 @@ pub(crate) fn listen(name: &[u8]) -> Result<Private, Errno> {
     rustix::net::bind(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
     rustix::net::listen(&socket, BACKLOG)?;
     Ok(socket)
+}
+
+/// Opens the listeners: under a name that nobody can guess, and, if it is free, under the agent's own name.
+pub(crate) fn listen_twice(
+    random: &[u8],
+    name: &[u8],
+) -> kvx_core::Result<[Option<Private>; LISTENERS]> {
+    let main = listen(random)
+        .map_err(|cause| kvx_core::Error::os("no Unix socket: raise ulimit -n", cause))?;
+    // Another living agent of this name has it: then it is the one to answer.
+    Ok([Some(main), listen(name).ok()])
 }
 
 /// Connects to `name`. `CONNREFUSED`: nobody listens; `AGAIN`: too many wait, try again.

@@ -1,4 +1,4 @@
-//! The factory and the opened transport.
+//! The factory and the transport.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,18 +11,21 @@ use kvx_core::transport::{
     Transport,
 };
 use kvx_core::{
-    AutoOpen, Capabilities, DeviceAccess, ErrorKind, HungPageScope, Idle, Isolation, LinkId,
-    MemoryKinds, Options, PerOp, Placement, RegionId, Result, Revocation, Secret, Ticket,
-    Unavailable,
+    AutoOpen, Capabilities, ErrorKind, HungPageScope, Idle, Isolation, LinkId, MemoryKinds,
+    Options, PerOp, Placement, RegionId, Result, Revocation, Secret, Ticket, Unavailable,
 };
 
 use super::address::Address;
 use super::config::Config;
+use super::copy::readable_by_others;
+use super::endpoint::Endpoint;
 use super::error::{NAME, error};
 use super::host::Host;
-use super::link::{ShmLink, Wiring};
-use super::memory::{Reach, Regions, readable_by_others, shared_by_device};
-use super::progress::{Command, Machine};
+use super::link::ShmLink;
+use super::machine::Machine;
+use super::memory::{Reach, Regions, shared_by_device};
+use super::progress::Command;
+use super::shared_link::Wiring;
 
 /// Makes SHM transports: between processes of one user on one host.
 ///
@@ -88,35 +91,28 @@ impl Factory for Shm {
         let devices = context.devices.clone();
         let secret = context.secret.clone();
         let machine = Machine::new(context, config, Arc::clone(&regions))?;
-        let home = machine.home();
+        let handle = machine.reactor_handle();
         let address = Address { host, socket: machine.socket_name() };
         let reactor = Reactor::start(name, machine, events)?;
         let closed = AtomicBool::new(false);
         let capabilities = Arc::new(capabilities());
-        let opened =
-            Arc::new(Opened { reactor, capabilities, regions, devices, address, secret, closed });
-        home.is(&opened);
-        Ok(Arc::new(ShmTransport(opened)))
+        let endpoint = Arc::new(Endpoint { reactor, capabilities, regions, devices });
+        let weak = Arc::downgrade(&endpoint);
+        handle.set(weak);
+        Ok(Arc::new(ShmTransport { endpoint, address, secret, closed }))
     }
 }
 
-/// What the transport, its regions and its links share.
-pub(crate) struct Opened {
-    pub(crate) reactor: Reactor<Machine>,
-    pub(crate) capabilities: Arc<Capabilities>,
-    regions: Arc<Regions>,
-    /// The devices of this agent.
-    pub(crate) devices: Vec<Arc<dyn DeviceAccess>>,
+struct ShmTransport {
+    endpoint: Arc<Endpoint>,
     address: Address,
     secret: Option<Secret>,
     closed: AtomicBool,
 }
 
-struct ShmTransport(Arc<Opened>);
-
 impl ShmTransport {
     fn check_open(&self) -> Result<()> {
-        if self.0.closed.load(Ordering::Acquire) {
+        if self.closed.load(Ordering::Acquire) {
             return Err(error(ErrorKind::Closed, "the transport has been shut down"));
         }
         Ok(())
@@ -127,11 +123,11 @@ impl ShmTransport {
 // that by the machine until every peer that was granted it has let go of it or is dead.
 unsafe impl Transport for ShmTransport {
     fn capabilities(&self) -> &Capabilities {
-        &self.0.capabilities
+        &self.endpoint.capabilities
     }
 
     fn address(&self) -> Result<Vec<u8>> {
-        Ok(self.0.address.encode())
+        Ok(self.address.encode())
     }
 
     fn register(&self, region: RegionSpec) -> Result<Arc<dyn LocalRegion>> {
@@ -143,44 +139,43 @@ unsafe impl Transport for ShmTransport {
         }
         let handle = shared_by_device(memory)?;
         let id = region.id;
-        self.0.regions.open(region, handle);
-        Ok(Arc::new(ShmRegion { opened: Arc::clone(&self.0), id, reach, export: reach.export() }))
+        self.endpoint.regions.open(region, handle);
+        Ok(Arc::new(ShmRegion { endpoint: Arc::clone(&self.endpoint), id, export: reach.export() }))
     }
 
     fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>> {
         self.check_open()?;
         let address = Address::decode(peer.address)?;
-        self.0.address.host.reaches(&address.host)?;
+        self.address.host.reaches(&address.host)?;
         let wiring = Arc::new(Wiring {
             id,
             peer: peer.identity.clone(),
-            keys: Keys::new(&peer.invitation, self.0.secret.as_ref()),
+            keys: Keys::new(&peer.invitation, self.secret.as_ref()),
             sight: Default::default(),
             gone: Default::default(),
         });
-        self.0
+        self.endpoint
             .reactor
             .submit(Command::Connect { link: Arc::clone(&wiring), socket: address.socket });
-        Ok(Arc::new(ShmLink::new(Arc::clone(&self.0), wiring)))
+        Ok(Arc::new(ShmLink::new(Arc::clone(&self.endpoint), wiring)))
     }
 
     fn resume(&self) {
-        self.0.reactor.submit(Command::Resume);
+        self.endpoint.reactor.submit(Command::Resume);
     }
 
     fn shutdown(&self, done: Ticket) {
-        self.0.closed.store(true, Ordering::Release);
+        self.closed.store(true, Ordering::Release);
         // The machine settles it with its last breath; if it is gone already, the ticket settles at once.
-        self.0.reactor.submit(Command::Shutdown { done });
-        self.0.reactor.stop();
+        self.endpoint.reactor.submit(Command::Shutdown { done });
+        self.endpoint.reactor.stop();
     }
 }
 
 /// One of our regions.
-pub(crate) struct ShmRegion {
-    opened: Arc<Opened>,
-    pub(crate) id: RegionId,
-    pub(crate) reach: Reach,
+struct ShmRegion {
+    endpoint: Arc<Endpoint>,
+    id: RegionId,
     export: Vec<u8>,
 }
 
@@ -190,8 +185,8 @@ impl LocalRegion for ShmRegion {
     }
 
     fn revoke(&self, done: Ticket) {
-        match self.opened.regions.revoke(self.id) {
-            Ok(region) => self.opened.reactor.submit(Command::Revoke { region, done }),
+        match self.endpoint.regions.revoke(self.id) {
+            Ok(region) => self.endpoint.reactor.submit(Command::Revoke { region, done }),
             Err(unproven) => done.settle(Err(unproven)),
         }
     }

@@ -4,15 +4,12 @@ use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvx_core::{Bound, Error, ErrorKind, Pair, RegionKey, Result, Ticket, TransferId};
+use kvx_core::{Bound, Error, ErrorKind, Pair, Result, Ticket, TransferId};
 
-use super::connection::Connection;
 use super::error::error;
-use super::memory::Regions;
-use super::messages::{MAX_GRIDS, MAX_INDICES, Message};
-use super::socket::Poller;
+use super::messages::{MAX_GRIDS, MAX_INDICES};
 use crate::Settled;
-use crate::described::{self, Described, Part, Side};
+use crate::described::{self, Part};
 
 /// The most parts of one connection that are not answered.
 pub(crate) const WINDOW: usize = 64;
@@ -45,7 +42,7 @@ impl Writes {
         self.open.is_empty()
     }
 
-    fn start(&mut self, id: TransferId, plan: Arc<Bound>, done: Ticket) {
+    pub(crate) fn start(&mut self, id: TransferId, plan: Arc<Bound>, done: Ticket) {
         let parts = PartCutter::default();
         self.open.insert(
             id.0,
@@ -55,7 +52,7 @@ impl Writes {
     }
 
     /// The next part that may be sent, and what it belongs to. Settled: a write that turned out to have no parts left.
-    fn next_part(&mut self) -> Option<Next> {
+    pub(crate) fn next_part(&mut self) -> Option<Next> {
         while self.unanswered < WINDOW {
             let id = self.turns.pop_front()?;
             let Some(write) = self.open.get_mut(&id) else { continue };
@@ -156,51 +153,9 @@ impl Writes {
     }
 }
 
-enum Next {
+pub(crate) enum Next {
     Part(u64, Arc<Bound>, Part),
     Settled(Settled),
-}
-
-impl Connection {
-    /// Begins a write whose remote regions were granted.
-    pub(crate) fn start_write(
-        &mut self,
-        poller: &Poller,
-        regions: &Regions,
-        id: TransferId,
-        plan: Arc<Bound>,
-        done: Ticket,
-    ) {
-        for local in plan.locals() {
-            if self.granted.grant(local.id) {
-                let reached = regions.reached(local.id, &local.memory);
-                let lend = Message::Lend { id: local.id, reached };
-                self.send_with(poller, lend, Some(Arc::clone(&local.memory)));
-            }
-        }
-        self.writes.start(id, plan, done);
-    }
-
-    /// Sends the parts that there is room for. Hands out the writes that have settled.
-    pub(crate) fn pump(&mut self, poller: &Poller, settled: &mut Vec<Settled>) {
-        while self.queued() < WINDOW {
-            match self.writes.next_part() {
-                None => break,
-                Some(Next::Settled(one)) => settled.push(one),
-                Some(Next::Part(write, plan, part)) => {
-                    let into = Described::of(&plan, &part, Side::Remote, |region| {
-                        let remote = plan.remote(region);
-                        (remote.id, remote.key)
-                    });
-                    // What was lent is known to the target by its number, on this connection only: no key is shown.
-                    let from = Described::of(&plan, &part, Side::Local, |region| {
-                        (plan.local(region).id, RegionKey([0; 16]))
-                    });
-                    self.send(poller, Message::Write { write, into, from });
-                }
-            }
-        }
-    }
 }
 
 /// Cuts the pairs of a plan into parts that fit into a packet each.

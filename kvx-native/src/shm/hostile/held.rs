@@ -18,9 +18,9 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use super::{CUT_OFF, Raw, a_good_client_works, agent, invitation, socket_of, target};
 use crate::described::Described;
 use crate::shm::config::Config;
+use crate::shm::machine::Machine;
 use crate::shm::memory::Regions;
 use crate::shm::messages::{At, Message, Reached};
-use crate::shm::progress::Machine;
 use crate::shm::socket;
 
 /// Another process, as the kernel sees it: it has connected what we speak over, and sleeps.

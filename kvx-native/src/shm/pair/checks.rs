@@ -6,8 +6,8 @@ use kvx_core::{ErrorKind, Op};
 
 use super::end::Held;
 use super::{ORDERS, POISON, Pair, Place, Which, cut, indices};
-use crate::shm::link::Wiring;
 use crate::shm::progress::Command;
+use crate::shm::shared_link::Wiring;
 
 impl Pair {
     /// Whether nothing is under way.

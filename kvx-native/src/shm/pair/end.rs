@@ -14,9 +14,10 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::Place;
 use crate::shm::config::Config;
-use crate::shm::link::Wiring;
+use crate::shm::machine::Machine;
 use crate::shm::memory::Regions;
-use crate::shm::progress::{Command, Machine};
+use crate::shm::progress::Command;
+use crate::shm::shared_link::Wiring;
 
 /// Nothing here takes this long unless it hangs.
 pub(super) const CUT_OFF: Duration = Duration::from_secs(10);
@@ -136,7 +137,7 @@ impl End {
         );
         let landed = self.machine.flights.landed();
         for number in &landed {
-            self.command(Command::Landed { number: *number });
+            self.command(Command::BatchEnded { number: *number });
         }
         let mut out = Outbox::default();
         let done = self.machine.progress(&Queued::default(), &mut out).done + landed.len();

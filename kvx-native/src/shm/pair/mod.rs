@@ -22,9 +22,9 @@ use kvx_core::{
 use kvx_testkit::Random;
 
 use super::inline::read_inline;
-use super::link::{Import, Wiring};
 use super::memory::Reach;
 use super::progress::Command;
+use super::shared_link::{Import, Wiring};
 use end::{CUT_OFF, End, Held, Inbox, Outcome, wait_for_any};
 
 /// The blocks of a slot, and what they lie on.

@@ -4,32 +4,23 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use kvx_backend::control::errors::{closed, no_handshake, peer_closed, peer_died, peer_silent};
-use kvx_backend::control::{ControlMessage, Silence, SilenceStatus};
+use kvx_backend::control::{ControlMessage, SilenceStatus};
 use kvx_backend::reactor::Outbox;
 use kvx_core::transport::LinkState;
 use kvx_core::{Error, LinkId};
 
-use super::connection::Phase;
+use super::connection::{End, Phase};
 use super::error::{NAME, error};
 use super::flights::FlightPurpose;
-use super::progress::{Machine, Work};
+use super::machine::Machine;
 use super::socket;
+use super::work::Work;
 
 /// How long a machine that ends waits for peers to let go.
 const LAST_PATIENCE: Duration = Duration::from_millis(150);
 
 /// How often it looks meanwhile at copies of devices, which wake nobody any more.
 const LAST_LOOK: Duration = Duration::from_millis(1);
-
-/// How a connection ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum End {
-    /// The other end is known to hold nothing of ours: its process has ended, or it has said that it sends no more,
-    /// which it does last of all.
-    Proven,
-    /// We end it; what the other end holds, it holds until it sees that.
-    Ours,
-}
 
 impl Machine {
     /// Ends a connection: fails what is in flight and lets go of all that is the peer's. The rest, what the peer may
@@ -147,18 +138,6 @@ impl Machine {
         self.connecting.retain(|connecting| connecting.link.id != link);
     }
 
-    /// Has the clock look again by `at`.
-    pub(crate) fn look_by(&mut self, at: Instant) {
-        self.next_look = Some(self.next_look.map_or(at, |next| next.min(at)));
-    }
-
-    /// After what is in flight on a connection changed: the clock watches it while an answer is awaited.
-    pub(crate) fn note_awaiting(&mut self, at: usize) {
-        if let Some(now) = self.connections[at].note_awaiting() {
-            self.look_by(now + Silence::step(self.peer_timeout));
-        }
-    }
-
     /// Looks at the clock, if it is time.
     pub(crate) fn look(&mut self, out: &mut Outbox) -> usize {
         let Some(next) = self.next_look else { return 0 };
@@ -246,24 +225,6 @@ impl Machine {
                     "SHM: a peer may still read the memory of writes: it is quarantined"
                 );
             }
-        }
-    }
-}
-
-impl Work {
-    /// The connection it belongs to; flights know theirs by themselves.
-    pub(crate) fn connection(&self) -> Option<usize> {
-        match self {
-            Work::Read(read) => Some(read.at),
-            Work::Pull(pull) => Some(pull.at),
-            Work::Flight(_) => None,
-        }
-    }
-
-    /// Ends it; nobody here waits for a pull.
-    pub(crate) fn settle(self, reason: Error, out: &mut Outbox) {
-        if let Work::Read(read) = self {
-            out.settle(read.done, Err(reason));
         }
     }
 }

@@ -10,11 +10,12 @@ use kvx_backend::control::{ControlMessage, Refusal};
 use kvx_backend::reactor::Outbox;
 use kvx_core::{RegionId, RegionKey, Result, Ticket};
 
-use super::ending::End;
+use super::connection::End;
 use super::error::NAME;
-use super::memory::{CopyMethod, Held, Mapping, Revoked};
+use super::machine::Machine;
+use super::memory::{CopyMethod, Held, Revoked, forget};
 use super::messages::Reached;
-use super::progress::{Machine, Work};
+use super::work::{Populate, Work};
 
 /// The most regions that one peer may lend.
 const MAX_LENT: usize = 16 << 10;
@@ -23,20 +24,6 @@ const POPULATE_STEP: usize = 2 << 20;
 
 /// How often small reads are looked at that hold something up.
 const LOOK_THROUGH: Duration = Duration::from_millis(5);
-
-/// A revocation whose end will never be known.
-pub(crate) fn forget(region: Revoked, done: Ticket) {
-    drop(done);
-    std::mem::forget(region);
-}
-
-/// A mapping whose pages are being made present.
-pub(crate) struct Populate {
-    pub(crate) at: usize,
-    pub(crate) id: RegionId,
-    mapping: Arc<Mapping>,
-    from: usize,
-}
 
 impl Machine {
     /// A peer asks to read a region of ours.

@@ -14,9 +14,9 @@ use kvx_core::memory::Hop;
 use kvx_core::sync::{Condvar, Mutex, MutexGuard, pause_between_looks};
 use kvx_core::{Error, ErrorKind, Identity, Memory, Result};
 
+use super::completion::BatchCompletion;
 use super::copy::{Copier, Vectors};
 use super::error::NAME;
-use super::flights::BatchCompletion;
 use super::host::PeerProcess;
 use super::memory::CopySource;
 

@@ -1,0 +1,30 @@
+//! The running end of a transport: what its handle, its regions and its links share.
+
+use std::sync::Arc;
+
+use kvx_backend::reactor::Reactor;
+use kvx_core::{Capabilities, DeviceAccess};
+
+use super::completion::BatchEvents;
+use super::machine::Machine;
+use super::memory::Regions;
+use super::progress::Command;
+
+/// See the module.
+pub(crate) struct Endpoint {
+    pub(crate) reactor: Reactor<Machine>,
+    pub(crate) capabilities: Arc<Capabilities>,
+    pub(crate) regions: Arc<Regions>,
+    /// The devices of this agent.
+    pub(crate) devices: Vec<Arc<dyn DeviceAccess>>,
+}
+
+impl BatchEvents for Endpoint {
+    fn batch_ended(&self, number: u64) {
+        self.reactor.submit(Command::BatchEnded { number });
+    }
+
+    fn batch_ended_and_turn(&self, number: u64) {
+        self.reactor.submit_and_turn(Command::BatchEnded { number });
+    }
+}

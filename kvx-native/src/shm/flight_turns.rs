@@ -1,0 +1,207 @@
+//! The machine's part of flights: it starts their batches, and ends them.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvx_backend::reactor::Outbox;
+use kvx_core::{Error, ErrorKind};
+
+use super::copy::Stopped;
+use super::copy_threads;
+use super::error::error;
+use super::flights::{DEPTH, Flight, FlightPurpose, Load, Mover};
+use super::machine::Machine;
+use super::memory::forget;
+use super::work::Work;
+
+impl Machine {
+    /// Takes a read or a pull that a device or a thread has to move. Gives its number.
+    pub(crate) fn take_off(&mut self, at: usize, errand: FlightPurpose, load: Load) -> u64 {
+        let number = self.flights.next;
+        self.flights.next += 1;
+        let flight = Flight {
+            at: Some(at),
+            counted: None,
+            peer: self.connections[at].peer.clone(),
+            process: Arc::clone(&self.connections[at].process),
+            errand,
+            left: load.bytes,
+            load,
+            next: None,
+            moved: 0,
+            told: Arc::default(),
+            under_way: 0,
+            queued: false,
+            failed: None,
+            lost: false,
+        };
+        self.flights.open.insert(number, flight);
+        self.queue_flight(number);
+        number
+    }
+
+    fn queue_flight(&mut self, number: u64) {
+        let Some(flight) = self.flights.open.get_mut(&number) else { return };
+        let has_more = flight.failed.is_none() && flight.left > 0;
+        if has_more && !flight.queued && flight.under_way < DEPTH {
+            flight.queued = true;
+            self.turns.push(Work::Flight(number), flight.left);
+        }
+    }
+
+    /// Starts a batch. Says how many bytes it has.
+    pub(crate) fn flight_turn(&mut self, number: u64, out: &mut Outbox) -> u64 {
+        let Some(flight) = self.flights.open.get_mut(&number) else { return 0 };
+        flight.queued = false;
+        if flight.failed.is_some() || flight.left == 0 {
+            return 0;
+        }
+        let started =
+            flight.start(number, &self.flights.home, &mut self.copying).unwrap_or_else(|why| {
+                flight.failed = Some(why);
+                0
+            });
+        if flight.load.mover == Mover::Thread {
+            self.look_by(Instant::now() + copy_threads::STUCK);
+        }
+        self.queue_flight(number);
+        self.end_flight(number, out);
+        started
+    }
+
+    /// Batches of a flight have landed.
+    pub(crate) fn landed(&mut self, number: u64, out: &mut Outbox) {
+        let Some(flight) = self.flights.open.get_mut(&number) else { return };
+        let (landed, lost) = {
+            let mut told = flight.told();
+            (std::mem::take(&mut told.landed), told.lost)
+        };
+        let mut gone = false;
+        for (bytes, result) in landed {
+            flight.under_way -= 1;
+            match result {
+                Ok(()) => flight.moved += bytes,
+                Err(Stopped::OwnerGone) => gone = true,
+                Err(Stopped::Failed(why)) => {
+                    flight.failed.get_or_insert(why);
+                }
+            }
+        }
+        if lost && !std::mem::replace(&mut flight.lost, true) {
+            return self.lose_flight(number);
+        }
+        if let Some(at) = flight.at
+            && flight.failed.is_none()
+            && (gone || !self.connections[at].peer_lives())
+        {
+            // What was copied last does not count: it ends with the connection, and for the same reason.
+            self.other_end_gone(at, out);
+        }
+        self.queue_flight(number);
+        self.end_flight(number, out);
+    }
+
+    /// A device has lost a batch: it may touch both sides for ever.
+    fn lose_flight(&mut self, number: u64) {
+        let Some(flight) = self.flights.open.get_mut(&number) else { return };
+        let forgotten = error(
+            ErrorKind::Forgotten,
+            "a device, or a thread of kvx's, lost a copy: the memory on both sides is quarantined; report this as a \
+             bug of its crate",
+        );
+        tracing::error!(error = %forgotten, "SHM: a transfer never ends");
+        flight.failed.get_or_insert(forgotten);
+        if let FlightPurpose::Read { done, .. } = &mut flight.errand {
+            drop(done.take());
+        }
+        let into = flight.ours().to_vec();
+        for (region, done) in self.recalls.give_up(|id| into.contains(&id)) {
+            forget(region, done);
+        }
+    }
+
+    /// Starts no more batches of these flights. Those of which none is under way end at once.
+    pub(crate) fn stop_flights(
+        &mut self,
+        which: impl Fn(&Flight) -> bool,
+        why: &Error,
+        out: &mut Outbox,
+    ) {
+        for number in self.flights.of(which) {
+            if let Some(flight) = self.flights.open.get_mut(&number) {
+                flight.failed.get_or_insert_with(|| why.clone());
+                if flight.load.mover == Mover::Thread {
+                    flight.under_way -= self.copying.withdraw(number);
+                }
+            }
+            self.end_flight(number, out);
+        }
+    }
+
+    /// Looks after the copying threads: one that is stuck is replaced.
+    pub(crate) fn look_at_copies(&mut self, now: Instant) {
+        let (hung, again) = self.copying.look(now);
+        let hung: Vec<_> = hung.iter().filter_map(|number| self.flights.open.get(number)).collect();
+        if !hung.is_empty() {
+            self.hung.log(|| {
+                for flight in hung {
+                    let (peer, theirs, ours) = (&flight.peer, &flight.load.from, flight.ours());
+                    tracing::warn!(
+                        ?peer,
+                        ?theirs,
+                        ?ours,
+                        "SHM: a copy waits for a page that does not come (userfaultfd, a file whose server hangs): \
+                         its regions, and what goes on with this peer, wait with it"
+                    );
+                }
+            });
+        }
+        if let Some(again) = again {
+            self.look_by(again);
+        }
+    }
+
+    /// Ends a flight if nothing of it is under way and nothing more will be.
+    fn end_flight(&mut self, number: u64, out: &mut Outbox) {
+        let Some(flight) = self.flights.open.get(&number) else { return };
+        if flight.under_way > 0 || flight.failed.is_none() && flight.left > 0 {
+            return;
+        }
+        let Some(Flight { at, counted, errand, load, moved, failed, .. }) =
+            self.flights.open.remove(&number)
+        else {
+            return;
+        };
+        if let Some((whose, mut counted)) = counted {
+            self.held.note_all(&whose, &mut counted, 0).ok(); // it has less
+        }
+        drop(load); // the plan, and what was opened of the peer's
+        // "Unsupported" would say that nothing has moved.
+        let result = match failed {
+            None => Ok(()),
+            Some(why) if moved > 0 && why.kind() == ErrorKind::Unsupported => {
+                Err(why.with_kind(ErrorKind::Native))
+            }
+            Some(why) => Err(why),
+        };
+        match errand {
+            FlightPurpose::Read { done, .. } => {
+                if let Some(done) = done {
+                    out.settle(done, result);
+                }
+            }
+            FlightPurpose::Pull { write, cost, .. } => {
+                if let Some(at) = at {
+                    self.forget_pull(at, cost);
+                    if let Some(write) = write {
+                        self.answer(at, write, result);
+                    }
+                }
+                self.settle_recalls(out);
+            }
+        }
+        if let Some(at) = at {
+            self.release_landed(at, out);
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! The machine: its state, and its clock.
+
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_backend::control::proof::Keys;
+use kvx_backend::control::{HeldBytes, Recalls, Silence};
+use kvx_backend::rate_limit::RateLimited;
+use kvx_backend::reactor::{Outbox, WorkQueue, no_poller};
+use kvx_core::fork::Private;
+use kvx_core::transport::{Context, Events};
+use kvx_core::{DeviceAccess, Identity, LinkId, Result, Ticket};
+use slab::Slab;
+
+use super::address::{name_socket_name, random_socket_name};
+use super::completion::ReactorHandle;
+use super::config::Config;
+use super::connection::{Connecting, Connection, HeldBytesOwner};
+use super::copy::Copier;
+use super::copy_threads::Copying;
+use super::flights::Flights;
+use super::host;
+use super::memory::{Regions, Revoked};
+use super::messages::MAX_MESSAGE;
+use super::socket::{self, LISTENERS, Poller, Ready};
+use super::work::{Populate, Work};
+
+pub(crate) struct Machine {
+    pub(crate) me: Identity,
+    /// What peers prove to us by.
+    pub(crate) keys: Keys,
+    pub(crate) strangers: RateLimited,
+    pub(crate) config: Config,
+    pub(crate) events: Arc<dyn Events>,
+    pub(crate) peer_timeout: Duration,
+    pub(crate) regions: Arc<Regions>,
+    pub(crate) devices: Vec<Arc<dyn DeviceAccess>>,
+    pub(crate) flights: Flights,
+    /// What peers read to find out whether they may.
+    pub(crate) probe_bytes: Box<[u8; 32]>,
+    pub(crate) socket_name: Vec<u8>,
+    pub(crate) listeners: [Option<Private>; LISTENERS],
+    pub(crate) accepting: bool,
+    pub(crate) poller: Poller,
+    pub(crate) fds: [RawFd; 1],
+    pub(crate) connections: Slab<Connection>,
+    /// What peers have us hold.
+    pub(crate) held: HeldBytes<HeldBytesOwner>,
+    pub(crate) links: HashMap<LinkId, usize>,
+    pub(crate) connecting: Vec<Connecting>,
+    /// By the connections whose peers hold the region.
+    pub(crate) recalls: Recalls<usize, (Revoked, Ticket)>,
+    pub(crate) turns: WorkQueue<Work>,
+    /// Mappings to be made present while there is nothing else to do.
+    pub(crate) populates: VecDeque<Populate>,
+    pub(crate) copier: Copier,
+    pub(crate) copying: Copying,
+    /// Of copies that wait for a page.
+    pub(crate) hung: RateLimited,
+    pub(crate) buffer: Vec<u8>,
+    /// When to look at the clock; `None`: nothing depends on it.
+    pub(crate) next_look: Option<Instant>,
+    /// This turn was lent by a thread that posted a small read, which is done: nothing more is done on it.
+    pub(crate) lent_turn: bool,
+    /// Much has been moved since the machine last slept.
+    pub(crate) bursting: bool,
+    pub(crate) shutdown: Vec<Ticket>,
+}
+
+impl Machine {
+    pub(crate) fn new(context: Context, config: Config, regions: Arc<Regions>) -> Result<Self> {
+        let socket_name = random_socket_name()?;
+        let listeners = socket::listen_twice(&socket_name, &name_socket_name(&context.agent.name))?;
+        let poller = Poller::new().map_err(no_poller)?;
+        for (token, listener) in listeners.iter().enumerate() {
+            if let Some(listener) = listener {
+                poller.add(listener.as_fd(), token as u64, Ready::IN).map_err(no_poller)?;
+            }
+        }
+        let mut probe_bytes = Box::new([0; 32]);
+        probe_bytes[..16].copy_from_slice(&host::random()?);
+        probe_bytes[16..].copy_from_slice(&host::random()?);
+        let copying = Copying::of(&context.agent.name);
+        Ok(Machine {
+            keys: Keys::new(&context.invitation, context.secret.as_ref()),
+            strangers: RateLimited::default(),
+            me: context.agent,
+            config,
+            events: context.events,
+            peer_timeout: context.peer_timeout,
+            regions,
+            devices: context.devices,
+            flights: Flights::default(),
+            probe_bytes,
+            socket_name,
+            listeners,
+            accepting: true,
+            fds: [poller.fd().as_raw_fd()],
+            poller,
+            connections: Slab::new(),
+            held: HeldBytes::default(),
+            links: HashMap::new(),
+            connecting: Vec::new(),
+            recalls: Recalls::default(),
+            turns: WorkQueue::default(),
+            populates: VecDeque::new(),
+            copier: Copier::new(),
+            copying,
+            hung: RateLimited::default(),
+            buffer: vec![0; MAX_MESSAGE],
+            next_look: None,
+            lent_turn: false,
+            bursting: false,
+            shutdown: Vec::new(),
+        })
+    }
+
+    /// How a device's thread reaches it.
+    pub(crate) fn reactor_handle(&self) -> Arc<ReactorHandle> {
+        Arc::clone(&self.flights.home)
+    }
+
+    /// Where it listens.
+    pub(crate) fn socket_name(&self) -> Vec<u8> {
+        self.socket_name.clone()
+    }
+
+    /// Has the clock look again by `at`.
+    pub(crate) fn look_by(&mut self, at: Instant) {
+        self.next_look = Some(self.next_look.map_or(at, |next| next.min(at)));
+    }
+
+    /// After what is in flight on a connection changed: the clock watches it while an answer is awaited.
+    pub(crate) fn note_awaiting(&mut self, at: usize) {
+        if let Some(now) = self.connections[at].note_awaiting() {
+            self.look_by(now + Silence::step(self.peer_timeout));
+        }
+    }
+
+    /// Sends the parts of writes that there is room for, and settles the writes that are done.
+    pub(crate) fn pump(&mut self, at: usize, out: &mut Outbox) {
+        let mut settled = Vec::new();
+        self.connections[at].pump(&self.poller, &mut settled);
+        for (done, result) in settled {
+            out.settle(done, result);
+        }
+        self.note_awaiting(at);
+    }
+}

@@ -1,0 +1,53 @@
+//! The state that a link's handle shares with the machine, and the regions that it imports.
+
+use std::sync::OnceLock;
+
+use kvx_backend::control::proof::Keys;
+use kvx_core::transport::RemoteRegion;
+use kvx_core::{Error, ErrorKind, Identity, LinkId, RegionId, RegionKey, Result};
+
+use super::error::error;
+use super::memory::Reach;
+use super::window::Shutter;
+
+/// What the handshake found out about foreign memory: whether each side can read the other's.
+#[derive(Debug)]
+pub(crate) struct Reachability {
+    /// Whether we can read the peer's.
+    pub(crate) ours: Result<()>,
+    /// Whether the peer can read ours.
+    pub(crate) theirs: Result<()>,
+}
+
+/// What a link's handle and the machine share.
+pub(crate) struct Wiring {
+    pub(crate) id: LinkId,
+    pub(crate) peer: Identity,
+    /// What we prove ourselves to the peer by.
+    pub(crate) keys: Keys,
+    /// Set before the link is reported up.
+    pub(crate) sight: OnceLock<Reachability>,
+    /// Set when it is gone.
+    pub(crate) gone: OnceLock<Error>,
+}
+
+impl Wiring {
+    /// Why nothing goes over this link any more.
+    pub(crate) fn gone(&self) -> Error {
+        self.gone.get().cloned().unwrap_or_else(|| error(ErrorKind::Closed, "the link is not up"))
+    }
+}
+
+/// A region of the peer as this link knows it. The machine holds what it was granted, under this number.
+#[derive(Debug)]
+pub(crate) struct Import {
+    pub(crate) number: u64,
+    pub(crate) id: RegionId,
+    pub(crate) key: RegionKey,
+    pub(crate) len: u64,
+    pub(crate) reach: Reach,
+    /// Open while it may be read.
+    pub(crate) shutter: Shutter,
+}
+
+impl RemoteRegion for Import {}

@@ -1,0 +1,85 @@
+//! Regions of a peer as posters may see them, and how the machine takes them back.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, TryLockError};
+
+use kvx_core::fork::Private;
+use kvx_core::sync::pause_between_looks;
+
+use super::host::PeerProcess;
+use super::memory::CopySource;
+
+/// The process whose memory is read, and a socket by which it is known to be still the same.
+#[derive(Debug)]
+pub(crate) struct Watched {
+    pub(crate) process: Arc<PeerProcess>,
+    pub(crate) socket: Private,
+}
+
+/// A granted region as posters see it.
+#[derive(Debug)]
+pub(crate) struct Window {
+    pub(crate) place: CopySource,
+    /// Whose memory it is, if it is not mapped here.
+    pub(crate) owner: Option<Arc<Watched>>,
+}
+
+/// Open while the region may be read. The machine shuts it before it lets go of the region: nobody begins a copy after
+/// that, and the region is let go of when none is under way: at most 64 KiB each, but a page may be long in coming.
+#[derive(Debug, Default)]
+pub(crate) struct Shutter {
+    window: RwLock<Option<Window>>,
+    shut: AtomicBool,
+}
+
+/// Looks for the end of copies that are under way, before other things are done meanwhile.
+const LOOKS: u32 = 200;
+
+impl Shutter {
+    pub(crate) fn open(&self, window: Window) {
+        // Nobody holds it for more than a look before it is open.
+        *self.window.write().unwrap_or_else(PoisonError::into_inner) = Some(window);
+    }
+
+    /// Says whether no copy is under way any more; if not, it is to be asked [again](Self::is_free).
+    pub(crate) fn shut(&self) -> bool {
+        self.shut.store(true, Ordering::SeqCst);
+        for looks in 0..LOOKS {
+            if self.is_free() {
+                return true;
+            }
+            pause_between_looks(looks);
+        }
+        false
+    }
+
+    /// The same, asked again: whether no copy is under way now.
+    pub(crate) fn is_free(&self) -> bool {
+        match self.window.try_write() {
+            Ok(mut window) => drop(window.take()),
+            Err(TryLockError::Poisoned(poisoned)) => drop(poisoned.into_inner().take()),
+            Err(TryLockError::WouldBlock) => return false,
+        }
+        true
+    }
+
+    /// Without waiting; `None` if it is shut or being shut.
+    pub(crate) fn look(&self) -> Option<View<'_>> {
+        let window = self.window.try_read().ok()?;
+        let view = View { window, shut: &self.shut };
+        (view.window.is_some() && !view.is_shut()).then_some(view)
+    }
+}
+
+/// An open window, which stays as it is meanwhile.
+pub(crate) struct View<'a> {
+    pub(crate) window: RwLockReadGuard<'a, Option<Window>>,
+    shut: &'a AtomicBool,
+}
+
+impl View<'_> {
+    /// Whether it has been shut meanwhile.
+    pub(crate) fn is_shut(&self) -> bool {
+        self.shut.load(Ordering::SeqCst)
+    }
+}

@@ -24,7 +24,7 @@ pub struct Seals {
 
 impl Seals {
     pub(crate) fn of(ours: &[u8; KEY], theirs: &[u8; KEY]) -> Self {
-        Seals { sealer: Sealer(OneWay::of(ours)), opener: Opener(OneWay::of(theirs)) }
+        Seals { sealer: Sealer(Direction::of(ours)), opener: Opener(Direction::of(theirs)) }
     }
 }
 
@@ -35,15 +35,15 @@ impl fmt::Debug for Seals {
 }
 
 /// The messages of one direction.
-struct OneWay {
+struct Direction {
     cipher: AesGcm,
     /// Of the next message.
     number: u64,
 }
 
-impl OneWay {
+impl Direction {
     fn of(key: &[u8; KEY]) -> Self {
-        OneWay { cipher: AesGcm::new(key), number: 0 }
+        Direction { cipher: AesGcm::new(key), number: 0 }
     }
 
     /// The number of the next message, by whose key it goes.
@@ -58,7 +58,7 @@ impl OneWay {
 }
 
 /// Seals what goes out.
-pub struct Sealer(OneWay);
+pub struct Sealer(Direction);
 
 impl Sealer {
     /// Seals the last `len` bytes of `out`, at most a record, and appends the tag.
@@ -92,7 +92,7 @@ impl Sealer {
 }
 
 /// Opens what comes in.
-pub struct Opener(OneWay);
+pub struct Opener(Direction);
 
 impl Opener {
     /// Opens a message that lies before its tag, where it lies. Errors: `Malformed`.

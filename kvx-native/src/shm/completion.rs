@@ -3,18 +3,15 @@
 use std::sync::{Arc, OnceLock, Weak};
 
 use kvx_core::Result;
-use kvx_core::sync::{Mutex, MutexGuard};
+use kvx_core::sync::Mutex;
 
-use super::copy::Stopped;
+use super::copy::CopyError;
 
-/// Wakes the machine when a batch of a flight has ended.
+/// Tells a machine that a batch of one of its flights has ended.
 pub(crate) trait BatchEvents: Send + Sync {
-    /// A batch of the flight `number` has ended.
-    fn batch_ended(&self, number: u64);
-
-    /// The same, from a thread of ours, which takes a turn of the machine and saves the reactor's a
-    /// wake-up.
-    fn batch_ended_and_turn(&self, number: u64);
+    /// A batch of the flight `number` has ended. `turn`: the calling thread is ours and takes the
+    /// machine's turn, which saves the reactor's thread a wake-up.
+    fn batch_ended(&self, number: u64, turn: bool);
 }
 
 /// The way to the machine from the thread of a device, or one that copies.
@@ -22,66 +19,65 @@ pub(crate) trait BatchEvents: Send + Sync {
 pub(crate) struct ReactorHandle(OnceLock<Weak<dyn BatchEvents>>);
 
 impl ReactorHandle {
-    /// Sets it, once, when the transport opens.
+    /// Sets it, when the transport opens.
     pub(crate) fn set(&self, events: Weak<dyn BatchEvents>) {
         let was_unset = self.0.set(events).is_ok();
         debug_assert!(was_unset, "a transport opens once");
     }
 
-    fn events(&self) -> Option<Arc<dyn BatchEvents>> {
-        self.0.get().and_then(Weak::upgrade)
+    fn batch_ended(&self, number: u64, turn: bool) {
+        // Expected: no reactor any more, as the transport was dropped meanwhile.
+        if let Some(events) = self.0.get().and_then(Weak::upgrade) {
+            events.batch_ended(number, turn);
+        }
     }
 }
 
-/// What devices and threads have said of batches.
+/// Batches of a flight that have ended, until the machine takes note of them.
 #[derive(Default)]
 pub(crate) struct BatchEnds {
-    pub(crate) landed: Vec<(u64, Result<(), Stopped>)>,
+    /// How many bytes they have, and how they ended.
+    pub(crate) landed: Vec<(u64, Result<(), CopyError>)>,
+    /// Whether the completion of one was dropped: it may go on for ever.
     pub(crate) lost: bool,
 }
 
-/// Tells the machine of a batch.
+/// Reports the end of one batch; a batch whose completion is dropped counts as lost.
 pub(crate) struct BatchCompletion {
-    pub(crate) told: Arc<Mutex<BatchEnds>>,
-    pub(crate) home: Arc<ReactorHandle>,
+    pub(crate) ends: Arc<Mutex<BatchEnds>>,
+    pub(crate) reactor: Arc<ReactorHandle>,
+    /// The flight's.
     pub(crate) number: u64,
-    /// `None`: told.
+    /// `None`: reported.
     pub(crate) bytes: Option<u64>,
 }
 
 impl BatchCompletion {
-    fn told(&self) -> MutexGuard<'_, BatchEnds> {
-        self.told.lock()
-    }
-
     /// It was not begun, and the machine knows.
     pub(crate) fn withdraw(mut self) {
         self.bytes = None;
     }
 
-    pub(crate) fn tell(mut self, result: Result<(), Stopped>) {
+    /// From the thread of a device.
+    pub(crate) fn report(mut self, result: Result<(), CopyError>) {
         self.put(result);
-        if let Some(events) = self.home.events() {
-            events.batch_ended(self.number);
-        }
+        self.reactor.batch_ended(self.number, false);
     }
 
-    /// From a thread of ours.
-    pub(crate) fn tell_and_turn(mut self, result: Result<(), Stopped>) {
+    /// From a thread of ours, which takes the machine's turn.
+    pub(crate) fn report_and_turn(mut self, result: Result<(), CopyError>) {
         self.put(result);
-        if let Some(events) = self.home.events() {
-            events.batch_ended_and_turn(self.number);
-        }
+        self.reactor.batch_ended(self.number, true);
     }
 
-    /// Another of the flight follows at once, and is told of.
-    pub(crate) fn note(mut self, result: Result<(), Stopped>) {
+    /// Another batch of the flight follows at once: the machine is told of both with that one.
+    pub(crate) fn record(mut self, result: Result<(), CopyError>) {
         self.put(result);
     }
 
-    fn put(&mut self, result: Result<(), Stopped>) {
+    fn put(&mut self, result: Result<(), CopyError>) {
         if let Some(bytes) = self.bytes.take() {
-            self.told().landed.push((bytes, result));
+            self.ends.lock().landed.push((bytes, result));
         }
     }
 }
@@ -89,10 +85,8 @@ impl BatchCompletion {
 impl Drop for BatchCompletion {
     fn drop(&mut self) {
         if self.bytes.is_some() {
-            self.told().lost = true;
-            if let Some(events) = self.home.events() {
-                events.batch_ended(self.number);
-            }
+            self.ends.lock().lost = true;
+            self.reactor.batch_ended(self.number, false);
         }
     }
 }

@@ -18,12 +18,12 @@ use rustix::io::Errno;
 
 use super::error::error;
 use super::host::PeerProcess;
-use super::memory::{self, CopyMethod, Held, Regions};
+use super::memory::{self, CopyMethod, PeerRegion, Regions};
 use super::messages::Message;
-use super::shared_link::{Import, Wiring};
+use super::shared_link::{Import, SharedLink};
 use super::socket::{self, Poller, Ready};
-use super::window::{Watched, Window};
-use super::writes::{Next, WINDOW, Writes};
+use super::window::{PeerWatch, Window};
+use super::writes::{WINDOW, WriteStep, Writes};
 use crate::Settled;
 use crate::described::{Described, Side};
 
@@ -39,7 +39,7 @@ pub(crate) enum HeldBytesOwner {
     /// Its process, as the kernel says.
     Process(i32),
     /// Of a process in another namespace, which has no number here: what it says itself.
-    Told(Identity),
+    Claimed(Identity),
 }
 
 /// Where a connection stands.
@@ -64,7 +64,7 @@ pub(crate) enum End {
 
 /// A link that waits for room in the peer's queue of clients.
 pub(crate) struct Connecting {
-    pub(crate) link: Arc<Wiring>,
+    pub(crate) link: Arc<SharedLink>,
     pub(crate) socket: Vec<u8>,
     pub(crate) until: Instant,
 }
@@ -84,7 +84,7 @@ impl Packet {
 }
 
 /// A transfer whose regions are not all granted yet.
-pub(crate) struct Waiting {
+pub(crate) struct PendingTransfer {
     pub(crate) plan: Arc<Bound>,
     pub(crate) id: TransferId,
     pub(crate) done: Ticket,
@@ -99,7 +99,7 @@ pub(crate) struct Connection {
     /// What the peer has to prove before the connection is up.
     pub(crate) awaited: Option<Claim>,
     /// The link it carries; `None` on the target's side.
-    pub(crate) link: Option<Arc<Wiring>>,
+    pub(crate) link: Option<Arc<SharedLink>>,
     /// Who is at the other end, once the handshake has told.
     pub(crate) peer: Option<Identity>,
     pub(crate) silence: Silence,
@@ -117,23 +117,23 @@ pub(crate) struct Connection {
     /// Regions of ours that the peer was granted or lent, and has not released.
     pub(crate) granted: GrantedRegions,
     /// Regions of the peer that we read from.
-    pub(crate) imports: ImportedRegions<Arc<Import>, (Held, Arc<Import>)>,
+    pub(crate) imports: ImportedRegions<Arc<Import>, (PeerRegion, Arc<Import>)>,
     /// The peer's process for reads that pass the machine by; made when first needed.
-    pub(crate) watched: Option<Arc<Watched>>,
+    pub(crate) watched: Option<Arc<PeerWatch>>,
     /// Windows that are shut, and through which posters may still copy.
-    looked_through: Vec<(RegionId, Arc<Import>)>,
+    busy_windows: Vec<(RegionId, Arc<Import>)>,
     /// Regions that the peer takes back as soon as nobody else here reads them any more.
     pub(crate) releasing: HashSet<RegionId>,
     /// Whether it was told that we send no more.
     pub(crate) finished: bool,
     /// Transfers that wait for them.
-    pub(crate) waiting: Vec<Waiting>,
+    pub(crate) waiting: Vec<PendingTransfer>,
     /// Writes that the peer pulls from us.
     pub(crate) writes: Writes,
     pub(crate) to_peer: NoticesToPeer,
 
     /// Regions that the peer lent us, to pull its writes from.
-    pub(crate) lent: HashMap<RegionId, Result<Held>>,
+    pub(crate) lent: HashMap<RegionId, Result<PeerRegion>>,
     /// Parts of the peer's writes that are not done.
     pub(crate) pulls: usize,
     /// What keeping those takes, and those that nobody waits for any more.
@@ -147,7 +147,7 @@ impl Connection {
     pub(crate) fn new(
         socket: Private,
         process: PeerProcess,
-        link: Option<Arc<Wiring>>,
+        link: Option<Arc<SharedLink>>,
         now: Instant,
         patience: Duration,
     ) -> Self {
@@ -170,7 +170,7 @@ impl Connection {
             granted: GrantedRegions::default(),
             imports: ImportedRegions::default(),
             watched: None,
-            looked_through: Vec::new(),
+            busy_windows: Vec::new(),
             releasing: HashSet::new(),
             finished: false,
             waiting: Vec::new(),
@@ -208,39 +208,39 @@ impl Connection {
     }
 
     /// A granted region as posters may see it; `None` when the process cannot be watched from there.
-    pub(crate) fn window(&mut self, held: &Held) -> Option<Window> {
+    pub(crate) fn window(&mut self, held: &PeerRegion) -> Option<Window> {
         let place = held.place.clone();
-        match place.how {
+        match place.method {
             CopyMethod::Mapped(_) => return Some(Window { place, owner: None }),
             CopyMethod::Device(_) => return None, // a device takes its time
-            CopyMethod::There => {}
+            CopyMethod::Remote => {}
         }
         if self.watched.is_none() && self.process.pid > 0 {
             let socket = self.socket.try_clone().ok()?;
-            self.watched = Some(Arc::new(Watched { process: Arc::clone(&self.process), socket }));
+            self.watched = Some(Arc::new(PeerWatch { process: Arc::clone(&self.process), socket }));
         }
         self.watched.clone().map(|owner| Window { place, owner: Some(owner) })
     }
 
     /// Ends reads that pass the machine by: none begins after this, and those under way are [looked
     /// after](Self::is_looked_through).
-    pub(crate) fn shut_windows(&mut self, which: impl Fn(&Held) -> bool) {
+    pub(crate) fn shut_windows(&mut self, which: impl Fn(&PeerRegion) -> bool) {
         for (held, import) in self.imports.held().filter(|(held, _)| which(held)) {
             if !import.shutter.shut() {
-                self.looked_through.push((held.id, Arc::clone(import)));
+                self.busy_windows.push((held.id, Arc::clone(import)));
             }
         }
     }
 
     /// Whether posters still copy through windows that were shut: of this region, or of any.
-    pub(crate) fn is_looked_through(&mut self, id: Option<RegionId>) -> bool {
-        self.looked_through.retain(|(_, import)| !import.shutter.is_free());
-        self.looked_through.iter().any(|(looked, _)| id.is_none_or(|id| id == *looked))
+    pub(crate) fn has_busy_windows(&mut self, id: Option<RegionId>) -> bool {
+        self.busy_windows.retain(|(_, import)| !import.shutter.is_free());
+        self.busy_windows.iter().any(|(looked, _)| id.is_none_or(|id| id == *looked))
     }
 
     /// Whether that was so when it was last asked.
-    pub(crate) fn was_looked_through(&self) -> bool {
-        !self.looked_through.is_empty()
+    pub(crate) fn had_busy_windows(&self) -> bool {
+        !self.busy_windows.is_empty()
     }
 
     /// Whether what was copied until now is the peer's memory, and not what became of it.
@@ -303,18 +303,18 @@ impl Connection {
     }
 
     /// Whose memory it counts as; `None`: we began it, or nobody knows yet.
-    pub(crate) fn whose(&self) -> Option<HeldBytesOwner> {
+    pub(crate) fn held_bytes_owner(&self) -> Option<HeldBytesOwner> {
         match (&self.link, &self.peer) {
             (Some(_), _) => None,
             (None, _) if self.process.pid > 0 => Some(HeldBytesOwner::Process(self.process.pid)),
             (None, _) if matches!(self.phase, Phase::Hello(_)) => None, // it may be another's hello
-            (None, peer) => peer.clone().map(HeldBytesOwner::Told),
+            (None, peer) => peer.clone().map(HeldBytesOwner::Claimed),
         }
     }
 
     /// Whether it can be ended to make room: it belongs to this peer, and has something.
     pub(crate) fn is_counted_for(&self, whose: &HeldBytesOwner) -> bool {
-        self.counted > 0 && !self.is_leaving() && self.whose().as_ref() == Some(whose)
+        self.counted > 0 && !self.is_leaving() && self.held_bytes_owner().as_ref() == Some(whose)
     }
 
     /// Counts what its peer has us hold now. Errors: `Exhausted` for one that goes too far.
@@ -324,12 +324,12 @@ impl Connection {
         if HeldBytes::<HeldBytesOwner>::rounded_to_step(bytes) == self.counted {
             return Ok(());
         }
-        self.whose().map_or(Ok(()), |whose| held.note(&whose, &mut self.counted, bytes))
+        self.held_bytes_owner().map_or(Ok(()), |whose| held.note(&whose, &mut self.counted, bytes))
     }
 
     /// It goes, and all that was held for it.
-    pub(crate) fn let_go_of_held(&mut self, held: &mut HeldBytes<HeldBytesOwner>) {
-        if let Some(whose) = self.whose() {
+    pub(crate) fn release_held(&mut self, held: &mut HeldBytes<HeldBytesOwner>) {
+        if let Some(whose) = self.held_bytes_owner() {
             held.note(&whose, &mut self.counted, 0).ok(); // too much for the others of this peer is seen with them
         }
     }
@@ -354,7 +354,7 @@ impl Connection {
                 // Too many files of this user's are under way: readers take them in their own time.
                 Err(Errno::NOBUFS | Errno::TOOMANYREFS) => {
                     self.crowded = true;
-                    poller.is_crowded();
+                    poller.mark_crowded();
                     break;
                 }
                 Err(Errno::PIPE | Errno::CONNRESET) => {
@@ -393,8 +393,8 @@ impl Connection {
     ) {
         for local in plan.locals() {
             if self.granted.grant(local.id) {
-                let reached = regions.reached(local.id, &local.memory);
-                let lend = Message::Lend { id: local.id, reached };
+                let access = regions.access(local.id, &local.memory);
+                let lend = Message::Lend { id: local.id, access };
                 self.send_with(poller, lend, Some(Arc::clone(&local.memory)));
             }
         }
@@ -406,8 +406,8 @@ impl Connection {
         while self.queued() < WINDOW {
             match self.writes.next_part() {
                 None => break,
-                Some(Next::Settled(one)) => settled.push(one),
-                Some(Next::Part(write, plan, part)) => {
+                Some(WriteStep::Settled(one)) => settled.push(one),
+                Some(WriteStep::Part(write, plan, part)) => {
                     let into = Described::of(&plan, &part, Side::Remote, |region| {
                         let remote = plan.remote(region);
                         (remote.id, remote.key)

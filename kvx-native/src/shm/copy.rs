@@ -35,7 +35,7 @@ pub(crate) struct CopyPiece {
 
 /// Why a copy ended early.
 #[derive(Debug)]
-pub(crate) enum Stopped {
+pub(crate) enum CopyError {
     /// The owner's process is gone: what was copied last does not count.
     OwnerGone,
     /// This transfer cannot go on.
@@ -169,7 +169,7 @@ impl Vectors {
         &mut self,
         process: &PeerProcess,
         hops: &[Hop],
-    ) -> Result<(), Stopped> {
+    ) -> Result<(), CopyError> {
         for Hop { from, to, len } in hops {
             if self.ours.len() == MAX_VECTORS || self.bytes + *len as u64 > MAX_BATCH {
                 // SAFETY: the caller's promise.
@@ -187,7 +187,7 @@ impl Vectors {
     ///
     /// # Safety
     /// The gathered vectors of our side are writable memory.
-    unsafe fn flush(&mut self, process: &PeerProcess) -> Result<(), Stopped> {
+    unsafe fn flush(&mut self, process: &PeerProcess) -> Result<(), CopyError> {
         let mut done = 0;
         // A process that is not visible from here has number 0.
         let mut result = if process.pid > 0 { Ok(()) } else { Err(Errno::SRCH) };
@@ -226,8 +226,8 @@ impl Vectors {
         self.bytes = 0;
         result.map_err(|errno| match errno {
             // It was there for the handshake: it is ending, and its memory has gone before its sockets.
-            Errno::SRCH if process.pid > 0 => Stopped::OwnerGone,
-            Errno::FAULT => Stopped::Failed(
+            Errno::SRCH if process.pid > 0 => CopyError::OwnerGone,
+            Errno::FAULT => CopyError::Failed(
                 Error::os(
                     "the peer's memory is not there any more: it was unmapped without being revoked",
                     errno,
@@ -235,7 +235,7 @@ impl Vectors {
                 .with_backend(super::error::NAME),
             ),
             errno => {
-                Stopped::Failed(readv_refused("the kernel stopped a transfer from foreign memory", errno))
+                CopyError::Failed(readv_refused("the kernel stopped a transfer from foreign memory", errno))
             }
         })
     }
@@ -327,9 +327,9 @@ pub(crate) fn readable_by_others(memory: &kvx_core::Memory) -> Result<(), Error>
 }
 
 /// The pieces of a read: what is remote flows into what is local.
-pub(crate) struct Reading(pub(crate) Segments);
+pub(crate) struct ReadPieces(pub(crate) Segments);
 
-impl Iterator for Reading {
+impl Iterator for ReadPieces {
     type Item = CopyPiece;
 
     #[inline]
@@ -347,7 +347,7 @@ impl Iterator for Reading {
 
 /// The pieces of a pull: two sides that agree on the order of bytes, not on where pieces end.
 #[derive(Debug)]
-pub(crate) struct Pulling {
+pub(crate) struct PullPieces {
     from: Extents,
     into: Extents,
     /// What is left of the last extent of each side: one of them is always empty.
@@ -355,13 +355,13 @@ pub(crate) struct Pulling {
     into_rest: Option<kvx_core::Extent>,
 }
 
-impl Pulling {
+impl PullPieces {
     pub(crate) fn new(from: Extents, into: Extents) -> Self {
-        Pulling { from, into, from_rest: None, into_rest: None }
+        PullPieces { from, into, from_rest: None, into_rest: None }
     }
 }
 
-impl Iterator for Pulling {
+impl Iterator for PullPieces {
     type Item = CopyPiece;
 
     #[inline]
@@ -410,7 +410,7 @@ mod tests {
     }
 
     /// The same from one buffer to another.
-    fn hops(pieces: Pulling, from: u64, into: u64) -> Vec<Hop> {
+    fn hops(pieces: PullPieces, from: u64, into: u64) -> Vec<Hop> {
         let hop = |piece: CopyPiece| Hop {
             from: from + piece.from_offset,
             to: into + piece.into_offset,
@@ -445,7 +445,7 @@ mod tests {
         let (socket, _other) = UnixStream::pair().unwrap();
         let process = PeerProcess::behind(socket.as_fd()).unwrap();
         let hops =
-            hops(Pulling::new(from, into), source.as_ptr() as u64, target.as_mut_ptr() as u64);
+            hops(PullPieces::new(from, into), source.as_ptr() as u64, target.as_mut_ptr() as u64);
         let mut vectors = Vectors::new();
         for hops in hops.chunks(3) {
             // SAFETY: the grids lie within both buffers, which nobody else uses.
@@ -465,7 +465,7 @@ mod tests {
         let indices: Vec<u32> = (0..5000).map(|at| at * 7 % 5000).collect();
         let mut vectors = Vectors::new();
         let mut run = |base: u64, target: &mut [u8]| {
-            let pieces = Pulling::new(extents(&[grid], &indices), extents(&[grid], &indices));
+            let pieces = PullPieces::new(extents(&[grid], &indices), extents(&[grid], &indices));
             let hops = hops(pieces, base, target.as_mut_ptr() as u64);
             // SAFETY: the grid lies within the target, which nobody else uses; the source is checked by the kernel.
             unsafe { vectors.read_hops(&process, &hops) }
@@ -476,7 +476,7 @@ mod tests {
         } else {
             *a == 0
         }));
-        assert!(matches!(run(0x1000, &mut target), Err(Stopped::Failed(_))));
+        assert!(matches!(run(0x1000, &mut target), Err(CopyError::Failed(_))));
     }
 
     #[test]

@@ -54,17 +54,17 @@ pub(crate) struct Batch {
     pub(crate) bytes: u64,
     /// Kept for as long as the batch may touch them.
     pub(crate) sides: Arc<Sides>,
-    pub(crate) landing: BatchCompletion,
+    pub(crate) completion: BatchCompletion,
 }
 
 /// A batch that a thread is in.
-struct UnderWay {
+struct ActiveBatch {
     thread: u64,
     number: u64,
     peer: Option<Identity>,
     since: Instant,
     stuck: bool,
-    told: bool,
+    warned: bool,
 }
 
 #[derive(Default)]
@@ -72,7 +72,7 @@ struct State {
     waiting: WorkQueue<Batch>,
     /// Those of peers that a thread is stuck with.
     held_up: Vec<Batch>,
-    under_way: Vec<UnderWay>,
+    under_way: Vec<ActiveBatch>,
     /// Threads that have not ended, and the number of the next.
     threads: usize,
     next: u64,
@@ -116,15 +116,15 @@ struct CopyQueue {
 }
 
 /// The copying threads of one machine.
-pub(crate) struct Copying {
+pub(crate) struct CopyThreads {
     name: String,
     shared: Arc<CopyQueue>,
 }
 
-impl Copying {
+impl CopyThreads {
     /// None yet; `agent` is what they are named after.
     pub(crate) fn of(agent: &str) -> Self {
-        Copying { name: format!("kvx-copy {agent}"), shared: Arc::default() }
+        CopyThreads { name: format!("kvx-copy {agent}"), shared: Arc::default() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -145,7 +145,7 @@ impl Copying {
             && let Err(why) = self.start_thread(&mut state)
             && state.threads == 0
         {
-            batch.landing.withdraw();
+            batch.completion.withdraw();
             return Err(why);
         }
         state.add(batch);
@@ -182,7 +182,7 @@ impl Copying {
         for batch in &mut state.under_way {
             let time = now.saturating_duration_since(batch.since);
             found |= time >= STUCK && !std::mem::replace(&mut batch.stuck, time >= STUCK);
-            if time >= WORTH_A_WARNING && !std::mem::replace(&mut batch.told, true) {
+            if time >= WORTH_A_WARNING && !std::mem::replace(&mut batch.warned, true) {
                 tell.push(batch.number);
             }
         }
@@ -195,7 +195,7 @@ impl Copying {
         {
             tracing::warn!(%why, "SHM: copies wait behind a page that does not come");
         }
-        let waits = !state.waiting.is_empty() || state.under_way.iter().any(|batch| !batch.told);
+        let waits = !state.waiting.is_empty() || state.under_way.iter().any(|batch| !batch.warned);
         // A batch that has just begun is stuck after as long.
         let begun =
             state.under_way.iter().filter(|batch| !batch.stuck).map(|batch| batch.since + STUCK);
@@ -225,12 +225,12 @@ impl Copying {
         withdrawn.extend(state.held_up.extract_if(.., |batch| batch.number == number));
         drop(state);
         let count = withdrawn.len();
-        withdrawn.into_iter().for_each(|batch| batch.landing.withdraw());
+        withdrawn.into_iter().for_each(|batch| batch.completion.withdraw());
         count
     }
 }
 
-impl Drop for Copying {
+impl Drop for CopyThreads {
     fn drop(&mut self) {
         let until = Instant::now() + LAST_PATIENCE;
         let mut state = self.state();
@@ -243,7 +243,7 @@ impl Drop for Copying {
             state = self.shared.changed.wait_until(state, Some(until));
         }
         drop(state);
-        left.into_iter().for_each(|batch| batch.landing.withdraw());
+        left.into_iter().for_each(|batch| batch.completion.withdraw());
     }
 }
 
@@ -253,7 +253,7 @@ impl CopyQueue {
         let (mut copier, mut vectors) = (Copier::new(), Vectors::new());
         let mut next = None;
         while let Some(batch) = next.take().or_else(|| self.wait(thread)) {
-            let Batch { number, process, mapped, hops, sides, landing, .. } = batch;
+            let Batch { number, process, mapped, hops, sides, completion, .. } = batch;
             let result = if mapped {
                 // SAFETY: who gave the batch vouches for its hops; what they lie in is kept, by `sides` and the giver.
                 unsafe { copier.copy_hops(&hops) };
@@ -265,7 +265,11 @@ impl CopyQueue {
             drop((hops, sides));
             // What has landed before is noticed with the last of a row.
             next = self.leave(thread, number);
-            if next.is_some() { landing.note(result) } else { landing.tell_and_turn(result) }
+            if next.is_some() {
+                completion.record(result)
+            } else {
+                completion.report_and_turn(result)
+            }
         }
     }
 
@@ -288,7 +292,14 @@ impl CopyQueue {
         self.some.store(!state.waiting.is_empty(), Ordering::Relaxed);
         let Batch { number, peer, .. } = batch.as_ref()?;
         let (number, peer, since) = (*number, peer.clone(), Instant::now());
-        state.under_way.push(UnderWay { thread, number, peer, since, stuck: false, told: false });
+        state.under_way.push(ActiveBatch {
+            thread,
+            number,
+            peer,
+            since,
+            stuck: false,
+            warned: false,
+        });
         batch
     }
 

@@ -34,7 +34,7 @@ impl Machine {
         out: &mut Outbox,
     ) {
         if !self.connections[at].is_leaving() {
-            self.let_go(at, &reason, out);
+            self.release_all(at, &reason, out);
             let link = self.connections[at].link.clone();
             if let Some(link) = link
                 && self.links.remove(&link.id).is_some()
@@ -45,11 +45,11 @@ impl Machine {
                 }
             }
         }
-        let looked_through = self.connections[at].is_looked_through(None);
-        if looked_through {
+        let busy_windows = self.connections[at].has_busy_windows(None);
+        if busy_windows {
             self.look_by(Instant::now());
         }
-        let flying = looked_through || self.flights.any_at(at);
+        let flying = busy_windows || self.flights.any_at(at);
         let connection = &mut self.connections[at];
         let proven = end == End::Proven;
         for (done, result) in connection.writes.fail_all(&reason, proven) {
@@ -58,11 +58,11 @@ impl Machine {
         if proven || !flying && connection.writes.is_empty() && connection.granted.is_empty() {
             connection.granted.clear();
             connection.unwatch(&self.poller);
-            connection.let_go_of_held(&mut self.held);
-            let whose = connection.whose();
+            connection.release_held(&mut self.held);
+            let whose = connection.held_bytes_owner();
             socket::close(self.connections.remove(at).socket);
             for flight in self.flights.iter_mut().filter(|flight| flight.at == Some(at)) {
-                flight.outlives(whose.clone(), &mut self.held);
+                flight.detach(whose.clone(), &mut self.held);
             }
             self.confirm(at, None, out);
             return;
@@ -79,7 +79,7 @@ impl Machine {
         }
     }
 
-    fn let_go(&mut self, at: usize, reason: &Error, out: &mut Outbox) {
+    fn release_all(&mut self, at: usize, reason: &Error, out: &mut Outbox) {
         for work in self.turns.extract(|work| work.connection() == Some(at)) {
             if let Work::Pull(pull) = &work {
                 self.forget_pull(at, pull.cost);
@@ -87,7 +87,7 @@ impl Machine {
             work.settle(reason.clone(), out);
         }
         for flight in self.flights.iter_mut().filter(|flight| flight.at == Some(at)) {
-            if let FlightPurpose::Pull { write, .. } = &mut flight.errand {
+            if let FlightPurpose::Pull { write, .. } = &mut flight.purpose {
                 *write = None; // nobody there waits for an answer
             }
         }
@@ -112,8 +112,9 @@ impl Machine {
     /// The peer is gone, or has closed: takes what it had sent before, then ends the connection.
     pub(crate) fn other_end_gone(&mut self, at: usize, out: &mut Outbox) {
         self.receive(at, usize::MAX, out);
+        // Expected: the last message that it had sent ended the connection.
         let Some(connection) = self.connections.get(at) else { return };
-        let ended = connection.process.ended_with(connection.socket.as_fd());
+        let ended = connection.process.has_ended_with(connection.socket.as_fd());
         // A process that is ending loses its memory first, and may still copy until its last thread has ended.
         let proven = ended || !connection.process.still_behind(connection.socket.as_fd());
         let reason = if ended || !proven { peer_died() } else { peer_closed() }.with_backend(NAME);
@@ -149,7 +150,7 @@ impl Machine {
         self.accept_again();
         self.connect_again(now, out);
         self.look_at_copies(now);
-        self.release_looked_through(out);
+        self.release_busy_windows(out);
         let mut late = Vec::new();
         let mut again: Option<Instant> = None;
         for (at, connection) in &mut self.connections {
@@ -211,8 +212,8 @@ impl Machine {
                 let longest = if flying.is_empty() { LAST_PATIENCE } else { LAST_LOOK };
                 self.poller.wait(until.saturating_duration_since(Instant::now()).min(longest));
             }
-            flying.into_iter().for_each(|number| self.landed(number, out));
-            self.release_looked_through(out);
+            flying.into_iter().for_each(|number| self.take_batch_ends(number, out));
+            self.release_busy_windows(out);
         }
         self.keep_unproven(out);
         for (_, mut connection) in std::mem::take(&mut self.connections) {

@@ -20,11 +20,12 @@ pub(crate) struct Endpoint {
 }
 
 impl BatchEvents for Endpoint {
-    fn batch_ended(&self, number: u64) {
-        self.reactor.submit(Command::BatchEnded { number });
-    }
-
-    fn batch_ended_and_turn(&self, number: u64) {
-        self.reactor.submit_and_turn(Command::BatchEnded { number });
+    fn batch_ended(&self, number: u64, turn: bool) {
+        let command = Command::BatchEnded { number };
+        if turn {
+            self.reactor.submit_and_turn(command);
+        } else {
+            self.reactor.submit(command);
+        }
     }
 }

@@ -1,22 +1,23 @@
 //! The machine's part of flights: it starts their batches, and ends them.
 
+use std::collections::hash_map::Entry;
 use std::sync::Arc;
 use std::time::Instant;
 
 use kvx_backend::reactor::Outbox;
 use kvx_core::{Error, ErrorKind};
 
-use super::copy::Stopped;
+use super::copy::CopyError;
 use super::copy_threads;
 use super::error::error;
 use super::flights::{DEPTH, Flight, FlightPurpose, Load, Mover};
 use super::machine::Machine;
-use super::memory::forget;
+use super::memory::quarantine;
 use super::work::Work;
 
 impl Machine {
     /// Takes a read or a pull that a device or a thread has to move. Gives its number.
-    pub(crate) fn take_off(&mut self, at: usize, errand: FlightPurpose, load: Load) -> u64 {
+    pub(crate) fn start_flight(&mut self, at: usize, purpose: FlightPurpose, load: Load) -> u64 {
         let number = self.flights.next;
         self.flights.next += 1;
         let flight = Flight {
@@ -24,12 +25,12 @@ impl Machine {
             counted: None,
             peer: self.connections[at].peer.clone(),
             process: Arc::clone(&self.connections[at].process),
-            errand,
+            purpose,
             left: load.bytes,
             load,
             next: None,
             moved: 0,
-            told: Arc::default(),
+            ends: Arc::default(),
             under_way: 0,
             queued: false,
             failed: None,
@@ -41,6 +42,7 @@ impl Machine {
     }
 
     fn queue_flight(&mut self, number: u64) {
+        // Expected: it ended with its connection.
         let Some(flight) = self.flights.open.get_mut(&number) else { return };
         let has_more = flight.failed.is_none() && flight.left > 0;
         if has_more && !flight.queued && flight.under_way < DEPTH {
@@ -51,13 +53,14 @@ impl Machine {
 
     /// Starts a batch. Says how many bytes it has.
     pub(crate) fn flight_turn(&mut self, number: u64, out: &mut Outbox) -> u64 {
+        // Expected: it was stopped while it waited for its turn.
         let Some(flight) = self.flights.open.get_mut(&number) else { return 0 };
         flight.queued = false;
         if flight.failed.is_some() || flight.left == 0 {
             return 0;
         }
         let started =
-            flight.start(number, &self.flights.home, &mut self.copying).unwrap_or_else(|why| {
+            flight.start(number, &self.flights.reactor, &mut self.copying).unwrap_or_else(|why| {
                 flight.failed = Some(why);
                 0
             });
@@ -70,19 +73,20 @@ impl Machine {
     }
 
     /// Batches of a flight have landed.
-    pub(crate) fn landed(&mut self, number: u64, out: &mut Outbox) {
+    pub(crate) fn take_batch_ends(&mut self, number: u64, out: &mut Outbox) {
+        // Expected: an earlier report of this flight took this batch's end as well.
         let Some(flight) = self.flights.open.get_mut(&number) else { return };
         let (landed, lost) = {
-            let mut told = flight.told();
-            (std::mem::take(&mut told.landed), told.lost)
+            let mut ends = flight.ends();
+            (std::mem::take(&mut ends.landed), ends.lost)
         };
         let mut gone = false;
         for (bytes, result) in landed {
             flight.under_way -= 1;
             match result {
                 Ok(()) => flight.moved += bytes,
-                Err(Stopped::OwnerGone) => gone = true,
-                Err(Stopped::Failed(why)) => {
+                Err(CopyError::OwnerGone) => gone = true,
+                Err(CopyError::Failed(why)) => {
                     flight.failed.get_or_insert(why);
                 }
             }
@@ -103,7 +107,10 @@ impl Machine {
 
     /// A device has lost a batch: it may touch both sides for ever.
     fn lose_flight(&mut self, number: u64) {
-        let Some(flight) = self.flights.open.get_mut(&number) else { return };
+        let Some(flight) = self.flights.open.get_mut(&number) else {
+            debug_assert!(false, "flight {number} lost a batch and is not open");
+            return;
+        };
         let forgotten = error(
             ErrorKind::Forgotten,
             "a device, or a thread of kvx's, lost a copy: the memory on both sides is quarantined; report this as a \
@@ -111,12 +118,12 @@ impl Machine {
         );
         tracing::error!(error = %forgotten, "SHM: a transfer never ends");
         flight.failed.get_or_insert(forgotten);
-        if let FlightPurpose::Read { done, .. } = &mut flight.errand {
+        if let FlightPurpose::Read { done, .. } = &mut flight.purpose {
             drop(done.take());
         }
         let into = flight.ours().to_vec();
         for (region, done) in self.recalls.give_up(|id| into.contains(&id)) {
-            forget(region, done);
+            quarantine(region, done);
         }
     }
 
@@ -163,15 +170,13 @@ impl Machine {
 
     /// Ends a flight if nothing of it is under way and nothing more will be.
     fn end_flight(&mut self, number: u64, out: &mut Outbox) {
-        let Some(flight) = self.flights.open.get(&number) else { return };
+        // Expected: it ended with its connection.
+        let Entry::Occupied(entry) = self.flights.open.entry(number) else { return };
+        let flight = entry.get();
         if flight.under_way > 0 || flight.failed.is_none() && flight.left > 0 {
             return;
         }
-        let Some(Flight { at, counted, errand, load, moved, failed, .. }) =
-            self.flights.open.remove(&number)
-        else {
-            return;
-        };
+        let Flight { at, counted, purpose, load, moved, failed, .. } = entry.remove();
         if let Some((whose, mut counted)) = counted {
             self.held.note_all(&whose, &mut counted, 0).ok(); // it has less
         }
@@ -184,7 +189,7 @@ impl Machine {
             }
             Some(why) => Err(why),
         };
-        match errand {
+        match purpose {
             FlightPurpose::Read { done, .. } => {
                 if let Some(done) = done {
                     out.settle(done, result);
@@ -201,7 +206,7 @@ impl Machine {
             }
         }
         if let Some(at) = at {
-            self.release_landed(at, out);
+            self.release_unused(at, out);
         }
     }
 }

@@ -18,8 +18,8 @@ use kvx_core::{
 
 use super::completion::{BatchCompletion, BatchEnds, ReactorHandle};
 use super::connection::HeldBytesOwner;
-use super::copy::{CopyPiece, Stopped};
-use super::copy_threads::{Batch, Copying, Sides};
+use super::copy::{CopyError, CopyPiece};
+use super::copy_threads::{Batch, CopyThreads, Sides};
 use super::error::error;
 use super::host::PeerProcess;
 use super::memory::{CopyMethod, CopySource};
@@ -67,19 +67,19 @@ impl Load {
         places: &[CopySource],
         mut targets: impl Iterator<Item = &'a Arc<Memory>> + Clone,
     ) -> Option<Mover> {
-        if matches!(places.first(), Some(CopySource { how: CopyMethod::Device(_), .. }))
+        if matches!(places.first(), Some(CopySource { method: CopyMethod::Device(_), .. }))
             || targets.clone().next().is_some_and(|target| !target.kind().is_host())
         {
             return Some(Mover::Device);
         }
-        let all_there = places.iter().all(|place| matches!(place.how, CopyMethod::Mapped(_)))
+        let all_there = places.iter().all(|place| matches!(place.method, CopyMethod::Mapped(_)))
             && targets.all(|target| target.shared_file().is_some());
         (!all_there).then_some(Mover::Thread)
     }
 }
 
 /// Who moves a batch, and which way.
-enum Way {
+enum Route {
     Hop(Arc<dyn DeviceAccess>),
     Copy(Arc<dyn DeviceAccess>, Direction),
     /// None does.
@@ -88,27 +88,27 @@ enum Way {
     },
 }
 
-impl Way {
+impl Route {
     fn of(mover: Mover, place: &CopySource, target: &Memory) -> Result<Self> {
-        match (&place.how, target.device_access()) {
+        match (&place.method, target.device_access()) {
             (CopyMethod::Mapped(_), None) if mover == Mover::Thread => {
-                Ok(Way::Thread { mapped: true })
+                Ok(Route::Thread { mapped: true })
             }
-            (CopyMethod::There, None) if mover == Mover::Thread => {
-                Ok(Way::Thread { mapped: false })
+            (CopyMethod::Remote, None) if mover == Mover::Thread => {
+                Ok(Route::Thread { mapped: false })
             }
-            (CopyMethod::Device(from), Some(_)) => access(from).map(Way::Hop),
+            (CopyMethod::Device(from), Some(_)) => access(from).map(Route::Hop),
             (CopyMethod::Device(from), None) => {
-                access(from).map(|access| Way::Copy(access, Direction::ToHost))
+                access(from).map(|access| Route::Copy(access, Direction::ToHost))
             }
             (CopyMethod::Mapped(_), Some(into)) => {
-                Ok(Way::Copy(Arc::clone(into), Direction::ToDevice))
+                Ok(Route::Copy(Arc::clone(into), Direction::ToDevice))
             }
-            (CopyMethod::There, Some(_)) => Err(error(
+            (CopyMethod::Remote, Some(_)) => Err(error(
                 ErrorKind::Unsupported,
                 "no device reaches host memory of another process that is no kvx pool: use Memory::pool, or TCP",
             )),
-            (CopyMethod::Mapped(_) | CopyMethod::There, None) => Err(error(
+            (CopyMethod::Mapped(_) | CopyMethod::Remote, None) => Err(error(
                 ErrorKind::Unsupported,
                 "a plan that mixes device memory with host memory: split it",
             )),
@@ -118,19 +118,19 @@ impl Way {
     /// Bytes of a batch, about.
     fn batch(&self) -> u64 {
         match self {
-            Way::Hop(_) => HOP_BATCH,
-            Way::Copy(..) => COPY_BATCH,
-            Way::Thread { .. } => THREAD_BATCH,
+            Route::Hop(_) => HOP_BATCH,
+            Route::Copy(..) => COPY_BATCH,
+            Route::Thread { .. } => THREAD_BATCH,
         }
     }
 
-    fn is(&self, other: &Way) -> bool {
+    fn is_same(&self, other: &Route) -> bool {
         match (self, other) {
-            (Way::Hop(one), Way::Hop(other)) => Arc::ptr_eq(one, other),
-            (Way::Copy(one, way), Way::Copy(other, other_way)) => {
+            (Route::Hop(one), Route::Hop(other)) => Arc::ptr_eq(one, other),
+            (Route::Copy(one, way), Route::Copy(other, other_way)) => {
                 way == other_way && Arc::ptr_eq(one, other)
             }
-            (Way::Thread { mapped: one }, Way::Thread { mapped: other }) => one == other,
+            (Route::Thread { mapped: one }, Route::Thread { mapped: other }) => one == other,
             _ => false,
         }
     }
@@ -151,14 +151,14 @@ pub(crate) struct Flight {
     pub(crate) counted: Option<(HeldBytesOwner, usize)>,
     pub(crate) peer: Option<Identity>,
     pub(crate) process: Arc<PeerProcess>,
-    pub(crate) errand: FlightPurpose,
+    pub(crate) purpose: FlightPurpose,
     pub(crate) load: Load,
     /// A piece that did not go with the batch before it.
     pub(crate) next: Option<CopyPiece>,
     /// Bytes that are in no batch yet.
     pub(crate) left: u64,
     pub(crate) moved: u64,
-    pub(crate) told: Arc<Mutex<BatchEnds>>,
+    pub(crate) ends: Arc<Mutex<BatchEnds>>,
     pub(crate) under_way: usize,
     pub(crate) queued: bool,
     /// What it ends with if not with success; no further batch is started.
@@ -175,33 +175,33 @@ impl Flight {
 
     /// Regions of ours that it writes to for a peer.
     pub(crate) fn ours(&self) -> &[RegionId] {
-        match &self.errand {
+        match &self.purpose {
             FlightPurpose::Read { .. } => &[],
             FlightPurpose::Pull { into, .. } => into,
         }
     }
 
     /// Its connection is gone: what keeping it takes is counted for itself.
-    pub(crate) fn outlives(
+    pub(crate) fn detach(
         &mut self,
         whose: Option<HeldBytesOwner>,
         held: &mut HeldBytes<HeldBytesOwner>,
     ) {
         self.at = None;
-        if let (FlightPurpose::Pull { cost, .. }, Some(whose)) = (&self.errand, whose) {
+        if let (FlightPurpose::Pull { cost, .. }, Some(whose)) = (&self.purpose, whose) {
             let mut counted = 0;
             held.note_all(&whose, &mut counted, *cost).ok(); // too much is seen with the peer's next connection
             self.counted = Some((whose, counted));
         }
     }
 
-    pub(crate) fn told(&self) -> MutexGuard<'_, BatchEnds> {
-        self.told.lock()
+    pub(crate) fn ends(&self) -> MutexGuard<'_, BatchEnds> {
+        self.ends.lock()
     }
 
     /// The next batch: pieces that one device moves one way. Errors: a piece that none can move.
-    fn batch(&mut self) -> Result<Option<(Way, Vec<Hop>, u64)>> {
-        let (mut hops, mut bytes, mut way): (Vec<Hop>, u64, Option<Way>) = (Vec::new(), 0, None);
+    fn batch(&mut self) -> Result<Option<(Route, Vec<Hop>, u64)>> {
+        let (mut hops, mut bytes, mut way): (Vec<Hop>, u64, Option<Route>) = (Vec::new(), 0, None);
         while way.as_ref().is_none_or(|way| bytes < way.batch())
             && hops.len() < MAX_PIECES
             && let Some(piece) = self.next.take().or_else(|| self.load.pieces.next())
@@ -210,8 +210,8 @@ impl Flight {
                 &self.load.sides.places[piece.from as usize],
                 &self.load.sides.targets[piece.into as usize],
             );
-            let its = Way::of(self.load.mover, place, target)?;
-            if way.as_ref().is_some_and(|way| !way.is(&its)) {
+            let its = Route::of(self.load.mover, place, target)?;
+            if way.as_ref().is_some_and(|way| !way.is_same(&its)) {
                 self.next = Some(piece);
                 break;
             }
@@ -227,30 +227,30 @@ impl Flight {
     pub(crate) fn start(
         &mut self,
         number: u64,
-        home: &Arc<ReactorHandle>,
-        copying: &mut Copying,
+        reactor: &Arc<ReactorHandle>,
+        copying: &mut CopyThreads,
     ) -> Result<u64> {
         let Some((way, hops, bytes)) = self.batch()? else {
             self.left = 0;
             return Ok(0);
         };
-        let (told, home) = (Arc::clone(&self.told), Arc::clone(home));
-        let landing = BatchCompletion { told, home, number, bytes: Some(bytes) };
-        let done = |landing: BatchCompletion| {
-            Ticket::new(move |result| landing.tell(result.map_err(Stopped::Failed)))
+        let (ends, reactor) = (Arc::clone(&self.ends), Arc::clone(reactor));
+        let completion = BatchCompletion { ends, reactor, number, bytes: Some(bytes) };
+        let done = |completion: BatchCompletion| {
+            Ticket::new(move |result| completion.report(result.map_err(CopyError::Failed)))
         };
         match way {
-            Way::Thread { mapped } => {
+            Route::Thread { mapped } => {
                 let (process, sides) = (Arc::clone(&self.process), Arc::clone(&self.load.sides));
                 let peer = self.peer.clone();
-                let batch = Batch { number, peer, process, mapped, hops, bytes, sides, landing };
+                let batch = Batch { number, peer, process, mapped, hops, bytes, sides, completion };
                 // SAFETY: as below; what its sides do not keep is our memory in a read, which the ticket does.
                 unsafe { copying.take(batch) }?;
             }
             // SAFETY: core and the grants (`checked`, for a pull) have held all pieces against the lengths of their
             // regions; the flight keeps both sides until the batch has landed, and for ever if it never does.
-            Way::Hop(access) => unsafe { access.hop(&hops, done(landing)) },
-            Way::Copy(access, direction) => {
+            Route::Hop(access) => unsafe { access.hop(&hops, done(completion)) },
+            Route::Copy(access, direction) => {
                 let line = |hop: &Hop| match direction {
                     Direction::ToHost => {
                         Line { device: hop.from, host: hop.to as *mut u8, len: hop.len }
@@ -261,7 +261,7 @@ impl Flight {
                 };
                 let lines: Vec<Line> = hops.iter().map(line).collect();
                 // SAFETY: as above; what is mapped here is only read.
-                unsafe { access.copy(direction, &lines, done(landing)) };
+                unsafe { access.copy(direction, &lines, done(completion)) };
             }
         }
         self.under_way += 1;
@@ -275,7 +275,7 @@ impl Flight {
 pub(crate) struct Flights {
     pub(crate) open: HashMap<u64, Flight>,
     pub(crate) next: u64,
-    pub(crate) home: Arc<ReactorHandle>,
+    pub(crate) reactor: Arc<ReactorHandle>,
 }
 
 impl Flights {
@@ -285,10 +285,10 @@ impl Flights {
 
     /// Flights of which something has landed that the machine has not heard of: nobody tells one without a reactor.
     #[cfg(test)]
-    pub(crate) fn landed(&self) -> Vec<u64> {
+    pub(crate) fn with_batch_ends(&self) -> Vec<u64> {
         let has_landed = |flight: &Flight| {
-            let told = flight.told();
-            !told.landed.is_empty() || told.lost && !flight.lost
+            let ends = flight.ends();
+            !ends.landed.is_empty() || ends.lost && !flight.lost
         };
         self.open
             .iter()
@@ -337,7 +337,7 @@ impl Flights {
         let mut kept = Vec::new();
         for (_, mut flight) in self.open.drain() {
             kept.extend_from_slice(flight.ours());
-            if let FlightPurpose::Read { done, .. } = &mut flight.errand {
+            if let FlightPurpose::Read { done, .. } = &mut flight.purpose {
                 drop(done.take());
             }
             std::mem::forget(flight);

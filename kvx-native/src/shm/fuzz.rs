@@ -1,7 +1,7 @@
 //! What the fuzz target of SHM calls.
 
 use super::address::Address;
-use super::messages::{Message, Probe, Reached};
+use super::messages::{Message, Probe, RegionAccess};
 use crate::fuzz::check;
 
 /// A packet, what other messages carry, and the metadata that leads to an owner.
@@ -24,8 +24,8 @@ pub(crate) fn messages(bytes: &[u8]) {
         let again = Probe::of_welcome(&probe.welcome_rest(&reads_us));
         assert_eq!(again.ok(), Some((probe, reads_us)));
     }
-    if let Ok(reached) = Reached::of_grant(bytes) {
-        assert_eq!(reached.grant_rest(), bytes);
+    if let Ok(access) = RegionAccess::of_grant(bytes) {
+        assert_eq!(access.grant_rest(), bytes);
     }
     if let Ok(address) = Address::decode(bytes) {
         assert_eq!(address.encode(), bytes);

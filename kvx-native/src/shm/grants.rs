@@ -13,8 +13,8 @@ use kvx_core::{RegionId, RegionKey, Result, Ticket};
 use super::connection::End;
 use super::error::NAME;
 use super::machine::Machine;
-use super::memory::{CopyMethod, Held, Revoked, forget};
-use super::messages::Reached;
+use super::memory::{CopyMethod, PeerRegion, RevokedRegion, quarantine};
+use super::messages::RegionAccess;
 use super::work::{Populate, Work};
 
 /// The most regions that one peer may lend.
@@ -32,7 +32,7 @@ impl Machine {
         match self.regions.check(id, key) {
             Ok(memory) => {
                 connection.granted.grant(id);
-                let rest = self.regions.reached(id, &memory).grant_rest();
+                let rest = self.regions.access(id, &memory).grant_rest();
                 connection.send_with(
                     &self.poller,
                     ControlMessage::Grant { import, rest: &rest },
@@ -52,7 +52,7 @@ impl Machine {
         &mut self,
         at: usize,
         id: RegionId,
-        reached: Reached,
+        access: RegionAccess,
         file: Option<&OwnedFd>,
     ) -> Result<()> {
         let connection = &mut self.connections[at];
@@ -60,7 +60,7 @@ impl Machine {
             return Err(malformed("a region is lent twice, or too many are"));
         }
         // One that does not fit is refused when a write names it: the others go on.
-        let held = Held::of(id, reached, file, &self.devices);
+        let held = PeerRegion::of(id, access, file, &self.devices);
         match &held {
             Ok(held) => self.populate(at, held),
             Err(_) => self.connections[at].send(&self.poller, ControlMessage::Released { id }),
@@ -70,8 +70,8 @@ impl Machine {
     }
 
     /// Has a new mapping's pages made present while there is nothing else to do, so that transfers do not pay for it.
-    pub(crate) fn populate(&mut self, at: usize, held: &Held) {
-        if let CopyMethod::Mapped(mapping) = &held.place.how {
+    pub(crate) fn populate(&mut self, at: usize, held: &PeerRegion) {
+        if let CopyMethod::Mapped(mapping) = &held.place.method {
             let populate = Populate { at, id: held.id, mapping: Arc::clone(mapping), from: 0 };
             self.populates.push_back(populate);
         }
@@ -88,7 +88,7 @@ impl Machine {
     }
 
     /// Our region is revoked: nobody is granted it any more, and everyone who was is asked to let go.
-    pub(crate) fn revoke(&mut self, region: Revoked, done: Ticket, out: &mut Outbox) {
+    pub(crate) fn revoke(&mut self, region: RevokedRegion, done: Ticket, out: &mut Outbox) {
         let id = region.id;
         let why = revoked(id).with_backend(NAME);
         self.stop_pulls(|pull| pull.writes(id), &why);
@@ -101,7 +101,7 @@ impl Machine {
             }
         }
         if self.flights.has_lost(id) {
-            return forget(region, done);
+            return quarantine(region, done);
         }
         self.recalls.begin(id, waiting, (region, done));
         self.settle_recalls(out);
@@ -153,22 +153,23 @@ impl Machine {
         connection.imports.recall(|(held, _)| held.id == id, &reason);
         connection.releasing.insert(id);
         self.stop_flights(|flight| flight.reads(at, id), &reason, out);
-        self.release_landed(at, out);
+        self.release_unused(at, out);
         self.post_waiting(at, out);
     }
 
     /// Says of regions that the owner takes back that we have let go, when nobody here reads them any more; and ends a
     /// connection that has waited for that.
-    pub(crate) fn release_landed(&mut self, at: usize, out: &mut Outbox) {
+    pub(crate) fn release_unused(&mut self, at: usize, out: &mut Outbox) {
+        // Expected: the flight that ended outlived the connection, or ended with it.
         let Some(connection) = self.connections.get_mut(at) else { return };
         let flights = &self.flights;
         let mut landed: Vec<RegionId> = connection.releasing.iter().copied().collect();
-        landed.retain(|id| !flights.any_reads(at, *id) && !connection.is_looked_through(Some(*id)));
+        landed.retain(|id| !flights.any_reads(at, *id) && !connection.has_busy_windows(Some(*id)));
         for id in landed {
             connection.releasing.remove(&id);
             connection.send(&self.poller, ControlMessage::Released { id });
         }
-        if connection.is_looked_through(None) {
+        if connection.has_busy_windows(None) {
             self.look_by(Instant::now() + LOOK_THROUGH);
         } else if connection.is_leaving() && !flights.any_at(at) {
             self.end(at, closed().with_backend(NAME), End::Ours, None, out);
@@ -176,14 +177,14 @@ impl Machine {
     }
 
     /// The same for those that small reads have held up.
-    pub(crate) fn release_looked_through(&mut self, out: &mut Outbox) {
+    pub(crate) fn release_busy_windows(&mut self, out: &mut Outbox) {
         let held_up: Vec<usize> = self
             .connections
             .iter()
-            .filter(|(_, connection)| connection.was_looked_through())
+            .filter(|(_, connection)| connection.had_busy_windows())
             .map(|(at, _)| at)
             .collect();
-        held_up.into_iter().for_each(|at| self.release_landed(at, out));
+        held_up.into_iter().for_each(|at| self.release_unused(at, out));
     }
 
     /// The machine ends: what peers have not let go of is never freed.

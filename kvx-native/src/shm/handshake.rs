@@ -20,7 +20,7 @@ use super::error::{NAME, error, foreign_off, no_connection, refused};
 use super::host::{PeerProcess, our_uid};
 use super::machine::Machine;
 use super::messages::Probe;
-use super::shared_link::{Reachability, Wiring};
+use super::shared_link::{Reachability, SharedLink};
 use super::socket::{self, Ready, token};
 
 /// How long a handshake may take, unless peers are to be lost earlier.
@@ -36,7 +36,7 @@ const ACCEPT_BATCH: usize = 16;
 
 impl Machine {
     /// Begins a link.
-    pub(crate) fn connect(&mut self, link: Arc<Wiring>, socket: Vec<u8>, out: &mut Outbox) {
+    pub(crate) fn connect(&mut self, link: Arc<SharedLink>, socket: Vec<u8>, out: &mut Outbox) {
         let until = Instant::now() + self.patience();
         self.try_connect(Connecting { link, socket, until }, out);
     }
@@ -80,10 +80,10 @@ impl Machine {
         PATIENCE.min(self.peer_timeout)
     }
 
-    fn begin(&mut self, socket: Private, link: Arc<Wiring>) -> Result<()> {
+    fn begin(&mut self, socket: Private, link: Arc<SharedLink>) -> Result<()> {
         let process = PeerProcess::behind(socket.as_fd())?;
         check_user(&process)?;
-        if process.ended() {
+        if process.has_ended() {
             return Err(nobody_listens()); // a forked child of the peer keeps its socket open
         }
         let now = Instant::now();
@@ -114,6 +114,7 @@ impl Machine {
     /// Takes the clients that wait on a listener.
     pub(crate) fn accept(&mut self, listener: usize, out: &mut Outbox) {
         for _ in 0..ACCEPT_BATCH {
+            // Expected: the machine ends, and has closed its listeners.
             let Some(socket) = &self.listeners[listener] else { return };
             match socket::accept(socket.as_fd()) {
                 Ok(Some(socket)) => self.greet(socket, out),
@@ -220,13 +221,13 @@ impl Machine {
                 return Err(away.why);
             }
         };
-        let sight = see(
+        let reachability = check_reachability(
             self.config.foreign_memory,
             connection,
             &Probe::of_hello(greeted.rest)?,
             "the initiator's memory is no kvx pool, and the target cannot read it",
         );
-        let rest = own_probe.welcome_rest(&sight.as_ref().copied().map_err(Refusal::from));
+        let rest = own_probe.welcome_rest(&reachability.as_ref().copied().map_err(Refusal::from));
         let (version, body, claim) = greeted.welcome(&self.keys, &rest)?;
         connection.peer = Some(greeted.from);
         connection.awaited = Some(claim);
@@ -241,7 +242,7 @@ impl Machine {
             return Err(unauthenticated());
         }
         connection.phase = Phase::Up;
-        connection.whose().map_or(Ok(()), |whose| self.held.check(&whose))
+        connection.held_bytes_owner().map_or(Ok(()), |whose| self.held.check(&whose))
     }
 
     /// The target takes us in. Errors: `Malformed` when it is not whom we wanted.
@@ -253,20 +254,20 @@ impl Machine {
         out: &mut Outbox,
     ) -> Result<()> {
         let connection = &mut self.connections[at];
-        let Some(link) = connection.link.clone() else { return Ok(()) };
-        let Some(greeting) = connection.greeting.take() else {
+        let (Some(link), Some(greeting)) = (connection.link.clone(), connection.greeting.take())
+        else {
             return Err(malformed("a second welcome"));
         };
         let (rest, proof) = greeting.verify_welcome(version, body)?;
         let (probe, reads_us) = Probe::of_welcome(rest)?;
-        let ours = see(
+        let ours = check_reachability(
             self.config.foreign_memory,
             connection,
             &probe,
             "the peer's memory is no kvx pool, and cannot be read from here",
         );
         let theirs = reads_us.map_err(refused);
-        link.sight.set(Reachability { ours, theirs }).ok(); // a handshake ends once
+        link.reachability.set(Reachability { ours, theirs }).ok(); // a handshake ends once
         connection.peer = Some(link.peer.clone());
         connection.phase = Phase::Up;
         connection.send(&self.poller, ControlMessage::Confirm { proof });
@@ -275,12 +276,21 @@ impl Machine {
     }
 
     /// The target turns us away.
-    pub(crate) fn take_refuse(&mut self, at: usize, why: Refusal, proof: &[u8], out: &mut Outbox) {
-        let Some(greeting) = self.connections[at].greeting.take() else { return };
+    pub(crate) fn take_refuse(
+        &mut self,
+        at: usize,
+        why: Refusal,
+        proof: &[u8],
+        out: &mut Outbox,
+    ) -> Result<()> {
+        let Some(greeting) = self.connections[at].greeting.take() else {
+            return Err(malformed("a second answer to a hello"));
+        };
         let reason = greeting.refusal_error(why, proof).with_backend(NAME);
         let restarted = reason.kind() == ErrorKind::PeerRestarted;
         let state = if restarted { LinkState::Restarted } else { LinkState::Lost(reason.clone()) };
         self.end(at, reason, End::Proven, Some(state), out);
+        Ok(())
     }
 
     fn probe(&self) -> Probe {
@@ -290,7 +300,12 @@ impl Machine {
 }
 
 /// Whether we can read the memory of the process at the other end.
-fn see(allowed: bool, connection: &Connection, probe: &Probe, whom: &str) -> Result<()> {
+fn check_reachability(
+    allowed: bool,
+    connection: &Connection,
+    probe: &Probe,
+    whom: &str,
+) -> Result<()> {
     match (allowed, probe.address) {
         (false, _) => Err(foreign_off("in this process")),
         (true, 0) => Err(foreign_off("in the peer's process")),
@@ -319,7 +334,7 @@ fn check_user(process: &PeerProcess) -> Result<()> {
     ))
 }
 
-fn lost(link: &Arc<Wiring>, reason: Error, out: &mut Outbox) {
+fn lost(link: &Arc<SharedLink>, reason: Error, out: &mut Outbox) {
     link.gone.set(reason.clone()).ok(); // the first reason stays
     out.link(link.id, LinkState::Lost(reason));
 }

@@ -20,7 +20,7 @@ pub(crate) struct Host {
 
 impl Host {
     /// This host. Errors: `Unavailable` when the kernel does not tell its boot id.
-    pub(crate) fn this() -> Result<Self> {
+    pub(crate) fn current() -> Result<Self> {
         let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(|cause| {
             error(ErrorKind::Unavailable, format!("no boot id in /proc: {cause}"))
                 .with_source(cause)
@@ -127,7 +127,7 @@ impl PeerProcess {
     }
 
     /// Whether the process is known to have ended.
-    pub(crate) fn ended(&self) -> bool {
+    pub(crate) fn has_ended(&self) -> bool {
         match &self.life {
             Life::Watched(life) => {
                 matches!(poll_now(&mut [PollFd::new(life, PollFlags::IN)]), Ok(1..))
@@ -139,7 +139,7 @@ impl PeerProcess {
 
     /// Whether the process has ended, of whose `socket` the end was seen, or is about to. One that dies closes its
     /// files before it counts as dead, on a busy machine long before; one that leaves closes one direction first.
-    pub(crate) fn ended_with(&self, socket: BorrowedFd<'_>) -> bool {
+    pub(crate) fn has_ended_with(&self, socket: BorrowedFd<'_>) -> bool {
         let hung_up = matches!(
             poll_now(&mut [PollFd::from_borrowed_fd(socket, PollFlags::empty())]),
             Ok(1..)
@@ -153,7 +153,7 @@ impl PeerProcess {
                 rustix::time::Timespec { tv_sec: 0, tv_nsec: A_MOMENT.subsec_nanos().into() };
             rustix::event::poll(&mut [PollFd::new(life, PollFlags::IN)], Some(&moment)).ok(); // looked at below
         }
-        self.ended()
+        self.has_ended()
     }
 
     /// Whether the kernel has begun to end the process. It is asked before its end was seen: its number is its own.
@@ -261,7 +261,7 @@ mod tests {
 
     #[test]
     fn this_host_reaches_itself_and_no_other() {
-        let this = Host::this().unwrap();
+        let this = Host::current().unwrap();
         this.reaches(&this).unwrap();
         let other = Host { boot: [0; 16], ..this };
         let refused = this.reaches(&other).unwrap_err();
@@ -303,7 +303,7 @@ mod tests {
         assert_eq!(peer.pid as u32, std::process::id());
         assert_eq!(peer.uid, our_uid());
         assert!(peer.life().is_some());
-        assert!(!peer.ended() && peer.still_behind(one.as_fd()));
+        assert!(!peer.has_ended() && peer.still_behind(one.as_fd()));
         drop(other);
         assert!(!peer.still_behind(one.as_fd()));
     }

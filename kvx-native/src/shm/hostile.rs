@@ -22,8 +22,8 @@ use kvx_backend::control::violations::{
 use kvx_backend::control::{ControlMessage as Shared, Refusal, verify_hello};
 use kvx_testkit::Random;
 
-use super::messages::{At, Message, Probe, Reached};
-use super::socket::{self, Received};
+use super::messages::{Location, Message, Probe, RegionAccess};
+use super::socket::{self, RecvOutcome};
 use crate::described::Described;
 
 const CUT_OFF: Duration = Duration::from_secs(10);
@@ -114,10 +114,10 @@ impl Raw {
         let until = Instant::now() + CUT_OFF;
         loop {
             match socket::receive(self.0.as_fd(), &mut buffer).unwrap() {
-                Received::Message(len, _) => return Some(buffer[..len].to_vec()),
-                Received::End => return None,
-                Received::TooLong => panic!("longer than any message"),
-                Received::Nothing => {
+                RecvOutcome::Message(len, _) => return Some(buffer[..len].to_vec()),
+                RecvOutcome::End => return None,
+                RecvOutcome::TooLong => panic!("longer than any message"),
+                RecvOutcome::Nothing => {
                     assert!(Instant::now() < until, "the other end says nothing");
                     wait_for(&self.0, PollFlags::IN);
                 }
@@ -208,8 +208,10 @@ fn untouched(region: &Region) {
 fn what_breaks_the_protocol_is_cut_off_and_others_are_served() {
     let (target, region) = target();
     let good = Raw::shaken(&target);
-    let lend =
-        Message::Lend { id: RegionId(1), reached: Reached { len: 1, at: At::Address(0x1000) } };
+    let lend = Message::Lend {
+        id: RegionId(1),
+        access: RegionAccess { len: 1, at: Location::Address(0x1000) },
+    };
     let own = [
         (HandshakeStage::Start, "a packet that is too long", vec![vec![7; 100 << 10]]),
         (
@@ -294,21 +296,27 @@ fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_goes_on() {
     raw.send(
         Message::Lend {
             id: foreign,
-            reached: Reached { len, at: At::Address(ours.as_ptr() as u64) },
+            access: RegionAccess { len, at: Location::Address(ours.as_ptr() as u64) },
         },
         None,
     );
     raw.send(
-        Message::Lend { id: open, reached: Reached { len, at: At::File } },
+        Message::Lend { id: open, access: RegionAccess { len, at: Location::File } },
         Some(&memory_file(len, SealFlags::GROW)),
     );
     raw.send(
-        Message::Lend { id: good, reached: Reached { len, at: At::File } },
+        Message::Lend { id: good, access: RegionAccess { len, at: Location::File } },
         Some(&memory_file(len, sealed())),
     );
-    raw.send(Message::Lend { id: RegionId(5), reached: Reached { len, at: At::File } }, None);
     raw.send(
-        Message::Lend { id: RegionId(6), reached: Reached { len, at: At::Address(0x1000) } },
+        Message::Lend { id: RegionId(5), access: RegionAccess { len, at: Location::File } },
+        None,
+    );
+    raw.send(
+        Message::Lend {
+            id: RegionId(6),
+            access: RegionAccess { len, at: Location::Address(0x1000) },
+        },
         None,
     );
     for unfit in [open, RegionId(5)] {
@@ -355,20 +363,20 @@ fn an_owner_that_passes_unfit_files_is_refused() {
     let reader = agent("reader");
     let local = reader.register("local", Memory::pool(LEN).build().unwrap()).unwrap();
     let len = LEN as u64;
-    let good = || Reached { len, at: At::File };
+    let good = || RegionAccess { len, at: Location::File };
     let handle = IpcHandle { bytes: vec![7; 64], offset: 0 };
-    let device = At::Device { device: DeviceId([1; 16]), handle };
-    let cases: [(Reached, Option<OwnedFd>, ErrorKind); 4] = [
+    let device = Location::Device { device: DeviceId([1; 16]), handle };
+    let cases: [(RegionAccess, Option<OwnedFd>, ErrorKind); 4] = [
         (good(), Some(memory_file(len, SealFlags::empty())), ErrorKind::Denied),
         (good(), None, ErrorKind::Exhausted),
-        (Reached { len, at: device }, None, ErrorKind::Unsupported),
+        (RegionAccess { len, at: device }, None, ErrorKind::Unsupported),
         (
-            Reached { len: len * 2, at: At::File },
+            RegionAccess { len: len * 2, at: Location::File },
             Some(memory_file(len * 2, sealed())),
             ErrorKind::OutOfBounds,
         ),
     ];
-    for (reached, file, expected) in cases {
+    for (access, file, expected) in cases {
         // The metadata of an well-behaved agent, but for where it listens.
         let mut metadata = owner.metadata().unwrap();
         let name = super::address::random_socket_name().unwrap();
@@ -405,7 +413,7 @@ fn an_owner_that_passes_unfit_files_is_refused() {
         );
         let wanted = raw.next().unwrap();
         let Ok(Shared::Want { import, .. }) = Shared::decode(&wanted) else { panic!("{wanted:?}") };
-        raw.send(Shared::Grant { import, rest: &reached.grant_rest() }, file.as_ref());
+        raw.send(Shared::Grant { import, rest: &access.grant_rest() }, file.as_ref());
         assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), expected);
         assert!(raw.is_served(), "the link is up all the same");
     }
@@ -424,7 +432,7 @@ fn mutated_messages_on_live_connections_harm_nobody() {
     let own = [
         Message::Lend {
             id: RegionId(1),
-            reached: Reached { len: 4096, at: At::Address(0x10_0000) },
+            access: RegionAccess { len: 4096, at: Location::Address(0x10_0000) },
         },
         Message::Write {
             write: 1,

@@ -15,7 +15,7 @@ use super::error::error;
 use super::inline::read_inline;
 use super::memory::{Reach, openers};
 use super::progress::Command;
-use super::shared_link::{Import, Reachability, Wiring};
+use super::shared_link::{Import, Reachability, SharedLink};
 use super::window::Shutter;
 
 /// The most blocks of a write whose request is sent on the poster's thread.
@@ -24,12 +24,12 @@ const SHORT_WRITE: u64 = 2048;
 /// The handle of a link.
 pub(crate) struct ShmLink {
     endpoint: Arc<Endpoint>,
-    wiring: Arc<Wiring>,
+    wiring: Arc<SharedLink>,
     imports: AtomicU64,
 }
 
 impl ShmLink {
-    pub(crate) fn new(endpoint: Arc<Endpoint>, wiring: Arc<Wiring>) -> Self {
+    pub(crate) fn new(endpoint: Arc<Endpoint>, wiring: Arc<SharedLink>) -> Self {
         ShmLink { endpoint, wiring, imports: AtomicU64::new(0) }
     }
 
@@ -44,12 +44,12 @@ impl ShmLink {
                 plan.locals().iter().any(|local| Reach::of(&local.memory) == Reach::Foreign)
             }
         };
-        match (foreign, self.wiring.sight.get()) {
+        match (foreign, self.wiring.reachability.get()) {
             (false, _) => Ok(()),
             (true, None) => Err(self.wiring.gone()),
-            (true, Some(sight)) => match plan.op() {
-                Op::Read => sight.ours.clone(),
-                Op::Write => sight.theirs.clone(),
+            (true, Some(reachability)) => match plan.op() {
+                Op::Read => reachability.ours.clone(),
+                Op::Write => reachability.theirs.clone(),
             },
         }
     }
@@ -66,18 +66,18 @@ unsafe impl Link for ShmLink {
     fn describe(&self) -> String {
         let devices =
             if self.endpoint.devices.is_empty() { "" } else { ", device memory by its driver" };
-        match self.wiring.sight.get() {
+        match self.wiring.reachability.get() {
             None => "shared memory, not up".to_owned(),
             Some(Reachability { ours: Ok(()), theirs: Ok(()) }) => {
                 format!("shared memory: pools mapped{devices}, other memory by process_vm_readv")
             }
-            Some(sight) => {
-                let refused = |op, sight: &Result<()>| match sight {
+            Some(reachability) => {
+                let refused = |op, reachability: &Result<()>| match reachability {
                     Ok(()) => String::new(),
                     Err(reason) => format!("; no {op} of other memory: {}", reason.sentence()),
                 };
                 let (reads, writes) =
-                    (refused("reads", &sight.ours), refused("writes", &sight.theirs));
+                    (refused("reads", &reachability.ours), refused("writes", &reachability.theirs));
                 format!("shared memory: pools mapped{devices}{reads}{writes}")
             }
         }

@@ -19,10 +19,10 @@ use super::completion::ReactorHandle;
 use super::config::Config;
 use super::connection::{Connecting, Connection, HeldBytesOwner};
 use super::copy::Copier;
-use super::copy_threads::Copying;
+use super::copy_threads::CopyThreads;
 use super::flights::Flights;
 use super::host;
-use super::memory::{Regions, Revoked};
+use super::memory::{Regions, RevokedRegion};
 use super::messages::MAX_MESSAGE;
 use super::socket::{self, LISTENERS, Poller, Ready};
 use super::work::{Populate, Work};
@@ -51,12 +51,12 @@ pub(crate) struct Machine {
     pub(crate) links: HashMap<LinkId, usize>,
     pub(crate) connecting: Vec<Connecting>,
     /// By the connections whose peers hold the region.
-    pub(crate) recalls: Recalls<usize, (Revoked, Ticket)>,
+    pub(crate) recalls: Recalls<usize, (RevokedRegion, Ticket)>,
     pub(crate) turns: WorkQueue<Work>,
     /// Mappings to be made present while there is nothing else to do.
     pub(crate) populates: VecDeque<Populate>,
     pub(crate) copier: Copier,
-    pub(crate) copying: Copying,
+    pub(crate) copying: CopyThreads,
     /// Of copies that wait for a page.
     pub(crate) hung: RateLimited,
     pub(crate) buffer: Vec<u8>,
@@ -82,7 +82,7 @@ impl Machine {
         let mut probe_bytes = Box::new([0; 32]);
         probe_bytes[..16].copy_from_slice(&host::random()?);
         probe_bytes[16..].copy_from_slice(&host::random()?);
-        let copying = Copying::of(&context.agent.name);
+        let copying = CopyThreads::of(&context.agent.name);
         Ok(Machine {
             keys: Keys::new(&context.invitation, context.secret.as_ref()),
             strangers: RateLimited::default(),
@@ -119,7 +119,7 @@ impl Machine {
 
     /// How a device's thread reaches it.
     pub(crate) fn reactor_handle(&self) -> Arc<ReactorHandle> {
-        Arc::clone(&self.flights.home)
+        Arc::clone(&self.flights.reactor)
     }
 
     /// Where it listens.

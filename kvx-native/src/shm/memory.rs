@@ -20,7 +20,7 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use super::error::{NAME, error};
-use super::messages::{At, Reached};
+use super::messages::{Location, RegionAccess};
 
 /// How other processes reach a region; travels in the metadata.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,7 +71,7 @@ impl Reach {
 
 /// A registered region.
 #[derive(Debug)]
-struct Open {
+struct RegionRecord {
     memory: Arc<Memory>,
     /// How a device's memory is opened elsewhere.
     handle: Option<IpcHandle>,
@@ -79,47 +79,47 @@ struct Open {
 
 /// Our registered regions. The reactor looks them up; registering and revoking change them from any thread.
 #[derive(Debug, Default)]
-pub(crate) struct Regions(Mutex<RegionRecords>);
+pub(crate) struct Regions(Mutex<RegionTables>);
 
 #[derive(Debug, Default)]
-struct RegionRecords {
-    regions: RegionTable<Open>,
+struct RegionTables {
+    regions: RegionTable<RegionRecord>,
     /// Granted to peers of which nobody knows whether they have let go, when the transport ended.
     unproven: HashSet<RegionId>,
 }
 
 impl Regions {
-    fn table(&self) -> MutexGuard<'_, RegionRecords> {
+    fn table(&self) -> MutexGuard<'_, RegionTables> {
         self.0.lock()
     }
 
     pub(crate) fn open(&self, spec: RegionSpec, handle: Option<IpcHandle>) {
         let RegionSpec { id, key, memory } = spec;
-        self.table().regions.open(id, key, Open { memory, handle });
+        self.table().regions.open(id, key, RegionRecord { memory, handle });
     }
 
     /// What a peer is told about memory that it may read.
-    pub(crate) fn reached(&self, id: RegionId, memory: &Memory) -> Reached {
+    pub(crate) fn access(&self, id: RegionId, memory: &Memory) -> RegionAccess {
         let handle = self.table().regions.get(id).and_then(|region| region.handle.clone());
         let at = match (Reach::of(memory), handle) {
-            (Reach::Device(device), Some(handle)) => At::Device { device, handle },
-            (Reach::Pool, _) => At::File,
-            (Reach::Foreign | Reach::Device(_), _) => At::Address(memory.address()),
+            (Reach::Device(device), Some(handle)) => Location::Device { device, handle },
+            (Reach::Pool, _) => Location::File,
+            (Reach::Foreign | Reach::Device(_), _) => Location::Address(memory.address()),
         };
-        Reached { len: memory.len() as u64, at }
+        RegionAccess { len: memory.len() as u64, at }
     }
 
     /// Refuses it from now on, and hands out what must be kept until peers have let go of it. Errors: `StillShared`
     /// when the transport ended without knowing that.
-    pub(crate) fn revoke(&self, id: RegionId) -> Result<Revoked> {
+    pub(crate) fn revoke(&self, id: RegionId) -> Result<RevokedRegion> {
         let mut table = self.table();
         if table.unproven.contains(&id) {
             return Err(still_shared(id).with_backend(NAME));
         }
-        Ok(Revoked { id, _memory: table.regions.revoke(id).map(|region| region.memory) })
+        Ok(RevokedRegion { id, _memory: table.regions.revoke(id).map(|region| region.memory) })
     }
 
-    /// The memory behind a number and the key that a peer shows. Errors: `Unregistered`, `Revoked`, `WrongKey`.
+    /// The memory behind a number and the key that a peer shows. Errors: `Unregistered`, `RevokedRegion`, `WrongKey`.
     pub(crate) fn check(&self, id: RegionId, key: &RegionKey) -> Result<Arc<Memory>> {
         self.table().regions.check(id, key).map(|region| Arc::clone(&region.memory))
     }
@@ -139,13 +139,13 @@ impl Regions {
 
 /// A region that is being revoked, and what keeps its memory meanwhile.
 #[derive(Debug)]
-pub(crate) struct Revoked {
+pub(crate) struct RevokedRegion {
     pub(crate) id: RegionId,
     _memory: Option<Arc<Memory>>,
 }
 
 /// A revocation whose end will never be known: the memory is never freed.
-pub(crate) fn forget(region: Revoked, done: Ticket) {
+pub(crate) fn quarantine(region: RevokedRegion, done: Ticket) {
     drop(done);
     std::mem::forget(region);
 }
@@ -267,7 +267,7 @@ impl Drop for Mapping {
 
 /// A region of a peer that we may read.
 #[derive(Clone, Debug)]
-pub(crate) struct Held {
+pub(crate) struct PeerRegion {
     pub(crate) id: RegionId,
     pub(crate) len: u64,
     pub(crate) place: CopySource,
@@ -278,7 +278,7 @@ pub(crate) struct Held {
 pub(crate) struct CopySource {
     /// An address in this process if it is mapped here, on the device, else in the peer's process.
     pub(crate) base: u64,
-    pub(crate) how: CopyMethod,
+    pub(crate) method: CopyMethod,
 }
 
 /// What a peer's memory is for us.
@@ -287,39 +287,39 @@ pub(crate) enum CopyMethod {
     /// Mapped here, as long as somebody holds this.
     Mapped(Arc<Mapping>),
     /// The peer's own.
-    There,
+    Remote,
     /// Opened on a device, as long as somebody holds this.
     Device(Arc<Memory>),
 }
 
-impl Held {
+impl PeerRegion {
     /// From what the owner said, and the file that came with it. Errors: `Denied`, `Exhausted`, `Malformed`; what a
     /// device says that does not open it, `Unsupported` mostly.
     pub(crate) fn of(
         id: RegionId,
-        reached: Reached,
+        access: RegionAccess,
         file: Option<&OwnedFd>,
         devices: &[Arc<dyn DeviceAccess>],
     ) -> Result<Self> {
-        let len = reached.len;
-        let place = match (reached.at, file) {
-            (At::Address(base), _) => CopySource { base, how: CopyMethod::There },
-            (At::Device { device, handle }, _) => {
+        let len = access.len;
+        let place = match (access.at, file) {
+            (Location::Address(base), _) => CopySource { base, method: CopyMethod::Remote },
+            (Location::Device { device, handle }, _) => {
                 let opened = opened(devices, device, &handle, len)?;
-                CopySource { base: opened.address(), how: CopyMethod::Device(Arc::new(opened)) }
+                CopySource { base: opened.address(), method: CopyMethod::Device(Arc::new(opened)) }
             }
-            (At::File, Some(file)) => {
+            (Location::File, Some(file)) => {
                 let mapping = Mapping::of(file, len)?;
-                CopySource { base: mapping.base(), how: CopyMethod::Mapped(Arc::new(mapping)) }
+                CopySource { base: mapping.base(), method: CopyMethod::Mapped(Arc::new(mapping)) }
             }
-            (At::File, None) => {
+            (Location::File, None) => {
                 return Err(error(
                     ErrorKind::Exhausted,
                     "the file of a peer's pool did not arrive: this process has too many open files, raise ulimit -n",
                 ));
             }
         };
-        Ok(Held { id, len, place })
+        Ok(PeerRegion { id, len, place })
     }
 }
 
@@ -385,7 +385,7 @@ pub(crate) fn shared_by_device(memory: &Memory) -> Result<Option<IpcHandle>> {
     }
 }
 
-/// The file to pass with [`Reached`], if the memory has one.
+/// The file to pass with [`RegionAccess`], if the memory has one.
 pub(crate) fn file(memory: &Memory) -> Option<std::os::fd::BorrowedFd<'_>> {
     memory.shared_file()
 }

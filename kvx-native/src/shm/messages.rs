@@ -47,16 +47,16 @@ pub(crate) struct Probe {
 
 /// How a region is reached.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Reached {
+pub(crate) struct RegionAccess {
     /// Its length in bytes.
     pub(crate) len: u64,
     /// Where it is.
-    pub(crate) at: At,
+    pub(crate) at: Location,
 }
 
 /// Where a region is, for a reader.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum At {
+pub(crate) enum Location {
     /// In the file that comes with the message.
     File,
     /// At an address in the owner's process.
@@ -69,7 +69,7 @@ pub(crate) enum At {
 #[derive(Clone, Debug)]
 pub(crate) enum Message<'a> {
     Shared(control::ControlMessage<'a>),
-    Lend { id: RegionId, reached: Reached },
+    Lend { id: RegionId, access: RegionAccess },
     Write { write: u64, into: Described, from: Described },
     Done { write: u64, result: Result<(), Refusal> },
     Cancel { write: u64 },
@@ -107,10 +107,10 @@ impl Message<'_> {
         let mut out = Vec::with_capacity(64);
         match self {
             Message::Shared(message) => return message.encode(),
-            Message::Lend { id, reached } => {
+            Message::Lend { id, access } => {
                 out.put_u8(number::LEND);
                 out.put_u64(id.0);
-                reached.encode(&mut out);
+                access.encode(&mut out);
             }
             Message::Write { write, into, from } => {
                 out.put_u8(number::WRITE);
@@ -142,7 +142,7 @@ impl<'a> Message<'a> {
         let message = match reader.u8()? {
             number::LEND => Message::Lend {
                 id: RegionId(reader.u64()?),
-                reached: Reached::decode(&mut reader)?,
+                access: RegionAccess::decode(&mut reader)?,
             },
             number::WRITE => {
                 let write = reader.u64()?;
@@ -207,17 +207,17 @@ impl Probe {
     }
 }
 
-impl Reached {
+impl RegionAccess {
     /// Writes it: with a grant or a loan.
     pub(crate) fn encode(&self, out: &mut Vec<u8>) {
         out.put_u64(self.len);
         match &self.at {
-            At::File => out.put_u8(0),
-            At::Address(address) => {
+            Location::File => out.put_u8(0),
+            Location::Address(address) => {
                 out.put_u8(1);
                 out.put_u64(*address);
             }
-            At::Device { device, handle } => {
+            Location::Device { device, handle } => {
                 out.put_u8(2);
                 out.put(&device.0);
                 out.put_block(&handle.bytes);
@@ -236,24 +236,24 @@ impl Reached {
     /// Reads that. Errors: `Malformed`.
     pub(crate) fn of_grant(rest: &[u8]) -> Result<Self> {
         let mut reader = Reader::new("SHM grant", rest);
-        let reached = Self::decode(&mut reader)?;
+        let access = Self::decode(&mut reader)?;
         reader.end()?;
-        Ok(reached)
+        Ok(access)
     }
 
     fn decode(reader: &mut Reader<'_>) -> Result<Self> {
         let len = reader.u64()?;
         let (at, from) = match reader.u8()? {
-            0 => (At::File, 0),
+            0 => (Location::File, 0),
             1 => {
                 let address = reader.u64()?;
-                (At::Address(address), address)
+                (Location::Address(address), address)
             }
             2 => {
                 let device = DeviceId(reader.array()?);
                 let bytes = reader.block(IpcHandle::LONGEST)?.to_vec();
                 let offset = reader.u64()?;
-                (At::Device { device, handle: IpcHandle { bytes, offset } }, offset)
+                (Location::Device { device, handle: IpcHandle { bytes, offset } }, offset)
             }
             other => return Err(reader.malformed(format_args!("memory of kind {other}"))),
         };
@@ -261,7 +261,7 @@ impl Reached {
         if from.checked_add(len).is_none_or(|end| end > i64::MAX as u64) {
             return Err(reader.malformed("memory beyond the address space"));
         }
-        Ok(Reached { len, at })
+        Ok(RegionAccess { len, at })
     }
 }
 
@@ -297,17 +297,17 @@ mod tests {
         }
     }
 
-    fn on_device() -> At {
+    fn on_device() -> Location {
         let handle = IpcHandle { bytes: vec![7; 64], offset: 2 << 20 };
-        At::Device { device: DeviceId([3; 16]), handle }
+        Location::Device { device: DeviceId([3; 16]), handle }
     }
 
     fn samples() -> Vec<Message<'static>> {
         let why = || Refusal { kind: ErrorKind::WrongKey, text: "the key is another".into() };
-        let lend = |at| Message::Lend { id: RegionId(2), reached: Reached { len: 4096, at } };
+        let lend = |at| Message::Lend { id: RegionId(2), access: RegionAccess { len: 4096, at } };
         vec![
-            lend(At::File),
-            lend(At::Address(0x7f00_0000_0000)),
+            lend(Location::File),
+            lend(Location::Address(0x7f00_0000_0000)),
             lend(on_device()),
             Message::Write { write: 9, into: described(20), from: described(20) },
             Message::Done { write: 9, result: Ok(()) },
@@ -326,11 +326,11 @@ mod tests {
             assert_eq!(Probe::of_welcome(&rest).unwrap(), (probe, reads_us));
             assert!(Probe::of_welcome(&rest[1..]).is_err() && Probe::of_hello(&rest).is_err());
         }
-        for at in [At::File, At::Address(7), on_device()] {
-            let reached = Reached { len: 4096, at };
-            let rest = reached.grant_rest();
-            assert_eq!(Reached::of_grant(&rest).unwrap(), reached);
-            assert!(Reached::of_grant(&rest[1..]).is_err());
+        for at in [Location::File, Location::Address(7), on_device()] {
+            let access = RegionAccess { len: 4096, at };
+            let rest = access.grant_rest();
+            assert_eq!(RegionAccess::of_grant(&rest).unwrap(), access);
+            assert!(RegionAccess::of_grant(&rest[1..]).is_err());
         }
     }
 
@@ -408,17 +408,17 @@ mod tests {
                         );
                     }
                 }
-                Ok(Message::Lend { reached, .. }) => {
+                Ok(Message::Lend { access, .. }) => {
                     accepted += 1;
-                    let from = match &reached.at {
-                        At::File => 0,
-                        At::Address(address) => *address,
-                        At::Device { handle, .. } => {
+                    let from = match &access.at {
+                        Location::File => 0,
+                        Location::Address(address) => *address,
+                        Location::Device { handle, .. } => {
                             assert!(handle.bytes.len() <= IpcHandle::LONGEST);
                             handle.offset
                         }
                     };
-                    assert!(from + reached.len <= i64::MAX as u64);
+                    assert!(from + access.len <= i64::MAX as u64);
                 }
                 Ok(_) => accepted += 1,
                 Err(error) => assert_eq!(error.kind(), ErrorKind::Malformed),

@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use kvx_backend::control::ControlMessage;
+use kvx_backend::control::errors::malformed;
 use kvx_backend::reactor::Outbox;
 use kvx_core::{Result, Ticket};
 
 use super::connection::Connection;
 use super::error::NAME;
 use super::machine::Machine;
-use super::shared_link::Wiring;
+use super::shared_link::SharedLink;
 use super::socket::Poller;
 
 impl Connection {
@@ -25,7 +26,7 @@ impl Machine {
     /// A notification goes out over a link.
     pub(crate) fn notify(
         &mut self,
-        link: &Arc<Wiring>,
+        link: &Arc<SharedLink>,
         bytes: Box<[u8]>,
         done: Ticket,
         out: &mut Outbox,
@@ -54,7 +55,9 @@ impl Machine {
     /// A notification came in. Errors: `Malformed` when the peer sends more than it may.
     pub(crate) fn take_notice(&mut self, at: usize, notice: u64, bytes: &[u8]) -> Result<()> {
         let connection = &mut self.connections[at];
-        let Some(peer) = &connection.peer else { return Ok(()) };
+        let Some(peer) = &connection.peer else {
+            return Err(malformed("a notification before the handshake"));
+        };
         let sender = peer.as_sender();
         if connection
             .from_peer

@@ -11,14 +11,14 @@ use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn};
 use kvx_core::transport::LinkState;
 use kvx_core::{Bound, Error, ErrorKind, Result, Ticket, TransferId};
 
-use super::connection::{Connection, End, HeldBytesOwner, Waiting};
+use super::connection::{Connection, End, HeldBytesOwner, PendingTransfer};
 use super::error::{NAME, error, refused};
 use super::flights::{Flight, FlightPurpose};
 use super::machine::Machine;
-use super::memory::Revoked;
-use super::messages::{MAX_MESSAGE, Message, Reached};
-use super::shared_link::{Import, Wiring};
-use super::socket::{self, Ready, Received, token};
+use super::memory::RevokedRegion;
+use super::messages::{MAX_MESSAGE, Message, RegionAccess};
+use super::shared_link::{Import, SharedLink};
+use super::socket::{self, Ready, RecvOutcome, token};
 use super::work::Work;
 
 /// The most messages taken from one connection in a turn.
@@ -34,35 +34,35 @@ const CROWDED: Duration = Duration::from_millis(20);
 /// What other threads ask of the machine.
 pub(crate) enum Command {
     Connect {
-        link: Arc<Wiring>,
+        link: Arc<SharedLink>,
         socket: Vec<u8>,
     },
     Import {
-        link: Arc<Wiring>,
+        link: Arc<SharedLink>,
         import: Arc<Import>,
     },
     /// `inline_on`: on this thread a small read may be done at once.
     Post {
-        link: Arc<Wiring>,
+        link: Arc<SharedLink>,
         plan: Arc<Bound>,
         id: TransferId,
         done: Ticket,
         inline_on: Option<ThreadId>,
     },
     Notify {
-        link: Arc<Wiring>,
+        link: Arc<SharedLink>,
         bytes: Box<[u8]>,
         done: Ticket,
     },
     Cancel {
-        link: Arc<Wiring>,
+        link: Arc<SharedLink>,
         id: TransferId,
     },
     Close {
-        link: Arc<Wiring>,
+        link: Arc<SharedLink>,
     },
     Revoke {
-        region: Revoked,
+        region: RevokedRegion,
         done: Ticket,
     },
     /// A device or a thread has ended a batch of this flight.
@@ -80,9 +80,9 @@ impl Machine {
     pub(crate) fn handle_events(&mut self, out: &mut Outbox) -> usize {
         let ready = self.poller.take();
         for (token, flags) in &ready {
-            match token::which(*token) {
-                token::Which::Listener(listener) => self.accept(listener, out),
-                token::Which::Socket(at) => {
+            match token::descriptor(*token) {
+                token::Descriptor::Listener(listener) => self.accept(listener, out),
+                token::Descriptor::Socket(at) => {
                     if flags.contains(Ready::OUT)
                         && let Some(connection) = self.connections.get_mut(at)
                     {
@@ -97,8 +97,11 @@ impl Machine {
                     self.count_held(at, out);
                 }
                 // Another connection may have this place by now: only its own process's end counts.
-                token::Which::Life(at) => {
-                    if self.connections.get(at).is_some_and(|connection| connection.process.ended())
+                token::Descriptor::Life(at) => {
+                    if self
+                        .connections
+                        .get(at)
+                        .is_some_and(|connection| connection.process.has_ended())
                     {
                         self.other_end_gone(at, out);
                     }
@@ -115,20 +118,21 @@ impl Machine {
         let mut buffer = std::mem::take(&mut self.buffer);
         buffer.resize(MAX_MESSAGE, 0);
         for _ in 0..most {
+            // Expected: the message before ended the connection.
             let Some(connection) = self.connections.get_mut(at) else { break };
             let received = match socket::receive(connection.socket.as_fd(), &mut buffer) {
-                Ok(Received::Message(len, file)) => {
+                Ok(RecvOutcome::Message(len, file)) => {
                     connection.silence.heard(Instant::now());
                     Message::decode(&buffer[..len])
                         .and_then(|message| self.take(at, message, file, out))
                 }
-                Ok(Received::Nothing) => break,
-                Ok(Received::TooLong) => Err(error(
+                Ok(RecvOutcome::Nothing) => break,
+                Ok(RecvOutcome::TooLong) => Err(error(
                     ErrorKind::Malformed,
                     format!("malformed SHM message: longer than {MAX_MESSAGE} bytes"),
                 )),
-                Ok(Received::End) => {
-                    let died = connection.process.ended_with(connection.socket.as_fd());
+                Ok(RecvOutcome::End) => {
+                    let died = connection.process.has_ended_with(connection.socket.as_fd());
                     let reason = if died { peer_died() } else { peer_closed() }.with_backend(NAME);
                     self.end(at, reason.clone(), End::Proven, Some(LinkState::Lost(reason)), out);
                     break;
@@ -150,6 +154,7 @@ impl Machine {
     /// Counts what a peer has us hold. One with too much loses the connection; when all of them have, the one with most
     /// loses all of its.
     fn count_held(&mut self, at: usize, out: &mut Outbox) {
+        // Expected: a message ended the connection.
         let Some(connection) = self.connections.get_mut(at) else { return };
         let noted = connection.note_held(&mut self.held);
         if let Err(why) = noted
@@ -204,7 +209,7 @@ impl Machine {
         }
         match message {
             Message::Shared(message) => self.take_shared(at, message, file, out)?,
-            Message::Lend { id, reached } => self.take_lend(at, id, reached, file.as_ref())?,
+            Message::Lend { id, access } => self.take_lend(at, id, access, file.as_ref())?,
             Message::Write { write, into, from } => self.take_write(at, write, into, from)?,
             Message::Done { write, result } => {
                 self.connections[at].writes.answered(write, result.map_err(refused))?;
@@ -215,7 +220,7 @@ impl Machine {
                 self.stop_pulls(|pull| pull.at == at && pull.write == write, &cancelled);
                 let its = |flight: &Flight| {
                     flight.at == Some(at)
-                        && matches!(&flight.errand, FlightPurpose::Pull { write: its, .. } if *its == Some(write))
+                        && matches!(&flight.purpose, FlightPurpose::Pull { write: its, .. } if *its == Some(write))
                 };
                 self.stop_flights(its, &cancelled, out);
             }
@@ -234,10 +239,10 @@ impl Machine {
             Shared::Hello { versions, body } => self.take_hello(at, versions, body)?,
             Shared::Welcome { version, body } => self.take_welcome(at, version, body, out)?,
             Shared::Confirm { proof } => self.take_confirm(at, &proof)?,
-            Shared::Refuse { why, proof } => self.take_refuse(at, why, proof, out),
+            Shared::Refuse { why, proof } => self.take_refuse(at, why, proof, out)?,
             Shared::Want { import, id, key } => self.take_want(at, import, id, &key),
             Shared::Grant { import, rest } => {
-                self.take_grant(at, import, Ok(Reached::of_grant(rest)?), file, out)?;
+                self.take_grant(at, import, Ok(RegionAccess::of_grant(rest)?), file, out)?;
             }
             Shared::Deny { import, why } => {
                 self.take_grant(at, import, Err(refused(why)), None, out)?
@@ -284,13 +289,13 @@ impl Progress for Machine {
             Command::Connect { link, socket } => self.connect(link, socket, out),
             Command::Import { link, import } => self.import(&link, import),
             Command::Post { link, plan, id, done, inline_on } => {
-                self.post(&link, Waiting { plan, id, done }, inline_on, out)
+                self.post(&link, PendingTransfer { plan, id, done }, inline_on, out)
             }
             Command::Notify { link, bytes, done } => self.notify(&link, bytes, done, out),
             Command::Cancel { link, id } => self.cancel(&link, id, out),
             Command::Close { link } => self.close(link.id, out),
             Command::Revoke { region, done } => self.revoke(region, done, out),
-            Command::BatchEnded { number } => self.landed(number, out),
+            Command::BatchEnded { number } => self.take_batch_ends(number, out),
             Command::Resume => self.resume(),
             Command::Shutdown { done } => self.shutdown.push(done),
         }
@@ -312,7 +317,7 @@ impl Progress for Machine {
         if !self.turns.is_empty() || !self.populates.is_empty() {
             return Ok(Armed::Again);
         }
-        if self.poller.was_crowded() {
+        if self.poller.take_crowded() {
             self.look_by(Instant::now() + CROWDED);
         }
         Ok(Armed::Sleep(self.next_look.map(|next| next.saturating_duration_since(Instant::now()))))

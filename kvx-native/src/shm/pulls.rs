@@ -4,7 +4,7 @@ use kvx_backend::control::Refusal;
 use kvx_backend::reactor::SLICE;
 use kvx_core::{Error, ErrorKind, Extents, Result};
 
-use super::copy::Pulling;
+use super::copy::PullPieces;
 use super::error::error;
 use super::flights::Load;
 use super::machine::Machine;
@@ -45,8 +45,8 @@ impl Machine {
                 let left = pull.left;
                 match Load::mover(&pull.places, pull.into.iter().map(|(_, memory)| memory)) {
                     Some(mover) => {
-                        let (errand, load) = pull.flight(mover);
-                        self.take_off(at, errand, load);
+                        let (purpose, load) = pull.flight(mover);
+                        self.start_flight(at, purpose, load);
                     }
                     None => self.turns.push(Work::Pull(Box::new(pull)), left),
                 }
@@ -93,7 +93,7 @@ impl Machine {
             from: theirs.iter().map(|held| held.id).collect(),
             targets: ours.iter().map(|(_, memory)| memory.address()).collect(),
             into: ours,
-            pieces: Pulling::new(
+            pieces: PullPieces::new(
                 Extents::new(from.grids, from.indices),
                 Extents::new(into.grids, into.indices),
             ),

@@ -10,15 +10,15 @@ use kvx_backend::reactor::{Outbox, SLICE};
 use kvx_core::transport::{INLINE_BYTES, INLINE_SEGMENTS};
 use kvx_core::{Bound, ErrorKind, Op, Result, TransferId};
 
-use super::connection::{Connection, Waiting};
-use super::copy::{MAX_BATCH, Reading};
+use super::connection::{Connection, PendingTransfer};
+use super::copy::{MAX_BATCH, ReadPieces};
 use super::copy_threads::Sides;
 use super::error::{NAME, error};
 use super::flights::{Flight, FlightPurpose, Load};
 use super::machine::Machine;
-use super::memory::{CopySource, Held};
-use super::messages::{Message, Reached};
-use super::shared_link::{Import, Wiring};
+use super::memory::{CopySource, PeerRegion};
+use super::messages::{Message, RegionAccess};
+use super::shared_link::{Import, SharedLink};
 use super::work::{Read, Work};
 
 /// Where a plan's remote regions stand.
@@ -47,8 +47,8 @@ impl Machine {
     /// A transfer was posted; `inline_on`: by this thread, on which a small read may be done at once.
     pub(crate) fn post(
         &mut self,
-        link: &Arc<Wiring>,
-        transfer: Waiting,
+        link: &Arc<SharedLink>,
+        transfer: PendingTransfer,
         inline_on: Option<ThreadId>,
         out: &mut Outbox,
     ) {
@@ -58,8 +58,8 @@ impl Machine {
     /// As [`post`](Self::post); one that has waited for regions does not ask `again` for those that were refused.
     fn place(
         &mut self,
-        link: &Arc<Wiring>,
-        transfer: Waiting,
+        link: &Arc<SharedLink>,
+        transfer: PendingTransfer,
         inline_on: Option<ThreadId>,
         again: bool,
         out: &mut Outbox,
@@ -80,7 +80,7 @@ impl Machine {
                 Op::Write => {
                     // On the poster's own thread: the first message, and nothing else.
                     self.lent_turn |= inline_on == Some(std::thread::current().id());
-                    let Waiting { plan, id, done } = transfer;
+                    let PendingTransfer { plan, id, done } = transfer;
                     self.connections[at].start_write(&self.poller, &self.regions, id, plan, done);
                     self.pump(at, out);
                 }
@@ -90,6 +90,7 @@ impl Machine {
 
     /// Posts again what waited for regions of this connection.
     pub(crate) fn post_waiting(&mut self, at: usize, out: &mut Outbox) {
+        // Expected: on the target's side, where nothing is posted.
         let Some(link) = self.connections[at].link.clone() else { return };
         for transfer in std::mem::take(&mut self.connections[at].waiting) {
             self.place(&link, transfer, None, false, out);
@@ -97,10 +98,13 @@ impl Machine {
     }
 
     /// Asks once more for what this process had no room for: there may be some now.
-    fn ask_again(&mut self, link: &Arc<Wiring>, at: usize, plan: &Bound) {
+    fn ask_again(&mut self, link: &Arc<SharedLink>, at: usize, plan: &Bound) {
         for remote in plan.remotes() {
             let any: Arc<dyn std::any::Any + Send + Sync> = Arc::clone(&remote.region) as _;
-            let Ok(import) = any.downcast::<Import>() else { continue };
+            let Ok(import) = any.downcast::<Import>() else {
+                debug_assert!(false, "`grants` refuses a plan with a region of another transport");
+                continue;
+            };
             let known = self.connections[at].imports.get(import.number);
             if matches!(known, Some(ImportState::Refused(reason)) if reason.kind() == ErrorKind::Exhausted)
             {
@@ -112,14 +116,14 @@ impl Machine {
     fn start_read(
         &mut self,
         at: usize,
-        transfer: Waiting,
+        transfer: PendingTransfer,
         places: Vec<CopySource>,
         inline_on: Option<ThreadId>,
         out: &mut Outbox,
     ) {
-        let Waiting { plan, id, done } = transfer;
+        let PendingTransfer { plan, id, done } = transfer;
         let size = plan.size();
-        let pieces = Reading(plan.segments(MAX_BATCH));
+        let pieces = ReadPieces(plan.segments(MAX_BATCH));
         let small = size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS;
         let inline = small && inline_on == Some(std::thread::current().id());
         // On the poster's own thread: this read and nothing else.
@@ -133,7 +137,7 @@ impl Machine {
                 from: plan.remotes().iter().map(|remote| remote.id).collect(),
                 bytes: size.bytes,
             };
-            let number = self.take_off(at, FlightPurpose::Read { id, done: Some(done) }, load);
+            let number = self.start_flight(at, FlightPurpose::Read { id, done: Some(done) }, load);
             if inline {
                 self.flight_turn(number, out);
             }
@@ -166,7 +170,8 @@ impl Machine {
     }
 
     /// Stops a transfer as soon as it can be.
-    pub(crate) fn cancel(&mut self, link: &Arc<Wiring>, id: TransferId, out: &mut Outbox) {
+    pub(crate) fn cancel(&mut self, link: &Arc<SharedLink>, id: TransferId, out: &mut Outbox) {
+        // Expected: the transfer ended with its link.
         let Some(&at) = self.links.get(&link.id) else { return };
         let cancelled = || cancelled().with_backend(NAME);
         let stopped = self
@@ -177,9 +182,10 @@ impl Machine {
         }
         let its = |flight: &Flight| {
             flight.at == Some(at)
-                && matches!(&flight.errand, FlightPurpose::Read { id: read, .. } if *read == id)
+                && matches!(&flight.purpose, FlightPurpose::Read { id: read, .. } if *read == id)
         };
         self.stop_flights(its, &cancelled(), out);
+        // Expected: the flight that was stopped was the last thing that the connection waited for.
         let Some(connection) = self.connections.get_mut(at) else { return };
         if let Some(position) = connection.waiting.iter().position(|waiting| waiting.id == id) {
             let waiting = connection.waiting.swap_remove(position);
@@ -195,7 +201,8 @@ impl Machine {
     }
 
     /// A region of the peer is to be used: asks for it.
-    pub(crate) fn import(&mut self, link: &Arc<Wiring>, import: Arc<Import>) {
+    pub(crate) fn import(&mut self, link: &Arc<SharedLink>, import: Arc<Import>) {
+        // Expected: the link is gone, or not up: a transfer that uses the region fails.
         let Some(&at) = self.links.get(&link.id) else { return };
         let connection = &mut self.connections[at];
         if !connection.is_up() {
@@ -212,23 +219,23 @@ impl Machine {
         &mut self,
         at: usize,
         number: u64,
-        answer: Result<Reached>,
+        answer: Result<RegionAccess>,
         file: Option<OwnedFd>,
         out: &mut Outbox,
     ) -> Result<()> {
         let connection = &mut self.connections[at];
         let import = connection.imports.answered(number)?;
-        let held = answer.and_then(|reached| {
-            if reached.len != import.len {
+        let held = answer.and_then(|access| {
+            if access.len != import.len {
                 return Err(error(
                     ErrorKind::OutOfBounds,
                     format!(
                         "region {} has {} bytes, and its metadata says {}: take the peer's metadata again",
-                        import.id, reached.len, import.len
+                        import.id, access.len, import.len
                     ),
                 ));
             }
-            Held::of(import.id, reached, file.as_ref(), &self.devices)
+            PeerRegion::of(import.id, access, file.as_ref(), &self.devices)
         });
         if let Ok(held) = &held {
             self.populate(at, held);

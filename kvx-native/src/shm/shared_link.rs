@@ -20,18 +20,18 @@ pub(crate) struct Reachability {
 }
 
 /// What a link's handle and the machine share.
-pub(crate) struct Wiring {
+pub(crate) struct SharedLink {
     pub(crate) id: LinkId,
     pub(crate) peer: Identity,
     /// What we prove ourselves to the peer by.
     pub(crate) keys: Keys,
     /// Set before the link is reported up.
-    pub(crate) sight: OnceLock<Reachability>,
+    pub(crate) reachability: OnceLock<Reachability>,
     /// Set when it is gone.
     pub(crate) gone: OnceLock<Error>,
 }
 
-impl Wiring {
+impl SharedLink {
     /// Why nothing goes over this link any more.
     pub(crate) fn gone(&self) -> Error {
         self.gone.get().cloned().unwrap_or_else(|| error(ErrorKind::Closed, "the link is not up"))

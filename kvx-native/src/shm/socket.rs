@@ -35,18 +35,18 @@ pub(crate) mod token {
         socket(at) + 1
     }
 
-    pub(crate) enum Which {
+    pub(crate) enum Descriptor {
         Listener(usize),
         Socket(usize),
         Life(usize),
     }
 
-    pub(crate) fn which(token: u64) -> Which {
+    pub(crate) fn descriptor(token: u64) -> Descriptor {
         let token = token as usize;
         match token.checked_sub(LISTENERS) {
-            None => Which::Listener(token),
-            Some(rest) if rest % 2 == 0 => Which::Socket(rest / 2),
-            Some(rest) => Which::Life(rest / 2),
+            None => Descriptor::Listener(token),
+            Some(rest) if rest % 2 == 0 => Descriptor::Socket(rest / 2),
+            Some(rest) => Descriptor::Life(rest / 2),
         }
     }
 }
@@ -128,7 +128,7 @@ pub(crate) fn send(
 
 /// What [`receive`] found.
 #[derive(Debug)]
-pub(crate) enum Received {
+pub(crate) enum RecvOutcome {
     /// A message of this many bytes, and the file that came with it.
     Message(usize, Option<OwnedFd>),
     /// A message that is longer than the buffer.
@@ -140,7 +140,7 @@ pub(crate) enum Received {
 }
 
 /// Takes the next message.
-pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Received, Errno> {
+pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<RecvOutcome, Errno> {
     // Room for a few more files than are allowed, so that a wrong number is seen and they are closed.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -153,7 +153,7 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Recei
         match call() {
             Ok(got) => break got,
             Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => return Ok(Received::Nothing),
+            Err(Errno::AGAIN) => return Ok(RecvOutcome::Nothing),
             // Told once when the other end closed without having read all; what it had sent still follows.
             Err(Errno::CONNRESET) => {}
             Err(error) => return Err(error),
@@ -170,12 +170,12 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Recei
     #[cfg(test)]
     let file = file.filter(|_| !cut::loses_file());
     if got.flags.contains(ReturnFlags::TRUNC) {
-        return Ok(Received::TooLong);
+        return Ok(RecvOutcome::TooLong);
     }
     if got.bytes == 0 {
-        return Ok(Received::End);
+        return Ok(RecvOutcome::End);
     }
-    Ok(Received::Message(got.bytes, file))
+    Ok(RecvOutcome::Message(got.bytes, file))
 }
 
 /// Sends no more; the other end sees the end, and answers it by closing.
@@ -240,12 +240,12 @@ impl Poller {
     }
 
     /// The kernel takes no more files of this user's now: what waits for that is to be tried again in a while.
-    pub(crate) fn is_crowded(&self) {
+    pub(crate) fn mark_crowded(&self) {
         self.crowded.set(true);
     }
 
     /// Whether that has happened since it was last asked.
-    pub(crate) fn was_crowded(&self) -> bool {
+    pub(crate) fn take_crowded(&self) -> bool {
         self.crowded.take()
     }
 
@@ -304,10 +304,13 @@ mod tests {
         send(client.as_fd(), b"three", None).unwrap();
         send(client.as_fd(), &[0; 100], None).unwrap();
         let mut buffer = [0; 16];
-        assert!(matches!(receive(server.as_fd(), &mut buffer), Ok(Received::Message(3, Some(_)))));
-        assert!(matches!(receive(server.as_fd(), &mut buffer), Ok(Received::Message(5, None))));
-        assert!(matches!(receive(server.as_fd(), &mut buffer), Ok(Received::TooLong)));
-        assert!(matches!(receive(server.as_fd(), &mut buffer), Ok(Received::Nothing)));
+        assert!(matches!(
+            receive(server.as_fd(), &mut buffer),
+            Ok(RecvOutcome::Message(3, Some(_)))
+        ));
+        assert!(matches!(receive(server.as_fd(), &mut buffer), Ok(RecvOutcome::Message(5, None))));
+        assert!(matches!(receive(server.as_fd(), &mut buffer), Ok(RecvOutcome::TooLong)));
+        assert!(matches!(receive(server.as_fd(), &mut buffer), Ok(RecvOutcome::Nothing)));
     }
 
     #[test]
@@ -317,8 +320,8 @@ mod tests {
         send(client.as_fd(), b"last words", None).unwrap();
         drop(client);
         let mut buffer = [0; 16];
-        assert!(matches!(receive(server.as_fd(), &mut buffer), Ok(Received::Message(10, None))));
-        assert!(matches!(receive(server.as_fd(), &mut buffer), Ok(Received::End)));
+        assert!(matches!(receive(server.as_fd(), &mut buffer), Ok(RecvOutcome::Message(10, None))));
+        assert!(matches!(receive(server.as_fd(), &mut buffer), Ok(RecvOutcome::End)));
         assert_eq!(send(server.as_fd(), b"late", None), Err(Errno::PIPE));
     }
 

@@ -25,7 +25,7 @@ use super::link::ShmLink;
 use super::machine::Machine;
 use super::memory::{Reach, Regions, shared_by_device};
 use super::progress::Command;
-use super::shared_link::Wiring;
+use super::shared_link::SharedLink;
 
 /// Makes SHM transports: between processes of one user on one host.
 ///
@@ -66,7 +66,7 @@ impl Factory for Shm {
     }
 
     fn available(&self, _options: &Options) -> Result<Availability, Unavailable> {
-        Host::this().map_err(|why| {
+        Host::current().map_err(|why| {
             Unavailable::because(
                 why.sentence().to_owned(),
                 "mount /proc in this container, and leave the process descriptors (ulimit -n)",
@@ -84,7 +84,7 @@ impl Factory for Shm {
 
     fn open(&self, context: Context) -> Result<Arc<dyn Transport>> {
         let config = Config::read(&context.options)?;
-        let host = Host::this()?;
+        let host = Host::current()?;
         let regions = Arc::new(Regions::default());
         let events = Arc::clone(&context.events);
         let name = format!("kvx-shm {}", context.agent.name);
@@ -147,11 +147,11 @@ unsafe impl Transport for ShmTransport {
         self.check_open()?;
         let address = Address::decode(peer.address)?;
         self.address.host.reaches(&address.host)?;
-        let wiring = Arc::new(Wiring {
+        let wiring = Arc::new(SharedLink {
             id,
             peer: peer.identity.clone(),
             keys: Keys::new(&peer.invitation, self.secret.as_ref()),
-            sight: Default::default(),
+            reachability: Default::default(),
             gone: Default::default(),
         });
         self.endpoint

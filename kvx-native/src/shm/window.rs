@@ -11,7 +11,7 @@ use super::memory::CopySource;
 
 /// The process whose memory is read, and a socket by which it is known to be still the same.
 #[derive(Debug)]
-pub(crate) struct Watched {
+pub(crate) struct PeerWatch {
     pub(crate) process: Arc<PeerProcess>,
     pub(crate) socket: Private,
 }
@@ -21,7 +21,7 @@ pub(crate) struct Watched {
 pub(crate) struct Window {
     pub(crate) place: CopySource,
     /// Whose memory it is, if it is not mapped here.
-    pub(crate) owner: Option<Arc<Watched>>,
+    pub(crate) owner: Option<Arc<PeerWatch>>,
 }
 
 /// Open while the region may be read. The machine shuts it before it lets go of the region: nobody begins a copy after

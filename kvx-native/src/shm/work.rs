@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvx_backend::reactor::Outbox;
 use kvx_core::{Error, Memory, RegionId, Ticket, TransferId};
 
-use super::copy::{Pulling, Reading};
+use super::copy::{PullPieces, ReadPieces};
 use super::copy_threads::Sides;
 use super::flights::{FlightPurpose, Load, Mover};
 use super::memory::{CopySource, Mapping};
@@ -41,7 +41,7 @@ pub(crate) struct Read {
     /// The connection whose peer is read.
     pub(crate) at: usize,
     pub(crate) id: TransferId,
-    pub(crate) pieces: Reading,
+    pub(crate) pieces: ReadPieces,
     pub(crate) places: Vec<CopySource>,
     pub(crate) targets: Vec<u64>,
     pub(crate) left: u64,
@@ -60,7 +60,7 @@ pub(crate) struct Pull {
     /// The connection it came over.
     pub(crate) at: usize,
     pub(crate) write: u64,
-    pub(crate) pieces: Pulling,
+    pub(crate) pieces: PullPieces,
     pub(crate) places: Vec<CopySource>,
     pub(crate) targets: Vec<u64>,
     /// The peer's regions that it reads from.

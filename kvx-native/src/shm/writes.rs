@@ -52,16 +52,17 @@ impl Writes {
     }
 
     /// The next part that may be sent, and what it belongs to. Settled: a write that turned out to have no parts left.
-    pub(crate) fn next_part(&mut self) -> Option<Next> {
+    pub(crate) fn next_part(&mut self) -> Option<WriteStep> {
         while self.unanswered < WINDOW {
             let id = self.turns.pop_front()?;
+            // Expected: it settled while it waited for its turn.
             let Some(write) = self.open.get_mut(&id) else { continue };
             write.queued = false;
             let part =
                 if write.failed.is_none() { write.parts.next(write.plan.pairs()) } else { None };
             let Some(part) = part else {
                 match self.settled(id) {
-                    Some(settled) => return Some(Next::Settled(settled)),
+                    Some(settled) => return Some(WriteStep::Settled(settled)),
                     None => continue,
                 }
             };
@@ -72,7 +73,7 @@ impl Writes {
                 write.queued = true;
                 self.turns.push_back(id);
             }
-            return Some(Next::Part(id, plan, part));
+            return Some(WriteStep::Part(id, plan, part));
         }
         None
     }
@@ -153,7 +154,7 @@ impl Writes {
     }
 }
 
-pub(crate) enum Next {
+pub(crate) enum WriteStep {
     Part(u64, Arc<Bound>, Part),
     Settled(Settled),
 }

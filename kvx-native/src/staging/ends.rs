@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::fmt;
 
 use super::Copies;
-use super::pool::Bounce;
-use super::stream::{Started, Stream};
+use super::pool::BounceBuffer;
+use super::stream::{Stream, StreamCopy};
 use kvx_core::memory::Direction;
 use kvx_core::{Extent, Result};
 
@@ -13,15 +13,15 @@ use kvx_core::{Extent, Result};
 pub(crate) struct Fetch {
     pub(super) stream: Stream,
     /// What has been copied and not been sent.
-    pub(super) copied: VecDeque<Copied>,
+    pub(super) copied: VecDeque<HostBytes>,
     /// Bytes of the first of these that have been sent.
     pub(super) at: usize,
 }
 
 /// Bytes in a buffer, and which they are.
-pub(super) struct Copied {
+pub(super) struct HostBytes {
     len: usize,
-    bounce: Bounce,
+    bounce: BounceBuffer,
     extents: Vec<Extent>,
 }
 
@@ -36,8 +36,8 @@ impl Fetch {
         loop {
             stream.look()?;
             while let Some(copy) = stream.next_landed() {
-                let Started { len, extents, bounce, .. } = copy;
-                self.copied.extend(bounce.map(|bounce| Copied { len, bounce, extents }));
+                let StreamCopy { len, extents, bounce, .. } = copy;
+                self.copied.extend(bounce.map(|bounce| HostBytes { len, bounce, extents }));
             }
             if stream.blocks.left() == 0 || self.copied.len() + stream.started.len() >= stream.depth
             {
@@ -67,7 +67,7 @@ impl Fetch {
     pub(crate) fn sent(&mut self, count: usize) {
         self.at += count;
         while self.copied.front().is_some_and(|first| first.len <= self.at)
-            && let Some(Copied { len, mut extents, .. }) = self.copied.pop_front()
+            && let Some(HostBytes { len, mut extents, .. }) = self.copied.pop_front()
         {
             self.at -= len;
             extents.clear();
@@ -90,7 +90,7 @@ impl Fetch {
     /// Gives its buffers back: what is not sent is copied again, from the next [`resume`](Fetch::resume) on.
     pub(crate) fn rewind(&mut self) {
         let mut sent = std::mem::take(&mut self.at) as u64;
-        let again = self.copied.drain(..).map(|Copied { mut extents, .. }| {
+        let again = self.copied.drain(..).map(|HostBytes { mut extents, .. }| {
             extents.retain_mut(|extent| {
                 let now = sent.min(extent.len);
                 sent -= now;
@@ -131,12 +131,12 @@ impl fmt::Debug for Fetch {
 /// Blocks on their way to a device: a stream of bytes that are received. See the [module](super).
 pub(crate) struct Store {
     pub(super) stream: Stream,
-    pub(super) filling: Option<Filling>,
+    pub(super) filling: Option<PartialBuffer>,
 }
 
 /// The buffer that bytes are received into.
-pub(super) struct Filling {
-    bounce: Bounce,
+pub(super) struct PartialBuffer {
+    bounce: BounceBuffer,
     /// How many bytes the blocks planned for it have.
     len: usize,
     /// How many have come.
@@ -161,7 +161,7 @@ impl Store {
             }
             let Some(bounce) = stream.buffer()? else { return Ok(None) };
             let len = stream.plan()?;
-            self.filling = Some(Filling { bounce, len, at: 0 });
+            self.filling = Some(PartialBuffer { bounce, len, at: 0 });
         }
         Ok(self
             .filling
@@ -188,7 +188,7 @@ impl Store {
     }
 
     fn copy(&mut self) {
-        let Some(Filling { bounce, at, .. }) = self.filling.take() else { return };
+        let Some(PartialBuffer { bounce, at, .. }) = self.filling.take() else { return };
         if at > 0 {
             self.stream.start(Direction::ToDevice, bounce, at);
         } else {

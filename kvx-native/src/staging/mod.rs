@@ -179,7 +179,7 @@ impl Stager {
                 ));
             }
         }
-        let shared = SharedStream { token, wake: Arc::clone(&self.wake), told: Mutex::default() };
+        let shared = SharedStream { token, wake: Arc::clone(&self.wake), events: Mutex::default() };
         Ok(Stream {
             access: Arc::clone(&self.access),
             depth: self.depth,

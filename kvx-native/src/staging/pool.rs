@@ -73,24 +73,27 @@ impl Pool {
     fn not_made(&self) {
         let mut state = self.state.lock();
         state.made -= 1;
-        let queue = state.hopeless();
+        let queue = state.take_waiting();
         drop(state);
         ask_again(queue);
     }
 
     /// A buffer; or none, and then `stream` gets the next. Errors when there is none and never will be.
-    pub(super) fn take(self: &Arc<Self>, stream: &Arc<SharedStream>) -> Result<Option<Bounce>> {
+    pub(super) fn take(
+        self: &Arc<Self>,
+        stream: &Arc<SharedStream>,
+    ) -> Result<Option<BounceBuffer>> {
         let mut refused = None;
         loop {
             let mut state = self.state.lock();
             if let Some(memory) = state.free.pop() {
-                return Ok(Some(Bounce::new(memory, self)));
+                return Ok(Some(BounceBuffer::new(memory, self)));
             }
             if state.made < self.count + state.more && refused.is_none() {
                 state.made += 1;
                 drop(state);
                 match self.make() {
-                    Ok(memory) => return Ok(Some(Bounce::new(memory, self))),
+                    Ok(memory) => return Ok(Some(BounceBuffer::new(memory, self))),
                     Err(error) => {
                         self.not_made();
                         refused = Some(error);
@@ -117,7 +120,7 @@ impl Pool {
 
     /// Takes a buffer back: for the first who waits, or to keep.
     fn give(self: &Arc<Self>, memory: Memory) {
-        let mut bounce = Bounce::new(memory, self);
+        let mut bounce = BounceBuffer::new(memory, self);
         loop {
             let next = {
                 let mut state = self.state.lock();
@@ -158,7 +161,7 @@ impl Pool {
         );
         let mut state = self.state.lock();
         state.lost += 1;
-        let queue = state.hopeless();
+        let queue = state.take_waiting();
         drop(state);
         ask_again(queue);
     }
@@ -179,14 +182,14 @@ impl Pool {
 
 impl PoolState {
     /// Those who wait, if no buffer is left that could ever come.
-    fn hopeless(&mut self) -> VecDeque<Weak<SharedStream>> {
+    fn take_waiting(&mut self) -> VecDeque<Weak<SharedStream>> {
         if self.lost < self.made { VecDeque::new() } else { std::mem::take(&mut self.queue) }
     }
 }
 
 fn ask_again(queue: VecDeque<Weak<SharedStream>>) {
     for stream in queue.iter().filter_map(Weak::upgrade) {
-        stream.told.lock().queued = false;
+        stream.events.lock().queued = false;
         stream.wake();
     }
 }
@@ -200,14 +203,14 @@ impl fmt::Debug for Pool {
 }
 
 /// A bounce buffer in somebody's hands. No copy touches it; dropped, it goes back to its pool.
-pub(super) struct Bounce {
+pub(super) struct BounceBuffer {
     memory: Option<Memory>,
     pool: Arc<Pool>,
 }
 
-impl Bounce {
+impl BounceBuffer {
     fn new(memory: Memory, pool: &Arc<Pool>) -> Self {
-        Bounce { memory: Some(memory), pool: Arc::clone(pool) }
+        BounceBuffer { memory: Some(memory), pool: Arc::clone(pool) }
     }
 
     pub(super) fn base(&self) -> *mut u8 {
@@ -232,7 +235,7 @@ impl Bounce {
     }
 }
 
-impl Drop for Bounce {
+impl Drop for BounceBuffer {
     fn drop(&mut self) {
         if let Some(memory) = self.memory.take() {
             self.pool.give(memory);

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::Copies;
-use super::pool::{Bounce, Pool};
+use super::pool::{BounceBuffer, Pool};
 use kvx_core::Settle;
 use kvx_core::memory::{Direction, Piece};
 use kvx_core::sync::Mutex;
@@ -17,17 +17,17 @@ const MAX_PIECES: usize = 4096;
 pub(super) struct SharedStream {
     pub(super) token: u64,
     pub(super) wake: Arc<dyn Fn(u64) + Send + Sync>,
-    pub(super) told: Mutex<StreamNews>,
+    pub(super) events: Mutex<StreamEvents>,
 }
 
 /// What a stream was told since its last turn.
 #[derive(Default)]
-pub(super) struct StreamNews {
+pub(super) struct StreamEvents {
     /// It waits in the pool's queue, or has been granted a buffer.
     pub(super) queued: bool,
-    granted: Option<Bounce>,
+    granted: Option<BounceBuffer>,
     /// Copies that have ended, by number; with their buffer where the stream wants it.
-    landed: Vec<(u64, Result<Option<Bounce>>)>,
+    landed: Vec<(u64, Result<Option<BounceBuffer>>)>,
     in_flight: usize,
     lost: bool,
     /// It takes no more buffers.
@@ -40,41 +40,41 @@ impl SharedStream {
     }
 
     /// Gives it the buffer it waited for; back if it has stopped meanwhile.
-    pub(super) fn grant(&self, bounce: Bounce) -> Option<Bounce> {
-        let mut told = self.told.lock();
-        if told.stopped {
+    pub(super) fn grant(&self, bounce: BounceBuffer) -> Option<BounceBuffer> {
+        let mut events = self.events.lock();
+        if events.stopped {
             return Some(bounce);
         }
-        told.granted = Some(bounce);
+        events.granted = Some(bounce);
         None
     }
 
-    fn landed(&self, number: u64, result: Result<Option<Bounce>>) {
-        let mut told = self.told.lock();
-        told.in_flight -= 1;
-        let unwanted = if told.stopped {
+    fn landed(&self, number: u64, result: Result<Option<BounceBuffer>>) {
+        let mut events = self.events.lock();
+        events.in_flight -= 1;
+        let unwanted = if events.stopped {
             Some(result)
         } else {
-            told.landed.push((number, result));
+            events.landed.push((number, result));
             None
         };
-        drop(told);
+        drop(events);
         drop(unwanted);
         self.wake();
     }
 }
 
 /// A copy whose ticket the device holds.
-struct InFlight {
+struct DeviceCopy {
     stream: Arc<SharedStream>,
     number: u64,
     direction: Direction,
-    bounce: Mutex<Option<Bounce>>,
+    bounce: Mutex<Option<BounceBuffer>>,
     /// Kept alive until the copy has settled.
     memories: Arc<[Arc<Memory>]>,
 }
 
-impl Settle for InFlight {
+impl Settle for DeviceCopy {
     fn settled(self: Arc<Self>, result: Result<()>) {
         let bounce = self.bounce.lock().take();
         // What has reached the device is wanted no more: the buffer is free at once.
@@ -86,7 +86,7 @@ impl Settle for InFlight {
         // Keeps the device's side; that it never settles is for the stream's owner to say.
         std::mem::forget(Arc::clone(&self.memories));
         let bounce = self.bounce.lock().take();
-        self.stream.told.lock().lost = true;
+        self.stream.events.lock().lost = true;
         if let Some(bounce) = bounce {
             bounce.lose();
         }
@@ -137,7 +137,7 @@ pub(super) struct Stream {
     /// The same as the device wants it; empty between calls.
     pub(super) pieces: Vec<Piece>,
     /// Copies in the order of their bytes.
-    pub(super) started: VecDeque<Started>,
+    pub(super) started: VecDeque<StreamCopy>,
     /// The number of the first of them.
     pub(super) first: u64,
     /// Lists of extents to be used again.
@@ -145,18 +145,18 @@ pub(super) struct Stream {
     pub(super) failed: Option<Error>,
 }
 
-pub(super) struct Started {
+pub(super) struct StreamCopy {
     pub(super) len: usize,
     /// What it copies from a device, in case that it is to be copied again.
     pub(super) extents: Vec<Extent>,
     pub(super) landed: bool,
-    pub(super) bounce: Option<Bounce>,
+    pub(super) bounce: Option<BounceBuffer>,
 }
 
 impl Stream {
     /// Takes in what has ended since the last time. Errors: what failed, again each time.
     pub(super) fn look(&mut self) -> Result<()> {
-        let landed = std::mem::take(&mut self.shared.told.lock().landed);
+        let landed = std::mem::take(&mut self.shared.events.lock().landed);
         for (number, result) in landed {
             // One that was given up may come before the first.
             let at = number.checked_sub(self.first).and_then(|at| usize::try_from(at).ok());
@@ -172,27 +172,27 @@ impl Stream {
     }
 
     /// The first copy, once it has landed.
-    pub(super) fn next_landed(&mut self) -> Option<Started> {
+    pub(super) fn next_landed(&mut self) -> Option<StreamCopy> {
         self.started.front().filter(|copy| copy.landed)?;
         self.first += 1;
         self.started.pop_front()
     }
 
     /// A buffer to work with; none: the stream is woken when it gets one.
-    pub(super) fn buffer(&mut self) -> Result<Option<Bounce>> {
+    pub(super) fn buffer(&mut self) -> Result<Option<BounceBuffer>> {
         {
-            let mut told = self.shared.told.lock();
-            if let Some(granted) = told.granted.take() {
-                told.queued = false;
+            let mut events = self.shared.events.lock();
+            if let Some(granted) = events.granted.take() {
+                events.queued = false;
                 return Ok(Some(granted));
             }
-            if std::mem::replace(&mut told.queued, true) {
+            if std::mem::replace(&mut events.queued, true) {
                 return Ok(None);
             }
         }
         let taken = self.pool.take(&self.shared);
         if !matches!(taken, Ok(None)) {
-            self.shared.told.lock().queued = false;
+            self.shared.events.lock().queued = false;
         }
         taken.map_err(|error| self.fail(error))
     }
@@ -220,7 +220,7 @@ impl Stream {
     }
 
     /// Starts the copy of the first `len` bytes that are planned; the rest is to be planned again.
-    pub(super) fn start(&mut self, direction: Direction, bounce: Bounce, len: usize) {
+    pub(super) fn start(&mut self, direction: Direction, bounce: BounceBuffer, len: usize) {
         let mut at = 0;
         let mut extents = self.spare.pop().unwrap_or_default();
         for mut extent in self.planned.drain(..) {
@@ -243,9 +243,9 @@ impl Stream {
             }
         }
         let number = self.first + self.started.len() as u64;
-        self.started.push_back(Started { len, extents, landed: false, bounce: None });
-        self.shared.told.lock().in_flight += 1;
-        let copy = InFlight {
+        self.started.push_back(StreamCopy { len, extents, landed: false, bounce: None });
+        self.shared.events.lock().in_flight += 1;
+        let copy = DeviceCopy {
             stream: Arc::clone(&self.shared),
             number,
             direction,
@@ -262,10 +262,10 @@ impl Stream {
     /// again, first of all.
     pub(super) fn rewind(&mut self, copied: impl Iterator<Item = Vec<Extent>>) {
         let (granted, landed) = {
-            let mut told = self.shared.told.lock();
-            let granted = told.granted.take();
-            told.queued &= granted.is_none();
-            (granted, std::mem::take(&mut told.landed))
+            let mut events = self.shared.events.lock();
+            let granted = events.granted.take();
+            events.queued &= granted.is_none();
+            (granted, std::mem::take(&mut events.landed))
         };
         for (_, result) in landed {
             if let Err(error) = result {
@@ -286,17 +286,17 @@ impl Stream {
 
     pub(super) fn stop(&mut self) {
         self.fail(Error::new(ErrorKind::Cancelled, "the staged stream was stopped"));
-        let mut told = self.shared.told.lock();
-        told.stopped = true;
-        let buffers = (told.granted.take(), std::mem::take(&mut told.landed));
-        drop(told);
+        let mut events = self.shared.events.lock();
+        events.stopped = true;
+        let buffers = (events.granted.take(), std::mem::take(&mut events.landed));
+        drop(events);
         drop(buffers); // for others
         self.started.clear();
     }
 
     pub(super) fn copies(&self) -> Copies {
-        let told = self.shared.told.lock();
-        match (told.lost, told.in_flight) {
+        let events = self.shared.events.lock();
+        match (events.lost, events.in_flight) {
             (true, _) => Copies::Lost,
             (false, 0) => Copies::Settled,
             (false, _) => Copies::InFlight,

@@ -20,7 +20,7 @@ use crate::described::Described;
 use crate::shm::config::Config;
 use crate::shm::machine::Machine;
 use crate::shm::memory::Regions;
-use crate::shm::messages::{At, Message, Reached};
+use crate::shm::messages::{Location, Message, RegionAccess};
 use crate::shm::socket;
 
 /// Another process, as the kernel sees it: it has connected what we speak over, and sleeps.
@@ -82,8 +82,8 @@ fn a_process_has_one_budget_for_all_its_connections_and_newcomers_are_served() {
         &metadata,
         || {
             let lend = |id| {
-                let reached = Reached { len: 1, at: At::File };
-                Message::Lend { id: RegionId(id), reached }.encode()
+                let access = RegionAccess { len: 1, at: Location::File };
+                Message::Lend { id: RegionId(id), access }.encode()
             };
             // Half a MiB of regions that it lends beside a MiB of notifications.
             let goes_on = |raw: &Raw| park(raw) && (0..2_000).all(|id| raw.pour(&lend(id), 1));
@@ -235,8 +235,9 @@ fn part(write: u64) -> Vec<u8> {
 }
 
 fn lend(memory: &[u8]) -> Vec<u8> {
-    let at = At::Address(memory.as_ptr() as u64);
-    Message::Lend { id: RegionId(1), reached: Reached { len: memory.len() as u64, at } }.encode()
+    let at = Location::Address(memory.as_ptr() as u64);
+    Message::Lend { id: RegionId(1), access: RegionAccess { len: memory.len() as u64, at } }
+        .encode()
 }
 
 #[test]
@@ -256,8 +257,8 @@ fn parts_of_writes_count_until_they_are_done_whether_their_connection_is_there_o
                 machine.copying.is_idle_by(until) && Instant::now() < until,
                 "a part does not land"
             );
-            for number in machine.flights.landed() {
-                machine.landed(number, &mut Outbox::default());
+            for number in machine.flights.with_batch_ends() {
+                machine.take_batch_ends(number, &mut Outbox::default());
             }
             turns(machine);
         }

@@ -7,7 +7,7 @@ use kvx_core::{ErrorKind, Op};
 use super::end::Held;
 use super::{ORDERS, POISON, Pair, Place, Which, cut, indices};
 use crate::shm::progress::Command;
-use crate::shm::shared_link::Wiring;
+use crate::shm::shared_link::SharedLink;
 
 impl Pair {
     /// Whether nothing is under way.
@@ -175,7 +175,7 @@ impl Pair {
 
     /// After the end of a link: all that was under way has ended, and nothing of it is left.
     pub(super) fn has_ended(&mut self) {
-        let is_gone = |link: &Arc<Wiring>| link.gone.get().is_some();
+        let is_gone = |link: &Arc<SharedLink>| link.gone.get().is_some();
         self.until("the end of all that was under way", |pair| {
             let all_gone = pair.link.iter().map(|link| &link.wiring).chain(&pair.lost).all(is_gone);
             let all_landed =

@@ -17,7 +17,7 @@ use crate::shm::config::Config;
 use crate::shm::machine::Machine;
 use crate::shm::memory::Regions;
 use crate::shm::progress::Command;
-use crate::shm::shared_link::Wiring;
+use crate::shm::shared_link::SharedLink;
 
 /// Nothing here takes this long unless it hangs.
 pub(super) const CUT_OFF: Duration = Duration::from_secs(10);
@@ -112,12 +112,12 @@ impl End {
     }
 
     /// What leads a link to this end.
-    pub(super) fn wiring(&self, id: LinkId) -> Wiring {
-        Wiring {
+    pub(super) fn wiring(&self, id: LinkId) -> SharedLink {
+        SharedLink {
             id,
             peer: self.machine.me.clone(),
             keys: Keys::new(&self.invitation, None),
-            sight: OnceLock::new(),
+            reachability: OnceLock::new(),
             gone: OnceLock::new(),
         }
     }
@@ -135,7 +135,7 @@ impl End {
             self.machine.copying.is_idle_by(Instant::now() + CUT_OFF),
             "a copying thread hangs"
         );
-        let landed = self.machine.flights.landed();
+        let landed = self.machine.flights.with_batch_ends();
         for number in &landed {
             self.command(Command::BatchEnded { number: *number });
         }

@@ -24,7 +24,7 @@ use kvx_testkit::Random;
 use super::inline::read_inline;
 use super::memory::Reach;
 use super::progress::Command;
-use super::shared_link::{Import, Wiring};
+use super::shared_link::{Import, SharedLink};
 use end::{CUT_OFF, End, Held, Inbox, Outcome, wait_for_any};
 
 /// The blocks of a slot, and what they lie on.
@@ -164,7 +164,7 @@ struct Slot {
 
 /// A link as core would know it.
 struct OpenLink {
-    wiring: Arc<Wiring>,
+    wiring: Arc<SharedLink>,
     imports: u64,
 }
 
@@ -182,7 +182,7 @@ struct Pair {
     owner: End,
     link: Option<OpenLink>,
     /// Links whose other end has been killed.
-    lost: Vec<Arc<Wiring>>,
+    lost: Vec<Arc<SharedLink>>,
     /// Descriptors of this process that are not the pair's.
     others: usize,
     slots: Vec<Slot>,
@@ -271,7 +271,7 @@ impl Pair {
     }
 
     /// The link, if plans may be posted over it.
-    fn up(&self) -> Option<Arc<Wiring>> {
+    fn up(&self) -> Option<Arc<SharedLink>> {
         let link = &self.link.as_ref()?.wiring;
         let at = *self.initiator.machine.links.get(&link.id)?;
         self.initiator.machine.connections[at].is_up().then(|| Arc::clone(link))

@@ -1,8 +1,8 @@
-//! The smallest backend that keeps kvx's contract, and the conformance suite over it; kvx-backend's README.md walks
-//! through it.
+//! The smallest backend that keeps kvx's contract, and the conformance suite over it; kvx-backend's
+//! README.md walks through it.
 //!
-//! It stands for a native library that loses nothing and orders nothing: messages go as datagrams over Unix sockets,
-//! pieces by `process_vm_readv` and `process_vm_writev`, both in random order.
+//! It stands for a native library that loses nothing and orders nothing: messages go as datagrams
+//! over Unix sockets, pieces by `process_vm_readv` and `process_vm_writev`, both in random order.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
@@ -171,7 +171,8 @@ impl ShuffledFabric {
         let len = piece.len as usize;
         let local = libc::iovec { iov_base: piece.local as *mut _, iov_len: len };
         let remote = libc::iovec { iov_base: piece.remote as *mut _, iov_len: len };
-        // SAFETY: the local range belongs to a region that the job keeps, and core checked its bounds.
+        // SAFETY: the local range belongs to a region that the job keeps, and core checked its
+        // bounds.
         let moved = unsafe {
             match piece.op {
                 Op::Read => libc::process_vm_readv(peer.pid, &local, 1, &remote, 1, 0),

@@ -1,8 +1,9 @@
 //! A checksum behind the bytes of a native library's own formats, which travel in kvx's metadata.
 //!
-//! Libraries trust addresses and keys: altered ones lead to other memory of the peer, or end the process. The checksum
-//! finds what was altered on its way. It is no proof of who wrote the bytes: against a peer that means harm the
-//! library's isolation holds, or nothing ([`Isolation`](kvx_core::Isolation)).
+//! Libraries trust addresses and keys: altered ones lead to other memory of the peer, or end the
+//! process. The checksum finds what was altered on its way. It is no proof of who wrote the bytes:
+//! against a peer that means harm the library's isolation holds, or nothing
+//! ([`Isolation`](kvx_core::Isolation)).
 
 use kvx_core::Result;
 use kvx_core::wire::{Reader, Writer};
@@ -14,8 +15,8 @@ pub fn append(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// The bytes without their checksum; `what` they are is part of the error. Errors: `Malformed` for bytes that are not
-/// what [`append`] made.
+/// The bytes without their checksum; `what` they are is part of the error. Errors: `Malformed` for
+/// bytes that are not what [`append`] made.
 pub fn strip<'a>(what: &'static str, sealed: &'a [u8]) -> Result<&'a [u8]> {
     let mut reader = Reader::new(what, sealed);
     let bytes = reader.bytes(sealed.len().saturating_sub(8))?;

@@ -1,5 +1,5 @@
-//! What the fuzz targets call: any bytes, no panic; what was accepted is written as bytes that mean the same, and
-//! nobody is let in by less than the proof.
+//! What the fuzz targets call: any bytes, no panic; what was accepted is written as bytes that mean
+//! the same, and nobody is let in by less than the proof.
 
 use kvx_core::transport::{Events, Full, LinkState};
 use kvx_core::{Identity, Incarnation, Invitation, LinkId, Secret, Sender};
@@ -27,8 +27,8 @@ pub fn messages(bytes: &[u8]) {
     }
 }
 
-/// A handshake of two agents between which somebody alters what is said. The first byte says what both have; then come
-/// the changes.
+/// A handshake of two agents between which somebody alters what is said. The first byte says what
+/// both have; then come the changes.
 pub fn handshake(bytes: &[u8]) {
     let Some((flags, changes)) = bytes.split_first() else { return };
     let keys = |invitation: u8, has_secret: bool| {
@@ -82,8 +82,8 @@ pub fn handshake(bytes: &[u8]) {
     }
 }
 
-/// The message of this number, of so many, with the changes that are meant for it. A change has three bytes: of which
-/// message and how, where, and by what.
+/// The message of this number, of so many, with the changes that are meant for it. A change has
+/// three bytes: of which message and how, where, and by what.
 pub fn alter(changes: &[u8], (number, count): (u8, u8), message: &[u8]) -> Vec<u8> {
     let mut message = message.to_vec();
     for [of, at, by] in changes.as_chunks::<3>().0.iter().filter(|[of, ..]| of % count == number) {

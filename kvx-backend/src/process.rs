@@ -1,4 +1,5 @@
-//! Names the process of a peer on this host and watches for its end, which proves that it holds nothing any more.
+//! Names the process of a peer on this host and watches for its end, which proves that it holds
+//! nothing any more.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -58,8 +59,8 @@ impl ProcessId {
         known && (self.boot, self.namespace) == here
     }
 
-    /// Watches for its end; `None` if it is no process of this host or has ended. Errors: `Exhausted`: this process
-    /// has no descriptor to look with.
+    /// Watches for its end; `None` if it is no process of this host or has ended. Errors:
+    /// `Exhausted`: this process has no descriptor to look with.
     pub fn watch(&self) -> Result<Option<ProcessWatch>> {
         let short = |cause: io::Error| {
             let why =
@@ -83,7 +84,8 @@ impl ProcessId {
     }
 }
 
-/// The kernel's run and the namespace of this process's number. Errors: no descriptor to read it with.
+/// The kernel's run and the namespace of this process's number. Errors: no descriptor to read it
+/// with.
 fn here() -> io::Result<([u8; 16], u64)> {
     static HERE: OnceLock<([u8; 16], u64)> = OnceLock::new();
     if let Some(here) = HERE.get() {
@@ -111,7 +113,8 @@ fn began(number: u32) -> io::Result<Option<u64>> {
     field(number, 19)
 }
 
-/// A field of what the kernel tells of a process, counted from its state. Errors: no descriptor to read it with.
+/// A field of what the kernel tells of a process, counted from its state. Errors: no descriptor to
+/// read it with.
 fn field(number: u32, at: usize) -> io::Result<Option<u64>> {
     let Some(stat) = kernel_says(&format!("/proc/{number}/stat"))? else { return Ok(None) };
     // The name, in parentheses, may hold anything.
@@ -142,8 +145,8 @@ impl ProcessWatch {
         matches!(rustix::event::poll(&mut fds, Some(&now)), Ok(1))
     }
 
-    /// True if it has ended, or is about to: its memory goes first, and what reaches for it fails before the end is
-    /// seen. Who cannot look sees the end only.
+    /// True if it has ended, or is about to: its memory goes first, and what reaches for it fails
+    /// before the end is seen. Who cannot look sees the end only.
     pub fn is_exiting(&self) -> bool {
         let exits = |flags: Option<u64>| flags.is_none_or(|flags| flags & EXITING != 0);
         self.has_ended() || field(self.number, 6).is_ok_and(exits)

@@ -16,7 +16,8 @@ use snow::{Builder, HandshakeState};
 
 use crate::seal::Seals;
 
-/// Neither end has a lasting key of its own: the key that both have is mixed in before the first word.
+/// Neither end has a lasting key of its own: the key that both have is mixed in before the first
+/// word.
 const PATTERN: &str = "Noise_NNpsk0_25519_AESGCM_SHA256";
 /// Bytes of a key.
 pub const KEY: usize = 32;
@@ -33,7 +34,8 @@ pub fn derive_key(secret: &Secret, label: &[u8]) -> [u8; KEY] {
     mac.finalize().into_bytes().into()
 }
 
-/// One end of a handshake of two messages, the initiator's first. Each end proves by its message that it has the key.
+/// One end of a handshake of two messages, the initiator's first. Each end proves by its message
+/// that it has the key.
 pub struct NoiseHandshake(HandshakeState);
 
 impl NoiseHandshake {
@@ -70,7 +72,8 @@ impl NoiseHandshake {
         Some(payload)
     }
 
-    /// What is sealed from now on, each direction by its own key: both messages have been written and read.
+    /// What is sealed from now on, each direction by its own key: both messages have been written
+    /// and read.
     pub fn seals(&mut self) -> Seals {
         debug_assert!(self.0.is_handshake_finished(), "its keys are not made by both ends yet");
         let (to_responder, to_initiator) = self.0.dangerously_get_raw_split();
@@ -238,7 +241,8 @@ impl AesGcm {
         sealed.expect("it is shorter than 64 GiB").into()
     }
 
-    /// Decrypts the message of this number. False, and the message is worthless, if that is not what was sealed.
+    /// Decrypts the message of this number. False, and the message is worthless, if that is not
+    /// what was sealed.
     pub(crate) fn open(
         &self,
         number: u64,

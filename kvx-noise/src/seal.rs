@@ -1,4 +1,5 @@
-//! What is sealed when a handshake is done: the messages of each direction, by numbers that do not travel.
+//! What is sealed when a handshake is done: the messages of each direction, by numbers that do not
+//! travel.
 
 use std::fmt;
 
@@ -11,7 +12,8 @@ use crate::handshake::{AesGcm, KEY, TAG};
 pub const RECORD: usize = (16 << 10) - TAG;
 /// Bytes of the length that a sealed piece of a stream has before it.
 const LENGTH: usize = 2;
-/// Messages by one key, then both ends take the next one. That is 16 GiB at most, far below the bounds of AES-GCM.
+/// Messages by one key, then both ends take the next one. That is 16 GiB at most, far below the
+/// bounds of AES-GCM.
 const ONE_KEY: u64 = 1 << 20;
 
 /// Both directions of a connection, as its handshake gives them.
@@ -85,7 +87,8 @@ impl Sealer {
         }
     }
 
-    /// The message that was sealed last has not left, and never will: the next one goes by its number.
+    /// The message that was sealed last has not left, and never will: the next one goes by its
+    /// number.
     pub fn take_back(&mut self) {
         self.0.number -= 1;
     }
@@ -106,8 +109,8 @@ impl Opener {
         if is_whole { Ok(()) } else { Err(Error::new(ErrorKind::Malformed, why)) }
     }
 
-    /// Opens the pieces of a stream that have come whole: appends their contents to `out`, and leaves the rest in
-    /// `sealed`. Errors: `Malformed`.
+    /// Opens the pieces of a stream that have come whole: appends their contents to `out`, and
+    /// leaves the rest in `sealed`. Errors: `Malformed`.
     pub fn open_stream(&mut self, sealed: &mut Vec<u8>, out: &mut Vec<u8>) -> Result<()> {
         let mut opened = 0;
         while let Some((length, rest)) = sealed[opened..].split_first_chunk_mut::<LENGTH>() {

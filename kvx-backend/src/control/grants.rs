@@ -7,7 +7,8 @@ use kvx_core::{Error, ErrorKind, RegionId, RegionKey, Result};
 
 use super::errors::{malformed, revoked};
 
-/// The most regions that are known as revoked; of older ones it is said that there is no such region.
+/// The most regions that are known as revoked; of older ones it is said that there is no such
+/// region.
 const REMEMBERED: usize = 4096;
 
 /// Regions of ours that peers may ask for. Numbers are never used twice.
@@ -131,7 +132,8 @@ struct Recall<P, R> {
     what: R,
 }
 
-/// Revocations that wait for peers to let go. `P` names a peer, `R` is what ends with the revocation.
+/// Revocations that wait for peers to let go. `P` names a peer, `R` is what ends with the
+/// revocation.
 pub struct Recalls<P, R>(Vec<Recall<P, R>>);
 
 impl<P, R> Default for Recalls<P, R> {
@@ -153,7 +155,8 @@ impl<P: Hash + Eq, R> Recalls<P, R> {
         }
     }
 
-    /// Takes out those that nobody holds up any more; `in_use`: this end itself still works on the region.
+    /// Takes out those that nobody holds up any more; `in_use`: this end itself still works on the
+    /// region.
     pub fn take_done(&mut self, in_use: impl Fn(RegionId) -> bool) -> Vec<R> {
         let done = self.0.extract_if(.., |recall| recall.holders.is_empty() && !in_use(recall.id));
         done.map(|recall| recall.what).collect()
@@ -176,7 +179,8 @@ pub enum ImportState<W, H> {
     Refused(Error),
 }
 
-/// Regions of a peer, by the numbers under which its owner was asked for them: looked up for each transfer.
+/// Regions of a peer, by the numbers under which its owner was asked for them: looked up for each
+/// transfer.
 #[derive(Debug)]
 pub struct ImportedRegions<W, H> {
     by_number: BTreeMap<u64, ImportState<W, H>>,
@@ -196,8 +200,8 @@ impl<W, H> ImportedRegions<W, H> {
         self.wanted += 1;
     }
 
-    /// The owner has answered; [`settle`](ImportedRegions::settle) follows. Errors: `Malformed` for what it was not
-    /// asked.
+    /// The owner has answered; [`settle`](ImportedRegions::settle) follows. Errors: `Malformed` for
+    /// what it was not asked.
     pub fn answered(&mut self, import: u64) -> Result<W> {
         match self.by_number.remove(&import) {
             Some(ImportState::Pending(what)) => {

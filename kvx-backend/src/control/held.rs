@@ -1,5 +1,5 @@
-//! The memory that peers have us hold: unfinished requests, descriptions, answers that are not taken,
-//! notifications that there is no room for.
+//! The memory that peers have us hold: unfinished requests, descriptions, answers that are not
+//! taken, notifications that there is no room for.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -58,8 +58,8 @@ impl<P> HeldBytes<P> {
 }
 
 impl<P: Hash + Eq + Clone> HeldBytes<P> {
-    /// A connection of `who` holds `bytes` now; `counted` is what was counted for it, and is brought up to date.
-    /// Errors: `Exhausted` when that is too much for one peer.
+    /// A connection of `who` holds `bytes` now; `counted` is what was counted for it, and is
+    /// brought up to date. Errors: `Exhausted` when that is too much for one peer.
     pub fn note(&mut self, who: &P, counted: &mut usize, bytes: usize) -> Result<()> {
         self.note_all(who, counted, Self::rounded_to_step(bytes))
     }
@@ -83,7 +83,8 @@ impl<P: Hash + Eq + Clone> HeldBytes<P> {
         }
     }
 
-    /// Whether a peer may have one connection more. Errors: `Exhausted` for one that has too much without it.
+    /// Whether a peer may have one connection more. Errors: `Exhausted` for one that has too much
+    /// without it.
     pub fn check(&self, who: &P) -> Result<()> {
         if self.by_peer.get(who).is_some_and(|held| *held > self.one_peer) {
             Err(self.too_much())
@@ -92,8 +93,8 @@ impl<P: Hash + Eq + Clone> HeldBytes<P> {
         }
     }
 
-    /// The peer that is to go because all of them together hold too much: of those that `can_go`, which have
-    /// something to lose, the one that holds most.
+    /// The peer that is to go because all of them together hold too much: of those that `can_go`,
+    /// which have something to lose, the one that holds most.
     pub fn greediest(&self, can_go: impl Fn(&P) -> bool) -> Option<P> {
         if self.all <= self.all_peers {
             return None;

@@ -1,10 +1,11 @@
 //! How a link begins: who greets whom, in which versions, and what each end proves to the other.
 //!
-//! An initiator's first message is proven already, by the invitation that it has from the target's metadata and by the
-//! secret if there is one: a library can answer only whom it was led to, so the initiator's address must be believed
-//! before anything was asked. It may be a recorded one, all the same: the link is not up before the initiator has
-//! proven itself over the target's nonce, too. Who has no proof learns no name: on a socket it gets one answer that is
-//! always the same, and where an answer would need its address, none.
+//! An initiator's first message is proven already, by the invitation that it has from the target's
+//! metadata and by the secret if there is one: a library can answer only whom it was led to, so the
+//! initiator's address must be believed before anything was asked. It may be a recorded one, all
+//! the same: the link is not up before the initiator has proven itself over the target's nonce,
+//! too. Who has no proof learns no name: on a socket it gets one answer that is always the same,
+//! and where an answer would need its address, none.
 
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Identity, Result, random_key};
@@ -28,7 +29,8 @@ pub struct Greeting {
 }
 
 impl Greeting {
-    /// Begins: also gives the body of [`ControlMessage::Hello`]. `rest` is what the transport says with it.
+    /// Begins: also gives the body of [`ControlMessage::Hello`]. `rest` is what the transport says
+    /// with it.
     pub fn new(me: &Identity, keys: Keys, rest: &[u8]) -> Result<(Self, Vec<u8>)> {
         Self::offering(VERSIONS, me, keys, rest)
     }
@@ -51,8 +53,8 @@ impl Greeting {
         Ok((Greeting { keys, said }, body))
     }
 
-    /// The target welcomes us: gives what its transport says with it, and the proof for [`ControlMessage::Confirm`].
-    /// Errors: `Malformed`, also for who was not invited to welcome.
+    /// The target welcomes us: gives what its transport says with it, and the proof for
+    /// [`ControlMessage::Confirm`]. Errors: `Malformed`, also for who was not invited to welcome.
     pub fn verify_welcome<'a>(&self, version: u16, body: &'a [u8]) -> Result<(&'a [u8], Proof)> {
         if !(VERSIONS.0..=VERSIONS.1).contains(&version) {
             return Err(malformed(format_args!(
@@ -72,8 +74,9 @@ impl Greeting {
         Ok((rest, self.keys.both(CONFIRMS, &[&self.said, said]).proof()))
     }
 
-    /// What it means that we were turned away: an error, of kind `PeerRestarted` if whoever answers for the peer does
-    /// not know what its metadata invites by. Where there is a secret that is believed of those alone who have it.
+    /// What it means that we were turned away: an error, of kind `PeerRestarted` if whoever answers
+    /// for the peer does not know what its metadata invites by. Where there is a secret that is
+    /// believed of those alone who have it.
     pub fn refusal_error(&self, why: Refusal, proof: &[u8]) -> Error {
         if why.kind != ErrorKind::PeerRestarted {
             return why.into_error();
@@ -192,8 +195,8 @@ impl<'a> VerifiedHello<'a> {
         }))
     }
 
-    /// Welcomes it: the version that both speak, the body of [`ControlMessage::Welcome`], and what is to be proven by
-    /// [`ControlMessage::Confirm`] before the link is up.
+    /// Welcomes it: the version that both speak, the body of [`ControlMessage::Welcome`], and what
+    /// is to be proven by [`ControlMessage::Confirm`] before the link is up.
     pub fn welcome(&self, keys: &Keys, rest: &[u8]) -> Result<(u16, Vec<u8>, Claim)> {
         let mut said = random_key()?.to_vec();
         said.put(rest);

@@ -1,4 +1,5 @@
-//! The messages that all links share, as bytes. A byte names the message; its fields follow, little-endian.
+//! The messages that all links share, as bytes. A byte names the message; its fields follow,
+//! little-endian.
 
 use kvx_core::transport::MAX_NOTIFICATION;
 use kvx_core::wire::{Reader, Writer};

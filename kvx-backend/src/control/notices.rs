@@ -1,4 +1,5 @@
-//! Notifications of a link: a window of those that were sent and are not acknowledged, and bounded queues at both ends.
+//! Notifications of a link: a window of those that were sent and are not acknowledged, and bounded
+//! queues at both ends.
 
 use std::collections::VecDeque;
 
@@ -8,8 +9,8 @@ use kvx_core::{Error, ErrorKind, Result, Ticket};
 use super::ENTRY_OVERHEAD;
 use super::errors::malformed;
 
-/// The most notifications of one link that are not acknowledged. A target may have to park so many, and never
-/// stops reading.
+/// The most notifications of one link that are not acknowledged. A target may have to park so many,
+/// and never stops reading.
 pub const WINDOW: usize = 64;
 /// The most bytes of them.
 const WINDOW_BYTES: usize = 1 << 20;
@@ -68,7 +69,8 @@ impl NoticesToPeer {
         Some((notice, bytes))
     }
 
-    /// The peer's agent has it. Errors: `Malformed` unless it is the oldest that was sent: none overtakes another.
+    /// The peer's agent has it. Errors: `Malformed` unless it is the oldest that was sent: none
+    /// overtakes another.
     pub fn acknowledged(&mut self, notice: u64) -> Result<Ticket> {
         if self.sent.front().is_some_and(|sent| sent.notice == notice)
             && let Some(sent) = self.sent.pop_front()
@@ -112,8 +114,9 @@ pub struct NoticesFromPeer {
 }
 
 impl NoticesFromPeer {
-    /// One came in. True: `deliver` took it, and it is to be acknowledged. Behind others that wait it waits as
-    /// well, lest small ones overtake a large one for ever. Errors: `Malformed` for more than the window.
+    /// One came in. True: `deliver` took it, and it is to be acknowledged. Behind others that wait
+    /// it waits as well, lest small ones overtake a large one for ever. Errors: `Malformed` for
+    /// more than the window.
     pub fn take(
         &mut self,
         notice: u64,
@@ -131,7 +134,8 @@ impl NoticesFromPeer {
         Ok(false)
     }
 
-    /// There may be room again: the number of the oldest, to be acknowledged, if `deliver` takes it.
+    /// There may be room again: the number of the oldest, to be acknowledged, if `deliver` takes
+    /// it.
     pub fn deliver_next(&mut self, deliver: impl FnOnce(&[u8]) -> Result<(), Full>) -> Option<u64> {
         deliver(&self.parked.front()?.1).ok()?;
         let (notice, bytes) = self.parked.pop_front()?;

@@ -1,8 +1,9 @@
-//! What proves to one end of a link that the other one was invited, and has the fleet's secret where there is one.
+//! What proves to one end of a link that the other one was invited, and has the fleet's secret
+//! where there is one.
 //!
-//! Every proof is HMAC-SHA-256 over what was said, under a label that names who proves what. The usual key is made of
-//! the invitation and the secret at once. Where the invitations differ, the secret alone is still proven: it tells a
-//! peer with old metadata from a stranger.
+//! Every proof is HMAC-SHA-256 over what was said, under a label that names who proves what. The
+//! usual key is made of the invitation and the secret at once. Where the invitations differ, the
+//! secret alone is still proven: it tells a peer with old metadata from a stranger.
 
 use hmac::{Hmac, KeyInit, Mac as _};
 use kvx_core::{Error, ErrorKind, Invitation, Secret};

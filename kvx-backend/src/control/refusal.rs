@@ -3,8 +3,8 @@
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Result};
 
-/// The kinds that travel; the position plus one is the number on the wire, of every transport. What is not here
-/// travels as 0, a native error. Only the end may grow.
+/// The kinds that travel; the position plus one is the number on the wire, of every transport. What
+/// is not here travels as 0, a native error. Only the end may grow.
 const KINDS: [ErrorKind; 13] = [
     ErrorKind::WrongKey,
     ErrorKind::Unregistered,
@@ -57,8 +57,8 @@ impl Refusal {
         out.put_block(self.text.as_bytes());
     }
 
-    /// Reads what a peer wrote. Its text ends up in logs and terminals: control characters become spaces.
-    /// Errors: `Malformed`.
+    /// Reads what a peer wrote. Its text ends up in logs and terminals: control characters become
+    /// spaces. Errors: `Malformed`.
     pub fn decode(reader: &mut Reader<'_>) -> Result<Self> {
         let kind = KINDS
             .get(usize::from(reader.u8()?).wrapping_sub(1))

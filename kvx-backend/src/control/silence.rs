@@ -7,13 +7,15 @@ const LONGEST_STEP: Duration = Duration::from_secs(1);
 
 /// What is known of a peer's silence.
 ///
-/// A peer is lost after as many looks in vain, in equal steps, as fill the timeout. Time alone would not do:
-/// whoever was stopped himself finds everybody silent, but counts a single look, however long he was away.
+/// A peer is lost after as many looks in vain, in equal steps, as fill the timeout. Time alone
+/// would not do: whoever was stopped himself finds everybody silent, but counts a single look,
+/// however long he was away.
 #[derive(Debug)]
 pub struct Silence {
     /// Whether an answer is awaited.
     awaits: bool,
-    /// When something came, an answer was awaited again, or a look found nothing: the last of these.
+    /// When something came, an answer was awaited again, or a look found nothing: the last of
+    /// these.
     seen: Instant,
     /// Looks that found nothing, one after the other.
     in_vain: u32,
@@ -53,8 +55,8 @@ impl Silence {
         (self.seen, self.in_vain) = (now, 0);
     }
 
-    /// Notes whether an answer is awaited. Gives the time if that has begun just now: the first look is due a
-    /// step later.
+    /// Notes whether an answer is awaited. Gives the time if that has begun just now: the first
+    /// look is due a step later.
     pub fn note(&mut self, awaits: bool, now: impl FnOnce() -> Instant) -> Option<Instant> {
         let awaited = std::mem::replace(&mut self.awaits, awaits);
         (awaits && !awaited).then(|| {

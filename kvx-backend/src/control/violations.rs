@@ -1,12 +1,13 @@
-//! What an initiator may not say, for tests: those of this room see without a socket that it ends a link, those of
-//! each backend that the backend asks this room, and goes on with others.
+//! What an initiator may not say, for tests: those of this room see without a socket that it ends a
+//! link, those of each backend that the backend asks this room, and goes on with others.
 
 use kvx_core::{ErrorKind, Identity, Incarnation, Invitation, RegionId, RegionKey, Result, Secret};
 
 use super::proof::{Keys, PROOF};
 use super::{ControlMessage, Greeting, VERSIONS, WINDOW};
 
-/// Where the nonce of an encoded hello begins: behind its number, eight bytes that name kvx, versions and a length.
+/// Where the nonce of an encoded hello begins: behind its number, eight bytes that name kvx,
+/// versions and a length.
 const NONCE: usize = 17;
 
 /// The state of a handshake.
@@ -33,9 +34,9 @@ pub struct Violation {
     pub refusal: Option<ErrorKind>,
 }
 
-/// Each kind of violation once, toward a target that invites by this, has a region of this number and key, has not
-/// granted it, and has room for fewer than eight notifications. `rest` is what the transport says with a hello: that of
-/// a stranger is as good as any.
+/// Each kind of violation once, toward a target that invites by this, has a region of this number
+/// and key, has not granted it, and has room for fewer than eight notifications. `rest` is what the
+/// transport says with a hello: that of a stranger is as good as any.
 pub fn violations(
     invitation: &Invitation,
     rest: &[u8],
@@ -107,7 +108,8 @@ pub fn violations(
     Ok(violations.into_iter().map(violation).collect())
 }
 
-/// A stranger's greeting by this invitation, and its first message; `rest` is what its transport says with it.
+/// A stranger's greeting by this invitation, and its first message; `rest` is what its transport
+/// says with it.
 pub fn greet(
     invitation: &Invitation,
     secret: Option<&Secret>,
@@ -128,7 +130,8 @@ pub fn greet_as(
     Ok((greeting, ControlMessage::Hello { versions: VERSIONS, body: &body }.encode()))
 }
 
-/// The message that proves the greeting which was welcomed by this one. Errors: it is no welcome to it.
+/// The message that proves the greeting which was welcomed by this one. Errors: it is no welcome to
+/// it.
 pub fn prove(greeting: &Greeting, welcome: &[u8]) -> Result<Vec<u8>> {
     let ControlMessage::Welcome { version, body } = ControlMessage::decode(welcome)? else {
         return Err(super::errors::malformed("no welcome"));
@@ -137,8 +140,8 @@ pub fn prove(greeting: &Greeting, welcome: &[u8]) -> Result<Vec<u8>> {
     Ok(ControlMessage::Confirm { proof }.encode())
 }
 
-/// Any message to a target, one in four with an altered byte. Every other one is of `own`, where a transport has
-/// messages of its own. `below` draws a number below another one.
+/// Any message to a target, one in four with an altered byte. Every other one is of `own`, where a
+/// transport has messages of its own. `below` draws a number below another one.
 pub fn random_message(
     mut below: impl FnMut(usize) -> usize,
     id: RegionId,

@@ -35,9 +35,10 @@ pub fn context(options: Options) -> Context {
     }
 }
 
-/// Greets `owner` for so long, some 20,000 times a second: with every byte of the address altered under a fresh
-/// checksum, by `wrong` in the place of the secret, which would end a process that parses it; and with every byte of
-/// a true hello altered but its proofs. Says how many hellos that were.
+/// Greets `owner` for so long, some 20,000 times a second: with every byte of the address altered
+/// under a fresh checksum, by `wrong` in the place of the secret, which would end a process that
+/// parses it; and with every byte of a true hello altered but its proofs. Says how many hellos that
+/// were.
 ///
 /// Errors: the library's, `TimedOut` if it takes no frame.
 pub fn flood_with_hellos<F: Fabric>(
@@ -77,8 +78,8 @@ pub fn flood_with_hellos<F: Fabric>(
 }
 
 const TO: EndpointId = EndpointId(1);
-/// So many hellos, and then a pause: without one libfabric's ofi_rxm may read on and on, and give the owner no turn
-/// (kvx-libfabric/DECISIONS.md).
+/// So many hellos, and then a pause: without one libfabric's ofi_rxm may read on and on, and give
+/// the owner no turn (kvx-libfabric/DECISIONS.md).
 const BURST: (usize, Duration) = (32, Duration::from_millis(1));
 
 struct HelloSender<F> {

@@ -18,7 +18,8 @@ use crate::control::errors::{closed, no_handshake, peer_died, peer_silent, still
 use crate::control::{ControlMessage, SilenceStatus};
 use crate::process::{ProcessId, ProcessWatch};
 
-/// How often peers are looked after while they owe an answer: their processes, if they can be seen, and their silence.
+/// How often peers are looked after while they owe an answer: their processes, if they can be seen,
+/// and their silence.
 const BETWEEN_LOOKS: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
 /// How long a message of farewell may take.
 const FAREWELL: Duration = Duration::from_secs(5);
@@ -96,8 +97,8 @@ impl<F: Fabric> Machine<F> {
 
     /// A peer cannot be reached any more. `gone`: it is certain that it reaches no memory of ours.
     pub(super) fn lose(&mut self, number: u64, why: Error, gone: bool, out: &mut Outbox) {
-        // Expected: the library reports a broken endpoint, or the kernel an ended process, after the
-        // session has been removed.
+        // Expected: the library reports a broken endpoint, or the kernel an ended process, after
+        // the session has been removed.
         let Some(session) = self.sessions.get_mut(&number) else { return };
         let gone = gone || session.process.as_ref().is_some_and(ProcessWatch::has_ended);
         if gone {
@@ -156,7 +157,8 @@ impl<F: Fabric> Machine<F> {
             && matches!(was, Phase::Greeting(_))
             && session.greeting.is_some()
         {
-            // The target may know us already: it is told when it answers, or this end forgets it then.
+            // The target may know us already: it is told when it answers, or this end forgets it
+            // then.
             session.phase = was;
         }
         self.fail_jobs(|running| running.session == number, &why, out);

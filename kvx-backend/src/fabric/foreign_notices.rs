@@ -8,7 +8,8 @@ use kvx_core::transport::{Full, MAX_FOREIGN_NOTIFICATION};
 /// The most notifications of foreign agents that wait for room, and their bytes.
 const MAX_HELD: (usize, usize) = (16 << 10, 64 << 20);
 
-/// Notifications of foreign agents that wait for room, the oldest first. Nothing holds such agents back.
+/// Notifications of foreign agents that wait for room, the oldest first. Nothing holds such agents
+/// back.
 #[derive(Default)]
 pub(super) struct ForeignNotices {
     queue: VecDeque<(Arc<str>, Vec<u8>)>,

@@ -21,7 +21,8 @@ impl<F: Fabric> Machine<F> {
         import: &Arc<Import>,
         out: &mut Outbox,
     ) {
-        // Expected: the link was lost or closed, or is not up yet: a transfer that uses the region fails.
+        // Expected: the link was lost or closed, or is not up yet: a transfer that uses the region
+        // fails.
         let Some(&number) = self.links.get(&link.id) else { return };
         let Some(session) = self.sessions.get_mut(&number).filter(|session| session.is_up()) else {
             return;
@@ -185,7 +186,8 @@ mod tests {
     use kvx_core::{Completion, ErrorKind};
     use kvx_core::{Memory, RegionKey};
 
-    /// A machine with a region that the library does not let go of yet; the region's memory, and the recall's end.
+    /// A machine with a region that the library does not let go of yet; the region's memory, and
+    /// the recall's end.
     fn busy() -> (Machine<Quiet>, Weak<Memory>, Completion<()>) {
         let mut machine = machine();
         let memory = Arc::new(Memory::owned(vec![0; 64]));

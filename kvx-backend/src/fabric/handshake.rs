@@ -183,7 +183,8 @@ impl<F: Fabric> Machine<F> {
             .log(|| tracing::warn!(backend = self.name, %why, "a peer's first message is ignored"));
     }
 
-    /// Of one that is not proven nothing is read, and its address reaches no library: it gets no answer.
+    /// Of one that is not proven nothing is read, and its address reaches no library: it gets no
+    /// answer.
     fn take_hello(
         &mut self,
         other: u64,
@@ -254,8 +255,8 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// How many sessions peers began. If there are as many as there may be, the oldest that is not confirmed makes
-    /// room: each recorded hello begins one.
+    /// How many sessions peers began. If there are as many as there may be, the oldest that is not
+    /// confirmed makes room: each recorded hello begins one.
     fn make_room_and_count(&mut self, out: &mut Outbox) -> usize {
         let begun = |session: &&Session<F>| session.link.is_none();
         if self.sessions.values().filter(begun).count() >= MAX_ACCEPTED {

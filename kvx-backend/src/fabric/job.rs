@@ -49,20 +49,22 @@ impl<F: Fabric> Job<'_, F> {
         next
     }
 
-    /// No room for this one, or for the rest of it: it comes next, before others that were put back.
+    /// No room for this one, or for the rest of it: it comes next, before others that were put
+    /// back.
     pub fn put_back(&mut self, piece: Segment) {
         self.running.put_back.push(piece);
         self.running.all_posted = false;
     }
 
-    /// A library that posts the plan by its own prepared lists has posted the last piece. Where it goes on with
-    /// pieces after some lists, it passes over those that the lists have posted.
+    /// A library that posts the plan by its own prepared lists has posted the last piece. Where it
+    /// goes on with pieces after some lists, it passes over those that the lists have posted.
     pub fn finish_posting(&mut self) {
         self.running.all_posted = true;
     }
 
-    /// So many pieces were posted, and each is to be reported by [`Event::Completed`](super::Event::Completed). Those
-    /// that have ended within the call are neither counted nor reported.
+    /// So many pieces were posted, and each is to be reported by
+    /// [`Event::Completed`](super::Event::Completed). Those that have ended within the call are
+    /// neither counted nor reported.
     #[inline]
     pub fn add_in_flight(&mut self, pieces: u32) {
         self.running.in_flight += u64::from(pieces);

@@ -1,6 +1,7 @@
-//! Several machines behind one transport: each has its own thread and its own part of the library, and a link leads
-//! over all of them. A large transfer is cut into stripes, one for each lane; a small one goes over the lane of the
-//! thread that posts it, which is the lane that this thread drives while it waits.
+//! Several machines behind one transport: each has its own thread and its own part of the library,
+//! and a link leads over all of them. A large transfer is cut into stripes, one for each lane; a
+//! small one goes over the lane of the thread that posts it, which is the lane that this thread
+//! drives while it waits.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,7 +14,8 @@ use kvx_core::{Error, ErrorKind, Result, Ticket};
 /// The most lanes of a transport; more are not taken from a peer.
 pub(super) const MAX_LANES: usize = 64;
 
-/// The pieces of a transfer that one lane moves: those whose number leaves `lane` when it is divided by `of`.
+/// The pieces of a transfer that one lane moves: those whose number leaves `lane` when it is
+/// divided by `of`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stripe {
     pub(super) lane: usize,

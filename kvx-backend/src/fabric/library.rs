@@ -1,4 +1,5 @@
-//! A native library as the machine drives it: the traits that a backend implements, and their types.
+//! A native library as the machine drives it: the traits that a backend implements, and their
+//! types.
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -45,31 +46,33 @@ impl JobId {
 /// A native library with its handles, as the machine drives it.
 ///
 /// # Safety
-/// Local memory of a [`Job`] is touched only for pieces that were posted and whose end has not been reported by
-/// [`Event::Completed`]; and after [`stop`](Fabric::stop) has returned true by nobody.
+/// Local memory of a [`Job`] is touched only for pieces that were posted and whose end has not been
+/// reported by [`Event::Completed`]; and after [`stop`](Fabric::stop) has returned true by nobody.
 pub unsafe trait Fabric: Send + 'static {
-    /// What the library made of a region of ours. Dropped when it is no longer registered with kvx, on any thread.
+    /// What the library made of a region of ours. Dropped when it is no longer registered with kvx,
+    /// on any thread.
     type Local: Send + Sync + 'static;
-    /// What an endpoint made of a region of its peer: its keys. Dropped on a thread that has the machine, after the
-    /// last piece that used it and before [`disconnect`](Fabric::disconnect).
+    /// What an endpoint made of a region of its peer: its keys. Dropped on a thread that has the
+    /// machine, after the last piece that used it and before [`disconnect`](Fabric::disconnect).
     type Remote: Send + Sync + 'static;
     /// What it keeps for each [`Job`].
     type State: Default + Send + 'static;
 
-    /// Makes an endpoint that leads to `address`; returns at once. Until it is ready, [`send`](Fabric::send) says
-    /// [`SendStatus::Later`]; if it never is, [`Event::Broken`] follows. Errors: `Malformed` for an address that makes no
-    /// sense, `PeerLost` where nobody is there.
+    /// Makes an endpoint that leads to `address`; returns at once. Until it is ready,
+    /// [`send`](Fabric::send) says [`SendStatus::Later`]; if it never is, [`Event::Broken`]
+    /// follows. Errors: `Malformed` for an address that makes no sense, `PeerLost` where nobody is
+    /// there.
     fn connect(&mut self, endpoint: EndpointId, peer: &Identity, address: &[u8]) -> Result<()>;
 
-    /// As [`connect`](Fabric::connect), for a link that the peer has begun: only messages go over it, and nothing is
-    /// posted.
+    /// As [`connect`](Fabric::connect), for a link that the peer has begun: only messages go over
+    /// it, and nothing is posted.
     fn accept(&mut self, endpoint: EndpointId, peer: &Identity, address: &[u8]) -> Result<()> {
         self.connect(endpoint, peer, address)
     }
 
-    /// How long the two sides may be busy with a connection before the handshake can be answered: the peer makes its
-    /// end of it when it is greeted, which is no silence. The handshake may take so much longer than the
-    /// `peer_timeout`.
+    /// How long the two sides may be busy with a connection before the handshake can be answered:
+    /// the peer makes its end of it when it is greeted, which is no silence. The handshake may take
+    /// so much longer than the `peer_timeout`.
     fn setup_time(&self) -> Duration {
         Duration::ZERO
     }
@@ -79,14 +82,16 @@ pub unsafe trait Fabric: Send + 'static {
         Ok(())
     }
 
-    /// Sends a message of at most [`max_message`](Fabric::max_message) bytes, which are copied. It may overtake
-    /// others and must not be lost while the endpoint lives. Errors break the endpoint.
+    /// Sends a message of at most [`max_message`](Fabric::max_message) bytes, which are copied. It
+    /// may overtake others and must not be lost while the endpoint lives. Errors break the
+    /// endpoint.
     fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<SendStatus>;
 
     /// The longest message that [`send`](Fabric::send) takes; at least 256 bytes.
     fn max_message(&self) -> usize;
 
-    /// Makes a region of the peer usable that the peer has granted. Errors: `Unsupported`, `Malformed`.
+    /// Makes a region of the peer usable that the peer has granted. Errors: `Unsupported`,
+    /// `Malformed`.
     fn unpack(&mut self, endpoint: EndpointId, region: &RemoteSpec<'_>) -> Result<Self::Remote>;
 
     /// The longest piece of a [`Job`], in bytes.
@@ -94,56 +99,61 @@ pub unsafe trait Fabric: Send + 'static {
         crate::reactor::SLICE
     }
 
-    /// Posts some pieces of a job: at most about [`SLICE`](crate::reactor::SLICE) bytes or a few dozen pieces, fewer if
-    /// the library has no more room. Says how many bytes; none, with pieces left: it is called again when something has
-    /// moved. Errors fail the job, after what was posted has ended.
+    /// Posts some pieces of a job: at most about [`SLICE`](crate::reactor::SLICE) bytes or a few
+    /// dozen pieces, fewer if the library has no more room. Says how many bytes; none, with pieces
+    /// left: it is called again when something has moved. Errors fail the job, after what was
+    /// posted has ended.
     fn advance(&mut self, job: &mut Job<'_, Self>) -> Result<u64>
     where
         Self: Sized;
 
-    /// No more pieces of a write are posted: all of them were, or it has failed. [`FlushCompletion::Later`]:
-    /// [`Event::Flushed`] tells when all that was posted is visible at the target.
+    /// No more pieces of a write are posted: all of them were, or it has failed.
+    /// [`FlushCompletion::Later`]: [`Event::Flushed`] tells when all that was posted is visible at
+    /// the target.
     fn flush(&mut self, _endpoint: EndpointId, _job: JobId) -> Result<FlushCompletion> {
         Ok(FlushCompletion::WithPieces)
     }
 
-    /// Nothing more is to be posted to this endpoint, and what was posted is to end as soon as it can: the peer is
-    /// lost.
+    /// Nothing more is to be posted to this endpoint, and what was posted is to end as soon as it
+    /// can: the peer is lost.
     fn sever(&mut self, endpoint: EndpointId);
 
     /// Nothing is posted on this endpoint any more: it can go.
     fn disconnect(&mut self, endpoint: EndpointId);
 
-    /// Lets the library work, and takes what has happened. Says how much it did, and how the machine is to be
-    /// scheduled.
+    /// Lets the library work, and takes what has happened. Says how much it did, and how the
+    /// machine is to be scheduled.
     fn poll(&mut self, events: &mut Vec<Event>) -> Turn;
 
-    /// Before sleeping; `waiting`: something is in flight. As [`Progress::arm`](crate::reactor::Progress::arm).
+    /// Before sleeping; `waiting`: something is in flight. As
+    /// [`Progress::arm`](crate::reactor::Progress::arm).
     fn arm(&mut self, waiting: bool) -> Result<Armed>;
 
     /// As [`Progress::fds`](crate::reactor::Progress::fds).
     fn fds(&self) -> &[RawFd];
 
-    /// What is known of an endpoint once its handshake is done: what the route says, and what it promises.
+    /// What is known of an endpoint once its handshake is done: what the route says, and what it
+    /// promises.
     fn describe(&mut self, endpoint: EndpointId) -> (String, Capabilities);
 
-    /// Why an endpoint whose handshake is done is not to be used all the same: by its error core goes to the next
-    /// backend.
+    /// Why an endpoint whose handshake is done is not to be used all the same: by its error core
+    /// goes to the next backend.
     fn rejection(&mut self, _endpoint: EndpointId) -> Option<Error> {
         None
     }
 
-    /// Every peer has let go of a region of ours: ends remote access. Its memory is given back when that is done.
-    /// After [`Unregister::Later`] it is asked again each turn, and a descriptor of [`fds`](Fabric::fds) wakes the machine
-    /// when asking is worth it. Errors: it cannot be known that no peer reaches it, and it stays quarantined.
+    /// Every peer has let go of a region of ours: ends remote access. Its memory is given back when
+    /// that is done. After [`Unregister::Later`] it is asked again each turn, and a descriptor of
+    /// [`fds`](Fabric::fds) wakes the machine when asking is worth it. Errors: it cannot be known
+    /// that no peer reaches it, and it stays quarantined.
     fn unregister(&mut self, local: &Self::Local) -> Result<Unregister>;
 
-    /// The last call. Says whether it is certain that the library touches no memory of ours any more, and that peers
-    /// do not through it; false quarantines what was in flight and registered.
+    /// The last call. Says whether it is certain that the library touches no memory of ours any
+    /// more, and that peers do not through it; false quarantines what was in flight and registered.
     fn stop(&mut self) -> bool;
 
-    /// Makes an endpoint that leads to an agent that is not kvx, from that agent's own metadata. It is up when
-    /// [`Event::Ready`] says so.
+    /// Makes an endpoint that leads to an agent that is not kvx, from that agent's own metadata. It
+    /// is up when [`Event::Ready`] says so.
     fn connect_foreign(&mut self, _endpoint: EndpointId, _blob: &[u8]) -> Result<()> {
         Err(Error::new(
             ErrorKind::Unsupported,
@@ -174,12 +184,12 @@ pub unsafe trait Fabric: Send + 'static {
 /// # Safety
 /// What is registered is reached by peers from then on: `Local` keeps whatever that needs.
 pub unsafe trait Registrar<L>: Send + Sync + 'static {
-    /// Registers memory, and says what peers need to reach it beside number and key. May block. Errors:
-    /// `Unsupported`, with the reason, for memory that the library cannot serve.
+    /// Registers memory, and says what peers need to reach it beside number and key. May block.
+    /// Errors: `Unsupported`, with the reason, for memory that the library cannot serve.
     fn register(&self, id: RegionId, memory: &Arc<Memory>) -> Result<(L, Vec<u8>)>;
 
-    /// What an agent that is not kvx needs to reach this one and what is registered now, in its own protocol's form.
-    /// What was told so cannot be taken back. May block.
+    /// What an agent that is not kvx needs to reach this one and what is registered now, in its own
+    /// protocol's form. What was told so cannot be taken back. May block.
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
         Err(Error::new(
             ErrorKind::Unsupported,
@@ -220,11 +230,11 @@ pub enum FlushCompletion {
 pub enum Event {
     /// A message came, from whomever.
     Message(Vec<u8>),
-    /// A foreign endpoint can be used. Of one that leads to a kvx agent it says only that what waited can be tried
-    /// again.
+    /// A foreign endpoint can be used. Of one that leads to a kvx agent it says only that what
+    /// waited can be tried again.
     Ready(EndpointId),
-    /// An endpoint cannot be used any more. `gone`: it is certain that the peer reaches no memory of ours any more.
-    /// What was posted is still reported, when it has ended.
+    /// An endpoint cannot be used any more. `gone`: it is certain that the peer reaches no memory
+    /// of ours any more. What was posted is still reported, when it has ended.
     Broken {
         /// Which.
         endpoint: EndpointId,

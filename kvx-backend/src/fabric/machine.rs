@@ -64,7 +64,8 @@ pub(super) struct Machine<F: Fabric> {
     pub(super) next_look: Option<Instant>,
     /// Numbers of peers whose processes have ended, seen when there was nobody to tell.
     pub(super) ended: Vec<u64>,
-    /// This turn was lent by a thread that posted something small, which is done: nothing more is done on it.
+    /// This turn was lent by a thread that posted something small, which is done: nothing more is
+    /// done on it.
     pub(super) lent_turn: bool,
     /// In this turn, something else was done than transfers that ended as they were posted.
     pub(super) left_something: bool,
@@ -206,7 +207,8 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// All peers together hold too much: the one that holds most loses its sessions. Other lanes end theirs.
+    /// All peers together hold too much: the one that holds most loses its sessions. Other lanes
+    /// end theirs.
     pub(super) fn drop_greediest(&mut self, out: &mut Outbox) {
         let held = self.held.lock();
         let Some(greediest) = held.greediest(|_| true) else { return };

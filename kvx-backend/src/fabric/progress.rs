@@ -20,8 +20,8 @@ use crate::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn};
 const WORKS: usize = 32;
 /// How long jobs have a turn before messages get theirs: some libraries copy within a post.
 const TURN: Duration = Duration::from_micros(50);
-/// After so many bytes commands wait no longer, for a notification may be among them: some 20 microseconds of such a
-/// library.
+/// After so many bytes commands wait no longer, for a notification may be among them: some 20
+/// microseconds of such a library.
 const MUCH: u64 = 128 << 10;
 
 /// Whether one more job has a turn, after so many that took so long. `queued`: commands wait.

@@ -38,8 +38,8 @@ impl<L> RegionRecord<L> {
         drop(memory);
     }
 
-    /// Somebody may reach it for ever: neither its memory nor what the library made of it is freed. Not after
-    /// [`let_go`](RegionRecord::release) of the same lane, so that there is no last one.
+    /// Somebody may reach it for ever: neither its memory nor what the library made of it is freed.
+    /// Not after [`let_go`](RegionRecord::release) of the same lane, so that there is no last one.
     pub(super) fn quarantine(self: Arc<Self>) {
         std::mem::forget(self);
     }
@@ -68,12 +68,14 @@ impl<L> Regions<L> {
         self.0.lock().table.revoke(id)
     }
 
-    /// Whether who shows this key may use the region. Errors: `Unregistered`, `WrongKey`, `Revoked`.
+    /// Whether who shows this key may use the region. Errors: `Unregistered`, `WrongKey`,
+    /// `Revoked`.
     pub(super) fn check(&self, id: RegionId, key: &RegionKey) -> Result<()> {
         self.0.lock().table.check(id, key).map(|_| ())
     }
 
-    /// A lane has ended: gives all that are still open, and keeps them for the other lanes, if there are any.
+    /// A lane has ended: gives all that are still open, and keeps them for the other lanes, if
+    /// there are any.
     pub(super) fn close(&self) -> Vec<Arc<RegionRecord<L>>> {
         let mut all = self.0.lock();
         all.lanes -= 1;

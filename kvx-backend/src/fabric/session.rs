@@ -21,11 +21,12 @@ use crate::process::ProcessWatch;
 /// The most frames that wait for a peer to read them; one that lets more pile up is cut off.
 const MAX_QUEUED: usize = 64 << 10;
 
-/// An initiator whose end nothing would show is asked for a sign of life when it has been silent for so long.
+/// An initiator whose end nothing would show is asked for a sign of life when it has been silent
+/// for so long.
 pub(super) const LONG_SILENCE: Duration = Duration::from_secs(60);
 
-/// Whose memory a session counts as: of what it says it is; `None`: it has not confirmed its hello, and all such count
-/// as one.
+/// Whose memory a session counts as: of what it says it is; `None`: it has not confirmed its hello,
+/// and all such count as one.
 pub(super) type HeldBytesOwner = Option<Identity>;
 /// What peers have all lanes of a transport hold.
 pub(super) type SharedHeldBytes = Mutex<HeldBytes<HeldBytesOwner>>;
@@ -212,10 +213,11 @@ impl<F: Fabric> Session<F> {
         self.outgoing.clear();
     }
 
-    /// Notes whether an answer is awaited, after what is in flight changed. Says when, if that began just now.
+    /// Notes whether an answer is awaited, after what is in flight changed. Says when, if that
+    /// began just now.
     pub(super) fn note_awaiting(&mut self) -> Option<Instant> {
-        // A region that was asked for is work when a transfer waits for it: of several lanes, those that the
-        // transfers do not take may be answered later than those end.
+        // A region that was asked for is work when a transfer waits for it: of several lanes, those
+        // that the transfers do not take may be answered later than those end.
         let in_flight = !self.waiting.is_empty() || self.to_peer.awaits_answer() || self.jobs > 0;
         self.silence.note(!self.foreign && (in_flight || self.asked), Instant::now)
     }
@@ -228,8 +230,8 @@ impl<F: Fabric> Session<F> {
         }
     }
 
-    /// Whether nothing but its silence would show that it has ended: an initiator of another host, or of another
-    /// namespace of processes, of which we want nothing.
+    /// Whether nothing but its silence would show that it has ended: an initiator of another host,
+    /// or of another namespace of processes, of which we want nothing.
     pub(super) fn ends_unseen(&self) -> bool {
         self.link.is_none() && self.is_up() && self.process.is_none()
     }

@@ -1,4 +1,5 @@
-//! The state that a link's handle shares with the machines of its lanes, and the regions that it imports.
+//! The state that a link's handle shares with the machines of its lanes, and the regions that it
+//! imports.
 
 use std::any::Any;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -44,7 +45,8 @@ impl SharedLink {
     }
 }
 
-/// A region of the peer as this link knows it. The machine holds what was made of it, under this number.
+/// A region of the peer as this link knows it. The machine holds what was made of it, under this
+/// number.
 pub(super) struct Import {
     pub(super) number: u64,
     pub(super) what: RemoteMemory,

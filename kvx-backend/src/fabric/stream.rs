@@ -1,8 +1,9 @@
 //! Whole messages, in order, over frames that arrive in any order.
 //!
-//! Each link has two numbered *sessions*, one on either side, drawn at random. A message is cut into frames that the
-//! library carries in any order; a frame names both sessions and its place in the stream of its sender, so that the
-//! receiver has whole messages in the order in which they were sent.
+//! Each link has two numbered *sessions*, one on either side, drawn at random. A message is cut
+//! into frames that the library carries in any order; a frame names both sessions and its place in
+//! the stream of its sender, so that the receiver has whole messages in the order in which they
+//! were sent.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -129,8 +130,8 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    /// Takes a frame; gives the messages that are whole with it, in order. Errors: `Malformed`, for what no peer
-    /// that keeps the protocol sends.
+    /// Takes a frame; gives the messages that are whole with it, in order. Errors: `Malformed`, for
+    /// what no peer that keeps the protocol sends.
     pub(super) fn take(&mut self, header: &FrameHeader, part: &[u8]) -> Result<Vec<Vec<u8>>> {
         let ahead = header.place.wrapping_sub(self.place);
         if ahead > u32::MAX / 2 {

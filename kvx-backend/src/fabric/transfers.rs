@@ -72,7 +72,8 @@ impl<F: Fabric> Machine<F> {
         self.fail_jobs(|running| running.session == number && running.transfer == id, &why, out);
     }
 
-    /// Queues a transfer; `inline`: does its first turn now, on the poster's own thread, and nothing else.
+    /// Queues a transfer; `inline`: does its first turn now, on the poster's own thread, and
+    /// nothing else.
     #[inline(always)]
     pub(super) fn start(&mut self, running: Box<JobState<F>>, inline: bool, out: &mut Outbox) {
         let (number, left) = (running.session, running.left);
@@ -218,8 +219,8 @@ impl<F: Fabric> Machine<F> {
         }
     }
 
-    /// What failed, when the peer's process is ending: some libraries only say that something did, and before the end
-    /// of the process can be seen.
+    /// What failed, when the peer's process is ending: some libraries only say that something did,
+    /// and before the end of the process can be seen.
     fn judged(&self, number: u64, why: Error) -> Error {
         let process = self.sessions.get(&number).and_then(|session| session.process.as_ref());
         if why.kind() == ErrorKind::Native && process.is_some_and(ProcessWatch::is_exiting) {

@@ -24,7 +24,8 @@ pub struct Parts<F: Fabric> {
     pub name: &'static str,
     /// What it promises, as the [`Factory`](kvx_core::transport::Factory) said.
     pub capabilities: Capabilities,
-    /// How peers reach it: its section of the metadata. Asked for each generation, on the program's threads.
+    /// How peers reach it: its section of the metadata. Asked for each generation, on the program's
+    /// threads.
     pub address: Box<dyn Fn() -> Result<Vec<u8>> + Send + Sync>,
     /// The library.
     pub fabric: F,
@@ -40,16 +41,16 @@ pub struct LaneParts<F: Fabric> {
     pub fabric: F,
 }
 
-/// Starts the reactor around a library and gives the transport. Errors: `Exhausted` without a thread or a descriptor
-/// for it.
+/// Starts the reactor around a library and gives the transport. Errors: `Exhausted` without a
+/// thread or a descriptor for it.
 pub fn open<F: Fabric>(context: Context, parts: Parts<F>) -> Result<Arc<dyn Transport>> {
     start(context, parts, Vec::new())
 }
 
-/// As [`open`], with several parts of the library that work at the same time. Each serves every region, is linked
-/// with a part of the peer's, and may be given some of a [`Job`]'s pieces: they are to be taken from
-/// [`Job::next_piece`]. [`unregister`](Fabric::unregister) of a region is called by one of them, when all have let
-/// go.
+/// As [`open`], with several parts of the library that work at the same time. Each serves every
+/// region, is linked with a part of the peer's, and may be given some of a [`Job`]'s pieces: they
+/// are to be taken from [`Job::next_piece`]. [`unregister`](Fabric::unregister) of a region is
+/// called by one of them, when all have let go.
 pub fn open_lanes<F: Fabric>(
     context: Context,
     first: Parts<F>,
@@ -147,8 +148,9 @@ impl<F: Fabric> FabricTransport<F> {
     }
 }
 
-// SAFETY: a `Fabric` touches local memory only for pieces that it has not reported, and the machine settles a ticket
-// when all pieces of its job have been; a region's memory is kept until every peer that was granted it has released it.
+// SAFETY: a `Fabric` touches local memory only for pieces that it has not reported, and the machine
+// settles a ticket when all pieces of its job have been; a region's memory is kept until every peer
+// that was granted it has released it.
 unsafe impl<F: Fabric> Transport for FabricTransport<F> {
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
@@ -215,7 +217,8 @@ unsafe impl<F: Fabric> Transport for FabricTransport<F> {
 
     fn shutdown(&self, done: Ticket) {
         self.closed.store(true, Ordering::Release);
-        // A machine settles it with its last breath; if it is gone already, the ticket settles at once.
+        // A machine settles it with its last breath; if it is gone already, the ticket settles at
+        // once.
         for (lane, done) in self.lanes.iter().zip(lanes::tickets(done, self.lanes.len())) {
             lane.submit(Command::Shutdown { done });
             lane.ask_to_stop();

@@ -15,7 +15,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// Signal handlers belong to the process, and the tests are threads of one.
 static PROCESS: Mutex<()> = Mutex::new(());
 
-/// Installs handlers when it is loaded and more when it is initialised, as Mooncake's engine and UCX do.
+/// Installs handlers when it is loaded and more when it is initialised, as Mooncake's engine and
+/// UCX do.
 const NOISY: &str = r#"
 typedef void (*handler)(int);
 handler signal(int number, handler what);

@@ -55,7 +55,8 @@ pub(super) fn random_socket_name() -> Result<Vec<u8>> {
     Ok(format!("kvx-shm-{random:032x}").into_bytes())
 }
 
-/// The name under which an agent answers that it is another incarnation now, to who knows an earlier one.
+/// The name under which an agent answers that it is another incarnation now, to who knows an
+/// earlier one.
 pub(super) fn name_socket_name(agent: &str) -> Vec<u8> {
     let hash = agent.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)

@@ -10,7 +10,8 @@ pub(crate) struct Config {
 }
 
 impl Config {
-    /// Reads the table. Errors: `Invalid` for a key that is not an option or a value of the wrong type.
+    /// Reads the table. Errors: `Invalid` for a key that is not an option or a value of the wrong
+    /// type.
     pub(crate) fn read(options: &Options) -> Result<Self> {
         let table = options.table("shm", &["foreign_memory"])?;
         Ok(Config { foreign_memory: table.flag("foreign_memory")?.unwrap_or(true) })

@@ -48,15 +48,16 @@ pub(crate) enum Phase {
     /// The handshake is to be done by then.
     Hello(Instant),
     Up,
-    /// We hold nothing of the peer and send no more, but the peer has not proven yet that it holds nothing of ours.
+    /// We hold nothing of the peer and send no more, but the peer has not proven yet that it holds
+    /// nothing of ours.
     Leaving,
 }
 
 /// How a connection ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum End {
-    /// The other end is known to hold nothing of ours: its process has ended, or it has said that it sends no more,
-    /// which it does last of all.
+    /// The other end is known to hold nothing of ours: its process has ended, or it has said that
+    /// it sends no more, which it does last of all.
     Proven,
     /// We end it; what the other end holds, it holds until it sees that.
     Ours,
@@ -106,7 +107,8 @@ pub(crate) struct Connection {
     queue: VecDeque<Packet>,
     queued_bytes: usize,
     asked_for_room: bool,
-    /// The kernel takes no more files now, though there is room for bytes: no event tells when it does.
+    /// The kernel takes no more files now, though there is room for bytes: no event tells when it
+    /// does.
     pub(crate) crowded: bool,
     token: u64,
     /// The other end does not read any more; what it has sent is still to be read.
@@ -207,7 +209,8 @@ impl Connection {
         }
     }
 
-    /// A granted region as posters may see it; `None` when the process cannot be watched from there.
+    /// A granted region as posters may see it; `None` when the process cannot be watched from
+    /// there.
     pub(crate) fn window(&mut self, held: &PeerRegion) -> Option<Window> {
         let place = held.place.clone();
         match place.method {
@@ -261,7 +264,8 @@ impl Connection {
         self.imports.awaits_answer() || self.to_peer.awaits_answer() || !self.writes.is_empty()
     }
 
-    /// Notes whether an answer is awaited, after what is in flight changed. Says when, if that began just now.
+    /// Notes whether an answer is awaited, after what is in flight changed. Says when, if that
+    /// began just now.
     pub(crate) fn note_awaiting(&mut self) -> Option<Instant> {
         self.silence.note(self.awaits(), Instant::now)
     }
@@ -358,7 +362,8 @@ impl Connection {
                     break;
                 }
                 Err(Errno::PIPE | Errno::CONNRESET) => {
-                    // What the peer sent before it went is still to be read: the reading side ends the connection.
+                    // What the peer sent before it went is still to be read: the reading side ends
+                    // the connection.
                     self.deaf = true;
                     self.clear_queue();
                 }
@@ -412,7 +417,8 @@ impl Connection {
                         let remote = plan.remote(region);
                         (remote.id, remote.key)
                     });
-                    // What was lent is known to the target by its number, on this connection only: no key is shown.
+                    // What was lent is known to the target by its number, on this connection only:
+                    // no key is shown.
                     let from = Described::of(&plan, &part, Side::Local, |region| {
                         (plan.local(region).id, RegionKey([0; 16]))
                     });

@@ -1,4 +1,5 @@
-//! The copying engine: plain copies out of mappings, and batched `process_vm_readv` out of other processes.
+//! The copying engine: plain copies out of mappings, and batched `process_vm_readv` out of other
+//! processes.
 
 use kvx_core::memory::{Hop, copy_shared};
 use kvx_core::{Error, Extents, Segments};
@@ -73,8 +74,8 @@ impl Copier {
     /// Copies pieces until there are no more or about `budget` bytes have moved.
     ///
     /// # Safety
-    /// Each piece lies within its place and its target, the targets are writable memory that nobody holds a reference
-    /// into, and the places are mapped, and held so by `places`.
+    /// Each piece lies within its place and its target, the targets are writable memory that nobody
+    /// holds a reference into, and the places are mapped, and held so by `places`.
     pub(crate) unsafe fn turn(
         &mut self,
         pieces: &mut impl Iterator<Item = CopyPiece>,
@@ -104,7 +105,8 @@ impl Copier {
     /// Makes all of these copies.
     ///
     /// # Safety
-    /// Each goes from readable to writable memory that nobody holds a reference into, at different addresses.
+    /// Each goes from readable to writable memory that nobody holds a reference into, at different
+    /// addresses.
     pub(crate) unsafe fn copy_hops(&mut self, hops: &[Hop]) {
         for hop in hops {
             // SAFETY: the caller's promise.
@@ -128,8 +130,9 @@ impl Copier {
         }
     }
 
-    /// Makes the copies that were gathered. Not one by one as they come: what is computed between two copies waits for
-    /// the stores of the first, and the beginning of the next block, which no prefetcher foresees, for memory.
+    /// Makes the copies that were gathered. Not one by one as they come: what is computed between
+    /// two copies waits for the stores of the first, and the beginning of the next block, which no
+    /// prefetcher foresees, for memory.
     ///
     /// # Safety
     /// As [`copy_hops`](Self::copy_hops).
@@ -161,7 +164,8 @@ impl Vectors {
         }
     }
 
-    /// Reads all of these. It counts only if the process is still the one that it was, which the caller finds out.
+    /// Reads all of these. It counts only if the process is still the one that it was, which the
+    /// caller finds out.
     ///
     /// # Safety
     /// Our side is writable memory that nobody holds a reference into.
@@ -192,14 +196,15 @@ impl Vectors {
         // A process that is not visible from here has number 0.
         let mut result = if process.pid > 0 { Ok(()) } else { Err(Errno::SRCH) };
         while result.is_ok() && done < self.ours.len() {
-            // SAFETY: both lists live through the call; our side is writable (the caller's promise), the other side
-            // is checked by the kernel.
+            // SAFETY: both lists live through the call; our side is writable (the caller's
+            // promise), the other side is checked by the kernel.
             let got = unsafe { readv(process.pid, &self.ours[done..], &self.theirs[done..]) };
             match got {
                 Ok(got) => {
                     let before = done;
                     let mut left = got;
-                    // The kernel stops between vectors, except that the last one may be read in part.
+                    // The kernel stops between vectors, except that the last one may be read in
+                    // part.
                     while done < self.ours.len() && left >= self.ours[done].iov_len {
                         left -= self.ours[done].iov_len;
                         done += 1;
@@ -225,7 +230,8 @@ impl Vectors {
         self.theirs.clear();
         self.bytes = 0;
         result.map_err(|errno| match errno {
-            // It was there for the handshake: it is ending, and its memory has gone before its sockets.
+            // It was there for the handshake: it is ending, and its memory has gone before its
+            // sockets.
             Errno::SRCH if process.pid > 0 => CopyError::OwnerGone,
             Errno::FAULT => CopyError::Failed(
                 Error::os(
@@ -247,7 +253,8 @@ fn fetch_ahead(from: *const u8, into: *const u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
     for at in (0..len).step_by(LINE) {
         use std::arch::x86_64::{_MM_HINT_ET0, _MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a prefetch reads and writes nothing that a program could see, at whatever address.
+        // SAFETY: a prefetch reads and writes nothing that a program could see, at whatever
+        // address.
         unsafe {
             _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(at).cast());
             _mm_prefetch::<_MM_HINT_ET0>(into.wrapping_add(at).cast());
@@ -266,7 +273,8 @@ pub(crate) unsafe fn readv(
 ) -> Result<usize, Errno> {
     #[cfg(test)]
     let ours = &*super::pair::cut::short(ours)?;
-    // SAFETY: the lists outlive the call and their lengths are given; the caller vouches for our side.
+    // SAFETY: the lists outlive the call and their lengths are given; the caller vouches for our
+    // side.
     let got = unsafe {
         libc::process_vm_readv(
             pid,
@@ -293,7 +301,8 @@ pub(crate) fn read_exactly(pid: i32, address: u64, into: &mut [u8]) -> Result<()
     if got == into.len() { Ok(()) } else { Err(Errno::FAULT) }
 }
 
-/// Whether this process may read memory of `pid`: reads bytes that are known to be there. Errors: `Unsupported`.
+/// Whether this process may read memory of `pid`: reads bytes that are known to be there. Errors:
+/// `Unsupported`.
 pub(crate) fn probe(pid: i32, probe: &super::messages::Probe, whom: &str) -> Result<(), Error> {
     let mut seen = [0; 32];
     read_exactly(pid, probe.address, &mut seen).map_err(|errno| readv_refused(whom, errno))?;
@@ -308,8 +317,8 @@ pub(crate) fn probe(pid: i32, probe: &super::messages::Probe, whom: &str) -> Res
     Ok(())
 }
 
-/// Whether the kernel lets other processes read this memory at all: what a driver maps into a process it may not.
-/// Errors: `Unsupported`.
+/// Whether the kernel lets other processes read this memory at all: what a driver maps into a
+/// process it may not. Errors: `Unsupported`.
 pub(crate) fn readable_by_others(memory: &kvx_core::Memory) -> Result<(), Error> {
     let Some(last) = (memory.len() as u64).checked_sub(1) else { return Ok(()) };
     let us = rustix::process::getpid().as_raw_nonzero().get();
@@ -419,7 +428,8 @@ mod tests {
         pieces.map(hop).collect()
     }
 
-    /// Copies between two buffers of this process as if they were another's, and compares with a loop over bytes.
+    /// Copies between two buffers of this process as if they were another's, and compares with a
+    /// loop over bytes.
     #[test]
     fn pulls_move_each_byte_to_its_place() {
         let source: Vec<u8> = (0..200_000u32).map(|at| (at * 31 % 251) as u8).collect();
@@ -467,7 +477,8 @@ mod tests {
         let mut run = |base: u64, target: &mut [u8]| {
             let pieces = PullPieces::new(extents(&[grid], &indices), extents(&[grid], &indices));
             let hops = hops(pieces, base, target.as_mut_ptr() as u64);
-            // SAFETY: the grid lies within the target, which nobody else uses; the source is checked by the kernel.
+            // SAFETY: the grid lies within the target, which nobody else uses; the source is
+            // checked by the kernel.
             unsafe { vectors.read_hops(&process, &hops) }
         };
         run(source.as_ptr() as u64, &mut target).unwrap();

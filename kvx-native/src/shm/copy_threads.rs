@@ -1,9 +1,11 @@
-//! Threads that copy memory which is no pool of kvx's: a page of it may be long in coming, or never come.
+//! Threads that copy memory which is no pool of kvx's: a page of it may be long in coming, or never
+//! come.
 //!
-//! The machine gives them batches and goes on. Mostly there is one thread. Where it has been in one batch for
-//! [`STUCK`], another takes its place, and what goes on with the same peer, over whichever link, waits behind the
-//! batch, so that a peer costs one thread at most. A thread that is stuck for ever is left behind with the memory of
-//! both sides, which its batch keeps; its transfer never settles.
+//! The machine gives them batches and goes on. Mostly there is one thread. Where it has been in one
+//! batch for [`STUCK`], another takes its place, and what goes on with the same peer, over
+//! whichever link, waits behind the batch, so that a peer costs one thread at most. A thread that
+//! is stuck for ever is left behind with the memory of both sides, which its batch keeps; its
+//! transfer never settles.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,7 +26,8 @@ use super::memory::CopySource;
 pub(crate) const STUCK: Duration = Duration::from_millis(100);
 /// So long in one batch is told to people.
 const WORTH_A_WARNING: Duration = Duration::from_secs(1);
-/// The most threads of one agent; more peers than these whose pages do not come stop the copies of all.
+/// The most threads of one agent; more peers than these whose pages do not come stop the copies of
+/// all.
 const MAX_THREADS: usize = 32;
 /// How long a thread looks for the next batch before it sleeps: a wake-up costs some 15 us.
 const LOOKS_FOR: Duration = Duration::from_micros(50);
@@ -134,9 +137,9 @@ impl CopyThreads {
     /// Takes a batch. Errors: `Exhausted` when there is no thread for it.
     ///
     /// # Safety
-    /// Its hops lie within its sides: mapped places, or places of the process, and host memory that may be written to
-    /// and that nobody holds a reference into. What its sides do not keep lives until the batch has landed, and for
-    /// ever if it never does.
+    /// Its hops lie within its sides: mapped places, or places of the process, and host memory that
+    /// may be written to and that nobody holds a reference into. What its sides do not keep lives
+    /// until the batch has landed, and for ever if it never does.
     pub(crate) unsafe fn take(&mut self, batch: Batch) -> Result<()> {
         let mut state = self.state();
         if state.active() == 0
@@ -173,8 +176,9 @@ impl CopyThreads {
         Ok(())
     }
 
-    /// Finds threads that are stuck, and has another take the place of the last. Gives the flights of those that have
-    /// been for so long that people want to know, and when it is worth to look again.
+    /// Finds threads that are stuck, and has another take the place of the last. Gives the flights
+    /// of those that have been for so long that people want to know, and when it is worth to look
+    /// again.
     pub(crate) fn look(&mut self, now: Instant) -> (Vec<u64>, Option<Instant>) {
         let mut state = self.state();
         let mut found = false;
@@ -202,7 +206,8 @@ impl CopyThreads {
         (tell, begun.chain(waits.then_some(now + STUCK)).min())
     }
 
-    /// Waits until nothing waits or is under way that could go on. Says whether that is so by the deadline.
+    /// Waits until nothing waits or is under way that could go on. Says whether that is so by the
+    /// deadline.
     #[cfg(test)]
     pub(crate) fn is_idle_by(&self, until: Instant) -> bool {
         loop {
@@ -255,7 +260,8 @@ impl CopyQueue {
         while let Some(batch) = next.take().or_else(|| self.wait(thread)) {
             let Batch { number, process, mapped, hops, sides, completion, .. } = batch;
             let result = if mapped {
-                // SAFETY: who gave the batch vouches for its hops; what they lie in is kept, by `sides` and the giver.
+                // SAFETY: who gave the batch vouches for its hops; what they lie in is kept, by
+                // `sides` and the giver.
                 unsafe { copier.copy_hops(&hops) };
                 Ok(())
             } else {
@@ -273,8 +279,8 @@ impl CopyQueue {
         }
     }
 
-    /// The thread is out of its batch. The next one, if that is of the same flight: before another is begun the machine
-    /// hears of this, and has a turn, which may take its time.
+    /// The thread is out of its batch. The next one, if that is of the same flight: before another
+    /// is begun the machine hears of this, and has a turn, which may take its time.
     fn leave(&self, thread: u64, flight: u64) -> Option<Batch> {
         let mut state = self.state.lock();
         if let Some(at) = state.under_way.iter().position(|batch| batch.thread == thread)

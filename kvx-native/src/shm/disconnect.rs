@@ -23,8 +23,8 @@ const LAST_PATIENCE: Duration = Duration::from_millis(150);
 const LAST_LOOK: Duration = Duration::from_millis(1);
 
 impl Machine {
-    /// Ends a connection: fails what is in flight and lets go of all that is the peer's. The rest, what the peer may
-    /// still read, ends when that is known.
+    /// Ends a connection: fails what is in flight and lets go of all that is the peer's. The rest,
+    /// what the peer may still read, ends when that is known.
     pub(crate) fn end(
         &mut self,
         at: usize,
@@ -115,7 +115,8 @@ impl Machine {
         // Expected: the last message that it had sent ended the connection.
         let Some(connection) = self.connections.get(at) else { return };
         let ended = connection.process.has_ended_with(connection.socket.as_fd());
-        // A process that is ending loses its memory first, and may still copy until its last thread has ended.
+        // A process that is ending loses its memory first, and may still copy until its last thread
+        // has ended.
         let proven = ended || !connection.process.still_behind(connection.socket.as_fd());
         let reason = if ended || !proven { peer_died() } else { peer_closed() }.with_backend(NAME);
         let end = if proven { End::Proven } else { End::Ours };
@@ -191,8 +192,8 @@ impl Machine {
         1
     }
 
-    /// The machine's last breath: ends every connection, gives peers a moment to let go, and never frees what they
-    /// have not let go of.
+    /// The machine's last breath: ends every connection, gives peers a moment to let go, and never
+    /// frees what they have not let go of.
     pub(crate) fn end_all(&mut self, out: &mut Outbox) {
         let closed = closed().with_backend(NAME);
         let all: Vec<usize> = self.connections.iter().map(|(at, _)| at).collect();

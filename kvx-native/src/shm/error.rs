@@ -17,7 +17,8 @@ pub(crate) fn refused(why: Refusal) -> Error {
     why.into_error().with_backend(NAME)
 }
 
-/// A connection that did not come about for lack of something that may be there later, or for another reason.
+/// A connection that did not come about for lack of something that may be there later, or for
+/// another reason.
 pub(crate) fn no_connection(cause: Errno) -> Error {
     match cause {
         Errno::MFILE | Errno::NFILE => {

@@ -98,7 +98,8 @@ impl Machine {
             && flight.failed.is_none()
             && (gone || !self.connections[at].peer_lives())
         {
-            // What was copied last does not count: it ends with the connection, and for the same reason.
+            // What was copied last does not count: it ends with the connection, and for the same
+            // reason.
             self.other_end_gone(at, out);
         }
         self.queue_flight(number);

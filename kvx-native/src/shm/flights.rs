@@ -1,10 +1,11 @@
-//! Copies that the machine does not make itself: reads and pulls with memory on either side that is a device's, or that
-//! is no pool of kvx's, for which there are [threads](super::copy_threads).
+//! Copies that the machine does not make itself: reads and pulls with memory on either side that is
+//! a device's, or that is no pool of kvx's, for which there are [threads](super::copy_threads).
 //!
-//! A flight is such a read or pull, moved in batches: its turns start them, and each that has landed makes room for
-//! the next. While one is under way the device or the thread may touch the memory of both sides, so whatever ends a
-//! flight early only stops it: what waits for its memory (a ticket, an answer, a region that is taken back) waits until
-//! the last batch has landed. A batch whose ticket the device loses never lands.
+//! A flight is such a read or pull, moved in batches: its turns start them, and each that has
+//! landed makes room for the next. While one is under way the device or the thread may touch the
+//! memory of both sides, so whatever ends a flight early only stops it: what waits for its memory
+//! (a ticket, an answer, a region that is taken back) waits until the last batch has landed. A
+//! batch whose ticket the device loses never lands.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -26,7 +27,8 @@ use super::memory::{CopyMethod, CopySource};
 
 /// Bytes of a batch between a device and the host, about: what other transfers wait for.
 const COPY_BATCH: u64 = 4 << 20;
-/// The same within devices, which are some thirty times as fast: a batch takes longer than it takes to ask for one.
+/// The same within devices, which are some thirty times as fast: a batch takes longer than it takes
+/// to ask for one.
 const HOP_BATCH: u64 = 64 << 20;
 /// The same of a thread: so long the small copies of other transfers wait.
 const THREAD_BATCH: u64 = 1 << 20;
@@ -39,7 +41,8 @@ pub(crate) const DEPTH: usize = 4;
 pub(crate) enum FlightPurpose {
     /// A read of ours, and whom to tell.
     Read { id: TransferId, done: Option<Ticket> },
-    /// A part of the peer's write, if it waits for the answer, our regions that it goes to, and what keeping it takes.
+    /// A part of the peer's write, if it waits for the answer, our regions that it goes to, and
+    /// what keeping it takes.
     Pull { write: Option<u64>, into: Vec<RegionId>, cost: usize },
 }
 
@@ -61,8 +64,8 @@ pub(crate) struct Load {
 }
 
 impl Load {
-    /// Who has to move it; `None`: the machine, as all of it is there. One kind of memory a side: the first tells
-    /// whether a device has it.
+    /// Who has to move it; `None`: the machine, as all of it is there. One kind of memory a side:
+    /// the first tells whether a device has it.
     pub(crate) fn mover<'a>(
         places: &[CopySource],
         mut targets: impl Iterator<Item = &'a Arc<Memory>> + Clone,
@@ -223,7 +226,8 @@ impl Flight {
         Ok(way.map(|way| (way, hops, bytes)))
     }
 
-    /// Starts the next batch. Says how many bytes it has. Errors: as `batch`, and `Exhausted` without a thread for it.
+    /// Starts the next batch. Says how many bytes it has. Errors: as `batch`, and `Exhausted`
+    /// without a thread for it.
     pub(crate) fn start(
         &mut self,
         number: u64,
@@ -244,11 +248,13 @@ impl Flight {
                 let (process, sides) = (Arc::clone(&self.process), Arc::clone(&self.load.sides));
                 let peer = self.peer.clone();
                 let batch = Batch { number, peer, process, mapped, hops, bytes, sides, completion };
-                // SAFETY: as below; what its sides do not keep is our memory in a read, which the ticket does.
+                // SAFETY: as below; what its sides do not keep is our memory in a read, which the
+                // ticket does.
                 unsafe { copying.take(batch) }?;
             }
-            // SAFETY: core and the grants (`checked`, for a pull) have held all pieces against the lengths of their
-            // regions; the flight keeps both sides until the batch has landed, and for ever if it never does.
+            // SAFETY: core and the grants (`checked`, for a pull) have held all pieces against the
+            // lengths of their regions; the flight keeps both sides until the batch has landed, and
+            // for ever if it never does.
             Route::Hop(access) => unsafe { access.hop(&hops, done(completion)) },
             Route::Copy(access, direction) => {
                 let line = |hop: &Hop| match direction {
@@ -283,7 +289,8 @@ impl Flights {
         self.open.values_mut()
     }
 
-    /// Flights of which something has landed that the machine has not heard of: nobody tells one without a reactor.
+    /// Flights of which something has landed that the machine has not heard of: nobody tells one
+    /// without a reactor.
     #[cfg(test)]
     pub(crate) fn with_batch_ends(&self) -> Vec<u64> {
         let has_landed = |flight: &Flight| {
@@ -323,7 +330,8 @@ impl Flights {
         self.open.values().any(|flight| flight.lost && flight.ours().contains(&id))
     }
 
-    /// Those of which the machine has not heard what became of their batches: it ends, and waits for them.
+    /// Those of which the machine has not heard what became of their batches: it ends, and waits
+    /// for them.
     pub(crate) fn under_way(&self) -> Vec<u64> {
         self.of(|flight| !flight.lost)
     }
@@ -332,7 +340,8 @@ impl Flights {
         self.open.iter().filter(|(_, flight)| which(flight)).map(|(number, _)| *number).collect()
     }
 
-    /// What devices may touch for ever, as far as anybody will know: it is never freed. Our regions among it.
+    /// What devices may touch for ever, as far as anybody will know: it is never freed. Our regions
+    /// among it.
     pub(crate) fn keep_for_ever(&mut self) -> Vec<RegionId> {
         let mut kept = Vec::new();
         for (_, mut flight) in self.open.drain() {

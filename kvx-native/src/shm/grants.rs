@@ -46,8 +46,9 @@ impl Machine {
         }
     }
 
-    /// A peer lends us a region to pull its writes from. One that cannot be taken is let go of at once: the peer lends
-    /// it anew for its next write. Errors: `Malformed` for one that is held already.
+    /// A peer lends us a region to pull its writes from. One that cannot be taken is let go of at
+    /// once: the peer lends it anew for its next write. Errors: `Malformed` for one that is held
+    /// already.
     pub(crate) fn take_lend(
         &mut self,
         at: usize,
@@ -69,7 +70,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Has a new mapping's pages made present while there is nothing else to do, so that transfers do not pay for it.
+    /// Has a new mapping's pages made present while there is nothing else to do, so that transfers
+    /// do not pay for it.
     pub(crate) fn populate(&mut self, at: usize, held: &PeerRegion) {
         if let CopyMethod::Mapped(mapping) = &held.place.method {
             let populate = Populate { at, id: held.id, mapping: Arc::clone(mapping), from: 0 };
@@ -87,7 +89,8 @@ impl Machine {
         1
     }
 
-    /// Our region is revoked: nobody is granted it any more, and everyone who was is asked to let go.
+    /// Our region is revoked: nobody is granted it any more, and everyone who was is asked to let
+    /// go.
     pub(crate) fn revoke(&mut self, region: RevokedRegion, done: Ticket, out: &mut Outbox) {
         let id = region.id;
         let why = revoked(id).with_backend(NAME);
@@ -157,8 +160,8 @@ impl Machine {
         self.post_waiting(at, out);
     }
 
-    /// Says of regions that the owner takes back that we have let go, when nobody here reads them any more; and ends a
-    /// connection that has waited for that.
+    /// Says of regions that the owner takes back that we have let go, when nobody here reads them
+    /// any more; and ends a connection that has waited for that.
     pub(crate) fn release_unused(&mut self, at: usize, out: &mut Outbox) {
         // Expected: the flight that ended outlived the connection, or ended with it.
         let Some(connection) = self.connections.get_mut(at) else { return };

@@ -59,7 +59,8 @@ impl Machine {
         let link = Arc::clone(&connecting.link);
         let mut found = socket::connect(&connecting.socket);
         if matches!(found, Err(Errno::CONNREFUSED)) {
-            // Nobody has that name any more. If the agent was restarted here, its next life says so under its name.
+            // Nobody has that name any more. If the agent was restarted here, its next life says so
+            // under its name.
             found = socket::connect(&name_socket_name(&link.peer.name));
         }
         let begun = match found {
@@ -120,7 +121,8 @@ impl Machine {
                 Ok(Some(socket)) => self.greet(socket, out),
                 Ok(None) => return,
                 Err(cause) => {
-                    // No file left for a new client: those there are go on, and it is tried again in a second.
+                    // No file left for a new client: those there are go on, and it is tried again
+                    // in a second.
                     tracing::warn!(error = %cause, "SHM: clients cannot be accepted; raise ulimit -n");
                     self.pause_accepting();
                     return;
@@ -199,8 +201,8 @@ impl Machine {
         self.connections.iter().filter(|(_, connection)| is_served(connection)).count()
     }
 
-    /// A client says who it is and proves that it was invited; before that nothing of it is read. Errors: what it is
-    /// refused with, and cut off.
+    /// A client says who it is and proves that it was invited; before that nothing of it is read.
+    /// Errors: what it is refused with, and cut off.
     pub(crate) fn take_hello(
         &mut self,
         at: usize,

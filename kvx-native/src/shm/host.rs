@@ -31,7 +31,8 @@ impl Host {
         Ok(Host { boot, network: network_namespace().unwrap_or(0) })
     }
 
-    /// Whether a process there could be reached from here. Errors: `Unsupported`, with the reason and the cure.
+    /// Whether a process there could be reached from here. Errors: `Unsupported`, with the reason
+    /// and the cure.
     pub(crate) fn reaches(&self, other: &Host) -> Result<()> {
         if self.boot != other.boot {
             return Err(error(
@@ -90,7 +91,8 @@ const A_MOMENT: Duration = Duration::from_millis(5);
 const SO_PEERPIDFD: libc::c_int = 77;
 
 impl PeerProcess {
-    /// The process at the other end of a connected Unix socket, as the kernel recorded it at connect or listen.
+    /// The process at the other end of a connected Unix socket, as the kernel recorded it at
+    /// connect or listen.
     pub(crate) fn behind(socket: BorrowedFd<'_>) -> Result<Self> {
         let mut who = libc::ucred { pid: 0, uid: 0, gid: 0 };
         let mut len = size_of::<libc::ucred>() as libc::socklen_t;
@@ -137,8 +139,9 @@ impl PeerProcess {
         }
     }
 
-    /// Whether the process has ended, of whose `socket` the end was seen, or is about to. One that dies closes its
-    /// files before it counts as dead, on a busy machine long before; one that leaves closes one direction first.
+    /// Whether the process has ended, of whose `socket` the end was seen, or is about to. One that
+    /// dies closes its files before it counts as dead, on a busy machine long before; one that
+    /// leaves closes one direction first.
     pub(crate) fn has_ended_with(&self, socket: BorrowedFd<'_>) -> bool {
         let hung_up = matches!(
             poll_now(&mut [PollFd::from_borrowed_fd(socket, PollFlags::empty())]),
@@ -156,14 +159,15 @@ impl PeerProcess {
         self.has_ended()
     }
 
-    /// Whether the kernel has begun to end the process. It is asked before its end was seen: its number is its own.
+    /// Whether the kernel has begun to end the process. It is asked before its end was seen: its
+    /// number is its own.
     fn is_exiting(&self) -> bool {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid));
         stat.is_ok_and(|stat| has_begun_to_exit(&stat))
     }
 
-    /// Whether the process still holds its end of `socket`, and so is the one that it was when it connected: neither
-    /// ended nor replaced by another program.
+    /// Whether the process still holds its end of `socket`, and so is the one that it was when it
+    /// connected: neither ended nor replaced by another program.
     pub(crate) fn still_behind(&self, socket: BorrowedFd<'_>) -> bool {
         let mut polled = [
             PollFd::from_borrowed_fd(socket, PollFlags::empty()),
@@ -184,7 +188,8 @@ impl PeerProcess {
 /// As `PF_EXITING` in the kernel's `sched.h`.
 const EXITING: u64 = 0x4;
 
-/// Whether the flags in a `/proc/<pid>/stat` say so: the seventh word behind the name, which may hold anything.
+/// Whether the flags in a `/proc/<pid>/stat` say so: the seventh word behind the name, which may
+/// hold anything.
 fn has_begun_to_exit(stat: &str) -> bool {
     let mut words = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
     words

@@ -1,4 +1,5 @@
-//! Clients and owners that do not keep to the protocol: each is refused with a reason, and nobody else notices.
+//! Clients and owners that do not keep to the protocol: each is refused with a reason, and nobody
+//! else notices.
 
 mod held;
 
@@ -203,7 +204,8 @@ fn untouched(region: &Region) {
     assert!(bytes.iter().all(|byte| *byte == 0x77));
 }
 
-/// That it asks [`control`](kvx_backend::control), which decides why most of these end a link; the last ones are SHM's.
+/// That it asks [`control`](kvx_backend::control), which decides why most of these end a link; the
+/// last ones are SHM's.
 #[test]
 fn what_breaks_the_protocol_is_cut_off_and_others_are_served() {
     let (target, region) = target();
@@ -355,8 +357,8 @@ fn wrong_keys_bounds_and_sources_move_nothing_and_the_connection_goes_on() {
     target.shutdown(CUT_OFF).wait(CUT_OFF).unwrap();
 }
 
-/// An owner that hands out files which would kill a reader that trusted them. Which files those are is tried in
-/// `memory.rs`.
+/// An owner that hands out files which would kill a reader that trusted them. Which files those are
+/// is tried in `memory.rs`.
 #[test]
 fn an_owner_that_passes_unfit_files_is_refused() {
     let (owner, region) = target();

@@ -1,4 +1,5 @@
-//! Small reads on the poster's own thread, past the machine: their latency must not depend on what it is busy with.
+//! Small reads on the poster's own thread, past the machine: their latency must not depend on what
+//! it is busy with.
 
 use std::any::Any;
 use std::os::fd::AsFd as _;
@@ -16,8 +17,8 @@ use super::window::View;
 const MAX_REGIONS: usize = 4;
 const MAX_PIECES: usize = INLINE_SEGMENTS as usize;
 
-/// Does a small read now, if its regions are open. False: nothing is settled, the machine has to do it. A page that
-/// does not come keeps the calling thread, and nobody else.
+/// Does a small read now, if its regions are open. False: nothing is settled, the machine has to do
+/// it. A page that does not come keeps the calling thread, and nobody else.
 pub(crate) fn read_inline(plan: &Arc<Bound>) -> bool {
     let mut windows = [const { None }; MAX_REGIONS];
     // One kind of memory a side: the first speaks for all.
@@ -48,8 +49,9 @@ pub(crate) fn read_inline(plan: &Arc<Bound>) -> bool {
         let len = segment.len as usize;
         match &window.owner {
             None => {
-                // SAFETY: core checked the plan against the lengths of its regions, and the grant was held against the
-                // remote length; the plan keeps the local memory, the open window the mapping.
+                // SAFETY: core checked the plan against the lengths of its regions, and the grant
+                // was held against the remote length; the plan keeps the local memory, the open
+                // window the mapping.
                 unsafe { copy_shared(from, into, len) };
             }
             Some(_) if pieces == MAX_PIECES => return false,
@@ -61,7 +63,8 @@ pub(crate) fn read_inline(plan: &Arc<Bound>) -> bool {
         }
     }
     if let Some(owner) = owner {
-        // SAFETY: our side is local memory of the plan, which keeps it, within bounds that core checked.
+        // SAFETY: our side is local memory of the plan, which keeps it, within bounds that core
+        // checked.
         let got = unsafe { copy::readv(owner.process.pid, &ours[..pieces], &theirs[..pieces]) };
         if got != Ok(bytes) || !owner.process.still_behind(owner.socket.as_fd()) {
             return false;

@@ -33,7 +33,8 @@ impl ShmLink {
         ShmLink { endpoint, wiring, imports: AtomicU64::new(0) }
     }
 
-    /// Whether who copies can read the memory that the bytes come from: we for a read, the peer for a write.
+    /// Whether who copies can read the memory that the bytes come from: we for a read, the peer for
+    /// a write.
     fn check_sight(&self, plan: &Bound) -> Result<()> {
         let foreign = match plan.op() {
             Op::Read => plan.remotes().iter().any(|remote| {
@@ -55,9 +56,10 @@ impl ShmLink {
     }
 }
 
-// SAFETY: a plan's memory is touched by the machine, which settles the ticket after its last access; by devices and
-// copying threads, whose last batch lands before the ticket of its flight settles; or by the poster of a small read,
-// which settles it itself afterwards. A peer that pulls a write has confirmed, or is dead, before the ticket settles.
+// SAFETY: a plan's memory is touched by the machine, which settles the ticket after its last
+// access; by devices and copying threads, whose last batch lands before the ticket of its flight
+// settles; or by the poster of a small read, which settles it itself afterwards. A peer that pulls
+// a write has confirmed, or is dead, before the ticket settles.
 unsafe impl Link for ShmLink {
     fn capabilities(&self) -> Arc<Capabilities> {
         Arc::clone(&self.endpoint.capabilities)

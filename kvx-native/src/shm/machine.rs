@@ -62,7 +62,8 @@ pub(crate) struct Machine {
     pub(crate) buffer: Vec<u8>,
     /// When to look at the clock; `None`: nothing depends on it.
     pub(crate) next_look: Option<Instant>,
-    /// This turn was lent by a thread that posted a small read, which is done: nothing more is done on it.
+    /// This turn was lent by a thread that posted a small read, which is done: nothing more is done
+    /// on it.
     pub(crate) lent_turn: bool,
     /// Much has been moved since the machine last slept.
     pub(crate) bursting: bool,
@@ -132,7 +133,8 @@ impl Machine {
         self.next_look = Some(self.next_look.map_or(at, |next| next.min(at)));
     }
 
-    /// After what is in flight on a connection changed: the clock watches it while an answer is awaited.
+    /// After what is in flight on a connection changed: the clock watches it while an answer is
+    /// awaited.
     pub(crate) fn note_awaiting(&mut self, at: usize) {
         if let Some(now) = self.connections[at].note_awaiting() {
             self.look_by(now + Silence::step(self.peer_timeout));

@@ -77,7 +77,8 @@ struct RegionRecord {
     handle: Option<IpcHandle>,
 }
 
-/// Our registered regions. The reactor looks them up; registering and revoking change them from any thread.
+/// Our registered regions. The reactor looks them up; registering and revoking change them from any
+/// thread.
 #[derive(Debug, Default)]
 pub(crate) struct Regions(Mutex<RegionTables>);
 
@@ -109,8 +110,8 @@ impl Regions {
         RegionAccess { len: memory.len() as u64, at }
     }
 
-    /// Refuses it from now on, and hands out what must be kept until peers have let go of it. Errors: `StillShared`
-    /// when the transport ended without knowing that.
+    /// Refuses it from now on, and hands out what must be kept until peers have let go of it.
+    /// Errors: `StillShared` when the transport ended without knowing that.
     pub(crate) fn revoke(&self, id: RegionId) -> Result<RevokedRegion> {
         let mut table = self.table();
         if table.unproven.contains(&id) {
@@ -119,12 +120,14 @@ impl Regions {
         Ok(RevokedRegion { id, _memory: table.regions.revoke(id).map(|region| region.memory) })
     }
 
-    /// The memory behind a number and the key that a peer shows. Errors: `Unregistered`, `RevokedRegion`, `WrongKey`.
+    /// The memory behind a number and the key that a peer shows. Errors: `Unregistered`,
+    /// `RevokedRegion`, `WrongKey`.
     pub(crate) fn check(&self, id: RegionId, key: &RegionKey) -> Result<Arc<Memory>> {
         self.table().regions.check(id, key).map(|region| Arc::clone(&region.memory))
     }
 
-    /// The transport ends: lets go of all memory but that which peers may still read, which is never freed.
+    /// The transport ends: lets go of all memory but that which peers may still read, which is
+    /// never freed.
     pub(crate) fn close(&self, unproven: impl IntoIterator<Item = RegionId>) {
         let mut table = self.table();
         for id in unproven {
@@ -164,15 +167,16 @@ unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
-/// What a file must have sealed before it is mapped: its size for ever (a read beyond a shrunk file would kill this
-/// process), and no new writers, which also keeps anybody from punching holes into it.
+/// What a file must have sealed before it is mapped: its size for ever (a read beyond a shrunk file
+/// would kill this process), and no new writers, which also keeps anybody from punching holes into
+/// it.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE);
 
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 
 impl Mapping {
-    /// Maps the first `len` bytes of a file that a peer passed. Errors: `Denied` for a file that is not sealed or too
-    /// short, `Exhausted` when this process has no room for the mapping.
+    /// Maps the first `len` bytes of a file that a peer passed. Errors: `Denied` for a file that is
+    /// not sealed or too short, `Exhausted` when this process has no room for the mapping.
     pub(crate) fn of(file: &OwnedFd, len: u64) -> Result<Self> {
         let unfit = |why: String| {
             error(
@@ -198,7 +202,8 @@ impl Mapping {
         let huge = rustix::fs::fstatfs(file).is_ok_and(|fs| fs.f_type == HUGETLBFS_MAGIC);
         let filled = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512) >= mapped;
         if huge && !filled {
-            // A page that is missing when it is first read would kill this process if none is in reserve.
+            // A page that is missing when it is first read would kill this process if none is in
+            // reserve.
             return Err(error(
                 ErrorKind::Unsupported,
                 "the peer's pool lies on huge pages that were never touched: its owner must build it with pre_touch",
@@ -212,7 +217,8 @@ impl Mapping {
             .with_kind(ErrorKind::Exhausted)
         };
         let mapped = usize::try_from(mapped).map_err(|_| no_room(Errno::OVERFLOW))?;
-        // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the program.
+        // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the
+        // program.
         let base = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
@@ -226,7 +232,8 @@ impl Mapping {
         .map_err(no_room)?;
         let base = NonNull::new(base).ok_or_else(|| no_room(Errno::FAULT))?;
         let mapping = Mapping { base, mapped, filled };
-        // Neither is needed to be right: a child after fork has no use for it, and huge pages make it faster.
+        // Neither is needed to be right: a child after fork has no use for it, and huge pages make
+        // it faster.
         for advice in [Advice::LinuxDontFork, Advice::LinuxHugepage] {
             // SAFETY: our own mapping, and neither advice discards content.
             unsafe { rustix::mm::madvise(mapping.base.as_ptr(), mapped, advice) }.ok();
@@ -239,8 +246,8 @@ impl Mapping {
         self.base.as_ptr() as u64
     }
 
-    /// Makes the pages from `from` on present, `step` bytes of them, so that no transfer pays for that. The offset to
-    /// go on from; `None`: done, or not possible here.
+    /// Makes the pages from `from` on present, `step` bytes of them, so that no transfer pays for
+    /// that. The offset to go on from; `None`: done, or not possible here.
     pub(crate) fn populate(&self, from: usize, step: usize) -> Option<usize> {
         if !self.filled || from >= self.mapped {
             return None;
@@ -258,7 +265,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: our own mapping; copies out of it hold an `Arc` of this, so nobody reads it any more.
+        // SAFETY: our own mapping; copies out of it hold an `Arc` of this, so nobody reads it any
+        // more.
         if let Err(cause) = unsafe { rustix::mm::munmap(self.base.as_ptr(), self.mapped) } {
             tracing::warn!(error = %cause, bytes = self.mapped, "SHM: a peer's pool could not be unmapped");
         }
@@ -293,8 +301,8 @@ pub(crate) enum CopyMethod {
 }
 
 impl PeerRegion {
-    /// From what the owner said, and the file that came with it. Errors: `Denied`, `Exhausted`, `Malformed`; what a
-    /// device says that does not open it, `Unsupported` mostly.
+    /// From what the owner said, and the file that came with it. Errors: `Denied`, `Exhausted`,
+    /// `Malformed`; what a device says that does not open it, `Unsupported` mostly.
     pub(crate) fn of(
         id: RegionId,
         access: RegionAccess,
@@ -323,8 +331,8 @@ impl PeerRegion {
     }
 }
 
-/// The devices of ours that may open memory of a peer's device: the same one, or else any that may reach it. Errors:
-/// `Unsupported` when there is none.
+/// The devices of ours that may open memory of a peer's device: the same one, or else any that may
+/// reach it. Errors: `Unsupported` when there is none.
 pub(crate) fn openers(
     devices: &[Arc<dyn DeviceAccess>],
     kind: Option<MemoryKind>,
@@ -367,8 +375,8 @@ fn opened(
     Err(why.with_backend(NAME))
 }
 
-/// How other processes open memory of a device; `None` for host memory. May block. Errors: the device's, `Unsupported`
-/// for memory that its driver does not share.
+/// How other processes open memory of a device; `None` for host memory. May block. Errors: the
+/// device's, `Unsupported` for memory that its driver does not share.
 pub(crate) fn shared_by_device(memory: &Memory) -> Result<Option<IpcHandle>> {
     let Some(access) = memory.device_access() else { return Ok(None) };
     let shared = access.share(memory.address(), memory.len());

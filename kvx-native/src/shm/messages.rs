@@ -1,25 +1,28 @@
 //! The control messages over a socket: those that all links share, and what SHM says beside them.
 //!
-//! One Unix socket (sequenced packets) per link, from the initiator's agent to the target's; each packet is one
-//! message of [`kvx_backend::control`] or one of SHM's own. The bytes of blocks never travel here.
+//! One Unix socket (sequenced packets) per link, from the initiator's agent to the target's; each
+//! packet is one message of [`kvx_backend::control`] or one of SHM's own. The bytes of blocks never
+//! travel here.
 //!
-//! * **Handshake.** With its hello and its welcome each end says where it keeps 32 probe bytes; the target also
-//!   whether it could read the initiator's by `process_vm_readv`.
-//! * **Regions.** With a grant comes where the region is: a sealed file (with the packet) for a kvx pool, a
-//!   handle of the driver's for memory of a device, an address for other memory. The initiator of writes
-//!   [`Lend`](Message::Lend)s its own regions to the target the same way, unasked: what is lent serves that
-//!   connection's writes only; what the target cannot take it releases at once, and is lent it anew for a later write.
-//!   Either end recalls what the other holds.
-//! * **Reads** need no message: the initiator copies from the mapping, or by `process_vm_readv`, or its device
-//!   does.
-//! * **Writes** are pulled: [`Write`](Message::Write) describes up to some thousand blocks on both sides, the
-//!   target checks keys and bounds, copies into its own region, and answers each with one
-//!   [`Done`](Message::Done). [`Cancel`](Message::Cancel) drops what has not been pulled; each part is still
-//!   answered. When all parts are answered, the target does not touch the initiator's memory again. At most 64
-//!   parts are unanswered.
-//! * **End.** Who wants to end drops all it holds of the other, then shuts down its sending side. The other end
-//!   drops all as well and closes. Either sight (end of stream, or the process's end) proves that the other end
-//!   holds nothing any more: only then do tickets of half-done writes settle and revocations count as confirmed.
+//! * **Handshake.** With its hello and its welcome each end says where it keeps 32 probe bytes; the
+//!   target also whether it could read the initiator's by `process_vm_readv`.
+//! * **Regions.** With a grant comes where the region is: a sealed file (with the packet) for a kvx
+//!   pool, a handle of the driver's for memory of a device, an address for other memory. The
+//!   initiator of writes [`Lend`](Message::Lend)s its own regions to the target the same way,
+//!   unasked: what is lent serves that connection's writes only; what the target cannot take it
+//!   releases at once, and is lent it anew for a later write. Either end recalls what the other
+//!   holds.
+//! * **Reads** need no message: the initiator copies from the mapping, or by `process_vm_readv`, or
+//!   its device does.
+//! * **Writes** are pulled: [`Write`](Message::Write) describes up to some thousand blocks on both
+//!   sides, the target checks keys and bounds, copies into its own region, and answers each with
+//!   one [`Done`](Message::Done). [`Cancel`](Message::Cancel) drops what has not been pulled; each
+//!   part is still answered. When all parts are answered, the target does not touch the initiator's
+//!   memory again. At most 64 parts are unanswered.
+//! * **End.** Who wants to end drops all it holds of the other, then shuts down its sending side.
+//!   The other end drops all as well and closes. Either sight (end of stream, or the process's end)
+//!   proves that the other end holds nothing any more: only then do tickets of half-done writes
+//!   settle and revocations count as confirmed.
 
 use kvx_backend::control::{self, FIRST_TRANSPORT_NUMBER, Refusal};
 use kvx_core::memory::IpcHandle;
@@ -191,7 +194,8 @@ impl Probe {
         Ok(probe)
     }
 
-    /// What a welcome says beside who answers: also whether the target could read the initiator's probe.
+    /// What a welcome says beside who answers: also whether the target could read the initiator's
+    /// probe.
     pub(crate) fn welcome_rest(&self, reads_us: &Result<(), Refusal>) -> Vec<u8> {
         let mut rest = self.hello_rest();
         put_result(&mut rest, reads_us);
@@ -372,8 +376,8 @@ mod tests {
         }
     }
 
-    /// Seeded mutations: whatever comes in is a message whose numbers are sound, or an error; never a panic, and no
-    /// allocation beyond what the packet's own length justifies.
+    /// Seeded mutations: whatever comes in is a message whose numbers are sound, or an error; never
+    /// a panic, and no allocation beyond what the packet's own length justifies.
     #[test]
     fn mutated_messages_are_sound_or_refused() {
         let mut state = 0x9e37_79b9_7f4a_7c15_u64;

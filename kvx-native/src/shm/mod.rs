@@ -1,7 +1,8 @@
 //! Shared memory between processes of one host and one user.
 //!
-//! Nobody writes into memory that it does not own: the initiator of a read copies from the owner's memory into its
-//! own, and a write is pulled by the target's own thread. [`messages`] describes the protocol.
+//! Nobody writes into memory that it does not own: the initiator of a read copies from the owner's
+//! memory into its own, and a write is pulled by the target's own thread. [`messages`] describes
+//! the protocol.
 //!
 //! The modules form layers, from the lowest to the highest; a module imports what stands before it:
 //!
@@ -9,8 +10,8 @@
 //! 2. memory and copying: `memory`, `copy`, `completion`, `copy_threads`;
 //! 3. sockets and connections: `socket`, `window`, `shared_link`, `writes`, `connection`;
 //! 4. transfers: `inline`, `flights`, `work`;
-//! 5. the machine: `machine`, and what it does in `handshake`, `grants`, `reads`, `pulls`, `flight_turns`, `notices`
-//!    and `disconnect`;
+//! 5. the machine: `machine`, and what it does in `handshake`, `grants`, `reads`, `pulls`,
+//!    `flight_turns`, `notices` and `disconnect`;
 //! 6. the handles and the thread: `progress`, `endpoint`, `link`, `transport`.
 
 mod address;

@@ -151,8 +151,8 @@ impl Machine {
         self.buffer = buffer;
     }
 
-    /// Counts what a peer has us hold. One with too much loses the connection; when all of them have, the one with most
-    /// loses all of its.
+    /// Counts what a peer has us hold. One with too much loses the connection; when all of them
+    /// have, the one with most loses all of its.
     fn count_held(&mut self, at: usize, out: &mut Outbox) {
         // Expected: a message ended the connection.
         let Some(connection) = self.connections.get_mut(at) else { return };
@@ -340,7 +340,8 @@ impl Progress for Machine {
             Command::Post { link, done, .. } | Command::Notify { link, done, .. } => {
                 done.settle(Err(link.gone()))
             }
-            // Peers that had not let go of their regions when the machine ended are known to the table of regions.
+            // Peers that had not let go of their regions when the machine ended are known to the
+            // table of regions.
             Command::Revoke { done, .. } | Command::Shutdown { done } => done.settle(Ok(())),
             Command::Connect { .. }
             | Command::Import { .. }

@@ -1,4 +1,5 @@
-//! Writes on the target's side: our thread pulls the bytes into our own memory, after checking keys and bounds.
+//! Writes on the target's side: our thread pulls the bytes into our own memory, after checking keys
+//! and bounds.
 
 use kvx_backend::control::Refusal;
 use kvx_backend::reactor::SLICE;
@@ -22,8 +23,8 @@ fn cost(side: &Described) -> usize {
 }
 
 impl Machine {
-    /// A peer asks us to pull a part of a write. Errors: `Malformed`, which ends the connection; everything else is
-    /// answered.
+    /// A peer asks us to pull a part of a write. Errors: `Malformed`, which ends the connection;
+    /// everything else is answered.
     pub(crate) fn take_write(
         &mut self,
         at: usize,
@@ -102,8 +103,9 @@ impl Machine {
 
     /// One turn of a pull. Says how many bytes moved.
     pub(crate) fn pull_turn(&mut self, mut pull: Box<Pull>) -> u64 {
-        // SAFETY: `checked` held both sides' grids against the lengths of the regions; our own memory is kept by the
-        // pull, is host memory and is never lent out as slices; places are mapped (`mover`), and kept so by the pull.
+        // SAFETY: `checked` held both sides' grids against the lengths of the regions; our own
+        // memory is kept by the pull, is host memory and is never lent out as slices; places are
+        // mapped (`mover`), and kept so by the pull.
         let turn =
             unsafe { self.copier.turn(&mut pull.pieces, &pull.places, &pull.targets, SLICE) };
         pull.left = pull.left.saturating_sub(turn.moved);

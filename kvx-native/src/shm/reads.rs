@@ -44,7 +44,8 @@ fn grants(connection: &Connection, plan: &Bound) -> Result<Grants> {
 }
 
 impl Machine {
-    /// A transfer was posted; `inline_on`: by this thread, on which a small read may be done at once.
+    /// A transfer was posted; `inline_on`: by this thread, on which a small read may be done at
+    /// once.
     pub(crate) fn post(
         &mut self,
         link: &Arc<SharedLink>,
@@ -55,7 +56,8 @@ impl Machine {
         self.place(link, transfer, inline_on, true, out);
     }
 
-    /// As [`post`](Self::post); one that has waited for regions does not ask `again` for those that were refused.
+    /// As [`post`](Self::post); one that has waited for regions does not ask `again` for those that
+    /// were refused.
     fn place(
         &mut self,
         link: &Arc<SharedLink>,
@@ -154,9 +156,9 @@ impl Machine {
 
     /// One turn of a read. Says how many bytes moved.
     pub(crate) fn read_turn(&mut self, mut read: Box<Read>, out: &mut Outbox) -> u64 {
-        // SAFETY: core checked the plan against the lengths of its regions, and `Grant` is held against the remote
-        // length; the local memory is kept by the plan until the ticket settles; places are mapped (`mover`), and
-        // kept so.
+        // SAFETY: core checked the plan against the lengths of its regions, and `Grant` is held
+        // against the remote length; the local memory is kept by the plan until the ticket settles;
+        // places are mapped (`mover`), and kept so.
         let turn =
             unsafe { self.copier.turn(&mut read.pieces, &read.places, &read.targets, SLICE) };
         read.left = read.left.saturating_sub(turn.moved);

@@ -38,7 +38,8 @@ impl SharedLink {
     }
 }
 
-/// A region of the peer as this link knows it. The machine holds what it was granted, under this number.
+/// A region of the peer as this link knows it. The machine holds what it was granted, under this
+/// number.
 #[derive(Debug)]
 pub(crate) struct Import {
     pub(crate) number: u64,

@@ -1,4 +1,5 @@
-//! Unix sockets in the abstract namespace: one datagram is one message, and at most one file goes with it.
+//! Unix sockets in the abstract namespace: one datagram is one message, and at most one file goes
+//! with it.
 
 use std::cell::Cell;
 use std::io::{IoSlice, IoSliceMut};
@@ -69,7 +70,8 @@ pub(crate) fn listen(name: &[u8]) -> Result<Private, Errno> {
     Ok(socket)
 }
 
-/// Opens the listeners: under a name that nobody can guess, and, if it is free, under the agent's own name.
+/// Opens the listeners: under a name that nobody can guess, and, if it is free, under the agent's
+/// own name.
 pub(crate) fn listen_twice(
     random: &[u8],
     name: &[u8],
@@ -141,7 +143,8 @@ pub(crate) enum RecvOutcome {
 
 /// Takes the next message.
 pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<RecvOutcome, Errno> {
-    // Room for a few more files than are allowed, so that a wrong number is seen and they are closed.
+    // Room for a few more files than are allowed, so that a wrong number is seen and they are
+    // closed.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
@@ -154,7 +157,8 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<RecvO
             Ok(got) => break got,
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => return Ok(RecvOutcome::Nothing),
-            // Told once when the other end closed without having read all; what it had sent still follows.
+            // Told once when the other end closed without having read all; what it had sent still
+            // follows.
             Err(Errno::CONNRESET) => {}
             Err(error) => return Err(error),
         }
@@ -239,7 +243,8 @@ impl Poller {
         rustix::event::epoll::delete(&self.epoll, fd).ok(); // closing it would remove it as well
     }
 
-    /// The kernel takes no more files of this user's now: what waits for that is to be tried again in a while.
+    /// The kernel takes no more files of this user's now: what waits for that is to be tried again
+    /// in a while.
     pub(crate) fn mark_crowded(&self) {
         self.crowded.set(true);
     }

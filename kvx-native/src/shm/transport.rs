@@ -29,10 +29,11 @@ use super::shared_link::SharedLink;
 
 /// Makes SHM transports: between processes of one user on one host.
 ///
-/// SHM trusts the processes of the same user, and refuses all others by the credentials that the kernel gives. Among
-/// its own it relies on each reader to read only what it was granted, and to let go of it when the region is revoked:
-/// reads are [`Isolation::Cooperative`]. Nobody writes into memory that it does not own, whatever a peer says: the
-/// target's own thread checks key and bounds of each write, [`Isolation::Owner`].
+/// SHM trusts the processes of the same user, and refuses all others by the credentials that the
+/// kernel gives. Among its own it relies on each reader to read only what it was granted, and to
+/// let go of it when the region is revoked: reads are [`Isolation::Cooperative`]. Nobody writes
+/// into memory that it does not own, whatever a peer says: the target's own thread checks key and
+/// bounds of each write, [`Isolation::Owner`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Shm;
 
@@ -119,8 +120,9 @@ impl ShmTransport {
     }
 }
 
-// SAFETY: see `ShmLink` for plans. A region's memory is kept by the table of regions until it is revoked, and after
-// that by the machine until every peer that was granted it has let go of it or is dead.
+// SAFETY: see `ShmLink` for plans. A region's memory is kept by the table of regions until it is
+// revoked, and after that by the machine until every peer that was granted it has let go of it or
+// is dead.
 unsafe impl Transport for ShmTransport {
     fn capabilities(&self) -> &Capabilities {
         &self.endpoint.capabilities
@@ -166,7 +168,8 @@ unsafe impl Transport for ShmTransport {
 
     fn shutdown(&self, done: Ticket) {
         self.closed.store(true, Ordering::Release);
-        // The machine settles it with its last breath; if it is gone already, the ticket settles at once.
+        // The machine settles it with its last breath; if it is gone already, the ticket settles at
+        // once.
         self.endpoint.reactor.submit(Command::Shutdown { done });
         self.endpoint.reactor.stop();
     }

@@ -24,8 +24,9 @@ pub(crate) struct Window {
     pub(crate) owner: Option<Arc<PeerWatch>>,
 }
 
-/// Open while the region may be read. The machine shuts it before it lets go of the region: nobody begins a copy after
-/// that, and the region is let go of when none is under way: at most 64 KiB each, but a page may be long in coming.
+/// Open while the region may be read. The machine shuts it before it lets go of the region: nobody
+/// begins a copy after that, and the region is let go of when none is under way: at most 64 KiB
+/// each, but a page may be long in coming.
 #[derive(Debug, Default)]
 pub(crate) struct Shutter {
     window: RwLock<Option<Window>>,
@@ -41,7 +42,8 @@ impl Shutter {
         *self.window.write().unwrap_or_else(PoisonError::into_inner) = Some(window);
     }
 
-    /// Says whether no copy is under way any more; if not, it is to be asked [again](Self::is_free).
+    /// Says whether no copy is under way any more; if not, it is to be asked
+    /// [again](Self::is_free).
     pub(crate) fn shut(&self) -> bool {
         self.shut.store(true, Ordering::SeqCst);
         for looks in 0..LOOKS {

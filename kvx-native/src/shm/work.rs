@@ -1,4 +1,5 @@
-//! What the machine does in turns: reads, pulls of writes, batches of flights, and mappings to be made present.
+//! What the machine does in turns: reads, pulls of writes, batches of flights, and mappings to be
+//! made present.
 
 use std::sync::Arc;
 

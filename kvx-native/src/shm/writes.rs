@@ -1,4 +1,5 @@
-//! Writes on the initiator's side: the target is told which blocks to pull, part by part, and answers each part.
+//! Writes on the initiator's side: the target is told which blocks to pull, part by part, and
+//! answers each part.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -20,7 +21,8 @@ const PER_WRITE: usize = 4;
 #[derive(Default)]
 pub(crate) struct Writes {
     open: HashMap<u64, Write>,
-    /// Whose part goes next. Each open write with parts left and room in its window is in here once.
+    /// Whose part goes next. Each open write with parts left and room in its window is in here
+    /// once.
     turns: VecDeque<u64>,
     unanswered: usize,
 }
@@ -51,7 +53,8 @@ impl Writes {
         self.turns.push_back(id.0);
     }
 
-    /// The next part that may be sent, and what it belongs to. Settled: a write that turned out to have no parts left.
+    /// The next part that may be sent, and what it belongs to. Settled: a write that turned out to
+    /// have no parts left.
     pub(crate) fn next_part(&mut self) -> Option<WriteStep> {
         while self.unanswered < WINDOW {
             let id = self.turns.pop_front()?;
@@ -131,7 +134,8 @@ impl Writes {
         self.open.contains_key(&id)
     }
 
-    /// Fails all of them, and hands out those of which nothing is under way; all, if `proven`: the peer holds nothing.
+    /// Fails all of them, and hands out those of which nothing is under way; all, if `proven`: the
+    /// peer holds nothing.
     pub(crate) fn fail_all(&mut self, error: &Error, proven: bool) -> Vec<Settled> {
         let ids: Vec<u64> = self.open.keys().copied().collect();
         for id in &ids {

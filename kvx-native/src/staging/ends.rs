@@ -29,8 +29,9 @@ impl Fetch {
     /// Takes in copies that have ended, and starts as many as there are buffers for.
     ///
     /// # Errors
-    /// What a copy said, or the device when asked for a buffer; `OutOfBounds` for blocks outside their memory;
-    /// `Forgotten` when a copy was lost; `Cancelled` after [`stop`](Fetch::stop). A stream that has failed stays so.
+    /// What a copy said, or the device when asked for a buffer; `OutOfBounds` for blocks outside
+    /// their memory; `Forgotten` when a copy was lost; `Cancelled` after [`stop`](Fetch::stop). A
+    /// stream that has failed stays so.
     pub(crate) fn resume(&mut self) -> Result<()> {
         let stream = &mut self.stream;
         loop {
@@ -49,13 +50,14 @@ impl Fetch {
         }
     }
 
-    /// The next bytes that lie together. None, with some [`left`](Fetch::left): wait for the stream's token.
+    /// The next bytes that lie together. None, with some [`left`](Fetch::left): wait for the
+    /// stream's token.
     pub(crate) fn bytes(&self) -> &[u8] {
         self.slices().next().unwrap_or_default()
     }
 
-    /// All bytes that have come so far, in order, for a vectored send. They stay in place until they are
-    /// [`sent`](Fetch::sent) or the stream is stopped or dropped, whatever else is called.
+    /// All bytes that have come so far, in order, for a vectored send. They stay in place until
+    /// they are [`sent`](Fetch::sent) or the stream is stopped or dropped, whatever else is called.
     pub(crate) fn slices(&self) -> impl Iterator<Item = &[u8]> {
         let mut sent = self.at;
         self.copied
@@ -63,7 +65,8 @@ impl Fetch {
             .map(move |copied| &copied.bounce.bytes()[std::mem::take(&mut sent)..copied.len])
     }
 
-    /// `count` bytes went out: not more than [`slices`](Fetch::slices) has. Buffers that are sent are free again.
+    /// `count` bytes went out: not more than [`slices`](Fetch::slices) has. Buffers that are sent
+    /// are free again.
     pub(crate) fn sent(&mut self, count: usize) {
         self.at += count;
         while self.copied.front().is_some_and(|first| first.len <= self.at)
@@ -82,12 +85,14 @@ impl Fetch {
         self.stream.left() + (copied - self.at) as u64
     }
 
-    /// Whether others wait for a buffer while its peer does not read. If not now, its token comes when they do.
+    /// Whether others wait for a buffer while its peer does not read. If not now, its token comes
+    /// when they do.
     pub(crate) fn is_in_the_way(&self) -> bool {
         self.stream.pool.is_scarce(&self.stream.shared)
     }
 
-    /// Gives its buffers back: what is not sent is copied again, from the next [`resume`](Fetch::resume) on.
+    /// Gives its buffers back: what is not sent is copied again, from the next
+    /// [`resume`](Fetch::resume) on.
     pub(crate) fn rewind(&mut self) {
         let mut sent = std::mem::take(&mut self.at) as u64;
         let again = self.copied.drain(..).map(|HostBytes { mut extents, .. }| {
@@ -102,8 +107,8 @@ impl Fetch {
         self.stream.rewind(again);
     }
 
-    /// Starts nothing any more and gives the buffers back. Copies in flight end by themselves: the token comes for
-    /// each that does, and [`copies`](Fetch::copies) tells.
+    /// Starts nothing any more and gives the buffers back. Copies in flight end by themselves: the
+    /// token comes for each that does, and [`copies`](Fetch::copies) tells.
     pub(crate) fn stop(&mut self) {
         self.stream.stop();
         self.copied.clear();
@@ -169,7 +174,8 @@ impl Store {
             .map(|filling| &mut filling.bounce.bytes_mut()[filling.at..filling.len]))
     }
 
-    /// `count` bytes came into the [`room`](Store::room): not more than it has. A buffer that is full is copied.
+    /// `count` bytes came into the [`room`](Store::room): not more than it has. A buffer that is
+    /// full is copied.
     pub(crate) fn received(&mut self, count: usize) {
         let Some(filling) = &mut self.filling else { return debug_assert_eq!(count, 0) };
         filling.at += count;
@@ -179,8 +185,8 @@ impl Store {
         }
     }
 
-    /// No bytes are there to be received now. If others wait for a buffer, this stream's is copied as far as it is
-    /// filled, and theirs next; if they come later, the stream's token does too.
+    /// No bytes are there to be received now. If others wait for a buffer, this stream's is copied
+    /// as far as it is filled, and theirs next; if they come later, the stream's token does too.
     pub(crate) fn pause(&mut self) {
         if self.filling.is_some() && self.stream.pool.is_scarce(&self.stream.shared) {
             self.copy();
@@ -196,7 +202,8 @@ impl Store {
         }
     }
 
-    /// Bytes that are not on the device yet; of those that have come, as [`room`](Store::room) last saw it.
+    /// Bytes that are not on the device yet; of those that have come, as [`room`](Store::room) last
+    /// saw it.
     pub(crate) fn left(&self) -> u64 {
         self.stream.left()
     }

@@ -1,9 +1,11 @@
-//! The staging adaptor: device memory for transports that move bytes with the CPU, through pinned bounce buffers.
+//! The staging adaptor: device memory for transports that move bytes with the CPU, through pinned
+//! bounce buffers.
 //!
-//! A [`Stager`] belongs to one machine (a [`Progress`](kvx_backend::reactor::Progress), on Linux) and one device's
-//! [`DeviceAccess`]. The machine makes a [`Fetch`] for blocks that it is to send and a [`Store`] for blocks that it
-//! is to receive; both are streams of bytes in the order of their [`Extents`], and neither ever blocks. Several bounce
-//! buffers of one stream are in flight at a time, so that copying and sending overlap.
+//! A [`Stager`] belongs to one machine (a [`Progress`](kvx_backend::reactor::Progress), on Linux)
+//! and one device's [`DeviceAccess`]. The machine makes a [`Fetch`] for blocks that it is to send
+//! and a [`Store`] for blocks that it is to receive; both are streams of bytes in the order of
+//! their [`Extents`], and neither ever blocks. Several bounce buffers of one stream are in flight
+//! at a time, so that copying and sending overlap.
 //!
 //! Sending, on each turn of the machine; all bytes are sent when nothing is [`left`](Fetch::left):
 //!
@@ -23,21 +25,24 @@
 //! }
 //! ```
 //!
-//! When a stream can go on, because a copy has ended or a buffer has come free, its token is handed to the function
-//! that the stager was made with: it tells the machine to give that stream a turn. It is called on any thread,
-//! perhaps in the middle of a call into this module and so of the machine's own turn, without any lock: let it submit
-//! a command. It may come for nothing, and once more after a stream is dropped.
+//! When a stream can go on, because a copy has ended or a buffer has come free, its token is handed
+//! to the function that the stager was made with: it tells the machine to give that stream a turn.
+//! It is called on any thread, perhaps in the middle of a call into this module and so of the
+//! machine's own turn, without any lock: let it submit a command. It may come for nothing, and once
+//! more after a stream is dropped.
 //!
-//! **Who may settle.** A transfer, or a revocation, that concerns the device memory of a stream may settle only when
-//! [`copies`](Fetch::copies) of a stopped or finished stream says [`Settled`](Copies::Settled); at
-//! [`Lost`](Copies::Lost) its ticket must be dropped: the device may still touch the memory. Dropping a stream frees
-//! nothing early: each copy keeps its buffer and its memory.
+//! **Who may settle.** A transfer, or a revocation, that concerns the device memory of a stream may
+//! settle only when [`copies`](Fetch::copies) of a stopped or finished stream says
+//! [`Settled`](Copies::Settled); at [`Lost`](Copies::Lost) its ticket must be dropped: the device
+//! may still touch the memory. Dropping a stream frees nothing early: each copy keeps its buffer
+//! and its memory.
 //!
-//! **Limits.** Fetches and stores have a pool of buffers each. With one pool two agents that read from each other
-//! could fill theirs with bytes to be sent and have none left to receive the other's. Streams that wait for a buffer
-//! get it in the order in which they asked. A receiving stream whose socket is dry gives its buffer back when others
-//! wait ([`Store::pause`]), and a sending one whose peer does not read gives back all of its ([`Fetch::rewind`]): no
-//! peer can keep the buffers from the others.
+//! **Limits.** Fetches and stores have a pool of buffers each. With one pool two agents that read
+//! from each other could fill theirs with bytes to be sent and have none left to receive the
+//! other's. Streams that wait for a buffer get it in the order in which they asked. A receiving
+//! stream whose socket is dry gives its buffer back when others wait ([`Store::pause`]), and a
+//! sending one whose peer does not read gives back all of its ([`Fetch::rewind`]): no peer can keep
+//! the buffers from the others.
 
 mod ends;
 mod pool;
@@ -113,14 +118,16 @@ impl Stager {
         Stager { access, depth: buffers.depth.max(1), fetches, stores, wake: Arc::new(wake) }
     }
 
-    /// Makes all buffers now: pinning memory takes time that a machine should not spend in a turn. Call it where
-    /// blocking is allowed, as in `register`. Errors: what the device says; `Invalid` if it gives no host memory.
+    /// Makes all buffers now: pinning memory takes time that a machine should not spend in a turn.
+    /// Call it where blocking is allowed, as in `register`. Errors: what the device says; `Invalid`
+    /// if it gives no host memory.
     pub(crate) fn prepare(&self) -> Result<()> {
         self.fetches.fill()?;
         self.stores.fill()
     }
 
-    /// Some streams may keep their buffers for long: the others have as many without these, if there are few.
+    /// Some streams may keep their buffers for long: the others have as many without these, if
+    /// there are few.
     pub(crate) fn do_without_some(&self) {
         self.fetches.do_without_some();
         self.stores.do_without_some();
@@ -131,7 +138,8 @@ impl Stager {
         &self.access
     }
 
-    /// A stream of bytes from the device: the blocks of `extents`, whose region `i` lies in `memories[i]`.
+    /// A stream of bytes from the device: the blocks of `extents`, whose region `i` lies in
+    /// `memories[i]`.
     ///
     /// # Errors
     /// `Unsupported` for memory of another device.

@@ -23,7 +23,8 @@ pub(super) struct PoolState {
     made: usize,
     /// Buffers that there may be beyond `count`, as some may never come back.
     more: usize,
-    /// Buffers that a lost copy may still touch. They count as made: a device that loses copies gets no new ones.
+    /// Buffers that a lost copy may still touch. They count as made: a device that loses copies
+    /// gets no new ones.
     lost: usize,
     /// Those who get the next buffers, in order. While somebody waits, none is free.
     queue: VecDeque<Weak<SharedStream>>,
@@ -78,7 +79,8 @@ impl Pool {
         ask_again(queue);
     }
 
-    /// A buffer; or none, and then `stream` gets the next. Errors when there is none and never will be.
+    /// A buffer; or none, and then `stream` gets the next. Errors when there is none and never will
+    /// be.
     pub(super) fn take(
         self: &Arc<Self>,
         stream: &Arc<SharedStream>,
@@ -140,7 +142,8 @@ impl Pool {
         }
     }
 
-    /// Some streams may keep for long what they have and are about to get: the others have as much without that.
+    /// Some streams may keep for long what they have and are about to get: the others have as much
+    /// without that.
     pub(super) fn do_without_some(&self) {
         let mut state = self.state.lock();
         if !state.free.is_empty() || state.made < self.count + state.more {
@@ -218,7 +221,8 @@ impl BounceBuffer {
     }
 
     pub(super) fn bytes(&self) -> &[u8] {
-        // SAFETY: a buffer holds `len` bytes of host memory, and nobody else touches it while it is in this hand.
+        // SAFETY: a buffer holds `len` bytes of host memory, and nobody else touches it while it is
+        // in this hand.
         unsafe { std::slice::from_raw_parts(self.base(), self.pool.len) }
     }
 

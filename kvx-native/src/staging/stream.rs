@@ -252,14 +252,15 @@ impl Stream {
             bounce: Mutex::new(Some(bounce)),
             memories: Arc::clone(&self.memories),
         };
-        // SAFETY: `plan` has checked the device side, whose memory the copy keeps; the pieces lie one after the other
-        // in the bounce buffer, which the copy holds as well and gives away only when it has settled.
+        // SAFETY: `plan` has checked the device side, whose memory the copy keeps; the pieces lie
+        // one after the other in the bounce buffer, which the copy holds as well and gives away
+        // only when it has settled.
         unsafe { self.access.copy(direction, &self.pieces, Ticket::of(Arc::new(copy))) };
         self.pieces.clear();
     }
 
-    /// Gives up all copies, and gives back what has landed and what was granted: `copied` and they are to be planned
-    /// again, first of all.
+    /// Gives up all copies, and gives back what has landed and what was granted: `copied` and they
+    /// are to be planned again, first of all.
     pub(super) fn rewind(&mut self, copied: impl Iterator<Item = Vec<Extent>>) {
         let (granted, landed) = {
             let mut events = self.shared.events.lock();

@@ -73,7 +73,8 @@ impl Machine {
         }
     }
 
-    /// Receives all of a store from `bytes`, `chunk` at a time, and waits until they are on the device.
+    /// Receives all of a store from `bytes`, `chunk` at a time, and waits until they are on the
+    /// device.
     fn receive(&self, store: &mut Store, mut bytes: &[u8], chunk: usize) {
         loop {
             if let Some(room) = store.room().unwrap() {
@@ -102,7 +103,8 @@ fn pattern(len: usize, seed: u64) -> Vec<u8> {
 struct Blocks(Vec<Grid>, Vec<u32>);
 
 impl Blocks {
-    /// `count` blocks of `length` bytes in two halves of a region, in an order that merges some and scatters others.
+    /// `count` blocks of `length` bytes in two halves of a region, in an order that merges some and
+    /// scatters others.
     fn scattered(length: u64, count: u32) -> (Self, usize) {
         let grid = Grid { base: 3, stride: length + 5, length, count };
         let packed =

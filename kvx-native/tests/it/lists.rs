@@ -1,4 +1,5 @@
-//! Regions that are made known one by one, plans over lists of spans, and transfers driven by a loop of the caller's.
+//! Regions that are made known one by one, plans over lists of spans, and transfers driven by a
+//! loop of the caller's.
 
 use std::time::{Duration, Instant};
 

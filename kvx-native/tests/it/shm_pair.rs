@@ -172,12 +172,14 @@ fn a_region_is_revoked_under_transfers_in_flight() {
                 read(&local, &there, &all, &all)
             };
             run(&peer, &plan).unwrap();
-            // Something has moved, and far from all: what is watched is written first and was zeroed before.
+            // Something has moved, and far from all: what is watched is written first and was
+            // zeroed before.
             let watched = if writes { &remote } else { &local };
             watched.copy_in(0, &[0; BLOCK as usize]).unwrap();
             let begun = Instant::now();
             let memory = std::thread::scope(|scope| {
-                // Whatever happens to this thread meanwhile, transfers are in flight when it revokes.
+                // Whatever happens to this thread meanwhile, transfers are in flight when it
+                // revokes.
                 let until_refused = scope.spawn(|| {
                     let mut transfers = VecDeque::<Transfer>::new();
                     loop {

@@ -9,7 +9,8 @@ use kvx_core::{Agent, ErrorKind, Region};
 use kvx_testkit::{skip, test};
 
 const BLOCKS: u32 = 4096;
-/// A child has its role in this variable: a name, and words that say how it differs from its parent.
+/// A child has its role in this variable: a name, and words that say how it differs from its
+/// parent.
 const ROLE: &str = "KVX_SHM_TEST_ROLE";
 
 /// Starts a child in this role.
@@ -262,8 +263,8 @@ fn a_stopped_reader_holds_a_region_until_it_lets_go_or_dies() {
     }
 }
 
-/// As root, a child without CAP_SYS_PTRACE may not look into this process; as anybody else, this process may not
-/// look into a child that is not dumpable.
+/// As root, a child without CAP_SYS_PTRACE may not look into this process; as anybody else, this
+/// process may not look into a child that is not dumpable.
 #[test]
 fn what_the_kernel_refuses_to_read_is_unsupported_with_the_reason_and_pools_still_move() {
     let own = agent("parent");
@@ -329,8 +330,8 @@ fn a_process_of_another_user_is_turned_away() {
     shut_down(&[&own]);
 }
 
-/// As a user without privileges: readers take no answers, until the kernel takes no more files of this user's. Says how
-/// much CPU a second of that costs, and that everything arrives in the end.
+/// As a user without privileges: readers take no answers, until the kernel takes no more files of
+/// this user's. Says how much CPU a second of that costs, and that everything arrives in the end.
 fn be_crowded(line: &mut child::Line) {
     const FILES: u64 = 128;
     let limit = rustix::process::Rlimit { current: Some(FILES), maximum: Some(FILES) };

@@ -1,7 +1,7 @@
 //! A link in virtual time: random steps by seed, and an end of it at any of them.
 //!
-//! Messages are delayed and lost with the link, never reordered: every transport below brings them in order.
-//! `KVX_SIMULATION_SEED` runs one seed.
+//! Messages are delayed and lost with the link, never reordered: every transport below brings them
+//! in order. `KVX_SIMULATION_SEED` runs one seed.
 
 use kvx_testkit::Random;
 

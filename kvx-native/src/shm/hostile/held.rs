@@ -37,7 +37,8 @@ impl Another {
         let numbers: Vec<_> = sockets.iter().map(AsRawFd::as_raw_fd).collect();
         let name = SocketAddrUnix::new_abstract_name(name).unwrap();
         let mut command = std::process::Command::new("sleep");
-        // SAFETY: between fork and exec only connect is called, which is async-signal-safe; the sockets are open.
+        // SAFETY: between fork and exec only connect is called, which is async-signal-safe; the
+        // sockets are open.
         unsafe {
             command.arg("100").pre_exec(move || {
                 for number in &numbers {

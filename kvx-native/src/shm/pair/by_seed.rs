@@ -1,4 +1,5 @@
-//! Whatever the kernel says to a call, and whatever happens between: every choice comes from a seed.
+//! Whatever the kernel says to a call, and whatever happens between: every choice comes from a
+//! seed.
 
 use kvx_core::Op;
 use kvx_testkit::Random;
@@ -9,7 +10,8 @@ use super::{LONG, MANY, Pair, SMALL, Shape, Which, Who, cut};
 const SEEDS: u64 = 200;
 /// Reads of these are too large to be done where they are posted.
 const PAGES: Shape = Shape::of(4 << 10, 32);
-/// Memory that is looked at after each step has at most so many bytes; all of it is looked at in the end.
+/// Memory that is looked at after each step has at most so many bytes; all of it is looked at in
+/// the end.
 const GLANCE: usize = 4 << 10;
 
 /// What a run ends with.

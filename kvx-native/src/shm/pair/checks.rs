@@ -140,7 +140,8 @@ impl Pair {
         let slot = &mut self.slots[at];
         let mut old = std::mem::replace(which.of(slot), new);
         if let Some(posted) = &mut slot.posted {
-            // Who does not have a loan any more, or could not take its file, will refuse the rest of the write.
+            // Who does not have a loan any more, or could not take its file, will refuse the rest
+            // of the write.
             let is_refused =
                 cut::lost_files() > 0 || posted.ends_by.contains(&ErrorKind::Unregistered);
             assert!(which != Which::Local || is_refused, "a region came back under a write of it");

@@ -1,7 +1,7 @@
 //! System calls of a test's thread that fail, or do less than they could, as the test wants it.
 //!
-//! A packet goes whole or not at all, and a file goes with its packet or not at all. Only copies out of another
-//! process's memory may be short.
+//! A packet goes whole or not at all, and a file goes with its packet or not at all. Only copies
+//! out of another process's memory may be short.
 
 use std::cell::RefCell;
 
@@ -29,7 +29,8 @@ enum Cut {
         random: Random,
         /// The kernel will not take files or packets for so many more calls.
         late: u32,
-        /// Files are lost on their way, as the kernel loses them where a process has no descriptor left.
+        /// Files are lost on their way, as the kernel loses them where a process has no descriptor
+        /// left.
         loses_files: bool,
     },
     /// So many packets go, in either direction, then none until more are allowed.
@@ -88,7 +89,8 @@ pub(super) fn off() {
     begin(None);
 }
 
-/// From now on one packet goes, or a client is accepted, and then nothing. No effect where a seed cuts.
+/// From now on one packet goes, or a client is accepted, and then nothing. No effect where a seed
+/// cuts.
 pub(super) fn allow(packets: u32) {
     STATE.with_borrow_mut(|state| {
         if let Some(Cut::Counted { left }) = &mut state.cut {

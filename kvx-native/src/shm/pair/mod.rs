@@ -1,9 +1,10 @@
-//! Two machines of one thread, joined by the kernel's own sockets, whose system calls are [`cut`] short: calls that
-//! say "later" or are interrupted, files that come late or never, an end that is killed at any packet.
+//! Two machines of one thread, joined by the kernel's own sockets, whose system calls are [`cut`]
+//! short: calls that say "later" or are interrupted, files that come late or never, an end that is
+//! killed at any packet.
 //!
-//! A test says what happens next; what every transfer, notification and revocation has to come to is checked here.
-//! Whoever is killed vanishes with all that it held, as the kernel lets a process vanish, and a new life takes its
-//! place.
+//! A test says what happens next; what every transfer, notification and revocation has to come to
+//! is checked here. Whoever is killed vanishes with all that it held, as the kernel lets a process
+//! vanish, and a new life takes its place.
 
 mod by_seed;
 mod checks;
@@ -150,8 +151,8 @@ struct Posted {
     orphan: bool,
 }
 
-/// Memory that transfers move between, one transfer at a time: from the owner's source into our local memory, or from
-/// there into the owner's sink.
+/// Memory that transfers move between, one transfer at a time: from the owner's source into our
+/// local memory, or from there into the owner's sink.
 struct Slot {
     shape: Shape,
     local: Place,
@@ -361,8 +362,8 @@ impl Pair {
         self.settle();
     }
 
-    /// Takes a region back. Core cancels transfers of its own from and to it before; for writes that have begun the
-    /// machines do not rely on that.
+    /// Takes a region back. Core cancels transfers of its own from and to it before; for writes
+    /// that have begun the machines do not rely on that.
     fn revoke(&mut self, at: usize, which: Which) {
         let has_begun = self.has_begun(at);
         let slot = &mut self.slots[at];
@@ -419,7 +420,8 @@ impl Pair {
         self.initiator.command(Command::Close { link: link.wiring });
     }
 
-    /// The kernel refuses the next packet for good, or one that is sent for it; and so the link ends.
+    /// The kernel refuses the next packet for good, or one that is sent for it; and so the link
+    /// ends.
     fn break_link(&mut self) {
         const BY: [ErrorKind; 2] = [ErrorKind::Exhausted, ErrorKind::PeerLost];
         if self.link.is_none() {
@@ -436,8 +438,8 @@ impl Pair {
         }
     }
 
-    /// Both ends have a turn, in which a packet goes if packets are counted. What has settled is checked. Says whether
-    /// anything was done.
+    /// Both ends have a turn, in which a packet goes if packets are counted. What has settled is
+    /// checked. Says whether anything was done.
     fn turn(&mut self) -> bool {
         let mut done = false;
         for who in [Who::Initiator, Who::Owner] {
@@ -466,7 +468,8 @@ impl Pair {
         }
     }
 
-    /// An end vanishes, and all that it held with it; a new life takes its place. What the other one waits for ends.
+    /// An end vanishes, and all that it held with it; a new life takes its place. What the other
+    /// one waits for ends.
     fn kill(&mut self, who: Who) {
         self.lives += 1;
         let new = match who {

@@ -1,6 +1,6 @@
-//! A link that ends at any packet of its life: of the handshake, of grants with their files, of reads, writes,
-//! notifications, of regions that are taken back, and of its end. And regions that are taken back at any turn of a
-//! long transfer.
+//! A link that ends at any packet of its life: of the handshake, of grants with their files, of
+//! reads, writes, notifications, of regions that are taken back, and of its end. And regions that
+//! are taken back at any turn of a long transfer.
 
 use kvx_core::Op;
 use kvx_testkit::Random;

@@ -76,7 +76,8 @@ fn nothing_is_written_after_a_late_transfer_has_settled() {
     for backend in BOTH {
         let ends = Ends::new(backend, true, true, 64);
         ends.device(Busy::Ours).hold();
-        // Long enough that the copy has begun before it, also on a machine that is busy with other things.
+        // Long enough that the copy has begun before it, also on a machine that is busy with other
+        // things.
         let transfer = ends.post_within(Op::Read, Duration::from_secs(3));
         ends.until_waiting(Busy::Ours);
         let mut settled = transfer.settled();
@@ -100,7 +101,8 @@ fn a_device_that_takes_its_time_loses_no_peer() {
     const PATIENCE: Duration = Duration::from_millis(1500);
     let ends = Ends::patient("TCP", true, false, 64, PATIENCE);
     ends.device(Busy::Ours).hold();
-    // More than there are bounce buffers for: the peer's answers wait behind them, its signs of life among them.
+    // More than there are bounce buffers for: the peer's answers wait behind them, its signs of
+    // life among them.
     let post = |block| {
         let plan = ends.plan(Op::Read, &[block], &[block]).unwrap();
         ends.peer.transfer(&plan).deadline(CUT_OFF * 3).post().unwrap()

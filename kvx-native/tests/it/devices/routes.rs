@@ -120,7 +120,8 @@ fn staged_device_memory_goes_through_the_host_where_shm_would_reach_it() {
         ours.copy_out(0, &mut bytes).unwrap();
         assert!(bytes == [2; LEN]);
         assert_eq!(device.count().hops > 0, backend == "SHM");
-        // Host memory goes as ever, and a backend that stages nothing says why it does not take the device's.
+        // Host memory goes as ever, and a backend that stages nothing says why it does not take the
+        // device's.
         let alone = agent("alone", &["SHM"]);
         alone.register("host", Memory::owned(vec![0; LEN])).unwrap();
         let registered = alone.register("kv", device.allocate(LEN));

@@ -16,27 +16,27 @@ pub struct Job<'a, F: Fabric> {
 }
 
 impl<F: Fabric> Job<'_, F> {
-    /// Its number, to be reported with what has ended.
+    /// Returns its number, which reports of its pieces carry.
     pub fn id(&self) -> JobId {
         self.id
     }
 
-    /// Where it goes.
+    /// Returns the endpoint that it is posted to.
     pub fn endpoint(&self) -> EndpointId {
         EndpointId(self.running.session)
     }
 
-    /// Read or write.
+    /// Returns whether it reads or writes.
     pub fn op(&self) -> Op {
         self.running.plan().op()
     }
 
-    /// The whole plan; [`Bound::native`] keeps what a library prepares for it.
+    /// Returns the whole plan; [`Bound::native`] keeps what a library prepares for it.
     pub fn plan(&self) -> &Arc<Bound> {
         self.running.plan()
     }
 
-    /// The next piece to be posted; `None`: all of them have been given out.
+    /// Takes the next piece to be posted; `None` when none is left.
     #[inline]
     pub fn next_piece(&mut self) -> Option<Segment> {
         let running = &mut *self.running;
@@ -49,58 +49,59 @@ impl<F: Fabric> Job<'_, F> {
         next
     }
 
-    /// No room for this one, or for the rest of it: it comes next, before others that were put
-    /// back.
+    /// Returns a piece, or the rest of one, for which the library has no capacity. It is the next
+    /// piece, before others that were put back.
     pub fn put_back(&mut self, piece: Segment) {
         self.running.put_back.push(piece);
         self.running.all_posted = false;
     }
 
-    /// A library that posts the plan by its own prepared lists has posted the last piece. Where it
-    /// goes on with pieces after some lists, it passes over those that the lists have posted.
+    /// Notes that the last piece is posted, for a library that posts the plan by its own prepared
+    /// lists. Where it continues with pieces after some lists, it skips those that the lists have
+    /// posted.
     pub fn finish_posting(&mut self) {
         self.running.all_posted = true;
     }
 
-    /// So many pieces were posted, and each is to be reported by
-    /// [`Event::Completed`](super::Event::Completed). Those that have ended within the call are
-    /// neither counted nor reported.
+    /// Notes that pieces were posted, each of which [`Event::Completed`](super::Event::Completed)
+    /// will report. Pieces that ended within the call are neither counted nor reported.
     #[inline]
     pub fn add_in_flight(&mut self, pieces: u32) {
         self.running.in_flight += u64::from(pieces);
         self.running.posted |= pieces > 0;
     }
 
-    /// Pieces ended within the call, and the peer's memory was reached by them: it is not silent.
+    /// Notes that pieces ended within the call and reached the peer's memory: the peer is not
+    /// silent.
     #[inline]
     pub fn note_contact(&mut self) {
         self.running.reached = true;
     }
 
-    /// Pieces whose end has not been reported.
+    /// Returns the number of pieces whose end has not been reported.
     pub fn in_flight(&self) -> u64 {
         self.running.in_flight
     }
 
-    /// What the library made of a local region, by its position in the plan.
+    /// Returns the registration of a local region, by its position in the plan.
     #[inline]
     pub fn local(&self, region: u32) -> &F::Local {
         &self.running.locals[region as usize].0.local
     }
 
-    /// The address of a piece in this process, or in the device's memory.
+    /// Returns the address of a piece in this process, or in the device's memory.
     #[inline]
     pub fn local_address(&self, piece: &Segment) -> u64 {
         self.running.locals[piece.local_region as usize].1 + piece.local_offset
     }
 
-    /// What the endpoint made of a remote region, by its position in the plan.
+    /// Returns the access to a remote region, by its position in the plan.
     #[inline]
     pub fn remote(&self, region: u32) -> &F::Remote {
         &self.running.remotes[region as usize]
     }
 
-    /// What the library keeps for this job.
+    /// Returns the state that the library keeps for this job.
     pub fn state(&mut self) -> &mut F::State {
         &mut self.running.state
     }

@@ -11,33 +11,34 @@ use kvx_core::{Capabilities, Error, ErrorKind, Identity, Memory, RegionId, Resul
 use super::job::Job;
 use crate::reactor::{Armed, Turn};
 
-/// One end of a link within a [`Fabric`]; never used twice.
+/// Names one end of a link within a [`Fabric`]. A number is never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EndpointId(pub(crate) u64);
 
-/// A transfer within a [`Fabric`]. Not used again before its last piece has been reported.
+/// Names a transfer within a [`Fabric`]. A number is used again only after the last piece of its
+/// transfer was reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct JobId(pub(crate) usize);
 
 impl EndpointId {
-    /// The number, for what a C callback carries.
+    /// Returns the number, to be passed through a C callback.
     pub fn number(self) -> u64 {
         self.0
     }
 
-    /// The endpoint behind a [`number`](EndpointId::number).
+    /// Returns the endpoint with this [`number`](EndpointId::number).
     pub fn from_number(number: u64) -> Self {
         EndpointId(number)
     }
 }
 
 impl JobId {
-    /// The number, for what a C callback carries.
+    /// Returns the number, to be passed through a C callback.
     pub fn number(self) -> usize {
         self.0
     }
 
-    /// The job behind a [`number`](JobId::number).
+    /// Returns the job with this [`number`](JobId::number).
     pub fn from_number(number: usize) -> Self {
         JobId(number)
     }
@@ -46,114 +47,141 @@ impl JobId {
 /// A native library with its handles, as the machine drives it.
 ///
 /// # Safety
-/// Local memory of a [`Job`] is touched only for pieces that were posted and whose end has not been
-/// reported by [`Event::Completed`]; and after [`stop`](Fabric::stop) has returned true by nobody.
+/// The library touches local memory of a [`Job`] only for pieces that were posted and whose end was
+/// not yet reported by [`Event::Completed`]. After [`stop`](Fabric::stop) has returned true it
+/// touches none.
 pub unsafe trait Fabric: Send + 'static {
-    /// What the library made of a region of ours. Dropped when it is no longer registered with kvx,
-    /// on any thread.
+    /// The library's registration of a local region. Dropped on any thread, once the region is no
+    /// longer registered with kvx.
     type Local: Send + Sync + 'static;
-    /// What an endpoint made of a region of its peer: its keys. Dropped on a thread that has the
-    /// machine, after the last piece that used it and before [`disconnect`](Fabric::disconnect).
+    /// An endpoint's access to a region of its peer, such as an unpacked key. Dropped on a thread
+    /// that has the machine, after the last piece that used it and before
+    /// [`disconnect`](Fabric::disconnect).
     type Remote: Send + Sync + 'static;
-    /// What it keeps for each [`Job`].
+    /// The state that the library keeps for each [`Job`].
     type State: Default + Send + 'static;
 
-    /// Makes an endpoint that leads to `address`; returns at once. Until it is ready,
-    /// [`send`](Fabric::send) says [`SendStatus::Later`]; if it never is, [`Event::Broken`]
-    /// follows. Errors: `Malformed` for an address that makes no sense, `PeerLost` where nobody is
-    /// there.
+    /// Creates an endpoint to `address` and returns at once. Until the endpoint is ready,
+    /// [`send`](Fabric::send) returns [`SendStatus::Later`]; if it never becomes ready,
+    /// [`poll`](Fabric::poll) reports [`Event::Broken`].
+    ///
+    /// # Errors
+    /// `Malformed` for an invalid address, `PeerLost` where no process listens.
     fn connect(&mut self, endpoint: EndpointId, peer: &Identity, address: &[u8]) -> Result<()>;
 
-    /// As [`connect`](Fabric::connect), for a link that the peer has begun: only messages go over
-    /// it, and nothing is posted.
+    /// Like [`connect`](Fabric::connect), for a link that the peer initiated: the endpoint carries
+    /// only messages, and nothing is posted to it.
+    ///
+    /// # Errors
+    /// As [`connect`](Fabric::connect).
     fn accept(&mut self, endpoint: EndpointId, peer: &Identity, address: &[u8]) -> Result<()> {
         self.connect(endpoint, peer, address)
     }
 
-    /// How long the two sides may be busy with a connection before the handshake can be answered:
-    /// the peer makes its end of it when it is greeted, which is no silence. The handshake may take
-    /// so much longer than the `peer_timeout`.
+    /// Returns how long the two libraries may take to set up a connection. The deadline of the
+    /// handshake is extended by it: the peer creates its endpoint only when the hello arrives.
     fn setup_time(&self) -> Duration {
         Duration::ZERO
     }
 
-    /// The peer's address of a newer generation.
+    /// Updates the peer's address to that of a newer generation.
+    ///
+    /// # Errors
+    /// End the link.
     fn update(&mut self, _endpoint: EndpointId, _address: &[u8]) -> Result<()> {
         Ok(())
     }
 
-    /// Sends a message of at most [`max_message`](Fabric::max_message) bytes, which are copied. It
-    /// may overtake others and must not be lost while the endpoint lives. Errors break the
-    /// endpoint.
+    /// Sends a message of at most [`max_message`](Fabric::max_message) bytes, which it copies.
+    /// Messages may overtake each other; none may be lost while the endpoint lives.
+    ///
+    /// # Errors
+    /// End the link.
     fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<SendStatus>;
 
-    /// The longest message that [`send`](Fabric::send) takes; at least 256 bytes.
+    /// Returns the longest message that [`send`](Fabric::send) takes; at least 256 bytes.
     fn max_message(&self) -> usize;
 
-    /// Makes a region of the peer usable that the peer has granted. Errors: `Unsupported`,
-    /// `Malformed`.
+    /// Makes a region that the peer has granted usable.
+    ///
+    /// # Errors
+    /// `Unsupported` or `Malformed`; they fail the import.
     fn unpack(&mut self, endpoint: EndpointId, region: &RemoteSpec<'_>) -> Result<Self::Remote>;
 
-    /// The longest piece of a [`Job`], in bytes.
+    /// Returns the longest piece of a [`Job`], in bytes.
     fn max_piece(&self) -> u64 {
         crate::reactor::SLICE
     }
 
     /// Posts some pieces of a job: at most about [`SLICE`](crate::reactor::SLICE) bytes or a few
-    /// dozen pieces, fewer if the library has no more room. Says how many bytes; none, with pieces
-    /// left: it is called again when something has moved. Errors fail the job, after what was
-    /// posted has ended.
+    /// dozen pieces, fewer if the library has no capacity. Returns the number of bytes posted. After
+    /// 0 with pieces left, it is called again once something has completed.
+    ///
+    /// # Errors
+    /// Fail the job, after the pieces that were posted have ended.
     fn advance(&mut self, job: &mut Job<'_, Self>) -> Result<u64>
     where
         Self: Sized;
 
-    /// No more pieces of a write are posted: all of them were, or it has failed.
-    /// [`FlushCompletion::Later`]: [`Event::Flushed`] tells when all that was posted is visible at
-    /// the target.
+    /// Flushes a write, of which no more pieces are posted: all of them were, or it has failed.
+    /// After [`FlushCompletion::Later`], [`Event::Flushed`] reports when all posted pieces are
+    /// visible at the target.
+    ///
+    /// # Errors
+    /// Fail the job.
     fn flush(&mut self, _endpoint: EndpointId, _job: JobId) -> Result<FlushCompletion> {
         Ok(FlushCompletion::WithPieces)
     }
 
-    /// Nothing more is to be posted to this endpoint, and what was posted is to end as soon as it
-    /// can: the peer is lost.
+    /// Ends the work of an endpoint whose peer is lost: nothing more is posted, and posted pieces
+    /// are to end as soon as possible.
     fn sever(&mut self, endpoint: EndpointId);
 
-    /// Nothing is posted on this endpoint any more: it can go.
+    /// Destroys an endpoint on which nothing is posted any more.
     fn disconnect(&mut self, endpoint: EndpointId);
 
-    /// Lets the library work, and takes what has happened. Says how much it did, and how the
-    /// machine is to be scheduled.
+    /// Drives the library and appends its events. Returns how much it did, and how the machine is to
+    /// be scheduled.
     fn poll(&mut self, events: &mut Vec<Event>) -> Turn;
 
-    /// Before sleeping; `waiting`: something is in flight. As
+    /// Prepares to sleep; `waiting`: something is in flight. Like
     /// [`Progress::arm`](crate::reactor::Progress::arm).
+    ///
+    /// # Errors
+    /// Those of [`Progress::arm`](crate::reactor::Progress::arm).
     fn arm(&mut self, waiting: bool) -> Result<Armed>;
 
-    /// As [`Progress::fds`](crate::reactor::Progress::fds).
+    /// Returns the descriptors that wake the machine, like
+    /// [`Progress::fds`](crate::reactor::Progress::fds).
     fn fds(&self) -> &[RawFd];
 
-    /// What is known of an endpoint once its handshake is done: what the route says, and what it
-    /// promises.
+    /// Describes an endpoint whose handshake is done: the text of its route, and its capabilities.
     fn describe(&mut self, endpoint: EndpointId) -> (String, Capabilities);
 
-    /// Why an endpoint whose handshake is done is not to be used all the same: by its error core
-    /// goes to the next backend.
+    /// Returns why an endpoint whose handshake is done must not be used. Core then tries the next
+    /// backend.
     fn rejection(&mut self, _endpoint: EndpointId) -> Option<Error> {
         None
     }
 
-    /// Every peer has let go of a region of ours: ends remote access. Its memory is given back when
-    /// that is done. After [`Unregister::Later`] it is asked again each turn, and a descriptor of
-    /// [`fds`](Fabric::fds) wakes the machine when asking is worth it. Errors: it cannot be known
-    /// that no peer reaches it, and it stays quarantined.
+    /// Ends remote access to a local region that every peer has released. Its memory is freed when
+    /// that is done. After [`Unregister::Later`] it is called again in each turn; a descriptor of
+    /// [`fds`](Fabric::fds) wakes the machine when that is worthwhile.
+    ///
+    /// # Errors
+    /// Quarantine the region: a peer may still reach it.
     fn unregister(&mut self, local: &Self::Local) -> Result<Unregister>;
 
-    /// The last call. Says whether it is certain that the library touches no memory of ours any
-    /// more, and that peers do not through it; false quarantines what was in flight and registered.
+    /// Shuts the library down; no other method is called afterwards. Returns whether it is certain
+    /// that the library touches no local memory any more, and that no peer does through it. On
+    /// false, everything in flight and registered is quarantined.
     fn stop(&mut self) -> bool;
 
-    /// Makes an endpoint that leads to an agent that is not kvx, from that agent's own metadata. It
-    /// is up when [`Event::Ready`] says so.
+    /// Creates an endpoint to an agent that is not kvx, from that agent's own metadata.
+    /// [`Event::Ready`] reports when it is up.
+    ///
+    /// # Errors
+    /// End the link.
     fn connect_foreign(&mut self, _endpoint: EndpointId, _blob: &[u8]) -> Result<()> {
         Err(Error::new(
             ErrorKind::Unsupported,
@@ -162,6 +190,9 @@ pub unsafe trait Fabric: Send + 'static {
     }
 
     /// Makes a range of a foreign agent's memory usable.
+    ///
+    /// # Errors
+    /// Fail the import.
     fn unpack_foreign(
         &mut self,
         _endpoint: EndpointId,
@@ -170,7 +201,11 @@ pub unsafe trait Fabric: Send + 'static {
         Err(Error::new(ErrorKind::Unsupported, "this link leads to a kvx agent: use its regions"))
     }
 
-    /// Sends a foreign agent a notification in its own form. [`SendStatus::Taken`] settles it.
+    /// Sends a notification to a foreign agent, in that agent's own format.
+    /// [`SendStatus::Taken`] settles it.
+    ///
+    /// # Errors
+    /// Fail the notification.
     fn notify_foreign(&mut self, _endpoint: EndpointId, _bytes: &[u8]) -> Result<SendStatus> {
         Err(Error::new(
             ErrorKind::Unsupported,
@@ -182,14 +217,21 @@ pub unsafe trait Fabric: Send + 'static {
 /// Registers memory with the library, on the program's threads.
 ///
 /// # Safety
-/// What is registered is reached by peers from then on: `Local` keeps whatever that needs.
+/// From registration on, peers reach the memory through the library: `Local` keeps whatever that
+/// needs.
 pub unsafe trait Registrar<L>: Send + Sync + 'static {
-    /// Registers memory, and says what peers need to reach it beside number and key. May block.
-    /// Errors: `Unsupported`, with the reason, for memory that the library cannot serve.
+    /// Registers memory. Returns the registration, and the bytes that peers need to reach it beside
+    /// its number and key. May block.
+    ///
+    /// # Errors
+    /// `Unsupported`, with the reason, for memory that the library cannot serve.
     fn register(&self, id: RegionId, memory: &Arc<Memory>) -> Result<(L, Vec<u8>)>;
 
-    /// What an agent that is not kvx needs to reach this one and what is registered now, in its own
-    /// protocol's form. What was told so cannot be taken back. May block.
+    /// Returns the bytes by which an agent that is not kvx reaches this one and the regions that are
+    /// registered now, in its own protocol's format. They cannot be revoked. May block.
+    ///
+    /// # Errors
+    /// `Unsupported` where the library has no such format.
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
         Err(Error::new(
             ErrorKind::Unsupported,
@@ -198,25 +240,26 @@ pub unsafe trait Registrar<L>: Send + Sync + 'static {
     }
 }
 
-/// Whether a message was sent.
+/// Whether the library took a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SendStatus {
-    /// The library has it.
+    /// The library took it.
     Taken,
-    /// There is no room now, or no connection yet: it is tried again.
+    /// The library has no capacity now, or the endpoint is not connected yet: the machine tries
+    /// again.
     Later,
 }
 
-/// Whether the library has let go of a region.
+/// Whether the library has unregistered a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unregister {
-    /// Nobody reaches it any more.
+    /// No peer reaches the region any more.
     Now,
-    /// It is busy, and would have kept the machine waiting.
+    /// The library is busy, and would have blocked the machine.
     Later,
 }
 
-/// How the end of a write's flush is known.
+/// How the end of a write's flush is reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlushCompletion {
     /// Each piece is reported when it is visible at the target.
@@ -225,47 +268,47 @@ pub enum FlushCompletion {
     Later,
 }
 
-/// What a library has to tell.
+/// An event of the library, which [`Fabric::poll`] reports.
 #[derive(Debug)]
 pub enum Event {
-    /// A message came, from whomever.
+    /// A message arrived, from any sender.
     Message(Vec<u8>),
-    /// A foreign endpoint can be used. Of one that leads to a kvx agent it says only that what
-    /// waited can be tried again.
+    /// A foreign endpoint can be used. For an endpoint to a kvx agent it only means that waiting
+    /// messages can be tried again.
     Ready(EndpointId),
-    /// An endpoint cannot be used any more. `gone`: it is certain that the peer reaches no memory
-    /// of ours any more. What was posted is still reported, when it has ended.
+    /// An endpoint cannot be used any more. Pieces that were posted are still reported when they
+    /// have ended.
     Broken {
-        /// Which.
+        /// The endpoint.
         endpoint: EndpointId,
-        /// Why: of kind `PeerLost`, if that is what it is.
+        /// The reason, of kind `PeerLost` if the peer is lost.
         why: Error,
-        /// See above.
+        /// It is certain that the peer reaches no local memory any more.
         gone: bool,
     },
     /// Pieces of a job have ended: none of them touches memory any more.
     Completed {
-        /// Which.
+        /// The job.
         job: JobId,
-        /// How many.
+        /// The number of pieces.
         pieces: u32,
         /// An error fails the job.
         result: Result<()>,
     },
-    /// [`describe`](Fabric::describe) says something else of an endpoint than before.
+    /// [`describe`](Fabric::describe) returns another description of an endpoint than before.
     Changed(EndpointId),
     /// The flush of a write has ended.
     Flushed {
-        /// Which.
+        /// The job.
         job: JobId,
         /// Whether all of it is visible at the target.
         result: Result<()>,
     },
     /// A foreign agent sent a notification.
     Notification {
-        /// Its name, as its protocol tells it.
+        /// The agent's name in its own protocol.
         from: Arc<str>,
-        /// What it sent.
+        /// The payload.
         bytes: Vec<u8>,
     },
 }

@@ -1,18 +1,18 @@
 //! A whole transport around a native library that reads and writes remote memory by itself.
 //!
-//! UCX, libfabric, NIXL and Mooncake differ in how an endpoint is made, a piece is posted and its
-//! end is reported. What kvx promises beyond them is the same for all: who is at the other end and
-//! in which life, which region was granted to whom, that a revoked region is let go of,
-//! notifications that arrive once and after their data, silence that is noticed, tickets that
-//! settle when nothing touches their memory. A backend writes a [`Fabric`] and a [`Registrar`];
-//! [`open`] makes a [`Transport`] of them.
+//! UCX, libfabric, NIXL and Mooncake differ in how they create an endpoint, post a piece and report
+//! its end. What kvx promises beyond that is the same for all: authentication of peers and their
+//! incarnations, grants and revocation of regions, notifications that arrive once and after their
+//! data, detection of silent peers, and tickets that settle when nothing touches their memory. A
+//! backend writes a [`Fabric`] and a [`Registrar`]; [`open`] makes a
+//! [`Transport`](kvx_core::transport::Transport) of them.
 //!
-//! Who calls what, and when:
-//! - every method of [`Fabric`] is called by one thread at a time, under the lock of the
-//!   transport's [`Reactor`](crate::reactor::Reactor), not always by the same thread; none may
-//!   block. What blocks in the library goes to a thread of the fabric's own, which wakes the
-//!   machine through a descriptor of [`Fabric::fds`];
-//! - [`Registrar`] is called on the threads of the program, and may block.
+//! Threads:
+//! - Every method of [`Fabric`] is called by one thread at a time, under the lock of the
+//!   transport's [`Reactor`](crate::reactor::Reactor), but not always by the same thread. None may
+//!   block. Calls of the library that block belong on a thread of the fabric, which wakes the
+//!   machine through a descriptor of [`Fabric::fds`].
+//! - [`Registrar`] is called on the program's threads, and may block.
 
 #[cfg(feature = "stranger-for-tests")]
 pub mod attacker;

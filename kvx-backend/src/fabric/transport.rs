@@ -18,48 +18,45 @@ use super::shared_link::SharedLink;
 use crate::control::proof::Keys;
 use crate::reactor::Reactor;
 
-/// What a transport is made of.
+/// The parts of a transport.
 pub struct Parts<F: Fabric> {
     /// The backend's name.
     pub name: &'static str,
-    /// What it promises, as the [`Factory`](kvx_core::transport::Factory) said.
+    /// The transport's promises, as the [`Factory`](kvx_core::transport::Factory) declares them.
     pub capabilities: Capabilities,
-    /// How peers reach it: its section of the metadata. Asked for each generation, on the program's
-    /// threads.
+    /// Returns the address that peers reach the library by: its section of the metadata. Called for
+    /// each generation, on the program's threads.
     pub address: Box<dyn Fn() -> Result<Vec<u8>> + Send + Sync>,
     /// The library.
     pub fabric: F,
-    /// Where memory is registered.
+    /// Registers memory with it.
     pub registrar: Arc<dyn Registrar<F::Local>>,
 }
 
 /// A further part of a library, with a thread of its own.
 pub struct LaneParts<F: Fabric> {
-    /// How peers reach it, as in [`Parts`].
+    /// Returns the address of this part, as in [`Parts`].
     pub address: Box<dyn Fn() -> Result<Vec<u8>> + Send + Sync>,
     /// The library.
     pub fabric: F,
 }
 
-/// Starts the reactor around a library and gives the transport. Errors: `Exhausted` without a
-/// thread or a descriptor for it.
+/// Starts the reactor around a library and returns the transport.
+///
+/// # Errors
+/// `Exhausted` without a thread or a descriptor for it.
 pub fn open<F: Fabric>(context: Context, parts: Parts<F>) -> Result<Arc<dyn Transport>> {
-    start(context, parts, Vec::new())
+    open_lanes(context, parts, Vec::new())
 }
 
-/// As [`open`], with several parts of the library that work at the same time. Each serves every
-/// region, is linked with a part of the peer's, and may be given some of a [`Job`]'s pieces: they
-/// are to be taken from [`Job::next_piece`]. [`unregister`](Fabric::unregister) of a region is
-/// called by one of them, when all have let go.
+/// Like [`open`], with several parts of the library that work at the same time. Each part serves
+/// every region, is linked with a part of the peer's, and may receive some of a
+/// [`Job`](super::Job)'s pieces, which it must take from [`Job::next_piece`](super::Job::next_piece).
+/// One of them unregisters a region, when all have released it.
+///
+/// # Errors
+/// As [`open`].
 pub fn open_lanes<F: Fabric>(
-    context: Context,
-    first: Parts<F>,
-    more: Vec<LaneParts<F>>,
-) -> Result<Arc<dyn Transport>> {
-    start(context, first, more)
-}
-
-fn start<F: Fabric>(
     context: Context,
     first: Parts<F>,
     more: Vec<LaneParts<F>>,

@@ -12,6 +12,7 @@ pub mod panics;
 mod sleep;
 mod sync;
 mod thread;
+pub mod watch;
 mod work_queue;
 
 use std::os::fd::RawFd;

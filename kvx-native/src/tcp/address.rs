@@ -8,10 +8,10 @@ use kvx_core::{Error, ErrorKind, Result};
 /// The version of the section. Later versions may add fields behind the addresses.
 const VERSION: u8 = 1;
 /// The most addresses of one agent.
-pub(super) const MAX_ADDRESSES: usize = 16;
+pub(crate) const MAX_ADDRESSES: usize = 16;
 
 /// The section of the metadata.
-pub(super) fn encode(addresses: &[SocketAddr]) -> Vec<u8> {
+pub(crate) fn encode(addresses: &[SocketAddr]) -> Vec<u8> {
     let mut out = Vec::new();
     out.put_u8(VERSION);
     out.put_u8(addresses.len() as u8);
@@ -32,7 +32,7 @@ pub(super) fn encode(addresses: &[SocketAddr]) -> Vec<u8> {
 }
 
 /// The addresses to try, in order: 1 to 16.
-pub(super) fn decode(section: &[u8]) -> Result<Vec<SocketAddr>> {
+pub(crate) fn decode(section: &[u8]) -> Result<Vec<SocketAddr>> {
     let mut reader = Reader::new("TCP address", section);
     let version = reader.u8()?;
     if version == 0 {

@@ -14,8 +14,8 @@ use std::ops::RangeInclusive;
 
 use kvx_core::{Error, ErrorKind, Options, Result};
 
-use super::address::MAX_ADDRESSES;
-use super::seal::Seal;
+use crate::tcp::address::MAX_ADDRESSES;
+use crate::tcp::seal::Seal;
 
 /// Bulk lanes of a link, unless `tcp.connections` says otherwise.
 const CONNECTIONS: u64 = 2;
@@ -25,20 +25,20 @@ const MAX_CONNECTIONS: u64 = 4096 * (1 + CONNECTIONS);
 
 /// The parsed table.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Config {
-    pub(super) bind: IpAddr,
+pub(crate) struct Config {
+    pub(crate) bind: IpAddr,
     /// What peers connect to; port 0 stands for the one that is bound. Empty: the bound address.
-    pub(super) advertise: Vec<SocketAddr>,
-    pub(super) ports: Option<RangeInclusive<u16>>,
-    pub(super) connections: usize,
-    pub(super) max_connections: usize,
+    pub(crate) advertise: Vec<SocketAddr>,
+    pub(crate) ports: Option<RangeInclusive<u16>>,
+    pub(crate) connections: usize,
+    pub(crate) max_connections: usize,
     /// `None`: as it comes with the peer.
-    pub(super) seal: Option<Seal>,
+    pub(crate) seal: Option<Seal>,
 }
 
 impl Config {
     /// Reads the table. Errors: `Invalid`, naming the option.
-    pub(super) fn read(options: &Options) -> Result<Self> {
+    pub(crate) fn read(options: &Options) -> Result<Self> {
         let known = ["bind", "advertise", "ports", "connections", "max_connections", "seal"];
         let table = options.table("tcp", &known)?;
         let bind = match table.text("bind")? {
@@ -85,7 +85,7 @@ impl Config {
     /// What is sealed at least on a connection with `peer`. Without the option: all of it beyond this host if the fleet
     /// has a secret, else what is not payload. Without a secret who has the metadata is let in, and it often travels by
     /// the same network: sealed payload would be slower, and seldom safer.
-    pub(super) fn wish_toward(&self, peer: IpAddr, have_secret: bool) -> Seal {
+    pub(crate) fn wish_toward(&self, peer: IpAddr, have_secret: bool) -> Seal {
         let is_near = peer.to_canonical().is_loopback();
         self.seal.unwrap_or(if have_secret && !is_near { Seal::All } else { Seal::Control })
     }

@@ -6,15 +6,15 @@ use kvx_core::{Error, ErrorKind, Identity};
 use rustix::io::Errno;
 
 /// The backend's name.
-pub(super) const NAME: &str = "TCP";
+pub(crate) const NAME: &str = "TCP";
 
 /// Names the backend and the peer.
-pub(super) fn of_peer(error: Error, peer: &Identity) -> Error {
+pub(crate) fn of_peer(error: Error, peer: &Identity) -> Error {
     error.with_backend(NAME).with_peer(peer.name.clone())
 }
 
 /// A connect that did not come about.
-pub(super) fn unreachable(address: SocketAddr, errno: Errno) -> Error {
+pub(crate) fn unreachable(address: SocketAddr, errno: Errno) -> Error {
     if matches!(errno, Errno::MFILE | Errno::NFILE) {
         let error = Error::os(
             format!("no socket for a connection to {address}: raise the limit of open files"),
@@ -41,7 +41,7 @@ pub(super) fn unreachable(address: SocketAddr, errno: Errno) -> Error {
 }
 
 /// A handshake that was not finished in time.
-pub(super) fn no_answer(address: SocketAddr) -> Error {
+pub(crate) fn no_answer(address: SocketAddr) -> Error {
     Error::new(
         ErrorKind::PeerLost,
         format!(
@@ -51,12 +51,12 @@ pub(super) fn no_answer(address: SocketAddr) -> Error {
 }
 
 /// Work on a link that was lost before its user heard of it.
-pub(super) fn gone() -> Error {
+pub(crate) fn gone() -> Error {
     Error::new(ErrorKind::PeerLost, "the link to the peer is gone: connect again")
         .with_backend(NAME)
 }
 
 /// Work on something that was closed.
-pub(super) fn closed(what: &'static str) -> Error {
+pub(crate) fn closed(what: &'static str) -> Error {
     Error::new(ErrorKind::Closed, format!("{what} was closed")).with_backend(NAME)
 }

@@ -1,46 +1,45 @@
 //! A connected peer, as core holds it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use kvx_core::sync::Mutex;
 use kvx_core::transport::{
     INLINE_BYTES, INLINE_SEGMENTS, Link, PeerSection, RemoteRegion, RemoteSpec, Turn,
 };
-use kvx_core::{Bound, Capabilities, LinkId, Result, Ticket, TransferId};
+use kvx_core::{
+    Bound, Capabilities, HungPageScope, Idle, Isolation, LinkId, MemoryKinds, PerOp, Result,
+    Revocation, Ticket, TransferId,
+};
 
-use super::address;
-use super::memory;
-use super::progress::Command;
-use super::transport::{Handle, capabilities};
+use crate::tcp::address;
+use crate::tcp::links::LinkStanding;
+use crate::tcp::machine::Command;
+use crate::tcp::machine::handle::Handle;
+use crate::tcp::memory::regions::{TcpRemote, import};
 
-/// What the machine lets a link say of itself.
-#[derive(Debug, Default)]
-pub(super) struct LinkStanding(Mutex<Option<String>>);
-
-impl LinkStanding {
-    pub(super) fn set(&self, text: String) {
-        *self.0.lock() = Some(text);
-    }
-
-    fn get(&self) -> Option<String> {
-        self.0.lock().clone()
+/// What TCP promises.
+pub(crate) fn capabilities() -> Capabilities {
+    Capabilities {
+        isolation: PerOp::same(Isolation::Owner),
+        idle: Idle::Asleep,
+        target_cpu: PerOp::BOTH,
+        revocation: Revocation::Owner,
+        peer_loss_within: Some(Duration::from_secs(1)),
+        settles_without_peer: PerOp::BOTH,
+        hung_page: HungPageScope::Peer,
+        ordered: false,
+        // Memory of a device brings along who copies it.
+        local: MemoryKinds::ALL,
+        remote: MemoryKinds::ALL,
     }
 }
 
 /// The handle of a link.
-pub(super) struct TcpLink {
-    pub(super) id: LinkId,
-    pub(super) handle: Arc<Handle>,
-    pub(super) standing: Arc<LinkStanding>,
+pub(crate) struct TcpLink {
+    pub(crate) id: LinkId,
+    pub(crate) handle: Arc<Handle>,
+    pub(crate) standing: Arc<LinkStanding>,
 }
-
-/// A region of the peer: number, key and bounds are all it takes, and a plan has those.
-pub(super) struct TcpRemote {
-    /// The number of the stage it lies on at the peer; 0: host memory.
-    pub(super) stage: u32,
-}
-
-impl RemoteRegion for TcpRemote {}
 
 // SAFETY: a plan's local memory is touched only in turns of the machine's connections, of which there is one at a time,
 // while the plan's requests hold its blocks; they let go of them before its ticket settles, and what a device still
@@ -59,7 +58,7 @@ unsafe impl Link for TcpLink {
     }
 
     fn import(&self, region: RemoteSpec<'_>) -> Result<Arc<dyn RemoteRegion>> {
-        Ok(Arc::new(TcpRemote { stage: memory::import(region.export)? }))
+        Ok(Arc::new(TcpRemote { stage: import(region.export)? }))
     }
 
     fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket) {
@@ -100,7 +99,7 @@ unsafe impl Link for TcpLink {
 
 impl Drop for TcpLink {
     fn drop(&mut self) {
-        if self.handle.is_at_home() {
+        if self.handle.context.is_at_home() {
             self.close();
         }
     }

@@ -1,34 +1,31 @@
 //! TCP: between hosts, and between anything that shares no memory.
+//!
+//! The modules form layers. Each imports from its own layer and from those above it in this list, never from one below:
+//!
+//! 1. `error`, `address`, `seal`, `config`: values without state.
+//! 2. [`socket`]: system calls, the listener, readiness, and the pieces of memory that one call moves.
+//! 3. [`frames`]: the wire format, the handshake, and the buffers that frames are read from and written to.
+//! 4. [`memory`]: registered regions, blocks as sources and sinks of payload, and completions that wait for memory which
+//!    somebody may still touch; `context` and `region` above it.
+//! 5. [`connections`]: one socket with its frames, as a lane of either end.
+//! 6. [`links`]: the lanes to one peer, and the transfers and notifications on them.
+//! 7. [`machine`]: all links and connections of an agent, worked on in bounded turns.
+//! 8. `link`, `transport`: core's traits on a handle of the machine.
 
 mod address;
-mod auth;
-mod away;
-mod buffers;
-mod chunk;
 mod config;
-mod conn;
-mod conns;
-mod ending;
+mod connections;
+mod context;
 mod error;
-mod failing;
-mod fetch;
 mod frames;
 pub(crate) mod fuzz;
-mod hung;
 mod link;
-mod linking;
-mod listener;
+mod links;
+mod machine;
 mod memory;
-mod owning;
-mod payload;
-mod peers;
-mod progress;
+mod region;
 mod seal;
-mod serve;
 mod socket;
-mod staging;
-mod streams;
 mod transport;
-mod wake;
 
 pub use transport::Tcp;

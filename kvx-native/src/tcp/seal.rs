@@ -9,7 +9,7 @@ use kvx_core::{Error, ErrorKind, Result};
 
 /// How much of what follows a handshake is sealed: `tcp.seal`. The stricter of both ends' wishes counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Seal {
+pub(crate) enum Seal {
     None,
     Control,
     All,
@@ -17,16 +17,16 @@ pub(super) enum Seal {
 
 impl Seal {
     /// All of them, as options name them.
-    pub(super) const NAMED: [(&str, Seal); 3] =
+    pub(crate) const NAMED: [(&str, Seal); 3] =
         [("none", Seal::None), ("control", Seal::Control), ("all", Seal::All)];
 
     /// As it travels.
-    pub(super) fn number(self) -> u8 {
+    pub(crate) fn number(self) -> u8 {
         self as u8
     }
 
     /// Errors: `Malformed`.
-    pub(super) fn of_number(number: u8) -> Result<Self> {
+    pub(crate) fn of_number(number: u8) -> Result<Self> {
         let found = Self::NAMED.into_iter().find(|(_, seal)| seal.number() == number);
         found.map(|(_, seal)| seal).ok_or_else(|| {
             Error::new(

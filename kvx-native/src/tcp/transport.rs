@@ -1,32 +1,32 @@
 //! The backend, opened: a listener, a machine, and its thread.
 
-use std::net::SocketAddr;
-use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Instant;
 
 use kvx_backend::control::proof::Keys;
 use kvx_backend::reactor::Reactor;
+use kvx_backend::reactor::watch::TurnWatch;
 use kvx_core::transport::{
-    Admission, Availability, Context, Events, Factory, Link, LocalRegion, PeerSection, RegionSpec,
+    Admission, Availability, Context, Factory, Link, LocalRegion, PeerSection, RegionSpec,
     Transport,
 };
 use kvx_core::{
-    AutoOpen, Capabilities, HungPageScope, Identity, Idle, Incarnation, Isolation, LinkId,
-    MemoryKinds, Options, PerOp, Placement, Result, Revocation, Secret, Ticket, Unavailable,
+    AutoOpen, Capabilities, Incarnation, LinkId, Options, Placement, Result, Ticket, Unavailable,
 };
 
-use super::address;
-use super::config::Config;
-use super::ending::DeferredCompletions;
-use super::error::NAME;
-use super::hung::{Turns, Watch};
-use super::link::{LinkStanding, TcpLink};
-use super::listener::{Listener, host_addresses};
-use super::memory::{Regions, TcpRegion};
-use super::peers::OpenedLink;
-use super::progress::{Command, Machine, Operator, Owned};
-use super::seal::Seal;
-use super::staging::DeviceStages;
+use crate::tcp::address;
+use crate::tcp::config::Config;
+use crate::tcp::context::AgentContext;
+use crate::tcp::error::NAME;
+use crate::tcp::link::{TcpLink, capabilities};
+use crate::tcp::links::{LinkStanding, OpenedLink};
+use crate::tcp::machine::handle::Handle;
+use crate::tcp::machine::operator::Operator;
+use crate::tcp::machine::{Command, Machine};
+use crate::tcp::memory::regions::Regions;
+use crate::tcp::memory::stages::DeviceStages;
+use crate::tcp::region::TcpRegion;
+use crate::tcp::socket::listener::{Listener, host_addresses};
 
 /// TCP: the embedded transport between hosts, with nothing to install.
 ///
@@ -77,71 +77,9 @@ impl Factory for Tcp {
     }
 }
 
-/// What TCP promises.
-pub(super) fn capabilities() -> Capabilities {
-    Capabilities {
-        isolation: PerOp::same(Isolation::Owner),
-        idle: Idle::Asleep,
-        target_cpu: PerOp::BOTH,
-        revocation: Revocation::Owner,
-        peer_loss_within: Some(Duration::from_secs(1)),
-        settles_without_peer: PerOp::BOTH,
-        hung_page: HungPageScope::Peer,
-        ordered: false,
-        // Memory of a device brings along who copies it.
-        local: MemoryKinds::ALL,
-        remote: MemoryKinds::ALL,
-    }
-}
-
-/// What the machine and the handles share.
-pub(super) struct Shared {
-    pub(super) config: Config,
-    pub(super) agent: Identity,
-    /// What peers prove to us by.
-    pub(super) keys: Keys,
-    pub(super) secret: Option<Secret>,
-    pub(super) events: Arc<dyn Events>,
-    pub(super) peer_timeout: Duration,
-    pub(super) regions: Regions,
-    pub(super) stages: DeviceStages,
-    pub(super) ending: Arc<DeferredCompletions>,
-    pub(super) turns: Turns,
-}
-
-impl Shared {
-    /// What this end wants sealed at least on a connection with whoever is there.
-    pub(super) fn wish_toward(&self, peer: SocketAddr) -> Seal {
-        self.config.wish_toward(peer.ip(), self.secret.is_some())
-    }
-}
-
-/// What links and regions hold: the way to the machine.
-pub(super) struct Handle {
-    pub(super) shared: Arc<Shared>,
-    pub(super) reactor: Reactor<Operator>,
-    machine: Weak<Owned>,
-    process: u32,
-}
-
-impl Handle {
-    /// Has another thread go on without a turn that hangs.
-    pub(super) fn go_on_without(&self, turn: u64) {
-        let start = |next| self.reactor.go_on_with(next);
-        if !self.machine.upgrade().is_some_and(|machine| machine.go_on_without(turn, start)) {
-            self.shared.turns.stop_watching();
-        }
-    }
-
-    /// Whether this is the process that opened it, not a forked child: only there does the machine run.
-    pub(super) fn is_at_home(&self) -> bool {
-        std::process::id() == self.process
-    }
-}
-
 struct TcpTransport {
     handle: Arc<Handle>,
-    watch: Watch,
+    watch: TurnWatch,
     capabilities: Capabilities,
     address: Vec<u8>,
 }
@@ -152,24 +90,34 @@ fn open(context: Context) -> Result<TcpTransport> {
     let address = address::encode(&listener.addresses);
     let name = format!("kvx-tcp {}", context.agent.name);
     let events = Arc::clone(&context.events);
-    let shared = Arc::new(Shared {
+    let context = Arc::new(AgentContext {
         config,
         agent: context.agent,
         keys: Keys::new(&context.invitation, context.secret.as_ref()),
         secret: context.secret,
         events: context.events,
         peer_timeout: context.peer_timeout,
+        process: std::process::id(),
         regions: Regions::default(),
         stages: DeviceStages::default(),
-        ending: Arc::default(),
-        turns: Turns::default(),
+        deferred: Arc::default(),
+        turns: Arc::default(),
     });
-    let operator = Operator::of(Machine::new(Arc::clone(&shared), listener)?);
+    let watch_name = format!("kvx-tcp-watch {}", context.agent.name);
+    let operator = Operator::of(Machine::new(Arc::clone(&context), listener)?);
     let machine = Arc::downgrade(operator.owned());
     let reactor = Reactor::start(name, operator, events)?;
-    let handle = Arc::new(Handle { shared, reactor, machine, process: std::process::id() });
-    handle.shared.ending.home(&handle);
-    let watch = Watch::start(&handle)?;
+    let handle = Arc::new(Handle { context, reactor, machine });
+    let to_machine = Arc::downgrade(&handle);
+    handle.context.deferred.wake_with(move |token| {
+        if let Some(handle) = to_machine.upgrade() {
+            handle.reactor.submit(Command::Staged { token });
+        }
+    });
+    let watched = Arc::downgrade(&handle);
+    let hangs =
+        move |turn| watched.upgrade().into_iter().for_each(|handle| handle.go_on_without(turn));
+    let watch = TurnWatch::start(watch_name, Arc::clone(&handle.context.turns), hangs)?;
     Ok(TcpTransport { handle, watch, capabilities: capabilities(), address })
 }
 
@@ -186,7 +134,9 @@ unsafe impl Transport for TcpTransport {
     }
 
     fn register(&self, region: RegionSpec) -> Result<Arc<dyn LocalRegion>> {
-        TcpRegion::register(region, Arc::clone(&self.handle))
+        let handle = Arc::clone(&self.handle);
+        let revoke = move |region, done| handle.reactor.submit(Command::Revoke { region, done });
+        TcpRegion::register(region, Arc::clone(&self.handle.context), revoke)
             .map(|region| Arc::new(region) as _)
             .map_err(|error| error.with_backend(NAME))
     }
@@ -200,7 +150,7 @@ unsafe impl Transport for TcpTransport {
         let addresses = address::decode(peer.address)
             .map_err(|error| error.with_backend(NAME).with_peer(Arc::clone(name)))?;
         let standing = Arc::new(LinkStanding::default());
-        let Shared { config, peer_timeout, secret, .. } = &*self.handle.shared;
+        let AgentContext { config, peer_timeout, secret, .. } = &*self.handle.context;
         let keys = Keys::new(&peer.invitation, secret.as_ref());
         let up_by = Instant::now() + *peer_timeout;
         let who = (peer.identity.clone(), keys, Incarnation::random()?.0);

@@ -44,7 +44,7 @@ const SECURITY_WORDS: &[&str] = &[
 
 /// The modules that admit peers. Their names are words in the names of their tests.
 const ADMISSION: [&str; 3] = [
-    "kvx-native/src/tcp/auth.rs",
+    "kvx-native/src/tcp/frames/auth.rs",
     "kvx-backend/src/control/hello.rs",
     "kvx-backend/src/control/proof.rs",
 ];
@@ -148,7 +148,7 @@ mod tests {
             "SHM::one::S12_x",
             "shm::hostile::a_frame_that_lies",
             "what_a_stranger_hears",
-            "tcp::auth::tests::a_recorded_conversation_is_refused",
+            "tcp::frames::auth::tests::a_recorded_conversation_is_refused",
             "control::hello::tests::every_altered_bit_of_a_hello_or_a_welcome_is_noticed",
             "control::proof::tests::it_holds_for_one_key",
             "control::tests::who_was_invited_by_another_agent_is_turned_away",

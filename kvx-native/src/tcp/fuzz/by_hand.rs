@@ -3,7 +3,9 @@
 use kvx_backend::control::proof::Keys;
 use kvx_core::{Identity, Invitation, Result, Secret};
 
-use crate::tcp::auth::{Agreed, InitiatorHandshake, InitiatorVerdict, OwnerHandshake, Step};
+use crate::tcp::frames::auth::{
+    Agreed, InitiatorHandshake, InitiatorVerdict, OwnerHandshake, Step,
+};
 use crate::tcp::frames::{HEADER, Header};
 use crate::tcp::seal::Seal;
 

@@ -2,8 +2,9 @@
 
 use kvx_backend::control::Refusal;
 
+use crate::tcp::address;
 use crate::tcp::frames::{HEADER, Header, Hello, read_end, read_refuse};
-use crate::tcp::{address, memory};
+use crate::tcp::memory::regions;
 
 /// A header, and the same bytes as the body of each frame that has one.
 pub(crate) fn frames(bytes: &[u8]) {
@@ -22,7 +23,7 @@ pub(crate) fn frames(bytes: &[u8]) {
     if let Ok(addresses) = address::decode(bytes) {
         assert_eq!(address::decode(&address::encode(&addresses)).ok(), Some(addresses));
     }
-    drop(memory::import(bytes));
+    drop(regions::import(bytes));
 }
 
 /// It ends up in logs and terminals.

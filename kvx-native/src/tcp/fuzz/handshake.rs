@@ -5,7 +5,7 @@ use kvx_core::{Invitation, Result, Secret};
 use kvx_noise::Seals;
 
 use super::who;
-use crate::tcp::auth::{InitiatorHandshake, InitiatorVerdict, OwnerHandshake, Step};
+use crate::tcp::frames::auth::{InitiatorHandshake, InitiatorVerdict, OwnerHandshake, Step};
 use crate::tcp::frames::{HEADER, Header};
 use crate::tcp::seal::Seal;
 

@@ -14,11 +14,12 @@ use kvx_core::{
 };
 
 use super::{FuzzStep, LANES, Lanes, WatchedMemory, next, who};
-use crate::tcp::conn::{Effect, Role};
-use crate::tcp::fetch::RequestLane;
+use crate::tcp::connections::connection::Role;
+use crate::tcp::connections::lane::Effect;
+use crate::tcp::connections::requests::RequestLane;
 use crate::tcp::frames::Frame;
-use crate::tcp::link::TcpRemote;
-use crate::tcp::peers::OpenedLink;
+use crate::tcp::links::OpenedLink;
+use crate::tcp::memory::regions::TcpRemote;
 use crate::tcp::seal::Seal;
 
 pub(super) const LINK: LinkId = LinkId(1);
@@ -95,7 +96,7 @@ fn run(bytes: &[u8], seal: Seal) {
     let mut out = Outbox::default();
     peer.lost(
         Error::new(ErrorKind::PeerLost, "the script has ended"),
-        &lanes.scope.shared.ending,
+        &lanes.scope.context.deferred,
         &mut out,
     );
     settle(&mut slots, out);

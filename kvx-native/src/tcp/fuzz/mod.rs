@@ -27,16 +27,17 @@ use kvx_core::wire::Reader;
 use kvx_core::{Identity, Incarnation, Invitation, LinkId, Memory, Options, Result, Sender};
 use kvx_noise::{NoiseHandshake, RECORD, Seals, TAG};
 
-use super::chunk::Bin;
-use super::config::Config;
-use super::conn::{Conn, Role, Scope};
-use super::conns::Conns;
-use super::ending::DeferredCompletions;
-use super::frames::{Frame, HEADER, Header, MAX_DATA};
-use super::memory::Regions;
-use super::seal::Seal;
-use super::staging::DeviceStages;
-use super::transport::Shared;
+use crate::tcp::config::Config;
+use crate::tcp::connections::connection::{Conn, Role};
+use crate::tcp::connections::lane::Scope;
+use crate::tcp::connections::table::Conns;
+use crate::tcp::context::AgentContext;
+use crate::tcp::frames::{Frame, HEADER, Header, MAX_DATA};
+use crate::tcp::memory::deferred::DeferredCompletions;
+use crate::tcp::memory::regions::Regions;
+use crate::tcp::memory::stages::DeviceStages;
+use crate::tcp::seal::Seal;
+use crate::tcp::socket::chunk::Bin;
 
 /// Bytes that a connection moves in a turn.
 const SHARE: usize = 64 << 10;
@@ -113,7 +114,7 @@ impl Lanes {
         role: impl Fn(usize, u8) -> Role,
     ) -> Self {
         let inbox = Arc::new(Inbox::default());
-        let shared = Shared {
+        let context = AgentContext {
             config: Config::read(&Options::new()).expect("there is a default for every option"),
             agent: who(1),
             keys: Keys::new(&Invitation::from_bytes([2; 32]), None),
@@ -122,10 +123,11 @@ impl Lanes {
             peer_timeout: Duration::from_secs(4),
             regions: Regions::default(),
             stages: DeviceStages::default(),
-            ending: Arc::new(DeferredCompletions::default()),
+            deferred: Arc::new(DeferredCompletions::default()),
             turns: Default::default(),
+            process: std::process::id(),
         };
-        let scope = Scope::new(Arc::new(shared), Bin::new());
+        let scope = Scope::new(Arc::new(context), Bin::new());
         let mut conns = Conns::default();
         for (number, (near, ours)) in sockets.into_iter().enumerate() {
             near.set_nonblocking(true).expect("it is open");
@@ -178,7 +180,7 @@ impl Lanes {
             }
             conn.let_go_of_held(&mut self.held);
             if let Some(lane) = conn.role.up_mut() {
-                lane.release(&self.scope.shared.ending);
+                lane.release(&self.scope.context.deferred);
             }
         }
         assert_eq!(self.scope.described, 0, "descriptions are counted that nobody holds");

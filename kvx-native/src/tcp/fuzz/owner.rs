@@ -9,11 +9,12 @@ use kvx_core::wire::Reader;
 use kvx_core::{RegionId, RegionKey};
 
 use super::{FuzzStep, LANES, Lanes, WatchedMemory, next, who};
-use crate::tcp::conn::{Conn, Effect, Role};
+use crate::tcp::connections::connection::{Conn, Role};
+use crate::tcp::connections::lane::Effect;
+use crate::tcp::connections::serve::ServedLane;
 use crate::tcp::frames::{Frame, Header};
-use crate::tcp::memory::Served;
+use crate::tcp::memory::regions::Served;
 use crate::tcp::seal::Seal;
-use crate::tcp::serve::ServedLane;
 
 /// Of the link whose lanes they are.
 pub(super) const LINK: [u8; 16] = [8; 16];
@@ -35,7 +36,7 @@ fn run(bytes: &[u8], seal: Seal) {
             let watched = WatchedMemory::new(number as usize * LEN);
             let (id, key) = (RegionId(number), RegionKey([number as u8; 16]));
             let spec = RegionSpec { id, key, memory: Arc::clone(&watched.memory) };
-            (lanes.scope.shared.regions.add(spec, None), watched)
+            (lanes.scope.context.regions.add(spec, None), watched)
         })
         .collect();
     let mut answers = [Answers::default(), Answers::default()];
@@ -93,7 +94,7 @@ pub(super) fn take_effects(lanes: &mut Lanes) -> Result<(), ()> {
 
 /// Takes a region back, and asks its lanes to let go of it.
 pub(super) fn revoke(lanes: &mut Lanes, served: &Served) {
-    lanes.scope.shared.regions.remove(served);
+    lanes.scope.context.regions.remove(served);
     for (_, conn) in lanes.conns.iter_mut() {
         let Conn { role: Role::Served(lane), input, output, .. } = conn else { continue };
         lane.revoke(served.id, input, output, &mut lanes.scope);
@@ -105,7 +106,7 @@ pub(super) fn set_room(lanes: &mut Lanes, has_room: bool) {
     lanes.inbox.0.store(!has_room, Ordering::Relaxed);
     for (_, conn) in lanes.conns.iter_mut() {
         let Conn { role: Role::Served(lane), output, .. } = conn else { continue };
-        lane.resume(output, &lanes.scope.shared);
+        lane.resume(output, &lanes.scope.context);
     }
 }
 

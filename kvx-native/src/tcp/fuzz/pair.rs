@@ -13,12 +13,12 @@ use kvx_testkit::Random;
 
 use super::initiator::{self, BLOCKS, DONE, OPEN, ORDERS, SLOTS, Slot};
 use super::{LANES, Lanes, WatchedMemory, owner, seals, who};
-use crate::tcp::conn::Role;
-use crate::tcp::fetch::RequestLane;
-use crate::tcp::memory::Served;
-use crate::tcp::peers::OpenedLink;
+use crate::tcp::connections::connection::Role;
+use crate::tcp::connections::requests::RequestLane;
+use crate::tcp::connections::serve::ServedLane;
+use crate::tcp::links::OpenedLink;
+use crate::tcp::memory::regions::Served;
 use crate::tcp::seal::Seal;
-use crate::tcp::serve::ServedLane;
 use crate::tcp::socket::cut;
 
 const SEEDS: u64 = 2000;
@@ -101,7 +101,7 @@ impl Pair {
             pair.fill(&watched.memory);
             let (id, key) = (RegionId(number), RegionKey([number as u8; 16]));
             let spec = RegionSpec { id, key, memory: Arc::clone(&watched.memory) };
-            pair.regions.push((pair.owner.scope.shared.regions.add(spec, None), watched));
+            pair.regions.push((pair.owner.scope.context.regions.add(spec, None), watched));
         }
         pair.initiator.scope.piece = 17 + pair.random.below(40_000);
         pair.owner.scope.piece = 17 + pair.random.below(40_000);
@@ -288,7 +288,7 @@ fn run(seed: u64) -> (u64, Killed) {
     let mut out = Outbox::default();
     let why = Error::new(ErrorKind::PeerLost, "the run has ended");
     let peer = pair.peer.take().expect("it is ended once");
-    peer.lost(why, &pair.initiator.scope.shared.ending, &mut out);
+    peer.lost(why, &pair.initiator.scope.context.deferred, &mut out);
     pair.settle(out);
     assert!(
         pair.slots.iter().all(|slot| slot.posted.is_none()),

@@ -39,6 +39,10 @@
 //! not do any more. An initiator that has cancelled a write begins nothing else on the link before its END, so that a
 //! late piece of it never lands on a later write.
 
+pub(crate) mod auth;
+pub(crate) mod input;
+pub(crate) mod output;
+
 use kvx_backend::control::Refusal;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Result, transport};
@@ -46,16 +50,16 @@ use kvx_core::{Error, ErrorKind, Result, transport};
 use crate::described;
 
 /// Bytes of a header.
-pub(super) const HEADER: usize = 16;
+pub(crate) const HEADER: usize = 16;
 /// The most bytes of a frame before both ends know each other.
-pub(super) const MAX_GREETING: usize = 1024;
+pub(crate) const MAX_GREETING: usize = 1024;
 /// The most payload of a DATA frame.
-pub(super) const MAX_DATA: usize = 1 << 20;
+pub(crate) const MAX_DATA: usize = 1 << 20;
 
 /// What a frame is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub(super) enum Frame {
+pub(crate) enum Frame {
     Hello = 1,
     Welcome = 2,
     Confirm = 3,
@@ -96,7 +100,7 @@ impl Frame {
     ];
 
     /// Whether it belongs to the handshake.
-    pub(super) fn is_greeting(self) -> bool {
+    pub(crate) fn is_greeting(self) -> bool {
         (self as u8) < Frame::Read as u8
     }
 
@@ -116,15 +120,15 @@ impl Frame {
 
 /// A frame's first 16 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Header {
-    pub(super) frame: Frame,
-    pub(super) len: usize,
-    pub(super) id: u64,
+pub(crate) struct Header {
+    pub(crate) frame: Frame,
+    pub(crate) len: usize,
+    pub(crate) id: u64,
 }
 
 impl Header {
     /// Reads a header; the length is within the bounds of its kind.
-    pub(super) fn decode(bytes: &[u8; HEADER]) -> Result<Self> {
+    pub(crate) fn decode(bytes: &[u8; HEADER]) -> Result<Self> {
         let mut reader = Reader::new("frame header", bytes);
         let (kind, zero, zeros) = (reader.u8()?, reader.u8()?, reader.u16()?);
         let (len, id) = (reader.u32()? as usize, reader.u64()?);
@@ -149,13 +153,13 @@ impl Header {
     }
 
     /// Bytes that follow a header of ours where frames lie without payload.
-    pub(super) fn body_len_of_own(head: &[u8; HEADER]) -> usize {
+    pub(crate) fn body_len_of_own(head: &[u8; HEADER]) -> usize {
         let len = u32::from_le_bytes([head[4], head[5], head[6], head[7]]);
         if head[0] == Frame::Data as u8 { 0 } else { len as usize }
     }
 
     /// Writes it.
-    pub(super) fn encode(self, out: &mut Vec<u8>) {
+    pub(crate) fn encode(self, out: &mut Vec<u8>) {
         let mut bytes = [0; HEADER];
         bytes[0] = self.frame as u8;
         bytes[4..8].copy_from_slice(&(self.len as u32).to_le_bytes());
@@ -165,12 +169,12 @@ impl Header {
 }
 
 /// A frame without bytes.
-pub(super) fn put_bare(out: &mut Vec<u8>, frame: Frame, id: u64) {
+pub(crate) fn put_bare(out: &mut Vec<u8>, frame: Frame, id: u64) {
     Header { frame, len: 0, id }.encode(out);
 }
 
 /// A frame whose bytes `body` writes.
-pub(super) fn put_frame(out: &mut Vec<u8>, frame: Frame, id: u64, body: impl FnOnce(&mut Vec<u8>)) {
+pub(crate) fn put_frame(out: &mut Vec<u8>, frame: Frame, id: u64, body: impl FnOnce(&mut Vec<u8>)) {
     let start = out.len();
     Header { frame, len: 0, id }.encode(out);
     body(out);
@@ -179,12 +183,12 @@ pub(super) fn put_frame(out: &mut Vec<u8>, frame: Frame, id: u64, body: impl FnO
 }
 
 /// Takes back a request that went out on `lane`.
-pub(super) fn put_cancel(out: &mut Vec<u8>, id: u64, lane: u8) {
+pub(crate) fn put_cancel(out: &mut Vec<u8>, id: u64, lane: u8) {
     put_frame(out, Frame::Cancel, id, |out| out.put_u8(lane));
 }
 
 /// The end of a request.
-pub(super) fn put_end(out: &mut Vec<u8>, id: u64, result: Result<(), &Error>) {
+pub(crate) fn put_end(out: &mut Vec<u8>, id: u64, result: Result<(), &Error>) {
     put_frame(out, Frame::End, id, |out| {
         if let Err(error) = result {
             Refusal::from(error).encode(out);
@@ -193,7 +197,7 @@ pub(super) fn put_end(out: &mut Vec<u8>, id: u64, result: Result<(), &Error>) {
 }
 
 /// What an END says.
-pub(super) fn read_end(body: &[u8]) -> Result<Result<()>> {
+pub(crate) fn read_end(body: &[u8]) -> Result<Result<()>> {
     if body.is_empty() {
         return Ok(Ok(()));
     }
@@ -204,18 +208,18 @@ pub(super) fn read_end(body: &[u8]) -> Result<Result<()>> {
 }
 
 /// Versions of this protocol that this build speaks.
-pub(super) const VERSIONS: Versions = Versions { min: 3, max: 3 };
+pub(crate) const VERSIONS: Versions = Versions { min: 3, max: 3 };
 
 /// A range of versions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Versions {
-    pub(super) min: u16,
-    pub(super) max: u16,
+pub(crate) struct Versions {
+    pub(crate) min: u16,
+    pub(crate) max: u16,
 }
 
 impl Versions {
     /// The highest version of both.
-    pub(super) fn common(self, other: Versions) -> Option<u16> {
+    pub(crate) fn common(self, other: Versions) -> Option<u16> {
         let highest = self.max.min(other.max);
         (highest >= self.min && highest >= other.min).then_some(highest)
     }
@@ -232,24 +236,24 @@ const MAGIC: [u8; 8] = *b"kvx-tcp\n";
 
 /// The first message of a lane.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Hello<'a> {
-    pub(super) versions: Versions,
+pub(crate) struct Hello<'a> {
+    pub(crate) versions: Versions,
     /// The first message of Noise by invitation and secret.
-    pub(super) invited: &'a [u8],
+    pub(crate) invited: &'a [u8],
     /// The first message of Noise by the secret alone; empty without one.
-    pub(super) mistaken: &'a [u8],
+    pub(crate) mistaken: &'a [u8],
 }
 
 impl<'a> Hello<'a> {
     /// What stands before the messages of Noise, which vouch for it.
-    pub(super) fn head(versions: Versions) -> Vec<u8> {
+    pub(crate) fn head(versions: Versions) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
         out.put_u16(versions.min);
         out.put_u16(versions.max);
         out
     }
 
-    pub(super) fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self) -> Vec<u8> {
         let mut out = Self::head(self.versions);
         out.put_block(self.invited);
         out.put_block(self.mistaken);
@@ -257,7 +261,7 @@ impl<'a> Hello<'a> {
     }
 
     /// The versions of its sender: all that every version says in the same way.
-    pub(super) fn versions(body: &[u8]) -> Result<(Versions, Reader<'_>)> {
+    pub(crate) fn versions(body: &[u8]) -> Result<(Versions, Reader<'_>)> {
         let mut reader = Reader::new("Hello", body);
         if reader.array()? != MAGIC {
             return Err(reader.malformed("this is not kvx"));
@@ -266,7 +270,7 @@ impl<'a> Hello<'a> {
     }
 
     /// Reads one of our version.
-    pub(super) fn decode(body: &'a [u8]) -> Result<Self> {
+    pub(crate) fn decode(body: &'a [u8]) -> Result<Self> {
         let (versions, mut reader) = Self::versions(body)?;
         let hello = Hello {
             versions,
@@ -279,12 +283,12 @@ impl<'a> Hello<'a> {
 }
 
 /// A refusal before the ends know each other.
-pub(super) fn put_refuse(out: &mut Vec<u8>, error: &Error) {
+pub(crate) fn put_refuse(out: &mut Vec<u8>, error: &Error) {
     put_frame(out, Frame::Refuse, 0, |out| Refusal::from(error).encode(out));
 }
 
 /// What a REFUSE says: nothing that is proven.
-pub(super) fn read_refuse(body: &[u8]) -> Error {
+pub(crate) fn read_refuse(body: &[u8]) -> Error {
     match read_end(body) {
         Ok(Err(error)) => error,
         Ok(Ok(())) => {

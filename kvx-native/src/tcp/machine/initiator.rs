@@ -6,21 +6,19 @@ use kvx_backend::reactor::Outbox;
 use kvx_core::transport::LinkState;
 use kvx_core::{Error, LinkId, Result, TransferId};
 
-use super::auth::InitiatorHandshake;
-use super::conn::{Conn, Role};
-use super::error;
-use super::peers::OpenedLink;
-use super::progress::{HANDSHAKE, Machine};
-use super::seal::Seal;
-use super::socket;
-use super::transport::Shared;
+use crate::tcp::connections::connection::{Conn, Role};
+use crate::tcp::error;
+use crate::tcp::links::OpenedLink;
+use crate::tcp::machine::{HANDSHAKE, Machine};
+use crate::tcp::seal::Seal;
+use crate::tcp::socket;
 
 /// How often a link is greeted again whose owner hung up.
 const GREETED_AGAIN: u8 = 20;
 
 impl Machine {
     /// A lane is up: the small one opens the others, the last one makes the link.
-    pub(super) fn welcome(
+    pub(crate) fn welcome(
         &mut self,
         (link, lane): (LinkId, u8),
         seal: Seal,
@@ -49,7 +47,7 @@ impl Machine {
     fn open_lane(&mut self, link: LinkId, lane: u8, now: Instant) -> Result<()> {
         let Some(peer) = self.peers.get(&link) else { return Ok(()) };
         let address = peer.addresses[peer.address];
-        let socket = socket::connect(address, self.scope.shared.peer_timeout)
+        let socket = socket::connect(address, self.scope.context.peer_timeout)
             .map_err(|errno| error::unreachable(address, errno))?;
         let by = peer.lane_by(lane, HANDSHAKE, now);
         let conn = Conn::new(socket, address, Role::Connecting { link, lane }, by);
@@ -62,7 +60,7 @@ impl Machine {
 
     /// The other end hung up before it said anything, as it does to the oldest of too many that have proven nothing:
     /// opens the lane once more, some times. Says whether it did.
-    pub(super) fn greet_again(&mut self, link: LinkId, lane: u8, now: Instant) -> bool {
+    pub(crate) fn greet_again(&mut self, link: LinkId, lane: u8, now: Instant) -> bool {
         let Some(peer) =
             self.peers.get_mut(&link).filter(|peer| peer.greeted_again < GREETED_AGAIN)
         else {
@@ -73,7 +71,7 @@ impl Machine {
     }
 
     /// Opens the small lane of a link, at the next address if `failed` says that the current one is no good.
-    pub(super) fn open_link(
+    pub(crate) fn open_link(
         &mut self,
         link: LinkId,
         failed: Option<Error>,
@@ -100,7 +98,7 @@ impl Machine {
     }
 
     /// Takes a link and its connections out.
-    pub(super) fn disband(&mut self, link: LinkId) -> Option<OpenedLink> {
+    pub(crate) fn disband(&mut self, link: LinkId) -> Option<OpenedLink> {
         let peer = self.peers.remove(&link)?;
         for key in peer.lanes.iter().flatten() {
             self.remove(*key);
@@ -108,14 +106,14 @@ impl Machine {
         Some(peer)
     }
 
-    pub(super) fn lose(&mut self, link: LinkId, why: Error, out: &mut Outbox) {
+    pub(crate) fn lose(&mut self, link: LinkId, why: Error, out: &mut Outbox) {
         if let Some(peer) = self.disband(link) {
             tracing::debug!(peer = ?peer.who, error = %why, "a TCP link is lost");
-            peer.lost(why, &self.scope.shared.ending, out);
+            peer.lost(why, &self.scope.context.deferred, out);
         }
     }
 
-    pub(super) fn give_up(
+    pub(crate) fn give_up(
         &mut self,
         link: LinkId,
         transfer: TransferId,
@@ -127,21 +125,4 @@ impl Machine {
         peer.give_up(transfer, why, &mut self.conns, &mut self.scope, out, |key| touched.push(key));
         touched.into_iter().for_each(|key| self.touch(key));
     }
-}
-
-/// A connect has ended: says hello, or why it failed.
-pub(super) fn greet(
-    conn: &mut Conn,
-    link: LinkId,
-    lane: u8,
-    peer: &OpenedLink,
-    shared: &Shared,
-) -> Result<()> {
-    socket::connected(conn.socket()).map_err(|errno| error::unreachable(conn.peer, errno))?;
-    let (own, which, wish) =
-        (shared.agent.clone(), (peer.nonce, lane), shared.wish_toward(conn.peer));
-    let handshake =
-        InitiatorHandshake::start(&peer.keys, own, which, wish, &mut conn.output.control)?;
-    conn.role = Role::Greeting { link, lane, handshake: Box::new(handshake) };
-    Ok(())
 }

@@ -3,14 +3,15 @@
 use std::sync::Arc;
 
 use crate::staging::{Fetch, Store};
-use kvx_core::{Bound, Extents, RegionId, Result};
+use kvx_core::{Bound, Error, ErrorKind, Extents, Memory, RegionId, Result};
 
-use super::chunk::Chunk;
-use super::ending::{Concern, DeferredCompletions, LateAnswer, Streaming};
-use super::memory::Served;
+use crate::tcp::memory::deferred::{Concern, DeferredCompletions, LateAnswer, Streaming};
+use crate::tcp::memory::regions::{Served, ServedRegions};
+use crate::tcp::memory::stages::DeviceStage;
+use crate::tcp::socket::chunk::Chunk;
 
 /// The bytes of blocks, to be sent.
-pub(super) enum Source {
+pub(crate) enum Source {
     /// In host memory: the kernel takes them from there.
     Host(HostBlocks),
     /// On a device: they come through bounce buffers.
@@ -18,7 +19,7 @@ pub(super) enum Source {
 }
 
 /// A fetch, and how much of it is in the frame that is going out.
-pub(super) struct Fetching {
+pub(crate) struct Fetching {
     token: u64,
     fetch: Fetch,
     out: usize,
@@ -27,13 +28,13 @@ pub(super) struct Fetching {
 
 impl Source {
     /// Blocks on a device; the copies begin now.
-    pub(super) fn fetch(token: u64, mut fetch: Fetch, concern: Concern) -> Self {
+    pub(crate) fn fetch(token: u64, mut fetch: Fetch, concern: Concern) -> Self {
         fetch.resume().ok(); // what went wrong is said again when the first frame is made
         Source::Device(Box::new(Fetching { token, fetch, out: 0, concern }))
     }
 
     /// Bytes that are in no frame yet.
-    pub(super) fn left(&self) -> u64 {
+    pub(crate) fn left(&self) -> u64 {
         match self {
             Source::Host(blocks) => blocks.left(),
             Source::Device(fetching) => fetching.fetch.left() - fetching.out as u64,
@@ -41,7 +42,7 @@ impl Source {
     }
 
     /// Whether it touches a region of the owner's.
-    pub(super) fn touches(&self, region: RegionId) -> bool {
+    pub(crate) fn touches(&self, region: RegionId) -> bool {
         match self {
             Source::Host(blocks) => blocks.touches(region),
             Source::Device(fetching) => fetching.concern.touches(region),
@@ -49,12 +50,12 @@ impl Source {
     }
 
     /// The owner's regions in host memory that it goes to.
-    pub(super) fn regions(&self) -> Option<&ServedRegions> {
+    pub(crate) fn regions(&self) -> Option<&ServedRegions> {
         if let Source::Host(blocks) = self { blocks.regions() } else { None }
     }
 
     /// What wakes it when it waits for a device.
-    pub(super) fn token(&self) -> Option<u64> {
+    pub(crate) fn token(&self) -> Option<u64> {
         match self {
             Source::Host(_) => None,
             Source::Device(fetching) => Some(fetching.token),
@@ -63,7 +64,7 @@ impl Source {
 
     /// The frame before has gone out. Says whether there is something for the next one now; if not, and some is left,
     /// its token comes when there is. Errors: the device's.
-    pub(super) fn resume(&mut self) -> Result<bool> {
+    pub(crate) fn resume(&mut self) -> Result<bool> {
         match self {
             Source::Host(blocks) => Ok(blocks.left() > 0),
             Source::Device(fetching) => {
@@ -77,7 +78,7 @@ impl Source {
 
     /// Moves the next pieces into `chunk`: at most `max` bytes and as many pieces as one call takes. They stay in place
     /// until the next [`resume`](Source::resume).
-    pub(super) fn gather(&mut self, chunk: &mut Chunk, max: usize) {
+    pub(crate) fn gather(&mut self, chunk: &mut Chunk, max: usize) {
         match self {
             Source::Host(blocks) => blocks.gather(chunk, max),
             Source::Device(fetching) => {
@@ -97,7 +98,7 @@ impl Source {
 
     /// Its peer does not read: gives its bounce buffers back if others wait for one, after `spill` has put the bytes of
     /// the frame that is going out elsewhere. If they come later, its token does too.
-    pub(super) fn make_way(&mut self, spill: impl FnOnce()) {
+    pub(crate) fn make_way(&mut self, spill: impl FnOnce()) {
         let Source::Device(fetching) = self else { return };
         let Fetching { fetch, out, .. } = &mut **fetching;
         if fetch.is_in_the_way() {
@@ -110,16 +111,16 @@ impl Source {
     }
 
     /// Nothing of it is read any more, but for copies that a device has begun.
-    pub(super) fn stop(self, ending: &DeferredCompletions) {
+    pub(crate) fn stop(self, deferred: &DeferredCompletions) {
         if let Source::Device(fetching) = self {
             let Fetching { token, fetch, concern, .. } = *fetching;
-            ending.add(token, Streaming::Fetch(fetch), concern, None);
+            deferred.add(token, Streaming::Fetch(fetch), concern, None);
         }
     }
 }
 
 /// Where bytes belong that are received.
-pub(super) enum Sink {
+pub(crate) enum Sink {
     /// In host memory: the kernel puts them there.
     Host(HostBlocks),
     /// On a device: they go through bounce buffers.
@@ -127,7 +128,7 @@ pub(super) enum Sink {
 }
 
 /// A store.
-pub(super) struct Storing {
+pub(crate) struct Storing {
     token: u64,
     store: Store,
     concern: Concern,
@@ -135,12 +136,12 @@ pub(super) struct Storing {
 
 impl Sink {
     /// Blocks on a device.
-    pub(super) fn store(token: u64, store: Store, concern: Concern) -> Self {
+    pub(crate) fn store(token: u64, store: Store, concern: Concern) -> Self {
         Sink::Device(Box::new(Storing { token, store, concern }))
     }
 
     /// Whether it touches a region of the owner's.
-    pub(super) fn touches(&self, region: RegionId) -> bool {
+    pub(crate) fn touches(&self, region: RegionId) -> bool {
         match self {
             Sink::Host(blocks) => blocks.touches(region),
             Sink::Device(storing) => storing.concern.touches(region),
@@ -148,12 +149,12 @@ impl Sink {
     }
 
     /// The owner's regions in host memory that it goes to.
-    pub(super) fn regions(&self) -> Option<&ServedRegions> {
+    pub(crate) fn regions(&self) -> Option<&ServedRegions> {
         if let Sink::Host(blocks) = self { blocks.regions() } else { None }
     }
 
     /// What wakes it when it waits for a device.
-    pub(super) fn token(&self) -> Option<u64> {
+    pub(crate) fn token(&self) -> Option<u64> {
         match self {
             Sink::Host(_) => None,
             Sink::Device(storing) => Some(storing.token),
@@ -162,7 +163,7 @@ impl Sink {
 
     /// Moves the places of the next bytes into `chunk`, for at most `max` bytes. False: there is no place now, and its
     /// token comes when there may be. Errors: the device's.
-    pub(super) fn fill(&mut self, chunk: &mut Chunk, max: usize) -> Result<bool> {
+    pub(crate) fn fill(&mut self, chunk: &mut Chunk, max: usize) -> Result<bool> {
         match self {
             Sink::Host(blocks) => blocks.gather(chunk, max),
             Sink::Device(storing) => {
@@ -174,21 +175,21 @@ impl Sink {
     }
 
     /// So many bytes came to where [`fill`](Sink::fill) said.
-    pub(super) fn took(&mut self, count: usize) {
+    pub(crate) fn took(&mut self, count: usize) {
         if let Sink::Device(storing) = self {
             storing.store.received(count);
         }
     }
 
     /// Nothing comes for it now. Says whether the chunk that it filled names places that are another's by now.
-    pub(super) fn pause(&mut self) -> bool {
+    pub(crate) fn pause(&mut self) -> bool {
         let Sink::Device(storing) = self else { return false };
         storing.store.pause();
         true
     }
 
     /// Whether all that was received is where it belongs. If not, its token comes. Errors: the device's.
-    pub(super) fn has_landed(&mut self) -> Result<bool> {
+    pub(crate) fn has_landed(&mut self) -> Result<bool> {
         let Sink::Device(storing) = self else { return Ok(true) };
         storing.store.room()?; // takes in the copies that have ended
         Ok(storing.store.left() == 0)
@@ -196,29 +197,26 @@ impl Sink {
 
     /// Nothing more goes into it, but for copies that a device has begun: `answer` goes out when they have ended. It
     /// comes back when it may go out now.
-    pub(super) fn stop(
+    pub(crate) fn stop(
         self,
-        ending: &DeferredCompletions,
+        deferred: &DeferredCompletions,
         answer: Option<LateAnswer>,
     ) -> Option<LateAnswer> {
         match self {
             Sink::Host(_) => answer,
             Sink::Device(storing) => {
                 let Storing { token, store, concern } = *storing;
-                ending.add(token, Streaming::Store(store), concern, answer)
+                deferred.add(token, Streaming::Store(store), concern, answer)
             }
         }
     }
 }
 
 /// Blocks in host memory, worked off from the front.
-pub(super) struct HostBlocks {
+pub(crate) struct HostBlocks {
     memory: BlockMemory,
     cursor: Extents,
 }
-
-/// Regions of the owner's, in the order of a request.
-pub(super) type ServedRegions = Arc<[Arc<Served>]>;
 
 /// What keeps the blocks' memory alive.
 enum BlockMemory {
@@ -230,12 +228,12 @@ enum BlockMemory {
 
 impl HostBlocks {
     /// The local side of a part of a plan.
-    pub(super) fn local(plan: Arc<Bound>, cursor: Extents) -> Self {
+    pub(crate) fn local(plan: Arc<Bound>, cursor: Extents) -> Self {
         HostBlocks { memory: BlockMemory::Plan(plan), cursor }
     }
 
     /// Blocks that a peer asked for; the cursor's grids have been checked against the regions.
-    pub(super) fn served(regions: Vec<Arc<Served>>, cursor: Extents) -> Self {
+    pub(crate) fn served(regions: Vec<Arc<Served>>, cursor: Extents) -> Self {
         HostBlocks { memory: BlockMemory::Served(regions.into()), cursor }
     }
 
@@ -269,5 +267,47 @@ impl HostBlocks {
             chunk.push(memory.as_ptr().wrapping_add(extent.offset as usize), extent.len as usize);
             room -= extent.len;
         }
+    }
+}
+
+/// Blocks on one device, to become a stream.
+pub(crate) struct Staged {
+    stage: Arc<DeviceStage>,
+    memories: Vec<Arc<Memory>>,
+    extents: Extents,
+}
+
+impl Staged {
+    /// The blocks of `extents` in these regions; `Err(extents)`: they are host memory.
+    ///
+    /// # Errors
+    /// `Unsupported` for regions that do not lie on one stage.
+    pub(crate) fn of(regions: &[Arc<Served>], extents: Extents) -> Result<Result<Self, Extents>> {
+        let mut numbers =
+            regions.iter().map(|served| served.stage.as_ref().map(|stage| stage.number));
+        let first = numbers.next().flatten();
+        if numbers.any(|number| number != first) {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "a request names memory of several devices: its initiator should have made several of it",
+            ));
+        }
+        let Some(stage) = regions.first().and_then(|served| served.stage.clone()) else {
+            return Ok(Err(extents));
+        };
+        let memories = regions.iter().map(|served| Arc::clone(&served.memory)).collect();
+        Ok(Ok(Staged { stage, memories, extents }))
+    }
+
+    /// To be sent on this lane.
+    pub(crate) fn source(self, lane: u8, token: u64, concern: Concern) -> Result<Source> {
+        let fetch = self.stage.stager(lane).fetch(token, self.memories, self.extents)?;
+        Ok(Source::fetch(token, fetch, concern))
+    }
+
+    /// To be received on this lane.
+    pub(crate) fn sink(self, lane: u8, token: u64, concern: Concern) -> Result<Sink> {
+        let store = self.stage.stager(lane).store(token, self.memories, self.extents)?;
+        Ok(Sink::store(token, store, concern))
     }
 }

@@ -12,15 +12,15 @@ use kvx_core::{Error, ErrorKind, Extents, Identity, RegionId, Result};
 
 use self::writes::ServedWrite;
 use crate::described::Described;
-use crate::tcp::buffers::{Input, Output};
-use crate::tcp::chunk::Chunk;
-use crate::tcp::conn::{Effect, LaneEnd, Scope};
-use crate::tcp::ending::{Concern, DeferredCompletions, Touched};
+use crate::tcp::connections::lane::{Effect, LaneEnd, Scope};
+use crate::tcp::context::AgentContext;
+use crate::tcp::frames::input::Input;
+use crate::tcp::frames::output::Output;
 use crate::tcp::frames::{Frame, Header, put_bare, put_end};
-use crate::tcp::memory::Served;
-use crate::tcp::payload::{HostBlocks, Sink, Source};
-use crate::tcp::staging::Staged;
-use crate::tcp::transport::Shared;
+use crate::tcp::memory::deferred::{Concern, DeferredCompletions, Touched};
+use crate::tcp::memory::payload::{HostBlocks, Sink, Source, Staged};
+use crate::tcp::memory::regions::Served;
+use crate::tcp::socket::chunk::Chunk;
 
 /// Reads that wait on one lane before it is not read any further, and requests that may be cancelled in advance.
 const MAX_READS: usize = 1024;
@@ -134,7 +134,7 @@ impl ServedLane {
         if self.cancelled.remove(&id) {
             return Ok((bytes, Err(cancelled())));
         }
-        let named = scope.shared.regions.open(&described.regions).and_then(|regions| {
+        let named = scope.context.regions.open(&described.regions).and_then(|regions| {
             let lengths: Vec<u64> =
                 regions.iter().map(|served| served.memory.len() as u64).collect();
             described.check(&lengths)?;
@@ -143,25 +143,27 @@ impl ServedLane {
         Ok((bytes, named))
     }
 
-    fn source(&self, named: Named, ending: &DeferredCompletions) -> Result<Source> {
+    fn source(&self, named: Named, deferred: &DeferredCompletions) -> Result<Source> {
         match Staged::of(&named.regions, named.extents)? {
-            Ok(staged) => staged.source(self.lane, ending.token(self.key), concern(&named.regions)),
+            Ok(staged) => {
+                staged.source(self.lane, deferred.token(self.key), concern(&named.regions))
+            }
             Err(extents) => Ok(Source::Host(HostBlocks::served(named.regions, extents))),
         }
     }
 
-    fn sink(&self, named: Named, ending: &DeferredCompletions) -> Result<Sink> {
+    fn sink(&self, named: Named, deferred: &DeferredCompletions) -> Result<Sink> {
         named.regions.iter().try_for_each(|served| served.memory.check_writable())?;
-        ending.check_writable(&named.regions)?;
+        deferred.check_writable(&named.regions)?;
         match Staged::of(&named.regions, named.extents)? {
-            Ok(staged) => staged.sink(self.lane, ending.token(self.key), concern(&named.regions)),
+            Ok(staged) => staged.sink(self.lane, deferred.token(self.key), concern(&named.regions)),
             Err(extents) => Ok(Sink::Host(HostBlocks::served(named.regions, extents))),
         }
     }
 
     fn read(&mut self, id: u64, body: &[u8], output: &mut Output, scope: &mut Scope) -> Result<()> {
         let (_, named) = self.request(id, body, scope)?;
-        match named.and_then(|named| self.source(named, &scope.shared.ending)) {
+        match named.and_then(|named| self.source(named, &scope.context.deferred)) {
             Err(refusal) => {
                 tracing::debug!(peer = ?self.who, %refusal, "refused a read over TCP");
                 put_end(&mut output.control, id, Err(&refusal));
@@ -193,7 +195,7 @@ impl ServedLane {
     fn forget_read(&mut self, reading: ServedRead, scope: &mut Scope) {
         self.reads_described -= reading.described;
         scope.described -= reading.described;
-        reading.source.stop(&scope.shared.ending);
+        reading.source.stop(&scope.context.deferred);
     }
 
     /// The initiator takes a request back: what was not done is not done any more.
@@ -259,16 +261,16 @@ impl ServedLane {
 
     fn notify(&mut self, id: u64, bytes: &[u8], output: &mut Output, scope: &Scope) -> Result<()> {
         let sender = self.who.as_sender();
-        if self.notices.take(id, bytes, |bytes| scope.shared.events.notification(sender, bytes))? {
+        if self.notices.take(id, bytes, |bytes| scope.context.events.notification(sender, bytes))? {
             put_bare(&mut output.control, Frame::Ack, id);
         }
         Ok(())
     }
 
     /// The agent has room again. Says whether something was taken.
-    pub(crate) fn resume(&mut self, output: &mut Output, shared: &Shared) -> bool {
+    pub(crate) fn resume(&mut self, output: &mut Output, context: &AgentContext) -> bool {
         let mut some = false;
-        let deliver = |bytes: &[u8]| shared.events.notification(self.who.as_sender(), bytes);
+        let deliver = |bytes: &[u8]| context.events.notification(self.who.as_sender(), bytes);
         while let Some(id) = self.notices.deliver_next(deliver) {
             put_bare(&mut output.control, Frame::Ack, id);
             some = true;
@@ -374,14 +376,14 @@ impl LaneEnd for ServedLane {
         }
     }
 
-    fn release(&mut self, ending: &DeferredCompletions) {
+    fn release(&mut self, deferred: &DeferredCompletions) {
         let reads = self.reads.extract(|_| true).into_iter();
         let waiting = self.waiting.drain().map(|(_, reading)| reading);
         for reading in reads.chain(waiting).chain(self.sending.take()) {
-            reading.source.stop(ending);
+            reading.source.stop(deferred);
         }
         for sink in self.writes.drain().filter_map(|(_, writing)| writing.sink) {
-            sink.stop(ending, None);
+            sink.stop(deferred, None);
         }
     }
 

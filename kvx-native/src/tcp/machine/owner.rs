@@ -12,12 +12,12 @@ use kvx_core::{Error, ErrorKind, RegionId};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
-use super::auth::OwnerHandshake;
-use super::conn::{Conn, Role};
-use super::ending::LateAnswer;
-use super::frames::put_end;
-use super::progress::{HANDSHAKE, Machine};
-use super::socket;
+use crate::tcp::connections::connection::{Conn, Role};
+use crate::tcp::frames::auth::OwnerHandshake;
+use crate::tcp::frames::put_end;
+use crate::tcp::machine::{HANDSHAKE, Machine};
+use crate::tcp::memory::deferred::LateAnswer;
+use crate::tcp::socket;
 
 /// Connections whose handshake is not done; one more drops the oldest.
 const MAX_HANDSHAKES: usize = 512;
@@ -27,7 +27,7 @@ const ACCEPTS: usize = 32;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
 impl Machine {
-    pub(super) fn accept(&mut self, now: Instant) -> usize {
+    pub(crate) fn accept(&mut self, now: Instant) -> usize {
         for accepted in 0..ACCEPTS {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             match rustix::net::acceptfrom_with(&self.listener.socket, flags) {
@@ -35,7 +35,7 @@ impl Machine {
                     let socket = Private::from(socket);
                     let peer = peer.and_then(|peer| SocketAddr::try_from(peer).ok());
                     let peer = peer.unwrap_or_else(|| SocketAddr::from(([0; 4], 0)));
-                    if let Err(error) = socket::tune(&socket, self.scope.shared.peer_timeout) {
+                    if let Err(error) = socket::tune(&socket, self.scope.context.peer_timeout) {
                         tracing::debug!(%peer, %error, "a TCP connection was gone before it was accepted");
                         continue;
                     }
@@ -59,8 +59,8 @@ impl Machine {
     }
 
     fn handshake(&self, peer: SocketAddr) -> Role {
-        let shared = &self.scope.shared;
-        let max = shared.config.max_connections;
+        let context = &self.scope.context;
+        let max = context.config.max_connections;
         let full = (self.served >= max).then(|| {
             Error::new(
                 ErrorKind::Exhausted,
@@ -68,8 +68,8 @@ impl Machine {
             )
         });
         Role::Greeted(Box::new(OwnerHandshake::new(
-            shared.keys.clone(),
-            shared.wish_toward(peer),
+            context.keys.clone(),
+            context.wish_toward(peer),
             full,
         )))
     }
@@ -99,7 +99,7 @@ impl Machine {
     }
 
     /// A peer's lane is up.
-    pub(super) fn entered(&mut self, key: usize, now: Instant, out: &mut Outbox) {
+    pub(crate) fn entered(&mut self, key: usize, now: Instant, out: &mut Outbox) {
         self.handshakes -= 1;
         self.served += 1;
         let Some(Conn { role: Role::Served(lane), peer, .. }) = self.conns.get(key) else { return };
@@ -119,7 +119,7 @@ impl Machine {
     }
 
     /// A peer takes back a request, which it sent on another of its lanes.
-    pub(super) fn cancelled(
+    pub(crate) fn cancelled(
         &mut self,
         link: [u8; 16],
         lane: u8,
@@ -139,7 +139,7 @@ impl Machine {
     }
 
     /// What went into a peer's request has ended: tells it why.
-    pub(super) fn answer(&mut self, answer: &LateAnswer) {
+    pub(crate) fn answer(&mut self, answer: &LateAnswer) {
         let Some(key) = self.lanes.get(&(answer.link, answer.lane)).copied() else { return };
         if let Some(conn) = self.conns.get_mut(key) {
             put_end(&mut conn.output.control, answer.id, Err(&answer.why));
@@ -147,7 +147,7 @@ impl Machine {
         }
     }
 
-    pub(super) fn revoke(&mut self, region: RegionId) {
+    pub(crate) fn revoke(&mut self, region: RegionId) {
         let mut touched = Vec::new();
         for (key, conn) in self.conns.iter_mut() {
             let Conn { role: Role::Served(lane), input, output, .. } = conn else { continue };
@@ -157,11 +157,11 @@ impl Machine {
         touched.into_iter().for_each(|key| self.touch(key));
     }
 
-    pub(super) fn resume(&mut self) {
+    pub(crate) fn resume(&mut self) {
         let mut touched = Vec::new();
         for (key, conn) in self.conns.iter_mut() {
             let Conn { role: Role::Served(lane), output, .. } = conn else { continue };
-            if lane.resume(output, &self.scope.shared) {
+            if lane.resume(output, &self.scope.context) {
                 touched.push(key);
             }
         }

@@ -1,32 +1,38 @@
 //! The machine: all connections of one agent, worked on in bounded turns.
 
+mod failures;
+pub(crate) mod handle;
+mod initiator;
+pub(crate) mod operator;
+mod owner;
+mod turns;
+
 use std::collections::{HashMap, VecDeque};
-use std::os::fd::RawFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvx_backend::control::HeldBytes;
-use kvx_backend::reactor::{Armed, Outbox, Progress, Queued, SLICE, Turn};
-use kvx_core::sync::Mutex;
+use kvx_backend::reactor::{Armed, Outbox, SLICE, Turn};
 use kvx_core::transport::{INLINE_BYTES, LinkState};
 use kvx_core::{Bound, Error, ErrorKind, Identity, LinkId, RegionId, Result, Ticket, TransferId};
 
-use super::away::{Awaited, let_go};
-use super::chunk::Bin;
-use super::conn::{Conn, Effect, Role, Scope};
-use super::conns::Conns;
-use super::error;
-use super::frames::MAX_DATA;
-use super::listener::Listener;
-use super::peers::OpenedLink;
-use super::transport::Shared;
-use super::wake::{Event, Wake};
+use crate::tcp::connections::connection::{Conn, Role};
+use crate::tcp::connections::lane::{Effect, Scope};
+use crate::tcp::connections::table::Conns;
+use crate::tcp::context::AgentContext;
+use crate::tcp::error;
+use crate::tcp::frames::MAX_DATA;
+use crate::tcp::links::OpenedLink;
+use crate::tcp::machine::turns::Awaited;
+use crate::tcp::memory::deferred::DeferredCompletions;
+use crate::tcp::socket::chunk::Bin;
+use crate::tcp::socket::listener::Listener;
+use crate::tcp::socket::poller::{Event, Poller};
 
 /// How long a handshake may take.
-pub(super) const HANDSHAKE: Duration = Duration::from_secs(5);
+pub(crate) const HANDSHAKE: Duration = Duration::from_secs(5);
 /// Bytes that one connection moves before another has its turn.
-pub(super) const SHARE: usize = 256 << 10;
+pub(crate) const SHARE: usize = 256 << 10;
 /// Bytes of bulk work in a turn, and in a frame, while small work comes by: that waits for so much on either side.
 const BESIDE_SMALL: usize = 64 << 10;
 /// How long after a small transfer the next is expected. Not long: bulk work is half as fast meanwhile.
@@ -39,7 +45,7 @@ const BURST: usize = 64 << 10;
 const SMALL_TURNS: usize = 32;
 
 /// What other threads ask of the machine; `Staged`: look after the stream of this token, a device has copied for it.
-pub(super) enum Command {
+pub(crate) enum Command {
     Connect(Box<OpenedLink>),
     Post { link: LinkId, plan: Arc<Bound>, id: TransferId, done: Ticket },
     Notify { link: LinkId, bytes: Box<[u8]>, done: Ticket },
@@ -51,58 +57,58 @@ pub(super) enum Command {
 }
 
 /// See the module.
-pub(super) struct Machine {
-    pub(super) scope: Box<Scope>,
+pub(crate) struct Machine {
+    pub(crate) scope: Box<Scope>,
     /// Another, for as long as that is away with a connection.
-    pub(super) spare: Option<Box<Scope>>,
+    pub(crate) spare: Option<Box<Scope>>,
     /// The turn that is under way, and what is to be told that came before it.
-    pub(super) away: Option<Awaited>,
-    pub(super) untold: Outbox,
+    pub(crate) away: Option<Awaited>,
+    pub(crate) untold: Outbox,
     /// Turns that others went on without, whose connections are not lost yet.
-    pub(super) left: Vec<Awaited>,
+    pub(crate) left: Vec<Awaited>,
     /// What is held for peers.
-    pub(super) held: HeldBytes<Identity>,
-    pub(super) wake: Wake,
-    pub(super) listener: Listener,
+    pub(crate) held: HeldBytes<Identity>,
+    pub(crate) poller: Poller,
+    pub(crate) listener: Listener,
     /// Whether somebody may wait to be accepted.
-    pub(super) accepting: bool,
+    pub(crate) accepting: bool,
     /// When to accept again.
-    pub(super) accept_at: Option<Instant>,
-    pub(super) conns: Conns,
-    pub(super) peers: HashMap<LinkId, OpenedLink>,
+    pub(crate) accept_at: Option<Instant>,
+    pub(crate) conns: Conns,
+    pub(crate) peers: HashMap<LinkId, OpenedLink>,
     /// Connections with something to do.
     small: VecDeque<usize>,
     bulk: VecDeque<usize>,
     /// Links with something to send out.
-    pub(super) eager: Vec<LinkId>,
+    pub(crate) eager: Vec<LinkId>,
     /// Streams that can go on, by token.
-    pub(super) woken: Vec<u64>,
+    pub(crate) woken: Vec<u64>,
     /// The next turn may be on the thread of somebody who posts: only small work.
     brief: bool,
-    pub(super) ticked: bool,
+    pub(crate) ticked: bool,
     /// A stream of payload has moved since the machine last slept.
     bursting: bool,
     /// When there was last a small transfer, of ours or of a peer.
     small_at: Option<Instant>,
-    pub(super) handshakes: usize,
-    pub(super) served: usize,
+    pub(crate) handshakes: usize,
+    pub(crate) served: usize,
     /// Connections that are served by link and lane.
-    pub(super) lanes: HashMap<([u8; 16], u8), usize>,
+    pub(crate) lanes: HashMap<([u8; 16], u8), usize>,
     /// When a connection was last said to be closed, and how many were since then.
-    pub(super) warned: Option<Instant>,
-    pub(super) unsaid: u64,
+    pub(crate) warned: Option<Instant>,
+    pub(crate) unsaid: u64,
 }
 
 impl Machine {
-    pub(super) fn new(shared: Arc<Shared>, listener: Listener) -> Result<Self> {
+    pub(crate) fn new(context: Arc<AgentContext>, listener: Listener) -> Result<Self> {
         Ok(Machine {
-            scope: Box::new(Scope::new(shared, Bin::new())),
+            scope: Box::new(Scope::new(context, Bin::new())),
             spare: None,
             away: None,
             untold: Outbox::default(),
             left: Vec::new(),
             held: HeldBytes::default(),
-            wake: Wake::new(&listener.socket)?,
+            poller: Poller::new(&listener.socket)?,
             listener,
             accepting: true,
             accept_at: None,
@@ -125,7 +131,7 @@ impl Machine {
     }
 
     /// Queues a connection if it has something to do.
-    pub(super) fn touch(&mut self, key: usize) {
+    pub(crate) fn touch(&mut self, key: usize) {
         let Some(conn) = self.conns.get_mut(key) else { return };
         if !conn.queued && conn.is_ready(self.scope.described) {
             conn.queued = true;
@@ -133,16 +139,16 @@ impl Machine {
         }
     }
 
-    pub(super) fn by(&mut self, at: Instant, now: Instant) {
-        if let Err(error) = self.wake.by(at, now) {
+    pub(crate) fn by(&mut self, at: Instant, now: Instant) {
+        if let Err(error) = self.poller.by(at, now) {
             tracing::error!(%error, "TCP cannot set its timer: silent peers are noticed late");
         }
     }
 
-    pub(super) fn insert(&mut self, conn: Conn, now: Instant) -> Result<usize> {
+    pub(crate) fn insert(&mut self, conn: Conn, now: Instant) -> Result<usize> {
         let deadline = conn.deadline;
         let key = self.conns.insert(conn);
-        if let Err(error) = self.wake.watch(key, self.conns[key].socket()) {
+        if let Err(error) = self.poller.watch(key, self.conns[key].socket()) {
             self.conns.remove(key);
             return Err(error);
         }
@@ -156,7 +162,7 @@ impl Machine {
         let (conns, mut events) = (&mut self.conns, 0);
         let (mut accepting, mut ticked) = (self.accepting, self.ticked);
         let (small, bulk, described) = (&mut self.small, &mut self.bulk, self.scope.described);
-        let polled = self.wake.poll(|event| {
+        let polled = self.poller.poll(|event| {
             events += 1;
             match event {
                 Event::Connecting => accepting = true,
@@ -179,7 +185,7 @@ impl Machine {
     }
 
     /// Takes a connection out and closes it.
-    pub(super) fn remove(&mut self, key: usize) -> Option<Box<Conn>> {
+    pub(crate) fn remove(&mut self, key: usize) -> Option<Box<Conn>> {
         let mut conn = self.conns.remove(key)?;
         match &conn.role {
             Role::Greeted(_) => self.handshakes -= 1,
@@ -194,12 +200,12 @@ impl Machine {
         }
         conn.let_go_of_held(&mut self.held);
         if let Some(lane) = conn.role.up_mut() {
-            lane.release(&self.scope.shared.ending);
+            lane.release(&self.scope.context.deferred);
         }
         Some(conn)
     }
 
-    pub(super) fn take_effect(&mut self, now: Instant, out: &mut Outbox) {
+    pub(crate) fn take_effect(&mut self, now: Instant, out: &mut Outbox) {
         let mut effects = std::mem::take(&mut self.scope.effects);
         for effect in effects.drain(..) {
             match effect {
@@ -218,7 +224,7 @@ impl Machine {
                         continue;
                     }
                     let Some(mut peer) = self.disband(link) else { continue };
-                    peer.fail(&error::of_peer(why, &peer.who), &self.scope.shared.ending, out);
+                    peer.fail(&error::of_peer(why, &peer.who), &self.scope.context.deferred, out);
                     out.link(link, LinkState::Restarted);
                 }
                 Effect::Ended { link, transfer, result } => {
@@ -249,6 +255,27 @@ impl Machine {
         self.scope.effects = effects;
     }
 
+    /// Looks after streams whose device has copied, and settles what has waited for that. Says how many there were.
+    pub(crate) fn wake_streams(&mut self, now: Instant, out: &mut Outbox) -> usize {
+        let mut woken = std::mem::take(&mut self.woken);
+        let count = woken.len();
+        for token in woken.drain(..) {
+            let (settled, answer) = self.scope.context.deferred.look(token);
+            settled.into_iter().for_each(|(ticket, result)| out.settle(ticket, result));
+            if let Some(answer) = answer {
+                self.answer(&answer);
+            }
+            let key = DeferredCompletions::key(token);
+            if let Some(conn) = self.conns.get_mut(key) {
+                conn.woken(token, now, &mut self.scope);
+                self.touch(key);
+            }
+        }
+        self.woken = woken;
+        self.take_effect(now, out);
+        count
+    }
+
     /// Sends out what links have, as far as lanes have room.
     fn issue(&mut self, now: Instant) {
         let mut touched = Vec::new();
@@ -256,7 +283,7 @@ impl Machine {
         for link in eager.drain(..) {
             let Some(peer) = self.peers.get_mut(&link) else { continue };
             peer.issue(&mut self.conns, &mut self.scope, |key| touched.push(key));
-            if let Some(at) = peer.note_busy(now, self.scope.shared.peer_timeout, &self.conns) {
+            if let Some(at) = peer.note_busy(now, self.scope.context.peer_timeout, &self.conns) {
                 self.by(at, now);
             }
         }
@@ -265,7 +292,7 @@ impl Machine {
     }
 
     /// The first part of a turn, before connections have theirs.
-    pub(super) fn begin(&mut self, now: Instant, out: &mut Outbox) -> Budget {
+    pub(crate) fn begin(&mut self, now: Instant, out: &mut Outbox) -> Budget {
         let brief = std::mem::take(&mut self.brief);
         let mut done = if self.woken.is_empty() { 0 } else { self.wake_streams(now, out) };
         self.issue(now);
@@ -294,7 +321,7 @@ impl Machine {
     }
 
     /// Whose turn it is.
-    pub(super) fn next(&mut self, budget: &mut Budget) -> Option<usize> {
+    pub(crate) fn next(&mut self, budget: &mut Budget) -> Option<usize> {
         if budget.bulk.is_none() {
             if budget.small > 0
                 && budget.left > 0
@@ -310,7 +337,7 @@ impl Machine {
     }
 
     /// The last part of a turn.
-    pub(super) fn end(&mut self, budget: &Budget, now: Instant, out: &mut Outbox) -> Turn {
+    pub(crate) fn end(&mut self, budget: &Budget, now: Instant, out: &mut Outbox) -> Turn {
         if self.ticked {
             self.tick(now, out); // after what has come was read: this end may have been stopped for long
         }
@@ -324,13 +351,13 @@ impl Machine {
         Turn { look_for, yields: budget.beside_small, ..Turn::did(budget.done) }
     }
 
-    pub(super) fn arm(&mut self) -> Armed {
+    pub(crate) fn arm(&mut self) -> Armed {
         self.bursting = false;
         let work = !self.small.is_empty() || !self.bulk.is_empty() || !self.eager.is_empty();
         if work || self.accepting || self.ticked { Armed::Again } else { Armed::Sleep(None) }
     }
 
-    pub(super) fn command(&mut self, command: Command, out: &mut Outbox) {
+    pub(crate) fn command(&mut self, command: Command, out: &mut Outbox) {
         match command {
             Command::Connect(peer) => {
                 let link = peer.id;
@@ -361,7 +388,7 @@ impl Machine {
             Command::Close { link } => {
                 if let Some(mut peer) = self.disband(link) {
                     let why = error::of_peer(error::closed("the link"), &peer.who);
-                    peer.fail(&why, &self.scope.shared.ending, out);
+                    peer.fail(&why, &self.scope.context.deferred, out);
                 }
             }
             Command::Revoke { region, done } => {
@@ -373,21 +400,21 @@ impl Machine {
         }
     }
 
-    pub(super) fn stop(&mut self, out: &mut Outbox) {
+    pub(crate) fn stop(&mut self, out: &mut Outbox) {
         let why = error::closed("the agent");
         for key in self.conns.iter().map(|(key, _)| key).collect::<Vec<_>>() {
             self.remove(key);
         }
-        let ending = &self.scope.shared.ending;
+        let deferred = &self.scope.context.deferred;
         for (_, mut peer) in self.peers.drain() {
-            peer.fail(&why, ending, out);
+            peer.fail(&why, deferred, out);
         }
-        ending.close().into_iter().for_each(|(ticket, result)| out.settle(ticket, result));
+        deferred.close().into_iter().for_each(|(ticket, result)| out.settle(ticket, result));
     }
 }
 
 /// What a turn may do, and has done.
-pub(super) struct Budget {
+pub(crate) struct Budget {
     brief: bool,
     beside_small: bool,
     /// Small connections that may have their turn.
@@ -401,148 +428,11 @@ pub(super) struct Budget {
 
 impl Budget {
     /// A connection has moved so many bytes.
-    pub(super) fn spend(&mut self, moved: usize) {
+    pub(crate) fn spend(&mut self, moved: usize) {
         match &mut self.bulk {
             None => self.left = self.left.saturating_sub(moved),
             Some(bulk) => *bulk = bulk.saturating_sub(moved.max(TURN)),
         }
         self.done += moved;
-    }
-}
-
-/// A machine, until it ends.
-pub(super) struct Owned {
-    pub(super) machine: Mutex<Option<Machine>>,
-    /// The number of the operator that works on it; changed under the machine's lock.
-    operator: AtomicU64,
-}
-
-/// Works on a machine until one of its turns hangs; then another does. The machine ends with the last of them.
-pub(super) struct Operator {
-    owned: Arc<Owned>,
-    number: u64,
-    fds: [RawFd; 1],
-}
-
-impl Operator {
-    /// The first.
-    pub(super) fn of(machine: Machine) -> Self {
-        let fds = machine.wake.fds();
-        let owned = Owned { machine: Mutex::new(Some(machine)), operator: AtomicU64::new(0) };
-        Operator { owned: Arc::new(owned), number: 0, fds }
-    }
-
-    pub(super) fn owned(&self) -> &Arc<Owned> {
-        &self.owned
-    }
-
-    fn is_current(&self) -> bool {
-        self.owned.operator.load(Ordering::Acquire) == self.number
-    }
-}
-
-impl Owned {
-    /// Has another operator go on without a turn that hangs: `start` has a thread for it. Says whether there is a
-    /// machine.
-    pub(super) fn go_on_without(
-        self: &Arc<Self>,
-        turn: u64,
-        start: impl FnOnce(Operator) -> Result<()>,
-    ) -> bool {
-        let mut guard = self.machine.lock();
-        let Some(machine) = guard.as_mut() else { return false };
-        let number = self.operator.load(Ordering::Relaxed) + 1;
-        let next = Operator { owned: Arc::clone(self), number, fds: machine.wake.fds() };
-        if machine.leave_behind(turn, || start(next)) {
-            self.operator.store(number, Ordering::Release);
-        }
-        true
-    }
-}
-
-impl Drop for Operator {
-    /// Also when a turn panics: the machine goes, whoever else still knows of it.
-    fn drop(&mut self) {
-        if !self.is_current() {
-            return; // also one that was never started, which is dropped under the lock
-        }
-        let mut machine = self.owned.machine.lock();
-        let gone = if self.is_current() { machine.take() } else { None };
-        drop(machine);
-        drop(gone);
-    }
-}
-
-impl Progress for Operator {
-    type Command = Command;
-
-    fn command(&mut self, command: Command, out: &mut Outbox) {
-        match self.owned.machine.lock().as_mut() {
-            Some(machine) => {
-                machine.lose_left(out);
-                machine.command(command, out);
-            }
-            None => Self::late(command),
-        }
-    }
-
-    fn progress(&mut self, _: &Queued, out: &mut Outbox) -> Turn {
-        let now = Instant::now();
-        let mut guard = self.owned.machine.lock();
-        let Some(mut machine) = guard.as_mut() else { return Turn::did(0) };
-        machine.lose_left(out);
-        let mut budget = machine.begin(now, out);
-        while let Some(key) = machine.next(&mut budget) {
-            let Some(mut away) = machine.send_away(key, now, out) else { continue };
-            drop(guard);
-            let moved = away.conn.serve(away.share, away.key, &mut away.scope); // where memory is touched
-            guard = self.owned.machine.lock();
-            let back = match guard.as_mut() {
-                Some(machine) => machine.take_back(away, moved, now, out),
-                None => Err(away),
-            };
-            match back {
-                Ok(moved) => budget.spend(moved),
-                Err(away) => {
-                    drop(guard);
-                    let_go(&self.owned, away);
-                    return Turn::did(1);
-                }
-            }
-            let Some(again) = guard.as_mut() else { return Turn::did(1) };
-            machine = again;
-        }
-        machine.end(&budget, now, out)
-    }
-
-    fn arm(&mut self) -> Result<Armed> {
-        Ok(self.owned.machine.lock().as_mut().map_or(Armed::Sleep(None), Machine::arm))
-    }
-
-    fn fds(&self) -> &[RawFd] {
-        &self.fds
-    }
-
-    fn stop(&mut self, out: &mut Outbox) {
-        if let Some(machine) = self.owned.machine.lock().as_mut() {
-            machine.lose_left(out);
-            machine.stop(out);
-        }
-    }
-
-    fn late(command: Command) {
-        match command {
-            Command::Post { done, .. } | Command::Notify { done, .. } => {
-                done.settle(Err(error::closed("the agent")));
-            }
-            // Nothing reaches the region: all connections are closed, and none is accepted. Of copies that a device has
-            // begun the ticket knows by itself.
-            Command::Revoke { done, .. } => done.settle(Ok(())),
-            Command::Connect(_)
-            | Command::Cancel { .. }
-            | Command::Close { .. }
-            | Command::Staged { .. }
-            | Command::Resume => {}
-        }
     }
 }

@@ -6,7 +6,7 @@ use kvx_core::Memory;
 use kvx_core::memory::copy_shared;
 
 /// The most pieces of one system call, with room for what goes before and after the payload.
-pub(super) const MAX_PIECES: usize = 1000;
+pub(crate) const MAX_PIECES: usize = 1000;
 
 /// Bytes that are sent in place of bytes that may not be read any more.
 static ZEROS: [u8; FILLER] = [0; FILLER];
@@ -14,7 +14,7 @@ const FILLER: usize = 64 << 10;
 
 /// Pieces of memory in the order in which bytes go through them.
 #[derive(Default)]
-pub(super) struct Chunk {
+pub(crate) struct Chunk {
     pieces: Vec<libc::iovec>,
     at: usize,
     left: usize,
@@ -28,34 +28,34 @@ unsafe impl Send for Chunk {}
 
 impl Chunk {
     /// Bytes that are left.
-    pub(super) fn left(&self) -> usize {
+    pub(crate) fn left(&self) -> usize {
         self.left
     }
 
     /// Empties it.
-    pub(super) fn clear(&mut self) {
+    pub(crate) fn clear(&mut self) {
         self.pieces.clear();
         (self.at, self.left, self.moved) = (0, 0, 0);
     }
 
     /// Whether one call takes no more pieces.
-    pub(super) fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         self.pieces.len() >= MAX_PIECES
     }
 
     /// Adds a piece that follows the others.
-    pub(super) fn push(&mut self, base: *mut u8, len: usize) {
+    pub(crate) fn push(&mut self, base: *mut u8, len: usize) {
         self.pieces.push(libc::iovec { iov_base: base.cast(), iov_len: len });
         self.left += len;
     }
 
     /// The pieces that are left.
-    pub(super) fn pieces(&self) -> &[libc::iovec] {
+    pub(crate) fn pieces(&self) -> &[libc::iovec] {
         &self.pieces[self.at..]
     }
 
     /// `count` bytes went through; not more than are left.
-    pub(super) fn advance(&mut self, count: usize) {
+    pub(crate) fn advance(&mut self, count: usize) {
         debug_assert!(count <= self.left);
         self.left -= count;
         self.moved += count;
@@ -73,12 +73,12 @@ impl Chunk {
     }
 
     /// How many bytes went through since this was last asked.
-    pub(super) fn take_moved(&mut self) -> usize {
+    pub(crate) fn take_moved(&mut self) -> usize {
         std::mem::take(&mut self.moved)
     }
 
     /// Writes as many of `bytes` as fit, and says how many.
-    pub(super) fn copy_in(&mut self, bytes: &[u8]) -> usize {
+    pub(crate) fn copy_in(&mut self, bytes: &[u8]) -> usize {
         let total = bytes.len().min(self.left);
         let mut left = &bytes[..total];
         while !left.is_empty() {
@@ -94,7 +94,7 @@ impl Chunk {
     }
 
     /// Appends a copy of the next `len` bytes to `copy`; not more than are left.
-    pub(super) fn take(&mut self, len: usize, copy: &mut Vec<u8>) {
+    pub(crate) fn take(&mut self, len: usize, copy: &mut Vec<u8>) {
         let end = copy.len() + len;
         copy.reserve(len);
         while copy.len() < end {
@@ -113,7 +113,7 @@ impl Chunk {
     }
 
     /// Makes what is left come from a copy of it, which is `copy` from now on.
-    pub(super) fn copy_out(&mut self, copy: &mut Vec<u8>) {
+    pub(crate) fn copy_out(&mut self, copy: &mut Vec<u8>) {
         copy.clear();
         copy.reserve_exact(self.left);
         self.take(self.left, copy);
@@ -121,24 +121,24 @@ impl Chunk {
     }
 
     /// From here on it is these bytes.
-    pub(super) fn replace(&mut self, bytes: &mut [u8]) {
+    pub(crate) fn replace(&mut self, bytes: &mut [u8]) {
         self.clear();
         self.push(bytes.as_mut_ptr(), bytes.len());
     }
 
     /// Makes what is left go into `bin` instead, whose content does not matter.
-    pub(super) fn discard_into(&mut self, bin: &Bin) {
+    pub(crate) fn discard_into(&mut self, bin: &Bin) {
         let left = self.left;
         self.fill_with(bin.0.as_ptr(), bin.0.len(), left);
     }
 
     /// The next `count` bytes go into `bin`.
-    pub(super) fn discard(&mut self, bin: &Bin, count: usize) {
+    pub(crate) fn discard(&mut self, bin: &Bin, count: usize) {
         self.fill_with(bin.0.as_ptr(), bin.0.len(), count);
     }
 
     /// Makes what is left come from zeros instead.
-    pub(super) fn zero(&mut self) {
+    pub(crate) fn zero(&mut self) {
         let left = self.left;
         self.fill_with(ZEROS.as_ptr().cast_mut(), ZEROS.len(), left);
     }
@@ -155,10 +155,10 @@ impl Chunk {
 
 /// Where bytes go that nobody wants: from several threads at once, if need be.
 #[derive(Clone)]
-pub(super) struct Bin(Arc<Memory>);
+pub(crate) struct Bin(Arc<Memory>);
 
 impl Bin {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Bin(Arc::new(Memory::owned(vec![0; FILLER])))
     }
 }

@@ -5,17 +5,21 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::conn::{Conn, Role, Scope};
-use super::conns::Conns;
-use super::ending::DeferredCompletions;
-use super::error;
-use super::frames::{Frame, put_bare, put_cancel, put_frame};
-use super::link::LinkStanding;
-use super::staging::{is_staged, share_stages};
 use crate::described::{self, Part};
+use crate::tcp::connections::connection::{Conn, Role};
+use crate::tcp::connections::lane::Scope;
+use crate::tcp::connections::table::Conns;
+use crate::tcp::context::AgentContext;
+use crate::tcp::error;
+use crate::tcp::frames::auth::InitiatorHandshake;
+use crate::tcp::frames::{Frame, put_bare, put_cancel, put_frame};
+use crate::tcp::memory::deferred::DeferredCompletions;
+use crate::tcp::memory::regions::{is_staged, share_stages};
+use crate::tcp::socket;
 use kvx_backend::control::proof::Keys;
 use kvx_backend::control::{NoticesToPeer, Silence, SilenceStatus};
 use kvx_backend::reactor::Outbox;
+use kvx_core::sync::Mutex;
 use kvx_core::transport::LinkState;
 use kvx_core::{Bound, Error, Identity, LinkId, Pair, Result, Ticket, TransferId};
 
@@ -25,6 +29,20 @@ const SMALL: u64 = 64 << 10;
 const SMALL_BLOCKS: u64 = 4096;
 /// Data of one request of a bulk transfer, about.
 const PART: u64 = 4 << 20;
+
+/// What the machine lets a link say of itself.
+#[derive(Debug, Default)]
+pub(crate) struct LinkStanding(Mutex<Option<String>>);
+
+impl LinkStanding {
+    pub(crate) fn set(&self, text: String) {
+        *self.0.lock() = Some(text);
+    }
+
+    pub(crate) fn get(&self) -> Option<String> {
+        self.0.lock().clone()
+    }
+}
 
 /// A transfer that has not settled.
 struct UnsettledTransfer {
@@ -38,23 +56,23 @@ struct UnsettledTransfer {
 }
 
 /// A link of ours.
-pub(super) struct OpenedLink {
-    pub(super) id: LinkId,
-    pub(super) who: Identity,
+pub(crate) struct OpenedLink {
+    pub(crate) id: LinkId,
+    pub(crate) who: Identity,
     /// What its lanes have in common.
-    pub(super) nonce: [u8; 16],
-    pub(super) greeted_again: u8,
+    pub(crate) nonce: [u8; 16],
+    pub(crate) greeted_again: u8,
     /// What we prove ourselves to the peer by.
-    pub(super) keys: Keys,
-    pub(super) addresses: Vec<SocketAddr>,
+    pub(crate) keys: Keys,
+    pub(crate) addresses: Vec<SocketAddr>,
     /// The address that is tried, or that answered.
-    pub(super) address: usize,
+    pub(crate) address: usize,
     /// Connections, by lane; the small one first.
-    pub(super) lanes: Vec<Option<usize>>,
-    pub(super) lanes_up: usize,
+    pub(crate) lanes: Vec<Option<usize>>,
+    pub(crate) lanes_up: usize,
     /// When it must be up.
     up_by: Instant,
-    pub(super) standing: Arc<LinkStanding>,
+    pub(crate) standing: Arc<LinkStanding>,
     transfers: HashMap<TransferId, UnsettledTransfer>,
     small: VecDeque<TransferId>,
     bulk: VecDeque<TransferId>,
@@ -63,7 +81,7 @@ pub(super) struct OpenedLink {
 }
 
 impl OpenedLink {
-    pub(super) fn new(
+    pub(crate) fn new(
         id: LinkId,
         (who, keys, nonce): (Identity, Keys, [u8; 16]),
         addresses: Vec<SocketAddr>,
@@ -91,12 +109,23 @@ impl OpenedLink {
         }
     }
 
-    pub(super) fn is_up(&self) -> bool {
+    /// A connect of a lane has ended: says hello, or why it failed.
+    pub(crate) fn greet(&self, conn: &mut Conn, lane: u8, context: &AgentContext) -> Result<()> {
+        socket::connected(conn.socket()).map_err(|errno| error::unreachable(conn.peer, errno))?;
+        let (own, which, wish) =
+            (context.agent.clone(), (self.nonce, lane), context.wish_toward(conn.peer));
+        let handshake =
+            InitiatorHandshake::start(&self.keys, own, which, wish, &mut conn.output.control)?;
+        conn.role = Role::Greeting { link: self.id, lane, handshake: Box::new(handshake) };
+        Ok(())
+    }
+
+    pub(crate) fn is_up(&self) -> bool {
         self.lanes_up == self.lanes.len()
     }
 
     /// When a connection that is begun now must be up. The small lane leaves time for the addresses that follow.
-    pub(super) fn lane_by(&self, lane: u8, longest: Duration, now: Instant) -> Instant {
+    pub(crate) fn lane_by(&self, lane: u8, longest: Duration, now: Instant) -> Instant {
         let left = self.up_by.saturating_duration_since(now);
         let addresses = self.addresses.len() - self.address;
         let share = if lane == 0 { left / addresses as u32 } else { left };
@@ -104,7 +133,7 @@ impl OpenedLink {
     }
 
     /// Takes a transfer; `issue` follows. Says whether it is a small one.
-    pub(super) fn post(
+    pub(crate) fn post(
         &mut self,
         plan: Arc<Bound>,
         id: TransferId,
@@ -130,14 +159,14 @@ impl OpenedLink {
     }
 
     /// Takes a notification; `issue` follows.
-    pub(super) fn notify(&mut self, bytes: Box<[u8]>, done: Ticket, out: &mut Outbox) {
+    pub(crate) fn notify(&mut self, bytes: Box<[u8]>, done: Ticket, out: &mut Outbox) {
         if let Err((done, why)) = self.notices.add(bytes, done) {
             out.settle(done, Err(error::of_peer(why, &self.who)));
         }
     }
 
     /// Sends out what the lanes have room for. Calls `touched` with the connections that now have output.
-    pub(super) fn issue(
+    pub(crate) fn issue(
         &mut self,
         conns: &mut Conns,
         scope: &mut Scope,
@@ -181,13 +210,13 @@ impl OpenedLink {
     }
 
     /// The peer's agent has a notification.
-    pub(super) fn acknowledged(&mut self, id: u64, out: &mut Outbox) -> Result<()> {
+    pub(crate) fn acknowledged(&mut self, id: u64, out: &mut Outbox) -> Result<()> {
         out.settle(self.notices.acknowledged(id)?, Ok(()));
         Ok(())
     }
 
     /// A request of a transfer has ended. Says whether the transfer failed by that: give it up.
-    pub(super) fn ended(&mut self, id: TransferId, result: &Result<()>, out: &mut Outbox) -> bool {
+    pub(crate) fn ended(&mut self, id: TransferId, result: &Result<()>, out: &mut Outbox) -> bool {
         let Some(transfer) = self.transfers.get_mut(&id) else { return false };
         transfer.out -= 1;
         if result.is_err() {
@@ -204,7 +233,7 @@ impl OpenedLink {
 
     /// Ends a transfer at once: from here on, its memory is not touched, but for copies that a device has begun: it
     /// settles after them. Calls `touched` as `issue` does.
-    pub(super) fn give_up(
+    pub(crate) fn give_up(
         &mut self,
         id: TransferId,
         why: Error,
@@ -237,7 +266,13 @@ impl OpenedLink {
             }
         }
         drop((transfer.plan, transfer.parts));
-        self.settle(id, transfer.done, error::of_peer(why, &self.who), &scope.shared.ending, out);
+        self.settle(
+            id,
+            transfer.done,
+            error::of_peer(why, &self.who),
+            &scope.context.deferred,
+            out,
+        );
     }
 
     /// Fails a transfer when nobody touches its memory any more.
@@ -246,21 +281,21 @@ impl OpenedLink {
         id: TransferId,
         done: Ticket,
         why: Error,
-        ending: &DeferredCompletions,
+        deferred: &DeferredCompletions,
         out: &mut Outbox,
     ) {
         if let Some((done, result)) =
-            ending.hold(|concern| concern.is_of(self.id, id), done, Err(why))
+            deferred.hold(|concern| concern.is_of(self.id, id), done, Err(why))
         {
             out.settle(done, result);
         }
     }
 
     /// Fails everything; its connections are gone.
-    pub(super) fn fail(&mut self, why: &Error, ending: &DeferredCompletions, out: &mut Outbox) {
+    pub(crate) fn fail(&mut self, why: &Error, deferred: &DeferredCompletions, out: &mut Outbox) {
         for (id, UnsettledTransfer { plan, done, .. }) in std::mem::take(&mut self.transfers) {
             drop(plan);
-            self.settle(id, done, why.clone(), ending, out);
+            self.settle(id, done, why.clone(), deferred, out);
         }
         for done in self.notices.end() {
             out.settle(done, Err(why.clone()));
@@ -268,20 +303,20 @@ impl OpenedLink {
     }
 
     /// The link is gone: fails everything and says so.
-    pub(super) fn lost(mut self, why: Error, ending: &DeferredCompletions, out: &mut Outbox) {
+    pub(crate) fn lost(mut self, why: Error, deferred: &DeferredCompletions, out: &mut Outbox) {
         let why = error::of_peer(why, &self.who);
-        self.fail(&why, ending, out);
+        self.fail(&why, deferred, out);
         out.link(self.id, LinkState::Lost(why));
     }
 
     /// Something came from the peer.
-    pub(super) fn heard(&mut self, now: Instant) {
+    pub(crate) fn heard(&mut self, now: Instant) {
         self.silence.heard(now);
     }
 
     /// Notes whether something is in flight, also what was given up and has not ended. `Some`: it has just begun, look
     /// at the silence then.
-    pub(super) fn note_busy(
+    pub(crate) fn note_busy(
         &mut self,
         now: Instant,
         timeout: Duration,
@@ -295,7 +330,7 @@ impl OpenedLink {
 
     /// Looks whether the peer is silent with work in flight. The first look that finds it so asks it for a sign of
     /// life.
-    pub(super) fn look(
+    pub(crate) fn look(
         &mut self,
         now: Instant,
         timeout: Duration,

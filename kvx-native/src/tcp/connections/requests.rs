@@ -6,15 +6,15 @@ use kvx_backend::reactor::WorkQueue;
 use kvx_core::{Bound, Error, ErrorKind, Extents, LinkId, Op, Result, TransferId};
 use slab::Slab;
 
-use super::buffers::{Input, Output};
-use super::chunk::Chunk;
-use super::conn::{Effect, LaneEnd, Scope};
-use super::ending::{Concern, DeferredCompletions};
-use super::frames::{Frame, Header, put_bare, put_frame, read_end};
-use super::memory::TcpRegion;
-use super::payload::{HostBlocks, Sink, Source};
-use super::staging::Staged;
 use crate::described::{Described, Part, Side};
+use crate::tcp::connections::lane::{Effect, LaneEnd, Scope};
+use crate::tcp::frames::input::Input;
+use crate::tcp::frames::output::Output;
+use crate::tcp::frames::{Frame, Header, put_bare, put_frame, read_end};
+use crate::tcp::memory::deferred::{Concern, DeferredCompletions};
+use crate::tcp::memory::payload::{HostBlocks, Sink, Source, Staged};
+use crate::tcp::region::TcpRegion;
+use crate::tcp::socket::chunk::Chunk;
 
 /// Data of the requests that are out on a lane, about: enough that the owner never waits for the next.
 const WINDOW: u64 = 8 << 20;
@@ -57,11 +57,11 @@ impl Local {
     }
 
     /// Nothing of it is touched any more, but by copies that a device has begun.
-    fn stop(self, ending: &DeferredCompletions) {
+    fn stop(self, deferred: &DeferredCompletions) {
         match self {
-            Local::From(source) => source.stop(ending),
+            Local::From(source) => source.stop(deferred),
             Local::Into(sink) => {
-                sink.stop(ending, None);
+                sink.stop(deferred, None);
             }
         }
     }
@@ -75,12 +75,12 @@ impl Request {
 }
 
 /// A lane that is up.
-pub(super) struct RequestLane {
+pub(crate) struct RequestLane {
     /// Of its connection.
     key: usize,
-    pub(super) link: LinkId,
+    pub(crate) link: LinkId,
     /// 0: the small lane.
-    pub(super) number: u8,
+    pub(crate) number: u8,
     requests: Slab<Request>,
     sequence: u64,
     /// Writes that were given up and have not ended.
@@ -100,7 +100,7 @@ fn malformed(why: impl std::fmt::Display) -> Error {
 }
 
 impl RequestLane {
-    pub(super) fn new(key: usize, link: LinkId, number: u8) -> Self {
+    pub(crate) fn new(key: usize, link: LinkId, number: u8) -> Self {
         RequestLane {
             key,
             link,
@@ -117,7 +117,7 @@ impl RequestLane {
     }
 
     /// Whether one more request may go out; at least one always may.
-    pub(super) fn has_room(&self) -> bool {
+    pub(crate) fn has_room(&self) -> bool {
         self.requests.is_empty()
             || self.bytes < WINDOW
                 && self.requests.len() < MAX_REQUESTS
@@ -125,17 +125,17 @@ impl RequestLane {
     }
 
     /// Whether requests are out whose ends have not come.
-    pub(super) fn owes_ends(&self) -> bool {
+    pub(crate) fn owes_ends(&self) -> bool {
         !self.requests.is_empty()
     }
 
     /// Bytes of the requests that are out.
-    pub(super) fn load(&self) -> u64 {
+    pub(crate) fn load(&self) -> u64 {
         self.bytes
     }
 
     /// Sends out a part of a transfer.
-    pub(super) fn request(
+    pub(crate) fn request(
         &mut self,
         plan: &Arc<Bound>,
         part: &Part,
@@ -148,7 +148,7 @@ impl RequestLane {
             (side.id, side.key)
         });
         let (op, bytes) = (plan.op(), remote.bytes());
-        let local = self.local(plan, part, transfer, &scope.shared.ending);
+        let local = self.local(plan, part, transfer, &scope.context.deferred);
         let slot = self.requests.vacant_key();
         let id = self.sequence << SLOT_BITS | slot as u64;
         self.sequence += 1;
@@ -183,7 +183,7 @@ impl RequestLane {
         plan: &Arc<Bound>,
         part: &Part,
         transfer: TransferId,
-        ending: &DeferredCompletions,
+        deferred: &DeferredCompletions,
     ) -> Result<Local> {
         let pair = &plan.pairs()[part.pair];
         let indices = pair.local_indices.slice(part.indices.clone());
@@ -195,7 +195,7 @@ impl RequestLane {
             let (regions, grids) = TcpRegion::of(plan, &pair.local[part.grids.clone()])?;
             if let Ok(staged) = Staged::of(&regions, Extents::new(grids, indices))? {
                 let (token, concern) =
-                    (ending.token(self.key), Concern::Transfer(self.link, transfer));
+                    (deferred.token(self.key), Concern::Transfer(self.link, transfer));
                 return Ok(match plan.op() {
                     Op::Read => Local::Into(staged.sink(self.number, token, concern)?),
                     Op::Write => Local::From(staged.source(self.number, token, concern)?),
@@ -275,7 +275,7 @@ impl RequestLane {
             put_bare(&mut output.control, Frame::Stop, id);
         }
         if let Some(local) = request.local {
-            local.stop(&scope.shared.ending);
+            local.stop(&scope.context.deferred);
         }
         scope.effects.push(Effect::Ended { link: self.link, transfer: request.transfer, result });
         Ok(())
@@ -299,7 +299,7 @@ impl RequestLane {
         };
         let request = self.forget(slot);
         if let Some(local) = request.local {
-            local.stop(&scope.shared.ending);
+            local.stop(&scope.context.deferred);
         }
         scope.effects.push(Effect::Ended { link: self.link, transfer: request.transfer, result });
     }
@@ -319,13 +319,13 @@ impl RequestLane {
     }
 
     /// Whether nothing else may begin: a write that was given up may still be on its way.
-    pub(super) fn is_fenced(&self) -> bool {
+    pub(crate) fn is_fenced(&self) -> bool {
         self.given_up_writes > 0
     }
 
     /// Gives up all requests of a transfer: from here on, its memory is not touched, but for copies that a device has
     /// begun. Calls `cancel` with the id of each.
-    pub(super) fn give_up(
+    pub(crate) fn give_up(
         &mut self,
         transfer: TransferId,
         input: &mut Input,
@@ -338,7 +338,7 @@ impl RequestLane {
             let request = &mut self.requests[slot];
             if request.is_landing() {
                 if let Some(local) = self.forget(slot).local {
-                    local.stop(&scope.shared.ending);
+                    local.stop(&scope.context.deferred);
                 }
                 continue;
             }
@@ -358,7 +358,7 @@ impl RequestLane {
                 }
             }
             if let Some(local) = local {
-                local.stop(&scope.shared.ending);
+                local.stop(&scope.context.deferred);
             }
             cancel(id);
         }
@@ -378,7 +378,7 @@ impl RequestLane {
             return;
         };
         if let Some(local) = request.local.take() {
-            local.stop(&scope.shared.ending);
+            local.stop(&scope.context.deferred);
         }
         if let Some(transfer) = request.transfer {
             scope.effects.push(Effect::Failed { link: self.link, transfer, why });
@@ -517,10 +517,10 @@ impl LaneEnd for RequestLane {
         }
     }
 
-    fn release(&mut self, ending: &DeferredCompletions) {
+    fn release(&mut self, deferred: &DeferredCompletions) {
         self.requests
             .drain()
             .filter_map(|request| request.local)
-            .for_each(|local| local.stop(ending));
+            .for_each(|local| local.stop(deferred));
     }
 }

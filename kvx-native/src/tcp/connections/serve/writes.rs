@@ -3,11 +3,12 @@
 use kvx_core::{Error, Result};
 
 use super::{ServedLane, cancelled, malformed};
-use crate::tcp::buffers::{Input, Output};
-use crate::tcp::conn::Scope;
-use crate::tcp::ending::LateAnswer;
+use crate::tcp::connections::lane::Scope;
+use crate::tcp::frames::input::Input;
+use crate::tcp::frames::output::Output;
 use crate::tcp::frames::put_end;
-use crate::tcp::payload::Sink;
+use crate::tcp::memory::deferred::LateAnswer;
+use crate::tcp::memory::payload::Sink;
 
 /// Writes that a peer may begin on one lane before it ends one.
 const MAX_WRITES: usize = 1024;
@@ -15,16 +16,16 @@ const MAX_WRITES: usize = 1024;
 const MAX_WRITES_DESCRIBED: usize = 16 << 20;
 
 /// A write that is coming in.
-pub(super) struct ServedWrite {
+pub(crate) struct ServedWrite {
     /// `None`: refused, cancelled by a revocation; its payload goes nowhere.
-    pub(super) sink: Option<Sink>,
+    pub(crate) sink: Option<Sink>,
     /// Payload still to come.
-    pub(super) left: u64,
+    pub(crate) left: u64,
     described: usize,
 }
 
 impl ServedLane {
-    pub(super) fn write(
+    pub(crate) fn write(
         &mut self,
         id: u64,
         body: &[u8],
@@ -36,7 +37,7 @@ impl ServedLane {
         }
         let (left, named) = self.request(id, body, scope)?;
         let mut described = 0;
-        let sink = match named.and_then(|named| self.sink(named, &scope.shared.ending)) {
+        let sink = match named.and_then(|named| self.sink(named, &scope.context.deferred)) {
             Ok(sink) => {
                 described = body.len();
                 Some(sink)
@@ -53,13 +54,13 @@ impl ServedLane {
         Ok(())
     }
 
-    pub(super) fn receiving(&mut self) -> Option<(u64, &mut Sink)> {
+    pub(crate) fn receiving(&mut self) -> Option<(u64, &mut Sink)> {
         let (id, _) = self.receiving?;
         Some((id, self.writes.get_mut(&id)?.sink.as_mut()?))
     }
 
     /// All payload of a write has come: ends it, if it is where it belongs.
-    pub(super) fn end_if_landed(&mut self, id: u64, output: &mut Output, scope: &mut Scope) {
+    pub(crate) fn end_if_landed(&mut self, id: u64, output: &mut Output, scope: &mut Scope) {
         let Some(ServedWrite { sink: Some(sink), .. }) = self.writes.get_mut(&id) else { return };
         match sink.has_landed() {
             Ok(false) => {} // its token comes
@@ -71,7 +72,7 @@ impl ServedLane {
         }
     }
 
-    pub(super) fn forget_write(&mut self, id: u64, scope: &mut Scope) {
+    pub(crate) fn forget_write(&mut self, id: u64, scope: &mut Scope) {
         if let Some(writing) = self.writes.remove(&id) {
             self.writes_described -= writing.described;
             scope.described -= writing.described;
@@ -79,13 +80,13 @@ impl ServedLane {
     }
 
     /// No more payload comes for a write.
-    pub(super) fn stop_write(&mut self, id: u64, output: &mut Output, scope: &mut Scope) {
+    pub(crate) fn stop_write(&mut self, id: u64, output: &mut Output, scope: &mut Scope) {
         self.refuse_write(id, &cancelled(), output, scope);
         self.forget_write(id, scope);
     }
 
     /// Ends writes at once: nothing more goes into their memory.
-    pub(super) fn refuse_writes(
+    pub(crate) fn refuse_writes(
         &mut self,
         which: impl Fn(u64, &Sink) -> bool,
         why: &Error,
@@ -106,7 +107,7 @@ impl ServedLane {
 
     /// The same for one; its end is told when nothing goes into its memory any more, so that what its initiator writes
     /// next stays.
-    pub(super) fn refuse_write(
+    pub(crate) fn refuse_write(
         &mut self,
         id: u64,
         why: &Error,
@@ -116,7 +117,7 @@ impl ServedLane {
         let Some(writing) = self.writes.get_mut(&id) else { return };
         let Some(sink) = writing.sink.take() else { return };
         let answer = LateAnswer { link: self.link, lane: self.lane, id, why: why.clone() };
-        if let Some(answer) = sink.stop(&scope.shared.ending, Some(answer)) {
+        if let Some(answer) = sink.stop(&scope.context.deferred, Some(answer)) {
             put_end(&mut output.control, id, Err(&answer.why));
         }
         if writing.left == 0 {

@@ -1,86 +1,24 @@
 //! One connection: bytes in, frames out, and the other way round. What frames mean is up to its role.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_backend::control::HeldBytes;
 use kvx_core::fork::Private;
-use kvx_core::{Error, ErrorKind, Identity, LinkId, Result, TransferId};
+use kvx_core::{Error, ErrorKind, Identity, LinkId, Result};
 use kvx_noise::Seals;
 
-use super::auth::{InitiatorHandshake, InitiatorVerdict, OwnerHandshake, Step};
-use super::buffers::{Input, Output, ReadState};
-use super::chunk::{Bin, Chunk, MAX_PIECES};
-use super::ending::{AbandonedTurn, DeferredCompletions};
-use super::fetch::RequestLane;
-use super::frames::{Frame, Header, MAX_DATA};
-use super::seal::Seal;
-use super::serve::ServedLane;
-use super::socket;
-use super::transport::Shared;
-
-/// What the connections of a machine share, each in its turn.
-pub(super) struct Scope {
-    pub(super) shared: Arc<Shared>,
-    /// Whether others went on without the turn that has this.
-    pub(super) left_behind: Arc<AbandonedTurn>,
-    pub(super) bin: Bin,
-    /// Scratch for one system call.
-    pub(super) pieces: Vec<libc::iovec>,
-    pub(super) effects: Vec<Effect>,
-    /// Bytes of queued descriptions, over all lanes that are served.
-    pub(super) described: usize,
-    /// The most payload that is moved at a time now.
-    pub(super) piece: usize,
-    /// A small transfer has come.
-    pub(super) small_came: bool,
-}
-
-// SAFETY: `pieces` means nothing between two system calls; all else is Send.
-unsafe impl Send for Scope {}
-
-impl Scope {
-    pub(super) fn new(shared: Arc<Shared>, bin: Bin) -> Self {
-        Scope {
-            shared,
-            left_behind: Arc::default(),
-            bin,
-            pieces: Vec::with_capacity(MAX_PIECES + 2),
-            effects: Vec::new(),
-            described: 0,
-            piece: MAX_DATA,
-            small_came: false,
-        }
-    }
-
-    /// Errors: the turn is one that others went on without.
-    fn go_on(&self) -> Result<()> {
-        if self.left_behind.is_so() { Err(super::error::closed("the connection")) } else { Ok(()) }
-    }
-}
-
-/// What a connection tells the machine.
-#[derive(Debug)]
-pub(super) enum Effect {
-    /// A lane is up.
-    Welcome { link: LinkId, lane: u8, seal: Seal },
-    /// Another incarnation answered.
-    Restarted { link: LinkId },
-    /// A request has ended: one of a transfer's, or one that was given up. There is room for another.
-    Ended { link: LinkId, transfer: Option<TransferId>, result: Result<()> },
-    /// A transfer's local memory cannot be read or written.
-    Failed { link: LinkId, transfer: TransferId, why: Error },
-    /// A notification has arrived.
-    Acked { link: LinkId, id: u64 },
-    /// A peer got in.
-    Entered { key: usize },
-    /// A peer takes back a request of another of its lanes.
-    Cancelled { link: [u8; 16], lane: u8, id: u64 },
-}
+use crate::tcp::connections::lane::{Effect, LaneEnd, Scope};
+use crate::tcp::connections::requests::RequestLane;
+use crate::tcp::connections::serve::ServedLane;
+use crate::tcp::frames::auth::{InitiatorHandshake, InitiatorVerdict, OwnerHandshake, Step};
+use crate::tcp::frames::input::{Input, ReadState};
+use crate::tcp::frames::output::Output;
+use crate::tcp::frames::{Frame, Header};
+use crate::tcp::seal::Seal;
 
 /// What a connection is.
-pub(super) enum Role {
+pub(crate) enum Role {
     /// Ours, not connected yet.
     Connecting { link: LinkId, lane: u8 },
     /// Ours, in the handshake.
@@ -95,7 +33,7 @@ pub(super) enum Role {
 
 impl Role {
     /// The link that it belongs to, if it is ours, and which lane of it.
-    pub(super) fn lane(&self) -> Option<(LinkId, u8)> {
+    pub(crate) fn lane(&self) -> Option<(LinkId, u8)> {
         match self {
             Role::Connecting { link, lane } | Role::Greeting { link, lane, .. } => {
                 Some((*link, *lane))
@@ -106,7 +44,7 @@ impl Role {
     }
 
     /// Whether the ends do not know each other yet.
-    pub(super) fn is_greeting(&self) -> bool {
+    pub(crate) fn is_greeting(&self) -> bool {
         self.up().is_none()
     }
 
@@ -165,68 +103,12 @@ impl Role {
     }
 
     /// The same, to do something.
-    pub(super) fn up_mut(&mut self) -> Option<&mut dyn LaneEnd> {
+    pub(crate) fn up_mut(&mut self) -> Option<&mut dyn LaneEnd> {
         match self {
             Role::Requests(lane) => Some(&mut **lane),
             Role::Served(lane) => Some(&mut **lane),
             Role::Connecting { .. } | Role::Greeting { .. } | Role::Greeted(_) => None,
         }
-    }
-}
-
-/// One end of a lane whose handshake is done: an initiator's requests, or the owner that serves them.
-pub(super) trait LaneEnd {
-    /// A frame that is no payload. Errors end the connection.
-    fn frame(
-        &mut self,
-        header: Header,
-        body: &[u8],
-        output: &mut Output,
-        scope: &mut Scope,
-    ) -> Result<()>;
-
-    /// Payload begins. Errors end the connection.
-    fn data(&mut self, header: Header) -> Result<()>;
-
-    /// Where the next of it goes. False: there is no place now.
-    fn fill(
-        &mut self,
-        chunk: &mut Chunk,
-        max: usize,
-        output: &mut Output,
-        scope: &mut Scope,
-    ) -> bool;
-
-    /// So many bytes went where `fill` said.
-    fn took(&mut self, count: usize);
-
-    /// Nothing comes now. Says whether what `fill` said holds no longer.
-    fn pause(&mut self) -> bool;
-
-    /// Payload has ended.
-    fn data_end(&mut self, output: &mut Output, scope: &mut Scope);
-
-    /// Puts the next frame with payload into the output, if there is one.
-    fn next_frame(&mut self, output: &mut Output, scope: &mut Scope);
-
-    /// Whether there is one.
-    fn has_frames(&self) -> bool;
-
-    /// Whether it has blocks of a device to send.
-    fn has_streams(&self) -> bool;
-
-    /// Its peer does not read: nobody waits for what it keeps.
-    fn make_way(&mut self, output: &mut Output);
-
-    /// A device has copied for one of its streams.
-    fn woken(&mut self, token: u64, input: &mut Input, output: &mut Output, scope: &mut Scope);
-
-    /// Nothing comes and goes any more: lets go of all memory.
-    fn release(&mut self, ending: &DeferredCompletions);
-
-    /// Whether nothing more is read before some of what waits has gone out.
-    fn is_paused(&self, _output: &Output, _described_in_all: usize) -> bool {
-        false
     }
 }
 
@@ -251,17 +133,17 @@ fn out_of_turn(header: Header) -> Error {
 }
 
 /// A connection.
-pub(super) struct Conn {
+pub(crate) struct Conn {
     socket: Private,
-    pub(super) peer: SocketAddr,
+    pub(crate) peer: SocketAddr,
     /// Goes before bulk connections.
-    pub(super) small: bool,
+    pub(crate) small: bool,
     /// Whether it waits in a queue of the machine.
-    pub(super) queued: bool,
+    pub(crate) queued: bool,
     /// When its handshake must be done.
-    pub(super) deadline: Option<Instant>,
+    pub(crate) deadline: Option<Instant>,
     /// To be closed when its output has gone.
-    pub(super) closing: bool,
+    pub(crate) closing: bool,
     readable: bool,
     writable: bool,
     /// Whether the other end has closed: a short read does not mean that nothing more comes.
@@ -270,16 +152,16 @@ pub(super) struct Conn {
     full_since: Option<Instant>,
     /// What is counted as held for its peer.
     held: usize,
-    pub(super) input: Input,
-    pub(super) output: Output,
-    pub(super) role: Role,
+    pub(crate) input: Input,
+    pub(crate) output: Output,
+    pub(crate) role: Role,
 }
 
 /// A socket that takes nothing for so long may do so for ever: its streams keep no bounce buffers from others.
 const STUCK: Duration = Duration::from_millis(100);
 
 impl Conn {
-    pub(super) fn new(socket: Private, peer: SocketAddr, role: Role, deadline: Instant) -> Self {
+    pub(crate) fn new(socket: Private, peer: SocketAddr, role: Role, deadline: Instant) -> Self {
         Conn {
             socket,
             peer,
@@ -299,30 +181,30 @@ impl Conn {
     }
 
     /// Counts what a peer that is served has us hold now. Errors: `Exhausted` for one that goes too far.
-    pub(super) fn note_held(&mut self, held: &mut HeldBytes<Identity>) -> Result<()> {
+    pub(crate) fn note_held(&mut self, held: &mut HeldBytes<Identity>) -> Result<()> {
         let Role::Served(lane) = &self.role else { return Ok(()) };
         let bytes = self.input.held() + lane.held() + self.output.held();
         held.note(&lane.who, &mut self.held, bytes)
     }
 
     /// It goes, and all that was held for it.
-    pub(super) fn let_go_of_held(&mut self, held: &mut HeldBytes<Identity>) {
+    pub(crate) fn let_go_of_held(&mut self, held: &mut HeldBytes<Identity>) {
         if let Role::Served(lane) = &self.role {
             held.note(&lane.who, &mut self.held, 0).ok(); // too much for the others of this peer is seen in their turn
         }
     }
 
     /// Bytes of the descriptions that it holds for a peer that is served.
-    pub(super) fn described(&self) -> usize {
+    pub(crate) fn described(&self) -> usize {
         if let Role::Served(lane) = &self.role { lane.described() } else { 0 }
     }
 
-    pub(super) fn socket(&self) -> &Private {
+    pub(crate) fn socket(&self) -> &Private {
         &self.socket
     }
 
     /// What the kernel says of it now.
-    pub(super) fn event(&mut self, readable: bool, writable: bool, hung_up: bool) {
+    pub(crate) fn event(&mut self, readable: bool, writable: bool, hung_up: bool) {
         self.readable |= readable || hung_up;
         self.writable |= writable || hung_up;
         self.hung_up |= hung_up;
@@ -332,7 +214,7 @@ impl Conn {
     }
 
     /// Notes whether its socket takes nothing while it has streams. When to look again, if that has just begun.
-    pub(super) fn note_full(&mut self, now: Instant) -> Option<Instant> {
+    pub(crate) fn note_full(&mut self, now: Instant) -> Option<Instant> {
         if self.writable
             || self.full_since.is_some()
             || !self.role.up().is_some_and(|lane| lane.has_streams())
@@ -344,7 +226,7 @@ impl Conn {
     }
 
     /// Whether its socket has taken nothing for long; then its streams make way. Else when to look again, if ever.
-    pub(super) fn look_if_stuck(&mut self, now: Instant) -> Option<Instant> {
+    pub(crate) fn look_if_stuck(&mut self, now: Instant) -> Option<Instant> {
         let stuck_at = self.full_since? + STUCK;
         if stuck_at > now {
             return Some(stuck_at);
@@ -356,7 +238,7 @@ impl Conn {
     }
 
     /// Whether there is something to do now.
-    pub(super) fn is_ready(&self, described: usize) -> bool {
+    pub(crate) fn is_ready(&self, described: usize) -> bool {
         match &self.role {
             Role::Connecting { .. } => self.readable || self.writable,
             _ => {
@@ -368,12 +250,12 @@ impl Conn {
     }
 
     /// Whether something may lie in its socket that was not read.
-    pub(super) fn may_have_unread(&self) -> bool {
+    pub(crate) fn may_have_unread(&self) -> bool {
         self.readable
     }
 
     /// Whether something waits to be sent.
-    pub(super) fn has_output(&self) -> bool {
+    pub(crate) fn has_output(&self) -> bool {
         !self.output.at_boundary()
             || !self.output.control.is_empty()
             || self.role.up().is_some_and(|lane| lane.has_frames())
@@ -384,7 +266,7 @@ impl Conn {
     }
 
     /// Its turn: takes in what is there, and sends what there is, about `share` bytes of each. Says how many.
-    pub(super) fn serve(
+    pub(crate) fn serve(
         &mut self,
         share: usize,
         key: usize,
@@ -431,7 +313,7 @@ impl Conn {
     }
 
     /// A device has copied for one of its streams.
-    pub(super) fn woken(&mut self, token: u64, now: Instant, scope: &mut Scope) {
+    pub(crate) fn woken(&mut self, token: u64, now: Instant, scope: &mut Scope) {
         if let Some(lane) = self.role.up_mut() {
             lane.woken(token, &mut self.input, &mut self.output, scope);
         }
@@ -527,20 +409,18 @@ impl Conn {
         while self.writable && moved < budget {
             scope.go_on()?;
             if self.output.at_boundary() {
-                self.output.next(&mut self.role, scope);
+                self.output.begin();
+                if let Some(lane) = self.role.up_mut() {
+                    lane.next_frame(&mut self.output, scope);
+                }
+                self.output.seal();
                 if self.output.left() == 0 {
                     break;
                 }
             }
-            self.output.pieces(&mut scope.pieces);
-            // SAFETY: the pieces are buffers of this connection and the chunk's, whose owner keeps their memory.
-            let sent = unsafe { socket::send(&self.socket, &mut scope.pieces) }?;
-            let count = sent.unwrap_or(0);
-            if count < self.output.left() {
-                self.writable = false; // full: room makes an event
-            }
-            self.output.advance(count);
-            moved += count;
+            let sent = self.output.write(&self.socket, &mut scope.pieces)?;
+            self.writable = self.output.left() == 0; // else it is full: room makes an event
+            moved += sent;
         }
         Ok(moved)
     }

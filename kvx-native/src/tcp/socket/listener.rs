@@ -6,18 +6,18 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use kvx_core::fork::Private;
 use kvx_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
-use super::config::Config;
+use crate::tcp::config::Config;
+use crate::tcp::socket::stream_socket;
 
 /// Connections that the kernel keeps until they are accepted.
 const BACKLOG: i32 = 1024;
 
 /// A listening socket and what peers connect to.
 #[derive(Debug)]
-pub(super) struct Listener {
-    pub(super) socket: Private,
-    pub(super) addresses: Vec<SocketAddr>,
+pub(crate) struct Listener {
+    pub(crate) socket: Private,
+    pub(crate) addresses: Vec<SocketAddr>,
 }
 
 impl Listener {
@@ -26,7 +26,7 @@ impl Listener {
     /// # Errors
     /// A busy port names the port, the setting and a free one. A wildcard address without `tcp.advertise` lists the
     /// addresses of this host. What else the system refuses comes with its code.
-    pub(super) fn open(config: &Config) -> Result<Self> {
+    pub(crate) fn open(config: &Config) -> Result<Self> {
         if config.bind.is_unspecified() && config.advertise.is_empty() {
             return Err(unspecified(config.bind));
         }
@@ -69,18 +69,6 @@ fn bound(address: SocketAddr) -> Result<Private, Errno> {
     rustix::net::bind(&socket, &address)?;
     rustix::net::listen(&socket, BACKLOG)?;
     Ok(socket)
-}
-
-/// A TCP socket of the family of `address`, not blocking, not inherited.
-pub(super) fn stream_socket(address: SocketAddr) -> Result<Private, Errno> {
-    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-    rustix::net::socket_with(
-        family,
-        SocketType::STREAM,
-        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
-        None,
-    )
-    .map(Private::from)
 }
 
 fn local_address(socket: &Private) -> Result<SocketAddr, Errno> {
@@ -140,7 +128,7 @@ fn list() -> String {
 }
 
 /// Interfaces that are up, with their addresses; those that only reach the same link are left out.
-pub(super) fn host_addresses() -> Vec<(String, IpAddr)> {
+pub(crate) fn host_addresses() -> Vec<(String, IpAddr)> {
     let mut first = std::ptr::null_mut();
     // SAFETY: `first` is a valid place for the list, which is freed below and nowhere else.
     if unsafe { libc::getifaddrs(&mut first) } != 0 {

@@ -13,14 +13,11 @@ use crate::staging::{Copies, Fetch, Store};
 use kvx_core::sync::{Mutex, MutexGuard};
 use kvx_core::{Error, ErrorKind, LinkId, RegionId, Result, Ticket, TransferId};
 
-use super::memory::Served;
-use super::payload::ServedRegions;
-use super::progress::Command;
-use super::transport::Handle;
+use crate::tcp::memory::regions::{Served, ServedRegions};
 
 /// Whose memory a stream touches.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Concern {
+pub(crate) enum Concern {
     /// The local side of a transfer of ours.
     Transfer(LinkId, TransferId),
     /// The local sides of all transfers over a link of ours.
@@ -32,7 +29,7 @@ pub(super) enum Concern {
 }
 
 impl Concern {
-    pub(super) fn touches(&self, region: RegionId) -> bool {
+    pub(crate) fn touches(&self, region: RegionId) -> bool {
         match self {
             Concern::Regions(regions) => regions.contains(&region),
             Concern::AllRegions => true,
@@ -40,24 +37,24 @@ impl Concern {
         }
     }
 
-    pub(super) fn is_of(&self, link: LinkId, transfer: TransferId) -> bool {
+    pub(crate) fn is_of(&self, link: LinkId, transfer: TransferId) -> bool {
         *self == Concern::Transfer(link, transfer) || *self == Concern::Link(link)
     }
 }
 
 /// A refusal that a peer gets when nothing of its request lands any more.
 #[derive(Clone, Debug)]
-pub(super) struct LateAnswer {
+pub(crate) struct LateAnswer {
     /// Which of its links, and which lane of that.
-    pub(super) link: [u8; 16],
-    pub(super) lane: u8,
-    pub(super) id: u64,
-    pub(super) why: Error,
+    pub(crate) link: [u8; 16],
+    pub(crate) lane: u8,
+    pub(crate) id: u64,
+    pub(crate) why: Error,
 }
 
 /// Whether others went on without a turn, and whether its thread is out of it.
 #[derive(Debug, Default)]
-pub(super) struct AbandonedTurn {
+pub(crate) struct AbandonedTurn {
     /// What it is known by since then.
     token: OnceLock<u64>,
     is_over: AtomicBool,
@@ -65,11 +62,11 @@ pub(super) struct AbandonedTurn {
 
 impl AbandonedTurn {
     /// Others go on.
-    pub(super) fn leave(&self, token: u64) {
+    pub(crate) fn leave(&self, token: u64) {
         self.token.set(token).ok(); // once
     }
 
-    pub(super) fn is_so(&self) -> bool {
+    pub(crate) fn is_so(&self) -> bool {
         self.token.get().is_some()
     }
 }
@@ -77,23 +74,23 @@ impl AbandonedTurn {
 /// The regions that an owner's end of a lane may touch in a turn: those that it sends from, and receives into. They
 /// are kept by what does so, not by this.
 #[derive(Debug, Default)]
-pub(super) struct Touched(Mutex<[Option<Weak<[Arc<Served>]>>; 2]>);
+pub(crate) struct Touched(Mutex<[Option<Weak<[Arc<Served>]>>; 2]>);
 
 impl Touched {
     fn set(&self, which: usize, regions: Option<&ServedRegions>) {
         self.0.lock()[which] = regions.map(Arc::downgrade);
     }
 
-    pub(super) fn sends(&self, regions: Option<&ServedRegions>) {
+    pub(crate) fn sends(&self, regions: Option<&ServedRegions>) {
         self.set(0, regions);
     }
 
-    pub(super) fn receives(&self, regions: Option<&ServedRegions>) {
+    pub(crate) fn receives(&self, regions: Option<&ServedRegions>) {
         self.set(1, regions);
     }
 
     /// What it touches, and what of that it receives into.
-    pub(super) fn concerns(&self) -> (Concern, Concern) {
+    pub(crate) fn concerns(&self) -> (Concern, Concern) {
         let [sends, receives] = {
             let touched = self.0.lock();
             touched.each_ref().map(|regions| regions.as_ref().and_then(Weak::upgrade))
@@ -108,7 +105,7 @@ impl Touched {
 }
 
 /// A stream of either kind, or a turn that others went on without.
-pub(super) enum Streaming {
+pub(crate) enum Streaming {
     Fetch(Fetch),
     Store(Store),
     Turn {
@@ -156,9 +153,9 @@ struct Ended {
 
 /// See the module.
 #[derive(Default)]
-pub(super) struct DeferredCompletions {
-    /// The way to the machine.
-    home: OnceLock<Weak<Handle>>,
+pub(crate) struct DeferredCompletions {
+    /// Has the machine look after a stream.
+    wake: OnceLock<Box<dyn Fn(u64) + Send + Sync>>,
     tokens: AtomicU32,
     table: Mutex<GivenUpStreams>,
 }
@@ -178,25 +175,25 @@ impl DeferredCompletions {
         self.table.lock()
     }
 
-    /// Says where the machine is.
-    pub(super) fn home(&self, handle: &Arc<Handle>) {
-        self.home.set(Arc::downgrade(handle)).ok(); // once, when the transport opens
+    /// Sets what has the machine look after the stream of a token.
+    pub(crate) fn wake_with(&self, wake: impl Fn(u64) + Send + Sync + 'static) {
+        self.wake.set(Box::new(wake)).ok(); // once, when the transport opens
     }
 
     /// A token for a stream of the connection at `key`.
-    pub(super) fn token(&self, key: usize) -> u64 {
+    pub(crate) fn token(&self, key: usize) -> u64 {
         (key as u64) << 32 | u64::from(self.tokens.fetch_add(1, Ordering::Relaxed))
     }
 
     /// The connection whose stream it was.
-    pub(super) fn key(token: u64) -> usize {
+    pub(crate) fn key(token: u64) -> usize {
         (token >> 32) as usize
     }
 
     /// A stream can go on, or a copy of one that was given up has ended. On any thread.
-    pub(super) fn wake(&self, token: u64) {
-        if let Some(handle) = self.home.get().and_then(Weak::upgrade) {
-            handle.reactor.submit(Command::Staged { token });
+    pub(crate) fn wake(&self, token: u64) {
+        if let Some(wake) = self.wake.get() {
+            wake(token);
         }
         if self.table().closed {
             let (settled, _) = self.look(token);
@@ -205,7 +202,7 @@ impl DeferredCompletions {
     }
 
     /// Takes a stream that is given up. The answer comes back if it may go out now.
-    pub(super) fn add(
+    pub(crate) fn add(
         &self,
         token: u64,
         mut stream: Streaming,
@@ -221,7 +218,7 @@ impl DeferredCompletions {
     }
 
     /// A turn hangs that touches this; `receives` of it may still be written to.
-    pub(super) fn leave(
+    pub(crate) fn leave(
         &self,
         token: u64,
         left: Arc<AbandonedTurn>,
@@ -233,7 +230,7 @@ impl DeferredCompletions {
     }
 
     /// Errors: `Exhausted` if a turn that hangs may still write there, over what is written now.
-    pub(super) fn check_writable(&self, regions: &[Arc<Served>]) -> Result<()> {
+    pub(crate) fn check_writable(&self, regions: &[Arc<Served>]) -> Result<()> {
         let table = self.table();
         let writes = |region: RegionId| {
             table.streams.values().any(|ended| match &ended.stream {
@@ -256,7 +253,7 @@ impl DeferredCompletions {
 
     /// The thread is out of a turn that was left behind, and has given up the streams of its connection: what waits for
     /// the turn waits for them now.
-    pub(super) fn is_out(&self, turn: &AbandonedTurn) {
+    pub(crate) fn is_out(&self, turn: &AbandonedTurn) {
         let Some(token) = turn.token.get().copied() else { return };
         let mut table = self.table();
         let waits = table.streams.get_mut(&token).map(|ended| std::mem::take(&mut ended.holds));
@@ -285,7 +282,7 @@ impl DeferredCompletions {
     }
 
     /// What can be told now that copies of this stream have ended.
-    pub(super) fn look(&self, token: u64) -> (Vec<Settled>, Option<LateAnswer>) {
+    pub(crate) fn look(&self, token: u64) -> (Vec<Settled>, Option<LateAnswer>) {
         let mut table = self.table();
         let Entry::Occupied(mut entry) = table.streams.entry(token) else {
             return (Vec::new(), None);
@@ -312,7 +309,7 @@ impl DeferredCompletions {
     }
 
     /// Settles a ticket when no copy touches what it concerns: it comes back if that is now.
-    pub(super) fn hold(
+    pub(crate) fn hold(
         &self,
         concerns: impl Fn(&Concern) -> bool,
         ticket: Ticket,
@@ -336,7 +333,7 @@ impl DeferredCompletions {
     }
 
     /// The machine has ended: hands out what can be settled now, and sees to the rest by itself.
-    pub(super) fn close(&self) -> Vec<Settled> {
+    pub(crate) fn close(&self) -> Vec<Settled> {
         let tokens: Vec<u64> = {
             let mut table = self.table();
             table.closed = true;

@@ -1,5 +1,9 @@
 //! System calls on a connection's socket.
 
+pub(crate) mod chunk;
+pub(crate) mod listener;
+pub(crate) mod poller;
+
 use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
 use std::time::Duration;
@@ -7,9 +11,7 @@ use std::time::Duration;
 use kvx_core::fork::Private;
 use kvx_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
-use rustix::net::sockopt;
-
-use super::listener::stream_socket;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 /// How long a connection is idle before the kernel asks whether the other host still exists.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
@@ -18,8 +20,20 @@ const KEEPALIVE_PROBES: u32 = 3;
 /// How long sent bytes may stay unacknowledged, or the other end's window shut, at least.
 const UNACKNOWLEDGED: Duration = Duration::from_secs(60);
 
+/// A TCP socket of the family of `address`, not blocking, not inherited.
+pub(crate) fn stream_socket(address: SocketAddr) -> Result<Private, Errno> {
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    rustix::net::socket_with(
+        family,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+        None,
+    )
+    .map(Private::from)
+}
+
 /// Starts to connect.
-pub(super) fn connect(address: SocketAddr, peer_timeout: Duration) -> Result<Private, Errno> {
+pub(crate) fn connect(address: SocketAddr, peer_timeout: Duration) -> Result<Private, Errno> {
     let socket = stream_socket(address)?;
     tune(&socket, peer_timeout)?;
     match rustix::net::connect(&socket, &address) {
@@ -29,7 +43,7 @@ pub(super) fn connect(address: SocketAddr, peer_timeout: Duration) -> Result<Pri
 }
 
 /// Options of every connection: no delay, and an end for half-dead ones.
-pub(super) fn tune(socket: &Private, peer_timeout: Duration) -> Result<(), Errno> {
+pub(crate) fn tune(socket: &Private, peer_timeout: Duration) -> Result<(), Errno> {
     sockopt::set_tcp_nodelay(socket, true)?;
     sockopt::set_socket_keepalive(socket, true)?;
     sockopt::set_tcp_keepidle(socket, KEEPALIVE_IDLE)?;
@@ -40,7 +54,7 @@ pub(super) fn tune(socket: &Private, peer_timeout: Duration) -> Result<(), Errno
 }
 
 /// Whether a connect that was started has succeeded.
-pub(super) fn connected(socket: &Private) -> Result<(), Errno> {
+pub(crate) fn connected(socket: &Private) -> Result<(), Errno> {
     sockopt::socket_error(socket)??;
     rustix::net::getpeername(socket)?.map(|_| ()).ok_or(Errno::NOTCONN)
 }
@@ -49,7 +63,7 @@ pub(super) fn connected(socket: &Private) -> Result<(), Errno> {
 ///
 /// # Safety
 /// Each piece names readable memory.
-pub(super) unsafe fn send(socket: &Private, pieces: &mut [libc::iovec]) -> Result<Option<usize>> {
+pub(crate) unsafe fn send(socket: &Private, pieces: &mut [libc::iovec]) -> Result<Option<usize>> {
     #[cfg(test)]
     let Some(pieces) = cut::short(pieces) else { return Ok(None) };
     // SAFETY: all zeros is a message header without address, pieces and ancillary data.
@@ -66,7 +80,7 @@ pub(super) unsafe fn send(socket: &Private, pieces: &mut [libc::iovec]) -> Resul
 ///
 /// # Safety
 /// Each piece names writable memory.
-pub(super) unsafe fn receive(
+pub(crate) unsafe fn receive(
     socket: &Private,
     pieces: &mut [libc::iovec],
 ) -> Result<Option<usize>> {
@@ -103,7 +117,7 @@ fn broken(errno: Errno) -> Error {
 
 /// Calls that move less than there is, or nothing, as a test's seed wants it.
 #[cfg(test)]
-pub(super) mod cut {
+pub(crate) mod cut {
     use std::cell::RefCell;
 
     use kvx_testkit::Random;
@@ -113,12 +127,12 @@ pub(super) mod cut {
     }
 
     /// The calls of this thread are cut from now on, by this seed; or are not.
-    pub(in crate::tcp) fn by(seed: Option<u64>) {
+    pub(crate) fn by(seed: Option<u64>) {
         CUTS.set(seed.map(Random::seeded));
     }
 
     /// What a call may move of these pieces; `None`: it says that nothing can be moved now.
-    pub(super) fn short(pieces: &mut [libc::iovec]) -> Option<&mut [libc::iovec]> {
+    pub(crate) fn short(pieces: &mut [libc::iovec]) -> Option<&mut [libc::iovec]> {
         /// A call that is cut moves no more: some headers, or a part of a record.
         const MOST: usize = 3000;
         let Some(draw) = CUTS.with_borrow_mut(|cuts| cuts.as_mut().map(Random::word)) else {

@@ -12,8 +12,6 @@ use std::time::{Duration, Instant};
 use kvx_core::sync::{Condvar, Mutex};
 use kvx_core::{Error, ErrorKind, Result};
 
-use super::transport::{Handle, Shared};
-
 /// The time between two looks.
 const LOOK: Duration = Duration::from_millis(50);
 /// A thread that is seen asleep in one turn so often in a row hangs.
@@ -21,7 +19,7 @@ const LOOKS: u32 = 4;
 
 /// What is known of the machine's turns of connections; one at a time, but for those that were left behind.
 #[derive(Debug, Default)]
-pub(super) struct Turns {
+pub struct Turns {
     count: AtomicU64,
     /// The number of the one that is under way, and its thread; 0: none.
     under_way: AtomicU64,
@@ -38,7 +36,7 @@ thread_local! {
 
 impl Turns {
     /// A turn begins on this thread, which has the machine's lock. Its number.
-    pub(super) fn begin(&self) -> u64 {
+    pub fn begin(&self) -> u64 {
         let number = self.count.load(Ordering::Relaxed) + 1;
         self.count.store(number, Ordering::Relaxed);
         self.thread.store(THREAD.with(|thread| *thread), Ordering::Relaxed);
@@ -51,7 +49,7 @@ impl Turns {
     }
 
     /// It has ended, under the machine's lock.
-    pub(super) fn end(&self) {
+    pub fn end(&self) {
         self.under_way.store(0, Ordering::Relaxed);
     }
 
@@ -63,7 +61,7 @@ impl Turns {
     }
 
     /// Nobody needs to watch any more.
-    pub(super) fn stop_watching(&self) {
+    pub fn stop_watching(&self) {
         *self.ended.lock() = true;
         self.changed.notify_all();
     }
@@ -123,31 +121,34 @@ fn pages_while_asleep(thread: i32) -> Option<(u64, u64)> {
 }
 
 /// The thread that looks.
-pub(super) struct Watch {
-    shared: Arc<Shared>,
+pub struct TurnWatch {
+    turns: Arc<Turns>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-impl Watch {
-    /// Errors: `Exhausted`.
-    pub(super) fn start(handle: &Arc<Handle>) -> Result<Self> {
-        let (shared, handle) = (Arc::clone(&handle.shared), Arc::downgrade(handle));
-        let watched = Arc::clone(&shared);
-        let go_on_without =
-            move |turn| handle.upgrade().into_iter().for_each(|handle| handle.go_on_without(turn));
-        let name = format!("kvx-tcp-watch {}", shared.agent.name);
+impl TurnWatch {
+    /// Watches over `turns`, and calls `hangs` with the number of each that hangs, as long as it does.
+    ///
+    /// # Errors
+    /// `Exhausted` without a thread.
+    pub fn start(
+        name: String,
+        turns: Arc<Turns>,
+        hangs: impl FnMut(u64) + Send + 'static,
+    ) -> Result<Self> {
+        let watched = Arc::clone(&turns);
         let thread = std::thread::Builder::new().name(name);
-        let thread = thread.spawn(move || watched.turns.watch(go_on_without)).map_err(|error| {
-            Error::os("no thread to watch over TCP's turns: raise ulimit -u", error)
+        let thread = thread.spawn(move || watched.watch(hangs)).map_err(|error| {
+            Error::os("no thread to watch over turns: raise ulimit -u", error)
                 .with_kind(ErrorKind::Exhausted)
         })?;
-        Ok(Watch { shared, thread: Mutex::new(Some(thread)) })
+        Ok(TurnWatch { turns, thread: Mutex::new(Some(thread)) })
     }
 
     /// Ends it, and waits for that.
-    pub(super) fn end(&self) {
-        self.shared.turns.stop_watching();
-        let thread = self.thread.lock().take(); // and let go of the lock
+    pub fn end(&self) {
+        self.turns.stop_watching();
+        let thread = self.thread.lock().take(); // without the lock
         if let Some(thread) = thread
             && thread.thread().id() != std::thread::current().id()
         {
@@ -156,10 +157,10 @@ impl Watch {
     }
 }
 
-impl Drop for Watch {
+impl Drop for TurnWatch {
     fn drop(&mut self) {
         if kvx_core::fork::count() == 0 {
-            self.shared.turns.stop_watching();
+            self.turns.stop_watching();
         }
     }
 }

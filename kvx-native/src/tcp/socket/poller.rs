@@ -18,7 +18,7 @@ const EVENTS: usize = 256;
 
 /// What happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Event {
+pub(crate) enum Event {
     /// Somebody connects.
     Connecting,
     /// The timer.
@@ -27,7 +27,7 @@ pub(super) enum Event {
     Conn { key: usize, readable: bool, writable: bool, hung_up: bool },
 }
 
-pub(super) struct Wake {
+pub(crate) struct Poller {
     epoll: OwnedFd,
     timer: OwnedFd,
     armed: Option<Instant>,
@@ -35,14 +35,14 @@ pub(super) struct Wake {
 }
 
 // SAFETY: the data of its events are numbers, never pointers; all else is Send.
-unsafe impl Send for Wake {}
+unsafe impl Send for Poller {}
 
 fn refused(errno: Errno) -> Error {
     Error::os("no epoll or timer descriptor for TCP: raise the limit of open files", errno)
 }
 
-impl Wake {
-    pub(super) fn new(listener: impl AsFd) -> Result<Self> {
+impl Poller {
+    pub(crate) fn new(listener: impl AsFd) -> Result<Self> {
         let make = || {
             let epoll = epoll::create(CreateFlags::CLOEXEC)?;
             let timer = rustix::time::timerfd_create(
@@ -56,28 +56,28 @@ impl Wake {
                 EventData::new_u64(LISTENER),
                 EventFlags::IN | EventFlags::ET,
             )?;
-            Ok(Wake { epoll, timer, armed: None, events: Vec::with_capacity(EVENTS) })
+            Ok(Poller { epoll, timer, armed: None, events: Vec::with_capacity(EVENTS) })
         };
         make().map_err(refused)
     }
 
-    pub(super) fn fds(&self) -> [RawFd; 1] {
+    pub(crate) fn fds(&self) -> [RawFd; 1] {
         [self.epoll.as_raw_fd()]
     }
 
     /// Watches a connection: each change is told once. Closing the socket ends it.
-    pub(super) fn watch(&self, key: usize, socket: impl AsFd) -> Result<()> {
+    pub(crate) fn watch(&self, key: usize, socket: impl AsFd) -> Result<()> {
         let flags = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
         epoll::add(&self.epoll, socket, EventData::new_u64(key as u64), flags).map_err(refused)
     }
 
     /// Stops watching a socket that stays open.
-    pub(super) fn unwatch(&self, socket: impl AsFd) {
+    pub(crate) fn unwatch(&self, socket: impl AsFd) {
         epoll::delete(&self.epoll, socket).ok();
     }
 
     /// Tells what has happened, without waiting.
-    pub(super) fn poll(&mut self, mut tell: impl FnMut(Event)) -> Result<()> {
+    pub(crate) fn poll(&mut self, mut tell: impl FnMut(Event)) -> Result<()> {
         self.events.clear();
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut self.events), Some(&now))
@@ -107,7 +107,7 @@ impl Wake {
     }
 
     /// The timer goes off at `at`, or earlier.
-    pub(super) fn by(&mut self, at: Instant, now: Instant) -> Result<()> {
+    pub(crate) fn by(&mut self, at: Instant, now: Instant) -> Result<()> {
         if self.armed.is_some_and(|armed| armed <= at) {
             return Ok(());
         }

@@ -8,16 +8,16 @@ use kvx_backend::control::errors::peer_silent;
 use kvx_backend::reactor::Outbox;
 use kvx_core::{Error, ErrorKind, Identity};
 
-use super::conn::{Conn, Role};
-use super::error;
-use super::progress::Machine;
+use crate::tcp::connections::connection::{Conn, Role};
+use crate::tcp::error;
+use crate::tcp::machine::Machine;
 
 /// How long no further closed connection makes a warning of its own.
 const WARNING_PAUSE: Duration = Duration::from_secs(1);
 
 impl Machine {
     /// All peers together hold too much: the one that holds most loses its connections.
-    pub(super) fn drop_greediest(&mut self, now: Instant, out: &mut Outbox) {
+    pub(crate) fn drop_greediest(&mut self, now: Instant, out: &mut Outbox) {
         let is_here = |who: &Identity| {
             self.conns
                 .iter()
@@ -34,7 +34,7 @@ impl Machine {
     }
 
     /// A connection is of no use any more.
-    pub(super) fn failed(&mut self, key: usize, error: Error, now: Instant, out: &mut Outbox) {
+    pub(crate) fn failed(&mut self, key: usize, error: Error, now: Instant, out: &mut Outbox) {
         let Some(conn) = self.remove(key) else { return };
         let from = conn.peer;
         match conn.role.lane() {
@@ -86,7 +86,7 @@ impl Machine {
     }
 
     /// Looks at everything that has a time.
-    pub(super) fn tick(&mut self, now: Instant, out: &mut Outbox) {
+    pub(crate) fn tick(&mut self, now: Instant, out: &mut Outbox) {
         self.ticked = false;
         let mut next: Option<Instant> = None;
         let mut earlier = |at: Instant| next = Some(next.map_or(at, |next| next.min(at)));
@@ -109,9 +109,9 @@ impl Machine {
         }
         let (mut lost, mut touched) = (Vec::new(), Vec::new());
         for (link, peer) in &mut self.peers {
-            match peer
-                .look(now, self.scope.shared.peer_timeout, &mut self.conns, |key| touched.push(key))
-            {
+            match peer.look(now, self.scope.context.peer_timeout, &mut self.conns, |key| {
+                touched.push(key)
+            }) {
                 SilenceStatus::Idle => {}
                 SilenceStatus::Until(at) | SilenceStatus::Ask(at) => earlier(at),
                 SilenceStatus::Lost => lost.push(*link),
@@ -121,7 +121,7 @@ impl Machine {
             self.failed(key, error::no_answer(peer), now, out);
         }
         for link in lost {
-            self.lose(link, peer_silent(self.scope.shared.peer_timeout), out);
+            self.lose(link, peer_silent(self.scope.context.peer_timeout), out);
         }
         touched.into_iter().for_each(|key| self.touch(key));
         if let Some(next) = next {

@@ -8,32 +8,33 @@ use std::time::Instant;
 use kvx_backend::reactor::Outbox;
 use kvx_core::{Error, ErrorKind, Identity, LinkId, Result};
 
-use super::conn::{Conn, Role, Scope};
-use super::ending::{AbandonedTurn, Concern, Touched};
-use super::linking::greet;
-use super::progress::{Machine, Owned, SHARE};
+use crate::tcp::connections::connection::{Conn, Role};
+use crate::tcp::connections::lane::Scope;
+use crate::tcp::machine::operator::Owned;
+use crate::tcp::machine::{Machine, SHARE};
+use crate::tcp::memory::deferred::{AbandonedTurn, Concern, Touched};
 
 /// What a thread works on in a turn, without the machine's lock.
-pub(super) struct InFlightTurn {
-    pub(super) key: usize,
+pub(crate) struct InFlightTurn {
+    pub(crate) key: usize,
     /// Its link, if that is one of ours.
     link: Option<LinkId>,
-    pub(super) conn: Box<Conn>,
-    pub(super) scope: Box<Scope>,
-    pub(super) share: usize,
+    pub(crate) conn: Box<Conn>,
+    pub(crate) scope: Box<Scope>,
+    pub(crate) share: usize,
 }
 
 /// What the machine knows meanwhile.
-pub(super) struct Awaited {
-    /// See [`Turns`](super::hung::Turns).
-    pub(super) turn: u64,
+pub(crate) struct Awaited {
+    /// See [`Turns`](crate::tcp::machine::watch::Turns).
+    pub(crate) turn: u64,
     key: usize,
     what: AwaitedRole,
     peer: SocketAddr,
     socket: RawFd,
-    pub(super) left_behind: Arc<AbandonedTurn>,
+    pub(crate) left_behind: Arc<AbandonedTurn>,
     /// It was said that nobody can go on.
-    pub(super) told: bool,
+    pub(crate) told: bool,
 }
 
 /// What is away.
@@ -63,23 +64,23 @@ impl AwaitedRole {
 }
 
 /// Lets a turn go that others went on without; not under the machine's lock.
-pub(super) fn let_go(owned: &Owned, away: InFlightTurn) {
+pub(crate) fn let_go(owned: &Owned, away: InFlightTurn) {
     let InFlightTurn { mut conn, scope, .. } = away;
     if let Some(machine) = owned.machine.lock().as_mut() {
         conn.let_go_of_held(&mut machine.held);
     }
     if let Some(lane) = conn.role.up_mut() {
-        lane.release(&scope.shared.ending);
+        lane.release(&scope.context.deferred);
     }
     tracing::info!(peer = %conn.peer, "TCP: a turn that hung has ended: what waited for it goes on");
     drop(conn);
-    scope.shared.ending.is_out(&scope.left_behind);
+    scope.context.deferred.is_out(&scope.left_behind);
 }
 
 impl Machine {
     /// Sends a connection into its turn, if there is something to do. What was to be told so far waits with the
     /// machine.
-    pub(super) fn send_away(
+    pub(crate) fn send_away(
         &mut self,
         key: usize,
         now: Instant,
@@ -91,11 +92,11 @@ impl Machine {
             return None;
         }
         let link = conn.role.lane().map(|(link, _)| link);
-        if let (Role::Connecting { link, lane }, Some(peer)) =
+        if let (Role::Connecting { lane, .. }, Some(peer)) =
             (&conn.role, link.and_then(|link| self.peers.get(&link)))
         {
-            let (link, lane) = (*link, *lane);
-            if let Err(error) = greet(conn, link, lane, peer, &self.scope.shared) {
+            let lane = *lane;
+            if let Err(error) = peer.greet(conn, lane, &self.scope.context) {
                 self.failed(key, error, now, out);
                 return None;
             }
@@ -105,7 +106,7 @@ impl Machine {
         let scope = std::mem::replace(&mut self.scope, spare);
         self.untold.append(out);
         self.away = Some(Awaited {
-            turn: scope.shared.turns.begin(),
+            turn: scope.context.turns.begin(),
             key,
             what: AwaitedRole::of(&conn.role),
             peer: conn.peer,
@@ -118,11 +119,11 @@ impl Machine {
     }
 
     fn new_scope(&self) -> Box<Scope> {
-        Box::new(Scope::new(Arc::clone(&self.scope.shared), self.scope.bin.clone()))
+        Box::new(Scope::new(Arc::clone(&self.scope.context), self.scope.bin.clone()))
     }
 
     /// The turn has ended. Says how many bytes it moved. It comes back if others went on without it.
-    pub(super) fn take_back(
+    pub(crate) fn take_back(
         &mut self,
         away: InFlightTurn,
         moved: Result<(usize, usize)>,
@@ -133,7 +134,7 @@ impl Machine {
             return Err(away);
         }
         let InFlightTurn { key, link, mut conn, scope, .. } = away;
-        scope.shared.turns.end();
+        scope.context.turns.end();
         self.away = None;
         self.spare = Some(std::mem::replace(&mut self.scope, scope));
         out.append(&mut self.untold);
@@ -170,7 +171,7 @@ impl Machine {
 
     /// A turn hangs: its connection is lost, and who waits for its memory waits for its thread. `leave` has another
     /// thread go on. Says whether one does.
-    pub(super) fn leave_behind(&mut self, turn: u64, leave: impl FnOnce() -> Result<()>) -> bool {
+    pub(crate) fn leave_behind(&mut self, turn: u64, leave: impl FnOnce() -> Result<()>) -> bool {
         let Some(awaited) = self.away.as_mut().filter(|awaited| awaited.turn == turn) else {
             return false;
         };
@@ -182,11 +183,11 @@ impl Machine {
             return false;
         }
         let Some(awaited) = self.away.take() else { return false };
-        let Scope { shared, .. } = &*self.scope;
-        shared.turns.end();
-        let token = shared.ending.token(awaited.key);
+        let Scope { context, .. } = &*self.scope;
+        context.turns.end();
+        let token = context.deferred.token(awaited.key);
         awaited.left_behind.leave(token); // first: then it touches nothing that is not known of
-        let has_stages = shared.stages.do_without_some();
+        let has_stages = context.stages.do_without_some();
         let (touches, receives) = match &awaited.what {
             AwaitedRole::Ours(link) => (Concern::Link(*link), Concern::Regions(Vec::new())),
             AwaitedRole::Served { touched, .. } => match touched.concerns() {
@@ -195,10 +196,10 @@ impl Machine {
             },
             AwaitedRole::Greeted => (Concern::AllRegions, Concern::AllRegions),
         };
-        shared.ending.leave(token, Arc::clone(&awaited.left_behind), touches, receives);
+        context.deferred.leave(token, Arc::clone(&awaited.left_behind), touches, receives);
         // SAFETY: the thread that hangs closes the socket only after it had this lock; if it has panicked, the number
         // leads at worst to what this queue does not know, and says so.
-        self.wake.unwatch(unsafe { BorrowedFd::borrow_raw(awaited.socket) });
+        self.poller.unwatch(unsafe { BorrowedFd::borrow_raw(awaited.socket) });
         self.scope.described = self.conns.iter().map(|(_, conn)| conn.described()).sum();
         self.left.push(awaited);
         true
@@ -206,7 +207,7 @@ impl Machine {
 
     /// The connections whose turns hang are lost, and those that belong to them: before anything else is done, as much
     /// still leads to them.
-    pub(super) fn lose_left(&mut self, out: &mut Outbox) {
+    pub(crate) fn lose_left(&mut self, out: &mut Outbox) {
         if self.left.is_empty() {
             return;
         }

@@ -14,8 +14,10 @@ use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Identity, Result};
 use kvx_noise::{KEY, NoiseHandshake, Seals, TAG};
 
-use super::frames::{Frame, Header, Hello, VERSIONS, Versions, put_frame, put_refuse, read_refuse};
-use super::seal::Seal;
+use crate::tcp::frames::{
+    Frame, Header, Hello, VERSIONS, Versions, put_frame, put_refuse, read_refuse,
+};
+use crate::tcp::seal::Seal;
 
 const INVITED: &str = "kvx tcp 3: the key by invitation and secret";
 const MISTAKEN: &str = "kvx tcp 3: the key by the secret alone";
@@ -25,7 +27,7 @@ const COME_IN: u8 = 0;
 const NO_ROOM: u8 = 1;
 
 /// What is agreed and by what it is sealed, when a handshake is done.
-pub(super) type Agreed = (Seal, Box<Seals>);
+pub(crate) type Agreed = (Seal, Box<Seals>);
 
 fn unexpected(header: Header) -> Error {
     Error::new(ErrorKind::Malformed, format!("malformed handshake: {:?} out of turn", header.frame))
@@ -70,7 +72,7 @@ fn before_mistaken(head: &[u8], invited: &[u8]) -> Vec<u8> {
 }
 
 /// What the initiator learns at the end.
-pub(super) enum InitiatorVerdict {
+pub(crate) enum InitiatorVerdict {
     Welcome(Agreed),
     /// Whoever answers is not whom the metadata invited to.
     Restarted,
@@ -85,7 +87,7 @@ enum Asked {
 }
 
 /// The initiator's side of a handshake.
-pub(super) struct InitiatorHandshake {
+pub(crate) struct InitiatorHandshake {
     own: Identity,
     link: [u8; 16],
     lane: u8,
@@ -96,7 +98,7 @@ pub(super) struct InitiatorHandshake {
 
 impl InitiatorHandshake {
     /// Says hello.
-    pub(super) fn start(
+    pub(crate) fn start(
         keys: &Keys,
         own: Identity,
         (link, lane): ([u8; 16], u8),
@@ -120,7 +122,7 @@ impl InitiatorHandshake {
     }
 
     /// Takes a frame of the owner's. `Some`: the end. An error ends the connection.
-    pub(super) fn frame(
+    pub(crate) fn frame(
         &mut self,
         header: Header,
         body: &[u8],
@@ -187,7 +189,7 @@ fn read_welcome(said: &[u8], wish: Seal) -> Result<Seal> {
 }
 
 /// How a handshake stands, on the owner's side.
-pub(super) enum Step {
+pub(crate) enum Step {
     /// It goes on.
     More,
     /// The initiator is who it says, and this is the `lane`-th lane of its `link`.
@@ -197,7 +199,7 @@ pub(super) enum Step {
 }
 
 /// The owner's side of a handshake.
-pub(super) struct OwnerHandshake {
+pub(crate) struct OwnerHandshake {
     keys: Keys,
     /// What it wants sealed at least.
     wish: Seal,
@@ -208,17 +210,17 @@ pub(super) struct OwnerHandshake {
 }
 
 impl OwnerHandshake {
-    pub(super) fn new(keys: Keys, wish: Seal, full: Option<Error>) -> Self {
+    pub(crate) fn new(keys: Keys, wish: Seal, full: Option<Error>) -> Self {
         OwnerHandshake { keys, wish, welcomed: None, full }
     }
 
     /// Whether the initiator has said hello, by the key.
-    pub(super) fn has_said_hello(&self) -> bool {
+    pub(crate) fn has_said_hello(&self) -> bool {
         self.welcomed.is_some()
     }
 
     /// Takes a frame of the initiator's. An error ends the connection; `out` holds a last word.
-    pub(super) fn frame(&mut self, header: Header, body: &[u8], out: &mut Vec<u8>) -> Result<Step> {
+    pub(crate) fn frame(&mut self, header: Header, body: &[u8], out: &mut Vec<u8>) -> Result<Step> {
         match (header.frame, self.welcomed.take()) {
             (Frame::Hello, None) => self.hello(body, out),
             (Frame::Confirm, Some(sealed)) => confirm(body, sealed, out),
@@ -317,8 +319,8 @@ fn confirm(body: &[u8], (seal, mut seals): Agreed, out: &mut Vec<u8>) -> Result<
 mod tests {
     use kvx_core::{Incarnation, Invitation, Secret};
 
-    use super::super::frames::HEADER;
     use super::*;
+    use crate::tcp::frames::HEADER;
 
     /// The initiator's. Longer than what random bytes spell.
     const NAME: &str = "decode-on-host-0";

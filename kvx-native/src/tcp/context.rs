@@ -1,0 +1,45 @@
+//! What an agent's machine, links and regions have in common.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvx_backend::control::proof::Keys;
+use kvx_backend::reactor::watch::Turns;
+use kvx_core::transport::Events;
+use kvx_core::{Identity, Secret};
+
+use crate::tcp::config::Config;
+use crate::tcp::memory::deferred::DeferredCompletions;
+use crate::tcp::memory::regions::Regions;
+use crate::tcp::memory::stages::DeviceStages;
+use crate::tcp::seal::Seal;
+
+/// See the module.
+pub(crate) struct AgentContext {
+    pub(crate) config: Config,
+    pub(crate) agent: Identity,
+    /// What peers prove to this agent by.
+    pub(crate) keys: Keys,
+    pub(crate) secret: Option<Secret>,
+    pub(crate) events: Arc<dyn Events>,
+    pub(crate) peer_timeout: Duration,
+    /// The process that opened the transport.
+    pub(crate) process: u32,
+    pub(crate) regions: Regions,
+    pub(crate) stages: DeviceStages,
+    pub(crate) deferred: Arc<DeferredCompletions>,
+    pub(crate) turns: Arc<Turns>,
+}
+
+impl AgentContext {
+    /// What this end wants sealed at least on a connection with a peer at this address.
+    pub(crate) fn wish_toward(&self, peer: SocketAddr) -> Seal {
+        self.config.wish_toward(peer.ip(), self.secret.is_some())
+    }
+
+    /// Returns true in the process that opened the transport: only there does the machine run, not in a forked child.
+    pub(crate) fn is_at_home(&self) -> bool {
+        std::process::id() == self.process
+    }
+}

@@ -1,0 +1,137 @@
+//! The owner's regions, and how remote access to them ends.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use kvx_backend::control::RegionTable;
+use kvx_core::sync::{Mutex, MutexGuard};
+use kvx_core::transport::{RegionSpec, RemoteRegion};
+use kvx_core::{Bound, Error, ErrorKind, Memory, Pair, RegionId, RegionKey, Result};
+
+use crate::tcp::memory::stages::DeviceStage;
+
+/// A region that peers may reach.
+#[derive(Debug)]
+pub(crate) struct Served {
+    pub(crate) id: RegionId,
+    pub(crate) memory: Arc<Memory>,
+    /// Where it bounces, if it lies on a device.
+    pub(crate) stage: Option<Arc<DeviceStage>>,
+}
+
+/// Regions of the owner's, in the order of a request.
+pub(crate) type ServedRegions = Arc<[Arc<Served>]>;
+
+/// All regions of one agent that TCP serves.
+#[derive(Debug, Default)]
+pub(crate) struct Regions(Mutex<RegionTable<Arc<Served>>>);
+
+impl Regions {
+    fn table(&self) -> MutexGuard<'_, RegionTable<Arc<Served>>> {
+        self.0.lock()
+    }
+
+    pub(crate) fn add(&self, spec: RegionSpec, stage: Option<Arc<DeviceStage>>) -> Arc<Served> {
+        let RegionSpec { id, key, memory } = spec;
+        let served = Arc::new(Served { id, memory, stage });
+        self.table().open(id, key, Arc::clone(&served));
+        served
+    }
+
+    pub(crate) fn remove(&self, served: &Served) {
+        let revoked = self.table().revoke(served.id);
+        drop(revoked); // without the lock: it may be the last to hold the memory
+    }
+
+    /// The regions that a request names, if it shows their keys. Errors: `Unregistered`, `Revoked`, `WrongKey`.
+    pub(crate) fn open(&self, shown: &[(RegionId, RegionKey)]) -> Result<Vec<Arc<Served>>> {
+        let table = self.table();
+        shown.iter().map(|(id, key)| table.check(*id, key).cloned()).collect()
+    }
+}
+
+/// What peers are told: the number of its stage; nothing of host memory.
+pub(crate) fn export(stage: Option<&DeviceStage>) -> Vec<u8> {
+    stage.map_or_else(Vec::new, |stage| stage.number.to_le_bytes().to_vec())
+}
+
+/// The number of a peer's stage; 0 for host memory. Later versions may say more. Errors: `Malformed`.
+pub(crate) fn import(export: &[u8]) -> Result<u32> {
+    match (export, export.first_chunk()) {
+        ([], _) => Ok(0),
+        (_, Some(number)) => Ok(u32::from_le_bytes(*number)),
+        (_, None) => Err(Error::new(
+            ErrorKind::Malformed,
+            "malformed export of a region: the metadata was altered",
+        )),
+    }
+}
+
+/// A region of the peer: number, key and bounds are all it takes, and a plan has those.
+pub(crate) struct TcpRemote {
+    /// The number of the stage it lies on at the peer; 0: host memory.
+    pub(crate) stage: u32,
+}
+
+impl RemoteRegion for TcpRemote {}
+
+fn remote_stage(plan: &Bound, region: u32) -> u32 {
+    let any: &dyn Any = &*plan.remote(region).region;
+    any.downcast_ref::<TcpRemote>().map_or(0, |remote| remote.stage)
+}
+
+/// Returns true if a plan has device memory on either side.
+pub(crate) fn is_staged(plan: &Bound) -> bool {
+    // One kind of memory a side: the first speaks for all.
+    let local = plan.locals().first().is_some_and(|local| local.memory.device_access().is_some());
+    local || !plan.remotes().is_empty() && remote_stage(plan, 0) != 0
+}
+
+/// Returns true if a grid of a plan lies on the same stages as the one before it, so that one request may name both.
+pub(crate) fn share_stages(plan: &Bound, pair: &Pair, grid: usize) -> bool {
+    // A stage of this end is one device's.
+    let device =
+        |grid: usize| plan.local(pair.local[grid].region).memory.device_access().map(Arc::as_ptr);
+    let stage = |grid: usize| remote_stage(plan, pair.remote[grid].region);
+    let same_device = match (device(grid - 1), device(grid)) {
+        (Some(before), Some(now)) => std::ptr::addr_eq(before, now),
+        (before, now) => before.is_none() && now.is_none(),
+    };
+    same_device && stage(grid - 1) == stage(grid)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(id: u64, key: u8) -> RegionSpec {
+        RegionSpec {
+            id: RegionId(id),
+            key: RegionKey([key; 16]),
+            memory: Arc::new(Memory::owned(vec![0; 8])),
+        }
+    }
+
+    #[test]
+    fn each_reason_to_refuse_has_its_own_kind() {
+        let regions = Regions::default();
+        let kept = regions.add(spec(1, 1), None);
+        let gone = regions.add(spec(2, 2), None);
+        let open = |id, key| {
+            regions.open(&[(RegionId(id), RegionKey([key; 16]))]).map(|served| served[0].id)
+        };
+        assert_eq!(open(1, 1).unwrap(), kept.id);
+        assert_eq!(open(1, 2).unwrap_err().kind(), ErrorKind::WrongKey);
+        assert_eq!(open(3, 1).unwrap_err().kind(), ErrorKind::Unregistered);
+        regions.remove(&gone);
+        assert_eq!(open(2, 2).unwrap_err().kind(), ErrorKind::Revoked);
+    }
+
+    #[test]
+    fn exports_say_on_which_stage_memory_lies() {
+        assert_eq!(import(&export(None)).unwrap(), 0);
+        assert_eq!(import(&7u32.to_le_bytes()).unwrap(), 7);
+        assert_eq!(import(&[7, 0, 0, 0, 99]).unwrap(), 7);
+        assert_eq!(import(&[7, 0, 0]).unwrap_err().kind(), ErrorKind::Malformed);
+    }
+}

@@ -1,0 +1,92 @@
+//! Registered regions, as core holds them.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use kvx_core::transport::{LocalRegion, RegionSpec};
+use kvx_core::{Bound, Error, ErrorKind, Placed, RegionId, Result, Ticket};
+
+use crate::tcp::context::AgentContext;
+use crate::tcp::memory::deferred::Concern;
+use crate::tcp::memory::regions::{Served, export};
+
+/// Has the machine end all access to a region, and settle the ticket then.
+type Revoke = Box<dyn Fn(RegionId, Ticket) + Send + Sync>;
+
+/// A registered region.
+pub(crate) struct TcpRegion {
+    pub(crate) served: Arc<Served>,
+    context: Arc<AgentContext>,
+    revoke: Revoke,
+    export: Vec<u8>,
+}
+
+impl TcpRegion {
+    /// May block: a device's first region makes its bounce buffers. Errors: the device's.
+    pub(crate) fn register(
+        spec: RegionSpec,
+        context: Arc<AgentContext>,
+        revoke: impl Fn(RegionId, Ticket) + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let deferred = Arc::clone(&context.deferred);
+        let stage = context.stages.of(&spec.memory, move |token| deferred.wake(token))?;
+        let export = export(stage.as_deref());
+        let served = context.regions.add(spec, stage);
+        Ok(TcpRegion { served, context, revoke: Box::new(revoke), export })
+    }
+
+    /// The regions that these grids of a plan lie on, and the grids on them. Errors: `Invalid` for regions of another
+    /// transport.
+    pub(crate) fn of(plan: &Bound, grids: &[Placed]) -> Result<(Vec<Arc<Served>>, Arc<[Placed]>)> {
+        let mut order: Vec<u32> = Vec::new();
+        let grids = grids.iter().map(|placed| {
+            let known = order.iter().position(|region| *region == placed.region);
+            let region = known.unwrap_or_else(|| {
+                order.push(placed.region);
+                order.len() - 1
+            });
+            Placed { region: region as u32, grid: placed.grid }
+        });
+        let grids = grids.collect();
+        let served = |region: u32| {
+            let any: &dyn Any = &*plan.local(region).region;
+            let region = any.downcast_ref::<TcpRegion>().map(|region| Arc::clone(&region.served));
+            region.ok_or_else(|| {
+                Error::new(
+                    ErrorKind::Invalid,
+                    "a plan over TCP names a region of another transport",
+                )
+            })
+        };
+        Ok((order.into_iter().map(served).collect::<Result<_>>()?, grids))
+    }
+}
+
+impl LocalRegion for TcpRegion {
+    fn export(&self) -> &[u8] {
+        &self.export
+    }
+
+    fn revoke(&self, done: Ticket) {
+        self.context.regions.remove(&self.served);
+        let region = self.served.id;
+        let deferred = Arc::clone(&self.context.deferred);
+        // Nothing new reaches it then; copies that a device has begun, and a turn that hangs, may still do.
+        let done = Ticket::new(move |result| {
+            let concerns = |concern: &Concern| concern.touches(region);
+            if let Some((done, result)) = deferred.hold(concerns, done, result) {
+                done.settle(result);
+            }
+        });
+        (self.revoke)(region, done);
+    }
+}
+
+impl Drop for TcpRegion {
+    fn drop(&mut self) {
+        // A forked child may have inherited the lock as somebody else's.
+        if self.context.is_at_home() {
+            self.context.regions.remove(&self.served);
+        }
+    }
+}

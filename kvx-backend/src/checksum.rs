@@ -5,8 +5,8 @@
 //! against a peer that means harm the library's isolation holds, or nothing
 //! ([`Isolation`](kvx_core::Isolation)).
 
-use kvx_core::Result;
 use kvx_core::wire::{Reader, Writer};
+use kvx_core::{Error, ErrorKind, Result};
 
 /// Adds the checksum.
 pub fn append(mut bytes: Vec<u8>) -> Vec<u8> {
@@ -24,6 +24,18 @@ pub fn strip<'a>(what: &'static str, sealed: &'a [u8]) -> Result<&'a [u8]> {
         return Err(reader.malformed("its checksum is another"));
     }
     Ok(bytes)
+}
+
+/// Checks the number that says in which form a peer wrote its address or a region's export. Errors:
+/// `Incompatible`.
+pub fn check_form(backend: &'static str, what: &str, found: u8, known: u8) -> Result<()> {
+    if found == known {
+        return Ok(());
+    }
+    let why = format!(
+        "the peer's {backend} {what} has form {found}, this release knows {known}: update the older end"
+    );
+    Err(Error::new(ErrorKind::Incompatible, why).with_backend(backend))
 }
 
 /// FNV-1a.

@@ -5,6 +5,9 @@
 pub mod baseline;
 pub mod checksum;
 pub mod control;
+pub mod devices;
+pub mod elf;
+pub mod error;
 pub mod fabric;
 #[doc(hidden)]
 pub mod fuzz;
@@ -12,4 +15,6 @@ pub mod loader;
 pub mod process;
 pub mod rate_limit;
 pub mod reactor;
-pub mod wheel;
+pub mod registrations;
+pub mod threads;
+pub mod version;

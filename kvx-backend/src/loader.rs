@@ -227,6 +227,41 @@ impl<T> OpenOnce<T> {
     }
 }
 
+/// A native library with the functions that kvx calls, and its version.
+#[derive(Debug)]
+pub struct BoundLibrary<F, V> {
+    native: NativeLibrary,
+    functions: F,
+    version: V,
+}
+
+impl<F, V: Copy> BoundLibrary<F, V> {
+    /// Returns the library as its backend knows it.
+    pub fn new(native: NativeLibrary, functions: F, version: V) -> Self {
+        BoundLibrary { native, functions, version }
+    }
+
+    /// Returns the library itself, for symbols that only some versions have.
+    pub fn native(&self) -> &NativeLibrary {
+        &self.native
+    }
+
+    /// Returns its functions.
+    pub fn functions(&self) -> &F {
+        &self.functions
+    }
+
+    /// Returns its version.
+    pub fn version(&self) -> V {
+        self.version
+    }
+
+    /// Returns the file that was loaded.
+    pub fn path(&self) -> &Path {
+        self.native.path()
+    }
+}
+
 impl NativeLibrary {
     /// The file that was really loaded. It may be another than the first of its name: the process may have loaded it
     /// before.

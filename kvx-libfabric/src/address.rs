@@ -59,14 +59,7 @@ impl Address {
     pub(crate) fn decode(bytes: &[u8]) -> Result<Address> {
         let mut reader =
             Reader::new("LIBFABRIC address", checksum::strip("LIBFABRIC address", bytes)?);
-        let form = reader.u8()?;
-        if form != Self::FORM {
-            let why = format!(
-                "the peer's LIBFABRIC address has form {form}, this release knows {}",
-                Self::FORM
-            );
-            return Err(Error::new(ErrorKind::Incompatible, why).with_backend(NAME));
-        }
+        checksum::check_form(NAME, "address", reader.u8()?, Self::FORM)?;
         let provider = String::from_utf8_lossy(reader.block(MAX_PROVIDER)?).into_owned();
         let protocol = (reader.u32()?, reader.u32()?);
         let count = usize::from(reader.u8()?);

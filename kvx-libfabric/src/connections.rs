@@ -31,7 +31,8 @@ impl Connections {
     }
 
     fn look(&mut self, queue: RawFd, depth: usize) {
-        let Some(deeper) = depth.checked_sub(1) else { return };
+        let Some(deeper) = depth.checked_sub(1) else { return }; // the program's own queues, perhaps
+        // Another thread may close a descriptor meanwhile.
         let Ok(told) = fs::read_to_string(format!("/proc/self/fdinfo/{queue}")) else { return };
         for (number, inode) in told.lines().filter_map(waited_for) {
             // SAFETY: takes numbers.

@@ -2,6 +2,7 @@
 
 use std::fmt::Display;
 
+use kvx_backend::error::link_lost;
 use kvx_core::{Error, ErrorKind};
 
 use crate::ffi::bindings_1_17::*;
@@ -73,8 +74,7 @@ pub(crate) fn of_operation(what: &str, failed: Failed) -> Error {
 
 /// Work on a link that is lost.
 pub(crate) fn gone() -> Error {
-    Error::new(ErrorKind::PeerLost, "the link to the peer is gone: connect again")
-        .with_backend(NAME)
+    link_lost().with_backend(NAME)
 }
 
 #[cfg(test)]

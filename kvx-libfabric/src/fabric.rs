@@ -13,12 +13,12 @@ use crate::address::Address;
 use crate::error::{self, gone};
 use crate::ffi::{Failed, Waits};
 use crate::host;
-use crate::memory::{Local, Registrations, Remote};
+use crate::memory::{Local, MemoryRegistrar, Remote};
 use crate::neighbours::Neighbour;
 use crate::peers::Peers;
 use crate::posting::{Bundle, Gone, PostingState};
 use crate::probe_peer::PeerProbe;
-use crate::providers;
+use crate::providers::{self, SETS_UP};
 use crate::rail::{Ended, MAX_MESSAGE, Posted, Rail};
 use crate::wake_peer::WakeSocket;
 
@@ -37,9 +37,6 @@ const PATIENCE: (Duration, Duration) = (Duration::from_micros(50), Duration::fro
 const PATIENCE_WITH_SOCKET: Duration = Duration::from_micros(5);
 /// Where there was no room: after how long it is tried again, the first time and at most.
 const RETRIES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
-/// How long the first message to a peer may be on its way: the provider makes a connection for it, or exchanges names,
-/// in several turns of both ends, each of which may have to wait for a core.
-pub(crate) const SETS_UP: Duration = Duration::from_secs(2);
 /// How long the end waits for messages that are being sent.
 const FAREWELL: Duration = Duration::from_millis(40);
 
@@ -72,7 +69,7 @@ pub(crate) struct LibfabricFabric {
     pub(crate) together: usize,
     /// Room for them.
     pub(crate) bundle: Bundle,
-    registrations: Arc<Registrations>,
+    registrar: Arc<MemoryRegistrar>,
     capabilities: Capabilities,
     description: String,
 }
@@ -82,7 +79,7 @@ impl LibfabricFabric {
         rails: Vec<Rail>,
         ours: Arc<Address>,
         wake_socket: Option<WakeSocket>,
-        registrations: Arc<Registrations>,
+        registrar: Arc<MemoryRegistrar>,
         capabilities: Capabilities,
         description: String,
     ) -> LibfabricFabric {
@@ -117,7 +114,7 @@ impl LibfabricFabric {
             sleeps: None,
             together,
             bundle: Bundle::default(),
-            registrations,
+            registrar,
             capabilities,
             description,
         }
@@ -208,7 +205,7 @@ impl LibfabricFabric {
             }
         }
         self.peers.clear(&self.rails);
-        self.registrations.close();
+        self.registrar.close();
         if self.wake_socket.is_some() && self.peers.in_vain {
             // A peer that takes our name, which is before it still, and finds no shared memory under it crashes (seen
             // with libfabric 1.17): this one stays.

@@ -12,9 +12,9 @@ use crate::address::{Address, Host};
 use crate::config::Config;
 use crate::error::{self, NAME};
 use crate::fabric::LibfabricFabric;
-use crate::ffi::{Domain, Info, Infos, Library, Waits};
+use crate::ffi::{self, Domain, Info, Infos, Library, Waits};
 use crate::host;
-use crate::memory::{Near, Registrations};
+use crate::memory::{MemoryRegistrar, Near};
 use crate::providers;
 use crate::rail::Rail;
 use crate::topology::Topology;
@@ -38,7 +38,7 @@ impl Factory for Libfabric {
     }
 
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
-        let library = Library::open()?;
+        let library = ffi::open_library()?;
         let because =
             |why: Error| Unavailable::because(why.to_string(), "correct the setting, or remove it");
         let config = Config::read(options).map_err(because)?;
@@ -78,7 +78,7 @@ impl Factory for Libfabric {
 
 /// The endpoints of an agent, and all that belongs to them. Errors: `Unavailable`, `Invalid`, libfabric's.
 pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
-    let library = Library::open()
+    let library = ffi::open_library()
         .map_err(|why| Error::new(ErrorKind::Unavailable, why.reason()).with_backend(NAME))?;
     let config = Config::read(&agent.options)?;
     let devices: Vec<MemoryKind> = agent.devices.iter().map(|access| access.kind()).collect();
@@ -119,13 +119,13 @@ pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
         }),
     });
     let description = described(library, first, &chosen);
-    let registrations = Arc::new(Registrations::new(near, topology, config.rails));
+    let registrar = Arc::new(MemoryRegistrar::new(near, topology, config.rails));
     let encoded = ours.encode();
     let fabric = LibfabricFabric::new(
         rails,
         ours,
         wake_socket,
-        Arc::clone(&registrations),
+        Arc::clone(&registrar),
         capabilities.clone(),
         description,
     );
@@ -134,7 +134,7 @@ pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
         capabilities,
         address: Box::new(move || Ok(encoded.clone())),
         fabric,
-        registrar: registrations,
+        registrar,
     })
 }
 

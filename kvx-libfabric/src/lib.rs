@@ -9,6 +9,7 @@ mod fabric;
 mod factory;
 mod ffi;
 mod host;
+mod keys;
 mod memory;
 mod neighbours;
 mod operations;

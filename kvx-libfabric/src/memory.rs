@@ -2,10 +2,13 @@
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::AsFd;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::Arc;
 
 use kvx_backend::checksum;
+use kvx_backend::error::closed;
 use kvx_backend::fabric::Registrar;
+use kvx_backend::registrations::{Registration, Registrations};
+use kvx_core::sync::Mutex;
 use kvx_core::transport::RemoteSpec;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Memory, MemoryKind, RegionId, Result};
@@ -13,25 +16,13 @@ use kvx_core::{Error, ErrorKind, Memory, MemoryKind, RegionId, Result};
 use crate::config::MAX_RAILS;
 use crate::error::{self, NAME};
 use crate::ffi::bindings_1_17::*;
-use crate::ffi::{Described, Domain, Endpoint, Errno, Library, Registration, Version};
+use crate::ffi::{self, Described, Endpoint, Version};
+use crate::keys;
 use crate::providers::is_shared_memory;
 use crate::topology::{self, BusPlace, Topology};
 
 /// The first version that registers a file of a device's memory.
 const WITH_FILES: Version = Version::of(1, 20);
-/// How often another key is drawn when one is taken.
-const DRAWS: usize = 8;
-
-/// A key that nobody guesses, as long as the provider has them.
-pub(crate) fn random_key(size: usize) -> Result<u64> {
-    let mut random = [0_u8; 8];
-    rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
-        .map_err(|cause| Error::os("no random key can be drawn", cause).with_backend(NAME))?;
-    let kept = size.clamp(1, 8);
-    random[kept..].fill(0);
-    Ok(u64::from_le_bytes(random))
-}
-
 /// libfabric's number of a kind of device.
 fn interface(kind: MemoryKind) -> Option<fi_hmem_iface> {
     match kind {
@@ -41,11 +32,11 @@ fn interface(kind: MemoryKind) -> Option<fi_hmem_iface> {
     }
 }
 
-/// A region of ours.
+/// A local region.
 pub(crate) struct Local {
     /// Where it is registered: our rail, and what operations on it are given.
     rails: Box<[(usize, Descriptor)]>,
-    mapped: Arc<Mapped>,
+    registrations: Arc<Registration<Vec<ffi::Registration>>>,
 }
 
 /// Valid until the region is unmapped, before which operations on it have ended.
@@ -67,17 +58,7 @@ impl Local {
 
     /// Ends the registrations. Operations on it have ended: the machine upholds that.
     pub(crate) fn unmap(&self) {
-        self.mapped.unmap();
-    }
-}
-
-struct Mapped(Mutex<Vec<Registration>>);
-
-impl Mapped {
-    fn unmap(&self) {
-        let registrations =
-            std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
-        drop(registrations);
+        self.registrations.end();
     }
 }
 
@@ -88,45 +69,35 @@ pub(crate) struct Near {
 }
 
 /// The rails, and every registration with them: none outlives its memory, nor the end of the agent.
-pub(crate) struct Registrations {
-    open: Mutex<Option<Arc<Open>>>,
-    mapped: Mutex<Vec<Weak<Mapped>>>,
+pub(crate) struct MemoryRegistrar {
+    /// `None` after the end.
+    rails: Mutex<Option<Arc<OpenRails>>>,
+    registrations: Registrations<Vec<ffi::Registration>>,
 }
 
-struct Open {
+struct OpenRails {
     rails: Vec<Near>,
     topology: Topology,
     /// The most rails of one region.
     most: usize,
 }
 
-impl Registrations {
+impl MemoryRegistrar {
     pub(crate) fn new(rails: Vec<Near>, topology: Topology, most: usize) -> Self {
-        let open = Arc::new(Open { rails, topology, most });
-        Registrations { open: Mutex::new(Some(open)), mapped: Mutex::default() }
+        let rails = Arc::new(OpenRails { rails, topology, most });
+        MemoryRegistrar { rails: Mutex::new(Some(rails)), registrations: Registrations::default() }
     }
 
-    fn add(&self, mapped: &Arc<Mapped>) {
-        let mut all = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);
-        if all.len() == all.capacity() {
-            all.retain(|mapped| mapped.strong_count() > 0);
-        }
-        all.push(Arc::downgrade(mapped));
-    }
-
-    /// Ends them all, and lets go of the endpoints: nothing is in flight any more.
+    /// Ends all registrations, and releases the endpoints: nothing is in flight any more.
     pub(crate) fn close(&self) {
-        drop(self.open.lock().unwrap_or_else(PoisonError::into_inner).take());
-        let all = std::mem::take(&mut *self.mapped.lock().unwrap_or_else(PoisonError::into_inner));
-        for mapped in all.iter().filter_map(Weak::upgrade) {
-            mapped.unmap();
-        }
+        drop(self.rails.lock().take());
+        self.registrations.close();
     }
 }
 
-impl Open {
+impl OpenRails {
     /// Registers memory with a rail.
-    fn register(&self, rail: usize, memory: &Memory) -> Result<Registration> {
+    fn register(&self, rail: usize, memory: &Memory) -> Result<ffi::Registration> {
         let domain = self.rails[rail].endpoint.domain();
         let (address, len, read_only) = (memory.address(), memory.len(), memory.is_read_only());
         let mut described = Described { address, len, read_only, device: None, file: None };
@@ -140,45 +111,28 @@ impl Open {
                 return Err(Error::new(ErrorKind::Unsupported, why).with_backend(NAME));
             }
             described.device = Some((interface, c_int::try_from(access.ordinal()).unwrap_or(0)));
-            if Library::opened().is_some_and(|library| library.version() >= WITH_FILES)
+            if ffi::opened_library().is_some_and(|library| library.version() >= WITH_FILES)
                 && let Ok(file) = access.dma_buf(memory.address(), memory.len())
             {
                 let with_file =
                     Described { file: Some((file.file.as_fd(), file.offset)), ..described };
-                match draw(domain, with_file) {
+                // SAFETY: core keeps the memory until the region is released, after `unmap`.
+                match unsafe { keys::register(domain, with_file) } {
                     Ok(registration) => return Ok(registration),
                     // The provider may still ask the device's driver by itself.
                     Err(why) => tracing::debug!(%why, "the provider takes no file of this memory"),
                 }
             }
         }
-        draw(domain, described)
-    }
-}
-
-/// Registers memory under a key that is not taken.
-fn draw(domain: &Arc<Domain>, described: Described<'_>) -> Result<Registration> {
-    let mut draws = 0;
-    loop {
-        let key = random_key(domain.info().key_size())?;
-        // SAFETY: core keeps the memory until the region is given back, after `unmap`.
-        match unsafe { domain.register(described, key) } {
-            Ok(registration) => return Ok(registration),
-            Err(Errno(errno)) if errno == FI_ENOKEY.cast_signed() && draws < DRAWS => draws += 1,
-            Err(errno) => {
-                let what = format!("{} does not register this memory", domain.info().provider());
-                return Err(error::native(what, errno));
-            }
-        }
+        // SAFETY: as above, core keeps the memory that long.
+        unsafe { keys::register(domain, described) }
     }
 }
 
 // SAFETY: `Local` keeps the registrations until it is revoked or the agent ends; the memory is core's to keep.
-unsafe impl Registrar<Local> for Registrations {
+unsafe impl Registrar<Local> for MemoryRegistrar {
     fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
-        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let open =
-            open.ok_or_else(|| Error::new(ErrorKind::Closed, "the transport has been shut down"))?;
+        let open = self.rails.lock().clone().ok_or_else(closed)?;
         let places: Vec<Option<&BusPlace>> =
             open.rails.iter().map(|rail| rail.place.as_ref()).collect();
         // One rail is the nearest, wherever it is.
@@ -201,12 +155,8 @@ unsafe impl Registrar<Local> for Registrations {
             rails.push((rail, Descriptor(registration.descriptor())));
             registrations.push(registration);
         }
-        let mapped = Arc::new(Mapped(Mutex::new(registrations)));
-        self.add(&mapped);
-        if self.open.lock().unwrap_or_else(PoisonError::into_inner).is_none() {
-            mapped.unmap();
-        }
-        Ok((Local { rails: rails.into(), mapped }, encode(&keys)))
+        let registrations = self.registrations.add(registrations);
+        Ok((Local { rails: rails.into(), registrations }, encode(&keys)))
     }
 }
 
@@ -283,13 +233,5 @@ mod tests {
         );
         assert!(decode(&encode(&[Key { base: u64::MAX, ..keys[0] }]), 1).is_err());
         assert!(decode(&encode(&keys)[1..], 1).is_err());
-    }
-
-    #[test]
-    fn keys_fit_the_provider() {
-        assert!(
-            (0..100).all(|_| random_key(1).unwrap() < 256 && random_key(4).unwrap() >> 32 == 0)
-        );
-        assert_ne!(random_key(8).unwrap(), random_key(8).unwrap());
     }
 }

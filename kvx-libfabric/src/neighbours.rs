@@ -4,7 +4,9 @@
 //! same mapping, and run into nothing when the endpoint is closed. So an endpoint stays open while a neighbour leads to
 //! it, and before it is closed every other one forgets it, also one that was only told its name.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+
+use kvx_core::sync::Mutex;
 
 use crate::ffi::Endpoint;
 
@@ -27,14 +29,14 @@ impl Neighbour {
     /// An agent's own.
     pub(crate) fn new(address: &[u8], endpoint: &Arc<Endpoint>) -> Self {
         let endpoint = Arc::clone(endpoint);
-        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = OPEN.lock();
         open.push(OpenEndpoint { address: address.into(), endpoint, users: 1 });
         Neighbour(address.into())
     }
 
     /// Another one. `None`: it has been closed.
     pub(crate) fn find(address: &[u8]) -> Option<Self> {
-        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = OPEN.lock();
         let found = open.iter_mut().find(|open| *open.address == *address)?;
         found.users += 1;
         Some(Neighbour(address.into()))
@@ -43,9 +45,11 @@ impl Neighbour {
 
 impl Drop for Neighbour {
     fn drop(&mut self) {
-        let closing = CLOSING.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(at) = open.iter().position(|open| open.address == self.0) else { return };
+        let closing = CLOSING.lock();
+        let mut open = OPEN.lock();
+        let Some(at) = open.iter().position(|open| open.address == self.0) else {
+            return debug_assert!(false, "an endpoint stays on the list while it has users");
+        };
         open[at].users -= 1;
         if open[at].users > 0 {
             return;

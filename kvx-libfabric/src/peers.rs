@@ -141,6 +141,7 @@ impl Peers {
 
     /// A peer cannot be reached: gives its links that were not severed yet.
     pub(crate) fn break_off(&mut self, at: usize) -> Vec<EndpointId> {
+        // Pieces of a peer whose links were all closed meanwhile may fail later.
         let Some(peer) = self.peers.get(at) else { return Vec::new() };
         let mut broken = Vec::new();
         for number in &peer.links {

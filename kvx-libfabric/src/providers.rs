@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use kvx_backend::devices::rdma_devices;
 use kvx_core::{
     Capabilities, Error, ErrorKind, HungPageScope, Idle, Isolation, MemoryKind, MemoryKinds, PerOp,
     Result, Revocation,
@@ -9,7 +10,6 @@ use kvx_core::{
 
 use crate::config::{Config, MAX_RAILS};
 use crate::error::{self, NAME};
-use crate::fabric::SETS_UP;
 use crate::ffi::bindings_1_17::{FI_MR_PROV_KEY, FI_MR_VIRT_ADDR};
 use crate::ffi::{Asked, Info, Infos, Library, Version};
 
@@ -78,6 +78,9 @@ const OTHER: KnownProvider = KnownProvider {
 
 /// The provider over shared memory.
 const SHARED: &str = "shm";
+/// How long the first message to a peer may be on its way: the provider makes a connection for it, or exchanges names,
+/// in several turns of both ends, each of which may have to wait for a core.
+pub(crate) const SETS_UP: Duration = Duration::from_secs(2);
 /// How a peer's end becomes known that closes no connection: pings that it does not answer, or its process on this
 /// host. A first link has the time to make its connection besides.
 const LOSS: Duration = Duration::from_secs(5).saturating_add(SETS_UP);
@@ -125,8 +128,6 @@ pub(crate) fn caution(provider: &str) -> Option<&'static str> {
 
 /// The values that bound it, which the cautions name.
 const BOUNDED: [(&str, &str); 2] = [(SIZE, "4352"), (LIMIT, "16384")];
-/// Where Linux lists cards for RDMA.
-const CARDS: &str = "/sys/class/infiniband";
 
 /// Has libfabric keep no more of what strangers send over sockets than this process handles: sets
 /// `FI_OFI_RXM_BUFFER_SIZE` and `FI_OFI_RXM_EAGER_LIMIT` for it and for what it starts. Where one of the two is set it
@@ -135,8 +136,9 @@ const CARDS: &str = "/sys/class/infiniband";
 /// # Safety
 /// No other thread uses the environment meanwhile: call it first in `main`, before anything starts threads.
 pub unsafe fn bound_kept_messages() {
-    let has_card = std::fs::read_dir(CARDS).is_ok_and(|mut cards| cards.next().is_some());
-    if has_card || BOUNDED.iter().any(|(variable, _)| std::env::var_os(variable).is_some()) {
+    if !rdma_devices().is_empty()
+        || BOUNDED.iter().any(|(variable, _)| std::env::var_os(variable).is_some())
+    {
         return;
     }
     for (variable, value) in BOUNDED {

@@ -14,6 +14,7 @@ use crate::ffi::{
     Described, Domain, EndedOperation, Endpoint, Errno, Failed, MAX_RANGES, PeerNumber, Range,
     Read, Registration, Waits,
 };
+use crate::keys;
 use crate::operations::{Operation, Operations};
 
 /// The longest message: shared memory takes no longer one without the target's CPU.
@@ -185,14 +186,9 @@ impl Rail {
         let endpoint = open(&self.endpoint);
         // SAFETY: the caller's promise; the context is the provider's until it comes back, and outlives the endpoint.
         let answer = unsafe {
-            match (op, pieces) {
-                (Op::Read, &[Range { local, len, descriptor, remote }]) => {
-                    endpoint.get(local, len, descriptor, remote, context)
-                }
-                (Op::Write, &[Range { local, len, descriptor, remote }]) => {
-                    endpoint.put(local, len, descriptor, remote, context)
-                }
-                _ => endpoint.transfer(op, pieces.iter().copied(), context),
+            match pieces {
+                [range] => endpoint.transfer(op, *range, context),
+                _ => endpoint.transfer_all(op, pieces.iter().copied(), context),
             }
         };
         match answer {
@@ -388,8 +384,7 @@ impl Mail {
             file: None,
         };
         // SAFETY: `Given` drops its registration before its buffers.
-        unsafe { domain.register(memory, crate::memory::random_key(domain.info().key_size())?) }
-            .map_err(|errno| error::native("libfabric registers no buffers for messages", errno))
+        unsafe { keys::register(domain, memory) }
     }
 
     fn descriptor(&self) -> *mut c_void {

@@ -204,6 +204,7 @@ impl BlockingCalls {
     /// Drops the messages of an endpoint that wait.
     pub(crate) fn forget(&self, to: &str, endpoint: EndpointId) {
         let mut state = self.shared.lock();
+        // Its last call may have been made meanwhile.
         let Some(destination) = state.destinations.get_mut(to) else { return };
         let mut gone = 0;
         destination.calls.retain(|call| match call {
@@ -223,7 +224,7 @@ impl BlockingCalls {
     /// No endpoint leads to this destination any more.
     pub(crate) fn leave(&self, to: &str) {
         let mut state = self.shared.lock();
-        let Some(there) = state.destinations.get_mut(to) else { return };
+        let Some(there) = state.destinations.get_mut(to) else { return }; // nothing was asked of it
         there.left = true;
         if there.calls.is_empty() && there.since.is_none() {
             state.destinations.remove(to);
@@ -352,6 +353,7 @@ impl Shared {
                 }
                 continue;
             };
+            // `forget` may have dropped its calls meanwhile, and `leave` the destination.
             let Some(destination) = state.destinations.get_mut(&to) else { continue };
             let calls = take(&mut destination.calls);
             destination.bytes = 0;
@@ -360,7 +362,10 @@ impl Shared {
             drop(state);
             let segment = self.run_calls(engine, &to, segment, calls);
             state = self.lock();
-            let Some(destination) = state.destinations.get_mut(&to) else { continue };
+            let Some(destination) = state.destinations.get_mut(&to) else {
+                debug_assert!(false, "a destination stays while a thread makes its calls");
+                continue;
+            };
             (destination.segment, destination.since) = (segment, None);
             if !destination.calls.is_empty() {
                 state.ready.push_back(to);
@@ -429,7 +434,10 @@ impl Shared {
         let mut pause = LOOKS.0;
         loop {
             for call in calls.drain(..) {
-                let Call::Unregister(ranges, local) = call else { continue };
+                let Call::Unregister(ranges, local) = call else {
+                    debug_assert!(false, "nothing but regions is unregistered at no peer");
+                    continue;
+                };
                 let left = ranges.remove(&local, |address| engine.unregister(address));
                 leaving.push((local.region, left));
                 waited_for = None;

@@ -14,6 +14,7 @@
 
 use std::ops::RangeInclusive;
 
+use kvx_backend::devices::rdma_devices;
 use kvx_core::{Error, ErrorKind, Options, Result};
 
 use crate::ffi::Recipe;
@@ -32,8 +33,6 @@ const PEER_TO_PEER: &str = "P2PHANDSHAKE";
 const SERVERS: &[&str] = &["http://", "https://", "etcd://"];
 const PROTOCOLS: &[&str] = &["rdma", "tcp"];
 const WORKERS: RangeInclusive<u64> = 1..=256;
-/// Where the kernel lists RDMA devices.
-const DEVICES: &str = "/sys/class/infiniband";
 
 /// The parsed options.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -107,15 +106,6 @@ impl Config {
 
 fn wrong(key: &str, found: &str, wanted: &str) -> Error {
     Error::new(ErrorKind::Invalid, format!("option \"{key}\" is {found:?}; write {wanted}"))
-}
-
-/// RDMA devices that the kernel knows.
-pub(crate) fn rdma_devices() -> Vec<String> {
-    let entries = std::fs::read_dir(DEVICES).into_iter().flatten().flatten();
-    let mut names: Vec<_> =
-        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
-    names.sort();
-    names
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvx_backend::error::{closed, link_lost};
 use kvx_backend::fabric::{EndpointId, Event, Fabric, Job, SendStatus, Unregister};
 use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{ForeignRange, RemoteSpec};
@@ -12,8 +13,8 @@ use kvx_core::{Capabilities, Error, ErrorKind, Identity, RegionId, Result};
 
 use crate::batches::{Batches, Moving, Suspect};
 use crate::blocking_calls::{BlockingCalls, CallReport, TAG};
+use crate::capabilities::capabilities;
 use crate::error;
-use crate::factory::capabilities;
 use crate::ffi::{Engine, EnginePiece};
 use crate::frames;
 use crate::memory::{Local, Ranges, Remote};
@@ -103,9 +104,7 @@ impl MooncakeFabric {
     }
 
     fn engine(&self) -> Result<Arc<Engine>> {
-        self.engine
-            .clone()
-            .ok_or_else(|| Error::new(ErrorKind::Closed, "the transport has been shut down"))
+        self.engine.clone().ok_or_else(closed)
     }
 
     fn add(&mut self, endpoint: EndpointId, address: &[u8], foreign: bool) -> Result<()> {
@@ -201,7 +200,10 @@ impl MooncakeFabric {
                     peer.segment = result.as_ref().ok().copied().or(peer.segment);
                 }
                 for id in self.links.leading_to(&to) {
-                    let Some(endpoint) = self.links.endpoints.get_mut(&id) else { continue };
+                    let Some(endpoint) = self.links.endpoints.get_mut(&id) else {
+                        debug_assert!(false, "the endpoint leads to this peer");
+                        continue;
+                    };
                     match &result {
                         // So that core tries again what the peer's segment kept waiting.
                         _ if endpoint.phase == Phase::Open => events.push(Event::Ready(id)),
@@ -300,7 +302,7 @@ unsafe impl Fabric for MooncakeFabric {
     fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<SendStatus> {
         let engine = self.engine()?;
         let Some(to) = self.links.endpoints.get(&endpoint).map(|endpoint| &endpoint.to) else {
-            return Err(Error::new(ErrorKind::PeerLost, "the link has ended"));
+            return Err(link_lost());
         };
         Ok(if self.calls.frame(&engine, to, endpoint, message)? {
             SendStatus::Taken
@@ -327,10 +329,7 @@ unsafe impl Fabric for MooncakeFabric {
         let Some(endpoint) =
             self.links.endpoints.get(&id).filter(|there| there.phase != Phase::Broken)
         else {
-            return Err(Error::new(
-                ErrorKind::PeerLost,
-                "the link to the peer is gone: connect again",
-            ));
+            return Err(link_lost());
         };
         let to = Arc::clone(&endpoint.to);
         let Some(peer) = self.links.peers.get_mut(&to) else { return Ok(0) };
@@ -382,7 +381,7 @@ unsafe impl Fabric for MooncakeFabric {
     /// The engine cannot stop what it has begun: a stopped peer's pieces end after 30 s each.
     fn sever(&mut self, endpoint: EndpointId) {
         self.any_lost = true;
-        let Some(there) = self.links.endpoints.get_mut(&endpoint) else { return };
+        let Some(there) = self.links.endpoints.get_mut(&endpoint) else { return }; // disconnected before
         there.phase = Phase::Broken;
         let to = Arc::clone(&there.to);
         self.calls.forget(&to, endpoint);
@@ -482,7 +481,7 @@ unsafe impl Fabric for MooncakeFabric {
     fn notify_foreign(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<SendStatus> {
         let engine = self.engine()?;
         let Some(there) = self.links.endpoints.get_mut(&endpoint) else {
-            return Err(Error::new(ErrorKind::PeerLost, "the link has ended"));
+            return Err(link_lost());
         };
         match std::mem::take(&mut there.note) {
             Note::Sent(result) => result.map(|()| SendStatus::Taken),

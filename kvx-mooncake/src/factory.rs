@@ -2,18 +2,16 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
+use kvx_backend::devices::rdma_devices;
 use kvx_backend::fabric::{self, Parts};
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
-use kvx_core::{
-    AutoOpen, Capabilities, Error, ErrorKind, HungPageScope, Idle, Isolation, MemoryKind,
-    MemoryKinds, Options, PerOp, Placement, Result, Revocation, Unavailable,
-};
+use kvx_core::{AutoOpen, Error, ErrorKind, Options, Placement, Result, Unavailable};
 
 use crate::adapter;
 use crate::blocking_calls::BlockingCalls;
-use crate::config::{Config, rdma_devices};
+use crate::capabilities::capabilities;
+use crate::config::Config;
 use crate::error::NAME;
 use crate::fabric::MooncakeFabric;
 use crate::ffi::{Engine, Library, Wanted};
@@ -128,26 +126,4 @@ pub(crate) fn open(
         registrar: Arc::new(registrar),
     };
     fabric::open(context, parts)
-}
-
-/// Mooncake's promises over one of its transports.
-pub(crate) fn capabilities(protocol: &str) -> Capabilities {
-    let tcp = protocol == "tcp";
-    let memory = if tcp {
-        MemoryKinds::HOST
-    } else {
-        MemoryKinds::of(&[MemoryKind::Host, MemoryKind::Pinned, MemoryKind::Cuda])
-    };
-    Capabilities {
-        isolation: PerOp::same(Isolation::Cooperative),
-        idle: Idle::Polls,
-        target_cpu: if tcp { PerOp::BOTH } else { PerOp::NEITHER },
-        revocation: Revocation::Confirmed,
-        peer_loss_within: Some(Duration::from_secs(1)),
-        settles_without_peer: PerOp::NEITHER,
-        hung_page: HungPageScope::Agent,
-        ordered: false,
-        local: memory,
-        remote: memory,
-    }
 }

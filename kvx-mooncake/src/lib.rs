@@ -6,6 +6,7 @@ mod adapter;
 mod address;
 mod batches;
 mod blocking_calls;
+mod capabilities;
 mod config;
 mod error;
 mod fabric;

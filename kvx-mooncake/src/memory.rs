@@ -1,9 +1,11 @@
 //! Regions: what the engine knows of them, and what peers are told.
 
 use std::collections::{BTreeMap, btree_map};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
+use kvx_backend::error::closed;
 use kvx_backend::fabric::Registrar;
+use kvx_core::sync::Mutex;
 use kvx_core::wire::Writer;
 use kvx_core::{Error, ErrorKind, Memory, MemoryKind, RegionId, Result};
 
@@ -44,10 +46,6 @@ struct Range {
     memory: Arc<Memory>,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Ranges {
     /// Registers a region's memory, unless it lies in a range that is registered.
     fn add(
@@ -56,10 +54,10 @@ impl Ranges {
         memory: &Arc<Memory>,
         register: impl FnOnce() -> Result<()>,
     ) -> Result<Local> {
-        let _turn = lock(&self.turn);
+        let _turn = self.turn.lock();
         let address = memory.address();
         let end = address.saturating_add(memory.len() as u64);
-        let mut known = lock(&self.known);
+        let mut known = self.known.lock();
         if let Some((begin, range)) = known.ranges.range_mut(..=address).next_back()
             && end <= range.end
         {
@@ -74,18 +72,18 @@ impl Ranges {
         drop(known);
         register()?;
         let range = Range { end, regions: 1, told: false, memory: Arc::clone(memory) };
-        lock(&self.known).ranges.insert(address, range);
+        self.known.lock().ranges.insert(address, range);
         Ok(Local { region, range: address })
     }
 
     /// Agents that are not kvx may reach what is registered now.
     fn tell(&self) {
-        lock(&self.known).ranges.values_mut().for_each(|range| range.told = true);
+        self.known.lock().ranges.values_mut().for_each(|range| range.told = true);
     }
 
     /// Whether nobody reaches any memory through the engine.
     pub(crate) fn is_empty(&self) -> bool {
-        let known = lock(&self.known);
+        let known = self.known.lock();
         known.ranges.is_empty() && known.leaving == 0
     }
 
@@ -96,11 +94,11 @@ impl Ranges {
         local: &Local,
         unregister: impl FnOnce(u64) -> Result<()>,
     ) -> Result<Leaving> {
-        let _turn = lock(&self.turn);
-        if lock(&self.known).ranges.get(&local.range).is_some_and(|range| range.regions == 1) {
+        let _turn = self.turn.lock();
+        if self.known.lock().ranges.get(&local.range).is_some_and(|range| range.regions == 1) {
             unregister(local.range)?;
         }
-        let mut known = lock(&self.known);
+        let mut known = self.known.lock();
         known.leaving += 1;
         let mut leaving = Leaving { ranges: Arc::clone(self), told: false, memory: None };
         if let btree_map::Entry::Occupied(mut range) = known.ranges.entry(local.range) {
@@ -138,7 +136,7 @@ impl Leaving {
 
 impl Drop for Leaving {
     fn drop(&mut self) {
-        lock(&self.ranges.known).leaving -= 1;
+        self.ranges.known.lock().leaving -= 1;
         drop(self.memory.take());
     }
 }
@@ -177,9 +175,7 @@ pub(crate) struct Enrolment {
 // by core, until `Fabric::unregister` has said that nobody reaches it any more.
 unsafe impl Registrar<Local> for Enrolment {
     fn register(&self, region: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
-        let engine = self.engine.upgrade();
-        let engine = engine
-            .ok_or_else(|| Error::new(ErrorKind::Closed, "the transport has been shut down"))?;
+        let engine = self.engine.upgrade().ok_or_else(closed)?;
         let address = memory.address();
         let location = location(memory, self.node.as_deref());
         let local = self.ranges.add(region, memory, || {
@@ -192,9 +188,7 @@ unsafe impl Registrar<Local> for Enrolment {
     }
 
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
-        let engine = self.engine.upgrade();
-        let engine = engine
-            .ok_or_else(|| Error::new(ErrorKind::Closed, "the transport has been shut down"))?;
+        let engine = self.engine.upgrade().ok_or_else(closed)?;
         self.ranges.tell();
         Ok(engine.name().as_bytes().to_vec())
     }

@@ -191,7 +191,7 @@ impl Engine {
     }
 
     pub(crate) fn unload(&self, handle: NixlHandle) {
-        let Some(range) = self.memory.remove(handle) else { return };
+        let Some(range) = self.memory.remove(handle) else { return }; // NIXL unloads it twice
         match &range.what {
             What::Theirs(peer, region) => peer.forget(region),
             What::Mirror(_, learnt) => {

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use kvx_backend::wheel::WheelVersion;
+use kvx_backend::version::Version;
 
 use crate::log::warn;
 use crate::sibling::{self, Order, TableRefusal};
@@ -42,7 +42,7 @@ impl Installed {
     }
 
     fn at(library: &Path, any: bool) -> Result<Installed, TableRefusal> {
-        let version = WheelVersion::of_library(library);
+        let version = Version::of_wheel(library);
         let name = match version {
             Some(version) => format!("NIXL {version}"),
             None => format!("the NIXL of {}", library.display()),
@@ -81,7 +81,7 @@ pub fn verdict(library: &Path) -> Result<String, TableRefusal> {
 
 /// The version of the wheel that brought a `libnixl.so`.
 pub fn version_of(library: &Path) -> Option<String> {
-    WheelVersion::of_library(library).map(|version| version.to_string())
+    Version::of_wheel(library).map(|version| version.to_string())
 }
 
 /// The folder of plug-ins that belongs to a `libnixl.so`.

@@ -9,6 +9,8 @@ use std::collections::HashMap;
 use std::fmt;
 use std::path::Path;
 
+use kvx_backend::elf::Elf;
+
 use Function::*;
 
 /// A function that KVX has, in the order that all releases have kept.
@@ -259,10 +261,6 @@ mod machine {
 const DYNAMIC_SYMBOLS: u32 = 11;
 const RELOCATIONS: u32 = 4;
 
-/// A file's bytes, looked at only where there are some.
-#[derive(Clone, Copy)]
-struct Elf<'a>(&'a [u8]);
-
 struct Section {
     kind: u32,
     offset: u64,
@@ -276,73 +274,49 @@ struct Symbol<'a> {
     size: u64,
 }
 
-impl<'a> Elf<'a> {
-    fn array<const N: usize>(self, at: u64) -> Option<[u8; N]> {
-        let at = usize::try_from(at).ok()?;
-        self.0.get(at..at.checked_add(N)?)?.try_into().ok()
+fn sections(elf: Elf<'_>) -> Option<Vec<Section>> {
+    let (headers, size, count) = (elf.u64(40)?, u64::from(elf.u16(58)?), usize::from(elf.u16(60)?));
+    if size < 64 || count > MAX_SECTIONS {
+        return None;
     }
-    fn u16(self, at: u64) -> Option<u16> {
-        self.array(at).map(u16::from_le_bytes)
-    }
-    fn u32(self, at: u64) -> Option<u32> {
-        self.array(at).map(u32::from_le_bytes)
-    }
-    fn u64(self, at: u64) -> Option<u64> {
-        self.array(at).map(u64::from_le_bytes)
-    }
-
-    fn text(self, at: u64) -> Option<&'a str> {
-        let rest = self.0.get(usize::try_from(at).ok()?..)?;
-        let end = rest.iter().take(4096).position(|byte| *byte == 0)?;
-        std::str::from_utf8(&rest[..end]).ok()
-    }
-
-    fn sections(self) -> Option<Vec<Section>> {
-        let (headers, size, count) =
-            (self.u64(40)?, u64::from(self.u16(58)?), usize::from(self.u16(60)?));
-        if size < 64 || count > MAX_SECTIONS {
-            return None;
-        }
-        (0..count as u64)
-            .map(|number| {
-                let at = headers.checked_add(number * size)?;
-                self.array::<64>(at)?; // the whole of it is there
-                let field = |offset: u64| at.checked_add(offset);
-                Some(Section {
-                    kind: self.u32(field(4)?)?,
-                    offset: self.u64(field(24)?)?,
-                    size: self.u64(field(32)?)?,
-                    link: self.u32(field(40)?)?,
-                })
+    (0..count as u64)
+        .map(|number| {
+            let at = headers.checked_add(number * size)?;
+            elf.array::<64>(at)?; // the whole of it is there
+            let field = |offset: u64| at.checked_add(offset);
+            Some(Section {
+                kind: elf.u32(field(4)?)?,
+                offset: elf.u64(field(24)?)?,
+                size: elf.u64(field(32)?)?,
+                link: elf.u32(field(40)?)?,
             })
-            .collect()
-    }
+        })
+        .collect()
+}
 
-    /// The whole entries of a section, of which there are at most `most`.
-    fn entries(
-        self,
-        section: &Section,
-        most: usize,
-    ) -> Option<impl Iterator<Item = u64> + use<'a>> {
-        let end = section.offset.checked_add(section.size)?;
-        let count = section.size / 24;
-        let start = section.offset;
-        (end <= self.0.len() as u64 && count <= most as u64)
-            .then(|| (0..count).map(move |number| start + number * 24))
-    }
+/// The whole entries of a section, of which there are at most `most`.
+fn entries(
+    elf: Elf<'_>,
+    section: &Section,
+    most: usize,
+) -> Option<impl Iterator<Item = u64> + use<>> {
+    let end = section.offset.checked_add(section.size)?;
+    let count = section.size / 24;
+    let start = section.offset;
+    (end <= elf.size() && count <= most as u64)
+        .then(|| (0..count).map(move |number| start + number * 24))
 }
 
 /// The symbols in each slot of each table `_ZTV…Engine`, with the two words before the functions.
 fn tables(file: &[u8]) -> Result<Vec<Vec<Vec<&str>>>, TableRefusal> {
-    let elf = Elf(file);
-    if elf.array(0) != Some(*b"\x7fELF\x02\x01") || elf.u16(18) != Some(machine::NUMBER) {
+    let Some(elf) = Elf::new(file).filter(|elf| elf.u16(18) == Some(machine::NUMBER)) else {
         return refuse("it is no shared library of this machine");
-    }
+    };
     tables_of(elf).map_or_else(|| refuse("it is cut off or damaged"), Ok)
 }
 
 fn tables_of(elf: Elf<'_>) -> Option<Vec<Vec<Vec<&str>>>> {
-    let sections = elf.sections()?;
+    let sections = sections(elf)?;
     let dynamic = sections.iter().find(|section| section.kind == DYNAMIC_SYMBOLS)?;
     let strings = sections.get(dynamic.link as usize)?.offset;
     let symbol = |at: u64| {
@@ -353,7 +327,7 @@ fn tables_of(elf: Elf<'_>) -> Option<Vec<Vec<Vec<&str>>>> {
         })
     };
     let symbols: Vec<Symbol<'_>> =
-        elf.entries(dynamic, MAX_SYMBOLS)?.map(symbol).collect::<Option<_>>()?;
+        entries(elf, dynamic, MAX_SYMBOLS)?.map(symbol).collect::<Option<_>>()?;
     let is_table = |symbol: &&Symbol<'_>| {
         let fits = (24..=8 * (MAX_SLOTS as u64 + 2)).contains(&symbol.size);
         symbol.name.starts_with("_ZTV")
@@ -370,7 +344,7 @@ fn tables_of(elf: Elf<'_>) -> Option<Vec<Vec<Vec<&str>>>> {
     }
     let mut looked_at = 0;
     for section in sections.iter().filter(|section| section.kind == RELOCATIONS) {
-        for at in elf.entries(section, MAX_RELOCATIONS)? {
+        for at in entries(elf, section, MAX_RELOCATIONS)? {
             looked_at += 1;
             if looked_at > MAX_RELOCATIONS {
                 return None; // sections that overlap: no linker writes them

@@ -2,9 +2,10 @@
 
 use kvx_backend::checksum;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, ErrorKind, Identity, MAX_NAME, Result};
+use kvx_core::{Identity, MAX_NAME, Result};
 
 use crate::blob::Blob;
+use crate::error::NAME;
 use crate::memory::Export;
 
 /// The name under which NIXL knows an agent of kvx: each life has its own.
@@ -26,10 +27,10 @@ pub(crate) struct Address {
 const MAX_CONNECTION: usize = 256 << 10;
 
 impl Address {
-    const VERSION: u8 = 1;
+    const FORM: u8 = 1;
 
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let mut out = vec![Self::VERSION];
+        let mut out = vec![Self::FORM];
         out.put_block(self.name.as_bytes());
         out.put_block(&self.blob);
         out.put_block(&self.page.encode());
@@ -39,7 +40,7 @@ impl Address {
     /// Errors: `Malformed`, `Incompatible`.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
         let mut reader = Reader::new("RIXL address", checksum::strip("RIXL address", bytes)?);
-        version("address", reader.u8()?, Self::VERSION)?;
+        checksum::check_form(NAME, "address", reader.u8()?, Self::FORM)?;
         let name = std::str::from_utf8(reader.block(MAX_NAME + 33)?)
             .map_err(|_| reader.malformed("no name"))?;
         let blob = reader.block(MAX_CONNECTION)?.to_vec();
@@ -52,17 +53,4 @@ impl Address {
         page.is_of(name)?;
         Ok(Address { name: name.to_owned(), blob, page })
     }
-}
-
-/// Checks the version of something that a peer wrote. Errors: `Incompatible`.
-pub(crate) fn version(what: &str, found: u8, ours: u8) -> Result<()> {
-    if found == ours {
-        return Ok(());
-    }
-    Err(Error::new(
-        ErrorKind::Incompatible,
-        format!(
-            "the peer's RIXL {what} has version {found}, this release knows {ours}: update the older end"
-        ),
-    ))
 }

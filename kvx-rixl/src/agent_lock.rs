@@ -3,11 +3,12 @@
 use std::ops::{Deref, DerefMut};
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use kvx_backend::reactor::Mailbox;
 use kvx_core::Result;
+use kvx_core::sync::{Mutex, MutexGuard};
 
 use crate::ffi::NixlAgent;
 
@@ -59,7 +60,7 @@ impl AgentLock {
     /// Errors: `Exhausted`.
     pub(crate) fn new(agent: NixlAgent) -> Result<Arc<Self>> {
         let agent_lock = Arc::new(AgentLock::around(Some(agent))?);
-        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = OPEN.lock();
         open.retain(|other| other.strong_count() > 0);
         open.push(Arc::downgrade(&agent_lock));
         drop(open);
@@ -103,7 +104,7 @@ impl AgentLock {
     /// Waits for its turn.
     pub(crate) fn lock(&self) -> WakesWhenReleased<'_> {
         self.waiting.fetch_add(1, Ordering::SeqCst);
-        let locked = self.agent.lock().unwrap_or_else(PoisonError::into_inner);
+        let locked = self.agent.lock();
         self.waiting.fetch_sub(1, Ordering::SeqCst);
         WakesWhenReleased { agent_lock: self, locked: Some(locked) }
     }
@@ -113,11 +114,7 @@ impl AgentLock {
         if self.waiting.load(Ordering::SeqCst) > 0 {
             return None;
         }
-        match self.agent.try_lock() {
-            Ok(locked) => Some(locked),
-            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
+        self.agent.try_lock()
     }
 }
 
@@ -133,15 +130,15 @@ extern "C" fn close_all() {
     if AT_EXIT.get() != Some(&std::process::id()) {
         return; // a fork has no threads of NIXL's
     }
-    let Ok(open) = OPEN.try_lock() else { return };
+    let Some(open) = OPEN.try_lock() else { return }; // a thread that opens an agent while the program exits
     let until = Instant::now() + LAST_PATIENCE;
     for agent_lock in open.iter().filter_map(Weak::upgrade) {
         agent_lock.waiting.fetch_add(1, Ordering::SeqCst);
         let mut locked = loop {
             match agent_lock.agent.try_lock() {
-                Ok(locked) => break locked,
-                Err(_) if Instant::now() > until => return,
-                Err(_) => std::thread::sleep(Duration::from_millis(1)),
+                Some(locked) => break locked,
+                None if Instant::now() > until => return,
+                None => std::thread::sleep(Duration::from_millis(1)),
             }
         };
         let agent = locked.take();

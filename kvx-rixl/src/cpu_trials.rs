@@ -18,7 +18,8 @@ use kvx_backend::fabric::EndpointId;
 use kvx_core::{Op, PerOp, Result};
 
 use crate::ffi::{MemorySegment, NixlAgent, Range, Request, State};
-use crate::peers::{Name, NixlRegion, Peers, Way};
+use crate::loads::Name;
+use crate::peers::{NixlRegion, Peers, Way};
 
 /// The bytes of a peer's page that are read, or written, at once: enough to tell one copy by the kernel from a
 /// conversation.
@@ -164,7 +165,9 @@ impl Trials {
         if peers.reach(endpoint).is_some() {
             return;
         }
-        let Some(name) = peers.name(endpoint) else { return };
+        let Some(name) = peers.name(endpoint) else {
+            return debug_assert!(false, "the endpoint was connected a moment ago");
+        };
         let new = || Trial {
             page,
             endpoints: Vec::new(),

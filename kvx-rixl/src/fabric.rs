@@ -6,6 +6,8 @@ use std::os::fd::{AsRawFd as _, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvx_backend::devices::rdma_devices;
+use kvx_backend::error::closed;
 use kvx_backend::fabric::{EndpointId, Event, Fabric, Job, SendStatus, Unregister};
 use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{ForeignRange, MAX_NOTIFICATION, RemoteSpec};
@@ -36,8 +38,6 @@ const ONE_SLICE: u64 = 1 << 20;
 /// How long it may take until both ends have loaded the other's address, and the link was tried out: a third of a
 /// second each, where nobody else wants the cores.
 const SETS_UP: Duration = Duration::from_secs(5);
-/// Where the system lists devices for RDMA.
-const RDMA: &str = "/sys/class/infiniband";
 /// The most slices in progress to one peer.
 const DEPTH: usize = 32;
 
@@ -99,7 +99,7 @@ pub(crate) struct NixlFabric {
 }
 
 fn agent(locked: &Option<NixlAgent>) -> Result<&NixlAgent> {
-    locked.as_ref().ok_or_else(|| Error::new(ErrorKind::Closed, "the transport has been shut down"))
+    locked.as_ref().ok_or_else(closed)
 }
 
 impl NixlFabric {
@@ -129,7 +129,7 @@ impl NixlFabric {
             turned_away: None,
             capabilities,
             description,
-            has_rdma: std::fs::read_dir(RDMA).is_ok_and(|mut devices| devices.next().is_some()),
+            has_rdma: !rdma_devices().is_empty(),
         })
     }
 

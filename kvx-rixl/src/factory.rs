@@ -8,7 +8,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use kvx_backend::fabric::{self, Parts};
-use kvx_backend::loader;
+use kvx_backend::{loader, threads};
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
     AutoOpen, Capabilities, Error, ErrorKind, HungPageScope, Idle, Isolation, MemoryKind,
@@ -21,11 +21,10 @@ use crate::config::{Config, SPEAKS_FOR};
 use crate::cpu_trials;
 use crate::error::NAME;
 use crate::fabric::NixlFabric;
-use crate::ffi::{Library, NixlAgent, Plugin, Settings};
+use crate::ffi::{self, Library, NixlAgent, Plugin, Settings};
 use crate::loads::Loads;
 use crate::memory::{Export, Ranges};
 use crate::peers::Peers;
-use crate::threads;
 use crate::wakes::{self, Wakes};
 
 /// The longest that NIXL's thread sleeps; it wakes when something comes.
@@ -90,7 +89,7 @@ impl Factory for Rixl {
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
         let config = Config::read(options)
             .map_err(|why| Unavailable::because(why.sentence().to_owned(), "correct the option"))?;
-        let library = Library::open(config.any_version)?;
+        let library = ffi::open_library(config.any_version)?;
         let plugin = Plugin::check(library, &config.plugin)?;
         let version = library.version();
         Ok(Availability {
@@ -109,7 +108,7 @@ impl Factory for Rixl {
 
     fn open(&self, context: Context) -> Result<Arc<dyn Transport>> {
         let config = Config::read(&context.options)?;
-        let library = Library::open(config.any_version).map_err(unavailable)?;
+        let library = ffi::open_library(config.any_version).map_err(unavailable)?;
         Plugin::check(library, &config.plugin).map_err(unavailable)?;
         let name = name_of(&context.agent);
         let me = CString::new(name.as_str()).map_err(|_| {
@@ -167,7 +166,13 @@ fn opened(
             params: &config.params,
             progress_thread: config.progress_thread.then_some(THREAD_SLEEPS),
         };
-        let open = || wakes::of(|| threads::named(|| NixlAgent::open(library, &settings)));
+        let open = || {
+            wakes::of(|| {
+                threads::rename_new("async", "kvx-rixl async", || {
+                    NixlAgent::open(library, &settings)
+                })
+            })
+        };
         let (agent, watchers) = loader::with_signals_kept(open);
         Ok((agent?, watchers))
     })

@@ -17,7 +17,6 @@ mod memory;
 mod peers;
 mod prepared;
 mod sleeps;
-mod threads;
 mod wakes;
 
 pub use factory::Rixl;

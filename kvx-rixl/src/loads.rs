@@ -1,5 +1,6 @@
 //! The thread for calls of NIXL that take long: loading a peer's address, and forgetting it.
 
+use std::ffi::CStr;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -10,7 +11,9 @@ use kvx_core::{Error, ErrorKind, Result};
 
 use crate::agent_lock::AgentLock;
 use crate::blob;
-use crate::peers::Name;
+
+/// A peer's name.
+pub(crate) type Name = Arc<CStr>;
 
 /// A call that takes long; made in the order of asking.
 pub(crate) enum Task {
@@ -83,7 +86,7 @@ impl Drop for Loads {
 fn serve(todo: &Receiver<Task>, agent_lock: &AgentLock, answers: &Mailbox<Loaded>) {
     for task in todo {
         let locked = agent_lock.lock();
-        let Some(agent) = locked.as_ref() else { continue };
+        let Some(agent) = locked.as_ref() else { continue }; // the transport was stopped before this task
         let (peer, load, result) = match task {
             Task::Forget { peer } => {
                 agent.forget(&peer);

@@ -1,17 +1,19 @@
 //! Memory that is registered with NIXL.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use kvx_backend::checksum;
+use kvx_backend::error::closed;
 use kvx_backend::fabric::{Registrar, Unregister};
+use kvx_core::sync::Mutex;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Memory, RegionId, Result};
 
-use crate::address::version;
 use crate::agent_lock::AgentLock;
 use crate::blob::{Blob, Described, malformed};
+use crate::error::NAME;
 use crate::ffi::{MemorySegment, Range};
 
 /// Our memory as NIXL knows it. It finds registrations by address: two regions of one range share one, and ranges that
@@ -52,7 +54,7 @@ impl Ranges {
     fn add(&self, memory: &Arc<Memory>) -> Result<(Range, Vec<u8>)> {
         let range = range_of(memory);
         let locked = self.agent_lock.lock();
-        let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut registered = self.registered.lock();
         if !registered.contains_key(&range)
             && let Some(other) = registered.keys().find(|other| other.overlaps(&range))
         {
@@ -88,7 +90,7 @@ impl Ranges {
     /// `StillShared`, if foreign agents may know it; what NIXL answers.
     pub(crate) fn remove(&self, range: &Range) -> Result<Unregister> {
         let Some(locked) = self.agent_lock.try_lock() else { return Ok(Unregister::Later) };
-        let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut registered = self.registered.lock();
         let Some(uses) = registered.get_mut(range) else { return Ok(Unregister::Now) };
         if uses.told {
             return Err(Error::new(
@@ -110,10 +112,6 @@ impl Ranges {
     }
 }
 
-fn closed() -> Error {
-    Error::new(ErrorKind::Closed, "the transport has been shut down")
-}
-
 // SAFETY: NIXL keeps what it needs of a registration until `remove`, which the fabric calls when no peer reaches it.
 unsafe impl Registrar<Local> for Ranges {
     fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
@@ -123,7 +121,7 @@ unsafe impl Registrar<Local> for Ranges {
 
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
         let locked = self.agent_lock.lock();
-        let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut registered = self.registered.lock();
         let blob = locked.as_ref().ok_or_else(closed)?.whole()?;
         registered.values_mut().for_each(|uses| uses.told = true);
         self.any_told.fetch_or(!registered.is_empty(), Ordering::AcqRel);
@@ -143,10 +141,10 @@ pub(crate) struct Export {
 const MAX_EXPORT: usize = 64 << 10;
 
 impl Export {
-    const VERSION: u8 = 1;
+    const FORM: u8 = 1;
 
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let mut out = vec![Self::VERSION, u8::from(self.range.segment == MemorySegment::Device)];
+        let mut out = vec![Self::FORM, u8::from(self.range.segment == MemorySegment::Device)];
         out.put_u64(self.range.address);
         out.put_u64(self.range.len);
         out.put_u64(self.range.device);
@@ -157,7 +155,7 @@ impl Export {
     /// Errors: `Malformed`, `Incompatible`.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
         let mut reader = Reader::new("RIXL region", checksum::strip("RIXL region", bytes)?);
-        version("region", reader.u8()?, Self::VERSION)?;
+        checksum::check_form(NAME, "region", reader.u8()?, Self::FORM)?;
         let segment = match reader.u8()? {
             0 => MemorySegment::Host,
             1 => MemorySegment::Device,
@@ -220,7 +218,7 @@ mod tests {
         let agent_lock = Arc::new(AgentLock::around(None).unwrap());
         let ranges = Ranges::new(Arc::clone(&agent_lock));
         let range = Range { segment: MemorySegment::Host, address: 4096, len: 64, device: 0 };
-        ranges.registered.lock().unwrap().insert(range, Uses { regions: 2, told: false });
+        ranges.registered.lock().insert(range, Uses { regions: 2, told: false });
         let locked = agent_lock.lock();
         for _ in 0..3 {
             assert_eq!(ranges.remove(&range).unwrap(), Unregister::Later, "somebody else has NIXL");
@@ -228,7 +226,7 @@ mod tests {
         drop(locked);
         assert_eq!(ranges.remove(&range).unwrap(), Unregister::Now);
         assert_eq!(
-            ranges.registered.lock().unwrap()[&range].regions,
+            ranges.registered.lock()[&range].regions,
             1,
             "what came to nothing has not counted"
         );

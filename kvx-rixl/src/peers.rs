@@ -11,7 +11,7 @@ use kvx_core::{Error, ErrorKind, PerOp, Result};
 
 use crate::blob::{Blob, Described, malformed};
 use crate::ffi::Range;
-use crate::loads::{Loaded, Loads, Task};
+use crate::loads::{Loaded, Loads, Name, Task};
 
 /// A region of a peer, which NIXL is told of when a transfer first needs it.
 pub(crate) struct NixlRegion {
@@ -74,9 +74,6 @@ struct Endpoint {
     accepted: bool,
     severed: bool,
 }
-
-/// A peer's name.
-pub(crate) type Name = Arc<CStr>;
 
 /// Whether an endpoint can be used.
 pub(crate) enum Way<'a> {
@@ -194,6 +191,7 @@ impl Peers {
 
     /// It was found out.
     pub(crate) fn set_reach(&mut self, endpoint: EndpointId, reach: PerOp) {
+        // The endpoint may be disconnected while its link is being tried out.
         let Some(found) = self.endpoints.get(&endpoint) else { return };
         let peer = found.peer.as_ref().map(|name| self.by_name.get_mut(name));
         match peer {
@@ -323,7 +321,9 @@ impl Peers {
     }
 
     fn refresh_name(&mut self, name: &CStr) {
-        let Some(peer) = self.by_name.get_mut(name) else { return };
+        let Some(peer) = self.by_name.get_mut(name) else {
+            return debug_assert!(false, "its endpoint leads to this peer");
+        };
         if peer.state != NixlStanding::Stale || peer.flights > 0 {
             return;
         }
@@ -381,7 +381,9 @@ impl Peers {
     /// Has NIXL told of a lost peer once more: it answers no question about what is in progress to an agent that it
     /// does not know.
     fn watch(&mut self, name: &CStr) {
-        let Some(peer) = self.by_name.get_mut(name) else { return };
+        let Some(peer) = self.by_name.get_mut(name) else {
+            return debug_assert!(false, "the peer was found a moment ago");
+        };
         peer.state = NixlStanding::Lost { watched: peer.flights == 0 };
         peer.flights_when_told = peer.flights;
         if peer.flights > 0 {
@@ -405,6 +407,7 @@ impl Peers {
 
     /// NIXL has dropped a peer, or knows it (`known`) and does not reach it: it is lost, with all its endpoints.
     pub(crate) fn lose(&mut self, name: &CStr, known: bool, events: &mut Vec<Event>) {
+        // Its last endpoint may have been disconnected while requests to it were in progress.
         let Some(peer) = self.by_name.get_mut(name) else { return };
         if matches!(peer.state, NixlStanding::Lost { .. }) {
             return;
@@ -415,7 +418,9 @@ impl Peers {
         } else {
             self.watch(name);
         }
-        let Some(peer) = self.by_name.get(name) else { return };
+        let Some(peer) = self.by_name.get(name) else {
+            return debug_assert!(false, "watching forgets no peer");
+        };
         let why = "the connection broke: the peer's process has ended, or the network between has";
         events.extend(peer.endpoints.iter().map(|endpoint| Event::Broken {
             endpoint: *endpoint,

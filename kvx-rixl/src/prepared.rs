@@ -4,8 +4,10 @@
 //! plan makes them, slice by slice; the next ones only post them. One transfer at a time has them: another that comes
 //! meanwhile makes its own.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+
+use kvx_core::sync::Mutex;
 
 use crate::ffi::Request;
 
@@ -63,7 +65,7 @@ impl SliceLease {
         if prepared.taken.swap(true, Ordering::Acquire) {
             return SliceLease::default();
         }
-        let there = prepared.slices.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let there = prepared.slices.lock().take();
         let there = there.filter(|slices| slices.load == load);
         let whole = there.is_some();
         let slices = there.unwrap_or_else(|| Slices {
@@ -88,7 +90,7 @@ impl SliceLease {
         if self.whole {
             return;
         }
-        let Some(slices) = &mut self.slices else { return };
+        let Some(slices) = &mut self.slices else { return }; // another transfer has the plan's, or they are too many
         if slices.kept.0.fetch_add(slice.pieces, Ordering::Relaxed) + slice.pieces > MOST_KEPT {
             slices.kept.0.fetch_sub(slice.pieces, Ordering::Relaxed);
             self.slices = None;
@@ -107,11 +109,11 @@ impl SliceLease {
 
 impl Drop for SliceLease {
     fn drop(&mut self) {
-        let Some(prepared) = self.of.take() else { return };
+        let Some(prepared) = self.of.take() else { return }; // another transfer has them
         if let Some(slices) = self.slices.take()
             && self.whole
         {
-            *prepared.slices.lock().unwrap_or_else(PoisonError::into_inner) = Some(slices);
+            *prepared.slices.lock() = Some(slices);
         }
         prepared.taken.store(false, Ordering::Release);
     }

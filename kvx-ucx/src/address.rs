@@ -1,8 +1,8 @@
 //! An agent's address: its section of the metadata.
 
 use kvx_backend::checksum;
+use kvx_core::Result;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, ErrorKind, Result};
 
 use crate::error::NAME;
 use crate::ffi::Version;
@@ -29,7 +29,7 @@ impl Address {
 
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut out = vec![Self::FORM];
-        for number in [self.version.major, self.version.minor, self.version.release] {
+        for number in [self.version.major, self.version.minor, self.version.patch] {
             out.put_u32(number);
         }
         out.put(&self.worker);
@@ -39,16 +39,8 @@ impl Address {
     /// Errors: `Malformed`, `Incompatible`.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Address> {
         let mut reader = Reader::new("UCX address", checksum::strip("UCX address", bytes)?);
-        let form = reader.u8()?;
-        if form != Self::FORM {
-            let why = format!(
-                "the peer's UCX address has form {form}, this release knows {}",
-                Self::FORM
-            );
-            return Err(Error::new(ErrorKind::Incompatible, why).with_backend(NAME));
-        }
-        let version =
-            Version { major: reader.u32()?, minor: reader.u32()?, release: reader.u32()? };
+        checksum::check_form(NAME, "address", reader.u8()?, Self::FORM)?;
+        let version = Version::new(reader.u32()?, reader.u32()?, reader.u32()?);
         if reader.left() == 0 || reader.left() > MAX_WORKER {
             return Err(reader.malformed("no worker has such an address"));
         }
@@ -58,11 +50,13 @@ impl Address {
 
 #[cfg(test)]
 mod tests {
+    use kvx_core::ErrorKind;
+
     use super::*;
 
     #[test]
     fn addresses_travel_as_they_are_and_nothing_else_passes() {
-        let version = Version { major: 1, minor: 22, release: 0 };
+        let version = Version::new(1, 22, 0);
         let address = Address { version, worker: (*b"somewhere").into() };
         let bytes = address.encode();
         assert_eq!(Address::decode(&bytes).unwrap(), address);

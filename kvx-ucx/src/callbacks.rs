@@ -149,14 +149,16 @@ impl Receives for CallbackNotes {
     }
 }
 
-/// UCX's error handler of an endpoint; `target` is the [`Inbox`].
+/// UCX's error handler of an endpoint; `target` is the [`CallbackNotes`].
 pub(crate) unsafe extern "C" fn endpoint_failed(
     target: *mut c_void,
     endpoint: ucp_ep_h,
     status: ucs_status_t,
 ) {
-    // SAFETY: as `Inbox::received`.
-    let Some(notes) = (unsafe { target.cast::<CallbackNotes>().as_ref() }) else { return };
+    // SAFETY: as in `received`, the driver keeps its notes longer than its worker.
+    let Some(notes) = (unsafe { target.cast::<CallbackNotes>().as_ref() }) else {
+        return debug_assert!(false, "UCX passes the argument that it was given");
+    };
     notes.failed.borrow_mut().push((EndpointHandle(endpoint as usize), Status(status)));
 }
 

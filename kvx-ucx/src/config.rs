@@ -22,8 +22,6 @@ use std::path::{Path, PathBuf};
 
 use kvx_core::{Error, ErrorKind, Options, Result, Table};
 
-use crate::Ucx;
-
 /// What kvx sets unless the user did. The last column: further variables that say the same.
 const DEFAULTS: &[(&str, &str, &[&str])] = &[
     ("RNDV_THRESH", "inf", &[]),
@@ -33,6 +31,8 @@ const DEFAULTS: &[(&str, &str, &[&str])] = &[
     ("TCP_RX_SEG_SIZE", "256k", &[]),
 ];
 
+/// Threads of an agent without the option `num_threads`.
+pub(crate) const NUM_THREADS: u32 = 1;
 /// A configuration file of UCX is not read further than this.
 const MAX_FILE: usize = 1 << 20;
 
@@ -69,8 +69,7 @@ impl Config {
             chosen.push(assignment(&text)?);
         }
         let num_threads =
-            options.top().number("num_threads", 1..=64)?.unwrap_or(Ucx::NUM_THREADS.into())
-                as usize;
+            options.top().number("num_threads", 1..=64)?.unwrap_or(NUM_THREADS.into()) as usize;
         Ok(Config { chosen, num_threads })
     }
 

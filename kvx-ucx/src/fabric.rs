@@ -10,7 +10,7 @@ use kvx_backend::fabric::{
 };
 use kvx_backend::reactor::{self, SLICE};
 use kvx_core::transport::{INLINE_BYTES, RemoteSpec};
-use kvx_core::{Capabilities, Error, ErrorKind, Identity, Op, Result};
+use kvx_core::{Capabilities, Error, ErrorKind, Identity, Result};
 
 use crate::address::Address;
 use crate::callbacks::{
@@ -18,7 +18,7 @@ use crate::callbacks::{
 };
 use crate::error::{self, NAME};
 use crate::ffi::{Endpoint, Posted, Worker, WorkerArmed};
-use crate::memory::{Local, Registrations, Remote, RemoteKeys};
+use crate::memory::{Local, MemoryRegistrar, Remote, RemoteKeys};
 use crate::peers::{PeerWorker, Peers, gone};
 use crate::route;
 
@@ -55,7 +55,7 @@ pub(crate) struct UcxFabric {
     keys: RemoteKeys,
     /// Events of links that happened outside of progress.
     news: Vec<Event>,
-    registrations: Arc<Registrations>,
+    registrar: Arc<MemoryRegistrar>,
     capabilities: Capabilities,
     /// The user has named tcp, and so knows what its links do to a target.
     tcp: bool,
@@ -70,7 +70,7 @@ impl UcxFabric {
     pub(crate) fn new(
         worker: Worker,
         own_worker: u64,
-        registrations: Arc<Registrations>,
+        registrar: Arc<MemoryRegistrar>,
         capabilities: Capabilities,
         tcp: bool,
     ) -> Result<UcxFabric> {
@@ -86,7 +86,7 @@ impl UcxFabric {
             peers: Peers::new(own_worker),
             keys: RemoteKeys::default(),
             news: Vec::new(),
-            registrations,
+            registrar,
             capabilities,
             tcp,
         })
@@ -109,13 +109,13 @@ impl UcxFabric {
 
     /// The same of one that is over, if there is one, before anything else is told.
     fn break_off_lost(&mut self, at: Option<usize>, why: &'static str, events: &mut Vec<Event>) {
-        let Some(at) = at else { return };
+        let Some(at) = at else { return }; // the message breaks nothing, as nearly all do
         self.break_off(at, None, &Error::new(ErrorKind::PeerLost, why).with_backend(NAME));
         events.append(&mut self.news);
     }
 
     fn progress(&self) -> usize {
-        let Some(worker) = &self.worker else { return 0 };
+        let Some(worker) = &self.worker else { return 0 }; // a turn after the end
         let mut done = 0;
         let mut until = None;
         loop {
@@ -181,7 +181,7 @@ impl UcxFabric {
 
     /// Sends what is being sent, ends what is in flight, and lets go of everything.
     fn end(&mut self) {
-        let Some(worker) = self.worker.take() else { return };
+        let Some(worker) = self.worker.take() else { return }; // stopped before it is dropped
         let wait = |longest: Duration| {
             let until = Instant::now() + longest;
             while !self.notes.is_quiet() && Instant::now() < until {
@@ -209,7 +209,7 @@ impl UcxFabric {
         // Nothing is sent, received or served without the worker.
         drop(worker);
         self.notes.take_ended(&self.tallies, &mut Vec::new());
-        self.registrations.worker_ended();
+        self.registrar.worker_ended();
     }
 }
 
@@ -306,12 +306,8 @@ unsafe impl Fabric for UcxFabric {
             let len = piece.len as usize;
             // SAFETY: this thread has the machine, and the endpoint is open. Core checked that the piece lies within
             // its region, which the job keeps until the piece is reported; the tally lives as long as the driver.
-            let posted = unsafe {
-                match op {
-                    Op::Read => endpoint.get(local, len, memory, at, key, tally.target()),
-                    Op::Write => endpoint.put(local, len, memory, at, key, tally.target()),
-                }
-            };
+            let posted =
+                unsafe { endpoint.transfer(op, (local, len), memory, (at, key), tally.target()) };
             match posted {
                 Posted::Pending => pending += 1,
                 Posted::Done => done += 1,

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvx_backend::devices::rdma_devices;
 use kvx_backend::fabric::{LaneParts, Parts};
+use kvx_backend::threads;
 use kvx_core::transport::{Admission, Availability, Context, Factory, Transport};
 use kvx_core::{
     AutoOpen, Capabilities, Error, ErrorKind, HungPageScope, Idle, Isolation, MemoryKinds, Options,
@@ -11,13 +13,12 @@ use kvx_core::{
 };
 
 use crate::address::Address;
-use crate::config::Config;
+use crate::config::{self, Config};
 use crate::error::{self, NAME};
 use crate::fabric::{SETS_UP, UcxFabric};
 use crate::ffi::{self, Library, Worker};
-use crate::memory::{Registrations, kinds};
+use crate::memory::{MemoryRegistrar, kinds};
 use crate::route::{KILLED_AMID, SHARED_QUEUES};
-use crate::threads::Threads;
 
 /// How a peer's end becomes known that does not close its connections: by UCX's keepalive, of which several must fail.
 /// A first link has the time to make its endpoints besides.
@@ -38,7 +39,7 @@ pub struct Ucx;
 
 impl Ucx {
     /// Threads of an agent without the option `num_threads`.
-    pub const NUM_THREADS: u32 = 1;
+    pub const NUM_THREADS: u32 = config::NUM_THREADS;
 }
 
 /// The promises that hold for whatever lanes UCX chooses; a link knows better.
@@ -55,6 +56,11 @@ fn capabilities(memory: MemoryKinds) -> Capabilities {
         local: memory,
         remote: memory,
     }
+}
+
+/// Runs `start`, which may start UCX's own thread, and names that after kvx.
+fn named<T>(start: impl FnOnce() -> T) -> T {
+    threads::rename_new("async", "kvx-ucx async", start)
 }
 
 /// A context with these options. Errors: `Invalid`, `Unavailable`, UCX's.
@@ -85,15 +91,6 @@ fn is_rdma(transport: &str) -> bool {
     RDMA.contains(&family)
 }
 
-/// The RDMA devices that the kernel knows.
-fn cards() -> Vec<String> {
-    let entries = std::fs::read_dir("/sys/class/infiniband").into_iter().flatten().flatten();
-    let mut cards: Vec<String> =
-        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
-    cards.sort();
-    cards
-}
-
 impl Factory for Ucx {
     fn name(&self) -> &'static str {
         NAME
@@ -108,12 +105,10 @@ impl Factory for Ucx {
     }
 
     fn available(&self, options: &Options) -> Result<Availability, Unavailable> {
-        let library = Library::open()?;
-        let threads = Threads::now();
-        let context = context(library, options).map_err(|why| {
+        let library = ffi::open_library()?;
+        let context = named(|| context(library, options)).map_err(|why| {
             Unavailable::because(why.to_string(), "correct the setting, or remove it")
         })?;
-        threads.name_new();
         let printed = context.printed();
         let resources = resources(&printed);
         let rdma = resources.iter().any(|(transport, _)| is_rdma(transport));
@@ -121,7 +116,7 @@ impl Factory for Ucx {
         let mut devices: Vec<String> = resources.iter().map(shown).collect();
         devices.sort();
         devices.dedup();
-        let cards = cards();
+        let cards = rdma_devices();
         let mut cautions = Vec::new();
         if !rdma && !cards.is_empty() {
             cautions.push(format!(
@@ -153,18 +148,19 @@ impl Factory for Ucx {
 
 /// The workers of an agent, and all that belongs to them. Errors: `Unavailable`, `Invalid`, UCX's.
 pub(crate) fn parts(agent: &Context) -> Result<(Parts<UcxFabric>, Vec<LaneParts<UcxFabric>>)> {
-    let library = Library::open().map_err(|why| {
+    let library = ffi::open_library().map_err(|why| {
         let error = Error::new(ErrorKind::Unavailable, why.reason());
         error.with_backend(NAME)
     })?;
     let config = Config::read(&agent.options)?;
-    let threads = Threads::now();
-    let ucx = context(library, &agent.options)?;
-    let workers = (0..config.num_threads).map(|_| Worker::new(&ucx)).collect::<Result<Vec<_>, _>>();
-    let workers = workers.map_err(error::of_worker)?;
-    threads.name_new();
+    let (ucx, workers) = named(|| -> Result<_> {
+        let ucx = context(library, &agent.options)?;
+        let workers: Result<Vec<_>, _> =
+            (0..config.num_threads).map(|_| Worker::new(&ucx)).collect();
+        Ok((ucx, workers.map_err(error::of_worker)?))
+    })?;
     let capabilities = capabilities(kinds(ucx.memory_types()));
-    let registrations = Arc::new(Registrations::new(ucx, workers.len()));
+    let registrar = Arc::new(MemoryRegistrar::new(ucx, workers.len()));
     let mut lanes = Vec::with_capacity(workers.len());
     for worker in workers {
         let at = worker
@@ -175,14 +171,14 @@ pub(crate) fn parts(agent: &Context) -> Result<(Parts<UcxFabric>, Vec<LaneParts<
         let fabric = UcxFabric::new(
             worker,
             number,
-            Arc::clone(&registrations),
+            Arc::clone(&registrar),
             capabilities.clone(),
             config.names_tcp(library.path()),
         )?;
         lanes.push(LaneParts { address: Box::new(move || Ok(address.clone())), fabric });
     }
     let LaneParts { address, fabric } = lanes.remove(0);
-    let parts = Parts { name: NAME, capabilities, address, fabric, registrar: registrations };
+    let parts = Parts { name: NAME, capabilities, address, fabric, registrar };
     Ok((parts, lanes))
 }
 

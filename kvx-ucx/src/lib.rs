@@ -12,7 +12,6 @@ mod memory;
 mod peers;
 mod protocols;
 mod route;
-mod threads;
 
 pub use factory::Ucx;
 

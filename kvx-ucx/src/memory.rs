@@ -1,26 +1,27 @@
 //! Registered memory, and keys to that of peers.
 
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::Arc;
 
 use kvx_backend::checksum;
+use kvx_backend::error::closed;
 use kvx_backend::fabric::Registrar;
+use kvx_backend::registrations::{Registration, Registrations};
+use kvx_core::sync::Mutex;
 use kvx_core::transport::RemoteSpec;
 use kvx_core::wire::{Reader, Writer};
-use kvx_core::{Error, ErrorKind, Memory, MemoryKind, MemoryKinds, RegionId, Result};
+use kvx_core::{ErrorKind, Memory, MemoryKind, MemoryKinds, RegionId, Result};
 use slab::Slab;
 
 use crate::error;
 use crate::ffi::bindings_1_13::*;
-use crate::ffi::{
-    Endpoint, Library, MappedMemory, Mapping, RemoteKey, UcxContext, Version, padded,
-};
+use crate::ffi::{self, Endpoint, MappedMemory, Mapping, RemoteKey, UcxContext, Version, padded};
 
 /// The longest packed key that is taken from a peer.
 const MAX_KEY: usize = 64 << 10;
 /// Where a packed key says of which kind its memory is, behind a map of memory domains: in all versions from 1.13 to
 /// this one.
 const KIND_AT: usize = 8;
-const KIND_KNOWN: Version = Version { major: 1, minor: 23, release: u32::MAX };
+const KIND_KNOWN: Version = Version::new(1, 23, u32::MAX);
 
 /// UCX's word for a kind of memory.
 fn memory_type(kind: MemoryKind) -> ucs_memory_type_t {
@@ -43,10 +44,10 @@ pub(crate) fn kinds(types: u64) -> MemoryKinds {
     MemoryKinds::of(&kinds)
 }
 
-/// A region of ours.
+/// A local region.
 pub(crate) struct Local {
     handle: Handle,
-    mapped: Arc<Mapped>,
+    registration: Arc<Registration<MappedMemory>>,
 }
 
 /// The handle that operations on it are given; valid until it is unmapped, before which they have ended.
@@ -65,70 +66,48 @@ impl Local {
 
     /// Ends the registration. Operations on it have ended: the machine upholds that.
     pub(crate) fn unmap(&self) {
-        self.mapped.unmap();
-    }
-}
-
-struct Mapped(Mutex<Option<MappedMemory>>);
-
-impl Mapped {
-    fn unmap(&self) {
-        let mapped = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        drop(mapped);
+        self.registration.end();
     }
 }
 
 /// A context, and every registration with it: none outlives its memory, nor the end of the agent's last worker.
-pub(crate) struct Registrations(Mutex<Option<Open>>);
+pub(crate) struct MemoryRegistrar {
+    /// `None` after the end of the last worker.
+    open: Mutex<Option<OpenContext>>,
+    registrations: Registrations<MappedMemory>,
+}
 
-struct Open {
+struct OpenContext {
     context: Arc<UcxContext>,
     /// Workers that have not ended.
     workers: usize,
-    mapped: Vec<Weak<Mapped>>,
 }
 
-impl Registrations {
+impl MemoryRegistrar {
     pub(crate) fn new(context: Arc<UcxContext>, workers: usize) -> Self {
-        Registrations(Mutex::new(Some(Open { context, workers, mapped: Vec::new() })))
+        let open = Mutex::new(Some(OpenContext { context, workers }));
+        MemoryRegistrar { open, registrations: Registrations::default() }
     }
 
     fn context(&self) -> Result<Arc<UcxContext>> {
-        let open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let closed = || Error::new(ErrorKind::Closed, "the transport has been shut down");
-        open.as_ref().map(|open| Arc::clone(&open.context)).ok_or_else(closed)
+        self.open.lock().as_ref().map(|open| Arc::clone(&open.context)).ok_or_else(closed)
     }
 
-    fn add(&self, mapped: &Arc<Mapped>) {
-        match self.0.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
-            Some(open) => {
-                if open.mapped.len() == open.mapped.capacity() {
-                    open.mapped.retain(|mapped| mapped.strong_count() > 0);
-                }
-                open.mapped.push(Arc::downgrade(mapped));
-            }
-            None => mapped.unmap(),
-        }
-    }
-
-    /// A worker has ended, and nothing of it is in flight any more. After the last one: ends all registrations, and
-    /// lets go of the context.
+    /// Notes that a worker has ended, and nothing of it is in flight any more. After the last one: ends all
+    /// registrations, and releases the context.
     pub(crate) fn worker_ended(&self) {
-        let open = {
-            let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            open.take_if(|open| {
-                open.workers -= 1;
-                open.workers == 0
-            })
-        };
-        for mapped in open.iter().flat_map(|open| &open.mapped).filter_map(Weak::upgrade) {
-            mapped.unmap();
+        let open = self.open.lock().take_if(|open| {
+            open.workers -= 1;
+            open.workers == 0
+        });
+        if open.is_some() {
+            self.registrations.close();
         }
     }
 }
 
 // SAFETY: `Local` keeps the registration until it is revoked or the agent ends; the memory is core's to keep.
-unsafe impl Registrar<Local> for Registrations {
+unsafe impl Registrar<Local> for MemoryRegistrar {
     fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let refused = |what: &'static str| {
             move |status| {
@@ -143,9 +122,8 @@ unsafe impl Registrar<Local> for Registrations {
         export.put_u64(memory.address());
         export.put(&key.0);
         let handle = Handle(mapped.raw());
-        let mapped = Arc::new(Mapped(Mutex::new(Some(mapped))));
-        self.add(&mapped);
-        Ok((Local { handle, mapped }, checksum::append(export)))
+        let registration = self.registrations.add(mapped);
+        Ok((Local { handle, registration }, checksum::append(export)))
     }
 }
 
@@ -158,7 +136,7 @@ pub(crate) struct Remote {
 
 impl Drop for Remote {
     fn drop(&mut self) {
-        self.unused.lock().unwrap_or_else(PoisonError::into_inner).push(self.key);
+        self.unused.lock().push(self.key);
     }
 }
 
@@ -194,7 +172,7 @@ impl RemoteKeys {
         }
         let packed = reader.bytes(reader.left())?;
         // UCX takes the kind for an index, and looks nowhere whether it is one.
-        let is_known = Library::opened().is_some_and(|library| library.version() <= KIND_KNOWN);
+        let is_known = ffi::opened_library().is_some_and(|library| library.version() <= KIND_KNOWN);
         if is_known
             && packed.get(KIND_AT).map(|kind| u32::from(*kind)) != Some(memory_type(region.kind))
         {
@@ -210,8 +188,7 @@ impl RemoteKeys {
 
     /// Drops the keys that nobody uses any more.
     pub(crate) fn drop_unused(&mut self) {
-        let unused =
-            std::mem::take(&mut *self.unused.lock().unwrap_or_else(PoisonError::into_inner));
+        let unused = std::mem::take(&mut *self.unused.lock());
         for key in unused {
             self.keys.try_remove(key);
         }
@@ -263,7 +240,7 @@ mod tests {
     /// Calls `body` with what a region of [`PAGE`] bytes exports, and with what becomes of an export that is unpacked
     /// for a region of so many bytes and of this kind.
     fn exported(body: impl FnOnce(&[u8], &mut dyn FnMut(&[u8], u64, MemoryKind) -> Result<()>)) {
-        let library = Library::open().expect("the parent has found it");
+        let library = ffi::open_library().expect("the parent has found it");
         let settings = Config::read(&Options::new()).unwrap().settings(library.path());
         let context = UcxContext::new(library, &settings).expect("a context");
         let (near, far) = (Worker::new(&context).unwrap(), Worker::new(&context).unwrap());
@@ -272,9 +249,9 @@ mod tests {
         let address = far.address().unwrap();
         // SAFETY: the inbox outlives the worker, which destroys its endpoints.
         let endpoint = unsafe { near.connect(&address, endpoint_failed, target) }.unwrap();
-        let (mut keys, registrations) = (RemoteKeys::default(), Registrations::new(context, 1));
+        let (mut keys, registrar) = (RemoteKeys::default(), MemoryRegistrar::new(context, 1));
         let memory = Arc::new(Memory::owned(vec![0; PAGE as usize]));
-        let (_local, export) = registrations.register(RegionId(1), &memory).unwrap();
+        let (_local, export) = registrar.register(RegionId(1), &memory).unwrap();
         body(&export, &mut |export, len, kind| {
             let region = RemoteSpec { id: RegionId(1), key: RegionKey([0; 16]), len, kind, export };
             // SAFETY: one thread, and the endpoint is open.
@@ -282,7 +259,7 @@ mod tests {
         });
         keys.clear();
         drop((near, far));
-        registrations.worker_ended();
+        registrar.worker_ended();
     }
 
     #[test]

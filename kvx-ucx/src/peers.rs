@@ -16,6 +16,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ptr::NonNull;
 use std::rc::Rc;
 
+use kvx_backend::error::link_lost;
 use kvx_backend::fabric::EndpointId;
 use kvx_core::{Error, ErrorKind, Op, Result};
 use slab::Slab;
@@ -205,8 +206,13 @@ impl Peers {
     /// # Safety
     /// This thread is the one that uses the worker, which is alive.
     pub(crate) unsafe fn close(&mut self, at: usize, notes: &Rc<CallbackNotes>) -> Vec<EndpointId> {
-        let Some(peer) = self.peers.get_mut(at) else { return Vec::new() };
-        let Some(endpoint) = peer.endpoint.take() else { return Vec::new() };
+        // UCX may report the failure of an endpoint that was closed, and whose peer was forgotten, in the same turn.
+        let peer = self.peers.get_mut(at);
+        let Some((peer, endpoint)) =
+            peer.and_then(|peer| peer.endpoint.take().map(|it| (peer, it)))
+        else {
+            return Vec::new();
+        };
         let links = peer.links.clone();
         let handle = EndpointHandle(endpoint.raw() as usize);
         self.by_worker.remove(&peer.worker);
@@ -264,8 +270,7 @@ fn unreachable(status: Status) -> Error {
 
 /// Work on a link whose endpoint is closed.
 pub(crate) fn gone() -> Error {
-    Error::new(ErrorKind::PeerLost, "the link to the peer is gone: connect again")
-        .with_backend(NAME)
+    link_lost().with_backend(NAME)
 }
 
 #[cfg(test)]
@@ -277,7 +282,7 @@ mod tests {
         let mut peers = Peers::new(1);
         let peer = PeerWorker {
             worker: 7,
-            version: Version { major: 1, minor: 13, release: 0 },
+            version: Version::new(1, 13, 0),
             mark: Postmark { worker: 1, endpoint, answers },
             endpoint: None,
             links: Vec::new(),

@@ -4,7 +4,7 @@ use std::fmt::{self, Write as _};
 
 use kvx_core::{Capabilities, PerOp};
 
-use crate::ffi::{Endpoint, Library, Version};
+use crate::ffi::{self, Endpoint, Library, Version};
 use crate::protocols;
 
 /// Transports over which UCX reads and writes memory of the peer without the peer's CPU. Over others, tcp among them,
@@ -12,7 +12,7 @@ use crate::protocols;
 const DIRECT: &[&str] = &["cma", "cuda_ipc", "dc", "gdr_copy", "knem", "rc", "rocm_ipc", "xpmem"];
 /// The first version whose gets and puts use the lanes that are called `rma_bw`; before it they are for rendezvous
 /// alone.
-const BANDWIDTH_LANES: Version = Version { major: 1, minor: 20, release: 0 };
+const BANDWIDTH_LANES: Version = Version::new(1, 20, 0);
 /// UCX's queues of messages in shared memory.
 pub(crate) const SHARED_QUEUES: &[&str] = &["posix", "sysv", "xpmem"];
 /// What becomes of them: a message that its sender was killed in stays in the queue unfinished. Seen with 1.13.1, whose
@@ -32,7 +32,7 @@ pub(crate) unsafe fn describe(
 ) -> (String, Capabilities) {
     // SAFETY: the caller's promise.
     let printed = unsafe { endpoint.printed() };
-    let ours = Library::opened().map_or(peer, Library::version);
+    let ours = ffi::opened_library().map_or(peer, Library::version);
     let lanes: Vec<UcxLane<'_>> = printed.lines().filter_map(UcxLane::read).collect();
     let mut sentence = sentence(ours, peer, &lanes);
     let chosen = protocols::chosen(&printed, worker);
@@ -49,7 +49,7 @@ pub(crate) unsafe fn describe(
 pub(crate) unsafe fn is_over_tcp(endpoint: &Endpoint) -> bool {
     // SAFETY: the caller's promise.
     let printed = unsafe { endpoint.printed() };
-    let ours = Library::opened().map_or(BANDWIDTH_LANES, Library::version);
+    let ours = ffi::opened_library().map_or(BANDWIDTH_LANES, Library::version);
     over_tcp(ours, &printed.lines().filter_map(UcxLane::read).collect::<Vec<_>>())
 }
 
@@ -145,8 +145,8 @@ fn sentence(ours: Version, peer: Version, lanes: &[UcxLane<'_>]) -> String {
 mod tests {
     use super::*;
 
-    const OLD: Version = Version { major: 1, minor: 13, release: 1 };
-    const NEW: Version = Version { major: 1, minor: 22, release: 0 };
+    const OLD: Version = Version::new(1, 13, 1);
+    const NEW: Version = Version::new(1, 22, 0);
 
     const SHARED: &str = "#
 #               peer: <no debug data>

@@ -323,64 +323,29 @@ impl Endpoint {
         Errno::check_count(answer).map(|_| ())
     }
 
-    /// Posts a read of the peer's memory into `local`.
+    /// Posts a read of a range of the peer's memory into local memory, or a write the other way.
     ///
     /// # Safety
-    /// As [`receive`](Endpoint::receive).
+    /// As [`receive`](Endpoint::receive) for a read; during a write nobody writes to the local memory.
     #[inline]
-    pub(crate) unsafe fn get(
+    pub(crate) unsafe fn transfer(
         &self,
-        local: *mut u8,
-        len: usize,
-        descriptor: *mut c_void,
-        remote: RemoteRange,
+        op: Op,
+        Range { local, len, descriptor, remote }: Range,
         context: *mut c_void,
     ) -> Result<(), Errno> {
-        let raw = self.raw.as_ptr();
-        let RemoteRange { peer, address, key } = remote;
+        let (raw, local) = (self.raw.as_ptr(), local.cast::<c_void>());
+        let RemoteRange { peer: PeerNumber(peer), address, key } = remote;
         // SAFETY: the caller's promise.
         let answer = unsafe {
-            function!(raw, rma, read)(
-                raw,
-                local.cast(),
-                len,
-                descriptor,
-                peer.0,
-                address,
-                key,
-                context,
-            )
-        };
-        Errno::check_count(answer).map(|_| ())
-    }
-
-    /// Posts a write of `local` to the peer's memory.
-    ///
-    /// # Safety
-    /// As [`receive`](Endpoint::receive), and nobody writes to `local`.
-    #[inline]
-    pub(crate) unsafe fn put(
-        &self,
-        local: *const u8,
-        len: usize,
-        descriptor: *mut c_void,
-        remote: RemoteRange,
-        context: *mut c_void,
-    ) -> Result<(), Errno> {
-        let raw = self.raw.as_ptr();
-        let RemoteRange { peer, address, key } = remote;
-        // SAFETY: the caller's promise.
-        let answer = unsafe {
-            function!(raw, rma, write)(
-                raw,
-                local.cast(),
-                len,
-                descriptor,
-                peer.0,
-                address,
-                key,
-                context,
-            )
+            match op {
+                Op::Read => function!(raw, rma, read)(
+                    raw, local, len, descriptor, peer, address, key, context,
+                ),
+                Op::Write => function!(raw, rma, write)(
+                    raw, local, len, descriptor, peer, address, key, context,
+                ),
+            }
         };
         Errno::check_count(answer).map(|_| ())
     }
@@ -389,8 +354,8 @@ impl Endpoint {
     /// most [`MAX_RANGES`] and as many as the provider takes, to one peer.
     ///
     /// # Safety
-    /// As [`get`](Endpoint::get) or [`put`](Endpoint::put), for each range.
-    pub(crate) unsafe fn transfer(
+    /// As [`transfer`](Endpoint::transfer), for each range.
+    pub(crate) unsafe fn transfer_all(
         &self,
         op: Op,
         ranges: impl Iterator<Item = Range>,

@@ -2,9 +2,9 @@
 
 use std::ffi::CStr;
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use kvx_backend::loader::{self, OpenOnce, Search};
+use kvx_backend::loader::{self, BoundLibrary, OpenOnce, Search};
 use kvx_core::Unavailable;
 
 use super::bindings_1_17::{FI_MAJOR_VERSION, FI_MINOR_VERSION, Functions};
@@ -57,66 +57,45 @@ pub fn symbol_version(name: &CStr) -> &'static CStr {
     }
 }
 
-/// An open libfabric, for the life of the process: the first that was asked for is the only one.
-pub(crate) struct Library {
-    functions: Functions,
-    version: Version,
-    path: PathBuf,
-}
+/// An open libfabric, with the functions of 1.17 that are symbols.
+pub(crate) type Library = BoundLibrary<Functions, Version>;
 
+/// The library of this process: the first that was asked for is the only one.
 static OPENED: OpenOnce<Library> = OpenOnce::new();
 
-impl Library {
-    /// Opens the library that `KVX_LIBFABRIC_LIB` names, else `libfabric.so.1`.
-    ///
-    /// # Errors
-    /// What was tried and the cure; tried again at the next call.
-    pub(crate) fn open() -> Result<&'static Library, Unavailable> {
-        OPENED.open(Library::load)
-    }
+/// Opens the library that `KVX_LIBFABRIC_LIB` names, else `libfabric.so.1`.
+///
+/// # Errors
+/// What was tried and the cure; tried again at the next call.
+pub(crate) fn open() -> Result<&'static Library, Unavailable> {
+    OPENED.open(load)
+}
 
-    /// The library, if it has been opened.
-    pub(crate) fn opened() -> Option<&'static Library> {
-        OPENED.opened()
-    }
+/// Returns the library, if it has been opened.
+pub(crate) fn opened() -> Option<&'static Library> {
+    OPENED.opened()
+}
 
-    fn load() -> Result<Library, Unavailable> {
-        loader::with_signals_kept(|| {
-            let library =
-                Search::new(VARIABLE, NAMES, CURE).files(FILES.iter().map(PathBuf::from)).open()?;
-            let find = |name: &'static CStr| library.versioned_address(name, symbol_version(name));
-            // SAFETY: the loader answers with the symbol of that name and version, which is the function that the
-            // headers of 1.17 declare.
-            let functions = unsafe { Functions::find(find) }?;
-            // SAFETY: it has no preconditions.
-            let version = Version::unpack(unsafe { (functions.fi_version)() });
-            if version < INTERFACE {
-                let path = library.path().display();
-                let why =
-                    format!("{path} is libfabric {version}, and kvx needs {INTERFACE} or newer");
-                return Err(Unavailable::because(why, CURE));
-            }
-            Ok(Library { functions, version, path: library.path().to_owned() })
-        })
-    }
+/// Returns the functions of the library that is open, for the holder of one of its objects.
+pub(super) fn functions() -> &'static Functions {
+    opened().expect("an object of libfabric exists, so the library is open").functions()
+}
 
-    /// The functions of 1.17 that are symbols.
-    pub(crate) fn functions(&self) -> &Functions {
-        &self.functions
-    }
-
-    /// The functions of the library that is open: for whoever holds an object of it.
-    pub(super) fn functions_of_the_process() -> &'static Functions {
-        &OPENED.opened().expect("an object of libfabric exists, so the library is open").functions
-    }
-
-    /// Its version.
-    pub(crate) fn version(&self) -> Version {
-        self.version
-    }
-
-    /// The file.
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
+fn load() -> Result<Library, Unavailable> {
+    loader::with_signals_kept(|| {
+        let library =
+            Search::new(VARIABLE, NAMES, CURE).files(FILES.iter().map(PathBuf::from)).open()?;
+        let find = |name: &'static CStr| library.versioned_address(name, symbol_version(name));
+        // SAFETY: the loader answers with the symbol of that name and version, which is the function that the
+        // headers of 1.17 declare.
+        let functions = unsafe { Functions::find(find) }?;
+        // SAFETY: it has no preconditions.
+        let version = Version::unpack(unsafe { (functions.fi_version)() });
+        if version < INTERFACE {
+            let path = library.path().display();
+            let why = format!("{path} is libfabric {version}, and kvx needs {INTERFACE} or newer");
+            return Err(Unavailable::because(why, CURE));
+        }
+        Ok(BoundLibrary::new(library, functions, version))
+    })
 }

@@ -25,4 +25,4 @@ pub(crate) use errno::Errno;
 pub(crate) use info::{Asked, Info, Infos, PciAddress};
 #[cfg(feature = "raw")]
 pub use library::symbol_version;
-pub(crate) use library::{Library, Version};
+pub(crate) use library::{Library, Version, open as open_library, opened as opened_library};

@@ -13,7 +13,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// An endpoint of a provider with 64 bytes for each operation; `None` where libfabric is not installed, which is said.
 fn endpoint(provider: &str, test: &str) -> Option<Endpoint> {
-    let library = match Library::open() {
+    let library = match library::open() {
         Ok(library) => library,
         Err(why) => {
             kvx_testkit::skip(test, &why.to_string(), "cargo xtask test --install on Debian 12");
@@ -94,10 +94,15 @@ fn bytes_go_both_ways(provider: &str, test: &str) {
         );
         let peer = near.insert(&far.address().unwrap()).unwrap();
         let at = ours.as_mut_ptr();
-        let to = |offset| remote(peer, &theirs, &lent, &far, offset);
-        post([&near, &far], || near.get(at, 4096, local.descriptor(), to(4096), first));
+        let range = |local_offset, remote_offset| Range {
+            local: at.add(local_offset),
+            len: 4096,
+            descriptor: local.descriptor(),
+            remote: remote(peer, &theirs, &lent, &far, remote_offset),
+        };
+        post([&near, &far], || near.transfer(Op::Read, range(0, 4096), first));
         assert_eq!(wait([&near, &far]).unwrap(), first);
-        post([&near, &far], || near.put(at.add(4096), 4096, local.descriptor(), to(0), second));
+        post([&near, &far], || near.transfer(Op::Write, range(4096, 0), second));
         assert_eq!(wait([&near, &far]).unwrap(), second);
     }
     assert!(
@@ -139,7 +144,9 @@ fn ranges_go_together_over_sockets() {
             remote: remote(peer, &theirs, &lent, &far, in_theirs),
         };
         let go = |op, ranges: &[(usize, u64)]| {
-            post([&near, &far], || near.transfer(op, ranges.iter().copied().map(range), context));
+            post([&near, &far], || {
+                near.transfer_all(op, ranges.iter().copied().map(range), context)
+            });
             assert_eq!(wait([&near, &far]).unwrap(), context);
         };
         go(Op::Read, &[(0, 300), (200, 0), (600, 700), (400, 300)]);
@@ -160,7 +167,7 @@ fn over_sockets_the_owner_refuses_what_is_outside_and_what_has_another_key() {
     let test = "over_sockets_the_owner_refuses_what_is_outside_and_what_has_another_key";
     for wrong in [(8192 - 100, 0), (0, 1)] {
         let Some((near, far)) = pair("tcp;ofi_rxm", test) else { return };
-        let (ours, theirs) = (vec![1_u8; 4096], vec![2_u8; 8192]);
+        let (mut ours, theirs) = (vec![1_u8; 4096], vec![2_u8; 8192]);
         let mut context = [0_u64; 8];
         // SAFETY: as above.
         unsafe {
@@ -168,9 +175,14 @@ fn over_sockets_the_owner_refuses_what_is_outside_and_what_has_another_key() {
             let lent = far.domain().register(described(&theirs), 9).unwrap();
             let peer = near.insert(&far.address().unwrap()).unwrap();
             let to = remote(peer, &theirs, &lent, &far, wrong.0);
-            let to = RemoteRange { key: to.key + wrong.1, ..to };
+            let range = Range {
+                local: ours.as_mut_ptr(),
+                len: 4096,
+                descriptor: local.descriptor(),
+                remote: RemoteRange { key: to.key + wrong.1, ..to },
+            };
             let context = context.as_mut_ptr().cast();
-            post([&near, &far], || near.put(ours.as_ptr(), 4096, local.descriptor(), to, context));
+            post([&near, &far], || near.transfer(Op::Write, range, context));
             assert_eq!(wait([&near, &far]).unwrap_err().context, context, "{wrong:?}");
         }
         assert!(theirs.iter().all(|byte| *byte == 2));

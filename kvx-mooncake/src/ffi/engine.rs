@@ -5,9 +5,9 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use kvx_core::sync::Mutex;
 use kvx_core::{Error, ErrorKind, Op, Result};
 
 use super::bindings::{notify_msg, transfer_request, transfer_status};
@@ -127,7 +127,7 @@ impl Engine {
 
     /// `None` without the transport that is asked for.
     fn try_to_make(library: &'static Library, recipe: &Recipe) -> Result<Option<Engine>> {
-        let _one_at_a_time = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_at_a_time = MAKING.lock();
         let metadata = c_string("the metadata server", &recipe.metadata)?;
         let host = c_string("the host", &recipe.host)?;
         // Engines that ask each other take a free port by themselves, and are named after it. Others are told.

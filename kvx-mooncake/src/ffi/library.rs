@@ -2,10 +2,10 @@
 
 use std::ffi::{CStr, c_char, c_int};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
 use kvx_backend::loader::{self, OpenOnce, Search};
 use kvx_core::Unavailable;
+use kvx_core::sync::Mutex;
 
 use super::{adapter_bindings, bindings, self_test, sockets};
 
@@ -59,7 +59,7 @@ impl Library {
     /// # Errors
     /// What was tried, and the cure: tried again at the next call. Or how the engine failed its self-test.
     pub(crate) fn open(wanted: &Wanted) -> Result<&'static Library, Unavailable> {
-        let refused = &mut *OPENING.lock().unwrap_or_else(PoisonError::into_inner);
+        let refused = &mut *OPENING.lock();
         if let Some(library) = OPENED.opened() {
             library.has_etcd(wanted.etcd)?;
             return Ok(library);

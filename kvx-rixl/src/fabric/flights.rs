@@ -8,7 +8,7 @@ use kvx_core::{Error, ErrorKind};
 use super::NixlFabric;
 use crate::connection::{self, Connection};
 use crate::ffi::{NixlAgent, Request, State, Status};
-use crate::peers::Name;
+use crate::loads::Name;
 
 /// The purpose of a request in progress.
 #[derive(Clone, Copy)]

@@ -10,9 +10,8 @@ use kvx_core::{Incarnation, Memory, Op, Options, RegionId};
 
 use super::*;
 use crate::connection::{self, Connection};
-use crate::ffi::{Library, Settings, Status};
-use crate::loads::Loads;
-use crate::peers::Name;
+use crate::ffi::{self, Settings, Status};
+use crate::loads::{Loads, Name};
 use crate::{Rixl, wheel};
 
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -27,7 +26,7 @@ fn opened(name: &str) -> NixlAgent {
 fn opened_over(plugin: &str, name: &str) -> NixlAgent {
     let params = [("engine_config".to_owned(), "NET_DEVICES=lo,TLS=tcp".to_owned())];
     let settings = Settings { name, plugin, params: &params, progress_thread: None };
-    NixlAgent::open(Library::open(false).expect("the wheel"), &settings).expect("an agent")
+    NixlAgent::open(ffi::open_library(false).expect("the wheel"), &settings).expect("an agent")
 }
 
 fn near() -> NixlFabric {
@@ -344,7 +343,7 @@ const OTHER: &str = "OTHER";
 struct Plugins(PathBuf);
 
 impl Plugins {
-    fn of_library(library: &Path) -> std::io::Result<Self> {
+    fn beside(library: &Path) -> std::io::Result<Self> {
         let plugins =
             Plugins(std::env::temp_dir().join(format!("kvx-rixl-plugins-{}", std::process::id())));
         std::fs::remove_dir_all(&plugins.0).ok(); // of a process with the same number that was killed
@@ -394,7 +393,7 @@ fn a_plugin_other_than_ucx_is_not_asked_by_a_read_of_no_bytes() {
     let Some(library) = wheel::library() else {
         return kvx_testkit::skip(NAME, wheel::ABSENT.0, wheel::ABSENT.1);
     };
-    let plugins = Plugins::of_library(&library).expect("a new folder takes new names");
+    let plugins = Plugins::beside(&library).expect("a new folder takes new names");
     wheel::alone_with(NAME, &[("NIXL_PLUGIN_DIR", &plugins.folder())], unasked);
 }
 

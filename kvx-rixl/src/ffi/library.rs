@@ -3,8 +3,8 @@
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
 
-use kvx_backend::loader::{self, OpenOnce, Search};
-use kvx_backend::wheel::WheelVersion;
+use kvx_backend::loader::{self, BoundLibrary, OpenOnce, Search};
+use kvx_backend::version::Version;
 use kvx_core::Unavailable;
 
 use super::bindings::Functions;
@@ -43,65 +43,45 @@ const SYSTEM_LIBNL: &str = "libnl-route-3.so.200";
 
 /// Whether the functions that kvx calls are those of the header. Compared: NIXL's sources of 1.0, 1.1, 1.4 and after,
 /// and RIXL's. Run: 1.1.0 and 1.5.1 by the tests, 1.4.0 by hand; no RIXL.
-fn is_supported(version: WheelVersion) -> bool {
+fn is_supported(version: Version) -> bool {
     version.major == 1
 }
 
-/// An open libnixl_capi, for the life of the process: the first that was asked for is the only one.
-pub(crate) struct Library {
-    functions: Functions,
-    version: Option<WheelVersion>,
-    path: PathBuf,
-}
+/// An open libnixl_capi, with its version if something beside it tells: the C interface does not.
+pub(crate) type Library = BoundLibrary<Functions, Option<Version>>;
 
+/// The library of this process: the first that was asked for is the only one.
 static OPENED: OpenOnce<Library> = OpenOnce::new();
 
-impl Library {
-    /// Opens the library that `KVX_RIXL_LIB` names, else `libnixl_capi.so`, else that of a known image.
-    ///
-    /// # Errors
-    /// What was tried and the cure; tried again at the next call.
-    pub(crate) fn open(any_version: bool) -> Result<&'static Library, Unavailable> {
-        let library = OPENED.open(|| Library::load(Path::new("/")))?;
-        match library.version {
-            Some(version) if !any_version && !is_supported(version) => Err(Unavailable::because(
-                format!(
-                    "{} is NIXL {version}, and kvx speaks to 1.0 and later 1.x",
-                    library.path.display()
-                ),
-                format!("{CURE}; or set rixl.any_version to try it all the same"),
-            )),
-            _ => Ok(library),
-        }
+/// Opens the library that `KVX_RIXL_LIB` names, else `libnixl_capi.so`, else that of a known image.
+///
+/// # Errors
+/// What was tried and the cure; tried again at the next call.
+pub(crate) fn open(any_version: bool) -> Result<&'static Library, Unavailable> {
+    let library = OPENED.open(|| load(Path::new("/")))?;
+    match library.version() {
+        Some(version) if !any_version && !is_supported(version) => Err(Unavailable::because(
+            format!(
+                "{} is NIXL {version}, and kvx speaks to 1.0 and later 1.x",
+                library.path().display()
+            ),
+            format!("{CURE}; or set rixl.any_version to try it all the same"),
+        )),
+        _ => Ok(library),
     }
+}
 
-    fn load(root: &Path) -> Result<Library, Unavailable> {
-        loader::with_signals_kept(|| {
-            loader::preload(SYSTEM_LIBNL).ok(); // where it is absent, nothing conflicts
-            let library = Search::new(VARIABLE, NAMES, CURE).files(in_images(root)).open()?;
-            let find = |name: &'static CStr| library.address(name);
-            // SAFETY: the loader answers with the symbol of that name; that it is the function of the header is what
-            // its name, which no other library uses, and the version checked by `open` say.
-            let functions = unsafe { Functions::find(find) }?;
-            let path = library.path().to_owned();
-            Ok(Library { functions, version: WheelVersion::of_library(&path), path })
-        })
-    }
-
-    /// Its functions.
-    pub(crate) fn functions(&self) -> &Functions {
-        &self.functions
-    }
-
-    /// Its version, if something beside it tells: the C interface does not.
-    pub(crate) fn version(&self) -> Option<WheelVersion> {
-        self.version
-    }
-
-    /// The file.
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
+fn load(root: &Path) -> Result<Library, Unavailable> {
+    loader::with_signals_kept(|| {
+        loader::preload(SYSTEM_LIBNL).ok(); // where it is absent, nothing conflicts
+        let library = Search::new(VARIABLE, NAMES, CURE).files(in_images(root)).open()?;
+        let find = |name: &'static CStr| library.address(name);
+        // SAFETY: the loader answers with the symbol of that name; that it is the function of the header is what
+        // its name, which no other library uses, and the version checked by `open` say.
+        let functions = unsafe { Functions::find(find) }?;
+        let version = Version::of_wheel(library.path());
+        Ok(BoundLibrary::new(library, functions, version))
+    })
 }
 
 #[cfg(test)]
@@ -122,10 +102,10 @@ mod tests {
             symlink(ours.parent().expect("a folder"), place).expect("a new name");
         }
         let found: Vec<_> = in_images(&root).collect();
-        let opened = Library::load(&root);
+        let opened = load(&root);
         std::fs::remove_dir_all(&root).expect("it was made here");
         assert_eq!(found, places.map(|place| place.join(NAMES[0])));
-        let opened = opened.map(|library| library.path).map_err(|why| why.to_string());
+        let opened = opened.map(|library| library.path().to_owned()).map_err(|why| why.to_string());
         assert_eq!(opened.as_ref(), Ok(&found[0]));
     }
 

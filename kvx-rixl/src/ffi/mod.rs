@@ -6,7 +6,6 @@
 pub mod bindings;
 
 mod agent;
-mod elf;
 mod library;
 mod lists;
 mod plugins;
@@ -14,7 +13,7 @@ mod request;
 mod status;
 
 pub(crate) use agent::{NixlAgent, Settings, UCX};
-pub(crate) use library::Library;
+pub(crate) use library::{Library, open as open_library};
 pub(crate) use lists::{MemorySegment, Range, TransferList};
 pub(crate) use plugins::Plugin;
 pub(crate) use request::{Request, Unreleased};

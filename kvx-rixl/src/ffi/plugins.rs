@@ -2,10 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use kvx_backend::loader;
+use kvx_backend::{elf, loader};
 use kvx_core::Unavailable;
 
-use super::elf;
 use super::library::{CURE, Library};
 
 /// NIXL's own variable for the folder of its plugins.

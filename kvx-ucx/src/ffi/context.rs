@@ -5,9 +5,10 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 use kvx_backend::loader;
+use kvx_backend::version::Version;
 
 use super::bindings_1_13::*;
-use super::library::{Library, Version};
+use super::library::Library;
 use super::print::printed;
 use super::status::Status;
 use crate::config::Setting;
@@ -148,7 +149,7 @@ impl Drop for UcxContext {
 }
 
 /// The first version that knows the settings of transports by the names of their variables.
-const PREFIXED: Version = Version { major: 1, minor: 17, release: 0 };
+const PREFIXED: Version = Version::new(1, 17, 0);
 
 /// A configuration: the environment's, then what was set. Some settings, the log level among them, are the process's
 /// and hold at once.

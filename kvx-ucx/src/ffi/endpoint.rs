@@ -1,6 +1,9 @@
 //! An endpoint: a connection of one worker to another, and what is posted on it.
 
+use std::ffi::c_void;
 use std::ptr::{self, NonNull};
+
+use kvx_core::Op;
 
 use super::bindings_1_13::*;
 use super::print::printed;
@@ -28,66 +31,37 @@ impl Endpoint {
         self.raw.as_ptr()
     }
 
-    /// Reads `length` bytes at `remote` into `local`.
+    /// Reads the memory at `remote` into `local`, or writes it the other way. The end of a write says that `local` is
+    /// free; that the bytes have arrived is said by the end of a [`flush`](Endpoint::flush) that is posted later.
     ///
     /// # Safety
-    /// The worker is alive, this is the one thread that uses it, and the endpoint is not closed. `local` is `length`
-    /// bytes that nobody touches until the end, within `memory` if that is given; `target` is alive until the end.
-    pub(crate) unsafe fn get<T: Completed>(
+    /// The worker is alive, this is the one thread that uses it, and the endpoint is not closed. `local` is so many
+    /// bytes, within `memory` if that is given, which nobody touches until the end of a read, and nobody writes to
+    /// until the end of a write; `target` is alive until the end.
+    pub(crate) unsafe fn transfer<T: Completed>(
         &self,
-        local: *mut u8,
-        length: usize,
+        op: Op,
+        (local, length): (*mut u8, usize),
         memory: Option<ucp_mem_h>,
-        remote: u64,
-        key: &RemoteKey,
+        (remote, key): (u64, &RemoteKey),
         target: NonNull<T>,
     ) -> Posted {
         let param = with_memory(with_callback(target), memory);
+        let (local, key) = (local.cast::<c_void>(), key.raw());
+        let Functions { ucp_get_nbx: get, ucp_put_nbx: put, .. } = self.functions;
         // SAFETY: the caller's promise.
         Posted::read(unsafe {
-            (self.functions.ucp_get_nbx)(
-                self.raw(),
-                local.cast(),
-                length,
-                remote,
-                key.raw(),
-                &param,
-            )
-        })
-    }
-
-    /// Writes `length` bytes from `local` to `remote`. Its end says that `local` is free; that the bytes have arrived
-    /// is said by the end of a [`flush`](Endpoint::flush) that was posted later.
-    ///
-    /// # Safety
-    /// As [`get`](Endpoint::get), and nobody writes to `local`.
-    pub(crate) unsafe fn put<T: Completed>(
-        &self,
-        local: *const u8,
-        length: usize,
-        memory: Option<ucp_mem_h>,
-        remote: u64,
-        key: &RemoteKey,
-        target: NonNull<T>,
-    ) -> Posted {
-        let param = with_memory(with_callback(target), memory);
-        // SAFETY: the caller's promise.
-        Posted::read(unsafe {
-            (self.functions.ucp_put_nbx)(
-                self.raw(),
-                local.cast(),
-                length,
-                remote,
-                key.raw(),
-                &param,
-            )
+            match op {
+                Op::Read => get(self.raw(), local, length, remote, key, &param),
+                Op::Write => put(self.raw(), local, length, remote, key, &param),
+            }
         })
     }
 
     /// Ends when everything that was posted before it has arrived.
     ///
     /// # Safety
-    /// As [`get`](Endpoint::get), but for the memory.
+    /// As [`transfer`](Endpoint::transfer), but for the memory.
     pub(crate) unsafe fn flush<T: Completed>(&self, target: NonNull<T>) -> Posted {
         // SAFETY: the caller's promise.
         Posted::read(unsafe {
@@ -98,7 +72,7 @@ impl Endpoint {
     /// Sends an active message, eagerly.
     ///
     /// # Safety
-    /// As [`get`](Endpoint::get); header and data stay as they are until the end.
+    /// As [`transfer`](Endpoint::transfer); header and data stay as they are until the end.
     pub(crate) unsafe fn send<T: Completed>(
         &self,
         id: u32,
@@ -144,7 +118,7 @@ impl Endpoint {
     /// Closes the endpoint at once: what is in flight ends with an error, by its callback, during progress.
     ///
     /// # Safety
-    /// As [`get`](Endpoint::get), but for the memory; no key that was unpacked for it is used any more. Keys may be
+    /// As [`transfer`](Endpoint::transfer), but for the memory; no key that was unpacked for it is used any more. Keys may be
     /// dropped later: that touches no endpoint.
     pub(crate) unsafe fn close<T: Completed>(self, target: NonNull<T>) -> Posted {
         let mut param = with_callback(target);

@@ -6,14 +6,14 @@ use std::ptr::{self, NonNull};
 
 use super::bindings_1_13::*;
 use super::bindings_1_22 as sgl;
-use super::library::Library;
+use super::library::{self, Library};
 use super::request::{Completed, Posted, with_callback};
 use super::{Endpoint, RemoteKey, Version};
 
 /// Whether puts of lists go over every lane. 1.22 takes them only on cards whose driver has a plug-in for it, and an
 /// endpoint on which it refuses one is lost.
 pub(super) fn are_taken_by(library: &Library) -> bool {
-    library.version() >= Version { major: 1, minor: 23, release: 0 }
+    library.version() >= Version::new(1, 23, 0)
 }
 
 /// Pieces of one put: position `i` of each list is piece `i`.
@@ -90,7 +90,7 @@ impl Sgl {
             remote_count: count,
             ..sgl::ucp_request_param_t::default()
         };
-        let put = Library::functions_of_the_process().ucp_put_nbx;
+        let put = library::functions().ucp_put_nbx;
         let (list, param) = ((&raw const local).cast(), (&raw const param).cast());
         // SAFETY: the caller's promise. Both descriptors are copied by the call, the arrays are the list's. The
         // parameters begin with those of 1.13; a library that has the datatype reads what follows them. Address and

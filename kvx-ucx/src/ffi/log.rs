@@ -1,9 +1,9 @@
 //! UCX's log: how much it says, for a moment.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
-use std::sync::{Mutex, PoisonError};
 
 use kvx_backend::loader;
+use kvx_core::sync::Mutex;
 
 use super::context::UcpConfig;
 use super::library::Library;
@@ -28,20 +28,20 @@ type Handler = extern "C" fn(
     *mut c_void,
 ) -> c_int;
 
-/// Where handlers are put before UCX's own, and taken away. In libucs, for which there are no bindings.
-pub(super) struct Log {
+/// The functions that put a handler before UCX's own, and remove it. In libucs, for which there are no bindings.
+struct HandlerStack {
     push: unsafe extern "C" fn(Handler),
     pop: unsafe extern "C" fn(),
 }
 
-impl Log {
-    pub(super) fn find(library: &loader::NativeLibrary) -> Option<Log> {
+impl HandlerStack {
+    fn find(library: &loader::NativeLibrary) -> Option<HandlerStack> {
         // SAFETY: both are what libucs declares by these names, `push` with a handler of the type above.
         unsafe {
             let push = library
                 .optional_symbol::<unsafe extern "C" fn(Handler)>(c"ucs_log_push_handler")?;
             let pop = library.optional_symbol::<unsafe extern "C" fn()>(c"ucs_log_pop_handler")?;
-            Some(Log { push, pop })
+            Some(HandlerStack { push, pop })
         }
     }
 }
@@ -74,13 +74,14 @@ pub(super) fn quietly<T>(library: &'static Library, act: impl FnOnce() -> T) -> 
 pub(super) fn talkatively<T>(library: &'static Library, act: impl FnOnce() -> T) -> T {
     /// Level and handlers are the process's: one agent at a time.
     static ONE: Mutex<()> = Mutex::new(());
-    let Some(log) = library.log().filter(|_| !is_the_users()) else { return act() };
-    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let handlers = HandlerStack::find(library.native()).filter(|_| !is_the_users());
+    let Some(handlers) = handlers else { return act() };
+    let _one = ONE.lock();
     // SAFETY: UCX calls the handler with what its type says, and it is a function of this program, which stays.
-    unsafe { (log.push)(hold_back) };
+    unsafe { (handlers.push)(hold_back) };
     let answer = at_level(library, "debug", true, act);
     // SAFETY: takes away what was pushed last, which is ours.
-    unsafe { (log.pop)() };
+    unsafe { (handlers.pop)() };
     answer
 }
 

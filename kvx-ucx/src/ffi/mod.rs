@@ -30,7 +30,8 @@ mod worker;
 
 pub(crate) use context::{MappedMemory, Mapping, UcxContext};
 pub(crate) use endpoint::{Endpoint, RemoteKey};
-pub(crate) use library::{Library, Version};
+pub(crate) use kvx_backend::version::Version;
+pub(crate) use library::{Library, open as open_library, opened as opened_library};
 pub(crate) use padded::padded;
 pub(crate) use request::{Completed, Posted};
 pub(crate) use status::Status;

@@ -7,7 +7,7 @@ use super::bindings_1_13::{
     UCP_OP_ATTR_FIELD_CALLBACK, UCP_OP_ATTR_FIELD_USER_DATA, ucp_request_param_t, ucs_status_ptr_t,
     ucs_status_t,
 };
-use super::library::Library;
+use super::library;
 use super::status::Status;
 
 /// The answer to an operation that was posted.
@@ -62,8 +62,10 @@ unsafe extern "C" fn completed<T: Completed>(
     target: *mut c_void,
 ) {
     // SAFETY: UCX calls this once, at the end of the request, which nobody else frees.
-    unsafe { (Library::functions_of_the_process().ucp_request_free)(request) };
-    let Some(target) = NonNull::new(target.cast::<T>()) else { return };
+    unsafe { (library::functions().ucp_request_free)(request) };
+    let Some(target) = NonNull::new(target.cast::<T>()) else {
+        return debug_assert!(false, "UCX passes the user data that it was given");
+    };
     // SAFETY: the poster's promise, see `with_callback`.
     unsafe { T::completed(target, Status::check(status)) };
 }

@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::Options;
+use kvx_core::{Op, Options};
 
 use super::bindings_1_13::{
     UCP_AM_SEND_FLAG_RNDV, UCP_OP_ATTR_FIELD_FLAGS, UCS_ERR_CANCELED, ucp_ep_h, ucs_status_t,
@@ -19,7 +19,7 @@ use crate::versions;
 /// Runs `test`, the full name of a test, on every version: in a process each, which calls `body`.
 fn on_every_version(test: &str, body: fn(&'static Library)) {
     versions::on_each(test, |version| {
-        let library = Library::open().expect("the parent has found it");
+        let library = open_library().expect("the parent has found it");
         let Version { major, minor, .. } = library.version();
         assert_eq!((major, minor), version.number, "{}", library.path().display());
         body(library);
@@ -131,7 +131,8 @@ fn everything_over(library: &'static Library, tls: &str) {
         // SAFETY: within both; they and `ends` outlive the operation, which is waited for.
         let posted = unsafe {
             let (local, remote) = (local.add(back), remote.add(at) as u64);
-            endpoint.get(local, 1000, Some(at_near.raw()), remote, &key, ends.target())
+            let memory = Some(at_near.raw());
+            endpoint.transfer(Op::Read, (local, 1000), memory, (remote, &key), ends.target())
         };
         finish(workers, &ends, posted);
     }
@@ -159,7 +160,8 @@ fn everything_over(library: &'static Library, tls: &str) {
         // SAFETY: as above.
         let posted = unsafe {
             let (local, remote) = (local.add(piece * 1000), remote.add(piece * 1000) as u64);
-            endpoint.put(local, 500 + piece, Some(at_near.raw()), remote, &key, ends.target())
+            let (local, memory) = ((local, 500 + piece), Some(at_near.raw()));
+            endpoint.transfer(Op::Write, local, memory, (remote, &key), ends.target())
         };
         finish(workers, &ends, posted);
     }

@@ -6,10 +6,11 @@ use std::os::fd::{BorrowedFd, RawFd};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
+use kvx_backend::version::Version;
+
 use super::bindings_1_13::*;
 use super::context::UcxContext;
 use super::endpoint::Endpoint;
-use super::library::Version;
 use super::log;
 use super::print::printed;
 use super::status::Status;
@@ -55,7 +56,7 @@ impl Worker {
             || unsafe { (functions.ucp_worker_create)(context.raw(), &params, &mut raw) };
         // Old versions warn, on standard output, of defaults of kvx's for transports that are not used; but also of
         // names that they do not know, which new ones refuse.
-        let is_old = context.library().version() < Version { major: 1, minor: 21, release: 0 };
+        let is_old = context.library().version() < Version::new(1, 21, 0);
         let quiet = is_old && !context.takes_any_name();
         let status = if quiet { log::quietly(context.library(), create) } else { create() };
         Status::check(status)?;
@@ -231,7 +232,10 @@ unsafe extern "C" fn received<T: Receives>(
     // SAFETY: UCX passes both with their lengths, for the time of the call.
     let message =
         unsafe { Message { header: bytes(header, header_length), data: bytes(data, length) } };
-    let Some(target) = NonNull::new(target.cast::<T>()) else { return UCS_OK };
+    let Some(target) = NonNull::new(target.cast::<T>()) else {
+        debug_assert!(false, "UCX passes the argument that it was given");
+        return UCS_OK;
+    };
     // SAFETY: the caller of `deliver` promised that it is alive.
     unsafe { T::received(target, message) };
     UCS_OK

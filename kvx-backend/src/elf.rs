@@ -1,11 +1,56 @@
-//! Which libraries a library needs: the dynamic linker names only the first that it misses.
+//! Reads the files of native libraries. Nothing in them is believed: each number is checked before it is used.
 
 use std::path::{Path, PathBuf};
 
-use kvx_backend::loader;
+use crate::loader;
 
-/// The libraries that `file` needs and the dynamic linker does not find for it. Empty when that cannot be told.
-pub(super) fn missing_libraries(file: &Path) -> Vec<String> {
+/// The bytes of a 64-bit little-endian ELF file.
+#[derive(Clone, Copy, Debug)]
+pub struct Elf<'a>(&'a [u8]);
+
+impl<'a> Elf<'a> {
+    /// Returns `None` for a file that is no such one.
+    pub fn new(file: &'a [u8]) -> Option<Self> {
+        file.starts_with(b"\x7fELF\x02\x01").then_some(Elf(file))
+    }
+
+    /// Returns how long the file is.
+    pub fn size(self) -> u64 {
+        self.0.len() as u64
+    }
+
+    /// Returns the bytes at an offset, if the file has so many.
+    pub fn array<const N: usize>(self, at: u64) -> Option<[u8; N]> {
+        let at = usize::try_from(at).ok()?;
+        self.0.get(at..at.checked_add(N)?)?.try_into().ok()
+    }
+
+    /// Reads a number of 16 bits.
+    pub fn u16(self, at: u64) -> Option<u16> {
+        self.array(at).map(u16::from_le_bytes)
+    }
+
+    /// Reads a number of 32 bits.
+    pub fn u32(self, at: u64) -> Option<u32> {
+        self.array(at).map(u32::from_le_bytes)
+    }
+
+    /// Reads a number of 64 bits.
+    pub fn u64(self, at: u64) -> Option<u64> {
+        self.array(at).map(u64::from_le_bytes)
+    }
+
+    /// Reads a text of at most 4096 bytes that ends in zero.
+    pub fn text(self, at: u64) -> Option<&'a str> {
+        let rest = self.0.get(usize::try_from(at).ok()?..)?;
+        let end = rest.iter().take(4096).position(|byte| *byte == 0)?;
+        std::str::from_utf8(&rest[..end]).ok()
+    }
+}
+
+/// Returns the libraries that `file` needs and the dynamic linker does not find for it, which names only the first
+/// itself. Empty when that cannot be told.
+pub fn missing_libraries(file: &Path) -> Vec<String> {
     let Some(dynamic) = std::fs::read(file).ok().and_then(|bytes| Dynamic::read(&bytes)) else {
         return Vec::new();
     };
@@ -23,7 +68,7 @@ pub(super) fn missing_libraries(file: &Path) -> Vec<String> {
     dynamic.needed.into_iter().filter(|name| !is_there(name)).collect()
 }
 
-/// What a 64-bit little-endian ELF file says of its needs.
+/// What a library says of its needs.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Dynamic {
     needed: Vec<String>,
@@ -39,22 +84,15 @@ const TAG_RPATH: u64 = 15;
 const TAG_RUNPATH: u64 = 29;
 
 impl Dynamic {
-    fn read(bytes: &[u8]) -> Option<Self> {
-        if bytes.get(..6)? != b"\x7fELF\x02\x01" {
-            return None;
-        }
-        let u16_at = |at: usize| Some(u16::from_le_bytes(bytes.get(at..at + 2)?.try_into().ok()?));
-        let u32_at = |at: usize| Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
-        let u64_at = |at: usize| {
-            Some(u64::from_le_bytes(bytes.get(at..at.checked_add(8)?)?.try_into().ok()?))
-        };
-        let headers = usize::try_from(u64_at(32)?).ok()?;
-        let (size, count) = (usize::from(u16_at(54)?), usize::from(u16_at(56)?));
+    fn read(file: &[u8]) -> Option<Self> {
+        let elf = Elf::new(file)?;
+        let headers = elf.u64(32)?;
+        let (size, count) = (u64::from(elf.u16(54)?), u64::from(elf.u16(56)?));
         let (mut loads, mut dynamic) = (Vec::new(), None);
         for header in 0..count {
-            let at = headers.checked_add(header * size).filter(|at| *at < bytes.len())?;
-            let (kind, offset) = (u32_at(at)?, u64_at(at + 8)?);
-            let (address, len) = (u64_at(at + 16)?, u64_at(at + 32)?);
+            let at = headers.checked_add(header * size).filter(|at| *at < elf.size())?;
+            let (kind, offset) = (elf.u32(at)?, elf.u64(at + 8)?);
+            let (address, len) = (elf.u64(at + 16)?, elf.u64(at + 32)?);
             match kind {
                 SEGMENT_LOAD => loads.push((address, offset, len)),
                 SEGMENT_DYNAMIC => dynamic = Some((offset, len)),
@@ -64,24 +102,19 @@ impl Dynamic {
         let (offset, len) = dynamic?;
         let mut entries = Vec::new();
         for entry in 0..len / 16 {
-            let at = usize::try_from(offset.checked_add(entry * 16)?).ok()?;
-            entries.push((u64_at(at)?, u64_at(at.checked_add(8)?)?));
+            let at = offset.checked_add(entry * 16)?;
+            entries.push((elf.u64(at)?, elf.u64(at.checked_add(8)?)?));
         }
         let strings = entries.iter().find(|(tag, _)| *tag == TAG_STRINGS)?.1;
-        let (base, offset, _) =
-            loads.iter().find(|(base, _, len)| (*base..base + len).contains(&strings))?;
-        let strings = usize::try_from(strings - base + offset).ok()?;
-        let string = |at: u64| {
-            let start = strings.checked_add(usize::try_from(at).ok()?)?;
-            let rest = bytes.get(start..)?;
-            let end = rest.iter().position(|byte| *byte == 0)?;
-            Some(String::from_utf8_lossy(&rest[..end]).into_owned())
+        let in_segment = |(base, _, len): &&(u64, u64, u64)| {
+            strings.checked_sub(*base).is_some_and(|offset| offset < *len)
         };
+        let (base, offset, _) = loads.iter().find(in_segment)?;
+        let strings = (strings - base).checked_add(*offset)?;
         let all = |wanted: &[u64]| -> Vec<String> {
+            let entries = entries.iter().filter(|(tag, _)| wanted.contains(tag));
             entries
-                .iter()
-                .filter(|(tag, _)| wanted.contains(tag))
-                .filter_map(|(_, at)| string(*at))
+                .filter_map(|(_, at)| Some(elf.text(strings.checked_add(*at)?)?.to_owned()))
                 .collect()
         };
         Some(Dynamic { needed: all(&[TAG_NEEDED]), paths: all(&[TAG_RPATH, TAG_RUNPATH]) })

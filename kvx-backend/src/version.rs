@@ -1,11 +1,11 @@
-//! Libraries that came in a Python wheel: their version, which their interface may not tell, the wheel's folder does.
+//! Versions of native libraries.
 
 use std::fmt;
 use std::path::Path;
 
-/// As the wheel's name has it.
+/// The version of a library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct WheelVersion {
+pub struct Version {
     /// The first number.
     pub major: u32,
     /// The second.
@@ -14,22 +14,28 @@ pub struct WheelVersion {
     pub patch: u32,
 }
 
-impl fmt::Display for WheelVersion {
+impl fmt::Display for Version {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{}.{}", self.major, self.minor, self.patch)
     }
 }
 
-impl WheelVersion {
-    /// The version of the wheel that brought the library: `.nixl_cu12.mesonpy.libs/libnixl.so` lies beside
-    /// `nixl_cu12-1.5.1.dist-info`. `None` for one that was built from source.
-    pub fn of_library(library: &Path) -> Option<Self> {
+impl Version {
+    /// Returns the version of these three numbers.
+    pub const fn new(major: u32, minor: u32, patch: u32) -> Self {
+        Version { major, minor, patch }
+    }
+
+    /// Returns the version of the Python wheel that brought a library whose interface does not tell one:
+    /// `.nixl_cu12.mesonpy.libs/libnixl.so` lies beside `nixl_cu12-1.5.1.dist-info`. Returns `None` for a library
+    /// that was built from source.
+    pub fn of_wheel(library: &Path) -> Option<Self> {
         let folder = library.parent()?;
         let wheel =
             folder.file_name()?.to_str()?.strip_prefix('.')?.strip_suffix(".mesonpy.libs")?;
         let entries = std::fs::read_dir(folder.parent()?).ok()?.flatten();
         let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
-        names.filter_map(|name| WheelVersion::of_record(&name, wheel)).max()
+        names.filter_map(|name| Version::of_record(&name, wheel)).max()
     }
 
     /// `nixl_cu12-1.5.1.dist-info`, for the wheel `nixl_cu12`.
@@ -41,7 +47,7 @@ impl WheelVersion {
         });
         let major = parts.next()?.ok()?;
         let mut part = || parts.next().and_then(Result::ok).unwrap_or(0);
-        Some(WheelVersion { major, minor: part(), patch: part() })
+        Some(Version::new(major, part(), part()))
     }
 }
 
@@ -51,11 +57,8 @@ mod tests {
 
     #[test]
     fn a_wheels_record_tells_the_version() {
-        let of = |name| WheelVersion::of_record(name, "nixl_cu12");
-        assert_eq!(
-            of("nixl_cu12-1.5.1.dist-info"),
-            Some(WheelVersion { major: 1, minor: 5, patch: 1 })
-        );
+        let of = |name| Version::of_record(name, "nixl_cu12");
+        assert_eq!(of("nixl_cu12-1.5.1.dist-info"), Some(Version::new(1, 5, 1)));
         assert_eq!(of("nixl_cu12-1.6rc2.dist-info").unwrap().to_string(), "1.6.0");
         for other in [
             "nixl_cu13-1.5.1.dist-info",
@@ -69,6 +72,6 @@ mod tests {
 
     #[test]
     fn a_library_outside_a_wheel_tells_none() {
-        assert_eq!(WheelVersion::of_library(Path::new("/usr/local/nixl/lib/libnixl.so")), None);
+        assert_eq!(Version::of_wheel(Path::new("/usr/local/nixl/lib/libnixl.so")), None);
     }
 }

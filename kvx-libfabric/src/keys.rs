@@ -1,0 +1,58 @@
+//! Registers memory under keys that nobody guesses.
+
+use std::sync::Arc;
+
+use kvx_core::{Error, Result};
+
+use crate::error::{self, NAME};
+use crate::ffi::bindings_1_17::FI_ENOKEY;
+use crate::ffi::{Described, Domain, Errno, Registration};
+
+/// How often another key is drawn when one is taken.
+const DRAWS: usize = 8;
+
+/// A key that nobody guesses, as long as the provider has them.
+fn random_key(size: usize) -> Result<u64> {
+    let mut random = [0_u8; 8];
+    rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
+        .map_err(|cause| Error::os("no random key can be drawn", cause).with_backend(NAME))?;
+    let kept = size.clamp(1, 8);
+    random[kept..].fill(0);
+    Ok(u64::from_le_bytes(random))
+}
+
+/// Registers memory under a key that is not taken.
+///
+/// # Safety
+/// The memory stays until the registration is dropped.
+pub(crate) unsafe fn register(
+    domain: &Arc<Domain>,
+    described: Described<'_>,
+) -> Result<Registration> {
+    let mut draws = 0;
+    loop {
+        let key = random_key(domain.info().key_size())?;
+        // SAFETY: the caller's promise.
+        match unsafe { domain.register(described, key) } {
+            Ok(registration) => return Ok(registration),
+            Err(Errno(errno)) if errno == FI_ENOKEY.cast_signed() && draws < DRAWS => draws += 1,
+            Err(errno) => {
+                let what = format!("{} does not register this memory", domain.info().provider());
+                return Err(error::native(what, errno));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_fit_the_provider() {
+        assert!(
+            (0..100).all(|_| random_key(1).unwrap() < 256 && random_key(4).unwrap() >> 32 == 0)
+        );
+        assert_ne!(random_key(8).unwrap(), random_key(8).unwrap());
+    }
+}

@@ -7,7 +7,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use plugin_KVX::installed;
+use plugin_KVX::installation;
 use serde::Serialize;
 
 use crate::Result;
@@ -55,14 +55,14 @@ struct Nixl {
 
 impl Nixl {
     fn of(library: &Path) -> Nixl {
-        let verdict = installed::verdict(library);
-        let plugins = installed::plugins_of(library);
+        let verdict = installation::verdict(library);
+        let plugins = installation::plugins_of(library);
         let link = plugins.join(PLUGIN);
         let installed =
             link.symlink_metadata().is_ok().then(|| std::fs::read_link(&link).unwrap_or(link));
         Nixl {
             library: library.to_owned(),
-            version: installed::version_of(library),
+            version: installation::version_of(library),
             refused: verdict.as_ref().err().map(ToString::to_string),
             serves: verdict.ok(),
             is_there: plugins.join(PLUGIN).exists(),
@@ -157,7 +157,10 @@ fn folders_at(place: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
     if libraries.is_empty() {
         return vec![(place.to_owned(), None)];
     }
-    libraries.into_iter().map(|library| (installed::plugins_of(&library), Some(library))).collect()
+    libraries
+        .into_iter()
+        .map(|library| (installation::plugins_of(&library), Some(library)))
+        .collect()
 }
 
 /// Whether a link is one that this program made: it leads to a plug-in of this name, by its whole
@@ -181,7 +184,7 @@ fn install(place: &Path, plugin: &Path, out: &mut impl Write) -> Result<()> {
             );
         }
         if let Some(library) = &nixl {
-            installed::verdict(library).map_err(|why| why.to_string())?;
+            installation::verdict(library).map_err(|why| why.to_string())?;
         }
         std::fs::create_dir_all(&folder)
             .map_err(|error| format!("{}: {error}", folder.display()))?;

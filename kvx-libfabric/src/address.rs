@@ -6,7 +6,7 @@ use kvx_core::{Error, ErrorKind, Result};
 
 use crate::config::MAX_RAILS;
 use crate::error::NAME;
-use crate::wake_peer;
+use crate::wake_socket;
 
 /// The longest address of an endpoint, and the longest name of a provider, that are taken from a peer.
 const MAX_ADDRESS: usize = 256;
@@ -21,12 +21,12 @@ pub(crate) struct Address {
     /// An endpoint's address for each rail; the first takes messages.
     pub(crate) rails: Vec<Box<[u8]>>,
     /// For shared memory.
-    pub(crate) host: Option<Host>,
+    pub(crate) host: Option<HostProcess>,
 }
 
 /// A process of this host, for a provider that reads and writes its memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Host {
+pub(crate) struct HostProcess {
     /// Its number, and where in it a known value can be read.
     pub(crate) process: u32,
     pub(crate) probe: u64,
@@ -72,10 +72,10 @@ impl Address {
         }
         let host = match reader.u8()? {
             0 => None,
-            _ => Some(Host {
+            _ => Some(HostProcess {
                 process: reader.u32()?,
                 probe: reader.u64()?,
-                wake_name: reader.block(wake_peer::MAX_NAME)?.into(),
+                wake_name: reader.block(wake_socket::MAX_NAME)?.into(),
             }),
         };
         reader.end()?;
@@ -127,7 +127,7 @@ mod tests {
             provider: "shm".into(),
             protocol: (14, 1),
             rails: vec![(*b"fi_shm://7:0\0").into(), (*b"fi_shm://7:0:1\0").into()],
-            host: Some(Host { process: 7, probe: 4096, wake_name: (*b"kvx-7").into() }),
+            host: Some(HostProcess { process: 7, probe: 4096, wake_name: (*b"kvx-7").into() }),
         }
     }
 

@@ -6,7 +6,7 @@ use kvx_backend::error::link_lost;
 use kvx_core::{Error, ErrorKind};
 
 use crate::ffi::bindings_1_17::*;
-use crate::ffi::{Errno, Failed};
+use crate::ffi::{Errno, FailedOperation};
 
 /// The backend's name.
 pub(crate) const NAME: &str = "LIBFABRIC";
@@ -64,8 +64,8 @@ pub(crate) fn native(what: impl Display, errno: Errno) -> Error {
 }
 
 /// Why an operation has failed.
-pub(crate) fn of_operation(what: &str, failed: Failed) -> Error {
-    let Failed { errno, provider, .. } = failed;
+pub(crate) fn operation_error(what: &str, failed: FailedOperation) -> Error {
+    let FailedOperation { errno, provider, .. } = failed;
     let (kind, cure) = row(errno.0);
     let text = format!("{}; the provider's own number is {provider}", errno.text());
     let error = Error::new(kind, format!("libfabric could not move {what}: {cure}"));
@@ -73,7 +73,7 @@ pub(crate) fn of_operation(what: &str, failed: Failed) -> Error {
 }
 
 /// Work on a link that is lost.
-pub(crate) fn gone() -> Error {
+pub(crate) fn lost_link() -> Error {
     link_lost().with_backend(NAME)
 }
 

@@ -10,17 +10,17 @@ use kvx_core::transport::RemoteSpec;
 use kvx_core::{Capabilities, Error, ErrorKind, Identity, Result};
 
 use crate::address::Address;
-use crate::error::{self, gone};
-use crate::ffi::{Failed, Waits};
-use crate::host;
+use crate::error::{self, lost_link};
+use crate::ffi::{FailedOperation, WaitMethod};
 use crate::memory::{Local, MemoryRegistrar, Remote};
 use crate::neighbours::Neighbour;
+use crate::peer_probe::PeerProbe;
 use crate::peers::Peers;
-use crate::posting::{Bundle, Gone, PostingState};
-use crate::probe_peer::PeerProbe;
+use crate::posting::{Bundle, PieceOutcome, PostingState};
+use crate::process_copy;
 use crate::providers::{self, SETS_UP};
-use crate::rail::{Ended, MAX_MESSAGE, Posted, Rail};
-use crate::wake_peer::WakeSocket;
+use crate::rail::{MAX_MESSAGE, PostOutcome, Rail, RailEvent};
+use crate::wake_socket::WakeSocket;
 
 /// The most messages to one peer that the provider has.
 const UNSENT: usize = 16;
@@ -84,9 +84,9 @@ impl LibfabricFabric {
         description: String,
     ) -> LibfabricFabric {
         let mut fds: Vec<RawFd> = wake_socket.iter().map(WakeSocket::descriptor).collect();
-        fds.extend(rails.iter().filter_map(|rail| match rail.endpoint().waits() {
-            Waits::Descriptor(descriptor) => Some(descriptor),
-            Waits::Never => None,
+        fds.extend(rails.iter().filter_map(|rail| match rail.endpoint().wait_method() {
+            WaitMethod::Descriptor(descriptor) => Some(descriptor),
+            WaitMethod::Never => None,
         }));
         let neighbour = match (&wake_socket, rails.first()) {
             (Some(_), Some(rail)) => Some(Neighbour::new(&ours.rails[0], rail.endpoint())),
@@ -94,7 +94,7 @@ impl LibfabricFabric {
         };
         let texts = rails.iter().any(|rail| rail.endpoint().domain().info().has_text_addresses());
         let together = match &wake_socket {
-            Some(_) => host::TOGETHER,
+            Some(_) => process_copy::TOGETHER,
             None => rails.iter().map(Rail::together).min().unwrap_or(1),
         };
         LibfabricFabric {
@@ -138,21 +138,21 @@ impl LibfabricFabric {
             let read = rails[at].read(|ended| {
                 done += 1;
                 match ended {
-                    Ended::Pieces { job, peer, count, failed } => {
+                    RailEvent::Pieces { job, peer, count, failed } => {
                         let result = failed.map_or(Ok(()), |failed| {
                             Err(of_peer("a piece", peer, failed, &mut lost))
                         });
                         note(events, job, count, result);
                     }
-                    Ended::Send { peer, failed } => {
+                    RailEvent::Send { peer, failed } => {
                         sent.push(peer);
                         if let Some(failed) = failed {
-                            let why = error::of_operation("a message", failed)
+                            let why = error::operation_error("a message", failed)
                                 .with_kind(ErrorKind::PeerLost);
                             lost.push((peer, why));
                         }
                     }
-                    Ended::Message(bytes) => events.push(Event::Message(bytes)),
+                    RailEvent::Message(bytes) => events.push(Event::Message(bytes)),
                 }
             });
             match read {
@@ -177,7 +177,7 @@ impl LibfabricFabric {
     }
 
     /// Something has found no room. Says whether that is new.
-    fn try_again(&mut self, endpoint: EndpointId) -> bool {
+    fn schedule_retry(&mut self, endpoint: EndpointId) -> bool {
         let new = self.retry.is_none();
         if new {
             self.retry = Some((endpoint, Instant::now() + self.pause));
@@ -206,7 +206,7 @@ impl LibfabricFabric {
         }
         self.peers.clear(&self.rails);
         self.registrar.close();
-        if self.wake_socket.is_some() && self.peers.in_vain {
+        if self.wake_socket.is_some() && self.peers.unanswered {
             // A peer that takes our name, which is before it still, and finds no shared memory under it crashes (seen
             // with libfabric 1.17): this one stays.
             std::mem::forget(
@@ -253,8 +253,13 @@ fn note(events: &mut Vec<Event>, job: JobId, count: u32, result: Result<()>) {
 }
 
 /// Why an operation has failed; a peer that is lost is noted.
-fn of_peer(what: &str, peer: usize, failed: Failed, lost: &mut Vec<(usize, Error)>) -> Error {
-    let why = error::of_operation(what, failed);
+fn of_peer(
+    what: &str,
+    peer: usize,
+    failed: FailedOperation,
+    lost: &mut Vec<(usize, Error)>,
+) -> Error {
+    let why = error::operation_error(what, failed);
     if why.kind() == ErrorKind::PeerLost {
         lost.push((peer, why.clone()));
     }
@@ -279,12 +284,12 @@ unsafe impl Fabric for LibfabricFabric {
 
     fn connect(&mut self, endpoint: EndpointId, _: &Identity, address: &[u8]) -> Result<()> {
         if self.rails.is_empty() {
-            return Err(gone());
+            return Err(lost_link());
         }
         let address = Address::decode(address)?;
         address.check(&self.ours, self.texts)?;
         if let Some(host) = &address.host {
-            host::check(host.process, host.probe)?;
+            process_copy::check(host.process, host.probe)?;
         }
         self.peers.connect(endpoint, address, &self.rails)
     }
@@ -294,14 +299,14 @@ unsafe impl Fabric for LibfabricFabric {
     }
 
     fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<SendStatus> {
-        let Some(at) = self.peers.of(endpoint) else { return Err(gone()) };
-        let Some(rail) = self.rails.first() else { return Err(gone()) };
+        let Some(at) = self.peers.of(endpoint) else { return Err(lost_link()) };
+        let Some(rail) = self.rails.first() else { return Err(lost_link()) };
         if let Some(host) = self.peers.peer(at).and_then(|peer| peer.address.host.as_ref()) {
             // A process that was killed may have left a lock behind on which this would spin.
-            host::check(host.process, host.probe)
+            process_copy::check(host.process, host.probe)
                 .map_err(|why| why.with_kind(ErrorKind::PeerLost))?;
         }
-        let to = self.peers.lead(at, 0, 0, rail)?;
+        let to = self.peers.peer_number(at, 0, 0, rail)?;
         // Those to a stopped peer stay with the provider: others find room all the same.
         let most = UNSENT.min(self.rails[0].sends());
         if self.peers.peer(at).is_some_and(|peer| peer.unsent >= most) {
@@ -312,7 +317,7 @@ unsafe impl Fabric for LibfabricFabric {
                 .with_kind(ErrorKind::PeerLost)
         })?;
         if let Some(peer) = self.peers.peer(at) {
-            if posted == Posted::Yes {
+            if posted == PostOutcome::Posted {
                 peer.unsent += 1;
                 peer.answers = true;
                 peer.probe = None;
@@ -324,10 +329,10 @@ unsafe impl Fabric for LibfabricFabric {
             }
         }
         // Where there was no room, the peer has to make some, or to take our name.
-        if posted == Posted::Yes || self.try_again(endpoint) {
+        if posted == PostOutcome::Posted || self.schedule_retry(endpoint) {
             self.wake_peer(at)?;
         }
-        Ok(if posted == Posted::Yes { SendStatus::Taken } else { SendStatus::Later })
+        Ok(if posted == PostOutcome::Posted { SendStatus::Taken } else { SendStatus::Later })
     }
 
     fn max_message(&self) -> usize {
@@ -336,7 +341,7 @@ unsafe impl Fabric for LibfabricFabric {
 
     fn unpack(&mut self, endpoint: EndpointId, region: &RemoteSpec<'_>) -> Result<Remote> {
         let Some(peer) = self.peers.of(endpoint).and_then(|at| self.peers.peer(at)) else {
-            return Err(gone());
+            return Err(lost_link());
         };
         Remote::decode(region, peer.address.rails.len())
     }
@@ -347,17 +352,17 @@ unsafe impl Fabric for LibfabricFabric {
     }
 
     fn advance(&mut self, job: &mut Job<'_, Self>) -> Result<u64> {
-        let Some(at) = self.peers.of(job.endpoint()) else { return Err(gone()) };
+        let Some(at) = self.peers.of(job.endpoint()) else { return Err(lost_link()) };
         let (mut bytes, mut gone, mut posted, mut result) = (0, 0, 0, Ok(()));
         while bytes < SLICE && gone < self.turn {
             match self.post_some(at, job, SLICE - bytes) {
-                Ok(Some((Gone::Not, ..))) => {
-                    self.try_again(job.endpoint());
+                Ok(Some((PieceOutcome::NoRoom, ..))) => {
+                    self.schedule_retry(job.endpoint());
                     break;
                 }
                 Ok(Some((how, count, len))) => {
                     match how {
-                        Gone::Posted => posted += count,
+                        PieceOutcome::PostOutcome => posted += count,
                         _ => job.note_contact(),
                     }
                     gone += count;
@@ -419,15 +424,15 @@ unsafe impl Fabric for LibfabricFabric {
             return Ok(Armed::Again); // what was put there since may not have been seen
         }
         for rail in &self.rails {
-            match rail.endpoint().waits() {
-                Waits::Descriptor(_) if !rail.endpoint().may_sleep() => {
+            match rail.endpoint().wait_method() {
+                WaitMethod::Descriptor(_) if !rail.endpoint().may_sleep() => {
                     self.serves = true;
                     return Ok(Armed::Again);
                 }
-                Waits::Never if self.wake_socket.is_none() => {
+                WaitMethod::Never if self.wake_socket.is_none() => {
                     longest = Some(if waiting { LOOKS.0 } else { LOOKS.1 });
                 }
-                Waits::Descriptor(_) | Waits::Never => {}
+                WaitMethod::Descriptor(_) | WaitMethod::Never => {}
             }
         }
         if let Some((_, at)) = &self.retry {

@@ -8,17 +8,17 @@ use kvx_core::{
     AutoOpen, Error, ErrorKind, Idle, MemoryKind, Options, Placement, Result, Unavailable,
 };
 
-use crate::address::{Address, Host};
+use crate::address::{Address, HostProcess};
 use crate::config::Config;
 use crate::error::{self, NAME};
 use crate::fabric::LibfabricFabric;
-use crate::ffi::{self, Domain, Info, Infos, Library, Waits};
-use crate::host;
-use crate::memory::{MemoryRegistrar, Near};
+use crate::ffi::{self, Domain, Info, Infos, Library, WaitMethod};
+use crate::memory::{MemoryRegistrar, RailPlace};
+use crate::process_copy;
 use crate::providers;
 use crate::rail::Rail;
 use crate::topology::Topology;
-use crate::wake_peer::WakeSocket;
+use crate::wake_socket::WakeSocket;
 
 /// Makes libfabric transports: over EFA, verbs and whatever else has a provider, over sockets and shared memory.
 #[derive(Clone, Copy, Debug, Default)]
@@ -101,10 +101,10 @@ pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
             .address()
             .map_err(|errno| error::native("an endpoint has no address", errno))?;
         addresses.push(address.into_boxed_slice());
-        near.push(Near { endpoint, place: topology.of_card(info.pci(), &info.domain()) });
+        near.push(RailPlace { endpoint, place: topology.of_card(info.pci(), &info.domain()) });
         rails.push(rail);
     }
-    let sleeps = |rail: &Rail| matches!(rail.endpoint().waits(), Waits::Descriptor(_));
+    let sleeps = |rail: &Rail| matches!(rail.endpoint().wait_method(), WaitMethod::Descriptor(_));
     let idle =
         if wake_socket.is_some() || rails.iter().all(sleeps) { Idle::Asleep } else { Idle::Polls };
     let capabilities = providers::capabilities(&provider, idle, memory);
@@ -112,9 +112,9 @@ pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
         provider,
         protocol: first.protocol(),
         rails: addresses,
-        host: wake_socket.as_ref().map(|wake_socket| Host {
+        host: wake_socket.as_ref().map(|wake_socket| HostProcess {
             process: std::process::id(),
-            probe: host::probe(),
+            probe: process_copy::probe(),
             wake_name: wake_socket.name().into(),
         }),
     });

@@ -6,7 +6,7 @@ use kvx_core::{Error, Result};
 
 use crate::error::{self, NAME};
 use crate::ffi::bindings_1_17::FI_ENOKEY;
-use crate::ffi::{Described, Domain, Errno, Registration};
+use crate::ffi::{Domain, Errno, MemoryDescription, Registration};
 
 /// How often another key is drawn when one is taken.
 const DRAWS: usize = 8;
@@ -27,7 +27,7 @@ fn random_key(size: usize) -> Result<u64> {
 /// The memory stays until the registration is dropped.
 pub(crate) unsafe fn register(
     domain: &Arc<Domain>,
-    described: Described<'_>,
+    described: MemoryDescription<'_>,
 ) -> Result<Registration> {
     let mut draws = 0;
     loop {

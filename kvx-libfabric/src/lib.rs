@@ -8,18 +8,18 @@ mod error;
 mod fabric;
 mod factory;
 mod ffi;
-mod host;
 mod keys;
 mod memory;
 mod neighbours;
 mod operations;
+mod peer_probe;
 mod peers;
 mod posting;
-mod probe_peer;
+mod process_copy;
 mod providers;
 mod rail;
 mod topology;
-mod wake_peer;
+mod wake_socket;
 
 pub use factory::Libfabric;
 pub use providers::bound_kept_messages;
@@ -36,4 +36,4 @@ pub mod raw {
 }
 
 #[cfg(test)]
-mod strangers;
+mod unauthenticated;

@@ -16,7 +16,7 @@ use kvx_core::{Error, ErrorKind, Memory, MemoryKind, RegionId, Result};
 use crate::config::MAX_RAILS;
 use crate::error::{self, NAME};
 use crate::ffi::bindings_1_17::*;
-use crate::ffi::{self, Described, Endpoint, Version};
+use crate::ffi::{self, Endpoint, MemoryDescription, Version};
 use crate::keys;
 use crate::providers::is_shared_memory;
 use crate::topology::{self, BusPlace, Topology};
@@ -63,7 +63,7 @@ impl Local {
 }
 
 /// A rail as memory is registered with it.
-pub(crate) struct Near {
+pub(crate) struct RailPlace {
     pub(crate) endpoint: Arc<Endpoint>,
     pub(crate) place: Option<BusPlace>,
 }
@@ -76,14 +76,14 @@ pub(crate) struct MemoryRegistrar {
 }
 
 struct OpenRails {
-    rails: Vec<Near>,
+    rails: Vec<RailPlace>,
     topology: Topology,
     /// The most rails of one region.
     most: usize,
 }
 
 impl MemoryRegistrar {
-    pub(crate) fn new(rails: Vec<Near>, topology: Topology, most: usize) -> Self {
+    pub(crate) fn new(rails: Vec<RailPlace>, topology: Topology, most: usize) -> Self {
         let rails = Arc::new(OpenRails { rails, topology, most });
         MemoryRegistrar { rails: Mutex::new(Some(rails)), registrations: Registrations::default() }
     }
@@ -100,7 +100,7 @@ impl OpenRails {
     fn register(&self, rail: usize, memory: &Memory) -> Result<ffi::Registration> {
         let domain = self.rails[rail].endpoint.domain();
         let (address, len, read_only) = (memory.address(), memory.len(), memory.is_read_only());
-        let mut described = Described { address, len, read_only, device: None, file: None };
+        let mut described = MemoryDescription { address, len, read_only, device: None, file: None };
         if let (Some(interface), Some(access)) = (interface(memory.kind()), memory.device_access())
         {
             if !domain.info().has_devices() {
@@ -115,7 +115,7 @@ impl OpenRails {
                 && let Ok(file) = access.dma_buf(memory.address(), memory.len())
             {
                 let with_file =
-                    Described { file: Some((file.file.as_fd(), file.offset)), ..described };
+                    MemoryDescription { file: Some((file.file.as_fd(), file.offset)), ..described };
                 // SAFETY: core keeps the memory until the region is released, after `unmap`.
                 match unsafe { keys::register(domain, with_file) } {
                     Ok(registration) => return Ok(registration),

@@ -11,9 +11,9 @@ use crate::address::Address;
 use crate::error::{self, NAME};
 use crate::ffi;
 use crate::neighbours::Neighbour;
-use crate::probe_peer::PeerProbe;
+use crate::peer_probe::PeerProbe;
 use crate::rail::Rail;
-use crate::wake_peer;
+use crate::wake_socket;
 
 /// A peer, whose endpoints are one for each of its rails.
 pub(crate) struct PeerEndpoints {
@@ -32,7 +32,7 @@ pub(crate) struct PeerEndpoints {
     pub(crate) unsent: usize,
 }
 
-struct LeadingLink {
+struct PeerLink {
     peer: usize,
     /// Nothing more is posted on it.
     severed: bool,
@@ -41,11 +41,11 @@ struct LeadingLink {
 #[derive(Default)]
 pub(crate) struct Peers {
     /// A peer was called that has never answered, and so may still do so.
-    pub(crate) in_vain: bool,
+    pub(crate) unanswered: bool,
     peers: Slab<PeerEndpoints>,
     /// By the address of the rail that takes messages.
     by_address: HashMap<Box<[u8]>, usize>,
-    links: HashMap<EndpointId, LeadingLink>,
+    links: HashMap<EndpointId, PeerLink>,
 }
 
 impl Peers {
@@ -66,7 +66,7 @@ impl Peers {
                 let wake_at = address
                     .host
                     .as_ref()
-                    .map(|host| wake_peer::socket_of(&host.wake_name))
+                    .map(|host| wake_socket::socket_of(&host.wake_name))
                     .transpose()?;
                 let row = || vec![None; address.rails.len()].into_boxed_slice();
                 let table = rails.iter().map(|_| row()).collect();
@@ -74,7 +74,7 @@ impl Peers {
                 let is_ours =
                     address.host.as_ref().is_some_and(|host| host.process == std::process::id());
                 let neighbour = if is_ours {
-                    Some(Neighbour::find(&key).ok_or_else(error::gone)?)
+                    Some(Neighbour::find(&key).ok_or_else(error::lost_link)?)
                 } else {
                     None
                 };
@@ -93,7 +93,7 @@ impl Peers {
             }
         };
         self.peers[at].links.push(link);
-        self.links.insert(link, LeadingLink { peer: at, severed: false });
+        self.links.insert(link, PeerLink { peer: at, severed: false });
         Ok(())
     }
 
@@ -109,14 +109,14 @@ impl Peers {
 
     /// The peer's rail `their_rail` in the table of our rail `our_rail`. Errors: libfabric's.
     #[inline]
-    pub(crate) fn lead(
+    pub(crate) fn peer_number(
         &mut self,
         at: usize,
         our_rail: usize,
         their_rail: usize,
         rail: &Rail,
     ) -> Result<ffi::PeerNumber> {
-        let Some(peer) = self.peers.get_mut(at) else { return Err(error::gone()) };
+        let Some(peer) = self.peers.get_mut(at) else { return Err(error::lost_link()) };
         match peer.table[our_rail][their_rail] {
             Some(address) => Ok(address),
             None => {
@@ -156,11 +156,11 @@ impl Peers {
 
     /// A link is over.
     pub(crate) fn disconnect(&mut self, link: EndpointId, rails: &[Rail]) {
-        if let Some(LeadingLink { peer: at, .. }) = self.links.remove(&link)
+        if let Some(PeerLink { peer: at, .. }) = self.links.remove(&link)
             && let Some(peer) = self.peers.get_mut(at)
         {
             peer.links.retain(|other| *other != link);
-            self.let_go(at, rails);
+            self.remove_unused(at, rails);
         }
     }
 
@@ -168,12 +168,12 @@ impl Peers {
     pub(crate) fn sent(&mut self, at: usize, rails: &[Rail]) {
         if let Some(peer) = self.peers.get_mut(at) {
             peer.unsent -= 1;
-            self.let_go(at, rails);
+            self.remove_unused(at, rails);
         }
     }
 
     /// Forgets a peer without links, unless the provider still has messages to it.
-    fn let_go(&mut self, at: usize, rails: &[Rail]) {
+    fn remove_unused(&mut self, at: usize, rails: &[Rail]) {
         if self.peers.get(at).is_some_and(|peer| peer.links.is_empty() && peer.unsent == 0) {
             let peer = self.peers.remove(at);
             self.by_address.remove(&peer.address.rails[0]);
@@ -191,7 +191,7 @@ impl Peers {
     }
 
     fn forget(&mut self, peer: PeerEndpoints, rails: &[Rail]) {
-        self.in_vain |= peer.table[0][0].is_some() && !peer.answers;
+        self.unanswered |= peer.table[0][0].is_some() && !peer.answers;
         for (rail, row) in rails.iter().zip(&peer.table) {
             for address in row.iter().flatten() {
                 rail.endpoint().remove(*address);

@@ -8,9 +8,9 @@ use kvx_core::{Result, Segment};
 use crate::error;
 use crate::fabric::LibfabricFabric;
 use crate::ffi::{self, Range};
-use crate::host;
 use crate::memory::{Local, Remote};
-use crate::rail::{Post, Posted};
+use crate::process_copy;
+use crate::rail::{Post, PostOutcome};
 
 /// How a piece goes: over which of our rails, with what, to where.
 pub(crate) struct PiecePath {
@@ -33,13 +33,13 @@ pub(crate) struct Bundle {
 }
 
 /// The fate of pieces that were handed to be posted.
-pub(crate) enum Gone {
+pub(crate) enum PieceOutcome {
     /// Their end will be reported.
-    Posted,
+    PostOutcome,
     /// They have ended.
     Copied,
     /// There was no room.
-    Not,
+    NoRoom,
 }
 
 impl LibfabricFabric {
@@ -55,7 +55,7 @@ impl LibfabricFabric {
     ) -> Result<PiecePath> {
         let (rail, descriptor) = local.rail(turn);
         let key = remote.key(turn);
-        let peer = self.peers.lead(peer, rail, key.rail, &self.rails[rail])?;
+        let peer = self.peers.peer_number(peer, rail, key.rail, &self.rails[rail])?;
         let remote = ffi::RemoteRange { peer, address: key.base + offset, key: key.key };
         Ok(PiecePath { rail, descriptor, remote })
     }
@@ -103,39 +103,42 @@ impl LibfabricFabric {
         at: usize,
         job: &mut Job<'_, LibfabricFabric>,
         most: u64,
-    ) -> Result<Option<(Gone, u32, u64)>> {
+    ) -> Result<Option<(PieceOutcome, u32, u64)>> {
         let bundle = self.gather(at, job, most)?;
         let (count, bytes) = (bundle.ranges.len() as u32, bundle.bytes);
         let post = Post { op: job.op(), job: job.id(), peer: at };
         let gone = match count {
-            0 => Ok(Gone::Not),
+            0 => Ok(PieceOutcome::NoRoom),
             // SAFETY: core checked that each piece lies within its region, which the job keeps until it is reported.
             _ => unsafe { self.post(post, bundle.rail, &bundle.ranges) },
         };
         match gone {
-            Ok(Gone::Not) => bundle.segments.iter().rev().for_each(|piece| job.put_back(*piece)),
+            Ok(PieceOutcome::NoRoom) => {
+                bundle.segments.iter().rev().for_each(|piece| job.put_back(*piece))
+            }
             _ => job.state().0 += 1,
         }
         self.bundle = bundle;
         gone.map(|gone| (count > 0).then_some((gone, count, bytes)))
     }
 
-    /// Posts pieces; over shared memory copies them instead, see [`host`].
+    /// Posts pieces; over shared memory copies them instead, see [`process_copy`].
     ///
     /// # Safety
     /// As [`Rail::post`].
     ///
     /// [`Rail::post`]: crate::rail::Rail::post
     #[inline]
-    unsafe fn post(&mut self, post: Post, rail: usize, pieces: &[Range]) -> Result<Gone> {
+    unsafe fn post(&mut self, post: Post, rail: usize, pieces: &[Range]) -> Result<PieceOutcome> {
         if let Some(host) = self.peers.peer(post.peer).and_then(|peer| peer.address.host.as_ref()) {
             // SAFETY: the caller's promise.
-            return unsafe { host::copy(host.process, post.op, pieces) }.map(|()| Gone::Copied);
+            return unsafe { process_copy::copy(host.process, post.op, pieces) }
+                .map(|()| PieceOutcome::Copied);
         }
         // SAFETY: as above.
         match unsafe { self.rails[rail].post(post, pieces) } {
-            Ok(Posted::Yes) => Ok(Gone::Posted),
-            Ok(Posted::Later) => Ok(Gone::Not),
+            Ok(PostOutcome::Posted) => Ok(PieceOutcome::PostOutcome),
+            Ok(PostOutcome::Later) => Ok(PieceOutcome::NoRoom),
             Err(errno) => {
                 Err(error::native("libfabric could not post a piece of the transfer", errno))
             }

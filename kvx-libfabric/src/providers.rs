@@ -11,7 +11,7 @@ use kvx_core::{
 use crate::config::{Config, MAX_RAILS};
 use crate::error::{self, NAME};
 use crate::ffi::bindings_1_17::{FI_MR_PROV_KEY, FI_MR_VIRT_ADDR};
-use crate::ffi::{Asked, Info, Infos, Library, Version};
+use crate::ffi::{Info, Infos, Library, ProviderQuery, Version};
 
 /// A provider that kvx knows, by the first word of its name.
 struct KnownProvider {
@@ -198,19 +198,23 @@ fn preferred(library: &'static Library) -> Result<String> {
     for known in
         KNOWN.iter().filter(|known| known.name != SHARED && library.version() >= known.since)
     {
-        let asked = Asked { provider: Some(known.name), delivery: true, ..Asked::default() };
+        let asked = ProviderQuery {
+            provider: Some(known.name),
+            delivery: true,
+            ..ProviderQuery::default()
+        };
         if query(library, asked)?.iter().next().is_some() {
             return Ok(known.name.to_owned());
         }
     }
-    let all = query(library, Asked::default())?;
+    let all = query(library, ProviderQuery::default())?;
     all.iter().next().map(Info::provider).ok_or_else(|| {
         let why = "libfabric has no provider with which memory of peers is read and written: check FI_PROVIDER, and `fi_info`";
         Error::new(ErrorKind::Unavailable, why).with_backend(NAME)
     })
 }
 
-fn query(library: &'static Library, asked: Asked<'_>) -> Result<Infos> {
+fn query(library: &'static Library, asked: ProviderQuery<'_>) -> Result<Infos> {
     Infos::find(library, asked)
         .map_err(|errno| error::native("libfabric does not say what it has", errno))
 }
@@ -249,9 +253,9 @@ fn find(library: &'static Library, provider: &str, devices: bool) -> Result<Info
     // Over shared memory a post copies before it returns. Asked to say so, 1.17 would have the target's CPU copy
     // instead; asked to reach devices as well, and it would report a write before its bytes can be seen.
     let shared = is_shared_memory(provider);
-    let asked = Asked { provider: Some(provider), devices: false, delivery: !shared };
+    let asked = ProviderQuery { provider: Some(provider), devices: false, delivery: !shared };
     if devices && !shared {
-        let found = query(library, Asked { devices: true, ..asked })?;
+        let found = query(library, ProviderQuery { devices: true, ..asked })?;
         if found.iter().next().is_some() {
             return Ok(found);
         }
@@ -260,7 +264,7 @@ fn find(library: &'static Library, provider: &str, devices: bool) -> Result<Info
     if found.iter().next().is_some() {
         return Ok(found);
     }
-    let without = query(library, Asked { delivery: false, ..asked })?;
+    let without = query(library, ProviderQuery { delivery: false, ..asked })?;
     let (kind, why) = if without.iter().next().is_some() {
         let why = "cannot say when written bytes can be seen at the target (FI_DELIVERY_COMPLETE), which notifications after their data need";
         (
@@ -312,8 +316,8 @@ fn on_domains<'a>(found: &'a Infos, config: &Config, provider: &str) -> Result<V
 
 /// Every provider on every domain, with what it can do.
 pub(crate) fn list(library: &'static Library) -> Result<Vec<String>> {
-    let all = query(library, Asked::default())?;
-    let delivering = query(library, Asked { delivery: true, ..Asked::default() })?;
+    let all = query(library, ProviderQuery::default())?;
+    let delivering = query(library, ProviderQuery { delivery: true, ..ProviderQuery::default() })?;
     let mut listed: Vec<String> = Vec::new();
     for info in all.iter() {
         let (provider, domain) = (info.provider(), info.domain());

@@ -11,8 +11,8 @@ use kvx_core::{Op, Result};
 use crate::connections::Connections;
 use crate::error;
 use crate::ffi::{
-    Described, Domain, EndedOperation, Endpoint, Errno, Failed, MAX_RANGES, PeerNumber, Range,
-    Read, Registration, Waits,
+    CompletedOperation, Domain, Endpoint, Errno, FailedOperation, MAX_RANGES, MemoryDescription,
+    PeerNumber, Range, Read, Registration, WaitMethod,
 };
 use crate::keys;
 use crate::operations::{Operation, Operations};
@@ -27,8 +27,8 @@ const WINDOW: (usize, usize) = (2048, 512);
 
 /// Whether something was posted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Posted {
-    Yes,
+pub(crate) enum PostOutcome {
+    Posted,
     /// Too much is in flight, the peer has no room now, or there is no connection yet.
     Later,
 }
@@ -42,9 +42,9 @@ pub(crate) struct Post {
 }
 
 /// An operation that has ended on a rail.
-pub(crate) enum Ended {
-    Pieces { job: JobId, peer: usize, count: u32, failed: Option<Failed> },
-    Send { peer: usize, failed: Option<Failed> },
+pub(crate) enum RailEvent {
+    Pieces { job: JobId, peer: usize, count: u32, failed: Option<FailedOperation> },
+    Send { peer: usize, failed: Option<FailedOperation> },
     Message(Vec<u8>),
 }
 
@@ -56,19 +56,19 @@ pub(crate) struct Rail {
     /// `None` after the end.
     endpoint: Option<Arc<Endpoint>>,
     operations: Operations,
-    mail: Option<Mail>,
-    pieces: Pieces,
+    messages: Option<MessagePool>,
+    pieces: InFlightPieces,
 }
 
-/// Pieces in flight.
-struct Pieces {
+/// InFlightPieces in flight.
+struct InFlightPieces {
     all: usize,
     most: usize,
     /// By the peer's place.
     of: Vec<usize>,
 }
 
-impl Pieces {
+impl InFlightPieces {
     /// Whether so many more fit. Those of a stopped peer stay, and the provider's queue is one for all peers: so none
     /// has more than are left for others, half of a small queue at most, and some ten peers that stop leave room.
     #[inline]
@@ -94,15 +94,16 @@ impl Pieces {
 }
 
 impl Rail {
-    /// An endpoint that can be slept on, if the provider has such. `mail`: it carries messages. Errors: libfabric's.
-    pub(crate) fn open(domain: &Arc<Domain>, mail: bool) -> Result<Rail> {
+    /// An endpoint that can be slept on, if the provider has such. `messages`: it carries messages. Errors: libfabric's.
+    pub(crate) fn open(domain: &Arc<Domain>, messages: bool) -> Result<Rail> {
         let info = domain.info();
         let what = || format!("libfabric does not open {} on {}", info.provider(), info.domain());
         let most = info.depth().clamp(1, WINDOW.0);
-        let mail = if mail { Some(Mail::new(domain)?) } else { None };
-        let operations = Operations::new(most + if mail.is_some() { RECEIVES + SENDS } else { 0 });
-        let given = Arc::new((operations.contexts(), mail.as_ref().map(Mail::given)));
-        let open = |sleeps| Endpoint::open(domain, sleeps, Arc::clone(&given) as _);
+        let messages = if messages { Some(MessagePool::new(domain)?) } else { None };
+        let operations =
+            Operations::new(most + if messages.is_some() { RECEIVES + SENDS } else { 0 });
+        let shared = Arc::new((operations.contexts(), messages.as_ref().map(MessagePool::shared)));
+        let open = |sleeps| Endpoint::open(domain, sleeps, Arc::clone(&shared) as _);
         let endpoint = open(true).or_else(|errno| {
             tracing::debug!(
                 provider = info.provider(),
@@ -113,8 +114,8 @@ impl Rail {
         });
         let endpoint = endpoint.map_err(|errno| error::native(what(), errno))?;
         let endpoint = Some(Arc::new(endpoint));
-        let pieces = Pieces { all: 0, most, of: Vec::new() };
-        let mut rail = Rail { endpoint, operations, mail, pieces };
+        let pieces = InFlightPieces { all: 0, most, of: Vec::new() };
+        let mut rail = Rail { endpoint, operations, messages, pieces };
         rail.post_receives()
             .map_err(|errno| error::native("libfabric takes no buffers for messages", errno))?;
         Ok(rail)
@@ -132,9 +133,9 @@ impl Rail {
     /// Ends it. Says whether it is certain that the provider touches nothing any more that it was given.
     pub(crate) fn close(&mut self) -> bool {
         let Some(mut endpoint) = self.endpoint.take() else { return true };
-        let connections = match endpoint.waits() {
-            Waits::Descriptor(queue) => Connections::of(queue),
-            Waits::Never => Connections::default(),
+        let connections = match endpoint.wait_method() {
+            WaitMethod::Descriptor(queue) => Connections::of(queue),
+            WaitMethod::Never => Connections::default(),
         };
         let until = Instant::now() + LAST_USE;
         let certain = loop {
@@ -156,12 +157,13 @@ impl Rail {
 
     /// How many messages may be sent now.
     pub(crate) fn sends(&self) -> usize {
-        self.mail.as_ref().map_or(0, |mail| mail.free.len())
+        self.messages.as_ref().map_or(0, |messages| messages.free.len())
     }
 
     /// Whether nothing of ours is with the provider but buffers for messages.
     pub(crate) fn is_quiet(&self) -> bool {
-        self.pieces.all == 0 && self.mail.as_ref().is_none_or(|mail| mail.free.len() == SENDS)
+        self.pieces.all == 0
+            && self.messages.as_ref().is_none_or(|messages| messages.free.len() == SENDS)
     }
 
     /// How many pieces may be posted together.
@@ -172,16 +174,20 @@ impl Rail {
     /// Posts pieces that go the same way as one operation: at least one, and at most [`together`](Rail::together).
     ///
     /// # Safety
-    /// The local memory is the pieces' until they are reported as [`Ended::Pieces`], or the rail is dropped.
+    /// The local memory is the pieces' until they are reported as [`RailEvent::Pieces`], or the rail is dropped.
     #[inline]
-    pub(crate) unsafe fn post(&mut self, post: Post, pieces: &[Range]) -> Result<Posted, Errno> {
+    pub(crate) unsafe fn post(
+        &mut self,
+        post: Post,
+        pieces: &[Range],
+    ) -> Result<PostOutcome, Errno> {
         let Post { op, job, peer } = post;
         if !self.pieces.fit(peer, pieces.len()) {
-            return Ok(Posted::Later);
+            return Ok(PostOutcome::Later);
         }
         let count = pieces.len() as u32;
         let Some(context) = self.operations.add(Operation::Pieces { job, peer, count }) else {
-            return Ok(Posted::Later);
+            return Ok(PostOutcome::Later);
         };
         let endpoint = open(&self.endpoint);
         // SAFETY: the caller's promise; the context is the provider's until it comes back, and outlives the endpoint.
@@ -194,11 +200,11 @@ impl Rail {
         match answer {
             Ok(()) => {
                 self.pieces.add(peer, pieces.len());
-                Ok(Posted::Yes)
+                Ok(PostOutcome::Posted)
             }
             Err(errno) => {
                 self.operations.take(context);
-                if errno == Errno(libc::EAGAIN) { Ok(Posted::Later) } else { Err(errno) }
+                if errno == Errno(libc::EAGAIN) { Ok(PostOutcome::Later) } else { Err(errno) }
             }
         }
     }
@@ -209,38 +215,39 @@ impl Rail {
         peer: usize,
         to: PeerNumber,
         message: &[u8],
-    ) -> Result<Posted, Errno> {
-        let Some(mail) = &mut self.mail else { return Err(Errno(libc::EOPNOTSUPP)) };
-        let Some(buffer) = mail.free.pop() else { return Ok(Posted::Later) };
+    ) -> Result<PostOutcome, Errno> {
+        let Some(messages) = &mut self.messages else { return Err(Errno(libc::EOPNOTSUPP)) };
+        let Some(buffer) = messages.free.pop() else { return Ok(PostOutcome::Later) };
         let Some(context) = self.operations.add(Operation::Send { buffer, peer }) else {
-            mail.free.push(buffer);
-            return Ok(Posted::Later);
+            messages.free.push(buffer);
+            return Ok(PostOutcome::Later);
         };
-        let bytes = mail.given.buffers[RECEIVES + buffer].0.get().cast::<u8>();
+        let bytes = messages.shared.buffers[RECEIVES + buffer].0.get().cast::<u8>();
         let len = message.len().min(MAX_MESSAGE);
         // SAFETY: a free buffer is nobody else's, and as long as that; the provider has it until the context comes
         // back.
         let answer = unsafe {
             bytes.copy_from_nonoverlapping(message.as_ptr(), len);
-            open(&self.endpoint).send(bytes, len, mail.descriptor(), to, context)
+            open(&self.endpoint).send(bytes, len, messages.descriptor(), to, context)
         };
         match answer {
-            Ok(()) => Ok(Posted::Yes),
+            Ok(()) => Ok(PostOutcome::Posted),
             Err(errno) => {
-                mail.free.push(buffer);
+                messages.free.push(buffer);
                 self.operations.take(context);
-                if errno == Errno(libc::EAGAIN) { Ok(Posted::Later) } else { Err(errno) }
+                if errno == Errno(libc::EAGAIN) { Ok(PostOutcome::Later) } else { Err(errno) }
             }
         }
     }
 
     /// Lets the provider work, and tells what has ended. Says whether anything had. Errors: the endpoint is of no use
     /// any more.
-    pub(crate) fn read(&mut self, mut tell: impl FnMut(Ended)) -> Result<bool, Errno> {
-        let (operations, mail, pieces) = (&mut self.operations, &mut self.mail, &mut self.pieces);
-        let read = open(&self.endpoint).read(|EndedOperation { context, len }| {
+    pub(crate) fn read(&mut self, mut tell: impl FnMut(RailEvent)) -> Result<bool, Errno> {
+        let (operations, messages, pieces) =
+            (&mut self.operations, &mut self.messages, &mut self.pieces);
+        let read = open(&self.endpoint).read(|CompletedOperation { context, len }| {
             if let Some(operation) = operations.take(context) {
-                if let Some(ended) = ended(operation, len, None, mail, pieces) {
+                if let Some(ended) = ended(operation, len, None, messages, pieces) {
                     tell(ended);
                 }
             } else if !context.is_null() {
@@ -252,7 +259,8 @@ impl Rail {
         if let Read::Failed(failed) = read {
             match self.operations.take(failed.context) {
                 Some(operation) => {
-                    let told = ended(operation, 0, Some(failed), &mut self.mail, &mut self.pieces);
+                    let told =
+                        ended(operation, 0, Some(failed), &mut self.messages, &mut self.pieces);
                     told.into_iter().for_each(&mut tell);
                 }
                 None => tracing::warn!(
@@ -267,20 +275,20 @@ impl Rail {
 
     /// Gives the provider the buffers for messages that it does not have.
     fn post_receives(&mut self) -> Result<(), Errno> {
-        let Some(mail) = &mut self.mail else { return Ok(()) };
-        while let Some(buffer) = mail.unposted.pop() {
+        let Some(messages) = &mut self.messages else { return Ok(()) };
+        while let Some(buffer) = messages.unposted.pop() {
             let Some(context) = self.operations.add(Operation::Receive { buffer }) else {
-                mail.unposted.push(buffer);
+                messages.unposted.push(buffer);
                 return Ok(());
             };
-            let bytes = mail.given.buffers[buffer].0.get().cast();
+            let bytes = messages.shared.buffers[buffer].0.get().cast();
             // SAFETY: a buffer that is not posted is nobody's; the provider has it until the context comes back.
             let answer = unsafe {
-                open(&self.endpoint).receive(bytes, MAX_MESSAGE, mail.descriptor(), context)
+                open(&self.endpoint).receive(bytes, MAX_MESSAGE, messages.descriptor(), context)
             };
             if let Err(errno) = answer {
                 self.operations.take(context);
-                mail.unposted.push(buffer);
+                messages.unposted.push(buffer);
                 return if errno == Errno(libc::EAGAIN) { Ok(()) } else { Err(errno) };
             }
         }
@@ -304,28 +312,28 @@ fn open(endpoint: &Option<Arc<Endpoint>>) -> &Arc<Endpoint> {
 fn ended(
     operation: Operation,
     len: usize,
-    failed: Option<Failed>,
-    mail: &mut Option<Mail>,
-    pieces: &mut Pieces,
-) -> Option<Ended> {
-    match (operation, mail) {
+    failed: Option<FailedOperation>,
+    messages: &mut Option<MessagePool>,
+    pieces: &mut InFlightPieces,
+) -> Option<RailEvent> {
+    match (operation, messages) {
         (Operation::Pieces { job, peer, count }, _) => {
             pieces.end(peer, count as usize);
-            Some(Ended::Pieces { job, peer, count, failed })
+            Some(RailEvent::Pieces { job, peer, count, failed })
         }
-        (Operation::Send { buffer, peer }, Some(mail)) => {
-            mail.free.push(buffer);
-            Some(Ended::Send { peer, failed })
+        (Operation::Send { buffer, peer }, Some(messages)) => {
+            messages.free.push(buffer);
+            Some(RailEvent::Send { peer, failed })
         }
-        (Operation::Receive { buffer }, Some(mail)) => {
-            mail.unposted.push(buffer);
+        (Operation::Receive { buffer }, Some(messages)) => {
+            messages.unposted.push(buffer);
             if let Some(failed) = failed {
                 tracing::debug!(?failed, "a message did not arrive");
                 return None;
             }
-            let bytes = mail.given.buffers[buffer].0.get().cast::<u8>();
+            let bytes = messages.shared.buffers[buffer].0.get().cast::<u8>();
             // SAFETY: the provider has given it back, with so many bytes in it.
-            Some(Ended::Message(
+            Some(RailEvent::Message(
                 unsafe { std::slice::from_raw_parts(bytes, len.min(MAX_MESSAGE)) }.to_vec(),
             ))
         }
@@ -342,8 +350,8 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 /// Buffers for messages.
-struct Mail {
-    given: Arc<Given>,
+struct MessagePool {
+    shared: Arc<MessageBuffers>,
     /// Of those for sends, the ones that the provider does not have, counted from the first of them.
     free: Vec<usize>,
     /// Of those for receives, likewise.
@@ -351,44 +359,44 @@ struct Mail {
 }
 
 /// What the endpoint keeps.
-struct Given {
+struct MessageBuffers {
     /// Ended before the memory goes.
     registration: Option<Registration>,
     /// Those for receives first.
     buffers: Box<[Buffer]>,
 }
 
-impl Mail {
-    fn new(domain: &Arc<Domain>) -> Result<Mail> {
+impl MessagePool {
+    fn new(domain: &Arc<Domain>) -> Result<MessagePool> {
         let buffers: Box<[Buffer]> =
             (0..RECEIVES + SENDS).map(|_| Buffer(UnsafeCell::new([0; MAX_MESSAGE]))).collect();
         let registration = if domain.info().wants(crate::ffi::bindings_1_17::FI_MR_LOCAL) {
-            Some(Mail::register(domain, &buffers)?)
+            Some(MessagePool::register(domain, &buffers)?)
         } else {
             None
         };
-        let given = Arc::new(Given { registration, buffers });
-        Ok(Mail { given, free: (0..SENDS).collect(), unposted: (0..RECEIVES).collect() })
+        let shared = Arc::new(MessageBuffers { registration, buffers });
+        Ok(MessagePool { shared, free: (0..SENDS).collect(), unposted: (0..RECEIVES).collect() })
     }
 
-    fn given(&self) -> Arc<Given> {
-        Arc::clone(&self.given)
+    fn shared(&self) -> Arc<MessageBuffers> {
+        Arc::clone(&self.shared)
     }
 
     fn register(domain: &Arc<Domain>, buffers: &[Buffer]) -> Result<Registration> {
-        let memory = Described {
+        let memory = MemoryDescription {
             address: buffers.as_ptr().addr() as u64,
             len: size_of_val(buffers),
             read_only: false,
             device: None,
             file: None,
         };
-        // SAFETY: `Given` drops its registration before its buffers.
+        // SAFETY: `MessageBuffers` drops its registration before its buffers.
         unsafe { keys::register(domain, memory) }
     }
 
     fn descriptor(&self) -> *mut c_void {
-        self.given.registration.as_ref().map_or(std::ptr::null_mut(), Registration::descriptor)
+        self.shared.registration.as_ref().map_or(std::ptr::null_mut(), Registration::descriptor)
     }
 }
 
@@ -398,7 +406,7 @@ mod tests {
 
     #[test]
     fn peers_that_have_stopped_leave_room_for_others() {
-        let mut pieces = Pieces { all: 0, most: 2048, of: Vec::new() };
+        let mut pieces = InFlightPieces { all: 0, most: 2048, of: Vec::new() };
         let mut fill = |peer| {
             while pieces.fit(peer, 4) {
                 pieces.add(peer, 4);

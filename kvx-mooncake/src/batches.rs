@@ -25,7 +25,7 @@ pub(crate) struct Moving {
     /// All of them.
     pub(crate) bytes: u64,
     /// Why some of them failed.
-    pub(crate) failed: Option<Failure>,
+    pub(crate) failed: Option<BatchFailure>,
     /// Pieces that have ended, in order.
     ended: usize,
     /// When its pieces are looked at one by one.
@@ -71,7 +71,7 @@ impl Moving {
                     (text.to_owned(), code)
                 }
             };
-            let failure = self.failed.get_or_insert(Failure { count: 0, why, code });
+            let failure = self.failed.get_or_insert(BatchFailure { count: 0, why, code });
             failure.count += 1;
             self.ended += 1;
         }
@@ -97,7 +97,7 @@ impl Batches {
     }
 
     /// Looks at one of them, in turn. Gives it if it has ended.
-    pub(crate) fn look_at_next(&mut self, engine: &Engine, now: Instant) -> Option<Moving> {
+    pub(crate) fn poll_next(&mut self, engine: &Engine, now: Instant) -> Option<Moving> {
         let mut moving = self.0.pop_front()?;
         if moving.look(engine, now) {
             return Some(moving);
@@ -109,16 +109,16 @@ impl Batches {
 
 /// Why pieces failed.
 #[derive(Clone, Debug)]
-pub(crate) struct Failure {
+pub(crate) struct BatchFailure {
     count: usize,
     why: String,
     code: i64,
 }
 
-impl Failure {
+impl BatchFailure {
     /// As an error. `lives`: whether the peer does, if that could be told; `log`: what the engine last said.
     pub(crate) fn error(&self, lives: bool, log: &Option<String>) -> Error {
-        let Failure { count, why, code } = self;
+        let BatchFailure { count, why, code } = self;
         let said =
             log.as_deref().map_or_else(String::new, |log| format!("; it last logged: {log}"));
         let why = format!("{why}{said}");
@@ -134,15 +134,15 @@ impl Failure {
 }
 
 /// A batch that has failed, until it is known whether the peer lives.
-pub(crate) struct Suspect {
+pub(crate) struct FailedBatch {
     pub(crate) job: JobId,
     pub(crate) endpoint: EndpointId,
     pub(crate) to: Arc<str>,
     pub(crate) pieces: u32,
-    pub(crate) failure: Failure,
+    pub(crate) failure: BatchFailure,
 }
 
-impl Suspect {
+impl FailedBatch {
     /// Its end.
     pub(crate) fn moved(&self, why: Error) -> Event {
         Event::Completed { job: self.job, pieces: self.pieces, result: Err(why) }

@@ -17,7 +17,7 @@ use kvx_core::{Error, ErrorKind, RegionId, Result};
 
 use crate::ffi::{Engine, SegmentId, block_sigpipe};
 use crate::frames;
-use crate::memory::{Leaving, Local, Ranges};
+use crate::memory::{EndingRegion, Local, RegisteredRanges};
 
 /// The name of the notifications of kvx's own links, which tells them from others.
 pub(crate) const TAG: &CStr = c"kvx-link-1";
@@ -50,7 +50,7 @@ enum Call {
     Probe(Arc<str>),
     Frame(EndpointId, Box<[u8]>),
     Foreign(EndpointId, CString, CString),
-    Unregister(Arc<Ranges>, Local),
+    Unregister(Arc<RegisteredRanges>, Local),
 }
 
 /// The outcome of a call.
@@ -74,7 +74,7 @@ pub(crate) enum CallReport {
     /// A region was unregistered. `dead`: an error, if it could not be told whether dead processes are done with it.
     Unregister {
         region: RegionId,
-        left: Result<Leaving>,
+        left: Result<EndingRegion>,
         dead: Result<()>,
     },
 }
@@ -172,7 +172,7 @@ impl BlockingCalls {
     pub(crate) fn let_go(
         &self,
         engine: &Arc<Engine>,
-        ranges: &Arc<Ranges>,
+        ranges: &Arc<RegisteredRanges>,
         local: &Local,
     ) -> Result<()> {
         let call = Call::Unregister(Arc::clone(ranges), *local);
@@ -442,7 +442,7 @@ impl Shared {
                 leaving.push((local.region, left));
                 waited_for = None;
             }
-            let dead = match engine.what_the_dead_sent() {
+            let dead = match engine.connections_of_ended_processes() {
                 Ok(None) => None,
                 Ok(Some(found)) => {
                     // Those that were not there at the first look have come since, and are refused.

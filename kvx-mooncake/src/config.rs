@@ -17,7 +17,7 @@ use std::ops::RangeInclusive;
 use kvx_backend::devices::rdma_devices;
 use kvx_core::{Error, ErrorKind, Options, Result};
 
-use crate::ffi::Recipe;
+use crate::ffi::EngineOptions;
 
 const KEYS: &[&str] = &[
     "any_version",
@@ -37,7 +37,7 @@ const WORKERS: RangeInclusive<u64> = 1..=256;
 /// The parsed options.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Config {
-    pub(crate) recipe: Recipe,
+    pub(crate) engine_options: EngineOptions,
     pub(crate) workers: usize,
     pub(crate) any_version: bool,
     /// Where host memory lies.
@@ -91,7 +91,7 @@ impl Config {
         }
         let workers = table.number("num_workers", WORKERS)?.or(top.number("num_workers", WORKERS)?);
         Ok(Config {
-            recipe: Recipe { metadata, host, protocol, devices },
+            engine_options: EngineOptions { metadata, host, protocol, devices },
             workers: workers.unwrap_or(10) as usize,
             any_version: table.flag("any_version")?.unwrap_or(false),
             node,
@@ -100,7 +100,7 @@ impl Config {
 
     /// Whether the engine needs its client for etcd.
     pub(crate) fn etcd(&self) -> bool {
-        self.recipe.metadata.starts_with("etcd://")
+        self.engine_options.metadata.starts_with("etcd://")
     }
 }
 
@@ -119,10 +119,10 @@ mod tests {
 
     #[test]
     fn the_default_is_what_the_machine_has() {
-        assert_eq!(read("{}", &[]).expect("defaults").recipe.protocol, "tcp");
+        assert_eq!(read("{}", &[]).expect("defaults").engine_options.protocol, "tcp");
         let config = read("{}", &["mlx5_0"]).expect("defaults");
-        assert_eq!((config.recipe.protocol.as_str(), config.workers), ("rdma", 10));
-        assert_eq!(config.recipe.host, "127.0.0.1");
+        assert_eq!((config.engine_options.protocol.as_str(), config.workers), ("rdma", 10));
+        assert_eq!(config.engine_options.host, "127.0.0.1");
     }
 
     #[test]
@@ -130,8 +130,8 @@ mod tests {
         let top =
             r#"{"mooncake_protocol": "rdma", "device_name": "mlx5_0, mlx5_1", "num_workers": 3}"#;
         let config = read(top, &[]).expect("vLLM's keys");
-        assert_eq!((config.recipe.protocol.as_str(), config.workers), ("rdma", 3));
-        assert_eq!(config.recipe.devices, ["mlx5_0", "mlx5_1"]);
+        assert_eq!((config.engine_options.protocol.as_str(), config.workers), ("rdma", 3));
+        assert_eq!(config.engine_options.devices, ["mlx5_0", "mlx5_1"]);
         for key in [r#"{"num_workers": 257}"#, r#"{"mooncake": {"num_workers": 257}}"#] {
             let error = read(key, &[]).unwrap_err();
             assert!(
@@ -141,7 +141,7 @@ mod tests {
         }
         let both = r#"{"mooncake_protocol": "rdma", "mooncake": {"mooncake_protocol": "tcp", "num_workers": 2}}"#;
         let config = read(both, &[]).expect("both");
-        assert_eq!((config.recipe.protocol.as_str(), config.workers), ("tcp", 2));
+        assert_eq!((config.engine_options.protocol.as_str(), config.workers), ("tcp", 2));
     }
 
     #[test]

@@ -41,7 +41,7 @@ pub(crate) fn of_code(doing: &str, code: i32, said: Option<String>) -> Error {
 }
 
 /// Whether `submitTransfer` gives this code before it hands anything to a transport.
-pub(crate) fn before_anything_moved(code: i32) -> bool {
+pub(crate) fn is_before_start(code: i32) -> bool {
     matches!(code, 1 | 2 | 8)
 }
 

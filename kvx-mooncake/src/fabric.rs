@@ -11,14 +11,14 @@ use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::transport::{ForeignRange, RemoteSpec};
 use kvx_core::{Capabilities, Error, ErrorKind, Identity, RegionId, Result};
 
-use crate::batches::{Batches, Moving, Suspect};
+use crate::batches::{Batches, FailedBatch, Moving};
 use crate::blocking_calls::{BlockingCalls, CallReport, TAG};
 use crate::capabilities::capabilities;
 use crate::error;
 use crate::ffi::{Engine, EnginePiece};
 use crate::frames;
-use crate::memory::{Local, Ranges, Remote};
-use crate::peers::{Links, Note, Phase, foreign_text};
+use crate::memory::{Local, RegisteredRanges, Remote};
+use crate::peers::{Links, NotificationState, Phase, foreign_text};
 
 /// The most pieces of a batch.
 const BATCH_PIECES: usize = 64;
@@ -52,14 +52,14 @@ pub(crate) struct MooncakeFabric {
     /// Until the end.
     engine: Option<Arc<Engine>>,
     calls: BlockingCalls,
-    ranges: Arc<Ranges>,
+    ranges: Arc<RegisteredRanges>,
     protocol: String,
     fds: [RawFd; 1],
     /// The name by which foreign agents know us.
     own_name: std::ffi::CString,
     links: Links,
     moving: Batches,
-    suspects: Vec<Suspect>,
+    suspects: Vec<FailedBatch>,
     /// Regions that are being unregistered, and how that has ended.
     leaving: HashMap<RegionId, Option<Result<()>>>,
     /// A peer was lost, and may have died.
@@ -71,14 +71,14 @@ pub(crate) struct MooncakeFabric {
     /// When the engine is asked for notifications again.
     listens: Instant,
     /// Pieces of which nobody knows whether they are under way.
-    lost_count: bool,
+    untracked: bool,
 }
 
 impl MooncakeFabric {
     pub(crate) fn new(
         engine: Arc<Engine>,
         calls: BlockingCalls,
-        ranges: Arc<Ranges>,
+        ranges: Arc<RegisteredRanges>,
         protocol: String,
         me: &Identity,
     ) -> Self {
@@ -99,7 +99,7 @@ impl MooncakeFabric {
             pieces: Vec::new(),
             last_event: Instant::now(),
             listens: Instant::now(),
-            lost_count: false,
+            untracked: false,
         }
     }
 
@@ -113,9 +113,9 @@ impl MooncakeFabric {
         self.calls.open(&engine, &to, foreign)
     }
 
-    fn look_at_batches(&mut self, engine: &Arc<Engine>, now: Instant, events: &mut Vec<Event>) {
+    fn poll_batches(&mut self, engine: &Arc<Engine>, now: Instant, events: &mut Vec<Event>) {
         for _ in 0..self.moving.len().min(LOOKED_AT) {
-            let Some(ended) = self.moving.look_at_next(engine, now) else { continue };
+            let Some(ended) = self.moving.poll_next(engine, now) else { continue };
             let Moving { batch, job, endpoint, to, lens, bytes, failed, .. } = ended;
             engine.free(batch);
             let pieces = lens.len() as u32;
@@ -129,14 +129,14 @@ impl MooncakeFabric {
             match failed {
                 None => events.push(Event::Completed { job, pieces, result: Ok(()) }),
                 Some(failure) => {
-                    self.suspect(engine, Suspect { job, endpoint, to, pieces, failure }, events)
+                    self.suspect(engine, FailedBatch { job, endpoint, to, pieces, failure }, events)
                 }
             }
         }
     }
 
     /// Finds out whether a failure means that the peer is gone, before it is told.
-    fn suspect(&mut self, engine: &Arc<Engine>, suspect: Suspect, events: &mut Vec<Event>) {
+    fn suspect(&mut self, engine: &Arc<Engine>, suspect: FailedBatch, events: &mut Vec<Event>) {
         let broken = self
             .links
             .endpoints
@@ -227,7 +227,7 @@ impl MooncakeFabric {
             }
             CallReport::ForeignSent { endpoint, result } => {
                 if let Some(endpoint) = self.links.endpoints.get_mut(&endpoint) {
-                    endpoint.note = Note::Sent(result);
+                    endpoint.note = NotificationState::Sent(result);
                 }
             }
             CallReport::Unregister { region, left, dead } => {
@@ -370,7 +370,7 @@ unsafe impl Fabric for MooncakeFabric {
                 if !refused.whole {
                     // Never reported: the ticket is not settled, and the memory stays in quarantine.
                     job.add_in_flight(count as u32);
-                    self.lost_count = true;
+                    self.untracked = true;
                     self.break_off_later(id, refused.why.clone());
                 }
                 Err(refused.why)
@@ -409,7 +409,7 @@ unsafe impl Fabric for MooncakeFabric {
         for report in self.calls.reports().take() {
             self.take_report(report, events);
         }
-        self.look_at_batches(&engine, now, events);
+        self.poll_batches(&engine, now, events);
         let count = events.len() - before;
         if count > 0 {
             self.last_event = now;
@@ -465,7 +465,7 @@ unsafe impl Fabric for MooncakeFabric {
     fn stop(&mut self) -> bool {
         self.calls.close();
         let Some(engine) = self.engine.take() else { return true };
-        if !self.moving.is_empty() || self.lost_count {
+        if !self.moving.is_empty() || self.untracked {
             // It writes to memory that is quarantined, for as long as it likes.
             std::mem::forget((engine, Arc::clone(&self.ranges)));
             return false;
@@ -484,15 +484,15 @@ unsafe impl Fabric for MooncakeFabric {
             return Err(link_lost());
         };
         match std::mem::take(&mut there.note) {
-            Note::Sent(result) => result.map(|()| SendStatus::Taken),
-            Note::Sending => {
-                there.note = Note::Sending;
+            NotificationState::Sent(result) => result.map(|()| SendStatus::Taken),
+            NotificationState::Sending => {
+                there.note = NotificationState::Sending;
                 Ok(SendStatus::Later)
             }
-            Note::None => {
+            NotificationState::None => {
                 let text = foreign_text(bytes)?;
                 if self.calls.foreign(&engine, &there.to, endpoint, self.own_name.clone(), text)? {
-                    there.note = Note::Sending;
+                    there.note = NotificationState::Sending;
                 }
                 Ok(SendStatus::Later)
             }

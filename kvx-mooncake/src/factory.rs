@@ -14,8 +14,8 @@ use crate::capabilities::capabilities;
 use crate::config::Config;
 use crate::error::NAME;
 use crate::fabric::MooncakeFabric;
-use crate::ffi::{Engine, Library, Wanted};
-use crate::memory::{Enrolment, Ranges};
+use crate::ffi::{Engine, Library, LoadOptions};
+use crate::memory::{MemoryRegistrar, RegisteredRanges};
 
 /// The Mooncake Transfer Engine, opened at run time. It opens only when it is named.
 #[derive(Clone, Debug, Default)]
@@ -44,7 +44,7 @@ impl Mooncake {
     }
 
     fn library(&self, config: &Config) -> Result<&'static Library, Unavailable> {
-        Library::open(&Wanted {
+        Library::open(&LoadOptions {
             files: self.files.clone(),
             any_version: config.any_version,
             etcd: config.etcd(),
@@ -74,7 +74,7 @@ impl Factory for Mooncake {
         })?;
         let library = self.library(&config)?;
         let devices = rdma_devices();
-        if config.recipe.protocol == "rdma" && devices.is_empty() {
+        if config.engine_options.protocol == "rdma" && devices.is_empty() {
             return Err(Unavailable::because(
                 "mooncake_protocol is rdma, and this machine has no RDMA device",
                 "set it to tcp, or leave it out; kvx takes no other transport in its place",
@@ -83,9 +83,9 @@ impl Factory for Mooncake {
         Ok(Availability {
             version: library.version().to_owned(),
             library: Some(library.path().to_owned()),
-            rdma: config.recipe.protocol == "rdma",
+            rdma: config.engine_options.protocol == "rdma",
             devices,
-            capabilities: capabilities(&config.recipe.protocol),
+            capabilities: capabilities(&config.engine_options.protocol),
             cautions: vec![CAUTION.to_owned()],
         })
     }
@@ -106,18 +106,18 @@ pub(crate) fn open(
     context: Context,
 ) -> Result<Arc<dyn Transport>> {
     let engine =
-        Engine::start(library, &config.recipe).map_err(|error| error.with_backend(NAME))?;
+        Engine::start(library, &config.engine_options).map_err(|error| error.with_backend(NAME))?;
     let engine = Arc::new(engine);
     tracing::warn!(agent = %context.agent.name, address = engine.name(), "{CAUTION}");
     let calls = BlockingCalls::new(config.workers)?;
     let name = engine.name().as_bytes().to_vec();
-    let ranges = Arc::<Ranges>::default();
-    let registrar = Enrolment {
+    let ranges = Arc::<RegisteredRanges>::default();
+    let registrar = MemoryRegistrar {
         engine: Arc::downgrade(&engine),
         ranges: Arc::clone(&ranges),
         node: config.node,
     };
-    let protocol = config.recipe.protocol;
+    let protocol = config.engine_options.protocol;
     let parts = Parts {
         name: NAME,
         capabilities: capabilities(&protocol),

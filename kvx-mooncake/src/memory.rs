@@ -20,16 +20,16 @@ pub(crate) struct Local {
 
 /// Our memory as the engine knows it. It takes no byte twice, and kvx's regions may share memory.
 #[derive(Debug, Default)]
-pub(crate) struct Ranges {
+pub(crate) struct RegisteredRanges {
     /// For who has the engine take a range or give it up, which may ask a server: another region of the same memory
     /// must not come between.
     turn: Mutex<()>,
     /// Held for a moment only.
-    known: Mutex<KnownMemory>,
+    known: Mutex<RangeTable>,
 }
 
 #[derive(Debug, Default)]
-struct KnownMemory {
+struct RangeTable {
     /// By address.
     ranges: BTreeMap<u64, Range>,
     /// Regions that nobody is let into any more, but who was there before may not be done.
@@ -46,7 +46,7 @@ struct Range {
     memory: Arc<Memory>,
 }
 
-impl Ranges {
+impl RegisteredRanges {
     /// Registers a region's memory, unless it lies in a range that is registered.
     fn add(
         &self,
@@ -93,14 +93,14 @@ impl Ranges {
         self: &Arc<Self>,
         local: &Local,
         unregister: impl FnOnce(u64) -> Result<()>,
-    ) -> Result<Leaving> {
+    ) -> Result<EndingRegion> {
         let _turn = self.turn.lock();
         if self.known.lock().ranges.get(&local.range).is_some_and(|range| range.regions == 1) {
             unregister(local.range)?;
         }
         let mut known = self.known.lock();
         known.leaving += 1;
-        let mut leaving = Leaving { ranges: Arc::clone(self), told: false, memory: None };
+        let mut leaving = EndingRegion { ranges: Arc::clone(self), told: false, memory: None };
         if let btree_map::Entry::Occupied(mut range) = known.ranges.entry(local.range) {
             leaving.told = range.get().told;
             range.get_mut().regions -= 1;
@@ -115,13 +115,13 @@ impl Ranges {
 /// A region that nobody is let into any more. Dropped when who was there before is done; until then the engine may
 /// touch its memory.
 #[derive(Debug)]
-pub(crate) struct Leaving {
-    ranges: Arc<Ranges>,
+pub(crate) struct EndingRegion {
+    ranges: Arc<RegisteredRanges>,
     told: bool,
     memory: Option<Arc<Memory>>,
 }
 
-impl Leaving {
+impl EndingRegion {
     /// Its end. Errors: `StillShared` when agents that are not kvx may have begun something that reaches it.
     pub(crate) fn end(mut self) -> Result<()> {
         if !self.told {
@@ -134,7 +134,7 @@ impl Leaving {
     }
 }
 
-impl Drop for Leaving {
+impl Drop for EndingRegion {
     fn drop(&mut self) {
         self.ranges.known.lock().leaving -= 1;
         drop(self.memory.take());
@@ -164,16 +164,16 @@ impl Remote {
 }
 
 /// Registers memory with the engine, which lives as long as the fabric.
-pub(crate) struct Enrolment {
+pub(crate) struct MemoryRegistrar {
     pub(crate) engine: Weak<Engine>,
-    pub(crate) ranges: Arc<Ranges>,
+    pub(crate) ranges: Arc<RegisteredRanges>,
     /// The node of host memory, as the operator names it.
     pub(crate) node: Option<String>,
 }
 
 // SAFETY: what is registered is reached by address; its memory is kept by its range, and of each region that lies in it
 // by core, until `Fabric::unregister` has said that nobody reaches it any more.
-unsafe impl Registrar<Local> for Enrolment {
+unsafe impl Registrar<Local> for MemoryRegistrar {
     fn register(&self, region: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let engine = self.engine.upgrade().ok_or_else(closed)?;
         let address = memory.address();
@@ -229,7 +229,7 @@ mod tests {
 
     #[test]
     fn memory_of_several_regions_is_registered_once_and_unregistered_last() {
-        let ranges = Arc::new(Ranges::default());
+        let ranges = Arc::new(RegisteredRanges::default());
         let page = Arc::new(Memory::owned(vec![0; 4096]));
         let add = |from, len| ranges.add(RegionId(1), &part(&page, from, len), || Ok(()));
         let shared = |from, len| {
@@ -270,8 +270,8 @@ mod tests {
     }
 
     /// A region that lies in another, which has ended; and whether that one's memory is still there.
-    fn outlived() -> (Arc<Ranges>, Local, Weak<Memory>) {
-        let ranges = Arc::new(Ranges::default());
+    fn outlived() -> (Arc<RegisteredRanges>, Local, Weak<Memory>) {
+        let ranges = Arc::new(RegisteredRanges::default());
         let page = Arc::new(Memory::owned(vec![0; 4096]));
         let (outer, inner) = (part(&page, 0, 4096), part(&page, 1024, 64));
         let whole = ranges.add(RegionId(1), &outer, || Ok(())).expect("free");

@@ -21,7 +21,7 @@ pub(crate) enum Phase {
 
 /// A notification to a foreign agent, which core shows until it is taken.
 #[derive(Debug, Default)]
-pub(crate) enum Note {
+pub(crate) enum NotificationState {
     #[default]
     None,
     Sending,
@@ -33,7 +33,7 @@ pub(crate) struct Endpoint {
     pub(crate) to: Arc<str>,
     pub(crate) phase: Phase,
     pub(crate) foreign: bool,
-    pub(crate) note: Note,
+    pub(crate) note: NotificationState,
 }
 
 /// An engine of a peer, whatever the number of endpoints that lead to it: its queue is one.
@@ -73,8 +73,12 @@ impl Links {
             None => Arc::from(address),
         };
         self.peers.entry(Arc::clone(&to)).or_default().endpoints += 1;
-        let endpoint =
-            Endpoint { to: Arc::clone(&to), phase: Phase::Opening, foreign, note: Note::None };
+        let endpoint = Endpoint {
+            to: Arc::clone(&to),
+            phase: Phase::Opening,
+            foreign,
+            note: NotificationState::None,
+        };
         self.endpoints.insert(id, endpoint);
         Ok(to)
     }

@@ -36,7 +36,7 @@ impl Devices {
     }
 
     /// What is offered, for a line of the log.
-    pub(crate) fn told(&self) -> String {
+    pub(crate) fn describe(&self) -> String {
         match &self.0 {
             Err(why) => format!("memory of GPUs is not offered: {why}"),
             Ok(all) => {
@@ -52,7 +52,7 @@ impl Devices {
 
     /// The device of this number. Errors: there is none.
     pub(crate) fn of(&self, ordinal: u64) -> Result<&Arc<Device>, String> {
-        let all = self.0.as_ref().map_err(|_| self.told())?;
+        let all = self.0.as_ref().map_err(|_| self.describe())?;
         let found = all.iter().find(|device| u64::from(device.about().ordinal) == ordinal);
         found.ok_or_else(|| {
             format!(

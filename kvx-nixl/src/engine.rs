@@ -13,8 +13,8 @@ use kvx_core::sync::Mutex;
 use crate::devices::Devices;
 use crate::handles::{Handles, NixlHandle};
 use crate::log::{always, info, warn};
-use crate::memory::{Range, What};
-use crate::request::{Release, Request};
+use crate::memory::{Range, RangeOwner};
+use crate::request::{ReleaseOutcome, Request};
 use crate::settings::PluginSettings;
 use crate::status::{NixlResult, NixlStatus};
 
@@ -61,7 +61,7 @@ struct IntroducedPeer {
 }
 
 /// Says what went wrong, and gives NIXL's number for it.
-pub(crate) fn told(what: &str, error: &kvx::Error) -> NixlStatus {
+pub(crate) fn report(what: &str, error: &kvx::Error) -> NixlStatus {
     warn(format_args!("{what}: {error}"));
     NixlStatus::from(error)
 }
@@ -73,7 +73,7 @@ impl Engine {
         parameters: &[(String, String)],
         nixl: &str,
     ) -> NixlResult<Engine> {
-        Self::build(name, parameters, nixl).map_err(|error| told("no backend KVX", &error))
+        Self::build(name, parameters, nixl).map_err(|error| report("no backend KVX", &error))
     }
 
     fn build(name: &str, parameters: &[(String, String)], nixl: &str) -> kvx::Result<Engine> {
@@ -98,7 +98,7 @@ impl Engine {
             env!("CARGO_PKG_VERSION"),
             open.join(", ")
         ));
-        info(devices.told());
+        info(devices.describe());
         for (backend, why) in agent.not_open() {
             warn(format_args!("{backend} is not used: {why}"));
         }
@@ -133,14 +133,14 @@ impl Engine {
         let (base, len) = (memory.address(), memory.len() as u64);
         let name = format!("{base:x}.{}", self.number());
         let region = self.agent.register(&name, memory);
-        let region = region.map_err(|error| told("memory is not registered", &error))?;
-        Ok(self.memory.add(Range { base, len, what: What::Ours(region) }))
+        let region = region.map_err(|error| report("memory is not registered", &error))?;
+        Ok(self.memory.add(Range { base, len, owner: RangeOwner::Ours(region) }))
     }
 
     /// Blocks until nobody can touch the memory any more, by the deadline.
     pub(crate) fn deregister(&self, handle: NixlHandle) -> NixlResult {
         let range = self.memory.get(handle).ok_or(NixlStatus::NotFound)?;
-        let What::Ours(region) = &range.what else { return Err(NixlStatus::InvalidParam) };
+        let RangeOwner::Ours(region) = &range.owner else { return Err(NixlStatus::InvalidParam) };
         match region.revoke(self.settings.deadline).join() {
             Ok(_) => {
                 self.memory.remove(handle);
@@ -161,8 +161,8 @@ impl Engine {
     /// What peers need to use the memory.
     pub(crate) fn public_data(&self, handle: NixlHandle) -> NixlResult<Vec<u8>> {
         let range = self.memory.get(handle).ok_or(NixlStatus::NotFound)?;
-        let What::Ours(region) = &range.what else { return Err(NixlStatus::InvalidParam) };
-        region.metadata().map_err(|error| told("memory has no metadata", &error))
+        let RangeOwner::Ours(region) = &range.owner else { return Err(NixlStatus::InvalidParam) };
+        region.metadata().map_err(|error| report("memory has no metadata", &error))
     }
 
     pub(crate) fn load_remote(
@@ -173,7 +173,7 @@ impl Engine {
         agent: &str,
     ) -> NixlResult<NixlHandle> {
         let peer = self.peer(agent)?;
-        let region = peer.import_region(data).map_err(|error| told(agent, &error))?;
+        let region = peer.import_region(data).map_err(|error| report(agent, &error))?;
         if kvx::Place::len(&region) != len {
             warn(format_args!(
                 "agent {agent}: memory of {len} bytes whose metadata is of {}",
@@ -181,20 +181,20 @@ impl Engine {
             ));
             return Err(NixlStatus::Mismatch);
         }
-        Ok(self.memory.add(Range { base: address, len, what: What::Theirs(peer, region) }))
+        Ok(self.memory.add(Range { base: address, len, owner: RangeOwner::Theirs(peer, region) }))
     }
 
     pub(crate) fn load_local(&self, handle: NixlHandle) -> NixlResult<NixlHandle> {
         let range = self.memory.get(handle).ok_or(NixlStatus::NotFound)?;
         let (base, len) = (range.base, range.len);
-        Ok(self.memory.add(Range { base, len, what: What::Mirror(range, OnceLock::new()) }))
+        Ok(self.memory.add(Range { base, len, owner: RangeOwner::Mirror(range, OnceLock::new()) }))
     }
 
     pub(crate) fn unload(&self, handle: NixlHandle) {
         let Some(range) = self.memory.remove(handle) else { return }; // NIXL unloads it twice
-        match &range.what {
-            What::Theirs(peer, region) => peer.forget(region),
-            What::Mirror(_, learnt) => {
+        match &range.owner {
+            RangeOwner::Theirs(peer, region) => peer.forget(region),
+            RangeOwner::Mirror(_, learnt) => {
                 let itself = self
                     .peers
                     .lock()
@@ -204,7 +204,7 @@ impl Engine {
                     peer.forget(region);
                 }
             }
-            What::Ours(_) => {}
+            RangeOwner::Ours(_) => {}
         }
     }
 
@@ -215,7 +215,7 @@ impl Engine {
     }
 
     pub(crate) fn load_peer(&self, agent: &str, introduction: &[u8]) -> NixlResult {
-        let peer = self.agent.connect(introduction).map_err(|error| told(agent, &error))?;
+        let peer = self.agent.connect(introduction).map_err(|error| report(agent, &error))?;
         if *peer.identity().name != *agent {
             warn(format_args!("agent {agent} introduces itself as {}", peer.identity().name));
             return Err(NixlStatus::Mismatch);
@@ -291,7 +291,7 @@ impl Engine {
         }
         let peer = self.peer(agent)?;
         let lists = self.pair_up(local, remote, &peer)?;
-        let plan = Plan::of_spans(op, lists).map_err(|error| told(agent, &error))?;
+        let plan = Plan::of_spans(op, lists).map_err(|error| report(agent, &error))?;
         Ok(self.requests.add(Request::new(agent.to_owned(), plan)))
     }
 
@@ -337,25 +337,27 @@ impl Engine {
         lists
             .into_iter()
             .map(|(_, ours, theirs, spans)| {
-                let What::Ours(local) = &ours.what else { return Err(NixlStatus::InvalidParam) };
+                let RangeOwner::Ours(local) = &ours.owner else {
+                    return Err(NixlStatus::InvalidParam);
+                };
                 Ok((local.clone(), self.region_of(&theirs, peer)?, spans))
             })
             .collect()
     }
 
     fn region_of(&self, range: &Range, peer: &Peer) -> NixlResult<PeerRegion> {
-        match &range.what {
-            What::Theirs(_, region) => Ok(region.clone()),
-            What::Ours(_) => Err(NixlStatus::InvalidParam),
-            What::Mirror(mirrored, learnt) => {
+        match &range.owner {
+            RangeOwner::Theirs(_, region) => Ok(region.clone()),
+            RangeOwner::Ours(_) => Err(NixlStatus::InvalidParam),
+            RangeOwner::Mirror(mirrored, learnt) => {
                 if let Some(region) = learnt.get() {
                     return Ok(region.clone());
                 }
-                let What::Ours(region) = &mirrored.what else {
+                let RangeOwner::Ours(region) = &mirrored.owner else {
                     return Err(NixlStatus::InvalidParam);
                 };
                 let region = region.metadata().and_then(|bytes| peer.import_region(&bytes));
-                let region = region.map_err(|error| told("memory of this agent", &error))?;
+                let region = region.map_err(|error| report("memory of this agent", &error))?;
                 Ok(learnt.get_or_init(|| region).clone())
             }
         }
@@ -385,15 +387,15 @@ impl Engine {
     pub(crate) fn release(&self, handle: NixlHandle) -> NixlResult {
         let Some(request) = self.requests.get(handle) else { return Ok(()) };
         match request.release(self.settings.deadline) {
-            Release::Gone => {
+            ReleaseOutcome::Gone => {
                 self.requests.remove(handle);
                 Ok(())
             }
-            Release::Active => {
+            ReleaseOutcome::Active => {
                 self.leftovers.store(true, Ordering::Relaxed);
                 Err(NixlStatus::Active)
             }
-            Release::Stuck => {
+            ReleaseOutcome::Stuck => {
                 warn(format_args!(
                     "agent {}: a released transfer has not ended in {:?}: do not free its local memory",
                     request.peer, self.settings.deadline

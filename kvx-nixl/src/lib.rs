@@ -3,17 +3,17 @@
 #![allow(non_snake_case, reason = "the name of the library is NIXL's rule")]
 
 #[cfg(all(target_os = "linux", target_pointer_width = "64", target_endian = "little"))]
-mod border;
-#[cfg(all(target_os = "linux", target_pointer_width = "64", target_endian = "little"))]
 mod devices;
 #[cfg(all(target_os = "linux", target_pointer_width = "64", target_endian = "little"))]
 mod engine;
+#[cfg(all(target_os = "linux", target_pointer_width = "64", target_endian = "little"))]
+mod ffi;
 mod handles;
-pub mod installed;
+pub mod installation;
 mod log;
 mod memory;
 mod request;
 mod settings;
-pub mod sibling;
 mod status;
 pub mod version;
+pub mod vtable;

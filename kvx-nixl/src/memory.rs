@@ -10,11 +10,11 @@ use crate::status::{NixlResult, NixlStatus};
 pub(crate) struct Range {
     pub(crate) base: u64,
     pub(crate) len: u64,
-    pub(crate) what: What,
+    pub(crate) owner: RangeOwner,
 }
 
 /// Whose memory it is.
-pub(crate) enum What {
+pub(crate) enum RangeOwner {
     /// This agent's.
     Ours(Region),
     /// A peer's.

@@ -94,7 +94,7 @@ fn is_of_the_way(error: &kvx::Error) -> bool {
 
 /// What came of a release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Release {
+pub(crate) enum ReleaseOutcome {
     /// Nobody touches its memory: it may go.
     Gone,
     /// It cannot end yet.
@@ -154,10 +154,10 @@ impl Request {
 
     /// Cancels what is in flight and says whether that has ended. The second time, and once its result was told, it
     /// waits by the deadline.
-    pub(crate) fn release(&self, deadline: Duration) -> Release {
+    pub(crate) fn release(&self, deadline: Duration) -> ReleaseOutcome {
         let (settled, again) = {
             let mut flight = self.flight.lock();
-            let Some(transfer) = &flight.transfer else { return Release::Gone };
+            let Some(transfer) = &flight.transfer else { return ReleaseOutcome::Gone };
             transfer.cancel();
             let settled = transfer.settled();
             // NIXL listens to the answer only while it knows of no result: after one, this call is the last.
@@ -167,10 +167,10 @@ impl Request {
         match settled.wait(if again { deadline } else { PATIENCE }) {
             Ok(()) => {
                 self.flight.lock().transfer = None;
-                Release::Gone
+                ReleaseOutcome::Gone
             }
-            Err(_) if again => Release::Stuck,
-            Err(_) => Release::Active,
+            Err(_) if again => ReleaseOutcome::Stuck,
+            Err(_) => ReleaseOutcome::Active,
         }
     }
 

@@ -26,16 +26,16 @@ pub(crate) struct AgentLock {
 }
 
 /// The agent; `None` once it is gone.
-pub(crate) type Locked<'a> = MutexGuard<'a, Option<NixlAgent>>;
+pub(crate) type AgentGuard<'a> = MutexGuard<'a, Option<NixlAgent>>;
 
 /// The agent, for a thread other than the reactor: wakes the reactor when it is dropped.
-pub(crate) struct WakesWhenReleased<'a> {
+pub(crate) struct WakingGuard<'a> {
     agent_lock: &'a AgentLock,
     /// There until it is dropped.
-    locked: Option<Locked<'a>>,
+    locked: Option<AgentGuard<'a>>,
 }
 
-impl Deref for WakesWhenReleased<'_> {
+impl Deref for WakingGuard<'_> {
     type Target = Option<NixlAgent>;
 
     fn deref(&self) -> &Option<NixlAgent> {
@@ -43,13 +43,13 @@ impl Deref for WakesWhenReleased<'_> {
     }
 }
 
-impl DerefMut for WakesWhenReleased<'_> {
+impl DerefMut for WakingGuard<'_> {
     fn deref_mut(&mut self) -> &mut Option<NixlAgent> {
         self.locked.as_deref_mut().expect("it is not dropped")
     }
 }
 
-impl Drop for WakesWhenReleased<'_> {
+impl Drop for WakingGuard<'_> {
     fn drop(&mut self) {
         self.locked = None;
         self.agent_lock.released.put(());
@@ -102,15 +102,15 @@ impl AgentLock {
     }
 
     /// Waits for its turn.
-    pub(crate) fn lock(&self) -> WakesWhenReleased<'_> {
+    pub(crate) fn lock(&self) -> WakingGuard<'_> {
         self.waiting.fetch_add(1, Ordering::SeqCst);
         let locked = self.agent.lock();
         self.waiting.fetch_sub(1, Ordering::SeqCst);
-        WakesWhenReleased { agent_lock: self, locked: Some(locked) }
+        WakingGuard { agent_lock: self, locked: Some(locked) }
     }
 
     /// For the reactor: `None` if another thread has it or waits for it, which wakes the reactor later.
-    pub(crate) fn try_lock(&self) -> Option<Locked<'_>> {
+    pub(crate) fn try_lock(&self) -> Option<AgentGuard<'_>> {
         if self.waiting.load(Ordering::SeqCst) > 0 {
             return None;
         }

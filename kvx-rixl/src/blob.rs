@@ -28,12 +28,12 @@ pub(crate) struct Blob<'a> {
     /// How it is reached: plugins and their addresses.
     pub(crate) connections: Vec<(&'a str, &'a [u8])>,
     /// Its memory: address, length and device, with the plugin's key.
-    pub(crate) memory: Vec<Described<'a>>,
+    pub(crate) memory: Vec<BlobMemory<'a>>,
 }
 
 /// A range of a peer's memory.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Described<'a> {
+pub(crate) struct BlobMemory<'a> {
     pub(crate) kind: i32,
     pub(crate) address: u64,
     pub(crate) len: u64,
@@ -41,7 +41,7 @@ pub(crate) struct Described<'a> {
     pub(crate) key: &'a [u8],
 }
 
-impl Described<'_> {
+impl BlobMemory<'_> {
     /// Where it lies, if that is memory.
     pub(crate) fn range(&self) -> Option<Range> {
         let segment = [MemorySegment::Host, MemorySegment::Device]
@@ -141,13 +141,13 @@ impl<'a> Blob<'a> {
         Ok(blob)
     }
 
-    fn descriptor(kind: i32, data: &'a [u8]) -> Result<Described<'a>, ()> {
+    fn descriptor(kind: i32, data: &'a [u8]) -> Result<BlobMemory<'a>, ()> {
         let (head, key) = data.split_at_checked(DESCRIPTOR).ok_or(())?;
         let word = |at: usize| {
             let bytes: Result<[u8; 8], _> = head[at..at + 8].try_into();
             bytes.map(u64::from_le_bytes).map_err(|_| ())
         };
-        Ok(Described { kind, address: word(0)?, len: word(8)?, device: word(16)?, key })
+        Ok(BlobMemory { kind, address: word(0)?, len: word(8)?, device: word(16)?, key })
     }
 }
 
@@ -208,7 +208,7 @@ mod tests {
             (read.agent, &read.connections[..]),
             ("prefill", &[("UCX", &b"|address\0|"[..])][..])
         );
-        let last = Described { kind: 0, address: 2 << 20, len: 4096, device: 2, key: b"key" };
+        let last = BlobMemory { kind: 0, address: 2 << 20, len: 4096, device: 2, key: b"key" };
         assert_eq!((read.memory.len(), &read.memory[1]), (2, &last));
         for len in 0..bytes.len() {
             assert!(Blob::read(&bytes[..len]).is_err(), "{len}");

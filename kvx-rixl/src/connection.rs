@@ -13,34 +13,34 @@ use crate::cpu_trials;
 use crate::ffi::{MemorySegment, NixlAgent, Range, Request, State};
 
 /// The state of a connection, as far as it is known.
-pub(crate) enum Connection {
+pub(crate) enum ConnectionState {
     /// Nothing goes over it any more.
     Broken,
     /// It carries what it is given, or nobody knows.
     Works,
     /// As before, and the read of no bytes waits for what else is in progress.
-    Flies(Request),
+    Pending(Request),
 }
 
 /// Looks whether a peer can be reached that NIXL knows. `there`: some memory of the peer's that NIXL knows.
-pub(crate) fn look(agent: &NixlAgent, peer: &CStr, there: &Range) -> Connection {
+pub(crate) fn look(agent: &NixlAgent, peer: &CStr, there: &Range) -> ConnectionState {
     if !agent.is_over_ucx() {
-        return Connection::Works;
+        return ConnectionState::Works;
     }
     let (Ok(mut local), Ok(mut remote)) =
         (agent.list(MemorySegment::Host), agent.list(there.segment))
     else {
-        return Connection::Works;
+        return ConnectionState::Works;
     };
     local.add(cpu_trials::page().address, 0, 0);
     remote.add(there.address, 0, there.device);
     let Ok(request) = agent.request(Op::Read, &local, &remote, peer) else {
-        return Connection::Works;
+        return ConnectionState::Works;
     };
     // SAFETY: the page is never freed, and the request is not in progress.
     match unsafe { agent.post(&request) } {
-        State::Failed(_) => Connection::Broken,
-        State::Done => Connection::Works,
-        State::InProgress => Connection::Flies(request),
+        State::Failed(_) => ConnectionState::Broken,
+        State::Done => ConnectionState::Works,
+        State::InProgress => ConnectionState::Pending(request),
     }
 }

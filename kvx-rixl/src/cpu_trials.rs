@@ -18,8 +18,8 @@ use kvx_backend::fabric::EndpointId;
 use kvx_core::{Op, PerOp, Result};
 
 use crate::ffi::{MemorySegment, NixlAgent, Range, Request, State};
-use crate::loads::Name;
-use crate::peers::{NixlRegion, Peers, Way};
+use crate::peer_loader::Name;
+use crate::peers::{NixlRegion, PeerAccess, Peers};
 
 /// The bytes of a peer's page that are read, or written, at once: enough to tell one copy by the kernel from a
 /// conversation.
@@ -58,7 +58,7 @@ fn kernel_takes() -> Option<Duration> {
 }
 
 /// How the posts of a trial have gone.
-struct Tally {
+struct TrialTimes {
     posted: usize,
     /// How many of them took their time.
     late: usize,
@@ -66,8 +66,8 @@ struct Tally {
     fastest: Duration,
 }
 
-impl Tally {
-    const NEW: Self = Tally { posted: 0, late: 0, fastest: Duration::MAX };
+impl TrialTimes {
+    const NEW: Self = TrialTimes { posted: 0, late: 0, fastest: Duration::MAX };
 
     /// Which of the two operations is posted next; `None`: enough is known.
     fn next(&self) -> Option<usize> {
@@ -96,47 +96,47 @@ impl Tally {
 }
 
 /// A peer that is being tried out.
-struct Trial {
+struct CpuTrial {
     /// Its page.
     page: Arc<NixlRegion>,
     /// Who waits for it.
     endpoints: Vec<EndpointId>,
     /// A read and a write; made when NIXL knows the page.
     requests: Option<[Arc<Request>; 2]>,
-    tally: Tally,
+    times: TrialTimes,
     /// The last post is in progress.
     flies: bool,
 }
 
 /// Where a trial stands.
-enum Step {
+enum TrialStep {
     /// The request is in progress.
-    Flies(Arc<Request>),
+    InProgress(Arc<Request>),
     Over(PerOp),
 }
 
-impl Trial {
+impl CpuTrial {
     /// Reads and writes some of the peer's page, until something takes its time. Errors: what NIXL answers.
-    fn step(&mut self, agent: &NixlAgent, peer: &CStr) -> Result<Step> {
+    fn step(&mut self, agent: &NixlAgent, peer: &CStr) -> Result<TrialStep> {
         let requests = match &self.requests {
             Some(requests) => requests,
             None => self.requests.insert(requests(agent, peer, &self.page.range)?),
         };
-        while let Some(operation) = self.tally.next() {
+        while let Some(operation) = self.times.next() {
             let request = &requests[operation];
             let begun = Instant::now();
             // SAFETY: the page is never freed, and the request is not in progress.
             match unsafe { agent.post(request) } {
-                State::Done => self.tally.note(Some(begun.elapsed())),
+                State::Done => self.times.note(Some(begun.elapsed())),
                 State::InProgress => {
-                    self.tally.note(None);
+                    self.times.note(None);
                     self.flies = true;
-                    return Ok(Step::Flies(Arc::clone(request)));
+                    return Ok(TrialStep::InProgress(Arc::clone(request)));
                 }
                 State::Failed(status) => return Err(status.error("trying a link out")),
             }
         }
-        Ok(Step::Over(self.tally.verdict(kernel_takes())))
+        Ok(TrialStep::Over(self.times.verdict(kernel_takes())))
     }
 }
 
@@ -153,13 +153,13 @@ fn requests(agent: &NixlAgent, peer: &CStr, page: &Range) -> Result<[Arc<Request
 
 /// The peers that are being tried out.
 #[derive(Default)]
-pub(crate) struct Trials {
-    by_peer: BTreeMap<Name, Trial>,
+pub(crate) struct CpuTrials {
+    by_peer: BTreeMap<Name, CpuTrial>,
     /// Endpoints that wait no more.
     over: Vec<EndpointId>,
 }
 
-impl Trials {
+impl CpuTrials {
     /// An endpoint wants to know what its peer can do. `page`: the peer's.
     pub(crate) fn begin(&mut self, peers: &Peers, endpoint: EndpointId, page: Arc<NixlRegion>) {
         if peers.reach(endpoint).is_some() {
@@ -168,11 +168,11 @@ impl Trials {
         let Some(name) = peers.name(endpoint) else {
             return debug_assert!(false, "the endpoint was connected a moment ago");
         };
-        let new = || Trial {
+        let new = || CpuTrial {
             page,
             endpoints: Vec::new(),
             requests: None,
-            tally: Tally::NEW,
+            times: TrialTimes::NEW,
             flies: false,
         };
         self.by_peer.entry(name).or_insert_with(new).endpoints.push(endpoint);
@@ -206,9 +206,9 @@ impl Trials {
     }
 
     /// Requests in progress to a peer were given up. Endpoints that wait for another life of it go on waiting.
-    pub(crate) fn begin_anew(&mut self, name: &Name) {
+    pub(crate) fn restart(&mut self, name: &Name) {
         if let Some(trial) = self.by_peer.get_mut(name) {
-            (trial.requests, trial.tally, trial.flies) = (None, Tally::NEW, false);
+            (trial.requests, trial.times, trial.flies) = (None, TrialTimes::NEW, false);
         }
     }
 
@@ -220,7 +220,7 @@ impl Trials {
     }
 
     /// Goes on with those that can. Gives requests that are in progress then.
-    pub(crate) fn go_on(
+    pub(crate) fn advance(
         &mut self,
         agent: &NixlAgent,
         peers: &mut Peers,
@@ -230,9 +230,9 @@ impl Trials {
             let Some(endpoint) = trial.endpoints.first().copied().filter(|_| !trial.flies) else {
                 continue;
             };
-            match peers.way(endpoint) {
-                Ok(Way::Open(..)) => {}
-                Ok(Way::Later) => continue,
+            match peers.access(endpoint) {
+                Ok(PeerAccess::Open(..)) => {}
+                Ok(PeerAccess::Later) => continue,
                 Err(_) => {
                     over.push((Arc::clone(name), PerOp::BOTH));
                     continue;
@@ -242,8 +242,10 @@ impl Trials {
                 .and_then(|told| told.then(|| trial.step(agent, name)).transpose())
             {
                 Ok(None) => {}
-                Ok(Some(Step::Flies(request))) => flying.push((Arc::clone(name), request)),
-                Ok(Some(Step::Over(reach))) => over.push((Arc::clone(name), reach)),
+                Ok(Some(TrialStep::InProgress(request))) => {
+                    flying.push((Arc::clone(name), request))
+                }
+                Ok(Some(TrialStep::Over(reach))) => over.push((Arc::clone(name), reach)),
                 Err(why) => {
                     tracing::debug!(peer = ?name, %why, "a link could not be tried out");
                     over.push((Arc::clone(name), PerOp::BOTH));
@@ -286,12 +288,12 @@ mod tests {
     }
 
     /// A trial whose posts take so long, by their number.
-    fn tried(took: impl Fn(usize) -> Option<Duration>) -> Tally {
-        let mut tally = Tally::NEW;
-        while tally.next().is_some() {
-            tally.note(took(tally.posted));
+    fn tried(took: impl Fn(usize) -> Option<Duration>) -> TrialTimes {
+        let mut times = TrialTimes::NEW;
+        while times.next().is_some() {
+            times.note(took(times.posted));
         }
-        tally
+        times
     }
 
     /// The first read and the first write, which wait until both ends have found each other.
@@ -301,12 +303,12 @@ mod tests {
 
     #[test]
     fn sixteen_reads_and_sixteen_writes_are_tried_after_the_first_of_each() {
-        let mut tally = Tally::NEW;
+        let mut times = TrialTimes::NEW;
         for at in 0..34 {
-            assert_eq!(tally.next(), Some(usize::from(at >= 17)), "{at}");
-            tally.note(us(10));
+            assert_eq!(times.next(), Some(usize::from(at >= 17)), "{at}");
+            times.note(us(10));
         }
-        assert_eq!(tally.next(), None);
+        assert_eq!(times.next(), None);
         assert_eq!(
             (tried(|_| None).posted, tried(|at| us(10).filter(|_| at < 20)).posted),
             (6, 25)

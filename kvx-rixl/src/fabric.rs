@@ -15,14 +15,14 @@ use kvx_core::{Capabilities, Error, ErrorKind, Identity, PerOp, Result, Revocati
 
 use crate::address::Address;
 use crate::agent_lock::AgentLock;
-use crate::cpu_trials::{self, Trials};
-use crate::ffi::{MemorySegment, NixlAgent, Range, State, TransferList, Unreleased};
-use crate::memory::{self, Local, Ranges};
-use crate::peers::{NixlRegion, Peers, Way};
-use crate::prepared::{Kept, Prepared, Slice, SliceLease};
-use crate::sleeps::Sleeps;
-use crate::wakes::Wakes;
-use flights::{Flight, Purpose};
+use crate::cpu_trials::{self, CpuTrials};
+use crate::ffi::{MemorySegment, NixlAgent, Range, State, TransferList, UnreleasedRequests};
+use crate::memory::{self, Local, RegisteredRanges};
+use crate::peers::{NixlRegion, PeerAccess, Peers};
+use crate::prepared_requests::{DescriptorBudget, PreparedRequests, Slice, SliceLease};
+use crate::sleep_timer::SleepTimer;
+use crate::wake_set::WakeSet;
+use flights::{FlightPurpose, InFlightRequest};
 
 mod flights;
 
@@ -76,21 +76,21 @@ fn list<'a>(
 
 pub(crate) struct NixlFabric {
     agent_lock: Arc<AgentLock>,
-    unreleased: Arc<Unreleased>,
-    ranges: Arc<Ranges>,
+    unreleased: Arc<UnreleasedRequests>,
+    ranges: Arc<RegisteredRanges>,
     peers: Peers,
     lists: Lists,
-    kept: Arc<Kept>,
-    flights: Vec<Flight>,
+    kept: Arc<DescriptorBudget>,
+    flights: Vec<InFlightRequest>,
     /// Others were given up: nothing tells of their end.
     gave_up: bool,
-    trials: Trials,
+    trials: CpuTrials,
     /// The events to be told next.
-    news: VecDeque<Event>,
+    events: VecDeque<Event>,
     /// An endpoint of a transfer that found somebody else at NIXL: it tries again.
-    turned_away: Option<EndpointId>,
-    sleeps: Sleeps,
-    wakes: Wakes,
+    waits_for_lock: Option<EndpointId>,
+    sleeps: SleepTimer,
+    wakes: WakeSet,
     fds: [RawFd; 1],
     capabilities: Capabilities,
     description: String,
@@ -105,15 +105,15 @@ fn agent(locked: &Option<NixlAgent>) -> Result<&NixlAgent> {
 impl NixlFabric {
     pub(crate) fn new(
         agent_lock: Arc<AgentLock>,
-        ranges: Arc<Ranges>,
+        ranges: Arc<RegisteredRanges>,
         peers: Peers,
-        wakes: Wakes,
+        wakes: WakeSet,
         capabilities: Capabilities,
         description: String,
     ) -> Result<Self> {
         let unreleased = Arc::clone(agent(&agent_lock.lock())?.unreleased());
         Ok(NixlFabric {
-            sleeps: Sleeps::new(),
+            sleeps: SleepTimer::new(),
             fds: [wakes.fd().as_raw_fd()],
             wakes,
             agent_lock,
@@ -124,9 +124,9 @@ impl NixlFabric {
             kept: Arc::default(),
             flights: Vec::new(),
             gave_up: false,
-            trials: Trials::default(),
-            news: VecDeque::new(),
-            turned_away: None,
+            trials: CpuTrials::default(),
+            events: VecDeque::new(),
+            waits_for_lock: None,
             capabilities,
             description,
             has_rdma: !rdma_devices().is_empty(),
@@ -135,7 +135,9 @@ impl NixlFabric {
 
     /// Sends, if that is possible now. Errors: `PeerLost`.
     fn notify(&mut self, endpoint: EndpointId, bytes: &[u8]) -> Result<SendStatus> {
-        let Way::Open(name, ..) = self.peers.way(endpoint)? else { return Ok(SendStatus::Later) };
+        let PeerAccess::Open(name, ..) = self.peers.access(endpoint)? else {
+            return Ok(SendStatus::Later);
+        };
         let Some(locked) = self.agent_lock.try_lock() else { return Ok(SendStatus::Later) };
         match agent(&locked)?.notify(name, bytes) {
             Ok(()) => Ok(SendStatus::Taken),
@@ -201,7 +203,7 @@ unsafe impl Fabric for NixlFabric {
     fn connect(&mut self, endpoint: EndpointId, _: &Identity, address: &[u8]) -> Result<()> {
         let Address { blob, page, .. } = Address::decode(address)?;
         if self.peers.connect(endpoint, &blob, false)? {
-            self.news.push_back(Event::Ready(endpoint));
+            self.events.push_back(Event::Ready(endpoint));
         }
         let page = Arc::new(NixlRegion::new(page.range, page.blob));
         self.trials.begin(&self.peers, endpoint, page);
@@ -252,13 +254,13 @@ unsafe impl Fabric for NixlFabric {
         let endpoint = job.endpoint();
         let agent_lock = Arc::clone(&self.agent_lock);
         let Some(locked) = agent_lock.try_lock() else {
-            self.turned_away = Some(endpoint);
+            self.waits_for_lock = Some(endpoint);
             return Ok(0);
         };
         let agent = agent(&locked)?;
-        let (name, load) = match self.peers.way(endpoint)? {
-            Way::Open(name, load, flights) if flights < DEPTH => (Arc::clone(name), load),
-            Way::Open(..) | Way::Later => return Ok(0),
+        let (name, load) = match self.peers.access(endpoint)? {
+            PeerAccess::Open(name, load, flights) if flights < DEPTH => (Arc::clone(name), load),
+            PeerAccess::Open(..) | PeerAccess::Later => return Ok(0),
         };
         if !job.state().told {
             if !Self::tell(&mut self.peers, agent, job, load)
@@ -269,7 +271,7 @@ unsafe impl Fabric for NixlFabric {
             job.state().told = true;
         }
         if job.state().lease.is_none() {
-            let prepared = job.plan().native(|| Ok(Prepared::default()))?;
+            let prepared = job.plan().native(|| Ok(PreparedRequests::default()))?;
             job.state().lease = Some(SliceLease::take(&prepared, load, &self.kept));
         }
         let is_short = job.plan().size().bytes <= ONE_SLICE;
@@ -301,12 +303,12 @@ unsafe impl Fabric for NixlFabric {
         match state {
             State::Done => {}
             State::InProgress => {
-                self.fly(Purpose::Job(job.id()), slice.request, &name);
+                self.fly(FlightPurpose::Job(job.id()), slice.request, &name);
                 job.add_in_flight(1);
             }
             State::Failed(status) => {
                 let why = self.blame(agent, &name, status.error("a transfer"));
-                if Self::flies_on(status, &why) {
+                if Self::may_continue(status, &why) {
                     tracing::warn!(peer = ?name, %why, "pieces of a post that failed may be under way: their memory is kept");
                     self.give_up(slice.request);
                     job.add_in_flight(1); // which is never reported
@@ -337,7 +339,7 @@ unsafe impl Fabric for NixlFabric {
         agent_lock.clear_released();
         let mut told = 0;
         if let Some(mut locked) = agent_lock.try_lock() {
-            if let Some(endpoint) = self.turned_away.take() {
+            if let Some(endpoint) = self.waits_for_lock.take() {
                 events.push(Event::Ready(endpoint)); // so that core tries again what found another thread at NIXL
             }
             if let Some(agent) = locked.as_mut() {
@@ -345,28 +347,28 @@ unsafe impl Fabric for NixlFabric {
                     agent.release();
                 }
                 if !self.flights.is_empty() {
-                    self.look_at_flights(agent);
+                    self.poll_flights(agent);
                     self.note_in_progress();
                 }
                 self.try_out(agent);
                 // What ended is told first: whoever waits for it drives this turn.
-                if self.news.is_empty() {
+                if self.events.is_empty() {
                     let before = events.len();
                     agent.notifications(|from, bytes| events.push(sorted(from, bytes)));
                     told = events.len() - before;
                 }
             }
         }
-        events.extend(self.news.drain(..));
+        events.extend(self.events.drain(..));
         self.sleeps.looked(woken, told > 0, !events.is_empty());
         let (look_for, look_until) = self.sleeps.looks();
         // UCX works for as long as it finds something to do, and what peers move over TCP is that: up to a second.
-        let own_thread_only = !self.has_rdma && (self.peers.converse || self.ranges.any_told());
+        let own_thread_only = !self.has_rdma && (self.peers.needs_cpu || self.ranges.any_told());
         Turn { look_for, look_until, own_thread_only, ..Turn::did(events.len()) }
     }
 
     fn arm(&mut self, waiting: bool) -> Result<Armed> {
-        if !self.news.is_empty() {
+        if !self.events.is_empty() {
             return Ok(Armed::Again);
         }
         let in_flight = !self.flights.is_empty();
@@ -423,14 +425,14 @@ unsafe impl Fabric for NixlFabric {
 
     fn connect_foreign(&mut self, endpoint: EndpointId, blob: &[u8]) -> Result<()> {
         if self.peers.connect(endpoint, blob, true)? {
-            self.news.push_back(Event::Ready(endpoint));
+            self.events.push_back(Event::Ready(endpoint));
         }
         for earlier in self.peers.superseded(endpoint) {
             let why = Error::new(
                 ErrorKind::PeerLost,
                 "another life, or a newer description, of this agent was connected",
             );
-            self.news.push_back(Event::Broken { endpoint: earlier, why, gone: false });
+            self.events.push_back(Event::Broken { endpoint: earlier, why, gone: false });
         }
         Ok(())
     }

@@ -22,10 +22,10 @@ use crate::cpu_trials;
 use crate::error::NAME;
 use crate::fabric::NixlFabric;
 use crate::ffi::{self, Library, NixlAgent, Plugin, Settings};
-use crate::loads::Loads;
-use crate::memory::{Export, Ranges};
+use crate::memory::{Export, RegisteredRanges};
+use crate::peer_loader::PeerLoader;
 use crate::peers::Peers;
-use crate::wakes::{self, Wakes};
+use crate::wake_set::{self, WakeSet};
 
 /// The longest that NIXL's thread sleeps; it wakes when something comes.
 const THREAD_SLEEPS: Duration = Duration::from_secs(1);
@@ -123,10 +123,12 @@ impl Factory for Rixl {
         let address = Address { name, blob, page }.encode();
         Address::decode(&address).map_err(|why| why.with_backend(NAME))?; // else no peer would understand it
         let agent_lock = AgentLock::new(agent).map_err(|why| why.with_backend(NAME))?;
-        let ranges = Arc::new(Ranges::new(Arc::clone(&agent_lock)));
-        let loads =
-            Loads::start(format!("kvx-rixl+ {}", context.agent.name), Arc::clone(&agent_lock))?;
-        let wakes = Wakes::new(&[loads.fd(), agent_lock.released_fd()], &watchers)
+        let ranges = Arc::new(RegisteredRanges::new(Arc::clone(&agent_lock)));
+        let loads = PeerLoader::start(
+            format!("kvx-rixl+ {}", context.agent.name),
+            Arc::clone(&agent_lock),
+        )?;
+        let wakes = WakeSet::new(&[loads.fd(), agent_lock.released_fd()], &watchers)
             .map_err(|why| why.with_backend(NAME))?;
         let peers = Peers::new(me, loads);
         let description = described(library, &config.plugin);
@@ -167,7 +169,7 @@ fn opened(
             progress_thread: config.progress_thread.then_some(THREAD_SLEEPS),
         };
         let open = || {
-            wakes::of(|| {
+            wake_set::new_watchers(|| {
                 threads::rename_new("async", "kvx-rixl async", || {
                     NixlAgent::open(library, &settings)
                 })

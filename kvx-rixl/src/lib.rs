@@ -12,12 +12,12 @@ mod error;
 mod fabric;
 mod factory;
 mod ffi;
-mod loads;
 mod memory;
+mod peer_loader;
 mod peers;
-mod prepared;
-mod sleeps;
-mod wakes;
+mod prepared_requests;
+mod sleep_timer;
+mod wake_set;
 
 pub use factory::Rixl;
 

@@ -12,22 +12,22 @@ use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Memory, RegionId, Result};
 
 use crate::agent_lock::AgentLock;
-use crate::blob::{Blob, Described, malformed};
+use crate::blob::{Blob, BlobMemory, malformed};
 use crate::error::NAME;
 use crate::ffi::{MemorySegment, Range};
 
 /// Our memory as NIXL knows it. It finds registrations by address: two regions of one range share one, and ranges that
 /// overlap otherwise are refused, because it could not tell them apart.
-pub(crate) struct Ranges {
+pub(crate) struct RegisteredRanges {
     agent_lock: Arc<AgentLock>,
     /// Locked by those alone who have the agent's lock, so that nobody waits for it.
-    registered: Mutex<HashMap<Range, Uses>>,
+    registered: Mutex<HashMap<Range, RangeUse>>,
     /// Foreign agents may know some of it, for ever.
     any_told: AtomicBool,
 }
 
 #[derive(Clone, Copy, Default)]
-struct Uses {
+struct RangeUse {
     regions: usize,
     /// Foreign agents may have been told of it: nobody can take that back.
     told: bool,
@@ -46,9 +46,13 @@ pub(crate) fn range_of(memory: &Memory) -> Range {
     Range { segment, address: memory.address(), len: memory.len() as u64, device }
 }
 
-impl Ranges {
+impl RegisteredRanges {
     pub(crate) fn new(agent_lock: Arc<AgentLock>) -> Self {
-        Ranges { agent_lock, registered: Mutex::default(), any_told: AtomicBool::new(false) }
+        RegisteredRanges {
+            agent_lock,
+            registered: Mutex::default(),
+            any_told: AtomicBool::new(false),
+        }
     }
 
     fn add(&self, memory: &Arc<Memory>) -> Result<(Range, Vec<u8>)> {
@@ -78,7 +82,7 @@ impl Ranges {
         let blob = agent.export(&range).inspect_err(|_| {
             if is_new && let Err(why) = agent.deregister(&range) {
                 tracing::warn!(%why, "NIXL keeps what it knows of memory that came to no region: so does kvx");
-                registered.insert(range, Uses::default());
+                registered.insert(range, RangeUse::default());
                 std::mem::forget(Arc::clone(memory));
             }
         })?;
@@ -113,7 +117,7 @@ impl Ranges {
 }
 
 // SAFETY: NIXL keeps what it needs of a registration until `remove`, which the fabric calls when no peer reaches it.
-unsafe impl Registrar<Local> for Ranges {
+unsafe impl Registrar<Local> for RegisteredRanges {
     fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let (range, blob) = self.add(memory)?;
         Ok((Local { range }, Export { range, blob: blob.into() }.encode()))
@@ -172,7 +176,7 @@ impl Export {
     /// contradicts what NIXL knows of an agent makes it drop that agent, whoever said so. Errors: `Malformed`.
     pub(crate) fn is_of(&self, agent: &str) -> Result<()> {
         let said = Blob::read(&self.blob)?;
-        let is_it = |there: &Described<'_>| there.range() == Some(self.range);
+        let is_it = |there: &BlobMemory<'_>| there.range() == Some(self.range);
         match &said.memory[..] {
             [one] if said.agent == agent && said.connections.is_empty() && is_it(one) => Ok(()),
             _ => Err(malformed("it speaks of something else than the region")),
@@ -216,9 +220,9 @@ mod tests {
     #[test]
     fn nobody_is_kept_waiting_by_the_end_of_a_region() {
         let agent_lock = Arc::new(AgentLock::around(None).unwrap());
-        let ranges = Ranges::new(Arc::clone(&agent_lock));
+        let ranges = RegisteredRanges::new(Arc::clone(&agent_lock));
         let range = Range { segment: MemorySegment::Host, address: 4096, len: 64, device: 0 };
-        ranges.registered.lock().insert(range, Uses { regions: 2, told: false });
+        ranges.registered.lock().insert(range, RangeUse { regions: 2, told: false });
         let locked = agent_lock.lock();
         for _ in 0..3 {
             assert_eq!(ranges.remove(&range).unwrap(), Unregister::Later, "somebody else has NIXL");

@@ -9,9 +9,9 @@ use kvx_backend::fabric::{EndpointId, Event};
 use kvx_core::wire::Writer as _;
 use kvx_core::{Error, ErrorKind, PerOp, Result};
 
-use crate::blob::{Blob, Described, malformed};
+use crate::blob::{Blob, BlobMemory, malformed};
 use crate::ffi::Range;
-use crate::loads::{Loaded, Loads, Name, Task};
+use crate::peer_loader::{LoadResult, LoadTask, Name, PeerLoader};
 
 /// A region of a peer, which NIXL is told of when a transfer first needs it.
 pub(crate) struct NixlRegion {
@@ -34,7 +34,7 @@ impl NixlRegion {
 
 /// How NIXL stands to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum NixlStanding {
+enum PeerState {
     /// NIXL is being told of it.
     Loading,
     Ready,
@@ -52,7 +52,7 @@ struct PeerAgent {
     connections: Vec<u8>,
     /// The number of this load; requests of another one cannot be posted.
     load: u64,
-    state: NixlStanding,
+    state: PeerState,
     endpoints: Vec<EndpointId>,
     /// The regions that NIXL was told of, whether or not somebody still uses them.
     exports: Vec<Arc<NixlRegion>>,
@@ -76,7 +76,7 @@ struct Endpoint {
 }
 
 /// Whether an endpoint can be used.
-pub(crate) enum Way<'a> {
+pub(crate) enum PeerAccess<'a> {
     /// It leads to this name, by this load; so many requests to it are in progress.
     Open(&'a Name, u64, usize),
     /// Not yet, or not now.
@@ -85,12 +85,12 @@ pub(crate) enum Way<'a> {
 
 /// All of them.
 pub(crate) struct Peers {
-    me: Name,
+    own_name: Name,
     /// As for a peer: this agent itself.
     my_reach: Option<PerOp>,
     /// Some of them need a CPU for what they move, as over TCP, or may need this one's: nobody has found out.
-    pub(crate) converse: bool,
-    loads: Loads,
+    pub(crate) needs_cpu: bool,
+    loads: PeerLoader,
     next_load: u64,
     by_name: BTreeMap<Name, PeerAgent>,
     endpoints: BTreeMap<EndpointId, Endpoint>,
@@ -101,11 +101,11 @@ fn lost(why: &'static str) -> Error {
 }
 
 impl Peers {
-    pub(crate) fn new(me: CString, loads: Loads) -> Self {
+    pub(crate) fn new(own_name: CString, loads: PeerLoader) -> Self {
         Peers {
-            me: me.into(),
+            own_name: own_name.into(),
             my_reach: None,
-            converse: false,
+            needs_cpu: false,
             loads,
             next_load: 0,
             by_name: BTreeMap::new(),
@@ -114,8 +114,8 @@ impl Peers {
     }
 
     /// This agent's own name.
-    pub(crate) fn me(&self) -> &CStr {
-        &self.me
+    pub(crate) fn own_name(&self) -> &CStr {
+        &self.own_name
     }
 
     /// An endpoint that leads to whom the blob names. What the blob says of memory is told as well.
@@ -129,7 +129,7 @@ impl Peers {
         let name =
             CString::new(said.agent).map_err(|_| malformed("the agent's name has a NUL byte"))?;
         let name = Name::from(name);
-        if name == self.me {
+        if name == self.own_name {
             if foreign {
                 let why = "this is the blob of the agent itself: connect with its metadata";
                 return Err(Error::new(ErrorKind::Invalid, why));
@@ -150,10 +150,10 @@ impl Peers {
             None => self.begin(name, blob.to_vec(), connections, vec![endpoint]),
             Some(peer) => {
                 let same = peer.connections == connections
-                    && !matches!(peer.state, NixlStanding::Lost { .. });
+                    && !matches!(peer.state, PeerState::Lost { .. });
                 if same && peer.blob == blob && peer.next.is_none() {
                     peer.endpoints.push(endpoint);
-                    return Ok(peer.state == NixlStanding::Ready);
+                    return Ok(peer.state == PeerState::Ready);
                 }
                 // NIXL knows one life and one description of a name: the new one waits until nobody uses the old.
                 let (next, waiting) = peer.next.get_or_insert_with(Default::default);
@@ -176,7 +176,13 @@ impl Peers {
 
     /// Whom an endpoint leads to.
     pub(crate) fn name(&self, endpoint: EndpointId) -> Option<Name> {
-        Some(self.endpoints.get(&endpoint)?.peer.clone().unwrap_or_else(|| Arc::clone(&self.me)))
+        Some(
+            self.endpoints
+                .get(&endpoint)?
+                .peer
+                .clone()
+                .unwrap_or_else(|| Arc::clone(&self.own_name)),
+        )
     }
 
     /// Which operations need the CPU of whom an endpoint leads to, if that is known.
@@ -207,7 +213,7 @@ impl Peers {
             self.by_name.values().map(|peer| peer.reach).chain([self.my_reach]).flatten();
         let mut accepted =
             self.endpoints.iter().filter(|(_, found)| found.accepted && found.peer.is_some());
-        self.converse = known.any(|reach| reach != PerOp::NEITHER)
+        self.needs_cpu = known.any(|reach| reach != PerOp::NEITHER)
             || accepted.any(|(endpoint, _)| self.reach(*endpoint) != Some(PerOp::NEITHER));
     }
 
@@ -230,12 +236,12 @@ impl Peers {
     ) {
         self.next_load += 1;
         let load = self.next_load;
-        self.loads.ask(Task::Load { peer: name.clone(), load, blob: blob.clone() });
+        self.loads.ask(LoadTask::Load { peer: name.clone(), load, blob: blob.clone() });
         let peer = PeerAgent {
             blob,
             connections,
             load,
-            state: NixlStanding::Loading,
+            state: PeerState::Loading,
             endpoints,
             exports: Vec::new(),
             flights: 0,
@@ -252,20 +258,20 @@ impl Peers {
     }
 
     /// Whether an endpoint can be used now. Errors: `PeerLost`.
-    pub(crate) fn way(&mut self, endpoint: EndpointId) -> Result<Way<'_>> {
+    pub(crate) fn access(&mut self, endpoint: EndpointId) -> Result<PeerAccess<'_>> {
         let found = self.endpoints.get(&endpoint).ok_or_else(|| lost("the endpoint is gone"))?;
         if found.severed {
             return Err(lost("the peer is lost"));
         }
-        let Some(name) = &found.peer else { return Ok(Way::Open(&self.me, 1, 0)) };
+        let Some(name) = &found.peer else { return Ok(PeerAccess::Open(&self.own_name, 1, 0)) };
         let peer = self.by_name.get(name).ok_or_else(|| lost("the endpoint is gone"))?;
         if !peer.endpoints.contains(&endpoint) {
-            return Ok(Way::Later); // its life has not begun
+            return Ok(PeerAccess::Later); // its life has not begun
         }
         match peer.state {
-            NixlStanding::Ready => Ok(Way::Open(name, peer.load, peer.flights)),
-            NixlStanding::Loading | NixlStanding::Stale => Ok(Way::Later),
-            NixlStanding::Lost { .. } => Err(lost("the peer is lost")),
+            PeerState::Ready => Ok(PeerAccess::Open(name, peer.load, peer.flights)),
+            PeerState::Loading | PeerState::Stale => Ok(PeerAccess::Later),
+            PeerState::Lost { .. } => Err(lost("the peer is lost")),
         }
     }
 
@@ -296,7 +302,7 @@ impl Peers {
             return true;
         }
         if peer.exports.iter().any(|other| other.range.overlaps(&export.range)) {
-            peer.state = NixlStanding::Stale;
+            peer.state = PeerState::Stale;
             self.refresh(endpoint);
             return false;
         }
@@ -324,14 +330,18 @@ impl Peers {
         let Some(peer) = self.by_name.get_mut(name) else {
             return debug_assert!(false, "its endpoint leads to this peer");
         };
-        if peer.state != NixlStanding::Stale || peer.flights > 0 {
+        if peer.state != PeerState::Stale || peer.flights > 0 {
             return;
         }
         self.next_load += 1;
-        (peer.load, peer.state) = (self.next_load, NixlStanding::Loading);
+        (peer.load, peer.state) = (self.next_load, PeerState::Loading);
         peer.exports.clear();
-        self.loads.ask(Task::Forget { peer: name.into() });
-        self.loads.ask(Task::Load { peer: name.into(), load: peer.load, blob: peer.blob.clone() });
+        self.loads.ask(LoadTask::Forget { peer: name.into() });
+        self.loads.ask(LoadTask::Load {
+            peer: name.into(),
+            load: peer.load,
+            blob: peer.blob.clone(),
+        });
     }
 
     /// A request to this peer is in progress, or no longer.
@@ -344,7 +354,7 @@ impl Peers {
     pub(crate) fn landed(&mut self, name: &CStr) {
         if let Some(peer) = self.by_name.get_mut(name) {
             peer.flights = peer.flights.saturating_sub(1);
-            if peer.flights == 0 && peer.state == NixlStanding::Stale {
+            if peer.flights == 0 && peer.state == PeerState::Stale {
                 self.refresh_name(name);
             }
         }
@@ -354,7 +364,7 @@ impl Peers {
     /// loss and the load that follows.
     pub(crate) fn can_be_asked(&self, peer: &CStr) -> bool {
         let unknown = |peer: &PeerAgent| {
-            matches!(peer.state, NixlStanding::Loading | NixlStanding::Lost { watched: false })
+            matches!(peer.state, PeerState::Loading | PeerState::Lost { watched: false })
         };
         self.by_name.get(peer).is_none_or(|peer| !unknown(peer))
     }
@@ -366,11 +376,11 @@ impl Peers {
         match peer.state {
             // NIXL was told of the peer once more and has dropped it again. Before 1.5 it does so over each request
             // whose failure it finds out; where none has ended since, it never answers.
-            NixlStanding::Lost { watched: true } if peer.flights < peer.flights_when_told => {
+            PeerState::Lost { watched: true } if peer.flights < peer.flights_when_told => {
                 self.watch(name)
             }
-            NixlStanding::Lost { watched: true } => {
-                peer.state = NixlStanding::Lost { watched: false };
+            PeerState::Lost { watched: true } => {
+                peer.state = PeerState::Lost { watched: false };
                 tracing::warn!(peer = ?name, "NIXL tells no more of requests to a lost peer: their memory is kept");
             }
             _ => self.lose(name, false, events),
@@ -384,36 +394,36 @@ impl Peers {
         let Some(peer) = self.by_name.get_mut(name) else {
             return debug_assert!(false, "the peer was found a moment ago");
         };
-        peer.state = NixlStanding::Lost { watched: peer.flights == 0 };
+        peer.state = PeerState::Lost { watched: peer.flights == 0 };
         peer.flights_when_told = peer.flights;
         if peer.flights > 0 {
             self.next_load += 1;
             peer.load = self.next_load;
-            self.loads.ask(Task::Name { peer: name.into(), load: peer.load });
+            self.loads.ask(LoadTask::Name { peer: name.into(), load: peer.load });
         }
     }
 
     /// Whether a peer was lost, and is remembered for the sake of what is in progress to it.
     pub(crate) fn is_lost(&self, name: &CStr) -> bool {
-        self.by_name.get(name).is_some_and(|peer| matches!(peer.state, NixlStanding::Lost { .. }))
+        self.by_name.get(name).is_some_and(|peer| matches!(peer.state, PeerState::Lost { .. }))
     }
 
     /// Some memory of a peer's that NIXL knows.
-    pub(crate) fn somewhere(&self, name: &CStr) -> Option<Range> {
+    pub(crate) fn any_memory(&self, name: &CStr) -> Option<Range> {
         let peer = self.by_name.get(name)?;
         let told = peer.exports.first().map(|export| export.range);
-        told.or_else(|| Blob::read(&peer.blob).ok()?.memory.iter().find_map(Described::range))
+        told.or_else(|| Blob::read(&peer.blob).ok()?.memory.iter().find_map(BlobMemory::range))
     }
 
     /// NIXL has dropped a peer, or knows it (`known`) and does not reach it: it is lost, with all its endpoints.
     pub(crate) fn lose(&mut self, name: &CStr, known: bool, events: &mut Vec<Event>) {
         // Its last endpoint may have been disconnected while requests to it were in progress.
         let Some(peer) = self.by_name.get_mut(name) else { return };
-        if matches!(peer.state, NixlStanding::Lost { .. }) {
+        if matches!(peer.state, PeerState::Lost { .. }) {
             return;
         }
         if known {
-            peer.state = NixlStanding::Lost { watched: true };
+            peer.state = PeerState::Lost { watched: true };
             peer.flights_when_told = peer.flights;
         } else {
             self.watch(name);
@@ -431,25 +441,23 @@ impl Peers {
 
     /// Takes what the thread has done.
     pub(crate) fn take_loaded(&mut self, events: &mut Vec<Event>) {
-        for Loaded { peer: name, load, result } in self.loads.take() {
+        for LoadResult { peer: name, load, result } in self.loads.take() {
             let Some(peer) = self.by_name.get_mut(&name).filter(|peer| peer.load == load) else {
                 continue;
             };
             match (peer.state, result) {
-                (NixlStanding::Lost { .. }, Ok(())) => {
-                    peer.state = NixlStanding::Lost { watched: true }
-                }
+                (PeerState::Lost { .. }, Ok(())) => peer.state = PeerState::Lost { watched: true },
                 // Nobody can say any more what becomes of its requests: they keep their memory.
-                (NixlStanding::Lost { .. }, Err(why)) => {
+                (PeerState::Lost { .. }, Err(why)) => {
                     tracing::warn!(peer = ?name, %why, "requests to a lost peer cannot be watched: their memory is kept");
                 }
                 (_, Ok(())) => {
-                    peer.state = NixlStanding::Ready;
+                    peer.state = PeerState::Ready;
                     // To links of kvx it says only that what waited can be tried again.
                     events.extend(peer.endpoints.iter().map(|endpoint| Event::Ready(*endpoint)));
                 }
                 (_, Err(why)) => {
-                    peer.state = NixlStanding::Lost { watched: true };
+                    peer.state = PeerState::Lost { watched: true };
                     let why = why.with_kind(ErrorKind::PeerLost);
                     events.extend(peer.endpoints.iter().map(|endpoint| Event::Broken {
                         endpoint: *endpoint,
@@ -481,7 +489,7 @@ impl Peers {
         }
         let next = self.by_name.remove(&name).and_then(|peer| peer.next);
         self.note_reach();
-        self.loads.ask(Task::Forget { peer: name.clone() });
+        self.loads.ask(LoadTask::Forget { peer: name.clone() });
         if let Some((blob, waiting)) = next
             && !waiting.is_empty()
             && let Ok(said) = Blob::read(&blob)

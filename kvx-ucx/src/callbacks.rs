@@ -13,7 +13,7 @@ use kvx_core::wire::{Reader, Writer};
 
 use crate::error;
 use crate::ffi::bindings_1_13::{ucp_ep_h, ucs_status_t};
-use crate::ffi::{Completed, Message, Receives, Status};
+use crate::ffi::{CompletionHandler, Message, MessageHandler, Status};
 
 /// The longest message that is taken from a peer.
 pub(crate) const MAX_MESSAGE: usize = 16 << 10;
@@ -21,13 +21,13 @@ pub(crate) const MAX_MESSAGE: usize = 16 << 10;
 /// Precedes each message: which worker sends it, by which of the endpoints that it has made, and which endpoint
 /// of the receiver's it takes for the other end of that (0: it has not heard of one).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Postmark {
+pub(crate) struct MessageHeader {
     pub(crate) worker: u64,
     pub(crate) endpoint: u64,
     pub(crate) answers: u64,
 }
 
-impl Postmark {
+impl MessageHeader {
     pub(crate) const LEN: usize = 24;
 
     /// A message as it is sent.
@@ -40,10 +40,10 @@ impl Postmark {
         frame
     }
 
-    fn read(header: &[u8]) -> Option<Postmark> {
+    fn read(header: &[u8]) -> Option<MessageHeader> {
         let mut reader = Reader::new("postmark", header);
         let mut number = || reader.u64().ok();
-        let postmark = Postmark { worker: number()?, endpoint: number()?, answers: number()? };
+        let postmark = MessageHeader { worker: number()?, endpoint: number()?, answers: number()? };
         reader.end().is_ok().then_some(postmark)
     }
 }
@@ -53,15 +53,15 @@ pub(crate) const FAREWELL: &[u8] = &[];
 
 /// A message that has come.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Letter {
-    pub(crate) from: Postmark,
+pub(crate) struct IncomingMessage {
+    pub(crate) from: MessageHeader,
     pub(crate) message: Vec<u8>,
 }
 
 /// The notes.
 #[derive(Default)]
 pub(crate) struct CallbackNotes {
-    letters: RefCell<Vec<Letter>>,
+    messages: RefCell<Vec<IncomingMessage>>,
     flushed: RefCell<Vec<Event>>,
     /// Endpoints that have failed, by their handles.
     failed: RefCell<Vec<(EndpointHandle, Status)>>,
@@ -86,7 +86,7 @@ impl CallbackNotes {
 
     /// Whether there is nothing but pieces that have ended.
     fn has_only_ended(&self) -> bool {
-        self.letters.borrow().is_empty()
+        self.messages.borrow().is_empty()
             && self.flushed.borrow().is_empty()
             && self.failed.borrow().is_empty()
     }
@@ -112,28 +112,29 @@ impl CallbackNotes {
     }
 
     /// Takes the messages that have come.
-    pub(crate) fn take_letters(&self) -> Vec<Letter> {
-        self.letters.take()
+    pub(crate) fn take_messages(&self) -> Vec<IncomingMessage> {
+        self.messages.take()
     }
 
-    /// Takes what has ended. `tallies`: by the numbers of their jobs.
-    pub(crate) fn take_ended(&self, tallies: &[Rc<Tally>], into: &mut Vec<Event>) {
+    /// Takes what has ended. `counters`: by the numbers of their jobs.
+    pub(crate) fn take_ended(&self, counters: &[Rc<PieceCounter>], into: &mut Vec<Event>) {
         into.append(&mut self.flushed.borrow_mut());
         for job in self.ended.borrow_mut().drain(..) {
-            let tally = &tallies[job.number()];
-            tally.noted.set(false);
-            let result = match tally.failed.take() {
+            let counter = &counters[job.number()];
+            counter.noted.set(false);
+            let result = match counter.failed.take() {
                 None => Ok(()),
-                Some(status) => Err(error::of_piece(status)),
+                Some(status) => Err(error::piece_error(status)),
             };
-            into.push(Event::Completed { job, pieces: tally.take_pieces(), result });
+            into.push(Event::Completed { job, pieces: counter.take_pieces(), result });
         }
     }
 }
 
-impl Receives for CallbackNotes {
-    unsafe fn received(this: NonNull<Self>, message: Message<'_>) {
-        let from = Postmark::read(message.header).filter(|_| message.data.len() <= MAX_MESSAGE);
+impl MessageHandler for CallbackNotes {
+    unsafe fn on_message(this: NonNull<Self>, message: Message<'_>) {
+        let from =
+            MessageHeader::read(message.header).filter(|_| message.data.len() <= MAX_MESSAGE);
         let Some(from) = from else {
             let (header, length) = (message.header.len(), message.data.len());
             return tracing::warn!(
@@ -145,7 +146,7 @@ impl Receives for CallbackNotes {
         };
         // SAFETY: the driver keeps its inbox longer than its worker.
         let notes = unsafe { this.as_ref() };
-        notes.letters.borrow_mut().push(Letter { from, message: message.data.to_vec() });
+        notes.messages.borrow_mut().push(IncomingMessage { from, message: message.data.to_vec() });
     }
 }
 
@@ -155,7 +156,7 @@ pub(crate) unsafe extern "C" fn endpoint_failed(
     endpoint: ucp_ep_h,
     status: ucs_status_t,
 ) {
-    // SAFETY: as in `received`, the driver keeps its notes longer than its worker.
+    // SAFETY: as in `on_message`, the driver keeps its notes longer than its worker.
     let Some(notes) = (unsafe { target.cast::<CallbackNotes>().as_ref() }) else {
         return debug_assert!(false, "UCX passes the argument that it was given");
     };
@@ -163,7 +164,7 @@ pub(crate) unsafe extern "C" fn endpoint_failed(
 }
 
 /// The pieces of one job, and then of the next of the same number: the driver keeps it longer than its worker.
-pub(crate) struct Tally {
+pub(crate) struct PieceCounter {
     job: JobId,
     notes: Rc<CallbackNotes>,
     /// Pieces of all jobs that are under way to this one's peer: posted, and not taken as ended.
@@ -175,9 +176,9 @@ pub(crate) struct Tally {
     noted: Cell<bool>,
 }
 
-impl Tally {
-    pub(crate) fn new(job: JobId, notes: &Rc<CallbackNotes>) -> Rc<Tally> {
-        Rc::new(Tally {
+impl PieceCounter {
+    pub(crate) fn new(job: JobId, notes: &Rc<CallbackNotes>) -> Rc<PieceCounter> {
+        Rc::new(PieceCounter {
             job,
             notes: Rc::clone(notes),
             to_peer: RefCell::default(),
@@ -188,7 +189,7 @@ impl Tally {
     }
 
     /// For the callbacks of pieces.
-    pub(crate) fn target(&self) -> NonNull<Tally> {
+    pub(crate) fn target(&self) -> NonNull<PieceCounter> {
         NonNull::from(self)
     }
 
@@ -238,20 +239,20 @@ impl Tally {
     }
 }
 
-impl Completed for Tally {
-    unsafe fn completed(this: NonNull<Self>, outcome: Result<(), Status>) {
+impl CompletionHandler for PieceCounter {
+    unsafe fn on_completion(this: NonNull<Self>, outcome: Result<(), Status>) {
         // SAFETY: the driver keeps it longer than its worker.
-        let tally = unsafe { this.as_ref() };
-        tally.notes.pieces.set(tally.notes.pieces.get() - 1);
+        let counter = unsafe { this.as_ref() };
+        counter.notes.pieces.set(counter.notes.pieces.get() - 1);
         if let Err(status) = outcome {
-            tally.failed.set(tally.failed.get().or(Some(status)));
+            counter.failed.set(counter.failed.get().or(Some(status)));
         }
-        tally.ended(1);
+        counter.ended(1);
     }
 }
 
 /// An operation that is told of once, and owns what UCX reads meanwhile: its callback, or who posted it, takes it back.
-pub(crate) struct Once {
+pub(crate) struct OneShotOperation {
     notes: Rc<CallbackNotes>,
     what: CallbackEvent,
 }
@@ -266,21 +267,24 @@ pub(crate) enum CallbackEvent {
     Ended,
 }
 
-impl Once {
+impl OneShotOperation {
     /// Hands it to an operation.
-    pub(crate) fn hand_over(what: CallbackEvent, notes: &Rc<CallbackNotes>) -> NonNull<Once> {
+    pub(crate) fn start(
+        what: CallbackEvent,
+        notes: &Rc<CallbackNotes>,
+    ) -> NonNull<OneShotOperation> {
         if let CallbackEvent::Sent { waiting, .. } = &what {
             waiting.set(waiting.get() + 1);
         }
         notes.others.set(notes.others.get() + 1);
-        NonNull::from(Box::leak(Box::new(Once { notes: Rc::clone(notes), what })))
+        NonNull::from(Box::leak(Box::new(OneShotOperation { notes: Rc::clone(notes), what })))
     }
 
     /// The frame that UCX is to send.
     ///
     /// # Safety
     /// `this` was handed over and not taken back.
-    pub(crate) unsafe fn frame<'a>(this: NonNull<Once>) -> &'a [u8] {
+    pub(crate) unsafe fn frame<'a>(this: NonNull<OneShotOperation>) -> &'a [u8] {
         // SAFETY: the caller's promise.
         match unsafe { &this.as_ref().what } {
             CallbackEvent::Sent { frame, .. } => frame,
@@ -291,8 +295,8 @@ impl Once {
     /// The operation has ended without a callback, or none has begun.
     ///
     /// # Safety
-    /// As [`frame`](Once::frame).
-    pub(crate) unsafe fn take_back(this: NonNull<Once>) {
+    /// As [`frame`](OneShotOperation::frame).
+    pub(crate) unsafe fn take_back(this: NonNull<OneShotOperation>) {
         // SAFETY: it was leaked by `hand_over`, and nobody else takes it back: the caller's promise.
         let once = unsafe { Box::from_raw(this.as_ptr()) };
         once.notes.others.set(once.notes.others.get() - 1);
@@ -302,16 +306,16 @@ impl Once {
     }
 }
 
-impl Completed for Once {
-    unsafe fn completed(this: NonNull<Self>, outcome: Result<(), Status>) {
+impl CompletionHandler for OneShotOperation {
+    unsafe fn on_completion(this: NonNull<Self>, outcome: Result<(), Status>) {
         // SAFETY: handed over to this operation, whose only callback this is.
         let once = unsafe { this.as_ref() };
         if let CallbackEvent::Flushed(job) = once.what {
-            let result = outcome.map_err(error::of_piece);
+            let result = outcome.map_err(error::piece_error);
             once.notes.flushed.borrow_mut().push(Event::Flushed { job, result });
         }
         // SAFETY: as above. That a message could not be sent is told by the failure of its endpoint.
-        unsafe { Once::take_back(this) };
+        unsafe { OneShotOperation::take_back(this) };
     }
 }
 
@@ -320,15 +324,15 @@ mod tests {
     use super::*;
     use crate::ffi::bindings_1_13::UCS_ERR_CANCELED;
 
-    fn tallies() -> (Rc<CallbackNotes>, [Rc<Tally>; 3]) {
+    fn counters() -> (Rc<CallbackNotes>, [Rc<PieceCounter>; 3]) {
         let notes = Rc::default();
-        let tallies = [0, 1, 2].map(|job| Tally::new(JobId::from_number(job), &notes));
-        (notes, tallies)
+        let counters = [0, 1, 2].map(|job| PieceCounter::new(JobId::from_number(job), &notes));
+        (notes, counters)
     }
 
-    fn moved(notes: &CallbackNotes, tallies: &[Rc<Tally>]) -> Vec<(usize, u32, bool)> {
+    fn moved(notes: &CallbackNotes, counters: &[Rc<PieceCounter>]) -> Vec<(usize, u32, bool)> {
         let mut events = Vec::new();
-        notes.take_ended(tallies, &mut events);
+        notes.take_ended(counters, &mut events);
         let moved = events.into_iter().map(|event| match event {
             Event::Completed { job, pieces, result } => (job.number(), pieces, result.is_ok()),
             other => panic!("{other:?}"),
@@ -338,101 +342,104 @@ mod tests {
 
     #[test]
     fn pieces_are_counted_once() {
-        let (notes, tallies) = tallies();
-        let (tally, to_peer) = (&tallies[1], Rc::default());
-        let target = tally.target();
-        tally.posted(&to_peer, 3, 1);
+        let (notes, counters) = counters();
+        let (counter, to_peer) = (&counters[1], Rc::default());
+        let target = counter.target();
+        counter.posted(&to_peer, 3, 1);
         assert_eq!(to_peer.get(), 4);
-        assert_eq!((moved(&notes, &tallies), notes.pieces()), (vec![(1, 1, true)], 3));
+        assert_eq!((moved(&notes, &counters), notes.pieces()), (vec![(1, 1, true)], 3));
         // SAFETY: three callbacks are due, and the tally is alive.
         unsafe {
-            Tally::completed(target, Ok(()));
-            Tally::completed(target, Err(Status(UCS_ERR_CANCELED)));
+            PieceCounter::on_completion(target, Ok(()));
+            PieceCounter::on_completion(target, Err(Status(UCS_ERR_CANCELED)));
         }
-        assert_eq!((to_peer.get(), moved(&notes, &tallies)), (3, vec![(1, 2, false)]));
+        assert_eq!((to_peer.get(), moved(&notes, &counters)), (3, vec![(1, 2, false)]));
         // SAFETY: as above.
-        unsafe { Tally::completed(target, Ok(())) };
-        assert_eq!(moved(&notes, &tallies), [(1, 1, true)]);
+        unsafe { PieceCounter::on_completion(target, Ok(())) };
+        assert_eq!(moved(&notes, &counters), [(1, 1, true)]);
         assert!(notes.is_quiet() && notes.is_empty() && to_peer.get() == 0);
     }
 
     #[test]
     fn pieces_may_end_while_their_turn_goes_on() {
-        let (notes, tallies) = tallies();
-        let (tally, to_peer) = (&tallies[1], Rc::default());
+        let (notes, counters) = counters();
+        let (counter, to_peer) = (&counters[1], Rc::default());
         // SAFETY: the callback of the first of two pieces, which the post of the second has ended.
-        unsafe { Tally::completed(tally.target(), Err(Status(UCS_ERR_CANCELED))) };
-        tally.posted(&to_peer, 2, 0);
+        unsafe { PieceCounter::on_completion(counter.target(), Err(Status(UCS_ERR_CANCELED))) };
+        counter.posted(&to_peer, 2, 0);
         assert_eq!((notes.pieces(), to_peer.get()), (1, 2));
-        assert_eq!(moved(&notes, &tallies), [(1, 1, false)]);
+        assert_eq!(moved(&notes, &counters), [(1, 1, false)]);
         // SAFETY: the other's.
-        unsafe { Tally::completed(tally.target(), Err(Status(UCS_ERR_CANCELED))) };
-        assert_eq!(moved(&notes, &tallies), [(1, 1, false)]);
+        unsafe { PieceCounter::on_completion(counter.target(), Err(Status(UCS_ERR_CANCELED))) };
+        assert_eq!(moved(&notes, &counters), [(1, 1, false)]);
         assert!(notes.is_quiet() && notes.is_empty() && to_peer.get() == 0);
     }
 
     #[test]
     fn each_peer_has_its_own_pieces() {
-        let (notes, tallies) = tallies();
+        let (notes, counters) = counters();
         let (one, other) = (Rc::default(), Rc::default());
-        tallies[0].posted(&one, 0, 3);
-        tallies[1].posted(&other, 0, 5);
-        tallies[2].posted(&one, 0, 7);
+        counters[0].posted(&one, 0, 3);
+        counters[1].posted(&other, 0, 5);
+        counters[2].posted(&one, 0, 7);
         assert_eq!((one.get(), other.get()), (10, 5));
-        moved(&notes, &tallies);
+        moved(&notes, &counters);
         assert_eq!((one.get(), other.get()), (0, 0));
         // Another job of the same number.
-        tallies[0].posted(&other, 0, 2);
+        counters[0].posted(&other, 0, 2);
         assert_eq!((one.get(), other.get()), (0, 2));
-        assert!(tallies[0].take_back(2) && other.get() == 0);
+        assert!(counters[0].take_back(2) && other.get() == 0);
     }
 
     #[test]
     fn pieces_that_end_within_their_post_are_taken_back_when_nothing_else_has_happened() {
-        let (notes, tallies) = tallies();
-        let ([_, tally, other], to_peer) = (&tallies, Rc::default());
-        let post = |tally: &Rc<Tally>, outcome| {
-            tally.posted(&to_peer, 1, 0);
+        let (notes, counters) = counters();
+        let ([_, counter, other], to_peer) = (&counters, Rc::default());
+        let post = |counter: &Rc<PieceCounter>, outcome| {
+            counter.posted(&to_peer, 1, 0);
             // SAFETY: its one callback.
-            unsafe { Tally::completed(tally.target(), outcome) };
+            unsafe { PieceCounter::on_completion(counter.target(), outcome) };
         };
-        assert!(!tally.take_back(0), "nothing has ended");
-        post(tally, Ok(()));
-        tally.posted(&to_peer, 0, 1);
-        assert!(!tally.take_back(1) && tally.take_back(2) && notes.is_empty());
-        tally.posted(&to_peer, 1, 1);
-        assert!(!tally.take_back(1), "one has not ended");
+        assert!(!counter.take_back(0), "nothing has ended");
+        post(counter, Ok(()));
+        counter.posted(&to_peer, 0, 1);
+        assert!(!counter.take_back(1) && counter.take_back(2) && notes.is_empty());
+        counter.posted(&to_peer, 1, 1);
+        assert!(!counter.take_back(1), "one has not ended");
         // SAFETY: its callback.
-        unsafe { Tally::completed(tally.target(), Ok(())) };
+        unsafe { PieceCounter::on_completion(counter.target(), Ok(())) };
         post(other, Ok(()));
-        assert!(!tally.take_back(2), "another job's has ended as well");
-        assert_eq!(moved(&notes, &tallies), [(1, 2, true), (2, 1, true)]);
-        post(tally, Err(Status(UCS_ERR_CANCELED)));
-        assert!(!tally.take_back(1), "it has failed");
-        assert_eq!(moved(&notes, &tallies), [(1, 1, false)]);
-        post(tally, Ok(()));
-        let from = Postmark { worker: 7, endpoint: 3, answers: 9 };
-        notes.letters.borrow_mut().push(Letter { from, message: Vec::new() });
-        assert!(!tally.take_back(1), "a message has come as well");
-        assert_eq!((moved(&notes, &tallies), notes.take_letters().len()), (vec![(1, 1, true)], 1));
+        assert!(!counter.take_back(2), "another job's has ended as well");
+        assert_eq!(moved(&notes, &counters), [(1, 2, true), (2, 1, true)]);
+        post(counter, Err(Status(UCS_ERR_CANCELED)));
+        assert!(!counter.take_back(1), "it has failed");
+        assert_eq!(moved(&notes, &counters), [(1, 1, false)]);
+        post(counter, Ok(()));
+        let from = MessageHeader { worker: 7, endpoint: 3, answers: 9 };
+        notes.messages.borrow_mut().push(IncomingMessage { from, message: Vec::new() });
+        assert!(!counter.take_back(1), "a message has come as well");
+        assert_eq!(
+            (moved(&notes, &counters), notes.take_messages().len()),
+            (vec![(1, 1, true)], 1)
+        );
     }
 
     #[test]
     fn letters_bear_their_senders_mark_and_nothing_else_is_taken() {
         let notes = CallbackNotes::default();
-        let from = Postmark { worker: 7, endpoint: 3, answers: 9 };
+        let from = MessageHeader { worker: 7, endpoint: 3, answers: 9 };
         let frame = from.frame(b"text");
         let long = vec![0; MAX_MESSAGE + 1];
         let receive = |header: &[u8], data: &[u8]| {
             // SAFETY: the inbox is alive.
-            unsafe { CallbackNotes::received(NonNull::from(&notes), Message { header, data }) };
+            unsafe { CallbackNotes::on_message(NonNull::from(&notes), Message { header, data }) };
         };
-        receive(&frame[..Postmark::LEN], &frame[Postmark::LEN..]);
+        receive(&frame[..MessageHeader::LEN], &frame[MessageHeader::LEN..]);
         receive(&[], b"text");
-        receive(&frame[..Postmark::LEN - 1], b"text");
+        receive(&frame[..MessageHeader::LEN - 1], b"text");
         receive(&frame, b"text");
-        receive(&frame[..Postmark::LEN], &long);
-        assert_eq!(notes.take_letters(), [Letter { from, message: b"text".to_vec() }]);
+        receive(&frame[..MessageHeader::LEN], &long);
+        assert_eq!(notes.take_messages(), [IncomingMessage { from, message: b"text".to_vec() }]);
     }
 
     #[test]
@@ -440,12 +447,12 @@ mod tests {
         let notes = Rc::new(CallbackNotes::default());
         let waiting = Rc::new(Cell::new(0));
         let told = CallbackEvent::Sent { frame: b"frame".to_vec(), waiting: Rc::clone(&waiting) };
-        let once = Once::hand_over(told, &notes);
+        let once = OneShotOperation::start(told, &notes);
         // SAFETY: it was handed over just now.
-        assert_eq!(unsafe { Once::frame(once) }, b"frame");
+        assert_eq!(unsafe { OneShotOperation::frame(once) }, b"frame");
         assert_eq!((waiting.get(), notes.is_quiet()), (1, false));
         // SAFETY: its one callback.
-        unsafe { Once::completed(once, Ok(())) };
+        unsafe { OneShotOperation::on_completion(once, Ok(())) };
         assert_eq!((waiting.get(), notes.is_quiet()), (0, true));
     }
 }

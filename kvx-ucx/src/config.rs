@@ -52,7 +52,7 @@ pub(crate) struct Setting {
     pub(crate) value: String,
     /// Whether the user asked for it: it is an error then if UCX refuses it, and of no consequence otherwise (a version
     /// may not know it).
-    pub(crate) asked: bool,
+    pub(crate) required: bool,
 }
 
 impl Config {
@@ -62,7 +62,7 @@ impl Config {
         let mut chosen = Vec::new();
         for (key, name) in [("tls", "TLS"), ("net_devices", "NET_DEVICES")] {
             if let Some(value) = list(&table, key)? {
-                chosen.push(asked(name, value));
+                chosen.push(required(name, value));
             }
         }
         for text in table.texts("set")?.unwrap_or_default() {
@@ -76,7 +76,7 @@ impl Config {
     /// The settings to give UCX, from the environment of this process and the configuration files that the library at
     /// `library` reads.
     pub(crate) fn settings(&self, library: &Path) -> Vec<Setting> {
-        let in_files: Vec<_> = files(library).iter().flat_map(|file| set_in_file(file)).collect();
+        let in_files: Vec<_> = files(library).iter().flat_map(|file| read_settings(file)).collect();
         self.settings_unless(|name| {
             std::env::var_os(format!("UCX_{name}")).is_some()
                 || in_files.iter().any(|(set, _)| set == name)
@@ -88,7 +88,9 @@ impl Config {
     pub(crate) fn names_tcp(&self, library: &Path) -> bool {
         let chosen = self.chosen.iter().rev().find(|setting| setting.name == "TLS");
         let tls = chosen.map(|setting| setting.value.clone());
-        let tls = tls.or_else(|| std::env::var("UCX_TLS").ok()).or_else(|| tls_of(&files(library)));
+        let tls = tls
+            .or_else(|| std::env::var("UCX_TLS").ok())
+            .or_else(|| named_transports(&files(library)));
         tls.is_some_and(|tls| tls.split(',').any(|transport| transport.trim() == "tcp"))
     }
 
@@ -101,14 +103,14 @@ impl Config {
         let defaults = defaults.map(|(name, value, _)| Setting {
             name: (*name).to_owned(),
             value: (*value).to_owned(),
-            asked: false,
+            required: false,
         });
         defaults.chain(self.chosen.iter().cloned()).collect()
     }
 }
 
-fn asked(name: &str, value: String) -> Setting {
-    Setting { name: name.to_owned(), value, asked: true }
+fn required(name: &str, value: String) -> Setting {
+    Setting { name: name.to_owned(), value, required: true }
 }
 
 /// A list as UCX writes it: with commas.
@@ -142,7 +144,7 @@ fn assignment(text: &str) -> Result<Setting> {
     let is_name =
         !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
     if is_name && !value.contains('\0') {
-        Ok(asked(name, value.trim().to_owned()))
+        Ok(required(name, value.trim().to_owned()))
     } else {
         Err(wrong())
     }
@@ -161,14 +163,14 @@ fn files(library: &Path) -> Vec<PathBuf> {
 }
 
 /// The transports that the last of these configuration files names.
-fn tls_of(files: &[PathBuf]) -> Option<String> {
+fn named_transports(files: &[PathBuf]) -> Option<String> {
     let mut named =
-        files.iter().flat_map(|file| set_in_file(file)).filter(|(name, _)| name == "TLS");
+        files.iter().flat_map(|file| read_settings(file)).filter(|(name, _)| name == "TLS");
     named.next_back().map(|(_, tls)| tls)
 }
 
 /// The settings of a configuration file for every machine: names without `UCX_`, and values.
-fn set_in_file(file: &Path) -> Vec<(String, String)> {
+fn read_settings(file: &Path) -> Vec<(String, String)> {
     use std::io::Read as _;
 
     let mut text = Vec::new();
@@ -177,12 +179,12 @@ fn set_in_file(file: &Path) -> Vec<(String, String)> {
         return Vec::new();
     }
     let text = String::from_utf8_lossy(&text);
-    set_in(&text).map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
+    parse_settings(&text).map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
 }
 
 /// The lines before the first section: a section is for one kind of machine, and the files that come with UCX have
 /// only such.
-fn set_in(text: &str) -> impl Iterator<Item = (&str, &str)> {
+fn parse_settings(text: &str) -> impl Iterator<Item = (&str, &str)> {
     let lines = text.lines().map(str::trim).take_while(|line| !line.starts_with('['));
     let set = lines.filter_map(|line| line.strip_prefix("UCX_")?.split_once('='));
     set.map(|(name, value)| (name.trim(), value.trim()))
@@ -271,7 +273,7 @@ mod tests {
             shown(&settings),
             ["TCP_TX_SEG_SIZE=256k", "TCP_RX_SEG_SIZE=256k", "TLS=rc", "KEEPALIVE_INTERVAL=5s"]
         );
-        assert_eq!(settings.iter().filter(|setting| setting.asked).count(), 2);
+        assert_eq!(settings.iter().filter(|setting| setting.required).count(), 2);
         let untouched = read("{}").unwrap().settings_unless(|_| false);
         assert_eq!(
             shown(&untouched),
@@ -288,7 +290,7 @@ mod tests {
     #[test]
     fn a_configuration_file_counts_before_its_sections() {
         let text = "# UCX_TLS=x\n UCX_RNDV_THRESH=8k\n\n[Grace]\nUCX_KEEPALIVE_INTERVAL=3s\n";
-        assert_eq!(set_in(text).collect::<Vec<_>>(), [("RNDV_THRESH", "8k")]);
+        assert_eq!(parse_settings(text).collect::<Vec<_>>(), [("RNDV_THRESH", "8k")]);
         let folder = std::env::temp_dir().join(format!("kvx-ucx-config-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let file = |name: &str, text| {
@@ -296,15 +298,15 @@ mod tests {
             folder.join(name)
         };
         let (first, last) = (file("ucx.conf", text), file("last.conf", "UCX_TLS = rc,tcp\n"));
-        assert_eq!(set_in_file(&first), [("RNDV_THRESH".to_owned(), "8k".to_owned())]);
-        assert_eq!(tls_of(&[last.clone(), first.clone()]).as_deref(), Some("rc,tcp"));
+        assert_eq!(read_settings(&first), [("RNDV_THRESH".to_owned(), "8k".to_owned())]);
+        assert_eq!(named_transports(&[last.clone(), first.clone()]).as_deref(), Some("rc,tcp"));
         let overruled = file("more.conf", "UCX_TLS=sm\n");
         assert_eq!(
-            tls_of(&[last, overruled, first]).as_deref(),
+            named_transports(&[last, overruled, first]).as_deref(),
             Some("sm"),
             "the last file counts"
         );
         std::fs::remove_dir_all(folder).unwrap();
-        assert!(set_in_file(Path::new("/nowhere/ucx.conf")).is_empty());
+        assert!(read_settings(Path::new("/nowhere/ucx.conf")).is_empty());
     }
 }

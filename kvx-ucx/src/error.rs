@@ -64,7 +64,7 @@ pub(crate) fn native(what: impl Display, status: Status) -> Error {
 }
 
 /// Why there is no worker: no peer has part in that, whatever UCX's answer is to mean elsewhere.
-pub(crate) fn of_worker(status: Status) -> Error {
+pub(crate) fn worker_error(status: Status) -> Error {
     const WHAT: &str = "UCX gives no worker";
     let error = native(WHAT, status);
     match error.kind() {
@@ -81,7 +81,7 @@ pub(crate) fn of_worker(status: Status) -> Error {
 }
 
 /// Why a piece of a transfer has failed.
-pub(crate) fn of_piece(status: Status) -> Error {
+pub(crate) fn piece_error(status: Status) -> Error {
     let error = native("UCX could not move a piece of the transfer", status);
     match error.kind() {
         // So it says also when the peer's memory is gone with the peer.
@@ -103,7 +103,7 @@ mod tests {
 
     #[test]
     fn a_worker_that_there_is_none_of_is_no_peers_fault() {
-        let error = of_worker(Status(-3));
+        let error = worker_error(Status(-3));
         assert_eq!(error.kind(), ErrorKind::Exhausted);
         assert!(error.sentence().contains("ulimit -n"), "{error}");
         assert_eq!(

@@ -14,12 +14,13 @@ use kvx_core::{Capabilities, Error, ErrorKind, Identity, Result};
 
 use crate::address::Address;
 use crate::callbacks::{
-    CallbackEvent, CallbackNotes, FAREWELL, Letter, MAX_MESSAGE, Once, Postmark, Tally,
+    CallbackEvent, CallbackNotes, FAREWELL, IncomingMessage, MAX_MESSAGE, MessageHeader,
+    OneShotOperation, PieceCounter,
 };
 use crate::error::{self, NAME};
-use crate::ffi::{Endpoint, Posted, Worker, WorkerArmed};
+use crate::ffi::{ArmOutcome, Endpoint, PostOutcome, Worker};
 use crate::memory::{Local, MemoryRegistrar, Remote, RemoteKeys};
-use crate::peers::{PeerWorker, Peers, gone};
+use crate::peers::{PeerWorker, Peers, lost_link};
 use crate::route;
 
 /// The number of kvx's active messages.
@@ -50,11 +51,11 @@ pub(crate) struct UcxFabric {
     fds: [RawFd; 1],
     notes: Rc<CallbackNotes>,
     /// By the numbers of their jobs. UCX has their addresses, which must stay while this grows.
-    tallies: Vec<Rc<Tally>>,
+    counters: Vec<Rc<PieceCounter>>,
     peers: Peers,
     keys: RemoteKeys,
     /// Events of links that happened outside of progress.
-    news: Vec<Event>,
+    events: Vec<Event>,
     registrar: Arc<MemoryRegistrar>,
     capabilities: Capabilities,
     /// The user has named tcp, and so knows what its links do to a target.
@@ -82,10 +83,10 @@ impl UcxFabric {
             fds: [worker.descriptor().as_raw_fd()],
             worker: Some(worker),
             notes,
-            tallies: Vec::new(),
+            counters: Vec::new(),
             peers: Peers::new(own_worker),
             keys: RemoteKeys::default(),
-            news: Vec::new(),
+            events: Vec::new(),
             registrar,
             capabilities,
             tcp,
@@ -93,14 +94,14 @@ impl UcxFabric {
     }
 
     /// Breaks the links to a peer, whose endpoint is closed.
-    fn break_off(&mut self, at: usize, but: Option<EndpointId>, why: &Error) {
+    fn break_links(&mut self, at: usize, but: Option<EndpointId>, why: &Error) {
         if self.worker.is_none() {
             return;
         }
         // SAFETY: this thread has the machine, and the worker is alive.
         let links = unsafe { self.peers.close(at, &self.notes) };
         let links = links.into_iter().filter(|link| Some(*link) != but);
-        self.news.extend(links.map(|endpoint| Event::Broken {
+        self.events.extend(links.map(|endpoint| Event::Broken {
             endpoint,
             why: why.clone(),
             gone: false,
@@ -108,10 +109,10 @@ impl UcxFabric {
     }
 
     /// The same of one that is over, if there is one, before anything else is told.
-    fn break_off_lost(&mut self, at: Option<usize>, why: &'static str, events: &mut Vec<Event>) {
+    fn break_lost_links(&mut self, at: Option<usize>, why: &'static str, events: &mut Vec<Event>) {
         let Some(at) = at else { return }; // the message breaks nothing, as nearly all do
-        self.break_off(at, None, &Error::new(ErrorKind::PeerLost, why).with_backend(NAME));
-        events.append(&mut self.news);
+        self.break_links(at, None, &Error::new(ErrorKind::PeerLost, why).with_backend(NAME));
+        events.append(&mut self.events);
     }
 
     fn progress(&self) -> usize {
@@ -157,18 +158,18 @@ impl UcxFabric {
                     "the connection to the peer broke: check whether it still runs",
                     status,
                 );
-                self.break_off(at, None, &why.with_kind(ErrorKind::PeerLost));
+                self.break_links(at, None, &why.with_kind(ErrorKind::PeerLost));
             }
         }
         // Links break first, so that what fails with them fails for that reason.
-        events.append(&mut self.news);
-        for Letter { from, message } in self.notes.take_letters() {
+        events.append(&mut self.events);
+        for IncomingMessage { from, message } in self.notes.take_messages() {
             if message == FAREWELL {
-                let over = self.peers.hear_farewell(from);
-                self.break_off_lost(over, "the peer's agent was shut down", events);
+                let over = self.peers.note_farewell(from);
+                self.break_lost_links(over, "the peer's agent was shut down", events);
             } else {
-                let over = self.peers.hear(from);
-                self.break_off_lost(
+                let over = self.peers.note_message(from);
+                self.break_lost_links(
                     over,
                     "the peer has given up this connection and made another",
                     events,
@@ -176,7 +177,7 @@ impl UcxFabric {
                 events.push(Event::Message(message));
             }
         }
-        self.notes.take_ended(&self.tallies, events);
+        self.notes.take_ended(&self.counters, events);
     }
 
     /// Sends what is being sent, ends what is in flight, and lets go of everything.
@@ -193,12 +194,14 @@ impl UcxFabric {
         for (endpoint, peer) in self.peers.endpoints() {
             // SAFETY: this thread has the machine, and the endpoint is open.
             unsafe { post(endpoint, peer, FAREWELL, &self.notes) }.ok(); // who does not hear it learns of it later
-            let ended = Once::hand_over(CallbackEvent::Ended, &self.notes);
+            let ended = OneShotOperation::start(CallbackEvent::Ended, &self.notes);
             // SAFETY: this thread has the machine, the worker is alive, the endpoint is open.
             match unsafe { endpoint.flush(ended) } {
-                Posted::Pending => {}
+                PostOutcome::Pending => {}
                 // SAFETY: no callback will come.
-                Posted::Done | Posted::Failed(_) => unsafe { Once::take_back(ended) },
+                PostOutcome::Done | PostOutcome::Failed(_) => unsafe {
+                    OneShotOperation::take_back(ended)
+                },
             }
         }
         wait(LAST_WAITS.0);
@@ -208,7 +211,7 @@ impl UcxFabric {
         self.keys.clear();
         // Nothing is sent, received or served without the worker.
         drop(worker);
-        self.notes.take_ended(&self.tallies, &mut Vec::new());
+        self.notes.take_ended(&self.counters, &mut Vec::new());
         self.registrar.worker_ended();
     }
 }
@@ -224,18 +227,18 @@ unsafe fn post(
     notes: &Rc<CallbackNotes>,
 ) -> Result<()> {
     let told =
-        CallbackEvent::Sent { frame: peer.mark.frame(message), waiting: Rc::clone(&peer.unsent) };
-    let once = Once::hand_over(told, notes);
+        CallbackEvent::Sent { frame: peer.header.frame(message), waiting: Rc::clone(&peer.unsent) };
+    let once = OneShotOperation::start(told, notes);
     // SAFETY: it was handed over just now, and UCX keeps it until the end.
-    let (mark, message) = unsafe { Once::frame(once) }.split_at(Postmark::LEN);
+    let (header, message) = unsafe { OneShotOperation::frame(once) }.split_at(MessageHeader::LEN);
     // SAFETY: the caller's promise; `once` keeps the frame until the end.
-    match unsafe { endpoint.send(MESSAGE, mark, message, once) } {
-        Posted::Pending => {}
+    match unsafe { endpoint.send(MESSAGE, header, message, once) } {
+        PostOutcome::Pending => {}
         // SAFETY: no callback will come.
-        Posted::Done => unsafe { Once::take_back(once) },
-        Posted::Failed(status) => {
+        PostOutcome::Done => unsafe { OneShotOperation::take_back(once) },
+        PostOutcome::Failed(status) => {
             // SAFETY: as above.
-            unsafe { Once::take_back(once) };
+            unsafe { OneShotOperation::take_back(once) };
             return Err(error::native("UCX does not send a message to the peer", status)
                 .with_kind(ErrorKind::PeerLost));
         }
@@ -249,7 +252,7 @@ impl Drop for UcxFabric {
     }
 }
 
-// SAFETY: UCX touches the memory of a piece until it returns `Posted::Done` or calls back, and both are what is
+// SAFETY: UCX touches the memory of a piece until it returns `PostOutcome::Done` or calls back, and both are what is
 // reported as `Moved`. After `end` there is no worker.
 unsafe impl Fabric for UcxFabric {
     type Local = Local;
@@ -257,7 +260,7 @@ unsafe impl Fabric for UcxFabric {
     type State = ();
 
     fn connect(&mut self, endpoint: EndpointId, _: &Identity, address: &[u8]) -> Result<()> {
-        let Some(worker) = &self.worker else { return Err(gone()) };
+        let Some(worker) = &self.worker else { return Err(lost_link()) };
         let address = Address::decode(address)?;
         // SAFETY: this thread has the machine; `end` closes all endpoints; the inbox outlives the worker.
         unsafe { self.peers.connect(endpoint, address, worker, &self.notes) }
@@ -268,7 +271,7 @@ unsafe impl Fabric for UcxFabric {
     }
 
     fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<SendStatus> {
-        let Some((endpoint, peer)) = self.peers.of(endpoint) else { return Err(gone()) };
+        let Some((endpoint, peer)) = self.peers.of(endpoint) else { return Err(lost_link()) };
         if peer.unsent.get() >= UNSENT {
             return Ok(SendStatus::Later);
         }
@@ -281,18 +284,18 @@ unsafe impl Fabric for UcxFabric {
     }
 
     fn unpack(&mut self, endpoint: EndpointId, region: &RemoteSpec<'_>) -> Result<Remote> {
-        let Some((endpoint, _)) = self.peers.of(endpoint) else { return Err(gone()) };
+        let Some((endpoint, _)) = self.peers.of(endpoint) else { return Err(lost_link()) };
         // SAFETY: this thread has the machine, and the endpoint is open.
         unsafe { self.keys.unpack(endpoint, region) }
     }
 
     fn advance(&mut self, job: &mut Job<'_, Self>) -> Result<u64> {
-        let Some((endpoint, peer)) = self.peers.of(job.endpoint()) else { return Err(gone()) };
+        let Some((endpoint, peer)) = self.peers.of(job.endpoint()) else { return Err(lost_link()) };
         let (number, op, is_first) = (job.id().number(), job.op(), !peer.has_moved_by(job.op()));
-        for next in self.tallies.len()..=number {
-            self.tallies.push(Tally::new(JobId::from_number(next), &self.notes));
+        for next in self.counters.len()..=number {
+            self.counters.push(PieceCounter::new(JobId::from_number(next), &self.notes));
         }
-        let tally = &self.tallies[number];
+        let counter = &self.counters[number];
         let room = TURN.min(WINDOW.saturating_sub(peer.pieces.get()) as u32);
         let (mut bytes, mut pending, mut done, mut failed) = (0, 0, 0, None);
         while bytes < SLICE
@@ -307,25 +310,25 @@ unsafe impl Fabric for UcxFabric {
             // SAFETY: this thread has the machine, and the endpoint is open. Core checked that the piece lies within
             // its region, which the job keeps until the piece is reported; the tally lives as long as the driver.
             let posted =
-                unsafe { endpoint.transfer(op, (local, len), memory, (at, key), tally.target()) };
+                unsafe { endpoint.transfer(op, (local, len), memory, (at, key), counter.target()) };
             match posted {
-                Posted::Pending => pending += 1,
-                Posted::Done => done += 1,
-                Posted::Failed(status) => {
-                    failed = Some(error::of_piece(status));
+                PostOutcome::Pending => pending += 1,
+                PostOutcome::Done => done += 1,
+                PostOutcome::Failed(status) => {
+                    failed = Some(error::piece_error(status));
                     break;
                 }
             }
             bytes += piece.len;
         }
-        tally.posted(&peer.pieces, pending, done);
+        counter.posted(&peer.pieces, pending, done);
         let pieces = pending + done;
         if let Some(error) = failed {
             job.add_in_flight(pieces);
             return Err(error);
         }
         let small = bytes <= SMALL && pieces < TURN;
-        let ended = small && self.end_now(pending as usize) && tally.take_back(pieces);
+        let ended = small && self.end_now(pending as usize) && counter.take_back(pieces);
         job.add_in_flight(if ended { 0 } else { pieces });
         if is_first {
             self.peers.note_moved(job.endpoint(), op);
@@ -337,16 +340,16 @@ unsafe impl Fabric for UcxFabric {
         let Some((endpoint, _)) = self.peers.of(endpoint) else {
             return Ok(FlushCompletion::WithPieces);
         };
-        let once = Once::hand_over(CallbackEvent::Flushed(job), &self.notes);
+        let once = OneShotOperation::start(CallbackEvent::Flushed(job), &self.notes);
         // SAFETY: this thread has the machine, and the endpoint is open.
         match unsafe { endpoint.flush(once) } {
-            Posted::Pending => return Ok(FlushCompletion::Later),
+            PostOutcome::Pending => return Ok(FlushCompletion::Later),
             // SAFETY: no callback will come.
-            Posted::Done => unsafe { Once::take_back(once) },
-            Posted::Failed(status) => {
+            PostOutcome::Done => unsafe { OneShotOperation::take_back(once) },
+            PostOutcome::Failed(status) => {
                 // SAFETY: as above.
-                unsafe { Once::take_back(once) };
-                return Err(error::of_piece(status));
+                unsafe { OneShotOperation::take_back(once) };
+                return Err(error::piece_error(status));
             }
         }
         Ok(FlushCompletion::WithPieces)
@@ -358,7 +361,7 @@ unsafe impl Fabric for UcxFabric {
                 ErrorKind::PeerLost,
                 "another link to this peer was lost, and they share a connection",
             );
-            self.break_off(at, Some(endpoint), &why.with_backend(NAME));
+            self.break_links(at, Some(endpoint), &why.with_backend(NAME));
         }
     }
 
@@ -375,14 +378,14 @@ unsafe impl Fabric for UcxFabric {
 
     fn arm(&mut self, waiting: bool) -> Result<reactor::Armed> {
         // UCX has chosen protocols meanwhile: they are looked at when there is time.
-        self.news.extend(self.peers.take_untold().map(Event::Changed));
-        if !self.notes.is_empty() || !self.news.is_empty() {
+        self.events.extend(self.peers.take_changed().map(Event::Changed));
+        if !self.notes.is_empty() || !self.events.is_empty() {
             return Ok(reactor::Armed::Again);
         }
         let Some(worker) = &self.worker else { return Ok(reactor::Armed::Sleep(None)) };
         match worker.arm() {
-            Ok(WorkerArmed::Busy) => Ok(reactor::Armed::Busy),
-            Ok(WorkerArmed::Sleep) => Ok(reactor::Armed::Sleep(waiting.then_some(SAFETY))),
+            Ok(ArmOutcome::Busy) => Ok(reactor::Armed::Busy),
+            Ok(ArmOutcome::Sleep) => Ok(reactor::Armed::Sleep(waiting.then_some(SAFETY))),
             Err(status) => Err(error::native("UCX cannot be slept on", status)),
         }
     }

@@ -157,7 +157,7 @@ pub(crate) fn parts(agent: &Context) -> Result<(Parts<UcxFabric>, Vec<LaneParts<
         let ucx = context(library, &agent.options)?;
         let workers: Result<Vec<_>, _> =
             (0..config.num_threads).map(|_| Worker::new(&ucx)).collect();
-        Ok((ucx, workers.map_err(error::of_worker)?))
+        Ok((ucx, workers.map_err(error::worker_error)?))
     })?;
     let capabilities = capabilities(kinds(ucx.memory_types()));
     let registrar = Arc::new(MemoryRegistrar::new(ucx, workers.len()));

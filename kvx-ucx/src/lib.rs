@@ -26,7 +26,7 @@ pub mod raw {
 }
 
 #[cfg(test)]
-mod strangers;
+mod unauthenticated;
 #[cfg(test)]
 #[path = "../tests/it/versions.rs"]
 mod versions;

@@ -14,7 +14,7 @@ use slab::Slab;
 
 use crate::error;
 use crate::ffi::bindings_1_13::*;
-use crate::ffi::{self, Endpoint, MappedMemory, Mapping, RemoteKey, UcxContext, Version, padded};
+use crate::ffi::{self, Endpoint, MapParams, MappedMemory, RemoteKey, UcxContext, Version, pad};
 
 /// The longest packed key that is taken from a peer.
 const MAX_KEY: usize = 64 << 10;
@@ -33,8 +33,8 @@ fn memory_type(kind: MemoryKind) -> ucs_memory_type_t {
 }
 
 /// A region, as UCX is told of it. UCX finds out by itself which device's it is.
-fn mapping(memory: &Memory) -> Mapping {
-    Mapping::new(memory.as_ptr(), memory.len(), Some(memory_type(memory.kind())))
+fn mapping(memory: &Memory) -> MapParams {
+    MapParams::new(memory.as_ptr(), memory.len(), Some(memory_type(memory.kind())))
 }
 
 /// The kinds that a context moves, by UCX's set of them.
@@ -179,7 +179,7 @@ impl RemoteKeys {
             return Err(reader.malformed("it is for another kind of memory"));
         }
         // SAFETY: the caller's promise.
-        let key = unsafe { endpoint.unpack(&padded(packed)) }.map_err(|status| {
+        let key = unsafe { endpoint.unpack(&pad(packed)) }.map_err(|status| {
             error::native("UCX reaches this region of the peer by none of its lanes", status)
                 .with_kind(ErrorKind::Unsupported)
         })?;
@@ -215,7 +215,7 @@ mod tests {
     fn ucx_is_told_where_a_devices_memory_is_and_of_which_kind() {
         let typed = u64::from(UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE);
         let told = |memory: &Memory| {
-            let Mapping(params) = mapping(memory);
+            let MapParams(params) = mapping(memory);
             assert_eq!((params.address as u64, params.length), (memory.address(), memory.len()));
             assert_eq!(params.field_mask & typed, typed);
             params.memory_type

@@ -9,7 +9,7 @@
 //!
 //! A side that has given up its endpoint and made another may be heard of over the new one before the other side has
 //! noticed the end of the old one, and then nothing may be answered over that. So each message tells which endpoint it
-//! was sent by, and which endpoint of the receiver's it answers, if it has heard of one: see [`Peers::hear`].
+//! was sent by, and which endpoint of the receiver's it answers, if it has heard of one: see [`Peers::note_message`].
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
@@ -23,17 +23,17 @@ use slab::Slab;
 
 use crate::address::Address;
 use crate::callbacks::{
-    CallbackEvent, CallbackNotes, EndpointHandle, Once, Postmark, endpoint_failed,
+    CallbackEvent, CallbackNotes, EndpointHandle, MessageHeader, OneShotOperation, endpoint_failed,
 };
 use crate::error::{self, NAME};
-use crate::ffi::{Endpoint, Posted, Status, Version, Worker, padded};
+use crate::ffi::{Endpoint, PostOutcome, Status, Version, Worker, pad};
 
 /// A peer's worker.
 pub(crate) struct PeerWorker {
     worker: u64,
     pub(crate) version: Version,
     /// The mark of messages to it: the number of this endpoint, and that of the peer's own, once it is known.
-    pub(crate) mark: Postmark,
+    pub(crate) header: MessageHeader,
     /// `None`: closed, and only its links are still to be told.
     endpoint: Option<Endpoint>,
     links: Vec<EndpointId>,
@@ -59,7 +59,7 @@ impl PeerWorker {
 }
 
 /// The most workers to which no endpoint leads and whose messages are remembered.
-const MAX_STRANGERS: usize = 1024;
+const MAX_UNCONNECTED: usize = 1024;
 
 pub(crate) struct Peers {
     /// The number of our own worker.
@@ -70,11 +70,11 @@ pub(crate) struct Peers {
     /// By the worker's number.
     by_worker: HashMap<u64, usize>,
     /// Endpoints of workers to which no endpoint of ours leads yet: by worker, the last that a message came from.
-    strangers: HashMap<u64, u64>,
+    unconnected: HashMap<u64, u64>,
     by_handle: HashMap<EndpointHandle, usize>,
     by_link: BTreeMap<EndpointId, usize>,
     /// Links whose peers were first read or written since they were described.
-    untold: Vec<EndpointId>,
+    changed: Vec<EndpointId>,
 }
 
 impl Peers {
@@ -84,40 +84,40 @@ impl Peers {
             made: 0,
             peers: Slab::new(),
             by_worker: HashMap::new(),
-            strangers: HashMap::new(),
+            unconnected: HashMap::new(),
             by_handle: HashMap::new(),
             by_link: BTreeMap::new(),
-            untold: Vec::new(),
+            changed: Vec::new(),
         }
     }
 
     /// A message came. Gives the place of the peer whose endpoint is of no use any more, because the peer has given up
     /// its own and made another.
-    pub(crate) fn hear(&mut self, from: Postmark) -> Option<usize> {
+    pub(crate) fn note_message(&mut self, from: MessageHeader) -> Option<usize> {
         let Some(&at) = self.by_worker.get(&from.worker) else {
             // What answers an endpoint of ours answers one that is closed.
             if from.answers == 0 {
-                if self.strangers.len() >= MAX_STRANGERS {
-                    self.strangers.clear();
+                if self.unconnected.len() >= MAX_UNCONNECTED {
+                    self.unconnected.clear();
                 }
-                let last = self.strangers.entry(from.worker).or_default();
+                let last = self.unconnected.entry(from.worker).or_default();
                 *last = from.endpoint.max(*last);
             }
             return None;
         };
-        let ours = &mut self.peers[at].mark;
+        let ours = &mut self.peers[at].header;
         if from.answers == ours.endpoint || from.answers == 0 && ours.answers == 0 {
             ours.answers = from.endpoint.max(ours.answers);
         } else if from.answers == 0 && from.endpoint > ours.answers {
-            self.strangers.insert(from.worker, from.endpoint);
+            self.unconnected.insert(from.worker, from.endpoint);
             return Some(at);
         }
         None
     }
 
     /// A worker has said that it ends: gives the place of the peer, to which no endpoint is of any use.
-    pub(crate) fn hear_farewell(&mut self, from: Postmark) -> Option<usize> {
-        self.strangers.remove(&from.worker);
+    pub(crate) fn note_farewell(&mut self, from: MessageHeader) -> Option<usize> {
+        self.unconnected.remove(&from.worker);
         self.by_worker.get(&from.worker).copied()
     }
 
@@ -141,17 +141,17 @@ impl Peers {
         }
         let target = NonNull::from(&**notes).as_ptr().cast();
         // SAFETY: the caller's promise.
-        let endpoint = unsafe { worker.connect(&padded(&address.worker), endpoint_failed, target) }
+        let endpoint = unsafe { worker.connect(&pad(&address.worker), endpoint_failed, target) }
             .map_err(unreachable)?;
         let handle = EndpointHandle(endpoint.raw() as usize);
         self.made += 1;
         let at = self.peers.insert(PeerWorker {
             worker: number,
             version: address.version,
-            mark: Postmark {
+            header: MessageHeader {
                 worker: self.own_worker,
                 endpoint: self.made,
-                answers: self.strangers.remove(&number).unwrap_or(0),
+                answers: self.unconnected.remove(&number).unwrap_or(0),
             },
             endpoint: Some(endpoint),
             links: vec![link],
@@ -177,13 +177,13 @@ impl Peers {
         if let Some(&at) = self.by_link.get(&link) {
             let peer = &mut self.peers[at];
             peer.moved.push(op);
-            self.untold.extend(&peer.links);
+            self.changed.extend(&peer.links);
         }
     }
 
     /// Links of which there is more to tell than when they were described.
-    pub(crate) fn take_untold(&mut self) -> impl Iterator<Item = EndpointId> + use<> {
-        std::mem::take(&mut self.untold).into_iter()
+    pub(crate) fn take_changed(&mut self) -> impl Iterator<Item = EndpointId> + use<> {
+        std::mem::take(&mut self.changed).into_iter()
     }
 
     /// The open endpoints, and their peers.
@@ -217,16 +217,18 @@ impl Peers {
         let handle = EndpointHandle(endpoint.raw() as usize);
         self.by_worker.remove(&peer.worker);
         self.by_handle.remove(&handle);
-        let ended = Once::hand_over(CallbackEvent::Ended, notes);
+        let ended = OneShotOperation::start(CallbackEvent::Ended, notes);
         // SAFETY: the caller's promise. Keys touch no endpoint when they are dropped, in 1.13 as in 1.22, so those of
         // operations that are still ending may be dropped later.
         match unsafe { endpoint.close(ended) } {
-            Posted::Pending => {}
+            PostOutcome::Pending => {}
             // SAFETY: no callback will come.
-            Posted::Done | Posted::Failed(_) => unsafe { Once::take_back(ended) },
+            PostOutcome::Done | PostOutcome::Failed(_) => unsafe {
+                OneShotOperation::take_back(ended)
+            },
         }
         notes.forget_failure(handle); // its name may be given to another
-        self.let_go(at);
+        self.remove_unused(at);
         links
     }
 
@@ -236,11 +238,11 @@ impl Peers {
             && let Some(peer) = self.peers.get_mut(at)
         {
             peer.links.retain(|other| *other != link);
-            self.let_go(at);
+            self.remove_unused(at);
         }
     }
 
-    fn let_go(&mut self, at: usize) {
+    fn remove_unused(&mut self, at: usize) {
         if self.peers.get(at).is_some_and(|peer| peer.endpoint.is_none() && peer.links.is_empty()) {
             self.peers.remove(at);
         }
@@ -269,7 +271,7 @@ fn unreachable(status: Status) -> Error {
 }
 
 /// Work on a link whose endpoint is closed.
-pub(crate) fn gone() -> Error {
+pub(crate) fn lost_link() -> Error {
     link_lost().with_backend(NAME)
 }
 
@@ -283,7 +285,7 @@ mod tests {
         let peer = PeerWorker {
             worker: 7,
             version: Version::new(1, 13, 0),
-            mark: Postmark { worker: 1, endpoint, answers },
+            header: MessageHeader { worker: 1, endpoint, answers },
             endpoint: None,
             links: Vec::new(),
             unsent: Rc::default(),
@@ -296,8 +298,8 @@ mod tests {
     }
 
     fn heard(mut peers: Peers, endpoint: u64, answers: u64) -> (bool, u64) {
-        let broken = peers.hear(Postmark { worker: 7, endpoint, answers }).is_some();
-        (broken, peers.peers[0].mark.answers)
+        let broken = peers.note_message(MessageHeader { worker: 7, endpoint, answers }).is_some();
+        (broken, peers.peers[0].header.answers)
     }
 
     #[test]
@@ -323,30 +325,30 @@ mod tests {
     fn a_peer_that_made_another_endpoint_unasked_has_given_up_the_one_we_lead_to() {
         assert_eq!(heard(side(3, 5), 6, 0), (true, 5));
         let mut peers = side(3, 5);
-        peers.hear(Postmark { worker: 7, endpoint: 6, answers: 0 });
-        assert_eq!(peers.strangers.get(&7), Some(&6), "the next endpoint to it answers that one");
+        peers.note_message(MessageHeader { worker: 7, endpoint: 6, answers: 0 });
+        assert_eq!(peers.unconnected.get(&7), Some(&6), "the next endpoint to it answers that one");
     }
 
     #[test]
     fn a_worker_that_ends_is_no_stranger_any_more() {
         let mut peers = side(3, 5);
-        let farewell = |worker| Postmark { worker, endpoint: 6, answers: 3 };
-        peers.hear(Postmark { worker: 8, endpoint: 1, answers: 0 });
+        let farewell = |worker| MessageHeader { worker, endpoint: 6, answers: 3 };
+        peers.note_message(MessageHeader { worker: 8, endpoint: 1, answers: 0 });
         assert_eq!(
-            (peers.hear_farewell(farewell(7)), peers.hear_farewell(farewell(8))),
+            (peers.note_farewell(farewell(7)), peers.note_farewell(farewell(8))),
             (Some(0), None)
         );
-        assert!(peers.strangers.is_empty());
+        assert!(peers.unconnected.is_empty());
     }
 
     #[test]
     fn strangers_are_remembered_unless_they_answer_what_is_closed_and_are_bounded() {
         let mut peers = Peers::new(1);
-        assert_eq!(peers.hear(Postmark { worker: 7, endpoint: 6, answers: 2 }), None);
-        assert!(peers.strangers.is_empty());
-        for worker in 0..3 * MAX_STRANGERS as u64 {
-            peers.hear(Postmark { worker, endpoint: 6, answers: 0 });
+        assert_eq!(peers.note_message(MessageHeader { worker: 7, endpoint: 6, answers: 2 }), None);
+        assert!(peers.unconnected.is_empty());
+        for worker in 0..3 * MAX_UNCONNECTED as u64 {
+            peers.note_message(MessageHeader { worker, endpoint: 6, answers: 0 });
         }
-        assert!(!peers.strangers.is_empty() && peers.strangers.len() <= MAX_STRANGERS);
+        assert!(!peers.unconnected.is_empty() && peers.unconnected.len() <= MAX_UNCONNECTED);
     }
 }

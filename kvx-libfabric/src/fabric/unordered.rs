@@ -18,7 +18,7 @@ use crate::factory::{self, Libfabric};
 use crate::ffi::Range;
 use crate::memory::{Local, Remote};
 use crate::posting::{PiecePath, PostingState};
-use crate::rail::{Post, Posted};
+use crate::rail::{Post, PostOutcome};
 
 const PATIENCE: Duration = Duration::from_secs(10);
 /// The most pieces that are held back.
@@ -57,8 +57,8 @@ impl Shuffling {
         for (rail, post, range) in held.split_off(held.len() - count) {
             // SAFETY: the machine keeps the memory until the piece, which was counted as posted, is reported.
             match unsafe { self.inner.rail(rail).post(post, &[range]) } {
-                Ok(Posted::Yes) => {}
-                Ok(Posted::Later) => held.push((rail, post, range)),
+                Ok(PostOutcome::Posted) => {}
+                Ok(PostOutcome::Later) => held.push((rail, post, range)),
                 Err(errno) => {
                     let result = Err(crate::error::native("a piece", errno));
                     self.late.push(Event::Completed { job: post.job, pieces: 1, result });
@@ -97,7 +97,7 @@ unsafe impl Fabric for Shuffling {
 
     fn advance(&mut self, job: &mut Job<'_, Self>) -> Result<u64> {
         let Some(peer) = self.inner.peer_of(job.endpoint()) else {
-            return Err(crate::error::gone());
+            return Err(crate::error::lost_link());
         };
         let mut bytes = 0;
         while self.held.len() < HELD

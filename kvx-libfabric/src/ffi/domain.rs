@@ -108,7 +108,7 @@ impl Domain {
     /// libfabric's; `FI_ENOKEY` when the key is taken.
     pub(crate) unsafe fn register(
         self: &Arc<Self>,
-        memory: Described<'_>,
+        memory: MemoryDescription<'_>,
         key: u64,
     ) -> Result<Registration, Errno> {
         let range = libc::iovec { iov_base: memory.address as *mut _, iov_len: memory.len };
@@ -181,7 +181,7 @@ struct Attributes {
 
 /// Memory to be registered.
 #[derive(Clone, Copy)]
-pub(crate) struct Described<'a> {
+pub(crate) struct MemoryDescription<'a> {
     pub(crate) address: u64,
     pub(crate) len: usize,
     /// Nobody writes to it.

@@ -57,7 +57,7 @@ pub(crate) struct RemoteRange {
 
 /// How it is known that there is something to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Waits {
+pub(crate) enum WaitMethod {
     /// This descriptor is readable then, after [`Endpoint::may_sleep`].
     Descriptor(RawFd),
     /// By looking.
@@ -65,7 +65,7 @@ pub(crate) enum Waits {
 }
 
 /// An operation that has ended well.
-pub(crate) struct EndedOperation {
+pub(crate) struct CompletedOperation {
     /// What it was posted with.
     pub(crate) context: *mut c_void,
     /// The bytes that a message had.
@@ -74,7 +74,7 @@ pub(crate) struct EndedOperation {
 
 /// An operation that has failed.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Failed {
+pub(crate) struct FailedOperation {
     /// What it was posted with, unless the provider has lost that.
     pub(crate) context: *mut c_void,
     pub(crate) errno: Errno,
@@ -85,8 +85,8 @@ pub(crate) struct Failed {
 /// The answer of [`Endpoint::read`].
 pub(crate) enum Read {
     Nothing,
-    Ended,
-    Failed(Failed),
+    RailEvent,
+    Failed(FailedOperation),
 }
 
 /// An open endpoint. What the provider was given is its own until the endpoint is dropped.
@@ -94,7 +94,7 @@ pub(crate) struct Endpoint {
     raw: NonNull<fid_ep>,
     queue: NonNull<fid_cq>,
     table: NonNull<fid_av>,
-    waits: Waits,
+    wait_method: WaitMethod,
     /// See [`Info::flags`](super::Info::flags).
     flags: u64,
     domain: Arc<Domain>,
@@ -191,7 +191,7 @@ impl Endpoint {
                 ptr::null_mut(),
             ))?;
         }
-        let mut waits = Waits::Never;
+        let mut wait_method = WaitMethod::Never;
         if sleeps {
             let mut descriptor: c_int = -1;
             // SAFETY: the queue was opened with a descriptor, which the call writes.
@@ -201,11 +201,19 @@ impl Endpoint {
                 function!(own, ops, control)(own, get, (&raw mut descriptor).cast())
             };
             Errno::check(answer)?;
-            waits = Waits::Descriptor(descriptor);
+            wait_method = WaitMethod::Descriptor(descriptor);
         }
         let (raw, queue, table) = (raw.keep(), queue.keep(), table.keep());
         let flags = domain.info().flags();
-        Ok(Endpoint { raw, queue, table, waits, flags, domain: Arc::clone(domain), _given: given })
+        Ok(Endpoint {
+            raw,
+            queue,
+            table,
+            wait_method,
+            flags,
+            domain: Arc::clone(domain),
+            _given: given,
+        })
     }
 
     /// The domain.
@@ -214,8 +222,8 @@ impl Endpoint {
     }
 
     /// How it is known that there is something to do.
-    pub(crate) fn waits(&self) -> Waits {
-        self.waits
+    pub(crate) fn wait_method(&self) -> WaitMethod {
+        self.wait_method
     }
 
     fn fid(&self) -> *mut fid {
@@ -394,7 +402,7 @@ impl Endpoint {
 
     /// Lets the provider work, and takes what has ended. Errors: libfabric's.
     #[inline]
-    pub(crate) fn read(&self, mut each: impl FnMut(EndedOperation)) -> Result<Read, Errno> {
+    pub(crate) fn read(&self, mut each: impl FnMut(CompletedOperation)) -> Result<Read, Errno> {
         let queue = self.queue.as_ptr();
         let mut entries = [const { std::mem::MaybeUninit::<fi_cq_msg_entry>::uninit() }; BATCH];
         // SAFETY: the queue has entries of this form, and there is room for so many.
@@ -405,9 +413,9 @@ impl Endpoint {
                 for entry in &entries[..count.min(BATCH)] {
                     // SAFETY: the call has written so many.
                     let entry = unsafe { entry.assume_init_ref() };
-                    each(EndedOperation { context: entry.op_context, len: entry.len });
+                    each(CompletedOperation { context: entry.op_context, len: entry.len });
                 }
-                Ok(if count == 0 { Read::Nothing } else { Read::Ended })
+                Ok(if count == 0 { Read::Nothing } else { Read::RailEvent })
             }
             Err(Errno(libc::EAGAIN)) => Ok(Read::Nothing),
             Err(Errno(errno)) if errno == FI_EAVAIL.cast_signed() => self.read_failed(),
@@ -422,7 +430,7 @@ impl Endpoint {
         let answer = unsafe { function!(queue, ops, readerr)(queue, &mut entry, 0) };
         match Errno::check_count(answer) {
             Ok(0) | Err(Errno(libc::EAGAIN)) => Ok(Read::Nothing),
-            Ok(_) => Ok(Read::Failed(Failed {
+            Ok(_) => Ok(Read::Failed(FailedOperation {
                 context: entry.op_context,
                 // Some providers store the negative number.
                 errno: Errno(entry.err.saturating_abs()),

@@ -26,7 +26,7 @@ const MR_MODE: u32 = FI_MR_LOCAL
 
 /// What is asked of providers beside what all of them must have.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Asked<'a> {
+pub(crate) struct ProviderQuery<'a> {
     /// One provider; all of them if none is named.
     pub(crate) provider: Option<&'a str>,
     /// That it reaches device memory.
@@ -48,7 +48,10 @@ impl Infos {
     ///
     /// # Errors
     /// libfabric's.
-    pub(crate) fn find(library: &'static Library, asked: Asked<'_>) -> Result<Infos, Errno> {
+    pub(crate) fn find(
+        library: &'static Library,
+        asked: ProviderQuery<'_>,
+    ) -> Result<Infos, Errno> {
         // SAFETY: "none" makes a new one with all of its parts.
         let hints = NonNull::new(unsafe { (library.functions().fi_dupinfo)(ptr::null()) });
         let hints = Infos(hints.ok_or(Errno(libc::ENOMEM))?.as_ptr());

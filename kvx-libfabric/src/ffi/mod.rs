@@ -17,12 +17,13 @@ mod library;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use domain::{Described, Domain, Registration};
+pub(crate) use domain::{Domain, MemoryDescription, Registration};
 pub(crate) use endpoint::{
-    EndedOperation, Endpoint, Failed, MAX_RANGES, PeerNumber, Range, Read, RemoteRange, Waits,
+    CompletedOperation, Endpoint, FailedOperation, MAX_RANGES, PeerNumber, Range, Read,
+    RemoteRange, WaitMethod,
 };
 pub(crate) use errno::Errno;
-pub(crate) use info::{Asked, Info, Infos, PciAddress};
+pub(crate) use info::{Info, Infos, PciAddress, ProviderQuery};
 #[cfg(feature = "raw")]
 pub use library::symbol_version;
 pub(crate) use library::{Library, Version, open as open_library, opened as opened_library};

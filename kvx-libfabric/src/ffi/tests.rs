@@ -20,7 +20,8 @@ fn endpoint(provider: &str, test: &str) -> Option<Endpoint> {
             return None;
         }
     };
-    let asked = Asked { provider: Some(provider), delivery: provider != "shm", devices: false };
+    let asked =
+        ProviderQuery { provider: Some(provider), delivery: provider != "shm", devices: false };
     let infos = Infos::find(library, asked).unwrap();
     let wanted = if provider == "shm" { "shm" } else { "lo" };
     let info = infos.iter().find(|info| info.domain() == wanted).unwrap();
@@ -46,7 +47,7 @@ fn post(ends: [&Endpoint; 2], mut post: impl FnMut() -> Result<(), Errno>) {
 }
 
 /// Lets both ends work until an operation of the first has ended.
-fn wait([first, other]: [&Endpoint; 2]) -> Result<*mut c_void, Failed> {
+fn wait([first, other]: [&Endpoint; 2]) -> Result<*mut c_void, FailedOperation> {
     let until = Instant::now() + PATIENCE;
     let mut ended = None;
     while Instant::now() < until {
@@ -63,9 +64,9 @@ fn wait([first, other]: [&Endpoint; 2]) -> Result<*mut c_void, Failed> {
     panic!("the operation has not ended");
 }
 
-fn described(memory: &[u8]) -> Described<'static> {
+fn described(memory: &[u8]) -> MemoryDescription<'static> {
     let address = memory.as_ptr().addr() as u64;
-    Described { address, len: memory.len(), read_only: false, device: None, file: None }
+    MemoryDescription { address, len: memory.len(), read_only: false, device: None, file: None }
 }
 
 /// Where an operation on the `offset`th byte of what is registered goes.
@@ -209,9 +210,9 @@ fn an_endpoint_over_sockets_may_be_slept_on_and_one_over_shared_memory_not() {
     let test = "an_endpoint_over_sockets_may_be_slept_on_and_one_over_shared_memory_not";
     let Some(sockets) = endpoint("tcp;ofi_rxm", test) else { return };
     let Some(shared) = endpoint("shm", test) else { return };
-    assert!(matches!(sockets.waits(), Waits::Descriptor(descriptor) if descriptor >= 0));
+    assert!(matches!(sockets.wait_method(), WaitMethod::Descriptor(descriptor) if descriptor >= 0));
     assert!(sockets.may_sleep(), "nothing has come");
-    assert_eq!(shared.waits(), Waits::Never);
+    assert_eq!(shared.wait_method(), WaitMethod::Never);
 }
 
 #[test]

@@ -12,12 +12,12 @@ use kvx_core::{Error, ErrorKind, Op, Result};
 
 use super::bindings::{notify_msg, transfer_request, transfer_status};
 use super::incoming;
-use super::library::{Library, on_own_thread};
+use super::library::{Library, on_named_thread};
 use crate::error;
 
 /// The arguments of an engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Recipe {
+pub(crate) struct EngineOptions {
     /// `P2PHANDSHAKE`, or where a metadata server is.
     pub(crate) metadata: String,
     /// The name or address that peers reach this host by.
@@ -62,7 +62,7 @@ pub(crate) enum State {
 
 /// A batch that was not taken.
 #[derive(Debug)]
-pub(crate) struct Refused {
+pub(crate) struct SubmitError {
     pub(crate) why: Error,
     /// Nothing of it was started. Otherwise nobody knows.
     pub(crate) whole: bool,
@@ -102,49 +102,61 @@ impl Engine {
     ///
     /// # Errors
     /// `Invalid` for text with a NUL; `Unavailable` when the engine does not start, or has not the transport.
-    pub(crate) fn start(library: &'static Library, recipe: &Recipe) -> Result<Engine> {
-        on_own_thread(|| {
-            Ok(kvx_backend::loader::with_signals_kept(|| Engine::make(library, recipe)))
+    pub(crate) fn start(
+        library: &'static Library,
+        engine_options: &EngineOptions,
+    ) -> Result<Engine> {
+        on_named_thread(|| {
+            Ok(kvx_backend::loader::with_signals_kept(|| Engine::make(library, engine_options)))
         })
         .map_err(|why| Error::new(ErrorKind::Exhausted, why.to_string()))?
     }
 
     /// As [`start`](Engine::start), on this thread and with a library that is being tried.
-    pub(super) fn make(library: &'static Library, recipe: &Recipe) -> Result<Engine> {
+    pub(super) fn make(
+        library: &'static Library,
+        engine_options: &EngineOptions,
+    ) -> Result<Engine> {
         // The tcp transport looks for a free port and binds it later: another program may have taken it meanwhile.
-        let tries = if recipe.protocol == "tcp" { TCP_TRIES } else { 1 };
+        let tries = if engine_options.protocol == "tcp" { TCP_TRIES } else { 1 };
         for _ in 0..tries {
-            if let Some(engine) = Engine::try_to_make(library, recipe)? {
+            if let Some(engine) = Engine::try_make(library, engine_options)? {
                 return Ok(engine);
             }
         }
         let why = format!(
             "Mooncake has no transport {} here: choose another by mooncake_protocol; kvx takes none in its place",
-            recipe.protocol
+            engine_options.protocol
         );
         Err(Error::new(ErrorKind::Unavailable, why))
     }
 
     /// `None` without the transport that is asked for.
-    fn try_to_make(library: &'static Library, recipe: &Recipe) -> Result<Option<Engine>> {
+    fn try_make(
+        library: &'static Library,
+        engine_options: &EngineOptions,
+    ) -> Result<Option<Engine>> {
         let _one_at_a_time = MAKING.lock();
-        let metadata = c_string("the metadata server", &recipe.metadata)?;
-        let host = c_string("the host", &recipe.host)?;
+        let metadata = c_string("the metadata server", &engine_options.metadata)?;
+        let host = c_string("the host", &engine_options.host)?;
         // Engines that ask each other take a free port by themselves, and are named after it. Others are told.
-        let peer_to_peer = recipe.metadata == PEER_TO_PEER;
+        let peer_to_peer = engine_options.metadata == PEER_TO_PEER;
         let port = if peer_to_peer { 0 } else { free_port()? };
-        let name =
-            if peer_to_peer { recipe.host.clone() } else { format!("{}:{port}", recipe.host) };
+        let name = if peer_to_peer {
+            engine_options.host.clone()
+        } else {
+            format!("{}:{port}", engine_options.host)
+        };
         let name = c_string("the host", &name)?;
-        let protocol = c_string("the protocol", &recipe.protocol)?;
-        let devices: Vec<CString> = recipe
+        let protocol = c_string("the protocol", &engine_options.protocol)?;
+        let devices: Vec<CString> = engine_options
             .devices
             .iter()
             .map(|device| c_string("a device", device))
             .collect::<Result<_>>()?;
         let devices: Vec<*const c_char> = devices.iter().map(|device| device.as_ptr()).collect();
-        let discovers = c_int::from(recipe.protocol != "tcp");
-        let listening = incoming::listening();
+        let discovers = c_int::from(engine_options.protocol != "tcp");
+        let listening_ports = incoming::listening_ports();
         let made = match (library.adapter(), &devices[..]) {
             // SAFETY: all texts outlive the call.
             (_, []) => unsafe {
@@ -178,7 +190,7 @@ impl Engine {
             let said = library.last_error().unwrap_or_else(|| "it gave no reason".into());
             let why = format!(
                 "Mooncake's engine does not start with metadata {} and host {}: {said}",
-                recipe.metadata, recipe.host
+                engine_options.metadata, engine_options.host
             );
             return Err(Error::new(ErrorKind::Unavailable, why));
         };
@@ -203,10 +215,10 @@ impl Engine {
         }
         let listens_at = engine.own_name();
         engine.port = listens_at.as_ref().ok().and_then(|at| at.rsplit_once(':')?.1.parse().ok());
-        if recipe.protocol == "tcp" {
+        if engine_options.protocol == "tcp" {
             // What else begins to listen meanwhile is taken for the engine's: its peers are waited for too.
-            let new = listening
-                .and_then(|before| Ok(&incoming::listening()? - &before))
+            let new = listening_ports
+                .and_then(|before| Ok(&incoming::listening_ports()? - &before))
                 .unwrap_or_default();
             engine.data_ports =
                 Some(new.into_iter().filter(|port| Some(*port) != engine.port).collect());
@@ -274,7 +286,7 @@ impl Engine {
 
     /// The connections over which something may come in for memory that is not registered now, from a process of this
     /// host that has ended. `None`: it cannot be told now. Errors: nor later.
-    pub(crate) fn what_the_dead_sent(&self) -> Result<Option<BTreeSet<u64>>> {
+    pub(crate) fn connections_of_ended_processes(&self) -> Result<Option<BTreeSet<u64>>> {
         // A network device ends what it is at when memory is unregistered, and takes nothing more from the device's
         // other side, which the kernel has reset by then.
         let Some(ports) = &self.data_ports else { return Ok(Some(BTreeSet::new())) };
@@ -282,7 +294,7 @@ impl Engine {
         if ports.is_empty() {
             return Err(Error::new(ErrorKind::StillShared, why));
         }
-        match incoming::from_the_dead(ports) {
+        match incoming::from_ended_processes(ports) {
             Err(error) if error.raw_os_error().is_some_and(|code| SHORT_OF.contains(&code)) => {
                 Ok(None)
             }
@@ -318,14 +330,14 @@ impl Engine {
     ///
     /// # Safety
     /// The local memory stays until [`task`](Engine::task) has said of each piece that it has ended.
-    pub(crate) unsafe fn submit(&self, pieces: &[EnginePiece]) -> Result<Batch, Refused> {
+    pub(crate) unsafe fn submit(&self, pieces: &[EnginePiece]) -> Result<Batch, SubmitError> {
         let functions = self.library.functions();
         // SAFETY: a number only.
         let batch = unsafe { (functions.allocateBatchID)(self.raw(), pieces.len()) };
         if batch == u64::MAX {
             let why =
                 Error::new(ErrorKind::Exhausted, "Mooncake's engine has no room for another batch");
-            return Err(Refused { why, whole: true });
+            return Err(SubmitError { why, whole: true });
         }
         let mut requests: Vec<transfer_request> = pieces.iter().map(request).collect();
         // SAFETY: as many requests as it says, which the engine copies; their memory is the caller's promise.
@@ -336,12 +348,12 @@ impl Engine {
             return Ok(Batch(batch));
         }
         // Before it hands anything to a transport it says these.
-        let whole = error::before_anything_moved(code);
+        let whole = error::is_before_start(code);
         if whole {
             // SAFETY: nothing was started, and nobody has the number.
             unsafe { (functions.freeBatchID)(self.raw(), batch) };
         }
-        Err(Refused { why: self.error("submitting a batch", code), whole })
+        Err(SubmitError { why: self.error("submitting a batch", code), whole })
     }
 
     /// Where a whole batch stands, if that can be told without asking for each piece: failed as soon as one is.
@@ -355,14 +367,14 @@ impl Engine {
 
     /// Where one piece stands. Errors: the engine does not know; the piece may be under way.
     pub(crate) fn task(&self, batch: &Batch, piece: usize) -> Result<State> {
-        match self.look_at_task(batch, piece)? {
+        match self.query_piece(batch, piece)? {
             // The engine looks at the bytes before the end: of a piece that ended in between it says too few, once.
-            State::Completed(_) => self.look_at_task(batch, piece),
+            State::Completed(_) => self.query_piece(batch, piece),
             state => Ok(state),
         }
     }
 
-    fn look_at_task(&self, batch: &Batch, piece: usize) -> Result<State> {
+    fn query_piece(&self, batch: &Batch, piece: usize) -> Result<State> {
         let mut status = transfer_status::default();
         // SAFETY: as above.
         let code = unsafe {

@@ -22,7 +22,7 @@ const ESTABLISHED: u8 = 1;
 const LISTENS: u8 = 10;
 
 /// The ports at which this process listens.
-pub(super) fn listening() -> Result<BTreeSet<u16>> {
+pub(super) fn listening_ports() -> Result<BTreeSet<u16>> {
     let listens = |fd: &RawFd| state(*fd) == Some(LISTENS);
     let local = open_files()?.into_iter().filter(listens).filter_map(own);
     Ok(local.map(|local| local.port()).collect())
@@ -31,7 +31,7 @@ pub(super) fn listening() -> Result<BTreeSet<u16>> {
 /// The connections to these ports over which something may come in that was sent by a process of this host which has
 /// ended, by their numbers as files. `None`: it cannot be told now, as some wait to be accepted. Errors: the kernel
 /// does not tell.
-pub(super) fn from_the_dead(ports: &BTreeSet<u16>) -> Result<Option<BTreeSet<u64>>> {
+pub(super) fn from_ended_processes(ports: &BTreeSet<u16>) -> Result<Option<BTreeSet<u64>>> {
     let (mut found, mut kernel) = (BTreeSet::new(), None);
     for fd in open_files()? {
         // A descriptor may be given to another file at any moment. The connections that matter are there from the
@@ -235,14 +235,14 @@ mod tests {
     fn connection() -> (BTreeSet<u16>, TcpStream, TcpStream) {
         let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).expect("a port is free");
         let port = listener.local_addr().expect("it has one").port();
-        assert!(listening().expect("files are listed").contains(&port));
+        assert!(listening_ports().expect("files are listed").contains(&port));
         let sender = TcpStream::connect(("127.0.0.1", port)).expect("somebody listens");
         let receiver = listener.accept().expect("somebody has connected").0;
         (BTreeSet::from([port]), sender, receiver)
     }
 
     fn over(ports: &BTreeSet<u16>) -> bool {
-        from_the_dead(ports).expect("the kernel tells").is_some_and(|found| found.is_empty())
+        from_ended_processes(ports).expect("the kernel tells").is_some_and(|found| found.is_empty())
     }
 
     /// Writes as much as goes in.
@@ -277,7 +277,7 @@ mod tests {
         let port = listener.local_addr().expect("it has one").port();
         let ports = BTreeSet::from([port]);
         let sender = TcpStream::connect(("127.0.0.1", port)).expect("somebody listens");
-        let asked = || from_the_dead(&ports).expect("the kernel tells");
+        let asked = || from_ended_processes(&ports).expect("the kernel tells");
         assert_eq!(asked(), None);
         let receiver = listener.accept().expect("somebody has connected").0;
         assert_eq!(asked(), Some(BTreeSet::new()));

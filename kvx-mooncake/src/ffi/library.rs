@@ -29,7 +29,7 @@ const KNOWN_WHEELS: &[&str] = &["0.3.13.post1"];
 
 /// A program's wishes of the library.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Wanted {
+pub(crate) struct LoadOptions {
     /// Further files to look for.
     pub(crate) files: Vec<PathBuf>,
     /// Also a wheel that this release was not tried with.
@@ -58,7 +58,7 @@ impl Library {
     ///
     /// # Errors
     /// What was tried, and the cure: tried again at the next call. Or how the engine failed its self-test.
-    pub(crate) fn open(wanted: &Wanted) -> Result<&'static Library, Unavailable> {
+    pub(crate) fn open(wanted: &LoadOptions) -> Result<&'static Library, Unavailable> {
         let refused = &mut *OPENING.lock();
         if let Some(library) = OPENED.opened() {
             library.has_etcd(wanted.etcd)?;
@@ -76,16 +76,16 @@ impl Library {
                         "children of this process inherit what Mooncake's engine has open: {INHERITED}"
                     );
                 }
-                library.try_it().inspect_err(|why| {
+                library.run_self_test().inspect_err(|why| {
                     refused.push((library.path.clone(), why.clone()));
                 })?;
                 Ok(library)
             })
         };
-        OPENED.open(|| on_own_thread(load))
+        OPENED.open(|| on_named_thread(load))
     }
 
-    fn load(wanted: &Wanted) -> Result<Library, Unavailable> {
+    fn load(wanted: &LoadOptions) -> Result<Library, Unavailable> {
         let library = Search::new(VARIABLE, NAMES, CURE)
             .files(wanted.files.iter().cloned())
             .open()
@@ -115,7 +115,7 @@ impl Library {
         Ok(Library { functions, adapter, path, version, etcd })
     }
 
-    fn try_it(&self) -> Result<(), Unavailable> {
+    fn run_self_test(&self) -> Result<(), Unavailable> {
         // It makes mistakes on purpose, of which the engine would complain. Later, errors concern the user.
         self.log_from(FATAL);
         let tried = self_test::run(self, self_test::PATIENCE);
@@ -234,7 +234,7 @@ fn unknown_wheel(version: &str) -> Unavailable {
 
 /// Runs `run` on a thread whose name the engine's threads inherit, and its signal mask with it: the engine writes to
 /// sockets that a peer may close, which must not end a program that does not ignore SIGPIPE.
-pub(super) fn on_own_thread<T: Send>(
+pub(super) fn on_named_thread<T: Send>(
     run: impl FnOnce() -> Result<T, Unavailable> + Send,
 ) -> Result<T, Unavailable> {
     std::thread::scope(|scope| {

@@ -20,5 +20,5 @@ mod sockets;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use engine::{Batch, Engine, EnginePiece, Recipe, SegmentId, State};
-pub(crate) use library::{Library, Wanted, block_sigpipe};
+pub(crate) use engine::{Batch, Engine, EngineOptions, EnginePiece, SegmentId, State};
+pub(crate) use library::{Library, LoadOptions, block_sigpipe};

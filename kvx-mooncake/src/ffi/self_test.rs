@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvx_core::{Error, Op};
 
-use super::engine::{Batch, Engine, EnginePiece, PEER_TO_PEER, Recipe, SegmentId, State};
+use super::engine::{Batch, Engine, EngineOptions, EnginePiece, PEER_TO_PEER, SegmentId, State};
 use super::library::Library;
 
 /// How long pieces may take, and a notification on its way. The engine's calls that open a segment and send a
@@ -22,14 +22,14 @@ pub(super) fn run(library: &Library, heard_within: Duration) -> Result<(), Strin
     // SAFETY: only the engines below keep the reference. When this returns they have been dropped, or are forgotten:
     // then nobody calls them any more, and the native engine, which goes on, knows nothing of the reference.
     let library: &'static Library = unsafe { &*std::ptr::from_ref(library) };
-    let recipe = Recipe {
+    let engine_options = EngineOptions {
         metadata: PEER_TO_PEER.into(),
         host: "127.0.0.1".into(),
         protocol: "tcp".into(),
         devices: Vec::new(),
     };
-    let ours = Engine::make(library, &recipe).map_err(|why| why.to_string())?;
-    let theirs = Engine::make(library, &recipe).map_err(|why| why.to_string())?;
+    let ours = Engine::make(library, &engine_options).map_err(|why| why.to_string())?;
+    let theirs = Engine::make(library, &engine_options).map_err(|why| why.to_string())?;
     // Never freed if a step fails: the engine may still write to them.
     let near: &'static mut [u8] = Vec::leak(vec![UNTOUCHED; LEN]);
     let far: &'static mut [u8] = Vec::leak((0..LEN).map(content).collect());

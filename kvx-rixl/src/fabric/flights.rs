@@ -6,13 +6,13 @@ use kvx_backend::fabric::{Event, JobId};
 use kvx_core::{Error, ErrorKind};
 
 use super::NixlFabric;
-use crate::connection::{self, Connection};
+use crate::connection::{self, ConnectionState};
 use crate::ffi::{NixlAgent, Request, State, Status};
-use crate::loads::Name;
+use crate::peer_loader::Name;
 
 /// The purpose of a request in progress.
 #[derive(Clone, Copy)]
-pub(super) enum Purpose {
+pub(super) enum FlightPurpose {
     Job(JobId),
     /// It tries the link out.
     Trial,
@@ -21,8 +21,8 @@ pub(super) enum Purpose {
 }
 
 /// A request in progress.
-pub(super) struct Flight {
-    pub(super) purpose: Purpose,
+pub(super) struct InFlightRequest {
+    pub(super) purpose: FlightPurpose,
     pub(super) request: Arc<Request>,
     pub(super) peer: Name,
 }
@@ -31,16 +31,16 @@ impl NixlFabric {
     /// Finds out whether an error at a peer means that it is lost: `PeerLost`, if NIXL has dropped the peer over it, or
     /// does not reach it any more.
     pub(super) fn blame(&mut self, agent: &NixlAgent, name: &Name, why: Error) -> Error {
-        if **name == *self.peers.me() {
+        if **name == *self.peers.own_name() {
             return why;
         }
         if !self.peers.is_lost(name) && agent.knows(name) {
-            let Some(there) = self.peers.somewhere(name) else { return why };
+            let Some(there) = self.peers.any_memory(name) else { return why };
             match connection::look(agent, name, &there) {
-                Connection::Broken => {}
-                Connection::Works => return why,
-                Connection::Flies(request) => {
-                    self.fly(Purpose::Look, Arc::new(request), name);
+                ConnectionState::Broken => {}
+                ConnectionState::Works => return why,
+                ConnectionState::Pending(request) => {
+                    self.fly(FlightPurpose::Look, Arc::new(request), name);
                     return why;
                 }
             }
@@ -48,7 +48,7 @@ impl NixlFabric {
         let mut events = Vec::new();
         // Asked once more: NIXL may have dropped the peer over the look.
         self.peers.lose(name, agent.knows(name), &mut events);
-        self.news.extend(events);
+        self.events.extend(events);
         why.with_kind(ErrorKind::PeerLost)
     }
 
@@ -56,7 +56,7 @@ impl NixlFabric {
     /// without an end to them, and so it does over the flush that follows the last. What NIXL does not know it has not
     /// begun. A connection that is broken carries none: proven over TCP and cross-memory attach, not over cards for
     /// RDMA.
-    pub(super) fn flies_on(status: Status, why: &Error) -> bool {
+    pub(super) fn may_continue(status: Status, why: &Error) -> bool {
         !status.is_not_found() && why.kind() != ErrorKind::PeerLost
     }
 
@@ -72,7 +72,7 @@ impl NixlFabric {
     pub(super) fn abandon(&mut self, peer: &Name) {
         let gone: Vec<_> = self.flights.extract_if(.., |flight| flight.peer == *peer).collect();
         gone.into_iter().for_each(|flight| self.give_up(flight.request));
-        self.trials.begin_anew(peer);
+        self.trials.restart(peer);
     }
 
     /// Notes whether the agent can be destroyed.
@@ -81,16 +81,16 @@ impl NixlFabric {
     }
 
     /// A request is in progress.
-    pub(super) fn fly(&mut self, purpose: Purpose, request: Arc<Request>, peer: &Name) {
+    pub(super) fn fly(&mut self, purpose: FlightPurpose, request: Arc<Request>, peer: &Name) {
         self.peers.flies(peer);
-        self.flights.push(Flight { purpose, request, peer: Arc::clone(peer) });
+        self.flights.push(InFlightRequest { purpose, request, peer: Arc::clone(peer) });
         self.note_in_progress();
     }
 
     /// Asks after the requests in progress.
-    pub(super) fn look_at_flights(&mut self, agent: &NixlAgent) {
+    pub(super) fn poll_flights(&mut self, agent: &NixlAgent) {
         let (mut at, mut events) = (0, Vec::new());
-        while let Some(Flight { purpose, request, peer }) = self.flights.get(at) {
+        while let Some(InFlightRequest { purpose, request, peer }) = self.flights.get(at) {
             if !self.peers.can_be_asked(peer) {
                 at += 1;
                 continue;
@@ -119,21 +119,21 @@ impl NixlFabric {
             let result = result.map_err(|why| self.blame(agent, &peer, why));
             self.peers.landed(&peer);
             match purpose {
-                Purpose::Job(job) => {
-                    self.news.push_back(Event::Completed { job, pieces: 1, result })
+                FlightPurpose::Job(job) => {
+                    self.events.push_back(Event::Completed { job, pieces: 1, result })
                 }
-                Purpose::Trial => self.trials.landed(&mut self.peers, &peer, result.is_err()),
-                Purpose::Look => {}
+                FlightPurpose::Trial => self.trials.landed(&mut self.peers, &peer, result.is_err()),
+                FlightPurpose::Look => {}
             }
         }
-        self.news.extend(events);
+        self.events.extend(events);
     }
 
     /// Goes on with finding out what peers can do.
     pub(super) fn try_out(&mut self, agent: &NixlAgent) {
-        for (peer, request) in self.trials.go_on(agent, &mut self.peers) {
-            self.fly(Purpose::Trial, request, &peer);
+        for (peer, request) in self.trials.advance(agent, &mut self.peers) {
+            self.fly(FlightPurpose::Trial, request, &peer);
         }
-        self.news.extend(self.trials.take_over().map(Event::Ready));
+        self.events.extend(self.trials.take_over().map(Event::Ready));
     }
 }

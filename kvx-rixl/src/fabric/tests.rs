@@ -9,9 +9,9 @@ use kvx_core::transport::Factory as _;
 use kvx_core::{Incarnation, Memory, Op, Options, RegionId};
 
 use super::*;
-use crate::connection::{self, Connection};
+use crate::connection::{self, ConnectionState};
 use crate::ffi::{self, Settings, Status};
-use crate::loads::{Loads, Name};
+use crate::peer_loader::{Name, PeerLoader};
 use crate::{Rixl, wheel};
 
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -38,10 +38,10 @@ fn near_over(plugin: &str) -> NixlFabric {
     let agent = opened_over(plugin, "near");
     agent.register(&cpu_trials::page()).expect("registered");
     let agent_lock = AgentLock::new(agent).expect("a lock");
-    let loads = Loads::start("loads".to_owned(), Arc::clone(&agent_lock)).expect("a thread");
-    let wakes = Wakes::new(&[loads.fd(), agent_lock.released_fd()], &[]).expect("a set");
+    let loads = PeerLoader::start("loads".to_owned(), Arc::clone(&agent_lock)).expect("a thread");
+    let wakes = WakeSet::new(&[loads.fd(), agent_lock.released_fd()], &[]).expect("a set");
     let peers = Peers::new(c"near".to_owned(), loads);
-    let ranges = Arc::new(Ranges::new(Arc::clone(&agent_lock)));
+    let ranges = Arc::new(RegisteredRanges::new(Arc::clone(&agent_lock)));
     NixlFabric::new(agent_lock, ranges, peers, wakes, capabilities, "NIXL".to_owned())
         .expect("a fabric")
 }
@@ -103,7 +103,7 @@ fn flies(
     let request = agent.request(op, &list(ours), &list(theirs), name).expect("a request");
     // SAFETY: the caller's promise.
     assert_eq!(unsafe { agent.post(&request) }, State::InProgress);
-    near.fly(Purpose::Job(JobId::from_number(0)), Arc::new(request), name);
+    near.fly(FlightPurpose::Job(JobId::from_number(0)), Arc::new(request), name);
 }
 
 fn moved(events: &[Event]) -> bool {
@@ -173,7 +173,7 @@ fn gone_while_tried_out() {
     near.disconnect(endpoint);
     let again = EndpointId::from_number(2);
     near.connect(again, &identity, &address).expect("well formed");
-    until(&mut near, |near, _| matches!(near.peers.way(again), Ok(Way::Open(_, _, 1))));
+    until(&mut near, |near, _| matches!(near.peers.access(again), Ok(PeerAccess::Open(_, _, 1))));
     assert_eq!(near.flights.len(), 1, "the earlier one does not count");
     assert!(Arc::strong_count(&request) > 1, "nobody releases it");
     near.disconnect(again);
@@ -195,13 +195,14 @@ fn a_request_of_a_link_that_is_gone_is_not_released_in_progress() {
 
 #[test]
 fn what_was_begun_before_a_refusal_ends_with_a_broken_connection_alone() {
-    let flies_on = |status, kind| NixlFabric::flies_on(status, &Error::new(kind, "refused"));
-    assert!(flies_on(Status::BACKEND, ErrorKind::Native));
+    let may_continue =
+        |status, kind| NixlFabric::may_continue(status, &Error::new(kind, "refused"));
+    assert!(may_continue(Status::BACKEND, ErrorKind::Native));
     assert!(
-        !flies_on(Status::BACKEND, ErrorKind::PeerLost),
+        !may_continue(Status::BACKEND, ErrorKind::PeerLost),
         "nothing goes over the connection any more"
     );
-    assert!(!flies_on(Status::NOT_FOUND, ErrorKind::Native), "nothing was begun");
+    assert!(!may_continue(Status::NOT_FOUND, ErrorKind::Native), "nothing was begun");
 }
 
 /// A failure on a connection that works loses nothing, whether or not something else is in progress on it; one on a
@@ -237,22 +238,22 @@ fn found_out() {
     );
     let events = landed(&mut near);
     assert!(matches!(events[..], [Event::Completed { result: Ok(()), .. }]), "{events:?}");
-    assert!(matches!(near.peers.way(EndpointId::from_number(1)), Ok(Way::Open(_, _, 0))));
+    assert!(matches!(near.peers.access(EndpointId::from_number(1)), Ok(PeerAccess::Open(_, _, 0))));
 
     drop(far);
-    let known = near.peers.somewhere(&name).expect("the blob says");
+    let known = near.peers.any_memory(&name).expect("the blob says");
     let mut looks = Vec::new(); // they end with the connection
     until(&mut near, |near, _| {
         let locked = near.agent_lock.lock();
         match connection::look(locked.as_ref().expect("it is open"), &name, &known) {
-            Connection::Flies(request) => looks.push(request),
-            Connection::Works => {}
-            Connection::Broken => return true,
+            ConnectionState::Pending(request) => looks.push(request),
+            ConnectionState::Works => {}
+            ConnectionState::Broken => return true,
         }
         false
     });
     assert_eq!(failed(&mut near), ErrorKind::PeerLost);
-    assert!(near.peers.way(EndpointId::from_number(1)).is_err(), "it stays lost");
+    assert!(near.peers.access(EndpointId::from_number(1)).is_err(), "it stays lost");
     let events = until(&mut near, |_, events| !events.is_empty());
     assert!(matches!(events[..], [Event::Broken { .. }]), "{events:?}");
     assert_eq!(failed(&mut near), ErrorKind::PeerLost, "and is reported once");
@@ -403,9 +404,9 @@ fn callers_stay_out() {
     let only = |near: &mut NixlFabric| near.poll(&mut Vec::new()).own_thread_only;
     near.has_rdma = false;
     assert!(!only(&mut near));
-    near.peers.converse = true;
+    near.peers.needs_cpu = true;
     assert!(only(&mut near));
-    near.peers.converse = false;
+    near.peers.needs_cpu = false;
     near.ranges.foreign_metadata().expect("a blob");
     assert!(!only(&mut near), "nothing was told of");
     let memory = Arc::new(Memory::owned(vec![0; 64]));

@@ -15,7 +15,7 @@ use super::bindings::{
 };
 use super::library::Library;
 use super::lists::{MemorySegment, Range, RegistrationList, TransferList};
-use super::request::{Request, Unreleased};
+use super::request::{Request, UnreleasedRequests};
 use super::status::{State, Status};
 
 /// NIXL's plugin over UCX.
@@ -38,7 +38,7 @@ pub(crate) struct NixlAgent {
     args: nixl_opt_args,
     backend: nixl_backend,
     notifications: nixl_notif_map,
-    unreleased: Arc<Unreleased>,
+    unreleased: Arc<UnreleasedRequests>,
     over_ucx: bool,
     names_refusals: bool,
 }
@@ -319,7 +319,7 @@ impl NixlAgent {
     }
 
     /// Requests that were dropped; [`release`](Agent::release) frees them.
-    pub(crate) fn unreleased(&self) -> &Arc<Unreleased> {
+    pub(crate) fn unreleased(&self) -> &Arc<UnreleasedRequests> {
         &self.unreleased
     }
 

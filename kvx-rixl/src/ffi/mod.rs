@@ -16,5 +16,5 @@ pub(crate) use agent::{NixlAgent, Settings, UCX};
 pub(crate) use library::{Library, open as open_library};
 pub(crate) use lists::{MemorySegment, Range, TransferList};
 pub(crate) use plugins::Plugin;
-pub(crate) use request::{Request, Unreleased};
+pub(crate) use request::{Request, UnreleasedRequests};
 pub(crate) use status::{State, Status};

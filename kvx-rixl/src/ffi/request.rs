@@ -4,10 +4,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::bindings::nixl_xfer_req;
 
-/// A request that is not in progress unless its owner knows so. Dropped anywhere, it goes to [`Unreleased`].
+/// A request that is not in progress unless its owner knows so. Dropped anywhere, it goes to [`UnreleasedRequests`].
 pub(crate) struct Request {
     pub(super) raw: nixl_xfer_req,
-    unreleased: Arc<Unreleased>,
+    unreleased: Arc<UnreleasedRequests>,
 }
 
 // SAFETY: a handle; every use of it goes through its agent, which is behind a lock.
@@ -16,7 +16,7 @@ unsafe impl Send for Request {}
 unsafe impl Sync for Request {}
 
 impl Request {
-    pub(super) fn new(raw: nixl_xfer_req, unreleased: &Arc<Unreleased>) -> Self {
+    pub(super) fn new(raw: nixl_xfer_req, unreleased: &Arc<UnreleasedRequests>) -> Self {
         Request { raw, unreleased: Arc::clone(unreleased) }
     }
 }
@@ -29,7 +29,7 @@ impl Drop for Request {
 
 /// Requests that nobody needs and nobody has released yet.
 #[derive(Default)]
-pub(crate) struct Unreleased {
+pub(crate) struct UnreleasedRequests {
     raw: Mutex<Vec<Raw>>,
 }
 
@@ -38,7 +38,7 @@ struct Raw(nixl_xfer_req);
 // SAFETY: as `Request`.
 unsafe impl Send for Raw {}
 
-impl Unreleased {
+impl UnreleasedRequests {
     pub(super) fn take(&self) -> Vec<nixl_xfer_req> {
         let mut raw = self.raw.lock().unwrap_or_else(PoisonError::into_inner);
         raw.drain(..).map(|raw| raw.0).collect()

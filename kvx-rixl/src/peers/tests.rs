@@ -6,7 +6,7 @@ use crate::agent_lock::AgentLock;
 /// None, of an agent that has no NIXL.
 fn nobody() -> Peers {
     let closed = Arc::new(AgentLock::around(None).unwrap());
-    Peers::new(c"near".to_owned(), Loads::start("loads".to_owned(), closed).unwrap())
+    Peers::new(c"near".to_owned(), PeerLoader::start("loads".to_owned(), closed).unwrap())
 }
 
 #[test]
@@ -14,12 +14,12 @@ fn a_dropped_peer_is_loaded_once_more_and_not_for_ever() {
     let (mut peers, mut events) = (nobody(), Vec::new());
     let name = Name::from(c"far");
     peers.begin(name.clone(), Vec::new(), Vec::new(), vec![EndpointId::from_number(1)]);
-    peers.by_name.get_mut(&name).unwrap().state = NixlStanding::Ready;
+    peers.by_name.get_mut(&name).unwrap().state = PeerState::Ready;
     peers.flies(&name);
     assert!(peers.can_be_asked(&name) && peers.dropped(&name, &mut events));
     assert!(matches!(events[..], [Event::Broken { .. }]) && peers.next_load == 2);
     assert!(!peers.can_be_asked(&name), "not before it is loaded");
-    peers.by_name.get_mut(&name).unwrap().state = NixlStanding::Lost { watched: true };
+    peers.by_name.get_mut(&name).unwrap().state = PeerState::Lost { watched: true };
     assert!(peers.can_be_asked(&name) && peers.dropped(&name, &mut events));
     assert!(!peers.can_be_asked(&name) && peers.next_load == 2 && events.len() == 1);
 }
@@ -31,11 +31,11 @@ fn a_peer_is_loaded_again_as_long_as_its_requests_end() {
         let (mut peers, mut events) = (nobody(), Vec::new());
         let name = Name::from(c"far");
         peers.begin(name.clone(), Vec::new(), Vec::new(), vec![EndpointId::from_number(1)]);
-        peers.by_name.get_mut(&name).unwrap().state = NixlStanding::Ready;
+        peers.by_name.get_mut(&name).unwrap().state = PeerState::Ready;
         (0..3).for_each(|_| peers.flies(&name));
         peers.lose(&name, known, &mut events);
         for _ in 0..2 {
-            peers.by_name.get_mut(&name).unwrap().state = NixlStanding::Lost { watched: true };
+            peers.by_name.get_mut(&name).unwrap().state = PeerState::Lost { watched: true };
             peers.landed(&name);
             let loads = peers.next_load;
             assert!(peers.dropped(&name, &mut events));
@@ -44,7 +44,7 @@ fn a_peer_is_loaded_again_as_long_as_its_requests_end() {
                 "the others are asked after again"
             );
         }
-        peers.by_name.get_mut(&name).unwrap().state = NixlStanding::Lost { watched: true };
+        peers.by_name.get_mut(&name).unwrap().state = PeerState::Lost { watched: true };
         let loads = peers.next_load;
         assert!(peers.dropped(&name, &mut events) && !peers.can_be_asked(&name));
         assert_eq!(peers.next_load, loads, "none has ended: not for ever");
@@ -64,13 +64,13 @@ fn who_moves_bytes_with_a_cpus_help_is_noted_until_it_goes() {
         );
     }
     peers.set_reach(endpoints[1], PerOp::NEITHER);
-    assert!(!peers.converse);
+    assert!(!peers.needs_cpu);
     peers.set_reach(endpoints[0], PerOp::BOTH);
-    assert!(peers.converse);
+    assert!(peers.needs_cpu);
     peers.set_reach(endpoints[1], PerOp::NEITHER);
-    assert!(peers.converse, "another does not change that");
+    assert!(peers.needs_cpu, "another does not change that");
     peers.disconnect(endpoints[0]);
-    assert!(!peers.converse);
+    assert!(!peers.needs_cpu);
     // Who has come may read and write before anything is found out of the way.
     let third = EndpointId::from_number(3);
     peers.endpoints.insert(
@@ -84,9 +84,9 @@ fn who_moves_bytes_with_a_cpus_help_is_noted_until_it_goes() {
     );
     peers.begin(Name::from(c"comes"), Vec::new(), Vec::new(), vec![third]);
     peers.note_reach();
-    assert!(peers.converse);
+    assert!(peers.needs_cpu);
     peers.set_reach(third, PerOp::NEITHER);
-    assert!(!peers.converse);
+    assert!(!peers.needs_cpu);
 }
 
 #[test]
@@ -98,16 +98,16 @@ fn a_peer_that_nixl_still_knows_is_lost_without_being_loaded_again() {
         endpoint,
         Endpoint { peer: Some(name.clone()), foreign: false, accepted: false, severed: false },
     );
-    peers.by_name.get_mut(&name).unwrap().state = NixlStanding::Ready;
-    assert_eq!(peers.somewhere(&name), None, "nothing of its memory is known");
+    peers.by_name.get_mut(&name).unwrap().state = PeerState::Ready;
+    assert_eq!(peers.any_memory(&name), None, "nothing of its memory is known");
     let range =
         Range { segment: crate::ffi::MemorySegment::Host, address: 4096, len: 64, device: 0 };
     peers.told(endpoint, &Arc::new(NixlRegion::new(range, Box::default())));
-    assert_eq!(peers.somewhere(&name), Some(range));
+    assert_eq!(peers.any_memory(&name), Some(range));
     peers.flies(&name);
     for _ in 0..2 {
         peers.lose(&name, true, &mut events);
-        assert!(matches!(events[..], [Event::Broken { .. }]) && peers.way(endpoint).is_err());
+        assert!(matches!(events[..], [Event::Broken { .. }]) && peers.access(endpoint).is_err());
         assert!(peers.can_be_asked(&name) && peers.next_load == 1);
     }
 }

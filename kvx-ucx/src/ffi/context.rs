@@ -44,10 +44,10 @@ impl UcxContext {
         loader::with_signals_kept(|| {
             let config = UcpConfig::read(library).map_err(|status| (status, None))?;
             for setting in settings {
-                let Setting { name, value, asked } = setting;
+                let Setting { name, value, required } = setting;
                 match config.set(name, value) {
                     Ok(()) => {}
-                    Err(status) if *asked => {
+                    Err(status) if *required => {
                         return Err((status, Some(format!("UCX_{name}={value}"))));
                     }
                     Err(status) => {
@@ -80,7 +80,7 @@ impl UcxContext {
             Status::check(status).map_err(|status| (status, None))?;
             let raw = NonNull::new(raw).ok_or((Status(UCS_ERR_NO_MEMORY), None))?;
             let may_be_unknown =
-                |setting: &Setting| setting.asked && !KNOWN.contains(&&*setting.name);
+                |setting: &Setting| setting.required && !KNOWN.contains(&&*setting.name);
             Ok(Arc::new(UcxContext {
                 raw,
                 library,
@@ -129,8 +129,8 @@ impl UcxContext {
     ///
     /// # Errors
     /// UCX's status.
-    pub(crate) unsafe fn map(self: &Arc<Self>, memory: &Mapping) -> Result<MappedMemory, Status> {
-        let Mapping(params) = memory;
+    pub(crate) unsafe fn map(self: &Arc<Self>, memory: &MapParams) -> Result<MappedMemory, Status> {
+        let MapParams(params) = memory;
         let mut raw = ptr::null_mut();
         // SAFETY: the context is alive, and the memory is: the caller's promise.
         let status =
@@ -200,16 +200,16 @@ impl Drop for UcpConfig {
 }
 
 /// Memory to be registered, as UCX is told of it.
-pub(crate) struct Mapping(pub(crate) ucp_mem_map_params_t);
+pub(crate) struct MapParams(pub(crate) ucp_mem_map_params_t);
 
-impl Mapping {
+impl MapParams {
     /// `length` bytes at `address`. Without `memory_type` UCX finds the kind of memory out; its constant for "unknown"
     /// is another number in each version, so it is not passed.
     pub(crate) fn new(
         address: *mut u8,
         length: usize,
         memory_type: Option<ucs_memory_type_t>,
-    ) -> Mapping {
+    ) -> MapParams {
         let mut params = ucp_mem_map_params_t {
             field_mask: u64::from(UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH),
             address: address.cast(),
@@ -220,7 +220,7 @@ impl Mapping {
             params.field_mask |= u64::from(UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE);
             params.memory_type = memory_type;
         }
-        Mapping(params)
+        MapParams(params)
     }
 }
 

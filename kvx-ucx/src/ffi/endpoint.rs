@@ -7,7 +7,7 @@ use kvx_core::Op;
 
 use super::bindings_1_13::*;
 use super::print::printed;
-use super::request::{Completed, Posted, with_callback};
+use super::request::{CompletionHandler, PostOutcome, with_callback};
 use super::status::Status;
 
 /// An endpoint. Not closed when dropped: [`close`](Endpoint::close) is an operation that takes time.
@@ -38,19 +38,19 @@ impl Endpoint {
     /// The worker is alive, this is the one thread that uses it, and the endpoint is not closed. `local` is so many
     /// bytes, within `memory` if that is given, which nobody touches until the end of a read, and nobody writes to
     /// until the end of a write; `target` is alive until the end.
-    pub(crate) unsafe fn transfer<T: Completed>(
+    pub(crate) unsafe fn transfer<T: CompletionHandler>(
         &self,
         op: Op,
         (local, length): (*mut u8, usize),
         memory: Option<ucp_mem_h>,
         (remote, key): (u64, &RemoteKey),
         target: NonNull<T>,
-    ) -> Posted {
+    ) -> PostOutcome {
         let param = with_memory(with_callback(target), memory);
         let (local, key) = (local.cast::<c_void>(), key.raw());
         let Functions { ucp_get_nbx: get, ucp_put_nbx: put, .. } = self.functions;
         // SAFETY: the caller's promise.
-        Posted::read(unsafe {
+        PostOutcome::read(unsafe {
             match op {
                 Op::Read => get(self.raw(), local, length, remote, key, &param),
                 Op::Write => put(self.raw(), local, length, remote, key, &param),
@@ -62,9 +62,9 @@ impl Endpoint {
     ///
     /// # Safety
     /// As [`transfer`](Endpoint::transfer), but for the memory.
-    pub(crate) unsafe fn flush<T: Completed>(&self, target: NonNull<T>) -> Posted {
+    pub(crate) unsafe fn flush<T: CompletionHandler>(&self, target: NonNull<T>) -> PostOutcome {
         // SAFETY: the caller's promise.
-        Posted::read(unsafe {
+        PostOutcome::read(unsafe {
             (self.functions.ucp_ep_flush_nbx)(self.raw(), &with_callback(target))
         })
     }
@@ -73,18 +73,18 @@ impl Endpoint {
     ///
     /// # Safety
     /// As [`transfer`](Endpoint::transfer); header and data stay as they are until the end.
-    pub(crate) unsafe fn send<T: Completed>(
+    pub(crate) unsafe fn send<T: CompletionHandler>(
         &self,
         id: u32,
         header: &[u8],
         data: &[u8],
         target: NonNull<T>,
-    ) -> Posted {
+    ) -> PostOutcome {
         let mut param = with_callback(target);
         param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
         param.flags = UCP_AM_SEND_FLAG_EAGER;
         // SAFETY: the caller's promise.
-        Posted::read(unsafe {
+        PostOutcome::read(unsafe {
             (self.functions.ucp_am_send_nbx)(
                 self.raw(),
                 id,
@@ -120,12 +120,12 @@ impl Endpoint {
     /// # Safety
     /// As [`transfer`](Endpoint::transfer), but for the memory; no key that was unpacked for it is used any more. Keys may be
     /// dropped later: that touches no endpoint.
-    pub(crate) unsafe fn close<T: Completed>(self, target: NonNull<T>) -> Posted {
+    pub(crate) unsafe fn close<T: CompletionHandler>(self, target: NonNull<T>) -> PostOutcome {
         let mut param = with_callback(target);
         param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
         param.flags = UCP_EP_CLOSE_FLAG_FORCE;
         // SAFETY: the caller's promise.
-        Posted::read(unsafe { (self.functions.ucp_ep_close_nbx)(self.raw(), &param) })
+        PostOutcome::read(unsafe { (self.functions.ucp_ep_close_nbx)(self.raw(), &param) })
     }
 
     /// UCX's description of the endpoint: its lanes and, from 1.14 or so, its protocols.

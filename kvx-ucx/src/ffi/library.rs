@@ -8,7 +8,7 @@ use kvx_backend::version::Version;
 use kvx_core::Unavailable;
 
 use super::bindings_1_13::Functions;
-use super::loaded;
+use super::conflict;
 
 /// The variable that names the library.
 pub(crate) const VARIABLE: &str = "KVX_UCX_LIB";
@@ -45,7 +45,7 @@ pub(super) fn functions() -> &'static Functions {
 
 fn load() -> Result<Library, Unavailable> {
     if let Some(wanted) = std::env::var_os(VARIABLE).filter(|value| !value.is_empty()) {
-        loaded::check(Path::new(&wanted), ONE_ONLY)?;
+        conflict::check(Path::new(&wanted), ONE_ONLY)?;
     }
     loader::with_signals_kept(|| {
         let library = Search::new(VARIABLE, NAMES, CURE).open()?;

@@ -7,12 +7,12 @@ use std::ptr::{self, NonNull};
 use super::bindings_1_13::*;
 use super::bindings_1_22 as sgl;
 use super::library::{self, Library};
-use super::request::{Completed, Posted, with_callback};
+use super::request::{CompletionHandler, PostOutcome, with_callback};
 use super::{Endpoint, RemoteKey, Version};
 
 /// Whether puts of lists go over every lane. 1.22 takes them only on cards whose driver has a plug-in for it, and an
 /// endpoint on which it refuses one is lost.
-pub(super) fn are_taken_by(library: &Library) -> bool {
+pub(super) fn is_supported_by(library: &Library) -> bool {
     library.version() >= Version::new(1, 23, 0)
 }
 
@@ -46,12 +46,12 @@ impl Sgl {
     ///
     /// # Safety
     /// As [`Endpoint::put`] for every piece; the list is neither changed nor dropped until the end; the library
-    /// [takes them](are_taken_by).
-    pub(super) unsafe fn put<T: Completed>(
+    /// [takes them](is_supported_by).
+    pub(super) unsafe fn put<T: CompletionHandler>(
         &self,
         endpoint: &Endpoint,
         target: NonNull<T>,
-    ) -> Posted {
+    ) -> PostOutcome {
         let count = self.lengths.len();
         let local = sgl::ucp_dt_local_sgl_t {
             field_mask: u64::from(
@@ -95,6 +95,6 @@ impl Sgl {
         // SAFETY: the caller's promise. Both descriptors are copied by the call, the arrays are the list's. The
         // parameters begin with those of 1.13; a library that has the datatype reads what follows them. Address and
         // key of the call itself are unused with a remote list.
-        Posted::read(unsafe { put(endpoint.raw(), list, count, 0, ptr::null_mut(), param) })
+        PostOutcome::read(unsafe { put(endpoint.raw(), list, count, 0, ptr::null_mut(), param) })
     }
 }

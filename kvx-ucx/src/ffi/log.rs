@@ -47,7 +47,7 @@ impl HandlerStack {
 }
 
 /// Keeps back what would not be shown at the usual level.
-extern "C" fn hold_back(
+extern "C" fn suppress_details(
     _: *const c_char,
     _: c_uint,
     _: *const c_char,
@@ -60,25 +60,25 @@ extern "C" fn hold_back(
 }
 
 /// Whether the user has said what UCX is to log.
-fn is_the_users() -> bool {
+fn is_set_by_user() -> bool {
     ["UCX_LOG_LEVEL", "UCX_PROTO_INFO"].iter().any(|name| std::env::var_os(name).is_some())
 }
 
 /// Does something while UCX logs less than usual, unless the user has set what it logs.
-pub(super) fn quietly<T>(library: &'static Library, act: impl FnOnce() -> T) -> T {
-    at_level(library, "error", !is_the_users(), act)
+pub(super) fn with_less_log<T>(library: &'static Library, act: impl FnOnce() -> T) -> T {
+    at_level(library, "error", !is_set_by_user(), act)
 }
 
 /// Does something while UCX takes its log level for `debug`: it then tells more where it is asked to describe
 /// something. What it would log meanwhile, on any thread, is kept back. If the user has set the level, that holds.
-pub(super) fn talkatively<T>(library: &'static Library, act: impl FnOnce() -> T) -> T {
+pub(super) fn with_debug_log<T>(library: &'static Library, act: impl FnOnce() -> T) -> T {
     /// Level and handlers are the process's: one agent at a time.
     static ONE: Mutex<()> = Mutex::new(());
-    let handlers = HandlerStack::find(library.native()).filter(|_| !is_the_users());
+    let handlers = HandlerStack::find(library.native()).filter(|_| !is_set_by_user());
     let Some(handlers) = handlers else { return act() };
     let _one = ONE.lock();
     // SAFETY: UCX calls the handler with what its type says, and it is a function of this program, which stays.
-    unsafe { (handlers.push)(hold_back) };
+    unsafe { (handlers.push)(suppress_details) };
     let answer = at_level(library, "debug", true, act);
     // SAFETY: takes away what was pushed last, which is ours.
     unsafe { (handlers.pop)() };

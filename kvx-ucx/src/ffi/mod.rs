@@ -13,14 +13,14 @@ pub mod bindings_1_13;
 #[allow(clippy::all, clippy::undocumented_unsafe_blocks, reason = "generated")]
 pub mod bindings_1_22;
 
+mod conflict;
 mod context;
 mod endpoint;
 mod library;
 #[cfg(test)]
 mod lists;
-mod loaded;
 mod log;
-mod padded;
+mod pad;
 mod print;
 mod request;
 mod status;
@@ -28,11 +28,11 @@ mod status;
 mod tests;
 mod worker;
 
-pub(crate) use context::{MappedMemory, Mapping, UcxContext};
+pub(crate) use context::{MapParams, MappedMemory, UcxContext};
 pub(crate) use endpoint::{Endpoint, RemoteKey};
 pub(crate) use kvx_backend::version::Version;
 pub(crate) use library::{Library, open as open_library, opened as opened_library};
-pub(crate) use padded::padded;
-pub(crate) use request::{Completed, Posted};
+pub(crate) use pad::pad;
+pub(crate) use request::{CompletionHandler, PostOutcome};
 pub(crate) use status::Status;
-pub(crate) use worker::{Message, Receives, Worker, WorkerArmed};
+pub(crate) use worker::{ArmOutcome, Message, MessageHandler, Worker};

@@ -13,7 +13,7 @@ use super::status::Status;
 /// The answer to an operation that was posted.
 #[derive(Debug)]
 #[must_use = "an operation that is pending completes later"]
-pub(crate) enum Posted {
+pub(crate) enum PostOutcome {
     /// Done; no callback will come.
     Done,
     /// Not begun; no callback will come.
@@ -22,41 +22,41 @@ pub(crate) enum Posted {
     Pending,
 }
 
-impl Posted {
+impl PostOutcome {
     /// Reads what an `_nbx` call returned (`UCS_PTR_STATUS` and its kin).
-    pub(super) fn read(answer: ucs_status_ptr_t) -> Posted {
+    pub(super) fn read(answer: ucs_status_ptr_t) -> PostOutcome {
         match (NonNull::new(answer), Status::of_pointer(answer as usize)) {
-            (None, _) => Posted::Done,
-            (_, Some(status)) => Posted::Failed(status),
-            (Some(_), None) => Posted::Pending,
+            (None, _) => PostOutcome::Done,
+            (_, Some(status)) => PostOutcome::Failed(status),
+            (Some(_), None) => PostOutcome::Pending,
         }
     }
 }
 
 /// Is told of the end of an operation, whose user data points to it.
-pub(crate) trait Completed {
+pub(crate) trait CompletionHandler {
     /// The operation has ended. Runs inside a call into UCX (progress, or a closing endpoint): it may post, but must
     /// not destroy the worker, and must not panic.
     ///
     /// # Safety
     /// `this` is what was passed to [`with_callback`], alive.
-    unsafe fn completed(this: NonNull<Self>, outcome: Result<(), Status>);
+    unsafe fn on_completion(this: NonNull<Self>, outcome: Result<(), Status>);
 }
 
 /// Parameters of a send-like operation (get, put, flush, close, active message) whose end `target` is told of.
 /// `target` must be alive until then: the poster upholds that.
-pub(crate) fn with_callback<T: Completed>(target: NonNull<T>) -> ucp_request_param_t {
+pub(crate) fn with_callback<T: CompletionHandler>(target: NonNull<T>) -> ucp_request_param_t {
     let mut param = ucp_request_param_t {
         op_attr_mask: UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
         user_data: target.as_ptr().cast(),
         ..ucp_request_param_t::default()
     };
-    param.cb.send = Some(completed::<T>);
+    param.cb.send = Some(on_completion::<T>);
     param
 }
 
 /// Frees the request and tells its target.
-unsafe extern "C" fn completed<T: Completed>(
+unsafe extern "C" fn on_completion<T: CompletionHandler>(
     request: *mut c_void,
     status: ucs_status_t,
     target: *mut c_void,
@@ -67,7 +67,7 @@ unsafe extern "C" fn completed<T: Completed>(
         return debug_assert!(false, "UCX passes the user data that it was given");
     };
     // SAFETY: the poster's promise, see `with_callback`.
-    unsafe { T::completed(target, Status::check(status)) };
+    unsafe { T::on_completion(target, Status::check(status)) };
 }
 
 #[cfg(test)]
@@ -77,16 +77,17 @@ mod tests {
 
     #[test]
     fn pointers_are_done_an_error_or_a_request() {
-        let read =
-            |number: isize| Posted::read(std::ptr::without_provenance_mut(number.cast_unsigned()));
-        assert!(matches!(read(0), Posted::Done));
+        let read = |number: isize| {
+            PostOutcome::read(std::ptr::without_provenance_mut(number.cast_unsigned()))
+        };
+        assert!(matches!(read(0), PostOutcome::Done));
         for status in [UCS_ERR_NO_MESSAGE, UCS_ERR_UNREACHABLE, -99, -100] {
             assert!(
-                matches!(read(isize::from(status)), Posted::Failed(Status(read)) if read == status),
+                matches!(read(isize::from(status)), PostOutcome::Failed(Status(read)) if read == status),
                 "{status}"
             );
         }
-        assert!(matches!(read(-101), Posted::Pending));
-        assert!(matches!(read(4096), Posted::Pending));
+        assert!(matches!(read(-101), PostOutcome::Pending));
+        assert!(matches!(read(4096), PostOutcome::Pending));
     }
 }

@@ -33,8 +33,8 @@ struct Ends {
     error: Cell<Option<Status>>,
 }
 
-impl Completed for Ends {
-    unsafe fn completed(this: NonNull<Self>, outcome: Result<(), Status>) {
+impl CompletionHandler for Ends {
+    unsafe fn on_completion(this: NonNull<Self>, outcome: Result<(), Status>) {
         // SAFETY: the test keeps it until all have ended.
         let ends = unsafe { this.as_ref() };
         ends.count.set(ends.count.get() + 1);
@@ -52,8 +52,8 @@ impl Ends {
 #[derive(Default)]
 struct Mail(Cell<Vec<(Vec<u8>, Vec<u8>)>>);
 
-impl Receives for Mail {
-    unsafe fn received(this: NonNull<Self>, message: Message<'_>) {
+impl MessageHandler for Mail {
+    unsafe fn on_message(this: NonNull<Self>, message: Message<'_>) {
         // SAFETY: the test keeps it as long as the worker.
         let mail = unsafe { &this.as_ref().0 };
         let mut letters = mail.take();
@@ -75,11 +75,11 @@ fn until(workers: [&Worker; 2], mut done: impl FnMut() -> bool) {
 }
 
 /// Waits for `posted`, whose callback counts in `ends`.
-fn ending(workers: [&Worker; 2], ends: &Ends, posted: Posted) -> Result<(), Status> {
+fn ending(workers: [&Worker; 2], ends: &Ends, posted: PostOutcome) -> Result<(), Status> {
     match posted {
-        Posted::Done => {}
-        Posted::Failed(status) => return Err(status),
-        Posted::Pending => {
+        PostOutcome::Done => {}
+        PostOutcome::Failed(status) => return Err(status),
+        PostOutcome::Pending => {
             // Memory that others write to is read only after the end, so nothing is assumed of it here.
             let before = ends.count.get();
             until(workers, || ends.count.get() > before);
@@ -88,7 +88,7 @@ fn ending(workers: [&Worker; 2], ends: &Ends, posted: Posted) -> Result<(), Stat
     ends.error.take().map_or(Ok(()), Err)
 }
 
-fn finish(workers: [&Worker; 2], ends: &Ends, posted: Posted) {
+fn finish(workers: [&Worker; 2], ends: &Ends, posted: PostOutcome) {
     assert_eq!(ending(workers, ends, posted), Ok(()));
 }
 
@@ -115,7 +115,7 @@ fn everything_over(library: &'static Library, tls: &str) {
     let mut far_bytes: Vec<u8> = (0..count * 1000).map(|at| at as u8).collect();
     let mut near_bytes = vec![0_u8; far_bytes.len()];
     let map = |memory: &mut [u8]| {
-        let mapping = Mapping::new(memory.as_mut_ptr(), memory.len(), None);
+        let mapping = MapParams::new(memory.as_mut_ptr(), memory.len(), None);
         // SAFETY: both live longer than what is mapped.
         unsafe { context.map(&mapping) }.expect("mapped")
     };
@@ -145,7 +145,7 @@ fn everything_over(library: &'static Library, tls: &str) {
     }
 
     near_bytes.fill(11);
-    if lists::are_taken_by(library) {
+    if lists::is_supported_by(library) {
         let mut list = Sgl::default();
         for piece in 0..count {
             // SAFETY: within both.
@@ -156,7 +156,7 @@ fn everything_over(library: &'static Library, tls: &str) {
         // SAFETY: as above, and `list` is kept until the end.
         finish(workers, &ends, unsafe { list.put(&endpoint, ends.target()) });
     }
-    for piece in (0..count).filter(|_| !lists::are_taken_by(library)) {
+    for piece in (0..count).filter(|_| !lists::is_supported_by(library)) {
         // SAFETY: as above.
         let posted = unsafe {
             let (local, remote) = (local.add(piece * 1000), remote.add(piece * 1000) as u64);
@@ -198,7 +198,7 @@ fn everything_over(library: &'static Library, tls: &str) {
     let told = crate::protocols::chosen(&lanes, &worker);
     // 1.23 tells of lists as well.
     let own = told.strip_prefix(chosen).unwrap_or_else(|| panic!("{told}\n{worker}"));
-    assert_eq!(own.is_empty(), !lists::are_taken_by(library), "{told}");
+    assert_eq!(own.is_empty(), !lists::is_supported_by(library), "{told}");
 
     drop(key);
     // SAFETY: its key is dropped and nothing is in flight.
@@ -255,7 +255,7 @@ fn messages_that_a_worker_would_have_to_fetch_are_refused() {
             param.flags = UCP_AM_SEND_FLAG_RNDV;
             let send = library.functions().ucp_am_send_nbx;
             // SAFETY: one thread, the endpoint is open, and the bytes stay until the end.
-            let posted = Posted::read(unsafe {
+            let posted = PostOutcome::read(unsafe {
                 send(
                     endpoint.raw(),
                     7,
@@ -287,7 +287,7 @@ fn a_worker_that_has_nothing_to_do_can_be_slept_on() {
         let context = UcxContext::new(library, &settings(library, "tcp")).expect("a context");
         let worker = Worker::new(&context).expect("a worker");
         let end = Instant::now() + Duration::from_secs(10);
-        while worker.arm().expect("armed") == WorkerArmed::Busy {
+        while worker.arm().expect("armed") == ArmOutcome::Busy {
             while worker.progress() > 0 {}
             assert!(Instant::now() < end, "it is always busy");
         }
@@ -308,7 +308,7 @@ fn the_first_version_that_knows_lists_knows_them_as_they_are_described() {
             );
             let ends = Ends::default();
             let mut memory = vec![0_u8; 100];
-            let mapping = Mapping::new(memory.as_mut_ptr(), memory.len(), None);
+            let mapping = MapParams::new(memory.as_mut_ptr(), memory.len(), None);
             // SAFETY: it is dropped after the mapping.
             let mapped = unsafe { context.map(&mapping) }.expect("mapped");
             let (address, key) = (far.address().expect("an address"), mapped.key().expect("a key"));

@@ -28,7 +28,7 @@ unsafe impl Send for Worker {}
 
 /// The answer to arming.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum WorkerArmed {
+pub(crate) enum ArmOutcome {
     /// The descriptor becomes readable when there is something to do.
     Sleep,
     /// There is something to do now: progress, then arm again.
@@ -58,7 +58,7 @@ impl Worker {
         // names that they do not know, which new ones refuse.
         let is_old = context.library().version() < Version::new(1, 21, 0);
         let quiet = is_old && !context.takes_any_name();
-        let status = if quiet { log::quietly(context.library(), create) } else { create() };
+        let status = if quiet { log::with_less_log(context.library(), create) } else { create() };
         Status::check(status)?;
         let raw = NonNull::new(raw).ok_or(Status(UCS_ERR_NO_MEMORY))?;
         let mut worker = Worker {
@@ -107,11 +107,11 @@ impl Worker {
     }
 
     /// Asks for the descriptor to become readable. Errors: UCX's status.
-    pub(crate) fn arm(&self) -> Result<WorkerArmed, Status> {
+    pub(crate) fn arm(&self) -> Result<ArmOutcome, Status> {
         // SAFETY: the worker is alive.
         match unsafe { (self.functions().ucp_worker_arm)(self.raw()) } {
-            UCS_OK => Ok(WorkerArmed::Sleep),
-            UCS_ERR_BUSY => Ok(WorkerArmed::Busy),
+            UCS_OK => Ok(ArmOutcome::Sleep),
+            UCS_ERR_BUSY => Ok(ArmOutcome::Busy),
             status => Err(Status(status)),
         }
     }
@@ -132,7 +132,7 @@ impl Worker {
     ///
     /// UCX adds those if it logs at the level `debug` at that moment.
     pub(crate) fn printed_with_protocols(&self) -> String {
-        log::talkatively(self.context.library(), || self.printed())
+        log::with_debug_log(self.context.library(), || self.printed())
     }
 
     /// An endpoint to the worker behind `address`, in error mode PEER: when the peer fails, its operations end with an
@@ -176,7 +176,7 @@ impl Worker {
     ///
     /// # Errors
     /// UCX's status.
-    pub(crate) unsafe fn deliver<T: Receives>(
+    pub(crate) unsafe fn deliver<T: MessageHandler>(
         &self,
         id: u32,
         target: NonNull<T>,
@@ -190,7 +190,7 @@ impl Worker {
             ),
             id,
             flags: UCP_AM_FLAG_WHOLE_MSG,
-            cb: Some(received::<T>),
+            cb: Some(on_message::<T>),
             arg: target.as_ptr().cast(),
         };
         // SAFETY: the worker is alive, and the fields that the mask names are set.
@@ -208,16 +208,16 @@ impl Drop for Worker {
 }
 
 /// Receives active messages.
-pub(crate) trait Receives {
+pub(crate) trait MessageHandler {
     /// A message has come. Messages that were sent eagerly alone come here: others are refused. It may post, but must
     /// not destroy the worker, and must not panic.
     ///
     /// # Safety
     /// `this` is what was passed to [`Worker::deliver`], alive.
-    unsafe fn received(this: NonNull<Self>, message: Message<'_>);
+    unsafe fn on_message(this: NonNull<Self>, message: Message<'_>);
 }
 
-unsafe extern "C" fn received<T: Receives>(
+unsafe extern "C" fn on_message<T: MessageHandler>(
     target: *mut c_void,
     header: *const c_void,
     header_length: usize,
@@ -237,7 +237,7 @@ unsafe extern "C" fn received<T: Receives>(
         return UCS_OK;
     };
     // SAFETY: the caller of `deliver` promised that it is alive.
-    unsafe { T::received(target, message) };
+    unsafe { T::on_message(target, message) };
     UCS_OK
 }
 

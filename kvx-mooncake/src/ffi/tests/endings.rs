@@ -106,13 +106,13 @@ fn a_batch_that_has_failed_is_not_over_while_one_of_its_pieces_moves() {
         let now = Instant::now();
         for later in 0..5 {
             let now = now + later * Duration::from_secs(1);
-            assert!(batches.look_at_next(&ours, now).is_none(), "a piece is under way");
+            assert!(batches.poll_next(&ours, now).is_none(), "a piece is under way");
         }
         assert_eq!(BATCHES.load(Ordering::SeqCst), 1);
         SECOND_MOVES.store(false, Ordering::SeqCst);
         let until = Instant::now() + CUT_OFF;
         let ended = loop {
-            if let Some(ended) = batches.look_at_next(&ours, now) {
+            if let Some(ended) = batches.poll_next(&ours, now) {
                 break ended;
             }
             assert!(Instant::now() < until, "the second piece has been moved long since");

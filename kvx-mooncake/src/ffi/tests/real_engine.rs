@@ -5,8 +5,8 @@ use std::sync::OnceLock;
 
 use super::super::adapter_bindings;
 use super::super::bindings::Functions;
-use super::super::engine::{Engine, PEER_TO_PEER, Recipe};
-use super::super::library::{Library, Wanted};
+use super::super::engine::{Engine, EngineOptions, PEER_TO_PEER};
+use super::super::library::{Library, LoadOptions};
 
 /// The real functions, to which replaced ones pass most of their calls on.
 static REAL: OnceLock<(Functions, adapter_bindings::Functions)> = OnceLock::new();
@@ -35,15 +35,15 @@ pub(super) fn real(
         kvx_testkit::skip(test, why, "cargo xtask peers mooncake");
         return None;
     };
-    let library = Library::open(&Wanted { files: vec![file], ..Wanted::default() })
+    let library = Library::open(&LoadOptions { files: vec![file], ..LoadOptions::default() })
         .expect("the real one passes");
     let of_adapter = *library.adapter().expect("that is the adapter");
     let (functions, of_adapter) = *REAL.get_or_init(|| (*library.functions(), of_adapter));
     Some((library, functions, of_adapter))
 }
 
-fn recipe(devices: &[&str]) -> Recipe {
-    Recipe {
+fn engine_options(devices: &[&str]) -> EngineOptions {
+    EngineOptions {
         metadata: PEER_TO_PEER.into(),
         host: "127.0.0.1".into(),
         protocol: "tcp".into(),
@@ -53,5 +53,5 @@ fn recipe(devices: &[&str]) -> Recipe {
 
 /// An engine of a library that stays as long as the engine.
 pub(super) fn engine(library: Library, devices: &[&str]) -> kvx_core::Result<Engine> {
-    Engine::start(Box::leak(Box::new(library)), &recipe(devices))
+    Engine::start(Box::leak(Box::new(library)), &engine_options(devices))
 }

@@ -17,7 +17,7 @@ use super::super::library::Library;
 use super::super::{adapter_bindings, self_test};
 use super::real_engine::{engine, real, real_adapter_functions, real_functions};
 use crate::batches::{Batches, Moving};
-use crate::memory::{Enrolment, Ranges};
+use crate::memory::{MemoryRegistrar, RegisteredRanges};
 
 /// How long a notification that never comes is waited for.
 const MUTE: Duration = Duration::from_millis(100);
@@ -333,7 +333,7 @@ fn a_batch_is_asked_for_as_a_whole_where_that_can_be_and_else_piece_by_piece() {
                 theirs.name().into(),
                 [LEN; COUNT].into(),
             ));
-            let ended = batches.look_at_next(&ours, begun).expect("all its pieces have ended");
+            let ended = batches.poll_next(&ours, begun).expect("all its pieces have ended");
             assert_eq!(ended.failed.is_some(), beyond > 0);
             ours.free(ended.batch);
             let asked = counts.map(|count| count.load(Ordering::Relaxed));
@@ -383,8 +383,8 @@ fn the_engine_is_told_on_which_device_memory_is() {
     let device = TestDevice::new(MemoryKind::Cuda);
     let gpu = format!("cuda:{}", device.ordinal());
     for (node, at, host) in [(None, 1, "*"), (Some("cpu:1"), 2, "cpu:1")] {
-        let (weak, ranges) = (Arc::downgrade(&engine), Arc::<Ranges>::default());
-        let enrolment = Enrolment { engine: weak, ranges, node: node.map(str::to_owned) };
+        let (weak, ranges) = (Arc::downgrade(&engine), Arc::<RegisteredRanges>::default());
+        let enrolment = MemoryRegistrar { engine: weak, ranges, node: node.map(str::to_owned) };
         for (memory, location) in
             [(device.allocate(4096), &*gpu), (Memory::owned(vec![0; 64]), host)]
         {

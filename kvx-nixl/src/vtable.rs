@@ -75,7 +75,7 @@ const NAMES: [(Function, &str); FUNCTIONS] = [
 const STRING: &str = "NSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE";
 
 /// Plug-ins that come with NIXL and need no library that is not there.
-pub const SIBLINGS: [&str; 4] = ["UCX", "POSIX", "OBJ", "LIBFABRIC"];
+pub const PLUGINS: [&str; 4] = ["UCX", "POSIX", "OBJ", "LIBFABRIC"];
 
 /// The most slots that a table may have. NIXL's has 27 to 31.
 pub const MAX_SLOTS: usize = 64;
@@ -105,22 +105,23 @@ pub const DESTRUCTORS: usize = 2;
 
 /// How many functions for GPUs the releases have had between `releaseReqH` and `getPublicData`: since 1.0, until 0.9,
 /// and in 0.10.
-const STRANGERS: [usize; 3] = [3, 4, 7];
+const GPU_SLOTS: [usize; 3] = [3, 4, 7];
 
 /// What each slot of the table is: a function of KVX's, or none of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Order(Vec<Option<Function>>);
+pub struct SlotOrder(Vec<Option<Function>>);
 
-impl Order {
+impl SlotOrder {
     /// The slots.
     pub fn slots(&self) -> &[Option<Function>] {
         &self.0
     }
 
     /// Whether KVX's functions have the same places in both.
-    pub(crate) fn agrees(&self, other: &Order) -> bool {
-        let placed =
-            |order: &Order| order.0.iter().rposition(Option::is_some).map_or(0, |last| last + 1);
+    pub(crate) fn agrees(&self, other: &SlotOrder) -> bool {
+        let placed = |order: &SlotOrder| {
+            order.0.iter().rposition(Option::is_some).map_or(0, |last| last + 1)
+        };
         let (ours, theirs) = (placed(self), placed(other));
         self.0[..ours] == other.0[..theirs]
     }
@@ -135,7 +136,7 @@ impl Order {
         let (release, public, last) = (place(ReleaseReq), place(PublicData), place(GenNotif));
         let between = public.checked_sub(release).and_then(|more| more.checked_sub(1));
         all.is_sorted()
-            && between.is_some_and(|between| STRANGERS.contains(&between))
+            && between.is_some_and(|between| GPU_SLOTS.contains(&between))
             && (0..self.0.len())
                 .filter(|at| is_stranger(*at))
                 .all(|at| at < DESTRUCTORS || (release..public).contains(&at) || at > last)
@@ -146,10 +147,10 @@ impl Order {
 ///
 /// # Errors
 /// No plug-in there tells, two of them differ, or, unless `any` is set, the order is one that no tried release has.
-pub fn order_in(folder: &Path, any: bool) -> Result<Order, TableRefusal> {
-    let mut found: Option<(&str, Order)> = None;
+pub fn order_in(folder: &Path, any: bool) -> Result<SlotOrder, TableRefusal> {
+    let mut found: Option<(&str, SlotOrder)> = None;
     let mut reasons = Vec::new();
-    for name in SIBLINGS {
+    for name in PLUGINS {
         let path = folder.join(format!("libplugin_{name}.so"));
         let file = match std::fs::metadata(&path) {
             Ok(file) if file.len() > MAX_FILE => {
@@ -184,7 +185,7 @@ pub fn order_in(folder: &Path, any: bool) -> Result<Order, TableRefusal> {
         )),
         Some((_, order)) => Ok(order),
         None if reasons.is_empty() => {
-            refuse(format!("{} has none of the plug-ins {}", folder.display(), SIBLINGS.join(", ")))
+            refuse(format!("{} has none of the plug-ins {}", folder.display(), PLUGINS.join(", ")))
         }
         None => refuse(reasons.join("; ")),
     }
@@ -195,8 +196,8 @@ pub fn order_in(folder: &Path, any: bool) -> Result<Order, TableRefusal> {
 /// # Errors
 /// The file is not a shared library of this machine, it has no table of a backend, or one that has not each function
 /// once.
-pub fn order(file: &[u8]) -> Result<Order, TableRefusal> {
-    let mut found: Option<Order> = None;
+pub fn order(file: &[u8]) -> Result<SlotOrder, TableRefusal> {
+    let mut found: Option<SlotOrder> = None;
     for table in tables(file)?.iter().filter(|table| is_of_a_backend(table)) {
         let order = place(table)?;
         match &found {
@@ -217,7 +218,7 @@ fn is_of_a_backend(table: &[Vec<&str>]) -> bool {
 }
 
 /// Which function is in which slot. Errors: one is missing, or in two slots, or a slot is two of them.
-fn place(table: &[Vec<&str>]) -> Result<Order, TableRefusal> {
+fn place(table: &[Vec<&str>]) -> Result<SlotOrder, TableRefusal> {
     let names = NAMES.map(|(function, name)| (function, name.replace('$', STRING)));
     let Some(slots) = table.get(2..).filter(|slots| slots.len() <= MAX_SLOTS) else {
         return refuse(format!("a table of {} functions", table.len()));
@@ -242,7 +243,7 @@ fn place(table: &[Vec<&str>]) -> Result<Order, TableRefusal> {
             (None, _) => return refuse(format!("its table lacks the function {function:?}")),
         }
     }
-    Ok(Order(order))
+    Ok(SlotOrder(order))
 }
 
 #[cfg(target_arch = "aarch64")]

@@ -7,7 +7,7 @@ use kvx::gpu::DevicePtr;
 
 use super::Blob;
 use crate::devices::Devices;
-use crate::engine::told;
+use crate::engine::report;
 use crate::log::warn;
 use crate::status::{NixlResult, NixlStatus};
 
@@ -36,7 +36,7 @@ pub(super) unsafe fn adopt(blob: &Blob, kind: c_int, devices: &Devices) -> NixlR
             })?;
             // SAFETY: as above.
             let adopted = unsafe { device.adopt(DevicePtr(address), len, ()) };
-            adopted.map_err(|error| told("memory is not registered", &error))
+            adopted.map_err(|error| report("memory is not registered", &error))
         }
         _ => Err(NixlStatus::NotSupported),
     }

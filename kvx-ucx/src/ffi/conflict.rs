@@ -18,7 +18,7 @@ pub(super) fn check(wanted: &Path, cure: &str) -> Result<(), Unavailable> {
     let Ok(wanted) = wanted.canonicalize() else { return Ok(()) };
     let is_shared = PARTS.iter().any(|part| has_name(&wanted, part));
     let Some(other) =
-        loaded().into_iter().find(|other| is_shared && other.parent() != wanted.parent())
+        loaded_files().into_iter().find(|other| is_shared && other.parent() != wanted.parent())
     else {
         return Ok(());
     };
@@ -38,13 +38,13 @@ fn has_name(file: &Path, part: &str) -> bool {
 }
 
 /// The files of UCX that this process has loaded.
-fn loaded() -> Vec<PathBuf> {
+fn loaded_files() -> Vec<PathBuf> {
     unsafe extern "C" fn note(
         info: *mut libc::dl_phdr_info,
         _: usize,
         found: *mut c_void,
     ) -> c_int {
-        // SAFETY: the linker passes an entry whose name is a C string, and what `loaded` passed, below.
+        // SAFETY: the linker passes an entry whose name is a C string, and what `loaded_files` passed, below.
         let (name, found) =
             unsafe { (CStr::from_ptr((*info).dlpi_name), &mut *found.cast::<Vec<PathBuf>>()) };
         let path = Path::new(OsStr::from_bytes(name.to_bytes()));

@@ -6,7 +6,7 @@
 const MARGIN: usize = 4096;
 
 /// A copy that zeros follow.
-pub(crate) fn padded(bytes: &[u8]) -> Vec<u8> {
+pub(crate) fn pad(bytes: &[u8]) -> Vec<u8> {
     let mut copy = Vec::with_capacity(bytes.len() + MARGIN);
     copy.extend_from_slice(bytes);
     copy.resize(bytes.len() + MARGIN, 0);
@@ -19,7 +19,7 @@ mod tests {
 
     #[test]
     fn zeros_follow_what_ucx_is_shown() {
-        let shown = padded(b"key");
+        let shown = pad(b"key");
         assert_eq!((&shown[..3], shown.len()), (b"key".as_slice(), 3 + MARGIN));
         assert!(shown[3..].iter().all(|byte| *byte == 0));
     }

@@ -16,18 +16,18 @@ use crate::blob;
 pub(crate) type Name = Arc<CStr>;
 
 /// A call that takes long; made in the order of asking.
-pub(crate) enum Task {
-    /// Loads a blob and connects; the answer is a [`Loaded`].
+pub(crate) enum LoadTask {
+    /// Loads a blob and connects; the answer is a [`LoadResult`].
     Load { peer: Name, load: u64, blob: Vec<u8> },
     /// Has NIXL know a lost peer's name again, and no way to it, which there may not be any more; the answer is a
-    /// [`Loaded`].
+    /// [`LoadResult`].
     Name { peer: Name, load: u64 },
     /// Forgets a peer.
     Forget { peer: Name },
 }
 
-/// A [`Task::Load`] or [`Task::Name`] has ended.
-pub(crate) struct Loaded {
+/// A [`LoadTask::Load`] or [`LoadTask::Name`] has ended.
+pub(crate) struct LoadResult {
     pub(crate) peer: Name,
     /// Its number.
     pub(crate) load: u64,
@@ -35,13 +35,13 @@ pub(crate) struct Loaded {
 }
 
 /// The thread, and what it has done.
-pub(crate) struct Loads {
-    tasks: Option<Sender<Task>>,
-    answers: Arc<Mailbox<Loaded>>,
+pub(crate) struct PeerLoader {
+    tasks: Option<Sender<LoadTask>>,
+    answers: Arc<Mailbox<LoadResult>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Loads {
+impl PeerLoader {
     /// Starts it. Errors: `Exhausted`.
     pub(crate) fn start(name: String, agent_lock: Arc<AgentLock>) -> Result<Self> {
         let answers = Arc::new(Mailbox::new()?);
@@ -54,7 +54,7 @@ impl Loads {
             Error::os("a thread for NIXL could not be started", error)
                 .with_kind(ErrorKind::Exhausted)
         })?;
-        Ok(Loads { tasks: Some(tasks), answers, thread: Some(thread) })
+        Ok(PeerLoader { tasks: Some(tasks), answers, thread: Some(thread) })
     }
 
     /// Readable when something has ended.
@@ -62,19 +62,19 @@ impl Loads {
         self.answers.fd()
     }
 
-    pub(crate) fn ask(&self, task: Task) {
+    pub(crate) fn ask(&self, task: LoadTask) {
         if let Some(tasks) = &self.tasks {
             tasks.send(task).ok(); // the thread ends only after the last task
         }
     }
 
     /// What has ended.
-    pub(crate) fn take(&self) -> Vec<Loaded> {
+    pub(crate) fn take(&self) -> Vec<LoadResult> {
         self.answers.take()
     }
 }
 
-impl Drop for Loads {
+impl Drop for PeerLoader {
     fn drop(&mut self) {
         self.tasks = None;
         if let Some(thread) = self.thread.take() {
@@ -83,20 +83,20 @@ impl Drop for Loads {
     }
 }
 
-fn serve(todo: &Receiver<Task>, agent_lock: &AgentLock, answers: &Mailbox<Loaded>) {
+fn serve(todo: &Receiver<LoadTask>, agent_lock: &AgentLock, answers: &Mailbox<LoadResult>) {
     for task in todo {
         let locked = agent_lock.lock();
         let Some(agent) = locked.as_ref() else { continue }; // the transport was stopped before this task
         let (peer, load, result) = match task {
-            Task::Forget { peer } => {
+            LoadTask::Forget { peer } => {
                 agent.forget(&peer);
                 continue;
             }
-            Task::Name { peer, load } => {
+            LoadTask::Name { peer, load } => {
                 let result = agent.load(&blob::of_name(&peer)).map(drop);
                 (peer, load, result)
             }
-            Task::Load { peer, load, blob } => {
+            LoadTask::Load { peer, load, blob } => {
                 let result = agent.load(&blob).and_then(|name| {
                     if name.as_bytes() != peer.to_bytes() {
                         return Err(blob::malformed("it names another agent than it seemed to"));
@@ -107,6 +107,6 @@ fn serve(todo: &Receiver<Task>, agent_lock: &AgentLock, answers: &Mailbox<Loaded
             }
         };
         drop(locked);
-        answers.put(Loaded { peer, load, result });
+        answers.put(LoadResult { peer, load, result });
     }
 }

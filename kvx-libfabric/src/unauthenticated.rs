@@ -1,4 +1,4 @@
-//! Who has an owner's metadata and not its secret, and goes to libfabric's own port.
+//! Peers that have an agent's metadata and not the fleet's secret, and use libfabric directly.
 
 use std::time::Duration;
 

@@ -24,7 +24,7 @@ fn watchers() -> BTreeSet<RawFd> {
 }
 
 /// Runs `start`, and gives what it returns with the watching descriptors that it has made.
-pub(crate) fn of<T>(start: impl FnOnce() -> T) -> (T, Vec<RawFd>) {
+pub(crate) fn new_watchers<T>(start: impl FnOnce() -> T) -> (T, Vec<RawFd>) {
     let before = watchers();
     let started = start();
     (started, watchers().difference(&before).copied().collect())
@@ -35,11 +35,11 @@ const KVX: u64 = 0;
 const PLUGIN: u64 = 1;
 
 /// One descriptor for all that wakes.
-pub(crate) struct Wakes {
+pub(crate) struct WakeSet {
     set: OwnedFd,
 }
 
-impl Wakes {
+impl WakeSet {
     /// Watches `own`, which outlive it, and what the plugin has made. Errors: `Exhausted`.
     pub(crate) fn new(own: &[RawFd], plugins: &[RawFd]) -> Result<Self> {
         let exhausted = |cause| {
@@ -63,7 +63,7 @@ impl Wakes {
             // The kernel limits how deep such sets may lie in each other, and this one goes into another.
             let outer = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(exhausted)?;
             match epoll::add(&outer, &set, epoll::EventData::new_u64(0), epoll::EventFlags::IN) {
-                Ok(()) => return Ok(Wakes { set }),
+                Ok(()) => return Ok(WakeSet { set }),
                 Err(cause) if plugins.is_empty() => return Err(exhausted(cause)),
                 Err(_) => {}
             }
@@ -97,11 +97,11 @@ mod tests {
     #[test]
     fn a_descriptor_that_was_made_is_found_and_wakes_once() {
         let inner = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
-        let (theirs, made) = of(|| epoll::create(epoll::CreateFlags::CLOEXEC).unwrap());
+        let (theirs, made) = new_watchers(|| epoll::create(epoll::CreateFlags::CLOEXEC).unwrap());
         assert!(made.contains(&theirs.as_raw_fd()));
         epoll::add(&theirs, &inner, epoll::EventData::new_u64(0), epoll::EventFlags::IN).unwrap();
         let loads = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
-        let wakes = Wakes::new(&[loads.as_raw_fd()], &[theirs.as_raw_fd()]).unwrap();
+        let wakes = WakeSet::new(&[loads.as_raw_fd()], &[theirs.as_raw_fd()]).unwrap();
         assert!(!wakes.take());
         rustix::io::write(&inner, &1_u64.to_ne_bytes()).unwrap();
         // Nobody reads it, and still it wakes only once.

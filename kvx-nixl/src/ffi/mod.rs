@@ -2,9 +2,9 @@
 //!
 //! Each function is entered by NIXL with pointers that are good for the call, on any thread, and no panic leaves it.
 
-mod adopted;
 mod entries;
 mod libstdcxx;
+mod memory;
 
 use std::ffi::{c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,9 +12,9 @@ use std::ptr::{addr_of, addr_of_mut, null, null_mut};
 use std::sync::OnceLock;
 
 use crate::engine::{Descriptor, Engine};
-use crate::installed::Installed;
+use crate::installation::Installation;
 use crate::log::warn;
-use crate::sibling::TableRefusal;
+use crate::vtable::TableRefusal;
 use libstdcxx::{Map, Str, Vector};
 
 /// `nixlBlobDesc`.
@@ -36,7 +36,7 @@ struct Descriptors {
 
 /// `nixl_opt_b_args_t`.
 #[repr(C)]
-struct Extra {
+struct BackendArgs {
     note: Str,
     has_note: bool,
     custom: Str,
@@ -89,8 +89,9 @@ struct Plugin {
 const _: () = assert!(
     size_of::<Blob>() == 56 && size_of::<Descriptor>() == 32 && size_of::<Descriptors>() == 40
 );
-const _: () =
-    assert!(size_of::<Extra>() == 72 && size_of::<InitParams>() == 96 && size_of::<Plugin>() == 56);
+const _: () = assert!(
+    size_of::<BackendArgs>() == 72 && size_of::<InitParams>() == 96 && size_of::<Plugin>() == 56
+);
 const _: () = assert!(
     std::mem::offset_of!(Object, lock) == 120 && std::mem::offset_of!(Object, events) == 96
 );
@@ -122,7 +123,7 @@ fn table() -> Result<&'static EngineTable, TableRefusal> {
     if let Some(table) = TABLE.get() {
         return Ok(table);
     }
-    let Installed { order, name } = Installed::of_process()?;
+    let Installation { order, name } = Installation::of_process()?;
     libstdcxx::find_heap().map_err(TableRefusal)?;
     // Offset to the top, no type information, and the two destructors: of the object, and with its memory.
     let mut functions = vec![null(), null()];

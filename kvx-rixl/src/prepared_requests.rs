@@ -16,11 +16,11 @@ const MOST_KEPT: usize = 1 << 20;
 
 /// How many descriptors the plans of an agent keep.
 #[derive(Default)]
-pub(crate) struct Kept(AtomicUsize);
+pub(crate) struct DescriptorBudget(AtomicUsize);
 
 /// The requests that a plan keeps.
 #[derive(Default)]
-pub(crate) struct Prepared {
+pub(crate) struct PreparedRequests {
     taken: AtomicBool,
     slices: Mutex<Option<Slices>>,
 }
@@ -31,7 +31,7 @@ struct Slices {
     load: u64,
     slices: Vec<Slice>,
     descriptors: usize,
-    kept: Arc<Kept>,
+    kept: Arc<DescriptorBudget>,
 }
 
 impl Drop for Slices {
@@ -52,7 +52,7 @@ pub(crate) struct Slice {
 /// A transfer's part in them, until all its pieces have ended.
 #[derive(Default)]
 pub(crate) struct SliceLease {
-    of: Option<Arc<Prepared>>,
+    of: Option<Arc<PreparedRequests>>,
     slices: Option<Slices>,
     /// All of them were there.
     whole: bool,
@@ -61,7 +61,11 @@ pub(crate) struct SliceLease {
 
 impl SliceLease {
     /// Takes what the plan keeps, if nobody has it. `load`: the peer's address that requests must be of.
-    pub(crate) fn take(prepared: &Arc<Prepared>, load: u64, kept: &Arc<Kept>) -> SliceLease {
+    pub(crate) fn take(
+        prepared: &Arc<PreparedRequests>,
+        load: u64,
+        kept: &Arc<DescriptorBudget>,
+    ) -> SliceLease {
         if prepared.taken.swap(true, Ordering::Acquire) {
             return SliceLease::default();
         }

@@ -6,28 +6,28 @@ use std::path::{Path, PathBuf};
 use kvx_backend::version::Version;
 
 use crate::log::warn;
-use crate::sibling::{self, Order, TableRefusal};
 use crate::version::{self, ANY};
+use crate::vtable::{self, SlotOrder, TableRefusal};
 
 /// A NIXL whose border is known.
-pub(crate) struct Installed {
-    pub(crate) order: Order,
+pub(crate) struct Installation {
+    pub(crate) order: SlotOrder,
     /// Its name for people.
     pub(crate) name: String,
 }
 
-impl Installed {
+impl Installation {
     /// The one in this process.
     ///
     /// # Errors
     /// No library, several that differ, a version that was not tried, or a table that is not whole.
-    pub(crate) fn of_process() -> Result<Installed, TableRefusal> {
+    pub(crate) fn of_process() -> Result<Installation, TableRefusal> {
         let maps = std::fs::read_to_string("/proc/self/maps")
             .map_err(|error| TableRefusal(error.to_string()))?;
         let any = std::env::var_os(ANY).is_some_and(|value| value == "1");
-        let mut found: Option<Installed> = None;
+        let mut found: Option<Installation> = None;
         for library in libraries(&maps) {
-            let installed = Installed::at(library, any)?;
+            let installed = Installation::at(library, any)?;
             match &found {
                 Some(first) if !first.order.agrees(&installed.order) => {
                     return Err(TableRefusal(format!(
@@ -41,7 +41,7 @@ impl Installed {
         found.ok_or_else(|| TableRefusal("there is no libnixl.so in this process".into()))
     }
 
-    fn at(library: &Path, any: bool) -> Result<Installed, TableRefusal> {
+    fn at(library: &Path, any: bool) -> Result<Installation, TableRefusal> {
         let version = Version::of_wheel(library);
         let name = match version {
             Some(version) => format!("NIXL {version}"),
@@ -57,14 +57,14 @@ impl Installed {
             )));
         }
         let folder = library.parent().unwrap_or(Path::new("/")).join("plugins");
-        let order = sibling::order_in(&folder, any)
+        let order = vtable::order_in(&folder, any)
             .map_err(|why| TableRefusal(format!("{name} is not one that KVX can serve: {why}")))?;
         if version.is_none() {
             warn(format_args!(
                 "{name} does not tell its version: KVX goes by the tables of its plug-ins"
             ));
         }
-        Ok(Installed { order, name })
+        Ok(Installation { order, name })
     }
 }
 
@@ -76,7 +76,7 @@ fn libraries(maps: &str) -> BTreeSet<&Path> {
 
 /// Says what KVX thinks of the NIXL whose `libnixl.so` this is: its name, or why it is refused.
 pub fn verdict(library: &Path) -> Result<String, TableRefusal> {
-    Installed::at(library, false).map(|installed| installed.name)
+    Installation::at(library, false).map(|installed| installed.name)
 }
 
 /// The version of the wheel that brought a `libnixl.so`.

@@ -1,4 +1,4 @@
-//! Who has an owner's metadata and not its secret, and goes to UCX's own port.
+//! Peers that have an agent's metadata and not the fleet's secret, and use UCX directly.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::versions;
 #[test]
 fn an_address_that_is_not_proven_reaches_no_parser_and_keeps_nobody_waiting() {
     const TITLE: &str =
-        "strangers::an_address_that_is_not_proven_reaches_no_parser_and_keeps_nobody_waiting";
+        "unauthenticated::an_address_that_is_not_proven_reaches_no_parser_and_keeps_nobody_waiting";
     versions::on_each(TITLE, |_| {
         let [secret, wrong] = [3, 4].map(|byte| Secret::from_bytes([byte; 32]));
         let mut registry = Registry::new();

@@ -5,14 +5,14 @@ use std::ptr::addr_of;
 
 use kvx::Op;
 
-use super::adopted::{DEVICE, HOST, adopt};
 use super::libstdcxx::{Str, Vector};
-use super::{Blob, Descriptors, Extra, Object, guarded};
+use super::memory::{DEVICE, HOST, adopt};
+use super::{BackendArgs, Blob, Descriptors, Object, guarded};
 use crate::engine::Engine;
 use crate::handles::NixlHandle;
 use crate::log::warn;
-use crate::sibling::Function;
 use crate::status::{NixlResult, NixlStatus};
+use crate::vtable::Function;
 
 /// The function of a slot.
 pub(super) fn address_of(function: Function) -> *const c_void {
@@ -167,7 +167,7 @@ unsafe extern "C" fn prepare(
     remote: *const Descriptors,
     agent: *const Str,
     out: *mut NixlHandle,
-    _: *const Extra,
+    _: *const BackendArgs,
 ) -> c_int {
     // SAFETY: as above.
     unsafe {
@@ -187,7 +187,7 @@ unsafe extern "C" fn post(
     _: *const Descriptors,
     _: *const Str,
     request: *const NixlHandle,
-    extra: *const Extra,
+    extra: *const BackendArgs,
 ) -> c_int {
     // SAFETY: as above.
     unsafe {

@@ -12,34 +12,39 @@ const PART: u32 = 4;
 const BUSY: Duration = Duration::from_millis(2);
 
 /// The longest sleeps.
-struct Longest {
+struct SleepLimits {
     /// Answers are awaited.
     waiting: Duration,
     idle: Duration,
 }
 
 /// The plugin's descriptors wake the thread; the clock is for wakes that are lost.
-const WOKEN: Longest =
-    Longest { waiting: Duration::from_millis(1), idle: Duration::from_millis(50) };
+const WOKEN: SleepLimits =
+    SleepLimits { waiting: Duration::from_millis(1), idle: Duration::from_millis(50) };
 /// Nothing wakes it, or nobody knows yet whether something does: messages over RDMA do not. A look costs up to 70
 /// microseconds of a core that has slept, and an idle agent may take a hundredth of one.
-const BY_THE_CLOCK: Longest =
-    Longest { waiting: Duration::from_micros(250), idle: Duration::from_millis(10) };
+const BY_THE_CLOCK: SleepLimits =
+    SleepLimits { waiting: Duration::from_micros(250), idle: Duration::from_millis(10) };
 
 /// When something came last, and whether the sleeper was woken for it.
-pub(crate) struct Sleeps {
+pub(crate) struct SleepTimer {
     last_came: Instant,
-    /// Since [`slept`](Sleeps::slept).
+    /// Since [`slept`](SleepTimer::slept).
     asleep: bool,
     /// By whether what came after the last sleep had woken the sleeper.
-    longest: &'static Longest,
+    longest: &'static SleepLimits,
     /// The last message that came to a sleeper had not woken it: once may be chance, as it came just before the look.
     missed: bool,
 }
 
-impl Sleeps {
+impl SleepTimer {
     pub(crate) fn new() -> Self {
-        Sleeps { last_came: Instant::now(), asleep: false, longest: &BY_THE_CLOCK, missed: false }
+        SleepTimer {
+            last_came: Instant::now(),
+            asleep: false,
+            longest: &BY_THE_CLOCK,
+            missed: false,
+        }
     }
 
     /// A sleep follows.
@@ -89,16 +94,16 @@ impl Sleeps {
 mod tests {
     use super::*;
 
-    fn quiet_for(time: Duration, longest: &'static Longest) -> Sleeps {
+    fn quiet_for(time: Duration, longest: &'static SleepLimits) -> SleepTimer {
         let last_came = Instant::now().checked_sub(time).expect("the machine has run for longer");
-        Sleeps { last_came, longest, ..Sleeps::new() }
+        SleepTimer { last_came, longest, ..SleepTimer::new() }
     }
 
     const LONG: Duration = Duration::from_secs(60);
 
     /// However long this test is kept from its core, something has only just come.
-    fn just_heard() -> Sleeps {
-        Sleeps { last_came: Instant::now() + LONG, ..Sleeps::new() }
+    fn just_heard() -> SleepTimer {
+        SleepTimer { last_came: Instant::now() + LONG, ..SleepTimer::new() }
     }
 
     #[test]
@@ -119,7 +124,8 @@ mod tests {
     #[test]
     fn whoever_has_just_heard_something_goes_on_looking() {
         let idle = quiet_for(BUSY, &WOKEN);
-        let looks = |sleeps: &Sleeps| sleeps.looks().1.is_some_and(|until| until > Instant::now());
+        let looks =
+            |sleeps: &SleepTimer| sleeps.looks().1.is_some_and(|until| until > Instant::now());
         assert!(looks(&just_heard()) && !looks(&idle));
         for (woken, came) in [(false, false), (true, false), (false, true)] {
             let (mut sleeps, now) = (quiet_for(LONG, &WOKEN), Instant::now());
@@ -130,8 +136,8 @@ mod tests {
 
     #[test]
     fn a_plugin_that_does_not_wake_is_asked_by_the_clock_until_it_does() {
-        let longest = |sleeps: &Sleeps| quiet_for(LONG, sleeps.longest).next(false, false);
-        let mut sleeps = Sleeps::new();
+        let longest = |sleeps: &SleepTimer| quiet_for(LONG, sleeps.longest).next(false, false);
+        let mut sleeps = SleepTimer::new();
         // What comes while nobody sleeps says nothing.
         sleeps.looked(true, true, true);
         assert_eq!(longest(&sleeps), BY_THE_CLOCK.idle);
@@ -141,7 +147,7 @@ mod tests {
         sleeps.slept();
         sleeps.looked(true, true, true);
         assert_eq!(longest(&sleeps), WOKEN.idle);
-        let unwoken = |sleeps: &mut Sleeps| {
+        let unwoken = |sleeps: &mut SleepTimer| {
             sleeps.slept();
             sleeps.looked(false, true, true);
         };

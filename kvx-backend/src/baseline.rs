@@ -1,9 +1,10 @@
 //! A kit for baseline programs: two processes that move blocks through a bare native library.
 //!
-//! `kvx bench --beside PROGRAM` measures such a program in turn with kvx; `kvx-cli/BESIDE.md` describes the
-//! protocol, which [`answer`] speaks. The program implements [`Baseline`], forks the process that owns the remote
-//! memory with [`fork`], and uses nothing else of kvx but bindings, the [loader](crate::loader) and this module.
-//! Baselines have no error handling: whatever fails panics and so ends the program.
+//! `kvx bench --beside PROGRAM` measures such a program in turn with kvx; `kvx-cli/BESIDE.md`
+//! describes the protocol, which [`answer`] speaks. The program implements [`Baseline`], forks the
+//! process that owns the remote memory with [`fork`], and uses nothing else of kvx but bindings,
+//! the [loader](crate::loader) and this module. Baselines have no error handling: whatever fails
+//! panics and so ends the program.
 
 use std::io::{Read, Write};
 use std::ops::Range;
@@ -14,7 +15,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-/// A block number of the initiator's memory, and the number of the remote block that it is paired with.
+/// A block number of the initiator's memory, and the number of the remote block that it is paired
+/// with.
 pub type BlockPair = (usize, usize);
 
 /// The transfers that the next rounds repeat.
@@ -85,7 +87,8 @@ pub fn shuffled(count: usize, seed: u64) -> Vec<usize> {
 
 /// A loop around a bare library: the initiator's side of both processes.
 pub trait Baseline {
-    /// Allocates the memory of both processes and prepares the transfers. Returns a reason to skip the point.
+    /// Allocates the memory of both processes and prepares the transfers. Returns a reason to skip
+    /// the point.
     fn prepare(&mut self, point: &Point) -> Option<String>;
 
     /// Runs one transfer to its end: the blocks of [`Point::list`].
@@ -133,7 +136,8 @@ pub fn repeat<B: Baseline>(
     (times, took)
 }
 
-/// Starts the second process, which runs `child` and exits. Returns the first process's end of their channel.
+/// Starts the second process, which runs `child` and exits. Returns the first process's end of
+/// their channel.
 ///
 /// # Safety
 /// The process has one thread.
@@ -188,12 +192,13 @@ pub struct HugeMemory {
 impl HugeMemory {
     const HUGE_PAGE: usize = 2 << 20;
 
-    /// Maps so many bytes; `private` as a program's own allocations are, otherwise as a kvx pool is.
+    /// Maps so many bytes; `private` as a program's own allocations are, otherwise as a kvx pool
+    /// is.
     pub fn new(len: usize, private: bool) -> HugeMemory {
         let flags = if private { MapFlags::PRIVATE } else { MapFlags::SHARED };
         let mapped = len + Self::HUGE_PAGE;
-        // SAFETY: the kernel chooses new pages; of these, `len` bytes behind the first huge page's border are
-        // written to, which all fit.
+        // SAFETY: the kernel chooses new pages; of these, `len` bytes behind the first huge page's
+        // border are written to, which all fit.
         unsafe {
             let access = ProtFlags::READ | ProtFlags::WRITE;
             let pages = rustix::mm::mmap_anonymous(std::ptr::null_mut(), mapped, access, flags)

@@ -1,4 +1,5 @@
-//! Reads the files of native libraries. Nothing in them is believed: each number is checked before it is used.
+//! Reads the files of native libraries. Nothing in them is believed: each number is checked before
+//! it is used.
 
 use std::path::{Path, PathBuf};
 
@@ -48,8 +49,8 @@ impl<'a> Elf<'a> {
     }
 }
 
-/// Returns the libraries that `file` needs and the dynamic linker does not find for it, which names only the first
-/// itself. Empty when that cannot be told.
+/// Returns the libraries that `file` needs and the dynamic linker does not find for it, which names
+/// only the first itself. Empty when that cannot be told.
 pub fn missing_libraries(file: &Path) -> Vec<String> {
     let Some(dynamic) = std::fs::read(file).ok().and_then(|bytes| Dynamic::read(&bytes)) else {
         return Vec::new();

@@ -1,9 +1,9 @@
 //! Opens native libraries at run time: a missing one is a reason in a list, never a crash.
 //!
-//! The host process belongs to the program, not to the libraries that kvx needs. They are never closed (their threads
-//! and exit handlers would run into unmapped code), the environment is not changed for them, and the signal handlers
-//! that some install while they are loaded or initialised are put back: open a library and initialise it in one
-//! [`with_signals_kept`].
+//! The host process belongs to the program, not to the libraries that kvx needs. They are never
+//! closed (their threads and exit handlers would run into unmapped code), the environment is not
+//! changed for them, and the signal handlers that some install while they are loaded or initialised
+//! are put back: open a library and initialise it in one [`with_signals_kept`].
 //!
 //! ```
 //! use kvx_backend::loader::{self, Search};
@@ -36,8 +36,8 @@ use libloading::os::unix as native;
 use kvx_core::sync::Mutex;
 use kvx_core::{Unavailable, fork};
 
-/// Looks for a library in this order: the file that the variable names, and nothing else if it is set; the
-/// names, which the dynamic linker finds; the further files.
+/// Looks for a library in this order: the file that the variable names, and nothing else if it is
+/// set; the names, which the dynamic linker finds; the further files.
 #[derive(Clone, Debug)]
 #[must_use = "call open"]
 pub struct Search {
@@ -49,8 +49,9 @@ pub struct Search {
 }
 
 impl Search {
-    /// Looks at `variable`, then for `names`, the first of which messages call the library by; `cure` says how to get
-    /// it. The library's symbols stay out of the way of others (`RTLD_LOCAL`).
+    /// Looks at `variable`, then for `names`, the first of which messages call the library by;
+    /// `cure` says how to get it. The library's symbols stay out of the way of others
+    /// (`RTLD_LOCAL`).
     pub fn new(
         variable: &'static str,
         names: &'static [&'static str],
@@ -71,15 +72,15 @@ impl Search {
         self
     }
 
-    /// Lets libraries that are opened later see its symbols (`RTLD_GLOBAL`): for those that open plugins which count
-    /// on it.
+    /// Lets libraries that are opened later see its symbols (`RTLD_GLOBAL`): for those that open
+    /// plugins which count on it.
     pub fn global(mut self) -> Self {
         self.flags = native::RTLD_NOW | native::RTLD_GLOBAL;
         self
     }
 
-    /// Opens the first that loads, for the life of the process. Signal handlers that it installs meanwhile are put
-    /// back.
+    /// Opens the first that loads, for the life of the process. Signal handlers that it installs
+    /// meanwhile are put back.
     ///
     /// # Errors
     /// Everything that was tried, with the dynamic linker's reason for each, and the cure.
@@ -122,8 +123,8 @@ impl Search {
                 }
                 Err(error) => {
                     let (shown, reason) = (candidate.to_string_lossy(), error);
-                    // The linker says the same of a file that is not there and of one that needs such a file: it
-                    // begins with the name of the one that is missing.
+                    // The linker says the same of a file that is not there and of one that needs
+                    // such a file: it begins with the name of the one that is missing.
                     let absent = reason.starts_with(&*shown) && reason.contains("No such file");
                     if !absent && broken.is_none() {
                         broken = Some(shown.clone().into_owned());
@@ -156,8 +157,8 @@ impl Search {
 
 /// Opens a library for the life of the process. Returns its handle, or the dynamic linker's reason.
 fn open_for_good(file: &OsStr, flags: i32) -> Result<*mut c_void, String> {
-    // SAFETY: the library's initialisers run. That they may is what naming a library means; what they do to signal
-    // handlers is undone.
+    // SAFETY: the library's initialisers run. That they may is what naming a library means; what
+    // they do to signal handlers is undone.
     let opened = with_signals_kept(|| unsafe { native::Library::open(Some(file), flags) });
     opened.map(native::Library::into_raw).map_err(|error| match error {
         libloading::Error::DlOpen { source } => source.to_string(),
@@ -165,8 +166,8 @@ fn open_for_good(file: &OsStr, flags: i32) -> Result<*mut c_void, String> {
     })
 }
 
-/// Loads a library for the life of the process, for others that look for it: by a name that the dynamic linker finds,
-/// or by its file. Signal handlers that it installs meanwhile are put back.
+/// Loads a library for the life of the process, for others that look for it: by a name that the
+/// dynamic linker finds, or by its file. Signal handlers that it installs meanwhile are put back.
 ///
 /// # Errors
 /// The dynamic linker's reason.
@@ -186,7 +187,8 @@ struct OpenLibrary {
     cure: Cow<'static, str>,
 }
 
-// SAFETY: the handle is a token for the dynamic linker, which may be asked from any thread; all else is plain data.
+// SAFETY: the handle is a token for the dynamic linker, which may be asked from any thread; all
+// else is plain data.
 unsafe impl Send for OpenLibrary {}
 // SAFETY: as above.
 unsafe impl Sync for OpenLibrary {}
@@ -197,7 +199,8 @@ struct Origin {
     value: Option<String>,
 }
 
-/// What a process knows of a library that it opens once: the first that was asked for is the only one.
+/// What a process knows of a library that it opens once: the first that was asked for is the only
+/// one.
 pub struct OpenOnce<T>(OnceLock<T>);
 
 impl<T> OpenOnce<T> {
@@ -263,8 +266,8 @@ impl<F, V: Copy> BoundLibrary<F, V> {
 }
 
 impl NativeLibrary {
-    /// The file that was really loaded. It may be another than the first of its name: the process may have loaded it
-    /// before.
+    /// The file that was really loaded. It may be another than the first of its name: the process
+    /// may have loaded it before.
     pub fn path(&self) -> &Path {
         &self.0.path
     }
@@ -272,7 +275,8 @@ impl NativeLibrary {
     /// The symbol `name`.
     ///
     /// # Safety
-    /// `T` is the type that the library gives the symbol: a pointer, or a function pointer with its signature.
+    /// `T` is the type that the library gives the symbol: a pointer, or a function pointer with its
+    /// signature.
     ///
     /// # Errors
     /// Names the symbol and the file.
@@ -314,8 +318,8 @@ impl NativeLibrary {
         unsafe { typed(address) }
     }
 
-    /// The symbol `name` as of `version` (`FABRIC_1.3`): what a program gets that was linked against that version,
-    /// also when a newer library has a newer default.
+    /// The symbol `name` as of `version` (`FABRIC_1.3`): what a program gets that was linked
+    /// against that version, also when a newer library has a newer default.
     ///
     /// # Safety
     /// As [`symbol`](NativeLibrary::symbol), for the symbol as of that version.
@@ -419,14 +423,16 @@ thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `load`, which opens and initialises a library, and puts back every signal handler that it changed. Whoever
-/// else opens a library by this module waits meanwhile; nested calls do not.
+/// Runs `load`, which opens and initialises a library, and puts back every signal handler that it
+/// changed. Whoever else opens a library by this module waits meanwhile; nested calls do not.
 ///
-/// All 64 signals are compared; what was changed is told by `tracing` at debug level. Handlers that other threads of
-/// the program install during the call are put back too: install them before, or after.
+/// All 64 signals are compared; what was changed is told by `tracing` at debug level. Handlers that
+/// other threads of the program install during the call are put back too: install them before, or
+/// after.
 ///
-/// The two signals that the C library keeps to itself (32 and 33) are left alone if it had no handler there before:
-/// it installs one on first need, for good, and would end the process without.
+/// The two signals that the C library keeps to itself (32 and 33) are left alone if it had no
+/// handler there before: it installs one on first need, for good, and would end the process
+/// without.
 pub fn with_signals_kept<T>(load: impl FnOnce() -> T) -> T {
     if INSIDE.get() {
         return load();
@@ -438,7 +444,8 @@ pub fn with_signals_kept<T>(load: impl FnOnce() -> T) -> T {
 
 const SIGNALS: std::ops::RangeInclusive<i32> = 1..=64;
 
-/// The kernel's `struct sigaction`, whose layout differs from machine to machine; it is only carried and compared.
+/// The kernel's `struct sigaction`, whose layout differs from machine to machine; it is only
+/// carried and compared.
 type Disposition = [u64; 8];
 
 /// The dispositions of all signals at one time; put back when dropped.
@@ -478,19 +485,21 @@ impl Drop for SavedHandlers {
 /// The size of the kernel's signal set.
 const SET: usize = 8;
 
-/// By the system call: the C library's function hides the signals it keeps to itself, and their handlers.
+/// By the system call: the C library's function hides the signals it keeps to itself, and their
+/// handlers.
 fn disposition_of(signal: i32) -> Disposition {
     let mut disposition = [0; 8];
     let none = std::ptr::null::<Disposition>();
-    // SAFETY: asks only; the kernel's structure is smaller than the 64 bytes it may fill. A refusal leaves zeros.
+    // SAFETY: asks only; the kernel's structure is smaller than the 64 bytes it may fill. A refusal
+    // leaves zeros.
     unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, none, disposition.as_mut_ptr(), SET) };
     disposition
 }
 
 fn dispose(signal: i32, disposition: &Disposition) {
     let none = std::ptr::null_mut::<Disposition>();
-    // SAFETY: `disposition` is what the kernel said of this signal before, so its handler is one that was installed
-    // then; a library that came since is not asked to run anything.
+    // SAFETY: `disposition` is what the kernel said of this signal before, so its handler is one
+    // that was installed then; a library that came since is not asked to run anything.
     let rc =
         unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, disposition.as_ptr(), none, SET) };
     if rc != 0 {

@@ -4,8 +4,8 @@ use std::sync::{Arc, Weak};
 
 use kvx_core::sync::Mutex;
 
-/// The handles of a library that keep one region registered. They are dropped once: when the region is revoked, or when
-/// the agent ends.
+/// The handles of a library that keep one region registered. They are dropped once: when the region
+/// is revoked, or when the agent ends.
 #[derive(Debug)]
 pub struct Registration<T>(Mutex<Option<T>>);
 
@@ -50,7 +50,8 @@ impl<T> Registrations<T> {
         registration
     }
 
-    /// Ends all registrations, and those that are added later. The caller vouches for it that operations have ended.
+    /// Ends all registrations, and those that are added later. The caller vouches for it that
+    /// operations have ended.
     pub fn close(&self) {
         let all = self.open.lock().take().unwrap_or_default();
         all.iter().filter_map(Weak::upgrade).for_each(|registration| registration.end());

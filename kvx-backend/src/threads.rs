@@ -1,9 +1,11 @@
-//! Names of threads that native libraries start: an operator who sees one should know which backend it belongs to.
+//! Names of threads that native libraries start: an operator who sees one should know which backend
+//! it belongs to.
 
 use std::collections::BTreeSet;
 
-/// Runs `start`, then renames the threads called `from` that were started meanwhile to `to`, of which the kernel keeps 15
-/// bytes. A thread that was there before belongs to another user of the library.
+/// Runs `start`, then renames the threads called `from` that were started meanwhile to `to`, of
+/// which the kernel keeps 15 bytes. A thread that was there before belongs to another user of the
+/// library.
 pub fn rename_new<T>(from: &str, to: &str, start: impl FnOnce() -> T) -> T {
     let before = tasks();
     let started = start();

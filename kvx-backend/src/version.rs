@@ -26,9 +26,9 @@ impl Version {
         Version { major, minor, patch }
     }
 
-    /// Returns the version of the Python wheel that brought a library whose interface does not tell one:
-    /// `.nixl_cu12.mesonpy.libs/libnixl.so` lies beside `nixl_cu12-1.5.1.dist-info`. Returns `None` for a library
-    /// that was built from source.
+    /// Returns the version of the Python wheel that brought a library whose interface does not tell
+    /// one: `.nixl_cu12.mesonpy.libs/libnixl.so` lies beside `nixl_cu12-1.5.1.dist-info`. Returns
+    /// `None` for a library that was built from source.
     pub fn of_wheel(library: &Path) -> Option<Self> {
         let folder = library.parent()?;
         let wheel =

@@ -1,10 +1,11 @@
-//! A bare libfabric loop between two processes: what libfabric gives without kvx, to measure kvx beside. `PROVIDER
-//! DOMAIN` (`tcp lo`, `shm shm`) is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`); with `pingpong SIZE`
-//! behind it sends messages to and fro, as `fi_pingpong -e rdm -S SIZE` does.
+//! A bare libfabric loop between two processes: what libfabric gives without kvx, to measure kvx
+//! beside. `PROVIDER DOMAIN` (`tcp lo`, `shm shm`) is a program for `kvx bench --beside` (see
+//! `kvx-cli/BESIDE.md`); with `pingpong SIZE` behind it sends messages to and fro, as `fi_pingpong
+//! -e rdm -S SIZE` does.
 //!
-//! The library is `KVX_LIBFABRIC_LIB`, else `libfabric.so.1`; settings are the environment's. A write counts when its
-//! bytes have arrived (`FI_DELIVERY_COMPLETE`; over shm a post copies before it returns). It uses nothing of kvx but
-//! the bindings and the kit for baselines.
+//! The library is `KVX_LIBFABRIC_LIB`, else `libfabric.so.1`; settings are the environment's. A
+//! write counts when its bytes have arrived (`FI_DELIVERY_COMPLETE`; over shm a post copies before
+//! it returns). It uses nothing of kvx but the bindings and the kit for baselines.
 
 use kvx_backend::baseline::{self, Baseline, BlockPair, Channel, HugeMemory, Point, answer};
 use kvx_backend::loader::Search;
@@ -28,7 +29,8 @@ fn check(what: &str, answer: impl Into<i64>) -> i64 {
     answer
 }
 
-/// One of the two processes: its endpoint, which leads to the other's, and memory of one length in both.
+/// One of the two processes: its endpoint, which leads to the other's, and memory of one length in
+/// both.
 struct End {
     info: *mut fi_info,
     domain: *mut fid_domain,
@@ -48,7 +50,8 @@ struct Memory {
     registration: *mut fid_mr,
 }
 
-/// Numbers that are no length: make progress until the next number; do nothing until then; answer messages of a length.
+/// Numbers that are no length: make progress until the next number; do nothing until then; answer
+/// messages of a length.
 const PROGRESS: usize = 0;
 const REST: usize = usize::MAX;
 const ANSWER: usize = usize::MAX - 1;
@@ -60,7 +63,8 @@ impl End {
         let library = search.open().expect("libfabric");
         let find = |name: &'static CStr| library.versioned_address(name, symbol_version(name));
         let none = null_mut();
-        // SAFETY: each call is one that libfabric's manual describes, on objects that the calls before it have made.
+        // SAFETY: each call is one that libfabric's manual describes, on objects that the calls
+        // before it have made.
         unsafe {
             let functions = Functions::find(find).expect("every function of 1.17");
             let hints = (functions.fi_dupinfo)(null());
@@ -107,7 +111,8 @@ impl End {
         }
     }
 
-    /// Registers memory in place of the last. Returns the two numbers by which the other process reaches it.
+    /// Registers memory in place of the last. Returns the two numbers by which the other process
+    /// reaches it.
     fn allocate(&mut self, length: usize) -> [u64; 2] {
         // SAFETY: nothing is in flight between points.
         if let Some(Memory { registration, .. }) = self.memory.take() {
@@ -168,7 +173,8 @@ impl End {
                 bytes.as_ptr().wrapping_add(local_block * block).cast(),
                 base + (remote_block * block) as u64,
             );
-            // SAFETY: both memories have room for every block of the point, and live until the next point.
+            // SAFETY: both memories have room for every block of the point, and live until the next
+            // point.
             #[rustfmt::skip]
             self.post(511, || unsafe {
                 let desc = (**mr).mem_desc;

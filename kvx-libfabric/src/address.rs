@@ -8,7 +8,8 @@ use crate::config::MAX_RAILS;
 use crate::error::NAME;
 use crate::wake_socket;
 
-/// The longest address of an endpoint, and the longest name of a provider, that are taken from a peer.
+/// The longest address of an endpoint, and the longest name of a provider, that are taken from a
+/// peer.
 const MAX_ADDRESS: usize = 256;
 const MAX_PROVIDER: usize = 64;
 
@@ -82,7 +83,7 @@ impl Address {
         Ok(Address { provider, protocol, rails, host })
     }
 
-    /// Whether endpoints of ours can be led to it. Errors: `Incompatible`, `Malformed`.
+    /// Returns whether endpoints of ours can be led to it. Errors: `Incompatible`, `Malformed`.
     pub(crate) fn check(&self, ours: &Address, texts: bool) -> Result<()> {
         if (&self.provider, self.protocol) != (&ours.provider, ours.protocol) {
             let why = format!(
@@ -107,7 +108,8 @@ impl Address {
     }
 }
 
-/// Whether a provider that reads `own` as an address reads all of `other` and nothing behind it.
+/// Returns whether a provider that reads `own` as an address reads all of `other` and nothing
+/// behind it.
 fn has_form_of(own: &[u8], other: &[u8], texts: bool) -> bool {
     if texts {
         return other.last() == Some(&0)

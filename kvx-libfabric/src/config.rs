@@ -6,8 +6,8 @@
 //! | `domain` | the cards or interfaces to be used, an endpoint for each: `["rdmap0s6", "rdmap1s6"]`; all cards, or for `tcp` the loopback interface |
 //! | `rails` | the most endpoints that one region's transfers are spread over; 4 |
 //!
-//! The variables `FI_*` are read by libfabric itself and win over whatever kvx would have chosen: with `FI_PROVIDER`,
-//! it shows kvx no other provider.
+//! The variables `FI_*` are read by libfabric itself and win over whatever kvx would have chosen:
+//! with `FI_PROVIDER`, it shows kvx no other provider.
 
 use kvx_core::{Error, ErrorKind, Options, Result};
 

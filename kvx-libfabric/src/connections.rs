@@ -1,8 +1,9 @@
 //! Ends an endpoint's connections although others have its sockets open.
 //!
-//! libfabric (1.17 over `tcp`) lets a program that is started while an agent is open inherit its sockets, and at the
-//! end closes descriptors only. The connections would live on with that program: peers would keep theirs, one for each
-//! such end, and a stranger to the address would wait for an answer.
+//! libfabric (1.17 over `tcp`) lets a program that is started while an agent is open inherit its
+//! sockets, and at the end closes descriptors only. The connections would live on with that
+//! program: peers would keep theirs, one for each such end, and a stranger to the address would
+//! wait for an answer.
 //!
 //! What belongs to an endpoint is what its queue waits for, as the kernel tells it of an epoll.
 
@@ -12,16 +13,17 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use kvx_core::fork;
 use rustix::net::{AddressFamily, Shutdown};
 
-/// How deep queues wait for queues: an endpoint's waits for one of connections and one of messages. The inner ones live
-/// as long as it does: all queues have one number as files.
+/// How deep queues wait for queues: an endpoint's waits for one of connections and one of messages.
+/// The inner ones live as long as it does: all queues have one number as files.
 const DEPTH: usize = 3;
 
-/// Sockets over IP, by descriptors of our own: libfabric's may be closed.
+/// Sockets over IP, by descriptors of its own: libfabric's may be closed.
 #[derive(Default)]
 pub(crate) struct Connections(Vec<OwnedFd>);
 
 impl Connections {
-    /// Those that a queue waits for, itself or through others; none in a forked child, whose they are not to end.
+    /// Those that a queue waits for, itself or through others; none in a forked child, whose they
+    /// are not to end.
     pub(crate) fn of(queue: RawFd) -> Self {
         let mut found = Connections::default();
         if fork::count() == 0 {
@@ -31,7 +33,8 @@ impl Connections {
     }
 
     fn look(&mut self, queue: RawFd, depth: usize) {
-        let Some(deeper) = depth.checked_sub(1) else { return }; // the program's own queues, perhaps
+        // The program's own queues, perhaps.
+        let Some(deeper) = depth.checked_sub(1) else { return };
         // Another thread may close a descriptor meanwhile.
         let Ok(told) = fs::read_to_string(format!("/proc/self/fdinfo/{queue}")) else { return };
         for (number, inode) in told.lines().filter_map(waited_for) {
@@ -42,8 +45,8 @@ impl Connections {
             }
             // SAFETY: it was made just now.
             let copy = unsafe { OwnedFd::from_raw_fd(copy) };
-            // A descriptor that was closed while others have the socket open is still told of, and its number may be
-            // somebody else's.
+            // A descriptor that was closed while others have the socket open is still told of, and
+            // its number may be somebody else's.
             if !rustix::fs::fstat(&copy).is_ok_and(|file| file.st_ino == inode) {
                 continue;
             }
@@ -61,7 +64,8 @@ impl Connections {
         }
     }
 
-    /// Ends them, for whoever has them open: what was sent arrives, and their other ends hear of it.
+    /// Ends them, for whoever has them open: what was sent arrives, and their other ends hear of
+    /// it.
     pub(crate) fn end(self) {
         for socket in self.0 {
             // One that its peer has ended has nothing to end.

@@ -42,7 +42,8 @@ fn row(errno: i32) -> (ErrorKind, &'static str) {
         // A process that shared memory was to be read from, or whose shared memory is gone.
         | libc::ESRCH
         | libc::ENOENT
-        // kvx cancels nothing in libfabric: the connection was closed under the operation, as it failed.
+        // kvx cancels nothing in libfabric: the connection was closed under the operation, as it
+        // failed.
         | libc::ECANCELED => (ErrorKind::PeerLost, GONE),
         libc::EACCES | libc::EPERM | libc::EKEYREJECTED | NO_KEY => (ErrorKind::Native, REFUSED),
         libc::ENOMEM | libc::ENOBUFS | libc::ENOSPC | libc::EMFILE | libc::ENFILE | OVERRUN | NO_RECEIVE => {
@@ -63,7 +64,7 @@ pub(crate) fn native(what: impl Display, errno: Errno) -> Error {
         .with_native(i64::from(errno.0), errno.text())
 }
 
-/// Why an operation has failed.
+/// Returns why an operation has failed.
 pub(crate) fn operation_error(what: &str, failed: FailedOperation) -> Error {
     let FailedOperation { errno, provider, .. } = failed;
     let (kind, cure) = row(errno.0);

@@ -32,8 +32,8 @@ const SAFETY: Duration = Duration::from_millis(20);
 const LOOKS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
 /// How long to look for more before sleeping, at first and at most: see [`patience_after`].
 const PATIENCE: (Duration, Duration) = (Duration::from_micros(50), Duration::from_micros(400));
-/// The same over shared memory. Each look takes a lock that peers spin on, for ever if this process is killed or
-/// stopped then; so they wake each other instead.
+/// The same over shared memory. Each look takes a lock that peers spin on, forever if this process
+/// is killed or stopped then; so they wake each other instead.
 const PATIENCE_WITH_SOCKET: Duration = Duration::from_micros(5);
 /// Where there was no room: after how long it is tried again, the first time and at most.
 const RETRIES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
@@ -50,7 +50,8 @@ pub(crate) struct LibfabricFabric {
     /// Whether endpoints' addresses are texts.
     texts: bool,
     pub(crate) peers: Peers,
-    /// Peers wake us by it, over a provider that has nothing to sleep on and reaches this host only.
+    /// Peers wake us by it, over a provider that has nothing to sleep on and reaches this host
+    /// only.
     wake_socket: Option<WakeSocket>,
     /// For neighbours over shared memory in this process.
     neighbour: Option<Neighbour>,
@@ -176,7 +177,7 @@ impl LibfabricFabric {
         done
     }
 
-    /// Something has found no room. Says whether that is new.
+    /// Something has found no room. Returns whether that is new.
     fn schedule_retry(&mut self, endpoint: EndpointId) -> bool {
         let new = self.retry.is_none();
         if new {
@@ -194,8 +195,8 @@ impl LibfabricFabric {
         }
     }
 
-    /// Sends what is being sent, and lets go of everything. Says whether it is certain that the provider touches
-    /// nothing of ours any more.
+    /// Sends what is being sent, and releases everything. Returns whether it is certain that the
+    /// provider touches nothing of ours any more.
     fn end(&mut self) -> bool {
         let until = Instant::now() + FAREWELL;
         while !self.rails.iter().all(Rail::is_quiet) && Instant::now() < until {
@@ -207,14 +208,15 @@ impl LibfabricFabric {
         self.peers.clear(&self.rails);
         self.registrar.close();
         if self.wake_socket.is_some() && self.peers.unanswered {
-            // A peer that takes our name, which is before it still, and finds no shared memory under it crashes (seen
-            // with libfabric 1.17): this one stays.
+            // A peer that takes our name, which is before it still, and finds no shared memory
+            // under it crashes (seen with libfabric 1.17): this one stays.
             std::mem::forget(
                 self.rails.iter().map(|rail| Arc::clone(rail.endpoint())).collect::<Vec<_>>(),
             );
         }
         if let Some(neighbour) = self.neighbour.take() {
-            // Over shared memory nothing but calls of ours touches anything, so others may close it later.
+            // Over shared memory nothing but calls of ours touches anything, so others may close it
+            // later.
             self.rails.drain(..).for_each(Rail::leave);
             drop(neighbour);
         }
@@ -233,8 +235,9 @@ impl Drop for LibfabricFabric {
     }
 }
 
-/// How long to look for more, after a sleep. Where bytes stream, their sender pauses for as long as it copies them into
-/// its socket: a target that slept meanwhile was woken more than once for each MB, and took a sixth longer.
+/// Returns how long to look for more, after a sleep. Where bytes stream, their sender pauses for as
+/// long as it copies them into its socket: a target that slept meanwhile was woken more than once
+/// for each MB, and took a sixth longer.
 fn patience_after(before: Duration, slept: Duration) -> Duration {
     if slept < PATIENCE.1 { (before * 2).min(PATIENCE.1) } else { PATIENCE.0 }
 }
@@ -252,7 +255,7 @@ fn note(events: &mut Vec<Event>, job: JobId, count: u32, result: Result<()>) {
     events.push(Event::Completed { job, pieces: count, result });
 }
 
-/// Why an operation has failed; a peer that is lost is noted.
+/// Returns why an operation has failed; a peer that is lost is noted.
 fn of_peer(
     what: &str,
     peer: usize,
@@ -275,8 +278,9 @@ fn broken_links<'a>(
     links.map(|endpoint| Event::Broken { endpoint, why: why.clone(), gone: false })
 }
 
-// SAFETY: libfabric touches the memory of a piece until it reports its end, and that is what is reported as `Moved`; a
-// piece that was not posted is not touched. After `end` there are no endpoints.
+// SAFETY: libfabric touches the memory of a piece until it reports its end, and that is what is
+// reported as `Moved`; a piece that was not posted is not touched. After `end` there are no
+// endpoints.
 unsafe impl Fabric for LibfabricFabric {
     type Local = Local;
     type Remote = Remote;
@@ -383,7 +387,8 @@ unsafe impl Fabric for LibfabricFabric {
     }
 
     fn sever(&mut self, endpoint: EndpointId) {
-        // libfabric ends what was posted to one peer only when its connection breaks, or with the endpoint.
+        // libfabric ends what was posted to one peer only when its connection breaks, or with the
+        // endpoint.
         self.peers.sever(endpoint);
     }
 
@@ -397,7 +402,8 @@ unsafe impl Fabric for LibfabricFabric {
         }
         events.append(&mut self.broken);
         let done: usize = (0..self.rails.len()).map(|at| self.read(at, events)).sum();
-        // Whoever serves goes on looking for requests for a while: to ask whether it may sleep costs more than to look.
+        // Whoever serves goes on looking for requests for a while: to ask whether it may sleep
+        // costs more than to look.
         let done = done + usize::from(std::mem::take(&mut self.serves));
         if !self.broken.is_empty() {
             // Links break first, so that what fails with them fails for that reason.
@@ -406,8 +412,8 @@ unsafe impl Fabric for LibfabricFabric {
         if !events.is_empty() {
             (self.retry, self.pause) = (None, RETRIES.0);
         } else if let Some((endpoint, _)) = self.retry.take_if(|(_, at)| *at <= Instant::now()) {
-            // There may be room: whatever happens makes the machine try again, and this means nothing to a link of
-            // ours.
+            // There may be room: whatever happens makes the machine try again, and this means
+            // nothing to a link of ours.
             events.push(Event::Ready(endpoint));
         }
         let look_for =

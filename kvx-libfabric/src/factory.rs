@@ -20,7 +20,8 @@ use crate::rail::Rail;
 use crate::topology::Topology;
 use crate::wake_socket::WakeSocket;
 
-/// Makes libfabric transports: over EFA, verbs and whatever else has a provider, over sockets and shared memory.
+/// Makes libfabric transports: over EFA, verbs and whatever else has a provider, over sockets and
+/// shared memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Libfabric;
 
@@ -76,7 +77,8 @@ impl Factory for Libfabric {
     }
 }
 
-/// The endpoints of an agent, and all that belongs to them. Errors: `Unavailable`, `Invalid`, libfabric's.
+/// The endpoints of an agent, and all that belongs to them. Errors: `Unavailable`, `Invalid`,
+/// libfabric's.
 pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
     let library = ffi::open_library()
         .map_err(|why| Error::new(ErrorKind::Unavailable, why.reason()).with_backend(NAME))?;

@@ -34,7 +34,7 @@ fn interface(kind: MemoryKind) -> Option<fi_hmem_iface> {
 
 /// A local region.
 pub(crate) struct Local {
-    /// Where it is registered: our rail, and what operations on it are given.
+    /// Where it is registered: the local rail, and what operations on it are given.
     rails: Box<[(usize, Descriptor)]>,
     registrations: Arc<Registration<Vec<ffi::Registration>>>,
 }
@@ -119,7 +119,7 @@ impl OpenRails {
                 // SAFETY: core keeps the memory until the region is released, after `unmap`.
                 match unsafe { keys::register(domain, with_file) } {
                     Ok(registration) => return Ok(registration),
-                    // The provider may still ask the device's driver by itself.
+                    // The provider may still ask the device's driver on its own.
                     Err(why) => tracing::debug!(%why, "the provider takes no file of this memory"),
                 }
             }
@@ -129,7 +129,8 @@ impl OpenRails {
     }
 }
 
-// SAFETY: `Local` keeps the registrations until it is revoked or the agent ends; the memory is core's to keep.
+// SAFETY: `Local` keeps the registrations until it is revoked or the agent ends; the memory is
+// core's to keep.
 unsafe impl Registrar<Local> for MemoryRegistrar {
     fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let open = self.rails.lock().clone().ok_or_else(closed)?;

@@ -1,8 +1,9 @@
 //! Endpoints over shared memory that live in one process.
 //!
-//! libfabric (seen with 1.17) maps an endpoint's shared memory once in a process: its neighbours there use the very
-//! same mapping, and run into nothing when the endpoint is closed. So an endpoint stays open while a neighbour leads to
-//! it, and before it is closed every other one forgets it, also one that was only told its name.
+//! libfabric (seen with 1.17) maps an endpoint's shared memory once in a process: its neighbours
+//! there use the very same mapping, and run into nothing when the endpoint is closed. So an
+//! endpoint stays open while a neighbour leads to it, and before it is closed every other one
+//! forgets it, also one that was only told its name.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! The operations that were posted on an endpoint and have not ended. The provider is given an address for each, and
-//! gives it back.
+//! The operations that were posted on an endpoint and have not ended. The provider is given an
+//! address for each, and returns it.
 
 use std::cell::UnsafeCell;
 use std::ffi::c_void;
@@ -18,8 +18,8 @@ pub(crate) enum Operation {
     Receive { buffer: usize },
 }
 
-/// Memory that some providers use while an operation lasts, as large as the largest asks for (`struct fi_context2`).
-/// Providers that want none never touch it, so it costs no cache.
+/// Memory that some providers use while an operation lasts, as large as the largest asks for
+/// (`struct fi_context2`). Providers that want none never touch it, so it costs no cache.
 #[repr(C, align(64))]
 pub(crate) struct OperationContext(UnsafeCell<[u8; 64]>);
 
@@ -46,7 +46,7 @@ impl Operations {
         }
     }
 
-    /// What the endpoint is to keep.
+    /// Returns what the endpoint is to keep.
     pub(crate) fn contexts(&self) -> Arc<[OperationContext]> {
         Arc::clone(&self.contexts)
     }

@@ -1,7 +1,8 @@
 //! Asks whether anybody listens at a peer's socket.
 //!
-//! libfabric's endpoints without connections connect by themselves, and try again for ever when nobody is there (seen
-//! with `tcp;ofi_rxm` of 1.17). So when a peer has made no room for a while, it is asked by a socket of our own.
+//! libfabric's endpoints without connections connect by themselves, and try again forever when
+//! nobody is there (seen with `tcp;ofi_rxm` of 1.17). So when a peer has made no room for a while,
+//! it is asked by a socket of its own.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::OwnedFd;
@@ -13,8 +14,8 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use crate::error::NAME;
 
-/// How long a peer may take to make room before it is asked; then twice as long until it is asked anew, and so on: who
-/// listened may have ended since.
+/// How long a peer may take to make room before it is asked; then twice as long until it is asked
+/// anew, and so on: who listened may have ended since.
 const PATIENCE: Duration = Duration::from_millis(20);
 
 /// Asks a peer that has made no room yet.

@@ -1,4 +1,5 @@
-//! Peers: an entry in each rail's table of addresses for each of a peer's rails, shared by all links to it.
+//! Peers: an entry in each rail's table of addresses for each of a peer's rails, shared by all
+//! links to it.
 
 use std::collections::HashMap;
 
@@ -18,7 +19,7 @@ use crate::wake_socket;
 /// A peer, whose endpoints are one for each of its rails.
 pub(crate) struct PeerEndpoints {
     pub(crate) address: Address,
-    /// By our rail, then by the peer's: filled as they are used.
+    /// By the local rail, then by the peer's: filled as they are used.
     table: Box<[Box<[Option<ffi::PeerNumber>]>]>,
     pub(crate) wake_at: Option<SocketAddrUnix>,
     links: Vec<EndpointId>,
@@ -107,7 +108,7 @@ impl Peers {
         self.peers.get_mut(at)
     }
 
-    /// The peer's rail `their_rail` in the table of our rail `our_rail`. Errors: libfabric's.
+    /// The peer's rail `their_rail` in the table of the local rail `our_rail`. Errors: libfabric's.
     #[inline]
     pub(crate) fn peer_number(
         &mut self,
@@ -120,7 +121,7 @@ impl Peers {
         match peer.table[our_rail][their_rail] {
             Some(address) => Ok(address),
             None => {
-                // SAFETY: `Address::check` has compared its form with that of our own.
+                // SAFETY: `Address::check` has compared its form with that of its own.
                 let address = unsafe { rail.endpoint().insert(&peer.address.rails[their_rail]) }
                     .map_err(|errno| {
                         error::native("libfabric has no way to the peer", errno)
@@ -154,7 +155,7 @@ impl Peers {
         broken
     }
 
-    /// A link is over.
+    /// A link has ended.
     pub(crate) fn disconnect(&mut self, link: EndpointId, rails: &[Rail]) {
         if let Some(PeerLink { peer: at, .. }) = self.links.remove(&link)
             && let Some(peer) = self.peers.get_mut(at)

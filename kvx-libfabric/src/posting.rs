@@ -1,4 +1,5 @@
-//! Posts pieces of a transfer: chooses the rail, bundles them, and puts back those that find no room.
+//! Posts pieces of a transfer: chooses the rail, bundles them, and puts back those that find no
+//! room.
 
 use std::ffi::c_void;
 
@@ -19,7 +20,8 @@ pub(crate) struct PiecePath {
     pub(crate) remote: ffi::RemoteRange,
 }
 
-/// The state of a job: how often something of it was posted, which says over which rail the next pieces go.
+/// The state of a job: how often something of it was posted, which says over which rail the next
+/// pieces go.
 #[derive(Default)]
 pub(crate) struct PostingState(usize);
 
@@ -96,8 +98,8 @@ impl LibfabricFabric {
         Ok(bundle)
     }
 
-    /// Posts the next pieces of a job, `most` bytes of them or a little more. Says what became of them, how many they
-    /// were, and their bytes; `None`: there is none.
+    /// Posts the next pieces of a job, `most` bytes of them or a little more. Returns what became
+    /// of them, how many they were, and their bytes; `None`: there is none.
     pub(crate) fn post_some(
         &mut self,
         at: usize,
@@ -109,7 +111,8 @@ impl LibfabricFabric {
         let post = Post { op: job.op(), job: job.id(), peer: at };
         let gone = match count {
             0 => Ok(PieceOutcome::NoRoom),
-            // SAFETY: core checked that each piece lies within its region, which the job keeps until it is reported.
+            // SAFETY: core checked that each piece lies within its region, which the job keeps
+            // until it is reported.
             _ => unsafe { self.post(post, bundle.rail, &bundle.ranges) },
         };
         match gone {

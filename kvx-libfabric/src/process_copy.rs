@@ -1,8 +1,8 @@
 //! Copies between processes of this host by the kernel, as libfabric's shared memory makes them.
 //!
-//! kvx makes them itself. The provider of 1.17 holds a lock in the target's part of shared memory while the kernel
-//! copies, and whoever else comes to it spins: a process that was killed in the middle of a copy left its target, and
-//! all of the target's other peers, spinning for ever.
+//! kvx makes them itself. The provider of 1.17 holds a lock in the target's part of shared memory
+//! while the kernel copies, and whoever else comes to it spins: a process that was killed in the
+//! middle of a copy left its target, and all of the target's other peers, spinning forever.
 
 use std::io;
 use std::sync::atomic::AtomicU64;
@@ -21,8 +21,8 @@ pub(crate) fn probe() -> u64 {
     (&raw const PROBE).addr() as u64
 }
 
-/// Looks at the probe's address in another process. Errors: `PeerLost` if it is gone, `Unsupported` if it may not be
-/// copied from.
+/// Looks at the probe's address in another process. Errors: `PeerLost` if it is gone, `Unsupported`
+/// if it may not be copied from.
 pub(crate) fn check(process: u32, probe: u64) -> Result<()> {
     let mut value = 0_u64;
     let ours = libc::iovec { iov_base: (&raw mut value).cast(), iov_len: 8 };
@@ -47,8 +47,8 @@ pub(crate) fn check(process: u32, probe: u64) -> Result<()> {
 /// The most ranges that are copied at a time.
 pub(crate) const TOGETHER: usize = 64;
 
-/// Reads ranges from the memory of another process, or writes them there: at most [`TOGETHER`]. Errors: `PeerLost`, or
-/// the kernel's, with a part of them copied.
+/// Reads ranges from the memory of another process, or writes them there: at most [`TOGETHER`].
+/// Errors: `PeerLost`, or the kernel's, with a part of them copied.
 ///
 /// # Safety
 /// The local ranges are the caller's to write for a read, and nobody writes to them for a write.
@@ -103,7 +103,7 @@ fn behind(ranges: &mut [libc::iovec], mut count: usize) -> &mut [libc::iovec] {
     left
 }
 
-/// As [`copy`], as far as the kernel comes in one call.
+/// Works as [`copy`], as far as the kernel comes in one call.
 ///
 /// # Safety
 /// As [`copy`].

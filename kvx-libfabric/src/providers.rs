@@ -26,10 +26,12 @@ struct KnownProvider {
     settles: bool,
 }
 
-/// In the order of preference. Of EFA and verbs older than 1.21 nothing is known to work: NIXL, which is run over both,
-/// asks for that version, and 1.17 has neither `FI_MR_DMABUF` nor EFA's writes by the card.
+/// In the order of preference. Of EFA and verbs older than 1.21 nothing is known to work: NIXL,
+/// which is run over both, asks for that version, and 1.17 has neither `FI_MR_DMABUF` nor EFA's
+/// writes by the card.
 const KNOWN: &[KnownProvider] = &[
-    // Cards of the first generations emulate writes with the target's CPU, and no attribute tells them apart.
+    // Cards of the first generations emulate writes with the target's CPU, and no attribute tells
+    // them apart.
     KnownProvider {
         name: "efa",
         rdma: true,
@@ -78,11 +80,11 @@ const OTHER: KnownProvider = KnownProvider {
 
 /// The provider over shared memory.
 const SHARED: &str = "shm";
-/// How long the first message to a peer may be on its way: the provider makes a connection for it, or exchanges names,
-/// in several turns of both ends, each of which may have to wait for a core.
+/// How long the first message to a peer may be on its way: the provider makes a connection for it,
+/// or exchanges names, in several turns of both ends, each of which may have to wait for a core.
 pub(crate) const SETS_UP: Duration = Duration::from_secs(2);
-/// How a peer's end becomes known that closes no connection: pings that it does not answer, or its process on this
-/// host. A first link has the time to make its connection besides.
+/// How a peer's end becomes known that closes no connection: pings that it does not answer, or its
+/// process on this host. A first link has the time to make its connection besides.
 const LOSS: Duration = Duration::from_secs(5).saturating_add(SETS_UP);
 
 fn known(provider: &str) -> &'static KnownProvider {
@@ -90,12 +92,12 @@ fn known(provider: &str) -> &'static KnownProvider {
     KNOWN.iter().find(|known| known.name == first).unwrap_or(&OTHER)
 }
 
-/// Whether it reads and writes memory of processes of this host.
+/// Returns whether it reads and writes memory of processes of this host.
 pub(crate) fn is_shared_memory(provider: &str) -> bool {
     known(provider).name == SHARED
 }
 
-/// Whether it has a card that does so by itself.
+/// Returns whether it has a card that does so on its own.
 pub(crate) fn is_rdma(provider: &str) -> bool {
     known(provider).rdma
 }
@@ -105,7 +107,8 @@ pub(crate) fn turn(provider: &str) -> u32 {
     if is_rdma(provider) { 32 } else { 64 }
 }
 
-/// How large ofi_rxm's buffers may be: they hold kvx's messages then, and a flood of messages costs little.
+/// How large ofi_rxm's buffers may be: they hold kvx's messages then, and a flood of messages costs
+/// little.
 const SMALL: usize = 4352;
 /// Their size, and what ofi_rxm compares with a peer's when it connects. No attribute tells either.
 const SIZE: &str = "FI_OFI_RXM_BUFFER_SIZE";
@@ -113,7 +116,7 @@ const LIMIT: &str = "FI_OFI_RXM_EAGER_LIMIT";
 const UNBOUNDED: &str = "whoever reaches its port can have ofi_rxm keep messages without a bound, and others wait meanwhile: set FI_OFI_RXM_BUFFER_SIZE=4352 and FI_OFI_RXM_EAGER_LIMIT=16384 in the environment (`kvx serve` does), or use the backend TCP";
 const ALONE: &str = "ofi_rxm refuses peers whose FI_OFI_RXM_BUFFER_SIZE is another, or is not set: set FI_OFI_RXM_EAGER_LIMIT=16384 beside it";
 
-/// What the operator should know of a provider, if anything.
+/// Returns what the operator should know of a provider, if anything.
 pub(crate) fn caution(provider: &str) -> Option<&'static str> {
     if provider != "tcp;ofi_rxm" {
         return None;
@@ -130,11 +133,13 @@ pub(crate) fn caution(provider: &str) -> Option<&'static str> {
 const BOUNDED: [(&str, &str); 2] = [(SIZE, "4352"), (LIMIT, "16384")];
 
 /// Has libfabric keep no more of what strangers send over sockets than this process handles: sets
-/// `FI_OFI_RXM_BUFFER_SIZE` and `FI_OFI_RXM_EAGER_LIMIT` for it and for what it starts. Where one of the two is set it
-/// leaves them alone, and beside a card for RDMA, with which this was never tried. See SECURITY.md.
+/// `FI_OFI_RXM_BUFFER_SIZE` and `FI_OFI_RXM_EAGER_LIMIT` for it and for what it starts. Where one
+/// of the two is set it leaves them alone, and beside a card for RDMA, with which this was never
+/// tried. See SECURITY.md.
 ///
 /// # Safety
-/// No other thread uses the environment meanwhile: call it first in `main`, before anything starts threads.
+/// No other thread uses the environment meanwhile: call it first in `main`, before anything starts
+/// threads.
 pub unsafe fn bound_kept_messages() {
     if !rdma_devices().is_empty()
         || BOUNDED.iter().any(|(variable, _)| std::env::var_os(variable).is_some())
@@ -170,8 +175,8 @@ pub(crate) fn kinds(info: &Info, devices: &[MemoryKind]) -> MemoryKinds {
     MemoryKinds::of(&MemoryKind::ALL.into_iter().filter(moves).collect::<Vec<_>>())
 }
 
-/// The provider that is used, an entry for each rail. `devices`: ask it to reach device memory, if it can. Errors:
-/// `Unavailable`, `Unsupported`, libfabric's.
+/// The provider that is used, an entry for each rail. `devices`: ask it to reach device memory, if
+/// it can. Errors: `Unavailable`, `Unsupported`, libfabric's.
 pub(crate) fn choose(
     library: &'static Library,
     config: &Config,
@@ -234,8 +239,8 @@ fn check_version(library: &Library, provider: &str) -> Result<()> {
     Err(Error::new(ErrorKind::Unavailable, why).with_backend(NAME))
 }
 
-/// Over shared memory bytes are moved by copies from process to process alone. Errors: `Unavailable`, where somebody
-/// does not want them.
+/// Over shared memory bytes are moved by copies from process to process alone. Errors:
+/// `Unavailable`, where somebody does not want them.
 fn check_copies() -> Result<()> {
     const VARIABLE: &str = "FI_SHM_DISABLE_CMA";
     let value = std::env::var(VARIABLE).unwrap_or_default().to_ascii_lowercase();
@@ -248,10 +253,12 @@ fn check_copies() -> Result<()> {
     Err(Error::new(ErrorKind::Unavailable, why).with_backend(NAME))
 }
 
-/// The offers of a provider. Errors: `Unavailable`; `Unsupported` if it does not say when writes can be seen.
+/// The offers of a provider. Errors: `Unavailable`; `Unsupported` if it does not say when writes
+/// can be seen.
 fn find(library: &'static Library, provider: &str, devices: bool) -> Result<Infos> {
-    // Over shared memory a post copies before it returns. Asked to say so, 1.17 would have the target's CPU copy
-    // instead; asked to reach devices as well, and it would report a write before its bytes can be seen.
+    // Over shared memory a post copies before it returns. Asked to say so, 1.17 would have the
+    // target's CPU copy instead; asked to reach devices as well, and it would report a write before
+    // its bytes can be seen.
     let shared = is_shared_memory(provider);
     let asked = ProviderQuery { provider: Some(provider), devices: false, delivery: !shared };
     if devices && !shared {
@@ -281,7 +288,8 @@ fn find(library: &'static Library, provider: &str, devices: bool) -> Result<Info
     Err(Error::new(kind, why).with_backend(NAME))
 }
 
-/// The entry of each domain that is used: those that were named; else every card, or the loopback interface.
+/// The entry of each domain that is used: those that were named; else every card, or the loopback
+/// interface.
 fn on_domains<'a>(found: &'a Infos, config: &Config, provider: &str) -> Result<Vec<&'a Info>> {
     let of = |domain: &str| found.iter().find(|info| info.domain() == domain);
     let mut domains: Vec<String> = Vec::new();

@@ -1,4 +1,5 @@
-//! One endpoint on one domain, with what is posted on it: pieces of transfers, and on the first rail messages.
+//! One endpoint on one domain, with what is posted on it: pieces of transfers, and on the first
+//! rail messages.
 
 use std::cell::UnsafeCell;
 use std::ffi::c_void;
@@ -69,8 +70,9 @@ struct InFlightPieces {
 }
 
 impl InFlightPieces {
-    /// Whether so many more fit. Those of a stopped peer stay, and the provider's queue is one for all peers: so none
-    /// has more than are left for others, half of a small queue at most, and some ten peers that stop leave room.
+    /// Returns whether so many more fit. Those of a stopped peer stay, and the provider's queue is
+    /// one for all peers: so none has more than are left for others, half of a small queue at most,
+    /// and some ten peers that stop leave room.
     #[inline]
     fn fit(&self, peer: usize, count: usize) -> bool {
         let peers = self.of.get(peer).copied().unwrap_or_default();
@@ -94,7 +96,8 @@ impl InFlightPieces {
 }
 
 impl Rail {
-    /// An endpoint that can be slept on, if the provider has such. `messages`: it carries messages. Errors: libfabric's.
+    /// An endpoint that can be slept on, if the provider has such. `messages`: it carries messages.
+    /// Errors: libfabric's.
     pub(crate) fn open(domain: &Arc<Domain>, messages: bool) -> Result<Rail> {
         let info = domain.info();
         let what = || format!("libfabric does not open {} on {}", info.provider(), info.domain());
@@ -130,7 +133,8 @@ impl Rail {
         self.endpoint = None;
     }
 
-    /// Ends it. Says whether it is certain that the provider touches nothing any more that it was given.
+    /// Ends it. Returns whether it is certain that the provider touches nothing any more that it
+    /// was given.
     pub(crate) fn close(&mut self) -> bool {
         let Some(mut endpoint) = self.endpoint.take() else { return true };
         let connections = match endpoint.wait_method() {
@@ -155,26 +159,28 @@ impl Rail {
         certain
     }
 
-    /// How many messages may be sent now.
+    /// Returns how many messages may be sent now.
     pub(crate) fn sends(&self) -> usize {
         self.messages.as_ref().map_or(0, |messages| messages.free.len())
     }
 
-    /// Whether nothing of ours is with the provider but buffers for messages.
+    /// Returns whether nothing of ours is with the provider but buffers for messages.
     pub(crate) fn is_quiet(&self) -> bool {
         self.pieces.all == 0
             && self.messages.as_ref().is_none_or(|messages| messages.free.len() == SENDS)
     }
 
-    /// How many pieces may be posted together.
+    /// Returns how many pieces may be posted together.
     pub(crate) fn together(&self) -> usize {
         self.endpoint().domain().info().ranges().min(MAX_RANGES).min(self.pieces.most)
     }
 
-    /// Posts pieces that go the same way as one operation: at least one, and at most [`together`](Rail::together).
+    /// Posts pieces that go the same way as one operation: at least one, and at most
+    /// [`together`](Rail::together).
     ///
     /// # Safety
-    /// The local memory is the pieces' until they are reported as [`RailEvent::Pieces`], or the rail is dropped.
+    /// The local memory is the pieces' until they are reported as [`RailEvent::Pieces`], or the
+    /// rail is dropped.
     #[inline]
     pub(crate) unsafe fn post(
         &mut self,
@@ -190,7 +196,8 @@ impl Rail {
             return Ok(PostOutcome::Later);
         };
         let endpoint = open(&self.endpoint);
-        // SAFETY: the caller's promise; the context is the provider's until it comes back, and outlives the endpoint.
+        // SAFETY: the caller's promise; the context is the provider's until it comes back, and
+        // outlives the endpoint.
         let answer = unsafe {
             match pieces {
                 [range] => endpoint.transfer(op, *range, context),
@@ -224,8 +231,8 @@ impl Rail {
         };
         let bytes = messages.shared.buffers[RECEIVES + buffer].0.get().cast::<u8>();
         let len = message.len().min(MAX_MESSAGE);
-        // SAFETY: a free buffer is nobody else's, and as long as that; the provider has it until the context comes
-        // back.
+        // SAFETY: a free buffer is nobody else's, and as long as that; the provider has it until
+        // the context comes back.
         let answer = unsafe {
             bytes.copy_from_nonoverlapping(message.as_ptr(), len);
             open(&self.endpoint).send(bytes, len, messages.descriptor(), to, context)
@@ -240,8 +247,8 @@ impl Rail {
         }
     }
 
-    /// Lets the provider work, and tells what has ended. Says whether anything had. Errors: the endpoint is of no use
-    /// any more.
+    /// Lets the provider work, and tells what has ended. Returns whether anything had. Errors: the
+    /// endpoint is of no use any more.
     pub(crate) fn read(&mut self, mut tell: impl FnMut(RailEvent)) -> Result<bool, Errno> {
         let (operations, messages, pieces) =
             (&mut self.operations, &mut self.messages, &mut self.pieces);
@@ -282,7 +289,8 @@ impl Rail {
                 return Ok(());
             };
             let bytes = messages.shared.buffers[buffer].0.get().cast();
-            // SAFETY: a buffer that is not posted is nobody's; the provider has it until the context comes back.
+            // SAFETY: a buffer that is not posted is nobody's; the provider has it until the
+            // context comes back.
             let answer = unsafe {
                 open(&self.endpoint).receive(bytes, MAX_MESSAGE, messages.descriptor(), context)
             };
@@ -352,7 +360,8 @@ unsafe impl Sync for Buffer {}
 /// Buffers for messages.
 struct MessagePool {
     shared: Arc<MessageBuffers>,
-    /// Of those for sends, the ones that the provider does not have, counted from the first of them.
+    /// Of those for sends, the ones that the provider does not have, counted from the first of
+    /// them.
     free: Vec<usize>,
     /// Of those for receives, likewise.
     unposted: Vec<usize>,

@@ -20,8 +20,8 @@ const UNKNOWN_NODE: usize = 96;
 const OTHER_NODE: usize = 128;
 
 impl BusPlace {
-    /// How many bridges are between two places, if they have a root of PCI buses in common: then traffic between them
-    /// stays off the memory's buses. Else it depends on the nodes.
+    /// Returns how many bridges are between two places, if they have a root of PCI buses in common:
+    /// then traffic between them stays off the memory's buses. Else it depends on the nodes.
     fn distance(&self, other: &BusPlace) -> usize {
         let common = self.bridges.iter().zip(&other.bridges).take_while(|(a, b)| a == b).count();
         if common > 0 {
@@ -50,7 +50,7 @@ impl Topology {
         Topology { sys: root.join("sys"), proc: root.join("proc") }
     }
 
-    /// Where a card is: by the address that its provider knows, else by its name.
+    /// Returns where a card is: by the address that its provider knows, else by its name.
     pub(crate) fn of_card(&self, pci: Option<PciAddress>, name: &str) -> Option<BusPlace> {
         match pci {
             Some(pci) => self.of_pci(&pci.to_string()),
@@ -60,7 +60,7 @@ impl Topology {
         }
     }
 
-    /// Where memory is.
+    /// Returns where memory is.
     pub(crate) fn of_memory(&self, memory: &Memory) -> Option<BusPlace> {
         match memory.kind() {
             MemoryKind::Host | MemoryKind::Pinned => {
@@ -98,8 +98,8 @@ impl Topology {
         self.of_pci(&found?.file_name().to_string_lossy())
     }
 
-    /// The GPU whose number the driver shows, with its address as one number; or which is known by its address, having
-    /// no number.
+    /// The GPU whose number the driver shows, with its address as one number; or which is known by
+    /// its address, having no number.
     fn of_rocm(&self, device: DeviceId) -> Option<BusPlace> {
         let text = std::str::from_utf8(&device.0).unwrap_or_default().trim_end_matches('\0');
         if text.contains(':') {
@@ -124,7 +124,8 @@ impl Topology {
     }
 }
 
-/// The rails that are nearest to a place, at most so many; the first ones if nothing is known of it.
+/// The rails that are nearest to a place, at most so many; the first ones if nothing is known of
+/// it.
 pub(crate) fn nearest(
     to: Option<&BusPlace>,
     rails: &[Option<&BusPlace>],
@@ -266,8 +267,8 @@ mod tests {
             file sys/class/kfd/kfd/topology/nodes/0/properties cpu_cores_count 64\\nunique_id 0\\nlocation_id 0\n\
             file sys/class/kfd/kfd/topology/nodes/1/properties simd_count 304\\nlocation_id 49408\\ndomain 0\\nunique_id 1311768467463790320";
         let recorded = Recorded::new("amd", record);
-        // As kvx-rocm makes them: the UUID that HIP gives is the driver's number in hexadecimal, and a GPU without one
-        // has its address.
+        // As kvx-rocm makes them: the UUID that HIP gives is the driver's number in hexadecimal,
+        // and a GPU without one has its address.
         let device = DeviceId(*b"123456789abcdef0");
         let place = recorded.topology().of_rocm(device).expect("a GPU");
         assert_eq!((place.node, place.bridges.len()), (Some(1), 3));

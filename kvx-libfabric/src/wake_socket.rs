@@ -1,8 +1,9 @@
 //! Wakes a peer of this host whose provider has nothing to sleep on.
 //!
-//! Shared memory tells nobody that something was put there, and polling costs either CPU or time. So each agent over
-//! such a provider has a socket in the kernel's own namespace, and whoever has put something before a peer sends an
-//! empty datagram to it. One that is lost because the socket is full is no loss: the peer is about to wake.
+//! Shared memory tells nobody that something was put there, and polling costs either CPU or time.
+//! So each agent over such a provider has a socket in the kernel's own namespace, and whoever has
+//! put something before a peer sends an empty datagram to it. One that is lost because the socket
+//! is full is no loss: the peer is about to wake.
 
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 
@@ -52,7 +53,7 @@ impl WakeSocket {
         self.socket.as_raw_fd()
     }
 
-    /// Takes the wakes that have come. Says whether any had.
+    /// Takes the wakes that have arrived. Returns whether any had.
     pub(crate) fn take_wakes(&self) -> bool {
         let mut nothing = [0_u8; 1];
         let mut wakes = (0..WAKES).map(|_| {

@@ -1,8 +1,10 @@
-//! A bare loop over Mooncake's engine between two processes: what it gives without kvx, to measure kvx beside.
+//! A bare loop over Mooncake's engine between two processes: what it gives without kvx, to measure
+//! kvx beside.
 //!
-//! It is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`). Each transfer is one batch, whose state it asks
-//! for until it has ended, as the Python engine does. The library is the adapter that `KVX_MOONCAKE_LIB` names; it uses
-//! nothing of kvx but the bindings and the kit for baselines.
+//! It is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`). Each transfer is one batch,
+//! whose state it asks for until it has ended, as the Python engine does. The library is the
+//! adapter that `KVX_MOONCAKE_LIB` names; it uses nothing of kvx but the bindings and the kit for
+//! baselines.
 
 use kvx_backend::baseline::{self, Baseline, Channel, HugeMemory, Point, answer};
 use kvx_backend::loader::Search;
@@ -28,8 +30,8 @@ impl BareEngine {
         let library = search.open().expect("the adapter");
         let find = |name: &'static CStr| library.address(name);
         let mut name = [0; 512];
-        // SAFETY: each call is as transfer_engine.h and adapter.h describe it, on handles that the calls before have
-        // made.
+        // SAFETY: each call is as transfer_engine.h and adapter.h describe it, on handles that the
+        // calls before have made.
         unsafe {
             let functions = Functions::find(find).expect("Mooncake's functions");
             let adapter = adapter::Functions::find(find).expect("the adapter's functions");
@@ -63,7 +65,8 @@ impl BareEngine {
     fn submit(&self, requests: &mut [transfer_request]) -> i32 {
         let Functions { allocateBatchID, submitTransfer, freeBatchID, .. } = self.functions;
         let mut status = transfer_status::default();
-        // SAFETY: the requests name memory of both processes that stays for ever; the batch is freed once.
+        // SAFETY: the requests name memory of both processes that stays forever; the batch is freed
+        // once.
         unsafe {
             let batch = allocateBatchID(self.handle, requests.len());
             let code = submitTransfer(self.handle, batch, requests.as_mut_ptr(), requests.len());

@@ -1,4 +1,5 @@
-//! The adapter over a wheel's engine, as source: the wheel exports C++, of which only a compiler knows the calls.
+//! The adapter over a wheel's engine, as source: the wheel exports C++, of which only a compiler
+//! knows the calls.
 
 /// What the adapter is made of, in the order of inclusion.
 const ADAPTER: [(&str, &str); 3] = [
@@ -7,7 +8,8 @@ const ADAPTER: [(&str, &str); 3] = [
     ("adapter.cpp", include_str!("../adapter/adapter.cpp")),
 ];
 
-/// The libraries' names, and each as one file of C++17 that includes nothing but the system's headers.
+/// The libraries' names, and each as one file of C++17 that includes nothing but the system's
+/// headers.
 pub(crate) fn sources() -> [(&'static str, String); 2] {
     let is_ours =
         |line: &str| ADAPTER.iter().any(|(name, _)| line == format!("#include \"{name}\""));

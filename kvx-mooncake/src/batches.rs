@@ -1,4 +1,5 @@
-//! Batches under way: how far each is, piece by piece where the engine does not say it of the whole.
+//! Batches under way: how far each is, piece by piece where the engine does not say it of the
+//! whole.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -10,8 +11,8 @@ use kvx_core::{Error, ErrorKind};
 use crate::error;
 use crate::ffi::{Batch, Engine, State};
 
-/// How often the pieces of a batch are looked at one by one though the batch says that it is moving: an engine does not
-/// count some ends.
+/// How often the pieces of a batch are looked at one by one though the batch says that it is
+/// moving: an engine does not count some ends.
 const DOUBTS: Duration = Duration::from_secs(1);
 
 /// Pieces that the engine moves.
@@ -44,7 +45,7 @@ impl Moving {
         Moving { batch, job, endpoint, to, lens, bytes, failed: None, ended: 0, doubted }
     }
 
-    /// Looks how far it is. Says whether all of it has ended.
+    /// Looks how far it is. Returns whether all of it has ended.
     fn look(&mut self, engine: &Engine, now: Instant) -> bool {
         if self.ended == 0 && self.failed.is_none() {
             match engine.whole(&self.batch) {
@@ -96,7 +97,7 @@ impl Batches {
         self.0.is_empty()
     }
 
-    /// Looks at one of them, in turn. Gives it if it has ended.
+    /// Looks at the next batch, in turn, and returns it if it has ended.
     pub(crate) fn poll_next(&mut self, engine: &Engine, now: Instant) -> Option<Moving> {
         let mut moving = self.0.pop_front()?;
         if moving.look(engine, now) {
@@ -116,7 +117,8 @@ pub(crate) struct BatchFailure {
 }
 
 impl BatchFailure {
-    /// As an error. `lives`: whether the peer does, if that could be told; `log`: what the engine last said.
+    /// As an error. `lives`: whether the peer does, if that could be told; `log`: what the engine
+    /// last said.
     pub(crate) fn error(&self, lives: bool, log: &Option<String>) -> Error {
         let BatchFailure { count, why, code } = self;
         let said =

@@ -1,8 +1,8 @@
-//! Threads for the engine's calls that block: opening segments, sending notifications, unregistering memory. Toward a
-//! stopped peer the first two take a minute each.
+//! Threads for the engine's calls that block: opening segments, sending notifications,
+//! unregistering memory. Toward a stopped peer the first two take a minute each.
 //!
-//! Calls to one destination are made in order, by one thread at a time. A thread that is held up by a destination keeps
-//! nobody else waiting: others are started beside it.
+//! Calls to one destination are made in order, by one thread at a time. A thread that is held up by
+//! a destination keeps nobody else waiting: others are started beside it.
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::ffi::{CStr, CString};
@@ -25,16 +25,18 @@ pub(crate) const TAG: &CStr = c"kvx-link-1";
 const MAX_TEXT: usize = 112 << 10;
 /// The most bytes that wait for one destination.
 const MAX_WAITING: usize = 1 << 20;
-/// A thread that a call has kept for so long counts as held up: another one may be started beside it.
+/// A thread that a call has kept for so long counts as held up: another one may be started beside
+/// it.
 const HELD_UP: Duration = Duration::from_millis(100);
 /// How long a thread waits for work before it ends.
 const IDLE: Duration = Duration::from_secs(10);
 /// The most threads: each may be held up by another stopped peer.
 const MAX_THREADS: usize = 1024;
 const STACK: usize = 256 << 10;
-/// How often it is looked whether what comes in is over.
+/// How often it is looked whether what comes in has ended.
 const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
-/// The destination of calls that lead to no peer: unregistering memory. No peer has an address like that.
+/// The destination of calls that lead to no peer: unregistering memory. No peer has an address like
+/// that.
 const OWN: &str = "";
 /// Ends the name under which a peer is probed: not behind other calls that lead there.
 const PROBED: &str = "probed";
@@ -43,7 +45,8 @@ const LAST_CALLS: Duration = Duration::from_millis(300);
 
 /// A call of the engine, by what it is for.
 enum Call {
-    /// `asks`: whether anybody listens there, which the engine does not ask about a segment that it has had before.
+    /// `asks`: whether anybody listens there, which the engine does not ask about a segment that it
+    /// has had before.
     Open {
         asks: bool,
     },
@@ -71,7 +74,8 @@ pub(crate) enum CallReport {
         endpoint: EndpointId,
         result: Result<()>,
     },
-    /// A region was unregistered. `dead`: an error, if it could not be told whether dead processes are done with it.
+    /// A region was unregistered. `dead`: an error, if it could not be told whether dead processes
+    /// are done with it.
     Unregister {
         region: RegionId,
         left: Result<EndingRegion>,
@@ -132,12 +136,14 @@ impl BlockingCalls {
         })
     }
 
-    /// Opens the peer's segment. `asks`: nobody else will find out whether the peer lives, as a handshake would.
+    /// Opens the peer's segment. `asks`: nobody else will find out whether the peer lives, as a
+    /// handshake would.
     pub(crate) fn open(&self, engine: &Arc<Engine>, to: &Arc<str>, asks: bool) -> Result<()> {
         self.enqueue(engine, to, Call::Open { asks }, 0).map(|_| ())
     }
 
-    /// Asks whether somebody is there, beside all other calls: a peer that is stopped holds those up for a minute.
+    /// Asks whether somebody is there, beside all other calls: a peer that is stopped holds those
+    /// up for a minute.
     pub(crate) fn probe(&self, engine: &Arc<Engine>, to: &Arc<str>) -> Result<()> {
         let probed = Arc::from(format!("{to} {PROBED}"));
         let sent = self.enqueue(engine, &probed, Call::Probe(Arc::clone(to)), 0);
@@ -145,7 +151,7 @@ impl BlockingCalls {
         sent.map(|_| ())
     }
 
-    /// Sends a frame of a link. Says whether there was room for it.
+    /// Sends a frame of a link. Returns whether there was room for it.
     pub(crate) fn frame(
         &self,
         engine: &Arc<Engine>,
@@ -231,7 +237,8 @@ impl BlockingCalls {
         }
     }
 
-    /// Starts a thread if calls wait because others are held up. Says whether that may still be so.
+    /// Starts a thread if calls wait because others are held up. Returns whether that may still be
+    /// so.
     pub(crate) fn start_a_thread_if_short(&self, engine: &Arc<Engine>) -> Result<bool> {
         if self.shared.short.swap(false, Ordering::Relaxed) {
             let state = self.shared.lock();
@@ -247,8 +254,8 @@ impl BlockingCalls {
         &self.shared.reports
     }
 
-    /// Sends what waits, for a moment, and lets the threads end. Those that a stopped peer holds up end when it lets
-    /// them.
+    /// Sends what waits, for a moment, and lets the threads end. Those that a stopped peer holds up
+    /// end when it lets them.
     pub(crate) fn close(&self) {
         let until = Instant::now() + LAST_CALLS;
         let mut state = self.shared.lock();
@@ -427,8 +434,8 @@ impl Shared {
         segment
     }
 
-    /// Unregisters regions, and waits until what the dead had sent for them was read to its end. Others that come
-    /// meanwhile are unregistered at once.
+    /// Unregisters regions, and waits until what the dead had sent for them was read to its end.
+    /// Others that come meanwhile are unregistered at once.
     fn let_go(&self, engine: &Engine, mut calls: VecDeque<Call>) {
         let (mut leaving, mut waited_for) = (Vec::new(), None::<BTreeSet<u64>>);
         let mut pause = LOOKS.0;

@@ -1,4 +1,5 @@
-//! The options of Mooncake: the table `mooncake`, and the keys of vLLM's MooncakeConnector at the top.
+//! The options of Mooncake: the table `mooncake`, and the keys of vLLM's MooncakeConnector at the
+//! top.
 //!
 //! | option | default | what it does |
 //! |---|---|---|
@@ -10,7 +11,8 @@
 //! | `location` | the engine looks | the node of registered host memory: `cpu:0`; devices go by their numbers |
 //! | `any_version` | false | use a wheel that this release was not tried with |
 //!
-//! The first three may also stand at the top of `kv_connector_extra_config`, where vLLM has them; the table wins.
+//! The first three may also stand at the top of `kv_connector_extra_config`, where vLLM has them;
+//! the table wins.
 
 use std::ops::RangeInclusive;
 
@@ -29,7 +31,8 @@ const KEYS: &[&str] = &[
     "num_workers",
 ];
 const PEER_TO_PEER: &str = "P2PHANDSHAKE";
-/// Schemes of metadata servers. The engine ends the process when it meets one that it does not know.
+/// Schemes of metadata servers. The engine ends the process when it meets one that it does not
+/// know.
 const SERVERS: &[&str] = &["http://", "https://", "etcd://"];
 const PROTOCOLS: &[&str] = &["rdma", "tcp"];
 const WORKERS: RangeInclusive<u64> = 1..=256;
@@ -98,7 +101,7 @@ impl Config {
         })
     }
 
-    /// Whether the engine needs its client for etcd.
+    /// Returns whether the engine needs its client for etcd.
     pub(crate) fn etcd(&self) -> bool {
         self.engine_options.metadata.starts_with("etcd://")
     }

@@ -40,7 +40,7 @@ pub(crate) fn of_code(doing: &str, code: i32, said: Option<String>) -> Error {
         .with_native(i64::from(code), text)
 }
 
-/// Whether `submitTransfer` gives this code before it hands anything to a transport.
+/// Returns whether `submitTransfer` gives this code before it hands anything to a transport.
 pub(crate) fn is_before_start(code: i32) -> bool {
     matches!(code, 1 | 2 | 8)
 }

@@ -1,4 +1,5 @@
-//! The engine as the shared machine drives it: what is posted, what has ended, and what came of blocking calls.
+//! The engine as the shared machine drives it: what is posted, what has ended, and what came of
+//! blocking calls.
 
 use std::collections::HashMap;
 use std::os::fd::RawFd;
@@ -24,7 +25,8 @@ use crate::peers::{Links, NotificationState, Phase, foreign_text};
 const BATCH_PIECES: usize = 64;
 /// The most bytes of a batch, unless one piece is longer.
 const BATCH_BYTES: u64 = 1 << 20;
-/// The most pieces under way to one peer: far below what its queue takes (1,024, and as many that wait for admission).
+/// The most pieces under way to one peer: far below what its queue takes (1,024, and as many that
+/// wait for admission).
 const PEER_PIECES: usize = 256;
 /// The most bytes under way to one peer: what a small transfer has to wait for.
 const PEER_BYTES: u64 = 8 << 20;
@@ -34,18 +36,20 @@ const LOOKED_AT: usize = 64;
 const LISTENS: Duration = Duration::from_micros(20);
 /// How long something that has happened makes it likely that more does at once.
 const BUSY: Duration = Duration::from_millis(20);
-/// Sleeps meanwhile; while pieces are under way or answers awaited; and while calls wait for a thread.
+/// Sleeps meanwhile; while pieces are under way or answers awaited; and while calls wait for a
+/// thread.
 const SHORTEST: Duration = Duration::from_micros(60);
 const AWAITING: Duration = Duration::from_micros(250);
 const SHORT_OF_THREADS: Duration = Duration::from_millis(1);
-/// Later, sleeps are this part of the time in which nothing has happened, and at most so long: a wake-up costs some 70
-/// microseconds of a core, and nothing of the engine's wakes.
+/// Later, sleeps are this part of the time in which nothing has happened, and at most so long: a
+/// wake-up costs some 70 microseconds of a core, and nothing of the engine's wakes.
 const PART: u32 = 20;
 const LONGEST: Duration = Duration::from_millis(20);
 /// The longest frame of a link.
 const MAX_FRAME: usize = 48 << 10;
-/// How long it may take until both ends have opened the other's segment, before which the peer cannot answer: each
-/// starts a thread for it and asks the other's engine twice. Some milliseconds, where nobody else wants the cores.
+/// How long it may take until both ends have opened the other's segment, before which the peer
+/// cannot answer: each starts a thread for it and asks the other's engine twice. Some milliseconds,
+/// where nobody else wants the cores.
 const SETS_UP: Duration = Duration::from_secs(5);
 
 pub(crate) struct MooncakeFabric {
@@ -171,8 +175,8 @@ impl MooncakeFabric {
             }
             return;
         }
-        // What it had to say of itself may be another now. A peer that does not answer is not asked: that takes a
-        // minute.
+        // What it had to say of itself may be another now. A peer that does not answer is not
+        // asked: that takes a minute.
         if let Some(engine) = &self.engine
             && (alive == Some(true) || engine.asks_a_server())
             && let Some(peer) = self.links.peers.get_mut(to)
@@ -263,9 +267,9 @@ impl MooncakeFabric {
     }
 }
 
-// SAFETY: local memory is handed to the engine in `advance` only, with each piece counted, and a piece is reported when
-// the engine has said of it that it has ended: measured, nothing is written after that. `stop` says true only when no
-// piece is under way.
+// SAFETY: local memory is handed to the engine in `advance` only, with each piece counted, and a
+// piece is reported when the engine has said of it that it has ended: measured, nothing is written
+// after that. `stop` says true only when no piece is under way.
 unsafe impl Fabric for MooncakeFabric {
     type Local = Local;
     type Remote = Remote;
@@ -283,7 +287,8 @@ unsafe impl Fabric for MooncakeFabric {
         SETS_UP
     }
 
-    /// Regions added later: over RDMA their keys are part of what the peer said when its segment was opened.
+    /// Regions added later: over RDMA their keys are part of what the peer said when its segment
+    /// was opened.
     fn update(&mut self, endpoint: EndpointId, _address: &[u8]) -> Result<()> {
         let Some(to) = self.links.endpoints.get(&endpoint).map(|endpoint| Arc::clone(&endpoint.to))
         else {
@@ -356,7 +361,8 @@ unsafe impl Fabric for MooncakeFabric {
             return Ok(0);
         }
         let count = self.pieces.len();
-        // SAFETY: core keeps the local memory until the pieces that are counted here have been reported.
+        // SAFETY: core keeps the local memory until the pieces that are counted here have been
+        // reported.
         match unsafe { engine.submit(&self.pieces) } {
             Ok(batch) => {
                 job.add_in_flight(count as u32);
@@ -368,7 +374,8 @@ unsafe impl Fabric for MooncakeFabric {
             }
             Err(refused) => {
                 if !refused.whole {
-                    // Never reported: the ticket is not settled, and the memory stays in quarantine.
+                    // Never reported: the ticket is not settled, and the memory stays in
+                    // quarantine.
                     job.add_in_flight(count as u32);
                     self.untracked = true;
                     self.break_off_later(id, refused.why.clone());
@@ -381,7 +388,8 @@ unsafe impl Fabric for MooncakeFabric {
     /// The engine cannot stop what it has begun: a stopped peer's pieces end after 30 s each.
     fn sever(&mut self, endpoint: EndpointId) {
         self.any_lost = true;
-        let Some(there) = self.links.endpoints.get_mut(&endpoint) else { return }; // disconnected before
+        // Disconnected before.
+        let Some(there) = self.links.endpoints.get_mut(&endpoint) else { return };
         there.phase = Phase::Broken;
         let to = Arc::clone(&there.to);
         self.calls.forget(&to, endpoint);
@@ -414,7 +422,8 @@ unsafe impl Fabric for MooncakeFabric {
         if count > 0 {
             self.last_event = now;
         }
-        // Looking costs more than sleeping when nothing has happened for long: there is no end of it.
+        // Looking costs more than sleeping when nothing has happened for long: there is no end of
+        // it.
         let (look_for, look_until) = match self.moving.is_empty() {
             false => (Duration::from_micros(100), None),
             true => (Duration::from_micros(20), Some(self.last_event + BUSY)),
@@ -431,8 +440,9 @@ unsafe impl Fabric for MooncakeFabric {
             Some(engine) => self.calls.start_a_thread_if_short(engine)?,
             None => false,
         };
-        // The engine wakes nobody: the more is expected, the sooner it is asked. While things happen the time is the
-        // same whether pieces are under way or not: whoever posts the next need not wake this thread to sleep for less.
+        // The engine wakes nobody: the more is expected, the sooner it is asked. While things
+        // happen the time is the same whether pieces are under way or not: whoever posts the next
+        // need not wake this thread to sleep for less.
         let quiet = self.last_event.elapsed();
         Ok(Armed::Sleep(Some(match () {
             () if quiet < BUSY => SHORTEST,
@@ -470,7 +480,8 @@ unsafe impl Fabric for MooncakeFabric {
             std::mem::forget((engine, Arc::clone(&self.ranges)));
             return false;
         }
-        // A thread that a stopped peer holds up keeps the engine, which serves whoever asks until the peer lets go.
+        // A thread that a stopped peer holds up keeps the engine, which serves whoever asks until
+        // the peer lets go.
         let ended = Arc::into_inner(engine).is_some() || self.ranges.is_empty();
         if !ended {
             std::mem::forget(Arc::clone(&self.ranges));

@@ -36,9 +36,10 @@ impl Mooncake {
         self
     }
 
-    /// The names of two shared libraries, and the C++17 that `kvx mooncake-adapter` makes each of. The first exports
-    /// Mooncake's C functions and calls the engine in Mooncake's wheel. The second lies beside it: that engine loads it
-    /// instead of its client for etcd. `KVX_MOONCAKE_LIB` names the first, `KVX_MOONCAKE_ENGINE` the engine.
+    /// The names of two shared libraries, and the C++17 that `kvx mooncake-adapter` makes each of.
+    /// The first exports Mooncake's C functions and calls the engine in Mooncake's wheel. The
+    /// second lies beside it: that engine loads it instead of its client for etcd.
+    /// `KVX_MOONCAKE_LIB` names the first, `KVX_MOONCAKE_ENGINE` the engine.
     pub fn adapter_sources() -> [(&'static str, String); 2] {
         adapter::sources()
     }

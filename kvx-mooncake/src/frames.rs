@@ -1,4 +1,5 @@
-//! Bytes of any value in the engine's notifications, which are C strings in JSON: base64, several frames in one.
+//! Bytes of any value in the engine's notifications, which are C strings in JSON: base64, several
+//! frames in one.
 
 use kvx_core::{Error, ErrorKind, Result};
 
@@ -8,7 +9,7 @@ const GAP: u8 = b' ';
 /// The longest text that is read: the engine itself takes less than a megabyte.
 const MAX_TEXT: usize = 1 << 20;
 
-/// How long the text of a frame of so many bytes is, with the gap behind it.
+/// Returns how long the text of a frame of so many bytes is, with the gap behind it.
 pub(crate) fn text_len(bytes: usize) -> usize {
     bytes.div_ceil(3) * 4 + 1
 }

@@ -18,7 +18,8 @@ mod peers;
 
 pub use factory::Mooncake;
 
-/// The generated bindings, for programs that drive the engine themselves: no part of kvx, and without its promises.
+/// The generated bindings, for programs that drive the engine themselves: no part of kvx, and
+/// without its promises.
 #[cfg(feature = "raw")]
 pub mod raw {
     pub use crate::ffi::bindings::*;

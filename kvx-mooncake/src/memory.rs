@@ -11,18 +11,18 @@ use kvx_core::{Error, ErrorKind, Memory, MemoryKind, RegionId, Result};
 
 use crate::ffi::Engine;
 
-/// A region of ours, and the range in which the engine knows it.
+/// A local region, and the range in which the engine knows it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Local {
     pub(crate) region: RegionId,
     range: u64,
 }
 
-/// Our memory as the engine knows it. It takes no byte twice, and kvx's regions may share memory.
+/// Local memory as the engine knows it. It takes no byte twice, and kvx's regions may share memory.
 #[derive(Debug, Default)]
 pub(crate) struct RegisteredRanges {
-    /// For who has the engine take a range or give it up, which may ask a server: another region of the same memory
-    /// must not come between.
+    /// For who has the engine take a range or give it up, which may ask a server: another region of
+    /// the same memory must not come between.
     turn: Mutex<()>,
     /// Held for a moment only.
     known: Mutex<RangeTable>,
@@ -81,14 +81,14 @@ impl RegisteredRanges {
         self.known.lock().ranges.values_mut().for_each(|range| range.told = true);
     }
 
-    /// Whether nobody reaches any memory through the engine.
+    /// Returns whether nobody reaches any memory through the engine.
     pub(crate) fn is_empty(&self) -> bool {
         let known = self.known.lock();
         known.ranges.is_empty() && known.leaving == 0
     }
 
-    /// A region ends: unregisters its range when no other lies in it. A range that the engine keeps stays, and its
-    /// memory.
+    /// A region ends: unregisters its range when no other lies in it. A range that the engine keeps
+    /// stays, and its memory.
     pub(crate) fn remove(
         self: &Arc<Self>,
         local: &Local,
@@ -112,8 +112,8 @@ impl RegisteredRanges {
     }
 }
 
-/// A region that nobody is let into any more. Dropped when who was there before is done; until then the engine may
-/// touch its memory.
+/// A region that nobody is let into any more. Dropped when who was there before is done; until then
+/// the engine may touch its memory.
 #[derive(Debug)]
 pub(crate) struct EndingRegion {
     ranges: Arc<RegisteredRanges>,
@@ -122,7 +122,8 @@ pub(crate) struct EndingRegion {
 }
 
 impl EndingRegion {
-    /// Its end. Errors: `StillShared` when agents that are not kvx may have begun something that reaches it.
+    /// Its end. Errors: `StillShared` when agents that are not kvx may have begun something that
+    /// reaches it.
     pub(crate) fn end(mut self) -> Result<()> {
         if !self.told {
             return Ok(());
@@ -171,15 +172,16 @@ pub(crate) struct MemoryRegistrar {
     pub(crate) node: Option<String>,
 }
 
-// SAFETY: what is registered is reached by address; its memory is kept by its range, and of each region that lies in it
-// by core, until `Fabric::unregister` has said that nobody reaches it any more.
+// SAFETY: what is registered is reached by address; its memory is kept by its range, and of each
+// region that lies in it by core, until `Fabric::unregister` has said that nobody reaches it any
+// more.
 unsafe impl Registrar<Local> for MemoryRegistrar {
     fn register(&self, region: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let engine = self.engine.upgrade().ok_or_else(closed)?;
         let address = memory.address();
         let location = location(memory, self.node.as_deref());
         let local = self.ranges.add(region, memory, || {
-            // SAFETY: the range keeps this memory until it has been unregistered, or for ever.
+            // SAFETY: the range keeps this memory until it has been unregistered, or forever.
             unsafe { engine.register(address, memory.len(), &location) }
         })?;
         let mut export = Vec::with_capacity(8);
@@ -194,8 +196,8 @@ unsafe impl Registrar<Local> for MemoryRegistrar {
     }
 }
 
-/// The location of memory, in the engine's words: on the device of this number in this process; on the node that the
-/// operator names; or wherever the engine finds it.
+/// The location of memory, in the engine's words: on the device of this number in this process; on
+/// the node that the operator names; or wherever the engine finds it.
 fn location(memory: &Memory, node: Option<&str>) -> String {
     match memory.device_access() {
         Some(device) if memory.kind() == MemoryKind::Cuda => format!("cuda:{}", device.ordinal()),
@@ -269,7 +271,8 @@ mod tests {
         add(3000, 1).expect("what was refused is not kept");
     }
 
-    /// A region that lies in another, which has ended; and whether that one's memory is still there.
+    /// A region that lies in another, which has ended; and whether that one's memory is still
+    /// there.
     fn outlived() -> (Arc<RegisteredRanges>, Local, Weak<Memory>) {
         let ranges = Arc::new(RegisteredRanges::default());
         let page = Arc::new(Memory::owned(vec![0; 4096]));

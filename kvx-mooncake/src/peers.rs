@@ -83,7 +83,7 @@ impl Links {
         Ok(to)
     }
 
-    /// Takes an endpoint out. Gives where it led, if nobody else's does.
+    /// Takes an endpoint out. Returns where it led, if nobody else's does.
     pub(crate) fn remove(&mut self, id: EndpointId) -> Option<Arc<str>> {
         let Endpoint { to, .. } = self.endpoints.remove(&id)?;
         let peer = self.peers.get_mut(&to)?;

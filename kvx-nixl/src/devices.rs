@@ -1,4 +1,5 @@
-//! The GPUs whose memory NIXL's user may register, by the driver's own numbers for them: NIXL's numbers are those.
+//! The GPUs whose memory NIXL's user may register, by the driver's own numbers for them: NIXL's
+//! numbers are those.
 
 use std::sync::Arc;
 
@@ -9,8 +10,8 @@ use kvx::{DeviceAccess as _, MemoryKind};
 pub(crate) struct Devices(Result<Vec<Arc<Device>>, String>);
 
 impl Devices {
-    /// Those of NVIDIA's driver, else those of AMD's: a NIXL is built for one maker. Starts the driver, and nothing on
-    /// a device.
+    /// Those of NVIDIA's driver, else those of AMD's: a NIXL is built for one maker. Starts the
+    /// driver, and nothing on a device.
     pub(crate) fn find() -> Devices {
         let found = kvx::cuda::devices().or_else(|cuda| {
             let rocm =
@@ -24,8 +25,8 @@ impl Devices {
         self.0.as_deref().unwrap_or_default()
     }
 
-    /// None of them where no backend `reaches` their kind of memory: NIXL would take it as served, and every
-    /// registration of it would fail. `open`: the backends that were asked, for people.
+    /// None of them where no backend `reaches` their kind of memory: NIXL would take it as served,
+    /// and every registration of it would fail. `open`: the backends that were asked, for people.
     pub(crate) fn only_if(self, reaches: impl Fn(MemoryKind) -> bool, open: &str) -> Devices {
         Devices(self.0.and_then(|all| {
             match all.iter().map(|device| device.kind()).find(|kind| !reaches(*kind)) {
@@ -35,7 +36,7 @@ impl Devices {
         }))
     }
 
-    /// What is offered, for a line of the log.
+    /// Returns what is offered, for a line of the log.
     pub(crate) fn describe(&self) -> String {
         match &self.0 {
             Err(why) => format!("memory of GPUs is not offered: {why}"),

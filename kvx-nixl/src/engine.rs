@@ -60,7 +60,7 @@ struct IntroducedPeer {
     told: bool,
 }
 
-/// Says what went wrong, and gives NIXL's number for it.
+/// Reports an error in a line, and returns NIXL's number for it.
 pub(crate) fn report(what: &str, error: &kvx::Error) -> NixlStatus {
     warn(format_args!("{what}: {error}"));
     NixlStatus::from(error)
@@ -158,7 +158,7 @@ impl Engine {
         }
     }
 
-    /// What peers need to use the memory.
+    /// Returns what peers need to use the memory.
     pub(crate) fn public_data(&self, handle: NixlHandle) -> NixlResult<Vec<u8>> {
         let range = self.memory.get(handle).ok_or(NixlStatus::NotFound)?;
         let RangeOwner::Ours(region) = &range.owner else { return Err(NixlStatus::InvalidParam) };
@@ -231,7 +231,8 @@ impl Engine {
         drop(gone);
     }
 
-    /// The peer of this name. One that was lost, being silent, is tried anew; this agent itself needs no introduction.
+    /// The peer of this name. One that was lost, being silent, is tried anew; this agent itself
+    /// needs no introduction.
     fn peer(&self, agent: &str) -> NixlResult<Peer> {
         let known = self
             .peers
@@ -383,7 +384,7 @@ impl Engine {
         Ok(status)
     }
 
-    /// What NIXL has forgotten is gone: one that is released once more, or was never there.
+    /// Releases a request. One that is released once more, or was never there, is gone already.
     pub(crate) fn release(&self, handle: NixlHandle) -> NixlResult {
         let Some(request) = self.requests.get(handle) else { return Ok(()) };
         match request.release(self.settings.deadline) {
@@ -437,13 +438,13 @@ impl Engine {
         }
     }
 
-    /// What has come since the last call.
+    /// Returns what has come since the last call.
     pub(crate) fn notifications(&self) -> Vec<(String, Box<[u8]>)> {
         prune(&mut self.sent.lock());
         let mut assembly = self.assembly.lock();
         let mut got = Vec::new();
         let mut bytes = 0;
-        // What comes while this looks is for the next call: senders must not keep a caller for ever.
+        // What comes while this looks is for the next call: senders must not keep a caller forever.
         while got.len() < MOST_AT_ONCE.0
             && bytes < MOST_AT_ONCE.1
             && let Some(next) = self.agent.try_notification()

@@ -1,4 +1,5 @@
-//! Numbers in the place of pointers: what NIXL hands back twice, or after its end, is found to be gone.
+//! Numbers in the place of pointers: what NIXL hands back twice, or after its end, is found to be
+//! gone.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -38,7 +39,7 @@ impl<T> Handles<T> {
         self.held.lock().remove(&handle)
     }
 
-    /// Whether there is one that `is` says.
+    /// Returns whether there is one that `is` says.
     pub(crate) fn any(&self, is: impl Fn(&T) -> bool) -> bool {
         self.held.lock().values().any(|thing| is(thing))
     }

@@ -74,7 +74,7 @@ fn libraries(maps: &str) -> BTreeSet<&Path> {
     paths.filter(|path| path.file_name().is_some_and(|name| name == "libnixl.so")).collect()
 }
 
-/// Says what KVX thinks of the NIXL whose `libnixl.so` this is: its name, or why it is refused.
+/// Returns what KVX thinks of the NIXL whose `libnixl.so` this is: its name, or why it is refused.
 pub fn verdict(library: &Path) -> Result<String, TableRefusal> {
     Installation::at(library, false).map(|installed| installed.name)
 }

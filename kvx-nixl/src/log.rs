@@ -1,4 +1,5 @@
-//! Lines for the operator, on standard error beside NIXL's own, which `NIXL_LOG_LEVEL` holds back alike.
+//! Lines for the operator, on standard error beside NIXL's own, which `NIXL_LOG_LEVEL` holds back
+//! alike.
 
 use std::fmt::Display;
 use std::io::Write as _;
@@ -37,7 +38,8 @@ pub(crate) fn warn(line: impl Display) {
     }
 }
 
-/// Something that must be known, as nothing else tells it. A line that cannot be written is lost: nobody reads there.
+/// Something that must be known, as nothing else tells it. A line that cannot be written is lost:
+/// nobody reads there.
 pub(crate) fn always(line: impl Display) {
     // At once: other processes write there, too.
     let _ = std::io::stderr().write_all(format!("KVX: {line}\n").as_bytes());

@@ -24,7 +24,7 @@ pub(crate) enum RangeOwner {
 }
 
 impl Range {
-    /// Where an address lies in it.
+    /// Returns where an address lies in it.
     pub(crate) fn offset(&self, address: u64, len: u64) -> NixlResult<u64> {
         let offset = address.checked_sub(self.base).ok_or(NixlStatus::InvalidParam)?;
         match offset.checked_add(len) {

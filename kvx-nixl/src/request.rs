@@ -11,7 +11,8 @@ use kvx_core::sync::Mutex;
 use crate::log::warn;
 use crate::status::{NixlResult, NixlStatus};
 
-/// How long a release waits for a transfer that it has cancelled, before it answers that it is active.
+/// How long a release waits for a transfer that it has cancelled, before it answers that it is
+/// active.
 const PATIENCE: Duration = Duration::from_millis(50);
 
 /// A prepared transfer.
@@ -32,7 +33,7 @@ struct Flight {
 }
 
 impl Flight {
-    /// What has come of it, found by `look`.
+    /// Returns what has come of it, found by `look`.
     fn ask(
         &mut self,
         look: impl FnOnce(&mut Transfer) -> Option<kvx::Result<Report>>,
@@ -87,7 +88,7 @@ pub(crate) fn now<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
     }
 }
 
-/// Whether where TCP listens may be the reason.
+/// Returns whether where TCP listens may be the reason.
 fn is_of_the_way(error: &kvx::Error) -> bool {
     matches!(error.kind(), kvx::ErrorKind::NoRoute | kvx::ErrorKind::PeerLost)
 }
@@ -114,8 +115,8 @@ impl Request {
         Request { peer, plan, flight: Mutex::new(flight) }
     }
 
-    /// Posts it; the last of the notifications follows the data. `Active` while an earlier post may still touch its
-    /// memory.
+    /// Posts it; the last of the notifications follows the data. `Active` while an earlier post may
+    /// still touch its memory.
     pub(crate) fn post(
         &self,
         peer: &Peer,
@@ -147,20 +148,21 @@ impl Request {
         }
     }
 
-    /// What has come of it; lends the link a hand.
+    /// Returns what has come of it; lends the link a hand.
     pub(crate) fn check(&self, cure: &str) -> NixlStatus {
         self.flight.lock().ask(Transfer::drive, &self.peer, cure)
     }
 
-    /// Cancels what is in flight and says whether that has ended. The second time, and once its result was told, it
-    /// waits by the deadline.
+    /// Cancels what is in flight and returns whether that has ended. The second time, and once its
+    /// result was told, it waits by the deadline.
     pub(crate) fn release(&self, deadline: Duration) -> ReleaseOutcome {
         let (settled, again) = {
             let mut flight = self.flight.lock();
             let Some(transfer) = &flight.transfer else { return ReleaseOutcome::Gone };
             transfer.cancel();
             let settled = transfer.settled();
-            // NIXL listens to the answer only while it knows of no result: after one, this call is the last.
+            // NIXL listens to the answer only while it knows of no result: after one, this call is
+            // the last.
             let last = flight.status != NixlStatus::InProgress;
             (settled, std::mem::replace(&mut flight.released, true) || last)
         };
@@ -174,12 +176,12 @@ impl Request {
         }
     }
 
-    /// Whether it was released in flight, ended or not.
+    /// Returns whether it was released in flight, ended or not.
     pub(crate) fn is_released(&self) -> bool {
         self.flight.lock().released
     }
 
-    /// Whether it was released in flight, and has ended since.
+    /// Returns whether it was released in flight, and has ended since.
     pub(crate) fn is_over(&self) -> bool {
         let flight = self.flight.lock();
         flight.released && flight.transfer.as_ref().is_none_or(Transfer::is_settled)

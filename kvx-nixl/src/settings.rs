@@ -1,4 +1,5 @@
-//! What an operator sets: NIXL's parameters, `KVX_…` variables, and where vLLM's side channel listens.
+//! What an operator sets: NIXL's parameters, `KVX_…` variables, and where vLLM's side channel
+//! listens.
 
 use std::fmt;
 use std::net::{IpAddr, TcpListener};
@@ -41,7 +42,8 @@ impl PluginSettings {
     /// From NIXL's parameters, then the environment.
     ///
     /// # Errors
-    /// `Invalid` for a parameter that is none and for a value that makes no sense; the sentence names it.
+    /// `Invalid` for a parameter that is none and for a value that makes no sense; the sentence
+    /// names it.
     pub(crate) fn read(
         parameters: &[(String, String)],
         variable: impl Fn(&str) -> Option<String>,
@@ -68,7 +70,8 @@ impl PluginSettings {
             let given = given.map(|value| (value, "its parameter"));
             given.or_else(|| Some((some(&variable(named)?)?, *named)))
         };
-        // But for a secret: who meant to have one does not run without. Core refuses an empty variable, and KVX_SECRET.
+        // But for a secret: who meant to have one does not run without. Core refuses an empty
+        // variable, and KVX_SECRET.
         if parameters.iter().any(|(name, value)| name == "secret_file" && some(value).is_none()) {
             return Err(invalid(
                 "parameter \"secret_file\" is empty: name a file, or leave it out".into(),
@@ -112,7 +115,7 @@ impl PluginSettings {
         })
     }
 
-    /// What to do when no peer can be reached, if TCP is the reason.
+    /// Returns what to do when no peer can be reached, if TCP is the reason.
     pub(crate) fn cure(&self) -> &'static str {
         let loopback = self.bind.0.parse().is_ok_and(|bind: IpAddr| bind.is_loopback());
         if loopback {
@@ -142,7 +145,7 @@ fn seconds(value: &str, by: &str) -> Result<Duration> {
     })
 }
 
-/// Whether it is an address, not of all interfaces, that can be listened on.
+/// Returns whether it is an address, not of all interfaces, that can be listened on.
 fn is_of_this_machine(host: &str) -> bool {
     host.parse().is_ok_and(|ip: IpAddr| !ip.is_unspecified() && TcpListener::bind((ip, 0)).is_ok())
 }

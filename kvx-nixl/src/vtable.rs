@@ -1,9 +1,10 @@
-//! The order of a NIXL's table of virtual functions, read from the file of a plug-in that came with it.
+//! The order of a NIXL's table of virtual functions, read from the file of a plug-in that came with
+//! it.
 //!
-//! NIXL's number for its plug-in interface has been 1 in all releases, while functions came and went in the middle of
-//! the table: 28 of them until 0.9, 31 in 0.10, 27 since 1.0. The dynamic symbols of a plug-in name the function of
-//! each slot, with the types of its parameters. The file is only read, and nothing of it is believed: each number is
-//! checked before it is used.
+//! NIXL's number for its plug-in interface has been 1 in all releases, while functions came and
+//! went in the middle of the table: 28 of them until 0.9, 31 in 0.10, 27 since 1.0. The dynamic
+//! symbols of a plug-in name the function of each slot, with the types of its parameters. The file
+//! is only read, and nothing of it is believed: each number is checked before it is used.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -43,7 +44,8 @@ pub enum Function {
 /// How many there are.
 pub const FUNCTIONS: usize = 20;
 
-/// The ends of their mangled names: the function's name and the types of its parameters. `$` is `std::string`.
+/// The ends of their mangled names: the function's name and the types of its parameters. `$` is
+/// `std::string`.
 const NAMES: [(Function, &str); FUNCTIONS] = [
     (SupportsRemote, "14supportsRemoteEv"),
     (SupportsLocal, "13supportsLocalEv"),
@@ -103,8 +105,8 @@ fn refuse<T>(why: impl Into<String>) -> Result<T, TableRefusal> {
 /// The slots of the destructors, the first ones.
 pub const DESTRUCTORS: usize = 2;
 
-/// How many functions for GPUs the releases have had between `releaseReqH` and `getPublicData`: since 1.0, until 0.9,
-/// and in 0.10.
+/// How many functions for GPUs the releases have had between `releaseReqH` and `getPublicData`:
+/// since 1.0, until 0.9, and in 0.10.
 const GPU_SLOTS: [usize; 3] = [3, 4, 7];
 
 /// What each slot of the table is: a function of KVX's, or none of them.
@@ -117,7 +119,7 @@ impl SlotOrder {
         &self.0
     }
 
-    /// Whether KVX's functions have the same places in both.
+    /// Returns whether KVX's functions have the same places in both.
     pub(crate) fn agrees(&self, other: &SlotOrder) -> bool {
         let placed = |order: &SlotOrder| {
             order.0.iter().rposition(Option::is_some).map_or(0, |last| last + 1)
@@ -126,8 +128,9 @@ impl SlotOrder {
         self.0[..ours] == other.0[..theirs]
     }
 
-    /// Whether the functions come in the order that all tried releases have, with strangers only where they had them:
-    /// the destructors, as many as they had between `releaseReqH` and `getPublicData`, and any at the end.
+    /// Returns whether the functions come in the order that all tried releases have, with strangers
+    /// only where they had them: the destructors, as many as they had between `releaseReqH` and
+    /// `getPublicData`, and any at the end.
     fn is_known(&self) -> bool {
         let is_stranger = |at: usize| self.0[at].is_none();
         let all: Vec<_> = self.0.iter().flatten().copied().collect();
@@ -146,7 +149,8 @@ impl SlotOrder {
 /// The order in the plug-ins of this folder, in which they all have to agree.
 ///
 /// # Errors
-/// No plug-in there tells, two of them differ, or, unless `any` is set, the order is one that no tried release has.
+/// No plug-in there tells, two of them differ, or, unless `any` is set, the order is one that no
+/// tried release has.
 pub fn order_in(folder: &Path, any: bool) -> Result<SlotOrder, TableRefusal> {
     let mut found: Option<(&str, SlotOrder)> = None;
     let mut reasons = Vec::new();
@@ -164,7 +168,8 @@ pub fn order_in(folder: &Path, any: bool) -> Result<SlotOrder, TableRefusal> {
         match (order, &found) {
             (Err(why), _) => reasons.push(format!("{name}: {why}")),
             (Ok(order), None) => found = Some((name, order)),
-            // A plug-in may have functions of its own behind NIXL's: room for all of them does no harm.
+            // A plug-in may have functions of its own behind NIXL's: room for all of them does no
+            // harm.
             (Ok(order), Some((_, first))) if order.agrees(first) => {
                 if order.0.len() > first.0.len() {
                     found = Some((name, order));
@@ -194,8 +199,8 @@ pub fn order_in(folder: &Path, any: bool) -> Result<SlotOrder, TableRefusal> {
 /// The order in one plug-in's file.
 ///
 /// # Errors
-/// The file is not a shared library of this machine, it has no table of a backend, or one that has not each function
-/// once.
+/// The file is not a shared library of this machine, it has no table of a backend, or one that has
+/// not each function once.
 pub fn order(file: &[u8]) -> Result<SlotOrder, TableRefusal> {
     let mut found: Option<SlotOrder> = None;
     for table in tables(file)?.iter().filter(|table| is_of_a_backend(table)) {
@@ -211,13 +216,15 @@ pub fn order(file: &[u8]) -> Result<SlotOrder, TableRefusal> {
     found.ok_or_else(|| TableRefusal("it has no table of a backend's functions".into()))
 }
 
-/// Whether it has most of the functions. NIXL's base class has the few that need no backend.
+/// Returns whether it has most of the functions. NIXL's base class has the few that need no
+/// backend.
 fn is_of_a_backend(table: &[Vec<&str>]) -> bool {
     let has = |name: &str| table.iter().flatten().any(|symbol| symbol.ends_with(name));
     NAMES.iter().filter(|(_, name)| has(&name.replace('$', STRING))).count() > FUNCTIONS / 2
 }
 
-/// Which function is in which slot. Errors: one is missing, or in two slots, or a slot is two of them.
+/// Returns which function is in which slot. Errors: one is missing, or in two slots, or a slot is
+/// two of them.
 fn place(table: &[Vec<&str>]) -> Result<SlotOrder, TableRefusal> {
     let names = NAMES.map(|(function, name)| (function, name.replace('$', STRING)));
     let Some(slots) = table.get(2..).filter(|slots| slots.len() <= MAX_SLOTS) else {

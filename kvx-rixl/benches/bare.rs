@@ -1,10 +1,11 @@
-//! A bare loop over NIXL's C interface between two processes: what it gives without kvx, to measure kvx beside.
+//! A bare loop over NIXL's C interface between two processes: what it gives without kvx, to measure
+//! kvx beside.
 //!
-//! It is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`). Requests are prepared before the rounds, one for
-//! each list, with neighbours merged; each transfer posts the next of them and asks for its state until it has ended.
-//! Neither agent has NIXL's thread. The library is what `KVX_RIXL_LIB` names; it uses nothing of kvx but the bindings and the kit
-//! for baselines.
-//! With arguments it measures notifications beside transfers instead ([`notices`]).
+//! It is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`). Requests are prepared before
+//! the rounds, one for each list, with neighbours merged; each transfer posts the next of them and
+//! asks for its state until it has ended. Neither agent has NIXL's thread. The library is what
+//! `KVX_RIXL_LIB` names; it uses nothing of kvx but the bindings and the kit for baselines. With
+//! arguments it measures notifications beside transfers instead ([`notices`]).
 
 mod notices;
 
@@ -15,8 +16,8 @@ use std::ffi::{CStr, c_int, c_void};
 use std::ptr::{null, null_mut};
 use std::time::Duration;
 
-/// How often a target without an order lets NIXL work, because the first request waits until both ends have
-/// answered each other.
+/// How often a target without an order lets NIXL work, because the first request waits until both
+/// ends have answered each other.
 const LOOKS: Duration = Duration::from_millis(20);
 
 /// An agent with the plugin UCX.
@@ -33,14 +34,16 @@ fn done(code: nixl_status) {
 
 impl NixlAgent {
     fn start(name: &CStr) -> NixlAgent {
-        // The system's before the wheel's, as kvx-rixl does it: with both in turn the process crashes at its end.
+        // The system's before the wheel's, as kvx-rixl does it: with both in turn the process
+        // crashes at its end.
         loader::preload("libnl-route-3.so.200").ok();
         let search = Search::new("KVX_RIXL_LIB", &[], "set it to libnixl_capi.so");
         let library = search.open().expect("NIXL");
         let find = |name: &'static CStr| library.address(name);
         let (mut raw, mut params, mut backend) = (null_mut(), null_mut(), null_mut());
         let (mut args, mut notifications) = (null_mut(), null_mut());
-        // SAFETY: each call is as nixl_capi.h describes it, on handles that the calls before have made.
+        // SAFETY: each call is as nixl_capi.h describes it, on handles that the calls before have
+        // made.
         unsafe {
             let nixl = Functions::find(find).expect("NIXL's functions");
             let config = nixl_agent_config { num_workers: 1, ..nixl_agent_config::default() };
@@ -122,7 +125,8 @@ impl NixlAgent {
     }
 
     fn transfer(&self, request: nixl_xfer_req) {
-        // SAFETY: a request of this agent's that is not in progress, posted once and asked for until it has ended.
+        // SAFETY: a request of this agent's that is not in progress, posted once and asked for
+        // until it has ended.
         unsafe {
             let mut state = (self.nixl.nixl_capi_post_xfer_req)(self.raw, request, null_mut());
             while state == NIXL_CAPI_IN_PROG {
@@ -133,7 +137,8 @@ impl NixlAgent {
     }
 }
 
-/// Runs the other process: allocates memory of the lengths that it receives, and has NIXL work meanwhile.
+/// Runs the other process: allocates memory of the lengths that it receives, and has NIXL work
+/// meanwhile.
 fn serve(channel: &Channel) {
     let agent = NixlAgent::start(c"target");
     loop {

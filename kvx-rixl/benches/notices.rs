@@ -1,8 +1,9 @@
 //! Notifications beside transfers, without kvx: `kvx-rixl-bare notices SLICE polls|sleeps`.
 //!
-//! One thread reads 64 MiB again and again in slices of so many bytes, each a request of its own, and sends what
-//! another thread has asked for between two of them: NIXL has no other place for it. The target is a process that asks
-//! NIXL all the time (`polls`), or one that sleeps until the plugin's descriptors wake it (`sleeps`).
+//! One thread reads 64 MiB again and again in slices of so many bytes, each a request of its own,
+//! and sends what another thread has asked for between two of them: NIXL has no other place for it.
+//! The target is a process that asks NIXL all the time (`polls`), or one that sleeps until the
+//! plugin's descriptors wake it (`sleeps`).
 
 use std::collections::BTreeSet;
 use std::os::fd::RawFd;
@@ -64,7 +65,8 @@ pub(crate) fn serve(channel: &Channel, polls: bool) {
     while now() - heard < PATIENCE {
         if !polls {
             let mut event = libc::epoll_event { events: 0, u64: 0 };
-            // SAFETY: room for one event. The clock is for what came before the descriptors were looked at.
+            // SAFETY: room for one event. The clock is for what came before the descriptors were
+            // looked at.
             unsafe { libc::epoll_wait(set, &mut event, 1, 20) };
         }
         agent.look();

@@ -12,14 +12,15 @@ use kvx_core::sync::{Mutex, MutexGuard};
 
 use crate::ffi::NixlAgent;
 
-/// The agent behind a lock of kvx's own. NIXL's locks are held for a third of a second while a peer's address is
-/// loaded; the reactor asks for this one first, does something else while another thread has it, and is woken when that
-/// has let go.
+/// The agent behind a lock of kvx's own. NIXL's locks are held for a third of a second while a
+/// peer's address is loaded; the reactor asks for this one first, does something else while another
+/// thread has it, and is woken when that has let go.
 pub(crate) struct AgentLock {
     agent: Mutex<Option<NixlAgent>>,
     /// Threads that wait: the reactor, which comes often and briefly, lets them go first.
     waiting: AtomicUsize,
-    /// Wakes the reactor when another thread has let go: that one may have read what would have woken it.
+    /// Wakes the reactor when another thread has let go: that one may have read what would have
+    /// woken it.
     released: Mailbox<()>,
     /// Whether requests are in progress: then it cannot be destroyed.
     in_progress: AtomicBool,
@@ -65,7 +66,8 @@ impl AgentLock {
         open.push(Arc::downgrade(&agent_lock));
         drop(open);
         AT_EXIT.get_or_init(|| {
-            // SAFETY: a function without arguments that unwinds nowhere. NIXL is loaded, so its own end comes later.
+            // SAFETY: a function without arguments that unwinds nowhere. NIXL is loaded, so its own
+            // end comes later.
             unsafe { libc::atexit(close_all) };
             std::process::id()
         });
@@ -109,7 +111,8 @@ impl AgentLock {
         WakingGuard { agent_lock: self, locked: Some(locked) }
     }
 
-    /// For the reactor: `None` if another thread has it or waits for it, which wakes the reactor later.
+    /// For the reactor: `None` if another thread has it or waits for it, which wakes the reactor
+    /// later.
     pub(crate) fn try_lock(&self) -> Option<AgentGuard<'_>> {
         if self.waiting.load(Ordering::SeqCst) > 0 {
             return None;
@@ -125,12 +128,14 @@ static AT_EXIT: OnceLock<u32> = OnceLock::new();
 /// How long the exit of a program waits for an agent that is at work.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
-/// A program that exits while an agent is open would end in NIXL's threads, whose libraries' tables are gone.
+/// A program that exits while an agent is open would end in NIXL's threads, whose libraries' tables
+/// are gone.
 extern "C" fn close_all() {
     if AT_EXIT.get() != Some(&std::process::id()) {
         return; // a fork has no threads of NIXL's
     }
-    let Some(open) = OPEN.try_lock() else { return }; // a thread that opens an agent while the program exits
+    // A thread that opens an agent while the program exits.
+    let Some(open) = OPEN.try_lock() else { return };
     let until = Instant::now() + LAST_PATIENCE;
     for agent_lock in open.iter().filter_map(Weak::upgrade) {
         agent_lock.waiting.fetch_add(1, Ordering::SeqCst);

@@ -1,7 +1,8 @@
-//! A NIXL agent's metadata as bytes: looked through before NIXL, which trusts what it is given, reads it.
+//! A NIXL agent's metadata as bytes: looked through before NIXL, which trusts what it is given,
+//! reads it.
 //!
-//! After the word `nixlSerDes|` come fields: a tag, the length of the data in 8 bytes, the data, `|`. The order of the
-//! tags is fixed, lengths and numbers are little-endian.
+//! After the word `nixlSerDes|` come fields: a tag, the length of the data in 8 bytes, the data,
+//! `|`. The order of the tags is fixed, lengths and numbers are little-endian.
 
 use std::ffi::CStr;
 
@@ -42,7 +43,7 @@ pub(crate) struct BlobMemory<'a> {
 }
 
 impl BlobMemory<'_> {
-    /// Where it lies, if that is memory.
+    /// Returns where it lies, if that is memory.
     pub(crate) fn range(&self) -> Option<Range> {
         let segment = [MemorySegment::Host, MemorySegment::Device]
             .into_iter()

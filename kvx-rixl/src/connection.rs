@@ -1,9 +1,10 @@
-//! Finds out whether a peer can still be reached after something failed, which NIXL's C interface does not tell.
+//! Finds out whether a peer can still be reached after something failed, which NIXL's C interface
+//! does not tell.
 //!
-//! UCX gives a connection up over the first error on it, whether the peer has ended or memory that it named is gone,
-//! and refuses all that comes after; NIXL goes on knowing the peer. A read of no bytes touches no memory and waits for
-//! no answer of the peer's, but it is refused all the same. Other plugins may refuse it for reasons of their own: they
-//! are not asked.
+//! UCX gives a connection up over the first error on it, whether the peer has ended or memory that
+//! it named is gone, and refuses all that comes after; NIXL goes on knowing the peer. A read of no
+//! bytes touches no memory and waits for no answer of the peer's, but it is refused all the same.
+//! Other plugins may refuse it for reasons of their own: they are not asked.
 
 use std::ffi::CStr;
 
@@ -22,7 +23,8 @@ pub(crate) enum ConnectionState {
     Pending(Request),
 }
 
-/// Looks whether a peer can be reached that NIXL knows. `there`: some memory of the peer's that NIXL knows.
+/// Looks whether a peer can be reached that NIXL knows. `there`: some memory of the peer's that
+/// NIXL knows.
 pub(crate) fn look(agent: &NixlAgent, peer: &CStr, there: &Range) -> ConnectionState {
     if !agent.is_over_ucx() {
         return ConnectionState::Works;

@@ -1,13 +1,14 @@
 //! Tries out whether a peer's memory is reached without the peer's CPU, which NIXL does not tell.
 //!
-//! Over the kernel's cross-memory attach a post has moved its bytes when it returns, and takes hardly longer than the
-//! kernel itself. Over TCP, UCX asks the peer's process to read and write for it. A post may have ended all the same
-//! when it returns, because a peer with a core of its own answers while the poster still looks; but it takes some eight
-//! times as long. A network card takes its time, too, and is not told from that: such a link promises less than it
-//! could.
+//! Over the kernel's cross-memory attach a post has moved its bytes when it returns, and takes
+//! hardly longer than the kernel itself. Over TCP, UCX asks the peer's process to read and write
+//! for it. A post may have ended all the same when it returns, because a peer with a core of its
+//! own answers while the poster still looks; but it takes some eight times as long. A network card
+//! takes its time, too, and is not told from that: such a link promises less than it could.
 //!
-//! A link says nothing before that is known, so that it promises the same from its first day on. How long the trial
-//! takes is the peer's business as much as the handshake's own messages are, and the handshake's patience is for both.
+//! A link says nothing before that is known, so that it promises the same from its first day on.
+//! How long the trial takes is the peer's business as much as the handshake's own messages are, and
+//! the handshake's patience is for both.
 
 use std::collections::BTreeMap;
 use std::ffi::CStr;
@@ -21,20 +22,24 @@ use crate::ffi::{MemorySegment, NixlAgent, Range, Request, State};
 use crate::peer_loader::Name;
 use crate::peers::{NixlRegion, PeerAccess, Peers};
 
-/// The bytes of a peer's page that are read, or written, at once: enough to tell one copy by the kernel from a
-/// conversation.
+/// The bytes of a peer's page that are read, or written, at once: enough to tell one copy by the
+/// kernel from a conversation.
 const LEN: u64 = 64 << 10;
-/// How often each operation is tried, after the first time, which waits until both ends have found each other.
+/// How often each operation is tried, after the first time, which waits until both ends have found
+/// each other.
 const TIMES: usize = 16;
-/// How many of them may take their time all the same: what else goes over the link may be in their way.
+/// How many of them may take their time all the same: what else goes over the link may be in their
+/// way.
 const MOST_LATE: usize = 4;
-/// The fastest of the others takes at most so many times as long as the kernel takes for the same bytes.
+/// The fastest of the others takes at most so many times as long as the kernel takes for the same
+/// bytes.
 const MOST_TIMES_THE_KERNEL: u32 = 3;
-/// Bytes of the page: what peers read, what they write, and the same for what is moved on this side.
+/// Bytes of the page: what peers read, what they write, and the same for what is moved on this
+/// side.
 const PAGE: u64 = 4 * LEN;
 
-/// The page of this process that peers may read, and write to, when they try out what a link can do. Never freed:
-/// nobody knows when the last of them does.
+/// The page of this process that peers may read, and write to, when they try out what a link can
+/// do. Never freed: nobody knows when the last of them does.
 pub(crate) fn page() -> Range {
     static ADDRESS: OnceLock<u64> = OnceLock::new();
     let address = *ADDRESS
@@ -42,15 +47,16 @@ pub(crate) fn page() -> Range {
     Range { segment: MemorySegment::Host, address, len: PAGE, device: 0 }
 }
 
-/// How long the kernel takes at best to move as many bytes from a process to another. `None`: it refuses, and so
-/// nothing reaches a peer by that way.
+/// Returns how long the kernel takes at best to move as many bytes from a process to another.
+/// `None`: it refuses, and so nothing reaches a peer by that way.
 fn kernel_takes() -> Option<Duration> {
     let own = page().address;
     let from = libc::iovec { iov_base: own as *mut libc::c_void, iov_len: LEN as usize };
     let to = libc::iovec { iov_base: (own + PAGE / 2) as *mut libc::c_void, iov_len: LEN as usize };
     let once = || {
         let begun = Instant::now();
-        // SAFETY: both lie within the page, which is never freed and to whose bytes nobody has a reference.
+        // SAFETY: both lie within the page, which is never freed and to whose bytes nobody has a
+        // reference.
         let moved = unsafe { libc::process_vm_readv(libc::getpid(), &to, 1, &from, 1, 0) };
         (moved == LEN as isize).then(|| begun.elapsed())
     };
@@ -69,7 +75,7 @@ struct TrialTimes {
 impl TrialTimes {
     const NEW: Self = TrialTimes { posted: 0, late: 0, fastest: Duration::MAX };
 
-    /// Which of the two operations is posted next; `None`: enough is known.
+    /// Returns which of the two operations is posted next; `None`: enough is known.
     fn next(&self) -> Option<usize> {
         let operation = self.posted / (1 + TIMES);
         (self.late <= MOST_LATE && operation < 2).then_some(operation)
@@ -86,8 +92,8 @@ impl TrialTimes {
         }
     }
 
-    /// Which operations need the peer's CPU, where the kernel takes so long for as many bytes. The same path carries
-    /// both: one that needs the peer speaks for the other.
+    /// Returns which operations need the peer's CPU, where the kernel takes so long for as many
+    /// bytes. The same path carries both: one that needs the peer speaks for the other.
     fn verdict(&self, kernel_takes: Option<Duration>) -> PerOp {
         let by_the_kernel = self.late <= MOST_LATE
             && kernel_takes.is_some_and(|takes| self.fastest <= takes * MOST_TIMES_THE_KERNEL);
@@ -116,7 +122,8 @@ enum TrialStep {
 }
 
 impl CpuTrial {
-    /// Reads and writes some of the peer's page, until something takes its time. Errors: what NIXL answers.
+    /// Reads and writes some of the peer's page, until something takes its time. Errors: what NIXL
+    /// answers.
     fn step(&mut self, agent: &NixlAgent, peer: &CStr) -> Result<TrialStep> {
         let requests = match &self.requests {
             Some(requests) => requests,
@@ -178,7 +185,7 @@ impl CpuTrials {
         self.by_peer.entry(name).or_insert_with(new).endpoints.push(endpoint);
     }
 
-    /// Whether an endpoint waits.
+    /// Returns whether an endpoint waits.
     pub(crate) fn hold_back(&self, endpoint: EndpointId) -> bool {
         self.by_peer.values().any(|trial| trial.endpoints.contains(&endpoint))
     }
@@ -196,7 +203,8 @@ impl CpuTrials {
         });
     }
 
-    /// A request of a trial has ended. After one that failed nothing is known, and the link has troubles of its own.
+    /// A request of a trial has ended. After one that failed nothing is known, and the link has
+    /// troubles of its own.
     pub(crate) fn landed(&mut self, peers: &mut Peers, name: &Name, failed: bool) {
         if failed {
             self.over(peers, name, PerOp::BOTH);
@@ -205,7 +213,8 @@ impl CpuTrials {
         }
     }
 
-    /// Requests in progress to a peer were given up. Endpoints that wait for another life of it go on waiting.
+    /// Requests in progress to a peer were given up. Endpoints that wait for another life of it go
+    /// on waiting.
     pub(crate) fn restart(&mut self, name: &Name) {
         if let Some(trial) = self.by_peer.get_mut(name) {
             (trial.requests, trial.times, trial.flies) = (None, TrialTimes::NEW, false);
@@ -219,7 +228,7 @@ impl CpuTrials {
         }
     }
 
-    /// Goes on with those that can. Gives requests that are in progress then.
+    /// Goes on with those that can. Returns requests that are in progress then.
     pub(crate) fn advance(
         &mut self,
         agent: &NixlAgent,
@@ -259,7 +268,7 @@ impl CpuTrials {
     }
 }
 
-/// Tells NIXL of a region of a peer's, unless it knows. Says whether it knows now.
+/// Tells NIXL of a region of a peer's, unless it knows. Returns whether it knows now.
 pub(crate) fn tell(
     agent: &NixlAgent,
     peers: &mut Peers,
@@ -315,7 +324,8 @@ mod tests {
         );
     }
 
-    /// Late posts among 34, the fastest of the others, the kernel's own time; whether the peer's CPU was in the way.
+    /// Late posts among 34, the fastest of the others, the kernel's own time; whether the peer's
+    /// CPU was in the way.
     #[test]
     fn the_peers_cpu_is_in_the_way_of_what_is_slow_or_late() {
         let rows = [

@@ -30,13 +30,14 @@ mod flights;
 const MAGIC: &[u8] = b"\0kvx/rixl\x01\n";
 /// The most descriptors of a slice: some 2 microseconds each.
 const SLICE_PIECES: usize = 64;
-/// The most bytes of a piece, and of a slice of a transfer that has several. Over shared memory a post copies before it
-/// returns, and a message waits for its end; UCX copies as many bytes at a time, so shorter slices cost throughput.
+/// The most bytes of a piece, and of a slice of a transfer that has several. Over shared memory a
+/// post copies before it returns, and a message waits for its end; UCX copies as many bytes at a
+/// time, so shorter slices cost throughput.
 const SLICE_BYTES: u64 = 512 << 10;
 /// The most bytes of a transfer that may be one slice.
 const ONE_SLICE: u64 = 1 << 20;
-/// How long it may take until both ends have loaded the other's address, and the link was tried out: a third of a
-/// second each, where nobody else wants the cores.
+/// How long it may take until both ends have loaded the other's address, and the link was tried
+/// out: a third of a second each, where nobody else wants the cores.
 const SETS_UP: Duration = Duration::from_secs(5);
 /// The most slices in progress to one peer.
 const DEPTH: usize = 32;
@@ -141,12 +142,14 @@ impl NixlFabric {
         let Some(locked) = self.agent_lock.try_lock() else { return Ok(SendStatus::Later) };
         match agent(&locked)?.notify(name, bytes) {
             Ok(()) => Ok(SendStatus::Taken),
-            // NIXL names no reason; nothing else makes it refuse a message to an agent that it knows.
+            // NIXL names no reason; nothing else makes it refuse a message to an agent that it
+            // knows.
             Err(status) => Err(status.error("sending to the peer").with_kind(ErrorKind::PeerLost)),
         }
     }
 
-    /// Tells NIXL of the peer's regions that a transfer names. Says whether all of them are known now.
+    /// Tells NIXL of the peer's regions that a transfer names. Returns whether all of them are
+    /// known now.
     fn tell(peers: &mut Peers, agent: &NixlAgent, job: &Job<'_, Self>, load: u64) -> Result<bool> {
         let endpoint = job.endpoint();
         for region in 0..job.plan().remotes().len() as u32 {
@@ -158,8 +161,8 @@ impl NixlFabric {
         Ok(true)
     }
 
-    /// Makes the next slice of a transfer, of at most so many bytes, and says whether it is the last; `None`: there is
-    /// none.
+    /// Makes the next slice of a transfer, of at most so many bytes, and returns whether it is the
+    /// last; `None`: there is none.
     fn make(
         lists: &mut Lists,
         agent: &NixlAgent,
@@ -193,8 +196,9 @@ impl NixlFabric {
     }
 }
 
-// SAFETY: a slice is posted by `advance` alone, and reported when NIXL has said that its request is no longer in
-// progress, also after its peer was lost. With requests in progress, `stop` says false.
+// SAFETY: a slice is posted by `advance` alone, and reported when NIXL has said that its request is
+// no longer in progress, also after its peer was lost. With requests in progress, `stop` says
+// false.
 unsafe impl Fabric for NixlFabric {
     type Local = Local;
     type Remote = Remote;
@@ -297,8 +301,9 @@ unsafe impl Fabric for NixlFabric {
                 slice
             }
         };
-        // SAFETY: core keeps the local memory and has checked its bounds until the slice is reported; the request
-        // is not in progress, because a lease has it to itself and its last transfer has ended.
+        // SAFETY: core keeps the local memory and has checked its bounds until the slice is
+        // reported; the request is not in progress, because a lease has it to itself and its last
+        // transfer has ended.
         let state = unsafe { agent.post(&slice.request) };
         match state {
             State::Done => {}
@@ -332,7 +337,8 @@ unsafe impl Fabric for NixlFabric {
     }
 
     fn poll(&mut self, events: &mut Vec<Event>) -> Turn {
-        // Asked first: once the plugin has read what came, nothing tells any more that it has woken.
+        // Asked first: once the plugin has read what came, nothing tells any more that it has
+        // woken.
         let woken = self.sleeps.is_asleep() && self.wakes.take();
         self.peers.take_loaded(events);
         let agent_lock = Arc::clone(&self.agent_lock);
@@ -340,7 +346,8 @@ unsafe impl Fabric for NixlFabric {
         let mut told = 0;
         if let Some(mut locked) = agent_lock.try_lock() {
             if let Some(endpoint) = self.waits_for_lock.take() {
-                events.push(Event::Ready(endpoint)); // so that core tries again what found another thread at NIXL
+                // So that core tries again what found another thread at NIXL.
+                events.push(Event::Ready(endpoint));
             }
             if let Some(agent) = locked.as_mut() {
                 if !self.unreleased.is_empty() {
@@ -362,7 +369,8 @@ unsafe impl Fabric for NixlFabric {
         events.extend(self.events.drain(..));
         self.sleeps.looked(woken, told > 0, !events.is_empty());
         let (look_for, look_until) = self.sleeps.looks();
-        // UCX works for as long as it finds something to do, and what peers move over TCP is that: up to a second.
+        // UCX works for as long as it finds something to do, and what peers move over TCP is that:
+        // up to a second.
         let own_thread_only = !self.has_rdma && (self.peers.needs_cpu || self.ranges.any_told());
         Turn { look_for, look_until, own_thread_only, ..Turn::did(events.len()) }
     }
@@ -407,7 +415,8 @@ unsafe impl Fabric for NixlFabric {
 
     fn stop(&mut self) -> bool {
         let in_flight = self.gave_up || !self.flights.is_empty();
-        // What is in progress is never released, nor its agent destroyed: that would be a use after free.
+        // What is in progress is never released, nor its agent destroyed: that would be a use after
+        // free.
         std::mem::forget(std::mem::take(&mut self.flights));
         let gone = self.agent_lock.lock().take();
         self.lists = Lists::default();

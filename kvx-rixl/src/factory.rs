@@ -121,7 +121,8 @@ impl Factory for Rixl {
         let page = agent.export(&cpu_trials::page()).map_err(|why| why.with_backend(NAME))?;
         let page = Export { range: cpu_trials::page(), blob: page.into() };
         let address = Address { name, blob, page }.encode();
-        Address::decode(&address).map_err(|why| why.with_backend(NAME))?; // else no peer would understand it
+        // Else no peer would understand it.
+        Address::decode(&address).map_err(|why| why.with_backend(NAME))?;
         let agent_lock = AgentLock::new(agent).map_err(|why| why.with_backend(NAME))?;
         let ranges = Arc::new(RegisteredRanges::new(Arc::clone(&agent_lock)));
         let loads = PeerLoader::start(
@@ -153,7 +154,8 @@ impl Factory for Rixl {
     }
 }
 
-/// Makes the agent on a thread of kvx's name, which NIXL's own threads inherit; and says which descriptors it made.
+/// Makes the agent on a thread of kvx's name, which NIXL's own threads inherit; and says which
+/// descriptors it made.
 fn opened(
     library: &'static Library,
     config: &Config,
@@ -205,7 +207,8 @@ fn within<T: Send + 'static>(
             opened
         }
         Err(RecvTimeoutError::Disconnected) => {
-            Err(Error::new(ErrorKind::Native, "opening NIXL panicked")) // the panic hook has told why
+            // The panic hook has told why.
+            Err(Error::new(ErrorKind::Native, "opening NIXL panicked"))
         }
     }
 }

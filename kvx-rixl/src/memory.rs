@@ -16,13 +16,13 @@ use crate::blob::{Blob, BlobMemory, malformed};
 use crate::error::NAME;
 use crate::ffi::{MemorySegment, Range};
 
-/// Our memory as NIXL knows it. It finds registrations by address: two regions of one range share one, and ranges that
-/// overlap otherwise are refused, because it could not tell them apart.
+/// Local memory as NIXL knows it. It finds registrations by address: two regions of one range share
+/// one, and ranges that overlap otherwise are refused, because it could not tell them apart.
 pub(crate) struct RegisteredRanges {
     agent_lock: Arc<AgentLock>,
     /// Locked by those alone who have the agent's lock, so that nobody waits for it.
     registered: Mutex<HashMap<Range, RangeUse>>,
-    /// Foreign agents may know some of it, for ever.
+    /// Foreign agents may know some of it, forever.
     any_told: AtomicBool,
 }
 
@@ -33,13 +33,14 @@ struct RangeUse {
     told: bool,
 }
 
-/// A region of ours.
+/// A local region.
 pub(crate) struct Local {
     pub(crate) range: Range,
 }
 
-/// The range of some memory, as NIXL understands it: a device by the number that its driver gives it in this process,
-/// host memory by 0. Peers name the memory by the same number, which stands in what they are told.
+/// The range of some memory, as NIXL understands it: a device by the number that its driver gives
+/// it in this process, host memory by 0. Peers name the memory by the same number, which stands in
+/// what they are told.
 pub(crate) fn range_of(memory: &Memory) -> Range {
     let device = memory.device_access().map_or(0, |device| u64::from(device.ordinal()));
     let segment = if memory.kind().is_host() { MemorySegment::Host } else { MemorySegment::Device };
@@ -90,8 +91,8 @@ impl RegisteredRanges {
         Ok((range, blob))
     }
 
-    /// A region ends, unless another thread has NIXL: then the reactor is woken when that has let go. Errors:
-    /// `StillShared`, if foreign agents may know it; what NIXL answers.
+    /// A region ends, unless another thread has NIXL: then the reactor is woken when that has let
+    /// go. Errors: `StillShared`, if foreign agents may know it; what NIXL answers.
     pub(crate) fn remove(&self, range: &Range) -> Result<Unregister> {
         let Some(locked) = self.agent_lock.try_lock() else { return Ok(Unregister::Later) };
         let mut registered = self.registered.lock();
@@ -110,13 +111,14 @@ impl RegisteredRanges {
         Ok(Unregister::Now)
     }
 
-    /// Whether foreign agents may know some of it.
+    /// Returns whether foreign agents may know some of it.
     pub(crate) fn any_told(&self) -> bool {
         self.any_told.load(Ordering::Acquire)
     }
 }
 
-// SAFETY: NIXL keeps what it needs of a registration until `remove`, which the fabric calls when no peer reaches it.
+// SAFETY: NIXL keeps what it needs of a registration until `remove`, which the fabric calls when no
+// peer reaches it.
 unsafe impl Registrar<Local> for RegisteredRanges {
     fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let (range, blob) = self.add(memory)?;
@@ -172,8 +174,9 @@ impl Export {
         Ok(Export { range, blob })
     }
 
-    /// Whether NIXL may be shown it: it speaks of this range of this agent's memory, and of nothing else. What
-    /// contradicts what NIXL knows of an agent makes it drop that agent, whoever said so. Errors: `Malformed`.
+    /// Returns whether NIXL may be shown it: it speaks of this range of this agent's memory, and of
+    /// nothing else. What contradicts what NIXL knows of an agent makes it drop that agent, whoever
+    /// said so. Errors: `Malformed`.
     pub(crate) fn is_of(&self, agent: &str) -> Result<()> {
         let said = Blob::read(&self.blob)?;
         let is_it = |there: &BlobMemory<'_>| there.range() == Some(self.range);

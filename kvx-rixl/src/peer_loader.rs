@@ -19,8 +19,8 @@ pub(crate) type Name = Arc<CStr>;
 pub(crate) enum LoadTask {
     /// Loads a blob and connects; the answer is a [`LoadResult`].
     Load { peer: Name, load: u64, blob: Vec<u8> },
-    /// Has NIXL know a lost peer's name again, and no way to it, which there may not be any more; the answer is a
-    /// [`LoadResult`].
+    /// Has NIXL know a lost peer's name again, and no way to it, which there may not be any more;
+    /// the answer is a [`LoadResult`].
     Name { peer: Name, load: u64 },
     /// Forgets a peer.
     Forget { peer: Name },
@@ -68,7 +68,7 @@ impl PeerLoader {
         }
     }
 
-    /// What has ended.
+    /// Returns what has ended.
     pub(crate) fn take(&self) -> Vec<LoadResult> {
         self.answers.take()
     }
@@ -86,7 +86,8 @@ impl Drop for PeerLoader {
 fn serve(todo: &Receiver<LoadTask>, agent_lock: &AgentLock, answers: &Mailbox<LoadResult>) {
     for task in todo {
         let locked = agent_lock.lock();
-        let Some(agent) = locked.as_ref() else { continue }; // the transport was stopped before this task
+        // The transport was stopped before this task.
+        let Some(agent) = locked.as_ref() else { continue };
         let (peer, load, result) = match task {
             LoadTask::Forget { peer } => {
                 agent.forget(&peer);

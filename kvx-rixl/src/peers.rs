@@ -13,7 +13,7 @@ use crate::blob::{Blob, BlobMemory, malformed};
 use crate::ffi::Range;
 use crate::peer_loader::{LoadResult, LoadTask, Name, PeerLoader};
 
-/// A region of a peer, which NIXL is told of when a transfer first needs it.
+/// A region of a peer, which NIXL learns of when a transfer first needs it.
 pub(crate) struct NixlRegion {
     pub(crate) range: Range,
     pub(crate) blob: Box<[u8]>,
@@ -26,7 +26,7 @@ impl NixlRegion {
         NixlRegion { range, blob, told: AtomicU64::new(0) }
     }
 
-    /// Whether it was told for this load.
+    /// Returns whether it was told for this load.
     pub(crate) fn is_told(&self, load: u64) -> bool {
         self.told.load(Ordering::Relaxed) == load
     }
@@ -38,9 +38,11 @@ enum PeerState {
     /// NIXL is being told of it.
     Loading,
     Ready,
-    /// It must be forgotten and loaded again, because it uses an address of memory for something else now.
+    /// It must be forgotten and loaded again, because it uses an address of memory for something
+    /// else now.
     Stale,
-    /// It is lost. `watched`: NIXL was told of it once more, so that the end of requests can be seen.
+    /// It is lost. `watched`: NIXL was told of it once more, so that the end of requests can be
+    /// seen.
     Lost {
         watched: bool,
     },
@@ -62,7 +64,8 @@ struct PeerAgent {
     flights_when_told: usize,
     /// Which operations need its CPU, once that is known.
     reach: Option<PerOp>,
-    /// Another life of the same name, or a new connection after this one was lost; begins when this one is gone.
+    /// Another life of the same name, or a new connection after this one was lost; begins when this
+    /// one is gone.
     next: Option<(Vec<u8>, Vec<EndpointId>)>,
 }
 
@@ -88,7 +91,8 @@ pub(crate) struct Peers {
     own_name: Name,
     /// As for a peer: this agent itself.
     my_reach: Option<PerOp>,
-    /// Some of them need a CPU for what they move, as over TCP, or may need this one's: nobody has found out.
+    /// Some of them need a CPU for what they move, as over TCP, or may need this one's: nobody has
+    /// found out.
     pub(crate) needs_cpu: bool,
     loads: PeerLoader,
     next_load: u64,
@@ -155,7 +159,8 @@ impl Peers {
                     peer.endpoints.push(endpoint);
                     return Ok(peer.state == PeerState::Ready);
                 }
-                // NIXL knows one life and one description of a name: the new one waits until nobody uses the old.
+                // NIXL knows one life and one description of a name: the new one waits until nobody
+                // uses the old.
                 let (next, waiting) = peer.next.get_or_insert_with(Default::default);
                 *next = blob.to_vec();
                 waiting.push(endpoint);
@@ -185,7 +190,7 @@ impl Peers {
         )
     }
 
-    /// Which operations need the CPU of whom an endpoint leads to, if that is known.
+    /// Returns which operations need the CPU of whom an endpoint leads to, if that is known.
     pub(crate) fn reach(&self, endpoint: EndpointId) -> Option<PerOp> {
         match &self.endpoints.get(&endpoint)?.peer {
             None => self.my_reach,
@@ -257,7 +262,7 @@ impl Peers {
         self.by_name.get_mut(name)
     }
 
-    /// Whether an endpoint can be used now. Errors: `PeerLost`.
+    /// Returns whether an endpoint can be used now. Errors: `PeerLost`.
     pub(crate) fn access(&mut self, endpoint: EndpointId) -> Result<PeerAccess<'_>> {
         let found = self.endpoints.get(&endpoint).ok_or_else(|| lost("the endpoint is gone"))?;
         if found.severed {
@@ -291,8 +296,9 @@ impl Peers {
         (!is_told).then_some(&export.blob[..])
     }
 
-    /// A region is about to be told: whether that may be. NIXL cannot be told that a range has become something else;
-    /// it drops the whole peer instead. So the peer is loaded again when nothing is in progress.
+    /// A region is about to be told: whether that may be. NIXL cannot be told that a range has
+    /// become something else; it drops the whole peer instead. So the peer is loaded again when
+    /// nothing is in progress.
     pub(crate) fn may_tell(&mut self, endpoint: EndpointId, export: &Arc<NixlRegion>) -> bool {
         let Some(peer) = self.peer_of(endpoint) else { return false };
         let same =
@@ -360,8 +366,8 @@ impl Peers {
         }
     }
 
-    /// Whether NIXL can be asked about requests to this peer: not before it has loaded its address, nor between its
-    /// loss and the load that follows.
+    /// Returns whether NIXL can be asked about requests to this peer: not before it has loaded its
+    /// address, nor between its loss and the load that follows.
     pub(crate) fn can_be_asked(&self, peer: &CStr) -> bool {
         let unknown = |peer: &PeerAgent| {
             matches!(peer.state, PeerState::Loading | PeerState::Lost { watched: false })
@@ -369,13 +375,14 @@ impl Peers {
         self.by_name.get(peer).is_none_or(|peer| !unknown(peer))
     }
 
-    /// NIXL was asked about a request to a peer that it has dropped since. Says whether that peer is known
-    /// here: then the request may be in progress still.
+    /// NIXL was asked about a request to a peer that it has dropped since. Returns whether that
+    /// peer is known here: then the request may be in progress still.
     pub(crate) fn dropped(&mut self, name: &CStr, events: &mut Vec<Event>) -> bool {
         let Some(peer) = self.by_name.get_mut(name) else { return false };
         match peer.state {
-            // NIXL was told of the peer once more and has dropped it again. Before 1.5 it does so over each request
-            // whose failure it finds out; where none has ended since, it never answers.
+            // NIXL was told of the peer once more and has dropped it again. Before 1.5 it does so
+            // over each request whose failure it finds out; where none has ended since, it never
+            // answers.
             PeerState::Lost { watched: true } if peer.flights < peer.flights_when_told => {
                 self.watch(name)
             }
@@ -388,8 +395,8 @@ impl Peers {
         true
     }
 
-    /// Has NIXL told of a lost peer once more: it answers no question about what is in progress to an agent that it
-    /// does not know.
+    /// Has NIXL told of a lost peer once more: it answers no question about what is in progress to
+    /// an agent that it does not know.
     fn watch(&mut self, name: &CStr) {
         let Some(peer) = self.by_name.get_mut(name) else {
             return debug_assert!(false, "the peer was found a moment ago");
@@ -403,7 +410,8 @@ impl Peers {
         }
     }
 
-    /// Whether a peer was lost, and is remembered for the sake of what is in progress to it.
+    /// Returns whether a peer was lost, and is remembered for the sake of what is in progress to
+    /// it.
     pub(crate) fn is_lost(&self, name: &CStr) -> bool {
         self.by_name.get(name).is_some_and(|peer| matches!(peer.state, PeerState::Lost { .. }))
     }
@@ -415,7 +423,8 @@ impl Peers {
         told.or_else(|| Blob::read(&peer.blob).ok()?.memory.iter().find_map(BlobMemory::range))
     }
 
-    /// NIXL has dropped a peer, or knows it (`known`) and does not reach it: it is lost, with all its endpoints.
+    /// NIXL has dropped a peer, or knows it (`known`) and does not reach it: it is lost, with all
+    /// its endpoints.
     pub(crate) fn lose(&mut self, name: &CStr, known: bool, events: &mut Vec<Event>) {
         // Its last endpoint may have been disconnected while requests to it were in progress.
         let Some(peer) = self.by_name.get_mut(name) else { return };

@@ -1,8 +1,8 @@
 //! Requests that a plan keeps from post to post.
 //!
-//! NIXL's requests can be posted again, and making one costs as much as moving a small block. The first transfer of a
-//! plan makes them, slice by slice; the next ones only post them. One transfer at a time has them: another that comes
-//! meanwhile makes its own.
+//! NIXL's requests can be posted again, and making one costs as much as moving a small block. The
+//! first transfer of a plan makes them, slice by slice; the next ones only post them. One transfer
+//! at a time has them: another that comes meanwhile makes its own.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -60,7 +60,8 @@ pub(crate) struct SliceLease {
 }
 
 impl SliceLease {
-    /// Takes what the plan keeps, if nobody has it. `load`: the peer's address that requests must be of.
+    /// Takes what the plan keeps, if nobody has it. `load`: the peer's address that requests must
+    /// be of.
     pub(crate) fn take(
         prepared: &Arc<PreparedRequests>,
         load: u64,
@@ -81,7 +82,8 @@ impl SliceLease {
         SliceLease { of: Some(Arc::clone(prepared)), slices: Some(slices), whole, next: 0 }
     }
 
-    /// The next slice of those that were there, and whether it is the last; `None`: it is to be made.
+    /// The next slice of those that were there, and whether it is the last; `None`: it is to be
+    /// made.
     pub(crate) fn next(&mut self) -> Option<(Slice, bool)> {
         let slices = &self.slices.as_ref().filter(|_| self.whole)?.slices;
         let slice = slices.get(self.next)?.clone();
@@ -94,7 +96,8 @@ impl SliceLease {
         if self.whole {
             return;
         }
-        let Some(slices) = &mut self.slices else { return }; // another transfer has the plan's, or they are too many
+        // Another transfer has the plan's, or they are too many.
+        let Some(slices) = &mut self.slices else { return };
         if slices.kept.0.fetch_add(slice.pieces, Ordering::Relaxed) + slice.pieces > MOST_KEPT {
             slices.kept.0.fetch_sub(slice.pieces, Ordering::Relaxed);
             self.slices = None;

@@ -1,4 +1,5 @@
-//! Chooses how long the thread sleeps before it asks NIXL again: the longer, the longer nothing has come.
+//! Chooses how long the thread sleeps before it asks NIXL again: the longer, the longer nothing has
+//! come.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +9,7 @@ const IN_FLIGHT: Duration = Duration::from_micros(50);
 const SHORTEST: Duration = Duration::from_micros(50);
 /// A sleep is this part of the time in which nothing has come.
 const PART: u32 = 4;
-/// How long something that has come makes it likely that more comes at once.
+/// How long something that has arrived makes it likely that more comes at once.
 const BUSY: Duration = Duration::from_millis(2);
 
 /// The longest sleeps.
@@ -21,8 +22,9 @@ struct SleepLimits {
 /// The plugin's descriptors wake the thread; the clock is for wakes that are lost.
 const WOKEN: SleepLimits =
     SleepLimits { waiting: Duration::from_millis(1), idle: Duration::from_millis(50) };
-/// Nothing wakes it, or nobody knows yet whether something does: messages over RDMA do not. A look costs up to 70
-/// microseconds of a core that has slept, and an idle agent may take a hundredth of one.
+/// Nothing wakes it, or nobody knows yet whether something does: messages over RDMA do not. A look
+/// costs up to 70 microseconds of a core that has slept, and an idle agent may take a hundredth of
+/// one.
 const BY_THE_CLOCK: SleepLimits =
     SleepLimits { waiting: Duration::from_micros(250), idle: Duration::from_millis(10) };
 
@@ -33,7 +35,8 @@ pub(crate) struct SleepTimer {
     asleep: bool,
     /// By whether what came after the last sleep had woken the sleeper.
     longest: &'static SleepLimits,
-    /// The last message that came to a sleeper had not woken it: once may be chance, as it came just before the look.
+    /// The last message that came to a sleeper had not woken it: once may be chance, as it came
+    /// just before the look.
     missed: bool,
 }
 
@@ -52,13 +55,13 @@ impl SleepTimer {
         self.asleep = true;
     }
 
-    /// Whether nobody has looked since the last sleep.
+    /// Returns whether nobody has looked since the last sleep.
     pub(crate) fn is_asleep(&self) -> bool {
         self.asleep
     }
 
-    /// Somebody has looked. `woken`: the plugin had woken the sleeper. `told`: messages have come. `came`: they have,
-    /// or something else.
+    /// Somebody has looked. `woken`: the plugin had woken the sleeper. `told`: messages have come.
+    /// `came`: they have, or something else.
     pub(crate) fn looked(&mut self, woken: bool, told: bool, came: bool) {
         let slept = std::mem::take(&mut self.asleep);
         if told && slept {
@@ -73,7 +76,7 @@ impl SleepTimer {
         }
     }
 
-    /// How long to sleep.
+    /// Returns how long to sleep.
     pub(crate) fn next(&self, in_flight: bool, waiting: bool) -> Duration {
         let longest = match () {
             () if in_flight => IN_FLIGHT,
@@ -83,8 +86,8 @@ impl SleepTimer {
         (self.last_came.elapsed() / PART).clamp(SHORTEST, longest)
     }
 
-    /// How long to go on looking before that, and until when at most: not at all when idle, since each look has its
-    /// price.
+    /// Returns how long to go on looking before that, and until when at most: not at all when idle,
+    /// since each look has its price.
     pub(crate) fn looks(&self) -> (Duration, Option<Instant>) {
         (Duration::from_micros(20), Some(self.last_came + BUSY))
     }

@@ -1,11 +1,12 @@
-//! Wakes the reactor: when the thread that loads addresses has done so, when the agent's lock is free again, and by
-//! UCX's sockets.
+//! Wakes the reactor: when the thread that loads addresses has done so, when the agent's lock is
+//! free again, and by UCX's sockets.
 //!
-//! NIXL wakes nobody: its interface has no descriptor. But UCX watches its sockets by descriptors of its own, and
-//! looking for those that were not there before the plugin was opened finds them. They are watched and never read; one
-//! that belongs to somebody else wakes the reactor in vain. Where none is found, or what comes does not come by a
-//! socket, NIXL is asked by the clock. So it is with a thread of NIXL's own, too: where that has read the message
-//! before the kernel looks whether this one is to be woken, nothing is there any more.
+//! NIXL wakes nobody: its interface has no descriptor. But UCX watches its sockets by descriptors
+//! of its own, and looking for those that were not there before the plugin was opened finds them.
+//! They are watched and never read; one that belongs to somebody else wakes the reactor in vain.
+//! Where none is found, or what comes does not come by a socket, NIXL is asked by the clock. So it
+//! is with a thread of NIXL's own, too: where that has read the message before the kernel looks
+//! whether this one is to be woken, nothing is there any more.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
@@ -54,13 +55,15 @@ impl WakeSet {
                     .map_err(exhausted)?;
             }
             for fd in plugins {
-                // SAFETY: only asked of the kernel, which refuses a descriptor that is closed by now; it is removed
-                // from the set when it is closed later. What is new is told once, for its owner reads it.
+                // SAFETY: only asked of the kernel, which refuses a descriptor that is closed by
+                // now; it is removed from the set when it is closed later. What is new is told
+                // once, for its owner reads it.
                 let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
                 let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
                 epoll::add(&set, fd, epoll::EventData::new_u64(PLUGIN), flags).ok();
             }
-            // The kernel limits how deep such sets may lie in each other, and this one goes into another.
+            // The kernel limits how deep such sets may lie in each other, and this one goes into
+            // another.
             let outer = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(exhausted)?;
             match epoll::add(&outer, &set, epoll::EventData::new_u64(0), epoll::EventFlags::IN) {
                 Ok(()) => return Ok(WakeSet { set }),
@@ -75,7 +78,7 @@ impl WakeSet {
         self.set.as_fd()
     }
 
-    /// Whether the plugin has woken since the last call.
+    /// Returns whether the plugin has woken since the last call.
     pub(crate) fn take(&self) -> bool {
         let mut events: [epoll::Event; 8] = [epoll::Event {
             flags: epoll::EventFlags::empty(),

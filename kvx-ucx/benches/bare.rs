@@ -1,12 +1,12 @@
 //! A bare UCP loop between two processes: what UCX gives without kvx, to measure kvx beside.
 //!
 //! - Without arguments it is a program for `kvx bench --beside` (see `kvx-cli/BESIDE.md`).
-//! - `get SIZE WINDOW` and `put SIZE WINDOW` move one buffer over and over, `WINDOW` operations in flight, as
-//!   `ucx_perftest -t ucp_get -O WINDOW` does, and print the time of one and GB/s.
+//! - `get SIZE WINDOW` and `put SIZE WINDOW` move one buffer over and over, `WINDOW` operations in
+//!   flight, as `ucx_perftest -t ucp_get -O WINDOW` does, and print the time of one and GB/s.
 //!
-//! The library is `KVX_UCX_LIB`, else `libucp.so.0`; settings are UCX's own and the environment's, and failures of
-//! the peer are not asked for: the fastest that UCX is. It uses nothing of kvx but the bindings and the kit for
-//! baselines.
+//! The library is `KVX_UCX_LIB`, else `libucp.so.0`; settings are UCX's own and the environment's,
+//! and failures of the peer are not asked for: the fastest that UCX is. It uses nothing of kvx but
+//! the bindings and the kit for baselines.
 
 use kvx_backend::baseline::{
     self, Baseline, BlockPair, Channel, HugeMemory, Point, answer, repeat,
@@ -35,7 +35,8 @@ impl Ucp {
         let search = Search::new("KVX_UCX_LIB", &["libucp.so.0"], "install UCX 1.13 or newer");
         let library = search.open().expect("UCX");
         let find = |name: &'static CStr| library.address(name);
-        // SAFETY: each call is one that ucp.h describes, on handles that the calls before it have made.
+        // SAFETY: each call is one that ucp.h describes, on handles that the calls before it have
+        // made.
         unsafe {
             let functions = Functions::find(find).expect("every function of UCX 1.13");
             let (mut params, mut context, mut worker) =
@@ -56,7 +57,8 @@ impl Ucp {
         unsafe { (self.functions.ucp_worker_progress)(self.worker) }
     }
 
-    /// Counts an operation that was posted, and makes progress while more than `left` are in flight.
+    /// Counts an operation that was posted, and makes progress while more than `left` are in
+    /// flight.
     fn posted(&self, answer: ucs_status_ptr_t, left: usize) {
         match answer as isize {
             0 => {}
@@ -94,7 +96,8 @@ impl Memory {
         params.field_mask =
             u64::from(UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH);
         (params.address, params.length) = (bytes.as_ptr().cast(), length);
-        // SAFETY: the memory is as long, and `Memory` unmaps it before it goes; then as in `Ucp::open`.
+        // SAFETY: the memory is as long, and `Memory` unmaps it before it goes; then as in
+        // `Ucp::open`.
         unsafe {
             check("ucp_mem_map", (ucp.functions.ucp_mem_map)(ucp.context, &params, &mut handle));
         }
@@ -127,7 +130,8 @@ fn serve(channel: &Channel) {
     });
     while let Some((request, _)) = channel.receive() {
         if request == PROGRESS {
-            // An idle target must not take the core, or half of the core, that the initiator copies on.
+            // An idle target must not take the core, or half of the core, that the initiator copies
+            // on.
             let mut idle = 0;
             while !channel.wait(Duration::from_millis(u64::from(idle > 20))) {
                 idle = if (0..256).map(|_| ucp.progress()).sum::<u32>() > 0 { 0 } else { idle + 1 };
@@ -192,7 +196,8 @@ impl Initiator {
         (self.remote, self.memory) = (remote, Some(Memory::new(self.ucp, length)));
     }
 
-    /// Reads or writes blocks, neighbours on both sides as one, `window` at a time; waits for the last.
+    /// Reads or writes blocks, neighbours on both sides as one, `window` at a time; waits for the
+    /// last.
     fn move_blocks(&self, read: bool, block: usize, window: usize, pairs: &[BlockPair]) {
         let (ucp, memory) = (self.ucp, self.memory.as_ref().expect("there is memory"));
         let mut param = ucp_request_param_t {
@@ -208,7 +213,8 @@ impl Initiator {
             let (local_block, remote_block) = run[0];
             let local = memory.bytes.as_ptr().wrapping_add(local_block * block).cast();
             let (remote, length) = ((self.remote + remote_block * block) as u64, run.len() * block);
-            // SAFETY: both memories have room for every block of the point, and live until the next point.
+            // SAFETY: both memories have room for every block of the point, and live until the next
+            // point.
             #[rustfmt::skip]
             let posted = unsafe {
                 if read { get(self.endpoint, local, length, remote, self.key, &param) }

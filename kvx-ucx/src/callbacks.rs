@@ -1,7 +1,8 @@
 //! Notes UCX's callbacks for the machine.
 //!
-//! Callbacks run inside calls into UCX, so they only note: the machine reads the notes when the call has returned.
-//! Everything here is touched by the thread that has the machine, one at a time; that is what makes `Rc` and `Cell` do.
+//! Callbacks run inside calls into UCX, so they only note: the machine reads the notes when the
+//! call has returned. Everything here is touched by the thread that has the machine, one at a time;
+//! that is what makes `Rc` and `Cell` do.
 
 use std::cell::{Cell, RefCell};
 use std::ffi::c_void;
@@ -18,8 +19,9 @@ use crate::ffi::{CompletionHandler, Message, MessageHandler, Status};
 /// The longest message that is taken from a peer.
 pub(crate) const MAX_MESSAGE: usize = 16 << 10;
 
-/// Precedes each message: which worker sends it, by which of the endpoints that it has made, and which endpoint
-/// of the receiver's it takes for the other end of that (0: it has not heard of one).
+/// Precedes each message: which worker sends it, by which of the endpoints that it has made, and
+/// which endpoint of the receiver's it takes for the other end of that (0: it has not heard of
+/// one).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MessageHeader {
     pub(crate) worker: u64,
@@ -51,7 +53,7 @@ impl MessageHeader {
 /// What a worker's last message says: nothing. No message of kvx's is so short.
 pub(crate) const FAREWELL: &[u8] = &[];
 
-/// A message that has come.
+/// A message that has arrived.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct IncomingMessage {
     pub(crate) from: MessageHeader,
@@ -67,8 +69,8 @@ pub(crate) struct CallbackNotes {
     failed: RefCell<Vec<(EndpointHandle, Status)>>,
     /// Jobs of which pieces have ended.
     ended: RefCell<Vec<JobId>>,
-    /// Pieces that UCX has. Below zero where some end before their turn has counted them: a post that finds the
-    /// connection broken ends those before it.
+    /// Pieces that UCX has. Below zero where some end before their turn has counted them: a post
+    /// that finds the connection broken ends those before it.
     pieces: Cell<isize>,
     /// Operations of other kinds that UCX has.
     others: Cell<usize>,
@@ -79,12 +81,12 @@ pub(crate) struct CallbackNotes {
 pub(crate) struct EndpointHandle(pub(crate) usize);
 
 impl CallbackNotes {
-    /// Whether there is something to be taken.
+    /// Returns whether there is something to be taken.
     pub(crate) fn is_empty(&self) -> bool {
         self.has_only_ended() && self.ended.borrow().is_empty()
     }
 
-    /// Whether there is nothing but pieces that have ended.
+    /// Returns whether there is nothing but pieces that have ended.
     fn has_only_ended(&self) -> bool {
         self.messages.borrow().is_empty()
             && self.flushed.borrow().is_empty()
@@ -96,7 +98,7 @@ impl CallbackNotes {
         self.pieces.get()
     }
 
-    /// Whether UCX has nothing of ours.
+    /// Returns whether UCX has nothing of ours.
     pub(crate) fn is_quiet(&self) -> bool {
         self.pieces.get() == 0 && self.others.get() == 0
     }
@@ -111,7 +113,7 @@ impl CallbackNotes {
         self.failed.borrow_mut().retain(|(failed, _)| *failed != endpoint);
     }
 
-    /// Takes the messages that have come.
+    /// Takes the messages that have arrived.
     pub(crate) fn take_messages(&self) -> Vec<IncomingMessage> {
         self.messages.take()
     }
@@ -163,7 +165,8 @@ pub(crate) unsafe extern "C" fn endpoint_failed(
     notes.failed.borrow_mut().push((EndpointHandle(endpoint as usize), Status(status)));
 }
 
-/// The pieces of one job, and then of the next of the same number: the driver keeps it longer than its worker.
+/// The pieces of one job, and then of the next of the same number: the driver keeps it longer than
+/// its worker.
 pub(crate) struct PieceCounter {
     job: JobId,
     notes: Rc<CallbackNotes>,
@@ -193,11 +196,12 @@ impl PieceCounter {
         NonNull::from(self)
     }
 
-    /// A turn has posted pieces to the peer that has so many under way: `pending` ones, whose callbacks come, or have
-    /// come if one failed after them, and `done` ones, which have ended.
+    /// A turn has posted pieces to the peer that has so many under way: `pending` ones, whose
+    /// callbacks come, or have come if one failed after them, and `done` ones, which have ended.
     pub(crate) fn posted(&self, to_peer: &Rc<Cell<usize>>, pending: u32, done: u32) {
         to_peer.set(to_peer.get() + (pending + done) as usize);
-        // A job has one peer: with another, this is another job, and nothing of the one before it is under way.
+        // A job has one peer: with another, this is another job, and nothing of the one before it
+        // is under way.
         if !Rc::ptr_eq(&self.to_peer.borrow(), to_peer) {
             *self.to_peer.borrow_mut() = Rc::clone(to_peer);
         }
@@ -207,8 +211,8 @@ impl PieceCounter {
         }
     }
 
-    /// Whether so many pieces, which are all it has, have ended well, and nothing else has happened: then they are not
-    /// told of any more.
+    /// Returns whether so many pieces, which are all it has, have ended well, and nothing else has
+    /// happened: then they are not told of any more.
     pub(crate) fn take_back(&self, pieces: u32) -> bool {
         let notes = &*self.notes;
         let alone = notes.ended.borrow().len() == 1 && self.noted.get() && notes.has_only_ended();
@@ -251,7 +255,8 @@ impl CompletionHandler for PieceCounter {
     }
 }
 
-/// An operation that is told of once, and owns what UCX reads meanwhile: its callback, or who posted it, takes it back.
+/// An operation that learns of once, and owns what UCX reads meanwhile: its callback, or who posted
+/// it, takes it back.
 pub(crate) struct OneShotOperation {
     notes: Rc<CallbackNotes>,
     what: CallbackEvent,
@@ -297,7 +302,8 @@ impl OneShotOperation {
     /// # Safety
     /// As [`frame`](OneShotOperation::frame).
     pub(crate) unsafe fn take_back(this: NonNull<OneShotOperation>) {
-        // SAFETY: it was leaked by `hand_over`, and nobody else takes it back: the caller's promise.
+        // SAFETY: it was leaked by `hand_over`, and nobody else takes it back: the caller's
+        // promise.
         let once = unsafe { Box::from_raw(this.as_ptr()) };
         once.notes.others.set(once.notes.others.get() - 1);
         if let CallbackEvent::Sent { waiting, .. } = &once.what {
@@ -314,7 +320,8 @@ impl CompletionHandler for OneShotOperation {
             let result = outcome.map_err(error::piece_error);
             once.notes.flushed.borrow_mut().push(Event::Flushed { job, result });
         }
-        // SAFETY: as above. That a message could not be sent is told by the failure of its endpoint.
+        // SAFETY: as above. That a message could not be sent is told by the failure of its
+        // endpoint.
         unsafe { OneShotOperation::take_back(this) };
     }
 }

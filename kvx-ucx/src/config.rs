@@ -6,10 +6,11 @@
 //! | `net_devices` | `UCX_NET_DEVICES` | devices, likewise: `["mlx5_0:1"]` |
 //! | `set` | any | a list of `"NAME=value"`, with or without `UCX_` |
 //!
-//! `num_threads`, a key beside the table as vLLM has it, is how many threads make progress, each with its worker; 1.
-//! Transfers of more than 1 MiB are striped over them.
+//! `num_threads`, a key beside the table as vLLM has it, is how many threads make progress, each
+//! with its worker; 1. Transfers of more than 1 MiB are striped over them.
 //!
-//! An option wins over the environment and UCX's configuration files, and those win over what kvx sets by itself:
+//! An option wins over the environment and UCX's configuration files, and those win over what kvx
+//! sets on its own:
 //!
 //! | setting | why |
 //! |---|---|
@@ -50,8 +51,8 @@ pub(crate) struct Setting {
     /// The variable's name without `UCX_`.
     pub(crate) name: String,
     pub(crate) value: String,
-    /// Whether the user asked for it: it is an error then if UCX refuses it, and of no consequence otherwise (a version
-    /// may not know it).
+    /// Whether the user asked for it: it is an error then if UCX refuses it, and of no consequence
+    /// otherwise (a version may not know it).
     pub(crate) required: bool,
 }
 
@@ -73,8 +74,8 @@ impl Config {
         Ok(Config { chosen, num_threads })
     }
 
-    /// The settings to give UCX, from the environment of this process and the configuration files that the library at
-    /// `library` reads.
+    /// The settings to give UCX, from the environment of this process and the configuration files
+    /// that the library at `library` reads.
     pub(crate) fn settings(&self, library: &Path) -> Vec<Setting> {
         let in_files: Vec<_> = files(library).iter().flat_map(|file| read_settings(file)).collect();
         self.settings_unless(|name| {
@@ -83,8 +84,8 @@ impl Config {
         })
     }
 
-    /// Whether the user names tcp among the transports: in the options, else in the environment, else in a
-    /// configuration file that the library at `library` reads.
+    /// Returns whether the user names tcp among the transports: in the options, else in the
+    /// environment, else in a configuration file that the library at `library` reads.
     pub(crate) fn names_tcp(&self, library: &Path) -> bool {
         let chosen = self.chosen.iter().rev().find(|setting| setting.name == "TLS");
         let tls = chosen.map(|setting| setting.value.clone());
@@ -94,7 +95,8 @@ impl Config {
         tls.is_some_and(|tls| tls.split(',').any(|transport| transport.trim() == "tcp"))
     }
 
-    /// The settings to give UCX beside those that the user has set; `is_set` says which, by name without `UCX_`.
+    /// The settings to give UCX beside those that the user has set; `is_set` says which, by name
+    /// without `UCX_`.
     fn settings_unless(&self, is_set: impl Fn(&str) -> bool) -> Vec<Setting> {
         let chosen = |name: &str| self.chosen.iter().any(|setting| setting.name == name);
         let defaults = DEFAULTS.iter().filter(|(name, _, others)| {
@@ -150,7 +152,7 @@ fn assignment(text: &str) -> Result<Setting> {
     }
 }
 
-/// Where UCX looks for `ucx.conf`.
+/// Returns where UCX looks for `ucx.conf`.
 fn files(library: &Path) -> Vec<PathBuf> {
     let mut folders = vec![PathBuf::from("/etc/ucx")];
     if let Some(folder) = library.parent() {
@@ -182,8 +184,8 @@ fn read_settings(file: &Path) -> Vec<(String, String)> {
     parse_settings(&text).map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
 }
 
-/// The lines before the first section: a section is for one kind of machine, and the files that come with UCX have
-/// only such.
+/// The lines before the first section: a section is for one kind of machine, and the files that
+/// come with UCX have only such.
 fn parse_settings(text: &str) -> impl Iterator<Item = (&str, &str)> {
     let lines = text.lines().map(str::trim).take_while(|line| !line.starts_with('['));
     let set = lines.filter_map(|line| line.strip_prefix("UCX_")?.split_once('='));

@@ -63,7 +63,8 @@ pub(crate) fn native(what: impl Display, status: Status) -> Error {
         .with_native(i64::from(status.0), status.text())
 }
 
-/// Why there is no worker: no peer has part in that, whatever UCX's answer is to mean elsewhere.
+/// Returns why there is no worker: no peer has part in that, whatever UCX's answer is to mean
+/// elsewhere.
 pub(crate) fn worker_error(status: Status) -> Error {
     const WHAT: &str = "UCX gives no worker";
     let error = native(WHAT, status);
@@ -80,7 +81,7 @@ pub(crate) fn worker_error(status: Status) -> Error {
     }
 }
 
-/// Why a piece of a transfer has failed.
+/// Returns why a piece of a transfer has failed.
 pub(crate) fn piece_error(status: Status) -> Error {
     let error = native("UCX could not move a piece of the transfer", status);
     match error.kind() {

@@ -37,11 +37,12 @@ const UNSENT: usize = 256;
 const ROUNDS: (u32, Duration) = (4, Duration::from_micros(50));
 /// Some descriptors of UCX fail to wake: the longest sleep while something is awaited.
 const SAFETY: Duration = Duration::from_millis(20);
-/// How long the first message to a peer may be on its way. Each side makes its endpoint meanwhile, which costs UCX some
-/// 20 ms of a core: where others want that core as well, a multiple of it passes before the peer has anything to
-/// answer.
+/// How long the first message to a peer may be on its way. Each side makes its endpoint meanwhile,
+/// which costs UCX some 20 ms of a core: where others want that core as well, a multiple of it
+/// passes before the peer has anything to answer.
 pub(crate) const SETS_UP: Duration = Duration::from_secs(2);
-/// How long the end waits for messages that are being sent, and then for operations that were broken off.
+/// How long the end waits for messages that are being sent, and then for operations that were
+/// broken off.
 const LAST_WAITS: (Duration, Duration) = (Duration::from_millis(40), Duration::from_millis(20));
 
 /// One worker with its endpoints.
@@ -62,8 +63,9 @@ pub(crate) struct UcxFabric {
     tcp: bool,
 }
 
-// SAFETY: the machine's lock lets one thread at a time in, which is what UCX's thread mode SERIALIZED asks for, and
-// what `Rc` and `Cell` need: every clone of them is in here, or in UCX's hands.
+// SAFETY: the machine's lock lets one thread at a time in, which is what UCX's thread mode
+// SERIALIZED asks for, and what `Rc` and `Cell` need: every clone of them is in here, or in UCX's
+// hands.
 unsafe impl Send for UcxFabric {}
 
 impl UcxFabric {
@@ -76,7 +78,8 @@ impl UcxFabric {
         tcp: bool,
     ) -> Result<UcxFabric> {
         let notes = Rc::new(CallbackNotes::default());
-        // SAFETY: the fabric's `notes` is dropped after its worker: `end`, and the order of its fields.
+        // SAFETY: the fabric's `notes` is dropped after its worker: `end`, and the order of its
+        // fields.
         unsafe { worker.deliver(MESSAGE, std::ptr::NonNull::from(&*notes)) }
             .map_err(|status| error::native("UCX delivers no messages", status))?;
         Ok(UcxFabric {
@@ -108,7 +111,7 @@ impl UcxFabric {
         }));
     }
 
-    /// The same of one that is over, if there is one, before anything else is told.
+    /// The same of one that has ended, if there is one, before anything else is told.
     fn break_lost_links(&mut self, at: Option<usize>, why: &'static str, events: &mut Vec<Event>) {
         let Some(at) = at else { return }; // the message breaks nothing, as nearly all do
         self.break_links(at, None, &Error::new(ErrorKind::PeerLost, why).with_backend(NAME));
@@ -133,9 +136,10 @@ impl UcxFabric {
         }
     }
 
-    /// Between processes UCX copies in the progress after the post: has it do so now, which spares a small transfer
-    /// another turn. Says whether so many pieces, all that UCX has, have ended in as many steps: if something else has
-    /// made a step as well, somebody must look for what is to be done next.
+    /// Between processes UCX copies in the progress after the post: has it do so now, which spares
+    /// a small transfer another turn. Returns whether so many pieces, all that UCX has, have ended
+    /// in as many steps: if something else has made a step as well, somebody must look for what is
+    /// to be done next.
     fn end_now(&self, pieces: usize) -> bool {
         let (Some(worker), true) = (&self.worker, self.notes.pieces() == pieces as isize) else {
             return false;
@@ -180,7 +184,7 @@ impl UcxFabric {
         self.notes.take_ended(&self.counters, events);
     }
 
-    /// Sends what is being sent, ends what is in flight, and lets go of everything.
+    /// Sends what is being sent, ends what is in flight, and releases everything.
     fn end(&mut self) {
         let Some(worker) = self.worker.take() else { return }; // stopped before it is dropped
         let wait = |longest: Duration| {
@@ -193,7 +197,8 @@ impl UcxFabric {
         };
         for (endpoint, peer) in self.peers.endpoints() {
             // SAFETY: this thread has the machine, and the endpoint is open.
-            unsafe { post(endpoint, peer, FAREWELL, &self.notes) }.ok(); // who does not hear it learns of it later
+            // Who does not hear it learns of it later.
+            unsafe { post(endpoint, peer, FAREWELL, &self.notes) }.ok();
             let ended = OneShotOperation::start(CallbackEvent::Ended, &self.notes);
             // SAFETY: this thread has the machine, the worker is alive, the endpoint is open.
             match unsafe { endpoint.flush(ended) } {
@@ -252,8 +257,8 @@ impl Drop for UcxFabric {
     }
 }
 
-// SAFETY: UCX touches the memory of a piece until it returns `PostOutcome::Done` or calls back, and both are what is
-// reported as `Moved`. After `end` there is no worker.
+// SAFETY: UCX touches the memory of a piece until it returns `PostOutcome::Done` or calls back, and
+// both are what is reported as `Moved`. After `end` there is no worker.
 unsafe impl Fabric for UcxFabric {
     type Local = Local;
     type Remote = Remote;
@@ -262,7 +267,8 @@ unsafe impl Fabric for UcxFabric {
     fn connect(&mut self, endpoint: EndpointId, _: &Identity, address: &[u8]) -> Result<()> {
         let Some(worker) = &self.worker else { return Err(lost_link()) };
         let address = Address::decode(address)?;
-        // SAFETY: this thread has the machine; `end` closes all endpoints; the inbox outlives the worker.
+        // SAFETY: this thread has the machine; `end` closes all endpoints; the inbox outlives the
+        // worker.
         unsafe { self.peers.connect(endpoint, address, worker, &self.notes) }
     }
 
@@ -307,8 +313,9 @@ unsafe impl Fabric for UcxFabric {
             let remote = job.remote(piece.remote_region);
             let (key, at) = (self.keys.of(remote), remote.base + piece.remote_offset);
             let len = piece.len as usize;
-            // SAFETY: this thread has the machine, and the endpoint is open. Core checked that the piece lies within
-            // its region, which the job keeps until the piece is reported; the tally lives as long as the driver.
+            // SAFETY: this thread has the machine, and the endpoint is open. Core checked that the
+            // piece lies within its region, which the job keeps until the piece is reported; the
+            // tally lives as long as the driver.
             let posted =
                 unsafe { endpoint.transfer(op, (local, len), memory, (at, key), counter.target()) };
             match posted {

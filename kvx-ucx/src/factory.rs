@@ -20,20 +20,20 @@ use crate::ffi::{self, Library, Worker};
 use crate::memory::{MemoryRegistrar, kinds};
 use crate::route::{KILLED_AMID, SHARED_QUEUES};
 
-/// How a peer's end becomes known that does not close its connections: by UCX's keepalive, of which several must fail.
-/// A first link has the time to make its endpoints besides.
+/// How a peer's end becomes known that does not close its connections: by UCX's keepalive, of which
+/// several must fail. A first link has the time to make its endpoints besides.
 const LOSS: Duration = Duration::from_secs(5).saturating_add(SETS_UP);
-/// UCX answers gets over tcp by messages, and takes it for a fault of its own when the answer cannot be sent. Seen with
-/// 1.13.1 and 1.22.0: `Fatal: unexpected error: Endpoint timeout`.
+/// UCX answers gets over tcp by messages, and takes it for a fault of its own when the answer
+/// cannot be sent. Seen with 1.13.1 and 1.22.0: `Fatal: unexpected error: Endpoint timeout`.
 const OVER_TCP: &str = "over tcp UCX ends the process of a target whose peer goes away amid its reads: such links are used only if ucx.tls or UCX_TLS names tcp; the backend TCP serves them else";
 /// Transports of UCX over RDMA cards begin with these.
 const RDMA: &[&str] = &["rc", "dc", "ud", "srd", "gga"];
 
-/// Makes UCX transports: over RDMA cards, between GPUs and through shared memory, whatever the UCX of this machine
-/// reaches.
+/// Makes UCX transports: over RDMA cards, between GPUs and through shared memory, whatever the UCX
+/// of this machine reaches.
 ///
-/// Every worker of UCX serves messages that read and write whatever address they name, whether or not it was
-/// registered: peers are trusted ([`Isolation::Cooperative`]).
+/// Every worker of UCX serves messages that read and write whatever address they name, whether or
+/// not it was registered: peers are trusted ([`Isolation::Cooperative`]).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ucx;
 

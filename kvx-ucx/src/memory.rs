@@ -18,8 +18,8 @@ use crate::ffi::{self, Endpoint, MapParams, MappedMemory, RemoteKey, UcxContext,
 
 /// The longest packed key that is taken from a peer.
 const MAX_KEY: usize = 64 << 10;
-/// Where a packed key says of which kind its memory is, behind a map of memory domains: in all versions from 1.13 to
-/// this one.
+/// Where a packed key says of which kind its memory is, behind a map of memory domains: in all
+/// versions from 1.13 to this one.
 const KIND_AT: usize = 8;
 const KIND_KNOWN: Version = Version::new(1, 23, u32::MAX);
 
@@ -32,7 +32,7 @@ fn memory_type(kind: MemoryKind) -> ucs_memory_type_t {
     }
 }
 
-/// A region, as UCX is told of it. UCX finds out by itself which device's it is.
+/// A region, as UCX learns of it. UCX finds out on its own which device's it is.
 fn mapping(memory: &Memory) -> MapParams {
     MapParams::new(memory.as_ptr(), memory.len(), Some(memory_type(memory.kind())))
 }
@@ -50,7 +50,8 @@ pub(crate) struct Local {
     registration: Arc<Registration<MappedMemory>>,
 }
 
-/// The handle that operations on it are given; valid until it is unmapped, before which they have ended.
+/// The handle that operations on it are given; valid until it is unmapped, before which they have
+/// ended.
 #[derive(Clone, Copy)]
 struct Handle(ucp_mem_h);
 
@@ -70,7 +71,8 @@ impl Local {
     }
 }
 
-/// A context, and every registration with it: none outlives its memory, nor the end of the agent's last worker.
+/// A context, and every registration with it: none outlives its memory, nor the end of the agent's
+/// last worker.
 pub(crate) struct MemoryRegistrar {
     /// `None` after the end of the last worker.
     open: Mutex<Option<OpenContext>>,
@@ -93,8 +95,8 @@ impl MemoryRegistrar {
         self.open.lock().as_ref().map(|open| Arc::clone(&open.context)).ok_or_else(closed)
     }
 
-    /// Notes that a worker has ended, and nothing of it is in flight any more. After the last one: ends all
-    /// registrations, and releases the context.
+    /// Notes that a worker has ended, and nothing of it is in flight any more. After the last one:
+    /// ends all registrations, and releases the context.
     pub(crate) fn worker_ended(&self) {
         let open = self.open.lock().take_if(|open| {
             open.workers -= 1;
@@ -106,7 +108,8 @@ impl MemoryRegistrar {
     }
 }
 
-// SAFETY: `Local` keeps the registration until it is revoked or the agent ends; the memory is core's to keep.
+// SAFETY: `Local` keeps the registration until it is revoked or the agent ends; the memory is
+// core's to keep.
 unsafe impl Registrar<Local> for MemoryRegistrar {
     fn register(&self, _: RegionId, memory: &Arc<Memory>) -> Result<(Local, Vec<u8>)> {
         let refused = |what: &'static str| {
@@ -115,7 +118,7 @@ unsafe impl Registrar<Local> for MemoryRegistrar {
             }
         };
         let context = self.context()?;
-        // SAFETY: core keeps the memory until the region is given back, after `unmap`.
+        // SAFETY: core keeps the memory until the region is released, after `unmap`.
         let mapped = unsafe { context.map(&mapping(memory)) }.map_err(refused("register"))?;
         let key = mapped.key().map_err(refused("make a key for"))?;
         let mut export = Vec::with_capacity(key.0.len() + 16);
@@ -237,8 +240,8 @@ mod tests {
 
     const PAGE: u64 = 4096;
 
-    /// Calls `body` with what a region of [`PAGE`] bytes exports, and with what becomes of an export that is unpacked
-    /// for a region of so many bytes and of this kind.
+    /// Calls `body` with what a region of [`PAGE`] bytes exports, and with what becomes of an
+    /// export that is unpacked for a region of so many bytes and of this kind.
     fn exported(body: impl FnOnce(&[u8], &mut dyn FnMut(&[u8], u64, MemoryKind) -> Result<()>)) {
         let library = ffi::open_library().expect("the parent has found it");
         let settings = Config::read(&Options::new()).unwrap().settings(library.path());

@@ -1,15 +1,17 @@
 //! Peers: one UCX endpoint for each worker of a peer, shared by all links to it.
 //!
-//! UCX pairs the endpoints of two workers by the order in which they were made. If both sides made one for each link,
-//! one side's endpoint of one link would be paired with the other's of another, and the end of one link would break the
-//! other. So there is one endpoint for each peer's worker, and it stays when the last link over it has been closed: the
-//! peer may just be making its next one. It goes when either side fails or ends. A worker that ends says so, by a
-//! message of no bytes: UCX's own look at a peer asks after its process, and an endpoint to a worker that is gone would
-//! stay as long as that.
+//! UCX pairs the endpoints of two workers by the order in which they were made. If both sides made
+//! one for each link, one side's endpoint of one link would be paired with the other's of another,
+//! and the end of one link would break the other. So there is one endpoint for each peer's worker,
+//! and it stays when the last link over it has been closed: the peer may just be making its next
+//! one. It goes when either side fails or ends. A worker that ends says so, by a message of no
+//! bytes: UCX's own look at a peer asks after its process, and an endpoint to a worker that is gone
+//! would stay as long as that.
 //!
-//! A side that has given up its endpoint and made another may be heard of over the new one before the other side has
-//! noticed the end of the old one, and then nothing may be answered over that. So each message tells which endpoint it
-//! was sent by, and which endpoint of the receiver's it answers, if it has heard of one: see [`Peers::note_message`].
+//! A side that has given up its endpoint and made another may be heard of over the new one before
+//! the other side has noticed the end of the old one, and then nothing may be answered over that.
+//! So each message tells which endpoint it was sent by, and which endpoint of the receiver's it
+//! answers, if it has heard of one: see [`Peers::note_message`].
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
@@ -32,7 +34,8 @@ use crate::ffi::{Endpoint, PostOutcome, Status, Version, Worker, pad};
 pub(crate) struct PeerWorker {
     worker: u64,
     pub(crate) version: Version,
-    /// The mark of messages to it: the number of this endpoint, and that of the peer's own, once it is known.
+    /// The mark of messages to it: the number of this endpoint, and that of the peer's own, once it
+    /// is known.
     pub(crate) header: MessageHeader,
     /// `None`: closed, and only its links are still to be told.
     endpoint: Option<Endpoint>,
@@ -46,12 +49,12 @@ pub(crate) struct PeerWorker {
 }
 
 impl PeerWorker {
-    /// Whether something has been posted to it.
+    /// Returns whether something has been posted to it.
     pub(crate) fn has_moved(&self) -> bool {
         !self.moved.is_empty()
     }
 
-    /// Whether such an operation has been posted to it.
+    /// Returns whether such an operation has been posted to it.
     #[inline]
     pub(crate) fn has_moved_by(&self, op: Op) -> bool {
         self.moved.contains(&op)
@@ -62,14 +65,15 @@ impl PeerWorker {
 const MAX_UNCONNECTED: usize = 1024;
 
 pub(crate) struct Peers {
-    /// The number of our own worker.
+    /// The number of its own worker.
     own_worker: u64,
     /// How many endpoints were made.
     made: u64,
     peers: Slab<PeerWorker>,
     /// By the worker's number.
     by_worker: HashMap<u64, usize>,
-    /// Endpoints of workers to which no endpoint of ours leads yet: by worker, the last that a message came from.
+    /// Endpoints of workers to which no endpoint of ours leads yet: by worker, the last that a
+    /// message came from.
     unconnected: HashMap<u64, u64>,
     by_handle: HashMap<EndpointHandle, usize>,
     by_link: BTreeMap<EndpointId, usize>,
@@ -91,8 +95,8 @@ impl Peers {
         }
     }
 
-    /// A message came. Gives the place of the peer whose endpoint is of no use any more, because the peer has given up
-    /// its own and made another.
+    /// A message came. Returns the place of the peer whose endpoint is of no use any more, because
+    /// the peer has given up its own and made another.
     pub(crate) fn note_message(&mut self, from: MessageHeader) -> Option<usize> {
         let Some(&at) = self.by_worker.get(&from.worker) else {
             // What answers an endpoint of ours answers one that is closed.
@@ -115,17 +119,19 @@ impl Peers {
         None
     }
 
-    /// A worker has said that it ends: gives the place of the peer, to which no endpoint is of any use.
+    /// A worker has said that it ends: gives the place of the peer, to which no endpoint is of any
+    /// use.
     pub(crate) fn note_farewell(&mut self, from: MessageHeader) -> Option<usize> {
         self.unconnected.remove(&from.worker);
         self.by_worker.get(&from.worker).copied()
     }
 
-    /// Leads a link to `address`. Errors: `PeerLost`, also when no transport reaches it: UCX does not tell the two
-    /// apart.
+    /// Leads a link to `address`. Errors: `PeerLost`, also when no transport reaches it: UCX does
+    /// not tell the two apart.
     ///
     /// # Safety
-    /// This thread is the one that uses the worker, which `close_all` is called before the end of; `notes` outlives it.
+    /// This thread is the one that uses the worker, which `close_all` is called before the end of;
+    /// `notes` outlives it.
     pub(crate) unsafe fn connect(
         &mut self,
         link: EndpointId,
@@ -201,12 +207,14 @@ impl Peers {
         self.by_link.get(&link).copied()
     }
 
-    /// Closes a peer's endpoint at once; what is in flight on it ends. Gives the links that were led over it.
+    /// Closes a peer's endpoint at once; what is in flight on it ends. Returns the links that were
+    /// led over it.
     ///
     /// # Safety
     /// This thread is the one that uses the worker, which is alive.
     pub(crate) unsafe fn close(&mut self, at: usize, notes: &Rc<CallbackNotes>) -> Vec<EndpointId> {
-        // UCX may report the failure of an endpoint that was closed, and whose peer was forgotten, in the same turn.
+        // UCX may report the failure of an endpoint that was closed, and whose peer was forgotten,
+        // in the same turn.
         let peer = self.peers.get_mut(at);
         let Some((peer, endpoint)) =
             peer.and_then(|peer| peer.endpoint.take().map(|it| (peer, it)))
@@ -218,8 +226,8 @@ impl Peers {
         self.by_worker.remove(&peer.worker);
         self.by_handle.remove(&handle);
         let ended = OneShotOperation::start(CallbackEvent::Ended, notes);
-        // SAFETY: the caller's promise. Keys touch no endpoint when they are dropped, in 1.13 as in 1.22, so those of
-        // operations that are still ending may be dropped later.
+        // SAFETY: the caller's promise. Keys touch no endpoint when they are dropped, in 1.13 as in
+        // 1.22, so those of operations that are still ending may be dropped later.
         match unsafe { endpoint.close(ended) } {
             PostOutcome::Pending => {}
             // SAFETY: no callback will come.
@@ -232,7 +240,7 @@ impl Peers {
         links
     }
 
-    /// A link is over.
+    /// A link has ended.
     pub(crate) fn disconnect(&mut self, link: EndpointId) {
         if let Some(at) = self.by_link.remove(&link)
             && let Some(peer) = self.peers.get_mut(at)
@@ -279,7 +287,8 @@ pub(crate) fn lost_link() -> Error {
 mod tests {
     use super::*;
 
-    /// A side with an endpoint to worker 7, of number `endpoint`, that has heard of the peer's `answers`.
+    /// A side with an endpoint to worker 7, of number `endpoint`, that has heard of the peer's
+    /// `answers`.
     fn side(endpoint: u64, answers: u64) -> Peers {
         let mut peers = Peers::new(1);
         let peer = PeerWorker {

@@ -1,7 +1,8 @@
 //! Which protocols UCX has chosen for gets and puts, out of what it prints.
 //!
-//! UCX decides that for each kind of memory key when the first of them is posted, and a worker prints it then, in
-//! tables that name the endpoint's configuration; versions before 1.14 or so print none.
+//! UCX decides that for each kind of memory key when the first of them is posted, and a worker
+//! prints it then, in tables that name the endpoint's configuration; versions before 1.14 or so
+//! print none.
 
 /// One of UCX's tables.
 #[derive(Debug, PartialEq, Eq)]
@@ -14,9 +15,9 @@ struct ProtocolTable<'a> {
     rows: Vec<[&'a str; 3]>,
 }
 
-/// `gets: 0..inf zero-copy cma/memory; puts: …`, for the configuration of the endpoint: `endpoint` is what
-/// `ucp_ep_print_info` printed, `worker` what `ucp_worker_print_info` did. Empty while UCX has chosen nothing, and with
-/// versions that have no tables.
+/// `gets: 0..inf zero-copy cma/memory; puts: …`, for the configuration of the endpoint: `endpoint`
+/// is what `ucp_ep_print_info` printed, `worker` what `ucp_worker_print_info` did. Empty while UCX
+/// has chosen nothing, and with versions that have no tables.
 pub(crate) fn chosen(endpoint: &str, worker: &str) -> String {
     let Some(configuration) = tables(endpoint).first().map(|table| table.configuration) else {
         return String::new();

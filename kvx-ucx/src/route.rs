@@ -7,20 +7,20 @@ use kvx_core::{Capabilities, PerOp};
 use crate::ffi::{self, Endpoint, Library, Version};
 use crate::protocols;
 
-/// Transports over which UCX reads and writes memory of the peer without the peer's CPU. Over others, tcp among them,
-/// it sends messages that the peer's worker answers.
+/// Transports over which UCX reads and writes memory of the peer without the peer's CPU. Over
+/// others, tcp among them, it sends messages that the peer's worker answers.
 const DIRECT: &[&str] = &["cma", "cuda_ipc", "dc", "gdr_copy", "knem", "rc", "rocm_ipc", "xpmem"];
-/// The first version whose gets and puts use the lanes that are called `rma_bw`; before it they are for rendezvous
-/// alone.
+/// The first version whose gets and puts use the lanes that are called `rma_bw`; before it they are
+/// for rendezvous alone.
 const BANDWIDTH_LANES: Version = Version::new(1, 20, 0);
 /// UCX's queues of messages in shared memory.
 pub(crate) const SHARED_QUEUES: &[&str] = &["posix", "sysv", "xpmem"];
-/// What becomes of them: a message that its sender was killed in stays in the queue unfinished. Seen with 1.13.1, whose
-/// data goes there as well, and with 1.22.0.
+/// What becomes of them: a message that its sender was killed in stays in the queue unfinished.
+/// Seen with 1.13.1, whose data goes there as well, and with 1.22.0.
 pub(crate) const KILLED_AMID: &str = "a process that is killed amid a message through shared memory can leave the other's UCX deaf to all peers (rare since 1.20; before, data goes so too); SHM serves peers of this host without that";
 
-/// The route's text about an endpoint, and its promises. `worker`: what its worker prints of the protocols that UCX has
-/// chosen, if it has done so.
+/// The route's text about an endpoint, and its promises. `worker`: what its worker prints of the
+/// protocols that UCX has chosen, if it has done so.
 ///
 /// # Safety
 /// As [`Endpoint::printed`].
@@ -42,7 +42,7 @@ pub(crate) unsafe fn describe(
     (sentence, promise(ours, &lanes, declared))
 }
 
-/// Whether memory is moved, or asked for, over UCX's tcp.
+/// Returns whether memory is moved, or asked for, over UCX's tcp.
 ///
 /// # Safety
 /// As [`Endpoint::printed`].
@@ -106,7 +106,7 @@ impl fmt::Display for UcxLane<'_> {
     }
 }
 
-/// Whether gets and puts need no CPU of the peer: all that move memory are of that kind.
+/// Returns whether gets and puts need no CPU of the peer: all that move memory are of that kind.
 fn is_direct(version: Version, lanes: &[UcxLane<'_>]) -> bool {
     let mut moving = lanes.iter().filter(|lane| lane.moves_memory(version)).peekable();
     moving.peek().is_some() && moving.all(UcxLane::is_direct)

@@ -1,5 +1,6 @@
-//! An unordered fabric made of any provider: pieces are handed to it late and in random order, and what it tells comes
-//! late and in random order. On it, a notification that does not wait for each piece that it speaks of comes too early.
+//! An unordered fabric made of any provider: pieces are handed to it late and in random order, and
+//! what it tells comes late and in random order. On it, a notification that does not wait for each
+//! piece that it speaks of comes too early.
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -55,7 +56,8 @@ impl Shuffling {
         self.shuffle(&mut held);
         let count = if held.len() > 8 { held.len() / 3 } else { held.len() };
         for (rail, post, range) in held.split_off(held.len() - count) {
-            // SAFETY: the machine keeps the memory until the piece, which was counted as posted, is reported.
+            // SAFETY: the machine keeps the memory until the piece, which was counted as posted, is
+            // reported.
             match unsafe { self.inner.rail(rail).post(post, &[range]) } {
                 Ok(PostOutcome::Posted) => {}
                 Ok(PostOutcome::Later) => held.push((rail, post, range)),

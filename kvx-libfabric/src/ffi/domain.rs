@@ -12,7 +12,8 @@ use super::errno::Errno;
 use super::info::{Info, Infos};
 use super::library::Library;
 
-/// A function out of an object's table. libfabric fills the functions that a provider lacks with ones that say so.
+/// A function out of an object's table. libfabric fills the functions that a provider lacks with
+/// ones that say so.
 macro_rules! function {
     ($object:expr, $table:ident, $name:ident) => {
         (*(*$object).$table).$name.expect("libfabric leaves no function of its first release out")
@@ -32,15 +33,16 @@ pub(super) unsafe fn close(object: *mut fid, what: &'static str) {
     }
 }
 
-/// An open domain. It was asked for with `FI_THREAD_COMPLETION`: any thread may register memory, while one at a time
-/// uses an endpoint and what that is bound to.
+/// An open domain. It was asked for with `FI_THREAD_COMPLETION`: any thread may register memory,
+/// while one at a time uses an endpoint and what that is bound to.
 pub(crate) struct Domain {
     raw: NonNull<fid_domain>,
     fabric: NonNull<fid_fabric>,
     info: Infos,
 }
 
-// SAFETY: libfabric serialises what several threads do with a domain and its registrations; see above.
+// SAFETY: libfabric serialises what several threads do with a domain and its registrations; see
+// above.
 unsafe impl Send for Domain {}
 // SAFETY: as above.
 unsafe impl Sync for Domain {}
@@ -93,13 +95,14 @@ impl Domain {
         self.fabric.as_ptr()
     }
 
-    /// What it is.
+    /// Returns its description.
     pub(crate) fn info(&self) -> &Info {
         self.info.iter().next().expect("a domain is opened with its info")
     }
 
-    /// Registers memory. `key` is used if the application chooses the keys. Registered memory can be reached by peers
-    /// once [`Registration::enable`]d, where that is wanted, and else from now on.
+    /// Registers memory. `key` is used if the application chooses the keys. Registered memory can
+    /// be reached by peers once [`Registration::enable`]d, where that is wanted, and else from now
+    /// on.
     ///
     /// # Safety
     /// The memory stays until the [`Registration`] is dropped.
@@ -132,8 +135,8 @@ impl Domain {
             flags |= FI_MR_DMABUF;
         }
         let mut raw = ptr::null_mut();
-        // SAFETY: the domain is open; the attributes and what they point to outlive the call; the memory stays, which
-        // is the caller's promise.
+        // SAFETY: the domain is open; the attributes and what they point to outlive the call; the
+        // memory stays, which is the caller's promise.
         let answer = unsafe {
             let domain = self.raw.as_ptr();
             function!(domain, mr, regattr)(
@@ -171,7 +174,8 @@ struct FabricDmaBuf {
     base: *mut libc::c_void,
 }
 
-/// The attributes of a registration, with zeros for the fields that later versions have behind those of 1.17.
+/// The attributes of a registration, with zeros for the fields that later versions have behind
+/// those of 1.17.
 #[repr(C)]
 #[derive(Default)]
 struct Attributes {
@@ -204,7 +208,7 @@ unsafe impl Send for Registration {}
 unsafe impl Sync for Registration {}
 
 impl Registration {
-    /// For operations of our own on it.
+    /// For operations of its own on it.
     pub(crate) fn descriptor(&self) -> *mut libc::c_void {
         // SAFETY: it is open.
         unsafe { (*self.raw.as_ptr()).mem_desc }

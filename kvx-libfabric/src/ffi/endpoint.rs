@@ -35,7 +35,7 @@ impl PeerNumber {
 /// The most ranges of one operation.
 pub(crate) const MAX_RANGES: usize = 4;
 
-/// A range of our memory, and one of a peer's that is as long.
+/// A range of local memory, and one of a peer's that is as long.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Range {
     pub(crate) local: *mut u8,
@@ -104,14 +104,15 @@ pub(crate) struct Endpoint {
 
 // SAFETY: libfabric keeps nothing that belongs to a thread.
 unsafe impl Send for Endpoint {}
-// SAFETY: whoever has its rail is the one that posts, reads and looks addresses up, which the transport's machine
-// upholds. Others enable memory, which libfabric serialises; and have an endpoint over shared memory forget a
-// neighbour, where the provider locks its table whatever was asked for.
+// SAFETY: whoever has its rail is the one that posts, reads and looks addresses up, which the
+// transport's machine upholds. Others enable memory, which libfabric serialises; and have an
+// endpoint over shared memory forget a neighbour, where the provider locks its table whatever was
+// asked for.
 unsafe impl Sync for Endpoint {}
 
 impl Endpoint {
-    /// An endpoint that takes and posts operations. `sleeps`: ask for a descriptor to wait for. `given`: what it keeps
-    /// for the provider.
+    /// An endpoint that takes and posts operations. `sleeps`: ask for a descriptor to wait for.
+    /// `given`: what it keeps for the provider.
     ///
     /// # Errors
     /// libfabric's; `FI_ENOSYS` and others when the provider has no such descriptor.
@@ -124,8 +125,8 @@ impl Endpoint {
         loader::with_signals_kept(|| {
             let make = || Endpoint::make(domain, sleeps, Arc::clone(&given));
             let mut made = make();
-            // A process of the same number that was killed may have left shared memory of the same name; the next name
-            // is another.
+            // A process of the same number that was killed may have left shared memory of the same
+            // name; the next name is another.
             for _ in 0..NAMES {
                 if matches!(made, Err(Errno(libc::EBUSY))) {
                     made = make();
@@ -236,7 +237,7 @@ impl Endpoint {
         unsafe { memory.enable(self.fid()) }
     }
 
-    /// Where peers reach it. Errors: libfabric's.
+    /// Returns where peers reach it. Errors: libfabric's.
     pub(crate) fn address(&self) -> Result<Vec<u8>, Errno> {
         let (mut bytes, mut len) = (vec![0_u8; MAX_ADDRESS], MAX_ADDRESS);
         // SAFETY: there are so many bytes to write to.
@@ -252,8 +253,8 @@ impl Endpoint {
         Ok(bytes)
     }
 
-    /// Takes a peer's address into the table. It must have the form of our own: `address_like` says so. Errors:
-    /// libfabric's.
+    /// Takes a peer's address into the table. It must have the form of its own: `address_like` says
+    /// so. Errors: libfabric's.
     ///
     /// # Safety
     /// `address` is as long as the provider reads.
@@ -292,8 +293,9 @@ impl Endpoint {
     /// Posts a receive.
     ///
     /// # Safety
-    /// The buffer is `len` bytes, covered by `descriptor` if the provider wants one, and nobody touches it until
-    /// `context` comes back, which is an address of 64 bytes that are the provider's until then.
+    /// The buffer is `len` bytes, covered by `descriptor` if the provider wants one, and nobody
+    /// touches it until `context` comes back, which is an address of 64 bytes that are the
+    /// provider's until then.
     #[inline]
     pub(crate) unsafe fn receive(
         &self,
@@ -334,7 +336,8 @@ impl Endpoint {
     /// Posts a read of a range of the peer's memory into local memory, or a write the other way.
     ///
     /// # Safety
-    /// As [`receive`](Endpoint::receive) for a read; during a write nobody writes to the local memory.
+    /// As [`receive`](Endpoint::receive) for a read; during a write nobody writes to the local
+    /// memory.
     #[inline]
     pub(crate) unsafe fn transfer(
         &self,
@@ -358,8 +361,8 @@ impl Endpoint {
         Errno::check_count(answer).map(|_| ())
     }
 
-    /// Posts a read of ranges of the peer's memory into as many of ours, or a write the other way, as one operation: at
-    /// most [`MAX_RANGES`] and as many as the provider takes, to one peer.
+    /// Posts a read of ranges of the peer's memory into as many of ours, or a write the other way,
+    /// as one operation: at most [`MAX_RANGES`] and as many as the provider takes, to one peer.
     ///
     /// # Safety
     /// As [`transfer`](Endpoint::transfer), for each range.
@@ -440,7 +443,7 @@ impl Endpoint {
         }
     }
 
-    /// Whether the descriptor will tell of whatever comes: to be asked before each sleep.
+    /// Returns whether the descriptor will tell of whatever comes: to be asked before each sleep.
     pub(crate) fn may_sleep(&self) -> bool {
         let fabric = self.domain.fabric();
         let mut watched = self.queue.as_ptr().cast::<fid>();
@@ -451,7 +454,8 @@ impl Endpoint {
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        // SAFETY: they are open, and not used afterwards; the endpoint goes before what it is bound to.
+        // SAFETY: they are open, and not used afterwards; the endpoint goes before what it is bound
+        // to.
         unsafe {
             close(self.fid(), "endpoint");
             close(self.queue.as_ptr().cast(), "completion queue");
@@ -471,7 +475,8 @@ impl<T> Opened<T> {
 
 impl<T> Drop for Opened<T> {
     fn drop(&mut self) {
-        // SAFETY: objects of libfabric begin with their `fid`; this one is open and not used afterwards.
+        // SAFETY: objects of libfabric begin with their `fid`; this one is open and not used
+        // afterwards.
         unsafe { close(self.0.as_ptr().cast(), self.1) };
     }
 }

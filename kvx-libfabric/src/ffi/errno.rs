@@ -15,7 +15,7 @@ impl Errno {
         if answer < 0 { Err(Errno(answer.saturating_neg())) } else { Ok(answer) }
     }
 
-    /// The same for calls that answer with a count.
+    /// Does the same for calls that answer with a count.
     pub(super) fn check_count(answer: isize) -> Result<usize, Errno> {
         usize::try_from(answer).map_err(|_| Errno(c_int::try_from(-answer).unwrap_or(c_int::MAX)))
     }
@@ -23,7 +23,8 @@ impl Errno {
     /// libfabric's own words.
     pub(crate) fn text(self) -> String {
         let Some(library) = library::opened() else { return format!("libfabric error {}", self.0) };
-        // SAFETY: any number may be asked; the answer is a string constant, or a buffer of the calling thread.
+        // SAFETY: any number may be asked; the answer is a string constant, or a buffer of the
+        // calling thread.
         let text = unsafe { (library.functions().fi_strerror)(self.0) };
         if text.is_null() {
             return format!("libfabric error {}", self.0);

@@ -14,8 +14,8 @@ use super::library::{self, INTERFACE, Library, Version};
 const CAPS: u64 = (FI_MSG | FI_RMA) as u64;
 /// The modes that kvx can serve if a provider wants them: memory for each operation.
 const MODE: u64 = FI_CONTEXT | FI_CONTEXT2;
-/// The rules of registration that are kept, if a provider has them. Not `FI_MR_RAW` (keys longer than 8 bytes) and not
-/// `FI_MR_MMU_NOTIFY` (whose pages come and go).
+/// The rules of registration that are kept, if a provider has them. Not `FI_MR_RAW` (keys longer
+/// than 8 bytes) and not `FI_MR_MMU_NOTIFY` (whose pages come and go).
 const MR_MODE: u32 = FI_MR_LOCAL
     | FI_MR_VIRT_ADDR
     | FI_MR_ALLOCATED
@@ -55,13 +55,15 @@ impl Infos {
         // SAFETY: "none" makes a new one with all of its parts.
         let hints = NonNull::new(unsafe { (library.functions().fi_dupinfo)(ptr::null()) });
         let hints = Infos(hints.ok_or(Errno(libc::ENOMEM))?.as_ptr());
-        // SAFETY: a new `fi_info` has all parts that are written here; the strings are libfabric's to free.
+        // SAFETY: a new `fi_info` has all parts that are written here; the strings are libfabric's
+        // to free.
         unsafe {
             let info = &mut *hints.0;
             info.caps = CAPS | if asked.devices { FI_HMEM } else { 0 };
             info.mode = MODE;
             (*info.ep_attr).type_ = FI_EP_RDM;
-            // The program's threads register memory; of all else, one thread at a time makes progress.
+            // The program's threads register memory; of all else, one thread at a time makes
+            // progress.
             (*info.domain_attr).threading = FI_THREAD_COMPLETION;
             (*info.domain_attr).resource_mgmt = FI_RM_ENABLED;
             let devices = if asked.devices { FI_MR_HMEM } else { 0 };
@@ -74,7 +76,7 @@ impl Infos {
         }
         let mut found = ptr::null_mut();
         // Providers are opened here, which may do to signal handlers what a library may.
-        // SAFETY: the hints are whole; the answer is a list of our own.
+        // SAFETY: the hints are whole; the answer is a list of its own.
         let answer = loader::with_signals_kept(|| unsafe {
             let getinfo = library.functions().fi_getinfo;
             getinfo(INTERFACE.packed(), ptr::null(), ptr::null(), 0, hints.0, &mut found)
@@ -192,32 +194,33 @@ impl Info {
         Version::of(packed >> 16, packed & 0xffff)
     }
 
-    /// Whether a rule of registration applies.
+    /// Returns whether a rule of registration applies.
     pub(crate) fn wants(&self, rule: u32) -> bool {
         self.attributes().mr_mode.cast_unsigned() & rule != 0
     }
 
-    /// Whether it reaches device memory.
+    /// Returns whether it reaches device memory.
     pub(crate) fn has_devices(&self) -> bool {
         self.0.caps & FI_HMEM != 0
     }
 
-    /// Whether somebody must call the provider at the target for its memory to be read and written.
+    /// Returns whether somebody must call the provider at the target for its memory to be read and
+    /// written.
     pub(crate) fn is_progressed_by_hand(&self) -> bool {
         self.attributes().data_progress == FI_PROGRESS_MANUAL
     }
 
-    /// How many bytes of a key are used.
+    /// Returns how many bytes of a key are used.
     pub(crate) fn key_size(&self) -> usize {
         self.attributes().mr_key_size
     }
 
-    /// How many operations it takes at a time.
+    /// Returns how many operations it takes at a time.
     pub(crate) fn depth(&self) -> usize {
         self.transmits().size
     }
 
-    /// How many ranges an operation on remote memory may have, on both sides.
+    /// Returns how many ranges an operation on remote memory may have, on both sides.
     pub(crate) fn ranges(&self) -> usize {
         self.transmits().iov_limit.min(self.transmits().rma_iov_limit).max(1)
     }
@@ -232,12 +235,12 @@ impl Info {
         self.endpoint().max_msg_size as u64
     }
 
-    /// Whether its addresses are texts rather than of a fixed length.
+    /// Returns whether its addresses are texts rather than of a fixed length.
     pub(crate) fn has_text_addresses(&self) -> bool {
         self.0.addr_format == FI_ADDR_STR
     }
 
-    /// Where its card sits, if the provider says so.
+    /// Returns where its card sits, if the provider says so.
     pub(crate) fn pci(&self) -> Option<PciAddress> {
         // SAFETY: both are null or whole.
         let bus = unsafe { self.0.nic.as_ref()?.bus_attr.as_ref() }?;

@@ -48,7 +48,8 @@ impl fmt::Display for Version {
 /// The version of the bindings: what is asked of every library, and the oldest that has it.
 pub(crate) const INTERFACE: Version = Version::of(FI_MAJOR_VERSION, FI_MINOR_VERSION);
 
-/// Returns the version of a symbol whose structures are those of the bindings; newer libraries have others by default.
+/// Returns the version of a symbol whose structures are those of the bindings; newer libraries have
+/// others by default.
 pub fn symbol_version(name: &CStr) -> &'static CStr {
     match name.to_bytes() {
         b"fi_getinfo" | b"fi_freeinfo" | b"fi_dupinfo" => c"FABRIC_1.3",
@@ -86,8 +87,8 @@ fn load() -> Result<Library, Unavailable> {
         let library =
             Search::new(VARIABLE, NAMES, CURE).files(FILES.iter().map(PathBuf::from)).open()?;
         let find = |name: &'static CStr| library.versioned_address(name, symbol_version(name));
-        // SAFETY: the loader answers with the symbol of that name and version, which is the function that the
-        // headers of 1.17 declare.
+        // SAFETY: the loader answers with the symbol of that name and version, which is the
+        // function that the headers of 1.17 declare.
         let functions = unsafe { Functions::find(find) }?;
         // SAFETY: it has no preconditions.
         let version = Version::unpack(unsafe { (functions.fi_version)() });

@@ -1,8 +1,10 @@
-//! libfabric's C interface: generated bindings, the library that is opened, and thin owners of its objects.
+//! libfabric's C interface: generated bindings, the library that is opened, and thin owners of its
+//! objects.
 //!
-//! Few functions of libfabric are symbols. The rest of its interface is inline in C: calls through tables of functions
-//! that each object carries. The wrappers here make those calls; the bindings are those of 1.17, which later versions
-//! keep for programs that ask for the symbols of that version.
+//! Few functions of libfabric are symbols. The rest of its interface is inline in C: calls through
+//! tables of functions that each object carries. The wrappers here make those calls; the bindings
+//! are those of 1.17, which later versions keep for programs that ask for the symbols of that
+//! version.
 
 #[rustfmt::skip]
 #[allow(missing_docs, non_camel_case_types, unreachable_pub, dead_code, reason = "generated")]

@@ -11,7 +11,8 @@ use super::*;
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// An endpoint of a provider with 64 bytes for each operation; `None` where libfabric is not installed, which is said.
+/// An endpoint of a provider with 64 bytes for each operation; `None` where libfabric is not
+/// installed, which is said.
 fn endpoint(provider: &str, test: &str) -> Option<Endpoint> {
     let library = match library::open() {
         Ok(library) => library,
@@ -69,7 +70,7 @@ fn described(memory: &[u8]) -> MemoryDescription<'static> {
     MemoryDescription { address, len: memory.len(), read_only: false, device: None, file: None }
 }
 
-/// Where an operation on the `offset`th byte of what is registered goes.
+/// Returns where an operation on the `offset`th byte of what is registered goes.
 fn remote(
     peer: PeerNumber,
     memory: &[u8],
@@ -223,7 +224,8 @@ fn shared_memory_that_a_process_of_this_number_left_is_passed_over() {
     let name = address.trim_end_matches('\0').strip_prefix("fi_shm://").unwrap();
     let (before, number) = name.rsplit_once(':').unwrap();
     let number: u32 = number.parse().unwrap();
-    // A killed process leaves such files. Several, as tests beside this one take some of the next names.
+    // A killed process leaves such files. Several, as tests beside this one take some of the next
+    // names.
     let copy = format!("/dev/shm/{name}-left");
     std::fs::copy(format!("/dev/shm/{name}"), &copy).unwrap();
     let names: Vec<String> =

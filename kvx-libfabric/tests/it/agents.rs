@@ -19,7 +19,7 @@ const SHARED: &str = r#"{"libfabric": {"provider": "shm"}}"#;
 
 type Outcome<T = ()> = Result<T, Box<dyn std::error::Error>>;
 
-/// Whether libfabric is installed here; says so if it is not.
+/// Returns whether libfabric is installed here; says so if it is not.
 fn is_installed(test: &str) -> bool {
     match Options::parse(ONE)
         .and_then(|options| registry("").require("LIBFABRIC", &options).map(|_| ()))
@@ -42,7 +42,8 @@ fn agent(name: &str, options: &str, content: u8) -> Outcome<(Agent, Region)> {
     Ok((agent, region))
 }
 
-/// Reads the first half of the peer's region into ours, last block first, and writes our second half to the peer's.
+/// Reads the first half of the peer's region into ours, last block first, and writes our second
+/// half to the peer's.
 fn both_ways(near: &Region, peer: &Peer) -> Outcome {
     peer.ready(PATIENCE).wait(PATIENCE)?;
     let grid = || Grid::packed(BLOCK, BLOCKS);

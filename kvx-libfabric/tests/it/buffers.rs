@@ -1,4 +1,5 @@
-//! A process with small buffers of ofi_rxm's and one with the usual ones reach each other, and are told what they risk.
+//! A process with small buffers of ofi_rxm's and one with the usual ones reach each other, and are
+//! told what they risk.
 
 use std::process::Command;
 
@@ -13,7 +14,8 @@ const PROVIDER: &str = "tcp;ofi_rxm";
 /// What SECURITY.md tells operators to set, and its values.
 const SIZE: (&str, &str) = ("FI_OFI_RXM_BUFFER_SIZE", "4352");
 const LIMIT: (&str, &str) = ("FI_OFI_RXM_EAGER_LIMIT", "16384");
-/// A process that has this variable says what operators are told, and ends. With this value it bounds its buffers.
+/// A process that has this variable says what operators are told, and ends. With this value it
+/// bounds its buffers.
 const TELLS: &str = "KVX_LIBFABRIC_TELLS";
 const BOUNDS: &str = "bounds";
 

@@ -1,4 +1,5 @@
-//! libfabric keeps the contract: every clause, in one process and in two, over sockets and over shared memory.
+//! libfabric keeps the contract: every clause, in one process and in two, over sockets and over
+//! shared memory.
 
 use std::sync::Arc;
 

@@ -1,4 +1,5 @@
-//! An agent that ends leaves its peers nothing, though programs live on that were started while it was open.
+//! An agent that ends leaves its peers nothing, though programs live on that were started while it
+//! was open.
 
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};

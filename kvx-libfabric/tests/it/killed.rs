@@ -1,4 +1,5 @@
-//! A process that is killed in the middle of its writes over shared memory leaves their target to others.
+//! A process that is killed in the middle of its writes over shared memory leaves their target to
+//! others.
 
 use std::time::Instant;
 
@@ -9,7 +10,8 @@ use kvx_testkit::{Check, PostSpec, Setup, test};
 const BLOCK: u64 = 64 << 10;
 const BLOCKS: u32 = 512;
 const BYTES: usize = BLOCK as usize * BLOCKS as usize;
-/// Kills in the middle of writes; a process that is killed when all of its own have ended is not one.
+/// Kills in the middle of writes; a process that is killed when all of its own have ended is not
+/// one.
 const KILLS: usize = 3;
 const ROUNDS: usize = 10 * KILLS;
 
@@ -72,6 +74,7 @@ fn kill_at_the_first_byte(process: u32, region: &Region) {
     while first[0] == before && Instant::now() < until {
         region.copy_out(0, &mut first).expect("it is registered");
     }
-    // SAFETY: takes numbers. The process is a child that nobody has waited for: its number is still its own.
+    // SAFETY: takes numbers. The process is a child that nobody has waited for: its number is still
+    // its own.
     unsafe { libc::kill(process.cast_signed(), libc::SIGKILL) };
 }

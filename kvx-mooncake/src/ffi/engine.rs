@@ -35,8 +35,8 @@ pub(crate) const PEER_TO_PEER: &str = "P2PHANDSHAKE";
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SegmentId(i32);
 
-/// A batch of an engine: a pointer in disguise, which the engine never checks. Only [`Engine::submit`] makes one, and
-/// [`Engine::free`] takes it.
+/// A batch of an engine: a pointer in disguise, which the engine never checks. Only
+/// [`Engine::submit`] makes one, and [`Engine::free`] takes it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Batch(u64);
 
@@ -68,12 +68,14 @@ pub(crate) struct SubmitError {
     pub(crate) whole: bool,
 }
 
-/// A transfer engine. Dropping it ends its threads; it must not be dropped while a batch is under way.
+/// A transfer engine. Dropping it ends its threads; it must not be dropped while a batch is under
+/// way.
 pub(crate) struct Engine {
     handle: NonNull<c_void>,
     library: &'static Library,
     name: String,
-    /// Where it listens, on all interfaces: not where its name leads, if a metadata server knows it.
+    /// Where it listens, on all interfaces: not where its name leads, if a metadata server knows
+    /// it.
     port: Option<u16>,
     /// Where its peers' bytes come in, if its own threads read them.
     data_ports: Option<BTreeSet<u16>>,
@@ -81,8 +83,8 @@ pub(crate) struct Engine {
     peer_to_peer: bool,
 }
 
-// SAFETY: the engine's methods lock by themselves, and upstream shares engines between threads; one thread at a time
-// uses a batch, because its number is neither cloned nor shared.
+// SAFETY: the engine's methods lock by themselves, and upstream shares engines between threads; one
+// thread at a time uses a batch, because its number is neither cloned nor shared.
 unsafe impl Send for Engine {}
 // SAFETY: as above.
 unsafe impl Sync for Engine {}
@@ -101,7 +103,8 @@ impl Engine {
     /// Starts an engine with one transport.
     ///
     /// # Errors
-    /// `Invalid` for text with a NUL; `Unavailable` when the engine does not start, or has not the transport.
+    /// `Invalid` for text with a NUL; `Unavailable` when the engine does not start, or has not the
+    /// transport.
     pub(crate) fn start(
         library: &'static Library,
         engine_options: &EngineOptions,
@@ -112,12 +115,13 @@ impl Engine {
         .map_err(|why| Error::new(ErrorKind::Exhausted, why.to_string()))?
     }
 
-    /// As [`start`](Engine::start), on this thread and with a library that is being tried.
+    /// Works as [`start`](Engine::start), on this thread and with a library that is being tried.
     pub(super) fn make(
         library: &'static Library,
         engine_options: &EngineOptions,
     ) -> Result<Engine> {
-        // The tcp transport looks for a free port and binds it later: another program may have taken it meanwhile.
+        // The tcp transport looks for a free port and binds it later: another program may have
+        // taken it meanwhile.
         let tries = if engine_options.protocol == "tcp" { TCP_TRIES } else { 1 };
         for _ in 0..tries {
             if let Some(engine) = Engine::try_make(library, engine_options)? {
@@ -139,7 +143,8 @@ impl Engine {
         let _one_at_a_time = MAKING.lock();
         let metadata = c_string("the metadata server", &engine_options.metadata)?;
         let host = c_string("the host", &engine_options.host)?;
-        // Engines that ask each other take a free port by themselves, and are named after it. Others are told.
+        // Engines that ask each other take a free port by themselves, and are named after it.
+        // Others are told.
         let peer_to_peer = engine_options.metadata == PEER_TO_PEER;
         let port = if peer_to_peer { 0 } else { free_port()? };
         let name = if peer_to_peer {
@@ -216,7 +221,8 @@ impl Engine {
         let listens_at = engine.own_name();
         engine.port = listens_at.as_ref().ok().and_then(|at| at.rsplit_once(':')?.1.parse().ok());
         if engine_options.protocol == "tcp" {
-            // What else begins to listen meanwhile is taken for the engine's: its peers are waited for too.
+            // What else begins to listen meanwhile is taken for the engine's: its peers are waited
+            // for too.
             let new = listening_ports
                 .and_then(|before| Ok(&incoming::listening_ports()? - &before))
                 .unwrap_or_default();
@@ -257,7 +263,7 @@ impl Engine {
         &self.name
     }
 
-    /// What it last logged as errors: results say little.
+    /// Returns what it last logged as errors: results say little.
     pub(crate) fn log(&self) -> Option<String> {
         self.library.log()
     }
@@ -284,11 +290,11 @@ impl Engine {
         if code == 0 { Ok(()) } else { Err(self.error("unregistering memory", code)) }
     }
 
-    /// The connections over which something may come in for memory that is not registered now, from a process of this
-    /// host that has ended. `None`: it cannot be told now. Errors: nor later.
+    /// The connections over which something may come in for memory that is not registered now, from
+    /// a process of this host that has ended. `None`: it cannot be told now. Errors: nor later.
     pub(crate) fn connections_of_ended_processes(&self) -> Result<Option<BTreeSet<u64>>> {
-        // A network device ends what it is at when memory is unregistered, and takes nothing more from the device's
-        // other side, which the kernel has reset by then.
+        // A network device ends what it is at when memory is unregistered, and takes nothing more
+        // from the device's other side, which the kernel has reset by then.
         let Some(ports) = &self.data_ports else { return Ok(Some(BTreeSet::new())) };
         let why = "whether something still comes in from a process that has ended cannot be told: its memory is kept";
         if ports.is_empty() {
@@ -302,7 +308,8 @@ impl Engine {
         }
     }
 
-    /// Asks the peer of this name for what is needed to reach it. Blocks: a minute, if the peer is stopped.
+    /// Asks the peer of this name for what is needed to reach it. Blocks: a minute, if the peer is
+    /// stopped.
     pub(crate) fn open_segment(&self, name: &str) -> Result<SegmentId> {
         let text = c_string("the peer's address", name)?;
         // SAFETY: the text outlives the call.
@@ -315,13 +322,14 @@ impl Engine {
         }
     }
 
-    /// Whether names are known to a metadata server alone: nobody need listen where a name seems to lead.
+    /// Returns whether names are known to a metadata server alone: nobody need listen where a name
+    /// seems to lead.
     pub(crate) fn asks_a_server(&self) -> bool {
         !self.peer_to_peer
     }
 
-    /// Whether anybody listens where the peer of this name is asked for its segment. `None`: it cannot be told. Blocks
-    /// for seconds at most, unless a name server does.
+    /// Returns whether anybody listens where the peer of this name is asked for its segment.
+    /// `None`: it cannot be told. Blocks for seconds at most, unless a name server does.
     pub(crate) fn probe(&self, name: &str) -> Option<bool> {
         if self.asks_a_server() { None } else { probe(name) }
     }
@@ -329,7 +337,8 @@ impl Engine {
     /// Starts to move pieces.
     ///
     /// # Safety
-    /// The local memory stays until [`task`](Engine::task) has said of each piece that it has ended.
+    /// The local memory stays until [`task`](Engine::task) has said of each piece that it has
+    /// ended.
     pub(crate) unsafe fn submit(&self, pieces: &[EnginePiece]) -> Result<Batch, SubmitError> {
         let functions = self.library.functions();
         // SAFETY: a number only.
@@ -340,7 +349,8 @@ impl Engine {
             return Err(SubmitError { why, whole: true });
         }
         let mut requests: Vec<transfer_request> = pieces.iter().map(request).collect();
-        // SAFETY: as many requests as it says, which the engine copies; their memory is the caller's promise.
+        // SAFETY: as many requests as it says, which the engine copies; their memory is the
+        // caller's promise.
         let code = unsafe {
             (functions.submitTransfer)(self.raw(), batch, requests.as_mut_ptr(), requests.len())
         };
@@ -356,7 +366,8 @@ impl Engine {
         Err(SubmitError { why: self.error("submitting a batch", code), whole })
     }
 
-    /// Where a whole batch stands, if that can be told without asking for each piece: failed as soon as one is.
+    /// Returns where a whole batch stands, if that can be told without asking for each piece:
+    /// failed as soon as one is.
     pub(crate) fn whole(&self, batch: &Batch) -> Option<State> {
         let ask = self.library.adapter()?.kvx_mooncake_batch_status;
         let mut status = transfer_status::default();
@@ -365,10 +376,12 @@ impl Engine {
         (code == 0).then(|| state(&status))
     }
 
-    /// Where one piece stands. Errors: the engine does not know; the piece may be under way.
+    /// Returns where one piece stands. Errors: the engine does not know; the piece may be under
+    /// way.
     pub(crate) fn task(&self, batch: &Batch, piece: usize) -> Result<State> {
         match self.query_piece(batch, piece)? {
-            // The engine looks at the bytes before the end: of a piece that ended in between it says too few, once.
+            // The engine looks at the bytes before the end: of a piece that ended in between it
+            // says too few, once.
             State::Completed(_) => self.query_piece(batch, piece),
             state => Ok(state),
         }
@@ -392,7 +405,7 @@ impl Engine {
         }
     }
 
-    /// Gives a batch back whose pieces have all ended.
+    /// Frees a batch whose pieces have all ended.
     pub(crate) fn free(&self, batch: Batch) {
         // SAFETY: the number is used up.
         let code = unsafe { (self.library.functions().freeBatchID)(self.raw(), batch.0) };
@@ -464,12 +477,12 @@ impl Drop for Engine {
     }
 }
 
-/// Whether somebody listens at `name`. `None`: it cannot be told.
+/// Returns whether somebody listens at `name`. `None`: it cannot be told.
 fn probe(name: &str) -> Option<bool> {
     probe_at(&name.to_socket_addrs().ok()?.collect::<Vec<_>>())
 }
 
-/// Whether somebody listens at one of these: nobody does where each of them refuses.
+/// Returns whether somebody listens at one of these: nobody does where each of them refuses.
 fn probe_at(addresses: &[SocketAddr]) -> Option<bool> {
     let mut all_refuse = (1..=ADDRESSES).contains(&addresses.len());
     for address in addresses.iter().take(ADDRESSES) {

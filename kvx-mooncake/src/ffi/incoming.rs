@@ -1,15 +1,16 @@
 //! Finds connections over which something still comes in from processes that have ended.
 //!
-//! What a process had sent when it was killed goes on to arrive: the kernel keeps it, here until the engine has read it
-//! into memory, and at the other end, which has no owner any more, until there is room here. So a connection to the
-//! engine is known to be at its end only when the engine has closed it; and one that looks open is known to bring
-//! nothing of the kind only when its other end, of which the kernel tells, has an owner. That the process's own end
-//! comes before is the kernel's order: its sockets are closed before anybody sees that it has ended.
+//! What a process had sent when it was killed goes on to arrive: the kernel keeps it, here until
+//! the engine has read it into memory, and at the other end, which has no owner any more, until
+//! there is room here. So a connection to the engine is known to be at its end only when the engine
+//! has closed it; and one that looks open is known to bring nothing of the kind only when its other
+//! end, of which the kernel tells, has an owner. That the process's own end comes before is the
+//! kernel's order: its sockets are closed before anybody sees that it has ended.
 //!
-//! Other ends on other hosts, or in another network's namespace, the kernel does not tell of. Nor does kvx see
-//! processes end on other hosts: it gives nothing back because of them. What it cannot see: a peer in this namespace of
-//! processes and another one of networks, and connections that a child of the peer has without having started a
-//! program.
+//! Other ends on other hosts, or in another network's namespace, the kernel does not tell of. Nor
+//! does kvx see processes end on other hosts: it gives nothing back because of them. What it cannot
+//! see: a peer in this namespace of processes and another one of networks, and connections that a
+//! child of the peer has without having started a program.
 
 use std::collections::BTreeSet;
 use std::fs::{DirEntry, File};
@@ -28,14 +29,15 @@ pub(super) fn listening_ports() -> Result<BTreeSet<u16>> {
     Ok(local.map(|local| local.port()).collect())
 }
 
-/// The connections to these ports over which something may come in that was sent by a process of this host which has
-/// ended, by their numbers as files. `None`: it cannot be told now, as some wait to be accepted. Errors: the kernel
-/// does not tell.
+/// The connections to these ports over which something may come in that was sent by a process of
+/// this host which has ended, by their numbers as files. `None`: it cannot be told now, as some
+/// wait to be accepted. Errors: the kernel does not tell.
 pub(super) fn from_ended_processes(ports: &BTreeSet<u16>) -> Result<Option<BTreeSet<u64>>> {
     let (mut found, mut kernel) = (BTreeSet::new(), None);
     for fd in open_files()? {
-        // A descriptor may be given to another file at any moment. The connections that matter are there from the
-        // beginning, and are looked at under their own, unless the engine closes them meanwhile: then they have ended.
+        // A descriptor may be given to another file at any moment. The connections that matter are
+        // there from the beginning, and are looked at under their own, unless the engine closes
+        // them meanwhile: then they have ended.
         let Some(local) = own(fd).filter(|local| ports.contains(&local.port())) else { continue };
         let Some(connection) = file(fd) else { continue };
         match state(fd) {
@@ -51,7 +53,8 @@ pub(super) fn from_ended_processes(ports: &BTreeSet<u16>) -> Result<Option<BTree
                     Some(kernel) => kernel,
                     none => none.insert(Kernel::new()?),
                 };
-                // This end, to see whether the kernel tells at all: without that part it knows of no connection.
+                // This end, to see whether the kernel tells at all: without that part it knows of
+                // no connection.
                 let told = kernel.state(local, remote)?.is_some();
                 if !told && state(fd) == Some(ESTABLISHED) {
                     return Err(untold());
@@ -97,7 +100,8 @@ fn name(fd: RawFd, ask: Name) -> Option<SocketAddr> {
     // SAFETY: all zeros are an address of no family.
     let mut address: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
     let mut len = size_of_val(&address) as libc::socklen_t;
-    // SAFETY: room for any address, and how much that is. Whatever has this number, it is only asked.
+    // SAFETY: room for any address, and how much that is. Whatever has this number, it is only
+    // asked.
     if unsafe { ask(fd, (&raw mut address).cast(), &raw mut len) } != 0 {
         return None;
     }
@@ -124,12 +128,13 @@ fn file(fd: RawFd) -> Option<u64> {
     (unsafe { libc::fstat(fd, &raw mut told) } == 0).then_some(told.st_ino)
 }
 
-/// How many connections wait at a listener to be accepted.
+/// Returns how many connections wait at a listener to be accepted.
 fn waiting(fd: RawFd) -> Option<u32> {
     // SAFETY: all zeros are such a description.
     let mut told: libc::tcp_info = unsafe { std::mem::zeroed() };
     let mut len = size_of_val(&told) as libc::socklen_t;
-    // SAFETY: room for what is told, and how much that is. Whatever has this descriptor, it is only asked.
+    // SAFETY: room for what is told, and how much that is. Whatever has this descriptor, it is only
+    // asked.
     let code = unsafe {
         libc::getsockopt(
             fd,
@@ -145,7 +150,8 @@ fn waiting(fd: RawFd) -> Option<u32> {
 /// The state of a connection over TCP, if this is one.
 fn state(fd: RawFd) -> Option<u8> {
     let (mut state, mut len) = (0_u8, 1);
-    // SAFETY: room for the first byte of what is told, which is the state. Whatever has this number, it is only asked.
+    // SAFETY: room for the first byte of what is told, which is the state. Whatever has this
+    // number, it is only asked.
     let told = unsafe {
         libc::getsockopt(
             fd,
@@ -168,7 +174,8 @@ const HEADER: usize = 16;
 
 impl Kernel {
     fn new() -> Result<Self> {
-        let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK; // it answers within the question
+        // It answers within the question.
+        let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
         // SAFETY: numbers only.
         let fd = unsafe { libc::socket(libc::AF_NETLINK, kind, NETLINK_SOCK_DIAG) };
         if fd < 0 {
@@ -178,7 +185,8 @@ impl Kernel {
         Ok(Kernel(File::from(unsafe { OwnedFd::from_raw_fd(fd) })))
     }
 
-    /// The state of the end of a connection that is `local`, and leads to `remote`. `None`: there is none.
+    /// The state of the end of a connection that is `local`, and leads to `remote`. `None`: there
+    /// is none.
     fn state(&mut self, local: SocketAddr, remote: SocketAddr) -> Result<Option<u8>> {
         let [local, remote] =
             [local, remote].map(|end| SocketAddr::new(end.ip().to_canonical(), end.port()));

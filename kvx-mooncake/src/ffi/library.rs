@@ -48,16 +48,18 @@ pub(crate) struct Library {
 }
 
 static OPENED: OpenOnce<Library> = OpenOnce::new();
-/// One opens it at a time. With the libraries that failed their self-test, and why: what they are at is not known, and
-/// two engines of theirs stay for ever, so they are not tried again.
+/// One opens it at a time. With the libraries that failed their self-test, and why: what they are
+/// at is not known, and two engines of theirs stay forever, so they are not tried again.
 static OPENING: Mutex<Vec<(PathBuf, Unavailable)>> = Mutex::new(Vec::new());
 
 impl Library {
-    /// Opens the library and tries it, once in a process: what the engine does to signals is undone, its threads are
-    /// named, and an engine that answers otherwise than expected is refused.
+    /// Opens the library and tries it, once in a process: what the engine does to signals is
+    /// undone, its threads are named, and an engine that answers otherwise than expected is
+    /// refused.
     ///
     /// # Errors
-    /// What was tried, and the cure: tried again at the next call. Or how the engine failed its self-test.
+    /// What was tried, and the cure: tried again at the next call. Or how the engine failed its
+    /// self-test.
     pub(crate) fn open(wanted: &LoadOptions) -> Result<&'static Library, Unavailable> {
         let refused = &mut *OPENING.lock();
         if let Some(library) = OPENED.opened() {
@@ -92,7 +94,8 @@ impl Library {
             .map_err(explained)?;
         let path = library.path().to_owned();
         let find = |name: &'static CStr| library.address(name);
-        // SAFETY: these names are Mooncake's C interface, or the adapter's, whose headers the bindings are made of.
+        // SAFETY: these names are Mooncake's C interface, or the adapter's, whose headers the
+        // bindings are made of.
         let functions = unsafe { bindings::Functions::find(find) }?;
         // SAFETY: as above; nobody else has names like these.
         let adapter = unsafe { adapter_bindings::Functions::find(find) }.ok();
@@ -103,20 +106,23 @@ impl Library {
             if !wanted.any_version && !KNOWN_WHEELS.contains(&wheel.as_str()) {
                 return Err(unknown_wheel(&wheel));
             }
-            // SAFETY: it may be called at any time; handlers that it installs are put back by the caller.
+            // SAFETY: it may be called at any time; handlers that it installs are put back by the
+            // caller.
             let why = unsafe { text((adapter.kvx_mooncake_load)(wanted.etcd.into())) };
             if let Some(why) = why {
                 return Err(not_loaded(&path, &why));
             }
             version = format!("wheel {wheel}");
         }
-        // A libtransfer_engine.so has what it was built with, and says itself when that is not etcd.
+        // A libtransfer_engine.so has what it was built with, and says itself when that is not
+        // etcd.
         let etcd = adapter.is_none() || wanted.etcd;
         Ok(Library { functions, adapter, path, version, etcd })
     }
 
     fn run_self_test(&self) -> Result<(), Unavailable> {
-        // It makes mistakes on purpose, of which the engine would complain. Later, errors concern the user.
+        // It makes mistakes on purpose, of which the engine would complain. Later, errors concern
+        // the user.
         self.log_from(FATAL);
         let tried = self_test::run(self, self_test::PATIENCE);
         self.log_from(ERRORS);
@@ -147,7 +153,7 @@ impl Library {
         ))
     }
 
-    /// The same with other functions.
+    /// Does the same with other functions.
     #[cfg(test)]
     pub(super) fn with(
         &self,
@@ -171,18 +177,18 @@ impl Library {
         &self.path
     }
 
-    /// What is known of its version.
+    /// Returns what is known of its version.
     pub(crate) fn version(&self) -> &str {
         &self.version
     }
 
-    /// What went wrong in this thread's last call, where the engine says so.
+    /// Returns what went wrong in this thread's last call, where the engine says so.
     pub(super) fn last_error(&self) -> Option<String> {
         // SAFETY: the text stays until this thread's next call.
         unsafe { text((self.adapter?.kvx_mooncake_error)()) }.filter(|text| !text.is_empty())
     }
 
-    /// What the engine last logged as errors.
+    /// Returns what the engine last logged as errors.
     pub(crate) fn log(&self) -> Option<String> {
         // SAFETY: as above.
         unsafe { text((self.adapter?.kvx_mooncake_log)()) }.filter(|text| !text.is_empty())
@@ -232,8 +238,9 @@ fn unknown_wheel(version: &str) -> Unavailable {
     )
 }
 
-/// Runs `run` on a thread whose name the engine's threads inherit, and its signal mask with it: the engine writes to
-/// sockets that a peer may close, which must not end a program that does not ignore SIGPIPE.
+/// Runs `run` on a thread whose name the engine's threads inherit, and its signal mask with it: the
+/// engine writes to sockets that a peer may close, which must not end a program that does not
+/// ignore SIGPIPE.
 pub(super) fn on_named_thread<T: Send>(
     run: impl FnOnce() -> Result<T, Unavailable> + Send,
 ) -> Result<T, Unavailable> {
@@ -256,7 +263,8 @@ pub(super) fn on_named_thread<T: Send>(
 
 /// For this thread and those that it starts.
 pub(crate) fn block_sigpipe() {
-    // SAFETY: a set on the stack is emptied, gets one signal, and is handed over; the old mask is not asked for.
+    // SAFETY: a set on the stack is emptied, gets one signal, and is handed over; the old mask is
+    // not asked for.
     unsafe {
         let mut set = std::mem::zeroed();
         libc::sigemptyset(&raw mut set);

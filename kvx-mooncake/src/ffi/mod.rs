@@ -1,7 +1,8 @@
-//! Mooncake's C interface: generated bindings, the library that is opened, and thin owners of its handles.
+//! Mooncake's C interface: generated bindings, the library that is opened, and thin owners of its
+//! handles.
 //!
-//! The first bindings are of `libtransfer_engine.so`, the second of what only the adapter in this crate has. Both are
-//! written by `cargo xtask bindings` from headers of our own.
+//! The first bindings are of `libtransfer_engine.so`, the second of what only the adapter in this
+//! crate has. Both are written by `cargo xtask bindings` from headers of its own.
 
 #[rustfmt::skip]
 #[allow(missing_docs, non_camel_case_types, non_snake_case, unreachable_pub, reason = "generated")]

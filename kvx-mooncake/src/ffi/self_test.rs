@@ -1,5 +1,5 @@
-//! Tries an engine before kvx trusts it: its C++ layouts are known for some versions only, and a wrong one corrupts
-//! memory in silence.
+//! Tries an engine before kvx trusts it: its C++ layouts are known for some versions only, and a
+//! wrong one corrupts memory in silence.
 
 use std::ffi::CString;
 use std::time::{Duration, Instant};
@@ -9,18 +9,20 @@ use kvx_core::{Error, Op};
 use super::engine::{Batch, Engine, EngineOptions, EnginePiece, PEER_TO_PEER, SegmentId, State};
 use super::library::Library;
 
-/// How long pieces may take, and a notification on its way. The engine's calls that open a segment and send a
-/// notification have bounds of their own: nobody can break them off.
+/// How long pieces may take, and a notification on its way. The engine's calls that open a segment
+/// and send a notification have bounds of their own: nobody can break them off.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 const LEN: usize = 512 << 10;
 /// What lies around the pieces and must stay.
 const UNTOUCHED: u8 = 0xA5;
 
-/// Two engines of this process exchange bytes over loopback, and the notification within `heard_within`. The library is
-/// not in use yet. What a failed step leaves behind stays for ever: two engines and 1 MiB.
+/// Two engines of this process exchange bytes over loopback, and the notification within
+/// `heard_within`. The library is not in use yet. What a failed step leaves behind stays forever:
+/// two engines and 1 MiB.
 pub(super) fn run(library: &Library, heard_within: Duration) -> Result<(), String> {
-    // SAFETY: only the engines below keep the reference. When this returns they have been dropped, or are forgotten:
-    // then nobody calls them any more, and the native engine, which goes on, knows nothing of the reference.
+    // SAFETY: only the engines below keep the reference. When this returns they have been dropped,
+    // or are forgotten: then nobody calls them any more, and the native engine, which goes on,
+    // knows nothing of the reference.
     let library: &'static Library = unsafe { &*std::ptr::from_ref(library) };
     let engine_options = EngineOptions {
         metadata: PEER_TO_PEER.into(),
@@ -70,7 +72,7 @@ fn named<T>(step: &'static str, result: Result<T, Error>) -> Step<T> {
 impl Trial<'_> {
     fn run(&self) -> Step {
         let (near, far) = (self.near as *mut u8 as u64, self.far as *mut u8 as u64);
-        // SAFETY: both buffers stay until everything has ended, or for ever.
+        // SAFETY: both buffers stay until everything has ended, or forever.
         named("registering", unsafe { self.ours.register(near, LEN, "*") })?;
         // SAFETY: as above.
         named("registering", unsafe { self.theirs.register(far, LEN, "*") })?;
@@ -93,7 +95,7 @@ impl Trial<'_> {
         Ok(states)
     }
 
-    /// What is said of the whole batch is what its pieces came to.
+    /// Checks that the state of the whole batch is what its pieces add up to.
     fn sums_up(&self, batch: &Batch, pieces: &[State]) -> Step {
         let bytes = pieces.iter().map(|piece| match piece {
             State::Completed(bytes) => Some(*bytes),
@@ -110,7 +112,8 @@ impl Trial<'_> {
         }
     }
 
-    /// A mistake has a number, and text where the engine has any. The mistake is a piece that the batch has not.
+    /// A mistake has a number, and text where the engine has any. The mistake is a piece that the
+    /// batch has not.
     fn explains(&self, batch: &Batch, beyond: usize) -> Step {
         const INVALID: i64 = 1;
         const STEP: &str = "asking for a piece that is not there";
@@ -145,7 +148,8 @@ impl Trial<'_> {
             .collect()
     }
 
-    /// Three pieces of different lengths: with a wrong layout of requests the second is not what was asked.
+    /// Three pieces of different lengths: with a wrong layout of requests the second is not what
+    /// was asked.
     fn reads(&self, segment: SegmentId, near: u64, far: u64) -> Step {
         const SHAPE: [(usize, usize, usize); 3] =
             [(1, 3, 7), (5000, 70_001, 4109), (100_000, 200_001, 300_001)];
@@ -202,7 +206,7 @@ impl Trial<'_> {
         Ok(())
     }
 
-    /// What lies outside of registered memory fails.
+    /// Checks that a read outside of registered memory fails.
     fn is_refused(&self, segment: SegmentId, near: u64, far: u64) -> Step {
         let states = self.transfer(&[EnginePiece {
             op: Op::Read,

@@ -1,10 +1,11 @@
 //! Sockets of the engine that children of this process do not inherit.
 //!
-//! The engine makes its sockets without `SOCK_CLOEXEC`. A child process that the program starts has copies of those
-//! that are open at that moment, and what the engine closes later stays open there: the listener of the engine at the
-//! other end waits 5 s for the end of each connection, and hears nobody meanwhile; the port of an engine that is gone
-//! still answers. So the engine's files call `socket` and `accept` of ours, which say it: their entries in the tables
-//! through which a file calls other libraries are written anew. Nobody else's calls change, but those of a file that
+//! The engine makes its sockets without `SOCK_CLOEXEC`. A child process that the program starts has
+//! copies of those that are open at that moment, and what the engine closes later stays open there:
+//! the listener of the engine at the other end waits 5 s for the end of each connection, and hears
+//! nobody meanwhile; the port of an engine that is gone still answers. So the engine's files call
+//! `socket` and `accept` of ours, which say it: their entries in the tables through which a file
+//! calls other libraries are written anew. Nobody else's calls change, but those of a file that
 //! another thread happens to load in the same milliseconds.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -24,7 +25,7 @@ pub(super) struct File {
 }
 
 impl File {
-    /// Has it stay, whoever closes it, and waits until it is linked. Says whether it is there.
+    /// Has it stay, whoever closes it, and waits until it is linked. Returns whether it is there.
     fn keep(&self) -> bool {
         let how = libc::RTLD_NOW | libc::RTLD_NOLOAD | libc::RTLD_NODELETE;
         // SAFETY: nothing is loaded, so that nothing of the file's runs.
@@ -98,7 +99,8 @@ fn page() -> usize {
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
 }
 
-/// What the linker makes read-only of a part that is to be: it rounds both ends down to a page.
+/// Returns what the linker makes read-only of a part that is to be: it rounds both ends down to a
+/// page.
 fn sealed(begin: usize, len: usize, page: usize) -> Range<usize> {
     begin / page * page..(begin + len) / page * page
 }
@@ -110,7 +112,8 @@ pub(super) fn files() -> Vec<File> {
         _: libc::size_t,
         found: *mut c_void,
     ) -> c_int {
-        // SAFETY: the C library lends the description for the length of this call, and `found` is the list below.
+        // SAFETY: the C library lends the description for the length of this call, and `found` is
+        // the list below.
         let (info, found) = unsafe { (&*info, &mut *found.cast::<Vec<File>>()) };
         if info.dlpi_name.is_null() {
             return 0;
@@ -135,8 +138,8 @@ pub(super) fn files() -> Vec<File> {
     found
 }
 
-/// Leads the calls of the files that have been loaded since `before` to the functions above. Says how many entries that
-/// were: with none, children inherit what the engine has open.
+/// Leads the calls of the files that have been loaded since `before` to the functions above.
+/// Returns how many entries that were: with none, children inherit what the engine has open.
 pub(super) fn keep_from_children(before: &[File]) -> usize {
     let is_new = |file: &File| !before.contains(file) && file.keep();
     let kept: Vec<_> = files().into_iter().filter(is_new).collect();
@@ -181,13 +184,14 @@ unsafe fn lead(file: &File) -> usize {
             }
             let symbol =
                 (symbols as *const libc::Elf64_Sym).wrapping_add((relocation.info >> 32) as usize);
-            // SAFETY: the linker has followed this relocation to this symbol, whose name is a C string.
+            // SAFETY: the linker has followed this relocation to this symbol, whose name is a C
+            // string.
             let name =
                 unsafe { CStr::from_ptr((texts + (*symbol).st_name as usize) as *const c_char) };
             if let Some(function) = replacement(name) {
                 let slot = file.base + relocation.offset as usize;
-                // SAFETY: the slot holds the address of a function of this name, which ours stands in for; the linker
-                // is done with it.
+                // SAFETY: the slot holds the address of a function of this name, which ours stands
+                // in for; the linker is done with it.
                 led += usize::from(unsafe { write(slot, function, file.sealed.contains(&slot)) });
             }
         }
@@ -195,20 +199,22 @@ unsafe fn lead(file: &File) -> usize {
     led
 }
 
-/// Writes `function` to a slot. Says whether it could.
+/// Writes `function` to a slot. Returns whether it could.
 ///
 /// # Safety
 /// A slot for the address of a function of that type, which nobody else writes to.
 unsafe fn write(slot: usize, function: usize, sealed: bool) -> bool {
     let page = page();
     let protect = |how| {
-        // SAFETY: the slot's page is the file's own data, and is made writable, or read-only again as it was.
+        // SAFETY: the slot's page is the file's own data, and is made writable, or read-only again
+        // as it was.
         unsafe { libc::mprotect((slot / page * page) as *mut c_void, page, how) == 0 }
     };
     if sealed && !protect(libc::PROT_READ | libc::PROT_WRITE) {
         return false;
     }
-    // SAFETY: the caller's promise; it is writable now. Atomic, for threads that call through it meanwhile.
+    // SAFETY: the caller's promise; it is writable now. Atomic, for threads that call through it
+    // meanwhile.
     unsafe { std::sync::atomic::AtomicUsize::from_ptr(slot as *mut usize) }
         .store(function, std::sync::atomic::Ordering::Release);
     if sealed {

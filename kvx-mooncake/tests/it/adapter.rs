@@ -1,4 +1,5 @@
-//! The adapter over Mooncake's wheel, as `cargo xtask peers mooncake` builds it below the target directory.
+//! The adapter over Mooncake's wheel, as `cargo xtask peers mooncake` builds it below the target
+//! directory.
 
 use std::path::PathBuf;
 
@@ -13,7 +14,7 @@ pub(crate) fn adapter() -> Option<PathBuf> {
     program.ancestors().map(|folder| folder.join(ADAPTER)).find(|file| file.exists())
 }
 
-/// The same, or the test is skipped.
+/// Does the same, or the test is skipped.
 #[allow(dead_code, reason = "each test program uses its part")]
 pub(crate) fn or_skip(test: &str) -> Option<PathBuf> {
     let found = adapter();

@@ -1,4 +1,5 @@
-//! Processes that a program starts get nothing of what the engine has open: what the engine closes must be closed.
+//! Processes that a program starts get nothing of what the engine has open: what the engine closes
+//! must be closed.
 
 use std::process::Command;
 use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! Mooncake over TCP keeps the contract, but for what its engine cannot do: every clause, in one process and in two.
+//! Mooncake over TCP keeps the contract, but for what its engine cannot do: every clause, in one
+//! process and in two.
 
 use kvx_testkit::{Gap, GapRate, Suite};
 

@@ -1,5 +1,5 @@
-//! Engines that find each other by etcd. The engine's client for it is loaded with the engine or never: hence a process
-//! of its own.
+//! Engines that find each other by etcd. The engine's client for it is loaded with the engine or
+//! never: hence a process of its own.
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -32,7 +32,8 @@ impl Etcd {
             assert!(Instant::now() < until, "etcd does not answer");
             std::thread::sleep(Duration::from_millis(10));
             if etcd.process.try_wait().unwrap().is_some() {
-                etcd = Etcd::try_to_start()?; // the port was free, and another program has taken it since
+                // The port was free, and another program has taken it since.
+                etcd = Etcd::try_to_start()?;
             }
         }
         Some(etcd)
@@ -77,7 +78,7 @@ impl Etcd {
         Ok(answer.contains("\"health\":\"true\""))
     }
 
-    /// How many keys it has.
+    /// Returns how many keys it has.
     fn keys(&self) -> String {
         // All keys from the first: a NUL, in base64, for both ends.
         let body = r#"{"key":"AA==","range_end":"AA==","count_only":true}"#;

@@ -14,7 +14,7 @@ use crate::python::{Python, content};
 
 type Entries = Arc<Mutex<HashMap<String, Vec<u8>>>>;
 
-/// What Mooncake's engine asks of such a server: a value for each key, by GET, PUT and DELETE.
+/// Serves what Mooncake's engine asks for: a value for each key, by GET, PUT and DELETE.
 fn serve(stream: TcpStream, entries: &Entries) -> std::io::Result<()> {
     stream.set_read_timeout(Some(CUT_OFF))?;
     let mut reader = BufReader::new(stream.try_clone()?);
@@ -83,8 +83,9 @@ fn agents_find_each_other_by_a_metadata_server() {
     });
 }
 
-/// An engine keeps what a peer once said of itself, the port for its data among it, and asks again only when it is told
-/// to. By a metadata server the peer's name stays, whatever ports it gets when it is started again.
+/// An engine keeps what a peer once said of itself, the port for its data among it, and asks again
+/// only when it is told to. By a metadata server the peer's name stays, whatever ports it gets when
+/// it is started again.
 #[test(own_process)]
 fn a_python_that_was_started_again_under_its_name_is_reached_again() {
     const TEST: &str = "a_python_that_was_started_again_under_its_name_is_reached_again";

@@ -29,7 +29,7 @@ impl Python {
         Python::start_with(adapter, bytes, &[])
     }
 
-    /// The same, by a name of its own at a metadata server.
+    /// Does the same, by a name of its own at a metadata server.
     pub(crate) fn start_as(adapter: &Path, bytes: usize, name: &str, metadata: &str) -> Python {
         Python::start_with(adapter, bytes, &[name, metadata])
     }
@@ -88,7 +88,8 @@ impl Python {
         rustix::process::kill_process(pid, signal).expect("it is our child");
     }
 
-    /// Stops it, and waits until each of its threads has stopped: one that still ran would serve a transfer.
+    /// Stops it, and waits until each of its threads has stopped: one that still ran would serve a
+    /// transfer.
     pub(crate) fn stop(&self) {
         self.signal(Signal::STOP);
         let tasks = format!("/proc/{}/task", self.process.id());
@@ -122,7 +123,7 @@ impl Drop for Python {
     }
 }
 
-/// What byte `at` of its memory is at first.
+/// Returns what byte `at` of its memory is at first.
 pub(crate) fn content(at: usize) -> u8 {
     let at = at % (1 << 16);
     ((at * 31) >> 3 ^ at) as u8

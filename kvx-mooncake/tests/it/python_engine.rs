@@ -1,4 +1,5 @@
-//! kvx and Mooncake's own Python engine: each reads from and writes to the other, and the other may stop or die.
+//! kvx and Mooncake's own Python engine: each reads from and writes to the other, and the other may
+//! stop or die.
 
 use std::net::TcpStream;
 use std::path::Path;
@@ -17,7 +18,8 @@ const BLOCKS: usize = 256;
 const LEN: usize = BLOCK * BLOCKS;
 
 fn agent(name: &str) -> Agent {
-    // One thread for blocking calls, so that a call that a stopped peer holds up would keep all others waiting.
+    // One thread for blocking calls, so that a call that a stopped peer holds up would keep all
+    // others waiting.
     agent_with(name, r#"{"mooncake": {"num_workers": 1, "mooncake_protocol": "tcp"}}"#)
 }
 
@@ -123,7 +125,7 @@ fn the_python_engine_reads_from_and_writes_to_kvx() {
         "0",
         "beyond the region"
     );
-    // Whoever was told of it may have begun something: its memory is not given back.
+    // Whoever was told of it may have begun something: its memory is not released.
     let revoked = region.revoke(CUT_OFF).wait(CUT_OFF);
     assert_eq!(revoked.unwrap_err().kind(), ErrorKind::StillShared);
     assert_ne!(python.ask(&format!("read {name} {address} 0 16")), "0", "but nothing new begins");
@@ -203,7 +205,8 @@ fn a_hundred_thousand_blocks_move_with_default_settings() {
 fn what_is_not_registered_fails_with_text_and_the_link_works_on() {
     const TEST: &str = "what_is_not_registered_fails_with_text_and_the_link_works_on";
     let Some(adapter) = adapter::or_skip(TEST) else { return };
-    // The engines of a process have one log, of which the last few lines are kept: here are no others.
+    // The engines of a process have one log, of which the last few lines are kept: here are no
+    // others.
     let pair = pair("prober", &adapter, LEN);
     let beyond = pair
         .peer
@@ -273,8 +276,8 @@ fn a_stopped_python_costs_the_deadline_and_its_memory_stays_until_it_goes_on() {
     assert_eq!(pair.block(1), content_of(2));
 }
 
-/// The engine cannot stop what it has begun, nor end while it does it: it writes to memory of which nobody else may be
-/// given a byte.
+/// The engine cannot stop what it has begun, nor end while it does it: it writes to memory of which
+/// nobody else may be given a byte.
 #[test(own_process)]
 fn what_a_stopped_python_still_moves_at_a_shutdown_is_quarantined() {
     const TEST: &str = "what_a_stopped_python_still_moves_at_a_shutdown_is_quarantined";
@@ -327,8 +330,8 @@ fn a_stopped_python_keeps_no_other_waiting() {
     held_up.wait(CUT_OFF).unwrap();
 }
 
-/// The engine's calls cannot be broken off: one that a stopped peer holds keeps the engine. What is left of it serves
-/// no memory, and is gone when the call returns.
+/// The engine's calls cannot be broken off: one that a stopped peer holds keeps the engine. What is
+/// left of it serves no memory, and is gone when the call returns.
 #[test(own_process)]
 fn a_stopped_python_keeps_the_engine_for_a_while_and_none_of_its_memory() {
     const TEST: &str = "a_stopped_python_keeps_the_engine_for_a_while_and_none_of_its_memory";

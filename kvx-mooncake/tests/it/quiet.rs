@@ -1,5 +1,5 @@
-//! The engine's log does not fill the program's: what its errors say is there, and everything where the environment
-//! asks for it.
+//! The engine's log does not fill the program's: what its errors say is there, and everything where
+//! the environment asks for it.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -28,7 +28,8 @@ pub(crate) fn play_if_asked() {
     std::process::exit(0);
 }
 
-/// What a process that does this writes to standard error, where this is the environment's word on logging.
+/// Returns what a process that does this writes to standard error, where this is the environment's
+/// word on logging.
 fn said(does: &str, logging: &[(&str, &str)]) -> String {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.env(DOES, does);

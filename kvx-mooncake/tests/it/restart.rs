@@ -1,5 +1,5 @@
-//! An engine that is started again under the name of the one before has other ports for its bytes: it is asked for them
-//! anew.
+//! An engine that is started again under the name of the one before has other ports for its bytes:
+//! it is asked for them anew.
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -17,9 +17,9 @@ const CUT_OFF: Duration = Duration::from_secs(10);
 const BLOCK: usize = 4096;
 const LEN: usize = 1 << 16;
 
-/// The name of an engine that is started again. Mooncake names an engine after the port at which it is asked what it
-/// is, which it takes at random, and one that was asked cannot have it again for a minute. So that port is one of this
-/// process, which asks whichever engine there is now.
+/// The name of an engine that is started again. Mooncake names an engine after the port at which it
+/// is asked what it is, which it takes at random, and one that was asked cannot have it again for a
+/// minute. So that port is one of this process, which asks whichever engine there is now.
 struct Name {
     text: String,
     engine: Arc<Mutex<String>>,

@@ -1,5 +1,6 @@
-//! A peer that is stopped for longer than the engine waits: what was under way has failed then, and nothing of it moves
-//! any more when the peer goes on. The engine waits 30 s, or as long as its variables say: hence a process with others.
+//! A peer that is stopped for longer than the engine waits: what was under way has failed then, and
+//! nothing of it moves any more when the peer goes on. The engine waits 30 s, or as long as its
+//! variables say: hence a process with others.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,7 +24,7 @@ const BLOCKS: [u32; 4] = [0, 2, 4, 6];
 /// Small ones between large ones.
 const OTHERS: [u32; 4] = [256, 258, 260, 262];
 
-/// What the memory is filled with when all is over.
+/// What the memory is filled with when all has ended.
 const OVER: u8 = 0xBB;
 
 struct Pair {
@@ -49,8 +50,8 @@ impl Pair {
         bytes
     }
 
-    /// Moves blocks while Python is stopped, until that has failed. Then what it was to read or write is overwritten
-    /// here, and Python goes on.
+    /// Moves blocks while Python is stopped, until that has failed. Then what it was to read or
+    /// write is overwritten here, and Python goes on.
     fn fails(&mut self, write: bool, block: usize) {
         let plan = self.plan(write, block, BLOCKS);
         self.region.copy_in(0, &vec![0xAA; LEN]).unwrap();
@@ -74,7 +75,8 @@ impl Pair {
         }
     }
 
-    /// Waits until the peer works: where the cores are busy it may be silent for a second by itself.
+    /// Waits until the peer works: where the cores are busy it may be silent for a second on its
+    /// own.
     fn works(&self) {
         let (plan, until) = (self.plan(false, SMALL, OTHERS), Instant::now() + PATIENCE);
         loop {

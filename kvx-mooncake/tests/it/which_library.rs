@@ -77,7 +77,8 @@ impl Folder {
         Folder(path)
     }
 
-    /// The adapter under the name of the library in whose place it is, with what it opens from its own folder.
+    /// The adapter under the name of the library in whose place it is, with what it opens from its
+    /// own folder.
     fn of_library(adapter: &Path) -> Folder {
         let folder = Folder::new("library");
         symlink(adapter, folder.0.join(SONAME)).unwrap();

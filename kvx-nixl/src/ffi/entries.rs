@@ -89,7 +89,8 @@ fn listed(kinds: &[c_int]) -> Vector<c_int> {
     list
 }
 
-/// What KVX can serve. NIXL asks this of every plug-in, also of those that nobody uses: no driver is started for it.
+/// What KVX can serve. NIXL asks this of every plug-in, also of those that nobody uses: no driver
+/// is started for it.
 pub(super) extern "C" fn kinds() -> Vector<c_int> {
     guarded(|| listed(&[HOST, DEVICE])).unwrap_or(Vector::EMPTY)
 }
@@ -112,8 +113,8 @@ pub(super) extern "C" fn unsupported(_: *const Object) -> c_int {
 /// The destructor that leaves the memory: NIXL has no use for it.
 pub(super) extern "C" fn end(_: *mut Object) {}
 
-// SAFETY, of all below: NIXL calls them through the table of an object that `create` made, with strings, lists and
-// places for results that are good for the call.
+// SAFETY, of all below: NIXL calls them through the table of an object that `create` made, with
+// strings, lists and places for results that are good for the call.
 
 unsafe extern "C" fn register(
     this: *mut Object,

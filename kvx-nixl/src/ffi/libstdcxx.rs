@@ -6,7 +6,8 @@ use std::sync::OnceLock;
 
 use libloading::os::unix::{Library, RTLD_LAZY, RTLD_LOCAL};
 
-/// The process's own `operator new` and `operator delete`: what NIXL frees must come from where it frees to.
+/// The process's own `operator new` and `operator delete`: what NIXL frees must come from where it
+/// frees to.
 struct Heap {
     new: unsafe extern "C" fn(usize) -> *mut c_void,
     delete: unsafe extern "C" fn(*mut c_void),
@@ -57,7 +58,7 @@ unsafe fn allocate<T>(bytes: usize) -> *mut T {
     unsafe { (heap().new)(bytes) }.cast()
 }
 
-/// Gives back what came from `operator new`.
+/// Returns back what came from `operator new`.
 unsafe fn free<T>(at: *mut T) {
     // SAFETY: the caller's promise.
     unsafe { (heap().delete)(at.cast()) }
@@ -92,7 +93,8 @@ impl Str {
         String::from_utf8_lossy(unsafe { Str::bytes(this) }).into_owned()
     }
 
-    /// Whether this memory looks like a string of at most `longest` bytes. Follows no pointer.
+    /// Returns whether this memory looks like a string of at most `longest` bytes. Follows no
+    /// pointer.
     ///
     /// # Safety
     /// 32 bytes at `this` are readable.
@@ -109,7 +111,8 @@ impl Str {
     /// # Safety
     /// `this` has room for it, and stays where it is.
     pub(super) unsafe fn make(this: *mut Str, bytes: &[u8]) {
-        // SAFETY: the caller's promise; the room is one byte longer than what is written before the zero.
+        // SAFETY: the caller's promise; the room is one byte longer than what is written before the
+        // zero.
         unsafe {
             let small = addr_of_mut!((*this).small).cast::<u8>();
             let at = if bytes.len() <= Str::SMALL {
@@ -185,7 +188,7 @@ impl<T> Vector<T> {
     /// # Safety
     /// `this` is a live, empty vector.
     pub(super) unsafe fn grow(this: *mut Vector<T>, count: usize) -> *mut T {
-        // SAFETY: the caller's promise; its old room is given back.
+        // SAFETY: the caller's promise; its old room is released.
         unsafe {
             if !(*this).begin.is_null() {
                 free((*this).begin);
@@ -286,7 +289,7 @@ mod tests {
     fn a_vector_holds_what_was_written() {
         find_heap().expect("libstdc++ is on this machine");
         let mut vector = Vector::<u32>::EMPTY;
-        // SAFETY: grown from empty, written in full, and given back once.
+        // SAFETY: grown from empty, written in full, and released once.
         unsafe {
             assert!(Vector::slice(&vector).is_empty());
             let at = Vector::grow(&mut vector, 2);

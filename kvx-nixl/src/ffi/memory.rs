@@ -19,8 +19,8 @@ pub(super) const DEVICE: c_int = 1;
 /// The memory that a user of NIXL's registers. Errors: told in a line.
 ///
 /// # Safety
-/// NIXL's contract of `registerMem`: its user keeps the range valid until `deregisterMem` has returned without an
-/// error, and expects peers to write to it meanwhile.
+/// NIXL's contract of `registerMem`: its user keeps the range valid until `deregisterMem` has
+/// returned without an error, and expects peers to write to it meanwhile.
 pub(super) unsafe fn adopt(blob: &Blob, kind: c_int, devices: &Devices) -> NixlResult<Memory> {
     let Blob { address, len, device, .. } = *blob;
     match kind {

@@ -1,6 +1,8 @@
-//! The border to NIXL: its C++ objects laid out by hand, the table of virtual functions, and the functions in it.
+//! The border to NIXL: its C++ objects laid out by hand, the table of virtual functions, and the
+//! functions in it.
 //!
-//! Each function is entered by NIXL with pointers that are good for the call, on any thread, and no panic leaves it.
+//! Each function is entered by NIXL with pointers that are good for the call, on any thread, and no
+//! panic leaves it.
 
 mod entries;
 mod libstdcxx;
@@ -125,7 +127,8 @@ fn table() -> Result<&'static EngineTable, TableRefusal> {
     }
     let Installation { order, name } = Installation::of_process()?;
     libstdcxx::find_heap().map_err(TableRefusal)?;
-    // Offset to the top, no type information, and the two destructors: of the object, and with its memory.
+    // Offset to the top, no type information, and the two destructors: of the object, and with its
+    // memory.
     let mut functions = vec![null(), null()];
     functions.extend(order.slots().iter().enumerate().map(|(at, slot)| match (at, slot) {
         (0, _) => entries::end as *const c_void,
@@ -185,7 +188,8 @@ unsafe extern "C" fn create(setup: *const InitParams) -> *mut Object {
 
 unsafe fn make(setup: *const InitParams) -> Option<*mut Object> {
     let table = TABLE.get()?;
-    // SAFETY: NIXL's parameters are readable; their strings are only followed once they look like strings.
+    // SAFETY: NIXL's parameters are readable; their strings are only followed once they look like
+    // strings.
     unsafe {
         let (kind, agent) = (addr_of!((*setup).kind), addr_of!((*setup).agent));
         let plausible = Str::is_plausible(kind, 15) && Str::bytes(kind) == NAME.to_bytes();
@@ -243,7 +247,7 @@ mod tests {
 
     use super::*;
 
-    /// What `create` makes of these parameters, spoilt before it sees them.
+    /// Returns what `create` makes of these parameters, spoilt before it sees them.
     fn created(spoil: impl FnOnce(&mut InitParams)) -> *mut Object {
         libstdcxx::find_heap().expect("libstdc++ is on this machine");
         TABLE.get_or_init(|| EngineTable {
@@ -253,8 +257,8 @@ mod tests {
         let parameters = Map::empty();
         let mut setup = MaybeUninit::<InitParams>::zeroed();
         let at = setup.as_mut_ptr();
-        // SAFETY: all of it is written, or may be zero, before it is read; its strings stay where they are made and
-        // leak.
+        // SAFETY: all of it is written, or may be zero, before it is read; its strings stay where
+        // they are made and leak.
         unsafe {
             Str::make(addr_of_mut!((*at).kind), NAME.to_bytes());
             Str::make(addr_of_mut!((*at).agent), b"an agent with a name of more than 15 bytes");

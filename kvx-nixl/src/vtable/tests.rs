@@ -6,8 +6,8 @@ use super::*;
 
 const TABLE: u64 = 0x8000;
 
-/// The names of a whole table as NIXL 1.x has it: destructors, three strangers in the middle, and one function of its
-/// own at the end.
+/// The names of a whole table as NIXL 1.x has it: destructors, three strangers in the middle, and
+/// one function of its own at the end.
 fn whole() -> Vec<String> {
     let mangled = |name: &str| format!("_ZN10nixlMyImpl{}", name.replace('$', STRING));
     let mut names = vec!["_ZN10nixlMyImplD1Ev".to_owned(), "_ZN10nixlMyImplD0Ev".to_owned()];

@@ -1,5 +1,5 @@
-//! The backend KVX inside real NIXLs, through their Python API: tests/python/conformance.py over each wheel and each
-//! route, memory of GPUs with the stand-in for their drivers.
+//! The backend KVX inside real NIXLs, through their Python API: tests/python/conformance.py over
+//! each wheel and each route, memory of GPUs with the stand-in for their drivers.
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -96,7 +96,8 @@ const LINES: &[(&str, &str, &str)] = &[
     ),
 ];
 
-/// Heaps of other makers in the process, and glibc's own that checks: a library, its Debian package, and a variable.
+/// Heaps of other makers in the process, and glibc's own that checks: a library, its Debian
+/// package, and a variable.
 const HEAPS: &[(&str, &str, (&str, &str))] = &[
     ("libc_malloc_debug.so.0", "libc6", ("MALLOC_CHECK_", "3")),
     ("libtcmalloc_minimal.so.4", "libtcmalloc-minimal4", ("TCMALLOC_RECLAIM_MEMORY", "1")),
@@ -132,7 +133,8 @@ fn line_of(test: &str, route: &str) -> &'static str {
     LINES.iter().find(|(of, over, _)| (*of, *over) == (test, route)).map_or("", |(_, _, line)| line)
 }
 
-/// The same with the stand-in in the place of a maker's driver, or without any; no driver of this machine's.
+/// Does the same with the stand-in in the place of a maker's driver, or without any; no driver of
+/// this machine's.
 fn on_gpus(
     wheel: &Wheel,
     plugins: &Path,
@@ -165,7 +167,7 @@ fn on_gpus(
     told(kvx_testkit::output(script.arg(of.test), CUT_OFF), line_of(of.test, route))
 }
 
-/// The same on another heap, in all of its processes.
+/// Does the same on another heap, in all of its processes.
 fn on_a_heap(
     wheel: &Wheel,
     plugins: &Path,
@@ -182,7 +184,8 @@ fn on_a_heap(
     told(kvx_testkit::output(&mut script, CUT_OFF), "")
 }
 
-/// The same under valgrind: no report has a frame of the library's. What is alive at the end is none.
+/// Does the same under valgrind: no report has a frame of the library's. What is alive at the end
+/// is none.
 fn under_valgrind(wheel: &Wheel, plugins: &Path, test: &str) -> Outcome {
     let reports = Folder::new(&format!("valgrind-{test}"))?;
     let file = reports.0.join("reports.xml"); // there, frames name their libraries
@@ -208,7 +211,8 @@ fn under_valgrind(wheel: &Wheel, plugins: &Path, test: &str) -> Outcome {
         "valgrind has looked"
     );
     let is_one = |report: &&str| {
-        // As XML it tells what is alive at the end in any case; and the kernel looks at no size of a mask that is null.
+        // As XML it tells what is alive at the end in any case; and the kernel looks at no size of
+        // a mask that is null.
         let is_leak = report.contains("<kind>Leak_");
         let is_null = report.contains("Syscall param epoll_pwait(sigsetsize)");
         report.contains("libplugin_KVX.so</obj>") && !is_leak && !is_null
@@ -242,7 +246,8 @@ impl Doctored {
         for part in ["nixl_cu12.libs", "numpy", "numpy.libs"] {
             symlink(wheel.packages.join(part), packages.join(part))?;
         }
-        // Python and the linker follow links to where the real ones lie: what is looked at is copied.
+        // Python and the linker follow links to where the real ones lie: what is looked at is
+        // copied.
         for part in ["nixl_cu12", ".nixl_cu12.mesonpy.libs", ".nixl_cu12.mesonpy.libs/plugins"] {
             std::fs::create_dir_all(packages.join(part))?;
             for entry in std::fs::read_dir(wheel.packages.join(part))?.flatten() {
@@ -292,7 +297,8 @@ fn an_unknown_version_is_refused_unless_it_is_asked_for(wheel: &Wheel, plugins: 
     Ok(())
 }
 
-/// A NIXL without a record of its version, as source builds are, is served, and a line says by what.
+/// A NIXL without a record of its version, as source builds are, is served, and a line says by
+/// what.
 fn a_source_build_is_served_by_its_tables(wheel: &Wheel, plugins: &Path) -> Outcome {
     let doctored = Doctored::new(wheel, "source", NEWEST_VERSION)?;
     std::fs::remove_dir(doctored.packages.join(format!("nixl_cu12-{NEWEST_VERSION}.dist-info")))?;
@@ -374,7 +380,7 @@ fn missing(title: String, package: &'static str, cure: &'static str) -> Trial {
     })
 }
 
-/// What runs in one release alone.
+/// Returns the tests that run in one release alone.
 fn of_the_newest(wheel: &'static Wheel, plugins: &Path) -> Vec<Trial> {
     let mut trials = Vec::new();
     for (heap, package, variable) in HEAPS {

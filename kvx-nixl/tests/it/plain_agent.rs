@@ -1,4 +1,5 @@
-//! A kvx agent in a process without NIXL, and a NIXL agent with the backend KVX in another, both ways.
+//! A kvx agent in a process without NIXL, and a NIXL agent with the backend KVX in another, both
+//! ways.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Child, ChildStdin, Stdio};

@@ -1,4 +1,5 @@
-//! Wheels of NIXL that `cargo xtask test --install` has installed, and the library under test in a folder for them.
+//! Wheels of NIXL that `cargo xtask test --install` has installed, and the library under test in a
+//! folder for them.
 
 use std::ffi::OsString;
 use std::os::unix::fs::symlink;
@@ -8,8 +9,9 @@ use std::process::Command;
 use kvx_testkit::{Tier, is_asked_for, is_own_process, skip, trial};
 use libtest_mimic::Trial;
 
-/// Environments of wheels, as `cargo xtask test --install` names them. The one that vLLM asks for is tested each time;
-/// one whose table is of the first 1.x by the whole run; the others where [`MORE`] is set.
+/// Environments of wheels, as `cargo xtask test --install` names them. The one that vLLM asks for
+/// is tested each time; one whose table is of the first 1.x by the whole run; the others where
+/// [`MORE`] is set.
 const RELEASES: [&str; 4] = ["nixl-1.5", "nixl-1.1", NEWEST, "nixl-0.10"];
 /// This one has numpy, which serves all of them.
 pub(crate) const NEWEST: &str = "nixl";
@@ -18,8 +20,8 @@ pub(crate) const NEWEST_VERSION: &str = "1.5.1";
 /// The variable that has further releases tested, and installed.
 const MORE: &str = "KVX_NIXL_TEST_MORE";
 
-/// The releases that this run tests, of those that are installed, and a skipped test for each other one. `what`: of
-/// which tests.
+/// The releases that this run tests, of those that are installed, and a skipped test for each other
+/// one. `what`: of which tests.
 pub(crate) fn of_this_run(what: &str) -> (Vec<(&'static str, Wheel)>, Vec<Trial>) {
     let is_wanted = |release: &&str| match *release {
         "nixl-1.5" => true,
@@ -86,8 +88,8 @@ impl Wheel {
         self.packages.join(".nixl_cu12.mesonpy.libs")
     }
 
-    /// A script of tests/python, with these plug-ins and these packages before the wheel's own. Nothing is set of
-    /// KVX's variables but the backends, and [`ROUNDS`] if it is set.
+    /// A script of tests/python, with these plug-ins and these packages before the wheel's own.
+    /// Nothing is set of KVX's variables but the backends, and [`ROUNDS`] if it is set.
     pub(crate) fn script(
         &self,
         name: &str,

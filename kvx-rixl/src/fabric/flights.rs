@@ -28,8 +28,8 @@ pub(super) struct InFlightRequest {
 }
 
 impl NixlFabric {
-    /// Finds out whether an error at a peer means that it is lost: `PeerLost`, if NIXL has dropped the peer over it, or
-    /// does not reach it any more.
+    /// Finds out whether an error at a peer means that it is lost: `PeerLost`, if NIXL has dropped
+    /// the peer over it, or does not reach it any more.
     pub(super) fn blame(&mut self, agent: &NixlAgent, name: &Name, why: Error) -> Error {
         if **name == *self.peers.own_name() {
             return why;
@@ -52,10 +52,10 @@ impl NixlFabric {
         why.with_kind(ErrorKind::PeerLost)
     }
 
-    /// Whether pieces may be under way whose post has failed: over what it refuses a plugin forgets those before it,
-    /// without an end to them, and so it does over the flush that follows the last. What NIXL does not know it has not
-    /// begun. A connection that is broken carries none: proven over TCP and cross-memory attach, not over cards for
-    /// RDMA.
+    /// Returns whether pieces may be under way whose post has failed: over what it refuses a plugin
+    /// forgets those before it, without an end to them, and so it does over the flush that follows
+    /// the last. What NIXL does not know it has not begun. A connection that is broken carries
+    /// none: proven over TCP and cross-memory attach, not over cards for RDMA.
     pub(super) fn may_continue(status: Status, why: &Error) -> bool {
         !status.is_not_found() && why.kind() != ErrorKind::PeerLost
     }
@@ -67,8 +67,8 @@ impl NixlFabric {
         self.note_in_progress();
     }
 
-    /// A peer's last endpoint has gone. NIXL answers nothing more of what is in progress to try the link out or to look
-    /// after it, which reads and writes pages that are never freed.
+    /// A peer's last endpoint has gone. NIXL answers nothing more of what is in progress to try the
+    /// link out or to look after it, which reads and writes pages that are never freed.
     pub(super) fn abandon(&mut self, peer: &Name) {
         let gone: Vec<_> = self.flights.extract_if(.., |flight| flight.peer == *peer).collect();
         gone.into_iter().for_each(|flight| self.give_up(flight.request));
@@ -95,8 +95,8 @@ impl NixlFabric {
                 at += 1;
                 continue;
             }
-            // Before 1.5 a refusal looks like the failure by which NIXL notices that a peer has died: so it is asked
-            // first.
+            // Before 1.5 a refusal looks like the failure by which NIXL notices that a peer has
+            // died: so it is asked first.
             let known = agent.names_refusals() || agent.knows(peer);
             let result = match agent.state(request) {
                 State::InProgress => {

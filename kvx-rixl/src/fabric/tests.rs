@@ -55,7 +55,7 @@ fn range(memory: &[u8]) -> Range {
     }
 }
 
-/// Lets kvx's end work until `done` says that it has, by itself and what has happened so far.
+/// Lets kvx's end work until `done` says that it has, on its own and what has happened so far.
 fn until(
     near: &mut NixlFabric,
     mut done: impl FnMut(&mut NixlFabric, &[Event]) -> bool,
@@ -85,7 +85,8 @@ fn linked(near: &mut NixlFabric, far: &mut NixlAgent, theirs: &[u8]) -> Name {
     Name::from(c"far")
 }
 
-/// Has a request in progress, which ends when the far agent works. `ours` outlives the process's use of NIXL.
+/// Has a request in progress, which ends when the far agent works. `ours` outlives the process's
+/// use of NIXL.
 fn flies(
     op: Op,
     near: &mut NixlFabric,
@@ -110,9 +111,9 @@ fn moved(events: &[Event]) -> bool {
     events.iter().any(|events| matches!(events, Event::Completed { .. }))
 }
 
-/// NIXL drops an agent over metadata that contradicts what it knows, and answers "not found" then when it is asked
-/// after a request that still goes on with that agent: the request is not told to have ended before its last byte has
-/// arrived.
+/// NIXL drops an agent over metadata that contradicts what it knows, and answers "not found" then
+/// when it is asked after a request that still goes on with that agent: the request is not told to
+/// have ended before its last byte has arrived.
 fn dropped_while_in_progress() {
     let (theirs, ours) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near(), opened("far"));
@@ -154,8 +155,8 @@ fn a_request_goes_on_when_nixl_drops_its_agent() {
     );
 }
 
-/// A link that goes while it is tried out leaves a request in progress: it is neither released nor asked after again,
-/// not even when another agent of that name comes.
+/// A link that goes while it is tried out leaves a request in progress: it is neither released nor
+/// asked after again, not even when another agent of that name comes.
 fn gone_while_tried_out() {
     let (mut near, far) = (near(), opened("far"));
     far.register(&cpu_trials::page()).expect("registered");
@@ -205,8 +206,8 @@ fn what_was_begun_before_a_refusal_ends_with_a_broken_connection_alone() {
     assert!(!may_continue(Status::NOT_FOUND, ErrorKind::Native), "nothing was begun");
 }
 
-/// A failure on a connection that works loses nothing, whether or not something else is in progress on it; one on a
-/// connection whose peer has ended loses the peer.
+/// A failure on a connection that works loses nothing, whether or not something else is in progress
+/// on it; one on a connection whose peer has ended loses the peer.
 fn found_out() {
     let (theirs, ours) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near(), opened("far"));
@@ -265,8 +266,8 @@ fn a_peer_whose_connection_is_broken_is_lost() {
     wheel::alone("fabric::tests::a_peer_whose_connection_is_broken_is_lost", found_out);
 }
 
-/// Whether NIXL can still be asked about what is in progress to a peer that it was blamed on: it has dropped the peer,
-/// or reaches it no more and knows it.
+/// Returns whether NIXL can still be asked about what is in progress to a peer that it was blamed
+/// on: it has dropped the peer, or reaches it no more and knows it.
 fn asked_after_the_blame(dropped: bool) -> bool {
     let (theirs, ours) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near(), opened("far"));
@@ -305,8 +306,8 @@ fn of_a_lost_peer_that_it_has_dropped_nixl_is_told_once_more() {
     wheel::alone("fabric::tests::of_a_lost_peer_that_it_has_dropped_nixl_is_told_once_more", body);
 }
 
-/// All that is in progress to a peer ends with it, also where NIXL drops the peer over the first end that it finds out,
-/// and nobody answers at its address any more.
+/// All that is in progress to a peer ends with it, also where NIXL drops the peer over the first
+/// end that it finds out, and nobody answers at its address any more.
 fn ended_with_the_peer() {
     let (theirs, ours) = (vec![CONTENT; LEN], [0; 3].map(|byte| vec![byte; LEN]));
     let (mut near, mut far) = (near(), opened("far"));
@@ -347,7 +348,8 @@ impl Plugins {
     fn beside(library: &Path) -> std::io::Result<Self> {
         let plugins =
             Plugins(std::env::temp_dir().join(format!("kvx-rixl-plugins-{}", std::process::id())));
-        std::fs::remove_dir_all(&plugins.0).ok(); // of a process with the same number that was killed
+        // Of a process with the same number that was killed.
+        std::fs::remove_dir_all(&plugins.0).ok();
         std::fs::create_dir_all(plugins.folder())?;
         let wheel = library.parent().expect("a folder");
         for name in ["UCX", OTHER] {
@@ -370,8 +372,8 @@ impl Drop for Plugins {
     }
 }
 
-/// UCX under another name: how a plugin of which it is not known what a refused read of no bytes means is told from
-/// UCX.
+/// UCX under another name: how a plugin of which it is not known what a refused read of no bytes
+/// means is told from UCX.
 fn unasked() {
     let (theirs, ours) = (vec![CONTENT; LEN], vec![0_u8; LEN]);
     let (mut near, mut far) = (near_over(OTHER), opened_over(OTHER, "far"));

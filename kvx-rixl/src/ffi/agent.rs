@@ -43,10 +43,12 @@ pub(crate) struct NixlAgent {
     names_refusals: bool,
 }
 
-// SAFETY: NIXL's objects belong to no thread; `&mut self` and the lock around an agent see to one caller at a time.
+// SAFETY: NIXL's objects belong to no thread; `&mut self` and the lock around an agent see to one
+// caller at a time.
 unsafe impl Send for NixlAgent {}
 
-/// NIXL 1.5 looks for a file of settings in the user's home, and makes no agent where it may not look.
+/// NIXL 1.5 looks for a file of settings in the user's home, and makes no agent where it may not
+/// look.
 fn unreadable_home(home: Option<OsString>) -> String {
     let hidden = home.map(|home| Path::new(&home).join(".nixl.cfg")).filter(|path| {
         std::fs::metadata(path).is_err_and(|why| why.kind() == std::io::ErrorKind::PermissionDenied)
@@ -76,7 +78,8 @@ impl NixlAgent {
         let delay = settings.progress_thread.unwrap_or_default().as_micros();
         let config = nixl_agent_config {
             enable_prog_thread: with_thread,
-            // The agent is behind a lock of kvx's own; what NIXL's own thread touches has locks in the plugin.
+            // The agent is behind a lock of kvx's own; what NIXL's own thread touches has locks in
+            // the plugin.
             thread_sync: NIXL_CAPI_THREAD_SYNC_NONE as i32,
             num_workers: 1,
             pthr_delay_us: u64::try_from(delay).unwrap_or(u64::MAX),
@@ -92,8 +95,8 @@ impl NixlAgent {
             over_ucx: settings.plugin == UCX,
             names_refusals: false,
         };
-        // SAFETY: strings that end in NUL, a configuration as the header has it, and places for handles; what was made
-        // is destroyed by `Drop`, whatever fails.
+        // SAFETY: strings that end in NUL, a configuration as the header has it, and places for
+        // handles; what was made is destroyed by `Drop`, whatever fails.
         unsafe {
             let made = (functions.nixl_capi_create_configured_agent)(
                 name.as_ptr(),
@@ -155,12 +158,13 @@ impl NixlAgent {
         bytes
     }
 
-    /// Whether its plugin is UCX.
+    /// Returns whether its plugin is UCX.
     pub(crate) fn is_over_ucx(&self) -> bool {
         self.over_ucx
     }
 
-    /// Whether it tells that it does not know an agent from what else it refuses: NIXL 1.5 does.
+    /// Returns whether it tells that it does not know an agent from what else it refuses: NIXL 1.5
+    /// does.
     pub(crate) fn names_refusals(&self) -> bool {
         self.names_refusals
     }
@@ -200,8 +204,8 @@ impl NixlAgent {
         Ok(unsafe { Self::take(data, len) })
     }
 
-    /// Takes a peer's blob in; gives the peer's name. May take a third of a second. The blob must have been looked
-    /// through: NIXL trusts it.
+    /// Takes a peer's blob in; gives the peer's name. May take a third of a second. The blob must
+    /// have been looked through: NIXL trusts it.
     pub(crate) fn load(&self, blob: &[u8]) -> Result<String> {
         let mut name: *mut c_char = ptr::null_mut();
         // SAFETY: a live handle, bytes with their length, a place for a string.
@@ -236,13 +240,15 @@ impl NixlAgent {
         self.check("connecting", status)
     }
 
-    /// Whether a peer's metadata is there. NIXL drops it when the plugin finds the peer disconnected.
+    /// Returns whether a peer's metadata is there. NIXL drops it when the plugin finds the peer
+    /// disconnected.
     pub(crate) fn knows(&self, peer: &CStr) -> bool {
         self.look_up(peer).is_ok()
     }
 
     fn look_up(&self, peer: &CStr) -> Result<(), Status> {
-        // SAFETY: a live handle and a C string; without a list nothing of the peer's memory is asked for.
+        // SAFETY: a live handle and a C string; without a list nothing of the peer's memory is
+        // asked for.
         Status::check(unsafe {
             (self.functions.nixl_capi_check_remote_md)(self.raw, peer.as_ptr(), ptr::null_mut())
         })
@@ -251,8 +257,8 @@ impl NixlAgent {
     /// Registers memory with the plugin.
     pub(crate) fn register(&self, range: &Range) -> Result<()> {
         let list = RegistrationList::of(self.functions, std::slice::from_ref(range))?;
-        // SAFETY: live handles. That the memory is there until it is deregistered is the caller's duty, which
-        // `kvx_backend::fabric` has taken over.
+        // SAFETY: live handles. That the memory is there until it is deregistered is the caller's
+        // duty, which `kvx_backend::fabric` has taken over.
         let status =
             unsafe { (self.functions.nixl_capi_register_mem)(self.raw, list.raw, self.args) };
         self.check("registering memory", status)
@@ -312,7 +318,7 @@ impl NixlAgent {
         })
     }
 
-    /// Where a request stands that was posted; lets the plugin work.
+    /// Returns where a request stands that was posted; lets the plugin work.
     pub(crate) fn state(&self, request: &Request) -> State {
         // SAFETY: live handles.
         State::of(unsafe { (self.functions.nixl_capi_get_xfer_status)(self.raw, request.raw) })
@@ -326,7 +332,8 @@ impl NixlAgent {
     /// Frees requests that were dropped. None of them is in progress: one that is has an owner.
     pub(crate) fn release(&self) {
         for raw in self.unreleased.take() {
-            // SAFETY: a handle that was made by this agent, is not in progress, and is released once, here.
+            // SAFETY: a handle that was made by this agent, is not in progress, and is released
+            // once, here.
             unsafe {
                 (self.functions.nixl_capi_release_xfer_req)(self.raw, raw);
                 (self.functions.nixl_capi_destroy_xfer_req)(raw);
@@ -348,7 +355,7 @@ impl NixlAgent {
         })
     }
 
-    /// Lets the plugin work, and takes the notifications that have come: sender and bytes.
+    /// Lets the plugin work, and takes the notifications that have arrived: sender and bytes.
     pub(crate) fn notifications(&mut self, mut each: impl FnMut(&CStr, &[u8])) {
         let (functions, map) = (self.functions, self.notifications);
         let mut agents = 0;
@@ -363,7 +370,8 @@ impl NixlAgent {
         }
         for at in 0..agents {
             let (mut name, mut count) = (ptr::null(), 0);
-            // SAFETY: as above; the name lives until the map is cleared. A name with a NUL byte is not found again.
+            // SAFETY: as above; the name lives until the map is cleared. A name with a NUL byte is
+            // not found again.
             unsafe {
                 if (functions.nixl_capi_notif_map_get_agent_at)(map, at, &mut name)
                     != NIXL_CAPI_SUCCESS
@@ -375,7 +383,8 @@ impl NixlAgent {
             }
             for index in 0..count {
                 let (mut data, mut len) = (ptr::null(), 0);
-                // SAFETY: as above; the bytes live until the map is cleared, and `each` keeps none of them.
+                // SAFETY: as above; the bytes live until the map is cleared, and `each` keeps none
+                // of them.
                 unsafe {
                     let status = (functions.nixl_capi_notif_map_get_notif)(
                         map, name, index, &mut data, &mut len,
@@ -396,7 +405,8 @@ impl Drop for NixlAgent {
         if !self.raw.is_null() {
             self.release();
         }
-        // SAFETY: each handle was made by `open`, is not null where it is destroyed, and is destroyed once, here.
+        // SAFETY: each handle was made by `open`, is not null where it is destroyed, and is
+        // destroyed once, here.
         unsafe {
             if !self.notifications.is_null() {
                 (self.functions.nixl_capi_destroy_notif_map)(self.notifications);

@@ -36,13 +36,14 @@ fn in_images(root: &Path) -> impl Iterator<Item = PathBuf> {
     folders.map(|folder| folder.join(NAMES[0])).filter(|file| file.exists())
 }
 
-/// A wheel brings a copy of this with its UCX, which makes the copy's symbols global and then loads the system's beside
-/// it: the two take each other's places, and the process crashes when it exits. Loaded first, the system's keeps its
-/// own.
+/// A wheel brings a copy of this with its UCX, which makes the copy's symbols global and then loads
+/// the system's beside it: the two take each other's places, and the process crashes when it exits.
+/// Loaded first, the system's keeps its own.
 const SYSTEM_LIBNL: &str = "libnl-route-3.so.200";
 
-/// Whether the functions that kvx calls are those of the header. Compared: NIXL's sources of 1.0, 1.1, 1.4 and after,
-/// and RIXL's. Run: 1.1.0 and 1.5.1 by the tests, 1.4.0 by hand; no RIXL.
+/// Returns whether the functions that kvx calls are those of the header. Compared: NIXL's sources
+/// of 1.0, 1.1, 1.4 and after, and RIXL's. Run: 1.1.0 and 1.5.1 by the tests, 1.4.0 by hand; no
+/// RIXL.
 fn is_supported(version: Version) -> bool {
     version.major == 1
 }
@@ -76,8 +77,9 @@ fn load(root: &Path) -> Result<Library, Unavailable> {
         loader::preload(SYSTEM_LIBNL).ok(); // where it is absent, nothing conflicts
         let library = Search::new(VARIABLE, NAMES, CURE).files(in_images(root)).open()?;
         let find = |name: &'static CStr| library.address(name);
-        // SAFETY: the loader answers with the symbol of that name; that it is the function of the header is what
-        // its name, which no other library uses, and the version checked by `open` say.
+        // SAFETY: the loader answers with the symbol of that name; that it is the function of the
+        // header is what its name, which no other library uses, and the version checked by `open`
+        // say.
         let functions = unsafe { Functions::find(find) }?;
         let version = Version::of_wheel(library.path());
         Ok(BoundLibrary::new(library, functions, version))

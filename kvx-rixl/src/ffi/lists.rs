@@ -37,7 +37,7 @@ pub(crate) struct Range {
 }
 
 impl Range {
-    /// Whether they share bytes.
+    /// Returns whether they share bytes.
     pub(crate) fn overlaps(&self, other: &Range) -> bool {
         (self.segment, self.device) == (other.segment, other.device)
             && self.address < other.address.saturating_add(other.len)
@@ -91,7 +91,8 @@ pub(crate) struct TransferList {
     functions: &'static Functions,
 }
 
-// SAFETY: a list is plain data of the library, which knows nothing of threads; whoever owns it is alone with it.
+// SAFETY: a list is plain data of the library, which knows nothing of threads; whoever owns it is
+// alone with it.
 unsafe impl Send for TransferList {}
 
 impl TransferList {

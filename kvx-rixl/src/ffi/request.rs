@@ -4,7 +4,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::bindings::nixl_xfer_req;
 
-/// A request that is not in progress unless its owner knows so. Dropped anywhere, it goes to [`UnreleasedRequests`].
+/// A request that is not in progress unless its owner knows so. Dropped anywhere, it goes to
+/// [`UnreleasedRequests`].
 pub(crate) struct Request {
     pub(super) raw: nixl_xfer_req,
     unreleased: Arc<UnreleasedRequests>,
@@ -44,7 +45,7 @@ impl UnreleasedRequests {
         raw.drain(..).map(|raw| raw.0).collect()
     }
 
-    /// Whether there are none.
+    /// Returns whether there are none.
     pub(crate) fn is_empty(&self) -> bool {
         self.raw.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }

@@ -29,8 +29,8 @@ impl Status {
         if status == NIXL_CAPI_SUCCESS { Ok(()) } else { Err(Status(status)) }
     }
 
-    /// Whether nothing was done, because NIXL knows no such agent. NIXL before 1.5, and RIXL, do not tell it from other
-    /// errors.
+    /// Returns whether nothing was done, because NIXL knows no such agent. NIXL before 1.5, and
+    /// RIXL, do not tell it from other errors.
     pub(crate) fn is_not_found(self) -> bool {
         self.0 == NIXL_CAPI_ERROR_NOT_FOUND
     }

@@ -1,7 +1,9 @@
-//! RIXL keeps the contract over NIXL's UCX plugin: every clause, in one process and in two, on each release.
+//! RIXL keeps the contract over NIXL's UCX plugin: every clause, in one process and in two, on each
+//! release.
 //!
-//! A process opens one NIXL, so the program starts itself again for each release, with [`SUITES`] set and the arguments
-//! that it was given. Such a process runs the clauses of its release alone, and prints their results.
+//! A process opens one NIXL, so the program starts itself again for each release, with [`SUITES`]
+//! set and the arguments that it was given. Such a process runs the clauses of its release alone,
+//! and prints their results.
 
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
@@ -20,11 +22,12 @@ const SUITES: &str = "KVX_RIXL_TEST_RELEASE";
 const GAPS: &[Gap] = &[];
 /// The variable that adds the older release's suite over TCP, which the newer one has as well.
 const MORE: &str = "KVX_RIXL_TEST_MORE";
-/// All suites of a release. Each clause has a limit of its own: this one is for a library that hangs as its process
-/// ends.
+/// All suites of a release. Each clause has a limit of its own: this one is for a library that
+/// hangs as its process ends.
 const LIMIT: Duration = Duration::from_secs(20 * 60);
 
-/// As UCX chooses on one host: bytes by the kernel's cross-memory attach, messages by TCP over loopback.
+/// As UCX chooses on one host: bytes by the kernel's cross-memory attach, messages by TCP over
+/// loopback.
 const CMA: Suite = Suite {
     gaps: GAPS,
     options: r#"{"rixl": {"params": {"engine_config": "NET_DEVICES=lo"}}}"#,
@@ -39,8 +42,8 @@ const TCP: Suite = Suite {
     ..CMA
 };
 
-/// While NIXL has a thread of its own, as plugins other than UCX need. That thread reads what has come before kvx's is
-/// woken for it, which goes by the clock then.
+/// While NIXL has a thread of its own, as plugins other than UCX need. That thread reads what has
+/// come before kvx's is woken for it, which goes by the clock then.
 const THREAD: Suite = Suite {
     tier: Tier::Whole,
     label: "RIXL-thread",
@@ -83,8 +86,8 @@ fn suites(release: &str) -> Vec<Suite> {
     vec![CMA, TCP, THREAD, DEVICE, namespace, user, hosts.on_two_hosts()]
 }
 
-/// The releases whose suites this run has, with this program over each. A library that the environment names takes the
-/// place of all.
+/// The releases whose suites this run has, with this program over each. A library that the
+/// environment names takes the place of all.
 fn of_this_run() -> Vec<(&'static str, Result<Command, (&'static str, &'static str)>)> {
     if std::env::var_os("KVX_RIXL_LIB").is_some() {
         let program = std::env::current_exe().expect("the running program has a path");
@@ -102,7 +105,8 @@ pub(crate) fn missing_releases() -> impl Iterator<Item = Trial> {
     })
 }
 
-/// Runs the suites of each release that is installed, in a process each. Returns whether all of them passed.
+/// Runs the suites of each release that is installed, in a process each. Returns whether all of
+/// them passed.
 pub(crate) fn run_each_release() -> bool {
     let arguments = Arguments::from_args();
     if arguments.exact && arguments.filter.is_some_and(|title| !title.starts_with("RIXL")) {

@@ -59,7 +59,8 @@ fn serve(name: &str) -> kvx_core::Result<()> {
     Ok(())
 }
 
-/// `metadata` with another description of its region by NIXL. Whoever alters it writes its checksum anew.
+/// `metadata` with another description of its region by NIXL. Whoever alters it writes its checksum
+/// anew.
 fn with_description(
     metadata: &[u8],
     alter: impl FnOnce(&mut Vec<u8>),
@@ -77,8 +78,8 @@ fn with_description(
     metadata.encode()
 }
 
-/// A peer whose region is described as another agent's, with another key: NIXL would drop that agent over it, and a
-/// transfer with it would seem to have ended while its bytes still come.
+/// A peer whose region is described as another agent's, with another key: NIXL would drop that
+/// agent over it, and a transfer with it would seem to have ended while its bytes still come.
 fn nobody_speaks_for_another_agent() -> Outcome {
     let (victim_process, victims) = victim()?;
     let (near, hostile) = (agent("near")?, agent("hostile")?);
@@ -117,7 +118,8 @@ fn with_kind(described: &mut [u8], kind: i32) {
     described[at..at + 4].copy_from_slice(&kind.to_le_bytes());
 }
 
-/// NIXL crashes over kinds of memory that it does not have: in a region's description, and in a foreign agent's.
+/// NIXL crashes over kinds of memory that it does not have: in a region's description, and in a
+/// foreign agent's.
 fn memory_of_no_kind_is_refused() -> Outcome {
     let (near, far) = (agent("near")?, agent("far")?);
     let ours = near.register("kv", Memory::owned(vec![0; LEN]))?;

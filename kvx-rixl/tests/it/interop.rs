@@ -89,7 +89,8 @@ fn moved(
     Ok(run(posting.post()?)?)
 }
 
-/// Python's memory is read and written, in lists of 1 to 8192 blocks, of several regions, and strided.
+/// Python's memory is read and written, in lists of 1 to 8192 blocks, of several regions, and
+/// strided.
 fn python_serves(interpreter: PathBuf) -> Outcome {
     let mut python = Python::start(&interpreter, "python-serves", &[LEN, LEN]);
     for region in 0..2 {
@@ -236,7 +237,7 @@ fn kvx_serves(interpreter: PathBuf) -> Outcome {
         assert!(got == bytes(12, u64::from(*from) * BLOCK, BLOCK), "block {to} was written");
     }
     strided_lists_move_slices(&mut python, &name["name"], &ours)?;
-    // Python was told of the memory, and nobody can make it forget: it is not given back.
+    // Python was told of the memory, and nobody can make it forget: it is not released.
     let [told, _] = ours;
     assert_eq!(
         told.revoke(CUT_OFF).wait(CUT_OFF).map(drop).map_err(|why| why.kind()),
@@ -245,7 +246,8 @@ fn kvx_serves(interpreter: PathBuf) -> Outcome {
     Ok(())
 }
 
-/// Python's strided lists: a slice of each of kvx's blocks, read into a packed list and written back elsewhere.
+/// Python's strided lists: a slice of each of kvx's blocks, read into a packed list and written
+/// back elsewhere.
 fn strided_lists_move_slices(python: &mut Python, name: &Value, ours: &[Region; 2]) -> Outcome {
     const SLICE: u64 = 1024;
     const SLICES: u32 = 4096;
@@ -300,8 +302,8 @@ fn notifications_are_bytes_both_ways(interpreter: PathBuf) -> Outcome {
     Ok(())
 }
 
-/// Python is killed while kvx reads, each time into memory of its own: each transfer ends, with the right bytes or with
-/// an error; another Python serves on, and so does one of the same name.
+/// Python is killed while kvx reads, each time into memory of its own: each transfer ends, with the
+/// right bytes or with an error; another Python serves on, and so does one of the same name.
 fn python_is_killed_and_starts_again(interpreter: PathBuf) -> Outcome {
     let agent = agent("kvx-survives");
     let near = agent.register("kv", Memory::owned(vec![0; LEN]))?;
@@ -352,8 +354,9 @@ fn python_is_killed_and_starts_again(interpreter: PathBuf) -> Outcome {
     check(&second, &other, 22)
 }
 
-/// Over TCP nothing ends without Python's help: all that flies while it does not help fails when it is killed, and
-/// settles. NIXL's C interface does not say why, nor does it forget the agent over it; kvx finds out.
+/// Over TCP nothing ends without Python's help: all that flies while it does not help fails when it
+/// is killed, and settles. NIXL's C interface does not say why, nor does it forget the agent over
+/// it; kvx finds out.
 fn what_flies_when_python_is_killed_fails(interpreter: PathBuf) -> Outcome {
     let agent = agent_over(",TLS=tcp", "kvx-loses");
     let near = agent.register("kv", Memory::owned(vec![0; LEN]))?;
@@ -385,8 +388,8 @@ fn what_flies_when_python_is_killed_fails(interpreter: PathBuf) -> Outcome {
     Ok(())
 }
 
-/// While Python moves all it can to and from kvx's memory over TCP, which needs kvx's own CPU, kvx's callers work on
-/// with somebody else.
+/// While Python moves all it can to and from kvx's memory over TCP, which needs kvx's own CPU,
+/// kvx's callers work on with somebody else.
 fn callers_work_on_while_python_streams(interpreter: PathBuf) -> Outcome {
     const LARGE: usize = 16 << 20;
     const AT_A_TIME: u32 = 4;
@@ -428,8 +431,8 @@ fn callers_work_on_while_python_streams(interpreter: PathBuf) -> Outcome {
     Ok(())
 }
 
-/// NIXL knows one agent of a name. Who comes later under it, or with a newer description, takes the place of who was
-/// there, whose handles live on and say that it is lost.
+/// NIXL knows one agent of a name. Who comes later under it, or with a newer description, takes the
+/// place of who was there, whose handles live on and say that it is lost.
 fn the_latest_of_a_name_takes_its_place(interpreter: PathBuf) -> Outcome {
     const SMALL: usize = 1 << 20;
     let agent = agent("kvx-follows");
@@ -470,8 +473,8 @@ fn the_latest_of_a_name_takes_its_place(interpreter: PathBuf) -> Outcome {
     lost(&old, &first)
 }
 
-/// kvx is killed while a transfer of Python's flies, which over TCP ends only with kvx's help, and kvx gives none: it
-/// is stopped. Python is told, and works with a kvx of the same name.
+/// kvx is killed while a transfer of Python's flies, which over TCP ends only with kvx's help, and
+/// kvx gives none: it is stopped. Python is told, and works with a kvx of the same name.
 fn kvx_is_killed_and_starts_again(interpreter: PathBuf) -> Outcome {
     let mut python = Python::start(&interpreter, "python-survives", &[SERVED]);
     for (life, flying) in ["READ", "WRITE"].into_iter().enumerate() {

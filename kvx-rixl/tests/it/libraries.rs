@@ -32,7 +32,8 @@ impl Drop for Folder {
     }
 }
 
-/// What `kvx backends` would say of the library that the environment names, and what comes of an agent over it.
+/// Returns what `kvx backends` would say of the library that the environment names, and what comes
+/// of an agent over it.
 fn tell(options: &str) -> String {
     let options = Options::parse(options).expect("JSON");
     let available = match kvx_rixl::Rixl.available(&options) {
@@ -44,7 +45,7 @@ fn tell(options: &str) -> String {
     format!("{available}\n{agent}")
 }
 
-/// What a process of its own, which opens another library, tells.
+/// Returns what a process of its own, which opens another library, tells.
 fn told(options: &str, variable: &str, value: &Path) -> Result<String, Failed> {
     let mut again = Command::new(std::env::current_exe()?);
     let output = kvx_testkit::output(again.env(TELLS, options).env(variable, value), CUT_OFF);
@@ -100,7 +101,8 @@ fn what_a_plugin_misses_is_named() -> Outcome {
     Ok(())
 }
 
-/// Plays the process that prints the state of its library and ends, if this one was started for that.
+/// Plays the process that prints the state of its library and ends, if this one was started for
+/// that.
 pub(crate) fn tell_if_asked() {
     let Ok(options) = std::env::var(TELLS) else { return };
     println!("{}", tell(&options));

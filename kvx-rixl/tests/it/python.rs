@@ -74,7 +74,7 @@ impl Python {
         serde_json::from_str(&answer).expect("the agent answers in JSON")
     }
 
-    /// What it has said by now.
+    /// Returns what it has said by now.
     pub(crate) fn heard(&mut self) -> Option<Value> {
         match self.answers.try_recv() {
             Ok(answer) => Some(serde_json::from_str(&answer).expect("the agent answers in JSON")),
@@ -88,7 +88,7 @@ impl Python {
         self.hear()
     }
 
-    /// Whether blocks of a region hold what they should: to, from, length.
+    /// Returns whether blocks of a region hold what they should: to, from, length.
     pub(crate) fn holds(&mut self, region: usize, seed: u64, blocks: &[(u64, u64, u64)]) -> bool {
         self.ask(json!({"do": "check", "region": region, "seed": seed, "blocks": blocks}))["right"]
             == json!(true)

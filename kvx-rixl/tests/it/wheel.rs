@@ -1,6 +1,7 @@
 //! The releases of NIXL that tests run on: wheels below the folder that cargo builds in.
 //!
-//! A process opens one of them, which `KVX_RIXL_LIB` names: so tests start their program again with that variable set.
+//! A process opens one of them, which `KVX_RIXL_LIB` names: so tests start their program again with
+//! that variable set.
 #![allow(dead_code, reason = "each test program uses its part")]
 
 use std::path::{Path, PathBuf};
@@ -13,8 +14,8 @@ use kvx_testkit::Tier;
 pub(crate) const ABSENT: (&str, &str) =
     ("a wheel of nixl-cu12 is not installed", "cargo xtask test --install");
 
-/// The release that most tests run on, and whose Python is the other end of some: the folder of its environment, as
-/// `cargo xtask test --install` names it.
+/// The release that most tests run on, and whose Python is the other end of some: the folder of its
+/// environment, as `cargo xtask test --install` names it.
 pub(crate) const NEWEST: &str = "nixl";
 /// One with the C interface that RIXL has, to the letter: refusals of all kinds are one.
 pub(crate) const AS_RIXL: &str = "nixl-1.1";

@@ -24,14 +24,15 @@ pub(crate) struct UcxContext {
     takes_any_name: bool,
 }
 
-// SAFETY: it was created with `mt_workers_shared`, so UCX serialises what several threads do with it.
+// SAFETY: it was created with `mt_workers_shared`, so UCX serialises what several threads do with
+// it.
 unsafe impl Send for UcxContext {}
 // SAFETY: as above.
 unsafe impl Sync for UcxContext {}
 
 impl UcxContext {
-    /// A context for one-sided operations and active messages with descriptors to sleep on. `settings` win over the
-    /// environment.
+    /// A context for one-sided operations and active messages with descriptors to sleep on.
+    /// `settings` win over the environment.
     ///
     /// # Errors
     /// UCX's status, and the setting that it refused, if it was one.
@@ -72,8 +73,8 @@ impl UcxContext {
                 ..ucp_params_t::default()
             };
             let mut raw = ptr::null_mut();
-            // SAFETY: the structures are those of 1.13, which is what the call says; the fields that the mask names
-            // are set; the configuration is alive.
+            // SAFETY: the structures are those of 1.13, which is what the call says; the fields
+            // that the mask names are set; the configuration is alive.
             let status = unsafe {
                 (functions.ucp_init_version)(1, 13, &params, config.raw.as_ptr(), &mut raw)
             };
@@ -97,7 +98,8 @@ impl UcxContext {
         self.library
     }
 
-    /// Whether the user asked for settings whose names UCX may not know: then its warnings are for the user.
+    /// Returns whether the user asked for settings whose names UCX may not know: then its warnings
+    /// are for the user.
     pub(super) fn takes_any_name(&self) -> bool {
         self.takes_any_name
     }
@@ -151,8 +153,8 @@ impl Drop for UcxContext {
 /// The first version that knows the settings of transports by the names of their variables.
 const PREFIXED: Version = Version::new(1, 17, 0);
 
-/// A configuration: the environment's, then what was set. Some settings, the log level among them, are the process's
-/// and hold at once.
+/// A configuration: the environment's, then what was set. Some settings, the log level among them,
+/// are the process's and hold at once.
 pub(super) struct UcpConfig {
     raw: NonNull<ucp_config_t>,
     library: &'static Library,
@@ -199,12 +201,12 @@ impl Drop for UcpConfig {
     }
 }
 
-/// Memory to be registered, as UCX is told of it.
+/// Memory to be registered, as UCX learns of it.
 pub(crate) struct MapParams(pub(crate) ucp_mem_map_params_t);
 
 impl MapParams {
-    /// `length` bytes at `address`. Without `memory_type` UCX finds the kind of memory out; its constant for "unknown"
-    /// is another number in each version, so it is not passed.
+    /// `length` bytes at `address`. Without `memory_type` UCX finds the kind of memory out; its
+    /// constant for "unknown" is another number in each version, so it is not passed.
     pub(crate) fn new(
         address: *mut u8,
         length: usize,

@@ -10,10 +10,11 @@ use super::print::printed;
 use super::request::{CompletionHandler, PostOutcome, with_callback};
 use super::status::Status;
 
-/// An endpoint. Not closed when dropped: [`close`](Endpoint::close) is an operation that takes time.
+/// An endpoint. Not closed when dropped: [`close`](Endpoint::close) is an operation that takes
+/// time.
 ///
-/// Whoever calls it is the one thread that uses its worker, and the worker is alive: the transport's machine upholds
-/// both, and that no call follows `close`.
+/// Whoever calls it is the one thread that uses its worker, and the worker is alive: the
+/// transport's machine upholds both, and that no call follows `close`.
 pub(crate) struct Endpoint {
     raw: NonNull<ucp_ep>,
     functions: &'static Functions,
@@ -31,13 +32,15 @@ impl Endpoint {
         self.raw.as_ptr()
     }
 
-    /// Reads the memory at `remote` into `local`, or writes it the other way. The end of a write says that `local` is
-    /// free; that the bytes have arrived is said by the end of a [`flush`](Endpoint::flush) that is posted later.
+    /// Reads the memory at `remote` into `local`, or writes it the other way. The end of a write
+    /// says that `local` is free; that the bytes have arrived is said by the end of a
+    /// [`flush`](Endpoint::flush) that is posted later.
     ///
     /// # Safety
-    /// The worker is alive, this is the one thread that uses it, and the endpoint is not closed. `local` is so many
-    /// bytes, within `memory` if that is given, which nobody touches until the end of a read, and nobody writes to
-    /// until the end of a write; `target` is alive until the end.
+    /// The worker is alive, this is the one thread that uses it, and the endpoint is not closed.
+    /// `local` is so many bytes, within `memory` if that is given, which nobody touches until the
+    /// end of a read, and nobody writes to until the end of a write; `target` is alive until the
+    /// end.
     pub(crate) unsafe fn transfer<T: CompletionHandler>(
         &self,
         op: Op,
@@ -115,11 +118,12 @@ impl Endpoint {
         Ok(RemoteKey { raw, functions: self.functions })
     }
 
-    /// Closes the endpoint at once: what is in flight ends with an error, by its callback, during progress.
+    /// Closes the endpoint at once: what is in flight ends with an error, by its callback, during
+    /// progress.
     ///
     /// # Safety
-    /// As [`transfer`](Endpoint::transfer), but for the memory; no key that was unpacked for it is used any more. Keys may be
-    /// dropped later: that touches no endpoint.
+    /// As [`transfer`](Endpoint::transfer), but for the memory; no key that was unpacked for it is
+    /// used any more. Keys may be dropped later: that touches no endpoint.
     pub(crate) unsafe fn close<T: CompletionHandler>(self, target: NonNull<T>) -> PostOutcome {
         let mut param = with_callback(target);
         param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
@@ -148,8 +152,8 @@ fn with_memory(mut param: ucp_request_param_t, memory: Option<ucp_mem_h>) -> ucp
     param
 }
 
-/// A peer's key, unpacked. Dropped by the thread that uses the worker, while that is alive; its endpoint may be closed
-/// by then.
+/// A peer's key, unpacked. Dropped by the thread that uses the worker, while that is alive; its
+/// endpoint may be closed by then.
 pub(crate) struct RemoteKey {
     raw: NonNull<ucp_rkey>,
     functions: &'static Functions,

@@ -50,8 +50,9 @@ fn load() -> Result<Library, Unavailable> {
     loader::with_signals_kept(|| {
         let library = Search::new(VARIABLE, NAMES, CURE).open()?;
         let find = |name: &'static CStr| library.address(name);
-        // SAFETY: the loader answers with the symbol of that name; that it is the function which the headers of
-        // this library declare is what its version says, below, and what its soname (libucp.so.0) promises.
+        // SAFETY: the loader answers with the symbol of that name; that it is the function which
+        // the headers of this library declare is what its version says, below, and what its soname
+        // (libucp.so.0) promises.
         let functions = unsafe { Functions::find(find) }?;
         let (mut major, mut minor, mut patch) = (0, 0, 0);
         // SAFETY: three integers to write to; may be called before anything else.

@@ -1,5 +1,6 @@
-//! The scatter-gather datatype: many pieces in one put. The bindings are tested with it; the transport posts pieces one
-//! by one, which is as fast over cma and tcp, and works with every version.
+//! The scatter-gather datatype: many pieces in one put. The bindings are tested with it; the
+//! transport posts pieces one by one, which is as fast over cma and tcp, and works with every
+//! version.
 
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
@@ -10,8 +11,8 @@ use super::library::{self, Library};
 use super::request::{CompletionHandler, PostOutcome, with_callback};
 use super::{Endpoint, RemoteKey, Version};
 
-/// Whether puts of lists go over every lane. 1.22 takes them only on cards whose driver has a plug-in for it, and an
-/// endpoint on which it refuses one is lost.
+/// Returns whether puts of lists go over every lane. 1.22 takes them only on cards whose driver has
+/// a plug-in for it, and an endpoint on which it refuses one is lost.
 pub(super) fn is_supported_by(library: &Library) -> bool {
     library.version() >= Version::new(1, 23, 0)
 }
@@ -45,8 +46,8 @@ impl Sgl {
     /// Writes all pieces as one operation; its end means what that of [`Endpoint::put`] means.
     ///
     /// # Safety
-    /// As [`Endpoint::put`] for every piece; the list is neither changed nor dropped until the end; the library
-    /// [takes them](is_supported_by).
+    /// As [`Endpoint::put`] for every piece; the list is neither changed nor dropped until the end;
+    /// the library [takes them](is_supported_by).
     pub(super) unsafe fn put<T: CompletionHandler>(
         &self,
         endpoint: &Endpoint,
@@ -92,9 +93,9 @@ impl Sgl {
         };
         let put = library::functions().ucp_put_nbx;
         let (list, param) = ((&raw const local).cast(), (&raw const param).cast());
-        // SAFETY: the caller's promise. Both descriptors are copied by the call, the arrays are the list's. The
-        // parameters begin with those of 1.13; a library that has the datatype reads what follows them. Address and
-        // key of the call itself are unused with a remote list.
+        // SAFETY: the caller's promise. Both descriptors are copied by the call, the arrays are the
+        // list's. The parameters begin with those of 1.13; a library that has the datatype reads
+        // what follows them. Address and key of the call itself are unused with a remote list.
         PostOutcome::read(unsafe { put(endpoint.raw(), list, count, 0, ptr::null_mut(), param) })
     }
 }

@@ -16,8 +16,9 @@ const WARN: c_int = 2;
 const STOP: c_int = 0;
 const CONTINUE: c_int = 1;
 
-/// A handler of lines, as libucs has had it since 1.9: file, line, function, level, component, format, `va_list`. The
-/// last is passed as a pointer on the machines that kvx runs on, and is not looked at.
+/// A handler of lines, as libucs has had it since 1.9: file, line, function, level, component,
+/// format, `va_list`. The last is passed as a pointer on the machines that kvx runs on, and is not
+/// looked at.
 type Handler = extern "C" fn(
     *const c_char,
     c_uint,
@@ -28,7 +29,8 @@ type Handler = extern "C" fn(
     *mut c_void,
 ) -> c_int;
 
-/// The functions that put a handler before UCX's own, and remove it. In libucs, for which there are no bindings.
+/// The functions that put a handler before UCX's own, and remove it. In libucs, for which there are
+/// no bindings.
 struct HandlerStack {
     push: unsafe extern "C" fn(Handler),
     pop: unsafe extern "C" fn(),
@@ -36,7 +38,8 @@ struct HandlerStack {
 
 impl HandlerStack {
     fn find(library: &loader::NativeLibrary) -> Option<HandlerStack> {
-        // SAFETY: both are what libucs declares by these names, `push` with a handler of the type above.
+        // SAFETY: both are what libucs declares by these names, `push` with a handler of the type
+        // above.
         unsafe {
             let push = library
                 .optional_symbol::<unsafe extern "C" fn(Handler)>(c"ucs_log_push_handler")?;
@@ -59,7 +62,7 @@ extern "C" fn suppress_details(
     if level > WARN { STOP } else { CONTINUE }
 }
 
-/// Whether the user has said what UCX is to log.
+/// Returns whether the user has said what UCX is to log.
 fn is_set_by_user() -> bool {
     ["UCX_LOG_LEVEL", "UCX_PROTO_INFO"].iter().any(|name| std::env::var_os(name).is_some())
 }
@@ -69,15 +72,17 @@ pub(super) fn with_less_log<T>(library: &'static Library, act: impl FnOnce() -> 
     at_level(library, "error", !is_set_by_user(), act)
 }
 
-/// Does something while UCX takes its log level for `debug`: it then tells more where it is asked to describe
-/// something. What it would log meanwhile, on any thread, is kept back. If the user has set the level, that holds.
+/// Does something while UCX takes its log level for `debug`: it then tells more where it is asked
+/// to describe something. What it would log meanwhile, on any thread, is kept back. If the user has
+/// set the level, that holds.
 pub(super) fn with_debug_log<T>(library: &'static Library, act: impl FnOnce() -> T) -> T {
     /// Level and handlers are the process's: one agent at a time.
     static ONE: Mutex<()> = Mutex::new(());
     let handlers = HandlerStack::find(library.native()).filter(|_| !is_set_by_user());
     let Some(handlers) = handlers else { return act() };
     let _one = ONE.lock();
-    // SAFETY: UCX calls the handler with what its type says, and it is a function of this program, which stays.
+    // SAFETY: UCX calls the handler with what its type says, and it is a function of this program,
+    // which stays.
     unsafe { (handlers.push)(suppress_details) };
     let answer = at_level(library, "debug", true, act);
     // SAFETY: takes away what was pushed last, which is ours.

@@ -1,6 +1,7 @@
 //! Copies of bytes from peers, for UCX to read.
 //!
-//! UCX reads addresses and keys without being told their length, and trusts them: it is shown a copy that zeros follow.
+//! UCX reads addresses and keys without being told their length, and trusts them: it is shown a
+//! copy that zeros follow.
 
 /// Zeros behind the bytes: more than any count in them could skip.
 const MARGIN: usize = 4096;

@@ -35,16 +35,16 @@ impl PostOutcome {
 
 /// Is told of the end of an operation, whose user data points to it.
 pub(crate) trait CompletionHandler {
-    /// The operation has ended. Runs inside a call into UCX (progress, or a closing endpoint): it may post, but must
-    /// not destroy the worker, and must not panic.
+    /// The operation has ended. Runs inside a call into UCX (progress, or a closing endpoint): it
+    /// may post, but must not destroy the worker, and must not panic.
     ///
     /// # Safety
     /// `this` is what was passed to [`with_callback`], alive.
     unsafe fn on_completion(this: NonNull<Self>, outcome: Result<(), Status>);
 }
 
-/// Parameters of a send-like operation (get, put, flush, close, active message) whose end `target` is told of.
-/// `target` must be alive until then: the poster upholds that.
+/// Parameters of a send-like operation (get, put, flush, close, active message) whose end `target`
+/// learns of. `target` must be alive until then: the poster upholds that.
 pub(crate) fn with_callback<T: CompletionHandler>(target: NonNull<T>) -> ucp_request_param_t {
     let mut param = ucp_request_param_t {
         op_attr_mask: UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,

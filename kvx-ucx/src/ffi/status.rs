@@ -19,12 +19,14 @@ impl Status {
     /// UCX's own words.
     pub(crate) fn text(self) -> String {
         let Some(library) = library::opened() else { return format!("UCX status {}", self.0) };
-        // SAFETY: any value may be asked; the answer is a string constant, or a buffer of the calling thread.
+        // SAFETY: any value may be asked; the answer is a string constant, or a buffer of the
+        // calling thread.
         let text = unsafe { CStr::from_ptr((library.functions().ucs_status_string)(self.0)) };
         text.to_string_lossy().into_owned()
     }
 
-    /// Whether a pointer that UCX returned stands for an error rather than a request (`UCS_PTR_IS_ERR`).
+    /// Returns whether a pointer that UCX returned stands for an error rather than a request
+    /// (`UCS_PTR_IS_ERR`).
     pub(super) fn of_pointer(address: usize) -> Option<Status> {
         // Errors are the last 100 addresses: small negative numbers.
         let number = address.cast_signed();

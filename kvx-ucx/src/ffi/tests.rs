@@ -80,7 +80,8 @@ fn ending(workers: [&Worker; 2], ends: &Ends, posted: PostOutcome) -> Result<(),
         PostOutcome::Done => {}
         PostOutcome::Failed(status) => return Err(status),
         PostOutcome::Pending => {
-            // Memory that others write to is read only after the end, so nothing is assumed of it here.
+            // Memory that others write to is read only after the end, so nothing is assumed of it
+            // here.
             let before = ends.count.get();
             until(workers, || ends.count.get() > before);
         }
@@ -92,7 +93,7 @@ fn finish(workers: [&Worker; 2], ends: &Ends, posted: PostOutcome) {
     assert_eq!(ending(workers, ends, posted), Ok(()));
 }
 
-/// What kvx sets when the user restricts UCX to `tls`.
+/// Returns what kvx sets when the user restricts UCX to `tls`.
 fn settings(library: &Library, tls: &str) -> Vec<Setting> {
     let options = Options::parse(&format!(r#"{{"ucx": {{"tls": {tls:?}}}}}"#)).unwrap();
     Config::read(&options).unwrap().settings(library.path())
@@ -319,8 +320,9 @@ fn the_first_version_that_knows_lists_knows_them_as_they_are_described() {
             let key = unsafe { endpoint.unpack(&key.0) }.expect("an unpacked key");
             let mut list = Sgl::default();
             list.push(memory.as_ptr(), 50, mapped.raw(), memory.as_ptr() as u64 + 50, &key);
-            // SAFETY: memory and list stay until the end. What it lacks is a lane that takes it: had it read other
-            // lengths or another datatype, it would say that a parameter is wrong.
+            // SAFETY: memory and list stay until the end. What it lacks is a lane that takes it:
+            // had it read other lengths or another datatype, it would say that a parameter is
+            // wrong.
             let posted = unsafe { list.put(&endpoint, ends.target()) };
             assert_eq!(ending([&near, &far], &ends, posted), Err(Status(UCS_ERR_CANCELED)));
             drop(key);

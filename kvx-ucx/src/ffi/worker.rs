@@ -15,7 +15,8 @@ use super::log;
 use super::print::printed;
 use super::status::Status;
 
-/// A worker of thread mode SERIALIZED: any thread may use it, one at a time. That is what not being `Sync` says.
+/// A worker of thread mode SERIALIZED: any thread may use it, one at a time. That is what not being
+/// `Sync` says.
 pub(crate) struct Worker {
     raw: NonNull<ucp_worker>,
     descriptor: RawFd,
@@ -23,7 +24,8 @@ pub(crate) struct Worker {
     one_at_a_time: PhantomData<std::cell::Cell<()>>,
 }
 
-// SAFETY: thread mode SERIALIZED allows one thread after another, which `&mut` or a lock provides: it is not `Sync`.
+// SAFETY: thread mode SERIALIZED allows one thread after another, which `&mut` or a lock provides:
+// it is not `Sync`.
 unsafe impl Send for Worker {}
 
 /// The answer to arming.
@@ -54,8 +56,8 @@ impl Worker {
         // SAFETY: the context is alive, and the field that the mask names is set.
         let mut create =
             || unsafe { (functions.ucp_worker_create)(context.raw(), &params, &mut raw) };
-        // Old versions warn, on standard output, of defaults of kvx's for transports that are not used; but also of
-        // names that they do not know, which new ones refuse.
+        // Old versions warn, on standard output, of defaults of kvx's for transports that are not
+        // used; but also of names that they do not know, which new ones refuse.
         let is_old = context.library().version() < Version::new(1, 21, 0);
         let quiet = is_old && !context.takes_any_name();
         let status = if quiet { log::with_less_log(context.library(), create) } else { create() };
@@ -118,7 +120,8 @@ impl Worker {
 
     /// The descriptor to sleep on, after [`arm`](Worker::arm). It belongs to the worker.
     pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
-        // SAFETY: UCX keeps it open until the worker is destroyed, which the borrow forbids meanwhile.
+        // SAFETY: UCX keeps it open until the worker is destroyed, which the borrow forbids
+        // meanwhile.
         unsafe { BorrowedFd::borrow_raw(self.descriptor) }
     }
 
@@ -128,22 +131,24 @@ impl Worker {
         printed(|stream| unsafe { (self.functions().ucp_worker_print_info)(self.raw(), stream) })
     }
 
-    /// UCX's description of the worker, with the protocols that it has chosen for gets and puts so far.
+    /// UCX's description of the worker, with the protocols that it has chosen for gets and puts so
+    /// far.
     ///
     /// UCX adds those if it logs at the level `debug` at that moment.
     pub(crate) fn printed_with_protocols(&self) -> String {
         log::with_debug_log(self.context.library(), || self.printed())
     }
 
-    /// An endpoint to the worker behind `address`, in error mode PEER: when the peer fails, its operations end with an
-    /// error and `failed` is called once with `target`, during progress.
+    /// An endpoint to the worker behind `address`, in error mode PEER: when the peer fails, its
+    /// operations end with an error and `failed` is called once with `target`, during progress.
     ///
     /// # Safety
-    /// `target` is alive until the endpoint is closed. The endpoint is closed, and its closing has ended, before the
-    /// worker is dropped.
+    /// `target` is alive until the endpoint is closed. The endpoint is closed, and its closing has
+    /// ended, before the worker is dropped.
     ///
     /// # Errors
-    /// UCX's status: `UCS_ERR_UNREACHABLE` when no transport of both sides reports failures of the peer.
+    /// UCX's status: `UCS_ERR_UNREACHABLE` when no transport of both sides reports failures of the
+    /// peer.
     pub(crate) unsafe fn connect(
         &self,
         address: &[u8],
@@ -209,8 +214,8 @@ impl Drop for Worker {
 
 /// Receives active messages.
 pub(crate) trait MessageHandler {
-    /// A message has come. Messages that were sent eagerly alone come here: others are refused. It may post, but must
-    /// not destroy the worker, and must not panic.
+    /// A message has come. Messages that were sent eagerly alone come here: others are refused. It
+    /// may post, but must not destroy the worker, and must not panic.
     ///
     /// # Safety
     /// `this` is what was passed to [`Worker::deliver`], alive.
@@ -227,7 +232,8 @@ unsafe extern "C" fn on_message<T: MessageHandler>(
 ) -> ucs_status_t {
     // SAFETY: UCX passes a structure of its own.
     if unsafe { (*param).recv_attr } & u64::from(UCP_AM_RECV_ATTR_FLAG_RNDV) != 0 {
-        return UCS_ERR_UNSUPPORTED; // kvx sends nothing that way, and a sender of another kind may not make it fetch
+        // Kvx sends nothing that way, and a sender of another kind may not make it fetch.
+        return UCS_ERR_UNSUPPORTED;
     }
     // SAFETY: UCX passes both with their lengths, for the time of the call.
     let message =

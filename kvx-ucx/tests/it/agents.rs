@@ -28,7 +28,8 @@ fn agent_with(name: &str, options: &str, memory: Vec<u8>) -> Outcome<(Agent, Reg
     Ok((agent, region))
 }
 
-/// Reads the first half of the peer's region into the first half of ours, and writes our second half to the peer's.
+/// Reads the first half of the peer's region into the first half of ours, and writes our second
+/// half to the peer's.
 fn both_ways(near: &Region, peer: &Peer) -> kvx_core::Result<()> {
     half_each_way(near, peer, Grid::packed(BLOCK, BLOCKS))
 }
@@ -80,7 +81,7 @@ fn the_route_tells_which_protocols_ucx_has_chosen() {
     });
 }
 
-/// How many ranges of addresses this process has mapped.
+/// Returns how many ranges of addresses this process has mapped.
 fn mappings() -> usize {
     std::fs::read_to_string("/proc/self/maps").expect("there is a list of them").lines().count()
 }
@@ -112,7 +113,7 @@ fn peers_that_were_shut_down_leave_nothing_behind() {
     });
 }
 
-/// How many threads of an agent make progress: each sets its name when it first runs.
+/// Returns how many threads of an agent make progress: each sets its name when it first runs.
 fn threads_of(agent: &str) -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
@@ -184,7 +185,8 @@ fn an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused() {
                 return kvx_testkit::skip(NAME, &reason, cure);
             }
         };
-        // UCX logs on standard output unless it is told otherwise, also into the middle of what the owner prints.
+        // UCX logs on standard output unless it is told otherwise, also into the middle of what the
+        // owner prints.
         let owner = owner.env(OWNER, "").env("UCX_LOG_FILE", "stderr");
         let owner = owner.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut owner = owner.spawn().unwrap();

@@ -1,8 +1,9 @@
-//! UCX keeps the contract: every clause, in one process and in two, over tcp, over shared memory and by default, on
-//! each version.
+//! UCX keeps the contract: every clause, in one process and in two, over tcp, over shared memory
+//! and by default, on each version.
 //!
-//! A process opens one UCX, so the program starts itself again for each version, with [`SUITES`] set and the arguments
-//! that it was given. Such a process runs the clauses of its version alone, and prints their results.
+//! A process opens one UCX, so the program starts itself again for each version, with [`SUITES`]
+//! set and the arguments that it was given. Such a process runs the clauses of its version alone,
+//! and prints their results.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -24,7 +25,8 @@ const TCP: &str = r#"{"ucx": {"tls": "tcp"}}"#;
 const SHARED: &str = r#"{"ucx": {"tls": "sm"}}"#;
 const THREADS: &str = r#"{"num_threads": 2}"#;
 const GAPS: &[Gap] = &[];
-/// The variable that adds suites through shared memory alone: on one host UCX chooses the same lanes by default.
+/// The variable that adds suites through shared memory alone: on one host UCX chooses the same
+/// lanes by default.
 const MORE: &str = "KVX_UCX_TEST_MORE";
 /// Of 1.13 through shared memory.
 const QUEUES: &[Gap] = &[Gap {
@@ -33,8 +35,8 @@ const QUEUES: &[Gap] = &[Gap {
              runs, with 512 MiB in flight; 1.22 copies by cma)",
     rate: GapRate::Sometimes { broken: 8, runs: 20 },
 }];
-/// All suites of a version. Each clause has a limit of its own: this one is for a library that hangs as its process
-/// ends.
+/// All suites of a version. Each clause has a limit of its own: this one is for a library that
+/// hangs as its process ends.
 const LIMIT: Duration = Duration::from_secs(20 * 60);
 
 const fn suite(label: &'static str, options: &'static str) -> Suite {
@@ -93,7 +95,8 @@ pub(crate) fn missing_versions() -> impl Iterator<Item = Trial> {
     })
 }
 
-/// Runs the suites of each version that is installed, in a process each. Returns whether all of them passed.
+/// Runs the suites of each version that is installed, in a process each. Returns whether all of
+/// them passed.
 pub(crate) fn run_each_version() -> bool {
     let arguments = Arguments::from_args();
     let may_have = |version: &&Version| match &arguments.filter {

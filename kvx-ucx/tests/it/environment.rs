@@ -1,5 +1,5 @@
-//! UCX's own variables mean in kvx what they mean to UCX, on each version: what the user sets wins over kvx's defaults,
-//! and an option over both.
+//! UCX's own variables mean in kvx what they mean to UCX, on each version: what the user sets wins
+//! over kvx's defaults, and an option over both.
 
 use std::time::{Duration, Instant};
 
@@ -91,7 +91,7 @@ fn route(options: &Options, version: &Version) -> Outcome<String> {
     Ok(route)
 }
 
-/// What a child with these variables and options tells, and all that it printed.
+/// Returns what a child with these variables and options tells, and all that it printed.
 fn told(version: &Version, variables: &[(&str, &str)], options: &str) -> (Told, String) {
     let mut child = version.command().expect("it is there");
     child.env(TELLS, options).envs(variables.iter().copied());
@@ -152,8 +152,9 @@ fn network_devices_are_those_that_ucx_net_devices_names() {
     });
 }
 
-/// With rendezvous on, UCX does without lanes whose registrations cannot be invalidated: cma is one. Without error
-/// handling, shared memory carries no messages between peers that want to know of failures.
+/// With rendezvous on, UCX does without lanes whose registrations cannot be invalidated: cma is
+/// one. Without error handling, shared memory carries no messages between peers that want to know
+/// of failures.
 #[test]
 fn what_the_user_sets_wins_over_the_defaults_of_kvx() {
     on_each("what_the_user_sets_wins_over_the_defaults_of_kvx", |version, told| {
@@ -193,7 +194,8 @@ fn an_option_wins_over_the_variable() {
     });
 }
 
-/// New versions refuse a name that they do not know; old ones warn of it, once they know what nothing has used.
+/// New versions refuse a name that they do not know; old ones warn of it, once they know what
+/// nothing has used.
 #[test]
 fn a_setting_that_ucx_does_not_know_is_told() {
     versions::with_each_installed("a_setting_that_ucx_does_not_know_is_told", |version| {

@@ -1,7 +1,9 @@
-//! The versions of UCX that tests run on: Debian's 1.13, the wheel's 1.22, and 1.23 from NIXL's wheel.
+//! The versions of UCX that tests run on: Debian's 1.13, the wheel's 1.22, and 1.23 from NIXL's
+//! wheel.
 //!
-//! A process can open one UCX only, and which is decided by `KVX_UCX_LIB` when it opens it. So a test program starts
-//! itself again once per version, with that variable set and [`CHILD`] to tell that it is such a child.
+//! A process can open one UCX only, and which is decided by `KVX_UCX_LIB` when it opens it. So a
+//! test program starts itself again once per version, with that variable set and [`CHILD`] to tell
+//! that it is such a child.
 
 #![allow(dead_code, reason = "each program that shares this uses a part of it")]
 
@@ -20,8 +22,8 @@ pub(crate) struct Version {
     pub(crate) label: &'static str,
     /// What `ucp_get_version` says.
     pub(crate) number: (u32, u32),
-    /// Whether its process dies in exit handlers, after everything was well: the network library that NIXL's wheel
-    /// brings for its card modules does that when it is loaded without NIXL.
+    /// Whether its process dies in exit handlers, after everything was well: the network library
+    /// that NIXL's wheel brings for its card modules does that when it is loaded without NIXL.
     pub(crate) ends_badly: bool,
     /// The least tier that tests run on it in.
     tier: Tier,
@@ -97,7 +99,8 @@ impl Version {
     }
 }
 
-/// Calls `body` for each version that is there and ends well; names the others as parts of `test` that are skipped.
+/// Calls `body` for each version that is there and ends well; names the others as parts of `test`
+/// that are skipped.
 pub(crate) fn with_each_installed(test: &str, body: impl Fn(&Version)) {
     for version in of_this_run().filter(|version| !version.ends_badly) {
         match version.command() {
@@ -149,7 +152,8 @@ fn nixl() -> Option<PathBuf> {
     in_environment("nixl", "nixl_cu12.libs", "libucp-")
 }
 
-/// The file in the environment of `peer` that `cargo xtask test --install` made, below the folder that cargo builds in.
+/// The file in the environment of `peer` that `cargo xtask test --install` made, below the folder
+/// that cargo builds in.
 fn in_environment(peer: &str, folder: &str, name: &str) -> Option<PathBuf> {
     let program = std::env::current_exe().ok()?;
     let usual = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target");

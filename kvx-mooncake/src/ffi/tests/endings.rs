@@ -1,4 +1,5 @@
-//! The ends of pieces, and of what a dead process had sent: the real engine, with some of its answers replaced.
+//! The ends of pieces, and of what a dead process had sent: the real engine, with some of its
+//! answers replaced.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -84,7 +85,7 @@ fn a_batch_that_has_failed_is_not_over_while_one_of_its_pieces_moves() {
     for of_adapter in [Some(whole), None] {
         let made = |library| engine(library, &[]).expect("an engine");
         let (ours, theirs) = (made(real.with(asked, of_adapter)), made(real.with(functions, None)));
-        // SAFETY: the memory stays for ever.
+        // SAFETY: the memory stays forever.
         unsafe { ours.register(near, LEN, "*") }.expect("it is free");
         // SAFETY: as above.
         unsafe { theirs.register(far, LEN, "*") }.expect("it is free");
@@ -97,7 +98,7 @@ fn a_batch_that_has_failed_is_not_over_while_one_of_its_pieces_moves() {
             len: 4096,
         };
         SECOND_MOVES.store(true, Ordering::SeqCst);
-        // SAFETY: the memory stays for ever.
+        // SAFETY: the memory stays forever.
         let batch = unsafe { ours.submit(&[piece(0), piece(4096)]) }.expect("it is taken");
         assert_eq!(ours.task(&batch, 0).expect("it is there"), State::Failed(6));
         let mut batches = Batches::default();

@@ -1,5 +1,5 @@
-//! The real engine with one of its functions replaced: by one that answers wrongly, which is refused, or by one that
-//! notes what kvx asks of it.
+//! The real engine with one of its functions replaced: by one that answers wrongly, which is
+//! refused, or by one that notes what kvx asks of it.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::null_mut;
@@ -259,7 +259,8 @@ fn an_engine_that_answers_wrongly_is_refused_with_the_reason() {
     self_test::run(real, self_test::PATIENCE).expect("the real one passes again");
 }
 
-/// As a `libtransfer_engine.so` that was installed from source: it says less, and is tried and used by the same code.
+/// As a `libtransfer_engine.so` that was installed from source: it says less, and is tried and used
+/// by the same code.
 #[test]
 fn an_engine_without_the_adapters_functions_is_tried_all_the_same() {
     let test = "an_engine_without_the_adapters_functions_is_tried_all_the_same";
@@ -295,7 +296,7 @@ fn a_batch_is_asked_for_as_a_whole_where_that_can_be_and_else_piece_by_piece() {
     for of_adapter in [Some(whole), None] {
         let ours = engine(real.with(counted, of_adapter), &[]).expect("an engine");
         let theirs = engine(real.with(functions, of_adapter), &[]).expect("another");
-        // SAFETY: the memory stays for ever.
+        // SAFETY: the memory stays forever.
         unsafe { ours.register(near, COUNT * LEN as usize, "*") }.expect("it is free");
         // SAFETY: as above.
         unsafe { theirs.register(far, COUNT * LEN as usize, "*") }.expect("it is free");
@@ -313,7 +314,7 @@ fn a_batch_is_asked_for_as_a_whole_where_that_can_be_and_else_piece_by_piece() {
                 .map(|piece| EnginePiece { remote: piece.remote + beyond, ..piece })
                 .collect();
             let begun = Instant::now();
-            // SAFETY: the memory stays for ever.
+            // SAFETY: the memory stays forever.
             let batch = unsafe { ours.submit(&pieces) }.expect("it is taken");
             let until = begun + self_test::PATIENCE;
             while (0..COUNT)

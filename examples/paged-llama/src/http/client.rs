@@ -1,7 +1,7 @@
 //! The client of a request, and whether the server loads by its `kv_transfer_params`.
 
 use std::convert::Infallible;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use axum::extract::connect_info::{ConnectInfo, Connected};
 use axum::extract::{FromRequestParts, Request};
@@ -9,15 +9,35 @@ use axum::http::request::Parts;
 use axum::http::{HeaderName, HeaderValue, StatusCode};
 use axum::middleware::Next;
 use axum::response::Response;
-use axum::serve::IncomingStream;
+use axum::serve::{IncomingStream, Listener};
+use tokio::net::{TcpListener, TcpStream};
 
-use super::Clients;
-use super::fields::Read;
-use super::refusal::Refusal;
+use super::error::{ApiError, Result};
 use crate::kv::{ParamsTrust, TransferParams};
 
 /// The header by which the head tells a further host of this server where the client is.
 pub(super) const CLIENT: HeaderName = HeaderName::from_static("x-kvx-client");
+
+/// Clients to whom each piece of an answer is sent at once. Else the second one waits until the
+/// first is acknowledged, which a client may leave for 40 ms.
+pub(crate) struct Clients(pub(super) TcpListener);
+
+impl Listener for Clients {
+    type Io = TcpStream;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (TcpStream, SocketAddr) {
+        let (stream, address) = Listener::accept(&mut self.0).await;
+        if let Err(error) = stream.set_nodelay(true) {
+            tracing::debug!(%error, "a client was gone before it was served");
+        }
+        (stream, address)
+    }
+
+    fn local_addr(&self) -> std::io::Result<SocketAddr> {
+        self.0.local_addr()
+    }
+}
 
 /// Where a client is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +76,7 @@ pub(super) async fn set_by_head(mut request: Request, next: Next) -> Response {
 impl<S: Sync> FromRequestParts<S> for Client {
     type Rejection = Infallible;
 
-    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> std::result::Result<Self, Infallible> {
         Ok(parts.extensions.get::<ConnectInfo<Client>>().map_or(Client::Elsewhere, |info| info.0))
     }
 }
@@ -67,10 +87,10 @@ pub(super) fn check_params(
     trust: &ParamsTrust,
     client: Client,
     params: &TransferParams,
-) -> Read<()> {
-    let refused = |words: String| Refusal {
+) -> Result<()> {
+    let refused = |words: String| ApiError {
         field: Some("kv_transfer_params"),
-        ..Refusal::new(StatusCode::FORBIDDEN, words)
+        ..ApiError::new(StatusCode::FORBIDDEN, words)
     };
     if trust.has_secret() {
         // Others name no blocks: those of a router, and those by which no engine loads.
@@ -164,5 +184,15 @@ mod tests {
                 assert_eq!(refusal.status, StatusCode::FORBIDDEN);
             }
         }
+    }
+
+    #[tokio::test]
+    async fn no_piece_of_an_answer_waits_for_the_one_before_it() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut clients = Clients(listener);
+        let (client, served) = tokio::join!(TcpStream::connect(address), clients.accept());
+        assert!(served.0.nodelay().unwrap());
+        drop(client.unwrap());
     }
 }

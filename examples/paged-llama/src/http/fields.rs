@@ -1,11 +1,11 @@
 //! The fields of a request's body, read strictly: a wrong type is told, and so is what this server
 //! does not do.
 
+use axum::http::header::CONTENT_TYPE;
+use axum::http::{HeaderMap, StatusCode};
 use serde_json::{Map, Value};
 
-use super::refusal::Refusal;
-
-pub(crate) type Read<T> = std::result::Result<T, Refusal>;
+use super::error::{ApiError, Result};
 
 /// What vLLM would heed and this server does not: better refused than ignored.
 const UNSUPPORTED: &[&str] = &[
@@ -41,9 +41,9 @@ pub(crate) struct Fields<'a>(pub(crate) &'a Map<String, Value>);
 
 impl<'a> Fields<'a> {
     /// A body that asks for nothing that this server does not do.
-    pub(crate) fn of(body: &'a Value) -> Read<Self> {
+    pub(crate) fn of(body: &'a Value) -> Result<Self> {
         let object =
-            body.as_object().ok_or_else(|| Refusal::bad("the body has to be a JSON object"))?;
+            body.as_object().ok_or_else(|| ApiError::bad("the body has to be a JSON object"))?;
         let fields = Fields(object);
         for field in UNSUPPORTED {
             let wanted = match fields.get(field) {
@@ -58,7 +58,7 @@ impl<'a> Fields<'a> {
                 Some(_) => true,
             };
             if wanted {
-                return Err(Refusal::of(
+                return Err(ApiError::of(
                     field,
                     format!("{field} is not supported by this server; leave it out"),
                 ));
@@ -66,7 +66,7 @@ impl<'a> Fields<'a> {
         }
         let format = fields.get("response_format").map(|format| &format["type"]);
         if format.is_some_and(|format| format != "text") {
-            return Err(Refusal::of(
+            return Err(ApiError::of(
                 "response_format",
                 "response_format can only be of the type text here",
             ));
@@ -84,12 +84,12 @@ impl<'a> Fields<'a> {
         key: &'static str,
         kind: &str,
         read: impl FnOnce(&'a Value) -> Option<T>,
-    ) -> Read<Option<T>> {
+    ) -> Result<Option<T>> {
         match self.get(key) {
             None => Ok(None),
             Some(value) => match read(value) {
                 Some(value) => Ok(Some(value)),
-                None => Err(Refusal::of(
+                None => Err(ApiError::of(
                     key,
                     format!("{key}: Input should be a valid {kind}, got {}", short(value)),
                 )),
@@ -97,15 +97,15 @@ impl<'a> Fields<'a> {
         }
     }
 
-    pub(crate) fn flag(&self, key: &'static str) -> Read<bool> {
+    pub(crate) fn flag(&self, key: &'static str) -> Result<bool> {
         Ok(self.read(key, "boolean", Value::as_bool)?.unwrap_or(false))
     }
 
-    pub(crate) fn flag_or(&self, key: &'static str, default: bool) -> Read<bool> {
+    pub(crate) fn flag_or(&self, key: &'static str, default: bool) -> Result<bool> {
         Ok(self.read(key, "boolean", Value::as_bool)?.unwrap_or(default))
     }
 
-    pub(crate) fn integer(&self, key: &'static str) -> Read<Option<i64>> {
+    pub(crate) fn integer(&self, key: &'static str) -> Result<Option<i64>> {
         // Python takes 5.0 for 5.
         let whole = |value: &Value| {
             value.as_i64().or_else(|| {
@@ -116,35 +116,35 @@ impl<'a> Fields<'a> {
     }
 
     /// A count of at least `least`.
-    pub(crate) fn count(&self, key: &'static str, least: i64) -> Read<Option<usize>> {
+    pub(crate) fn count(&self, key: &'static str, least: i64) -> Result<Option<usize>> {
         match self.integer(key)? {
             Some(number) if number < least => {
-                Err(Refusal::of(key, format!("{key} must be at least {least}, got {number}.")))
+                Err(ApiError::of(key, format!("{key} must be at least {least}, got {number}.")))
             }
             number => Ok(number.map(|number| number as usize)),
         }
     }
 
     /// A number within these bounds.
-    pub(crate) fn number(&self, key: &'static str, from: f64, to: f64) -> Read<Option<f32>> {
+    pub(crate) fn number(&self, key: &'static str, from: f64, to: f64) -> Result<Option<f32>> {
         match self.read(key, "number", Value::as_f64)? {
             Some(number) if !(from..=to).contains(&number) => {
-                Err(Refusal::of(key, format!("{key} must be in [{from}, {to}], got {number}.")))
+                Err(ApiError::of(key, format!("{key} must be in [{from}, {to}], got {number}.")))
             }
             number => Ok(number.map(|number| number as f32)),
         }
     }
 
-    pub(crate) fn text(&self, key: &'static str) -> Read<Option<&'a str>> {
+    pub(crate) fn text(&self, key: &'static str) -> Result<Option<&'a str>> {
         self.read(key, "string", Value::as_str)
     }
 
-    pub(crate) fn tokens(&self, key: &'static str) -> Read<Vec<u32>> {
+    pub(crate) fn tokens(&self, key: &'static str) -> Result<Vec<u32>> {
         Ok(self.read(key, "list of integers", tokens)?.unwrap_or_default())
     }
 
     /// One text or several.
-    pub(crate) fn texts(&self, key: &'static str) -> Read<Vec<String>> {
+    pub(crate) fn texts(&self, key: &'static str) -> Result<Vec<String>> {
         let texts = self.read(key, "string or list of strings", |value| match value {
             Value::String(text) => Some(vec![text.clone()]),
             Value::Array(texts) => {
@@ -163,6 +163,18 @@ pub(crate) fn tokens(value: &Value) -> Option<Vec<u32>> {
         .iter()
         .map(|token| token.as_u64().and_then(|token| u32::try_from(token).ok()))
         .collect()
+}
+
+/// Parses a body whose content type is JSON.
+pub(crate) fn parse_json(headers: &HeaderMap, body: &[u8]) -> Result<Value> {
+    let kind = headers.get(CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
+    let kind = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    if kind != "application/json" {
+        let words = "Unsupported Media Type: Only 'application/json' is allowed";
+        return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, words));
+    }
+    serde_json::from_slice(body)
+        .map_err(|error| ApiError::bad(format!("JSON decode error: {error}")))
 }
 
 fn short(value: &Value) -> String {

@@ -28,14 +28,14 @@ use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::asked::RANK;
 use super::client::{self, CLIENT, Client};
-use super::fields::Read;
-use super::refusal::Refusal;
-use super::sealed::{self, Connection};
+use super::error::ApiError;
+use super::noise::{self, Connection};
 use crate::kv::Secret;
 use crate::model::{ModelError, Result};
 
+/// The header by which a router chooses a rank of data parallelism.
+pub(crate) const RANK: &str = "x-data-parallel-rank";
 /// How long a host may take to say who it is, or to answer for its metrics.
 const WORD: Duration = Duration::from_secs(5);
 /// A connection that is silent for as long is asked whether it lives, and has as long to say so.
@@ -163,7 +163,7 @@ impl Hosts {
     /// Sets `known` as soon as the other end is a host: it has proven the secret, or said what one
     /// says.
     async fn admit(&self, stream: TcpStream, known: &AtomicBool) -> Result<Range<usize>> {
-        let mut stream = sealed::accept(stream, self.secret.as_ref()).await?;
+        let mut stream = noise::accept(stream, self.secret.as_ref()).await?;
         known.store(self.secret.is_some(), Ordering::Relaxed);
         let joining: Joining = hear(&mut stream).await?;
         known.store(true, Ordering::Relaxed);
@@ -251,8 +251,8 @@ impl Hosts {
         client: Client,
         headers: &HeaderMap,
         body: Bytes,
-    ) -> Read<Response<Body>> {
-        let gone = || Refusal::internal(format!("rank {rank} has gone; the head's log says when"));
+    ) -> std::result::Result<Response<Body>, ApiError> {
+        let gone = || ApiError::internal(format!("rank {rank} has gone; the head's log says when"));
         let host = self.joined().iter().find(|host| host.ranks.contains(&rank)).cloned();
         let Joined { ranks, mut asking } = host.ok_or_else(gone)?;
         let mut request = Request::post(format!("http://rank-{rank}{path}"))
@@ -456,7 +456,7 @@ async fn join(
         ))
     };
     let (stream, refused): (_, Option<String>) = timeout(WORD, async {
-        let mut stream = sealed::connect(stream, secret).await?;
+        let mut stream = noise::connect(stream, secret).await?;
         let refused = match say(&mut stream, joining).await {
             Ok(()) => hear(&mut stream).await,
             Err(why) => Err(why),

@@ -13,19 +13,19 @@ use axum::response::IntoResponse;
 use hyper::body::Frame;
 use serde_json::Value;
 
-use super::Service;
-use super::answers::Grown;
-use super::asked::Asked;
-use super::refusal::Refusal;
+use super::error::ApiError;
+use super::request::CompletionRequest;
+use super::response::PartialAnswer;
+use super::service::Service;
 use crate::engine::Answer;
 
 /// The chunks of a request's answers in the order in which they come.
 struct Events {
     service: Arc<Service>,
-    asked: Asked,
+    request: CompletionRequest,
     answers: Vec<Answer>,
-    grown: Vec<Grown>,
-    /// Which answer is asked first next time: none waits for another.
+    partial: Vec<PartialAnswer>,
+    /// Which answer is request first next time: none waits for another.
     turn: usize,
     ready: VecDeque<Bytes>,
     done: bool,
@@ -34,15 +34,15 @@ struct Events {
 /// The response that streams these answers.
 pub(crate) fn response(
     service: Arc<Service>,
-    asked: Asked,
+    request: CompletionRequest,
     answers: Vec<Answer>,
 ) -> Response<Body> {
-    let grown = answers.iter().map(|_| Grown::default()).collect();
+    let partial = answers.iter().map(|_| PartialAnswer::default()).collect();
     let mut ready = VecDeque::new();
-    if asked.chat {
-        ready.extend((0..answers.len()).map(|index| event(&asked.first_chunk(index))));
+    if request.chat {
+        ready.extend((0..answers.len()).map(|index| event(&request.first_chunk(index))));
     }
-    let events = Events { service, asked, answers, grown, turn: 0, ready, done: false };
+    let events = Events { service, request, answers, partial, turn: 0, ready, done: false };
     let headers = [(CONTENT_TYPE, "text/event-stream; charset=utf-8"), (CACHE_CONTROL, "no-cache")];
     (headers, Body::new(events)).into_response()
 }
@@ -57,7 +57,7 @@ impl Events {
         let mut any = false;
         for step in 0..self.answers.len() {
             let index = (self.turn + step) % self.answers.len();
-            if self.grown[index].has_ended() {
+            if self.partial[index].has_ended() {
                 continue;
             }
             match self.answers[index].poll_next(context) {
@@ -65,7 +65,7 @@ impl Events {
                 Poll::Ready(Some(Ok(piece))) => {
                     any = true;
                     let chunk =
-                        self.asked.chunk(index, piece, &mut self.grown[index], &self.service);
+                        self.request.chunk(index, piece, &mut self.partial[index], &self.service);
                     self.ready.push_back(event(&chunk));
                 }
                 Poll::Ready(Some(Err(failure))) => return self.break_off(&failure.0),
@@ -75,9 +75,9 @@ impl Events {
             }
         }
         self.turn += 1;
-        if self.grown.iter().all(Grown::has_ended) {
-            if self.asked.include_usage {
-                self.ready.push_back(event(&self.asked.usage_chunk(&self.grown, &self.service)));
+        if self.partial.iter().all(PartialAnswer::has_ended) {
+            if self.request.include_usage {
+                self.ready.push_back(event(&self.request.usage_chunk(&self.partial, &self.service)));
             }
             return self.finish();
         }
@@ -85,7 +85,7 @@ impl Events {
     }
 
     fn break_off(&mut self, words: &str) -> bool {
-        self.ready.push_back(event(&Refusal::internal(words).body()));
+        self.ready.push_back(event(&ApiError::internal(words).body()));
         self.finish()
     }
 

@@ -1,9 +1,9 @@
-//! The arithmetic. Each kernel is written once and compiled for each [`Level`]; which one runs
+//! The arithmetic. Each kernel is written once and compiled for each [`SimdLevel`]; which one runs
 //! changes no bit.
 
 #[cfg(target_arch = "x86_64")]
-use super::lanes::{Avx2, Avx512};
-use super::lanes::{Element, Lanes, Level, Portable};
+use super::simd::{Avx2, Avx512};
+use super::simd::{Element, Lanes, SimdLevel, Portable};
 
 /// Makes of one body a function for each level, and one that chooses. The body is inlined into
 /// each, and with it what it calls: the compiler then uses the level's instructions. It may not
@@ -12,7 +12,7 @@ macro_rules! compiled {
     ($(#[$doc:meta])* fn $name:ident $(<$e:ident>)? ($($arg:ident: $type:ty),* $(,)?) = $body:ident) => {
         $(#[$doc])*
         #[allow(clippy::too_many_arguments, reason = "a kernel's")]
-        pub(super) fn $name$(<$e: Element>)?(level: Level, $($arg: $type),*) {
+        pub(super) fn $name$(<$e: Element>)?(level: SimdLevel, $($arg: $type),*) {
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx512f,avx2,fma")]
@@ -26,11 +26,11 @@ macro_rules! compiled {
                     $body::<Avx2 $(, $e)?>($($arg),*);
                 }
                 match level {
-                    // SAFETY: a level is chosen only where `Level::is_here`.
-                    Level::Avx512 => return unsafe { avx512($($arg),*) },
+                    // SAFETY: a level is chosen only where `SimdLevel::is_here`.
+                    SimdLevel::Avx512 => return unsafe { avx512($($arg),*) },
                     // SAFETY: as above.
-                    Level::Avx2 => return unsafe { avx2($($arg),*) },
-                    Level::Portable => {}
+                    SimdLevel::Avx2 => return unsafe { avx2($($arg),*) },
+                    SimdLevel::Portable => {}
                 }
             }
             let _ = level;
@@ -59,27 +59,27 @@ pub(super) struct Vectors<'a> {
 
 /// As many numbers as several threads write into at once, each in places of its own.
 #[derive(Clone, Copy)]
-pub(super) struct Places<'a> {
+pub(super) struct SharedOutput<'a> {
     begin: *mut f32,
     len: usize,
     life: std::marker::PhantomData<&'a mut [f32]>,
 }
 
 // SAFETY: whoever writes promises to be alone there.
-unsafe impl Send for Places<'_> {}
+unsafe impl Send for SharedOutput<'_> {}
 // SAFETY: as above.
-unsafe impl Sync for Places<'_> {}
+unsafe impl Sync for SharedOutput<'_> {}
 
-impl<'a> Places<'a> {
-    pub(super) fn new(numbers: &'a mut [f32]) -> Places<'a> {
-        Places { begin: numbers.as_mut_ptr(), len: numbers.len(), life: std::marker::PhantomData }
+impl<'a> SharedOutput<'a> {
+    pub(super) fn new(numbers: &'a mut [f32]) -> SharedOutput<'a> {
+        SharedOutput { begin: numbers.as_mut_ptr(), len: numbers.len(), life: std::marker::PhantomData }
     }
 
     /// Those from `from` on.
-    pub(super) fn from(self, from: usize) -> Places<'a> {
+    pub(super) fn from(self, from: usize) -> SharedOutput<'a> {
         assert!(from <= self.len, "beyond the places");
         // SAFETY: inside, as was just checked.
-        Places { begin: unsafe { self.begin.add(from) }, len: self.len - from, life: self.life }
+        SharedOutput { begin: unsafe { self.begin.add(from) }, len: self.len - from, life: self.life }
     }
 
     /// Part of them.
@@ -105,7 +105,7 @@ compiled! {
         matrix: Matrix<'_, E>,
         rows: std::ops::Range<usize>,
         vectors: Vectors<'_>,
-        out: Places<'_>,
+        out: SharedOutput<'_>,
         out_stride: usize,
     ) = multiply_body
 }
@@ -115,7 +115,7 @@ fn multiply_body<L: Lanes, E: Element>(
     matrix: Matrix<'_, E>,
     rows: std::ops::Range<usize>,
     vectors: Vectors<'_>,
-    out: Places<'_>,
+    out: SharedOutput<'_>,
     out_stride: usize,
 ) {
     for tile in (0..vectors.count).step_by(TILE) {
@@ -146,7 +146,7 @@ fn block<L: Lanes, E: Element, const O: usize, const R: usize>(
     o: usize,
     vectors: Vectors<'_>,
     r: usize,
-    out: Places<'_>,
+    out: SharedOutput<'_>,
     out_stride: usize,
 ) {
     let width = matrix.cols / matrix.parts;
@@ -337,8 +337,8 @@ mod tests {
     use super::*;
     use crate::model::pool::bf16;
 
-    fn levels() -> impl Iterator<Item = Level> {
-        [Level::Avx2, Level::Avx512].into_iter().filter(|level| level.is_here())
+    fn levels() -> impl Iterator<Item = SimdLevel> {
+        [SimdLevel::Avx2, SimdLevel::Avx512].into_iter().filter(|level| level.is_here())
     }
 
     fn numbers(count: usize, seed: u64) -> Vec<f32> {
@@ -381,13 +381,13 @@ mod tests {
             let half: Vec<u16> = wide.iter().map(|number| bf16(*number)).collect();
             let rounded: Vec<f32> = half.iter().map(|half| f32::from_bits(u32::from(*half) << 16)).collect();
             let vectors = Vectors { numbers: &values, stride: cols, count };
-            for level in levels().chain([Level::Portable]) {
+            for level in levels().chain([SimdLevel::Portable]) {
                 let mut out = [vec![0.0; rows * count], vec![0.0; rows * count]];
                 let [first, second] = &mut out;
                 let matrix = Matrix { numbers: &wide[..], stride, cols, parts };
-                multiply(level, matrix, 0..rows, vectors, Places::new(first), rows);
+                multiply(level, matrix, 0..rows, vectors, SharedOutput::new(first), rows);
                 let matrix = Matrix { numbers: &half[..], stride, cols, parts };
-                multiply(level, matrix, 0..rows, vectors, Places::new(second), rows);
+                multiply(level, matrix, 0..rows, vectors, SharedOutput::new(second), rows);
                 for (out, matrix) in out.iter().zip([&wide, &rounded]) {
                     for (at, got) in out.iter().enumerate() {
                         let row = &matrix[at % rows * stride..][..cols];
@@ -411,7 +411,7 @@ mod tests {
                 four.map(|numbers| bits(&numbers))
             };
             for level in levels() {
-                prop_assert_eq!(all(level), all(Level::Portable), "{:?}", level);
+                prop_assert_eq!(all(level), all(SimdLevel::Portable), "{:?}", level);
             }
         }
     }
@@ -419,7 +419,7 @@ mod tests {
     /// The properties above compare the levels that this processor has.
     #[test]
     fn this_processor_has_each_level() {
-        if !Level::Avx512.is_here() {
+        if !SimdLevel::Avx512.is_here() {
             let test = "this_processor_has_each_level";
             let why = "this processor has no AVX-512: its kernels were not compared";
             kvx_testkit::skip(test, why, "run the tests on x86-64 with AVX-512");
@@ -439,7 +439,7 @@ mod tests {
     #[test]
     fn weights_of_scores_add_up_to_one() {
         let mut scores = numbers(100, 5);
-        softmax(Level::detect(), &mut scores, 2.0);
+        softmax(SimdLevel::detect(), &mut scores, 2.0);
         assert!((scores.iter().sum::<f32>() - 1.0).abs() < 1e-6, "{scores:?}");
     }
 }

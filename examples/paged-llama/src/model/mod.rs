@@ -1,127 +1,30 @@
 //! Llama and Qwen, computed: a folder's weights, and one step over the paged pool.
+//!
+//! Layers, each of which imports only from those before it: `error`, `config`, `rope`, `chunk`,
+//! `safetensors`, `simd`; `kernels`, `pool`, `ranks`; `sockets`, `weights`; `transformer`; `step`.
 
+mod chunk;
 mod config;
 mod error;
 mod kernels;
-mod lanes;
 mod pool;
 mod ranks;
 mod rope;
 mod safetensors;
+mod simd;
 mod sockets;
 mod step;
+mod transformer;
 mod weights;
 
-use std::path::Path;
-
-use rayon::iter::{IndexedParallelIterator as _, IntoParallelIterator as _, ParallelIterator as _};
-
+pub use chunk::{Chunk, LogitsScope};
 pub use config::{Architecture, Config, Dtype};
 pub use error::{ModelError, Result};
-pub use lanes::Level;
 pub use pool::{Pool, PoolLayout, PoolShape, bf16};
 pub use ranks::{PARTS, Ranks, Shard, sum_in_tree};
-pub use step::{Chunk, Logits, Wanted};
-
-use weights::Weights;
-
-/// A model, or one rank's share of it, ready to compute.
-pub struct Model {
-    config: Config,
-    shard: Shard,
-    weights: Weights,
-    level: Level,
-    threads: Option<rayon::ThreadPool>,
-}
-
-impl Model {
-    /// Opens the model in `folder`: `config.json`, `generation_config.json` if there is one, and
-    /// safetensors files.
-    ///
-    /// # Errors
-    /// What [`Config::read`] refuses, weights that are not what it says, and a share that the heads
-    /// cannot be cut into.
-    pub fn open(folder: &Path, shard: Shard) -> Result<Model> {
-        let config = Config::read(folder)?;
-        let weights = Weights::open(folder, &config, &shard)?;
-        let threads = several(std::thread::available_parallelism().map_or(1, usize::from));
-        Ok(Model { config, shard, weights, level: Level::detect(), threads })
-    }
-
-    /// Computes with so many threads: as many as there are cores unless this is called. No result
-    /// depends on it.
-    #[must_use]
-    pub fn with_threads(mut self, threads: usize) -> Model {
-        self.threads = several(threads);
-        self
-    }
-
-    /// Computes at this level: the best that there is unless this is called. No result depends on
-    /// it.
-    ///
-    /// # Panics
-    /// This machine does not have it.
-    #[must_use]
-    pub fn with_level(mut self, level: Level) -> Model {
-        assert!(level.is_here(), "this machine has no {level:?}");
-        self.level = level;
-        self
-    }
-
-    /// The whole model's shape.
-    pub fn config(&self) -> &Config {
-        &self.config
-    }
-
-    /// Heads of keys and values that this rank keeps in its pool.
-    pub fn kv_heads(&self) -> usize {
-        self.weights.kv_heads
-    }
-
-    /// The pool that this rank needs.
-    pub fn pool_shape(
-        &self,
-        blocks: usize,
-        block_tokens: usize,
-        dtype: Dtype,
-        layout: PoolLayout,
-    ) -> PoolShape {
-        let Config { layers, head_dim, .. } = self.config;
-        PoolShape {
-            layers,
-            blocks,
-            block_tokens,
-            kv_heads: self.kv_heads(),
-            head_dim,
-            dtype,
-            layout,
-        }
-    }
-
-    /// Does tasks `0..count` on all threads. A result depends on its task alone.
-    fn share(&self, count: usize, task: impl Fn(usize) + Sync + Send) {
-        match &self.threads {
-            Some(threads) if count > 1 => {
-                threads.install(|| (0..count).into_par_iter().with_max_len(1).for_each(task));
-            }
-            _ => (0..count).for_each(task),
-        }
-    }
-}
-
-/// So many threads that sleep until there is work; none where the caller's own is enough, or the
-/// system gives no more.
-fn several(threads: usize) -> Option<rayon::ThreadPool> {
-    if threads <= 1 {
-        return None;
-    }
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
-    let pool = pool.thread_name(|number| format!("kvx-llama-{number}")).build();
-    pool.inspect_err(
-        |error| tracing::warn!(%error, "steps are computed by one thread, not {threads}"),
-    )
-    .ok()
-}
+pub use simd::SimdLevel;
+pub use step::Logits;
+pub use transformer::Model;
 
 /// Multiplies a matrix that lies in the cache with `count` vectors: what a step's arithmetic is
 /// measured beside.
@@ -130,5 +33,5 @@ pub fn multiply_alone(matrix: &[f32], vectors: &[f32], count: usize, out: &mut [
     let (cols, rows) = (vectors.len() / count, out.len() / count);
     let matrix = kernels::Matrix { numbers: matrix, stride: cols, cols, parts: 1 };
     let vectors = kernels::Vectors { numbers: vectors, stride: cols, count };
-    kernels::multiply(Level::detect(), matrix, 0..rows, vectors, kernels::Places::new(out), rows);
+    kernels::multiply(SimdLevel::detect(), matrix, 0..rows, vectors, kernels::SharedOutput::new(out), rows);
 }

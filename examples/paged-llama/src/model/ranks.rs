@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use super::chunk::Chunk;
 use super::error::Result;
-use super::step::Chunk;
 
 /// Sums of this many equal parts are made in one tree, whoever makes the parts: 1, 2, 4 and 8 ranks
 /// get the same bits.
@@ -23,7 +23,7 @@ pub struct Shard {
 impl Shard {
     /// The whole model in one rank.
     pub fn alone() -> Shard {
-        Shard { rank: 0, size: 1, ranks: Arc::new(Alone) }
+        Shard { rank: 0, size: 1, ranks: Arc::new(SingleRank) }
     }
 }
 
@@ -67,9 +67,9 @@ pub fn sum_in_tree(given: &mut [Vec<f32>]) {
     }
 }
 
-struct Alone;
+struct SingleRank;
 
-impl Ranks for Alone {
+impl Ranks for SingleRank {
     fn sum(&self, _: &mut [f32]) -> Result<()> {
         Ok(())
     }

@@ -3,38 +3,14 @@
 
 use std::ops::Range;
 
-use super::Model;
+use super::chunk::{Chunk, LogitsScope};
 use super::config::Config;
 use super::error::{ModelError, Result};
-use super::kernels::{self, Matrix, Places, Vectors};
+use super::kernels::{self, Matrix, SharedOutput, Vectors};
 use super::pool::Pool;
 use super::rope::rotate;
+use super::transformer::Model;
 use super::weights::{Layer, Linear};
-
-/// Which scores a chunk's caller wants.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wanted {
-    /// None: more of the prompt follows.
-    None,
-    /// Of the last token: what comes next.
-    Last,
-    /// Of every token.
-    All,
-}
-
-/// Neighbouring tokens of one sequence. The keys and values of all tokens before them lie in the
-/// pool.
-#[derive(Debug, Clone, Copy)]
-pub struct Chunk<'a> {
-    /// The tokens.
-    pub tokens: &'a [u32],
-    /// The position of the first, counted from 0.
-    pub start: usize,
-    /// The sequence's blocks, from its begin, up to the last token's at least.
-    pub blocks: &'a [u32],
-    /// Which scores to compute.
-    pub wanted: Wanted,
-}
 
 /// Scores of tokens, for the rows that were wanted.
 #[derive(Debug, Clone, PartialEq)]
@@ -125,11 +101,11 @@ impl Model {
         let (mut last, mut row) = (Vec::new(), 0);
         for chunk in chunks {
             let end = row + chunk.tokens.len();
-            let from = match chunk.wanted {
+            let from = match chunk.logits {
                 _ if self.shard.rank > 0 => end,
-                Wanted::None => end,
-                Wanted::Last => end - 1,
-                Wanted::All => row,
+                LogitsScope::None => end,
+                LogitsScope::Last => end - 1,
+                LogitsScope::All => row,
             };
             let begin = last.len() / width;
             last.extend_from_slice(&hidden[from * width..end * width]);
@@ -183,7 +159,7 @@ impl Model {
     /// Calls `work` with each row of `numbers`, on all threads.
     fn each(&self, numbers: &mut [f32], width: usize, work: impl Fn(usize, &mut [f32]) + Sync) {
         let count = numbers.len() / width;
-        let places = Places::new(numbers);
+        let places = SharedOutput::new(numbers);
         let one = |row: usize| {
             // SAFETY: each row is given to one task.
             work(row, unsafe { places.part(row * width, width) });
@@ -221,7 +197,7 @@ impl Model {
             );
             begin += rows;
         }
-        let places = Places::new(out);
+        let places = SharedOutput::new(out);
         self.share(tasks.len(), |task| {
             let (linear, begin, rows) = &tasks[task];
             linear.multiply(self.level, rows.clone(), vectors, places.from(*begin), all);
@@ -306,12 +282,12 @@ impl Model {
             }
             row = end;
         }
-        let places = Places::new(mixed);
+        let places = SharedOutput::new(mixed);
         self.share(tasks.len(), |task| {
             let (chunk, rows, head) = &tasks[task];
             let first = step.places[rows.start].1;
             self.mix(
-                Mixing { number, chunk, rows: rows.clone(), head: *head, first },
+                AttentionTask { number, chunk, rows: rows.clone(), head: *head, first },
                 qkv,
                 pool,
                 places,
@@ -319,7 +295,7 @@ impl Model {
         });
     }
 
-    fn mix(&self, task: Mixing<'_>, qkv: &[f32], pool: &Pool, mixed: Places<'_>) {
+    fn mix(&self, task: AttentionTask<'_>, qkv: &[f32], pool: &Pool, mixed: SharedOutput<'_>) {
         let dim = self.config.head_dim;
         let (heads, kv_heads) = (self.weights.heads, self.weights.kv_heads);
         let (group, width) = (heads / kv_heads, (heads + 2 * kv_heads) * dim);
@@ -339,7 +315,7 @@ impl Model {
         self.tiles(&task, pool, true, all, &mut tile, |from, keys| {
             let matrix = Matrix { numbers: keys, stride: dim, cols: dim, parts: 1 };
             let vectors = Vectors { numbers: &queries, stride: dim, count };
-            let places = Places::new(&mut scores[from..]);
+            let places = SharedOutput::new(&mut scores[from..]);
             kernels::multiply(self.level, matrix, 0..keys.len() / dim, vectors, places, all);
         });
         let scale = 1.0 / (dim as f32).sqrt();
@@ -368,7 +344,7 @@ impl Model {
     /// `tile`.
     fn tiles(
         &self,
-        task: &Mixing<'_>,
+        task: &AttentionTask<'_>,
         pool: &Pool,
         keys: bool,
         all: usize,
@@ -394,7 +370,7 @@ impl Model {
 }
 
 /// Neighbouring tokens of one chunk, for one head of keys and the heads of queries that share it.
-struct Mixing<'a> {
+struct AttentionTask<'a> {
     /// The layer's.
     number: usize,
     chunk: &'a Chunk<'a>,

@@ -3,10 +3,10 @@
 use std::ops::Range;
 use std::path::Path;
 
-use super::config::{Config, Dtype};
+use super::config::{Architecture, Config, Dtype};
 use super::error::{ModelError, Result};
-use super::kernels::{self, Matrix, Places, Vectors};
-use super::lanes::Level;
+use super::kernels::{self, Matrix, SharedOutput, Vectors};
+use super::simd::SimdLevel;
 use super::ranks::{PARTS, Shard};
 use super::safetensors::{Tensor, Tensors};
 
@@ -69,7 +69,7 @@ impl Weights {
         };
         let scaled = |heads: &Range<usize>| heads.start * head_dim..heads.end * head_dim;
         let (q, kv) = (config.heads * head_dim, config.kv_heads * head_dim);
-        let normed = config.architecture == super::Architecture::Qwen3;
+        let normed = config.architecture == Architecture::Qwen3;
         let layer = |number: usize| -> Result<Layer> {
             let name = |part: &str| format!("model.layers.{number}.{part}");
             let attention = |part: &str| name(&format!("self_attn.{part}"));
@@ -138,10 +138,10 @@ impl Linear {
     /// caller is alone there.
     pub(super) fn multiply(
         &self,
-        level: Level,
+        level: SimdLevel,
         rows: Range<usize>,
         vectors: Vectors<'_>,
-        out: Places<'_>,
+        out: SharedOutput<'_>,
         out_stride: usize,
     ) {
         let (stride, cols, parts) = (self.matrix.shape[1], self.cols.len(), self.parts);

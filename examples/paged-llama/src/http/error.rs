@@ -5,27 +5,30 @@ use axum::http::{Response, StatusCode};
 use axum::response::IntoResponse;
 use serde_json::{Value, json};
 
-/// Why a request has no answer.
+/// The result of a request.
+pub(crate) type Result<T> = std::result::Result<T, ApiError>;
+
+/// An error in vLLM's form.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Refusal {
+pub(crate) struct ApiError {
     pub(crate) status: StatusCode,
     pub(crate) words: String,
     pub(crate) field: Option<&'static str>,
 }
 
-impl Refusal {
+impl ApiError {
     /// The request is wrong.
     pub(crate) fn bad(words: impl Into<String>) -> Self {
-        Refusal { status: StatusCode::BAD_REQUEST, words: words.into(), field: None }
+        ApiError { status: StatusCode::BAD_REQUEST, words: words.into(), field: None }
     }
 
     /// One field of the request is wrong.
     pub(crate) fn of(field: &'static str, words: impl Into<String>) -> Self {
-        Refusal { field: Some(field), ..Refusal::bad(words) }
+        ApiError { field: Some(field), ..ApiError::bad(words) }
     }
 
     pub(crate) fn new(status: StatusCode, words: impl Into<String>) -> Self {
-        Refusal { status, words: words.into(), field: None }
+        ApiError { status, words: words.into(), field: None }
     }
 
     /// The engine has failed.
@@ -49,7 +52,7 @@ impl Refusal {
     }
 }
 
-impl IntoResponse for Refusal {
+impl IntoResponse for ApiError {
     fn into_response(self) -> Response<Body> {
         answer(self.status, &self.body())
     }

@@ -7,16 +7,13 @@ use axum::http::{HeaderMap, StatusCode};
 use serde_json::Value;
 
 use super::client::{self, Client};
-use super::fields::{Fields, Read, tokens};
-use super::refusal::Refusal;
-use super::{Service, chat};
+use super::error::{ApiError, Result};
+use super::fields::Fields;
+use super::prompt::{self, MOST_ANSWERS, Prompt, too_many};
+use super::service::Service;
 use crate::engine::{Request, Sampling};
 use crate::kv::TransferParams;
 
-/// The header by which a router chooses a rank of data parallelism.
-pub(crate) const RANK: &str = "x-data-parallel-rank";
-/// More answers to one request than this are refused.
-const MOST_ANSWERS: usize = 256;
 /// Stops of one request.
 const MOST_STOPS: usize = 64;
 /// Bytes of a stop.
@@ -26,15 +23,8 @@ const MOST_STOP_TOKENS: usize = 1024;
 /// Probabilities that one request may ask for.
 const MOST_TOLD: usize = 1 << 19;
 
-/// One prompt.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Prompt {
-    pub(crate) tokens: Vec<u32>,
-    pub(crate) text: Option<String>,
-}
-
 /// A request that was read and checked.
-pub(crate) struct Asked {
+pub(crate) struct CompletionRequest {
     pub(crate) chat: bool,
     pub(crate) id: String,
     pub(crate) created: u64,
@@ -62,14 +52,14 @@ pub(crate) struct Asked {
     transfer: Option<TransferParams>,
 }
 
-impl Asked {
+impl CompletionRequest {
     pub(crate) fn read(
         service: &Service,
         chat: bool,
         client: Client,
         headers: &HeaderMap,
         body: &Value,
-    ) -> Read<Self> {
+    ) -> Result<Self> {
         let fields = Fields::of(body)?;
         let model = service.model(fields.text("model")?)?;
         let stream = fields.flag("stream")?;
@@ -78,7 +68,7 @@ impl Asked {
         let top_k = match fields.integer("top_k")? {
             Some(-1 | 0) => Some(0),
             Some(least) if least < -1 => {
-                return Err(Refusal::of(
+                return Err(ApiError::of(
                     "top_k",
                     format!("top_k must be 0 (disable), or at least 1, got {least}."),
                 ));
@@ -87,7 +77,7 @@ impl Asked {
         };
         let top_p = fields.number("top_p", 0.0, 1.0)?;
         if top_p == Some(0.0) {
-            return Err(Refusal::of("top_p", "top_p must be in (0, 1], got 0."));
+            return Err(ApiError::of("top_p", "top_p must be in (0, 1], got 0."));
         }
         let seed = fields.integer("seed")?;
         let repetition =
@@ -107,7 +97,7 @@ impl Asked {
         };
         let n = fields.count("n", 1)?.unwrap_or(1);
         if fields.count("best_of", 1)?.is_some_and(|best| best != n) {
-            return Err(Refusal::of("best_of", "best_of has to equal n here"));
+            return Err(ApiError::of("best_of", "best_of has to equal n here"));
         }
         let limit = match chat {
             true => fields.count("max_completion_tokens", 1)?.or(fields.count("max_tokens", 1)?),
@@ -115,14 +105,14 @@ impl Asked {
         };
         let echo = fields.flag("echo")?;
         if chat && echo {
-            return Err(Refusal::of(
+            return Err(ApiError::of(
                 "echo",
                 "echo is not supported by this server's chats; leave it out",
             ));
         }
         let nothing_new = limit == Some(0);
         if nothing_new && (chat || !echo) {
-            return Err(Refusal::of("max_tokens", "max_tokens must be at least 1, got 0."));
+            return Err(ApiError::of("max_tokens", "max_tokens must be at least 1, got 0."));
         }
         let min_tokens = fields.count("min_tokens", 0)?.unwrap_or(0);
         if limit.is_some_and(|limit| min_tokens > limit.max(1)) {
@@ -130,11 +120,11 @@ impl Asked {
             let words = format!(
                 "min_tokens must be less than or equal to max_tokens={limit}, got {min_tokens}."
             );
-            return Err(Refusal::of("min_tokens", words));
+            return Err(ApiError::of("min_tokens", words));
         }
         let stop = fields.texts("stop")?;
         if stop.iter().any(String::is_empty) {
-            return Err(Refusal::of("stop", "stop cannot contain an empty string."));
+            return Err(ApiError::of("stop", "stop cannot contain an empty string."));
         }
         let stop_tokens = fields.tokens("stop_token_ids")?;
         let longest_stop = stop.iter().map(String::len).max().unwrap_or(0);
@@ -145,7 +135,7 @@ impl Asked {
             let words = format!(
                 "at most {MOST_STOPS} stops of {LONGEST_STOP} bytes each and {MOST_STOP_TOKENS} stop_token_ids"
             );
-            return Err(Refusal::of("stop", words));
+            return Err(ApiError::of("stop", words));
         }
         let ignores_ends = fields.flag("ignore_eos")?;
         let name = headers
@@ -154,7 +144,7 @@ impl Asked {
             .filter(|name| name.len() <= 256);
         let name =
             name.map_or_else(|| format!("{:016x}{:016x}", random(), random()), str::to_owned);
-        let asked = Asked {
+        let asked = CompletionRequest {
             chat,
             id: format!("{}-{name}", if chat { "chatcmpl" } else { "cmpl" }),
             created: SystemTime::now()
@@ -162,9 +152,9 @@ impl Asked {
                 .map_or(0, |since| since.as_secs()),
             model,
             prompts: if chat {
-                vec![chat::prompt(service, &fields)?]
+                vec![prompt::of_chat(service, &fields)?]
             } else {
-                prompts(service, &fields)?
+                prompt::of_completion(service, &fields)?
             },
             n,
             stream,
@@ -193,14 +183,14 @@ impl Asked {
         Ok(asked)
     }
 
-    fn check(&self, service: &Service) -> Read<()> {
+    fn check(&self, service: &Service) -> Result<()> {
         let answers = self.prompts.len().saturating_mul(self.n);
         if answers > MOST_ANSWERS {
             return Err(too_many(answers));
         }
         if self.transfer.is_some() && answers > 1 {
             let words = "kv_transfer_params are for one prompt and one answer: send the others by themselves";
-            return Err(Refusal::of("kv_transfer_params", words));
+            return Err(ApiError::of("kv_transfer_params", words));
         }
         let longest = service.limits().model_len;
         // Each probability that is told is held until the answer is whole: of the prompt, too,
@@ -212,7 +202,7 @@ impl Asked {
         let told = self.logprobs.map_or(0, |top| top + 1);
         let told = tokens.saturating_mul(self.n).saturating_mul(told);
         if told > MOST_TOLD {
-            return Err(Refusal::of(
+            return Err(ApiError::of(
                 "logprobs",
                 "that is too much to tell: lower n, max_tokens or logprobs",
             ));
@@ -220,18 +210,18 @@ impl Asked {
         for prompt in &self.prompts {
             let tokens = prompt.tokens.len();
             if tokens == 0 {
-                return Err(Refusal::of("prompt", "The prompt has no token; give it at least one"));
+                return Err(ApiError::of("prompt", "The prompt has no token; give it at least one"));
             }
             let size = service.vocabulary;
             if let Some(token) = prompt.tokens.iter().find(|token| **token as usize >= size) {
-                return Err(Refusal::of(
+                return Err(ApiError::of(
                     "prompt",
                     format!("Token id {token} is out of vocabulary, which ends at {}", size - 1),
                 ));
             }
             let asked = self.max_tokens.unwrap_or(1).max(1);
             if tokens + asked > longest {
-                return Err(Refusal::of(
+                return Err(ApiError::of(
                     if self.chat { "messages" } else { "prompt" },
                     format!(
                         "This model's maximum context length is {longest} tokens. The prompt has {tokens} and {asked} more \
@@ -293,40 +283,27 @@ impl Asked {
     }
 }
 
-/// The rank that a router has chosen.
-pub(crate) fn rank(headers: &HeaderMap, ranks: usize) -> Read<Option<usize>> {
-    let Some(written) = headers.get(RANK) else { return Ok(None) };
-    let rank = written.to_str().ok().and_then(|written| written.trim().parse().ok());
-    match rank.filter(|rank| *rank < ranks) {
-        Some(rank) => Ok(Some(rank)),
-        None => Err(Refusal::bad(format!(
-            "X-data-parallel-rank is out of range: it counts the engines of this server from 0, and the last one is {}",
-            ranks - 1
-        ))),
-    }
-}
-
 /// A number by chance.
 fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 
-fn stream_options(fields: &Fields<'_>, stream: bool) -> Read<(bool, bool)> {
+fn stream_options(fields: &Fields<'_>, stream: bool) -> Result<(bool, bool)> {
     let Some(options) = fields.get("stream_options") else { return Ok((false, false)) };
     if !stream {
-        return Err(Refusal::of(
+        return Err(ApiError::of(
             "stream_options",
             "Stream options can only be defined when `stream=True`.",
         ));
     }
     let options = options
         .as_object()
-        .ok_or_else(|| Refusal::of("stream_options", "stream_options is no object"))?;
+        .ok_or_else(|| ApiError::of("stream_options", "stream_options is no object"))?;
     let options = Fields(options);
     Ok((options.flag("include_usage")?, options.flag("continuous_usage_stats")?))
 }
 
-fn logprobs(service: &Service, fields: &Fields<'_>, chat: bool) -> Read<Option<usize>> {
+fn logprobs(service: &Service, fields: &Fields<'_>, chat: bool) -> Result<Option<usize>> {
     let most = service.most_logprobs.min(service.vocabulary);
     let check = |key: &'static str, count: Option<i64>| match count {
         None => Ok(None),
@@ -334,7 +311,7 @@ fn logprobs(service: &Service, fields: &Fields<'_>, chat: bool) -> Read<Option<u
         Some(-1) if most == service.vocabulary => Ok(Some(most)),
         Some(count) => match usize::try_from(count).ok().filter(|count| *count <= most) {
             Some(count) => Ok(Some(count)),
-            None => Err(Refusal::of(key, format!("{key} must be in [0, {most}], got {count}."))),
+            None => Err(ApiError::of(key, format!("{key} must be in [0, {most}], got {count}."))),
         },
     };
     if !chat {
@@ -343,7 +320,7 @@ fn logprobs(service: &Service, fields: &Fields<'_>, chat: bool) -> Read<Option<u
     let top = check("top_logprobs", fields.integer("top_logprobs")?)?;
     match (fields.flag("logprobs")?, top) {
         (true, top) => Ok(Some(top.unwrap_or(0))),
-        (false, Some(1..)) => Err(Refusal::of(
+        (false, Some(1..)) => Err(ApiError::of(
             "top_logprobs",
             "when using `top_logprobs`, `logprobs` must be set to true.",
         )),
@@ -351,46 +328,7 @@ fn logprobs(service: &Service, fields: &Fields<'_>, chat: bool) -> Read<Option<u
     }
 }
 
-fn too_many(answers: usize) -> Refusal {
-    let words =
-        format!("{answers} answers to one request are too many; ask for at most {MOST_ANSWERS}");
-    Refusal::of("n", words)
-}
-
-/// `prompt`: a text, tokens, or a list of either.
-fn prompts(service: &Service, fields: &Fields<'_>) -> Read<Vec<Prompt>> {
-    let special = fields.flag_or("add_special_tokens", true)?;
-    let wrong = || {
-        Refusal::of(
-            "prompt",
-            "prompt has to be a string, a list of strings, a list of tokens or a list of such lists",
-        )
-    };
-    let of_text = |text: &str| -> Read<Prompt> {
-        Ok(Prompt { tokens: service.encode(text, special)?, text: Some(text.to_owned()) })
-    };
-    let of_tokens =
-        |value: &Value| tokens(value).map(|tokens| Prompt { tokens, text: None }).ok_or_else(wrong);
-    match fields.get("prompt") {
-        None => Err(Refusal::new(StatusCode::BAD_REQUEST, "prompt: Field required")),
-        Some(Value::String(text)) => Ok(vec![of_text(text)?]),
-        Some(whole @ Value::Array(values)) => match values.first() {
-            None => Err(Refusal::of("prompt", "prompt is an empty list")),
-            Some(Value::Number(_)) => Ok(vec![of_tokens(whole)?]),
-            Some(_) if values.len() > MOST_ANSWERS => Err(too_many(values.len())),
-            Some(_) => values
-                .iter()
-                .map(|value| match value {
-                    Value::String(text) => of_text(text),
-                    value => of_tokens(value),
-                })
-                .collect(),
-        },
-        Some(_) => Err(wrong()),
-    }
-}
-
-fn transfer(value: &Value) -> Read<TransferParams> {
+fn transfer(value: &Value) -> Result<TransferParams> {
     TransferParams::from_value(value)
-        .map_err(|why| Refusal::of("kv_transfer_params", why.to_string()))
+        .map_err(|why| ApiError::of("kv_transfer_params", why.to_string()))
 }

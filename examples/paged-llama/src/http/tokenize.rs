@@ -5,26 +5,27 @@ use axum::extract::State;
 use axum::http::{HeaderMap, Response, StatusCode};
 use serde_json::{Value, json};
 
-use super::fields::{Fields, Read};
-use super::refusal::{Refusal, answer};
-use super::{Service, Shared, chat, read_json};
+use super::error::{ApiError, Result, answer};
+use super::fields::{Fields, parse_json};
+use super::prompt;
+use super::service::{Service, Shared};
 
 pub(super) async fn tokenize(
     State(service): Shared,
     headers: HeaderMap,
     body: Bytes,
-) -> Read<Response<Body>> {
-    let body = service.read(move |service| tokens(service, &read_json(&headers, &body)?)).await?;
+) -> Result<Response<Body>> {
+    let body = service.read(move |service| tokens(service, &parse_json(&headers, &body)?)).await?;
     Ok(answer(StatusCode::OK, &body))
 }
 
-fn tokens(service: &Service, body: &Value) -> Read<Value> {
+fn tokens(service: &Service, body: &Value) -> Result<Value> {
     let fields = Fields::of(body)?;
     service.model(fields.text("model")?)?;
     let tokens = match fields.text("prompt")? {
         Some(prompt) => service.encode(prompt, fields.flag_or("add_special_tokens", true)?)?,
-        None if fields.get("messages").is_some() => chat::prompt(service, &fields)?.tokens,
-        None => return Err(Refusal::bad("prompt: Field required")),
+        None if fields.get("messages").is_some() => prompt::of_chat(service, &fields)?.tokens,
+        None => return Err(ApiError::bad("prompt: Field required")),
     };
     let names = fields.flag("return_token_strs")?.then(|| -> Vec<String> {
         tokens.iter().map(|token| service.tokenizer.raw(*token).unwrap_or_default()).collect()
@@ -39,16 +40,16 @@ pub(super) async fn detokenize(
     State(service): Shared,
     headers: HeaderMap,
     body: Bytes,
-) -> Read<Response<Body>> {
-    let body = service.read(move |service| text(service, &read_json(&headers, &body)?)).await?;
+) -> Result<Response<Body>> {
+    let body = service.read(move |service| text(service, &parse_json(&headers, &body)?)).await?;
     Ok(answer(StatusCode::OK, &body))
 }
 
-fn text(service: &Service, body: &Value) -> Read<Value> {
+fn text(service: &Service, body: &Value) -> Result<Value> {
     let fields = Fields::of(body)?;
     service.model(fields.text("model")?)?;
     if fields.get("tokens").is_none() {
-        return Err(Refusal::bad("tokens: Field required"));
+        return Err(ApiError::bad("tokens: Field required"));
     }
     let tokens = fields.tokens("tokens")?;
     let most = service.limits().model_len;
@@ -57,7 +58,7 @@ fn text(service: &Service, body: &Value) -> Read<Value> {
             "{} tokens are more than the model takes; send at most {most} at once",
             tokens.len()
         );
-        return Err(Refusal::of("tokens", words));
+        return Err(ApiError::of("tokens", words));
     }
     Ok(json!({ "prompt": service.tokenizer.decode(&tokens, false) }))
 }

@@ -4,7 +4,7 @@
 
 /// What the processor is asked to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Level {
+pub enum SimdLevel {
     /// Any processor; slow where it cannot fuse.
     Portable,
     /// Eight numbers wide, fused.
@@ -13,23 +13,23 @@ pub enum Level {
     Avx512,
 }
 
-impl Level {
+impl SimdLevel {
     /// The best of this machine.
-    pub fn detect() -> Level {
-        [Level::Avx512, Level::Avx2]
+    pub fn detect() -> SimdLevel {
+        [SimdLevel::Avx512, SimdLevel::Avx2]
             .into_iter()
             .find(|level| level.is_here())
-            .unwrap_or(Level::Portable)
+            .unwrap_or(SimdLevel::Portable)
     }
 
     /// This machine has it.
     pub fn is_here(self) -> bool {
         match self {
-            Level::Portable => true,
+            SimdLevel::Portable => true,
             #[cfg(target_arch = "x86_64")]
-            Level::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            SimdLevel::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => Level::Avx2.is_here() && is_x86_feature_detected!("avx512f"),
+            SimdLevel::Avx512 => SimdLevel::Avx2.is_here() && is_x86_feature_detected!("avx512f"),
             #[cfg(not(target_arch = "x86_64"))]
             _ => false,
         }
@@ -115,13 +115,13 @@ pub(super) use x86::{Avx2, Avx512};
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::Lanes;
+    use crate::model::simd::Lanes;
 
     #[derive(Clone, Copy)]
-    pub(in super::super) struct Avx2(__m256, __m256);
+    pub(in crate::model) struct Avx2(__m256, __m256);
 
     #[derive(Clone, Copy)]
-    pub(in super::super) struct Avx512(__m512);
+    pub(in crate::model) struct Avx512(__m512);
 
     impl Lanes for Avx2 {
         #[inline(always)]

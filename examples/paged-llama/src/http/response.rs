@@ -2,14 +2,15 @@
 
 use serde_json::{Map, Value, json};
 
-use super::asked::Asked;
+use super::request::CompletionRequest;
+use super::service::Service;
 use crate::engine::{End, Logprob, Piece, Reason};
 use crate::kv::{Dialect, TransferParams};
 use crate::tokenizer::Tokenizer;
 
 /// What one answer has so far.
 #[derive(Debug, Default)]
-pub(crate) struct Grown {
+pub(crate) struct PartialAnswer {
     text: String,
     tokens: Vec<(u32, Option<Logprob>)>,
     prompt_logprobs: Vec<Logprob>,
@@ -19,7 +20,7 @@ pub(crate) struct Grown {
     offset: usize,
 }
 
-impl Grown {
+impl PartialAnswer {
     /// Adds a piece.
     pub(crate) fn add(&mut self, piece: Piece) {
         self.text += &piece.text;
@@ -46,20 +47,20 @@ fn value_of(params: &TransferParams) -> Value {
     params.to_value(Dialect::default()).unwrap_or_default()
 }
 
-impl Asked {
+impl CompletionRequest {
     /// The body of an answer that is not streamed.
-    pub(crate) fn whole(&self, grown: &mut [Grown], service: &super::Service) -> Value {
+    pub(crate) fn whole(&self, partial: &mut [PartialAnswer], service: &Service) -> Value {
         let tokenizer = &*service.tokenizer;
-        let counts: Vec<usize> = grown
+        let counts: Vec<usize> = partial
             .iter()
-            .map(|grown| if self.nothing_new { 0 } else { grown.tokens.len() })
+            .map(|partial| if self.nothing_new { 0 } else { partial.tokens.len() })
             .collect();
-        let usage = self.usage(&counts, grown.first().map_or(0, |grown| grown.cached), service);
-        let transfer = grown.first().map_or(Value::Null, Grown::transfer);
-        let choices: Vec<Value> = grown
+        let usage = self.usage(&counts, partial.first().map_or(0, |partial| partial.cached), service);
+        let transfer = partial.first().map_or(Value::Null, PartialAnswer::transfer);
+        let choices: Vec<Value> = partial
             .iter_mut()
             .enumerate()
-            .map(|(index, grown)| self.choice(index, grown, tokenizer))
+            .map(|(index, partial)| self.choice(index, partial, tokenizer))
             .collect();
         let mut body = json!({
             "id": self.id, "object": if self.chat { "chat.completion" } else { "text_completion" },
@@ -74,18 +75,18 @@ impl Asked {
         body
     }
 
-    fn choice(&self, index: usize, grown: &mut Grown, tokenizer: &Tokenizer) -> Value {
-        let (reason, stop) = ended(grown.end.as_ref());
-        let ids = if self.return_token_ids { json!(grown.tokens()) } else { Value::Null };
-        let logprobs = self.logprobs_of(index, grown, tokenizer, true);
+    fn choice(&self, index: usize, partial: &mut PartialAnswer, tokenizer: &Tokenizer) -> Value {
+        let (reason, stop) = ended(partial.end.as_ref());
+        let ids = if self.return_token_ids { json!(partial.tokens()) } else { Value::Null };
+        let logprobs = self.logprobs_of(index, partial, tokenizer, true);
         if self.chat {
             return json!({
-                "index": index, "message": {"role": "assistant", "content": grown.text, "refusal": null},
+                "index": index, "message": {"role": "assistant", "content": partial.text, "refusal": null},
                 "logprobs": logprobs, "finish_reason": reason, "stop_reason": stop, "token_ids": ids,
             });
         }
         let shown = self.echoed(index, tokenizer);
-        let new = if self.nothing_new { "" } else { &grown.text };
+        let new = if self.nothing_new { "" } else { &partial.text };
         json!({
             "index": index, "text": shown + new, "logprobs": logprobs, "finish_reason": reason, "stop_reason": stop,
             "token_ids": ids, "prompt_logprobs": null, "prompt_token_ids": self.prompt_ids(index),
@@ -109,17 +110,17 @@ impl Asked {
         &self,
         index: usize,
         piece: Piece,
-        grown: &mut Grown,
-        service: &super::Service,
+        partial: &mut PartialAnswer,
+        service: &Service,
     ) -> Value {
         let tokenizer = &*service.tokenizer;
-        let first = grown.tokens.is_empty();
-        let offset = grown.offset;
-        let mut new = Grown { offset, ..Grown::default() };
+        let first = partial.tokens.is_empty();
+        let offset = partial.offset;
+        let mut new = PartialAnswer { offset, ..PartialAnswer::default() };
         new.add(piece);
         let (reason, stop) = ended(new.end.as_ref());
         let logprobs = self.logprobs_of(index, &mut new, tokenizer, first);
-        grown.offset = new.offset;
+        partial.offset = new.offset;
         let ids = if self.return_token_ids { json!(new.tokens()) } else { Value::Null };
         let prompt_ids = if first { self.prompt_ids(index) } else { Value::Null };
         let mut choice = json!({
@@ -133,15 +134,15 @@ impl Asked {
             choice["prompt_token_ids"] = prompt_ids;
         }
         let transfer = new.transfer();
-        grown.cached = grown.cached.max(new.cached);
-        grown.end = new.end;
-        grown.tokens.extend(new.tokens);
+        partial.cached = partial.cached.max(new.cached);
+        partial.end = new.end;
+        partial.tokens.extend(new.tokens);
         let mut chunk = self.bare_chunk(vec![choice]);
         if !transfer.is_null() {
             chunk["kv_transfer_params"] = transfer;
         }
         if self.continuous_usage {
-            chunk["usage"] = self.usage(&[grown.tokens.len()], grown.cached, service);
+            chunk["usage"] = self.usage(&[partial.tokens.len()], partial.cached, service);
         }
         chunk
     }
@@ -155,11 +156,11 @@ impl Asked {
     }
 
     /// The chunk with the usage.
-    pub(crate) fn usage_chunk(&self, grown: &[Grown], service: &super::Service) -> Value {
-        let counts: Vec<usize> = grown.iter().map(|grown| grown.tokens.len()).collect();
+    pub(crate) fn usage_chunk(&self, partial: &[PartialAnswer], service: &Service) -> Value {
+        let counts: Vec<usize> = partial.iter().map(|partial| partial.tokens.len()).collect();
         let mut chunk = self.bare_chunk(Vec::new());
         chunk["usage"] =
-            self.usage(&counts, grown.first().map_or(0, |grown| grown.cached), service);
+            self.usage(&counts, partial.first().map_or(0, |partial| partial.cached), service);
         chunk
     }
 
@@ -170,7 +171,7 @@ impl Asked {
         })
     }
 
-    fn usage(&self, counts: &[usize], cached: usize, service: &super::Service) -> Value {
+    fn usage(&self, counts: &[usize], cached: usize, service: &Service) -> Value {
         let prompt: usize = self.prompts.iter().map(|prompt| prompt.tokens.len()).sum();
         let completion: usize = counts.iter().sum();
         let details =
@@ -181,12 +182,12 @@ impl Asked {
         })
     }
 
-    /// The probabilities of the tokens in `grown`, with those of an echoed prompt in front if
+    /// The probabilities of the tokens in `partial`, with those of an echoed prompt in front if
     /// `first`.
     fn logprobs_of(
         &self,
         index: usize,
-        grown: &mut Grown,
+        partial: &mut PartialAnswer,
         tokenizer: &Tokenizer,
         first: bool,
     ) -> Value {
@@ -202,7 +203,7 @@ impl Asked {
                 let name = name(token);
                 json!({"token": name, "logprob": logprob.max(-9999.0), "bytes": name.as_bytes()})
             };
-            let content = grown.tokens.iter().filter_map(|(token, logprob)| {
+            let content = partial.tokens.iter().filter_map(|(token, logprob)| {
                 let logprob = logprob.as_ref()?;
                 let mut one = said(*token, logprob.logprob);
                 one["top_logprobs"] =
@@ -213,7 +214,7 @@ impl Asked {
         }
         let (mut names, mut logprobs, mut tops, mut offsets) =
             (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        let mut offset = grown.offset;
+        let mut offset = partial.offset;
         let mut add = |token: u32, logprob: Option<&Logprob>| {
             let name = name(token);
             offsets.push(offset);
@@ -236,13 +237,13 @@ impl Asked {
         };
         if self.echo && first {
             for (at, token) in self.prompt(index).tokens.iter().enumerate() {
-                add(*token, at.checked_sub(1).and_then(|at| grown.prompt_logprobs.get(at)));
+                add(*token, at.checked_sub(1).and_then(|at| partial.prompt_logprobs.get(at)));
             }
         }
         if !self.nothing_new {
-            grown.tokens.iter().for_each(|(token, logprob)| add(*token, logprob.as_ref()));
+            partial.tokens.iter().for_each(|(token, logprob)| add(*token, logprob.as_ref()));
         }
-        grown.offset = offset;
+        partial.offset = offset;
         json!({"text_offset": offsets, "token_logprobs": logprobs, "tokens": names, "top_logprobs": tops})
     }
 }

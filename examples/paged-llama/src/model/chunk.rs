@@ -1,0 +1,26 @@
+//! Tokens of one step.
+
+/// Which scores a chunk's caller wants.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LogitsScope {
+    /// None: more of the prompt follows.
+    None,
+    /// Of the last token: what comes next.
+    Last,
+    /// Of every token.
+    All,
+}
+
+/// Neighbouring tokens of one sequence. The keys and values of all tokens before them lie in the
+/// pool.
+#[derive(Debug, Clone, Copy)]
+pub struct Chunk<'a> {
+    /// The tokens.
+    pub tokens: &'a [u32],
+    /// The position of the first, counted from 0.
+    pub start: usize,
+    /// The sequence's blocks, from its begin, up to the last token's at least.
+    pub blocks: &'a [u32],
+    /// Which scores to compute.
+    pub logits: LogitsScope,
+}

@@ -1,0 +1,110 @@
+//! The model: its weights, and the threads that compute with them.
+
+use std::path::Path;
+
+use rayon::iter::{IndexedParallelIterator as _, IntoParallelIterator as _, ParallelIterator as _};
+
+use super::config::{Config, Dtype};
+use super::error::Result;
+use super::pool::{PoolLayout, PoolShape};
+use super::ranks::Shard;
+use super::simd::SimdLevel;
+use super::weights::Weights;
+
+/// A model, or one rank's share of it, ready to compute.
+pub struct Model {
+    pub(super) config: Config,
+    pub(super) shard: Shard,
+    pub(super) weights: Weights,
+    pub(super) level: SimdLevel,
+    pub(super) threads: Option<rayon::ThreadPool>,
+}
+
+impl Model {
+    /// Opens the model in `folder`: `config.json`, `generation_config.json` if there is one, and
+    /// safetensors files.
+    ///
+    /// # Errors
+    /// What [`Config::read`] refuses, weights that are not what it says, and a share that the heads
+    /// cannot be cut into.
+    pub fn open(folder: &Path, shard: Shard) -> Result<Model> {
+        let config = Config::read(folder)?;
+        let weights = Weights::open(folder, &config, &shard)?;
+        let threads = several(std::thread::available_parallelism().map_or(1, usize::from));
+        Ok(Model { config, shard, weights, level: SimdLevel::detect(), threads })
+    }
+
+    /// Computes with so many threads: as many as there are cores unless this is called. No result
+    /// depends on it.
+    #[must_use]
+    pub fn with_threads(mut self, threads: usize) -> Model {
+        self.threads = several(threads);
+        self
+    }
+
+    /// Computes at this level: the best that there is unless this is called. No result depends on
+    /// it.
+    ///
+    /// # Panics
+    /// This machine does not have it.
+    #[must_use]
+    pub fn with_level(mut self, level: SimdLevel) -> Model {
+        assert!(level.is_here(), "this machine has no {level:?}");
+        self.level = level;
+        self
+    }
+
+    /// The whole model's shape.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Heads of keys and values that this rank keeps in its pool.
+    pub fn kv_heads(&self) -> usize {
+        self.weights.kv_heads
+    }
+
+    /// The pool that this rank needs.
+    pub fn pool_shape(
+        &self,
+        blocks: usize,
+        block_tokens: usize,
+        dtype: Dtype,
+        layout: PoolLayout,
+    ) -> PoolShape {
+        let Config { layers, head_dim, .. } = self.config;
+        PoolShape {
+            layers,
+            blocks,
+            block_tokens,
+            kv_heads: self.kv_heads(),
+            head_dim,
+            dtype,
+            layout,
+        }
+    }
+
+    /// Does tasks `0..count` on all threads. A result depends on its task alone.
+    pub(super) fn share(&self, count: usize, task: impl Fn(usize) + Sync + Send) {
+        match &self.threads {
+            Some(threads) if count > 1 => {
+                threads.install(|| (0..count).into_par_iter().with_max_len(1).for_each(task));
+            }
+            _ => (0..count).for_each(task),
+        }
+    }
+}
+
+/// So many threads that sleep until there is work; none where the caller's own is enough, or the
+/// system gives no more.
+fn several(threads: usize) -> Option<rayon::ThreadPool> {
+    if threads <= 1 {
+        return None;
+    }
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
+    let pool = pool.thread_name(|number| format!("kvx-llama-{number}")).build();
+    pool.inspect_err(
+        |error| tracing::warn!(%error, "steps are computed by one thread, not {threads}"),
+    )
+    .ok()
+}

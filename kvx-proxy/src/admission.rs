@@ -21,20 +21,20 @@ pub(crate) struct RequestAdmission {
 
 /// What a body takes of the room for all bodies; free again when this is dropped.
 #[derive(Debug, Default)]
-pub(crate) struct Room(Option<OwnedSemaphorePermit>);
+pub(crate) struct BodyPermit(Option<OwnedSemaphorePermit>);
 
 /// Why a request is not let in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Denied {
+pub(crate) enum AdmissionError {
     /// As many wait as may.
     Full,
     /// It has waited as long as it may.
-    Waited,
+    TimedOut,
 }
 
-struct Waiting<'a>(&'a AtomicUsize);
+struct QueuedGuard<'a>(&'a AtomicUsize);
 
-impl Drop for Waiting<'_> {
+impl Drop for QueuedGuard<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Relaxed);
     }
@@ -54,22 +54,22 @@ impl RequestAdmission {
     }
 
     /// A place, which is free again when the permit is dropped.
-    pub(crate) async fn enter(&self) -> Result<OwnedSemaphorePermit, Denied> {
+    pub(crate) async fn enter(&self) -> Result<OwnedSemaphorePermit, AdmissionError> {
         if let Ok(place) = Arc::clone(&self.places).try_acquire_owned() {
             return Ok(place);
         }
-        let waiting = Waiting(&self.waiting);
+        let waiting = QueuedGuard(&self.waiting);
         if self.waiting.fetch_add(1, Relaxed) >= self.queue {
             drop(waiting);
-            return Err(Denied::Full);
+            return Err(AdmissionError::Full);
         }
         let place = tokio::time::timeout(self.wait, Arc::clone(&self.places).acquire_owned()).await;
-        place.map_err(|_| Denied::Waited)?.map_err(|_| Denied::Full)
+        place.map_err(|_| AdmissionError::TimedOut)?.map_err(|_| AdmissionError::Full)
     }
 
     /// Has a body take so many bytes in all; whether there was room. Nobody waits: each would hold
     /// what the others need.
-    pub(crate) fn widen(&self, room: &mut Room, bytes: usize) -> bool {
+    pub(crate) fn widen(&self, room: &mut BodyPermit, bytes: usize) -> bool {
         let have = room.0.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
         let Ok(more) = u32::try_from(bytes.div_ceil(1024).saturating_sub(have)) else {
             return false;
@@ -115,7 +115,7 @@ mod tests {
         while admission.waiting() == 0 {
             tokio::task::yield_now().await;
         }
-        assert_eq!(admission.enter().await.unwrap_err(), Denied::Full);
+        assert_eq!(admission.enter().await.unwrap_err(), AdmissionError::Full);
         drop(first);
         assert_eq!(second.await.unwrap(), Ok(()));
         assert_eq!(admission.waiting(), 0);
@@ -125,7 +125,7 @@ mod tests {
     fn bodies_share_a_room_and_give_it_back() {
         let limits = ClientLimits { bodies: 4096, ..ClientLimits::default() };
         let admission = RequestAdmission::new(&limits);
-        let (mut one, mut other) = (Room::default(), Room::default());
+        let (mut one, mut other) = (BodyPermit::default(), BodyPermit::default());
         assert!(admission.widen(&mut one, 1) && admission.widen(&mut one, 3000));
         assert!(admission.widen(&mut other, 1024) && !admission.widen(&mut other, 1025));
         drop(one);
@@ -136,7 +136,7 @@ mod tests {
     async fn nobody_waits_for_ever_and_who_gives_up_is_not_counted() {
         let admission = admission(1, 5);
         let _first = admission.enter().await.unwrap();
-        assert_eq!(admission.enter().await.unwrap_err(), Denied::Waited);
+        assert_eq!(admission.enter().await.unwrap_err(), AdmissionError::TimedOut);
         assert_eq!(admission.waiting(), 0);
         drop(tokio::time::timeout(Duration::from_millis(1), admission.enter()).await);
         assert_eq!(admission.waiting(), 0);

@@ -7,8 +7,8 @@ use hyper::header::{AUTHORIZATION, HeaderMap};
 use crate::fleet::Fleet;
 use crate::fleet::instance::{Instance, PrefillKind, Role};
 use crate::fleet::watch;
-use crate::log::Access;
-use crate::relay::core::{Core, Live};
+use crate::log::AccessLogger;
+use crate::relay::core::{Core, LiveSetup};
 use crate::serve;
 use crate::setup::{Finding, PoolConnector, Setup};
 
@@ -20,7 +20,7 @@ pub async fn check(setup: Setup) -> Vec<Finding> {
     if let Err(error) = serve::listen(&setup).await {
         found.push(Finding::Fails(error.to_string()));
     }
-    let live = match Live::new(setup, None) {
+    let live = match LiveSetup::new(setup, None) {
         Ok(live) => live,
         Err(error) => {
             let failed = Finding::Fails(error.to_string());
@@ -30,10 +30,10 @@ pub async fn check(setup: Setup) -> Vec<Finding> {
             return found;
         }
     };
-    let (core, _none_works) = Core::new(live, Access::off());
+    let (core, _none_works) = Core::new(live, AccessLogger::off());
     let core = Arc::new(core);
     let live = core.live();
-    watch::round(&core, &live, watch::Look::Everything).await;
+    watch::round(&core, &live, watch::WatchScope::Everything).await;
     for one in live.fleet.all() {
         found.push(instance(&live, one).await);
     }
@@ -41,7 +41,7 @@ pub async fn check(setup: Setup) -> Vec<Finding> {
     found
 }
 
-async fn instance(live: &Live, one: &Instance) -> Finding {
+async fn instance(live: &LiveSetup, one: &Instance) -> Finding {
     let (role, name) = (one.role.as_str(), one.name());
     if one.state.is_down() {
         let why = one.state.last_fault().unwrap_or_else(|| "it does not answer".to_owned());

@@ -27,14 +27,14 @@ use {
 /// What two endpoints answered to one prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Compared {
+pub struct Comparison {
     /// The first characters of the prompt, or what its token ids are.
     pub prompt: String,
     /// What each answered: the text, or an error in words.
     pub answers: [std::result::Result<String, String>; 2],
 }
 
-impl Compared {
+impl Comparison {
     /// Whether both answered, and the same.
     pub fn is_same(&self) -> bool {
         matches!(&self.answers, [Ok(one), Ok(other)] if one == other)
@@ -188,7 +188,7 @@ pub async fn compare(
     model: Option<&str>,
     tokens: u32,
     key: Option<&str>,
-    mut each: impl FnMut(&Compared),
+    mut each: impl FnMut(&Comparison),
 ) -> Result<()> {
     let endpoints = [Endpoint::new(urls[0])?, Endpoint::new(urls[1])?];
     let client = client(&endpoints)?;
@@ -219,7 +219,7 @@ pub async fn compare(
             Value::Array(ids) => format!("{} token ids", ids.len()),
             _ => String::new(),
         };
-        each(&Compared { prompt, answers: [first, second] });
+        each(&Comparison { prompt, answers: [first, second] });
     }
     Ok(())
 }
@@ -268,13 +268,15 @@ mod tests {
         for length in [17, 33, 49, 2000] {
             assert!(lengths.contains(&length), "{length} tokens: {lengths:?}");
         }
-        let same = |one: &str, other: &str| Compared {
+        let same = |one: &str, other: &str| Comparison {
             prompt: String::new(),
             answers: [Ok(one.to_owned()), Ok(other.to_owned())],
         };
         assert!(same("a", "a").is_same() && !same("a", "b").is_same());
-        let failed =
-            Compared { prompt: String::new(), answers: [Err("x".to_owned()), Err("x".to_owned())] };
+        let failed = Comparison {
+            prompt: String::new(),
+            answers: [Err("x".to_owned()), Err("x".to_owned())],
+        };
         assert!(!failed.is_same(), "two failures are no answer");
     }
 }

@@ -18,7 +18,7 @@ mod sse;
 mod upstream;
 
 pub use check::check;
-pub use compare::{Compared, compare};
+pub use compare::{Comparison, compare};
 pub use error::{Error, Result};
 pub use serve::{Handle, Proxy, serve};
 pub use setup::{
@@ -31,14 +31,14 @@ pub use setup::{
 pub mod bench {
     use std::time::Instant;
 
-    use crate::fleet::choice::Wanted;
+    use crate::fleet::choice::Requirements;
 
     /// A fleet whose instances are all up.
     #[derive(Debug)]
     pub struct HealthyFleet(crate::fleet::Fleet);
 
-    fn wanted(tokens: u64, prefix: u64) -> Wanted<'static> {
-        Wanted { tokens, prefix, model: None, avoid: &[], now: Instant::now() }
+    fn wanted(tokens: u64, prefix: u64) -> Requirements<'static> {
+        Requirements { tokens, prefix, model: None, avoid: &[], now: Instant::now() }
     }
 
     impl HealthyFleet {

@@ -17,10 +17,10 @@ use crate::setup::AccessLog;
 /// Writes a line per request on a thread of its own: whoever reads the log too slowly loses lines,
 /// not requests.
 #[derive(Clone, Debug)]
-pub(crate) struct Access(Option<(SyncSender<Line>, Arc<AtomicUsize>)>);
+pub(crate) struct AccessLogger(Option<(SyncSender<LogMessage>, Arc<AtomicUsize>)>);
 
 #[derive(Debug)]
-enum Line {
+enum LogMessage {
     Text(String),
     /// Everything before this is to be written; then this is dropped.
     Flush(#[allow(dead_code, reason = "its end is what counts")] SyncSender<()>),
@@ -34,10 +34,10 @@ fn unwritable(path: &Path, error: std::io::Error) -> Error {
     Error::io(format_args!("cannot write the access log {}", path.display()), error)
 }
 
-impl Access {
+impl AccessLogger {
     /// A log that nothing is written to.
     pub(crate) fn off() -> Self {
-        Access(None)
+        AccessLogger(None)
     }
 
     /// Whether the log could be opened; a file that was not there is not there after this.
@@ -60,7 +60,7 @@ impl Access {
     /// Opens the log; `stdout` is what [`AccessLog::Stdout`] means.
     pub(crate) fn open(to: &AccessLog, stdout: Box<dyn Write + Send>) -> Result<Self> {
         let writer: Box<dyn Write + Send> = match to {
-            AccessLog::Off => return Ok(Access::off()),
+            AccessLog::Off => return Ok(AccessLogger::off()),
             AccessLog::Stdout => stdout,
             AccessLog::File(path) => {
                 let file = OpenOptions::new().append(true).create(true).open(path);
@@ -74,7 +74,7 @@ impl Access {
             .name("kvx-access-log".to_owned())
             .spawn(move || write(&receiver, &bytes, BufWriter::new(writer)))
             .map_err(|error| Error::io("cannot start the access log's thread", error))?;
-        Ok(Access(Some((sender, waiting))))
+        Ok(AccessLogger(Some((sender, waiting))))
     }
 
     pub(crate) fn line(&self, metrics: &Metrics, line: impl FnOnce() -> serde_json::Value) {
@@ -82,7 +82,7 @@ impl Access {
         let text = format!("{}\n", line());
         let length = text.len();
         let fits = waiting.fetch_add(length, Relaxed) + length <= BYTES;
-        if !fits || sender.try_send(Line::Text(text)).is_err() {
+        if !fits || sender.try_send(LogMessage::Text(text)).is_err() {
             waiting.fetch_sub(length, Relaxed);
             metrics.log_lines_dropped.fetch_add(1, Relaxed);
         }
@@ -90,17 +90,21 @@ impl Access {
 }
 
 /// Until nobody can write any more, or the log cannot be written.
-fn write(lines: &Receiver<Line>, bytes: &AtomicUsize, mut to: BufWriter<Box<dyn Write + Send>>) {
+fn write(
+    lines: &Receiver<LogMessage>,
+    bytes: &AtomicUsize,
+    mut to: BufWriter<Box<dyn Write + Send>>,
+) {
     while let Ok(first) = lines.recv() {
         let mut waiting = Vec::new();
         let mut failed = false;
         for line in std::iter::once(first).chain(std::iter::from_fn(|| lines.try_recv().ok())) {
             match line {
-                Line::Text(text) => {
+                LogMessage::Text(text) => {
                     failed |= to.write_all(text.as_bytes()).is_err();
                     bytes.fetch_sub(text.len(), Relaxed);
                 }
-                Line::Flush(done) => waiting.push(done),
+                LogMessage::Flush(done) => waiting.push(done),
             }
         }
         if failed || to.flush().is_err() {
@@ -110,12 +114,12 @@ fn write(lines: &Receiver<Line>, bytes: &AtomicUsize, mut to: BufWriter<Box<dyn 
     }
 }
 
-impl Access {
+impl AccessLogger {
     /// Waits until what was logged is written, but not long: nobody may read it.
     pub(crate) fn flush(&self, within: std::time::Duration) {
         let Some((sender, _)) = &self.0 else { return };
         let (done, written) = sync_channel(1);
-        if sender.try_send(Line::Flush(done)).is_ok() {
+        if sender.try_send(LogMessage::Flush(done)).is_ok() {
             let _ = written.recv_timeout(within);
         }
     }
@@ -156,9 +160,9 @@ mod tests {
     use super::*;
 
     /// Takes nothing until it is let.
-    struct Stuck(std::sync::mpsc::Receiver<()>);
+    struct BlockedWriter(std::sync::mpsc::Receiver<()>);
 
-    impl Write for Stuck {
+    impl Write for BlockedWriter {
         fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
             let _ = self.0.recv_timeout(std::time::Duration::from_secs(10)); // an error: let
             Ok(bytes.len())
@@ -172,7 +176,8 @@ mod tests {
     #[test]
     fn lines_that_wait_are_bounded_in_bytes() {
         let (let_go, stuck) = std::sync::mpsc::channel();
-        let access = Access::open(&AccessLog::Stdout, Box::new(Stuck(stuck))).unwrap();
+        let access =
+            AccessLogger::open(&AccessLog::Stdout, Box::new(BlockedWriter(stuck))).unwrap();
         let metrics = Metrics::default();
         for _ in 0..20 {
             access.line(&metrics, || "x".repeat(1 << 20).into());

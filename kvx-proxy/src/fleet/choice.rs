@@ -5,20 +5,20 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use super::instance::{InFlight, Instance};
-use super::models::Named;
+use super::models::ModelName;
 use crate::setup::Choice;
 
 /// How much more than its share an instance may have to do before prefix affinity leaves it.
 pub(super) const BOUND: f64 = 1.25;
 
 /// What a request needs of an instance.
-pub(crate) struct Wanted<'a> {
+pub(crate) struct Requirements<'a> {
     /// How many tokens it is, estimated.
     pub(crate) tokens: u64,
     /// A hash of the beginning of its prompt.
     pub(crate) prefix: u64,
     /// The model, if it names one.
-    pub(crate) model: Option<Named<'a>>,
+    pub(crate) model: Option<ModelName<'a>>,
     /// Who has failed it already: taken only if there is nobody else.
     pub(crate) avoid: &'a [Arc<Instance>],
     pub(crate) now: Instant,
@@ -26,7 +26,7 @@ pub(crate) struct Wanted<'a> {
 
 /// Where round robin and the breaking of ties stand.
 #[derive(Debug, Default)]
-pub(crate) struct Turns {
+pub(crate) struct RoundRobin {
     next: AtomicU64,
     pass: AtomicU64,
 }
@@ -36,7 +36,7 @@ const STRIDE: f64 = 65536.0;
 /// The instances of one role, and how one of them is chosen.
 pub(super) struct Candidates<'a> {
     pub(super) instances: &'a [Arc<Instance>],
-    pub(super) turns: &'a Turns,
+    pub(super) turns: &'a RoundRobin,
     pub(super) choice: Choice,
     /// For how long nobody else tries one that is tried again.
     pub(super) eject_for: Duration,
@@ -47,7 +47,7 @@ impl<'a> Candidates<'a> {
     /// and may be better than none.
     pub(super) fn choose(
         &self,
-        wanted: &Wanted<'_>,
+        wanted: &Requirements<'_>,
         fits: impl Fn(&Instance) -> bool,
     ) -> Option<InFlight> {
         self.choose_open(wanted, &fits).or_else(|| {
@@ -59,7 +59,7 @@ impl<'a> Candidates<'a> {
     /// Gives the request to one that `fits` and is open.
     pub(super) fn choose_open(
         &self,
-        wanted: &Wanted<'_>,
+        wanted: &Requirements<'_>,
         fits: impl Fn(&Instance) -> bool,
     ) -> Option<InFlight> {
         let open = |one: &Arc<Instance>| one.state.is_open(wanted.now) && fits(one);
@@ -77,7 +77,7 @@ impl<'a> Candidates<'a> {
     /// best of those.
     fn best_for(
         &self,
-        wanted: &Wanted<'_>,
+        wanted: &Requirements<'_>,
         may: impl Fn(&Arc<Instance>) -> bool,
     ) -> Option<&'a Arc<Instance>> {
         let avoided = |one: &Arc<Instance>| {
@@ -97,7 +97,7 @@ impl<'a> Candidates<'a> {
 
     fn best(
         &self,
-        wanted: &Wanted<'_>,
+        wanted: &Requirements<'_>,
         may: impl Fn(&Arc<Instance>) -> bool,
     ) -> Option<&'a Arc<Instance>> {
         let Candidates { instances, turns, choice, .. } = *self;

@@ -9,9 +9,9 @@ use std::cell::OnceCell;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use choice::{Candidates, Turns, Wanted};
+use choice::{Candidates, Requirements, RoundRobin};
 use instance::{InFlight, Instance, Reason, Role, State};
-use models::{ModelNames, Named};
+use models::{ModelName, ModelNames};
 
 use crate::setup::{Choice, Health, InstanceSetup, PoolConnector, Setup};
 
@@ -30,8 +30,8 @@ pub(crate) struct Fleet {
     pub(crate) prefill: Vec<Arc<Instance>>,
     pub(crate) decode: Vec<Arc<Instance>>,
     pub(crate) names: Arc<ModelNames>,
-    prefill_turns: Turns,
-    decode_turns: Turns,
+    prefill_turns: RoundRobin,
+    decode_turns: RoundRobin,
     choice: Choice,
     eject_for: std::time::Duration,
     /// Held by whoever leaves an instance out: nobody else does between the look at who is left and
@@ -48,8 +48,8 @@ impl Fleet {
             prefill: Vec::new(),
             decode: Vec::new(),
             names: before.map(|before| Arc::clone(&before.names)).unwrap_or_default(),
-            prefill_turns: Turns::default(),
-            decode_turns: Turns::default(),
+            prefill_turns: RoundRobin::default(),
+            decode_turns: RoundRobin::default(),
             choice: setup.choice,
             eject_for: setup.health.eject_for,
             leaving_out: before.map(|before| Arc::clone(&before.leaving_out)).unwrap_or_default(),
@@ -102,8 +102,8 @@ impl Fleet {
             prefill: self.prefill.clone(),
             decode: self.decode.clone(),
             names: Arc::clone(&self.names),
-            prefill_turns: Turns::default(),
-            decode_turns: Turns::default(),
+            prefill_turns: RoundRobin::default(),
+            decode_turns: RoundRobin::default(),
             leaving_out: Arc::clone(&self.leaving_out),
             ..*self
         }
@@ -164,12 +164,12 @@ impl Fleet {
     }
 
     /// A prefill instance that some decode instance goes with.
-    pub(crate) fn choose_prefill(&self, wanted: &Wanted<'_>) -> Option<InFlight> {
+    pub(crate) fn choose_prefill(&self, wanted: &Requirements<'_>) -> Option<InFlight> {
         self.choose_prefill_if(wanted, false).or_else(|| self.choose_prefill_if(wanted, true))
     }
 
     /// The same of instances that are open, or of those that were left out and are usable, too.
-    fn choose_prefill_if(&self, wanted: &Wanted<'_>, usable: bool) -> Option<InFlight> {
+    fn choose_prefill_if(&self, wanted: &Requirements<'_>, usable: bool) -> Option<InFlight> {
         let decodes = |one: &Instance| {
             !one.setup.draining
                 && (one.state.is_open(wanted.now) || (usable && one.state.is_usable()))
@@ -210,7 +210,7 @@ impl Fleet {
     pub(crate) fn choose_partner(
         &self,
         prefill: &Instance,
-        wanted: &Wanted<'_>,
+        wanted: &Requirements<'_>,
     ) -> Option<InFlight> {
         // Affinity is the business of whoever has the prompt's cache: the prefill side.
         let choice = match self.choice {
@@ -222,21 +222,21 @@ impl Fleet {
     }
 
     /// A decode instance that does everything.
-    pub(crate) fn choose_alone(&self, wanted: &Wanted<'_>) -> Option<InFlight> {
+    pub(crate) fn choose_alone(&self, wanted: &Requirements<'_>) -> Option<InFlight> {
         self.choose_alone_that(wanted, |_| true)
     }
 
     /// Takes a decode instance that `fits`.
     pub(crate) fn choose_alone_that(
         &self,
-        wanted: &Wanted<'_>,
+        wanted: &Requirements<'_>,
         fits: impl Fn(&Instance) -> bool,
     ) -> Option<InFlight> {
         self.candidates(Role::Decode).choose(wanted, fits)
     }
 
     /// Takes a decode instance by its name, if it is open.
-    pub(crate) fn take_decode(&self, name: &str, wanted: &Wanted<'_>) -> Option<InFlight> {
+    pub(crate) fn take_decode(&self, name: &str, wanted: &Requirements<'_>) -> Option<InFlight> {
         self.candidates(Role::Decode).choose_open(wanted, |one| one.name() == name)
     }
 
@@ -295,7 +295,7 @@ impl Fleet {
     }
 
     /// Whether a prefill and a decode instance for this model go together, be they up or not.
-    pub(crate) fn has_pair(&self, model: Option<Named<'_>>) -> bool {
+    pub(crate) fn has_pair(&self, model: Option<ModelName<'_>>) -> bool {
         let serves = |one: &Instance| model.is_none_or(|model| one.state.models.serve(model));
         self.prefill.iter().any(|prefill| {
             serves(prefill)
@@ -314,8 +314,8 @@ mod tests {
         fleet
     }
 
-    fn wanted(tokens: u64, prefix: u64) -> Wanted<'static> {
-        Wanted { tokens, prefix, model: None, avoid: &[], now: Instant::now() }
+    fn wanted(tokens: u64, prefix: u64) -> Requirements<'static> {
+        Requirements { tokens, prefix, model: None, avoid: &[], now: Instant::now() }
     }
 
     fn decodes(choice: &str, weights: &[f64]) -> Fleet {
@@ -498,11 +498,11 @@ mod tests {
         let fleet = decodes("least-tokens", &[1.0; 2]);
         let avoid = [Arc::clone(&fleet.decode[0])];
         for _ in 0..10 {
-            let wanted = Wanted { avoid: &avoid, ..wanted(1, 0) };
+            let wanted = Requirements { avoid: &avoid, ..wanted(1, 0) };
             assert_eq!(fleet.choose_alone(&wanted).unwrap().instance.name(), "d1:1");
         }
         let alone = fleet.without(0, Role::Decode, "d1:1");
-        let wanted = Wanted { avoid: &avoid, ..wanted(1, 0) };
+        let wanted = Requirements { avoid: &avoid, ..wanted(1, 0) };
         assert_eq!(alone.choose_alone(&wanted).unwrap().instance.name(), "d0:1");
     }
 

@@ -14,7 +14,7 @@ pub(crate) struct ModelNames(Mutex<Vec<String>>);
 
 /// A model that a request names.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Named<'a> {
+pub(crate) struct ModelName<'a> {
     name: &'a str,
     /// None if no instance ever named it.
     bit: u64,
@@ -27,14 +27,14 @@ const OWN_BITS: usize = 63;
 
 impl ModelNames {
     /// The model of this name.
-    pub(crate) fn named<'a>(&self, name: &'a str) -> Named<'a> {
+    pub(crate) fn named<'a>(&self, name: &'a str) -> ModelName<'a> {
         let names = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let bit = match names.iter().position(|known| known == name) {
             Some(place) => 1 << place,
             None if names.len() == OWN_BITS => OTHERS,
             None => 0,
         };
-        Named { name, bit }
+        ModelName { name, bit }
     }
 
     fn learn(&self, name: &str) -> u64 {
@@ -65,7 +65,7 @@ impl Models {
     }
 
     /// Whether it may serve this model.
-    pub(crate) fn serve(&self, model: Named<'_>) -> bool {
+    pub(crate) fn serve(&self, model: ModelName<'_>) -> bool {
         let bits = self.bits.load(Relaxed);
         let alone = || model.bit != OTHERS || self.cards().contains_key(model.name);
         bits == 0 || (bits & model.bit != 0 && alone())

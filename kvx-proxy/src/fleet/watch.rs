@@ -10,7 +10,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::instance::{Instance, PrefillKind, Reason, Role};
-use crate::relay::core::{Core, Live};
+use crate::relay::core::{Core, LiveSetup};
 use crate::setup::{InstanceSetup, PoolConnector};
 use crate::upstream::Fault;
 
@@ -26,7 +26,7 @@ pub(crate) async fn watch(core: Arc<Core>) {
         if models {
             models_at = Instant::now() + live.setup.health.models_every;
         }
-        round(&core, &live, if models { Look::Everything } else { Look::Health }).await;
+        round(&core, &live, if models { WatchScope::Everything } else { WatchScope::Health }).await;
         let every = live.setup.health.every;
         tokio::select! {
             () = tokio::time::sleep(every) => {}
@@ -41,7 +41,7 @@ pub(crate) async fn watch(core: Arc<Core>) {
 
 /// What a round looks at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Look {
+pub(crate) enum WatchScope {
     /// Everything about everyone.
     Everything,
     /// Whether everyone is well.
@@ -51,11 +51,11 @@ pub(crate) enum Look {
 }
 
 /// Asks every instance once, all at the same time.
-pub(crate) async fn round(core: &Arc<Core>, live: &Arc<Live>, look: Look) {
-    let models = look != Look::Health;
+pub(crate) async fn round(core: &Arc<Core>, live: &Arc<LiveSetup>, look: WatchScope) {
+    let models = look != WatchScope::Health;
     let mut checks = JoinSet::new();
     for instance in
-        live.fleet.all().filter(|one| look != Look::Newcomers || !one.state.is_checked())
+        live.fleet.all().filter(|one| look != WatchScope::Newcomers || !one.state.is_checked())
     {
         let (core, live, instance) = (Arc::clone(core), Arc::clone(live), Arc::clone(instance));
         checks.spawn(async move { check(&core, &live, &instance, models).await });
@@ -63,7 +63,7 @@ pub(crate) async fn round(core: &Arc<Core>, live: &Arc<Live>, look: Look) {
     while checks.join_next().await.is_some() {}
 }
 
-async fn check(core: &Core, live: &Live, instance: &Instance, models: bool) {
+async fn check(core: &Core, live: &LiveSetup, instance: &Instance, models: bool) {
     let timeout = live.setup.health.timeout;
     let well =
         match live.upstream.get_json(&instance.setup, "/health", headers(live), timeout).await {
@@ -113,12 +113,12 @@ async fn check(core: &Core, live: &Live, instance: &Instance, models: bool) {
     }
 }
 
-fn headers(live: &Live) -> HeaderMap {
+fn headers(live: &LiveSetup) -> HeaderMap {
     let key = live.key_for_instances.iter().map(|key| (AUTHORIZATION, key.clone()));
     key.collect()
 }
 
-async fn learn_models(live: &Live, instance: &Instance) {
+async fn learn_models(live: &LiveSetup, instance: &Instance) {
     let timeout = live.setup.health.timeout;
     let answer =
         live.upstream.get_json(&instance.setup, "/v1/models", headers(live), timeout).await;
@@ -130,7 +130,10 @@ async fn learn_models(live: &Live, instance: &Instance) {
 }
 
 /// Which recipe a prefill instance needs; asks it if its pool's connector leaves that open.
-pub(crate) async fn learn_kind(live: &Live, instance: &Instance) -> Result<PrefillKind, Fault> {
+pub(crate) async fn learn_kind(
+    live: &LiveSetup,
+    instance: &Instance,
+) -> Result<PrefillKind, Fault> {
     let connector = live.fleet.pools[instance.pool].connector;
     let known = instance.state.kind();
     let kind = match connector {
@@ -169,7 +172,10 @@ pub(crate) fn bootstrap_address(setup: &InstanceSetup) -> String {
 }
 
 /// Asks a bootstrap server for the ranks of its instance.
-pub(crate) async fn query(live: &Live, instance: &Instance) -> Result<Vec<MooncakeTarget>, Fault> {
+pub(crate) async fn query(
+    live: &LiveSetup,
+    instance: &Instance,
+) -> Result<Vec<MooncakeTarget>, Fault> {
     let address = bootstrap_address(&instance.setup);
     let broken = |why: String| Fault::Broken(format!("bootstrap server {address}: {why}"));
     let url: Uri = address.parse().map_err(|_| broken("its address is no URL".to_owned()))?;
@@ -197,7 +203,7 @@ mod tests {
     async fn who_is_known_for_mooncakes_stays_it() {
         // Nobody listens there.
         let text = "[[pool]]\nprefill = [{ url = 'http://127.77.0.1:1', bootstrap_port = 2 }, 'http://127.77.0.2:1']";
-        let live = Live::new(crate::Setup::from_toml(text).unwrap(), None).unwrap();
+        let live = LiveSetup::new(crate::Setup::from_toml(text).unwrap(), None).unwrap();
         let [told, open] = &live.fleet.prefill[..] else { panic!("two instances") };
         assert!(learn_kind(&live, told).await.is_err());
         assert_eq!(learn_kind(&live, open).await.unwrap(), PrefillKind::Nixl);

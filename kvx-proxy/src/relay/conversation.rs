@@ -36,10 +36,10 @@ impl Key {
 
 /// A turn that has ended.
 #[derive(Debug)]
-struct EndedTurn {
+struct PastTurn {
     answer: Answer,
     decode: String,
-    said: Said,
+    said: TurnText,
     rest: Hash,
     text: String,
     until: Instant,
@@ -48,7 +48,7 @@ struct EndedTurn {
 /// What a turn was asked, so far as the next must repeat it. Instances compare nothing: blocks of
 /// another text would be taken for this one's.
 #[derive(Clone, Debug, PartialEq)]
-enum Said {
+enum TurnText {
     Messages(usize, Hash),
     Prompt(usize, Hash),
 }
@@ -100,19 +100,19 @@ fn hash_of(messages: &[Value]) -> Hash {
     hash.finalize().into()
 }
 
-impl Said {
+impl TurnText {
     fn of(body: &Value) -> Option<Self> {
         if let Some(messages) = body.get("messages").and_then(Value::as_array) {
-            return Some(Said::Messages(messages.len(), hash_of(messages)));
+            return Some(TurnText::Messages(messages.len(), hash_of(messages)));
         }
         let prompt = body.get("prompt")?.as_str()?;
-        Some(Said::Prompt(prompt.len(), Sha256::digest(prompt).into()))
+        Some(TurnText::Prompt(prompt.len(), Sha256::digest(prompt).into()))
     }
 
     /// Whether this body begins with what was said, and what was answered.
     fn goes_on(&self, text: &str, body: &Value) -> bool {
         match self {
-            Said::Messages(count, hash) => {
+            TurnText::Messages(count, hash) => {
                 let Some(messages) = body.get("messages").and_then(Value::as_array) else {
                     return false;
                 };
@@ -121,7 +121,7 @@ impl Said {
                     && answer.get("content").and_then(Value::as_str) == Some(text)
                     && hash_of(&messages[..*count]) == *hash
             }
-            Said::Prompt(length, hash) => {
+            TurnText::Prompt(length, hash) => {
                 let Some(prompt) = body.get("prompt").and_then(Value::as_str) else { return false };
                 prompt
                     .get(..*length)
@@ -134,11 +134,11 @@ impl Said {
 
 /// The turns that may be continued; each once.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Conversations(Arc<Mutex<KeptTurns>>);
+pub(crate) struct Conversations(Arc<Mutex<TurnStore>>);
 
 #[derive(Debug, Default)]
-struct KeptTurns {
-    turns: HashMap<Key, EndedTurn>,
+struct TurnStore {
+    turns: HashMap<Key, PastTurn>,
     order: VecDeque<(Key, Instant)>,
 }
 
@@ -156,7 +156,7 @@ impl Conversations {
         Some((turn.answer, turn.decode))
     }
 
-    fn keep(&self, key: Key, turn: EndedTurn) {
+    fn keep(&self, key: Key, turn: PastTurn) {
         let kept = &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner);
         kept.order.push_back((key.clone(), turn.until));
         kept.turns.insert(key, turn);
@@ -177,7 +177,7 @@ impl Conversations {
 pub(crate) struct Capture {
     conversations: Conversations,
     key: Key,
-    said: Said,
+    said: TurnText,
     rest: Hash,
     streamed: bool,
     answer: Answer,
@@ -196,7 +196,7 @@ impl Capture {
         Some(Capture {
             conversations: conversations.clone(),
             key,
-            said: Said::of(body)?,
+            said: TurnText::of(body)?,
             rest: hash_of_rest(body),
             streamed,
             answer: Answer::default(),
@@ -257,7 +257,7 @@ impl Capture {
         if self.failed || !held {
             return;
         }
-        let turn = EndedTurn {
+        let turn = PastTurn {
             answer: self.answer,
             decode: decode.to_owned(),
             said: self.said,

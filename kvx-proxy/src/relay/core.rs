@@ -8,13 +8,13 @@ use hyper::header::HeaderValue;
 use tokio::sync::{mpsc, watch};
 
 use super::conversation::Conversations;
-use super::tries::Budget;
+use super::retries::RetryBudget;
 use crate::admission::RequestAdmission;
 use crate::error::Result;
 use crate::fleet::Fleet;
 use crate::fleet::instance::{Instance, Reason};
-use crate::fleet::watch::{Look, round};
-use crate::log::{Access, LastErrors};
+use crate::fleet::watch::{WatchScope, round};
+use crate::log::{AccessLogger, LastErrors};
 use crate::metrics::Metrics;
 use crate::request::headers;
 use crate::serve::keys::Keys;
@@ -24,7 +24,7 @@ use crate::upstream::{Fault, Upstream};
 /// What a set-up has become: replaced as a whole, while requests go on with the one that they began
 /// with.
 #[derive(Debug)]
-pub(crate) struct Live {
+pub(crate) struct LiveSetup {
     pub(crate) setup: Arc<Setup>,
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) upstream: Upstream,
@@ -33,11 +33,11 @@ pub(crate) struct Live {
     pub(crate) key_for_instances: Option<HeaderValue>,
 }
 
-impl Live {
+impl LiveSetup {
     /// # Errors
     ///
     /// A set-up that is not valid, or whose keys cannot be read.
-    pub(crate) fn new(setup: Setup, before: Option<&Live>) -> Result<Self> {
+    pub(crate) fn new(setup: Setup, before: Option<&LiveSetup>) -> Result<Self> {
         setup.valid()?;
         let keys = setup.api_key_file.as_deref().map(Keys::from_file).transpose()?.map(Arc::new);
         let fleet = Fleet::new(&setup, before.map(|before| &*before.fleet));
@@ -49,7 +49,7 @@ impl Live {
             || Arc::new(RequestAdmission::new(&setup.limits)),
             |before| Arc::clone(&before.admission),
         );
-        Ok(Live {
+        Ok(LiveSetup {
             fleet: Arc::new(fleet),
             upstream,
             admission,
@@ -63,7 +63,7 @@ impl Live {
     }
 
     fn with_fleet(&self, fleet: Fleet) -> Self {
-        Live {
+        LiveSetup {
             setup: Arc::clone(&self.setup),
             fleet: Arc::new(fleet),
             upstream: self.upstream.clone(),
@@ -77,16 +77,16 @@ impl Live {
 /// What all requests share.
 #[derive(Debug)]
 pub(crate) struct Core {
-    live: RwLock<Arc<Live>>,
+    live: RwLock<Arc<LiveSetup>>,
     pub(crate) metrics: Metrics,
-    pub(crate) access: Access,
+    pub(crate) access: AccessLogger,
     pub(crate) errors: LastErrors,
-    pub(crate) budget: Budget,
+    pub(crate) budget: RetryBudget,
     pub(crate) conversations: Conversations,
     /// Held by whoever makes another set-up of the one that is.
     changes: tokio::sync::Mutex<()>,
     ids: Mutex<HashSet<String>>,
-    stored: Mutex<Stored>,
+    stored: Mutex<ResponseOwners>,
     /// Each request at work holds a clone; none is given out once a drain has begun.
     working: Mutex<Option<mpsc::Sender<()>>>,
     /// Whether requests that are still at work have to end now.
@@ -97,7 +97,7 @@ pub(crate) struct Core {
 
 /// Which instance stored a response, the latest so many.
 #[derive(Debug, Default)]
-struct Stored {
+struct ResponseOwners {
     instances: HashMap<String, String>,
     order: VecDeque<String>,
 }
@@ -110,14 +110,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Core {
     /// And what ends when the last request at work has, after a drain has begun.
-    pub(crate) fn new(live: Live, access: Access) -> (Self, mpsc::Receiver<()>) {
+    pub(crate) fn new(live: LiveSetup, access: AccessLogger) -> (Self, mpsc::Receiver<()>) {
         let (working, none_works) = mpsc::channel(1);
         let core = Core {
             live: RwLock::new(Arc::new(live)),
             metrics: Metrics::default(),
             access,
             errors: LastErrors::default(),
-            budget: Budget::default(),
+            budget: RetryBudget::default(),
             conversations: Conversations::default(),
             changes: tokio::sync::Mutex::default(),
             ids: Mutex::default(),
@@ -129,7 +129,7 @@ impl Core {
         (core, none_works)
     }
 
-    pub(crate) fn live(&self) -> Arc<Live> {
+    pub(crate) fn live(&self) -> Arc<LiveSetup> {
         Arc::clone(&self.live.read().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -138,7 +138,7 @@ impl Core {
     ///
     /// # Errors
     ///
-    /// As `read` and [`Live::new`]; then everything stays as it is.
+    /// As `read` and [`LiveSetup::new`]; then everything stays as it is.
     pub(crate) async fn replace(
         self: &Arc<Self>,
         read: impl FnOnce() -> Result<Setup>,
@@ -146,7 +146,7 @@ impl Core {
     ) -> Result<()> {
         let _one_at_a_time = self.changes.lock().await;
         let setup = read()?;
-        let live = Live::new(setup, Some(&self.live()))?;
+        let live = LiveSetup::new(setup, Some(&self.live()))?;
         self.swap(live).await;
         then();
         Ok(())
@@ -165,9 +165,9 @@ impl Core {
     }
 
     /// What takes over is looked at first: requests find it up, if it is.
-    async fn swap(self: &Arc<Self>, live: Live) {
+    async fn swap(self: &Arc<Self>, live: LiveSetup) {
         let live = Arc::new(live);
-        round(self, &live, Look::Newcomers).await;
+        round(self, &live, WatchScope::Newcomers).await;
         *self.live.write().unwrap_or_else(PoisonError::into_inner) = live;
     }
 
@@ -212,7 +212,7 @@ impl Core {
     }
 
     /// Notes what a leg's failure says of its instance.
-    pub(crate) fn blame(&self, live: &Live, instance: &Instance, fault: &Fault) {
+    pub(crate) fn blame(&self, live: &LiveSetup, instance: &Instance, fault: &Fault) {
         let what = format!("{} leg: {fault}", instance.role.as_str());
         let reason = match fault {
             // One that is busy does what it can: it may be too busy to take connections.
@@ -223,7 +223,13 @@ impl Core {
         self.blame_for(live, instance, reason, &what);
     }
 
-    pub(crate) fn blame_for(&self, live: &Live, instance: &Instance, reason: Reason, what: &str) {
+    pub(crate) fn blame_for(
+        &self,
+        live: &LiveSetup,
+        instance: &Instance,
+        reason: Reason,
+        what: &str,
+    ) {
         self.errors.add(instance.name(), what);
         if live.fleet.failed(instance, reason, what, &live.setup.health, Instant::now()) {
             self.metrics.ejection(reason.as_str());

@@ -9,20 +9,20 @@ use kvx_connector::params::recipe::{Answer, sequential};
 use kvx_connector::params::{MooncakeTransferId, ParamsError, XRequestId};
 use serde_json::Value;
 
-use super::alone;
+use super::answer_head::{AnswerHead, AnswerKind};
+use super::api_error::ApiError;
 use super::conversation::{Capture, Key};
-use super::job::{Ended, Job, random_id};
-use super::legs::{self, PrefillEnd, PrefillTask, Sent};
-use super::opening::{AnswerKind, Opened};
-use super::refusal::Refusal;
+use super::decode_only;
+use super::job::{Job, JobResult, random_id};
+use super::legs::{self, LegRequest, PrefillEnd, PrefillTask};
 use crate::fleet::instance::{InFlight, Instance, PrefillKind};
 use crate::fleet::watch;
-use crate::request::Asked;
+use crate::request::CompletionRequest;
 use crate::setup::PoolConnector;
 use crate::upstream::Fault;
 
 /// Who pushes blocks to a decode instance that it was told of before.
-enum Told {
+enum ExpectedSource {
     /// Mooncake: nothing to compare.
     Rank,
     /// NIXL push: the engine that the decode instance was told.
@@ -31,8 +31,8 @@ enum Told {
 
 /// What a decode leg is sent, and the prefill leg beside it.
 struct Handover {
-    sent: Sent,
-    beside: Option<(PrefillTask, Told)>,
+    sent: LegRequest,
+    beside: Option<(PrefillTask, ExpectedSource)>,
 }
 
 /// Why a prefill did not come to a handover.
@@ -54,7 +54,7 @@ impl From<ParamsError> for HandoverError {
 }
 
 /// A completion: disaggregated if one transfer can serve it.
-pub(crate) async fn completion(mut job: Job, asked: Asked) -> Ended {
+pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobResult {
     let live = Arc::clone(&job.live);
     let fleet = &live.fleet;
     let model = asked.model.as_deref().map(|model| fleet.names.named(model));
@@ -65,7 +65,7 @@ pub(crate) async fn completion(mut job: Job, asked: Asked) -> Ended {
         None => None,
     };
     if let Some(reason) = reason {
-        return alone::completion(job, &asked, reason).await;
+        return decode_only::completion(job, &asked, reason).await;
     }
     job.record.route("disaggregated", "");
     job.streamed = asked.stream;
@@ -75,101 +75,87 @@ pub(crate) async fn completion(mut job: Job, asked: Asked) -> Ended {
     let mut last: Option<(String, Fault)> = None;
     let mut body = asked.body.clone();
     let mut turn = ConversationTurn::of(&job, &asked, &mut body);
-    loop {
+    'attempts: loop {
         let wanted = job.wanted(asked.prompt_tokens, prefix, model, &avoid_prefill);
         let Some(prefill) = fleet.choose_prefill(&wanted) else {
-            return match last {
-                Some((instance, fault)) => job.fail(&instance, fault),
-                None => Err(job.refused(Refusal::unavailable(
-                    "no prefill instance and decode instance for this model are up: try again later",
-                ))),
-            };
+            let words =
+                "no prefill instance and decode instance for this model are up: try again later";
+            return job.give_up(last, words);
         };
         let prefill_instance = Arc::clone(&prefill.instance);
         job.record.prefill(prefill_instance.name(), None);
-        let handover = hand_over(&mut job, prefill, &body, &mut turn).await;
-        let Handover { sent, mut beside } = match handover {
-            Ok(handover) => handover,
-            Err(HandoverError::Rejected(response)) => return Ok(job.pass_whole(*response)),
-            Err(HandoverError::Refused(error)) => {
-                return Err(job.refused(Refusal::bad_request(error.to_string())));
+        let error = 'handover: {
+            let Handover { sent, mut beside } =
+                match hand_over(&mut job, prefill, &body, &mut turn).await {
+                    Ok(handover) => handover,
+                    Err(error) => break 'handover error,
+                };
+            // Decode instances one after the other, as long as none has accepted.
+            loop {
+                let tokens = asked.prompt_tokens + asked.new_tokens;
+                let wanted = job.wanted(tokens, prefix, model, &avoid_decode);
+                let Some(decode) = turn.partner(&job, &prefill_instance, &wanted) else {
+                    return job.give_up(last, "no decode instance is up: try again later");
+                };
+                let fault = match race(&job, &decode, sent.clone(), &mut beside).await {
+                    // Nothing of an answer has come: as if it had failed before its first byte.
+                    RaceWinner::Answer(opened) if opened.is_error => {
+                        prefill_instance.state.forget_ranks();
+                        if !job.again("decode") {
+                            return Ok(job.pass(
+                                opened,
+                                decode,
+                                beside.map(|(task, _)| task),
+                                None,
+                            ));
+                        }
+                        let fault = Fault::Broken("its stream begins with an error".to_owned());
+                        job.core.blame(&live, &decode.instance, &fault);
+                        fault
+                    }
+                    RaceWinner::Answer(opened) => {
+                        let capture = turn.capture(&job, &asked);
+                        return Ok(job.pass(opened, decode, beside.map(|(task, _)| task), capture));
+                    }
+                    RaceWinner::Decode(fault) => {
+                        if !fault.not_accepted() {
+                            prefill_instance.state.forget_ranks();
+                        }
+                        if job.has_had_its_time(&fault) || !job.again("decode") {
+                            return job.fail(decode.instance.name(), fault);
+                        }
+                        fault
+                    }
+                    RaceWinner::Prefill(error) => {
+                        if let HandoverError::Failed(_) = error {
+                            prefill_instance.state.forget_ranks();
+                        }
+                        break 'handover error;
+                    }
+                };
+                avoid_decode.push(Arc::clone(&decode.instance));
+                // An instance that has not accepted leaves the parameters to another one.
+                let same_parameters = fault.not_accepted();
+                last = Some((decode.instance.name().to_owned(), fault));
+                if !same_parameters {
+                    continue 'attempts;
+                }
             }
-            Err(HandoverError::Stopped) => {
-                return alone::completion(job, &asked, "prefill stopped").await;
+        };
+        match error {
+            HandoverError::Rejected(response) => return Ok(job.pass_whole(*response)),
+            HandoverError::Refused(error) => {
+                return Err(job.refused(ApiError::bad_request(error.to_string())));
             }
-            Err(HandoverError::Failed(fault)) => {
-                avoid_prefill.push(Arc::clone(&prefill_instance));
+            HandoverError::Stopped => {
+                return decode_only::completion(job, &asked, "prefill stopped").await;
+            }
+            HandoverError::Failed(fault) => {
                 if !job.again("prefill") {
                     return job.fail(prefill_instance.name(), fault);
                 }
                 last = Some((prefill_instance.name().to_owned(), fault));
-                continue;
-            }
-        };
-        // Decode instances one after the other, as long as none has accepted.
-        loop {
-            let wanted =
-                job.wanted(asked.prompt_tokens + asked.new_tokens, prefix, model, &avoid_decode);
-            let Some(decode) = turn.partner(&job, &prefill_instance, &wanted) else {
-                return match last {
-                    Some((instance, fault)) => job.fail(&instance, fault),
-                    None => Err(job.refused(Refusal::unavailable(
-                        "no decode instance is up: try again later",
-                    ))),
-                };
-            };
-            match race(&job, &decode, sent.clone(), &mut beside).await {
-                Raced::Opened(opened) if opened.is_error => {
-                    // Nothing of an answer has come: as if it had failed before its first byte.
-                    prefill_instance.state.forget_ranks();
-                    if !job.again("decode") {
-                        return Ok(job.pass(opened, decode, beside.map(|(task, _)| task), None));
-                    }
-                    let fault = Fault::Broken("its stream begins with an error".to_owned());
-                    job.core.blame(&live, &decode.instance, &fault);
-                    avoid_decode.push(Arc::clone(&decode.instance));
-                    last = Some((decode.instance.name().to_owned(), fault));
-                    break;
-                }
-                Raced::Opened(opened) => {
-                    let capture = turn.capture(&job, &asked);
-                    return Ok(job.pass(opened, decode, beside.map(|(task, _)| task), capture));
-                }
-                Raced::Decode(fault) => {
-                    let name = decode.instance.name().to_owned();
-                    avoid_decode.push(Arc::clone(&decode.instance));
-                    drop(decode);
-                    let same_parameters = fault.not_accepted();
-                    if !same_parameters {
-                        prefill_instance.state.forget_ranks();
-                    }
-                    if job.has_had_its_time(&fault) || !job.again("decode") {
-                        return job.fail(&name, fault);
-                    }
-                    last = Some((name, fault));
-                    if !same_parameters {
-                        break;
-                    }
-                }
-                Raced::Prefill(HandoverError::Rejected(response)) => {
-                    return Ok(job.pass_whole(*response));
-                }
-                Raced::Prefill(HandoverError::Refused(error)) => {
-                    return Err(job.refused(Refusal::bad_request(error.to_string())));
-                }
-                Raced::Prefill(HandoverError::Stopped) => {
-                    drop(decode);
-                    return alone::completion(job, &asked, "prefill stopped").await;
-                }
-                Raced::Prefill(HandoverError::Failed(fault)) => {
-                    prefill_instance.state.forget_ranks();
-                    avoid_prefill.push(Arc::clone(&prefill_instance));
-                    if !job.again("prefill") {
-                        return job.fail(prefill_instance.name(), fault);
-                    }
-                    last = Some((prefill_instance.name().to_owned(), fault));
-                    break;
-                }
+                avoid_prefill.push(prefill_instance);
             }
         }
     }
@@ -202,7 +188,7 @@ async fn hand_over(
             let id = MooncakeTransferId::from_random(random_id());
             let mut legs = concurrent::mooncake_legs(body, &id, target)?;
             never_stops(&mut legs.prefill);
-            Ok(both(job, prefill, legs, Some(target.dp_rank as usize), Told::Rank))
+            Ok(both(job, prefill, legs, Some(target.dp_rank as usize), ExpectedSource::Rank))
         }
         PrefillKind::Push(targets) => match targets.get(rank.unwrap_or(0)).cloned().flatten() {
             Some(target) => push(job, prefill, body, rank, target),
@@ -235,7 +221,7 @@ fn push(
     let value = id.as_str().parse().expect("an id fits a header");
     job.headers.insert(crate::request::headers::REQUEST_ID, value);
     let legs = concurrent::push_legs(body, &id, &target)?;
-    Ok(both(job, prefill, legs, rank, Told::Engine(target.engine_id)))
+    Ok(both(job, prefill, legs, rank, ExpectedSource::Engine(target.engine_id)))
 }
 
 /// The sides find each other by the id: what is left of an attempt, or of a client's request of the
@@ -247,10 +233,19 @@ fn own_id(id: &XRequestId) -> XRequestId {
         .unwrap_or_else(|_| XRequestId::from_random(random_id()))
 }
 
-fn both(job: &Job, prefill: InFlight, legs: Legs, rank: Option<usize>, told: Told) -> Handover {
-    let sent = Sent::json(&job.path, &job.headers, &legs.prefill).for_rank(rank);
+fn both(
+    job: &Job,
+    prefill: InFlight,
+    legs: Legs,
+    rank: Option<usize>,
+    told: ExpectedSource,
+) -> Handover {
+    let sent = LegRequest::json(&job.path, &job.headers, &legs.prefill).for_rank(rank);
     let task = PrefillTask::start(&job.core, &job.live, prefill, sent, job.until);
-    Handover { sent: Sent::json(&job.path, &job.headers, &legs.decode), beside: Some((task, told)) }
+    Handover {
+        sent: LegRequest::json(&job.path, &job.headers, &legs.decode),
+        beside: Some((task, told)),
+    }
 }
 
 async fn sequentially(
@@ -266,7 +261,7 @@ async fn sequentially(
         Some((earlier, dialect)) => sequential::prefill_leg_of_later_turn(body, &earlier, dialect)?,
         None => sequential::prefill_leg(body)?,
     };
-    let sent = Sent::json(&job.path, &job.headers, &leg).for_rank(rank);
+    let sent = LegRequest::json(&job.path, &job.headers, &leg).for_rank(rank);
     let ended = legs::prefill(&job.core, &job.live, &prefill, sent, job.until).await;
     let prefilled = ended.map_err(missed)?;
     job.record.prefill(prefill.instance.name(), Some(prefilled.time));
@@ -286,7 +281,7 @@ async fn sequentially(
         job.core.metrics.without_transfer.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     }
     turn.dialect = prefilled.dialect;
-    Ok(Handover { sent: Sent::json(&job.path, &job.headers, &leg.body), beside: None })
+    Ok(Handover { sent: LegRequest::json(&job.path, &job.headers, &leg.body), beside: None })
 }
 
 fn missed(end: PrefillEnd) -> HandoverError {
@@ -297,8 +292,8 @@ fn missed(end: PrefillEnd) -> HandoverError {
 }
 
 /// What came first of a decode leg and the prefill leg beside it.
-enum Raced {
-    Opened(Opened),
+enum RaceWinner {
+    Answer(AnswerHead),
     Decode(Fault),
     Prefill(HandoverError),
 }
@@ -306,9 +301,9 @@ enum Raced {
 async fn race(
     job: &Job,
     decode: &InFlight,
-    mut sent: Sent,
-    beside: &mut Option<(PrefillTask, Told)>,
-) -> Raced {
+    mut sent: LegRequest,
+    beside: &mut Option<(PrefillTask, ExpectedSource)>,
+) -> RaceWinner {
     // A decode leg beside its prefill waits for both.
     let extra = if beside.is_some() { job.live.setup.timeouts.prefill } else { Duration::ZERO };
     let until = (job.first_byte() + extra).min(job.until);
@@ -323,24 +318,24 @@ async fn race(
     tokio::pin!(answer);
     if let Some((task, told)) = beside {
         tokio::select! {
-            opened = &mut answer => return opened.map_or_else(Raced::Decode, Raced::Opened),
+            opened = &mut answer => return opened.map_or_else(RaceWinner::Decode, RaceWinner::Answer),
             ended = task.ended() => if let Err(missed) =
                 ended.map_err(missed).and_then(|prefilled| told.is_so(&prefilled.answer))
             {
-                return Raced::Prefill(missed);
+                return RaceWinner::Prefill(missed);
             }
         }
     }
-    answer.await.map_or_else(Raced::Decode, Raced::Opened)
+    answer.await.map_or_else(RaceWinner::Decode, RaceWinner::Answer)
 }
 
-impl Told {
+impl ExpectedSource {
     /// Whether the decode instance waits for what really comes.
     fn is_so(&self, answer: &Answer) -> Result<(), HandoverError> {
         match self {
-            Told::Rank if answer.finish_reason.as_deref() == Some("length") => Ok(()),
-            Told::Rank => Err(HandoverError::Stopped),
-            Told::Engine(told) => {
+            ExpectedSource::Rank if answer.finish_reason.as_deref() == Some("length") => Ok(()),
+            ExpectedSource::Rank => Err(HandoverError::Stopped),
+            ExpectedSource::Engine(told) => {
                 let engine =
                     answer.params.as_ref().and_then(|params| params.remote_engine_id.as_deref());
                 match engine {
@@ -368,7 +363,7 @@ struct ConversationTurn {
 }
 
 impl ConversationTurn {
-    fn of(job: &Job, asked: &Asked, body: &mut Value) -> Self {
+    fn of(job: &Job, asked: &CompletionRequest, body: &mut Value) -> Self {
         let mut turn = ConversationTurn {
             key: None,
             earlier: None,
@@ -398,7 +393,7 @@ impl ConversationTurn {
         &mut self,
         job: &Job,
         prefill: &Instance,
-        wanted: &crate::fleet::choice::Wanted<'_>,
+        wanted: &crate::fleet::choice::Requirements<'_>,
     ) -> Option<InFlight> {
         let before = self.decode.take().and_then(|name| job.live.fleet.take_decode(&name, wanted));
         before
@@ -406,7 +401,7 @@ impl ConversationTurn {
             .or_else(|| job.live.fleet.choose_partner(prefill, wanted))
     }
 
-    fn capture(&self, job: &Job, asked: &Asked) -> Option<Capture> {
+    fn capture(&self, job: &Job, asked: &CompletionRequest) -> Option<Capture> {
         let key = self.key.clone()?;
         Capture::new(&job.core.conversations, key, &asked.body, asked.stream)
     }
@@ -422,7 +417,7 @@ mod tests {
         never_stops(&mut body);
         assert_eq!(body, serde_json::json!({"prompt": "a", "max_tokens": 1, "ignore_eos": true}));
         let stopped = Answer { finish_reason: Some("stop".to_owned()), ..Answer::default() };
-        assert!(matches!(Told::Rank.is_so(&stopped), Err(HandoverError::Stopped)));
+        assert!(matches!(ExpectedSource::Rank.is_so(&stopped), Err(HandoverError::Stopped)));
     }
 
     #[test]
@@ -439,8 +434,9 @@ mod tests {
         let params = serde_json::json!({"remote_engine_id": "new"});
         let params = kvx_connector::params::TransferParams::from_value(&params).unwrap();
         let answer = Answer { params: Some(params), finish_reason: None };
-        assert!(Told::Engine("new".to_owned()).is_so(&answer).is_ok());
-        let Err(HandoverError::Failed(fault)) = Told::Engine("old".to_owned()).is_so(&answer)
+        assert!(ExpectedSource::Engine("new".to_owned()).is_so(&answer).is_ok());
+        let Err(HandoverError::Failed(fault)) =
+            ExpectedSource::Engine("old".to_owned()).is_so(&answer)
         else {
             panic!()
         };

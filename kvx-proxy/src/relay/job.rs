@@ -11,17 +11,17 @@ use kvx_connector::params::XRequestId;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
-use super::core::{Core, Live};
-use super::legs::{self, PrefillTask, Sent};
-use super::opening::{AnswerKind, Opened};
-use super::passing::{HeldByAnswer, pass};
+use super::answer_body::{AnswerResources, pass};
+use super::answer_head::{AnswerHead, AnswerKind};
+use super::api_error::ApiError;
+use super::core::{Core, LiveSetup};
+use super::legs::{self, LegRequest, PrefillTask};
 use super::record::Record;
-use super::refusal::Refusal;
-use super::tries::{Again, Tries};
-use crate::admission::Denied;
-use crate::fleet::choice::Wanted;
+use super::retries::{Attempts, RetryDecision};
+use crate::admission::AdmissionError;
+use crate::fleet::choice::Requirements;
 use crate::fleet::instance::{InFlight, Instance};
-use crate::fleet::models::Named;
+use crate::fleet::models::ModelName;
 use crate::metrics::RequestOutcome;
 use crate::request::headers;
 use crate::upstream::Fault;
@@ -29,7 +29,7 @@ use crate::upstream::Fault;
 /// One request of a client, at work: what its legs need.
 pub(crate) struct Job {
     pub(crate) core: Arc<Core>,
-    pub(crate) live: Arc<Live>,
+    pub(crate) live: Arc<LiveSetup>,
     pub(crate) record: Record,
     pub(crate) method: Method,
     pub(crate) path: PathAndQuery,
@@ -41,31 +41,27 @@ pub(crate) struct Job {
     pub(crate) until: Instant,
     /// Whether its answer is to be streamed. Any other comes whole at its end, whenever that is.
     pub(crate) streamed: bool,
-    tries: Tries,
+    tries: Attempts,
     place: Option<OwnedSemaphorePermit>,
 }
 
 /// What ends a job without an answer of an instance's.
-pub(crate) type Ended = Result<Response<Body>, Box<(Record, Refusal)>>;
+pub(crate) type JobResult = Result<Response<Body>, Box<(Record, ApiError)>>;
 
-fn random() -> [u8; 16] {
-    let mut bytes = [0; 16];
-    // 16 bytes never come in parts.
-    let _ = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
-    bytes
-}
-
-/// New random bytes for a [`MooncakeTransferId`](kvx_connector::params::MooncakeTransferId).
+/// Returns random bytes for ids and traces.
 pub(super) fn random_id() -> [u8; 16] {
-    random()
+    let mut bytes = [0; 16];
+    let filled = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+    debug_assert_eq!(filled, Ok(16), "16 bytes never come in parts");
+    bytes
 }
 
 impl Job {
     /// Begins to work on a request: gives it an id and a trace. Refuses while draining.
-    pub(crate) fn begin(core: &Arc<Core>, parts: &Parts) -> Result<Self, Refusal> {
-        let working = core.work().ok_or_else(Refusal::draining)?;
+    pub(crate) fn begin(core: &Arc<Core>, parts: &Parts) -> Result<Self, ApiError> {
+        let working = core.work().ok_or_else(ApiError::draining)?;
         let live = core.live();
-        let asked_id = headers::request_id(&parts.headers).map_err(Refusal::bad_request)?;
+        let asked_id = headers::request_id(&parts.headers).map_err(ApiError::bad_request)?;
         let mut sent = headers::for_instances(
             parts.headers.clone(),
             live.key_for_instances.as_ref(),
@@ -74,7 +70,7 @@ impl Job {
         // No two requests at work have the same id: instances tell them apart by it.
         let id = asked_id.filter(|id| core.take_id(id.as_str()));
         let id = id.unwrap_or_else(|| {
-            let id = XRequestId::from_random(random());
+            let id = XRequestId::from_random(random_id());
             core.take_id(id.as_str());
             id
         });
@@ -84,8 +80,8 @@ impl Job {
                 let hex = |bytes: &[u8]| {
                     bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>()
                 };
-                let trace = hex(&random());
-                let value = format!("00-{trace}-{}-00", hex(&random()[..8]));
+                let trace = hex(&random_id());
+                let value = format!("00-{trace}-{}-00", hex(&random_id()[..8]));
                 sent.insert(headers::TRACEPARENT, value.parse().expect("hexadecimal digits"));
                 sent.remove("tracestate");
                 trace
@@ -108,7 +104,7 @@ impl Job {
         Ok(Job {
             until: Instant::now() + live.setup.timeouts.request,
             streamed: false,
-            tries: Tries::new(live.setup.retries.attempts),
+            tries: Attempts::new(live.setup.retries.attempts),
             core: Arc::clone(core),
             live,
             record,
@@ -122,9 +118,9 @@ impl Job {
     }
 
     /// Waits for a place.
-    pub(crate) async fn admit(mut self) -> Result<Self, Box<(Record, Refusal)>> {
-        struct Queued<'a>(&'a Core);
-        impl Drop for Queued<'_> {
+    pub(crate) async fn admit(mut self) -> Result<Self, Box<(Record, ApiError)>> {
+        struct QueueGauge<'a>(&'a Core);
+        impl Drop for QueueGauge<'_> {
             fn drop(&mut self) {
                 self.0.metrics.queued.fetch_sub(1, std::sync::atomic::Ordering::Relaxed);
             }
@@ -133,7 +129,7 @@ impl Job {
         let started = Instant::now();
         self.core.metrics.queued.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let place = {
-            let _queued = Queued(&self.core);
+            let _queued = QueueGauge(&self.core);
             admission.enter().await
         };
         self.record.queued(started.elapsed());
@@ -142,18 +138,18 @@ impl Job {
                 self.place = Some(place);
                 Ok(self)
             }
-            Err(Denied::Full) => {
+            Err(AdmissionError::Full) => {
                 let waiting = admission.waiting();
-                Err(self.refused(Refusal::unavailable(format!(
+                Err(self.refused(ApiError::unavailable(format!(
                     "{waiting} requests wait already: try again later"
                 ))))
             }
-            Err(Denied::Waited) => Err(self
-                .refused(Refusal::unavailable("too many requests are at work: try again later"))),
+            Err(AdmissionError::TimedOut) => Err(self
+                .refused(ApiError::unavailable("too many requests are at work: try again later"))),
         }
     }
 
-    pub(crate) fn refused(self, refusal: Refusal) -> Box<(Record, Refusal)> {
+    pub(crate) fn refused(self, refusal: ApiError) -> Box<(Record, ApiError)> {
         Box::new((self.record, refusal))
     }
 
@@ -162,22 +158,22 @@ impl Job {
         &self,
         tokens: u64,
         prefix: u64,
-        model: Option<Named<'a>>,
+        model: Option<ModelName<'a>>,
         avoid: &'a [Arc<Instance>],
-    ) -> Wanted<'a> {
-        Wanted { tokens, prefix, model, avoid, now: std::time::Instant::now() }
+    ) -> Requirements<'a> {
+        Requirements { tokens, prefix, model, avoid, now: std::time::Instant::now() }
     }
 
     /// Whether a leg may be tried again.
     pub(crate) fn again(&mut self, leg: &'static str) -> bool {
         match self.tries.again(&self.core.budget) {
-            Again::Yes => {
+            RetryDecision::Yes => {
                 self.core.metrics.retry(leg);
                 self.record.attempts(self.tries.made);
                 true
             }
-            Again::Enough => false,
-            Again::Denied => {
+            RetryDecision::OutOfAttempts => false,
+            RetryDecision::OutOfBudget => {
                 self.core.metrics.retries_denied.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
                 false
             }
@@ -188,10 +184,10 @@ impl Job {
     pub(crate) async fn answer(
         &self,
         instance: &InFlight,
-        sent: Sent,
+        sent: LegRequest,
         kind: AnswerKind,
         until: Instant,
-    ) -> Result<Opened, Fault> {
+    ) -> Result<AnswerHead, Fault> {
         let until = until.min(self.until);
         let sent = sent.for_rank(instance.instance.next_rank());
         let answered =
@@ -225,13 +221,13 @@ impl Job {
     /// Passes an answer on.
     pub(crate) fn pass(
         mut self,
-        opened: Opened,
+        opened: AnswerHead,
         decode: InFlight,
         prefill: Option<PrefillTask>,
         capture: Option<super::conversation::Capture>,
     ) -> Response<Body> {
         self.record.decode(decode.instance.name());
-        let held = HeldByAnswer {
+        let held = AnswerResources {
             live: self.live,
             decode,
             prefill,
@@ -253,21 +249,24 @@ impl Job {
             RequestOutcome::UpstreamError
         };
         self.record.ended(outcome, parts.status.as_u16());
-        if let Ok(route) = self.record.route_words().parse() {
-            parts.headers.insert(headers::ROUTE, route);
-        }
-        if let Ok(id) = self.record.id.parse() {
-            parts.headers.insert(headers::REQUEST_ID, id);
-        }
+        self.record.stamp(&mut parts.headers);
         Response::from_parts(parts, Body::from(body))
     }
 
+    /// Ends when there is no further instance to ask: with the last failure if there was one.
+    pub(crate) fn give_up(self, last: Option<(String, Fault)>, otherwise: &str) -> JobResult {
+        match last {
+            Some((instance, fault)) => self.fail(&instance, fault),
+            None => Err(self.refused(ApiError::unavailable(otherwise))),
+        }
+    }
+
     /// Ends with the last failure: in the instance's own words if it had any.
-    pub(crate) fn fail(mut self, instance: &str, fault: Fault) -> Ended {
+    pub(crate) fn fail(mut self, instance: &str, fault: Fault) -> JobResult {
         self.record.because(format!("instance {instance} {fault}"));
         match fault {
             Fault::Busy(response) | Fault::Status(response) => Ok(self.pass_whole(*response)),
-            fault => Err(self.refused(Refusal::upstream(instance, &fault))),
+            fault => Err(self.refused(ApiError::upstream(instance, &fault))),
         }
     }
 }

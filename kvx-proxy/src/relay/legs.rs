@@ -14,23 +14,23 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tracing::Instrument;
 
-use super::core::{Core, Live};
-use super::opening::{AnswerKind, Opened, open};
+use super::answer_head::{AnswerHead, AnswerKind, open};
+use super::core::{Core, LiveSetup};
 use crate::fleet::instance::{InFlight, Instance};
 use crate::request::headers;
 use crate::upstream::{Fault, WHOLE, accepted, json_headers, whole};
 
 /// Counts a leg when it ends, also when it is given up.
-struct Timed<'a> {
+struct LegTimer<'a> {
     core: &'a Core,
     leg: &'static str,
     outcome: &'static str,
     started: Instant,
 }
 
-impl<'a> Timed<'a> {
+impl<'a> LegTimer<'a> {
     fn new(core: &'a Core, leg: &'static str) -> Self {
-        Timed { core, leg, outcome: "cancelled", started: Instant::now() }
+        LegTimer { core, leg, outcome: "cancelled", started: Instant::now() }
     }
 
     fn ended(mut self, outcome: &'static str) -> Duration {
@@ -39,7 +39,7 @@ impl<'a> Timed<'a> {
     }
 }
 
-impl Drop for Timed<'_> {
+impl Drop for LegTimer<'_> {
     fn drop(&mut self) {
         self.core.metrics.leg(self.leg, self.outcome, self.started.elapsed());
     }
@@ -47,7 +47,7 @@ impl Drop for Timed<'_> {
 
 /// What a prefill leg has come to.
 #[derive(Debug)]
-pub(crate) struct Prefilled {
+pub(crate) struct PrefillResult {
     pub(crate) answer: Answer,
     /// What the decode leg must be written in: block ids in one flat list are vLLM 0.16's.
     pub(crate) dialect: Dialect,
@@ -65,19 +65,19 @@ pub(crate) enum PrefillEnd {
 
 /// A body for an instance, with the headers for it.
 #[derive(Clone, Debug)]
-pub(crate) struct Sent {
+pub(crate) struct LegRequest {
     pub(crate) path: PathAndQuery,
     pub(crate) headers: HeaderMap,
     pub(crate) body: Bytes,
 }
 
-impl Sent {
+impl LegRequest {
     /// JSON to an instance whose answer is read here as well.
     pub(crate) fn json(path: &PathAndQuery, headers: &HeaderMap, body: &Value) -> Self {
         let body: Bytes = serde_json::to_vec(body).unwrap_or_default().into();
         let mut headers = headers.clone();
         json_headers(&mut headers, body.len());
-        Sent { path: path.clone(), headers, body }
+        LegRequest { path: path.clone(), headers, body }
     }
 
     /// The same to one data parallel rank of the instance.
@@ -93,12 +93,12 @@ impl Sent {
 /// Sends a prefill leg and reads its answer. Says of the instance what it has shown.
 pub(crate) async fn prefill(
     core: &Core,
-    live: &Live,
+    live: &LiveSetup,
     instance: &InFlight,
-    mut sent: Sent,
+    mut sent: LegRequest,
     until: Instant,
-) -> Result<Prefilled, PrefillEnd> {
-    let timed = Timed::new(core, "prefill");
+) -> Result<PrefillResult, PrefillEnd> {
+    let timed = LegTimer::new(core, "prefill");
     headers::readable(&mut sent.headers);
     let instance = &instance.instance;
     let span = tracing::info_span!("prefill", instance = instance.name());
@@ -106,7 +106,7 @@ pub(crate) async fn prefill(
     match ended {
         Ok((answer, dialect)) => {
             instance.state.succeeded();
-            Ok(Prefilled { answer, dialect, time: timed.ended("ok") })
+            Ok(PrefillResult { answer, dialect, time: timed.ended("ok") })
         }
         Err(PrefillEnd::Rejected(response)) => {
             instance.state.succeeded();
@@ -122,9 +122,9 @@ pub(crate) async fn prefill(
 }
 
 async fn prefill_answer(
-    live: &Live,
+    live: &LiveSetup,
     instance: &Instance,
-    sent: Sent,
+    sent: LegRequest,
     until: Instant,
 ) -> Result<(Answer, Dialect), PrefillEnd> {
     let until = until.min(Instant::now() + live.setup.timeouts.prefill);
@@ -151,14 +151,14 @@ async fn prefill_answer(
 /// A prefill leg beside a decode leg. Dropped, it ends: the instance sees that nobody waits any
 /// more.
 #[derive(Debug)]
-pub(crate) struct PrefillTask(Option<JoinHandle<Result<Prefilled, PrefillEnd>>>);
+pub(crate) struct PrefillTask(Option<JoinHandle<Result<PrefillResult, PrefillEnd>>>);
 
 impl PrefillTask {
     pub(crate) fn start(
         core: &Arc<Core>,
-        live: &Arc<Live>,
+        live: &Arc<LiveSetup>,
         instance: InFlight,
-        sent: Sent,
+        sent: LegRequest,
         until: Instant,
     ) -> Self {
         let (core, live) = (Arc::clone(core), Arc::clone(live));
@@ -167,7 +167,7 @@ impl PrefillTask {
     }
 
     /// Waits for its end; the second time, for ever.
-    pub(crate) async fn ended(&mut self) -> Result<Prefilled, PrefillEnd> {
+    pub(crate) async fn ended(&mut self) -> Result<PrefillResult, PrefillEnd> {
         let Some(task) = &mut self.0 else { return std::future::pending().await };
         let ended = task.await;
         self.0 = None;
@@ -193,14 +193,14 @@ impl Drop for PrefillTask {
 /// Sends a leg whose answer is the client's, and waits for its beginning.
 pub(crate) async fn answer(
     core: &Core,
-    live: &Live,
+    live: &LiveSetup,
     instance: &InFlight,
     method: Method,
-    sent: Sent,
+    sent: LegRequest,
     kind: AnswerKind,
     until: Instant,
-) -> Result<Opened, Fault> {
-    let timed = Timed::new(core, "decode");
+) -> Result<AnswerHead, Fault> {
+    let timed = LegTimer::new(core, "decode");
     let instance = &instance.instance;
     let span = tracing::info_span!("decode", instance = instance.name());
     let opened = async {

@@ -1,13 +1,13 @@
 //! What becomes of a client's request.
 
-pub(crate) mod alone;
+mod answer_body;
+pub(crate) mod answer_head;
+pub(crate) mod api_error;
 pub(crate) mod conversation;
 pub(crate) mod core;
+pub(crate) mod decode_only;
 pub(crate) mod disaggregated;
 pub(crate) mod job;
 pub(crate) mod legs;
-pub(crate) mod opening;
-mod passing;
 mod record;
-pub(crate) mod refusal;
-mod tries;
+mod retries;

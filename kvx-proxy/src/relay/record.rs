@@ -4,10 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
+use hyper::header::{HeaderMap, HeaderValue};
 use tracing::{Span, field};
 
 use super::core::Core;
 use crate::metrics::RequestOutcome;
+use crate::request::headers;
 
 /// A request at work. Whoever drops it before it has an outcome is a client that went away.
 #[derive(Debug)]
@@ -102,8 +104,18 @@ impl Record {
         }
     }
 
-    /// The value of [`ROUTE`](crate::request::headers::ROUTE).
-    pub(crate) fn route_words(&self) -> String {
+    /// Sets the headers that tell the client its request's id and route.
+    pub(crate) fn stamp(&self, into: &mut HeaderMap) {
+        // The client's own id: what an instance says may have an end of ours.
+        if let Ok(id) = HeaderValue::from_str(&self.id) {
+            into.insert(headers::REQUEST_ID, id);
+        }
+        if let Ok(route) = HeaderValue::from_str(&self.route_words()) {
+            into.insert(headers::ROUTE, route);
+        }
+    }
+
+    fn route_words(&self) -> String {
         match self.route {
             Some(("decode_alone", reason)) => format!("decode-alone; {reason}"),
             Some((route, _)) => route.to_owned(),

@@ -16,7 +16,7 @@ const NEW_TOKENS: u64 = 512;
 
 /// A completion or chat completion.
 #[derive(Clone, Debug)]
-pub(crate) struct Asked {
+pub(crate) struct CompletionRequest {
     /// The body, without what a client may not say.
     pub(crate) body: Value,
     pub(crate) model: Option<String>,
@@ -31,7 +31,7 @@ pub(crate) struct Asked {
     pub(crate) conversation: Option<String>,
 }
 
-impl Asked {
+impl CompletionRequest {
     /// Reads a body.
     ///
     /// # Errors
@@ -46,7 +46,7 @@ impl Asked {
         drop_transfer_params(&mut map);
         let text = |key| map.get(key).and_then(Value::as_str).map(str::to_owned);
         let new_tokens = limit(&map).and_then(Value::as_u64).unwrap_or(NEW_TOKENS);
-        Ok(Asked {
+        Ok(CompletionRequest {
             model: text("model"),
             stream: map.get("stream") == Some(&Value::Bool(true)),
             alone: alone(&map),
@@ -123,7 +123,7 @@ fn drop_transfer_params(map: &mut Map<String, Value>) -> bool {
 
 /// A request that is passed on untouched, but for `kv_transfer_params`.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Passed {
+pub(crate) struct PassthroughRequest {
     pub(crate) body: Bytes,
     pub(crate) model: Option<String>,
     /// The response that it goes on with.
@@ -131,7 +131,7 @@ pub(crate) struct Passed {
     pub(crate) stream: bool,
 }
 
-impl Passed {
+impl PassthroughRequest {
     /// Reads a body. A form is not read: no engine looks for parameters in it.
     ///
     /// # Errors
@@ -140,12 +140,14 @@ impl Passed {
     /// for the client.
     pub(crate) fn new(body: Bytes, is_form: bool) -> Result<Self, String> {
         if body.is_empty() || is_form {
-            return Ok(Passed { body, ..Passed::default() });
+            return Ok(PassthroughRequest { body, ..PassthroughRequest::default() });
         }
         let value = serde_json::from_slice(&body).map_err(|error| {
             format!("the body is no JSON ({error}); send JSON or multipart/form-data")
         })?;
-        let Value::Object(mut map) = value else { return Ok(Passed { body, ..Passed::default() }) };
+        let Value::Object(mut map) = value else {
+            return Ok(PassthroughRequest { body, ..PassthroughRequest::default() });
+        };
         let text = |key| map.get(key).and_then(Value::as_str).map(str::to_owned);
         let (model, before) = (text("model"), text("previous_response_id"));
         let stream = map.get("stream") == Some(&Value::Bool(true));
@@ -153,7 +155,7 @@ impl Passed {
             true => serde_json::to_vec(&map).unwrap_or_default().into(),
             false => body,
         };
-        Ok(Passed { body, model, before, stream })
+        Ok(PassthroughRequest { body, model, before, stream })
     }
 }
 
@@ -324,7 +326,8 @@ impl<'a> Prompt<'a> {
 /// What the fuzz target calls: no panic; nothing that a client may not say is left, and whatever
 /// goes through two legs is fit for the recipes.
 pub(crate) fn fuzz(bytes: &[u8]) {
-    let sent = Passed::new(Bytes::copy_from_slice(bytes), false).unwrap_or_default().body;
+    let sent =
+        PassthroughRequest::new(Bytes::copy_from_slice(bytes), false).unwrap_or_default().body;
     let clean = |value: &Value| {
         assert!(value.get("kv_transfer_params").is_none());
         assert!(
@@ -334,10 +337,10 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     if let Ok(value) = serde_json::from_slice::<Value>(&sent) {
         clean(&value);
     }
-    let Ok(asked) = Asked::new(bytes) else { return };
+    let Ok(asked) = CompletionRequest::new(bytes) else { return };
     clean(&asked.body);
     asked.prefix(16);
-    let again = Asked::new(&asked.bytes()).expect("what was read is written as JSON");
+    let again = CompletionRequest::new(&asked.bytes()).expect("what was read is written as JSON");
     assert_eq!((again.alone, again.prompt_tokens), (asked.alone, asked.prompt_tokens));
     if asked.alone.is_none() {
         use kvx_connector::params::recipe::sequential;
@@ -349,8 +352,8 @@ pub(crate) fn fuzz(bytes: &[u8]) {
 mod tests {
     use super::*;
 
-    fn asked(body: Value) -> Asked {
-        Asked::new(body.to_string().as_bytes()).unwrap()
+    fn asked(body: Value) -> CompletionRequest {
+        CompletionRequest::new(body.to_string().as_bytes()).unwrap()
     }
 
     #[test]
@@ -397,12 +400,12 @@ mod tests {
     #[test]
     fn parameters_of_a_client_are_dropped_however_they_are_written() {
         let text = br#"{"prompt": "a", "kv_transfer_param\u0073": {"remote_host": "evil"}, "vllm_xargs": {"kv_transfer_params": 1, "x": 2}}"#;
-        let asked = Asked::new(text).unwrap();
+        let asked = CompletionRequest::new(text).unwrap();
         assert_eq!(asked.body, serde_json::json!({"prompt": "a", "vllm_xargs": {"x": 2}}));
-        let sent = Passed::new(Bytes::from_static(text), false).unwrap();
+        let sent = PassthroughRequest::new(Bytes::from_static(text), false).unwrap();
         assert!(!String::from_utf8_lossy(&sent.body).contains("evil"));
         let other = Bytes::from_static(b"{ \"input\":  1.50 , \"model\": \"m\" }");
-        let sent = Passed::new(other.clone(), false).unwrap();
+        let sent = PassthroughRequest::new(other.clone(), false).unwrap();
         assert_eq!(sent.model.as_deref(), Some("m"));
         assert_eq!(sent.body, other, "else it is passed on byte for byte");
     }
@@ -418,10 +421,14 @@ mod tests {
         for body in [&nan[..], br#"{"x": Infinity, "kv_transfer_params": 1}"#, lone, &utf16, &deep]
         {
             let body = Bytes::copy_from_slice(body);
-            assert!(Passed::new(body.clone(), false).is_err(), "{}", body.escape_ascii());
-            assert_eq!(Passed::new(body.clone(), true).unwrap().body, body);
+            assert!(
+                PassthroughRequest::new(body.clone(), false).is_err(),
+                "{}",
+                body.escape_ascii()
+            );
+            assert_eq!(PassthroughRequest::new(body.clone(), true).unwrap().body, body);
         }
-        assert!(Passed::new(Bytes::new(), false).is_ok(), "nothing at all");
+        assert!(PassthroughRequest::new(Bytes::new(), false).is_ok(), "nothing at all");
     }
 
     #[test]
@@ -446,7 +453,7 @@ mod tests {
     #[test]
     fn numbers_travel_as_they_are() {
         let text = r#"{"prompt":"a","seed":18446744073709551615,"temperature":0.30000000000000004,"top_p":0.1}"#;
-        let asked = Asked::new(text.as_bytes()).unwrap();
+        let asked = CompletionRequest::new(text.as_bytes()).unwrap();
         assert_eq!(&asked.bytes()[..], text.as_bytes());
     }
 
@@ -479,7 +486,7 @@ mod tests {
     #[test]
     fn a_body_that_is_no_object_is_refused_in_words() {
         for bytes in [&b""[..], b"[1]", b"{", b"\xff", b"\"a\""] {
-            assert!(Asked::new(bytes).unwrap_err().contains("send a JSON object"));
+            assert!(CompletionRequest::new(bytes).unwrap_err().contains("send a JSON object"));
         }
     }
 }

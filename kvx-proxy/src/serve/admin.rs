@@ -12,23 +12,22 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::keys::Keys;
-use super::routes::json as respond;
 use crate::fleet::Fleet;
 use crate::fleet::instance::{Instance, PrefillKind, Role};
+use crate::relay::api_error::{ApiError, json_response};
 use crate::relay::core::Core;
-use crate::relay::refusal::Refusal;
 use crate::setup::{InstanceSetup, InstanceTable};
 
-type AdminAnswer = Result<Response<Body>, Refusal>;
+type AdminAnswer = Result<Response<Body>, ApiError>;
 
-fn admitted(core: &Core, headers: &HeaderMap) -> Result<(), Refusal> {
+fn admitted(core: &Core, headers: &HeaderMap) -> Result<(), ApiError> {
     match &core.live().setup.admin_api_key {
-        None => Err(Refusal::client(
+        None => Err(ApiError::client(
             StatusCode::FORBIDDEN,
             "/instances is closed: start the proxy with ADMIN_API_KEY in its environment",
         )),
         Some(key) if Keys::one(key.text()).admit_admin(headers) => Ok(()),
-        Some(_) => Err(Refusal::client(
+        Some(_) => Err(ApiError::client(
             StatusCode::FORBIDDEN,
             "/instances needs ADMIN_API_KEY: send it as x-api-key, or as Authorization: Bearer KEY",
         )),
@@ -80,12 +79,12 @@ fn list_of(core: &Core) -> Value {
 }
 
 pub(super) async fn list(State(core): State<Arc<Core>>, headers: HeaderMap) -> Response<Body> {
-    answer(admitted(&core, &headers).map(|()| respond(StatusCode::OK, &list_of(&core))))
+    answer(admitted(&core, &headers).map(|()| json_response(StatusCode::OK, &list_of(&core))))
 }
 
 /// What a request to change the fleet names, besides the keys of an instance.
 #[derive(Deserialize)]
-struct Where {
+struct InstanceTarget {
     role: Role,
     pool: Option<String>,
 }
@@ -93,36 +92,38 @@ struct Where {
 async fn body_of(
     core: &Core,
     request: Request<Body>,
-) -> Result<serde_json::Map<String, Value>, Refusal> {
+) -> Result<serde_json::Map<String, Value>, ApiError> {
     let (parts, body) = request.into_parts();
     admitted(core, &parts.headers)?;
     let time = core.live().setup.limits.body_time;
     let body = tokio::time::timeout(time, Limited::new(body, 64 << 10).collect()).await;
     let bytes: Bytes = match body {
         Ok(Ok(collected)) => collected.to_bytes(),
-        _ => return Err(Refusal::bad_request("the body is too long, or did not come")),
+        _ => return Err(ApiError::bad_request("the body is too long, or did not come")),
     };
     serde_json::from_slice(&bytes)
-        .map_err(|error| Refusal::bad_request(format!("the body is no JSON object: {error}")))
+        .map_err(|error| ApiError::bad_request(format!("the body is no JSON object: {error}")))
 }
 
 /// Where a body says, and the rest of it as an instance.
-fn read(mut body: serde_json::Map<String, Value>) -> Result<(Where, InstanceTable), Refusal> {
-    let refused = |error: serde_json::Error| Refusal::bad_request(error.to_string());
+fn read(
+    mut body: serde_json::Map<String, Value>,
+) -> Result<(InstanceTarget, InstanceTable), ApiError> {
+    let refused = |error: serde_json::Error| ApiError::bad_request(error.to_string());
     let mut place = serde_json::Map::new();
     for key in ["role", "pool"] {
         if let Some(value) = body.remove(key) {
             place.insert(key.to_owned(), value);
         }
     }
-    let place: Where = serde_json::from_value(Value::Object(place)).map_err(refused)?;
+    let place: InstanceTarget = serde_json::from_value(Value::Object(place)).map_err(refused)?;
     let table: InstanceTable = serde_json::from_value(Value::Object(body)).map_err(refused)?;
     Ok((place, table))
 }
 
-impl Where {
+impl InstanceTarget {
     /// The place of its pool in this fleet; another fleet has others.
-    fn pool_in(&self, fleet: &Fleet) -> Result<usize, Refusal> {
+    fn pool_in(&self, fleet: &Fleet) -> Result<usize, ApiError> {
         let pools = &fleet.pools;
         let pool = match &self.pool {
             Some(name) => pools.iter().position(|pool| pool.name == *name),
@@ -130,7 +131,7 @@ impl Where {
         };
         let names: Vec<&str> = pools.iter().map(|pool| pool.name.as_str()).collect();
         pool.ok_or_else(|| {
-            Refusal::bad_request(format!("there is no such pool; there are {names:?}"))
+            ApiError::bad_request(format!("there is no such pool; there are {names:?}"))
         })
     }
 }
@@ -139,7 +140,7 @@ pub(super) async fn add(State(core): State<Arc<Core>>, request: Request<Body>) -
     let changed = async {
         let (place, table) = read(body_of(&core, request).await?)?;
         let role = place.role;
-        let refused = |error: crate::Error| Refusal::bad_request(error.to_string());
+        let refused = |error: crate::Error| ApiError::bad_request(error.to_string());
         let name = InstanceSetup::new(&table.url).map_err(refused)?.name().to_owned();
         core.change_fleet(|fleet| {
             let pool = place.pool_in(fleet)?;
@@ -148,7 +149,7 @@ pub(super) async fn add(State(core): State<Arc<Core>>, request: Request<Body>) -
         })
         .await?;
         tracing::info!(instance = name, role = role.as_str(), "added or changed over /instances");
-        Ok(respond(StatusCode::OK, &list_of(&core)))
+        Ok(json_response(StatusCode::OK, &list_of(&core)))
     };
     answer(changed.await)
 }
@@ -161,7 +162,7 @@ pub(super) async fn remove(
         let (place, table) = read(body_of(&core, request).await?)?;
         let role = place.role;
         let setup = InstanceSetup::new(&table.url)
-            .map_err(|error| Refusal::bad_request(error.to_string()))?;
+            .map_err(|error| ApiError::bad_request(error.to_string()))?;
         let name = setup.name();
         core.change_fleet(|fleet| {
             let pool = place.pool_in(fleet)?;
@@ -170,13 +171,13 @@ pub(super) async fn remove(
                 None => {
                     let words =
                         format!("there is no {} instance {name} in that pool", role.as_str());
-                    Err(Refusal::client(StatusCode::NOT_FOUND, words))
+                    Err(ApiError::client(StatusCode::NOT_FOUND, words))
                 }
             }
         })
         .await?;
         tracing::info!(instance = name, role = role.as_str(), "taken out over /instances");
-        Ok(respond(StatusCode::OK, &list_of(&core)))
+        Ok(json_response(StatusCode::OK, &list_of(&core)))
     };
     answer(changed.await)
 }
@@ -188,7 +189,7 @@ mod tests {
     #[test]
     fn a_pool_is_found_in_the_fleet_that_is_changed() {
         let fleet = |text: &str| Fleet::new(&crate::Setup::from_toml(text).unwrap(), None);
-        let place = Where { role: Role::Decode, pool: Some("b".to_owned()) };
+        let place = InstanceTarget { role: Role::Decode, pool: Some("b".to_owned()) };
         let pool =
             |name: &str| format!("[[pool]]\nname = '{name}'\ndecode = ['http://{name}:1']\n");
         assert_eq!(place.pool_in(&fleet(&(pool("a") + &pool("b")))).unwrap(), 1);

@@ -30,8 +30,8 @@ use tokio::time::Instant;
 
 use crate::error::{Error, Result};
 use crate::fleet::watch;
-use crate::log::Access;
-use crate::relay::core::{Core, Live};
+use crate::log::AccessLogger;
+use crate::relay::core::{Core, LiveSetup};
 use crate::setup::Setup;
 
 /// A proxy that listens and does not serve yet.
@@ -151,13 +151,13 @@ impl Proxy {
     ///
     /// As [`bind`](Self::bind).
     pub async fn bind_with_output(setup: Setup, output: Box<dyn Write + Send>) -> Result<Self> {
-        let live = Live::new(setup, None)?;
+        let live = LiveSetup::new(setup, None)?;
         let setup = Arc::clone(&live.setup);
         let tls = Tls::default();
         tls.set(acceptor(&setup)?);
         let listener = listen(&setup).await?;
         let address = listener.local_addr().map_err(|error| Error::io("cannot listen", error))?;
-        let access = Access::open(&setup.access_log, output)?;
+        let access = AccessLogger::open(&setup.access_log, output)?;
         let (core, none_works) = Core::new(live, access);
         let core = Arc::new(core);
         let handle = Handle { core: Arc::clone(&core), drain: Arc::default(), tls };
@@ -176,7 +176,7 @@ impl Proxy {
 
     /// Asks every instance once how it is: after this, requests find those that are up.
     pub async fn look(&self) {
-        watch::round(&self.core, &self.core.live(), watch::Look::Everything).await;
+        watch::round(&self.core, &self.core.live(), watch::WatchScope::Everything).await;
     }
 
     /// Serves until it has been [drained](Handle::drain).
@@ -201,7 +201,10 @@ impl Proxy {
         let accept = async {
             loop {
                 // Beyond the limit, connections wait in the system's queue.
-                let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+                let Ok(place) = Arc::clone(&places).acquire_owned().await else {
+                    debug_assert!(false, "the semaphore is never closed");
+                    return;
+                };
                 let stream = match self.listener.accept().await {
                     Ok((stream, _)) => stream,
                     Err(error) => {
@@ -211,7 +214,7 @@ impl Proxy {
                         continue;
                     }
                 };
-                let serving = Serving {
+                let serving = Connection {
                     core: Arc::clone(&self.core),
                     http1: http1.clone(),
                     http2: http2.clone(),
@@ -281,7 +284,9 @@ fn taken_in_time(router: axum::Router, core: &Arc<Core>) -> axum::Router {
         async move {
             match response.body().is_end_stream() {
                 true => response,
-                false => response.map(|body| Body::new(stall::Untaken::new(body, stall, idle))),
+                false => {
+                    response.map(|body| Body::new(stall::BodyStallTimeout::new(body, stall, idle)))
+                }
             }
         }
     }))
@@ -302,7 +307,7 @@ struct Http2 {
 }
 
 /// What one connection needs.
-struct Serving {
+struct Connection {
     core: Arc<Core>,
     http1: Http1,
     http2: Http2,
@@ -314,7 +319,7 @@ struct Serving {
     stall: Duration,
 }
 
-impl Serving {
+impl Connection {
     async fn connection(self, stream: TcpStream) {
         let _ = stream.set_nodelay(true);
         self.core.metrics.connections.fetch_add(1, Relaxed);
@@ -336,7 +341,7 @@ impl Serving {
     }
 
     async fn http(self, stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, is_h2: bool) {
-        let io = TokioIo::new(stall::Unstalled::new(stream, self.stall));
+        let io = TokioIo::new(stall::StallTimeout::new(stream, self.stall));
         // Told, not found out: whoever sends half a preface would wait without a timer.
         let ended = match is_h2 {
             true => {

@@ -11,9 +11,9 @@ use hyper::header::{
 use hyper::{Response, StatusCode};
 use serde_json::json;
 
-use super::{admin, routes};
+use super::admin;
+use crate::relay::api_error::{ApiError, json_response};
 use crate::relay::core::Core;
-use crate::relay::refusal::Refusal;
 
 const PAGE: &str = include_str!("page.html");
 /// Nothing from elsewhere, and nothing but this page's own.
@@ -21,7 +21,7 @@ const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 
                       img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
 fn closed() -> Response<Body> {
-    Refusal::client(StatusCode::NOT_FOUND, "the page is switched off").response()
+    ApiError::client(StatusCode::NOT_FOUND, "the page is switched off").response()
 }
 
 pub(super) async fn page(State(core): State<Arc<Core>>) -> Response<Body> {
@@ -55,7 +55,7 @@ pub(super) async fn status(State(core): State<Arc<Core>>) -> Response<Body> {
         "instances": live.fleet.all().map(|one| admin::describe(one)).collect::<Vec<_>>(),
         "errors": core.errors.list(),
     });
-    let mut response = routes::json(StatusCode::OK, &status);
+    let mut response = json_response(StatusCode::OK, &status);
     response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
     response
 }

@@ -16,10 +16,10 @@ use tracing::Instrument as _;
 
 use crate::fleet::instance::{InFlight, Instance};
 use crate::metrics::RequestOutcome;
-use crate::relay::job::{Ended, Job};
-use crate::relay::legs::Sent;
-use crate::relay::opening::{AnswerKind, Opened};
-use crate::relay::refusal::Refusal;
+use crate::relay::answer_head::{AnswerHead, AnswerKind};
+use crate::relay::api_error::ApiError;
+use crate::relay::job::{Job, JobResult};
+use crate::relay::legs::LegRequest;
 use crate::request::headers;
 use crate::upstream::Fault;
 
@@ -38,7 +38,7 @@ pub(super) fn asked(parts: &mut Parts) -> Option<OnUpgrade> {
 }
 
 /// Asks a decode instance for the WebSocket. Whatever it answers but "yes" is the client's answer.
-pub(super) async fn realtime(job: Job, client: OnUpgrade) -> Ended {
+pub(super) async fn realtime(job: Job, client: OnUpgrade) -> JobResult {
     let mut job = job.admit().await?;
     let live = Arc::clone(&job.live);
     let fleet = &live.fleet;
@@ -52,18 +52,18 @@ pub(super) async fn realtime(job: Job, client: OnUpgrade) -> Ended {
     let mut headers = job.headers.clone();
     headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
     headers.insert(UPGRADE, HeaderValue::from_static("websocket"));
-    let sent = Sent { path: job.path.clone(), headers, body: Bytes::new() };
+    let sent = LegRequest { path: job.path.clone(), headers, body: Bytes::new() };
     let opens = |one: &Instance| !one.setup.h2c;
     if !fleet.decode.iter().any(|one| opens(one)) {
         let words = "all decode instances are spoken to by HTTP/2, over which this proxy opens no WebSocket";
-        return Err(job.refused(Refusal::client(StatusCode::NOT_IMPLEMENTED, words)));
+        return Err(job.refused(ApiError::client(StatusCode::NOT_IMPLEMENTED, words)));
     }
     let mut avoid = Vec::new();
     loop {
         let Some(decode) = fleet.choose_alone_that(&job.wanted(TOKENS, 0, model, &avoid), opens)
         else {
             return Err(
-                job.refused(Refusal::unavailable("no decode instance is up: try again later"))
+                job.refused(ApiError::unavailable("no decode instance is up: try again later"))
             );
         };
         let fault = match job.answer(&decode, sent.clone(), AnswerKind::Any, job.first_byte()).await
@@ -82,7 +82,7 @@ pub(super) async fn realtime(job: Job, client: OnUpgrade) -> Ended {
 }
 
 /// The instance has agreed: both connections are the WebSocket's from here on.
-fn switch(mut job: Job, decode: InFlight, opened: Opened, client: OnUpgrade) -> Ended {
+fn switch(mut job: Job, decode: InFlight, opened: AnswerHead, client: OnUpgrade) -> JobResult {
     let mut parts = opened.parts;
     let Some(instance) = parts.extensions.remove::<OnUpgrade>() else {
         return job
@@ -92,13 +92,7 @@ fn switch(mut job: Job, decode: InFlight, opened: Opened, client: OnUpgrade) -> 
     headers::drop_hop_by_hop(&mut parts.headers);
     parts.headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
     parts.headers.insert(UPGRADE, HeaderValue::from_static("websocket"));
-    for (name, value) in
-        [(headers::REQUEST_ID, job.record.id.clone()), (headers::ROUTE, job.record.route_words())]
-    {
-        if let Ok(value) = HeaderValue::from_str(&value) {
-            parts.headers.insert(name, value);
-        }
-    }
+    job.record.stamp(&mut parts.headers);
     job.record.decode(decode.instance.name());
     job.record.first_byte(parts.status.as_u16());
     let span = job.record.span.clone();

@@ -14,12 +14,12 @@ use hyper::{Request, Response, StatusCode};
 use tracing::{Instrument as _, Span};
 
 use super::{admin, page, realtime};
-use crate::admission::Room;
-use crate::relay::core::{Core, Live};
-use crate::relay::job::{Ended, Job};
-use crate::relay::refusal::Refusal;
-use crate::relay::{alone, disaggregated};
-use crate::request::{Asked, Passed, plain_path};
+use crate::admission::BodyPermit;
+use crate::relay::api_error::{ApiError, json_response};
+use crate::relay::core::{Core, LiveSetup};
+use crate::relay::job::{Job, JobResult};
+use crate::relay::{decode_only, disaggregated};
+use crate::request::{CompletionRequest, PassthroughRequest, plain_path};
 
 type Shared = State<Arc<Core>>;
 
@@ -52,7 +52,7 @@ async fn admit(
     let keys = core.live().keys.clone();
     match keys {
         Some(keys) if !keys.admit(request.headers()) => {
-            let refusal = Refusal::unauthorized();
+            let refusal = ApiError::unauthorized();
             core.metrics.request(refusal.outcome);
             refusal.response()
         }
@@ -61,12 +61,12 @@ async fn admit(
 }
 
 /// A refusal before there is a job to count it.
-fn refuse(core: &Core, refusal: &Refusal) -> Response<Body> {
+fn refuse(core: &Core, refusal: &ApiError) -> Response<Body> {
     core.metrics.request(refusal.outcome);
     refusal.response()
 }
 
-fn respond(ended: Ended) -> Response<Body> {
+fn respond(ended: JobResult) -> Response<Body> {
     match ended {
         Ok(response) => response,
         Err(ended) => {
@@ -82,20 +82,24 @@ fn respond(ended: Ended) -> Response<Body> {
     }
 }
 
-fn no_room() -> Refusal {
-    Refusal::unavailable("too many long requests are at work: try again later")
+fn no_room() -> ApiError {
+    ApiError::unavailable("too many long requests are at work: try again later")
 }
 
 /// The body of a client, of bounded length and in bounded time, as it is; and its share of what all
 /// bodies may take.
-async fn body_of(live: &Live, headers: &HeaderMap, body: Body) -> Result<(Bytes, Room), Refusal> {
+async fn body_of(
+    live: &LiveSetup,
+    headers: &HeaderMap,
+    body: Body,
+) -> Result<(Bytes, BodyPermit), ApiError> {
     if headers.get(CONTENT_ENCODING).is_some_and(|value| value != "identity") {
         let words = "the body has a Content-Encoding; send it as it is";
-        return Err(Refusal::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, words));
+        return Err(ApiError::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, words));
     }
     let (admission, limits) = (&live.admission, &live.setup.limits);
     let too_long = || {
-        Refusal::client(
+        ApiError::client(
             StatusCode::PAYLOAD_TOO_LARGE,
             format!("the body is longer than {} bytes, which is this proxy's limit", limits.body),
         )
@@ -107,14 +111,14 @@ async fn body_of(live: &Live, headers: &HeaderMap, body: Body) -> Result<(Bytes,
     }
     let read = async {
         let (mut body, mut read, mut room) =
-            (Limited::new(body, limits.body), BytesMut::new(), Room::default());
+            (Limited::new(body, limits.body), BytesMut::new(), BodyPermit::default());
         while let Some(frame) = body.frame().await {
             let data = match frame {
                 Ok(frame) => frame.into_data().unwrap_or_default(),
                 Err(error) if error.is::<http_body_util::LengthLimitError>() => {
                     return Err(too_long());
                 }
-                Err(_) => return Err(Refusal::bad_request("the body broke off")),
+                Err(_) => return Err(ApiError::bad_request("the body broke off")),
             };
             if !admission.widen(&mut room, read.len() + data.len()) {
                 return Err(no_room());
@@ -125,7 +129,7 @@ async fn body_of(live: &Live, headers: &HeaderMap, body: Body) -> Result<(Bytes,
     };
     match tokio::time::timeout(limits.body_time, read).await {
         Ok(read) => read,
-        Err(_) => Err(Refusal::client(
+        Err(_) => Err(ApiError::client(
             StatusCode::REQUEST_TIMEOUT,
             format!("the body did not come within {:?}", limits.body_time),
         )),
@@ -136,12 +140,12 @@ async fn body_of(live: &Live, headers: &HeaderMap, body: Body) -> Result<(Bytes,
 async fn until_the_end(
     core: &Core,
     span: Span,
-    work: impl Future<Output = Ended>,
+    work: impl Future<Output = JobResult>,
 ) -> Response<Body> {
     let mut end = core.end.subscribe();
     tokio::select! {
         ended = work.instrument(span) => respond(ended),
-        _ = end.wait_for(|end| *end) => Refusal::draining().response(),
+        _ = end.wait_for(|end| *end) => ApiError::draining().response(),
     }
 }
 
@@ -158,21 +162,21 @@ async fn completion(State(core): Shared, request: Request<Body>) -> Response<Bod
         });
         if !is_json {
             let words = "the body's Content-Type is not application/json";
-            return Err(job.refused(Refusal::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, words)));
+            return Err(job.refused(ApiError::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, words)));
         }
         let (body, mut room) = match body_of(&job.live, &parts.headers, body).await {
             Ok(body) => body,
             Err(refusal) => return Err(job.refused(refusal)),
         };
-        let asked = match Asked::new(&body) {
+        let asked = match CompletionRequest::new(&body) {
             Ok(asked) => asked,
-            Err(words) => return Err(job.refused(Refusal::bad_request(words))),
+            Err(words) => return Err(job.refused(ApiError::bad_request(words))),
         };
         drop(body);
         let held = asked.held();
         if held > job.live.setup.limits.bodies {
             let words = "the body takes more memory than limits.bodies of this proxy has for all";
-            return Err(job.refused(Refusal::client(StatusCode::PAYLOAD_TOO_LARGE, words)));
+            return Err(job.refused(ApiError::client(StatusCode::PAYLOAD_TOO_LARGE, words)));
         }
         if !job.live.admission.widen(&mut room, held) {
             return Err(job.refused(no_room()));
@@ -209,16 +213,16 @@ async fn pass(State(core): Shared, request: Request<Body>) -> Response<Body> {
     let (mut parts, body) = request.into_parts();
     let path = parts.uri.path().to_owned();
     if let Err(words) = plain_path(&path) {
-        return refuse(&core, &Refusal::bad_request(words));
+        return refuse(&core, &ApiError::bad_request(words));
     }
     if !is_passed(&path) {
         let words = format!("{} {path} is nothing that this proxy passes on", parts.method);
-        return refuse(&core, &Refusal::client(StatusCode::NOT_FOUND, words));
+        return refuse(&core, &ApiError::client(StatusCode::NOT_FOUND, words));
     }
     if matches!(path.as_str(), "/v1/completions" | "/v1/chat/completions") {
         return refuse(
             &core,
-            &Refusal::client(StatusCode::METHOD_NOT_ALLOWED, format!("{path} takes POST")),
+            &ApiError::client(StatusCode::METHOD_NOT_ALLOWED, format!("{path} takes POST")),
         );
     }
     let job = match Job::begin(&core, &parts) {
@@ -235,16 +239,16 @@ async fn pass(State(core): Shared, request: Request<Body>) -> Response<Body> {
         match websocket {
             Some(client) if body.is_empty() => return realtime::realtime(job, client).await,
             Some(_) => {
-                return Err(job.refused(Refusal::bad_request("a WebSocket begins without a body")));
+                return Err(job.refused(ApiError::bad_request("a WebSocket begins without a body")));
             }
             None => {}
         }
         let form = parts.headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
         let is_form =
             form.is_some_and(|kind| kind.to_ascii_lowercase().starts_with("multipart/form-data"));
-        let asked = match Passed::new(body, is_form) {
+        let asked = match PassthroughRequest::new(body, is_form) {
             Ok(asked) => asked,
-            Err(words) => return Err(job.refused(Refusal::bad_request(words))),
+            Err(words) => return Err(job.refused(ApiError::bad_request(words))),
         };
         // A stored response is asked of the instance that stored it.
         let named = path.strip_prefix("/v1/responses/").and_then(|rest| rest.split('/').next());
@@ -252,7 +256,7 @@ async fn pass(State(core): Shared, request: Request<Body>) -> Response<Body> {
             named.or(asked.before.as_deref()).and_then(|response| core.stored_by(response));
         let mut job = job.admit().await?;
         job.record.model(asked.model.as_deref());
-        alone::passed(job, asked, stored_by).await
+        decode_only::passthrough(job, asked, stored_by).await
     };
     until_the_end(&core, span, work).await
 }
@@ -276,22 +280,13 @@ async fn models(State(core): Shared, request: Request<Body>) -> Response<Body> {
         return pass(State(core), request).await;
     }
     let data: Vec<_> = union.into_values().collect();
-    json(StatusCode::OK, &serde_json::json!({"object": "list", "data": data}))
-}
-
-pub(super) fn json(status: StatusCode, value: &serde_json::Value) -> Response<Body> {
-    let body = value.to_string();
-    let mut response = Response::new(Body::empty());
-    *response.status_mut() = status;
-    crate::upstream::json_headers(response.headers_mut(), body.len());
-    *response.body_mut() = Body::from(body);
-    response
+    json_response(StatusCode::OK, &serde_json::json!({"object": "list", "data": data}))
 }
 
 async fn healthcheck(State(core): Shared) -> Response<Body> {
     let live = core.live();
     let (prefill, decode) = (live.fleet.prefill.len(), live.fleet.decode.len());
-    json(
+    json_response(
         StatusCode::OK,
         &serde_json::json!({"status": "ok", "prefill_instances": prefill, "decode_instances": decode}),
     )
@@ -303,9 +298,12 @@ async fn ready(State(core): Shared) -> Response<Body> {
         false if !core.live().fleet.is_ready() => {
             "no prefill instance and decode instance are up together"
         }
-        false => return json(StatusCode::OK, &serde_json::json!({"ready": true})),
+        false => return json_response(StatusCode::OK, &serde_json::json!({"ready": true})),
     };
-    json(StatusCode::SERVICE_UNAVAILABLE, &serde_json::json!({"ready": false, "why": words}))
+    json_response(
+        StatusCode::SERVICE_UNAVAILABLE,
+        &serde_json::json!({"ready": false, "why": words}),
+    )
 }
 
 async fn metrics(State(core): Shared) -> Response<Body> {

@@ -15,16 +15,16 @@ use tokio::task::AbortHandle;
 use tokio::time::{Instant, Sleep};
 
 /// A connection whose writes fail once the other side has taken nothing for a time.
-pub(crate) struct Unstalled<T> {
+pub(crate) struct StallTimeout<T> {
     inner: T,
     patience: Duration,
     /// Runs while a write waits.
     sleep: Option<Pin<Box<Sleep>>>,
 }
 
-impl<T> Unstalled<T> {
+impl<T> StallTimeout<T> {
     pub(crate) fn new(inner: T, patience: Duration) -> Self {
-        Unstalled { inner, patience, sleep: None }
+        StallTimeout { inner, patience, sleep: None }
     }
 
     fn timed<R>(&mut self, polled: Poll<Result<R>>, cx: &mut Context<'_>) -> Poll<Result<R>> {
@@ -45,7 +45,7 @@ impl<T> Unstalled<T> {
     }
 }
 
-impl<T: AsyncRead + Unpin> AsyncRead for Unstalled<T> {
+impl<T: AsyncRead + Unpin> AsyncRead for StallTimeout<T> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -55,7 +55,7 @@ impl<T: AsyncRead + Unpin> AsyncRead for Unstalled<T> {
     }
 }
 
-impl<T: AsyncWrite + Unpin> AsyncWrite for Unstalled<T> {
+impl<T: AsyncWrite + Unpin> AsyncWrite for StallTimeout<T> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -92,15 +92,15 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Unstalled<T> {
 /// An answer over HTTP/2 that is given up once its client has taken nothing of it for a time. A
 /// client that opens no window makes no write wait: its stream is not asked for anything, and would
 /// be held for ever.
-pub(crate) struct Untaken {
-    inner: Arc<Mutex<Taken>>,
+pub(crate) struct BodyStallTimeout {
+    inner: Arc<Mutex<BodyState>>,
     watch: AbortHandle,
 }
 
 /// Longer pieces go in parts of this: whoever reads slowly is seen to read.
 const PART: usize = 16 << 10;
 
-struct Taken {
+struct BodyState {
     /// None once it is given up.
     body: Option<Body>,
     /// Of the last piece.
@@ -116,14 +116,14 @@ struct Taken {
     silence: Duration,
 }
 
-fn lock(taken: &Mutex<Taken>) -> MutexGuard<'_, Taken> {
+fn lock(taken: &Mutex<BodyState>) -> MutexGuard<'_, BodyState> {
     taken.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Untaken {
+impl BodyStallTimeout {
     /// `silence` is how long the answer itself may come to nothing: no fault of its client's.
     pub(crate) fn new(body: Body, patience: Duration, silence: Duration) -> Self {
-        let taken = Taken {
+        let taken = BodyState {
             body: Some(body),
             rest: Bytes::new(),
             waker: None,
@@ -134,13 +134,14 @@ impl Untaken {
         };
         let inner = Arc::new(Mutex::new(taken));
         let watch = tokio::spawn(watch(Arc::downgrade(&inner))).abort_handle();
-        Untaken { inner, watch }
+        BodyStallTimeout { inner, watch }
     }
 }
 
 /// Gives an answer up when its client has had its time.
-async fn watch(inner: Weak<Mutex<Taken>>) {
+async fn watch(inner: Weak<Mutex<BodyState>>) {
     loop {
+        // Expected: the body was dropped before this task was aborted.
         let Some(inner) = inner.upgrade() else { return };
         let end = {
             let mut taken = lock(&inner);
@@ -165,13 +166,13 @@ async fn watch(inner: Weak<Mutex<Taken>>) {
     }
 }
 
-impl Drop for Untaken {
+impl Drop for BodyStallTimeout {
     fn drop(&mut self) {
         self.watch.abort();
     }
 }
 
-impl hyper::body::Body for Untaken {
+impl hyper::body::Body for BodyStallTimeout {
     type Data = Bytes;
     type Error = axum::Error;
 
@@ -229,7 +230,7 @@ mod tests {
     #[tokio::test]
     async fn who_reads_nothing_is_given_up_and_who_reads_slowly_is_not() {
         let (ours, theirs) = tokio::io::duplex(16);
-        let mut writer = Unstalled::new(ours, Duration::from_millis(50));
+        let mut writer = StallTimeout::new(ours, Duration::from_millis(50));
         let started = Instant::now();
         let error = writer.write_all(&[0; 64]).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::TimedOut);
@@ -237,7 +238,7 @@ mod tests {
         drop(theirs);
 
         let (ours, mut theirs) = tokio::io::duplex(1);
-        let mut writer = Unstalled::new(ours, Duration::from_secs(5));
+        let mut writer = StallTimeout::new(ours, Duration::from_secs(5));
         let reading = tokio::spawn(async move {
             let mut all = Vec::new();
             theirs.read_to_end(&mut all).await.map(|_| all.len())

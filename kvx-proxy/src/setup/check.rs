@@ -2,7 +2,7 @@
 //! anybody.
 
 use super::{InstanceSetup, PoolConnector, Setup};
-use crate::log::Access;
+use crate::log::AccessLogger;
 
 /// One line of `kvx proxy --check`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,7 +48,7 @@ impl Setup {
         if let Err(error) = crate::serve::acceptor(self) {
             found.push(Fails(error.to_string()));
         }
-        if let Err(error) = Access::can_open(&self.access_log) {
+        if let Err(error) = AccessLogger::can_open(&self.access_log) {
             found.push(Fails(error.to_string()));
         }
         if self.admin_api_key.is_none() {

@@ -9,7 +9,7 @@ use crate::upstream::{Fault, json_headers};
 
 /// An error in OpenAI's form.
 #[derive(Debug)]
-pub(crate) struct Refusal {
+pub(crate) struct ApiError {
     pub(crate) status: StatusCode,
     pub(crate) kind: &'static str,
     pub(crate) message: String,
@@ -18,14 +18,14 @@ pub(crate) struct Refusal {
     close: bool,
 }
 
-impl Refusal {
+impl ApiError {
     fn new(
         status: StatusCode,
         kind: &'static str,
         outcome: RequestOutcome,
         message: impl Into<String>,
     ) -> Self {
-        Refusal { status, kind, message: message.into(), outcome, later: false, close: false }
+        ApiError { status, kind, message: message.into(), outcome, later: false, close: false }
     }
 
     /// The client's mistake.
@@ -61,12 +61,12 @@ impl Refusal {
             RequestOutcome::Refused,
             message,
         );
-        Refusal { later: true, ..refusal }
+        ApiError { later: true, ..refusal }
     }
 
     /// Never again on this connection.
     pub(crate) fn draining() -> Self {
-        Refusal {
+        ApiError {
             close: true,
             ..Self::unavailable("this proxy takes no more requests: it is about to end")
         }
@@ -98,17 +98,23 @@ impl Refusal {
     }
 
     pub(crate) fn response(&self) -> Response<Body> {
-        let body = self.json().to_string();
-        let mut response = Response::new(Body::empty());
-        *response.status_mut() = self.status;
-        json_headers(response.headers_mut(), body.len());
+        let mut response = json_response(self.status, &self.json());
         if self.later {
             response.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("1"));
         }
         if self.close {
             response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
         }
-        *response.body_mut() = Body::from(body);
         response
     }
+}
+
+/// Returns a response with a JSON body.
+pub(crate) fn json_response(status: StatusCode, value: &serde_json::Value) -> Response<Body> {
+    let body = value.to_string();
+    let mut response = Response::new(Body::empty());
+    *response.status_mut() = status;
+    json_headers(response.headers_mut(), body.len());
+    *response.body_mut() = Body::from(body);
+    response
 }

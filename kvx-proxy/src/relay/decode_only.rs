@@ -3,42 +3,50 @@
 use hyper::Method;
 use hyper::header::{CONTENT_LENGTH, HeaderValue};
 
-use super::job::{Ended, Job};
-use super::legs::Sent;
-use super::opening::AnswerKind;
-use super::refusal::Refusal;
+use super::answer_head::AnswerKind;
+use super::job::{Job, JobResult};
+use super::legs::LegRequest;
 use crate::fleet::instance::InFlight;
-use crate::request::{Asked, Passed};
+use crate::request::{CompletionRequest, PassthroughRequest};
 use crate::upstream::Fault;
 
 /// A completion by a decode instance alone.
-pub(crate) async fn completion(mut job: Job, asked: &Asked, reason: &'static str) -> Ended {
+pub(crate) async fn completion(
+    mut job: Job,
+    asked: &CompletionRequest,
+    reason: &'static str,
+) -> JobResult {
     job.record.route("decode_alone", reason);
     job.streamed = asked.stream;
-    let sent = Sent::json(&job.path, &job.headers, &asked.body);
+    let sent = LegRequest::json(&job.path, &job.headers, &asked.body);
     let tokens = asked.prompt_tokens + asked.new_tokens;
     let prefix = asked.prefix(job.live.setup.prefix_tokens);
-    let to = To { tokens, prefix, model: asked.model.as_deref(), stored_by: None };
+    let to = Destination { tokens, prefix, model: asked.model.as_deref(), stored_by: None };
     // A generation has no effect but its answer: it may be begun again.
     run(job, sent, AnswerKind::Completion, &to, true).await
 }
 
 /// Anything else, as it came.
-pub(crate) async fn passed(mut job: Job, asked: Passed, stored_by: Option<String>) -> Ended {
+pub(crate) async fn passthrough(
+    mut job: Job,
+    asked: PassthroughRequest,
+    stored_by: Option<String>,
+) -> JobResult {
     job.record.route("passed", "");
     job.streamed = asked.stream;
-    let Passed { body, model, .. } = asked;
+    let PassthroughRequest { body, model, .. } = asked;
     let mut headers = job.headers.clone();
     if !body.is_empty() || job.method == Method::POST {
         headers.insert(CONTENT_LENGTH, HeaderValue::from(body.len()));
     }
     let tokens = (body.len() / 4) as u64 + 1;
-    let to = To { tokens, prefix: 0, model: model.as_deref(), stored_by: stored_by.as_deref() };
-    let sent = Sent { path: job.path.clone(), headers, body };
+    let to =
+        Destination { tokens, prefix: 0, model: model.as_deref(), stored_by: stored_by.as_deref() };
+    let sent = LegRequest { path: job.path.clone(), headers, body };
     run(job, sent, AnswerKind::Any, &to, false).await
 }
 
-struct To<'a> {
+struct Destination<'a> {
     tokens: u64,
     prefix: u64,
     model: Option<&'a str>,
@@ -47,7 +55,7 @@ struct To<'a> {
 
 fn choose(
     job: &Job,
-    to: &To<'_>,
+    to: &Destination<'_>,
     avoid: &[std::sync::Arc<crate::fleet::instance::Instance>],
 ) -> Option<InFlight> {
     let fleet = &job.live.fleet;
@@ -65,18 +73,18 @@ fn choose(
     }
 }
 
-async fn run(mut job: Job, sent: Sent, kind: AnswerKind, to: &To<'_>, may_repeat: bool) -> Ended {
+async fn run(
+    mut job: Job,
+    sent: LegRequest,
+    kind: AnswerKind,
+    to: &Destination<'_>,
+    may_repeat: bool,
+) -> JobResult {
     let mut avoid = Vec::new();
     let mut last: Option<(String, Fault)> = None;
     loop {
         let Some(decode) = choose(&job, to, &avoid) else {
-            return match last {
-                Some((instance, fault)) => job.fail(&instance, fault),
-                None => {
-                    Err(job
-                        .refused(Refusal::unavailable("no decode instance is up: try again later")))
-                }
-            };
+            return job.give_up(last, "no decode instance is up: try again later");
         };
         let opened = job.answer(&decode, sent.clone(), kind, job.first_byte()).await;
         let fault = match opened {

@@ -28,7 +28,7 @@ pub(crate) enum AnswerKind {
 
 /// An answer whose beginning has come.
 #[derive(Debug)]
-pub(crate) struct Opened {
+pub(crate) struct AnswerHead {
     pub(crate) parts: Parts,
     /// What may be passed on.
     pub(crate) first: Bytes,
@@ -56,7 +56,7 @@ pub(crate) async fn open(
     response: Response<Incoming>,
     kind: AnswerKind,
     until: Instant,
-) -> Result<Opened, Fault> {
+) -> Result<AnswerHead, Fault> {
     let response = accepted(response, until).await?;
     let (parts, mut body) = response.into_parts();
     let plain = !parts.headers.contains_key(CONTENT_ENCODING);
@@ -120,7 +120,7 @@ pub(crate) async fn open(
         }
     }
     let is_error = events.is_some() && sse::opens_with_failure(&first);
-    Ok(Opened {
+    Ok(AnswerHead {
         parts,
         first,
         rest,

@@ -5,20 +5,20 @@ use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
 /// Retries are a share of requests, so that a sick fleet is not stormed: each request pays in, each
 /// retry takes out.
 #[derive(Debug)]
-pub(crate) struct Budget {
+pub(crate) struct RetryBudget {
     thousandths: AtomicI64,
 }
 
 const START: i64 = 10_000;
 const MOST: i64 = 100_000;
 
-impl Default for Budget {
+impl Default for RetryBudget {
     fn default() -> Self {
-        Budget { thousandths: AtomicI64::new(START) }
+        RetryBudget { thousandths: AtomicI64::new(START) }
     }
 }
 
-impl Budget {
+impl RetryBudget {
     /// A request has come.
     pub(crate) fn deposit(&self, share: f64) {
         let share = (share * 1000.0) as i64;
@@ -37,35 +37,35 @@ impl Budget {
 
 /// The attempts of one request.
 #[derive(Debug)]
-pub(crate) struct Tries {
+pub(crate) struct Attempts {
     pub(crate) made: u32,
     most: u32,
 }
 
 /// Whether there is another attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Again {
+pub(crate) enum RetryDecision {
     Yes,
     /// The request has had its attempts.
-    Enough,
+    OutOfAttempts,
     /// All requests together have had theirs.
-    Denied,
+    OutOfBudget,
 }
 
-impl Tries {
+impl Attempts {
     pub(crate) fn new(attempts: u32) -> Self {
-        Tries { made: 1, most: attempts }
+        Attempts { made: 1, most: attempts }
     }
 
-    pub(crate) fn again(&mut self, budget: &Budget) -> Again {
+    pub(crate) fn again(&mut self, budget: &RetryBudget) -> RetryDecision {
         if self.made >= self.most {
-            return Again::Enough;
+            return RetryDecision::OutOfAttempts;
         }
         if !budget.take() {
-            return Again::Denied;
+            return RetryDecision::OutOfBudget;
         }
         self.made += 1;
-        Again::Yes
+        RetryDecision::Yes
     }
 }
 
@@ -75,20 +75,20 @@ mod tests {
 
     #[test]
     fn a_request_has_its_attempts() {
-        let budget = Budget::default();
-        let mut tries = Tries::new(3);
-        assert_eq!([tries.again(&budget), tries.again(&budget)], [Again::Yes; 2]);
-        assert_eq!(tries.again(&budget), Again::Enough);
+        let budget = RetryBudget::default();
+        let mut tries = Attempts::new(3);
+        assert_eq!([tries.again(&budget), tries.again(&budget)], [RetryDecision::Yes; 2]);
+        assert_eq!(tries.again(&budget), RetryDecision::OutOfAttempts);
     }
 
     #[test]
     fn all_requests_have_a_share() {
-        let budget = Budget::default();
+        let budget = RetryBudget::default();
         let retries = |count| {
             (0..count)
                 .filter(|_| {
                     budget.deposit(0.2);
-                    Tries::new(9).again(&budget) == Again::Yes
+                    Attempts::new(9).again(&budget) == RetryDecision::Yes
                 })
                 .count()
         };

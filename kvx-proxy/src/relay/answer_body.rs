@@ -9,13 +9,13 @@ use axum::body::Body;
 use bytes::Bytes;
 use hyper::Response;
 use hyper::body::{Frame, Incoming, SizeHint};
-use hyper::header::{CONTENT_LENGTH, HeaderValue};
+use hyper::header::CONTENT_LENGTH;
 use tokio::time::{Instant, Sleep};
 
+use super::answer_head::AnswerHead;
 use super::conversation::Capture;
-use super::core::Live;
+use super::core::LiveSetup;
 use super::legs::PrefillTask;
-use super::opening::Opened;
 use super::record::Record;
 use crate::fleet::instance::{InFlight, Reason};
 use crate::metrics::RequestOutcome;
@@ -24,8 +24,8 @@ use crate::sse::{self, WholeEvents};
 use crate::upstream::words;
 
 /// What an answer holds on to until it has ended.
-pub(crate) struct HeldByAnswer {
-    pub(crate) live: std::sync::Arc<Live>,
+pub(crate) struct AnswerResources {
+    pub(crate) live: std::sync::Arc<LiveSetup>,
     pub(crate) decode: InFlight,
     /// A prefill leg that is still at work; it ends with a client that goes away.
     pub(crate) prefill: Option<PrefillTask>,
@@ -37,20 +37,18 @@ pub(crate) struct HeldByAnswer {
 }
 
 /// Makes the client's response of an answer that has begun.
-pub(crate) fn pass(opened: Opened, mut record: Record, mut held: HeldByAnswer) -> Response<Body> {
-    let Opened { mut parts, mut first, rest, events, wants_done, is_turn, .. } = opened;
+pub(crate) fn pass(
+    opened: AnswerHead,
+    mut record: Record,
+    mut held: AnswerResources,
+) -> Response<Body> {
+    let AnswerHead { mut parts, mut first, rest, events, wants_done, is_turn, .. } = opened;
     headers::drop_hop_by_hop(&mut parts.headers);
     if events.is_some() {
         // An error event may have to follow.
         parts.headers.remove(CONTENT_LENGTH);
     }
-    if let Ok(id) = HeaderValue::from_str(&record.id) {
-        // The client's own: what an instance says may have an end of ours.
-        parts.headers.insert(headers::REQUEST_ID, id);
-    }
-    if let Ok(route) = HeaderValue::from_str(&record.route_words()) {
-        parts.headers.insert(headers::ROUTE, route);
-    }
+    record.stamp(&mut parts.headers);
     let status = parts.status;
     record.first_byte(status.as_u16());
     if let Some(capture) = &mut held.capture {
@@ -80,7 +78,7 @@ pub(crate) fn pass(opened: Opened, mut record: Record, mut held: HeldByAnswer) -
     };
     let idle = held.live.setup.timeouts.idle;
     let mut end = record.core().end.subscribe();
-    let passing = Passing {
+    let passing = AnswerBody {
         first: Some(first),
         rest,
         events,
@@ -98,7 +96,7 @@ pub(crate) fn pass(opened: Opened, mut record: Record, mut held: HeldByAnswer) -
     Response::from_parts(parts, Body::new(passing))
 }
 
-impl HeldByAnswer {
+impl AnswerResources {
     /// The answer has ended, with what its events have said.
     fn end(
         mut self,
@@ -133,7 +131,7 @@ impl HeldByAnswer {
 }
 
 /// The body of an answer: passes on what comes, and ends with an error if it has to.
-struct Passing {
+struct AnswerBody {
     first: Option<Bytes>,
     rest: Incoming,
     events: Option<WholeEvents>,
@@ -146,14 +144,14 @@ struct Passing {
     outcome: RequestOutcome,
     status: u16,
     /// None once it has ended.
-    work: Option<(Record, HeldByAnswer)>,
+    work: Option<(Record, AnswerResources)>,
 }
 
-type Next = Poll<Option<Result<Frame<Bytes>, std::io::Error>>>;
+type FramePoll = Poll<Option<Result<Frame<Bytes>, std::io::Error>>>;
 
-impl Passing {
+impl AnswerBody {
     /// The upstream has ended.
-    fn end(&mut self) -> Next {
+    fn end(&mut self) -> FramePoll {
         let left = match &mut self.events {
             Some(events) => {
                 let left = events.finish();
@@ -183,7 +181,12 @@ impl Passing {
 
     /// Nothing more comes that could be passed on: the client is told, by an event or by a
     /// connection that breaks.
-    fn break_off(&mut self, outcome: RequestOutcome, why: &str, blame: Option<Reason>) -> Next {
+    fn break_off(
+        &mut self,
+        outcome: RequestOutcome,
+        why: &str,
+        blame: Option<Reason>,
+    ) -> FramePoll {
         let Some((mut record, held)) = self.work.take() else { return Poll::Ready(None) };
         let instance = &held.decode.instance;
         let message = format!("instance {} broke off this answer: {why}", instance.name());
@@ -209,11 +212,11 @@ impl Passing {
         }
     }
 
-    fn out_of_time(&mut self) -> Next {
+    fn out_of_time(&mut self) -> FramePoll {
         self.break_off(RequestOutcome::Timeout, "the request has had its time", None)
     }
 
-    fn poll_time(&mut self, cx: &mut Context<'_>) -> Next {
+    fn poll_time(&mut self, cx: &mut Context<'_>) -> FramePoll {
         if self.end.as_mut().poll(cx).is_ready() {
             return self.break_off(RequestOutcome::BrokenOff, "this proxy ends", None);
         }
@@ -233,11 +236,11 @@ impl Passing {
     }
 }
 
-impl hyper::body::Body for Passing {
+impl hyper::body::Body for AnswerBody {
     type Data = Bytes;
     type Error = std::io::Error;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Next {
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> FramePoll {
         let this = self.get_mut();
         if let Some(first) = this.first.take()
             && !first.is_empty()

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use self::server::{LIMIT, Server, Told, greedy, model};
+use self::server::{LIMIT, Server, ServerArgs, greedy, model};
 
 /// It keeps 44 KiB of each token.
 const NARROW: Shape =
@@ -87,7 +87,7 @@ fn main() {
     let (shape, rounds) = if test { (SMALL, 1) } else { (NARROW, 3) };
     println!("{}", json!({"what": "demo", "first_answer_s": demo().as_secs_f64()}));
     let model = shape.folder();
-    let single = Server::start(&model, Told { arguments: POOL, ..Told::default() });
+    let single = Server::start(&model, ServerArgs { arguments: POOL, ..ServerArgs::default() });
     for (seed, backend) in [(0, "SHM"), (100, "TCP")] {
         let prefill = Server::with_peers(&model, backend, "fail", POOL);
         let decode = Server::with_peers(&model, backend, "fail", POOL);

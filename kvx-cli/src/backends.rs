@@ -5,9 +5,10 @@ use std::io::Write;
 
 use clap::Args;
 use kvx::{BackendStatus, Options, Registry};
-use serde_json::{Map, Value, json};
+use serde::Serialize;
+use serde_json::{Map, Value};
 
-use crate::wheels::{self, Found};
+use crate::wheels::{self, FoundLibrary};
 use crate::{Result, routes};
 
 /// What stands behind `backends` on the command line.
@@ -46,8 +47,7 @@ pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Writ
         }
     }
     if arguments.json {
-        let rows: Value = rows.iter().map(BackendRow::to_json).collect();
-        writeln!(out, "{rows:#}")?;
+        writeln!(out, "{:#}", serde_json::to_value(&rows)?)?;
         return Ok(());
     }
     table(&rows, out)?;
@@ -55,6 +55,7 @@ pub(crate) fn run(arguments: &Arguments, registry: &Registry, out: &mut dyn Writ
 }
 
 /// One backend.
+#[derive(Default, Serialize)]
 struct BackendRow {
     name: &'static str,
     compiled: bool,
@@ -72,18 +73,7 @@ struct BackendRow {
 
 impl BackendRow {
     fn of(name: &'static str, registry: &Registry, options: &Options) -> Result<Self> {
-        let mut row = BackendRow {
-            name,
-            compiled: true,
-            available: false,
-            version: None,
-            library: None,
-            devices: Vec::new(),
-            route: None,
-            reason: None,
-            next_step: None,
-            capabilities: None,
-        };
+        let mut row = BackendRow { name, compiled: true, ..BackendRow::default() };
         match registry.standing(name, options)?.1 {
             BackendStatus::Available(found) => {
                 row.available = true;
@@ -133,7 +123,7 @@ impl BackendRow {
     }
 
     /// A library that was found is the next step of a backend that lacks it.
-    fn with(mut self, found: &[Found]) -> Self {
+    fn with(mut self, found: &[FoundLibrary]) -> Self {
         if let Some(found) =
             found.iter().find(|found| found.backend == self.name && !self.available)
         {
@@ -151,21 +141,6 @@ impl BackendRow {
             });
         }
         self
-    }
-
-    fn to_json(&self) -> Value {
-        json!({
-            "name": self.name,
-            "compiled": self.compiled,
-            "available": self.available,
-            "version": self.version,
-            "library": self.library,
-            "devices": self.devices,
-            "route": self.route,
-            "reason": self.reason,
-            "next_step": self.next_step,
-            "capabilities": self.capabilities,
-        })
     }
 
     fn cells(&self) -> [String; 4] {
@@ -208,7 +183,7 @@ fn table(rows: &[BackendRow], out: &mut dyn Write) -> Result<()> {
     Ok(())
 }
 
-fn tell_found(found: &[Found], rows: &[BackendRow], out: &mut dyn Write) -> Result<()> {
+fn tell_found(found: &[FoundLibrary], rows: &[BackendRow], out: &mut dyn Write) -> Result<()> {
     writeln!(out)?;
     if found.is_empty() {
         writeln!(
@@ -219,7 +194,7 @@ fn tell_found(found: &[Found], rows: &[BackendRow], out: &mut dyn Write) -> Resu
         return Ok(());
     }
     writeln!(out, "Native libraries in Python environments:")?;
-    for Found { backend, variable, path } in found {
+    for FoundLibrary { backend, variable, path } in found {
         let use_of_it = match rows.iter().find(|row| row.name == *backend) {
             Some(row) if row.available => "  # not needed: it is available without",
             Some(row) if row.compiled && *variable == wheels::MOONCAKE_ENGINE => {
@@ -243,6 +218,8 @@ mod tests {
         MemoryKinds, PerOp, Placement, Revocation, Unavailable,
     };
     use kvx_core::transport::{Availability, Context, Factory, Transport};
+
+    use serde_json::json;
 
     use super::*;
 
@@ -424,7 +401,7 @@ mod tests {
     #[test]
     fn a_library_that_was_found_is_the_next_step_of_what_lacks_it() {
         let found = [("UCX", "KVX_UCX_LIB"), ("RIXL", "KVX_RIXL_LIB"), ("WIRE", "KVX_WIRE_LIB")]
-            .map(|(backend, variable)| Found {
+            .map(|(backend, variable)| FoundLibrary {
                 backend,
                 variable,
                 path: PathBuf::from(format!("/env/{backend}")),

@@ -86,16 +86,13 @@ enum Command {
     MakeModel(Box<make_model::Arguments>),
     /// Answer another `kvx bench --beside` as the program beside it.
     BenchBeside(bench::CompanionArguments),
-    /// The process that owns the other side's memory of `bench`.
+    /// The process that owns the other side's memory of `bench`, `demo` and `backends --routes`.
     #[command(hide = true)]
     BenchTarget(bench::TargetArguments),
     /// The process of a rank of `serve`'s model.
     #[cfg(feature = "serve")]
     #[command(hide = true)]
     ServeRank,
-    /// The process that owns the blocks of `demo`.
-    #[command(hide = true)]
-    DemoOwner(demo::OwnerArguments),
 }
 
 /// Standard output, which from now on is kvx's alone. Libraries log there, UCX unless it is told
@@ -160,7 +157,6 @@ fn main() -> ExitCode {
         #[cfg(feature = "proxy")]
         Command::Proxy(arguments) => proxy::run(&arguments, out),
         Command::Secret(arguments) => secret::run(&arguments, out),
-        Command::DemoOwner(arguments) => demo::own(&arguments, &registry, out),
     };
     match done.and_then(|()| Ok(out.flush()?)) {
         Ok(()) => ExitCode::SUCCESS,

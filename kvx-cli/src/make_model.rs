@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use kvx_paged_llama::model::{Architecture, Dtype};
-use kvx_random_model::{Made, make_model};
+use kvx_random_model::{ModelSpec, make_model};
 
 use crate::Result;
 
@@ -74,7 +74,7 @@ pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
         serde_json::from_str(&text)
             .map_err(|error| format!("{} is not JSON: {error}", path.display()))
     });
-    let made = Made {
+    let made = ModelSpec {
         architecture: architecture.ok_or("--arch is llama, qwen2 or qwen3")?.0,
         layers: *layers,
         hidden: *hidden,

@@ -177,7 +177,7 @@ async fn compare(
     let key = std::env::var("OPENAI_API_KEY").ok().filter(|key| !key.is_empty());
     let (mut prompts, mut different) = (0, 0);
     let mut lines = Vec::new();
-    let each = |compared: &kvx_proxy::Compared| {
+    let each = |compared: &kvx_proxy::Comparison| {
         prompts += 1;
         if compared.is_same() {
             lines.push(format!("same       {:?}", compared.prompt));

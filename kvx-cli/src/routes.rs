@@ -6,11 +6,14 @@ use std::time::{Duration, Instant};
 use kvx::{Agent, Grid, Memory, Peer, Plan, Registry, Verdict};
 
 use crate::Result;
-use crate::demo::{Owner, STEP};
+use crate::bench::pools::{PoolKind, Sizes};
+use crate::bench::target::TargetProcess;
 
 /// How long the other process may take to start, a link to come up, and a transfer or a shutdown to
 /// end.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// The longest life of the other process, should it not see that this one has ended.
+const LIFE: Duration = Duration::from_secs(600);
 /// UCX chooses how it gets and puts at the first of each, and is asked for it when it is idle. Old
 /// versions never say.
 const CHOICE: Duration = Duration::from_secs(2);
@@ -21,11 +24,12 @@ const BLOCK: u64 = 256;
 /// or what did not move.
 pub(crate) fn of(backend: &'static str, registry: &Registry) -> Result<String> {
     let agent = Agent::builder("routes").backends([backend]).build(registry)?;
-    let owner = Owner::start(&[backend], STEP, PATIENCE)?;
-    let route = through(&agent, &owner.metadata);
+    let sizes = Sizes::kvx(1 << 20);
+    let target = TargetProcess::start(&[backend], "{}", sizes, LIFE, PATIENCE)?;
+    let route = through(&agent, target.metadata(backend)?);
     // The link goes before the process that it leads to. How it ends says nothing of the route.
     agent.shutdown(PATIENCE).join().ok();
-    owner.end();
+    target.end();
     route
 }
 
@@ -34,7 +38,7 @@ fn through(agent: &Agent, metadata: &[u8]) -> Result<String> {
     let room = agent.register("room", Memory::pool(BLOCK as usize).build()?)?;
     let peer = agent.connect(metadata)?;
     peer.ready(PATIENCE).join()?;
-    let (ours, theirs) = (room.grid(grid)?, peer.region("pool")?.grid(grid)?);
+    let (ours, theirs) = (room.grid(grid)?, peer.region(PoolKind::Kvx.name())?.grid(grid)?);
     for plan in [
         Plan::read(ours.blocks([0]), theirs.blocks([0]))?,
         Plan::write(ours.blocks([0]), theirs.blocks([0]))?,

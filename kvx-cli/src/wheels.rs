@@ -32,7 +32,7 @@ const PACKAGES: &str = "lib*/python3*/*-packages";
 
 /// A library that is there.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Found {
+pub(crate) struct FoundLibrary {
     /// The backend that needs it.
     pub(crate) backend: &'static str,
     /// The variable that names it.
@@ -81,7 +81,7 @@ impl Environments {
 
 /// Looks for every known library; each file once, by backend, and the most particular environment
 /// first.
-pub(crate) fn find(environments: &Environments) -> Vec<Found> {
+pub(crate) fn find(environments: &Environments) -> Vec<FoundLibrary> {
     let mut seen = BTreeSet::new();
     let mut found = Vec::new();
     let mut look = |root: &Path, places: &[WheelPattern]| {
@@ -89,7 +89,7 @@ pub(crate) fn find(environments: &Environments) -> Vec<Found> {
             for path in matches(root, pattern) {
                 let file = path.canonicalize().unwrap_or_else(|_| path.clone());
                 if seen.insert(file) {
-                    found.push(Found {
+                    found.push(FoundLibrary {
                         backend,
                         variable,
                         path: std::path::absolute(&path).unwrap_or(path),

@@ -11,9 +11,9 @@ use std::path::Path;
 use std::time::Instant;
 
 use kvx_paged_llama::model::{
-    Architecture, Chunk, Dtype, Model, Pool, PoolLayout, Shard, Wanted, multiply_alone,
+    Architecture, Chunk, Dtype, LogitsScope, Model, Pool, PoolLayout, Shard, multiply_alone,
 };
-use kvx_random_model::{Made, make_model};
+use kvx_random_model::{ModelSpec, make_model};
 
 /// Tokens of the prompt whose prefill is measured.
 const PROMPT: usize = 512;
@@ -22,7 +22,7 @@ fn main() {
     let test = std::env::args().any(|argument| argument == "--test");
     let folder =
         Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("step-{}", std::process::id()));
-    let made = Made {
+    let made = ModelSpec {
         architecture: Architecture::Qwen3,
         layers: if test { 1 } else { 11 },
         hidden: 2048,
@@ -32,7 +32,7 @@ fn main() {
         head_dim: 128,
         dtype: Dtype::Bf16,
         tied: true,
-        ..Made::default()
+        ..ModelSpec::default()
     };
     let bytes = make_model(&folder, &made).unwrap();
     let rounds = if test { 1 } else { 7 };
@@ -51,7 +51,7 @@ fn measure(folder: &Path, bytes: u64, rounds: usize) {
             tokens: &tokens[range.clone()],
             start: range.start,
             blocks: &blocks,
-            wanted: Wanted::Last,
+            logits: LogitsScope::Last,
         };
         let begin = Instant::now();
         black_box(model.forward(&mut pool, &[chunk]).unwrap());

@@ -3,11 +3,11 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::engine::{Ending, Mover};
+use crate::engine::{FinishedRequest, Mover};
 use crate::kv::{Kv, Memory, Outcome, TransferParams};
 
 /// A mover that overwrites the first block of each load.
-pub(crate) struct Spoiling {
+pub(crate) struct CorruptingMover {
     pub(crate) mover: Kv,
     pub(crate) memory: Arc<Memory>,
     /// Bytes of a block of the first layer.
@@ -16,7 +16,7 @@ pub(crate) struct Spoiling {
     pub(crate) fill: HashMap<String, u32>,
 }
 
-impl Mover for Spoiling {
+impl Mover for CorruptingMover {
     fn arrived(&mut self, request: &str, prompt_tokens: usize, params: Option<&TransferParams>) {
         self.mover.arrived(request, prompt_tokens, params);
     }
@@ -46,7 +46,7 @@ impl Mover for Spoiling {
         outcomes
     }
 
-    fn ended(&mut self, ending: Ending<'_>) -> (bool, Option<TransferParams>) {
+    fn ended(&mut self, ending: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
         self.mover.ended(ending)
     }
 }

@@ -17,7 +17,7 @@ use kvx::connector::wire::CompatibilityFactors;
 pub(crate) use kvx::connector::{Dialect, runtime::Rank};
 pub use kvx::{Memory, Secret, config::KvTransferConfig};
 
-use crate::engine::{Ending, Mover, Wake};
+use crate::engine::{FinishedRequest, Mover, Wake};
 use crate::model::{ModelError as Error, Pool, PoolLayout, PoolShape, Result};
 use crate::rank::{AllRanks, PATIENCE, PrivateFolder, RankSetup};
 
@@ -146,8 +146,8 @@ impl Mover for Kv {
         outcomes
     }
 
-    fn ended(&mut self, ending: Ending<'_>) -> (bool, Option<TransferParams>) {
-        let Ending { request, blocks, computed, cached, status } = ending;
+    fn ended(&mut self, finished: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
+        let FinishedRequest { request, blocks, computed, cached, status } = finished;
         let (blocks, computed, cached) =
             (BlockLists::single(blocks), computed as u32, Some(cached as u32));
         let ending = engine::Ending { status, blocks, computed, cached, reference: None };

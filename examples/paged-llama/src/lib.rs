@@ -1,12 +1,12 @@
 #![doc = include_str!("../README.md")]
 
+mod corruption;
 pub mod engine;
 pub mod http;
 pub mod kv;
 pub mod model;
 pub mod rank;
 pub mod server;
-mod spoil;
 pub mod tokenizer;
 
 #[cfg(test)]

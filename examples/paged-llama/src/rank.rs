@@ -188,7 +188,10 @@ impl RankProcess {
 
     /// Waits until it has its weights and its pool, for as long as the socket of the model does.
     pub(crate) fn ready(&mut self, joins: bool) -> Result<()> {
-        let Some(head) = self.head.take() else { return Ok(()) };
+        let Some(head) = self.head.take() else {
+            debug_assert!(false, "a rank is waited for once, before it joins");
+            return Ok(());
+        };
         let said: std::io::Result<std::result::Result<(), String>> = hear(&head);
         self.head = joins.then_some(head);
         match said {

@@ -13,12 +13,12 @@ use std::time::Duration;
 
 use tokio::net::TcpListener;
 
-use crate::engine::{Alone, Engine, Forward, Limits, Mover, Running};
-use crate::http::{self, Alike, Hosts, Joining, MEETING, Recorder, Service};
+use crate::corruption::CorruptingMover;
+use crate::engine::{Engine, Forward, Limits, Mover, NoMover, Running};
+use crate::http::{self, Hosts, JoinRequest, MEETING, Recorder, Service, SharedConfig};
 use crate::kv::{self, Kv, KvTransferConfig, ParamsTrust, Secret};
 use crate::model::{Chunk, Config, Dtype, Model, ModelError, Pool, PoolLayout, Result};
 use crate::rank::{self, AllRanks, RankProcess, RankSetup, RankSockets};
-use crate::spoil::Spoiling;
 use crate::tokenizer::Tokenizer;
 
 /// Bytes of the pool where nobody says.
@@ -53,7 +53,7 @@ pub struct Options {
     /// Those that are served here: an engine for each, with a pool of its own.
     pub data_parallel_here: Range<usize>,
     /// Where the others are.
-    pub others: Others,
+    pub others: OtherEngines,
     /// Tokens of prompt and answer together: what the model was made for, if it fits.
     pub model_len: Option<usize>,
     /// Requests that run at once.
@@ -68,7 +68,7 @@ pub struct Options {
     pub dtype: Option<Dtype>,
     /// How a block lies in memory.
     pub layout: PoolLayout,
-    /// Requests share blocks that begin alike.
+    /// Requests share blocks that begin shared.
     pub prefix_cache: bool,
     /// Usage says how many tokens of the prompt were not computed.
     pub prompt_details: bool,
@@ -86,9 +86,9 @@ pub struct Options {
 
 /// Where the ranks of data parallelism are that are not served here.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Others {
+pub enum OtherEngines {
     /// Nowhere, or each is a server that its router knows.
-    Apart,
+    Independent,
     /// On hosts that join this one here, by an address and a port: clients know this one alone.
     JoinHere(String, u16),
     /// This is such a host, and joins the head there. It has no port for clients.
@@ -97,7 +97,7 @@ pub enum Others {
 
 /// What to know of a server that has started.
 #[derive(Clone, Debug)]
-pub struct Started {
+pub struct ServerInfo {
     /// Where clients reach it, unless it serves a head.
     pub address: Option<SocketAddr>,
     /// Tokens of prompt and answer together.
@@ -109,20 +109,20 @@ pub struct Started {
 }
 
 /// Where requests come from.
-enum Source {
+enum RequestSource {
     Clients(TcpListener),
     Head((String, u16)),
 }
 
 /// Rank 0. The others follow it for as long as its model lives.
-struct Computing {
+struct RankZero {
     model: Model,
     pool: Pool,
     /// The pool's blocks in one of the engine's.
     kernel_per_block: u32,
 }
 
-impl Forward for Computing {
+impl Forward for RankZero {
     fn forward(&mut self, chunks: &[Chunk<'_>]) -> Result<Vec<Vec<Vec<f32>>>> {
         let each = self.kernel_per_block;
         let kernel = |block: &u32| block * each..(block + 1) * each;
@@ -141,15 +141,15 @@ impl Forward for Computing {
 }
 
 /// An engine that does not run yet.
-struct Opened {
-    computing: Computing,
+struct PreparedEngine {
+    computing: RankZero,
     /// Behind the model, which they end with.
     ranks: AllRanks,
     config: Config,
     limits: Limits,
 }
 
-impl Opened {
+impl PreparedEngine {
     /// With so many threads for each rank of its model.
     fn of(
         options: &Options,
@@ -185,7 +185,7 @@ impl Opened {
             joins: options.transfer.is_some(),
         };
         let ranks = AllRanks { setup, memories: vec![memory], processes: Vec::new() };
-        let computing = Computing { model, pool, kernel_per_block: kernel_per_block as u32 };
+        let computing = RankZero { model, pool, kernel_per_block: kernel_per_block as u32 };
         let limits = Limits {
             block_size: options.block_size,
             blocks,
@@ -196,7 +196,7 @@ impl Opened {
             raw_logits: options.raw_logits,
             engine,
         };
-        let mut opened = Opened { computing, ranks, config, limits };
+        let mut opened = PreparedEngine { computing, ranks, config, limits };
         opened.start_ranks(others, options)?;
         Ok(opened)
     }
@@ -233,13 +233,13 @@ impl Opened {
         options: &Options,
         tokenizer: &Arc<Tokenizer>,
     ) -> Result<(Vec<RankProcess>, Running)> {
-        let Opened { mut ranks, computing, limits, .. } = self;
+        let PreparedEngine { mut ranks, computing, limits, .. } = self;
         let len = ranks.setup.shape.block_bytes() * computing.kernel_per_block as usize;
         let mover = |wake| -> Result<Box<dyn Mover>> {
-            let Some(transfer) = &options.transfer else { return Ok(Box::new(Alone)) };
+            let Some(transfer) = &options.transfer else { return Ok(Box::new(NoMover)) };
             let memory = ranks.memories[0].clone();
             let mover = Kv::open(transfer, &options.model, &mut ranks, wake)?;
-            let spoiling = Spoiling { mover, memory, len, fill: HashMap::new() };
+            let spoiling = CorruptingMover { mover, memory, len, fill: HashMap::new() };
             Ok(if options.spoil { Box::new(spoiling) } else { Box::new(spoiling.mover) })
         };
         let running = Engine::start(limits.clone(), Box::new(computing), tokenizer.clone(), mover)?;
@@ -317,42 +317,42 @@ impl Options {
 pub async fn serve(
     options: Options,
     recorder: Recorder,
-    started: impl FnOnce(&Started),
+    started: impl FnOnce(&ServerInfo),
     stop: impl Future<Output = ()> + Send + 'static,
 ) -> Result<()> {
     let (engines, kernel_per_block) = (options.engines()?, options.kernel_per_block()?);
     let threads = options.threads(engines.len());
-    let open = |engine| Opened::of(&options, engine, threads, kernel_per_block);
+    let open = |engine| PreparedEngine::of(&options, engine, threads, kernel_per_block);
     let opened = engines.clone().map(open).collect::<Result<Vec<_>>>()?;
     let (config, limits) = (opened[0].config.clone(), opened[0].limits.clone());
     let blocks = opened.iter().map(|one| one.limits.blocks).sum();
     let pool_bytes = opened.iter().map(|one| one.ranks.setup.shape.bytes() * options.ranks).sum();
     let tokenizer = Arc::new(Tokenizer::open(&options.folder, &config)?);
     let source = match &options.others {
-        Others::JoinThere(host, port) => Source::Head((host.clone(), *port)),
-        _ => Source::Clients(listen("--port", "--host", &options.host, options.port).await?),
+        OtherEngines::JoinThere(host, port) => RequestSource::Head((host.clone(), *port)),
+        _ => RequestSource::Clients(listen("--port", "--host", &options.host, options.port).await?),
     };
     let address = match &source {
-        Source::Clients(listener) => Some(listener.local_addr().map_err(ModelError::of)?),
-        Source::Head(_) => None,
+        RequestSource::Clients(listener) => Some(listener.local_addr().map_err(ModelError::of)?),
+        RequestSource::Head(_) => None,
     };
-    let start = |one: Opened| one.start(&options, &tokenizer);
+    let start = |one: PreparedEngine| one.start(&options, &tokenizer);
     // In this order: what is declared first is dropped last.
     let (processes, running): (Vec<_>, Vec<_>) =
         opened.into_iter().map(start).collect::<Result<Vec<_>>>()?.into_iter().unzip();
-    let alike = Alike {
+    let shared = SharedConfig {
         model: options.model.clone(),
         data_parallel_size: options.data_parallel_size,
         model_len: limits.model_len,
         block_size: options.block_size,
     };
-    let everywhere = if let Others::JoinHere(..) = options.others {
+    let everywhere = if let OtherEngines::JoinHere(..) = options.others {
         options.data_parallel_size
     } else {
         engines.len()
     };
     let hosts =
-        Arc::new(Hosts::new(alike.clone(), engines.len()..everywhere, options.secret.clone()));
+        Arc::new(Hosts::new(shared.clone(), engines.len()..everywhere, options.secret.clone()));
     let trust = options.trust();
     let service = Arc::new(Service {
         engines: running.iter().map(|one| one.engine().clone()).collect(),
@@ -368,13 +368,14 @@ pub async fn serve(
         hosts: hosts.clone(),
         trust,
     });
-    let started = || started(&Started { address, model_len: limits.model_len, blocks, pool_bytes });
+    let started =
+        || started(&ServerInfo { address, model_len: limits.model_len, blocks, pool_bytes });
     let served = async {
         let mut stop = Box::pin(stop);
         let listener = match source {
-            Source::Clients(listener) => listener,
-            Source::Head(head) => {
-                let joining = Joining { ranks: engines, alike };
+            RequestSource::Clients(listener) => listener,
+            RequestSource::Head(head) => {
+                let joining = JoinRequest { ranks: engines, config: shared };
                 let (secret, router) = (options.secret.as_ref(), http::router(service));
                 return http::follow(
                     &head,
@@ -388,7 +389,7 @@ pub async fn serve(
                 .await;
             }
         };
-        if let Others::JoinHere(host, port) = &options.others {
+        if let OtherEngines::JoinHere(host, port) = &options.others {
             let joins =
                 listen("--data-parallel-rpc-port", "--data-parallel-address", host, *port).await?;
             http::check_reach(

@@ -22,7 +22,7 @@ const CHAT_TEMPLATE: &str = "{% for message in messages %}\
 /// The model that is to be made.
 #[derive(Debug, Clone)]
 #[expect(missing_docs, reason = "the names are config.json's, shortened")]
-pub struct Made {
+pub struct ModelSpec {
     pub architecture: Architecture,
     pub layers: usize,
     pub hidden: usize,
@@ -45,9 +45,9 @@ pub struct Made {
     pub like: Option<Value>,
 }
 
-impl Default for Made {
-    fn default() -> Made {
-        Made {
+impl Default for ModelSpec {
+    fn default() -> ModelSpec {
+        ModelSpec {
             architecture: Architecture::Llama,
             layers: 4,
             hidden: 256,
@@ -67,7 +67,7 @@ impl Default for Made {
     }
 }
 
-impl Made {
+impl ModelSpec {
     /// Its `config.json`.
     pub fn config(&self) -> Value {
         if let Some(like) = &self.like {
@@ -119,7 +119,7 @@ impl Made {
 ///
 /// # Errors
 /// A shape that is none, a folder that holds a model already, a disk that is full.
-pub fn make_model(folder: &Path, made: &Made) -> Result<u64> {
+pub fn make_model(folder: &Path, made: &ModelSpec) -> Result<u64> {
     let json = made.config();
     let config = Config::parse(&json, Value::Null)?;
     let shape_error =
@@ -211,7 +211,7 @@ fn plans(config: &Config) -> Vec<Plan> {
     plans
 }
 
-fn write_weights(folder: &Path, config: &Config, made: &Made) -> std::io::Result<u64> {
+fn write_weights(folder: &Path, config: &Config, made: &ModelSpec) -> std::io::Result<u64> {
     let mut plans = plans(config);
     if let Some(init) = made.init {
         plans

@@ -39,14 +39,14 @@ struct BulkRecord {
     bulk_bytes: u64,
     /// Large transfers that ended meanwhile.
     bulk_done: u64,
-    small: QuietAndLoaded,
+    small: LatencyPair,
     /// The same with bare connections, where that is what lies below.
-    bare: Option<QuietAndLoaded>,
+    bare: Option<LatencyPair>,
 }
 
 /// Small reads alone and beside.
 #[derive(Serialize)]
-struct QuietAndLoaded {
+struct LatencyPair {
     alone_p50_us: f64,
     alone_p99_us: f64,
     beside_p50_us: f64,
@@ -55,7 +55,7 @@ struct QuietAndLoaded {
     times: f64,
 }
 
-impl QuietAndLoaded {
+impl LatencyPair {
     fn of(alone: &[f64], beside: &[f64]) -> Result<Self> {
         let us = |values: &[f64], part| {
             let seconds = quantile(values.iter().copied(), part).ok_or("no small read ended");
@@ -64,7 +64,7 @@ impl QuietAndLoaded {
         let (alone_p99_us, beside_p99_us) = (us(alone, 0.99)?, us(beside, 0.99)?);
         let times = (beside_p99_us / alone_p99_us * 100.0).round() / 100.0;
         let (alone_p50_us, beside_p50_us) = (us(alone, 0.5)?, us(beside, 0.5)?);
-        Ok(QuietAndLoaded { alone_p50_us, alone_p99_us, beside_p50_us, beside_p99_us, times })
+        Ok(LatencyPair { alone_p50_us, alone_p99_us, beside_p50_us, beside_p99_us, times })
     }
 }
 
@@ -125,7 +125,7 @@ pub(crate) fn run(
         backend,
         bulk_bytes: bulk,
         bulk_done,
-        small: QuietAndLoaded::of(&alone, &beside)?,
+        small: LatencyPair::of(&alone, &beside)?,
         bare,
     };
     output.record(&record, &sentence(&record))
@@ -168,7 +168,7 @@ fn finished(transfer: &mut Transfer) -> Option<kvx::Result<kvx::Report>> {
 
 /// The same without kvx: a request and its answer on a connection of their own, beside a stream on
 /// others.
-fn bare_sockets(session: &mut Session, blocks: u32, budget: Duration) -> Result<QuietAndLoaded> {
+fn bare_sockets(session: &mut Session, blocks: u32, budget: Duration) -> Result<LatencyPair> {
     let base = session.pools.get(PoolKind::Kvx)?.address();
     let point = |block, count| {
         let shape = Shape { block, count, lists: 1, pattern: Pattern::Scattered, seed: 1 };
@@ -197,13 +197,12 @@ fn bare_sockets(session: &mut Session, blocks: u32, budget: Duration) -> Result<
         })?;
         beside.extend(turn.each);
     }
-    QuietAndLoaded::of(&alone, &beside)
+    LatencyPair::of(&alone, &beside)
 }
 
 fn sentence(record: &BulkRecord) -> String {
-    let part = |pair: &QuietAndLoaded| {
-        let QuietAndLoaded { alone_p50_us, alone_p99_us, beside_p50_us, beside_p99_us, times } =
-            pair;
+    let part = |pair: &LatencyPair| {
+        let LatencyPair { alone_p50_us, alone_p99_us, beside_p50_us, beside_p99_us, times } = pair;
         format!(
             "alone p50 {alone_p50_us} us, p99 {alone_p99_us} us; beside p50 {beside_p50_us} us, p99 {beside_p99_us} us: \
              {times} times"

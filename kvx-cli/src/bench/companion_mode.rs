@@ -86,7 +86,7 @@ pub(crate) fn run(
 
 impl AnnouncedPoint {
     fn of(words: &str, arguments: &CompanionArguments, registry: &Registry) -> Result<Self> {
-        let announced = Announced(words);
+        let announced = Announcement(words);
         let named = match &arguments.backend {
             Some(named) => named,
             None => announced.word("backend")?,
@@ -134,9 +134,9 @@ impl AnnouncedPoint {
 }
 
 /// What follows the word `point`.
-struct Announced<'a>(&'a str);
+struct Announcement<'a>(&'a str);
 
-impl<'a> Announced<'a> {
+impl<'a> Announcement<'a> {
     fn word(&self, key: &str) -> Result<&'a str> {
         let mut words = self.0.split_whitespace().filter_map(|word| word.split_once('='));
         let (_, value) = words
@@ -167,13 +167,13 @@ mod tests {
             .lines()
             .find_map(|line| line.strip_prefix("    point "))
             .unwrap();
-        let announced = Announced(line);
+        let announced = Announcement(line);
         assert_eq!(announced.word("backend").unwrap(), "SHM");
         assert_eq!(announced.number::<u64>("block").unwrap(), 4096);
         assert_eq!(announced.one_of::<BenchOp>("op").unwrap(), BenchOp::Read);
         assert_eq!(announced.one_of::<Wait>("wait").unwrap(), Wait::Block);
         assert!(announced.word("colour").is_err());
-        assert!(Announced("count=many").number::<u32>("count").is_err());
-        assert!(Announced("op=both").one_of::<BenchOp>("op").is_err());
+        assert!(Announcement("count=many").number::<u32>("count").is_err());
+        assert!(Announcement("op=both").one_of::<BenchOp>("op").is_err());
     }
 }

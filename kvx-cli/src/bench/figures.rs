@@ -47,14 +47,14 @@ pub(crate) struct Figures {
     limit_best_gbps: Option<f64>,
     /// Limits of other parts of the way, and what else was measured with them.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    others: Vec<Other>,
+    others: Vec<OtherLimit>,
     #[serde(flatten)]
     beside: Option<BesideFigures>,
 }
 
 /// What stands beside the limit.
 #[derive(Debug, Serialize)]
-struct Other {
+struct OtherLimit {
     name: &'static str,
     gbps: f64,
     /// kvx's part of it.
@@ -73,7 +73,7 @@ struct BesideFigures {
 
 /// What was measured at a point, besides kvx's rounds.
 #[derive(Default)]
-pub(crate) struct Measured {
+pub(crate) struct Measurements {
     pub(crate) ours: Vec<Round>,
     /// What bounds it: the slowest of these is its limit.
     pub(crate) limits: Vec<(&'static str, Vec<Round>)>,
@@ -88,9 +88,9 @@ pub(crate) struct Measured {
 }
 
 impl Figures {
-    pub(crate) fn of(point: &Point, measured: &Measured) -> Result<Self> {
+    pub(crate) fn of(point: &Point, measured: &Measurements) -> Result<Self> {
         let shape = point.shape;
-        let Measured { ours, limits, others, beside, plans, cpu_seconds, verified } = measured;
+        let Measurements { ours, limits, others, beside, plans, cpu_seconds, verified } = measured;
         let rates = |rounds: &[Round]| -> Vec<f64> {
             rounds.iter().map(|round| shape.bytes() as f64 / round.seconds_each() / 1e9).collect()
         };
@@ -108,7 +108,7 @@ impl Figures {
         let faster =
             limits.iter().filter(|(name, _)| limit.is_some_and(|(least, _)| least != name));
         let others = faster.chain(others).filter_map(|(name, rounds)| {
-            Some(Other {
+            Some(OtherLimit {
                 name,
                 gbps: round(rate(rounds)?, 3),
                 ratio: round(Ratio::of(ours, rounds)?.median, 3),
@@ -182,7 +182,7 @@ impl Figures {
                 "; {beside_name} {beside_gbps:.2}, {beside_ratio:.2} ({beside_ratio_min:.2} to {beside_ratio_max:.2})"
             )
         });
-        let other = |other: &Other| format!("; {} {:.2}", other.name, other.gbps);
+        let other = |other: &OtherLimit| format!("; {} {:.2}", other.name, other.gbps);
         let others: String = self.others.iter().map(other).collect();
         let verified = if self.verified { "" } else { "; WRONG BYTES" };
         format!(
@@ -284,7 +284,7 @@ mod tests {
             memory: Backing::Kvx,
             wait: Wait::Block,
         };
-        let measured = Measured {
+        let measured = Measurements {
             ours: rounds(0.002),
             limits: vec![("sockets", rounds(0.0005)), ("memcpy", rounds(0.001))],
             others: vec![("a call a block", rounds(0.008))],

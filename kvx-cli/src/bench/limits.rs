@@ -18,7 +18,7 @@ pub(crate) struct Limit {
     pub(crate) name: &'static str,
     /// Whether kvx cannot be faster; else it only stands beside.
     pub(crate) bounds: bool,
-    way: LimitWay,
+    way: LimitMethod,
     /// What it moves between both sides' pools; none: between memory of its own.
     pub(crate) moves: Option<Point>,
     /// The number of its next transfer.
@@ -27,7 +27,7 @@ pub(crate) struct Limit {
     seconds_each: f64,
 }
 
-enum LimitWay {
+enum LimitMethod {
     /// This process copies out of the target's memory.
     Fetch { mapped: Option<u64>, from: PoolLocation, to: u64, blocks: ShapeBlocks },
     /// The target copies out of this process's memory.
@@ -52,7 +52,7 @@ impl Limit {
         let mut limits: Vec<_> = by_driver
             .map(|(limit, bounds)| Limit {
                 bounds,
-                ..Limit::new(limit.name, LimitWay::Driver(limit), None)
+                ..Limit::new(limit.name, LimitMethod::Driver(limit), None)
             })
             .collect();
         let between_hosts = if limits.is_empty() { Some(*point) } else { point.between_hosts() };
@@ -62,7 +62,7 @@ impl Limit {
         Ok(limits)
     }
 
-    fn new(name: &'static str, way: LimitWay, moves: Option<Point>) -> Self {
+    fn new(name: &'static str, way: LimitMethod, moves: Option<Point>) -> Self {
         Limit { name, bounds: true, way, moves, next: 0, seconds_each: f64::MAX }
     }
 
@@ -85,15 +85,15 @@ impl Limit {
                 }
                 let mapped = from.file.and(*mapped);
                 let to = pools.get(ours)?.address();
-                (copy, LimitWay::Fetch { mapped, from, to, blocks: ShapeBlocks::of(shape) })
+                (copy, LimitMethod::Fetch { mapped, from, to, blocks: ShapeBlocks::of(shape) })
             }
             ("SHM", BenchOp::Write) => {
-                (copy, LimitWay::Pull { memory: theirs, shape, from: pools.place(ours)? })
+                (copy, LimitMethod::Pull { memory: theirs, shape, from: pools.place(ours)? })
             }
             ("TCP", _) => {
                 let lanes = connect(point, pools.get(ours)?.address(), target, data)?;
                 let name = if data.sealed { "sealed sockets" } else { "sockets" };
-                (name, LimitWay::Lanes { lanes, sends: op == BenchOp::Write })
+                (name, LimitMethod::Lanes { lanes, sends: op == BenchOp::Write })
             }
             _ => return Ok(None),
         };
@@ -111,27 +111,27 @@ impl Limit {
             ((budget.as_secs_f64() / self.seconds_each.max(1e-9)).min(1e6) as u64).max(least);
         let next = self.next;
         let round = match &mut self.way {
-            LimitWay::Fetch { mapped, from, to, blocks } => {
+            LimitMethod::Fetch { mapped, from, to, blocks } => {
                 // SAFETY: both sides' memory has all blocks of the point, and none of this process
                 // is lent out.
                 timed(budget, least, |nth| unsafe {
                     fetch(*mapped, *from, *to, blocks.list(next + nth))
                 })
             }
-            LimitWay::Pull { memory, shape, from } => {
+            LimitMethod::Pull { memory, shape, from } => {
                 let ask =
                     Ask::Pull { memory: *memory, shape: *shape, from: *from, first: next, times };
                 Ok(Round { times, seconds: target.ask(ask)?, ..Round::default() })
             }
-            LimitWay::Lanes { lanes, sends } if lanes.len() == 1 => {
+            LimitMethod::Lanes { lanes, sends } if lanes.len() == 1 => {
                 timed(budget, least, |_| bare::ask(lanes, *sends, 1))
             }
-            LimitWay::Lanes { lanes, sends } => {
+            LimitMethod::Lanes { lanes, sends } => {
                 let start = Instant::now();
                 bare::ask(lanes, *sends, times)?;
                 Ok(Round { times, seconds: start.elapsed().as_secs_f64(), ..Round::default() })
             }
-            LimitWay::Driver(limit) => limit.round(next, budget, least),
+            LimitMethod::Driver(limit) => limit.round(next, budget, least),
         }?;
         self.next += round.times;
         self.seconds_each = round.seconds_each();
@@ -140,7 +140,7 @@ impl Limit {
 
     /// Of a limit between memory of its own: moves the first lists, and compares what arrived.
     pub(crate) fn verify(&mut self, lists: u64) -> Result<()> {
-        if let LimitWay::Driver(limit) = &self.way {
+        if let LimitMethod::Driver(limit) = &self.way {
             (self.next, self.seconds_each) = (lists, limit.verify(lists)?);
         }
         Ok(())

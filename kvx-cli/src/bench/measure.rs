@@ -7,7 +7,7 @@ use super::arguments::Arguments;
 use super::companion::{Companion, PointAnswer};
 use super::content;
 use super::cpu;
-use super::figures::{Figures, Measured};
+use super::figures::{Figures, Measurements};
 use super::initiator::Plans;
 use super::limits::Limit;
 use super::points::{BenchOp, Point};
@@ -28,7 +28,7 @@ pub(crate) fn point(
     after_each: impl FnMut(),
 ) -> Result<Figures> {
     let Point { op, shape, memory, wait, .. } = *point;
-    let mut measured = Measured { verified: true, ..Measured::default() };
+    let mut measured = Measurements { verified: true, ..Measurements::default() };
     let mut plans = session.initiator(point.backend)?.plans(op, shape, memory)?;
     measured.plans.clone_from(&plans.took);
     prepare(session, point)?;

@@ -10,15 +10,15 @@
 //! 2. `bare`, `driver`, `sealed`, `access`, `content`: moves without kvx, and their bytes;
 //! 3. `target`, `initiator`, `device_limits`, `limits`, `session`: both processes and the limits;
 //! 4. `figures`, `arguments`, `companion`, `measure`: a point and its figures;
-//! 5. `bulk`, `notices`, `readers`, `idle`, `kernels`, `companion_mode`: the other modes.
+//! 5. `bulk`, `notifications`, `readers`, `idle`, `kernels`, `companion_mode`: the other modes.
 
 mod access;
 mod arguments;
-mod bare;
+pub(crate) mod bare;
 mod bulk;
 mod companion;
 mod companion_mode;
-mod content;
+pub(crate) mod content;
 mod cpu;
 mod deadlines;
 mod device_limits;
@@ -29,15 +29,15 @@ mod initiator;
 mod kernels;
 mod limits;
 mod measure;
-mod notices;
-mod points;
-mod pools;
+mod notifications;
+pub(crate) mod points;
+pub(crate) mod pools;
 mod progress;
 mod readers;
 mod rounds;
 mod sealed;
 mod session;
-mod target;
+pub(crate) mod target;
 
 use std::io::Write;
 
@@ -48,7 +48,7 @@ use self::companion::Companion;
 pub(crate) use self::companion_mode::{CompanionArguments, run as answer};
 use self::figures::Output;
 use self::pools::Sizes;
-use self::progress::Bar;
+use self::progress::ProgressBar;
 use self::session::Session;
 pub(crate) use self::target::{TargetArguments, serve};
 use crate::{Result, bytes};
@@ -77,7 +77,7 @@ pub(crate) fn run(
         if let Some(bytes) = arguments.beside_bulk {
             bulk::run(arguments, backend, registry, bytes, &mut output)?;
         } else if let Some(bytes) = arguments.notices_beside {
-            notices::run(arguments, backend, registry, bytes, &mut output)?;
+            notifications::run(arguments, backend, registry, bytes, &mut output)?;
         } else if let Some(readers) = arguments.readers {
             readers::run(arguments, backend, registry, readers, &mut output)?;
         } else if let Some(seconds) = arguments.idle {
@@ -122,7 +122,7 @@ fn points(
     eprintln!("{count} points, {memory}, about {about_s} s");
     let mut session = Session::start(backends, registry, &arguments.options, sizes, about)?;
     let mut beside = arguments.beside.as_deref().map(Companion::start).transpose()?;
-    let mut bar = Bar::of(points.len() * arguments.rounds);
+    let mut bar = ProgressBar::of(points.len() * arguments.rounds);
     let mut wrong = 0;
     for point in &points {
         let step = || bar.step(&point.to_string());

@@ -30,7 +30,7 @@ const LEAST: usize = 11;
 
 /// What is printed.
 #[derive(Serialize)]
-struct NoticesRecord {
+struct NotificationsRecord {
     mode: &'static str,
     backend: &'static str,
     wait: Wait,
@@ -103,7 +103,7 @@ pub(crate) fn run(
     for &wait in &arguments.wait {
         let (busy, bulk_done) = beside_transfers(&peer, &hearer, &plan, wait, beside)?;
         let (alone, beside) = (Delay::of(&quiet)?, Delay::of(&busy)?);
-        let record = NoticesRecord {
+        let record = NotificationsRecord {
             mode: "notices-beside",
             backend,
             wait,
@@ -174,8 +174,8 @@ fn beside_transfers(
     })
 }
 
-fn sentence(record: &NoticesRecord) -> String {
-    let NoticesRecord { backend, bulk_bytes, bulk_done, alone, beside, wait, .. } = record;
+fn sentence(record: &NotificationsRecord) -> String {
+    let NotificationsRecord { backend, bulk_bytes, bulk_done, alone, beside, wait, .. } = record;
     format!(
         "{backend} notifications: alone p50 {} us, p99 {} us; beside {bulk_done} reads of {} ({wait:?}) p50 {} us, p90 {} us, \
          p99 {} us",

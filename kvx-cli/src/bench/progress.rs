@@ -6,16 +6,21 @@ use std::time::{Duration, Instant};
 const WIDTH: usize = 24;
 
 /// Redraws itself in place; gone when it is cleared.
-pub(crate) struct Bar {
+pub(crate) struct ProgressBar {
     shown: bool,
     started: Instant,
     steps: usize,
     done: usize,
 }
 
-impl Bar {
+impl ProgressBar {
     pub(crate) fn of(steps: usize) -> Self {
-        Bar { shown: std::io::stderr().is_terminal(), started: Instant::now(), steps, done: 0 }
+        ProgressBar {
+            shown: std::io::stderr().is_terminal(),
+            started: Instant::now(),
+            steps,
+            done: 0,
+        }
     }
 
     /// One more step is done.

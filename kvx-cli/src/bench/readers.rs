@@ -52,8 +52,13 @@ pub(crate) fn run(
         about.as_secs().max(1)
     );
     let life = 10 * about + Duration::from_secs(600);
-    let target =
-        TargetProcess::start(&[backend], &arguments.options, Sizes::kvx(SHAPE.bytes()), life)?;
+    let target = TargetProcess::start(
+        &[backend],
+        &arguments.options,
+        Sizes::kvx(SHAPE.bytes()),
+        life,
+        DEADLINE,
+    )?;
     let connect = |reader| {
         let pools = Pools::of(Sizes::kvx(SHAPE.bytes()))?;
         let label = format!("bench-{backend}-{reader}");

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use kvx::Registry;
 
+use super::deadlines::DEADLINE;
 use super::initiator::Initiator;
 use super::limits::DataLanes;
 use super::pools::{Pools, Sizes};
@@ -36,7 +37,7 @@ impl Session {
         let life = 10 * about + Duration::from_secs(600);
         // A device that there is not is told of before there is a target.
         let pools = Pools::of(ours)?;
-        let target = TargetProcess::start(backends, options, theirs, life)?;
+        let target = TargetProcess::start(backends, options, theirs, life, DEADLINE)?;
         let connect = |backend: &&'static str| {
             let label = format!("bench-{backend}");
             Ok((*backend, Initiator::connect(&label, backend, registry, options, &pools, &target)?))

@@ -89,7 +89,7 @@ pub(crate) fn serve(
     let greeting = TargetIntroduction { metadata, address: listener.local_addr()?, kvx, foreign };
     writeln!(out, "{}", serde_json::to_string(&greeting)?)?;
     out.flush()?;
-    let mut served = Served { pools, listener, mapped: None };
+    let mut served = TargetServer { pools, listener, mapped: None };
     for line in std::io::stdin().lock().lines() {
         let answer =
             served.answer(serde_json::from_str(&line?)?).map_err(|error| error.to_string());
@@ -102,14 +102,14 @@ pub(crate) fn serve(
     Ok(())
 }
 
-struct Served {
+struct TargetServer {
     pools: Pools,
     listener: TcpListener,
     /// The initiator's pool, once it has been pulled from.
     mapped: Option<u64>,
 }
 
-impl Served {
+impl TargetServer {
     fn answer(&mut self, ask: Ask) -> Result<f64> {
         match ask {
             Ask::Fill { memory, bytes } => content::fill(self.pools.get(memory)?, bytes)?,
@@ -181,24 +181,30 @@ pub(crate) struct TargetProcess {
 }
 
 impl TargetProcess {
-    /// Starts one and waits until it is ready.
+    /// Starts one and waits until it is ready. It ends after `life` whatever happens.
     pub(crate) fn start(
         backends: &[&str],
         options: &str,
         sizes: Sizes,
         life: Duration,
+        deadline: Duration,
     ) -> Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["bench-target", "--backend", &backends.join(","), "--options", options]);
         command.args(sizes.arguments());
         command.args(["--life", &life.as_secs().to_string()]);
         let mut child = Child::start("the target", command)?;
-        let greeting = serde_json::from_str(&child.hear(DEADLINE)?)?;
+        let greeting = serde_json::from_str(&child.hear(deadline)?)?;
         Ok(TargetProcess { child, greeting })
     }
 
     pub(crate) fn pid(&self) -> u32 {
         self.child.pid()
+    }
+
+    /// Kills it by its process number.
+    pub(crate) fn kill(&mut self) -> Result<()> {
+        self.child.kill()
     }
 
     /// Where bare connections go.

@@ -2,6 +2,9 @@
 
 use kvx::{Grid, Memory};
 
+use crate::bench::bare::{self, List};
+use crate::bench::content;
+use crate::bench::points::shuffled;
 use crate::{Result, bytes};
 
 /// Blocks in the pool.
@@ -52,12 +55,9 @@ impl DemoBlocks {
 
     /// A pool with its content.
     pub(crate) fn filled_pool(&self) -> Result<Memory> {
-        let pool = Memory::pool(bytes_of(&self.pool) as usize).build()?;
-        let mut block = vec![0; self.length() as usize];
-        for index in 0..self.pool.count {
-            fill(index, &mut block);
-            pool.copy_in(self.pool.offset(index) as usize, &block)?;
-        }
+        let bytes = bytes_of(&self.pool);
+        let pool = Memory::pool(bytes as usize).build()?;
+        content::fill(&pool, bytes)?;
         Ok(pool)
     }
 
@@ -68,84 +68,26 @@ impl DemoBlocks {
 
     /// Overwrites what was read.
     pub(crate) fn wipe(&self, room: &Memory) -> Result<()> {
-        let zeros = vec![0; self.length() as usize];
-        for index in 0..self.room.count {
-            room.copy_in(self.room.offset(index) as usize, &zeros)?;
-        }
-        Ok(())
+        Ok(content::wipe(room, self.read_bytes())?)
     }
 
-    /// Compares the checksum of every block that was read with that of what the pool holds.
+    /// Compares every block that was read with what the pool holds.
     pub(crate) fn check(&self, room: &Memory) -> Result<()> {
-        let (mut got, mut expected) =
-            (vec![0; self.length() as usize], vec![0; self.length() as usize]);
-        for (from, to) in self.from.iter().zip(&self.to) {
-            room.copy_out(self.room.offset(*to) as usize, &mut got)?;
-            fill(*from, &mut expected);
-            if checksum(&got) != checksum(&expected) {
-                return Err(format!(
-                    "block {from} of the pool did not arrive: its checksum is wrong"
-                )
-                .into());
-            }
-        }
-        Ok(())
+        let pairs = self.from.iter().copied().zip(self.to.iter().copied());
+        content::compare(room, self.length(), pairs)
     }
 
     /// Copies the same blocks between two pools of this process: what no protocol can beat.
-    pub(crate) fn copy(&self, pool: &Memory, room: &Memory) -> Result<()> {
-        for (from, to) in self.from.iter().zip(&self.to) {
-            let start = self.pool.offset(*from) as usize;
-            // SAFETY: the demo never registers this pool and fills it before it copies: nobody
-            // writes to it.
-            let block = unsafe { pool.block(start..start + self.length() as usize) }?;
-            room.copy_in(self.room.offset(*to) as usize, block)?;
-        }
-        Ok(())
+    pub(crate) fn copy(&self, pool: &Memory, room: &Memory) {
+        let list = List { length: self.length() as usize, from: &self.from, to: &self.to };
+        // SAFETY: the demo makes both memories of these sizes, registers neither with an agent that
+        // moves blocks meanwhile, and holds no references into them.
+        unsafe { bare::copy(pool.address(), room.address(), list) };
     }
 }
 
 fn bytes_of(grid: &Grid) -> u64 {
     grid.length * u64::from(grid.count)
-}
-
-/// The content of a block of the pool.
-fn fill(index: u32, block: &mut [u8]) {
-    let mut random = Random(u64::from(index) << 32);
-    for word in block.chunks_exact_mut(8) {
-        word.copy_from_slice(&random.next().to_le_bytes());
-    }
-}
-
-/// Any change of a word, and any exchange of two, changes it.
-fn checksum(block: &[u8]) -> u64 {
-    block.chunks_exact(8).fold(0, |sum: u64, word| {
-        let word = word.try_into().map_or(0, u64::from_le_bytes);
-        (sum ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
-    })
-}
-
-/// The numbers below `count` in an order that is the same every time.
-fn shuffled(count: u32, seed: u64) -> Vec<u32> {
-    let mut random = Random(seed);
-    let mut numbers: Vec<u32> = (0..count).collect();
-    for at in (1..numbers.len()).rev() {
-        numbers.swap(at, (random.next() % (at as u64 + 1)) as usize);
-    }
-    numbers
-}
-
-/// Numbers that look random and are the same for the same seed (SplitMix64).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut word = self.0;
-        word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        word ^ (word >> 31)
-    }
 }
 
 #[cfg(test)]
@@ -182,13 +124,13 @@ mod tests {
         let blocks = DemoBlocks::of(1 << 20).unwrap();
         let (pool, room) = (blocks.filled_pool().unwrap(), blocks.empty_room().unwrap());
         assert!(blocks.check(&room).is_err());
-        blocks.copy(&pool, &room).unwrap();
+        blocks.copy(&pool, &room);
         blocks.check(&room).unwrap();
         let mut byte = [0];
         room.copy_out(5000, &mut byte).unwrap();
         room.copy_in(5000, &[byte[0] ^ 1]).unwrap();
         assert!(blocks.check(&room).is_err());
-        blocks.copy(&pool, &room).unwrap();
+        blocks.copy(&pool, &room);
         blocks.wipe(&room).unwrap();
         assert!(blocks.check(&room).is_err());
     }

@@ -13,7 +13,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// An answer that was streamed.
 #[derive(Debug, Default)]
-pub(super) struct Streamed {
+pub(super) struct StreamedAnswer {
     pub(super) tokens: Vec<u64>,
     /// Until the first token.
     pub(super) first: Duration,
@@ -29,7 +29,7 @@ pub(super) fn stream(
     prompt: &Value,
     count: usize,
     mut tell: impl FnMut(&str) -> Result<()>,
-) -> Result<Streamed> {
+) -> Result<StreamedAnswer> {
     let mut body = json!({"max_tokens": count, "temperature": 0, "ignore_eos": true, "return_token_ids": true, "stream": true,
                           "stream_options": {"include_usage": true}});
     let chat = prompt[0].is_object();
@@ -37,7 +37,7 @@ pub(super) fn stream(
     let begun = Instant::now();
     let (status, mut answer) =
         send(port, if chat { "/v1/chat/completions" } else { "/v1/completions" }, Some(&body))?;
-    let mut streamed = Streamed::default();
+    let mut streamed = StreamedAnswer::default();
     let mut line = String::new();
     if status != 200 {
         answer.read_to_string(&mut line).map_err(late)?;

@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvx_paged_llama::model::{Architecture, Dtype};
-use kvx_random_model::{Made, make_model};
+use kvx_random_model::{ModelSpec, make_model};
 use serde_json::json;
 
 use super::client::send;
@@ -67,7 +67,7 @@ impl Fleet {
     fn start(arguments: &Arguments, backend: &str, out: &mut dyn Write) -> Result<Fleet> {
         let model = Model::of(arguments)?;
         let (prefill, decode) = arguments.block_size;
-        let started = |count: u8, name: &str, role: &Role<'_>| -> Result<Vec<Starting>> {
+        let started = |count: u8, name: &str, role: &Role<'_>| -> Result<Vec<StartingServer>> {
             let one = |at| role.start(&format!("{name} {at}"), &model.folder);
             (1..=count).map(one).collect()
         };
@@ -86,7 +86,7 @@ impl Fleet {
         let prefills = started(arguments.prefillers, "prefill", &prefills)?;
         let decodes = started(arguments.decoders, "decode", &decodes)?;
         let single = single.listens(out)?;
-        let mut all = |starting: Vec<Starting>| -> Result<Vec<Server>> {
+        let mut all = |starting: Vec<StartingServer>| -> Result<Vec<Server>> {
             starting.into_iter().map(|one| one.listens(out)).collect()
         };
         let (prefills, decodes) = (all(prefills)?, all(decodes)?);
@@ -106,7 +106,7 @@ impl Model {
         if let Some(folder) = &arguments.model {
             return Ok(Model { folder: folder.clone() });
         }
-        let made = Made {
+        let made = ModelSpec {
             architecture: Architecture::Llama,
             layers: 4,
             hidden: 256,
@@ -211,7 +211,7 @@ struct Role<'a> {
 }
 
 impl Role<'_> {
-    fn start(&self, name: &str, model: &Path) -> Result<Starting> {
+    fn start(&self, name: &str, model: &Path) -> Result<StartingServer> {
         let mut command = program()?;
         command.arg("serve").arg(model);
         command.args(["--host", "127.0.0.1", "--port", "0", "--enable-prompt-tokens-details"]);
@@ -234,7 +234,7 @@ impl Role<'_> {
         if self.corrupt {
             command.arg("--spoil-a-moved-block");
         }
-        Starting::new(name, command)
+        StartingServer::new(name, command)
     }
 }
 
@@ -248,7 +248,7 @@ fn proxy(prefills: &[Server], decodes: &[Server], out: &mut dyn Write) -> Result
         command.arg(hosts).args(servers.iter().map(|_| "127.0.0.1"));
         command.arg(ports).args(servers.iter().map(|server| server.port.to_string()));
     }
-    let proxy = Starting::new("the proxy", command)?.listens(out)?;
+    let proxy = StartingServer::new("the proxy", command)?.listens(out)?;
     let until = Instant::now() + START;
     while send(proxy.port, "/ready", None)?.0 != 200 {
         if Instant::now() > until {
@@ -260,11 +260,11 @@ fn proxy(prefills: &[Server], decodes: &[Server], out: &mut dyn Write) -> Result
 }
 
 /// A process that does not listen yet.
-struct Starting(Child);
+struct StartingServer(Child);
 
-impl Starting {
+impl StartingServer {
     fn new(name: &str, command: Command) -> Result<Self> {
-        Ok(Starting(Child::start_hearing_errors(name, command)?))
+        Ok(StartingServer(Child::start_hearing_errors(name, command)?))
     }
 
     /// Waits until it does, and says so.

@@ -6,7 +6,6 @@ mod blocks;
 mod client;
 #[cfg(all(feature = "serve", feature = "proxy"))]
 mod fleet;
-mod owner;
 #[cfg(all(feature = "serve", feature = "proxy"))]
 mod requests;
 mod transfer;
@@ -17,8 +16,6 @@ use std::path::PathBuf;
 use clap::Args;
 use kvx::Registry;
 
-pub(crate) use self::blocks::STEP;
-pub(crate) use self::owner::{Owner, OwnerArguments, own};
 use crate::{Result, bytes};
 
 /// What stands behind `demo` on the command line.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::Arguments;
-use super::client::{Metrics, Streamed, send, stream};
+use super::client::{Metrics, StreamedAnswer, send, stream};
 use super::fleet::{Fleet, Server};
 use crate::{Result, bytes};
 
@@ -39,11 +39,11 @@ pub(super) fn show(
     )?;
     let (mut different, mut first) = (0, None);
     for (name, prompt) in prompts() {
-        let before = Moved::by(&fleet.decodes)?;
+        let before = TransferTotals::by(&fleet.decodes)?;
         let alone = aloud("alone", fleet.single.port, &prompt, out)?;
         let apart = aloud("apart", fleet.proxy.port, &prompt, out)?;
         first.get_or_insert_with(|| begun.elapsed());
-        let moved = Moved::by(&fleet.decodes)?.since(before);
+        let moved = TransferTotals::by(&fleet.decodes)?.since(before);
         let equal = alone.tokens == apart.tokens && apart.tokens.len() == TOKENS;
         different += usize::from(!equal);
         row(out, name, &alone, &apart, &moved, equal)?;
@@ -80,7 +80,7 @@ pub(super) fn show(
 
 /// How many tokens of the prompt the decode server computed: the last one always, for what comes
 /// behind it.
-fn computed(apart: &Streamed) -> u64 {
+fn computed(apart: &StreamedAnswer) -> u64 {
     apart.prompt_tokens.saturating_sub(apart.not_computed).max(1)
 }
 
@@ -145,7 +145,7 @@ fn kill(mut prefill: Server, decode: &Server, single: &Server, out: &mut dyn Wri
 }
 
 /// Streams an answer, and shows its text as it comes.
-fn aloud(who: &str, port: u16, prompt: &Value, out: &mut dyn Write) -> Result<Streamed> {
+fn aloud(who: &str, port: u16, prompt: &Value, out: &mut dyn Write) -> Result<StreamedAnswer> {
     write!(out, "  {who}: ")?;
     out.flush()?;
     let streamed = stream(port, prompt, TOKENS, |text| {
@@ -179,9 +179,9 @@ fn ask(port: u16, prompt: &Value, params: Option<Value>) -> Result<(u16, Value)>
 fn row(
     out: &mut dyn Write,
     name: &str,
-    alone: &Streamed,
-    apart: &Streamed,
-    moved: &Moved,
+    alone: &StreamedAnswer,
+    apart: &StreamedAnswer,
+    moved: &TransferTotals,
     equal: bool,
 ) -> Result<()> {
     let millis = |seconds: f64, digits: usize| format!("{:.digits$} ms", seconds * 1e3);
@@ -203,7 +203,7 @@ fn row(
 }
 
 /// What decode servers have read.
-struct Moved {
+struct TransferTotals {
     bytes: f64,
     blocks: f64,
     seconds: f64,
@@ -212,11 +212,16 @@ struct Moved {
     transfers: Vec<(String, f64)>,
 }
 
-impl Moved {
+impl TransferTotals {
     /// So far.
     fn by(decodes: &[Server]) -> Result<Self> {
-        let mut moved =
-            Moved { bytes: 0.0, blocks: 0.0, seconds: 0.0, handshake: 0.0, transfers: Vec::new() };
+        let mut moved = TransferTotals {
+            bytes: 0.0,
+            blocks: 0.0,
+            seconds: 0.0,
+            handshake: 0.0,
+            transfers: Vec::new(),
+        };
         for decode in decodes {
             let metrics = Metrics::of(decode.port)?;
             moved.bytes += metrics.sum("vllm:nixl_bytes_transferred_sum");
@@ -235,11 +240,11 @@ impl Moved {
     }
 
     /// Since then.
-    fn since(self, before: Moved) -> Moved {
+    fn since(self, before: TransferTotals) -> TransferTotals {
         let had = |backend: &str| {
             before.transfers.iter().find(|(known, _)| known == backend).map_or(0.0, |had| had.1)
         };
-        Moved {
+        TransferTotals {
             bytes: self.bytes - before.bytes,
             blocks: self.blocks - before.blocks,
             seconds: self.seconds - before.seconds,
@@ -285,8 +290,11 @@ mod tests {
 
     #[test]
     fn a_prompt_that_was_computed_again_shows_nothing() {
-        let answered =
-            |not_computed| Streamed { prompt_tokens: 49, not_computed, ..Streamed::default() };
+        let answered = |not_computed| StreamedAnswer {
+            prompt_tokens: 49,
+            not_computed,
+            ..StreamedAnswer::default()
+        };
         for all_but_the_last in [49, 48] {
             assert!(assert_moved(computed(&answered(all_but_the_last))).is_ok());
         }

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use kvx::{Agent, ErrorKind, Memory, Options, Peer, Plan, Registry};
 
 use super::blocks::DemoBlocks;
-use super::owner::Owner;
+use crate::bench::pools::{PoolKind, Sizes};
+use crate::bench::target::{Ask, TargetProcess};
 use crate::{Result, bytes};
 
 /// How often everything is timed, in turn.
@@ -17,6 +18,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 /// How long the owner may take to fill and publish its pool.
 const START: Duration = Duration::from_secs(60);
+/// The longest life of the owner, should it not see that its reader has ended.
+const LIFE: Duration = Duration::from_secs(600);
 
 /// Runs the demo. `Ok` says that all of it held.
 pub(super) fn run(
@@ -35,7 +38,8 @@ pub(super) fn run(
     let blocks = DemoBlocks::of(size)?;
     let (count, length) = (blocks.from.len(), bytes::show(blocks.length()));
     let start = Instant::now();
-    let mut owner = Owner::start(&backends, size, START)?;
+    let mut owner = TargetProcess::start(&backends, "{}", Sizes::kvx(size), LIFE, START)?;
+    owner.ask(Ask::Fill { memory: PoolKind::Kvx, bytes: size })?;
     writeln!(
         out,
         "Process {} owns a pool of {}; process {} reads {count} scattered blocks of {length} of it.",
@@ -47,23 +51,19 @@ pub(super) fn run(
         out,
         "The pool was published after {}; what a reader must know of it is {} bytes.",
         seconds(start.elapsed()),
-        owner.metadata.len()
+        owner.metadata(backends[0])?.len()
     )?;
 
     let readers = backends
         .iter()
-        .map(|backend| DemoReader::connect(backend, registry, &owner.metadata, &blocks))
+        .map(|backend| DemoReader::connect(backend, registry, owner.metadata(backend)?, &blocks))
         .collect::<Result<Vec<_>>>()?;
     writeln!(out)?;
     for reader in &readers {
         let first = reader.read()?;
         blocks.check(&reader.room)?;
         writeln!(out, "Route: {}.", reader.peer.route())?;
-        writeln!(
-            out,
-            "  The first read took {}; the checksums of all blocks are right.",
-            seconds(first)
-        )?;
+        writeln!(out, "  The first read took {}; every byte is right.", seconds(first))?;
     }
 
     let costs = measure(&readers, &blocks)?;
@@ -129,7 +129,7 @@ impl DemoReader {
         peer.ready(PATIENCE).join()?;
         let plan = Plan::read(
             region.grid(blocks.room)?.blocks(blocks.to.clone()),
-            peer.region("pool")?.grid(blocks.pool)?.blocks(blocks.from.clone()),
+            peer.region(PoolKind::Kvx.name())?.grid(blocks.pool)?.blocks(blocks.from.clone()),
         )?;
         Ok(DemoReader { backend, agent, peer, room: std::sync::Arc::clone(region.memory()), plan })
     }
@@ -170,7 +170,7 @@ fn measure(readers: &[DemoReader], blocks: &DemoBlocks) -> Result<Vec<Duration>>
     }
     for _ in 0..ROUNDS {
         let start = Instant::now();
-        blocks.copy(&pool, &room)?;
+        blocks.copy(&pool, &room);
         costs[0].push(start.elapsed());
         for (reader, costs) in readers.iter().zip(&mut costs[1..]) {
             costs.push(reader.read()?);

@@ -13,7 +13,7 @@ use kvx::config::{KvCacheLayout, KvTransferConfig, Surroundings};
 use kvx_paged_llama::http::Recorder;
 use kvx_paged_llama::model::{Dtype, PoolLayout};
 use kvx_paged_llama::rank;
-use kvx_paged_llama::server::{self, Options, Others, Started};
+use kvx_paged_llama::server::{self, Options, OtherEngines, ServerInfo};
 
 use self::flags::Flags;
 use crate::{Result, bytes};
@@ -68,7 +68,7 @@ pub(crate) fn run(arguments: Vec<String>, out: &mut dyn Write) -> Result<()> {
     let recorder = Recorder::install(&options.names[0])?;
     eprintln!("kvx: reading {}", options.folder.display());
     let name = options.names[0].clone();
-    let started = move |started: &Started| {
+    let started = move |started: &ServerInfo| {
         eprintln!(
             "kvx: {name}, up to {} tokens, a KV cache of {} blocks ({})",
             started.model_len,
@@ -154,7 +154,7 @@ fn options(flags: Flags, transfer: KvTransferConfig) -> Result<Options> {
 }
 
 /// Returns which ranks of data parallelism are here, and where the others are.
-fn data_parallel(flags: &Flags) -> Result<(Range<usize>, Others)> {
+fn data_parallel(flags: &Flags) -> Result<(Range<usize>, OtherEngines)> {
     let size = flags.data_parallel_size;
     let head = || {
         let address = flags.data_parallel_address.clone();
@@ -167,12 +167,12 @@ fn data_parallel(flags: &Flags) -> Result<(Range<usize>, Others)> {
                  --data-parallel-size-local and --data-parallel-start-rank"
                 .into())
         }
-        (Some(rank), _) => Ok((rank..rank.saturating_add(1), Others::Apart)),
+        (Some(rank), _) => Ok((rank..rank.saturating_add(1), OtherEngines::Independent)),
         (None, true) => {
             let first = start.unwrap_or(0);
             let here = local.unwrap_or(size.saturating_sub(first));
             let (address, port) = head();
-            Ok((first..first.saturating_add(here), Others::JoinThere(address, port)))
+            Ok((first..first.saturating_add(here), OtherEngines::JoinThere(address, port)))
         }
         (None, false) if start.is_some() => {
             Err("--data-parallel-start-rank is for hosts behind a head: add --headless, or leave it out".into())
@@ -180,7 +180,7 @@ fn data_parallel(flags: &Flags) -> Result<(Range<usize>, Others)> {
         (None, false) => {
             let here = local.unwrap_or(size);
             let (address, port) = head();
-            let others = if here < size { Others::JoinHere(address, port) } else { Others::Apart };
+            let others = if here < size { OtherEngines::JoinHere(address, port) } else { OtherEngines::Independent };
             Ok((0..here, others))
         }
     }

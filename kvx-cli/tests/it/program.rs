@@ -236,19 +236,21 @@ fn a_demo_that_ends_in_the_middle_leaves_no_process_behind() {
     drop(demo.stdout.take());
     let status = demo.wait().unwrap();
     assert!(status.success(), "{status}");
-    let size = (3 << 20).to_string();
+    let size = format!("--kvx={}", 3 << 20);
     for process in std::fs::read_dir("/proc").unwrap().flatten() {
         let line = std::fs::read(process.path().join("cmdline")).unwrap_or_default();
         let arguments: Vec<_> = line.split(|byte| *byte == 0).collect();
         let is_owner =
-            arguments.contains(&&b"demo-owner"[..]) && arguments.contains(&size.as_bytes());
+            arguments.contains(&&b"bench-target"[..]) && arguments.contains(&size.as_bytes());
         assert!(!is_owner, "{:?} is still there", process.path());
     }
 }
 
 #[test]
 fn the_owner_of_the_demo_ends_with_its_reader() {
-    let mut owner = program(&["demo-owner", "--backend", "TCP", "--size", "1048576"])
+    let sizes = ["--kvx=1048576", "--foreign=0", "--device=0"];
+    let mut owner = program(&["bench-target", "--backend", "TCP", "--options", "{}", "--life=60"])
+        .args(sizes)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()

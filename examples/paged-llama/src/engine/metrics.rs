@@ -3,7 +3,7 @@
 use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 
 /// The metrics of one engine, looked up once.
-pub(super) struct Counts {
+pub(super) struct EngineMetrics {
     pub(super) prompt_tokens: Counter,
     pub(super) generation_tokens: Counter,
     pub(super) prefix_queries: Counter,
@@ -25,7 +25,7 @@ pub(super) struct Counts {
     pub(super) whole_request: Histogram,
 }
 
-impl Counts {
+impl EngineMetrics {
     /// Of the recorder that is installed now.
     pub(super) fn of(engine: usize) -> Self {
         let engine = engine.to_string();
@@ -34,7 +34,7 @@ impl Counts {
             let labels = [("finished_reason", reason.to_owned()), ("engine", engine.clone())];
             counter!("vllm:request_success_total", &labels)
         };
-        Counts {
+        EngineMetrics {
             prompt_tokens: counter!("vllm:prompt_tokens_total", &labels),
             generation_tokens: counter!("vllm:generation_tokens_total", &labels),
             prefix_queries: counter!("vllm:prefix_cache_queries_total", &labels),

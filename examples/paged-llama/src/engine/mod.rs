@@ -6,7 +6,7 @@
 //! the thread sleeps.
 
 mod blocks;
-mod counts;
+mod metrics;
 mod mover;
 mod sampling;
 mod sequence;
@@ -22,9 +22,9 @@ use std::thread::JoinHandle;
 
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-pub use self::mover::{Alone, Ending, Mover, Wake};
+pub use self::mover::{FinishedRequest, Mover, NoMover, Wake};
 pub use self::sampling::{Logprob, Sampling};
-use self::step::Loop;
+use self::step::EngineLoop;
 use crate::kv::TransferParams;
 use crate::model::{Chunk, ModelError as Error, Result};
 use crate::tokenizer::Tokenizer;
@@ -104,25 +104,25 @@ pub struct Piece {
     /// Tokens of the prompt that were in the cache, or came from a peer.
     pub cached: usize,
     /// The answer ends here.
-    pub end: Option<End>,
+    pub end: Option<Finish>,
 }
 
 /// How an answer ends.
 #[derive(Clone, Debug, PartialEq)]
-pub struct End {
+pub struct Finish {
     /// Whether the model or a stop has ended it, or its length.
-    pub reason: Reason,
+    pub reason: FinishReason,
     /// What the client may send to another server.
     pub transfer: Option<TransferParams>,
 }
 
 /// Why an answer ends.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Reason {
+pub enum FinishReason {
     /// It is as long as it may be.
     Length,
     /// The model has ended it.
-    End,
+    EndOfText,
     /// One of the client's texts.
     Stop(String),
     /// One of the client's tokens.
@@ -130,14 +130,14 @@ pub enum Reason {
 }
 
 /// What comes of a request: pieces, the last of which has an end, or words of what went wrong.
-pub type Told = std::result::Result<Piece, Failure>;
+pub type PieceResult = std::result::Result<Piece, Failure>;
 
 /// Why a request has no answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure(pub String);
 
 enum Command {
-    Add(Box<Request>, UnboundedSender<Told>),
+    Add(Box<Request>, UnboundedSender<PieceResult>),
     Abort(String),
     /// Something outside has happened.
     Look,
@@ -165,7 +165,7 @@ pub struct Running {
 
 /// A request in the engine. Dropped, it is aborted.
 pub struct Answer {
-    pieces: UnboundedReceiver<Told>,
+    pieces: UnboundedReceiver<PieceResult>,
     name: String,
     commands: Sender<Command>,
 }
@@ -199,8 +199,8 @@ impl Engine {
         let engine = Engine { commands, limits: limits.clone(), dead: dead.clone() };
         let number = limits.engine;
         let run = move || {
-            let dies = Dies(dead);
-            let ended = Loop::new(limits, model, tokenizer, mover).run(&received);
+            let dies = DeathNotice(dead);
+            let ended = EngineLoop::new(limits, model, tokenizer, mover).run(&received);
             drop(dies);
             if let Err(why) = &ended {
                 tracing::error!("engine {number} has ended: {why}; start the server again");
@@ -289,7 +289,7 @@ impl Drop for Running {
 
 impl Answer {
     /// The next piece; none behind the last.
-    pub async fn next(&mut self) -> Option<Told> {
+    pub async fn next(&mut self) -> Option<PieceResult> {
         self.pieces.recv().await
     }
 
@@ -297,7 +297,7 @@ impl Answer {
     pub fn poll_next(
         &mut self,
         context: &mut std::task::Context<'_>,
-    ) -> std::task::Poll<Option<Told>> {
+    ) -> std::task::Poll<Option<PieceResult>> {
         self.pieces.poll_recv(context)
     }
 }
@@ -309,9 +309,9 @@ impl Drop for Answer {
 }
 
 /// Says that the engine has ended, also when it panics.
-struct Dies(Arc<AtomicBool>);
+struct DeathNotice(Arc<AtomicBool>);
 
-impl Drop for Dies {
+impl Drop for DeathNotice {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Release);
     }

@@ -31,12 +31,12 @@ pub trait Mover: Send {
 
     /// A request has ended, with its blocks and so many tokens in them. True: the engine keeps the
     /// blocks until an outcome names the request.
-    fn ended(&mut self, ending: Ending<'_>) -> (bool, Option<TransferParams>);
+    fn ended(&mut self, ending: FinishedRequest<'_>) -> (bool, Option<TransferParams>);
 }
 
 /// A request that has ended.
 #[derive(Clone, Copy, Debug)]
-pub struct Ending<'a> {
+pub struct FinishedRequest<'a> {
     /// Which.
     pub request: &'a str,
     /// Its blocks, from the first token on.
@@ -51,9 +51,9 @@ pub struct Ending<'a> {
 
 /// An engine without peers.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Alone;
+pub struct NoMover;
 
-impl Mover for Alone {
+impl Mover for NoMover {
     fn arrived(&mut self, _: &str, _: usize, _: Option<&TransferParams>) {}
 
     fn offers(&self, _: &str, _: usize) -> usize {
@@ -66,7 +66,7 @@ impl Mover for Alone {
         Vec::new()
     }
 
-    fn ended(&mut self, _: Ending<'_>) -> (bool, Option<TransferParams>) {
+    fn ended(&mut self, _: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
         (false, None)
     }
 }

@@ -7,16 +7,16 @@ use std::time::Instant;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::blocks::{Blocks, Hash, hash};
-use super::counts::Counts;
+use super::metrics::EngineMetrics;
 use super::text::Text;
-use super::{End, Failure, Limits, Logprob, Piece, Reason, Request, Told};
+use super::{Failure, Finish, FinishReason, Limits, Logprob, Piece, PieceResult, Request};
 use crate::kv::TransferParams;
 use crate::tokenizer::{Detokenizer, Tokenizer};
 
 pub(super) struct Sequence {
     pub(super) request: Request,
-    told: UnboundedSender<Told>,
-    counts: Arc<Counts>,
+    told: UnboundedSender<PieceResult>,
+    counts: Arc<EngineMetrics>,
     /// The prompt, and behind it the answer.
     pub(super) tokens: Vec<u32>,
     pub(super) blocks: Vec<u32>,
@@ -39,14 +39,18 @@ pub(super) struct Sequence {
 }
 
 /// A token that was chosen, and what it means for the answer.
-pub(super) struct Chosen {
+pub(super) struct SampledToken {
     pub(super) text: String,
     pub(super) logprob: Option<Logprob>,
-    pub(super) reason: Option<Reason>,
+    pub(super) reason: Option<FinishReason>,
 }
 
 impl Sequence {
-    pub(super) fn new(request: Request, told: UnboundedSender<Told>, counts: Arc<Counts>) -> Self {
+    pub(super) fn new(
+        request: Request,
+        told: UnboundedSender<PieceResult>,
+        counts: Arc<EngineMetrics>,
+    ) -> Self {
         let detokenizer = Detokenizer::after(&request.prompt, request.skip_special);
         let text = Text::new(detokenizer, request.stop.clone(), request.include_stop);
         let now = Instant::now();
@@ -144,7 +148,7 @@ impl Sequence {
         logits: &[f32],
         tokenizer: &Tokenizer,
         limits: &Limits,
-    ) -> Chosen {
+    ) -> SampledToken {
         let (prompt, given) = self.tokens.split_at(self.request.prompt.len());
         let request = &self.request;
         let young = given.len() < request.min_tokens;
@@ -158,27 +162,27 @@ impl Sequence {
         self.tokens.push(token);
         let request = &self.request;
         let mut reason = if request.stop_tokens.contains(&token) {
-            Some(Reason::StopToken(token))
+            Some(FinishReason::StopToken(token))
         } else {
-            request.ends.contains(&token).then_some(Reason::End)
+            request.ends.contains(&token).then_some(FinishReason::EndOfText)
         };
         let mut text = String::new();
         if reason.is_none() || request.include_stop {
             let may_stop = !young && reason.is_none();
             let (piece, stop) = self.text.push(tokenizer, token, may_stop);
             text = piece;
-            reason = reason.or(stop.map(Reason::Stop));
+            reason = reason.or(stop.map(FinishReason::Stop));
         }
         let full = self.given() >= self.request.max_tokens || self.tokens.len() >= limits.model_len;
-        reason = reason.or(full.then_some(Reason::Length));
-        if reason.is_some() && !matches!(reason, Some(Reason::Stop(_))) {
+        reason = reason.or(full.then_some(FinishReason::Length));
+        if reason.is_some() && !matches!(reason, Some(FinishReason::Stop(_))) {
             text += &self.text.finish(tokenizer);
         }
-        Chosen { text, logprob, reason }
+        SampledToken { text, logprob, reason }
     }
 
     /// Tells what was chosen.
-    pub(super) fn tell(&mut self, chosen: Chosen, transfer: Option<TransferParams>) {
+    pub(super) fn tell(&mut self, chosen: SampledToken, transfer: Option<TransferParams>) {
         let token = self.tokens[self.tokens.len() - 1];
         let now = Instant::now();
         if self.given() == 1 {
@@ -194,11 +198,11 @@ impl Sequence {
             tokens: vec![(token, chosen.logprob)],
             prompt_logprobs,
             cached: self.cached + self.external,
-            end: chosen.reason.map(|reason| End { reason, transfer }),
+            end: chosen.reason.map(|reason| Finish { reason, transfer }),
         };
         if let Some(end) = &piece.end {
             let ended = match end.reason {
-                Reason::Length => &self.counts.ended_by_length,
+                FinishReason::Length => &self.counts.ended_by_length,
                 _ => &self.counts.ended_by_stop,
             };
             ended.increment(1);

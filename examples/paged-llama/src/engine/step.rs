@@ -6,20 +6,20 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use super::blocks::Blocks;
-use super::counts::Counts;
-use super::mover::{Ending, Mover};
-use super::sequence::{Chosen, Sequence};
-use super::{Command, Forward, Limits, Reason};
+use super::metrics::EngineMetrics;
+use super::mover::{FinishedRequest, Mover};
+use super::sequence::{SampledToken, Sequence};
+use super::{Command, FinishReason, Forward, Limits};
 use crate::kv::{Kept, Outcome, Status, Then};
-use crate::model::{Chunk, ModelError as Error, Result, Wanted};
+use crate::model::{Chunk, LogitsScope, ModelError as Error, Result};
 use crate::tokenizer::Tokenizer;
 
 /// Without anything to do the loop looks up so often all the same.
 const IDLE: Duration = Duration::from_secs(3600);
 
-pub(super) struct Loop {
+pub(super) struct EngineLoop {
     limits: Limits,
-    counts: Arc<Counts>,
+    counts: Arc<EngineMetrics>,
     model: Box<dyn Forward>,
     tokenizer: Arc<Tokenizer>,
     mover: Box<dyn Mover>,
@@ -35,7 +35,7 @@ pub(super) struct Loop {
     draining: bool,
 }
 
-impl Loop {
+impl EngineLoop {
     pub(super) fn new(
         limits: Limits,
         model: Box<dyn Forward>,
@@ -43,8 +43,8 @@ impl Loop {
         mover: Box<dyn Mover>,
     ) -> Self {
         let blocks = Blocks::new(limits.blocks, limits.prefix_cache);
-        Loop {
-            counts: Arc::new(Counts::of(limits.engine)),
+        EngineLoop {
+            counts: Arc::new(EngineMetrics::of(limits.engine)),
             limits,
             model,
             tokenizer,
@@ -81,7 +81,7 @@ impl Loop {
                 }
             }
             for outcome in self.mover.step() {
-                self.heed(outcome);
+                self.handle_outcome(outcome);
             }
             let admitted = self.admit();
             let computed = match self.compute() {
@@ -140,7 +140,7 @@ impl Loop {
         kept: Kept,
     ) -> Option<crate::kv::TransferParams> {
         let needed = sequence.computed.div_ceil(self.limits.block_size).min(sequence.blocks.len());
-        let (keep, params) = self.mover.ended(Ending {
+        let (keep, params) = self.mover.ended(FinishedRequest {
             request: sequence.name(),
             blocks: &sequence.blocks[..needed],
             computed: sequence.computed,
@@ -161,9 +161,10 @@ impl Loop {
         params
     }
 
-    fn heed(&mut self, outcome: Outcome) {
+    fn handle_outcome(&mut self, outcome: Outcome) {
         match outcome {
             Outcome::Loaded { request, computed } => {
+                // Expected race: the request was aborted while its blocks were loaded.
                 let Some(mut sequence) = self.loading.remove(request.as_str()) else { return };
                 let had = sequence.computed;
                 sequence.computed = (computed as usize).min(sequence.tokens.len());
@@ -176,6 +177,7 @@ impl Loop {
                 self.waiting.push_front(sequence);
             }
             Outcome::Failed { request, failure, then, invalid, held } => {
+                // Expected race: the request was aborted while its blocks were loaded.
                 let Some(mut sequence) = self.loading.remove(request.as_str()) else { return };
                 tracing::warn!(
                     request = sequence.name(),
@@ -308,13 +310,13 @@ impl Loop {
             .map(|&(at, count)| {
                 let sequence = &running[at];
                 let to = sequence.computed + count;
-                let wanted = match to == sequence.tokens.len() {
-                    _ if sequence.wants_prompt_logits() => Wanted::All,
-                    true => Wanted::Last,
-                    false => Wanted::None,
+                let logits = match to == sequence.tokens.len() {
+                    _ if sequence.wants_prompt_logits() => LogitsScope::All,
+                    true => LogitsScope::Last,
+                    false => LogitsScope::None,
                 };
                 let tokens = &sequence.tokens[sequence.computed..to];
-                Chunk { tokens, start: sequence.computed, blocks: &sequence.blocks, wanted }
+                Chunk { tokens, start: sequence.computed, blocks: &sequence.blocks, logits }
             })
             .collect();
         let rows = self.model.forward(&work)?;
@@ -343,7 +345,12 @@ impl Loop {
     }
 
     /// A request has so many tokens more. How it has ended, if it has.
-    fn advance(&mut self, at: usize, count: usize, rows: &[Vec<f32>]) -> Option<(Status, Chosen)> {
+    fn advance(
+        &mut self,
+        at: usize,
+        count: usize,
+        rows: &[Vec<f32>],
+    ) -> Option<(Status, SampledToken)> {
         let sequence = &mut self.running[at];
         let before = sequence.computed;
         sequence.note_prompt(before, rows, self.limits.raw_logits);
@@ -360,7 +367,7 @@ impl Loop {
                 sequence.tell(chosen, None);
                 return None;
             }
-            Some(Reason::Length) => Status::LengthCapped,
+            Some(FinishReason::Length) => Status::LengthCapped,
             Some(_) => Status::Stopped,
         };
         Some((status, chosen))

@@ -49,7 +49,7 @@ const LONGEST_WORD: u32 = 64 << 10;
 /// Bytes of a host's metrics.
 const LONGEST_METRICS: usize = 16 << 20;
 /// Connections that have not proven yet who they are.
-const UNKNOWN: usize = 16;
+const MOST_PENDING: usize = 16;
 /// Requests that a host is asked at once.
 const REQUESTS: u32 = 4096;
 /// The headers of a client that a host gets. Credentials, such as `Authorization`, are for the head
@@ -59,16 +59,16 @@ const FORWARDED: [HeaderName; 2] = [CONTENT_TYPE, HeaderName::from_static("x-req
 /// What has to be the same at all ranks for one to answer like the other.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Alike {
+pub(crate) struct SharedConfig {
     pub(crate) model: String,
     pub(crate) data_parallel_size: usize,
     pub(crate) model_len: usize,
     pub(crate) block_size: usize,
 }
 
-impl Alike {
+impl SharedConfig {
     /// What a host has that is not as here, if anything is.
-    fn different(&self, host: &Alike) -> Option<String> {
+    fn different(&self, host: &SharedConfig) -> Option<String> {
         let (here, host) = (json!(self), json!(host));
         let fields =
             here.as_object()?.iter().filter(|(name, value)| host[name.as_str()] != **value);
@@ -83,32 +83,37 @@ impl Alike {
 /// What a host says of itself.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Joining {
+pub(crate) struct JoinRequest {
     pub(crate) ranks: Range<usize>,
-    pub(crate) alike: Alike,
+    #[serde(rename = "alike")]
+    pub(crate) config: SharedConfig,
 }
 
 /// The ranks that are on other hosts.
 #[derive(Debug)]
 pub(crate) struct Hosts {
-    alike: Alike,
+    config: SharedConfig,
     secret: Option<Secret>,
     /// Which they are; those before them are here.
     elsewhere: Range<usize>,
-    joined: Mutex<Vec<Joined>>,
+    joined: Mutex<Vec<JoinedHost>>,
     news: Notify,
 }
 
 #[derive(Clone, Debug)]
-struct Joined {
+struct JoinedHost {
     ranks: Range<usize>,
     asking: SendRequest<Body>,
 }
 
 impl Hosts {
     /// These ranks are on other hosts, and those before them here; none has joined yet.
-    pub(crate) fn new(alike: Alike, elsewhere: Range<usize>, secret: Option<Secret>) -> Self {
-        Hosts { alike, secret, elsewhere, joined: Mutex::default(), news: Notify::new() }
+    pub(crate) fn new(
+        config: SharedConfig,
+        elsewhere: Range<usize>,
+        secret: Option<Secret>,
+    ) -> Self {
+        Hosts { config, secret, elsewhere, joined: Mutex::default(), news: Notify::new() }
     }
 
     /// All ranks, here and on other hosts.
@@ -116,7 +121,7 @@ impl Hosts {
         self.elsewhere.end
     }
 
-    fn joined(&self) -> MutexGuard<'_, Vec<Joined>> {
+    fn joined(&self) -> MutexGuard<'_, Vec<JoinedHost>> {
         let mut joined = self.joined.lock().unwrap_or_else(PoisonError::into_inner);
         joined.retain(|host| !host.asking.is_closed());
         joined
@@ -129,7 +134,7 @@ impl Hosts {
 
     /// Lets hosts join, for ever.
     pub(crate) async fn accept(self: Arc<Self>, listener: TcpListener) {
-        let mut unknown = UnknownConnections::default();
+        let mut unknown = PendingConnections::default();
         loop {
             match listener.accept().await {
                 Ok((stream, from)) => {
@@ -146,7 +151,7 @@ impl Hosts {
                             Err(_) => tracing::warn!("a host at {from} said nothing for {WORD:?}"),
                         }
                     });
-                    unknown.add(UnknownConnection {
+                    unknown.add(PendingConnection {
                         from: from.ip(),
                         task: task.abort_handle(),
                         is_known,
@@ -165,7 +170,7 @@ impl Hosts {
     async fn admit(&self, stream: TcpStream, known: &AtomicBool) -> Result<Range<usize>> {
         let mut stream = noise::accept(stream, self.secret.as_ref()).await?;
         known.store(self.secret.is_some(), Ordering::Relaxed);
-        let joining: Joining = hear(&mut stream).await?;
+        let joining: JoinRequest = hear(&mut stream).await?;
         known.store(true, Ordering::Relaxed);
         let refused = self.refusal(&joining);
         say(&mut stream, &refused).await?;
@@ -188,7 +193,7 @@ impl Hosts {
             if let Some(taken) = taken(&joined, &ranks) {
                 return Err(ModelError::new(taken));
             }
-            joined.push(Joined { ranks: ranks.clone(), asking });
+            joined.push(JoinedHost { ranks: ranks.clone(), asking });
         }
         let gone = ranks.clone();
         tokio::spawn(async move {
@@ -203,9 +208,9 @@ impl Hosts {
     }
 
     /// Why a host cannot join.
-    fn refusal(&self, joining: &Joining) -> Option<String> {
-        let Joining { ranks, alike } = joining;
-        if let Some(different) = self.alike.different(alike) {
+    fn refusal(&self, joining: &JoinRequest) -> Option<String> {
+        let JoinRequest { ranks, config } = joining;
+        if let Some(different) = self.config.different(config) {
             return Some(format!("{different}: start both with the same"));
         }
         if ranks.is_empty() || ranks.start < self.elsewhere.start || ranks.end > self.elsewhere.end
@@ -254,7 +259,7 @@ impl Hosts {
     ) -> std::result::Result<Response<Body>, ApiError> {
         let gone = || ApiError::internal(format!("rank {rank} has gone; the head's log says when"));
         let host = self.joined().iter().find(|host| host.ranks.contains(&rank)).cloned();
-        let Joined { ranks, mut asking } = host.ok_or_else(gone)?;
+        let JoinedHost { ranks, mut asking } = host.ok_or_else(gone)?;
         let mut request = Request::post(format!("http://rank-{rank}{path}"))
             .body(Body::from(body))
             .map_err(|_| gone())?;
@@ -288,7 +293,7 @@ impl Hosts {
 }
 
 /// A connection whose other end may be anybody.
-struct UnknownConnection {
+struct PendingConnection {
     from: IpAddr,
     task: AbortHandle,
     is_known: Arc<AtomicBool>,
@@ -296,16 +301,16 @@ struct UnknownConnection {
 
 /// All of these connections, the oldest first.
 #[derive(Default)]
-struct UnknownConnections(Vec<UnknownConnection>);
+struct PendingConnections(Vec<PendingConnection>);
 
-impl UnknownConnections {
-    /// Beyond [`UNKNOWN`] the oldest connection of the address with most of them ends: silent ones
+impl PendingConnections {
+    /// Beyond [`MOST_PENDING`] the oldest connection of the address with most of them ends: silent ones
     /// keep no host out.
-    fn add(&mut self, connection: UnknownConnection) {
+    fn add(&mut self, connection: PendingConnection) {
         let all = &mut self.0;
         all.push(connection);
         all.retain(|each| !each.task.is_finished() && !each.is_known.load(Ordering::Relaxed));
-        if all.len() > UNKNOWN {
+        if all.len() > MOST_PENDING {
             let count = |from: IpAddr| all.iter().filter(|each| each.from == from).count();
             let most = all.iter().map(|each| count(each.from)).max();
             if let Some(at) = all.iter().position(|each| Some(count(each.from)) == most) {
@@ -319,7 +324,7 @@ fn named(ranks: &Range<usize>) -> String {
     format!("ranks {} to {}", ranks.start, ranks.end.saturating_sub(1))
 }
 
-fn taken(joined: &[Joined], ranks: &Range<usize>) -> Option<String> {
+fn taken(joined: &[JoinedHost], ranks: &Range<usize>) -> Option<String> {
     let taken =
         joined.iter().find(|host| host.ranks.start < ranks.end && ranks.start < host.ranks.end)?;
     Some(format!(
@@ -387,7 +392,7 @@ pub(crate) fn check_reach(address: SocketAddr, secret: Option<&Secret>) -> Resul
 /// The head refuses, or is not to be reached; the words say what to do.
 pub(crate) async fn follow(
     head: &(String, u16),
-    joining: &Joining,
+    joining: &JoinRequest,
     secret: Option<&Secret>,
     router: Router,
     joined: impl FnOnce(),
@@ -427,7 +432,7 @@ pub(crate) async fn follow(
 /// A connection to the head, which has let this host in.
 async fn join(
     (host, port): &(String, u16),
-    joining: &Joining,
+    joining: &JoinRequest,
     secret: Option<&Secret>,
 ) -> Result<Box<dyn Connection>> {
     let until = Instant::now() + MEETING;
@@ -495,22 +500,23 @@ mod tests {
 
     use super::*;
 
-    fn alike() -> Alike {
-        Alike { model: "m".into(), data_parallel_size: 4, model_len: 64, block_size: 16 }
+    fn config() -> SharedConfig {
+        SharedConfig { model: "m".into(), data_parallel_size: 4, model_len: 64, block_size: 16 }
     }
 
     #[test]
     fn hosts_of_another_model_or_of_ranks_that_are_here_do_not_join() {
-        let hosts = Hosts::new(alike(), 2..4, None);
-        let refusal = |ranks, alike| hosts.refusal(&Joining { ranks, alike });
-        assert_eq!(refusal(2..4, alike()), None);
+        let hosts = Hosts::new(config(), 2..4, None);
+        let refusal = |ranks, config| hosts.refusal(&JoinRequest { ranks, config });
+        assert_eq!(refusal(2..4, config()), None);
         for ranks in [1..3, 3..5, 3..3, Range { start: 7, end: 2 }] {
             assert!(
-                refusal(ranks.clone(), alike()).is_some_and(|words| words.contains("ranks 2 to 3")),
+                refusal(ranks.clone(), config())
+                    .is_some_and(|words| words.contains("ranks 2 to 3")),
                 "{ranks:?}"
             );
         }
-        let other = Alike { model: "other".into(), ..alike() };
+        let other = SharedConfig { model: "other".into(), ..config() };
         assert!(refusal(2..4, other).is_some_and(|words| words.contains("\"other\"")));
     }
 
@@ -540,20 +546,20 @@ mod tests {
 
     #[tokio::test]
     async fn the_oldest_connection_of_the_largest_crowd_makes_room() {
-        let mut unknown = UnknownConnections::default();
+        let mut unknown = PendingConnections::default();
         let mut add = |host: u8, is_known: bool| {
             let task = tokio::spawn(std::future::pending::<()>());
             let (from, is_known) =
                 (IpAddr::from([10, 0, 0, host]), Arc::new(AtomicBool::new(is_known)));
-            unknown.add(UnknownConnection { from, task: task.abort_handle(), is_known });
+            unknown.add(PendingConnection { from, task: task.abort_handle(), is_known });
             task
         };
         let alone = add(1, false);
         let known = add(2, true);
-        let crowd: Vec<_> = (0..3 * UNKNOWN).map(|_| add(2, false)).collect();
+        let crowd: Vec<_> = (0..3 * MOST_PENDING).map(|_| add(2, false)).collect();
         for (at, task) in crowd.into_iter().enumerate() {
             let ended = timeout(AGAIN, task).await.is_ok();
-            assert_eq!(ended, at < 2 * UNKNOWN + 1, "{at}");
+            assert_eq!(ended, at < 2 * MOST_PENDING + 1, "{at}");
         }
         assert!(!alone.is_finished() && !known.is_finished());
     }
@@ -573,7 +579,7 @@ mod tests {
     }
 
     async fn meet_at_a_port_with_strangers(secret: Option<Secret>) {
-        let hosts = Arc::new(Hosts::new(alike(), 2..4, secret.clone()));
+        let hosts = Arc::new(Hosts::new(config(), 2..4, secret.clone()));
         let secret = secret.as_ref();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let head = ("127.0.0.1".to_owned(), listener.local_addr().unwrap().port());
@@ -589,11 +595,12 @@ mod tests {
             stream.write_all(word).await.unwrap();
             strangers.push(stream);
         }
-        for _ in 0..4 * UNKNOWN {
+        for _ in 0..4 * MOST_PENDING {
             strangers.push(TcpStream::connect((head.0.as_str(), head.1)).await.unwrap());
         }
         // One that is of another size is told why; one that fits is let in.
-        let other = Joining { ranks: 2..4, alike: Alike { data_parallel_size: 5, ..alike() } };
+        let other =
+            JoinRequest { ranks: 2..4, config: SharedConfig { data_parallel_size: 5, ..config() } };
         assert!(
             join(&head, &other, secret)
                 .await
@@ -602,7 +609,7 @@ mod tests {
                 .to_string()
                 .contains("data_parallel_size is 4 at the head")
         );
-        let ours = Joining { ranks: 2..4, alike: alike() };
+        let ours = JoinRequest { ranks: 2..4, config: config() };
         let there = Router::new()
             .route("/metrics", axum::routing::get(|| async { "x{engine=\"2\"} 1\n" }))
             .route("/headers", axum::routing::post(headers_of));

@@ -41,8 +41,8 @@ struct Inner {
     described: Mutex<BTreeMap<String, String>>,
     /// By name and labels.
     counters: Mutex<BTreeMap<(String, String), Arc<AtomicU64>>>,
-    gauges: Mutex<BTreeMap<(String, String), Arc<Level>>>,
-    histograms: Mutex<BTreeMap<(String, String), Arc<Spread>>>,
+    gauges: Mutex<BTreeMap<(String, String), Arc<AtomicF64>>>,
+    histograms: Mutex<BTreeMap<(String, String), Arc<HistogramData>>>,
 }
 
 impl Recorder {
@@ -104,7 +104,7 @@ impl metrics::Recorder for Recorder {
     fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
         let (name, labels) = self.key(key);
         let mut counters = locked(&self.0.counters);
-        Counter::from_arc(Arc::new(Count(
+        Counter::from_arc(Arc::new(CounterData(
             counters.entry((of_counter(&name), labels)).or_default().clone(),
         )))
     }
@@ -114,7 +114,7 @@ impl metrics::Recorder for Recorder {
     }
 
     fn register_histogram(&self, key: &Key, _: &Metadata<'_>) -> Histogram {
-        let spread = || Arc::new(Spread::new(bounds(key.name())));
+        let spread = || Arc::new(HistogramData::new(bounds(key.name())));
         Histogram::from_arc(
             locked(&self.0.histograms).entry(self.key(key)).or_insert_with(spread).clone(),
         )
@@ -168,9 +168,9 @@ fn braced(labels: &str) -> String {
     if labels.is_empty() { String::new() } else { format!("{{{labels}}}") }
 }
 
-struct Count(Arc<AtomicU64>);
+struct CounterData(Arc<AtomicU64>);
 
-impl CounterFn for Count {
+impl CounterFn for CounterData {
     fn increment(&self, value: u64) {
         self.0.fetch_add(value, Relaxed);
     }
@@ -182,16 +182,16 @@ impl CounterFn for Count {
 
 /// A number with a fraction, by its bits.
 #[derive(Debug, Default)]
-struct Level(AtomicU64);
+struct AtomicF64(AtomicU64);
 
-impl Level {
+impl AtomicF64 {
     fn add(&self, value: f64) {
         let more = |bits| Some((f64::from_bits(bits) + value).to_bits());
         let _ = self.0.fetch_update(Relaxed, Relaxed, more);
     }
 }
 
-impl GaugeFn for Level {
+impl GaugeFn for AtomicF64 {
     fn increment(&self, value: f64) {
         self.add(value);
     }
@@ -206,21 +206,21 @@ impl GaugeFn for Level {
 }
 
 #[derive(Debug)]
-struct Spread {
+struct HistogramData {
     bounds: &'static [f64],
     /// One more than bounds.
     counts: Vec<AtomicU64>,
-    sum: Level,
+    sum: AtomicF64,
 }
 
-impl Spread {
+impl HistogramData {
     fn new(bounds: &'static [f64]) -> Self {
         let counts = (0..=bounds.len()).map(|_| AtomicU64::new(0)).collect();
-        Spread { bounds, counts, sum: Level::default() }
+        HistogramData { bounds, counts, sum: AtomicF64::default() }
     }
 }
 
-impl HistogramFn for Spread {
+impl HistogramFn for HistogramData {
     fn record(&self, value: f64) {
         let at = self.bounds.partition_point(|bound| *bound < value);
         self.counts[at].fetch_add(1, Relaxed);

@@ -34,7 +34,7 @@ use tokio::net::TcpListener;
 use self::client::{Client, Clients};
 use self::error::{ApiError, Result, answer};
 use self::fields::parse_json;
-pub(crate) use self::hosts::{Alike, Hosts, Joining, MEETING, check_reach, follow};
+pub(crate) use self::hosts::{Hosts, JoinRequest, MEETING, SharedConfig, check_reach, follow};
 pub use self::metrics::Recorder;
 use self::request::CompletionRequest;
 use self::response::PartialAnswer;
@@ -140,7 +140,8 @@ async fn complete(
     if asked.stream {
         return Ok(stream::response(service, asked, answers));
     }
-    let mut partial: Vec<PartialAnswer> = answers.iter().map(|_| PartialAnswer::default()).collect();
+    let mut partial: Vec<PartialAnswer> =
+        answers.iter().map(|_| PartialAnswer::default()).collect();
     for (answer, partial) in answers.iter_mut().zip(&mut partial) {
         while !partial.has_ended() {
             match answer.next().await {
@@ -185,4 +186,3 @@ async fn show_metrics(State(service): Shared) -> Response<Body> {
     let kind = [(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
     (kind, service.hosts.metrics(service.recorder.to_string()).await).into_response()
 }
-

@@ -1,5 +1,6 @@
 //! The prompts of a request: texts, tokens, or a conversation.
 
+use axum::http::StatusCode;
 use serde_json::{Map, Value};
 
 use super::error::{ApiError, Result};

@@ -3,7 +3,7 @@
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use axum::http::{HeaderMap, StatusCode};
+use axum::http::HeaderMap;
 use serde_json::Value;
 
 use super::client::{self, Client};
@@ -210,7 +210,10 @@ impl CompletionRequest {
         for prompt in &self.prompts {
             let tokens = prompt.tokens.len();
             if tokens == 0 {
-                return Err(ApiError::of("prompt", "The prompt has no token; give it at least one"));
+                return Err(ApiError::of(
+                    "prompt",
+                    "The prompt has no token; give it at least one",
+                ));
             }
             let size = service.vocabulary;
             if let Some(token) = prompt.tokens.iter().find(|token| **token as usize >= size) {

@@ -4,7 +4,7 @@ use serde_json::{Map, Value, json};
 
 use super::request::CompletionRequest;
 use super::service::Service;
-use crate::engine::{End, Logprob, Piece, Reason};
+use crate::engine::{Finish, FinishReason, Logprob, Piece};
 use crate::kv::{Dialect, TransferParams};
 use crate::tokenizer::Tokenizer;
 
@@ -15,7 +15,7 @@ pub(crate) struct PartialAnswer {
     tokens: Vec<(u32, Option<Logprob>)>,
     prompt_logprobs: Vec<Logprob>,
     pub(crate) cached: usize,
-    end: Option<End>,
+    end: Option<Finish>,
     /// Bytes of text in front of the next token.
     offset: usize,
 }
@@ -55,7 +55,8 @@ impl CompletionRequest {
             .iter()
             .map(|partial| if self.nothing_new { 0 } else { partial.tokens.len() })
             .collect();
-        let usage = self.usage(&counts, partial.first().map_or(0, |partial| partial.cached), service);
+        let usage =
+            self.usage(&counts, partial.first().map_or(0, |partial| partial.cached), service);
         let transfer = partial.first().map_or(Value::Null, PartialAnswer::transfer);
         let choices: Vec<Value> = partial
             .iter_mut()
@@ -249,12 +250,12 @@ impl CompletionRequest {
 }
 
 /// `finish_reason` and `stop_reason`.
-fn ended(end: Option<&End>) -> (Value, Value) {
+fn ended(end: Option<&Finish>) -> (Value, Value) {
     match end.map(|end| &end.reason) {
         None => (Value::Null, Value::Null),
-        Some(Reason::Length) => ("length".into(), Value::Null),
-        Some(Reason::End) => ("stop".into(), Value::Null),
-        Some(Reason::Stop(text)) => ("stop".into(), text.as_str().into()),
-        Some(Reason::StopToken(token)) => ("stop".into(), (*token).into()),
+        Some(FinishReason::Length) => ("length".into(), Value::Null),
+        Some(FinishReason::EndOfText) => ("stop".into(), Value::Null),
+        Some(FinishReason::Stop(text)) => ("stop".into(), text.as_str().into()),
+        Some(FinishReason::StopToken(token)) => ("stop".into(), (*token).into()),
     }
 }

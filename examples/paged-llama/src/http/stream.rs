@@ -77,7 +77,8 @@ impl Events {
         self.turn += 1;
         if self.partial.iter().all(PartialAnswer::has_ended) {
             if self.request.include_usage {
-                self.ready.push_back(event(&self.request.usage_chunk(&self.partial, &self.service)));
+                self.ready
+                    .push_back(event(&self.request.usage_chunk(&self.partial, &self.service)));
             }
             return self.finish();
         }

@@ -3,7 +3,7 @@
 
 #[cfg(target_arch = "x86_64")]
 use super::simd::{Avx2, Avx512};
-use super::simd::{Element, Lanes, SimdLevel, Portable};
+use super::simd::{Element, Lanes, Portable, SimdLevel};
 
 /// Makes of one body a function for each level, and one that chooses. The body is inlined into
 /// each, and with it what it calls: the compiler then uses the level's instructions. It may not
@@ -72,14 +72,22 @@ unsafe impl Sync for SharedOutput<'_> {}
 
 impl<'a> SharedOutput<'a> {
     pub(super) fn new(numbers: &'a mut [f32]) -> SharedOutput<'a> {
-        SharedOutput { begin: numbers.as_mut_ptr(), len: numbers.len(), life: std::marker::PhantomData }
+        SharedOutput {
+            begin: numbers.as_mut_ptr(),
+            len: numbers.len(),
+            life: std::marker::PhantomData,
+        }
     }
 
     /// Those from `from` on.
     pub(super) fn from(self, from: usize) -> SharedOutput<'a> {
         assert!(from <= self.len, "beyond the places");
         // SAFETY: inside, as was just checked.
-        SharedOutput { begin: unsafe { self.begin.add(from) }, len: self.len - from, life: self.life }
+        SharedOutput {
+            begin: unsafe { self.begin.add(from) },
+            len: self.len - from,
+            life: self.life,
+        }
     }
 
     /// Part of them.

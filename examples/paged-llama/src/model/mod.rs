@@ -33,5 +33,12 @@ pub fn multiply_alone(matrix: &[f32], vectors: &[f32], count: usize, out: &mut [
     let (cols, rows) = (vectors.len() / count, out.len() / count);
     let matrix = kernels::Matrix { numbers: matrix, stride: cols, cols, parts: 1 };
     let vectors = kernels::Vectors { numbers: vectors, stride: cols, count };
-    kernels::multiply(SimdLevel::detect(), matrix, 0..rows, vectors, kernels::SharedOutput::new(out), rows);
+    kernels::multiply(
+        SimdLevel::detect(),
+        matrix,
+        0..rows,
+        vectors,
+        kernels::SharedOutput::new(out),
+        rows,
+    );
 }

@@ -22,7 +22,7 @@ pub(super) struct Tensors(HashMap<String, Tensor>);
 /// One tensor's place in its file.
 #[derive(Clone)]
 pub(super) struct Tensor {
-    file: Arc<Mapped>,
+    file: Arc<MappedFile>,
     bytes: Range<usize>,
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
@@ -34,7 +34,7 @@ impl Tensors {
         let mut tensors = HashMap::new();
         for path in files(folder)? {
             let named = |error| ModelError::new(format!("{}: {error}", path.display()));
-            let file = Arc::new(Mapped::open(&path)?);
+            let file = Arc::new(MappedFile::open(&path)?);
             read_header(&file, &mut tensors).map_err(|what| {
                 named(format!(
                     "{what}: the file is damaged or still being written; fetch or make it again"
@@ -118,7 +118,7 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
 /// The header is JSON behind its length: each tensor's type, shape and bytes, counted from the
 /// header's end.
 fn read_header(
-    file: &Arc<Mapped>,
+    file: &Arc<MappedFile>,
     tensors: &mut HashMap<String, Tensor>,
 ) -> std::result::Result<(), String> {
     let bytes = file.bytes();
@@ -160,18 +160,18 @@ fn read_header(
 }
 
 /// A file's bytes in memory.
-struct Mapped {
+struct MappedFile {
     begin: *mut std::ffi::c_void,
     len: usize,
 }
 
 // SAFETY: the bytes are only read.
-unsafe impl Send for Mapped {}
+unsafe impl Send for MappedFile {}
 // SAFETY: as above.
-unsafe impl Sync for Mapped {}
+unsafe impl Sync for MappedFile {}
 
-impl Mapped {
-    fn open(path: &Path) -> Result<Mapped> {
+impl MappedFile {
+    fn open(path: &Path) -> Result<MappedFile> {
         let failed = |error: std::io::Error| {
             ModelError::new(format!(
                 "{}: {error}; are these the weights that config.json speaks of?",
@@ -197,7 +197,7 @@ impl Mapped {
                 0,
             )
         };
-        Ok(Mapped { begin: begin.map_err(|error| failed(error.into()))?, len })
+        Ok(MappedFile { begin: begin.map_err(|error| failed(error.into()))?, len })
     }
 
     fn bytes(&self) -> &[u8] {
@@ -207,7 +207,7 @@ impl Mapped {
     }
 }
 
-impl Drop for Mapped {
+impl Drop for MappedFile {
     fn drop(&mut self) {
         // SAFETY: mapped by `open`, and no slice outlives this.
         let _ = unsafe { rustix::mm::munmap(self.begin, self.len) };

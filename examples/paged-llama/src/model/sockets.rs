@@ -6,11 +6,11 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::Model;
+use super::chunk::{Chunk, LogitsScope};
 use super::error::{ModelError, Result};
 use super::pool::Pool;
 use super::ranks::{Ranks, Shard, sum_in_tree};
-use super::step::{Chunk, Wanted};
+use super::transformer::Model;
 
 /// Words of one message: more is a mistake.
 const LONGEST: usize = 1 << 28;
@@ -145,7 +145,7 @@ fn chunks_of(mut words: &[u32]) -> Option<Vec<Chunk<'_>>> {
         let (tokens, rest) = rest.split_at_checked(*count as usize)?;
         let (count, rest) = rest.split_first()?;
         let (blocks, rest) = rest.split_at_checked(*count as usize)?;
-        chunks.push(Chunk { tokens, start: *start as usize, blocks, wanted: Wanted::None });
+        chunks.push(Chunk { tokens, start: *start as usize, blocks, logits: LogitsScope::None });
         words = rest;
     }
     Some(chunks)

@@ -6,9 +6,9 @@ use std::path::Path;
 use super::config::{Architecture, Config, Dtype};
 use super::error::{ModelError, Result};
 use super::kernels::{self, Matrix, SharedOutput, Vectors};
-use super::simd::SimdLevel;
 use super::ranks::{PARTS, Shard};
 use super::safetensors::{Tensor, Tensors};
+use super::simd::SimdLevel;
 
 pub(super) struct Weights {
     pub(super) embedding: Tensor,

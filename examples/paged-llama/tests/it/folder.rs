@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvx_paged_llama::model::Pool;
-use kvx_random_model::{Made, make_model};
+use kvx_random_model::{ModelSpec, make_model};
 
 pub(crate) struct Folder(PathBuf);
 
@@ -19,7 +19,7 @@ impl Folder {
         Folder(path)
     }
 
-    pub(crate) fn with(made: &Made) -> Folder {
+    pub(crate) fn with(made: &ModelSpec) -> Folder {
         let folder = Folder::new();
         make_model(folder.path(), made).unwrap();
         folder

@@ -3,9 +3,9 @@
 use std::os::unix::net::UnixStream;
 
 use kvx_paged_llama::model::{
-    Architecture, Chunk, Config, Dtype, Model, Pool, PoolLayout, Shard, Wanted,
+    Architecture, Chunk, Config, Dtype, LogitsScope, Model, Pool, PoolLayout, Shard,
 };
-use kvx_random_model::{Made, make_model};
+use kvx_random_model::{ModelSpec, make_model};
 use kvx_testkit::test;
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -16,8 +16,8 @@ fn error_of(folder: &Folder) -> String {
     Model::open(folder.path(), Shard::alone()).err().unwrap().to_string()
 }
 
-fn small() -> Made {
-    Made { layers: 1, ..Made::default() }
+fn small() -> ModelSpec {
+    ModelSpec { layers: 1, ..ModelSpec::default() }
 }
 
 #[test]
@@ -72,7 +72,7 @@ fn weights_of_another_shape_are_told() {
 
 #[test]
 fn heads_that_ranks_cannot_share_are_told() {
-    let folder = Folder::with(&Made { heads: 4, kv_heads: 4, ..small() });
+    let folder = Folder::with(&ModelSpec { heads: 4, kv_heads: 4, ..small() });
     let fourth = Shard::member(3, 8, UnixStream::pair().unwrap().0);
     let error = Model::open(folder.path(), fourth).err().unwrap().to_string();
     assert!(error.contains("--tensor-parallel-size"), "{error}");
@@ -86,7 +86,7 @@ fn a_step_beyond_pool_or_vocabulary_is_refused() {
     let mut pool = Pool::allocate(shape).unwrap();
     let mut step = |tokens: &[u32], start, blocks: &[u32]| {
         model
-            .forward(&mut pool, &[Chunk { tokens, start, blocks, wanted: Wanted::Last }])
+            .forward(&mut pool, &[Chunk { tokens, start, blocks, logits: LogitsScope::Last }])
             .map(|_| ())
             .map_err(|e| e.to_string())
     };
@@ -97,7 +97,7 @@ fn a_step_beyond_pool_or_vocabulary_is_refused() {
     assert!(step(&[], 0, &[0]).is_err());
     let mut other =
         Pool::allocate(kvx_paged_llama::model::PoolShape { kv_heads: 1, ..shape }).unwrap();
-    let chunk = Chunk { tokens: &[1], start: 0, blocks: &[0], wanted: Wanted::Last };
+    let chunk = Chunk { tokens: &[1], start: 0, blocks: &[0], logits: LogitsScope::Last };
     assert!(
         model.forward(&mut other, &[chunk]).unwrap_err().to_string().contains("this model's is")
     );
@@ -108,11 +108,12 @@ fn a_model_is_made_once_and_the_same_each_time() {
     let (first, second) = (Folder::with(&small()), Folder::with(&small()));
     let weights = |folder: &Folder| std::fs::read(folder.path().join("model.safetensors")).unwrap();
     assert!(weights(&first) == weights(&second));
-    assert!(weights(&first) != weights(&Folder::with(&Made { seed: 2, ..small() })));
-    assert!(weights(&first) != weights(&Folder::with(&Made { init: Some(0.02), ..small() })));
+    assert!(weights(&first) != weights(&Folder::with(&ModelSpec { seed: 2, ..small() })));
+    assert!(weights(&first) != weights(&Folder::with(&ModelSpec { init: Some(0.02), ..small() })));
     let error = make_model(first.path(), &small()).unwrap_err().to_string();
     assert!(error.contains("holds a model already"), "{error}");
-    let error = make_model(first.path(), &Made { vocab: 100, ..small() }).unwrap_err().to_string();
+    let error =
+        make_model(first.path(), &ModelSpec { vocab: 100, ..small() }).unwrap_err().to_string();
     assert!(error.contains("259"), "{error}");
 }
 

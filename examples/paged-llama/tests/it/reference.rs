@@ -8,10 +8,10 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use kvx_paged_llama::model::{
-    Architecture, Chunk, Config, Dtype, Model, Pool, PoolLayout, Shard, Wanted,
+    Architecture, Chunk, Config, Dtype, LogitsScope, Model, Pool, PoolLayout, Shard,
 };
 use kvx_paged_llama::tokenizer::Tokenizer;
-use kvx_random_model::Made;
+use kvx_random_model::ModelSpec;
 use kvx_testkit::Tier;
 use serde_json::{Map, Value, json};
 
@@ -34,7 +34,7 @@ pub(crate) const PYTHON_LIMIT: Duration = Duration::from_secs(50 * 60);
 /// A model, and how much it is asked.
 pub(crate) struct Case {
     name: &'static str,
-    made: Made,
+    made: ModelSpec,
     prompt: usize,
     tier: Tier,
 }
@@ -64,35 +64,35 @@ pub(crate) fn python() -> Option<OsString> {
 
 fn cases() -> Vec<Case> {
     let case = |name, made| Case { name, made, prompt: 150, tier: Tier::Fast };
-    let plain = Made {
+    let plain = ModelSpec {
         layers: 2,
         hidden: 128,
         intermediate: 256,
         heads: 4,
         kv_heads: 2,
-        ..Made::default()
+        ..ModelSpec::default()
     };
-    let of = |architecture| Made { architecture, ..plain.clone() };
+    let of = |architecture| ModelSpec { architecture, ..plain.clone() };
     let like = |changes: Value| {
         let mut config = plain.config();
         for (name, value) in changes.as_object().unwrap() {
             config[name] = value.clone();
         }
-        Made { like: Some(config), ..plain.clone() }
+        ModelSpec { like: Some(config), ..plain.clone() }
     };
     let scaled =
         |scaling: Value| like(json!({"rope_scaling": scaling, "max_position_embeddings": 256}));
-    let guide = |text: &str, layers| Made {
+    let guide = |text: &str, layers| ModelSpec {
         layers,
         like: Some(serde_json::from_str(text).unwrap()),
-        ..Made::default()
+        ..ModelSpec::default()
     };
     vec![
         case("llama", plain.clone()),
-        case("llama, one head of keys each", Made { kv_heads: 4, ..plain.clone() }),
-        case("llama, tied", Made { tied: true, ..plain.clone() }),
+        case("llama, one head of keys each", ModelSpec { kv_heads: 4, ..plain.clone() }),
+        case("llama, tied", ModelSpec { tied: true, ..plain.clone() }),
         case("llama, biases everywhere", like(json!({"attention_bias": true, "mlp_bias": true}))),
-        case("llama, bfloat16", Made { dtype: Dtype::Bf16, ..plain.clone() }),
+        case("llama, bfloat16", ModelSpec { dtype: Dtype::Bf16, ..plain.clone() }),
         case("qwen2", of(Architecture::Qwen2)),
         case("qwen3", of(Architecture::Qwen3)),
         case("linear", scaled(json!({"rope_type": "linear", "factor": 4.0}))),
@@ -142,7 +142,7 @@ fn ours(folder: &Folder, mut tokens: Vec<u32>, count: usize) -> (Vec<f32>, Vec<u
     let (mut first, mut greedy, mut start) = (Vec::new(), Vec::new(), 0);
     while greedy.len() < count {
         let chunk =
-            Chunk { tokens: &tokens[start..], start, blocks: &blocks, wanted: Wanted::Last };
+            Chunk { tokens: &tokens[start..], start, blocks: &blocks, logits: LogitsScope::Last };
         let logits = model.forward(&mut pool, &[chunk]).unwrap();
         let last = logits.of(0).next().unwrap();
         if start == 0 {

@@ -5,9 +5,9 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use kvx_paged_llama::model::{
-    Architecture, Chunk, Dtype, Level, Model, Pool, PoolLayout, Shard, Wanted,
+    Architecture, Chunk, Dtype, LogitsScope, Model, Pool, PoolLayout, Shard, SimdLevel,
 };
-use kvx_random_model::Made;
+use kvx_random_model::ModelSpec;
 use kvx_testkit::test;
 use proptest::prelude::*;
 
@@ -15,9 +15,9 @@ use crate::folder::{Folder, fill_with_noise};
 
 /// Small and crooked: rows and columns that no tile divides, and two heads of queries to one of
 /// keys.
-fn crooked(architecture: Architecture) -> Made {
+fn crooked(architecture: Architecture) -> ModelSpec {
     let head_dim = if architecture == Architecture::Qwen2 { 20 } else { 24 };
-    Made {
+    ModelSpec {
         architecture,
         layers: 2,
         hidden: 160,
@@ -25,7 +25,7 @@ fn crooked(architecture: Architecture) -> Made {
         heads: 8,
         kv_heads: 4,
         head_dim,
-        ..Made::default()
+        ..ModelSpec::default()
     }
 }
 
@@ -71,8 +71,12 @@ fn run_after(
     let mut start = 0;
     for end in cuts.iter().copied().filter(|cut| *cut < tokens.len()).chain([tokens.len()]) {
         if end > start {
-            let chunk =
-                Chunk { tokens: &tokens[start..end], start, blocks: &blocks, wanted: Wanted::All };
+            let chunk = Chunk {
+                tokens: &tokens[start..end],
+                start,
+                blocks: &blocks,
+                logits: LogitsScope::All,
+            };
             before();
             logits.extend(model.forward(pool, &[chunk]).unwrap().of(0).map(<[f32]>::to_vec));
             start = end;
@@ -122,7 +126,7 @@ fn chunks_and_neighbours_change_no_bit() {
                             tokens,
                             start: 0,
                             blocks,
-                            wanted: Wanted::Last,
+                            logits: LogitsScope::Last,
                         })
                         .collect();
                     let place = start % (step.len() + 1);
@@ -130,7 +134,7 @@ fn chunks_and_neighbours_change_no_bit() {
                         tokens: &tokens[start..end],
                         start,
                         blocks: &blocks,
-                        wanted: Wanted::All,
+                        logits: LogitsScope::All,
                     };
                     step.insert(place, chunk);
                     got.extend(
@@ -148,7 +152,7 @@ fn chunks_and_neighbours_change_no_bit() {
 #[test]
 fn levels_threads_layouts_block_sizes_and_files_change_no_bit() {
     for dtype in [Dtype::F32, Dtype::Bf16] {
-        let made = Made { dtype, ..crooked(Architecture::Qwen3) };
+        let made = ModelSpec { dtype, ..crooked(Architecture::Qwen3) };
         let folder = Folder::with(&made);
         let open = || Model::open(folder.path(), Shard::alone()).unwrap();
         let tokens = prompt(70, 3);
@@ -157,7 +161,7 @@ fn levels_threads_layouts_block_sizes_and_files_change_no_bit() {
             bits(&run(model, &mut pool, &tokens, &[33, 64], 1))
         };
         let expected = with(&open(), 16, PoolLayout::Hnd);
-        for level in [Level::Portable, Level::Avx2, Level::Avx512] {
+        for level in [SimdLevel::Portable, SimdLevel::Avx2, SimdLevel::Avx512] {
             if level.is_here() {
                 assert_eq!(
                     with(&open().with_level(level), 16, PoolLayout::Hnd),
@@ -182,7 +186,7 @@ fn levels_threads_layouts_block_sizes_and_files_change_no_bit() {
                 );
             }
         }
-        let spread = Folder::with(&Made { shards: 5, ..made });
+        let spread = Folder::with(&ModelSpec { shards: 5, ..made });
         assert!(spread.path().join("model-00005-of-00005.safetensors").exists());
         let model = Model::open(spread.path(), Shard::alone()).unwrap();
         assert_eq!(with(&model, 16, PoolLayout::Hnd), expected, "several files");
@@ -193,7 +197,7 @@ fn levels_threads_layouts_block_sizes_and_files_change_no_bit() {
 fn ranks_change_no_bit() {
     for (architecture, ..) in Architecture::ALL {
         for kv_heads in [8, 2] {
-            let made = Made { kv_heads, ..crooked(architecture) };
+            let made = ModelSpec { kv_heads, ..crooked(architecture) };
             let folder = Folder::with(&made);
             let tokens = prompt(40, 4);
             let with = |shard: Shard| {
@@ -258,7 +262,7 @@ fn ranks_that_follow_change_no_bit_and_one_that_is_gone_fails_the_step() {
     });
     let (ours, _theirs) = UnixStream::pair().unwrap();
     let (model, mut first) = with(Shard::head(vec![ours], Duration::from_millis(50)).unwrap());
-    let chunk = Chunk { tokens: &tokens, start: 0, blocks: &[0, 1, 2], wanted: Wanted::Last };
+    let chunk = Chunk { tokens: &tokens, start: 0, blocks: &[0, 1, 2], logits: LogitsScope::Last };
     let error = model.forward(&mut first, &[chunk]).unwrap_err().to_string();
     assert!(error.contains("rank 1 of the model does not answer"), "{error}");
 }

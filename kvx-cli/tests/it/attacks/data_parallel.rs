@@ -9,7 +9,7 @@ use kvx_testkit::{free_port, test};
 use serde_json::json;
 
 use crate::serve::hosts::secret;
-use crate::serve::server::{LIMIT, Server, Told, model};
+use crate::serve::server::{LIMIT, Server, ServerArgs, model};
 
 /// Joins as the second rank of two, without a proof. Returns what the head says to it.
 fn join(port: u16, model: &str) -> Vec<u8> {
@@ -39,7 +39,7 @@ fn a_stranger_does_not_join_a_head_that_has_a_secret() {
     let port_text = port.to_string();
     let arguments = ["-dp", "2", "-dpl", "1", "-dpp", &port_text, "--max-model-len", "64"];
     let variables = [("KVX_SECRET_FILE", secret().to_str().unwrap())];
-    let told = Told { arguments: &arguments, variables: &variables };
+    let told = ServerArgs { arguments: &arguments, variables: &variables };
     let _head = Server::try_start(&model, told);
     let heard = join(port, model.to_str().unwrap());
     assert!(
@@ -54,7 +54,8 @@ fn a_head_without_a_secret_does_not_listen_beyond_this_machine() {
     let model = model(&["--arch", "llama"]);
     let port = free_port(1).unwrap().to_string();
     let arguments = ["-dp", "2", "-dpl", "1", "-dpa", "0.0.0.0", "-dpp", &port];
-    let head = Server::try_start(&model, Told { arguments: &arguments, ..Told::default() });
+    let head =
+        Server::try_start(&model, ServerArgs { arguments: &arguments, ..ServerArgs::default() });
     let (status, said) = head.ended();
     assert!(!status.success() && said.contains("KVX_SECRET_FILE"), "{said}");
 }

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::serve::hosts::{Host, Hosts, secret};
 use crate::serve::ids;
-use crate::serve::server::{Server, Told, completion, greedy, model, prompt};
+use crate::serve::server::{Server, ServerArgs, completion, greedy, model, prompt};
 use crate::serve::transfers::published;
 
 const TOKENS: usize = 6;
@@ -27,7 +27,7 @@ fn the_blocks_of_another_request_are_not_read_with_parameters_of_ones_own() {
     let variables = [("KVX_SECRET_FILE", secret().to_str().unwrap())];
     let model = model(&["--arch", "llama"]);
     let servers = [(); 2].map(|()| {
-        let told = Told { arguments: &[], variables: &variables };
+        let told = ServerArgs { arguments: &[], variables: &variables };
         Server::configured(&model, "TCP", &json!({"kv_load_failure_policy": "fail"}), told)
     });
     let [prefill, decode] = &servers;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use kvx_testkit::{Tier, skip};
 use serde_json::Value;
 
-use crate::serve::server::{Server, Told};
+use crate::serve::server::{Server, ServerArgs};
 
 const BACKENDS: [&str; 5] = ["SHM", "TCP", "UCX", "LIBFABRIC", "RIXL"];
 
@@ -17,10 +17,10 @@ pub(crate) struct Backend {
 
 impl Backend {
     /// A server that exchanges blocks over it; `fields` are of its `--kv-transfer-config`.
-    pub(crate) fn server(&self, model: &Path, fields: &Value, told: Told<'_>) -> Server {
+    pub(crate) fn server(&self, model: &Path, fields: &Value, told: ServerArgs<'_>) -> Server {
         let own = self.variables.iter().map(|(name, value)| (*name, &**value));
         let variables: Vec<(&str, &str)> = told.variables.iter().copied().chain(own).collect();
-        Server::configured(model, self.name, fields, Told { variables: &variables, ..told })
+        Server::configured(model, self.name, fields, ServerArgs { variables: &variables, ..told })
     }
 }
 

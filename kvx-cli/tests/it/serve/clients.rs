@@ -6,7 +6,7 @@ use std::process::Command;
 use kvx_testkit::{output, skip, test};
 use serde_json::json;
 
-use crate::serve::server::{LIMIT, Server, Told, model};
+use crate::serve::server::{LIMIT, Server, ServerArgs, model};
 
 /// Python with the `openai` package, as `cargo xtask test --install` leaves it.
 fn python() -> Option<PathBuf> {
@@ -55,7 +55,7 @@ fn the_openai_package_gets_what_it_asks_for() {
         );
         return;
     };
-    let server = Server::start(&model(&["--arch", "qwen2"]), Told::default());
+    let server = Server::start(&model(&["--arch", "qwen2"]), ServerArgs::default());
     let mut command = Command::new(python);
     let output =
         output(command.args(["-c", SCRIPT, &format!("http://127.0.0.1:{}", server.port)]), LIMIT);

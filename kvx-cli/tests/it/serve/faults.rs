@@ -11,7 +11,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::serve::assert_same;
-use crate::serve::server::{LIMIT, Server, Told, completion, greedy, model, prompt};
+use crate::serve::server::{LIMIT, Server, ServerArgs, completion, greedy, model, prompt};
 use crate::serve::transfers::published;
 
 /// How long a lease lasts, and a load may take.
@@ -27,7 +27,7 @@ const PROMPT: u64 = 60;
 fn engine(model: &Path, policy: &str) -> Server {
     let extra = json!({"backends": ["TCP"], "kv_lease_duration": LEASE.as_secs(), "load_timeout": LEASE.as_secs()});
     let fields = json!({"kv_load_failure_policy": policy, "kv_connector_extra_config": extra});
-    Server::configured(model, "TCP", &fields, Told::default())
+    Server::configured(model, "TCP", &fields, ServerArgs::default())
 }
 
 struct Fleet {
@@ -45,7 +45,7 @@ impl Fleet {
 
     /// What fails is told, or computed by the decode, which starts after `between`.
     fn of(prefills: usize, folder: &Path, policy: &str, between: impl FnOnce()) -> Fleet {
-        let single = Server::start(&model(&["--arch", "llama"]), Told::default());
+        let single = Server::start(&model(&["--arch", "llama"]), ServerArgs::default());
         let prefills: Vec<Server> = (0..prefills).map(|_| engine(folder, policy)).collect();
         between();
         let decode = engine(folder, policy);
@@ -343,10 +343,10 @@ fn copied(model: &Path, name: &str) -> PathBuf {
 fn a_model_whose_folder_is_removed_is_served_on() {
     let model = model(&["--arch", "llama"]);
     let copy = copied(&model, "gone");
-    let single = Server::start(&model, Told::default());
+    let single = Server::start(&model, ServerArgs::default());
     let server = Server::start(
         &copy,
-        Told { arguments: &["--tensor-parallel-size", "2"], ..Told::default() },
+        ServerArgs { arguments: &["--tensor-parallel-size", "2"], ..ServerArgs::default() },
     );
     std::fs::remove_dir_all(&copy).unwrap();
     assert_same(

@@ -9,7 +9,7 @@ use serde_json::json;
 use crate::serve::assert_same;
 use crate::serve::backends::{Backend, backends};
 use crate::serve::hosts::secret;
-use crate::serve::server::{LIMIT, Server, Told, completion, model, prompt};
+use crate::serve::server::{LIMIT, Server, ServerArgs, completion, model, prompt};
 use crate::serve::transfers::apart;
 
 const LLAMA: &[&str] = &["--arch", "llama"];
@@ -17,11 +17,11 @@ const LLAMA: &[&str] = &["--arch", "llama"];
 /// Each server has its turn, and answers are those of one server.
 fn a_fleet_answers(name: &str, usual: &str, prefills: usize, decodes: usize) {
     let model = model(LLAMA);
-    let single = Server::start(&model, Told::default());
+    let single = Server::start(&model, ServerArgs::default());
     for backend in backends(&format!("fleets::{name}"), usual) {
         let fields = json!({"kv_load_failure_policy": "fail"});
         let several = |count: usize| -> Vec<Server> {
-            (0..count).map(|_| backend.server(&model, &fields, Told::default())).collect()
+            (0..count).map(|_| backend.server(&model, &fields, ServerArgs::default())).collect()
         };
         let (prefills, decodes) = (several(prefills), several(decodes));
         let proxy = Server::proxy(
@@ -77,9 +77,9 @@ fn ranks_push_their_blocks_to_ranks() {
 
 fn blocks_are_pushed(arguments: &[&str], further_ranks: usize) {
     let model = model(&["--arch", "llama", "--kv-heads", "2"]);
-    let single = Server::start(&model, Told::default());
+    let single = Server::start(&model, ServerArgs::default());
     let fields = json!({"kv_connector": "NixlPushConnector", "kv_load_failure_policy": "fail"});
-    let told = Told { arguments, ..Told::default() };
+    let told = ServerArgs { arguments, ..ServerArgs::default() };
     let [prefill, decode] = [(); 2].map(|()| Server::configured(&model, "TCP", &fields, told));
     let proxy = Server::proxy(&[&prefill], &[&decode], &[]);
     for at in 0..4 {
@@ -107,10 +107,10 @@ fn blocks_are_pushed(arguments: &[&str], further_ranks: usize) {
 #[test]
 fn ranks_tell_digests_of_their_blocks() {
     let model = model(&["--arch", "llama", "--kv-heads", "2"]);
-    let single = Server::start(&model, Told::default());
+    let single = Server::start(&model, ServerArgs::default());
     let extra = json!({"backends": ["SHM"], "kvx_digest": true});
     let fields = json!({"kv_load_failure_policy": "fail", "kv_connector_extra_config": extra});
-    let told = Told { arguments: &["--tensor-parallel-size", "2"], ..Told::default() };
+    let told = ServerArgs { arguments: &["--tensor-parallel-size", "2"], ..ServerArgs::default() };
     let [prefill, decode] = [(); 2].map(|()| Server::configured(&model, "SHM", &fields, told));
     for at in 0..3 {
         let prompt = prompt(at, 14 + 17 * at);
@@ -124,7 +124,7 @@ fn ranks_tell_digests_of_their_blocks() {
 #[test]
 fn the_next_turn_loads_what_the_decode_has_added() {
     let model = model(LLAMA);
-    let single = Server::start(&model, Told::default());
+    let single = Server::start(&model, ServerArgs::default());
     for backend in backends("fleets::the_next_turn_loads_what_the_decode_has_added", "TCP") {
         the_next_turn_is_loaded(&backend, &model, &single);
     }
@@ -137,7 +137,7 @@ fn the_next_turn_is_loaded(backend: &Backend, model: &Path, single: &Server) {
     let fields = json!({"kv_load_failure_policy": "fail", "kv_connector_extra_config": extra});
     // RIXL's library asks for no secret. Elsewhere both sign what they publish for each other.
     let secret = (backend.name != "RIXL").then(|| ("KVX_SECRET_FILE", secret().to_str().unwrap()));
-    let told = Told { arguments: &[], variables: secret.as_slice() };
+    let told = ServerArgs { arguments: &[], variables: secret.as_slice() };
     let [prefill, decode] = [(); 2].map(|()| backend.server(model, &fields, told));
     let file =
         Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("fleets-{}.toml", std::process::id()));
@@ -199,7 +199,7 @@ fn blocks_that_nobody_fetches_are_free_after_the_time_that_is_said() {
             &model,
             "TCP",
             &fields,
-            Told { arguments: &[], variables: &variables },
+            ServerArgs { arguments: &[], variables: &variables },
         );
         let mut body = completion(&prompt, 1);
         body["kv_transfer_params"] = json!({"do_remote_decode": true, "transfer_id": "one"});
@@ -214,18 +214,26 @@ fn blocks_that_nobody_fetches_are_free_after_the_time_that_is_said() {
 #[test]
 fn engines_of_data_parallelism_have_names_and_ports_of_their_own() {
     let model = model(LLAMA);
-    let single = Server::start(&model, Told::default());
+    let single = Server::start(&model, ServerArgs::default());
     let fields = json!({"kv_load_failure_policy": "fail"});
     // Each engine has its own, the second one the next.
     let base = free_port(1).unwrap();
     let port = base.to_string();
     let variables = [("VLLM_NIXL_SIDE_CHANNEL_PORT", port.as_str())];
     let two = ["--data-parallel-size", "2"];
-    let prefill =
-        Server::configured(&model, "TCP", &fields, Told { arguments: &two, variables: &variables });
+    let prefill = Server::configured(
+        &model,
+        "TCP",
+        &fields,
+        ServerArgs { arguments: &two, variables: &variables },
+    );
     let second = [&two[..], &["--data-parallel-rank", "1"]].concat();
-    let decode =
-        Server::configured(&model, "TCP", &fields, Told { arguments: &second, variables: &[] });
+    let decode = Server::configured(
+        &model,
+        "TCP",
+        &fields,
+        ServerArgs { arguments: &second, variables: &[] },
+    );
     for engine in [0, 1] {
         let prompt = prompt(engine, 50);
         let leg = json!({"prompt": prompt, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": true}});

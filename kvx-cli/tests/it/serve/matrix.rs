@@ -6,7 +6,7 @@ use kvx_testkit::test;
 use serde_json::{Value, json};
 
 use crate::serve::backends::{Backend, backends};
-use crate::serve::server::{Server, Told, model};
+use crate::serve::server::{Server, ServerArgs, model};
 use crate::serve::transfers::{apart, published};
 use crate::serve::{assert_same, ids};
 
@@ -29,7 +29,11 @@ impl Side<'_> {
         if let Some((key, value)) = self.fields {
             fields[key] = value.into();
         }
-        backend.server(model, &fields, Told { arguments: self.arguments, variables: &variables })
+        backend.server(
+            model,
+            &fields,
+            ServerArgs { arguments: self.arguments, variables: &variables },
+        )
     }
 }
 
@@ -51,7 +55,7 @@ const QWEN: &[&str] = &["--arch", "qwen3", "--dtype", "bfloat16", "--kv-heads", 
 fn tokens_are_those_of_one_server(name: &str, usual: &str, prefill: Side<'_>, decode: Side<'_>) {
     for shape in [LLAMA, QWEN] {
         let model = model(shape);
-        let single = Server::start(&model, Told::default());
+        let single = Server::start(&model, ServerArgs::default());
         let right: Vec<(Value, Value)> = prompts()
             .into_iter()
             .map(|prompt| (single.tokens(&prompt, 10, None), prompt))

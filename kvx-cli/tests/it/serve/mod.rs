@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 use kvx_testkit::test;
 use serde_json::{Value, json};
 
-use crate::serve::server::{Server, Told, VOCABULARY, model};
+use crate::serve::server::{Server, ServerArgs, VOCABULARY, model};
 
 pub(crate) fn ids(answer: &Value) -> Vec<u64> {
     let ids = answer["choices"][0]["token_ids"].as_array().expect("token ids were asked for");
@@ -58,7 +58,7 @@ fn bits(place: &Value) -> BTreeMap<&str, u64> {
 
 #[test]
 fn a_completion_is_the_same_whole_streamed_by_tokens_and_among_others() {
-    let server = Server::start(&model(&["--arch", "llama"]), Told::default());
+    let server = Server::start(&model(&["--arch", "llama"]), ServerArgs::default());
     let prompt = "The quick brown fox jumps over the lazy dog.";
     let whole = server.tokens(&json!(prompt), 20, None);
     assert_eq!((&whole["object"], &whole["model"]), (&json!("text_completion"), &json!("m")));
@@ -87,7 +87,8 @@ fn a_completion_is_the_same_whole_streamed_by_tokens_and_among_others() {
 
 #[test]
 fn a_chat_uses_the_models_template_and_seeds_repeat() {
-    let probabilities = Told { arguments: &["--logprobs-mode", "raw_logprobs"], ..Told::default() };
+    let probabilities =
+        ServerArgs { arguments: &["--logprobs-mode", "raw_logprobs"], ..ServerArgs::default() };
     let server = Server::start(&model(&["--arch", "qwen3"]), probabilities);
     let messages = json!([{"role": "user", "content": "Hello!"}]);
     let body = json!({"messages": messages, "max_tokens": 12, "seed": 5, "temperature": 1.1, "top_p": 0.9, "top_k": 40,
@@ -121,7 +122,7 @@ fn a_chat_uses_the_models_template_and_seeds_repeat() {
 
 #[test]
 fn several_answers_logprobs_echo_and_stops_are_as_asked() {
-    let server = Server::start(&model(&["--arch", "llama"]), Told::default());
+    let server = Server::start(&model(&["--arch", "llama"]), ServerArgs::default());
     let ask = |more: Value| {
         let mut body =
             json!({"prompt": "abc", "max_tokens": 8, "temperature": 0, "ignore_eos": true});
@@ -153,8 +154,10 @@ fn several_answers_logprobs_echo_and_stops_are_as_asked() {
 
 #[test]
 fn an_echo_counts_among_what_is_told() {
-    let told =
-        Told { arguments: &["--max-model-len", "256", "--max-logprobs", "20"], ..Told::default() };
+    let told = ServerArgs {
+        arguments: &["--max-model-len", "256", "--max-logprobs", "20"],
+        ..ServerArgs::default()
+    };
     let server = Server::start(&model(&["--arch", "llama"]), told);
     let body =
         json!({"prompt": vec![7; 200], "n": 256, "echo": true, "logprobs": 20, "max_tokens": 0});
@@ -173,7 +176,7 @@ fn an_echo_counts_among_what_is_told() {
 fn what_is_wrong_is_said_as_vllm_says_it() {
     let server = Server::start(
         &model(&["--arch", "llama"]),
-        Told { arguments: &["--max-model-len", "64"], ..Told::default() },
+        ServerArgs { arguments: &["--max-model-len", "64"], ..ServerArgs::default() },
     );
     for (status, field, words, body) in [
         (400, "prompt", "out of vocabulary", json!({"prompt": [1_000_000]})),
@@ -263,7 +266,7 @@ fn what_is_wrong_is_said_as_vllm_says_it() {
 
 #[test]
 fn metrics_have_vllms_names() {
-    let server = Server::start(&model(&["--arch", "llama"]), Told::default());
+    let server = Server::start(&model(&["--arch", "llama"]), ServerArgs::default());
     for _ in 0..2 {
         server.tokens(&json!("a prompt of more than one block of tokens, by far"), 3, None);
     }

@@ -7,7 +7,7 @@ use kvx_testkit::test;
 use serde_json::json;
 
 use crate::serve::ids;
-use crate::serve::server::{LIMIT, Server, Told, completion, model, prompt};
+use crate::serve::server::{LIMIT, Server, ServerArgs, completion, model, prompt};
 use crate::serve::transfers::{apart, published};
 
 #[test]
@@ -35,8 +35,11 @@ fn what_keeps_it_from_serving_is_said_with_what_to_do() {
         (&here, vec!["--prot", "1"], "did you mean --port?"),
         (&here, vec!["--kv-transfer-config", "{\"kv_connector\": \"NixlConnector\"}"], "kv_role"),
     ] {
-        let (status, said) =
-            Server::try_start(folder, Told { arguments: &arguments, ..Told::default() }).ended();
+        let (status, said) = Server::try_start(
+            folder,
+            ServerArgs { arguments: &arguments, ..ServerArgs::default() },
+        )
+        .ended();
         assert_eq!(status.code(), Some(1), "{said}");
         assert!(said.contains(words), "{words}\n{said}");
     }
@@ -45,7 +48,7 @@ fn what_keeps_it_from_serving_is_said_with_what_to_do() {
 #[test]
 fn flags_without_effect_are_reported() {
     let arguments = ["--gpu-memory-utilization", "0.8", "--enforce-eager", "--max-num-seqs", "1"];
-    let told = Told { arguments: &arguments, variables: &[("CUDA_VISIBLE_DEVICES", "0")] };
+    let told = ServerArgs { arguments: &arguments, variables: &[("CUDA_VISIBLE_DEVICES", "0")] };
     let server = Server::start(&model(&["--arch", "llama"]), told);
     // One request at a time, and both are answered.
     let body =
@@ -90,7 +93,7 @@ fn peers_have_to_name_the_model_in_the_same_words() {
 
 #[test]
 fn an_interrupted_server_ends_what_it_has_begun() {
-    let server = Server::start(&model(&["--arch", "llama"]), Told::default());
+    let server = Server::start(&model(&["--arch", "llama"]), ServerArgs::default());
     let body = json!({"prompt": "long", "max_tokens": 400, "temperature": 0, "ignore_eos": true, "stream": true});
     let mut stream = server.send("POST", "/v1/completions", Some(&body));
     let mut text = vec![0; 400];
@@ -112,7 +115,7 @@ fn several_engines_tell_what_their_pools_have_together_and_end_when_interrupted(
         ["--data-parallel-size", "2", "--num-gpu-blocks-override", "8", "--max-model-len", "64"];
     let server = Server::start(
         &model(&["--arch", "llama"]),
-        Told { arguments: &arguments, ..Told::default() },
+        ServerArgs { arguments: &arguments, ..ServerArgs::default() },
     );
     server.signal(rustix::process::Signal::INT);
     let (status, said) = server.ended();
@@ -122,7 +125,7 @@ fn several_engines_tell_what_their_pools_have_together_and_end_when_interrupted(
 #[test]
 fn a_client_that_goes_ends_its_request_and_idle_costs_nothing() {
     let model = model(&["--arch", "llama"]);
-    let alone = Server::start(&model, Told::default());
+    let alone = Server::start(&model, ServerArgs::default());
     let body = json!({"prompt": "long", "max_tokens": 4000, "temperature": 0, "ignore_eos": true});
     drop(alone.send("POST", "/v1/completions", Some(&body)));
     // Two that know each other, and have nothing to do either.

@@ -7,7 +7,7 @@ use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::json;
 
 use crate::serve::assert_same;
-use crate::serve::server::{LIMIT, Server, Told, model, prompt};
+use crate::serve::server::{LIMIT, Server, ServerArgs, model, prompt};
 
 const RANKS: &[&str] = &["--tensor-parallel-size", "2"];
 
@@ -38,7 +38,8 @@ fn assert_unwell(server: &Server) {
 fn ranks_are_processes_that_end_with_their_server() {
     let model = model(&["--arch", "llama"]);
     let arguments = ["--tensor-parallel-size", "4"];
-    let alone = || Server::start(&model, Told { arguments: &arguments, ..Told::default() });
+    let alone =
+        || Server::start(&model, ServerArgs { arguments: &arguments, ..ServerArgs::default() });
     let peer = || Server::with_peers(&model, "TCP", "fail", &arguments);
     for server in [alone(), peer()] {
         let ranks = server.ranks();
@@ -63,8 +64,10 @@ fn ranks_are_processes_that_end_with_their_server() {
 
 #[test]
 fn a_rank_that_is_killed_ends_its_engine_in_words() {
-    let server =
-        Server::start(&model(&["--arch", "llama"]), Told { arguments: RANKS, ..Told::default() });
+    let server = Server::start(
+        &model(&["--arch", "llama"]),
+        ServerArgs { arguments: RANKS, ..ServerArgs::default() },
+    );
     let [rank] = server.ranks()[..] else { panic!("{:?}", server.ranks()) };
     let body = json!({"prompt": "long", "max_tokens": 4000, "temperature": 0, "ignore_eos": true});
     let answer = std::thread::scope(|scope| {
@@ -83,7 +86,7 @@ fn a_rank_that_is_killed_ends_its_engine_in_words() {
 #[test]
 fn a_killed_rank_of_a_prefill_or_a_decode_costs_its_server_alone() {
     let model = model(&["--arch", "llama"]);
-    let single = Server::start(&model, Told::default());
+    let single = Server::start(&model, ServerArgs::default());
     let engine = || Server::with_peers(&model, "SHM", "recompute", RANKS);
     let (prefill, first, second) = (engine(), engine(), engine());
     let answers = |decode: &Server, from: u64| {

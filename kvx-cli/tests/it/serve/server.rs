@@ -79,13 +79,13 @@ pub(crate) struct Server {
 
 /// What `kvx serve` is told beside the model and the port.
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Told<'a> {
+pub(crate) struct ServerArgs<'a> {
     pub(crate) arguments: &'a [&'a str],
     pub(crate) variables: &'a [(&'a str, &'a str)],
 }
 
 impl Server {
-    pub(crate) fn start(model: &Path, told: Told<'_>) -> Server {
+    pub(crate) fn start(model: &Path, told: ServerArgs<'_>) -> Server {
         Server::try_start(model, told).listening()
     }
 
@@ -134,7 +134,7 @@ impl Server {
     }
 
     /// Starts it and does not wait.
-    pub(crate) fn try_start(model: &Path, told: Told<'_>) -> Server {
+    pub(crate) fn try_start(model: &Path, told: ServerArgs<'_>) -> Server {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
         command.arg("serve").arg(model).args([
             "--host",
@@ -178,7 +178,12 @@ impl Server {
     /// A server that takes part in transfers over these backends.
     pub(crate) fn with_peers(model: &Path, backends: &str, policy: &str, more: &[&str]) -> Server {
         let config = json!({"kv_load_failure_policy": policy});
-        Server::configured(model, backends, &config, Told { arguments: more, ..Told::default() })
+        Server::configured(
+            model,
+            backends,
+            &config,
+            ServerArgs { arguments: more, ..ServerArgs::default() },
+        )
     }
 
     /// The same with these further fields of `--kv-transfer-config`.
@@ -186,7 +191,7 @@ impl Server {
         model: &Path,
         backends: &str,
         fields: &Value,
-        told: Told<'_>,
+        told: ServerArgs<'_>,
     ) -> Server {
         let mut config = json!({
             "kv_connector": "NixlConnector", "kv_role": "kv_both",
@@ -203,7 +208,7 @@ impl Server {
         let channel =
             [("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1"), ("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")];
         let variables = [&channel, told.variables].concat();
-        Server::start(model, Told { arguments: &arguments, variables: &variables })
+        Server::start(model, ServerArgs { arguments: &arguments, variables: &variables })
     }
 
     pub(crate) fn pid(&self) -> u32 {

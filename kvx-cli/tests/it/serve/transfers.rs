@@ -4,7 +4,7 @@ use kvx_testkit::test;
 use serde_json::{Value, json};
 
 use crate::serve::backends::backends;
-use crate::serve::server::{LIMIT, Server, Told, model};
+use crate::serve::server::{LIMIT, Server, ServerArgs, model};
 use crate::serve::{assert_same, ids};
 
 /// Asks a prefill, then a decode, as a proxy does.
@@ -39,14 +39,14 @@ fn many() -> Vec<Value> {
 #[test]
 fn many_requests_at_once_are_all_right_and_no_block_stays() {
     let model = model(&["--arch", "llama"]);
-    let single = Server::start(&model, Told::default());
+    let single = Server::start(&model, ServerArgs::default());
     let right: Vec<(Value, Value)> =
         many().into_iter().map(|prompt| (single.tokens(&prompt, 10, None), prompt)).collect();
     let name = "transfers::many_requests_at_once_are_all_right_and_no_block_stays";
     for backend in backends(name, "TCP") {
         let fields = json!({"kv_load_failure_policy": "fail"});
         let start = |arguments: &[&str]| {
-            backend.server(&model, &fields, Told { arguments, ..Told::default() })
+            backend.server(&model, &fields, ServerArgs { arguments, ..ServerArgs::default() })
         };
         let prefill = start(&[]);
         let decode = start(&["--num-gpu-blocks-override", "130", "--max-model-len", "1024"]);
@@ -87,7 +87,7 @@ fn a_prefill_that_is_gone_fails_the_request_or_it_is_computed_here() {
             assert_eq!(events[0]["error"]["code"], 500);
         } else {
             let answer = decode.tokens(&prompt, 6, Some(&params));
-            let single = Server::start(&model, Told::default());
+            let single = Server::start(&model, ServerArgs::default());
             assert_same(&answer, &single.tokens(&prompt, 6, None), "computed here");
             assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
         }

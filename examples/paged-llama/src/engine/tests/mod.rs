@@ -30,7 +30,7 @@ fn start(limits: &Limits) -> (Running, Memory) {
     let memory = Memory::new(limits.blocks, limits.block_size);
     let running =
         Engine::start(limits.clone(), Box::new(memory.clone()), Arc::new(bytes()), |_| {
-            Ok(Box::new(Alone))
+            Ok(Box::new(NoMover))
         });
     (running.expect("the engine starts"), memory)
 }
@@ -95,7 +95,7 @@ fn an_answer_is_the_models_at_every_length_of_the_prompt() {
             whole(running.engine().submit(request(&format!("r{len}"), &prompt, 9))).unwrap();
         let right = expected(&prompt, 9);
         assert_eq!((tokens(&answer), answer.text), (right.clone(), text(&right)), "{len}");
-        assert_eq!(answer.end.unwrap().reason, Reason::Length);
+        assert_eq!(answer.end.unwrap().reason, FinishReason::Length);
     }
     running.stop(true).unwrap();
 }
@@ -194,7 +194,7 @@ fn stops_end_an_answer() {
     let stopped = ask("text", &|request| request.stop = vec![stop.clone()]);
     assert_eq!(
         (stopped.text.as_str(), stopped.end.unwrap().reason),
-        (&said[..at], Reason::Stop(stop.clone()))
+        (&said[..at], FinishReason::Stop(stop.clone()))
     );
     assert_eq!(stopped.tokens.len(), at + 3);
     let included = ask("included", &|request| {
@@ -207,10 +207,13 @@ fn stops_end_an_answer() {
     let by_token = ask("token", &|request| request.stop_tokens = vec![token]);
     assert_eq!(
         (by_token.text.as_str(), by_token.end.unwrap().reason),
-        (&said[..first], Reason::StopToken(token))
+        (&said[..first], FinishReason::StopToken(token))
     );
     let ended = ask("end", &|request| request.ends = vec![token]);
-    assert_eq!((ended.text.as_str(), ended.end.unwrap().reason), (&said[..first], Reason::End));
+    assert_eq!(
+        (ended.text.as_str(), ended.end.unwrap().reason),
+        (&said[..first], FinishReason::EndOfText)
+    );
     // Before so many tokens it is not even chosen.
     let later = ask("later", &|request| (request.ends, request.min_tokens) = (vec![token], 15));
     assert!(later.tokens.len() >= 15 && !tokens(&later)[..15].contains(&token), "{later:?}");
@@ -286,12 +289,12 @@ fn a_drained_engine_ends_what_runs_and_takes_nothing_new() {
 }
 
 /// Parts from its peers only when another engine's does, too.
-struct Parting {
+struct SlowMover {
     begins: Sender<()>,
     other: Receiver<()>,
 }
 
-impl Mover for Parting {
+impl Mover for SlowMover {
     fn arrived(&mut self, _: &str, _: usize, _: Option<&TransferParams>) {}
 
     fn offers(&self, _: &str, _: usize) -> usize {
@@ -304,12 +307,12 @@ impl Mover for Parting {
         Vec::new()
     }
 
-    fn ended(&mut self, _: Ending<'_>) -> (bool, Option<TransferParams>) {
+    fn ended(&mut self, _: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
         (false, None)
     }
 }
 
-impl Drop for Parting {
+impl Drop for SlowMover {
     fn drop(&mut self) {
         self.begins.send(()).unwrap();
         self.other.recv_timeout(LIMIT).expect("the other engine ends at the same time");
@@ -319,7 +322,7 @@ impl Drop for Parting {
 #[test]
 fn engines_that_are_stopped_together_part_from_their_peers_at_once() {
     let ((begins, second), (other, first)) = (channel(), channel());
-    let movers = [Parting { begins, other: first }, Parting { begins: other, other: second }];
+    let movers = [SlowMover { begins, other: first }, SlowMover { begins: other, other: second }];
     let engines = movers.map(|mover| {
         let memory = Box::new(Memory::new(16, 4));
         Engine::start(limits(16), memory, Arc::new(bytes()), |_| Ok(Box::new(mover))).unwrap()
@@ -331,7 +334,7 @@ fn engines_that_are_stopped_together_part_from_their_peers_at_once() {
 fn a_pool_that_is_too_small_is_refused_in_words() {
     let memory = Memory::new(2, 4);
     let tiny = Limits { model_len: 64, ..limits(2) };
-    let error = Engine::start(tiny, Box::new(memory), Arc::new(bytes()), |_| Ok(Box::new(Alone)))
+    let error = Engine::start(tiny, Box::new(memory), Arc::new(bytes()), |_| Ok(Box::new(NoMover)))
         .err()
         .unwrap();
     assert!(error.to_string().contains("--max-model-len to 8"), "{error}");

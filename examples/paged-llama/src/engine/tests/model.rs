@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::engine::Forward;
-use crate::model::{Chunk, ModelError, Result, Wanted};
+use crate::model::{Chunk, LogitsScope, ModelError, Result};
 
 pub(super) const VOCABULARY: usize = 258;
 
@@ -67,10 +67,10 @@ impl Forward for Memory {
                 inner.slots[work.blocks[at / size] as usize][at % size] = Some(*token);
             }
             let end = work.start + work.tokens.len();
-            let from = match work.wanted {
-                Wanted::None => end,
-                Wanted::Last => end - 1,
-                Wanted::All => work.start,
+            let from = match work.logits {
+                LogitsScope::None => end,
+                LogitsScope::Last => end - 1,
+                LogitsScope::All => work.start,
             };
             let read = |at: usize| {
                 inner.slots[work.blocks[at / size] as usize][at % size]

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use std::time::Instant;
 
 use super::*;
-use crate::engine::mover::Ending;
+use crate::engine::mover::FinishedRequest;
 use crate::kv::{BlockLists, Kept, LoadFailure, Outcome, Status, Then};
 
 /// What the engine has asked for, and what the test answers.
@@ -73,7 +73,7 @@ impl Mover for Peer {
         self.0.lock().unwrap().outcomes.drain(..).collect()
     }
 
-    fn ended(&mut self, ending: Ending<'_>) -> (bool, Option<TransferParams>) {
+    fn ended(&mut self, ending: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
         let mut script = self.0.lock().unwrap();
         let ended =
             (ending.request.to_owned(), ending.blocks.to_vec(), ending.computed, ending.status);

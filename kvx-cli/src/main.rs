@@ -30,7 +30,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use kvx::ErrorKind;
 
-/// What a command that could not do its work says.
+/// The result of a command that may fail.
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// Moves KV cache between LLM inference servers: tools for operators.
@@ -43,23 +43,23 @@ struct Program {
 
 #[derive(Subcommand)]
 enum Command {
-    /// List every backend, whether it works here, and what to do if it does not.
+    /// List all backends, whether each works here, and how to fix those that do not.
     Backends(backends::Arguments),
-    /// List the GPUs whose memory kvx can move here, or say why there are none.
+    /// List the GPUs whose memory kvx can move, or the reason why there are none.
     Devices(devices::Arguments),
-    /// Say what vLLM's KV transfer arguments mean to kvx.
+    /// Explain what vLLM's KV transfer arguments mean to kvx.
     #[command(disable_help_flag = true)]
     Config {
-        /// The arguments of `vllm serve`, as they are; `--help` says more.
+        /// The arguments of `vllm serve`, unchanged; see `--help`.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
     /// Show that answers made on moved KV cache are those of one server, what moving costs, and
     /// what a client is told whose prefill is killed.
     Demo(demo::Arguments),
-    /// Measure what moving blocks costs, beside a limit that moves the same blocks without kvx.
+    /// Measure the cost of moving blocks, next to a limit that moves the same blocks without kvx.
     Bench(Box<bench::Arguments>),
-    /// List the NIXLs of this machine, and put kvx into them as their backend KVX.
+    /// List the NIXL installations of this machine, and install kvx in them as backend KVX.
     Nixl(nixl::Arguments),
     /// Make, or find, the library that leads kvx to the engine in Mooncake's wheel, and say what to
     /// set.
@@ -68,9 +68,9 @@ enum Command {
     /// Ask a prefill's side channel for its handshake, and say what of an engine would not fit it.
     #[cfg(feature = "connector")]
     Probe(probe::Arguments),
-    /// Make the secret of a fleet: a file with a random key, which only its owner can read.
+    /// Create a fleet's secret: a file with a random key that only its owner can read.
     Secret(secret::Arguments),
-    /// Stand between clients and a fleet of prefill and decode instances.
+    /// Route requests of clients to a fleet of prefill and decode instances.
     #[cfg(feature = "proxy")]
     Proxy(Box<proxy::Arguments>),
     /// Serve a model as `vllm serve` does, with KV cache from and to other servers.
@@ -81,15 +81,15 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
-    /// Write a model of random weights, for what needs a model and not its words.
+    /// Write a model with random weights, for tests and measurements.
     #[cfg(feature = "serve")]
     MakeModel(Box<make_model::Arguments>),
-    /// Answer another `kvx bench --beside` as the program beside it.
+    /// Act as the companion program of another `kvx bench --beside`.
     BenchBeside(bench::CompanionArguments),
-    /// The process that owns the other side's memory of `bench`, `demo` and `backends --routes`.
+    /// Own the other side's memory for `bench`, `demo` and `backends --routes`.
     #[command(hide = true)]
     BenchTarget(bench::TargetArguments),
-    /// The process of a rank of `serve`'s model.
+    /// Run a rank of the model of `serve`.
     #[cfg(feature = "serve")]
     #[command(hide = true)]
     ServeRank,

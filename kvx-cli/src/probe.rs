@@ -30,9 +30,9 @@ pub(crate) struct Arguments {
     /// Print it as JSON
     #[arg(long)]
     json: bool,
-    /// The arguments of `vllm serve` of the engine that is to decode: what would not fit is told.
-    /// `kv_compat` in
-    /// --kv-transfer-config says which version is asked; a vLLM does not survive the question of another one
+    /// The arguments of `vllm serve` of the decode engine, which is checked against the prefill. Set
+    /// `kv_compat` in the KV transfer config to probe another version: a vLLM crashes when it is
+    /// asked for one that it does not speak
     #[arg(last = true, value_name = "VLLM ARGUMENTS")]
     serve: Vec<String>,
 }

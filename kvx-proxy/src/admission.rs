@@ -1,4 +1,4 @@
-//! How many requests are at work at once, and how many wait for it.
+//! Limits of concurrent and queued requests.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -8,7 +8,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::setup::ClientLimits;
 
-/// A bounded number at work, and a bounded queue before it.
+/// A bounded number of concurrent requests, with a bounded queue.
 #[derive(Debug)]
 pub(crate) struct RequestAdmission {
     places: Arc<Semaphore>,
@@ -19,16 +19,16 @@ pub(crate) struct RequestAdmission {
     wait: Duration,
 }
 
-/// What a body takes of the room for all bodies; free again when this is dropped.
+/// A body's share of the memory for all bodies, released on drop.
 #[derive(Debug, Default)]
 pub(crate) struct BodyPermit(Option<OwnedSemaphorePermit>);
 
-/// Why a request is not let in.
+/// Why a request is not admitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AdmissionError {
-    /// As many wait as may.
+    /// The queue is full.
     Full,
-    /// It has waited as long as it may.
+    /// The request was queued for too long.
     TimedOut,
 }
 

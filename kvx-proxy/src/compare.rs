@@ -24,7 +24,7 @@ use {
     tokio_rustls::rustls::{ClientConfig, RootCertStore},
 };
 
-/// What two endpoints answered to one prompt.
+/// The answers of two endpoints to one prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Comparison {

@@ -159,7 +159,7 @@ impl LastErrors {
 mod tests {
     use super::*;
 
-    /// Takes nothing until it is let.
+    /// A writer that blocks until it is released.
     struct BlockedWriter(std::sync::mpsc::Receiver<()>);
 
     impl Write for BlockedWriter {

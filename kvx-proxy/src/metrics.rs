@@ -1,4 +1,4 @@
-//! What Prometheus is told.
+//! Metrics in the text format of Prometheus.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -75,7 +75,7 @@ pub(crate) struct Metrics {
     pub(crate) decode_leg: Histogram,
 }
 
-/// How a request ended.
+/// The outcome of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RequestOutcome {
     Ok,

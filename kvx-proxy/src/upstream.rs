@@ -1,4 +1,4 @@
-//! Connections to instances, and what becomes of a request sent over them.
+//! Connections to instances, and the requests sent over them.
 
 use std::fmt;
 use std::time::Duration;
@@ -20,7 +20,7 @@ use crate::setup::{InstanceSetup, Setup};
 /// models.
 pub(crate) const WHOLE: usize = 16 << 20;
 
-/// Why a leg has no answer that could be passed on. The order is that of the request's life.
+/// Why a leg has no usable answer, in the order of a request's life.
 #[derive(Debug)]
 pub(crate) enum Fault {
     /// No connection: the instance has seen nothing.

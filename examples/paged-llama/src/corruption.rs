@@ -1,4 +1,4 @@
-//! Makes the moved blocks of a prompt wrong: who does not notice has not used them.
+//! Corrupts the moved blocks of a prompt, to show that moved blocks determine the answers.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -4,46 +4,36 @@ use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use kvx::connector::engine::{
-    self, Allocation, Arrival, METRICS, MOONCAKE_METRICS, RequestId, WorkerRank,
-};
-pub use kvx::connector::engine::{
-    BlockLists, Kept, LoadFailure, Outcome, ParamsTrust, Status, Then,
-};
+use kvx::connector::engine::{self, Allocation, Arrival, RequestId, WorkerRank};
+pub use kvx::connector::engine::{BlockLists, Kept, LoadFailure, Outcome};
+pub(crate) use kvx::connector::engine::{METRICS, MOONCAKE_METRICS};
+pub use kvx::connector::engine::{ParamsTrust, Status, Then};
 use kvx::connector::mapping::{Caches, Heads, KvLayout, LayerCache};
 pub use kvx::connector::params::TransferParams;
+pub(crate) use kvx::connector::runtime::describe_metrics as describe_connector_metrics;
 use kvx::connector::runtime::{Connector, JoinedRank};
 use kvx::connector::wire::CompatibilityFactors;
 pub(crate) use kvx::connector::{Dialect, runtime::Rank};
+pub(crate) use kvx::describe_metrics;
 pub use kvx::{Memory, Secret, config::KvTransferConfig};
 
 use crate::engine::{FinishedRequest, Mover, Wake};
 use crate::model::{ModelError as Error, Pool, PoolLayout, PoolShape, Result};
 use crate::rank::{AllRanks, PATIENCE, PrivateFolder, RankSetup};
 
-pub(crate) fn describe_metrics() {
-    kvx::describe_metrics();
-    kvx::connector::runtime::describe_metrics();
-}
-
-/// The bounds of the buckets that vLLM gives a histogram of transfers.
-pub(crate) fn buckets(name: &str) -> Option<&'static [f64]> {
-    METRICS.iter().chain(&MOONCAKE_METRICS).find(|metric| metric.name == name)?.buckets
-}
-
 /// A pool in memory that kvx can register.
 pub fn pool(shape: PoolShape) -> Result<(Pool, Arc<Memory>)> {
     let memory = Arc::new(Memory::pool(shape.bytes()).build().map_err(Error::of)?);
     // SAFETY: the memory lives as long as the pool. Peers read only blocks that are complete, which
     // no step writes, and write only blocks of requests that wait, which no step names.
-    unsafe { Pool::over(shape, memory.as_ptr(), memory.len(), memory.clone()) }
-        .map(|pool| (pool, memory))
+    let pool = unsafe { Pool::over(shape, memory.as_ptr(), memory.len(), memory.clone()) };
+    Ok((pool?, memory))
 }
 
 /// A rank in a process of its own joins the engine's connection with its peers.
 pub(crate) fn join(path: &Path, setup: &RankSetup, memory: Arc<Memory>) -> kvx::Result<JoinedRank> {
-    let joined =
-        Rank::join(path, WorkerRank { pp: 0, tp: setup.rank as u32 }, kvx::registry(), PATIENCE)?;
+    let rank = WorkerRank { pp: 0, tp: setup.rank as u32 };
+    let joined = Rank::join(path, rank, kvx::registry(), PATIENCE)?;
     joined.register(caches(&memory, setup)?, [memory]).map(|()| joined)
 }
 
@@ -57,10 +47,9 @@ fn caches(memory: &Memory, setup: &RankSetup) -> kvx::Result<Caches> {
         LayerCache::packed(format!("model.layers.{at}.self_attn.attn"), address, blocks, len, heads)
     };
     let layout = if shape.layout == PoolLayout::Nhd { KvLayout::Lbnhc } else { KvLayout::Lbhnc };
-    let (tokens, each) =
-        (shape.block_tokens as u32, (setup.block_size / shape.block_tokens) as u32);
-    let caches =
-        Caches::of_layers((0..shape.layers).map(layer).collect(), layout, tokens, each, 0)?;
+    let (tokens, each) = (shape.block_tokens, setup.block_size / shape.block_tokens);
+    let layers = (0..shape.layers).map(layer).collect();
+    let caches = Caches::of_layers(layers, layout, tokens as u32, each as u32, 0)?;
     Ok(if shape.layout == PoolLayout::VllmCpu { caches.with_transposed_keys() } else { caches })
 }
 
@@ -75,8 +64,7 @@ pub(crate) struct Kv {
 impl Kv {
     /// Registers the ranks' pools, and listens to peers of this `model`.
     pub(crate) fn open(
-        config: &KvTransferConfig,
-        model: &str,
+        (config, model): (&KvTransferConfig, &str),
         all: &mut AllRanks,
         wake: Wake,
     ) -> Result<Kv> {
@@ -89,10 +77,9 @@ impl Kv {
         if shape.layout == PoolLayout::VllmCpu {
             factors.attn_backend_name = "CPU_ATTN".into();
         }
-        let connector =
-            Connector::builder(config, kvx::registry()).model(factors).workers(count, 1);
-        let connector = connector.block_size(setup.block_size as u32).data_parallel_rank(engine);
-        let connector = connector.build_blocking().map_err(Error::of)?;
+        let connector = Connector::builder(config, kvx::registry()).model(factors);
+        let connector = connector.workers(count, 1).block_size(setup.block_size as u32);
+        let connector = connector.data_parallel_rank(engine).build_blocking().map_err(Error::of)?;
         let rank = |tp: u32| {
             let rank = connector.rank(WorkerRank { pp: 0, tp })?;
             let Some(memory) = memories.get(tp as usize) else { return Ok(rank) };
@@ -118,12 +105,10 @@ impl Kv {
 
 impl Mover for Kv {
     fn arrived(&mut self, request: &str, prompt_tokens: usize, params: Option<&TransferParams>) {
-        let request = &RequestId::from(request);
-        let arrival =
-            Arrival { request, prompt_tokens: prompt_tokens as u32, params, deadline: None };
-        if let Err(why) = self.connector.on_new_request(arrival) {
-            tracing::warn!(%request, "{why}");
-        }
+        let (request, prompt_tokens) = (&RequestId::from(request), prompt_tokens as u32);
+        let arrival = Arrival { request, prompt_tokens, params, deadline: None };
+        let noted = self.connector.on_new_request(arrival);
+        noted.unwrap_or_else(|why| tracing::warn!(%request, "{why}"));
     }
 
     fn offers(&self, request: &str, computed: usize) -> usize {
@@ -133,9 +118,8 @@ impl Mover for Kv {
     fn allocated(&mut self, request: &str, fill: &[u32], computed: usize, external: usize) {
         let fill = BlockLists::single(fill);
         let allocation = Allocation { fill, computed: computed as u32, external: external as u32 };
-        if let Err(why) = self.connector.update_state_after_alloc(&request.into(), allocation) {
-            tracing::error!(request, "{why}");
-        }
+        let noted = self.connector.update_state_after_alloc(&request.into(), allocation);
+        noted.unwrap_or_else(|why| tracing::error!(request, "{why}"));
     }
 
     fn step(&mut self) -> Vec<Outcome> {
@@ -147,9 +131,9 @@ impl Mover for Kv {
     }
 
     fn ended(&mut self, finished: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
-        let FinishedRequest { request, blocks, computed, cached, status } = finished;
-        let (blocks, computed, cached) =
-            (BlockLists::single(blocks), computed as u32, Some(cached as u32));
+        let FinishedRequest { request, status, .. } = finished;
+        let (blocks, cached) = (BlockLists::single(finished.blocks), Some(finished.cached as u32));
+        let computed = finished.computed as u32;
         let ending = engine::Ending { status, blocks, computed, cached, reference: None };
         let finished = self.connector.request_finished(&request.into(), ending);
         (finished.delay_free, finished.params)
@@ -158,10 +142,7 @@ impl Mover for Kv {
 
 impl Drop for Kv {
     fn drop(&mut self) {
-        if let Err(why) =
-            self.connector.shutdown(Duration::from_secs(5)).wait(Duration::from_secs(6))
-        {
-            tracing::warn!("{why}");
-        }
+        let stopped = self.connector.shutdown(Duration::from_secs(5)).wait(Duration::from_secs(6));
+        stopped.map_or_else(|why| tracing::warn!("{why}"), drop);
     }
 }

@@ -84,7 +84,7 @@ pub struct Options {
     pub secret: Option<Secret>,
 }
 
-/// Where the ranks of data parallelism are that are not served here.
+/// Where the engines run that are not served here.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum OtherEngines {
     /// Nowhere, or each is a server that its router knows.
@@ -95,7 +95,7 @@ pub enum OtherEngines {
     JoinThere(String, u16),
 }
 
-/// What to know of a server that has started.
+/// A server that has started.
 #[derive(Clone, Debug)]
 pub struct ServerInfo {
     /// Where clients reach it, unless it serves a head.
@@ -108,13 +108,13 @@ pub struct ServerInfo {
     pub pool_bytes: usize,
 }
 
-/// Where requests come from.
+/// The source of requests.
 enum RequestSource {
     Clients(TcpListener),
     Head((String, u16)),
 }
 
-/// Rank 0. The others follow it for as long as its model lives.
+/// Rank 0, which the other ranks follow until its model is dropped.
 struct RankZero {
     model: Model,
     pool: Pool,
@@ -140,7 +140,7 @@ impl Forward for RankZero {
     }
 }
 
-/// An engine that does not run yet.
+/// An engine that is ready to start.
 struct PreparedEngine {
     computing: RankZero,
     /// Behind the model, which they end with.
@@ -238,7 +238,7 @@ impl PreparedEngine {
         let mover = |wake| -> Result<Box<dyn Mover>> {
             let Some(transfer) = &options.transfer else { return Ok(Box::new(NoMover)) };
             let memory = ranks.memories[0].clone();
-            let mover = Kv::open(transfer, &options.model, &mut ranks, wake)?;
+            let mover = Kv::open((transfer, &options.model), &mut ranks, wake)?;
             let spoiling = CorruptingMover { mover, memory, len, fill: HashMap::new() };
             Ok(if options.spoil { Box::new(spoiling) } else { Box::new(spoiling.mover) })
         };

@@ -8,7 +8,7 @@ use super::figures;
 use super::points::{self, Backing, BenchOp, Pattern, Point, Shape, Wait};
 use crate::{Result, bytes};
 
-/// What stands behind `bench` on the command line.
+/// The flags of `bench`.
 #[derive(Args)]
 pub(crate) struct Arguments {
     /// The backends to measure.
@@ -17,64 +17,64 @@ pub(crate) struct Arguments {
     /// Read from the target, or write to it.
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "read,write")]
     pub(crate) op: Vec<BenchOp>,
-    /// Sizes of a block.
+    /// Block sizes.
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = bytes::parse, default_value = "4K,64K,1M")]
     pub(crate) block: Vec<u64>,
-    /// Numbers of blocks in a transfer.
+    /// Blocks per transfer.
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "1,64,1024,8192")]
     pub(crate) count: Vec<u32>,
-    /// Whether the blocks of a transfer are shuffled on both sides or follow each other.
+    /// Whether the blocks of a transfer are shuffled on both sides, or adjacent.
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "scattered")]
     pub(crate) pattern: Vec<Pattern>,
-    /// Pools of kvx's own, memory that a program brings along, or memory of the first GPU: on both
-    /// sides, or with a pool of kvx's own at the target (device-host) or here (host-device).
+    /// Pools that kvx allocates, memory of the program, or memory of the first GPU: on both sides, or
+    /// with a pool of kvx at the target (device-host) or at the initiator (host-device).
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "kvx")]
     pub(crate) memory: Vec<Backing>,
-    /// Wait on this thread, which lends a hand, or like `.await`.
+    /// Block this thread, which then helps the link, or wait as `.await` does.
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "block")]
     pub(crate) wait: Vec<Wait>,
-    /// Rounds of a point; the ratio of fewer than 11 has their number beside it.
+    /// Rounds per point. Ratios of fewer than 11 rounds are printed with that number.
     #[arg(long, value_name = "N", default_value_t = figures::ENOUGH_ROUNDS)]
     pub(crate) rounds: usize,
-    /// About how long a point takes, all rounds of all parties together.
+    /// The approximate time per point, over all rounds and parties.
     #[arg(long, value_name = "S", default_value_t = 1.0)]
     pub(crate) seconds: f64,
     /// Print JSON lines, also on a terminal.
     #[arg(long)]
     pub(crate) json: bool,
-    /// Points that move more bytes in one transfer are left out.
+    /// Skip points that move more bytes per transfer.
     #[arg(long, value_name = "BYTES", value_parser = bytes::parse, default_value = "1G")]
     pub(crate) max_total: u64,
-    /// Memory a side, where a transfer does not need more: one transfer after the other moves other
-    /// blocks of it, so that what is measured does not come out of a cache.
+    /// Memory per side, unless one transfer needs more. Consecutive transfers move different blocks
+    /// of it, so that caches do not hold them.
     #[arg(long, value_name = "BYTES", value_parser = bytes::parse, default_value = "256M")]
     pub(crate) pool: u64,
-    /// A program that moves the same blocks in rounds of its own; BESIDE.md says how it is asked.
+    /// A companion program that moves the same blocks in alternating rounds (BESIDE.md).
     #[arg(long, value_name = "PROGRAM")]
     pub(crate) beside: Option<String>,
-    /// Options of both agents: the JSON object kv_connector_extra_config.
+    /// Options of both agents, as the JSON object kv_connector_extra_config.
     #[arg(long, value_name = "JSON", default_value = "{}")]
     pub(crate) options: String,
-    /// Where the shuffles start.
+    /// The seed of the shuffles.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Instead of points: small reads alone, and beside a transfer of so many bytes on the same
+    /// Instead of points: measure small reads alone, and during a transfer of this size on the same
     /// link.
     #[arg(long, value_name = "BYTES", value_parser = bytes::parse, conflicts_with_all = ["beside", "readers", "idle"])]
     pub(crate) beside_bulk: Option<u64>,
-    /// Instead of points: notifications after quiet, and beside transfers of so many bytes between
+    /// Instead of points: measure notifications when idle, and during transfers of this size between
     /// the same two agents.
     #[arg(long, value_name = "BYTES", value_parser = bytes::parse, conflicts_with_all = ["beside", "beside_bulk", "readers", "idle", "op", "pattern", "memory"])]
     pub(crate) notices_beside: Option<u64>,
-    /// Instead of points: so many agents read from the target at once.
+    /// Instead of points: let this many agents read from the target at once.
     #[arg(long, value_name = "N", conflicts_with_all = ["beside", "idle"])]
     pub(crate) readers: Option<u32>,
-    /// Instead of points: CPU time of both processes while they are connected and idle for so many
-    /// seconds.
+    /// Instead of points: measure the CPU time of both processes while they are connected and idle
+    /// for this many seconds.
     #[arg(long, value_name = "S", conflicts_with = "beside")]
     pub(crate) idle: Option<u64>,
-    /// Instead of points: blocks collected and spread by the kernels of the first GPU, beside one
-    /// copy of as many bytes.
+    /// Instead of points: measure the kernels of the first GPU that gather and scatter blocks, next
+    /// to one copy of as many bytes.
     #[arg(long, conflicts_with_all = ["beside", "beside_bulk", "notices_beside", "readers", "idle", "backend", "op", "pattern", "memory", "wait"])]
     pub(crate) kernels: bool,
 }

@@ -1,4 +1,4 @@
-//! Small reads alone, and beside a large transfer on the same link.
+//! Small reads alone, and during a large transfer on the same link.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -44,7 +44,7 @@ struct BulkRecord {
     bare: Option<LatencyPair>,
 }
 
-/// Small reads alone and beside.
+/// Latencies of small reads, alone and during a large transfer.
 #[derive(Serialize)]
 struct LatencyPair {
     alone_p50_us: f64,

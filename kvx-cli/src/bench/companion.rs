@@ -1,4 +1,4 @@
-//! A program beside kvx: it moves the same bytes in rounds of its own, in turn with kvx's.
+//! A companion program: it moves the same bytes in rounds of its own, alternating with those of kvx.
 //! `BESIDE.md` is its protocol.
 
 use std::process::Command;
@@ -10,16 +10,16 @@ use super::rounds::Round;
 use crate::Result;
 use crate::child::Child;
 
-/// Such a program.
+/// A running companion program.
 pub(crate) struct Companion {
     child: Child,
 }
 
-/// How it answers a point.
+/// A companion's answer to a point.
 pub(crate) enum PointAnswer {
-    /// It will take part, under this name.
+    /// It takes part, under this name.
     Ready(String),
-    /// It does not know such a point, and why.
+    /// It does not support the point, for this reason.
     Skips(String),
 }
 
@@ -32,7 +32,7 @@ impl Companion {
         if std::env::var_os("UCX_LOG_FILE").is_none() {
             command.env("UCX_LOG_FILE", "stderr");
         }
-        Ok(Companion { child: Child::start("the program beside", command)? })
+        Ok(Companion { child: Child::start("the companion program", command)? })
     }
 
     /// Announces a point.
@@ -45,7 +45,7 @@ impl Companion {
             }
             ("skip", why) => Ok(PointAnswer::Skips(why.trim().to_owned())),
             _ => Err(format!(
-                "the program beside answered {answer:?} to a point: `ready NAME` or `skip REASON`"
+                "the companion program answered {answer:?} to a point: `ready NAME` or `skip REASON`"
             )
             .into()),
         }
@@ -57,14 +57,14 @@ impl Companion {
         self.child.say(&format!("go {:.6}", budget.as_secs_f64()))?;
         let answer = self.child.hear(ANSWER_DEADLINE + budget)?;
         let round = result(&answer, bytes).ok_or_else(|| {
-            format!("the program beside answered {answer:?} to a round: `moved TIMES SECONDS` or `gbps RATE`")
+            format!("the companion program answered {answer:?} to a round: `moved TIMES SECONDS` or `gbps RATE`")
         })?;
         // A program that reports less time than it took may be right; one that reports more cannot
         // be.
         let most = start.elapsed().as_secs_f64();
         if answer.starts_with("moved") && round.seconds > most {
             return Err(format!(
-                "the program beside reports {} s for a round of {most} s",
+                "the companion program reports {} s for a round of {most} s",
                 round.seconds
             )
             .into());
@@ -72,7 +72,7 @@ impl Companion {
         Ok(round)
     }
 
-    /// Lets it end by itself.
+    /// Ends it.
     pub(crate) fn end(self) {
         self.child.end();
     }

@@ -52,7 +52,7 @@ pub(crate) struct Figures {
     beside: Option<BesideFigures>,
 }
 
-/// What stands beside the limit.
+/// A further limit.
 #[derive(Debug, Serialize)]
 struct OtherLimit {
     name: &'static str,
@@ -61,7 +61,7 @@ struct OtherLimit {
     ratio: f64,
 }
 
-/// The program beside.
+/// The figures of a companion program.
 #[derive(Debug, Serialize)]
 struct BesideFigures {
     beside_name: String,
@@ -71,7 +71,7 @@ struct BesideFigures {
     beside_ratio_max: f64,
 }
 
-/// What was measured at a point, besides kvx's rounds.
+/// The measurements of a point.
 #[derive(Default)]
 pub(crate) struct Measurements {
     pub(crate) ours: Vec<Round>,

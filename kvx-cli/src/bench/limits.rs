@@ -1,4 +1,4 @@
-//! The limit beside a backend's figures: which one it is, and its rounds.
+//! The limits of a backend: which ones apply to a point, and their rounds.
 
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use super::rounds::{Round, timed};
 use super::target::{Ask, TargetProcess};
 use crate::Result;
 
-/// How the same blocks are moved between the same pools without kvx.
+/// A way to move the same blocks between the same pools without kvx.
 pub(crate) struct Limit {
     pub(crate) name: &'static str,
     /// Whether kvx cannot be faster; else it only stands beside.

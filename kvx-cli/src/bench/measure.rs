@@ -1,4 +1,4 @@
-//! One point, measured.
+//! Measures one point.
 
 use std::cell::RefCell;
 use std::time::Duration;

@@ -33,7 +33,7 @@ pub(crate) struct TargetArguments {
     life: u64,
 }
 
-/// What the target says of itself first.
+/// The first line of the target: its agents and its memory.
 #[derive(Serialize, Deserialize)]
 struct TargetIntroduction {
     /// Each backend's agent.
@@ -44,7 +44,7 @@ struct TargetIntroduction {
     foreign: Option<PoolLocation>,
 }
 
-/// What it is asked. Each is answered by a number of seconds, or by why not.
+/// A request to the target, which answers with a number of seconds or an error.
 #[derive(Clone, Copy, Serialize, Deserialize)]
 pub(crate) enum Ask {
     /// Make the first bytes a source.

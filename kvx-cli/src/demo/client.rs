@@ -11,7 +11,7 @@ use crate::Result;
 /// No answer takes longer.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// An answer that was streamed.
+/// A streamed answer.
 #[derive(Debug, Default)]
 pub(super) struct StreamedAnswer {
     pub(super) tokens: Vec<u64>,

@@ -26,7 +26,7 @@ pub(super) struct Server {
     pub(super) port: u16,
 }
 
-/// All of them.
+/// The servers of the demo.
 pub(super) struct Fleet {
     pub(super) single: Server,
     pub(super) prefills: Vec<Server>,
@@ -259,7 +259,7 @@ fn proxy(prefills: &[Server], decodes: &[Server], out: &mut dyn Write) -> Result
     Ok(proxy)
 }
 
-/// A process that does not listen yet.
+/// A server that does not listen yet.
 struct StartingServer(Child);
 
 impl StartingServer {

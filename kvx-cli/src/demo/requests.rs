@@ -202,7 +202,7 @@ fn row(
     Ok(out.flush()?)
 }
 
-/// What decode servers have read.
+/// Totals of what decode servers have read.
 struct TransferTotals {
     bytes: f64,
     blocks: f64,

@@ -187,13 +187,16 @@ fn a_program_beside_is_asked_as_documented() {
 fn a_program_beside_that_does_not_answer_as_documented_ends_the_bench() {
     let point = ["--backend", "SHM", "--op", "read", "--block", "4K", "--count", "8", "--beside"];
     for (program, why) in [
-        ("sh -c 'read a; echo hello; read b'", "the program beside answered \"hello\" to a point"),
+        (
+            "sh -c 'read a; echo hello; read b'",
+            "the companion program answered \"hello\" to a point",
+        ),
         ("sh -c 'read a; echo ready x; read b; echo soon; read c'", "answered \"soon\" to a round"),
         (
             "sh -c 'read a; echo ready x; read b; echo moved 1 100; read c'",
             "reports 100 s for a round of",
         ),
-        ("true", "the program beside"),
+        ("true", "the companion program"),
     ] {
         let output = measured(&[&point[..], &[program]].concat());
         assert_eq!(output.status.code(), Some(1), "{program}");

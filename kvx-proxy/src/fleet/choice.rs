@@ -11,7 +11,7 @@ use crate::setup::Choice;
 /// How much more than its share an instance may have to do before prefix affinity leaves it.
 pub(super) const BOUND: f64 = 1.25;
 
-/// What a request needs of an instance.
+/// The requirements of a request on an instance.
 pub(crate) struct Requirements<'a> {
     /// How many tokens it is, estimated.
     pub(crate) tokens: u64,
@@ -24,7 +24,7 @@ pub(crate) struct Requirements<'a> {
     pub(crate) now: Instant,
 }
 
-/// Where round robin and the breaking of ties stand.
+/// The positions of round robin and of tie-breaking.
 #[derive(Debug, Default)]
 pub(crate) struct RoundRobin {
     next: AtomicU64,

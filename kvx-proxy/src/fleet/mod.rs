@@ -1,4 +1,4 @@
-//! The instances as they are now.
+//! The current instances.
 
 pub(crate) mod choice;
 pub(crate) mod instance;

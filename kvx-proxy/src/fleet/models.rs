@@ -12,7 +12,7 @@ use serde_json::Value;
 #[derive(Debug, Default)]
 pub(crate) struct ModelNames(Mutex<Vec<String>>);
 
-/// A model that a request names.
+/// The name of a model in a request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ModelName<'a> {
     name: &'a str,

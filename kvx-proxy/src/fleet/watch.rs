@@ -39,7 +39,7 @@ pub(crate) async fn watch(core: Arc<Core>) {
     }
 }
 
-/// What a round looks at.
+/// The instances that a round checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WatchScope {
     /// Everything about everyone.

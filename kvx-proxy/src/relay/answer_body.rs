@@ -1,4 +1,4 @@
-//! An answer on its way to the client.
+//! The body of an answer on its way to the client.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -23,7 +23,7 @@ use crate::request::{headers, without_transfer_params};
 use crate::sse::{self, WholeEvents};
 use crate::upstream::words;
 
-/// What an answer holds on to until it has ended.
+/// The resources that an answer holds until it ends.
 pub(crate) struct AnswerResources {
     pub(crate) live: std::sync::Arc<LiveSetup>,
     pub(crate) decode: InFlight,
@@ -36,7 +36,7 @@ pub(crate) struct AnswerResources {
     pub(crate) until: Instant,
 }
 
-/// Makes the client's response of an answer that has begun.
+/// Builds the client's response from an answer that has begun.
 pub(crate) fn pass(
     opened: AnswerHead,
     mut record: Record,
@@ -130,7 +130,7 @@ impl AnswerResources {
     }
 }
 
-/// The body of an answer: passes on what comes, and ends with an error if it has to.
+/// The body of an answer: forwards an instance's bytes, and ends with an error if they stop.
 struct AnswerBody {
     first: Option<Bytes>,
     rest: Incoming,

@@ -1,4 +1,4 @@
-//! The beginning of an answer: what is held back until it is sure that this answer is the one.
+//! The beginning of an answer, held back until this answer is certain to be passed on.
 
 use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
@@ -14,7 +14,7 @@ use crate::upstream::{Fault, WHOLE, accepted, words};
 /// How much of an answer that is not streamed is held back: until its end, or this much.
 const HELD: usize = 1 << 20;
 
-/// What an answer must be.
+/// The kind of answer that a request expects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AnswerKind {
     /// A completion: a JSON object, or events that end with `[DONE]`.
@@ -26,7 +26,7 @@ pub(crate) enum AnswerKind {
     Any,
 }
 
-/// An answer whose beginning has come.
+/// The beginning of an answer, and its rest.
 #[derive(Debug)]
 pub(crate) struct AnswerHead {
     pub(crate) parts: Parts,

@@ -1,4 +1,4 @@
-//! Answers of the proxy's own.
+//! Errors that the proxy answers itself, and its JSON responses.
 
 use axum::body::Body;
 use hyper::header::{CONNECTION, HeaderValue, RETRY_AFTER};

@@ -34,7 +34,7 @@ impl Key {
     }
 }
 
-/// A turn that has ended.
+/// A finished turn of a conversation.
 #[derive(Debug)]
 struct PastTurn {
     answer: Answer,

@@ -1,4 +1,4 @@
-//! What all requests share.
+//! The state that all requests share.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -74,7 +74,7 @@ impl LiveSetup {
     }
 }
 
-/// What all requests share.
+/// The state that all requests share.
 #[derive(Debug)]
 pub(crate) struct Core {
     live: RwLock<Arc<LiveSetup>>,
@@ -95,7 +95,7 @@ pub(crate) struct Core {
     pub(crate) look: tokio::sync::Notify,
 }
 
-/// Which instance stored a response, the latest so many.
+/// The instances that stored the latest responses.
 #[derive(Debug, Default)]
 struct ResponseOwners {
     instances: HashMap<String, String>,

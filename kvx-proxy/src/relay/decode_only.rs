@@ -1,4 +1,4 @@
-//! Requests that one decode instance serves by itself.
+//! Requests that one decode instance serves alone.
 
 use hyper::Method;
 use hyper::header::{CONTENT_LENGTH, HeaderValue};
@@ -10,7 +10,7 @@ use crate::fleet::instance::InFlight;
 use crate::request::{CompletionRequest, PassthroughRequest};
 use crate::upstream::Fault;
 
-/// A completion by a decode instance alone.
+/// Serves a completion on a decode instance alone.
 pub(crate) async fn completion(
     mut job: Job,
     asked: &CompletionRequest,
@@ -26,7 +26,7 @@ pub(crate) async fn completion(
     run(job, sent, AnswerKind::Completion, &to, true).await
 }
 
-/// Anything else, as it came.
+/// Passes any other request through unchanged.
 pub(crate) async fn passthrough(
     mut job: Job,
     asked: PassthroughRequest,

@@ -21,7 +21,7 @@ use crate::request::CompletionRequest;
 use crate::setup::PoolConnector;
 use crate::upstream::Fault;
 
-/// Who pushes blocks to a decode instance that it was told of before.
+/// The source of the blocks that a decode instance waits for.
 enum ExpectedSource {
     /// Mooncake: nothing to compare.
     Rank,
@@ -29,13 +29,13 @@ enum ExpectedSource {
     Engine(String),
 }
 
-/// What a decode leg is sent, and the prefill leg beside it.
+/// The request of a decode leg, and the prefill leg that runs concurrently.
 struct Handover {
     sent: LegRequest,
     beside: Option<(PrefillTask, ExpectedSource)>,
 }
 
-/// Why a prefill did not come to a handover.
+/// Why a prefill produced no handover.
 enum HandoverError {
     /// The client's mistake, in an instance's words.
     Rejected(Box<hyper::Response<bytes::Bytes>>),
@@ -291,7 +291,7 @@ fn missed(end: PrefillEnd) -> HandoverError {
     }
 }
 
-/// What came first of a decode leg and the prefill leg beside it.
+/// The first result of a decode leg and its concurrent prefill leg.
 enum RaceWinner {
     Answer(AnswerHead),
     Decode(Fault),

@@ -1,4 +1,4 @@
-//! One request of a client, at work.
+//! A client's request in progress.
 
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ use crate::metrics::RequestOutcome;
 use crate::request::headers;
 use crate::upstream::Fault;
 
-/// One request of a client, at work: what its legs need.
+/// A client's request in progress, with what its legs need.
 pub(crate) struct Job {
     pub(crate) core: Arc<Core>,
     pub(crate) live: Arc<LiveSetup>,
@@ -45,7 +45,7 @@ pub(crate) struct Job {
     place: Option<OwnedSemaphorePermit>,
 }
 
-/// What ends a job without an answer of an instance's.
+/// The response of a job, or the record and the error with which it ends.
 pub(crate) type JobResult = Result<Response<Body>, Box<(Record, ApiError)>>;
 
 /// Returns random bytes for ids and traces.
@@ -57,7 +57,7 @@ pub(super) fn random_id() -> [u8; 16] {
 }
 
 impl Job {
-    /// Begins to work on a request: gives it an id and a trace. Refuses while draining.
+    /// Starts a request: assigns its id and trace. Fails while the proxy drains.
     pub(crate) fn begin(core: &Arc<Core>, parts: &Parts) -> Result<Self, ApiError> {
         let working = core.work().ok_or_else(ApiError::draining)?;
         let live = core.live();
@@ -117,7 +117,7 @@ impl Job {
         })
     }
 
-    /// Waits for a place.
+    /// Waits until the request is admitted.
     pub(crate) async fn admit(mut self) -> Result<Self, Box<(Record, ApiError)>> {
         struct QueueGauge<'a>(&'a Core);
         impl Drop for QueueGauge<'_> {
@@ -153,7 +153,7 @@ impl Job {
         Box::new((self.record, refusal))
     }
 
-    /// What this request needs of an instance.
+    /// Returns what this request requires of an instance.
     pub(crate) fn wanted<'a>(
         &self,
         tokens: u64,
@@ -164,7 +164,7 @@ impl Job {
         Requirements { tokens, prefix, model, avoid, now: std::time::Instant::now() }
     }
 
-    /// Whether a leg may be tried again.
+    /// Returns true if a leg may be retried, and counts the retry.
     pub(crate) fn again(&mut self, leg: &'static str) -> bool {
         match self.tries.again(&self.core.budget) {
             RetryDecision::Yes => {
@@ -218,7 +218,7 @@ impl Job {
         !self.streamed && matches!(fault, Fault::Late(_))
     }
 
-    /// Passes an answer on.
+    /// Turns an instance's answer into the client's response.
     pub(crate) fn pass(
         mut self,
         opened: AnswerHead,

@@ -1,4 +1,4 @@
-//! The requests to instances that one request of a client becomes.
+//! Legs: the requests to instances that serve one request of a client.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +20,7 @@ use crate::fleet::instance::{InFlight, Instance};
 use crate::request::headers;
 use crate::upstream::{Fault, WHOLE, accepted, json_headers, whole};
 
-/// Counts a leg when it ends, also when it is given up.
+/// Measures a leg, and counts it when it ends or is cancelled.
 struct LegTimer<'a> {
     core: &'a Core,
     leg: &'static str,
@@ -45,7 +45,7 @@ impl Drop for LegTimer<'_> {
     }
 }
 
-/// What a prefill leg has come to.
+/// The answer of a prefill leg.
 #[derive(Debug)]
 pub(crate) struct PrefillResult {
     pub(crate) answer: Answer,
@@ -54,7 +54,7 @@ pub(crate) struct PrefillResult {
     pub(crate) time: Duration,
 }
 
-/// How a prefill leg ended, if not with what the decode leg needs.
+/// Why a prefill leg has no answer that the decode leg can use.
 #[derive(Debug)]
 pub(crate) enum PrefillEnd {
     /// The instance answered the client's mistake: the answer is the client's.
@@ -63,7 +63,7 @@ pub(crate) enum PrefillEnd {
     Failed(Fault),
 }
 
-/// A body for an instance, with the headers for it.
+/// A request to an instance: path, headers and body.
 #[derive(Clone, Debug)]
 pub(crate) struct LegRequest {
     pub(crate) path: PathAndQuery,

@@ -1,4 +1,4 @@
-//! What becomes of a client's request.
+//! Relays a client's request to instances, and their answer to the client.
 
 mod answer_body;
 pub(crate) mod answer_head;

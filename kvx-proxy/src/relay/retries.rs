@@ -1,4 +1,4 @@
-//! How often something is tried again: per request, and over all of them.
+//! Limits of retries, per request and over all requests.
 
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
 
@@ -42,7 +42,7 @@ pub(crate) struct Attempts {
     most: u32,
 }
 
-/// Whether there is another attempt.
+/// The decision about a retry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RetryDecision {
     Yes,

@@ -38,7 +38,7 @@ fn answer(answer: AdminAnswer) -> Response<Body> {
     answer.unwrap_or_else(|refusal| refusal.response())
 }
 
-/// What there is to say of an instance.
+/// Describes an instance as JSON.
 pub(super) fn describe(one: &Instance) -> Value {
     let state = &one.state;
     let standing = match () {
@@ -82,7 +82,7 @@ pub(super) async fn list(State(core): State<Arc<Core>>, headers: HeaderMap) -> R
     answer(admitted(&core, &headers).map(|()| json_response(StatusCode::OK, &list_of(&core))))
 }
 
-/// What a request to change the fleet names, besides the keys of an instance.
+/// The role and the pool of the instance that a request changes.
 #[derive(Deserialize)]
 struct InstanceTarget {
     role: Role,

@@ -1,4 +1,4 @@
-//! Listens, serves connections, and ends.
+//! Listens, serves connections, and shuts down.
 
 mod admin;
 pub(crate) mod keys;
@@ -52,7 +52,7 @@ pub struct Handle {
     tls: Tls,
 }
 
-/// What serves new connections; nothing without TLS.
+/// Accepts TLS on new connections; `None` without TLS.
 #[cfg(feature = "tls")]
 pub(crate) type Acceptor = Option<tokio_rustls::TlsAcceptor>;
 #[cfg(not(feature = "tls"))]
@@ -306,7 +306,7 @@ struct Http2 {
     service: TowerToHyperService<axum::Router>,
 }
 
-/// What one connection needs.
+/// A client's connection.
 struct Connection {
     core: Arc<Core>,
     http1: Http1,

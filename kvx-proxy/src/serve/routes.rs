@@ -1,4 +1,4 @@
-//! What each path does.
+//! The handlers of each path.
 
 use std::sync::Arc;
 
@@ -43,7 +43,7 @@ pub(crate) fn router(core: Arc<Core>) -> Router {
         .with_state(core)
 }
 
-/// A key, where keys are needed.
+/// Rejects clients without a key where keys are configured.
 async fn admit(
     State(core): Shared,
     request: Request<Body>,
@@ -60,7 +60,7 @@ async fn admit(
     }
 }
 
-/// A refusal before there is a job to count it.
+/// Counts and answers an error before a job exists.
 fn refuse(core: &Core, refusal: &ApiError) -> Response<Body> {
     core.metrics.request(refusal.outcome);
     refusal.response()

@@ -1,4 +1,4 @@
-//! Clients that read nothing: of a connection, and of one stream of it.
+//! Timeouts for clients that stop reading a connection or a stream.
 
 use std::future::Future;
 use std::io::{Error, ErrorKind, IoSlice, Result};
@@ -14,7 +14,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, Sleep};
 
-/// A connection whose writes fail once the other side has taken nothing for a time.
+/// A connection whose writes fail after the client has read nothing for a time.
 pub(crate) struct StallTimeout<T> {
     inner: T,
     patience: Duration,

@@ -1,4 +1,4 @@
-//! What an engine counts, under its number.
+//! The metrics of an engine.
 
 use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 

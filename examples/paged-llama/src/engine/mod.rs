@@ -107,7 +107,7 @@ pub struct Piece {
     pub end: Option<Finish>,
 }
 
-/// How an answer ends.
+/// The end of an answer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Finish {
     /// Whether the model or a stop has ended it, or its length.
@@ -129,7 +129,7 @@ pub enum FinishReason {
     StopToken(u32),
 }
 
-/// What comes of a request: pieces, the last of which has an end, or words of what went wrong.
+/// A piece of an answer, or the reason why there is none.
 pub type PieceResult = std::result::Result<Piece, Failure>;
 
 /// Why a request has no answer.
@@ -308,7 +308,7 @@ impl Drop for Answer {
     }
 }
 
-/// Says that the engine has ended, also when it panics.
+/// Marks the engine as dead on drop, also when its thread panics.
 struct DeathNotice(Arc<AtomicBool>);
 
 impl Drop for DeathNotice {

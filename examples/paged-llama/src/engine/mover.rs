@@ -1,4 +1,4 @@
-//! What the engine asks of whatever moves its blocks between servers.
+//! The engine's interface to whatever moves its blocks between servers.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -34,7 +34,7 @@ pub trait Mover: Send {
     fn ended(&mut self, ending: FinishedRequest<'_>) -> (bool, Option<TransferParams>);
 }
 
-/// A request that has ended.
+/// A finished request.
 #[derive(Clone, Copy, Debug)]
 pub struct FinishedRequest<'a> {
     /// Which.

@@ -38,7 +38,7 @@ pub(super) struct Sequence {
     last: Instant,
 }
 
-/// A token that was chosen, and what it means for the answer.
+/// A sampled token, and its effect on the answer.
 pub(super) struct SampledToken {
     pub(super) text: String,
     pub(super) logprob: Option<Logprob>,

@@ -56,7 +56,7 @@ const REQUESTS: u32 = 4096;
 /// alone.
 const FORWARDED: [HeaderName; 2] = [CONTENT_TYPE, HeaderName::from_static("x-request-id")];
 
-/// What has to be the same at all ranks for one to answer like the other.
+/// The configuration that all ranks must share.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct SharedConfig {
@@ -80,7 +80,7 @@ impl SharedConfig {
     }
 }
 
-/// What a host says of itself.
+/// A host's request to join the head.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct JoinRequest {
@@ -292,7 +292,7 @@ impl Hosts {
     }
 }
 
-/// A connection whose other end may be anybody.
+/// A connection whose peer is not authenticated yet.
 struct PendingConnection {
     from: IpAddr,
     task: AbortHandle,

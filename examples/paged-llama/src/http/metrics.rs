@@ -11,7 +11,7 @@ use metrics::{
     SharedString, Unit,
 };
 
-use crate::kv;
+use crate::kv::{self, METRICS, MOONCAKE_METRICS};
 use crate::model::{ModelError, Result};
 
 /// Seconds of most of what is timed here.
@@ -22,7 +22,8 @@ const SECONDS: &[f64] = &[
 
 /// The bounds of a histogram's buckets: of transfers those that the connector tells.
 fn bounds(name: &str) -> &'static [f64] {
-    kv::buckets(name).unwrap_or(SECONDS)
+    let metric = METRICS.iter().chain(&MOONCAKE_METRICS).find(|metric| metric.name == name);
+    metric.and_then(|metric| metric.buckets).unwrap_or(SECONDS)
 }
 
 /// The name of a counter as Prometheus's clients write it, vLLM's too: it ends in `_total`.
@@ -61,6 +62,7 @@ impl Recorder {
         let installed = metrics::set_global_recorder(recorder.clone());
         installed.map_err(ModelError::of)?;
         kv::describe_metrics();
+        kv::describe_connector_metrics();
         Ok(recorder)
     }
 

@@ -1,4 +1,4 @@
-//! What a completion or a chat completion asks for.
+//! Requests for completions and chat completions.
 
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -23,7 +23,7 @@ const MOST_STOP_TOKENS: usize = 1024;
 /// Probabilities that one request may ask for.
 const MOST_TOLD: usize = 1 << 19;
 
-/// A request that was read and checked.
+/// A parsed and checked request.
 pub(crate) struct CompletionRequest {
     pub(crate) chat: bool,
     pub(crate) id: String,

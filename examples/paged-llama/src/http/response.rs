@@ -1,4 +1,4 @@
-//! The bodies of answers, whole and in chunks.
+//! The bodies of responses, whole and in chunks.
 
 use serde_json::{Map, Value, json};
 
@@ -8,7 +8,7 @@ use crate::engine::{Finish, FinishReason, Logprob, Piece};
 use crate::kv::{Dialect, TransferParams};
 use crate::tokenizer::Tokenizer;
 
-/// What one answer has so far.
+/// The part of an answer that exists so far.
 #[derive(Debug, Default)]
 pub(crate) struct PartialAnswer {
     text: String,

@@ -1,4 +1,4 @@
-//! What every request needs.
+//! The state that all requests share.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,7 +20,7 @@ const MOST_BYTES_A_TOKEN: usize = 64;
 /// Requests that are read at once.
 const READERS: usize = 4;
 
-/// What every request needs.
+/// The state that all requests share.
 pub struct Service {
     /// What computes the answers: at least one.
     pub engines: Vec<Engine>,

@@ -1,6 +1,6 @@
 //! Tokens of one step.
 
-/// Which scores a chunk's caller wants.
+/// The tokens of a chunk whose logits are returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LogitsScope {
     /// None: more of the prompt follows.
@@ -21,6 +21,6 @@ pub struct Chunk<'a> {
     pub start: usize,
     /// The sequence's blocks, from its begin, up to the last token's at least.
     pub blocks: &'a [u32],
-    /// Which scores to compute.
+    /// The tokens whose logits are computed.
     pub logits: LogitsScope,
 }

@@ -57,7 +57,7 @@ pub(super) struct Vectors<'a> {
     pub(super) count: usize,
 }
 
-/// As many numbers as several threads write into at once, each in places of its own.
+/// Numbers that several threads write concurrently, each to its own part.
 #[derive(Clone, Copy)]
 pub(super) struct SharedOutput<'a> {
     begin: *mut f32,

@@ -2,7 +2,7 @@
 //! added by one fused operation, and the sixteen sums meet in one tree, so that a result has the
 //! same bits on each.
 
-/// What the processor is asked to do.
+/// An instruction set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SimdLevel {
     /// Any processor; slow where it cannot fuse.

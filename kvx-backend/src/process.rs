@@ -21,14 +21,19 @@ pub struct ProcessId {
     namespace: u64,
     number: u32,
     /// The start of the process, in the kernel's ticks: numbers are used again.
-    began: u64,
+    started: u64,
 }
 
 impl ProcessId {
     /// This process.
     pub fn current() -> Self {
-        let ((boot, namespace), number) = (here().unwrap_or_default(), std::process::id());
-        ProcessId { boot, namespace, number, began: began(number).ok().flatten().unwrap_or(0) }
+        let ((boot, namespace), number) = (host_identity().unwrap_or_default(), std::process::id());
+        ProcessId {
+            boot,
+            namespace,
+            number,
+            started: start_time(number).ok().flatten().unwrap_or(0),
+        }
     }
 
     /// Appends what [`decode`](ProcessId::decode) reads.
@@ -36,7 +41,7 @@ impl ProcessId {
         out.put(&self.boot);
         out.put_u64(self.namespace);
         out.put_u32(self.number);
-        out.put_u64(self.began);
+        out.put_u64(self.started);
     }
 
     /// Reads a process that a peer has told. Errors: `Malformed`.
@@ -45,18 +50,18 @@ impl ProcessId {
             boot: reader.array()?,
             namespace: reader.u64()?,
             number: reader.u32()?,
-            began: reader.u64()?,
+            started: reader.u64()?,
         })
     }
 
     /// True if it is, or was, a process of this system and namespace.
     pub fn is_local(&self) -> bool {
-        here().is_ok_and(|here| self.is_of(here))
+        host_identity().is_ok_and(|host| self.is_process_of(host))
     }
 
-    fn is_of(&self, here: ([u8; 16], u64)) -> bool {
-        let known = self.boot != [0; 16] && self.namespace != 0 && self.began != 0;
-        known && (self.boot, self.namespace) == here
+    fn is_process_of(&self, host: ([u8; 16], u64)) -> bool {
+        let known = self.boot != [0; 16] && self.namespace != 0 && self.started != 0;
+        known && (self.boot, self.namespace) == host
     }
 
     /// Watches for its end; `None` if it is no process of this host or has ended. Errors:
@@ -67,7 +72,7 @@ impl ProcessId {
                 "no descriptor to watch the peer's process with: raise ulimit -n, then try again";
             Error::os(why, cause).with_kind(ErrorKind::Exhausted)
         };
-        if !here().map(|here| self.is_of(here)).map_err(short)? {
+        if !host_identity().map(|host| self.is_process_of(host)).map_err(short)? {
             return Ok(None);
         }
         let Some(pid) = i32::try_from(self.number).ok().and_then(Pid::from_raw) else {
@@ -79,26 +84,26 @@ impl ProcessId {
             Err(_) => return Ok(None),
         };
         // Opened first: if the number was given to another process, that one began later.
-        let same = began(self.number).map_err(short)? == Some(self.began);
+        let same = start_time(self.number).map_err(short)? == Some(self.started);
         Ok(same.then_some(ProcessWatch { pidfd, number: self.number }))
     }
 }
 
 /// The kernel's run and the namespace of this process's number. Errors: no descriptor to read it
 /// with.
-fn here() -> io::Result<([u8; 16], u64)> {
-    static HERE: OnceLock<([u8; 16], u64)> = OnceLock::new();
-    if let Some(here) = HERE.get() {
-        return Ok(*here);
+fn host_identity() -> io::Result<([u8; 16], u64)> {
+    static HOST: OnceLock<([u8; 16], u64)> = OnceLock::new();
+    if let Some(host) = HOST.get() {
+        return Ok(*host);
     }
-    let boot = kernel_says("/proc/sys/kernel/random/boot_id")?.unwrap_or_default();
+    let boot = read_kernel_file("/proc/sys/kernel/random/boot_id")?.unwrap_or_default();
     let boot = u128::from_str_radix(&boot.trim().replace('-', ""), 16).unwrap_or(0).to_be_bytes();
     let namespace = rustix::fs::stat("/proc/self/ns/pid").map_or(0, |stat| stat.st_ino);
-    Ok(*HERE.get_or_init(|| (boot, namespace)))
+    Ok(*HOST.get_or_init(|| (boot, namespace)))
 }
 
 /// What a file of the kernel says; `None`: it says nothing. Errors: no descriptor to read it with.
-fn kernel_says(file: &str) -> io::Result<Option<String>> {
+fn read_kernel_file(file: &str) -> io::Result<Option<String>> {
     match std::fs::read_to_string(file) {
         Ok(text) => Ok(Some(text)),
         Err(cause) => match Errno::from_io_error(&cause) {
@@ -109,14 +114,14 @@ fn kernel_says(file: &str) -> io::Result<Option<String>> {
 }
 
 /// The start of a process.
-fn began(number: u32) -> io::Result<Option<u64>> {
-    field(number, 19)
+fn start_time(number: u32) -> io::Result<Option<u64>> {
+    stat_field(number, 19)
 }
 
 /// A field of what the kernel tells of a process, counted from its state. Errors: no descriptor to
 /// read it with.
-fn field(number: u32, at: usize) -> io::Result<Option<u64>> {
-    let Some(stat) = kernel_says(&format!("/proc/{number}/stat"))? else { return Ok(None) };
+fn stat_field(number: u32, at: usize) -> io::Result<Option<u64>> {
+    let Some(stat) = read_kernel_file(&format!("/proc/{number}/stat"))? else { return Ok(None) };
     // The name, in parentheses, may hold anything.
     let after = stat.rsplit_once(')').map(|(_, after)| after);
     Ok(after.and_then(|after| after.split_ascii_whitespace().nth(at)?.parse().ok()))
@@ -149,7 +154,7 @@ impl ProcessWatch {
     /// before the end is seen. Who cannot look sees the end only.
     pub fn is_exiting(&self) -> bool {
         let exits = |flags: Option<u64>| flags.is_none_or(|flags| flags & EXITING != 0);
-        self.has_ended() || field(self.number, 6).is_ok_and(exits)
+        self.has_ended() || stat_field(self.number, 6).is_ok_and(exits)
     }
 }
 
@@ -162,12 +167,12 @@ mod tests {
         let mut child = std::process::Command::new("sleep").arg("10").spawn().unwrap();
         let id = ProcessId {
             number: child.id(),
-            began: began(child.id()).unwrap().unwrap(),
+            started: start_time(child.id()).unwrap().unwrap(),
             ..ProcessId::current()
         };
         let watched = id.watch().unwrap().unwrap();
         assert!(!watched.has_ended() && !watched.is_exiting());
-        assert!(ProcessId { began: id.began + 1, ..id }.watch().unwrap().is_none());
+        assert!(ProcessId { started: id.started + 1, ..id }.watch().unwrap().is_none());
         assert!(ProcessId { boot: [1; 16], ..id }.watch().unwrap().is_none());
         child.kill().unwrap();
         child.wait().unwrap();

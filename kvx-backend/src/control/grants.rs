@@ -97,7 +97,7 @@ impl GrantedRegions {
     }
 
     /// The peer says that it has let go. Errors: `Malformed` for what it did not hold.
-    pub fn released(&mut self, id: RegionId) -> Result<()> {
+    pub fn release(&mut self, id: RegionId) -> Result<()> {
         if self.0.remove(&id) {
             Ok(())
         } else {
@@ -149,7 +149,7 @@ impl<P: Hash + Eq, R> Recalls<P, R> {
     }
 
     /// A peer has let go of one region, or of all.
-    pub fn released(&mut self, peer: &P, id: Option<RegionId>) {
+    pub fn release(&mut self, peer: &P, id: Option<RegionId>) {
         for recall in self.0.iter_mut().filter(|recall| id.is_none_or(|id| recall.id == id)) {
             recall.holders.remove(peer);
         }
@@ -163,7 +163,7 @@ impl<P: Hash + Eq, R> Recalls<P, R> {
     }
 
     /// Takes out those of these regions, whose ends will never be known.
-    pub fn give_up(&mut self, which: impl Fn(RegionId) -> bool) -> Vec<R> {
+    pub fn abandon(&mut self, which: impl Fn(RegionId) -> bool) -> Vec<R> {
         self.0.extract_if(.., |recall| which(recall.id)).map(|recall| recall.what).collect()
     }
 }
@@ -202,7 +202,7 @@ impl<W, H> ImportedRegions<W, H> {
 
     /// The owner has answered; [`settle`](ImportedRegions::settle) follows. Errors: `Malformed` for
     /// what it was not asked.
-    pub fn answered(&mut self, import: u64) -> Result<W> {
+    pub fn take_answer(&mut self, import: u64) -> Result<W> {
         match self.by_number.remove(&import) {
             Some(ImportState::Pending(what)) => {
                 self.wanted -= 1;
@@ -286,31 +286,31 @@ mod tests {
         let (mut recalls, id) = (Recalls::default(), RegionId(1));
         recalls.begin(id, HashSet::from(["a", "b"]), "first");
         recalls.begin(RegionId(2), HashSet::from(["a"]), "second");
-        recalls.released(&"a", Some(id));
+        recalls.release(&"a", Some(id));
         assert!(recalls.take_done(|_| false).is_empty());
-        recalls.released(&"a", None);
+        recalls.release(&"a", None);
         assert_eq!(recalls.take_done(|_| false), ["second"]);
-        recalls.released(&"b", Some(id));
+        recalls.release(&"b", Some(id));
         assert!(recalls.take_done(|used| used == id).is_empty());
         assert_eq!(recalls.take_done(|_| false), ["first"]);
         recalls.begin(id, HashSet::from(["c"]), "third");
-        assert!(recalls.give_up(|given_up| given_up != id).is_empty());
-        assert_eq!(recalls.give_up(|given_up| given_up == id), ["third"]);
+        assert!(recalls.abandon(|given_up| given_up != id).is_empty());
+        assert_eq!(recalls.abandon(|given_up| given_up == id), ["third"]);
     }
 
     #[test]
     fn nobody_releases_what_was_not_granted_or_answers_what_was_not_asked() {
         let (mut granted, id) = (GrantedRegions::default(), RegionId(1));
         assert!(granted.grant(id) && !granted.grant(id) && granted.holds(id));
-        assert!(granted.released(id).is_ok());
-        assert_eq!(granted.released(id).unwrap_err().kind(), ErrorKind::Malformed);
+        assert!(granted.release(id).is_ok());
+        assert_eq!(granted.release(id).unwrap_err().kind(), ErrorKind::Malformed);
 
         let mut imports = ImportedRegions::default();
         imports.want(7, "region");
-        assert!(imports.awaits_answer() && imports.answered(8).is_err());
-        assert_eq!(imports.answered(7).unwrap(), "region");
+        assert!(imports.awaits_answer() && imports.take_answer(8).is_err());
+        assert_eq!(imports.take_answer(7).unwrap(), "region");
         imports.settle(7, Ok(id));
-        assert!(!imports.awaits_answer() && imports.answered(7).is_err());
+        assert!(!imports.awaits_answer() && imports.take_answer(7).is_err());
     }
 
     #[test]
@@ -318,7 +318,7 @@ mod tests {
         let (mut imports, id) = (ImportedRegions::<(), _>::default(), RegionId(1));
         for import in [1, 2] {
             imports.want(import, ());
-            imports.answered(import).unwrap();
+            imports.take_answer(import).unwrap();
             imports.settle(import, Ok(RegionId(import)));
         }
         imports.recall(|held| *held == id, &revoked(id));

@@ -52,6 +52,6 @@ pub use grants::{GrantedRegions, ImportState, ImportedRegions, Recalls, RegionTa
 pub use held::{ENTRY_OVERHEAD, HeldBytes};
 pub use hello::{Greeting, Rejection, VERSIONS, VerifiedHello, verify_hello};
 pub use messages::{ControlMessage, FIRST_TRANSPORT_NUMBER, MAX_MESSAGE};
-pub use notices::{MAX_WAITING_BYTES, NoticesFromPeer, NoticesToPeer, WINDOW};
+pub use notices::{NoticesFromPeer, NoticesToPeer, WINDOW};
 pub use refusal::Refusal;
 pub use silence::{Silence, SilenceStatus};

@@ -15,7 +15,7 @@ pub const WINDOW: usize = 64;
 /// The most bytes of them.
 const WINDOW_BYTES: usize = 1 << 20;
 /// The most bytes that wait at the sender; each counts some bytes more than it has.
-pub const MAX_WAITING_BYTES: usize = 64 << 20;
+const MAX_WAITING_BYTES: usize = 64 << 20;
 
 struct Unsent {
     bytes: Box<[u8]>,
@@ -71,7 +71,7 @@ impl NoticesToPeer {
 
     /// The peer's agent has it. Errors: `Malformed` unless it is the oldest that was sent: none
     /// overtakes another.
-    pub fn acknowledged(&mut self, notice: u64) -> Result<Ticket> {
+    pub fn acknowledge(&mut self, notice: u64) -> Result<Ticket> {
         if self.sent.front().is_some_and(|sent| sent.notice == notice)
             && let Some(sent) = self.sent.pop_front()
         {
@@ -186,7 +186,7 @@ mod tests {
             let sent: Vec<u64> =
                 std::iter::from_fn(|| to_peer.next_to_send()).map(|(notice, _)| notice).collect();
             assert_eq!(sent, (0..fit as u64).collect::<Vec<_>>());
-            to_peer.acknowledged(0).unwrap().settle(Ok(()));
+            to_peer.acknowledge(0).unwrap().settle(Ok(()));
             assert_eq!(to_peer.next_to_send().unwrap().0, fit as u64);
             assert!(to_peer.next_to_send().is_none() && to_peer.awaits_answer());
             assert_eq!(settle(to_peer.end()), 2 * WINDOW - 1);
@@ -214,11 +214,11 @@ mod tests {
     fn only_the_oldest_that_was_sent_is_acknowledged() {
         let mut to_peer = NoticesToPeer::default();
         (0..3).for_each(|_| add(&mut to_peer, 1).unwrap());
-        assert!(to_peer.acknowledged(0).is_err(), "it was not sent");
+        assert!(to_peer.acknowledge(0).is_err(), "it was not sent");
         (0..2).for_each(|_| drop(to_peer.next_to_send()));
-        assert!(to_peer.acknowledged(1).is_err(), "it is not the oldest");
-        to_peer.acknowledged(0).unwrap().settle(Ok(()));
-        assert!(to_peer.acknowledged(0).is_err(), "twice");
+        assert!(to_peer.acknowledge(1).is_err(), "it is not the oldest");
+        to_peer.acknowledge(0).unwrap().settle(Ok(()));
+        assert!(to_peer.acknowledge(0).is_err(), "twice");
         settle(to_peer.end());
     }
 

@@ -131,8 +131,8 @@ impl Link {
                 Err(why) => ControlMessage::Deny { import, why: Refusal::from(&why) },
             },
             ControlMessage::Released { id } => {
-                self.granted.released(id)?;
-                self.recalls.released(&0, Some(id));
+                self.granted.release(id)?;
+                self.recalls.release(&0, Some(id));
                 return Ok(());
             }
             ControlMessage::Notify { notice, bytes } => {
@@ -162,18 +162,18 @@ impl Link {
                 self.turned_away = Some(self.greeting.as_ref().unwrap().refusal_error(why, proof));
             }
             ControlMessage::Grant { import, .. } => {
-                let id = self.imports.answered(import)?;
+                let id = self.imports.take_answer(import)?;
                 self.imports.settle(import, Ok(id));
             }
             ControlMessage::Deny { import, why } => {
-                self.imports.answered(import)?;
+                self.imports.take_answer(import)?;
                 self.imports.settle(import, Err(why.into_error()));
             }
             ControlMessage::Recall { id } => {
                 self.imports.recall(|held| *held == id, &revoked(id));
                 self.to_owner.push_back(ControlMessage::Released { id }.encode());
             }
-            ControlMessage::Ack { notice } => self.to_peer.acknowledged(notice)?.settle(Ok(())),
+            ControlMessage::Ack { notice } => self.to_peer.acknowledge(notice)?.settle(Ok(())),
             ControlMessage::Alive => {}
             other => panic!("{other:?}"),
         }

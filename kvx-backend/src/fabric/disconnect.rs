@@ -352,7 +352,7 @@ impl<F: Fabric> Machine<F> {
             self.forget_all();
         }
         self.sessions.clear();
-        for (region, done) in self.recalls.give_up(|_| true) {
+        for (region, done) in self.recalls.abandon(|_| true) {
             let id = region.id;
             region.quarantine();
             out.settle(done, Err(still_shared(id)));

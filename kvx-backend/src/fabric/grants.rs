@@ -57,7 +57,7 @@ impl<F: Fabric> Machine<F> {
             debug_assert!(false, "an answer is taken for session {number}, which has ended");
             return Ok(());
         };
-        let wanted = session.imports.answered(import)?;
+        let wanted = session.imports.take_answer(import)?;
         let made = answer.and_then(|()| match &wanted.what {
             RemoteMemory::Region { id, key, len, kind, export } => {
                 let spec = RemoteSpec { id: *id, key: *key, len: *len, kind: *kind, export };
@@ -105,7 +105,7 @@ impl<F: Fabric> Machine<F> {
 
     /// The peer of a session has let go of one region, or of all.
     pub(super) fn confirm(&mut self, number: u64, id: Option<RegionId>, out: &mut Outbox) {
-        self.recalls.released(&number, id);
+        self.recalls.release(&number, id);
         self.finish_recalls(out);
     }
 

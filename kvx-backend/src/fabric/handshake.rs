@@ -288,7 +288,7 @@ impl<F: Fabric> Machine<F> {
             match message {
                 ControlMessage::Bye => self.take_bye(number, out),
                 ControlMessage::Released { id } if !initiator => {
-                    session.granted.released(id).ok();
+                    session.granted.release(id).ok();
                     self.confirm(number, Some(id), out);
                 }
                 _ => {}
@@ -344,14 +344,14 @@ impl<F: Fabric> Machine<F> {
             }
             ControlMessage::Recall { id } => self.take_recall(number, id, out),
             ControlMessage::Released { id } => {
-                session.granted.released(id)?;
+                session.granted.release(id)?;
                 self.confirm(number, Some(id), out);
             }
             ControlMessage::Notify { notice, bytes } => {
                 self.take_notice(number, notice, bytes, out)?
             }
             ControlMessage::Ack { notice } => {
-                out.settle(session.to_peer.acknowledged(notice)?, Ok(()));
+                out.settle(session.to_peer.acknowledge(notice)?, Ok(()));
                 self.send_notices(number, out);
             }
             ControlMessage::Ping => self.send(number, &ControlMessage::Alive, out),

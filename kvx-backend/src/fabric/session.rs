@@ -147,8 +147,8 @@ impl<F: Fabric> Session<F> {
     }
 
     /// Whether it belongs to this peer, and has something.
-    pub(super) fn is_counted_for(&self, whose: &HeldBytesOwner) -> bool {
-        self.counted > 0 && self.held_bytes_owner() == *whose
+    pub(super) fn is_counted_for(&self, owner: &HeldBytesOwner) -> bool {
+        self.counted > 0 && self.held_bytes_owner() == *owner
     }
 
     /// Counts what its peer has us hold now. Errors: `Exhausted` for one that goes too far.

@@ -1,5 +1,6 @@
 //! Where an agent is reached, as its metadata says it.
 
+use kvx_backend::checksum;
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{ErrorKind, Result};
 
@@ -51,16 +52,14 @@ impl Address {
 
 /// A name for a socket that nobody can guess.
 pub(super) fn random_socket_name() -> Result<Vec<u8>> {
-    let random = u128::from_be_bytes(host::random()?);
-    Ok(format!("kvx-shm-{random:032x}").into_bytes())
+    let [high, low] = [kvx_core::random_number()?, kvx_core::random_number()?];
+    Ok(format!("kvx-shm-{high:016x}{low:016x}").into_bytes())
 }
 
 /// The name under which an agent answers that it is another incarnation now, to who knows an
 /// earlier one.
 pub(super) fn name_socket_name(agent: &str) -> Vec<u8> {
-    let hash = agent.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
-    });
+    let hash = checksum::fnv1a(agent.as_bytes());
     format!("kvx-shm-{}-{hash:016x}", host::our_uid()).into_bytes()
 }
 

@@ -18,7 +18,7 @@ use rustix::io::Errno;
 
 use super::error::error;
 use super::host::PeerProcess;
-use super::memory::{self, CopyMethod, PeerRegion, Regions};
+use super::memory::{CopyMethod, PeerRegion, Regions};
 use super::messages::Message;
 use super::shared_link::{Import, SharedLink};
 use super::socket::{self, Poller, Ready};
@@ -317,8 +317,8 @@ impl Connection {
     }
 
     /// Whether it can be ended to make room: it belongs to this peer, and has something.
-    pub(crate) fn is_counted_for(&self, whose: &HeldBytesOwner) -> bool {
-        self.counted > 0 && !self.is_leaving() && self.held_bytes_owner().as_ref() == Some(whose)
+    pub(crate) fn is_counted_for(&self, owner: &HeldBytesOwner) -> bool {
+        self.counted > 0 && !self.is_leaving() && self.held_bytes_owner().as_ref() == Some(owner)
     }
 
     /// Counts what its peer has us hold now. Errors: `Exhausted` for one that goes too far.
@@ -328,13 +328,13 @@ impl Connection {
         if HeldBytes::<HeldBytesOwner>::rounded_to_step(bytes) == self.counted {
             return Ok(());
         }
-        self.held_bytes_owner().map_or(Ok(()), |whose| held.note(&whose, &mut self.counted, bytes))
+        self.held_bytes_owner().map_or(Ok(()), |owner| held.note(&owner, &mut self.counted, bytes))
     }
 
     /// It goes, and all that was held for it.
     pub(crate) fn release_held(&mut self, held: &mut HeldBytes<HeldBytesOwner>) {
-        if let Some(whose) = self.held_bytes_owner() {
-            held.note(&whose, &mut self.counted, 0).ok(); // too much for the others of this peer is seen with them
+        if let Some(owner) = self.held_bytes_owner() {
+            held.note(&owner, &mut self.counted, 0).ok(); // too much for the others of this peer is seen with them
         }
     }
 
@@ -348,7 +348,7 @@ impl Connection {
     pub(crate) fn flush(&mut self, poller: &Poller) {
         self.crowded = false;
         while let Some(packet) = self.queue.front() {
-            let file = packet.memory.as_deref().and_then(memory::file);
+            let file = packet.memory.as_deref().and_then(Memory::shared_file);
             match socket::send(self.socket.as_fd(), &packet.bytes, file) {
                 Ok(()) => {
                     self.queued_bytes -= packet.cost();

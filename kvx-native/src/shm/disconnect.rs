@@ -59,10 +59,10 @@ impl Machine {
             connection.granted.clear();
             connection.unwatch(&self.poller);
             connection.release_held(&mut self.held);
-            let whose = connection.held_bytes_owner();
+            let owner = connection.held_bytes_owner();
             socket::close(self.connections.remove(at).socket);
             for flight in self.flights.iter_mut().filter(|flight| flight.at == Some(at)) {
-                flight.detach(whose.clone(), &mut self.held);
+                flight.detach(owner.clone(), &mut self.held);
             }
             self.confirm(at, None, out);
             return;

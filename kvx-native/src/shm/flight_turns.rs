@@ -77,7 +77,7 @@ impl Machine {
         // Expected: an earlier report of this flight took this batch's end as well.
         let Some(flight) = self.flights.open.get_mut(&number) else { return };
         let (landed, lost) = {
-            let mut ends = flight.ends();
+            let mut ends = flight.ends.lock();
             (std::mem::take(&mut ends.landed), ends.lost)
         };
         let mut gone = false;
@@ -123,7 +123,7 @@ impl Machine {
             drop(done.take());
         }
         let into = flight.ours().to_vec();
-        for (region, done) in self.recalls.give_up(|id| into.contains(&id)) {
+        for (region, done) in self.recalls.abandon(|id| into.contains(&id)) {
             quarantine(region, done);
         }
     }
@@ -178,8 +178,8 @@ impl Machine {
             return;
         }
         let Flight { at, counted, purpose, load, moved, failed, .. } = entry.remove();
-        if let Some((whose, mut counted)) = counted {
-            self.held.note_all(&whose, &mut counted, 0).ok(); // it has less
+        if let Some((owner, mut counted)) = counted {
+            self.held.note_all(&owner, &mut counted, 0).ok(); // it has less
         }
         drop(load); // the plan, and what was opened of the peer's
         // "Unsupported" would say that nothing has moved.

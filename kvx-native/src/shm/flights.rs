@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use kvx_backend::control::HeldBytes;
 use kvx_core::memory::{Direction, Hop, Piece as Line};
-use kvx_core::sync::{Mutex, MutexGuard};
+use kvx_core::sync::Mutex;
 use kvx_core::{
     DeviceAccess, Error, ErrorKind, Identity, Memory, RegionId, Result, Ticket, TransferId,
 };
@@ -187,19 +187,15 @@ impl Flight {
     /// Its connection is gone: what keeping it takes is counted for itself.
     pub(crate) fn detach(
         &mut self,
-        whose: Option<HeldBytesOwner>,
+        owner: Option<HeldBytesOwner>,
         held: &mut HeldBytes<HeldBytesOwner>,
     ) {
         self.at = None;
-        if let (FlightPurpose::Pull { cost, .. }, Some(whose)) = (&self.purpose, whose) {
+        if let (FlightPurpose::Pull { cost, .. }, Some(owner)) = (&self.purpose, owner) {
             let mut counted = 0;
-            held.note_all(&whose, &mut counted, *cost).ok(); // too much is seen with the peer's next connection
-            self.counted = Some((whose, counted));
+            held.note_all(&owner, &mut counted, *cost).ok(); // too much is seen with the peer's next connection
+            self.counted = Some((owner, counted));
         }
-    }
-
-    pub(crate) fn ends(&self) -> MutexGuard<'_, BatchEnds> {
-        self.ends.lock()
     }
 
     /// The next batch: pieces that one device moves one way. Errors: a piece that none can move.
@@ -294,7 +290,7 @@ impl Flights {
     #[cfg(test)]
     pub(crate) fn with_batch_ends(&self) -> Vec<u64> {
         let has_landed = |flight: &Flight| {
-            let ends = flight.ends();
+            let ends = flight.ends.lock();
             !ends.landed.is_empty() || ends.lost && !flight.lost
         };
         self.open

@@ -125,14 +125,14 @@ impl Machine {
         id: RegionId,
         out: &mut Outbox,
     ) -> Result<()> {
-        self.connections[at].granted.released(id)?;
+        self.connections[at].granted.release(id)?;
         self.confirm(at, Some(id), out);
         Ok(())
     }
 
     /// The peer of a connection has let go of one region, or of all.
     pub(crate) fn confirm(&mut self, at: usize, id: Option<RegionId>, out: &mut Outbox) {
-        self.recalls.released(&at, id);
+        self.recalls.release(&at, id);
         self.settle_recalls(out);
     }
 
@@ -196,7 +196,7 @@ impl Machine {
             self.connections.iter().flat_map(|(_, connection)| connection.granted.iter()).collect();
         unproven.extend(self.flights.keep_for_ever());
         self.regions.close(unproven);
-        for (region, done) in self.recalls.give_up(|_| true) {
+        for (region, done) in self.recalls.abandon(|_| true) {
             out.settle(done, Err(still_shared(region.id).with_backend(NAME)));
             std::mem::forget(region);
         }

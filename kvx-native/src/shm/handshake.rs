@@ -244,7 +244,7 @@ impl Machine {
             return Err(unauthenticated());
         }
         connection.phase = Phase::Up;
-        connection.held_bytes_owner().map_or(Ok(()), |whose| self.held.check(&whose))
+        connection.held_bytes_owner().map_or(Ok(()), |owner| self.held.check(&owner))
     }
 
     /// The target takes us in. Errors: `Malformed` when it is not whom we wanted.

@@ -246,20 +246,6 @@ pub(crate) fn our_uid() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// 16 random bytes.
-pub(crate) fn random() -> Result<[u8; 16]> {
-    let mut bytes = [0; 16];
-    let mut filled = 0;
-    while filled < bytes.len() {
-        filled +=
-            rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty())
-                .map_err(|cause| {
-                    kvx_core::Error::os("the operating system gave no random bytes", cause)
-                })?;
-    }
-    Ok(bytes)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

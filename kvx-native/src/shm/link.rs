@@ -24,18 +24,18 @@ const SHORT_WRITE: u64 = 2048;
 /// The handle of a link.
 pub(crate) struct ShmLink {
     endpoint: Arc<Endpoint>,
-    wiring: Arc<SharedLink>,
+    shared: Arc<SharedLink>,
     imports: AtomicU64,
 }
 
 impl ShmLink {
-    pub(crate) fn new(endpoint: Arc<Endpoint>, wiring: Arc<SharedLink>) -> Self {
-        ShmLink { endpoint, wiring, imports: AtomicU64::new(0) }
+    pub(crate) fn new(endpoint: Arc<Endpoint>, shared: Arc<SharedLink>) -> Self {
+        ShmLink { endpoint, shared, imports: AtomicU64::new(0) }
     }
 
     /// Whether who copies can read the memory that the bytes come from: we for a read, the peer for
     /// a write.
-    fn check_sight(&self, plan: &Bound) -> Result<()> {
+    fn check_reachability(&self, plan: &Bound) -> Result<()> {
         let foreign = match plan.op() {
             Op::Read => plan.remotes().iter().any(|remote| {
                 let any: &dyn Any = &*remote.region;
@@ -45,9 +45,9 @@ impl ShmLink {
                 plan.locals().iter().any(|local| Reach::of(&local.memory) == Reach::Foreign)
             }
         };
-        match (foreign, self.wiring.reachability.get()) {
+        match (foreign, self.shared.reachability.get()) {
             (false, _) => Ok(()),
-            (true, None) => Err(self.wiring.gone()),
+            (true, None) => Err(self.shared.gone()),
             (true, Some(reachability)) => match plan.op() {
                 Op::Read => reachability.ours.clone(),
                 Op::Write => reachability.theirs.clone(),
@@ -68,7 +68,7 @@ unsafe impl Link for ShmLink {
     fn describe(&self) -> String {
         let devices =
             if self.endpoint.devices.is_empty() { "" } else { ", device memory by its driver" };
-        match self.wiring.reachability.get() {
+        match self.shared.reachability.get() {
             None => "shared memory, not up".to_owned(),
             Some(Reachability { ours: Ok(()), theirs: Ok(()) }) => {
                 format!("shared memory: pools mapped{devices}, other memory by process_vm_readv")
@@ -86,12 +86,12 @@ unsafe impl Link for ShmLink {
     }
 
     fn update(&self, peer: PeerSection<'_>) -> Result<()> {
-        if *peer.identity == self.wiring.peer {
+        if *peer.identity == self.shared.peer {
             return Ok(()); // where the peer listens never changes within an incarnation
         }
         Err(error(
             ErrorKind::PeerRestarted,
-            format!("this link leads to {:?}, not {:?}", self.wiring.peer, peer.identity),
+            format!("this link leads to {:?}, not {:?}", self.shared.peer, peer.identity),
         ))
     }
 
@@ -110,13 +110,13 @@ unsafe impl Link for ShmLink {
             reach,
             shutter: Shutter::default(),
         });
-        let link = Arc::clone(&self.wiring);
+        let link = Arc::clone(&self.shared);
         self.endpoint.reactor.submit(Command::Import { link, import: Arc::clone(&import) });
         Ok(import)
     }
 
     fn post(&self, plan: Arc<Bound>, id: TransferId, done: Ticket) {
-        if let Err(reason) = self.check_sight(&plan) {
+        if let Err(reason) = self.check_reachability(&plan) {
             drop(plan);
             return done.settle(Err(reason));
         }
@@ -125,12 +125,12 @@ unsafe impl Link for ShmLink {
             Op::Read => size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS,
             Op::Write => size.blocks <= SHORT_WRITE,
         };
-        if small && plan.op() == Op::Read && self.wiring.gone.get().is_none() && read_inline(&plan)
+        if small && plan.op() == Op::Read && self.shared.gone.get().is_none() && read_inline(&plan)
         {
             drop(plan);
             return done.settle(Ok(()));
         }
-        let link = Arc::clone(&self.wiring);
+        let link = Arc::clone(&self.shared);
         if small {
             let inline_on = Some(std::thread::current().id());
             self.endpoint.reactor.submit_and_turn(Command::Post {
@@ -153,12 +153,12 @@ unsafe impl Link for ShmLink {
                 format!("a notification of {len} bytes, at most {MAX_NOTIFICATION} are allowed"),
             )));
         }
-        let link = Arc::clone(&self.wiring);
+        let link = Arc::clone(&self.shared);
         self.endpoint.reactor.submit(Command::Notify { link, bytes: bytes.into(), done });
     }
 
     fn cancel(&self, id: TransferId) {
-        self.endpoint.reactor.submit(Command::Cancel { link: Arc::clone(&self.wiring), id });
+        self.endpoint.reactor.submit(Command::Cancel { link: Arc::clone(&self.shared), id });
     }
 
     fn drive(&self) -> Turn {
@@ -170,6 +170,6 @@ unsafe impl Link for ShmLink {
     }
 
     fn close(&self) {
-        self.endpoint.reactor.submit(Command::Close { link: Arc::clone(&self.wiring) });
+        self.endpoint.reactor.submit(Command::Close { link: Arc::clone(&self.shared) });
     }
 }

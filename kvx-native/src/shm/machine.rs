@@ -21,7 +21,6 @@ use super::connection::{Connecting, Connection, HeldBytesOwner};
 use super::copy::Copier;
 use super::copy_threads::CopyThreads;
 use super::flights::Flights;
-use super::host;
 use super::memory::{Regions, RevokedRegion};
 use super::messages::MAX_MESSAGE;
 use super::socket::{self, LISTENERS, Poller, Ready};
@@ -80,9 +79,7 @@ impl Machine {
                 poller.add(listener.as_fd(), token as u64, Ready::IN).map_err(no_poller)?;
             }
         }
-        let mut probe_bytes = Box::new([0; 32]);
-        probe_bytes[..16].copy_from_slice(&host::random()?);
-        probe_bytes[16..].copy_from_slice(&host::random()?);
+        let probe_bytes = Box::new(kvx_core::random_key()?);
         let copying = CopyThreads::of(&context.agent.name);
         Ok(Machine {
             keys: Keys::new(&context.invitation, context.secret.as_ref()),

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use kvx_backend::control::RegionTable;
 use kvx_backend::control::errors::still_shared;
 use kvx_core::memory::IpcHandle;
-use kvx_core::sync::{Mutex, MutexGuard};
+use kvx_core::sync::Mutex;
 use kvx_core::transport::RegionSpec;
 use kvx_core::{
     DeviceAccess, DeviceId, Error, ErrorKind, Memory, MemoryKind, RegionId, RegionKey, Result,
@@ -90,18 +90,14 @@ struct RegionTables {
 }
 
 impl Regions {
-    fn table(&self) -> MutexGuard<'_, RegionTables> {
-        self.0.lock()
-    }
-
     pub(crate) fn open(&self, spec: RegionSpec, handle: Option<IpcHandle>) {
         let RegionSpec { id, key, memory } = spec;
-        self.table().regions.open(id, key, RegionRecord { memory, handle });
+        self.0.lock().regions.open(id, key, RegionRecord { memory, handle });
     }
 
     /// What a peer is told about memory that it may read.
     pub(crate) fn access(&self, id: RegionId, memory: &Memory) -> RegionAccess {
-        let handle = self.table().regions.get(id).and_then(|region| region.handle.clone());
+        let handle = self.0.lock().regions.get(id).and_then(|region| region.handle.clone());
         let at = match (Reach::of(memory), handle) {
             (Reach::Device(device), Some(handle)) => Location::Device { device, handle },
             (Reach::Pool, _) => Location::File,
@@ -113,7 +109,7 @@ impl Regions {
     /// Refuses it from now on, and hands out what must be kept until peers have let go of it.
     /// Errors: `StillShared` when the transport ended without knowing that.
     pub(crate) fn revoke(&self, id: RegionId) -> Result<RevokedRegion> {
-        let mut table = self.table();
+        let mut table = self.0.lock();
         if table.unproven.contains(&id) {
             return Err(still_shared(id).with_backend(NAME));
         }
@@ -123,13 +119,13 @@ impl Regions {
     /// The memory behind a number and the key that a peer shows. Errors: `Unregistered`,
     /// `RevokedRegion`, `WrongKey`.
     pub(crate) fn check(&self, id: RegionId, key: &RegionKey) -> Result<Arc<Memory>> {
-        self.table().regions.check(id, key).map(|region| Arc::clone(&region.memory))
+        self.0.lock().regions.check(id, key).map(|region| Arc::clone(&region.memory))
     }
 
     /// The transport ends: lets go of all memory but that which peers may still read, which is
     /// never freed.
     pub(crate) fn close(&self, unproven: impl IntoIterator<Item = RegionId>) {
-        let mut table = self.table();
+        let mut table = self.0.lock();
         for id in unproven {
             table.unproven.insert(id);
             std::mem::forget(table.regions.take(id));
@@ -391,11 +387,6 @@ pub(crate) fn shared_by_device(memory: &Memory) -> Result<Option<IpcHandle>> {
             ),
         )),
     }
-}
-
-/// The file to pass with [`RegionAccess`], if the memory has one.
-pub(crate) fn file(memory: &Memory) -> Option<std::os::fd::BorrowedFd<'_>> {
-    memory.shared_file()
 }
 
 #[cfg(test)]

@@ -46,7 +46,7 @@ impl Machine {
     /// The peer's agent has a notification. Errors: `Malformed` for one that was not sent.
     pub(crate) fn take_ack(&mut self, at: usize, notice: u64, out: &mut Outbox) -> Result<()> {
         let connection = &mut self.connections[at];
-        out.settle(connection.to_peer.acknowledged(notice)?, Ok(()));
+        out.settle(connection.to_peer.acknowledge(notice)?, Ok(()));
         connection.send_notices(&self.poller);
         self.note_awaiting(at);
         Ok(())

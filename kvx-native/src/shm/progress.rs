@@ -163,7 +163,7 @@ impl Machine {
             self.cut_off(at, why, out);
         }
         while let Some(greediest) =
-            self.held.greediest(|whose| self.counted_for(whose).next().is_some())
+            self.held.greediest(|owner| self.counted_for(owner).next().is_some())
         {
             for at in self.counted_for(&greediest).collect::<Vec<_>>() {
                 self.cut_off(at, self.held.too_much(), out);
@@ -172,9 +172,9 @@ impl Machine {
     }
 
     /// What a peer can lose.
-    fn counted_for(&self, whose: &HeldBytesOwner) -> impl Iterator<Item = usize> {
+    fn counted_for(&self, owner: &HeldBytesOwner) -> impl Iterator<Item = usize> {
         let its =
-            self.connections.iter().filter(|(_, connection)| connection.is_counted_for(whose));
+            self.connections.iter().filter(|(_, connection)| connection.is_counted_for(owner));
         its.map(|(at, _)| at)
     }
 
@@ -191,7 +191,7 @@ impl Machine {
             // Only what brings the end of what is left matters.
             return match message {
                 Message::Done { write, .. } => {
-                    self.connections[at].writes.answered(write, Ok(()))?;
+                    self.connections[at].writes.take_answer(write, Ok(()))?;
                     self.pump(at, out);
                     self.leave_if_done(at, out);
                     Ok(())
@@ -212,7 +212,7 @@ impl Machine {
             Message::Lend { id, access } => self.take_lend(at, id, access, file.as_ref())?,
             Message::Write { write, into, from } => self.take_write(at, write, into, from)?,
             Message::Done { write, result } => {
-                self.connections[at].writes.answered(write, result.map_err(refused))?;
+                self.connections[at].writes.take_answer(write, result.map_err(refused))?;
                 self.pump(at, out);
             }
             Message::Cancel { write } => {
@@ -289,7 +289,7 @@ impl Progress for Machine {
             Command::Connect { link, socket } => self.connect(link, socket, out),
             Command::Import { link, import } => self.import(&link, import),
             Command::Post { link, plan, id, done, inline_on } => {
-                self.post(&link, PendingTransfer { plan, id, done }, inline_on, out)
+                self.post(&link, PendingTransfer { plan, id, done }, inline_on, true, out)
             }
             Command::Notify { link, bytes, done } => self.notify(&link, bytes, done, out),
             Command::Cancel { link, id } => self.cancel(&link, id, out),

@@ -44,21 +44,10 @@ fn grants(connection: &Connection, plan: &Bound) -> Result<Grants> {
 }
 
 impl Machine {
-    /// A transfer was posted; `inline_on`: by this thread, on which a small read may be done at
-    /// once.
+    /// Starts a transfer. `inline_on`: it was posted by this thread, on which a small read may be
+    /// done at once. `again`: ask once more for regions that were refused, which a transfer does not
+    /// that has waited for them.
     pub(crate) fn post(
-        &mut self,
-        link: &Arc<SharedLink>,
-        transfer: PendingTransfer,
-        inline_on: Option<ThreadId>,
-        out: &mut Outbox,
-    ) {
-        self.place(link, transfer, inline_on, true, out);
-    }
-
-    /// As [`post`](Self::post); one that has waited for regions does not ask `again` for those that
-    /// were refused.
-    fn place(
         &mut self,
         link: &Arc<SharedLink>,
         transfer: PendingTransfer,
@@ -95,7 +84,7 @@ impl Machine {
         // Expected: on the target's side, where nothing is posted.
         let Some(link) = self.connections[at].link.clone() else { return };
         for transfer in std::mem::take(&mut self.connections[at].waiting) {
-            self.place(&link, transfer, None, false, out);
+            self.post(&link, transfer, None, false, out);
         }
     }
 
@@ -226,7 +215,7 @@ impl Machine {
         out: &mut Outbox,
     ) -> Result<()> {
         let connection = &mut self.connections[at];
-        let import = connection.imports.answered(number)?;
+        let import = connection.imports.take_answer(number)?;
         let held = answer.and_then(|access| {
             if access.len != import.len {
                 return Err(error(

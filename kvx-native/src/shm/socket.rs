@@ -293,7 +293,7 @@ mod tests {
     use super::*;
 
     fn pair() -> (Private, Private) {
-        let name = [b"kvx-test-".as_slice(), &crate::shm::host::random().unwrap()].concat();
+        let name = [b"kvx-test-".as_slice(), &kvx_core::random_key().unwrap()].concat();
         let listener = listen(&name).unwrap();
         let client = connect(&name).unwrap();
         let server = accept(listener.as_fd()).unwrap().unwrap();

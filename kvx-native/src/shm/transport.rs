@@ -149,7 +149,7 @@ unsafe impl Transport for ShmTransport {
         self.check_open()?;
         let address = Address::decode(peer.address)?;
         self.address.host.reaches(&address.host)?;
-        let wiring = Arc::new(SharedLink {
+        let shared = Arc::new(SharedLink {
             id,
             peer: peer.identity.clone(),
             keys: Keys::new(&peer.invitation, self.secret.as_ref()),
@@ -158,8 +158,8 @@ unsafe impl Transport for ShmTransport {
         });
         self.endpoint
             .reactor
-            .submit(Command::Connect { link: Arc::clone(&wiring), socket: address.socket });
-        Ok(Arc::new(ShmLink::new(Arc::clone(&self.endpoint), wiring)))
+            .submit(Command::Connect { link: Arc::clone(&shared), socket: address.socket });
+        Ok(Arc::new(ShmLink::new(Arc::clone(&self.endpoint), shared)))
     }
 
     fn resume(&self) {

@@ -82,7 +82,7 @@ impl Writes {
     }
 
     /// Takes the answer to a part. Errors: `Malformed` when there was no such part.
-    pub(crate) fn answered(&mut self, id: u64, result: Result<()>) -> Result<()> {
+    pub(crate) fn take_answer(&mut self, id: u64, result: Result<()>) -> Result<()> {
         match self.open.get_mut(&id) {
             Some(write) if write.unanswered > 0 => {
                 write.unanswered -= 1;

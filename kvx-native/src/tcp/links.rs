@@ -211,7 +211,7 @@ impl OpenedLink {
 
     /// The peer's agent has a notification.
     pub(crate) fn acknowledged(&mut self, id: u64, out: &mut Outbox) -> Result<()> {
-        out.settle(self.notices.acknowledged(id)?, Ok(()));
+        out.settle(self.notices.acknowledge(id)?, Ok(()));
         Ok(())
     }
 

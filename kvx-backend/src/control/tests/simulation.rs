@@ -207,7 +207,7 @@ impl Run {
         link.imports.clear();
         link.from_peer.clear();
         link.granted.clear();
-        link.recalls.released(&0, None);
+        link.recalls.release(&0, None);
         self.hold();
         (1..=REGIONS).for_each(|id| self.revoke(RegionId(id)));
         self.hold();

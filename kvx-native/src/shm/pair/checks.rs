@@ -32,7 +32,7 @@ impl Pair {
         let link = self
             .link
             .as_ref()
-            .map(|link| (link.wiring.id, link.wiring.gone.get(), self.up().is_some()));
+            .map(|link| (link.shared.id, link.shared.gone.get(), self.up().is_some()));
         let phases = [&self.initiator, &self.owner].map(|end| {
             let all = end.machine.connections.iter();
             all.map(|(_, one)| format!("{:?}, {} packets wait", one.phase, one.queued()))
@@ -178,7 +178,7 @@ impl Pair {
     pub(super) fn has_ended(&mut self) {
         let is_gone = |link: &Arc<SharedLink>| link.gone.get().is_some();
         self.until("the end of all that was under way", |pair| {
-            let all_gone = pair.link.iter().map(|link| &link.wiring).chain(&pair.lost).all(is_gone);
+            let all_gone = pair.link.iter().map(|link| &link.shared).chain(&pair.lost).all(is_gone);
             let all_landed =
                 [&pair.initiator, &pair.owner].iter().all(|end| !end.machine.flights.any());
             pair.is_idle() && pair.is_apart() && all_gone && all_landed
@@ -186,7 +186,7 @@ impl Pair {
         for end in [&self.initiator, &self.owner] {
             assert!(end.machine.held.is_empty(), "{:?} is still counted", end.machine.held);
         }
-        for link in self.link.take().map(|link| link.wiring).into_iter().chain(self.lost.drain(..))
+        for link in self.link.take().map(|link| link.shared).into_iter().chain(self.lost.drain(..))
         {
             let why = link.gone.get().expect("it was waited for");
             let is_expected = matches!(

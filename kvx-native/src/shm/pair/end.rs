@@ -112,7 +112,7 @@ impl End {
     }
 
     /// What leads a link to this end.
-    pub(super) fn wiring(&self, id: LinkId) -> SharedLink {
+    pub(super) fn shared(&self, id: LinkId) -> SharedLink {
         SharedLink {
             id,
             peer: self.machine.me.clone(),

@@ -165,7 +165,7 @@ struct Slot {
 
 /// A link as core would know it.
 struct OpenLink {
-    wiring: Arc<SharedLink>,
+    shared: Arc<SharedLink>,
     imports: u64,
 }
 
@@ -265,22 +265,22 @@ impl Pair {
     /// Begins a link, over which all regions are asked for as soon as it is up.
     fn connect(&mut self) {
         let id = LinkId(self.number());
-        let wiring = Arc::new(self.owner.wiring(id));
+        let shared = Arc::new(self.owner.shared(id));
         let socket = self.owner.machine.socket_name();
-        self.initiator.command(Command::Connect { link: Arc::clone(&wiring), socket });
-        self.link = Some(OpenLink { wiring, imports: 0 });
+        self.initiator.command(Command::Connect { link: Arc::clone(&shared), socket });
+        self.link = Some(OpenLink { shared, imports: 0 });
     }
 
     /// The link, if plans may be posted over it.
     fn up(&self) -> Option<Arc<SharedLink>> {
-        let link = &self.link.as_ref()?.wiring;
+        let link = &self.link.as_ref()?.shared;
         let at = *self.initiator.machine.links.get(&link.id)?;
         self.initiator.machine.connections[at].is_up().then(|| Arc::clone(link))
     }
 
     /// Asks for the owner's regions that were not asked for over this link.
     fn import(&mut self) {
-        let (Some(wiring), Some(link)) = (self.up(), &mut self.link) else { return };
+        let (Some(shared), Some(link)) = (self.up(), &mut self.link) else { return };
         for slot in &mut self.slots {
             for place in [&mut slot.source, &mut slot.sink] {
                 if place.import.is_some() || place.revoked.is_some() {
@@ -296,7 +296,7 @@ impl Pair {
                     shutter: Default::default(),
                 });
                 place.import = Some(Arc::clone(&import));
-                self.initiator.command(Command::Import { link: Arc::clone(&wiring), import });
+                self.initiator.command(Command::Import { link: Arc::clone(&shared), import });
             }
         }
     }
@@ -346,7 +346,7 @@ impl Pair {
     fn cancel(&mut self, at: usize) {
         let (Some(link), Some(posted)) = (&self.link, &mut self.slots[at].posted) else { return };
         posted.ends_by.push(ErrorKind::Cancelled);
-        self.initiator.command(Command::Cancel { link: Arc::clone(&link.wiring), id: posted.id });
+        self.initiator.command(Command::Cancel { link: Arc::clone(&link.shared), id: posted.id });
         self.settle();
     }
 
@@ -417,7 +417,7 @@ impl Pair {
         for slot in &mut self.slots {
             (slot.source.import, slot.sink.import) = (None, None);
         }
-        self.initiator.command(Command::Close { link: link.wiring });
+        self.initiator.command(Command::Close { link: link.shared });
     }
 
     /// The kernel refuses the next packet for good, or one that is sent for it; and so the link
@@ -483,7 +483,7 @@ impl Pair {
         match who {
             Who::Owner => {
                 self.ends(&[ErrorKind::PeerLost]);
-                self.lost.extend(self.link.take().map(|link| link.wiring));
+                self.lost.extend(self.link.take().map(|link| link.shared));
                 for at in 0..self.slots.len() {
                     let shape = self.slots[at].shape;
                     let (source, sink) = (self.open(who, shape), self.open(who, shape));

@@ -88,10 +88,12 @@ impl Sleep {
     fn poll(&self, fds: &[RawFd], longest: Option<Duration>) {
         let mut polled = Vec::with_capacity(fds.len() + 1);
         polled.push(PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN));
-        // SAFETY: the machine owns these descriptors and is not dropped before this thread ends; one that it closes
-        // meanwhile (on another thread's turn) is at worst another open file, which makes for a spurious wake-up.
         polled.extend(fds.iter().map(|fd| {
-            PollFd::from_borrowed_fd(unsafe { BorrowedFd::borrow_raw(*fd) }, PollFlags::IN)
+            // SAFETY: the machine owns these descriptors and is not dropped before this thread ends.
+            // One that it closes meanwhile, on another thread's turn, is at worst another open file,
+            // which causes a spurious wake-up.
+            let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
+            PollFd::from_borrowed_fd(fd, PollFlags::IN)
         }));
         let longest = longest.map(|longest| Timespec {
             tv_sec: longest.as_secs().try_into().unwrap_or(i64::MAX),

@@ -101,7 +101,7 @@ fn connector(
     let mut factors = CompatibilityFactors::new(Dialect::default(), "a model");
     (factors.num_kv_heads, factors.num_hidden_layers) = (split.heads, LAYERS as u32);
     let builder =
-        Connector::builder(&config, kvx::registry()).model(factors).block_size(TOKENS).any_port();
+        Connector::builder(&config, kvx::registry(), factors).block_size(TOKENS).any_port();
     let connector = builder.workers(split.workers, 1).build_blocking().expect("a side channel");
     let layer_len = u64::from(blocks) * split.block();
     let pool = |tp| {
@@ -206,7 +206,8 @@ fn params(text: &str) -> TransferParams {
 }
 
 fn fetch(connector: &Connector, request: &str, params: &TransferParams, fill: Vec<u32>) {
-    let fetch = Decode::new(connector).fetch(request, params, BlockLists::single(fill), PATIENCE);
+    let fetch =
+        Decode::new(connector).fetch(request, params, 0, BlockLists::single(fill), PATIENCE);
     fetch.wait(PATIENCE).expect("by its deadline").expect("it loads");
 }
 
@@ -293,6 +294,7 @@ impl Both {
             Decode::new(&self.engine.connector).fetch(
                 format!("d{}", self.fetched),
                 params,
+                0,
                 fill,
                 PATIENCE,
             )

@@ -30,7 +30,7 @@ fn engine(name: &str) -> Result<(Connector, DensePool)> {
     (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) =
         (HEADS as u32, 64, LAYERS as u32);
     let connector =
-        Connector::builder(&config, kvx::registry()).model(factors).any_port().build_blocking()?;
+        Connector::builder(&config, kvx::registry(), factors).any_port().build_blocking()?;
     let model = DenseModel {
         layers: (0..LAYERS).map(|at| format!("model.layers.{at}.attn").into()).collect(),
         heads: HEADS as u32,
@@ -79,11 +79,11 @@ async fn main() -> Result {
     let done = Decode::new(&decode)
         .load("request", &params, &decode_pool, tokens, &mut views, SOON)
         .await?;
-    println!("{} tokens are there; the last one of a prompt is computed again", done.tokens);
+    println!("tokens {:?} are there; the last one of a prompt is computed again", done.tokens);
 
     for (layer, kv) in loaded.iter().enumerate() {
         for (which, bytes) in kv.iter().enumerate() {
-            for token in 0..tokens.min(done.tokens as usize) {
+            for token in 0..tokens.min(done.tokens.end as usize) {
                 for head in 0..HEADS {
                     let row = &bytes[token * ours.token_stride + head * ours.head_stride..][..ROW];
                     assert!(

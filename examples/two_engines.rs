@@ -30,7 +30,7 @@ use kvx::config::{KvTransferConfig, Surroundings};
 use kvx::connector::engine::{BlockLists, WorkerRank};
 use kvx::connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
 use kvx::connector::params::TransferParams;
-use kvx::connector::runtime::{Connector, Decode, Held, Lease, Prefill, Released};
+use kvx::connector::runtime::{Connector, Decode, Held, Lease, Prefill};
 use kvx::connector::wire::CompatibilityFactors;
 
 /// The memory of an engine's KV cache: of this host, or of its first device.
@@ -57,7 +57,7 @@ fn connector(name: &str, pool: &Arc<Memory>) -> Result<Connector> {
     let config = KvTransferConfig::from_json(&config.to_string(), &surroundings)?;
     let mut factors = CompatibilityFactors::from_config(&config, "toy");
     (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (1, ROW as u32, 1);
-    let builder = Connector::builder(&config, kvx::registry()).model(factors).block_size(TOKENS);
+    let builder = Connector::builder(&config, kvx::registry(), factors).block_size(TOKENS);
     let connector = builder.any_port().build_blocking()?;
     let block_len = u64::from(TOKENS) * ROW as u64;
     let layer = LayerCache {
@@ -87,16 +87,18 @@ fn publish(
     Ok((lease, params.to_value(connector.settings().dialect)?))
 }
 
-/// Decode: fills `blocks`, those of the prompt that are not cached. If it could not, the engine computes them, when
-/// nothing touches them any more.
+/// Decode: fills `blocks`, which hold the prompt from token `cached` on. If that fails, the engine computes them as soon
+/// as nothing touches them any more.
 fn load(
     connector: &Connector,
     request: &str,
     params: &Value,
+    cached: u32,
     blocks: &[u32],
 ) -> Result<Option<Held>> {
     let params = TransferParams::from_value(params)?;
-    let fetch = Decode::new(connector).fetch(request, &params, BlockLists::single(blocks), SOON);
+    let blocks = BlockLists::single(blocks);
+    let fetch = Decode::new(connector).fetch(request, &params, cached, blocks, SOON);
     match fetch.wait_blocking() {
         Ok(_) => Ok(None),
         Err(error) => {
@@ -196,11 +198,12 @@ fn serve(role: &str, device: &str) -> Result {
             params
         } else {
             engine.computed = 0;
-            if let Some(held) = load(&connector, request, &order["params"], &blocks[cached..])? {
+            let (params, tokens) = (&order["params"], cached as u32 * TOKENS);
+            if let Some(held) = load(&connector, request, params, tokens, &blocks[cached..])? {
                 match held.wait(SOON) {
-                    Ok(Released::Free) => {}
+                    Ok(released) if released.is_free() => {}
                     // Something may write to them for ever: a larger engine would take others and leave these out.
-                    Ok(Released::Lost) | Err(_) => {
+                    _ => {
                         return Err("a transfer has not let go of its blocks".into());
                     }
                 }
@@ -212,8 +215,8 @@ fn serve(role: &str, device: &str) -> Result {
         println!("{answer}");
         for (lease, blocks) in std::mem::take(&mut leases) {
             match lease.wait(Duration::ZERO) {
-                Ok(Released::Free) => engine.free.extend(blocks),
-                Ok(Released::Lost) => {} // nobody gets them again
+                Ok(released) if released.is_free() => engine.free.extend(blocks),
+                Ok(_) => {} // nobody gets them again
                 Err(lease) => leases.push((lease, blocks)),
             }
         }

@@ -33,8 +33,7 @@ fn engine(name: &str, digests: bool) -> (Connector, Arc<Memory>) {
     (factors.num_kv_heads, factors.num_hidden_layers) = (1, LAYERS as u32);
     let mut registry = Registry::new();
     registry.add(kvx_native::Shm).expect("a name of its own");
-    let builder =
-        Connector::builder(&config, registry).model(factors).block_size(TOKENS).any_port();
+    let builder = Connector::builder(&config, registry, factors).block_size(TOKENS).any_port();
     let connector = builder.build_blocking().expect("a side channel");
     let pool = Arc::new(Memory::pool(LAYERS * BLOCKS * BLOCK).build().expect("64 MiB"));
     let layer = |at: usize| {
@@ -71,7 +70,7 @@ fn both([prefill, decode]: &[(Connector, Arc<Memory>); 2], round: usize) -> [f64
     let (lease, params) = published.expect("right blocks");
     let publishing = began.elapsed();
     let began = Instant::now();
-    let fetch = Decode::new(&decode.0).fetch(format!("d{round}"), &params, lists(), PATIENCE);
+    let fetch = Decode::new(&decode.0).fetch(format!("d{round}"), &params, 0, lists(), PATIENCE);
     fetch.wait(PATIENCE).expect("by its deadline").expect("it loads");
     let fetching = began.elapsed();
     drop(lease.wait(PATIENCE));

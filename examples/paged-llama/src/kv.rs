@@ -77,7 +77,7 @@ impl Kv {
         if shape.layout == PoolLayout::VllmCpu {
             factors.attn_backend_name = "CPU_ATTN".into();
         }
-        let connector = Connector::builder(config, kvx::registry()).model(factors);
+        let connector = Connector::builder(config, kvx::registry(), factors);
         let connector = connector.workers(count, 1).block_size(setup.block_size as u32);
         let connector = connector.data_parallel_rank(engine).build_blocking().map_err(Error::of)?;
         let rank = |tp: u32| {

@@ -112,7 +112,7 @@ impl Kv {
             layout: KvLayout::Lbhnc,
         };
         let pool = DensePool::new(model, blocks)?;
-        let builder = Connector::builder(config, kvx::registry()).model(factors).block_size(BLOCK);
+        let builder = Connector::builder(config, kvx::registry(), factors).block_size(BLOCK);
         let connector = builder.build().await?;
         let rank = connector.rank(WorkerRank { pp: 0, tp: 0 })?;
         rank.register(pool.caches()?, [pool.memory().clone()])?;
@@ -136,7 +136,7 @@ impl Kv {
         let mut views: Vec<_> = views.collect();
         let decode = Decode::new(&self.connector);
         let loaded = match decode.load(request, &params, &self.pool, tokens, &mut views, PATIENCE).await {
-            Ok(loaded) => (loaded.tokens as usize).min(prompt - 1),
+            Ok(loaded) => (loaded.tokens.end as usize).min(prompt - 1),
             Err(error) if matches!(error.then, Then::Recompute { .. }) => {
                 tracing::warn!(request, "the prompt is computed here: {error}");
                 0

@@ -44,8 +44,7 @@ pub(crate) fn prefill_of(model: &str, dtype: &str) -> Prefill {
     let mut factors = CompatibilityFactors::new(Dialect::default(), model);
     factors.dtype = dtype.to_owned();
     (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (2, 4, 1);
-    let built =
-        Connector::builder(&config, kvx::registry()).model(factors).block_size(16).any_port();
+    let built = Connector::builder(&config, kvx::registry(), factors).block_size(16).any_port();
     let connector = built.build_blocking().unwrap();
     let pool = Arc::new(Memory::pool(8 * 256).build().unwrap());
     let layer = LayerCache {

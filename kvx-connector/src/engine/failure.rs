@@ -80,11 +80,13 @@ pub enum FailureKind {
     PullFailed,
     /// Blocks that were asked for could not be written.
     SendFailed,
+    /// No failed step: the lease of blocks ended before all that were to read them had done so.
+    LeaseExpired,
 }
 
 impl FailureKind {
     /// All of them.
-    pub const ALL: [FailureKind; 13] = [
+    pub const ALL: [FailureKind; 14] = [
         FailureKind::HandshakeSetupFailed,
         FailureKind::HandshakeFailed,
         FailureKind::TransferSetupFailed,
@@ -98,6 +100,7 @@ impl FailureKind {
         FailureKind::QueryFailed,
         FailureKind::PullFailed,
         FailureKind::SendFailed,
+        FailureKind::LeaseExpired,
     ];
 
     /// As it stands in the log.
@@ -116,6 +119,7 @@ impl FailureKind {
             FailureKind::QueryFailed => "query_failed",
             FailureKind::PullFailed => "pull_failed",
             FailureKind::SendFailed => "send_failed",
+            FailureKind::LeaseExpired => "lease_expired",
         }
     }
 
@@ -167,6 +171,17 @@ impl TransferFailure {
         }
     }
 
+    /// The end of a lease, and the setting by which it would last longer.
+    pub(crate) fn lease_expired(request: &RequestId, setting: &str) -> Self {
+        TransferFailure {
+            request: Some(request.clone()),
+            ..TransferFailure::new(
+                FailureKind::LeaseExpired,
+                format!("no decode fetched its blocks in time; they are kept for {setting}"),
+            )
+        }
+    }
+
     /// What is known, by name.
     pub fn context(&self) -> Map<String, Value> {
         let mut context = Map::new();
@@ -198,6 +213,9 @@ impl TransferFailure {
 
 impl fmt::Display for TransferFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let (FailureKind::LeaseExpired, Some(request)) = (self.kind, &self.request) {
+            return write!(f, "the lease of request {request} has expired: {}", self.error);
+        }
         let connector = if self.kind.is_of_mooncake() { "Mooncake" } else { "NIXL" };
         write!(
             f,

@@ -119,6 +119,9 @@ impl TransferStats {
     /// A step failed: all of them are failed transfers, handshakes and notifications too, but for what a decode of a
     /// MooncakeConnector has asked for in vain.
     pub fn record_failure(&mut self, kind: FailureKind) {
+        if kind == FailureKind::LeaseExpired {
+            return; // counted by `record_expired`
+        }
         let receive = matches!(kind, FailureKind::QueryFailed | FailureKind::PullFailed);
         self.failed_transfers += u64::from(!receive);
         self.failed_receives += u64::from(receive);

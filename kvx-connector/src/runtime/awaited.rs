@@ -1,7 +1,7 @@
 //! Who awaits which outcome: what nobody awaits is the engine's to ask for.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::task::Waker;
 
@@ -20,6 +20,10 @@ pub(super) struct LoadEnd {
 pub(super) struct Awaited {
     loads: HashMap<RequestId, Arc<Slot<LoadEnd>>>,
     kept: HashMap<(RequestId, Kept), Arc<Slot<Released>>>,
+    /// Leases that have expired, until their blocks are released.
+    expired: HashSet<RequestId>,
+    /// The connector is being shut down: what is free now was taken back.
+    closing: bool,
     /// What has become of all blocks, once the connector has ended.
     ended: Option<Released>,
 }
@@ -70,13 +74,34 @@ impl Awaited {
                 Ok(slot.fill(LoadEnd { outcome, held }))
             }
             Outcome::Free { request, kept } | Outcome::Lost { request, kept } => {
+                let expired = *kept == Kept::Request && self.expired.remove(request);
                 let Some(slot) = self.kept.remove(&(request.clone(), *kept)) else {
                     return Err(outcome);
                 };
-                let free = matches!(outcome, Outcome::Free { .. });
-                Ok(slot.fill(if free { Released::Free } else { Released::Lost }))
+                Ok(slot.fill(match (&outcome, kept) {
+                    (Outcome::Lost { .. }, _) => Released::Lost,
+                    (_, Kept::Load) => Released::Free,
+                    (_, Kept::Request) if self.closing => Released::Free,
+                    (_, Kept::Request) if expired => Released::Expired,
+                    (_, Kept::Request) => Released::Fetched,
+                }))
             }
         }
+    }
+
+    /// Notes that a lease has expired. False: that is known.
+    pub(super) fn expire(&mut self, request: &RequestId) -> bool {
+        self.expired.insert(request.clone())
+    }
+
+    /// The engine has taken a lease back itself.
+    pub(super) fn forget_expiry(&mut self, request: &RequestId) {
+        self.expired.remove(request);
+    }
+
+    /// The outcomes that follow are those of a shutdown.
+    pub(super) fn close(&mut self) {
+        self.closing = true;
     }
 
     /// There will be no outcomes any more.

@@ -49,9 +49,13 @@ pub struct ConnectorBuilder {
 }
 
 impl ConnectorBuilder {
-    pub(super) fn new(config: &KvTransferConfig, registry: Registry) -> Self {
+    pub(super) fn new(
+        config: &KvTransferConfig,
+        registry: Registry,
+        factors: CompatibilityFactors,
+    ) -> Self {
         ConnectorBuilder {
-            factors: CompatibilityFactors::from_config(config, ""),
+            factors,
             config: config.clone(),
             registry,
             groups: vec![Group::Whole],
@@ -61,12 +65,6 @@ impl ConnectorBuilder {
             prefill_backoff: 0,
             any_port: false,
         }
-    }
-
-    /// What this engine and its peers must have in common.
-    pub fn model(mut self, factors: CompatibilityFactors) -> Self {
-        self.factors = factors;
-        self
     }
 
     /// The KV cache groups, in the order of lists of blocks; one of whole requests if not called.

@@ -68,6 +68,7 @@ impl Shared {
     pub(super) fn end(&self, result: Result<()>) {
         let mut state = self.state.lock();
         let released = if result.is_ok() { Released::Free } else { Released::Lost };
+        state.awaited.close();
         let outcomes = state.scheduler.end(result.is_ok());
         let mut wakers: Vec<_> =
             outcomes.into_iter().filter_map(|outcome| state.deliver(outcome)).collect();

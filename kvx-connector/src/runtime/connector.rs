@@ -17,6 +17,7 @@ use crate::engine::{
     Address, Allocation, Arrival, BlockLists, Ending, EngineId, Finished, Matched, NotLoaded,
     Outcome, RequestId, Settings, Time, WorkerRank,
 };
+use crate::wire::CompatibilityFactors;
 
 /// How long a connector that is dropped without a shutdown takes to end what it has begun.
 const AT_DROP: Duration = Duration::from_secs(1);
@@ -50,9 +51,14 @@ impl Drop for Handle {
 }
 
 impl Connector {
-    /// Begins a connector of this configuration, over the backends of `registry`.
-    pub fn builder(config: &KvTransferConfig, registry: Registry) -> ConnectorBuilder {
-        ConnectorBuilder::new(config, registry)
+    /// Begins a connector of this configuration, over the backends of `registry`. `model` is what this engine and its
+    /// peers must have in common: a peer whose handshake says otherwise is refused.
+    pub fn builder(
+        config: &KvTransferConfig,
+        registry: Registry,
+        model: CompatibilityFactors,
+    ) -> ConnectorBuilder {
+        ConnectorBuilder::new(config, registry, model)
     }
 
     pub(super) fn of(shared: Arc<Shared>) -> Self {

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::future::Future;
+use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -23,12 +24,13 @@ use crate::params::{OlderMooncakeParams, TransferParams};
 #[derive(Clone, Copy, Debug)]
 pub struct Decode<'a>(&'a Connector);
 
-/// Blocks that hold what they shall.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A load that has filled its blocks.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Loaded {
-    /// Tokens of the prompt that are there, those at its front that the engine had already among them. The last one of
-    /// a prompt that was loaded whole is counted too; the engine computes it again, for its output.
-    pub tokens: u32,
+    /// The tokens of the prompt that arrived: from the first one that the engine did not have to the last one that the
+    /// prefill had. The range includes the last token of a prompt that was loaded whole, which the engine computes
+    /// again for its output.
+    pub tokens: Range<u32>,
 }
 
 /// A load that did not bring everything.
@@ -72,27 +74,34 @@ impl<'a> Decode<'a> {
         Decode(connector)
     }
 
-    /// Loads what `params` name into `blocks`: those that the prompt's tokens need, without the ones at its front that
-    /// the engine has already. So `n` blocks are the last `n` of the prompt. None: nothing is loaded, and the prefill
-    /// is told that its blocks are not wanted.
+    /// Loads the prompt that `params` name into `blocks`, from token `computed` on: the engine has those before it
+    /// already, whole blocks of them, or the whole prompt. `blocks` are those of the tokens that it does not have, all
+    /// of them and in order. If the engine has the whole prompt and gives no blocks, nothing is loaded, and the prefill
+    /// is notified that it may free its own.
     ///
-    /// It begins at once, and has an outcome by the deadline at the latest. That is the request's own: past it nobody
-    /// waits for the answer, and `then` is `Fail`. How long the load alone may take is `load_timeout` of
-    /// `kv_connector_extra_config`, 120 s if not said. One that is refused before it begins, or whose handshake fails,
-    /// leaves the prefill's blocks to their lease. An engine whose request waits for blocks longer than a lease lasts
-    /// takes the calls of a step loop, [`Connector::on_new_request`] first: heartbeats then begin with the request.
+    /// The load starts at once and ends by the deadline, which is that of the request: after it nobody waits for the
+    /// answer, and `then` is `Fail`. `load_timeout` of `kv_connector_extra_config` (120 s by default) limits the load
+    /// alone. A load that is refused before it starts, or whose handshake fails, leaves the prefill's blocks to their
+    /// lease. An engine whose requests wait for free blocks longer than a lease lasts uses the calls of a step loop,
+    /// [`Connector::on_new_request`] first: heartbeats then start with the request.
+    ///
+    /// # Errors
+    /// [`LoadFailure::Refused`] when `computed` and the number of blocks do not add up to the tokens that the prefill
+    /// has, and for parameters that cannot be used. The other failures are those of the transfer.
     pub fn fetch(
         &self,
         request: impl Into<RequestId>,
         params: &TransferParams,
+        computed: u32,
         blocks: BlockLists,
         deadline: impl Into<Deadline>,
     ) -> Fetch {
         let (connector, request) = (self.0, request.into());
         let slot = Slot::new();
+        let wanted = Wanted { computed, blocks };
         let early =
-            begin(connector, &request, params, blocks, deadline.into(), &slot).map(Box::new);
-        Fetch { connector: connector.clone(), request, slot, early, over: false }
+            begin(connector, &request, params, wanted, deadline.into(), &slot).map(Box::new);
+        Fetch { connector: connector.clone(), request, computed, slot, early, over: false }
     }
 }
 
@@ -103,12 +112,19 @@ struct Early {
     known: bool,
 }
 
+/// The part of a prompt that an engine does not have.
+struct Wanted {
+    /// The first token of it.
+    computed: u32,
+    blocks: BlockLists,
+}
+
 /// Orders a load. Gives its end if it has come already.
 fn begin(
     connector: &Connector,
     request: &RequestId,
     params: &TransferParams,
-    fill: BlockLists,
+    Wanted { computed, blocks: fill }: Wanted,
     deadline: Deadline,
     slot: &Arc<Slot<LoadEnd>>,
 ) -> Option<Early> {
@@ -120,32 +136,45 @@ fn begin(
     }
     let size = settings.block_size;
     let whole = fill.groups().iter().zip(&settings.groups).find(|(_, window)| window.is_none());
-    // Those of a MooncakeConnector name no blocks: what is to be filled is all that the prefill has.
-    let filled = || whole.iter().map(|(list, _)| list.to_vec()).collect();
+    let given = whole.map(|(list, _)| u32::try_from(list.len()).unwrap_or(u32::MAX));
+    // The parameters of a MooncakeConnector name no blocks: the prefill has those that are to be filled.
+    let at_hand = || (computed.div_ceil(size)).saturating_add(given.unwrap_or(0));
     let theirs = match &settings.mooncake {
-        None => params.remote_blocks_for(settings.mode).map(|remote| remote.block_ids),
+        None => params.remote_blocks_for(settings.mode).map(|remote| {
+            let longest = remote.block_ids.iter().map(Vec::len).max().unwrap_or(0);
+            u32::try_from(longest).unwrap_or(u32::MAX)
+        }),
         Some(mooncake) if mooncake.is_older() => {
-            OlderMooncakeParams::from_params(params).map(|_| filled())
+            OlderMooncakeParams::from_params(params).map(|_| at_hand())
         }
-        Some(_) => params.mooncake().map(|_| filled()),
+        Some(_) => params.mooncake().map(|_| at_hand()),
     };
     let theirs = match theirs {
-        Ok(theirs) => theirs.iter().map(Vec::len).max().unwrap_or(0),
+        Ok(theirs) => theirs,
         Err(why) => return refused(why.to_string()),
     };
-    let all = u64::try_from(theirs).unwrap_or(u64::MAX).saturating_mul(size.into());
+    let all = u64::from(theirs) * u64::from(size);
     let held = u32::try_from(params.remote_num_tokens.unwrap_or(all)).unwrap_or(u32::MAX);
-    let needed = held.div_ceil(size);
-    // Windows say nothing of what is there already.
-    let given = whole.map_or(needed, |(list, _)| u32::try_from(list.len()).unwrap_or(u32::MAX));
-    let Some(cached) = needed.checked_sub(given) else {
+    if computed > held {
         return refused(format!(
-            "{given} blocks to fill, where the {held} tokens of the prefill need {needed}: give those that the prompt \
-             needs"
+            "the engine has {computed} tokens of the prompt, and the prefill has {held}: load nothing"
         ));
-    };
+    }
+    if computed < held && !computed.is_multiple_of(size) {
+        return refused(format!(
+            "the engine has {computed} tokens of the prompt, which are no whole blocks of {size}"
+        ));
+    }
     let nothing = fill.is_empty();
-    let computed = if nothing { held } else { cached.saturating_mul(size) };
+    let needed = held.div_ceil(size) - computed.div_ceil(size);
+    // A window's list says nothing of the tokens before it.
+    let given = if nothing { 0 } else { given.unwrap_or(needed) };
+    if given != needed {
+        return refused(format!(
+            "{given} blocks to fill, and tokens {computed} to {held} of the prefill need {needed}: give a block for \
+             each of them, and none for those before"
+        ));
+    }
     let prompt_tokens = held.saturating_add(settings.prefill_backoff);
     let until = connector.time(deadline);
     let arrival = Arrival { request, prompt_tokens, params: Some(params), deadline: Some(until) };
@@ -162,10 +191,10 @@ fn begin(
         return None;
     }
     if let Abandoned::Ended(end) = shared.abandon(request, slot) {
-        return early(ended(connector, request, end));
+        return early(ended(connector, request, computed, end));
     }
     match ordered {
-        Ok(()) if nothing => early(Ok(Loaded { tokens: held })),
+        Ok(()) if nothing => early(Ok(Loaded { tokens: computed..held })),
         Ok(()) => {
             refused("they name no blocks for what is to be filled: compute the prompt here".into())
         }
@@ -173,10 +202,15 @@ fn begin(
     }
 }
 
-/// How a load has ended.
-fn ended(connector: &Connector, request: &RequestId, end: LoadEnd) -> Result<Loaded, LoadError> {
+/// How a load of a prompt from token `first` on has ended.
+fn ended(
+    connector: &Connector,
+    request: &RequestId,
+    first: u32,
+    end: LoadEnd,
+) -> Result<Loaded, LoadError> {
     match end.outcome {
-        Outcome::Loaded { computed, .. } => Ok(Loaded { tokens: computed }),
+        Outcome::Loaded { computed: last, .. } => Ok(Loaded { tokens: first..last }),
         Outcome::Failed { failure, then, invalid, held, .. } => {
             let held = match end.held {
                 None => Held::nothing(),
@@ -197,6 +231,8 @@ fn ended(connector: &Connector, request: &RequestId, end: LoadEnd) -> Result<Loa
 pub struct Fetch {
     connector: Connector,
     request: RequestId,
+    /// Tokens that the engine had before.
+    computed: u32,
     slot: Arc<Slot<LoadEnd>>,
     /// What it ended with before it began.
     early: Option<Box<Early>>,
@@ -246,7 +282,7 @@ impl Fetch {
         let end = match self.early.take() {
             Some(early) => early.end,
             None => match self.connector.shared().abandon(&self.request, &self.slot) {
-                Abandoned::Ended(end) => ended(&self.connector, &self.request, end),
+                Abandoned::Ended(end) => ended(&self.connector, &self.request, self.computed, end),
                 Abandoned::Held(slot) => {
                     return Held::of(&self.connector, &self.request, slot, BlockLists::default());
                 }
@@ -259,7 +295,7 @@ impl Fetch {
     fn ended(&mut self, end: LoadEnd) -> Result<Loaded, LoadError> {
         self.over = true;
         self.connector.request_finished(&self.request, Ending::aborted());
-        ended(&self.connector, &self.request, end)
+        ended(&self.connector, &self.request, self.computed, end)
     }
 }
 
@@ -365,12 +401,10 @@ impl Drop for Held {
         connector.shared().awaited(|awaited| awaited.forget_release(&request, Kept::Load, &slot));
         // It may have come just now.
         match slot.take() {
-            Some(Released::Free) => {
-                connector.shared().tell(Outcome::Free { request, kept: Kept::Load })
-            }
             Some(Released::Lost) => {
                 connector.shared().tell(Outcome::Lost { request, kept: Kept::Load })
             }
+            Some(_) => connector.shared().tell(Outcome::Free { request, kept: Kept::Load }),
             None => {}
         }
     }

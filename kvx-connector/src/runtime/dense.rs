@@ -159,8 +159,8 @@ impl DensePool {
         let held = std::mem::take(&mut *self.0.held.lock());
         for (held, mut blocks) in held {
             match held.wait(Duration::ZERO) {
-                Ok(Released::Free) => self.0.free.lock().append(&mut blocks),
                 Ok(Released::Lost) => {}
+                Ok(_) => self.0.free.lock().append(&mut blocks),
                 Err(held) => self.0.held.lock().push((held, blocks)),
             }
         }
@@ -358,11 +358,11 @@ impl DenseLease {
     pub fn wait(self, deadline: impl Into<Deadline>) -> Result<Released, DenseLease> {
         let DenseLease { lease, blocks } = self;
         match lease.wait(deadline) {
-            Ok(Released::Free) => Ok(Released::Free),
             Ok(Released::Lost) => {
                 blocks.keep();
                 Ok(Released::Lost)
             }
+            Ok(released) => Ok(released),
             Err(lease) => Err(DenseLease { lease, blocks }),
         }
     }
@@ -387,12 +387,13 @@ impl Decode<'_> {
         let refused = |why: Error| LoadError::refused(LoadFailure::Refused(why.to_string()));
         let blocks = pool.take(tokens).map_err(refused)?;
         let mut loading =
-            Loading(Some((self.fetch(request, params, blocks.lists(), deadline), blocks)));
+            Loading(Some((self.fetch(request, params, 0, blocks.lists(), deadline), blocks)));
         let ended = std::future::poll_fn(|context| loading.fetch().poll(context)).await;
         let (_, blocks) = loading.0.take().expect(TAKEN);
         match ended {
             Ok(loaded) => {
-                pool.load(&blocks, tokens.min(loaded.tokens as usize), views).map_err(refused)?;
+                pool.load(&blocks, tokens.min(loaded.tokens.end as usize), views)
+                    .map_err(refused)?;
                 Ok(loaded)
             }
             Err(mut error) => {

@@ -90,13 +90,14 @@ impl Shared {
             let ready = state.scheduler.take_ready(now, None);
             state.pass_on(now, ready);
             state.aggregator.forget_sending(request);
+            state.awaited.forget_expiry(request);
             state.release(request);
         }
         let request = request.clone();
         let outcome = match released {
             _ if !told => None,
             Some(Released::Lost) => Some(Outcome::Lost { request, kept }),
-            Some(Released::Free) => Some(Outcome::Free { request, kept }),
+            Some(_) => Some(Outcome::Free { request, kept }),
             None if at_once => state.unless_read(Outcome::Free { request, kept }),
             None => None,
         };

@@ -13,7 +13,7 @@
 //! #     caches: Caches, memory: Arc<kvx_core::Memory>, blocks: BlockLists, answer: TransferParams,
 //! # ) -> Result<(), Box<dyn std::error::Error>> {
 //! use kvx_connector::runtime::{Connector, Decode, Prefill};
-//! let connector = Connector::builder(&config, registry).model(factors).build().await?;
+//! let connector = Connector::builder(&config, registry, factors).build().await?;
 //! connector.rank(WorkerRank::default())?.register(caches, [memory])?;
 //!
 //! // Prefill: these blocks hold 100 tokens, and stay as they are until the decode has them. It gets the parameters.
@@ -21,8 +21,8 @@
 //! lease.released().await;
 //!
 //! // Decode: fills its blocks with what a prefill has published.
-//! match Decode::new(&connector).fetch("cmpl-2", &answer, blocks, Duration::from_secs(30)).await {
-//!     Ok(loaded) => println!("{} tokens are there", loaded.tokens),
+//! match Decode::new(&connector).fetch("cmpl-2", &answer, 0, blocks, Duration::from_secs(30)).await {
+//!     Ok(loaded) => println!("tokens {:?} are there", loaded.tokens),
 //!     Err(error) => {
 //!         println!("{error}; {:?}", error.then);
 //!         error.held.released().await;

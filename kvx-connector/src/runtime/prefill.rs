@@ -15,14 +15,27 @@ use crate::params::{
     MooncakeLeg, MooncakeParams, MooncakeTransferId, ParamsError, TransferMode, TransferParams,
 };
 
-/// What has become of blocks that were kept.
+/// What has become of blocks that were leased to a peer, or held by a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Released {
-    /// Nothing touches them for this request any more: fetched, or nobody came for them in time. A block that another
-    /// lease has too (a shared prefix) is free with the last of them: engines count its users.
+    /// The decode has read the leased blocks, or does not want them. They are the engine's again. A block of several
+    /// leases (a shared prefix) is free with the last of them: engines count its users.
+    Fetched,
+    /// No decode read the leased blocks in time, or not all ranks of it did. They are the engine's again. The log names
+    /// the lease and the setting that makes it longer.
+    Expired,
+    /// Blocks of a load are the engine's again; leased ones, as the connector was shut down.
     Free,
-    /// That will never be proven: no request gets one of them again, as long as the process lives.
+    /// Nothing will ever prove that no peer or transfer touches the blocks any more: no request gets one of them again
+    /// as long as the process lives.
     Lost,
+}
+
+impl Released {
+    /// Whether the blocks are the engine's again.
+    pub fn is_free(self) -> bool {
+        self != Released::Lost
+    }
 }
 
 /// The side of a connector that has blocks for others.

@@ -30,9 +30,9 @@ use super::side::SideClient;
 use super::trace::Traces;
 use super::words::{Published, Scratch};
 use crate::engine::{
-    Action, Allocation, Arrival, BlockLists, Connection, ConnectorMeta, Kept, Matched, MoveId,
-    NotLoaded, Outcome, OutputAggregator, PoolBlocks, ReceiveOrder, RequestId, Scheduler, Time,
-    WorkerRank,
+    Action, Allocation, Arrival, BlockLists, Connection, ConnectorMeta, FailureKind, Kept, Matched,
+    MoveId, NotLoaded, Outcome, OutputAggregator, PoolBlocks, ReceiveOrder, RequestId, Scheduler,
+    Time, WorkerRank,
 };
 use crate::params::OlderMooncakeParams;
 use crate::wire::group::ToHead;
@@ -478,6 +478,14 @@ impl State {
         }
         let mut output = self.aggregator.add(outputs);
         for failure in std::mem::take(&mut output.failures) {
+            if failure.kind == FailureKind::LeaseExpired {
+                // Of each worker; and of none whose blocks were taken back meanwhile.
+                let is_new =
+                    |request| self.scheduler.is_sending(request) && self.awaited.expire(request);
+                if !failure.request.as_ref().is_some_and(is_new) {
+                    continue;
+                }
+            }
             tracing::warn!("{failure}");
         }
         let stats = std::mem::take(&mut output.stats);

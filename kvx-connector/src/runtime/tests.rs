@@ -45,7 +45,7 @@ fn built_of(connector: &str, engine: &str, extra: &str, workers: u32) -> Connect
     registry.add(kvx_native::Tcp).unwrap();
     registry.add(kvx_native::Shm).unwrap();
     let factors = CompatibilityFactors::new(Dialect::default(), "a model");
-    let builder = Connector::builder(&config, registry).model(factors).block_size(16).any_port();
+    let builder = Connector::builder(&config, registry, factors).block_size(16).any_port();
     builder.workers(workers, 1).build_blocking().unwrap()
 }
 
@@ -208,7 +208,7 @@ fn a_load_that_ends_is_heard_before_it_can_be_given_up() {
     register(&connector, 0).unwrap();
     let (_silent, params) = silent();
     let request = RequestId::from("r");
-    let fetch = Decode::new(&connector).fetch(request.clone(), &params, one(1), LIMIT);
+    let fetch = Decode::new(&connector).fetch(request.clone(), &params, 0, one(1), LIMIT);
     // The connector's thread gets no further than this.
     assert_eq!(late(&connector), (1, 0), "nobody is asleep who would have to be woken");
     let held = fetch.cancel();
@@ -226,7 +226,7 @@ fn loads_that_are_given_up_as_they_end_free_their_blocks_once() {
     for round in 0..200 {
         let request = RequestId::from(format!("r{round}"));
         let limit = Duration::from_micros(20 * round);
-        let fetch = Decode::new(&connector).fetch(request.clone(), &params, one(1), limit);
+        let fetch = Decode::new(&connector).fetch(request.clone(), &params, 0, one(1), limit);
         let until = std::time::Instant::now() + limit;
         while std::time::Instant::now() < until {
             std::hint::spin_loop();
@@ -244,8 +244,8 @@ fn an_end_that_is_not_proven_loses_what_was_lent_and_stays_so() {
     let (_silent, params) = silent();
     let registered = connector.shared().registered(WorkerRank { pp: 0, tp: 0 }).unwrap();
     let (lease, _) = Prefill::new(&connector).publish("kept", one(0), TOKENS).unwrap();
-    let fetch = Decode::new(&connector).fetch("loading", &params, one(1), LIMIT);
-    let cancelled = Decode::new(&connector).fetch("cancelled", &params, one(2), LIMIT);
+    let fetch = Decode::new(&connector).fetch("loading", &params, 0, one(1), LIMIT);
+    let cancelled = Decode::new(&connector).fetch("cancelled", &params, 0, one(2), LIMIT);
     let finishing = registered.finishing.blocking_read();
     let not_proven = |done: kvx_core::Completion<()>| {
         assert_eq!(done.wait(LIMIT).unwrap_err().kind(), ErrorKind::StillShared);
@@ -264,7 +264,8 @@ fn an_end_that_is_not_proven_loses_what_was_lent_and_stays_so() {
     not_proven(rank.give_back(LIMIT));
     let error = Prefill::new(&connector).publish("late", one(3), TOKENS).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
-    let late = Decode::new(&connector).fetch("late", &params, one(3), LIMIT).wait(LIMIT).unwrap();
+    let late =
+        Decode::new(&connector).fetch("late", &params, 0, one(3), LIMIT).wait(LIMIT).unwrap();
     assert!(matches!(late.unwrap_err().failure, LoadFailure::Refused(_)));
     assert!(connector.is_idle());
 }
@@ -303,11 +304,11 @@ fn a_read_is_cancelled_in_the_turn_in_which_it_begins() {
     register(&decode, 0).unwrap();
     let publish = |name: &str| Prefill::new(&prefill).publish(name, one(0), TOKENS).unwrap();
     let (_first, params) = publish("first");
-    Decode::new(&decode).fetch("first", &params, one(1), LIMIT).wait(LIMIT).unwrap().unwrap();
+    Decode::new(&decode).fetch("first", &params, 0, one(1), LIMIT).wait(LIMIT).unwrap().unwrap();
     let (_second, params) = publish("second");
     // The connector's thread stands still meanwhile, and its turn is made here.
     let (go_on, shared) = (stand_still(&decode), decode.shared());
-    let fetch = Decode::new(&decode).fetch("second", &params, one(2), LIMIT);
+    let fetch = Decode::new(&decode).fetch("second", &params, 0, one(2), LIMIT);
     let held = fetch.cancel();
     let turn = shared.turn();
     let read = turn.actions.iter().find_map(|(rank, action, _)| match action {
@@ -401,12 +402,16 @@ fn a_write_that_comes_after_the_decode_has_given_up_changes_no_byte() {
             bytes
         };
         let (lease, params) = publish(&prefill, &from, "first", 0xaa);
-        Decode::new(&decode).fetch("first", &params, one(1), LIMIT).wait(LIMIT).unwrap().unwrap();
-        assert_eq!((block(), lease.wait(LIMIT).unwrap()), ([0xaa; _], Released::Free));
+        Decode::new(&decode)
+            .fetch("first", &params, 0, one(1), LIMIT)
+            .wait(LIMIT)
+            .unwrap()
+            .unwrap();
+        assert_eq!((block(), lease.wait(LIMIT).unwrap()), ([0xaa; _], Released::Fetched));
 
         let (_lease, params) = publish(&prefill, &from, "second", 0xbb);
         let go_on = stand_still(&prefill);
-        let fetch = Decode::new(&decode).fetch("second", &params, one(1), LIMIT);
+        let fetch = Decode::new(&decode).fetch("second", &params, 0, one(1), LIMIT);
         let (rank, order) = stopped_before_its_write(&prefill);
         let id = order.id;
         let write = |order| {
@@ -440,7 +445,11 @@ fn a_write_that_comes_after_the_decode_has_given_up_changes_no_byte() {
         }
         // And both go on.
         let (_lease, params) = publish(&prefill, &from, "third", 0xdd);
-        Decode::new(&decode).fetch("third", &params, one(1), LIMIT).wait(LIMIT).unwrap().unwrap();
+        Decode::new(&decode)
+            .fetch("third", &params, 0, one(1), LIMIT)
+            .wait(LIMIT)
+            .unwrap()
+            .unwrap();
         assert_eq!(block(), [0xdd; _]);
         for connector in [prefill, decode] {
             connector.shutdown(LIMIT).wait(LIMIT).unwrap();

@@ -200,8 +200,8 @@ fn swept<T>(
 ) {
     for (one, blocks) in std::mem::take(waiting) {
         match poll(one) {
-            Ok(Released::Free) => free.extend(blocks),
             Ok(Released::Lost) => {}
+            Ok(_) => free.extend(blocks),
             Err(not_yet) => waiting.push((not_yet, blocks)),
         }
     }
@@ -232,8 +232,7 @@ impl Engine {
         let mut factors = CompatibilityFactors::from_config(&config, "a model of the tests");
         (factors.num_kv_heads, factors.num_hidden_layers) =
             (spec.shape.heads.unwrap_or(1), spec.shape.layers);
-        let builder = Connector::builder(&config, kvx::registry())
-            .model(factors)
+        let builder = Connector::builder(&config, kvx::registry(), factors)
             .block_size(spec.shape.logical())
             .data_parallel_rank(spec.data_parallel)
             .workers(spec.shape.tp, spec.shape.pp);
@@ -324,14 +323,14 @@ impl Engine {
             Order::Decode { request, prompt, tokens, cached, params, within } => {
                 let params = parsed(&params)?;
                 let blocks = self.take(tokens)?;
+                let computed = (cached * self.shape.logical()).min(tokens);
                 for rank in &self.ranks {
                     rank.poison(&blocks)?;
-                    rank.fill(prompt, &blocks, 0..(cached * self.shape.logical()).min(tokens))?;
+                    rank.fill(prompt, &blocks, 0..computed)?;
                 }
                 let wanted = BlockLists::single(&blocks[cached as usize..]);
-                let begun = Instant::now();
-                let fetch =
-                    Some(Decode::new(&self.connector).fetch(&*request, &params, wanted, within));
+                let (begun, decode) = (Instant::now(), Decode::new(&self.connector));
+                let fetch = Some(decode.fetch(&*request, &params, computed, wanted, within));
                 self.loads.insert(request, Load { fetch, begun, prompt, blocks, cached, tokens });
                 Ok(Answer::Done)
             }
@@ -346,7 +345,7 @@ impl Engine {
                 let held = self.checks.hold(&self.ranks[0], &expected, || {
                     let (begun, wanted) = (Instant::now(), BlockLists::single(&blocks[..]));
                     let fetch =
-                        Some(Decode::new(connector).fetch(&*request, &params, wanted, within));
+                        Some(Decode::new(connector).fetch(&*request, &params, 0, wanted, within));
                     loads.insert(request, Load { fetch, begun, prompt, blocks, cached: 0, tokens });
                     Ok(())
                 })?;
@@ -364,7 +363,7 @@ impl Engine {
                 page.iter().try_for_each(HungPage::take_away)?;
                 let (begun, wanted) = (Instant::now(), BlockLists::single(&blocks[..]));
                 let fetch =
-                    Some(Decode::new(&self.connector).fetch(&*request, &params, wanted, within));
+                    Some(Decode::new(&self.connector).fetch(&*request, &params, 0, wanted, within));
                 self.loads
                     .insert(request, Load { fetch, begun, prompt, blocks, cached: 0, tokens });
                 let stopped = match page {
@@ -481,10 +480,10 @@ impl Engine {
             Error::new(ErrorKind::TimedOut, format!("no outcome within {patience:?}"))
         })? {
             Ok(loaded) => {
-                let checked = self.check(prompt, &blocks, loaded.tokens.min(tokens));
+                let checked = self.check(prompt, &blocks, loaded.tokens.end.min(tokens));
                 self.free.extend(blocks);
                 checked?;
-                Ok(Answer::Loaded { tokens: loaded.tokens, took })
+                Ok(Answer::Loaded { tokens: loaded.tokens.end, took })
             }
             Err(Failed { why, then, invalid, holder }) => {
                 // Every byte is right of what counts as loaded.

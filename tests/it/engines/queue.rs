@@ -92,7 +92,7 @@ impl Queue {
         for outcome in connector.outcomes() {
             match outcome {
                 Outcome::Loaded { request, computed } => {
-                    self.ended.insert(request, Ok(Loaded { tokens: computed }));
+                    self.ended.insert(request, Ok(Loaded { tokens: 0..computed }));
                 }
                 Outcome::Failed { request, failure, then, invalid, held } => {
                     let holder = (!held.is_empty()).then(|| Holder::Queued(request.clone()));

@@ -137,8 +137,14 @@ impl MooncakeWorker {
     }
 
     fn settle(&mut self, now: Time, name: &RequestId) {
-        let over = self.transfers.settle(now, name);
-        self.output.finished_sending.extend(over);
+        let is_late = self.transfers.is_expired(name);
+        if let Some(request) = self.transfers.settle(now, name) {
+            if is_late {
+                let setting = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT";
+                self.output.failures.push(TransferFailure::lease_expired(&request, setting));
+            }
+            self.output.finished_sending.push(request);
+        }
     }
 
     /// A decode's worker asks for blocks, or lets go of them. `ask` is the way back to it.

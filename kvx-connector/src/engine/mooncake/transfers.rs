@@ -140,6 +140,14 @@ impl Transfers {
         self.settle(now, name)
     }
 
+    /// Whether a transfer was kept as long as it is, and not all its readers have had its blocks.
+    pub(super) fn is_expired(&self, name: &RequestId) -> bool {
+        self.by_name.get(name).is_some_and(|transfer| {
+            let all = transfer.readers > 0 && transfer.had.len() >= transfer.readers;
+            transfer.expired && !all
+        })
+    }
+
     /// Gives the request if nobody needs its blocks any more, and nothing reads them.
     pub(super) fn settle(&mut self, now: Time, name: &RequestId) -> Option<RequestId> {
         let transfer = self.by_name.get(name).filter(|transfer| transfer.ready.is_some())?;

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use kvx_config::BlockRelease;
+
 use super::super::action::{Action, Connection, MoveId};
 use super::super::failure::{FailureKind, LoadFailure, TransferFailure};
 use super::super::identity::{RequestId, WorkerRank};
@@ -375,12 +377,22 @@ impl Worker {
         while let Some(request) = self.sends.take_expired(now) {
             self.output.stats.record_expired();
             if self.pushes.expired(&request) {
+                self.note_expiry(&request);
                 self.output.finished_sending.push(request);
             } else if self.pushes.grants(&request) {
                 // A decode of kvx renews the lease for as long as it waits, and nothing is written behind its grants.
                 self.cancel_moves(&request);
             }
         }
+    }
+
+    /// Blocks are released though not all that were to read them have.
+    pub(super) fn note_expiry(&mut self, request: &RequestId) {
+        let setting = match self.settings.release {
+            BlockRelease::Lease(_) => "kv_lease_duration of kv_connector_extra_config",
+            BlockRelease::After(_) => "VLLM_NIXL_ABORT_REQUEST_TIMEOUT",
+        };
+        self.output.failures.push(TransferFailure::lease_expired(request, setting));
     }
 
     pub(super) fn fence(&mut self, request: &RequestId) {

@@ -68,6 +68,8 @@ struct Push {
     failed: bool,
     /// Nobody keeps the blocks any longer than the writes do.
     expired: bool,
+    /// It is the end of the lease that took them back, and neither the decode nor this engine.
+    lease_is_over: bool,
 }
 
 /// Who is waiting under one shared name.
@@ -160,7 +162,7 @@ impl Pushes {
     pub(super) fn expired(&mut self, request: &RequestId) -> bool {
         self.take_ready(request.as_str());
         let Some(push) = self.running.get_mut(request) else { return true };
-        push.expired = true;
+        (push.expired, push.lease_is_over) = (true, true);
         if push.unsettled > 0 {
             return false;
         }
@@ -360,6 +362,7 @@ impl Worker {
                 unsettled: 0,
                 failed: false,
                 expired: false,
+                lease_is_over: false,
             };
             self.pushes.running.insert(request.clone(), push);
             self.find_decode(now, &request);
@@ -458,7 +461,7 @@ impl Worker {
     fn push_over(&mut self, now: Time, request: &RequestId) {
         let Some(push) = self.pushes.running.get_mut(request) else { return };
         let connection = push.connection.take();
-        let (keeps, expired) = (push.failed, push.expired);
+        let (keeps, expired, lease_is_over) = (push.failed, push.expired, push.lease_is_over);
         let untold = std::mem::take(&mut push.untold).into_iter().filter(|_| !keeps);
         if let (Some(connection), Some(bytes)) =
             (connection, push.registration.written(self.settings.tp_size))
@@ -469,6 +472,9 @@ impl Worker {
             }
         }
         if !keeps || expired {
+            if keeps && lease_is_over {
+                self.note_expiry(request);
+            }
             self.pushes.running.remove(request);
             self.sends.remove(request.as_str());
             self.output.finished_sending.push(request.clone());

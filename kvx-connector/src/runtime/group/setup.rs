@@ -97,8 +97,7 @@ pub(super) fn of_told(
     let &[tp, pp, dcp] = sizes.as_deref().unwrap_or_default() else {
         return Err(unreadable("sizes"));
     };
-    let builder = ConnectorBuilder::new(&config, registry)
-        .model(factors)
+    let builder = ConnectorBuilder::new(&config, registry, factors)
         .groups(groups.collect::<Result<Vec<_>>>()?)
         .data_parallel_rank(size("data_parallel")?)
         .workers(tp, pp)

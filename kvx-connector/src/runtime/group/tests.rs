@@ -24,7 +24,7 @@ fn engine(path: &std::path::Path) -> Connector {
     let mut factors = CompatibilityFactors::new(Dialect::default(), "a model");
     (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (1, 4, 1);
     let builder =
-        Connector::builder(&config, Registry::new()).model(factors).block_size(16).workers(2, 1);
+        Connector::builder(&config, Registry::new(), factors).block_size(16).workers(2, 1);
     let connector = builder.any_port().build_blocking().unwrap();
     drop(connector.group(path, LIMIT));
     connector

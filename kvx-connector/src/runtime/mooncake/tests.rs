@@ -291,8 +291,8 @@ fn questions_that_cannot_be_right_are_answered_in_words_and_all_else_goes_on() {
 fn fetches(prefill: &Connector, decode: &Connector) {
     let blocks = |at: u32| BlockLists::single(&[at][..]);
     let (lease, params) = Prefill::new(prefill).publish("r", blocks(1), 16).unwrap();
-    let fetch = Decode::new(decode).fetch("r", &params, blocks(2), LIMIT);
-    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 16 });
+    let fetch = Decode::new(decode).fetch("r", &params, 0, blocks(2), LIMIT);
+    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..16 });
     lease.wait(LIMIT).unwrap();
 }
 
@@ -342,8 +342,9 @@ fn layouts_and_grants_that_lie_are_written_nowhere() {
             assert!(why.contains(word), "{word}: {why}");
         });
     }
-    let fetch = Decode::new(&decode).fetch("d-1", &params, BlockLists::single(&[3, 2][..]), LIMIT);
-    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 32 });
+    let fetch =
+        Decode::new(&decode).fetch("d-1", &params, 0, BlockLists::single(&[3, 2][..]), LIMIT);
+    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..32 });
     lease.wait(LIMIT).unwrap();
     fetches(&prefill, &decode);
 }

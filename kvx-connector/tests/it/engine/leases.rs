@@ -118,6 +118,9 @@ fn blocks_that_nobody_fetches_are_free_when_the_lease_ends() {
     assert_eq!(prefill.outcomes(5.99), []);
     assert_eq!(prefill.outcomes(6.0), [freed("p-r")], "the moment itself is too late");
     assert_eq!(prefill.metric("vllm:nixl_num_kv_expired_reqs"), 1.0);
+    let [line] = &prefill.log[..] else { panic!("{:?}", prefill.log) };
+    assert!(line.contains("request p-r") && line.contains("kv_lease_duration"), "{line}");
+    assert_eq!(prefill.metric("vllm:nixl_num_failed_transfers"), 0.0, "nothing has failed");
     assert_eq!(prefill.outcomes(60.0), []);
     assert_eq!(prefill.worker.next_deadline(), None);
 }

@@ -262,6 +262,8 @@ fn a_failed_write_leaves_the_blocks_until_the_lease_ends_and_reports_them_once()
     prefill.worker.move_resolved(at(1.0), write.id, Err(failed()));
     assert_eq!(prefill.outcomes(29.0), []);
     assert!(matches!(&prefill.outcomes(30.0)[..], [Outcome::Free { .. }]));
+    let is_said = prefill.log.iter().any(|line| line.contains("kv_lease_duration"));
+    assert!(is_said, "{:?}", prefill.log);
     assert_eq!(prefill.outcomes(60.0), []);
 }
 
@@ -274,6 +276,7 @@ fn a_lease_that_ends_during_a_write_waits_for_it() {
     assert!(matches!(&prefill.outcomes(32.0)[..], [Outcome::Free { .. }]));
     assert_eq!(prefill.outcomes(33.0), []);
     assert_eq!(prefill.metric("vllm:nixl_num_kv_expired_reqs"), 1.0);
+    assert!(prefill.log.is_empty(), "the decode has the blocks: {:?}", prefill.log);
 }
 
 #[test]

@@ -152,8 +152,11 @@ fn blocks_that_nobody_asks_for_are_free_at_the_time_limit() {
     assert!(prefill.outcomes(479.9).is_empty());
     assert_eq!(prefill.outcomes(480.0), [free("p-1")]);
     assert_eq!(prefill.stats.reduce().expired, 1);
+    let [line] = &prefill.log[..] else { panic!("{:?}", prefill.log) };
+    let setting = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT";
+    assert!(line.contains("request p-1") && line.contains(setting), "{line}");
     let late = refusal(&prefill.asked(481.0, 1, &question(D1, &[("d-1", "x-1", &[100])])));
-    assert!(late.err_msg.unwrap().contains("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"));
+    assert!(late.err_msg.unwrap().contains(setting));
     prefill.outcomes(2000.0);
     assert!(prefill.worker.next_deadline().is_none(), "the name is forgotten too");
 }

@@ -151,7 +151,7 @@ fn calls_of_a_load(extra: &str, buffer: &str) -> [u64; 2] {
         let (lease, params) = prefill.publish(&format!("p{round}"), &[5, 6, 8], 3 * BLOCK).unwrap();
         decode.fetch(&format!("d{round}"), &params, &[1, 2, 3], LIMIT).wait_blocking().unwrap();
         assert_eq!(decode.wrong(round, &[1, 2, 3], 0..3 * BLOCK), 0, "{buffer}");
-        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
     }
     let mut called = |function| {
         let counts =

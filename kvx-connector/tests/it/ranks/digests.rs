@@ -41,7 +41,7 @@ fn blocks_are_published_with_their_digests(backend: &str) {
                 prefill.publish(&format!("p{round}"), &[5, 6, 8], 3 * BLOCK).unwrap();
             load(&decode, &format!("d{round}"), &params).unwrap();
             assert_eq!(decode.wrong(round, &[1, 2, 3], 0..3 * BLOCK), 0, "{from} to {to}");
-            assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+            assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
         }
         prefill.end();
         decode.end();

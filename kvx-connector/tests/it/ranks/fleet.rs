@@ -198,7 +198,7 @@ impl Fleet {
         blocks: &[u32],
         by: Duration,
     ) -> Fetch {
-        Decode::new(&self.connector).fetch(request, params, lists(blocks), by)
+        Decode::new(&self.connector).fetch(request, params, 0, lists(blocks), by)
     }
 
     /// Ends it: its ranks say that nothing touches their memory any more.

@@ -31,10 +31,10 @@ pub(crate) fn prompts_arrive(mut prefill: Fleet, mut decode: Fleet) {
         let request = format!("r{number}");
         let (lease, params) = prefill.publish(&request, &here, tokens).unwrap();
         let loaded = decode.fetch(&request, &params, &there, LIMIT).wait_blocking().unwrap();
-        assert_eq!(loaded.tokens, tokens);
+        assert_eq!(loaded.tokens, 0..tokens);
         let wrong = decode.wrong(number, &there, 0..tokens);
         assert_eq!(wrong, 0, "{} to {}, {tokens} tokens", prefill.tp, decode.tp);
-        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
     }
     assert!(prefill.connector.is_idle() && decode.connector.is_idle());
     prefill.end();
@@ -77,7 +77,7 @@ pub(crate) fn a_prompt_arrives_beside_the_engine(mut prefill: Fleet, decode: Con
     let (tokens, here, there) = (3 * BLOCK, [1, 2, 3], [6, 5, 4]);
     prefill.compute(9, &here, tokens);
     let (_lease, params) = prefill.publish("r", &here, tokens).unwrap();
-    Decode::new(&connector).fetch("r", &params, lists(&there), LIMIT).wait_blocking().unwrap();
+    Decode::new(&connector).fetch("r", &params, 0, lists(&there), LIMIT).wait_blocking().unwrap();
     let part = Part { pool: &own, tp: 2, rank: 0, blocks: BLOCKS };
     assert_eq!(part.wrong(9, &there, 0..tokens), 0);
     other.say(&format!("wrong 9 6,5,4 0 {tokens}")).unwrap_or_else(|why| panic!("{why}"));

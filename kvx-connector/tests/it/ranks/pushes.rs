@@ -72,7 +72,7 @@ fn no_rank_is_written_to_before_all_have_started(backend: &str) {
     assert!(decode.connector.wait(LIMIT));
     assert_eq!(decode.connector.outcomes(), [Outcome::Loaded { request, computed: tokens }]);
     assert_eq!(decode.wrong(3, &there, 0..tokens), 0);
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
     prefill.end();
     decode.end();
 }

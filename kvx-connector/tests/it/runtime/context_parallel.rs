@@ -74,8 +74,8 @@ fn each_rank_gets_its_part(start: fn(&str, &str) -> ConnectorBuilder) {
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("r", lists(&here), tokens).unwrap();
     assert_eq!((params.tp_size, params.dcp_size), (Some(2), Some(2)));
-    let fetch = Decode::new(&decode.connector).fetch("r", &params, lists(&there), LIMIT);
-    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens });
+    let fetch = Decode::new(&decode.connector).fetch("r", &params, 0, lists(&there), LIMIT);
+    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..tokens });
     for (rank, pool) in decode.pools.iter().enumerate() {
         for (layer, at, place) in blocks(there) {
             let mut bytes = [0; LEN];
@@ -83,7 +83,7 @@ fn each_rank_gets_its_part(start: fn(&str, &str) -> ConnectorBuilder) {
             assert_eq!(bytes, content(rank, layer, at), "rank {rank}, layer {layer}, block {at}");
         }
     }
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
     end([decode, prefill]);
 }
 
@@ -131,6 +131,6 @@ fn end(engines: [Engine; 2]) {
 
 /// Why a load of one block fails.
 fn refused(decode: &Engine, params: &TransferParams) -> String {
-    let fetch = Decode::new(&decode.connector).fetch("d", params, lists(&[2]), LIMIT);
+    let fetch = Decode::new(&decode.connector).fetch("d", params, 0, lists(&[2]), LIMIT);
     fetch.wait(LIMIT).unwrap().unwrap_err().to_string()
 }

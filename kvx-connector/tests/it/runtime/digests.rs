@@ -29,7 +29,7 @@ fn loaded_after(
     let publish = Prefill::new(&prefill.connector).publish(request, lists(&[5, 6, 8]), 3 * BLOCK);
     let (_lease, params) = publish.unwrap();
     spoil(prefill);
-    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1, 2, 3]), LIMIT);
+    let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1, 2, 3]), LIMIT);
     fetch.wait(LIMIT).unwrap().map(drop)
 }
 
@@ -71,7 +71,7 @@ fn a_block_that_was_spoilt_is_not_made_right_by_publishing_it_again() {
         prefill.compute(8, &[6], 1);
         let again = Prefill::new(&prefill.connector).publish("s", lists(&[5, 6]), 2 * BLOCK);
         let (_lease, params) = again.unwrap();
-        let fetch = Decode::new(&decode.connector).fetch("e", &params, lists(&[11, 12]), LIMIT);
+        let fetch = Decode::new(&decode.connector).fetch("e", &params, 0, lists(&[11, 12]), LIMIT);
         assert_eq!(fetch.wait(LIMIT).unwrap().unwrap_err().invalid, [12]);
     };
     let error = loaded_after(&prefill, &decode, spoil).unwrap_err();

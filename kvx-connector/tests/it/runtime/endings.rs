@@ -34,10 +34,10 @@ fn who_comes_after_a_lease_was_dropped_is_refused() {
     let (shared, theirs) =
         Prefill::new(&prefill.connector).publish("s", lists(&[5]), BLOCK).unwrap();
     drop(lease);
-    let fetch = Decode::new(&decode.connector).fetch("d1", &theirs, lists(&[1]), LIMIT);
+    let fetch = Decode::new(&decode.connector).fetch("d1", &theirs, 0, lists(&[1]), LIMIT);
     fetch.wait(LIMIT).unwrap().unwrap();
-    assert_eq!(shared.wait(LIMIT).unwrap(), Released::Free);
-    let fetch = Decode::new(&decode.connector).fetch("d2", &params, lists(&[2]), LIMIT);
+    assert_eq!(shared.wait(LIMIT).unwrap(), Released::Fetched);
+    let fetch = Decode::new(&decode.connector).fetch("d2", &params, 0, lists(&[2]), LIMIT);
     let error = fetch.wait(LIMIT).unwrap().unwrap_err();
     assert_eq!(
         (error.failure, error.then, error.invalid),
@@ -52,14 +52,14 @@ fn a_dropped_fetch_releases_both_sides() {
     let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
-    drop(Decode::new(&decode.connector).fetch("d", &params, lists(&[1]), LIMIT));
+    drop(Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1]), LIMIT));
     assert_eq!(outcome(&decode.connector), Outcome::Free { request: "d".into(), kept: Kept::Load });
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("r2", lists(&[5]), BLOCK).unwrap();
-    let held = Decode::new(&decode.connector).fetch("d2", &params, lists(&[1]), LIMIT).cancel();
+    let held = Decode::new(&decode.connector).fetch("d2", &params, 0, lists(&[1]), LIMIT).cancel();
     assert_eq!(held.wait(LIMIT).unwrap(), Released::Free);
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
     assert!(is_idle_soon(&prefill.connector) && is_idle_soon(&decode.connector));
     assert_eq!(decode.connector.outcomes(), []);
 }
@@ -72,10 +72,13 @@ fn a_name_that_is_in_use_changes_nothing_for_whose_it_is() {
         Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     let error = Prefill::new(&prefill.connector).publish("r", lists(&[6]), BLOCK).unwrap_err();
     assert!(error.to_string().contains("has not ended yet"), "{error}");
-    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1]), LIMIT);
-    drop(Decode::new(&decode.connector).fetch("d", &params, lists(&[2]), LIMIT));
+    let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1]), LIMIT);
+    drop(Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[2]), LIMIT));
     fetch.wait(LIMIT).unwrap().unwrap();
-    assert_eq!((decode.wrong(1, &[1], 0..BLOCK), lease.wait(LIMIT).unwrap()), (0, Released::Free));
+    assert_eq!(
+        (decode.wrong(1, &[1], 0..BLOCK), lease.wait(LIMIT).unwrap()),
+        (0, Released::Fetched)
+    );
     assert_eq!(decode.connector.outcomes(), [], "the blocks of the one with the name are not free");
     let (again, _) = Prefill::new(&prefill.connector).publish("r", lists(&[6]), BLOCK).unwrap();
     drop(again);
@@ -89,10 +92,10 @@ fn a_fetch_that_never_began_frees_its_blocks_once() {
         Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     params.do_remote_prefill = false;
     let held =
-        Decode::new(&decode.connector).fetch("cancelled", &params, lists(&[1]), LIMIT).cancel();
+        Decode::new(&decode.connector).fetch("cancelled", &params, 0, lists(&[1]), LIMIT).cancel();
     assert!(held.is_empty());
     assert_eq!(decode.connector.outcomes(), [], "the call has said so");
-    drop(Decode::new(&decode.connector).fetch("dropped", &params, lists(&[1]), LIMIT));
+    drop(Decode::new(&decode.connector).fetch("dropped", &params, 0, lists(&[1]), LIMIT));
     assert_eq!(
         outcome(&decode.connector),
         Outcome::Free { request: "dropped".into(), kept: Kept::Load }
@@ -117,12 +120,15 @@ fn blocks_come_back_when_nobody_comes_and_stay_while_somebody_waits() {
         deadline: None,
     };
     decode.connector.on_new_request(arrival).unwrap();
-    assert_eq!(lost.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(lost.wait(LIMIT).unwrap(), Released::Expired);
     assert!((1..4).contains(&begun.elapsed().as_secs()), "{:?}", begun.elapsed());
     let wanted = wanted.wait(Duration::from_secs(3)).expect_err("its lease is renewed");
-    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[3]), LIMIT);
+    let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[3]), LIMIT);
     fetch.wait(LIMIT).unwrap().unwrap();
-    assert_eq!((decode.wrong(2, &[3], 0..BLOCK), wanted.wait(LIMIT).unwrap()), (0, Released::Free));
+    assert_eq!(
+        (decode.wrong(2, &[3], 0..BLOCK), wanted.wait(LIMIT).unwrap()),
+        (0, Released::Fetched)
+    );
 }
 
 #[test]
@@ -133,7 +139,7 @@ fn a_load_without_a_peer_fails_in_time_and_the_next_one_works() {
         Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     prefill.end();
     assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free, "a shutdown that was proven frees all");
-    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1]), LIMIT);
+    let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1]), LIMIT);
     let error = fetch.wait(LIMIT).unwrap().unwrap_err();
     assert!(
         matches!(&error.failure, LoadFailure::Handshake(why) if why.contains("VLLM_NIXL_SIDE_CHANNEL")),
@@ -143,7 +149,7 @@ fn a_load_without_a_peer_fails_in_time_and_the_next_one_works() {
     let again = Engine::new("prefill", extra, 1);
     again.compute(3, &[5], BLOCK);
     let (_lease, params) = Prefill::new(&again.connector).publish("r", lists(&[5]), BLOCK).unwrap();
-    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1]), LIMIT);
+    let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1]), LIMIT);
     fetch.wait(LIMIT).unwrap().unwrap();
     assert_eq!(decode.wrong(3, &[1], 0..BLOCK), 0);
 }
@@ -162,12 +168,12 @@ fn an_engine_that_comes_back_under_its_name_is_asked_anew() {
             let (lease, params) =
                 Prefill::new(&prefill.connector).publish(&*name, lists(&[5]), BLOCK).unwrap();
             match Decode::new(&decode.connector)
-                .fetch(&*name, &params, lists(&[1]), LIMIT)
+                .fetch(&*name, &params, 0, lists(&[1]), LIMIT)
                 .wait(LIMIT)
                 .unwrap()
             {
                 Ok(_) => {
-                    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+                    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
                     break;
                 }
                 Err(error) => assert!(Instant::now() < until, "life {life}: {error}"),
@@ -183,17 +189,20 @@ fn caches_are_given_back_and_registered_anew() {
     let (mut prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
     let (lease, before) =
         Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
-    let fetch = Decode::new(&decode.connector).fetch("d", &before, lists(&[1]), LIMIT);
+    let fetch = Decode::new(&decode.connector).fetch("d", &before, 0, lists(&[1]), LIMIT);
     fetch.wait(LIMIT).unwrap().unwrap();
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
     prefill.register_anew();
     prefill.compute(4, &[5], BLOCK);
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     assert!(params.remote_registration_generation > before.remote_registration_generation);
-    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1]), LIMIT);
+    let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1]), LIMIT);
     fetch.wait(LIMIT).unwrap().unwrap();
-    assert_eq!((decode.wrong(4, &[1], 0..BLOCK), lease.wait(LIMIT).unwrap()), (0, Released::Free));
+    assert_eq!(
+        (decode.wrong(4, &[1], 0..BLOCK), lease.wait(LIMIT).unwrap()),
+        (0, Released::Fetched)
+    );
 }
 
 #[test]
@@ -203,7 +212,7 @@ fn the_policy_says_what_becomes_of_a_request_whose_load_failed() {
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("r", lists(&[5, 6]), 2 * BLOCK).unwrap();
     drop(lease);
-    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1, 2]), LIMIT);
+    let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1, 2]), LIMIT);
     let error = fetch.wait(LIMIT).unwrap().unwrap_err();
     assert_eq!((error.failure, error.then), (LoadFailure::Stale, Then::Recompute { computed: 0 }));
 }
@@ -217,8 +226,13 @@ fn what_was_published_before_caches_were_given_back_is_not_loaded() {
             Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
         // The other worker keeps its caches, and so the words of all blocks.
         prefill.register_one_anew(0);
-        let fetch =
-            Decode::new(&decode.connector).fetch("r", &params, lists(&[1]), Duration::from_secs(3));
+        let fetch = Decode::new(&decode.connector).fetch(
+            "r",
+            &params,
+            0,
+            lists(&[1]),
+            Duration::from_secs(3),
+        );
         fetch.wait(LIMIT).unwrap().unwrap_err();
     }
 }

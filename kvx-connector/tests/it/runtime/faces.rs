@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use kvx_connector::engine::LoadFailure;
 use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{Decode, Loaded, Prefill, Released};
 use kvx_testkit::test;
@@ -29,7 +30,7 @@ fn a_lease_that_has_ended_takes_nothing_back_from_the_next_of_its_name() {
     let publish = || Prefill::new(&prefill.connector).publish("r", lists(&here), tokens).unwrap();
     let fetch = |name: &str, params: &TransferParams| {
         Decode::new(&decode.connector)
-            .fetch(name, params, lists(&[7, 1, 30]), LIMIT)
+            .fetch(name, params, 0, lists(&[7, 1, 30]), LIMIT)
             .wait_blocking()
             .unwrap()
     };
@@ -43,9 +44,9 @@ fn a_lease_that_has_ended_takes_nothing_back_from_the_next_of_its_name() {
     // Nobody has asked the first one yet.
     let (second, params) = publish();
     drop(first);
-    assert_eq!(fetch("e", &params), Loaded { tokens });
+    assert_eq!(fetch("e", &params), Loaded { tokens: 0..tokens });
     assert_eq!(decode.wrong(1, &[7, 1, 30], 0..tokens), 0);
-    assert_eq!(second.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(second.wait(LIMIT).unwrap(), Released::Fetched);
     decode.end();
     prefill.end();
 }
@@ -60,15 +61,56 @@ fn what_the_engine_has_already_is_not_loaded() {
         let (lease, params) = Prefill::new(&prefill.connector)
             .publish(format!("r{at}"), lists(&here), tokens)
             .unwrap();
-        let loaded =
-            Decode::new(&decode.connector).fetch(format!("d{at}"), &params, lists(there), LIMIT);
-        assert_eq!(loaded.wait(LIMIT).unwrap().unwrap(), Loaded { tokens });
         let cached = 3 - there.len() as u32;
+        let computed = (cached * BLOCK).min(tokens);
+        let fetch = Decode::new(&decode.connector).fetch(
+            format!("d{at}"),
+            &params,
+            computed,
+            lists(there),
+            LIMIT,
+        );
+        assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: computed..tokens });
         let blocks: Vec<u32> = (0..cached).map(|_| 63).chain(there.iter().copied()).collect();
-        assert_eq!(decode.wrong(1, &blocks, (cached * BLOCK).min(tokens)..tokens), 0, "{there:?}");
-        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free, "{there:?}");
+        assert_eq!(decode.wrong(1, &blocks, computed..tokens), 0, "{there:?}");
+        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched, "{there:?}");
     }
     assert!(prefill.connector.is_idle() && decode.connector.is_idle());
+}
+
+/// One block too few would arrive shifted by a block, one too many would leave the last one as it was.
+#[test]
+fn blocks_that_do_not_match_the_tokens_at_hand_are_refused() {
+    for start in [Engine::new, Engine::pushing, Engine::mooncake] {
+        let (prefill, decode) = (start("prefill", "{}", 1), start("decode", "{}", 1));
+        let (here, tokens) = ([3, 9, 4], 2 * BLOCK + 5);
+        prefill.compute(1, &here, tokens);
+        let (lease, params) =
+            Prefill::new(&prefill.connector).publish("r", lists(&here), tokens).unwrap();
+        let fetch = |computed, there: &[u32]| {
+            Decode::new(&decode.connector)
+                .fetch("r", &params, computed, lists(there), LIMIT)
+                .wait_blocking()
+        };
+        for (computed, there, word) in [
+            (0, &[7, 1][..], "need 3"),
+            (0, &[7, 1, 30, 2], "need 3"),
+            (BLOCK, &[7, 1, 30], "need 2"),
+            (BLOCK, &[30], "need 2"),
+            (0, &[], "need 3"),
+            (tokens, &[30], "need 0"),
+            (BLOCK - 1, &[7, 1, 30], "whole blocks"),
+            (tokens + 1, &[], "has 37"),
+        ] {
+            let error = fetch(computed, there).unwrap_err();
+            let refused = matches!(&error.failure, LoadFailure::Refused(why) if why.contains(word));
+            assert!(refused && error.held.is_empty(), "{computed} {there:?}: {error}");
+        }
+        // Nothing was taken from the prefill's lease.
+        assert_eq!(fetch(0, &[7, 1, 30]).unwrap(), Loaded { tokens: 0..tokens });
+        assert_eq!(decode.wrong(1, &[7, 1, 30], 0..tokens), 0);
+        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
+    }
 }
 
 #[test]
@@ -76,8 +118,10 @@ fn what_cannot_be_fetched_or_published_is_said_in_the_words_of_the_caller() {
     let (prefill, decode) = (Engine::new("prefill", "{}", 1), Engine::new("decode", "{}", 1));
     let mut nobody = TransferParams::default();
     nobody.do_remote_prefill = true;
-    let why =
-        Decode::new(&decode.connector).fetch("d", &nobody, lists(&[1]), LIMIT).wait(LIMIT).unwrap();
+    let why = Decode::new(&decode.connector)
+        .fetch("d", &nobody, 0, lists(&[1]), LIMIT)
+        .wait(LIMIT)
+        .unwrap();
     let why = why.unwrap_err().to_string();
     assert!(why.contains("remote_") && !why.contains("blocks to fill"), "{why}");
     prefill.connector.shutdown(LIMIT).wait(LIMIT).unwrap();
@@ -98,7 +142,13 @@ fn sixty_prompts_at_once_are_each_their_own() {
     };
     let published: Vec<_> = (0..60).map(publish).collect();
     let fetch = |(at, (_, params)): (usize, &(_, _))| {
-        Decode::new(&decode.connector).fetch(format!("d{at}"), params, lists(&[at as u32]), LIMIT)
+        Decode::new(&decode.connector).fetch(
+            format!("d{at}"),
+            params,
+            0,
+            lists(&[at as u32]),
+            LIMIT,
+        )
     };
     let fetched: Vec<_> = published.iter().enumerate().map(fetch).collect();
     for (at, fetch) in fetched.into_iter().enumerate() {
@@ -106,7 +156,7 @@ fn sixty_prompts_at_once_are_each_their_own() {
         assert_eq!(decode.wrong(at as u16, &[at as u32], 0..BLOCK), 0);
     }
     for (lease, _) in published {
-        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
     }
     assert!(prefill.connector.is_idle() && decode.connector.is_idle());
 }

@@ -64,8 +64,8 @@ fn wait_until(what: &str, is: impl Fn() -> bool) {
 }
 
 fn fetched(decode: &Engine, name: &str, params: &TransferParams, blocks: &[u32], tokens: u32) {
-    let fetch = Decode::new(&decode.connector).fetch(name, params, lists(blocks), LIMIT);
-    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens });
+    let fetch = Decode::new(&decode.connector).fetch(name, params, 0, lists(blocks), LIMIT);
+    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..tokens });
 }
 
 #[test]
@@ -208,14 +208,14 @@ fn no_older_copy_gets_into_loaded_blocks() {
     wait_until("nothing is copied", || there.waiting() == 1);
     decode.connector.computed(&given_up, &lists(&[1, 2]), 2 * BLOCK);
     decode.connector.request_finished(&given_up, Ending::aborted());
-    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1, 2]), LIMIT);
+    let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1, 2]), LIMIT);
     // Long enough for a read that does not wait.
     std::thread::sleep(Duration::from_millis(300));
     assert_eq!(there.waiting(), 1);
     there.release();
-    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 2 * BLOCK });
+    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..2 * BLOCK });
     assert_eq!(decode.wrong(1, &[1, 2], 0..2 * BLOCK), 0);
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
 }
 
 #[test]
@@ -241,7 +241,7 @@ fn a_load_that_does_not_get_to_the_device_has_failed() {
         let (_lease, params) =
             Prefill::new(&prefill.connector).publish(name, lists(&[5]), BLOCK).unwrap();
         there.next([act]);
-        let fetch = Decode::new(&decode.connector).fetch(name, &params, lists(&[1]), LIMIT);
+        let fetch = Decode::new(&decode.connector).fetch(name, &params, 0, lists(&[1]), LIMIT);
         fetch.wait(LIMIT).unwrap().unwrap_err()
     };
     let failed = fetch("r", Act::Fail);
@@ -289,10 +289,10 @@ fn caches_are_given_back_after_a_load_that_is_being_copied() {
     let (_lease, params) =
         Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
     there.hold();
-    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1]), LIMIT);
+    let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1]), LIMIT);
     wait_until("nothing is copied to the device", || there.waiting() == 1);
     are_given_back_when_released(&decode, &there);
-    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: BLOCK });
+    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..BLOCK });
     assert_eq!(decode.wrong(1, &[1], 0..BLOCK), 0);
 }
 
@@ -305,7 +305,7 @@ fn digests_are_of_the_copies() {
         Prefill::new(&prefill.connector).publish("r", lists(&[5, 6]), 2 * BLOCK).unwrap();
     fetched(&decode, "d", &params, &[1, 2], 2 * BLOCK);
     assert_eq!(decode.wrong(1, &[1, 2], 0..2 * BLOCK), 0);
-    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+    assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
 }
 
 /// An engine with a step loop hears of a load when its blocks are on the device, and of none before.

@@ -36,11 +36,11 @@ fn a_decode_with_a_cached_prefix_is_written_the_rest() {
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("r", lists(&[1, 2, 3]), tokens).unwrap();
     decode.compute(5, &[8], BLOCK);
-    let fetch = Decode::new(&decode.connector).fetch("r", &params, lists(&[20, 10]), LIMIT);
-    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens });
+    let fetch = Decode::new(&decode.connector).fetch("r", &params, BLOCK, lists(&[20, 10]), LIMIT);
+    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: BLOCK..tokens });
     assert_eq!(
         (decode.wrong(5, &[8, 20, 10], 0..tokens), lease.wait(LIMIT).unwrap()),
-        (0, Released::Free)
+        (0, Released::Fetched)
     );
 }
 
@@ -54,17 +54,17 @@ fn given_up(prefill: &Engine, decode: &Engine) {
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
     drop(lease);
-    let fetch = Decode::new(&decode.connector).fetch("r", &params, lists(&[1]), LIMIT);
+    let fetch = Decode::new(&decode.connector).fetch("r", &params, 0, lists(&[1]), LIMIT);
     let error = fetch.wait(LIMIT).unwrap().unwrap_err();
     assert!(error.to_string().contains("without the blocks of that transfer"), "{error}");
     assert_eq!(error.held.wait(LIMIT).unwrap(), Released::Free);
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("s", lists(&[1]), BLOCK).unwrap();
-    let held = Decode::new(&decode.connector).fetch("s", &params, lists(&[1]), LIMIT).cancel();
+    let held = Decode::new(&decode.connector).fetch("s", &params, 0, lists(&[1]), LIMIT).cancel();
     assert_eq!(held.wait(LIMIT).unwrap(), Released::Free);
     assert_eq!(
         lease.wait(Duration::from_secs(5)).unwrap(),
-        Released::Free,
+        Released::Fetched,
         "the decode has let go"
     );
     assert!(prefill.connector.is_idle() && decode.connector.is_idle());
@@ -79,10 +79,11 @@ fn free_port() -> u16 {
 fn load(prefill: &Engine, decode: &Engine, request: &str) -> Result<Loaded, LoadError> {
     let (lease, params) =
         Prefill::new(&prefill.connector).publish(request, lists(&[1]), BLOCK).unwrap();
-    let loaded =
-        Decode::new(&decode.connector).fetch(request, &params, lists(&[2]), LIMIT).wait_blocking();
+    let loaded = Decode::new(&decode.connector)
+        .fetch(request, &params, 0, lists(&[2]), LIMIT)
+        .wait_blocking();
     if loaded.is_ok() {
-        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
     }
     loaded
 }
@@ -114,15 +115,15 @@ fn a_bootstrap_server_that_is_down_or_restarted_costs_what_asks_it_then_and_noth
         )
     };
     let first = server();
-    assert_eq!(loads_in_time(&decode, "up"), Some(Loaded { tokens: BLOCK }));
+    assert_eq!(loads_in_time(&decode, "up"), Some(Loaded { tokens: 0..BLOCK }));
     first.shutdown(LIMIT).wait(LIMIT).unwrap();
     // Who has asked before needs it no more.
-    assert_eq!(load(&prefill, &decode, "known").unwrap(), Loaded { tokens: BLOCK });
+    assert_eq!(load(&prefill, &decode, "known").unwrap(), Loaded { tokens: 0..BLOCK });
     load(&prefill, &other, "unknown").unwrap_err();
     let again = server();
     assert_eq!(
         loads_in_time(&other, "again"),
-        Some(Loaded { tokens: BLOCK }),
+        Some(Loaded { tokens: 0..BLOCK }),
         "the workers have registered anew"
     );
     again.shutdown(LIMIT).wait(LIMIT).unwrap();
@@ -145,7 +146,7 @@ fn a_port_that_is_taken_and_legs_of_the_other_role_are_refused_in_words() {
     let (lease, params) =
         Prefill::new(&producer.connector).publish("r", lists(&[1]), BLOCK).unwrap();
     let error = Decode::new(&producer.connector)
-        .fetch("own", &params, lists(&[2]), LIMIT)
+        .fetch("own", &params, 0, lists(&[2]), LIMIT)
         .wait_blocking()
         .unwrap_err();
     assert!(error.to_string().contains("kv_role is kv_producer"), "{error}");
@@ -154,12 +155,13 @@ fn a_port_that_is_taken_and_legs_of_the_other_role_are_refused_in_words() {
     let error = Decode::new(&consumer.connector).fetch(
         "r",
         &TransferParams::ask_prefill(),
+        0,
         lists(&[2]),
         LIMIT,
     );
     assert!(error.wait_blocking().is_err());
-    let fetch = Decode::new(&consumer.connector).fetch("r", &params, lists(&[2]), LIMIT);
-    assert_eq!(fetch.wait_blocking().unwrap(), Loaded { tokens: BLOCK });
+    let fetch = Decode::new(&consumer.connector).fetch("r", &params, 0, lists(&[2]), LIMIT);
+    assert_eq!(fetch.wait_blocking().unwrap(), Loaded { tokens: 0..BLOCK });
     lease.wait(LIMIT).unwrap();
 }
 
@@ -245,7 +247,7 @@ fn caches_that_are_given_back_and_registered_anew_are_asked_for_anew() {
     for round in 0..3 {
         let request = format!("r{round}");
         prefill.compute(round, &[1], BLOCK);
-        assert_eq!(load(&prefill, &decode, &request).unwrap(), Loaded { tokens: BLOCK });
+        assert_eq!(load(&prefill, &decode, &request).unwrap(), Loaded { tokens: 0..BLOCK });
         assert_eq!(decode.wrong(round, &[2], 0..BLOCK), 0);
         match round {
             0 => prefill.register_anew(),
@@ -279,7 +281,7 @@ fn before_0_16_other_sizes_are_refused_in_words_and_both_sides_are_free() {
         let (prefill, decode) = (older("prefill", "{}", from), older("decode", "{}", to));
         let (lease, params) =
             Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
-        let fetch = Decode::new(&decode.connector).fetch("r", &params, lists(&[2]), LIMIT);
+        let fetch = Decode::new(&decode.connector).fetch("r", &params, 0, lists(&[2]), LIMIT);
         let error = fetch.wait_blocking().unwrap_err();
         let words = error.to_string();
         assert!(

@@ -41,9 +41,12 @@ fn a_registration_longer_than_a_notification_travels_in_parts() {
     prefill.compute(8, &last, BLOCK);
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("r", lists(&here), tokens).unwrap();
-    let fetch = Decode::new(&decode.connector).fetch("r", &params, lists(&there), LIMIT);
-    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens });
-    assert_eq!((decode.wrong(8, &ours, 0..BLOCK), lease.wait(LIMIT).unwrap()), (0, Released::Free));
+    let fetch = Decode::new(&decode.connector).fetch("r", &params, 0, lists(&there), LIMIT);
+    assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..tokens });
+    assert_eq!(
+        (decode.wrong(8, &ours, 0..BLOCK), lease.wait(LIMIT).unwrap()),
+        (0, Released::Fetched)
+    );
 }
 
 /// The way that is there leads to what the decode has given back.
@@ -57,10 +60,10 @@ fn a_decode_that_registers_anew_is_written_to() {
         prefill.compute(round, &[3, 9], 2 * BLOCK);
         let (lease, params) =
             Prefill::new(&prefill.connector).publish(&*name, lists(&[3, 9]), 2 * BLOCK).unwrap();
-        let fetch = Decode::new(&decode.connector).fetch(&*name, &params, lists(&[7, 1]), LIMIT);
-        assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 2 * BLOCK });
+        let fetch = Decode::new(&decode.connector).fetch(&*name, &params, 0, lists(&[7, 1]), LIMIT);
+        assert_eq!(fetch.wait(LIMIT).unwrap().unwrap(), Loaded { tokens: 0..2 * BLOCK });
         assert_eq!(decode.wrong(round, &[7, 1], 0..2 * BLOCK), 0);
-        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
         decode.register_anew();
     }
 }
@@ -145,17 +148,25 @@ fn a_load_that_nobody_pushes_fails_in_time_and_the_next_one_works() {
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("other", lists(&[5]), BLOCK).unwrap();
     // The prefill knows no request of that name.
-    let fetch =
-        Decode::new(&decode.connector).fetch("r", &params, lists(&[1]), Duration::from_millis(300));
+    let fetch = Decode::new(&decode.connector).fetch(
+        "r",
+        &params,
+        0,
+        lists(&[1]),
+        Duration::from_millis(300),
+    );
     let error = fetch.wait(LIMIT).unwrap().unwrap_err();
     assert!(matches!(error.failure, LoadFailure::NotPushed | LoadFailure::Deadline), "{error}");
     assert_eq!(error.held.wait(LIMIT).unwrap(), Released::Free);
-    let held = Decode::new(&decode.connector).fetch("s", &params, lists(&[1]), LIMIT).cancel();
+    let held = Decode::new(&decode.connector).fetch("s", &params, 0, lists(&[1]), LIMIT).cancel();
     assert_eq!(held.wait(LIMIT).unwrap(), Released::Free);
     prefill.compute(2, &[5], BLOCK);
-    let fetch = Decode::new(&decode.connector).fetch("other", &params, lists(&[1]), LIMIT);
+    let fetch = Decode::new(&decode.connector).fetch("other", &params, 0, lists(&[1]), LIMIT);
     fetch.wait(LIMIT).unwrap().unwrap();
-    assert_eq!((decode.wrong(2, &[1], 0..BLOCK), lease.wait(LIMIT).unwrap()), (0, Released::Free));
+    assert_eq!(
+        (decode.wrong(2, &[1], 0..BLOCK), lease.wait(LIMIT).unwrap()),
+        (0, Released::Fetched)
+    );
     assert!(prefill.connector.is_idle() && decode.connector.is_idle());
 }
 

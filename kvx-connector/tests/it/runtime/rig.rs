@@ -81,7 +81,7 @@ fn built_at(config: &KvTransferConfig) -> ConnectorBuilder {
     let mut factors = CompatibilityFactors::new(Dialect::default(), "a model");
     (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) =
         (HEADS, 4, LAYERS as u32);
-    Connector::builder(config, registry()).model(factors).block_size(BLOCK)
+    Connector::builder(config, registry(), factors).block_size(BLOCK)
 }
 
 /// Caches of one of `tp` workers in a pool that begins there.
@@ -347,13 +347,14 @@ fn prompts_arrive(prefill: Engine, decode: Engine, called: &str, what: &str) -> 
         let loaded = block_on(Decode::new(&decode.connector).fetch(
             format!("{called}{round}"),
             &params,
+            0,
             lists(&there),
             LIMIT,
         ));
         let loaded = loaded.unwrap_or_else(|error| panic!("{what}: {error}"));
-        assert_eq!(loaded, Loaded { tokens });
+        assert_eq!(loaded, Loaded { tokens: 0..tokens });
         assert_eq!(decode.wrong(round, &there, 0..tokens), 0, "{what}");
-        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Free);
+        assert_eq!(lease.wait(LIMIT).unwrap(), Released::Fetched);
         params
     };
     let params = [0, 1, 2].map(round).into_iter().next_back().unwrap();

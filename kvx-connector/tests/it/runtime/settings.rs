@@ -5,10 +5,15 @@ use kvx_connector::engine::{Allocation, Arrival, LoadFailure, NotLoaded, Request
 use kvx_connector::nixl::NixlPeer;
 use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{Connector, Decode, Group, Prefill, probe};
+use kvx_connector::wire::CompatibilityFactors;
 use kvx_core::{Agent, Error, ErrorKind, Memory, Op};
 use kvx_testkit::test;
 
-use super::rig::{BLOCK, BLOCKS, Engine, LIMIT, builder, caches, config, lists, pool, registry};
+use super::rig::{BLOCK, BLOCKS, Engine, LIMIT, builder, caches, lists, pool, registry};
+
+fn factors(config: &kvx_config::KvTransferConfig) -> CompatibilityFactors {
+    CompatibilityFactors::from_config(config, "a model")
+}
 
 fn says(error: &Error, kind: ErrorKind, words: &[&str]) {
     assert_eq!(error.kind(), kind, "{error}");
@@ -60,7 +65,7 @@ fn blocks_that_are_none_of_the_caches_are_refused_and_nothing_is_ordered() {
     let (_other, params) =
         Prefill::new(&prefill.connector).publish("s", lists(&[1]), BLOCK).unwrap();
     let fetch = |blocks: &[u32]| {
-        let fetch = Decode::new(&decode.connector).fetch("other", &params, lists(blocks), LIMIT);
+        let fetch = Decode::new(&decode.connector).fetch("other", &params, 0, lists(blocks), LIMIT);
         fetch.wait(LIMIT).unwrap()
     };
     for blocks in [&[1, 2][..], &[BLOCKS]] {
@@ -68,7 +73,7 @@ fn blocks_that_are_none_of_the_caches_are_refused_and_nothing_is_ordered() {
         assert!(matches!(error.failure, LoadFailure::Refused(_)), "{error}");
     }
     let (_next, params) = publish(&[2]).unwrap();
-    let fetch = Decode::new(&decode.connector).fetch("next", &params, lists(&[3]), LIMIT);
+    let fetch = Decode::new(&decode.connector).fetch("next", &params, 0, lists(&[3]), LIMIT);
     fetch.wait(LIMIT).unwrap().expect("all else goes on");
 }
 
@@ -83,7 +88,7 @@ fn parameters_of_peers_are_no_better_than_their_words() {
         let (_lease, mut params) = published.unwrap();
         change(&mut params);
         Decode::new(&decode.connector)
-            .fetch(&*name, &params, lists(&[3]), LIMIT)
+            .fetch(&*name, &params, 0, lists(&[3]), LIMIT)
             .wait(LIMIT)
             .unwrap()
     };
@@ -112,7 +117,7 @@ fn nothing_is_loaded_from_parameters_without_blocks() {
         Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
     (params.remote_block_ids, params.remote_num_tokens) = (Some(vec![vec![]]), Some(100));
     let fetch =
-        Decode::new(&decode.connector).fetch("d", &params, lists(&[1, 2, 3, 4, 5, 6, 7]), LIMIT);
+        Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1, 2, 3, 4, 5, 6, 7]), LIMIT);
     let error = fetch.wait(LIMIT).unwrap().unwrap_err();
     assert!(
         matches!(&error.failure, LoadFailure::Refused(why) if why.contains("no blocks")),
@@ -130,7 +135,7 @@ fn a_load_into_windows_alone_reads_them() {
     prefill.compute(7, &[5], BLOCK);
     let (_lease, params) =
         Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap();
-    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[1]), LIMIT);
+    let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[1]), LIMIT);
     fetch.wait(LIMIT).unwrap().unwrap();
     assert_eq!(decode.wrong(7, &[1], 0..BLOCK), 0);
 }
@@ -148,7 +153,7 @@ fn only_hosts_that_are_allowed_are_asked() {
     assert_eq!(refused, NotLoaded::HostNotAllowed("127.0.0.1".into()));
     assert!(refused.to_string().contains("allowed_hosts"), "{refused}");
     let decode = Engine::new("decode", r#"{"allowed_hosts": ["10.1.2.3", "127.0.0.1"]}"#, 1);
-    let fetch = Decode::new(&decode.connector).fetch("d", &params, lists(&[3]), LIMIT);
+    let fetch = Decode::new(&decode.connector).fetch("d", &params, 0, lists(&[3]), LIMIT);
     fetch.wait(LIMIT).unwrap().unwrap();
 }
 
@@ -184,7 +189,8 @@ fn a_port_that_is_taken_is_an_error_with_the_variable_and_a_free_one() {
         .variable("VLLM_NIXL_SIDE_CHANNEL_PORT", &*port);
     let json = r#"{"kv_connector": "NixlConnector", "kv_role": "kv_both"}"#;
     let second = kvx_config::KvTransferConfig::from_json(json, &surroundings).unwrap();
-    let error = Connector::builder(&second, registry()).build_blocking().unwrap_err();
+    let error =
+        Connector::builder(&second, registry(), factors(&second)).build_blocking().unwrap_err();
     says(&error, ErrorKind::Exhausted, &["VLLM_NIXL_SIDE_CHANNEL_PORT", &port]);
 }
 
@@ -203,7 +209,10 @@ fn what_this_runtime_does_not_drive_is_refused_when_it_is_built() {
         );
         let surroundings = kvx_config::Surroundings::default();
         let other = kvx_config::KvTransferConfig::from_json(&json, &surroundings).unwrap();
-        let error = Connector::builder(&other, registry()).any_port().build_blocking().unwrap_err();
+        let error = Connector::builder(&other, registry(), factors(&other))
+            .any_port()
+            .build_blocking()
+            .unwrap_err();
         says(&error, ErrorKind::Unsupported, &words);
     }
     let stages = Engine::mooncake_builder("engine", r#"{"kv_compat": "0.11"}"#).workers(1, 2);
@@ -217,7 +226,5 @@ fn what_this_runtime_does_not_drive_is_refused_when_it_is_built() {
     says(&error, ErrorKind::Invalid, &["KV cache group"]);
     let error = builder("engine", "{}").workers(0, 1).build_blocking().unwrap_err();
     says(&error, ErrorKind::Invalid, &["ConnectorBuilder::workers"]);
-    assert!(
-        Connector::builder(&config("engine", "{}"), registry()).any_port().build_blocking().is_ok()
-    );
+    assert!(builder("engine", "{}").build_blocking().is_ok());
 }

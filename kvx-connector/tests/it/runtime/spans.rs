@@ -36,7 +36,7 @@ fn a_load_has_one_span_with_its_phases_and_a_failure_a_line() {
     let (lease, params) =
         Prefill::new(&prefill.connector).publish("r", lists(&[1]), BLOCK).unwrap();
     Decode::new(&decode.connector)
-        .fetch("traced", &params, lists(&[2]), LIMIT)
+        .fetch("traced", &params, 0, lists(&[2]), LIMIT)
         .wait(LIMIT)
         .unwrap()
         .unwrap();
@@ -46,7 +46,7 @@ fn a_load_has_one_span_with_its_phases_and_a_failure_a_line() {
         Prefill::new(&prefill.connector).publish("late", lists(&[1]), BLOCK).unwrap();
     drop(lease);
     let late = Decode::new(&decode.connector)
-        .fetch("late", &params, lists(&[2]), LIMIT)
+        .fetch("late", &params, 0, lists(&[2]), LIMIT)
         .wait(LIMIT)
         .unwrap();
     late.expect_err("its lease was dropped");

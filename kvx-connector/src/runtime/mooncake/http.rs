@@ -1,5 +1,5 @@
 //! As much of HTTP/1.1 as a bootstrap server and those who ask it need: requests and answers whose bodies have a
-//! length, both bounded before memory is taken for them.
+//! length, both bounded before memory is taken for them. Heads are parsed by `httparse`.
 
 use kvx_core::{Error, ErrorKind, Result};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -7,6 +7,8 @@ use tokio::net::TcpStream;
 
 /// The longest head that is read.
 pub(in super::super) const MAX_HEAD: usize = 8 << 10;
+/// The most headers of a head.
+const MAX_HEADERS: usize = 64;
 /// Bytes that are read at once.
 const READ: usize = 4 << 10;
 
@@ -43,56 +45,84 @@ fn broken(error: std::io::Error) -> Error {
 }
 
 impl HttpHead {
-    /// Reads a head from the front of these bytes. `None`: there is more to come of it.
+    /// Reads a head from the front of these bytes. `None`: more of it is still to arrive.
     ///
     /// Errors: `Malformed`; `Unsupported`: a body in chunks.
     pub(super) fn parse(bytes: &[u8]) -> Result<Option<HttpHead>> {
-        let Some(end) = bytes.windows(4).take(MAX_HEAD).position(|window| window == b"\r\n\r\n")
-        else {
-            return match bytes.len() < MAX_HEAD {
-                true => Ok(None),
-                false => Err(malformed(&format!("a head of more than {MAX_HEAD} bytes"))),
-            };
-        };
-        let text =
-            std::str::from_utf8(&bytes[..end]).map_err(|_| malformed("a head that is no text"))?;
-        let mut lines = text.split("\r\n");
-        let mut words = lines.next().unwrap_or_default().splitn(3, ' ').map(str::to_owned);
-        let start = [(); 3].map(|()| words.next().unwrap_or_default());
-        if start[0].is_empty()
-            || start[1].is_empty()
-            || !(start[0].starts_with("HTTP/1.") || start[2].starts_with("HTTP/1."))
-        {
-            return Err(malformed("the first line is none of HTTP/1"));
+        const ANSWER: &[u8] = b"HTTP/";
+        let head = &bytes[..bytes.len().min(MAX_HEAD)];
+        if head.starts_with(b"\r") || head.starts_with(b"\n") {
+            return Err(malformed("an empty first line"));
         }
-        let header = |line: &str| {
-            let (name, value) =
-                line.split_once(':').ok_or_else(|| malformed("a header without a colon"))?;
-            Ok((name.to_ascii_lowercase(), value.trim().to_owned()))
+        if ANSWER.starts_with(head) {
+            return Ok(None); // too short to tell requests from answers
+        }
+        let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
+        let (status, start) = if head.starts_with(ANSWER) {
+            let mut answer = httparse::Response::new(&mut headers);
+            let status = answer.parse(head);
+            let code = answer.code.unwrap_or_default().to_string();
+            let reason = answer.reason.unwrap_or_default().to_owned();
+            (status, [version(answer.version), code, reason])
+        } else {
+            let mut request = httparse::Request::new(&mut headers);
+            let status = request.parse(head);
+            let text = |part: Option<&str>| part.unwrap_or_default().to_owned();
+            (status, [text(request.method), text(request.path), version(request.version)])
         };
-        let headers = lines.map(header).collect::<Result<Vec<_>>>()?;
+        let refused = |error| match error {
+            httparse::Error::HeaderName | httparse::Error::HeaderValue => {
+                malformed("a header without a colon, or with other bytes than text")
+            }
+            httparse::Error::TooManyHeaders => malformed("a head of too many headers"),
+            _ => malformed("the first line is none of HTTP/1"),
+        };
+        let len = match status.map_err(refused)? {
+            httparse::Status::Complete(len) => len,
+            httparse::Status::Partial if bytes.len() < MAX_HEAD => return Ok(None),
+            httparse::Status::Partial => {
+                return Err(malformed(&format!("a head of more than {MAX_HEAD} bytes")));
+            }
+        };
+        let header = |header: &httparse::Header<'_>| {
+            let value = std::str::from_utf8(header.value)
+                .map_err(|_| malformed("a header that is no text"))?;
+            Ok((header.name.to_ascii_lowercase(), value.trim().to_owned()))
+        };
+        let named = headers.iter().take_while(|header| !header.name.is_empty());
+        let headers = named.map(header).collect::<Result<Vec<_>>>()?;
         let message = HttpMessage { start, headers, body: Vec::new() };
-        if message.header("transfer-encoding").is_some() {
+        let body = message.body_len()?;
+        Ok(Some(HttpHead { message, body, len }))
+    }
+}
+
+fn version(minor: Option<u8>) -> String {
+    format!("HTTP/1.{}", minor.unwrap_or_default())
+}
+
+impl HttpMessage {
+    /// The length of the body, if a header names it.
+    fn body_len(&self) -> Result<Option<usize>> {
+        if self.header("transfer-encoding").is_some() {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 "an HTTP body in chunks: send its length",
             ));
         }
-        let lengths = || message.headers.iter().filter(|(name, _)| name == "content-length");
+        let mut lengths = self.headers.iter().filter(|(name, _)| name == "content-length");
         let digits =
             |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-        let body = match (lengths().next(), lengths().count()) {
-            (None, _) => None,
-            (Some((_, length)), 1) if digits(length) => {
-                Some(length.parse().map_err(|_| malformed("a content-length beyond all numbers"))?)
-            }
-            _ => return Err(malformed("content-length is no number, or comes twice")),
-        };
-        Ok(Some(HttpHead { message, body, len: end + 4 }))
+        match (lengths.next(), lengths.next()) {
+            (None, _) => Ok(None),
+            (Some((_, length)), None) if digits(length) => length
+                .parse()
+                .map(Some)
+                .map_err(|_| malformed("a content-length beyond all numbers")),
+            _ => Err(malformed("content-length is no number, or is there twice")),
+        }
     }
-}
 
-impl HttpMessage {
     /// A header, by its name in lower case.
     pub(super) fn header(&self, name: &str) -> Option<&str> {
         self.headers.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
@@ -231,6 +261,11 @@ mod tests {
         let chunked = "POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n";
         assert_eq!(parsed(chunked).unwrap_err().kind(), ErrorKind::Unsupported);
         assert_eq!(HttpHead::parse(&[b'a'; MAX_HEAD]).unwrap_err().kind(), ErrorKind::Malformed);
-        assert_eq!(HttpHead::parse(&[0xff; 100]).unwrap(), None);
+        assert_eq!(HttpHead::parse(&[0xff; 100]).unwrap_err().kind(), ErrorKind::Malformed);
+        let many = "a: b\r\n".repeat(MAX_HEADERS + 1);
+        let many = format!("GET / HTTP/1.1\r\n{many}\r\n");
+        assert_eq!(parsed(&many).unwrap_err().kind(), ErrorKind::Malformed);
+        let long = format!("GET / HTTP/1.1\r\na: {}\r\n\r\n", "b".repeat(MAX_HEAD));
+        assert_eq!(parsed(&long).unwrap_err().kind(), ErrorKind::Malformed);
     }
 }

@@ -30,7 +30,7 @@ use kvx::config::{KvTransferConfig, Surroundings};
 use kvx::connector::engine::{BlockLists, WorkerRank};
 use kvx::connector::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
 use kvx::connector::params::TransferParams;
-use kvx::connector::runtime::{Connector, Decode, Held, Lease, Prefill};
+use kvx::connector::runtime::{Connector, Decode, HeldBlocks, Lease, Prefill};
 use kvx::connector::wire::CompatibilityFactors;
 
 /// The memory of an engine's KV cache: of this host, or of its first device.
@@ -95,7 +95,7 @@ fn load(
     params: &Value,
     cached: u32,
     blocks: &[u32],
-) -> Result<Option<Held>> {
+) -> Result<Option<HeldBlocks>> {
     let params = TransferParams::from_value(params)?;
     let blocks = BlockLists::single(blocks);
     let fetch = Decode::new(connector).fetch(request, &params, cached, blocks, SOON);

@@ -1,23 +1,20 @@
 //! The connector of one engine, by the names of vLLM's `KVConnectorBase_V1`.
 
 use std::fmt;
-use std::net::SocketAddr;
-use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use kvx_config::KvTransferConfig;
-use kvx_core::{Completion, Deadline, Error, ErrorKind, Registry, Result};
+use kvx_core::{Completion, Deadline, Result};
 
-use super::builder::ConnectorBuilder;
-use super::group::JoinAddress;
-use super::rank::Rank;
-use super::state::Shared;
+use super::outcomes::Outcomes;
+use super::shared::Shared;
+use super::slot::until;
+use super::{copies, requests, shutdown};
 use crate::engine::{
     Address, Allocation, Arrival, BlockLists, Ending, EngineId, Finished, Matched, NotLoaded,
-    Outcome, RequestId, Settings, Time, WorkerRank,
+    Outcome, RequestId, Settings, Time,
 };
-use crate::wire::CompatibilityFactors;
+use crate::params::OlderMooncakeParams;
 
 /// How long a connector that is dropped without a shutdown takes to end what it has begun.
 const AT_DROP: Duration = Duration::from_secs(1);
@@ -30,7 +27,7 @@ const AT_DROP: Duration = Duration::from_secs(1);
 /// 1. [`on_new_request`](Self::on_new_request) when a request arrives; when it is admitted
 ///    [`get_num_new_matched_tokens`](Self::get_num_new_matched_tokens), blocks for it, and
 ///    [`update_state_after_alloc`](Self::update_state_after_alloc).
-/// 2. [`step`](Self::step) once a step, and then [`Rank::start_load_kv`] on each worker.
+/// 2. [`step`](Self::step) once a step, and then [`Rank::start_load_kv`](super::Rank::start_load_kv) on each worker.
 /// 3. [`outcomes`](Self::outcomes), and what they ask for.
 /// 4. [`request_finished`](Self::request_finished) for requests that end.
 ///
@@ -46,21 +43,11 @@ struct Handle {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        drop(self.shared.shutdown(AT_DROP.into()));
+        drop(shutdown::request(&self.shared, AT_DROP.into()));
     }
 }
 
 impl Connector {
-    /// Begins a connector of this configuration, over the backends of `registry`. `model` is what this engine and its
-    /// peers must have in common: a peer whose handshake says otherwise is refused.
-    pub fn builder(
-        config: &KvTransferConfig,
-        registry: Registry,
-        model: CompatibilityFactors,
-    ) -> ConnectorBuilder {
-        ConnectorBuilder::new(config, registry, model)
-    }
-
     pub(super) fn of(shared: Arc<Shared>) -> Self {
         Connector(Arc::new(Handle { shared }))
     }
@@ -90,68 +77,19 @@ impl Connector {
         self.shared().clock.now() + left
     }
 
-    /// A worker of this engine, to register its caches. Errors: `Invalid` for one that it does not have.
-    pub fn rank(&self, rank: WorkerRank) -> Result<Rank> {
-        if self.shared().has_rank(rank) {
-            return Ok(Rank { connector: self.clone(), rank });
-        }
-        let Settings { tp_size, pp_size, .. } = self.settings();
-        Err(Error::new(
-            ErrorKind::Invalid,
-            format!(
-                "there is no worker pp {} tp {}: the connector was built for {pp_size} x {tp_size}, see \
-                 ConnectorBuilder::workers",
-                rank.pp, rank.tp
-            ),
-        ))
-    }
-
-    /// Lets the workers that have not registered their caches here run in processes of their own, each of which joins
-    /// at this path, a Unix socket, by [`Rank::join`]. Peers hear of all of them when the last has registered its
-    /// caches: the completion is `Ok` then, and until then nothing is published or loaded.
-    ///
-    /// What the engine does stays as it is: [`step`](Self::step) and [`Rank::start_load_kv`] are called here, for these
-    /// ranks too. One that ends, or of which nothing is heard for 10 s, ends the loads of the engine: each fails with
-    /// [`LoadFailure::Rank`](crate::engine::LoadFailure::Rank), which names it, and no other begins. So does one that
-    /// is not there at the deadline, one that is started twice, and one that the engine does not have.
-    ///
-    /// # Errors
-    /// `Unsupported` for a MooncakeConnector; `Invalid` when all workers have their caches, or
-    /// ranks join already; `Exhausted` for a path that is in use; what the system says of it. Later `TimedOut`,
-    /// `PeerLost` and `Invalid`: a rank did not come, has gone, or was started twice.
-    pub fn group(&self, path: impl AsRef<Path>, deadline: impl Into<Deadline>) -> Completion<()> {
-        self.shared().group(JoinAddress::Path(path.as_ref().to_owned()), deadline.into())
-    }
-
-    /// As [`group`](Self::group), for ranks on other hosts too: each joins by [`Rank::join_over_tcp`]. Both ends prove
-    /// to each other that they have the fleet's secret (`KVX_SECRET_FILE`), and seal what they say. At `0.0.0.0` ranks
-    /// come in by any address of this host.
-    ///
-    /// Two things are other than with ranks of one host. Blocks whose lease is taken back ([`Lease`](super::Lease)
-    /// dropped) are the engine's when [`outcomes`](Self::outcomes) says `Free`, after a word to each of these ranks and
-    /// back. And nobody can prove that a rank has died unless it has said so: what it kept or filled is `Lost`.
-    ///
-    /// # Errors
-    /// As [`group`](Self::group); `Invalid` without a secret, and for port 0.
-    pub fn group_over_tcp(
-        &self,
-        address: SocketAddr,
-        deadline: impl Into<Deadline>,
-    ) -> Completion<()> {
-        self.shared().group(JoinAddress::Tcp(address), deadline.into())
-    }
-
     /// A request has arrived. From now on a peer that keeps its blocks is told that they are wanted.
     ///
     /// # Errors
     /// The parameters cannot be used; the request is computed here, as if it had none.
     pub fn on_new_request(&self, arrival: Arrival<'_>) -> Result<(), NotLoaded> {
-        self.shared().on_new_request(arrival, |_| ())
+        arrive(self.shared(), arrival, |_| ())
     }
 
     /// How many tokens beyond `computed` can be loaded. Changes nothing: it may be asked again.
     pub fn get_num_new_matched_tokens(&self, request: &RequestId, computed: u32) -> Matched {
-        self.shared().matched(request, computed)
+        let shared = self.shared();
+        let now = shared.clock.now();
+        shared.state.lock().scheduler.get_num_new_matched_tokens(now, request, computed)
     }
 
     /// Blocks were given to a request: its load is ordered for the next [`step`](Self::step). A second call for the
@@ -166,19 +104,32 @@ impl Connector {
         request: &RequestId,
         allocation: Allocation,
     ) -> Result<()> {
-        self.shared().allocated(request, allocation)
+        let groups = self.settings().groups.len();
+        self.shared().with_state(|state, now| {
+            if allocation.external > 0 {
+                state.check_blocks(&allocation.fill, groups)?;
+            }
+            state.scheduler.update_state_after_alloc(now, request, allocation);
+            Ok(())
+        })
     }
 
     /// The end of a step: what it has ordered goes to the workers, which begin it at their
-    /// [`start_load_kv`](Rank::start_load_kv).
+    /// [`start_load_kv`](super::Rank::start_load_kv).
     pub fn step(&self) {
-        self.shared().step();
+        self.shared().with_state(|state, now| {
+            state.pass_on_ready(now, None);
+            let meta = state.scheduler.build_connector_meta(now);
+            if !meta.is_empty() {
+                state.ranks.iter_mut().for_each(|(_, held)| held.hold(&meta));
+            }
+        });
     }
 
     /// What has become of loads and of kept blocks since the last call, but of those that [`Prefill`](super::Prefill)
     /// and [`Decode`](super::Decode) wait for.
     pub fn outcomes(&self) -> Vec<Outcome> {
-        self.shared().outcomes()
+        self.shared().state.lock().outcomes.take()
     }
 
     /// Ends when there are [`outcomes`](Self::outcomes), or the connector was shut down. Under any executor.
@@ -187,7 +138,7 @@ impl Connector {
             let rung = self.shared().news.notified();
             let mut rung = std::pin::pin!(rung);
             rung.as_mut().enable();
-            if self.shared().has_news() {
+            if self.shared().state.lock().has_news() {
                 return;
             }
             rung.await;
@@ -196,7 +147,15 @@ impl Connector {
 
     /// As [`outcomes_ready`](Self::outcomes_ready), without a runtime: blocks until then or until the deadline, and says which it was.
     pub fn wait(&self, deadline: impl Into<Deadline>) -> bool {
-        self.shared().wait(deadline.into())
+        let (shared, until) = (self.shared(), until(deadline.into()));
+        let mut state = shared.state.lock();
+        while !state.has_news() {
+            if Instant::now() >= until {
+                return false;
+            }
+            state = shared.news_blocking.wait_until(state, Some(until));
+        }
+        true
     }
 
     /// So many tokens of a request are computed, on all workers: the devices have ended that work, and the blocks stay
@@ -206,28 +165,28 @@ impl Connector {
     /// are copied while the next chunk is computed, and `request_finished` waits for the rest alone. Otherwise, and for
     /// requests of which nothing is kept for a peer, it does nothing. Does not wait.
     pub fn computed(&self, request: &RequestId, blocks: &BlockLists, tokens: u32) {
-        self.shared().computed(request, blocks, tokens);
+        copies::computed(self.shared(), request, blocks, tokens);
     }
 
     /// Blocks of a request go to others before it ends. What was [computed](Self::computed) of it counts no more.
     pub fn preempted(&self, request: &RequestId) {
-        self.shared().preempted(request);
+        self.shared().state.lock().saves.forget(request);
     }
 
     /// A request has ended, in whatever state it was. Waits, for 30 s at most, where blocks that are kept for a peer
     /// are still to be hashed (`kvx_digest`) or copied to the host (`kv_buffer_device: cpu`).
     pub fn request_finished(&self, request: &RequestId, ending: Ending) -> Finished {
-        self.shared().request_finished(request, ending)
+        requests::finish(self.shared(), request, ending)
     }
 
     /// Blocks that nobody waits for, but that a transfer may still touch.
     pub fn blocks_held(&self) -> usize {
-        self.shared().blocks_held()
+        self.shared().state.lock().scheduler.blocks_held()
     }
 
     /// Whether it knows of no request and keeps no blocks.
     pub fn is_idle(&self) -> bool {
-        self.shared().is_idle()
+        self.shared().state.lock().is_idle()
     }
 
     /// Ends everything: loads fail, peers are refused, memory is given back, the thread ends. `Ok`: nothing touches any
@@ -236,8 +195,40 @@ impl Connector {
     /// # Errors
     /// `StillShared` or `TimedOut`: that could not be proven by the deadline, and memory stays quarantined.
     pub fn shutdown(&self, deadline: impl Into<Deadline>) -> Completion<()> {
-        self.shared().shutdown(deadline.into())
+        shutdown::request(self.shared(), deadline.into())
     }
+}
+
+/// A request has arrived. `wait` says who receives its outcome, from its first moment on.
+pub(super) fn arrive<T>(
+    shared: &Shared,
+    arrival: Arrival<'_>,
+    wait: impl FnOnce(&mut Outcomes) -> T,
+) -> Result<T, NotLoaded> {
+    let settings = &shared.setup.settings;
+    shared.with_state(|state, now| {
+        if state.is_closing() {
+            return Err(NotLoaded::Closed);
+        }
+        let request = arrival.request;
+        match (arrival.params, &settings.mooncake) {
+            (None, _) | (_, None) => state.scheduler.on_new_request(now, arrival),
+            (Some(params), Some(mooncake)) if mooncake.is_older() => {
+                let params = OlderMooncakeParams::from_params(params).map_err(NotLoaded::Params)?;
+                state.scheduler.on_new_older_transfer(arrival, &params)
+            }
+            (Some(params), Some(_)) => {
+                let params = params.mooncake().map_err(NotLoaded::Params)?;
+                state.scheduler.on_new_transfer(arrival, &params)
+            }
+        }?;
+        if let Some(params) = arrival.params.filter(|params| params.do_remote_prefill) {
+            let engine = params.remote_engine_id.as_deref().unwrap_or_default();
+            state.traces.arrived(now, request, engine);
+            state.note_unsigned(params, &shared.setup);
+        }
+        Ok(wait(&mut state.outcomes))
+    })
 }
 
 impl fmt::Debug for Connector {

@@ -10,10 +10,9 @@ use std::time::Duration;
 
 use kvx_core::Deadline;
 
-use super::awaited::LoadEnd;
-use super::connector::Connector;
-use super::finished::Abandoned;
-use super::prefill::Released;
+use super::connector::{Connector, arrive};
+use super::outcomes::{LoadEnd, Released};
+use super::requests::{self, AbandonedLoad};
 use super::slot::Slot;
 use crate::engine::{
     Allocation, Arrival, BlockLists, Ending, Kept, LoadFailure, NotLoaded, Outcome, RequestId, Then,
@@ -45,7 +44,7 @@ pub struct LoadError {
     /// Blocks without the right contents: never to be found in a prefix cache.
     pub invalid: Vec<u32>,
     /// Blocks that a transfer may still touch, if there are any.
-    pub held: Held,
+    pub held: HeldBlocks,
 }
 
 impl fmt::Display for LoadError {
@@ -63,7 +62,7 @@ impl LoadError {
             failure,
             then: Then::Recompute { computed: 0 },
             invalid: Vec::new(),
-            held: Held::nothing(),
+            held: HeldBlocks::nothing(),
         }
     }
 }
@@ -98,7 +97,7 @@ impl<'a> Decode<'a> {
     ) -> Fetch {
         let (connector, request) = (self.0, request.into());
         let slot = Slot::new();
-        let wanted = Wanted { computed, blocks };
+        let wanted = MissingPart { computed, blocks };
         let early =
             begin(connector, &request, params, wanted, deadline.into(), &slot).map(Box::new);
         Fetch { connector: connector.clone(), request, computed, slot, early, over: false }
@@ -106,14 +105,14 @@ impl<'a> Decode<'a> {
 }
 
 /// The end of a load that never began.
-struct Early {
+struct EarlyEnd {
     end: Result<Loaded, LoadError>,
     /// The name is another one's: nothing is told under it.
     known: bool,
 }
 
 /// The part of a prompt that an engine does not have.
-struct Wanted {
+struct MissingPart {
     /// The first token of it.
     computed: u32,
     blocks: BlockLists,
@@ -124,11 +123,11 @@ fn begin(
     connector: &Connector,
     request: &RequestId,
     params: &TransferParams,
-    Wanted { computed, blocks: fill }: Wanted,
+    MissingPart { computed, blocks: fill }: MissingPart,
     deadline: Deadline,
     slot: &Arc<Slot<LoadEnd>>,
-) -> Option<Early> {
-    let early = |end| Some(Early { end, known: false });
+) -> Option<EarlyEnd> {
+    let early = |end| Some(EarlyEnd { end, known: false });
     let refused = |why: String| early(Err(LoadError::refused(LoadFailure::Refused(why))));
     let settings = connector.settings();
     if !params.do_remote_prefill {
@@ -179,18 +178,18 @@ fn begin(
     let until = connector.time(deadline);
     let arrival = Arrival { request, prompt_tokens, params: Some(params), deadline: Some(until) };
     let shared = connector.shared();
-    if let Err(why) = shared.on_new_request(arrival, |awaited| awaited.load(request, slot)) {
+    if let Err(why) = arrive(shared, arrival, |outcomes| outcomes.wait_for_load(request, slot)) {
         let end = Err(LoadError::refused(LoadFailure::Refused(why.to_string())));
-        return Some(Early { end, known: why == NotLoaded::Known });
+        return Some(EarlyEnd { end, known: why == NotLoaded::Known });
     }
     let external = connector.get_num_new_matched_tokens(request, computed).tokens;
     let ordered =
         connector.update_state_after_alloc(request, Allocation { fill, computed, external });
     if ordered.is_ok() && external > 0 {
-        shared.begin(request);
+        shared.with_state(|state, now| state.pass_on_ready(now, Some(request)));
         return None;
     }
-    if let Abandoned::Ended(end) = shared.abandon(request, slot) {
+    if let AbandonedLoad::Ended(end) = requests::abandon(shared, request, slot) {
         return early(ended(connector, request, computed, end));
     }
     match ordered {
@@ -213,8 +212,8 @@ fn ended(
         Outcome::Loaded { computed: last, .. } => Ok(Loaded { tokens: first..last }),
         Outcome::Failed { failure, then, invalid, held, .. } => {
             let held = match end.held {
-                None => Held::nothing(),
-                Some(slot) => Held::of(connector, request, slot, held),
+                None => HeldBlocks::nothing(),
+                Some(slot) => HeldBlocks::of(connector, request, slot, held),
             };
             Err(LoadError { failure, then, invalid, held })
         }
@@ -235,7 +234,7 @@ pub struct Fetch {
     computed: u32,
     slot: Arc<Slot<LoadEnd>>,
     /// What it ended with before it began.
-    early: Option<Box<Early>>,
+    early: Option<Box<EarlyEnd>>,
     over: bool,
 }
 
@@ -273,23 +272,30 @@ impl Fetch {
     }
 
     /// Aborts it. Its blocks are the engine's again once what is held is free.
-    pub fn cancel(mut self) -> Held {
+    pub fn cancel(mut self) -> HeldBlocks {
         self.abandon()
     }
 
-    fn abandon(&mut self) -> Held {
+    fn abandon(&mut self) -> HeldBlocks {
         self.over = true;
         let end = match self.early.take() {
             Some(early) => early.end,
-            None => match self.connector.shared().abandon(&self.request, &self.slot) {
-                Abandoned::Ended(end) => ended(&self.connector, &self.request, self.computed, end),
-                Abandoned::Held(slot) => {
-                    return Held::of(&self.connector, &self.request, slot, BlockLists::default());
+            None => match requests::abandon(self.connector.shared(), &self.request, &self.slot) {
+                AbandonedLoad::Ended(end) => {
+                    ended(&self.connector, &self.request, self.computed, end)
                 }
-                Abandoned::Nothing => return Held::nothing(),
+                AbandonedLoad::Held(slot) => {
+                    return HeldBlocks::of(
+                        &self.connector,
+                        &self.request,
+                        slot,
+                        BlockLists::default(),
+                    );
+                }
+                AbandonedLoad::NotBegun => return HeldBlocks::nothing(),
             },
         };
-        end.err().map_or_else(Held::nothing, |error| error.held)
+        end.err().map_or_else(HeldBlocks::nothing, |error| error.held)
     }
 
     fn ended(&mut self, end: LoadEnd) -> Result<Loaded, LoadError> {
@@ -323,7 +329,7 @@ impl Drop for Fetch {
         // The release of what is held, or its loss, is the engine's to hear.
         if self.abandon().is_empty() && !known {
             let request = self.request.clone();
-            self.connector.shared().tell(Outcome::Free { request, kept: Kept::Load });
+            self.connector.shared().queue(Outcome::Free { request, kept: Kept::Load });
         }
     }
 }
@@ -336,18 +342,18 @@ impl fmt::Debug for Fetch {
 
 /// Blocks that a transfer may still touch. Dropped, their release comes by [`outcomes`](Connector::outcomes).
 #[must_use = "no request gets these blocks before they are free"]
-pub struct Held(Option<HeldBlocks>);
+pub struct HeldBlocks(Option<HeldParts>);
 
-struct HeldBlocks {
+struct HeldParts {
     connector: Connector,
     request: RequestId,
     slot: Arc<Slot<Released>>,
     blocks: BlockLists,
 }
 
-impl Held {
+impl HeldBlocks {
     pub(super) fn nothing() -> Self {
-        Held(None)
+        HeldBlocks(None)
     }
 
     fn of(
@@ -356,7 +362,7 @@ impl Held {
         slot: Arc<Slot<Released>>,
         blocks: BlockLists,
     ) -> Self {
-        Held(Some(HeldBlocks {
+        HeldBlocks(Some(HeldParts {
             connector: connector.clone(),
             request: request.clone(),
             slot,
@@ -383,7 +389,7 @@ impl Held {
     }
 
     /// As [`released`](Self::released), without a runtime. `Err`: not by the deadline.
-    pub fn wait(mut self, deadline: impl Into<Deadline>) -> Result<Released, Held> {
+    pub fn wait(mut self, deadline: impl Into<Deadline>) -> Result<Released, HeldBlocks> {
         let Some(held) = &self.0 else { return Ok(Released::Free) };
         match held.slot.wait(deadline.into()) {
             Some(released) => {
@@ -395,22 +401,24 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for HeldBlocks {
     fn drop(&mut self) {
-        let Some(HeldBlocks { connector, request, slot, .. }) = self.0.take() else { return };
-        connector.shared().awaited(|awaited| awaited.forget_release(&request, Kept::Load, &slot));
+        let Some(HeldParts { connector, request, slot, .. }) = self.0.take() else { return };
+        let mut state = connector.shared().state.lock();
+        state.outcomes.forget_release(&request, Kept::Load, &slot);
+        drop(state);
         // It may have come just now.
         match slot.take() {
             Some(Released::Lost) => {
-                connector.shared().tell(Outcome::Lost { request, kept: Kept::Load })
+                connector.shared().queue(Outcome::Lost { request, kept: Kept::Load })
             }
-            Some(_) => connector.shared().tell(Outcome::Free { request, kept: Kept::Load }),
+            Some(_) => connector.shared().queue(Outcome::Free { request, kept: Kept::Load }),
             None => {}
         }
     }
 }
 
-impl fmt::Debug for Held {
+impl fmt::Debug for HeldBlocks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Held").field(&self.0.as_ref().map(|held| &held.request)).finish()
     }

@@ -9,8 +9,9 @@ use std::time::Duration;
 use kvx_core::sync::Mutex;
 use kvx_core::{Deadline, Error, ErrorKind, Memory, Result};
 
-use super::decode::{Decode, Fetch, Held, LoadError, Loaded};
-use super::prefill::{Lease, Prefill, Released};
+use super::decode::{Decode, Fetch, HeldBlocks, LoadError, Loaded};
+use super::outcomes::Released;
+use super::prefill::{Lease, Prefill};
 use crate::engine::{BlockLists, LoadFailure, RequestId};
 use crate::mapping::{
     BlockRows, BlockShape, Caches, DenseShape, Heads, KvLayout, KvTensors, LayerCache, MemoryType,
@@ -84,7 +85,7 @@ struct Pool {
     memory: Arc<Memory>,
     free: Mutex<Vec<u32>>,
     /// Blocks of failed loads that a transfer may still write to.
-    held: Mutex<Vec<(Held, Vec<u32>)>>,
+    held: Mutex<Vec<(HeldBlocks, Vec<u32>)>>,
 }
 
 impl DensePool {
@@ -288,7 +289,7 @@ impl DenseBlocks {
     }
 
     /// They are given back when nothing touches them any more.
-    fn hold(self, held: Held) {
+    fn hold(self, held: HeldBlocks) {
         let pool = self.pool.clone();
         pool.0.held.lock().push((held, self.keep()));
     }
@@ -387,7 +388,7 @@ impl Decode<'_> {
         let refused = |why: Error| LoadError::refused(LoadFailure::Refused(why.to_string()));
         let blocks = pool.take(tokens).map_err(refused)?;
         let mut loading =
-            Loading(Some((self.fetch(request, params, 0, blocks.lists(), deadline), blocks)));
+            PendingLoad(Some((self.fetch(request, params, 0, blocks.lists(), deadline), blocks)));
         let ended = std::future::poll_fn(|context| loading.fetch().poll(context)).await;
         let (_, blocks) = loading.0.take().expect(TAKEN);
         match ended {
@@ -398,7 +399,7 @@ impl Decode<'_> {
             }
             Err(mut error) => {
                 error.invalid.clear();
-                blocks.hold(std::mem::replace(&mut error.held, Held::nothing()));
+                blocks.hold(std::mem::replace(&mut error.held, HeldBlocks::nothing()));
                 Err(error)
             }
         }
@@ -406,17 +407,17 @@ impl Decode<'_> {
 }
 
 /// A load under way and its blocks. Dropped, it is cancelled.
-struct Loading(Option<(Fetch, DenseBlocks)>);
+struct PendingLoad(Option<(Fetch, DenseBlocks)>);
 
 const TAKEN: &str = "it is taken once, at its end or by its drop";
 
-impl Loading {
+impl PendingLoad {
     fn fetch(&mut self) -> Pin<&mut Fetch> {
         Pin::new(&mut self.0.as_mut().expect(TAKEN).0)
     }
 }
 
-impl Drop for Loading {
+impl Drop for PendingLoad {
     fn drop(&mut self) {
         if let Some((fetch, blocks)) = self.0.take() {
             blocks.hold(fetch.cancel());

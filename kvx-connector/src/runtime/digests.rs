@@ -11,10 +11,9 @@ use std::sync::atomic::Ordering;
 use kvx_core::{Agent, Error, ErrorKind, Grid, Memory, PeerRegion, Place as _, Region, Result};
 use twox_hash::XxHash3_64;
 
-use super::rank::Registered;
-use super::state::Shared;
-use super::words::{AT_ONCE, GenerationTable, WORD};
-use crate::engine::{Fresh, WorkerRank};
+use super::generations::{GenerationTable, WORD};
+use super::scratch::AT_ONCE;
+use crate::engine::Fresh;
 use crate::mapping::{Geometry, Pairing, RegionGrid, Source};
 
 /// The name of the region that holds them, with their form: for each kernel block a word of each region, in order.
@@ -86,74 +85,37 @@ impl Digests {
         let region = agent.register(DIGESTS, Arc::clone(&memory))?;
         Ok(Digests { words: GenerationTable::of(memory), region })
     }
-}
 
-impl Shared {
-    /// Writes the digests of blocks that nobody has heard of yet, if the worker still has these caches.
-    pub(super) fn publish_digests(&self, rank: WorkerRank, own: &Arc<Registered>, fresh: &[Fresh]) {
-        // Who waits for it takes the caches back: nobody loads these.
-        let Ok(_hashing) = own.finishing.try_read() else { return };
-        if self.still_has(rank, own) {
-            own.publish_digests(fresh);
-        }
-    }
-}
-
-impl Registered {
-    /// Writes the digests of blocks that nobody has heard of yet.
-    fn publish_digests(&self, fresh: &[Fresh]) {
-        let Some(digests) = &self.digests else { return };
-        let (geometry, words) = (self.geometry(), digests.words.as_ref());
+    /// Writes the digests of blocks that no peer knows of yet. `read` copies a block of a region to a buffer.
+    pub(super) fn write(
+        &self,
+        geometry: &Geometry,
+        fresh: &[Fresh],
+        read: impl Fn(&RegionGrid, u32, &mut [u8]) -> Result<()>,
+    ) {
+        let words = self.words.as_ref();
         let (each, all) = (geometry.kernel_per_logical(), geometry.regions().len());
         let mut bytes = Vec::new();
         for Fresh { group, block, pool, generation } in fresh.iter().copied() {
             let regions = geometry.regions().iter().enumerate();
             for (region, held) in regions.filter(|(_, held)| geometry.covers(held, group)) {
                 for kernel in 0..each {
-                    let origin = Origin {
-                        pool,
-                        generation,
-                        block: block * each + kernel,
-                        region: region as u32,
-                    };
+                    let block = block * each + kernel;
+                    let origin = Origin { pool, generation, block, region: region as u32 };
                     let whole = RegionGrid { region: origin.region, grid: held.grid() };
-                    let read = |place: &RegionGrid, bytes: &mut [u8]| {
-                        self.read(place, origin.block, bytes)
-                    };
+                    let read = |place: &RegionGrid, bytes: &mut [u8]| read(place, block, bytes);
                     match together(&[whole], &mut bytes, read) {
-                        Ok(bytes) => words[origin.block as usize * all + region]
+                        Ok(bytes) => words[block as usize * all + region]
                             .store(origin.digest(bytes), Ordering::Relaxed),
                         Err(error) => {
-                            tracing::error!(%error, block, "a block without a digest: nobody can load it")
+                            tracing::error!(%error, block, "a block without a digest: no peer can load it")
                         }
                     }
                 }
             }
         }
-        // Whoever hears of the blocks finds their digests.
+        // Whoever learns of the blocks finds their digests.
         std::sync::atomic::fence(Ordering::SeqCst);
-    }
-
-    /// Reads a block of a grid within a region of the caches.
-    fn read(
-        &self,
-        RegionGrid { region, grid }: &RegionGrid,
-        index: u32,
-        bytes: &mut [u8],
-    ) -> Result<()> {
-        let (memory, base) = self.place(*region)?;
-        let at = usize::try_from(base + grid.offset(index)).unwrap_or(usize::MAX);
-        memory.memory().copy_out(at, bytes)
-    }
-
-    /// The peer's kernel blocks whose bytes here are not those that it has published. Blocks: it hashes.
-    pub(super) fn wrong(
-        &self,
-        peer: &PeerDigests,
-        read: &[Pairing],
-        rows: &Rows,
-    ) -> Result<BTreeSet<u32>> {
-        peer.layout.wrong(read, rows, |place, index, bytes| self.read(place, index, bytes))
     }
 }
 
@@ -189,6 +151,16 @@ impl PeerDigests {
     /// Its words, by kernel blocks.
     pub(super) fn grid(&self) -> (&PeerRegion, Grid) {
         (&self.region, Grid::packed(self.width() as u64 * WORD, self.layout.blocks))
+    }
+
+    /// The peer's kernel blocks whose bytes here are not those that it has published. Blocks: it hashes.
+    pub(super) fn wrong(
+        &self,
+        read: &[Pairing],
+        rows: &Rows,
+        read_block: impl Fn(&RegionGrid, u32, &mut [u8]) -> Result<()>,
+    ) -> Result<BTreeSet<u32>> {
+        self.layout.wrong(read, rows, read_block)
     }
 
     /// What the peer has published: digests of kernel blocks, and words of its pool and of logical blocks.

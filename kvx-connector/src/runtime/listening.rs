@@ -1,25 +1,22 @@
-//! Where peers ask, by the protocol of the connector.
-
-use std::sync::Arc;
+//! The sockets where peers ask, by the protocol of the connector.
 
 use super::mooncake::Channels;
 use super::side::SideServer;
-use super::state::Shared;
 use crate::engine::WorkerRank;
 
-/// What a connector listens with, until it is dropped.
+/// The sockets that a connector listens with, until this is dropped.
 #[derive(Debug)]
-pub(super) enum Listening {
+pub(super) enum PeerSockets {
     Nixl(SideServer),
     Mooncake(Channels),
 }
 
-impl Listening {
-    /// There is nothing to tell of a worker any more.
-    pub(super) fn withdraw(&self, shared: &Arc<Shared>, rank: WorkerRank) {
+impl PeerSockets {
+    /// Peers are not told of a worker any more.
+    pub(super) fn withdraw(&self, rank: WorkerRank) {
         match self {
-            Listening::Nixl(server) => drop(server.withdraw(rank)),
-            Listening::Mooncake(channels) => channels.withdraw(shared, rank),
+            PeerSockets::Nixl(server) => drop(server.withdraw(rank)),
+            PeerSockets::Mooncake(channels) => channels.withdraw(rank),
         }
     }
 }

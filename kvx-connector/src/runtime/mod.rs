@@ -6,6 +6,19 @@
 //! future here runs under any executor, and can be waited for without one. Ranks may run in processes of their own:
 //! they join by [`Rank::join`] where [`Connector::group`] lets them in.
 //!
+//! Modules, lowest layer to highest; each imports only what stands before it, and the tasks read or change the state
+//! through `shared`:
+//!
+//! 1. values: `clock`, `slot`, `outcomes`, `metrics`, `trace`
+//! 2. sockets: `zmtp`, `side`, `mooncake` (`http`, `proof`, `client`, `bootstrap`), `group` (`stream`)
+//! 3. memory: `generations`, `scratch`, `digests`, `host_copies`, `grants`, `peer_regions`, `caches`, `setup`, `link`
+//! 4. workers: `ranks`, `publication`, `saves`, `listening`, and what `group` and `mooncake` hold
+//! 5. the state under one lock, and what all tasks share: `state`, `shared`
+//! 6. tasks: `copies`, `requests`, `handshake`, `notify`, `push`, `transfer`, `register`, `shutdown`, `notifications`,
+//!    and those of `group` and `mooncake`
+//! 7. the thread that starts them: `dispatch`, `thread`
+//! 8. what an engine calls: `connector`, `builder`, `rank`, `prefill`, `decode`, `dense`, `probe`
+//!
 //! ```no_run
 //! # use kvx_connector::{engine::*, mapping::Caches, params::TransferParams, wire::CompatibilityFactors};
 //! # use std::{sync::Arc, time::Duration};
@@ -31,31 +44,43 @@
 //! # Ok(()) }
 //! ```
 
-mod awaited;
 mod builder;
+mod caches;
 pub(crate) mod clock;
-mod closing;
-mod connect;
 mod connector;
+mod copies;
 mod decode;
 mod dense;
 mod digests;
-mod finish;
-mod finished;
+mod dispatch;
 #[doc(hidden)]
 pub mod fuzz;
+mod generations;
+mod grants;
 mod group;
-mod half;
+mod handshake;
 mod host_copies;
+mod link;
 mod listening;
 mod metrics;
 mod mooncake;
-mod moves;
+mod notifications;
+mod notify;
+mod outcomes;
+mod peer_regions;
 mod prefill;
 mod probe;
+mod publication;
 mod push;
 mod rank;
+mod ranks;
 mod register;
+mod requests;
+mod saves;
+mod scratch;
+mod setup;
+mod shared;
+mod shutdown;
 pub(crate) mod side;
 mod slot;
 mod state;
@@ -63,16 +88,16 @@ mod state;
 mod tests;
 mod thread;
 mod trace;
-mod turn;
-mod words;
+mod transfer;
 pub(crate) mod zmtp;
 
 pub use builder::{ConnectorBuilder, Group};
 pub use connector::Connector;
-pub use decode::{Decode, Fetch, Held, LoadError, Loaded};
+pub use decode::{Decode, Fetch, HeldBlocks, LoadError, Loaded};
 pub use dense::{DenseBlocks, DenseLease, DenseModel, DensePool, DenseView, DenseViewMut};
 pub use group::JoinedRank;
 pub use metrics::describe_metrics;
-pub use prefill::{Lease, Prefill, Released};
+pub use outcomes::Released;
+pub use prefill::{Lease, Prefill};
 pub use probe::{Probe, probe};
 pub use rank::Rank;

@@ -8,35 +8,14 @@ use std::task::{Context, Poll};
 
 use kvx_core::{Deadline, Error, ErrorKind};
 
-use super::connector::Connector;
+use super::connector::{Connector, arrive};
+use super::outcomes::{Outcomes, Released};
+use super::requests;
 use super::slot::Slot;
 use crate::engine::{Address, Arrival, BlockLists, Ending, Finished, Kept, RequestId, Status};
 use crate::params::{
     MooncakeLeg, MooncakeParams, MooncakeTransferId, ParamsError, TransferMode, TransferParams,
 };
-
-/// What has become of blocks that were leased to a peer, or held by a load.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Released {
-    /// The decode has read the leased blocks, or does not want them. They are the engine's again. A block of several
-    /// leases (a shared prefix) is free with the last of them: engines count its users.
-    Fetched,
-    /// No decode read the leased blocks in time, or not all ranks of it did. They are the engine's again. The log names
-    /// the lease and the setting that makes it longer.
-    Expired,
-    /// Blocks of a load are the engine's again; leased ones, as the connector was shut down.
-    Free,
-    /// Nothing will ever prove that no peer or transfer touches the blocks any more: no request gets one of them again
-    /// as long as the process lives.
-    Lost,
-}
-
-impl Released {
-    /// Whether the blocks are the engine's again.
-    pub fn is_free(self) -> bool {
-        self != Released::Lost
-    }
-}
 
 /// The side of a connector that has blocks for others.
 #[derive(Clone, Copy, Debug)]
@@ -110,9 +89,8 @@ impl<'a> Prefill<'a> {
             }
             Error::new(ErrorKind::Invalid, format!("request {request} cannot be published: {why}"))
         };
-        let slot = shared
-            .on_new_request(arrival, |awaited| awaited.release(&request, Kept::Request))
-            .map_err(|why| refused(&why))?;
+        let wait = |outcomes: &mut Outcomes| outcomes.wait_for_release(&request, Kept::Request);
+        let slot = arrive(shared, arrival, wait).map_err(|why| refused(&why))?;
         let ending = Ending {
             status: Status::LengthCapped,
             blocks,
@@ -129,7 +107,9 @@ impl<'a> Prefill<'a> {
                 Ok((Lease { connector: connector.clone(), request, slot, over: false }, params))
             }
             Finished { withheld, .. } => {
-                shared.awaited(|awaited| awaited.forget_release(&request, Kept::Request, &slot));
+                let mut state = shared.state.lock();
+                state.outcomes.forget_release(&request, Kept::Request, &slot);
+                drop(state);
                 Err(refused(&withheld.unwrap_or("the connector keeps nothing for a decode")))
             }
         }
@@ -208,7 +188,7 @@ impl Future for Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         if !self.over {
-            self.connector.shared().withdraw(&self.request, &self.slot);
+            requests::withdraw(self.connector.shared(), &self.request, &self.slot);
         }
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvx_core::{Error, Result, Secret};
 
 use super::clock::Clock;
-use super::side::{Look, PeerStanding, SideClient};
+use super::side::{PeerKind, ProbeAnswer, SideClient};
 use crate::Dialect;
 use crate::engine::{Address, SideChannels, WorkerRank};
 use crate::wire::{CompatibilityHash, HandshakePayload, NixlAgentMetadata};
@@ -46,13 +46,13 @@ pub fn probe(
     let looked = runtime.block_on(asker.look(address, rank, dialect));
     // A name that is still being resolved is not waited for.
     runtime.shutdown_background();
-    let Look { payload, standing, round_trip } = looked?;
+    let ProbeAnswer { payload, standing, round_trip } = looked?;
     let HandshakePayload { compatibility_hash, agent_metadata_bytes, refusal, .. } = payload;
     Ok(Probe {
         hash: compatibility_hash,
         metadata: NixlAgentMetadata::decode(&agent_metadata_bytes, dialect),
         refusal,
-        kvx: standing.map(|standing| standing != PeerStanding::Foreign),
+        kvx: standing.map(|standing| standing != PeerKind::Foreign),
         round_trip,
     })
 }

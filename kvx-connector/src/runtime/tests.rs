@@ -6,10 +6,12 @@ use std::time::Duration;
 use kvx_config::{KvTransferConfig, Surroundings};
 use kvx_core::{ErrorKind, Memory, Registry};
 
-use super::{Connector, Decode, Prefill, Released};
+use super::ranks::WorkerAction;
+use super::{Connector, Decode, Prefill, Released, dispatch, push, transfer};
 use crate::Dialect;
 use crate::engine::{
-    Allocation, Arrival, BlockLists, Ending, Kept, LoadFailure, Outcome, RequestId, WorkerRank,
+    Action, Allocation, Arrival, BlockLists, Ending, Kept, LoadFailure, Outcome, RequestId,
+    WorkerRank,
 };
 use crate::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
 use crate::params::{RemoteBlocks, TransferParams};
@@ -195,10 +197,10 @@ fn what_was_granted_is_given_back_with_the_caches() {
     let (_silent, params) = silent();
     let request = RequestId::from("r");
     ordered(&connector, &request, &params);
-    let granted = connector.shared().grant(&request).unwrap();
-    granted.told().unwrap();
+    let granted = push::grant(connector.shared(), &request).unwrap();
+    granted.metadata().unwrap();
     rank.give_back(LIMIT).wait(LIMIT).unwrap();
-    assert_eq!(granted.told().unwrap_err().kind(), ErrorKind::Revoked);
+    assert_eq!(granted.metadata().unwrap_err().kind(), ErrorKind::Revoked);
     connector.shutdown(LIMIT).wait(LIMIT).unwrap();
 }
 
@@ -310,13 +312,13 @@ fn a_read_is_cancelled_in_the_turn_in_which_it_begins() {
     let (go_on, shared) = (stand_still(&decode), decode.shared());
     let fetch = Decode::new(&decode).fetch("second", &params, 0, one(2), LIMIT);
     let held = fetch.cancel();
-    let turn = shared.turn();
+    let turn = dispatch::take_turn(shared);
     let read = turn.actions.iter().find_map(|(rank, action, _)| match action {
-        crate::engine::Action::Read(order) => Some((*rank, order.id)),
+        WorkerAction::Engine(Action::Read(order)) => Some((*rank, order.id)),
         _ => None,
     });
     let (rank, id) = read.expect("the load began before it was cancelled");
-    let cancel = shared.moving(rank, id);
+    let cancel = shared.cancel_signal(rank, id);
     let mut rung = std::pin::pin!(cancel.notified());
     let mut context = std::task::Context::from_waker(std::task::Waker::noop());
     assert!(rung.as_mut().poll(&mut context).is_ready());
@@ -369,7 +371,8 @@ fn publish(
 /// The prefill has the registration of a decode, and is about to write when its process stops: what it asks for then.
 fn stopped_before_its_write(prefill: &Connector) -> (WorkerRank, crate::engine::Move) {
     let (shared, until) = (prefill.shared(), std::time::Instant::now() + LIMIT);
-    let agent = shared.state.lock().ranks.values().next().unwrap().agent.clone().unwrap().0;
+    let first = WorkerRank::default();
+    let agent = shared.state.lock().ranks.get(first).unwrap().agent.clone().unwrap().0;
     loop {
         assert!(std::time::Instant::now() < until, "no registration has come");
         while let Some(told) = agent.try_notification() {
@@ -377,10 +380,10 @@ fn stopped_before_its_write(prefill: &Connector) -> (WorkerRank, crate::engine::
             let heard = |worker: &mut crate::engine::Worker, now| {
                 worker.notified(now, &from, &told.bytes).unwrap()
             };
-            shared.tell_worker(WorkerRank::default(), heard);
+            shared.report_nixl(first, heard);
         }
-        for (rank, action, _) in shared.turn().actions {
-            if let crate::engine::Action::Write(order) = action {
+        for (rank, action, _) in dispatch::take_turn(shared).actions {
+            if let WorkerAction::Engine(Action::Write(order)) = action {
                 return (rank, order);
             }
         }
@@ -416,8 +419,9 @@ fn a_write_that_comes_after_the_decode_has_given_up_changes_no_byte() {
         let id = order.id;
         let write = |order| {
             let shared = Arc::clone(prefill.shared());
-            let cancel = shared.moving(rank, id);
-            prefill.shared().runtime.spawn(shared.transfer(
+            let cancel = shared.cancel_signal(rank, id);
+            prefill.shared().runtime.spawn(transfer::run(
+                shared,
                 rank,
                 kvx_core::Op::Write,
                 order,

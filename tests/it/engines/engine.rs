@@ -9,7 +9,7 @@ use kvx::config::{KvTransferConfig, Surroundings};
 use kvx::connector::engine::{BlockLists, RequestId, Then};
 use kvx::connector::params::TransferParams;
 use kvx::connector::runtime::{
-    Connector, Decode, Fetch, Held, Lease, LoadError, Prefill, Released,
+    Connector, Decode, Fetch, HeldBlocks, Lease, LoadError, Prefill, Released,
 };
 use kvx::connector::wire::CompatibilityFactors;
 use kvx::{Error, ErrorKind, MemoryKind, Result};
@@ -163,7 +163,7 @@ struct Engine {
 
 /// Who says when blocks are free again.
 pub(crate) enum Holder {
-    Fetch(Held),
+    Fetch(HeldBlocks),
     /// An outcome.
     Queued(RequestId),
 }

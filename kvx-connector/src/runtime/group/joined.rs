@@ -14,18 +14,23 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::{sleep, timeout, timeout_at};
 
 use super::super::connector::Connector;
-use super::super::host_copies::When;
+use super::super::dispatch::drive;
+use super::super::generations::{GenerationTable, WORD};
+use super::super::host_copies::SavePoint;
 use super::super::rank::Rank;
-use super::super::register::AnnouncedTo;
+use super::super::register::{self, RegistrationNotice};
+use super::super::shared::Shared;
 use super::super::slot::{Slot, until};
-use super::super::state::Shared;
-use super::super::thread::{drive, on_its_own};
-use super::super::words::GenerationTable;
-use super::serving::no_secret;
-use super::setup::of_told;
-use super::stream::{Incoming, Outgoing, prove_as_rank, same_user, within_a_host};
-use super::{LAST_WORD, PATIENCE, PULSE, SILENT};
-use crate::engine::{PoolBlocks, WorkerRank};
+use super::super::thread::on_its_own;
+use super::super::{copies, push, shutdown};
+use super::head::HeadHandle;
+use super::limits::{LAST_WORD, PATIENCE, PULSE, SILENT};
+use super::remote_rank::refused;
+use super::setup::from_welcome;
+use super::stream::{
+    MessageReader, MessageWriter, no_secret, prove_as_rank, same_user, within_a_host,
+};
+use crate::engine::{Fresh, PoolBlocks, RequestId, WorkerRank};
 use crate::mapping::Caches;
 use crate::wire::group::{ToHead, ToRank};
 
@@ -45,7 +50,7 @@ pub struct JoinedRank {
 }
 
 /// Words for the caches of this rank.
-enum SentWords {
+enum SentGenerations {
     /// Those of this file, which the engine raises.
     File(OwnedFd),
     /// Of this process, which the engine has it raise.
@@ -53,11 +58,11 @@ enum SentWords {
 }
 
 /// What the handle and the thread share beside the worker.
-pub(super) struct EngineChannel {
-    pub(super) up: UnboundedSender<ToHead>,
+struct EngineChannel {
+    up: UnboundedSender<ToHead>,
     /// One question at a time.
     asking: Mutex<()>,
-    answer: Arc<Slot<Result<Option<SentWords>>>>,
+    answer: Arc<Slot<Result<Option<SentGenerations>>>>,
     /// Why the engine is not there any more, if it has not ended this rank itself.
     gone: OnceLock<Error>,
 }
@@ -148,7 +153,7 @@ impl JoinedRank {
         memory: impl IntoIterator<Item = M>,
     ) -> Result<()> {
         let shared = self.connector.shared();
-        shared.check_block_size(&caches)?;
+        register::check_block_size(shared, &caches)?;
         let _one_at_a_time = self.link.asking.lock();
         if shared.registered(self.rank).is_some() {
             let why =
@@ -156,23 +161,23 @@ impl JoinedRank {
             return Err(Error::new(ErrorKind::Invalid, why));
         }
         let pool = PoolBlocks::of(caches.geometry());
-        let words = (pool.most() as usize + 1) * super::super::words::WORD as usize;
+        let words = (pool.most() as usize + 1) * WORD as usize;
         let sent = self.link.ask(ToHead::Pool(pool))?;
         let words = || match sent {
-            Some(SentWords::File(file)) => Ok(Arc::new(Memory::adopt_file(file, words)?)),
-            Some(SentWords::Own(memory)) if memory.len() >= words => Ok(memory),
+            Some(SentGenerations::File(file)) => Ok(Arc::new(Memory::adopt_file(file, words)?)),
+            Some(SentGenerations::Own(memory)) if memory.len() >= words => Ok(memory),
             _ => Err(Error::new(
                 ErrorKind::Malformed,
                 "the engine has sent no words for these caches",
             )),
         };
         let memory = memory.into_iter().map(Into::into).collect();
-        let agent = shared.state.lock().ranks.get(&self.rank).and_then(|held| held.agent.clone());
-        let registered = shared.open(self.rank, agent, caches, memory, words)?;
+        let agent = shared.state.lock().ranks.get(self.rank).and_then(|held| held.agent.clone());
+        let registered = register::open(shared, self.rank, agent, caches, memory, words)?;
         let metadata = shared.setup.metadata(&registered)?;
         // Said as they are taken up: whoever gives them back at once says so after this.
-        let told = AnnouncedTo::Engine(metadata.encode(), registered.host_copies.is_some());
-        let taken_up = || shared.take_up(self.rank, registered, told);
+        let told = RegistrationNotice::Engine(metadata.encode(), registered.host_copies.is_some());
+        let taken_up = || register::take_up(shared, self.rank, registered, told);
         self.link.answer_to(taken_up).map(drop)
     }
 
@@ -185,7 +190,7 @@ impl JoinedRank {
     /// As [`Rank::give_back`]; `TimedOut`: nobody touches the memory any more, and the engine had not said by the
     /// deadline that it knows of it. After either it may be called again, and waits again.
     pub fn give_back(&self, deadline: impl Into<Deadline>) -> Completion<()> {
-        self.connector.shared().give_back(self.rank, deadline.into())
+        register::give_back(self.connector.shared(), self.rank, deadline.into())
     }
 
     /// Ends when the engine has ended, or let this rank go. `Ok`: it was the engine's wish, and nothing touches the
@@ -204,8 +209,8 @@ impl JoinedRank {
     }
 
     fn end(&self) -> Result<()> {
-        let over = self.connector.shared().state.lock().over.clone();
-        self.link.gone.get().cloned().map_or(Ok(()), Err).and(over.unwrap_or(Ok(())))
+        let result = result_of(self.connector.shared());
+        self.link.gone.get().cloned().map_or(Ok(()), Err).and(result)
     }
 
     /// Leaves the engine. `Ok`: nothing touches the memory any more.
@@ -225,12 +230,12 @@ impl fmt::Debug for JoinedRank {
 
 impl EngineChannel {
     /// Asks the engine. One that does not answer in time is lost: a later answer would be taken for another question's.
-    fn ask(&self, question: ToHead) -> Result<Option<SentWords>> {
+    fn ask(&self, question: ToHead) -> Result<Option<SentGenerations>> {
         self.answer_to(|| self.up.send(question).map_err(|_| self.lost()))
     }
 
     /// The same, where `ask` says it.
-    fn answer_to(&self, ask: impl FnOnce() -> Result<()>) -> Result<Option<SentWords>> {
+    fn answer_to(&self, ask: impl FnOnce() -> Result<()>) -> Result<Option<SentGenerations>> {
         if self.gone.get().is_some() {
             return Err(self.lost());
         }
@@ -271,7 +276,7 @@ async fn run(
     };
     let set_up = entered.and_then(|(outgoing, incoming, told)| {
         let own = incoming.own_address();
-        Ok((outgoing, incoming, of_told(&told, own, registry)?))
+        Ok((outgoing, incoming, from_welcome(&told, own, registry)?))
     });
     let (outgoing, incoming, (mut setup, secret)) = match set_up {
         Ok(set_up) => set_up,
@@ -293,14 +298,17 @@ async fn run(
     drop(started);
     tokio::spawn(obey(Arc::clone(&shared), rank, Arc::clone(&link), incoming));
     drive(&shared).await;
-    let result = shared.state.lock().over.clone().unwrap_or(Ok(()));
+    let result = result_of(&shared);
     // An engine that has gone needs to hear nothing.
     link.up.send(ToHead::Ended(result.err().map(|error| error.to_string()))).ok();
     timeout(LAST_WORD, writing).await.ok();
 }
 
 /// Gets a place, and what the engine was built with.
-async fn enter(engine: &EngineAddress, rank: WorkerRank) -> Result<(Outgoing, Incoming, String)> {
+async fn enter(
+    engine: &EngineAddress,
+    rank: WorkerRank,
+) -> Result<(MessageWriter, MessageReader, String)> {
     let (mut outgoing, mut incoming) = loop {
         match engine.connect().await {
             Ok(Ok(connected)) => break connected,
@@ -330,7 +338,7 @@ async fn enter(engine: &EngineAddress, rank: WorkerRank) -> Result<(Outgoing, In
 
 impl EngineAddress {
     /// A connection to it; or why this process is not let in there. Errors: there is none.
-    async fn connect(&self) -> io::Result<Result<(Outgoing, Incoming)>> {
+    async fn connect(&self) -> io::Result<Result<(MessageWriter, MessageReader)>> {
         match self {
             EngineAddress::Path(path) => {
                 let socket = UnixStream::connect(path).await?;
@@ -370,7 +378,7 @@ async fn obey(
     shared: Arc<Shared>,
     rank: WorkerRank,
     link: Arc<EngineChannel>,
-    mut incoming: Incoming,
+    mut incoming: MessageReader,
 ) {
     // Of this process, where the engine cannot raise them itself.
     let mut own_words: Option<GenerationTable> = None;
@@ -384,45 +392,54 @@ async fn obey(
             Err(error) => break error,
         };
         match message {
-            Ok(ToRank::Step(meta)) => shared.take_step(rank, meta),
+            Ok(ToRank::Step(meta)) => shared.with_state(|state, now| {
+                // The engine has started it there.
+                let held = state.ranks.get_mut(rank);
+                held.into_iter().for_each(|held| held.begin(now, meta.clone()));
+            }),
             Ok(ToRank::Words(None)) => {
-                link.answer.set(Ok(incoming.take_file().map(SentWords::File)))
+                link.answer.set(Ok(incoming.take_file().map(SentGenerations::File)))
             }
             Ok(ToRank::Words(Some(what))) => {
                 let made = GenerationTable::made(what);
-                link.answer
-                    .set(made.map(|words| Some(SentWords::Own(own_words.insert(words).memory()))));
+                link.answer.set(
+                    made.map(|words| Some(SentGenerations::Own(own_words.insert(words).memory()))),
+                );
             }
             Ok(ToRank::Raise { number, stamp, blocks }) => {
                 own_words.iter().for_each(|words| words.raise(&blocks, stamp));
                 link.up.send(ToHead::Raised(number)).ok(); // an engine that has gone needs to hear nothing
             }
             Ok(ToRank::Taken) => link.answer.set(Ok(None)),
-            Ok(ToRank::GivenBack) => shared.engine_knows(),
+            Ok(ToRank::GivenBack) => shared.state.lock().head.iter().for_each(HeadHandle::confirm),
             Ok(ToRank::Refused(why)) => {
                 break Error::new(
                     ErrorKind::Invalid,
                     format!("the engine refuses this rank: {why}"),
                 );
             }
-            Ok(ToRank::Digest { number, fresh }) => shared.digest_here(rank, &link, number, fresh),
+            Ok(ToRank::Digest { number, fresh }) => {
+                write_digests(&shared, rank, &link, number, fresh)
+            }
             Ok(ToRank::Save { number, of, early, blocks }) => {
                 let up = link.up.clone();
                 let done = move |result: Result<(), String>| {
                     // An engine that has gone needs to hear nothing.
                     up.send(ToHead::Done { number, failed: result.err() }).ok();
                 };
-                let when = if early { When::Early } else { When::AtItsEnd };
+                let when = if early { SavePoint::Early } else { SavePoint::AtEnd };
                 match shared.registered(rank) {
-                    Some(own) => shared.save_here(rank, &own, (of, blocks, when), done),
+                    Some(own) => copies::save_here(&shared, rank, &own, (of, blocks, when), done),
                     None => done(Err("this rank has given its caches back".to_owned())),
                 }
             }
             Ok(ToRank::Grant(request)) => {
-                tokio::spawn(Arc::clone(&shared).grant_to_engine(Arc::clone(&link), request));
+                tokio::spawn(grant(Arc::clone(&shared), Arc::clone(&link), request));
             }
-            Ok(ToRank::Grants { request, told }) => shared.take_grants(&request, told),
-            Ok(ToRank::End(within)) => drop(shared.shutdown(within.into())),
+            Ok(ToRank::Grants { request, told }) => {
+                shared.state.lock().grants.answer(&request, told.map_err(refused));
+            }
+            Ok(ToRank::End(within)) => drop(shutdown::request(&shared, within.into())),
             Ok(ToRank::Welcome(_)) => {
                 break Error::new(ErrorKind::Malformed, "the engine's welcome came twice");
             }
@@ -434,15 +451,48 @@ async fn obey(
         link.gone.set(gone.clone()).ok();
     }
     link.answer.set(Err(gone));
-    shared.forget_the_engine();
-    drop(shared.shutdown(ALONE.into()));
+    let mut state = shared.state.lock();
+    state.grants.forget_questions();
+    state.head.iter().for_each(HeadHandle::confirm_all);
+    drop(state);
+    drop(shutdown::request(&shared, ALONE.into()));
+}
+
+/// How the connector has ended.
+fn result_of(shared: &Shared) -> Result<()> {
+    shared.state.lock().shutdown.result().cloned().unwrap_or(Ok(()))
+}
+
+/// Writes the digests that the engine asks for.
+fn write_digests(
+    shared: &Arc<Shared>,
+    rank: WorkerRank,
+    link: &Arc<EngineChannel>,
+    number: u64,
+    fresh: Vec<Fresh>,
+) {
+    let (shared, link) = (Arc::clone(shared), Arc::clone(link));
+    tokio::task::spawn_blocking(move || {
+        if let Some(own) = shared.registered(rank) {
+            copies::publish_digests(&shared, rank, &own, &fresh);
+        }
+        link.up.send(ToHead::Done { number, failed: None }).ok(); // the engine may have gone
+    });
+}
+
+/// Sends the engine what this rank grants for a request.
+async fn grant(shared: Arc<Shared>, link: Arc<EngineChannel>, request: RequestId) {
+    let grants = push::grants_here(&shared, &request).await;
+    let told = grants.map_err(|error| error.sentence().to_owned());
+    let told = told.map(|grants| grants.into_iter().flat_map(|grant| grant.regions).collect());
+    link.up.send(ToHead::Granted { request, told }).ok(); // the engine may have gone
 }
 
 /// Writes what goes to the engine, the last word with it; and that this rank lives.
-async fn pass_up(mut outgoing: Outgoing, mut going_up: UnboundedReceiver<ToHead>) {
+async fn pass_up(mut outgoing: MessageWriter, mut going_up: UnboundedReceiver<ToHead>) {
     loop {
         let message = timeout(PULSE, going_up.recv()).await.unwrap_or(Some(ToHead::Alive));
-        let Some(message) = message else { return };
+        let Some(message) = message else { return }; // all who could send have gone
         let last = matches!(message, ToHead::Ended(_));
         let sent = match message.encode() {
             // What was cut short cannot be followed by anything else.

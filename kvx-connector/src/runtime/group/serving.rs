@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::UnixListener as StdUnixListener;
 use std::path::Path;
@@ -13,20 +13,22 @@ use std::time::{Duration, Instant};
 
 use kvx_core::sync::Mutex;
 use kvx_core::{Error, ErrorKind, Result, Secret};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::sync::Semaphore;
 use tokio::sync::mpsc::Receiver;
 use tokio::time::{sleep, timeout};
 
-use super::super::state::Shared;
-use super::away::{Down, Newcomer, name};
-use super::head::JoinAddress;
-use super::stream::{Incoming, Outgoing, prove_as_engine, same_user, within_a_host};
-use super::{IMPATIENCE, LAST_WORD, PATIENCE, SILENT};
+use super::super::shared::Shared;
+use super::gathering::JoinAddress;
+use super::limits::{IMPATIENCE, LAST_WORD, PATIENCE, SILENT};
+use super::members::{self, ENDED};
+use super::process::ProcessHandle;
+use super::remote_rank::{RankMessage, RankProcess, rank_name};
+use super::stream::{
+    MessageReader, MessageWriter, no_secret, prove_as_engine, same_user, within_a_host,
+};
 use crate::engine::WorkerRank;
 use crate::wire::group::{ToHead, ToRank};
 
@@ -39,9 +41,6 @@ const QUIET: Duration = Duration::from_secs(1);
 /// A socket that cannot be accepted is tried again after this.
 const AGAIN: Duration = Duration::from_millis(10);
 
-/// Why a rank is lost that was killed.
-pub(super) const ENDED: &str = "its process has ended";
-
 /// Where ranks join.
 pub(super) enum RankListener {
     Unix(UnixListener),
@@ -50,7 +49,7 @@ pub(super) enum RankListener {
 }
 
 /// Who has connected, and said nothing yet.
-enum Stranger {
+enum UnknownProcess {
     Unix(UnixStream),
     Tcp(TcpStream, SocketAddr, Secret),
 }
@@ -82,32 +81,25 @@ impl RankListener {
         }
     }
 
-    async fn accept(&self) -> io::Result<Stranger> {
+    async fn accept(&self) -> io::Result<UnknownProcess> {
         Ok(match self {
-            RankListener::Unix(listener) => Stranger::Unix(listener.accept().await?.0),
+            RankListener::Unix(listener) => UnknownProcess::Unix(listener.accept().await?.0),
             RankListener::Tcp(listener, secret) => {
                 let (socket, from) = listener.accept().await?;
-                Stranger::Tcp(socket, from, secret.clone())
+                UnknownProcess::Tcp(socket, from, secret.clone())
             }
         })
     }
 }
 
-/// Why no rank can be on another host.
-pub(super) fn no_secret() -> Error {
-    let why = "ranks on other hosts and their engine prove to each other that they have the fleet's secret, and this \
-               process has none: `kvx secret FILE` makes one, KVX_SECRET_FILE names it";
-    Error::new(ErrorKind::Invalid, why)
-}
-
 /// How many of each address have connected and not said yet who they are.
 #[derive(Clone, Default)]
-struct Unproven(Arc<Mutex<BTreeMap<IpAddr, usize>>>);
+struct UnprovenCounts(Arc<Mutex<BTreeMap<IpAddr, usize>>>);
 
 /// One of them, until it is dropped.
-struct UnprovenConnection(Unproven, IpAddr);
+struct UnprovenConnection(UnprovenCounts, IpAddr);
 
-impl Unproven {
+impl UnprovenCounts {
     /// `None`: there are [`OF_ONE_ADDRESS`] already.
     fn one_more(&self, of: IpAddr) -> Option<UnprovenConnection> {
         let mut counts = self.0.lock();
@@ -167,16 +159,16 @@ fn is_left_behind(path: &Path) -> io::Result<bool> {
 
 /// Lets ranks in until the connector ends.
 pub(super) async fn gather(shared: Arc<Shared>, listener: RankListener) {
-    let (unknown, unproven) = (Arc::new(Semaphore::new(UNKNOWN)), Unproven::default());
-    let warned = Arc::new(Warned::default());
+    let (unknown, unproven) = (Arc::new(Semaphore::new(UNKNOWN)), UnprovenCounts::default());
+    let warned = Arc::new(RefusalLog::default());
     loop {
-        let Ok(stranger) = listener.accept().await else {
+        let Ok(process) = listener.accept().await else {
             sleep(AGAIN).await;
             continue;
         };
-        let counted = match &stranger {
-            Stranger::Unix(_) => None,
-            Stranger::Tcp(_, from, _) => match unproven.one_more(from.ip()) {
+        let counted = match &process {
+            UnknownProcess::Unix(_) => None,
+            UnknownProcess::Tcp(_, from, _) => match unproven.one_more(from.ip()) {
                 Some(counted) => Some(counted),
                 None => continue, // it hears nothing
             },
@@ -184,7 +176,7 @@ pub(super) async fn gather(shared: Arc<Shared>, listener: RankListener) {
         let permit = Arc::clone(&unknown).acquire_owned().await.expect("nobody closes it");
         let (shared, warned) = (Arc::clone(&shared), Arc::clone(&warned));
         tokio::spawn(async move {
-            let mut admitted = match prove(stranger).await {
+            let mut admitted = match prove(process).await {
                 Ok(admitted) => admitted,
                 Err(error) => return warned.of(&error),
             };
@@ -204,9 +196,9 @@ pub(super) async fn gather(shared: Arc<Shared>, listener: RankListener) {
 
 /// Warnings of those that were refused: strangers may come without end.
 #[derive(Default)]
-struct Warned(Mutex<Option<Instant>>);
+struct RefusalLog(Mutex<Option<Instant>>);
 
-impl Warned {
+impl RefusalLog {
     fn of(&self, error: &Error) {
         let mut last = self.0.lock();
         if last.is_none_or(|last| last.elapsed() >= QUIET) {
@@ -217,16 +209,16 @@ impl Warned {
 }
 
 /// A process that may join: of this user, or one that has the secret.
-struct Admitted {
-    outgoing: Outgoing,
-    incoming: Incoming,
-    newcomer: Newcomer,
+struct AdmittedProcess {
+    outgoing: MessageWriter,
+    incoming: MessageReader,
+    newcomer: RankProcess,
 }
 
 /// Finds out whether a process may join. Errors: it may not.
-async fn prove(stranger: Stranger) -> Result<Admitted> {
-    match stranger {
-        Stranger::Unix(socket) => {
+async fn prove(process: UnknownProcess) -> Result<AdmittedProcess> {
+    match process {
+        UnknownProcess::Unix(socket) => {
             let pid = match same_user(&socket) {
                 Ok(pid) => pid,
                 Err(error) => {
@@ -234,13 +226,13 @@ async fn prove(stranger: Stranger) -> Result<Admitted> {
                     return Err(error);
                 }
             };
-            let life = Pid::from_raw(pid).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+            let life = ProcessHandle::open(pid);
             let (outgoing, incoming) = within_a_host(socket);
             let process = format!("process {pid}").into();
-            let newcomer = Newcomer { process, life: life.map(Arc::new), distant: false };
-            Ok(Admitted { outgoing, incoming, newcomer })
+            let newcomer = RankProcess { process, life, distant: false };
+            Ok(AdmittedProcess { outgoing, incoming, newcomer })
         }
-        Stranger::Tcp(socket, from, secret) => {
+        UnknownProcess::Tcp(socket, from, secret) => {
             let proven = timeout(IMPATIENCE, prove_as_engine(socket, &secret)).await;
             let late = || {
                 Error::new(
@@ -252,10 +244,10 @@ async fn prove(stranger: Stranger) -> Result<Admitted> {
                 .unwrap_or_else(|_| Err(late()))
                 .map_err(|error| Error::new(error.kind(), format!("{from}: {error}")))?;
             let process = format!("the process at {from}").into();
-            Ok(Admitted {
+            Ok(AdmittedProcess {
                 outgoing,
                 incoming,
-                newcomer: Newcomer { process, life: None, distant: true },
+                newcomer: RankProcess { process, life: None, distant: true },
             })
         }
     }
@@ -264,9 +256,9 @@ async fn prove(stranger: Stranger) -> Result<Admitted> {
 /// Hears who it is, and gives it its place.
 async fn welcome(
     shared: &Arc<Shared>,
-    admitted: &mut Admitted,
-) -> Result<(WorkerRank, Receiver<Down>)> {
-    let Admitted { outgoing, incoming, newcomer, .. } = admitted;
+    admitted: &mut AdmittedProcess,
+) -> Result<(WorkerRank, Receiver<RankMessage>)> {
+    let AdmittedProcess { outgoing, incoming, newcomer, .. } = admitted;
     let process = &newcomer.process;
     let hello = timeout(PATIENCE, incoming.next()).await;
     let hello = hello.map_err(|_| {
@@ -287,23 +279,23 @@ async fn welcome(
             ErrorKind::Incompatible,
             format!(
                 "{} is of kvx {version}, its engine of kvx {}: run both with the same",
-                name(rank),
+                rank_name(rank),
                 env!("CARGO_PKG_VERSION")
             ),
         ));
     }
-    let down = shared.seat(rank, newcomer)?;
-    let setup = ToRank::Welcome(shared.setup.told(&shared.setup.settings.address)).encode()?;
+    let down = members::seat(shared, rank, newcomer)?;
+    let setup = ToRank::Welcome(shared.setup.welcome()).encode()?;
     match timeout(PATIENCE, outgoing.send(&setup, None)).await {
         Ok(Ok(())) => Ok((rank, down)),
         _ => {
-            shared.lose(rank, "it has not read what the engine was built with", false);
-            Err(Error::new(ErrorKind::PeerLost, format!("{} went as it joined", name(rank))))
+            members::lose(shared, rank, "it has not read what the engine was built with", false);
+            Err(Error::new(ErrorKind::PeerLost, format!("{} went as it joined", rank_name(rank))))
         }
     }
 }
 
-async fn refuse(outgoing: &mut Outgoing, why: &str) {
+async fn refuse(outgoing: &mut MessageWriter, why: &str) {
     if let Ok(message) = ToRank::Refused(why.to_owned()).encode() {
         timeout(LAST_WORD, outgoing.send(&message, None)).await.ok();
     }
@@ -311,8 +303,13 @@ async fn refuse(outgoing: &mut Outgoing, why: &str) {
 }
 
 /// Speaks with a rank until one of the two ends.
-async fn serve(shared: &Arc<Shared>, admitted: Admitted, rank: WorkerRank, down: Receiver<Down>) {
-    let Admitted { outgoing, mut incoming, newcomer } = admitted;
+async fn serve(
+    shared: &Arc<Shared>,
+    admitted: AdmittedProcess,
+    rank: WorkerRank,
+    down: Receiver<RankMessage>,
+) {
+    let AdmittedProcess { outgoing, mut incoming, newcomer } = admitted;
     let life = newcomer.life;
     tracing::info!(pp = rank.pp, tp = rank.tp, process = %newcomer.process, "a rank has joined");
     let writing = tokio::spawn(pass_down(Arc::clone(shared), rank, outgoing, down));
@@ -339,20 +336,24 @@ async fn serve(shared: &Arc<Shared>, admitted: Admitted, rank: WorkerRank, down:
             }
             Ok(message @ (ToHead::Pool(_) | ToHead::Registered { .. } | ToHead::GivesBack)) => {
                 let shared = Arc::clone(shared);
-                let heard = tokio::task::spawn_blocking(move || shared.heard(rank, message)).await;
+                let heard = tokio::task::spawn_blocking(move || {
+                    members::take_message(&shared, rank, message)
+                })
+                .await;
                 heard.unwrap_or_else(|_| Err(Error::new(ErrorKind::Closed, "the engine ends")))
             }
-            Ok(message) => shared.heard(rank, message),
+            Ok(message) => members::take_message(shared, rank, message),
             Err(error) => Err(error),
         };
         if let Err(error) = heard {
-            shared.tell_rank(rank, ToRank::Refused(error.sentence().to_owned()), None);
+            members::send(shared, rank, ToRank::Refused(error.sentence().to_owned()), None);
             break (error.sentence().to_owned(), false);
         }
     };
-    shared.lose(rank, &why, proven);
-    let withdrawing = Arc::clone(shared);
-    tokio::task::spawn_blocking(move || withdrawing.withdraw_rank(rank)).await.ok();
+    members::lose(shared, rank, &why, proven);
+    let shared = Arc::clone(shared);
+    let withdraw = move || shared.listening.lock().iter().for_each(|on| on.withdraw(rank));
+    tokio::task::spawn_blocking(withdraw).await.ok();
     writing.await.ok();
 }
 
@@ -360,8 +361,8 @@ async fn serve(shared: &Arc<Shared>, admitted: Admitted, rank: WorkerRank, down:
 async fn pass_down(
     shared: Arc<Shared>,
     rank: WorkerRank,
-    mut outgoing: Outgoing,
-    mut down: Receiver<Down>,
+    mut outgoing: MessageWriter,
+    mut down: Receiver<RankMessage>,
 ) {
     while let Some((message, file)) = down.recv().await {
         let sent = match message.encode() {
@@ -375,12 +376,12 @@ async fn pass_down(
             // Who reads from it hears what has become of it.
             Ok(Err(error)) if error.kind() == ErrorKind::PeerLost => break,
             Ok(Err(error)) => {
-                shared.lose(rank, error.sentence(), false);
+                members::lose(&shared, rank, error.sentence(), false);
                 break;
             }
             // What was cut short cannot be followed by anything else.
             Err(_) => {
-                shared.lose(rank, &format!("it has read nothing for {SILENT:?}"), false);
+                members::lose(&shared, rank, &format!("it has read nothing for {SILENT:?}"), false);
                 break;
             }
         }
@@ -391,13 +392,7 @@ async fn pass_down(
 }
 
 /// Whether a process has ended, or does so within this time: one that was killed closes its sockets first.
-async fn has_ended(life: Option<Arc<OwnedFd>>, within: Duration) -> bool {
+async fn has_ended(life: Option<Arc<ProcessHandle>>, within: Duration) -> bool {
     let Some(life) = life else { return false };
-    tokio::task::spawn_blocking(move || ends(&life, within)).await.unwrap_or(false)
-}
-
-/// The same of a pidfd. Blocks.
-pub(super) fn ends(life: &OwnedFd, within: Duration) -> bool {
-    let limit = Timespec { tv_sec: within.as_secs() as i64, tv_nsec: within.subsec_nanos().into() };
-    poll(&mut [PollFd::new(life, PollFlags::IN)], Some(&limit)) == Ok(1)
+    tokio::task::spawn_blocking(move || life.has_ended(within)).await.unwrap_or(false)
 }

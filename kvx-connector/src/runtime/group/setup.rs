@@ -1,54 +1,18 @@
-//! What a rank in a process of its own has to know of its engine, as JSON.
+//! The setup of a rank in a process of its own, from what its engine sends as JSON.
 
 use std::net::IpAddr;
 
-use kvx_config::{BufferDevice, KvTransferConfig, Surroundings};
+use kvx_config::{KvTransferConfig, Surroundings};
 use kvx_core::{Error, ErrorKind, Registry, Result, Secret};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
-use super::super::builder::{ConnectorBuilder, Group, Setup};
+use super::super::builder::{ConnectorBuilder, Group};
+use super::super::setup::Setup;
 use crate::engine::Address;
 use crate::wire::CompatibilityFactors;
 
 /// Where a side channel listens, and TCP beside it.
 const HOST: &str = "VLLM_NIXL_SIDE_CHANNEL_HOST";
-
-impl ConnectorBuilder {
-    /// Everything that was said to it.
-    pub(in crate::runtime) fn told(&self) -> Result<Map<String, Value>> {
-        let groups = self.groups.iter().map(|group| match group {
-            Group::Whole => Value::Null,
-            Group::Window { tokens } => (*tokens).into(),
-        });
-        let (tp, pp, dcp) = self.sizes;
-        let told = json!({
-            "config": self.config.to_json(),
-            // What the configuration came to: the rank's process does not know whether there is a GPU.
-            "gpu": self.config.buffer_device() == BufferDevice::Cuda,
-            "model": self.factors.model,
-            "attn_backend_name": self.factors.attn_backend_name,
-            "factors": self.factors.map(),
-            "groups": groups.collect::<Vec<_>>(),
-            "data_parallel": self.data_parallel,
-            "sizes": [tp, pp, dcp],
-            "block_size": self.block_size,
-            "prefill_backoff": self.prefill_backoff,
-        });
-        match told {
-            Value::Object(told) => Ok(told),
-            _ => Err(unreadable("an object")),
-        }
-    }
-}
-
-impl Setup {
-    /// What a rank is told, the address of the engine's side channel with it.
-    pub(super) fn told(&self, address: &Address) -> String {
-        let mut told = self.told.clone();
-        told.insert("address".to_owned(), json!([&*address.host, address.port]));
-        Value::Object(told).to_string()
-    }
-}
 
 fn unreadable(what: &str) -> Error {
     Error::new(ErrorKind::Malformed, format!("the engine's word of how it was built lacks {what}"))
@@ -56,12 +20,12 @@ fn unreadable(what: &str) -> Error {
 
 /// The setup of a rank, and the secret of its own process. `own_address`: by which it reaches its engine, if that may
 /// be on another host.
-pub(super) fn of_told(
-    told: &str,
+pub(super) fn from_welcome(
+    welcome: &str,
     own_address: Option<IpAddr>,
     registry: Registry,
 ) -> Result<(Setup, Option<Secret>)> {
-    let told: Map<String, Value> = serde_json::from_str(told).map_err(|_| unreadable("JSON"))?;
+    let told: Map<String, Value> = serde_json::from_str(welcome).map_err(|_| unreadable("JSON"))?;
     let field = |name: &str| told.get(name).ok_or_else(|| unreadable(name));
     let text = |name: &str| field(name)?.as_str().ok_or_else(|| unreadable(name));
     let number = |value: &Value| value.as_u64().and_then(|number| u32::try_from(number).ok());

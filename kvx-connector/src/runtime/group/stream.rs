@@ -19,7 +19,7 @@ use rustix::net::{
 use tokio::io::Interest;
 use tokio::net::{TcpStream, UnixStream};
 
-use super::SILENT;
+use super::limits::SILENT;
 use crate::wire::group::MAX_MESSAGE;
 
 /// Bytes that are asked for at once.
@@ -84,20 +84,20 @@ pub(super) fn same_user(socket: &UnixStream) -> Result<i32> {
 }
 
 /// Both ends of a connection within a host.
-pub(super) fn within_a_host(socket: UnixStream) -> (Outgoing, Incoming) {
+pub(super) fn within_a_host(socket: UnixStream) -> (MessageWriter, MessageReader) {
     ends(Arc::new(Socket::Unix(socket)))
 }
 
 /// Both ends of a connection on which nothing is sealed yet.
-fn ends(socket: Arc<Socket>) -> (Outgoing, Incoming) {
-    let incoming = Incoming {
+fn ends(socket: Arc<Socket>) -> (MessageWriter, MessageReader) {
+    let incoming = MessageReader {
         socket: Arc::clone(&socket),
         opener: None,
         sealed: Vec::new(),
         bytes: Vec::new(),
         files: VecDeque::new(),
     };
-    (Outgoing { socket, sealer: None }, incoming)
+    (MessageWriter { socket, sealer: None }, incoming)
 }
 
 /// A rank's end of a connection to an engine on another host, when both have proven to have the secret.
@@ -106,7 +106,7 @@ fn ends(socket: Arc<Socket>) -> (Outgoing, Incoming) {
 pub(super) async fn prove_as_rank(
     socket: TcpStream,
     secret: &Secret,
-) -> Result<(Outgoing, Incoming)> {
+) -> Result<(MessageWriter, MessageReader)> {
     let (mut outgoing, mut incoming) = over_tcp(socket)?;
     let mut handshake = NoiseHandshake::initiator(&derive_key(secret, LABEL), LABEL)?;
     let mut first = Vec::new();
@@ -125,7 +125,7 @@ pub(super) async fn prove_as_rank(
 pub(super) async fn prove_as_engine(
     socket: TcpStream,
     secret: &Secret,
-) -> Result<(Outgoing, Incoming)> {
+) -> Result<(MessageWriter, MessageReader)> {
     let (mut outgoing, mut incoming) = over_tcp(socket)?;
     let mut handshake = NoiseHandshake::responder(&derive_key(secret, LABEL), LABEL)?;
     let first = incoming.proof().await?;
@@ -138,7 +138,14 @@ pub(super) async fn prove_as_engine(
     Ok(sealed(outgoing, incoming, handshake.seals()))
 }
 
-fn over_tcp(socket: TcpStream) -> Result<(Outgoing, Incoming)> {
+/// Why no rank can be on another host.
+pub(super) fn no_secret() -> Error {
+    let why = "ranks on other hosts and their engine prove to each other that they have the fleet's secret, and this \
+               process has none: `kvx secret FILE` makes one, KVX_SECRET_FILE names it";
+    Error::new(ErrorKind::Invalid, why)
+}
+
+fn over_tcp(socket: TcpStream) -> Result<(MessageWriter, MessageReader)> {
     let set = || {
         sockopt::set_tcp_nodelay(&socket, true)?;
         // A host that has gone without a word ends the connection.
@@ -154,7 +161,11 @@ fn over_tcp(socket: TcpStream) -> Result<(Outgoing, Incoming)> {
     Ok(ends(Arc::new(Socket::Tcp(socket))))
 }
 
-fn sealed(mut outgoing: Outgoing, mut incoming: Incoming, seals: Seals) -> (Outgoing, Incoming) {
+fn sealed(
+    mut outgoing: MessageWriter,
+    mut incoming: MessageReader,
+    seals: Seals,
+) -> (MessageWriter, MessageReader) {
     (outgoing.sealer, incoming.opener) = (Some(seals.sealer), Some(seals.opener));
     (outgoing, incoming)
 }
@@ -164,7 +175,7 @@ fn lost(error: io::Error) -> Error {
 }
 
 /// The reading end.
-pub(super) struct Incoming {
+pub(super) struct MessageReader {
     socket: Arc<Socket>,
     opener: Option<Opener>,
     /// What has come, and is not opened yet.
@@ -173,7 +184,7 @@ pub(super) struct Incoming {
     files: VecDeque<OwnedFd>,
 }
 
-impl Incoming {
+impl MessageReader {
     /// The address by which this host reaches the other one, if that is another.
     pub(super) fn own_address(&self) -> Option<IpAddr> {
         match &*self.socket {
@@ -279,12 +290,12 @@ fn receive(
 }
 
 /// The writing end.
-pub(super) struct Outgoing {
+pub(super) struct MessageWriter {
     socket: Arc<Socket>,
     sealer: Option<Sealer>,
 }
 
-impl Outgoing {
+impl MessageWriter {
     /// Sends a message, with a file beside it or without. Nothing can follow one that was given up amid it.
     ///
     /// Errors: `PeerLost`.

@@ -1,14 +1,14 @@
 //! What a rank may say, and when.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_config::{KvTransferConfig, Surroundings};
 use kvx_core::{ErrorKind, Registry};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::super::connector::Connector;
-use super::away::Newcomer;
+use super::members;
+use super::process::ProcessHandle;
+use super::remote_rank::RankProcess;
 use crate::Dialect;
 use crate::engine::{BlockLists, PoolBlocks, WorkerRank};
 use crate::wire::group::ToHead;
@@ -45,9 +45,9 @@ fn what_a_rank_says_out_of_turn_is_refused() {
     let connector = engine(&path);
     let shared = connector.shared();
     let [one, other] = [0, 1].map(|tp| WorkerRank { pp: 0, tp });
-    let newcomer = Newcomer { process: "process 1".into(), life: None, distant: false };
-    let _down = [one, other].map(|rank| shared.seat(rank, &newcomer).unwrap());
-    let hears = |rank, message| shared.heard(rank, message);
+    let newcomer = RankProcess { process: "process 1".into(), life: None, distant: false };
+    let _down = [one, other].map(|rank| members::seat(shared, rank, &newcomer).unwrap());
+    let hears = |rank, message| members::take_message(shared, rank, message);
     let refused = |rank, message| {
         let error = hears(rank, message).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
@@ -86,10 +86,10 @@ fn what_a_rank_says_out_of_turn_is_refused() {
     assert_eq!(check(8).unwrap_err().kind(), ErrorKind::OutOfBounds);
 
     // One that is lost gives nothing back.
-    shared.lose(one, "a test", true);
+    members::lose(shared, one, "a test", true);
     assert_eq!(hears(one, ToHead::GivesBack).unwrap_err().kind(), ErrorKind::Closed);
     assert_eq!(hears(one, pool(7)).unwrap_err().kind(), ErrorKind::Closed);
-    shared.lose(other, "a test", true);
+    members::lose(shared, other, "a test", true);
     connector.shutdown(LIMIT).wait(LIMIT).unwrap();
 }
 
@@ -100,15 +100,15 @@ fn a_rank_that_is_started_again_has_to_restart_its_engine() {
     let shared = connector.shared();
     let rank = WorkerRank { pp: 0, tp: 1 };
     let mut process = std::process::Command::new("true").spawn().unwrap();
-    let life = pidfd_open(Pid::from_child(&process), PidfdFlags::empty()).unwrap();
-    let first =
-        Newcomer { process: "process 1".into(), life: Some(Arc::new(life)), distant: false };
-    let _down = shared.seat(rank, &first).unwrap();
+    let life = ProcessHandle::open(process.id() as i32);
+    assert!(life.is_some());
+    let first = RankProcess { process: "process 1".into(), life, distant: false };
+    let _down = members::seat(shared, rank, &first).unwrap();
     process.wait().unwrap();
 
     // Nobody has heard of its end yet, which proves that nothing touches its memory.
-    let again = Newcomer { process: "process 2".into(), life: None, distant: false };
-    let error = shared.seat(rank, &again).unwrap_err();
+    let again = RankProcess { process: "process 2".into(), life: None, distant: false };
+    let error = members::seat(shared, rank, &again).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Closed);
     let words = "rank pp 0 tp 1 (process 1): its process has ended; it does not come back: restart the engine";
     assert!(error.to_string().contains(words), "{error}");

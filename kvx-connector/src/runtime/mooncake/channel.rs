@@ -1,7 +1,6 @@
 //! The side channel of a prefill with the MooncakeConnector: a ROUTER for each worker. Decodes ask; each question is
 //! answered when its blocks are written, request by request.
 
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -11,9 +10,13 @@ use kvx_core::{Error, ErrorKind, Result, Secret};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 
-use super::super::builder::MOONCAKE;
-use super::super::state::Shared;
-use super::super::zmtp::{MessageLimits, Received, Router, RouterLimits, Talk, Talker};
+use super::super::setup::MOONCAKE;
+use super::super::shared::Shared;
+use super::super::zmtp::{
+    ConnectionHandler, MessageLimits, Received, Router, RouterConnection, RouterLimits,
+};
+use super::bootstrap::BootstrapServer;
+use super::channels::{Channels, Listeners};
 use super::proof::{self, Nonce};
 use crate::engine::WorkerRank;
 use crate::engine::mooncake::AskId;
@@ -30,46 +33,32 @@ const LIMITS: RouterLimits = RouterLimits {
 /// Answers that wait to be sent on a connection. A decode that does not read them loses it.
 const ANSWERS: usize = 4096;
 
-/// The ways back to decodes that have asked, by connection.
-#[derive(Debug, Default)]
-pub(super) struct Askers(Mutex<HashMap<(WorkerRank, u32), mpsc::Sender<Vec<u8>>>>);
-
-impl Askers {
-    /// Sends an answer. If there is no way back any more, nothing is lost.
-    pub(super) fn answer(&self, rank: WorkerRank, ask: AskId, bytes: Vec<u8>) {
-        let key = (rank, connection_of(ask));
-        let asker = self.0.lock().get(&key).cloned();
-        if asker.is_some_and(|asker| asker.try_send(bytes).is_err()) {
-            // With it ends the connection.
-            self.remove(key);
-        }
-    }
-
-    fn remove(&self, key: (WorkerRank, u32)) {
-        let removed = self.0.lock().remove(&key);
-        drop(removed); // it may wake a task
-    }
-}
-
-/// A question's name has its connection's number in it: the way back.
-fn connection_of(ask: AskId) -> u32 {
-    (ask.0 >> 32) as u32
-}
-
 /// What is said on the connections of one worker's ROUTER.
-struct ChannelTalker {
+struct DecodeChannel {
     shared: Weak<Shared>,
     rank: WorkerRank,
     last: AtomicU32,
 }
 
+/// Starts to answer peers.
+pub(in super::super) fn serve(listeners: Listeners, shared: &Arc<Shared>) -> Result<Channels> {
+    let bootstrap = listeners.bootstrap.map(|listener| {
+        Arc::new(BootstrapServer::serve(listener, shared.clock, shared.secret.clone()))
+    });
+    let router = |(rank, listener)| Ok((rank, serve_rank(listener, shared, rank)?));
+    Ok(Channels {
+        host: listeners.host,
+        bootstrap,
+        routers: listeners.ranks.into_iter().map(router).collect::<Result<_>>()?,
+        engine: shared.setup.settings.engine.clone(),
+        data_parallel: shared.setup.data_parallel,
+        announcements: Mutex::default(),
+    })
+}
+
 /// Serves a worker's side channel until it is dropped.
-pub(super) fn serve(
-    listener: TcpListener,
-    shared: &Arc<Shared>,
-    rank: WorkerRank,
-) -> Result<Router> {
-    let talker = ChannelTalker { shared: Arc::downgrade(shared), rank, last: AtomicU32::new(0) };
+fn serve_rank(listener: TcpListener, shared: &Arc<Shared>, rank: WorkerRank) -> Result<Router> {
+    let talker = DecodeChannel { shared: Arc::downgrade(shared), rank, last: AtomicU32::new(0) };
     Router::serve_by(listener, LIMITS, Arc::new(talker))
 }
 
@@ -98,7 +87,7 @@ fn refusal(older: bool, question: &[u8], error: &Error) -> Vec<u8> {
 
 /// Takes the way back away when its connection ends.
 struct ForgetAskerOnDrop<'a> {
-    talker: &'a ChannelTalker,
+    talker: &'a DecodeChannel,
     connection: u32,
 }
 
@@ -110,46 +99,45 @@ impl Drop for ForgetAskerOnDrop<'_> {
     }
 }
 
-impl Shared {
-    /// By what answers to a question are sealed. Errors: `Denied`: who asks has no secret, or another, or this prefill
-    /// has none. A plain Mooncake agent cannot prove anything: it is heard where `MOONCAKE` is open, which says so.
-    fn admits(
-        &self,
-        rank: WorkerRank,
-        question: &[u8],
-        seal: Option<&[u8]>,
-    ) -> Result<Option<(Secret, Nonce)>> {
-        let denied = |why: &str| Err(Error::new(ErrorKind::Denied, why.to_owned()));
-        match (&self.secret, seal) {
-            (None, None) => Ok(None),
-            (Some(secret), Some(seal)) => {
-                let nonce = proof::open_question(secret, question, seal)?;
-                Ok(Some((secret.clone(), nonce)))
-            }
-            (Some(_), None)
-                if self
-                    .registered(rank)
-                    .is_some_and(|own| own.agent.backends().contains(&MOONCAKE)) =>
-            {
-                Ok(None)
-            }
-            (Some(_), None) => denied(
-                "this prefill has a shared secret and the decode has none: give it the same by KVX_SECRET_FILE",
-            ),
-            (None, Some(_)) => denied(
-                "this decode has a shared secret and the prefill has none: give both the same, or neither",
-            ),
+/// By what answers to a question are sealed. Errors: `Denied`: who asks has no secret, or another, or this prefill
+/// has none. A plain Mooncake agent cannot prove anything: it is heard where `MOONCAKE` is open, which says so.
+fn admits(
+    shared: &Shared,
+    rank: WorkerRank,
+    question: &[u8],
+    seal: Option<&[u8]>,
+) -> Result<Option<(Secret, Nonce)>> {
+    let denied = |why: &str| Err(Error::new(ErrorKind::Denied, why.to_owned()));
+    match (&shared.secret, seal) {
+        (None, None) => Ok(None),
+        (Some(secret), Some(seal)) => {
+            let nonce = proof::open_question(secret, question, seal)?;
+            Ok(Some((secret.clone(), nonce)))
         }
+        (Some(_), None)
+            if shared
+                .registered(rank)
+                .is_some_and(|own| own.agent.backends().contains(&MOONCAKE)) =>
+        {
+            Ok(None)
+        }
+        (Some(_), None) => denied(
+            "this prefill has a shared secret and the decode has none: give it the same by KVX_SECRET_FILE",
+        ),
+        (None, Some(_)) => denied(
+            "this decode has a shared secret and the prefill has none: give both the same, or neither",
+        ),
     }
 }
 
-impl Talker for ChannelTalker {
-    async fn talk(&self, mut peer: Talk) -> Result<()> {
+impl ConnectionHandler for DecodeChannel {
+    async fn talk(&self, mut peer: RouterConnection) -> Result<()> {
         let connection = self.last.fetch_add(1, Ordering::Relaxed);
         let _gone = ForgetAskerOnDrop { talker: self, connection };
         let (way_back, mut answers) = mpsc::channel(ANSWERS);
+        // Expected race: the connector ends while a decode connects.
         let Some(shared) = self.shared.upgrade() else { return Ok(()) };
-        shared.mooncake.askers.0.lock().insert((self.rank, connection), way_back);
+        shared.mooncake.askers.insert((self.rank, connection), way_back);
         let older = shared.is_older_mooncake();
         drop(shared);
         let mut questions = 0_u32;
@@ -175,7 +163,7 @@ impl Talker for ChannelTalker {
                     // The first frame is the socket's name; one of vLLM sends one more.
                     let frame = |at: usize| message.frames().get(at + usize::from(older)).map(Vec::as_slice);
                     let question = frame(1).unwrap_or_default();
-                    match shared.admits(self.rank, question, frame(2)) {
+                    match admits(&shared, self.rank, question, frame(2)) {
                         Ok(by) => seal = by,
                         Err(error) => {
                             log_refusal(Err(error.clone()));
@@ -186,12 +174,12 @@ impl Talker for ChannelTalker {
                     // Read before the lock, as it may be long.
                     if older {
                         let question = OlderPullRequest::decode(question);
-                        shared.tell_mooncake(self.rank, |worker, now| {
+                        shared.report_mooncake(self.rank, |worker, now| {
                             log_refusal(worker.older_asked_for(now, ask, question));
                         });
                     } else {
                         let question = PullRequest::decode(question);
-                        shared.tell_mooncake(self.rank, |worker, now| {
+                        shared.report_mooncake(self.rank, |worker, now| {
                             log_refusal(worker.asked_for(now, ask, question));
                         });
                     }

@@ -13,7 +13,7 @@ use super::super::tests::{built, register};
 use super::super::zmtp::{Budget, Client, MessageLimits, SocketType};
 use super::super::{Connector, Decode, Loaded, Prefill};
 use super::bootstrap::{BootstrapServer, CONNECTIONS};
-use super::client;
+use super::{client, own_request};
 use crate::engine::{Address, BlockLists, WorkerRank};
 use crate::wire::mooncake::{
     Directory, OlderPullRequest, PullRequest, PullResponse, PullStatus, PulledRequest,
@@ -305,7 +305,7 @@ fn layouts_and_grants_that_lie_are_written_nowhere() {
     register(&decode, 0).unwrap();
     let own = decode.shared().registered(rank).unwrap();
     let granted = own.grant(99).unwrap();
-    let mut fitting = decode.shared().own_description(rank, &own).unwrap();
+    let mut fitting = own_request(decode.shared(), rank, &own).unwrap();
     fitting.layout_id = 0;
     fitting.kvx_engine_id = Some(prefill.engine_id().as_str().to_owned());
     let regions = granted.iter().map(|region| region.metadata().unwrap()).collect();

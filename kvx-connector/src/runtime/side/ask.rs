@@ -36,24 +36,24 @@ pub(crate) struct SideClient {
 #[derive(Debug)]
 pub(crate) struct HandshakeOutcome {
     /// The workers' metadata. `kvx_metadata` is there only if it may be used: with a secret, only from a
-    /// [proven](PeerStanding::Proven) peer.
+    /// [proven](PeerKind::Proven) peer.
     pub(crate) peer: HandshakenPeer,
     /// Who answered.
-    pub(crate) standing: PeerStanding,
+    pub(crate) standing: PeerKind,
 }
 
 /// What a side channel says.
 #[derive(Debug)]
-pub(crate) struct Look {
+pub(crate) struct ProbeAnswer {
     pub(crate) payload: HandshakePayload,
     /// Who answers; an error: a kvx, and only one end has a secret.
-    pub(crate) standing: Result<PeerStanding>,
+    pub(crate) standing: Result<PeerKind>,
     pub(crate) round_trip: Duration,
 }
 
 /// Who answers at a side channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum PeerStanding {
+pub(crate) enum PeerKind {
     /// No kvx: a vLLM, reached through its NIXL blob.
     Foreign,
     /// A kvx; neither end has a secret.
@@ -100,13 +100,13 @@ impl SideClient {
                 let client = self.connect(&address).await.map_err(in_context)?;
                 socket = Some((address.clone(), client));
             }
-            let Some((_, client)) = &mut socket else { continue };
+            let (_, client) = socket.as_mut().expect("connected above");
             let Some(question) = handshake.request(self.clock.now()) else { break };
             let mut answer = client.ask(&question, self.limit).await.map_err(in_context)?;
             let challenge = challenge(&answer)?;
             let this = challenge
                 .as_ref()
-                .map_or(Ok(PeerStanding::Foreign), |challenge| self.standing(challenge))?;
+                .map_or(Ok(PeerKind::Foreign), |challenge| self.standing(challenge))?;
             // One for all: what the first worker tells must not be believed for what the second one proves.
             if standing.replace(this).is_some_and(|before| before != this) {
                 return Err(Error::new(
@@ -119,7 +119,7 @@ impl SideClient {
             }
             // Without a secret the first answer said all, unless it was meant for vLLM alone.
             if let Some(challenge) = challenge
-                && (this == PeerStanding::Proven || refused(&answer).is_some())
+                && (this == PeerKind::Proven || refused(&answer).is_some())
             {
                 let request = HandshakeRequest::new(*rank, dialect)?;
                 answer = self.ask_as_kvx(client, challenge, request).await.map_err(in_context)?;
@@ -127,8 +127,8 @@ impl SideClient {
             handshake.received(answer.frames(), self.clock.now())?;
         }
         let mut peer = handshake.finish()?;
-        let standing = standing.unwrap_or(PeerStanding::Foreign);
-        if self.secret.is_some() && standing != PeerStanding::Proven {
+        let standing = standing.unwrap_or(PeerKind::Foreign);
+        if self.secret.is_some() && standing != PeerKind::Proven {
             for metadata in peer.workers.values_mut() {
                 metadata.kvx_metadata = None;
             }
@@ -144,7 +144,7 @@ impl SideClient {
         address: &Address,
         rank: WorkerRank,
         dialect: Dialect,
-    ) -> Result<Look> {
+    ) -> Result<ProbeAnswer> {
         let mut client = self.connect(address).await?;
         let request = HandshakeRequest::new(rank, dialect)?;
         let began = Instant::now();
@@ -152,17 +152,17 @@ impl SideClient {
         let round_trip = began.elapsed();
         let challenge = challenge(&answer)?;
         let standing = match &challenge {
-            None => Ok(PeerStanding::Foreign),
+            None => Ok(PeerKind::Foreign),
             Some(challenge) => self.standing(challenge),
         };
         if let (Some(challenge), Ok(standing)) = (challenge, &standing)
-            && (*standing == PeerStanding::Proven || refused(&answer).is_some())
+            && (*standing == PeerKind::Proven || refused(&answer).is_some())
         {
             answer = self.ask_as_kvx(&mut client, challenge, request).await?;
         }
         let payload =
             HandshakePayload::decode(answer.frames().first().map_or(&[][..], Vec::as_slice))?;
-        Ok(Look { payload, standing, round_trip })
+        Ok(ProbeAnswer { payload, standing, round_trip })
     }
 
     async fn connect(&self, address: &Address) -> Result<Client> {
@@ -170,10 +170,10 @@ impl SideClient {
         Client::connect(SocketType::Req, &addresses, ANSWER, &self.budget, self.limit).await
     }
 
-    fn standing(&self, challenge: &KvxChallenge) -> Result<PeerStanding> {
+    fn standing(&self, challenge: &KvxChallenge) -> Result<PeerKind> {
         match (&self.secret, challenge.secret) {
-            (None, false) => Ok(PeerStanding::Kvx),
-            (Some(_), true) => Ok(PeerStanding::Proven),
+            (None, false) => Ok(PeerKind::Kvx),
+            (Some(_), true) => Ok(PeerKind::Proven),
             (None, true) => Err(proof::denied(
                 "the prefill has a shared secret and this engine has none: give it the same by KVX_SECRET_FILE",
             )),

@@ -14,7 +14,7 @@ mod tests;
 
 #[cfg(test)]
 pub(crate) use ask::HandshakeOutcome;
-pub(crate) use ask::{Look, PeerStanding, SideClient, handshake_failure};
+pub(crate) use ask::{PeerKind, ProbeAnswer, SideClient, handshake_failure};
 pub(crate) use hosts::tcp_bind;
 pub(crate) use server::SideServer;
 pub(crate) use settings::SideSettings;

@@ -90,9 +90,7 @@ fn a_kvx_decode_is_told_everything_once_it_may_be() {
     run(async {
         let same = secret(3);
         for nixl in [false, true] {
-            for (shared, standing) in
-                [(None, PeerStanding::Kvx), (same.clone(), PeerStanding::Proven)]
-            {
+            for (shared, standing) in [(None, PeerKind::Kvx), (same.clone(), PeerKind::Proven)] {
                 let server = server(shared.clone(), nixl).await;
                 let asked = ask(&server, shared).await.unwrap();
                 assert_eq!(
@@ -208,7 +206,7 @@ fn a_version_older_than_clocks_is_asked_in_its_own_form() {
         let peer = at("127.0.0.1", server.address().port);
         let expectation = Expectation::new(Dialect::V0_22, "prefill-0", hash());
         let asked = asker(secret(3)).ask(&peer, &[RANK], expectation).await.unwrap();
-        assert_eq!((asked.standing, asked.peer.clock), (PeerStanding::Proven, None));
+        assert_eq!((asked.standing, asked.peer.clock), (PeerKind::Proven, None));
     });
 }
 
@@ -417,14 +415,14 @@ fn a_thousand_half_open_and_hostile_connections_cost_little_and_stop_nobody() {
 }
 
 /// A server on a runtime of its own, so that this thread may block.
-struct Listening {
+struct PeerSockets {
     server: SideServer,
     _runtime: tokio::runtime::Runtime,
 }
 
-fn run_on_a_thread(secret: Option<Secret>) -> Listening {
+fn run_on_a_thread(secret: Option<Secret>) -> PeerSockets {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let server = runtime.block_on(server(secret, true));
-    Listening { server, _runtime: runtime }
+    PeerSockets { server, _runtime: runtime }
 }

@@ -17,4 +17,4 @@ pub(crate) use budget::Budget;
 pub(crate) use client::{Client, resolve};
 pub(crate) use codec::{MessageLimits, SocketType};
 pub(crate) use connection::{Message, Received};
-pub(crate) use router::{Handler, Router, RouterLimits, Talk, Talker};
+pub(crate) use router::{ConnectionHandler, Handler, Router, RouterConnection, RouterLimits};

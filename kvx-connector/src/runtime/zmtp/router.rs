@@ -1,4 +1,4 @@
-//! A ROUTER socket: what is said on a connection is a [`Talker`]'s business; a [`Handler`] answers message by message.
+//! A ROUTER socket: what is said on a connection is a [`ConnectionHandler`]'s business; a [`Handler`] answers message by message.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -15,22 +15,22 @@ use super::connection::{Received, SocketConnection};
 use super::{Budget, Message, MessageLimits, SocketType};
 
 /// What a ROUTER does with connections.
-pub(crate) trait Talker: Send + Sync + 'static {
+pub(crate) trait ConnectionHandler: Send + Sync + 'static {
     /// Talks with one peer, until either end has enough: then the connection is closed.
-    fn talk(&self, peer: Talk) -> impl Future<Output = Result<()>> + Send;
+    fn talk(&self, peer: RouterConnection) -> impl Future<Output = Result<()>> + Send;
 }
 
 /// One connection of a ROUTER.
 #[derive(Debug)]
-pub(crate) struct Talk {
+pub(crate) struct RouterConnection {
     connection: SocketConnection,
     name: Vec<u8>,
     answers: Arc<Budget>,
     patience: Duration,
-    heard: Heard,
+    heard: LastMessage,
 }
 
-impl Talk {
+impl RouterConnection {
     /// Ends when there is something to receive. May be given up at any moment.
     pub(crate) async fn readable(&mut self) -> Result<()> {
         self.connection.readable().await
@@ -66,10 +66,10 @@ impl Talk {
 }
 
 /// Answers one message after the other.
-struct Answers<H>(Arc<H>);
+struct MessageHandler<H>(Arc<H>);
 
-impl<H: Handler> Talker for Answers<H> {
-    async fn talk(&self, mut peer: Talk) -> Result<()> {
+impl<H: Handler> ConnectionHandler for MessageHandler<H> {
+    async fn talk(&self, mut peer: RouterConnection) -> Result<()> {
         let mut session = H::Session::default();
         while let Some(message) = peer.receive().await? {
             let Some(answer) = self.0.answer(&mut session, message.frames()) else { return Ok(()) };
@@ -124,11 +124,11 @@ pub(crate) struct Router {
 struct Connections {
     began: Instant,
     last: AtomicU64,
-    open: Mutex<BTreeMap<u64, Open>>,
+    open: Mutex<BTreeMap<u64, OpenConnection>>,
 }
 
 #[derive(Debug)]
-struct Open {
+struct OpenConnection {
     /// When it last said something, in milliseconds from the beginning.
     heard: Arc<AtomicU64>,
     task: AbortHandle,
@@ -143,14 +143,14 @@ impl Router {
         limits: RouterLimits,
         handler: Arc<impl Handler>,
     ) -> Result<Self> {
-        Router::serve_by(listener, limits, Arc::new(Answers(handler)))
+        Router::serve_by(listener, limits, Arc::new(MessageHandler(handler)))
     }
 
     /// As [`serve`](Self::serve), where several answers may come for one message, and at any time.
     pub(crate) fn serve_by(
         listener: TcpListener,
         limits: RouterLimits,
-        handler: Arc<impl Talker>,
+        handler: Arc<impl ConnectionHandler>,
     ) -> Result<Self> {
         let local = listener
             .local_addr()
@@ -188,7 +188,7 @@ impl Drop for Router {
 async fn accept(
     listener: TcpListener,
     limits: RouterLimits,
-    handler: Arc<impl Talker>,
+    handler: Arc<impl ConnectionHandler>,
     connections: Arc<Connections>,
 ) {
     let budgets =
@@ -235,14 +235,16 @@ impl Connections {
         stream: TcpStream,
         from: SocketAddr,
         limits: RouterLimits,
-        handler: &Arc<impl Talker>,
+        handler: &Arc<impl ConnectionHandler>,
         budgets: &Budgets,
     ) {
         let id = self.last.fetch_add(1, Ordering::Relaxed) + 1;
         let heard = Arc::new(AtomicU64::new(self.now()));
         let (handler, budgets) = (Arc::clone(handler), budgets.clone());
-        let (hears, all) =
-            (Heard { at: Arc::clone(&heard), all: Arc::downgrade(self) }, Arc::downgrade(self));
+        let (hears, all) = (
+            LastMessage { at: Arc::clone(&heard), all: Arc::downgrade(self) },
+            Arc::downgrade(self),
+        );
         // The table is locked until the task is in it: its end finds itself there.
         let mut open = self.open.lock();
         let task = tokio::spawn(async move {
@@ -251,18 +253,18 @@ impl Connections {
                 tracing::debug!(%from, %error, "a connection to the side channel ended");
             }
         });
-        open.insert(id, Open { heard, task: task.abort_handle() });
+        open.insert(id, OpenConnection { heard, task: task.abort_handle() });
     }
 }
 
 /// Notes when a connection said something.
 #[derive(Debug)]
-struct Heard {
+struct LastMessage {
     at: Arc<AtomicU64>,
     all: Weak<Connections>,
 }
 
-impl Heard {
+impl LastMessage {
     fn note(&self) {
         if let Some(all) = self.all.upgrade() {
             self.at.store(all.now(), Ordering::Relaxed);
@@ -288,9 +290,9 @@ async fn converse(
     stream: TcpStream,
     number: u64,
     limits: RouterLimits,
-    handler: &impl Talker,
+    handler: &impl ConnectionHandler,
     budgets: Budgets,
-    heard: Heard,
+    heard: LastMessage,
 ) -> Result<()> {
     let patience = limits.patience;
     let connection = SocketConnection::open(
@@ -306,5 +308,7 @@ async fn converse(
         true => [&[0], &number.to_be_bytes()[4..]].concat(),
         false => connection.identity.clone(),
     };
-    handler.talk(Talk { connection, name, answers: budgets.answers, patience, heard }).await
+    handler
+        .talk(RouterConnection { connection, name, answers: budgets.answers, patience, heard })
+        .await
 }

@@ -31,8 +31,8 @@ impl Handler for Echo {
 /// Says something after a ping, which is no question.
 struct AfterAPing;
 
-impl Talker for AfterAPing {
-    async fn talk(&self, mut peer: Talk) -> kvx_core::Result<()> {
+impl ConnectionHandler for AfterAPing {
+    async fn talk(&self, mut peer: RouterConnection) -> kvx_core::Result<()> {
         loop {
             match peer.receive_one().await? {
                 Received::Command => peer.send(&[b"later"]).await?,

@@ -155,10 +155,7 @@ fn a_listener_of_pyzmq_gets_vllms_exact_request_and_nothing_else() {
         for secret in [None, secret(3)] {
             let expectation = Expectation::new(dialect, "prefill-0", hash());
             let asked = run(asker(secret).ask(&peer, &[RANK], expectation)).unwrap();
-            assert_eq!(
-                (asked.standing, &asked.peer.workers[&RANK]),
-                (PeerStanding::Foreign, &theirs)
-            );
+            assert_eq!((asked.standing, &asked.peer.workers[&RANK]), (PeerKind::Foreign, &theirs));
             assert_eq!(asked.peer.clock.is_some(), !old_form);
         }
         let heard = python.ask(json!({"do": "asked"}));

@@ -1,12 +1,9 @@
 //! Copies of caches on devices in memory of the host, which peers read and write in their place
 //! (`kv_buffer_device: cpu`).
 //!
-//! Here is what has been copied, and how. Blocks of a request are copied to the host before anybody hears of them
-//! (`saving`): as the engine says that they are computed, and what is left when the request ends. Loaded blocks are
-//! copied to the device before the engine hears of them (`filling`).
-
-mod filling;
-mod saving;
+//! Blocks of a request are copied to the host before any peer learns of them: as the engine says that they are
+//! computed, and the rest when the request ends. Loaded blocks are copied to the device before the engine learns of
+//! them.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,17 +12,13 @@ use std::time::Duration;
 
 use kvx_core::memory::Direction;
 use kvx_core::sync::Mutex;
-use kvx_core::{Error, ErrorKind, Memory, Result};
+use kvx_core::{Deadline, Error, ErrorKind, Memory, Result};
 
-pub(super) use self::filling::{Due, Filling};
-pub(super) use self::saving::Saving;
-use super::finish::caches_are_gone;
-use super::rank::Registered;
 use crate::engine::{BlockLists, Unsaved};
 use crate::mapping::Caches;
 
 /// How long copies of a request may take. A device that takes longer hangs.
-const LIMIT: Duration = Duration::from_secs(30);
+pub(super) const LIMIT: Duration = Duration::from_secs(30);
 
 /// The caches of a worker, and the memory of the host that has what is in them.
 #[derive(Debug)]
@@ -34,7 +27,7 @@ pub(super) struct HostCopies {
     caches: Caches,
     pools: Vec<CopiedPool>,
     /// Blocks whose contents are on the host, or were ordered to be, by group.
-    saved: Mutex<HashMap<(u32, u32), Saved>>,
+    saved: Mutex<HashMap<(u32, u32), SavedBlock>>,
     /// One after the other: what is copied later is newer.
     copying: tokio::sync::Mutex<()>,
     /// Why nothing is copied any more: the device may still do what it was told long ago.
@@ -50,7 +43,7 @@ struct CopiedPool {
 
 /// Which contents of a block were ordered.
 #[derive(Debug, PartialEq)]
-struct Saved {
+struct SavedBlock {
     /// Of which request.
     of: u64,
     /// The place of the block in it.
@@ -58,13 +51,13 @@ struct Saved {
     done: bool,
 }
 
-/// What goes over when blocks are saved.
+/// When blocks of a request are copied to the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum When {
+pub(super) enum SavePoint {
     /// Before the request ends: not what another request was given meanwhile.
     Early,
     /// As the request ends, which has all of it.
-    AtItsEnd,
+    AtEnd,
 }
 
 impl HostCopies {
@@ -116,18 +109,18 @@ impl HostCopies {
     }
 
     /// Notes blocks that are to be saved.
-    fn order(&self, of: u64, blocks: &[Unsaved]) {
+    pub(super) fn order(&self, of: u64, blocks: &[Unsaved]) {
         let mut saved = self.saved.lock();
         for block in blocks {
             let known = saved.get(&block.key());
             if known.is_none_or(|known| (known.of, known.place) != (of, block.place)) {
-                saved.insert(block.key(), Saved { of, place: block.place, done: false });
+                saved.insert(block.key(), SavedBlock { of, place: block.place, done: false });
             }
         }
     }
 
     /// Copies blocks that were ordered to the host. Blocks.
-    fn save(&self, of: u64, blocks: &[Unsaved], when: When) -> Result<()> {
+    pub(super) fn save(&self, of: u64, blocks: &[Unsaved], when: SavePoint) -> Result<()> {
         let _one_at_a_time = self.copying.blocking_lock();
         let is_wanted = {
             let saved = self.saved.lock();
@@ -135,7 +128,7 @@ impl HostCopies {
                 .iter()
                 .map(|block| match saved.get(&block.key()) {
                     Some(known) if (known.of, known.place) == (of, block.place) => !known.done,
-                    Some(_) => when == When::AtItsEnd,
+                    Some(_) => when == SavePoint::AtEnd,
                     None => false, // a load has it now: nobody waits for this any more
                 })
                 .collect::<Vec<_>>()
@@ -155,7 +148,7 @@ impl HostCopies {
     }
 
     /// Others write these blocks from now on: what was ordered of them is not done any more.
-    fn forget(&self, blocks: &BlockLists) {
+    pub(super) fn forget(&self, blocks: &BlockLists) {
         let mut saved = self.saved.lock();
         for key in keys(blocks) {
             saved.remove(&key);
@@ -165,6 +158,17 @@ impl HostCopies {
     /// Waits until nothing writes to the copies that was ordered before [`forget`](Self::forget). Blocks.
     pub(super) fn wait_until_idle(&self) {
         drop(self.copying.blocking_lock());
+    }
+
+    /// Ends when no copy is under way that was ordered before. Errors: not by the deadline, or perhaps never.
+    pub(super) async fn idle(&self, deadline: Deadline) -> Result<()> {
+        match tokio::time::timeout(deadline.left(), self.copying.lock()).await {
+            Ok(_) => self.check(),
+            Err(_) => Err(Error::new(
+                ErrorKind::TimedOut,
+                "the blocks were still being copied to the host",
+            )),
+        }
     }
 
     /// Errors: a copy may go on for ever.
@@ -177,7 +181,7 @@ impl HostCopies {
     }
 
     /// Copies loaded blocks to the device. Blocks.
-    fn fill(&self, blocks: &BlockLists) -> Result<()> {
+    pub(super) fn fill(&self, blocks: &BlockLists) -> Result<()> {
         self.copy(Direction::ToDevice, keys(blocks))
     }
 
@@ -214,7 +218,7 @@ impl HostCopies {
 }
 
 /// Whether a copy that has failed may still touch its memory.
-fn may_go_on(error: &Error) -> bool {
+pub(super) fn may_go_on(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::Forgotten)
 }
 
@@ -242,12 +246,6 @@ fn merged(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
         }
     }
     merged
-}
-
-impl Registered {
-    fn copies(&self) -> Result<&HostCopies> {
-        self.host_copies.as_ref().ok_or_else(caches_are_gone)
-    }
 }
 
 #[cfg(test)]
@@ -310,7 +308,7 @@ mod tests {
         (0..BLOCKS).for_each(|block| compute(&pool, block, 7));
         copies.order(1, &[block(2, 0), block(3, 1)]);
         copies.forget(&lists(3));
-        copies.save(1, &[block(2, 0), block(3, 1)], When::Early).unwrap();
+        copies.save(1, &[block(2, 0), block(3, 1)], SavePoint::Early).unwrap();
         assert_eq!((on_the_host(&copies, 2), on_the_host(&copies, 3)), ([7; 2], [0; 2]));
     }
 
@@ -321,11 +319,11 @@ mod tests {
         compute(&pool, 2, 7);
         copies.order(1, &[block(2, 0)]);
         copies.order(2, &[block(2, 0)]);
-        copies.save(1, &[block(2, 0)], When::AtItsEnd).unwrap();
+        copies.save(1, &[block(2, 0)], SavePoint::AtEnd).unwrap();
         assert_eq!(on_the_host(&copies, 2), [7; 2]);
         // The other one has not.
         compute(&pool, 2, 8);
-        copies.save(2, &[block(2, 0)], When::Early).unwrap();
+        copies.save(2, &[block(2, 0)], SavePoint::Early).unwrap();
         assert_eq!(on_the_host(&copies, 2), [8; 2]);
     }
 
@@ -336,7 +334,7 @@ mod tests {
         compute(&pool, 2, 7);
         copies.order(1, &[block(2, 0)]);
         copies.forget(&lists(2));
-        copies.save(1, &[block(2, 0)], When::AtItsEnd).unwrap();
+        copies.save(1, &[block(2, 0)], SavePoint::AtEnd).unwrap();
         assert_eq!(on_the_host(&copies, 2), [0; 2]);
     }
 
@@ -346,10 +344,10 @@ mod tests {
         compute(&pool, 2, 7);
         copies.order(1, &[block(2, 0), block(3, 1)]);
         device.next([Act::Forget]);
-        let forgotten = copies.save(1, &[block(2, 0)], When::Early).unwrap_err();
+        let forgotten = copies.save(1, &[block(2, 0)], SavePoint::Early).unwrap_err();
         assert_eq!(forgotten.kind(), ErrorKind::Forgotten, "{forgotten}");
         let before = device.count().copies;
-        for later in [copies.save(1, &[block(3, 1)], When::AtItsEnd), copies.fill(&lists(4))] {
+        for later in [copies.save(1, &[block(3, 1)], SavePoint::AtEnd), copies.fill(&lists(4))] {
             // These are over: they have not begun.
             let later = later.unwrap_err();
             assert_eq!(later.kind(), ErrorKind::StillShared, "{later}");

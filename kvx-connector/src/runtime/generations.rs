@@ -1,4 +1,4 @@
-//! The generations of an engine's blocks in registered memory, and a place for those of a peer.
+//! The generations of an engine's blocks in registered memory.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -6,10 +6,8 @@ use std::os::fd::OwnedFd;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
-use kvx_core::sync::Mutex;
-use kvx_core::{Agent, Error, ErrorKind, Grid, Memory, Region, Result, random_number};
+use kvx_core::{Error, Memory, Result, random_number};
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
@@ -21,10 +19,6 @@ use crate::wire::group::OwnWords;
 pub(super) const WORDS: &str = "generations";
 /// Bytes of a word.
 pub(super) const WORD: u64 = 8;
-/// Words that are read from a peer at once.
-pub(super) const AT_ONCE: usize = 4096;
-/// Reads of words that are under way at once; others wait.
-const SLOTS: u32 = 32;
 
 /// Words in memory that peers read.
 #[derive(Debug)]
@@ -75,7 +69,7 @@ impl AsRef<[AtomicU64]> for GenerationTable {
 /// What is published names the number of that moment. Blocks that no peer may read any more get the next number, before
 /// the engine hears that they are free: so an engine has nothing to do for it.
 #[derive(Debug)]
-pub(super) struct Published {
+pub(super) struct GenerationState {
     generations: Generations<GenerationTable>,
     memory: Arc<Memory>,
     requests: HashMap<RequestId, BlockLists>,
@@ -91,12 +85,12 @@ pub(super) struct Published {
     copies: BTreeMap<WorkerRank, CopiedWords>,
 }
 
-impl Published {
+impl GenerationState {
     /// Words for a pool of so many logical blocks, with `digests` or without.
     pub(super) fn new(blocks: u32, digests: bool) -> Result<Self> {
         let memory = Arc::new(Memory::pool((blocks as usize + 1) * WORD as usize).build()?);
         let generations = Generations::new(GenerationTable(Arc::clone(&memory)), random_number()?);
-        Ok(Published {
+        Ok(GenerationState {
             generations,
             memory,
             requests: HashMap::new(),
@@ -158,14 +152,14 @@ impl Published {
     }
 
     /// Caches of a worker go: what was published is whole no more, whatever is registered next.
-    pub(super) fn release_all(&mut self) -> Vec<Raised> {
+    pub(super) fn release_all(&mut self) -> Vec<StaleBlocks> {
         let requests: Vec<RequestId> = self.requests.keys().cloned().collect();
         requests.iter().filter_map(|request| self.release(request)).collect()
     }
 
     /// No peer may read the blocks of this request any more; those that are in no other request are stale from now on,
     /// on this host: ranks on others are still to hear of what is given.
-    pub(super) fn release(&mut self, request: &RequestId) -> Option<Raised> {
+    pub(super) fn release(&mut self, request: &RequestId) -> Option<StaleBlocks> {
         let blocks = self.requests.remove(request)?;
         if let Some(digested) = &mut self.digested {
             for block in grouped(&blocks) {
@@ -179,7 +173,10 @@ impl Published {
         }
         let readers = &mut self.readers;
         let free = blocks.iter().filter(|block| {
-            let Some(count) = readers.get_mut(block) else { return false };
+            let Some(count) = readers.get_mut(block) else {
+                debug_assert!(false, "each published block is counted");
+                return false;
+            };
             *count -= 1;
             let last = *count == 0;
             if last {
@@ -195,13 +192,13 @@ impl Published {
             free.iter().for_each(|block| copy.raise(*block, next));
         }
         self.generations.reuse(free.iter().copied());
-        (!free.is_empty()).then_some(Raised { blocks: free, stamp: next })
+        (!free.is_empty()).then_some(StaleBlocks { blocks: free, stamp: next })
     }
 }
 
 /// Blocks that peers may not read any more, and what their words have become.
 #[must_use = "ranks on other hosts are still to hear of it"]
-pub(super) struct Raised {
+pub(super) struct StaleBlocks {
     pub(super) blocks: Vec<u32>,
     pub(super) stamp: u64,
 }
@@ -262,85 +259,4 @@ impl Drop for CopiedWords {
 fn grouped(blocks: &BlockLists) -> impl Iterator<Item = (u32, u32)> {
     let groups = (0..).zip(blocks.groups());
     groups.flat_map(|(group, list)| list.iter().map(move |block| (group, *block)))
-}
-
-/// Registered memory that the words of peers are read into.
-#[derive(Debug)]
-pub(super) struct Scratch {
-    region: Region,
-    free: Mutex<Vec<u32>>,
-    places: tokio::sync::Semaphore,
-}
-
-impl Scratch {
-    pub(super) fn new(agent: &Agent) -> Result<Self> {
-        let memory = Memory::pool(SLOTS as usize * AT_ONCE * WORD as usize).build()?;
-        Ok(Scratch {
-            region: agent.register("scratch", memory)?,
-            free: Mutex::new((0..SLOTS).collect()),
-            places: tokio::sync::Semaphore::new(SLOTS as usize),
-        })
-    }
-
-    /// Waits for a place, but not longer than this. Errors: `Busy`.
-    pub(super) async fn take(self: &Arc<Self>, limit: Duration) -> Result<ScratchPlace> {
-        match tokio::time::timeout(limit, self.places.acquire()).await {
-            Ok(permit) => permit.expect("nobody closes it").forget(),
-            Err(_) => {
-                return Err(Error::new(
-                    ErrorKind::Busy,
-                    format!(
-                        "{SLOTS} reads of peers' generations and digests are under way, and none has ended within {limit:?}"
-                    ),
-                ));
-            }
-        }
-        let slot = self.free.lock().pop().expect("as many places as permits");
-        Ok(ScratchPlace { scratch: Arc::clone(self), slot, lost: false })
-    }
-}
-
-/// A place for [`AT_ONCE`] words; given back when it is dropped.
-#[derive(Debug)]
-pub(super) struct ScratchPlace {
-    scratch: Arc<Scratch>,
-    slot: u32,
-    lost: bool,
-}
-
-impl ScratchPlace {
-    pub(super) fn region(&self) -> &Region {
-        &self.scratch.region
-    }
-
-    fn base(&self) -> u64 {
-        u64::from(self.slot) * AT_ONCE as u64 * WORD
-    }
-
-    /// The place, by so many words.
-    pub(super) fn grid(&self, words: usize) -> Grid {
-        Grid::packed(words as u64 * WORD, (AT_ONCE / words) as u32).at(self.base())
-    }
-
-    /// Its first words.
-    pub(super) fn words(&self, count: usize) -> Result<Vec<u64>> {
-        let mut bytes = vec![0; count * WORD as usize];
-        self.scratch.region.copy_out(self.base() as usize, &mut bytes)?;
-        let word = |bytes: &[u8]| u64::from_ne_bytes(bytes.try_into().expect("eight bytes"));
-        Ok(bytes.chunks_exact(WORD as usize).map(word).collect())
-    }
-
-    /// Nobody can say that nothing touches it any more: it is never used again.
-    pub(super) fn lose(mut self) {
-        self.lost = true;
-    }
-}
-
-impl Drop for ScratchPlace {
-    fn drop(&mut self) {
-        if !self.lost {
-            self.scratch.free.lock().push(self.slot);
-            self.scratch.places.add_permits(1);
-        }
-    }
 }

@@ -1,4 +1,4 @@
-//! A worker's half in a process of its own, as the engine's process sees it.
+//! A rank in a process of its own, as the engine's process sees it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
@@ -10,11 +10,11 @@ use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::mpsc::{self, Receiver, Sender};
 use tokio::sync::oneshot;
 
-use super::super::host_copies::When;
+use super::super::generations::StaleBlocks;
+use super::super::host_copies::SavePoint;
 use super::super::slot::Slot;
-use super::super::words::Raised;
-use super::granting::refused;
-use super::serving::ends;
+use super::limits::SILENT;
+use super::process::ProcessHandle;
 use crate::engine::{
     BlockLists, ConnectorMeta, FailedLoad, Fresh, Kept, LoadFailure, RequestId, Unsaved,
     WorkerOutput, WorkerRank,
@@ -26,19 +26,19 @@ use crate::wire::group::{MAX_ASKED, MAX_RAISED, ToRank};
 const BACKLOG: usize = 1 << 16;
 
 /// A message to a rank, and the file beside it.
-pub(super) type Down = (ToRank, Option<OwnedFd>);
+pub(in crate::runtime) type RankMessage = (ToRank, Option<OwnedFd>);
 
 /// Hears when a rank has done what it was asked for, or why it does not.
 pub(in crate::runtime) type Task = Arc<Slot<Result<(), String>>>;
 
 /// A process that wants to be a rank.
-pub(super) struct Newcomer {
+pub(in crate::runtime) struct RankProcess {
     /// In words.
-    pub(super) process: Arc<str>,
+    pub(in crate::runtime) process: Arc<str>,
     /// Its pidfd, if it is of this host.
-    pub(super) life: Option<Arc<OwnedFd>>,
+    pub(in crate::runtime) life: Option<Arc<ProcessHandle>>,
     /// It may be on another host, and shares no memory with the engine.
-    pub(super) distant: bool,
+    pub(in crate::runtime) distant: bool,
 }
 
 /// Where a rank is.
@@ -59,23 +59,23 @@ enum RankStage {
 ///
 /// It remembers what the rank has been given, and so has a report of everything, whatever becomes of the rank: what was
 /// open when it was lost has failed.
-pub(in crate::runtime) struct Away {
+pub(in crate::runtime) struct RemoteRank {
     rank: WorkerRank,
     /// Its prefill writes: it reads its own blocks itself.
     pushes: bool,
-    standing: RankStage,
+    stage: RankStage,
     /// It is on another host, and raises its words itself: so often it was asked to, and has said that it has.
     distant: bool,
     /// The pidfd of its process, if that is of this host.
-    life: Option<Arc<OwnedFd>>,
+    life: Option<Arc<ProcessHandle>>,
     raising: u64,
     raised: u64,
     /// It was given words for the caches that it has, or is about to register.
     has_words: bool,
-    to: Option<Sender<Down>>,
+    to: Option<Sender<RankMessage>>,
     loads: BTreeMap<RequestId, BlockLists>,
     sends: BTreeSet<RequestId>,
-    said: WorkerOutput,
+    output: WorkerOutput,
     /// Digests that it writes and blocks that it copies, by the numbers that it was asked by.
     tasks: BTreeMap<u64, Task>,
     last_task: u64,
@@ -85,13 +85,13 @@ pub(in crate::runtime) struct Away {
     ending: Option<Arc<Slot<Result<()>>>>,
 }
 
-impl Away {
+impl RemoteRank {
     /// One that has not come yet.
     pub(in crate::runtime) fn new(rank: WorkerRank, pushes: bool) -> Self {
-        Away {
+        RemoteRank {
             rank,
             pushes,
-            standing: RankStage::Awaited,
+            stage: RankStage::Awaited,
             distant: false,
             life: None,
             raising: 0,
@@ -100,7 +100,7 @@ impl Away {
             to: None,
             loads: BTreeMap::new(),
             sends: BTreeSet::new(),
-            said: WorkerOutput::default(),
+            output: WorkerOutput::default(),
             tasks: BTreeMap::new(),
             last_task: 0,
             granting: BTreeMap::new(),
@@ -111,11 +111,11 @@ impl Away {
     /// A process takes the place. Gives what is sent to it.
     ///
     /// Errors: the place is taken, or was.
-    pub(super) fn join(
+    pub(in crate::runtime) fn join(
         &mut self,
-        Newcomer { process, life, distant }: &Newcomer,
-    ) -> Result<Receiver<Down>> {
-        match &self.standing {
+        RankProcess { process, life, distant }: &RankProcess,
+    ) -> Result<Receiver<RankMessage>> {
+        match &self.stage {
             RankStage::Awaited => {}
             RankStage::Joined { process: first }
             | RankStage::Registered { process: first, .. }
@@ -124,7 +124,7 @@ impl Away {
                     ErrorKind::Invalid,
                     format!(
                         "{process} joined as {}, which {first} is already: start each rank once",
-                        name(self.rank)
+                        rank_name(self.rank)
                     ),
                 ));
             }
@@ -135,29 +135,29 @@ impl Away {
             }
         }
         let (to, down) = mpsc::channel(BACKLOG);
-        (self.standing, self.to) = (RankStage::Joined { process: Arc::clone(process) }, Some(to));
+        (self.stage, self.to) = (RankStage::Joined { process: Arc::clone(process) }, Some(to));
         (self.life, self.distant) = (life.clone(), *distant);
         Ok(down)
     }
 
     /// Whether its process has ended, though it is not known to be lost.
-    pub(super) fn has_ended(&self) -> bool {
-        self.life.as_deref().is_some_and(|life| ends(life, Duration::ZERO))
+    pub(in crate::runtime) fn has_ended(&self) -> bool {
+        self.life.as_deref().is_some_and(|life| life.has_ended(Duration::ZERO))
     }
 
     /// It has registered its caches.
-    pub(super) fn registered(
+    pub(in crate::runtime) fn registered(
         &mut self,
         registered: NixlAgentMetadata,
         host_copies: bool,
     ) -> Result<()> {
-        match &self.standing {
+        match &self.stage {
             RankStage::Joined { .. } | RankStage::GaveBack { .. } if !self.has_words => {
                 Err(out_of_turn())
             }
             RankStage::Joined { process } | RankStage::GaveBack { process } => {
                 let (process, metadata) = (Arc::clone(process), Box::new(registered));
-                self.standing = RankStage::Registered { process, metadata, host_copies };
+                self.stage = RankStage::Registered { process, metadata, host_copies };
                 Ok(())
             }
             RankStage::Lost { why, .. } => Err(Error::new(ErrorKind::Closed, why.to_string())),
@@ -165,15 +165,15 @@ impl Away {
                 ErrorKind::Invalid,
                 format!(
                     "{} has registered its caches already: it gives them back first",
-                    name(self.rank)
+                    rank_name(self.rank)
                 ),
             )),
         }
     }
 
     /// It is given words, for caches that it registers next. Errors: it has some.
-    pub(super) fn has_words_now(&mut self) -> Result<()> {
-        match &self.standing {
+    pub(in crate::runtime) fn expect_caches(&mut self) -> Result<()> {
+        match &self.stage {
             RankStage::Registered { .. } => return Err(out_of_turn()),
             RankStage::Lost { why, .. } => {
                 return Err(Error::new(ErrorKind::Closed, why.to_string()));
@@ -185,12 +185,12 @@ impl Away {
     }
 
     /// Whether it is on another host: then it makes its words itself.
-    pub(super) fn is_distant(&self) -> bool {
+    pub(in crate::runtime) fn is_distant(&self) -> bool {
         self.distant
     }
 
     /// Has it raise the words of blocks, if those are its own. One that was lost never says that it has.
-    pub(in crate::runtime) fn raise(&mut self, Raised { blocks, stamp }: &Raised) {
+    pub(in crate::runtime) fn raise(&mut self, StaleBlocks { blocks, stamp }: &StaleBlocks) {
         if !self.distant {
             return;
         }
@@ -202,20 +202,19 @@ impl Away {
     }
 
     /// Its words are raised, as it was asked for by this number.
-    pub(super) fn has_raised(&mut self, number: u64) {
+    pub(in crate::runtime) fn has_raised(&mut self, number: u64) {
         self.raised = self.raised.max(number.min(self.raising));
     }
 
     /// The number of what it was asked to raise last, if it has not said that it has.
     pub(in crate::runtime) fn last_unraised(&self) -> Option<u64> {
-        (self.raised < self.raising
-            && !matches!(self.standing, RankStage::Lost { proven: true, .. }))
-        .then_some(self.raising)
+        (self.raised < self.raising && !matches!(self.stage, RankStage::Lost { proven: true, .. }))
+            .then_some(self.raising)
     }
 
     /// Whether peers may still read what it was asked to raise by this number. `None`: nobody will ever know.
     pub(in crate::runtime) fn is_raised(&self, number: u64) -> Option<bool> {
-        match &self.standing {
+        match &self.stage {
             _ if self.raised >= number => Some(true),
             RankStage::Lost { proven, .. } => proven.then_some(true),
             _ => Some(false),
@@ -228,10 +227,10 @@ impl Away {
     }
 
     /// It gives its caches back. Errors: it has none.
-    pub(super) fn gave_back(&mut self) -> Result<()> {
-        match &self.standing {
+    pub(in crate::runtime) fn release_caches(&mut self) -> Result<()> {
+        match &self.stage {
             RankStage::Registered { process, .. } => {
-                self.standing = RankStage::GaveBack { process: Arc::clone(process) };
+                self.stage = RankStage::GaveBack { process: Arc::clone(process) };
             }
             RankStage::Lost { why, .. } => {
                 return Err(Error::new(ErrorKind::Closed, why.to_string()));
@@ -244,12 +243,12 @@ impl Away {
 
     /// Whether it is there, and has given its caches back.
     pub(in crate::runtime) fn has_given_back(&self) -> bool {
-        matches!(self.standing, RankStage::GaveBack { .. })
+        matches!(self.stage, RankStage::GaveBack { .. })
     }
 
     /// What peers are told of it.
-    pub(super) fn metadata(&self) -> Option<&NixlAgentMetadata> {
-        match &self.standing {
+    pub(in crate::runtime) fn metadata(&self) -> Option<&NixlAgentMetadata> {
+        match &self.stage {
             RankStage::Registered { metadata, .. } => Some(metadata),
             _ => None,
         }
@@ -257,19 +256,19 @@ impl Away {
 
     /// Whether peers are told of copies on the host.
     pub(in crate::runtime) fn has_host_copies(&self) -> bool {
-        matches!(self.standing, RankStage::Registered { host_copies: true, .. })
+        matches!(self.stage, RankStage::Registered { host_copies: true, .. })
     }
 
     /// Why nothing can be loaded or published now, if so.
     pub(in crate::runtime) fn missing(&self) -> Option<String> {
-        match &self.standing {
-            RankStage::Awaited => Some(format!("{} has not joined", name(self.rank))),
+        match &self.stage {
+            RankStage::Awaited => Some(format!("{} has not joined", rank_name(self.rank))),
             RankStage::Joined { process } => {
-                let rank = name(self.rank);
+                let rank = rank_name(self.rank);
                 Some(format!("{rank} ({process}) has joined, and not registered its caches"))
             }
             RankStage::GaveBack { process } => {
-                let rank = name(self.rank);
+                let rank = rank_name(self.rank);
                 Some(format!(
                     "{rank} ({process}) has given its caches back, and not registered others"
                 ))
@@ -288,19 +287,19 @@ impl Away {
         self.sends.extend(meta.send.iter().map(|order| order.request.clone()));
         let awaited = meta.receive.iter().filter(|order| order.awaited);
         self.loads.extend(awaited.map(|order| (order.request.clone(), order.local.clone())));
-        match self.standing {
+        match self.stage {
             // Nothing that is reported is ordered before all have come.
             RankStage::Awaited | RankStage::Joined { .. } => {}
             // Loads that were ordered before caches were given back fail there, as all others.
             RankStage::Registered { .. } | RankStage::GaveBack { .. } => {
                 self.send(ToRank::Step(meta), None)
             }
-            RankStage::Lost { .. } => self.fail_what_is_open(),
+            RankStage::Lost { .. } => self.fail_open_requests(),
         }
     }
 
     /// Sends it a message. One that does not read is lost; who reads from it hears when it has gone.
-    pub(super) fn send(&mut self, message: ToRank, file: Option<OwnedFd>) {
+    pub(in crate::runtime) fn send(&mut self, message: ToRank, file: Option<OwnedFd>) {
         let full = self
             .to
             .as_ref()
@@ -311,12 +310,12 @@ impl Away {
     }
 
     /// What there is to tell.
-    pub(in crate::runtime) fn take_said(&mut self) -> WorkerOutput {
-        std::mem::take(&mut self.said)
+    pub(in crate::runtime) fn take_output(&mut self) -> WorkerOutput {
+        std::mem::take(&mut self.output)
     }
 
     /// What the rank has to tell of what it was given: more is nobody's.
-    pub(super) fn hear(&mut self, mut output: WorkerOutput) {
+    pub(in crate::runtime) fn take_report(&mut self, mut output: WorkerOutput) {
         let (loads, sends) = (&mut self.loads, &mut self.sends);
         output.failed_recving.retain(|failed| loads.contains_key(&failed.request));
         output.failing.retain(|(request, _)| loads.contains_key(request));
@@ -326,7 +325,7 @@ impl Away {
         });
         output.finished_recving.retain(|request| loads.remove(request).is_some());
         output.finished_sending.retain(|request| sends.remove(request));
-        let said = &mut self.said;
+        let said = &mut self.output;
         said.at = output.at;
         said.finished_sending.extend(output.finished_sending);
         said.finished_recving.extend(output.finished_recving);
@@ -340,7 +339,7 @@ impl Away {
 
     /// Has it write the digests of blocks that are about to be published. What is given hears when it has, or is lost.
     pub(in crate::runtime) fn digest(&mut self, fresh: &[Fresh]) -> Vec<Task> {
-        self.have_done(fresh, |number, fresh| ToRank::Digest { number, fresh })
+        self.ask_for(fresh, |number, fresh| ToRank::Digest { number, fresh })
     }
 
     /// Has it copy blocks of a request to the host. What is given hears when it has, or is lost.
@@ -348,17 +347,17 @@ impl Away {
         &mut self,
         of: u64,
         blocks: &[Unsaved],
-        when: When,
+        when: SavePoint,
     ) -> Vec<Task> {
         if !self.has_host_copies() {
             return Vec::new();
         }
-        let early = when == When::Early;
-        self.have_done(blocks, |number, blocks| ToRank::Save { number, of, early, blocks })
+        let early = when == SavePoint::Early;
+        self.ask_for(blocks, |number, blocks| ToRank::Save { number, of, early, blocks })
     }
 
     /// Asks for something to be done with blocks, not too many at once.
-    fn have_done<T: Clone>(
+    fn ask_for<T: Clone>(
         &mut self,
         blocks: &[T],
         ask: impl Fn(u64, Vec<T>) -> ToRank,
@@ -378,7 +377,10 @@ impl Away {
     }
 
     /// Asks what peers may write into for a request. The answer fails when it is lost.
-    pub(super) fn grant(&mut self, request: &RequestId) -> oneshot::Receiver<Result<Vec<Vec<u8>>>> {
+    pub(in crate::runtime) fn grant(
+        &mut self,
+        request: &RequestId,
+    ) -> oneshot::Receiver<Result<Vec<Vec<u8>>>> {
         let (sender, answer) = oneshot::channel();
         if self.missing().is_none() {
             self.granting.insert(request.clone(), sender);
@@ -388,22 +390,26 @@ impl Away {
     }
 
     /// It has answered that.
-    pub(super) fn granted(&mut self, request: &RequestId, told: Result<Vec<Vec<u8>>, String>) {
+    pub(in crate::runtime) fn granted(
+        &mut self,
+        request: &RequestId,
+        told: Result<Vec<Vec<u8>>, String>,
+    ) {
         if let Some(asked) = self.granting.remove(request) {
             asked.send(told.map_err(refused)).ok(); // the load may be over
         }
     }
 
     /// It has done what it was asked for by that number, or has failed.
-    pub(super) fn has_done(&mut self, number: u64, failed: Option<String>) {
+    pub(in crate::runtime) fn has_done(&mut self, number: u64, failed: Option<String>) {
         if let Some(done) = self.tasks.remove(&number) {
             done.set(failed.map_or(Ok(()), Err));
         }
     }
 
     /// It is gone. `proven`: its process touches no memory any more. The first reason counts.
-    pub(super) fn lose(&mut self, why: &str, mut proven: bool) {
-        let process = match &self.standing {
+    pub(in crate::runtime) fn lose(&mut self, why: &str, mut proven: bool) {
+        let process = match &self.stage {
             RankStage::Lost { .. } => return,
             RankStage::Awaited => {
                 // There was no process.
@@ -416,7 +422,7 @@ impl Away {
                 format!(" ({process})")
             }
         };
-        let why: Arc<str> = format!("{}{process}: {why}", name(self.rank)).into();
+        let why: Arc<str> = format!("{}{process}: {why}", rank_name(self.rank)).into();
         match self.ending {
             Some(_) => tracing::info!(%why, proven, "a rank has ended"),
             None => {
@@ -426,18 +432,21 @@ impl Away {
         for done in std::mem::take(&mut self.tasks).into_values() {
             done.set(Err(why.to_string()));
         }
-        self.standing = RankStage::Lost { why, proven };
+        self.stage = RankStage::Lost { why, proven };
         (self.to, self.life) = (None, None);
-        self.fail_what_is_open();
+        self.fail_open_requests();
         self.granting.clear();
         if let Some(ending) = self.ending.take() {
-            ending.set(self.gone());
+            ending.set(self.memory_state());
         }
     }
 
-    fn fail_what_is_open(&mut self) {
-        let RankStage::Lost { why, proven } = &self.standing else { return };
-        let said = &mut self.said;
+    fn fail_open_requests(&mut self) {
+        let RankStage::Lost { why, proven } = &self.stage else {
+            debug_assert!(false, "only a lost rank fails what is open");
+            return;
+        };
+        let said = &mut self.output;
         for (request, blocks) in std::mem::take(&mut self.loads) {
             let mut invalid: Vec<_> = blocks.iter().collect();
             invalid.sort_unstable();
@@ -461,8 +470,8 @@ impl Away {
     /// Asks it to end. What is given hears of it.
     pub(in crate::runtime) fn shutdown(&mut self, deadline: Deadline) -> Arc<Slot<Result<()>>> {
         let ending = Slot::new();
-        match self.standing {
-            RankStage::Awaited | RankStage::Lost { .. } => ending.set(self.gone()),
+        match self.stage {
+            RankStage::Awaited | RankStage::Lost { .. } => ending.set(self.memory_state()),
             RankStage::Joined { .. }
             | RankStage::Registered { .. }
             | RankStage::GaveBack { .. } => {
@@ -474,8 +483,8 @@ impl Away {
     }
 
     /// What is known of the memory of one that is not there.
-    fn gone(&self) -> Result<()> {
-        match &self.standing {
+    fn memory_state(&self) -> Result<()> {
+        match &self.stage {
             RankStage::Lost { why, proven: false } => Err(Error::new(
                 ErrorKind::StillShared,
                 format!(
@@ -488,11 +497,29 @@ impl Away {
 }
 
 /// What a rank says when it does not come next.
-pub(super) fn out_of_turn() -> Error {
+pub(in crate::runtime) fn out_of_turn() -> Error {
     Error::new(ErrorKind::Malformed, "a message out of turn")
 }
 
 /// A rank in words.
-pub(super) fn name(rank: WorkerRank) -> String {
+pub(in crate::runtime) fn rank_name(rank: WorkerRank) -> String {
     format!("rank pp {} tp {}", rank.pp, rank.tp)
+}
+
+/// What another process of the same engine refuses.
+pub(in crate::runtime) fn refused(why: String) -> Error {
+    Error::new(ErrorKind::Invalid, why)
+}
+
+/// Waits until ranks have written digests. One that is lost meanwhile is not waited for. Blocks without a digest are
+/// loaded by nobody.
+pub(in crate::runtime) fn await_digests(tasks: Vec<Task>) {
+    let deadline = Deadline::from(SILENT);
+    for done in tasks {
+        if done.wait(deadline).is_none() {
+            tracing::warn!(
+                "a rank has not written the digests of published blocks within {SILENT:?}: their loads fail"
+            );
+        }
+    }
 }

@@ -1,34 +1,30 @@
 //! The memory of a decode's worker, as one worker of a prefill writes into it: drawn up once for each layout.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use kvx_core::{
     Blocks, Error, ErrorKind, Grid, GridSet, MemoryKind, Peer, PeerRegion, Place as _, Region,
     Result,
 };
 
-use super::super::builder::MOONCAKE;
-use super::super::connect::{Grids, link};
-use super::super::push::Learned;
-use super::super::rank::{PeerRegions, Registered};
-use super::super::state::Shared;
-use crate::engine::mooncake::Target;
-use crate::engine::{Connection, HandshakeFailure, Move, PeerPlan, WorkerRank};
-use crate::mapping::{MemoryType, SendLane, SendMap, Tp};
+use super::super::caches::RegisteredCaches;
+use super::super::link::Grids;
+use super::super::peer_regions::{ImportedRegions, PeerRegions};
+use crate::engine::Move;
+use crate::mapping::{MemoryType, SendLane, SendMap};
 
 /// The way to a worker of a decode.
 #[derive(Debug)]
-pub(in super::super) struct Way {
-    peer: Peer,
+pub(in super::super) struct WriteRoute {
+    pub(super) peer: Peer,
     /// A plain Mooncake agent, which is written to by address; else by what is granted for each request.
-    foreign: bool,
+    pub(super) foreign: bool,
     /// By KV cache group and where its blocks lie here.
-    lanes: BTreeMap<(u32, MemoryType), Lanes>,
+    pub(super) lanes: BTreeMap<(u32, MemoryType), Lanes>,
 }
 
 #[derive(Debug)]
-struct Lanes {
+pub(super) struct Lanes {
     ours: Grids<Region>,
     /// At addresses of the decode.
     theirs: Vec<Grid>,
@@ -36,74 +32,17 @@ struct Lanes {
     kind: MemoryKind,
 }
 
-/// What one write of a request moves. What was learned for it is forgotten with the last of it.
-pub(in super::super) struct WayPairs {
+/// What one write of a request moves. What was imported for it is forgotten with the last of it.
+pub(in super::super) struct RoutePairs {
     pub(in super::super) peer: Peer,
     pub(in super::super) pairs: Vec<(Blocks<Region>, Blocks<PeerRegion>)>,
-    pub(in super::super) learned: Option<Learned>,
+    pub(in super::super) imported: Option<ImportedRegions>,
 }
 
-impl Shared {
-    /// Answers [`MooncakeAction::Connect`](crate::engine::mooncake::MooncakeAction::Connect).
-    pub(super) async fn describe(
-        self: Arc<Self>,
-        rank: WorkerRank,
-        connection: Connection,
-        target: Arc<Target>,
-    ) {
-        let result = match self.draw_up(rank, &target).await {
-            Ok((plan, way)) => {
-                self.mooncake.ways.lock().insert((rank, connection), Arc::new(way));
-                Ok(plan)
-            }
-            Err(error) => Err(HandshakeFailure { setup: true, error: error.to_string() }),
-        };
-        self.tell_mooncake(rank, |worker, now| worker.connected(now, connection, result));
-    }
-
-    async fn draw_up(&self, rank: WorkerRank, target: &Target) -> Result<(PeerPlan, Way)> {
-        let own = self.registered(rank).ok_or_else(|| {
-            Error::new(
-                ErrorKind::Invalid,
-                "the prefill has no caches registered: it calls Rank::register",
-            )
-        })?;
-        let here = self.setup.settings.block_size;
-        if let Some(there) = target.told.kvx_block_size.filter(|there| *there != here) {
-            return Err(Error::new(
-                ErrorKind::Incompatible,
-                format!(
-                    "blocks of {there} tokens at the decode and {here} at the prefill: a MooncakeConnector \
-                     tells blocks by number, so give both the same block size"
-                ),
-            ));
-        }
-        let tp = Tp::new(rank.tp, self.setup.settings.tp_size)?;
-        let map = SendMap::new(&own.caches, tp, &target.told)?;
-        let plan = PeerPlan::of_sends(&map, own.geometry(), target.rank())?;
-        let (peer, foreign) = match &target.told.kvx_metadata {
-            Some(metadata) => (link(own.agent.connect(metadata)).await?, false),
-            None => {
-                let name = match target.told.remote_hostname.contains(':') {
-                    true => {
-                        format!("[{}]:{}", target.told.remote_hostname, target.told.remote_port)
-                    }
-                    false => format!("{}:{}", target.told.remote_hostname, target.told.remote_port),
-                };
-                (link(own.agent.connect_foreign(MOONCAKE, name)).await?, true)
-            }
-        };
-        tracing::info!(
-            decode = %target.told.remote_hostname,
-            tp = target.told.remote_tp_rank,
-            route = %peer.route(),
-            "blocks are written to a decode's worker"
-        );
-        Ok((plan, Way { peer, foreign, lanes: lanes(&own, &map)? }))
-    }
-}
-
-fn lanes(own: &Registered, map: &SendMap) -> Result<BTreeMap<(u32, MemoryType), Lanes>> {
+pub(super) fn lanes(
+    own: &RegisteredCaches,
+    map: &SendMap,
+) -> Result<BTreeMap<(u32, MemoryType), Lanes>> {
     let mut by_group: BTreeMap<_, Vec<&SendLane>> = BTreeMap::new();
     for lane in map.lanes() {
         let memory = own.geometry().regions()[lane.local.region as usize].memory;
@@ -121,24 +60,27 @@ fn lanes(own: &Registered, map: &SendMap) -> Result<BTreeMap<(u32, MemoryType), 
     by_group.into_iter().map(drawn).collect()
 }
 
-impl Way {
+impl WriteRoute {
     /// What a write moves. Errors: `Malformed`: the decode names memory that it grants nothing of; `Invalid`: it grants
     /// nothing at all.
-    pub(in super::super) fn pairs(&self, order: &Move) -> Result<WayPairs> {
-        let learned = match self.foreign {
+    pub(in super::super) fn pairs(&self, order: &Move) -> Result<RoutePairs> {
+        let imported = match self.foreign {
             true => None,
-            false => Some(Learned::of(order, &self.peer)?.ok_or_else(|| {
+            false => Some(ImportedRegions::of(order, &self.peer)?.ok_or_else(|| {
                 Error::new(
                     ErrorKind::Malformed,
                     "the decode is one of kvx, and grants nothing to write into",
                 )
             })?),
         };
-        let regions =
-            learned.as_ref().map(|learned| PeerRegions::granted(&learned.regions)).transpose()?;
+        let regions = imported
+            .as_ref()
+            .map(|imported| PeerRegions::granted(&imported.regions))
+            .transpose()?;
         let mut pairs = Vec::new();
         for group in order.groups.iter() {
             let number = u32::try_from(group.group).unwrap_or(u32::MAX);
+            // A group without layers in memory of this kind.
             let Some(lanes) = self.lanes.get(&(number, order.part.memory.0)) else { continue };
             let theirs = match &regions {
                 Some(regions) => lanes.within(regions)?,
@@ -149,7 +91,7 @@ impl Way {
                 theirs.blocks(group.remote.clone()),
             ));
         }
-        Ok(WayPairs { peer: self.peer.clone(), pairs, learned })
+        Ok(RoutePairs { peer: self.peer.clone(), pairs, imported })
     }
 }
 

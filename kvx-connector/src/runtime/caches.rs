@@ -1,0 +1,199 @@
+//! The caches that a worker has registered: their regions at its agent, and what lies beside them.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Weak};
+
+use kvx_core::sync::Mutex;
+use kvx_core::{Agent, Deadline, Error, ErrorKind, GridSet, Memory, MemoryKind, Region, Result};
+
+use super::digests::{Digests, PeerDigests, Rows};
+use super::grants::GrantedWrites;
+use super::host_copies::HostCopies;
+use super::peer_regions::{GRANT, POOL};
+use super::scratch::Scratch;
+use crate::engine::Fresh;
+use crate::mapping::{Caches, Geometry, Pairing, RegionGrid};
+
+/// What a worker has registered.
+#[derive(Debug)]
+pub(super) struct RegisteredCaches {
+    pub(super) agent: Agent,
+    pub(super) caches: Caches,
+    pub(super) scratch: Arc<Scratch>,
+    regions: Vec<Region>,
+    pub(super) words: Region,
+    pub(super) digests: Option<Digests>,
+    /// Where the caches lie on a device and peers see copies of them.
+    pub(super) host_copies: Option<HostCopies>,
+    /// What peers may write into for requests.
+    granted: Mutex<Vec<Weak<GrantedWrites>>>,
+    /// Read while blocks are finished, hashed or copied: this process itself touches them then.
+    pub(super) finishing: tokio::sync::RwLock<()>,
+}
+
+impl RegisteredCaches {
+    pub(super) fn new(
+        (agent, scratch): (Agent, Arc<Scratch>),
+        caches: Caches,
+        memory: Vec<Arc<Memory>>,
+        digests: bool,
+        words: impl FnOnce(&Agent) -> Result<Region>,
+    ) -> Result<Self> {
+        let digests =
+            digests.then(|| Digests::new(&agent, caches.geometry(), &memory)).transpose()?;
+        let words = words(&agent)?;
+        let mut regions: Vec<Region> = Vec::with_capacity(memory.len());
+        for memory in memory {
+            regions.push(agent.register(&format!("{POOL}{:x}", memory.address()), memory)?);
+        }
+        let finishing = tokio::sync::RwLock::new(());
+        let (granted, host_copies) = (Mutex::default(), None);
+        let registered = RegisteredCaches {
+            agent,
+            caches,
+            scratch,
+            regions,
+            words,
+            digests,
+            host_copies,
+            granted,
+            finishing,
+        };
+        for at in 0..registered.geometry().regions().len() {
+            registered.place(at as u32)?;
+        }
+        Ok(registered)
+    }
+
+    pub(super) fn geometry(&self) -> &Geometry {
+        self.caches.geometry()
+    }
+
+    /// What the caches lie in.
+    pub(super) fn pools(&self) -> impl Iterator<Item = &Region> {
+        self.regions.iter()
+    }
+
+    /// What memory of a device is in a fleet of this engine's kind: a handshake does not tell the maker.
+    pub(super) fn device_kind(&self) -> MemoryKind {
+        let amd = self.pools().any(|pool| pool.memory().kind() == MemoryKind::Rocm);
+        if amd { MemoryKind::Rocm } else { MemoryKind::Cuda }
+    }
+
+    /// The memory that a region of the caches lies in, and where in it.
+    pub(super) fn place(&self, region: u32) -> Result<(&Region, u64)> {
+        let held = &self.geometry().regions()[region as usize];
+        let end = held.end().expect("checked when the geometry was made");
+        let lies_in = |memory: &Memory| {
+            held.base >= memory.address()
+                && end <= memory.address().saturating_add(memory.len() as u64)
+        };
+        match self.regions.iter().find(|region| lies_in(region.memory())) {
+            Some(memory) => Ok((memory, held.base - memory.memory().address())),
+            None => Err(Error::new(
+                ErrorKind::Invalid,
+                format!(
+                    "region {region} of the caches ({:#x} to {end:#x}, layer {}) lies in none of the {} pieces of \
+                     memory: give Rank::register all memory that the caches are in",
+                    held.base,
+                    held.layers.first().map_or("without a name", |name| &**name),
+                    self.regions.len()
+                ),
+            )),
+        }
+    }
+
+    pub(super) fn grids(&self, grids: impl Iterator<Item = RegionGrid>) -> Result<GridSet<Region>> {
+        let placed = grids.map(|RegionGrid { region, grid }| {
+            let (memory, offset) = self.place(region)?;
+            Ok((memory.clone(), grid.at(grid.base + offset)))
+        });
+        GridSet::of(placed.collect::<Result<Vec<_>>>()?)
+    }
+
+    /// Reads a block of a grid within a region of the caches.
+    fn read(
+        &self,
+        RegionGrid { region, grid }: &RegionGrid,
+        index: u32,
+        bytes: &mut [u8],
+    ) -> Result<()> {
+        let (memory, base) = self.place(*region)?;
+        let at = usize::try_from(base + grid.offset(index)).unwrap_or(usize::MAX);
+        memory.memory().copy_out(at, bytes)
+    }
+
+    /// Writes the digests of blocks that no peer knows of yet.
+    pub(super) fn publish_digests(&self, fresh: &[Fresh]) {
+        if let Some(digests) = &self.digests {
+            let read = |place: &RegionGrid, index, bytes: &mut [u8]| self.read(place, index, bytes);
+            digests.write(self.geometry(), fresh, read);
+        }
+    }
+
+    /// The peer's kernel blocks whose bytes here are not those that it has published. Blocks: it hashes.
+    pub(super) fn wrong(
+        &self,
+        peer: &PeerDigests,
+        read: &[Pairing],
+        rows: &Rows,
+    ) -> Result<BTreeSet<u32>> {
+        peer.wrong(read, rows, |place, index, bytes| self.read(place, index, bytes))
+    }
+
+    /// The copies of these caches on the host.
+    pub(super) fn copies(&self) -> Result<&HostCopies> {
+        self.host_copies.as_ref().ok_or_else(caches_are_gone)
+    }
+
+    /// The memory once more, to be written into for one request. May block.
+    pub(super) fn grant(&self, request: u64) -> Result<Vec<Region>> {
+        self.host_copies.iter().for_each(HostCopies::wait_until_idle);
+        let grant = |region: &Region| {
+            let memory = Arc::clone(region.memory());
+            self.agent.register(&format!("{GRANT}{request}@{:x}", memory.address()), memory)
+        };
+        self.regions.iter().map(grant).collect()
+    }
+
+    /// Notes what was granted: it is taken back with everything else.
+    pub(super) fn has_granted(&self, granted: &Arc<GrantedWrites>) {
+        let mut all = self.granted.lock();
+        all.retain(|earlier| earlier.strong_count() > 0);
+        all.push(Arc::downgrade(granted));
+    }
+
+    /// Takes everything back.
+    pub(super) async fn revoke(&self, deadline: Deadline) -> Result<()> {
+        let digests = self.digests.iter().map(|digests| &digests.region);
+        let grants: Vec<_> = self.granted.lock().iter().filter_map(Weak::upgrade).collect();
+        let lies_here = |granted: &&Region| {
+            self.regions.iter().any(|region| Arc::ptr_eq(region.memory(), granted.memory()))
+        };
+        let granted = grants.iter().flat_map(|granted| granted.regions()).filter(lies_here);
+        let regions = self.regions.iter().chain([&self.words]).chain(digests).chain(granted);
+        let revoked: Vec<_> = regions.map(|region| region.revoke(deadline)).collect();
+        let mut result = self.finished(deadline).await;
+        for revoked in revoked {
+            result = result.and(revoked.await.map(drop));
+        }
+        result
+    }
+
+    /// Waits until no blocks are being finished, hashed or copied. Once the worker has them no more, none begins.
+    ///
+    /// Errors: `StillShared`: not by the deadline, or a device may go on for ever.
+    pub(super) async fn finished(&self, deadline: Deadline) -> Result<()> {
+        match tokio::time::timeout(deadline.left(), self.finishing.write()).await {
+            Ok(_) => self.host_copies.as_ref().map_or(Ok(()), HostCopies::check),
+            Err(_) => Err(Error::new(
+                ErrorKind::StillShared,
+                "blocks were still being finished, hashed or copied at the deadline: give it more time",
+            )),
+        }
+    }
+}
+
+pub(super) fn caches_are_gone() -> Error {
+    Error::new(ErrorKind::Revoked, "the caches were given back before the blocks were finished")
+}

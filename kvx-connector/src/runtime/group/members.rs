@@ -1,0 +1,160 @@
+//! Ranks in processes of their own, in the engine's process: who takes which place, what they send, and their loss.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use kvx_core::{Error, ErrorKind, Result};
+use tokio::sync::mpsc::Receiver;
+
+use super::super::push;
+use super::super::ranks::WorkerKind;
+use super::super::shared::Shared;
+use super::gathering::Gathering;
+use super::registration::{self, settle_gathering};
+use super::remote_rank::{RankMessage, RankProcess, RemoteRank, out_of_turn, rank_name};
+use crate::engine::WorkerRank;
+use crate::wire::group::{ToHead, ToRank};
+
+/// Why a rank is lost that was killed.
+pub(super) const ENDED: &str = "its process has ended";
+
+/// A process takes the place of a rank.
+pub(super) fn seat(
+    shared: &Shared,
+    rank: WorkerRank,
+    newcomer: &RankProcess,
+) -> Result<Receiver<RankMessage>> {
+    let process = &newcomer.process;
+    // It may have been killed and started again before its connection was seen to end.
+    let mut has_ended = false;
+    with_remote(shared, rank, |remote| has_ended = remote.has_ended());
+    if has_ended {
+        lose(shared, rank, ENDED, true);
+    }
+    let mut state = shared.state.lock();
+    let why = match state.ranks.get_mut(rank).map(|held| &mut held.worker) {
+        Some(WorkerKind::Remote(remote)) => match remote.join(newcomer) {
+            Ok(down) => return Ok(down),
+            Err(error) if error.kind() == ErrorKind::Closed => return Err(error),
+            Err(error) => error.sentence().to_owned(),
+        },
+        Some(WorkerKind::Nixl(_) | WorkerKind::Mooncake(_)) => format!(
+            "{process} joined as {}, which the engine's own process is already: start each rank once",
+            rank_name(rank)
+        ),
+        None => format!(
+            "{process} joined as {}, and the engine was built for {} x {} workers (pipeline x tensor \
+             parallel): see ConnectorBuilder::workers",
+            rank_name(rank),
+            shared.setup.settings.pp_size,
+            shared.setup.settings.tp_size
+        ),
+    };
+    // Two processes for one place: whose blocks it would load is in doubt. All are if there is no such place.
+    let twice = state.ranks.remote_at(rank).is_some();
+    for (at, remote) in state.ranks.remote_mut() {
+        if !twice || at == rank {
+            remote.lose(&why, false);
+        }
+    }
+    let failed = settle_gathering(&mut state, Err(Error::new(ErrorKind::Invalid, why.clone())));
+    drop(state);
+    failed.settle();
+    shared.wake_up.notify_one();
+    Err(Error::new(ErrorKind::Invalid, why))
+}
+
+/// The deadline has come: who is not there now does not come any more.
+pub(super) fn close_gathering(shared: &Shared) {
+    let mut state = shared.state.lock();
+    if state.gathering.as_ref().is_none_or(Gathering::is_whole) {
+        return;
+    }
+    let mut first = None;
+    for (_, remote) in state.ranks.remote_mut().filter(|(_, remote)| remote.missing().is_some()) {
+        remote.lose(
+            "it had not joined and registered its caches at the deadline of Connector::group",
+            false,
+        );
+        first = first.or_else(|| remote.missing());
+    }
+    let Some(first) = first else { return }; // expected race: the last rank has just registered
+    let failed = settle_gathering(&mut state, Err(Error::new(ErrorKind::TimedOut, first)));
+    drop(state);
+    failed.settle();
+    shared.wake_up.notify_one();
+}
+
+pub(super) fn lose(shared: &Shared, rank: WorkerRank, why: &str, proven: bool) {
+    let mut state = shared.state.lock();
+    let Some(remote) = state.ranks.remote_at(rank) else {
+        debug_assert!(false, "a rank that has joined stays in a process of its own");
+        return;
+    };
+    remote.lose(why, proven);
+    let why = remote.missing().unwrap_or_default();
+    let failed = settle_gathering(&mut state, Err(Error::new(ErrorKind::PeerLost, why)));
+    drop(state);
+    failed.settle();
+    shared.wake_up.notify_one();
+}
+
+/// Takes what a rank says. Errors: what it says is refused. May block where the rank registers or gives back.
+pub(super) fn take_message(shared: &Shared, rank: WorkerRank, message: ToHead) -> Result<()> {
+    match message {
+        ToHead::Pool(blocks) => registration::give_generations(shared, rank, blocks)?,
+        ToHead::Registered { metadata, host_copies } => {
+            registration::take_registration(shared, rank, &metadata, host_copies)?;
+            send(shared, rank, ToRank::Taken, None);
+        }
+        ToHead::GivesBack => {
+            registration::take_back(shared, rank)?;
+            send(shared, rank, ToRank::GivenBack, None);
+        }
+        ToHead::Output(output) => {
+            with_remote(shared, rank, |remote| remote.take_report(output));
+            shared.wake_up.notify_one();
+        }
+        ToHead::Raised(number) => {
+            with_remote(shared, rank, |remote| remote.has_raised(number));
+            shared.wake_up.notify_one();
+        }
+        ToHead::Done { number, failed } => {
+            with_remote(shared, rank, |remote| remote.has_done(number, failed))
+        }
+        ToHead::Granted { request, told } => {
+            with_remote(shared, rank, |remote| remote.granted(&request, told))
+        }
+        ToHead::GrantsOfAll(request) => {
+            shared.with_state(|state, _| state.grants.want(rank, request))
+        }
+        ToHead::Alive => {}
+        ToHead::Hello { .. } | ToHead::Ended(_) => {
+            return Err(out_of_turn());
+        }
+    }
+    Ok(())
+}
+
+/// Sends a message to a rank.
+pub(super) fn send(shared: &Shared, rank: WorkerRank, message: ToRank, file: Option<OwnedFd>) {
+    with_remote(shared, rank, |remote| remote.send(message, file));
+}
+
+/// Sends a rank what all ranks grant for a request.
+pub(in crate::runtime) async fn send_grants(
+    shared: Arc<Shared>,
+    rank: WorkerRank,
+    request: crate::engine::RequestId,
+) {
+    let grants = push::grants_of_ranks(&shared, &request).await;
+    let told = grants.map_err(|error| error.sentence().to_owned());
+    send(&shared, rank, ToRank::Grants { request, told }, None);
+}
+
+fn with_remote(shared: &Shared, rank: WorkerRank, change: impl FnOnce(&mut RemoteRank)) {
+    // None while a process asks for a place that the engine does not have.
+    if let Some(remote) = shared.state.lock().ranks.remote_at(rank) {
+        change(remote);
+    }
+}

@@ -1,0 +1,126 @@
+//! The caches of ranks in processes of their own, in the engine's process: what is registered, and given back.
+
+use kvx_core::{Error, ErrorKind, Result};
+
+use super::super::generations::{CopiedWords, GenerationState};
+use super::super::listening::PeerSockets;
+use super::super::shared::Shared;
+use super::super::state::{State, closed};
+use super::gathering::GatheringEnd;
+use super::remote_rank::{RemoteRank, out_of_turn, rank_name};
+use crate::engine::{BlockReference, PoolBlocks, WorkerRank};
+use crate::wire::NixlAgentMetadata;
+use crate::wire::group::{OwnWords, ToRank};
+
+/// Gives a rank the words that it registers beside its caches: a file that is shared with it, or what they are at
+/// first. The first rank with caches says of how many blocks.
+pub(super) fn give_generations(
+    shared: &Shared,
+    rank: WorkerRank,
+    blocks: PoolBlocks,
+) -> Result<()> {
+    // Ranks register one after the other: the first one makes what they share.
+    let _listening = shared.listening.lock();
+    let (first, distant) = {
+        let state = shared.state.lock();
+        let remote = state.ranks.get(rank).and_then(|held| held.worker.remote());
+        (!state.others_have_caches(rank), remote.is_some_and(RemoteRank::is_distant))
+    };
+    // Made before the lock is held: they may be large.
+    let fresh = first.then(|| GenerationState::new(blocks.most(), shared.digests())).transpose()?;
+    let most = blocks.most();
+    let copied = (!distant).then(|| CopiedWords::new(most)).transpose()?;
+    let mut guard = shared.state.lock();
+    let state = &mut *guard;
+    let publication = &mut state.publication;
+    let remote = state.ranks.remote_at(rank).ok_or_else(closed)?;
+    let known = publication.pool.as_ref().map(PoolBlocks::most).filter(|_| !first);
+    if let Some(known) = known.filter(|known| *known != blocks.most()) {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!(
+                "{} has {} logical blocks, another rank of this engine {known}: give all of them the same",
+                rank_name(rank),
+                blocks.most()
+            ),
+        ));
+    }
+    remote.expect_caches()?;
+    if let Some(fresh) = fresh {
+        (publication.published, publication.pool) = (Some(fresh), Some(blocks));
+    }
+    let published = publication.published.as_mut().ok_or_else(closed)?;
+    let (own, file) = match copied {
+        Some((copy, file)) => {
+            published.share(rank, copy);
+            (None, Some(file))
+        }
+        // What was published before is stale: none of it lies in these caches.
+        None => {
+            let BlockReference { pool, stamp } = published.reference();
+            (Some(OwnWords { pool, stamp, blocks: most }), None)
+        }
+    };
+    // In the order in which blocks are raised, which happens under this lock.
+    remote.send(ToRank::Words(own), file);
+    Ok(())
+}
+
+/// A rank has registered its caches: with the last, peers hear of all.
+pub(super) fn take_registration(
+    shared: &Shared,
+    rank: WorkerRank,
+    metadata: &[u8],
+    host_copies: bool,
+) -> Result<()> {
+    let metadata = NixlAgentMetadata::decode(metadata, shared.setup.settings.dialect)?;
+    let listening = shared.listening.lock();
+    let mut guard = shared.state.lock();
+    let state = &mut *guard;
+    let Some(remote) = state.ranks.remote_at(rank) else {
+        debug_assert!(false, "a rank that has joined stays in a process of its own");
+        return Ok(());
+    };
+    remote.registered(metadata, host_copies)?;
+    let missing = state.ranks.missing().is_some();
+    let Some(PeerSockets::Nixl(side)) = listening.as_ref().filter(|_| !missing) else {
+        return Ok(()); // others are still to register, or the connector is being shut down
+    };
+    for (rank, remote) in state.ranks.remote() {
+        if let Some(metadata) = remote.metadata() {
+            let generation = side.publish(rank, metadata);
+            state.scheduler.registered(generation);
+        }
+    }
+    let whole = settle_gathering(state, Ok(()));
+    drop((guard, listening));
+    whole.settle();
+    shared.wake_up.notify_one();
+    Ok(())
+}
+
+/// A rank gives its caches back: peers find it no more, and until it has registered others nothing is published or
+/// loaded. Its words stay until then, as peers may still read them. May block.
+pub(super) fn take_back(shared: &Shared, rank: WorkerRank) -> Result<()> {
+    let listening = shared.listening.lock();
+    shared.with_state(|state, now| {
+        state.ranks.remote_at(rank).ok_or_else(out_of_turn)?.release_caches()?;
+        state.publication.release_all(&mut state.ranks);
+        // What was published before goes to the ranks before they register others.
+        state.pass_on_ready(now, None);
+        Ok::<_, Error>(())
+    })?;
+    if let Some(PeerSockets::Nixl(side)) = &*listening {
+        side.withdraw(rank);
+    }
+    tracing::info!(pp = rank.pp, tp = rank.tp, "a rank gives its caches back");
+    Ok(())
+}
+
+/// All ranks are there, or one will never be: whoever waits for that is to hear it, without the lock.
+pub(super) fn settle_gathering(state: &mut State, result: Result<()>) -> GatheringEnd {
+    match &mut state.gathering {
+        Some(gathering) => gathering.settle(result),
+        None => GatheringEnd::default(),
+    }
+}

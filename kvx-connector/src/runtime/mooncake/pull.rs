@@ -1,0 +1,221 @@
+//! The decode's side: questions to bootstrap servers and to the workers of a prefill, each on a connection of its own.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvx_core::{Error, ErrorKind, Result};
+
+use super::super::caches::caches_are_gone;
+use super::super::setup::MOONCAKE;
+use super::super::shared::Shared;
+use super::super::zmtp::{Client, MessageLimits, SocketType, resolve};
+use super::super::{copies, push};
+use super::{client, proof};
+use crate::engine::mooncake::{PullId, QueryId, Unanswered};
+use crate::engine::{Address, RequestId, Time, WorkerRank};
+use crate::wire::mooncake::{
+    OlderAnswer, OlderPullRequest, PullRequest, PullResponse, PullStatus, PulledRequest,
+};
+
+/// An answer, and what a later version may add.
+const ANSWER: MessageLimits = MessageLimits { frames: 4, bytes: PullResponse::MAX_LEN };
+/// How long a worker may take to greet, and to take a question.
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// Whether a question asks for blocks, and not for the end of a request alone.
+fn wants(wanted: &PulledRequest) -> bool {
+    wanted.block_ids.iter().any(|blocks| !blocks.is_empty())
+}
+
+/// One question that goes to a worker of a prefill.
+pub(in super::super) struct Question {
+    pub(in super::super) pull: PullId,
+    pub(in super::super) address: Arc<str>,
+    pub(in super::super) message: Box<PullRequest>,
+    pub(in super::super) is_kvx: bool,
+    pub(in super::super) deadline: Time,
+}
+
+/// Answers [`MooncakeAction::Query`](crate::engine::mooncake::MooncakeAction::Query).
+pub(in super::super) async fn query(
+    shared: Arc<Shared>,
+    rank: WorkerRank,
+    query: QueryId,
+    address: Address,
+    deadline: Time,
+) {
+    let listed = client::query(&address, left(&shared, deadline)).await;
+    let listed = listed.map_err(|error| error.to_string());
+    shared.report_mooncake(rank, |worker, now| worker.queried(now, query, listed));
+}
+
+/// Answers [`MooncakeAction::Ask`](crate::engine::mooncake::MooncakeAction::Ask).
+pub(in super::super) async fn pull(shared: Arc<Shared>, rank: WorkerRank, question: Question) {
+    let pull = question.pull;
+    let mut delivered = false;
+    if let Err(error) = exchange(&shared, rank, question, &mut delivered).await {
+        let how = Unanswered { delivered, error: error.to_string() };
+        shared.report_mooncake(rank, |worker, now| worker.unanswered(now, pull, how));
+    }
+}
+
+/// Asks, and hears answers until there are no more to come.
+async fn exchange(
+    shared: &Arc<Shared>,
+    rank: WorkerRank,
+    question: Question,
+    delivered: &mut bool,
+) -> Result<()> {
+    let Question { pull, address, message, is_kvx, deadline } = question;
+    let at = address.strip_prefix("tcp://").and_then(Address::parse);
+    let at = at.ok_or_else(|| {
+        Error::new(ErrorKind::Malformed, format!("{address} is no tcp://host:port"))
+    })?;
+    let older = shared.is_older_mooncake();
+    // The grant of another worker's question may be older than this worker's load.
+    copies::idle(shared, rank, left(shared, deadline).into()).await?;
+    let message = with_grants(shared, rank, message, is_kvx).await?;
+    let bytes = match (older, is_kvx) {
+        (false, _) => message.encode(),
+        (true, true) => OlderPullRequest::to_kvx(&message).encode(),
+        (true, false) => OlderPullRequest::plain(&message)?.encode(),
+    };
+    drop(message);
+    let secret = shared.secret.as_ref().filter(|_| is_kvx);
+    let sealed = match secret {
+        None => None,
+        Some(secret) => Some((secret, proof::seal_question(secret, &bytes)?)),
+    };
+    let limit = LIMIT.min(left(shared, deadline));
+    let mut client = match shared.mooncake.idle.take(&address) {
+        Some(client) => client,
+        None => {
+            let addresses = resolve(&at.host, at.port, limit).await?;
+            let kind = if older { SocketType::Req } else { SocketType::Dealer };
+            Client::connect(kind, &addresses, ANSWER, &shared.mooncake.answers, limit).await?
+        }
+    };
+    *delivered = true;
+    let mut frames = vec![&bytes[..]];
+    frames.extend(sealed.iter().map(|(_, (_, seal))| &seal[..]));
+    client.send(&frames, limit).await?;
+    drop(bytes);
+    loop {
+        let limit = left(shared, deadline);
+        let late = || Error::new(ErrorKind::TimedOut, "the prefill did not answer in time");
+        let answer =
+            tokio::time::timeout(limit, client.receive(LIMIT)).await.map_err(|_| late())??;
+        let frame = |at: usize| answer.frames().get(at).map_or(&[][..], Vec::as_slice);
+        let (answer, seal) = (frame(0), frame(1));
+        if let Some((secret, (nonce, _))) = &sealed {
+            proof::check_answer(secret, nonce, answer, seal)?;
+        }
+        if older && !is_kvx {
+            let answer = OlderAnswer::decode(answer);
+            if answer.is_ok() {
+                shared.mooncake.idle.keep(address, client);
+            }
+            shared
+                .report_mooncake(rank, |worker, now| worker.older_answered_with(now, pull, answer));
+            return Ok(());
+        }
+        // Read before the lock, as it may be long.
+        let answer = PullResponse::decode(answer);
+        if answer.as_ref().is_ok_and(|answer| answer.status == PullStatus::Continue) {
+            shared.report_mooncake(rank, |worker, now| worker.answered_with(now, pull, answer));
+            continue;
+        }
+        if answer.is_ok() {
+            shared.mooncake.idle.keep(address, client);
+        }
+        shared.report_mooncake(rank, |worker, now| worker.answered_with(now, pull, answer));
+        return Ok(());
+    }
+}
+
+fn left(shared: &Shared, deadline: Time) -> Duration {
+    deadline.since(shared.clock.now())
+}
+
+/// The question with what it grants: to a kvx a region for each request, else the name of a Mooncake agent, which
+/// writes wherever it likes.
+async fn with_grants(
+    shared: &Arc<Shared>,
+    rank: WorkerRank,
+    mut message: Box<PullRequest>,
+    is_kvx: bool,
+) -> Result<Box<PullRequest>> {
+    let asked = message.req_blocks.len();
+    if is_kvx {
+        let wanted = message.req_blocks.iter().filter(|wanted| wants(wanted));
+        let wanted: Vec<RequestId> =
+            wanted.map(|wanted| wanted.request_id.as_str().into()).collect();
+        let to_grant = Arc::clone(shared);
+        // Registering memory may take long.
+        let granting = shared.runtime.spawn_blocking(move || grants_of(&to_grant, rank, wanted));
+        let gone = |_| Error::new(ErrorKind::Closed, "the connector ends");
+        let grants = granting.await.map_err(gone)??;
+        message
+            .req_blocks
+            .retain(|wanted| !wants(wanted) || grants.contains_key(&wanted.request_id));
+        message.kvx_grants = grants;
+    } else {
+        name_foreign(shared, rank, &mut message)?;
+    }
+    if asked > 0 && message.req_blocks.is_empty() {
+        return Err(Error::new(
+            ErrorKind::Revoked,
+            "the requests were given up: nothing is to be written for them",
+        ));
+    }
+    Ok(message)
+}
+
+/// What a worker grants for requests; those that were given up meanwhile are left out. May block.
+fn grants_of(
+    shared: &Shared,
+    rank: WorkerRank,
+    wanted: Vec<RequestId>,
+) -> Result<BTreeMap<String, Vec<Vec<u8>>>> {
+    let mut grants = BTreeMap::new();
+    for request in wanted {
+        match push::grant(shared, &request).and_then(|granted| granted.metadata_of(rank)) {
+            Ok(regions) => drop(grants.insert(request.as_str().to_owned(), regions)),
+            Err(error) if error.kind() == ErrorKind::Revoked => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(grants)
+}
+
+/// Tells a plain Mooncake agent where to write, for those requests that were not given up.
+fn name_foreign(shared: &Shared, rank: WorkerRank, message: &mut PullRequest) -> Result<()> {
+    let own = shared.registered(rank).ok_or_else(caches_are_gone)?;
+    let name = own.agent.foreign_metadata(MOONCAKE).map_err(|error| {
+        let why = format!(
+            "the prefill does not say that it is a kvx, and this decode has no Mooncake engine for \
+             it to write to: name MOONCAKE in kv_connector_extra_config.backends ({error})"
+        );
+        Error::new(error.kind(), why)
+    })?;
+    let name = String::from_utf8_lossy(&name);
+    let at = Address::parse(&name).ok_or_else(|| {
+        Error::new(
+            ErrorKind::Unsupported,
+            format!("{name} is no host:port of a Mooncake engine, which a vLLM needs"),
+        )
+    })?;
+    (message.remote_hostname, message.remote_port) = (at.host.to_string(), at.port);
+    message.kvx_metadata = None;
+    let mut guard = shared.state.lock();
+    let state = &mut *guard;
+    message.req_blocks.retain(|wanted| {
+        if !wants(wanted) {
+            return true;
+        }
+        let request = RequestId::from(wanted.request_id.as_str());
+        state.scheduler.is_loading(&request) && state.grants.open_to_foreign(&request)
+    });
+    Ok(())
+}

@@ -1,0 +1,84 @@
+//! What the workers of a MooncakeConnector have under way.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use kvx_core::sync::Mutex;
+use tokio::task::AbortHandle;
+
+use super::super::zmtp::Budget;
+use super::askers::Askers;
+use super::idle_clients::IdleClients;
+use super::route::WriteRoute;
+use crate::engine::mooncake::PullId;
+use crate::engine::{Connection, WorkerRank};
+
+/// Bytes of answers in memory for all questions of an engine.
+const ANSWERS: usize = 64 << 20;
+
+/// Routes, questions and connections of all workers.
+#[derive(Debug)]
+pub(in super::super) struct MooncakeState {
+    /// Routes to the memory of decodes.
+    routes: Mutex<HashMap<(WorkerRank, Connection), Arc<WriteRoute>>>,
+    /// Questions that wait for answers.
+    pulls: Mutex<HashMap<(WorkerRank, PullId), AbortHandle>>,
+    pub(super) askers: Askers,
+    /// The budget of answers in memory.
+    pub(super) answers: Arc<Budget>,
+    pub(super) idle: IdleClients,
+}
+
+impl Default for MooncakeState {
+    fn default() -> Self {
+        MooncakeState {
+            routes: Mutex::default(),
+            pulls: Mutex::default(),
+            askers: Askers::default(),
+            answers: Budget::new(ANSWERS),
+            idle: IdleClients::default(),
+        }
+    }
+}
+
+impl MooncakeState {
+    pub(in super::super) fn route(
+        &self,
+        rank: WorkerRank,
+        connection: Connection,
+    ) -> Option<Arc<WriteRoute>> {
+        self.routes.lock().get(&(rank, connection)).cloned()
+    }
+
+    pub(super) fn add_route(&self, rank: WorkerRank, connection: Connection, route: WriteRoute) {
+        self.routes.lock().insert((rank, connection), Arc::new(route));
+    }
+
+    pub(in super::super) fn disconnect(&self, rank: WorkerRank, connection: Connection) {
+        self.routes.lock().remove(&(rank, connection));
+    }
+
+    /// Notes the task of a question, in place of an earlier one of the same name.
+    pub(in super::super) fn asks(&self, rank: WorkerRank, pull: PullId, task: AbortHandle) {
+        if let Some(before) = self.pulls.lock().insert((rank, pull), task) {
+            before.abort();
+        }
+    }
+
+    /// Ends the task of a question.
+    pub(in super::super) fn hang_up(&self, rank: WorkerRank, pull: PullId) {
+        if let Some(task) = self.pulls.lock().remove(&(rank, pull)) {
+            task.abort();
+        }
+    }
+
+    /// Sends an answer to the decode that asked.
+    pub(in super::super) fn answer(
+        &self,
+        rank: WorkerRank,
+        ask: crate::engine::mooncake::AskId,
+        bytes: Vec<u8>,
+    ) {
+        self.askers.answer(rank, ask, bytes);
+    }
+}

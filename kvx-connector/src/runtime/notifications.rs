@@ -1,0 +1,60 @@
+//! Notifications from peers to the workers of this process.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::{Agent, Error, ErrorKind, Result};
+
+use super::shared::Shared;
+use crate::engine::WorkerRank;
+use crate::wire::EngineNotification;
+use crate::wire::nixl::{Assembly, Got};
+
+/// No notification is waited for longer than this; then the task looks again.
+const LONG: Duration = Duration::from_secs(3600);
+/// Useless notifications are logged no more often than this.
+const QUIET: Duration = Duration::from_secs(1);
+
+/// Reports to a worker what a peer has sent: read before the lock, as it may be long.
+fn report(shared: &Shared, rank: WorkerRank, from: &str, bytes: &[u8]) -> Result<()> {
+    let notification = EngineNotification::decode(bytes)?;
+    let mut taken = Ok(());
+    shared.report_nixl(rank, |worker, now| taken = worker.heard(now, from, notification));
+    taken
+}
+
+/// Receives what peers send to a worker, until its agent ends.
+pub(super) async fn receive(shared: Arc<Shared>, rank: WorkerRank, agent: Agent) {
+    let mut warned: Option<Instant> = None;
+    let mut unsaid = 0_u64;
+    let mut parts = Assembly::default();
+    loop {
+        // A peer that sends without end lets everything else on this thread have its turn.
+        tokio::task::coop::consume_budget().await;
+        match agent.notification(LONG).await {
+            Ok(notification) => {
+                let from = format!("{:?}", notification.from);
+                let heard = match parts.take(notification.from.incarnation, &notification.bytes) {
+                    Got::Part => continue,
+                    Got::Whole(bytes) => report(&shared, rank, &from, &bytes),
+                    Got::Nonsense => report(&shared, rank, &from, &notification.bytes),
+                    Got::Instead(bytes) => Err(Error::new(
+                        ErrorKind::Exhausted,
+                        format!(
+                            "another one, of which {bytes} bytes had come, was dropped to make room"
+                        ),
+                    )),
+                };
+                let Err(error) = heard else { continue };
+                if warned.is_some_and(|last| last.elapsed() < QUIET) {
+                    unsaid += 1;
+                    continue;
+                }
+                tracing::warn!(%from, %error, unsaid, "a notification that is of no use here");
+                (warned, unsaid) = (Some(Instant::now()), 0);
+            }
+            Err(error) if error.kind() == ErrorKind::TimedOut => {}
+            Err(_) => return,
+        }
+    }
+}

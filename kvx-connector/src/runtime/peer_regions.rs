@@ -1,0 +1,146 @@
+//! Regions of peers: by the addresses that their handshake names, and those that a decode grants to a write.
+
+use kvx_core::{
+    Error, ErrorKind, GridSet, MemoryKind, Metadata, Peer, PeerRegion, Place as _, Result,
+};
+
+use super::digests::DIGESTS;
+use super::generations::WORDS;
+use crate::engine::{Move, Part};
+use crate::mapping::{Geometry, MemorySpan, MemoryType, RegionGrid};
+use crate::nixl::NixlPeer;
+
+/// Regions that hold blocks are named by where they begin at their owner, as its handshake tells addresses.
+pub(super) const POOL: &str = "kv@";
+/// The same for what one request may be written by: with a number.
+pub(super) const GRANT: &str = "push";
+
+/// The regions of a peer's worker by the addresses that its handshake tells.
+#[derive(Debug)]
+pub(super) struct PeerRegions {
+    /// First address, region.
+    pools: Vec<(u64, PeerRegion)>,
+    pub(super) words: Option<PeerRegion>,
+    pub(super) digests: Option<PeerRegion>,
+}
+
+impl PeerRegions {
+    /// Of a kvx agent: what it has named.
+    pub(super) fn named(peer: &Peer, metadata: &Metadata) -> Result<Self> {
+        let mut regions = PeerRegions { pools: Vec::new(), words: None, digests: None };
+        for info in &metadata.regions {
+            if let Some(address) =
+                info.name.strip_prefix(POOL).and_then(|hex| u64::from_str_radix(hex, 16).ok())
+            {
+                regions.pools.push((address, peer.region(&info.name)?));
+            } else if *info.name == *WORDS {
+                regions.words = Some(peer.region(WORDS)?);
+            } else if *info.name == *DIGESTS {
+                regions.digests = Some(peer.region(DIGESTS)?);
+            }
+        }
+        Ok(regions)
+    }
+
+    /// Of a NIXL agent with the backend KVX.
+    pub(super) fn in_nixl(peer: &NixlPeer) -> Self {
+        let pools = peer.regions().map(|(address, region)| (address, region.clone())).collect();
+        PeerRegions { pools, words: None, digests: None }
+    }
+
+    /// Of a kvx agent, for one request.
+    pub(super) fn granted(learned: &[PeerRegion]) -> Result<Self> {
+        let pool = |region: &PeerRegion| {
+            let name = region.name().and_then(|name| name.strip_prefix(GRANT)?.split_once('@'));
+            let address = name.and_then(|(_, hex)| u64::from_str_radix(hex, 16).ok());
+            let malformed = || {
+                Error::new(ErrorKind::Malformed, "a grant of a push is a region without an address")
+            };
+            Ok((address.ok_or_else(malformed)?, region.clone()))
+        };
+        Ok(PeerRegions {
+            pools: learned.iter().map(pool).collect::<Result<_>>()?,
+            words: None,
+            digests: None,
+        })
+    }
+
+    /// Of an agent that is not kvx: the ranges that its handshake tells. `device`: what memory of its devices is.
+    pub(super) fn foreign(peer: &Peer, geometry: &Geometry, device: MemoryKind) -> Result<Self> {
+        let region = |span: MemorySpan| {
+            let kind = match span.memory {
+                MemoryType::Dram => MemoryKind::Host,
+                MemoryType::Vram => device,
+            };
+            Ok((span.address, peer.foreign(span.address, span.len, kind, geometry.device())?))
+        };
+        let pools = geometry.spans().into_iter().map(region).collect::<Result<_>>()?;
+        Ok(PeerRegions { pools, words: None, digests: None })
+    }
+
+    pub(super) fn grids(
+        &self,
+        geometry: &Geometry,
+        grids: impl Iterator<Item = RegionGrid>,
+    ) -> Result<GridSet<PeerRegion>> {
+        let placed = grids.map(|RegionGrid { region, grid }| {
+            let (region, offset) = self.at(geometry.regions()[region as usize].base)?;
+            Ok((region.clone(), grid.at(grid.base + offset)))
+        });
+        GridSet::of(placed.collect::<Result<Vec<_>>>()?)
+    }
+
+    /// The region that an address of the peer lies in, and where in it.
+    pub(super) fn at(&self, base: u64) -> Result<(&PeerRegion, u64)> {
+        let within = |(address, region): &&(u64, PeerRegion)| {
+            base >= *address && base - address < region.len()
+        };
+        match self.pools.iter().find(within) {
+            Some((address, region)) => Ok((region, base - address)),
+            None => Err(Error::new(
+                ErrorKind::Malformed,
+                format!(
+                    "the peer names blocks at {base:#x}, where its agent has registered nothing"
+                ),
+            )),
+        }
+    }
+}
+
+/// Regions that a decode has granted to a write, imported until this is dropped.
+pub(super) struct ImportedRegions {
+    peer: Peer,
+    pub(super) regions: Vec<PeerRegion>,
+}
+
+impl ImportedRegions {
+    /// Of the worker that a write goes to. `None`: the decode grants nothing, as one that is no kvx.
+    pub(super) fn of(order: &Move, peer: &Peer) -> Result<Option<Self>> {
+        let Part { rank, .. } = order.part;
+        let Some(grant) =
+            order.grants.iter().find(|grant| (grant.pp, grant.tp) == (rank.pp, rank.tp))
+        else {
+            return match order.grants.is_empty() {
+                true => Ok(None),
+                false => Err(Error::new(
+                    ErrorKind::Malformed,
+                    "the decode's registration grants nothing of this worker",
+                )),
+            };
+        };
+        let mut imported = ImportedRegions {
+            peer: peer.clone(),
+            regions: Vec::with_capacity(grant.regions.len()),
+        };
+        for bytes in &grant.regions {
+            imported.regions.push(peer.import_region(bytes)?);
+        }
+        Ok(Some(imported))
+    }
+}
+
+impl Drop for ImportedRegions {
+    fn drop(&mut self) {
+        self.regions.iter().for_each(|region| self.peer.forget(region));
+    }
+}

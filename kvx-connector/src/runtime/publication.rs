@@ -1,0 +1,83 @@
+//! The blocks of an engine that peers may read, and the releases that wait for ranks on other hosts.
+
+use super::generations::{GenerationState, StaleBlocks};
+use super::ranks::Ranks;
+use crate::engine::{Kept, Outcome, PoolBlocks, RequestId, WorkerRank};
+
+/// The pool of an engine's workers, what of it is published, and releases that are not known to all ranks yet.
+#[derive(Default)]
+pub(super) struct Publication {
+    pub(super) pool: Option<PoolBlocks>,
+    pub(super) published: Option<GenerationState>,
+    /// Kept blocks that are free once ranks on other hosts have raised their generations: each rank with the number of
+    /// the last that it was asked to raise.
+    delayed: Vec<(Vec<(WorkerRank, u64)>, Outcome)>,
+}
+
+impl Publication {
+    /// No peer may read the blocks of a request any more.
+    pub(super) fn release(&mut self, request: &RequestId, ranks: &mut Ranks) {
+        let raised = self.published.as_mut().and_then(|published| published.release(request));
+        raised.iter().for_each(|raised| ranks.raise(raised));
+    }
+
+    /// The same of all requests.
+    pub(super) fn release_all(&mut self, ranks: &mut Ranks) {
+        let raised: Vec<StaleBlocks> =
+            self.published.as_mut().map(GenerationState::release_all).unwrap_or_default();
+        raised.iter().for_each(|raised| ranks.raise(raised));
+    }
+
+    /// Returns an outcome that the engine may have now. `None`: blocks of it may still look unchanged to peers of a rank
+    /// on another host; the outcome follows by [`take_raised`](Self::take_raised).
+    pub(super) fn delay(&mut self, outcome: Outcome, ranks: &Ranks) -> Option<Outcome> {
+        if !matches!(outcome, Outcome::Free { kept: Kept::Request, .. }) {
+            return Some(outcome);
+        }
+        let behind: Vec<_> = ranks
+            .remote()
+            .filter_map(|(rank, remote)| Some((rank, remote.last_unraised()?)))
+            .collect();
+        if behind.is_empty() {
+            return Some(outcome);
+        }
+        self.delayed.push((behind, outcome));
+        None
+    }
+
+    /// Takes the delayed outcomes whose ranks have raised their generations, or never will for all that is known.
+    pub(super) fn take_raised(&mut self, ranks: &Ranks) -> Vec<Outcome> {
+        let mut over = Vec::new();
+        for (behind, outcome) in std::mem::take(&mut self.delayed) {
+            let raised = |(rank, number): &(WorkerRank, u64)| {
+                let remote = ranks.get(*rank).and_then(|held| held.worker.remote());
+                remote.map_or(Some(true), |remote| remote.is_raised(*number))
+            };
+            match behind.iter().map(raised).collect::<Option<Vec<bool>>>() {
+                None => over.push(lost(outcome)),
+                Some(raised) if raised.iter().all(|raised| *raised) => over.push(outcome),
+                Some(_) => self.delayed.push((behind, outcome)),
+            }
+        }
+        over
+    }
+
+    /// Whether outcomes are delayed.
+    pub(super) fn has_delayed(&self) -> bool {
+        !self.delayed.is_empty()
+    }
+
+    /// Takes all delayed outcomes, at the end of the connector. `proven`: nothing touches any block any more.
+    pub(super) fn end(&mut self, proven: bool) -> Vec<Outcome> {
+        let rest = std::mem::take(&mut self.delayed).into_iter().map(|(_, outcome)| outcome);
+        rest.map(|outcome| if proven { outcome } else { lost(outcome) }).collect()
+    }
+}
+
+/// What is said instead of `Free` where that is not known.
+fn lost(outcome: Outcome) -> Outcome {
+    match outcome {
+        Outcome::Free { request, kept } => Outcome::Lost { request, kept },
+        other => other,
+    }
+}

@@ -1,0 +1,178 @@
+//! What a connector was built with, and what follows from it for its agents.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use kvx_config::{BufferDevice, KvTransferConfig};
+use kvx_core::{Agent, DeviceAccess, Options, Registry, Result};
+use serde_json::{Map, Value, json};
+
+use super::caches::RegisteredCaches;
+use super::side::tcp_bind;
+use crate::engine::{Address, Settings, WorkerRank};
+use crate::nixl::{self, BACKEND as KVX};
+use crate::wire::{CompatibilityFactors, CompatibilityHash, NixlAgentMetadata};
+
+/// The name of the backend that speaks to plain Mooncake agents.
+pub(super) const MOONCAKE: &str = "MOONCAKE";
+/// The name of the backend that speaks to plain NIXL agents.
+pub(super) const RIXL: &str = "RIXL";
+
+/// What a connector was built with.
+pub(super) struct Setup {
+    pub(super) settings: Settings,
+    pub(super) mapping: crate::mapping::MappingOptions,
+    pub(super) hash: CompatibilityHash,
+    pub(super) config: KvTransferConfig,
+    pub(super) factors: CompatibilityFactors,
+    pub(super) data_parallel: u32,
+    /// All of it for a rank in a process of its own.
+    pub(super) told: Map<String, Value>,
+    /// Peers are told the port, whatever the environment says of it.
+    pub(super) any_port: bool,
+    pub(super) registry: Registry,
+    pub(super) options: Options,
+    pub(super) backends: Option<Vec<String>>,
+    /// `KVX` is among the backends: peers with that backend in their NIXL load what this engine tells.
+    pub(super) in_nixl: bool,
+}
+
+impl Setup {
+    /// The name or address of this host that peers are told.
+    pub(super) fn host(&self) -> &str {
+        let environment = self.config.environment();
+        match self.settings.mooncake {
+            None => &environment.side_channel_host,
+            Some(_) => environment.host_ip.as_deref().unwrap_or("127.0.0.1"),
+        }
+    }
+
+    /// Where TCP is not told what to bind, a host that is an address of this machine is it: peers elsewhere reach the
+    /// side channel and the data, or none.
+    pub(super) async fn bind_beside_the_side_channel(&mut self) {
+        let bind = tcp_bind(&self.config, self.host()).await;
+        self.options = options(&self.config, bind);
+    }
+
+    /// The agent of a worker whose pools lie on these devices, if on any.
+    pub(super) fn agent(
+        &self,
+        rank: WorkerRank,
+        devices: &[Arc<dyn DeviceAccess>],
+    ) -> Result<Agent> {
+        let mut name = format!("{}-pp{}-tp{}", self.settings.engine, rank.pp, rank.tp);
+        while name.len() > kvx_core::MAX_NAME {
+            name.pop();
+        }
+        let staged = self.config.buffer_device() == BufferDevice::Cpu;
+        let mut builder =
+            Agent::builder(name).options(self.options.clone()).stage_device_memory(staged);
+        for device in devices {
+            builder = builder.device(Arc::clone(device));
+        }
+        if let Some(backends) = &self.backends {
+            builder = builder.backends(backends.iter().map(String::as_str));
+        }
+        let agent = builder.build(&self.registry)?;
+        let (worker, backends) = (format!("pp {} tp {}", rank.pp, rank.tp), agent.backends());
+        if self.settings.mooncake.is_some() {
+            let vllm = backends.contains(&MOONCAKE);
+            tracing::info!(
+                %worker,
+                ?backends,
+                "{}",
+                match vllm {
+                    true => "vLLM peers are reached by MOONCAKE, kvx peers by any of these",
+                    false => "kvx peers only: for vLLM's, name MOONCAKE in kv_connector_extra_config.backends",
+                }
+            );
+        } else if backends.contains(&RIXL) {
+            tracing::info!(%worker, ?backends, "vLLM peers can load from this engine and it from them, by RIXL");
+        } else if self.in_nixl {
+            tracing::info!(%worker, ?backends, "vLLM peers with the backend KVX can load from this engine");
+        } else {
+            tracing::info!(
+                %worker,
+                ?backends,
+                "kvx peers only: for vLLM's, name RIXL in kv_connector_extra_config.backends, or KVX if their NIXL has it"
+            );
+        }
+        Ok(agent)
+    }
+
+    /// What a rank in a process of its own is sent: how the engine was built, and where its side channel listens.
+    pub(super) fn welcome(&self) -> String {
+        let mut told = self.told.clone();
+        let Address { host, port } = &self.settings.address;
+        told.insert("address".to_owned(), json!([&**host, port]));
+        Value::Object(told).to_string()
+    }
+
+    /// What the side channel answers for a worker.
+    pub(super) fn metadata(&self, registered: &RegisteredCaches) -> Result<NixlAgentMetadata> {
+        let dialect = self.settings.dialect;
+        let mut metadata = NixlAgentMetadata::new(self.settings.engine.as_str(), dialect);
+        registered.caches.advertise(&mut metadata, dialect)?;
+        metadata.attn_backend_name.clone_from(&self.factors.attn_backend_name);
+        metadata.dcp_size = self.settings.dcp_size;
+        if registered.agent.backends().contains(&RIXL) {
+            metadata.agent_metadata = registered.agent.foreign_metadata(RIXL)?;
+        } else if self.in_nixl {
+            metadata.agent_metadata = nixl::blob(&registered.agent, registered.pools())?;
+        }
+        metadata.kvx_metadata = Some(registered.agent.metadata()?);
+        Ok(metadata)
+    }
+}
+
+/// The backends that agents open, and whether `KVX` is named, which is none of them: it is kvx in the NIXL of a peer,
+/// and reaches it by any of kvx's own. To plain NIXL agents UCX and LIBFABRIC mean that plugin of NIXL: where one of
+/// them is named, RIXL is opened too if it is here.
+pub(super) fn backends(
+    config: &KvTransferConfig,
+    registry: &Registry,
+) -> Result<(Option<Vec<String>>, bool)> {
+    let Some(mut named) = config.backends()? else { return Ok((None, false)) };
+    let all = named.len();
+    named.retain(|name| !is_kvx(name));
+    let in_nixl = named.len() < all;
+    if named.is_empty() {
+        return Ok((None, in_nixl));
+    }
+    let is = |name: &str, of: &[&str]| of.iter().any(|other| name.eq_ignore_ascii_case(other));
+    let speaks = named.iter().any(|name| is(name, &[RIXL, "NIXL"]));
+    if !speaks && named.iter().any(|name| is(name, &["UCX", "LIBFABRIC"])) {
+        match registry.require(RIXL, &Options::from_json(config.extra().clone())) {
+            Ok(_) => named.push(RIXL.to_owned()),
+            Err(why) => tracing::info!("vLLM peers cannot be reached: {why}"),
+        }
+    }
+    Ok((Some(named), in_nixl))
+}
+
+fn is_kvx(name: &str) -> bool {
+    name.eq_ignore_ascii_case(KVX)
+}
+
+/// The options of the agents, whose TCP binds here unless it is told otherwise, and whose Mooncake engine is where
+/// `VLLM_HOST_IP` says.
+pub(super) fn options(config: &KvTransferConfig, bind: Option<IpAddr>) -> Options {
+    let mut extra = config.extra().clone();
+    if let Some(Value::Array(named)) = extra.get_mut("backends") {
+        named.retain(|name| !name.as_str().is_some_and(is_kvx));
+        if named.is_empty() {
+            extra.remove("backends");
+        }
+    }
+    if let Some(host) = &config.environment().host_ip
+        && let Value::Object(mooncake) = extra.entry("mooncake").or_insert_with(|| json!({}))
+    {
+        mooncake.entry("host").or_insert_with(|| host.as_str().into());
+    }
+    if let Some(address) = bind
+        && let Value::Object(tcp) = extra.entry("tcp").or_insert_with(|| json!({}))
+    {
+        tcp.insert("bind".to_owned(), address.to_string().into());
+    }
+    Options::from_json(extra)
+}

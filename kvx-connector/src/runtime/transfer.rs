@@ -1,0 +1,283 @@
+//! Moves of blocks between this engine and its peers, and the checks of what was read.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvx_core::{Deadline, Error, ErrorKind, Grid, Indices, Op, PeerRegion, Plan, Result, Transfer};
+use tokio::sync::Notify;
+use tracing::Span;
+
+use super::caches::{RegisteredCaches, caches_are_gone};
+use super::copies;
+use super::generations::WORD;
+use super::link::{LinkedWorker, WriteGrant};
+use super::mooncake::RoutePairs;
+use super::peer_regions::ImportedRegions;
+use super::scratch::AT_ONCE;
+use super::shared::Shared;
+use super::trace::Phase;
+use crate::engine::{
+    Connection, FailureKind, GroupMove, Move, MoveFailure, MoveId, ReadBlocks, Transferred,
+    WorkerRank,
+};
+
+/// How long a read of a few words may take.
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// Answers [`Action::Read`](crate::engine::Action::Read) and [`Action::Write`](crate::engine::Action::Write).
+pub(super) async fn run(
+    shared: Arc<Shared>,
+    rank: WorkerRank,
+    op: Op,
+    order: Move,
+    cancel: Arc<Notify>,
+) {
+    let id = order.id;
+    let is_gone = |error: &Error| is_gone(op, error);
+    let resolve = |result| shared.report(rank, |worker, now| worker.move_resolved(now, id, result));
+    let idle = match op {
+        Op::Read => copies::idle(&shared, rank, shared.deadline(order.deadline)).await,
+        Op::Write => Ok(()),
+    };
+    let posted = match idle {
+        Ok(()) => post(&shared, rank, op, order).await,
+        Err(error) => Err(error),
+    };
+    match posted {
+        Err(error) => {
+            let kind = FailureKind::TransferSetupFailed;
+            resolve(Err(MoveFailure {
+                kind,
+                settled: true,
+                peer_is_gone: is_gone(&error),
+                error: error.to_string(),
+            }));
+        }
+        Ok((mut transfer, _imported)) => {
+            let result = {
+                let mut cancelled = std::pin::pin!(cancel.notified());
+                let mut over = false;
+                std::future::poll_fn(|context| {
+                    if !over && cancelled.as_mut().poll(context).is_ready() {
+                        over = true;
+                        transfer.cancel();
+                    }
+                    Pin::new(&mut transfer).poll(context)
+                })
+                .await
+            };
+            match result {
+                Ok(report) => {
+                    Phase::Post.took(report.post_time);
+                    Phase::Transfer.took(report.transfer_time);
+                    Span::current().record("backend", report.backend);
+                    resolve(Ok(Transferred {
+                        time: report.transfer_time,
+                        post: report.post_time,
+                        bytes: report.bytes,
+                        descriptors: report.segments,
+                    }));
+                }
+                Err(error) => {
+                    let (kind, settled) = (FailureKind::TransferFailed, transfer.is_settled());
+                    let peer_is_gone = is_gone(&error);
+                    resolve(Err(MoveFailure {
+                        kind,
+                        settled,
+                        peer_is_gone,
+                        error: error.to_string(),
+                    }));
+                    if !settled {
+                        let settled = transfer.settled().await;
+                        shared.report(rank, |worker, now| match settled {
+                            Ok(()) => worker.move_settled(now, id),
+                            Err(_) => worker.move_forgotten(now, id),
+                        });
+                    }
+                }
+            }
+        }
+    }
+    shared.forget_move(rank, id);
+}
+
+/// Posts a move. What its peer granted for it is kept until it has ended.
+async fn post(
+    shared: &Shared,
+    rank: WorkerRank,
+    op: Op,
+    order: Move,
+) -> Result<(Transfer, Option<ImportedRegions>)> {
+    let mooncake = shared.setup.settings.mooncake.is_some();
+    let route = mooncake.then(|| shared.mooncake.route(rank, order.connection)).flatten();
+    if let Some(route) = route {
+        let RoutePairs { peer, pairs, imported } = route.pairs(&order)?;
+        let plan = Plan::of(op, pairs)?;
+        let posting = peer.transfer(&plan).deadline(shared.deadline(order.deadline));
+        return Ok((posting.post_wait().await?, imported));
+    }
+    let link = shared.link(rank, order.connection)?;
+    let worker = link.worker(order.part.rank)?;
+    let missing = || Error::new(ErrorKind::Invalid, "nothing moves between these workers");
+    let grant = match op {
+        Op::Read => None,
+        Op::Write => {
+            let (source, _) = link.map.part(order.part).ok_or_else(missing)?;
+            WriteGrant::of(&order, worker, source)?
+        }
+    };
+    let mut pairs = Vec::new();
+    for group in order.groups.iter() {
+        pairs.extend(link.pairs(order.part, group, grant.as_ref())?);
+    }
+    let plan = Plan::of(op, pairs)?;
+    if let Some(why) = &worker.as_nixl {
+        Span::current().record("nixl", &**why);
+    }
+    let mut posting = worker.peer.transfer(&plan).deadline(shared.deadline(order.deadline));
+    if let Some(bytes) = &order.notification {
+        posting = posting.notify(&bytes[..]);
+    }
+    Ok((posting.post_wait().await?, grant.map(|grant| grant.imported)))
+}
+
+/// Answers [`Action::ReadGenerations`](crate::engine::Action::ReadGenerations).
+pub(super) async fn read_generations(
+    shared: Arc<Shared>,
+    rank: WorkerRank,
+    id: MoveId,
+    at: (Connection, WorkerRank),
+    blocks: Arc<[Indices]>,
+) {
+    let began = Instant::now();
+    let result = words(&shared, rank, at, &blocks).await.map_err(|error| error.to_string());
+    Phase::Check.took(began.elapsed());
+    shared.report_nixl(rank, |worker, now| {
+        let words = result.as_ref().map(|(pool, words)| (*pool, &words[..])).map_err(String::clone);
+        worker.generations_read(now, id, words);
+    });
+}
+
+async fn words(
+    shared: &Shared,
+    rank: WorkerRank,
+    (connection, at): (Connection, WorkerRank),
+    blocks: &[Indices],
+) -> Result<(u64, Vec<u64>)> {
+    let link = shared.link(rank, connection)?;
+    let worker = link.worker(at)?;
+    let own = shared
+        .registered(rank)
+        .ok_or_else(|| Error::new(ErrorKind::Revoked, "the caches were given back"))?;
+    let region = worker
+        .words
+        .as_ref()
+        .ok_or_else(|| Error::new(ErrorKind::Unregistered, "the peer has no words"))?;
+    let count = u32::try_from(kvx_core::Place::len(region) / WORD).unwrap_or(u32::MAX);
+    let theirs = (region, Grid::packed(WORD, count));
+    // The pool's word, then the blocks'.
+    let each =
+        blocks.iter().flat_map(|list| (0..list.len()).map(|at| list.at(at).saturating_add(1)));
+    let wanted: Vec<u32> = std::iter::once(0).chain(each).collect();
+    let mut words = read_words(&own, worker, theirs, &wanted).await?;
+    Ok((words[0], words.split_off(1)))
+}
+
+/// Answers [`Action::CheckDigests`](crate::engine::Action::CheckDigests).
+pub(super) async fn check_digests(
+    shared: Arc<Shared>,
+    rank: WorkerRank,
+    id: MoveId,
+    connection: Connection,
+    blocks: Arc<ReadBlocks>,
+) {
+    let began = Instant::now();
+    let result =
+        wrong_blocks(&shared, rank, connection, &blocks).await.map_err(|error| error.to_string());
+    Phase::Check.took(began.elapsed());
+    shared.report_nixl(rank, |worker, now| worker.digests_checked(now, id, result));
+}
+
+/// Logical blocks here whose bytes are not those that the peer has published.
+async fn wrong_blocks(
+    shared: &Arc<Shared>,
+    rank: WorkerRank,
+    connection: Connection,
+    blocks: &ReadBlocks,
+) -> Result<Vec<u32>> {
+    let link = shared.link(rank, connection)?;
+    let worker = link.worker(blocks.part.rank)?;
+    let own = shared.registered(rank).ok_or_else(caches_are_gone)?;
+    let missing = || Error::new(ErrorKind::Unregistered, "the peer has no digests");
+    let peer = Arc::clone(worker.digests.as_ref().ok_or_else(missing)?);
+    let remote = |group: &GroupMove| {
+        (0..group.remote.len()).map(|at| group.remote.at(at)).collect::<Vec<_>>()
+    };
+    let wanted: Vec<u32> = blocks.groups.iter().flat_map(remote).collect();
+    let words = read_words(&own, worker, peer.grid(), &wanted).await?;
+    let rows = words.chunks(peer.width()).map(<[u64]>::to_vec);
+    let rows = peer.rows(blocks.pool, &blocks.words, wanted.iter().copied().zip(rows).collect());
+    let mut read = Vec::new();
+    for group in blocks.groups.iter() {
+        read.extend(link.pairings(blocks.part, group)?.1);
+    }
+    let shared = Arc::clone(shared);
+    let hash = move || shared.with_caches(rank, &own, |own| own.wrong(&peer, &read, &rows));
+    let wrong = tokio::task::spawn_blocking(hash).await;
+    let wrong = wrong.map_err(|error| {
+        Error::new(ErrorKind::Closed, format!("blocks were not checked: {error}"))
+    })??;
+    let each = link.map.units().consumer();
+    let mut here: Vec<u32> = Vec::new();
+    for group in blocks.groups.iter() {
+        let of_wrong = (0..group.remote.len()).filter(|at| wrong.contains(&group.remote.at(*at)));
+        here.extend(of_wrong.map(|at| group.local.at(at) / each));
+    }
+    here.sort_unstable();
+    here.dedup();
+    Ok(here)
+}
+
+/// Reads blocks of words of a peer, by way of the scratch: all of them within the limit.
+async fn read_words(
+    own: &RegisteredCaches,
+    worker: &LinkedWorker,
+    (region, grid): (&PeerRegion, Grid),
+    wanted: &[u32],
+) -> Result<Vec<u64>> {
+    let width = (grid.length / WORD) as usize;
+    let deadline = Deadline::from(LIMIT);
+    let theirs = region.grid(grid)?;
+    let mut words = Vec::with_capacity(wanted.len() * width);
+    for wanted in wanted.chunks(AT_ONCE / width) {
+        let place = own.scratch.take(deadline.left()).await?;
+        let ours = place.region().grid(place.grid(width))?;
+        let plan = Plan::read(ours.blocks(0..wanted.len() as u32), theirs.blocks(wanted))?;
+        let mut transfer = worker.peer.transfer(&plan).deadline(deadline).post_wait().await?;
+        if let Err(error) = (&mut transfer).await {
+            if !transfer.is_settled() {
+                // The place waits for what may still write to it; nobody else has to.
+                tokio::spawn(async move {
+                    if transfer.settled().await.is_err() {
+                        place.lose();
+                    }
+                });
+            }
+            return Err(error);
+        }
+        words.extend(place.words(wanted.len() * width)?);
+    }
+    Ok(words)
+}
+
+/// Whether what a handshake described is no longer there. What a write was granted may end at any time, alone.
+fn is_gone(op: Op, error: &Error) -> bool {
+    match error.kind() {
+        ErrorKind::PeerLost | ErrorKind::PeerRestarted => true,
+        ErrorKind::Unregistered | ErrorKind::WrongKey | ErrorKind::Revoked => op == Op::Read,
+        // Its caches lie elsewhere now.
+        ErrorKind::Malformed => op == Op::Write,
+        _ => false,
+    }
+}

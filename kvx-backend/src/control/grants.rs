@@ -1,4 +1,4 @@
-//! Which regions a peer may use: what its owner keeps of that, and what its reader does.
+//! The regions that a peer may use: the owner's records of them, and the reader's.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::hash::Hash;
@@ -7,16 +7,15 @@ use kvx_core::{Error, ErrorKind, RegionId, RegionKey, Result};
 
 use super::errors::{malformed, revoked};
 
-/// The most regions that are known as revoked; of older ones it is said that there is no such
-/// region.
+/// The most regions that are remembered as revoked; older ones count as unregistered.
 const REMEMBERED: usize = 4096;
 
-/// Regions of ours that peers may ask for. Numbers are never used twice.
+/// Local regions that peers may ask for. Numbers are never used twice.
 #[derive(Debug)]
 pub struct RegionTable<R> {
     open: HashMap<RegionId, (RegionKey, R)>,
     revoked: HashSet<RegionId>,
-    /// The same, the oldest first.
+    /// The same numbers, the oldest first.
     order: VecDeque<RegionId>,
 }
 
@@ -27,12 +26,12 @@ impl<R> Default for RegionTable<R> {
 }
 
 impl<R> RegionTable<R> {
-    /// Peers that show `key` may use it from now on.
+    /// Adds a region, for peers that know `key`.
     pub fn open(&mut self, id: RegionId, key: RegionKey, region: R) {
         self.open.insert(id, (key, region));
     }
 
-    /// Nobody is granted it from now on. `None`: it was revoked before.
+    /// Revokes a region: no peer is granted it any more. Returns `None` if it was revoked before.
     pub fn revoke(&mut self, id: RegionId) -> Option<R> {
         if self.revoked.insert(id) {
             self.order.push_back(id);
@@ -45,12 +44,15 @@ impl<R> RegionTable<R> {
         self.open.remove(&id).map(|(_, region)| region)
     }
 
-    /// What is open under this number.
+    /// Returns the region with this number.
     pub fn get(&self, id: RegionId) -> Option<&R> {
         self.open.get(&id).map(|(_, region)| region)
     }
 
-    /// The region, if who shows this key may use it. Errors: `Unregistered`, `WrongKey`, `Revoked`.
+    /// Returns the region, if `shown` is its key.
+    ///
+    /// # Errors
+    /// `Unregistered`, `WrongKey` or `Revoked`.
     pub fn check(&self, id: RegionId, shown: &RegionKey) -> Result<&R> {
         match self.open.get(&id) {
             Some((key, region)) if key.matches(shown) => Ok(region),
@@ -70,33 +72,36 @@ impl<R> RegionTable<R> {
         }
     }
 
-    /// All that are open.
+    /// Iterates over the regions.
     pub fn iter(&self) -> impl Iterator<Item = &R> {
         self.open.values().map(|(_, region)| region)
     }
 
-    /// Takes one out that is open, as if it had never been.
+    /// Removes a region, as if it had never been added.
     pub fn take(&mut self, id: RegionId) -> Option<R> {
         self.open.remove(&id).map(|(_, region)| region)
     }
 
-    /// Takes out all that are open.
+    /// Removes all regions and returns them.
     pub fn drain(&mut self) -> Vec<R> {
         self.open.drain().map(|(_, (_, region))| region).collect()
     }
 }
 
-/// Regions of ours that a peer was granted, and has not released.
+/// Local regions that a peer was granted and has not released.
 #[derive(Debug, Default)]
 pub struct GrantedRegions(HashSet<RegionId>);
 
 impl GrantedRegions {
-    /// The peer may use it. False: it might before.
+    /// Grants a region. Returns false if the peer had it already.
     pub fn grant(&mut self, id: RegionId) -> bool {
         self.0.insert(id)
     }
 
-    /// The peer says that it has let go. Errors: `Malformed` for what it did not hold.
+    /// Notes that the peer has released a region.
+    ///
+    /// # Errors
+    /// `Malformed` if it was not granted.
     pub fn release(&mut self, id: RegionId) -> Result<()> {
         if self.0.remove(&id) {
             Ok(())
@@ -105,22 +110,22 @@ impl GrantedRegions {
         }
     }
 
-    /// Whether it holds this one.
+    /// Returns whether the peer holds this region.
     pub fn holds(&self, id: RegionId) -> bool {
         self.0.contains(&id)
     }
 
-    /// Whether it holds none.
+    /// Returns whether the peer holds no region.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// All that it holds.
+    /// Iterates over the regions that the peer holds.
     pub fn iter(&self) -> impl Iterator<Item = RegionId> {
         self.0.iter().copied()
     }
 
-    /// It is certain that it holds none.
+    /// Notes that the peer certainly holds no region any more.
     pub fn clear(&mut self) {
         self.0.clear();
     }
@@ -132,8 +137,8 @@ struct Recall<P, R> {
     what: R,
 }
 
-/// Revocations that wait for peers to let go. `P` names a peer, `R` is what ends with the
-/// revocation.
+/// Revocations that wait for peers to release a region. `P` names a peer, `R` is the value that the
+/// end of the revocation returns.
 pub struct Recalls<P, R>(Vec<Recall<P, R>>);
 
 impl<P, R> Default for Recalls<P, R> {
@@ -143,32 +148,32 @@ impl<P, R> Default for Recalls<P, R> {
 }
 
 impl<P: Hash + Eq, R> Recalls<P, R> {
-    /// These hold it.
+    /// Begins a revocation of a region that these peers hold.
     pub fn begin(&mut self, id: RegionId, holders: HashSet<P>, what: R) {
         self.0.push(Recall { id, holders, what });
     }
 
-    /// A peer has let go of one region, or of all.
+    /// Notes that a peer has released one region, or all.
     pub fn release(&mut self, peer: &P, id: Option<RegionId>) {
         for recall in self.0.iter_mut().filter(|recall| id.is_none_or(|id| recall.id == id)) {
             recall.holders.remove(peer);
         }
     }
 
-    /// Takes out those that nobody holds up any more; `in_use`: this end itself still works on the
-    /// region.
+    /// Removes and returns the revocations that no peer holds up any more, except of regions that
+    /// are still `in_use` at this end.
     pub fn take_done(&mut self, in_use: impl Fn(RegionId) -> bool) -> Vec<R> {
         let done = self.0.extract_if(.., |recall| recall.holders.is_empty() && !in_use(recall.id));
         done.map(|recall| recall.what).collect()
     }
 
-    /// Takes out those of these regions, whose ends will never be known.
+    /// Removes and returns the revocations of these regions, whose ends will never be known.
     pub fn abandon(&mut self, which: impl Fn(RegionId) -> bool) -> Vec<R> {
         self.0.extract_if(.., |recall| which(recall.id)).map(|recall| recall.what).collect()
     }
 }
 
-/// What became of a region that a reader asked for.
+/// The state of a region that a reader asked for.
 #[derive(Debug)]
 pub enum ImportState<W, H> {
     /// The owner has not answered.
@@ -179,8 +184,7 @@ pub enum ImportState<W, H> {
     Refused(Error),
 }
 
-/// Regions of a peer, by the numbers under which its owner was asked for them: looked up for each
-/// transfer.
+/// Regions of a peer, by the numbers of the imports. Looked up for each transfer.
 #[derive(Debug)]
 pub struct ImportedRegions<W, H> {
     by_number: BTreeMap<u64, ImportState<W, H>>,
@@ -194,14 +198,17 @@ impl<W, H> Default for ImportedRegions<W, H> {
 }
 
 impl<W, H> ImportedRegions<W, H> {
-    /// The owner is asked.
+    /// Notes that the owner was asked.
     pub fn want(&mut self, import: u64, what: W) {
         self.by_number.insert(import, ImportState::Pending(what));
         self.wanted += 1;
     }
 
-    /// The owner has answered; [`settle`](ImportedRegions::settle) follows. Errors: `Malformed` for
-    /// what it was not asked.
+    /// Takes the value of an import that the owner has answered;
+    /// [`settle`](ImportedRegions::settle) must follow.
+    ///
+    /// # Errors
+    /// `Malformed` if the owner was not asked.
     pub fn take_answer(&mut self, import: u64) -> Result<W> {
         match self.by_number.remove(&import) {
             Some(ImportState::Pending(what)) => {
@@ -212,18 +219,18 @@ impl<W, H> ImportedRegions<W, H> {
         }
     }
 
-    /// Notes what became of it.
+    /// Notes the owner's answer.
     pub fn settle(&mut self, import: u64, result: Result<H>) {
         self.by_number
             .insert(import, result.map_or_else(ImportState::Refused, ImportState::Granted));
     }
 
-    /// What became of it. `None`: nobody asked while this link was up.
+    /// Returns the state of an import; `None` if it was not asked for while this link was up.
     pub fn get(&self, import: u64) -> Option<&ImportState<W, H>> {
         self.by_number.get(&import)
     }
 
-    /// All that are held.
+    /// Iterates over the granted regions.
     pub fn held(&self) -> impl Iterator<Item = &H> {
         self.by_number.values().filter_map(|imported| match imported {
             ImportState::Granted(held) => Some(held),
@@ -231,7 +238,7 @@ impl<W, H> ImportedRegions<W, H> {
         })
     }
 
-    /// The owner takes regions back.
+    /// Marks regions as refused that the owner revokes.
     pub fn recall(&mut self, which: impl Fn(&H) -> bool, why: &Error) {
         for imported in self.by_number.values_mut() {
             if matches!(imported, ImportState::Granted(held) if which(held)) {
@@ -240,12 +247,12 @@ impl<W, H> ImportedRegions<W, H> {
         }
     }
 
-    /// Whether an answer is awaited.
+    /// Returns whether the owner owes an answer.
     pub fn awaits_answer(&self) -> bool {
         self.wanted > 0
     }
 
-    /// The link has ended.
+    /// Removes all: the link has ended.
     pub fn clear(&mut self) {
         (self.wanted, self.by_number) = (0, BTreeMap::new());
     }

@@ -1,5 +1,5 @@
-//! The memory that peers have us hold: unfinished requests, descriptions, answers that are not
-//! taken, notifications that there is no room for.
+//! The memory that this end holds for peers: unfinished requests, descriptions, unread answers,
+//! notifications that the agent has no capacity for.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -10,12 +10,12 @@ use kvx_core::{Error, ErrorKind, Result};
 const ONE_PEER: usize = 64 << 20;
 /// The most for all peers together.
 const ALL_PEERS: usize = 256 << 20;
-/// What is less than this on a connection is not counted, nor are changes by less.
+/// Less than this on one connection is not counted, nor are changes by less.
 const STEP: usize = 64 << 10;
-/// What keeping one thing in a queue costs beside its bytes.
+/// The cost of an entry in a queue beside its bytes.
 pub const ENTRY_OVERHEAD: usize = 64;
 
-/// What is held for whom. `P` is what tells one peer from another.
+/// The bytes held for each peer. `P` identifies a peer.
 #[derive(Debug)]
 pub struct HeldBytes<P> {
     by_peer: HashMap<P, usize>,
@@ -31,22 +31,22 @@ impl<P> Default for HeldBytes<P> {
 }
 
 impl<P> HeldBytes<P> {
-    /// With other bounds, for tests.
+    /// Creates a budget with other bounds, for tests.
     pub fn of(one_peer: usize, all_peers: usize) -> Self {
         HeldBytes { by_peer: HashMap::new(), all: 0, one_peer, all_peers }
     }
 
-    /// What [`note`](HeldBytes::note) counts of so many bytes.
+    /// Returns what [`note`](HeldBytes::note) counts of so many bytes.
     pub fn rounded_to_step(bytes: usize) -> usize {
         bytes / STEP * STEP
     }
 
-    /// Whether nothing is held.
+    /// Returns whether nothing is held.
     pub fn is_empty(&self) -> bool {
         self.all == 0 && self.by_peer.is_empty()
     }
 
-    /// Why a connection ends.
+    /// Returns the error that ends a connection.
     pub fn too_much(&self) -> Error {
         let why = format!(
             "the peer has more than {} bytes of unfinished requests, of answers that it does not take and of \
@@ -58,13 +58,16 @@ impl<P> HeldBytes<P> {
 }
 
 impl<P: Hash + Eq + Clone> HeldBytes<P> {
-    /// A connection of `who` holds `bytes` now; `counted` is what was counted for it, and is
-    /// brought up to date. Errors: `Exhausted` when that is too much for one peer.
+    /// Notes that a connection of `who` holds `bytes` now. `counted` is the amount counted for the
+    /// connection, and is updated.
+    ///
+    /// # Errors
+    /// `Exhausted` when that is too much for one peer.
     pub fn note(&mut self, who: &P, counted: &mut usize, bytes: usize) -> Result<()> {
         self.note_all(who, counted, Self::rounded_to_step(bytes))
     }
 
-    /// The same to the byte, for what is seldom counted and has little.
+    /// Like [`note`](HeldBytes::note), to the byte, for small amounts that rarely change.
     pub fn note_all(&mut self, who: &P, counted: &mut usize, bytes: usize) -> Result<()> {
         if bytes == *counted {
             return Ok(());
@@ -83,8 +86,10 @@ impl<P: Hash + Eq + Clone> HeldBytes<P> {
         }
     }
 
-    /// Whether a peer may have one connection more. Errors: `Exhausted` for one that has too much
-    /// without it.
+    /// Checks whether a peer may open another connection.
+    ///
+    /// # Errors
+    /// `Exhausted` for a peer that holds too much without it.
     pub fn check(&self, who: &P) -> Result<()> {
         if self.by_peer.get(who).is_some_and(|held| *held > self.one_peer) {
             Err(self.too_much())
@@ -93,8 +98,8 @@ impl<P: Hash + Eq + Clone> HeldBytes<P> {
         }
     }
 
-    /// The peer that is to go because all of them together hold too much: of those that `can_go`,
-    /// which have something to lose, the one that holds most.
+    /// Returns the peer to disconnect because all peers together hold too much: of those that
+    /// `can_go`, the one that holds most.
     pub fn greediest(&self, can_go: impl Fn(&P) -> bool) -> Option<P> {
         if self.all <= self.all_peers {
             return None;

@@ -1,11 +1,11 @@
-//! How a link begins: who greets whom, in which versions, and what each end proves to the other.
+//! The handshake of a link: versions, identities, and the proofs of both ends.
 //!
-//! An initiator's first message is proven already, by the invitation that it has from the target's
-//! metadata and by the secret if there is one: a library can answer only whom it was led to, so the
-//! initiator's address must be believed before anything was asked. It may be a recorded one, all
-//! the same: the link is not up before the initiator has proven itself over the target's nonce,
-//! too. Who has no proof learns no name: on a socket it gets one answer that is always the same,
-//! and where an answer would need its address, none.
+//! An initiator's first message carries a proof already, made with the invitation from the target's
+//! metadata and with the fleet's secret, if there is one: a library can only answer at the
+//! initiator's address, so the target must trust that address before it has asked anything. The
+//! message may be a recorded one; the link is therefore not up before the initiator has also proven
+//! itself over the target's nonce. An unauthenticated peer gets no information: on a socket it
+//! receives one constant answer, and where an answer would need its address, none.
 
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Identity, Result, random_key};
@@ -29,8 +29,8 @@ pub struct Greeting {
 }
 
 impl Greeting {
-    /// Begins: also gives the body of [`ControlMessage::Hello`]. `rest` is what the transport says
-    /// with it.
+    /// Begins a handshake. Also returns the body of [`ControlMessage::Hello`]; `rest` is the
+    /// transport's own part of it.
     pub fn new(me: &Identity, keys: Keys, rest: &[u8]) -> Result<(Self, Vec<u8>)> {
         Self::offering(VERSIONS, me, keys, rest)
     }
@@ -53,8 +53,11 @@ impl Greeting {
         Ok((Greeting { keys, said }, body))
     }
 
-    /// The target welcomes us: gives what its transport says with it, and the proof for
-    /// [`ControlMessage::Confirm`]. Errors: `Malformed`, also for who was not invited to welcome.
+    /// Verifies the target's welcome. Returns the part of the target's transport, and the proof for
+    /// [`ControlMessage::Confirm`].
+    ///
+    /// # Errors
+    /// `Malformed`, also for a peer that has not proven to be the target.
     pub fn verify_welcome<'a>(&self, version: u16, body: &'a [u8]) -> Result<(&'a [u8], Proof)> {
         if !(VERSIONS.0..=VERSIONS.1).contains(&version) {
             return Err(malformed(format_args!(
@@ -74,9 +77,9 @@ impl Greeting {
         Ok((rest, self.keys.both(CONFIRMS, &[&self.said, said]).proof()))
     }
 
-    /// What it means that we were turned away: an error, of kind `PeerRestarted` if whoever answers
-    /// for the peer does not know what its metadata invites by. Where there is a secret that is
-    /// believed of those alone who have it.
+    /// Returns the error that a refusal means: of kind `PeerRestarted` if the answering agent does
+    /// not know the invitation in the peer's metadata. With a secret, only an agent that has it is
+    /// believed.
     pub fn refusal_error(&self, why: Refusal, proof: &[u8]) -> Error {
         if why.kind != ErrorKind::PeerRestarted {
             return why.into_error();
@@ -92,29 +95,32 @@ impl Greeting {
     }
 }
 
-/// An initiator that has proven to be invited.
+/// A hello whose proof holds.
 pub struct VerifiedHello<'a> {
-    /// Who it is.
+    /// The initiator.
     pub from: Identity,
-    /// What its transport says beside that.
+    /// The part of the initiator's transport.
     pub rest: &'a [u8],
     version: u16,
     said: &'a [u8],
 }
 
-/// An initiator that is turned away.
+/// A hello that is rejected.
 pub struct Rejection<'a> {
     /// Why.
     pub why: Error,
-    /// What it is told where it can be told something.
+    /// The answer, where the initiator can be answered.
     pub refusal: Refusal,
-    /// Proves to it that we have the secret; empty for a stranger.
+    /// Proves to the initiator that this end has the secret; empty for an unauthenticated one.
     pub proof: Vec<u8>,
-    /// What its transport said, if it has proven to have the secret.
+    /// The part of the initiator's transport, if it has proven to have the secret.
     pub rest: Option<&'a [u8]>,
 }
 
-/// Hears an initiator's first message.
+/// Verifies an initiator's first message.
+///
+/// # Errors
+/// The rejection, with its reason and the answer to send.
 pub fn verify_hello<'a>(
     keys: &Keys,
     versions: (u16, u16),
@@ -157,7 +163,7 @@ pub fn verify_hello<'a>(
     Err(away)
 }
 
-/// Versions as they are proven: who is between may not choose an older one.
+/// Encodes versions for the proofs, so that nobody in between can choose an older one.
 fn encoded((from, to): (u16, u16)) -> [u8; 4] {
     let mut bytes = [0; 4];
     bytes[..2].copy_from_slice(&from.to_le_bytes());
@@ -165,7 +171,7 @@ fn encoded((from, to): (u16, u16)) -> [u8; 4] {
     bytes
 }
 
-/// What was said, the proof of it, and that of the secret alone.
+/// Splits a hello into its content, the proof of it, and the proof of the secret alone.
 fn read(body: &[u8]) -> Result<(&[u8], Proof, &[u8])> {
     let mut reader = Reader::new("hello", body);
     let read = (reader.block(body.len())?, reader.array()?, reader.block(PROOF)?);
@@ -180,7 +186,10 @@ fn taken_apart(said: &[u8]) -> Result<(Identity, &[u8])> {
 }
 
 impl<'a> VerifiedHello<'a> {
-    /// Goes on while there is room beside the `served`. Errors: there is none; it may come again.
+    /// Admits the initiator while fewer than `most` others are `served`.
+    ///
+    /// # Errors
+    /// A rejection of kind `Exhausted`; the initiator may try again.
     pub fn admit(self, served: usize, most: usize) -> Result<Self, Box<Rejection<'a>>> {
         if served < most {
             return Ok(self);
@@ -195,8 +204,11 @@ impl<'a> VerifiedHello<'a> {
         }))
     }
 
-    /// Welcomes it: the version that both speak, the body of [`ControlMessage::Welcome`], and what
-    /// is to be proven by [`ControlMessage::Confirm`] before the link is up.
+    /// Returns the version that both speak, the body of [`ControlMessage::Welcome`], and the claim
+    /// that [`ControlMessage::Confirm`] must prove before the link is up.
+    ///
+    /// # Errors
+    /// The operating system gave no random bytes.
     pub fn welcome(&self, keys: &Keys, rest: &[u8]) -> Result<(u16, Vec<u8>, Claim)> {
         let mut said = random_key()?.to_vec();
         said.put(rest);
@@ -208,7 +220,7 @@ impl<'a> VerifiedHello<'a> {
 }
 
 impl Rejection<'_> {
-    /// What it is told.
+    /// Returns the answer as a message.
     pub fn message(&self) -> ControlMessage<'_> {
         ControlMessage::Refuse { why: self.refusal.clone(), proof: &self.proof }
     }

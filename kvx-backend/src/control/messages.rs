@@ -8,71 +8,71 @@ use kvx_core::{RegionId, RegionKey, Result};
 use super::Refusal;
 use super::proof::{PROOF, Proof};
 
-/// What handshakes begin with.
+/// The first bytes of handshakes.
 const MAGIC: [u8; 8] = *b"kvx/link";
 /// Messages with this number, or a higher one, are a transport's own.
 pub const FIRST_TRANSPORT_NUMBER: u8 = 32;
-/// The longest message once the handshake is done, but for what a transport says itself.
+/// The longest message after the handshake, except for a transport's own.
 pub const MAX_MESSAGE: usize = MAX_NOTIFICATION + 1024;
 
-/// A message. `rest` is what the transport says with it, in its own words.
+/// A message. `rest` is the transport's own part of it.
 #[derive(Clone, Debug)]
 pub enum ControlMessage<'a> {
     /// The initiator begins.
     Hello {
-        /// The versions that it speaks: from, to.
+        /// The versions that the initiator speaks: from, to.
         versions: (u16, u16),
-        /// What it says and proves in them: see [`Greeting`](super::Greeting).
+        /// Its content and proofs: see [`Greeting`](super::Greeting).
         body: &'a [u8],
     },
-    /// The target takes it in.
+    /// The target accepts.
     Welcome {
         /// The version that both speak.
         version: u16,
-        /// What it says and proves: see [`VerifiedHello`](super::VerifiedHello).
+        /// Its content and proof: see [`VerifiedHello`](super::VerifiedHello).
         body: &'a [u8],
     },
-    /// The initiator proves that it speaks now, and not at another time.
+    /// The initiator proves that its hello was not recorded.
     Confirm {
         /// The proof.
         proof: Proof,
     },
-    /// The target turns it away.
+    /// The target refuses.
     Refuse {
         /// Why.
         why: Refusal,
-        /// That it has the fleet's secret, for an initiator that has it.
+        /// Proves that the target has the fleet's secret, to an initiator that has it.
         proof: &'a [u8],
     },
-    /// The initiator asks for a region, and shows its key.
+    /// The initiator asks for a region.
     Want {
-        /// The number under which it asks.
+        /// The number of the import.
         import: u64,
         /// Which region.
         id: RegionId,
         /// Its key.
         key: RegionKey,
     },
-    /// The owner lets it use the region.
+    /// The owner grants the region.
     Grant {
         /// As asked.
         import: u64,
         /// See above.
         rest: &'a [u8],
     },
-    /// The owner does not.
+    /// The owner denies it.
     Deny {
         /// As asked.
         import: u64,
         /// Why.
         why: Refusal,
     },
-    /// The owner takes a region back.
+    /// The owner revokes a region.
     Recall {
         /// Which.
         id: RegionId,
     },
-    /// The other end has let go of it.
+    /// The other end has released the region.
     Released {
         /// Which.
         id: RegionId,
@@ -84,18 +84,18 @@ pub enum ControlMessage<'a> {
         /// What it says.
         bytes: &'a [u8],
     },
-    /// The target's agent has it.
+    /// The target's agent has the notification.
     Ack {
         /// Its number.
         notice: u64,
     },
     /// Asks for a sign of life.
     Ping,
-    /// Is one.
+    /// Answers [`Ping`](ControlMessage::Ping).
     Alive,
     /// Asks the initiator to end the link: the target's agent is shutting down.
     Leave,
-    /// The last word of an end that holds nothing of the other any more.
+    /// The last message of an end that holds nothing of the other any more.
     Bye,
 }
 
@@ -118,7 +118,7 @@ mod number {
 }
 
 impl ControlMessage<'_> {
-    /// Whether it may come to an end of a link. `up`: the handshake is done.
+    /// Returns whether the message may arrive at this end of a link. `up`: the handshake is done.
     pub fn fits(&self, up: bool, to_initiator: bool) -> bool {
         match self {
             ControlMessage::Hello { .. } | ControlMessage::Confirm { .. } => !up && !to_initiator,
@@ -134,7 +134,7 @@ impl ControlMessage<'_> {
         }
     }
 
-    /// Its bytes.
+    /// Encodes the message.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(64);
         match self {
@@ -204,7 +204,10 @@ impl ControlMessage<'_> {
 }
 
 impl<'a> ControlMessage<'a> {
-    /// Reads a whole message. Errors: `Malformed`.
+    /// Decodes a whole message.
+    ///
+    /// # Errors
+    /// `Malformed`.
     pub fn decode(bytes: &'a [u8]) -> Result<Self> {
         let mut reader = Reader::new("link message", bytes);
         let message = match reader.u8()? {

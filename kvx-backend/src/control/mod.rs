@@ -1,4 +1,4 @@
-//! The control protocol of kvx's links: what two agents say to each other beside their data.
+//! The control protocol of kvx's links: the messages of two agents beside their data.
 //!
 //! Everything here is pure: no socket, no thread, no clock. The time is passed in, and what is to
 //! be done is returned. A transport carries the bytes, moves the data, and asks these parts what to

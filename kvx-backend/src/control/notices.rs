@@ -9,12 +9,13 @@ use kvx_core::{Error, ErrorKind, Result, Ticket};
 use super::ENTRY_OVERHEAD;
 use super::errors::malformed;
 
-/// The most notifications of one link that are not acknowledged. A target may have to park so many,
-/// and never stops reading.
+/// The most unacknowledged notifications of one link. A target must be able to park so many, as it
+/// never stops reading.
 pub const WINDOW: usize = 64;
-/// The most bytes of them.
+/// The most bytes of unacknowledged notifications.
 const WINDOW_BYTES: usize = 1 << 20;
-/// The most bytes that wait at the sender; each counts some bytes more than it has.
+/// The most bytes that wait at the sender; each notification costs [`ENTRY_OVERHEAD`] more than its
+/// length.
 const MAX_WAITING_BYTES: usize = 64 << 20;
 
 struct Unsent {
@@ -39,7 +40,10 @@ pub struct NoticesToPeer {
 }
 
 impl NoticesToPeer {
-    /// Queues one. Errors: `Exhausted`, with the ticket, where too much waits already.
+    /// Queues a notification.
+    ///
+    /// # Errors
+    /// `Exhausted`, with the ticket, where too much waits already.
     pub fn add(&mut self, bytes: Box<[u8]>, done: Ticket) -> Result<(), (Ticket, Error)> {
         let cost = bytes.len() + ENTRY_OVERHEAD;
         if self.waiting_cost + cost > MAX_WAITING_BYTES {
@@ -55,7 +59,7 @@ impl NoticesToPeer {
         Ok(())
     }
 
-    /// The next to be sent, with its number; `None` until the window has room for it.
+    /// Takes the next notification to be sent, with its number; `None` while the window is full.
     pub fn next_to_send(&mut self) -> Option<(u64, Box<[u8]>)> {
         let len = self.waiting.front()?.bytes.len();
         if self.sent.len() >= WINDOW || self.sent_bytes + len > WINDOW_BYTES {
@@ -69,8 +73,10 @@ impl NoticesToPeer {
         Some((notice, bytes))
     }
 
-    /// The peer's agent has it. Errors: `Malformed` unless it is the oldest that was sent: none
-    /// overtakes another.
+    /// Takes the ticket of a notification that the peer acknowledges.
+    ///
+    /// # Errors
+    /// `Malformed` unless it is the oldest that was sent: none overtakes another.
     pub fn acknowledge(&mut self, notice: u64) -> Result<Ticket> {
         if self.sent.front().is_some_and(|sent| sent.notice == notice)
             && let Some(sent) = self.sent.pop_front()
@@ -81,24 +87,24 @@ impl NoticesToPeer {
         Err(malformed("a notification is acknowledged that was not sent"))
     }
 
-    /// Whether an acknowledgement is awaited.
+    /// Returns whether an acknowledgement is awaited.
     pub fn awaits_answer(&self) -> bool {
         !self.sent.is_empty()
     }
 
-    /// The oldest that was not sent: for a peer that acknowledges nothing.
+    /// Returns the oldest unsent notification, for a peer that acknowledges nothing.
     pub fn front(&self) -> Option<&[u8]> {
         self.waiting.front().map(|waiting| &*waiting.bytes)
     }
 
-    /// Takes that one out.
+    /// Takes the oldest unsent notification.
     pub fn pop(&mut self) -> Option<(Box<[u8]>, Ticket)> {
         let Unsent { bytes, done } = self.waiting.pop_front()?;
         self.waiting_cost -= bytes.len() + ENTRY_OVERHEAD;
         Some((bytes, done))
     }
 
-    /// The tickets of all of them: the link has ended.
+    /// Takes all tickets: the link has ended.
     pub fn end(&mut self) -> impl Iterator<Item = Ticket> {
         (self.waiting_cost, self.sent_bytes) = (0, 0);
         let sent = std::mem::take(&mut self.sent).into_iter().map(|sent| sent.done);
@@ -106,7 +112,7 @@ impl NoticesToPeer {
     }
 }
 
-/// Notifications of a peer that the agent has no room for, the oldest first.
+/// Notifications of a peer that the agent has no capacity for, the oldest first.
 #[derive(Default)]
 pub struct NoticesFromPeer {
     parked: VecDeque<(u64, Box<[u8]>)>,
@@ -114,9 +120,12 @@ pub struct NoticesFromPeer {
 }
 
 impl NoticesFromPeer {
-    /// One came in. True: `deliver` took it, and it is to be acknowledged. Behind others that wait
-    /// it waits as well, lest small ones overtake a large one for ever. Errors: `Malformed` for
-    /// more than the window.
+    /// Takes a notification that arrived. Returns true if `deliver` took it, and it must be
+    /// acknowledged. Behind others that wait, it waits as well: small ones must not overtake a
+    /// large one for ever.
+    ///
+    /// # Errors
+    /// `Malformed` for more than the window.
     pub fn take(
         &mut self,
         notice: u64,
@@ -134,8 +143,8 @@ impl NoticesFromPeer {
         Ok(false)
     }
 
-    /// There may be room again: the number of the oldest, to be acknowledged, if `deliver` takes
-    /// it.
+    /// Offers the oldest to `deliver` again. Returns its number, to be acknowledged, if `deliver`
+    /// took it.
     pub fn deliver_next(&mut self, deliver: impl FnOnce(&[u8]) -> Result<(), Full>) -> Option<u64> {
         deliver(&self.parked.front()?.1).ok()?;
         let (notice, bytes) = self.parked.pop_front()?;
@@ -143,17 +152,17 @@ impl NoticesFromPeer {
         Some(notice)
     }
 
-    /// Bytes that they take.
+    /// Returns the bytes that they hold.
     pub fn held(&self) -> usize {
         self.bytes + self.parked.len() * ENTRY_OVERHEAD
     }
 
-    /// Whether some wait.
+    /// Returns whether none waits.
     pub fn is_empty(&self) -> bool {
         self.parked.is_empty()
     }
 
-    /// Forgets them: the link has ended.
+    /// Drops them: the link has ended.
     pub fn clear(&mut self) {
         *self = NoticesFromPeer::default();
     }

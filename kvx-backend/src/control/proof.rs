@@ -1,9 +1,10 @@
-//! What proves to one end of a link that the other one was invited, and has the fleet's secret
-//! where there is one.
+//! Proofs of one end of a link to the other: that it was invited, and has the fleet's secret where
+//! there is one.
 //!
-//! Every proof is HMAC-SHA-256 over what was said, under a label that names who proves what. The
-//! usual key is made of the invitation and the secret at once. Where the invitations differ, the
-//! secret alone is still proven: it tells a peer with old metadata from a stranger.
+//! Every proof is an HMAC-SHA-256 over the exchanged content, under a label that names the prover
+//! and the claim. The usual key combines the invitation and the secret. Where the invitations
+//! differ, the secret alone is still proven: it tells a peer with old metadata from an
+//! unauthenticated one.
 
 use hmac::{Hmac, KeyInit, Mac as _};
 use kvx_core::{Error, ErrorKind, Invitation, Secret};
@@ -14,7 +15,7 @@ pub const PROOF: usize = 32;
 /// A proof, as it travels.
 pub type Proof = [u8; PROOF];
 
-/// What an end of a link proves by.
+/// The keys with which an end of a link makes its proofs.
 #[derive(Clone)]
 pub struct Keys {
     /// Made of the invitation and the secret.
@@ -23,7 +24,7 @@ pub struct Keys {
 }
 
 impl Keys {
-    /// Of the owner's invitation, and the secret if there is one.
+    /// Derives the keys from the owner's invitation, and the secret if there is one.
     pub fn new(invitation: &Invitation, secret: Option<&Secret>) -> Self {
         let mut mac = keyed(secret.map_or(&[], |secret| secret.bytes()));
         mac.update(b"kvx: invitation and secret");
@@ -31,23 +32,23 @@ impl Keys {
         Keys { both: mac.finalize().into_bytes().into(), secret: secret.cloned() }
     }
 
-    /// Whether there is a secret.
+    /// Returns whether there is a secret.
     pub fn have_secret(&self) -> bool {
         self.secret.is_some()
     }
 
-    /// What a proof of both is checked against, or made from.
+    /// Returns a claim under the key of both, to be proven or checked.
     pub fn both(&self, label: &str, said: &[&[u8]]) -> Claim {
         Claim::new(&self.both, label, said)
     }
 
-    /// The same of the secret alone; `None` without one.
+    /// Returns a claim under the secret alone; `None` without one.
     pub fn secret(&self, label: &str, said: &[&[u8]]) -> Option<Claim> {
         self.secret.as_ref().map(|secret| Claim::new(secret.bytes(), label, said))
     }
 }
 
-/// What is to be proven.
+/// A claim that a [`Proof`] proves.
 #[derive(Clone)]
 pub struct Claim(Hmac<Sha256>);
 
@@ -61,12 +62,12 @@ impl Claim {
         Claim(mac)
     }
 
-    /// The proof of it.
+    /// Returns the proof of the claim.
     pub fn proof(&self) -> Proof {
         self.0.clone().finalize().into_bytes().into()
     }
 
-    /// Whether that is its proof, in a time that does not depend on it.
+    /// Returns whether `proof` proves the claim, in constant time.
     pub fn holds(&self, proof: &[u8]) -> bool {
         self.0.clone().verify_slice(proof).is_ok()
     }
@@ -76,7 +77,7 @@ fn keyed(key: &[u8]) -> Hmac<Sha256> {
     <Hmac<Sha256> as KeyInit>::new_from_slice(key).expect("HMAC takes keys of any length")
 }
 
-/// What a stranger is told, whoever it is and whatever it said.
+/// Returns the answer to every unauthenticated peer.
 pub fn unauthenticated() -> Error {
     Error::new(
         ErrorKind::Denied,
@@ -84,7 +85,7 @@ pub fn unauthenticated() -> Error {
     )
 }
 
-/// The secrets of the two ends differ.
+/// Returns the error of two ends with different secrets.
 pub fn secret_mismatch() -> Error {
     let why = "the shared secrets of the two agents differ: give both the same by KVX_SECRET_FILE";
     Error::new(ErrorKind::Denied, why)

@@ -1,10 +1,10 @@
-//! Why something was refused, as it travels.
+//! The reason of a refusal, as it is sent.
 
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Result};
 
-/// The kinds that travel; the position plus one is the number on the wire, of every transport. What
-/// is not here travels as 0, a native error. Only the end may grow.
+/// The kinds that are sent; the position plus one is the number on the wire, for every transport.
+/// Other kinds are sent as 0, a native error. Only the end may grow.
 const KINDS: [ErrorKind; 13] = [
     ErrorKind::WrongKey,
     ErrorKind::Unregistered,
@@ -24,12 +24,12 @@ const KINDS: [ErrorKind; 13] = [
 /// The most bytes of its sentence.
 const MAX_TEXT: usize = 768;
 
-/// A kind and a sentence.
+/// An error kind and a sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// What a program branches on.
+    /// The kind, for programs.
     pub kind: ErrorKind,
-    /// What a person reads.
+    /// The sentence, for people.
     pub text: String,
 }
 
@@ -46,19 +46,22 @@ impl Refusal {
     /// The most bytes that [`encode`](Refusal::encode) writes.
     pub const MAX_BYTES: usize = 1 + 4 + MAX_TEXT;
 
-    /// The error of the operation that was refused.
+    /// Returns the error of the refused operation.
     pub fn into_error(self) -> Error {
         Error::new(self.kind, self.text)
     }
 
-    /// Writes it.
+    /// Appends the encoded refusal.
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.put_u8(KINDS.iter().position(|known| *known == self.kind).map_or(0, |at| at as u8 + 1));
         out.put_block(self.text.as_bytes());
     }
 
-    /// Reads what a peer wrote. Its text ends up in logs and terminals: control characters become
-    /// spaces. Errors: `Malformed`.
+    /// Decodes a refusal of a peer. Its text is shown in logs and terminals: control characters
+    /// become spaces.
+    ///
+    /// # Errors
+    /// `Malformed`.
     pub fn decode(reader: &mut Reader<'_>) -> Result<Self> {
         let kind = KINDS
             .get(usize::from(reader.u8()?).wrapping_sub(1))

@@ -1,62 +1,62 @@
-//! Whether a peer is silent although it owes an answer.
+//! Detection of peers that are silent although they owe an answer.
 
 use std::time::{Duration, Instant};
 
-/// The longest time between two looks.
+/// The longest time between two checks.
 const LONGEST_STEP: Duration = Duration::from_secs(1);
 
-/// What is known of a peer's silence.
+/// The record of a peer's silence.
 ///
-/// A peer is lost after as many looks in vain, in equal steps, as fill the timeout. Time alone
-/// would not do: whoever was stopped himself finds everybody silent, but counts a single look,
-/// however long he was away.
+/// A peer is lost after as many checks without a sign of life, in equal steps, as fill the timeout.
+/// Elapsed time alone is not enough: a process that was stopped finds every peer silent, but counts
+/// a single check, however long it was stopped.
 #[derive(Debug)]
 pub struct Silence {
     /// Whether an answer is awaited.
     awaits: bool,
-    /// When something came, an answer was awaited again, or a look found nothing: the last of
-    /// these.
+    /// The last time that a message arrived, that an answer was awaited anew, or that a check found
+    /// nothing.
     seen: Instant,
-    /// Looks that found nothing, one after the other.
+    /// Consecutive checks that found nothing.
     in_vain: u32,
 }
 
-/// What a look found.
+/// The result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SilenceStatus {
     /// Nothing is awaited.
     Idle,
-    /// Look again then.
+    /// Check again then.
     Until(Instant),
-    /// Ask the peer for a sign of life, and look again then.
+    /// Ask the peer for a sign of life, and check again then.
     Ask(Instant),
     /// The peer has been silent for too long.
     Lost,
 }
 
 impl Silence {
-    /// Nothing is awaited yet.
+    /// Starts with no answer awaited.
     pub fn new(now: Instant) -> Self {
         Silence { awaits: false, seen: now, in_vain: 0 }
     }
 
-    /// The time between two looks: a quarter of the timeout, and a second at most.
+    /// Returns the time between two checks: a quarter of the timeout, and a second at most.
     pub fn step(timeout: Duration) -> Duration {
         (timeout / 4).clamp(Duration::from_millis(1), LONGEST_STEP)
     }
 
-    /// When the peer was last heard, or looked at in vain.
+    /// Returns when the peer last sent something, or was last checked.
     pub fn since(&self) -> Instant {
         self.seen
     }
 
-    /// Something came from the peer.
+    /// Notes that the peer sent something.
     pub fn heard(&mut self, now: Instant) {
         (self.seen, self.in_vain) = (now, 0);
     }
 
-    /// Notes whether an answer is awaited. Gives the time if that has begun just now: the first
-    /// look is due a step later.
+    /// Notes whether an answer is awaited. Returns the time if that has just begun: the first check
+    /// is due a step later.
     pub fn note(&mut self, awaits: bool, now: impl FnOnce() -> Instant) -> Option<Instant> {
         let awaited = std::mem::replace(&mut self.awaits, awaits);
         (awaits && !awaited).then(|| {
@@ -66,7 +66,7 @@ impl Silence {
         })
     }
 
-    /// Looks.
+    /// Checks the peer.
     pub fn look(&mut self, now: Instant, timeout: Duration) -> SilenceStatus {
         let step = Self::step(timeout);
         if !self.awaits {

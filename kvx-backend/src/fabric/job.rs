@@ -194,7 +194,7 @@ impl<F: Fabric> JobState<F> {
         self.segments.bound()
     }
 
-    /// Whether it uses the peer's region of this number.
+    /// Returns whether it uses the peer's region of this number.
     pub(super) fn uses(&self, id: kvx_core::RegionId) -> bool {
         self.plan().remotes().iter().any(|remote| remote.id == id)
     }
@@ -206,7 +206,7 @@ impl<F: Fabric> JobState<F> {
                 || self.all_posted && (self.op_is_read() || self.flush == Flush::Done))
     }
 
-    /// Whether pieces of a write that has failed may still be on their way to the target.
+    /// Returns whether pieces of a write that has failed may still be on their way to the target.
     pub(super) fn is_failed_on_its_way(&self) -> bool {
         let failed = self.failed.is_some() && self.posted && self.in_flight == 0;
         failed && !self.op_is_read() && self.flush == Flush::NotYet

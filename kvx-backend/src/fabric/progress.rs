@@ -24,7 +24,8 @@ const TURN: Duration = Duration::from_micros(50);
 /// microseconds of such a library.
 const MUCH: u64 = 128 << 10;
 
-/// Whether one more job has a turn, after so many that took so long. `queued`: commands wait.
+/// Returns whether one more job has a turn, after so many that took so long. `queued`: commands
+/// wait.
 fn goes_on(moved: u64, works: usize, time: Duration, queued: bool) -> bool {
     moved < SLICE && works < WORKS && time < TURN && !(queued && moved >= MUCH)
 }

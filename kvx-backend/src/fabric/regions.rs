@@ -68,7 +68,7 @@ impl<L> Regions<L> {
         self.0.lock().table.revoke(id)
     }
 
-    /// Whether who shows this key may use the region. Errors: `Unregistered`, `WrongKey`,
+    /// Returns whether who shows this key may use the region. Errors: `Unregistered`, `WrongKey`,
     /// `Revoked`.
     pub(super) fn check(&self, id: RegionId, key: &RegionKey) -> Result<()> {
         self.0.lock().table.check(id, key).map(|_| ())

@@ -137,7 +137,7 @@ impl<F: Fabric> Session<F> {
         self.phase == Phase::Up
     }
 
-    /// Whether it only waits for its end.
+    /// Returns whether it only waits for its end.
     pub(super) fn is_ending(&self) -> bool {
         matches!(self.phase, Phase::Closing | Phase::Leaving(_) | Phase::Lost)
     }
@@ -146,7 +146,7 @@ impl<F: Fabric> Session<F> {
         self.confirmed.then(|| self.peer.clone())
     }
 
-    /// Whether it belongs to this peer, and has something.
+    /// Returns whether it belongs to this peer, and has something.
     pub(super) fn is_counted_for(&self, owner: &HeldBytesOwner) -> bool {
         self.counted > 0 && self.held_bytes_owner() == *owner
     }
@@ -204,7 +204,7 @@ impl<F: Fabric> Session<F> {
         Ok(taken)
     }
 
-    /// Whether frames wait, or notifications for a foreign agent.
+    /// Returns whether frames wait, or notifications for a foreign agent.
     pub(super) fn has_waiting(&self) -> bool {
         self.outgoing.len() > 0 || self.foreign && self.is_up() && self.to_peer.front().is_some()
     }
@@ -230,8 +230,8 @@ impl<F: Fabric> Session<F> {
         }
     }
 
-    /// Whether nothing but its silence would show that it has ended: an initiator of another host,
-    /// or of another namespace of processes, of which we want nothing.
+    /// Returns whether nothing but its silence would show that it has ended: an initiator of
+    /// another host, or of another namespace of processes, of which we want nothing.
     pub(super) fn ends_unseen(&self) -> bool {
         self.link.is_none() && self.is_up() && self.process.is_none()
     }

@@ -235,18 +235,19 @@ impl Connection {
         }
     }
 
-    /// Whether posters still copy through windows that were shut: of this region, or of any.
+    /// Returns whether posters still copy through windows that were shut: of this region, or of
+    /// any.
     pub(crate) fn has_busy_windows(&mut self, id: Option<RegionId>) -> bool {
         self.busy_windows.retain(|(_, import)| !import.shutter.is_free());
         self.busy_windows.iter().any(|(looked, _)| id.is_none_or(|id| id == *looked))
     }
 
-    /// Whether that was so when it was last asked.
+    /// Returns whether that was so when it was last asked.
     pub(crate) fn had_busy_windows(&self) -> bool {
         !self.busy_windows.is_empty()
     }
 
-    /// Whether what was copied until now is the peer's memory, and not what became of it.
+    /// Returns whether what was copied until now is the peer's memory, and not what became of it.
     pub(crate) fn peer_lives(&self) -> bool {
         self.process.still_behind(self.socket.as_fd())
     }
@@ -259,7 +260,7 @@ impl Connection {
         matches!(self.phase, Phase::Leaving)
     }
 
-    /// Whether something is in flight that only the peer can end.
+    /// Returns whether something is in flight that only the peer can end.
     pub(crate) fn awaits(&self) -> bool {
         self.imports.awaits_answer() || self.to_peer.awaits_answer() || !self.writes.is_empty()
     }
@@ -298,7 +299,7 @@ impl Connection {
         self.queue.len()
     }
 
-    /// Whether the peer lets our answers pile up beyond reason. Errors: `Exhausted`.
+    /// Returns whether the peer lets our answers pile up beyond reason. Errors: `Exhausted`.
     pub(crate) fn check_queue(&self) -> Result<()> {
         if self.queue.len() <= MAX_QUEUED {
             return Ok(());
@@ -316,7 +317,7 @@ impl Connection {
         }
     }
 
-    /// Whether it can be ended to make room: it belongs to this peer, and has something.
+    /// Returns whether it can be ended to make room: it belongs to this peer, and has something.
     pub(crate) fn is_counted_for(&self, owner: &HeldBytesOwner) -> bool {
         self.counted > 0 && !self.is_leaving() && self.held_bytes_owner().as_ref() == Some(owner)
     }

@@ -301,8 +301,8 @@ pub(crate) fn read_exactly(pid: i32, address: u64, into: &mut [u8]) -> Result<()
     if got == into.len() { Ok(()) } else { Err(Errno::FAULT) }
 }
 
-/// Whether this process may read memory of `pid`: reads bytes that are known to be there. Errors:
-/// `Unsupported`.
+/// Returns whether this process may read memory of `pid`: reads bytes that are known to be there.
+/// Errors: `Unsupported`.
 pub(crate) fn probe(pid: i32, probe: &super::messages::Probe, whom: &str) -> Result<(), Error> {
     let mut seen = [0; 32];
     read_exactly(pid, probe.address, &mut seen).map_err(|errno| readv_refused(whom, errno))?;
@@ -317,8 +317,8 @@ pub(crate) fn probe(pid: i32, probe: &super::messages::Probe, whom: &str) -> Res
     Ok(())
 }
 
-/// Whether the kernel lets other processes read this memory at all: what a driver maps into a
-/// process it may not. Errors: `Unsupported`.
+/// Returns whether the kernel lets other processes read this memory at all: what a driver maps into
+/// a process it may not. Errors: `Unsupported`.
 pub(crate) fn readable_by_others(memory: &kvx_core::Memory) -> Result<(), Error> {
     let Some(last) = (memory.len() as u64).checked_sub(1) else { return Ok(()) };
     let us = rustix::process::getpid().as_raw_nonzero().get();

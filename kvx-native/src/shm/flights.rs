@@ -171,7 +171,7 @@ pub(crate) struct Flight {
 }
 
 impl Flight {
-    /// Whether it reads the peer's region of this number.
+    /// Returns whether it reads the peer's region of this number.
     pub(crate) fn reads(&self, at: usize, id: RegionId) -> bool {
         self.at == Some(at) && self.load.from.contains(&id)
     }
@@ -300,28 +300,28 @@ impl Flights {
             .collect()
     }
 
-    /// Whether any is under way.
+    /// Returns whether any is under way.
     #[cfg(test)]
     pub(crate) fn any(&self) -> bool {
         !self.open.is_empty()
     }
 
-    /// Whether something of a peer's is being read over this connection.
+    /// Returns whether something of a peer's is being read over this connection.
     pub(crate) fn any_at(&self, at: usize) -> bool {
         self.open.values().any(|flight| flight.at == Some(at))
     }
 
-    /// Whether the peer's region of this number is being read.
+    /// Returns whether the peer's region of this number is being read.
     pub(crate) fn any_reads(&self, at: usize, id: RegionId) -> bool {
         self.open.values().any(|flight| flight.reads(at, id))
     }
 
-    /// Whether our region of this number is being written to for a peer.
+    /// Returns whether our region of this number is being written to for a peer.
     pub(crate) fn any_writes(&self, id: RegionId) -> bool {
         self.open.values().any(|flight| flight.ours().contains(&id))
     }
 
-    /// Whether a device may write to our region of this number for ever.
+    /// Returns whether a device may write to our region of this number for ever.
     pub(crate) fn has_lost(&self, id: RegionId) -> bool {
         self.open.values().any(|flight| flight.lost && flight.ours().contains(&id))
     }

@@ -301,7 +301,7 @@ impl Machine {
     }
 }
 
-/// Whether we can read the memory of the process at the other end.
+/// Returns whether we can read the memory of the process at the other end.
 fn check_reachability(
     allowed: bool,
     connection: &Connection,

@@ -31,8 +31,8 @@ impl Host {
         Ok(Host { boot, network: network_namespace().unwrap_or(0) })
     }
 
-    /// Whether a process there could be reached from here. Errors: `Unsupported`, with the reason
-    /// and the cure.
+    /// Returns whether a process there could be reached from here. Errors: `Unsupported`, with the
+    /// reason and the cure.
     pub(crate) fn reaches(&self, other: &Host) -> Result<()> {
         if self.boot != other.boot {
             return Err(error(
@@ -128,7 +128,7 @@ impl PeerProcess {
         }
     }
 
-    /// Whether the process is known to have ended.
+    /// Returns whether the process is known to have ended.
     pub(crate) fn has_ended(&self) -> bool {
         match &self.life {
             Life::Watched(life) => {
@@ -139,9 +139,9 @@ impl PeerProcess {
         }
     }
 
-    /// Whether the process has ended, of whose `socket` the end was seen, or is about to. One that
-    /// dies closes its files before it counts as dead, on a busy machine long before; one that
-    /// leaves closes one direction first.
+    /// Returns whether the process has ended, of whose `socket` the end was seen, or is about to.
+    /// One that dies closes its files before it counts as dead, on a busy machine long before; one
+    /// that leaves closes one direction first.
     pub(crate) fn has_ended_with(&self, socket: BorrowedFd<'_>) -> bool {
         let hung_up = matches!(
             poll_now(&mut [PollFd::from_borrowed_fd(socket, PollFlags::empty())]),
@@ -159,15 +159,15 @@ impl PeerProcess {
         self.has_ended()
     }
 
-    /// Whether the kernel has begun to end the process. It is asked before its end was seen: its
-    /// number is its own.
+    /// Returns whether the kernel has begun to end the process. It is asked before its end was
+    /// seen: its number is its own.
     fn is_exiting(&self) -> bool {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid));
         stat.is_ok_and(|stat| has_begun_to_exit(&stat))
     }
 
-    /// Whether the process still holds its end of `socket`, and so is the one that it was when it
-    /// connected: neither ended nor replaced by another program.
+    /// Returns whether the process still holds its end of `socket`, and so is the one that it was
+    /// when it connected: neither ended nor replaced by another program.
     pub(crate) fn still_behind(&self, socket: BorrowedFd<'_>) -> bool {
         let mut polled = [
             PollFd::from_borrowed_fd(socket, PollFlags::empty()),
@@ -188,8 +188,8 @@ impl PeerProcess {
 /// As `PF_EXITING` in the kernel's `sched.h`.
 const EXITING: u64 = 0x4;
 
-/// Whether the flags in a `/proc/<pid>/stat` say so: the seventh word behind the name, which may
-/// hold anything.
+/// Returns whether the flags in a `/proc/<pid>/stat` say so: the seventh word behind the name,
+/// which may hold anything.
 fn has_begun_to_exit(stat: &str) -> bool {
     let mut words = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
     words

@@ -33,8 +33,8 @@ impl ShmLink {
         ShmLink { endpoint, shared, imports: AtomicU64::new(0) }
     }
 
-    /// Whether who copies can read the memory that the bytes come from: we for a read, the peer for
-    /// a write.
+    /// Returns whether who copies can read the memory that the bytes come from: we for a read, the
+    /// peer for a write.
     fn check_reachability(&self, plan: &Bound) -> Result<()> {
         let foreign = match plan.op() {
             Op::Read => plan.remotes().iter().any(|remote| {

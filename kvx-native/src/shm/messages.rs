@@ -94,7 +94,7 @@ mod number {
 }
 
 impl Message<'_> {
-    /// Whether it may come to an end of a link. `up`: the handshake is done.
+    /// Returns whether it may come to an end of a link. `up`: the handshake is done.
     pub(crate) fn fits(&self, up: bool, to_initiator: bool) -> bool {
         match self {
             Message::Shared(message) => message.fits(up, to_initiator),

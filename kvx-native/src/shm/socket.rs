@@ -249,7 +249,7 @@ impl Poller {
         self.crowded.set(true);
     }
 
-    /// Whether that has happened since it was last asked.
+    /// Returns whether that has happened since it was last asked.
     pub(crate) fn take_crowded(&self) -> bool {
         self.crowded.take()
     }

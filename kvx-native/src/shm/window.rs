@@ -80,7 +80,7 @@ pub(crate) struct View<'a> {
 }
 
 impl View<'_> {
-    /// Whether it has been shut meanwhile.
+    /// Returns whether it has been shut meanwhile.
     pub(crate) fn is_shut(&self) -> bool {
         self.shut.load(Ordering::SeqCst)
     }

@@ -50,7 +50,7 @@ pub(crate) struct Read {
 }
 
 impl Read {
-    /// Whether it reads from the peer's region of this number.
+    /// Returns whether it reads from the peer's region of this number.
     pub(crate) fn reads(&self, id: RegionId) -> bool {
         self.pieces.0.bound().remotes().iter().any(|remote| remote.id == id)
     }

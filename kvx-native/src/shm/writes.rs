@@ -129,7 +129,7 @@ impl Writes {
         self.settled(id)
     }
 
-    /// Whether a write has not settled.
+    /// Returns whether a write has not settled.
     pub(crate) fn contains(&self, id: u64) -> bool {
         self.open.contains_key(&id)
     }

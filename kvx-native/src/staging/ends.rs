@@ -85,8 +85,8 @@ impl Fetch {
         self.stream.left() + (copied - self.at) as u64
     }
 
-    /// Whether others wait for a buffer while its peer does not read. If not now, its token comes
-    /// when they do.
+    /// Returns whether others wait for a buffer while its peer does not read. If not now, its token
+    /// comes when they do.
     pub(crate) fn is_in_the_way(&self) -> bool {
         self.stream.pool.is_scarce(&self.stream.shared)
     }
@@ -215,7 +215,7 @@ impl Store {
         self.stream.blocks.left() + filling as u64
     }
 
-    /// As [`Fetch::stop`].
+    /// Like [`Fetch::stop`].
     pub(crate) fn stop(&mut self) {
         self.stream.stop();
         self.filling = None;

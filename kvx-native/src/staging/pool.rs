@@ -169,7 +169,7 @@ impl Pool {
         ask_again(queue);
     }
 
-    /// Whether others wait for a buffer; if not, `stream` is woken once they do.
+    /// Returns whether others wait for a buffer; if not, `stream` is woken once they do.
     pub(super) fn is_scarce(&self, stream: &Arc<SharedStream>) -> bool {
         let mut state = self.state.lock();
         if !state.queue.is_empty() {

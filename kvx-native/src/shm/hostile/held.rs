@@ -155,7 +155,7 @@ fn shaken(machine: &mut Machine) -> Raw {
     raw
 }
 
-/// Whether it gets an answer, within a second.
+/// Returns whether it gets an answer, within a second.
 fn is_served(machine: &mut Machine, raw: &Raw) -> bool {
     let begun = Instant::now();
     let asked = raw.say(&Shared::Ping.encode()).is_ok();

@@ -72,7 +72,7 @@ fn step(pair: &mut Pair) {
     }
 }
 
-/// Whether files are lost, and what the run ends with.
+/// Returns whether files are lost, and what the run ends with.
 fn drawn(random: &mut Random) -> (bool, Fate) {
     (random.below(4) == 0, FATES[random.below(FATES.len())])
 }

@@ -10,7 +10,7 @@ use crate::shm::progress::Command;
 use crate::shm::shared_link::SharedLink;
 
 impl Pair {
-    /// Whether nothing is under way.
+    /// Returns whether nothing is under way.
     pub(super) fn is_idle(&self) -> bool {
         let is_open = |place: &Place| place.revoked.is_none();
         self.told.is_empty()
@@ -22,7 +22,7 @@ impl Pair {
             })
     }
 
-    /// Whether neither end has a connection.
+    /// Returns whether neither end has a connection.
     pub(super) fn is_apart(&self) -> bool {
         self.initiator.machine.connections.is_empty() && self.owner.machine.connections.is_empty()
     }

@@ -104,7 +104,7 @@ pub(super) fn break_next() {
     STATE.with_borrow_mut(|state| state.fault_injection = true);
 }
 
-/// Whether that is still to come.
+/// Returns whether that is still to come.
 pub(super) fn will_break() -> bool {
     STATE.with_borrow(|state| state.fault_injection)
 }

@@ -35,7 +35,7 @@ pub(super) struct Inbox {
 }
 
 impl Inbox {
-    /// Whether the notification of this number has come.
+    /// Returns whether the notification of this number has come.
     pub(super) fn has(&self, number: u64) -> bool {
         self.notifications.lock().expect("no test has failed").contains(&number)
     }

@@ -389,7 +389,7 @@ impl Pair {
         self.settle();
     }
 
-    /// Whether the owner has been asked for a write, or is about to be.
+    /// Returns whether the owner has been asked for a write, or is about to be.
     fn has_begun(&self, at: usize) -> bool {
         let Some(posted) = &self.slots[at].posted else { return false };
         let mut connections = self.initiator.machine.connections.iter();

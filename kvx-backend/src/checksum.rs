@@ -1,22 +1,23 @@
-//! A checksum behind the bytes of a native library's own formats, which travel in kvx's metadata.
+//! A checksum behind bytes in a native library's own formats, which kvx's metadata carries.
 //!
 //! Libraries trust addresses and keys: altered ones lead to other memory of the peer, or end the
-//! process. The checksum finds what was altered on its way. It is no proof of who wrote the bytes:
-//! against a peer that means harm the library's isolation holds, or nothing
-//! ([`Isolation`](kvx_core::Isolation)).
+//! process. The checksum detects accidental changes. It does not prove who wrote the bytes: against
+//! a hostile peer only the library's isolation helps ([`Isolation`](kvx_core::Isolation)).
 
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Result};
 
-/// Adds the checksum.
+/// Appends the checksum.
 pub fn append(mut bytes: Vec<u8>) -> Vec<u8> {
     let sum = fnv1a(&bytes);
     bytes.put_u64(sum);
     bytes
 }
 
-/// The bytes without their checksum; `what` they are is part of the error. Errors: `Malformed` for
-/// bytes that are not what [`append`] made.
+/// Verifies and removes the checksum; `what` names the bytes in the error.
+///
+/// # Errors
+/// `Malformed` if the checksum does not match.
 pub fn strip<'a>(what: &'static str, sealed: &'a [u8]) -> Result<&'a [u8]> {
     let mut reader = Reader::new(what, sealed);
     let bytes = reader.bytes(sealed.len().saturating_sub(8))?;
@@ -38,7 +39,7 @@ pub fn check_form(backend: &'static str, what: &str, found: u8, known: u8) -> Re
     Err(Error::new(ErrorKind::Incompatible, why).with_backend(backend))
 }
 
-/// FNV-1a.
+/// Returns the 64-bit FNV-1a hash.
 pub fn fnv1a(bytes: &[u8]) -> u64 {
     let step = |sum: u64, byte: &u8| (sum ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, step)

@@ -1,5 +1,5 @@
-//! What the fuzz targets call: any bytes, no panic; what was accepted is written as bytes that mean
-//! the same, and nobody is let in by less than the proof.
+//! Fuzz targets: no bytes may cause a panic, accepted messages encode to bytes with the same
+//! meaning, and no peer is admitted without the proof.
 
 use kvx_core::transport::{Events, Full, LinkState};
 use kvx_core::{Identity, Incarnation, Invitation, LinkId, Secret, Sender};
@@ -27,8 +27,8 @@ pub fn messages(bytes: &[u8]) {
     }
 }
 
-/// A handshake of two agents between which somebody alters what is said. The first byte says what
-/// both have; then come the changes.
+/// A handshake of two agents whose messages are altered in between. The first byte selects the keys
+/// of both; the changes follow.
 pub fn handshake(bytes: &[u8]) {
     let Some((flags, changes)) = bytes.split_first() else { return };
     let keys = |invitation: u8, has_secret: bool| {
@@ -82,8 +82,8 @@ pub fn handshake(bytes: &[u8]) {
     }
 }
 
-/// The message of this number, of so many, with the changes that are meant for it. A change has
-/// three bytes: of which message and how, where, and by what.
+/// Applies the changes for message `number` of `count`. A change has three bytes: which message and
+/// how, where, and by what.
 pub fn alter(changes: &[u8], (number, count): (u8, u8), message: &[u8]) -> Vec<u8> {
     let mut message = message.to_vec();
     for [of, at, by] in changes.as_chunks::<3>().0.iter().filter(|[of, ..]| of % count == number) {
@@ -97,7 +97,7 @@ pub fn alter(changes: &[u8], (number, count): (u8, u8), message: &[u8]) -> Vec<u
     message
 }
 
-/// Settles what a turn has settled, for the fuzz targets of transports.
+/// Delivers the outcome of a turn, for the fuzz targets of transports.
 pub fn deliver(outbox: &mut Outbox) {
     struct Nobody;
     impl Events for Nobody {
@@ -110,7 +110,7 @@ pub fn deliver(outbox: &mut Outbox) {
     deliver_to(outbox, &Nobody);
 }
 
-/// The same; links are told of here.
+/// Like [`deliver`], to these `events`.
 pub fn deliver_to(outbox: &mut Outbox, events: &dyn Events) {
     outbox.deliver(events);
 }

@@ -1,5 +1,5 @@
-//! Names the process of a peer on this host and watches for its end, which proves that it holds
-//! nothing any more.
+//! Identifies the process of a peer on this host and watches for its end, which proves that it
+//! holds nothing any more.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,20 +12,20 @@ use rustix::process::{Pid, PidfdFlags};
 use kvx_core::wire::{Reader, Writer};
 use kvx_core::{Error, ErrorKind, Result};
 
-/// A process, as it says of itself.
+/// The identity that a process states of itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessId {
-    /// The kernel's run; zeros: not known.
+    /// The boot id of the kernel; zeros: unknown.
     boot: [u8; 16],
-    /// The namespace of its number.
+    /// The namespace of the process number.
     namespace: u64,
     number: u32,
-    /// The start of the process, in the kernel's ticks: numbers are used again.
+    /// The start of the process, in the kernel's ticks, as numbers are used again.
     started: u64,
 }
 
 impl ProcessId {
-    /// This process.
+    /// Returns the identity of this process.
     pub fn current() -> Self {
         let ((boot, namespace), number) = (host_identity().unwrap_or_default(), std::process::id());
         ProcessId {
@@ -36,7 +36,7 @@ impl ProcessId {
         }
     }
 
-    /// Appends what [`decode`](ProcessId::decode) reads.
+    /// Appends the encoded identity.
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.put(&self.boot);
         out.put_u64(self.namespace);
@@ -44,7 +44,10 @@ impl ProcessId {
         out.put_u64(self.started);
     }
 
-    /// Reads a process that a peer has told. Errors: `Malformed`.
+    /// Decodes a peer's identity.
+    ///
+    /// # Errors
+    /// `Malformed`.
     pub fn decode(reader: &mut Reader<'_>) -> Result<Self> {
         Ok(ProcessId {
             boot: reader.array()?,
@@ -54,7 +57,7 @@ impl ProcessId {
         })
     }
 
-    /// True if it is, or was, a process of this system and namespace.
+    /// Returns whether it is, or was, a process of this system and namespace.
     pub fn is_local(&self) -> bool {
         host_identity().is_ok_and(|host| self.is_process_of(host))
     }
@@ -64,8 +67,11 @@ impl ProcessId {
         known && (self.boot, self.namespace) == host
     }
 
-    /// Watches for its end; `None` if it is no process of this host or has ended. Errors:
-    /// `Exhausted`: this process has no descriptor to look with.
+    /// Watches for the end of the process. Returns `None` if it is no process of this host or has
+    /// ended.
+    ///
+    /// # Errors
+    /// `Exhausted`: this process has no descriptor to watch with.
     pub fn watch(&self) -> Result<Option<ProcessWatch>> {
         let short = |cause: io::Error| {
             let why =
@@ -89,8 +95,8 @@ impl ProcessId {
     }
 }
 
-/// The kernel's run and the namespace of this process's number. Errors: no descriptor to read it
-/// with.
+/// Returns the boot id and the namespace of this process's number. Errors: no descriptor to read
+/// them with.
 fn host_identity() -> io::Result<([u8; 16], u64)> {
     static HOST: OnceLock<([u8; 16], u64)> = OnceLock::new();
     if let Some(host) = HOST.get() {
@@ -102,7 +108,7 @@ fn host_identity() -> io::Result<([u8; 16], u64)> {
     Ok(*HOST.get_or_init(|| (boot, namespace)))
 }
 
-/// What a file of the kernel says; `None`: it says nothing. Errors: no descriptor to read it with.
+/// Reads a file of the kernel; `None` if it cannot be read. Errors: no descriptor to read it with.
 fn read_kernel_file(file: &str) -> io::Result<Option<String>> {
     match std::fs::read_to_string(file) {
         Ok(text) => Ok(Some(text)),
@@ -113,13 +119,13 @@ fn read_kernel_file(file: &str) -> io::Result<Option<String>> {
     }
 }
 
-/// The start of a process.
+/// Returns the start of a process.
 fn start_time(number: u32) -> io::Result<Option<u64>> {
     stat_field(number, 19)
 }
 
-/// A field of what the kernel tells of a process, counted from its state. Errors: no descriptor to
-/// read it with.
+/// Returns a field of `/proc/PID/stat`, counted from the state. Errors: no descriptor to read it
+/// with.
 fn stat_field(number: u32, at: usize) -> io::Result<Option<u64>> {
     let Some(stat) = read_kernel_file(&format!("/proc/{number}/stat"))? else { return Ok(None) };
     // The name, in parentheses, may hold anything.
@@ -127,10 +133,10 @@ fn stat_field(number: u32, at: usize) -> io::Result<Option<u64>> {
     Ok(after.and_then(|after| after.split_ascii_whitespace().nth(at)?.parse().ok()))
 }
 
-/// The kernel's flag for a process whose end has begun.
+/// The kernel's flag `PF_EXITING`, of a process whose end has begun.
 const EXITING: u64 = 4;
 
-/// A process of this host.
+/// A watch on a process of this host.
 #[derive(Debug)]
 pub struct ProcessWatch {
     pidfd: OwnedFd,
@@ -138,20 +144,21 @@ pub struct ProcessWatch {
 }
 
 impl ProcessWatch {
-    /// Readable once it has ended.
+    /// Returns a descriptor that is readable once the process has ended.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()
     }
 
-    /// True if all of it has ended.
+    /// Returns whether all threads of the process have ended.
     pub fn has_ended(&self) -> bool {
         let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         matches!(rustix::event::poll(&mut fds, Some(&now)), Ok(1))
     }
 
-    /// True if it has ended, or is about to: its memory goes first, and what reaches for it fails
-    /// before the end is seen. Who cannot look sees the end only.
+    /// Returns whether the process has ended or is about to: its memory is freed first, and
+    /// accesses to it fail before the end is visible. Without a descriptor to look with, only the
+    /// end itself is seen.
     pub fn is_exiting(&self) -> bool {
         let exits = |flags: Option<u64>| flags.is_none_or(|flags| flags & EXITING != 0);
         self.has_ended() || stat_field(self.number, 6).is_ok_and(exits)

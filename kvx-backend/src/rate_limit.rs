@@ -1,20 +1,20 @@
-//! Warnings that strangers can cause as often as they like.
+//! Log lines that unauthenticated peers can cause as often as they like.
 
 use std::time::{Duration, Instant};
 
-/// The least time between two of them.
+/// The least time between two lines.
 const APART: Duration = Duration::from_secs(10);
 
-/// Lets through one warning in ten seconds.
+/// Lets one log line through in ten seconds, and counts the others.
 #[derive(Debug, Default)]
 pub struct RateLimited {
     last: Option<Instant>,
-    /// Those that were held back since.
+    /// The lines that were held back since.
     held_back: u64,
 }
 
 impl RateLimited {
-    /// Warns, unless it has just done so.
+    /// Calls `log`, unless it has just done so.
     pub fn log(&mut self, log: impl FnOnce()) {
         let now = Instant::now();
         if self.last.is_some_and(|last| now < last + APART) {

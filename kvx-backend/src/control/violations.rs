@@ -1,5 +1,6 @@
-//! What an initiator may not say, for tests: those of this room see without a socket that it ends a
-//! link, those of each backend that the backend asks this room, and goes on with others.
+//! Violations of the protocol by an initiator, for tests. The tests of this module check, without a
+//! socket, that each ends a link; the tests of each backend check that the backend uses this module
+//! and continues with other peers.
 
 use kvx_core::{ErrorKind, Identity, Incarnation, Invitation, RegionId, RegionKey, Result, Secret};
 
@@ -21,7 +22,7 @@ pub enum HandshakeStage {
     Up,
 }
 
-/// Something that ends a link.
+/// A violation that ends a link.
 #[derive(Debug)]
 pub struct Violation {
     /// Names it in the message of a failed test.
@@ -30,13 +31,13 @@ pub struct Violation {
     pub stage: HandshakeStage,
     /// Its messages. With the last one at the latest, the link has ended.
     pub messages: Vec<Vec<u8>>,
-    /// The error with which a target refuses it that can answer anybody.
+    /// The error that a target answers with, if it can answer unauthenticated peers.
     pub refusal: Option<ErrorKind>,
 }
 
-/// Each kind of violation once, toward a target that invites by this, has a region of this number
-/// and key, has not granted it, and has room for fewer than eight notifications. `rest` is what the
-/// transport says with a hello: that of a stranger is as good as any.
+/// Returns each kind of violation once, for a target with this invitation and a region of this
+/// number and key, which it has not granted, and with capacity for fewer than eight notifications.
+/// `rest` is the transport's part of a hello.
 pub fn violations(
     invitation: &Invitation,
     rest: &[u8],
@@ -108,8 +109,7 @@ pub fn violations(
     Ok(violations.into_iter().map(violation).collect())
 }
 
-/// A stranger's greeting by this invitation, and its first message; `rest` is what its transport
-/// says with it.
+/// Returns an initiator with this invitation, and its hello; `rest` is the transport's part of it.
 pub fn greet(
     invitation: &Invitation,
     secret: Option<&Secret>,
@@ -118,7 +118,7 @@ pub fn greet(
     greet_as("stranger", invitation, secret, rest)
 }
 
-/// The same of another name.
+/// Like [`greet`], with a name.
 pub fn greet_as(
     name: &str,
     invitation: &Invitation,
@@ -130,7 +130,7 @@ pub fn greet_as(
     Ok((greeting, ControlMessage::Hello { versions: VERSIONS, body: &body }.encode()))
 }
 
-/// The message that proves the greeting which was welcomed by this one. Errors: it is no welcome to
+/// Returns the message that proves the initiator after its welcome. Errors: it is no welcome for
 /// it.
 pub fn prove(greeting: &Greeting, welcome: &[u8]) -> Result<Vec<u8>> {
     let ControlMessage::Welcome { version, body } = ControlMessage::decode(welcome)? else {
@@ -140,8 +140,8 @@ pub fn prove(greeting: &Greeting, welcome: &[u8]) -> Result<Vec<u8>> {
     Ok(ControlMessage::Confirm { proof }.encode())
 }
 
-/// Any message to a target, one in four with an altered byte. Every other one is of `own`, where a
-/// transport has messages of its own. `below` draws a number below another one.
+/// Returns a random message to a target, one in four with an altered byte. Every other one is of
+/// `own`, where a transport has messages of its own. `below` draws a number below another one.
 pub fn random_message(
     mut below: impl FnMut(usize) -> usize,
     id: RegionId,

@@ -1,4 +1,5 @@
-//! Whoever reaches a library's own port, for tests: says hellos by hand, over a library of its own.
+//! A peer that reaches a library's port without authentication, for tests: sends hand-made hellos
+//! over a library of its own.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,7 +23,7 @@ use crate::process::ProcessId;
 /// How long the library may take for a frame.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What a library is opened with for nobody's agent.
+/// Returns a context to open a library without an agent.
 pub fn context(options: Options) -> Context {
     Context {
         agent: stranger(),
@@ -35,12 +36,12 @@ pub fn context(options: Options) -> Context {
     }
 }
 
-/// Greets `owner` for so long, some 20,000 times a second: with every byte of the address altered
-/// under a fresh checksum, by `wrong` in the place of the secret, which would end a process that
-/// parses it; and with every byte of a true hello altered but its proofs. Says how many hellos that
-/// were.
+/// Sends hellos to `owner` for `time`, some 20,000 a second: with every byte of the address altered
+/// under a fresh checksum and the secret `wrong`, which would crash a process that parses them; and
+/// with every byte of a valid hello altered except its proofs. Returns the number of hellos.
 ///
-/// Errors: the library's, `TimedOut` if it takes no frame.
+/// # Errors
+/// The library's, or `TimedOut` if it takes no frame.
 pub fn flood_with_hellos<F: Fabric>(
     parts: Parts<F>,
     owner: &Metadata,
@@ -78,8 +79,8 @@ pub fn flood_with_hellos<F: Fabric>(
 }
 
 const TO: EndpointId = EndpointId(1);
-/// So many hellos, and then a pause: without one libfabric's ofi_rxm may read on and on, and give
-/// the owner no turn (kvx-libfabric/DECISIONS.md).
+/// Hellos in a row, and the pause after them: without one libfabric's ofi_rxm may read without end
+/// and starve the owner (kvx-libfabric/DECISIONS.md).
 const BURST: (usize, Duration) = (32, Duration::from_millis(1));
 
 struct HelloSender<F> {
@@ -88,7 +89,7 @@ struct HelloSender<F> {
 }
 
 impl<F: Fabric> HelloSender<F> {
-    /// Says that as the first word of a link of its own.
+    /// Sends a message as the first one of a new link.
     fn say(&mut self, message: &[u8]) -> Result<()> {
         let until = Instant::now() + PATIENCE;
         self.said += 1;

@@ -11,15 +11,15 @@ use kvx_core::{Capabilities, Error, ErrorKind, Identity, LinkId, MemoryKind, Reg
 
 use crate::control::proof::Keys;
 
-/// What a link's handle and the machines share.
+/// The state that a link's handle and the machines share.
 pub(super) struct SharedLink {
     pub(super) id: LinkId,
     pub(super) peer: Identity,
-    /// What we prove ourselves to the peer by; `None` for an agent that is not kvx.
+    /// The keys that authenticate this end to the peer; `None` for an agent that is not kvx.
     pub(super) keys: Option<Keys>,
     /// Lanes whose handshake is not done.
     awaited: AtomicUsize,
-    /// What the library knows, once the link is up.
+    /// The library's description and capabilities, once the link is up.
     pub(super) known: Mutex<Option<(String, Arc<Capabilities>)>>,
     /// Set when it is gone.
     pub(super) gone: OnceLock<Error>,
@@ -31,12 +31,12 @@ impl SharedLink {
         SharedLink { id, peer, keys, awaited, known: Mutex::new(None), gone: OnceLock::new() }
     }
 
-    /// A lane is up. Says whether all of them are now.
+    /// Notes that a lane is up. Returns whether all of them are now.
     pub(super) fn lane_up(&self) -> bool {
         self.awaited.fetch_sub(1, Ordering::AcqRel) == 1
     }
 
-    /// Why nothing goes over this link any more.
+    /// Returns why the link cannot be used any more.
     pub(super) fn gone(&self) -> Error {
         self.gone
             .get()
@@ -45,14 +45,14 @@ impl SharedLink {
     }
 }
 
-/// A region of the peer as this link knows it. The machine holds what was made of it, under this
+/// A region of the peer as this link knows it. The machine keeps the library's access, under this
 /// number.
 pub(super) struct Import {
     pub(super) number: u64,
     pub(super) what: RemoteMemory,
 }
 
-/// What is imported.
+/// The memory that an import names.
 pub(super) enum RemoteMemory {
     Region { id: RegionId, key: RegionKey, len: u64, kind: MemoryKind, export: Box<[u8]> },
     Foreign(ForeignRange),
@@ -60,7 +60,7 @@ pub(super) enum RemoteMemory {
 
 impl RemoteRegion for Import {}
 
-/// The handle that a plan's remote side keeps.
+/// Returns the import behind the remote region of a plan.
 pub(super) fn import_of(region: &Arc<dyn RemoteRegion>) -> Option<&Import> {
     let any: &dyn Any = &**region;
     any.downcast_ref()

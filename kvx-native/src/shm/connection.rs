@@ -1,4 +1,4 @@
-//! One control socket and all that hangs on it, on both ends.
+//! A connection: one control socket and its state, on both ends.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::os::fd::AsFd;
@@ -30,47 +30,47 @@ use crate::described::{Described, Side};
 /// The most messages that wait for a peer to read them; one that lets more pile up is cut off.
 const MAX_QUEUED: usize = 64 << 10;
 
-/// What a region that a peer lends costs here, about: its entry, and its mapping.
+/// The approximate cost of a region that a peer lends: its entry and its mapping.
 const LENT: usize = 256;
 
-/// What tells one peer from another where memory is counted.
+/// The peer for which memory is counted.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum HeldBytesOwner {
-    /// Its process, as the kernel says.
+    /// The process that the kernel names.
     Process(i32),
-    /// Of a process in another namespace, which has no number here: what it says itself.
+    /// The identity that a process in another namespace claims, which has no number here.
     Claimed(Identity),
 }
 
-/// Where a connection stands.
+/// The phase of a connection.
 #[derive(Debug)]
 pub(crate) enum Phase {
     /// The handshake is to be done by then.
     Hello(Instant),
     Up,
-    /// We hold nothing of the peer and send no more, but the peer has not proven yet that it holds
-    /// nothing of ours.
+    /// This end holds nothing of the peer and sends no more, but the peer has not proven yet that
+    /// it holds nothing of this end.
     Leaving,
 }
 
 /// How a connection ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum End {
-    /// The other end is known to hold nothing of ours: its process has ended, or it has said that
-    /// it sends no more, which it does last of all.
+    /// The other end certainly holds nothing of this end: its process has ended, or it has shut
+    /// down its sending side, which it does last of all.
     Proven,
-    /// We end it; what the other end holds, it holds until it sees that.
+    /// This end closes it; the other end holds what it holds until it notices.
     Ours,
 }
 
-/// A link that waits for room in the peer's queue of clients.
+/// A link that waits for space in the peer's queue of clients.
 pub(crate) struct Connecting {
     pub(crate) link: Arc<SharedLink>,
     pub(crate) socket: Vec<u8>,
     pub(crate) until: Instant,
 }
 
-/// A packet that waits for room in the socket.
+/// A packet that waits for space in the socket.
 struct Packet {
     bytes: Vec<u8>,
     /// The memory whose file goes with it.
@@ -78,7 +78,7 @@ struct Packet {
 }
 
 impl Packet {
-    /// What keeping it takes.
+    /// Returns the memory that it takes.
     fn cost(&self) -> usize {
         self.bytes.capacity() + ENTRY_OVERHEAD
     }
@@ -95,20 +95,20 @@ pub(crate) struct Connection {
     pub(crate) socket: Private,
     pub(crate) process: Arc<PeerProcess>,
     pub(crate) phase: Phase,
-    /// Ours, until it is answered.
+    /// The greeting of this end, until it is answered.
     pub(crate) greeting: Option<Greeting>,
-    /// What the peer has to prove before the connection is up.
+    /// The claim that the peer must prove before the connection is up.
     pub(crate) awaited: Option<Claim>,
     /// The link it carries; `None` on the target's side.
     pub(crate) link: Option<Arc<SharedLink>>,
-    /// Who is at the other end, once the handshake has told.
+    /// The identity of the other end, once the handshake has named it.
     pub(crate) peer: Option<Identity>,
     pub(crate) silence: Silence,
     queue: VecDeque<Packet>,
     queued_bytes: usize,
     asked_for_room: bool,
-    /// The kernel takes no more files now, though there is room for bytes: no event tells when it
-    /// does.
+    /// The kernel takes no more files now, though it has space for bytes: no event reports when it
+    /// does again.
     pub(crate) crowded: bool,
     token: u64,
     /// The other end does not read any more; what it has sent is still to be read.
@@ -116,32 +116,32 @@ pub(crate) struct Connection {
     /// The kernel refuses to send; noticed where the connection cannot be ended at once.
     pub(crate) broken: Option<Error>,
 
-    /// Regions of ours that the peer was granted or lent, and has not released.
+    /// Local regions that the peer was granted or lent, and has not released.
     pub(crate) granted: GrantedRegions,
-    /// Regions of the peer that we read from.
+    /// Regions of the peer that this end reads from.
     pub(crate) imports: ImportedRegions<Arc<Import>, (PeerRegion, Arc<Import>)>,
     /// The peer's process for reads that pass the machine by; made when first needed.
     pub(crate) watched: Option<Arc<PeerWatch>>,
     /// Windows that are shut, and through which posters may still copy.
     busy_windows: Vec<(RegionId, Arc<Import>)>,
-    /// Regions that the peer takes back as soon as nobody else here reads them any more.
+    /// Regions that the peer revokes, to be released when no copy here reads them any more.
     pub(crate) releasing: HashSet<RegionId>,
-    /// Whether it was told that we send no more.
+    /// The sending side is shut down.
     pub(crate) finished: bool,
     /// Transfers that wait for them.
     pub(crate) waiting: Vec<PendingTransfer>,
-    /// Writes that the peer pulls from us.
+    /// Writes that the peer pulls from this end.
     pub(crate) writes: Writes,
     pub(crate) to_peer: NoticesToPeer,
 
-    /// Regions that the peer lent us, to pull its writes from.
+    /// Regions that the peer lent to this end, to pull its writes from.
     pub(crate) lent: HashMap<RegionId, Result<PeerRegion>>,
     /// Parts of the peer's writes that are not done.
     pub(crate) pulls: usize,
-    /// What keeping those takes, and those that nobody waits for any more.
+    /// The memory that they take, including those whose answer nobody awaits any more.
     pub(crate) pulls_bytes: usize,
     pub(crate) from_peer: NoticesFromPeer,
-    /// What is counted as held for its peer.
+    /// The amount counted as held for its peer.
     counted: usize,
 }
 
@@ -186,7 +186,7 @@ impl Connection {
         }
     }
 
-    /// Puts it on the readiness queue.
+    /// Adds it to the readiness queue.
     pub(crate) fn watch(
         &mut self,
         poller: &Poller,
@@ -201,7 +201,7 @@ impl Connection {
         }
     }
 
-    /// Takes it off, also where a forked child of ours keeps the descriptors open.
+    /// Removes it from the readiness queue, also where a forked child keeps the descriptors open.
     pub(crate) fn unwatch(&self, poller: &Poller) {
         poller.remove(self.socket.as_fd());
         if let Some(life) = self.process.life() {
@@ -209,8 +209,8 @@ impl Connection {
         }
     }
 
-    /// A granted region as posters may see it; `None` when the process cannot be watched from
-    /// there.
+    /// Returns a granted region as posters may see it; `None` when they could not watch the
+    /// process.
     pub(crate) fn window(&mut self, held: &PeerRegion) -> Option<Window> {
         let place = held.place.clone();
         match place.method {
@@ -242,12 +242,13 @@ impl Connection {
         self.busy_windows.iter().any(|(looked, _)| id.is_none_or(|id| id == *looked))
     }
 
-    /// Returns whether that was so when it was last asked.
+    /// Returns the answer to that when it was last asked.
     pub(crate) fn had_busy_windows(&self) -> bool {
         !self.busy_windows.is_empty()
     }
 
-    /// Returns whether what was copied until now is the peer's memory, and not what became of it.
+    /// Returns whether the bytes copied until now came from the peer's memory, and not from a
+    /// successor's.
     pub(crate) fn peer_lives(&self) -> bool {
         self.process.still_behind(self.socket.as_fd())
     }
@@ -265,18 +266,18 @@ impl Connection {
         self.imports.awaits_answer() || self.to_peer.awaits_answer() || !self.writes.is_empty()
     }
 
-    /// Notes whether an answer is awaited, after what is in flight changed. Says when, if that
-    /// began just now.
+    /// Notes whether an answer is awaited, after the work in flight changed. Returns the time if
+    /// that has just begun.
     pub(crate) fn note_awaiting(&mut self) -> Option<Instant> {
         self.silence.note(self.awaits(), Instant::now)
     }
 
-    /// Queues a message, and sends what the socket takes.
+    /// Queues a message, and sends as much as the socket takes.
     pub(crate) fn send<'a>(&mut self, poller: &Poller, message: impl Into<Message<'a>>) {
         self.send_with(poller, message, None);
     }
 
-    /// The same, with the file of a pool.
+    /// Like [`send`](Self::send), with the file of a pool.
     pub(crate) fn send_with<'a>(
         &mut self,
         poller: &Poller,
@@ -294,7 +295,7 @@ impl Connection {
         }
     }
 
-    /// Packets that wait for room.
+    /// Returns the number of packets that wait for space.
     pub(crate) fn queued(&self) -> usize {
         self.queue.len()
     }
@@ -307,7 +308,8 @@ impl Connection {
         Err(error(ErrorKind::Exhausted, format!("the peer has left {MAX_QUEUED} messages unread")))
     }
 
-    /// Whose memory it counts as; `None`: we began it, or nobody knows yet.
+    /// Returns the peer that its memory is counted for; `None` if this end began it, or the peer is
+    /// unknown yet.
     pub(crate) fn held_bytes_owner(&self) -> Option<HeldBytesOwner> {
         match (&self.link, &self.peer) {
             (Some(_), _) => None,
@@ -322,7 +324,7 @@ impl Connection {
         self.counted > 0 && !self.is_leaving() && self.held_bytes_owner().as_ref() == Some(owner)
     }
 
-    /// Counts what its peer has us hold now. Errors: `Exhausted` for one that goes too far.
+    /// Counts the memory held for its peer now. Errors: `Exhausted` for a peer that holds too much.
     pub(crate) fn note_held(&mut self, held: &mut HeldBytes<HeldBytesOwner>) -> Result<()> {
         let lent = self.lent.len() * LENT;
         let bytes = self.from_peer.held() + self.queued_bytes + self.pulls_bytes + lent;
@@ -332,20 +334,20 @@ impl Connection {
         self.held_bytes_owner().map_or(Ok(()), |owner| held.note(&owner, &mut self.counted, bytes))
     }
 
-    /// It goes, and all that was held for it.
+    /// Stops counting it: the connection ends.
     pub(crate) fn release_held(&mut self, held: &mut HeldBytes<HeldBytesOwner>) {
         if let Some(owner) = self.held_bytes_owner() {
             held.note(&owner, &mut self.counted, 0).ok(); // too much for the others of this peer is seen with them
         }
     }
 
-    /// Forgets what was not sent.
+    /// Drops the packets that were not sent.
     pub(crate) fn clear_queue(&mut self) {
         self.queue.clear();
         self.queued_bytes = 0;
     }
 
-    /// Sends what the socket takes.
+    /// Sends as much as the socket takes.
     pub(crate) fn flush(&mut self, poller: &Poller) {
         self.crowded = false;
         while let Some(packet) = self.queue.front() {
@@ -407,7 +409,7 @@ impl Connection {
         self.writes.start(id, plan, done);
     }
 
-    /// Sends the parts that there is room for. Hands out the writes that have settled.
+    /// Sends the parts that the window allows. Appends the writes that have settled.
     pub(crate) fn pump(&mut self, poller: &Poller, settled: &mut Vec<Settled>) {
         while self.queued() < WINDOW {
             match self.writes.next_part() {

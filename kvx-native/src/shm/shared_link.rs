@@ -10,20 +10,20 @@ use super::error::error;
 use super::memory::Reach;
 use super::window::Shutter;
 
-/// What the handshake found out about foreign memory: whether each side can read the other's.
+/// The handshake's result for foreign memory: whether each side can read the other's.
 #[derive(Debug)]
 pub(crate) struct Reachability {
-    /// Whether we can read the peer's.
+    /// This end can read the peer's memory, or why not.
     pub(crate) ours: Result<()>,
-    /// Whether the peer can read ours.
+    /// The peer can read this end's memory, or why not.
     pub(crate) theirs: Result<()>,
 }
 
-/// What a link's handle and the machine share.
+/// The state that a link's handle and the machine share.
 pub(crate) struct SharedLink {
     pub(crate) id: LinkId,
     pub(crate) peer: Identity,
-    /// What we prove ourselves to the peer by.
+    /// The keys that authenticate this end to the peer.
     pub(crate) keys: Keys,
     /// Set before the link is reported up.
     pub(crate) reachability: OnceLock<Reachability>,
@@ -32,14 +32,13 @@ pub(crate) struct SharedLink {
 }
 
 impl SharedLink {
-    /// Why nothing goes over this link any more.
+    /// Returns why the link cannot be used any more.
     pub(crate) fn gone(&self) -> Error {
         self.gone.get().cloned().unwrap_or_else(|| error(ErrorKind::Closed, "the link is not up"))
     }
 }
 
-/// A region of the peer as this link knows it. The machine holds what it was granted, under this
-/// number.
+/// A region of the peer as this link knows it. The machine keeps the grant, under this number.
 #[derive(Debug)]
 pub(crate) struct Import {
     pub(crate) number: u64,

@@ -29,7 +29,7 @@ impl Work {
         }
     }
 
-    /// Ends it; nobody here waits for a pull.
+    /// Ends it; a pull has no ticket here.
     pub(crate) fn settle(self, reason: Error, out: &mut Outbox) {
         if let Work::Read(read) = self {
             out.settle(read.done, Err(reason));
@@ -66,10 +66,10 @@ pub(crate) struct Pull {
     pub(crate) targets: Vec<u64>,
     /// The peer's regions that it reads from.
     pub(crate) from: Vec<RegionId>,
-    /// Our regions that it writes to, and what keeps them.
+    /// Local regions that it writes to, and their memory.
     pub(crate) into: Vec<(RegionId, Arc<Memory>)>,
     pub(crate) left: u64,
-    /// What keeping it takes.
+    /// The memory that it takes.
     pub(crate) cost: usize,
 }
 
@@ -82,7 +82,7 @@ impl Pull {
         self.into.iter().any(|(into, _)| *into == id)
     }
 
-    /// The same for another to do.
+    /// Turns it into a flight, for a device or a thread to do.
     pub(crate) fn flight(self, mover: Mover) -> (FlightPurpose, Load) {
         let Pull { write, pieces, places, from, into, left, cost, .. } = self;
         let (into, targets) = into.into_iter().unzip();

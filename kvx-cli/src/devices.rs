@@ -20,7 +20,7 @@ pub(crate) struct Arguments {
 /// Runs the command. Errors: why there are none, of each maker.
 pub(crate) fn run(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let devices = all()?;
-    let abouts = devices.iter().map(|device| device.about());
+    let abouts = devices.iter().map(|device| device.info());
     if arguments.json {
         let rows: Value = abouts
             .map(|about| {

@@ -1,6 +1,6 @@
 //! Grids recognised in lists of copies: fewer and larger calls for the driver.
 
-use super::driver::Rows;
+use crate::driver::Rows;
 use kvx_core::memory::Hop;
 
 /// Fewer rows than this are copied one by one.

@@ -7,11 +7,13 @@ use std::os::fd::AsRawFd;
 use std::sync::{Arc, OnceLock};
 
 use super::copies::merged;
-use super::driver::{CopyDirection, DeviceInfo, Driver, Inside, StreamHandle};
 use super::imports::{Handle, Imports, Name};
 use super::kernels::{DeviceGrid, Swap};
-use super::memory::{DevicePoolBuilder, DevicePtr, Exported, Pinned, adopt, in_a_pool, pin};
-use super::thread::{DeviceJob, DeviceThread, PermutedBlocks, Work};
+use super::memory::{DevicePoolBuilder, Exported, adopt, in_a_pool};
+use super::pinned::{Pinned, pin};
+use super::strided::{DevicePtr, StridedBlocks};
+use super::thread::{DeviceJob, DeviceThread, Work};
+use crate::driver::{CopyDirection, DeviceInfo, Driver, StreamHandle};
 use kvx_backend::process::ProcessId;
 use kvx_core::memory::{DeviceAccess, DeviceId, Direction, DmaBuf, Hop, IpcHandle, Piece};
 use kvx_core::sync::Mutex;
@@ -21,7 +23,7 @@ use kvx_core::{Error, ErrorKind, Memory, MemoryKind, Result, Ticket};
 ///
 /// Nothing happens on the device before it is used; the first use makes its context, which takes time and memory.
 pub struct Device {
-    driver: Arc<dyn Driver>,
+    driver: Arc<Driver>,
     pinned: Arc<Pinned>,
     exported: Exported,
     imports: Arc<Imports>,
@@ -31,7 +33,8 @@ pub struct Device {
 
 impl Device {
     /// The machine for the device of a driver. One for each device and process: memory belongs to the one that made it.
-    pub fn new(driver: Arc<dyn Driver>) -> Arc<Self> {
+    pub(crate) fn new(driver: Driver) -> Arc<Self> {
+        let driver = Arc::new(driver);
         Arc::new(Device {
             imports: Imports::new(&driver),
             driver,
@@ -43,8 +46,8 @@ impl Device {
     }
 
     /// What is known of it.
-    pub fn about(&self) -> &DeviceInfo {
-        self.driver.about()
+    pub fn info(&self) -> &DeviceInfo {
+        self.driver.info()
     }
 
     /// A pool for KV cache on this device: other processes can open it and other cards reach it, as far as the device
@@ -117,7 +120,13 @@ impl Device {
     ///
     /// # Safety
     /// All blocks are valid memory until `done` has settled, and those that are written do not overlap others.
-    pub unsafe fn permute(&self, to: &BlocksAt, from: &BlocksAt, swap: Swap, done: Ticket) {
+    pub unsafe fn permute(
+        &self,
+        to: &StridedBlocks,
+        from: &StridedBlocks,
+        swap: Swap,
+        done: Ticket,
+    ) {
         if to.count() != from.count() {
             return done.settle(Err(Error::new(
                 ErrorKind::Invalid,
@@ -128,7 +137,7 @@ impl Device {
                 ),
             )));
         }
-        let work = Work::Permute { to: to.blocks(), from: from.blocks(), count: to.count(), swap };
+        let work = Work::Permute { to: to.clone(), from: from.clone(), swap };
         // SAFETY: the caller's promise.
         unsafe { self.ask(work, [to.base.0, from.base.0].into_iter(), done) };
     }
@@ -150,7 +159,7 @@ impl Device {
         unsafe { self.ask(work, addresses, done) };
     }
 
-    pub(super) fn driver(&self) -> &Arc<dyn Driver> {
+    pub(super) fn driver(&self) -> &Arc<Driver> {
         &self.driver
     }
 
@@ -206,55 +215,18 @@ impl Device {
     }
 }
 
-/// The blocks of one side of a [permutation](Device::permute): at `base + index * stride`.
-#[derive(Clone, Debug)]
-pub struct BlocksAt {
-    /// Where block 0 begins.
-    pub base: DevicePtr,
-    /// From block to block.
-    pub stride: u64,
-    /// Which, in which order.
-    pub chosen: Chosen,
-}
-
-/// Which blocks of a side.
-#[derive(Clone, Debug)]
-pub enum Chosen {
-    /// The first so many.
-    First(usize),
-    /// These.
-    Indices(Arc<[u32]>),
-}
-
-impl BlocksAt {
-    fn count(&self) -> usize {
-        match &self.chosen {
-            Chosen::First(count) => *count,
-            Chosen::Indices(indices) => indices.len(),
-        }
-    }
-
-    fn blocks(&self) -> PermutedBlocks {
-        let indices = match &self.chosen {
-            Chosen::First(_) => None,
-            Chosen::Indices(indices) => Some(Arc::clone(indices)),
-        };
-        PermutedBlocks { base: self.base.0, stride: self.stride, indices }
-    }
-}
-
 // SAFETY: only the device's thread copies, and it settles a ticket when an event behind its copies is reached.
 unsafe impl DeviceAccess for Device {
     fn kind(&self) -> MemoryKind {
-        self.about().kind
+        self.info().kind
     }
 
     fn device(&self) -> DeviceId {
-        self.about().id
+        self.info().id
     }
 
     fn ordinal(&self) -> u32 {
-        self.about().ordinal
+        self.info().ordinal
     }
 
     fn pinned(&self, len: usize) -> Result<Memory> {
@@ -300,7 +272,7 @@ unsafe impl DeviceAccess for Device {
     }
 
     fn share(&self, address: u64, len: usize) -> Result<IpcHandle> {
-        let _inside = Inside::of(&*self.driver)?;
+        let _inside = self.driver.enter()?;
         let (allocation, whole) = self.around(address, len)?;
         if !whole {
             return Err(Error::new(
@@ -309,7 +281,7 @@ unsafe impl DeviceAccess for Device {
                     "{len} bytes at {address:#x} are several allocations to {}: share them one by one, or make the \
                      pool with \
                      Device::pool",
-                    self.about().driver
+                    self.info().driver
                 ),
             ));
         }
@@ -318,8 +290,8 @@ unsafe impl DeviceAccess for Device {
             Some(file) => Name::Descriptor(file),
             None => Name::Driver(self.driver.share(allocation.start).map_err(|error| {
                 match self.driver.classify(address) {
-                    Ok(pointer) if pointer.pooled => {
-                        in_a_pool(address, self.about().driver).with_source(error)
+                    Ok(pointer) if pointer.is_pooled => {
+                        in_a_pool(address, self.info().driver).with_source(error)
                     }
                     _ => error.with_kind(ErrorKind::Unsupported),
                 }
@@ -354,7 +326,7 @@ unsafe impl DeviceAccess for Device {
         let access = Arc::clone(&self) as Arc<dyn DeviceAccess>;
         if named.owner == ProcessId::current() {
             // Drivers refuse what a process has shared itself; here it is where it always was.
-            let inside = Inside::of(&*self.driver)?;
+            let inside = self.driver.enter()?;
             let allocation = self.driver.allocation(named.base)?;
             drop(inside);
             if allocation != (named.base..named.base.saturating_add(named.len)) {
@@ -369,13 +341,13 @@ unsafe impl DeviceAccess for Device {
             });
         }
         if owner != self.device() {
-            let inside = Inside::of(&*self.driver)?;
+            let inside = self.driver.enter()?;
             let reached = self.driver.reaches(owner)?;
             drop(inside);
             if reached == Some(false) {
                 return Err(self
                     .driver
-                    .cannot("no way to the peer's device: their memory meets on the host"));
+                    .lacks("no way to the peer's device: their memory meets on the host"));
             }
         }
         let (address, all, held) = self.imports.open(&handle.bytes, &named)?;
@@ -387,7 +359,7 @@ unsafe impl DeviceAccess for Device {
     }
 
     fn dma_buf(&self, address: u64, len: usize) -> Result<DmaBuf> {
-        let _inside = Inside::of(&*self.driver)?;
+        let _inside = self.driver.enter()?;
         let (allocation, whole) = self.around(address, len)?;
         let page = rustix::param::page_size() as u64;
         let start = address - address % page;
@@ -410,7 +382,7 @@ unsafe impl DeviceAccess for Device {
 
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let DeviceInfo { driver, name, bus, ordinal, .. } = self.about();
+        let DeviceInfo { driver, name, bus, ordinal, .. } = self.info();
         write!(f, "Device({driver} {ordinal}: {name} at {bus})")
     }
 }

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::driver::{Driver, EventHandle, StreamHandle};
-use super::tables::{KernelTable, Tables};
+use super::kernel_tables::{KernelTable, Tables};
+use crate::driver::{Driver, EventHandle, StreamHandle};
 use kvx_backend::process::ProcessWatch;
 use kvx_core::sync::catch_panic;
 use kvx_core::{Error, ErrorKind, Result, Ticket};
@@ -72,7 +72,7 @@ impl StreamFlights {
     }
 
     /// Takes in what was just put on the stream.
-    pub(super) fn push(&mut self, flight: Flight, driver: &dyn Driver, events: &mut SpareEvents) {
+    pub(super) fn push(&mut self, flight: Flight, driver: &Driver, events: &mut SpareEvents) {
         let mut mark = Mark { event: None, recorded: false, silent: None };
         // An error is met again, and dealt with, by the next look.
         mark.record(self.stream, driver, events).ok();
@@ -82,7 +82,7 @@ impl StreamFlights {
     /// Settles the flights that have ended.
     pub(super) fn look(
         &mut self,
-        driver: &dyn Driver,
+        driver: &Driver,
         events: &mut SpareEvents,
         tables: &mut Tables,
     ) -> StreamLook {
@@ -90,7 +90,7 @@ impl StreamFlights {
         while let Some((_, mark)) = self.flights.front_mut() {
             let reached = mark.record(self.stream, driver, events).and_then(|event| {
                 // SAFETY: the event lives and is recorded.
-                unsafe { driver.reached(event) }
+                unsafe { driver.is_reached(event) }
             });
             let lost = match reached {
                 Ok(false) => {
@@ -98,7 +98,7 @@ impl StreamFlights {
                     return look;
                 }
                 Ok(true) => None,
-                Err(error) if driver.ends_all_work(code(&error)) => {
+                Err(error) if driver.is_fatal(code(&error)) => {
                     look.broken = Some(error);
                     return look;
                 }
@@ -137,7 +137,7 @@ impl Mark {
     fn record(
         &mut self,
         stream: StreamHandle,
-        driver: &dyn Driver,
+        driver: &Driver,
         events: &mut SpareEvents,
     ) -> Result<EventHandle> {
         let event = match self.event {
@@ -158,18 +158,18 @@ impl Mark {
 pub(super) struct SpareEvents(Vec<EventHandle>);
 
 impl SpareEvents {
-    fn take(&mut self, driver: &dyn Driver) -> Result<EventHandle> {
-        self.0.pop().map_or_else(|| driver.event(), Ok)
+    fn take(&mut self, driver: &Driver) -> Result<EventHandle> {
+        self.0.pop().map_or_else(|| driver.create_event(), Ok)
     }
 
     fn give(&mut self, event: Option<EventHandle>) {
         self.0.extend(event);
     }
 
-    pub(super) fn end(&mut self, driver: &dyn Driver) {
+    pub(super) fn end(&mut self, driver: &Driver) {
         for event in self.0.drain(..) {
             // SAFETY: it came from `take`, and no flight has it.
-            if let Err(error) = unsafe { driver.end_event(event) } {
+            if let Err(error) = unsafe { driver.destroy_event(event) } {
                 tracing::debug!(%error, "an event was not destroyed");
             }
         }

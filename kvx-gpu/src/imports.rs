@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 
-use super::driver::{Driver, Inside, Mapped};
+use crate::driver::{Driver, MappedMemory};
 use kvx_backend::process::{ProcessId, ProcessWatch};
 use kvx_core::memory::IpcHandle;
 use kvx_core::sync::Mutex;
@@ -80,7 +80,7 @@ impl Handle {
 
 /// The allocations of other processes that a device has opened.
 pub(super) struct Imports {
-    driver: Arc<dyn Driver>,
+    driver: Arc<Driver>,
     /// Held over calls of the driver, alone: an allocation that is being closed must not be opened at the same time.
     one: Mutex<()>,
     table: Mutex<ImportTable>,
@@ -98,12 +98,12 @@ struct Opened {
     address: u64,
     len: u64,
     /// For what was not opened by the driver's name.
-    mapped: Option<Mapped>,
+    mapped: Option<MappedMemory>,
     owner: Arc<ProcessWatch>,
 }
 
 impl Imports {
-    pub(super) fn new(driver: &Arc<dyn Driver>) -> Arc<Self> {
+    pub(super) fn new(driver: &Arc<Driver>) -> Arc<Self> {
         let (one, table) = (Mutex::new(()), Mutex::new(ImportTable::default()));
         Arc::new(Imports { driver: Arc::clone(driver), one, table, forks: fork::count() })
     }
@@ -121,7 +121,7 @@ impl Imports {
         }
         let owner = Arc::new(self.watch(&handle.owner)?);
         let (address, len, mapped) = {
-            let inside = Inside::of(&*self.driver)?;
+            let inside = self.driver.enter()?;
             let opened = self.map(handle, &owner);
             drop(inside);
             // A driver's error says little of an owner that has ended meanwhile.
@@ -150,7 +150,11 @@ impl Imports {
         })
     }
 
-    fn map(&self, handle: &Handle, owner: &ProcessWatch) -> Result<(u64, u64, Option<Mapped>)> {
+    fn map(
+        &self,
+        handle: &Handle,
+        owner: &ProcessWatch,
+    ) -> Result<(u64, u64, Option<MappedMemory>)> {
         match &handle.name {
             Name::Driver(name) => {
                 let address = self.driver.open(name)?;
@@ -238,7 +242,7 @@ impl Drop for Use {
             table.by_handle.remove(&self.key)
         };
         let Some(opened) = closed else { return };
-        let closed = Inside::of(&**driver).and_then(|_inside| match opened.mapped {
+        let closed = driver.enter().and_then(|_inside| match opened.mapped {
             // SAFETY: opened once, and this was its last use.
             None => unsafe { driver.close(opened.address) },
             // SAFETY: as above.

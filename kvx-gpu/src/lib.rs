@@ -1,11 +1,12 @@
 #![cfg(target_os = "linux")]
 #![doc = include_str!("../README.md")]
-//! GPU memory: one machine for every maker's devices.
+//! GPU memory: one implementation for the devices of every vendor.
 //!
-//! `kvx-cuda` and `kvx-rocm` give a [`Driver`]: the calls of their maker's library for one device, thin. [`Device`]
-//! does everything else once, for both: it is the [`DeviceAccess`](kvx_core::DeviceAccess) that agents take, makes
-//! pools and adopts memory of other programs, recognises grids in lists of copies, settles tickets when events have
-//! come, shares memory between processes and launches the [`kernels`].
+//! `kvx-cuda` and `kvx-rocm` give the data of their vendor's driver, and the few calls that have another form in each
+//! ([`driver`]). Everything else is written once, here: opening and calling the driver, and [`Device`], which is the
+//! [`DeviceAccess`](kvx_core::DeviceAccess) that agents take. It makes pools and adopts memory of other programs,
+//! recognises grids in lists of copies, settles tickets when events are reached, shares memory between processes and
+//! launches the [`kernels`].
 //!
 //! A device has one thread, and only that talks to the device's streams: posting a copy is a push on a queue, the
 //! contexts of the program's own threads stay as they are, and a driver that blocks blocks nobody else. It is asleep
@@ -15,31 +16,23 @@
 //! not wait for what the program has put on streams of its own: wait for that first, with [`Device::after`] or with the
 //! program's own means.
 
-mod compiler;
 mod copies;
 mod device;
-mod driver;
+mod devices;
+pub mod driver;
 mod flights;
 mod imports;
+mod kernel_tables;
 pub mod kernels;
 mod memory;
 #[cfg(test)]
 mod panics;
-mod symbols;
-mod tables;
+mod pinned;
+mod strided;
 mod thread;
 
-pub use compiler::Compiler;
-pub use device::{BlocksAt, Chosen, Device};
-pub use driver::{
-    CopyDirection, Current, DeviceInfo, Driver, EventHandle, FunctionHandle, Mapped, Pointer,
-    PointerPlace, Rows, StreamHandle,
-};
-pub use memory::{DevicePoolBuilder, DevicePtr};
-pub use symbols::symbols;
-
-// What `symbols!` writes into the crates that call it.
-#[doc(hidden)]
-pub use kvx_backend::loader::NativeLibrary;
-#[doc(hidden)]
-pub use kvx_core::Unavailable;
+pub use device::Device;
+pub use devices::Devices;
+pub use driver::{DeviceInfo, StreamHandle};
+pub use memory::DevicePoolBuilder;
+pub use strided::{BlockSelection, DevicePtr, StridedBlocks};

@@ -1,4 +1,4 @@
-//! Memory of a device: pools, adopted pointers, pinned host memory; and what gives each back.
+//! Memory of a device: pools and adopted pointers.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -6,14 +6,11 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::device::Device;
-use super::driver::{Driver, Inside, Mapped, PointerPlace};
+use super::strided::DevicePtr;
 use super::thread::Work;
+use crate::driver::{MappedMemory, PointerPlace};
 use kvx_core::sync::Mutex;
 use kvx_core::{Completion, Deadline, DeviceAccess, Error, ErrorKind, Memory, Result, fork};
-
-/// An address on a device: a `CUdeviceptr` or a `hipDeviceptr_t`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DevicePtr(pub u64);
 
 /// Pools are as long as a multiple of this, and so begin at one: drivers give out smaller memory in parts of such a
 /// page, and of a part no other card can be given a descriptor.
@@ -55,7 +52,7 @@ impl DevicePoolBuilder {
             })?;
         let allocation = {
             let driver = device.driver();
-            let inside = Inside::of(&**driver)?;
+            let inside = driver.enter()?;
             let held = if virtual_memory {
                 let mapped = driver.map(whole)?;
                 let allocation = Allocation::new(&device, Held::Mapped(mapped));
@@ -78,7 +75,7 @@ impl DevicePoolBuilder {
             }
             return Err(error);
         }
-        let id = device.driver().about().id;
+        let id = device.driver().info().id;
         // SAFETY: the memory is the allocation's, which frees it when it is dropped.
         Ok(unsafe {
             Memory::adopt_device(address, len, id, device as Arc<dyn DeviceAccess>, allocation)
@@ -95,7 +92,7 @@ struct Allocation {
 
 enum Held {
     Allocated(u64),
-    Mapped(Mapped),
+    Mapped(MappedMemory),
 }
 
 impl Allocation {
@@ -117,7 +114,7 @@ impl Drop for Allocation {
             return; // a child after fork has no device
         }
         let driver = self.device.driver();
-        let freed = Inside::of(&**driver).and_then(|_inside| match &self.held {
+        let freed = driver.enter().and_then(|_inside| match &self.held {
             // SAFETY: it came from `allocate`, and `Memory` is gone, so nobody uses it any more.
             Held::Allocated(address) => unsafe { driver.free(*address) },
             Held::Mapped(mapped) => {
@@ -135,74 +132,6 @@ impl Drop for Allocation {
 /// Descriptors of virtual memory that other processes may take, by its address.
 pub(super) type Exported = Mutex<BTreeMap<u64, OwnedFd>>;
 
-/// The host memory that a device has pinned for kvx.
-#[derive(Default)]
-pub(super) struct Pinned(Mutex<BTreeMap<u64, usize>>);
-
-impl Pinned {
-    /// Whether all of these ranges lie in it.
-    pub(super) fn has_all(&self, mut ranges: impl Iterator<Item = (u64, usize)>) -> bool {
-        let pinned = self.0.lock();
-        let mut last = 0..0;
-        ranges.all(|(address, len)| {
-            let Some(end) = address.checked_add(len as u64) else { return false };
-            if !last.contains(&address) {
-                let Some((base, len)) = pinned.range(..=address).next_back() else { return false };
-                last = *base..*base + *len as u64;
-            }
-            last.contains(&address) && end <= last.end
-        })
-    }
-}
-
-/// Pinned host memory; unpinned when dropped.
-struct PinnedBuffer {
-    base: u64,
-    driver: Arc<dyn Driver>,
-    pinned: Arc<Pinned>,
-    forks: u64,
-}
-
-impl Drop for PinnedBuffer {
-    fn drop(&mut self) {
-        if fork::count() != self.forks {
-            return;
-        }
-        self.pinned.0.lock().remove(&self.base);
-        let unpinned = Inside::of(&*self.driver).and_then(|_inside| {
-            // SAFETY: it came from `pin`, and `Memory` is gone, so nobody uses it any more.
-            unsafe { self.driver.unpin(self.base as *mut u8) }
-        });
-        if let Err(error) = unpinned {
-            tracing::warn!(%error, "pinned memory was not freed");
-        }
-    }
-}
-
-/// Host memory, pinned and zeroed.
-pub(super) fn pin(driver: &Arc<dyn Driver>, pinned: &Arc<Pinned>, len: usize) -> Result<Memory> {
-    if len == 0 {
-        return Err(Error::new(
-            ErrorKind::Invalid,
-            "0 bytes of pinned memory: ask for at least one",
-        ));
-    }
-    let inside = Inside::of(&**driver)?;
-    let base = driver.pin(len)?;
-    drop(inside);
-    // SAFETY: new memory of that length, which nobody else has seen. It may hold what another process left.
-    unsafe { base.write_bytes(0, len) };
-    pinned.0.lock().insert(base as u64, len);
-    let owner = PinnedBuffer {
-        base: base as u64,
-        driver: Arc::clone(driver),
-        pinned: Arc::clone(pinned),
-        forks: fork::count(),
-    };
-    // SAFETY: the memory is the owner's, and stays pinned until that is dropped.
-    Ok(unsafe { Memory::adopt_pinned(base, len, owner) })
-}
-
 /// Looks at a pointer of the program's, and makes it memory of the device.
 ///
 /// # Safety
@@ -214,14 +143,14 @@ pub(super) unsafe fn adopt(
     owner: impl Any + Send + Sync,
 ) -> Result<Memory> {
     let driver = device.driver();
-    let about = driver.about();
+    let info = driver.info();
     let invalid = |sentence: String| Err(Error::new(ErrorKind::Invalid, sentence));
     let Some(last) = (len as u64).checked_sub(1).and_then(|more| address.checked_add(more)) else {
         return invalid(format!(
             "{len} bytes at {address:#x}: adopt at least one, inside the address space"
         ));
     };
-    let inside = Inside::of(&**driver)?;
+    let inside = driver.enter()?;
     // Both ends: memory of several mappings in a row is one to its program and many to the driver.
     for end in [address, last] {
         let pointer = driver.classify(end)?;
@@ -231,7 +160,7 @@ pub(super) unsafe fn adopt(
                 return invalid(format!(
                     "{end:#x} is no address that {} knows: memory of the host is adopted with Memory::adopt, and a \
                      range must end where its allocation does",
-                    about.driver
+                    info.driver
                 ));
             }
             PointerPlace::Pinned => {
@@ -248,20 +177,20 @@ pub(super) unsafe fn adopt(
                 ));
             }
         }
-        if pointer.ordinal != about.ordinal as i32 {
+        if pointer.ordinal != info.ordinal as i32 {
             return invalid(format!(
                 "{end:#x} lies on device {}, and this is device {} ({}): adopt it with that device",
-                pointer.ordinal, about.ordinal, about.name
+                pointer.ordinal, info.ordinal, info.name
             ));
         }
-        if pointer.pooled {
-            return Err(in_a_pool(address, about.driver));
+        if pointer.is_pooled {
+            return Err(in_a_pool(address, info.driver));
         }
     }
     drop(inside);
     let access = Arc::clone(device) as Arc<dyn DeviceAccess>;
     // SAFETY: the caller's promise, and the pointer is one of this device.
-    Ok(unsafe { Memory::adopt_device(address, len, about.id, access, owner) })
+    Ok(unsafe { Memory::adopt_device(address, len, info.id, access, owner) })
 }
 
 /// Memory of a driver's pool.

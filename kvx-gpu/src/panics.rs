@@ -1,30 +1,91 @@
 //! A driver that panics: nobody waits for its device in vain.
 
+use std::ffi::{c_char, c_int};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use super::driver::{
-    CopyDirection, Current, DeviceInfo, Driver, EventHandle, FunctionHandle, Pointer, Rows,
-    StreamHandle,
-};
 use super::{Device, DevicePtr};
+use crate::driver::{
+    CallResult, CompilerFunctions, CompilerLibrary, CompilerNames, Context, CopyDirection,
+    DeviceInfo, Driver, Failure, FunctionNames, Functions, Library, LibraryFile, PointerInfo, Rows,
+    Status, StreamHandle, Vendor, VendorCalls, VirtualMemoryFunctions, VirtualMemoryNames,
+};
 use kvx_core::memory::{DeviceAccess as _, Hop};
 use kvx_core::sync::Mutex;
-use kvx_core::{Completion, DeviceId, ErrorKind, MemoryKind, Result};
+use kvx_core::{Completion, DeviceId, ErrorKind, MemoryKind};
 
 const LONG: Duration = Duration::from_secs(8);
 
+const NO_FILE: LibraryFile = LibraryFile { variable: "", names: &[], file: None, cure: "" };
+
+static VENDOR: Vendor = Vendor {
+    kind: MemoryKind::Cuda,
+    name: "TEST",
+    noun: "test",
+    kernel_log: "",
+    device_list: "",
+    library: NO_FILE,
+    oldest: 0,
+    format_version: |_| String::new(),
+    advice: |_| (String::new(), ""),
+    version: c"",
+    functions: FunctionNames::UNUSED,
+    virtual_memory: VirtualMemoryNames::UNUSED,
+    imports_descriptors: 0,
+    fatal: &[],
+    kernels: None,
+    compiler: CompilerLibrary { name: "", library: NO_FILE, functions: CompilerNames::UNUSED },
+    calls: |_, _| Err(kvx_core::Unavailable::because("a test", "")),
+};
+
 /// Panics at its first copy, once it is told to.
-struct Panics {
-    about: DeviceInfo,
-    go: Mutex<Receiver<()>>,
+struct PanickingCalls(Mutex<Receiver<()>>);
+
+// SAFETY: it has no memory and copies nothing.
+unsafe impl VendorCalls for PanickingCalls {
+    fn describe(&self, _: Status) -> [*const c_char; 2] {
+        [std::ptr::null(); 2]
+    }
+
+    fn device_id(&self, _: CallResult<[u8; 16]>, _: &str) -> CallResult<DeviceId> {
+        Ok(DeviceId([1; 16]))
+    }
+
+    fn context(&self, _: c_int) -> CallResult<Context> {
+        Ok(Context(0))
+    }
+
+    fn enter(&self, context: Context) -> CallResult<Context> {
+        Ok(context)
+    }
+
+    fn leave(&self, _: Context) -> CallResult {
+        Ok(())
+    }
+
+    fn classify(&self, _: u64) -> CallResult<PointerInfo> {
+        Err(Failure::Missing("no memory".into()))
+    }
+
+    fn dma_buf(&self, _: c_int, _: Range<u64>) -> CallResult<(OwnedFd, u64)> {
+        Err(Failure::Missing("no memory".into()))
+    }
+
+    unsafe fn copy(&self, _: CopyDirection, _: Hop, _: StreamHandle) -> CallResult {
+        self.0.lock().recv_timeout(LONG).ok();
+        panic!("a driver panics, as a test wants it");
+    }
+
+    unsafe fn copy_rows(&self, _: CopyDirection, _: Rows, _: StreamHandle) -> CallResult {
+        Err(Failure::Missing("no memory".into()))
+    }
 }
 
 fn device(go: Receiver<()>) -> Arc<Device> {
-    let about = DeviceInfo {
+    let info = DeviceInfo {
         kind: MemoryKind::Cuda,
         driver: "TEST",
         id: DeviceId([1; 16]),
@@ -33,120 +94,16 @@ fn device(go: Receiver<()>) -> Arc<Device> {
         bus: String::new(),
         version: String::new(),
     };
-    Device::new(Arc::new(Panics { about, go: Mutex::new(go) }))
-}
-
-// SAFETY: it has no memory and copies nothing.
-unsafe impl Driver for Panics {
-    fn about(&self) -> &DeviceInfo {
-        &self.about
-    }
-
-    fn enter(&self) -> Result<Current> {
-        Ok(Current(0))
-    }
-
-    fn leave(&self, _: Current) {}
-
-    fn stream(&self) -> Result<StreamHandle> {
-        Ok(StreamHandle(0))
-    }
-
-    unsafe fn end_stream(&self, _: StreamHandle) -> Result<()> {
-        Ok(())
-    }
-
-    fn load(&self) -> Result<Vec<FunctionHandle>> {
-        Err(self.cannot("no kernels"))
-    }
-
-    unsafe fn copy(&self, _: CopyDirection, _: Hop, _: StreamHandle) -> Result<()> {
-        self.go.lock().recv_timeout(LONG).ok();
-        panic!("a driver panics, as a test wants it");
-    }
-
-    fn ends_all_work(&self, _: i64) -> bool {
-        false
-    }
-
-    fn allocate(&self, _: usize) -> Result<u64> {
-        Err(self.cannot("no memory"))
-    }
-
-    unsafe fn free(&self, _: u64) -> Result<()> {
-        Err(self.cannot("no memory"))
-    }
-
-    fn pin(&self, _: usize) -> Result<*mut u8> {
-        Err(self.cannot("no memory"))
-    }
-
-    unsafe fn unpin(&self, _: *mut u8) -> Result<()> {
-        Err(self.cannot("no memory"))
-    }
-
-    fn classify(&self, _: u64) -> Result<Pointer> {
-        Err(self.cannot("no memory"))
-    }
-
-    fn allocation(&self, _: u64) -> Result<Range<u64>> {
-        Err(self.cannot("no memory"))
-    }
-
-    fn reaches(&self, _: DeviceId) -> Result<Option<bool>> {
-        Ok(None)
-    }
-
-    fn share(&self, _: u64) -> Result<Vec<u8>> {
-        Err(self.cannot("no memory"))
-    }
-
-    fn open(&self, _: &[u8]) -> Result<u64> {
-        Err(self.cannot("no memory"))
-    }
-
-    unsafe fn close(&self, _: u64) -> Result<()> {
-        Err(self.cannot("no memory"))
-    }
-
-    fn dma_buf(&self, _: Range<u64>) -> Result<(OwnedFd, u64)> {
-        Err(self.cannot("no memory"))
-    }
-
-    fn event(&self) -> Result<EventHandle> {
-        Ok(EventHandle(0))
-    }
-
-    unsafe fn end_event(&self, _: EventHandle) -> Result<()> {
-        Ok(())
-    }
-
-    unsafe fn record(&self, _: EventHandle, _: StreamHandle) -> Result<()> {
-        Ok(())
-    }
-
-    unsafe fn reached(&self, _: EventHandle) -> Result<bool> {
-        Ok(true)
-    }
-
-    unsafe fn copy_rows(&self, _: CopyDirection, _: Rows, _: StreamHandle) -> Result<()> {
-        Err(self.cannot("no memory"))
-    }
-
-    unsafe fn zero(&self, _: u64, _: usize, _: StreamHandle) -> Result<()> {
-        Err(self.cannot("no memory"))
-    }
-
-    unsafe fn launch(
-        &self,
-        _: FunctionHandle,
-        _: [u32; 3],
-        _: u32,
-        _: &[u64],
-        _: StreamHandle,
-    ) -> Result<()> {
-        Err(self.cannot("no kernels"))
-    }
+    let library = Box::leak(Box::new(Library {
+        vendor: &VENDOR,
+        calls: Box::new(PanickingCalls(Mutex::new(go))),
+        functions: Functions::idle(),
+        virtual_memory: Some(VirtualMemoryFunctions::idle()),
+        compiler: Some(CompilerFunctions::idle()),
+        version: 0,
+        path: "test".into(),
+    }));
+    Device::new(Driver::new(library, 0, info, Arc::new([])))
 }
 
 #[test]

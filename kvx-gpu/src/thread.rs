@@ -6,11 +6,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::copies::{Step, merged, steps};
-use super::driver::{CopyDirection, Driver, FunctionHandle, Inside, StreamHandle};
 use super::flights::{Flight, SpareEvents, StreamFlights, code};
+use super::kernel_tables::{KernelTable, TABLE, Tables};
 use super::kernels::{self, BlocksIn, DeviceGrid, ENTRIES, Launch, Swap, THREADS};
-use super::memory::Pinned;
-use super::tables::{KernelTable, TABLE, Tables};
+use super::pinned::Pinned;
+use super::strided::{BlockSelection, DevicePtr, StridedBlocks};
+use crate::driver::{CopyDirection, Driver, FunctionHandle, StreamHandle};
 use kvx_backend::process::ProcessWatch;
 use kvx_core::memory::Hop;
 use kvx_core::sync::{Condvar, Mutex, catch_panic, pause_between_looks};
@@ -27,7 +28,7 @@ pub(super) enum Work {
     /// Blocks of grids to packed bytes, or the other way.
     Grids { gather: bool, packed: u64, grids: Vec<DeviceGrid>, indices: Arc<[u32]> },
     /// Blocks whose dimensions change places.
-    Permute { to: PermutedBlocks, from: PermutedBlocks, count: usize, swap: Swap },
+    Permute { to: StridedBlocks, from: StridedBlocks, swap: Swap },
 }
 
 /// Work, and whom it concerns.
@@ -36,15 +37,6 @@ pub(super) struct DeviceJob {
     /// Processes whose memory it reads or writes.
     pub(super) owners: Vec<Arc<ProcessWatch>>,
     pub(super) done: Ticket,
-}
-
-/// The blocks of one side of a permutation.
-#[derive(Clone, Debug)]
-pub(super) struct PermutedBlocks {
-    pub(super) base: u64,
-    pub(super) stride: u64,
-    /// `None`: in order.
-    pub(super) indices: Option<Arc<[u32]>>,
 }
 
 /// A running thread. Dropped, it does what it was asked for, and ends.
@@ -90,15 +82,15 @@ fn ended() -> Error {
 
 impl DeviceThread {
     /// Starts it. Errors: what the driver says to the first calls on a device.
-    pub(super) fn start(driver: Arc<dyn Driver>, pinned: Arc<Pinned>) -> Result<Self> {
+    pub(super) fn start(driver: Arc<Driver>, pinned: Arc<Pinned>) -> Result<Self> {
         let shared = Arc::new(Shared { queue: Mutex::default(), changed: Condvar::new() });
         let (told, ready) = std::sync::mpsc::sync_channel(1);
         let ours = Arc::clone(&shared);
-        let name = format!("kvx-gpu {} {}", driver.about().driver, driver.about().ordinal);
+        let name = format!("kvx-gpu {} {}", driver.info().driver, driver.info().ordinal);
         let run = move || {
             let _ended = Ended(&ours);
-            let begun = Inside::of(&*driver)
-                .and_then(|inside| Ok((inside, Streams::new(&*driver, &pinned)?)));
+            let begun =
+                driver.enter().and_then(|inside| Ok((inside, Streams::new(&driver, &pinned)?)));
             match begun {
                 Ok((_inside, mut streams)) => {
                     told.send(Ok(())).ok(); // whoever starts it waits
@@ -210,7 +202,7 @@ const HOP: usize = 24;
 
 /// The streams of a device and what is on them. Lives on its thread.
 struct Streams<'a> {
-    driver: &'a dyn Driver,
+    driver: &'a Driver,
     pinned: &'a Pinned,
     /// One for each way, in the order of [`CopyDirection`]; then streams of the program's.
     lanes: Vec<StreamFlights>,
@@ -224,14 +216,14 @@ struct Streams<'a> {
 const OWN: usize = 3;
 
 impl<'a> Streams<'a> {
-    fn new(driver: &'a dyn Driver, pinned: &'a Pinned) -> Result<Self> {
+    fn new(driver: &'a Driver, pinned: &'a Pinned) -> Result<Self> {
         let mut lanes = Vec::with_capacity(OWN);
         for _ in 0..OWN {
-            lanes.push(StreamFlights::new(driver.stream()?));
+            lanes.push(StreamFlights::new(driver.create_stream()?));
         }
-        let kernels = driver.load();
+        let kernels = driver.load_kernels();
         if let Err(error) = &kernels {
-            let device = &driver.about().name;
+            let device = &driver.info().name;
             tracing::warn!(%error, device, "no kernels: scattered blocks are copied one by one, and none is permuted");
         }
         let (events, tables) = (SpareEvents::default(), Tables::default());
@@ -270,9 +262,7 @@ impl<'a> Streams<'a> {
             Work::Grids { gather, packed, grids, indices } => {
                 self.grids(gather, packed, &grids, &indices, stream, &mut tables)
             }
-            Work::Permute { to, from, count, swap } => {
-                self.permute(&to, &from, count, swap, stream, &mut tables)
-            }
+            Work::Permute { to, from, swap } => self.permute(&to, &from, swap, stream, &mut tables),
             Work::Behind(_) => Ok(()),
         };
         let flight = Flight { done, started, owners, tables };
@@ -305,7 +295,7 @@ impl<'a> Streams<'a> {
 
     /// The driver has ended all work of this process, and does no more.
     fn give_up(&mut self, error: Error) -> Error {
-        let device = &self.driver.about().name;
+        let device = &self.driver.info().name;
         tracing::error!(%error, device, "the driver has given up the device for this process");
         let native = error.native().cloned();
         let mut told = Error::new(
@@ -325,7 +315,7 @@ impl<'a> Streams<'a> {
         self.tables.end(self.driver);
         for lane in self.lanes.drain(..).take(OWN) {
             // SAFETY: its own stream, on which nothing is in flight.
-            if let Err(error) = unsafe { self.driver.end_stream(lane.stream) } {
+            if let Err(error) = unsafe { self.driver.destroy_stream(lane.stream) } {
                 tracing::debug!(%error, code = code(&error), "a stream was not destroyed");
             }
         }
@@ -343,13 +333,13 @@ impl<'a> Streams<'a> {
         // Copy engines leave the processors to the model; within a device small copies are too slow for them.
         let batches = self.driver.has_batches();
         if calls > few && batches && way != CopyDirection::Within {
-            return self.batches(way, lines, stream);
+            return self.batches(lines, stream);
         }
         if calls > few && self.kernels.is_ok() && self.reached_by_kernels(way, lines) {
             return self.hops(lines, stream, tables);
         }
         if calls > few && batches {
-            return self.batches(way, lines, stream);
+            return self.batches(lines, stream);
         }
         for step in steps(lines) {
             // SAFETY: as in `start`: each step is made of lines of the work.
@@ -363,10 +353,10 @@ impl<'a> Streams<'a> {
         Ok(())
     }
 
-    fn batches(&self, way: CopyDirection, lines: &[Hop], stream: StreamHandle) -> Result<()> {
+    fn batches(&self, lines: &[Hop], stream: StreamHandle) -> Result<()> {
         lines.chunks(BATCH).try_for_each(|batch| {
             // SAFETY: as in `start`.
-            unsafe { self.driver.copy_batch(way, batch, stream) }
+            unsafe { self.driver.copy_batch(batch, stream) }
         })
     }
 
@@ -427,21 +417,22 @@ impl<'a> Streams<'a> {
 
     fn permute(
         &mut self,
-        to: &PermutedBlocks,
-        from: &PermutedBlocks,
-        count: usize,
+        to: &StridedBlocks,
+        from: &StridedBlocks,
         swap: Swap,
         stream: StreamHandle,
         tables: &mut Vec<KernelTable>,
     ) -> Result<()> {
-        let most = TABLE / 4;
+        let (most, count) = (TABLE / 4, to.count());
         for first in (0..count).step_by(most) {
             let count = most.min(count - first);
-            let mut place = |blocks: &PermutedBlocks| -> Result<BlocksIn> {
-                let PermutedBlocks { base, stride, .. } = *blocks;
-                Ok(match &blocks.indices {
-                    None => BlocksIn { base: base + first as u64 * stride, stride, indices: 0 },
-                    Some(indices) => {
+            let mut place = |blocks: &StridedBlocks| -> Result<BlocksIn> {
+                let StridedBlocks { base: DevicePtr(base), stride, .. } = *blocks;
+                Ok(match &blocks.selection {
+                    BlockSelection::First(_) => {
+                        BlocksIn { base: base + first as u64 * stride, stride, indices: 0 }
+                    }
+                    BlockSelection::Indices(indices) => {
                         let bytes = encode_indices(&indices[first..first + count]);
                         BlocksIn { base, stride, indices: self.table(&bytes, stream, tables)? }
                     }

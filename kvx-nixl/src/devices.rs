@@ -42,7 +42,7 @@ impl Devices {
             Err(why) => format!("memory of GPUs is not offered: {why}"),
             Ok(all) => {
                 let named = |device: &Arc<Device>| {
-                    let about = device.about();
+                    let about = device.info();
                     format!("{} {} ({})", about.driver, about.ordinal, about.name)
                 };
                 let names: Vec<_> = all.iter().map(named).collect();
@@ -54,7 +54,7 @@ impl Devices {
     /// The device of this number. Errors: there is none.
     pub(crate) fn of(&self, ordinal: u64) -> Result<&Arc<Device>, String> {
         let all = self.0.as_ref().map_err(|_| self.describe())?;
-        let found = all.iter().find(|device| u64::from(device.about().ordinal) == ordinal);
+        let found = all.iter().find(|device| u64::from(device.info().ordinal) == ordinal);
         found.ok_or_else(|| {
             format!(
                 "there is no device {ordinal}: this process sees devices 0 to {}",

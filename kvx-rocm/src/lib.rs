@@ -2,15 +2,28 @@
 #![cfg(target_os = "linux")]
 #![deny(missing_docs)]
 
-mod devices;
-mod dma_buf;
-mod driver;
-mod ffi;
-mod kernels;
-mod library;
-mod virtual_memory;
+mod calls;
+mod vendor;
 
-pub use devices::devices;
+use std::sync::Arc;
+
+use kvx_core::Unavailable;
+use kvx_gpu::Devices;
+
 pub use kvx_gpu::{
-    BlocksAt, Chosen, Device, DeviceInfo, DevicePoolBuilder, DevicePtr, StreamHandle,
+    BlockSelection, Device, DeviceInfo, DevicePoolBuilder, DevicePtr, StreamHandle, StridedBlocks,
 };
+
+static DEVICES: Devices = Devices::new(&vendor::AMD);
+
+/// Returns the AMD devices that this process sees, in the runtime's order; each time the same ones.
+///
+/// Nothing is started on a device before it is used. `ROCR_VISIBLE_DEVICES` and `HIP_VISIBLE_DEVICES`,
+/// as of the first call, choose what the process sees.
+///
+/// # Errors
+/// The reason why there are none: no runtime, one that is too old, or no device; with what to do. The
+/// next call tries again.
+pub fn devices() -> Result<Vec<Arc<Device>>, Unavailable> {
+    DEVICES.list()
+}

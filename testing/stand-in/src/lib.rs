@@ -33,6 +33,7 @@ mod binary;
 mod both;
 mod client;
 mod code;
+mod control;
 mod copies;
 mod cuda;
 mod devices;

@@ -4,9 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::argument::Text;
-use crate::code::{Answer, Code};
-use crate::{devices, memory};
+use crate::code::Code;
 
 /// Commands for processes that a test starts.
 const VARIABLE: &str = "KVX_STAND_IN";
@@ -88,6 +86,11 @@ pub(crate) fn note_fault() {
     settings().faults += 1;
 }
 
+/// Lets streams look whether they may work again.
+pub(crate) fn notify_streams() {
+    RELEASED.notify_all();
+}
+
 /// Waits until streams may work.
 pub(crate) fn wait_until_released() {
     let mut settings = settings();
@@ -98,7 +101,7 @@ pub(crate) fn wait_until_released() {
 
 impl Settings {
     /// A command that sets something; `None` if it is not one.
-    fn apply(&mut self, command: &str) -> Option<i64> {
+    pub(crate) fn apply(&mut self, command: &str) -> Option<i64> {
         let words: Vec<&str> = command.split_whitespace().collect();
         let micros = |word: &str| word.parse().ok().map(Duration::from_micros);
         match words[..] {
@@ -136,24 +139,4 @@ impl Settings {
         }
         Some(0)
     }
-}
-
-fn command(command: &Text) -> Answer<i64> {
-    let command = command.get()?;
-    if command.trim() == "allocated" {
-        return Ok(memory::memory().allocated());
-    }
-    if ["well", "reset"].contains(&command.trim()) {
-        devices::mend();
-    }
-    let answer = settings().apply(&command).ok_or(Code::INVALID_VALUE);
-    RELEASED.notify_all();
-    answer
-}
-
-/// Does one command of a test; the answer, or -1 for a command that there is not.
-#[unsafe(no_mangle)]
-extern "C" fn kvx_stand_in_control(text: Text) -> i64 {
-    let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| command(&text)));
-    done.unwrap_or(Err(Code::UNKNOWN)).unwrap_or(-1)
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvx_core::ErrorKind;
 use kvx_gpu::kernels::{DeviceGrid, Swap, reference};
-use kvx_gpu::{BlocksAt, Chosen, DevicePtr};
+use kvx_gpu::{BlockSelection, DevicePtr, StridedBlocks};
 
 use super::{Bench, Test, all_of, filled, pattern, settled};
 
@@ -81,9 +81,9 @@ fn permute(bench: &Bench<'_>) {
         let from = filled(&bench.device, &bytes);
         let to = bench.device.pool(bytes.len()).build().unwrap();
         let indices: Arc<[u32]> = [7, 0, 11, 3].into();
-        let at = |base: u64, chosen| BlocksAt { base: DevicePtr(base), stride, chosen };
-        let source = at(from.address(), Chosen::Indices(Arc::clone(&indices)));
-        let target = at(to.address(), Chosen::First(4));
+        let at = |base: u64, selection| StridedBlocks { base: DevicePtr(base), stride, selection };
+        let source = at(from.address(), BlockSelection::Indices(Arc::clone(&indices)));
+        let target = at(to.address(), BlockSelection::First(4));
         // SAFETY: all blocks lie in pools that outlive the wait, and those that are written are apart.
         settled(|done| unsafe { bench.device.permute(&target, &source, swap, done) }).unwrap();
         let mut expected = vec![0; bytes.len()];
@@ -95,7 +95,11 @@ fn permute(bench: &Bench<'_>) {
 }
 
 fn different_counts(bench: &Bench<'_>) {
-    let side = |count| BlocksAt { base: DevicePtr(4096), stride: 64, chosen: Chosen::First(count) };
+    let side = |count| StridedBlocks {
+        base: DevicePtr(4096),
+        stride: 64,
+        selection: BlockSelection::First(count),
+    };
     let swap = Swap::heads_to_tokens(2, 2, 16);
     // SAFETY: nothing is copied.
     let error = settled(|done| unsafe { bench.device.permute(&side(1), &side(2), swap, done) })

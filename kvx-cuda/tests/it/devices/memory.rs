@@ -41,7 +41,7 @@ pub(crate) fn kinds(bench: &Bench<'_>) {
 fn the_same_each_time(bench: &Bench<'_>) {
     let again = (bench.maker.devices)().unwrap();
     assert!(Arc::ptr_eq(&again[0], &bench.device));
-    let about: Vec<_> = again.iter().map(|device| device.about()).collect();
+    let about: Vec<_> = again.iter().map(|device| device.info()).collect();
     assert_eq!(about.len(), 2);
     assert_ne!(about[0].id, about[1].id);
     assert_eq!((about[0].ordinal, about[1].ordinal), (0, 1));
@@ -78,7 +78,7 @@ fn a_pointer_is_adopted(bench: &Bench<'_>) {
     let at = DevicePtr(theirs.address() + 1000);
     // SAFETY: the pool is kept by the owner that goes with it.
     let memory = unsafe { bench.device.adopt(at, 90_000, Arc::clone(&theirs)) }.unwrap();
-    assert_eq!((memory.kind(), memory.device()), (bench.maker.kind, bench.device.about().id));
+    assert_eq!((memory.kind(), memory.device()), (bench.maker.kind, bench.device.info().id));
     assert!(all_of(&memory) == bytes[1000..91_000]);
     assert_eq!(Arc::strong_count(&theirs), 2);
     drop(memory);

@@ -9,7 +9,7 @@ use super::{
 use kvx_core::memory::{DeviceAccess as _, IpcHandle};
 use kvx_core::{DeviceId, ErrorKind};
 use kvx_gpu::kernels::Swap;
-use kvx_gpu::{BlocksAt, Chosen, DevicePtr};
+use kvx_gpu::{BlockSelection, DevicePtr, StridedBlocks};
 
 /// Plays a role; ends when its parent does, or says so.
 pub(crate) fn play(maker: &'static Maker, role: &str) {
@@ -82,7 +82,7 @@ fn own(maker: &'static Maker, visible: &str, mapped: bool) {
             .device
             .share(pool.address() + SHARED.0 as u64, SHARED.1)
             .expect("a pool is shared");
-        let about = bench.device.about();
+        let about = bench.device.info();
         say(&format!(
             "{} {} {} {}",
             about.ordinal,
@@ -99,7 +99,7 @@ fn own(maker: &'static Maker, visible: &str, mapped: bool) {
 fn reader(maker: &'static Maker, visible: &str) {
     set(maker.visible, visible);
     with_a_device(maker, |bench| {
-        let about = bench.device.about();
+        let about = bench.device.info();
         say(&format!("{} {}", about.ordinal, hex(&about.id.0)));
         let line = hear();
         let words: Vec<_> = line.split(' ').collect();
@@ -131,7 +131,11 @@ fn without_kernels(bench: &Bench<'_>) {
         assert!(copied[at * 5000 + at % 7..][..1000] == bytes[at * 5000..][..1000]);
     }
     kernels::gather_scatter(bench, &[5, 1, 9, 2, 7, 3], 4096, 4000);
-    let side = |base| BlocksAt { base: DevicePtr(base), stride: 4096, chosen: Chosen::First(3) };
+    let side = |base| StridedBlocks {
+        base: DevicePtr(base),
+        stride: 4096,
+        selection: BlockSelection::First(3),
+    };
     let (to, from) = (side(to.address()), side(from.address()));
     let swap = Swap::heads_to_tokens(2, 4, 64);
     // SAFETY: as above.

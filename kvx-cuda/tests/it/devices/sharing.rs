@@ -91,7 +91,7 @@ fn expected() -> Vec<u8> {
 
 fn read_from_another_process(bench: &Bench<'_>) {
     let owner = Owner::start("owner 0");
-    assert_eq!(owner.device, bench.device.about().id);
+    assert_eq!(owner.device, bench.device.info().id);
     assert!(read(bench, owner.device, &owner.handle).unwrap() == expected());
 }
 
@@ -154,11 +154,11 @@ fn opened_in_place(bench: &Bench<'_>) {
     let bytes = pattern(10, 300_000);
     let pool = filled(&bench.device, &bytes);
     let handle = bench.device.share(pool.address() + 1000, 200_000).unwrap();
-    let again = Arc::clone(&bench.device).open(bench.device.about().id, &handle, 200_000).unwrap();
+    let again = Arc::clone(&bench.device).open(bench.device.info().id, &handle, 200_000).unwrap();
     assert_eq!(again.address(), pool.address() + 1000);
     drop((again, pool));
     let gone =
-        Arc::clone(&bench.device).open(bench.device.about().id, &handle, 200_000).unwrap_err();
+        Arc::clone(&bench.device).open(bench.device.info().id, &handle, 200_000).unwrap_err();
     assert!([ErrorKind::Revoked, ErrorKind::Native].contains(&gone.kind()), "{gone}");
 }
 
@@ -204,7 +204,7 @@ fn virtual_memory(bench: &Bench<'_>) {
     bench.device.dma_buf(pool.address(), pool.len()).unwrap();
     let handle = bench.device.share(pool.address(), pool.len()).unwrap();
     let again =
-        Arc::clone(&bench.device).open(bench.device.about().id, &handle, pool.len()).unwrap();
+        Arc::clone(&bench.device).open(bench.device.info().id, &handle, pool.len()).unwrap();
     assert_eq!(again.address(), pool.address());
     drop((again, pool));
     assert_eq!(bench.control.allocated(), before);

@@ -1,6 +1,6 @@
 //! Tables that kernels read: written in pinned memory, copied to the device in front of the launch.
 
-use super::driver::{CopyDirection, Driver, StreamHandle};
+use crate::driver::{CopyDirection, Driver, StreamHandle};
 use kvx_core::Result;
 use kvx_core::memory::Hop;
 
@@ -19,7 +19,7 @@ pub(super) struct KernelTable {
 pub(super) struct Tables(Vec<KernelTable>);
 
 impl Tables {
-    pub(super) fn take(&mut self, driver: &dyn Driver) -> Result<KernelTable> {
+    pub(super) fn take(&mut self, driver: &Driver) -> Result<KernelTable> {
         if let Some(table) = self.0.pop() {
             return Ok(table);
         }
@@ -40,7 +40,7 @@ impl Tables {
     }
 
     /// Frees all.
-    pub(super) fn end(&mut self, driver: &dyn Driver) {
+    pub(super) fn end(&mut self, driver: &Driver) {
         for table in self.0.drain(..) {
             // SAFETY: both came from `take`, and no flight has them.
             let ended = unsafe { driver.unpin(table.host).and(driver.free(table.device)) };
@@ -55,7 +55,7 @@ impl KernelTable {
     /// Puts `bytes`, at most [`TABLE`], where kernels read them once the stream has come to it, and says where that is.
     pub(super) fn fill(
         &mut self,
-        driver: &dyn Driver,
+        driver: &Driver,
         bytes: &[u8],
         stream: StreamHandle,
     ) -> Result<u64> {

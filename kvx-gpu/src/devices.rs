@@ -1,0 +1,39 @@
+//! The devices of a vendor in this process.
+
+use std::sync::Arc;
+
+use kvx_backend::loader::OpenOnce;
+use kvx_core::Unavailable;
+use kvx_core::sync::Mutex;
+
+use super::device::Device;
+use crate::driver::{Driver, Library, Vendor};
+
+/// The devices of a vendor in this process: a static of the vendor's crate.
+pub struct Devices {
+    vendor: &'static Vendor,
+    library: OpenOnce<Library>,
+    devices: Mutex<Vec<Arc<Device>>>,
+}
+
+impl Devices {
+    /// Looks for nothing yet.
+    pub const fn new(vendor: &'static Vendor) -> Self {
+        Devices { vendor, library: OpenOnce::new(), devices: Mutex::new(Vec::new()) }
+    }
+
+    /// Returns the devices in the driver's order; each time the same ones. The first call opens the
+    /// driver, and nothing is started on a device before it is used.
+    ///
+    /// # Errors
+    /// The reason why there are none: no library, one that is too old or does not start, or no device;
+    /// with what to do. The next call tries again.
+    pub fn list(&'static self) -> Result<Vec<Arc<Device>>, Unavailable> {
+        let library = self.library.open(|| Library::load(self.vendor))?;
+        let mut devices = self.devices.lock();
+        if devices.is_empty() {
+            *devices = Driver::all(library)?.into_iter().map(Device::new).collect();
+        }
+        Ok(devices.clone())
+    }
+}

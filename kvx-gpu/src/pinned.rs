@@ -1,0 +1,76 @@
+//! Host memory that a device has pinned.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crate::driver::Driver;
+use kvx_core::sync::Mutex;
+use kvx_core::{Error, ErrorKind, Memory, Result, fork};
+
+/// The host memory that a device has pinned for kvx.
+#[derive(Default)]
+pub(super) struct Pinned(Mutex<BTreeMap<u64, usize>>);
+
+impl Pinned {
+    /// Whether all of these ranges lie in it.
+    pub(super) fn has_all(&self, mut ranges: impl Iterator<Item = (u64, usize)>) -> bool {
+        let pinned = self.0.lock();
+        let mut last = 0..0;
+        ranges.all(|(address, len)| {
+            let Some(end) = address.checked_add(len as u64) else { return false };
+            if !last.contains(&address) {
+                let Some((base, len)) = pinned.range(..=address).next_back() else { return false };
+                last = *base..*base + *len as u64;
+            }
+            last.contains(&address) && end <= last.end
+        })
+    }
+}
+
+/// Pinned host memory; unpinned when dropped.
+struct PinnedBuffer {
+    base: u64,
+    driver: Arc<Driver>,
+    pinned: Arc<Pinned>,
+    forks: u64,
+}
+
+impl Drop for PinnedBuffer {
+    fn drop(&mut self) {
+        if fork::count() != self.forks {
+            return;
+        }
+        self.pinned.0.lock().remove(&self.base);
+        let unpinned = self.driver.enter().and_then(|_inside| {
+            // SAFETY: it came from `pin`, and `Memory` is gone, so nobody uses it any more.
+            unsafe { self.driver.unpin(self.base as *mut u8) }
+        });
+        if let Err(error) = unpinned {
+            tracing::warn!(%error, "pinned memory was not freed");
+        }
+    }
+}
+
+/// Host memory, pinned and zeroed.
+pub(super) fn pin(driver: &Arc<Driver>, pinned: &Arc<Pinned>, len: usize) -> Result<Memory> {
+    if len == 0 {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            "0 bytes of pinned memory: ask for at least one",
+        ));
+    }
+    let inside = driver.enter()?;
+    let base = driver.pin(len)?;
+    drop(inside);
+    // SAFETY: new memory of that length, which nobody else has seen. It may hold what another process left.
+    unsafe { base.write_bytes(0, len) };
+    pinned.0.lock().insert(base as u64, len);
+    let owner = PinnedBuffer {
+        base: base as u64,
+        driver: Arc::clone(driver),
+        pinned: Arc::clone(pinned),
+        forks: fork::count(),
+    };
+    // SAFETY: the memory is the owner's, and stays pinned until that is dropped.
+    Ok(unsafe { Memory::adopt_pinned(base, len, owner) })
+}

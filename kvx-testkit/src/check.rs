@@ -1,6 +1,10 @@
 //! The answer of a clause: it holds, or the failure that was seen.
 
 use std::fmt;
+use std::time::Duration;
+
+/// The most that any single step of a clause may take before it counts as a hang.
+pub(crate) const CUT_OFF: Duration = Duration::from_secs(10);
 
 /// The answer of a clause: it holds, or why not.
 pub type Check = Result<(), Failure>;

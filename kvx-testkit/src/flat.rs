@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::check::{Check, Failure};
-use crate::surroundings::Holdings;
+use crate::process_state::ResourceUsage;
 
 /// How often they are looked at.
 const LOOKS: usize = 12;
@@ -21,7 +21,7 @@ pub fn stays_flat<State>(
     time: Duration,
     patience: Duration,
     mut work: impl FnMut(&mut State) -> Check,
-    mut look: impl FnMut(&mut State, Duration) -> Result<[Holdings; 2], Failure>,
+    mut look: impl FnMut(&mut State, Duration) -> Result<[ResourceUsage; 2], Failure>,
 ) -> Check {
     let begun = Instant::now();
     let mut looks = Vec::new();
@@ -44,12 +44,13 @@ pub fn stays_flat<State>(
 }
 
 /// What each of the last looks found more of than any of the first.
-fn grown(looks: &[[Holdings; 2]]) -> Option<String> {
+fn grown(looks: &[[ResourceUsage; 2]]) -> Option<String> {
     [0, 1].into_iter().find_map(|process| {
-        let of =
-            |looks: &[[Holdings; 2]]| looks.iter().map(|look| look[process]).collect::<Vec<_>>();
-        let first = of(&looks[..QUARTER]).into_iter().reduce(Holdings::most)?;
-        let last = of(&looks[LOOKS - QUARTER..]).into_iter().reduce(Holdings::least)?;
+        let of = |looks: &[[ResourceUsage; 2]]| {
+            looks.iter().map(|look| look[process]).collect::<Vec<_>>()
+        };
+        let first = of(&looks[..QUARTER]).into_iter().reduce(ResourceUsage::most)?;
+        let last = of(&looks[LOOKS - QUARTER..]).into_iter().reduce(ResourceUsage::least)?;
         last.beyond(first)
     })
 }
@@ -58,13 +59,14 @@ fn grown(looks: &[[Holdings; 2]]) -> Option<String> {
 mod tests {
     use super::*;
 
-    const HELD: Holdings =
-        Holdings { descriptors: 20, threads: 5, memory: 100, mappings: 400, quarantined: 0 };
+    const HELD: ResourceUsage =
+        ResourceUsage { descriptors: 20, threads: 5, memory: 100, mappings: 400, quarantined: 0 };
 
     /// Looks at a process that holds so many MiB at each, beside one that does not change.
     fn grown_by(memory: impl Fn(u64) -> u64) -> Option<String> {
-        let looks: Vec<_> =
-            (1..=LOOKS as u64).map(|at| [HELD, Holdings { memory: memory(at), ..HELD }]).collect();
+        let looks: Vec<_> = (1..=LOOKS as u64)
+            .map(|at| [HELD, ResourceUsage { memory: memory(at), ..HELD }])
+            .collect();
         grown(&looks)
     }
 
@@ -91,7 +93,7 @@ mod tests {
             |looks, _| {
                 *looks += 1;
                 let memory = if (10..=12).contains(looks) { 1000 } else { 100 };
-                Ok([HELD, Holdings { memory, ..HELD }])
+                Ok([HELD, ResourceUsage { memory, ..HELD }])
             },
         );
         assert!(flat.is_ok(), "{flat:?}");

@@ -4,9 +4,8 @@ use std::ffi::OsStr;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::check::{Check, Failure};
+use crate::check::{CUT_OFF, Check, Failure};
 use crate::process::output_if_started;
-use crate::setup::CUT_OFF;
 use crate::skip::{note_ignored, skip};
 
 /// A program and its words, behind which another one has namespaces of its own.

@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![cfg(target_os = "linux")]
 
+mod backing;
 mod chaos;
 mod check;
 pub mod clauses;
@@ -16,23 +17,25 @@ mod mutation;
 mod newcomer;
 mod pattern;
 mod process;
+mod process_state;
 mod random;
 mod setup;
 mod skip;
 mod soak;
 mod stopwatch;
 mod suite;
-mod surroundings;
 mod tier;
+mod unique;
 
+pub use backing::{Backing, DeviceSource};
 pub use chaos::{Chaos, Fault, Gate};
 pub use check::{Check, Failure};
-pub use clauses::{Breaker, CLAUSES, Clause, Runs};
+pub use clauses::{Breaker, CLAUSES, Clause, Execution};
 pub use corpus::replay;
 pub use device::{Device, TestDevice};
 pub use executor::run;
-pub use far::{Far, HungPage, Limit, PostSpec, Sent, cpu_time};
-pub use faults::{Ended, Moment, Trouble, fault};
+pub use far::{FarEnd, HungPage, Limit, PostSpec, ReceivedNotification, cpu_time};
+pub use faults::{FaultReport, Moment, Trouble, fault};
 pub use flat::stays_flat;
 pub use harness::{
     harness_main, harness_main_with, is_own_process, run_in_own_process, trial, trial_within,
@@ -43,10 +46,13 @@ pub use mutation::fuzz;
 pub use newcomer::{newcomer, newcomers_amid};
 pub use pattern::{byte_at, checksum, fill};
 pub use process::{Child, Grandchild, answers_apart, kill_after, output};
+pub use process_state::{ProcessState, ResourceUsage};
 pub use random::Random;
-pub use setup::{AgentPair, Backing, DeviceSource, Mode, Setup, free_port, unique};
+pub use setup::{AgentPair, Mode, Setup};
 pub use skip::{gap_held, skip};
-pub use soak::{Done, Soak, soak};
-pub use suite::{Apart, Gap, GapRate, Suite, conformance_main, conformance_trials, serve_if_asked};
-pub use surroundings::{Holdings, Surroundings};
+pub use soak::{Soak, SoakCounts, soak};
+pub use suite::{
+    Gap, GapRate, Separation, Suite, conformance_main, conformance_trials, serve_if_asked,
+};
 pub use tier::{Tier, is_asked_for};
+pub use unique::{free_port, unique};

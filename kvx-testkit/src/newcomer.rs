@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use kvx_core::{Agent, Grid, Memory, Plan, Result};
 
-use crate::setup::CUT_OFF;
+use crate::check::CUT_OFF;
 
 /// Has `reader` connect to the owner of this metadata, read a block of its region `kv` of 64 KiB, and go. Says how long
 /// it waited for the block.

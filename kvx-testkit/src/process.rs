@@ -13,8 +13,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-use crate::check::Failure;
-use crate::setup::CUT_OFF;
+use crate::check::{CUT_OFF, Failure};
 
 /// Has a child killed that has not ended after `limit`: whoever waits for it, or reads what it says, comes back then.
 ///

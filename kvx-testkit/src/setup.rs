@@ -1,29 +1,21 @@
 //! A pair of agents over one backend, in one process or in two.
 
-use std::net::{Ipv4Addr, TcpListener};
-use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvx_core::transport::Admission;
-use kvx_core::{
-    Agent, Capabilities, Error, ErrorKind, Memory, Options, Peer, Region, Registry, Secret,
-};
-use serde::{Deserialize, Serialize};
+use kvx_core::{Agent, Capabilities, Memory, Options, Peer, Region, Registry, Secret};
 
+use crate::backing::{Backing, DeviceSource};
 use crate::chaos::{Chaos, Gate};
-use crate::check::Failure;
+use crate::check::{CUT_OFF, Failure};
 use crate::device::Device;
-use crate::far::{AgentSpec, Far};
+use crate::far::{AgentSpec, FarEnd};
 use crate::hosts::Hosts;
-use crate::pattern;
+use crate::unique::unique;
 
 /// In options: the address of the host that their agent is on.
 const ADDRESS: &str = "{address}";
-/// The most that any single step of a clause may take before it counts as a hang.
-pub(crate) const CUT_OFF: Duration = Duration::from_secs(10);
-
 /// Where the far end lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
@@ -32,49 +24,6 @@ pub enum Mode {
     /// In a process of its own.
     TwoProcesses,
 }
-
-/// What memory of a region is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Backing {
-    /// A kvx pool.
-    Pool,
-    /// Host memory of the program's.
-    Owned,
-    /// Memory of the setup's device.
-    Device,
-    /// Host memory that peers may only read, of one content.
-    Shared,
-}
-
-impl Backing {
-    /// `len` bytes of it with content `seed`, else zeros; `device` gives the device's. Fails when there is none.
-    pub(crate) fn memory(
-        self,
-        len: usize,
-        seed: Option<u64>,
-        device: Option<&dyn Device>,
-    ) -> kvx_core::Result<Memory> {
-        let memory = match (self, device) {
-            (Backing::Pool, _) => Memory::pool(len).build()?,
-            (Backing::Owned | Backing::Shared, _) => Memory::owned(vec![0; len]),
-            (Backing::Device, Some(device)) => device.allocate(len)?,
-            (Backing::Device, None) => {
-                return Err(Error::new(ErrorKind::Invalid, "the setup has no device"));
-            }
-        };
-        if let Some(seed) = seed {
-            pattern::fill(&memory, seed)?;
-        }
-        if self != Backing::Shared {
-            return Ok(memory);
-        }
-        // SAFETY: the memory that is kept has these bytes, and nobody writes to them from now on.
-        Ok(unsafe { Memory::adopt_shared(memory.as_ptr(), len, memory) })
-    }
-}
-
-/// Gives the device of this process: the same one at each call.
-pub type DeviceSource = fn() -> kvx_core::Result<Arc<dyn Device>>;
 
 /// What a clause runs on: a backend of a registry.
 #[derive(Clone)]
@@ -228,24 +177,24 @@ impl Setup {
     }
 
     /// A far end without agents.
-    pub fn far(&self) -> Result<Far, Failure> {
+    pub fn far(&self) -> Result<FarEnd, Failure> {
         match self.mode {
-            Mode::OneProcess => Ok(Far::in_this_process(self.registry(), self.device()?)),
+            Mode::OneProcess => Ok(FarEnd::in_this_process(self.registry(), self.device()?)),
             Mode::TwoProcesses => {
-                Far::there(&self.variant, self.device.map(|(suite, _)| suite), &self.through)
+                FarEnd::there(&self.variant, self.device.map(|(suite, _)| suite), &self.through)
             }
         }
     }
 
     /// Builds a further agent at the far end; gives its number.
-    pub fn far_agent(&self, far: &mut Far, name: &str) -> Result<usize, Failure> {
+    pub fn far_agent(&self, far: &mut FarEnd, name: &str) -> Result<usize, Failure> {
         Ok(self.try_far_agent(far, name)??)
     }
 
     /// The same where it may be refused; the inner result is kvx's.
     pub(crate) fn try_far_agent(
         &self,
-        far: &mut Far,
+        far: &mut FarEnd,
         name: &str,
     ) -> Result<kvx_core::Result<usize>, Failure> {
         far.build(self.spec(name))
@@ -259,39 +208,12 @@ impl Setup {
     }
 }
 
-/// Returns a name for an agent that no other agent of this host has. Two agents of one name are taken for one that was
-/// restarted, and tests run side by side.
-pub fn unique(name: &str) -> String {
-    static NEXT: AtomicU64 = AtomicU64::new(0);
-    format!("{name}-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
-}
-
-/// A port that nobody listens on, nor on so many neighbours above it, and that nobody gets who does not ask for it: who
-/// comes back to it finds it free.
-pub fn free_port(neighbours: u16) -> Result<u16, Failure> {
-    /// Below those that the system gives away, and above those from which Mooncake draws its own.
-    const PORTS: Range<u16> = 18_000..32_000;
-    static NEXT: AtomicU64 = AtomicU64::new(0);
-    // Processes that look at one time begin apart from each other.
-    let first = u64::from(std::process::id()) * 97;
-    let step = 1 + u64::from(neighbours);
-    let next = || {
-        PORTS.start
-            + ((first + NEXT.fetch_add(step, Ordering::Relaxed)) % PORTS.len() as u64) as u16
-    };
-    let free = |port: u16| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok();
-    let found = PORTS.map(|_| next()).find(|port| (*port..=port + neighbours).all(free));
-    found.ok_or_else(|| {
-        Failure::new(format!("no {step} ports of {PORTS:?} beside each other are free"))
-    })
-}
-
 /// Two agents that may talk.
 pub struct AgentPair {
     /// The one in this process: the initiator of most clauses.
     pub near: Agent,
     /// The other end: the target of most clauses.
-    pub far: Far,
+    pub far: FarEnd,
     /// What they were made from.
     pub setup: Setup,
 }

@@ -5,14 +5,15 @@ use std::time::Duration;
 
 use kvx_core::{Agent, ErrorKind, Grid, Op, Peer, Plan, Region, Revocation, Transfer};
 
-use crate::check::{Check, Failure, ensure, ensure_kind};
+use crate::check::{CUT_OFF, Check, Failure, ensure, ensure_kind};
 use crate::executor::run;
-use crate::far::{Far, PostSpec};
+use crate::far::{FarEnd, PostSpec};
 use crate::flat::stays_flat;
 use crate::pattern::{bytes, checksum, fill};
+use crate::process_state::ResourceUsage;
 use crate::random::Random;
-use crate::setup::{CUT_OFF, Setup, unique};
-use crate::surroundings::Holdings;
+use crate::setup::Setup;
+use crate::unique::unique;
 
 /// Bytes and number of the blocks of a region.
 const GRID: Grid = Grid::packed(4096, 16);
@@ -35,7 +36,7 @@ pub struct Soak {
 
 /// What was done.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Done {
+pub struct SoakCounts {
     /// Transfers that arrived, and their bytes were right.
     pub arrived: u64,
     /// Transfers that were cancelled, ran out of time, or lost their peer.
@@ -50,9 +51,9 @@ pub struct Done {
     pub rebuilt: u64,
 }
 
-impl fmt::Display for Done {
+impl fmt::Display for SoakCounts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Done { arrived, failed, notified, revoked, restarted, rebuilt } = self;
+        let SoakCounts { arrived, failed, notified, revoked, restarted, rebuilt } = self;
         write!(
             f,
             "{arrived} transfers arrived, {failed} failed as they may, {notified} notifications, {revoked} revoked, \
@@ -78,7 +79,7 @@ struct FarAgent {
 
 /// A process beside this one.
 struct FarProcess {
-    far: Far,
+    far: FarEnd,
     agents: Vec<FarAgent>,
 }
 
@@ -107,7 +108,7 @@ struct World<'a> {
     random: Random,
     near: Near,
     processes: Vec<FarProcess>,
-    done: Done,
+    done: SoakCounts,
     notes: u64,
 }
 
@@ -119,8 +120,8 @@ struct World<'a> {
 pub fn soak(
     setup: &Setup,
     spec: Soak,
-    mut tell: impl FnMut(Duration, &Done, [Holdings; 2]),
-) -> Result<Done, Failure> {
+    mut tell: impl FnMut(Duration, &SoakCounts, [ResourceUsage; 2]),
+) -> Result<SoakCounts, Failure> {
     let mut world = World::new(setup, spec)?;
     let patience = setup.peer_timeout + CUT_OFF;
     stays_flat(&mut world, spec.time, patience, World::turn, |world, passed| {
@@ -161,7 +162,7 @@ impl World<'_> {
         ensure!(revokes, "{:?} takes no region back", setup.backends);
         let random = Random::seeded(spec.seed);
         let mut world =
-            World { setup, spec, random, near, processes, done: Done::default(), notes: 0 };
+            World { setup, spec, random, near, processes, done: SoakCounts::default(), notes: 0 };
         for at in 0..spec.processes {
             world.populate(at)?;
         }
@@ -404,13 +405,13 @@ impl World<'_> {
     }
 
     /// What this process and the oldest other one hold when all links are up.
-    fn holdings(&mut self) -> Result<[Holdings; 2], Failure> {
+    fn holdings(&mut self) -> Result<[ResourceUsage; 2], Failure> {
         for FarProcess { far, agents } in &mut self.processes {
             for remote in agents {
                 run(remote.peer.ready(CUT_OFF))?;
                 far.ready(remote.back, CUT_OFF)??;
             }
         }
-        Ok([Holdings::of_this_process()?, self.processes[0].far.holdings()?])
+        Ok([ResourceUsage::of_this_process()?, self.processes[0].far.holdings()?])
     }
 }

@@ -300,13 +300,13 @@ mod tests {
         let allowed = sched_getaffinity(None).unwrap();
         let _watch = Stopwatch::start().unwrap();
         let is_beaten = |processor: usize| {
-            crate::surroundings::threads().iter().any(|(tid, name)| {
+            crate::process_state::threads().iter().any(|(tid, name)| {
                 let status = std::fs::read_to_string(format!("/proc/self/task/{tid}/status"));
                 let bound = format!("Cpus_allowed_list:\t{processor}\n");
                 name == "stopwatch" && status.is_ok_and(|status| status.contains(&bound))
             })
         };
-        let end = Instant::now() + crate::setup::CUT_OFF;
+        let end = Instant::now() + crate::check::CUT_OFF;
         for processor in
             (0..CpuSet::MAX_CPU).filter(|processor| allowed.is_set(*processor)).take(MOST_BOUND)
         {

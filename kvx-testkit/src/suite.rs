@@ -6,14 +6,15 @@ use std::time::Duration;
 use kvx_core::{Options, Registry};
 use libtest_mimic::Trial;
 
-use crate::check::{Check, Failure};
-use crate::clauses::{CLAUSES, Clause, Runs};
+use crate::backing::{Backing, DeviceSource};
+use crate::check::{CUT_OFF, Check, Failure};
+use crate::clauses::{CLAUSES, Clause};
 use crate::executor::run;
 use crate::far;
 use crate::harness::{harness_main, is_own_process, trial_within, within};
 use crate::hosts::{CURE, Hosts, UNSHARE, refused_behind};
 use crate::process::answers_apart;
-use crate::setup::{Backing, CUT_OFF, DeviceSource, Mode, Setup};
+use crate::setup::{Mode, Setup};
 use crate::skip::{gap_held, skip};
 use crate::tier::Tier;
 
@@ -93,7 +94,7 @@ pub struct Suite {
     /// memory here, the suite is skipped with the reason.
     pub device: Option<DeviceSource>,
     /// Where the far end's process is, in clauses that have one.
-    pub apart: Apart,
+    pub separation: Separation,
     /// The ids of the clauses that run; none: all of them.
     pub only: &'static [&'static str],
     /// What the backend cannot keep.
@@ -102,11 +103,11 @@ pub struct Suite {
     pub tier: Tier,
 }
 
-/// How far the processes of a pair are from each other.
+/// The separation of the two processes of a pair.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Apart {
-    /// As this process starts it, or in this process.
-    Beside,
+pub enum Separation {
+    /// The far end is in this process, or in one that this process starts.
+    None,
     /// Behind a program and its words: in namespaces of its own, or as another user.
     Behind(&'static [&'static str]),
     /// Either is on a host of its own.
@@ -130,7 +131,7 @@ impl Suite {
             near: Backing::Pool,
             far: Backing::Pool,
             device: None,
-            apart: Apart::Beside,
+            separation: Separation::None,
             only: &[],
             gaps: &[],
             tier: Tier::Usual,
@@ -140,7 +141,7 @@ impl Suite {
     /// The clauses that depend on seeing the far end's process end, with that process in another namespace of processes
     /// as in another container: its number says nothing there.
     pub const fn in_another_namespace(self) -> Self {
-        self.apart(Apart::Behind(&["unshare", "--pid", "--fork", "--kill-child"]))
+        self.separated(Separation::Behind(&["unshare", "--pid", "--fork", "--kill-child"]))
     }
 
     /// The same clauses, with the far end as a user without privileges, who may lock little memory and open few files.
@@ -157,16 +158,16 @@ impl Suite {
             "--regid=65534",
             "--clear-groups",
         ];
-        self.apart(Apart::Behind(&USER))
+        self.separated(Separation::Behind(&USER))
     }
 
     /// The same clauses, with either end on a host of its own, as namespaces of the network are.
     pub const fn on_two_hosts(self) -> Self {
-        self.apart(Apart::OnHosts)
+        self.separated(Separation::OnHosts)
     }
 
-    const fn apart(self, apart: Apart) -> Self {
-        Suite { apart, only: &["P3", "P4", "O6"], ..self }
+    const fn separated(self, separation: Separation) -> Self {
+        Suite { separation, only: &["P3", "P4", "O6"], ..self }
     }
 
     fn setup(&self, registry: fn(&str) -> Registry, mode: Mode) -> Setup {
@@ -174,10 +175,10 @@ impl Suite {
         setup.options = self.options.to_owned();
         (setup.near, setup.far) = (self.near, self.far);
         setup.device = self.device.map(|source| (self.label, source));
-        setup.through = match self.apart {
-            Apart::Beside => Vec::new(),
-            Apart::Behind(words) => words.iter().map(|word| (*word).to_owned()).collect(),
-            Apart::OnHosts => Hosts::way_to_far().unwrap_or_default(),
+        setup.through = match self.separation {
+            Separation::None => Vec::new(),
+            Separation::Behind(words) => words.iter().map(|word| (*word).to_owned()).collect(),
+            Separation::OnHosts => Hosts::way_to_far().unwrap_or_default(),
         };
         setup
     }
@@ -222,12 +223,13 @@ pub fn conformance_trials(registry: fn(&str) -> Registry, suites: &[Suite]) -> V
         return trials; // it is another test's process, and loads what that test wants
     }
     let on_a_host = Hosts::way_to_far().is_some();
-    for suite in suites.iter().filter(|suite| !on_a_host || suite.apart == Apart::OnHosts) {
+    for suite in suites.iter().filter(|suite| !on_a_host || suite.separation == Separation::OnHosts)
+    {
         if !suite.tier.runs_or_says(suite.label) {
             continue;
         }
         // The network devices that a suite of two hosts names exist only on those hosts.
-        if suite.apart != Apart::OnHosts
+        if suite.separation != Separation::OnHosts
             && let Some(reason) = unavailable(suite, registry)
         {
             skip(suite.label, &reason, "see the reason");
@@ -247,14 +249,16 @@ pub fn conformance_trials(registry: fn(&str) -> Registry, suites: &[Suite]) -> V
         }
         let wanted = |clause: &&Clause| suite.only.is_empty() || suite.only.contains(&clause.id);
         for clause in CLAUSES.iter().flat_map(|room| room.iter()).filter(wanted) {
-            let here = |mode: &&Mode| suite.apart == Apart::Beside || **mode == Mode::TwoProcesses;
-            for mode in modes(clause.runs).iter().filter(here).filter(|mode| tier_of(**mode).runs())
+            let here =
+                |mode: &&Mode| suite.separation == Separation::None || **mode == Mode::TwoProcesses;
+            for mode in
+                clause.runs.modes().iter().filter(here).filter(|mode| tier_of(**mode).runs())
             {
                 let (suite, setup) = (suite.clone(), suite.setup(registry, *mode));
                 let place = if *mode == Mode::OneProcess { "one" } else { "two" };
                 let name = format!("{}::{place}::{}_{}", suite.label, clause.id, clause.name);
                 let title = name.clone();
-                let to_hosts = suite.apart == Apart::OnHosts && !on_a_host;
+                let to_hosts = suite.separation == Separation::OnHosts && !on_a_host;
                 // A clause has a limit of its own, and a gap is looked at several times.
                 trials.push(trial_within(WHOLE_LIMIT, name, move || match to_hosts {
                     true => Hosts::run_test(&title, LIMIT + CUT_OFF).map(drop),
@@ -264,15 +268,6 @@ pub fn conformance_trials(registry: fn(&str) -> Registry, suites: &[Suite]) -> V
         }
     }
     trials
-}
-
-pub(crate) fn modes(runs: Runs) -> &'static [Mode] {
-    match runs {
-        Runs::OneProcess => &[Mode::OneProcess],
-        Runs::TwoProcesses => &[Mode::TwoProcesses],
-        Runs::Both => &[Mode::OneProcess, Mode::TwoProcesses],
-        Runs::Compiler => &[],
-    }
 }
 
 /// The least tier that runs clauses in this way.
@@ -302,10 +297,10 @@ fn without_its_device(suite: &Suite, registry: fn(&str) -> Registry) -> Option<S
 
 /// Why this program cannot be started as the suite wants.
 fn does_not_go_through(suite: &Suite) -> Option<String> {
-    let words = match &suite.apart {
-        Apart::Beside => return None,
-        Apart::Behind(words) => words,
-        Apart::OnHosts => &UNSHARE[..],
+    let words = match &suite.separation {
+        Separation::None => return None,
+        Separation::Behind(words) => words,
+        Separation::OnHosts => &UNSHARE[..],
     };
     let itself = std::env::current_exe().ok()?;
     refused_behind(words, &["test", "-x", &itself.to_string_lossy()])

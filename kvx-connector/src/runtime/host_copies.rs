@@ -252,7 +252,7 @@ fn merged(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
 mod tests {
     use kvx_core::MemoryKind;
     use kvx_testkit::TestDevice;
-    use kvx_testkit::device::Act;
+    use kvx_testkit::device::CopyOutcome;
 
     use super::*;
     use crate::mapping::{Heads, KvLayout, LayerCache};
@@ -343,17 +343,17 @@ mod tests {
         let (device, pool, copies) = copies();
         compute(&pool, 2, 7);
         copies.order(1, &[block(2, 0), block(3, 1)]);
-        device.next([Act::Forget]);
+        device.next([CopyOutcome::Forget]);
         let forgotten = copies.save(1, &[block(2, 0)], SavePoint::Early).unwrap_err();
         assert_eq!(forgotten.kind(), ErrorKind::Forgotten, "{forgotten}");
-        let before = device.count().copies;
+        let before = device.counters().copies;
         for later in [copies.save(1, &[block(3, 1)], SavePoint::AtEnd), copies.fill(&lists(4))] {
             // These are over: they have not begun.
             let later = later.unwrap_err();
             assert_eq!(later.kind(), ErrorKind::StillShared, "{later}");
             assert!(later.sentence().contains(forgotten.sentence()), "{later}");
         }
-        assert_eq!(device.count().copies, before);
+        assert_eq!(device.counters().copies, before);
     }
 
     fn lists(block: u32) -> BlockLists {

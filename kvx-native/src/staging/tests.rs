@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::{Buffers, Copies, Fetch, Stager, Store};
 use kvx_core::{ErrorKind, Extents, Grid, Indices, Memory, MemoryKind, Placed, quarantined_bytes};
 use kvx_testkit::TestDevice;
-use kvx_testkit::device::{Act, Order};
+use kvx_testkit::device::{CopyOrder, CopyOutcome};
 
 const BUFFER: usize = 1000;
 
@@ -146,10 +146,10 @@ fn content(memory: &Memory) -> Vec<u8> {
 #[test]
 fn bytes_leave_in_order_in_whatever_order_copies_end() {
     for (order, length, chunk) in [
-        (Order::Oldest, 70, 1 << 20),
-        (Order::Newest, 999, 333),
-        (Order::Shuffled(5), 1, 17),
-        (Order::Newest, 4000, 999),
+        (CopyOrder::Oldest, 70, 1 << 20),
+        (CopyOrder::Newest, 999, 333),
+        (CopyOrder::Shuffled(5), 1, 17),
+        (CopyOrder::Newest, 4000, 999),
     ] {
         let machine = machine(5, 4);
         let (blocks, len) = Blocks::scattered(length, 40);
@@ -159,17 +159,17 @@ fn bytes_leave_in_order_in_whatever_order_copies_end() {
         assert_eq!(fetch.left(), 80 * length);
         let sent = machine.send(&mut fetch, chunk);
         assert!(sent == blocks.of(&pattern(len, 1)), "{order:?}, blocks of {length}");
-        assert_eq!((fetch.copies(), machine.device.count().faults), (Copies::Settled, 0));
+        assert_eq!((fetch.copies(), machine.device.counters().faults), (Copies::Settled, 0));
     }
 }
 
 #[test]
 fn bytes_arrive_at_their_blocks_and_nowhere_else() {
     for (order, length, chunk) in [
-        (Order::Oldest, 70, 1 << 20),
-        (Order::Newest, 999, 333),
-        (Order::Shuffled(9), 1, 17),
-        (Order::Newest, 4000, 999),
+        (CopyOrder::Oldest, 70, 1 << 20),
+        (CopyOrder::Newest, 999, 333),
+        (CopyOrder::Shuffled(9), 1, 17),
+        (CopyOrder::Newest, 4000, 999),
     ] {
         let machine = machine(5, 4);
         let (blocks, len) = Blocks::scattered(length, 40);
@@ -184,7 +184,7 @@ fn bytes_arrive_at_their_blocks_and_nowhere_else() {
             expected[range].copy_from_slice(&wire[at - length as usize..at]);
         }
         assert!(content(&memory) == expected, "{order:?}, blocks of {length}");
-        assert_eq!(machine.device.count().faults, 0);
+        assert_eq!(machine.device.counters().faults, 0);
     }
 }
 
@@ -332,7 +332,7 @@ fn a_fetch_whose_peer_does_not_read_gives_its_buffers_to_those_who_wait() {
 fn a_failed_copy_fails_its_stream_and_no_other() {
     let machine = machine(2, 2);
     let memory = machine.memory(4 * BUFFER, 1);
-    machine.device.next([Act::Copy, Act::Fail]);
+    machine.device.next([CopyOutcome::Copy, CopyOutcome::Fail]);
     let mut fetch = machine.fetch(1, &memory, &Blocks::whole(4 * BUFFER));
     let error = loop {
         match fetch.resume() {
@@ -349,7 +349,7 @@ fn a_failed_copy_fails_its_stream_and_no_other() {
     let mut next = machine.fetch(2, &memory, &Blocks::whole(4 * BUFFER));
     assert_eq!(machine.send(&mut next, BUFFER), pattern(4 * BUFFER, 1));
 
-    machine.device.next([Act::Fail]);
+    machine.device.next([CopyOutcome::Fail]);
     let mut store = machine.store(3, &memory, &Blocks::whole(BUFFER));
     assert!(store.room().unwrap().is_some());
     store.received(BUFFER);
@@ -380,7 +380,7 @@ fn a_lost_copy_quarantines_its_buffer_and_says_that_it_never_settles() {
     let memory = machine.memory(BUFFER, 1);
     let whole = Blocks::whole(BUFFER);
     let before = quarantined_bytes();
-    machine.device.next([Act::Forget]);
+    machine.device.next([CopyOutcome::Forget]);
     let mut fetch = machine.fetch(1, &memory, &whole);
     assert_eq!(machine.token_of(1, || fetch.resume()).kind(), ErrorKind::Forgotten);
     assert!(quarantined_bytes() >= before + BUFFER as u64);
@@ -391,7 +391,7 @@ fn a_lost_copy_quarantines_its_buffer_and_says_that_it_never_settles() {
     let mut next = machine.fetch(2, &memory, &whole);
     assert_eq!(machine.send(&mut next, BUFFER), pattern(BUFFER, 1));
     machine.device.hold();
-    machine.device.next([Act::Forget]);
+    machine.device.next([CopyOutcome::Forget]);
     let mut last = machine.fetch(3, &memory, &whole);
     last.resume().unwrap();
     let mut waiting = machine.fetch(4, &memory, &whole);
@@ -400,7 +400,7 @@ fn a_lost_copy_quarantines_its_buffer_and_says_that_it_never_settles() {
     assert_eq!(machine.token_of(4, || waiting.resume()).kind(), ErrorKind::Exhausted);
 
     let store_before = quarantined_bytes();
-    machine.device.next([Act::Forget]);
+    machine.device.next([CopyOutcome::Forget]);
     let mut store = machine.store(5, &memory, &whole);
     store.room().unwrap();
     store.received(BUFFER);
@@ -440,7 +440,7 @@ fn a_dropped_stream_frees_nothing_that_a_copy_may_touch() {
     assert!(gone.upgrade().is_some(), "the copies in flight keep it");
     machine.device.release();
     let other = machine.memory(2 * BUFFER, 2); // waits for a copy that comes after those
-    assert_eq!(machine.device.count().faults, 0);
+    assert_eq!(machine.device.counters().faults, 0);
     let mut next = machine.fetch(2, &other, &Blocks::whole(2 * BUFFER));
     assert_eq!(machine.send(&mut next, BUFFER), pattern(2 * BUFFER, 2));
     while gone.strong_count() > 0 {
@@ -458,7 +458,7 @@ fn blocks_outside_their_memory_and_memory_of_others_are_refused() {
     assert_eq!(fetch.resume().unwrap_err().kind(), ErrorKind::OutOfBounds);
     let mut store = machine.store(1, &memory, &beyond);
     assert_eq!(store.room().unwrap_err().kind(), ErrorKind::OutOfBounds);
-    assert_eq!(machine.device.count().copies, 1, "only the pattern was written");
+    assert_eq!(machine.device.counters().copies, 1, "only the pattern was written");
     for foreign in [TestDevice::new(MemoryKind::Cuda).allocate(8), Memory::owned(vec![0; 8])] {
         let refused = machine.stager.fetch(1, vec![Arc::new(foreign)], Blocks::whole(8).extents());
         assert_eq!(refused.unwrap_err().kind(), ErrorKind::Unsupported);
@@ -502,7 +502,7 @@ enum Member {
 #[test]
 fn a_crowd_shares_few_buffers_and_nobody_is_forgotten() {
     let machine = machine(3, 2);
-    machine.device.order(Order::Shuffled(3));
+    machine.device.order(CopyOrder::Shuffled(3));
     let mut crowd: Vec<_> = (0..40u64)
         .map(|token| {
             let (blocks, len) = Blocks::scattered(1 + token * 37, 6);
@@ -561,5 +561,5 @@ fn a_crowd_shares_few_buffers_and_nobody_is_forgotten() {
             left -= 1;
         }
     }
-    assert_eq!(machine.device.count().faults, 0);
+    assert_eq!(machine.device.counters().faults, 0);
 }

@@ -44,5 +44,5 @@ fn peers_that_do_not_read_keep_no_bounce_buffers_from_others() {
         if number == 1 { first.extend(payload) } else { second.extend(payload) }
     }
     assert!(first == bytes && second == bytes);
-    assert_eq!(device.count().faults, 0);
+    assert_eq!(device.counters().faults, 0);
 }

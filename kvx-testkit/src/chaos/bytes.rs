@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvx_core::transport::INLINE_BYTES;
 use kvx_core::{Bound, Memory, Op, Result};
 
-use super::Fault;
+use super::fault::Fault;
 
 /// Bytes of a memory, at an offset.
 struct SegmentPart {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kvx_core::transport::{Events, Full, LinkState};
 use kvx_core::{LinkId, Sender};
 
-use super::Fault;
+use super::fault::Fault;
 
 /// Stands between a transport and its agent.
 pub(super) struct ChaosEvents {

@@ -13,28 +13,28 @@ pub struct Gate(Arc<Mutex<GateState>>);
 
 #[derive(Default)]
 struct GateState {
-    transfers: Side,
-    revocations: Side,
+    transfers: TicketQueue,
+    revocations: TicketQueue,
 }
 
 #[derive(Default)]
-struct Side {
+struct TicketQueue {
     shut: bool,
     held: Vec<(Ticket, Result<()>)>,
 }
 
-/// Which tickets.
+/// The operation that a ticket belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Of {
-    Transfers,
-    Revocations,
+pub(crate) enum TicketKind {
+    Transfer,
+    Revocation,
 }
 
 impl GateState {
-    fn side(&mut self, of: Of) -> &mut Side {
-        match of {
-            Of::Transfers => &mut self.transfers,
-            Of::Revocations => &mut self.revocations,
+    fn queue(&mut self, kind: TicketKind) -> &mut TicketQueue {
+        match kind {
+            TicketKind::Transfer => &mut self.transfers,
+            TicketKind::Revocation => &mut self.revocations,
         }
     }
 }
@@ -87,11 +87,11 @@ impl Gate {
     }
 
     /// Passes a ticket's result on, at once or when the gate opens.
-    pub(crate) fn pass(&self, of: Of, ticket: Ticket, result: Result<()>) {
+    pub(crate) fn pass(&self, kind: TicketKind, ticket: Ticket, result: Result<()>) {
         let mut state = self.state();
-        let side = state.side(of);
-        if side.shut {
-            side.held.push((ticket, result));
+        let queue = state.queue(kind);
+        if queue.shut {
+            queue.held.push((ticket, result));
         } else {
             drop(state);
             ticket.settle(result);

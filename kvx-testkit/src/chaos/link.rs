@@ -11,19 +11,14 @@ use kvx_core::transport::{
 };
 use kvx_core::{Bound, Capabilities, Error, ErrorKind, Result, Ticket, TransferId};
 
-use super::Fault;
 use super::bytes::{Damage, Rewrite};
-use super::gate::{Gate, Of};
-use super::transport::{ChaosRemote, FAT};
+use super::fault::Fault;
+use super::gate::{Gate, TicketKind};
+use super::regions::{ChaosRemote, FAT, Unwrap};
 
-/// A handle that may be this module's, around one of the inner transport's.
-pub(super) trait Inner {
-    fn inner(self: &Arc<Self>) -> Arc<Self>;
-}
-
-/// What the links of a transport count together.
+/// The state that the links of a transport share.
 #[derive(Default)]
-pub(super) struct Turns {
+pub(super) struct SharedState {
     posts: AtomicU64,
     settled: AtomicU64,
     sent: AtomicU64,
@@ -44,20 +39,20 @@ pub(super) struct ChaosLink {
     inner: Arc<dyn Link>,
     fault: Option<Fault>,
     gate: Gate,
-    turns: Arc<Turns>,
+    state: Arc<SharedState>,
 }
 
 /// A bound plan with the regions of the inner transport.
-struct Unwrapped(Arc<Bound>);
+struct InnerPlan(Arc<Bound>);
 
 impl ChaosLink {
     pub(super) fn new(
         inner: Arc<dyn Link>,
         fault: Option<Fault>,
         gate: Gate,
-        turns: Arc<Turns>,
+        state: Arc<SharedState>,
     ) -> Self {
-        ChaosLink { inner, fault, gate, turns }
+        ChaosLink { inner, fault, gate, state }
     }
 
     fn is(&self, fault: Fault) -> bool {
@@ -68,15 +63,15 @@ impl ChaosLink {
     fn unwrapped(plan: &Bound) -> Result<Arc<Bound>> {
         let ours = plan.native(|| {
             let (local, remote) =
-                (<dyn LocalRegion as Inner>::inner, <dyn RemoteRegion as Inner>::inner);
-            Ok(Unwrapped(Arc::new(plan.with_regions(local, remote))))
+                (<dyn LocalRegion as Unwrap>::inner, <dyn RemoteRegion as Unwrap>::inner);
+            Ok(InnerPlan(Arc::new(plan.with_regions(local, remote))))
         })?;
         Ok(Arc::clone(&ours.0))
     }
 
     /// Whether this transfer shall be lost, and what its ticket then says.
     fn skips(&self, plan: &Arc<Bound>) -> Option<Result<()>> {
-        let turn = self.turns.posts.fetch_add(1, Ordering::Relaxed) + 1;
+        let turn = self.state.posts.fetch_add(1, Ordering::Relaxed) + 1;
         let failed =
             || Err(Error::new(ErrorKind::Exhausted, "chaos: this transfer was chosen to fail"));
         match self.fault? {
@@ -85,7 +80,7 @@ impl ChaosLink {
             Fault::FailNth if turn.is_multiple_of(5) => Some(failed()),
             Fault::FailLarge if plan.size().blocks > 65_536 => Some(failed()),
             Fault::PostOnce => {
-                let mut seen = self.turns.seen.lock();
+                let mut seen = self.state.seen.lock();
                 let new = seen.insert(Arc::as_ptr(plan).addr());
                 if new { None } else { Some(Ok(())) }
             }
@@ -96,7 +91,7 @@ impl ChaosLink {
     /// What happens when the inner link settles a transfer.
     fn settle(
         fault: Option<Fault>,
-        turns: &Turns,
+        state: &SharedState,
         plan: &Arc<Bound>,
         ticket: Ticket,
         result: Result<()>,
@@ -105,9 +100,9 @@ impl ChaosLink {
             Some(Fault::Delay) => later(Duration::from_millis(20), move || ticket.settle(result)),
             Some(Fault::ForgetTicket) => drop(ticket),
             Some(Fault::HideFailure) => ticket.settle(Ok(())),
-            Some(Fault::DropPeerLoss) => turns.settle_unless_lost(ticket, result),
+            Some(Fault::DropPeerLoss) => state.settle_unless_lost(ticket, result),
             Some(Fault::Reorder)
-                if turns.settled.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) =>
+                if state.settled.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) =>
             {
                 later(Duration::from_millis(5), move || ticket.settle(result));
             }
@@ -120,14 +115,14 @@ impl ChaosLink {
             }
             Some(Fault::OneQueue) => {
                 ticket.settle(result);
-                turns.next();
+                state.next();
             }
             _ => ticket.settle(result),
         }
     }
 }
 
-impl Turns {
+impl SharedState {
     /// For [`Fault::OneQueue`]: posts now, or when all before it have settled.
     fn queue(&self, post: impl FnOnce() + Send + 'static) {
         let mut queue = self.queue.lock();
@@ -215,19 +210,19 @@ unsafe impl Link for ChaosLink {
             }
             _ => {}
         }
-        let (fault, gate, turns, ours) =
-            (self.fault, self.gate.clone(), Arc::clone(&self.turns), Arc::clone(&plan));
+        let (fault, gate, state, ours) =
+            (self.fault, self.gate.clone(), Arc::clone(&self.state), Arc::clone(&plan));
         let damage = Damage::before(fault, &plan);
-        let through = Ticket::new(move |result| gate.pass(Of::Transfers, done, result));
+        let through = Ticket::new(move |result| gate.pass(TicketKind::Transfer, done, result));
         let ticket = Ticket::new(move |result: Result<()>| {
             let result = match damage {
                 Some(damage) if result.is_ok() => damage.done(&ours),
                 _ => result,
             };
-            Self::settle(fault, &turns, &ours, through, result);
+            Self::settle(fault, &state, &ours, through, result);
         });
         match self.fault {
-            Some(Fault::OneQueue) => self.turns.queue(move || inner.post(plan, id, ticket)),
+            Some(Fault::OneQueue) => self.state.queue(move || inner.post(plan, id, ticket)),
             _ => inner.post(plan, id, ticket),
         }
     }
@@ -236,7 +231,7 @@ unsafe impl Link for ChaosLink {
         let inner = Arc::clone(&self.inner);
         match self.fault {
             Some(Fault::DropNotification)
-                if self.turns.sent.fetch_add(1, Ordering::Relaxed) % 5 == 4 =>
+                if self.state.sent.fetch_add(1, Ordering::Relaxed) % 5 == 4 =>
             {
                 done.settle(Ok(()));
             }
@@ -249,10 +244,10 @@ unsafe impl Link for ChaosLink {
                 inner.notify(&bytes[..end], done);
             }
             Some(Fault::DropPeerLoss) => {
-                let turns = Arc::clone(&self.turns);
+                let state = Arc::clone(&self.state);
                 inner.notify(
                     bytes,
-                    Ticket::new(move |result| turns.settle_unless_lost(done, result)),
+                    Ticket::new(move |result| state.settle_unless_lost(done, result)),
                 );
             }
             _ => inner.notify(bytes, done),

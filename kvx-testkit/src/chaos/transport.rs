@@ -1,21 +1,18 @@
 //! Opening, registering, linking.
 
 use std::sync::{Arc, Weak};
-use std::time::Duration;
 
 use kvx_core::sync::Mutex;
 use kvx_core::transport::{
-    Context, Factory, Link, LocalRegion, PeerSection, RegionSpec, RemoteRegion, Transport,
+    Context, Factory, Link, LocalRegion, PeerSection, RegionSpec, Transport,
 };
 use kvx_core::{Capabilities, Error, ErrorKind, Identity, LinkId, Result, Ticket};
 
-use super::Fault;
 use super::events::ChaosEvents;
-use super::gate::{Gate, Of};
-use super::link::{ChaosLink, Inner, Turns};
-
-/// What [`Fault::FatExport`] adds.
-pub(super) const FAT: usize = 48 << 10;
+use super::fault::Fault;
+use super::gate::Gate;
+use super::link::{ChaosLink, SharedState};
+use super::regions::{ChaosRegion, FAT};
 
 /// Every link of this process, for [`Fault::GlobalStop`].
 static LINKS: Mutex<Vec<Weak<ChaosLink>>> = Mutex::new(Vec::new());
@@ -26,7 +23,7 @@ struct ChaosTransport {
     gate: Gate,
     /// The agent that it serves.
     agent: Identity,
-    turns: Arc<Turns>,
+    state: Arc<SharedState>,
     /// Ends the thread that spins.
     _alive: Arc<()>,
 }
@@ -46,7 +43,7 @@ pub(super) fn open(
         Some(Fault::TakeSignal) => take_signal(),
         _ => {}
     }
-    Ok(Arc::new(ChaosTransport { inner, fault, gate, agent, turns: Arc::default(), _alive: alive }))
+    Ok(Arc::new(ChaosTransport { inner, fault, gate, agent, state: Arc::default(), _alive: alive }))
 }
 
 /// Keeps a core busy for as long as the transport lives.
@@ -70,7 +67,7 @@ fn take_signal() {
 impl ChaosTransport {
     fn wrapped(&self, inner: Arc<dyn Link>) -> Arc<dyn Link> {
         let link =
-            Arc::new(ChaosLink::new(inner, self.fault, self.gate.clone(), Arc::clone(&self.turns)));
+            Arc::new(ChaosLink::new(inner, self.fault, self.gate.clone(), Arc::clone(&self.state)));
         if self.fault == Some(Fault::GlobalStop) {
             LINKS.lock().push(Arc::downgrade(&link));
         }
@@ -121,51 +118,5 @@ unsafe impl Transport for ChaosTransport {
         self.inner.shutdown(done);
         let links = std::mem::take(&mut *LINKS.lock());
         links.iter().filter_map(Weak::upgrade).for_each(|link| link.close());
-    }
-}
-
-pub(super) struct ChaosRegion {
-    inner: Arc<dyn LocalRegion>,
-    export: Vec<u8>,
-    fault: Option<Fault>,
-    gate: Gate,
-}
-
-impl Inner for dyn LocalRegion {
-    fn inner(self: &Arc<Self>) -> Arc<Self> {
-        let any: &dyn std::any::Any = &**self;
-        any.downcast_ref::<ChaosRegion>()
-            .map_or_else(|| Arc::clone(self), |region| Arc::clone(&region.inner))
-    }
-}
-
-impl LocalRegion for ChaosRegion {
-    fn export(&self) -> &[u8] {
-        &self.export
-    }
-
-    fn revoke(&self, done: Ticket) {
-        match self.fault {
-            Some(Fault::IgnoreRevoke) => return done.settle(Ok(())),
-            Some(Fault::BlockInRevoke) => std::thread::sleep(Duration::from_secs(2)),
-            _ => {}
-        }
-        let gate = self.gate.clone();
-        self.inner.revoke(Ticket::new(move |result| gate.pass(Of::Revocations, done, result)));
-    }
-}
-
-/// A peer's region, as the inner link sees it.
-pub(super) struct ChaosRemote {
-    pub(super) inner: Arc<dyn RemoteRegion>,
-}
-
-impl RemoteRegion for ChaosRemote {}
-
-impl Inner for dyn RemoteRegion {
-    fn inner(self: &Arc<Self>) -> Arc<Self> {
-        let any: &dyn std::any::Any = &**self;
-        any.downcast_ref::<ChaosRemote>()
-            .map_or_else(|| Arc::clone(self), |region| Arc::clone(&region.inner))
     }
 }

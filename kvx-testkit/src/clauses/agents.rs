@@ -9,18 +9,18 @@ use kvx_core::{
     Registry, Revocation, Transfer, quarantined_bytes,
 };
 
+use super::clause::{Breaker, Clause, Execution, clauses};
 use super::traffic::{GRACE, OPS, Traffic, exchange, is_kept, promised_by, until};
-use super::{Breaker, Clause, Runs, clauses};
 use crate::chaos::Fault;
-use crate::check::{Check, Failure, ensure, ensure_kind};
-use crate::clauses::agents;
-use crate::far::{Far, PostSpec};
-use crate::setup::{AgentPair, CUT_OFF, Mode, Setup, unique};
+use crate::check::{CUT_OFF, Check, Failure, ensure, ensure_kind};
+use crate::far::{FarEnd, PostSpec};
+use crate::process_state::ProcessState;
+use crate::setup::{AgentPair, Mode, Setup};
 use crate::stopwatch::Stopwatch;
-use crate::surroundings::Surroundings;
 use crate::tier::Tier;
+use crate::unique::unique;
 
-pub(super) const CLAUSES: &[Clause] = clauses!(agents:
+pub(super) const CLAUSES: &[Clause] = clauses!(
     A1 agents_share_a_process, OneProcess, [Breaker::Chaos(Fault::GlobalStop)];
     A2 an_agent_can_link_to_itself, OneProcess, [Breaker::Chaos(Fault::NoLoopback)];
     A3 idle_costs_what_is_declared, TwoProcesses, [Breaker::Chaos(Fault::Spin)];
@@ -321,7 +321,7 @@ pub async fn a_forked_child_is_told_so(setup: &Setup) -> Check {
 
 /// Threads of this process whose name contains `tag`.
 fn threads_of(tag: &str) -> Vec<String> {
-    Surroundings::of_this_process().threads.into_iter().filter(|name| name.contains(tag)).collect()
+    ProcessState::of_this_process().threads.into_iter().filter(|name| name.contains(tag)).collect()
 }
 
 /// After its shutdown an agent says `Closed` to everything.
@@ -444,7 +444,7 @@ pub async fn the_process_is_left_as_it_was(setup: &Setup) -> Check {
     // In a process that does nothing else: this one runs other clauses beside.
     let mut far = setup.far()?;
     let before = far.surroundings()?;
-    let compare = |far: &mut Far, when: &str| -> Result<Vec<String>, Failure> {
+    let compare = |far: &mut FarEnd, when: &str| -> Result<Vec<String>, Failure> {
         let after = far.surroundings()?;
         for (signal, (was, is)) in (1..).zip(before.signals.iter().zip(&after.signals)) {
             ensure!(

@@ -9,13 +9,13 @@ use kvx_core::{
     Registry, Unavailable, Verdict,
 };
 
-use super::{Breaker, Clause, Runs, clauses};
+use super::clause::{Breaker, Clause, Execution, clauses};
 use crate::chaos::Fault;
-use crate::check::{Check, Failure, ensure, ensure_kind};
-use crate::clauses::backends;
-use crate::setup::{AgentPair, CUT_OFF, Mode, Setup, unique};
+use crate::check::{CUT_OFF, Check, Failure, ensure, ensure_kind};
+use crate::setup::{AgentPair, Mode, Setup};
+use crate::unique::unique;
 
-pub(super) const CLAUSES: &[Clause] = clauses!(backends:
+pub(super) const CLAUSES: &[Clause] = clauses!(
     B1 a_list_of_backends_restricts, Both, [Breaker::Core("silent-fallback")];
     B2 without_a_list_the_order_decides, Both, [Breaker::Core("order")];
     B3 missing_backends_are_three_errors, OneProcess, [Breaker::Core("one-error")];

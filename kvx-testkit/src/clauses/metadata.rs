@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use kvx_core::{Agent, ErrorKind, Grid, Memory, Metadata, Op, Peer, Place as _, Plan};
 
+use super::clause::{Breaker, Clause, Execution, clauses};
 use super::traffic::{Traffic, altered_region};
-use super::{Breaker, Clause, Runs, clauses};
 use crate::chaos::Fault;
-use crate::check::{Check, Failure, ensure, ensure_kind};
-use crate::clauses::metadata;
-use crate::setup::{CUT_OFF, Setup, unique};
+use crate::check::{CUT_OFF, Check, Failure, ensure, ensure_kind};
+use crate::setup::Setup;
+use crate::unique::unique;
 
-pub(super) const CLAUSES: &[Clause] = clauses!(metadata:
+pub(super) const CLAUSES: &[Clause] = clauses!(
     M1 regions_added_later_can_be_used, Both, [Breaker::Core("no-update")];
     M2 older_metadata_changes_nothing, Both, [Breaker::Core("stale-metadata")];
     M3 malformed_metadata_is_refused, OneProcess, [Breaker::Core("trust-lengths")];

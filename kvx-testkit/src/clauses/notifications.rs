@@ -5,17 +5,17 @@ use std::time::Duration;
 
 use kvx_core::{Completion, ErrorKind, Op, Peer, Revocation};
 
+use super::clause::{Breaker, Clause, Execution, clauses};
 use super::traffic::{GRACE, OPS, Traffic, altered_region, now, promised_by, stays, until};
-use super::{Breaker, Clause, Runs, clauses};
 use crate::chaos::Fault;
-use crate::check::{Check, Failure, ensure, ensure_kind};
-use crate::clauses::notifications;
-use crate::far::Sent;
+use crate::check::{CUT_OFF, Check, Failure, ensure, ensure_kind};
+use crate::far::ReceivedNotification;
 use crate::pattern::bytes;
-use crate::setup::{AgentPair, CUT_OFF, Mode, Setup, unique};
+use crate::setup::{AgentPair, Mode, Setup};
 use crate::stopwatch::Stopwatch;
+use crate::unique::unique;
 
-pub(super) const CLAUSES: &[Clause] = clauses!(notifications:
+pub(super) const CLAUSES: &[Clause] = clauses!(
     N1 notifications_arrive_after_their_data, Both, [Breaker::Chaos(Fault::NotifyEarly), Breaker::Core("early-notify")];
     N2 notifications_are_bytes, Both, [Breaker::Chaos(Fault::TruncateAtNul)];
     N3 notifications_arrive_once, Both, [
@@ -39,7 +39,7 @@ fn numbered(number: u32) -> [u8; 4] {
 }
 
 /// The numbers of notifications, each with how often it came.
-fn numbers(taken: &[Sent]) -> Result<BTreeMap<u32, usize>, Failure> {
+fn numbers(taken: &[ReceivedNotification]) -> Result<BTreeMap<u32, usize>, Failure> {
     let mut counts = BTreeMap::new();
     for sent in taken {
         let bytes = sent.bytes.as_slice().try_into();
@@ -569,7 +569,10 @@ pub async fn waiting_notifications_are_bounded(setup: &Setup) -> Check {
     let taken = pair.far.take_many(0, 20, CUT_OFF)?;
     let heads: Vec<_> = taken
         .into_iter()
-        .map(|sent| Sent { bytes: sent.bytes.into_iter().take(4).collect(), ..sent })
+        .map(|sent| ReceivedNotification {
+            bytes: sent.bytes.into_iter().take(4).collect(),
+            ..sent
+        })
         .collect();
     let counts = numbers(&heads)?;
     ensure!(counts.len() == 20, "20 of those that waited should have come, not {counts:?}");

@@ -8,16 +8,16 @@ use kvx_core::{
     ErrorKind, Memory, Op, Peer, Region, Revocation, Ticket, Transfer, quarantined_bytes,
 };
 
+use super::clause::{Breaker, Clause, Execution, clauses};
 use super::traffic::{GRACE, OPS, Traffic, is_kept, now, promised_by, stays, until};
-use super::{Breaker, Clause, Runs, clauses};
 use crate::chaos::{Chaos, Fault};
-use crate::check::{Check, Failure, ensure, ensure_kind};
-use crate::clauses::ownership;
+use crate::check::{CUT_OFF, Check, Failure, ensure, ensure_kind};
 use crate::far::PostSpec;
-use crate::setup::{AgentPair, CUT_OFF, Mode, Setup, unique};
+use crate::setup::{AgentPair, Mode, Setup};
 use crate::stopwatch::Stopwatch;
+use crate::unique::unique;
 
-pub(super) const CLAUSES: &[Clause] = clauses!(ownership:
+pub(super) const CLAUSES: &[Clause] = clauses!(
     O1 a_ticket_settles_only_once, Compiler, [Breaker::CompileFail("kvx-core/src/ticket.rs")];
     O2 settled_waits_for_the_transport, Both, [Breaker::Core("free-early"), Breaker::Chaos(Fault::ForgetTicket)];
     O3 a_dropped_transfer_frees_nothing_early, Both, [Breaker::Core("free-early")];

@@ -4,17 +4,17 @@ use std::time::{Duration, Instant};
 
 use kvx_core::{Error, ErrorKind, Grid, Metadata, Op, Peer, Plan, Region, Transfer};
 
+use super::clause::{Breaker, Clause, Execution, clauses};
 use super::traffic::{GRACE, OPS, Traffic, now, promised_by, stays, until};
-use super::{Breaker, Clause, Runs, clauses};
 use crate::chaos::Fault;
-use crate::check::{Check, Failure, ensure, ensure_kind};
-use crate::clauses::peers;
-use crate::far::{Far, PostSpec};
+use crate::check::{CUT_OFF, Check, Failure, ensure, ensure_kind};
+use crate::far::{FarEnd, PostSpec};
 use crate::pattern::{self, bytes, checksum};
-use crate::setup::{AgentPair, CUT_OFF, Setup, free_port, unique};
+use crate::setup::{AgentPair, Setup};
 use crate::stopwatch::Stopwatch;
+use crate::unique::{free_port, unique};
 
-pub(super) const CLAUSES: &[Clause] = clauses!(peers:
+pub(super) const CLAUSES: &[Clause] = clauses!(
     P1 a_stopped_peer_costs_at_most_the_deadline, TwoProcesses, [Breaker::Core("deadline")];
     P2 a_silent_peer_is_lost_after_peer_timeout, TwoProcesses, [Breaker::Chaos(Fault::DropPeerLoss)];
     P5 a_lost_peer_stays_lost, TwoProcesses, [Breaker::Core("lost-again")];
@@ -310,7 +310,7 @@ pub async fn what_was_short_is_tried_again(setup: &Setup) -> Check {
         within,
         notify: None,
     };
-    let holds = |far: &mut Far, seed| -> Check {
+    let holds = |far: &mut FarEnd, seed| -> Check {
         ensure!(far.sum(own)? == checksum(&bytes(seed, 0, len)), "the far end has other bytes");
         Ok(())
     };
@@ -359,7 +359,7 @@ pub async fn what_was_short_is_tried_again(setup: &Setup) -> Check {
 
 /// A post of the far end succeeds on this handle; or, if the peer was lost, on one from `connect`.
 fn far_succeeds(
-    far: &mut Far,
+    far: &mut FarEnd,
     metadata: &[u8],
     peer: usize,
     post: &PostSpec,

@@ -4,16 +4,15 @@ use std::sync::Arc;
 
 use kvx_core::{Grid, GridSet, Indices, Op, Place as _, Plan};
 
+use super::clause::{Breaker, Clause, Execution, clauses};
 use super::traffic::OPS;
 use super::transfers::Ends;
-use super::{Breaker, Clause, Runs, clauses};
 use crate::chaos::Fault;
-use crate::check::{Check, ensure, ensure_kind};
-use crate::clauses::plans;
+use crate::check::{CUT_OFF, Check, ensure, ensure_kind};
 use crate::pattern::{bytes, checksum, fill};
-use crate::setup::{CUT_OFF, Setup};
+use crate::setup::Setup;
 
-pub(super) const CLAUSES: &[Clause] = clauses!(plans:
+pub(super) const CLAUSES: &[Clause] = clauses!(
     T7 zero_blocks_settle_at_once, Both, [Breaker::Core("zero")];
     T8 a_hundred_thousand_blocks_are_one_transfer, Both, [Breaker::Chaos(Fault::FailLarge)];
     T9 overlapping_destinations_are_refused, OneProcess, [Breaker::Core("overlap")];

@@ -8,17 +8,17 @@ use std::time::{Duration, Instant};
 use kvx_core::{Deadline, ErrorKind, Grid, Indices, Limits, Op, Peer, Plan, Region, Transfer};
 use rustix::time::{ClockId, clock_gettime};
 
+use super::clause::{Breaker, Clause, Execution, clauses};
 use super::traffic::{GRACE, OPS, Traffic, now, promised_by, until};
-use super::{Breaker, Clause, Runs, clauses};
 use crate::chaos::{Fault, Gate};
-use crate::check::{Check, Failure, ensure, ensure_kind};
-use crate::clauses::posting;
+use crate::check::{CUT_OFF, Check, Failure, ensure, ensure_kind};
 use crate::executor::run;
 use crate::pattern::bytes;
-use crate::setup::{CUT_OFF, Mode, Setup, unique};
+use crate::setup::{Mode, Setup};
 use crate::stopwatch::Stopwatch;
+use crate::unique::unique;
 
-pub(super) const CLAUSES: &[Clause] = clauses!(posting:
+pub(super) const CLAUSES: &[Clause] = clauses!(
     T11 post_waits_for_nothing, TwoProcesses, [Breaker::Chaos(Fault::BlockInPost)];
     T12 a_transfer_resolves_by_its_deadline, Both, [Breaker::Core("deadline")];
     T13 cancel_ends_a_transfer_early, Both, [Breaker::Chaos(Fault::IgnoreCancel)];
@@ -205,7 +205,7 @@ pub async fn cancel_ends_a_transfer_early(setup: &Setup) -> Check {
 }
 
 /// Cancels transfers to a peer that is stopped.
-async fn cancelled_while_stopped(far: &mut crate::Far, peer: &Peer, traffic: &Traffic) -> Check {
+async fn cancelled_while_stopped(far: &mut crate::FarEnd, peer: &Peer, traffic: &Traffic) -> Check {
     let alone = promised_by(peer)?.settles_without_peer;
     for op in OPS {
         far.process()?.stop()?;

@@ -5,15 +5,16 @@ use kvx_core::{
     ErrorKind, Grid, Invited, Isolation, Metadata, Op, Peer, Place as _, Plan, RegionId,
 };
 
+use super::clause::{Breaker, Clause, Execution, clauses};
 use super::traffic::{GRACE, OPS, Traffic, altered_region, promised_by};
-use super::{Breaker, Clause, Runs, clauses};
-use crate::check::{Check, Failure, ensure, ensure_kind};
-use crate::clauses::safety;
-use crate::far::Far;
+use crate::backing::Backing;
+use crate::check::{CUT_OFF, Check, Failure, ensure, ensure_kind};
+use crate::far::FarEnd;
 use crate::pattern::{bytes, checksum, fill};
-use crate::setup::{AgentPair, Backing, CUT_OFF, Setup, unique};
+use crate::setup::{AgentPair, Setup};
+use crate::unique::unique;
 
-pub(super) const CLAUSES: &[Clause] = clauses!(safety:
+pub(super) const CLAUSES: &[Clause] = clauses!(
     S1 ranges_outside_a_region_are_refused, Both, [Breaker::Core("bounds")];
     S2 a_wrong_key_moves_nothing, Both, [Breaker::Core("any-key")];
     S3 an_unregistered_region_is_refused, Both, [Breaker::Core("unregistered")];
@@ -88,7 +89,7 @@ impl Stranger {
     }
 
     /// Posts all blocks both ways; fails unless both are refused with `kind` and move nothing.
-    async fn is_refused(&self, far: &mut Far, kind: ErrorKind, what: &str) -> Check {
+    async fn is_refused(&self, far: &mut FarEnd, kind: ErrorKind, what: &str) -> Check {
         for op in OPS {
             let (ours, theirs) = (self.blocks.fill_near()?, self.blocks.fill_far(far)?);
             let result = self.blocks.run(op, &self.peer, CUT_OFF).await;

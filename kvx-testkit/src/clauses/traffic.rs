@@ -11,10 +11,10 @@ use kvx_core::{
     Capabilities, Grid, Memory, Metadata, Op, Peer, Place as _, Plan, Region, RegionInfo, Transfer,
 };
 
-use crate::check::{Check, Failure, ensure};
-use crate::far::Far;
+use crate::check::{CUT_OFF, Check, Failure, ensure};
+use crate::far::FarEnd;
 use crate::pattern::{bytes, checksum, fill};
-use crate::setup::{AgentPair, CUT_OFF};
+use crate::setup::AgentPair;
 use crate::stopwatch::Stopwatch;
 
 /// Both operations.
@@ -104,7 +104,7 @@ impl Traffic {
     }
 
     /// Fails unless the region at the far end holds content `seed`.
-    pub(crate) fn check_far(&self, far: &mut Far, seed: u64, when: &str) -> Check {
+    pub(crate) fn check_far(&self, far: &mut FarEnd, seed: u64, when: &str) -> Check {
         let wanted = checksum(&bytes(seed, 0, self.near.len() as usize));
         ensure!(
             far.sum(self.far)? == wanted,
@@ -114,7 +114,7 @@ impl Traffic {
     }
 
     /// New content at the far end.
-    pub(crate) fn fill_far(&self, far: &mut Far) -> Result<u64, Failure> {
+    pub(crate) fn fill_far(&self, far: &mut FarEnd) -> Result<u64, Failure> {
         let seed = Self::seed();
         far.fill(self.far, seed)?;
         Ok(seed)
@@ -128,7 +128,7 @@ impl Traffic {
     }
 
     /// Reads and writes over `peer`, and compares every byte.
-    pub(crate) async fn works(&self, far: &mut Far, peer: &Peer, when: &str) -> Check {
+    pub(crate) async fn works(&self, far: &mut FarEnd, peer: &Peer, when: &str) -> Check {
         let said = |error| Failure::new(format!("{when}: {error:?}"));
         let seed = self.fill_far(far)?;
         self.run(Op::Read, peer, CUT_OFF).await.map_err(said)?;

@@ -4,15 +4,14 @@ use std::sync::Arc;
 
 use kvx_core::{Grid, GridSet, Indices, Op, Peer, Place as _, Plan, Region, Report, Span};
 
+use super::clause::{Breaker, Clause, Execution, clauses};
 use super::traffic::OPS;
-use super::{Breaker, Clause, Runs, clauses};
 use crate::chaos::Fault;
-use crate::check::{Check, Failure, ensure};
-use crate::clauses::transfers;
+use crate::check::{CUT_OFF, Check, Failure, ensure};
 use crate::pattern::{bytes, checksum};
-use crate::setup::{AgentPair, CUT_OFF, Setup};
+use crate::setup::{AgentPair, Setup};
 
-pub(super) const CLAUSES: &[Clause] = clauses!(transfers:
+pub(super) const CLAUSES: &[Clause] = clauses!(
     T1 reads_move_exactly_the_named_blocks, Both, [Breaker::Chaos(Fault::WrongBytes)];
     T2 writes_move_exactly_the_named_blocks, Both, [Breaker::Chaos(Fault::Drop)];
     T3 scattered_blocks_land_where_they_are_paired, Both, [Breaker::Chaos(Fault::SwapBlocks)];

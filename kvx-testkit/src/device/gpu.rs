@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvx_core::memory::Hop;
 use kvx_core::{Completion, DeviceAccess, Error, ErrorKind, Memory, Result, Unavailable};
 
-use super::Device;
+use super::access::Device;
 
 /// The first of a maker's devices, the same one at each call: what [`Suite::device`](crate::Suite) is, with a name. A
 /// process asks for those of one maker: `devices` is `kvx_cuda::devices` or `kvx_rocm::devices`, `allocate` makes a

@@ -1,27 +1,28 @@
 //! The far end of a pair: agents in this process or in another one, asked in the same commands.
 
-mod end;
+mod agents;
+mod commands;
 mod limits;
-mod words;
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_core::{Error, ErrorKind, Registry};
 
-use self::end::End;
-use self::words::{Command, Reply, kind_of};
+use self::agents::FarAgents;
+use self::commands::{Command, Reply, kind_of};
+use crate::backing::Backing;
 use crate::check::Failure;
 use crate::device::Device;
 use crate::process::Child;
-use crate::setup::Backing;
-use crate::surroundings::{Holdings, Surroundings};
+use crate::process_state::{ProcessState, ResourceUsage};
 
-pub use self::end::cpu_time;
-pub(crate) use self::end::serve;
+pub use self::agents::cpu_time;
+pub(crate) use self::agents::serve;
+pub(crate) use self::commands::AgentSpec;
+pub use self::commands::{PostSpec, ReceivedNotification};
 pub(crate) use self::limits::limit;
 pub use self::limits::{HungPage, Limit};
-pub use self::words::{PostSpec, Sent};
 
 /// How long a far end may take to answer a command, beyond the command's own deadline.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -31,45 +32,34 @@ pub(crate) const VARIABLE: &str = "KVX_TESTKIT_FAR";
 /// The suite by whose label it finds its device, if it has one.
 pub(crate) const SUITE: &str = "KVX_TESTKIT_SUITE";
 
-enum Location {
-    SameProcess(End),
-    OtherProcess { child: Child, started: Started },
+enum FarProcess {
+    SameProcess(FarAgents),
+    OtherProcess { child: Child, start: StartCommand },
 }
 
-/// How its process is started.
-struct Started {
+/// How its process is start.
+struct StartCommand {
     variables: Vec<(&'static str, String)>,
     through: Vec<String>,
 }
 
-impl Started {
-    fn again(&self) -> Result<Child, Failure> {
+impl StartCommand {
+    fn run(&self) -> Result<Child, Failure> {
         Child::start_self_through(&self.through, &self.variables)
     }
 }
 
 /// The far end of a pair. Answers are kvx's own results: an error comes back with its kind.
-pub struct Far {
-    place: Location,
+pub struct FarEnd {
+    process: FarProcess,
 }
 
-/// How the far end's agents are built.
-#[derive(Clone, Debug)]
-pub(crate) struct AgentSpec {
-    pub(crate) name: String,
-    pub(crate) backends: Vec<String>,
-    pub(crate) options: String,
-    pub(crate) secret: Option<[u8; 32]>,
-    pub(crate) peer_timeout: Duration,
-    pub(crate) inbox: (usize, usize),
-}
-
-impl Far {
+impl FarEnd {
     pub(crate) fn in_this_process(registry: Registry, device: Option<Arc<dyn Device>>) -> Self {
-        Far { place: Location::SameProcess(End::new(registry, device)) }
+        FarEnd { process: FarProcess::SameProcess(FarAgents::new(registry, device)) }
     }
 
-    /// `suite`: whose device it has; `through`: the program and its words, behind which its process is started.
+    /// `suite`: whose device it has; `through`: the program and its words, behind which its process is start.
     pub(crate) fn there(
         variant: &str,
         suite: Option<&str>,
@@ -77,15 +67,15 @@ impl Far {
     ) -> Result<Self, Failure> {
         let mut variables = vec![(VARIABLE, variant.to_owned())];
         variables.extend(suite.map(|suite| (SUITE, suite.to_owned())));
-        let started = Started { variables, through: through.to_vec() };
-        Ok(Far { place: Location::OtherProcess { child: started.again()?, started } })
+        let start = StartCommand { variables, through: through.to_vec() };
+        Ok(FarEnd { process: FarProcess::OtherProcess { child: start.run()?, start } })
     }
 
     /// The process it lives in; `None` when that is this one.
     pub fn child(&mut self) -> Option<&mut Child> {
-        match &mut self.place {
-            Location::SameProcess(_) => None,
-            Location::OtherProcess { child, .. } => Some(child),
+        match &mut self.process {
+            FarProcess::SameProcess(_) => None,
+            FarProcess::OtherProcess { child, .. } => Some(child),
         }
     }
 
@@ -96,23 +86,23 @@ impl Far {
 
     /// Starts the process anew, without agents; the old one must have been killed.
     pub fn restart(&mut self) -> Result<(), Failure> {
-        if let Location::OtherProcess { child, started } = &mut self.place {
-            *child = started.again()?;
+        if let FarProcess::OtherProcess { child, start } = &mut self.process {
+            *child = start.run()?;
         }
         Ok(())
     }
 
     fn ask(&mut self, command: Command, within: Duration) -> Result<Reply, Failure> {
-        match &mut self.place {
-            Location::SameProcess(end) => Ok(end.execute(command)),
-            Location::OtherProcess { .. } => {
+        match &mut self.process {
+            FarProcess::SameProcess(end) => Ok(end.execute(command)),
+            FarProcess::OtherProcess { .. } => {
                 self.tell(&command)?;
                 self.answer(within)
             }
         }
     }
 
-    /// Gives its process a command, and does not wait for the [`answer`](Far::answer).
+    /// Gives its process a command, and does not wait for the [`answer`](FarEnd::answer).
     fn tell(&mut self, command: &Command) -> Result<(), Failure> {
         let line =
             serde_json::to_string(command).map_err(|error| Failure::new(error.to_string()))?;
@@ -147,9 +137,7 @@ impl Far {
     }
 
     pub(crate) fn build(&mut self, spec: AgentSpec) -> Result<kvx_core::Result<usize>, Failure> {
-        let AgentSpec { name, backends, options, secret, peer_timeout, inbox } = spec;
-        let command = Command::Agent { name, backends, options, secret, peer_timeout, inbox };
-        Ok(self.number(command)?.map(|number| number as usize))
+        Ok(self.number(Command::Agent(spec))?.map(|number| number as usize))
     }
 
     /// Metadata of its first agent.
@@ -291,18 +279,21 @@ impl Far {
     }
 
     /// Has its process post a transfer so often, each after the one before, until one fails; and waits for nothing:
-    /// [`posted`](Far::posted) hears what came of the last.
+    /// [`posted`](FarEnd::posted) hears what came of the last.
     pub fn begin_posts(&mut self, peer: usize, post: PostSpec, times: u32) -> Result<(), Failure> {
         self.tell(&Command::Post { peer, post, times })
     }
 
-    /// What came of the transfers that [`begin_posts`](Far::begin_posts) has begun.
+    /// What came of the transfers that [`begin_posts`](FarEnd::begin_posts) has begun.
     pub fn posted(&mut self, within: Duration) -> Result<kvx_core::Result<u64>, Failure> {
         number_in(self.answer(within).and_then(said_by_kvx)?)
     }
 
     /// Takes a notification of its first agent.
-    pub fn take(&mut self, within: Duration) -> Result<kvx_core::Result<Sent>, Failure> {
+    pub fn take(
+        &mut self,
+        within: Duration,
+    ) -> Result<kvx_core::Result<ReceivedNotification>, Failure> {
         self.take_of(0, within)
     }
 
@@ -311,7 +302,7 @@ impl Far {
         &mut self,
         agent: usize,
         within: Duration,
-    ) -> Result<kvx_core::Result<Sent>, Failure> {
+    ) -> Result<kvx_core::Result<ReceivedNotification>, Failure> {
         let taken = self.notifications(Command::Take { agent, within }, within)?;
         Ok(taken.and_then(|mut one| {
             one.pop().ok_or_else(|| Error::new(ErrorKind::Malformed, "no notification came back"))
@@ -324,7 +315,7 @@ impl Far {
         agent: usize,
         count: usize,
         within: Duration,
-    ) -> Result<Vec<Sent>, Failure> {
+    ) -> Result<Vec<ReceivedNotification>, Failure> {
         Ok(self.notifications(Command::TakeMany { agent, count, within }, within)??)
     }
 
@@ -332,7 +323,7 @@ impl Far {
         &mut self,
         command: Command,
         within: Duration,
-    ) -> Result<kvx_core::Result<Vec<Sent>>, Failure> {
+    ) -> Result<kvx_core::Result<Vec<ReceivedNotification>>, Failure> {
         Ok(match self.call(command, within)? {
             Ok(Reply::Notifications(taken)) => Ok(taken),
             Ok(other) => {
@@ -385,17 +376,17 @@ impl Far {
     }
 
     /// What its process holds.
-    pub fn holdings(&mut self) -> Result<Holdings, Failure> {
-        match self.call(Command::Holdings, Duration::ZERO)?? {
-            Reply::Holdings(holdings) => Ok(holdings),
+    pub fn holdings(&mut self) -> Result<ResourceUsage, Failure> {
+        match self.call(Command::ResourceUsage, Duration::ZERO)?? {
+            Reply::ResourceUsage(holdings) => Ok(holdings),
             other => Err(Failure::new(format!("holdings were wanted, it was {other:?}"))),
         }
     }
 
     /// What a library must leave alone in its process.
-    pub fn surroundings(&mut self) -> Result<Surroundings, Failure> {
-        match self.call(Command::Surroundings, Duration::ZERO)?? {
-            Reply::Surroundings(surroundings) => Ok(surroundings),
+    pub fn surroundings(&mut self) -> Result<ProcessState, Failure> {
+        match self.call(Command::ProcessState, Duration::ZERO)?? {
+            Reply::ProcessState(surroundings) => Ok(surroundings),
             other => Err(Failure::new(format!("surroundings were wanted, it was {other:?}"))),
         }
     }

@@ -10,14 +10,14 @@ use kvx_core::{ErrorKind, Grid, Op};
 
 use self::scene::Scene;
 pub use self::trouble::{Moment, Trouble};
-use crate::check::{Failure, ensure};
+use crate::check::{CUT_OFF, Failure, ensure};
 use crate::executor::run;
-use crate::setup::{CUT_OFF, Setup};
+use crate::setup::Setup;
 use crate::stopwatch::Stopwatch;
 
 /// What became of the work.
 #[derive(Clone, Debug)]
-pub struct Ended {
+pub struct FaultReport {
     /// How many transfers arrived, and how the others ended.
     pub results: String,
     /// When the last of them had ended, after the trouble began.
@@ -63,7 +63,7 @@ pub fn fault(
     trouble: Trouble,
     moment: Moment,
     deadline: Duration,
-) -> Result<Ended, Failure> {
+) -> Result<FaultReport, Failure> {
     // Its threads begin here, before there may be no memory for their stacks.
     drop(Stopwatch::start()?);
     let mut scene = Scene::new(setup, trouble, deadline)?;
@@ -121,7 +121,7 @@ pub fn fault(
         std::thread::sleep(LATE);
         scene.is_untouched(seed)?;
     }
-    Ok(Ended { results: told(results), after, settled, held, works })
+    Ok(FaultReport { results: told(results), after, settled, held, works })
 }
 
 /// `18 arrived, 6 peer_lost`.

@@ -11,12 +11,14 @@ use super::{
     CANCELLED, GRACE, GRID, LARGE, LIFE_OF_A_CHILD, Moment, SERVED, SLOT, SLOTS, SOURCE, TRIES,
     Trouble,
 };
-use crate::check::{Check, Failure, ensure};
+use crate::backing::Backing;
+use crate::check::{CUT_OFF, Check, Failure, ensure};
 use crate::executor::run;
-use crate::far::{Far, Limit, limit};
+use crate::far::{FarEnd, Limit, limit};
 use crate::hosts::Hosts;
 use crate::pattern::{bytes, checksum, fill};
-use crate::setup::{Backing, CUT_OFF, Setup, free_port, unique};
+use crate::setup::Setup;
+use crate::unique::{free_port, unique};
 
 /// An agent here and one at a far end.
 pub(super) struct Scene {
@@ -29,7 +31,7 @@ pub(super) struct Scene {
     pub(super) near: Agent,
     /// A slot for each transfer, and one more to see whether work goes on.
     slots: Region,
-    far: Far,
+    far: FarEnd,
     name: String,
     /// The far end's agent, and its regions for reads and writes, by number.
     agent: usize,

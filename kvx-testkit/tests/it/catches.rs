@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use kvx_core::Registry;
 use kvx_core::fault_injection::{BREAKS, break_only};
 use kvx_testkit::{
-    Breaker, CLAUSES, Chaos, Clause, Fault, HungPage, Mode, Runs, Setup, Tier, run, skip,
+    Breaker, CLAUSES, Chaos, Clause, Execution, Fault, HungPage, Mode, Setup, Tier, run, skip,
     trial_within,
 };
 use libtest_mimic::Trial;
@@ -102,7 +102,7 @@ fn jobs() -> impl Iterator<Item = Job> {
     });
     let with_harmless = Tier::Whole.runs_or_says("clauses under faults that break no promise");
     let harmless = Fault::HARMLESS.iter().filter(move |_| with_harmless).flat_map(move |fault| {
-        let run = clauses().filter(|clause| clause.runs != Runs::Compiler);
+        let run = clauses().filter(|clause| clause.runs != Execution::Compiler);
         run.map(|clause| Job { clause, change: Change::Harmless(*fault) })
     });
     broken.chain(harmless)
@@ -191,12 +191,7 @@ impl Job {
 
     /// What it can run on, the cheapest first.
     fn grounds(&self) -> impl Iterator<Item = Ground> + use<> {
-        let modes: &[Mode] = match self.clause.runs {
-            Runs::OneProcess => &[Mode::OneProcess],
-            Runs::TwoProcesses => &[Mode::TwoProcesses],
-            Runs::Both => &[Mode::OneProcess, Mode::TwoProcesses],
-            Runs::Compiler => &[],
-        };
+        let modes = self.clause.runs.modes();
         BACKENDS
             .into_iter()
             .flat_map(move |backend| modes.iter().map(move |mode| Ground { backend, mode: *mode }))

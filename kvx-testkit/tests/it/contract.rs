@@ -1,11 +1,11 @@
 //! CONTRACT.md and the suite's table say the same: every clause has a test, and every test is a clause.
 
 use kvx_core::fault_injection::BREAKS;
-use kvx_testkit::{Breaker, CLAUSES, Fault, Runs, test};
+use kvx_testkit::{Breaker, CLAUSES, Execution, Fault, test};
 
 const CONTRACT: &str = include_str!("../../../kvx-core/CONTRACT.md");
 
-/// Id, name and the words after `Runs:` of each clause, as the contract has them.
+/// Id, name and the words after `Execution:` of each clause, as the contract has them.
 fn written() -> Vec<(&'static str, &'static str, &'static str)> {
     let clauses = CONTRACT.split("\n### ").skip(1);
     clauses
@@ -42,10 +42,10 @@ fn clauses_run_on_what_the_contract_says() {
         let one = runs.contains("one agent") && !alone || runs.contains("pair in one process");
         let two = runs.contains("pair in two processes") || alone;
         let wanted = match (one, two) {
-            (true, true) => Runs::Both,
-            (true, false) => Runs::OneProcess,
-            (false, true) => Runs::TwoProcesses,
-            (false, false) => Runs::Compiler,
+            (true, true) => Execution::Both,
+            (true, false) => Execution::OneProcess,
+            (false, true) => Execution::TwoProcesses,
+            (false, false) => Execution::Compiler,
         };
         assert_eq!(clause.runs, wanted, "{id} runs on {runs:?}");
     }

@@ -13,7 +13,7 @@ use kvx::connector::runtime::{
 };
 use kvx::connector::wire::CompatibilityFactors;
 use kvx::{Error, ErrorKind, MemoryKind, Result};
-use kvx_testkit::{Holdings, HungPage, TestDevice};
+use kvx_testkit::{HungPage, ResourceUsage, TestDevice};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -93,7 +93,7 @@ pub(crate) enum Order {
     /// Blocks that nobody has.
     Free,
     /// What its process holds.
-    Holdings,
+    ResourceUsage,
     /// What it has logged.
     Log,
 }
@@ -110,7 +110,7 @@ pub(crate) enum Answer {
     Done,
     Held(bool),
     Free(u32),
-    Holdings(Holdings),
+    ResourceUsage(ResourceUsage),
     Log(String),
     Loaded {
         tokens: u32,
@@ -432,7 +432,9 @@ impl Engine {
                 self.sweep();
                 Ok(Answer::Free(self.free.len() as u32))
             }
-            Order::Holdings => Holdings::of_this_process().map(Answer::Holdings).map_err(refused),
+            Order::ResourceUsage => {
+                ResourceUsage::of_this_process().map(Answer::ResourceUsage).map_err(refused)
+            }
             Order::Log => Ok(Answer::Log(self.log.text())),
         }
     }

@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use kvx_testkit::{Child, Failure, Grandchild, Holdings, Host};
+use kvx_testkit::{Child, Failure, Grandchild, Host, ResourceUsage};
 use serde_json::{Value, json};
 
 use crate::engines::engine::{Answer, Order, Spec};
@@ -321,9 +321,9 @@ impl Engine {
     }
 
     /// What its process holds.
-    pub(crate) fn holdings(&mut self) -> Result<Holdings, Failure> {
-        match self.ask(&Order::Holdings, CUT_OFF)? {
-            Answer::Holdings(holdings) => Ok(holdings),
+    pub(crate) fn holdings(&mut self) -> Result<ResourceUsage, Failure> {
+        match self.ask(&Order::ResourceUsage, CUT_OFF)? {
+            Answer::ResourceUsage(holdings) => Ok(holdings),
             answer => other("what a process holds", answer),
         }
     }

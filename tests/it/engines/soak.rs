@@ -5,7 +5,7 @@
 use std::fmt;
 use std::time::{Duration, Instant, SystemTime};
 
-use kvx_testkit::{Check, Failure, Holdings, Random, Tier, stays_flat};
+use kvx_testkit::{Check, Failure, Random, ResourceUsage, Tier, stays_flat};
 use serde_json::Value;
 
 use crate::engines::Case;
@@ -188,7 +188,7 @@ impl Soak {
         Ok(self.done)
     }
 
-    fn holdings(&mut self) -> Result<[Holdings; 2], Failure> {
+    fn holdings(&mut self) -> Result<[ResourceUsage; 2], Failure> {
         Ok([self.prefills[0].holdings()?, self.decodes[0].holdings()?])
     }
 

@@ -7,7 +7,7 @@ use kvx_connector::engine::{Arrival, Ending, Kept, LoadFailure, Outcome, Request
 use kvx_connector::params::TransferParams;
 use kvx_connector::runtime::{Decode, Loaded, Prefill, Released};
 use kvx_core::{ErrorKind, MemoryKind};
-use kvx_testkit::device::Act;
+use kvx_testkit::device::CopyOutcome;
 use kvx_testkit::{TestDevice, test};
 
 use super::rig::{BLOCK, Engine, LIMIT, SIZES, lists, moves_prompts};
@@ -85,9 +85,9 @@ fn a_backend_with_small_buffers_needs_no_copies() {
         let extra = format!(r#"{{"backends": ["{backend}"]}}"#);
         let engine = Engine::on_device(&device, "NixlConnector", "e", &extra, 1);
         engine.compute(1, &[1], BLOCK);
-        let before = device.count().copies;
+        let before = device.counters().copies;
         let (_lease, _) = Prefill::new(&engine.connector).publish("r", lists(&[1]), BLOCK).unwrap();
-        let copied = device.count().copies - before;
+        let copied = device.counters().copies - before;
         assert_eq!(copied, u64::from(backend == "SHM"), "{backend}");
         assert_eq!(device.allocations(), allocations);
         engine.end();
@@ -101,19 +101,19 @@ fn what_is_computed_is_copied_once() {
     arrived(&prefill, &request, 5 * BLOCK - 3);
     let before = {
         prefill.compute(1, &blocks, 5 * BLOCK - 3);
-        here.count().copies
+        here.counters().copies
     };
     for chunk in 1..=4 {
         prefill.connector.computed(&request, &lists(&blocks[..chunk]), chunk as u32 * BLOCK + 5);
-        wait_until("a chunk is not copied", || here.count().copies == before + chunk as u64);
+        wait_until("a chunk is not copied", || here.counters().copies == before + chunk as u64);
     }
     // What was not whole; and a prefix that peers may read is not copied for the next request.
     let params = finish(&prefill, &request, &blocks, 5 * BLOCK - 3);
-    assert_eq!(here.count().copies, before + 5);
+    assert_eq!(here.counters().copies, before + 5);
     let next = RequestId::from("s");
     arrived(&prefill, &next, 2 * BLOCK);
     finish(&prefill, &next, &blocks[..2], 2 * BLOCK);
-    assert_eq!(here.count().copies, before + 5);
+    assert_eq!(here.counters().copies, before + 5);
     fetched(&decode, "d", &params, &[1, 2, 3, 4, 5], 5 * BLOCK - 3);
     assert_eq!(decode.wrong(1, &[1, 2, 3, 4, 5], 0..5 * BLOCK - 3), 0);
     // Of a request that asks for nothing, and for which nobody will come, nothing is copied.
@@ -124,7 +124,7 @@ fn what_is_computed_is_copied_once() {
     prefill.connector.request_finished(&nobody, Ending::aborted());
     // As long as a copy would take.
     std::thread::sleep(Duration::from_millis(100));
-    assert_eq!(here.count().copies, before + 5);
+    assert_eq!(here.counters().copies, before + 5);
 }
 
 /// The same request has it twice, another one between.
@@ -150,9 +150,9 @@ fn a_block_that_changes_hands_is_copied_anew() {
     wait_until("it is not released", || !prefill.connector.outcomes().is_empty());
     let third = RequestId::from("third");
     arrived(&prefill, &third, 2 * BLOCK);
-    let before = here.count().copies;
+    let before = here.counters().copies;
     prefill.connector.computed(&third, &lists(&[3, 9]), 2 * BLOCK);
-    wait_until("it is not copied", || here.count().copies > before);
+    wait_until("it is not copied", || here.counters().copies > before);
     prefill.compute(3, &[9, 3], 2 * BLOCK);
     let params = finish(&prefill, &third, &[9, 3], 2 * BLOCK);
     fetched(&decode, "d3", &params, &[1, 2], 2 * BLOCK);
@@ -166,9 +166,9 @@ fn what_was_copied_of_a_preempted_request_counts_no_more() {
     let request = RequestId::from("r");
     arrived(&prefill, &request, 2 * BLOCK);
     prefill.compute(2, &[3, 9], 2 * BLOCK);
-    let before = here.count().copies;
+    let before = here.counters().copies;
     prefill.connector.computed(&request, &lists(&[3, 9]), 2 * BLOCK);
-    wait_until("it is not copied", || here.count().copies > before);
+    wait_until("it is not copied", || here.counters().copies > before);
     prefill.connector.preempted(&request);
     prefill.compute(1, &[3, 9], 2 * BLOCK);
     prefill.connector.computed(&request, &lists(&[3]), BLOCK);
@@ -222,7 +222,7 @@ fn no_older_copy_gets_into_loaded_blocks() {
 fn nobody_hears_of_blocks_that_were_not_copied_to_the_host() {
     let ([here, _], prefill, decode) = pair();
     prefill.compute(1, &[5], BLOCK);
-    here.next([Act::Fail]);
+    here.next([CopyOutcome::Fail]);
     let why =
         Prefill::new(&prefill.connector).publish("r", lists(&[5]), BLOCK).unwrap_err().to_string();
     assert!(why.contains("could not be copied to the host"), "{why}");
@@ -244,14 +244,14 @@ fn a_load_that_does_not_get_to_the_device_has_failed() {
         let fetch = Decode::new(&decode.connector).fetch(name, &params, 0, lists(&[1]), LIMIT);
         fetch.wait(LIMIT).unwrap().unwrap_err()
     };
-    let failed = fetch("r", Act::Fail);
+    let failed = fetch("r", CopyOutcome::Fail);
     assert!(matches!(failed.failure, LoadFailure::Transfer(_)), "{failed}");
     assert_eq!((&failed.invalid[..], failed.held.wait(LIMIT).unwrap()), (&[1][..], Released::Free));
     // Nobody knows whether the device still writes to the block.
-    let lost = fetch("s", Act::Forget);
+    let lost = fetch("s", CopyOutcome::Forget);
     assert_eq!((&lost.invalid[..], lost.held.wait(LIMIT).unwrap()), (&[1][..], Released::Lost));
     // So nothing is copied any more, and what is not begun is over.
-    let none = fetch("t", Act::Copy);
+    let none = fetch("t", CopyOutcome::Copy);
     assert!(
         none.to_string().contains("nothing is copied between the host and the device any more"),
         "{none}"

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ends::{BLOCK, BOTH, Busy, CUT_OFF, Ends, OPS};
 use kvx_core::{Completion, ErrorKind, Op};
-use kvx_testkit::device::Act;
+use kvx_testkit::device::CopyOutcome;
 use kvx_testkit::test;
 
 /// Whether it ends within a moment in which it must not.
@@ -85,13 +85,13 @@ fn nothing_is_written_after_a_late_transfer_has_settled() {
         assert!(!ends_now(&mut settled), "{backend}: settled while a copy is in flight");
         ends.device(Busy::Ours).release();
         settled.wait(CUT_OFF).unwrap();
-        let copies = ends.device(Busy::Ours).count().copies;
+        let copies = ends.device(Busy::Ours).counters().copies;
         ends.fill(&ends.ours, 9);
         for block in 0..64 {
             Ends::check(&ends.ours, block, 9, block);
         }
         let own = 1 + 64; // of what was filled and checked just now
-        assert_eq!(ends.device(Busy::Ours).count().copies, copies + own);
+        assert_eq!(ends.device(Busy::Ours).counters().copies, copies + own);
         ends.works();
     }
 }
@@ -169,7 +169,7 @@ fn what_a_device_refuses_fails_its_transfer_alone() {
                 if backend == "SHM" && (op == Op::Read) != (busy == Busy::Ours) {
                     continue; // that device has nothing to do
                 }
-                ends.device(busy).next([Act::Fail]);
+                ends.device(busy).next([CopyOutcome::Fail]);
                 let failed = ends.post(op).wait(CUT_OFF).unwrap_err();
                 assert_eq!(failed.kind(), ErrorKind::Native, "{backend} {op} {busy:?}: {failed}");
                 assert!(failed.sentence().contains("the test device fails this copy"), "{failed}");
@@ -184,7 +184,7 @@ fn what_a_device_refuses_fails_its_transfer_alone() {
 fn a_lost_copy_quarantines_what_it_may_touch() {
     for backend in BOTH {
         let ends = Ends::new(backend, true, true, 64);
-        ends.device(Busy::Ours).next([Act::Forget]);
+        ends.device(Busy::Ours).next([CopyOutcome::Forget]);
         let transfer = ends.post(Op::Read);
         assert_eq!(transfer.wait(CUT_OFF).unwrap_err().kind(), ErrorKind::Forgotten, "{backend}");
         let revoked =
@@ -192,7 +192,7 @@ fn a_lost_copy_quarantines_what_it_may_touch() {
         assert_eq!(revoked.kind(), ErrorKind::StillShared, "{backend}: {revoked}");
 
         let ends = Ends::new(backend, true, true, 64);
-        ends.device(Busy::Theirs).next([Act::Forget]);
+        ends.device(Busy::Theirs).next([CopyOutcome::Forget]);
         ends.post_within(Op::Write, Duration::from_secs(1)).wait(CUT_OFF).unwrap_err();
         let revoked = ends.theirs.revoke(CUT_OFF).wait(CUT_OFF).map(drop).unwrap_err();
         assert_eq!(revoked.kind(), ErrorKind::StillShared, "{backend}: {revoked}");

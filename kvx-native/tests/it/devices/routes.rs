@@ -119,7 +119,7 @@ fn staged_device_memory_goes_through_the_host_where_shm_would_reach_it() {
         let mut bytes = vec![0; LEN];
         ours.copy_out(0, &mut bytes).unwrap();
         assert!(bytes == [2; LEN]);
-        assert_eq!(device.count().hops > 0, backend == "SHM");
+        assert_eq!(device.counters().hops > 0, backend == "SHM");
         // Host memory goes as ever, and a backend that stages nothing says why it does not take the
         // device's.
         let alone = agent("alone", &["SHM"]);

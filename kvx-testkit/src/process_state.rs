@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// Signals, environment and threads of a process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Surroundings {
+pub struct ProcessState {
     /// What each signal from 1 to 64 does: handler, flags, restorer and mask, as the kernel has them.
     pub signals: Vec<Vec<u64>>,
     /// The environment.
@@ -13,7 +13,7 @@ pub struct Surroundings {
     pub threads: Vec<String>,
 }
 
-impl Surroundings {
+impl ProcessState {
     /// Those of this process.
     pub fn of_this_process() -> Self {
         Self::of_this_process_beside(&[])
@@ -35,7 +35,7 @@ impl Surroundings {
             .map(|(_, name)| name)
             .collect();
         threads.sort();
-        Surroundings {
+        ProcessState {
             signals: (1..=64).map(disposition).collect(),
             variables: variables.collect(),
             threads,
@@ -79,7 +79,7 @@ pub(crate) fn threads() -> Vec<(Tid, String)> {
 
 /// What a process holds that could run out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Holdings {
+pub struct ResourceUsage {
     /// Open files.
     pub descriptors: u64,
     /// Threads, the main one included.
@@ -92,7 +92,7 @@ pub struct Holdings {
     pub quarantined: u64,
 }
 
-impl Holdings {
+impl ResourceUsage {
     /// Those of this process. Errors: there is no `/proc`.
     pub fn of_this_process() -> std::io::Result<Self> {
         let status = std::fs::read_to_string("/proc/self/status")?;
@@ -100,7 +100,7 @@ impl Holdings {
             let line = status.lines().find_map(|line| line.strip_prefix(name));
             line.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0)
         };
-        Ok(Holdings {
+        Ok(ResourceUsage {
             descriptors: std::fs::read_dir("/proc/self/fd")?.count() as u64,
             threads: number("Threads:"),
             memory: number("VmRSS:") / 1024,
@@ -120,7 +120,7 @@ impl Holdings {
     }
 
     fn each(self, other: Self, of: impl Fn(u64, u64) -> u64) -> Self {
-        Holdings {
+        ResourceUsage {
             descriptors: of(self.descriptors, other.descriptors),
             threads: of(self.threads, other.threads),
             memory: of(self.memory, other.memory),
@@ -146,9 +146,9 @@ impl Holdings {
     }
 }
 
-impl std::fmt::Display for Holdings {
+impl std::fmt::Display for ResourceUsage {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Holdings { descriptors, threads, memory, mappings, quarantined } = self;
+        let ResourceUsage { descriptors, threads, memory, mappings, quarantined } = self;
         write!(f, "{descriptors} | {threads} | {memory} | {mappings} | {quarantined}")
     }
 }
@@ -159,18 +159,23 @@ mod tests {
 
     #[test]
     fn what_has_grown_is_named() {
-        let before =
-            Holdings { descriptors: 20, threads: 5, memory: 100, mappings: 400, quarantined: 0 };
+        let before = ResourceUsage {
+            descriptors: 20,
+            threads: 5,
+            memory: 100,
+            mappings: 400,
+            quarantined: 0,
+        };
         assert_eq!(
-            Holdings { descriptors: 28, memory: 157, mappings: 564, ..before }.beyond(before),
+            ResourceUsage { descriptors: 28, memory: 157, mappings: 564, ..before }.beyond(before),
             None
         );
         for (grown, name) in [
-            (Holdings { descriptors: 29, ..before }, "descriptors"),
-            (Holdings { threads: 10, ..before }, "threads"),
-            (Holdings { memory: 158, ..before }, "memory"),
-            (Holdings { mappings: 565, ..before }, "mappings"),
-            (Holdings { quarantined: 1, ..before }, "quarantine"),
+            (ResourceUsage { descriptors: 29, ..before }, "descriptors"),
+            (ResourceUsage { threads: 10, ..before }, "threads"),
+            (ResourceUsage { memory: 158, ..before }, "memory"),
+            (ResourceUsage { mappings: 565, ..before }, "mappings"),
+            (ResourceUsage { quarantined: 1, ..before }, "quarantine"),
         ] {
             assert!(grown.beyond(before).is_some_and(|why| why.contains(name)), "{name}");
         }
@@ -178,7 +183,7 @@ mod tests {
 
     #[test]
     fn a_process_holds_something() {
-        let held = Holdings::of_this_process().unwrap();
+        let held = ResourceUsage::of_this_process().unwrap();
         assert!(held.descriptors > 2 && held.threads > 0 && held.memory > 0);
     }
 }

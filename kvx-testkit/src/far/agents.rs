@@ -10,15 +10,15 @@ use kvx_core::{
     Registry, Secret, quarantined_bytes,
 };
 
+use super::commands::{AgentSpec, Command, Reply};
 use super::limits::{HungPage, limit};
-use super::words::{Command, Reply};
+use crate::backing::Backing;
 use crate::device::Device;
 use crate::pattern;
-use crate::setup::Backing;
-use crate::surroundings::{self, Holdings, Surroundings, Tid};
+use crate::process_state::{self, ProcessState, ResourceUsage, Tid};
 
 /// The agents, regions and peers of a far end, by number.
-pub(super) struct End {
+pub(super) struct FarAgents {
     registry: Registry,
     device: Option<Arc<dyn Device>>,
     /// Threads that the device had when it was opened: no agent of kvx started them.
@@ -29,11 +29,11 @@ pub(super) struct End {
     hung: Option<HungPage>,
 }
 
-impl End {
+impl FarAgents {
     pub(super) fn new(registry: Registry, device: Option<Arc<dyn Device>>) -> Self {
         let threads =
-            device.iter().flat_map(|_| surroundings::threads()).map(|(tid, _)| tid).collect();
-        End {
+            device.iter().flat_map(|_| process_state::threads()).map(|(tid, _)| tid).collect();
+        FarAgents {
             registry,
             device,
             threads,
@@ -63,7 +63,8 @@ impl End {
 
     fn try_execute(&mut self, command: Command) -> kvx_core::Result<Reply> {
         Ok(match command {
-            Command::Agent { name, backends, options, secret, peer_timeout, inbox } => {
+            Command::Agent(spec) => {
+                let AgentSpec { name, backends, options, secret, peer_timeout, inbox } = spec;
                 let mut builder = Agent::builder(name)
                     .backends(backends)
                     .options(Options::parse(&options)?)
@@ -215,8 +216,8 @@ impl End {
                 }
                 Reply::Done
             }
-            Command::Surroundings => {
-                Reply::Surroundings(Surroundings::of_this_process_beside(&self.threads))
+            Command::ProcessState => {
+                Reply::ProcessState(ProcessState::of_this_process_beside(&self.threads))
             }
             Command::Ready { peer, within } => {
                 self.peer(peer)?.ready(within).wait(within + Duration::from_secs(5))?;
@@ -226,8 +227,8 @@ impl End {
                 self.peers[peer] = None;
                 Reply::Done
             }
-            Command::Holdings => Reply::Holdings(
-                Holdings::of_this_process()
+            Command::ResourceUsage => Reply::ResourceUsage(
+                ResourceUsage::of_this_process()
                     .map_err(|error| Error::os("what the process holds", error))?,
             ),
             Command::Cpu => Reply::Number(cpu_time().as_micros() as u64),
@@ -248,7 +249,7 @@ pub fn cpu_time() -> Duration {
 
 /// Serves commands from standard input until it ends; called by `serve_if_asked` in the child.
 pub(crate) fn serve(registry: Registry, device: Option<Arc<dyn Device>>, mut answers: File) {
-    let mut end = End::new(registry, device);
+    let mut end = FarAgents::new(registry, device);
     for line in std::io::stdin().lock().lines() {
         let Ok(line) = line else { break };
         let reply = match serde_json::from_str(&line) {

@@ -4,18 +4,18 @@ use std::time::Duration;
 
 use kvx_core::{Capabilities, Error, ErrorKind, Grid, Plan, Revocation};
 
+use super::clause::{Breaker, Clause, Execution, clauses};
 use super::peers::{AT_ONCE, LEN};
 use super::traffic::{GRACE, OPS, Traffic, until};
-use super::{Breaker, Clause, Runs, clauses};
 use crate::chaos::Fault;
-use crate::check::{Check, Failure, ensure, ensure_kind};
-use crate::clauses::killed;
+use crate::check::{CUT_OFF, Check, Failure, ensure, ensure_kind};
 use crate::far::PostSpec;
 use crate::pattern::bytes;
-use crate::setup::{CUT_OFF, Setup, unique};
+use crate::setup::Setup;
 use crate::stopwatch::{Stopwatch, Took};
+use crate::unique::unique;
 
-pub(super) const CLAUSES: &[Clause] = clauses!(killed:
+pub(super) const CLAUSES: &[Clause] = clauses!(
     P3 a_peer_killed_before_a_post_is_reported, TwoProcesses, [Breaker::Chaos(Fault::DropPeerLoss)];
     P4 a_peer_killed_in_mid_transfer_is_reported, TwoProcesses,
         [Breaker::Chaos(Fault::HideFailure), Breaker::Chaos(Fault::DropPeerLoss)];

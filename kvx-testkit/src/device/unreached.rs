@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use kvx_core::{Agent, ErrorKind, Grid, Memory, MemoryKind, Op, Options, Plan, Region, Registry};
 
-use super::TestDevice;
-use crate::check::{Check, Failure, ensure};
+use super::test_device::TestDevice;
+use crate::check::{CUT_OFF, Check, Failure, ensure};
 use crate::pattern;
-use crate::setup::{CUT_OFF, unique};
+use crate::unique::unique;
 
 const BLOCK: u64 = 4096;
 const BLOCKS: u32 = 64;
@@ -58,7 +58,7 @@ pub fn goes_elsewhere(registry: &Registry, backend: &str, other: &str, options: 
         }
         near.shutdown(CUT_OFF).wait(CUT_OFF)?;
         far.shutdown(CUT_OFF).wait(CUT_OFF)?;
-        let faults = device.count().faults;
+        let faults = device.counters().faults;
         ensure!(faults == 0, "{faults} copies named memory that is not there");
     }
     if looked {

@@ -4,17 +4,18 @@ use std::time::Duration;
 
 use kvx_core::{ErrorKind, HungPageScope, Op, Peer, Transfer};
 
+use super::clause::{Breaker, Clause, Execution, clauses};
 use super::traffic::{GRACE, OPS, Traffic, promised_by};
-use super::{Breaker, Clause, Runs, clauses};
+use crate::backing::Backing;
 use crate::chaos::Fault;
-use crate::check::{Check, Failure, ensure};
-use crate::clauses::hung;
+use crate::check::{CUT_OFF, Check, Failure, ensure};
 use crate::far::HungPage;
-use crate::setup::{AgentPair, Backing, CUT_OFF, Setup, unique};
+use crate::setup::{AgentPair, Setup};
 use crate::skip::skip;
 use crate::stopwatch::Stopwatch;
+use crate::unique::unique;
 
-pub(super) const CLAUSES: &[Clause] = clauses!(hung:
+pub(super) const CLAUSES: &[Clause] = clauses!(
     P12 a_page_that_does_not_come_holds_up_what_is_declared, TwoProcesses, [Breaker::Chaos(Fault::OneQueue)];
 );
 

@@ -1,0 +1,52 @@
+//! Memory of regions.
+
+use std::sync::Arc;
+
+use kvx_core::{Error, ErrorKind, Memory};
+use serde::{Deserialize, Serialize};
+
+use crate::device::Device;
+use crate::pattern;
+
+/// A kind of memory for regions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Backing {
+    /// A kvx pool.
+    Pool,
+    /// Host memory of the program's.
+    Owned,
+    /// Memory of the setup's device.
+    Device,
+    /// Host memory that peers may only read, of one content.
+    Shared,
+}
+
+impl Backing {
+    /// `len` bytes of it with content `seed`, else zeros; `device` gives the device's. Fails when there is none.
+    pub(crate) fn memory(
+        self,
+        len: usize,
+        seed: Option<u64>,
+        device: Option<&dyn Device>,
+    ) -> kvx_core::Result<Memory> {
+        let memory = match (self, device) {
+            (Backing::Pool, _) => Memory::pool(len).build()?,
+            (Backing::Owned | Backing::Shared, _) => Memory::owned(vec![0; len]),
+            (Backing::Device, Some(device)) => device.allocate(len)?,
+            (Backing::Device, None) => {
+                return Err(Error::new(ErrorKind::Invalid, "the setup has no device"));
+            }
+        };
+        if let Some(seed) = seed {
+            pattern::fill(&memory, seed)?;
+        }
+        if self != Backing::Shared {
+            return Ok(memory);
+        }
+        // SAFETY: the memory that is kept has these bytes, and nobody writes to them from now on.
+        Ok(unsafe { Memory::adopt_shared(memory.as_ptr(), len, memory) })
+    }
+}
+
+/// Gives the device of this process: the same one at each call.
+pub type DeviceSource = fn() -> kvx_core::Result<Arc<dyn Device>>;

@@ -1,0 +1,66 @@
+//! Regions of the chaos transport, and the way back to those of the inner one.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvx_core::Ticket;
+use kvx_core::transport::{LocalRegion, RemoteRegion};
+
+use super::fault::Fault;
+use super::gate::{Gate, TicketKind};
+
+/// The bytes that [`Fault::FatExport`] adds.
+pub(super) const FAT: usize = 48 << 10;
+
+/// A handle that may be the chaos transport's, around one of the inner transport's.
+pub(super) trait Unwrap {
+    fn inner(self: &Arc<Self>) -> Arc<Self>;
+}
+
+/// A local region, around one of the inner transport's.
+pub(super) struct ChaosRegion {
+    pub(super) inner: Arc<dyn LocalRegion>,
+    pub(super) export: Vec<u8>,
+    pub(super) fault: Option<Fault>,
+    pub(super) gate: Gate,
+}
+
+impl Unwrap for dyn LocalRegion {
+    fn inner(self: &Arc<Self>) -> Arc<Self> {
+        let any: &dyn std::any::Any = &**self;
+        any.downcast_ref::<ChaosRegion>()
+            .map_or_else(|| Arc::clone(self), |region| Arc::clone(&region.inner))
+    }
+}
+
+impl LocalRegion for ChaosRegion {
+    fn export(&self) -> &[u8] {
+        &self.export
+    }
+
+    fn revoke(&self, done: Ticket) {
+        match self.fault {
+            Some(Fault::IgnoreRevoke) => return done.settle(Ok(())),
+            Some(Fault::BlockInRevoke) => std::thread::sleep(Duration::from_secs(2)),
+            _ => {}
+        }
+        let gate = self.gate.clone();
+        self.inner
+            .revoke(Ticket::new(move |result| gate.pass(TicketKind::Revocation, done, result)));
+    }
+}
+
+/// A peer's region, as the inner link sees it.
+pub(super) struct ChaosRemote {
+    pub(super) inner: Arc<dyn RemoteRegion>,
+}
+
+impl RemoteRegion for ChaosRemote {}
+
+impl Unwrap for dyn RemoteRegion {
+    fn inner(self: &Arc<Self>) -> Arc<Self> {
+        let any: &dyn std::any::Any = &**self;
+        any.downcast_ref::<ChaosRemote>()
+            .map_or_else(|| Arc::clone(self), |region| Arc::clone(&region.inner))
+    }
+}

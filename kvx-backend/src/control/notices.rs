@@ -18,12 +18,12 @@ const WINDOW_BYTES: usize = 1 << 20;
 /// length.
 const MAX_WAITING_BYTES: usize = 64 << 20;
 
-struct Unsent {
+struct QueuedNotice {
     bytes: Box<[u8]>,
     done: Ticket,
 }
 
-struct Unacknowledged {
+struct SentNotice {
     notice: u64,
     len: usize,
     done: Ticket,
@@ -32,9 +32,9 @@ struct Unacknowledged {
 /// Notifications on their way to a peer, the oldest first.
 #[derive(Default)]
 pub struct NoticesToPeer {
-    waiting: VecDeque<Unsent>,
+    waiting: VecDeque<QueuedNotice>,
     waiting_cost: usize,
-    sent: VecDeque<Unacknowledged>,
+    sent: VecDeque<SentNotice>,
     sent_bytes: usize,
     next: u64,
 }
@@ -55,7 +55,7 @@ impl NoticesToPeer {
             return Err((done, Error::new(ErrorKind::Exhausted, why)));
         }
         self.waiting_cost += cost;
-        self.waiting.push_back(Unsent { bytes, done });
+        self.waiting.push_back(QueuedNotice { bytes, done });
         Ok(())
     }
 
@@ -69,7 +69,7 @@ impl NoticesToPeer {
         let notice = self.next;
         self.next += 1;
         self.sent_bytes += len;
-        self.sent.push_back(Unacknowledged { notice, len, done });
+        self.sent.push_back(SentNotice { notice, len, done });
         Some((notice, bytes))
     }
 
@@ -99,7 +99,7 @@ impl NoticesToPeer {
 
     /// Takes the oldest unsent notification.
     pub fn pop(&mut self) -> Option<(Box<[u8]>, Ticket)> {
-        let Unsent { bytes, done } = self.waiting.pop_front()?;
+        let QueuedNotice { bytes, done } = self.waiting.pop_front()?;
         self.waiting_cost -= bytes.len() + ENTRY_OVERHEAD;
         Some((bytes, done))
     }

@@ -51,7 +51,7 @@ impl Silence {
     }
 
     /// Notes that the peer sent something.
-    pub fn heard(&mut self, now: Instant) {
+    pub fn note_activity(&mut self, now: Instant) {
         (self.seen, self.in_vain) = (now, 0);
     }
 
@@ -61,7 +61,7 @@ impl Silence {
         let awaited = std::mem::replace(&mut self.awaits, awaits);
         (awaits && !awaited).then(|| {
             let now = now();
-            self.heard(now);
+            self.note_activity(now);
             now
         })
     }
@@ -161,7 +161,7 @@ mod tests {
         let mut waiting = SilentPeer::new();
         let step = TIMEOUT / 4;
         (0..3).for_each(|_| assert_ne!(waiting.after(step), SilenceStatus::Lost));
-        waiting.silence.heard(waiting.now);
+        waiting.silence.note_activity(waiting.now);
         assert_eq!(waiting.after(step), SilenceStatus::Ask(waiting.now + step));
         assert_eq!(waiting.silence.note(false, || unreachable!("nothing begins")), None);
         assert_eq!(waiting.after(TIMEOUT), SilenceStatus::Idle);

@@ -151,7 +151,7 @@ impl Link {
     fn initiator(&mut self, bytes: &[u8]) -> Result<()> {
         let message = ControlMessage::decode(bytes)?;
         assert!(message.fits(self.up, true), "{message:?}");
-        self.silence.heard(self.now);
+        self.silence.note_activity(self.now);
         match message {
             ControlMessage::Welcome { version, body } => {
                 let (_, proof) = self.greeting.as_ref().unwrap().verify_welcome(version, body)?;

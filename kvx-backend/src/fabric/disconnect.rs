@@ -230,7 +230,7 @@ impl<F: Fabric> Machine<F> {
                 Due::Ask => self.send(number, &ControlMessage::Ping, out),
                 Due::Gone => self.remove(number, out),
                 Due::Died => self.peer_died(number, out),
-                Due::Unanswered => self.unanswered(number, out),
+                Due::Unanswered => self.fail_handshake(number, out),
                 Due::Silent => {
                     let why = peer_silent(self.peer_timeout).with_backend(self.name);
                     self.lose(number, why, false, out);
@@ -243,7 +243,7 @@ impl<F: Fabric> Machine<F> {
         1
     }
 
-    pub(super) fn unanswered(&mut self, number: u64, out: &mut Outbox) {
+    pub(super) fn fail_handshake(&mut self, number: u64, out: &mut Outbox) {
         self.lose(number, no_handshake().with_backend(self.name), false, out);
     }
 

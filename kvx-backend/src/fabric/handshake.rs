@@ -33,7 +33,7 @@ impl<F: Fabric> Machine<F> {
     }
 
     /// A number for a session that nobody can guess.
-    fn draw(&self) -> Result<u64> {
+    fn random_session_number(&self) -> Result<u64> {
         loop {
             let number = kvx_core::random_number()?;
             if number != 0 && !self.sessions.contains_key(&number) {
@@ -44,7 +44,7 @@ impl<F: Fabric> Machine<F> {
 
     /// Begins a link.
     pub(super) fn connect(&mut self, link: Arc<SharedLink>, address: &[u8], out: &mut Outbox) {
-        let begun = self.draw().and_then(|number| {
+        let begun = self.random_session_number().and_then(|number| {
             let endpoint = EndpointId(number);
             let Some(keys) = link.keys.clone() else {
                 self.fabric.connect_foreign(endpoint, address)?;
@@ -111,7 +111,7 @@ impl<F: Fabric> Machine<F> {
                 );
             });
         }
-        session.heard(Instant::now());
+        session.note_activity(Instant::now());
         match session.incoming.take(&header, part) {
             Ok(messages) => {
                 for message in messages {
@@ -214,7 +214,7 @@ impl<F: Fabric> Machine<F> {
         }
         let from = heard.as_ref().map_or_else(|_| nobody(), |greeted| greeted.from.clone());
         let begun = read_hello_rest(rest).and_then(|(process, address)| {
-            let number = self.draw()?;
+            let number = self.random_session_number()?;
             self.fabric.accept(EndpointId(number), &from, address)?;
             Ok((number, process))
         });
@@ -266,7 +266,7 @@ impl<F: Fabric> Machine<F> {
                     _ => None,
                 });
             if let Some((_, oldest)) = unconfirmed.min() {
-                self.unanswered(oldest, out);
+                self.fail_handshake(oldest, out);
             }
         }
         self.sessions.values().filter(begun).count()
@@ -415,7 +415,7 @@ impl<F: Fabric> Machine<F> {
     }
 
     /// The library says something else of an endpoint than before.
-    pub(super) fn changed(&mut self, endpoint: EndpointId, out: &mut Outbox) {
+    pub(super) fn take_change(&mut self, endpoint: EndpointId, out: &mut Outbox) {
         let Some(link) = self.sessions.get(&endpoint.0).filter(|session| session.is_up()) else {
             return; // expected: the endpoint changed before its handshake was done, or after its end
         };

@@ -88,19 +88,21 @@ pub(super) fn tickets(done: Ticket, lanes: usize) -> Vec<Ticket> {
     if lanes == 1 {
         return vec![done];
     }
-    let joint =
-        Joint { lanes, settled: Mutex::new(Settled { done: Some(done), ..Settled::default() }) };
+    let joint = JointTicket {
+        lanes,
+        settled: Mutex::new(JointState { done: Some(done), ..JointState::default() }),
+    };
     let joint = Arc::new(joint);
     (0..lanes).map(|_| Ticket::of(Arc::clone(&joint) as Arc<dyn Settle>)).collect()
 }
 
-struct Joint {
+struct JointTicket {
     lanes: usize,
-    settled: Mutex<Settled>,
+    settled: Mutex<JointState>,
 }
 
 #[derive(Default)]
-struct Settled {
+struct JointState {
     lanes: usize,
     /// Those that say "unsupported", and so have moved nothing.
     refused: usize,
@@ -109,7 +111,7 @@ struct Settled {
     done: Option<Ticket>,
 }
 
-impl Settle for Joint {
+impl Settle for JointTicket {
     fn settled(self: Arc<Self>, result: Result<()>) {
         let mut settled = self.settled.lock();
         settled.lanes += 1;

@@ -80,10 +80,12 @@ impl<F: Fabric> Machine<F> {
         match event {
             Event::Message(frame) => self.take_frame(&frame, out),
             Event::Ready(endpoint) => self.ready(endpoint, out),
-            Event::Changed(endpoint) => self.changed(endpoint, out),
+            Event::Changed(endpoint) => self.take_change(endpoint, out),
             Event::Broken { endpoint, why, gone } => self.lose(endpoint.0, why, gone, out),
-            Event::Completed { job, pieces, result } => self.moved(job, pieces, result, out),
-            Event::Flushed { job, result } => self.flushed(job, result, out),
+            Event::Completed { job, pieces, result } => {
+                self.take_completion(job, pieces, result, out)
+            }
+            Event::Flushed { job, result } => self.take_flush(job, result, out),
             Event::Notification { from, bytes } => self.take_foreign_notice(from, bytes),
         }
     }
@@ -106,7 +108,7 @@ impl<F: Fabric> Machine<F> {
         self.polled = self.fabric.poll(&mut fabric_events);
         let done = self.polled.done.max(fabric_events.len());
         if !fabric_events.is_empty() {
-            self.unstall();
+            self.retry_stalled();
         }
         for event in fabric_events.drain(..) {
             self.take(event, out);

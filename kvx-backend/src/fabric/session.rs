@@ -223,8 +223,8 @@ impl<F: Fabric> Session<F> {
     }
 
     /// Something came from the peer.
-    pub(super) fn heard(&mut self, now: Instant) {
-        self.silence.heard(now);
+    pub(super) fn note_activity(&mut self, now: Instant) {
+        self.silence.note_activity(now);
         if std::mem::take(&mut self.asked) {
             self.note_awaiting();
         }

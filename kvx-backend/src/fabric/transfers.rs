@@ -111,7 +111,7 @@ impl<F: Fabric> Machine<F> {
                     if std::mem::take(&mut running.reached)
                         && let Some(session) = self.sessions.get_mut(&running.session)
                     {
-                        session.silence.heard(Instant::now());
+                        session.silence.note_activity(Instant::now());
                     }
                     if running.all_posted {
                         self.flush(key);
@@ -151,7 +151,13 @@ impl<F: Fabric> Machine<F> {
     }
 
     /// Some pieces have ended.
-    pub(super) fn moved(&mut self, job: JobId, pieces: u32, result: Result<()>, out: &mut Outbox) {
+    pub(super) fn take_completion(
+        &mut self,
+        job: JobId,
+        pieces: u32,
+        result: Result<()>,
+        out: &mut Outbox,
+    ) {
         let Some(running) = self.jobs.get_mut(job.0) else {
             return tracing::error!(
                 backend = self.name,
@@ -163,7 +169,7 @@ impl<F: Fabric> Machine<F> {
     }
 
     /// The flush of a write has ended.
-    pub(super) fn flushed(&mut self, job: JobId, result: Result<()>, out: &mut Outbox) {
+    pub(super) fn take_flush(&mut self, job: JobId, result: Result<()>, out: &mut Outbox) {
         let Some(running) = self.jobs.get_mut(job.0) else {
             return tracing::error!(
                 backend = self.name,
@@ -180,7 +186,7 @@ impl<F: Fabric> Machine<F> {
             Ok(()) => {
                 let session = running.session;
                 if let Some(session) = self.sessions.get_mut(&session) {
-                    session.silence.heard(Instant::now());
+                    session.silence.note_activity(Instant::now());
                 }
             }
             Err(why) => running.fail(why),
@@ -189,7 +195,7 @@ impl<F: Fabric> Machine<F> {
     }
 
     /// What had no room tries again.
-    pub(super) fn unstall(&mut self) {
+    pub(super) fn retry_stalled(&mut self) {
         for key in self.stalled.drain(..) {
             if let Some(running) = self.jobs.get(key) {
                 self.turns.push(key, running.left);
@@ -211,7 +217,7 @@ impl<F: Fabric> Machine<F> {
             self.turns.extract(|queued| *queued == key);
             self.stalled.retain(|queued| *queued != key);
         }
-        out.settle(done, failed.map_or(Ok(()), |why| Err(self.judged(number, why))));
+        out.settle(done, failed.map_or(Ok(()), |why| Err(self.refine_error(number, why))));
         if let Some(session) = self.sessions.get_mut(&number) {
             session.jobs -= 1;
             self.release_recalled(number, out);
@@ -221,7 +227,7 @@ impl<F: Fabric> Machine<F> {
 
     /// What failed, when the peer's process is ending: some libraries only say that something did,
     /// and before the end of the process can be seen.
-    fn judged(&self, number: u64, why: Error) -> Error {
+    fn refine_error(&self, number: u64, why: Error) -> Error {
         let process = self.sessions.get(&number).and_then(|session| session.process.as_ref());
         if why.kind() == ErrorKind::Native && process.is_some_and(ProcessWatch::is_exiting) {
             return why.with_kind(ErrorKind::PeerLost);

@@ -24,7 +24,7 @@ use super::shared_link::{Import, SharedLink};
 use super::socket::{self, Poller, Ready};
 use super::window::{PeerWatch, Window};
 use super::writes::{WINDOW, WriteStep, Writes};
-use crate::Settled;
+use crate::Settlement;
 use crate::described::{Described, Side};
 
 /// The most messages that wait for a peer to read them; one that lets more pile up is cut off.
@@ -410,7 +410,7 @@ impl Connection {
     }
 
     /// Sends the parts that the window allows. Appends the writes that have settled.
-    pub(crate) fn pump(&mut self, poller: &Poller, settled: &mut Vec<Settled>) {
+    pub(crate) fn pump(&mut self, poller: &Poller, settled: &mut Vec<Settlement>) {
         while self.queued() < WINDOW {
             match self.writes.next_part() {
                 None => break,

@@ -110,7 +110,7 @@ impl Machine {
     }
 
     /// The peer is gone, or has closed: takes what it had sent before, then ends the connection.
-    pub(crate) fn other_end_gone(&mut self, at: usize, out: &mut Outbox) {
+    pub(crate) fn take_peer_end(&mut self, at: usize, out: &mut Outbox) {
         self.receive(at, usize::MAX, out);
         // Expected: the last message that it had sent ended the connection.
         let Some(connection) = self.connections.get(at) else { return };

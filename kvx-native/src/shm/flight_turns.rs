@@ -100,7 +100,7 @@ impl Machine {
         {
             // What was copied last does not count: it ends with the connection, and for the same
             // reason.
-            self.other_end_gone(at, out);
+            self.take_peer_end(at, out);
         }
         self.queue_flight(number);
         self.end_flight(number, out);

@@ -48,7 +48,7 @@ impl Machine {
                     ErrorKind::PeerLost,
                     "the peer accepts no connection: it is stopped or hangs",
                 );
-                lost(&connecting.link, reason, out);
+                report_lost(&connecting.link, reason, out);
             } else {
                 self.try_connect(connecting, out);
             }
@@ -73,7 +73,7 @@ impl Machine {
             Err(cause) => Err(no_connection(cause)),
         };
         if let Err(reason) = begun {
-            lost(&link, reason, out);
+            report_lost(&link, reason, out);
         }
     }
 
@@ -194,7 +194,7 @@ impl Machine {
     }
 
     /// How many clients are through with their handshake.
-    fn served(&self) -> usize {
+    fn count_served(&self) -> usize {
         let is_served = |connection: &Connection| {
             connection.link.is_none() && !matches!(connection.phase, Phase::Hello(_))
         };
@@ -214,7 +214,7 @@ impl Machine {
         }
         let own_probe = self.probe();
         let heard = verify_hello(&self.keys, versions, body);
-        let heard = heard.and_then(|greeted| greeted.admit(self.served(), MAX_ACCEPTED));
+        let heard = heard.and_then(|greeted| greeted.admit(self.count_served(), MAX_ACCEPTED));
         let connection = &mut self.connections[at];
         let greeted = match heard {
             Ok(greeted) => greeted,
@@ -336,7 +336,7 @@ fn check_user(process: &PeerProcess) -> Result<()> {
     ))
 }
 
-fn lost(link: &Arc<SharedLink>, reason: Error, out: &mut Outbox) {
+fn report_lost(link: &Arc<SharedLink>, reason: Error, out: &mut Outbox) {
     link.gone.set(reason.clone()).ok(); // the first reason stays
     out.link(link.id, LinkState::Lost(reason));
 }

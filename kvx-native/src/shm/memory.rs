@@ -309,8 +309,11 @@ impl PeerRegion {
         let place = match (access.at, file) {
             (Location::Address(base), _) => CopySource { base, method: CopyMethod::Remote },
             (Location::Device { device, handle }, _) => {
-                let opened = opened(devices, device, &handle, len)?;
-                CopySource { base: opened.address(), method: CopyMethod::Device(Arc::new(opened)) }
+                let open_device_memory = open_device_memory(devices, device, &handle, len)?;
+                CopySource {
+                    base: open_device_memory.address(),
+                    method: CopyMethod::Device(Arc::new(open_device_memory)),
+                }
             }
             (Location::File, Some(file)) => {
                 let mapping = Mapping::of(file, len)?;
@@ -350,7 +353,7 @@ pub(crate) fn openers(
     Ok(openers)
 }
 
-fn opened(
+fn open_device_memory(
     devices: &[Arc<dyn DeviceAccess>],
     owner: DeviceId,
     handle: &IpcHandle,

@@ -103,7 +103,7 @@ impl Machine {
                         .get(at)
                         .is_some_and(|connection| connection.process.has_ended())
                     {
-                        self.other_end_gone(at, out);
+                        self.take_peer_end(at, out);
                     }
                 }
             }
@@ -122,7 +122,7 @@ impl Machine {
             let Some(connection) = self.connections.get_mut(at) else { break };
             let received = match socket::receive(connection.socket.as_fd(), &mut buffer) {
                 Ok(RecvOutcome::Message(len, file)) => {
-                    connection.silence.heard(Instant::now());
+                    connection.silence.note_activity(Instant::now());
                     Message::decode(&buffer[..len])
                         .and_then(|message| self.take(at, message, file, out))
                 }

@@ -39,7 +39,7 @@ impl Machine {
                 format!("malformed SHM message: more than {WINDOW} parts of writes at once"),
             ));
         }
-        match self.checked(at, write, into, from) {
+        match self.check_write(at, write, into, from) {
             Ok(pull) if pull.left > 0 => {
                 self.connections[at].pulls += 1;
                 self.connections[at].pulls_bytes += pull.cost;
@@ -63,7 +63,7 @@ impl Machine {
         Ok(())
     }
 
-    fn checked(&self, at: usize, write: u64, into: Described, from: Described) -> Result<Pull> {
+    fn check_write(&self, at: usize, write: u64, into: Described, from: Described) -> Result<Pull> {
         let ours = into
             .regions
             .iter()

@@ -52,7 +52,7 @@ pub(crate) mod token {
     }
 }
 
-fn fresh() -> Result<Private, Errno> {
+fn new_socket() -> Result<Private, Errno> {
     rustix::net::socket_with(
         AddressFamily::UNIX,
         SocketType::SEQPACKET,
@@ -64,7 +64,7 @@ fn fresh() -> Result<Private, Errno> {
 
 /// Listens under `name`. `ADDRINUSE` when somebody does already.
 pub(crate) fn listen(name: &[u8]) -> Result<Private, Errno> {
-    let socket = fresh()?;
+    let socket = new_socket()?;
     rustix::net::bind(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
     rustix::net::listen(&socket, BACKLOG)?;
     Ok(socket)
@@ -84,7 +84,7 @@ pub(crate) fn listen_twice(
 
 /// Connects to `name`. `CONNREFUSED`: nobody listens; `AGAIN`: too many wait, try again.
 pub(crate) fn connect(name: &[u8]) -> Result<Private, Errno> {
-    let socket = fresh()?;
+    let socket = new_socket()?;
     rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER).ok(); // the default is enough to work
     let name = SocketAddrUnix::new_abstract_name(name)?;
     let call = || rustix::net::connect(&socket, &name);

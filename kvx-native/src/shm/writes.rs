@@ -9,7 +9,7 @@ use kvx_core::{Bound, Error, ErrorKind, Pair, Result, Ticket, TransferId};
 
 use super::error::error;
 use super::messages::{MAX_GRIDS, MAX_INDICES};
-use crate::Settled;
+use crate::Settlement;
 use crate::described::{self, Part};
 
 /// The most parts of one connection that are not answered.
@@ -107,7 +107,7 @@ impl Writes {
     }
 
     /// The write's ticket, if nothing of it is under way and nothing more will be.
-    fn settled(&mut self, id: u64) -> Option<Settled> {
+    fn settled(&mut self, id: u64) -> Option<Settlement> {
         if self.open.get(&id)?.unanswered > 0 {
             return None;
         }
@@ -124,7 +124,7 @@ impl Writes {
     }
 
     /// Fails a write. `None`: parts of it are under way, and it settles when they are answered.
-    pub(crate) fn fail(&mut self, id: u64, error: Error) -> Option<Settled> {
+    pub(crate) fn fail(&mut self, id: u64, error: Error) -> Option<Settlement> {
         self.open.get_mut(&id)?.failed.get_or_insert(error);
         self.settled(id)
     }
@@ -136,7 +136,7 @@ impl Writes {
 
     /// Fails all of them, and hands out those of which nothing is under way; all, if `proven`: the
     /// peer holds nothing.
-    pub(crate) fn fail_all(&mut self, error: &Error, proven: bool) -> Vec<Settled> {
+    pub(crate) fn fail_all(&mut self, error: &Error, proven: bool) -> Vec<Settlement> {
         let ids: Vec<u64> = self.open.keys().copied().collect();
         for id in &ids {
             if let Some(write) = self.open.get_mut(id) {
@@ -160,7 +160,7 @@ impl Writes {
 
 pub(crate) enum WriteStep {
     Part(u64, Arc<Bound>, Part),
-    Settled(Settled),
+    Settled(Settlement),
 }
 
 /// Cuts the pairs of a plan into parts that fit into a packet each.

@@ -310,8 +310,8 @@ impl OpenedLink {
     }
 
     /// Something came from the peer.
-    pub(crate) fn heard(&mut self, now: Instant) {
-        self.silence.heard(now);
+    pub(crate) fn note_activity(&mut self, now: Instant) {
+        self.silence.note_activity(now);
     }
 
     /// Notes whether something is in flight, also what was given up and has not ended. `Some`: it has just begun, look
@@ -338,7 +338,7 @@ impl OpenedLink {
         mut touched: impl FnMut(usize),
     ) -> SilenceStatus {
         if self.lanes.iter().flatten().any(|key| conns[*key].may_have_unread()) {
-            self.heard(now); // it is this end that is slow: others have their turn, or a device
+            self.note_activity(now); // it is this end that is slow: others have their turn, or a device
         }
         let look = self.silence.look(now, timeout);
         if let (SilenceStatus::Ask(_), Some(key)) = (look, self.lanes[0]) {

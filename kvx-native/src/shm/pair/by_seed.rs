@@ -4,8 +4,8 @@
 use kvx_core::Op;
 use kvx_testkit::Random;
 
-use super::end::{Held, alone};
-use super::{LONG, MANY, Pair, SMALL, Shape, Which, Who, cut};
+use super::end::{Resources, alone};
+use super::{LONG, MANY, Pair, RegionRole, Role, SMALL, Shape, cut};
 
 const SEEDS: u64 = 200;
 /// Reads of these are too large to be done where they are posted.
@@ -23,15 +23,15 @@ enum Fate {
     Closed,
     /// The kernel refuses a packet for good.
     Broken,
-    Killed(Who),
+    Killed(Role),
 }
 
 const FATES: [Fate; 5] = [
     Fate::Well,
     Fate::Closed,
     Fate::Broken,
-    Fate::Killed(Who::Initiator),
-    Fate::Killed(Who::Owner),
+    Fate::Killed(Role::Initiator),
+    Fate::Killed(Role::Owner),
 ];
 
 /// Something happens.
@@ -41,7 +41,11 @@ fn step(pair: &mut Pair) {
         && pair.random.below(24) == 0
     {
         // What it needs is taken back, the sooner the longer it takes.
-        let used = if op == Op::Read { &[Which::Source][..] } else { &[Which::Local, Which::Sink] };
+        let used = if op == Op::Read {
+            &[RegionRole::Source][..]
+        } else {
+            &[RegionRole::Local, RegionRole::Sink]
+        };
         let which = used[pair.random.below(used.len())];
         return pair.revoke(at, which);
     }
@@ -61,7 +65,7 @@ fn step(pair: &mut Pair) {
             pair.owner.set_room(has_room);
         }
         17 => {
-            let which = Which::ALL[pair.random.below(3)];
+            let which = RegionRole::ALL[pair.random.below(3)];
             pair.revoke(at, which);
         }
         18 if pair.random.below(8) == 0 => {
@@ -82,7 +86,7 @@ fn run(seed: u64) -> [u64; 3] {
     let mut random = Random::seeded(seed);
     let (loses_files, fate) = drawn(&mut random);
     cut::by(seed, loses_files);
-    let before = Held::now();
+    let before = Resources::now();
     let slots = if seed.is_multiple_of(4) { [SMALL, LONG, LONG] } else { [SMALL, PAGES, MANY] };
     let mut pair = Pair::new(random, &slots);
     pair.connect();
@@ -90,7 +94,7 @@ fn run(seed: u64) -> [u64; 3] {
         step(&mut pair);
         for _ in 0..pair.random.below(16) {
             // Either may be slow.
-            let who = [Who::Initiator, Who::Owner][pair.random.below(2)];
+            let who = [Role::Initiator, Role::Owner][pair.random.below(2)];
             pair.turn_of(who);
         }
         pair.check(GLANCE);
@@ -118,7 +122,7 @@ fn run(seed: u64) -> [u64; 3] {
     pair.all_works();
     drop(pair);
     cut::off();
-    assert_eq!(Held::soon(before), before, "something is left of a run");
+    assert_eq!(Resources::soon(before), before, "something is left of a run");
     came
 }
 

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use kvx_core::{ErrorKind, Op};
 
-use super::end::Held;
-use super::{ORDERS, POISON, Pair, Place, Which, cut, indices};
+use super::end::Resources;
+use super::{ORDERS, POISON, Pair, Place, RegionRole, cut, indices};
 use crate::shm::progress::Command;
 use crate::shm::shared_link::SharedLink;
 
@@ -57,7 +57,7 @@ impl Pair {
     pub(super) fn settle(&mut self) {
         for at in 0..self.slots.len() {
             self.settle_transfer(at);
-            Which::ALL.into_iter().for_each(|which| self.settle_revocation(at, which));
+            RegionRole::ALL.into_iter().for_each(|which| self.settle_revocation(at, which));
         }
         let (inbox, mut acknowledged) = (&self.inbox, 0);
         self.told.retain(|told| {
@@ -129,7 +129,7 @@ impl Pair {
         }
     }
 
-    fn settle_revocation(&mut self, at: usize, which: Which) {
+    fn settle_revocation(&mut self, at: usize, which: RegionRole) {
         let revoked = which.of(&mut self.slots[at]).revoked.as_ref();
         let Some(result) = revoked.and_then(|outcome| outcome.get("a revocation")) else { return };
         if let Err(why) = result {
@@ -144,9 +144,12 @@ impl Pair {
             // of the write.
             let is_refused =
                 cut::lost_files() > 0 || posted.ends_by.contains(&ErrorKind::Unregistered);
-            assert!(which != Which::Local || is_refused, "a region came back under a write of it");
+            assert!(
+                which != RegionRole::Local || is_refused,
+                "a region came back under a write of it"
+            );
             // It moves nothing any more, and settles later.
-            posted.orphan |= which == Which::Sink && posted.op == Op::Write;
+            posted.orphan |= which == RegionRole::Sink && posted.op == Op::Write;
         }
         let poison = vec![POISON; old.content.len()];
         old.set(poison);
@@ -214,8 +217,8 @@ impl Pair {
             places.chain(&self.given_back).filter(|place| place.memory.shared_file().is_some());
         let descriptors =
             self.others + self.initiator.descriptors() + self.owner.descriptors() + pools.count();
-        let wanted = Held { descriptors, mapped: 0 };
-        assert_eq!(Held::soon(wanted), wanted, "a link has left something behind");
+        let wanted = Resources { descriptors, mapped: 0 };
+        assert_eq!(Resources::soon(wanted), wanted, "a link has left something behind");
     }
 
     /// The next link does everything, and every region comes back over it.
@@ -238,7 +241,7 @@ impl Pair {
         let before = self.revoked;
         // What takes their places moves nothing any more, and pools cost time.
         self.slots.iter_mut().for_each(|slot| slot.shape.on_pools = Some(false));
-        for which in Which::ALL {
+        for which in RegionRole::ALL {
             (0..self.slots.len()).for_each(|at| self.revoke(at, which));
         }
         self.until("regions that come back", Pair::is_idle);

@@ -213,29 +213,32 @@ impl Outcome {
 
 /// What this process holds that could leak.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Held {
+pub(super) struct Resources {
     pub(super) descriptors: usize,
     /// Memory of peers that is mapped here.
     pub(super) mapped: usize,
 }
 
-impl Held {
+impl Resources {
     /// Now. Only where no other thread opens or maps anything.
     pub(super) fn now() -> Self {
         let directory = std::fs::read_dir("/proc/self/fd").expect("there is a /proc");
         let own = 1; // the directory itself
         let maps = std::fs::read_to_string("/proc/self/maps").expect("there is a /proc");
         let is_peers = |line: &&str| line.contains(" r--s ") && line.contains("/memfd:");
-        Held { descriptors: directory.count() - own, mapped: maps.lines().filter(is_peers).count() }
+        Resources {
+            descriptors: directory.count() - own,
+            mapped: maps.lines().filter(is_peers).count(),
+        }
     }
 }
 
-impl Held {
+impl Resources {
     /// Now, or soon: a copying thread of an end that has vanished is still in its batch.
-    pub(super) fn soon(wanted: Held) -> Self {
+    pub(super) fn soon(wanted: Resources) -> Self {
         let until = Instant::now() + Duration::from_secs(1);
         loop {
-            let now = Held::now();
+            let now = Resources::now();
             if now == wanted || Instant::now() > until {
                 return now;
             }

@@ -26,7 +26,7 @@ use super::inline::read_inline;
 use super::memory::Reach;
 use super::progress::Command;
 use super::shared_link::{Import, SharedLink};
-use end::{CUT_OFF, End, Held, Inbox, Outcome, wait_for_any};
+use end::{CUT_OFF, End, Inbox, Outcome, Resources, wait_for_any};
 
 /// The blocks of a slot, and what they lie on.
 #[derive(Clone, Copy, Debug)]
@@ -61,32 +61,32 @@ const POISON: u8 = 0xee;
 
 /// One of the two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Who {
+enum Role {
     Initiator,
     Owner,
 }
 
 /// One of a slot's regions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Which {
+enum RegionRole {
     Local,
     Source,
     Sink,
 }
 
-impl Which {
-    const ALL: [Which; 3] = [Which::Local, Which::Source, Which::Sink];
+impl RegionRole {
+    const ALL: [RegionRole; 3] = [RegionRole::Local, RegionRole::Source, RegionRole::Sink];
 
     fn of(self, slot: &mut Slot) -> &mut Place {
         match self {
-            Which::Local => &mut slot.local,
-            Which::Source => &mut slot.source,
-            Which::Sink => &mut slot.sink,
+            RegionRole::Local => &mut slot.local,
+            RegionRole::Source => &mut slot.source,
+            RegionRole::Sink => &mut slot.sink,
         }
     }
 
-    fn owner(self) -> Who {
-        if self == Which::Local { Who::Initiator } else { Who::Owner }
+    fn owner(self) -> Role {
+        if self == RegionRole::Local { Role::Initiator } else { Role::Owner }
     }
 }
 
@@ -169,7 +169,7 @@ struct OpenLink {
     imports: u64,
 }
 
-struct Told {
+struct SentNotice {
     number: u64,
     outcome: Outcome,
     ends_by: Vec<ErrorKind>,
@@ -189,7 +189,7 @@ struct Pair {
     slots: Vec<Slot>,
     /// Memory that was taken back.
     given_back: Vec<Place>,
-    told: Vec<Told>,
+    told: Vec<SentNotice>,
     next: u64,
     lives: u8,
     /// Transfers that have arrived, notifications that were acknowledged, regions that came back.
@@ -200,7 +200,7 @@ struct Pair {
 
 impl Pair {
     fn new(mut random: Random, slots: &[Shape]) -> Self {
-        let (inbox, others) = (Arc::<Inbox>::default(), Held::now().descriptors);
+        let (inbox, others) = (Arc::<Inbox>::default(), Resources::now().descriptors);
         let mut pair = Pair {
             initiator: End::new("initiator", 1, Arc::clone(&inbox)),
             owner: End::new("owner", 2, Arc::clone(&inbox)),
@@ -221,9 +221,9 @@ impl Pair {
         for &shape in slots {
             let slot = Slot {
                 shape,
-                local: pair.open(Who::Initiator, shape),
-                source: pair.open(Who::Owner, shape),
-                sink: pair.open(Who::Owner, shape),
+                local: pair.open(Role::Initiator, shape),
+                source: pair.open(Role::Owner, shape),
+                sink: pair.open(Role::Owner, shape),
                 posted: None,
                 unsure: false,
             };
@@ -237,15 +237,15 @@ impl Pair {
         self.next
     }
 
-    fn end(&mut self, who: Who) -> &mut End {
+    fn end(&mut self, who: Role) -> &mut End {
         match who {
-            Who::Initiator => &mut self.initiator,
-            Who::Owner => &mut self.owner,
+            Role::Initiator => &mut self.initiator,
+            Role::Owner => &mut self.owner,
         }
     }
 
     /// A new region, with blocks that differ.
-    fn open(&mut self, who: Who, shape: Shape) -> Place {
+    fn open(&mut self, who: Role, shape: Shape) -> Place {
         let (id, either) = (self.number(), self.random.below(2) == 0);
         let mut place = Place::new(id, shape.len(), shape.on_pools.unwrap_or(either));
         place.set(self.content(shape));
@@ -357,31 +357,31 @@ impl Pair {
         let mut bytes = number.to_le_bytes().to_vec();
         bytes.resize(len.max(bytes.len()), number as u8);
         let (done, outcome) = Outcome::new();
-        self.told.push(Told { number, outcome, ends_by: Vec::new() });
+        self.told.push(SentNotice { number, outcome, ends_by: Vec::new() });
         self.initiator.command(Command::Notify { link, bytes: bytes.into(), done });
         self.settle();
     }
 
     /// Takes a region back. Core cancels transfers of its own from and to it before; for writes
     /// that have begun the machines do not rely on that.
-    fn revoke(&mut self, at: usize, which: Which) {
+    fn revoke(&mut self, at: usize, which: RegionRole) {
         let has_begun = self.has_begun(at);
         let slot = &mut self.slots[at];
         let op = slot.posted.as_ref().map(|posted| posted.op);
         let place = which.of(slot);
-        if place.revoked.is_some() || which == Which::Local && op == Some(Op::Read) {
+        if place.revoked.is_some() || which == RegionRole::Local && op == Some(Op::Read) {
             return;
         }
         let (done, outcome) = Outcome::new();
         place.revoked = Some(outcome);
         let id = place.id;
-        let cancels = which == Which::Local && (!has_begun || self.random.below(2) == 0);
+        let cancels = which == RegionRole::Local && (!has_begun || self.random.below(2) == 0);
         if cancels {
             self.cancel(at);
         } else if let Some(posted) = &mut slot.posted {
             posted.ends_by.push(ErrorKind::Revoked);
             // Parts of a write that are asked for later name what is not lent any more.
-            posted.ends_by.extend((which == Which::Local).then_some(ErrorKind::Unregistered));
+            posted.ends_by.extend((which == RegionRole::Local).then_some(ErrorKind::Unregistered));
         }
         let end = self.end(which.owner());
         let region = end.regions.revoke(id).expect("the machine has not ended");
@@ -442,13 +442,13 @@ impl Pair {
     /// checked. Says whether anything was done.
     fn turn(&mut self) -> bool {
         let mut done = false;
-        for who in [Who::Initiator, Who::Owner] {
+        for who in [Role::Initiator, Role::Owner] {
             done |= self.turn_of(who);
         }
         done
     }
 
-    fn turn_of(&mut self, who: Who) -> bool {
+    fn turn_of(&mut self, who: Role) -> bool {
         cut::allow(1);
         let done = self.end(who).turn();
         cut::allow(0);
@@ -470,18 +470,18 @@ impl Pair {
 
     /// An end vanishes, and all that it held with it; a new life takes its place. What the other
     /// one waits for ends.
-    fn kill(&mut self, who: Who) {
+    fn kill(&mut self, who: Role) {
         self.lives += 1;
         let new = match who {
-            Who::Initiator => End::new("initiator", self.lives, Arc::clone(&self.inbox)),
-            Who::Owner => End::new("owner", self.lives, Arc::clone(&self.inbox)),
+            Role::Initiator => End::new("initiator", self.lives, Arc::clone(&self.inbox)),
+            Role::Owner => End::new("owner", self.lives, Arc::clone(&self.inbox)),
         };
         for slot in &mut self.slots {
             (slot.source.import, slot.sink.import) = (None, None);
         }
         drop(std::mem::replace(self.end(who), new));
         match who {
-            Who::Owner => {
+            Role::Owner => {
                 self.ends(&[ErrorKind::PeerLost]);
                 self.lost.extend(self.link.take().map(|link| link.shared));
                 for at in 0..self.slots.len() {
@@ -494,7 +494,7 @@ impl Pair {
                         .for_each(|posted| posted.orphan |= posted.op == Op::Write);
                 }
             }
-            Who::Initiator => {
+            Role::Initiator => {
                 self.link = None;
                 self.told.clear();
                 for at in 0..self.slots.len() {

@@ -5,8 +5,8 @@
 use kvx_core::Op;
 use kvx_testkit::Random;
 
-use super::end::{Held, alone};
-use super::{LONG, MANY, Pair, SMALL, Shape, Which, Who, cut};
+use super::end::{Resources, alone};
+use super::{LONG, MANY, Pair, RegionRole, Role, SMALL, Shape, cut};
 
 /// Grants and loans with files, and without.
 const SLOTS: [Shape; 2] =
@@ -17,11 +17,11 @@ const SLOTS: [Shape; 2] =
 enum Fate {
     Closed,
     Broken,
-    Killed(Who),
+    Killed(Role),
 }
 
 const FATES: [Fate; 4] =
-    [Fate::Closed, Fate::Broken, Fate::Killed(Who::Initiator), Fate::Killed(Who::Owner)];
+    [Fate::Closed, Fate::Broken, Fate::Killed(Role::Initiator), Fate::Killed(Role::Owner)];
 
 /// The life of a link, as far as `packets` go. Says whether that was all of it.
 fn life(pair: &mut Pair, packets: u64) -> bool {
@@ -46,12 +46,12 @@ fn life(pair: &mut Pair, packets: u64) -> bool {
         && {
             // What was granted is taken back under transfers.
             post(pair, Op::Read);
-            Which::ALL[1..].iter().for_each(|which| revoke(pair, *which));
+            RegionRole::ALL[1..].iter().for_each(|which| revoke(pair, *which));
             goes_on(pair, "regions that were granted", Pair::is_idle)
         }
         && {
             post(pair, Op::Write);
-            revoke(pair, Which::Local);
+            revoke(pair, RegionRole::Local);
             goes_on(pair, "regions that were lent", Pair::is_idle)
         }
         && {
@@ -63,7 +63,7 @@ fn life(pair: &mut Pair, packets: u64) -> bool {
 /// One run. Says whether the life of the link was longer.
 fn run(fate: Fate, packets: u64) -> bool {
     cut::step_by_step();
-    let before = Held::now();
+    let before = Resources::now();
     let mut pair = Pair::new(Random::seeded(1), &SLOTS);
     let whole = life(&mut pair, packets);
     match fate {
@@ -75,7 +75,7 @@ fn run(fate: Fate, packets: u64) -> bool {
     pair.has_ended();
     pair.all_works();
     drop(pair);
-    assert_eq!(Held::soon(before), before, "something is left of a run");
+    assert_eq!(Resources::soon(before), before, "something is left of a run");
     !whole
 }
 
@@ -103,8 +103,8 @@ fn a_link_that_ends_at_any_packet_leaves_nothing_behind_and_the_next_one_works()
 }
 
 /// A region is taken back while so many turns of a transfer of it have passed.
-fn take_back(op: Op, which: Which, on_pools: bool, turns: u32) {
-    let before = Held::now();
+fn take_back(op: Op, which: RegionRole, on_pools: bool, turns: u32) {
+    let before = Resources::now();
     let slot = Shape { count: 80, on_pools: Some(on_pools), ..LONG };
     let mut pair = Pair::new(Random::seeded(turns.into()), &[slot]);
     pair.connect();
@@ -123,14 +123,16 @@ fn take_back(op: Op, which: Which, on_pools: bool, turns: u32) {
     pair.close();
     pair.has_ended();
     drop(pair);
-    assert_eq!(Held::soon(before), before, "something is left of a run");
+    assert_eq!(Resources::soon(before), before, "something is left of a run");
 }
 
 fn at_every_turn() {
     cut::off();
-    for (op, which) in
-        [(Op::Read, Which::Source), (Op::Write, Which::Local), (Op::Write, Which::Sink)]
-    {
+    for (op, which) in [
+        (Op::Read, RegionRole::Source),
+        (Op::Write, RegionRole::Local),
+        (Op::Write, RegionRole::Sink),
+    ] {
         for (on_pools, turns) in (0..8).map(|number| (number % 2 == 0, number / 2)) {
             let ran = std::panic::catch_unwind(|| take_back(op, which, on_pools, turns));
             assert!(ran.is_ok(), "{op:?}, {which:?}, on pools: {on_pools}, after {turns} turns");

@@ -27,7 +27,7 @@ impl Machine {
     ) {
         let Some(peer) = self.peers.get_mut(&link) else { return };
         peer.lanes_up += 1;
-        peer.heard(now);
+        peer.note_activity(now);
         if peer.is_up() {
             let (address, bulk) = (peer.addresses[peer.address], peer.lanes.len() - 1);
             peer.standing

@@ -146,7 +146,7 @@ impl Machine {
             (&moved, link.and_then(|link| self.peers.get_mut(&link)))
             && *received > 0
         {
-            peer.heard(now);
+            peer.note_activity(now);
         }
         if let Some(at) = full {
             self.by(at, now);

@@ -8,7 +8,7 @@ use std::collections::hash_map::Entry;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
-use crate::Settled;
+use crate::Settlement;
 use crate::staging::{Copies, Fetch, Store};
 use kvx_core::sync::{Mutex, MutexGuard};
 use kvx_core::{Error, ErrorKind, LinkId, RegionId, Result, Ticket, TransferId};
@@ -135,10 +135,10 @@ impl Streaming {
 }
 
 /// What is held for several streams: settled with the last of them, forgotten with the first that is lost.
-struct Hold(Mutex<Option<Settled>>);
+struct Hold(Mutex<Option<Settlement>>);
 
 impl Hold {
-    fn take(&self) -> Option<Settled> {
+    fn take(&self) -> Option<Settlement> {
         self.0.lock().take()
     }
 }
@@ -282,7 +282,7 @@ impl DeferredCompletions {
     }
 
     /// What can be told now that copies of this stream have ended.
-    pub(crate) fn look(&self, token: u64) -> (Vec<Settled>, Option<LateAnswer>) {
+    pub(crate) fn look(&self, token: u64) -> (Vec<Settlement>, Option<LateAnswer>) {
         let mut table = self.table();
         let Entry::Occupied(mut entry) = table.streams.entry(token) else {
             return (Vec::new(), None);
@@ -314,7 +314,7 @@ impl DeferredCompletions {
         concerns: impl Fn(&Concern) -> bool,
         ticket: Ticket,
         result: Result<()>,
-    ) -> Option<Settled> {
+    ) -> Option<Settlement> {
         let mut table = self.table();
         let hold = Arc::new(Hold(Mutex::new(Some((ticket, result)))));
         let mut lost = false;
@@ -333,7 +333,7 @@ impl DeferredCompletions {
     }
 
     /// The machine has ended: hands out what can be settled now, and sees to the rest by itself.
-    pub(crate) fn close(&self) -> Vec<Settled> {
+    pub(crate) fn close(&self) -> Vec<Settlement> {
         let tokens: Vec<u64> = {
             let mut table = self.table();
             table.closed = true;

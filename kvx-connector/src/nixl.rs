@@ -1,9 +1,10 @@
-//! A kvx agent and NIXL agents with the backend KVX: each reaches the other's memory, and no NIXL is needed here.
+//! A kvx agent and NIXL agents with the backend KVX: each reaches the other's memory, and no NIXL
+//! is needed here.
 //!
-//! [`blob`] is what such an agent loads in place of another NIXL agent's metadata; from its own, [`NixlPeer`] connects.
-//! Notifications need nothing more: those up to 64 KiB arrive as they were sent, on both sides; for longer ones, and
-//! ones that begin as parts of longer ones do, see [`notes`](crate::wire::nixl::notes) and
-//! [`Assembly`](crate::wire::nixl::Assembly).
+//! [`blob`] is what such an agent loads in place of another NIXL agent's metadata; from its own,
+//! [`NixlPeer`] connects. Notifications need nothing more: those up to 64 KiB arrive as they were
+//! sent, on both sides; for longer ones, and ones that begin as parts of longer ones do, see
+//! [`notes`](crate::wire::nixl::notes) and [`Assembly`](crate::wire::nixl::Assembly).
 //!
 //! ```
 //! use kvx_connector::nixl::{self, NixlPeer};
@@ -30,9 +31,9 @@ use crate::wire::nixl::{NixlBlob, NixlDescriptor, NixlMemory, NixlSection};
 /// The name of kvx's backend in NIXL.
 pub const BACKEND: &str = "KVX";
 
-/// The metadata of `agent` with these regions, for NIXL agents with the backend KVX. They know the regions by the
-/// addresses at which the memory lies here, and that of devices by the driver's number for them. Regions that are
-/// registered later: once more, with all.
+/// The metadata of `agent` with these regions, for NIXL agents with the backend KVX. They know the
+/// regions by the addresses at which the memory lies here, and that of devices by the driver's
+/// number for them. Regions that are registered later: once more, with all.
 ///
 /// # Errors
 /// `Revoked`, `Closed`; `Exhausted` for more than NIXL's form holds.
@@ -81,7 +82,8 @@ impl NixlPeer {
     /// Connects with the agent whose metadata this is, as [`Agent::connect`] does.
     ///
     /// # Errors
-    /// `Malformed`; `Incompatible` for an agent without the backend KVX, or with one of another age; `Closed`.
+    /// `Malformed`; `Incompatible` for an agent without the backend KVX, or with one of another
+    /// age; `Closed`.
     pub fn connect(agent: &Agent, blob: &[u8]) -> Result<Self> {
         let blob = NixlBlob::decode(blob)?;
         let Some((_, introduction)) =
@@ -110,11 +112,12 @@ impl NixlPeer {
         Ok(made)
     }
 
-    /// Takes newer or partial metadata of the same agent: memory that was registered since. Says how many ranges were
-    /// new.
+    /// Takes newer or partial metadata of the same agent: memory that was registered since. Says
+    /// how many ranges were new.
     ///
     /// # Errors
-    /// `Malformed`; `PeerRestarted` for another incarnation; `Invalid` for another agent's metadata.
+    /// `Malformed`; `PeerRestarted` for another incarnation; `Invalid` for another agent's
+    /// metadata.
     pub fn update(&mut self, blob: &[u8]) -> Result<usize> {
         let blob = NixlBlob::decode(blob)?;
         if *blob.agent != *self.peer.identity().name {
@@ -185,7 +188,8 @@ impl NixlPeer {
     /// # Errors
     /// `Unregistered`.
     pub fn place(&self, address: u64, len: u64) -> Result<(PeerRegion, u64)> {
-        // Ranges may overlap: the nearest one that begins before it is not always the one that reaches far enough.
+        // Ranges may overlap: the nearest one that begins before it is not always the one that
+        // reaches far enough.
         let before = self.regions.range(..=address).rev();
         let mut holding = before.filter(|(base, (_, region))| {
             let offset = address - *base;

@@ -18,14 +18,14 @@ use crate::wire::CompatibilityFactors;
 pub enum Group {
     /// All tokens of a request.
     Whole,
-    /// The last ones.
+    /// The last tokens of a request.
     Window {
-        /// So many.
+        /// The number of them.
         tokens: u32,
     },
 }
 
-/// Says how a connector shall be: [`Connector::builder`].
+/// Builds a [`Connector`]: [`Connector::builder`] returns it.
 #[must_use]
 pub struct ConnectorBuilder {
     config: KvTransferConfig,
@@ -40,8 +40,9 @@ pub struct ConnectorBuilder {
 }
 
 impl Connector {
-    /// Begins a connector of this configuration, over the backends of `registry`. `model` is what this engine and its
-    /// peers must have in common: a peer whose handshake says otherwise is refused.
+    /// Returns a builder for an engine with this configuration, over the backends of `registry`.
+    /// `model` is what this engine and its peers must have in common: a peer whose handshake says
+    /// otherwise is refused.
     pub fn builder(
         config: &KvTransferConfig,
         registry: Registry,
@@ -82,7 +83,8 @@ impl ConnectorBuilder {
         self
     }
 
-    /// Workers of the engine: ranks of tensor and of pipeline parallelism. One of each if not called.
+    /// Workers of the engine: ranks of tensor and of pipeline parallelism. One of each if not
+    /// called.
     pub fn workers(mut self, tensor_parallel: u32, pipeline_parallel: u32) -> Self {
         (self.sizes.0, self.sizes.1) = (tensor_parallel, pipeline_parallel);
         self
@@ -106,8 +108,9 @@ impl ConnectorBuilder {
         self
     }
 
-    /// The side channel listens on a port that is free, whatever `VLLM_NIXL_SIDE_CHANNEL_PORT` says; parameters tell
-    /// peers which. With `kv_compat` 0.9 and 0.11, whose workers have a port each, for one worker only.
+    /// The side channel listens on a port that is free, whatever `VLLM_NIXL_SIDE_CHANNEL_PORT`
+    /// says; parameters tell peers which. With `kv_compat` 0.9 and 0.11, whose workers have a port
+    /// each, for one worker only.
     pub fn any_port(mut self) -> Self {
         self.any_port = true;
         self
@@ -116,8 +119,9 @@ impl ConnectorBuilder {
     /// Begins to listen, on a thread of the connector's own.
     ///
     /// # Errors
-    /// `Unsupported` for a connector that is no NixlConnector; `Invalid` for sizes, groups and ports that cannot be;
-    /// what the system says of the side channel's port, with the variable to set and a port that is free.
+    /// `Unsupported` for a connector that is no NixlConnector; `Invalid` for sizes, groups and
+    /// ports that cannot be; what the system says of the side channel's port, with the variable to
+    /// set and a port that is free.
     pub async fn build(self) -> Result<Connector> {
         let (setup, side) = self.setup()?;
         let started = thread::start(setup, side)?;
@@ -142,7 +146,7 @@ impl ConnectorBuilder {
         let (tp, pp, dcp) = self.sizes;
         let told = json!({
             "config": self.config.to_json(),
-            // What the configuration came to: the rank's process does not know whether there is a GPU.
+            // The rank's process does not know whether there is a GPU.
             "gpu": self.config.buffer_device() == BufferDevice::Cuda,
             "model": self.factors.model,
             "attn_backend_name": self.factors.attn_backend_name,

@@ -74,7 +74,8 @@ impl RegisteredCaches {
         self.regions.iter()
     }
 
-    /// What memory of a device is in a fleet of this engine's kind: a handshake does not tell the maker.
+    /// What memory of a device is in a fleet of this engine's kind: a handshake does not tell the
+    /// maker.
     pub(super) fn device_kind(&self) -> MemoryKind {
         let amd = self.pools().any(|pool| pool.memory().kind() == MemoryKind::Rocm);
         if amd { MemoryKind::Rocm } else { MemoryKind::Cuda }
@@ -131,7 +132,8 @@ impl RegisteredCaches {
         }
     }
 
-    /// The peer's kernel blocks whose bytes here are not those that it has published. Blocks: it hashes.
+    /// The peer's kernel blocks whose bytes here are not those that it has published. Blocks: it
+    /// hashes.
     pub(super) fn wrong(
         &self,
         peer: &PeerDigests,
@@ -180,7 +182,8 @@ impl RegisteredCaches {
         result
     }
 
-    /// Waits until no blocks are being finished, hashed or copied. Once the worker has them no more, none begins.
+    /// Waits until no blocks are being finished, hashed or copied. Once the worker has them no
+    /// more, none begins.
     ///
     /// Errors: `StillShared`: not by the deadline, or a device may go on for ever.
     pub(super) async fn finished(&self, deadline: Deadline) -> Result<()> {

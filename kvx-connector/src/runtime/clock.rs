@@ -11,7 +11,8 @@ pub(crate) struct Clock {
 }
 
 impl Clock {
-    /// Begins a little after its origin: what a peer names may lie before this process, and has to be representable.
+    /// Begins a little after its origin: what a peer names may lie before this process, and has to
+    /// be representable.
     const HEAD_START: Duration = Duration::from_secs(1);
 
     /// A clock that begins now.
@@ -30,7 +31,8 @@ impl Clock {
         Time::from_origin(moment.saturating_duration_since(self.origin))
     }
 
-    /// The moment at which it shows this time, for timers; `None` if that is beyond what the system counts.
+    /// The moment at which it shows this time, for timers; `None` if that is beyond what the system
+    /// counts.
     pub(crate) fn moment(&self, time: Time) -> Option<Instant> {
         self.origin.checked_add(time.since(Time::default()))
     }

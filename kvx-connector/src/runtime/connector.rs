@@ -19,21 +19,24 @@ use crate::params::OlderMooncakeParams;
 /// How long a connector that is dropped without a shutdown takes to end what it has begun.
 const AT_DROP: Duration = Duration::from_secs(1);
 
-/// The connector of one engine. Cheap to clone; it ends with [`shutdown`](Self::shutdown), or with its last clone.
+/// The connector of one engine. Cheap to clone; it ends with [`shutdown`](Self::shutdown), or with
+/// its last clone.
 ///
-/// The calls of a step loop have the names of vLLM's `KVConnectorBase_V1`, return at once and wait for nothing, but for
-/// [`request_finished`](Self::request_finished) with `kvx_digest`, or where blocks are copied to the host:
+/// The calls of a step loop have the names of vLLM's `KVConnectorBase_V1`, return at once and wait
+/// for nothing, but for [`request_finished`](Self::request_finished) with `kvx_digest`, or where
+/// blocks are copied to the host:
 ///
 /// 1. [`on_new_request`](Self::on_new_request) when a request arrives; when it is admitted
 ///    [`get_num_new_matched_tokens`](Self::get_num_new_matched_tokens), blocks for it, and
 ///    [`update_state_after_alloc`](Self::update_state_after_alloc).
-/// 2. [`step`](Self::step) once a step, and then [`Rank::start_load_kv`](super::Rank::start_load_kv) on each worker.
+/// 2. [`step`](Self::step) once a step, and then
+///    [`Rank::start_load_kv`](super::Rank::start_load_kv) on each worker.
 /// 3. [`outcomes`](Self::outcomes), and what they ask for.
 /// 4. [`request_finished`](Self::request_finished) for requests that end.
 ///
-/// An idle engine sleeps in [`outcomes_ready`](Self::outcomes_ready). What need not wait for a step (leases, heartbeats, deadlines, peers
-/// that fetch) goes on without it. Blocks are checked by their generations at both ends, and the engine has nothing to
-/// do for it.
+/// An idle engine sleeps in [`outcomes_ready`](Self::outcomes_ready). Leases, heartbeats, deadlines
+/// and peers that fetch are served on the connector's own thread, however long a step takes. Both
+/// ends check blocks by their generations; the engine does nothing for it.
 #[derive(Clone)]
 pub struct Connector(Arc<Handle>);
 
@@ -61,12 +64,12 @@ impl Connector {
         &self.settings().engine
     }
 
-    /// Where its side channel listens, as peers are told.
+    /// The address of its side channel, as peers know it.
     pub fn address(&self) -> &Address {
         &self.settings().address
     }
 
-    /// What it was built with.
+    /// The settings that it was built with.
     pub fn settings(&self) -> &Settings {
         &self.shared().setup.settings
     }
@@ -77,7 +80,8 @@ impl Connector {
         self.shared().clock.now() + left
     }
 
-    /// A request has arrived. From now on a peer that keeps its blocks is told that they are wanted.
+    /// Announces a request. From now on heartbeats tell the peer that keeps its blocks that they
+    /// are wanted.
     ///
     /// # Errors
     /// The parameters cannot be used; the request is computed here, as if it had none.
@@ -85,20 +89,22 @@ impl Connector {
         arrive(self.shared(), arrival, |_| ())
     }
 
-    /// How many tokens beyond `computed` can be loaded. Changes nothing: it may be asked again.
+    /// Returns how many tokens beyond `computed` can be loaded. Changes nothing, and may be called
+    /// again.
     pub fn get_num_new_matched_tokens(&self, request: &RequestId, computed: u32) -> Matched {
         let shared = self.shared();
         let now = shared.clock.now();
         shared.state.lock().scheduler.get_num_new_matched_tokens(now, request, computed)
     }
 
-    /// Blocks were given to a request: its load is ordered for the next [`step`](Self::step). A second call for the
-    /// same load changes nothing.
+    /// Orders the load of a request, which has blocks now, for the next [`step`](Self::step). A
+    /// second call for the same load changes nothing.
     ///
     /// # Errors
-    /// `Invalid` for another number of lists than KV cache groups, and if no caches are registered; `OutOfBounds` for
-    /// blocks beyond them; `PeerLost`: a rank of this engine has not joined, or is lost. Nothing is ordered then, and
-    /// no outcome comes: compute the prompt here, or fail the request.
+    /// `Invalid` for another number of lists than KV cache groups, and if no caches are registered;
+    /// `OutOfBounds` for blocks beyond them; `PeerLost`: a rank of this engine has not joined, or
+    /// is lost. Then the load is not ordered and has no outcome: compute the prompt here, or fail
+    /// the request.
     pub fn update_state_after_alloc(
         &self,
         request: &RequestId,
@@ -126,13 +132,14 @@ impl Connector {
         });
     }
 
-    /// What has become of loads and of kept blocks since the last call, but of those that [`Prefill`](super::Prefill)
-    /// and [`Decode`](super::Decode) wait for.
+    /// Takes the outcomes of loads and of kept blocks since the last call, without those that
+    /// [`Prefill`](super::Prefill) and [`Decode`](super::Decode) wait for.
     pub fn outcomes(&self) -> Vec<Outcome> {
         self.shared().state.lock().outcomes.take()
     }
 
-    /// Ends when there are [`outcomes`](Self::outcomes), or the connector was shut down. Under any executor.
+    /// Ends when there are [`outcomes`](Self::outcomes), or the connector was shut down. Under any
+    /// executor.
     pub async fn outcomes_ready(&self) {
         loop {
             let rung = self.shared().news.notified();
@@ -145,7 +152,8 @@ impl Connector {
         }
     }
 
-    /// As [`outcomes_ready`](Self::outcomes_ready), without a runtime: blocks until then or until the deadline, and says which it was.
+    /// Blocks as [`outcomes_ready`](Self::outcomes_ready), without a runtime. False: not by the
+    /// deadline.
     pub fn wait(&self, deadline: impl Into<Deadline>) -> bool {
         let (shared, until) = (self.shared(), until(deadline.into()));
         let mut state = shared.state.lock();
@@ -158,42 +166,48 @@ impl Connector {
         true
     }
 
-    /// So many tokens of a request are computed, on all workers: the devices have ended that work, and the blocks stay
-    /// as they are until the request ends or is [preempted](Self::preempted). `blocks` are its lists from the first
-    /// token on, as [`request_finished`](Self::request_finished) takes them. To be called for each chunk of a long
-    /// prompt: where peers see copies of the caches in memory of the host (`kv_buffer_device: cpu`), its whole blocks
-    /// are copied while the next chunk is computed, and `request_finished` waits for the rest alone. Otherwise, and for
-    /// requests of which nothing is kept for a peer, it does nothing. Does not wait.
+    /// Notes that the first `tokens` tokens of a request are computed on all workers: the devices
+    /// have ended that work, and the blocks stay as they are until the request ends or is
+    /// [preempted](Self::preempted). `blocks` are its lists from the first token on, as
+    /// [`request_finished`](Self::request_finished) takes them.
+    ///
+    /// Call it for each chunk of a long prompt: where peers see copies of the caches in host memory
+    /// (`kv_buffer_device: cpu`), its whole blocks are copied while the next chunk is computed, and
+    /// `request_finished` waits for the rest alone. Otherwise, and for requests that keep no blocks
+    /// for a peer, it does nothing. Returns at once.
     pub fn computed(&self, request: &RequestId, blocks: &BlockLists, tokens: u32) {
         copies::computed(self.shared(), request, blocks, tokens);
     }
 
-    /// Blocks of a request go to others before it ends. What was [computed](Self::computed) of it counts no more.
+    /// Notes that blocks of a request go to others before it ends, and forgets what was
+    /// [computed](Self::computed).
     pub fn preempted(&self, request: &RequestId) {
         self.shared().state.lock().saves.forget(request);
     }
 
-    /// A request has ended, in whatever state it was. Waits, for 30 s at most, where blocks that are kept for a peer
-    /// are still to be hashed (`kvx_digest`) or copied to the host (`kv_buffer_device: cpu`).
+    /// Ends a request, in whatever state it is. Waits, for at most 30 s, where blocks that are kept
+    /// for a peer are still to be hashed (`kvx_digest`) or copied to the host (`kv_buffer_device:
+    /// cpu`).
     pub fn request_finished(&self, request: &RequestId, ending: Ending) -> Finished {
         requests::finish(self.shared(), request, ending)
     }
 
-    /// Blocks that nobody waits for, but that a transfer may still touch.
+    /// The number of blocks of failed loads that a transfer may still touch.
     pub fn blocks_held(&self) -> usize {
         self.shared().state.lock().scheduler.blocks_held()
     }
 
-    /// Whether it knows of no request and keeps no blocks.
+    /// Returns whether it knows of no request and keeps no blocks.
     pub fn is_idle(&self) -> bool {
         self.shared().state.lock().is_idle()
     }
 
-    /// Ends everything: loads fail, peers are refused, memory is given back, the thread ends. `Ok`: nothing touches any
-    /// block any more.
+    /// Ends everything: loads fail, peers are refused, memory is given back, the thread ends. `Ok`:
+    /// nothing touches any block any more.
     ///
     /// # Errors
-    /// `StillShared` or `TimedOut`: that could not be proven by the deadline, and memory stays quarantined.
+    /// `StillShared` or `TimedOut`: that could not be proven by the deadline, and memory stays
+    /// quarantined.
     pub fn shutdown(&self, deadline: impl Into<Deadline>) -> Completion<()> {
         shutdown::request(self.shared(), deadline.into())
     }

@@ -1,4 +1,5 @@
-//! Work of this process on the blocks in registered caches: finished, hashed, and copied between device and host.
+//! Work of this process on the blocks in registered caches: finished, hashed, and copied between
+//! device and host.
 
 use std::sync::Arc;
 
@@ -97,8 +98,8 @@ pub(super) fn fill(shared: &Shared, fill: DeviceFill) {
     });
 }
 
-/// Ends when nothing writes to a worker's copies that was ordered before the loads that it has begun. Errors: not by
-/// the deadline, or perhaps never.
+/// Ends when nothing writes to a worker's copies that was ordered before the loads that it has
+/// begun. Errors: not by the deadline, or perhaps never.
 pub(super) async fn idle(shared: &Shared, rank: WorkerRank, deadline: Deadline) -> Result<()> {
     match shared.registered(rank).as_ref().and_then(|own| own.host_copies.as_ref()) {
         Some(copies) => copies.idle(deadline).await,
@@ -137,8 +138,8 @@ pub(super) fn computed(
     drop(save(shared, &mut state, of, &unsaved, SavePoint::Early));
 }
 
-/// Has the blocks of a request that ends copied to the host, if they are to be published. Waits. False: they are
-/// not there, and nobody may hear of them.
+/// Has the blocks of a request that ends copied to the host, if they are to be published. Waits.
+/// False: they are not there, and nobody may hear of them.
 pub(super) fn save_rest(shared: &Arc<Shared>, request: &RequestId, ending: &Ending) -> bool {
     let saving = {
         let mut state = shared.state.lock();

@@ -19,27 +19,28 @@ use crate::engine::{
 };
 use crate::params::{OlderMooncakeParams, TransferParams};
 
-/// The side of a connector that loads what others have.
+/// The decode side of a connector: it loads blocks of a prefill.
 #[derive(Clone, Copy, Debug)]
 pub struct Decode<'a>(&'a Connector);
 
 /// A load that has filled its blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Loaded {
-    /// The tokens of the prompt that arrived: from the first one that the engine did not have to the last one that the
-    /// prefill had. The range includes the last token of a prompt that was loaded whole, which the engine computes
-    /// again for its output.
+    /// The tokens of the prompt that arrived: from the first one that the engine did not have to
+    /// the last one that the prefill had. The range includes the last token of a prompt that was
+    /// loaded whole, which the engine computes again for its output.
     pub tokens: Range<u32>,
 }
 
-/// A load that did not bring everything.
+/// A load that did not fill all its blocks.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct LoadError {
     /// Why.
     pub failure: LoadFailure,
-    /// What the engine does next with the request, by `kv_load_failure_policy`; `Fail` once its deadline is past,
-    /// whatever the policy, and `Recompute` for one that was refused before it began: nothing of it was lost.
+    /// The next step of the engine with the request, by `kv_load_failure_policy`. `Fail` once its
+    /// deadline is past, whatever the policy, and `Recompute` for one that was refused before it
+    /// began.
     pub then: Then,
     /// Blocks without the right contents: never to be found in a prefix cache.
     pub invalid: Vec<u32>,
@@ -68,25 +69,28 @@ impl LoadError {
 }
 
 impl<'a> Decode<'a> {
-    /// Of this connector.
+    /// Returns the decode side of this connector.
     pub fn new(connector: &'a Connector) -> Self {
         Decode(connector)
     }
 
-    /// Loads the prompt that `params` name into `blocks`, from token `computed` on: the engine has those before it
-    /// already, whole blocks of them, or the whole prompt. `blocks` are those of the tokens that it does not have, all
-    /// of them and in order. If the engine has the whole prompt and gives no blocks, nothing is loaded, and the prefill
-    /// is notified that it may free its own.
+    /// Loads the prompt that `params` name into `blocks`, from token `computed` on: the engine has
+    /// those before it already, whole blocks of them, or the whole prompt. `blocks` are those of
+    /// the tokens that it does not have, all of them and in order. If the engine has the whole
+    /// prompt and gives no blocks, nothing is loaded, and the prefill is notified that it may free
+    /// its own.
     ///
-    /// The load starts at once and ends by the deadline, which is that of the request: after it nobody waits for the
-    /// answer, and `then` is `Fail`. `load_timeout` of `kv_connector_extra_config` (120 s by default) limits the load
-    /// alone. A load that is refused before it starts, or whose handshake fails, leaves the prefill's blocks to their
-    /// lease. An engine whose requests wait for free blocks longer than a lease lasts uses the calls of a step loop,
-    /// [`Connector::on_new_request`] first: heartbeats then start with the request.
+    /// The load starts at once and ends by the deadline, which is that of the request: after it
+    /// nobody waits for the answer, and `then` is `Fail`. `load_timeout` of
+    /// `kv_connector_extra_config` (120 s by default) limits the load alone. A load that is refused
+    /// before it starts, or whose handshake fails, leaves the prefill's blocks to their lease. An
+    /// engine whose requests wait for free blocks longer than a lease lasts uses the calls of a
+    /// step loop, [`Connector::on_new_request`] first: heartbeats then start with the request.
     ///
     /// # Errors
-    /// [`LoadFailure::Refused`] when `computed` and the number of blocks do not add up to the tokens that the prefill
-    /// has, and for parameters that cannot be used. The other failures are those of the transfer.
+    /// [`LoadFailure::Refused`] when `computed` and the number of blocks do not add up to the
+    /// tokens that the prefill has, and for parameters that cannot be used. The other failures are
+    /// those of the transfer.
     pub fn fetch(
         &self,
         request: impl Into<RequestId>,
@@ -107,7 +111,7 @@ impl<'a> Decode<'a> {
 /// The end of a load that never began.
 struct EarlyEnd {
     end: Result<Loaded, LoadError>,
-    /// The name is another one's: nothing is told under it.
+    /// The name is in use: outcomes under it belong to another request.
     known: bool,
 }
 
@@ -118,7 +122,7 @@ struct MissingPart {
     blocks: BlockLists,
 }
 
-/// Orders a load. Gives its end if it has come already.
+/// Orders a load. Returns its end if it never began.
 fn begin(
     connector: &Connector,
     request: &RequestId,
@@ -136,7 +140,8 @@ fn begin(
     let size = settings.block_size;
     let whole = fill.groups().iter().zip(&settings.groups).find(|(_, window)| window.is_none());
     let given = whole.map(|(list, _)| u32::try_from(list.len()).unwrap_or(u32::MAX));
-    // The parameters of a MooncakeConnector name no blocks: the prefill has those that are to be filled.
+    // The parameters of a MooncakeConnector name no blocks: the prefill has those that are to be
+    // filled.
     let at_hand = || (computed.div_ceil(size)).saturating_add(given.unwrap_or(0));
     let theirs = match &settings.mooncake {
         None => params.remote_blocks_for(settings.mode).map(|remote| {
@@ -223,9 +228,10 @@ fn ended(
 
 /// A load that is under way: a future, or [`wait_blocking`](Self::wait_blocking) without a runtime.
 ///
-/// Dropped before its end it is aborted, and the prefill is told so. The engine then hears of its blocks once, by
-/// [`outcomes`](Connector::outcomes): `Free` or `Lost`. [`cancel`](Self::cancel) gives something to wait for instead.
-/// Of one that was refused for its name, which is in use, nothing is said.
+/// Dropping it before its end aborts it and notifies the prefill. The engine then gets one outcome
+/// of its blocks from [`outcomes`](Connector::outcomes), `Free` or `Lost`; [`cancel`](Self::cancel)
+/// returns something to wait for instead. A fetch that was refused because its name is in use has
+/// no outcome.
 #[must_use = "dropping a fetch aborts it"]
 pub struct Fetch {
     connector: Connector,
@@ -233,7 +239,7 @@ pub struct Fetch {
     /// Tokens that the engine had before.
     computed: u32,
     slot: Arc<Slot<LoadEnd>>,
-    /// What it ended with before it began.
+    /// Its end, if it never began.
     early: Option<Box<EarlyEnd>>,
     over: bool,
 }
@@ -255,8 +261,8 @@ impl Fetch {
         }
     }
 
-    /// Blocks until it has ended. `Err`: not by this deadline; it goes on. With the fetch's own deadline either may
-    /// come first: [`wait_blocking`](Self::wait_blocking) waits for that.
+    /// Blocks until it has ended. `Err`: not by this deadline; it continues. With the fetch's own
+    /// deadline either may be first: [`wait_blocking`](Self::wait_blocking) waits for that.
     pub fn wait(
         mut self,
         deadline: impl Into<Deadline>,
@@ -271,7 +277,7 @@ impl Fetch {
         }
     }
 
-    /// Aborts it. Its blocks are the engine's again once what is held is free.
+    /// Aborts it. Its blocks are the engine's again once the held ones are free.
     pub fn cancel(mut self) -> HeldBlocks {
         self.abandon()
     }
@@ -326,7 +332,7 @@ impl Drop for Fetch {
             return;
         }
         let known = self.early.as_ref().is_some_and(|early| early.known);
-        // The release of what is held, or its loss, is the engine's to hear.
+        // The outcome of the held blocks goes to the engine.
         if self.abandon().is_empty() && !known {
             let request = self.request.clone();
             self.connector.shared().queue(Outcome::Free { request, kept: Kept::Load });
@@ -340,7 +346,8 @@ impl fmt::Debug for Fetch {
     }
 }
 
-/// Blocks that a transfer may still touch. Dropped, their release comes by [`outcomes`](Connector::outcomes).
+/// Blocks that a transfer may still touch. After a drop, [`outcomes`](Connector::outcomes) has
+/// their release.
 #[must_use = "no request gets these blocks before they are free"]
 pub struct HeldBlocks(Option<HeldParts>);
 
@@ -370,12 +377,13 @@ impl HeldBlocks {
         }))
     }
 
-    /// Whether there are none: then all blocks are the engine's already.
+    /// Returns whether there are none: then all blocks are the engine's already.
     pub fn is_empty(&self) -> bool {
         self.0.is_none()
     }
 
-    /// The blocks; after [`Fetch::cancel`] all that the load was to fill, and none are named.
+    /// The blocks. After [`Fetch::cancel`] they are all that the load was to fill, and the lists
+    /// are empty.
     pub fn blocks(&self) -> BlockLists {
         self.0.as_ref().map(|held| held.blocks.clone()).unwrap_or_default()
     }
@@ -407,7 +415,7 @@ impl Drop for HeldBlocks {
         let mut state = connector.shared().state.lock();
         state.outcomes.forget_release(&request, Kept::Load, &slot);
         drop(state);
-        // It may have come just now.
+        // Expected race: they were released just now.
         match slot.take() {
             Some(Released::Lost) => {
                 connector.shared().queue(Outcome::Lost { request, kept: Kept::Load })

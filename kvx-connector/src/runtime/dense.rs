@@ -1,4 +1,5 @@
-//! Engines that keep a dense tensor for each sequence: a pool of blocks beside it, which peers read and loads fill.
+//! Engines that keep a dense tensor for each sequence: a pool of blocks beside it, which peers read
+//! and loads fill.
 
 use std::fmt;
 use std::future::Future as _;
@@ -92,7 +93,8 @@ impl DensePool {
     /// A pool of so many blocks: those of all requests that are published or loaded at a time.
     ///
     /// # Errors
-    /// `Invalid` for a model without layers, heads or bytes, and other layouts; `Exhausted` when memory is short.
+    /// `Invalid` for a model without layers, heads or bytes, and other layouts; `Exhausted` when
+    /// memory is short.
     pub fn new(model: DenseModel, blocks: u32) -> Result<Self> {
         let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
         if !matches!(model.layout, KvLayout::Lbhnc | KvLayout::Lbnhc) {
@@ -205,8 +207,8 @@ impl DensePool {
         Ok(blocks)
     }
 
-    /// Copies blocks to the first tokens of a sequence. Errors: `Invalid` as [`save`](Self::save), and for blocks of
-    /// fewer tokens.
+    /// Copies blocks to the first tokens of a sequence. Errors: `Invalid` as [`save`](Self::save),
+    /// and for blocks of fewer tokens.
     pub fn load(
         &self,
         blocks: &DenseBlocks,
@@ -270,8 +272,8 @@ impl fmt::Debug for DensePool {
     }
 }
 
-/// Blocks of a dense pool; they are free again when this is dropped. [`Prefill::save`] and [`Decode::load`] keep them
-/// for as long as a peer or a transfer may touch them.
+/// Blocks of a dense pool; they are free again when this is dropped. [`Prefill::save`] and
+/// [`Decode::load`] keep them for as long as a peer or a transfer may touch them.
 pub struct DenseBlocks {
     pool: DensePool,
     blocks: Vec<u32>,
@@ -308,8 +310,8 @@ impl fmt::Debug for DenseBlocks {
 }
 
 impl Prefill<'_> {
-    /// For an engine with a dense tensor for each sequence: copies the first tokens of a sequence to blocks of `pool`,
-    /// whose caches are registered, and publishes them.
+    /// For an engine with a dense tensor for each sequence: copies the first tokens of a sequence
+    /// to blocks of `pool`, whose caches are registered, and publishes them.
     ///
     /// # Errors
     /// As [`DensePool::save`] and [`publish`](Self::publish); `Unsupported` with NixlPushConnector.
@@ -334,8 +336,8 @@ impl Prefill<'_> {
     }
 }
 
-/// A lease and its blocks, which go back to the pool when it ends. Dropped before, it takes them back, as [`Lease`]
-/// does.
+/// A lease and its blocks, which go back to the pool when it ends. Dropped before, it takes them
+/// back, as [`Lease`] does.
 #[must_use = "dropping a lease takes the blocks back"]
 #[derive(Debug)]
 pub struct DenseLease {
@@ -370,12 +372,13 @@ impl DenseLease {
 }
 
 impl Decode<'_> {
-    /// For an engine with a dense tensor for each sequence: loads the first tokens of a sequence through blocks of
-    /// `pool`, whose caches are registered.
+    /// For an engine with a dense tensor for each sequence: loads the first tokens of a sequence
+    /// through blocks of `pool`, whose caches are registered.
     ///
     /// # Errors
-    /// As [`fetch`](Self::fetch); refused when the pool has too few blocks free, and for views that are not of the
-    /// model. What a view holds then is unspecified, but the failure names no block: they are the pool's again.
+    /// As [`fetch`](Self::fetch); refused when the pool has too few blocks free, and for views that
+    /// are not of the model. What a view holds then is unspecified, but the failure names no block:
+    /// they are the pool's again.
     pub async fn load(
         &self,
         request: impl Into<RequestId>,

@@ -1,8 +1,10 @@
-//! Digests of an engine's blocks in registered memory, and what is loaded held against those of a peer (`kvx_digest`).
+//! Digests of an engine's blocks in registered memory, and what is loaded held against those of a
+//! peer (`kvx_digest`).
 //!
-//! Each kernel block of each region has a digest: XXH3 of its bytes, under a seed that says which block of which
-//! region it is, in which life of the pool and in which generation. The prefill writes them before anybody hears of
-//! the blocks. The decode puts the peer's blocks together again from where their bytes went, and compares.
+//! Each kernel block of each region has a digest: XXH3 of its bytes, under a seed that says which
+//! block of which region it is, in which life of the pool and in which generation. The prefill
+//! writes them before anybody hears of the blocks. The decode puts the peer's blocks together again
+//! from where their bytes went, and compares.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -16,7 +18,8 @@ use super::scratch::AT_ONCE;
 use crate::engine::Fresh;
 use crate::mapping::{Geometry, Pairing, RegionGrid, Source};
 
-/// The name of the region that holds them, with their form: for each kernel block a word of each region, in order.
+/// The name of the region that holds them, with their form: for each kernel block a word of each
+/// region, in order.
 pub(super) const DIGESTS: &str = "digests.xxh3";
 
 /// What a digest says beside the bytes.
@@ -86,7 +89,8 @@ impl Digests {
         Ok(Digests { words: GenerationTable::of(memory), region })
     }
 
-    /// Writes the digests of blocks that no peer knows of yet. `read` copies a block of a region to a buffer.
+    /// Writes the digests of blocks that no peer knows of yet. `read` copies a block of a region to
+    /// a buffer.
     pub(super) fn write(
         &self,
         geometry: &Geometry,
@@ -153,7 +157,8 @@ impl PeerDigests {
         (&self.region, Grid::packed(self.width() as u64 * WORD, self.layout.blocks))
     }
 
-    /// The peer's kernel blocks whose bytes here are not those that it has published. Blocks: it hashes.
+    /// The peer's kernel blocks whose bytes here are not those that it has published. Blocks: it
+    /// hashes.
     pub(super) fn wrong(
         &self,
         read: &[Pairing],
@@ -163,7 +168,8 @@ impl PeerDigests {
         self.layout.wrong(read, rows, read_block)
     }
 
-    /// What the peer has published: digests of kernel blocks, and words of its pool and of logical blocks.
+    /// What the peer has published: digests of kernel blocks, and words of its pool and of logical
+    /// blocks.
     pub(super) fn rows(
         &self,
         pool: u64,
@@ -187,8 +193,8 @@ pub(super) struct Rows {
 /// Where the bytes of a peer's blocks go.
 #[derive(Debug)]
 struct Layout {
-    /// For each set of the source: the regions of the peer that it reads, each with the places here, in the order of
-    /// the bytes there.
+    /// For each set of the source: the regions of the peer that it reads, each with the places
+    /// here, in the order of the bytes there.
     sets: Vec<Vec<(u32, Vec<RegionGrid>)>>,
     regions: usize,
     blocks: u32,
@@ -246,8 +252,8 @@ impl Layout {
     }
 }
 
-/// What lies at some places, one after the other, in a buffer that is made once: making it anew for each block takes a
-/// tenth to a fifth of the time that hashing takes.
+/// What lies at some places, one after the other, in a buffer that is made once: making it anew for
+/// each block takes a tenth to a fifth of the time that hashing takes.
 fn together<'a>(
     places: &[RegionGrid],
     buffer: &'a mut Vec<u8>,
@@ -265,7 +271,8 @@ fn together<'a>(
     Ok(&buffer[..end])
 }
 
-/// The places of the lanes of one region of the peer. Errors: `Incompatible` unless they are its whole blocks.
+/// The places of the lanes of one region of the peer. Errors: `Incompatible` unless they are its
+/// whole blocks.
 fn whole(
     lanes: &[(RegionGrid, RegionGrid)],
     geometry: &Geometry,
@@ -339,7 +346,8 @@ mod tests {
         (0..BLOCKS).map(block).collect()
     }
 
-    /// What of two blocks that were asked for has arrived in one region: bytes, and what was read of the digests.
+    /// What of two blocks that were asked for has arrived in one region: bytes, and what was read
+    /// of the digests.
     fn check(layout: &Layout, asked: [u32; 2], arrived: &[[Kept; REGIONS]; 2]) -> BTreeSet<u32> {
         let place = |asked: u32| asked.wrapping_mul(5) % BLOCKS;
         let read = [Pairing {

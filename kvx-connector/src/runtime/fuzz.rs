@@ -9,7 +9,8 @@ pub const TARGETS: &[(&str, fn(&[u8]))] = &[("connector_zmtp", zmtp), ("connecto
 
 const LIMITS: MessageLimits = MessageLimits { frames: 4, bytes: 600 };
 
-/// The same bytes as a greeting, and as frames, whole and in pieces: the same comes of them, within the limits.
+/// The same bytes as a greeting, and as frames, whole and in pieces: the same comes of them, within
+/// the limits.
 pub fn zmtp(bytes: &[u8]) {
     if let Some(greeting) = bytes.first_chunk() {
         let _ = codec::check_greeting(greeting);
@@ -45,7 +46,8 @@ pub fn zmtp(bytes: &[u8]) {
     }
 }
 
-/// The same bytes as the head of an HTTP message: as long as it is, and no longer, it is read alike.
+/// The same bytes as the head of an HTTP message: as long as it is, and no longer, it is read
+/// alike.
 pub fn http(bytes: &[u8]) {
     if let Some(Some(len)) = http_head_len(bytes) {
         assert!(len <= bytes.len() && len <= MAX_HTTP_HEAD, "{len}");

@@ -58,16 +58,17 @@ impl GenerationTable {
 impl AsRef<[AtomicU64]> for GenerationTable {
     fn as_ref(&self) -> &[AtomicU64] {
         let words = self.0.len() / WORD as usize;
-        // SAFETY: the memory is a pool of whole pages, so aligned, zeroed, of that many words and alive as long as
-        // `self`; this process touches it by these atomics only, and peers only read it.
+        // SAFETY: the memory is a pool of whole pages, so aligned, zeroed, of that many words and
+        // alive as long as `self`; this process touches it by these atomics only, and peers only
+        // read it.
         unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast::<AtomicU64>(), words) }
     }
 }
 
 /// The words of an engine, and which blocks are with peers.
 ///
-/// What is published names the number of that moment. Blocks that no peer may read any more get the next number, before
-/// the engine hears that they are free: so an engine has nothing to do for it.
+/// What is published names the number of that moment. Blocks that no peer may read any more get the
+/// next number, before the engine hears that they are free: so an engine has nothing to do for it.
 #[derive(Debug)]
 pub(super) struct GenerationState {
     generations: Generations<GenerationTable>,
@@ -102,7 +103,8 @@ impl GenerationState {
         })
     }
 
-    /// Words of its own for a rank in a process of its own, which registers their file. They change with these.
+    /// Words of its own for a rank in a process of its own, which registers their file. They change
+    /// with these.
     pub(super) fn share(&mut self, rank: WorkerRank, copy: CopiedWords) {
         for (word, copied) in self.generations.words().iter().zip(copy.words()) {
             copied.store(word.load(Ordering::Relaxed), Ordering::Relaxed);
@@ -125,7 +127,8 @@ impl GenerationState {
             *self.readers.entry(block).or_default() += 1;
         }
         self.whole.extend(blocks.groups().iter().flat_map(|list| list.iter().take(whole)));
-        // A block that peers may read already keeps its digest: what has spoilt it since is noticed.
+        // A block that peers may read already keeps its digest: what has spoilt it since is
+        // noticed.
         if let Some(digested) = &mut self.digested {
             let pool = self.generations.reference().pool;
             for (group, block) in grouped(&blocks) {
@@ -157,8 +160,8 @@ impl GenerationState {
         requests.iter().filter_map(|request| self.release(request)).collect()
     }
 
-    /// No peer may read the blocks of this request any more; those that are in no other request are stale from now on,
-    /// on this host: ranks on others are still to hear of what is given.
+    /// No peer may read the blocks of this request any more; those that are in no other request are
+    /// stale from now on, on this host: ranks on others are still to hear of what is given.
     pub(super) fn release(&mut self, request: &RequestId) -> Option<StaleBlocks> {
         let blocks = self.requests.remove(request)?;
         if let Some(digested) = &mut self.digested {
@@ -186,7 +189,8 @@ impl GenerationState {
             last
         });
         let free: Vec<u32> = free.collect();
-        // Before anybody hears that these blocks are free: whatever the ranks' processes do, or do no more.
+        // Before anybody hears that these blocks are free: whatever the ranks' processes do, or do
+        // no more.
         let next = self.generations.reference().stamp + 1;
         for copy in self.copies.values() {
             free.iter().for_each(|block| copy.raise(*block, next));
@@ -203,8 +207,8 @@ pub(super) struct StaleBlocks {
     pub(super) stamp: u64,
 }
 
-/// Words that another process registers. This one has its own mapping of them, made before that one seals the file
-/// against further writers.
+/// Words that another process registers. This one has its own mapping of them, made before that one
+/// seals the file against further writers.
 #[derive(Debug)]
 pub(super) struct CopiedWords {
     base: NonNull<AtomicU64>,
@@ -227,7 +231,8 @@ impl CopiedWords {
             .map_err(failed)?;
         ftruncate(&file, len as u64).map_err(failed)?;
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW).map_err(failed)?;
-        // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the program.
+        // SAFETY: a new mapping at an address of the kernel's choice disturbs no memory of the
+        // program.
         let base = unsafe {
             mmap(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0)
         };
@@ -236,8 +241,9 @@ impl CopiedWords {
     }
 
     fn words(&self) -> &[AtomicU64] {
-        // SAFETY: the mapping begins at a page, has that many words and lives as long as `self`; the file is
-        // sealed against getting shorter, and both processes touch it by atomics or by copies of kvx only.
+        // SAFETY: the mapping begins at a page, has that many words and lives as long as `self`;
+        // the file is sealed against getting shorter, and both processes touch it by atomics or by
+        // copies of kvx only.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.count) }
     }
 

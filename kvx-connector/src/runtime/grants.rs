@@ -65,7 +65,8 @@ impl GrantedWrites {
 pub(super) enum Grant {
     /// They may, until it is fenced or over.
     Active(Arc<GrantedWrites>),
-    /// They may not any more. Kept until the request is over, as another worker may still be about to register it.
+    /// They may not any more. Kept until the request is over, as another worker may still be about
+    /// to register it.
     Fenced(Arc<GrantedWrites>),
     /// A Mooncake agent that is no kvx knows where the memory is: nothing ends its writes.
     Foreign(Arc<GrantedWrites>),
@@ -112,8 +113,8 @@ impl Grants {
         self.by_request.insert(request.clone(), Grant::Active(Arc::clone(writes)));
     }
 
-    /// A foreign agent is about to learn where the blocks of a request are. False: the request is fenced, and the agent
-    /// must not learn it.
+    /// A foreign agent is about to learn where the blocks of a request are. False: the request is
+    /// fenced, and the agent must not learn it.
     pub(super) fn open_to_foreign(&mut self, request: &RequestId) -> bool {
         let before = self.by_request.get(request);
         if matches!(before, Some(Grant::Fenced(_))) {
@@ -124,7 +125,8 @@ impl Grants {
         true
     }
 
-    /// No peer is granted anything for this request any more. `Err`: a foreign agent may write for ever.
+    /// No peer is granted anything for this request any more. `Err`: a foreign agent may write for
+    /// ever.
     pub(super) fn fence(
         &mut self,
         request: &RequestId,

@@ -105,7 +105,8 @@ async fn connect(
         ranks: &geometries,
     };
     let map_for = |op| PeerMap::new(op, &own.caches, tp, &remote, &shared.setup.mapping);
-    // In push the producer writes; whether this engine can read from the peer says what it may expect of it.
+    // In push the producer writes; whether this engine can read from the peer says what it may
+    // expect of it.
     let (map, completions) = match (settings.mode, map_for(Op::Read)) {
         (TransferMode::Pull, read) => (read?, 0),
         (TransferMode::Push, read) => {
@@ -151,7 +152,8 @@ async fn connect(
     Ok(PeerConnection { plan, link: PeerLink { map, workers } })
 }
 
-/// By kvx's own metadata where a backend of both serves, by kvx within its NIXL, else as a plain NIXL agent.
+/// By kvx's own metadata where a backend of both serves, by kvx within its NIXL, else as a plain
+/// NIXL agent.
 async fn link_worker(
     shared: &Shared,
     own: &RegisteredCaches,

@@ -1,9 +1,9 @@
 //! Copies of caches on devices in memory of the host, which peers read and write in their place
 //! (`kv_buffer_device: cpu`).
 //!
-//! Blocks of a request are copied to the host before any peer learns of them: as the engine says that they are
-//! computed, and the rest when the request ends. Loaded blocks are copied to the device before the engine learns of
-//! them.
+//! Blocks of a request are copied to the host before any peer learns of them: as the engine says
+//! that they are computed, and the rest when the request ends. Loaded blocks are copied to the
+//! device before the engine learns of them.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -61,8 +61,8 @@ pub(super) enum SavePoint {
 }
 
 impl HostCopies {
-    /// Of the part of these caches that lies on devices, with the caches and the memory that peers see. `None`:
-    /// nothing lies on a device. Errors: there is not as much memory of the host.
+    /// Of the part of these caches that lies on devices, with the caches and the memory that peers
+    /// see. `None`: nothing lies on a device. Errors: there is not as much memory of the host.
     pub(super) fn new(
         caches: &Caches,
         memory: &[Arc<Memory>],
@@ -155,12 +155,14 @@ impl HostCopies {
         }
     }
 
-    /// Waits until nothing writes to the copies that was ordered before [`forget`](Self::forget). Blocks.
+    /// Waits until nothing writes to the copies that was ordered before [`forget`](Self::forget).
+    /// Blocks.
     pub(super) fn wait_until_idle(&self) {
         drop(self.copying.blocking_lock());
     }
 
-    /// Ends when no copy is under way that was ordered before. Errors: not by the deadline, or perhaps never.
+    /// Ends when no copy is under way that was ordered before. Errors: not by the deadline, or
+    /// perhaps never.
     pub(super) async fn idle(&self, deadline: Deadline) -> Result<()> {
         match tokio::time::timeout(deadline.left(), self.copying.lock()).await {
             Ok(_) => self.check(),

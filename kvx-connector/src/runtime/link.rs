@@ -52,7 +52,8 @@ impl PeerLink {
         self.workers.iter().map(|worker| &worker.peer)
     }
 
-    /// The pairs of a plan that moves these units of a group, of one part; by what the peer has granted, if it has.
+    /// The pairs of a plan that moves these units of a group, of one part; by what the peer has
+    /// granted, if it has.
     pub(super) fn pairs(
         &self,
         part: Part,

@@ -17,8 +17,8 @@ pub(super) const HANDSHAKE: &str = "kvx_handshake_seconds";
 /// From the first thing to say to the line in the log.
 const EVERY: Duration = Duration::from_secs(10);
 
-/// Says what the connector's metrics mean to a recorder; call it once after installing one. The bounds of their
-/// buckets, which an exporter is told by its own means, are in [`METRICS`].
+/// Says what the connector's metrics mean to a recorder; call it once after installing one. The
+/// bounds of their buckets, which an exporter is told by its own means, are in [`METRICS`].
 pub fn describe_metrics() {
     for Metric { name, buckets } in METRICS.into_iter().chain(MOONCAKE_METRICS) {
         let unit = match name {
@@ -107,7 +107,8 @@ impl Metrics {
         self.quarantined.set(lost as f64);
     }
 
-    /// Writes the periodic line if it is due. Says when to call again, if there is something to say.
+    /// Writes the periodic line if it is due. Says when to call again, if there is something to
+    /// say.
     pub(super) fn line(&mut self, now: Time) -> Option<Time> {
         if self.unsaid.is_empty() {
             return None;

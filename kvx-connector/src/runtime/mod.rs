@@ -1,21 +1,24 @@
 //! What the protocol needs around it to run: sockets, agents, time, a thread.
 //!
-//! [`Connector`] is one engine's: it listens, asks, reads, keeps leases and renews them on a thread of its own, so that
-//! all of that goes on however long a step of the engine takes. An engine with a step loop calls it by the names of
-//! `KVConnectorBase_V1`; one without takes [`Prefill`] and [`Decode`]. Neither needs a runtime of its own: what is a
-//! future here runs under any executor, and can be waited for without one. Ranks may run in processes of their own:
-//! they join by [`Rank::join`] where [`Connector::group`] lets them in.
+//! [`Connector`] is one engine's: it listens, asks, reads, keeps leases and renews them on a thread
+//! of its own, so that all of that goes on however long a step of the engine takes. An engine with
+//! a step loop calls it by the names of `KVConnectorBase_V1`; one without takes [`Prefill`] and
+//! [`Decode`]. Neither needs a runtime of its own: what is a future here runs under any executor,
+//! and can be waited for without one. Ranks may run in processes of their own: they join by
+//! [`Rank::join`] where [`Connector::group`] lets them in.
 //!
-//! Modules, lowest layer to highest; each imports only what stands before it, and the tasks read or change the state
-//! through `shared`:
+//! Modules, lowest layer to highest; each imports only what stands before it, and the tasks read or
+//! change the state through `shared`:
 //!
 //! 1. values: `clock`, `slot`, `outcomes`, `metrics`, `trace`
-//! 2. sockets: `zmtp`, `side`, `mooncake` (`http`, `proof`, `client`, `bootstrap`), `group` (`stream`)
-//! 3. memory: `generations`, `scratch`, `digests`, `host_copies`, `grants`, `peer_regions`, `caches`, `setup`, `link`
+//! 2. sockets: `zmtp`, `side`, `mooncake` (`http`, `proof`, `client`, `bootstrap`), `group`
+//!    (`stream`)
+//! 3. memory: `generations`, `scratch`, `digests`, `host_copies`, `grants`, `peer_regions`,
+//!    `caches`, `setup`, `link`
 //! 4. workers: `ranks`, `publication`, `saves`, `listening`, and what `group` and `mooncake` hold
 //! 5. the state under one lock, and what all tasks share: `state`, `shared`
-//! 6. tasks: `copies`, `requests`, `handshake`, `notify`, `push`, `transfer`, `register`, `shutdown`, `notifications`,
-//!    and those of `group` and `mooncake`
+//! 6. tasks: `copies`, `requests`, `handshake`, `notify`, `push`, `transfer`, `register`,
+//!    `shutdown`, `notifications`, and those of `group` and `mooncake`
 //! 7. the thread that starts them: `dispatch`, `thread`
 //! 8. what an engine calls: `connector`, `builder`, `rank`, `prefill`, `decode`, `dense`, `probe`
 //!

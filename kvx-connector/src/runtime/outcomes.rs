@@ -1,4 +1,5 @@
-//! Outcomes of loads and leases: each goes to whoever waits for it, or to the queue that the engine empties.
+//! Outcomes of loads and leases: each goes to whoever waits for it, or to the queue that the engine
+//! empties.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -8,24 +9,25 @@ use std::task::Waker;
 use super::slot::Slot;
 use crate::engine::{Kept, Outcome, RequestId};
 
-/// What has become of blocks that were leased to a peer, or held by a load.
+/// The end of blocks that were leased to a decode, or held by a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Released {
-    /// The decode has read the leased blocks, or does not want them. They are the engine's again. A block of several
-    /// leases (a shared prefix) is free with the last of them: engines count its users.
+    /// The decode has read the leased blocks, or does not want them. They are the engine's again. A
+    /// block of several leases (a shared prefix) is free with the last of them: engines count its
+    /// users.
     Fetched,
-    /// No decode read the leased blocks in time, or not all ranks of it did. They are the engine's again. The log names
-    /// the lease and the setting that makes it longer.
+    /// No decode read the leased blocks in time, or not all ranks of it did. They are the engine's
+    /// again. The log names the lease and the setting that makes it longer.
     Expired,
     /// Blocks of a load are the engine's again; leased ones, as the connector was shut down.
     Free,
-    /// Nothing will ever prove that no peer or transfer touches the blocks any more: no request gets one of them again
-    /// as long as the process lives.
+    /// A peer or a transfer may touch the blocks for ever: no request gets one of them again as
+    /// long as the process lives.
     Lost,
 }
 
 impl Released {
-    /// Whether the blocks are the engine's again.
+    /// Returns whether the blocks are the engine's again.
     pub fn is_free(self) -> bool {
         self != Released::Lost
     }
@@ -76,8 +78,8 @@ impl Outcomes {
         self.loads.remove(request);
     }
 
-    /// Forgets a slot that nobody reads any more. A slot that was filled is not known here, and another request may have
-    /// its name by now.
+    /// Forgets a slot that nobody reads any more. A slot that was filled is not known here, and
+    /// another request may have its name by now.
     pub(super) fn forget_release(
         &mut self,
         request: &RequestId,
@@ -101,10 +103,11 @@ impl Outcomes {
         self.expired.remove(request);
     }
 
-    /// Delivers an outcome to whoever waits for it, or queues it for the engine. Returns the task to wake.
+    /// Delivers an outcome to whoever waits for it, or queues it for the engine. Returns the task
+    /// to wake.
     ///
-    /// This happens under the lock under which the outcome arose, so that nobody gives up in between on what has ended
-    /// already.
+    /// This happens under the lock under which the outcome arose, so that nobody gives up in
+    /// between on what has ended already.
     pub(super) fn deliver(&mut self, outcome: Outcome) -> Option<Waker> {
         match &outcome {
             Outcome::Loaded { request, .. } | Outcome::Failed { request, .. } => {

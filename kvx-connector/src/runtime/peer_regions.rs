@@ -1,4 +1,5 @@
-//! Regions of peers: by the addresses that their handshake names, and those that a decode grants to a write.
+//! Regions of peers: by the addresses that their handshake names, and those that a decode grants to
+//! a write.
 
 use kvx_core::{
     Error, ErrorKind, GridSet, MemoryKind, Metadata, Peer, PeerRegion, Place as _, Result,
@@ -10,7 +11,8 @@ use crate::engine::{Move, Part};
 use crate::mapping::{Geometry, MemorySpan, MemoryType, RegionGrid};
 use crate::nixl::NixlPeer;
 
-/// Regions that hold blocks are named by where they begin at their owner, as its handshake tells addresses.
+/// Regions that hold blocks are named by where they begin at their owner, as its handshake tells
+/// addresses.
 pub(super) const POOL: &str = "kv@";
 /// The same for what one request may be written by: with a number.
 pub(super) const GRANT: &str = "push";
@@ -65,7 +67,8 @@ impl PeerRegions {
         })
     }
 
-    /// Of an agent that is not kvx: the ranges that its handshake tells. `device`: what memory of its devices is.
+    /// Of an agent that is not kvx: the ranges that its handshake tells. `device`: what memory of
+    /// its devices is.
     pub(super) fn foreign(peer: &Peer, geometry: &Geometry, device: MemoryKind) -> Result<Self> {
         let region = |span: MemorySpan| {
             let kind = match span.memory {
@@ -114,7 +117,8 @@ pub(super) struct ImportedRegions {
 }
 
 impl ImportedRegions {
-    /// Of the worker that a write goes to. `None`: the decode grants nothing, as one that is no kvx.
+    /// Of the worker that a write goes to. `None`: the decode grants nothing, as one that is no
+    /// kvx.
     pub(super) fn of(order: &Move, peer: &Peer) -> Result<Option<Self>> {
         let Part { rank, .. } = order.part;
         let Some(grant) =

@@ -17,12 +17,12 @@ use crate::params::{
     MooncakeLeg, MooncakeParams, MooncakeTransferId, ParamsError, TransferMode, TransferParams,
 };
 
-/// The side of a connector that has blocks for others.
+/// The prefill side of a connector: it publishes blocks for a decode.
 #[derive(Clone, Copy, Debug)]
 pub struct Prefill<'a>(&'a Connector);
 
 impl<'a> Prefill<'a> {
-    /// Of this connector.
+    /// Returns the prefill side of this connector.
     pub fn new(connector: &'a Connector) -> Self {
         Prefill(connector)
     }
@@ -31,17 +31,19 @@ impl<'a> Prefill<'a> {
         self.0.settings().mode
     }
 
-    /// Publishes a prefilled request: `blocks` hold the KV of `tokens` tokens. The parameters go to the decode,
-    /// unchanged (`to_value` writes them in the dialect of [`Connector::settings`], `from_value` reads them), and the
-    /// blocks stay as they are until the lease says otherwise. Blocks beyond those that the tokens need are left out of
-    /// it. Waits as [`request_finished`](Connector::request_finished) does.
+    /// Publishes a prefilled request: `blocks` hold the KV of `tokens` tokens. The parameters go to
+    /// the decode, unchanged (`to_value` writes them in the dialect of [`Connector::settings`],
+    /// `from_value` reads them), and the blocks stay as they are until the lease says otherwise.
+    /// Blocks beyond those that the tokens need are left out of it. Waits as
+    /// [`request_finished`](Connector::request_finished) does.
     ///
-    /// A request has a name of its own, as in vLLM: a decode's last word on an earlier one of this name may still be
-    /// under way, and would end this lease (whoever loads it then is refused, and nothing wrong is loaded).
+    /// A request has a name of its own, as in vLLM: a decode's last notification of an earlier one
+    /// of this name may still be on its way, and would end this lease: a decode that loads by it is
+    /// refused then.
     ///
     /// # Errors
-    /// `Invalid` for a name that is in use, for blocks that do not fit the tokens or the registered caches, and for
-    /// those that could not be copied to the host; `Closed`.
+    /// `Invalid` for a name that is in use, for blocks that do not fit the tokens or the registered
+    /// caches, and for those that could not be copied to the host; `Closed`.
     pub fn publish(
         &self,
         request: impl Into<RequestId>,
@@ -60,8 +62,9 @@ impl<'a> Prefill<'a> {
         self.publish_as(request, &asked, blocks, tokens)
     }
 
-    /// As [`publish`](Self::publish), for a request that came with parameters. A MooncakeConnector's decode knows it by
-    /// their `transfer_id`, and may have asked for it before.
+    /// As [`publish`](Self::publish), for a request that came with parameters. A
+    /// MooncakeConnector's decode knows it by their `transfer_id`, and may have asked for it
+    /// before.
     ///
     /// # Errors
     /// As [`publish`](Self::publish); `Invalid` for parameters that ask for no prefill.
@@ -116,7 +119,7 @@ impl<'a> Prefill<'a> {
     }
 }
 
-/// What a decode is to be told of a transfer of a MooncakeConnector, which answers nothing itself.
+/// The parameters for a decode with a MooncakeConnector, whose prefill leg answers none.
 fn decode_leg(
     connector: &Connector,
     asked: &TransferParams,
@@ -137,13 +140,14 @@ fn random() -> kvx_core::Result<[u8; 16]> {
     Ok((u128::from(half) << 64 | u128::from(other)).to_be_bytes())
 }
 
-/// Blocks that a peer may come for: within `kv_lease_duration` of `kv_connector_extra_config` (30 s if not said), which
-/// the heartbeats of a decode that waits for them renew.
+/// Blocks that a decode may fetch within `kv_lease_duration` of `kv_connector_extra_config` (30 s
+/// by default), which the heartbeats of a decode that waits for them renew.
 ///
-/// Dropped before its end, it takes them back: peers that still want them are told that they are too late, and the
-/// blocks are the engine's at once. A vLLM that reads at that moment cannot see it: wait for the end with such peers.
-/// With NixlPushConnector this engine may itself be writing them to a peer, and ranks on other hosts have to hear of
-/// it: then, and in those modes always, they are the engine's when [`outcomes`](Connector::outcomes) says `Free`.
+/// Dropping it before its end takes the blocks back: decodes that still want them are refused, and
+/// the blocks are the engine's at once. A vLLM that reads at that moment cannot notice: with such
+/// peers, wait for the end. With NixlPushConnector this engine may itself be writing the blocks to
+/// a peer, and ranks on other hosts have to acknowledge: in these modes the blocks are the engine's
+/// when [`outcomes`](Connector::outcomes) says `Free`.
 #[must_use = "dropping a lease takes the blocks back"]
 pub struct Lease {
     connector: Connector,
@@ -158,12 +162,14 @@ impl Lease {
         &self.request
     }
 
-    /// Ends when the peer has the blocks, or has not come in time: then they are the engine's again.
+    /// Ends when the decode has fetched the blocks, or the lease has expired: then they are the
+    /// engine's again.
     pub fn released(self) -> impl Future<Output = Released> + Send {
         self
     }
 
-    /// As [`released`](Self::released), without a runtime. `Err`: not by the deadline; the lease goes on.
+    /// As [`released`](Self::released), without a runtime. `Err`: not by the deadline; the lease
+    /// continues.
     pub fn wait(mut self, deadline: impl Into<Deadline>) -> Result<Released, Lease> {
         match self.slot.wait(deadline.into()) {
             Some(released) => {

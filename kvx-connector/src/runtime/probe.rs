@@ -10,25 +10,26 @@ use crate::Dialect;
 use crate::engine::{Address, SideChannels, WorkerRank};
 use crate::wire::{CompatibilityHash, HandshakePayload, NixlAgentMetadata};
 
-/// What a side channel says of one worker of its engine, with nothing expected of it.
+/// The answer of a side channel for one worker of its engine.
 #[derive(Clone, Debug)]
 pub struct Probe {
-    /// What both engines must agree on.
+    /// The hash that both engines must agree on.
     pub hash: CompatibilityHash,
-    /// The worker's memory, as far as it was told. An error: it cannot be read as the dialect's, or nothing was told.
+    /// The worker's memory, as far as it was told. An error: it cannot be read as the dialect's, or
+    /// nothing was told.
     pub metadata: Result<NixlAgentMetadata>,
     /// Why a kvx tells nothing.
     pub refusal: Option<String>,
-    /// Whether a kvx answers, and has proved to have the same secret if there is one. An error: it is a kvx, and only
-    /// one end has a secret.
+    /// Whether a kvx answers, and has proved to have the same secret if there is one. An error: it
+    /// is a kvx, and only one end has a secret.
     pub kvx: Result<bool>,
     /// How long the first answer took.
     pub round_trip: Duration,
 }
 
-/// Asks the side channel at an address for one worker, in the form of `dialect`: vLLM's listener does not survive a
-/// question in another version's form, or for a worker that does not exist. Blocks for at most `limit` for each of
-/// connection and answers.
+/// Asks the side channel at an address for one worker, in the form of `dialect`: vLLM's listener
+/// does not survive a question in another version's form, or for a worker that does not exist.
+/// Blocks for at most `limit` for each of connection and answers.
 ///
 /// # Errors
 ///

@@ -1,16 +1,18 @@
-//! The blocks of an engine that peers may read, and the releases that wait for ranks on other hosts.
+//! The blocks of an engine that peers may read, and the releases that wait for ranks on other
+//! hosts.
 
 use super::generations::{GenerationState, StaleBlocks};
 use super::ranks::Ranks;
 use crate::engine::{Kept, Outcome, PoolBlocks, RequestId, WorkerRank};
 
-/// The pool of an engine's workers, what of it is published, and releases that are not known to all ranks yet.
+/// The pool of an engine's workers, what of it is published, and releases that are not known to all
+/// ranks yet.
 #[derive(Default)]
 pub(super) struct Publication {
     pub(super) pool: Option<PoolBlocks>,
     pub(super) published: Option<GenerationState>,
-    /// Kept blocks that are free once ranks on other hosts have raised their generations: each rank with the number of
-    /// the last that it was asked to raise.
+    /// Kept blocks that are free once ranks on other hosts have raised their generations: each rank
+    /// with the number of the last that it was asked to raise.
     delayed: Vec<(Vec<(WorkerRank, u64)>, Outcome)>,
 }
 
@@ -28,8 +30,9 @@ impl Publication {
         raised.iter().for_each(|raised| ranks.raise(raised));
     }
 
-    /// Returns an outcome that the engine may have now. `None`: blocks of it may still look unchanged to peers of a rank
-    /// on another host; the outcome follows by [`take_raised`](Self::take_raised).
+    /// Returns an outcome that the engine may have now. `None`: blocks of it may still look
+    /// unchanged to peers of a rank on another host; the outcome follows by
+    /// [`take_raised`](Self::take_raised).
     pub(super) fn delay(&mut self, outcome: Outcome, ranks: &Ranks) -> Option<Outcome> {
         if !matches!(outcome, Outcome::Free { kept: Kept::Request, .. }) {
             return Some(outcome);
@@ -45,7 +48,8 @@ impl Publication {
         None
     }
 
-    /// Takes the delayed outcomes whose ranks have raised their generations, or never will for all that is known.
+    /// Takes the delayed outcomes whose ranks have raised their generations, or never will for all
+    /// that is known.
     pub(super) fn take_raised(&mut self, ranks: &Ranks) -> Vec<Outcome> {
         let mut over = Vec::new();
         for (behind, outcome) in std::mem::take(&mut self.delayed) {
@@ -67,7 +71,8 @@ impl Publication {
         !self.delayed.is_empty()
     }
 
-    /// Takes all delayed outcomes, at the end of the connector. `proven`: nothing touches any block any more.
+    /// Takes all delayed outcomes, at the end of the connector. `proven`: nothing touches any block
+    /// any more.
     pub(super) fn end(&mut self, proven: bool) -> Vec<Outcome> {
         let rest = std::mem::take(&mut self.delayed).into_iter().map(|(_, outcome)| outcome);
         rest.map(|outcome| if proven { outcome } else { lost(outcome) }).collect()

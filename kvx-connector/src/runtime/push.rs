@@ -1,9 +1,10 @@
 //! Push: what a decode lets a prefill write into, for one request, and the end of that.
 //!
-//! A decode registers its caches once more for each request, under a key of its own, and sends the prefill that key. So
-//! a fence is a revocation: once that has ended, nobody writes for this request any more, whatever a prefill that was
-//! stopped, or a byte on its way, still tries. A registration names the grants of all ranks: a rank in a process of its
-//! own asks its engine, which asks every rank once for each request, when all of them have started the load.
+//! A decode registers its caches once more for each request, under a key of its own, and sends the
+//! prefill that key. So a fence is a revocation: once that has ended, nobody writes for this
+//! request any more, whatever a prefill that was stopped, or a byte on its way, still tries. A
+//! registration names the grants of all ranks: a rank in a process of its own asks its engine,
+//! which asks every rank once for each request, when all of them have started the load.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,7 +35,8 @@ pub(super) async fn register(
     mut registration: Box<PushRegistration>,
 ) {
     let sent = async {
-        // Before anything is granted: as long as a plain NIXL agent is there, no grant is known to have ended.
+        // Before anything is granted: as long as a plain NIXL agent is there, no grant is known to
+        // have ended.
         let link = writers(&shared, rank, connection, &ranks)?;
         let granted = grants_of_all(&shared, &request).await;
         registration.kvx_grants =
@@ -99,7 +101,8 @@ pub(super) fn grant(shared: &Shared, request: &RequestId) -> Result<Arc<GrantedW
     };
     let all_there = ranks.iter().all(still_has);
     if !all_there || !state.is_loading(request) || state.grants.get(request).is_some() {
-        // Expected race: the load has ended meanwhile, or its caches were given back. No peer knows of this grant.
+        // Expected race: the load has ended meanwhile, or its caches were given back. No peer knows
+        // of this grant.
         state.grants.discard(granted);
         drop(state);
         shared.wake_up.notify_one();
@@ -110,7 +113,8 @@ pub(super) fn grant(shared: &Shared, request: &RequestId) -> Result<Arc<GrantedW
     Ok(granted)
 }
 
-/// Answers [`Action::Fence`](crate::engine::Action::Fence): ends what was granted for a request, of all workers.
+/// Answers [`Action::Fence`](crate::engine::Action::Fence): ends what was granted for a request, of
+/// all workers.
 pub(super) async fn fence(shared: Arc<Shared>, rank: WorkerRank, request: RequestId) {
     let fenced = shared.state.lock().grants.fence(&request);
     let granted = match fenced {
@@ -126,7 +130,8 @@ pub(super) async fn fence(shared: Arc<Shared>, rank: WorkerRank, request: Reques
     }
 }
 
-/// The end of a load whose blocks a plain Mooncake agent may write to: it cannot be asked whether it still does.
+/// The end of a load whose blocks a plain Mooncake agent may write to: it cannot be asked whether
+/// it still does.
 async fn lose_foreign(
     shared: &Shared,
     rank: WorkerRank,

@@ -11,7 +11,8 @@ use crate::engine::{Settings, WorkerRank};
 use crate::mapping::Caches;
 
 impl Connector {
-    /// A worker of this engine, to register its caches. Errors: `Invalid` for one that it does not have.
+    /// A worker of this engine, to register its caches. Errors: `Invalid` for one that it does not
+    /// have.
     pub fn rank(&self, rank: WorkerRank) -> Result<Rank> {
         if self.shared().state.lock().ranks.get(rank).is_some() {
             return Ok(Rank { connector: self.clone(), rank });
@@ -28,7 +29,8 @@ impl Connector {
     }
 }
 
-/// A worker of the engine: [`Connector::rank`] gives it. Cheap to clone; nothing ends with it.
+/// A worker of the engine: [`Connector::rank`] returns it. Cheap to clone; dropping it ends
+/// nothing.
 #[derive(Clone)]
 pub struct Rank {
     connector: Connector,
@@ -36,19 +38,19 @@ pub struct Rank {
 }
 
 impl Rank {
-    /// Which one it is.
+    /// Its place in the engine.
     pub fn rank(&self) -> WorkerRank {
         self.rank
     }
 
-    /// Registers the caches of this worker: `memory` holds all their regions, each in one piece of it. From now on
-    /// peers may load from them. The first time, and after [`give_back`](Self::give_back). May block: registering can
-    /// pin pages.
+    /// Registers the caches of this worker: `memory` holds all their regions, each in one piece of
+    /// it. From now on peers may load from them. The first time, and after
+    /// [`give_back`](Self::give_back). May block: registering can pin pages.
     ///
     /// # Errors
-    /// `Invalid`: caches are registered already; memory that lacks a region; blocks of another size than the builder
-    /// was told, or fewer or more of them than the engine's other workers have. What the agent says of the memory, or
-    /// the dialect of the caches.
+    /// `Invalid`: caches are registered already; memory that lacks a region; blocks of another size
+    /// than the builder was given, or another number of them than the engine's other workers have.
+    /// The errors of the agent for the memory, and of the dialect for the caches.
     pub fn register<M: Into<Arc<Memory>>>(
         self,
         caches: Caches,
@@ -59,9 +61,9 @@ impl Rank {
         Ok(self)
     }
 
-    /// Gives the caches back, before sleep for example: peers are refused, and loads in flight end. When the completion
-    /// is `Ok`, nobody else touches the memory any more, and caches may be [registered](Self::register) anew: peers
-    /// that come back shake hands again.
+    /// Gives the caches back, before sleep for example: peers are refused, and loads in flight end.
+    /// When the completion is `Ok`, nobody else touches the memory any more, and caches may be
+    /// [registered](Self::register) anew: peers then need a new handshake.
     ///
     /// # Errors
     /// `StillShared`: that could not be known by the deadline, and the memory stays quarantined.
@@ -69,7 +71,8 @@ impl Rank {
         register::give_back(self.connector.shared(), self.rank, deadline.into())
     }
 
-    /// Starts the loads of the engine's steps so far on this worker: from now on their blocks are written.
+    /// Starts the loads of the engine's steps so far on this worker: from now on their blocks are
+    /// written.
     pub fn start_load_kv(&self) {
         self.connector.shared().with_state(|state, now| {
             let Some(held) = state.ranks.get_mut(self.rank) else {

@@ -87,7 +87,8 @@ impl WorkerKind {
         here!(self, worker => worker.get_finished(now), remote => remote.take_output())
     }
 
-    /// When [`get_finished`](Self::get_finished) has something to do, though nothing else may happen.
+    /// When [`get_finished`](Self::get_finished) has something to do, though nothing else may
+    /// happen.
     pub(super) fn next_deadline(&self) -> Option<Time> {
         here!(self, worker => worker.next_deadline(), _ => None)
     }
@@ -214,7 +215,8 @@ impl RankState {
         std::mem::take(&mut self.pending)
     }
 
-    /// Gives the worker the message of a step. What is cancelled before the engine has started it here does not begin.
+    /// Gives the worker the message of a step. What is cancelled before the engine has started it
+    /// here does not begin.
     fn pass_on(&mut self, now: Time, mut meta: ConnectorMeta) {
         for pending in self.pending.iter_mut().filter(|_| !meta.cancel.is_empty()) {
             let cancelled = |order: &mut ReceiveOrder| meta.cancel.contains(&order.request);
@@ -242,7 +244,8 @@ impl RankState {
         self.worker.start_load_kv(now, meta);
     }
 
-    /// Takes the worker's report, without the loads whose blocks are still to be copied to the device.
+    /// Takes the worker's report, without the loads whose blocks are still to be copied to the
+    /// device.
     fn take_output(&mut self, rank: WorkerRank, now: Time) -> WorkerOutput {
         let mut output = self.worker.get_finished(now);
         let DeviceFills { loads, due, done } = &mut self.fills;
@@ -360,7 +363,8 @@ impl Ranks {
         self.remote().find_map(|(_, remote)| remote.missing())
     }
 
-    /// Whether another rank has caches, or is about to register some: they all have the same generations.
+    /// Whether another rank has caches, or is about to register some: they all have the same
+    /// generations.
     pub(super) fn others_have_caches(&self, rank: WorkerRank) -> bool {
         let has_caches = |held: &RankState| {
             held.registered.is_some() || held.worker.remote().is_some_and(RemoteRank::has_words)
@@ -404,7 +408,8 @@ impl Ranks {
         self.remote_mut().for_each(|(_, remote)| remote.raise(raised));
     }
 
-    /// Has ranks in processes of their own write the digests of blocks that are about to be published.
+    /// Has ranks in processes of their own write the digests of blocks that are about to be
+    /// published.
     pub(super) fn digest(&mut self, fresh: &[Fresh]) -> Vec<Task> {
         self.remote_mut().flat_map(|(_, remote)| remote.digest(fresh)).collect()
     }

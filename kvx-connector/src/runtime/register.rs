@@ -25,10 +25,11 @@ use crate::wire::mooncake::PullRequest;
 
 /// Who hears of caches that are taken into use.
 pub(super) enum RegistrationNotice {
-    /// Peers have, as the engine's registration of that number, where the side channel counts them; and what a
-    /// MooncakeConnector says of them.
+    /// Peers have, as the engine's registration of that number, where the side channel counts them;
+    /// and what a MooncakeConnector says of them.
     Peers(Option<u64>, Option<Box<PullRequest>>),
-    /// The engine of this rank, in the same moment; and whether peers are told of copies on the host.
+    /// The engine of this rank, in the same moment; and whether peers are told of copies on the
+    /// host.
     Engine(Vec<u8>, bool),
 }
 
@@ -151,7 +152,8 @@ pub(super) fn open(
     Ok(registered)
 }
 
-/// Takes caches that are registered into use. Errors: `Closed`, and they are given up with their agent.
+/// Takes caches that are registered into use. Errors: `Closed`, and they are given up with their
+/// agent.
 pub(super) fn take_up(
     shared: &Shared,
     rank: WorkerRank,
@@ -226,7 +228,8 @@ pub(super) fn give_back(
         let given = match held.registered.take() {
             Some(registered) => {
                 held.returns.retain(|earlier| !earlier.task.is_finished());
-                // In the order in which caches come and go: the engine hears of both under this lock.
+                // In the order in which caches come and go: the engine hears of both under this
+                // lock.
                 Some((registered, head.as_mut().map(HeadHandle::give_back)))
             }
             // Those that nobody knows of yet are asked for once more.
@@ -282,8 +285,8 @@ async fn revoke(
     }
 }
 
-/// The memory of caches that are known to be given back goes with the engine's last word of it. For the task that
-/// has found so.
+/// The memory of caches that are known to be given back goes with the engine's last word of it. For
+/// the task that has found so.
 fn forget_return(shared: &Shared, rank: WorkerRank, registered: &Arc<RegisteredCaches>) {
     let own = tokio::task::id();
     let mut state = shared.state.lock();
@@ -298,7 +301,8 @@ fn forget_return(shared: &Shared, rank: WorkerRank, registered: &Arc<RegisteredC
     drop(over); // memory may go with it
 }
 
-/// Who copies what of these pools lies on devices, each once: a transport opens memory of devices by them.
+/// Who copies what of these pools lies on devices, each once: a transport opens memory of devices
+/// by them.
 fn devices_of(memory: &[Arc<Memory>]) -> Vec<Arc<dyn DeviceAccess>> {
     let mut devices: Vec<Arc<dyn DeviceAccess>> = Vec::new();
     for access in memory.iter().filter_map(|memory| memory.device_access()) {

@@ -50,7 +50,8 @@ pub(super) enum AbandonedLoad {
     NotBegun,
 }
 
-/// Ends a load that nobody waits for any more. In one step: its outcome arrived before that, or never will.
+/// Ends a load that nobody waits for any more. In one step: its outcome arrived before that, or
+/// never will.
 pub(super) fn abandon(shared: &Shared, request: &RequestId, slot: &Slot<LoadEnd>) -> AbandonedLoad {
     shared.with_state(|state, now| {
         let ended = slot.take();
@@ -66,18 +67,21 @@ pub(super) fn abandon(shared: &Shared, request: &RequestId, slot: &Slot<LoadEnd>
     })
 }
 
-/// Takes a request's blocks back from its peers; nobody waits for their release any more. In push this engine itself may
-/// be reading them, and ranks on other hosts have to raise their generations: then the engine gets an outcome.
+/// Takes a request's blocks back from its peers; nobody waits for their release any more. In push
+/// this engine itself may be reading them, and ranks on other hosts have to raise their
+/// generations: then the engine gets an outcome.
 pub(super) fn withdraw(shared: &Shared, request: &RequestId, slot: &Arc<Slot<Released>>) {
     let kept = Kept::Request;
     let outcome = shared.with_state(|state, now| {
         let reports = shared.setup.settings.mode == TransferMode::Push || state.ranks.has_distant();
         let released = slot.take();
         state.outcomes.forget_release(request, kept, slot);
-        // Blocks that were released before were taken back then, and the name may be another request's by now.
+        // Blocks that were released before were taken back then, and the name may be another
+        // request's by now.
         let at_once = released.is_none() && state.scheduler.withdraw(request);
         if at_once {
-            // Before the blocks are the engine's: a write that reads them and ends later has failed.
+            // Before the blocks are the engine's: a write that reads them and ends later has
+            // failed.
             state.pass_on_ready(now, None);
             state.aggregator.forget_sending(request);
             state.outcomes.forget_expiry(request);

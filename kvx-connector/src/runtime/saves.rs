@@ -4,8 +4,8 @@ use std::collections::HashMap;
 
 use crate::engine::RequestId;
 
-/// Requests of which blocks were saved before they end, each under a number that no other ever has, with how many whole
-/// blocks were ordered.
+/// Requests of which blocks were saved before they end, each under a number that no other ever has,
+/// with how many whole blocks were ordered.
 #[derive(Default)]
 pub(super) struct SaveNumbers {
     numbers: HashMap<RequestId, (u64, u32)>,
@@ -13,7 +13,8 @@ pub(super) struct SaveNumbers {
 }
 
 impl SaveNumbers {
-    /// The number of a request, and how many whole blocks were ordered before, of which there are so many now.
+    /// The number of a request, and how many whole blocks were ordered before, of which there are
+    /// so many now.
     pub(super) fn number(&mut self, request: &RequestId, whole: u32) -> (u64, u32) {
         if let Some((number, ordered)) = self.numbers.get_mut(request) {
             return (*number, std::mem::replace(ordered, whole.max(*ordered)));

@@ -33,7 +33,8 @@ pub(super) struct Setup {
     pub(super) registry: Registry,
     pub(super) options: Options,
     pub(super) backends: Option<Vec<String>>,
-    /// `KVX` is among the backends: peers with that backend in their NIXL load what this engine tells.
+    /// `KVX` is among the backends: peers with that backend in their NIXL load what this engine
+    /// tells.
     pub(super) in_nixl: bool,
 }
 
@@ -47,8 +48,8 @@ impl Setup {
         }
     }
 
-    /// Where TCP is not told what to bind, a host that is an address of this machine is it: peers elsewhere reach the
-    /// side channel and the data, or none.
+    /// Where TCP is not told what to bind, a host that is an address of this machine is it: peers
+    /// elsewhere reach the side channel and the data, or none.
     pub(super) async fn bind_beside_the_side_channel(&mut self) {
         let bind = tcp_bind(&self.config, self.host()).await;
         self.options = options(&self.config, bind);
@@ -100,7 +101,8 @@ impl Setup {
         Ok(agent)
     }
 
-    /// What a rank in a process of its own is sent: how the engine was built, and where its side channel listens.
+    /// What a rank in a process of its own is sent: how the engine was built, and where its side
+    /// channel listens.
     pub(super) fn welcome(&self) -> String {
         let mut told = self.told.clone();
         let Address { host, port } = &self.settings.address;
@@ -125,9 +127,9 @@ impl Setup {
     }
 }
 
-/// The backends that agents open, and whether `KVX` is named, which is none of them: it is kvx in the NIXL of a peer,
-/// and reaches it by any of kvx's own. To plain NIXL agents UCX and LIBFABRIC mean that plugin of NIXL: where one of
-/// them is named, RIXL is opened too if it is here.
+/// The backends that agents open, and whether `KVX` is named, which is none of them: it is kvx in
+/// the NIXL of a peer, and reaches it by any of kvx's own. To plain NIXL agents UCX and LIBFABRIC
+/// mean that plugin of NIXL: where one of them is named, RIXL is opened too if it is here.
 pub(super) fn backends(
     config: &KvTransferConfig,
     registry: &Registry,
@@ -154,8 +156,8 @@ fn is_kvx(name: &str) -> bool {
     name.eq_ignore_ascii_case(KVX)
 }
 
-/// The options of the agents, whose TCP binds here unless it is told otherwise, and whose Mooncake engine is where
-/// `VLLM_HOST_IP` says.
+/// The options of the agents, whose TCP binds here unless it is told otherwise, and whose Mooncake
+/// engine is where `VLLM_HOST_IP` says.
 pub(super) fn options(config: &KvTransferConfig, bind: Option<IpAddr>) -> Options {
     let mut extra = config.extra().clone();
     if let Some(Value::Array(named)) = extra.get_mut("backends") {

@@ -181,7 +181,8 @@ impl Shared {
         self.registered(rank).is_some_and(|now| Arc::ptr_eq(&now, own))
     }
 
-    /// Works on these caches of a worker if it still has them. Giving them back waits for the work. Blocks.
+    /// Works on these caches of a worker if it still has them. Giving them back waits for the work.
+    /// Blocks.
     pub(super) fn with_caches<T>(
         &self,
         rank: WorkerRank,
@@ -218,7 +219,8 @@ impl Shared {
         }
     }
 
-    /// Ends the connector: whoever still waits gets its outcome. `Ok`: nothing touches any block any more.
+    /// Ends the connector: whoever still waits gets its outcome. `Ok`: nothing touches any block
+    /// any more.
     pub(super) fn end(&self, result: Result<()>) {
         let end = self.state.lock().end(&result);
         self.news_blocking.notify_all();

@@ -1,5 +1,5 @@
-//! The state of one connector: both halves of the protocol and what they have under way, under one lock. It is held
-//! while they decide, and never while anything is waited for.
+//! The state of one connector: both halves of the protocol and what they have under way, under one
+//! lock. It is held while they decide, and never while anything is waited for.
 
 use std::collections::BTreeSet;
 use std::task::Waker;
@@ -93,7 +93,8 @@ pub(super) struct State {
     pub(super) new_agents: Vec<(WorkerRank, Agent)>,
     pub(super) metrics: Metrics,
     pub(super) traces: Traces,
-    /// Hosts of engines that do not sign, which the log has named: no more than `allow_unsigned_params` lists.
+    /// Hosts of engines that do not sign, which the log has named: no more than
+    /// `allow_unsigned_params` lists.
     unsigned: BTreeSet<String>,
 }
 
@@ -151,7 +152,8 @@ impl State {
             && !self.publication.has_delayed()
     }
 
-    /// Whether another rank has caches, or is about to register some: they all have the same generations.
+    /// Whether another rank has caches, or is about to register some: they all have the same
+    /// generations.
     pub(super) fn others_have_caches(&self, rank: WorkerRank) -> bool {
         self.publication.published.is_some() && self.ranks.others_have_caches(rank)
     }
@@ -234,8 +236,8 @@ impl State {
         meta.receive.iter().for_each(|order| self.traces.ordered(now, &order.request));
     }
 
-    /// Takes the workers' reports through the scheduler to whoever waits. Returns whether the engine has new outcomes,
-    /// and the tasks to wake.
+    /// Takes the workers' reports through the scheduler to whoever waits. Returns whether the
+    /// engine has new outcomes, and the tasks to wake.
     pub(super) fn collect(&mut self, now: Time) -> (bool, Vec<Waker>) {
         let mut outputs = self.ranks.take_outputs(now);
         if let Some(head) = &self.head {
@@ -277,7 +279,8 @@ impl State {
         (self.outcomes.queued() > before, wakers)
     }
 
-    /// Delivers an outcome, or delays it until ranks on other hosts know of it. Returns the task to wake.
+    /// Delivers an outcome, or delays it until ranks on other hosts know of it. Returns the task to
+    /// wake.
     pub(super) fn deliver(&mut self, outcome: Outcome) -> Option<Waker> {
         self.traces.outcome(&outcome);
         if let Some(request) = outcome.ends_load() {
@@ -292,8 +295,8 @@ impl State {
         self.outcomes.deliver(outcome)
     }
 
-    /// Adds what workers ask for, and takes what may be done now: writes of a push may go to all workers at once, so
-    /// all of them have to have started the load before it is registered.
+    /// Adds what workers ask for, and takes what may be done now: writes of a push may go to all
+    /// workers at once, so all of them have to have started the load before it is registered.
     pub(super) fn defer_early(
         &mut self,
         actions: Vec<(WorkerRank, WorkerAction, Span)>,

@@ -181,7 +181,8 @@ fn heard(connector: &Connector) -> Vec<Outcome> {
     heard
 }
 
-/// The deadlines of all loads come, although their workers have not ended them. Blocks held, and tasks to be woken.
+/// The deadlines of all loads come, although their workers have not ended them. Blocks held, and
+/// tasks to be woken.
 fn late(connector: &Connector) -> (usize, usize) {
     let shared = connector.shared();
     let mut state = shared.state.lock();
@@ -368,7 +369,8 @@ fn publish(
     Prefill::new(prefill).publish(name, one(0), TOKENS).unwrap()
 }
 
-/// The prefill has the registration of a decode, and is about to write when its process stops: what it asks for then.
+/// The prefill has the registration of a decode, and is about to write when its process stops: what
+/// it asks for then.
 fn stopped_before_its_write(prefill: &Connector) -> (WorkerRank, crate::engine::Move) {
     let (shared, until) = (prefill.shared(), std::time::Instant::now() + LIMIT);
     let first = WorkerRank::default();

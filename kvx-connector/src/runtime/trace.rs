@@ -1,5 +1,5 @@
-//! One span for each load, from its arrival to the word that the prefill may free its blocks, with what each phase
-//! took.
+//! One span for each load, from its arrival to the word that the prefill may free its blocks, with
+//! what each phase took.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -9,7 +9,8 @@ use tracing::field::Empty;
 
 use crate::engine::{Action, Outcome, RequestId, Time};
 
-/// A phase of a load, as the span's field is named: microseconds. A load in several parts says each.
+/// A phase of a load, as the span's field is named: microseconds. A load in several parts says
+/// each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     /// From its arrival until the workers had it.

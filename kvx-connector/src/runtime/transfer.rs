@@ -4,7 +4,9 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Deadline, Error, ErrorKind, Grid, Indices, Op, PeerRegion, Plan, Result, Transfer};
+use kvx_core::{
+    Deadline, Error, ErrorKind, Grid, Indices, Op, PeerRegion, Plan, Report, Result, Transfer,
+};
 use tokio::sync::Notify;
 use tracing::Span;
 
@@ -25,7 +27,8 @@ use crate::engine::{
 /// How long a read of a few words may take.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// Answers [`Action::Read`](crate::engine::Action::Read) and [`Action::Write`](crate::engine::Action::Write).
+/// Answers [`Action::Read`](crate::engine::Action::Read) and
+/// [`Action::Write`](crate::engine::Action::Write).
 pub(super) async fn run(
     shared: Arc<Shared>,
     rank: WorkerRank,
@@ -34,8 +37,11 @@ pub(super) async fn run(
     cancel: Arc<Notify>,
 ) {
     let id = order.id;
-    let is_gone = |error: &Error| is_gone(op, error);
     let resolve = |result| shared.report(rank, |worker, now| worker.move_resolved(now, id, result));
+    let failed = |kind, settled, error: &Error| {
+        let (peer_is_gone, error) = (is_gone(op, error), error.to_string());
+        resolve(Err(MoveFailure { kind, settled, peer_is_gone, error }));
+    };
     let idle = match op {
         Op::Read => copies::idle(&shared, rank, shared.deadline(order.deadline)).await,
         Op::Write => Ok(()),
@@ -45,61 +51,47 @@ pub(super) async fn run(
         Err(error) => Err(error),
     };
     match posted {
-        Err(error) => {
-            let kind = FailureKind::TransferSetupFailed;
-            resolve(Err(MoveFailure {
-                kind,
-                settled: true,
-                peer_is_gone: is_gone(&error),
-                error: error.to_string(),
-            }));
-        }
-        Ok((mut transfer, _imported)) => {
-            let result = {
-                let mut cancelled = std::pin::pin!(cancel.notified());
-                let mut over = false;
-                std::future::poll_fn(|context| {
-                    if !over && cancelled.as_mut().poll(context).is_ready() {
-                        over = true;
-                        transfer.cancel();
-                    }
-                    Pin::new(&mut transfer).poll(context)
-                })
-                .await
-            };
-            match result {
-                Ok(report) => {
-                    Phase::Post.took(report.post_time);
-                    Phase::Transfer.took(report.transfer_time);
-                    Span::current().record("backend", report.backend);
-                    resolve(Ok(Transferred {
-                        time: report.transfer_time,
-                        post: report.post_time,
-                        bytes: report.bytes,
-                        descriptors: report.segments,
-                    }));
-                }
-                Err(error) => {
-                    let (kind, settled) = (FailureKind::TransferFailed, transfer.is_settled());
-                    let peer_is_gone = is_gone(&error);
-                    resolve(Err(MoveFailure {
-                        kind,
-                        settled,
-                        peer_is_gone,
-                        error: error.to_string(),
-                    }));
-                    if !settled {
-                        let settled = transfer.settled().await;
-                        shared.report(rank, |worker, now| match settled {
-                            Ok(()) => worker.move_settled(now, id),
-                            Err(_) => worker.move_forgotten(now, id),
-                        });
-                    }
+        Err(error) => failed(FailureKind::TransferSetupFailed, true, &error),
+        Ok((mut transfer, _imported)) => match until_end(&mut transfer, &cancel).await {
+            Ok(report) => {
+                Phase::Post.took(report.post_time);
+                Phase::Transfer.took(report.transfer_time);
+                Span::current().record("backend", report.backend);
+                resolve(Ok(Transferred {
+                    time: report.transfer_time,
+                    post: report.post_time,
+                    bytes: report.bytes,
+                    descriptors: report.segments,
+                }));
+            }
+            Err(error) => {
+                let settled = transfer.is_settled();
+                failed(FailureKind::TransferFailed, settled, &error);
+                if !settled {
+                    let settled = transfer.settled().await;
+                    shared.report(rank, |worker, now| match settled {
+                        Ok(()) => worker.move_settled(now, id),
+                        Err(_) => worker.move_forgotten(now, id),
+                    });
                 }
             }
-        }
+        },
     }
     shared.forget_move(rank, id);
+}
+
+/// Waits for a transfer, and cancels it when the worker wants that.
+async fn until_end(transfer: &mut Transfer, cancel: &Notify) -> Result<Report> {
+    let mut cancelled = std::pin::pin!(cancel.notified());
+    let mut over = false;
+    std::future::poll_fn(|context| {
+        if !over && cancelled.as_mut().poll(context).is_ready() {
+            over = true;
+            transfer.cancel();
+        }
+        Pin::new(&mut *transfer).poll(context)
+    })
+    .await
 }
 
 /// Posts a move. What its peer granted for it is kept until it has ended.
@@ -271,7 +263,8 @@ async fn read_words(
     Ok(words)
 }
 
-/// Whether what a handshake described is no longer there. What a write was granted may end at any time, alone.
+/// Whether what a handshake described is no longer there. What a write was granted may end at any
+/// time, alone.
 fn is_gone(op: Op, error: &Error) -> bool {
     match error.kind() {
         ErrorKind::PeerLost | ErrorKind::PeerRestarted => true,

@@ -41,15 +41,15 @@ const TO_CONNECT: Duration = Duration::from_secs(3);
 /// What an engine that has gone leaves to a rank for its end.
 const ALONE: Duration = Duration::from_secs(1);
 
-/// A rank of an engine that is in another process: [`Rank::join`] gives it. When it is dropped it leaves, and the
-/// engine loads nothing any more.
+/// A rank of an engine that is in another process: [`Rank::join`] returns it. Dropping it leaves
+/// the engine, which then loads nothing any more.
 pub struct JoinedRank {
     connector: Connector,
     rank: WorkerRank,
     link: Arc<EngineChannel>,
 }
 
-/// Words for the caches of this rank.
+/// Generations for the caches of this rank.
 enum SentGenerations {
     /// Those of this file, which the engine raises.
     File(OwnedFd),
@@ -68,14 +68,15 @@ struct EngineChannel {
 }
 
 impl Rank {
-    /// Joins the engine that lets its ranks in at `path` ([`Connector::group`]), as this rank. The engine tells it
-    /// everything that it was built with; `registry` and the environment are this process's own. Blocks until it has a
-    /// place, or the deadline has passed: an engine that does not listen yet is waited for.
+    /// Joins the engine that lets its ranks in at `path` ([`Connector::group`]), as this rank. The
+    /// engine tells it everything that it was built with; `registry` and the environment are this
+    /// process's own. Blocks until it has a place, or the deadline has passed: an engine that does
+    /// not listen yet is waited for.
     ///
     /// # Errors
-    /// `TimedOut`: no engine let it in by the deadline. What the engine refuses it for: the rank is taken, or not of
-    /// this engine; another kvx; the engine had lost it, and has to be restarted with all its ranks. `Denied`: the
-    /// engine is of another user.
+    /// `TimedOut`: no engine let it in by the deadline. What the engine refuses it for: the rank is
+    /// taken, or not of this engine; another kvx; the engine had lost it, and has to be restarted
+    /// with all its ranks. `Denied`: the engine is of another user.
     pub fn join(
         path: impl AsRef<Path>,
         rank: WorkerRank,
@@ -85,13 +86,15 @@ impl Rank {
         join(EngineAddress::Path(path.as_ref().to_owned()), rank, registry, deadline.into())
     }
 
-    /// As [`join`](Self::join), where the engine may be on another host: it lets its ranks in at this address
-    /// ([`Connector::group_over_tcp`]), a host's name or number and a port. Both processes have the fleet's secret
-    /// (`KVX_SECRET_FILE`). TCP listens at the address by which this host reaches the engine, if neither
-    /// `VLLM_NIXL_SIDE_CHANNEL_HOST` nor `tcp.bind` says otherwise.
+    /// As [`join`](Self::join), where the engine may be on another host: it lets its ranks in at
+    /// this address ([`Connector::group_over_tcp`]), a host's name or number and a port. Both
+    /// processes have the fleet's secret (`KVX_SECRET_FILE`). TCP listens at the address by which
+    /// this host reaches the engine, if neither `VLLM_NIXL_SIDE_CHANNEL_HOST` nor `tcp.bind` says
+    /// otherwise.
     ///
     /// # Errors
-    /// As [`join`](Self::join); `Invalid`: this process has no secret; `Denied`: it is not the engine's.
+    /// As [`join`](Self::join); `Invalid`: this process has no secret; `Denied`: it is not the
+    /// engine's.
     pub fn join_over_tcp(
         address: &str,
         rank: WorkerRank,
@@ -136,14 +139,15 @@ impl fmt::Display for EngineAddress {
 }
 
 impl JoinedRank {
-    /// Which one it is.
+    /// Its place in the engine.
     pub fn rank(&self) -> WorkerRank {
         self.rank
     }
 
-    /// Registers the caches of this rank: `memory` holds all their regions, each in one piece of it. The first time,
-    /// and after [`give_back`](Self::give_back). Peers may load from them when all ranks of the engine have caches. May
-    /// block: registering can pin pages, and the engine is asked.
+    /// Registers the caches of this rank: `memory` holds all their regions, each in one piece of
+    /// it. The first time, and after [`give_back`](Self::give_back). Peers may load from them when
+    /// all ranks of the engine have caches. May block: registering can pin pages, and the engine is
+    /// asked.
     ///
     /// # Errors
     /// As [`Rank::register`]; `TimedOut` and `PeerLost`: the engine does not answer.
@@ -181,23 +185,24 @@ impl JoinedRank {
         self.link.answer_to(taken_up).map(drop)
     }
 
-    /// Gives the caches back, before sleep for example: peers are refused, and loads in flight end. When the completion
-    /// is `Ok`, nobody else touches the memory any more, the engine publishes and loads nothing, and caches may be
-    /// [registered](Self::register) anew, of another number of blocks too once no rank of the engine has any left.
-    /// Peers that come back shake hands again.
+    /// Gives the caches back, before sleep for example: peers are refused, and loads in flight end.
+    /// When the completion is `Ok`, nobody else touches the memory any more, the engine publishes
+    /// and loads nothing, and caches may be [registered](Self::register) anew, of another number of
+    /// blocks too once no rank of the engine has any left. Peers then need a new handshake.
     ///
     /// # Errors
-    /// As [`Rank::give_back`]; `TimedOut`: nobody touches the memory any more, and the engine had not said by the
-    /// deadline that it knows of it. After either it may be called again, and waits again.
+    /// As [`Rank::give_back`]; `TimedOut`: nobody touches the memory any more, and the engine had
+    /// not acknowledged it by the deadline. After either it may be called again, and waits again.
     pub fn give_back(&self, deadline: impl Into<Deadline>) -> Completion<()> {
         register::give_back(self.connector.shared(), self.rank, deadline.into())
     }
 
-    /// Ends when the engine has ended, or let this rank go. `Ok`: it was the engine's wish, and nothing touches the
-    /// memory any more.
+    /// Ends when the engine has ended, or has lost this rank. `Ok`: the engine was shut down, and
+    /// nothing touches the memory any more.
     ///
     /// # Errors
-    /// `PeerLost`: the engine's process is gone, or has given this rank up. As [`Connector::shutdown`] otherwise.
+    /// `PeerLost`: the engine's process is gone, or has given this rank up. As
+    /// [`Connector::shutdown`] otherwise.
     pub async fn ended(&self) -> Result<()> {
         self.connector.outcomes_ready().await;
         self.end()
@@ -229,7 +234,8 @@ impl fmt::Debug for JoinedRank {
 }
 
 impl EngineChannel {
-    /// Asks the engine. One that does not answer in time is lost: a later answer would be taken for another question's.
+    /// Asks the engine. One that does not answer in time is lost: a later answer would be taken for
+    /// another question's.
     fn ask(&self, question: ToHead) -> Result<Option<SentGenerations>> {
         self.answer_to(|| self.up.send(question).map_err(|_| self.lost()))
     }
@@ -394,8 +400,9 @@ async fn obey(
         match message {
             Ok(ToRank::Step(meta)) => shared.with_state(|state, now| {
                 // The engine has started it there.
-                let held = state.ranks.get_mut(rank);
-                held.into_iter().for_each(|held| held.begin(now, meta.clone()));
+                if let Some(held) = state.ranks.get_mut(rank) {
+                    held.begin(now, meta);
+                }
             }),
             Ok(ToRank::Words(None)) => {
                 link.answer.set(Ok(incoming.take_file().map(SentGenerations::File)))

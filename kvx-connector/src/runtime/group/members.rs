@@ -1,4 +1,5 @@
-//! Ranks in processes of their own, in the engine's process: who takes which place, what they send, and their loss.
+//! Ranks in processes of their own, in the engine's process: who takes which place, what they send,
+//! and their loss.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -50,7 +51,8 @@ pub(super) fn seat(
             shared.setup.settings.tp_size
         ),
     };
-    // Two processes for one place: whose blocks it would load is in doubt. All are if there is no such place.
+    // Two processes for one place: whose blocks it would load is in doubt. All are if there is no
+    // such place.
     let twice = state.ranks.remote_at(rank).is_some();
     for (at, remote) in state.ranks.remote_mut() {
         if !twice || at == rank {
@@ -99,7 +101,8 @@ pub(super) fn lose(shared: &Shared, rank: WorkerRank, why: &str, proven: bool) {
     shared.wake_up.notify_one();
 }
 
-/// Takes what a rank says. Errors: what it says is refused. May block where the rank registers or gives back.
+/// Takes what a rank says. Errors: what it says is refused. May block where the rank registers or
+/// gives back.
 pub(super) fn take_message(shared: &Shared, rank: WorkerRank, message: ToHead) -> Result<()> {
     match message {
         ToHead::Pool(blocks) => registration::give_generations(shared, rank, blocks)?,

@@ -21,30 +21,36 @@ use super::serving::{RankListener, gather};
 use crate::params::TransferMode;
 
 impl Connector {
-    /// Lets the workers that have not registered their caches here run in processes of their own, each of which joins
-    /// at this path, a Unix socket, by [`Rank::join`]. Peers hear of all of them when the last has registered its
-    /// caches: the completion is `Ok` then, and until then nothing is published or loaded.
+    /// Lets the workers that have not registered their caches here run in processes of their own,
+    /// each of which joins at this path, a Unix socket, by [`Rank::join`]. Peers hear of all of
+    /// them when the last has registered its caches: the completion is `Ok` then, and until then
+    /// nothing is published or loaded.
     ///
-    /// What the engine does stays as it is: [`step`](Self::step) and [`Rank::start_load_kv`] are called here, for these
-    /// ranks too. One that ends, or of which nothing is heard for 10 s, ends the loads of the engine: each fails with
-    /// [`LoadFailure::Rank`](crate::engine::LoadFailure::Rank), which names it, and no other begins. So does one that
-    /// is not there at the deadline, one that is started twice, and one that the engine does not have.
+    /// What the engine does stays as it is: [`step`](Self::step) and [`Rank::start_load_kv`] are
+    /// called here, for these ranks too. One that ends, or of which nothing is heard for 10 s, ends
+    /// the loads of the engine: each fails with
+    /// [`LoadFailure::Rank`](crate::engine::LoadFailure::Rank), which names it, and no other
+    /// begins. So does one that is not there at the deadline, one that is started twice, and one
+    /// that the engine does not have.
     ///
     /// # Errors
     /// `Unsupported` for a MooncakeConnector; `Invalid` when all workers have their caches, or
-    /// ranks join already; `Exhausted` for a path that is in use; what the system says of it. Later `TimedOut`,
-    /// `PeerLost` and `Invalid`: a rank did not come, has gone, or was started twice.
+    /// ranks join already; `Exhausted` for a path that is in use; what the system says of it. Later
+    /// `TimedOut`, `PeerLost` and `Invalid`: a rank did not come, has gone, or was started twice.
     pub fn group(&self, path: impl AsRef<Path>, deadline: impl Into<Deadline>) -> Completion<()> {
         open(self.shared(), JoinAddress::Path(path.as_ref().to_owned()), deadline.into())
     }
 
-    /// As [`group`](Self::group), for ranks on other hosts too: each joins by [`Rank::join_over_tcp`]. Both ends prove
-    /// to each other that they have the fleet's secret (`KVX_SECRET_FILE`), and seal what they say. At `0.0.0.0` ranks
-    /// come in by any address of this host.
+    /// As [`group`](Self::group), for ranks on other hosts too: each joins by
+    /// [`Rank::join_over_tcp`]. Both ends prove to each other that they have the fleet's secret
+    /// (`KVX_SECRET_FILE`), and seal what they say. At `0.0.0.0` ranks come in by any address of
+    /// this host.
     ///
-    /// Two things are other than with ranks of one host. Blocks whose lease is taken back ([`Lease`](crate::runtime::Lease)
-    /// dropped) are the engine's when [`outcomes`](Self::outcomes) says `Free`, after a word to each of these ranks and
-    /// back. And nobody can prove that a rank has died unless it has said so: what it kept or filled is `Lost`.
+    /// Two things are other than with ranks of one host. Blocks whose lease is taken back
+    /// ([`Lease`](crate::runtime::Lease) dropped) are the engine's when
+    /// [`outcomes`](Self::outcomes) says `Free`, after a word to each of these ranks and back. And
+    /// nobody can prove that a rank has died unless it has said so: what it kept or filled is
+    /// `Lost`.
     ///
     /// # Errors
     /// As [`group`](Self::group); `Invalid` without a secret, and for port 0.
@@ -58,7 +64,8 @@ impl Connector {
 }
 
 impl Rank {
-    /// Whether ranks of an engine with this configuration may be in processes of their own ([`Connector::group`]).
+    /// Whether ranks of an engine with this configuration may be in processes of their own
+    /// ([`Connector::group`]).
     ///
     /// # Errors
     /// `Unsupported`: all of them have to be in the engine's process.
@@ -104,7 +111,8 @@ fn may_gather(shared: &Shared) -> Result<()> {
     check_state(&shared.state.lock())
 }
 
-/// All workers without caches are to join. Errors: meanwhile nobody may any more; the gathering comes back.
+/// All workers without caches are to join. Errors: meanwhile nobody may any more; the gathering
+/// comes back.
 fn expect_ranks(shared: &Shared, gathering: Gathering) -> Result<(), (Gathering, Error)> {
     // A registration that is under way is waited for.
     let _listening = shared.listening.lock();

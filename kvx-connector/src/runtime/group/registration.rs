@@ -1,4 +1,5 @@
-//! The caches of ranks in processes of their own, in the engine's process: what is registered, and given back.
+//! The caches of ranks in processes of their own, in the engine's process: what is registered, and
+//! given back.
 
 use kvx_core::{Error, ErrorKind, Result};
 
@@ -12,8 +13,8 @@ use crate::engine::{BlockReference, PoolBlocks, WorkerRank};
 use crate::wire::NixlAgentMetadata;
 use crate::wire::group::{OwnWords, ToRank};
 
-/// Gives a rank the words that it registers beside its caches: a file that is shared with it, or what they are at
-/// first. The first rank with caches says of how many blocks.
+/// Gives a rank the words that it registers beside its caches: a file that is shared with it, or
+/// what they are at first. The first rank with caches says of how many blocks.
 pub(super) fn give_generations(
     shared: &Shared,
     rank: WorkerRank,
@@ -99,8 +100,8 @@ pub(super) fn take_registration(
     Ok(())
 }
 
-/// A rank gives its caches back: peers find it no more, and until it has registered others nothing is published or
-/// loaded. Its words stay until then, as peers may still read them. May block.
+/// A rank gives its caches back: peers find it no more, and until it has registered others nothing
+/// is published or loaded. Its words stay until then, as peers may still read them. May block.
 pub(super) fn take_back(shared: &Shared, rank: WorkerRank) -> Result<()> {
     let listening = shared.listening.lock();
     shared.with_state(|state, now| {
@@ -117,7 +118,8 @@ pub(super) fn take_back(shared: &Shared, rank: WorkerRank) -> Result<()> {
     Ok(())
 }
 
-/// All ranks are there, or one will never be: whoever waits for that is to hear it, without the lock.
+/// All ranks are there, or one will never be: whoever waits for that is to hear it, without the
+/// lock.
 pub(super) fn settle_gathering(state: &mut State, result: Result<()>) -> GatheringEnd {
     match &mut state.gathering {
         Some(gathering) => gathering.settle(result),

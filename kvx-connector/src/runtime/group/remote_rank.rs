@@ -22,7 +22,8 @@ use crate::engine::{
 use crate::wire::NixlAgentMetadata;
 use crate::wire::group::{MAX_ASKED, MAX_RAISED, ToRank};
 
-/// A rank that has not read so many messages is lost. What they hold is shared with the scheduler's half.
+/// A rank that has not read so many messages is lost. What they hold is shared with the scheduler's
+/// half.
 const BACKLOG: usize = 1 << 16;
 
 /// A message to a rank, and the file beside it.
@@ -57,14 +58,15 @@ enum RankStage {
 
 /// A rank in a process of its own.
 ///
-/// It remembers what the rank has been given, and so has a report of everything, whatever becomes of the rank: what was
-/// open when it was lost has failed.
+/// It remembers what the rank has been given, and so has a report of everything, whatever becomes
+/// of the rank: what was open when it was lost has failed.
 pub(in crate::runtime) struct RemoteRank {
     rank: WorkerRank,
     /// Its prefill writes: it reads its own blocks itself.
     pushes: bool,
     stage: RankStage,
-    /// It is on another host, and raises its words itself: so often it was asked to, and has said that it has.
+    /// It is on another host, and raises its words itself: so often it was asked to, and has said
+    /// that it has.
     distant: bool,
     /// The pidfd of its process, if that is of this host.
     life: Option<Arc<ProcessHandle>>,
@@ -189,7 +191,8 @@ impl RemoteRank {
         self.distant
     }
 
-    /// Has it raise the words of blocks, if those are its own. One that was lost never says that it has.
+    /// Has it raise the words of blocks, if those are its own. One that was lost never says that it
+    /// has.
     pub(in crate::runtime) fn raise(&mut self, StaleBlocks { blocks, stamp }: &StaleBlocks) {
         if !self.distant {
             return;
@@ -212,7 +215,8 @@ impl RemoteRank {
             .then_some(self.raising)
     }
 
-    /// Whether peers may still read what it was asked to raise by this number. `None`: nobody will ever know.
+    /// Whether peers may still read what it was asked to raise by this number. `None`: nobody will
+    /// ever know.
     pub(in crate::runtime) fn is_raised(&self, number: u64) -> Option<bool> {
         match &self.stage {
             _ if self.raised >= number => Some(true),
@@ -221,7 +225,8 @@ impl RemoteRank {
         }
     }
 
-    /// Whether it has caches, or is about to register some: their words are those of the engine's other ranks.
+    /// Whether it has caches, or is about to register some: their words are those of the engine's
+    /// other ranks.
     pub(in crate::runtime) fn has_words(&self) -> bool {
         self.has_words
     }
@@ -298,7 +303,8 @@ impl RemoteRank {
         }
     }
 
-    /// Sends it a message. One that does not read is lost; who reads from it hears when it has gone.
+    /// Sends it a message. One that does not read is lost; who reads from it hears when it has
+    /// gone.
     pub(in crate::runtime) fn send(&mut self, message: ToRank, file: Option<OwnedFd>) {
         let full = self
             .to
@@ -337,7 +343,8 @@ impl RemoteRank {
         said.stats.aggregate(output.stats);
     }
 
-    /// Has it write the digests of blocks that are about to be published. What is given hears when it has, or is lost.
+    /// Has it write the digests of blocks that are about to be published. What is given hears when
+    /// it has, or is lost.
     pub(in crate::runtime) fn digest(&mut self, fresh: &[Fresh]) -> Vec<Task> {
         self.ask_for(fresh, |number, fresh| ToRank::Digest { number, fresh })
     }
@@ -458,8 +465,8 @@ impl RemoteRank {
                 invalid,
             });
         }
-        // What peers read has the engine's words: who still reads one finds that it is another's. What it writes itself
-        // goes on if it does, and words of its own are as they were.
+        // What peers read has the engine's words: who still reads one finds that it is another's.
+        // What it writes itself goes on if it does, and words of its own are as they were.
         let sends = std::mem::take(&mut self.sends);
         if (self.pushes || self.distant) && !proven {
             said.lost.extend(sends.iter().map(|request| (request.clone(), Kept::Request)));
@@ -511,8 +518,8 @@ pub(in crate::runtime) fn refused(why: String) -> Error {
     Error::new(ErrorKind::Invalid, why)
 }
 
-/// Waits until ranks have written digests. One that is lost meanwhile is not waited for. Blocks without a digest are
-/// loaded by nobody.
+/// Waits until ranks have written digests. One that is lost meanwhile is not waited for. Blocks
+/// without a digest are loaded by nobody.
 pub(in crate::runtime) fn await_digests(tasks: Vec<Task>) {
     let deadline = Deadline::from(SILENT);
     for done in tasks {

@@ -391,7 +391,8 @@ async fn pass_down(
     }
 }
 
-/// Whether a process has ended, or does so within this time: one that was killed closes its sockets first.
+/// Whether a process has ended, or does so within this time: one that was killed closes its sockets
+/// first.
 async fn has_ended(life: Option<Arc<ProcessHandle>>, within: Duration) -> bool {
     let Some(life) = life else { return false };
     tokio::task::spawn_blocking(move || life.has_ended(within)).await.unwrap_or(false)

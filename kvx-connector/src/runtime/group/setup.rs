@@ -18,8 +18,8 @@ fn unreadable(what: &str) -> Error {
     Error::new(ErrorKind::Malformed, format!("the engine's word of how it was built lacks {what}"))
 }
 
-/// The setup of a rank, and the secret of its own process. `own_address`: by which it reaches its engine, if that may
-/// be on another host.
+/// The setup of a rank, and the secret of its own process. `own_address`: by which it reaches its
+/// engine, if that may be on another host.
 pub(super) fn from_welcome(
     welcome: &str,
     own_address: Option<IpAddr>,
@@ -38,7 +38,8 @@ pub(super) fn from_welcome(
     let host = host.ok_or_else(|| unreadable("address"))?;
     let gpu = field("gpu")?.as_bool().ok_or_else(|| unreadable("gpu"))?;
     let mut surroundings = Surroundings::of_process().gpu(gpu);
-    // TCP binds where the engine's process has it bind; on another host where this one's says, or is reached.
+    // TCP binds where the engine's process has it bind; on another host where this one's says, or
+    // is reached.
     match own_address {
         None => surroundings = surroundings.variable(HOST, host),
         Some(own) if std::env::var_os(HOST).is_none() => {

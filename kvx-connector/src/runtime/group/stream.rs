@@ -1,5 +1,6 @@
-//! Messages between an engine and a rank, each behind its length: over a Unix socket, where a file may come beside one,
-//! or sealed over TCP, when both ends have proven that they have the fleet's secret.
+//! Messages between an engine and a rank, each behind its length: over a Unix socket, where a file
+//! may come beside one, or sealed over TCP, when both ends have proven that they have the fleet's
+//! secret.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -100,7 +101,8 @@ fn ends(socket: Arc<Socket>) -> (MessageWriter, MessageReader) {
     (MessageWriter { socket, sealer: None }, incoming)
 }
 
-/// A rank's end of a connection to an engine on another host, when both have proven to have the secret.
+/// A rank's end of a connection to an engine on another host, when both have proven to have the
+/// secret.
 ///
 /// Errors: `Denied`, `PeerLost`, what the system says.
 pub(super) async fn prove_as_rank(
@@ -296,7 +298,8 @@ pub(super) struct MessageWriter {
 }
 
 impl MessageWriter {
-    /// Sends a message, with a file beside it or without. Nothing can follow one that was given up amid it.
+    /// Sends a message, with a file beside it or without. Nothing can follow one that was given up
+    /// amid it.
     ///
     /// Errors: `PeerLost`.
     pub(super) async fn send(
@@ -374,8 +377,8 @@ mod tests {
         tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
     }
 
-    /// Passes on what two ends say through it, but for this byte of the one that connects. Gives where to connect, and
-    /// how many bytes that end has said.
+    /// Passes on what two ends say through it, but for this byte of the one that connects. Gives
+    /// where to connect, and how many bytes that end has said.
     fn between(engine: SocketAddr, altered: Option<usize>) -> (SocketAddr, Arc<AtomicUsize>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let (address, said) = (listener.local_addr().unwrap(), Arc::new(AtomicUsize::new(0)));

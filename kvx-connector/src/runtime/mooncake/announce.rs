@@ -1,5 +1,5 @@
-//! Workers of a prefill announce where they listen, again and again: a bootstrap server that was restarted knows them
-//! again, and one that they have left forgets them.
+//! Workers of a prefill announce where they listen, again and again: a bootstrap server that was
+//! restarted knows them again, and one that they have left forgets them.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -19,7 +19,8 @@ use crate::wire::mooncake::{PullRequest, WorkerRegistration};
 const TTL: Duration = Duration::from_secs(30);
 /// Workers announce themselves this often.
 const EVERY: Duration = Duration::from_secs(5);
-/// A registration that failed is tried again after this, and then after longer and longer, up to [`EVERY`].
+/// A registration that failed is tried again after this, and then after longer and longer, up to
+/// [`EVERY`].
 const FIRST_RETRY: Duration = Duration::from_secs(1);
 
 /// A worker has registered its caches: from now on decodes find it.

@@ -1,4 +1,5 @@
-//! The bootstrap server of a prefill instance: its workers say where they listen, and whoever wants their blocks asks.
+//! The bootstrap server of a prefill instance: its workers say where they listen, and whoever wants
+//! their blocks asks.
 //!
 //! vLLM's `POST /register` and `GET /query` over HTTP. What is remembered is decided by
 //! [`BootstrapRegister`]; here are the socket, its bounds, and who may register ([`proof`]).
@@ -24,7 +25,8 @@ use crate::wire::mooncake::WorkerRegistration;
 
 /// Connections at a time. For a further one the oldest is closed.
 pub(super) const CONNECTIONS: usize = 256;
-/// How long a request may take to come, from the connection or the answer before it on, and an answer to be read.
+/// How long a request may take to come, from the connection or the answer before it on, and an
+/// answer to be read.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A bootstrap server that listens until it is dropped.

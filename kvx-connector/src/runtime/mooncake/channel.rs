@@ -1,5 +1,5 @@
-//! The side channel of a prefill with the MooncakeConnector: a ROUTER for each worker. Decodes ask; each question is
-//! answered when its blocks are written, request by request.
+//! The side channel of a prefill with the MooncakeConnector: a ROUTER for each worker. Decodes ask;
+//! each question is answered when its blocks are written, request by request.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
@@ -62,7 +62,8 @@ fn serve_rank(listener: TcpListener, shared: &Arc<Shared>, rank: WorkerRank) -> 
     Router::serve_by(listener, LIMITS, Arc::new(talker))
 }
 
-/// The frames of an answer. A REQ socket, which asks before vLLM 0.16, begins by an empty one and expects it back.
+/// The frames of an answer. A REQ socket, which asks before vLLM 0.16, begins by an empty one and
+/// expects it back.
 fn answer(older: bool, frames: impl IntoIterator<Item = Vec<u8>>) -> Vec<Vec<u8>> {
     older.then(Vec::new).into_iter().chain(frames).collect()
 }
@@ -99,8 +100,9 @@ impl Drop for ForgetAskerOnDrop<'_> {
     }
 }
 
-/// By what answers to a question are sealed. Errors: `Denied`: who asks has no secret, or another, or this prefill
-/// has none. A plain Mooncake agent cannot prove anything: it is heard where `MOONCAKE` is open, which says so.
+/// By what answers to a question are sealed. Errors: `Denied`: who asks has no secret, or another,
+/// or this prefill has none. A plain Mooncake agent cannot prove anything: it is heard where
+/// `MOONCAKE` is open, which says so.
 fn admits(
     shared: &Shared,
     rank: WorkerRank,

@@ -1,4 +1,5 @@
-//! The sockets that a MooncakeConnector listens with: a bootstrap server, and one for each worker of a prefill.
+//! The sockets that a MooncakeConnector listens with: a bootstrap server, and one for each worker
+//! of a prefill.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -53,9 +54,9 @@ impl Channels {
 }
 
 impl Listeners {
-    /// Listens where the configuration says: the bootstrap server on its port, or any free one, and each worker of a
-    /// prefill on a port that is free. Errors: a port that is taken, with the variable to set; a host that is not of
-    /// this machine.
+    /// Listens where the configuration says: the bootstrap server on its port, or any free one, and
+    /// each worker of a prefill on a port that is free. Errors: a port that is taken, with the
+    /// variable to set; a host that is not of this machine.
     pub(in super::super) async fn bind(setup: &Setup) -> Result<Self> {
         let settings = &setup.settings;
         let Some(mooncake) = &settings.mooncake else {
@@ -87,7 +88,8 @@ impl Listeners {
         Ok(listeners)
     }
 
-    /// The bootstrap server, as routers are to tell decodes; without one the first worker, as they are told.
+    /// The bootstrap server, as routers are to tell decodes; without one the first worker, as they
+    /// are told.
     pub(in super::super) fn address(&self, bootstrap: &Bootstrap) -> Address {
         match (bootstrap, &self.bootstrap) {
             (Bootstrap::Without, _) => {
@@ -107,8 +109,8 @@ impl Listeners {
     }
 }
 
-/// Listens for the workers of a prefill before vLLM 0.16. Where any port will do, the ones after it may be taken: then
-/// others are tried.
+/// Listens for the workers of a prefill before vLLM 0.16. Where any port will do, the ones after it
+/// may be taken: then others are tried.
 async fn older_ranks(setup: &Setup, bind: &str) -> Result<Vec<(WorkerRank, TcpListener)>> {
     let mut tries = if setup.any_port { TRIES } else { 1 };
     loop {

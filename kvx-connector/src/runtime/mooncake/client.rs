@@ -24,7 +24,8 @@ const REGISTER: &str = "POST /register";
 
 /// What a bootstrap server knows, within `limit`.
 ///
-/// Errors, after three attempts: `PeerLost`, `TimedOut`: nobody answers; what is wrong with the answer.
+/// Errors, after three attempts: `PeerLost`, `TimedOut`: nobody answers; what is wrong with the
+/// answer.
 pub(super) async fn query(address: &Address, limit: Duration) -> Result<Directory> {
     let until = Instant::now() + limit;
     for left in (1..=ATTEMPTS).rev() {
@@ -48,8 +49,8 @@ pub(super) async fn query(address: &Address, limit: Duration) -> Result<Director
 
 /// Registers a worker, within `limit`.
 ///
-/// Errors: `PeerLost`, `TimedOut`: nobody answers; `Denied`: the server wants a proof that this engine cannot give;
-/// `Invalid`: the server's own words.
+/// Errors: `PeerLost`, `TimedOut`: nobody answers; `Denied`: the server wants a proof that this
+/// engine cannot give; `Invalid`: the server's own words.
 pub(super) async fn register(
     address: &Address,
     registration: &WorkerRegistration,

@@ -1,5 +1,6 @@
-//! As much of HTTP/1.1 as a bootstrap server and those who ask it need: requests and answers whose bodies have a
-//! length, both bounded before memory is taken for them. Heads are parsed by `httparse`.
+//! As much of HTTP/1.1 as a bootstrap server and those who ask it need: requests and answers whose
+//! bodies have a length, both bounded before memory is taken for them. Heads are parsed by
+//! `httparse`.
 
 use kvx_core::{Error, ErrorKind, Result};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -150,8 +151,8 @@ impl Exchange {
         Exchange { stream, unread: Vec::new() }
     }
 
-    /// The next message, with a body of at most `most` bytes. `None`: the other end has closed before it. Without a
-    /// length, an answer ends with the connection, and a request has no body.
+    /// The next message, with a body of at most `most` bytes. `None`: the other end has closed
+    /// before it. Without a length, an answer ends with the connection, and a request has no body.
     ///
     /// Errors: `Exhausted`: a longer body; `Malformed`, `Unsupported`, `PeerLost`.
     pub(super) async fn receive(&mut self, most: usize) -> Result<Option<HttpMessage>> {

@@ -1,14 +1,17 @@
-//! The MooncakeConnector's side of the runtime: a bootstrap server, a ROUTER for each worker of a prefill, questions of
-//! a decode, and writes into what it grants.
+//! The MooncakeConnector's side of the runtime: a bootstrap server, a ROUTER for each worker of a
+//! prefill, questions of a decode, and writes into what it grants.
 //!
-//! Before vLLM 0.16 there is no bootstrap server: a worker's port follows from its rank, and REQ sockets ask it.
+//! Before vLLM 0.16 there is no bootstrap server: a worker's port follows from its rank, and REQ
+//! sockets ask it.
 //!
-//! Toward kvx all of kvx's backends carry the blocks: a decode tells how its agent is reached, and for each request a
-//! region that is written to by a key of its own, whose end is the end of all writes. Toward a plain Mooncake agent, as
-//! vLLM's workers are, `MOONCAKE` carries them, by address.
+//! Toward kvx all of kvx's backends carry the blocks: a decode tells how its agent is reached, and
+//! for each request a region that is written to by a key of its own, whose end is the end of all
+//! writes. Toward a plain Mooncake agent, as vLLM's workers are, `MOONCAKE` carries them, by
+//! address.
 //!
-//! Layers, lowest to highest: `http`, `proof`, `client`, `bootstrap`; `askers`, `idle_clients`, `route`, `channels` and
-//! `state`, which the connector holds; `connect`, `pull`, `announce` and `channel`, which do what the workers ask for.
+//! Layers, lowest to highest: `http`, `proof`, `client`, `bootstrap`; `askers`, `idle_clients`,
+//! `route`, `channels` and `state`, which the connector holds; `connect`, `pull`, `announce` and
+//! `channel`, which do what the workers ask for.
 
 mod announce;
 mod askers;

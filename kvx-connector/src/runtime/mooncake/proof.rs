@@ -1,11 +1,13 @@
 //! Who is heard where the fleet has a secret.
 //!
-//! **Registrations.** A bootstrap server answers the first one with a nonce; it is repeated on the same connection with
-//! HMAC-SHA-256 over the nonce and the body. A nonce is good for one registration.
+//! **Registrations.** A bootstrap server answers the first one with a nonce; it is repeated on the
+//! same connection with HMAC-SHA-256 over the nonce and the body. A nonce is good for one
+//! registration.
 //!
-//! **Questions and answers.** A kvx decode that asks a kvx prefill sends a frame beside its question: a nonce, and
-//! HMAC-SHA-256 over both. Beside each answer comes one over that nonce and the answer. So nothing recorded passes for
-//! an answer; a question that is sent again asks for what was had already, and what it grants has ended.
+//! **Questions and answers.** A kvx decode that asks a kvx prefill sends a frame beside its
+//! question: a nonce, and HMAC-SHA-256 over both. Beside each answer comes one over that nonce and
+//! the answer. So nothing recorded passes for an answer; a question that is sent again asks for
+//! what was had already, and what it grants has ended.
 
 use hmac::{Hmac, KeyInit, Mac as _};
 use kvx_core::{Error, ErrorKind, Result, Secret};
@@ -66,7 +68,8 @@ pub(super) fn seal_question(secret: &Secret, question: &[u8]) -> Result<(Nonce, 
     Ok((nonce, [&nonce[..], &proof].concat()))
 }
 
-/// What answers to a question are bound to. Errors: `Denied`: whoever asks does not have the secret.
+/// What answers to a question are bound to. Errors: `Denied`: whoever asks does not have the
+/// secret.
 pub(super) fn open_question(secret: &Secret, question: &[u8], seal: &[u8]) -> Result<Nonce> {
     let differ = || differ("the decode and this prefill");
     let (nonce, proof) = seal.split_first_chunk().ok_or_else(differ)?;

@@ -1,4 +1,5 @@
-//! The decode's side: questions to bootstrap servers and to the workers of a prefill, each on a connection of its own.
+//! The decode's side: questions to bootstrap servers and to the workers of a prefill, each on a
+//! connection of its own.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -138,8 +139,8 @@ fn left(shared: &Shared, deadline: Time) -> Duration {
     deadline.since(shared.clock.now())
 }
 
-/// The question with what it grants: to a kvx a region for each request, else the name of a Mooncake agent, which
-/// writes wherever it likes.
+/// The question with what it grants: to a kvx a region for each request, else the name of a
+/// Mooncake agent, which writes wherever it likes.
 async fn with_grants(
     shared: &Arc<Shared>,
     rank: WorkerRank,

@@ -1,4 +1,5 @@
-//! The memory of a decode's worker, as one worker of a prefill writes into it: drawn up once for each layout.
+//! The memory of a decode's worker, as one worker of a prefill writes into it: drawn up once for
+//! each layout.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +18,8 @@ use crate::mapping::{MemoryType, SendLane, SendMap};
 #[derive(Debug)]
 pub(in super::super) struct WriteRoute {
     pub(super) peer: Peer,
-    /// A plain Mooncake agent, which is written to by address; else by what is granted for each request.
+    /// A plain Mooncake agent, which is written to by address; else by what is granted for each
+    /// request.
     pub(super) foreign: bool,
     /// By KV cache group and where its blocks lie here.
     pub(super) lanes: BTreeMap<(u32, MemoryType), Lanes>,
@@ -61,8 +63,8 @@ pub(super) fn lanes(
 }
 
 impl WriteRoute {
-    /// What a write moves. Errors: `Malformed`: the decode names memory that it grants nothing of; `Invalid`: it grants
-    /// nothing at all.
+    /// What a write moves. Errors: `Malformed`: the decode names memory that it grants nothing of;
+    /// `Invalid`: it grants nothing at all.
     pub(in super::super) fn pairs(&self, order: &Move) -> Result<RoutePairs> {
         let imported = match self.foreign {
             true => None,

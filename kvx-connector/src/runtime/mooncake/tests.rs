@@ -1,4 +1,5 @@
-//! The bootstrap server and the side channel against strangers, and clients against servers that are none.
+//! The bootstrap server and the side channel against strangers, and clients against servers that
+//! are none.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -171,7 +172,8 @@ fn with_a_secret_only_those_register_who_prove_it() {
     });
 }
 
-/// A server that answers each connection with the next of these, and then closes; none: it says nothing.
+/// A server that answers each connection with the next of these, and then closes; none: it says
+/// nothing.
 async fn impostor(answers: Vec<Option<Vec<u8>>>) -> Address {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = Address { host: "127.0.0.1".into(), port: listener.local_addr().unwrap().port() };

@@ -35,8 +35,8 @@ pub(crate) struct SideClient {
 /// What came of a handshake.
 #[derive(Debug)]
 pub(crate) struct HandshakeOutcome {
-    /// The workers' metadata. `kvx_metadata` is there only if it may be used: with a secret, only from a
-    /// [proven](PeerKind::Proven) peer.
+    /// The workers' metadata. `kvx_metadata` is there only if it may be used: with a secret, only
+    /// from a [proven](PeerKind::Proven) peer.
     pub(crate) peer: HandshakenPeer,
     /// Who answered.
     pub(crate) standing: PeerKind,
@@ -75,9 +75,10 @@ impl SideClient {
 
     /// One handshake: asks these workers of the peer, one after the other.
     ///
-    /// Errors, each with the setting to change. `TimedOut`, `PeerLost`: nobody answers at the address. `Denied`: one
-    /// end has another secret, or none. And those of [`Handshake::new`] and [`Expectation::check`]: another engine id,
-    /// hash, version; a worker that is not there; malformed answers.
+    /// Errors, each with the setting to change. `TimedOut`, `PeerLost`: nobody answers at the
+    /// address. `Denied`: one end has another secret, or none. And those of [`Handshake::new`] and
+    /// [`Expectation::check`]: another engine id, hash, version; a worker that is not there;
+    /// malformed answers.
     pub(crate) async fn ask(
         &self,
         peer: &RemoteEngine,
@@ -107,7 +108,8 @@ impl SideClient {
             let this = challenge
                 .as_ref()
                 .map_or(Ok(PeerKind::Foreign), |challenge| self.standing(challenge))?;
-            // One for all: what the first worker tells must not be believed for what the second one proves.
+            // One for all: what the first worker tells must not be believed for what the second one
+            // proves.
             if standing.replace(this).is_some_and(|before| before != this) {
                 return Err(Error::new(
                     ErrorKind::Malformed,

@@ -27,8 +27,9 @@ pub(super) fn written_tcp_bind(config: &KvTransferConfig) -> Option<&str> {
     config.extra().get("tcp")?.get("bind")?.as_str()
 }
 
-/// Where TCP binds, and what it advertises, on an engine of several hosts without `tcp.bind`: at the host that peers
-/// are told, if that is an address of this machine. `None`: TCP's own default holds.
+/// Where TCP binds, and what it advertises, on an engine of several hosts without `tcp.bind`: at
+/// the host that peers are told, if that is an address of this machine. `None`: TCP's own default
+/// holds.
 pub(crate) async fn tcp_bind(config: &KvTransferConfig, told: &str) -> Option<IpAddr> {
     match written_tcp_bind(config) {
         Some(_) => None,

@@ -1,7 +1,7 @@
 //! The side channel of NixlConnector: how engines tell each other where their memory is.
 //!
-//! [`SideServer`] answers, [`SideClient`] asks. What is said is decided in [`crate::wire`]; here are the sockets, the
-//! ports, and who is let in ([`proof`]).
+//! [`SideServer`] answers, [`SideClient`] asks. What is said is decided in [`crate::wire`]; here
+//! are the sockets, the ports, and who is let in ([`proof`]).
 
 mod ask;
 mod hosts;

@@ -1,13 +1,16 @@
-//! Who is let in where a fleet has a secret: decode and prefill prove to each other that they have it.
+//! Who is let in where a fleet has a secret: decode and prefill prove to each other that they have
+//! it.
 //!
-//! 1. The decode asks as vLLM does. A kvx prefill answers with a challenge beside what it tells anybody, which vLLM
-//!    ignores.
-//! 2. The decode asks once more, on the same connection, by a [`KvxRequest`]: a nonce of its own, and HMAC-SHA-256 over
-//!    both nonces and the worker that it asks for.
-//! 3. The prefill answers with everything, and with HMAC-SHA-256 over the nonces, the worker and the answer.
+//! 1. The decode asks as vLLM does. A kvx prefill answers with a challenge beside what it tells
+//!    anybody, which vLLM ignores.
+//! 2. The decode asks once more, on the same connection, by a [`KvxRequest`]: a nonce of its own,
+//!    and HMAC-SHA-256 over both nonces and the worker that it asks for.
+//! 3. The prefill answers with everything, and with HMAC-SHA-256 over the nonces, the worker and
+//!    the answer.
 //!
-//! A challenge is good for one question on its connection, so nothing recorded is of use later. What is said is not
-//! secret: who listens on the way learns where the memory is, and still cannot prove to have the secret to its owner.
+//! A challenge is good for one question on its connection, so nothing recorded is of use later.
+//! What is said is not secret: who listens on the way learns where the memory is, and still cannot
+//! prove to have the secret to its owner.
 
 use hmac::{Hmac, KeyInit, Mac as _};
 use kvx_core::{Error, ErrorKind, Result, Secret};

@@ -19,8 +19,8 @@ use crate::wire::{
 /// The longest question has some 100 bytes, and an identity of 255 before it.
 const QUESTION: MessageLimits = MessageLimits { frames: 16, bytes: 4 << 10 };
 
-/// What peers may cost: 512 silent ones take less than 1 MiB, 512 with a whole question each 4 MiB, those that do not
-/// read their answers as much as two of the longest.
+/// What peers may cost: 512 silent ones take less than 1 MiB, 512 with a whole question each 4 MiB,
+/// those that do not read their answers as much as two of the longest.
 const LIMITS: RouterLimits = RouterLimits {
     connections: 512,
     message: QUESTION,
@@ -54,9 +54,11 @@ struct SideListeners {
 }
 
 impl SideServer {
-    /// Listens, on tasks of the runtime that it is called in. `clock` is that of the engine's `Scheduler`.
+    /// Listens, on tasks of the runtime that it is called in. `clock` is that of the engine's
+    /// `Scheduler`.
     ///
-    /// Errors: a port that is taken, with the variable and a free one; a host that is not of this machine.
+    /// Errors: a port that is taken, with the variable and a free one; a host that is not of this
+    /// machine.
     pub(crate) async fn bind(
         settings: &SideSettings,
         hash: CompatibilityHash,
@@ -87,7 +89,8 @@ impl SideServer {
         Ok(server)
     }
 
-    /// What parameters say of it: the host that peers are told, the port of the engine or of its first worker.
+    /// What parameters say of it: the host that peers are told, the port of the engine or of its
+    /// first worker.
     pub(crate) fn address(&self) -> &Address {
         &self.address
     }
@@ -97,9 +100,9 @@ impl SideServer {
         self.routers.iter().map(Router::local)
     }
 
-    /// Sets what is answered for a worker, with the worker's `kvx_metadata` in it. Without `agent_metadata`, the blob
-    /// of a NIXL agent, vLLM's decodes are refused in words. Returns the registration generation that the `Scheduler`
-    /// is to be told.
+    /// Sets what is answered for a worker, with the worker's `kvx_metadata` in it. Without
+    /// `agent_metadata`, the blob of a NIXL agent, vLLM's decodes are refused in words. Returns the
+    /// registration generation that the `Scheduler` is to be told.
     pub(crate) fn publish(&self, rank: WorkerRank, metadata: &NixlAgentMetadata) -> u64 {
         let mut told = self.handler.told.lock();
         told.invited.publish(rank, metadata);

@@ -25,7 +25,8 @@ pub(crate) struct SideSettings {
 }
 
 impl SideSettings {
-    /// As a configuration says, for the engine of data-parallel rank `dp` with `tp_size` workers side by side.
+    /// As a configuration says, for the engine of data-parallel rank `dp` with `tp_size` workers
+    /// side by side.
     ///
     /// Errors: `Invalid`: a port above 65535.
     pub(crate) fn from_config(

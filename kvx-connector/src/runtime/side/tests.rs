@@ -1,4 +1,5 @@
-//! Both sides of the side channel: against each other, against pyzmq and msgspec, and against what goes wrong.
+//! Both sides of the side channel: against each other, against pyzmq and msgspec, and against what
+//! goes wrong.
 
 mod python;
 
@@ -152,7 +153,8 @@ fn a_question_that_was_recorded_opens_nothing() {
             proof::check_answer(shared.as_ref().unwrap(), &challenge, &request, &changed).is_err()
         );
 
-        // Again on the same connection, on another one, on another one after its own challenge, and for another worker.
+        // Again on the same connection, on another one, on another one after its own challenge, and
+        // for another worker.
         assert!(payload(&mut client, &request.encode()).await.refusal.is_some());
         let mut other = connect().await.unwrap();
         assert!(payload(&mut other, &request.encode()).await.refusal.is_some());

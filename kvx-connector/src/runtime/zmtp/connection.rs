@@ -19,7 +19,8 @@ pub(crate) use super::codec::Message;
 const SMALL: usize = 16 << 10;
 /// Bytes that are read at once: a handshake's answer has some thousands.
 const READ: usize = 4 << 10;
-/// Commands that a peer may send within [`WHILE`] without a message: a living one sends a ping now and then.
+/// Commands that a peer may send within [`WHILE`] without a message: a living one sends a ping now
+/// and then.
 const COMMANDS: u32 = 64;
 const WHILE: Duration = Duration::from_secs(1);
 
@@ -62,7 +63,8 @@ fn late(limit: Duration, what: &str) -> Error {
 }
 
 impl SocketConnection {
-    /// Greets, and is ready when the other end is. Errors: no ZMTP, sockets that do not go together, `TimedOut`.
+    /// Greets, and is ready when the other end is. Errors: no ZMTP, sockets that do not go
+    /// together, `TimedOut`.
     pub(super) async fn open(
         stream: TcpStream,
         kind: SocketType,
@@ -95,7 +97,8 @@ impl SocketConnection {
         self.stream.set_nodelay(true).map_err(broken)?;
         let mut out = codec::greeting().to_vec();
         Command::Ready { kind: Some(kind), identity: Vec::new() }.put(&mut out);
-        // Greeting and READY may go together: with NULL nothing in READY depends on the other greeting.
+        // Greeting and READY may go together: with NULL nothing in READY depends on the other
+        // greeting.
         self.stream.write_all(&out).await.map_err(broken)?;
         let mut theirs = [0; codec::GREETING];
         let (signature, rest) =
@@ -160,8 +163,8 @@ impl SocketConnection {
         }
     }
 
-    /// Ends when there is something to [`receive`](Self::receive), or an end of it. May be given up at any
-    /// moment: nothing of it is lost.
+    /// Ends when there is something to [`receive`](Self::receive), or an end of it. May be given up
+    /// at any moment: nothing of it is lost.
     pub(super) async fn readable(&mut self) -> Result<()> {
         if self.unread.len() == self.at {
             self.fill().await?;
@@ -171,7 +174,8 @@ impl SocketConnection {
 
     /// The next message; pings are answered on the way. `None`: the other end has closed.
     ///
-    /// Once a message has begun, the rest has to come within `limit`; for the first byte of it there is no limit here.
+    /// Once a message has begun, the rest has to come within `limit`; for the first byte of it
+    /// there is no limit here.
     pub(super) async fn receive(&mut self, limit: Duration) -> Result<Option<Message>> {
         loop {
             match self.receive_one(limit).await? {
@@ -182,7 +186,8 @@ impl SocketConnection {
         }
     }
 
-    /// As [`receive`](Self::receive), and ends after a ping, too: who has to say something meanwhile can do so.
+    /// As [`receive`](Self::receive), and ends after a ping, too: who has to say something
+    /// meanwhile can do so.
     pub(super) async fn receive_one(&mut self, limit: Duration) -> Result<Received> {
         let nothing_of_it = self.unread.len() == self.at && self.decoder.is_between();
         if nothing_of_it && self.fill().await? == 0 {

@@ -1,4 +1,5 @@
-//! A ROUTER socket: what is said on a connection is a [`ConnectionHandler`]'s business; a [`Handler`] answers message by message.
+//! A ROUTER socket: what is said on a connection is a [`ConnectionHandler`]'s business; a
+//! [`Handler`] answers message by message.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -57,7 +58,8 @@ impl RouterConnection {
         Ok(received)
     }
 
-    /// Sends frames, without one that names the peer. Errors: `TimedOut`: it does not read; `Exhausted`.
+    /// Sends frames, without one that names the peer. Errors: `TimedOut`: it does not read;
+    /// `Exhausted`.
     pub(crate) async fn send<F: AsRef<[u8]>>(&mut self, frames: &[F]) -> Result<()> {
         let mut unread = self.answers.held();
         unread.take(frames.iter().map(|frame| frame.as_ref().len()).sum())?;
@@ -85,7 +87,8 @@ pub(crate) trait Handler: Send + Sync + 'static {
     /// What is remembered of a connection.
     type Session: Default + Send;
 
-    /// The answer to a message; both begin with the frame that names the peer. `None`: none, and the connection ends.
+    /// The answer to a message; both begin with the frame that names the peer. `None`: none, and
+    /// the connection ends.
     fn answer(&self, session: &mut Self::Session, message: &[Vec<u8>]) -> Option<Vec<Arc<[u8]>>>;
 }
 
@@ -202,8 +205,8 @@ async fn accept(
                 connections.start(stream, from, limits, &handler, &budgets);
             }
             Err(error) => {
-                // No descriptor is left: an old connection's serves a new one. Without a pause this would spin where
-                // none of them are ours.
+                // No descriptor is left: an old connection's serves a new one. Without a pause this
+                // would spin where none of them are ours.
                 tracing::warn!(%error, "a connection to the side channel was not accepted");
                 connections.close_most_silent();
                 tokio::time::sleep(Duration::from_millis(20)).await;

@@ -1,4 +1,5 @@
-//! Sockets against hostile, half-open and dead peers; those against ZeroMQ itself are the side channel's.
+//! Sockets against hostile, half-open and dead peers; those against ZeroMQ itself are the side
+//! channel's.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
